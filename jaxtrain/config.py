@@ -1,0 +1,288 @@
+"""The one configuration tree: load YAML, apply dotted overrides, validate, resolve, save.
+
+Each section's model lives beside the code that it drives; here stand the sections of the loop
+itself. A wrong key or value is one line: where, what was given, what is allowed.
+"""
+
+import difflib
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Literal, get_args
+
+import yaml
+from pydantic import BaseModel, Field, ValidationError
+from pydantic.fields import FieldInfo
+
+from jaxtrain.checkpoint import CheckpointConfig
+from jaxtrain.data import DataConfig
+from jaxtrain.metrics import MetricsConfig
+from jaxtrain.model import ModelConfig
+from jaxtrain.optim import MuonConfig, OptimConfig
+from jaxtrain.parallel import MeshConfig
+from jaxtrain.settings import Settings, UserError
+
+
+class RunConfig(Settings):
+    """Where the run lives."""
+
+    name: str = Field("run", min_length=1, description="folder of this run inside `directory`")
+    directory: str = Field("runs", description="folder that holds the runs")
+    seed: int = Field(42, ge=0, description="of the initial values and the samples")
+
+
+class TrainConfig(Settings):
+    """Size and length of the training steps."""
+
+    sequence_length: int = Field(2048, ge=2, description="tokens of context in a row, T")
+    batch_size: int | None = Field(
+        None, ge=1, description="rows of one step over all devices; default by the batch rule"
+    )
+    device_batch_size: int | None = Field(
+        None, ge=1, description="rows a device takes at once; the rest of its rows are accumulated"
+    )
+    steps: int | None = Field(
+        None, ge=1, description="optimizer steps; default tokens_per_parameter's horizon"
+    )
+    tokens_per_parameter: float = Field(
+        12.0, gt=0, description="training tokens for each parameter of matrices and head"
+    )
+    precision: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="of the compute: bfloat16 or float16 as the GPU can, float32 on a CPU"
+    )
+    z_loss: float = Field(0.0, ge=0, description="weight of log(Z)^2 in the loss (PaLM: 1e-4)")
+
+
+class EvalConfig(Settings):
+    """Validation during training; the last step always validates the whole split."""
+
+    every: int | None = Field(
+        250, ge=1, description="steps between validations; null: only the end"
+    )
+    tokens: int | None = Field(
+        None,
+        ge=1,
+        description="validation tokens used before the last step; default the whole split",
+    )
+    batch_size: int | None = Field(None, ge=1, description="rows at once; default the device batch")
+
+
+class SampleConfig(Settings):
+    """Text that the model writes while it trains, and at the end."""
+
+    every: int | None = Field(500, ge=1, description="steps between samples; null: only the end")
+    prompts: tuple[str, ...] = Field(
+        ("",), description="texts to continue; empty starts a document"
+    )
+    tokens: int = Field(256, ge=1, description="new tokens of each sample")
+    temperature: float = Field(0.8, ge=0, description="softmax temperature; 0 takes the best token")
+    top_k: int | None = Field(None, ge=1, description="sample among this many best tokens")
+    top_p: float | None = Field(None, gt=0, le=1, description="sample among this much probability")
+
+
+def section(model: type[BaseModel]) -> Any:
+    return Field(default_factory=model)
+
+
+class Sections(Settings):
+    """What a configuration and its resolved form have in common."""
+
+    run: RunConfig = section(RunConfig)
+    data: DataConfig = section(DataConfig)
+    optim: OptimConfig = section(MuonConfig)
+    mesh: MeshConfig = section(MeshConfig)
+    eval: EvalConfig = section(EvalConfig)
+    sample: SampleConfig = section(SampleConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    metrics: MetricsConfig = section(MetricsConfig)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.run.directory) / self.run.name
+
+
+class Config(Sections):
+    """Everything about a run; nothing in it is required."""
+
+    model: ModelConfig = section(ModelConfig)
+    train: TrainConfig = section(TrainConfig)
+
+
+# ---- loading ---------------------------------------------------------------------------------
+
+
+def find_config(name: str) -> Path:
+    """A path, or the bare name of a shipped config."""
+    here = Path(__file__).parent
+    places = [
+        Path(name),
+        *(d / f"{Path(name).stem}.yaml" for d in (here / "configs", here.parent / "configs")),
+    ]
+    for place in places[:1] if Path(name).parent != Path(".") else places:
+        if place.is_file():
+            return place
+    shipped = sorted({p.stem for d in places[1:] for p in d.parent.glob("*.yaml")})
+    close = difflib.get_close_matches(Path(name).stem, shipped, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"shipped: {', '.join(shipped)}"
+    raise UserError(f"--config {name}: no such file; {hint}")
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a YAML file (None: the defaults) with `key.path=value` overrides."""
+    tree: Any = {}
+    if path is not None:
+        try:
+            tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
+        except (yaml.YAMLError, UnicodeDecodeError) as error:
+            raise UserError(
+                f"{path}: not readable as YAML: {' '.join(str(error).split())}"
+            ) from error
+        if not isinstance(tree, dict):
+            raise UserError(f"{path}: expected `section: {{field: value}}`, got {tree!r}")
+    for override in overrides:
+        apply_override(tree, override)
+    fill_names(tree, Config)
+    try:
+        return Config.model_validate(tree)
+    except ValidationError as error:
+        raise UserError("\n".join(explain(e) for e in error.errors())) from None
+
+
+def apply_override(tree: dict[str, Any], override: str) -> None:
+    """`optim.matrix_lr=0.01` into the tree; a new `name` starts that section afresh."""
+    key, equals, text = override.partition("=")
+    parts = key.strip().split(".")
+    if not equals or not all(parts):
+        raise UserError(f"{override!r}: an override is key.path=value, as in optim.matrix_lr=0.01")
+    try:
+        value = yaml.safe_load(text)
+    except yaml.YAMLError:
+        raise UserError(f"{override!r}: {text!r} is not a YAML value; quote it") from None
+    node = tree
+    for part in parts[:-1]:
+        if not isinstance(node.get(part), dict):
+            node[part] = {}
+        node = node[part]
+    if parts[-1] == "name" and parts[:-1] != ["run"] and node.get("name") != value:
+        node.clear()
+    node[parts[-1]] = value
+
+
+def fill_names(tree: dict[str, Any], model: type[BaseModel]) -> None:
+    """A section with variants that names none is of its default variant."""
+    for key, node in tree.items():
+        field = model.model_fields.get(key)
+        if field is None or not isinstance(node, dict):
+            continue
+        variants = {tag_of(v): v for v in variants_of(field)}
+        default = field.get_default(call_default_factory=True)
+        if len(variants) > 1 and "name" not in node and default is not None:
+            node["name"] = default.name
+        chosen = (
+            variants.get(node.get("name"))
+            if len(variants) > 1
+            else next(iter(variants.values()), None)
+        )
+        if chosen:
+            fill_names(node, chosen)
+
+
+# ---- messages --------------------------------------------------------------------------------
+
+
+def explain(error: Any) -> str:
+    """One line for one validation error."""
+    where, model = locate(error["loc"])
+    given = error["input"]
+    if error["type"] == "extra_forbidden":
+        key = str(error["loc"][-1])
+        names = list(model.model_fields) if model else []
+        close = difflib.get_close_matches(key, names, n=1)
+        elsewhere = [path for path, _, _ in fields(Config) if path.split(".")[-1] == key]
+        if close:
+            hint = f"did you mean {'.'.join([*where.split('.')[:-1], close[0]])}?"
+        elif elsewhere:
+            hint = f"did you mean {elsewhere[0]}?"
+        else:
+            hint = f"there are {', '.join(names)}"
+        return f"{where}: no such field; {hint}"
+    if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        allowed = error["ctx"].get("expected_tags", "")
+        tag = error["ctx"].get("tag", "nothing")
+        return f"{where}.name: got {tag!r}, allowed are {allowed or 'see --help'}"
+    message = error["msg"].removeprefix("Value error, ")
+    shown = "" if isinstance(given, (dict, BaseModel)) else f"got {given!r}: "
+    return f"{where}: {shown}{message[0].lower() + message[1:]}"
+
+
+def locate(loc: tuple[Any, ...]) -> tuple[str, type[BaseModel] | None]:
+    """A pydantic location as a dotted path (union tags left out), and the model it fell in."""
+    model: type[BaseModel] | None = Config
+    path: list[str] = []
+    for part in loc:
+        variants = (
+            variants_of(model.model_fields[path[-1]])
+            if model and path and path[-1] in model.model_fields
+            else []
+        )
+        tagged = [v for v in variants if tag_of(v) == part]
+        if tagged and len(variants) > 1:
+            model = tagged[0]
+            continue
+        if len(variants) == 1:
+            model = variants[0]
+        path.append(str(part))
+    return ".".join(path), model
+
+
+def variants_of(field: FieldInfo) -> list[type[BaseModel]]:
+    """The section models that a field may hold."""
+
+    def walk(annotation: Any) -> Iterator[type[BaseModel]]:
+        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+            yield annotation
+        for part in get_args(annotation):
+            yield from walk(part)
+
+    return list(walk(field.annotation))
+
+
+def tag_of(model: type[BaseModel]) -> str | None:
+    """The value of `name` that selects a variant."""
+    field = model.model_fields.get("name")
+    choices = get_args(field.annotation) if field else ()
+    return choices[0] if len(choices) == 1 else None
+
+
+def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, FieldInfo, str | None]]:
+    """Every field of the tree: dotted path, declaration, and the variant that it belongs to."""
+    for name, field in model.model_fields.items():
+        variants = variants_of(field)
+        if not variants:
+            yield prefix + name, field, tag_of(model) if name != "name" else None
+        for variant in variants:
+            yield from fields(variant, f"{prefix}{name}.")
+
+
+# ---- output ----------------------------------------------------------------------------------
+
+
+def to_yaml(config: BaseModel) -> str:
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=100)
+
+
+def json_schema() -> str:
+    """For editors: completes and checks the YAML files."""
+    return json.dumps(Config.model_json_schema(), indent=1) + "\n"
+
+
+def help_text() -> str:
+    """Every field with its type, default and description, for --help."""
+    lines = ["fields (a section with a `name` has variants; null means derived or off):"]
+    for path, field, variant in fields(Config):
+        kind = str(field.annotation).replace("typing.", "").replace("NoneType", "None")
+        kind = field.annotation.__name__ if isinstance(field.annotation, type) else kind
+        default = "required" if field.is_required() else f"default {field.get_default()!r}"
+        of = f"[{variant}] " if variant else ""
+        lines.append(f"  {path}  {of}{kind}, {default}\n      {field.description}")
+    return "\n".join(lines)

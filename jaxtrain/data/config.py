@@ -1,0 +1,67 @@
+"""The `data` section of the configuration."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jaxtrain.data.packing import ConcatConfig, PackingConfig
+from jaxtrain.data.sources import Source, TextSource
+from jaxtrain.data.tokenizer import SentencePieceConfig, TokenizerConfig
+from jaxtrain.settings import Settings
+
+
+class TailValidation(Settings):
+    """The end of a single text file, as in nanoGPT."""
+
+    name: Literal["tail"] = "tail"
+    fraction: float = Field(
+        default=0.1, gt=0, lt=1, description="Part of the characters to hold out"
+    )
+
+
+class DocumentsValidation(Settings):
+    """Some documents of the training source, chosen by the hash of their text."""
+
+    name: Literal["documents"] = "documents"
+    fraction: float = Field(
+        default=0.01, gt=0, lt=1, description="Part of the documents to hold out"
+    )
+
+
+class SourceValidation(Settings):
+    """A source of its own."""
+
+    name: Literal["source"] = "source"
+    source: Source = Field(description="Where the validation text comes from")
+
+
+class NoValidation(Settings):
+    """All text is for training."""
+
+    name: Literal["none"] = "none"
+
+
+Validation = Annotated[
+    TailValidation | DocumentsValidation | SourceValidation | NoValidation,
+    Field(discriminator="name"),
+]
+
+
+class DataConfig(Settings):
+    """Text to batches."""
+
+    train: Source = Field(default=TextSource(), description="Where the training text comes from")
+    validation: Validation = Field(default=TailValidation(), description="What text is held out")
+    tokenizer: TokenizerConfig = Field(
+        default=SentencePieceConfig(), description="How text becomes token ids"
+    )
+    packing: PackingConfig = Field(
+        default=ConcatConfig(), description="How documents fill the rows of a batch"
+    )
+    seed: int = Field(default=0, ge=0, description="Decides the order of the training data")
+    cache_dir: str | None = Field(
+        default=None, description="Prepared data; by default $JAXTRAIN_CACHE or ~/.cache/jaxtrain"
+    )
+    prefetch: int = Field(
+        default=4, gt=0, description="Batches that are read ahead of the training step"
+    )

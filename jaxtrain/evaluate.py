@@ -1,0 +1,116 @@
+"""Validation: loss, perplexity and bits per byte of a whole split.
+
+python -m jaxtrain.evaluate RUN [--step N] [key=value ...]
+"""
+
+import argparse
+import functools
+import math
+import sys
+from collections.abc import Callable, Iterable
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxtrain import data, objectives
+from jaxtrain.config import Config, load_config
+from jaxtrain.model import cast
+from jaxtrain.parallel import make_mesh, place_batch
+from jaxtrain.parallel.mesh import batch_ways
+from jaxtrain.parallel.runtime import compute_dtype, start
+from jaxtrain.saved import Saved, load_saved
+from jaxtrain.settings import UserError
+
+
+def make_scorer(graphdef: Any, specs: Any, dtype: jnp.dtype, bytes_V: Any) -> Callable[..., Any]:
+    """(params, batch, sums) -> sums with the batch added, compiled."""
+
+    def add_batch(params, batch, sums):
+        return objectives.add(
+            sums, objectives.score(graphdef, cast(params, specs, dtype), batch, bytes_V)
+        )
+
+    return jax.jit(add_batch)
+
+
+def validate(
+    scorer: Callable[..., Any],
+    params: Any,
+    batches: Iterable[data.Batch],
+    mesh: Mesh,
+    max_tokens: int | None = None,
+) -> dict[str, float]:
+    """Mean loss in nats per token, perplexity, and bits per byte of text.
+
+    The sums stay on the device until the last batch; BOS tokens count in the loss only.
+    """
+    sums, seen = objectives.zero_sums(), 0
+    for batch in batches:
+        sums = scorer(params, place_batch(batch, mesh), sums)
+        seen += batch.tokens_BT.size * jax.process_count()
+        if max_tokens is not None and seen >= max_tokens:
+            break
+    loss, weight, nats, text_bytes = (float(x) for x in sums)
+    if not weight:
+        raise UserError("validation: no token has a label")
+    return {
+        "loss": loss / weight,
+        "perplexity": math.exp(min(loss / weight, 700.0)),
+        "bpb": nats / (math.log(2) * max(text_bytes, 1.0)),
+    }
+
+
+def evaluate(saved: Saved, config: Config) -> dict[str, float]:
+    """Validate a saved model on the validation split of `config.data`."""
+    prepared = data.prepare(config.data)
+    if prepared.tokenizer.fingerprint != saved.tokenizer.fingerprint:
+        raise UserError("data.tokenizer makes another tokenizer than the model was trained with")
+    if prepared.validation is None:
+        raise UserError("data.validation is none: name a split or a source to evaluate on")
+    mesh = make_mesh(config.mesh)
+    rows = config.eval.batch_size or saved.config.train.device_batch_size
+    rows = -(-rows // batch_ways(mesh)) * batch_ways(mesh)
+    with jax.set_mesh(mesh):
+        scorer = make_scorer(
+            saved.graphdef,
+            saved.specs,
+            compute_dtype(config.train.precision),
+            jnp.asarray(saved.tokenizer.token_bytes()),
+        )
+        batches = data.validation_batches(
+            prepared.validation,
+            batch_size=rows,
+            sequence_length=saved.config.train.sequence_length,
+            segments=saved.config.model.document_mask,
+        )
+        return validate(scorer, saved.params, batches, mesh)
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser(
+        "jaxtrain.evaluate", description=(__doc__ or "").split("\n")[0]
+    )
+    parser.add_argument("run", type=Path, help="run directory or model folder")
+    parser.add_argument("--step", type=int, help="a checkpoint instead of the final model")
+    parser.add_argument("overrides", nargs="*", help="data.validation.name=documents ...")
+    arguments = parser.parse_args(argv)
+    try:
+        start()
+        saved = load_saved(arguments.run, arguments.step)
+        config = saved.config
+        if arguments.overrides:
+            config = override(saved.config, arguments.overrides)
+        for name, value in evaluate(saved, config).items():
+            print(f"{name:12s} {value:.4f}")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,47 @@
+"""The command line: argv -> Config -> training. `jaxtrain --help` lists every field.
+
+python -m jaxtrain.main --config configs/quickstart.yaml optim.matrix_lr=0.01
+"""
+
+import argparse
+import sys
+
+from jaxtrain.config import find_config, help_text, load_config, to_yaml
+from jaxtrain.settings import UserError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 after one line about what the user can fix."""
+    parser = argparse.ArgumentParser(
+        "jaxtrain",
+        description="Train a language model. The same command again resumes the run.",
+        epilog=help_text(),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("--config", help="a YAML file, or the bare name of a shipped config")
+    parser.add_argument(
+        "--print-config", action="store_true", help="show the resolved tree and stop"
+    )
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
+    arguments = parser.parse_args(argv)
+    try:
+        path = find_config(arguments.config) if arguments.config else None
+        config = load_config(path, arguments.overrides)
+        if arguments.print_config:
+            from jaxtrain.scaling import resolved_text
+
+            print(resolved_text(config))
+            return 0
+        from jaxtrain.parallel.runtime import start
+        from jaxtrain.train import train
+
+        start()
+        train(config)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,133 @@
+"""Attention: project, rotate, normalise, attend, project back; with a cache when decoding."""
+
+import math
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxtrain_kernels as kernels
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxtrain import parallel
+from jaxtrain.model.config import ResolvedModel
+from jaxtrain.model.init import SCHEMES, uniform
+from jaxtrain.model.layers import Rotary, rms_norm, rotate
+from jaxtrain.model.params import declare
+from jaxtrain.model.plan import LayerSpec
+from jaxtrain.parallel import constrain
+
+GATE_CHANNELS = 12
+
+
+class LayerCache(NamedTuple):
+    """Keys and values of one layer; row b is valid below lengths_B[b], this token included."""
+
+    k_BSKH: Array
+    v_BSKH: Array
+    lengths_B: Array
+
+
+class ValueEmbedding(nnx.Module):
+    """Token embeddings that join the values of some layers through a gate (nanochat).
+
+    The gate reads the first channels of the layer's input: v += 3 sigmoid(x[:12] g) e[token].
+    """
+
+    def __init__(self, c: ResolvedModel, vocab: int, layers: int):
+        L, K, KH = layers, c.kv_heads, c.kv_heads * c.head_dim
+        channels = min(GATE_CHANNELS, c.width)
+        self.table = declare(
+            (L, vocab, KH), ("layers", "vocab", "embed"), SCHEMES[c.init](c).value_embed,
+            "embedding", group="value_embedding", dtype=c.embedding_dtype,
+        )  # fmt: skip
+        self.gate = declare(
+            (L, channels, K), ("layers", None, "kv_heads"), uniform(0.0, 0.02), "matrix"
+        )
+
+    def __call__(
+        self, x_BTD: Float[Array, "B T D"], tokens_BT: Int[Array, "B T"]
+    ) -> Float[Array, "B T KH"]:
+        gate_cK = self.gate[...]
+        gate_BTK = 3 * jax.nn.sigmoid(x_BTD[..., : gate_cK.shape[0]] @ gate_cK)
+        rows = self.table[...][tokens_BT]
+        split = rows.reshape(*rows.shape[:2], gate_cK.shape[1], -1)
+        return (gate_BTK[..., None] * split).reshape(rows.shape)
+
+
+class Attention(nnx.Module):
+    """Multi-head, grouped-query or multi-query attention, as heads and kv_heads say."""
+
+    def __init__(self, c: ResolvedModel, layers: int):
+        scheme = SCHEMES[c.init](c)
+        L, D, NH, KH = layers, c.width, c.heads * c.head_dim, c.kv_heads * c.head_dim
+        self.q = declare((L, D, NH), ("layers", "embed", "heads"), scheme.qkv, "matrix")
+        self.k = declare((L, D, KH), ("layers", "embed", "kv_heads"), scheme.qkv, "matrix")
+        self.v = declare((L, D, KH), ("layers", "embed", "kv_heads"), scheme.qkv, "matrix")
+        self.out = declare((L, NH, D), ("layers", "heads", "embed"), scheme.attention_out, "matrix")
+        self.config = c
+
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        spec: LayerSpec,
+        rope: Rotary,
+        value_BTC: Float[Array, "B T C"] | None,
+        segments_BT: Int[Array, "B T"] | None,
+        cache: LayerCache | None,
+    ) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
+        """Returns the output and the keys and values: of these tokens, or the updated cache."""
+        c = self.config
+        B, T, _ = x_BTD.shape
+        q_BTNH = (x_BTD @ self.q[...]).reshape(B, T, c.heads, c.head_dim)
+        k_BTKH = (x_BTD @ self.k[...]).reshape(B, T, c.kv_heads, c.head_dim)
+        v_BTC = x_BTD @ self.v[...]
+        if value_BTC is not None:
+            v_BTC = v_BTC + value_BTC
+        v_BTKH = v_BTC.reshape(B, T, c.kv_heads, c.head_dim)
+        q_BTNH, k_BTKH = rotate(q_BTNH, rope), rotate(k_BTKH, rope)
+        if c.qk_norm:
+            q_BTNH = rms_norm(q_BTNH, eps=c.norm_eps)
+            k_BTKH = rms_norm(k_BTKH, eps=c.norm_eps)
+        # The factor on queries and on keys is one factor on their product.
+        scale = (c.qk_scale**2 if c.qk_norm else 1.0) / math.sqrt(c.head_dim)
+        if cache is None:
+            q_BTNH = constrain(q_BTNH, "batch", None, "heads", None)
+            y_BTNH = parallel.attention(
+                q_BTNH, k_BTKH, v_BTKH, window=spec.window, segments_BT=segments_BT,
+                softcap=c.attention_softcap, scale=scale, implementation=c.attention,
+            )  # fmt: skip
+            kept = (k_BTKH, v_BTKH)
+        else:
+            y_BTNH, kept = decode(
+                q_BTNH,
+                k_BTKH,
+                v_BTKH,
+                cache,
+                spec.window or c.context - 1,
+                c.attention_softcap,
+                scale,
+            )
+        return y_BTNH.reshape(B, T, -1) @ self.out[...], kept
+
+
+def decode(
+    q_B1NH: Float[Array, "B 1 N H"],
+    k_B1KH: Float[Array, "B 1 K H"],
+    v_B1KH: Float[Array, "B 1 K H"],
+    cache: LayerCache,
+    window: int,
+    softcap: float | None,
+    scale: float,
+) -> tuple[Float[Array, "B 1 N H"], tuple[Array, Array]]:
+    """Append one token a row to the cache and attend to the last `window` tokens and itself.
+
+    No layer looks back further than the trained context, so that text of any length stays stable.
+    """
+    rows = jnp.arange(q_B1NH.shape[0])
+    k_BSKH = cache.k_BSKH.at[rows, cache.lengths_B - 1].set(k_B1KH[:, 0])
+    v_BSKH = cache.v_BSKH.at[rows, cache.lengths_B - 1].set(v_B1KH[:, 0])
+    y_BNH = kernels.decode_attention(
+        q_B1NH[:, 0], k_BSKH, v_BSKH, cache.lengths_B, window=window, softcap=softcap, scale=scale
+    )
+    return y_BNH[:, None], (k_BSKH, v_BSKH)

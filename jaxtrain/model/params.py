@@ -1,0 +1,100 @@
+"""A parameter is declared once; initial values, placement, groups and counts derive from that."""
+
+import zlib
+from collections.abc import Callable
+from dataclasses import dataclass
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+Role = Literal["matrix", "embedding", "head", "gain", "scalar"]
+Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]
+Params = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class ParamSpec:
+    """One parameter: `ins` and `outs` are the dims of its matrix view, the rest are stacked."""
+
+    shape: tuple[int, ...]
+    axes: tuple[str | None, ...]
+    init: Initializer
+    role: Role
+    ins: tuple[int, ...] = ()
+    outs: tuple[int, ...] = ()
+    group: str = ""  # optimizer group, where it is finer than the role
+    dtype: str = "float32"
+
+    @property
+    def size(self) -> int:
+        return int(np.prod(self.shape))
+
+
+def declare(
+    shape: tuple[int, ...],
+    axes: tuple[str | None, ...],
+    init: Initializer,
+    role: Role,
+    *,
+    group: str | None = None,
+    dtype: str = "float32",
+) -> nnx.Param:
+    """A module's parameter, without a value yet.
+
+    The last two dims of a matrix or head are (in, out) and those of an embedding (row, out);
+    a dim called `layers` in front is a stack of equal layers.
+    """
+    ins, outs = ((len(shape) - 2,), (len(shape) - 1,)) if role in ("matrix", "head") else ((), ())
+    spec = ParamSpec(shape, axes, init, role, ins, outs, group or role, dtype)
+    return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), spec=spec)
+
+
+def split(model: nnx.Module) -> tuple[nnx.GraphDef, dict[str, Any]]:
+    """The model's structure, and its declarations as a plain tree of ParamSpec."""
+    graphdef, state = nnx.split(model, nnx.Param)
+    tree: dict[str, Any] = {}
+    for path, variable in nnx.to_flat_state(state):
+        *parents, name = (str(key) for key in path)
+        node = tree
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[name] = variable.get_metadata()["spec"]
+    return graphdef, tree
+
+
+def path_name(path: tuple[Any, ...]) -> str:
+    """`blocks/attention/q` from a jax key path."""
+    return "/".join(str(getattr(key, "key", key)) for key in path)
+
+
+def initialize(specs: dict[str, Any], seed: int) -> Params:
+    """Initial values. Keys come from paths, so adding a parameter leaves the others as they were."""
+    root = jax.random.key(seed)
+
+    def value(path: tuple[Any, ...], spec: ParamSpec) -> jax.Array:
+        key = jax.random.fold_in(root, zlib.crc32(path_name(path).encode()))
+        return spec.init(key, spec.shape).astype(spec.dtype)
+
+    return jax.tree_util.tree_map_with_path(value, specs)
+
+
+def abstract(specs: dict[str, Any], shardings: Any) -> Any:
+    """Shapes, dtypes and placements without values: what a checkpoint is restored into."""
+    return jax.tree.map(
+        lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), specs, shardings
+    )
+
+
+def count(specs: dict[str, Any], role: Role | None = None) -> int:
+    """Number of parameters, of one role or of all."""
+    return sum(s.size for s in jax.tree.leaves(specs) if role in (None, s.role))
+
+
+def cast(params: Params, specs: dict[str, Any], dtype: jnp.dtype) -> Params:
+    """The copy that a step computes with. Gains and scalars stay float32."""
+    return jax.tree.map(
+        lambda p, s: p if s.role in ("gain", "scalar") else p.astype(dtype), params, specs
+    )

@@ -1,0 +1,50 @@
+"""What differs from layer to layer is data, decided here before anything is traced."""
+
+from dataclasses import dataclass
+
+from jaxtrain.model.config import ResolvedModel
+
+
+@dataclass(frozen=True)
+class LayerSpec:
+    """One layer. `window`: keys left of the query that stay visible (None: all)."""
+
+    window: int | None
+    value_embed: bool
+
+
+Plan = tuple[LayerSpec, ...]
+
+
+def make_plan(c: ResolvedModel) -> Plan:
+    """Window pattern tiled over the depth, value embeddings on every other layer, last included."""
+
+    def layer(i: int) -> LayerSpec:
+        last = i == c.depth - 1
+        short = c.window_pattern[i % len(c.window_pattern)] == "S" and not last
+        return LayerSpec(
+            window=c.short_window if short else None,
+            value_embed=c.value_embeddings and (c.depth - 1 - i) % 2 == 0,
+        )
+
+    return tuple(layer(i) for i in range(c.depth))
+
+
+def segments(plan: Plan) -> list[tuple[Plan, int]]:
+    """The plan as runs of (period, repeats); their concatenation is the plan.
+
+    Twelve SSSL layers are one period of four, three times; what repeats nothing has one repeat.
+    """
+    runs: list[tuple[Plan, int]] = []
+    rest = plan
+    while rest:
+        period, repeats = rest, 1
+        for size in range(1, len(rest) // 2 + 1):
+            times = 1
+            while rest[times * size : (times + 1) * size] == rest[:size]:
+                times += 1
+            if times * size > len(period) * repeats or (repeats == 1 and times > 1):
+                period, repeats = rest[:size], times
+        runs.append((period, repeats))
+        rest = rest[len(period) * repeats :]
+    return runs

@@ -1,0 +1,276 @@
+"""The Transformer: embed, layers as the plan says, norm. One for all families.
+
+Parameters of equal layers are stored stacked, `[L, in, out]`, whether the layers are unrolled or
+scanned; the modules only declare them and compute. `hidden` returns the normed last states; the
+head is applied by the loss (never the whole logits) or, for a few positions, by `logits`.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxtrain.model.attention import Attention, LayerCache, ValueEmbedding
+from jaxtrain.model.config import ResolvedModel, round_up
+from jaxtrain.model.init import SCHEMES, constant, uniform
+from jaxtrain.model.layers import FeedForward, Rotary, rms_norm, rotary
+from jaxtrain.model.params import declare
+from jaxtrain.model.plan import LayerSpec, make_plan, segments
+from jaxtrain.parallel import constrain
+
+SMEAR_CHANNELS = 24
+
+
+class Cache(NamedTuple):
+    """What decoding keeps: keys and values per layer, and the last embedding (for the smear)."""
+
+    kv: tuple[tuple[Array, Array], ...]  # k_BSKH, v_BSKH of each layer
+    lengths_B: Array
+    last_BD: Array
+
+
+class LayerInputs(NamedTuple):
+    """What every layer reads besides the stream."""
+
+    x0_BTD: Array
+    tokens_BT: Array
+    rope: Rotary
+    segments_BT: Array | None
+
+
+class Block(nnx.Module):
+    """Attention and feed-forward, each on the normed stream and added to it."""
+
+    def __init__(self, c: ResolvedModel, layers: int):
+        self.attention = Attention(c, layers)
+        self.ffn = FeedForward(c, layers)
+        self.eps = c.norm_eps
+        if c.norm_gain:
+            gain = lambda: declare((layers, c.width), ("layers", None), constant(1.0), "gain")
+            self.attention_gain, self.ffn_gain = gain(), gain()
+        else:
+            self.attention_gain = self.ffn_gain = None
+
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        spec: LayerSpec,
+        rope: Rotary,
+        value: tuple[ValueEmbedding, Array] | None,
+        segments_BT: Int[Array, "B T"] | None,
+        cache: LayerCache | None = None,
+    ) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
+        gain = None if self.attention_gain is None else self.attention_gain[...]
+        h_BTD = rms_norm(x_BTD, gain, eps=self.eps)
+        value_BTC = None if value is None else value[0](h_BTD, value[1])
+        y_BTD, kept = self.attention(h_BTD, spec, rope, value_BTC, segments_BT, cache)
+        x_BTD = x_BTD + y_BTD
+        gain = None if self.ffn_gain is None else self.ffn_gain[...]
+        x_BTD = x_BTD + self.ffn(rms_norm(x_BTD, gain, eps=self.eps))
+        return constrain(x_BTD, "batch", None, None), kept
+
+
+class Transformer(nnx.Module):
+    """tokens -> states -> logits, with every architectural switch of ModelConfig."""
+
+    def __init__(self, c: ResolvedModel, vocab_size: int):
+        L, D = c.depth, c.width
+        scheme = SCHEMES[c.init](c)
+        vocab = round_up(vocab_size, c.vocab_multiple)
+        self.config, self.vocab_size, self.plan = c, vocab_size, make_plan(c)
+        self.embed = declare(
+            (vocab, D), ("vocab", "embed"), scheme.embed, "embedding", dtype=c.embedding_dtype
+        )
+        self.blocks = Block(c, L)
+        valued = sum(spec.value_embed for spec in self.plan)
+        self.value_embed = ValueEmbedding(c, vocab, valued) if valued else None
+        if c.residual_scales:
+            ramp = np.arange(L) / max(L - 1, 1)
+            stack = lambda start, fall, group: declare(
+                (L,), ("layers",), constant(start - fall * ramp), "scalar", group=group
+            )
+            self.residual_scale = stack(1.15, 0.10, "residual_scale")
+            self.x0_scale = stack(0.20, 0.15, "x0_scale")
+        if c.smear:
+            channels = min(SMEAR_CHANNELS, D)
+            self.smear_gate = declare(
+                (channels,), (None,), uniform(0.0, 0.02), "scalar", group="mix"
+            )
+            self.smear_scale = declare((), (), constant(0.0), "scalar", group="mix")
+        if c.backout:
+            self.backout_scale = declare((), (), constant(0.2), "scalar", group="mix")
+        self.final_gain = declare((D,), (None,), constant(1.0), "gain") if c.norm_gain else None
+        self.head = (
+            None if c.tied_head else declare((D, vocab), ("embed", "vocab"), scheme.head, "head")
+        )
+
+    def head_DV(self) -> Float[Array, "D V"]:
+        """The head's matrix; columns from `vocab_size` on are padding."""
+        return self.embed[...].T if self.head is None else self.head[...]
+
+    def logits(self, x_BD: Float[Array, "B D"]) -> Float[Array, "B v"]:
+        """Float32 logits of a few states (generation); v is the vocabulary without padding."""
+        logits_BV = (x_BD @ self.head_DV())[:, : self.vocab_size].astype(jnp.float32)
+        cap = self.config.softcap
+        return logits_BV if cap is None else cap * jnp.tanh(logits_BV / cap)
+
+    def hidden(
+        self,
+        tokens_BT: Int[Array, "B T"],
+        positions_BT: Int[Array, "B T"] | None = None,
+        segments_BT: Int[Array, "B T"] | None = None,
+    ) -> Float[Array, "B T D"]:
+        """Normed last states; what the loss multiplies with the head."""
+        x_BTD, _ = self.embed_tokens(tokens_BT, None)
+        x_BTD, _ = self.run_layers(x_BTD, tokens_BT, positions_BT, segments_BT)
+        return x_BTD
+
+    def prefill(
+        self, tokens_BT: Int[Array, "B T"], lengths_B: Int[Array, "B"], capacity: int
+    ) -> tuple[Float[Array, "B D"], Cache]:
+        """Read prompts padded on the right; the state at each one's end, and the filled cache."""
+        rows, ends = jnp.arange(tokens_BT.shape[0]), lengths_B - 1
+        x_BTD, plain_BTD = self.embed_tokens(tokens_BT, None)
+        x_BTD, kv = self.run_layers(x_BTD, tokens_BT, keep_kv=True)
+        room = ((0, 0), (0, capacity - tokens_BT.shape[1]), (0, 0), (0, 0))
+        layers = tuple((jnp.pad(k, room), jnp.pad(v, room)) for k, v in kv)
+        return x_BTD[rows, ends], Cache(layers, lengths_B, plain_BTD[rows, ends])
+
+    def decode(self, tokens_B: Int[Array, "B"], cache: Cache) -> tuple[Float[Array, "B D"], Cache]:
+        """Append one token to each row; its last state, and the cache one token longer."""
+        tokens_B1, lengths_B = tokens_B[:, None], cache.lengths_B + 1
+        x_B1D, plain_B1D = self.embed_tokens(tokens_B1, cache.last_BD)
+        longer = cache._replace(lengths_B=lengths_B)
+        x_B1D, kv = self.run_layers(x_B1D, tokens_B1, (lengths_B - 1)[:, None], cache=longer)
+        return x_B1D[:, 0], Cache(tuple(kv), lengths_B, plain_B1D[:, 0])
+
+    def embed_tokens(
+        self, tokens_BT: Int[Array, "B T"], previous_BD: Float[Array, "B D"] | None
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+        """Embeddings with and without the smear; `previous_BD` stands before the first token."""
+        c = self.config
+        plain_BTD = constrain(self.embed[...][tokens_BT], "batch", None, None)
+        if c.embed_norm:
+            plain_BTD = rms_norm(plain_BTD, eps=c.norm_eps)
+        if not c.smear:
+            return plain_BTD, plain_BTD
+        if previous_BD is None:
+            before_BTD = jnp.pad(plain_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
+        else:
+            before_BTD = previous_BD[:, None]
+        gate_c = self.smear_gate[...].astype(plain_BTD.dtype)
+        gate_BT1 = jax.nn.sigmoid(plain_BTD[..., : gate_c.shape[0]] @ gate_c)[..., None]
+        scale = self.smear_scale[...].astype(plain_BTD.dtype)
+        return plain_BTD + scale * gate_BT1 * before_BTD, plain_BTD
+
+    def run_layers(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        tokens_BT: Int[Array, "B T"],
+        positions_BT: Int[Array, "B T"] | None = None,
+        segments_BT: Int[Array, "B T"] | None = None,
+        cache: Cache | None = None,
+        keep_kv: bool = False,
+    ) -> tuple[Float[Array, "B T D"], list[tuple[Array, Array]]]:
+        """All layers and the last norm; also each layer's keys and values when unrolled.
+
+        Runs of equal periods are scanned if the configuration says so and no cache is wanted.
+        """
+        c, middle = self.config, self.config.depth // 2
+        if positions_BT is None:
+            positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+        inputs = LayerInputs(
+            x_BTD,
+            tokens_BT,
+            rotary(positions_BT, c.head_dim, c.rope_base),
+            segments_BT if c.document_mask else None,
+        )
+        layers, values = self.stacks()
+        scanned = c.scan_layers and cache is None and not keep_kv
+        carry, kv, at, value_at = (x_BTD, x_BTD), [], 0, 0
+        for period, repeats in segments(self.plan) if scanned else [(self.plan, 1)]:
+            size, valued = len(period), sum(spec.value_embed for spec in period)
+            stack = take(layers, at, repeats, size), take(values, value_at, repeats, valued)
+
+            def run_period(carry, stack, period=period):
+                x, middle_BTD = carry
+                layer_list = unstack(stack[0], len(period))
+                value_list = iter(unstack(stack[1], sum(spec.value_embed for spec in period)))
+                kept = []
+                for spec, layer in zip(period, layer_list):
+                    value = next(value_list) if spec.value_embed else None
+                    layer_cache = cache and LayerCache(*cache.kv[len(kept)], cache.lengths_B)
+                    x, pair = self.run_layer(x, spec, layer, value, inputs, layer_cache)
+                    if c.backout:
+                        middle_BTD = jnp.where(layer["index"] == middle, x, middle_BTD)
+                    kept.append(pair)
+                return (x, middle_BTD), kept
+
+            if repeats == 1:
+                carry, kept = run_period(carry, jax.tree.map(lambda s: s[0], stack))
+                kv += kept
+            else:
+                carry, _ = jax.lax.scan(lambda a, s: (run_period(a, s)[0], None), carry, stack)
+            at, value_at = at + size * repeats, value_at + valued * repeats
+        x_BTD, middle_BTD = carry
+        if c.backout:
+            x_BTD = (x_BTD - self.backout_scale[...] * middle_BTD).astype(x_BTD.dtype)
+        gain = None if self.final_gain is None else self.final_gain[...]
+        return rms_norm(x_BTD, gain, eps=c.norm_eps), kv
+
+    def stacks(self) -> tuple[dict[str, Any], Any]:
+        """What each layer takes, stacked over layers; and over the layers with value embeddings."""
+        layers: dict[str, Any] = {"index": np.arange(self.config.depth)}
+        layers["block"] = nnx.split(self.blocks)[1]
+        if self.config.residual_scales:
+            layers["residual_scale"] = self.residual_scale[...]
+            layers["x0_scale"] = self.x0_scale[...]
+        values = {} if self.value_embed is None else nnx.split(self.value_embed)[1]
+        return layers, values
+
+    def run_layer(
+        self,
+        x_BTD: Array,
+        spec: LayerSpec,
+        layer: dict[str, Any],
+        value: Any,
+        inputs: LayerInputs,
+        cache: LayerCache | None,
+    ) -> tuple[Array, tuple[Array, Array]]:
+        """One layer: scale the stream, add the embedding back in, run the block."""
+
+        def run(x_BTD, layer, value):
+            if self.config.residual_scales:
+                x_BTD = layer["residual_scale"] * x_BTD + layer["x0_scale"] * inputs.x0_BTD
+                x_BTD = x_BTD.astype(inputs.x0_BTD.dtype)
+            block = nnx.merge(nnx.graphdef(self.blocks), layer["block"])
+            if value is not None:
+                value = nnx.merge(nnx.graphdef(self.value_embed), value), inputs.tokens_BT
+            return block(x_BTD, spec, inputs.rope, value, inputs.segments_BT, cache)
+
+        if self.config.remat == "block":
+            run = jax.checkpoint(run)
+        return run(x_BTD, layer, value)
+
+
+def take(stack: Any, start: int, repeats: int, size: int) -> Any:
+    """Layers start .. start + repeats*size of a stack, as [repeats, size, ...]."""
+    part = lambda s: s[start : start + repeats * size].reshape(repeats, size, *s.shape[1:])
+    return jax.tree.map(part, stack)
+
+
+def unstack(stack: Any, layers: int) -> list[Any]:
+    """A stack as a list of layers. `lax.split`, because its gradient is one concatenation."""
+    leaves, treedef = jax.tree.flatten(stack)
+
+    def parts(leaf: Any) -> list[Any]:
+        if isinstance(leaf, np.ndarray):
+            return list(leaf)
+        return [part.squeeze(0) for part in jax.lax.split(leaf, (1,) * layers)]
+
+    if layers == 0:
+        return []
+    return [treedef.unflatten(layer) for layer in zip(*map(parts, leaves), strict=True)]

@@ -1,0 +1,40 @@
+"""AdamW (Loshchilov & Hutter 2019), optax's, for all parameters or for one group of Muon's."""
+
+from typing import Literal
+
+import optax
+from pydantic import Field
+
+from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig
+
+
+class AdamWConfig(OptimizerConfig):
+    """One rate for everything; gains and scalars are not decayed."""
+
+    name: Literal["adamw"] = "adamw"
+    learning_rate: float = Field(1e-3, gt=0, description="peak learning rate")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled decay, times the learning rate")
+    b1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
+    b2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+
+
+def make_adamw(h: Hyper) -> optax.GradientTransformation:
+    """AdamW from rates that may be traced."""
+    return optax.chain(
+        optax.scale_by_adam(h["b1"], h["b2"], h["eps"]),
+        optax.add_decayed_weights(h["weight_decay"]),
+        optax.scale(-h["learning_rate"]),
+    )
+
+
+def adamw(c: AdamWConfig) -> dict[str, Group]:
+    peaks = c.model_dump(include={"learning_rate", "weight_decay", "b1", "b2", "eps"})
+    decayed, plain = Group(make_adamw, peaks), Group(make_adamw, {**peaks, "weight_decay": 0.0})
+    return {
+        "matrix": decayed,
+        "embedding": decayed,
+        "head": decayed,
+        "gain": plain,
+        "scalar": plain,
+    }

@@ -1,0 +1,17 @@
+"""Where arrays live: the device mesh, the logical-axis rules, and kernels wrapped for a mesh."""
+
+from jaxtrain.parallel.axes import RULES, constrain, partition_spec, shardings
+from jaxtrain.parallel.kernels import attention, linear_cross_entropy
+from jaxtrain.parallel.mesh import MeshConfig, make_mesh, place_batch
+
+__all__ = [
+    "RULES",
+    "MeshConfig",
+    "attention",
+    "constrain",
+    "linear_cross_entropy",
+    "make_mesh",
+    "partition_spec",
+    "place_batch",
+    "shardings",
+]

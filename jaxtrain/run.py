@@ -1,0 +1,209 @@
+"""Around the loop: the run directory, stopping on a signal, and what to say when a step fails."""
+
+import contextlib
+import math
+import shlex
+import signal
+import sys
+from collections import deque
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import yaml
+from jax.sharding import Mesh
+
+from jaxtrain.checkpoint import Checkpointer, write_json
+from jaxtrain.config import to_yaml
+from jaxtrain.data import Tokenizer, load_tokenizer
+from jaxtrain.metrics import environment, format_bytes
+from jaxtrain.model import path_name
+from jaxtrain.parallel import place_batch
+from jaxtrain.scaling import Resolved
+from jaxtrain.settings import UserError
+from jaxtrain.step import State, Task, init_state
+
+# What says how a run is executed, not what it computes, is free to change when it is resumed.
+FREE = (
+    "run.", "mesh.", "eval.", "sample.", "checkpoint.", "metrics.", "data.cache_dir", "data.prefetch",
+    "train.device_batch_size", "model.attention=", "model.scan_layers", "model.remat",
+)  # fmt: skip
+
+
+# ---- the run directory -----------------------------------------------------------------------
+
+
+def open_run(c: Resolved, tokenizer: Tokenizer) -> Path:
+    """Create the run directory, or check that the one there is of this configuration."""
+    run_dir = c.run_dir
+    file = run_dir / "config.yaml"
+    if file.is_file() and (run_dir / "checkpoints").is_dir():
+        changed = differences(yaml.safe_load(file.read_text()), c.model_dump(mode="json"))
+        if changed:
+            raise UserError(
+                f"{run_dir} is a run of another configuration: {'; '.join(changed)}. "
+                f"Set run.name to start another run, or undo the change to resume this one"
+            )
+        if load_tokenizer(run_dir / "tokenizer").fingerprint != tokenizer.fingerprint:
+            raise UserError(f"{run_dir} was trained with another tokenizer; set run.name")
+    if jax.process_index() == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(run_dir / "tokenizer")
+        file.write_text(to_yaml(c))
+        write_json(run_dir / "env.json", environment())
+    return run_dir
+
+
+def differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """`field: before -> now` for each leaf that differs and is not free to."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = [*new, *(key for key in old if key not in new)]
+        parts = (differences(old.get(k), new.get(k), f"{path}.{k}" if path else k) for k in keys)
+        return [line for part in parts for line in part]
+    if old == new or any(f"{path}=".startswith(free) for free in FREE):
+        return []
+    return [f"{path}: {old} -> {new}"]
+
+
+def new_or_resumed(
+    task: Task, shardings: State, checkpoints: Checkpointer, seed: int
+) -> tuple[State, Any]:
+    """The initial state, or that of the newest checkpoint with its place in the data."""
+    newest = checkpoints.latest()
+    create = jax.jit(lambda: init_state(task, seed), out_shardings=shardings)
+    if newest is None:
+        return create(), None
+    like = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        jax.eval_shape(create),
+        shardings,
+    )
+    params, rest, position = checkpoints.restore(newest, like.params, rest_of(like))
+    return State(params, *rest.values()), position
+
+
+def rest_of(state: State) -> dict[str, Any]:
+    """The state without its parameters, as orbax stores it (no None leaves)."""
+    rest = {"optimizer": state.optimizer, "step": state.step, "key": state.key}
+    return rest | ({} if state.loss_scale is None else {"loss_scale": state.loss_scale})
+
+
+def command_line() -> str:
+    """The command that started this process, to be typed again."""
+    return shlex.join(["python", "-m", "jaxtrain.main", *sys.argv[1:]])
+
+
+def progress_printer(say: Callable[[str], None]) -> Callable[[str, int, int | None], None]:
+    """A line when a stage of the data preparation begins, and one for each further 100 MB."""
+    shown: dict[str, int] = {}
+
+    def progress(stage: str, done: int, total: int | None) -> None:
+        if done - shown.get(stage, -1) >= 100_000_000 or stage not in shown:
+            shown[stage] = done
+            of = f" of {format_bytes(total)}" if total else ""
+            say(f"prepare  {stage}" + (f" {format_bytes(done)}{of}" if done else ""))
+
+    return progress
+
+
+# ---- stopping --------------------------------------------------------------------------------
+
+
+class StopSignal:
+    """Turns SIGTERM and SIGINT into a wish to stop after the step in hand; a second one is final."""
+
+    def __init__(self) -> None:
+        self.wanted = False
+
+    def __enter__(self) -> "StopSignal":
+        self.before = {s: signal.signal(s, self._ask) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: object) -> None:
+        self.wanted = True
+        signal.signal(number, self.before[signal.Signals(number)])
+
+
+# ---- failing ---------------------------------------------------------------------------------
+
+
+class NonFinite:
+    """Remembers the last steps' losses and gradient norms, to name the step and the culprit."""
+
+    def __init__(self, specs: Any, remember: int = 512):
+        self.names = [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(specs)[0]]
+        self.recent: deque[tuple[int, Any, Any]] = deque(maxlen=remember)
+
+    def push(self, step: int, loss: jax.Array, squares: jax.Array) -> None:
+        self.recent.append((step, loss, squares))
+
+    def check(self, rows: list[dict[str, Any]], checkpoints: Checkpointer) -> None:
+        """Raise if a logged loss is not finite. Costs nothing while all is well."""
+        if all(math.isfinite(row.get("loss", 0.0)) for row in rows):
+            return
+        for step, loss, squares in self.recent:
+            if np.isfinite(loss):
+                continue
+            norms = np.sqrt(np.asarray(squares))
+            worst = int(np.argmax(np.where(np.isfinite(norms), norms, np.inf)))
+            saved = checkpoints.latest()
+            good = (
+                f"the last good checkpoint is {saved}" if saved else "no checkpoint was saved yet"
+            )
+            raise UserError(
+                f"step {step}: the loss is {float(loss)}; {good}; the largest gradient is that of "
+                f"{self.names[worst]} (norm {norms[worst]:.3g}). Lower the learning rate or set "
+                "optim.clip_norm=1.0"
+            )
+
+
+def compile_step(step: Any, state: Any, batch: Any, knobs: Any, c: Resolved) -> Any:
+    """Compile ahead of the loop, and refuse what cannot fit the device's memory."""
+    compiled = step.lower(state, batch, knobs).compile()
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit and memory_needed(compiled) > limit:
+        raise UserError(memory_advice(c, compiled, limit))
+    return compiled
+
+
+def memory_needed(compiled: Any) -> int:
+    """Bytes a device needs for a compiled step: arguments, results that do not alias, scratch."""
+    m = compiled.memory_analysis()
+    results = m.output_size_in_bytes - m.alias_size_in_bytes
+    return m.argument_size_in_bytes + results + m.temp_size_in_bytes
+
+
+def memory_advice(c: Resolved, compiled: Any, limit: int | None) -> str:
+    has = f", the device has {format_bytes(limit)}" if limit else ""
+    return (
+        f"out of device memory: a step needs {format_bytes(memory_needed(compiled))}{has}; lower "
+        f"train.device_batch_size (now {c.train.device_batch_size}) or set model.remat=block"
+    )
+
+
+@contextlib.contextmanager
+def out_of_memory_explained(c: Resolved, compiled: Any) -> Iterator[None]:
+    """The runtime's out-of-memory as advice."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(memory_advice(c, compiled, None)) from error
+
+
+# ---- batches ---------------------------------------------------------------------------------
+
+
+def microbatches(batch: Any, rows: int, mesh: Mesh) -> Any:
+    """This process's rows [B, T] as global microbatches [A, rows, T] over the mesh."""
+    local = rows // jax.process_count()
+    return place_batch(
+        jax.tree.map(lambda x: x.reshape(-1, local, *x.shape[1:]), batch), mesh, batch_dim=1
+    )

@@ -1,0 +1,105 @@
+"""A trained model on disk: `model/` holds safetensors, the resolved config and the tokenizer."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+import yaml
+from pydantic import ValidationError
+from safetensors import SafetensorError, safe_open
+from safetensors.numpy import save_file
+
+from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
+from jaxtrain.config import explain, to_yaml
+from jaxtrain.data import Tokenizer, load_tokenizer
+from jaxtrain.model import ParamSpec, Transformer, path_name, split
+from jaxtrain.scaling import Resolved
+from jaxtrain.settings import UserError
+
+WEIGHTS = "model.safetensors"
+
+
+class Saved(NamedTuple):
+    """A model that is ready to evaluate or to generate."""
+
+    config: Resolved
+    graphdef: Any
+    specs: Any
+    params: Any
+    tokenizer: Tokenizer
+
+
+def save_model(directory: Path, config: Resolved, params: Any, tokenizer: Tokenizer) -> None:
+    """Write all that a friend needs; the weights last and atomically."""
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(directory)
+    (directory / "config.yaml").write_text(to_yaml(config))
+    flat = {path_name(p): np.asarray(x) for p, x in jax.tree_util.tree_flatten_with_path(params)[0]}
+    part = directory / f"{WEIGHTS}.part"
+    save_file(flat, part, metadata={"format": "pt", "tokenizer": tokenizer.fingerprint})
+    part.replace(directory / WEIGHTS)
+
+
+def load_saved(path: Path, step: int | None = None) -> Saved:
+    """A run directory or a `model/` folder; `step` takes that checkpoint instead of the end."""
+    folder = path / "model" if (path / "model" / "config.yaml").is_file() else path
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{path} is not a run directory or a model folder: it has no config.yaml")
+    config = load_resolved(folder / "config.yaml")
+    tokenizer = load_tokenizer(folder if (folder / WEIGHTS).is_file() else path / "tokenizer")
+    graphdef, specs = split(Transformer(config.model, tokenizer.vocab_size))
+    if step is None and (folder / WEIGHTS).is_file():
+        params = read_weights(folder / WEIGHTS, specs, tokenizer)
+    else:
+        params = read_checkpoint(path, specs, step)
+    return Saved(config, graphdef, specs, params, tokenizer)
+
+
+def load_resolved(path: Path) -> Resolved:
+    """The resolved configuration that a run was made from."""
+    try:
+        return Resolved.model_validate(yaml.safe_load(path.read_text()))
+    except ValidationError as error:
+        raise UserError(f"{path}: " + "; ".join(explain(e) for e in error.errors())) from None
+
+
+def read_weights(path: Path, specs: Any, tokenizer: Tokenizer) -> Any:
+    """Parameters from a safetensors file, each checked against its declaration."""
+    try:
+        with safe_open(path, framework="np") as file:
+            trained_with = (file.metadata() or {}).get("tokenizer")
+            flat = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+    except (SafetensorError, OSError) as error:
+        raise UserError(f"{path} cannot be read as safetensors: {error}") from error
+    if trained_with != tokenizer.fingerprint:
+        raise UserError(f"{path} was trained with another tokenizer than the one beside it")
+
+    def take(key_path: tuple[Any, ...], spec: ParamSpec) -> np.ndarray:
+        name = path_name(key_path)
+        if name not in flat:
+            raise UserError(
+                f"{path} has no tensor {name}, which the model of its config.yaml needs"
+            )
+        if flat[name].shape != spec.shape:
+            raise UserError(f"{path}: {name} is {flat[name].shape}, the model needs {spec.shape}")
+        return flat[name]
+
+    return jax.tree_util.tree_map_with_path(take, specs)
+
+
+def read_checkpoint(run_dir: Path, specs: Any, step: int | None) -> Any:
+    """The parameters of a run's checkpoint (default: the newest)."""
+    if not (run_dir / "checkpoints").is_dir():
+        raise UserError(f"{run_dir} has neither model/ nor checkpoints/: nothing was saved yet")
+    checkpointer = Checkpointer(run_dir, CheckpointConfig.model_validate({}))
+    try:
+        wanted = checkpointer.latest() if step is None else step
+        if wanted is None or wanted not in checkpointer.steps():
+            steps = ", ".join(map(str, checkpointer.steps())) or "none"
+            raise UserError(f"{run_dir}: no checkpoint of step {wanted}; there are {steps}")
+        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        like = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), specs)
+        return checkpointer.restore_params(wanted, like)
+    finally:
+        checkpointer.close()

@@ -1,0 +1,155 @@
+"""One training step: cast once, microbatches, gradients, optimizer. Pure, jitted, donated."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import Array
+
+from jaxtrain import objectives
+from jaxtrain.model import cast, initialize, path_name
+from jaxtrain.optim import Optimizer
+from jaxtrain.parallel import partition_spec
+
+GROWTH_INTERVAL = 2000  # good steps before the loss scale doubles (Micikevicius et al. 2018)
+
+
+class LossScale(NamedTuple):
+    """Dynamic scale of float16 gradients."""
+
+    scale: Array
+    good_steps: Array
+
+
+class State(NamedTuple):
+    """All that a step changes: what a checkpoint holds."""
+
+    params: Any
+    optimizer: Any
+    step: Array  # optimizer steps done
+    key: Array  # raw PRNG key of what a step may draw
+    loss_scale: LossScale | None
+
+
+class Task(NamedTuple):
+    """All that a step needs and does not change."""
+
+    graphdef: Any
+    specs: Any
+    optimizer: Optimizer
+    dtype: jnp.dtype
+    bytes_V: Array  # bytes of text of each token
+    clip_norm: float | None = None
+    z_loss: float = 0.0
+
+
+def init_state(task: Task, seed: int) -> State:
+    """Initial parameters and optimizer state."""
+    params = initialize(task.specs, seed)
+    scale = None
+    if task.dtype == jnp.float16:
+        scale = LossScale(jnp.float32(2.0**15), jnp.zeros((), jnp.int32))
+    key = jax.random.key_data(jax.random.key(seed))
+    return State(params, task.optimizer.init(params), jnp.zeros((), jnp.int32), key, scale)
+
+
+def state_shardings(task: Task, mesh: Mesh) -> State:
+    """Parameters by the rules; an optimizer state as the parameter that its path ends in."""
+    specs = {
+        path_name(path): spec for path, spec in jax.tree_util.tree_flatten_with_path(task.specs)[0]
+    }
+
+    def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
+        keys = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
+        for start in range(len(keys)):
+            spec = specs.get("/".join(keys[start:]))
+            if spec and len(spec.shape) == len(leaf.shape):
+                return NamedSharding(mesh, partition_spec(spec.axes, leaf.shape, mesh))
+        return NamedSharding(mesh, PartitionSpec())
+
+    shapes = jax.eval_shape(functools.partial(init_state, task, 0))
+    return jax.tree_util.tree_map_with_path(place, shapes)
+
+
+def gradients(task: Task, params: Any, batch: Any, factor: Array) -> tuple[Array, Any]:
+    """Sum of token losses and factor x its gradient, over the microbatches [A, B, T] of a batch."""
+
+    def one(microbatch: Any) -> tuple[Array, Any]:
+        def scaled(p: Any) -> tuple[Array, Array]:
+            loss = objectives.next_token(task.graphdef, p, microbatch, z_loss=task.z_loss)
+            return loss * factor, loss
+
+        grads, loss = jax.grad(scaled, has_aux=True)(params)
+        return loss, grads
+
+    if batch.tokens_BT.shape[0] == 1:
+        return one(jax.tree.map(lambda x: x[0], batch))
+
+    def body(total: Any, microbatch: Any) -> tuple[Any, None]:
+        return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, one(microbatch)), None
+
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    return jax.lax.scan(body, (jnp.zeros((), jnp.float32), zeros), batch)[0]
+
+
+def train_step(task: Task, state: State, batch: Any, knobs: Any) -> tuple[State, dict[str, Array]]:
+    """One optimizer step on a batch `[microbatches, rows, T]`; metrics stay on the device.
+
+    The loss is the sum over all tokens of all microbatches divided by their number once, so that
+    accumulation changes nothing.
+    """
+    tokens, text_bytes = objectives.count(batch, task.bytes_V)
+    scale = state.loss_scale
+    factor = (1.0 if scale is None else scale.scale) / tokens
+    compute = cast(state.params, task.specs, task.dtype)
+    loss, grads = gradients(task, compute, batch, factor)
+    if scale is not None:
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale.scale, grads)
+    squares = jnp.stack(
+        [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
+    )
+    norm = jnp.sqrt(jnp.sum(squares))
+    if task.clip_norm is not None:
+        shrink = jnp.minimum(1.0, task.clip_norm / jnp.maximum(norm, 1e-12))
+        grads = jax.tree.map(lambda g: (g * shrink).astype(g.dtype), grads)
+    updates, optimizer = task.optimizer.update(
+        grads, state.optimizer, state.params, state.step, knobs
+    )
+    new = State(
+        optax.apply_updates(state.params, updates), optimizer, state.step + 1, state.key, scale
+    )
+    metrics = {
+        "loss": loss / tokens,
+        "bpb": loss / (jnp.log(2.0) * text_bytes),
+        "grad_norm": norm,
+        "lr": task.optimizer.rate(state.step, knobs),
+        "gradient_squares": squares,
+    }
+    if scale is not None:
+        new, metrics["loss_scale"] = adjust_scale(state, new, jnp.isfinite(norm)), scale.scale
+    return new, metrics
+
+
+def adjust_scale(old: State, new: State, finite: Array) -> State:
+    """Keep the old state when a float16 gradient overflowed, and halve the scale; else grow it."""
+    scale, good = old.loss_scale or LossScale(jnp.float32(1), jnp.int32(0))
+    kept = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+    grow = finite & (good + 1 >= GROWTH_INTERVAL)
+    scale = jnp.where(finite, jnp.where(grow, scale * 2, scale), jnp.maximum(scale / 2, 1.0))
+    good = jnp.where(finite & ~grow, good + 1, 0)
+    return kept._replace(step=new.step, loss_scale=LossScale(scale, good))
+
+
+def make_step(
+    task: Task, mesh: Mesh
+) -> Callable[[State, Any, Any], tuple[State, dict[str, Array]]]:
+    """`train_step` compiled for the mesh; the old state's memory is reused."""
+    return jax.jit(
+        functools.partial(train_step, task),
+        donate_argnums=0,
+        out_shardings=(state_shardings(task, mesh), None),
+    )

@@ -1,0 +1,180 @@
+"""Training: one function, its stages in execution order. A run directory is resumed, not redone."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from rich.console import Console
+
+from jaxtrain import data, report
+from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.config import Config
+from jaxtrain.evaluate import make_scorer, validate
+from jaxtrain.generate import generate
+from jaxtrain.metrics import MetricsWriter
+from jaxtrain.model import Transformer, cast, flops_per_token, sizes, split
+from jaxtrain.optim import make_optimizer
+from jaxtrain.parallel import make_mesh
+from jaxtrain.parallel.mesh import batch_ways
+from jaxtrain.parallel.runtime import compute_dtype
+from jaxtrain.run import (
+    NonFinite,
+    StopSignal,
+    command_line,
+    compile_step,
+    microbatches,
+    new_or_resumed,
+    open_run,
+    out_of_memory_explained,
+    progress_printer,
+    rest_of,
+)
+from jaxtrain.saved import save_model
+from jaxtrain.scaling import resolve
+from jaxtrain.settings import UserError
+from jaxtrain.step import Task, make_step, state_shardings
+
+
+def due(every: int | None, step: int) -> bool:
+    return every is not None and step % every == 0
+
+
+def train(config: Config) -> dict[str, float]:
+    """Train, or go on with, the run of a configuration; returns the last validation's figures."""
+    console = Console()
+    say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
+
+    # ---- data ----------------------------------------------------------------------------------
+    prepared = data.prepare(config.data, progress=progress_printer(say))
+    tokenizer = prepared.tokenizer
+    say(f"data     {prepared.train.tokens:,} training tokens, vocabulary {tokenizer.vocab_size:,}")
+
+    # ---- mesh, sizes ---------------------------------------------------------------------------
+    mesh = make_mesh(config.mesh)
+    c = resolve(config, tokenizer.vocab_size)
+    t = c.train
+    run_dir = open_run(c, tokenizer)
+
+    # ---- model, optimizer, step ----------------------------------------------------------------
+    graphdef, specs = split(Transformer(c.model, tokenizer.vocab_size))
+    optimizer = make_optimizer(c.optim, specs, t.steps)
+    dtype, bytes_V = compute_dtype(t.precision), jnp.asarray(tokenizer.token_bytes())
+    task = Task(graphdef, specs, optimizer, dtype, bytes_V, c.optim.clip_norm, t.z_loss)
+    parameters = sizes(specs)["total"]
+    say(
+        f"model    {parameters:,} parameters, depth {c.model.depth}, width {c.model.width}, "
+        f"{dtype.name} on {len(mesh.devices.flat)} x {mesh.devices.flat[0].device_kind}"
+    )
+
+    with jax.set_mesh(mesh), Checkpointer(run_dir, c.checkpoint) as checkpoints:
+        # ---- state: new, or where the run stopped ----------------------------------------------
+        shardings = state_shardings(task, mesh)
+        state, position = new_or_resumed(task, shardings, checkpoints, c.run.seed)
+        start = int(state.step)
+        say(f"{'resume' if start else 'train':8s} {run_dir}: steps {start} to {t.steps}")
+
+        # ---- compile ---------------------------------------------------------------------------
+        batches = data.train_batches(
+            prepared.train,
+            config=c.data,
+            batch_size=t.batch_size,
+            sequence_length=t.sequence_length,
+            process_index=jax.process_index(),
+            process_count=jax.process_count(),
+            segments=c.model.document_mask,
+            state=position,
+        )
+        place = functools.partial(
+            microbatches, rows=t.device_batch_size * batch_ways(mesh), mesh=mesh
+        )
+        knobs = jax.device_put(optimizer.knobs, jax.sharding.NamedSharding(mesh, jax.P()))
+        held = next(batches), batches.get_state()  # compiled against, and trained on first
+        step_fn = compile_step(make_step(task, mesh), state, place(held[0]), knobs, c)
+        scorer = make_scorer(graphdef, specs, dtype, bytes_V)
+        last: dict[str, float] = {}
+
+        def check(full: bool) -> None:
+            """Validate, print and log; the whole split at the end."""
+            if prepared.validation is None:
+                return
+            rows = c.eval.batch_size or t.device_batch_size
+            rows = -(-rows // batch_ways(mesh)) * batch_ways(mesh)
+            split_batches = data.validation_batches(
+                prepared.validation,
+                batch_size=rows,
+                sequence_length=t.sequence_length,
+                process_index=jax.process_index(),
+                process_count=jax.process_count(),
+                segments=c.model.document_mask,
+            )
+            with metrics.pause():
+                limit = None if full else c.eval.tokens
+                last.update(validate(scorer, state.params, split_batches, mesh, limit))
+                metrics.write(step, "validation", last)
+
+        def sample() -> None:
+            """Write samples/step_N.txt."""
+            params = cast(state.params, specs, dtype)
+            texts = generate(
+                graphdef, params, tokenizer, c.sample.prompts, tokens=c.sample.tokens,
+                temperature=c.sample.temperature, top_k=c.sample.top_k, top_p=c.sample.top_p,
+                seed=c.run.seed,
+            )  # fmt: skip
+            text = "\n---\n".join(p + x for p, x in zip(c.sample.prompts, texts))
+            path = run_dir / "samples" / f"step_{int(state.step):06d}.txt"
+            path.parent.mkdir(exist_ok=True)
+            path.write_text(text)
+
+        def save() -> None:
+            watch.check(metrics.flush(), checkpoints)
+            checkpoints.save(int(state.step), state.params, rest_of(state), position or {})
+
+        # ---- loop ------------------------------------------------------------------------------
+        stop, watch = StopSignal(), NonFinite(specs)
+        with (
+            batches,
+            stop,
+            out_of_memory_explained(c, step_fn),
+            MetricsWriter(
+                run_dir,
+                c.metrics,
+                total_steps=t.steps,
+                tokens_per_step=t.batch_size * t.sequence_length,
+                start_step=start,
+                flops_per_token=flops_per_token(c.model, specs, t.sequence_length),
+                parameters=parameters,
+            ) as metrics,
+        ):
+            step = start
+            while step < t.steps and not stop.wanted:
+                batch, position = held or (next(batches), batches.get_state())
+                held, step = None, step + 1
+                if not batch.weights_BT.any():
+                    raise UserError(
+                        f"step {step}: no token of the batch has a label; check the data"
+                    )
+                state, values = step_fn(state, place(batch), knobs)
+                watch.push(step, values["loss"], values.pop("gradient_squares"))
+                watch.check(metrics.push(step, values), checkpoints)
+                if step < t.steps and due(c.checkpoint.every, step):
+                    save()
+                if step < t.steps and due(c.eval.every, step):
+                    check(full=False)
+                if step < t.steps and due(c.sample.every, step):
+                    sample()
+            # ---- end ---------------------------------------------------------------------------
+            save()
+            if step == t.steps:
+                check(full=True)
+                sample()
+                save_model(run_dir / "model", c, state.params, tokenizer)
+        checkpoints.wait()
+    page = report.write_report(run_dir)
+    if step < t.steps:
+        say(f"stopped  at step {step} of {t.steps}, saved; go on with:\n  {command_line()}")
+        return last
+    say((run_dir / "samples" / f"step_{t.steps:06d}.txt").read_text())
+    say(f"report   {page}\nmodel    {run_dir / 'model'}")
+    say(f"more     python -m jaxtrain.generate {run_dir} --prompt '...'")
+    return last

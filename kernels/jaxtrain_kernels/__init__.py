@@ -1,0 +1,14 @@
+"""Kernels of jaxtrain: functions of arrays, each with a plain jnp reference and fast backends.
+
+Imports only jax, numpy and jaxtyping. The contract is in `kernels/README.md`.
+"""
+
+from jaxtrain_kernels.attention import attention, decode_attention
+from jaxtrain_kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_per_token
+
+__all__ = [
+    "attention",
+    "decode_attention",
+    "linear_cross_entropy",
+    "linear_cross_entropy_per_token",
+]

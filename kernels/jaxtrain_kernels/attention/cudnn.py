@@ -1,0 +1,45 @@
+"""cuDNN's flash attention, through `jax.nn.dot_product_attention`."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain_kernels.dispatch import Target
+
+
+def supports(
+    target: Target, q_BTNH, *, causal, window, segment_ids_BT, softcap, return_lse
+) -> str | None:
+    H, cc = q_BTNH.shape[-1], target.compute_capability
+    if target.platform != "cuda":
+        return f"needs an NVIDIA GPU, this is {target.platform}"
+    if cc is None or cc < (8, 0):
+        return f"needs compute capability 8.0 (Ampere), this is {cc}"
+    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs bfloat16 or float16, got {q_BTNH.dtype}"
+    largest = 256 if cc >= (9, 0) else 128
+    if H % 8 or H > largest:
+        return f"needs a head dim that is a multiple of 8, at most {largest}, got {H}"
+    if softcap is not None:
+        return "has no softcap"
+    if segment_ids_BT is not None:
+        return "has no segment ids"
+    if return_lse:
+        return "jax.nn rounds its LSE to the input dtype and does not differentiate it"
+    return None
+
+
+def attention(q_BTNH, k_BSKH, v_BSKH, *, causal, window, segment_ids_BT, softcap, scale):
+    """As the public function, without LSE: returns (out_BTNH, None).
+
+    Tracing needs JAX's CUDA plugin with cuDNN, so it cannot be lowered on a CPU-only installation.
+    """
+    out_BTNH = jax.nn.dot_product_attention(
+        q_BTNH,
+        k_BSKH,
+        v_BSKH,
+        is_causal=causal,
+        local_window_size=None if window is None else (window, 0),
+        scale=scale,
+        implementation="cudnn",
+    )
+    return out_BTNH, None

@@ -1,0 +1,40 @@
+"""Attention's specification in plain jnp: any dtype, all scores in memory."""
+
+import jax.numpy as jnp
+
+from jaxtrain_kernels.dispatch import Target
+
+
+def supports(target: Target, q_BTNH, **options) -> None:
+    return None
+
+
+def attention(q_BTNH, k_BSKH, v_BSKH, *, causal, window, segment_ids_BT, softcap, scale):
+    """As the public function; returns (out_BTNH, lse_BNT)."""
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    s_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=wide) * scale
+    if softcap is not None:
+        s_BKGTS = softcap * jnp.tanh(s_BKGTS / softcap)
+    t_T1, s_1S = jnp.arange(T)[:, None], jnp.arange(T)[None]
+    visible_BTS = jnp.ones((B, T, T), bool)
+    if causal:
+        visible_BTS &= (s_1S <= t_T1)[None]
+    if window is not None:
+        visible_BTS &= (s_1S >= t_T1 - window)[None]
+    if segment_ids_BT is not None:
+        visible_BTS &= segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
+        visible_BTS &= segment_ids_BT[:, None, :] > 0
+    visible = visible_BTS[:, None, None]
+    # A query without keys: the double where keeps its gradient at 0 instead of NaN.
+    some = visible.any(-1, keepdims=True)
+    s_BKGTS = jnp.where(visible, s_BKGTS, jnp.where(some, -jnp.inf, 0.0))
+    peak = s_BKGTS.max(-1, keepdims=True)
+    p_BKGTS = jnp.exp(s_BKGTS - peak)
+    sum_BKGT1 = p_BKGTS.sum(-1, keepdims=True)
+    p_BKGTS = jnp.where(some, p_BKGTS / sum_BKGT1, 0.0).astype(v_BSKH.dtype)
+    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", p_BKGTS, v_BSKH, preferred_element_type=wide)
+    lse_BKGT1 = jnp.where(some, peak + jnp.log(sum_BKGT1), -jnp.inf)
+    return out_BTKGH.reshape(q_BTNH.shape).astype(q_BTNH.dtype), lse_BKGT1.reshape(B, N, T)

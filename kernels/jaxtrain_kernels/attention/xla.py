@@ -1,0 +1,283 @@
+"""Flash attention in plain XLA: O(T) memory, work only for visible blocks, any device.
+
+Forward and backward follow FlashAttention-2 (arXiv:2307.08691): the forward keeps the output and
+the log-sum-exp (LSE) of each row, the backward recomputes the scores of each block from them.
+Up to MAX_UNROLLED query blocks are a Python loop whose key ranges are static, each one softmax over
+its whole range; beyond, loops over (query block, key block) with an online softmax.
+Statistics are in float32 whatever the inputs are; matmul operands keep the input dtype.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain_kernels.dispatch import Target, target
+
+MAX_UNROLLED = 16
+# Scores in float32 that stay in a CPU core's cache through the passes over them (512 KiB).
+CACHED_SCORES = 2**17
+# Under every row maximum: a row without keys then has p = exp(-inf - FLOOR) = 0 and not NaN.
+FLOOR = -1e30
+
+
+class Plan(NamedTuple):
+    """What is static in one call: `rows` of the batch are worked on at a time."""
+
+    causal: bool
+    window: int | None
+    softcap: float | None
+    scale: float
+    length: int
+    block: int
+    rows: int
+
+
+def supports(target: Target, q_BTNH, **options) -> None:
+    return None
+
+
+def attention(
+    q_BTNH, k_BSKH, v_BSKH, *, causal, window, segment_ids_BT, softcap, scale, block=None
+):
+    """As the public function; returns (out_BTNH, lse_BNT). `block`: query and key block length."""
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    block = min(T, block or _default_block(T))
+    rows = _rows_in_cache(B, N * block * T) if target().platform == "cpu" else B
+    plan = Plan(causal, window, softcap, scale, T, block, rows)
+    q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
+    k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
+    out_BKGTH, lse_BKGT = _flash(plan, q_BKGTH, k_BKSH, v_BKSH, segment_ids_BT)
+    return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H), lse_BKGT.reshape(B, N, T)
+
+
+def _default_block(T: int) -> int:
+    # Finer query blocks skip more of a causal mask, but compile longer and make smaller matmuls.
+    n_blocks, smallest = (4, 64) if target().platform == "cpu" else (8, 128)
+    return min(512, -(-T // n_blocks // smallest) * smallest)
+
+
+def _rows_in_cache(B: int, scores_per_row: int) -> int:
+    """How many batch rows to take so that a block's scores stay in a CPU's cache; divides B."""
+    most = max(1, CACHED_SCORES // scores_per_row)
+    return max(rows for rows in range(1, min(most, B) + 1) if B % rows == 0)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _flash(plan, q_BKGTH, k_BKSH, v_BKSH, segment_ids_BT):
+    return _over_batch(plan, _forward_row, q_BKGTH, k_BKSH, v_BKSH, segment_ids_BT)
+
+
+def _flash_fwd(plan, q, k, v, segment_ids_BT):
+    out, lse = _over_batch(plan, _forward_row, q, k, v, segment_ids_BT)
+    return (out, lse), (q, k, v, segment_ids_BT, out, lse)
+
+
+def _flash_bwd(plan, residuals, cotangents):
+    q, k, v, segment_ids_BT, out, lse = residuals
+    dout, dlse = cotangents
+    delta = jnp.sum(out.astype(lse.dtype) * dout.astype(lse.dtype), -1) - dlse
+    # A row without keys: any finite value, its scores are all -inf.
+    lse = jnp.where(lse == -jnp.inf, 0, lse)
+    dq, dk, dv = _over_batch(plan, _backward_row, q, k, v, segment_ids_BT, dout, lse, delta)
+    return dq, dk, dv, None
+
+
+_flash.defvjp(_flash_fwd, _flash_bwd)
+
+
+def _over_batch(plan, row_function, *arrays) -> Any:
+    """`row_function` over the batch; inside, no array has the B dim."""
+    function = functools.partial(row_function, plan)
+    if plan.rows == len(arrays[0]):
+        return jax.vmap(function)(*arrays)
+    return lax.map(lambda row: function(*row), arrays, batch_size=plan.rows)
+
+
+def _forward_row(plan, q_KGTH, k_KSH, v_KSH, ids_T):
+    """One batch row's (out_KGTH, lse_KGT)."""
+    if plan.length > MAX_UNROLLED * plan.block:
+        return _forward_loops(plan, q_KGTH, k_KSH, v_KSH, ids_T)
+    pieces = []
+    for t, t_end, s, s_end in _unrolled_blocks(plan):
+        q = q_KGTH[:, :, t:t_end]
+        state = _softmax_start(q)
+        state = _softmax_add(plan, state, q, k_KSH[:, s:s_end], v_KSH[:, s:s_end], ids_T, t, s)
+        pieces.append(_softmax_end(state, q.dtype))
+    outs, lses = zip(*pieces)
+    return jnp.concatenate(outs, 2), jnp.concatenate(lses, 2)
+
+
+def _backward_row(plan, q_KGTH, k_KSH, v_KSH, ids_T, dout_KGTH, lse_KGT, delta_KGT):
+    """One batch row's (dq, dk, dv)."""
+    rows = (q_KGTH, dout_KGTH, lse_KGT, delta_KGT)
+    if plan.length > MAX_UNROLLED * plan.block:
+        return _backward_loops(plan, rows, k_KSH, v_KSH, ids_T)
+    dqs = []
+    dk, dv = _wide_zeros(k_KSH), _wide_zeros(v_KSH)
+    for t, t_end, s, s_end in _unrolled_blocks(plan):
+        block = [x[:, :, t:t_end] for x in rows]
+        dq, dk_s, dv_s = _block_gradients(
+            plan, block, k_KSH[:, s:s_end], v_KSH[:, s:s_end], ids_T, t, s
+        )
+        dqs.append(dq.astype(q_KGTH.dtype))
+        dk, dv = _add_at(dk, dk_s, s), _add_at(dv, dv_s, s)
+    return jnp.concatenate(dqs, 2), dk.astype(k_KSH.dtype), dv.astype(v_KSH.dtype)
+
+
+def _unrolled_blocks(plan) -> list[tuple[int, int, int, int]]:
+    """(first query, end, first key, end) of each query block."""
+    blocks = []
+    for t in range(0, plan.length, plan.block):
+        t_end = min(t + plan.block, plan.length)
+        # Rounded down so that a GPU's matmuls stay aligned.
+        s = 0 if plan.window is None else max(0, t - plan.window) // 64 * 64
+        blocks.append((t, t_end, s, t_end if plan.causal else plan.length))
+    return blocks
+
+
+def _scores(plan, q_KGTH, k_KSH, ids_T, t, s):
+    """Scores of the queries from t on and the keys from s on, -inf where not visible.
+
+    Also the derivative of the softcap at each (None without).
+    """
+    wide = jnp.promote_types(q_KGTH.dtype, jnp.float32)
+    s_KGTS = jnp.einsum("KGTH,KSH->KGTS", q_KGTH, k_KSH, preferred_element_type=wide) * plan.scale
+    slope = None
+    if plan.softcap is not None:
+        tanh = jnp.tanh(s_KGTS / plan.softcap)
+        s_KGTS, slope = plan.softcap * tanh, 1 - tanh * tanh
+    n_queries, n_keys = s_KGTS.shape[2:]
+    t_T1 = t + jnp.arange(n_queries)[:, None]
+    s_1S = s + jnp.arange(n_keys)[None]
+    visible_TS = jnp.ones((n_queries, n_keys), bool)
+    if plan.causal:
+        visible_TS &= s_1S <= t_T1
+    elif plan.length % plan.block:
+        visible_TS &= s_1S < plan.length
+    if plan.window is not None:
+        visible_TS &= s_1S >= t_T1 - plan.window
+    if ids_T is not None:
+        ids_t = lax.dynamic_slice_in_dim(ids_T, t, n_queries)[:, None]
+        ids_s = lax.dynamic_slice_in_dim(ids_T, s, n_keys)[None]
+        visible_TS &= (ids_t == ids_s) & (ids_s > 0)
+    return jnp.where(visible_TS[None, None], s_KGTS, -jnp.inf), slope
+
+
+def _softmax_start(q_KGTH):
+    """(row maximum, sum of exponentials, weighted sum of values) before any key."""
+    out = _wide_zeros(q_KGTH)
+    return jnp.full_like(out[..., 0], FLOOR), out[..., 0], out
+
+
+def _softmax_add(plan, state, q_KGTH, k_KSH, v_KSH, ids_T, t, s):
+    """The online softmax's state after the keys from s on."""
+    peak, total, out = state
+    s_KGTS, _ = _scores(plan, q_KGTH, k_KSH, ids_T, t, s)
+    new_peak = jnp.maximum(peak, s_KGTS.max(-1))
+    p_KGTS = jnp.exp(s_KGTS - new_peak[..., None])
+    shrink = jnp.exp(peak - new_peak)
+    pv = jnp.einsum(
+        "KGTS,KSH->KGTH", p_KGTS.astype(v_KSH.dtype), v_KSH, preferred_element_type=out.dtype
+    )
+    return new_peak, total * shrink + p_KGTS.sum(-1), out * shrink[..., None] + pv
+
+
+def _softmax_end(state, dtype):
+    peak, total, out = state
+    some = total > 0
+    lse = jnp.where(some, peak + jnp.log(jnp.where(some, total, 1)), -jnp.inf)
+    return (out / jnp.where(some, total, 1)[..., None]).astype(dtype), lse
+
+
+def _block_gradients(plan, rows, k_KSH, v_KSH, ids_T, t, s):
+    """(dq, dk, dv) in float32 of the queries from t on and the keys from s on."""
+    q_KGTH, dout_KGTH, lse_KGT, delta_KGT = rows
+    dot = functools.partial(jnp.einsum, preferred_element_type=lse_KGT.dtype)
+    s_KGTS, slope = _scores(plan, q_KGTH, k_KSH, ids_T, t, s)
+    p_KGTS = jnp.exp(s_KGTS - lse_KGT[..., None])
+    ds_KGTS = p_KGTS * (dot("KGTH,KSH->KGTS", dout_KGTH, v_KSH) - delta_KGT[..., None])
+    if slope is not None:
+        ds_KGTS *= slope
+    p_KGTS, ds_KGTS = p_KGTS.astype(q_KGTH.dtype), ds_KGTS.astype(q_KGTH.dtype)
+    dv = dot("KGTS,KGTH->KSH", p_KGTS, dout_KGTH)
+    dk = dot("KGTS,KGTH->KSH", ds_KGTS, q_KGTH) * plan.scale
+    dq = dot("KGTS,KSH->KGTH", ds_KGTS, k_KSH) * plan.scale
+    return dq, dk, dv
+
+
+def _forward_loops(plan, q_KGTH, k_KSH, v_KSH, ids_T):
+    b, n_blocks = plan.block, -(-plan.length // plan.block)
+    q_KGTH, ids_T = _fill(plan, q_KGTH, 2), _fill(plan, ids_T, 0)
+    k_KSH, v_KSH = _fill(plan, k_KSH, 1), _fill(plan, v_KSH, 1)
+
+    def query_block(i):
+        q = lax.dynamic_slice_in_dim(q_KGTH, i * b, b, 2)
+
+        def key_block(j, state):
+            k, v = (lax.dynamic_slice_in_dim(x, j * b, b, 1) for x in (k_KSH, v_KSH))
+            return _softmax_add(plan, state, q, k, v, ids_T, i * b, j * b)
+
+        state = lax.fori_loop(*_key_blocks(plan, i), key_block, _softmax_start(q))
+        return _softmax_end(state, q.dtype)
+
+    outs, lses = lax.map(query_block, jnp.arange(n_blocks))
+    out_KGTH, lse_KGT = (_join_blocks(x, plan.length) for x in (outs, lses))
+    return out_KGTH, lse_KGT
+
+
+def _backward_loops(plan, rows, k_KSH, v_KSH, ids_T):
+    b, n_blocks = plan.block, -(-plan.length // plan.block)
+    rows, ids_T = [_fill(plan, x, 2) for x in rows], _fill(plan, ids_T, 0)
+    k_KSH, v_KSH = _fill(plan, k_KSH, 1), _fill(plan, v_KSH, 1)
+
+    def query_block(dkv, i):
+        block = [lax.dynamic_slice_in_dim(x, i * b, b, 2) for x in rows]
+
+        def key_block(j, gradients):
+            dq, dk, dv = gradients
+            k, v = (lax.dynamic_slice_in_dim(x, j * b, b, 1) for x in (k_KSH, v_KSH))
+            dq_j, dk_j, dv_j = _block_gradients(plan, block, k, v, ids_T, i * b, j * b)
+            return dq + dq_j, _add_at(dk, dk_j, j * b), _add_at(dv, dv_j, j * b)
+
+        start = (_wide_zeros(block[0]), *dkv)
+        dq, *dkv = lax.fori_loop(*_key_blocks(plan, i), key_block, start)
+        return tuple(dkv), dq.astype(block[0].dtype)
+
+    start = (_wide_zeros(k_KSH), _wide_zeros(v_KSH))
+    (dk, dv), dqs = lax.scan(query_block, start, jnp.arange(n_blocks))
+    dk, dv = (x[:, : plan.length].astype(k_KSH.dtype) for x in (dk, dv))
+    return _join_blocks(dqs, plan.length), dk, dv
+
+
+def _key_blocks(plan, i):
+    """The range of key blocks that query block i (traced) sees."""
+    first = 0 if plan.window is None else jnp.maximum(0, i * plan.block - plan.window) // plan.block
+    return first, i + 1 if plan.causal else -(-plan.length // plan.block)
+
+
+def _fill(plan, x, axis) -> Any:
+    """x with its T or S dim, at `axis`, filled up with zeros to whole blocks."""
+    if x is None:
+        return None
+    missing = -plan.length % plan.block
+    return jnp.pad(x, [(0, missing if d == axis else 0) for d in range(x.ndim)])
+
+
+def _join_blocks(x, length):
+    """[blocks, K, G, block, ...] -> [K, G, length, ...]."""
+    x = jnp.moveaxis(x, 0, 2)
+    return x.reshape(*x.shape[:2], -1, *x.shape[4:])[:, :, :length]
+
+
+def _add_at(total_KSH, part_KSH, s):
+    """total with part added to its keys from s on."""
+    old = lax.dynamic_slice_in_dim(total_KSH, s, part_KSH.shape[1], 1)
+    return lax.dynamic_update_slice_in_dim(total_KSH, old + part_KSH, s, 1)
+
+
+def _wide_zeros(x):
+    return jnp.zeros_like(x, dtype=jnp.promote_types(x.dtype, jnp.float32))

@@ -1,0 +1,51 @@
+"""The language model's last matmul and its cross-entropy, without the whole logits in memory."""
+
+from jaxtyping import Array, Float, Int
+
+from jaxtrain_kernels.cross_entropy import reference, xla
+from jaxtrain_kernels.dispatch import choose, target
+
+# Fastest first: the first that can serve is the default.
+BACKENDS = {"xla": xla, "reference": reference}
+
+
+def linear_cross_entropy(
+    x_ND: Float[Array, "N D"],
+    w_DV: Float[Array, "D V"],
+    labels_N: Int[Array, "N"],
+    weights_N: Float[Array, "N"],
+    *,
+    softcap: float | None = None,
+    z_loss: float = 0.0,
+    valid_vocab: int | None = None,
+    chunk: int | None = None,
+    implementation: str | None = None,
+) -> Float[Array, ""]:
+    """sum_n weights_n * (nll_n + z_loss * lse_n^2) in float32, of the logits x w.
+
+    weights_N: 0 ignores a token, whose label may then be anything (-1). They get no gradient.
+    softcap: logits become softcap * tanh(logits / softcap).
+    z_loss: coefficient of the squared log of the softmax's denominator (PaLM, arXiv:2204.02311).
+    valid_vocab: columns from here on are padding and stay out of the softmax.
+    chunk: tokens whose logits are in memory at a time; by default chosen for the device.
+    Raises ValueError for an unknown implementation.
+    """
+    reasons = {name: backend.supports(target()) for name, backend in BACKENDS.items()}
+    call = dict(softcap=softcap, z_loss=z_loss, valid_vocab=valid_vocab, chunk=chunk)
+    options = " ".join(f"{name}={value}" for name, value in call.items() if value)
+    signature = f"{x_ND.dtype}{list(x_ND.shape)} V={w_DV.shape[1]} {options}".rstrip()
+    backend = BACKENDS[choose("linear_cross_entropy", reasons, implementation, signature)]
+    return backend.linear_cross_entropy(x_ND, w_DV, labels_N, weights_N, **call)
+
+
+def linear_cross_entropy_per_token(
+    x_ND: Float[Array, "N D"],
+    w_DV: Float[Array, "D V"],
+    labels_N: Int[Array, "N"],
+    *,
+    softcap: float | None = None,
+    valid_vocab: int | None = None,
+    chunk: int | None = None,
+) -> Float[Array, "N"]:
+    """Each token's nll in float32 (nats) for evaluation; arguments as in `linear_cross_entropy`."""
+    return xla.per_token(x_ND, w_DV, labels_N, softcap, valid_vocab, chunk)

@@ -1,0 +1,83 @@
+"""Which backend serves a call: one rule for every op.
+
+An op keeps a dict literal `{name: module}`, fastest first. Each module has
+`supports(target, ...) -> str | None`, the reason why it cannot serve the call (None = it can).
+"""
+
+import contextlib
+import contextvars
+import functools
+import logging
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import jax
+
+logger = logging.getLogger("jaxtrain_kernels")
+
+
+class Target(NamedTuple):
+    """The device of a trace: "cpu", "cuda", "rocm" or "tpu", and CUDA's (major, minor)."""
+
+    platform: str
+    compute_capability: tuple[int, int] | None = None
+
+
+_override: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
+
+
+@contextlib.contextmanager
+def on_target(platform: str, compute_capability: tuple[int, int] | None = None) -> Iterator[None]:
+    """Traces made inside choose backends for this device instead of JAX's default backend.
+
+    For lowering without the device: `jax.jit(f).trace(x).lower(lowering_platforms=("cuda",))`.
+    jit's cache does not see the target, so trace a function made inside the block.
+    """
+    token = _override.set(Target(platform, compute_capability))
+    try:
+        yield
+    finally:
+        _override.reset(token)
+
+
+def target() -> Target:
+    """The device that backends are chosen for now."""
+    if (override := _override.get()) is not None:
+        return override
+    device = jax.local_devices()[0]
+    if device.platform != "gpu":
+        return Target(device.platform)
+    if "cuda" not in device.client.platform_version:
+        return Target("rocm")
+    major, minor = device.compute_capability.split(".")
+    return Target("cuda", (int(major), int(minor)))
+
+
+def choose(
+    op: str, reasons: Mapping[str, str | None], implementation: str | None, signature: str
+) -> str:
+    """The backend's name; `reasons` has, fastest first, why each cannot serve (None = it can).
+
+    `signature` describes shapes, dtype and options for the log. Raises ValueError for an unknown
+    name, NotImplementedError if the named backend (or, without a name, every one) cannot serve.
+    """
+    if implementation is not None:
+        if implementation not in reasons:
+            raise ValueError(f"{op} has no backend {implementation!r}; it has {', '.join(reasons)}")
+        if reason := reasons[implementation]:
+            raise NotImplementedError(f"{op}: {implementation} cannot serve {signature}: {reason}")
+        _log_once(op, implementation, signature, "")
+        return implementation
+    passed_over = []
+    for name, reason in reasons.items():
+        if reason is None:
+            _log_once(op, name, signature, "; ".join(passed_over))
+            return name
+        passed_over.append(f"{name}: {reason}")
+    raise NotImplementedError(f"{op}: no backend for {signature}: {'; '.join(passed_over)}")
+
+
+@functools.cache
+def _log_once(op: str, backend: str, signature: str, passed_over: str) -> None:
+    note = f" (passed over {passed_over})" if passed_over else ""
+    logger.info("%s %s: %s%s", op, signature, backend, note)

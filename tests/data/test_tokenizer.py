@@ -1,0 +1,175 @@
+import numpy as np
+import pytest
+import tokenizers
+from hypothesis import given
+from hypothesis import strategies as st
+
+from jaxtrain.data.sources import TextSource, documents
+from jaxtrain.data.tokenizer import (
+    FILES,
+    TOKENIZERS,
+    BytesConfig,
+    HuggingFaceConfig,
+    SentencePieceConfig,
+    build_tokenizer,
+    load_tokenizer,
+    sentencepiece_tokenizer,
+    train_sentencepiece,
+)
+from jaxtrain.settings import UserError
+
+SHAKESPEARE = next(documents(TextSource()))
+AWKWARD = [
+    "",
+    "a",
+    " ",
+    "two  spaces\tand\ttabs \n\n\n end ",
+    "\u2581 is \u2581\u2581 itself\u2581",
+    "\0 null \x01\x7f \x85",
+    "<s></s><unk><0x41><|bos|>",
+    "\U0001f600\u00e9\u4e2d\u200d\ue000\U0010ffff \u2047 ",
+    "\r\n\r",
+    SHAKESPEARE[:30_000],
+    "no spaces" * 3000,
+]
+
+
+def byte_level_json(tmp_path):
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    inner.decoder = tokenizers.decoders.ByteLevel()
+    trainer = tokenizers.trainers.BpeTrainer(
+        vocab_size=400,
+        special_tokens=["<|bos|>"],
+        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
+        show_progress=False,
+    )
+    inner.train_from_iterator([SHAKESPEARE[:50_000]], trainer)
+    inner.add_tokens(["Citizen"])
+    inner.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+def metaspace_json(tmp_path):
+    pieces = ["<unk>", "<s>", "\u2581", "a", "b", *(f"<0x{byte:02X}>" for byte in range(256))]
+    pieces.append("\u2581a")
+    model = tokenizers.models.BPE(
+        vocab={piece: index for index, piece in enumerate(pieces)},
+        merges=[("\u2581", "a")],
+        byte_fallback=True,
+        unk_token="<unk>",
+    )
+    inner = tokenizers.Tokenizer(model)
+    inner.add_special_tokens(["<s>", "<unk>"])
+    inner.pre_tokenizer = tokenizers.pre_tokenizers.Metaspace(prepend_scheme="first")
+    inner.save(str(tmp_path / "tokenizer.json"))
+    return tmp_path / "tokenizer.json"
+
+
+@pytest.fixture(scope="module", params=["words", "across", "byte_level", "bytes"])
+def tokenizer(request, tmp_path_factory):
+    if request.param == "bytes":
+        return build_tokenizer(BytesConfig(), ())
+    if request.param == "byte_level":
+        path = byte_level_json(tmp_path_factory.mktemp("hf"))
+        return build_tokenizer(HuggingFaceConfig(path=str(path)), ())
+    config = SentencePieceConfig(vocab_size=600, across_words=request.param == "across")
+    return build_tokenizer(config, [SHAKESPEARE[:100_000]])
+
+
+def assert_lossless(tokenizer, text):
+    ids = tokenizer.encode(text)
+    assert tokenizer.decode(ids) == text
+    assert tokenizer.token_bytes()[ids].sum() == len(text.encode())
+    assert tokenizer.bos_id not in ids
+
+
+@pytest.mark.parametrize("text", AWKWARD)
+def test_awkward_text_survives(tokenizer, text):
+    assert_lossless(tokenizer, text)
+
+
+@given(text=st.text(alphabet=st.characters(exclude_categories=["Cs"])))
+def test_any_text_survives(tokenizer, text):
+    assert_lossless(tokenizer, text)
+
+
+def test_a_batch_is_encoded_like_its_texts(tokenizer):
+    batch = tokenizer.encode_batch(AWKWARD)
+    for ids, text in zip(batch, AWKWARD, strict=True):
+        np.testing.assert_array_equal(ids, tokenizer.encode(text))
+
+
+def test_bos_stands_for_no_bytes(tokenizer):
+    counts = tokenizer.token_bytes()
+    assert counts.shape == (tokenizer.vocab_size,) and counts.dtype == np.int32
+    assert counts[tokenizer.bos_id] == 0
+    assert tokenizer.decode([tokenizer.bos_id]) == ""
+
+
+def test_saved_and_loaded_is_the_same(tokenizer, tmp_path):
+    tokenizer.save(tmp_path)
+    loaded = load_tokenizer(tmp_path)
+    assert set(FILES) == set(TOKENIZERS)
+    assert loaded.fingerprint == tokenizer.fingerprint
+    assert loaded.pieces == tokenizer.pieces and loaded.bos_id == tokenizer.bos_id
+    np.testing.assert_array_equal(loaded.encode(AWKWARD[3]), tokenizer.encode(AWKWARD[3]))
+
+
+def test_pieces_with_newlines_are_learned_and_tokens_are_few():
+    tokenizer = build_tokenizer(SentencePieceConfig(vocab_size=512), [SHAKESPEARE])
+    assert {b",\n", b"\n\n", b":\n"} <= set(tokenizer.pieces)
+    assert len(tokenizer.encode(SHAKESPEARE)) / len(SHAKESPEARE) < 0.525
+
+
+def test_training_is_deterministic_and_stops_at_train_bytes():
+    first = train_sentencepiece([SHAKESPEARE[:20_000]], 400, 10**6)
+    assert train_sentencepiece([SHAKESPEARE[:20_000]], 400, 10**6) == first
+    cut = train_sentencepiece([SHAKESPEARE[:8192], SHAKESPEARE], 400, 8192)
+    assert cut == train_sentencepiece([SHAKESPEARE[:8192]], 400, 10**6)
+
+
+def test_a_vocabulary_that_does_not_suit_the_text_is_refused_with_the_limit():
+    with pytest.raises(UserError, match=r"is 5000, but this text supports at most (\d+)") as error:
+        train_sentencepiece(["hello world " * 20], 5000, 10**6)
+    most = int(str(error.value).split()[-1])
+    assert len(train_sentencepiece(["hello world " * 20], most, 10**6)) > 0
+    with pytest.raises(UserError, match=r"is 280, but .* at least (\d+)") as error:
+        train_sentencepiece([SHAKESPEARE], 280, 10**6)
+    least = int(str(error.value).split()[-1])
+    assert sentencepiece_tokenizer(train_sentencepiece([SHAKESPEARE], least, 10**6))
+
+
+def test_sentencepiece_style_tokenizer_json(tmp_path):
+    path = metaspace_json(tmp_path)
+    tokenizer = build_tokenizer(HuggingFaceConfig(path=str(tmp_path)), ())
+    assert (
+        tokenizer.fingerprint == build_tokenizer(HuggingFaceConfig(path=str(path)), ()).fingerprint
+    )
+    ids = tokenizer.encode("a b\u00e9")
+    assert tokenizer.prefix == b" "
+    assert tokenizer.decode(ids) == "a b\u00e9"
+    assert tokenizer.token_bytes()[ids].sum() == len(" a b\u00e9".encode())
+    assert tokenizer.pieces[tokenizer.bos_id] == b"" and tokenizer.bos_id == 1
+
+
+def test_bad_tokenizer_files_are_named(tmp_path):
+    file = tmp_path / "tokenizer.json"
+    with pytest.raises(UserError, match="there is no file .*tokenizer.json"):
+        build_tokenizer(HuggingFaceConfig(path=str(file)), ())
+    file.write_text("{}")
+    with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer\.json"):
+        build_tokenizer(HuggingFaceConfig(path=str(file)), ())
+    inner = tokenizers.Tokenizer(tokenizers.models.BPE({"a": 0}, []))
+    inner.save(str(file))
+    with pytest.raises(UserError, match=r"tokenizer\.json has no BOS token; looked for <\|bos\|>"):
+        build_tokenizer(HuggingFaceConfig(path=str(file)), ())
+    inner.add_special_tokens(["<s>"])
+    inner.save(str(file))
+    with pytest.raises(UserError, match="neither byte-level nor sentencepiece-style"):
+        build_tokenizer(HuggingFaceConfig(path=str(file)), ())
+    (tmp_path / "x.model").write_text("no")
+    with pytest.raises(UserError, match=r"x\.model is not a sentencepiece model"):
+        build_tokenizer(SentencePieceConfig(path=str(tmp_path / "x.model")), ())
+    with pytest.raises(UserError, match="has no tokenizer"):
+        load_tokenizer(tmp_path / "nothing")

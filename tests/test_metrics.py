@@ -1,0 +1,322 @@
+import io
+import json
+import math
+import struct
+
+import jax
+import jax.numpy as jnp
+import pytest
+from rich.console import Console
+from tensorboardX.proto.event_pb2 import Event
+
+from jaxtrain import metrics
+from jaxtrain.metrics import MAX_IN_FLIGHT, MetricsConfig, MetricsWriter, format_row, read_rows
+from jaxtrain.settings import UserError
+
+
+class Late:
+    """A scalar that stays on the device until `ready`; counts how often it was waited for."""
+
+    def __init__(self, value):
+        self.value, self.ready, self.waits = value, False, 0
+
+    def is_ready(self):
+        return self.ready
+
+    def __float__(self):
+        self.waits += not self.ready
+        return float(self.value)
+
+
+def open_writer(run_dir, every=10, total_steps=100, **more):
+    config = MetricsConfig(every=every, tensorboard=more.pop("tensorboard", False))
+    return MetricsWriter(run_dir, config, total_steps=total_steps, tokens_per_step=64, **more)
+
+
+def stored(run_dir, kind="train"):
+    return [row for row in read_rows(run_dir / "metrics.jsonl") if row["kind"] == kind]
+
+
+def events(run_dir):
+    """All TensorBoard events, by file; a record is length, crc, data, crc."""
+    found = []
+    for path in sorted((run_dir / "tensorboard").iterdir(), key=lambda p: p.stat().st_mtime_ns):
+        data, at = path.read_bytes(), 0
+        while at < len(data):
+            (length,) = struct.unpack_from("<Q", data, at)
+            found.append(Event.FromString(data[at + 12 : at + 12 + length]))
+            at += length + 16
+    return found
+
+
+def test_rows_hold_means_over_the_interval_and_last_states(tmp_path):
+    with open_writer(tmp_path, every=4, total_steps=10) as writer:
+        for step in range(1, 11):
+            writer.push(step, {"loss": jnp.float32(step), "lr": step / 100})
+    rows = stored(tmp_path)
+    assert [row["step"] for row in rows] == [1, 4, 8, 10]
+    assert [row["loss"] for row in rows] == [1, 3, 6.5, 9.5]
+    assert [row["lr"] for row in rows] == [0.01, 0.04, 0.08, 0.10]
+    assert [row["tokens"] for row in rows] == [64, 256, 512, 640]
+    assert all(row["memory_bytes"] > 1_000_000 for row in rows)
+
+
+def test_push_waits_only_when_too_far_ahead(tmp_path):
+    writer = open_writer(tmp_path, every=1, total_steps=20)
+    late = [Late(step) for step in range(1, 21)]
+    for step in range(1, MAX_IN_FLIGHT + 1):
+        assert writer.push(step, {"loss": late[step - 1]}) == []
+    assert sum(value.waits for value in late) == 0
+    rows = writer.push(9, {"loss": late[8]})
+    assert [row["step"] for row in rows] == [1]
+    assert [value.waits for value in late] == [1] + [0] * 19
+    for value in late[1:5]:
+        value.ready = True
+    assert [row["step"] for row in writer.push(10, {"loss": late[9]})] == [2, 3, 4, 5]
+    assert [row["step"] for row in writer.flush()] == [6, 7, 8, 9, 10]
+    assert [value.waits for value in late[:10]] == [1] + [0] * 4 + [1] * 5
+    writer.close()
+
+
+def test_a_jitted_step_on_eight_devices_is_logged_in_order(tmp_path):
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+    whole = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec())
+    step_fn = jax.jit(lambda x: x + 1, out_shardings=whole)
+    loss = jax.device_put(jnp.float32(0), whole)
+    with open_writer(tmp_path, every=1, total_steps=30) as writer:
+        for step in range(1, 31):
+            loss = step_fn(loss)
+            writer.push(step, {"loss": loss})
+    assert [row["loss"] for row in stored(tmp_path)] == list(range(1, 31))
+
+
+def test_throughput_leaves_out_compilation_and_pauses(tmp_path, monkeypatch):
+    now = [0.0]
+    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(metrics, "peak_flops", lambda kind: 1000.0)
+    devices = jax.devices()[:2]
+    writer = open_writer(tmp_path, every=2, total_steps=6, flops_per_token=10.0, devices=devices)
+    for step in range(1, 7):
+        now[0] += 60 if step == 1 else 0.5
+        writer.push(step, {"loss": 1.0})
+        if step == 3:
+            with writer.pause():
+                now[0] += 30
+    writer.close()
+    rows = stored(tmp_path)
+    assert "tokens_per_s" not in rows[0]
+    assert [row["tokens_per_s"] for row in rows[1:]] == [128.0] * 3
+    assert [row["mfu"] for row in rows[1:]] == [128 * 10 / 2000] * 3
+    assert [row["time"] for row in rows] == [60, 60.5, 91.5, 92.5]
+
+
+def test_non_finite_values_are_null_and_named(tmp_path):
+    with open_writer(tmp_path, every=1, total_steps=1) as writer:
+        (row,) = writer.push(1, {"loss": jnp.float32("nan"), "grad_norm": math.inf, "bpb": 1.0})
+    assert math.isnan(row["loss"])
+    text = (tmp_path / "metrics.jsonl").read_text()
+    assert "NaN" not in text and "Infinity" not in text
+    (row,) = stored(tmp_path)
+    assert (row["loss"], row["grad_norm"], row["bpb"]) == (None, None, 1.0)
+    assert row["nonfinite"] == ["loss", "grad_norm"]
+
+
+def test_resume_drops_later_rows_and_purges_tensorboard(tmp_path):
+    with open_writer(tmp_path, every=1, total_steps=6, tensorboard=True) as writer:
+        for step in range(1, 6):
+            writer.push(step, {"loss": 1.0})
+            writer.write(step, "validation", {"loss": jnp.float32(2.0)})
+    before = stored(tmp_path)
+    with (tmp_path / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 6, "kind": "tra')
+    with open_writer(tmp_path, every=1, total_steps=6, tensorboard=True, start_step=3) as writer:
+        for step in range(4, 7):
+            writer.push(step, {"loss": 3.0})
+    rows = stored(tmp_path)
+    assert rows[:3] == before[:3]
+    assert [row["step"] for row in rows] == [1, 2, 3, 4, 5, 6]
+    assert [row["loss"] for row in rows] == [1, 1, 1, 3, 3, 3]
+    assert [row["step"] for row in stored(tmp_path, "validation")] == [1, 2, 3]
+    times = [row["time"] for row in read_rows(tmp_path / "metrics.jsonl")]
+    assert times == sorted(times)
+    starts = [event.step for event in events(tmp_path) if event.HasField("session_log")]
+    assert starts == [0, 4]
+    losses = [
+        (event.step, value.tag, value.simple_value)
+        for event in events(tmp_path)
+        for value in event.summary.value
+        if value.tag in ("train/loss", "validation/loss")
+    ]
+    assert (5, "train/loss", 3.0) in losses and (5, "validation/loss", 2.0) in losses
+
+
+def test_a_fresh_start_forgets_the_old_rows(tmp_path):
+    for _ in range(2):
+        with open_writer(tmp_path) as writer:
+            writer.write(0, "validation", {"loss": 5.0})
+    assert len(stored(tmp_path, "validation")) == 1
+
+
+def test_a_damaged_line_before_the_last_is_named(tmp_path):
+    path = tmp_path / "metrics.jsonl"
+    row = '{"step": 1, "kind": "train", "time": 0.5}\n'
+    path.write_text(row + "12\n" + row)
+    with pytest.raises(UserError, match=r"metrics\.jsonl, line 2 is not a metrics row"):
+        read_rows(path)
+    path.write_text(row + '{"step": 2')
+    assert len(read_rows(path)) == 1
+
+
+def test_the_end_is_recorded(tmp_path):
+    def last_status():
+        return stored(tmp_path, "event")[-1]["status"]
+
+    with open_writer(tmp_path, total_steps=2) as writer:
+        writer.push(1, {"loss": 1.0})
+    assert last_status() == "stopped"
+    with open_writer(tmp_path, total_steps=1) as writer:
+        writer.push(1, {"loss": 1.0})
+    assert last_status() == "finished"
+    with pytest.raises(KeyboardInterrupt), open_writer(tmp_path):
+        raise KeyboardInterrupt
+    assert last_status() == "interrupted"
+    with pytest.raises(ValueError), open_writer(tmp_path, every=1) as writer:
+        late = Late(7.0)
+        writer.push(1, {"loss": late})
+        raise ValueError("no label in the batch")
+    assert last_status() == "failed: ValueError: no label in the batch"
+    assert stored(tmp_path)[-1]["loss"] == 7.0  # what was in flight is not lost
+
+
+def test_only_the_primary_process_writes(tmp_path, capsys):
+    with open_writer(tmp_path / "run", every=1, primary=False) as writer:
+        rows = writer.push(1, {"loss": 1.0})
+        writer.write(1, "validation", {"loss": 1.0})
+    assert rows[0]["loss"] == 1.0
+    assert not (tmp_path / "run").exists()
+    assert capsys.readouterr().out == ""
+
+
+def test_plain_lines(tmp_path, capsys):
+    with open_writer(tmp_path, every=2, total_steps=4) as writer:
+        for step in range(1, 5):
+            writer.push(step, {"loss": 2.5, "lr": 0.02})
+        writer.write(4, "validation", {"loss": 2.25, "bpb": 0.75, "perplexity": 9.4877})
+        writer.write(4, "event", {"message": "saved [4]"})
+    lines = capsys.readouterr().out.splitlines()
+    assert [line[:14] for line in lines[:3]] == [f"step     {s}/4  " for s in (1, 2, 4)]
+    assert lines[3] == "step     4/4  validation  loss 2.2500  bpb 0.750  ppl 9.49"
+    assert lines[4] == "step     4/4  event  saved [4]"
+
+
+def test_a_terminal_gets_a_live_line(tmp_path):
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=160)
+    with open_writer(tmp_path, every=1, total_steps=3, console=console) as writer:
+        for step in range(1, 4):
+            writer.push(step, {"loss": 2.5})
+        writer.write(3, "validation", {"loss": 2.25})
+    assert "3/3" in screen.getvalue()
+    assert "loss 2.5000" in screen.getvalue()
+    assert "validation  loss 2.2500" in screen.getvalue()
+
+
+def test_format_row():
+    row = {"step": 120, "kind": "train", "time": 3.0, "loss": 2.3456, "bpb": 2.871, "lr": 0.02}
+    row |= {"tokens_per_s": 412345.4, "mfu": 0.412, "memory_bytes": 1288490189, "grad_norm": 1.0}
+    assert format_row(row, 1500, 92.3) == (
+        "step   120/1500  loss 2.3456  bpb 2.871  lr 0.0200  412,345 tok/s  mfu 41.2%  "
+        "mem 1.2 GiB  eta 1m32s"
+    )
+
+
+@pytest.mark.parametrize(
+    "seconds, text",
+    [(0.4, "0s"), (59.7, "1m00s"), (92, "1m32s"), (3725, "1h02m"), (90000, "1d01h")],
+)
+def test_format_duration(seconds, text):
+    assert metrics.format_duration(seconds) == text
+
+
+@pytest.mark.parametrize(
+    "count, text",
+    [
+        (0, "0 B"),
+        (1023, "1023 B"),
+        (1024, "1.0 KiB"),
+        (1288490189, "1.2 GiB"),
+        (2**60, "1048576.0 TiB"),
+    ],
+)
+def test_format_bytes(count, text):
+    assert metrics.format_bytes(count) == text
+
+
+@pytest.mark.parametrize(
+    "kind, tera",
+    [
+        ("NVIDIA H200", 989),
+        ("NVIDIA H100 80GB HBM3", 989),
+        ("NVIDIA H100 PCIe", 756),
+        ("NVIDIA GB200", 2500),
+        ("NVIDIA A100-SXM4-40GB", 312),
+        ("NVIDIA A10G", 70),
+        ("NVIDIA L40S", 362),
+        ("NVIDIA L4", 121),
+        ("Tesla T4", 65),
+        ("NVIDIA GeForce RTX 4090", 165.2),
+        ("TPU v5 lite", 197),
+        ("TPU v5p", 459),
+        ("TPU v6 lite", 918),
+    ],
+)
+def test_peak_flops(kind, tera):
+    assert metrics.peak_flops(kind) == tera * 1e12
+
+
+@pytest.mark.parametrize(
+    "kind",
+    ["cpu", "NVIDIA RTX A4000", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 MIG 1g.10gb"],
+)
+def test_peak_flops_unknown(kind):
+    assert metrics.peak_flops(kind) is None
+
+
+def test_environment_is_json_and_complete():
+    env = json.loads(json.dumps(metrics.environment()))
+    assert env["device_count"] == jax.device_count()
+    assert env["versions"]["jax"] == jax.__version__
+    assert set(env["versions"]) == set(metrics.PACKAGES)
+    assert env["memory_bytes"] > 2**20
+
+
+def test_wandb_missing_names_the_extra(tmp_path, monkeypatch):
+    monkeypatch.setitem(metrics.sys.modules, "wandb", None)
+    config = MetricsConfig(wandb=True)
+    with pytest.raises(UserError, match=r"jaxtrain\[wandb\]"):
+        MetricsWriter(tmp_path / "run", config, total_steps=1, tokens_per_step=1)
+
+
+def test_wandb_gets_rows_and_config(tmp_path, monkeypatch):
+    calls = []
+
+    class Fake:
+        def init(self, **arguments):
+            calls.append(arguments)
+            return self
+
+        def log(self, values, step):
+            calls.append((step, values))
+
+        def finish(self, exit_code):
+            calls.append(exit_code)
+
+    monkeypatch.setitem(metrics.sys.modules, "wandb", Fake())
+    (tmp_path / "config.yaml").write_text("model: {depth: 4}")
+    config = MetricsConfig(wandb=True, tensorboard=False)
+    with MetricsWriter(tmp_path, config, total_steps=1, tokens_per_step=8) as writer:
+        writer.push(1, {"loss": 1.5})
+    assert calls[0]["project"] == "jaxtrain"
+    assert calls[0]["config"] == {"model": {"depth": 4}}
+    assert any(call[0] == 1 and call[1].get("train/loss") == 1.5 for call in calls[2:-2])
+    assert calls[-1] == 0
