@@ -141,9 +141,14 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
             raise UserError(f"{path}: expected `section: {{field: value}}`, got {tree!r}")
     for override in overrides:
         apply_override(tree, override)
-    fill_names(tree, Config)
+    return validate(Config, tree)
+
+
+def validate[Tree: Sections](model: type[Tree], tree: dict[str, Any]) -> Tree:
+    """A plain tree as configuration; all that is wrong with it as UserError, a line each."""
+    fill_names(tree, model)
     try:
-        return Config.model_validate(tree)
+        return model.model_validate(tree)
     except ValidationError as error:
         raise UserError("\n".join(explain(e) for e in error.errors())) from None
 

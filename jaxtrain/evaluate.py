@@ -4,7 +4,6 @@ python -m jaxtrain.evaluate RUN [--step N] [key=value ...]
 """
 
 import argparse
-import functools
 import math
 import sys
 from collections.abc import Callable, Iterable
@@ -13,16 +12,15 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from jax.sharding import Mesh
 
 from jaxtrain import data, objectives
-from jaxtrain.config import Config, load_config
 from jaxtrain.model import cast
 from jaxtrain.parallel import make_mesh, place_batch
 from jaxtrain.parallel.mesh import batch_ways
 from jaxtrain.parallel.runtime import compute_dtype, start
 from jaxtrain.saved import Saved, load_saved
+from jaxtrain.scaling import Resolved, override
 from jaxtrain.settings import UserError
 
 
@@ -64,7 +62,7 @@ def validate(
     }
 
 
-def evaluate(saved: Saved, config: Config) -> dict[str, float]:
+def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
     """Validate a saved model on the validation split of `config.data`."""
     prepared = data.prepare(config.data)
     if prepared.tokenizer.fingerprint != saved.tokenizer.fingerprint:
@@ -101,9 +99,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         start()
         saved = load_saved(arguments.run, arguments.step)
-        config = saved.config
-        if arguments.overrides:
-            config = override(saved.config, arguments.overrides)
+        config = override(saved.config, arguments.overrides)
         for name, value in evaluate(saved, config).items():
             print(f"{name:12s} {value:.4f}")
     except UserError as error:

@@ -6,7 +6,7 @@ python -m jaxtrain.main --config configs/quickstart.yaml optim.matrix_lr=0.01
 import argparse
 import sys
 
-from jaxtrain.config import find_config, help_text, load_config, to_yaml
+from jaxtrain.config import find_config, help_text, load_config
 from jaxtrain.settings import UserError
 
 

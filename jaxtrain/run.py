@@ -27,8 +27,9 @@ from jaxtrain.step import State, Task, init_state
 
 # What says how a run is executed, not what it computes, is free to change when it is resumed.
 FREE = (
-    "run.", "mesh.", "eval.", "sample.", "checkpoint.", "metrics.", "data.cache_dir", "data.prefetch",
-    "train.device_batch_size", "model.attention=", "model.scan_layers", "model.remat",
+    "run.", "mesh.", "eval.", "sample.", "checkpoint.", "metrics.", "data.cache_dir",
+    "data.prefetch", "train.device_batch_size", "model.attention=", "model.scan_layers",
+    "model.remat",
 )  # fmt: skip
 
 
@@ -112,7 +113,7 @@ def progress_printer(say: Callable[[str], None]) -> Callable[[str, int, int | No
 
 
 class StopSignal:
-    """Turns SIGTERM and SIGINT into a wish to stop after the step in hand; a second one is final."""
+    """SIGTERM and SIGINT become a wish to stop after the step in hand; a second one is final."""
 
     def __init__(self) -> None:
         self.wanted = False

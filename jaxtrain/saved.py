@@ -6,12 +6,11 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import yaml
-from pydantic import ValidationError
 from safetensors import SafetensorError, safe_open
 from safetensors.numpy import save_file
 
 from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
-from jaxtrain.config import explain, to_yaml
+from jaxtrain.config import to_yaml, validate
 from jaxtrain.data import Tokenizer, load_tokenizer
 from jaxtrain.model import ParamSpec, Transformer, path_name, split
 from jaxtrain.scaling import Resolved
@@ -58,10 +57,7 @@ def load_saved(path: Path, step: int | None = None) -> Saved:
 
 def load_resolved(path: Path) -> Resolved:
     """The resolved configuration that a run was made from."""
-    try:
-        return Resolved.model_validate(yaml.safe_load(path.read_text()))
-    except ValidationError as error:
-        raise UserError(f"{path}: " + "; ".join(explain(e) for e in error.errors())) from None
+    return validate(Resolved, yaml.safe_load(path.read_text()))
 
 
 def read_weights(path: Path, specs: Any, tokenizer: Tokenizer) -> Any:

@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
-from jaxtrain.config import Config, Sections, TrainConfig, to_yaml
+from jaxtrain.config import Config, Sections, TrainConfig, apply_override, to_yaml, validate
 from jaxtrain.data import DataConfig
 from jaxtrain.data.tokenizer import build_tokenizer
 from jaxtrain.model import ResolvedModel, Transformer, count, resolve_model, split
@@ -76,6 +76,14 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
     return Resolved.model_validate(
         {**c.model_dump(), "model": model.model_dump(), "train": {**t.model_dump(), **train}}
     )
+
+
+def override(c: Resolved, overrides: Sequence[str]) -> Resolved:
+    """A resolved configuration with `key.path=value` overrides; nothing is derived again."""
+    tree = c.model_dump(mode="json")
+    for line in overrides:
+        apply_override(tree, line)
+    return validate(Resolved, tree)
 
 
 def resolved_text(c: Config) -> str:

@@ -1,7 +1,6 @@
 """Training: one function, its stages in execution order. A run directory is resumed, not redone."""
 
 import functools
-from typing import Any
 
 import jax
 import jax.numpy as jnp

@@ -1,6 +1,5 @@
 """Batches from a token store: a grain pipeline whose stream depends on (seed, step) alone."""
 
-import copy
 from collections.abc import Iterator
 from typing import Any
 
@@ -157,14 +156,14 @@ def _packed_batches(store, plan: BestFit, batch_size, rows, segments, prefetch):
 
 
 class _PlannedRows(grain.IterDataset):
-    """The rows of each whole batch, planned in order."""
+    """The rows of each whole batch, planned in order; to be iterated once."""
 
     def __init__(self, plan: BestFit, batch_size: int):
         super().__init__()
         self._plan, self._batch_size = plan, batch_size
 
     def __iter__(self) -> "_PlannedRowsIterator":
-        return _PlannedRowsIterator(copy.copy(self._plan), self._batch_size)
+        return _PlannedRowsIterator(self._plan, self._batch_size)
 
 
 class _PlannedRowsIterator(grain.DatasetIterator):
@@ -185,7 +184,7 @@ class _PlannedRowsIterator(grain.DatasetIterator):
 def _rows_of_process(batch_size: int, process_index: int, process_count: int) -> range:
     if batch_size % process_count:
         raise UserError(
-            f"a batch of {batch_size} rows cannot be dealt to {process_count} processes"
+            f"a batch of {batch_size} rows cannot be shared by {process_count} processes"
         )
     share = batch_size // process_count
     return range(process_index * share, (process_index + 1) * share)

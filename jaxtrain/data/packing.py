@@ -16,6 +16,7 @@ from pydantic import Field
 from jaxtrain.data.store import TokenStore
 from jaxtrain.settings import Settings, UserError
 
+LISTED = 1 << 16  # below, a list is faster than grain's cipher, which slows down as 1 / count
 PART_BITS = 40
 PART_MASK = (1 << PART_BITS) - 1
 MOST_CUT = 0.75  # of all tokens; more means that the documents do not suit the packing
@@ -75,7 +76,14 @@ def draw(*key: int) -> int:
 
 def permute(index: int, count: int, *key: int) -> int:
     """Element `index` of a permutation of range(count) that is a function of `key`."""
+    if count <= LISTED:
+        return _permutation(count, *key)[index]
     return index_shuffle(index, count - 1, draw(*key), 4)
+
+
+@lru_cache(maxsize=4)
+def _permutation(count: int, *key: int) -> list[int]:
+    return np.argsort(np.random.SeedSequence(key).generate_state(count, np.uint64)).tolist()
 
 
 class Stream:
@@ -145,7 +153,7 @@ class BestFit:
         while room:
             while len(self.buffer) < self.buffer_size:
                 bisect.insort(self.buffer, self._draw())
-            at = bisect.bisect(self.buffer, (room + 1) << PART_BITS) - 1
+            at = bisect.bisect_left(self.buffer, (room + 1) << PART_BITS) - 1
             if at < 0 and not self.fill:
                 break
             key = self.buffer.pop(max(at, 0))

@@ -7,7 +7,7 @@ import json
 import lzma
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
-from typing import IO, Annotated, Any, Literal
+from typing import Annotated, Any, Literal
 
 import fsspec
 import zstandard
@@ -158,6 +158,10 @@ def _read_jsonl(source: JsonlSource, filesystem: Any, path: str) -> Iterator[str
         if not isinstance(text, str):
             kind = type(text).__name__
             raise UserError(f"{path} line {number}: field '{source.field}' is {kind}, not a string")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
+            raise UserError(f"{path} line {number} has a character that is no Unicode") from error
         yield text
 
 
@@ -204,7 +208,7 @@ def _lines(filesystem: Any, path: str) -> Iterator[str]:
             raise UserError(f"{path} cannot be decompressed, it is damaged: {error}") from error
 
 
-def _decompress(file: Any, path: str) -> IO[bytes]:
+def _decompress(file: Any, path: str) -> Any:
     open_as = DECOMPRESSORS.get(Path(path).suffix.lower())
     return io.BufferedReader(open_as(file), 1 << 20) if open_as else file
 

@@ -71,7 +71,7 @@ def path_name(path: tuple[Any, ...]) -> str:
 
 
 def initialize(specs: dict[str, Any], seed: int) -> Params:
-    """Initial values. Keys come from paths, so adding a parameter leaves the others as they were."""
+    """Initial values. Keys come from paths: adding a parameter leaves the others as they were."""
     root = jax.random.key(seed)
 
     def value(path: tuple[Any, ...], spec: ParamSpec) -> jax.Array:

@@ -16,7 +16,7 @@ from jaxtrain.optim.schedule import Schedule, Trapezoid, multiplier, schedule_va
 from jaxtrain.settings import Settings, UserError
 
 Hyper = dict[str, Any]  # learning_rate, weight_decay, b1, ...: floats, or traced in the step
-Adjust = Callable[[Hyper, jax.Array, jax.Array], Hyper]  # (peaks, step, total_steps) -> now
+Adjust = Callable[[Hyper, jax.Array, Hyper], Hyper]  # (peaks, step, schedule's values) -> now
 
 
 class OptimizerConfig(Settings):
@@ -36,14 +36,14 @@ class Group(NamedTuple):
 
     make: Callable[[Hyper], optax.GradientTransformation]
     peaks: dict[str, float]
-    adjust: Adjust = lambda hyper, step, total: hyper
+    adjust: Adjust = lambda hyper, step, schedule: hyper
 
 
 class Optimizer(NamedTuple):
     """init(params) -> state; update(grads, state, params, step, knobs) -> updates, state.
 
-    `rate(step, knobs)` is the matrices' learning rate, for the record. `knobs` holds every number of the run's optimizer (peaks and schedule); pass it to the compiled
-    step as an argument.
+    `rate(step, knobs)` is the matrices' learning rate, for the record. `knobs` holds every number
+    of the run's optimizer (peaks and schedule); pass it to the compiled step as an argument.
     """
 
     init: Callable[[Any], Any]
@@ -58,7 +58,9 @@ def with_hyper(
     """A transformation rebuilt at each update from the rates in force."""
 
     def update(updates, state, params=None, **extra):
-        return make(extra["hyper"][label]).update(updates, state, params)
+        updates, new = make(extra["hyper"][label]).update(updates, state, params)
+        # float32 rates would promote the states of bfloat16 parameters
+        return updates, jax.tree.map(lambda n, o: n.astype(o.dtype), new, state)
 
     return optax.GradientTransformationExtraArgs(make(dict(peaks)).init, update)
 
@@ -94,7 +96,7 @@ def build(c: OptimizerConfig, table: dict[str, Group], specs: Any, total_steps: 
         factor = multiplier(c.schedule, knobs["schedule"], step)
         hyper = {}
         for label, group in used.items():
-            now = group.adjust(knobs["groups"][label], step, knobs["schedule"]["total_steps"])
+            now = group.adjust(knobs["groups"][label], step, knobs["schedule"])
             hyper[label] = {**now, "learning_rate": now["learning_rate"] * factor}
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         return tx.update(grads, state, params, hyper=hyper)

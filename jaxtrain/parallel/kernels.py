@@ -12,6 +12,8 @@ import jaxtrain_kernels as kernels
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
+from jaxtrain.parallel.axes import partition_spec
+
 ROWS = ("data", "fsdp")
 
 
@@ -37,9 +39,9 @@ def attention(
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
         return local(q_BTNH, k_BSKH, v_BSKH, segments_BT)
-    heads = "tensor" if k_BSKH.shape[2] % mesh.shape["tensor"] == 0 else None
-    rows = P(ROWS, None, heads, None)
-    specs = (rows, rows, rows, None if segments_BT is None else P(ROWS, None))
+    # A few prompts, or fewer key/value heads than devices, stay whole.
+    rows = partition_spec(("batch", None, "kv_heads", None), k_BSKH.shape, mesh)
+    specs = (rows, rows, rows, None if segments_BT is None else P(rows[0], None))
     return jax.shard_map(local, in_specs=specs, out_specs=rows, check_vma=False)(
         q_BTNH, k_BSKH, v_BSKH, segments_BT
     )

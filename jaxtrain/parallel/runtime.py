@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 
 def start() -> None:
-    """Keep compiled programs on disk ($JAX_COMPILATION_CACHE_DIR wins), so a second run starts fast."""
+    """Keep compiled programs on disk, so that a second run starts fast."""
     if not jax.config.jax_compilation_cache_dir:
         cache = Path(os.environ.get("JAXTRAIN_CACHE", Path.home() / ".cache" / "jaxtrain"))
         jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
@@ -17,7 +17,7 @@ def start() -> None:
 
 
 def compute_dtype(precision: str) -> jnp.dtype:
-    """The dtype of the matmuls; `auto`: bfloat16 from Ampere on and on TPU, float16 on older GPUs."""
+    """The dtype of the matmuls; auto: bfloat16 from Ampere on and on TPU, float16 before."""
     if precision != "auto":
         return jnp.dtype(precision)
     device = jax.devices()[0]

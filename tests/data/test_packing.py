@@ -167,6 +167,6 @@ def test_documents_much_longer_than_a_row_are_refused_where_they_would_be_cut(st
         (padded, PaddedConfig()),
         (best_fit, BestFitConfig(long_documents="crop")),
     ):
-        with pytest.raises(UserError, match="would drop 90% of the tokens.*sequence_length 100"):
+        with pytest.raises(UserError, match=r"would drop 90% of the tokens.*sequence_length 100"):
             make(store, config, 100, 0)
     assert size(best_fit(store, BestFitConfig(), 100, 0).next_row()) == 101

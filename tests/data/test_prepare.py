@@ -1,3 +1,5 @@
+import sys
+
 import pytest
 
 from jaxtrain.data import DataConfig, prepare
@@ -35,8 +37,9 @@ def test_what_is_cached_is_not_done_again(tmp_path, monkeypatch):
     assert set(stages) == {"tokenizer", "train", "validation"}
     stages.clear()
     with monkeypatch.context() as patch:
-        patch.setattr("jaxtrain.data.prepare.build_tokenizer", None)
-        patch.setattr("jaxtrain.data.prepare.write_store", None)
+        module = sys.modules["jaxtrain.data.prepare"]  # the function hides it in the package
+        patch.setattr(module, "build_tokenizer", None)
+        patch.setattr(module, "write_store", None)
         moved = path.rename(tmp_path / "b.txt")
         options["train"] = {"name": "text", "path": str(moved)}
         again = prepare(config(tmp_path, seed=5, **options), progress=note)
@@ -88,12 +91,12 @@ def test_splits_that_cannot_be_are_refused(tmp_path):
     options = {"tokenizer": {"name": "bytes"}}
     with pytest.raises(UserError, match="tail needs a text source, not jsonl; use documents"):
         prepare(config(tmp_path, train=jsonl, **options))
-    with pytest.raises(UserError, match="the (train|validation) split has no documents"):
+    with pytest.raises(UserError, match=r"the (train|validation) split has no documents"):
         prepare(config(tmp_path, train=jsonl, **options, validation={"name": "documents"}))
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(name)
     folder = {"name": "text", "path": str(tmp_path)}
-    with pytest.raises(UserError, match="tail needs a single file, but .* has more"):
+    with pytest.raises(UserError, match=r"tail needs a single file, but .* has more"):
         prepare(config(tmp_path, train=folder, **options))
 
 

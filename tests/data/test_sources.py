@@ -116,6 +116,7 @@ def test_bad_files_are_named(tmp_path):
         ("[1]", ["line 2", "not a JSON object"]),
         ('{"body": "x", "id": 3}', ["line 2", "no field 'text'", "body, id"]),
         ('{"text": 5}', ["line 2", "'text' is int"]),
+        ('{"text": "\\ud800"}', ["line 2", "no Unicode"]),
     ],
 )
 def test_a_bad_json_line_is_named(tmp_path, line, parts):

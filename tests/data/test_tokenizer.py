@@ -155,7 +155,7 @@ def test_sentencepiece_style_tokenizer_json(tmp_path):
 
 def test_bad_tokenizer_files_are_named(tmp_path):
     file = tmp_path / "tokenizer.json"
-    with pytest.raises(UserError, match="there is no file .*tokenizer.json"):
+    with pytest.raises(UserError, match=r"there is no file .*tokenizer.json"):
         build_tokenizer(HuggingFaceConfig(path=str(file)), ())
     file.write_text("{}")
     with pytest.raises(UserError, match=r"tokenizer\.json is not a tokenizer\.json"):

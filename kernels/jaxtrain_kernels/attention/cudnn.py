@@ -17,8 +17,10 @@ def supports(
     if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, got {q_BTNH.dtype}"
     largest = 256 if cc >= (9, 0) else 128
-    if H % 8 or H > largest:
+    if H % 8 or largest < H:
         return f"needs a head dim that is a multiple of 8, at most {largest}, got {H}"
+    if q_BTNH.shape[1] % 2:
+        return "jax.nn does not differentiate it at odd lengths"
     if softcap is not None:
         return "has no softcap"
     if segment_ids_BT is not None:

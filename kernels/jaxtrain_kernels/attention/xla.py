@@ -2,8 +2,8 @@
 
 Forward and backward follow FlashAttention-2 (arXiv:2307.08691): the forward keeps the output and
 the log-sum-exp (LSE) of each row, the backward recomputes the scores of each block from them.
-Up to MAX_UNROLLED query blocks are a Python loop whose key ranges are static, each one softmax over
-its whole range; beyond, loops over (query block, key block) with an online softmax.
+A few query blocks are a Python loop whose key ranges are static, each one softmax over its whole
+range; beyond `most_unrolled`, loops over (query block, key block) with an online softmax.
 Statistics are in float32 whatever the inputs are; matmul operands keep the input dtype.
 """
 
@@ -16,11 +16,23 @@ from jax import lax
 
 from jaxtrain_kernels.dispatch import Target, target
 
-MAX_UNROLLED = 16
 # Scores in float32 that stay in a CPU core's cache through the passes over them (512 KiB).
 CACHED_SCORES = 2**17
 # Under every row maximum: a row without keys then has p = exp(-inf - FLOOR) = 0 and not NaN.
 FLOOR = -1e30
+
+
+class Tiling(NamedTuple):
+    """Finer query blocks skip more of a causal mask, but compile longer and fill a device less."""
+
+    query_blocks: int
+    smallest: int
+    largest: int
+    most_unrolled: int
+
+
+CPU_TILING = Tiling(query_blocks=4, smallest=64, largest=256, most_unrolled=4)
+ACCELERATOR_TILING = Tiling(query_blocks=4, smallest=128, largest=1024, most_unrolled=8)
 
 
 class Plan(NamedTuple):
@@ -33,6 +45,7 @@ class Plan(NamedTuple):
     length: int
     block: int
     rows: int
+    unroll: bool
 
 
 def supports(target: Target, q_BTNH, **options) -> None:
@@ -45,19 +58,21 @@ def attention(
     """As the public function; returns (out_BTNH, lse_BNT). `block`: query and key block length."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
-    block = min(T, block or _default_block(T))
-    rows = _rows_in_cache(B, N * block * T) if target().platform == "cpu" else B
-    plan = Plan(causal, window, softcap, scale, T, block, rows)
+    on_cpu = target().platform == "cpu"
+    tiling = CPU_TILING if on_cpu else ACCELERATOR_TILING
+    block = min(T, block or _default_block(T, tiling))
+    rows = _rows_in_cache(B, N * block * T) if on_cpu else B
+    unroll = T <= tiling.most_unrolled * block
+    plan = Plan(causal, window, softcap, scale, T, block, rows, unroll)
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
     out_BKGTH, lse_BKGT = _flash(plan, q_BKGTH, k_BKSH, v_BKSH, segment_ids_BT)
     return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H), lse_BKGT.reshape(B, N, T)
 
 
-def _default_block(T: int) -> int:
-    # Finer query blocks skip more of a causal mask, but compile longer and make smaller matmuls.
-    n_blocks, smallest = (4, 64) if target().platform == "cpu" else (8, 128)
-    return min(512, -(-T // n_blocks // smallest) * smallest)
+def _default_block(T: int, tiling: Tiling) -> int:
+    block = -(-T // tiling.query_blocks // tiling.smallest) * tiling.smallest
+    return min(block, tiling.largest)
 
 
 def _rows_in_cache(B: int, scores_per_row: int) -> int:
@@ -66,13 +81,15 @@ def _rows_in_cache(B: int, scores_per_row: int) -> int:
     return max(rows for rows in range(1, min(most, B) + 1) if B % rows == 0)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _flash(plan, q_BKGTH, k_BKSH, v_BKSH, segment_ids_BT):
+def _flash_primal(plan, q_BKGTH, k_BKSH, v_BKSH, segment_ids_BT) -> tuple[jax.Array, jax.Array]:
     return _over_batch(plan, _forward_row, q_BKGTH, k_BKSH, v_BKSH, segment_ids_BT)
 
 
+_flash = jax.custom_vjp(_flash_primal, nondiff_argnums=(0,))
+
+
 def _flash_fwd(plan, q, k, v, segment_ids_BT):
-    out, lse = _over_batch(plan, _forward_row, q, k, v, segment_ids_BT)
+    out, lse = _flash_primal(plan, q, k, v, segment_ids_BT)
     return (out, lse), (q, k, v, segment_ids_BT, out, lse)
 
 
@@ -99,7 +116,7 @@ def _over_batch(plan, row_function, *arrays) -> Any:
 
 def _forward_row(plan, q_KGTH, k_KSH, v_KSH, ids_T):
     """One batch row's (out_KGTH, lse_KGT)."""
-    if plan.length > MAX_UNROLLED * plan.block:
+    if not plan.unroll:
         return _forward_loops(plan, q_KGTH, k_KSH, v_KSH, ids_T)
     pieces = []
     for t, t_end, s, s_end in _unrolled_blocks(plan):
@@ -114,7 +131,7 @@ def _forward_row(plan, q_KGTH, k_KSH, v_KSH, ids_T):
 def _backward_row(plan, q_KGTH, k_KSH, v_KSH, ids_T, dout_KGTH, lse_KGT, delta_KGT):
     """One batch row's (dq, dk, dv)."""
     rows = (q_KGTH, dout_KGTH, lse_KGT, delta_KGT)
-    if plan.length > MAX_UNROLLED * plan.block:
+    if not plan.unroll:
         return _backward_loops(plan, rows, k_KSH, v_KSH, ids_T)
     dqs = []
     dk, dv = _wide_zeros(k_KSH), _wide_zeros(v_KSH)

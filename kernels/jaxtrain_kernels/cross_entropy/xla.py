@@ -106,31 +106,38 @@ _loss.defvjp(_loss_fwd, _loss_bwd)
 
 
 def _row_losses(options, x_CD, w_DV, labels_C):
-    """(nll_C, lse_C, logits_CV after the softcap) of one chunk, in float32."""
+    """(nll_C, lse_C, logits_CV before the softcap) of one chunk, in float32."""
     wide = jnp.promote_types(x_CD.dtype, jnp.float32)
     logits_CV = jnp.matmul(x_CD, w_DV, preferred_element_type=wide)
-    if options.softcap is not None:
-        logits_CV = options.softcap * jnp.tanh(logits_CV / options.softcap)
-    seen_CV = _hide_padding(options, logits_CV)
+    seen_CV = _hide_padding(options, _cap(options, logits_CV))
     if options.softcap is not None and options.softcap <= SOFTCAP_AS_MAXIMUM:
         peak_C = jnp.full(labels_C.shape, options.softcap, wide)  # one pass over the logits less
     else:
         peak_C = seen_CV.max(-1)
     lse_C = peak_C + jnp.log(jnp.exp(seen_CV - peak_C[:, None]).sum(-1))
+    # Gathered before the softcap, so that the capped logits need not be in memory.
     label_C1 = jnp.clip(labels_C, 0, w_DV.shape[1] - 1)[:, None]
-    return lse_C - jnp.take_along_axis(logits_CV, label_C1, axis=1)[:, 0], lse_C, logits_CV
+    label_logit_C = _cap(options, jnp.take_along_axis(logits_CV, label_C1, axis=1)[:, 0])
+    return lse_C - label_logit_C, lse_C, logits_CV
 
 
 def _logit_gradients(options, logits_CV, lse_C, labels_C, weights_C):
     """d loss / d (x w), in float32."""
-    p_CV = jnp.exp(_hide_padding(options, logits_CV) - lse_C[:, None])
+    capped_CV = _cap(options, logits_CV)
+    p_CV = jnp.exp(_hide_padding(options, capped_CV) - lse_C[:, None])
     is_label_CV = jnp.arange(logits_CV.shape[1])[None] == labels_C[:, None]
     weights_C = weights_C.astype(p_CV.dtype)
     d_CV = p_CV * (weights_C * (1 + 2 * options.z_loss * lse_C))[:, None]
     d_CV = d_CV - jnp.where(is_label_CV, weights_C[:, None], 0)
     if options.softcap is not None:
-        d_CV = d_CV * (1 - (logits_CV / options.softcap) ** 2)
+        d_CV = d_CV * (1 - (capped_CV / options.softcap) ** 2)
     return d_CV
+
+
+def _cap(options, logits):
+    return (
+        logits if options.softcap is None else options.softcap * jnp.tanh(logits / options.softcap)
+    )
 
 
 def _weighted_sum(options, nll_C, lse_C, weights_C):

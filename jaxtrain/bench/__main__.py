@@ -1,0 +1,84 @@
+"""python -m jaxtrain.bench step --config gpt_d12 --record
+
+Measures on random data and prints one table: ours, the floor, the peers. No corpus is needed.
+"""
+
+import argparse
+import sys
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.bench.kernels import bench_attention, bench_loss
+from jaxtrain.bench.optimizers import bench_optimizers
+from jaxtrain.bench.record import RESULTS, write
+from jaxtrain.bench.step import bench_memory, bench_step
+from jaxtrain.bench.tables import screen, table_of, update_page
+from jaxtrain.settings import UserError
+
+WHAT = {
+    "step": "the train step of a configuration, one microbatch a step",
+    "attention": "attention backends and peers over the benchmark shapes",
+    "loss": "linear + cross-entropy backends over the benchmark shapes",
+    "memory": "what a configuration's step needs, without running it",
+    "optim": "an update of every optimizer on a configuration's parameters",
+    "table": "regenerate the tables in BENCHMARKS.md from benchmarks/results/",
+}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    lines = [f"  {name:10s} {what}" for name, what in WHAT.items()]
+    parser = argparse.ArgumentParser(
+        "python -m jaxtrain.bench",
+        description="Measure on random data, beside the peers and the physical floor.",
+        epilog="\n".join(["benchmarks:", *lines]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=WHAT, help="benchmark, see below")
+    parser.add_argument(
+        "--config", action="append", help="YAML or bare name; may be given again (gpt_d12)"
+    )
+    parser.add_argument("--record", action="store_true", help="write the figures as JSON")
+    parser.add_argument("--variant", help="name of what is special about these figures (bf16)")
+    parser.add_argument("--profile", action="store_true", help="step: trace it, list its kernels")
+    parser.add_argument("--out", type=Path, help="folder of JSON and traces (benchmarks/results)")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
+    return parser.parse_intermixed_args(argv)
+
+
+def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
+    """The records of a command line."""
+    if a.what in ("attention", "loss"):
+        return [(bench_attention if a.what == "attention" else bench_loss)(a.variant)]
+    configs = a.config or ["gpt_d12"]
+    if a.what == "step":
+        folder = (a.out or Path("runs/bench")) if a.profile else None
+        return [bench_step(c, a.overrides, a.variant, folder) for c in configs]
+    bench = bench_memory if a.what == "memory" else bench_optimizers
+    return [bench(c, a.overrides, a.variant) for c in configs]
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 after one line about what the user can fix."""
+    arguments = parse(argv)
+    console = screen()
+    try:
+        if arguments.what == "table":
+            console.print(update_page(), "is current")
+            return 0
+        for record in measure(arguments):
+            if arguments.record:
+                path = write(record, arguments.out or RESULTS)
+                record["file"] = path.name
+            console.print(table_of(record))
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    # A step's compile time counts: programs kept from an earlier run would hide it.
+    jax.config.update("jax_enable_compilation_cache", False)
+    sys.exit(main())

@@ -1,0 +1,168 @@
+"""Where a step's time goes: a profiler trace of a few steps as a table of kernels."""
+
+import json
+import re
+import tempfile
+import warnings
+import zipfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from jaxtrain.bench.tables import screen, to_rich
+
+STEPS = 3
+SHOWN = 30  # kernels on the screen; the JSON has them all
+
+# The first pattern found in a kernel's name counts.
+KINDS = {
+    "collective": r"nccl|all_reduce|all_gather|all_to_all|reduce_scatter|collective",
+    "attention": r"sdpa|flash|fmha|attention",
+    "matmul": r"nvjet|gemm|cutlass|xmma|matmul|cublas|convolution|(^|[_\W])dot($|[_\W])",
+    "scatter/gather": r"scatter|gather",
+    "reduction": r"reduc|norm|softmax|cumsum|sort|argmax",
+    "copy/transpose": r"copy|transpose|memcpy|memset",
+    "elementwise": r"fusion|wrapped|broadcast|convert|multiply|add|iota|slice|pad|concat|select",
+}
+NESTED = re.compile(r"while|call|conditional")  # their bodies' operations have events of their own
+
+
+class Event(NamedTuple):
+    """One execution of a kernel; `op` is the compiled program's instruction, '' if unknown."""
+
+    name: str
+    op: str
+    start_ns: float
+    duration_ns: float
+
+
+def profile(
+    step: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], compiled: Any, target: Path
+) -> dict[str, float]:
+    """Trace three steps; milliseconds of a step by kind of kernel.
+
+    Prints the tables and writes TARGET-profile.json (all kernels) and TARGET-profile.zip (the
+    trace for Perfetto or xprof, and the compiled program).
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    hlo = compiled.as_text()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            for i in range(STEPS):
+                result = step(*inputs[i % len(inputs)])
+            jax.block_until_ready(result)
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        events = list(read_events(next(p for p in files if p.name.endswith(".xplane.pb"))))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(f"{target}-profile.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in files:
+                archive.write(path, path.name.partition(".")[2])
+            archive.writestr("hlo.txt", hlo)
+    table = summarize(events, sources(hlo))
+    Path(f"{target}-profile.json").write_text(json.dumps(table, indent=1) + "\n")
+    show(table)
+    return {kind["kind"]: kind["ms"] for kind in table["kinds"]}
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The kernels that the first device ran (on a CPU: the operations of XLA's thread pool)."""
+    with warnings.catch_warnings():
+        # The reader's first use defines types that Python 3.12 warns of.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        planes = {p.name: p for p in jax.profiler.ProfileData.from_file(str(path)).planes}
+        devices = sorted(name for name in planes if re.fullmatch(r"/device:[GT]PU:\d+", name))
+        for line in planes[devices[0] if devices else "/host:CPU"].lines:
+            # A device also has lines that show the same time by module, step and framework op.
+            if devices and not re.match(r"Stream|XLA Ops", line.name):
+                continue
+            for event in line.events:
+                op = str(dict(event.stats).get("hlo_op", ""))
+                if devices or (op and event.duration_ns and not NESTED.match(op)):
+                    yield Event(event.name, op, event.start_ns, event.duration_ns)
+
+
+def sources(hlo: str) -> dict[str, str]:
+    """Instruction -> the line of the Python program and the operation that it came from."""
+    head, _, body = hlo.partition("\nStackFrames")
+    files = dict(re.findall(r'^(\d+) "(.*)"$', head.partition("\nFunctionNames")[0], re.MULTILINE))
+    lines = {
+        at: f"{'/'.join(Path(files[file]).parts[-2:])}:{line} "
+        for at, file, line in re.findall(r"^(\d+) \{file_name_id=(\d+).*? line=(\d+)", head, re.M)
+    }
+    frames = dict(re.findall(r"^(\d+) \{file_location_id=(\d+)", body, re.MULTILINE))
+    instruction = r'^\s*(?:ROOT )?%?([\w.-]+) = .*?op_name="([^"]*)"(?: stack_frame_id=(\d+))?'
+    return {
+        plain(name): f"{lines.get(frames.get(frame, ''), '')}{op.rpartition('/')[2]}"
+        + (" backward" if "transpose(jvp" in op else "")
+        for name, op, frame in re.findall(instruction, body, re.MULTILINE)
+    }
+
+
+def plain(name: str) -> str:
+    """A kernel is called like its instruction, but for the characters that C does not have."""
+    return re.sub(r"\W", "_", name)
+
+
+def kind_of(name: str, origin: str) -> str:
+    """By the kernel's name, or, where that says nothing, by what it came from."""
+    text = origin if re.match(r"(ynn_)?fusion", name) else name.lower()
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, text)), "other")
+
+
+def summarize(events: Sequence[Event], source: dict[str, str]) -> dict[str, Any]:
+    """Kernels (`calls` and `ms` of one step, `share` of all kernels' time) and their kinds.
+
+    Kernels that differ by a number only and come from the same line of the model are one row.
+    """
+    kernels: dict[tuple[str, str], list[float]] = defaultdict(list)
+    kinds: dict[str, float] = defaultdict(float)
+    for event in events:
+        origin = source.get(plain(event.op)) or source.get(plain(event.name), "")
+        kernels[re.sub(r"([._]\d+)+$", "", event.name), origin].append(event.duration_ns)
+        kinds[kind_of(event.name, origin)] += event.duration_ns
+    busy = sum(kinds.values())
+    first = min((e.start_ns for e in events), default=0.0)
+    last = max((e.start_ns + e.duration_ns for e in events), default=0.0)
+    rows = [
+        {
+            "name": name,
+            "kind": kind_of(name, origin),
+            "from": origin,
+            "calls": len(times) / STEPS,
+            "ms": sum(times) / STEPS / 1e6,
+            "share": sum(times) / busy,
+        }
+        for (name, origin), times in kernels.items()
+    ]
+    return {
+        "steps": STEPS,
+        "ms_busy": busy / STEPS / 1e6,
+        "ms_span": (last - first) / STEPS / 1e6,
+        "kinds": [
+            {"kind": kind, "ms": ns / STEPS / 1e6, "share": ns / busy}
+            for kind, ns in sorted(kinds.items(), key=lambda item: -item[1])
+        ],
+        "kernels": sorted(rows, key=lambda row: -row["ms"]),
+    }
+
+
+def show(table: dict[str, Any]) -> None:
+    console = screen()
+    kinds = [[k["kind"], f"{k['ms']:.3f}", f"{k['share']:.1%}"] for k in table["kinds"]]
+    title = f"a step by kind: {table['ms_busy']:.2f} ms busy of {table['ms_span']:.2f} ms"
+    console.print(to_rich(title, ["kind", "ms", "share"], kinds))
+    kernels = [
+        [
+            k["name"][:60],
+            k["from"][-60:],
+            f"{k['calls']:.1f}",
+            f"{k['ms']:.3f}",
+            f"{k['share']:.1%}",
+        ]
+        for k in table["kernels"][:SHOWN]
+    ]
+    console.print(to_rich("kernels", ["kernel", "from", "calls", "ms", "share"], kernels))

@@ -1,0 +1,73 @@
+"""A figure on disk: one JSON a benchmark, with what it was measured on and beside what."""
+
+import json
+import os
+import re
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.metrics import environment
+
+BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
+RESULTS = BENCHMARKS / "results"
+
+
+def describe(
+    bench: str, config: str, variant: str, workload: dict[str, Any] | None = None
+) -> dict[str, Any]:
+    """A record without its figures (`metrics` or `rows`, `floor`).
+
+    The commit is that of the checkout, or of the variable JAXTRAIN_COMMIT where there is none.
+    """
+    here = environment()
+    device = here["device_kind"]
+    return {
+        "bench": bench,
+        "config": config,
+        "variant": variant,
+        "device": device,
+        "device_count": jax.device_count(),
+        "workload": workload or {},
+        "peers": peers_of(bench, config, device),
+        "versions": here["versions"] | {"python": here["python"], "backend": here["backend"]},
+        "commit": os.environ.get("JAXTRAIN_COMMIT") or here["commit"],
+        "when": here["when"],
+    }
+
+
+def stem(record: dict[str, Any]) -> str:
+    """`step-gpt_d12-bf16-nvidia_h200`, and `_x8` of eight devices."""
+    count = record["device_count"]
+    device = record["device"] + (f" x{count}" if count > 1 else "")
+    parts = (record["bench"], record["config"], record["variant"], device)
+    return "-".join(re.sub(r"[^a-z0-9]+", "_", part.lower()).strip("_") for part in parts)
+
+
+def write(record: dict[str, Any], directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{stem(record)}.json"
+    path.write_text(json.dumps(record, indent=1) + "\n")
+    return path
+
+
+def read_results(directory: Path = RESULTS) -> list[dict[str, Any]]:
+    """All recorded figures, in the order of their file names; `file` is the name."""
+    paths = sorted(p for p in directory.glob("*.json") if not p.stem.endswith("-profile"))
+    return [json.loads(path.read_text()) | {"file": path.name} for path in paths]
+
+
+def read_peers() -> list[dict[str, Any]]:
+    """Peers' figures measured elsewhere; none in an installation without the checkout."""
+    path = BENCHMARKS / "peers.json"
+    return json.loads(path.read_text())["peers"] if path.is_file() else []
+
+
+def peers_of(bench: str, config: str, device: str | None = None) -> list[dict[str, Any]]:
+    """Peers of one benchmark, on one kind of device or on any."""
+    return [
+        peer
+        for peer in read_peers()
+        if (peer["bench"], peer["config"]) == (bench, config) and device in (None, peer["device"])
+    ]

@@ -1,0 +1,175 @@
+"""The train step of a configuration: its time, its parts, its memory."""
+
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import optax
+
+from jaxtrain.bench.profile import profile
+from jaxtrain.bench.record import describe, stem
+from jaxtrain.bench.timing import ceilings, median_ms
+from jaxtrain.bench.workload import (
+    Workload,
+    abstract_state,
+    batch_shapes,
+    load_workload,
+    new_knobs,
+    new_state,
+    random_batch,
+)
+from jaxtrain.metrics import peak_flops
+from jaxtrain.model import cast
+from jaxtrain.optim import MuonConfig
+from jaxtrain.optim.muon import COEFFICIENTS
+from jaxtrain.run import compile_step, memory_needed
+from jaxtrain.settings import UserError
+from jaxtrain.step import State, gradients, make_step
+
+BATCHES = 16  # on the device, in rotation: so few steps do not learn them by heart
+STEPS = 10  # of a window
+WINDOWS = 3
+
+
+def bench_step(
+    name: str, overrides: Sequence[str], variant: str | None = None, profile_dir: Path | None = None
+) -> dict[str, Any]:
+    """The record of a configuration's step; with `profile_dir`, its kernels are written there."""
+    w = load_workload(name, overrides)
+    limits = ceilings(w.task.dtype)
+    with jax.set_mesh(w.mesh):
+        batches, knobs = [(random_batch(w, i),) for i in range(BATCHES)], new_knobs(w)
+        begin = time.perf_counter()
+        compiled = compile_step(
+            make_step(w.task, w.mesh), abstract_state(w), batches[0][0], knobs, w.config
+        )
+        metrics: dict[str, Any] = {"compile_s": time.perf_counter() - begin}
+        before = peak_bytes()
+        state = new_state(w)
+
+        def step(batch: Any) -> jax.Array:
+            nonlocal state
+            state, values = compiled(state, batch, knobs)
+            return values["loss"]
+
+        ms = median_ms(step, batches, calls=STEPS, windows=WINDOWS)
+        # The allocator's peak is the process's: an earlier, larger one hides that of this step.
+        after = peak_bytes()
+        metrics["peak_bytes"] = after if after > before else memory_needed(compiled)
+        metrics |= {"ms": ms, "tokens_per_s": 1e3 * w.tokens / ms, "mfu": mfu(w, ms)}
+        metrics |= memory(compiled) | {"loss": float(step(*batches[0]))}
+        if not jnp.isfinite(metrics["loss"]):
+            raise UserError(f"{w.name}: the loss became {metrics['loss']} while it was timed")
+        record = describe("step", w.name, variant or w.precision, workload=w.facts())
+        if profile_dir is not None:
+            record["kinds"] = profile(step, batches, compiled, profile_dir / stem(record))
+        del compiled
+        metrics |= parts_ms(w, state, batches, knobs)
+    record["metrics"] = metrics
+    record["floor"] = limits._asdict() | floors_ms(w, limits.matmul_tflops)
+    return record
+
+
+def parts_ms(w: Workload, state: State, batches: Any, knobs: Any) -> dict[str, float]:
+    """Gradients (with the cast) alone, and the optimizer alone. Uses up the state's memory."""
+    task, factor = w.task, jnp.float32(1 / w.tokens)
+
+    def forward_backward(params: Any, batch: Any) -> Any:
+        return gradients(task, cast(params, task.specs, task.dtype), batch, factor)
+
+    compute = jax.jit(forward_backward)
+    inputs = [(state.params, *batch) for batch in batches]
+    gradient_ms = median_ms(compute, inputs, calls=STEPS, windows=WINDOWS)
+    grads = compute(*inputs[0])[1]
+    return {"ms_forward_backward": gradient_ms, "ms_optimizer": update_ms(w, state, grads, knobs)}
+
+
+def update_ms(w: Workload, state: State, grads: Any, knobs: Any) -> float:
+    """Milliseconds of the optimizer alone, in place as the step does it. Uses the state up."""
+
+    def update(params: Any, opt: Any, grads: Any, step: jax.Array, knobs: Any) -> Any:
+        updates, opt = w.task.optimizer.update(grads, opt, params, step, knobs)
+        return optax.apply_updates(params, updates), opt
+
+    compiled = jax.jit(update, donate_argnums=(0, 1))
+    held = state.params, state.optimizer
+
+    def one() -> Any:
+        nonlocal held
+        held = compiled(*held, grads, state.step, knobs)
+        return held
+
+    return median_ms(one, [()])
+
+
+def bench_memory(name: str, overrides: Sequence[str], variant: str | None = None) -> dict[str, Any]:
+    """What a configuration's step needs, without running it."""
+    w = load_workload(name, overrides)
+    with jax.set_mesh(w.mesh):
+        begin = time.perf_counter()
+        lowered = make_step(w.task, w.mesh).lower(abstract_state(w), batch_shapes(w), new_knobs(w))
+        compiled = lowered.compile()
+        seconds = time.perf_counter() - begin
+    record = describe("memory", w.name, variant or w.precision, workload=w.facts())
+    device = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    record["metrics"] = memory(compiled) | {"device_bytes": device, "compile_s": seconds}
+    return record
+
+
+def memory(compiled: Any) -> dict[str, int]:
+    """Bytes on one device by the compiler's analysis."""
+    m = compiled.memory_analysis()
+    return {
+        "arguments_bytes": m.argument_size_in_bytes,
+        "temp_bytes": m.temp_size_in_bytes,
+        "total_bytes": memory_needed(compiled),
+    }
+
+
+def peak_bytes() -> int:
+    """The fullest local device's peak since the process began; 0 where unknown (CPU)."""
+    return max((d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in jax.local_devices())
+
+
+def mfu(w: Workload, ms: float) -> float | None:
+    """Share of the devices' bf16 peak, in nanochat's convention; None for an unknown device."""
+    peak = peak_flops(jax.devices()[0].device_kind)
+    if peak is None:
+        return None
+    return w.flops_per_token * w.tokens / (ms / 1e3) / (peak * w.mesh.size)
+
+
+# ---- floors ----------------------------------------------------------------------------------
+
+
+def floors_ms(w: Workload, matmul_tflops: float) -> dict[str, float]:
+    """The step's matmuls, 6 FLOPs a weight and token, and Muon's, at the measured matmul rate."""
+    rate = matmul_tflops * 1e9 * w.mesh.size
+    c = w.config
+    weights = matmul_weights(w)
+    return {
+        "ms": 6 * weights * w.tokens / rate,
+        "ms_optimizer": muon_flops(c.optim, w.task.specs) / rate,
+    }
+
+
+def matmul_weights(w: Workload) -> int:
+    """Weights that every token is multiplied with."""
+    specs = w.task.specs
+    head = specs["embed"].size if w.config.model.tied_head else 0
+    return head + sum(s.size for s in jax.tree.leaves(specs) if s.role in ("matrix", "head"))
+
+
+def muon_flops(c: Any, specs: Any) -> int:
+    """One orthogonalisation of all matrices: 4 s^2 l + 2 s^3 an iteration, s the shorter side."""
+    if not isinstance(c, MuonConfig):
+        return 0
+    total = 0
+    for spec in jax.tree.leaves(specs):
+        if spec.role == "matrix":
+            short, long = sorted(spec.shape[-2:])
+            total += spec.size // (short * long) * (4 * short**2 * long + 2 * short**3)
+    return total * len(COEFFICIENTS[c.orthogonalize])

@@ -1,0 +1,177 @@
+"""Records as tables, on the screen and in BENCHMARKS.md, so that prose never holds a number."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxtrain.bench.record import BENCHMARKS, peers_of, read_results
+from jaxtrain.metrics import format_bytes
+
+PAGE = BENCHMARKS.parent / "BENCHMARKS.md"
+MARKERS = re.compile(r"(<!-- table (\w+) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+Record = dict[str, Any]
+Columns = dict[str, Callable[[Any], str]]
+
+
+def size(x: Any) -> str:
+    return "-" if x is None else format_bytes(x)
+
+
+def rounded(format: str) -> Callable[[Any], str]:
+    return lambda x: "-" if x is None else f"{x:{format}}"
+
+
+STEP: Columns = {
+    "tokens_per_s": rounded(",.0f"),
+    "ms": rounded(".1f"),
+    "ms_forward_backward": rounded(".1f"),
+    "ms_optimizer": rounded(".1f"),
+    "mfu": rounded(".3f"),
+    "peak_bytes": size,
+    "compile_s": rounded(".0f"),
+}
+MEMORY: Columns = {
+    "arguments_bytes": size,
+    "temp_bytes": size,
+    "total_bytes": size,
+    "device_bytes": size,
+    "compile_s": rounded(".0f"),
+}
+KERNEL: Columns = {
+    "ms": rounded(".3f"),
+    "tflops": rounded(".3g"),
+    "error": rounded(".1e"),
+}
+OPTIMIZER: Columns = {
+    "ms": rounded(".2f"),
+    "state_bytes": size,
+    "floor_matmul_ms": rounded(".2f"),
+    "floor_bytes_ms": rounded(".2f"),
+}
+TITLES = {
+    "tokens_per_s": "tokens/s",
+    "ms": "ms",
+    "ms_forward_backward": "fwd+bwd ms",
+    "ms_optimizer": "optimizer ms",
+    "mfu": "MFU",
+    "peak_bytes": "peak memory",
+    "compile_s": "compile s",
+    "arguments_bytes": "state and batch",
+    "temp_bytes": "scratch",
+    "total_bytes": "needs",
+    "device_bytes": "device has",
+    "tflops": "TF/s",
+    "state_bytes": "state",
+    "floor_matmul_ms": "matmul floor ms",
+    "floor_bytes_ms": "bytes floor ms",
+}
+
+
+def tabulate(
+    bench: str, records: Sequence[Record], peers: Sequence[Record]
+) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of all records of one benchmark and configuration, and of its peers."""
+    if bench in ("step", "memory"):
+        return figures(STEP if bench == "step" else MEMORY, records, peers)
+    return listed(OPTIMIZER if bench == "optim" else KERNEL, records, peers)
+
+
+def figures(
+    columns: Columns, records: Sequence[Record], peers: Sequence[Record]
+) -> tuple[list[str], list[list[str]]]:
+    """One row a record, and one below it for its floor."""
+    cells = lambda values: [show(values.get(key)) for key, show in columns.items()]
+    rows = []
+    for record in records:
+        batch = record["workload"]["batch_size"]
+        name = f"jaxtrain, {record['variant']}, batch {batch}"
+        rows.append([name, device(record), *cells(record["metrics"]), source(record)])
+        if floor := record.get("floor"):
+            rate = f"floor: matmuls at {floor['matmul_tflops']:.3g} TF/s"
+            rows.append([rate, device(record), *cells(floor), source(record)])
+    for peer in peers:
+        rows.append([peer["peer"], device(peer), *cells(peer["metrics"]), "peers.json"])
+    return ["stack", "device", *(TITLES.get(key, key) for key in columns), "figures"], rows
+
+
+def listed(
+    columns: Columns, records: Sequence[Record], peers: Sequence[Record]
+) -> tuple[list[str], list[list[str]]]:
+    """One row for each row of the records and peers, equal shapes together."""
+    entries = [(row, record) for record in records for row in record["rows"]]
+    entries += [(row | {"backend": peer["peer"]}, peer) for peer in peers for row in peer["rows"]]
+    # Stable: within a name and shape ours come first, then the peers, as they were recorded.
+    order = list(dict.fromkeys((row["name"], row.get("shape")) for row, _ in entries))
+    entries.sort(key=lambda entry: order.index((entry[0]["name"], entry[0].get("shape"))))
+    header = ["name", "shape", "backend", "variant", "device"]
+    rows = [
+        [row["name"], row.get("shape", ""), row.get("backend", "jaxtrain")]
+        + [owner.get("variant", ""), device(owner)]
+        + [row["failed"] if key == "ms" and "failed" in row else show(row.get(key))
+           for key, show in columns.items()]
+        + [source(owner)]
+        for row, owner in entries
+    ]  # fmt: skip
+    keep = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
+    keep += range(len(header), len(header) + len(columns) + 1)
+    header += [*(TITLES.get(key, key) for key in columns), "figures"]
+    return [header[i] for i in keep], [[row[i] for i in keep] for row in rows]
+
+
+def device(record: Record) -> str:
+    count = record["device_count"]
+    return record["device"] + (f" x{count}" if count > 1 else "")
+
+
+def source(record: Record) -> str:
+    """The file that the figures stand in."""
+    return record.get("file", "peers.json" if "peer" in record else "this run")
+
+
+def screen() -> Console:
+    """Wide where the output is a file, so that tables keep their lines."""
+    console = Console()
+    return console if console.is_terminal else Console(width=180)
+
+
+def to_rich(title: str, header: list[str], rows: list[list[str]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in header:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def to_markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["--"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def table_of(record: Record) -> Table:
+    """One record beside its peers, for the screen."""
+    title = f"{record['bench']} {record['config']}"
+    return to_rich(title, *tabulate(record["bench"], [record], record["peers"]))
+
+
+def render(page: str, results: Sequence[Record]) -> str:
+    """The page with every table between its markers made anew from the records and the peers."""
+
+    def table(match: re.Match[str]) -> str:
+        begin, bench, config, end = match.groups()
+        records = [r for r in results if (r["bench"], r["config"]) == (bench, config)]
+        header, rows = tabulate(bench, records, peers_of(bench, config))
+        body = to_markdown(header, rows) if rows else "Not measured yet.\n"
+        return begin + body + end
+
+    return MARKERS.sub(table, page)
+
+
+def update_page(page: Path = PAGE) -> Path:
+    """Regenerate the tables of BENCHMARKS.md."""
+    page.write_text(render(page.read_text(), read_results()))
+    return page

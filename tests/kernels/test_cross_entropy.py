@@ -1,0 +1,160 @@
+"""Linear + cross-entropy against the reference, its memory, its dtypes."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtrain_kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_per_token
+from jaxtrain_kernels.cross_entropy.xla import default_chunk
+from jaxtrain_kernels.dispatch import on_target
+from jaxtrain_kernels.shapes import LOSS_SMALL, LossShape
+
+by_name = functools.partial(pytest.mark.parametrize, "shape", ids=lambda shape: shape.name)
+
+
+def inputs(shape, dtype: Any = np.float64):
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((shape.N, shape.D))
+    w = rng.standard_normal((shape.D, shape.V))
+    labels = rng.integers(0, shape.valid_vocab or shape.V, shape.N)
+    weights = rng.uniform(0.5, 1.5, shape.N)
+    weights[1::5] = 0
+    labels[1::5] = -1
+    return x.astype(dtype), w.astype(dtype), labels.astype(np.int32), weights.astype(np.float32)
+
+
+def options(shape):
+    return dict(softcap=shape.softcap, z_loss=shape.z_loss, valid_vocab=shape.valid_vocab)
+
+
+def loss_and_gradients(shape, x, w, labels, weights, scale=1.0, **more):
+    f = functools.partial(linear_cross_entropy, **options(shape), **more)
+    arrays = [jnp.asarray(a) for a in (x, w, labels, weights)]
+    scaled = jax.value_and_grad(lambda *a: f(*a) * scale, (0, 1))
+    loss, (dx, dw) = jax.jit(scaled)(*arrays)
+    return loss, dx, dw
+
+
+@functools.cache
+def truth(shape):
+    with jax.enable_x64(True):
+        got = loss_and_gradients(shape, *inputs(shape), implementation="reference")
+        return [np.asarray(x) for x in got]
+
+
+@by_name(LOSS_SMALL)
+def test_xla_equals_reference(shape):
+    got = loss_and_gradients(shape, *inputs(shape, np.float32), chunk=24)
+    for x, y in zip(got, truth(shape)):
+        np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5)
+
+
+@by_name(LOSS_SMALL)
+def test_the_loss_alone_equals_the_differentiated_one(shape):
+    arrays = [jnp.asarray(a) for a in inputs(shape, np.float32)]
+    loss = jax.jit(functools.partial(linear_cross_entropy, **options(shape)))(*arrays)
+    assert loss.dtype == jnp.float32
+    np.testing.assert_allclose(loss, truth(shape)[0], rtol=1e-5)
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_16_bits_are_as_exact_as_the_reference_in_16_bits(dtype):
+    shape = LOSS_SMALL[-2]
+    x, w, labels, weights = inputs(shape)
+    errors = []
+    for implementation in ("xla", "reference"):
+        arrays = jnp.asarray(x, dtype), jnp.asarray(w, dtype), labels, weights
+        got = loss_and_gradients(shape, *arrays, implementation=implementation)
+        assert [a.dtype for a in got] == [jnp.float32, dtype, dtype]
+        pairs = zip(got, truth(shape))
+        errors.append([np.abs(np.asarray(a, np.float64) - b).mean() for a, b in pairs])
+    for ours, naive in zip(*errors):
+        assert ours <= 2 * naive
+
+
+def test_float16_keeps_small_gradients_for_the_loss_scale():
+    """Gradients far under float16's smallest number, before a loss scale of 2^16."""
+    shape = LossShape("", 32, 16, 64)
+    x, w, labels, _ = inputs(shape, np.float16)
+    weights = np.full(32, 1e-7, np.float32)
+    w = w * np.float16(0.1)
+    half = loss_and_gradients(shape, x, w, labels, weights, scale=2.0**16)
+    x, w = x.astype(np.float32), w.astype(np.float32)
+    full = loss_and_gradients(shape, x, w, labels, weights, scale=2.0**16)
+    for a, b in zip(half[1:], full[1:]):
+        assert np.linalg.norm(a - b) < 0.02 * np.linalg.norm(b)
+
+
+def test_tokens_of_weight_zero_have_no_gradient_and_all_zero_is_finite():
+    shape = LOSS_SMALL[0]
+    for dtype in (np.float32, np.float16):
+        x, w, labels, weights = inputs(shape, dtype)
+        _, dx, _ = loss_and_gradients(shape, x, w, labels, weights)
+        assert (dx[1::5] == 0).all() and (dx[0] != 0).any()
+        loss, dx, dw = loss_and_gradients(shape, x, w, labels, 0 * weights)
+        assert loss == 0 and (dx == 0).all() and (dw == 0).all()
+
+
+def test_weights_get_no_gradient():
+    x, w, labels, weights = (jnp.asarray(a) for a in inputs(LOSS_SMALL[0], np.float32))
+    for implementation in ("xla", "reference"):
+        f = functools.partial(linear_cross_entropy, x, w, labels, implementation=implementation)
+        assert (jax.jit(jax.grad(f))(weights) == 0).all()
+
+
+@by_name([s for s in LOSS_SMALL if s.name in ("plain", "all", "one_token")])
+def test_per_token_losses_add_up(shape):
+    x, w, labels, weights = (jnp.asarray(a) for a in inputs(shape, np.float32))
+    call = dict(softcap=shape.softcap, valid_vocab=shape.valid_vocab)
+    f = functools.partial(linear_cross_entropy_per_token, chunk=24, **call)
+    nll = jax.jit(f)(x, w, labels)
+    assert nll.shape == (shape.N,) and nll.dtype == jnp.float32
+    expected = linear_cross_entropy(x, w, labels, weights, implementation="reference", **call)
+    np.testing.assert_allclose((nll * weights).sum(), expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("differentiated", [False, True])
+def test_the_whole_logits_are_never_in_memory(differentiated):
+    N, D, V = 16384, 16, 2048
+    shapes = ((N, D), jnp.float32), ((D, V), jnp.float32), ((N,), jnp.int32), ((N,), jnp.float32)
+    f = jax.grad(linear_cross_entropy, (0, 1)) if differentiated else linear_cross_entropy
+    compiled = jax.jit(f).lower(*(jax.ShapeDtypeStruct(*s) for s in shapes)).compile()
+    analysis = compiled.memory_analysis()
+    assert analysis is not None and analysis.temp_size_in_bytes < N * V * 4 / 4
+
+
+def test_the_differentiated_loss_has_three_matmuls_and_the_loss_alone_one():
+    arrays = inputs(LOSS_SMALL[0], np.float32)
+    f = functools.partial(linear_cross_entropy, chunk=16)
+    assert str(jax.make_jaxpr(f)(*arrays)).count("dot_general") == 1
+    assert str(jax.make_jaxpr(jax.grad(f, (0, 1)))(*arrays)).count("dot_general") == 3
+
+
+def test_chunks_are_equal_and_fit_the_device():
+    with on_target("cpu"):
+        assert default_chunk(8192, 4096) == 256
+        assert default_chunk(100, 512) == 100
+    with on_target("cuda", (9, 0)):
+        assert default_chunk(65536, 32768) == 8192
+        assert default_chunk(8200, 32768) == 4160
+
+
+def test_inside_shard_map_the_head_gradient_is_summed():
+    if len(jax.devices()) < 8:
+        pytest.skip("needs 8 devices")
+    shape = LossShape("", 64, 8, 40, softcap=3.0)
+    mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
+
+    def local(*a):
+        return jax.lax.psum(linear_cross_entropy(*a, softcap=3.0, chunk=5), "data")
+
+    tokens = jax.P("data")
+    f = jax.shard_map(
+        local, mesh=mesh, in_specs=(tokens, jax.P(), tokens, tokens), out_specs=jax.P()
+    )
+    loss, gradients = jax.jit(jax.value_and_grad(f, (0, 1)))(*inputs(shape, np.float32))
+    for x, y in zip((loss, *gradients), truth(shape)):
+        np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5)

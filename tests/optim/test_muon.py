@@ -1,0 +1,145 @@
+"""Muon: the orthogonalisation against an SVD, and each refinement by what it promises."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.optim import muon as muon_config
+from jaxtrain.optim.muon import COEFFICIENTS, MuonConfig, make_muon, muon, orthogonalize
+
+OFF = {
+    "nesterov": False, "equilibrate": False, "renormalize": False, "normuon": False,
+    "cautious": False, "weight_decay_schedule": "constant",
+}  # fmt: skip
+HYPER = {"learning_rate": 0.1, "weight_decay": 0.0, "momentum": 0.9, "b2": 0.9}
+
+
+def matrices(*shape, seed=0):
+    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
+
+
+def polar(x):
+    u, _, vt = np.linalg.svd(np.asarray(x), full_matrices=False)
+    return u @ vt
+
+
+@pytest.mark.parametrize("shape", [(3, 16, 48), (48, 16), (2, 2, 16, 16)], ids=str)
+def test_orthogonalize_is_the_polar_factor(shape):
+    x = matrices(*shape)
+    out = orthogonalize(x, COEFFICIENTS["polar_express"])
+    error = np.linalg.norm(out - polar(x), axis=(-2, -1)) / np.sqrt(min(shape[-2:]))
+    assert out.shape == x.shape and out.dtype == jnp.float32
+    assert error.max() < 0.05
+
+
+def test_newton_schulz_brings_singular_values_near_one():
+    out = orthogonalize(matrices(3, 16, 48), COEFFICIENTS["newton_schulz"])
+    values = np.linalg.svd(np.asarray(out), compute_uv=False)
+    assert 0.6 < values.min() and values.max() < 1.3
+
+
+def test_polar_express_lifts_small_singular_values():
+    """A condition number of 1000, as gradients have."""
+    u, _, vt = np.linalg.svd(np.asarray(matrices(16, 16)))
+    x = jnp.asarray(u @ np.diag(np.logspace(0, -3, 16)) @ vt, jnp.float32)
+    values = np.linalg.svd(
+        np.asarray(orthogonalize(x, COEFFICIENTS["polar_express"])), compute_uv=False
+    )
+    assert 0.5 < values.min() and values.max() < 1.3
+
+
+def test_each_matrix_of_a_stack_is_its_own():
+    x = matrices(3, 8, 20)
+    alone = jnp.stack([orthogonalize(m, COEFFICIENTS["polar_express"]) for m in 10 * x])
+    stacked = orthogonalize(x, COEFFICIENTS["polar_express"])
+    np.testing.assert_allclose(stacked, alone, rtol=1e-3, atol=1e-4)
+
+
+# ---- the transformation ----------------------------------------------------------------------
+
+
+def step(grads, params, state=None, hyper=HYPER, **switches):
+    tx = make_muon(MuonConfig.model_validate(OFF | switches))(hyper)
+    updates, state = tx.update({"w": grads}, state or tx.init({"w": params}), {"w": params})
+    return np.asarray(updates["w"]), state
+
+
+@pytest.mark.parametrize(("shape", "factor"), [((16, 64), 2.0), ((64, 16), 1.0)], ids=str)
+def test_plain_muon_is_the_rate_times_the_polar_factor(shape, factor):
+    g, p = matrices(2, *shape), matrices(2, *shape, seed=1)
+    moved, _ = step(g, p)
+    error = np.linalg.norm(moved + 0.1 * factor * polar(g)) / np.linalg.norm(moved)
+    assert error < 0.05
+
+
+def test_momentum_and_nesterov():
+    g, other, p = matrices(8, 8), matrices(8, 8, seed=1), matrices(8, 8, seed=2)
+    _, state = step(g, p)
+    moved, _ = step(other, p, state)
+    m = 0.9 * 0.1 * np.asarray(g) + 0.1 * np.asarray(other)
+    np.testing.assert_allclose(moved, -0.1 * polar(m), atol=0.01)
+    ahead, _ = step(other, p, state, nesterov=True)
+    np.testing.assert_allclose(ahead, -0.1 * polar(0.9 * m + 0.1 * np.asarray(other)), atol=0.01)
+
+
+def test_decay_is_decoupled_and_cautious_decay_takes_what_shrinks_anyway():
+    g, p, hyper = matrices(8, 8), matrices(8, 8, seed=1), HYPER | {"weight_decay": 0.5}
+    free, _ = step(g, p)
+    all_decayed, _ = step(g, p, hyper=hyper)
+    np.testing.assert_allclose(all_decayed - free, -0.1 * 0.5 * p, rtol=1e-4, atol=1e-6)
+    cautious, _ = step(g, p, hyper=hyper, cautious=True)
+    towards_zero = free * p <= 0
+    assert 0 < towards_zero.sum() < 64
+    np.testing.assert_allclose(cautious - free, -0.05 * p * towards_zero, rtol=1e-4, atol=1e-6)
+
+
+def test_renormalized_updates_have_the_norm_of_an_orthogonal_matrix():
+    moved, _ = step(matrices(3, 16, 48), matrices(3, 16, 48), renormalize=True)
+    norms = np.linalg.norm(moved, axis=(-2, -1))
+    np.testing.assert_allclose(norms, 0.1 * np.sqrt(3) * np.sqrt(16), rtol=1e-4)
+
+
+def test_normuon_evens_out_the_outputs_and_keeps_the_norm():
+    g = matrices(16, 48) * jnp.logspace(0, 2, 48)[None]  # outputs of very different sizes
+    p = matrices(16, 48, seed=1)
+    plain, _ = step(g, p)
+    evened, state = step(g, p, normuon=True)
+    spread = lambda u: np.std(np.linalg.norm(u, axis=0)) / np.mean(np.linalg.norm(u, axis=0))
+    assert spread(evened) < 0.01 < spread(plain)
+    np.testing.assert_allclose(np.linalg.norm(evened), np.linalg.norm(plain), rtol=1e-4)
+    assert state.second["w"].shape == (1, 48)
+
+
+def test_equilibration_frees_the_update_from_the_scale_of_an_output():
+    g, p = matrices(16, 48), matrices(16, 48, seed=1)
+    scaled = g * jnp.logspace(0, 2, 48)[None]
+    apart = lambda **switch: np.linalg.norm(step(g, p, **switch)[0] - step(scaled, p, **switch)[0])
+    assert apart(equilibrate=True) < 1e-3 < apart()
+
+
+def test_momentum_and_decay_over_the_run():
+    group = muon(MuonConfig())["matrix"]
+    schedule = {"total_steps": 2000.0, "decay_fraction": 0.5}
+    at = lambda step: group.adjust(group.peaks, jnp.float32(step), schedule)
+    momentum = [float(at(step)["momentum"]) for step in (0, 200, 400, 1000, 1500, 2000)]
+    np.testing.assert_allclose(momentum, [0.85, 0.91, 0.97, 0.97, 0.935, 0.90], rtol=1e-5)
+    decay = [float(at(step)["weight_decay"]) for step in (0, 1000, 2000)]
+    np.testing.assert_allclose(decay, [0.28, 0.14, 0.0], atol=1e-6)
+    assert muon_config  # the table's row
+
+
+@pytest.mark.parametrize("dtype", [jnp.bfloat16], ids=str)
+def test_bfloat16_matmuls_are_near_enough(monkeypatch, dtype):
+    monkeypatch.setattr("jaxtrain.optim.muon.matmul_dtype", lambda: jnp.dtype(dtype))
+    x = matrices(3, 16, 48)
+    out = orthogonalize(x, COEFFICIENTS["polar_express"])
+    error = np.linalg.norm(out - polar(x), axis=(-2, -1)) / np.sqrt(16)
+    assert out.dtype == jnp.float32 and 1e-4 < error.max() < 0.1
+
+
+def test_a_zero_matrix_stays_where_it_is():
+    zeros, p = jnp.zeros((2, 8, 8)), matrices(2, 8, 8)
+    moved, _ = step(zeros, p, equilibrate=True, renormalize=True, normuon=True)
+    assert not moved.any()
+    assert jax.tree.all(jax.tree.map(lambda x: np.isfinite(x).all(), moved))

@@ -1,0 +1,164 @@
+"""The contract that every row of OPTIMIZERS keeps, and the parameter groups."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import optax
+import pytest
+from pydantic import TypeAdapter
+from tiny import LLAMA, VOCAB, batch, make_task, random_params, resolved, same
+
+from jaxtrain.model import Transformer, path_name, split
+from jaxtrain.optim import OPTIMIZERS, OptimConfig, make_optimizer
+from jaxtrain.optim.groups import Group, OptimizerConfig, build
+from jaxtrain.parallel import MeshConfig, make_mesh
+from jaxtrain.settings import UserError
+from jaxtrain.step import init_state, make_step, state_shardings
+
+RATES = {
+    "muon": {},
+    "adamw": {"learning_rate": 1e-2},
+    "lion": {"learning_rate": 2e-3},
+}
+STEPS = 40
+
+
+def config(name, **fields):
+    fields = {"schedule": {"name": "constant"}, **RATES.get(name, {}), **fields}
+    return TypeAdapter(OptimConfig).validate_python({"name": name, **fields})
+
+
+def mesh_of_one():
+    return make_mesh(MeshConfig(), jax.devices()[:1])
+
+
+@pytest.fixture(scope="module", params=OPTIMIZERS)
+def trained(request):
+    """(task, knobs, compiled step, state, losses) after some steps on one batch."""
+    # gains as well, so that every role is there
+    task, knobs = make_task(resolved(depth=2, norm_gain=True), config(request.param), STEPS)
+    step = make_step(task, mesh_of_one())
+    state, rows, losses = jax.jit(lambda: init_state(task, 0))(), batch(micro=8), []
+    for _ in range(STEPS):
+        state, metrics = step(state, rows, knobs)
+        losses.append(metrics["loss"])
+    return task, knobs, step, state, [float(loss) for loss in losses]
+
+
+def test_overfits_a_batch(trained):
+    *_, losses = trained
+    assert losses[0] == pytest.approx(np.log(VOCAB), abs=0.1)
+    assert losses[-1] < 0.5 * losses[0]
+
+
+def test_a_changed_rate_does_not_recompile_and_counts(trained):
+    _, knobs, step, state, _ = trained
+    before = jax.tree.map(jnp.copy, state)
+    halted = jax.tree.map(jnp.copy, knobs)
+    for rates in halted["groups"].values():
+        rates["learning_rate"] = jnp.float32(0.0)
+    halted["schedule"]["total_steps"] = jnp.float32(1e6)
+    after, metrics = step(jax.tree.map(jnp.copy, state), batch(micro=8), halted)
+    same(after.params, before.params)
+    assert metrics["lr"] == 0
+    assert step._cache_size() == 1
+
+
+def test_zero_gradients_are_no_nan(trained):
+    task, knobs, _, state, _ = trained
+    zeros = jax.tree.map(jnp.zeros_like, state.params)
+    update = jax.jit(task.optimizer.update)
+    for optimizer in (jax.jit(task.optimizer.init)(zeros), state.optimizer):
+        updates, new = update(zeros, optimizer, state.params, jnp.int32(0), knobs)
+        for leaf in jax.tree.leaves((updates, new)):
+            assert np.isfinite(leaf).all()
+
+
+def test_state_has_shape_dtype_and_placement_of_its_parameter(trained):
+    task = trained[0]
+    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
+    where = state_shardings(task, mesh)
+    shapes = jax.eval_shape(lambda: init_state(task, 0))
+    placed = {}
+    for (path, leaf), sharding in zip(
+        jax.tree_util.tree_leaves_with_path(shapes.optimizer), jax.tree.leaves(where.optimizer)
+    ):
+        keys = [str(k.key) for k in path if isinstance(k, jax.tree_util.DictKey)]
+        placed.setdefault("/".join(keys[1:]), []).append((leaf.shape, leaf.dtype, sharding.spec))
+    for (path, leaf), sharding in zip(
+        jax.tree_util.tree_leaves_with_path(shapes.params), jax.tree.leaves(where.params)
+    ):
+        assert (leaf.shape, leaf.dtype, sharding.spec) in placed[path_name(path)]
+    assert where.params["blocks"]["ffn"]["up"].spec == jax.P(None, "fsdp", "tensor")
+
+
+# ---- groups ----------------------------------------------------------------------------------
+
+
+def specs_of(**changes):
+    return split(Transformer(resolved(**changes), VOCAB))[1]
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+@pytest.mark.parametrize("changes", [{}, LLAMA], ids=["speedrun", "llama"])
+def test_every_parameter_is_covered(name, changes):
+    make_optimizer(config(name), specs_of(**changes), 10)
+
+
+def test_an_uncovered_parameter_is_named():
+    group = Group(lambda h: optax.scale(-1.0), {"learning_rate": 1.0})
+    table = {"matrix": group, "embedding": group, "scalar": group}
+    with pytest.raises(UserError, match=r"no group covers head \(role head\); there are matrix, "):
+        build(OptimizerConfig(), table, specs_of(), 100)
+
+
+def test_the_finer_group_wins_over_the_role():
+    """Each parameter moves by its own group's rate: value embeddings not by the embedding's."""
+    specs = specs_of(depth=2)
+    move = lambda h: optax.scale(-h["learning_rate"])
+    table = {
+        name: Group(move, {"learning_rate": rate})
+        for name, rate in {"matrix": 1, "embedding": 2, "value_embedding": 3, "head": 4,
+                           "scalar": 5, "x0_scale": 6}.items()
+    }  # fmt: skip
+    c = OptimizerConfig.model_validate({"schedule": {"name": "constant"}})
+    optimizer, params = build(c, table, specs, 10), random_params(specs)
+    ones = jax.tree.map(jnp.ones_like, params)
+    updates, _ = optimizer.update(
+        ones, optimizer.init(params), params, jnp.int32(0), optimizer.knobs
+    )
+    moved = {
+        path_name(p): -float(u.ravel()[0]) for p, u in jax.tree_util.tree_leaves_with_path(updates)
+    }
+    assert moved["blocks/attention/q"] == moved["value_embed/gate"] == 1
+    assert (moved["embed"], moved["value_embed/table"], moved["head"]) == (2, 3, 4)
+    assert moved["smear_scale"] == moved["residual_scale"] == 5
+    assert moved["x0_scale"] == 6
+
+
+def test_more_warmup_than_steps_is_refused():
+    with pytest.raises(UserError, match="warmup_steps is 20, but the run has 10 steps"):
+        make_optimizer(
+            config("adamw", schedule={"name": "cosine", "warmup_steps": 20}), specs_of(), 10
+        )
+
+
+@pytest.mark.parametrize(
+    ("name", "reference"),
+    [
+        ("adamw", lambda mask: optax.adamw(1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask)),
+        ("lion", lambda mask: optax.lion(2e-3, 0.9, 0.99, weight_decay=0.5, mask=mask)),
+    ],
+)
+def test_adamw_and_lion_are_optaxs_with_decay_for_matrices_only(name, reference):
+    specs = specs_of(depth=1, norm_gain=True)
+    params, grads = random_params(specs, 0), random_params(specs, 1)
+    theirs = reference(jax.tree.map(lambda s: s.role not in ("gain", "scalar"), specs))
+    ours = make_optimizer(config(name), specs, 10)
+    mine, other = ours.init(params), theirs.init(params)
+    update, update_theirs = jax.jit(ours.update), jax.jit(theirs.update)
+    for step in range(2):
+        expected, other = update_theirs(grads, other, params)
+        updates, mine = update(grads, mine, params, jnp.int32(step), ours.knobs)
+        for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
+            np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8)

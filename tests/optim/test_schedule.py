@@ -1,0 +1,72 @@
+"""Schedules at their corners."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+from pydantic import TypeAdapter
+
+from jaxtrain.optim.schedule import Schedule, multiplier, schedule_values
+
+
+def curve(total=100, **fields):
+    """The multiplier at steps 0 ... total."""
+    c = TypeAdapter(Schedule).validate_python(fields)
+    return np.asarray(multiplier(c, schedule_values(c, total), jnp.arange(total + 1)))
+
+
+@pytest.mark.parametrize(
+    ("fields", "points"),
+    [
+        ({"name": "constant"}, {0: 1, 100: 1}),
+        ({"name": "constant", "warmup_steps": 10}, {0: 0.1, 4: 0.5, 9: 1, 100: 1}),
+        ({"name": "linear"}, {0: 1, 25: 0.75, 100: 0}),
+        ({"name": "linear", "warmup_steps": 20, "final": 0.2}, {9: 0.5, 20: 1, 60: 0.6, 100: 0.2}),
+        ({"name": "cosine"}, {0: 1, 50: 0.5, 100: 0}),
+        ({"name": "cosine", "warmup_steps": 20, "final": 0.1}, {20: 1, 60: 0.55, 100: 0.1}),
+        ({"name": "trapezoid", "decay_fraction": 0.4}, {0: 1, 60: 1, 80: 0.5, 100: 0}),
+        ({"name": "trapezoid", "decay_fraction": 1.0, "final": 0.5}, {0: 1, 50: 0.75, 100: 0.5}),
+        (
+            {"name": "trapezoid", "decay_fraction": 0.4, "decay": "sqrt"},
+            {60: 1, 70: 0.5, 100: 0},
+        ),
+    ],
+    ids=lambda x: "-".join(map(str, x.values())) if "name" in x else "",
+)
+def test_corners(fields, points):
+    values = curve(**fields)
+    np.testing.assert_allclose([values[step] for step in points], list(points.values()), atol=1e-6)
+
+
+@given(
+    st.sampled_from(["linear", "cosine", "trapezoid"]),
+    st.integers(1, 60),
+    st.integers(0, 60),
+    st.floats(0, 1),
+)
+def test_up_then_down_and_never_out_of_bounds(name, total, warmup, final):
+    warmup = min(warmup, total)
+    values = curve(total, name=name, warmup_steps=warmup, final=final)
+    assert (values > 0).all() or final < 1e-6
+    assert values.max() <= 1 + 1e-6
+    fall = values[warmup:]
+    assert (np.diff(fall) <= 1e-6).all()
+    if warmup < total:
+        assert values[-1] == pytest.approx(final, abs=1e-5)
+
+
+def test_numbers_are_arguments_of_the_compiled_step():
+    traces = []
+
+    @jax.jit
+    def at(values, step):
+        traces.append(1)
+        return multiplier(c, values, step)
+
+    c = TypeAdapter(Schedule).validate_python({"name": "trapezoid", "warmup_steps": 5})
+    values = jax.tree.map(jnp.float32, schedule_values(c, 100))
+    first = at(values, jnp.int32(90))
+    assert at({**values, "total_steps": jnp.float32(1000.0)}, jnp.int32(90)) > first
+    assert len(traces) == 1

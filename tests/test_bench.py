@@ -1,0 +1,228 @@
+import importlib
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtrain_kernels.shapes import ATTENTION_BENCH, ATTENTION_SMALL, LOSS_BENCH
+
+from jaxtrain.bench import kernels, profile, record, tables, timing
+from jaxtrain.bench.step import matmul_weights, muon_flops
+from jaxtrain.bench.workload import load_workload, random_batch
+
+main = importlib.import_module("jaxtrain.bench.__main__").main
+TINY = ["train.batch_size=8", "train.sequence_length=32", "model.depth=2", "model.width=32",
+        "data.tokenizer.vocab_size=300"]  # fmt: skip
+SCHEMA = {"bench", "config", "variant", "device", "device_count", "peers", "floor", "versions",
+          "commit", "when"}  # fmt: skip
+
+
+@pytest.fixture(autouse=True)
+def short_windows(monkeypatch):
+    monkeypatch.setattr(timing, "WINDOW_SECONDS", 0.001)
+
+
+def recorded(tmp_path, *argv):
+    """The JSON that a command line writes."""
+    assert main([*argv, "--record", "--out", str(tmp_path)]) == 0
+    (path,) = (p for p in tmp_path.glob("*.json") if "-profile" not in p.name)
+    return json.loads(path.read_text())
+
+
+def test_step_records_a_profiled_step(tmp_path, capsys, monkeypatch):
+    monkeypatch.setenv("JAXTRAIN_COMMIT", "abc123")
+    result = recorded(tmp_path, "step", "--config", "quickstart", "--profile", *TINY)
+    assert SCHEMA | {"metrics", "workload", "kinds"} <= set(result)
+    assert result["commit"] == "abc123"
+    assert result["workload"]["batch_size"] == 8 and result["device_count"] == 8
+    m = result["metrics"]
+    assert m["tokens_per_s"] == pytest.approx(8 * 32 / m["ms"] * 1e3)
+    assert m["ms_forward_backward"] > 0 and m["ms_optimizer"] > 0 and m["compile_s"] > 0
+    assert m["peak_bytes"] >= m["temp_bytes"] > 0
+    assert 0 < m["loss"] < 2 * np.log(300)
+    assert result["floor"]["ms"] > 0 and result["floor"]["ms_optimizer"] > 0
+    (path,) = tmp_path.glob("*-profile.json")
+    table = json.loads(path.read_text())
+    assert sum(kernel["share"] for kernel in table["kernels"]) == pytest.approx(1)
+    assert any("muon.py" in kernel["from"] for kernel in table["kernels"])
+    assert (tmp_path / path.name.replace(".json", ".zip")).stat().st_size > 0
+    assert "jaxtrain, fp32, batch 8" in capsys.readouterr().out
+
+
+def test_memory_and_optimizers(tmp_path):
+    memory = recorded(tmp_path / "m", "memory", "--config", "quickstart", *TINY)["metrics"]
+    assert memory["total_bytes"] >= memory["arguments_bytes"] + memory["temp_bytes"] > 0
+    rows = recorded(tmp_path / "o", "optim", "--config", "quickstart", *TINY)["rows"]
+    muon, adamw, lion = (next(r for r in rows if r["name"] == n) for n in ("muon", "adamw", "lion"))
+    assert adamw["state_bytes"] == pytest.approx(2 * lion["state_bytes"], rel=0.01)
+    assert lion["state_bytes"] < muon["state_bytes"] < adamw["state_bytes"]
+    assert muon["floor_matmul_ms"] > 0 == lion["floor_matmul_ms"] and muon["ms"] > 0
+
+
+def test_kernels(tmp_path, monkeypatch):
+    monkeypatch.setattr(kernels, "ATTENTION_BENCH", ATTENTION_BENCH[1:2])
+    monkeypatch.setattr(kernels, "LOSS_BENCH", LOSS_BENCH[1:])
+    attention = recorded(tmp_path / "a", "attention")["rows"]
+    assert {(row["name"], row["backend"]) for row in attention} == {
+        ("attention_forward", "xla"), ("attention_forward_backward", "xla"),
+    }  # fmt: skip
+    assert all(row["shape"] == "b16_t2048_d128_window768_small" for row in attention)
+    loss = recorded(tmp_path / "l", "loss", "--variant", "best")
+    assert loss["variant"] == "best"
+    for row in attention + loss["rows"]:
+        assert row["ms"] > 0 and row["tflops"] > 0
+        assert row["error"] < 1e-5
+
+
+def test_a_failing_backend_loses_only_its_row():
+    def broken(x):
+        raise ValueError("no such thing\nat all")
+
+    def unable(x):
+        raise NotImplementedError
+
+    assert kernels.measured(broken, [(jnp.ones(2),)], 1.0) == {
+        "ms": None, "tflops": None, "failed": "no such thing",
+    }  # fmt: skip
+    assert kernels.measured(unable, [(jnp.ones(2),)], 1.0) is None
+
+
+@pytest.mark.parametrize("shape", ATTENTION_SMALL, ids=lambda s: s.name)
+def test_visible_pairs_counts_the_mask(shape):
+    q, s = np.arange(shape.T)[:, None], np.arange(shape.T)[None]
+    seen = np.ones((shape.T, shape.T), bool)
+    if shape.causal:
+        seen &= s <= q
+    if shape.window is not None:
+        seen &= s >= q - shape.window
+    if shape.documents:
+        ids = shape.segment_ids_BT()[0]
+        seen &= (ids[:, None] == ids[None]) & (ids[None] > 0)
+    assert kernels.visible_pairs(shape) == seen.sum()
+
+
+def test_median_ignores_the_first_calls_and_rotates(monkeypatch):
+    clock, seen = iter(range(1000)), []
+    monkeypatch.setattr(timing.time, "perf_counter", lambda: float(next(clock)))
+    # A window takes one tick of the clock: two calls in a second are 500 ms each.
+    ms = timing.median_ms(lambda x: seen.append(x), [(0,), (1,), (2,)], calls=2, windows=4)
+    assert ms == 500.0
+    assert seen == [0, 1, 2] + [0, 1] * 4
+
+
+def test_rotating_leaves_the_cache(monkeypatch):
+    make = lambda key: (jax.random.normal(key, (256,)),)
+    monkeypatch.setattr(timing, "COLD_BYTES", 4 * 1024)
+    sets = timing.rotating(make)
+    assert len(sets) == 4 and not jnp.array_equal(sets[0][0], sets[3][0])
+    monkeypatch.setattr(timing, "COLD_BYTES", 1)
+    assert len(timing.rotating(make)) == 2
+
+
+def test_batch_is_one_microbatch_unless_given():
+    assert load_workload("gpt_d12").config.train.batch_size == 32 * jax.device_count()
+    given = load_workload("gpt_d12", [f"train.batch_size={64 * jax.device_count()}"])
+    assert given.config.train.batch_size == 2 * given.config.train.device_batch_size * 8
+
+
+def test_random_batch_with_documents():
+    w = load_workload("quickstart", [*TINY, "model.document_mask=true"])
+    batch = random_batch(w, 0)
+    assert batch.tokens_BT.shape == (1, 8, 32)
+    assert np.array_equal(batch.tokens_BT[..., 1:], batch.targets_BT[..., :-1])
+    assert np.array_equal(np.unique(batch.segments_BT), [1, 2, 3, 4])
+    assert batch.positions_BT.max() == 7 and batch.tokens_BT.max() < w.vocab_size
+    assert not np.array_equal(batch.tokens_BT, random_batch(w, 1).tokens_BT)
+
+
+def test_floors_of_the_reference_models():
+    """729.8M matmul weights (nanochat's d24), and Polar Express as its formula at one shape."""
+    w = load_workload("gpt_d24")
+    assert matmul_weights(w) / 1e6 == pytest.approx(729.8, abs=0.05)
+    one = {"w": w.task.specs["blocks"]["ffn"]["up"]}
+    assert one["w"].shape == (24, 1536, 6144)
+    s, l = 1536, 6144
+    assert muon_flops(w.config.optim, one) == 24 * 5 * (4 * s * s * l + 2 * s**3)
+
+
+def test_kernels_are_grouped_by_name_and_source():
+    hlo = """HloModule jit_train_step
+FileNames
+1 "/somewhere/jaxtrain/model/layers.py"
+
+FunctionNames
+1 "f"
+
+FileLocations
+1 {file_name_id=1 function_name_id=1 line=7 end_line=7 column=1 end_column=2}
+
+StackFrames
+1 {file_location_id=1 parent_frame_id=1}
+
+  %loop_add_fusion.1 = f32[2] fusion(%p), metadata={op_name="jit(f)/jvp()/add" stack_frame_id=1}
+  ROOT %gemm.2 = f32[2] custom-call(%p), metadata={op_name="jit(f)/transpose(jvp())/dot_general"}
+"""
+    source = profile.sources(hlo)
+    assert source["loop_add_fusion_1"] == "model/layers.py:7 add"
+    events = [
+        profile.Event("loop_add_fusion_1", "", 0.0, 3e6),
+        profile.Event("loop_add_fusion_1", "loop_add_fusion.1", 5e6, 3e6),
+        profile.Event("nvjet_tst_128x256", "gemm.2", 10e6, 12e6),
+        profile.Event("input_reduce_fusion_9", "", 22e6, 6e6),
+    ]
+    table = profile.summarize(events, source)
+    assert table["ms_busy"] == pytest.approx(8) and table["ms_span"] == pytest.approx(28 / 3)
+    assert [k["kind"] for k in table["kinds"]] == ["matmul", "elementwise", "reduction"]
+    top, second, _ = table["kernels"]
+    assert (top["name"], top["from"]) == ("nvjet_tst_128x256", "dot_general backward")
+    assert second["calls"] == pytest.approx(2 / 3) and second["share"] == pytest.approx(0.25)
+
+
+@pytest.mark.parametrize(
+    ("name", "kind"),
+    [
+        ("ncclDevKernel_AllReduce_Sum_bf16", "collective"),
+        ("cudnn_generated_fort_native_sdpa_sm90_flash_fprop_wgmma_f16", "attention"),
+        ("nvjet_tst_256x128_64x4_1x2_h_bz_coopA_NTN", "matmul"),
+        ("gemm_fusion_dot_12", "matmul"),
+        ("input_scatter_fusion", "scatter/gather"),
+        ("input_multiply_reduce_fusion_3", "reduction"),
+        ("loop_transpose_fusion", "copy/transpose"),
+        ("MemcpyD2D", "copy/transpose"),
+        ("loop_concatenate_fusion_2", "elementwise"),
+        ("some_kernel", "other"),
+    ],
+)
+def test_kinds(name, kind):
+    assert profile.kind_of(name, "") == kind
+
+
+def test_page_is_current():
+    page = tables.PAGE.read_text()
+    assert page == tables.render(page, record.read_results()), "python -m jaxtrain.bench table"
+
+
+def test_render_puts_ours_the_floor_and_the_peers():
+    result = {
+        "bench": "step", "config": "gpt_d12", "variant": "bf16", "device": "NVIDIA H200",
+        "device_count": 1, "workload": {"batch_size": 32}, "file": "one.json",
+        "metrics": {"ms": 100.0, "tokens_per_s": 655360.0, "peak_bytes": 2**30, "mfu": None},
+        "floor": {"matmul_tflops": 780.0, "ms": 55.5},
+    }  # fmt: skip
+    page = (
+        "a\n<!-- table step gpt_d12 -->\nold\n<!-- end -->\nb <!-- table step no -->\n<!-- end -->"
+    )
+    out = tables.render(page, [result])
+    assert "old" not in out and out.startswith("a\n<!-- table step gpt_d12 -->\n| stack |")
+    assert (
+        "| jaxtrain, bf16, batch 32 | NVIDIA H200 | 655,360 | 100.0 | - | - | - | 1.0 GiB |" in out
+    )
+    assert "floor: matmuls at 780 TF/s | NVIDIA H200 | - | 55.5 |" in out
+    assert "| nanochat, FA4, batch 32 | NVIDIA H200 | 579,389 |" in out
+    assert out.endswith("b <!-- table step no -->\nNot measured yet.\n<!-- end -->")
+
+
+def test_bad_input_is_one_line(capsys):
+    assert main(["step", "--config", "gpt_d13"]) == 2
+    assert "did you mean gpt_d12" in capsys.readouterr().err

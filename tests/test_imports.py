@@ -1,0 +1,90 @@
+"""Imports point down only: each module reads what stands below it, and nothing reads upwards."""
+
+import ast
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+# Below first. The modules of a line do not import each other; a folder is one module.
+LAYERS = (
+    ("jaxtrain.settings",),
+    ("jaxtrain.parallel",),
+    ("jaxtrain.data", "jaxtrain.model", "jaxtrain.optim"),
+    ("jaxtrain.finetune", "jaxtrain.compress", "jaxtrain.interop"),
+    ("jaxtrain.objectives",),
+    ("jaxtrain.step", "jaxtrain.checkpoint", "jaxtrain.metrics"),
+    ("jaxtrain.config",),
+    ("jaxtrain.scaling",),
+    ("jaxtrain.saved", "jaxtrain.run", "jaxtrain.report"),
+    ("jaxtrain.evaluate", "jaxtrain.generate"),
+    ("jaxtrain.train",),
+    ("jaxtrain.main", "jaxtrain.bench"),
+)
+RANK = {module: rank for rank, modules in enumerate(LAYERS) for module in modules}
+FILES = sorted((ROOT / "jaxtrain").rglob("*.py"))
+KERNELS = sorted((ROOT / "kernels").rglob("*.py"))
+
+
+def module_of(dotted):
+    return ".".join(dotted.split(".")[:2])
+
+
+def imported(source):
+    """Every module that a source text imports, also inside functions, as dotted names."""
+    for node in ast.walk(ast.parse(source)):
+        if isinstance(node, ast.Import):
+            yield from (alias.name for alias in node.names)
+        elif isinstance(node, ast.ImportFrom):
+            assert not node.level, "imports are absolute"
+            yield from (f"{node.module}.{alias.name}" for alias in node.names)
+
+
+def violations(module, source):
+    """What a module may not import, of all that it does import."""
+    bad = []
+    for name in imported(source):
+        package, target = name.split(".")[0], module_of(name)
+        if package == "configs" or (module == "jaxtrain.data" and package in ("jax", "jaxlib")):
+            bad.append(name)
+        elif package == "jaxtrain" and target != module:
+            if RANK.get(target, len(RANK)) >= RANK[module]:
+                bad.append(name)
+    return bad
+
+
+@pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))
+def test_imports_point_down(file):
+    dotted = ".".join(file.relative_to(ROOT).with_suffix("").parts)
+    if dotted == "jaxtrain.__init__":
+        assert not list(imported(file.read_text())), "importing jaxtrain imports nothing else"
+        return
+    module = module_of(dotted)
+    assert module in RANK, f"say in LAYERS where {module} stands"
+    assert violations(module, file.read_text()) == []
+
+
+@pytest.mark.parametrize("file", KERNELS, ids=lambda f: str(f.relative_to(ROOT)))
+def test_kernels_do_not_know_jaxtrain(file):
+    assert [n for n in imported(file.read_text()) if n.split(".")[0] in ("jaxtrain", "flax")] == []
+
+
+@pytest.mark.parametrize(
+    ("module", "line"),
+    [
+        ("jaxtrain.model", "from jaxtrain.optim import muon"),
+        ("jaxtrain.model", "from jaxtrain import data"),
+        ("jaxtrain.data", "import jax.numpy as jnp"),
+        ("jaxtrain.parallel", "import jaxtrain.model"),
+        ("jaxtrain.objectives", "def f():\n    from jaxtrain.train import train"),
+        ("jaxtrain.settings", "from jaxtrain.newcomer import thing"),
+        ("jaxtrain.main", "import configs"),
+    ],
+)
+def test_an_import_upwards_is_seen(module, line):
+    assert len(violations(module, line)) == 1
+
+
+def test_downwards_and_inside_is_free():
+    assert violations("jaxtrain.model", "from jaxtrain.model.plan import make_plan") == []
+    assert violations("jaxtrain.train", "from jaxtrain import data\nimport jax") == []

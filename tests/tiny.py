@@ -1,0 +1,87 @@
+"""The smallest models, batches and command lines that still use everything."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.data import Batch
+from jaxtrain.model import ModelConfig, Transformer, resolve_model, split
+from jaxtrain.optim import AdamWConfig, make_optimizer
+from jaxtrain.step import Task
+
+VOCAB, T = 61, 32
+
+SMALL = {"depth": 4, "width": 32, "head_dim": 8, "short_window": 5, "vocab_multiple": 16}
+LLAMA = {
+    **SMALL, "depth": 2, "kv_heads": 2, "hidden": 48, "ffn": "swiglu", "qk_norm": False,
+    "window_pattern": "L", "norm_gain": True, "embed_norm": False, "tied_head": True,
+    "softcap": None, "value_embeddings": False, "residual_scales": False, "smear": False,
+    "backout": False, "init": "gpt2",
+}  # fmt: skip
+
+
+def resolved(**changes):
+    return resolve_model(ModelConfig.model_validate(SMALL | changes), T)
+
+
+def build(seed=0, **changes):
+    """(config, graphdef, specs, params) of the small model."""
+    c = resolved(**changes)
+    graphdef, specs = split(Transformer(c, VOCAB))
+    return c, graphdef, specs, random_params(specs, seed)
+
+
+def random_params(specs, seed=0):
+    """Values away from zero everywhere, so that no path is closed (as some are at the start)."""
+    random = np.random.default_rng(seed)
+
+    def value(spec):
+        noise = random.normal(size=spec.shape)
+        if spec.role in ("matrix", "head"):
+            noise = noise / np.sqrt(spec.shape[-2])
+        elif spec.role in ("gain", "scalar"):
+            noise = 0.5 + 0.1 * noise
+        return jnp.asarray(noise, spec.dtype)
+
+    return jax.tree.map(value, specs)
+
+
+def tokens(rows=4, length=T, seed=0):
+    return np.random.default_rng(seed).integers(0, VOCAB, (rows, length)).astype(np.int32)
+
+
+def batch(rows=8, length=T, seed=0, micro=None):
+    """Random tokens with random weights, a few of them 0; [A, B, T] when micro rows are given."""
+    random = np.random.default_rng(seed)
+    stream = random.integers(0, VOCAB, (rows, length + 1)).astype(np.int32)
+    weights = (random.random((rows, length)) < 0.8).astype(np.float32)
+    one = Batch(stream[:, :-1], stream[:, 1:], weights, None, None)
+    return one if micro is None else stacked(one, micro)
+
+
+def stacked(one, micro):
+    """A batch as microbatches of `micro` rows."""
+    return jax.tree.map(lambda x: x.reshape(-1, micro, *x.shape[1:]), one)
+
+
+def make_task(c=None, optim=None, steps=100, dtype=jnp.float32, **changes):
+    """A Task over the small model; returns it with the optimizer's knobs."""
+    c = c or resolved(**changes)
+    graphdef, specs = split(Transformer(c, VOCAB))
+    optim = optim or AdamWConfig.model_validate({"schedule": {"name": "constant"}})
+    optimizer = make_optimizer(optim, specs, steps)
+    bytes_V = jnp.ones(VOCAB, jnp.float32)
+    task = Task(graphdef, specs, optimizer, jnp.dtype(dtype), bytes_V, optim.clip_norm, 0.0)
+    return task, optimizer.knobs
+
+
+def close(a, b, rtol=1e-5, atol=1e-6):
+    """Trees equal up to rounding."""
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_allclose(x, y, rtol=rtol, atol=atol)
+
+
+def same(a, b):
+    """Trees equal bit for bit."""
+    for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
+        np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
