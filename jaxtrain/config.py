@@ -150,7 +150,11 @@ def validate[Tree: Sections](model: type[Tree], tree: dict[str, Any]) -> Tree:
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        raise UserError("\n".join(explain(e) for e in error.errors())) from None
+        lines: dict[str, str] = {}
+        for e in error.errors():
+            where = locate(e["loc"])[0]  # once for each alternative of a field like int | "auto"
+            lines[where] = f"{lines[where]}, or {e['msg']}" if where in lines else explain(e)
+        raise UserError("\n".join(lines.values())) from None
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -203,11 +207,14 @@ def explain(error: Any) -> str:
         key = str(error["loc"][-1])
         names = list(model.model_fields) if model else []
         close = difflib.get_close_matches(key, names, n=1)
-        elsewhere = [path for path, _, _ in fields(Config) if path.split(".")[-1] == key]
-        if close:
+        twins = [(p, variant) for p, _, variant in fields(Config) if p.split(".")[-1] == key]
+        other = next((variant for path, variant in twins if path == where), None)
+        if other:
+            hint = f"it belongs to {where.removesuffix(key)}name={other}"
+        elif close:
             hint = f"did you mean {'.'.join([*where.split('.')[:-1], close[0]])}?"
-        elif elsewhere:
-            hint = f"did you mean {elsewhere[0]}?"
+        elif twins:
+            hint = f"did you mean {twins[0][0]}?"
         else:
             hint = f"there are {', '.join(names)}"
         return f"{where}: no such field; {hint}"
@@ -215,6 +222,8 @@ def explain(error: Any) -> str:
         allowed = error["ctx"].get("expected_tags", "")
         tag = error["ctx"].get("tag", "nothing")
         return f"{where}.name: got {tag!r}, allowed are {allowed or 'see --help'}"
+    if error["type"] in ("model_type", "model_attributes_type"):
+        return f"{where}: got {given!r}, but it is a section: set its fields, {where}.KEY=value"
     message = error["msg"].removeprefix("Value error, ")
     shown = "" if isinstance(given, (dict, BaseModel)) else f"got {given!r}: "
     return f"{where}: {shown}{message[0].lower() + message[1:]}"
@@ -234,6 +243,8 @@ def locate(loc: tuple[Any, ...]) -> tuple[str, type[BaseModel] | None]:
         if tagged and len(variants) > 1:
             model = tagged[0]
             continue
+        if path and not variants and model and path[-1] in model.model_fields:
+            break  # below a plain field stands the alternative that was tried
         if len(variants) == 1:
             model = variants[0]
         path.append(str(part))
@@ -291,3 +302,7 @@ def help_text() -> str:
         of = f"[{variant}] " if variant else ""
         lines.append(f"  {path}  {of}{kind}, {default}\n      {field.description}")
     return "\n".join(lines)
+
+
+if __name__ == "__main__":  # python -m jaxtrain.config > configs/schema.json
+    print(json_schema(), end="")

@@ -165,8 +165,11 @@ class NonFinite:
 
 
 def compile_step(step: Any, state: Any, batch: Any, knobs: Any, c: Resolved) -> Any:
-    """Compile ahead of the loop, and refuse what cannot fit the device's memory."""
-    compiled = step.lower(state, batch, knobs).compile()
+    """Compile ahead of the loop, and refuse what the device cannot do or hold."""
+    try:
+        compiled = step.lower(state, batch, knobs).compile()
+    except NotImplementedError as error:  # a backend asked for by name
+        raise UserError(f"model.attention={c.model.attention}: {error}") from error
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit and memory_needed(compiled) > limit:
         raise UserError(memory_advice(c, compiled, limit))

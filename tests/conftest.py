@@ -1,8 +1,9 @@
-"""Test set-up: eight virtual CPU devices, a compilation cache, and jaxtyping annotations checked."""
+"""Test set-up: eight virtual CPU devices, a compilation cache, jaxtyping annotations checked."""
 
 import os
 from pathlib import Path
 
+import hypothesis
 import jax
 import pytest
 from jaxtyping import install_import_hook
@@ -26,6 +27,9 @@ os.environ["MPLBACKEND"] = "agg"
 for name, value in SETTINGS.items():
     os.environ.setdefault(name.upper(), str(value))  # for the processes that tests start
     jax.config.update(name, type(value)(os.environ[name.upper()]))
+# A first example may wait for a compilation; and every machine tries the same examples.
+hypothesis.settings.register_profile("jaxtrain", deadline=None, derandomize=True)
+hypothesis.settings.load_profile("jaxtrain")
 
 
 def pytest_collection_modifyitems(items):

@@ -83,7 +83,7 @@ def test_a_failing_backend_loses_only_its_row():
         raise NotImplementedError
 
     assert kernels.measured(broken, [(jnp.ones(2),)], 1.0) == {
-        "ms": None, "tflops": None, "failed": "no such thing",
+        "ms": None, "tflops": None, "failed": "ValueError: no such thing",
     }  # fmt: skip
     assert kernels.measured(unable, [(jnp.ones(2),)], 1.0) is None
 
@@ -144,6 +144,29 @@ def test_floors_of_the_reference_models():
     assert one["w"].shape == (24, 1536, 6144)
     s, l = 1536, 6144
     assert muon_flops(w.config.optim, one) == 24 * 5 * (4 * s * s * l + 2 * s**3)
+
+
+def test_a_gpu_trace_is_read_from_the_streams_of_the_first_gpu(tmp_path):
+    event = lambda at: (
+        f"events {{ metadata_id: 1 offset_ps: {at} duration_ps: 2000 "
+        'stats { metadata_id: 1 str_value: "dot.7" } }'
+    )
+    line = lambda name: f'lines {{ name: "{name}" timestamp_ns: 5 {event(1000)} }}'
+    plane = lambda name, *lines: (
+        f'planes {{ name: "{name}" {" ".join(lines)} '
+        'event_metadata { key: 1 value { id: 1 name: "nvjet_tst" } } '
+        'stat_metadata { key: 1 value { id: 1 name: "hlo_op" } } }'
+    )
+    text = " ".join(
+        [
+            plane("/device:GPU:1", line("Stream #9(Compute)")),
+            plane("/device:GPU:0", line("Stream #9(Compute)"), line("XLA Ops")),
+            plane("/host:CPU", line("pool")),
+        ]
+    )
+    path = tmp_path / "t.xplane.pb"
+    path.write_bytes(jax.profiler.ProfileData.text_proto_to_serialized_xspace(text))
+    assert list(profile.read_events(path)) == [profile.Event("nvjet_tst", "dot.7", 6.0, 2.0)]
 
 
 def test_kernels_are_grouped_by_name_and_source():

@@ -40,17 +40,16 @@ def imported(source):
             yield from (f"{node.module}.{alias.name}" for alias in node.names)
 
 
+def forbidden(module, name):
+    package, target = name.split(".")[0], module_of(name)
+    if package == "jaxtrain":
+        return target != module and RANK.get(target, len(RANK)) >= RANK[module]
+    return package == "configs" or (module == "jaxtrain.data" and package in ("jax", "jaxlib"))
+
+
 def violations(module, source):
     """What a module may not import, of all that it does import."""
-    bad = []
-    for name in imported(source):
-        package, target = name.split(".")[0], module_of(name)
-        if package == "configs" or (module == "jaxtrain.data" and package in ("jax", "jaxlib")):
-            bad.append(name)
-        elif package == "jaxtrain" and target != module:
-            if RANK.get(target, len(RANK)) >= RANK[module]:
-                bad.append(name)
-    return bad
+    return [name for name in imported(source) if forbidden(module, name)]
 
 
 @pytest.mark.parametrize("file", FILES, ids=lambda f: str(f.relative_to(ROOT)))

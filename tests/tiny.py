@@ -7,7 +7,8 @@ import numpy as np
 from jaxtrain.data import Batch
 from jaxtrain.model import ModelConfig, Transformer, resolve_model, split
 from jaxtrain.optim import AdamWConfig, make_optimizer
-from jaxtrain.step import Task
+from jaxtrain.parallel import MeshConfig, make_mesh
+from jaxtrain.step import Task, init_state, state_shardings
 
 VOCAB, T = 61, 32
 
@@ -70,9 +71,27 @@ def make_task(c=None, optim=None, steps=100, dtype=jnp.float32, **changes):
     graphdef, specs = split(Transformer(c, VOCAB))
     optim = optim or AdamWConfig.model_validate({"schedule": {"name": "constant"}})
     optimizer = make_optimizer(optim, specs, steps)
-    bytes_V = jnp.ones(VOCAB, jnp.float32)
+    bytes_V = jnp.full(VOCAB, 2.0)
     task = Task(graphdef, specs, optimizer, jnp.dtype(dtype), bytes_V, optim.clip_norm, 0.0)
     return task, optimizer.knobs
+
+
+def begin(task, mesh, seed=0):
+    """The initial state, where the step wants it."""
+    create = lambda: init_state(task, seed)
+    return jax.jit(create, out_shardings=state_shardings(task, mesh))()
+
+
+def begin_random(task, mesh):
+    """The same from random parameters: zeros make gradients vanish, and rounding visible."""
+    state = begin(task, mesh)
+    where = jax.tree.map(lambda x: x.sharding, state.params)
+    return state._replace(params=jax.device_put(random_params(task.specs), where))
+
+
+def mesh_of(data=1, fsdp=1, tensor=1):
+    count = data * fsdp * tensor
+    return make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[:count])
 
 
 def close(a, b, rtol=1e-5, atol=1e-6):

@@ -42,7 +42,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--record", action="store_true", help="write the figures as JSON")
     parser.add_argument("--variant", help="name of what is special about these figures (bf16)")
     parser.add_argument("--profile", action="store_true", help="step: trace it, list its kernels")
-    parser.add_argument("--out", type=Path, help="folder of JSON and traces (benchmarks/results)")
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of what is written; default benchmarks/results, and runs/bench for a profile",
+    )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
     return parser.parse_intermixed_args(argv)
 

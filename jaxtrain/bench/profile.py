@@ -75,9 +75,11 @@ def read_events(path: Path) -> Iterator[Event]:
         warnings.simplefilter("ignore", DeprecationWarning)
         planes = {p.name: p for p in jax.profiler.ProfileData.from_file(str(path)).planes}
         devices = sorted(name for name in planes if re.fullmatch(r"/device:[GT]PU:\d+", name))
-        for line in planes[devices[0] if devices else "/host:CPU"].lines:
-            # A device also has lines that show the same time by module, step and framework op.
-            if devices and not re.match(r"Stream|XLA Ops", line.name):
+        plane = devices[0] if devices else "/host:CPU"
+        # A device also has lines that show the same time by module, step and framework op.
+        wanted = "Stream" if "GPU" in plane else "XLA Ops" if "TPU" in plane else ""
+        for line in planes[plane].lines:
+            if not line.name.startswith(wanted):
                 continue
             for event in line.events:
                 op = str(dict(event.stats).get("hlo_op", ""))

@@ -15,9 +15,13 @@ RESULTS = BENCHMARKS / "results"
 
 
 def describe(
-    bench: str, config: str, variant: str, workload: dict[str, Any] | None = None
+    bench: str,
+    config: str,
+    variant: str,
+    workload: dict[str, Any] | None = None,
+    devices: int | None = None,
 ) -> dict[str, Any]:
-    """A record without its figures (`metrics` or `rows`, `floor`).
+    """A record without its figures (`metrics` or `rows`, `floor`). devices: used; default all.
 
     The commit is that of the checkout, or of the variable JAXTRAIN_COMMIT where there is none.
     """
@@ -28,7 +32,7 @@ def describe(
         "config": config,
         "variant": variant,
         "device": device,
-        "device_count": jax.device_count(),
+        "device_count": devices or jax.device_count(),
         "workload": workload or {},
         "peers": peers_of(bench, config, device),
         "versions": here["versions"] | {"python": here["python"], "backend": here["backend"]},

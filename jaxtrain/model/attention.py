@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxtrain import parallel
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.init import SCHEMES, uniform
-from jaxtrain.model.layers import Rotary, rms_norm, rotate
+from jaxtrain.model.layers import Rotary, rotate
 from jaxtrain.model.params import declare
 from jaxtrain.model.plan import LayerSpec
 from jaxtrain.parallel import constrain
@@ -85,10 +85,8 @@ class Attention(nnx.Module):
         if value_BTC is not None:
             v_BTC = v_BTC + value_BTC
         v_BTKH = v_BTC.reshape(B, T, c.kv_heads, c.head_dim)
-        q_BTNH, k_BTKH = rotate(q_BTNH, rope), rotate(k_BTKH, rope)
-        if c.qk_norm:
-            q_BTNH = rms_norm(q_BTNH, eps=c.norm_eps)
-            k_BTKH = rms_norm(k_BTKH, eps=c.norm_eps)
+        norm_eps = c.norm_eps if c.qk_norm else None
+        q_BTNH, k_BTKH = rotate(q_BTNH, rope, norm_eps), rotate(k_BTKH, rope, norm_eps)
         # The factor on queries and on keys is one factor on their product.
         scale = (c.qk_scale**2 if c.qk_norm else 1.0) / math.sqrt(c.head_dim)
         if cache is None:

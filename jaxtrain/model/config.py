@@ -2,6 +2,7 @@
 
 from typing import Literal
 
+from jaxtrain_kernels.attention import BACKENDS
 from pydantic import Field, model_validator
 
 from jaxtrain.settings import Settings
@@ -15,15 +16,19 @@ class ModelConfig(Settings):
 
     depth: int = Field(12, ge=1, description="layers; width, heads, batch and rates follow from it")
     width: int | None = Field(
-        None, description="model width D; default 64 x depth, rounded up to a multiple of head_dim"
+        None,
+        ge=1,
+        description="model width D; default 64 x depth, rounded up to a multiple of head_dim",
     )
     head_dim: int = Field(128, ge=2, description="channels of one attention head")
-    heads: int | None = Field(None, description="query heads N; default width / head_dim")
-    kv_heads: int | None = Field(None, description="key/value heads K; default heads (no sharing)")
+    heads: int | None = Field(None, ge=1, description="query heads N; default width / head_dim")
+    kv_heads: int | None = Field(
+        None, ge=1, description="key/value heads K; default heads (no sharing)"
+    )
     ffn: Literal["relu2", "gelu", "swiglu", "geglu"] = Field(
         "relu2", description="feed-forward kind; the last two are gated"
     )
-    hidden: int | None = Field(None, description="feed-forward width F; default 4 x width")
+    hidden: int | None = Field(None, ge=1, description="feed-forward width F; default 4 x width")
     vocab_multiple: int = Field(
         64, ge=1, description="embedding and head rows are padded up to a multiple of this"
     )
@@ -47,8 +52,8 @@ class ModelConfig(Settings):
     norm_eps: float = Field(1e-6, gt=0, description="epsilon inside the RMS norms")
     embed_norm: bool = Field(True, description="RMS-normalise the token embedding")
     tied_head: bool = Field(False, description="the head is the embedding, transposed")
-    softcap: float | None = Field(15.0, description="logits are cap x tanh(logits / cap)")
-    attention_softcap: float | None = Field(None, description="the same on attention scores")
+    softcap: float | None = Field(15.0, gt=0, description="logits are cap x tanh(logits / cap)")
+    attention_softcap: float | None = Field(None, gt=0, description="the same, attention scores")
     value_embeddings: bool = Field(
         True, description="gated token embeddings added to the values on alternating layers"
     )
@@ -81,6 +86,10 @@ class ModelConfig(Settings):
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even (rotary pairs)")
+        if self.attention not in (None, *BACKENDS):
+            raise ValueError(
+                f"attention has no backend {self.attention}; it has {', '.join(BACKENDS)}"
+            )
         return self
 
 

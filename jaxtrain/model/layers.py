@@ -25,10 +25,10 @@ def rms_norm(
 
 
 class Rotary(NamedTuple):
-    """Cosines and sines of the rotary angles, ready to broadcast over heads."""
+    """Cosines of the rotary angles and signed sines, ready to broadcast over heads."""
 
-    cos_BT1h: Array
-    sin_BT1h: Array
+    cos_BT1H: Array
+    sin_BT1H: Array
 
 
 def rotary(positions_BT: Int[Array, "B T"], head_dim: int, base: float) -> Rotary:
@@ -37,14 +37,24 @@ def rotary(positions_BT: Int[Array, "B T"], head_dim: int, base: float) -> Rotar
     angle_BT1h = positions_BT[:, :, None, None].astype(jnp.float32) * frequency_h.reshape(
         1, 1, 1, -1
     )
-    return Rotary(jnp.cos(angle_BT1h), jnp.sin(angle_BT1h))
+    cos, sin = jnp.cos(angle_BT1h), jnp.sin(angle_BT1h)
+    return Rotary(jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1))
 
 
-def rotate(x_BTNH: Float[Array, "B T N H"], rope: Rotary) -> Float[Array, "B T N H"]:
-    """Rotate the pairs (i, i + H/2), the half-split layout of Llama checkpoints."""
-    first, second = jnp.split(x_BTNH.astype(jnp.float32), 2, axis=-1)
-    cos, sin = rope
-    turned = jnp.concatenate([first * cos - second * sin, second * cos + first * sin], axis=-1)
+def rotate(
+    x_BTNH: Float[Array, "B T N H"], rope: Rotary, norm_eps: float | None
+) -> Float[Array, "B T N H"]:
+    """Rotate the pairs (i, i + H/2), the half-split layout of Llama; then RMS-normalise.
+
+    A rotation keeps the norm, so that its statistics come from x itself: one pass to reduce, one to
+    rotate and scale, with the halves swapped by a reversal that fuses (a concatenation does not).
+    norm_eps None leaves the norm out.
+    """
+    x32 = x_BTNH.astype(jnp.float32)
+    halves = x32.reshape(*x32.shape[:-1], 2, -1)
+    turned = x32 * rope.cos_BT1H + halves[..., ::-1, :].reshape(x32.shape) * rope.sin_BT1H
+    if norm_eps is not None:
+        turned *= jax.lax.rsqrt(jnp.mean(jnp.square(x32), axis=-1, keepdims=True) + norm_eps)
     return turned.astype(x_BTNH.dtype)
 
 

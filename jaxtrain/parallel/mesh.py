@@ -1,7 +1,7 @@
 """The device mesh. One device is the 1x1x1 mesh, so there is no other code path."""
 
 from collections.abc import Sequence
-from typing import Any, Literal
+from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
@@ -11,18 +11,17 @@ from pydantic import Field
 from jaxtrain.settings import Settings, UserError
 
 AXES = ("data", "fsdp", "tensor")
+Ways = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
 class MeshConfig(Settings):
     """How many devices each axis takes. One axis may be `auto`: what the others leave."""
 
-    data: int | Literal["auto"] = Field(
-        "auto", description="devices that hold different batch rows"
-    )
-    fsdp: int | Literal["auto"] = Field(
+    data: Ways = Field("auto", description="devices that hold different batch rows")
+    fsdp: Ways = Field(
         1, description="devices that split parameters and states as well as batch rows (ZeRO-3)"
     )
-    tensor: int | Literal["auto"] = Field(
+    tensor: Ways = Field(
         1, description="devices that split heads, hidden units and vocabulary of each layer"
     )
 

@@ -6,19 +6,18 @@ import numpy as np
 import optax
 import pytest
 from pydantic import TypeAdapter
-from tiny import LLAMA, VOCAB, batch, make_task, random_params, resolved, same
+from tiny import LLAMA, VOCAB, batch, begin, make_task, mesh_of, random_params, resolved, same
 
 from jaxtrain.model import Transformer, path_name, split
 from jaxtrain.optim import OPTIMIZERS, OptimConfig, make_optimizer
 from jaxtrain.optim.groups import Group, OptimizerConfig, build
-from jaxtrain.parallel import MeshConfig, make_mesh
 from jaxtrain.settings import UserError
 from jaxtrain.step import init_state, make_step, state_shardings
 
 RATES = {
     "muon": {},
     "adamw": {"learning_rate": 1e-2},
-    "lion": {"learning_rate": 2e-3},
+    "lion": {"learning_rate": 5e-3},
 }
 STEPS = 40
 
@@ -28,17 +27,13 @@ def config(name, **fields):
     return TypeAdapter(OptimConfig).validate_python({"name": name, **fields})
 
 
-def mesh_of_one():
-    return make_mesh(MeshConfig(), jax.devices()[:1])
-
-
 @pytest.fixture(scope="module", params=OPTIMIZERS)
 def trained(request):
     """(task, knobs, compiled step, state, losses) after some steps on one batch."""
     # gains as well, so that every role is there
     task, knobs = make_task(resolved(depth=2, norm_gain=True), config(request.param), STEPS)
-    step = make_step(task, mesh_of_one())
-    state, rows, losses = jax.jit(lambda: init_state(task, 0))(), batch(micro=8), []
+    step, state = make_step(task, mesh_of()), begin(task, mesh_of())
+    rows, losses = batch(micro=8), []
     for _ in range(STEPS):
         state, metrics = step(state, rows, knobs)
         losses.append(metrics["loss"])
@@ -76,8 +71,7 @@ def test_zero_gradients_are_no_nan(trained):
 
 def test_state_has_shape_dtype_and_placement_of_its_parameter(trained):
     task = trained[0]
-    mesh = make_mesh(MeshConfig(data=2, fsdp=2, tensor=2))
-    where = state_shardings(task, mesh)
+    where = state_shardings(task, mesh_of(2, 2, 2))
     shapes = jax.eval_shape(lambda: init_state(task, 0))
     placed = {}
     for (path, leaf), sharding in zip(
@@ -117,10 +111,11 @@ def test_the_finer_group_wins_over_the_role():
     specs = specs_of(depth=2)
     move = lambda h: optax.scale(-h["learning_rate"])
     table = {
-        name: Group(move, {"learning_rate": rate})
-        for name, rate in {"matrix": 1, "embedding": 2, "value_embedding": 3, "head": 4,
-                           "scalar": 5, "x0_scale": 6}.items()
-    }  # fmt: skip
+        name: Group(move, {"learning_rate": float(rate)})
+        for rate, name in enumerate(
+            ("matrix", "embedding", "value_embedding", "head", "scalar", "x0_scale"), start=1
+        )
+    }
     c = OptimizerConfig.model_validate({"schedule": {"name": "constant"}})
     optimizer, params = build(c, table, specs, 10), random_params(specs)
     ones = jax.tree.map(jnp.ones_like, params)
@@ -147,7 +142,7 @@ def test_more_warmup_than_steps_is_refused():
     ("name", "reference"),
     [
         ("adamw", lambda mask: optax.adamw(1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask)),
-        ("lion", lambda mask: optax.lion(2e-3, 0.9, 0.99, weight_decay=0.5, mask=mask)),
+        ("lion", lambda mask: optax.lion(5e-3, 0.9, 0.99, weight_decay=0.5, mask=mask)),
     ],
 )
 def test_adamw_and_lion_are_optaxs_with_decay_for_matrices_only(name, reference):

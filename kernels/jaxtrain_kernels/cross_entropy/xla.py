@@ -81,6 +81,8 @@ def _loss_fwd(options, x_ND, w_DV, labels_N, weights_N):
         x, labels, weights = chunk
         nll, lse, logits = _row_losses(options, x, w_DV, labels)
         total += _weighted_sum(options, nll, lse, weights)
+        # Without the barrier XLA would keep the capped logits in memory, in float32, for this pass.
+        logits, lse = lax.optimization_barrier((logits, lse))
         dlogits = _logit_gradients(options, logits, lse, labels, weights * scale).astype(x.dtype)
         dot = functools.partial(jnp.matmul, preferred_element_type=dw_DV.dtype)
         dx = dot(dlogits, w_DV.T)
@@ -106,10 +108,14 @@ _loss.defvjp(_loss_fwd, _loss_bwd)
 
 
 def _row_losses(options, x_CD, w_DV, labels_C):
-    """(nll_C, lse_C, logits_CV before the softcap) of one chunk, in float32."""
+    """(nll_C, lse_C, logits_CV before the softcap) of one chunk; statistics in float32.
+
+    The logits are stored in the inputs' dtype, as a plain linear layer would give them: the two
+    passes over them are bound by memory.
+    """
     wide = jnp.promote_types(x_CD.dtype, jnp.float32)
-    logits_CV = jnp.matmul(x_CD, w_DV, preferred_element_type=wide)
-    seen_CV = _hide_padding(options, _cap(options, logits_CV))
+    logits_CV = jnp.matmul(x_CD, w_DV)
+    seen_CV = _hide_padding(options, _cap(options, logits_CV.astype(wide)))
     if options.softcap is not None and options.softcap <= SOFTCAP_AS_MAXIMUM:
         peak_C = jnp.full(labels_C.shape, options.softcap, wide)  # one pass over the logits less
     else:
@@ -117,13 +123,14 @@ def _row_losses(options, x_CD, w_DV, labels_C):
     lse_C = peak_C + jnp.log(jnp.exp(seen_CV - peak_C[:, None]).sum(-1))
     # Gathered before the softcap, so that the capped logits need not be in memory.
     label_C1 = jnp.clip(labels_C, 0, w_DV.shape[1] - 1)[:, None]
-    label_logit_C = _cap(options, jnp.take_along_axis(logits_CV, label_C1, axis=1)[:, 0])
+    label_logit_C = jnp.take_along_axis(logits_CV, label_C1, axis=1)[:, 0].astype(wide)
+    label_logit_C = _cap(options, label_logit_C)
     return lse_C - label_logit_C, lse_C, logits_CV
 
 
 def _logit_gradients(options, logits_CV, lse_C, labels_C, weights_C):
     """d loss / d (x w), in float32."""
-    capped_CV = _cap(options, logits_CV)
+    capped_CV = _cap(options, logits_CV.astype(lse_C.dtype))
     p_CV = jnp.exp(_hide_padding(options, capped_CV) - lse_C[:, None])
     is_label_CV = jnp.arange(logits_CV.shape[1])[None] == labels_C[:, None]
     weights_C = weights_C.astype(p_CV.dtype)

@@ -1,0 +1,227 @@
+"""The step's invariants: accumulation, sharding, float16's loss scale, clipping."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from pydantic import TypeAdapter
+from tiny import (
+    LLAMA,
+    batch,
+    begin,
+    begin_random,
+    close,
+    make_task,
+    mesh_of,
+    random_params,
+    resolved,
+    same,
+)
+
+from jaxtrain import step as step_module
+from jaxtrain.optim import OptimConfig
+from jaxtrain.parallel import place_batch
+from jaxtrain.step import LossScale, State, adjust_scale, make_step, train_step
+
+ROWS = 8
+
+
+def optim(name="adamw", **fields):
+    fields = {"schedule": {"name": "constant"}, **fields}
+    return TypeAdapter(OptimConfig).validate_python({"name": name, **fields})
+
+
+def run(task, knobs, mesh=None, micro=ROWS, steps=2, rows=ROWS):
+    """Parameters and metrics after some steps."""
+    mesh = mesh or mesh_of()
+    with jax.set_mesh(mesh):
+        step, state, history = make_step(task, mesh), begin_random(task, mesh), []
+        for seed in range(steps):
+            placed = place_batch(batch(rows, seed=seed, micro=micro), mesh, batch_dim=1)
+            state, metrics = step(state, placed, knobs)
+            history.append(metrics)
+    return jax.device_get(state), jax.device_get(history)
+
+
+@pytest.fixture(scope="module")
+def speedrun():
+    """A task of every feature, and what one device makes of it in one piece."""
+    task, knobs = make_task(resolved(depth=2), optim("muon"), steps=10)
+    return task, knobs, run(task, knobs)
+
+
+# ---- accumulation ----------------------------------------------------------------------------
+
+
+def test_accumulated_is_one_big_batch(speedrun):
+    """Weights differ from row to row: a mean of means would not be the mean."""
+    task, knobs, (state, metrics) = speedrun
+    counts = batch(ROWS, micro=2).weights_BT.sum((1, 2))
+    assert len(set(counts.tolist())) > 1
+    accumulated, others = run(task, knobs, micro=2)
+    close(others, metrics, rtol=1e-4)
+    close(accumulated.params, state.params, rtol=1e-3, atol=1e-5)
+
+
+@pytest.fixture(scope="module")
+def by_hand(speedrun):
+    """Mean loss and mean squared log of the softmax's denominator, from the whole logits."""
+    task, rows = speedrun[0], batch(ROWS)
+    model = nnx.merge(task.graphdef, random_params(task.specs))
+    x_BTD = jax.jit(model.hidden)(jnp.asarray(rows.tokens_BT))
+    logits_NV = model.logits(x_BTD.reshape(-1, x_BTD.shape[-1]))
+    lse_N = jax.nn.logsumexp(logits_NV, axis=-1)
+    nll_N = lse_N - logits_NV[np.arange(len(lse_N)), rows.targets_BT.ravel()]
+    mean = lambda x_N: np.average(x_N, weights=rows.weights_BT.ravel())
+    return mean(nll_N), mean(lse_N**2)
+
+
+def test_metrics_are_what_they_say(speedrun, by_hand):
+    task, knobs, (_, (first, second)) = speedrun
+    assert set(first) == {"loss", "bpb", "grad_norm", "lr", "gradient_squares"}
+    assert first["loss"] == pytest.approx(by_hand[0], rel=1e-5)
+    # two bytes a token here
+    assert first["bpb"] == pytest.approx(first["loss"] / np.log(2) / 2, rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(np.sqrt(first["gradient_squares"].sum()), rel=1e-5)
+    assert first["lr"] == second["lr"] == knobs["groups"]["matrix"]["learning_rate"]
+    assert len(first["gradient_squares"]) == len(jax.tree.leaves(task.specs))
+
+
+def test_z_loss_is_added(speedrun, by_hand):
+    task, knobs, _ = speedrun
+    _, (with_z,) = run(task._replace(z_loss=0.1), knobs, steps=1)
+    assert with_z["loss"] == pytest.approx(by_hand[0] + 0.1 * by_hand[1], rel=1e-5)
+
+
+# ---- sharding --------------------------------------------------------------------------------
+
+MESHES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)]
+
+
+@pytest.mark.parametrize("sizes", MESHES, ids=str)
+def test_sharded_is_one_device(speedrun, sizes):
+    task, knobs, (state, metrics) = speedrun
+    sharded, others = run(task, knobs, mesh_of(*sizes))
+    close(others, metrics, rtol=1e-3, atol=1e-5)
+    close(sharded.params, state.params, rtol=1e-2, atol=1e-4)
+    close(sharded.optimizer, state.optimizer, rtol=1e-2, atol=1e-4)
+
+
+def test_fewer_kv_heads_than_tensor_devices():
+    """Llama's shape: two key/value heads over four devices, tied head, accumulated as well."""
+    task, knobs = make_task(resolved(**LLAMA), optim("adamw"), steps=10)
+    state, metrics = run(task, knobs)
+    sharded, others = run(task, knobs, mesh_of(1, 2, 4), micro=4)
+    close(others, metrics, rtol=1e-3, atol=1e-5)
+    close(sharded.params, state.params, rtol=1e-2, atol=1e-4)
+
+
+def test_parameters_and_states_are_split_over_the_mesh(speedrun):
+    task = speedrun[0]
+    state = begin(task, mesh_of(1, 2, 4))
+    up = state.params["blocks"]["ffn"]["up"]
+    assert up.sharding.spec == jax.P(None, "fsdp", "tensor")
+    assert up.addressable_shards[0].data.shape == (2, 16, 32)
+    whole = sum(x.nbytes for x in jax.tree.leaves(state))
+    on_one = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(state))
+    assert on_one < 0.2 * whole
+
+
+# ---- float16 ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def half():
+    task, knobs = make_task(resolved(depth=1), optim("adamw"), dtype=jnp.float16)
+    return task, knobs, make_step(task, mesh_of())
+
+
+def scaled_step(half, scale):
+    task, knobs, step = half
+    before = begin_random(task, mesh_of())._replace(
+        loss_scale=LossScale(jnp.float32(scale), jnp.int32(7))
+    )
+    kept = jax.device_get(before)
+    after, metrics = step(before, batch(micro=8), knobs)
+    return kept, jax.device_get(after), metrics
+
+
+def test_float16_trains_with_a_scale_that_does_not_show(half):
+    before, after, metrics = scaled_step(half, 2.0**10)
+    assert metrics["loss_scale"] == 2.0**10
+    assert after.loss_scale == (2.0**10, 8)
+    assert (after.params["embed"] != before.params["embed"]).any()
+    # the norm is that of the unscaled gradient
+    task, knobs = make_task(resolved(depth=1), optim("adamw"))
+    _, (exact,) = run(task, knobs, steps=1)
+    assert metrics["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.01)
+    assert metrics["loss"] == pytest.approx(exact["loss"], rel=1e-3)
+
+
+def test_an_overflow_halves_the_scale_and_skips_the_update(half):
+    before, after, metrics = scaled_step(half, 2.0**60)
+    assert not np.isfinite(metrics["grad_norm"])
+    assert np.isfinite(metrics["loss"])
+    same(after.params, before.params)
+    same(after.optimizer, before.optimizer)
+    assert after.loss_scale == (2.0**59, 0)
+    assert after.step == before.step + 1
+
+
+def test_the_scale_grows_after_enough_good_steps_and_stays_above_one():
+    interval = step_module.GROWTH_INTERVAL
+
+    def state(scale, good):
+        counters = jnp.float32(scale), jnp.int32(good)
+        return State({}, (), jnp.int32(3), jnp.zeros(2, jnp.uint32), LossScale(*counters))
+
+    def after(scale, good, finite):
+        old = state(scale, good)
+        return adjust_scale(old, old._replace(step=old.step + 1), jnp.bool(finite)).loss_scale
+
+    assert after(8.0, interval - 2, True) == (8.0, interval - 1)
+    assert after(8.0, interval - 1, True) == (16.0, 0)
+    assert after(8.0, interval - 1, False) == (4.0, 0)
+    assert after(1.0, 0, False) == (1.0, 0)
+
+
+def test_other_dtypes_have_no_scale_and_bfloat16_computes_in_it(speedrun):
+    assert speedrun[2][0].loss_scale is None
+    task, knobs = make_task(resolved(depth=1), optim("adamw"), dtype=jnp.bfloat16)
+    state = begin(task, mesh_of())
+    text = str(
+        jax.make_jaxpr(lambda s, b, k: train_step(task, s, b, k))(state, batch(micro=8), knobs)
+    )
+    assert state.loss_scale is None and text.count("bf16") > 50
+
+
+# ---- clipping, determinism -------------------------------------------------------------------
+
+
+def test_clip_norm_shrinks_to_the_norm_and_leaves_small_gradients_alone():
+    """Seen in Adam's first moment: (1 - b1) x the gradient after one step."""
+
+    def moments(clip):
+        task, knobs = make_task(resolved(depth=1), optim("adamw", clip_norm=clip))
+        state, (metrics,) = run(task, knobs, steps=1)
+        first = [
+            leaf
+            for path, leaf in jax.tree_util.tree_leaves_with_path(state.optimizer)
+            if any(getattr(key, "name", "") == "mu" for key in path)
+        ]
+        return first, metrics["grad_norm"]
+
+    free, norm = moments(None)
+    clipped, same_norm = moments(float(norm / 4))
+    loose, _ = moments(float(norm * 4))
+    assert same_norm == pytest.approx(norm, rel=1e-5)  # the norm before clipping is reported
+    close(clipped, [x / 4 for x in free], rtol=1e-4, atol=1e-9)
+    close(loose, free, rtol=1e-5, atol=1e-9)
+
+
+def test_the_same_step_twice_is_the_same_bit_for_bit(speedrun):
+    task, knobs, (state, metrics) = speedrun
+    again, others = run(task, knobs)
+    same(again, state)
+    same(others, metrics)
