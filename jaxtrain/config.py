@@ -8,7 +8,8 @@ import difflib
 import json
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal, get_args
+from types import UnionType
+from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, Field, ValidationError
@@ -36,13 +37,22 @@ class TrainConfig(Settings):
 
     sequence_length: int = Field(2048, ge=2, description="tokens of context in a row, T")
     batch_size: int | None = Field(
-        None, ge=1, description="rows of one step over all devices; default by the batch rule"
+        None,
+        ge=1,
+        description="rows of one step over all devices; "
+        "default 2^round(log2(2^19 x (tokens / d12 tokens)^0.383)) / sequence_length",
     )
     device_batch_size: int | None = Field(
-        None, ge=1, description="rows a device takes at once; the rest of its rows are accumulated"
+        None,
+        ge=1,
+        description="rows a device takes at once, the rest of its rows are accumulated; "
+        "default all its rows",
     )
     steps: int | None = Field(
-        None, ge=1, description="optimizer steps; default tokens_per_parameter's horizon"
+        None,
+        ge=1,
+        description="optimizer steps; "
+        "default tokens_per_parameter x (matrices + head) / batch tokens",
     )
     tokens_per_parameter: float = Field(
         12.0, gt=0, description="training tokens for each parameter of matrices and head"
@@ -150,11 +160,9 @@ def validate[Tree: Sections](model: type[Tree], tree: dict[str, Any]) -> Tree:
     try:
         return model.model_validate(tree)
     except ValidationError as error:
-        lines: dict[str, str] = {}
-        for e in error.errors():
-            where = locate(e["loc"])[0]  # once for each alternative of a field like int | "auto"
-            lines[where] = f"{lines[where]}, or {e['msg']}" if where in lines else explain(e)
-        raise UserError("\n".join(lines.values())) from None
+        # A field such as `int | "auto"` has an error for each alternative: show the first.
+        lines = {locate(e["loc"])[0]: explain(e) for e in reversed(error.errors())}
+        raise UserError("\n".join(reversed(lines.values()))) from None
 
 
 def apply_override(tree: dict[str, Any], override: str) -> None:
@@ -234,17 +242,14 @@ def locate(loc: tuple[Any, ...]) -> tuple[str, type[BaseModel] | None]:
     model: type[BaseModel] | None = Config
     path: list[str] = []
     for part in loc:
-        variants = (
-            variants_of(model.model_fields[path[-1]])
-            if model and path and path[-1] in model.model_fields
-            else []
-        )
+        field = model.model_fields.get(path[-1]) if model and path else None
+        variants = variants_of(field) if field else []
         tagged = [v for v in variants if tag_of(v) == part]
         if tagged and len(variants) > 1:
             model = tagged[0]
             continue
-        if path and not variants and model and path[-1] in model.model_fields:
-            break  # below a plain field stands the alternative that was tried
+        if field and not variants and get_origin(field.annotation) in (Union, UnionType):
+            break  # `part` is the alternative that was tried, as int of int | "auto"
         if len(variants) == 1:
             model = variants[0]
         path.append(str(part))
@@ -300,7 +305,8 @@ def help_text() -> str:
         kind = field.annotation.__name__ if isinstance(field.annotation, type) else kind
         default = "required" if field.is_required() else f"default {field.get_default()!r}"
         of = f"[{variant}] " if variant else ""
-        lines.append(f"  {path}  {of}{kind}, {default}\n      {field.description}")
+        text = field.description or "selects this variant"
+        lines.append(f"  {path}  {of}{kind}, {default}\n      {text}")
     return "\n".join(lines)
 
 

@@ -16,7 +16,7 @@ from jax.sharding import Mesh
 
 from jaxtrain import data, objectives
 from jaxtrain.model import cast
-from jaxtrain.parallel import make_mesh, place_batch
+from jaxtrain.parallel import make_mesh, place_batch, shardings
 from jaxtrain.parallel.mesh import batch_ways
 from jaxtrain.parallel.runtime import compute_dtype, start
 from jaxtrain.saved import Saved, load_saved
@@ -64,7 +64,7 @@ def validate(
 
 def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
     """Validate a saved model on the validation split of `config.data`."""
-    prepared = data.prepare(config.data)
+    prepared = data.prepare(data_for(saved, config))
     if prepared.tokenizer.fingerprint != saved.tokenizer.fingerprint:
         raise UserError("data.tokenizer makes another tokenizer than the model was trained with")
     if prepared.validation is None:
@@ -85,7 +85,18 @@ def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
             sequence_length=saved.config.train.sequence_length,
             segments=saved.config.model.document_mask,
         )
-        return validate(scorer, saved.params, batches, mesh)
+        params = jax.device_put(saved.params, shardings(saved.specs, mesh))
+        return validate(scorer, params, batches, mesh)
+
+
+def data_for(saved: Saved, config: Resolved) -> data.DataConfig:
+    """The data to evaluate on. Other text than in training must not train another tokenizer."""
+    tokenizer = config.data.tokenizer
+    if config.data == saved.config.data or tokenizer != saved.config.data.tokenizer:
+        return config.data
+    if tokenizer.name == "sentencepiece":
+        tokenizer = tokenizer.model_copy(update={"path": str(saved.tokenizer_dir)})
+    return config.data.model_copy(update={"tokenizer": tokenizer})
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -95,7 +106,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("run", type=Path, help="run directory or model folder")
     parser.add_argument("--step", type=int, help="a checkpoint instead of the final model")
     parser.add_argument("overrides", nargs="*", help="data.validation.name=documents ...")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     try:
         start()
         saved = load_saved(arguments.run, arguments.step)

@@ -23,7 +23,7 @@ def main(argv: list[str] | None = None) -> int:
         "--print-config", action="store_true", help="show the resolved tree and stop"
     )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
-    arguments = parser.parse_args(argv)
+    arguments = parser.parse_intermixed_args(argv)
     try:
         path = find_config(arguments.config) if arguments.config else None
         config = load_config(path, arguments.overrides)

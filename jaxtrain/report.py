@@ -16,7 +16,6 @@ from statistics import median
 from typing import NamedTuple
 
 import numpy as np
-from matplotlib.figure import Figure
 
 from jaxtrain.metrics import Number, Row, format_bytes, format_duration, read_rows
 from jaxtrain.settings import UserError
@@ -400,6 +399,8 @@ def plot_curves(run_dirs: Sequence[Path], path: Path) -> Path:
     Raises UserError for a folder that is not a run.
     """
     runs = [(run_dir.resolve().name, _read_run(run_dir)) for run_dir in run_dirs]
+    from matplotlib.figure import Figure  # two seconds to import, and only for pictures
+
     figure = Figure(figsize=(10, 4), layout="constrained", dpi=150)
     by_step, by_time = figure.subplots(1, 2, sharey=True)
     drawn: list[Series] = []

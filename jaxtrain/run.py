@@ -40,7 +40,8 @@ def open_run(c: Resolved, tokenizer: Tokenizer) -> Path:
     """Create the run directory, or check that the one there is of this configuration."""
     run_dir = c.run_dir
     file = run_dir / "config.yaml"
-    if file.is_file() and (run_dir / "checkpoints").is_dir():
+    saved = [p for p in (run_dir / "checkpoints").glob("*") if p.name.isdigit()]
+    if file.is_file() and (saved or (run_dir / "model").is_dir()):
         changed = differences(yaml.safe_load(file.read_text()), c.model_dump(mode="json"))
         if changed:
             raise UserError(
@@ -82,7 +83,7 @@ def new_or_resumed(
         shardings,
     )
     params, rest, position = checkpoints.restore(newest, like.params, rest_of(like))
-    return State(params, *rest.values()), position
+    return State(params, **{"loss_scale": None, **rest}), position
 
 
 def rest_of(state: State) -> dict[str, Any]:

@@ -27,6 +27,7 @@ class Saved(NamedTuple):
     specs: Any
     params: Any
     tokenizer: Tokenizer
+    tokenizer_dir: Path
 
 
 def save_model(directory: Path, config: Resolved, params: Any, tokenizer: Tokenizer) -> None:
@@ -46,13 +47,14 @@ def load_saved(path: Path, step: int | None = None) -> Saved:
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{path} is not a run directory or a model folder: it has no config.yaml")
     config = load_resolved(folder / "config.yaml")
-    tokenizer = load_tokenizer(folder if (folder / WEIGHTS).is_file() else path / "tokenizer")
+    tokenizer_dir = folder if (folder / WEIGHTS).is_file() else path / "tokenizer"
+    tokenizer = load_tokenizer(tokenizer_dir)
     graphdef, specs = split(Transformer(config.model, tokenizer.vocab_size))
     if step is None and (folder / WEIGHTS).is_file():
         params = read_weights(folder / WEIGHTS, specs, tokenizer)
     else:
         params = read_checkpoint(path, specs, step)
-    return Saved(config, graphdef, specs, params, tokenizer)
+    return Saved(config, graphdef, specs, params, tokenizer, tokenizer_dir)
 
 
 def load_resolved(path: Path) -> Resolved:

@@ -4,14 +4,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from pydantic import BaseModel
+
 from jaxtrain.config import Config, Sections, TrainConfig, apply_override, to_yaml, validate
 from jaxtrain.data import DataConfig
 from jaxtrain.data.tokenizer import build_tokenizer
-from jaxtrain.model import ResolvedModel, Transformer, count, resolve_model, split
+from jaxtrain.model import ModelConfig, ResolvedModel, Transformer, count, resolve_model, split
+from jaxtrain.optim import Scale, resolve_optimizer
 from jaxtrain.parallel.mesh import batch_ways, make_mesh
 from jaxtrain.settings import UserError
 
-REFERENCE_TOKENS = 2**19  # tokens a step that suit the reference model, a d12 at ratio 12
+REFERENCE_DEPTH = 12  # the model whose batch and rates the rules start from
 BATCH_POWER = 0.383  # how the best batch grows with the horizon (Bergsma et al. 2025)
 
 
@@ -44,19 +47,28 @@ def horizon(model: ResolvedModel, vocab_size: int, ratio: float) -> float:
     return ratio * (count(specs, "matrix") + count(specs, "head") + head)
 
 
+def reference_model(c: ModelConfig, sequence_length: int) -> ResolvedModel:
+    """The d12 of the same family."""
+    sizes = {"depth": REFERENCE_DEPTH, "width": None, "heads": None, "kv_heads": None}
+    return resolve_model(c.model_copy(update={**sizes, "hidden": None}), sequence_length)
+
+
+def batch_tokens(tokens: float, reference: float) -> int:
+    """Tokens of a step for this many training tokens: the reference's batch grown by the power."""
+    return 2 ** round(math.log2(Scale().batch_tokens * (tokens / reference) ** BATCH_POWER))
+
+
 def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) -> Resolved:
     """Fill in every open field of the configuration."""
     t = c.train
     model = resolve_model(c.model, t.sequence_length)
-    ways = batch_ways(make_mesh(c.mesh, devices))
     tokens = horizon(model, vocab_size, t.tokens_per_parameter)
-    if t.steps and t.batch_size:
-        tokens = t.steps * t.batch_size * t.sequence_length
-    reference = horizon(resolve_model(c.model.model_copy(update={
-        "depth": 12, "width": None, "heads": None, "kv_heads": None, "hidden": None,
-    }), t.sequence_length), vocab_size, 12.0)  # fmt: skip
-    power = round(math.log2(REFERENCE_TOKENS * (tokens / reference) ** BATCH_POWER))
-    batch = t.batch_size or max(ways, 2**power // t.sequence_length)
+    reference = horizon(
+        reference_model(c.model, t.sequence_length), vocab_size, t.tokens_per_parameter
+    )
+    ways = batch_ways(make_mesh(c.mesh, devices))
+    rows = max(ways, batch_tokens(tokens, reference) // t.sequence_length)
+    batch = t.batch_size or rows
     if batch % ways:
         raise UserError(
             f"train.batch_size {batch} does not divide over {ways} devices (mesh data x fsdp); "
@@ -68,14 +80,18 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
             f"train.batch_size {batch} is not a multiple of {ways} devices x "
             f"train.device_batch_size {device_batch}"
         )
-    train = {
-        "batch_size": batch,
-        "device_batch_size": device_batch,
-        "steps": t.steps or max(1, round(tokens / (batch * t.sequence_length))),
+    step_tokens = batch * t.sequence_length
+    steps = t.steps or max(1, int(tokens // step_tokens))
+    if t.steps:
+        tokens = steps * step_tokens
+    scale = Scale(model.width, step_tokens, tokens / reference)
+    train = {"batch_size": batch, "device_batch_size": device_batch, "steps": steps}
+    derived = {
+        "model": model.model_dump(),
+        "train": {**t.model_dump(), **train},
+        "optim": resolve_optimizer(c.optim, scale).model_dump(),
     }
-    return Resolved.model_validate(
-        {**c.model_dump(), "model": model.model_dump(), "train": {**t.model_dump(), **train}}
-    )
+    return Resolved.model_validate({**c.model_dump(), **derived})
 
 
 def override(c: Resolved, overrides: Sequence[str]) -> Resolved:
@@ -86,6 +102,42 @@ def override(c: Resolved, overrides: Sequence[str]) -> Resolved:
     return validate(Resolved, tree)
 
 
+def rules(c: BaseModel, resolved: BaseModel, prefix: str = "") -> dict[str, str]:
+    """Path -> rule of each field that was open and is not any more.
+
+    The rule is what the field's description says its default is.
+    """
+    found: dict[str, str] = {}
+    for name, field in type(c).model_fields.items():
+        before, after = getattr(c, name), getattr(resolved, name)
+        if isinstance(before, BaseModel):
+            found |= rules(before, after, f"{prefix}{name}.")
+        elif before is None and after is not None:
+            found[prefix + name] = (field.description or "").partition("default ")[2]
+    return found
+
+
 def resolved_text(c: Config) -> str:
-    """The resolved tree as YAML, for --print-config."""
-    return to_yaml(resolve(c, vocab_size_of(c.data)))
+    """The resolved tree as YAML for --print-config, the rule behind each derived value."""
+    vocab_size = vocab_size_of(c.data)
+    r = resolve(c, vocab_size)
+    found, path, lines = rules(c, r), [], [summary(r, vocab_size)]
+    for line in to_yaml(r).splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        path[depth:] = [line.strip().partition(":")[0]]
+        rule = found.get(".".join(path))
+        lines.append(f"{line}  # {rule}" if rule else line)
+    return "\n".join(lines)
+
+
+def summary(r: Resolved, vocab_size: int) -> str:
+    """A comment line: parameters, tokens, and how a step is accumulated."""
+    t = r.train
+    ways = batch_ways(make_mesh(r.mesh))
+    return (
+        f"# {horizon(r.model, vocab_size, 1.0):,.0f} parameters in matrices and head; "
+        f"{t.steps * t.batch_size * t.sequence_length:,} tokens, "
+        f"{t.batch_size * t.sequence_length:,} a step: "
+        f"{t.batch_size // (ways * t.device_batch_size)} microbatches x {t.device_batch_size} rows "
+        f"x {ways} devices"
+    )

@@ -57,7 +57,7 @@ def train(config: Config) -> dict[str, float]:
 
     # ---- model, optimizer, step ----------------------------------------------------------------
     graphdef, specs = split(Transformer(c.model, tokenizer.vocab_size))
-    optimizer = make_optimizer(c.optim, specs, t.steps)
+    optimizer = make_optimizer(c.optim, specs, t.steps, t.batch_size * t.sequence_length)
     dtype, bytes_V = compute_dtype(t.precision), jnp.asarray(tokenizer.token_bytes())
     task = Task(graphdef, specs, optimizer, dtype, bytes_V, c.optim.clip_norm, t.z_loss)
     parameters = sizes(specs)["total"]
@@ -91,6 +91,8 @@ def train(config: Config) -> dict[str, float]:
         held = next(batches), batches.get_state()  # compiled against, and trained on first
         step_fn = compile_step(make_step(task, mesh), state, place(held[0]), knobs, c)
         scorer = make_scorer(graphdef, specs, dtype, bytes_V)
+        # What is evaluated: the trained weights, or an average that the optimizer keeps of them.
+        weights = jax.jit(optimizer.eval_params)
         last: dict[str, float] = {}
 
         def check(full: bool) -> None:
@@ -109,12 +111,13 @@ def train(config: Config) -> dict[str, float]:
             )
             with metrics.pause():
                 limit = None if full else c.eval.tokens
-                last.update(validate(scorer, state.params, split_batches, mesh, limit))
+                shown = weights(state.params, state.optimizer)
+                last.update(validate(scorer, shown, split_batches, mesh, limit))
                 metrics.write(step, "validation", last)
 
         def sample() -> None:
             """Write samples/step_N.txt."""
-            params = cast(state.params, specs, dtype)
+            params = cast(weights(state.params, state.optimizer), specs, dtype)
             texts = generate(
                 graphdef, params, tokenizer, c.sample.prompts, tokens=c.sample.tokens,
                 temperature=c.sample.temperature, top_k=c.sample.top_k, top_p=c.sample.top_p,
@@ -167,7 +170,8 @@ def train(config: Config) -> dict[str, float]:
             if step == t.steps:
                 check(full=True)
                 sample()
-                save_model(run_dir / "model", c, state.params, tokenizer)
+                shown = weights(state.params, state.optimizer)
+                save_model(run_dir / "model", c, shown, tokenizer)
         checkpoints.wait()
     page = report.write_report(run_dir)
     if step < t.steps:

@@ -20,9 +20,18 @@ from tiny import (
 )
 
 from jaxtrain import step as step_module
+from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
 from jaxtrain.optim import OptimConfig
 from jaxtrain.parallel import place_batch
-from jaxtrain.step import LossScale, State, adjust_scale, make_step, train_step
+from jaxtrain.run import new_or_resumed, rest_of
+from jaxtrain.step import (
+    LossScale,
+    State,
+    adjust_scale,
+    make_step,
+    state_shardings,
+    train_step,
+)
 
 ROWS = 8
 
@@ -167,6 +176,18 @@ def test_an_overflow_halves_the_scale_and_skips_the_update(half):
     same(after.optimizer, before.optimizer)
     assert after.loss_scale == (2.0**59, 0)
     assert after.step == before.step + 1
+
+
+def test_a_state_comes_back_from_a_checkpoint_bit_for_bit(half, tmp_path):
+    task, where = half[0], state_shardings(half[0], mesh_of())
+    _, state, _ = scaled_step(half, 2.0**9)
+    with Checkpointer(tmp_path, CheckpointConfig()) as checkpoints:
+        checkpoints.save(1, state.params, rest_of(state), {"at": 7})
+        checkpoints.wait()
+        restored, position = new_or_resumed(task, where, checkpoints, seed=0)
+    assert jax.tree.structure(restored) == jax.tree.structure(state)
+    same(restored, state)
+    assert restored.loss_scale == (2.0**9, 8) and position == {"at": 7}
 
 
 def test_the_scale_grows_after_enough_good_steps_and_stays_above_one():

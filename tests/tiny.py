@@ -1,5 +1,7 @@
 """The smallest models, batches and command lines that still use everything."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -11,6 +13,7 @@ from jaxtrain.parallel import MeshConfig, make_mesh
 from jaxtrain.step import Task, init_state, state_shardings
 
 VOCAB, T = 61, 32
+CACHE = Path(__file__).parents[1] / ".cache" / "data-tests"  # prepared once, as compiled programs
 
 SMALL = {"depth": 4, "width": 32, "head_dim": 8, "short_window": 5, "vocab_multiple": 16}
 LLAMA = {
@@ -104,3 +107,20 @@ def same(a, b):
     """Trees equal bit for bit."""
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
+
+
+def run_overrides(directory, **changes):
+    """`key.path=value` arguments of a run of a few seconds; later ones win."""
+    fields = {
+        "run.directory": directory, "run.name": "tiny", "data.cache_dir": CACHE,
+        "data.tokenizer.vocab_size": 384, "model.depth": 1, "model.width": 32,
+        "model.head_dim": 8, "model.hidden": 48, "train.sequence_length": 32,
+        "train.batch_size": 8, "train.device_batch_size": 1, "train.steps": 6,
+        "optim.schedule.warmup_steps": 0, "sample.tokens": 8, "eval.tokens": 256,
+        "eval.batch_size": 64, "eval.every": "null", "sample.every": "null",
+        "checkpoint.every": 3, "metrics.every": 1, "metrics.tensorboard": False,
+    }  # fmt: skip
+    for key, value in changes.items():  # to the end, as the command line has it
+        fields.pop(key := key.replace("__", "."), None)
+        fields[key] = value
+    return [f"{key}={value}" for key, value in fields.items()]

@@ -12,7 +12,8 @@ import jax
 
 from jaxtrain.bench.kernels import bench_attention, bench_loss
 from jaxtrain.bench.optimizers import bench_optimizers
-from jaxtrain.bench.record import RESULTS, write
+from jaxtrain.bench.race import draw, race
+from jaxtrain.bench.record import BENCHMARKS, RESULTS, write
 from jaxtrain.bench.step import bench_memory, bench_step
 from jaxtrain.bench.tables import screen, table_of, update_page
 from jaxtrain.settings import UserError
@@ -23,6 +24,7 @@ WHAT = {
     "loss": "linear + cross-entropy backends over the benchmark shapes",
     "memory": "what a configuration's step needs, without running it",
     "optim": "an update of every optimizer on a configuration's parameters",
+    "race": "runs compared that differ in their optimizer alone: race RUN [RUN ...]",
     "table": "regenerate the tables in BENCHMARKS.md from benchmarks/results/",
 }
 
@@ -47,7 +49,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         type=Path,
         help="folder of what is written; default benchmarks/results, and runs/bench for a profile",
     )
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
+    parser.add_argument("--baseline", help="race: name of the run to beat; default the best AdamW")
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key.path=value | RUN",
+        help="override a field; race: a run directory",
+    )
     return parser.parse_intermixed_args(argv)
 
 
@@ -55,6 +63,8 @@ def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
     """The records of a command line."""
     if a.what in ("attention", "loss"):
         return [(bench_attention if a.what == "attention" else bench_loss)(a.variant)]
+    if a.what == "race":
+        return [race([Path(run) for run in a.overrides], a.baseline)]
     configs = a.config or ["gpt_d12"]
     if a.what == "step":
         folder = (a.out or Path("runs/bench")) if a.profile else None
@@ -75,6 +85,8 @@ def main(argv: list[str] | None = None) -> int:
             if arguments.record:
                 path = write(record, arguments.out or RESULTS)
                 record["file"] = path.name
+                if arguments.what == "race":
+                    draw(record, (arguments.out or BENCHMARKS) / f"race-{record['config']}.png")
             console.print(table_of(record))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

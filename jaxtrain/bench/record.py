@@ -20,12 +20,14 @@ def describe(
     variant: str,
     workload: dict[str, Any] | None = None,
     devices: int | None = None,
+    env: dict[str, Any] | None = None,
 ) -> dict[str, Any]:
     """A record without its figures (`metrics` or `rows`, `floor`). devices: used; default all.
 
+    env: of the process that made the figures, where it is not this one.
     The commit is that of the checkout, or of the variable JAXTRAIN_COMMIT where there is none.
     """
-    here = environment()
+    here = env or environment()
     device = here["device_kind"]
     return {
         "bench": bench,
@@ -46,13 +48,17 @@ def stem(record: dict[str, Any]) -> str:
     count = record["device_count"]
     device = record["device"] + (f" x{count}" if count > 1 else "")
     parts = (record["bench"], record["config"], record["variant"], device)
-    return "-".join(re.sub(r"[^a-z0-9]+", "_", part.lower()).strip("_") for part in parts)
+    plain = (re.sub(r"[^a-z0-9]+", "_", part.lower()).strip("_") for part in parts)
+    return "-".join(part for part in plain if part)
 
 
 def write(record: dict[str, Any], directory: Path) -> Path:
     directory.mkdir(parents=True, exist_ok=True)
     path = directory / f"{stem(record)}.json"
-    path.write_text(json.dumps(record, indent=1) + "\n")
+    text = json.dumps(record, indent=1)
+    # The points of a curve stand on one line each.
+    text = re.sub(r"\[\s+([^][{}\"]*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
+    path.write_text(text + "\n")
     return path
 
 

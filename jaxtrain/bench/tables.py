@@ -8,6 +8,7 @@ from typing import Any
 from rich.console import Console
 from rich.table import Table
 
+from jaxtrain.bench.race import best_of_arms
 from jaxtrain.bench.record import BENCHMARKS, peers_of, read_results
 from jaxtrain.metrics import format_bytes
 
@@ -52,7 +53,18 @@ OPTIMIZER: Columns = {
     "floor_matmul_ms": rounded(".2f"),
     "floor_bytes_ms": rounded(".2f"),
 }
+RACE: Columns = {
+    "bpb": rounded(".4f"),
+    "tokens_per_s": rounded(",.0f"),
+    "seconds": rounded(",.0f"),
+    "speedup_steps": rounded(".2f"),
+    "speedup_seconds": rounded(".2f"),
+}
 TITLES = {
+    "bpb": "final bits per byte",
+    "seconds": "seconds",
+    "speedup_steps": "speed-up, steps",
+    "speedup_seconds": "speed-up, time",
     "tokens_per_s": "tokens/s",
     "ms": "ms",
     "ms_forward_backward": "fwd+bwd ms",
@@ -75,6 +87,8 @@ def tabulate(
     bench: str, records: Sequence[Record], peers: Sequence[Record]
 ) -> tuple[list[str], list[list[str]]]:
     """Header and rows of all records of one benchmark and configuration, and of its peers."""
+    if bench in ("race", "race_runs"):
+        return raced(records, every=bench == "race_runs")
     if bench in ("step", "memory"):
         return figures(STEP if bench == "step" else MEMORY, records, peers)
     return listed(OPTIMIZER if bench == "optim" else KERNEL, records, peers)
@@ -122,6 +136,32 @@ def listed(
     return [header[i] for i in keep], [[row[i] for i in keep] for row in rows]
 
 
+def raced(records: Sequence[Record], every: bool) -> tuple[list[str], list[list[str]]]:
+    """One row for the best run of each arm, or for every run that took part, best first."""
+    rows = []
+    for record in records:
+        for e in record["runs"] if every else best_of_arms(record):
+            values = e | (e["to_baseline"] or {}) | {"seconds": e["seconds"]}
+            cells = [show(values.get(key)) for key, show in RACE.items()]
+            if e["bpb"] is None:
+                cells[0] = f"{e['status']} (step {e['steps']})"
+            name = e["label"] + (" (baseline)" if e["label"] == record["baseline"] else "")
+            rows.append([name, settings(e, record), *cells, device(record), source(record)])
+    return ["run", "settings", *(TITLES[key] for key in RACE), "device", "figures"], rows
+
+
+def settings(e: Record, record: Record) -> str:
+    """A run's main rate and decay, and what sets it apart from others of the same optimizer."""
+    peers = [other["settings"] for other in record["runs"] if other["optimizer"] == e["optimizer"]]
+    apart = [k for k, v in e["settings"].items() if any(other.get(k) != v for other in peers)]
+    main = [k for k in ("learning_rate", "matrix_lr", "weight_decay") if k in e["settings"]]
+    return ", ".join(f"{k} {plain(e['settings'][k])}" for k in dict.fromkeys(main + apart))
+
+
+def plain(x: Any) -> str:
+    return f"{x:g}" if isinstance(x, float) else str(x)
+
+
 def device(record: Record) -> str:
     count = record["device_count"]
     return record["device"] + (f" x{count}" if count > 1 else "")
@@ -155,7 +195,8 @@ def to_markdown(header: list[str], rows: list[list[str]]) -> str:
 def table_of(record: Record) -> Table:
     """One record beside its peers, for the screen."""
     title = f"{record['bench']} {record['config']}"
-    return to_rich(title, *tabulate(record["bench"], [record], record["peers"]))
+    bench = "race_runs" if record["bench"] == "race" else record["bench"]
+    return to_rich(title, *tabulate(bench, [record], record["peers"]))
 
 
 def render(page: str, results: Sequence[Record]) -> str:
@@ -163,7 +204,8 @@ def render(page: str, results: Sequence[Record]) -> str:
 
     def table(match: re.Match[str]) -> str:
         begin, bench, config, end = match.groups()
-        records = [r for r in results if (r["bench"], r["config"]) == (bench, config)]
+        name = bench.removesuffix("_runs")  # of a race there are two tables
+        records = [r for r in results if (r["bench"], r["config"]) == (name, config)]
         header, rows = tabulate(bench, records, peers_of(bench, config))
         body = to_markdown(header, rows) if rows else "Not measured yet.\n"
         return begin + body + end

@@ -77,7 +77,7 @@ def load_workload(name: str, overrides: Sequence[str] = ()) -> Workload:
     task = Task(
         graphdef,
         specs,
-        make_optimizer(r.optim, specs, r.train.steps),
+        make_optimizer(r.optim, specs, r.train.steps, r.train.batch_size * r.train.sequence_length),
         compute_dtype(r.train.precision),
         jnp.ones((vocab_size,)),
         r.optim.clip_norm,

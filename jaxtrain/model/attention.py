@@ -12,7 +12,7 @@ from jaxtyping import Array, Float, Int
 from jaxtrain import parallel
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.init import SCHEMES, uniform
-from jaxtrain.model.layers import Rotary, rotate
+from jaxtrain.model.layers import Rotary, lookup, rotate
 from jaxtrain.model.params import declare
 from jaxtrain.model.plan import LayerSpec
 from jaxtrain.parallel import constrain
@@ -50,7 +50,7 @@ class ValueEmbedding(nnx.Module):
     ) -> Float[Array, "B T KH"]:
         gate_cK = self.gate[...]
         gate_BTK = 3 * jax.nn.sigmoid(x_BTD[..., : gate_cK.shape[0]] @ gate_cK)
-        rows = self.table[...][tokens_BT]
+        rows = lookup(self.table[...], tokens_BT)
         split = rows.reshape(*rows.shape[:2], gate_cK.shape[1], -1)
         return (gate_BTK[..., None] * split).reshape(rows.shape)
 
@@ -61,9 +61,9 @@ class Attention(nnx.Module):
     def __init__(self, c: ResolvedModel, layers: int):
         scheme = SCHEMES[c.init](c)
         L, D, NH, KH = layers, c.width, c.heads * c.head_dim, c.kv_heads * c.head_dim
-        self.q = declare((L, D, NH), ("layers", "embed", "heads"), scheme.qkv, "matrix")
-        self.k = declare((L, D, KH), ("layers", "embed", "kv_heads"), scheme.qkv, "matrix")
-        self.v = declare((L, D, KH), ("layers", "embed", "kv_heads"), scheme.qkv, "matrix")
+        self.q = declare((L, D, NH), ("layers", "embed", "heads"), scheme.qk, "matrix")
+        self.k = declare((L, D, KH), ("layers", "embed", "kv_heads"), scheme.qk, "matrix")
+        self.v = declare((L, D, KH), ("layers", "embed", "kv_heads"), scheme.v, "matrix")
         self.out = declare((L, NH, D), ("layers", "heads", "embed"), scheme.attention_out, "matrix")
         self.config = c
 

@@ -63,7 +63,16 @@ class ModelConfig(Settings):
     smear: bool = Field(True, description="mix a gated copy of the previous token's embedding in")
     backout: bool = Field(True, description="subtract a learned share of the middle layer's output")
     document_mask: bool = Field(False, description="tokens attend inside their own document only")
-    init: Literal["speedrun", "gpt2"] = Field("speedrun", description="initial values")
+    # fmt: off
+    init: Literal[
+        "speedrun", "gpt2", "depth_scaled", "orthogonal", "mup", "fixup", "tfixup", "rezero",
+        "skipinit",
+    ] = Field("speedrun", description="initial values; the last four need no block_norm")
+    # fmt: on
+    base_width: int = Field(
+        256, ge=1, description="width whose learning rates `init: mup` transfers to this one"
+    )
+    block_norm: bool = Field(True, description="RMS-normalise what each branch reads")
     embedding_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="storage of the token and value embeddings"
     )
@@ -84,6 +93,10 @@ class ModelConfig(Settings):
             raise ValueError(f"width {self.width} is not a multiple of head_dim {self.head_dim}")
         if self.heads and self.kv_heads and self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+        if self.init == "mup" and self.tied_head:
+            raise ValueError("init mup scales the head unlike the embedding: set tied_head: false")
+        if self.norm_gain and not self.block_norm:
+            raise ValueError("norm_gain needs block_norm: there are no norms for the gains")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even (rotary pairs)")
         if self.attention not in (None, *BACKENDS):

@@ -24,6 +24,28 @@ def rms_norm(
     return y.astype(x.dtype)
 
 
+@jax.custom_vjp
+def lookup(table_VD: Float[Array, "V D"], tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
+    """Rows of an embedding. Its gradient is summed in float32, whatever the table's dtype.
+
+    A frequent token gathers thousands of rows: in bfloat16 their sum would stop growing.
+    """
+    return table_VD[tokens_BT]
+
+
+def _lookup_forward(table_VD: Array, tokens_BT: Array) -> tuple[Array, tuple[Array, Array]]:
+    return table_VD[tokens_BT], (table_VD[:, :0], tokens_BT)
+
+
+def _lookup_backward(saved: tuple[Array, Array], g_BTD: Array) -> tuple[Array, None]:
+    like_V0, tokens_BT = saved
+    sums_VD = jnp.zeros((like_V0.shape[0], g_BTD.shape[-1]), jnp.float32)
+    return sums_VD.at[tokens_BT].add(g_BTD.astype(jnp.float32)).astype(like_V0.dtype), None
+
+
+lookup.defvjp(_lookup_forward, _lookup_backward)
+
+
 class Rotary(NamedTuple):
     """Cosines of the rotary angles and signed sines, ready to broadcast over heads."""
 

@@ -11,8 +11,21 @@ import numpy as np
 from flax import nnx
 
 Role = Literal["matrix", "embedding", "head", "gain", "scalar"]
-Initializer = Callable[[jax.Array, tuple[int, ...]], jax.Array]
 Params = dict[str, Any]
+
+
+@dataclass(frozen=True)
+class Initializer:
+    """Draws the values of a shape. `wider`: the in and out dims, in multiples of the base model's.
+
+    muP ties the learning rate to the initial values; the optimizer reads `wider` and follows.
+    """
+
+    draw: Callable[[jax.Array, tuple[int, ...]], jax.Array]
+    wider: tuple[float, float] = (1.0, 1.0)
+
+    def __call__(self, key: jax.Array, shape: tuple[int, ...]) -> jax.Array:
+        return self.draw(key, shape)
 
 
 @dataclass(frozen=True)
@@ -31,6 +44,10 @@ class ParamSpec:
     @property
     def size(self) -> int:
         return int(np.prod(self.shape))
+
+    @property
+    def wider(self) -> tuple[float, float]:
+        return self.init.wider
 
 
 def declare(

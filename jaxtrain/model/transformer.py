@@ -16,7 +16,7 @@ from jaxtyping import Array, Float, Int
 from jaxtrain.model.attention import Attention, LayerCache, ValueEmbedding
 from jaxtrain.model.config import ResolvedModel, round_up
 from jaxtrain.model.init import SCHEMES, constant, uniform
-from jaxtrain.model.layers import FeedForward, Rotary, rms_norm, rotary
+from jaxtrain.model.layers import FeedForward, Rotary, lookup, rms_norm, rotary
 from jaxtrain.model.params import declare
 from jaxtrain.model.plan import LayerSpec, make_plan, segments
 from jaxtrain.parallel import constrain
@@ -47,7 +47,15 @@ class Block(nnx.Module):
     def __init__(self, c: ResolvedModel, layers: int):
         self.attention = Attention(c, layers)
         self.ffn = FeedForward(c, layers)
-        self.eps = c.norm_eps
+        self.norm, self.eps = c.block_norm, c.norm_eps
+        start = SCHEMES[c.init](c).branch_scale
+        if start is None:
+            self.attention_scale = self.ffn_scale = None
+        else:
+            scale = lambda: declare(
+                (layers,), ("layers",), constant(start), "scalar", group="residual_scale"
+            )
+            self.attention_scale, self.ffn_scale = scale(), scale()
         if c.norm_gain:
             gain = lambda: declare((layers, c.width), ("layers", None), constant(1.0), "gain")
             self.attention_gain, self.ffn_gain = gain(), gain()
@@ -63,14 +71,23 @@ class Block(nnx.Module):
         segments_BT: Int[Array, "B T"] | None,
         cache: LayerCache | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
-        gain = None if self.attention_gain is None else self.attention_gain[...]
-        h_BTD = rms_norm(x_BTD, gain, eps=self.eps)
+        h_BTD = self.read(x_BTD, self.attention_gain)
         value_BTC = None if value is None else value[0](h_BTD, value[1])
         y_BTD, kept = self.attention(h_BTD, spec, rope, value_BTC, segments_BT, cache)
-        x_BTD = x_BTD + y_BTD
-        gain = None if self.ffn_gain is None else self.ffn_gain[...]
-        x_BTD = x_BTD + self.ffn(rms_norm(x_BTD, gain, eps=self.eps))
+        x_BTD = add(x_BTD, y_BTD, self.attention_scale)
+        x_BTD = add(x_BTD, self.ffn(self.read(x_BTD, self.ffn_gain)), self.ffn_scale)
         return constrain(x_BTD, "batch", None, None), kept
+
+    def read(self, x_BTD: Float[Array, "B T D"], gain: Any) -> Float[Array, "B T D"]:
+        """What a branch sees of the stream."""
+        if not self.norm:
+            return x_BTD
+        return rms_norm(x_BTD, None if gain is None else gain[...], eps=self.eps)
+
+
+def add(x_BTD: Array, y_BTD: Array, scale: Any) -> Array:
+    """The stream with a branch added, times its learned scale if there is one."""
+    return x_BTD + (y_BTD if scale is None else (scale[...] * y_BTD).astype(x_BTD.dtype))
 
 
 class Transformer(nnx.Module):
@@ -152,7 +169,7 @@ class Transformer(nnx.Module):
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
         """Embeddings with and without the smear; `previous_BD` stands before the first token."""
         c = self.config
-        plain_BTD = constrain(self.embed[...][tokens_BT], "batch", None, None)
+        plain_BTD = constrain(lookup(self.embed[...], tokens_BT), "batch", None, None)
         if c.embed_norm:
             plain_BTD = rms_norm(plain_BTD, eps=c.norm_eps)
         if not c.smear:

@@ -4,21 +4,62 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from jaxtrain.optim.adafactor import AdafactorConfig, adafactor
 from jaxtrain.optim.adamw import AdamWConfig, adamw
+from jaxtrain.optim.adamw8bit import AdamW8bitConfig, adamw8bit
 from jaxtrain.optim.groups import Optimizer, build
+from jaxtrain.optim.lamb import LAMBConfig, lamb
+from jaxtrain.optim.lars import LARSConfig, lars
 from jaxtrain.optim.lion import LionConfig, lion
-from jaxtrain.optim.muon import MuonConfig, muon
+from jaxtrain.optim.muon import MuonConfig, Scale, muon, resolve_muon
+from jaxtrain.optim.schedule_free import ScheduleFreeConfig, schedule_free
+from jaxtrain.optim.sgd import SGDConfig, sgd
+from jaxtrain.optim.soap import SOAPConfig, soap
 
-OPTIMIZERS = {"muon": muon, "adamw": adamw, "lion": lion}
-OptimConfig = Annotated[MuonConfig | AdamWConfig | LionConfig, Field(discriminator="name")]
+OPTIMIZERS = {
+    "muon": muon,
+    "adamw": adamw,
+    "adamw8bit": adamw8bit,
+    "schedule_free": schedule_free,
+    "lion": lion,
+    "soap": soap,
+    "adafactor": adafactor,
+    "sgd": sgd,
+    "lamb": lamb,
+    "lars": lars,
+}
+OptimConfig = Annotated[
+    MuonConfig
+    | AdamWConfig
+    | AdamW8bitConfig
+    | ScheduleFreeConfig
+    | LionConfig
+    | SOAPConfig
+    | AdafactorConfig
+    | SGDConfig
+    | LAMBConfig
+    | LARSConfig,
+    Field(discriminator="name"),
+]
 
 
-def make_optimizer(c: Any, specs: Any, total_steps: int) -> Optimizer:
-    """The configured optimizer for a tree of parameter declarations."""
-    return build(c, OPTIMIZERS[c.name](c), specs, total_steps)
+def resolve_optimizer(c: Any, scale: Scale) -> Any:
+    """The configuration with the rates that follow from the scale of the run."""
+    return resolve_muon(c, scale) if isinstance(c, MuonConfig) else c
+
+
+def make_optimizer(
+    c: Any, specs: Any, total_steps: int, batch_tokens: int | None = None
+) -> Optimizer:
+    """The configured optimizer for a tree of parameter declarations.
+
+    `batch_tokens` of a step are for `optim.batch_scaling`; None leaves the rates as they are given.
+    """
+    return build(c, OPTIMIZERS[c.name](c), specs, total_steps, batch_tokens)
 
 
 __all__ = [
-    "OPTIMIZERS", "AdamWConfig", "LionConfig", "MuonConfig", "OptimConfig", "Optimizer",
-    "make_optimizer",
+    "OPTIMIZERS", "AdafactorConfig", "AdamW8bitConfig", "AdamWConfig", "LAMBConfig", "LARSConfig",
+    "LionConfig", "MuonConfig", "OptimConfig", "Optimizer", "SGDConfig", "SOAPConfig", "Scale",
+    "ScheduleFreeConfig", "make_optimizer", "resolve_optimizer",
 ]  # fmt: skip

@@ -5,7 +5,7 @@ from typing import Literal
 import optax
 from pydantic import Field
 
-from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig
+from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig, one_rate
 
 
 class AdamWConfig(OptimizerConfig):
@@ -30,11 +30,4 @@ def make_adamw(h: Hyper) -> optax.GradientTransformation:
 
 def adamw(c: AdamWConfig) -> dict[str, Group]:
     peaks = c.model_dump(include={"learning_rate", "weight_decay", "b1", "b2", "eps"})
-    decayed, plain = Group(make_adamw, peaks), Group(make_adamw, {**peaks, "weight_decay": 0.0})
-    return {
-        "matrix": decayed,
-        "embedding": decayed,
-        "head": decayed,
-        "gain": plain,
-        "scalar": plain,
-    }
+    return one_rate(make_adamw, peaks)

@@ -4,8 +4,9 @@ An optimizer is a table `group -> Group`. A parameter belongs to the row of its 
 else of its role. Rates are arguments of the compiled step (`hyper`), never constants in it.
 """
 
+import functools
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +20,31 @@ Hyper = dict[str, Any]  # learning_rate, weight_decay, b1, ...: floats, or trace
 Adjust = Callable[[Hyper, jax.Array, Hyper], Hyper]  # (peaks, step, schedule's values) -> now
 
 
+# How a rate follows the width (Yang et al. 2022, "Tensor Programs V", table 3), from how many times
+# wider the in and out dims are than the base model's. Orthogonal updates need nothing (Muon).
+TRANSFER: dict[str, Callable[[float, float], float]] = {
+    "adam": lambda wider_in, wider_out: 1 / wider_in,
+    "sgd": lambda wider_in, wider_out: wider_out / wider_in,
+    "spectral": lambda wider_in, wider_out: 1.0,
+}
+
+
+class BatchScaling(Settings):
+    """How the learning rates follow the batch (Goyal et al. 2017; Malladi et al. 2022)."""
+
+    rule: Literal["none", "linear", "sqrt"] = Field(
+        "none", description="rates grow with (batch / reference)^0, ^1 or ^0.5, in all groups"
+    )
+    reference_tokens: int = Field(
+        2**19, ge=1, description="tokens of the step that the rates are given for"
+    )
+
+    def factor(self, tokens: int | None) -> float:
+        """Factor on the rates for a step of this many tokens (None: the reference)."""
+        power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[self.rule]
+        return ((tokens or self.reference_tokens) / self.reference_tokens) ** power
+
+
 class OptimizerConfig(Settings):
     """What all optimizers have in common."""
 
@@ -29,14 +55,30 @@ class OptimizerConfig(Settings):
         default_factory=lambda: Trapezoid.model_validate({"warmup_steps": 40, "final": 0.05}),
         description="learning rate over the run",
     )
+    multipliers: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict,
+        description="factors on the learning rates of groups, as in {embedding: 0.1}",
+    )
+    batch_scaling: BatchScaling = Field(
+        default_factory=lambda: BatchScaling.model_validate({}),
+        description="how the rates follow the batch",
+    )
 
 
 class Group(NamedTuple):
-    """`make` builds the transformation from the rates in force; `peaks` are their peak values."""
+    """`make` builds the transformation from the rates in force; `peaks` are their peak values.
+
+    `transfer` is the row of TRANSFER (None: rates of another kind, there is no rule). `matrices`:
+    it works on declared `[..., in, out]`. `eval_params(state, params)` are the weights to evaluate,
+    where these are not the ones that train.
+    """
 
     make: Callable[[Hyper], optax.GradientTransformation]
     peaks: dict[str, float]
     adjust: Adjust = lambda hyper, step, schedule: hyper
+    transfer: str | None = "adam"
+    matrices: bool = False
+    eval_params: Callable[[Any, Any], Any] | None = None
 
 
 class Optimizer(NamedTuple):
@@ -44,12 +86,40 @@ class Optimizer(NamedTuple):
 
     `rate(step, knobs)` is the matrices' learning rate, for the record. `knobs` holds every number
     of the run's optimizer (peaks and schedule); pass it to the compiled step as an argument.
+    `eval_params(params, state)` are the weights to validate, sample and keep.
     """
 
     init: Callable[[Any], Any]
     update: Callable[[Any, Any, Any, jax.Array, Any], tuple[Any, Any]]
     rate: Callable[[jax.Array, Any], jax.Array]
     knobs: dict[str, Any]
+    eval_params: Callable[[Any, Any], Any] = lambda params, state: params
+
+
+def one_rate(
+    make: Callable[[Hyper], optax.GradientTransformation],
+    peaks: dict[str, float],
+    plain: Group | None = None,
+    **traits: Any,
+) -> dict[str, Group]:
+    """The table of an optimizer with one rate: gains and scalars `plain`, or not decayed."""
+    decayed = Group(make, peaks, **traits)
+    plain = plain or decayed._replace(peaks={**peaks, "weight_decay": 0.0})
+    return {"matrix": decayed, "embedding": decayed, "head": decayed} | {
+        "gain": plain, "scalar": plain
+    }  # fmt: skip
+
+
+def per_matrix(tx: optax.GradientTransformation) -> optax.GradientTransformation:
+    """A transformation without state that takes norms, on each `[in, out]` of a stack by itself."""
+
+    def leaf(update: Any, param: Any) -> Any:
+        one = lambda u, p: tx.update(u, tx.init(p), p)[0]
+        for _ in range(update.ndim - 2):
+            one = jax.vmap(one)
+        return one(update, param)
+
+    return optax.stateless(lambda updates, params: jax.tree.map(leaf, updates, params))
 
 
 def with_hyper(
@@ -58,51 +128,134 @@ def with_hyper(
     """A transformation rebuilt at each update from the rates in force."""
 
     def update(updates, state, params=None, **extra):
-        updates, new = make(extra["hyper"][label]).update(updates, state, params)
+        now = optax.with_extra_args_support(make(extra["hyper"][label]))
+        updates, new = now.update(updates, state, params, specs=extra["specs"])
         # float32 rates would promote the states of bfloat16 parameters
         return updates, jax.tree.map(lambda n, o: n.astype(o.dtype), new, state)
 
     return optax.GradientTransformationExtraArgs(make(dict(peaks)).init, update)
 
 
-def label_of(path: tuple[Any, ...], spec: Any, table: dict[str, Group]) -> str:
-    for label in (spec.group, spec.role):
-        if label in table:
-            return label
+def label_of(path: tuple[Any, ...], spec: Any, table: dict[str, Group]) -> tuple[str, float]:
+    """The row that a parameter belongs to, and the factor on its rate from its width."""
     name = "/".join(str(key.key) for key in path)
-    raise UserError(
-        f"optim: no group covers {name} (role {spec.role}); there are {', '.join(table)}"
-    )
+    label = spec.group if spec.group in table else spec.role
+    if label not in table:
+        raise UserError(
+            f"optim: no group covers {name} (role {spec.role}); there are {', '.join(table)}"
+        )
+    group, ndim = table[label], len(spec.shape)
+    if group.matrices and (spec.ins, spec.outs) != ((ndim - 2,), (ndim - 1,)):
+        raise UserError(
+            f"optim: {name} is in group {label}, which works on matrices [..., in, out], but its "
+            f"declared in and out dims are {spec.ins} and {spec.outs}; declare it as a matrix, or "
+            f"in another group"
+        )
+    if spec.wider == (1.0, 1.0):
+        return label, 1.0
+    if group.transfer is None:
+        raise UserError(
+            f"model.init mup: this optimizer's rates for {name} (group {label}) have no rule that "
+            f"follows the width; use adamw, lion, muon, soap or sgd"
+        )
+    return label, TRANSFER[group.transfer](*spec.wider)
 
 
-def build(c: OptimizerConfig, table: dict[str, Group], specs: Any, total_steps: int) -> Optimizer:
+def with_multipliers(
+    c: OptimizerConfig, table: dict[str, Group], specs: Any, factor: float
+) -> dict[str, Group]:
+    """The table with the configured factors on its peak rates.
+
+    A group that parameters declare, but that has no row, gets its role's.
+    """
+    roles = {spec.group: spec.role for spec in jax.tree.leaves(specs)}
+    names = [*table, *(name for name in roles if name not in table)]
+    for name in c.multipliers:
+        if name not in names:
+            raise UserError(f"optim.multipliers: no group {name}; there are {', '.join(names)}")
+    rows = {n: table[n] if n in table else table[roles[n]] for n in names
+            if n in table or n in c.multipliers}  # fmt: skip
+
+    def scaled(name: str, group: Group) -> Group:
+        rate = group.peaks["learning_rate"] * factor * c.multipliers.get(name, 1.0)
+        return group._replace(peaks={**group.peaks, "learning_rate": rate})
+
+    return {name: scaled(name, group) for name, group in rows.items()}
+
+
+def build(
+    c: OptimizerConfig,
+    table: dict[str, Group],
+    specs: Any,
+    total_steps: int,
+    batch_tokens: int | None = None,
+) -> Optimizer:
     """The optimizer of a parameter tree from its table of groups."""
     if c.schedule.warmup_steps > total_steps:
         raise UserError(
             f"optim.schedule.warmup_steps is {c.schedule.warmup_steps}, but the run has "
             f"{total_steps} steps: give at most that many"
         )
-    labels = jax.tree_util.tree_map_with_path(lambda p, s: label_of(p, s, table), specs)
-    used = {label: table[label] for label in sorted(set(jax.tree.leaves(labels)))}
+    table = with_multipliers(c, table, specs, c.batch_scaling.factor(batch_tokens))
+    pairs = jax.tree_util.tree_map_with_path(lambda p, s: label_of(p, s, table), specs)
+    is_pair = lambda x: isinstance(x, tuple)
+    name = lambda pair: pair[0] if pair[1] == 1 else f"{pair[0]} x {pair[1]:g}"
+    labels = jax.tree.map(name, pairs, is_leaf=is_pair)
+    used = {name(pair): pair for pair in sorted(set(jax.tree.leaves(pairs, is_leaf=is_pair)))}
     tx = optax.partition(
-        {label: with_hyper(label, group.make, group.peaks) for label, group in used.items()}, labels
+        {
+            name: with_hyper(name, table[row].make, table[row].peaks)
+            for name, (row, _) in used.items()
+        },
+        labels,
+        mask_compatible_extra_args=True,  # of `specs`, a group sees its own
     )
     knobs = {
         "schedule": schedule_values(c.schedule, total_steps),
-        "groups": {label: group.peaks for label, group in used.items()},
+        "groups": {row: table[row].peaks for row, _ in used.values()},
     }
 
     def update(grads, state, params, step, knobs):
         factor = multiplier(c.schedule, knobs["schedule"], step)
         hyper = {}
-        for label, group in used.items():
-            now = group.adjust(knobs["groups"][label], step, knobs["schedule"])
-            hyper[label] = {**now, "learning_rate": now["learning_rate"] * factor}
+        for name, (row, wider) in used.items():
+            now = table[row].adjust(knobs["groups"][row], step, knobs["schedule"])
+            hyper[name] = transferred(
+                {**now, "learning_rate": now["learning_rate"] * factor}, wider
+            )
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-        return tx.update(grads, state, params, hyper=hyper)
+        return tx.update(grads, state, params, hyper=hyper, specs=specs)
 
     def rate(step, knobs):
         peak = knobs["groups"]["matrix"]["learning_rate"]
         return peak * multiplier(c.schedule, knobs["schedule"], step)
 
-    return Optimizer(tx.init, update, rate, jax.tree.map(jnp.float32, knobs))
+    def eval_params(params, state):
+        for name, (row, _) in used.items():
+            if average := table[row].eval_params:
+                mine = jax.tree.map(functools.partial(only, name), labels, params)
+                mine = average(state.inner_states[name].inner_state, mine)
+                params = jax.tree.map(functools.partial(replace, name), labels, params, mine)
+        return params
+
+    return Optimizer(tx.init, update, rate, jax.tree.map(jnp.float32, knobs), eval_params)
+
+
+def only(name: str, label: str, param: Any) -> Any:
+    """A leaf of the tree that this row of optax.partition sees."""
+    return param if label == name else optax.MaskedNode()
+
+
+def replace(name: str, label: str, param: Any, mine: Any) -> Any:
+    return mine.astype(param.dtype) if label == name else param
+
+
+def transferred(hyper: Hyper, factor: float) -> Hyper:
+    """The rate times a factor of the width; rate x decay stays as it is."""
+    if factor == 1:
+        return hyper
+    return {
+        **hyper,
+        "learning_rate": hyper["learning_rate"] * factor,
+        "weight_decay": hyper["weight_decay"] / factor,
+    }

@@ -5,7 +5,7 @@ from typing import Literal
 import optax
 from pydantic import Field
 
-from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig
+from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig, one_rate
 
 
 class LionConfig(OptimizerConfig):
@@ -28,11 +28,4 @@ def make_lion(h: Hyper) -> optax.GradientTransformation:
 
 def lion(c: LionConfig) -> dict[str, Group]:
     peaks = c.model_dump(include={"learning_rate", "weight_decay", "b1", "b2"})
-    decayed, plain = Group(make_lion, peaks), Group(make_lion, {**peaks, "weight_decay": 0.0})
-    return {
-        "matrix": decayed,
-        "embedding": decayed,
-        "head": decayed,
-        "gain": plain,
-        "scalar": plain,
-    }
+    return one_rate(make_lion, peaks)

@@ -4,6 +4,7 @@ A matrix is `[..., in, out]`; everything in front is a batch of matrices, orthog
 Each refinement is a switch, so that it can be measured.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Any, Literal, NamedTuple
@@ -16,6 +17,7 @@ from pydantic import Field
 
 from jaxtrain.optim.adamw import make_adamw
 from jaxtrain.optim.groups import Adjust, Group, Hyper, OptimizerConfig
+from jaxtrain.parallel import over_matrices
 
 # Amsel et al. 2025 (Polar Express): degree-5 odd polynomials for 5 iterations, safety 2e-2.
 POLAR_EXPRESS = (
@@ -33,8 +35,17 @@ class MuonConfig(OptimizerConfig):
     """Matrices by Muon; embeddings, head, gains and scalars by AdamW with rates of their own."""
 
     name: Literal["muon"] = "muon"
-    matrix_lr: float = Field(0.02, gt=0, description="peak rate of the matrices")
-    weight_decay: float = Field(0.28, ge=0, description="decay of the matrices, times their rate")
+    matrix_lr: float | None = Field(
+        None,
+        gt=0,
+        description="peak rate of the matrices; default 0.02 x sqrt(batch tokens / 2^19)",
+    )
+    weight_decay: float | None = Field(
+        None,
+        ge=0,
+        description="decay of the matrices, times their rate; "
+        "default 0.28 x sqrt(batch tokens / 2^19) x d12 tokens / tokens",
+    )
     weight_decay_schedule: Literal["constant", "cosine"] = Field(
         "cosine", description="decay of the matrices over the run; cosine ends at 0"
     )
@@ -59,13 +70,81 @@ class MuonConfig(OptimizerConfig):
     cautious: bool = Field(
         True, description="decay only the weights that the update moves towards zero"
     )
-    embedding_lr: float = Field(0.3, gt=0, description="peak rate of the token embedding")
-    value_embedding_lr: float = Field(0.15, gt=0, description="peak rate of the value embeddings")
-    head_lr: float = Field(0.008, gt=0, description="peak rate of the head")
-    residual_scale_lr: float = Field(0.005, gt=0, description="peak rate of the residual scales")
-    x0_scale_lr: float = Field(0.5, gt=0, description="peak rate of the x0 scales")
+    embedding_lr: float | None = Field(
+        None,
+        gt=0,
+        description="peak rate of the token embedding; "
+        "default 0.3 x sqrt(batch tokens / 2^19) x sqrt(768 / width)",
+    )
+    value_embedding_lr: float | None = Field(
+        None,
+        gt=0,
+        description="peak rate of the value embeddings; "
+        "default 0.15 x sqrt(batch tokens / 2^19) x sqrt(768 / width)",
+    )
+    head_lr: float | None = Field(
+        None,
+        gt=0,
+        description="peak rate of the head; "
+        "default 0.008 x sqrt(batch tokens / 2^19) x sqrt(768 / width)",
+    )
+    residual_scale_lr: float | None = Field(
+        None,
+        gt=0,
+        description="peak rate of the residual scales; default 0.005 x sqrt(batch tokens / 2^19)",
+    )
+    x0_scale_lr: float | None = Field(
+        None,
+        gt=0,
+        description="peak rate of the x0 scales; default 0.5 x sqrt(batch tokens / 2^19)",
+    )
     scalar_lr: float = Field(0.2, gt=0, description="peak rate of smear, backout and other scalars")
     gain_lr: float = Field(0.02, gt=0, description="peak rate of the norms' gains")
+
+
+class ResolvedMuon(MuonConfig):
+    """A MuonConfig with nothing left open."""
+
+    matrix_lr: float
+    weight_decay: float
+    embedding_lr: float
+    value_embedding_lr: float
+    head_lr: float
+    residual_scale_lr: float
+    x0_scale_lr: float
+
+
+class Scale(NamedTuple):
+    """What the rates follow from, and its values at the reference, nanochat's d12."""
+
+    width: int = 768
+    batch_tokens: int = 2**19  # of one step
+    horizon: float = 1.0  # training tokens, as a multiple of the d12's
+
+
+REFERENCE = Scale()
+
+
+def resolve_muon(c: MuonConfig, scale: Scale = REFERENCE) -> ResolvedMuon:
+    """Fill in the rates that are open, scaled from nanochat's d12; anything set by hand wins.
+
+    Rates grow with the root of the batch. The decay keeps rate x decay x steps as it is (Wang &
+    Aitchison 2024).
+    """
+    batch = math.sqrt(scale.batch_tokens / REFERENCE.batch_tokens)
+    wide = batch * math.sqrt(REFERENCE.width / scale.width)
+    rates = {
+        "matrix_lr": 0.02 * batch,
+        "weight_decay": 0.28 * batch / scale.horizon,
+        "embedding_lr": 0.3 * wide,
+        "value_embedding_lr": 0.15 * wide,
+        "head_lr": 0.008 * wide,
+        "residual_scale_lr": 0.005 * batch,
+        "x0_scale_lr": 0.5 * batch,
+    }
+    # Eight digits, so that the rates read well where they are shown.
+    derived = {k: float(f"{v:.8g}") for k, v in rates.items() if getattr(c, k) is None}
+    return ResolvedMuon.model_validate({**c.model_dump(), **derived})
 
 
 class MuonState(NamedTuple):
@@ -129,18 +208,23 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
         shape[second_axis(p.shape)] = 1
         return jnp.zeros(shape, p.dtype)
 
-    def leaf(h: Hyper, g: jax.Array, m: jax.Array, v: jax.Array | None, p: jax.Array):
+    def direction(u: jax.Array, v: jax.Array | None, b2: Any) -> tuple[jax.Array, jax.Array | None]:
+        u = orthogonalize(equilibrate(u) if c.equilibrate else u, COEFFICIENTS[c.orthogonalize])
+        if c.renormalize:
+            u = rescale(u, math.sqrt(min(u.shape[-2:])))
+        if v is None:
+            return u, v
+        mean = jnp.mean(jnp.square(u), axis=second_axis(u.shape), keepdims=True)
+        blend: jax.Array = b2 * v + (1 - b2) * mean
+        norm = jnp.linalg.norm(u, axis=(-2, -1), keepdims=True)
+        return rescale(u * jax.lax.rsqrt(jnp.maximum(blend, 1e-10)), norm), blend
+
+    def leaf(h: Hyper, g: jax.Array, m: jax.Array, v: jax.Array | None, p: jax.Array, spec: Any):
         mu = h["momentum"]
         m = mu * m + (1 - mu) * g
         u = mu * m + (1 - mu) * g if c.nesterov else m
-        u = orthogonalize(equilibrate(u) if c.equilibrate else u, COEFFICIENTS[c.orthogonalize])
-        if c.renormalize:
-            u = rescale(u, math.sqrt(min(g.shape[-2:])))
-        if v is not None:
-            mean = jnp.mean(jnp.square(u), axis=second_axis(u.shape), keepdims=True)
-            blend: jax.Array = h["b2"] * v + (1 - h["b2"]) * mean
-            norm = jnp.linalg.norm(u, axis=(-2, -1), keepdims=True)
-            u, v = rescale(u * jax.lax.rsqrt(jnp.maximum(blend, 1e-10)), norm), blend
+        work = functools.partial(direction, b2=h["b2"])
+        u, v = work(u, v) if spec is None else over_matrices(work, spec.axes, u, v)
         decayed = p * (u * p >= 0) if c.cautious else p
         rate = h["learning_rate"] * math.sqrt(max(1.0, g.shape[-1] / g.shape[-2]))
         return -rate * (u + h["weight_decay"] * decayed), m, v
@@ -151,14 +235,16 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
                 jax.tree.map(jnp.zeros_like, params), jax.tree.map(second_like, params)
             )
 
-        def update(updates, state, params=None):
+        def update(updates, state, params=None, specs=None):
             grads, treedef = jax.tree.flatten(updates)
-            rest = (treedef.flatten_up_to(t) for t in (state.momentum, state.second, params))
+            specs = treedef.unflatten([None] * len(grads)) if specs is None else specs
+            trees = (state.momentum, state.second, params, specs)
+            rest = (treedef.flatten_up_to(t) for t in trees)
             moved, momentum, second = zip(*(leaf(h, *arrays) for arrays in zip(grads, *rest)))
             unflatten = treedef.unflatten
             return unflatten(moved), MuonState(unflatten(momentum), unflatten(second))
 
-        return optax.GradientTransformation(init, update)
+        return optax.GradientTransformationExtraArgs(init, update)
 
     return make
 
@@ -182,7 +268,8 @@ def adjust(c: MuonConfig) -> Adjust:
 
 
 def muon(c: MuonConfig) -> dict[str, Group]:
-    """nanochat's groups: rates, betas and decays by role."""
+    """nanochat's groups: rates, betas and decays by role. Open rates are the reference's."""
+    c = resolve_muon(c)
 
     def adam(rate: float, b1: float, b2: float, weight_decay: float) -> Group:
         peaks = {
@@ -204,7 +291,7 @@ def muon(c: MuonConfig) -> dict[str, Group]:
         "b2": c.normuon_b2,
     }
     return {
-        "matrix": Group(make_muon(c), matrix, adjust(c)),
+        "matrix": Group(make_muon(c), matrix, adjust(c), transfer="spectral", matrices=True),
         "embedding": adam(c.embedding_lr, 0.8, 0.995, 0.001),
         "value_embedding": adam(c.value_embedding_lr, 0.8, 0.995, 0.01),
         "head": adam(c.head_lr, 0.8, 0.96, 0.01),

@@ -52,7 +52,28 @@ class Trapezoid(Final):
     )
 
 
-Schedule = Annotated[Constant | Linear | Cosine | Trapezoid, Field(discriminator="name")]
+class OneCycle(Final):
+    """Half a cosine up from `initial`, then half a cosine down to `final` (Smith & Topin 2018)."""
+
+    name: Literal["onecycle"] = "onecycle"
+    initial: float = Field(0.04, ge=0, le=1, description="multiplier at the first step")
+    final: float = Field(4e-6, ge=0, le=1, description="multiplier at the last step")
+    rise_fraction: float = Field(0.3, gt=0, lt=1, description="share of the run that goes up")
+
+
+class InverseSqrt(Warmup):
+    """sqrt(timescale / (timescale + steps since the warm-up)), without an end (Zhai et al. 2022).
+
+    With timescale = warmup_steps it is the Transformer's own schedule (Vaswani et al. 2017).
+    """
+
+    name: Literal["inverse_sqrt"] = "inverse_sqrt"
+    timescale: int = Field(100, ge=1, description="steps after which the rate is down to 1/sqrt(2)")
+
+
+Schedule = Annotated[
+    Constant | Linear | Cosine | Trapezoid | OneCycle | InverseSqrt, Field(discriminator="name")
+]
 
 
 def schedule_values(c: Schedule, total_steps: int) -> Values:
@@ -66,16 +87,22 @@ def multiplier(c: Schedule, v: Values, step: jax.Array) -> jax.Array:
     warm = jnp.minimum(1.0, (step + 1) / jnp.maximum(v["warmup_steps"], 1))
     if isinstance(c, Constant):
         return warm
-    start = (
-        (1 - v["decay_fraction"]) * v["total_steps"]
-        if isinstance(c, Trapezoid)
-        else v["warmup_steps"]
-    )
+    if isinstance(c, InverseSqrt):
+        since = jnp.maximum(step - v["warmup_steps"], 0)
+        return warm * jnp.sqrt(v["timescale"] / (v["timescale"] + since))
+    start = v["warmup_steps"]
+    if isinstance(c, Trapezoid):
+        start = (1 - v["decay_fraction"]) * v["total_steps"]
+    elif isinstance(c, OneCycle):
+        start = v["rise_fraction"] * v["total_steps"]
     progress = jnp.clip((step - start) / jnp.maximum(v["total_steps"] - start, 1), 0.0, 1.0)
-    if isinstance(c, Cosine):
+    if isinstance(c, Cosine | OneCycle):
         left = 0.5 * (1 + jnp.cos(math.pi * progress))
     elif isinstance(c, Trapezoid) and c.decay == "sqrt":
         left = 1 - jnp.sqrt(progress)
     else:
         left = 1 - progress
+    if isinstance(c, OneCycle):
+        risen = 0.5 * (1 - jnp.cos(math.pi * jnp.clip(step / start, 0.0, 1.0)))
+        warm = warm * (v["initial"] + (1 - v["initial"]) * risen)
     return warm * (v["final"] + (1 - v["final"]) * left)

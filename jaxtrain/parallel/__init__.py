@@ -3,6 +3,7 @@
 from jaxtrain.parallel.axes import RULES, constrain, partition_spec, shardings
 from jaxtrain.parallel.kernels import attention, linear_cross_entropy
 from jaxtrain.parallel.mesh import MeshConfig, make_mesh, place_batch
+from jaxtrain.parallel.stacks import over_matrices
 
 __all__ = [
     "RULES",
@@ -11,6 +12,7 @@ __all__ = [
     "constrain",
     "linear_cross_entropy",
     "make_mesh",
+    "over_matrices",
     "partition_spec",
     "place_batch",
     "shardings",

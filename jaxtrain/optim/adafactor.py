@@ -1,0 +1,44 @@
+"""Adafactor (Shazeer & Stern 2018), optax's: row and column sums for the second moment."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import optax
+from pydantic import Field
+
+from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig, one_rate, per_matrix
+
+
+class AdafactorConfig(OptimizerConfig):
+    """Next to no state: no momentum, and matrices from 128 x 128 on keep sums only."""
+
+    name: Literal["adafactor"] = "adafactor"
+    learning_rate: float = Field(2e-3, gt=0, description="peak learning rate")
+    weight_decay: float = Field(0.1, ge=0, description="decoupled decay, times the learning rate")
+    decay_power: float = Field(
+        0.8, gt=0, lt=1, description="the second moment decays by 1 - step^-power"
+    )
+    clip_rms: float = Field(
+        1.0, gt=0, description="root mean square that a matrix's step is cut to"
+    )
+    relative: bool = Field(
+        False, description="rates are relative to the weights' root mean square, as in the paper"
+    )
+
+
+def make_adafactor(relative: bool) -> Callable[[Hyper], optax.GradientTransformation]:
+    def make(h: Hyper) -> optax.GradientTransformation:
+        return optax.chain(
+            optax.scale_by_factored_rms(decay_rate=h["decay_power"]),
+            per_matrix(optax.clip_by_block_rms(h["clip_rms"])),
+            per_matrix(optax.scale_by_param_block_rms()) if relative else optax.identity(),
+            optax.add_decayed_weights(h["weight_decay"]),
+            optax.scale(-h["learning_rate"]),
+        )
+
+    return make
+
+
+def adafactor(c: AdafactorConfig) -> dict[str, Group]:
+    peaks = c.model_dump(include={"learning_rate", "weight_decay", "decay_power", "clip_rms"})
+    return one_rate(make_adafactor(c.relative), peaks, transfer=None if c.relative else "adam")

@@ -1,0 +1,36 @@
+"""LAMB (You et al. 2020): AdamW's update of each matrix, scaled to the norm of its weights."""
+
+from typing import Literal
+
+import optax
+from pydantic import Field
+
+from jaxtrain.optim.adamw import make_adamw
+from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig, one_rate, per_matrix
+
+
+class LAMBConfig(OptimizerConfig):
+    """For very large batches. Rates are relative: a step moves a matrix by that share of itself."""
+
+    name: Literal["lamb"] = "lamb"
+    learning_rate: float = Field(5e-3, gt=0, description="peak learning rate, relative")
+    plain_lr: float = Field(1e-3, gt=0, description="peak rate of gains and scalars, by Adam")
+    weight_decay: float = Field(0.1, ge=0, description="decay, inside the scaled update")
+    b1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
+    b2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
+    eps: float = Field(1e-6, gt=0, description="added to the root of the second moment")
+
+
+def make_lamb(h: Hyper) -> optax.GradientTransformation:
+    return optax.chain(
+        optax.scale_by_adam(h["b1"], h["b2"], h["eps"]),
+        optax.add_decayed_weights(h["weight_decay"]),
+        per_matrix(optax.scale_by_trust_ratio()),
+        optax.scale(-h["learning_rate"]),
+    )
+
+
+def lamb(c: LAMBConfig) -> dict[str, Group]:
+    peaks = c.model_dump(include={"learning_rate", "weight_decay", "b1", "b2", "eps"})
+    plain = {**peaks, "learning_rate": c.plain_lr, "weight_decay": 0.0}
+    return one_rate(make_lamb, peaks, Group(make_adamw, plain), transfer=None)

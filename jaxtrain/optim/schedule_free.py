@@ -1,0 +1,56 @@
+"""Schedule-free AdamW (Defazio et al. 2024), optax's: an average of the path replaces the decay.
+
+The trained parameters y lie between Adam's own z and the average x; evaluate and keep x.
+"""
+
+from typing import Any, Literal, cast
+
+import jax.numpy as jnp
+import optax
+import optax.contrib
+from pydantic import Field
+
+from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig, one_rate
+from jaxtrain.optim.schedule import Constant, Schedule
+
+
+class ScheduleFreeConfig(OptimizerConfig):
+    """Higher rates than AdamW's and a constant schedule: the run may end at any step."""
+
+    name: Literal["schedule_free"] = "schedule_free"
+    learning_rate: float = Field(2.5e-3, gt=0, description="peak learning rate")
+    weight_decay: float = Field(0.05, ge=0, description="decoupled decay, times the learning rate")
+    b1: float = Field(0.9, gt=0, lt=1, description="share of the average in what is trained")
+    b2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    schedule: Schedule = Field(
+        default_factory=lambda: Constant.model_validate({"warmup_steps": 40}),
+        description="learning rate over the run; warm-up only",
+    )
+
+
+def make_schedule_free(h: Hyper) -> optax.GradientTransformation:
+    """z moves by Adam without momentum; z and the weights are float32 for bfloat16 parameters."""
+    adam = optax.chain(
+        optax.scale_by_rms(h["b2"], eps=h["eps"], eps_in_sqrt=False, bias_correction=True),
+        optax.add_decayed_weights(h["weight_decay"]),
+        optax.scale(-h["learning_rate"]),
+    )
+    tx = optax.contrib.schedule_free(adam, h["learning_rate"], h["b1"], state_dtype=jnp.float32)
+
+    def init(params):
+        state: Any = tx.init(params)
+        zero = jnp.zeros((), jnp.float32)
+        return state._replace(b1=jnp.float32(h["b1"]), weight_sum=zero, max_lr=zero)
+
+    def update(updates, state, params=None):
+        updates, new = tx.update(updates, state, params)
+        return updates, cast(Any, new)._replace(b1=jnp.float32(h["b1"]))
+
+    return optax.GradientTransformation(init, update)
+
+
+def schedule_free(c: ScheduleFreeConfig) -> dict[str, Group]:
+    peaks = c.model_dump(include={"learning_rate", "weight_decay", "b1", "b2", "eps"})
+    average = optax.contrib.schedule_free_eval_params
+    return one_rate(make_schedule_free, peaks, eval_params=average)

@@ -1,0 +1,35 @@
+"""SGD with momentum, optax's: the control arm."""
+
+from collections.abc import Callable
+from typing import Literal
+
+import optax
+from pydantic import Field
+
+from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig, one_rate
+
+
+class SGDConfig(OptimizerConfig):
+    """Rates far above AdamW's: nothing brings the gradients to one scale."""
+
+    name: Literal["sgd"] = "sgd"
+    learning_rate: float = Field(0.3, gt=0, description="peak learning rate")
+    weight_decay: float = Field(1e-4, ge=0, description="decoupled decay, times the learning rate")
+    momentum: float = Field(0.9, ge=0, lt=1, description="decay of the summed gradients")
+    nesterov: bool = Field(True, description="look one step of momentum ahead")
+
+
+def make_sgd(nesterov: bool) -> Callable[[Hyper], optax.GradientTransformation]:
+    def make(h: Hyper) -> optax.GradientTransformation:
+        return optax.chain(
+            optax.trace(h["momentum"], nesterov=nesterov),
+            optax.add_decayed_weights(h["weight_decay"]),
+            optax.scale(-h["learning_rate"]),
+        )
+
+    return make
+
+
+def sgd(c: SGDConfig) -> dict[str, Group]:
+    peaks = c.model_dump(include={"learning_rate", "weight_decay", "momentum"})
+    return one_rate(make_sgd(c.nesterov), peaks, transfer="sgd")

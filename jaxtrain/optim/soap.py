@@ -1,0 +1,151 @@
+"""SOAP (Vyas et al. 2024): Adam in the eigenbasis of Shampoo's two factors.
+
+A matrix is `[..., in, out]`; everything in front is a batch of matrices. With L = E[G G^T] and
+R = E[G^T G], the gradient is seen from their eigenvectors Q: G' = Q_L^T G Q_R. Adam's second
+moment lives there; the first moment stays in the parameter's own basis.
+"""
+
+from collections.abc import Callable
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+from pydantic import Field
+
+from jaxtrain.optim.adamw import make_adamw
+from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig
+
+
+class SOAPConfig(OptimizerConfig):
+    """Matrices in the eigenbasis; everything else by AdamW."""
+
+    name: Literal["soap"] = "soap"
+    learning_rate: float = Field(3e-3, gt=0, description="peak learning rate")
+    weight_decay: float = Field(0.01, ge=0, description="decoupled decay, times the learning rate")
+    b1: float = Field(0.95, ge=0, lt=1, description="decay of the first moment")
+    b2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    factor_decay: float = Field(0.95, ge=0, lt=1, description="decay of Shampoo's factors")
+    precondition_every: int = Field(10, ge=1, description="steps between updates of the eigenbasis")
+    max_dim: int = Field(4096, ge=1, description="larger dims keep their own basis")
+
+
+class Side(NamedTuple):
+    """One factor of a matrix and its eigenvectors, the largest eigenvalue first."""
+
+    factor: Array  # [..., n, n]
+    basis: Array
+
+
+class Leaf(NamedTuple):
+    """State of one stack; a side is None where its dim is above max_dim."""
+
+    m: Array
+    v: Array
+    left: Side | None
+    right: Side | None
+
+
+class SOAPState(NamedTuple):
+    count: Array  # Adam steps done + 1, as the first gradient only makes the basis; 0 before it
+    leaves: Any
+
+
+def turn(
+    x: Float[Array, "*L i o"], left: Side | None, right: Side | None, back: bool = False
+) -> Float[Array, "*L i o"]:
+    """Into the eigenbasis, or back out of it."""
+    if left is not None:
+        q = left.basis if back else left.basis.mT
+        x = q @ x
+    if right is not None:
+        q = right.basis.mT if back else right.basis
+        x = x @ q
+    return x
+
+
+def first_basis(side: Side, v: Array, dim: int) -> tuple[Array, Array]:
+    return jnp.linalg.eigh(side.factor)[1][..., ::-1], v
+
+
+def next_basis(side: Side, v: Array, dim: int) -> tuple[Array, Array]:
+    """One power iteration, orthogonalised by QR; the second moment moves with its eigenvectors."""
+    seen = side.factor @ side.basis
+    order = jnp.argsort(-jnp.sum(side.basis * seen, axis=-2), axis=-1)
+    basis = jnp.linalg.qr(jnp.take_along_axis(seen, order[..., None, :], axis=-1))[0]
+    return basis, jnp.take_along_axis(v, jnp.expand_dims(order, -1 if dim == -2 else -2), axis=dim)
+
+
+def refresh(h: Hyper, side: Side, v: Array, count: Array, gram: Array, dim: int):
+    """The side with a gradient's outer product averaged in, and the second moment of its basis."""
+    factor = h["factor_decay"] * side.factor + (1 - h["factor_decay"]) * gram
+    due = count % h["precondition_every"] == 0
+    which = jnp.where(count == 0, 2, jnp.where(due, 1, 0))
+    keep = lambda side, v: (side.basis, v)
+    branches = [keep, lambda s, v: next_basis(s, v, dim), lambda s, v: first_basis(s, v, dim)]
+    basis, v = jax.lax.switch(which, branches, side._replace(factor=factor), v)
+    return Side(factor, basis), v
+
+
+def step(h: Hyper, count: Array, g: Array, s: Leaf, p: Array) -> tuple[Array, Leaf]:
+    """Update and state of one stack. The first gradient only makes the basis, nothing moves:
+    in the eigenbasis of itself it is diagonal, and Adam would raise the rounding beside it."""
+    g = g.astype(jnp.float32)
+    moved = count > 0
+    m = jnp.where(moved, h["b1"] * s.m + (1 - h["b1"]) * g, s.m)
+    g_turned, m_turned = turn(g, s.left, s.right), turn(m, s.left, s.right)
+    v = jnp.where(moved, h["b2"] * s.v + (1 - h["b2"]) * jnp.square(g_turned), s.v)
+    steps = jnp.maximum(count, 1)
+    m_hat, v_hat = m_turned / (1 - h["b1"] ** steps), v / (1 - h["b2"] ** steps)
+    u = turn(m_hat / (jnp.sqrt(v_hat) + h["eps"]), s.left, s.right, back=True)
+    u = jnp.where(moved, -h["learning_rate"] * (u + h["weight_decay"] * p), 0.0)
+    left, right = s.left, s.right
+    if left is not None:
+        left, v = refresh(h, left, v, count, g @ g.mT, -2)
+    if right is not None:
+        right, v = refresh(h, right, v, count, g.mT @ g, -1)
+    return u, Leaf(m, v, left, right)
+
+
+def make_soap(max_dim: int) -> Callable[[Hyper], optax.GradientTransformation]:
+    """The transformation of a tree of matrices `[..., in, out]`, from the rates in force."""
+
+    def side(p: jax.Array, n: int) -> Side | None:
+        if n > max_dim:
+            return None
+        shape = (*p.shape[:-2], n, n)
+        return Side(jnp.zeros(shape), jnp.broadcast_to(jnp.eye(n), shape))
+
+    def leaf(p: jax.Array) -> Leaf:
+        zeros = jnp.zeros(p.shape, jnp.float32)
+        return Leaf(zeros, zeros, side(p, p.shape[-2]), side(p, p.shape[-1]))
+
+    def make(h: Hyper) -> optax.GradientTransformation:
+        def init(params):
+            return SOAPState(jnp.zeros((), jnp.int32), jax.tree.map(leaf, params))
+
+        def update(updates, state, params=None):
+            grads, treedef = jax.tree.flatten(updates)
+            rest = (treedef.flatten_up_to(t) for t in (state.leaves, params))
+            pairs = [step(h, state.count, *arrays) for arrays in zip(grads, *rest)]
+            moved, leaves = (treedef.unflatten(part) for part in zip(*pairs))
+            return moved, SOAPState(state.count + 1, leaves)
+
+        return optax.GradientTransformation(init, update)
+
+    return make
+
+
+def soap(c: SOAPConfig) -> dict[str, Group]:
+    adam = c.model_dump(include={"learning_rate", "weight_decay", "b1", "b2", "eps"})
+    rates = adam | c.model_dump(include={"factor_decay", "precondition_every"})
+    decayed, plain = Group(make_adamw, adam), Group(make_adamw, {**adam, "weight_decay": 0.0})
+    return {
+        "matrix": Group(make_soap(c.max_dim), rates, matrices=True),
+        "embedding": decayed,
+        "head": decayed,
+        "gain": plain,
+        "scalar": plain,
+    }

@@ -1,0 +1,80 @@
+"""Work on whole matrices of a sharded stack: each device takes some, nothing is gathered.
+
+A sharding constraint would do on a mesh of one axis. On two, XLA goes through a replicated copy,
+so the exchange is written out.
+"""
+
+from collections.abc import Callable, Sequence
+from math import prod
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import AbstractMesh
+from jax.sharding import PartitionSpec as P
+
+from jaxtrain.parallel.axes import partition_spec
+
+
+def over_matrices(
+    work: Callable[..., tuple[Any, ...]], axes: Sequence[str | None], *stacks: Any
+) -> tuple[Any, ...]:
+    """`work(*stacks)`, the matrices of the stacks dealt out over all devices of the mesh in force.
+
+    A stack `[..., in, out]` lies as its logical `axes` say; None is passed through. `work` takes
+    stacks `[n, in, out]` of any n and returns as many, of the same shapes; its results come back
+    in the shape and the place of its arguments. A stack that is no multiple of the devices is
+    padded by zero matrices. Mesh axes that split a matrix exchange parts (two all-to-alls); along
+    axes that hold copies, each device takes its share, and the results are gathered.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return work(*stacks)
+    specs = tuple(P() if x is None else partition_spec(axes, x.shape, mesh) for x in stacks)
+
+    def local(*parts: Any) -> tuple[Any, ...]:
+        results = work(*(x if x is None else deal(x, s, mesh) for x, s in zip(parts, specs)))
+        return tuple(
+            x if x is None else collect(x, s, mesh, part.shape)
+            for x, s, part in zip(results, specs, parts)
+        )
+
+    return jax.shard_map(local, in_specs=specs, out_specs=specs, check_vma=False)(*stacks)
+
+
+def exchanges(spec: P, mesh: AbstractMesh) -> list[tuple[str, int | None]]:
+    """The mesh axes to deal along, in order, each with the matrix dim (1 or 2) that it splits."""
+    names = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
+    stacked = [name for entry in names[:-2] for name in entry]
+    dims = {name: dim for dim, entry in enumerate(names[-2:], 1) for name in entry}
+    return [
+        (name, dims.get(name))
+        for name, ways in mesh.shape.items()
+        if ways > 1 and name not in stacked
+    ]
+
+
+def deal(x: jax.Array, spec: P, mesh: AbstractMesh) -> jax.Array:
+    """This device's part of a stack -> its own whole matrices `[n, in, out]`."""
+    x = x.reshape(-1, *x.shape[-2:])
+    steps = exchanges(spec, mesh)
+    ways = [mesh.shape[name] for name, _ in steps]
+    share = -(-len(x) // prod(ways))
+    x = jnp.pad(x, ((0, share * prod(ways) - len(x)), (0, 0), (0, 0)))
+    for (name, dim), way in zip(steps, ways):
+        if dim is not None:
+            x = jax.lax.all_to_all(x, name, 0, dim, tiled=True)
+        else:
+            size = len(x) // way
+            x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(name) * size, size)
+    return x
+
+
+def collect(x: jax.Array, spec: P, mesh: AbstractMesh, shape: tuple[int, ...]) -> jax.Array:
+    """Whole matrices `[n, in, out]` -> this device's part, of this shape, of the stack."""
+    for name, dim in reversed(exchanges(spec, mesh)):
+        if dim is not None:
+            x = jax.lax.all_to_all(x, name, dim, 0, tiled=True)
+        else:
+            x = jax.lax.all_gather(x, name, tiled=True)
+    return x[: prod(shape[:-2])].reshape(shape)

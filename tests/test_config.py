@@ -1,0 +1,305 @@
+"""The configuration: loading, messages, what is shipped, and that no field is dead."""
+
+import ast
+import json
+import re
+import runpy
+import sys
+from pathlib import Path
+
+import pytest
+import yaml
+from pydantic import BaseModel
+from tiny import run_overrides
+
+import jaxtrain
+from jaxtrain.config import (
+    Config,
+    fields,
+    find_config,
+    help_text,
+    json_schema,
+    load_config,
+    tag_of,
+    to_yaml,
+    variants_of,
+)
+from jaxtrain.main import main
+from jaxtrain.metrics import read_rows
+from jaxtrain.optim import MuonConfig
+from jaxtrain.scaling import Resolved, override, resolve
+from jaxtrain.settings import UserError
+
+ROOT = Path(jaxtrain.__file__).parents[1]
+SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+
+
+# ---- loading ---------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_round_trip_through_yaml(name, tmp_path):
+    config = load_config(find_config(name))
+    (tmp_path / "c.yaml").write_text(to_yaml(config))
+    assert load_config(tmp_path / "c.yaml") == config
+    resolved = resolve(config, 1000)
+    assert Resolved.model_validate(yaml.safe_load(to_yaml(resolved))) == resolved
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_config_says_how_to_run_it(name):
+    text = find_config(name).read_text()
+    assert text.startswith("# ") and "#   python -m jaxtrain.main --config " in text
+
+
+def test_overrides_win_over_the_file_and_are_yaml(tmp_path):
+    (tmp_path / "c.yaml").write_text("model: {depth: 3}\noptim: {matrix_lr: 0.5}\n")
+    c = load_config(
+        tmp_path / "c.yaml",
+        ["model.depth=5", "sample.prompts=[a, 'b=c']", "eval.every=null", "model.smear=false"],
+    )
+    assert (c.model.depth, c.model.smear, c.eval.every) == (5, False, None)
+    assert c.sample.prompts == ("a", "b=c")
+    assert c.optim.matrix_lr == 0.5 and c.optim.name == "muon"
+
+
+def test_another_variant_starts_its_section_afresh(tmp_path):
+    (tmp_path / "c.yaml").write_text("optim: {name: muon, matrix_lr: 0.5}\n")
+    c = load_config(tmp_path / "c.yaml", ["optim.name=adamw", "optim.learning_rate=0.1"])
+    assert (c.optim.name, c.optim.learning_rate) == ("adamw", 0.1)
+    kept = load_config(tmp_path / "c.yaml", ["optim.name=muon"])
+    assert kept.optim.matrix_lr == 0.5
+    assert load_config(None, ["run.name=x"]).run.directory == "runs"
+
+
+def test_a_config_is_found_by_path_and_by_bare_name(tmp_path, monkeypatch):
+    shipped = find_config("quickstart")
+    assert shipped.parent.name == "configs" and find_config("quickstart.yaml") == shipped
+    assert find_config(str(shipped)) == shipped
+    monkeypatch.chdir(tmp_path)
+    Path("quickstart.yaml").write_text("{}")
+    assert find_config("quickstart.yaml") == Path("quickstart.yaml")
+    assert find_config("gpt_d12").is_file()
+
+
+def test_a_resolved_config_takes_overrides_too():
+    resolved = resolve(load_config(find_config("quickstart")), 512)
+    changed = override(resolved, ["train.precision=float32", "mesh.data=1"])
+    assert changed.train.precision == "float32" and changed.train.steps == resolved.train.steps
+    with pytest.raises(UserError, match="train.step: no such field; did you mean train.steps"):
+        override(resolved, ["train.step=3"])
+
+
+# ---- messages --------------------------------------------------------------------------------
+
+
+def tags(model, field):
+    return ", ".join(repr(tag_of(variant)) for variant in variants_of(model.model_fields[field]))
+
+
+BAD = {
+    "model.dept=3": "model.dept: no such field; did you mean model.depth?",
+    "matrix_lr=3": "matrix_lr: no such field; did you mean optim.matrix_lr?",
+    "nonsense.y=3": "nonsense: no such field; there are run, data, optim, mesh, eval, sample, "
+    "checkpoint, metrics, model, train",
+    "optim.matrix_lrr=1": "optim.matrix_lrr: no such field; did you mean optim.matrix_lr?",
+    "optim.b1=0.9": "optim.b1: no such field; it belongs to optim.name=adamw",
+    "optim.name=adm": f"optim.name: got 'adm', allowed are {tags(Config, 'optim')}",
+    "optim.schedule.name=cosin": "optim.schedule.name: got 'cosin', allowed are "
+    f"{tags(MuonConfig, 'schedule')}",
+    "sample.prompts=[a, 1]": "sample.prompts.1: got 1: input should be a valid string",
+    "optim.schedule.warmup=3": "optim.schedule.warmup: no such field; did you mean "
+    "optim.schedule.warmup_steps?",
+    "data.tokenizer.name=bpe": "data.tokenizer.name: got 'bpe', allowed are 'sentencepiece', "
+    "'huggingface', 'bytes'",
+    "data.train.name=jsonl": "data.train.path: field required",
+    "model.depth=0": "model.depth: got 0: input should be greater than or equal to 1",
+    "model.heads=0": "model.heads: got 0: input should be greater than or equal to 1",
+    "model.depth=deep": "model.depth: got 'deep': input should be a valid integer, unable to "
+    "parse string as an integer",
+    "train.precision=fp8": "train.precision: got 'fp8': input should be 'auto', 'bfloat16', "
+    "'float16' or 'float32'",
+    "mesh.data=0": "mesh.data: got 0: input should be greater than or equal to 1",
+    "mesh.data=3": "mesh: data=3 x fsdp=1 x tensor=1 does not fit 8 devices; make the product "
+    "equal",
+    "mesh.fsdp=auto": "mesh: only one axis can be auto, but data and fsdp are",
+    "model=3": "model: got 3, but it is a section: set its fields, model.KEY=value",
+    "optim=adamw": "optim: got 'adamw', but it is a section: set its fields, optim.KEY=value",
+    "model.width=100": "model: width 100 is not a multiple of head_dim 128",
+    "model.attention=flash": "model: attention has no backend flash; it has cudnn, xla, reference",
+    "train.batch_size=12": "train.batch_size 12 does not divide over 8 devices (mesh data x fsdp); "
+    "use 8",
+    "train.batch_size=16 train.device_batch_size=3": "train.batch_size 16 is not a multiple of 8 "
+    "devices x train.device_batch_size 3",
+    "model.depth": "'model.depth': an override is key.path=value, as in optim.matrix_lr=0.01",
+    "model.depth=[1": "'model.depth=[1': '[1' is not a YAML value; quote it",
+}
+
+
+@pytest.mark.parametrize("overrides", BAD)
+def test_bad_input_is_one_line_and_exit_code_2(overrides, capsys):
+    assert main(["--print-config", *re.split(r"(?<!,) ", overrides)]) == 2
+    out, err = capsys.readouterr()
+    assert err == f"error: {BAD[overrides]}\n"
+    assert out == ""
+
+
+def test_all_that_is_wrong_is_said_a_line_each(capsys):
+    assert main(["--print-config", "model.dept=3", "eval.every=0"]) == 2
+    assert len(capsys.readouterr().err.splitlines()) == 2
+
+
+@pytest.mark.parametrize(
+    ("content", "message"),
+    [
+        (b"model: {depth: 2", "not readable as YAML: while parsing a flow mapping"),
+        (b"\xff", "not readable as YAML: 'utf-8' codec can't decode byte 0xff in position 0"),
+        (b"just text", "expected `section: {field: value}`, got 'just text'"),
+        (b"!!python/object/apply:os.getcwd []", "could not determine a constructor"),
+    ],
+    ids=["torn", "not utf-8", "text", "code"],
+)
+def test_a_bad_file_is_named(tmp_path, capsys, content, message):
+    file = tmp_path / "c.yaml"
+    file.write_bytes(content)
+    assert main(["--config", str(file)]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith(f"error: {file}: ") and message in line
+
+
+@pytest.mark.parametrize(
+    ("name", "hint"),
+    [("quickstrt", "did you mean quickstart?"), ("zzz", f"shipped: {', '.join(SHIPPED)}")],
+)
+def test_a_missing_config_names_the_nearest(name, hint, capsys):
+    assert main(["--config", name]) == 2
+    assert capsys.readouterr().err == f"error: --config {name}: no such file; {hint}\n"
+
+
+# ---- what can be read ------------------------------------------------------------------------
+
+
+def test_print_config_shows_the_resolved_tree(capsys):
+    assert main(["--config", "quickstart", "--print-config", "train.batch_size=24"]) == 0
+    tree = yaml.safe_load(capsys.readouterr().out)
+    resolved = Resolved.model_validate(tree)
+    assert resolved.train.batch_size == 24 and resolved.train.device_batch_size == 3
+    assert all(value is not None for key, value in tree["train"].items())
+    assert tree["model"]["heads"] * tree["model"]["head_dim"] == tree["model"]["width"]
+
+
+def test_help_lists_every_field(capsys):
+    with pytest.raises(SystemExit) as stop:
+        main(["--help"])
+    assert stop.value.code == 0
+    text = capsys.readouterr().out
+    for path, field, _ in fields(Config):
+        assert f"  {path}  " in text
+        if not path.endswith(".name") or path == "run.name":  # the others select a variant
+            assert field.description and field.description in text, f"{path} has no description"
+    assert help_text() in text
+
+
+def test_the_shipped_schema_is_current_and_accepts_what_is_shipped():
+    file = ROOT / "configs" / "schema.json"
+    assert file.read_text() == json_schema(), "python -m jaxtrain.config > configs/schema.json"
+    schema = json.loads(file.read_text())
+    assert set(schema["properties"]) == set(Config.model_fields)
+    depth = schema["$defs"]["ModelConfig"]["properties"]["depth"]
+    assert depth["minimum"] == 1 and depth["description"]
+
+
+@pytest.mark.filterwarnings("ignore:.*found in sys.modules")
+def test_the_schema_is_written_by_the_module(capsys):
+    runpy.run_module("jaxtrain.config", run_name="__main__")
+    assert capsys.readouterr().out == json_schema()
+
+
+# ---- no dead field ---------------------------------------------------------------------------
+
+SOURCES = [p for p in (ROOT / "jaxtrain").rglob("*.py") if p.name != "config.py"]
+SOURCES += [ROOT / "jaxtrain" / "config.py", ROOT / "jaxtrain" / "model" / "config.py"]
+
+
+def reads(source):
+    """Attributes that are read, as (name before the dot or None, name), and string constants."""
+    tree = ast.parse(source)
+    # `t = c.train` makes t another name of a section
+    names = {
+        node.targets[0].id: node.value.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Attribute)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            of = node.value
+            before = of.attr if isinstance(of, ast.Attribute) else getattr(of, "id", None)
+            yield names.get(before, before), node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield None, node.value
+
+
+def dead_fields(model, sources):
+    """Fields that no source reads: of its section, or in the folder where it is declared."""
+    found = {path: set(reads(text)) for path, text in sources.items()}
+    everything = set().union(*found.values())
+
+    def walk(model, section):
+        module = sys.modules[model.__module__].__file__
+        folder = Path(module).parent if Path(module).parent.name != "jaxtrain" else Path(module)
+        near = {name for path, pairs in found.items() if folder in (path, path.parent)
+                for _, name in pairs}  # fmt: skip
+        for name, field in model.model_fields.items():
+            parts = [v for v in variants_of(field) if issubclass(v, BaseModel)]
+            for part in parts:
+                yield from walk(part, name)
+            wanted = (section, name) in everything
+            # Those of config.py itself are read elsewhere, as c.SECTION.FIELD.
+            if not (parts or wanted or (name in near and folder.name != "config.py")):
+                yield f"{section}.{name}"
+
+    return sorted(set(walk(model, "")))
+
+
+@pytest.fixture(scope="module")
+def sources():
+    return {path: path.read_text() for path in SOURCES}
+
+
+def test_every_field_is_read(sources):
+    assert dead_fields(Config, sources) == []
+
+
+def test_a_field_that_nobody_reads_is_found(sources):
+    def without(file, text, instead):
+        path = ROOT / "jaxtrain" / file
+        assert text in sources[path]
+        return sources | {path: sources[path].replace(text, instead)}
+
+    assert dead_fields(Config, without("train.py", "c.sample.top_p", "None")) == ["sample.top_p"]
+    dead = dead_fields(Config, without("checkpoint.py", "config.keep_every", "None"))
+    assert dead == ["checkpoint.keep_every"]
+
+
+# ---- shipped configs -------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", SHIPPED)
+def test_a_shipped_config_takes_two_steps_when_shrunk(name, tmp_path, capfd):
+    """The whole command, on the shipped corpus, with a model of nothing."""
+    changes = {
+        "model__depth": 2,
+        "train__steps": 2,
+        "checkpoint__every": "null",
+        "data__train__name": "text",
+    }
+    if load_config(find_config(name)).data.validation.name == "documents":
+        changes |= {"data__train__document": "paragraph", "data__validation__fraction": 0.1}
+    arguments = run_overrides(tmp_path, **changes)
+    assert main(["--config", name, *arguments]) == 0, capfd.readouterr().err
+    rows = read_rows(tmp_path / "tiny" / "metrics.jsonl")
+    losses = [row["loss"] for row in rows if row["kind"] == "train"]
+    assert len(losses) == 2 and all(3 < loss < 8 for loss in losses)
+    assert (tmp_path / "tiny" / "model" / "model.safetensors").is_file()

@@ -1,0 +1,497 @@
+"""The whole command on a tiny configuration: what it writes, resumes, survives and refuses."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+from types import SimpleNamespace
+
+import jax
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tiny import run_overrides, same
+
+from jaxtrain import data, evaluate, generate, run
+from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
+from jaxtrain.config import load_config
+from jaxtrain.main import main
+from jaxtrain.metrics import MetricsWriter, read_rows
+from jaxtrain.saved import load_saved
+from jaxtrain.train import train
+
+ROOT = Path(__file__).parents[1]
+
+
+def rows_of(run_dir, kind="train"):
+    """The rows without what depends on the clock and the machine."""
+    clock = ("time", "tokens_per_s", "mfu", "memory_bytes")
+    rows = read_rows(run_dir / "metrics.jsonl")
+    return [{k: v for k, v in r.items() if k not in clock} for r in rows if r["kind"] == kind]
+
+
+def weights_of(run_dir):
+    return load_file(run_dir / "model" / "model.safetensors")
+
+
+def steps_of(run_dir):
+    return sorted(int(p.name) for p in (run_dir / "checkpoints").iterdir() if p.name.isdigit())
+
+
+def assert_same_run(a, b):
+    """Parameters and every logged number, bit for bit."""
+    assert weights_of(a).keys() == weights_of(b).keys()
+    same(weights_of(a), weights_of(b))
+    assert rows_of(a) == rows_of(b)
+    assert rows_of(a, "validation")[-1] == rows_of(b, "validation")[-1]
+    sample = sorted(p.name for p in (a / "samples").iterdir())[-1]
+    assert (a / "samples" / sample).read_text() == (b / "samples" / sample).read_text()
+
+
+@pytest.fixture(scope="module")
+def whole(tmp_path_factory):
+    """An uninterrupted run of six steps with a checkpoint at the third; not to be changed."""
+    directory = tmp_path_factory.mktemp("whole")
+    assert main(run_overrides(directory, eval__every=2, sample__every=4)) == 0
+    return directory / "tiny"
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    """A copy of that run, to be damaged."""
+    return Path(shutil.copytree(whole, tmp_path / "tiny"))
+
+
+def overrides(run_dir, **changes):
+    return run_overrides(run_dir.parent, eval__every=2, sample__every=4, **changes)
+
+
+def refused(capfd, arguments):
+    """The one line of a command that fails with code 2."""
+    capfd.readouterr()
+    assert main(arguments) == 2
+    lines = [line for line in capfd.readouterr().err.splitlines() if line.startswith("error: ")]
+    assert len(lines) == 1
+    return lines[0].removeprefix("error: ")
+
+
+# ---- what a run leaves -----------------------------------------------------------------------
+
+
+def test_a_run_directory_holds_all_that_the_next_command_needs(whole):
+    names = {p.name for p in whole.iterdir()}
+    files = {"config.yaml", "env.json", "metrics.jsonl", "report.html"}
+    assert names >= files | {"checkpoints", "model", "samples", "tokenizer"}
+    assert steps_of(whole) == [3, 6]
+    assert {p.name for p in (whole / "samples").iterdir()} == {"step_000004.txt", "step_000006.txt"}
+    assert {p.name for p in (whole / "model").iterdir()} == {
+        "config.yaml", "model.safetensors", "tokenizer.model"
+    }  # fmt: skip
+    assert "<svg" in (whole / "report.html").read_text()
+    assert json.loads((whole / "env.json").read_text())["versions"]["jax"] == jax.__version__
+    assert not list(whole.rglob("*.part"))
+
+
+def test_the_rows_tell_the_run(whole):
+    train_rows, validation = rows_of(whole), rows_of(whole, "validation")
+    assert [row["step"] for row in train_rows] == [1, 2, 3, 4, 5, 6]
+    assert all(row["tokens"] == row["step"] * 8 * 32 for row in train_rows)
+    assert train_rows[0]["loss"] == pytest.approx(np.log(384), abs=0.1)
+    assert train_rows[-1]["loss"] < train_rows[0]["loss"] - 0.01
+    assert [row["step"] for row in validation] == [2, 4, 6]
+    for row in validation:
+        assert row["perplexity"] == pytest.approx(np.exp(row["loss"]), rel=1e-5)
+    assert rows_of(whole, "event")[-1]["status"] == "finished"
+
+
+def test_the_last_model_is_the_last_checkpoint(whole):
+    final, checkpoint = load_saved(whole), load_saved(whole, step=6)
+    same(final.params, checkpoint.params)
+    earlier = load_saved(whole, step=3)
+    assert (np.asarray(earlier.params["embed"]) != np.asarray(final.params["embed"])).any()
+
+
+# ---- resuming --------------------------------------------------------------------------------
+
+
+def test_resumed_is_uninterrupted_bit_for_bit(whole, copy, capfd):
+    """As after a SIGKILL behind the checkpoint of step 3: what came later is gone or stale."""
+    shutil.rmtree(copy / "checkpoints" / "6")
+    shutil.rmtree(copy / "model")
+    assert main(overrides(copy)) == 0
+    assert "steps 3 to 6" in capfd.readouterr().out
+    assert_same_run(copy, whole)
+    assert steps_of(copy) == [3, 6]
+
+
+def test_resumed_on_another_mesh_and_with_other_microbatches(whole, copy):
+    """How a run is executed may change: the numbers stay up to rounding."""
+    shutil.rmtree(copy / "checkpoints" / "6")
+    changes = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
+    assert main(overrides(copy, **changes, train__device_batch_size=2)) == 0
+    for mine, other in zip(rows_of(copy), rows_of(whole), strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=1e-3)
+
+
+def test_a_finished_run_is_not_trained_again(whole, copy, capfd):
+    assert main(overrides(copy)) == 0
+    assert "steps 6 to 6" in capfd.readouterr().out
+    assert_same_run(copy, whole)
+
+
+def test_a_torn_metrics_line_does_not_stop_a_resume(whole, copy):
+    shutil.rmtree(copy / "checkpoints" / "6")
+    with (copy / "metrics.jsonl").open("a") as file:
+        file.write('{"step": 7, "ki')
+    assert main(overrides(copy)) == 0
+    assert rows_of(copy) == rows_of(whole)
+
+
+# ---- signals ---------------------------------------------------------------------------------
+
+LONG = {"train__steps": 30, "eval__every": "null", "sample__every": "null"}
+
+
+def started(directory, **changes):
+    """The command in a process of its own."""
+    command = [sys.executable, "-W", "error", "-m", "jaxtrain.main"]
+    return subprocess.Popen(
+        [*command, *run_overrides(directory, **LONG | changes)],
+        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+    )  # fmt: skip
+
+
+def wait_for(process, condition):
+    """Until the condition holds; fails if the process ends or two minutes pass before."""
+    deadline = time.monotonic() + 120
+    while not condition():
+        assert process.poll() is None, process.communicate()[1]
+        assert time.monotonic() < deadline
+        time.sleep(0.002)
+
+
+@pytest.fixture(scope="module")
+def long(tmp_path_factory):
+    directory = tmp_path_factory.mktemp("long")
+    assert main(run_overrides(directory, **LONG, checkpoint__every=5)) == 0
+    return directory / "tiny"
+
+
+def test_sigterm_saves_and_the_same_command_goes_on(long, tmp_path):
+    run_dir, changes = tmp_path / "tiny", {"checkpoint__every": "null"}
+    process = started(tmp_path, **changes)
+    wait_for(process, lambda: run_dir.is_dir() and "loss" in metrics_text(run_dir))
+    process.send_signal(signal.SIGTERM)
+    out, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    (step,) = steps_of(run_dir)
+    assert 0 < step < 30
+    assert f"stopped  at step {step} of 30, saved; go on with:\n  python -m jaxtrain.main " in out
+    assert f"run.directory={tmp_path}" in out
+    assert rows_of(run_dir, "event")[-1]["status"] == "stopped"
+    assert (run_dir / "report.html").is_file()
+    assert main(run_overrides(tmp_path, **LONG | changes)) == 0
+    assert_same_run(run_dir, long)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+def test_a_signal_stops_after_the_step_in_hand(whole, tmp_path, monkeypatch, number):
+    real = MetricsWriter.push
+
+    def push(self, step, values):
+        if step == 4:
+            os.kill(os.getpid(), number)
+        return real(self, step, values)
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsWriter, "push", push)
+        assert main(overrides(tmp_path / "tiny")) == 0
+    assert steps_of(tmp_path / "tiny") == [3, 4]
+    assert not (tmp_path / "tiny" / "model").exists()
+    assert main(overrides(tmp_path / "tiny")) == 0
+    assert_same_run(tmp_path / "tiny", whole)
+
+
+def test_a_second_signal_is_final(tmp_path, monkeypatch):
+    def push(self, step, values):
+        os.kill(os.getpid(), signal.SIGINT)
+        os.kill(os.getpid(), signal.SIGINT)
+
+    monkeypatch.setattr(MetricsWriter, "push", push)
+    with pytest.raises(KeyboardInterrupt):
+        main(overrides(tmp_path / "tiny"))
+    assert rows_of(tmp_path / "tiny", "event")[-1]["status"] == "interrupted"
+    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+
+
+def metrics_text(run_dir):
+    file = run_dir / "metrics.jsonl"
+    return file.read_text() if file.is_file() else ""
+
+
+def test_sigkill_in_the_middle_of_a_save_resumes_from_the_checkpoint_before(long, tmp_path):
+    run_dir = tmp_path / "tiny"
+    process = started(tmp_path, checkpoint__every=1)
+    # The folder of a checkpoint appears under another name first, and is filled then.
+    fourth = re.compile(r"4(\D.*)?").fullmatch
+    wait_for(process, lambda: any(map(fourth, names_in(run_dir))))
+    os.kill(process.pid, signal.SIGKILL)
+    assert process.wait() == -signal.SIGKILL
+    process.communicate()
+    assert 2 <= max(steps_of(run_dir)) <= 5
+    assert main(run_overrides(tmp_path, **LONG, checkpoint__every=5)) == 0
+    assert_same_run(run_dir, long)
+    assert all(name.isdigit() for name in names_in(run_dir))  # no remains
+
+
+def names_in(run_dir):
+    folder = run_dir / "checkpoints"
+    return [p.name for p in folder.iterdir()] if folder.is_dir() else []
+
+
+# ---- bad input -------------------------------------------------------------------------------
+
+
+def test_a_run_of_another_configuration_is_refused(copy, capfd):
+    before = {p: p.read_bytes() for p in copy.rglob("*") if p.is_file()}
+    message = refused(capfd, overrides(copy, model__hidden=64, optim__matrix_lr=0.01))
+    assert str(copy) in message and "set run.name" in message.lower()
+    assert "model.hidden: 48 -> 64" in message
+    assert re.search(r"optim\.matrix_lr: \S+ -> 0\.01", message)
+    assert {p: p.read_bytes() for p in copy.rglob("*") if p.is_file()} == before
+
+
+def test_another_tokenizer_is_refused(copy, capfd):
+    (copy / "tokenizer" / "tokenizer.model").unlink()
+    bytes_config = load_config(None, ["data.tokenizer.name=bytes"]).data.tokenizer
+    data.tokenizer.build_tokenizer(bytes_config, ()).save(copy / "tokenizer")
+    assert "was trained with another tokenizer; set run.name" in refused(capfd, overrides(copy))
+
+
+def test_a_model_with_another_tokenizer_beside_it_is_refused(copy, capsys):
+    (copy / "model" / "tokenizer.model").unlink()
+    bytes_config = load_config(None, ["data.tokenizer.name=bytes"]).data.tokenizer
+    data.tokenizer.build_tokenizer(bytes_config, ()).save(copy / "model")
+    assert generate.main([str(copy)]) == 2
+    assert "was trained with another tokenizer than the one beside it" in capsys.readouterr().err
+
+
+def damage(folder):
+    """Half of every data file of a checkpoint."""
+    for file in folder.rglob("*"):
+        if file.is_file() and file.stat().st_size > 1000:
+            file.write_bytes(file.read_bytes()[: file.stat().st_size // 2])
+
+
+def test_a_damaged_checkpoint_is_named_with_the_one_before(copy, capfd):
+    damage(copy / "checkpoints" / "6")
+    message = refused(capfd, overrides(copy))
+    assert f"checkpoint {copy / 'checkpoints' / '6'} cannot be read" in message
+    assert "delete that folder to go on from step 3" in message
+    shutil.rmtree(copy / "checkpoints" / "6")
+    assert main(overrides(copy)) == 0
+
+
+def test_a_damaged_only_checkpoint_says_so(copy, capfd):
+    shutil.rmtree(copy / "checkpoints" / "6")
+    damage(copy / "checkpoints" / "3")
+    assert "there is none before it" in refused(capfd, overrides(copy))
+
+
+def test_a_nan_names_step_checkpoint_and_gradient(tmp_path, capfd):
+    message = refused(
+        capfd,
+        run_overrides(
+            tmp_path, train__steps=20, checkpoint__every=1, optim__name="adamw",
+            optim__learning_rate=1e30, optim__schedule__warmup_steps=2, model__softcap="null",
+        ),
+    )  # fmt: skip
+    step, saved = re.match(
+        r"step (\d+): the loss is (?:nan|inf); the last good checkpoint is (\d+);", message
+    ).groups()
+    assert int(saved) < int(step) <= 4
+    assert re.search(r"the largest gradient is that of [a-z_/0]+ \(norm ", message)
+    assert "lower the learning rate" in message.lower()
+    # That checkpoint is good, and what went wrong is on record.
+    assert np.isfinite(load_saved(tmp_path / "tiny", step=int(saved)).params["embed"]).all()
+    assert rows_of(tmp_path / "tiny", "event")[-1]["status"].startswith("failed: UserError")
+
+
+def test_a_batch_without_labels_is_an_error(tmp_path, capfd, monkeypatch):
+    real = data.train_batches
+
+    def unlabelled(*args, **kwargs):
+        loader = real(*args, **kwargs)
+        take = type(loader).__next__
+
+        class Without(type(loader)):
+            def __next__(self):
+                batch = take(self)
+                third = self.get_state()["position"]["next_index"] >= 3
+                return batch._replace(weights_BT=batch.weights_BT * (not third))
+
+        loader.__class__ = Without
+        return loader
+
+    monkeypatch.setattr(data, "train_batches", unlabelled)
+    message = refused(capfd, run_overrides(tmp_path))
+    assert re.fullmatch(r"step \d: no token of the batch has a label; check the data", message)
+
+
+def test_data_that_cannot_be_trained_on(tmp_path, capfd):
+    corpus = tmp_path / "corpus.txt"
+
+    def message(**changes):
+        fields = {"data__train__path": corpus, "data__tokenizer__name": "bytes"} | changes
+        lines = [x for x in run_overrides(tmp_path, **fields) if "vocab_size" not in x]
+        return refused(capfd, lines)
+
+    assert "corpus.txt" in message()
+    corpus.write_text("short\n" * 4)
+    assert "fewer than one row of sequence_length 32" in message()
+    corpus.write_bytes(b"fine \xff not fine" * 100)
+    assert re.search(r"corpus\.txt is not UTF-8 text: bad byte at offset 5", message())
+    corpus.write_text("long enough\n" * 400)
+    assert "does not divide over 8 devices" in message(train__batch_size=12)
+
+
+def test_a_run_that_saved_nothing_does_not_bind_its_directory(tmp_path, capfd):
+    bad = refused(capfd, run_overrides(tmp_path, optim__schedule__warmup_steps=99))
+    assert "warmup_steps is 99, but the run has 6 steps" in bad
+    assert main(run_overrides(tmp_path)) == 0
+
+
+def test_a_vocabulary_that_the_text_cannot_fill(tmp_path, capfd):
+    message = refused(capfd, run_overrides(tmp_path, data__tokenizer__vocab_size=300))
+    assert "vocab_size is 300, but the bytes and letters of this text need at least" in message
+
+
+def test_a_backend_that_cannot_serve_is_refused_with_its_reason(tmp_path, capfd):
+    message = refused(capfd, run_overrides(tmp_path, model__attention="cudnn"))
+    assert re.match(
+        r"model\.attention=cudnn: attention: cudnn cannot serve float32.*: needs", message
+    )
+
+
+ADVICE = r"lower train\.device_batch_size \(now 1\) or set model\.remat=block"
+
+
+def test_a_step_that_does_not_fit_is_refused_before_it_runs(tmp_path, capfd, monkeypatch):
+    device = SimpleNamespace(platform="cpu", memory_stats=lambda: {"bytes_limit": 2**20})
+    monkeypatch.setattr(run.jax, "local_devices", lambda: [device])
+    message = refused(capfd, run_overrides(tmp_path))
+    needed = re.match(
+        r"out of device memory: a step needs (.*), the device has 1\.0 MiB; ", message
+    )
+    assert needed and "iB" in needed[1] and re.search(ADVICE, message)
+
+
+def test_memory_that_runs_out_later_is_explained(tmp_path, capfd, monkeypatch):
+    def push(*_):
+        raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")
+
+    monkeypatch.setattr(MetricsWriter, "push", push)
+    message = refused(capfd, run_overrides(tmp_path))
+    assert re.match(r"out of device memory: a step needs [^,;]*iB; " + ADVICE, message)
+
+
+# ---- after training --------------------------------------------------------------------------
+
+
+def test_generate_continues_prompts(whole, capsys):
+    command = [str(whole), "--tokens", "8", "--seed", "3", "--prompt", "ROMEO:", "--prompt", "I"]
+    assert generate.main(command) == 0
+    first = capsys.readouterr().out
+    assert first.startswith("ROMEO:") and "\n---\nI" in first
+    assert generate.main(command) == 0
+    assert capsys.readouterr().out == first
+    assert generate.main([*command, "--seed", "4"]) == 0
+    assert capsys.readouterr().out != first
+
+
+def test_generate_reads_a_model_folder_and_a_checkpoint(whole, capsys):
+    greedy = ["--tokens", "8", "--temperature", "0"]
+    assert generate.main([str(whole), *greedy]) == 0
+    final = capsys.readouterr().out
+    assert generate.main([str(whole / "model"), *greedy]) == 0
+    assert capsys.readouterr().out == final
+    assert generate.main([str(whole), "--step", "6", *greedy]) == 0
+    assert capsys.readouterr().out == final
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [
+        (["--step", "5"], "no checkpoint of step 5; there are 3, 6"),
+        (["--tokens", "0"], "--tokens must be at least 1"),
+        (["--temperature", "-1"], "--temperature at least 0"),
+    ],
+)
+def test_generate_refuses(whole, capsys, arguments, message):
+    assert generate.main([str(whole), *arguments]) == 2
+    assert message in capsys.readouterr().err
+
+
+def test_what_is_no_run_is_refused(tmp_path, capsys):
+    for command in (generate.main, evaluate.main):
+        assert command([str(tmp_path)]) == 2
+        assert "is not a run directory or a model folder" in capsys.readouterr().err
+
+
+def test_a_damaged_model_is_named(copy, capsys):
+    file = copy / "model" / "model.safetensors"
+    file.write_bytes(file.read_bytes()[:100])
+    assert generate.main([str(copy)]) == 2
+    assert f"{file} cannot be read as safetensors" in capsys.readouterr().err
+
+
+def test_evaluate_gives_the_last_validation(whole, capsys):
+    assert evaluate.main([str(whole)]) == 0
+    shown = dict(line.split() for line in capsys.readouterr().out.splitlines())
+    last = rows_of(whole, "validation")[-1]
+    for name in ("loss", "perplexity", "bpb"):
+        assert float(shown[name]) == pytest.approx(last[name], rel=1e-3)
+
+
+def test_evaluate_takes_overrides_and_refuses_another_tokenizer(whole, capsys, tmp_path):
+    (tmp_path / "text.txt").write_text("To be, or not to be\n" * 50)
+    source = ["data.validation.name=source", "data.validation.source.name=text"]
+    source += [f"data.validation.source.path={tmp_path / 'text.txt'}"]
+    assert evaluate.main([str(whole), "--step", "3", *source]) == 0
+    assert "bpb" in capsys.readouterr().out
+    assert evaluate.main([str(whole), "data.tokenizer.name=bytes"]) == 2
+    assert "another tokenizer than the model was trained with" in capsys.readouterr().err
+    assert evaluate.main([str(whole), "data.validation.name=none"]) == 2
+    assert "data.validation is none" in capsys.readouterr().err
+
+
+# ---- the rest of the switches ----------------------------------------------------------------
+
+
+def test_train_returns_the_last_validation(whole, copy):
+    last = rows_of(whole, "validation")[-1]
+    config = load_config(None, overrides(copy))
+    assert train(config) == {name: last[name] for name in ("loss", "perplexity", "bpb")}
+
+
+def test_old_checkpoints_go_and_some_are_kept(tmp_path):
+    fields = {"checkpoint__every": 1, "checkpoint__keep": 1, "checkpoint__keep_every": 2}
+    assert main(run_overrides(tmp_path, **fields)) == 0
+    assert steps_of(tmp_path / "tiny") == [2, 4, 6]
+    with Checkpointer(tmp_path / "tiny", CheckpointConfig()) as checkpoints:
+        assert checkpoints.latest() == 6
+
+
+def test_packed_documents_and_no_validation(tmp_path):
+    fields = {
+        "data__packing__name": "padded", "data__train__document": "paragraph",
+        "data__validation__name": "none", "model__document_mask": True, "model__smear": False,
+    }  # fmt: skip
+    assert main(run_overrides(tmp_path, **fields, train__steps=2)) == 0
+    assert len(rows_of(tmp_path / "tiny")) == 2
+    assert rows_of(tmp_path / "tiny", "validation") == []
