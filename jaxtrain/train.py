@@ -117,20 +117,22 @@ def train(config: Config) -> dict[str, float]:
 
         def sample() -> None:
             """Write samples/step_N.txt."""
-            params = cast(weights(state.params, state.optimizer), specs, dtype)
-            texts = generate(
-                graphdef, params, tokenizer, c.sample.prompts, tokens=c.sample.tokens,
-                temperature=c.sample.temperature, top_k=c.sample.top_k, top_p=c.sample.top_p,
-                seed=c.run.seed,
-            )  # fmt: skip
+            with metrics.pause():
+                params = cast(weights(state.params, state.optimizer), specs, dtype)
+                texts = generate(
+                    graphdef, params, tokenizer, c.sample.prompts, tokens=c.sample.tokens,
+                    temperature=c.sample.temperature, top_k=c.sample.top_k, top_p=c.sample.top_p,
+                    seed=c.run.seed,
+                )  # fmt: skip
             text = "\n---\n".join(p + x for p, x in zip(c.sample.prompts, texts))
-            path = run_dir / "samples" / f"step_{int(state.step):06d}.txt"
+            path = run_dir / "samples" / f"step_{step:06d}.txt"
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
 
         def save() -> None:
             watch.check(metrics.flush(), checkpoints)
-            checkpoints.save(int(state.step), state.params, rest_of(state), position or {})
+            with metrics.pause():
+                checkpoints.save(step, state.params, rest_of(state), position or {})
 
         # ---- loop ------------------------------------------------------------------------------
         stop, watch = StopSignal(), NonFinite(specs)

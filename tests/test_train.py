@@ -382,11 +382,11 @@ ADVICE = r"lower train\.device_batch_size \(now 1\) or set model\.remat=block"
 
 
 def test_a_step_that_does_not_fit_is_refused_before_it_runs(tmp_path, capfd, monkeypatch):
-    device = SimpleNamespace(platform="cpu", memory_stats=lambda: {"bytes_limit": 2**20})
+    device = SimpleNamespace(platform="cpu", memory_stats=lambda: {"bytes_limit": 2**14})
     monkeypatch.setattr(run.jax, "local_devices", lambda: [device])
     message = refused(capfd, run_overrides(tmp_path))
     needed = re.match(
-        r"out of device memory: a step needs (.*), the device has 1\.0 MiB; ", message
+        r"out of device memory: a step needs (.*), the device has 16.0 KiB; ", message
     )
     assert needed and "iB" in needed[1] and re.search(ADVICE, message)
 
