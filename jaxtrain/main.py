@@ -40,6 +40,9 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
+    except KeyboardInterrupt:  # before the loop, which saves and stops by itself
+        print("interrupted; nothing was lost, the same command goes on", file=sys.stderr)
+        return 130
     return 0
 
 

@@ -36,24 +36,30 @@ FREE = (
 # ---- the run directory -----------------------------------------------------------------------
 
 
+def check_run(c: Resolved) -> bool:
+    """Whether the run directory holds a run; an error if that is one of another configuration."""
+    file = c.run_dir / "config.yaml"
+    saved = [p for p in (c.run_dir / "checkpoints").glob("*") if p.name.isdigit()]
+    if not file.is_file() or not (saved or (c.run_dir / "model").is_dir()):
+        return False
+    changed = differences(yaml.safe_load(file.read_text()), c.model_dump(mode="json"))
+    if changed:
+        raise UserError(
+            f"{c.run_dir} is a run of another configuration: {'; '.join(changed)}. "
+            f"Set run.name to start another run, or undo the change to resume this one"
+        )
+    return True
+
+
 def open_run(c: Resolved, tokenizer: Tokenizer) -> Path:
-    """Create the run directory, or check that the one there is of this configuration."""
+    """Create the run directory, or check that the one there goes with this tokenizer."""
     run_dir = c.run_dir
-    file = run_dir / "config.yaml"
-    saved = [p for p in (run_dir / "checkpoints").glob("*") if p.name.isdigit()]
-    if file.is_file() and (saved or (run_dir / "model").is_dir()):
-        changed = differences(yaml.safe_load(file.read_text()), c.model_dump(mode="json"))
-        if changed:
-            raise UserError(
-                f"{run_dir} is a run of another configuration: {'; '.join(changed)}. "
-                f"Set run.name to start another run, or undo the change to resume this one"
-            )
-        if load_tokenizer(run_dir / "tokenizer").fingerprint != tokenizer.fingerprint:
-            raise UserError(f"{run_dir} was trained with another tokenizer; set run.name")
+    if check_run(c) and load_tokenizer(run_dir / "tokenizer").fingerprint != tokenizer.fingerprint:
+        raise UserError(f"{run_dir} was trained with another tokenizer; set run.name")
     if jax.process_index() == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
         tokenizer.save(run_dir / "tokenizer")
-        file.write_text(to_yaml(c))
+        (run_dir / "config.yaml").write_text(to_yaml(c))
         write_json(run_dir / "env.json", environment())
     return run_dir
 

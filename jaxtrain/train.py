@@ -20,6 +20,7 @@ from jaxtrain.parallel.runtime import compute_dtype
 from jaxtrain.run import (
     NonFinite,
     StopSignal,
+    check_run,
     command_line,
     compile_step,
     microbatches,
@@ -30,7 +31,7 @@ from jaxtrain.run import (
     rest_of,
 )
 from jaxtrain.saved import save_model
-from jaxtrain.scaling import resolve
+from jaxtrain.scaling import resolve, vocab_size_of
 from jaxtrain.settings import UserError
 from jaxtrain.step import Task, make_step, state_shardings
 
@@ -44,27 +45,27 @@ def train(config: Config) -> dict[str, float]:
     console = Console()
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
 
-    # ---- data ----------------------------------------------------------------------------------
-    prepared = data.prepare(config.data, progress=progress_printer(say))
-    tokenizer = prepared.tokenizer
-    say(f"data     {prepared.train.tokens:,} training tokens, vocabulary {tokenizer.vocab_size:,}")
-
-    # ---- mesh, sizes ---------------------------------------------------------------------------
+    # ---- mesh, sizes, model, optimizer: all that can be wrong before the data is prepared --------
     mesh = make_mesh(config.mesh)
-    c = resolve(config, tokenizer.vocab_size)
+    vocab_size = vocab_size_of(config.data)
+    c = resolve(config, vocab_size)
     t = c.train
-    run_dir = open_run(c, tokenizer)
-
-    # ---- model, optimizer, step ----------------------------------------------------------------
-    graphdef, specs = split(Transformer(c.model, tokenizer.vocab_size))
+    graphdef, specs = split(Transformer(c.model, vocab_size))
     optimizer = make_optimizer(c.optim, specs, t.steps, t.batch_size * t.sequence_length)
-    dtype, bytes_V = compute_dtype(t.precision), jnp.asarray(tokenizer.token_bytes())
-    task = Task(graphdef, specs, optimizer, dtype, bytes_V, c.optim.clip_norm, t.z_loss)
-    parameters = sizes(specs)["total"]
+    dtype, parameters = compute_dtype(t.precision), sizes(specs)["total"]
+    check_run(c)
     say(
         f"model    {parameters:,} parameters, depth {c.model.depth}, width {c.model.width}, "
         f"{dtype.name} on {len(mesh.devices.flat)} x {mesh.devices.flat[0].device_kind}"
     )
+
+    # ---- data ----------------------------------------------------------------------------------
+    prepared = data.prepare(config.data, progress=progress_printer(say))
+    tokenizer = prepared.tokenizer
+    say(f"data     {prepared.train.tokens:,} training tokens, vocabulary {tokenizer.vocab_size:,}")
+    run_dir = open_run(c, tokenizer)
+    bytes_V = jnp.asarray(tokenizer.token_bytes())
+    task = Task(graphdef, specs, optimizer, dtype, bytes_V, c.optim.clip_norm, t.z_loss)
 
     with jax.set_mesh(mesh), Checkpointer(run_dir, c.checkpoint) as checkpoints:
         # ---- state: new, or where the run stopped ----------------------------------------------

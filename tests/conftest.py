@@ -1,6 +1,7 @@
 """Test set-up: eight virtual CPU devices, a compilation cache, jaxtyping annotations checked."""
 
 import os
+import shutil
 from pathlib import Path
 
 import hypothesis
@@ -37,3 +38,21 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+
+
+@pytest.fixture(scope="session")
+def whole(tmp_path_factory):
+    """An uninterrupted run of six steps with a checkpoint at the third; not to be changed."""
+    from tiny import run_overrides
+
+    from jaxtrain.main import main  # under the hook
+
+    directory = tmp_path_factory.mktemp("whole")
+    assert main(run_overrides(directory, eval__every=2, sample__every=4)) == 0
+    return directory / "tiny"
+
+
+@pytest.fixture
+def copy(whole, tmp_path):
+    """A copy of that run, to be damaged."""
+    return Path(shutil.copytree(whole, tmp_path / "tiny"))

@@ -17,22 +17,15 @@ import pytest
 from safetensors.numpy import load_file
 from tiny import run_overrides, same
 
-from jaxtrain import data, evaluate, generate, run
+from jaxtrain import data, run
 from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
 from jaxtrain.config import load_config
 from jaxtrain.main import main
-from jaxtrain.metrics import MetricsWriter, read_rows
+from jaxtrain.metrics import MetricsWriter
 from jaxtrain.saved import load_saved
 from jaxtrain.train import train
 
 ROOT = Path(__file__).parents[1]
-
-
-def rows_of(run_dir, kind="train"):
-    """The rows without what depends on the clock and the machine."""
-    clock = ("time", "tokens_per_s", "mfu", "memory_bytes")
-    rows = read_rows(run_dir / "metrics.jsonl")
-    return [{k: v for k, v in r.items() if k not in clock} for r in rows if r["kind"] == kind]
 
 
 def weights_of(run_dir):
@@ -51,20 +44,6 @@ def assert_same_run(a, b):
     assert rows_of(a, "validation")[-1] == rows_of(b, "validation")[-1]
     sample = sorted(p.name for p in (a / "samples").iterdir())[-1]
     assert (a / "samples" / sample).read_text() == (b / "samples" / sample).read_text()
-
-
-@pytest.fixture(scope="module")
-def whole(tmp_path_factory):
-    """An uninterrupted run of six steps with a checkpoint at the third; not to be changed."""
-    directory = tmp_path_factory.mktemp("whole")
-    assert main(run_overrides(directory, eval__every=2, sample__every=4)) == 0
-    return directory / "tiny"
-
-
-@pytest.fixture
-def copy(whole, tmp_path):
-    """A copy of that run, to be damaged."""
-    return Path(shutil.copytree(whole, tmp_path / "tiny"))
 
 
 def overrides(run_dir, **changes):
@@ -107,13 +86,6 @@ def test_the_rows_tell_the_run(whole):
     for row in validation:
         assert row["perplexity"] == pytest.approx(np.exp(row["loss"]), rel=1e-5)
     assert rows_of(whole, "event")[-1]["status"] == "finished"
-
-
-def test_the_last_model_is_the_last_checkpoint(whole):
-    final, checkpoint = load_saved(whole), load_saved(whole, step=6)
-    same(final.params, checkpoint.params)
-    earlier = load_saved(whole, step=3)
-    assert (np.asarray(earlier.params["embed"]) != np.asarray(final.params["embed"])).any()
 
 
 # ---- resuming --------------------------------------------------------------------------------
@@ -273,14 +245,6 @@ def test_another_tokenizer_is_refused(copy, capfd):
     assert "was trained with another tokenizer; set run.name" in refused(capfd, overrides(copy))
 
 
-def test_a_model_with_another_tokenizer_beside_it_is_refused(copy, capsys):
-    (copy / "model" / "tokenizer.model").unlink()
-    bytes_config = load_config(None, ["data.tokenizer.name=bytes"]).data.tokenizer
-    data.tokenizer.build_tokenizer(bytes_config, ()).save(copy / "model")
-    assert generate.main([str(copy)]) == 2
-    assert "was trained with another tokenizer than the one beside it" in capsys.readouterr().err
-
-
 def damage(folder):
     """Half of every data file of a checkpoint."""
     for file in folder.rglob("*"):
@@ -400,76 +364,6 @@ def test_memory_that_runs_out_later_is_explained(tmp_path, capfd, monkeypatch):
     assert re.match(r"out of device memory: a step needs [^,;]*iB; " + ADVICE, message)
 
 
-# ---- after training --------------------------------------------------------------------------
-
-
-def test_generate_continues_prompts(whole, capsys):
-    command = [str(whole), "--tokens", "8", "--seed", "3", "--prompt", "ROMEO:", "--prompt", "I"]
-    assert generate.main(command) == 0
-    first = capsys.readouterr().out
-    assert first.startswith("ROMEO:") and "\n---\nI" in first
-    assert generate.main(command) == 0
-    assert capsys.readouterr().out == first
-    assert generate.main([*command, "--seed", "4"]) == 0
-    assert capsys.readouterr().out != first
-
-
-def test_generate_reads_a_model_folder_and_a_checkpoint(whole, capsys):
-    greedy = ["--tokens", "8", "--temperature", "0"]
-    assert generate.main([str(whole), *greedy]) == 0
-    final = capsys.readouterr().out
-    assert generate.main([str(whole / "model"), *greedy]) == 0
-    assert capsys.readouterr().out == final
-    assert generate.main([str(whole), "--step", "6", *greedy]) == 0
-    assert capsys.readouterr().out == final
-
-
-@pytest.mark.parametrize(
-    ("arguments", "message"),
-    [
-        (["--step", "5"], "no checkpoint of step 5; there are 3, 6"),
-        (["--tokens", "0"], "--tokens must be at least 1"),
-        (["--temperature", "-1"], "--temperature at least 0"),
-    ],
-)
-def test_generate_refuses(whole, capsys, arguments, message):
-    assert generate.main([str(whole), *arguments]) == 2
-    assert message in capsys.readouterr().err
-
-
-def test_what_is_no_run_is_refused(tmp_path, capsys):
-    for command in (generate.main, evaluate.main):
-        assert command([str(tmp_path)]) == 2
-        assert "is not a run directory or a model folder" in capsys.readouterr().err
-
-
-def test_a_damaged_model_is_named(copy, capsys):
-    file = copy / "model" / "model.safetensors"
-    file.write_bytes(file.read_bytes()[:100])
-    assert generate.main([str(copy)]) == 2
-    assert f"{file} cannot be read as safetensors" in capsys.readouterr().err
-
-
-def test_evaluate_gives_the_last_validation(whole, capsys):
-    assert evaluate.main([str(whole)]) == 0
-    shown = dict(line.split() for line in capsys.readouterr().out.splitlines())
-    last = rows_of(whole, "validation")[-1]
-    for name in ("loss", "perplexity", "bpb"):
-        assert float(shown[name]) == pytest.approx(last[name], rel=1e-3)
-
-
-def test_evaluate_takes_overrides_and_refuses_another_tokenizer(whole, capsys, tmp_path):
-    (tmp_path / "text.txt").write_text("To be, or not to be\n" * 50)
-    source = ["data.validation.name=source", "data.validation.source.name=text"]
-    source += [f"data.validation.source.path={tmp_path / 'text.txt'}"]
-    assert evaluate.main([str(whole), "--step", "3", *source]) == 0
-    assert "bpb" in capsys.readouterr().out
-    assert evaluate.main([str(whole), "data.tokenizer.name=bytes"]) == 2
-    assert "another tokenizer than the model was trained with" in capsys.readouterr().err
-    assert evaluate.main([str(whole), "data.validation.name=none"]) == 2
-    assert "data.validation is none" in capsys.readouterr().err
-
-
 # ---- the rest of the switches ----------------------------------------------------------------
 
 
@@ -490,7 +384,7 @@ def test_old_checkpoints_go_and_some_are_kept(tmp_path):
 def test_packed_documents_and_no_validation(tmp_path):
     fields = {
         "data__packing__name": "padded", "data__train__document": "paragraph",
-        "data__validation__name": "none", "model__document_mask": True, "model__smear": False,
+        "data__validation__name": "none", "model__document_mask": True,
     }  # fmt: skip
     assert main(run_overrides(tmp_path, **fields, train__steps=2)) == 0
     assert len(rows_of(tmp_path / "tiny")) == 2

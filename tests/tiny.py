@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.data import Batch
+from jaxtrain.metrics import read_rows
 from jaxtrain.model import ModelConfig, Transformer, resolve_model, split
 from jaxtrain.optim import AdamWConfig, make_optimizer
 from jaxtrain.parallel import MeshConfig, make_mesh
@@ -124,3 +125,10 @@ def run_overrides(directory, **changes):
         fields.pop(key := key.replace("__", "."), None)
         fields[key] = value
     return [f"{key}={value}" for key, value in fields.items()]
+
+
+def rows_of(run_dir, kind="train"):
+    """The rows without what depends on the clock and the machine."""
+    clock = ("time", "tokens_per_s", "mfu", "memory_bytes")
+    rows = read_rows(run_dir / "metrics.jsonl")
+    return [{k: v for k, v in r.items() if k not in clock} for r in rows if r["kind"] == kind]

@@ -141,7 +141,9 @@ class Transformer(nnx.Module):
         segments_BT: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Normed last states; what the loss multiplies with the head."""
-        x_BTD, _ = self.embed_tokens(tokens_BT, None)
+        if not self.config.document_mask:
+            segments_BT = None
+        x_BTD, _ = self.embed_tokens(tokens_BT, None, segments_BT)
         x_BTD, _ = self.run_layers(x_BTD, tokens_BT, positions_BT, segments_BT)
         return x_BTD
 
@@ -165,9 +167,15 @@ class Transformer(nnx.Module):
         return x_B1D[:, 0], Cache(tuple(kv), lengths_B, plain_B1D[:, 0])
 
     def embed_tokens(
-        self, tokens_BT: Int[Array, "B T"], previous_BD: Float[Array, "B D"] | None
+        self,
+        tokens_BT: Int[Array, "B T"],
+        previous_BD: Float[Array, "B D"] | None,
+        segments_BT: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-        """Embeddings with and without the smear; `previous_BD` stands before the first token."""
+        """Embeddings with and without the smear; `previous_BD` stands before the first token.
+
+        With segments, the first token of a document takes nothing from the document before.
+        """
         c = self.config
         plain_BTD = constrain(lookup(self.embed[...], tokens_BT), "batch", None, None)
         if c.embed_norm:
@@ -176,6 +184,9 @@ class Transformer(nnx.Module):
             return plain_BTD, plain_BTD
         if previous_BD is None:
             before_BTD = jnp.pad(plain_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
+            if segments_BT is not None:
+                before_BT = jnp.pad(segments_BT[:, :-1], ((0, 0), (1, 0)))
+                before_BTD *= (segments_BT == before_BT)[..., None]
         else:
             before_BTD = previous_BD[:, None]
         gate_c = self.smear_gate[...].astype(plain_BTD.dtype)
@@ -203,7 +214,7 @@ class Transformer(nnx.Module):
             x_BTD,
             tokens_BT,
             rotary(positions_BT, c.head_dim, c.rope_base),
-            segments_BT if c.document_mask else None,
+            segments_BT,
         )
         layers, values = self.stacks()
         scanned = c.scan_layers and cache is None and not keep_kv

@@ -1,6 +1,7 @@
 """What a process sets up once: the compilation cache, and the precision its devices are good at."""
 
 import ctypes
+import logging
 import os
 import sys
 from pathlib import Path
@@ -12,11 +13,21 @@ import jax.numpy as jnp
 def start() -> None:
     """Keep compiled programs on disk, for a fast second start, and freed memory at hand."""
     keep_freed_memory()
+    show_kernel_choices()
     if not jax.config.jax_compilation_cache_dir:
         cache = Path(os.environ.get("JAXTRAIN_CACHE", Path.home() / ".cache" / "jaxtrain"))
         jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))
     jax.config.update("jax_persistent_cache_min_compile_time_secs", 0.1)
     jax.config.update("jax_persistent_cache_min_entry_size_bytes", 0)
+
+
+def show_kernel_choices() -> None:
+    """Say each kernel's backend once, so that no slow path is silent; stdout is for results."""
+    handler = logging.StreamHandler(sys.stderr)
+    handler.setFormatter(logging.Formatter("kernel   %(message)s"))
+    logger = logging.getLogger("jaxtrain_kernels")
+    logger.handlers, logger.propagate = [handler], False
+    logger.setLevel(logging.INFO)
 
 
 def keep_freed_memory() -> None:

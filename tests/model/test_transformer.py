@@ -93,7 +93,7 @@ def test_a_window_hides_what_lies_further_back():
 # ---- documents -------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("changes", [{"smear": False}, LLAMA], ids=["speedrun", "llama"])
+@pytest.mark.parametrize("changes", [{}, LLAMA], ids=["speedrun", "llama"])
 def test_packed_documents_are_as_if_alone(changes):
     _, graphdef, _, params = build(document_mask=True, **changes)
     lengths, row = (11, 1, 20), tokens(1)
@@ -236,7 +236,7 @@ def test_at_its_start_every_block_is_the_identity():
 
 
 def test_rotation_makes_scores_depend_on_distance_alone():
-    _, graphdef, _, params = build(smear=False)
+    _, graphdef, _, params = build()
     row, shifted = tokens(1), np.arange(T, dtype=np.int32)[None] + 1000
     a = logits(graphdef, params, row, shifted - 1000, None)
     close(logits(graphdef, params, row, shifted, None), a, rtol=1e-2, atol=1e-3)
