@@ -40,8 +40,8 @@ def main(argv: list[str] | None = None) -> int:
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    except KeyboardInterrupt:  # before the loop, which saves and stops by itself
-        print("interrupted; nothing was lost, the same command goes on", file=sys.stderr)
+    except KeyboardInterrupt:  # outside the loop, which saves and stops by itself, or the second
+        print("interrupted; the same command goes on from its last checkpoint", file=sys.stderr)
         return 130
     return 0
 

@@ -15,7 +15,7 @@ import jax
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny import run_overrides, same
+from tiny import rows_of, run_overrides, same
 
 from jaxtrain import data, run
 from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
@@ -23,6 +23,7 @@ from jaxtrain.config import load_config
 from jaxtrain.main import main
 from jaxtrain.metrics import MetricsWriter
 from jaxtrain.saved import load_saved
+from jaxtrain.settings import UserError
 from jaxtrain.train import train
 
 ROOT = Path(__file__).parents[1]
@@ -189,14 +190,14 @@ def test_a_signal_stops_after_the_step_in_hand(whole, tmp_path, monkeypatch, num
     assert_same_run(tmp_path / "tiny", whole)
 
 
-def test_a_second_signal_is_final(tmp_path, monkeypatch):
+def test_a_second_signal_is_final(tmp_path, monkeypatch, capsys):
     def push(self, step, values):
         os.kill(os.getpid(), signal.SIGINT)
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(MetricsWriter, "push", push)
-    with pytest.raises(KeyboardInterrupt):
-        main(overrides(tmp_path / "tiny"))
+    assert main(overrides(tmp_path / "tiny")) == 130
+    assert "the same command goes on" in capsys.readouterr().err
     assert rows_of(tmp_path / "tiny", "event")[-1]["status"] == "interrupted"
     assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
@@ -324,10 +325,22 @@ def test_data_that_cannot_be_trained_on(tmp_path, capfd):
     assert "does not divide over 8 devices" in message(train__batch_size=12)
 
 
-def test_a_run_that_saved_nothing_does_not_bind_its_directory(tmp_path, capfd):
-    bad = refused(capfd, run_overrides(tmp_path, optim__schedule__warmup_steps=99))
-    assert "warmup_steps is 99, but the run has 6 steps" in bad
-    assert main(run_overrides(tmp_path)) == 0
+def test_a_run_that_saved_nothing_does_not_bind_its_directory(tmp_path, monkeypatch):
+    def push(*_):
+        raise UserError("stop here")
+
+    with monkeypatch.context() as patch:
+        patch.setattr(MetricsWriter, "push", push)
+        assert main(run_overrides(tmp_path)) == 2
+    assert (tmp_path / "tiny" / "config.yaml").is_file()
+    assert main(run_overrides(tmp_path, optim__matrix_lr=0.01)) == 0
+
+
+def test_what_can_be_known_before_the_data_is_prepared_leaves_nothing(tmp_path, capfd):
+    cache = {"data__cache_dir": tmp_path / "cache"}
+    message = refused(capfd, run_overrides(tmp_path, **cache, optim__schedule__warmup_steps=99))
+    assert "warmup_steps is 99, but the run has 6 steps" in message
+    assert list(tmp_path.iterdir()) == []
 
 
 def test_a_vocabulary_that_the_text_cannot_fill(tmp_path, capfd):
