@@ -51,7 +51,18 @@ def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prep
                 report = lambda done, split=split: progress(split, done, None)
                 write_store(directory / split, _texts(config, split), tokenizer, report)
     stores = [open_store(directory / s, tokenizer=tokenizer.fingerprint) for s in splits]
+    _check_vocabulary(config, stores[0])
     return Prepared(stores[0], stores[1] if len(stores) == 2 else None, tokenizer, directory)
+
+
+def _check_vocabulary(config: DataConfig, train: TokenStore) -> None:
+    """A trained vocabulary with more pieces than the text has tokens was learned by heart."""
+    c = config.tokenizer
+    if c.name == "sentencepiece" and c.path is None and train.tokens < train.vocab_size:
+        raise UserError(
+            f"data.tokenizer.vocab_size {c.vocab_size} is larger than the training text supports: "
+            f"it makes {train.tokens} tokens; use at most {max(259, train.tokens // 10)}"
+        )
 
 
 def cache_directory(config: DataConfig) -> Path:

@@ -121,3 +121,18 @@ def test_a_ready_tokenizer_counts_by_its_content(tmp_path):
         paths.append(prepared.directory)
         assert prepared.tokenizer.fingerprint == trained.tokenizer.fingerprint
     assert paths[0] == paths[1]
+
+
+def test_a_vocabulary_that_learns_the_text_by_heart_is_refused(tmp_path):
+    text = tmp_path / "short.txt"
+    words = [f"{a}{b}{c} " for a in "bcdfgh" for b in "aeiou" for c in "klmnprst"]
+    text.write_text("".join(words) * 2)
+    settings = DataConfig.model_validate(
+        {
+            "train": {"name": "text", "path": str(text)},
+            "tokenizer": {"name": "sentencepiece", "vocab_size": 600},
+            "cache_dir": str(tmp_path / "cache"),
+        }
+    )
+    with pytest.raises(UserError, match="vocab_size 600 is larger than the training text supports"):
+        prepare(settings)

@@ -124,6 +124,8 @@ def logits(w, tokens, c, vocab_size, documents=None):
         x = norm(x)
     if c["smear"]:
         gate = w["smear_lambda"] * torch.sigmoid(x[:, 1:, :24] @ w["smear_gate"].T)
+        if c["document_mask"]:
+            gate = gate * (documents[:, 1:] == documents[:, :-1])[..., None]
         x = torch.cat([x[:, :1], x[:, 1:] + gate * x[:, :-1]], 1)
     x0 = x
     for i in range(c["depth"]):
