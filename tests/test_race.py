@@ -192,7 +192,7 @@ def test_a_real_run_can_race(tmp_path, monkeypatch):
     changes = ["optim.name=adamw", "optim.learning_rate=0.003", "optim.schedule.warmup_steps=0"]
     assert train([*given, *changes]) == 0
     result = race([tmp_path / "adamw_3e-3"])
-    assert result["config"] == "d2" and result["device_count"] == 8
+    assert result["config"] == "d1" and result["device_count"] == 8
     assert result["workload"] == {"batch_size": 8, "sequence_length": 32, "steps": 6}
     (run,) = result["runs"]
     assert [point[0] for point in run["curve"]] == [2, 4, 6] and run["status"] == "finished"

@@ -196,10 +196,15 @@ def test_a_second_signal_is_final(tmp_path, monkeypatch, capsys):
         os.kill(os.getpid(), signal.SIGINT)
 
     monkeypatch.setattr(MetricsWriter, "push", push)
-    assert main(overrides(tmp_path / "tiny")) == 130
+    # A shell that starts the tests in the background makes them ignore SIGINT.
+    before = signal.signal(signal.SIGINT, signal.default_int_handler)
+    try:
+        assert main(overrides(tmp_path / "tiny")) == 130
+        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
+    finally:
+        signal.signal(signal.SIGINT, before)
     assert "the same command goes on" in capsys.readouterr().err
     assert rows_of(tmp_path / "tiny", "event")[-1]["status"] == "interrupted"
-    assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
 
 
 def metrics_text(run_dir):
