@@ -4,6 +4,7 @@ python -m jaxtrain.main --config configs/quickstart.yaml optim.matrix_lr=0.01
 """
 
 import argparse
+import os
 import sys
 
 from jaxtrain.config import find_config, help_text, load_config
@@ -23,14 +24,14 @@ def main(argv: list[str] | None = None) -> int:
         "--print-config", action="store_true", help="show the resolved tree and stop"
     )
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
-    arguments = parser.parse_intermixed_args(argv)
     try:
+        arguments = parser.parse_intermixed_args(argv)
         path = find_config(arguments.config) if arguments.config else None
         config = load_config(path, arguments.overrides)
         if arguments.print_config:
             from jaxtrain.scaling import resolved_text
 
-            print(resolved_text(config))
+            print(resolved_text(config), flush=True)
             return 0
         from jaxtrain.parallel.runtime import start
         from jaxtrain.train import train
@@ -43,6 +44,8 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:  # outside the loop, which saves and stops by itself, or the second
         print("interrupted; the same command goes on from its last checkpoint", file=sys.stderr)
         return 130
+    except BrokenPipeError:  # the reader has gone, as in `--help | head`
+        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 
