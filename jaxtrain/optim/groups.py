@@ -59,6 +59,10 @@ class OptimizerConfig(Settings):
         default_factory=dict,
         description="factors on the learning rates of groups, as in {embedding: 0.1}",
     )
+    decay_multipliers: dict[str, Annotated[float, Field(ge=0)]] = Field(
+        default_factory=dict,
+        description="factors on the weight decays of groups, as in {embedding: 0}",
+    )
     batch_scaling: BatchScaling = Field(
         default_factory=lambda: BatchScaling.model_validate({}),
         description="how the rates follow the batch",
@@ -164,21 +168,25 @@ def label_of(path: tuple[Any, ...], spec: Any, table: dict[str, Group]) -> tuple
 def with_multipliers(
     c: OptimizerConfig, table: dict[str, Group], specs: Any, factor: float
 ) -> dict[str, Group]:
-    """The table with the configured factors on its peak rates.
+    """The table with the configured factors on its peak rates and decays.
 
     A group that parameters declare, but that has no row, gets its role's.
     """
     roles = {spec.group: spec.role for spec in jax.tree.leaves(specs)}
     names = [*table, *(name for name in roles if name not in table)]
-    for name in c.multipliers:
-        if name not in names:
-            raise UserError(f"optim.multipliers: no group {name}; there are {', '.join(names)}")
+    changed = {"multipliers": c.multipliers, "decay_multipliers": c.decay_multipliers}
+    for field, factors in changed.items():
+        for name in factors:
+            if name not in names:
+                raise UserError(f"optim.{field}: no group {name}; there are {', '.join(names)}")
+    given = {*c.multipliers, *c.decay_multipliers}
     rows = {n: table[n] if n in table else table[roles[n]] for n in names
-            if n in table or n in c.multipliers}  # fmt: skip
+            if n in table or n in given}  # fmt: skip
 
     def scaled(name: str, group: Group) -> Group:
         rate = group.peaks["learning_rate"] * factor * c.multipliers.get(name, 1.0)
-        return group._replace(peaks={**group.peaks, "learning_rate": rate})
+        decay = group.peaks["weight_decay"] * c.decay_multipliers.get(name, 1.0)
+        return group._replace(peaks={**group.peaks, "learning_rate": rate, "weight_decay": decay})
 
     return {name: scaled(name, group) for name, group in rows.items()}
 

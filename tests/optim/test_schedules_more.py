@@ -71,9 +71,9 @@ def specs_of(**changes):
     return split(Transformer(resolved(depth=2, **changes), VOCAB))[1]
 
 
-def peaks(c, batch_tokens=None):
+def peaks(c, batch_tokens=None, of="learning_rate"):
     optimizer = make_optimizer(c, specs_of(), 100, batch_tokens)
-    return {n: float(h["learning_rate"]) for n, h in optimizer.knobs["groups"].items()}
+    return {n: float(h[of]) for n, h in optimizer.knobs["groups"].items()}
 
 
 def adamw(**fields):
@@ -89,6 +89,14 @@ def test_multipliers_scale_their_group_only():
     assert muon["matrix"] == pytest.approx(2 * peaks(MuonConfig())["matrix"])
 
 
+def test_decay_multipliers_scale_their_groups_decay_only():
+    c = adamw(weight_decay=0.2, decay_multipliers={"value_embedding": 0.0, "head": 0.5})
+    found = peaks(c, of="weight_decay")
+    expected = {"matrix": 0.2, "embedding": 0.2, "value_embedding": 0, "head": 0.1, "scalar": 0}
+    assert found == pytest.approx(expected)
+    assert list(peaks(c).values()) == pytest.approx([1e-3] * 5)
+
+
 def test_a_declared_group_without_a_row_can_have_a_multiplier():
     found = peaks(adamw(multipliers={"value_embedding": 3.0, "embedding": 2.0}))
     assert found["value_embedding"] == pytest.approx(3e-3)
@@ -97,8 +105,10 @@ def test_a_declared_group_without_a_row_can_have_a_multiplier():
 
 def test_an_unknown_group_is_refused_with_the_list():
     message = r"multipliers: no group heads; there are matrix, .*head, .*value_embedding"
-    with pytest.raises(UserError, match=message):
+    with pytest.raises(UserError, match="optim." + message):
         peaks(adamw(multipliers={"heads": 0.5}))
+    with pytest.raises(UserError, match="optim.decay_" + message):
+        peaks(adamw(decay_multipliers={"heads": 0.5}))
 
 
 @pytest.mark.parametrize(("rule", "factor"), [("none", 1), ("linear", 4), ("sqrt", 2)])
