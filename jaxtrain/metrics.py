@@ -414,13 +414,16 @@ PACKAGES = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkp
 
 
 def environment() -> Row:
-    """What a run ran on and with, for env.json: versions, devices, host, git commit, command."""
+    """What a run ran on and with, for env.json: versions, devices, host, commit, command.
+
+    The commit is that of the checkout, or the variable JAXTRAIN_COMMIT where the code is a copy.
+    """
     installed = importlib.metadata.distributions()
     device = jax.devices()[0]
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.orig_argv,
-        "commit": _git_commit(),
+        "commit": os.environ.get("JAXTRAIN_COMMIT") or _git_commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
         "versions": {d.name: d.version for d in installed if d.name in PACKAGES},

@@ -98,6 +98,16 @@ def test_the_record_ranks_runs_and_says_where_each_meets_the_baseline(runs):
     assert full["curve"][1] == [200, 200 * TOKENS, round(200 * TOKENS / 400_000, 3), 1.25]
 
 
+def test_a_run_that_learns_its_text_by_heart_counts_at_its_lowest(tmp_path):
+    make = lambda *args: make_run(tmp_path, *args)
+    base = make("adamw_1e-3", adamw(0.001), [1.6, 1.4, 1.3, 1.35])
+    (fast, slow) = race([base, make("muon_full", muon(), [1.5, 1.2, 1.3, 1.6])])["runs"]
+    assert (fast["label"], fast["bpb"], fast["lowest"]) == ("muon_full", 1.6, 1.2)
+    assert fast["to_baseline"]["steps"] == 166.7
+    assert fast["to_baseline"]["speedup_steps"] == pytest.approx(300 / 166.667, rel=1e-3)
+    assert slow["to_baseline"]["speedup_steps"] == 1.0
+
+
 def test_a_run_that_broke_off_is_listed_without_a_result(runs):
     broken = race(runs)["runs"][-1]
     assert broken["bpb"] is None and broken["loss"] is None and broken["steps"] == 200
@@ -154,10 +164,10 @@ def test_tables_show_the_best_of_each_arm_and_every_run(runs):
     best, every = tables.render(page, [result]).split("<!-- end -->")[:2]
     assert best.count("race.json") == 4 and every.count("race.json") == 6
     rates = "matrix_lr 0.01, weight_decay 0.28"
-    assert f"| muon_full | {rates} | 1.1000 | 400,000 | 131 | 1.60 |" in best
-    assert f"| muonplain_1 | {rates}, normuon False | 1.1200 |" in best
+    assert f"| muon_full | {rates} | 1.1000 | 1.1000 | 400,000 | 131 | 1.60 |" in best
+    assert f"| muonplain_1 | {rates}, normuon False | 1.1200 | 1.1200 |" in best
     assert "| adamw_1e-3 (baseline) | learning_rate 0.001, weight_decay 0.1 | 1.2000 |" in best
-    assert "| 1.2500 | 500,000 | 105 | - | - |" in best  # Lion never gets there
+    assert "| 1.2500 | 1.2500 | 500,000 | 105 | - | - |" in best  # Lion never gets there
     assert "adamw_8e-3" not in best and "| adamw_8e-3 |" in every
     assert "failed: UserError: step 190: nan (step 200)" in every
 
@@ -170,7 +180,7 @@ def test_the_figure_has_both_panels_and_the_best_in_its_legend(runs, tmp_path, m
     tokens, seconds = drawn[path].axes
     assert tokens.get_xlabel() and seconds.get_xlabel() and tokens.get_ylabel()
     labels = [text.get_text() for text in seconds.get_legend().get_texts()]
-    assert labels == [f"{e['label']}: {e['bpb']:.4f}" for e in best_of_arms(result)]
+    assert labels == [f"{e['label']}: {e['lowest']:.4f}" for e in best_of_arms(result)]
     longest = max(line.get_xdata()[-1] for line in tokens.lines[:6])
     assert longest == pytest.approx(STEPS * TOKENS / 1e6)
 

@@ -1,15 +1,16 @@
 """Races: runs of one model over one order of the data, which differ in their optimizer alone.
 
 A run is called ARM_RATE (`adamw_1e-3`, `muon_plain_0.01`): runs of one arm differ in their rates,
-and the best of them stands for it. The speed-up to equal loss of a run is what the baseline took
-over what the run needed to come to the baseline's final bits per byte, by straight lines between
-its validations. So validate on the same tokens throughout: `eval.tokens=null`.
+and the best of them stands for it. Runs are compared at their lowest bits per byte on held-out
+text: over several epochs a run may learn its training text by heart, and end above it. The
+speed-up to equal loss of a run is what the baseline took to its lowest over what the run needed to
+come to the same, by straight lines between its validations. So validate on the same tokens
+throughout: `eval.tokens=null`.
 """
 
 import argparse
 import json
 from collections.abc import Sequence
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
 from typing import Any, NamedTuple
@@ -50,10 +51,10 @@ def race(run_dirs: Sequence[Path], baseline: str | None = None) -> dict[str, Any
             "race: name the run directories, as in `race runs/adamw_1e-3 runs/lion_1e-4`"
         )
     check_comparable(runs)
-    entries = sorted(map(entry, runs), key=lambda e: (e["bpb"] is None, e["bpb"], e["label"]))
+    entries = sorted(map(entry, runs), key=lambda e: (e["bpb"] is None, e["lowest"], e["label"]))
     base = choose(entries, baseline)
     for e in entries:
-        e["to_baseline"] = reached(e["curve"], base)
+        e["to_baseline"] = reached(e["curve"], *lowest_point(base))
     env, train = runs[0].env, runs[0].config["train"]
     workload = {key: train[key] for key in ("batch_size", "sequence_length", "steps")}
     record = describe("race", config_name(runs[0]), "", workload, env["device_count"], env)
@@ -165,6 +166,7 @@ def entry(run: Run) -> dict[str, Any]:
         "seconds": round(seconds[-1], 3),
         "tokens_per_s": round(median(r["tokens_per_s"] for r in train if "tokens_per_s" in r)),
         "bpb": curve[-1][3] if finished else None,
+        "lowest": min(bpb for *_, bpb in curve) if finished else None,
         "loss": round(checks[-1]["loss"], 6) if finished else None,
         "curve": curve,
         "train": losses[::-1][::thin][::-1],
@@ -175,7 +177,7 @@ def entry(run: Run) -> dict[str, Any]:
 
 
 def choose(entries: Sequence[dict[str, Any]], name: str | None) -> dict[str, Any]:
-    """The baseline among entries in the order of their final bits per byte."""
+    """The baseline among entries in the order of their lowest bits per byte."""
     finished = [e for e in entries if e["bpb"] is not None]
     wanted = [
         e for e in finished if e["label"] == name or (name is None and e["optimizer"] == "adamw")
@@ -189,25 +191,33 @@ def choose(entries: Sequence[dict[str, Any]], name: str | None) -> dict[str, Any
     return wanted[0]
 
 
-def reached(curve: Sequence[Sequence[Number]], base: dict[str, Any]) -> dict[str, Number] | None:
-    """Steps and seconds to the baseline's final bits per byte, and the speed-ups; None if never."""
-    if curve and curve[0][3] <= base["bpb"]:
-        return speed_up(curve[0][0], curve[0][2], base)
-    for (step, _, second, bpb), (next_step, _, next_second, lower) in pairwise(curve):
-        if lower <= base["bpb"]:
-            share = (bpb - base["bpb"]) / (bpb - lower)
-            between = lambda a, b, share=share: a + share * (b - a)
-            return speed_up(between(step, next_step), between(second, next_second), base)
+def lowest_point(e: dict[str, Any]) -> tuple[Number, Number, Number]:
+    """Bits per byte, step and second where a run's held-out text is told best."""
+    step, _, second, bpb = min(e["curve"], key=lambda point: point[3])
+    return bpb, step, second
+
+
+def reached(
+    curve: Sequence[Sequence[Number]], target: Number, base_steps: Number, base_seconds: Number
+) -> dict[str, Number] | None:
+    """Steps and seconds to the target, and the speed-ups over the baseline; None if never."""
+    if not curve:
+        return None
+    before = curve[0]
+    for point in curve:
+        (step, _, second, bpb), (next_step, _, next_second, lower) = before, point
+        if lower <= target:
+            share = (bpb - target) / (bpb - lower) if bpb > lower else 0.0
+            steps = step + share * (next_step - step)
+            seconds = second + share * (next_second - second)
+            return {
+                "steps": round(steps, 1),
+                "seconds": round(seconds, 3),
+                "speedup_steps": round(base_steps / steps, 4),
+                "speedup_seconds": round(base_seconds / seconds, 4),
+            }
+        before = point
     return None
-
-
-def speed_up(steps: Number, seconds: Number, base: dict[str, Any]) -> dict[str, Number]:
-    return {
-        "steps": round(steps, 1),
-        "seconds": round(seconds, 3),
-        "speedup_steps": round(base["steps"] / steps, 4),
-        "speedup_seconds": round(base["seconds"] / seconds, 4),
-    }
 
 
 def best_of_arms(record: dict[str, Any]) -> list[dict[str, Any]]:
@@ -234,12 +244,12 @@ def draw(record: dict[str, Any], path: Path) -> Path:
         look |= {"linewidth": 2.2} if bold else {"linewidth": 0.9, "alpha": 0.55}
         _, tokens, seconds, bpb = zip(*e["curve"]) if e["curve"] else [()] * 4
         by_tokens.plot([n / 1e6 for n in tokens], bpb, **look)
-        label = f"{e['label']}: {e['bpb']:.4f}" if bold else None
+        label = f"{e['label']}: {e['lowest']:.4f}" if bold else None
         by_seconds.plot(seconds, bpb, label=label, **look)
     shown = [p[3] for e in best for p in e["curve"] if p[1] >= EARLY * e["tokens"]]
     low, high = min(shown), max(shown)
     by_tokens.set_ylim(low - 0.04 * (high - low), high)
-    target = next(e["bpb"] for e in record["runs"] if e["label"] == record["baseline"])
+    target = next(e["lowest"] for e in record["runs"] if e["label"] == record["baseline"])
     for axes, label in (
         (by_tokens, "training tokens (millions)"),
         (by_seconds, "seconds of training"),
@@ -252,8 +262,8 @@ def draw(record: dict[str, Any], path: Path) -> Path:
     by_tokens.set_ylabel("validation bits per byte", fontsize=11)
     handles, labels = by_seconds.get_legend_handles_labels()
     by_seconds.legend(handles[::-1], labels[::-1], framealpha=0.85, edgecolor="none", fontsize=10,
-                      title="best of each arm: final bits per byte")  # fmt: skip
-    figure.suptitle(f"{record['config']}, {record['device']}; dotted: end of {record['baseline']}")
+                      title="best of each arm: lowest bits per byte")  # fmt: skip
+    figure.suptitle(f"{record['config']}, {record['device']}; dotted: best of {record['baseline']}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
     return path

@@ -1,7 +1,6 @@
 """A figure on disk: one JSON a benchmark, with what it was measured on and beside what."""
 
 import json
-import os
 import re
 from pathlib import Path
 from typing import Any
@@ -25,7 +24,6 @@ def describe(
     """A record without its figures (`metrics` or `rows`, `floor`). devices: used; default all.
 
     env: of the process that made the figures, where it is not this one.
-    The commit is that of the checkout, or of the variable JAXTRAIN_COMMIT where there is none.
     """
     here = env or environment()
     device = here["device_kind"]
@@ -38,7 +36,7 @@ def describe(
         "workload": workload or {},
         "peers": peers_of(bench, config, device),
         "versions": here["versions"] | {"python": here["python"], "backend": here["backend"]},
-        "commit": os.environ.get("JAXTRAIN_COMMIT") or here["commit"],
+        "commit": here["commit"],
         "when": here["when"],
     }
 

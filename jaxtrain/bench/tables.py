@@ -54,6 +54,7 @@ OPTIMIZER: Columns = {
     "floor_bytes_ms": rounded(".2f"),
 }
 RACE: Columns = {
+    "lowest": rounded(".4f"),
     "bpb": rounded(".4f"),
     "tokens_per_s": rounded(",.0f"),
     "seconds": rounded(",.0f"),
@@ -61,6 +62,7 @@ RACE: Columns = {
     "speedup_seconds": rounded(".2f"),
 }
 TITLES = {
+    "lowest": "lowest bits per byte",
     "bpb": "final bits per byte",
     "seconds": "seconds",
     "speedup_steps": "speed-up, steps",
@@ -153,7 +155,12 @@ def raced(records: Sequence[Record], every: bool) -> tuple[list[str], list[list[
 def settings(e: Record, record: Record) -> str:
     """A run's main rate and decay, and what sets it apart from others of the same optimizer."""
     peers = [other["settings"] for other in record["runs"] if other["optimizer"] == e["optimizer"]]
-    apart = [k for k, v in e["settings"].items() if any(other.get(k) != v for other in peers)]
+    apart = [
+        key
+        for key, value in e["settings"].items()
+        # What rates other groups have beside the main one is a long list: the JSON has it.
+        if "multipliers." not in key and any(other.get(key) != value for other in peers)
+    ]
     main = [k for k in ("learning_rate", "matrix_lr", "weight_decay") if k in e["settings"]]
     return ", ".join(f"{k} {plain(e['settings'][k])}" for k in dict.fromkeys(main + apart))
 

@@ -185,8 +185,10 @@ def with_multipliers(
 
     def scaled(name: str, group: Group) -> Group:
         rate = group.peaks["learning_rate"] * factor * c.multipliers.get(name, 1.0)
-        decay = group.peaks["weight_decay"] * c.decay_multipliers.get(name, 1.0)
-        return group._replace(peaks={**group.peaks, "learning_rate": rate, "weight_decay": decay})
+        peaks = {**group.peaks, "learning_rate": rate}
+        if name in c.decay_multipliers:
+            peaks["weight_decay"] *= c.decay_multipliers[name]
+        return group._replace(peaks=peaks)
 
     return {name: scaled(name, group) for name, group in rows.items()}
 

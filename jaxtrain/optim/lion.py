@@ -1,21 +1,30 @@
-"""Lion (Chen et al. 2023), optax's: the sign of an interpolated momentum."""
+"""Lion (Chen et al. 2023), optax's: the sign of an interpolated momentum.
+
+For matrices. A sign moves every row of an embedding by the whole rate, long after its token was
+last seen, so that rare tokens' rows wander off: the rest is AdamW's.
+"""
 
 from typing import Literal
 
 import optax
 from pydantic import Field
 
-from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig, one_rate
+from jaxtrain.optim.adamw import make_adamw
+from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig
 
 
 class LionConfig(OptimizerConfig):
-    """Rates 3-10x below AdamW's, decay 3-10x above."""
+    """Matrices by Lion, rates 3-10x below AdamW's and decay 3-10x above; the rest by AdamW."""
 
     name: Literal["lion"] = "lion"
-    learning_rate: float = Field(2e-4, gt=0, description="peak learning rate")
+    learning_rate: float = Field(2e-4, gt=0, description="peak learning rate of the matrices")
     weight_decay: float = Field(0.5, ge=0, description="decoupled decay, times the learning rate")
     b1: float = Field(0.9, ge=0, lt=1, description="momentum in the sign")
     b2: float = Field(0.99, ge=0, lt=1, description="decay of the stored momentum")
+    adamw_lr: float = Field(1e-3, gt=0, description="peak learning rate of what is no matrix")
+    adamw_decay: float = Field(
+        0.1, ge=0, description="decoupled decay of embeddings and head, times adamw_lr"
+    )
 
 
 def make_lion(h: Hyper) -> optax.GradientTransformation:
@@ -27,5 +36,9 @@ def make_lion(h: Hyper) -> optax.GradientTransformation:
 
 
 def lion(c: LionConfig) -> dict[str, Group]:
+    adam = {"learning_rate": c.adamw_lr, "weight_decay": c.adamw_decay}
+    adam |= {"b1": 0.9, "b2": 0.95, "eps": 1e-10}
+    decayed, plain = Group(make_adamw, adam), Group(make_adamw, {**adam, "weight_decay": 0.0})
     peaks = c.model_dump(include={"learning_rate", "weight_decay", "b1", "b2"})
-    return one_rate(make_lion, peaks)
+    rest = {"embedding": decayed, "head": decayed, "gain": plain, "scalar": plain}
+    return {"matrix": Group(make_lion, peaks)} | rest

@@ -19,7 +19,7 @@ RATES = {
     "adamw": {"learning_rate": 1e-2},
     "adamw8bit": {"learning_rate": 1e-2, "min_size": 256},
     "schedule_free": {"learning_rate": 1e-2},
-    "lion": {"learning_rate": 5e-3},
+    "lion": {"learning_rate": 5e-3, "adamw_lr": 1e-2},
     "soap": {"learning_rate": 1e-2},
     "adafactor": {"learning_rate": 1e-2},
     "sgd": {"learning_rate": 2.0},
@@ -168,17 +168,31 @@ def test_more_warmup_than_steps_is_refused():
         )
 
 
-@pytest.mark.parametrize(
-    ("name", "reference"),
-    [
-        ("adamw", lambda mask: optax.adamw(1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=mask)),
-        ("lion", lambda mask: optax.lion(5e-3, 0.9, 0.99, weight_decay=0.5, mask=mask)),
-    ],
-)
-def test_adamw_and_lion_are_optaxs_with_decay_for_matrices_only(name, reference):
+def plain(spec):
+    return spec.role in ("gain", "scalar")
+
+
+def optax_lion(specs):
+    """Lion for the matrices, AdamW for the rest."""
+    parts = {
+        "lion": optax.lion(5e-3, 0.9, 0.99, weight_decay=0.5),
+        "decayed": optax.adamw(1e-2, 0.9, 0.95, 1e-10, weight_decay=0.1),
+        "plain": optax.adam(1e-2, 0.9, 0.95, 1e-10),
+    }
+    label = lambda s: "lion" if s.role == "matrix" else "plain" if plain(s) else "decayed"
+    return optax.partition(parts, jax.tree.map(label, specs))
+
+
+def optax_adamw(specs):
+    decayed = jax.tree.map(lambda s: not plain(s), specs)
+    return optax.adamw(1e-2, 0.9, 0.95, 1e-8, weight_decay=0.1, mask=decayed)
+
+
+@pytest.mark.parametrize(("name", "reference"), [("adamw", optax_adamw), ("lion", optax_lion)])
+def test_adamw_and_lion_are_optaxs_and_gains_and_scalars_do_not_decay(name, reference):
     specs = specs_of(depth=1, norm_gain=True)
     params, grads = random_params(specs, 0), random_params(specs, 1)
-    theirs = reference(jax.tree.map(lambda s: s.role not in ("gain", "scalar"), specs))
+    theirs = reference(specs)
     ours = make_optimizer(config(name), specs, 10)
     mine, other = ours.init(params), theirs.init(params)
     update, update_theirs = jax.jit(ours.update), jax.jit(theirs.update)
