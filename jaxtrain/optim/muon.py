@@ -6,7 +6,7 @@ Each refinement is a switch, so that it can be measured.
 
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, Literal, NamedTuple
 
 import jax
@@ -29,6 +29,8 @@ POLAR_EXPRESS = (
 )
 NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5  # Jordan et al. 2024
 COEFFICIENTS = {"polar_express": POLAR_EXPRESS, "newton_schulz": NEWTON_SCHULZ}
+GRAM_FROM = 2  # times longer than wide: from here on the Gram matrix's iteration is cheaper
+RESTART = 2  # iterations on one Gram matrix
 
 
 class MuonConfig(OptimizerConfig):
@@ -58,6 +60,9 @@ class MuonConfig(OptimizerConfig):
     nesterov: bool = Field(True, description="look one step of momentum ahead")
     orthogonalize: Literal["polar_express", "newton_schulz"] = Field(
         "polar_express", description="polynomial iteration towards the nearest orthogonal matrix"
+    )
+    gram: bool = Field(
+        True, description="iterate on the Gram matrix of long matrices, in float16 on a GPU"
     )
     equilibrate: bool = Field(
         True, description="give all output rows the same norm before orthogonalising (MuonEq)"
@@ -154,40 +159,86 @@ class MuonState(NamedTuple):
     second: Any
 
 
-def matmul_dtype() -> jnp.dtype:
-    """bfloat16 where matrix units have it; a CPU is faster and exact in float32."""
-    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else jnp.bfloat16)
+def matmul_dtype(wanted: Any = jnp.bfloat16) -> jnp.dtype:
+    """Sixteen bits where matrix units have them; a CPU is faster and exact in float32."""
+    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else wanted)
+
+
+def normalize(
+    x_in_out: Float[Array, "*L i o"], equilibrate: bool = False
+) -> Float[Array, "*L i o"]:
+    """Each matrix at a Frobenius norm just below 1, so that all singular values are.
+
+    equilibrate: first scale each output's column to the root mean square of all of them (MuonEq).
+    One pass sums the squares of the columns; all norms follow from these.
+    """
+    squares = jnp.sum(jnp.square(x_in_out), axis=-2, keepdims=True)
+    factor: Any = 1.0
+    if equilibrate:
+        mean = jnp.sqrt(jnp.mean(squares, axis=-1, keepdims=True))
+        factor = mean / jnp.maximum(jnp.sqrt(squares), 1e-6)
+        squares = squares * jnp.square(factor)
+    norm = jnp.sqrt(jnp.sum(squares, axis=-1, keepdims=True))
+    return x_in_out * (factor / (norm * 1.01 + 1e-6))
 
 
 def orthogonalize(
-    x_in_out: Float[Array, "*L i o"], coefficients: tuple[tuple[float, float, float], ...]
+    x_in_out: Float[Array, "*L i o"],
+    coefficients: tuple[tuple[float, float, float], ...],
+    gram: bool = True,
 ) -> Float[Array, "*L i o"]:
-    """Push all singular values of each matrix towards 1.
+    """Push all singular values, at most 1 at first, of each matrix towards 1.
 
-    X <- aX + (b A + c A^2) X with A = X X^T, on the shorter side; float32 in and out.
+    X <- (aI + bA + cA^2) X with A = X X^T, on the shorter side. The result is in the dtype of the
+    matmuls. `gram`: long matrices by `through_gram`, which is the same with fewer FLOPs.
     """
-    x = x_in_out.astype(matmul_dtype())
-    norm = jnp.linalg.norm(x.astype(jnp.float32), axis=(-2, -1), keepdims=True)
-    x = (x / (norm * 1.01 + 1e-6)).astype(x.dtype)
-    tall = x.shape[-2] > x.shape[-1]
-    for a, b, c in coefficients:
-        gram = jnp.einsum("...ij,...ik->...jk" if tall else "...ij,...kj->...ik", x, x)
-        poly = b * gram + c * (gram @ gram)
-        x = a * x + (x @ poly if tall else poly @ x)
-    return x.astype(x_in_out.dtype)
+    short, long = sorted(x_in_out.shape[-2:])
+    by_gram = gram and long >= GRAM_FROM * short
+    # Rounding A on its own, apart from X, asks for float16's longer mantissa.
+    x = x_in_out.astype(matmul_dtype(jnp.float16 if by_gram else jnp.bfloat16))
+    if x.shape[-2] > x.shape[-1]:
+        x = x.mT
+    x = (through_gram if by_gram else through_itself)(x, coefficients)
+    return x.mT if x_in_out.shape[-2] > x_in_out.shape[-1] else x
 
 
-def equilibrate(x: Float[Array, "*L i o"]) -> Float[Array, "*L i o"]:
-    """Scale each output's column to the root mean square of all of them (MuonEq)."""
-    norms = jnp.linalg.norm(x, axis=-2, keepdims=True)
-    mean = jnp.linalg.norm(x, axis=(-2, -1), keepdims=True) / math.sqrt(x.shape[-1])
-    return x * (mean / jnp.maximum(norms, 1e-6))
+def through_itself(x: jax.Array, coefficients: Sequence[tuple[float, float, float]]) -> jax.Array:
+    for polynomial in coefficients:
+        x = evaluate(polynomial, x @ x.mT) @ x
+    return x
 
 
-def rescale(x: Float[Array, "*L i o"], norm: Any) -> Float[Array, "*L i o"]:
-    """Each matrix with this Frobenius norm; a zero matrix stays zero."""
-    now = jnp.linalg.norm(x, axis=(-2, -1), keepdims=True)
-    return x * (norm / jnp.maximum(now, 1e-10))
+def through_gram(x: jax.Array, coefficients: Sequence[tuple[float, float, float]]) -> jax.Array:
+    """The iteration on the small A alone: A <- PAP, Q <- PQ, and X <- QX at the end.
+
+    A grows negative eigenvalues out of its rounding errors, so that it is made anew from X after
+    RESTART iterations (Gram Newton-Schulz, Dao-AILab 2026).
+    """
+    for part in (coefficients[:RESTART], coefficients[RESTART:]):
+        a, q = x @ x.mT, None
+        for left, polynomial in zip(reversed(range(len(part))), part):
+            p = evaluate(polynomial, a)
+            q = p if q is None else p @ q
+            if left:
+                a = p @ a @ p
+        x = x if q is None else q @ x
+    return x
+
+
+def orthogonalize_flops(short: int, long: int, steps: int, gram: bool) -> int:
+    """FLOPs of the matmuls that `orthogonalize` does for one matrix."""
+    if not (gram and long >= GRAM_FROM * short):
+        return steps * (4 * short**2 * long + 2 * short**3)
+    parts = [n for n in (min(steps, RESTART), steps - RESTART) if n > 0]
+    small = sum(2 * n + 2 * (n - 1) + 4 * (n - 1) for n in parts)
+    return len(parts) * 4 * short**2 * long + small * short**3
+
+
+def evaluate(polynomial: tuple[float, float, float], a: jax.Array) -> jax.Array:
+    """c0 I + c1 A + c2 A^2, one pass over A's size after its square: the identity costs no pass."""
+    c0, c1, c2 = polynomial
+    identity = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
+    return c2 * (a @ a) + c1 * a + c0 * identity
 
 
 def second_axis(shape: tuple[int, ...]) -> int:
@@ -209,15 +260,21 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
         return jnp.zeros(shape, p.dtype)
 
     def direction(u: jax.Array, v: jax.Array | None, b2: Any) -> tuple[jax.Array, jax.Array | None]:
-        u = orthogonalize(equilibrate(u) if c.equilibrate else u, COEFFICIENTS[c.orthogonalize])
+        shape, axis = u.shape, second_axis(u.shape)
+        u = normalize(u, c.equilibrate)
+        u = orthogonalize(u, COEFFICIENTS[c.orthogonalize], c.gram)
+        # All norms below follow from one pass over the result in sixteen bits.
+        squares = jnp.sum(jnp.square(u.astype(jnp.float32)), axis=axis, keepdims=True)
+        norm = jnp.sqrt(jnp.sum(squares, axis=(-2, -1), keepdims=True))
+        factor: Any = 1.0
         if c.renormalize:
-            u = rescale(u, math.sqrt(min(u.shape[-2:])))
-        if v is None:
-            return u, v
-        mean = jnp.mean(jnp.square(u), axis=second_axis(u.shape), keepdims=True)
-        blend: jax.Array = b2 * v + (1 - b2) * mean
-        norm = jnp.linalg.norm(u, axis=(-2, -1), keepdims=True)
-        return rescale(u * jax.lax.rsqrt(jnp.maximum(blend, 1e-10)), norm), blend
+            factor = math.sqrt(min(shape[-2:])) / jnp.maximum(norm, 1e-10)
+        if v is not None:
+            v = now = b2 * v + (1 - b2) * jnp.square(factor) * squares / shape[axis]
+            lines = jax.lax.rsqrt(jnp.maximum(now, 1e-10))
+            evened = jnp.sqrt(jnp.sum(squares * jnp.square(lines), axis=(-2, -1), keepdims=True))
+            factor = factor * lines * norm / jnp.maximum(evened, 1e-10)
+        return u * jnp.float32(factor), v
 
     def leaf(h: Hyper, g: jax.Array, m: jax.Array, v: jax.Array | None, p: jax.Array, spec: Any):
         mu = h["momentum"]

@@ -2,11 +2,20 @@
 
 import sys
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.optim.muon import COEFFICIENTS, MuonConfig, make_muon, muon, orthogonalize
+from jaxtrain.optim.muon import (
+    COEFFICIENTS,
+    MuonConfig,
+    make_muon,
+    muon,
+    normalize,
+    orthogonalize,
+    orthogonalize_flops,
+)
 
 OFF = {
     "nesterov": False, "equilibrate": False, "renormalize": False, "normuon": False,
@@ -34,9 +43,10 @@ def assert_near_polar_factor(x, out, low, high, tolerance=1e-4):
 
 @pytest.mark.parametrize("shape", [(3, 16, 48), (48, 16), (2, 2, 16, 16)], ids=str)
 @pytest.mark.parametrize("name", COEFFICIENTS)
-def test_orthogonalize_keeps_singular_vectors_and_brings_values_near_one(shape, name):
+@pytest.mark.parametrize("gram", [False, True])
+def test_orthogonalize_keeps_singular_vectors_and_brings_values_near_one(shape, name, gram):
     x = matrices(*shape)
-    out = orthogonalize(x, COEFFICIENTS[name])
+    out = orthogonalize(normalize(x), COEFFICIENTS[name], gram)
     assert out.shape == x.shape and out.dtype == jnp.float32
     assert_near_polar_factor(
         x, out, *{"polar_express": (0.8, 1.2), "newton_schulz": (0.6, 1.3)}[name]
@@ -47,24 +57,64 @@ def test_polar_express_lifts_small_singular_values():
     """A condition number of 1000, as gradients have."""
     u, _, vt = np.linalg.svd(np.asarray(matrices(16, 16)))
     x = jnp.asarray(u @ np.diag(np.logspace(0, -3, 16)) @ vt, jnp.float32)
-    assert_near_polar_factor(x, orthogonalize(x, COEFFICIENTS["polar_express"]), 0.6, 1.2)
+    assert_near_polar_factor(
+        x, orthogonalize(normalize(x), COEFFICIENTS["polar_express"]), 0.6, 1.2
+    )
 
 
-def test_bfloat16_matmuls_are_near_enough(monkeypatch):
+def gradient_like(rows, columns):
+    """Singular values from 1 down to 1e-4, and the polar factor that the iteration comes to."""
+    u, _, _ = np.linalg.svd(np.asarray(matrices(rows, rows)))
+    v, _, _ = np.linalg.svd(np.asarray(matrices(columns, columns, seed=1)))
+    x = jnp.asarray(u * np.logspace(0, -4, rows) @ v[:rows], jnp.float32)
+    return x, orthogonalize(normalize(x), COEFFICIENTS["polar_express"], gram=False)
+
+
+@pytest.mark.parametrize(
+    ("shape", "gram", "dtype", "error"),
+    [
+        ((64, 64), False, jnp.bfloat16, 0.2),
+        ((48, 192), False, jnp.bfloat16, 0.2),
+        ((48, 192), True, jnp.float16, 0.03),
+    ],
+)
+def test_sixteen_bits_are_near_enough(monkeypatch, shape, gram, dtype, error):
+    x, exact = gradient_like(*shape)
     module = sys.modules[orthogonalize.__module__]  # jaxtrain.optim.muon is also a function
-    monkeypatch.setattr(module, "matmul_dtype", lambda: jnp.dtype(jnp.bfloat16))
-    x = matrices(3, 16, 48)
-    out = orthogonalize(x, COEFFICIENTS["polar_express"])
-    assert out.dtype == jnp.float32
-    assert_near_polar_factor(x, out, 0.8, 1.2, tolerance=0.1)
-    with pytest.raises(AssertionError):  # and it was bfloat16
-        assert_near_polar_factor(x, out, 0.8, 1.2)
+    monkeypatch.setattr(module, "matmul_dtype", lambda wanted=jnp.bfloat16: jnp.dtype(wanted))
+    out = orthogonalize(normalize(x), COEFFICIENTS["polar_express"], gram)
+    assert out.dtype == dtype
+    off = np.linalg.norm(np.asarray(out, np.float32) - exact) / np.linalg.norm(exact)
+    assert 1e-4 < off < error
+
+
+@pytest.mark.parametrize("shape", [(2, 24, 96), (96, 24), (24, 48)], ids=str)
+@pytest.mark.parametrize("name", COEFFICIENTS)
+def test_the_gram_matrix_iteration_is_the_same_in_float32(shape, name):
+    x = normalize(matrices(*shape))
+    plain, gram = (orthogonalize(x, COEFFICIENTS[name], g) for g in (False, True))
+    np.testing.assert_allclose(gram, plain, atol=2e-5)
+
+
+def test_flops_are_those_of_the_matmuls_that_are_traced():
+    def traced(short, long, gram):
+        step = lambda x: orthogonalize(x, COEFFICIENTS["polar_express"], gram)
+        dots = [e for e in jax.make_jaxpr(step)(jnp.zeros((short, long))).jaxpr.eqns
+                if e.primitive.name == "dot_general"]  # fmt: skip
+        contracted = lambda e: e.invars[0].aval.shape[e.params["dimension_numbers"][0][0][0]]
+        return sum(2 * e.outvars[0].aval.size * contracted(e) for e in dots)
+
+    for shape in ((8, 8, True), (8, 32, True), (8, 32, False), (8, 15, True)):
+        short, long, gram = shape
+        assert orthogonalize_flops(short, long, 5, gram) == traced(*shape), shape
+    assert orthogonalize_flops(8, 32, 5, True) == 60 * 8**3
+    assert orthogonalize_flops(8, 32, 5, False) == 90 * 8**3
 
 
 def test_each_matrix_of_a_stack_is_its_own():
     x = matrices(3, 8, 20)
-    alone = jnp.stack([orthogonalize(m, COEFFICIENTS["polar_express"]) for m in 10 * x])
-    stacked = orthogonalize(x, COEFFICIENTS["polar_express"])
+    polar = lambda x: orthogonalize(normalize(x), COEFFICIENTS["polar_express"])
+    alone, stacked = jnp.stack([polar(m) for m in 10 * x]), polar(x)
     np.testing.assert_allclose(stacked, alone, rtol=1e-3, atol=1e-4)
 
 
@@ -89,7 +139,7 @@ def test_momentum_and_nesterov():
     _, state = step(g, p)
     moved, _ = step(other, p, state)
     m = 0.9 * 0.1 * g + 0.1 * other
-    expected = lambda x: -0.1 * orthogonalize(x, COEFFICIENTS["polar_express"])
+    expected = lambda x: -0.1 * orthogonalize(normalize(x), COEFFICIENTS["polar_express"])
     np.testing.assert_allclose(moved, expected(m), rtol=1e-4, atol=1e-6)
     ahead, _ = step(other, p, state, nesterov=True)
     np.testing.assert_allclose(ahead, expected(0.9 * m + 0.1 * other), rtol=1e-4, atol=1e-6)
