@@ -84,7 +84,9 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
     steps = t.steps or max(1, int(tokens // step_tokens))
     if t.steps:
         tokens = steps * step_tokens
-    scale = Scale(model.width, step_tokens, tokens / reference)
+    # muP takes the rates from its base width to this one by itself.
+    width = model.base_width if model.init == "mup" else model.width
+    scale = Scale(width, step_tokens, tokens / reference)
     train = {"batch_size": batch, "device_batch_size": device_batch, "steps": steps}
     derived = {
         "model": model.model_dump(),

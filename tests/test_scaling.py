@@ -92,6 +92,16 @@ def test_rates_grow_with_the_root_of_the_batch_and_some_fall_with_the_width():
     assert factors == pytest.approx(expected)
 
 
+def test_mup_takes_the_rates_of_its_base_width():
+    """Both rules at once would scale the head's rate twice."""
+    steps = ["train.batch_size=16", "train.steps=8"]
+    given = [*steps, "model.init=mup", "model.base_width=768"]
+    plain, wide = (resolved([*given, f"model.depth={d}"]).optim for d in (12, 24))
+    assert wide.head_lr == plain.head_lr and wide.embedding_lr == plain.embedding_lr
+    other = resolved([*steps, "model.depth=24"]).optim
+    assert other.head_lr < wide.head_lr
+
+
 def test_decay_follows_the_tokens_that_the_run_takes():
     usual = resolved().optim.weight_decay
     assert resolved(["train.steps=1260"]).optim.weight_decay == pytest.approx(2 * usual, rel=1e-4)
