@@ -52,6 +52,19 @@ def test_xla_equals_reference(shape):
         np.testing.assert_allclose(x, y, atol=2e-5, rtol=2e-5)
 
 
+@by_name([s for s in LOSS_SMALL if s.softcap])
+@pytest.mark.parametrize(("size", "tolerance"), [(1.0, 3e-5), (2000.0, 1e-2)])
+def test_the_softcap_of_a_gpu_is_a_tanh_however_large_the_logits(shape, size, tolerance):
+    x, *rest = inputs(shape, np.float32)
+    with jax.enable_x64(True):
+        given = (size * x.astype(np.float64), rest[0].astype(np.float64), *rest[1:])
+        expected = loss_and_gradients(shape, *given, implementation="reference")
+    with on_target("cuda"):
+        got = loss_and_gradients(shape, size * x, *rest, chunk=24)
+    for a, b in zip(got, expected):
+        np.testing.assert_allclose(a, b, atol=tolerance, rtol=tolerance)
+
+
 @by_name(LOSS_SMALL)
 def test_the_loss_alone_equals_the_differentiated_one(shape):
     arrays = [jnp.asarray(a) for a in inputs(shape, np.float32)]
