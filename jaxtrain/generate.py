@@ -18,11 +18,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrain.data import Tokenizer
 from jaxtrain.model import cast
+from jaxtrain.model.config import round_up
 from jaxtrain.parallel.runtime import compute_dtype, start
 from jaxtrain.saved import load_saved
 from jaxtrain.settings import UserError
 
 PROMPT_MULTIPLE = 32  # prompts are padded to a multiple, so that few lengths are compiled
+CACHE_MULTIPLE = 128  # of the tokens that the cache has room for, so that it can be split
 
 
 def pick(
@@ -51,7 +53,7 @@ def pick(
     return jnp.where(temperature == 0, jnp.argmax(logits_BV, axis=-1), sampled_B)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "new", "top_k", "stop"))
+@functools.partial(jax.jit, static_argnames=("graphdef", "new", "top_k", "stop", "cache_dtype"))
 def complete(
     graphdef: Any,
     params: Any,
@@ -64,11 +66,13 @@ def complete(
     new: int,
     top_k: int | None = None,
     stop: int | None = None,
+    cache_dtype: str | None = None,
 ) -> Int[Array, "B new"]:
     """Continue prompts (padded on the right) by up to `new` tokens; `stop` fills ended rows."""
     model = nnx.merge(graphdef, params)
     B = tokens_BT.shape[0]
-    x_BD, cache = model.prefill(tokens_BT, lengths_B, tokens_BT.shape[1] + new)
+    capacity = round_up(tokens_BT.shape[1] + new, CACHE_MULTIPLE)
+    x_BD, cache = model.prefill(tokens_BT, lengths_B, capacity, cache_dtype)
     first_B = pick(model.logits(x_BD), jax.random.fold_in(key, 0), temperature, top_p, top_k)
     out_Bn = jnp.full((B, new), 0 if stop is None else stop, jnp.int32).at[:, 0].set(first_B)
     ended_B = first_B == stop if stop is not None else jnp.zeros(B, bool)
@@ -100,18 +104,22 @@ def generate(
     top_k: int | None = None,
     top_p: float | None = None,
     seed: int = 0,
+    cache_dtype: str | None = None,
 ) -> list[str]:
-    """Continuations of a batch of prompts (without the prompts); a document's end stops a row."""
+    """Continuations of a batch of prompts (without the prompts); a document's end stops a row.
+
+    cache_dtype: of the keys and values that are kept: int8, or None for the parameters' dtype.
+    """
     ids = [
         np.concatenate([[tokenizer.bos_id], tokenizer.encode(p)]).astype(np.int32) for p in prompts
     ]
     lengths = np.array([len(x) for x in ids], np.int32)
-    width = -(-int(lengths.max()) // PROMPT_MULTIPLE) * PROMPT_MULTIPLE
+    width = round_up(int(lengths.max()), PROMPT_MULTIPLE)
     padded = np.stack([np.pad(x, (0, width - len(x))) for x in ids])
     out = complete(
         graphdef, params, jnp.asarray(padded), jnp.asarray(lengths), jax.random.key(seed),
         jnp.float32(temperature), jnp.float32(1.0 if top_p is None else top_p),
-        new=tokens, top_k=top_k, stop=tokenizer.bos_id,
+        new=tokens, top_k=top_k, stop=tokenizer.bos_id, cache_dtype=cache_dtype,
     )  # fmt: skip
     rows = [row.tolist() for row in np.asarray(out)]
     ends = [row.index(tokenizer.bos_id) if tokenizer.bos_id in row else len(row) for row in rows]
@@ -128,6 +136,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the best token")
     parser.add_argument("--top-k", type=int, help="sample among this many best tokens")
     parser.add_argument("--top-p", type=float, help="sample among this much probability")
+    parser.add_argument(
+        "--cache-dtype", choices=["int8"], help="of the cache; default the compute dtype"
+    )
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--step", type=int, help="a checkpoint instead of the final model")
     a = parser.parse_args(argv)
@@ -142,6 +153,7 @@ def main(argv: list[str] | None = None) -> int:
         texts = generate(
             saved.graphdef, params, saved.tokenizer, prompts, tokens=a.tokens,
             temperature=a.temperature, top_k=a.top_k, top_p=a.top_p, seed=a.seed,
+            cache_dtype=a.cache_dtype,
         )  # fmt: skip
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

@@ -123,7 +123,7 @@ def train(config: Config) -> dict[str, float]:
                 texts = generate(
                     graphdef, params, tokenizer, c.sample.prompts, tokens=c.sample.tokens,
                     temperature=c.sample.temperature, top_k=c.sample.top_k, top_p=c.sample.top_p,
-                    seed=c.run.seed,
+                    seed=c.run.seed, cache_dtype=c.sample.cache_dtype,
                 )  # fmt: skip
             text = "\n---\n".join(p + x for p, x in zip(c.sample.prompts, texts))
             path = run_dir / "samples" / f"step_{step:06d}.txt"

@@ -5,23 +5,28 @@ Measures on random data and prints one table: ours, the floor, the peers. No cor
 
 import argparse
 import sys
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import jax
 
-from jaxtrain.bench.kernels import bench_attention, bench_loss
+from jaxtrain.bench.attention import bench_attention
+from jaxtrain.bench.decode import bench_decode
+from jaxtrain.bench.kernels import bench_loss
 from jaxtrain.bench.optimizers import bench_optimizers
 from jaxtrain.bench.race import draw, race
 from jaxtrain.bench.record import BENCHMARKS, RESULTS, write
 from jaxtrain.bench.step import bench_memory, bench_step
 from jaxtrain.bench.tables import screen, table_of, update_page
+from jaxtrain.bench.tune import tune_attention
 from jaxtrain.settings import UserError
 
 WHAT = {
     "step": "the train step of a configuration, one microbatch a step",
-    "attention": "attention backends and peers over the benchmark shapes",
-    "loss": "linear + cross-entropy backends over the benchmark shapes",
+    "attention": "attention backends and peers over the benchmark shapes: attention [NAME ...]",
+    "decode": "one query a row against a key/value cache: decode [NAME ...]",
+    "loss": "linear + cross-entropy backends over the benchmark shapes: loss [NAME ...]",
     "memory": "what a configuration's step needs, without running it",
     "optim": "an update of every optimizer on a configuration's parameters",
     "race": "runs compared that differ in their optimizer alone: race RUN [RUN ...]",
@@ -43,34 +48,45 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--record", action="store_true", help="write the figures as JSON")
     parser.add_argument("--variant", help="name of what is special about these figures (bf16)")
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="attention: measure tilings too, and renew the table that backends are chosen by",
+    )
     parser.add_argument("--profile", action="store_true", help="step: trace it, list its kernels")
     parser.add_argument(
         "--out",
         type=Path,
-        help="folder of what is written; default benchmarks/results, and runs/bench for a profile",
+        help="folder of what is written; default benchmarks/results, runs/bench for a profile, "
+        "the package for --tune",
     )
     parser.add_argument("--baseline", help="race: name of the run to beat; default the best AdamW")
     parser.add_argument(
         "overrides",
         nargs="*",
-        metavar="key.path=value | RUN",
-        help="override a field; race: a run directory",
+        metavar="key.path=value | RUN | NAME",
+        help="override a field; race: a run directory; attention, decode, loss: a shape or backend",
     )
     return parser.parse_intermixed_args(argv)
 
 
-def measure(a: argparse.Namespace) -> list[dict[str, Any]]:
-    """The records of a command line."""
-    if a.what in ("attention", "loss"):
-        return [(bench_attention if a.what == "attention" else bench_loss)(a.variant)]
-    if a.what == "race":
-        return [race([Path(run) for run in a.overrides], a.baseline)]
-    configs = a.config or ["gpt_d12"]
-    if a.what == "step":
-        folder = (a.out or Path("runs/bench")) if a.profile else None
-        return [bench_step(c, a.overrides, a.variant, folder) for c in configs]
-    bench = bench_memory if a.what == "memory" else bench_optimizers
-    return [bench(c, a.overrides, a.variant) for c in configs]
+def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The records of a command line, each as soon as it is measured."""
+    kernels = {"attention": bench_attention, "decode": bench_decode, "loss": bench_loss}
+    if a.tune and a.what == "attention":
+        yield tune_attention(a.out, a.variant, a.overrides)
+    elif a.what in kernels:
+        yield kernels[a.what](a.variant, a.overrides)
+    elif a.what == "race":
+        yield race([Path(run) for run in a.overrides], a.baseline)
+    else:
+        for config in a.config or ["gpt_d12"]:
+            if a.what == "step":
+                folder = (a.out or Path("runs/bench")) if a.profile else None
+                yield bench_step(config, a.overrides, a.variant, folder)
+            else:
+                bench = bench_memory if a.what == "memory" else bench_optimizers
+                yield bench(config, a.overrides, a.variant)
 
 
 def main(argv: list[str] | None = None) -> int:

@@ -47,6 +47,21 @@ KERNEL: Columns = {
     "tflops": rounded(".3g"),
     "error": rounded(".1e"),
 }
+ATTENTION: Columns = {
+    "ms": rounded(".3f"),
+    "tflops": rounded(".3g"),
+    "tflops_visited": rounded(".3g"),
+    "error": rounded(".1e"),
+    "naive_error": rounded(".1e"),
+    "exact": lambda x: "-" if x is None else ("yes" if x else "NO"),
+}
+DECODE: Columns = {
+    "ms": rounded(".3f"),
+    "gbps": rounded(",.0f"),
+    "of_copy": rounded(".0%"),
+    "error": rounded(".1e"),
+    "naive_error": rounded(".1e"),
+}
 OPTIMIZER: Columns = {
     "ms": rounded(".2f"),
     "state_bytes": size,
@@ -79,6 +94,11 @@ TITLES = {
     "total_bytes": "needs",
     "device_bytes": "device has",
     "tflops": "TF/s",
+    "tflops_visited": "TF/s visited",
+    "gbps": "GB/s",
+    "of_copy": "of copy rate",
+    "naive_error": "naive error",
+    "exact": "below 2x naive",
     "state_bytes": "state",
     "floor_matmul_ms": "matmul floor ms",
     "floor_bytes_ms": "bytes floor ms",
@@ -93,7 +113,8 @@ def tabulate(
         return raced(records, every=bench == "race_runs")
     if bench in ("step", "memory"):
         return figures(STEP if bench == "step" else MEMORY, records, peers)
-    return listed(OPTIMIZER if bench == "optim" else KERNEL, records, peers)
+    columns = {"optim": OPTIMIZER, "attention": ATTENTION, "decode": DECODE}.get(bench, KERNEL)
+    return listed(columns, records, peers)
 
 
 def figures(

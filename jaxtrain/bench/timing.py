@@ -11,6 +11,8 @@ import jax.numpy as jnp
 
 COLD_BYTES = 2**28  # inputs that add up to this do not stay in any device's cache
 WINDOW_SECONDS = 0.2
+MOST_CALLS = 1000  # of a window
+SHORT_MS = 0.2  # below this, a call from Python may take longer than the device does
 
 
 class Ceilings(NamedTuple):
@@ -26,11 +28,16 @@ def median_ms(
     *,
     calls: int | None = None,
     windows: int = 5,
+    seconds: float | None = None,
 ) -> float:
     """Milliseconds of one call: median over windows of `calls` calls, each waited for at its end.
 
+    A call only joins the device's queue, and the device never idles while the host (some 20 us a
+    call) is quicker than it; so a window's time is the device's, plus one wait. Kernels that are
+    shorter than that: `kernel_ms`.
+
     inputs: argument tuples that the calls rotate over (see `rotating`). calls: by default as many
-    as fill 0.2 s. The first calls, which compile and warm up, are not counted.
+    as fill `seconds` (0.2). The first calls, which compile and warm up, are not counted.
     """
 
     def window(count: int) -> float:
@@ -43,8 +50,40 @@ def median_ms(
 
     window(max(2, len(inputs)))
     if calls is None:
-        calls = min(100, max(2, round(WINDOW_SECONDS / window(2))))
+        calls, seconds = 2, seconds or WINDOW_SECONDS
+        while calls < MOST_CALLS and (each := window(calls)) * calls < seconds / 2:
+            calls = min(MOST_CALLS, max(2 * calls, round(seconds / each)))
     return 1e3 * statistics.median(window(calls) for _ in range(windows))
+
+
+def kernel_ms(fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], **options: Any) -> float:
+    """Milliseconds of `fn`, which is jitted here, however short it is.
+
+    A short one is timed as one program that runs it on each input set in turn, so that the host's
+    time is spent once for all of them.
+    """
+    ms = median_ms(jax.jit(fn), inputs, **options)
+    if ms > SHORT_MS:
+        return ms
+    return median_ms(jax.jit(one_after_another(fn)), [tuple(inputs)], **options) / len(inputs)
+
+
+def one_after_another(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
+    """`fn` on each of some argument tuples.
+
+    Each call's inputs wait for the result before, so that XLA can neither join two calls nor move
+    one past another; all results are returned, so that none is left out.
+    """
+
+    def run(*sets: tuple[Any, ...]) -> list[Any]:
+        results: list[Any] = []
+        for arguments in sets:
+            if results:
+                arguments, _ = jax.lax.optimization_barrier((arguments, results[-1]))
+            results.append(fn(*arguments))
+        return results
+
+    return run
 
 
 def rotating(make: Callable[[jax.Array], tuple[Any, ...]], seed: int = 0) -> list[tuple[Any, ...]]:
@@ -74,6 +113,12 @@ def ceilings(dtype: Any) -> Ceilings:
     matmul_ms = median_ms(jax.jit(jnp.matmul), rotating(operands))
     copy_ms = median_ms(jax.jit(jnp.copy), [buffer(jax.random.key(0))])
     return Ceilings(2 * size**3 / matmul_ms / 1e9, 2 * copied / copy_ms / 1e6)
+
+
+def relative_errors(out: Any, reference: Any) -> list[float]:
+    """||out - reference|| / ||reference|| of each leaf, in float32."""
+    pairs = zip(jax.tree.leaves(out), jax.tree.leaves(reference), strict=True)
+    return [relative_error(a, b) for a, b in pairs]
 
 
 def relative_error(out: Any, reference: Any) -> float:

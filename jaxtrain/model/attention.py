@@ -20,12 +20,29 @@ from jaxtrain.parallel import constrain
 GATE_CHANNELS = 12
 
 
+Kept = Array | kernels.Quantized
+
+
 class LayerCache(NamedTuple):
     """Keys and values of one layer; row b is valid below lengths_B[b], this token included."""
 
-    k_BSKH: Array
-    v_BSKH: Array
+    k_BSKH: Kept
+    v_BSKH: Kept
     lengths_B: Array
+
+
+def kept_from(x_BTKH: Float[Array, "B T K H"], capacity: int, dtype: str | None) -> Kept:
+    """The start of a cache with room for `capacity` tokens; dtype: int8, or None as it is."""
+    x_BSKH = jnp.pad(x_BTKH, ((0, 0), (0, capacity - x_BTKH.shape[1]), (0, 0), (0, 0)))
+    return x_BSKH if dtype is None else kernels.quantize(x_BSKH)
+
+
+def append(cache: Kept, x_B1KH: Float[Array, "B 1 K H"], lengths_B: Int[Array, "B"]) -> Kept:
+    """The cache with one more token a row, its last."""
+    new = kernels.quantize(x_B1KH) if isinstance(cache, kernels.Quantized) else x_B1KH
+    rows = jnp.arange(x_B1KH.shape[0])
+    put = lambda old, x: old.at[rows, lengths_B - 1].set(x[:, 0])
+    return jax.tree.map(put, cache, new)
 
 
 class ValueEmbedding(nnx.Module):
@@ -75,7 +92,7 @@ class Attention(nnx.Module):
         value_BTC: Float[Array, "B T C"] | None,
         segments_BT: Int[Array, "B T"] | None,
         cache: LayerCache | None,
-    ) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[Kept, Kept]]:
         """Returns the output and the keys and values: of these tokens, or the updated cache."""
         c = self.config
         B, T, _ = x_BTD.shape
@@ -117,14 +134,13 @@ def decode(
     window: int,
     softcap: float | None,
     scale: float,
-) -> tuple[Float[Array, "B 1 N H"], tuple[Array, Array]]:
+) -> tuple[Float[Array, "B 1 N H"], tuple[Kept, Kept]]:
     """Append one token a row to the cache and attend to the last `window` tokens and itself.
 
     No layer looks back further than the trained context, so that text of any length stays stable.
     """
-    rows = jnp.arange(q_B1NH.shape[0])
-    k_BSKH = cache.k_BSKH.at[rows, cache.lengths_B - 1].set(k_B1KH[:, 0])
-    v_BSKH = cache.v_BSKH.at[rows, cache.lengths_B - 1].set(v_B1KH[:, 0])
+    k_BSKH = append(cache.k_BSKH, k_B1KH, cache.lengths_B)
+    v_BSKH = append(cache.v_BSKH, v_B1KH, cache.lengths_B)
     y_BNH = kernels.decode_attention(
         q_B1NH[:, 0], k_BSKH, v_BSKH, cache.lengths_B, window=window, softcap=softcap, scale=scale
     )

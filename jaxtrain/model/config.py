@@ -78,7 +78,8 @@ class ModelConfig(Settings):
     )
     attention: str | None = Field(
         None,
-        description="attention backend (cudnn, xla, reference); default the fastest that serves",
+        description="attention backend (cudnn, mosaic, triton, xla); "
+        "default the fastest that serves",
     )
     scan_layers: bool = Field(
         False, description="scan over repeated layers: compiles faster, runs a little slower"

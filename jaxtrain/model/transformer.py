@@ -13,7 +13,7 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxtrain.model.attention import Attention, LayerCache, ValueEmbedding
+from jaxtrain.model.attention import Attention, Kept, LayerCache, ValueEmbedding, kept_from
 from jaxtrain.model.config import ResolvedModel, round_up
 from jaxtrain.model.init import SCHEMES, constant, uniform
 from jaxtrain.model.layers import FeedForward, Rotary, lookup, rms_norm, rotary
@@ -27,7 +27,7 @@ SMEAR_CHANNELS = 24
 class Cache(NamedTuple):
     """What decoding keeps: keys and values per layer, and the last embedding (for the smear)."""
 
-    kv: tuple[tuple[Array, Array], ...]  # k_BSKH, v_BSKH of each layer
+    kv: tuple[tuple[Kept, Kept], ...]  # k_BSKH, v_BSKH of each layer
     lengths_B: Array
     last_BD: Array
 
@@ -70,7 +70,7 @@ class Block(nnx.Module):
         value: tuple[ValueEmbedding, Array] | None,
         segments_BT: Int[Array, "B T"] | None,
         cache: LayerCache | None = None,
-    ) -> tuple[Float[Array, "B T D"], tuple[Array, Array]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[Kept, Kept]]:
         h_BTD = self.read(x_BTD, self.attention_gain)
         value_BTC = None if value is None else value[0](h_BTD, value[1])
         y_BTD, kept = self.attention(h_BTD, spec, rope, value_BTC, segments_BT, cache)
@@ -148,14 +148,21 @@ class Transformer(nnx.Module):
         return x_BTD
 
     def prefill(
-        self, tokens_BT: Int[Array, "B T"], lengths_B: Int[Array, "B"], capacity: int
+        self,
+        tokens_BT: Int[Array, "B T"],
+        lengths_B: Int[Array, "B"],
+        capacity: int,
+        cache_dtype: str | None = None,
     ) -> tuple[Float[Array, "B D"], Cache]:
-        """Read prompts padded on the right; the state at each one's end, and the filled cache."""
+        """Read prompts padded on the right; the state at each one's end, and the filled cache.
+
+        cache_dtype: int8, or None to keep keys and values as they are computed.
+        """
         rows, ends = jnp.arange(tokens_BT.shape[0]), lengths_B - 1
         x_BTD, plain_BTD = self.embed_tokens(tokens_BT, None)
         x_BTD, kv = self.run_layers(x_BTD, tokens_BT, keep_kv=True)
-        room = ((0, 0), (0, capacity - tokens_BT.shape[1]), (0, 0), (0, 0))
-        layers = tuple((jnp.pad(k, room), jnp.pad(v, room)) for k, v in kv)
+        keep = lambda x: kept_from(x, capacity, cache_dtype)
+        layers = tuple((keep(k), keep(v)) for k, v in kv)
         return x_BTD[rows, ends], Cache(layers, lengths_B, plain_BTD[rows, ends])
 
     def decode(self, tokens_B: Int[Array, "B"], cache: Cache) -> tuple[Float[Array, "B D"], Cache]:
@@ -202,7 +209,7 @@ class Transformer(nnx.Module):
         segments_BT: Int[Array, "B T"] | None = None,
         cache: Cache | None = None,
         keep_kv: bool = False,
-    ) -> tuple[Float[Array, "B T D"], list[tuple[Array, Array]]]:
+    ) -> tuple[Float[Array, "B T D"], list[tuple[Kept, Kept]]]:
         """All layers and the last norm; also each layer's keys and values when unrolled.
 
         Runs of equal periods are scanned if the configuration says so and no cache is wanted.
@@ -267,7 +274,7 @@ class Transformer(nnx.Module):
         value: Any,
         inputs: LayerInputs,
         cache: LayerCache | None,
-    ) -> tuple[Array, tuple[Array, Array]]:
+    ) -> tuple[Array, tuple[Kept, Kept]]:
         """One layer: scale the stream, add the embedding back in, run the block."""
 
         def run(x_BTD, layer, value):

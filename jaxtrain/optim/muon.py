@@ -12,6 +12,7 @@ from typing import Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtrain_kernels import matmul
 from jaxtyping import Array, Float
 from pydantic import Field
 
@@ -63,6 +64,11 @@ class MuonConfig(OptimizerConfig):
     )
     gram: bool = Field(
         True, description="iterate on the Gram matrix of long matrices, in float16 on a GPU"
+    )
+    symmetric: bool = Field(
+        True,
+        description="products of symmetric matrices compute one triangle, "
+        "where a kernel for it exists",
     )
     equilibrate: bool = Field(
         True, description="give all output rows the same norm before orthogonalising (MuonEq)"
@@ -186,41 +192,54 @@ def orthogonalize(
     x_in_out: Float[Array, "*L i o"],
     coefficients: tuple[tuple[float, float, float], ...],
     gram: bool = True,
+    symmetric: bool = True,
 ) -> Float[Array, "*L i o"]:
     """Push all singular values, at most 1 at first, of each matrix towards 1.
 
     X <- (aI + bA + cA^2) X with A = X X^T, on the shorter side. The result is in the dtype of the
     matmuls. `gram`: long matrices by `through_gram`, which is the same with fewer FLOPs.
+    `symmetric`: products that are symmetric by the fastest kernel for such, else by XLA.
     """
     short, long = sorted(x_in_out.shape[-2:])
     by_gram = gram and long >= GRAM_FROM * short
     # Rounding A on its own, apart from X, asks for float16's longer mantissa.
     x = x_in_out.astype(matmul_dtype(jnp.float16 if by_gram else jnp.bfloat16))
+    x = x.reshape(-1, *x.shape[-2:])
     if x.shape[-2] > x.shape[-1]:
         x = x.mT
-    x = (through_gram if by_gram else through_itself)(x, coefficients)
-    return x.mT if x_in_out.shape[-2] > x_in_out.shape[-1] else x
+    through = through_gram if by_gram else through_itself
+    x = through(x, coefficients, None if symmetric else "xla")
+    x = x.mT if x_in_out.shape[-2] > x_in_out.shape[-1] else x
+    return x.reshape(x_in_out.shape)
 
 
-def through_itself(x: jax.Array, coefficients: Sequence[tuple[float, float, float]]) -> jax.Array:
+def through_itself(
+    x: jax.Array, coefficients: Sequence[tuple[float, float, float]], implementation: str | None
+) -> jax.Array:
     for polynomial in coefficients:
-        x = evaluate(polynomial, x @ x.mT) @ x
+        a = matmul.gram(x, implementation=implementation)
+        x = matmul.square_polynomial(a, polynomial, implementation=implementation) @ x
     return x
 
 
-def through_gram(x: jax.Array, coefficients: Sequence[tuple[float, float, float]]) -> jax.Array:
+def through_gram(
+    x: jax.Array, coefficients: Sequence[tuple[float, float, float]], implementation: str | None
+) -> jax.Array:
     """The iteration on the small A alone: A <- PAP, Q <- PQ, and X <- QX at the end.
 
     A grows negative eigenvalues out of its rounding errors, so that it is made anew from X after
-    RESTART iterations (Gram Newton-Schulz, Dao-AILab 2026).
+    RESTART iterations (Gram Newton-Schulz, Dao-AILab 2026). All of them are polynomials of one A,
+    so that they commute and are symmetric but for rounding; Q alone must keep what is not, or its
+    errors double.
     """
+    product = functools.partial(matmul.symmetric_product, implementation=implementation)
     for part in (coefficients[:RESTART], coefficients[RESTART:]):
-        a, q = x @ x.mT, None
+        a, q = matmul.gram(x, implementation=implementation), None
         for left, polynomial in zip(reversed(range(len(part))), part):
-            p = evaluate(polynomial, a)
+            p = matmul.square_polynomial(a, polynomial, implementation=implementation)
             q = p if q is None else p @ q
             if left:
-                a = p @ a @ p
+                a = product(product(p, a), p)
         x = x if q is None else q @ x
     return x
 
@@ -232,13 +251,6 @@ def orthogonalize_flops(short: int, long: int, steps: int, gram: bool) -> int:
     parts = [n for n in (min(steps, RESTART), steps - RESTART) if n > 0]
     small = sum(2 * n + 2 * (n - 1) + 4 * (n - 1) for n in parts)
     return len(parts) * 4 * short**2 * long + small * short**3
-
-
-def evaluate(polynomial: tuple[float, float, float], a: jax.Array) -> jax.Array:
-    """c0 I + c1 A + c2 A^2, one pass over A's size after its square: the identity costs no pass."""
-    c0, c1, c2 = polynomial
-    identity = jnp.broadcast_to(jnp.eye(a.shape[-1], dtype=a.dtype), a.shape)
-    return c2 * (a @ a) + c1 * a + c0 * identity
 
 
 def second_axis(shape: tuple[int, ...]) -> int:
@@ -262,7 +274,7 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
     def direction(u: jax.Array, v: jax.Array | None, b2: Any) -> tuple[jax.Array, jax.Array | None]:
         shape, axis = u.shape, second_axis(u.shape)
         u = normalize(u, c.equilibrate)
-        u = orthogonalize(u, COEFFICIENTS[c.orthogonalize], c.gram)
+        u = orthogonalize(u, COEFFICIENTS[c.orthogonalize], c.gram, c.symmetric)
         # All norms below follow from one pass over the result in sixteen bits.
         squares = jnp.sum(jnp.square(u.astype(jnp.float32)), axis=axis, keepdims=True)
         norm = jnp.sqrt(jnp.sum(squares, axis=(-2, -1), keepdims=True))

@@ -17,23 +17,29 @@ logger = logging.getLogger("jaxtrain_kernels")
 
 
 class Target(NamedTuple):
-    """The device of a trace: "cpu", "cuda", "rocm" or "tpu", and CUDA's (major, minor)."""
+    """The device of a trace: "cpu", "cuda", "rocm" or "tpu"; for CUDA also (major, minor).
+
+    kind: JAX's name of it ("NVIDIA H200"), None where it is not there.
+    """
 
     platform: str
     compute_capability: tuple[int, int] | None = None
+    kind: str | None = None
 
 
 _override: contextvars.ContextVar[Target | None] = contextvars.ContextVar("target", default=None)
 
 
 @contextlib.contextmanager
-def on_target(platform: str, compute_capability: tuple[int, int] | None = None) -> Iterator[None]:
+def on_target(
+    platform: str, compute_capability: tuple[int, int] | None = None, kind: str | None = None
+) -> Iterator[None]:
     """Traces made inside choose backends for this device instead of JAX's default backend.
 
     For lowering without the device: `jax.jit(f).trace(x).lower(lowering_platforms=("cuda",))`.
     jit's cache does not see the target, so trace a function made inside the block.
     """
-    token = _override.set(Target(platform, compute_capability))
+    token = _override.set(Target(platform, compute_capability, kind))
     try:
         yield
     finally:
@@ -46,11 +52,11 @@ def target() -> Target:
         return override
     device = jax.local_devices()[0]
     if device.platform != "gpu":
-        return Target(device.platform)
+        return Target(device.platform, kind=device.device_kind)
     if "cuda" not in device.client.platform_version:
-        return Target("rocm")
+        return Target("rocm", kind=device.device_kind)
     major, minor = device.compute_capability.split(".")
-    return Target("cuda", (int(major), int(minor)))
+    return Target("cuda", (int(major), int(minor)), device.device_kind)
 
 
 def choose(

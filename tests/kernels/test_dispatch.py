@@ -1,16 +1,19 @@
 """Which backend serves: preference, refusals with their reasons, the log."""
 
+import inspect
 import logging
 
 import jax
 import jax.numpy as jnp
 import pytest
 from jaxtrain_kernels import dispatch
-from jaxtrain_kernels.attention import attention, cudnn
+from jaxtrain_kernels.attention import BACKENDS, attention, cudnn, table
 from jaxtrain_kernels.cross_entropy import linear_cross_entropy
 from jaxtrain_kernels.dispatch import Target, choose, on_target, target
 
 HOPPER, AMPERE, TURING = (Target("cuda", cc) for cc in ((9, 0), (8, 0), (7, 5)))
+# Without the tests' check of the annotations, as a user calls it.
+unchecked = inspect.unwrap(attention)
 PLAIN = dict(causal=True, window=None, segment_ids_BT=None, softcap=None, return_lse=False)
 
 
@@ -54,6 +57,7 @@ def test_ops_raise_for_a_named_backend_that_cannot_serve():
         (HOPPER, jnp.bfloat16, 64, {"softcap": 5.0}, "softcap"),
         (HOPPER, jnp.bfloat16, 64, {"segment_ids_BT": 1}, "segment"),
         (HOPPER, jnp.bfloat16, 64, {"return_lse": True}, "LSE"),
+        (HOPPER, jnp.bfloat16, 64, {"deterministic": True}, "any order"),
         (Target("tpu"), jnp.bfloat16, 64, {}, "tpu"),
     ],
 )
@@ -74,7 +78,7 @@ def test_target_is_the_default_backend_unless_overridden():
         with on_target("cpu"):
             assert target() == Target("cpu")
         assert target() == HOPPER
-    assert target() == here
+    assert target() == here and here.kind == jax.devices()[0].device_kind
 
 
 def test_each_choice_is_logged_once(caplog):
@@ -101,3 +105,131 @@ def test_ops_lower_for_cuda_without_a_gpu():
     with on_target("cuda", (9, 0)):
         traced = jax.jit(jax.grad(loss, (0, 1, 2, 3, 4))).trace(*arrays)
         assert "dot_general" in traced.lower(lowering_platforms=("cuda",)).as_text()
+
+
+H200 = Target("cuda", (9, 0), "NVIDIA H200")
+KIND = table.Kind("bfloat16", 128, True, False, False, False, 1, 2048)
+
+
+def rows(*entries):
+    """Rows of the H200 for (kind, {backend: (rate, tiling)})."""
+    return [
+        table.make_row(H200, kind, name, tiling, 2 * rate, rate)
+        for kind, rates in entries
+        for name, (rate, tiling) in rates.items()
+    ]
+
+
+MEASURED = rows(
+    (KIND, {"a": (300.0, None), "b": (400.0, {"block": 1}), "c": (10.0, None)}),
+    (KIND._replace(head_dim=64), {"a": (300.0, None), "b": (200.0, {"block": 2})}),
+    (KIND._replace(window=True), {"a": (300.0, None), "b": (250.0, {"block": 3})}),
+    (KIND._replace(T=8192), {"a": (500.0, None), "b": (490.0, None)}),
+    (KIND._replace(segments=True), {"c": (20.0, None)}),
+)
+
+
+@pytest.mark.parametrize(
+    ("device", "change", "expected"),
+    [
+        (H200, {}, [("b", {"block": 1}), ("a", None), ("c", None)]),
+        (H200._replace(kind="NVIDIA H100"), {}, [("b", {"block": 1}), ("a", None), ("c", None)]),
+        (HOPPER, {"T": 3000, "group": 4}, [("b", {"block": 1}), ("a", None), ("c", None)]),
+        (H200, {"dtype": "float16"}, [("b", {"block": 1}), ("a", None), ("c", None)]),
+        (H200, {"T": 20000}, [("a", None), ("b", None), ("c", None)]),
+        (H200, {"window": True}, [("a", None), ("b", {"block": 3}), ("c", None)]),
+        # A tiling is for its head dim alone; the order is the nearest one's.
+        (H200, {"head_dim": 96}, [("b", None), ("a", None), ("c", None)]),
+        (H200, {"head_dim": 80}, [("a", None), ("b", None), ("c", None)]),
+        (H200, {"segments": True}, [("c", None), ("a", None), ("b", None)]),
+        # Nothing comparable was measured: the order that was given.
+        (H200, {"softcap": True}, [("a", None), ("b", None), ("c", None)]),
+        (H200, {"dtype": "float32"}, [("a", None), ("b", None), ("c", None)]),
+        (AMPERE, {}, [("a", None), ("b", None), ("c", None)]),
+        (Target("cpu", kind="cpu"), {}, [("a", None), ("b", None), ("c", None)]),
+    ],
+)
+def test_the_nearest_measured_kind_orders_the_backends(device, change, expected):
+    wanted = KIND._replace(**change)
+    assert table.preference(MEASURED, device, wanted, ("a", "b", "c")) == expected
+
+
+def test_a_devices_own_rows_come_before_its_relatives():
+    own = table.make_row(Target("cuda", (9, 0), "NVIDIA H100"), KIND, "a", None, 1.0, 1.0)
+    order = table.preference([*MEASURED, own], HOPPER._replace(kind="NVIDIA H100"), KIND, "ab")
+    assert order[0] == ("a", None)
+
+
+def test_the_table_is_written_and_read_again(tmp_path):
+    path = tmp_path / "table.json"
+    newer = table.make_row(H200, KIND._replace(T=2100), "a", {"block": 9}, 7.0, 1234.567)
+    table.write([*MEASURED, newer], path)
+    again = table.read(path)
+    assert len(again) == len(MEASURED) and newer in again and MEASURED[0] not in again
+    assert newer["T"] == 2048 and newer["tflops_forward_backward"] == 1235.0
+
+
+def test_shipped_rows_name_backends_and_kinds():
+    for row in table.read():
+        assert row["backend"] in BACKENDS and row["tflops_forward_backward"] > 0
+        assert {*table.Kind._fields, "device", "tiling"} <= set(row)
+
+
+def test_attention_follows_the_table(monkeypatch):
+    block = {"block": 2}
+    cpu = table.make_row(target(), KIND._replace(dtype="float32"), "xla", block, 1.0, 1.0)
+    slower = cpu | {"backend": "reference", "tflops_forward_backward": 0.5, "tiling": None}
+    seen = []
+    monkeypatch.setattr(table, "read", lambda: (slower, cpu))
+    for name in ("xla", "reference"):
+        original = BACKENDS[name].attention
+        monkeypatch.setattr(
+            BACKENDS[name], "attention",
+            lambda *a, name=name, original=original, **k: (
+                seen.append((name, k.get("tiling"))), original(*a, **k)
+            )[1],
+        )  # fmt: skip
+    attention(*qkv(H=128))
+    attention(*qkv(H=64))
+    attention(*qkv(H=128), implementation="xla", tiling={})
+    attention(*qkv(H=128), implementation="xla", tiling={"block": 4})
+    attention(*qkv(H=128), implementation="reference")
+    assert seen == [("xla", block), ("xla", None), ("xla", None), ("xla", {"block": 4}),
+                    ("reference", None)]  # fmt: skip
+
+
+def test_what_nothing_serves_is_one_line():
+    x = jnp.ones((1, 4, 2, 8), jnp.int32)
+    with pytest.raises(NotImplementedError) as error:
+        unchecked(x, x, x)
+    message = str(error.value)
+    assert "\n" not in message and "cudnn: needs an NVIDIA GPU, this is cpu" in message
+    assert "xla: needs a floating-point dtype, got int32" in message
+
+
+def test_a_missing_triton_says_how_to_install_it(monkeypatch):
+    def missing(name):
+        raise triton.importlib.metadata.PackageNotFoundError
+
+    triton = BACKENDS["triton"]
+    monkeypatch.setattr(triton.importlib.metadata, "version", missing)
+    with on_target("cuda", (8, 0)), pytest.raises(NotImplementedError, match="pip install"):
+        attention(*qkv(jnp.bfloat16), implementation="triton")
+
+
+@pytest.mark.parametrize(
+    ("change", "message"),
+    [
+        (
+            dict(v=jnp.ones((1, 4, 2, 8), jnp.bfloat16)),
+            "same dtype, got float32, float32, bfloat16",
+        ),
+        (dict(v=jnp.ones((1, 4, 2, 4))), "one shape and q's head dim 8"),
+        (dict(q=jnp.ones((1, 4, 3, 8))), "N % K == 0"),
+        (dict(q=jnp.ones((1, 5, 2, 8))), "T == S"),
+    ],
+)
+def test_operands_that_do_not_match_are_refused(change, message):
+    arrays = dict(zip("qkv", qkv())) | change
+    with pytest.raises(ValueError, match=message):
+        unchecked(*arrays.values())

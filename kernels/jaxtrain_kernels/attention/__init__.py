@@ -4,12 +4,16 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from jaxtrain_kernels.attention import cudnn, reference, xla
+from jaxtrain_kernels.attention import cudnn, mosaic, reference, table, triton, xla
+from jaxtrain_kernels.attention.decode import Quantized as Quantized
 from jaxtrain_kernels.attention.decode import decode_attention as decode_attention
+from jaxtrain_kernels.attention.decode import quantize as quantize
 from jaxtrain_kernels.dispatch import choose, target
 
-# Fastest first: the first that can serve is the default.
-BACKENDS = {"cudnn": cudnn, "xla": xla, "reference": reference}
+# The order of preference where the table has no measured rows.
+BACKENDS = {
+    "cudnn": cudnn, "mosaic": mosaic, "triton": triton, "xla": xla, "reference": reference,
+}  # fmt: skip
 
 
 def attention(
@@ -24,6 +28,8 @@ def attention(
     scale: float | None = None,
     implementation: str | None = None,
     return_lse: bool = False,
+    deterministic: bool = False,
+    tiling: dict[str, Any] | None = None,
 ) -> Any:
     """Self-attention of N query heads over K key/value heads (N a multiple of K: GQA).
 
@@ -33,29 +39,68 @@ def attention(
     neither gives nor receives gradient.
     softcap: scores become softcap * tanh(scores / softcap), after the scale (Gemma 2).
     scale: of q k^T, 1/sqrt(H) by default.
+    implementation: a backend by name; None = the fastest that can serve, by `table.json`.
+    deterministic: gradients are bitwise repeatable (outputs always are).
+    tiling: the named implementation's block sizes, {} = its own choice; None = by `table.json`.
 
     Returns [B, T, N, H] in q's dtype; with return_lse also the log of the softmax's denominator,
     [B, N, T] in float32 (-inf where a query sees no key), itself differentiable.
     Raises ValueError for arguments that make no sense together, NotImplementedError if the backend
     cannot serve.
     """
+    _check(q_BTNH, k_BSKH, v_BSKH, causal, window)
+    if tiling is not None and implementation is None:
+        raise ValueError("a tiling needs the implementation that it is for")
+    if window is not None and window >= q_BTNH.shape[1] - 1:
+        window = None
+    call = dict(causal=causal, window=window, segment_ids_BT=segment_ids_BT, softcap=softcap)
+    call |= dict(deterministic=deterministic)
+    name, measured = _choose(implementation, q_BTNH, k_BSKH.shape[2], return_lse, call)
+    if tiling := measured if tiling is None else tiling:
+        call |= dict(tiling=tiling)
+    scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
+    out_BTNH, lse_BNT = BACKENDS[name].attention(q_BTNH, k_BSKH, v_BSKH, scale=scale, **call)
+    return (out_BTNH, lse_BNT) if return_lse else out_BTNH
+
+
+def _check(q_BTNH, k_BSKH, v_BSKH, causal, window) -> None:
     (T, N, H), (S, K) = q_BTNH.shape[1:], k_BSKH.shape[1:3]
     if T != S or N % K:
         raise ValueError(f"T == S and N % K == 0 are needed, got T={T} S={S} N={N} K={K}")
+    if k_BSKH.shape != v_BSKH.shape or k_BSKH.shape[-1] != H:
+        raise ValueError(f"k and v need one shape and q's head dim {H}, got {k_BSKH.shape}")
+    if not q_BTNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
+        dtypes = ", ".join(str(x.dtype) for x in (q_BTNH, k_BSKH, v_BSKH))
+        raise ValueError(f"q, k and v need the same dtype, got {dtypes}")
     if window is not None and (not causal or window < 0):
         raise ValueError(f"window needs causal=True and must be >= 0, got {window=} {causal=}")
-    if window is not None and window >= T - 1:
-        window = None
-    call = dict(causal=causal, window=window, segment_ids_BT=segment_ids_BT, softcap=softcap)
+
+
+def _choose(
+    implementation: str | None, q_BTNH: Any, K: int, return_lse: bool, call: dict[str, Any]
+) -> tuple[str, dict[str, Any] | None]:
+    """The backend, and its measured tiling if there is one."""
+    T, N, H = q_BTNH.shape[1:]
+    given = {name for name, value in call.items() if value is not None and value is not False}
+    kind = table.Kind(
+        dtype=q_BTNH.dtype.name,
+        head_dim=H,
+        causal=call["causal"],
+        window="window" in given,
+        segments="segment_ids_BT" in given,
+        softcap="softcap" in given,
+        group=N // K,
+        T=T,
+    )
+    tilings = dict(table.preference(table.read(), target(), kind, tuple(BACKENDS)))
     reasons = {
-        name: backend.supports(target(), q_BTNH, return_lse=return_lse, **call)
-        for name, backend in BACKENDS.items()
+        name: BACKENDS[name].supports(target(), q_BTNH, return_lse=return_lse, **call)
+        for name in tilings
     }
-    options = [f"{name}={call[name]}" for name in ("window", "softcap") if call[name] is not None]
-    flags = {"causal": causal, "segments": segment_ids_BT is not None, "lse": return_lse}
-    options += [name for name, on in flags.items() if on]
+    options = [f"{name}={call[name]}" for name in ("window", "softcap") if name in given]
+    flags = {"causal": "causal", "segment_ids_BT": "segments", "deterministic": "deterministic"}
+    options += [flag for name, flag in flags.items() if name in given]
+    options += ["lse"] if return_lse else []
     signature = f"{q_BTNH.dtype}{list(q_BTNH.shape)} kv_heads={K} {' '.join(options)}".rstrip()
-    backend = BACKENDS[choose("attention", reasons, implementation, signature)]
-    scale = H**-0.5 if scale is None else scale
-    out_BTNH, lse_BNT = backend.attention(q_BTNH, k_BSKH, v_BSKH, scale=scale, **call)
-    return (out_BTNH, lse_BNT) if return_lse else out_BTNH
+    name = choose("attention", reasons, implementation, signature)
+    return name, tilings[name]

@@ -7,7 +7,15 @@ from jaxtrain_kernels.dispatch import Target
 
 
 def supports(
-    target: Target, q_BTNH, *, causal, window, segment_ids_BT, softcap, return_lse
+    target: Target,
+    q_BTNH,
+    *,
+    causal,
+    window,
+    segment_ids_BT,
+    softcap,
+    return_lse=False,
+    deterministic=False,
 ) -> str | None:
     H, cc = q_BTNH.shape[-1], target.compute_capability
     if target.platform != "cuda":
@@ -27,10 +35,23 @@ def supports(
         return "has no segment ids"
     if return_lse:
         return "jax.nn rounds its LSE to the input dtype and does not differentiate it"
+    if deterministic:
+        return "sums its gradients in any order"
     return None
 
 
-def attention(q_BTNH, k_BSKH, v_BSKH, *, causal, window, segment_ids_BT, softcap, scale):
+def attention(
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    *,
+    causal,
+    window,
+    segment_ids_BT,
+    softcap,
+    scale,
+    deterministic=False,
+):
     """As the public function, without LSE: returns (out_BTNH, None).
 
     Tracing needs JAX's CUDA plugin with cuDNN, so it cannot be lowered on a CPU-only installation.

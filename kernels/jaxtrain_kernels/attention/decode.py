@@ -1,38 +1,160 @@
-"""Attention of one new token a row against a key/value cache."""
+"""Attention of one new token a row against a key/value cache, in the inputs' dtype or int8.
 
+Reading the cache is all the cost, so nothing may copy it, convert it in memory or read it twice.
+In a cache [B, S, K, H] the heads K are no outer dim, and a matmul per head would begin with a
+transposed copy. `dot` instead multiplies whole positions, K*H numbers, with queries that are zero
+outside their own head: K times the FLOPs of a product that waits for memory anyway. `reduce`
+multiplies and adds without matmuls, K times fewer FLOPs on slower units.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, Int8
+
+from jaxtrain_kernels.dispatch import choose
+
+# Of a product's output: as many as a GPU has multiprocessors keep it busy.
+TILE_COLUMNS, TILES, SMALLEST_SPLIT = 128, 128, 128
+# Under every maximum: a row without keys has p = exp(-inf - FLOOR) = 0 instead of NaN.
+FLOOR = -1e30
+
+
+class Quantized(NamedTuple):
+    """Keys or values in 8 bits: values * scale, one scale for each row, position and head."""
+
+    values_BSKH: Int8[Array, "B S K H"]
+    scale_BSK: Float[Array, "B S K"]
+
+
+Cache = Float[Array, "B S K H"] | Quantized
+
+
+def quantize(x_BSKH: Float[Array, "B S K H"]) -> Quantized:
+    """To the nearest of 255 levels up to the largest magnitude of each head's vector."""
+    wide_BSKH = x_BSKH.astype(jnp.float32)
+    scale_BSK = jnp.abs(wide_BSKH).max(-1) / 127
+    levels_BSKH = wide_BSKH / jnp.where(scale_BSK == 0, 1, scale_BSK)[..., None]
+    return Quantized(jnp.round(levels_BSKH).astype(jnp.int8), scale_BSK)
 
 
 def decode_attention(
     q_BNH: Float[Array, "B N H"],
-    k_BSKH: Float[Array, "B S K H"],
-    v_BSKH: Float[Array, "B S K H"],
+    k_BSKH: Cache,
+    v_BSKH: Cache,
     lengths_B: Int[Array, "B"],
     *,
     window: int | None = None,
     softcap: float | None = None,
     scale: float | None = None,
+    splits: int | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "B N H"]:
     """One query a row, at position lengths_B - 1, over the cache's keys [0, lengths_B).
 
-    window, softcap and scale as in `attention`. A row of length 0 (an idle slot) gives 0.
+    window, softcap and scale as in `attention`. A row of length 0 (an idle slot) gives 0. What the
+    cache holds from lengths_B on is masked, but must be finite. Time follows S, not lengths_B.
+
+    splits: parts of S that are worked on side by side, each with a softmax of its own, and joined
+    by their log-sum-exp (flash-decoding); divides S. By default as few as keep a GPU busy.
+    implementation: `dot` or `reduce`, see above; None = `dot`.
     """
-    (B, N, H), (S, K) = q_BNH.shape, k_BSKH.shape[1:3]
-    wide = jnp.promote_types(q_BNH.dtype, jnp.float32)
+    values = k_BSKH.values_BSKH if isinstance(k_BSKH, Quantized) else k_BSKH
+    (B, N, H), (S, K) = q_BNH.shape, values.shape[1:3]
+    signature = f"{q_BNH.dtype}{list(q_BNH.shape)} cache={values.dtype}{list(values.shape)}"
+    name = choose("decode_attention", dict.fromkeys(BACKENDS), implementation, signature)
+    P = _default_splits(B, S, K * H) if splits is None else splits
+    if S % P:
+        raise ValueError(f"splits must divide the cache's length {S}, got {splits}")
+    split = lambda x: jax.tree.map(lambda a: a.reshape(B, P, S // P, *a.shape[2:]), x)
+    # From here on s counts within a split. A score is [B, P, K, G, s].
+    scores, weighted_sum = BACKENDS[name]
     q_BKGH = q_BNH.reshape(B, K, N // K, H)
-    s_BKGS = jnp.einsum("BKGH,BSKH->BKGS", q_BKGH, k_BSKH, preferred_element_type=wide)
-    s_BKGS *= H**-0.5 if scale is None else scale
+    s_BPKGs = scores(q_BKGH, split(k_BSKH)) * (H**-0.5 if scale is None else scale)
     if softcap is not None:
-        s_BKGS = softcap * jnp.tanh(s_BKGS / softcap)
+        s_BPKGs = softcap * jnp.tanh(s_BPKGs / softcap)
     position_1S, length_B1 = jnp.arange(S)[None], lengths_B[:, None]
     visible_BS = position_1S < length_B1
     if window is not None:
         visible_BS &= position_1S >= length_B1 - 1 - window
-    s_BKGS = jnp.where(visible_BS[:, None, None], s_BKGS, -jnp.inf)
-    # A finite floor under the maximum gives an idle row p = exp(-inf) = 0 instead of NaN.
-    p_BKGS = jnp.exp(s_BKGS - jnp.maximum(s_BKGS.max(-1, keepdims=True), -1e30))
-    total_BKG1 = p_BKGS.sum(-1, keepdims=True)
-    p_BKGS = (p_BKGS / jnp.where(total_BKG1 == 0, 1, total_BKG1)).astype(v_BSKH.dtype)
-    out_BKGH = jnp.einsum("BKGS,BSKH->BKGH", p_BKGS, v_BSKH, preferred_element_type=wide)
+    s_BPKGs = jnp.where(split(visible_BS)[:, :, None, None], s_BPKGs, -jnp.inf)
+    peak_BPKG = jnp.maximum(s_BPKGs.max(-1), FLOOR)
+    p_BPKGs = jnp.exp(s_BPKGs - peak_BPKG[..., None])
+    share_BPKG = jnp.exp(peak_BPKG - peak_BPKG.max(1, keepdims=True))
+    total_BKG = (p_BPKGs.sum(-1) * share_BPKG).sum(1)
+    sum_BPKGH = weighted_sum(p_BPKGs, split(v_BSKH), q_BNH.dtype)
+    out_BKGH = (sum_BPKGH * share_BPKG[..., None]).sum(1)
+    out_BKGH /= jnp.where(total_BKG == 0, 1, total_BKG)[..., None]
     return out_BKGH.reshape(B, N, H).astype(q_BNH.dtype)
+
+
+def _default_splits(B: int, S: int, columns: int) -> int:
+    """The least divisor of S that makes enough work, or the largest of useful length."""
+    wanted = -(-TILES // max(1, B * columns // TILE_COLUMNS))
+    divisors = [P for P in range(1, max(1, S // SMALLEST_SPLIT) + 1) if S % P == 0]
+    return next((P for P in divisors if P >= wanted), divisors[-1])
+
+
+def _dot_scores(q_BKGH: Any, k_BPsKH: Any) -> Any:
+    """Float32 (or wider) [B, P, K, G, s]."""
+    B, K, G, H = q_BKGH.shape
+    k, scale_BPsK = _parts(k_BPsKH)
+    own = jnp.eye(K, dtype=bool)[:, None, :, None]
+    q_BNC = jnp.where(own, q_BKGH[:, :, :, None], 0).reshape(B, K * G, K * H)
+    q_BPNC = jnp.broadcast_to(q_BNC[:, None], (B, k.shape[1], K * G, K * H))
+    k_BPsC = k.reshape(*k.shape[:3], K * H).astype(q_BKGH.dtype)
+    s_BPNs = _dot("BPNC,BPsC->BPNs", q_BPNC, k_BPsC)
+    s_BPKGs = s_BPNs.reshape(B, -1, K, G, k.shape[2])
+    return s_BPKGs if scale_BPsK is None else s_BPKGs * _by_head(scale_BPsK)
+
+
+def _dot_sum(p_BPKGs: Any, v_BPsKH: Any, dtype: Any) -> Any:
+    """Float32 (or wider) [B, P, K, G, H]."""
+    B, P, K, G, s = p_BPKGs.shape
+    v, scale_BPsK = _parts(v_BPsKH)
+    if scale_BPsK is not None:
+        p_BPKGs = p_BPKGs * _by_head(scale_BPsK)
+        # Probabilities times scales are below float16's range.
+        dtype = jnp.bfloat16 if dtype == jnp.float16 else dtype
+    p_BPNs = p_BPKGs.reshape(B, P, K * G, s).astype(dtype)
+    out_BPNC = _dot("BPNs,BPsC->BPNC", p_BPNs, v.reshape(B, P, s, -1).astype(dtype))
+    return jnp.einsum("BPKGKH->BPKGH", out_BPNC.reshape(B, P, K, G, K, -1))
+
+
+def _reduce_scores(q_BKGH: Any, k_BPsKH: Any) -> Any:
+    k, scale_BPsK = _parts(k_BPsKH)
+    wide = jnp.promote_types(q_BKGH.dtype, jnp.float32)
+    q_BKGH = q_BKGH.astype(wide)
+    # A sum for each query of a group, which XLA computes in one pass over the keys.
+    groups = [
+        (q_BKGH[:, None, None, :, g] * k.astype(wide)).sum(-1) for g in range(q_BKGH.shape[2])
+    ]
+    s_BPKGs = jnp.stack(groups, -1).transpose(0, 1, 3, 4, 2)
+    return s_BPKGs if scale_BPsK is None else s_BPKGs * _by_head(scale_BPsK)
+
+
+def _reduce_sum(p_BPKGs: Any, v_BPsKH: Any, dtype: Any) -> Any:
+    v, scale_BPsK = _parts(v_BPsKH)
+    if scale_BPsK is not None:
+        p_BPKGs = p_BPKGs * _by_head(scale_BPsK)
+    p_BPsKG = p_BPKGs.transpose(0, 1, 4, 2, 3)
+    wide_BPsKH = v.astype(p_BPKGs.dtype)
+    groups = [(p_BPsKG[..., g, None] * wide_BPsKH).sum(2) for g in range(p_BPsKG.shape[-1])]
+    return jnp.stack(groups, 3)
+
+
+BACKENDS = {"dot": (_dot_scores, _dot_sum), "reduce": (_reduce_scores, _reduce_sum)}
+
+
+def _parts(cache: Any) -> tuple[Any, Any]:
+    return cache if isinstance(cache, Quantized) else (cache, None)
+
+
+def _by_head(scale_BPsK: Any) -> Any:
+    return scale_BPsK.transpose(0, 1, 3, 2)[:, :, :, None]
+
+
+def _dot(axes: str, x: Any, y: Any) -> Any:
+    wide = jnp.promote_types(x.dtype, jnp.float32)
+    return jnp.einsum(axes, x, y, preferred_element_type=wide)

@@ -1,21 +1,52 @@
 """Attention's specification in plain jnp: any dtype, all scores in memory."""
 
+import functools
+from typing import Any
+
+import jax
 import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import Target
 
 
-def supports(target: Target, q_BTNH, **options) -> None:
+def supports(target: Target, q_BTNH, **options) -> str | None:
+    if not jnp.issubdtype(q_BTNH.dtype, jnp.floating):
+        return f"needs a floating-point dtype, got {q_BTNH.dtype}"
     return None
 
 
-def attention(q_BTNH, k_BSKH, v_BSKH, *, causal, window, segment_ids_BT, softcap, scale):
-    """As the public function; returns (out_BTNH, lse_BNT)."""
+@functools.partial(jax.custom_jvp, nondiff_argnums=(0,))
+def _gradient_in(dtype, x):
+    """x, whose gradient is rounded to `dtype`: it is the operand of two more matmuls."""
+    return x
+
+
+@_gradient_in.defjvp
+def _(dtype, primals, tangents):
+    # Linear, so that its transpose rounds the cotangent; and unlike two casts, kept by XLA.
+    bits: Any = jnp.finfo(dtype)
+    return primals[0], jax.lax.reduce_precision(tangents[0], bits.nexp, bits.nmant)
+
+
+def attention(
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    *,
+    causal,
+    window,
+    segment_ids_BT,
+    softcap,
+    scale,
+    deterministic=False,
+):
+    """As the public function; returns (out_BTNH, lse_BNT). Every result is repeatable."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
     s_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=wide) * scale
+    s_BKGTS: Any = _gradient_in(q_BTNH.dtype, s_BKGTS)
     if softcap is not None:
         s_BKGTS = softcap * jnp.tanh(s_BKGTS / softcap)
     t_T1, s_1S = jnp.arange(T)[:, None], jnp.arange(T)[None]

@@ -15,6 +15,7 @@ import jax.numpy as jnp
 from jax import lax
 
 from jaxtrain_kernels.dispatch import Target, target
+from jaxtrain_kernels.shapes import AttentionShape
 
 # Scores in float32 that stay in a CPU core's cache through the passes over them (512 KiB).
 CACHED_SCORES = 2**17
@@ -22,7 +23,7 @@ CACHED_SCORES = 2**17
 FLOOR = -1e30
 
 
-class Tiling(NamedTuple):
+class Blocking(NamedTuple):
     """Finer query blocks skip more of a causal mask, but compile longer and fill a device less."""
 
     query_blocks: int
@@ -31,8 +32,8 @@ class Tiling(NamedTuple):
     most_unrolled: int
 
 
-CPU_TILING = Tiling(query_blocks=4, smallest=64, largest=256, most_unrolled=4)
-ACCELERATOR_TILING = Tiling(query_blocks=4, smallest=128, largest=1024, most_unrolled=8)
+CPU_BLOCKING = Blocking(query_blocks=4, smallest=64, largest=256, most_unrolled=4)
+ACCELERATOR_BLOCKING = Blocking(query_blocks=4, smallest=128, largest=1024, most_unrolled=8)
 
 
 class Plan(NamedTuple):
@@ -48,21 +49,42 @@ class Plan(NamedTuple):
     unroll: bool
 
 
-def supports(target: Target, q_BTNH, **options) -> None:
+def supports(target: Target, q_BTNH, **options) -> str | None:
+    if not jnp.issubdtype(q_BTNH.dtype, jnp.floating):
+        return f"needs a floating-point dtype, got {q_BTNH.dtype}"
     return None
 
 
+def candidates(shape: AttentionShape) -> list[dict[str, Any]]:
+    """Tilings worth measuring."""
+    return [{"block": block} for block in (256, 512, 1024, 2048) if block <= shape.T]
+
+
 def attention(
-    q_BTNH, k_BSKH, v_BSKH, *, causal, window, segment_ids_BT, softcap, scale, block=None
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    *,
+    causal,
+    window,
+    segment_ids_BT,
+    softcap,
+    scale,
+    deterministic=False,
+    tiling: dict[str, int] | None = None,
 ):
-    """As the public function; returns (out_BTNH, lse_BNT). `block`: query and key block length."""
+    """As the public function; returns (out_BTNH, lse_BNT).
+
+    deterministic: nothing to switch, no sum's order is left open.
+    tiling: {"block": query and key block length}.
+    """
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     on_cpu = target().platform == "cpu"
-    tiling = CPU_TILING if on_cpu else ACCELERATOR_TILING
-    block = min(T, block or _default_block(T, tiling))
+    blocking = CPU_BLOCKING if on_cpu else ACCELERATOR_BLOCKING
+    block = min(T, tiling["block"] if tiling else _default_block(T, blocking))
     rows = _rows_in_cache(B, N * block * T) if on_cpu else B
-    unroll = T <= tiling.most_unrolled * block
+    unroll = T <= blocking.most_unrolled * block
     plan = Plan(causal, window, softcap, scale, T, block, rows, unroll)
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
     k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
@@ -70,9 +92,9 @@ def attention(
     return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H), lse_BKGT.reshape(B, N, T)
 
 
-def _default_block(T: int, tiling: Tiling) -> int:
-    block = -(-T // tiling.query_blocks // tiling.smallest) * tiling.smallest
-    return min(block, tiling.largest)
+def _default_block(T: int, blocking: Blocking) -> int:
+    block = -(-T // blocking.query_blocks // blocking.smallest) * blocking.smallest
+    return min(block, blocking.largest)
 
 
 def _rows_in_cache(B: int, scores_per_row: int) -> int:

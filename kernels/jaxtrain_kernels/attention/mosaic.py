@@ -1,0 +1,57 @@
+"""Flash attention for Hopper (H100, H200) of our own, in Pallas Mosaic GPU."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxtrain_kernels.dispatch import Target
+
+HEAD_DIMS = (64, 96, 128, 256)
+
+
+def supports(
+    target: Target,
+    q_BTNH,
+    *,
+    causal,
+    window,
+    segment_ids_BT,
+    softcap,
+    return_lse=False,
+    deterministic=False,
+) -> str | None:
+    H = q_BTNH.shape[-1]
+    if target.platform != "cuda":
+        return f"needs an NVIDIA GPU, this is {target.platform}"
+    if target.compute_capability != (9, 0):
+        return f"needs compute capability 9.0 (H100, H200), this is {target.compute_capability}"
+    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs bfloat16 or float16, got {q_BTNH.dtype}"
+    if H not in HEAD_DIMS:
+        return f"needs a head dim of {', '.join(map(str, HEAD_DIMS))}, got {H}"
+    return None
+
+
+def attention(
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    *,
+    causal,
+    window,
+    segment_ids_BT,
+    softcap,
+    scale,
+    deterministic=False,
+    tiling: dict[str, dict[str, Any]] | None = None,
+):
+    """As the public function; returns (out_BTNH, lse_BNT).
+
+    tiling: {"forward": fields of ForwardTiling, "backward": fields of BackwardTiling}.
+    """
+    if scale == 0:
+        raise ValueError("attention: scale must not be 0")
+    from jaxtrain_kernels.attention import mosaic_flash  # takes a second to import
+
+    options = mosaic_flash.options(causal, window, softcap, scale, deterministic, tiling or {})
+    return mosaic_flash.flash(options, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)

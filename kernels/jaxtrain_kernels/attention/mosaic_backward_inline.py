@@ -1,0 +1,192 @@
+"""What the backward kernel says to the machine itself, past Pallas.
+
+Mostly for registers' sake: the accumulators leave few, and the compiler would keep addresses and
+numbers of columns in them over the whole loop.
+
+A thread's registers of a matrix are wgmma's: of each 8 columns a pair (column 2 c of the thread's
+c = 0 to 3) of two rows (r and r + 8, r = 0 to 7), for each of 4 warps of 16 rows.
+"""
+
+import math
+from typing import Any
+
+import jax.numpy as jnp
+import numpy as np
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, llvm, nvvm
+
+from jaxtrain_kernels.attention.mosaic_common import COLUMNS, MATRIX
+
+SPLAT = plgpu.Layout.WG_SPLAT
+
+
+def fence():
+    """What the threads have written to shared memory becomes visible to TMA and wgmma."""
+
+    space: Any = nvvm.SharedSpace.shared_cta
+    # The interpreter knows it by this name. (Not a def, which a checker of types may wrap.)
+    fence_async_shared_cta = lambda _: (
+        nvvm.fence_proxy(nvvm.ProxyKind.async_shared, space=space) and None
+    )
+    fence_async_shared_cta.__qualname__ = "fence_async_shared_cta"
+    plgpu.inline_mgpu()(fence_async_shared_cta)()
+
+
+def opaque(x: Any) -> Any:
+    """An int32, of which the compiler does not know that it is the same each time."""
+
+    def move(_, x):
+        y = _asm(_i32(), [x.registers[()]], "mov.b32 $0, $1;", "=r,r")
+        return mgpu.FragmentedArray.splat(y, shape=(), is_signed=True)
+
+    result: Any = plgpu.ShapeDtypeStruct((), jnp.int32, SPLAT)
+    moved: Any = plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=result)(move)
+    return moved(x)
+
+
+def column_less_row(shape: tuple[int, int], start: Any) -> Any:
+    """int32 matrix: start + column - row."""
+
+    def fill(_, start):
+        warp, row, column = _thread()
+        row = arith.addi(arith.muli(warp, _c(16)), row)
+        base = arith.addi(start.registers[()], arith.subi(arith.muli(column, _c(2)), row))
+        registers = np.empty(layout.registers_shape(shape), dtype=object)
+        pairs = registers.reshape(shape[1] // 8, 2)
+        for eight, half in np.ndindex(pairs.shape):
+            values = [arith.addi(base, _c(8 * eight + e - 8 * half)) for e in range(2)]
+            pairs[eight, half] = _pair(_i32(), values)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=True)
+
+    layout: Any = mgpu.WGMMA_LAYOUT
+    result: Any = plgpu.ShapeDtypeStruct(shape, jnp.int32, MATRIX)
+    filled: Any = plgpu.inline_mgpu(arg_types=(SPLAT,), return_type=result)(fill)
+    return filled(opaque(start))
+
+
+def load_for_columns(ref: Any, row: Any, width: int) -> Any:
+    """Row `row` of shared memory float32 [..., width], as values for the columns of a matrix."""
+
+    def load(_, ref, row):
+        f32 = ir.F32Type.get()
+        offset = arith.addi(
+            arith.muli(row.registers[()], _c(4 * width)), arith.muli(_thread()[2], _c(8))
+        )
+        address = _shared_address(ref, offset)
+        two = ir.Type.parse("!llvm.struct<(f32, f32)>")
+        registers = np.empty(layout.registers_shape((width,)), dtype=object)
+        for eight in range(width // 8):
+            ptx = f"ld.shared.v2.f32 {{$0, $1}}, [$2 + {32 * eight}];"
+            loaded = _asm(two, [address], ptx, "=f,=f,r")
+            values = [llvm.extractvalue(f32, loaded, [e]) for e in range(2)]
+            registers.reshape(-1)[eight] = _pair(f32, values)
+        return mgpu.FragmentedArray(_registers=registers, _layout=layout, _is_signed=None)
+
+    layout: Any = mgpu.WGMMA_LAYOUT.reduce((0,))
+    result: Any = plgpu.ShapeDtypeStruct((width,), jnp.float32, COLUMNS)
+    types = plgpu.RefType(), SPLAT
+    loaded: Any = plgpu.inline_mgpu(arg_types=types, return_type=result)(load)
+    return loaded(ref, opaque(row))
+
+
+def store_rows(ref: Any, transforms: Any, at: Any, x: Any) -> None:
+    """16-bit x [64, columns] to rows 64 * at of shared memory [..., columns] with `transforms`.
+
+    These are tiles of 8 x 64, in which the 16-byte parts of row r are permuted by xor with r.
+    """
+
+    def store(_, ref, at, x):
+        columns = x.shape[1]
+        lane = arith.remui(mgpu.utils.thread_idx(), _c(32))
+        warp, row = _thread()[0], arith.remui(lane, _c(8))
+        # Threads 8 m to 8 m + 7 hold the addresses of the rows of the m-th 8 x 8 matrix.
+        half, right = arith.remui(arith.divui(lane, _c(8)), _c(2)), arith.divui(lane, _c(16))
+        tile = arith.addi(arith.muli(at.registers[()], _c(8)), arith.muli(warp, _c(2)))
+        tile = arith.muli(arith.addi(tile, half), _c(16 * columns))
+        part = arith.muli(arith.xori(right, row), _c(16))
+        offset = arith.addi(tile, arith.addi(arith.muli(row, _c(128)), part))
+        start = _shared_address(ref, offset)
+        pairs = x.registers.reshape(columns // 8, 2)
+        for eight in range(0, columns // 8, 2):
+            values = [pairs[eight + right, half] for right in range(2) for half in range(2)]
+            address = arith.xori(start, _c(16 * (eight % 8)))
+            _asm(
+                _nothing(),
+                [address, *(llvm.bitcast(_i32(), x) for x in values)],
+                f"stmatrix.sync.aligned.m8n8.x4.shared.b16 [$0 + {eight // 8 * 1024}], "
+                "{$1, $2, $3, $4};",
+                "r,r,r,r,r",
+            )
+
+    tiled: Any = plgpu.RefType(transforms)
+    plgpu.inline_mgpu(arg_types=(tiled, SPLAT, MATRIX))(store)(ref, at, x)
+
+
+def write_registers(ref: Any, piece: Any, x: Any, ptx: str) -> None:
+    """Each thread's registers of float32 x, four by four, to piece `piece` of ref.
+
+    A piece holds the threads' first four next to each other, then their second four, and so on:
+    [columns / 8, warp, r, c, half, e]. ptx: of the instruction that takes four.
+    """
+
+    def write(_, ref, piece, x):
+        is_shared = mgpu.utils.is_smem_ref(ref)
+        wide = _i32() if is_shared else ir.IntegerType.get_signless(64)
+        thread = arith.remui(mgpu.utils.thread_idx(), _c(128))
+        number = piece.registers[()]
+        if not is_shared:
+            thread, number = arith.extui(wide, thread), arith.extui(wide, number)
+        offset = arith.addi(
+            arith.muli(thread, mgpu.c(16, wide)),
+            arith.muli(number, mgpu.c(4 * math.prod(x.shape), wide)),
+        )
+        address = arith.addi(llvm.ptrtoint(wide, mgpu.utils.memref_ptr(ref)), offset)
+        for eight, pairs in enumerate(x.registers.reshape(x.shape[1] // 8, 2)):
+            values = [
+                llvm.extractelement(pairs[half], _c(e)) for half in range(2) for e in range(2)
+            ]
+            _asm(
+                _nothing(),
+                [address, *values],
+                f"{ptx} [$0 + {eight * 2048}], {{$1, $2, $3, $4}};",
+                "r,f,f,f,f" if is_shared else "l,f,f,f,f",
+            )
+
+    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, MATRIX))(write)(ref, piece, x)
+
+
+def _thread() -> tuple[Any, Any, Any]:
+    """(warp, r, c) of the thread in its warpgroup."""
+    thread = mgpu.utils.thread_idx()
+    warp = arith.remui(arith.divui(thread, _c(32)), _c(4))
+    return warp, arith.divui(arith.remui(thread, _c(32)), _c(4)), arith.remui(thread, _c(4))
+
+
+def _shared_address(ref: Any, offset: Any) -> Any:
+    """Of a byte in shared memory, in 32 bits."""
+    return arith.addi(llvm.ptrtoint(_i32(), mgpu.utils.memref_ptr(ref)), offset)
+
+
+def _pair(kind: Any, values: list) -> Any:
+    pair = llvm.mlir_undef(ir.VectorType.get((2,), kind))
+    for e, value in enumerate(values):
+        pair = llvm.insertelement(pair, value, _c(e))
+    return pair
+
+
+def _asm(result: Any, arguments: list, ptx: str, constraints: str) -> Any:
+    return llvm.inline_asm(result, arguments, ptx, constraints, has_side_effects=True)
+
+
+def _nothing() -> Any:
+    return ir.Type.parse("!llvm.void")
+
+
+def _i32() -> Any:
+    return ir.IntegerType.get_signless(32)
+
+
+def _c(x: int) -> Any:
+    return mgpu.c(x, _i32())

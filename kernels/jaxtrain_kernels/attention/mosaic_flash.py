@@ -1,0 +1,88 @@
+"""The differentiable function made of the forward and the backward kernel."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from jaxtrain_kernels.attention import mosaic_backward, mosaic_forward
+from jaxtrain_kernels.attention.mosaic_backward import BackwardTiling
+from jaxtrain_kernels.attention.mosaic_forward import ForwardTiling
+
+
+class Options(NamedTuple):
+    """What is static in one call."""
+
+    causal: bool
+    window: int | None
+    softcap: float | None
+    scale: float
+    deterministic: bool
+    forward: ForwardTiling | None
+    backward: BackwardTiling | None
+
+
+def options(causal, window, softcap, scale, deterministic, tiling: dict[str, Any]) -> Options:
+    forward = ForwardTiling(**tiling["forward"]) if "forward" in tiling else None
+    backward = BackwardTiling(**tiling["backward"]) if "backward" in tiling else None
+    return Options(causal, window, softcap, scale, deterministic, forward, backward)
+
+
+def flash(o: Options, q_BTNH, k_BSKH, v_BSKH, ids_BT):
+    """(out_BTNH, lse_BNT); a negative scale is a negative q, as maxima are taken before it."""
+    if o.scale < 0:
+        q_BTNH, o = -q_BTNH, o._replace(scale=-o.scale)
+    return _flash(o, q_BTNH, k_BSKH, v_BSKH, ids_BT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _flash(options: Options, q_BTNH, k_BSKH, v_BSKH, ids_BT):
+    return _flash_fwd(options, q_BTNH, k_BSKH, v_BSKH, ids_BT)[0]
+
+
+def _flash_fwd(o: Options, q_BTNH, k_BSKH, v_BSKH, ids_BT):
+    def run(q, k, v, ids):
+        return mosaic_forward.forward(
+            q, k, v, ids, causal=o.causal, window=o.window, softcap=o.softcap, scale=o.scale,
+            tiling=o.forward,
+        )  # fmt: skip
+
+    out_BTNH, lse_BNT = folding(run)(q_BTNH, k_BSKH, v_BSKH, ids_BT)
+    return (out_BTNH, lse_BNT), (q_BTNH, k_BSKH, v_BSKH, ids_BT, out_BTNH, lse_BNT)
+
+
+def _flash_bwd(o: Options, residuals, cotangents):
+    def run(q, k, v, ids, out, lse, dout, dlse):
+        return mosaic_backward.backward(
+            q, k, v, ids, out, lse, dout, dlse, causal=o.causal, window=o.window,
+            softcap=o.softcap, scale=o.scale, deterministic=o.deterministic, tiling=o.backward,
+        )  # fmt: skip
+
+    dq_BTNH, dk_BSKH, dv_BSKH = folding(run)(*residuals, *cotangents)
+    return dq_BTNH, dk_BSKH, dv_BSKH, None
+
+
+_flash.defvjp(_flash_fwd, _flash_bwd)
+
+
+def folding(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Under vmap, `function` of arrays [B, ...] takes the mapped axis as more rows of B.
+
+    The kernels hand out their tiles by a counter, which a batch of kernels would share.
+    """
+    folded = custom_vmap(function)
+
+    @folded.def_vmap
+    def rule(axis_size, in_batched, *arrays):
+        def rows(x, batched):
+            x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        results = folded(*jax.tree.map(rows, arrays, tuple(in_batched)))
+        split = lambda x: x.reshape(axis_size, -1, *x.shape[1:])
+        return jax.tree.map(split, results), jax.tree.map(lambda _: True, results)
+
+    return folded

@@ -1,0 +1,114 @@
+"""Which backend is fastest for a shape on a device, and with which tiling, as measured.
+
+`table.json` holds one row for each backend, kind of shape and device; `python -m jaxtrain.bench
+attention --tune` measures them anew. Choosing is a pure function of the rows.
+"""
+
+import functools
+import json
+import math
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxtrain_kernels.dispatch import Target
+
+PATH = Path(__file__).with_name("table.json")
+Row = dict[str, Any]
+
+
+class Kind(NamedTuple):
+    """What the best choice depends on; `group`: query heads for each key/value head, N/K."""
+
+    dtype: str
+    head_dim: int
+    causal: bool
+    window: bool
+    segments: bool
+    softcap: bool
+    group: int
+    T: int
+
+
+@functools.cache
+def read(path: Path = PATH) -> tuple[Row, ...]:
+    """The measured rows."""
+    return tuple(json.loads(path.read_text())["rows"])
+
+
+def make_row(
+    target: Target,
+    kind: Kind,
+    backend: str,
+    tiling: dict[str, Any] | None,
+    forward: float,
+    forward_backward: float,
+) -> Row:
+    """A row of the table: TF/s, and T as its power of two."""
+    measured = {"tflops_forward": forward, "tflops_forward_backward": forward_backward}
+    return {
+        "device": target.kind,
+        "compute_capability": target.compute_capability and list(target.compute_capability),
+        **kind._replace(T=2 ** round(math.log2(kind.T)))._asdict(),
+        "backend": backend,
+        "tiling": tiling,
+        **{name: float(f"{rate:.4g}") for name, rate in measured.items()},
+    }
+
+
+def write(rows: Iterable[Row], path: Path) -> None:
+    """One row a line; a later row replaces an earlier one of the same device, kind and backend."""
+    latest = {(r["device"], *_kind(r), r["backend"]): r for r in rows}
+    keys = sorted(latest, key=lambda key: tuple(map(str, key)))
+    lines = ",\n".join(json.dumps(latest[key]) for key in keys)
+    path.write_text('{"rows": [\n' + lines + "\n]}\n")
+
+
+def preference(
+    rows: Sequence[Row], target: Target, kind: Kind, backends: Sequence[str]
+) -> list[tuple[str, dict[str, Any] | None]]:
+    """The backends, fastest first, each with its tiling (None: the backend's own).
+
+    The nearest kind of shape that was measured orders its backends by forward and backward
+    together; those without a row there follow in the order given. Rows of another device count
+    only where this one has none and its compute capability is the same (an H100 reads an H200's).
+    """
+    here = [row for row in rows if row["device"] == target.kind]
+    if not here and target.compute_capability is not None:
+        capability = list(target.compute_capability)
+        here = [row for row in rows if row["compute_capability"] == capability]
+    here = [row for row in here if _comparable(_kind(row), kind)]
+    nearest = min((_kind(row) for row in here), key=lambda k: _distance(k, kind), default=None)
+    rates = {r["backend"]: r["tflops_forward_backward"] for r in here if _kind(r) == nearest}
+    ordered = sorted(backends, key=lambda name: -rates.get(name, 0.0))
+    return [(name, _tiling(here, kind, name)) for name in ordered]
+
+
+def _tiling(rows: Sequence[Row], kind: Kind, backend: str) -> dict[str, Any] | None:
+    # What fits a GPU's shared memory depends on the head dim.
+    own = [r for r in rows if r["backend"] == backend and r["head_dim"] == kind.head_dim]
+    return min(own, key=lambda r: _distance(_kind(r), kind))["tiling"] if own else None
+
+
+def _kind(row: Row) -> Kind:
+    return Kind(*(row[name] for name in Kind._fields))
+
+
+def _comparable(measured: Kind, wanted: Kind) -> bool:
+    """Whether the same backends can serve both at about the same relative speed."""
+    if (measured.segments, measured.softcap) != (wanted.segments, wanted.softcap):
+        return False
+    return (measured.dtype == "float32") == (wanted.dtype == "float32")
+
+
+def _distance(a: Kind, b: Kind) -> tuple[float | bool, ...]:
+    """What separates two kinds, the weightiest first."""
+    apart = lambda x, y: abs(math.log2(x) - math.log2(y))
+    return (
+        apart(a.head_dim, b.head_dim),
+        a.causal != b.causal,
+        a.window != b.window,
+        apart(a.T, b.T),
+        apart(a.group, b.group),
+        a.dtype != b.dtype,
+    )

@@ -1,0 +1,27 @@
+"""The whole products, on any device."""
+
+import jax.numpy as jnp
+
+from jaxtrain_kernels.dispatch import Target
+
+
+def supports(target: Target, x_LMK) -> None:
+    return None
+
+
+def gram(x_LMK):
+    """As the public function."""
+    return x_LMK @ x_LMK.mT
+
+
+def square_polynomial(a_LMM, coefficients):
+    """As the public function; one pass over a's size after its square."""
+    c0, c1, c2 = coefficients
+    # Spread before it is scaled, the identity costs no pass of its own.
+    identity = jnp.broadcast_to(jnp.eye(a_LMM.shape[-1], dtype=a_LMM.dtype), a_LMM.shape)
+    return c2 * (a_LMM @ a_LMM) + c1 * a_LMM + c0 * identity
+
+
+def symmetric_product(a_LMM, b_LMM):
+    """As the public function."""
+    return a_LMM @ b_LMM

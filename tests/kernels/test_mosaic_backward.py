@@ -1,0 +1,161 @@
+"""The Hopper backward kernel: numbers in interpret mode, lowering for CUDA without a GPU."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtrain_kernels.attention import mosaic_backward, reference
+from jaxtrain_kernels.attention.mosaic_backward import BackwardTiling
+from jaxtrain_kernels.attention.mosaic_common import Mask
+from jaxtrain_kernels.dispatch import on_target
+from jaxtrain_kernels.shapes import AttentionShape
+
+# The mode that knows bar.sync and bar.arrive, named barriers of the hardware.
+INTERPRET = plgpu.InterpretGPUParams(
+    inline_mgpu="_hack_model_inline_mgpu_tokamax", detect_races=True
+)
+D64 = BackwardTiling(block_q=128, blocks=2)
+D128 = BackwardTiling(blocks=2)
+
+SHAPES = (
+    (AttentionShape("causal", 1, 256, 2, 2, 64), D64),
+    (AttentionShape("full_ragged", 1, 203, 1, 1, 128, causal=False), D128),
+    (AttentionShape("gqa_softcap", 1, 200, 4, 2, 64, softcap=2.0), D64._replace(stages=3)),
+    (AttentionShape("window", 1, 330, 1, 1, 128, window=70), D128._replace(stages=1)),
+    (AttentionShape("window_itself", 1, 130, 1, 1, 64, window=0), D64._replace(blocks=0)),
+    (AttentionShape("packed", 2, 330, 1, 1, 64, documents=(100, 17, 150)), D64),
+    (AttentionShape("packed_window", 2, 250, 2, 1, 96, True, 50, 3.0, (100, 17, 40)), D128),
+    (AttentionShape("packed_full", 1, 200, 1, 1, 64, False, documents=(100, 17)), D64),
+    (AttentionShape("dk_from_shared", 1, 260, 1, 1, 128), D128._replace(dk_from="shared")),
+    (
+        AttentionShape("large_heads", 1, 130, 2, 1, 256),
+        BackwardTiling(block_kv=64, split="dims", blocks=2),
+    ),
+    (AttentionShape("tiny", 2, 3, 2, 1, 64), D64),
+)
+
+
+def options(shape):
+    return dict(
+        causal=shape.causal, window=shape.window, softcap=shape.softcap, scale=shape.H**-0.5
+    )
+
+
+def inputs(shape, dtype: Any):
+    rng = np.random.default_rng(0)
+    q, dout = rng.standard_normal((2, shape.B, shape.T, shape.N, shape.H))
+    k, v = rng.standard_normal((2, shape.B, shape.T, shape.K, shape.H))
+    dlse = jnp.asarray(rng.standard_normal((shape.B, shape.N, shape.T)), jnp.float32)
+    return [jnp.asarray(x, dtype) for x in (q, k, v, dout)] + [dlse]
+
+
+def assert_equals_reference(shape, tiling, ids=None, dtype: Any = jnp.bfloat16):
+    q, k, v, dout, dlse = inputs(shape, dtype)
+    if ids is None and shape.documents:
+        ids = jnp.asarray(shape.segment_ids_BT())
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    forward = lambda *qkv: reference.attention(*qkv, segment_ids_BT=ids, **options(shape))
+    (out, lse), pull = jax.vjp(forward, *wide)
+    dlse = jnp.where(lse == -jnp.inf, 0, dlse)
+    expected = pull((dout.astype(jnp.float32), dlse))
+    run = functools.partial(
+        mosaic_backward.backward, tiling=tiling, interpret=INTERPRET, **options(shape)
+    )
+    got = jax.jit(run)(q, k, v, ids, out.astype(dtype), lse, dout, dlse)
+    for name, x, y in zip(("dq", "dk", "dv"), got, expected):
+        assert x.dtype == dtype
+        error = np.abs(np.asarray(x, np.float32) - y)
+        assert error.max() < 0.008 * np.abs(y).max() + 0.005, name
+        if ids is not None:
+            assert (x[ids == 0] == 0).all(), name
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case[0].name)
+def test_equals_reference_without_races(case, capfd):
+    assert_equals_reference(*case)
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+def test_float16_equals_reference():
+    assert_equals_reference(SHAPES[0][0], D64, dtype=jnp.float16)
+
+
+def test_ids_in_any_order_equal_reference():
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 4, (1, 200)), jnp.int32)
+    assert_equals_reference(AttentionShape("", 1, 200, 1, 1, 64), D64, ids)
+
+
+@pytest.mark.parametrize("documents", [(), (100, 17), (20,)])
+@pytest.mark.parametrize("mask", [Mask(True, None), Mask(True, 70), Mask(False, None)])
+def test_query_ranges_cover_what_is_visible(mask, documents):
+    shape = AttentionShape("", 2, 333, 1, 1, 64, documents=documents)
+    ids = shape.segment_ids_BT()
+    q = jnp.zeros((2, 333, 1, 64))
+    tiling = BackwardTiling(block_q=64, block_kv=128)
+    plan = mosaic_backward._plan(q, q, ids, mask, None, 1.0, tiling, False)
+    ranges = mosaic_backward.query_ranges(plan, None if ids is None else jnp.asarray(ids))
+    ranges = np.broadcast_to(ranges, (2, 3, 4))
+    t, s = np.arange(384)[:, None], np.arange(384)[None]
+    seen = np.broadcast_to((s < 333) & ((s <= t) | (not mask.causal)), (2, 384, 384)).copy()
+    if mask.window is not None:
+        seen &= s >= t - mask.window
+    if ids is not None:
+        wide = np.pad(ids, ((0, 0), (0, 384 - 333)))
+        seen &= (wide[:, :, None] == wide[:, None]) & (wide[:, :, None] > 0)
+    for b, j in np.ndindex(2, 3):
+        blocks = seen[b, :, j * 128 : (j + 1) * 128].reshape(6, 64, 128)
+        # What queries beyond the sequence see does not matter.
+        some = blocks.reshape(6, -1)[:, :].any(1) & (np.arange(6) * 64 < 333)
+        lo, full_lo, full_hi, hi = ranges[b, j]
+        i = np.arange(6)
+        assert lo < hi <= 6 and lo <= full_lo
+        assert not some[(i < lo) | (i >= hi)].any()
+        assert blocks[full_lo:full_hi].all()
+        assert hi - lo <= max(1, np.ptp(i[some]) + 1 if some.any() else 1)
+
+
+def test_sums_in_registers_order_are_put_in_order():
+    """The order is that of wgmma's accumulators in the PTX manual, for each tile of 64 x 64."""
+    q = jnp.zeros((2, 190, 3, 128))
+    plan = mosaic_backward._plan(
+        q, q, None, Mask(True, None), None, 1.0, BackwardTiling(block_q=128), False
+    )
+    dq = np.random.default_rng(0).standard_normal((2, 256, 3, 128)).astype(np.float32)
+    thread, register = np.meshgrid(np.arange(128), np.arange(32), indexing="ij")
+    row = thread // 32 * 16 + register // 2 % 2 * 8 + thread % 32 // 4
+    column = register // 4 * 8 + thread % 4 * 2 + register % 2
+    pieces = []
+    for b, n, i, j in np.ndindex(2, 3, 4, 2):
+        tile = dq[b, i * 64 : (i + 1) * 64, n, j * 64 : (j + 1) * 64]
+        in_threads = tile[row, column].reshape(128, 8, 4)
+        pieces.append(in_threads.swapaxes(0, 1).ravel())
+    got = mosaic_backward._from_fragments(plan, jnp.asarray(np.stack(pieces)))
+    np.testing.assert_array_equal(got, dq)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        AttentionShape("causal", 16, 2048, 12, 12, 0),
+        AttentionShape("full_ragged", 1, 333, 4, 2, 0, causal=False),
+        AttentionShape("all", 2, 2049, 12, 4, 0, window=768, softcap=15.0, documents=(700, 900)),
+    ],
+    ids=lambda shape: shape.name,
+)
+def test_lowers_for_hopper(shape, head_dim):
+    shape = shape._replace(H=head_dim)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        struct = jax.ShapeDtypeStruct
+        q, k = (struct((shape.B, shape.T, n, head_dim), dtype) for n in (shape.N, shape.K))
+        lse = struct((shape.B, shape.N, shape.T), jnp.float32)
+        ids = struct((shape.B, shape.T), jnp.int32) if shape.documents else None
+        run = functools.partial(mosaic_backward.backward, **options(shape))
+        with on_target("cuda", (9, 0)):
+            traced = jax.jit(run).trace(q, k, k, ids, q, lse, q, lse)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "mosaic_gpu" in text

@@ -1,0 +1,162 @@
+"""The Hopper forward kernel: numbers in interpret mode, lowering for CUDA without a GPU."""
+
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtrain_kernels.attention import mosaic_forward, reference
+from jaxtrain_kernels.attention.mosaic_common import Mask, block_ranges
+from jaxtrain_kernels.attention.mosaic_forward import ForwardTiling
+from jaxtrain_kernels.dispatch import on_target
+from jaxtrain_kernels.shapes import AttentionShape
+
+# The mode that knows bar.sync and bar.arrive, named barriers of the hardware.
+INTERPRET = plgpu.InterpretGPUParams(
+    inline_mgpu="_hack_model_inline_mgpu_tokamax", detect_races=True
+)
+SMALL = ForwardTiling(block_kv=64, k_stages=2, blocks=2)
+HALVES = SMALL._replace(block_kv=128)
+
+SHAPES = (
+    (AttentionShape("causal", 1, 256, 2, 2, 64), SMALL),
+    (AttentionShape("full_ragged", 1, 203, 1, 1, 64, causal=False), SMALL),
+    (AttentionShape("gqa_softcap", 1, 200, 4, 2, 32, softcap=2.0), SMALL._replace(k_stages=3)),
+    (AttentionShape("window", 1, 330, 1, 1, 64, window=70), SMALL._replace(q_stages=1)),
+    (AttentionShape("window_itself", 1, 130, 1, 1, 64, window=0), SMALL._replace(turns=False)),
+    (AttentionShape("packed", 2, 330, 1, 1, 64, documents=(100, 17, 150)), SMALL),
+    (
+        AttentionShape("packed_window", 2, 250, 2, 1, 96, True, 50, 3.0, (100, 17, 40)),
+        SMALL._replace(warpgroups=3, block_kv=128),
+    ),
+    (AttentionShape("packed_full", 1, 200, 1, 1, 64, False, documents=(100, 17)), SMALL),
+    (AttentionShape("tiny", 2, 3, 2, 1, 64), SMALL._replace(blocks=0)),
+    (AttentionShape("halves", 1, 330, 2, 1, 64), HALVES._replace(k_stages=3)),
+    (AttentionShape("halves_narrow", 1, 330, 1, 1, 64, window=70), HALVES._replace(turns=False)),
+    (AttentionShape("halves_edge", 1, 650, 1, 1, 32, window=256), HALVES),
+    (
+        AttentionShape("halves_edge3", 1, 400, 1, 1, 32, window=384),
+        HALVES._replace(warpgroups=3, block_kv=192, blocks=1),
+    ),
+    (AttentionShape("halves_packed", 2, 330, 1, 1, 64, documents=(100, 17, 150)), HALVES),
+    (AttentionShape("plain", 1, 256, 2, 2, 64), SMALL._replace(ahead=False, lazy=0)),
+    (AttentionShape("polynomial", 1, 330, 1, 1, 64), SMALL._replace(polynomial=2)),
+)
+
+
+def inputs(shape, dtype: Any = jnp.bfloat16):
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((shape.B, shape.T, shape.N, shape.H))
+    k, v = rng.standard_normal((2, shape.B, shape.T, shape.K, shape.H))
+    ids = shape.segment_ids_BT()
+    return [jnp.asarray(x, dtype) for x in (q, k, v)] + [None if ids is None else jnp.asarray(ids)]
+
+
+def options(shape):
+    return dict(
+        causal=shape.causal, window=shape.window, softcap=shape.softcap, scale=shape.H**-0.5
+    )
+
+
+def assert_equals_reference(shape, tiling, ids=None, interpret=INTERPRET, dtype=jnp.bfloat16):
+    q, k, v, shape_ids = inputs(shape, dtype)
+    ids = shape_ids if ids is None else ids
+    run = functools.partial(
+        mosaic_forward.forward, tiling=tiling, interpret=interpret, **options(shape)
+    )
+    out, lse = jax.jit(run)(q, k, v, ids)
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    expected, expected_lse = reference.attention(*wide, segment_ids_BT=ids, **options(shape))
+    assert out.dtype == dtype and lse.dtype == jnp.float32
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=0.015)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case[0].name)
+def test_equals_reference_without_races(case, capfd):
+    assert_equals_reference(*case)
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+def test_float16_equals_reference():
+    assert_equals_reference(SHAPES[0][0], SMALL, dtype=jnp.float16)
+
+
+@pytest.mark.parametrize("tiling", [SMALL, HALVES])
+def test_ids_in_any_order_equal_reference(tiling):
+    ids = jnp.asarray(np.random.default_rng(0).integers(0, 4, (1, 200)), jnp.int32)
+    assert_equals_reference(AttentionShape("", 1, 200, 1, 1, 64), tiling, ids)
+
+
+def test_ids_in_runs_out_of_order_equal_reference():
+    ids = jnp.asarray(np.repeat([3, 1, 0, 2, 3], [90, 60, 10, 100, 30])[None], jnp.int32)
+    assert_equals_reference(AttentionShape("", 1, 290, 1, 1, 64), HALVES, ids)
+
+
+def test_growing_maxima_rescale():
+    """Later keys' scores are far larger than earlier ones', by more than `lazy` allows for."""
+    shape = AttentionShape("", 1, 256, 1, 1, 64, causal=False)
+    q, k, v, _ = inputs(shape)
+    k = (k * jnp.linspace(40, 1, 256)[None, :, None, None]).astype(k.dtype)
+    run = functools.partial(
+        mosaic_forward.forward, tiling=SMALL, interpret=INTERPRET, **options(shape)
+    )
+    out, lse = jax.jit(run)(q, k, v)
+    wide = [x.astype(jnp.float32) for x in (q, k, v)]
+    expected, expected_lse = reference.attention(*wide, segment_ids_BT=None, **options(shape))
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=0.02)
+    np.testing.assert_allclose(lse, expected_lse, atol=1e-4, rtol=1e-5)
+
+
+@pytest.mark.parametrize("documents", [(), (100, 17)])
+@pytest.mark.parametrize("mask", [Mask(True, None), Mask(True, 70), Mask(False, None)])
+def test_block_ranges_cover_what_is_visible(mask, documents):
+    shape, rows, columns = AttentionShape("", 2, 333, 1, 1, 8, documents=documents), 128, 64
+    ids = shape.segment_ids_BT()
+    t, s = np.arange(shape.T)[:, None], np.arange(384)[None]
+    seen = np.broadcast_to((s < shape.T) & ((s <= t) | (not mask.causal)), (2, shape.T, 384)).copy()
+    if mask.window is not None:
+        seen &= s >= t - mask.window
+    if ids is not None:
+        wide = np.pad(ids, ((0, 0), (0, 384 - shape.T)))
+        seen &= (ids[:, :, None] == wide[:, None]) & (ids[:, :, None] > 0)
+    ranges = block_ranges(mask, shape.T, rows, columns, None if ids is None else jnp.asarray(ids))
+    lo, full_lo, full_hi, hi = (np.broadcast_to(x, (2, 3)) for x in ranges)
+    for b in range(2):
+        for i in range(3):
+            blocks = seen[b, i * rows : (i + 1) * rows].reshape(-1, 6, columns)
+            some, every = blocks.any((0, 2)), blocks.all((0, 2))
+            j = np.arange(6)
+            assert not some[(j < lo[b, i]) | (j >= hi[b, i])].any()
+            assert every[full_lo[b, i] : full_hi[b, i]].all()
+            assert lo[b, i] <= full_lo[b, i] <= full_hi[b, i] < hi[b, i]
+            visited = hi[b, i] - lo[b, i]
+            assert visited <= max(1, np.ptp(np.append(j[some], -1)[:-1]) + 1 if some.any() else 1)
+
+
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize(
+    "shape",
+    [
+        AttentionShape("causal", 16, 2048, 12, 12, 0),
+        AttentionShape("full_ragged", 1, 333, 4, 2, 0, causal=False),
+        AttentionShape("all", 2, 2049, 12, 4, 0, window=768, softcap=15.0, documents=(700, 900)),
+    ],
+    ids=lambda shape: shape.name,
+)
+def test_lowers_for_hopper(shape, head_dim):
+    shape = shape._replace(H=head_dim)
+    for dtype in (jnp.bfloat16, jnp.float16):
+        array = lambda heads, dtype=dtype: jax.ShapeDtypeStruct(
+            (shape.B, shape.T, heads, head_dim), dtype
+        )
+        ids = jax.ShapeDtypeStruct((shape.B, shape.T), jnp.int32) if shape.documents else None
+        run = functools.partial(mosaic_forward.forward, **options(shape))
+        with on_target("cuda", (9, 0)):
+            traced = jax.jit(run).trace(array(shape.N), array(shape.K), array(shape.K), ids)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
+        assert "mosaic_gpu" in text
+        assert "stablehlo.transpose" not in text

@@ -1,0 +1,148 @@
+"""Symmetric matmuls: backends against the reference, the Hopper kernel interpreted and lowered."""
+
+import functools
+import sys
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtrain_kernels import matmul
+from jaxtrain_kernels.dispatch import on_target
+from jaxtrain_kernels.matmul import mosaic, reference, xla
+from jaxtrain_kernels.matmul.mosaic import Tiling
+
+from jaxtrain.optim.muon import POLAR_EXPRESS, orthogonalize
+
+# The mode that knows bar.sync and bar.arrive, named barriers of the hardware.
+INTERPRET = plgpu.InterpretGPUParams(
+    inline_mgpu="_hack_model_inline_mgpu_tokamax", detect_races=True
+)
+SMALL = Tiling(warpgroups=2, stages=3, blocks=2)
+COEFFICIENTS = (3.0, -2.0, 0.5)
+OPS = ("gram", "square_polynomial", "symmetric_product")
+
+
+def arguments(op: str, L: int, M: int, K: int, dtype: Any = jnp.bfloat16):
+    """Matrices of norm 1 or so; the symmetric ones commute, as polynomials of one."""
+    rng = np.random.default_rng(0)
+    x = rng.standard_normal((L, M, K)) / np.sqrt(K)
+    if op == "gram":
+        return (jnp.asarray(x, dtype),)
+    a = x @ x.mT
+    if op == "square_polynomial":
+        return jnp.asarray(a, dtype), COEFFICIENTS
+    return jnp.asarray(a, dtype), jnp.asarray(np.eye(M) - 0.5 * a + 0.1 * a @ a, dtype)
+
+
+def assert_equals_reference(op, L, M, K, dtype, tiling):
+    given = arguments(op, L, M, K, dtype)
+    run = functools.partial(getattr(mosaic, op), tiling=tiling, interpret=INTERPRET)
+    out = run(*given)
+    wide = [x.astype(jnp.float32) if isinstance(x, jax.Array) else x for x in given]
+    expected = getattr(reference, op)(*wide)
+    assert out.dtype == dtype
+    # A product of rounded operands commutes up to their rounding.
+    eps = float(jnp.finfo(dtype).eps)
+    atol = 8 * eps if op == "symmetric_product" else eps
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=atol, rtol=eps)
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize(
+    ("L", "M", "K", "dtype", "tiling"),
+    [
+        (2, 256, 256, jnp.bfloat16, SMALL),
+        (1, 384, 192, jnp.float16, SMALL._replace(stages=2)),
+        (1, 192, 64, jnp.float16, SMALL._replace(blocks=1)),
+        (1, 256, 128, jnp.bfloat16, Tiling(blocks=1)),
+    ],
+    ids=["even", "odd_tiles", "ragged", "three_warpgroups"],
+)
+def test_mosaic_equals_reference_without_races(op, L, M, K, dtype, tiling, capfd):
+    assert_equals_reference(op, L, M, K, dtype, tiling)
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
+def test_xla_equals_reference(op, dtype):
+    given = arguments(op, 2, 24, 40, dtype)
+    out, expected = (getattr(module, op)(*given) for module in (xla, reference))
+    assert out.dtype == expected.dtype == dtype
+    atol = 4 * float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(out.astype("float32"), expected.astype("float32"), atol=atol)
+
+
+def test_references_say_what_they_should():
+    a = np.array([[[2.0, 1.0], [1.0, 3.0]]])
+    np.testing.assert_allclose(reference.gram(jnp.asarray(a)), [[[5, 5], [5, 10]]])
+    out = reference.square_polynomial(jnp.asarray(a), COEFFICIENTS)
+    np.testing.assert_allclose(out, [[[3 - 4 + 2.5, -2 + 2.5], [-2 + 2.5, 3 - 6 + 5]]])
+    np.testing.assert_allclose(
+        reference.symmetric_product(jnp.asarray(a), out), a @ np.asarray(out)
+    )
+
+
+def test_the_tiles_are_the_upper_triangle():
+    for rows in range(1, 8):
+        tiling = Tiling(blocks=3)
+        plan = mosaic.Plan(2, rows * tiling.tile, 64, jnp.bfloat16, True, False, tiling, 3)
+        seen = [mosaic.tile_of(plan, np.int32(n)) for n in range(plan.n_tiles)]
+        expected = [(n, i, j) for n in range(2) for i in range(rows) for j in range(i, rows)]
+        assert sorted(tuple(int(x) for x in tile) for tile in seen) == expected
+
+
+def test_tiles_fit_the_matrix():
+    assert mosaic.default_tiling(1536).warpgroups == 3
+    assert mosaic.default_tiling(256).warpgroups == 2
+
+
+@pytest.mark.parametrize("op", OPS)
+@pytest.mark.parametrize("M", [768, 1088])
+@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+def test_lowers_for_hopper(op, M, dtype):
+    arrays = [jax.ShapeDtypeStruct((4, M, 4 * M if op == "gram" else M), dtype)]
+    arrays += [arrays[0]] if op == "symmetric_product" else []
+    more = {"coefficients": COEFFICIENTS} if op == "square_polynomial" else {}
+    with on_target("cuda", (9, 0)):
+        traced = jax.jit(functools.partial(getattr(matmul, op), **more)).trace(*arrays)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize(
+    ("device", "shape", "dtype", "reason"),
+    [
+        (("cpu", None), (1, 192, 192), jnp.bfloat16, "needs an NVIDIA GPU, this is cpu"),
+        (("cuda", (8, 0)), (1, 192, 192), jnp.bfloat16, "needs compute capability 9.0"),
+        (("cuda", (9, 0)), (1, 192, 192), jnp.float32, "needs bfloat16 or float16, got float32"),
+        (("cuda", (9, 0)), (1, 64, 40), jnp.bfloat16, r"in multiples of 64, got \[64, 40\]"),
+    ],
+)
+def test_what_it_cannot_serve_is_refused_with_the_reason_and_goes_to_xla(
+    device, shape, dtype, reason
+):
+    x = jnp.ones(shape, dtype)
+    with on_target(*device):
+        with pytest.raises(NotImplementedError, match=reason):
+            matmul.gram(x, implementation="mosaic")
+        out = matmul.gram(x)
+    np.testing.assert_array_equal(out, xla.gram(x))
+
+
+@pytest.mark.parametrize(("shape", "products"), [((2, 256, 256), 10), ((2, 512, 192), 13)])
+def test_muon_asks_for_them(monkeypatch, shape, products):
+    module = sys.modules[orthogonalize.__module__]  # jaxtrain.optim.muon is also a function
+    monkeypatch.setattr(module, "matmul_dtype", lambda wanted=jnp.bfloat16: jnp.dtype(wanted))
+
+    def calls(symmetric):
+        run = lambda x: orthogonalize(x, POLAR_EXPRESS, symmetric=symmetric)
+        with on_target("cuda", (9, 0)):
+            jaxpr = jax.make_jaxpr(run)(jax.ShapeDtypeStruct(shape, jnp.float32))
+        return str(jaxpr).count("name=symmetric_matmul")
+
+    assert calls(True) == products
+    assert calls(False) == 0

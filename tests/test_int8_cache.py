@@ -1,0 +1,54 @@
+"""Generation with the keys and values kept in int8."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtrain_kernels import Quantized
+from tiny import T, build, tokens
+
+from jaxtrain import generate
+
+
+def test_decoding_from_int8_stays_close():
+    """Token by token, of given texts."""
+    _, graphdef, _, params = build(kv_heads=2, attention_softcap=5.0)
+    model, rows = nnx.merge(graphdef, params), jnp.asarray(tokens(2))
+    lengths = jnp.array([3, 8])
+
+    def logits(cache_dtype):
+        prefill = jax.jit(functools.partial(model.prefill, capacity=T, cache_dtype=cache_dtype))
+        x_BD, cache = prefill(rows[:, :8], lengths)
+        decode, head, out = jax.jit(model.decode), jax.jit(model.logits), []
+        for i in range(8, 20):
+            x_BD, cache = decode(rows[:, i], cache)
+            out.append(head(x_BD))
+        return np.stack(out), cache
+
+    plain, kept = logits(None)
+    close, kept8 = logits("int8")
+    k_BSKH, _ = kept8.kv[0]
+    assert isinstance(k_BSKH, Quantized) and k_BSKH.values_BSKH.dtype == jnp.int8
+    assert isinstance(kept.kv[0][0], jax.Array)
+    off = np.linalg.norm(close - plain) / np.linalg.norm(plain)
+    assert 0 < off < 0.02
+
+
+def test_text_from_int8_is_nearly_the_same():
+    _, graphdef, _, params = build()
+    prompts = jnp.asarray(tokens(4))[:, :16]
+    call = functools.partial(
+        generate.complete, graphdef, params, prompts, jnp.full(4, 16), jax.random.key(0),
+        jnp.float32(0.0), jnp.float32(1.0), new=8,
+    )  # fmt: skip
+    plain, int8 = (np.asarray(call(cache_dtype=dtype)) for dtype in (None, "int8"))
+    assert (plain[:, 0] == int8[:, 0]).all()  # from the prompt alone
+    assert (plain == int8).mean() > 0.8
+
+
+def test_the_command_line_takes_it(whole, capsys):
+    command = [str(whole), "--tokens", "8", "--temperature", "0", "--cache-dtype", "int8"]
+    assert generate.main(command) == 0
+    assert len(capsys.readouterr().out) > 1
