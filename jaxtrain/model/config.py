@@ -78,7 +78,7 @@ class ModelConfig(Settings):
     )
     attention: str | None = Field(
         None,
-        description="attention backend (cudnn, mosaic, triton, xla); "
+        description="attention backend (cudnn, xla, mosaic, triton); "
         "default the fastest that serves",
     )
     scan_layers: bool = Field(

@@ -18,7 +18,7 @@ from jaxtrain_kernels.shapes import AttentionShape
 INTERPRET = plgpu.InterpretGPUParams(
     inline_mgpu="_hack_model_inline_mgpu_tokamax", detect_races=True
 )
-SMALL = ForwardTiling(block_kv=64, k_stages=2, blocks=2)
+SMALL = ForwardTiling(block_kv=64, k_stages=2, blocks=2, turns=True)
 HALVES = SMALL._replace(block_kv=128)
 
 SHAPES = (

@@ -5,8 +5,19 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import Target
+from jaxtrain_kernels.shapes import AttentionShape
 
 HEAD_DIMS = (64, 96, 128, 256)
+# Changes to the default tilings that are worth measuring.
+FORWARD_CHANGES: tuple[dict[str, Any], ...] = (
+    {}, {"k_stages": 2}, {"turns": True}, {"halves": False}, {"lazy": 0.0}, {"ahead": False},
+)  # fmt: skip
+FORWARD_CHANGES_64: tuple[dict[str, Any], ...] = (
+    {}, {"warpgroups": 3}, {"polynomial": 4}, {"halves": False}, {"ahead": False},
+)  # fmt: skip
+BACKWARD_CHANGES: tuple[dict[str, Any], ...] = (
+    {}, {"dk_from": "shared"}, {"dq_by": "tma"}, {"dq_by": "tma", "dk_from": "shared"},
+)  # fmt: skip
 
 
 def supports(
@@ -29,7 +40,22 @@ def supports(
         return f"needs bfloat16 or float16, got {q_BTNH.dtype}"
     if H not in HEAD_DIMS:
         return f"needs a head dim of {', '.join(map(str, HEAD_DIMS))}, got {H}"
+    if deterministic:
+        return "sums the queries' gradients in any order"
     return None
+
+
+def candidates(shape: AttentionShape) -> list[dict[str, Any]]:
+    """Tilings to measure, in the form of attention's `tiling`."""
+    from jaxtrain_kernels.attention import mosaic_backward, mosaic_forward
+
+    forward = mosaic_forward.default_tiling(shape.H, bool(shape.documents))
+    backward = mosaic_backward.default_tiling(shape.H)
+    changes = FORWARD_CHANGES_64 if shape.H <= 64 else FORWARD_CHANGES
+    return [
+        *({"forward": forward._replace(**change)._asdict()} for change in changes),
+        *({"backward": backward._replace(**change)._asdict()} for change in BACKWARD_CHANGES),
+    ]
 
 
 def attention(

@@ -40,7 +40,7 @@ class ForwardTiling(NamedTuple):
     k_stages: int = 3
     v_stages: int = 2
     q_stages: int = 2
-    turns: bool = True
+    turns: bool = False
     blocks: int | None = None
     dynamic: bool = True
     l2_bytes: int = 24 << 20

@@ -135,7 +135,8 @@ def softmax(work: Work, scores, keys: Keys, state: State, mask: Mask | None, fre
     # Sums over a row need other threads' values: once a tile is enough.
     parts = _groups(p)
     while len(parts) > 1:
-        parts = [a + b for a, b in zip(parts[::2], parts[1::2])]
+        odd = parts[len(parts) // 2 * 2 :]
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2])] + odd
     total = state.total * common.rows_to(shrink, state.total) + parts[0]
     return p, peak, total, shrink, shrinks(plan, shrink)
 
@@ -153,16 +154,17 @@ def rescaled(plan: Plan, out, shrink, anywhere):
         registers = out.registers.flatten()
         zero: Any = mgpu.utils.c(0, ir.IntegerType.get_signless(32))
         taken = arith.cmpi(arith.CmpIPredicate.ne, anywhere.registers.flat[0], zero)
-        branch = scf.IfOp(taken, [x.type for x in registers], has_else=True)
+        branch: Any = scf.IfOp(taken, [x.type for x in registers], has_else=True)
         with ir.InsertionPoint(branch.then_block):
-            scaled = out * shrink.broadcast_in_dim(out.shape, (0,), out.layout)
-            scf.yield_(list(scaled.registers.flatten()))
+            product = out * shrink.broadcast_in_dim(out.shape, (0,), out.layout)
+            scf.yield_(list(product.registers.flatten()))
         with ir.InsertionPoint(branch.else_block):
             scf.yield_(list(registers))
         results = np.asarray(list(branch.results), dtype=object).reshape(out.registers.shape)
         return mgpu.FragmentedArray(_registers=results, _layout=out.layout, _is_signed=None)
 
-    return scale(out, shrink, anywhere)
+    scaled: Any = scale
+    return scaled(out, shrink, anywhere)
 
 
 def shrinks(plan: Plan, shrink) -> Any:
