@@ -19,6 +19,7 @@ from pydantic import Field
 from jaxtrain.optim.adamw import make_adamw
 from jaxtrain.optim.groups import Adjust, Group, Hyper, OptimizerConfig
 from jaxtrain.parallel import over_matrices
+from jaxtrain.parallel.runtime import compute_dtype
 
 # Amsel et al. 2025 (Polar Express): degree-5 odd polynomials for 5 iterations, safety 2e-2.
 POLAR_EXPRESS = (
@@ -166,8 +167,13 @@ class MuonState(NamedTuple):
 
 
 def matmul_dtype(wanted: Any = jnp.bfloat16) -> jnp.dtype:
-    """Sixteen bits where matrix units have them; a CPU is faster and exact in float32."""
-    return jnp.dtype(jnp.float32 if jax.default_backend() == "cpu" else wanted)
+    """The wanted sixteen bits where matrix units have both kinds, else what the device has.
+
+    A TPU has bfloat16 only, a GPU before Ampere float16; a CPU is faster and exact in float32.
+    """
+    best = compute_dtype("auto")
+    both = best == jnp.bfloat16 and jax.default_backend() == "gpu"
+    return jnp.dtype(wanted if both else best)
 
 
 def normalize(
@@ -201,8 +207,9 @@ def orthogonalize(
     `symmetric`: products that are symmetric by the fastest kernel for such, else by XLA.
     """
     short, long = sorted(x_in_out.shape[-2:])
-    by_gram = gram and long >= GRAM_FROM * short
     # Rounding A on its own, apart from X, asks for float16's longer mantissa.
+    fit = matmul_dtype(jnp.float16) != jnp.bfloat16
+    by_gram = gram and fit and long >= GRAM_FROM * short
     x = x_in_out.astype(matmul_dtype(jnp.float16 if by_gram else jnp.bfloat16))
     x = x.reshape(-1, *x.shape[-2:])
     if x.shape[-2] > x.shape[-1]:
