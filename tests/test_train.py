@@ -364,7 +364,9 @@ ADVICE = r"lower train\.device_batch_size \(now 1\) or set model\.remat=block"
 
 
 def test_a_step_that_does_not_fit_is_refused_before_it_runs(tmp_path, capfd, monkeypatch):
-    device = SimpleNamespace(platform="cpu", memory_stats=lambda: {"bytes_limit": 2**14})
+    device = SimpleNamespace(
+        platform="cpu", device_kind="cpu", memory_stats=lambda: {"bytes_limit": 2**14}
+    )
     monkeypatch.setattr(run.jax, "local_devices", lambda: [device])
     message = refused(capfd, run_overrides(tmp_path))
     needed = re.match(
