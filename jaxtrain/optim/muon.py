@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 import optax
 from jaxtrain_kernels import matmul
+from jaxtrain_kernels.dispatch import target
 from jaxtyping import Array, Float
 from pydantic import Field
 
@@ -172,7 +173,7 @@ def matmul_dtype(wanted: Any = jnp.bfloat16) -> jnp.dtype:
     A TPU has bfloat16 only, a GPU before Ampere float16; a CPU is faster and exact in float32.
     """
     best = compute_dtype("auto")
-    both = best == jnp.bfloat16 and jax.default_backend() == "gpu"
+    both = best == jnp.bfloat16 and target().platform != "tpu"
     return jnp.dtype(wanted if both else best)
 
 

@@ -8,6 +8,7 @@ from pathlib import Path
 
 import jax
 import jax.numpy as jnp
+from jaxtrain_kernels.dispatch import target
 
 
 def start() -> None:
@@ -55,9 +56,9 @@ def compute_dtype(precision: str) -> jnp.dtype:
     """The dtype of the matmuls; auto: bfloat16 from Ampere on and on TPU, float16 before."""
     if precision != "auto":
         return jnp.dtype(precision)
-    device = jax.devices()[0]
+    device = target()
     if device.platform == "cpu":
         return jnp.dtype(jnp.float32)
-    if device.platform == "gpu" and float(device.compute_capability) < 8.0:
+    if device.platform == "cuda" and (device.compute_capability or (0, 0)) < (8, 0):
         return jnp.dtype(jnp.float16)
     return jnp.dtype(jnp.bfloat16)
