@@ -12,7 +12,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from jaxtrain.bench.costs import Cost, in_order, read_costs
 from jaxtrain.bench.tables import screen, to_rich
+from jaxtrain.bench.timing import Ceilings
 
 STEPS = 3
 SHOWN = 30  # kernels on the screen; the JSON has them all
@@ -27,6 +29,7 @@ KINDS = {
     "copy/transpose": r"copy|transpose|memcpy|memset",
     "elementwise": r"fusion|wrapped|broadcast|convert|multiply|add|iota|slice|pad|concat|select",
 }
+LIBRARY = re.compile(r"nvjet|cutlass|xmma|.*gemm(?!_fusion)(?!.*splitK)")  # cuBLAS's matmuls
 NESTED = re.compile(r"while|call|conditional")  # their bodies' operations have events of their own
 
 
@@ -40,7 +43,11 @@ class Event(NamedTuple):
 
 
 def profile(
-    step: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], compiled: Any, target: Path
+    step: Callable[..., Any],
+    inputs: Sequence[tuple[Any, ...]],
+    compiled: Any,
+    target: Path,
+    limits: Ceilings,
 ) -> dict[str, float]:
     """Trace three steps; milliseconds of a step by kind of kernel.
 
@@ -62,7 +69,7 @@ def profile(
             for path in files:
                 archive.write(path, path.name.partition(".")[2])
             archive.writestr("hlo.txt", hlo)
-    table = summarize(events, sources(hlo))
+    table = summarize(events, sources(hlo), read_costs(hlo), limits)
     Path(f"{target}-profile.json").write_text(json.dumps(table, indent=1) + "\n")
     show(table)
     return {kind["kind"]: kind["ms"] for kind in table["kinds"]}
@@ -115,16 +122,21 @@ def kind_of(name: str, origin: str) -> str:
     return next((kind for kind, pattern in KINDS.items() if re.search(pattern, text)), "other")
 
 
-def summarize(events: Sequence[Event], source: dict[str, str]) -> dict[str, Any]:
-    """Kernels (`calls` and `ms` of one step, `share` of all kernels' time) and their kinds.
+def summarize(
+    events: Sequence[Event], source: dict[str, str], costs: Sequence[Cost], limits: Ceilings
+) -> dict[str, Any]:
+    """Kernels of one step (their `calls`, `ms`, `share` of all kernels' time) and their kinds.
 
-    Kernels that differ by a number only and come from the same line of the model are one row.
+    Where the compiled program says what a kernel moves and multiplies, a row has `bytes`, `flops`
+    and `floor`, the share of its time that these take at the device's measured rates. Kernels that
+    differ by a number only and come from the same line of the model are one row.
     """
-    kernels: dict[tuple[str, str], list[float]] = defaultdict(list)
+    kernels: dict[tuple[str, str], list[tuple[float, Cost | None]]] = defaultdict(list)
     kinds: dict[str, float] = defaultdict(float)
-    for event in events:
+    for event, cost in zip(events, costs_of(events, costs), strict=True):
         origin = source.get(plain(event.op)) or source.get(plain(event.name), "")
-        kernels[re.sub(r"([._]\d+)+$", "", event.name), origin].append(event.duration_ns)
+        row = kernels[re.sub(r"([._]\d+)+$", "", event.name), origin]
+        row.append((event.duration_ns, cost))
         kinds[kind_of(event.name, origin)] += event.duration_ns
     busy = sum(kinds.values())
     first = min((e.start_ns for e in events), default=0.0)
@@ -134,11 +146,12 @@ def summarize(events: Sequence[Event], source: dict[str, str]) -> dict[str, Any]
             "name": name,
             "kind": kind_of(name, origin),
             "from": origin,
-            "calls": len(times) / STEPS,
-            "ms": sum(times) / STEPS / 1e6,
-            "share": sum(times) / busy,
+            "calls": len(calls) / STEPS,
+            "ms": sum(ns for ns, _ in calls) / STEPS / 1e6,
+            "share": sum(ns for ns, _ in calls) / busy,
+            **work(calls, limits),
         }
-        for (name, origin), times in kernels.items()
+        for (name, origin), calls in kernels.items()
     ]
     return {
         "steps": STEPS,
@@ -150,6 +163,35 @@ def summarize(events: Sequence[Event], source: dict[str, str]) -> dict[str, Any]
         ],
         "kernels": sorted(rows, key=lambda row: -row["ms"]),
     }
+
+
+def costs_of(events: Sequence[Event], costs: Sequence[Cost]) -> list[Cost | None]:
+    """What each event had to do. A fusion's kernel has its name; a library's matmuls are told by
+    their order, provided that there are as many as the program asks for."""
+    named = {plain(cost.name): cost for cost in costs if not cost.matmul}
+    found = [named.get(plain(e.name)) or named.get(plain(e.op)) for e in events]
+    library = [i for i in range(len(events)) if LIBRARY.match(events[i].name)]
+    library.sort(key=lambda i: events[i].start_ns)
+    expected = in_order(costs) * STEPS
+    if len(library) == len(expected):
+        for i, cost in zip(library, expected):
+            found[i] = cost
+    return found
+
+
+def work(calls: Sequence[tuple[float, Cost | None]], limits: Ceilings) -> dict[str, float]:
+    known = [cost for _, cost in calls if cost is not None]
+    if not calls or len(known) < len(calls):
+        return {}
+    floors = [max(c.bytes / limits.copy_gbps, c.flops / limits.matmul_tflops / 1e3) for c in known]
+    return {
+        "bytes": sum(c.bytes for c in known) / STEPS,
+        "flops": sum(c.flops for c in known) / STEPS,
+        "floor": sum(floors) / sum(ns for ns, _ in calls),
+    }
+
+
+KERNEL_COLUMNS = ["kernel", "from", "calls", "ms", "share", "GB", "TF/s", "floor"]
 
 
 def show(table: dict[str, Any]) -> None:
@@ -164,7 +206,10 @@ def show(table: dict[str, Any]) -> None:
             f"{k['calls']:.1f}",
             f"{k['ms']:.3f}",
             f"{k['share']:.1%}",
+            f"{k['bytes'] / 1e9:.2f}" if "bytes" in k else "-",
+            f"{k['flops'] / 1e9 / k['ms']:.0f}" if k.get("flops") else "-",
+            f"{k['floor']:.0%}" if "floor" in k else "-",
         ]
         for k in table["kernels"][:SHOWN]
     ]
-    console.print(to_rich("kernels", ["kernel", "from", "calls", "ms", "share"], kernels))
+    console.print(to_rich("kernels", KERNEL_COLUMNS, kernels))

@@ -65,7 +65,7 @@ def bench_step(
             raise UserError(f"{w.name}: the loss became {metrics['loss']} while it was timed")
         record = describe("step", w.name, variant or w.precision, workload=w.facts())
         if profile_dir is not None:
-            record["kinds"] = profile(step, batches, compiled, profile_dir / stem(record))
+            record["kinds"] = profile(step, batches, compiled, profile_dir / stem(record), limits)
         del compiled
         metrics |= parts_ms(w, state, batches, knobs)
     record["metrics"] = metrics

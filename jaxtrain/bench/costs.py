@@ -1,0 +1,162 @@
+"""What each instruction of a compiled program moves and multiplies, read from its text.
+
+No device is needed: a pass over activations takes about its bytes over the copy rate, a matmul its
+FLOPs over the matmul rate, so that a change can be judged before it is run.
+"""
+
+import math
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from typing import NamedTuple
+
+WIDTHS = {"pred": 1, "bf16": 2} | {f"f8{x}": 1 for x in ("e4m3fn", "e5m2", "e4m3", "e8m0fnu")}
+SHAPE = re.compile(r"\b(pred|bf16|f8\w+|[fsuc]\d+)\[([\d,]*)\]")
+COMPUTATION = re.compile(r"(?:ENTRY )?%?([\w.-]+) \(.*\) -> .* \{")
+INSTRUCTION = re.compile(r"\s*(?:ROOT )?%?([\w.-]+) = (\(.*?\)|\S+) ([\w-]+)\((.*)")
+LIBRARY_MATMUL = re.compile(r'custom_call_target="__cublas')
+# These move nothing themselves, or are waited for by one that does.
+FREE = {
+    "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "iota", "partition-id",
+    "copy-done", "async-done", "opt-barrier", "after-all",
+}  # fmt: skip
+SLICES = {"slice", "dynamic-slice", "gather"}
+
+
+class Cost(NamedTuple):
+    """Of one execution; `matmul`: a library's, whose kernel is not named like its instruction."""
+
+    name: str
+    times: int  # in a step, counting loops
+    bytes: int  # read and written
+    flops: float  # of its matrix products
+    matmul: bool
+
+
+class Instruction(NamedTuple):
+    name: str
+    type: str
+    op: str
+    rest: str  # operands and attributes
+    root: bool
+
+    @property
+    def operands(self) -> list[str]:
+        return re.findall(r"%([\w.-]+(?:#\d+)?)", self.rest.split("), ")[0])
+
+    def attribute(self, name: str) -> str:
+        found = re.search(name + r"=%([\w.-]+)", self.rest)
+        return found[1] if found else ""
+
+
+def read_costs(hlo: str) -> list[Cost]:
+    """The instructions that run on the device in their scheduled order, loops' bodies in place."""
+    computations: dict[str, list[Instruction]] = {}
+    current, entry = "", ""
+    for line in hlo.splitlines():
+        if line.startswith("}"):
+            current = ""
+        elif current and (found := INSTRUCTION.match(line)):
+            name, kind, op, rest = found.groups()
+            root = line.lstrip().startswith("ROOT")
+            computations[current].append(Instruction(name, kind, op, rest, root))
+        elif not current and (found := COMPUTATION.match(line)):
+            current = found[1]
+            entry = current if line.startswith("ENTRY") else entry
+            computations[current] = []
+    return list(_walk(computations, entry, 1)) if entry else []
+
+
+def in_order(costs: Sequence[Cost]) -> list[Cost]:
+    """Each execution of a step's library matmuls, loops unrolled.
+
+    A loop's body is a run of costs of equal `times` above 1.
+    """
+    found = [cost for cost in costs if cost.matmul]
+    order, at = [], 0
+    while at < len(found):
+        stop = at + 1
+        while stop < len(found) and found[stop].times == found[at].times > 1:
+            stop += 1
+        order += found[at:stop] * found[at].times
+        at = stop
+    return order
+
+
+def _walk(computations: dict[str, list[Instruction]], name: str, times: int) -> Iterator[Cost]:
+    types = _types(computations[name])
+    for i in computations[name]:
+        if i.op in FREE:
+            continue
+        if i.op == "while":
+            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', i.rest)
+            yield from _walk(
+                computations, i.attribute("body"), times * int(trips[1] if trips else 1)
+            )
+        elif i.op == "call":
+            yield from _walk(computations, i.attribute("to_apply"), times)
+        else:
+            inner = computations.get(i.attribute("calls"), [])
+            moved = _fusion_bytes(i, inner, types) if inner else _size(i.type) + sum(
+                _size(types.get(x, "")) for x in i.operands
+            )  # fmt: skip
+            yield Cost(
+                i.name, times, moved, _flops(i, inner, types), bool(LIBRARY_MATMUL.search(i.rest))
+            )
+
+
+def _fusion_bytes(fusion: Instruction, inner: list[Instruction], types: dict[str, str]) -> int:
+    """Operands in full unless only slices of them are read; an updated slice, not its array."""
+    sizes = {i.name: _size(i.type) for i in inner}
+    users: dict[str, list[Instruction]] = defaultdict(list)
+    for i in inner:
+        for operand in i.operands:
+            users[operand].append(i)
+    moved = sizes[next(i.name for i in inner if i.root)]
+    for i in inner:
+        if i.op == "dynamic-update-slice" and i.root:
+            moved = sizes[i.operands[1]]
+        if i.op != "parameter":
+            continue
+        index = int(i.rest.partition(")")[0])
+        size, uses = _size(types.get(fusion.operands[index], "")), users[i.name]
+        if uses and all(use.op in SLICES for use in uses):
+            size = min(size, sum(sizes[use.name] for use in uses))
+        elif uses and all(u.op == "dynamic-update-slice" and u.operands[0] == i.name for u in uses):
+            size = 0
+        moved += size
+    return moved
+
+
+def _flops(i: Instruction, inner: list[Instruction], types: dict[str, str]) -> float:
+    if inner:
+        types = _types(inner)
+        return sum((_flops(x, [], types) for x in inner if x.op == "dot"), 0.0)
+    contracted = re.search(r'lhs_contracting_dim(?:s=\{|ensions":\[)([\d,"]*)', i.rest)
+    if i.op not in ("dot", "custom-call") or not contracted:
+        return 0.0
+    left, (out, *_) = _dims(types.get(i.operands[0], ""))[0], _dims(i.type)
+    depth = math.prod(left[int(axis)] for axis in re.findall(r"\d+", contracted[1]))
+    return 2.0 * math.prod(out) * depth
+
+
+def _types(instructions: list[Instruction]) -> dict[str, str]:
+    """Of each instruction, and as name#k of the k-th element of one that returns several."""
+    types = {}
+    for i in instructions:
+        types[i.name] = i.type
+        if i.type.startswith("("):
+            types |= {f"{i.name}#{k}": m[0] for k, m in enumerate(SHAPE.finditer(i.type))}
+    return types
+
+
+def _dims(kind: str) -> list[list[int]]:
+    return [[int(n) for n in dims.split(",") if n] for _, dims in SHAPE.findall(kind)]
+
+
+def _size(kind: str) -> int:
+    total = 0
+    for dtype, dims in SHAPE.findall(kind):
+        width = WIDTHS.get(dtype) or int(re.sub(r"\D", "", dtype)) // 8
+        total += width * math.prod(int(n) for n in dims.split(",") if n)
+    return total
