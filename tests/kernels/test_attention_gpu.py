@@ -130,17 +130,25 @@ def test_results_repeat_bit_for_bit(shape, backend):
     check_repeats(shape, backend, jnp.bfloat16)
 
 
+DETERMINISTIC = ("d128", "d64", "d256", "packed", "all", "full_packed", "ragged_129", "t8192")
+
+
 @pytest.mark.gpu
-@by_name([s for s in ATTENTION_GPU if s.name in ("d128", "packed")])
-def test_deterministic_gradients_are_right_too(shape):
-    """By the backend that is chosen for it."""
+@pytest.mark.parametrize("backend", [None, "mosaic"], ids=str)
+@by_name([s for s in ATTENTION_GPU if s.name in DETERMINISTIC])
+def test_deterministic_gradients_are_right_too(shape, backend):
+    """By the backend that is chosen for it, and by the one with kernels of their own for it."""
+    if backend and (reason := refusal(shape, backend, jnp.bfloat16, deterministic=True)):
+        pytest.skip(reason)
     inputs = draw(shape, jnp.bfloat16, *DRAWS[0])
     with jax.default_matmul_precision("highest"):
         exact = results(shape, "reference")(*wide(inputs))
     naive = results(shape, "reference")(*inputs)
-    ours = results(shape, None, True, True)(*inputs)
-    for x, y, z in zip(ours, naive, exact):
+    run = results(shape, backend, True, True)
+    ours, again = run(*inputs), run(*inputs)
+    for x, y, z, repeated in zip(ours, naive, exact, again):
         assert relative(x, z) <= 2 * relative(y, z) + 1e-5
+        np.testing.assert_array_equal(x, repeated)
 
 
 @by_name([s for s in ATTENTION_SMALL if s.name in ("all", "packed_window_ragged")])

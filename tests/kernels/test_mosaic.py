@@ -56,7 +56,6 @@ def test_a_mapped_axis_becomes_rows_of_the_batch():
         (("cuda", (8, 0)), qkv(1), {}, r"needs compute capability 9.0 \(H100, H200\), this is"),
         (HOPPER, qkv(1, dtype=jnp.float32), {}, "needs bfloat16 or float16, got float32"),
         (HOPPER, qkv(1, H=80), {}, "needs a head dim of 64, 96, 128, 256, got 80"),
-        (HOPPER, qkv(1), {"deterministic": True}, "in any order"),
     ],
 )
 def test_what_it_cannot_serve_is_refused_with_the_reason(target, array, options, reason):

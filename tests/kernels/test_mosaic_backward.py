@@ -8,8 +8,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtrain_kernels.attention import mosaic_backward, reference
-from jaxtrain_kernels.attention.mosaic_backward import BackwardTiling
+from jaxtrain_kernels.attention import mosaic_backward, mosaic_backward_dq, reference
+from jaxtrain_kernels.attention.mosaic_backward_plan import BackwardTiling, KeyPlan, QueryTiling
 from jaxtrain_kernels.attention.mosaic_common import Mask
 from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.shapes import AttentionShape
@@ -37,6 +37,18 @@ SHAPES = (
     ),
     (AttentionShape("tiny", 2, 3, 2, 1, 64), D64),
 )
+Q = QueryTiling(blocks=2)
+# With dQ in a kernel of its own.
+APART = (
+    (AttentionShape("causal_window", 1, 270, 1, 1, 64, window=130), D64, Q),
+    (AttentionShape("full_ragged", 1, 203, 1, 1, 128, causal=False), D128, Q),
+    (AttentionShape("all", 1, 150, 2, 1, 96, True, 50, 3.0, (60, 17, 40)), D128, Q),
+    (
+        AttentionShape("large_heads", 1, 130, 1, 1, 256, documents=(50, 75)),
+        BackwardTiling(block_kv=64, split="dims", blocks=2),
+        Q._replace(block_kv=64, k_stages=1, v_stages=1),
+    ),
+)
 
 
 def options(shape):
@@ -53,7 +65,8 @@ def inputs(shape, dtype: Any):
     return [jnp.asarray(x, dtype) for x in (q, k, v, dout)] + [dlse]
 
 
-def assert_equals_reference(shape, tiling, ids=None, dtype: Any = jnp.bfloat16):
+def assert_equals_reference(shape, tiling, ids=None, dtype: Any = jnp.bfloat16, **more):
+    """Returns what gave the gradients: a function and its arguments, and the gradients."""
     q, k, v, dout, dlse = inputs(shape, dtype)
     if ids is None and shape.documents:
         ids = jnp.asarray(shape.segment_ids_BT())
@@ -63,20 +76,34 @@ def assert_equals_reference(shape, tiling, ids=None, dtype: Any = jnp.bfloat16):
     dlse = jnp.where(lse == -jnp.inf, 0, dlse)
     expected = pull((dout.astype(jnp.float32), dlse))
     run = functools.partial(
-        mosaic_backward.backward, tiling=tiling, interpret=INTERPRET, **options(shape)
+        mosaic_backward.backward, tiling=tiling, interpret=INTERPRET, **options(shape), **more
     )
-    got = jax.jit(run)(q, k, v, ids, out.astype(dtype), lse, dout, dlse)
+    run, arrays = jax.jit(run), (q, k, v, ids, out.astype(dtype), lse, dout, dlse)
+    got = run(*arrays)
     for name, x, y in zip(("dq", "dk", "dv"), got, expected):
         assert x.dtype == dtype
         error = np.abs(np.asarray(x, np.float32) - y)
         assert error.max() < 0.008 * np.abs(y).max() + 0.005, name
         if ids is not None:
             assert (x[ids == 0] == 0).all(), name
+    return run, arrays, got
 
 
 @pytest.mark.parametrize("case", SHAPES, ids=lambda case: case[0].name)
 def test_equals_reference_without_races(case, capfd):
     assert_equals_reference(*case)
+    assert "RACE" not in "".join(capfd.readouterr())
+
+
+@pytest.mark.parametrize("case", APART, ids=lambda case: case[0].name)
+def test_deterministic_equals_reference_bit_for_bit_again_without_races(case, capfd):
+    shape, tiling, query_tiling = case
+    run, arrays, first = assert_equals_reference(
+        shape, tiling, deterministic=True, query_tiling=query_tiling
+    )
+    if shape.name == "causal_window":
+        for x, y in zip(first, run(*arrays)):
+            np.testing.assert_array_equal(x, y)
     assert "RACE" not in "".join(capfd.readouterr())
 
 
@@ -96,7 +123,7 @@ def test_query_ranges_cover_what_is_visible(mask, documents):
     ids = shape.segment_ids_BT()
     q = jnp.zeros((2, 333, 1, 64))
     tiling = BackwardTiling(block_q=64, block_kv=128)
-    plan = mosaic_backward._plan(q, q, ids, mask, None, 1.0, tiling, False)
+    plan = mosaic_backward.make_plan(KeyPlan, q, q, ids, mask, None, 1.0, tiling, False)
     ranges = mosaic_backward.query_ranges(plan, None if ids is None else jnp.asarray(ids))
     ranges = np.broadcast_to(ranges, (2, 3, 4))
     t, s = np.arange(384)[:, None], np.arange(384)[None]
@@ -121,8 +148,8 @@ def test_query_ranges_cover_what_is_visible(mask, documents):
 def test_sums_in_registers_order_are_put_in_order():
     """The order is that of wgmma's accumulators in the PTX manual, for each tile of 64 x 64."""
     q = jnp.zeros((2, 190, 3, 128))
-    plan = mosaic_backward._plan(
-        q, q, None, Mask(True, None), None, 1.0, BackwardTiling(block_q=128), False
+    plan = mosaic_backward.make_plan(
+        KeyPlan, q, q, None, Mask(True, None), None, 1.0, BackwardTiling(block_q=128), False
     )
     dq = np.random.default_rng(0).standard_normal((2, 256, 3, 128)).astype(np.float32)
     thread, register = np.meshgrid(np.arange(128), np.arange(32), indexing="ij")
@@ -133,7 +160,7 @@ def test_sums_in_registers_order_are_put_in_order():
         tile = dq[b, i * 64 : (i + 1) * 64, n, j * 64 : (j + 1) * 64]
         in_threads = tile[row, column].reshape(128, 8, 4)
         pieces.append(in_threads.swapaxes(0, 1).ravel())
-    got = mosaic_backward._from_fragments(plan, jnp.asarray(np.stack(pieces)))
+    got = mosaic_backward_dq.from_sums(plan, jnp.asarray(np.stack(pieces)))
     np.testing.assert_array_equal(got, dq)
 
 
@@ -159,3 +186,25 @@ def test_lowers_for_hopper(shape, head_dim):
             traced = jax.jit(run).trace(q, k, k, ids, q, lse, q, lse)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
         assert "mosaic_gpu" in text
+
+
+@pytest.mark.parametrize("head_dim", [64, 128, 256])
+def test_deterministic_lowers_to_two_kernels_without_a_float32_dq(head_dim):
+    struct = jax.ShapeDtypeStruct
+    q, k = (struct((2, 264, n, head_dim), jnp.bfloat16) for n in (4, 2))
+    lse, ids = struct((2, 4, 264), jnp.float32), struct((2, 264), jnp.int32)
+    run = functools.partial(
+        mosaic_backward.backward,
+        causal=True,
+        window=100,
+        softcap=15.0,
+        scale=0.1,
+        deterministic=True,
+    )
+    with on_target("cuda", (9, 0)):
+        traced = jax.jit(run).trace(q, k, k, ids, q, lse, q, lse)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    calls = [line for line in text.splitlines() if "custom_call @mosaic_gpu" in line]
+    assert len(calls) == 2
+    outputs = "".join(line.split("->")[-1] for line in calls)
+    assert f"2x264x4x{head_dim}xbf16" in outputs and f"x{head_dim}xf32" not in outputs

@@ -17,6 +17,7 @@ FORWARD_CHANGES_64: tuple[dict[str, Any], ...] = (
 )  # fmt: skip
 BACKWARD_CHANGES: tuple[dict[str, Any], ...] = (
     {}, {"dk_from": "shared"}, {"dq_by": "tma"}, {"dq_by": "tma", "dk_from": "shared"},
+    {"dq_by": "apart"},
 )  # fmt: skip
 
 
@@ -40,8 +41,6 @@ def supports(
         return f"needs bfloat16 or float16, got {q_BTNH.dtype}"
     if H not in HEAD_DIMS:
         return f"needs a head dim of {', '.join(map(str, HEAD_DIMS))}, got {H}"
-    if deterministic:
-        return "sums the queries' gradients in any order"
     return None
 
 

@@ -10,6 +10,8 @@ import numpy as np
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
 
 LOG2E = math.log2(math.e)
 # Where a row's maximum starts: finite, so that a row without keys has p = exp2(-inf - FLOOR) = 0
@@ -90,6 +92,37 @@ def bar_arrive(barrier_id: Any, warpgroups: int) -> None:
 def bar_sync(barrier_id: Any, warpgroups: int) -> None:
     """Signals the barrier and waits on it."""
     _named_barrier("sync", barrier_id, 128 * warpgroups)
+
+
+def take_number(counter: Any, shared: Any) -> Any:
+    """What a counter in device memory stands at, before this warpgroup moves it on by one.
+
+    shared: an int32 in shared memory.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
+    )
+    def count(_, counter, shared):
+        # One thread of the warpgroup counts; the others read its number from shared memory.
+        one = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)
+        pointers = mgpu.utils.memref_ptr(counter), mgpu.utils.memref_ptr(shared)
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [*pointers, one],
+            "{ .reg .pred p; .reg .b32 n; setp.ne.b32 p, $2, 0;"
+            " @p atom.global.add.u32 n, [$0], 1; @p st.shared.b32 [$1], n; }",
+            "l,r,r",
+            has_side_effects=True,
+        )
+        mgpu.utils.warpgroup_barrier()
+        ptx, i32 = "ld.shared.b32 $0, [$1];", ir.IntegerType.get_signless(32)
+        n: Any = mgpu.utils.inline_ptx(ptx, pointers[1], result_types=i32, has_side_effects=True)
+        return mgpu.FragmentedArray.splat(n, shape=(), is_signed=True)
+
+    counted: Any = count
+    return counted(counter, shared)
 
 
 class BlockRanges(NamedTuple):

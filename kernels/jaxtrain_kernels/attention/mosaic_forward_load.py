@@ -5,10 +5,7 @@ from typing import Any, NamedTuple
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
 
 from jaxtrain_kernels.attention import mosaic_common as common
 from jaxtrain_kernels.attention.mosaic_common import Mask
@@ -215,32 +212,4 @@ def _read_tile(plan: Plan, arrays: Arrays, number: Any) -> dict:
 def _next_tile(plan: Plan, memory: Memory, counter: Any, number: Any) -> Any:
     if counter is None:
         return number + plan.blocks
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
-    )
-    def count(_, counter, shared):
-        i32 = ir.IntegerType.get_signless(32)
-        # One thread of the warpgroup counts; the others read its number from shared memory.
-        one = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)
-        pointers = (
-            mgpu.utils.memref_ptr(counter),
-            mgpu.utils.memref_ptr(shared),
-        )
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [*pointers, one],
-            "{ .reg .pred p; .reg .b32 n; setp.ne.b32 p, $2, 0;"
-            " @p atom.global.add.u32 n, [$0], 1; @p st.shared.b32 [$1], n; }",
-            "l,r,r",
-            has_side_effects=True,
-        )
-        mgpu.utils.warpgroup_barrier()
-        n: Any = mgpu.utils.inline_ptx(
-            "ld.shared.b32 $0, [$1];", pointers[1], result_types=i32, has_side_effects=True
-        )
-        return mgpu.FragmentedArray.splat(n, shape=(), is_signed=True)
-
-    following: Any = count
-    return plan.blocks + following(counter, memory.tile.at[plan.tiling.q_stages, 0])
+    return plan.blocks + common.take_number(counter, memory.tile.at[plan.tiling.q_stages, 0])

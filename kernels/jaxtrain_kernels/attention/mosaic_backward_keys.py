@@ -1,0 +1,267 @@
+"""The Hopper backward kernel that owns blocks of keys: dK, dV and, unless that is apart, dQ.
+
+One warpgroup loads by TMA, the others own 64 keys each. They compute the transposed scores K Q^T,
+so that P^T and dS^T leave the tensor cores in the layout in which they are the left operands of
+dV += P^T dO and dK += dS^T Q, straight from registers; only dS goes to shared memory, for
+dQ = dS K, whose sum over key blocks is built in float32 in device memory (as FlashAttention-3
+does, arXiv:2407.08608).
+
+The order of a step keeps the tensor cores fed while the other units work:
+
+    issue dQ_{t-1}; issue S_t;  wait dQ_{t-1}; its reduce-add    while S_t runs
+    issue dP_t;                 wait S_t;      P = exp2(S)       while dP_t runs
+    issue dV_t;                 wait dP_t;     dS, to shared     while dV_t runs
+    issue dK_t                                                   runs on into the next step
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtrain_kernels.attention import mosaic_backward_dq as dqs
+from jaxtrain_kernels.attention import mosaic_backward_inline as inline
+from jaxtrain_kernels.attention import mosaic_backward_tiles as tiles
+from jaxtrain_kernels.attention import mosaic_common as common
+from jaxtrain_kernels.attention.mosaic_backward_load import Memory, Work, load, query_block, steps
+from jaxtrain_kernels.attention.mosaic_backward_plan import KeyPlan
+from jaxtrain_kernels.attention.mosaic_backward_scores import (
+    accumulator,
+    finished,
+    narrow,
+    probabilities,
+    score_gradient,
+    visible,
+)
+from jaxtrain_kernels.attention.mosaic_backward_tiles import Arrays
+from jaxtrain_kernels.attention.mosaic_common import COLUMNS, ROWS
+
+
+def call(plan: KeyPlan, arrays: list, interpret: Any) -> tuple[Any, Any, Any]:
+    """(dq in float32 without the scale, or None if it is apart; dk; dv)."""
+
+    def attention_backward(refs, memory):
+        q, k, v, do, stats, ranges, *rest = refs
+        ids = rest.pop(0) if plan.segments else None
+        dq = rest.pop(0) if plan.with_dq else None
+        _block(plan, Arrays(q, k, v, do, stats, ranges, ids, dq, *rest), Memory(**memory))
+
+    out_type = [jax.ShapeDtypeStruct(arrays[1].shape, plan.dtype)] * 2
+    launch = lambda *more: tiles.launch(
+        plan, attention_backward, _scratch(plan), out_type, [*arrays, *more], interpret
+    )
+    if not plan.with_dq:
+        return None, *launch()
+    sums = jax.new_ref(jnp.zeros(dqs.sums_shape(plan, arrays[0].shape), jnp.float32))
+    dk, dv = launch(sums)
+    return dqs.from_sums(plan, jax.freeze(sums)), dk, dv
+
+
+def _scratch(plan: KeyPlan) -> dict[str, Any]:
+    tiling, warpgroups = plan.tiling, plan.warpgroups
+    bq, bk, stages = tiling.block_q, tiling.block_kv, tiling.stages
+    # For more of large heads, or beside more stages, there is no room.
+    width = 64 if tiling.split == "dims" else plan.H
+    buffers = 1 if tiling.split == "dims" or plan.H * stages > 256 else 2
+    output = common.tiles((warpgroups, 64, width), plan.dtype)
+    ds = common.tiles((2, bk, bq), plan.dtype) if plan.with_dq else dqs.memory(plan)
+    scratch: dict[str, Any] = dict(
+        k=common.tiles((bk, plan.H), plan.dtype),
+        v=common.tiles((bk, plan.H), plan.dtype),
+        q=common.tiles((stages, bq, plan.H), plan.dtype),
+        do=common.tiles((stages, bq, plan.H), plan.dtype),
+        stats=plgpu.SMEM((stages, 2, bq), jnp.float32),
+        own=plgpu.RefUnion([ds, dqs.memory(plan)], [output] * buffers),
+        tile=tiles.memory(),
+        k_full=plgpu.Barrier(num_barriers=1, num_arrivals=2 if plan.segments else 1),
+        v_full=plgpu.Barrier(num_barriers=1),
+        q_full=plgpu.Barrier(num_barriers=stages, num_arrivals=3 if plan.segments else 2),
+        do_full=plgpu.Barrier(num_barriers=stages),
+    )
+    if plan.segments:
+        scratch["k_ids"] = plgpu.SMEM((bk,), jnp.int32)
+        scratch["q_ids"] = plgpu.SMEM((stages, bq), jnp.int32)
+    if plan.interpret:
+        scratch["registers"] = common.tiles((warpgroups, 64, bq), plan.dtype)
+    return scratch
+
+
+def _block(plan: KeyPlan, arrays: Arrays, memory: Memory):
+    """One CUDA block."""
+    counter, warpgroup = tiles.counter(plan), lax.axis_index("warpgroup")
+    tiles.specialise(
+        plan,
+        lambda: load(plan, arrays, memory, counter),
+        lambda: _compute(plan, arrays, memory, warpgroup),
+    )
+
+
+def _compute(plan: KeyPlan, arrays: Arrays, memory: Memory, warpgroup: Any):
+    """A computing warpgroup: its part of each tile."""
+    everyone = plan.warpgroups + 1
+    common.bar_arrive(plan.barrier("kv"), everyone)
+    for stage in range(plan.tiling.stages):
+        common.bar_arrive(plan.barrier("stage") + stage, everyone)
+
+    def compute_tile(used, tile):
+        _compute_tile(Work(plan, arrays, memory, warpgroup, used, tile))
+        return used + steps(plan, tile)
+
+    tiles.compute_tiles(memory.tile, memory.k_full.at[0], compute_tile)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _compute_tile(work: Work):
+    plan, n_steps = work.plan, steps(work.plan, work.tile)
+
+    def sums(dk, dv):
+        lax.fori_loop(0, n_steps, lambda t, _: _step(work, t, dk, dv), None)
+        if plan.with_dq:
+            last = work.afresh()
+            last.meet()
+            dqs.add(last, n_steps - 1)
+        if plan.tiling.dk_from == "shared":
+            work.free("stage", work.slot(n_steps - 1))
+        work.free("kv")
+        return narrow(plan, lax.optimization_barrier(dk[...]) * plan.scale), narrow(plan, dv[...])
+
+    sum_ = accumulator(64, plan.columns)
+    dk, dv = pl.run_scoped(sums, sum_, sum_)
+    _finish(work, dk, dv)
+
+
+def _step(work: Work, t: Any, dk: Any, dv: Any):
+    """dq of the query block before t; of query block t its part of dk and dv, and ds."""
+    work = work.afresh()
+    plan, memory, slot = work.plan, work.memory, work.slot(t)
+    bq, tiling = plan.tiling.block_q, plan.tiling
+    q, do = memory.q.at[slot], memory.do.at[slot]
+    plgpu.barrier_wait(memory.q_full.at[slot])
+
+    def issue_scores(scores):
+        plgpu.wgmma(scores, memory.k.at[work.keys()], q.T)
+
+    def dp_and_dv(scores, dp):
+        plgpu.barrier_wait(memory.do_full.at[slot])
+        plgpu.wgmma(dp, memory.v.at[work.keys()], do.T)
+        p, slope = _probabilities(work, t, finished(scores, pending=1))
+        plgpu.wgmma(dv, work.left(p), do.at[:, work.columns()])
+        return slope, finished(dp, pending=1)
+
+    def with_dq(scores, dq):
+        work.meet()
+        # The first of a tile is computed as well, of whatever is there, but not added.
+        dqs.issue(work, t - 1, 0, dq)
+        issue_scores(scores)
+        _finish_before(work, t, finished(dq, pending=1))
+        return pl.run_scoped(lambda dp: dp_and_dv(scores, dp), accumulator(64, bq))
+
+    def without_dq(scores, dp):
+        issue_scores(scores)
+        pl.when(t == 0)(lambda: plgpu.barrier_wait(memory.v_full.at[0]))
+        return dp_and_dv(scores, dp)
+
+    if plan.with_dq:
+        refs = accumulator(64, bq), accumulator(64, tiling.dq_columns)
+        slope, dp = pl.run_scoped(with_dq, *refs)
+    else:
+        slope, dp = pl.run_scoped(without_dq, accumulator(64, bq), accumulator(64, bq))
+    ds = score_gradient(plan, slope, dp, _stats(work, t, 1), transposed=True)
+    if plan.with_dq:
+        # The tile before has left this memory.
+        pl.when(t == 0)(lambda: _await_stores(work))
+        _store_ds(work, t, ds)
+    if tiling.dk_from == "registers":
+        plgpu.wgmma(dk, work.left(ds), q.at[:, work.columns()])
+        plgpu.wgmma_wait(0)
+        work.free("stage", slot)
+    else:
+        plgpu.commit_smem()
+        plgpu.wgmma(dk, work.ds().at[lax.rem(t, 2), work.keys()], q.at[:, work.columns()])
+
+
+def _finish_before(work: Work, t: Any, dq: Any):
+    """What the step before t has left: to add its dq. At step 0, a wait for the values instead."""
+
+    def before():
+        if work.plan.tiling.dk_from == "shared":
+            # Products end in the order in which they were issued: the last step's have.
+            work.free("stage", work.slot(t - 1))
+        dqs.add(work, t - 1, dq)
+
+    lax.cond(t == 0, lambda: plgpu.barrier_wait(work.memory.v_full.at[0]), before)
+
+
+def _probabilities(work: Work, t: Any, s: Any) -> tuple[Any, Any]:
+    plan, memory, tile = work.plan, work.memory, work.tile
+    _, block = query_block(plan, tile, t)
+
+    def mask():
+        keys, ids = work.keys(), None
+        if plan.segments:
+            ids = plgpu.load(memory.k_ids.at[keys], layout=ROWS)
+            ids = ids, plgpu.load(memory.q_ids.at[work.slot(t)], layout=COLUMNS)
+        s0 = tile.block * plan.tiling.block_kv + keys.start
+        t0 = block * plan.tiling.block_q
+        return visible(plan, t0, s0, plan.tiling.block_q, ids, transposed=True)
+
+    return probabilities(plan, s, _stats(work, t, 0), tile.masked(block), mask, transposed=True)
+
+
+def _stats(work: Work, t: Any, which: int) -> Any:
+    """Log-sum-exps (0) or deltas (1), for the columns of transposed scores."""
+    plan, slot = work.plan, work.slot(t)
+    if plan.interpret:
+        return plgpu.load(work.memory.stats.at[slot, which], layout=COLUMNS)
+    return inline.load_for_columns(work.memory.stats, 2 * slot + which, plan.tiling.block_q)
+
+
+def _store_ds(work: Work, t: Any, ds: Any):
+    plan, keys = work.plan, work.keys()
+
+    def store():
+        if plan.interpret:
+            work.ds()[lax.rem(t, 2), keys] = ds
+            return
+        transforms = common.tiles((plan.tiling.block_q,), plan.dtype).transforms
+        at = lax.rem(t, 2) * (plan.tiling.block_kv // 64) + lax.div(keys.start, 64)
+        inline.store_rows(work.ds(), transforms, at, ds)
+
+    if plan.tiling.split == "dims":
+        pl.when(work.warpgroup == 0)(store)
+    else:
+        store()
+    inline.fence()
+
+
+def _await_stores(work: Work):
+    """All warpgroups' stores have read shared memory."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    work.meet()
+
+
+def _finish(work: Work, dk: Any, dv: Any):
+    """Stores dk and dv through the memory of ds and dq."""
+    work = work.afresh()
+    plan, tile, arrays = work.plan, work.tile, work.arrays
+    _await_stores(work)
+    keys = work.keys()
+    rows = pl.ds(tile.block * plan.tiling.block_kv + keys.start, keys.size)
+    buffers = work.memory.own[1]
+    width = buffers[0].shape[-1]
+    pieces = [
+        (array, x, at)
+        for array, x in ((arrays.dk, dk), (arrays.dv, dv))
+        for at in range(0, plan.columns, width)
+    ]
+    for i, (array, x, at) in enumerate(pieces):
+        if i >= len(buffers):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staged = buffers[i % len(buffers)].at[work.warpgroup]
+        staged[...] = x[:, at : at + width]
+        plgpu.commit_smem()
+        columns = pl.ds(work.columns().start + at, width)
+        plgpu.copy_smem_to_gmem(staged, array.at[tile.b, rows, tile.head, columns])
