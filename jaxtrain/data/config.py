@@ -2,8 +2,9 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
+from jaxtrain.data.mixture import MixtureSource, Stage, check_stages, weights_of
 from jaxtrain.data.packing import ConcatConfig, PackingConfig
 from jaxtrain.data.sources import Source, TextSource
 from jaxtrain.data.tokenizer import SentencePieceConfig, TokenizerConfig
@@ -47,10 +48,20 @@ Validation = Annotated[
 ]
 
 
+TrainSource = Annotated[Source | MixtureSource, Field(discriminator="name")]
+
+
 class DataConfig(Settings):
     """Text to batches."""
 
-    train: Source = Field(default=TextSource(), description="Where the training text comes from")
+    train: TrainSource = Field(
+        default=TextSource(), description="Where the training text comes from"
+    )
+    stages: tuple[Stage, ...] = Field(
+        default=(),
+        description="Parts of the run, in order, with mixtures and sequence lengths of their own; "
+        "the last goes on to the end",
+    )
     validation: Validation = Field(default=TailValidation(), description="What text is held out")
     tokenizer: TokenizerConfig = Field(
         default=SentencePieceConfig(), description="How text becomes token ids"
@@ -65,3 +76,23 @@ class DataConfig(Settings):
     prefetch: int = Field(
         default=4, gt=0, description="Batches that are read ahead of the training step"
     )
+    workers: int = Field(
+        default=1,
+        ge=0,
+        description="Threads that read batches ahead; 0 reads each when it is asked for",
+    )
+
+    prepare_workers: int | None = Field(
+        default=None, gt=0, description="Processes that tokenize; by default one a core"
+    )
+    skip_damaged: bool = Field(
+        default=False,
+        description="Leave out the documents of damaged shards instead of stopping; reads all of "
+        "the prepared data once at the start",
+    )
+
+    @model_validator(mode="after")
+    def _stages_and_sources_agree(self) -> "DataConfig":
+        weights = weights_of(self.train)
+        check_stages(self.stages, list(weights), list(weights.values()))
+        return self

@@ -1,24 +1,21 @@
 """Batches from a token store: a grain pipeline whose stream depends on (seed, step) alone."""
 
-from collections.abc import Iterator
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import grain
 
 from jaxtrain.data.config import DataConfig
-from jaxtrain.data.packing import (
-    PACKINGS,
-    Batch,
-    BestFit,
-    Concat,
-    Stream,
-    assemble,
-)
+from jaxtrain.data.mixture import Plan, Planned, spans, weights_of
+from jaxtrain.data.packing import PACKINGS, Batch, Planner, Stream, assemble
 from jaxtrain.data.store import TokenStore
 from jaxtrain.settings import UserError
 
-FOREVER = 1 << 60
 READ_THREADS = 2
+
+Stores = TokenStore | Mapping[str, TokenStore]  # one, or those of a mixture by name
 
 
 class Loader(Iterator[Batch]):
@@ -29,9 +26,16 @@ class Loader(Iterator[Batch]):
     number of processes. Use it in a `with`, or call `close`.
     """
 
-    def __init__(self, batches: grain.DatasetIterator, identity: dict[str, Any]):
+    def __init__(
+        self,
+        batches: grain.DatasetIterator,
+        plan: Plan,
+        identity: dict[str, Any],
+        readers: ThreadPoolExecutor | None,
+    ):
         self._batches: grain.DatasetIterator | None = batches
-        self._identity, self._position = identity, batches.get_state()
+        self._plan, self._identity, self._readers = plan, identity, readers
+        self._position = batches.get_state()
 
     def __next__(self) -> Batch:
         if self._batches is None:
@@ -49,20 +53,23 @@ class Loader(Iterator[Batch]):
     def get_state(self) -> dict[str, Any]:
         return {**self._identity, "position": self._position}
 
-    def dropped_fraction(self) -> float:
-        """The part of the tokens met so far that packing dropped; 0 for concat."""
-        used, dropped = self._position.get("used", 0), self._position.get("dropped", 0)
-        return dropped / max(used + dropped, 1)
+    def statistics(self) -> dict[str, float]:
+        """`data_crop` and `data_fill`: the parts of the tokens met so far that packing dropped,
+        and of the rows that are no padding; of a mixture also the share of the rows and the epochs
+        of each source, `data_share_NAME` and `data_epochs_NAME`."""
+        return self._plan.statistics(self._position)
 
     def close(self) -> None:
         """Stops reading ahead; the state stays readable."""
         if self._batches is not None:
             self._batches.close()
             self._batches = None
+        if self._readers is not None:
+            self._readers.shutdown(cancel_futures=True)
 
 
 def train_batches(
-    store: TokenStore,
+    train: Stores,
     *,
     config: DataConfig,
     batch_size: int,
@@ -74,34 +81,74 @@ def train_batches(
 ) -> Loader:
     """Training batches of `batch_size` rows over all processes, each process a contiguous part.
 
-    `segments` adds segments_BT and positions_BT, for attention within documents; padded packing
-    always has them. Raises UserError if the corpus is smaller than one row, if the rows cannot be
-    dealt evenly, or if `state` belongs to another stream.
+    In a stage whose rows are shorter, T/k, there are k times as many. `segments` adds segments_BT
+    and positions_BT, for attention within documents; padded packing always has them. Raises
+    UserError if a corpus is smaller than one row, if the rows cannot be dealt evenly, or if `state`
+    belongs to another stream.
     """
-    if store.tokens + store.documents < sequence_length + 1:
-        raise UserError(
-            f"the training split has {store.tokens} tokens, fewer than one row of "
-            f"sequence_length {sequence_length}; use more text or a shorter sequence"
+    stores = stores_of(train)
+    share = _share_of_process(batch_size, process_index, process_count)
+    plan = make_plan(stores, config, batch_size, sequence_length)
+    segments = segments or config.packing.name == "padded"
+    readers = ThreadPoolExecutor(config.workers) if config.workers > 1 else None
+
+    def batch(planned: Planned) -> Batch:
+        mine = planned.rows[share.start * planned.cut : share.stop * planned.cut]
+        rows = [(stores[name], row) for name, row in mine]
+        length = sequence_length // planned.cut
+        options = {} if readers is None else {"workers": config.workers, "mapped": readers.map}
+        return assemble(rows, length, segments=segments, **options)
+
+    data = _PlannedBatches(plan).map(batch)
+    if config.workers:
+        data = grain.experimental.ThreadPrefetchIterDataset(
+            data, prefetch_buffer_size=config.prefetch
         )
-    rows = _rows_of_process(batch_size, process_index, process_count)
+    batches = iter(data)
     identity = {
         "packing": config.packing.model_dump(),
         "seed": config.seed,
         "batch_size": batch_size,
         "sequence_length": sequence_length,
-        "data": store.fingerprint,
+        "stages": [stage.model_dump() for stage in config.stages],
+        "data": {name: store.fingerprint for name, store in stores.items()},
     }
-    plan = PACKINGS[config.packing.name](store, config.packing, sequence_length, config.seed)
-    segments = segments or config.packing.name == "padded"
-    if isinstance(plan, Concat):
-        data = _concat_batches(store, plan, batch_size, rows, segments, config.prefetch)
-    else:
-        data = _packed_batches(store, plan, batch_size, rows, segments, config.prefetch)
-    batches = iter(data)
+    if config.train.name == "mixture":
+        limits = {name: part.max_epochs for name, part in config.train.sources.items()}
+        identity |= {"weights": weights_of(config.train), "max_epochs": limits}
     if state is not None:
         _check_state(state, identity)
         batches.set_state(state["position"])
-    return Loader(batches, identity)
+    return Loader(batches, plan, identity, readers)
+
+
+def stores_of(train: Stores) -> dict[str, TokenStore]:
+    """By name; a single store is named train."""
+    return {"train": train} if isinstance(train, TokenStore) else dict(train)
+
+
+def make_plan(
+    stores: dict[str, TokenStore], config: DataConfig, batch_size: int, sequence_length: int
+) -> Plan:
+    """What decides the rows of every batch."""
+    planners: dict[str, Planner] = {}
+    for name, store in stores.items():
+        if store.tokens + store.documents < sequence_length + 1:
+            of = "the training split" if len(stores) == 1 else f"the source {name}"
+            raise UserError(
+                f"{of} has {store.tokens} tokens, fewer than one row of "
+                f"sequence_length {sequence_length}; use more text or a shorter sequence"
+            )
+        # The order of a source must not depend on the others, nor be theirs.
+        key, limit = (config.seed,), None
+        if config.train.name == "mixture":
+            key += (zlib.crc32(name.encode()),)
+            limit = config.train.sources[name].max_epochs
+        make = PACKINGS[config.packing.name]
+        planners[name] = make(store, config.packing, sequence_length, *key, max_epochs=limit)
+    step_tokens = batch_size * sequence_length
+    stages = spans(config.stages, weights_of(config.train), sequence_length, step_tokens)
+    return Plan(planners, stages, batch_size)
 
 
 def validation_batches(
@@ -118,16 +165,16 @@ def validation_batches(
     Every token but the first BOS is a target of weight 1 exactly once; what fills up the last row
     and the last batch has weight 0. All processes get the same number of batches.
     """
-    rows = _rows_of_process(batch_size, process_index, process_count)
+    share = _share_of_process(batch_size, process_index, process_count)
     stream = Stream(store)
     last = stream.size - 1  # the last token is only a target
     count = -(-last // sequence_length)
 
     def batch(step: int) -> Batch:
-        starts = [(step * batch_size + row) * sequence_length for row in rows]
+        starts = [(step * batch_size + row) * sequence_length for row in share]
         sizes = [max(0, min(sequence_length + 1, stream.size - start)) for start in starts]
-        pieces = [stream.window(start, size) for start, size in zip(starts, sizes)]
-        return assemble(store, pieces, sequence_length, segments=segments)
+        rows = [(store, stream.window(start, size)) for start, size in zip(starts, sizes)]
+        return assemble(rows, sequence_length, segments=segments)
 
     steps = grain.MapDataset.range(-(-count // batch_size)).map(batch)
     batches = iter(steps.to_iter_dataset(grain.ReadOptions(READ_THREADS, 4)))
@@ -137,42 +184,24 @@ def validation_batches(
         batches.close()
 
 
-def _concat_batches(store, plan: Concat, batch_size, rows, segments, prefetch):
-    def batch(step: int) -> Batch:
-        pieces = [plan.row(step * batch_size + row) for row in rows]
-        return assemble(store, pieces, plan.length, segments=segments)
-
-    steps = grain.MapDataset.range(FOREVER).map(batch)
-    return steps.to_iter_dataset(grain.ReadOptions(READ_THREADS, prefetch))
-
-
-def _packed_batches(store, plan: BestFit, batch_size, rows, segments, prefetch):
-    def batch(planned) -> Batch:
-        pieces = [planned[row] for row in rows]
-        return assemble(store, pieces, plan.capacity - 1, segments=segments)
-
-    data = _PlannedRows(plan, batch_size).map(batch)
-    return grain.experimental.ThreadPrefetchIterDataset(data, prefetch_buffer_size=prefetch)
-
-
-class _PlannedRows(grain.IterDataset):
+class _PlannedBatches(grain.IterDataset):
     """The rows of each whole batch, planned in order; to be iterated once."""
 
-    def __init__(self, plan: BestFit, batch_size: int):
+    def __init__(self, plan: Plan):
         super().__init__()
-        self._plan, self._batch_size = plan, batch_size
+        self._plan = plan
 
-    def __iter__(self) -> "_PlannedRowsIterator":
-        return _PlannedRowsIterator(self._plan, self._batch_size)
+    def __iter__(self) -> "_PlannedBatchesIterator":
+        return _PlannedBatchesIterator(self._plan)
 
 
-class _PlannedRowsIterator(grain.DatasetIterator):
-    def __init__(self, plan: BestFit, batch_size: int):
+class _PlannedBatchesIterator(grain.DatasetIterator):
+    def __init__(self, plan: Plan):
         super().__init__()
-        self._plan, self._batch_size = plan, batch_size
+        self._plan = plan
 
-    def __next__(self):
-        return [self._plan.next_row() for _ in range(self._batch_size)]
+    def __next__(self) -> Planned:
+        return self._plan.next_batch()
 
     def get_state(self) -> dict[str, Any]:
         return self._plan.get_state()
@@ -181,7 +210,7 @@ class _PlannedRowsIterator(grain.DatasetIterator):
         self._plan.set_state(state)
 
 
-def _rows_of_process(batch_size: int, process_index: int, process_count: int) -> range:
+def _share_of_process(batch_size: int, process_index: int, process_count: int) -> range:
     if batch_size % process_count:
         raise UserError(
             f"a batch of {batch_size} rows cannot be shared by {process_count} processes"
@@ -192,7 +221,7 @@ def _rows_of_process(batch_size: int, process_index: int, process_count: int) ->
 
 def _check_state(state: dict[str, Any], identity: dict[str, Any]) -> None:
     for key, value in identity.items():
-        if state[key] != value:
+        if state.get(key) != value:
             raise UserError(
-                f"the data position was saved with {key} {state[key]}, but this run has {value}"
+                f"the data position was saved with {key} {state.get(key)}, but this run has {value}"
             )

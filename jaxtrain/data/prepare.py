@@ -1,35 +1,65 @@
-"""From the data configuration to token stores on disk, skipping what the cache holds."""
+"""From the data configuration to token stores on disk, skipping what the cache holds.
+
+One process reads the files and cuts them into blocks, processes of their own turn blocks into
+tokens, and this one writes those in the order of the blocks: the bytes of a store are a function of
+the text, whatever the number of processes and however often the work was interrupted.
+"""
 
 import fcntl
 import hashlib
 import io
 import json
 import os
+import random
 import shutil
-from collections.abc import Callable, Iterator
+import warnings
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass
+from functools import partial
 from itertools import islice
 from pathlib import Path
+from typing import Any, NamedTuple
 
+from jaxtrain.data import store as stores
 from jaxtrain.data.config import DataConfig
-from jaxtrain.data.sources import content_hash, cut_text, documents
-from jaxtrain.data.store import TokenStore, open_store, write_store
+from jaxtrain.data.encode import Drawn, Job, batched, draw, encode, token_type
+from jaxtrain.data.pool import Map, cores, workers
+from jaxtrain.data.reading import CUTS, START, Block, Position, blocks, cut_stream, documents
+from jaxtrain.data.remote import File
+from jaxtrain.data.sources import Source, content_hash, find_files, where
+from jaxtrain.data.store import TokenStore, Writer, open_store, publish, sync
 from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from jaxtrain.settings import UserError
 
-# (stage, UTF-8 bytes done, bytes in all or None if unknown)
+# (stage, UTF-8 bytes done, an estimate of the bytes in all or None if unknown)
 Progress = Callable[[str, int, int | None], None]
+ALONE = 1 << 24  # stored bytes; less text is tokenized before other processes would have started
+LOOK_THROUGH = 64  # times the text that a tokenizer trains on, at most, to draw it from
 
 
 @dataclass(frozen=True)
 class Prepared:
     """What training needs; `directory` holds the stores and the tokenizer."""
 
-    train: TokenStore
+    train: TokenStore | dict[str, TokenStore]  # of a mixture: by the name of the source
     validation: TokenStore | None
     tokenizer: Tokenizer
     directory: Path
+
+
+class Text(NamedTuple):
+    """Text to be tokenized into the stores of `splits`."""
+
+    source: Source
+    splits: tuple[str, ...]
+    held_out: float  # the fraction of the documents that the second split takes
+    files: list[File]
+    blocks: Callable[[Position], Iterator[Block]]
+
+    @property
+    def stored(self) -> int:
+        return sum(file.size or 0 for file in self.files)
 
 
 def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prepared:
@@ -40,29 +70,21 @@ def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prep
     """
     cache = cache_directory(config)
     directory = cache / _key(config, cache)
-    with _locked(directory):
-        if not (directory / "tokenizer").is_dir():
-            progress("tokenizer", 0, None)
-            _save_tokenizer(build_tokenizer(config.tokenizer, _texts(config, "train")), directory)
-        tokenizer = load_tokenizer(directory / "tokenizer")
-        splits = ["train"] if config.validation.name == "none" else ["train", "validation"]
-        for split in splits:
-            if not (directory / split).is_dir():
-                report = lambda done, split=split: progress(split, done, None)
-                write_store(directory / split, _texts(config, split), tokenizer, report)
-    stores = [open_store(directory / s, tokenizer=tokenizer.fingerprint) for s in splits]
-    _check_vocabulary(config, stores[0])
-    return Prepared(stores[0], stores[1] if len(stores) == 2 else None, tokenizer, directory)
-
-
-def _check_vocabulary(config: DataConfig, train: TokenStore) -> None:
-    """A trained vocabulary with more pieces than the text has tokens was learned by heart."""
-    c = config.tokenizer
-    if c.name == "sentencepiece" and c.path is None and train.tokens < train.vocab_size:
-        raise UserError(
-            f"data.tokenizer.vocab_size {c.vocab_size} is larger than the training text supports: "
-            f"it makes {train.tokens} tokens; use at most {max(259, train.tokens // 10)}"
+    splits = ["train"] if config.validation.name == "none" else ["train", "validation"]
+    if not all((directory / name).is_dir() for name in ("tokenizer", *splits)):
+        with _locked(directory):
+            _fill(config, directory, progress)
+    tokenizer = load_tokenizer(directory / "tokenizer")
+    found = [
+        open_store(
+            directory / split, tokenizer=tokenizer.fingerprint, skip_damaged=config.skip_damaged
         )
+        for split in splits
+    ]
+    _check_vocabulary(config, found[0])
+    for name, count in (item for store in found for item in store.skipped.items()):
+        warnings.warn(f"{name} is damaged: its {count} documents are left out", stacklevel=2)
+    return Prepared(found[0], found[1] if len(found) == 2 else None, tokenizer, directory)
 
 
 def cache_directory(config: DataConfig) -> Path:
@@ -71,33 +93,135 @@ def cache_directory(config: DataConfig) -> Path:
     return Path(config.cache_dir or default).expanduser() / "data"
 
 
-def _key(config: DataConfig, cache: Path) -> str:
-    """A hash of all that decides the stores: contents, how they are read, split and tokenized."""
-    settings = config.model_dump(include={"train", "validation", "tokenizer"})
-    settings["train"]["path"] = content_hash(config.train, cache)
-    if config.validation.name == "source":
-        source = config.validation.source
-        settings["validation"]["source"]["path"] = content_hash(source, cache)
-    if settings["tokenizer"].get("path"):
-        settings["tokenizer"]["path"] = build_tokenizer(config.tokenizer, ()).fingerprint
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:24]
+def training_texts(
+    config: DataConfig, size: int, mapped: Map = map, progress: Progress = lambda *_: None
+) -> list[str]:
+    """`size` bytes of the training split, drawn at random by the hash of the text, in its order.
+
+    All of it, if there is no more. Of very much text only a part is looked through, of some files.
+    """
+    text = _texts(config)[0]
+    order = list(range(len(text.files)))
+    if len(order) > 1:
+        random.Random(0).shuffle(order)
+        shuffled = [text.files[number] for number in order]
+        text = text._replace(files=shuffled, blocks=partial(blocks, text.source, shuffled))
+    job = Job(text.source, None, _limit(text))
+    limit, kept, held, seen = 1 << 64, [], 0, 0
+    tasks = ((limit, group) for group in batched(text.blocks(START)))
+    for found, looked, after in mapped(partial(draw, job), tasks):
+        kept += found
+        held += sum(len(piece.text.encode()) for piece in found)
+        seen += looked
+        if held > 2 * size:
+            kept = _lowest(kept, size)
+            limit, held = kept[-1].hash, size
+        progress("tokenizer", seen, _estimate(seen, after, text))
+        if seen >= LOOK_THROUGH * size:
+            break
+    kept = _lowest(kept, size)
+    return [p.text for p in sorted(kept, key=lambda p: (order[p.place[0]], *p.place[1:]))]
 
 
-def _texts(config: DataConfig, split: str) -> Iterator[str]:
-    """The documents of a split. Raises UserError if the source cannot be split that way."""
+def _lowest(pieces: list[Drawn], size: int) -> list[Drawn]:
+    """The pieces of the lowest hash that have `size` bytes together."""
+    ordered = sorted(pieces, key=lambda piece: (piece.hash, piece.place))
+    for count, piece in enumerate(ordered, 1):
+        size -= len(piece.text.encode())
+        if size <= 0:
+            return ordered[:count]
+    return ordered
+
+
+def _fill(config: DataConfig, directory: Path, progress: Progress) -> None:
+    """Makes what `directory` lacks."""
+    texts = _texts(config)
+    small = sum(text.stored for text in texts) < ALONE
+    with workers(1 if small else config.prepare_workers or cores()) as mapped:
+        if not (directory / "tokenizer").is_dir():
+            sample = []
+            if config.tokenizer.name != "bytes" and config.tokenizer.path is None:
+                sample = training_texts(config, config.tokenizer.train_bytes, mapped, progress)
+            progress("tokenizer", 0, None)
+            _save_tokenizer(build_tokenizer(config.tokenizer, sample), directory)
+        for text in texts:
+            if not all((directory / split).is_dir() for split in text.splits):
+                _tokenize(text, directory, mapped, progress)
+
+
+def _tokenize(text: Text, directory: Path, mapped: Map, progress: Progress) -> None:
+    """Writes the stores of a text. All their shards end at the same block, which is then noted:
+    there the work goes on after an interruption."""
+    tokenizer = load_tokenizer(directory / "tokenizer")
+    partial_stores = directory / f"{'-'.join(text.splits)}.{tokenizer.fingerprint[:12]}.partial"
+    note = partial_stores / "done.json"
+    state = {"shards": 0, "after": START, "size": 0, "finished": False}
+    if note.is_file():
+        state = json.loads(note.read_text())
+    dtype = token_type(tokenizer.vocab_size)
+    if not state["finished"]:
+        writers = [Writer(partial_stores / s, dtype, state["shards"]) for s in text.splits]
+        size, after = state["size"], Position(*state["after"])
+        job = Job(text.source, directory / "tokenizer", _limit(text))
+        for answer in mapped(partial(encode, job), batched(text.blocks(after))):
+            for writer, documents_of_split in zip(writers, (answer.train, answer.validation)):
+                writer.add(documents_of_split)
+            size, after = size + answer.size, answer.after
+            progress("tokens", size, _estimate(size, after, text))
+            if sum(writer.tokens for writer in writers) >= stores.SHARD_TOKENS:
+                _commit(note, writers, after, size, finished=False)
+        _commit(note, writers, after, size, finished=True)
+        if not size:
+            shutil.rmtree(partial_stores)
+            raise UserError(f"{where(text.source)} holds no text")
+    for split in text.splits:
+        if not (directory / split).is_dir():
+            publish(partial_stores / split, directory / split, tokenizer)
+    shutil.rmtree(partial_stores)
+
+
+def _commit(
+    note: Path, writers: Sequence[Writer], after: Position, size: int, *, finished: bool
+) -> None:
+    for writer in writers:
+        writer.close()
+    state = {"shards": writers[0].shards, "after": after, "size": size, "finished": finished}
+    unnamed = note.with_suffix(".tmp")
+    unnamed.write_text(json.dumps(state))
+    sync(unnamed)
+    unnamed.rename(note)
+    sync(note.parent)
+
+
+def _estimate(done: int, after: Position, text: Text) -> int | None:
+    """Bytes of text in all, if the rest of the files is like what has been read of them."""
+    return done * max(text.stored, after.stored) // after.stored if after.stored else None
+
+
+def _limit(text: Text) -> int:
+    return int(text.held_out * 2**64)
+
+
+def _texts(config: DataConfig) -> list[Text]:
+    """What there is to tokenize. Raises UserError if the source cannot be split that way."""
+    assert config.train.name != "mixture", "corpus.prepare takes a mixture apart"
     how = config.validation
     if how.name == "tail":
-        return _tail_split(config, split, how.fraction)
+        return _tail_split(config.train, how.fraction)
     if how.name == "documents":
-        limit = int(how.fraction * 2**64)
-        return (t for t in documents(config.train) if (_hash(t) < limit) == (split == "validation"))
-    if how.name == "source" and split == "validation":
-        return documents(how.source)
-    return documents(config.train)
+        return [_text(config.train, ("train", "validation"), how.fraction)]
+    texts = [_text(config.train, ("train",))]
+    if how.name == "source":
+        texts.append(_text(how.source, ("validation",)))
+    return texts
 
 
-def _tail_split(config: DataConfig, split: str, fraction: float) -> Iterator[str]:
-    source = config.train
+def _text(source: Source, splits: tuple[str, ...], held_out: float = 0.0) -> Text:
+    files = find_files(source)
+    return Text(source, splits, held_out, files, partial(blocks, source, files))
+
+
+def _tail_split(source: Source, fraction: float) -> list[Text]:
     if source.name != "text":
         raise UserError(
             f"data.validation tail needs a text source, not {source.name}; use documents"
@@ -108,19 +232,50 @@ def _tail_split(config: DataConfig, split: str, fraction: float) -> Iterator[str
             f"data.validation tail needs a single file, but {source.path} has more; use documents"
         )
     cut = int(len(files[0]) * (1 - fraction))
-    text = files[0][:cut] if split == "train" else files[0][cut:]
-    return cut_text(io.StringIO(text, newline="\n"), source.document)
+    ends = {"train": files[0][:cut], "validation": files[0][cut:]}
+    return [_end_of_file(source, split, text.encode()) for split, text in ends.items()]
 
 
-def _hash(text: str) -> int:
-    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+def _end_of_file(source: Any, split: str, data: bytes) -> Text:
+    file = File(source.path, len(data), "", source.path)
+
+    def cut(begin: Position) -> Iterator[Block]:
+        stream = io.BytesIO(data)
+        stream.seek(begin.at)
+        return cut_stream(stream, file, begin, CUTS[source.document], stream.tell)
+
+    return Text(source, (split,), 0.0, [file], cut)
+
+
+def _check_vocabulary(config: DataConfig, train: TokenStore) -> None:
+    """A trained vocabulary with more pieces than the text has tokens was learned by heart."""
+    c = config.tokenizer
+    if c.name != "bytes" and c.path is None and train.tokens < train.vocab_size:
+        raise UserError(
+            f"data.tokenizer.vocab_size {c.vocab_size} is larger than the training text supports: "
+            f"it makes {train.tokens} tokens; use at most {max(259, train.tokens // 10)}"
+        )
+
+
+def _key(config: DataConfig, cache: Path) -> str:
+    """A hash of all that decides the stores: contents, how they are read, split and tokenized."""
+    settings = config.model_dump(include={"train", "validation", "tokenizer"})
+    settings["format"] = stores.FORMAT
+    assert config.train.name != "mixture", "corpus.prepare takes a mixture apart"
+    settings["train"]["path"] = content_hash(config.train, cache)
+    if config.validation.name == "source":
+        source = config.validation.source
+        settings["validation"]["source"]["path"] = content_hash(source, cache)
+    if settings["tokenizer"].get("path"):
+        settings["tokenizer"] = build_tokenizer(config.tokenizer, ()).fingerprint
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:24]
 
 
 def _save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
-    partial = directory / "tokenizer.partial"
-    shutil.rmtree(partial, ignore_errors=True)
-    tokenizer.save(partial)
-    partial.rename(directory / "tokenizer")
+    unnamed = directory / "tokenizer.partial"
+    shutil.rmtree(unnamed, ignore_errors=True)
+    tokenizer.save(unnamed)
+    unnamed.rename(directory / "tokenizer")
 
 
 @contextmanager

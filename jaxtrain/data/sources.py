@@ -1,24 +1,28 @@
-"""Where text comes from: files, folders, globs and URLs, as streams of documents."""
+"""Where text comes from: the kinds of source, and their files."""
 
-import gzip
 import hashlib
-import io
-import json
-import lzma
-from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
+import re
+from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, Literal
 
-import fsspec
-import zstandard
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field
 
+from jaxtrain.data.remote import HTTP, File, filesystem_of, is_local, retried
 from jaxtrain.settings import Settings, UserError
 
 SHAKESPEARE = Path(__file__).parent / "tinyshakespeare.txt"
 HASH_ALWAYS_BELOW = 1 << 24  # bytes; larger files are hashed again when size or time change
-PATH = "A file, a folder, a glob such as data/*.gz, or a URL that fsspec can open"
+PATH = (
+    "A file, a folder, a glob such as data/*.gz, or a URL: hf://datasets/OWNER/NAME/*.parquet, "
+    "s3://, gs://, https://; {000..012} stands for each of these numbers"
+)
+
+CODE = (
+    ".py .pyi .ipynb .c .h .cc .cpp .cxx .hpp .cu .cuh .rs .go .java .kt .scala .swift .js .jsx "
+    ".ts .tsx .rb .php .pl .lua .jl .r .m .sh .sql .hs .ml .ex .erl .clj .lisp .f90 .cs .zig .nim "
+    ".dart .proto .cmake .toml .yaml .md .rst .tex"
+)
 
 
 class TextSource(Settings):
@@ -50,32 +54,48 @@ class ParquetSource(Settings):
     column: str = Field(default="text", description="The column that holds a document's text")
 
 
-Source = Annotated[TextSource | JsonlSource | ParquetSource, Field(discriminator="name")]
+class CodeSource(Settings):
+    """Folders of source code, a document a file; binaries and copies of others' code are left out.
+
+    Folders that hold no work of their own (.git, node_modules, vendor, build, ...) are not entered.
+    """
+
+    name: Literal["code"] = "code"
+    path: str = Field(description=PATH)
+    suffixes: tuple[str, ...] = Field(
+        default=tuple(CODE.split()),
+        description="Endings of the files that are read",
+    )
+    max_bytes: int = Field(
+        default=1 << 20, gt=0, description="Files larger than this are left out as generated"
+    )
+    header: str | None = Field(
+        default=None, description="First line of each document, such as '# {path}'; null: none"
+    )
+
+
+Source = Annotated[
+    TextSource | JsonlSource | ParquetSource | CodeSource, Field(discriminator="name")
+]
+COMPRESSED = (".gz", ".xz", ".zst")
 SUFFIXES = {
     "text": (".txt", ".md"),
     "jsonl": (".jsonl", ".ndjson", ".json"),
     "parquet": (".parquet",),
 }
-DECOMPRESSORS: dict[str, Callable[[Any], Any]] = {
-    ".gz": lambda file: gzip.GzipFile(fileobj=file),
-    ".xz": lzma.LZMAFile,
-    ".zst": lambda file: zstandard.ZstdDecompressor().stream_reader(file, read_across_frames=True),
-}
+FOREIGN = (
+    ".git .hg .svn .tox .nox .venv venv env __pycache__ node_modules bower_components "
+    "site-packages vendor vendored third_party thirdparty external deps dist build target out "
+    ".cache .idea .mypy_cache .pytest_cache .ruff_cache .eggs Pods"
+)
+NOT_ENTERED = frozenset(FOREIGN.split())
+GENERATED = re.compile(r"(\.min\.(js|css)|[-.]bundle\.js|_pb2(_grpc)?\.py|\.pb\.(go|cc|h))$")
 
 
-def documents(source: Source) -> Iterator[str]:
-    """Yields the documents of every file of `source` in the order of the file names, streamed.
-
-    Raises UserError for a missing or empty file, text that is not UTF-8, and bad records.
-    """
-    for filesystem, path in find_files(source):
-        found = False
-        for text in SOURCES[source.name](source, filesystem, path):
-            if text:
-                found = True
-                yield text
-        if not found:
-            raise UserError(f"{path} holds no text")
+def where(source: Source) -> str:
+    """The path of a source, with the built-in one spelled out."""
+    built_in = source.name == "text" and source.path == "tinyshakespeare"
+    return str(SHAKESPEARE) if built_in else source.path
 
 
 def content_hash(source: Source, cache_dir: Path) -> str:
@@ -84,133 +104,87 @@ def content_hash(source: Source, cache_dir: Path) -> str:
     The hashes of large local files are remembered in `cache_dir` by path, size and time.
     """
     total = hashlib.sha256()
-    for filesystem, path in find_files(source):
-        if isinstance(filesystem, LocalFileSystem):
-            total.update(_file_hash(Path(path), cache_dir / "hashes").encode())
+    for file in find_files(source):
+        if is_local(file.url):
+            total.update(_file_hash(Path(file.url), cache_dir / "hashes").encode())
         else:
-            total.update(str(filesystem.ukey(path)).encode())
+            total.update(f"{file.url} {file.size} {file.version}".encode())
+        if source.name == "code" and source.header:
+            total.update(file.name.encode())
     return total.hexdigest()
 
 
-def find_files(source: Source) -> list[tuple[Any, str]]:
-    """(filesystem, path) of each file of `source`, sorted by path."""
-    where = source.path
-    if source.name == "text" and where == "tinyshakespeare":
-        where = str(SHAKESPEARE)
-    try:
-        filesystem, path = fsspec.url_to_fs(where)
-    except (ImportError, ValueError) as error:
-        raise UserError(f"cannot open {where}: {error}") from error
-    if filesystem.isfile(path):
-        return [(filesystem, path)]
-    if filesystem.isdir(path):
-        endings = SUFFIXES[source.name]
-        endings += tuple(s + c for s in endings for c in DECOMPRESSORS if source.name != "parquet")
-        found = [f for f in sorted(filesystem.find(path)) if f.lower().endswith(endings)]
-        if not found:
-            raise UserError(f"the folder {where} has no file that ends in {', '.join(endings)}")
-    elif any(letter in path for letter in "*?["):
-        found = [f for f in sorted(filesystem.glob(path)) if filesystem.isfile(f)]
-        if not found:
-            raise UserError(f"no file matches {where}")
+def find_files(source: Source) -> list[File]:
+    """The files of `source`, sorted by path. Raises UserError if there is none."""
+    found = [file for url in _spelled_out(where(source)) for file in _found(source, url)]
+    return sorted(found, key=lambda file: file.url)
+
+
+def _found(source: Source, url: str) -> list[File]:
+    filesystem, path = filesystem_of(url)
+    listing: dict[str, Any] = {}
+    root = path
+    pattern = filesystem.protocol != HTTP and any(letter in path for letter in "*?[")
+    if pattern and not (is_local(url) and Path(path).exists()):
+        listing = retried(url, lambda: filesystem.glob(path, detail=True))
+        root = re.split(r"[^/]*[*?\[]", path)[0]
+        what = f"no file matches {url}"
+    elif (info := retried(url, lambda: filesystem.info(path)))["type"] == "directory":
+        endings = _endings(source)
+        found = retried(url, lambda: filesystem.find(path, detail=True))
+        listing = {p: info for p, info in found.items() if p.lower().endswith(endings)}
+        what = f"the folder {url} has no file that ends in {', '.join(endings)}"
     else:
-        raise UserError(f"there is no file or folder {where}")
-    return [(filesystem, file) for file in found]
+        listing[path] = info
+        root = str(PurePosixPath(path).parent)
+        what = f"there is no file or folder {url}"
+    listing = {p: info for p, info in listing.items() if info["type"] == "file"}
+    files = [_file(filesystem, p, root, info) for p, info in listing.items()]
+    if source.name == "code":
+        files = [file for file in files if _is_own_code(source, file)]
+        what = f"{url} has no source code of its own that ends in {' '.join(source.suffixes)}"
+    if not files:
+        raise UserError(what)
+    return files
 
 
-def cut_text(lines: Iterable[str], document: str) -> Iterator[str]:
-    """Cuts text, given as lines with their newlines, into documents (see TextSource.document)."""
-    if document == "file":
-        yield "".join(lines)
-        return
-    paragraph = ""
-    for line in lines:
-        blank = not line.strip()
-        if document == "line" and not blank:
-            yield line.rstrip("\r\n")
-        elif document == "paragraph" and not blank:
-            paragraph += line
-        elif paragraph:
-            yield paragraph
-            paragraph = ""
-    if paragraph:
-        yield paragraph
+def _file(filesystem: Any, path: str, root: str, info: dict[str, Any]) -> File:
+    local = isinstance(filesystem, LocalFileSystem)
+    version = next((info[k] for k in ("version", "ETag", "etag", "md5Hash") if info.get(k)), "")
+    version = version or info.get("blob_id") or info.get("LastModified") or info.get("mtime") or ""
+    url = path if local else filesystem.unstrip_protocol(path)
+    return File(url, info.get("size"), str(version), path.removeprefix(root).lstrip("/"))
 
 
-def _read_text(source: TextSource, filesystem: Any, path: str) -> Iterator[str]:
-    return cut_text(_lines(filesystem, path), source.document)
+def _endings(source: Source) -> tuple[str, ...]:
+    if source.name == "code":
+        return source.suffixes
+    endings = SUFFIXES[source.name]
+    if source.name == "parquet":
+        return endings
+    return endings + tuple(ending + c for ending in endings for c in COMPRESSED)
 
 
-def _read_jsonl(source: JsonlSource, filesystem: Any, path: str) -> Iterator[str]:
-    for number, line in enumerate(_lines(filesystem, path), 1):
-        if not line.strip():
-            continue
-        try:
-            record = json.loads(line)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{path} line {number} is not valid JSON: {error}") from error
-        if not isinstance(record, dict):
-            raise UserError(f"{path} line {number} is not a JSON object: {line.strip()[:60]}")
-        if source.field not in record:
-            has = ", ".join(record)
-            raise UserError(f"{path} line {number} has no field '{source.field}'; it has: {has}")
-        text = record[source.field]
-        if not isinstance(text, str):
-            kind = type(text).__name__
-            raise UserError(f"{path} line {number}: field '{source.field}' is {kind}, not a string")
-        try:
-            text.encode()
-        except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
-            raise UserError(f"{path} line {number} has a character that is no Unicode") from error
-        yield text
+def _is_own_code(source: CodeSource, file: File) -> bool:
+    name = PurePosixPath(file.name)
+    return (
+        name.suffix.lower() in source.suffixes
+        and NOT_ENTERED.isdisjoint(name.parts[:-1])
+        and not GENERATED.search(name.name)
+        and (file.size or 0) <= source.max_bytes
+    )
 
 
-def _read_parquet(source: ParquetSource, filesystem: Any, path: str) -> Iterator[str]:
-    import pyarrow as pa
-    import pyarrow.parquet as pq
-
-    with filesystem.open(path, "rb") as file:
-        try:
-            table = pq.ParquetFile(file)
-        except pa.ArrowInvalid as error:
-            raise UserError(f"{path} is not a Parquet file: {error}") from error
-        schema = table.schema_arrow
-        if source.column not in schema.names:
-            has = ", ".join(schema.names)
-            raise UserError(f"{path} has no column '{source.column}'; it has: {has}")
-        kind = schema.field(source.column).type
-        if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
-            raise UserError(f"{path}: column '{source.column}' is {kind}, not string")
-        for batch in table.iter_batches(batch_size=1024, columns=[source.column]):
-            yield from (text for text in batch.column(0).to_pylist() if text)
-
-
-# One row a kind of source: (config, filesystem, path) -> the documents of one file.
-SOURCES: dict[str, Callable[[Any, Any, str], Iterator[str]]] = {
-    "text": _read_text,
-    "jsonl": _read_jsonl,
-    "parquet": _read_parquet,
-}
-
-
-def _lines(filesystem: Any, path: str) -> Iterator[str]:
-    """The lines of a file with their newlines, decompressed by its ending."""
-    offset = 0
-    with filesystem.open(path, "rb") as file, _decompress(file, path) as stream:
-        try:
-            for line in stream:
-                yield line.decode()
-                offset += len(line)
-        except UnicodeDecodeError as error:
-            at = offset + error.start
-            raise UserError(f"{path} is not UTF-8 text: bad byte at offset {at}") from error
-        except (gzip.BadGzipFile, lzma.LZMAError, zstandard.ZstdError, EOFError) as error:
-            raise UserError(f"{path} cannot be decompressed, it is damaged: {error}") from error
-
-
-def _decompress(file: Any, path: str) -> Any:
-    open_as = DECOMPRESSORS.get(Path(path).suffix.lower())
-    return io.BufferedReader(open_as(file), 1 << 20) if open_as else file
+def _spelled_out(url: str) -> list[str]:
+    """`a{08..10}` -> a08, a09, a10: how the shards of a web server are named, which lists none."""
+    match = re.search(r"\{(\d+)\.\.(\d+)\}", url)
+    if not match:
+        return [url]
+    first, last = match.groups()
+    numbers = (f"{i:0{len(first)}d}" for i in range(int(first), int(last) + 1))
+    return [
+        one for i in numbers for one in _spelled_out(url[: match.start()] + i + url[match.end() :])
+    ]
 
 
 def _file_hash(path: Path, cache_dir: Path) -> str:

@@ -8,6 +8,11 @@ from jaxtrain.data.store import RECORD_TOKENS, TokenStore
 BOS = 0
 
 
+class Records(list):
+    def read(self, numbers):
+        return [self[number] for number in numbers]
+
+
 def memory_store(lengths) -> TokenStore:
     """Documents of these lengths whose tokens are 1, 2, 3, ... over the whole corpus; BOS is 0."""
     lengths = np.array(lengths, np.uint32)
@@ -28,7 +33,7 @@ def memory_store(lengths) -> TokenStore:
         tokenizer="",
         fingerprint=str(hash(lengths.tobytes())),
         first_record=np.array(first),
-        records=records,
+        records=Records(records),
         dtype=np.dtype("<u4"),
     )
 

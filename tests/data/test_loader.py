@@ -3,6 +3,7 @@ import json
 import numpy as np
 import pytest
 
+from jaxtrain.bench import loader as bench
 from jaxtrain.data import DataConfig, train_batches, validation_batches
 from jaxtrain.settings import UserError
 
@@ -11,6 +12,7 @@ PACKINGS = [
     {"name": "concat"},
     {"name": "best_fit", "buffer": 7},
     {"name": "best_fit", "buffer": 7, "long_documents": "crop"},
+    {"name": "best_fit", "buffer": 7, "carry_tails": True},
     {"name": "padded", "buffer": 7},
 ]
 each_packing = pytest.mark.parametrize(
@@ -18,8 +20,8 @@ each_packing = pytest.mark.parametrize(
 )
 
 
-def loader(store, packing, *, seed=0, **options):
-    config = DataConfig(packing=packing, seed=seed, prefetch=3)
+def loader(store, packing, *, seed=0, workers=1, **options):
+    config = DataConfig(packing=packing, seed=seed, prefetch=3, workers=workers)
     settings = {"batch_size": 4, "sequence_length": 16, **options}
     return train_batches(store, config=config, **settings)
 
@@ -68,6 +70,18 @@ def test_processes_hold_parts_of_the_same_batches(store_of, packing):
         assert_same([want_next], [joined(resumed)])
 
 
+@each_packing
+def test_workers_change_nothing(store_of, packing):
+    store = store_of(LENGTHS)
+    want = None
+    for workers in (0, 1, 4):
+        with loader(store, packing, workers=workers, segments=True) as batches:
+            got = take(batches, 8), batches.get_state()
+        want = want or got
+        assert_same(got[0], want[0])
+        assert got[1] == want[1]
+
+
 def joined(batches):
     return [None if a[0] is None else np.concatenate(a) for a in zip(*batches)]
 
@@ -104,13 +118,19 @@ def test_segments_come_when_asked_for_and_always_with_padding(store_of):
 def test_what_packing_drops_is_reported_as_the_consumer_saw_it(store_of):
     crop = {"name": "best_fit", "buffer": 4, "long_documents": "crop"}
     with loader(store_of([31] * 20), crop, sequence_length=15) as batches:
-        assert batches.dropped_fraction() == 0
+        assert batches.statistics()["data_crop"] == 0
         take(batches, 3)
-        assert batches.get_state()["position"]["used"] == 3 * 4 * 16
-        assert batches.dropped_fraction() == 0.5
-    with loader(store_of(LENGTHS), {"name": "concat"}) as batches:
+        assert batches.get_state()["position"]["sources"]["train"]["used"] == 3 * 4 * 16
+        assert batches.statistics() == {"data_crop": 0.5, "data_fill": 1.0}
+    with loader(store_of([11] * 20), {"name": "padded"}, sequence_length=15) as batches:
         take(batches, 3)
-        assert batches.dropped_fraction() == 0
+        assert batches.statistics() == {"data_crop": 0.0, "data_fill": 0.75}
+    for packing in PACKINGS:
+        with loader(store_of(LENGTHS), packing) as batches:
+            filled = np.mean([b.weights_BT.mean() for b in take(batches, 5)])
+            crop, fill = batches.statistics().values()
+        assert abs(filled - fill) < 0.05
+        assert (crop == 0) == (packing["name"] == "concat" or "carry_tails" in packing)
 
 
 def test_a_closed_loader_ends_and_keeps_its_state(store_of):
@@ -171,3 +191,13 @@ def test_validation_may_be_left_early_and_has_segments(store_of):
     batch = next(batches)
     assert batch.segments_BT[0, 0] == 1 and batch.positions_BT.max() < 16
     batches.close()
+
+
+def test_the_bench_measures_every_packing(monkeypatch, tmp_path):
+    for name, value in (("DOCUMENTS", 300), ("SEQUENCE", 1024), ("ROWS", 2), ("REPEATS", 1)):
+        monkeypatch.setattr(bench, name, value)
+    rows = bench.loader_rows()
+    assert [row["name"] for row in rows] == [f"loader {name}" for name in bench.PACKINGS]
+    for row in rows:
+        assert row["tokens_per_s"] > 0 and row["plan_tokens_per_cpu_s"] > row["tokens_per_cpu_s"]
+        assert 0 <= row["crop"] < 1 and 0.5 < row["fill"] <= 1

@@ -9,7 +9,9 @@ from jaxtrain.data.packing import (
     BestFitConfig,
     Concat,
     ConcatConfig,
+    Fragment,
     PaddedConfig,
+    Piece,
     Stream,
     assemble,
     best_fit,
@@ -49,7 +51,7 @@ def test_permute_depends_on_seed_and_epoch():
 def test_a_window_is_the_stream_read_in_a_circle(store_of, lengths, start, count):
     store, stream = store_of(lengths), reference_stream(lengths)
     row = Stream(store).window(start, count)
-    batch = assemble(store, [row], count - 1, segments=False)
+    batch = assemble([(store, row)], count - 1, segments=False)
     want = [stream[(start + i) % len(stream)] for i in range(count)]
     assert [*batch.tokens_BT[0], batch.targets_BT[0, -1]] == want if count > 1 else True
     assert size(row) == count
@@ -58,9 +60,10 @@ def test_a_window_is_the_stream_read_in_a_circle(store_of, lengths, start, count
 @given(lengths=LENGTHS, length=st.integers(1, 30), epoch=st.integers(0, 2))
 def test_concat_predicts_each_token_at_most_once_an_epoch(store_of, lengths, length, epoch):
     store = store_of(lengths)
-    plan = Concat(store, ConcatConfig(), length, seed=3)
-    rows = [plan.row(epoch * plan.rows_per_epoch + i) for i in range(plan.rows_per_epoch)]
-    batch = assemble(store, rows, length, segments=False)
+    plan = Concat(store, ConcatConfig(), length, 3)
+    plan.set_state({"drawn": epoch * plan.count})
+    rows = [row for _ in range(plan.count) for row in plan.unit()]
+    batch = assemble([(store, row) for row in rows], length, segments=False)
     targets = batch.targets_BT[batch.targets_BT != BOS]
     if plan.stream.size >= length:
         assert len(set(targets)) == len(targets)
@@ -68,44 +71,82 @@ def test_concat_predicts_each_token_at_most_once_an_epoch(store_of, lengths, len
     assert (batch.weights_BT == 1).all()
 
 
-@settings(max_examples=60)
-@given(
-    lengths=LENGTHS,
-    length=st.integers(1, 30),
-    buffer=st.integers(1, 20),
-    fill=st.booleans(),
-    split=st.booleans(),
-)
-def test_best_fit_loses_only_what_it_counts(store_of, lengths, length, buffer, fill, split):
-    store = store_of(lengths)
-    plan = BestFit(store, buffer, length, seed=1, fill=fill, split=split)
-    rows = [plan.next_row() for _ in range(25)]
-    for row in rows:
-        assert all(piece.bos for piece in row)
-        assert size(row) == length + 1 if fill else 0 < size(row) <= length + 1
+PLANS = {
+    "length": st.integers(1, 30),
+    "buffer": st.integers(1, 20),
+    "fill": st.booleans(),
+    "split": st.booleans(),
+    "carry": st.booleans(),
+    "cuts": st.lists(st.sampled_from([1, 2, 3]), min_size=3, max_size=9),
+}
+
+
+def held(fragments):
+    """Tokens of fragments without BOS, and what they lost before."""
+    return sum(f.stop - f.start + f.lost for f in fragments)
+
+
+@settings(max_examples=80)
+@given(lengths=LENGTHS, **PLANS)
+def test_best_fit_loses_only_what_it_counts(
+    store_of, lengths, length, buffer, fill, split, carry, cuts
+):
+    length *= 6  # rows of a third or half of it come out even
+    make = lambda: BestFit(
+        store_of(lengths), buffer, length, 1, fill=fill, split=split, carry=carry
+    )
+    plan, rows = make(), []
+    for cut in cuts:
+        unit = plan.unit(cut)
+        capacity = length // cut + 1
+        assert len(unit) == cut and all(piece.bos for row in unit for piece in row)
+        assert all(size(row) == capacity if fill else 0 < size(row) <= capacity for row in unit)
+        rows += unit
     # What was drawn is in the rows, was dropped, or still waits.
-    count = int(plan.ends[-1])
-    parts = [permute(i % count, count, 1, i // count) for i in range(plan.drawn)]
-    drawn = sum(whole(plan, part) for part in parts)
-    waiting = sum(whole(plan, part) for part in plan.get_state()["waiting"])
+    drawn = make()
+    for _ in range(plan.drawn):
+        drawn._draw()
+    placed = sum(piece.stop - piece.start for row in rows for piece in row)
     assert plan.used == sum(map(size, rows))
-    assert drawn == plan.used + plan.dropped + waiting
-    if not fill and (split or max(lengths) <= length):
+    assert held(drawn._fragments()) == placed + plan.dropped + held(plan._fragments())
+    assert plan.used + plan.padding == sum(length + cut for cut in cuts)
+    if split and (carry or not fill):
         assert plan.dropped == 0
 
 
-def whole(plan, part):
-    """Tokens of a part with its BOS, before anything is dropped."""
-    piece, rest = plan._piece(part, plan.capacity)
-    return 1 + piece.stop - piece.start + rest
+@settings(max_examples=60)
+@given(lengths=LENGTHS, length=st.integers(1, 30), buffer=st.integers(1, 20), carry=st.booleans())
+def test_the_bits_place_as_a_linear_scan_does(store_of, lengths, length, buffer, carry):
+    make = lambda: BestFit(store_of(lengths), buffer, length, 1, fill=True, split=True, carry=carry)
+    plan, source = make(), make()
+    count = min(buffer, plan.count)
+    waiting = []  # in the order in which they came
+    for _ in range(20):
+        room, want = length + 1, []
+        while room:
+            while len(waiting) < count:
+                source._draw()
+                waiting += source._fragments()
+                source._empty()
+            sizes = [1 + f.stop - f.start for f in waiting]
+            best = max((n for n in sizes if n <= room), default=min(sizes))
+            document, start, stop, _ = waiting.pop(sizes.index(best))
+            end = min(stop, start + room - 1)
+            want.append((document, True, start, end))
+            if carry and end < stop:
+                waiting.append(Fragment(document, end, stop, 0))
+            room -= 1 + end - start
+        assert plan.unit() == [want]
 
 
 @given(lengths=LENGTHS, length=st.integers(1, 30))
 def test_split_parts_are_the_documents(store_of, lengths, length):
     store = store_of(lengths)
-    plan = BestFit(store, 4, length, seed=0, fill=True, split=True)
-    pieces = [plan._piece(part, plan.capacity)[0] for part in range(int(plan.ends[-1]))]
-    batch = assemble(store, [[piece] for piece in pieces], length, segments=False)
+    plan = BestFit(store, 4, length, 0, fill=True, split=True)
+    for _ in range(plan.count):
+        plan._draw()
+    pieces = [Piece(d, True, start, stop) for d, start, stop, _ in sorted(plan._fragments())]
+    batch = assemble([(store, [piece]) for piece in pieces], length, segments=False)
     seen = [t for ids, n in zip(full_rows(batch), pieces) for t in ids[1 : 1 + n.stop - n.start]]
     assert seen == list(range(1, sum(lengths) + 1))
 
@@ -114,31 +155,65 @@ def full_rows(batch):
     return np.concatenate([batch.tokens_BT, batch.targets_BT[:, -1:]], axis=1)
 
 
-def test_the_largest_that_fits_is_taken_and_the_shortest_is_cropped(store_of):
-    plan = BestFit(store_of([4, 9, 2, 5]), 4, 9, seed=0, fill=True, split=False)
-    # Sizes with BOS are 5, 10, 3, 6; the row holds 10. The buffer is never refilled with less.
-    assert [piece.document for piece in plan.next_row()] == [1]
+@pytest.mark.parametrize("carry", [False, True])
+def test_the_largest_that_fits_is_taken_and_the_shortest_is_cropped(store_of, carry):
+    plan = BestFit(store_of([4, 9, 2, 6]), 4, 9, 0, fill=True, split=False, carry=carry)
+    # Sizes with BOS are 5, 10, 3, 7; the row holds 10. The buffer is never refilled.
+    assert [piece.document for piece in plan.unit()[0]] == [1]
     plan.buffer_size = 0
-    plan.buffer = sorted(plan._key(document) for document in (0, 2, 3))
-    row = plan.next_row()  # 6, then 3 fits in 4, then 1 is left for the shortest, 5
+    plan._empty()
+    plan._put([Fragment(0, 0, 4, 0), Fragment(2, 0, 2, 0), Fragment(3, 0, 5, 1)])
+    (row,) = plan.unit()  # 6, then 3 fits in 4, then 1 is left for the shortest, 5
     assert [piece.document for piece in row] == [3, 2, 0]
     assert row[2].stop - row[2].start == 0
-    assert (plan.used, plan.dropped) == (20, 4)
+    assert (plan.used, plan.dropped) == (20, 1 if carry else 5)
+    assert plan._fragments() == ([Fragment(0, 0, 4, 0)] if carry else [])
 
 
 def test_long_documents_do_not_wait_forever(store_of):
     lengths = [3] * 90 + [50 + i for i in range(10)]
-    plan = BestFit(store_of(lengths), 20, 15, seed=0, fill=True, split=False)
-    rows = [plan.next_row() for _ in range(60)]
+    plan = BestFit(store_of(lengths), 20, 15, 0, fill=True, split=False)
+    rows = [plan.unit()[0] for _ in range(60)]
     assert set(range(90, 100)) <= {piece.document for row in rows for piece in row}
+
+
+@pytest.mark.parametrize("buffer", [3, 1000])
+@pytest.mark.parametrize("packing", PACKINGS)
+def test_the_epochs_of_a_corpus_may_be_limited(store_of, packing, buffer):
+    lengths = [int(n) for n in np.random.default_rng(0).integers(1, 60, 40)]
+    config = {
+        "concat": ConcatConfig(),
+        "best_fit": BestFitConfig(buffer=buffer, carry_tails=True),
+        "padded": PaddedConfig(buffer=buffer),
+    }[packing]
+    plan = PACKINGS[packing](store_of(lengths), config, 64, 0, max_epochs=1.5)
+    rows = [row for unit in iter(plan.unit, None) for row in unit]
+    of = lambda row: [
+        (p.document, t) for p in row for t in [-1] * p.bos + [*range(p.start, p.stop)]
+    ]
+    again = packing == "concat"  # the last token of a window is the first of another
+    tokens = [token for row in rows for token in (of(row)[:-1] if again else of(row))]
+    tokens = [token for token in tokens if token[1] >= 0]
+    counts = [tokens.count(token) for token in set(tokens)]
+    assert max(counts) == 2 and plan.unit() is None
+    whole = {(d, t) for d, length in enumerate(lengths) for t in range(length)}
+    assert len(whole - set(tokens)) <= (0 if packing == "padded" else 64)
+    assert abs(len(tokens) - 1.5 * len(whole)) < 0.1 * len(whole)
+
+
+def test_a_corpus_larger_than_the_list_is_covered_once_too(store_of, monkeypatch):
+    monkeypatch.setattr("jaxtrain.data.packing.LISTED", 10)
+    plan = BestFit(store_of([3] * 50), 5, 15, 0, fill=False, split=False, max_epochs=1.0)
+    documents = [p.document for unit in iter(plan.unit, None) for row in unit for p in row]
+    assert sorted(documents) == list(range(50)) != documents
 
 
 @given(lengths=LENGTHS, length=st.integers(2, 30))
 def test_segments_positions_and_weights(store_of, lengths, length):
     store = store_of(lengths)
     plan = padded(store_of([min(n, length) for n in lengths]), PaddedConfig(buffer=5), length, 0)
-    rows = [plan.next_row() for _ in range(4)]
-    batch = assemble(store, rows, length, segments=True)
+    rows = [plan.unit()[0] for _ in range(4)]
+    batch = assemble([(store, row) for row in rows], length, segments=True)
     for row, segments, positions, weights in zip(
         rows, batch.segments_BT, batch.positions_BT, batch.weights_BT
     ):
@@ -153,7 +228,7 @@ def test_segments_positions_and_weights(store_of, lengths, length):
 
 def test_a_window_that_begins_inside_a_document_has_segments_from_one(store_of):
     store = store_of([4, 3])
-    batch = assemble(store, [Stream(store).window(2, 8)], 7, segments=True)
+    batch = assemble([(store, Stream(store).window(2, 8))], 7, segments=True)
     assert batch.tokens_BT.tolist() == [[2, 3, 4, BOS, 5, 6, 7]]
     assert batch.targets_BT.tolist() == [[3, 4, BOS, 5, 6, 7, BOS]]
     assert batch.segments_BT.tolist() == [[1, 1, 1, 2, 2, 2, 2]]
@@ -169,4 +244,4 @@ def test_documents_much_longer_than_a_row_are_refused_where_they_would_be_cut(st
     ):
         with pytest.raises(UserError, match=r"would drop 90% of the tokens.*sequence_length 100"):
             make(store, config, 100, 0)
-    assert size(best_fit(store, BestFitConfig(), 100, 0).next_row()) == 101
+    assert size(best_fit(store, BestFitConfig(), 100, 0).unit()[0]) == 101

@@ -1,9 +1,19 @@
+import importlib
+import json
+import lzma
+import random
+import signal
+import subprocess
 import sys
+import time
+from pathlib import Path
 
+import psutil
 import pytest
 
-from jaxtrain.data import DataConfig, prepare
-from jaxtrain.data.sources import SHAKESPEARE
+from jaxtrain.data import DataConfig, documents, prepare
+from jaxtrain.data.prepare import training_texts
+from jaxtrain.data.sources import SHAKESPEARE, TextSource
 from jaxtrain.settings import UserError
 
 
@@ -34,12 +44,12 @@ def test_what_is_cached_is_not_done_again(tmp_path, monkeypatch):
     stages = []
     note = lambda stage, done, total: stages.append(stage)
     first = prepare(config(tmp_path, **options), progress=note)
-    assert set(stages) == {"tokenizer", "train", "validation"}
+    assert set(stages) == {"tokenizer", "tokens"}
     stages.clear()
     with monkeypatch.context() as patch:
         module = sys.modules["jaxtrain.data.prepare"]  # the function hides it in the package
         patch.setattr(module, "build_tokenizer", None)
-        patch.setattr(module, "write_store", None)
+        patch.setattr(module, "workers", None)
         moved = path.rename(tmp_path / "b.txt")
         options["train"] = {"name": "text", "path": str(moved)}
         again = prepare(config(tmp_path, seed=5, **options), progress=note)
@@ -48,7 +58,7 @@ def test_what_is_cached_is_not_done_again(tmp_path, monkeypatch):
     assert prepare(config(tmp_path, **options)).directory != first.directory
     changed = config(tmp_path, **options, validation={"name": "tail", "fraction": 0.2})
     assert prepare(changed, progress=note).directory != first.directory
-    assert "train" in stages
+    assert "tokens" in stages
 
 
 def test_the_documents_split_follows_the_text(tmp_path):
@@ -136,3 +146,179 @@ def test_a_vocabulary_that_learns_the_text_by_heart_is_refused(tmp_path):
     )
     with pytest.raises(UserError, match="vocab_size 600 is larger than the training text supports"):
         prepare(settings)
+
+
+# ---- many processes --------------------------------------------------------------------------
+
+SMALL = {
+    "jaxtrain.data.prepare.ALONE": 0,
+    "jaxtrain.data.store.SHARD_TOKENS": 4000,
+    "jaxtrain.data.reading.BLOCK": 700,
+    "jaxtrain.data.encode.BATCH": 1500,
+}
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Blocks, batches and shards of a few documents."""
+    for name, value in SMALL.items():
+        module, _, attribute = name.rpartition(".")
+        monkeypatch.setattr(importlib.import_module(module), attribute, value)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    """Documents of 1 to 2,000 characters in a compressed and a plain file."""
+    draw = random.Random(0)
+    text = SHAKESPEARE.read_text()
+    parts = [text[draw.randrange(90_000) :][: draw.randrange(1, 2000)] for _ in range(60)]
+    lines = [json.dumps({"text": part}) + "\n" for part in parts]
+    (tmp_path / "a.jsonl.xz").write_bytes(lzma.compress("".join(lines[:25]).encode()))
+    (tmp_path / "b.jsonl").write_text("".join(lines[25:]))
+    return {
+        "train": {"name": "jsonl", "path": f"{tmp_path}/*.jsonl*"},
+        "validation": {"name": "documents", "fraction": 0.2},
+        "tokenizer": {"name": "huggingface", "vocab_size": 300},
+    }, parts
+
+
+def files_of(prepared):
+    return {
+        str(path.relative_to(prepared.directory)): path.read_bytes()
+        for path in prepared.directory.rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
+
+
+def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path, small, corpus):
+    options, parts = corpus
+    made = [
+        prepare(DataConfig(**options, cache_dir=str(tmp_path / str(count)), prepare_workers=count))
+        for count in (1, 2, 3)
+    ]
+    files = [files_of(prepared) for prepared in made]
+    assert files[0] == files[1] == files[2]
+    assert sum(name.endswith("record") for name in files[0]) > 6
+    texts = {name: text_of(getattr(made[0], name), made[0].tokenizer)
+             for name in ("train", "validation")}  # fmt: skip
+    assert sorted(texts["train"] + texts["validation"]) == sorted(parts)
+    assert [part for part in parts if part in texts["train"]] == texts["train"]  # in their order
+
+
+@pytest.mark.parametrize("commits", [1, 4])
+def test_an_interrupted_preparation_goes_on_after_its_last_whole_shards(
+    tmp_path, small, corpus, commits, monkeypatch
+):
+    options, _ = corpus
+    expected = files_of(prepare(config(tmp_path / "whole", **options, prepare_workers=1)))
+    module = sys.modules["jaxtrain.data.prepare"]
+    commit, sizes, done = module._commit, [], []
+
+    def note(note, writers, after, size, finished):
+        commit(note, writers, after, size, finished=finished)
+        sizes.append(size)
+
+    def stop(stage, size, total):
+        if len(sizes) == commits and size > sizes[-1]:
+            raise KeyboardInterrupt
+
+    monkeypatch.setattr(module, "_commit", note)
+    options |= {"cache_dir": str(tmp_path / "cache"), "prepare_workers": 1}
+    with pytest.raises(KeyboardInterrupt):
+        prepare(DataConfig(**options), progress=stop)
+    again = prepare(DataConfig(**options), progress=lambda *args: done.append(args))
+    assert 0 < sizes[commits - 1] < done[0][1] < sizes[commits - 1] + 5000
+    assert files_of(again) == expected
+
+
+def test_what_was_killed_goes_on_and_leaves_no_process_behind(tmp_path, small, corpus):
+    options, _ = corpus
+    options |= {"cache_dir": str(tmp_path / "cache"), "prepare_workers": 2}
+    script = f"""
+import importlib, os, psutil
+from jaxtrain.data import DataConfig, prepare
+for name, value in {SMALL!r}.items():
+    module, _, attribute = name.rpartition(".")
+    setattr(importlib.import_module(module), attribute, value)
+def progress(stage, size, total):
+    if stage == "tokens" and size > 25_000:
+        print(*(child.pid for child in psutil.Process().children()), flush=True)
+        os.kill(os.getpid(), 9)
+prepare(DataConfig(**{options!r}), progress=progress)
+"""
+    run = subprocess.run([sys.executable, "-c", script], stdout=subprocess.PIPE, text=True)
+    assert run.returncode == -signal.SIGKILL
+    children = [int(pid) for pid in run.stdout.split()]
+    notes = list(Path(options["cache_dir"]).rglob("done.json"))
+    assert len(children) == 2 and len(notes) == 1
+    reached = json.loads(notes[0].read_text())["size"]
+    assert 0 < reached <= 25_000
+    first = []
+    again = prepare(DataConfig(**options), progress=lambda *args: first.append(args))
+    assert first[0][:2] > ("tokens", reached) and not notes[0].exists()
+    options |= {"cache_dir": str(tmp_path / "whole"), "prepare_workers": 1}
+    assert files_of(again) == files_of(prepare(DataConfig(**options)))
+    for _ in range(50):
+        if not any(map(psutil.pid_exists, children)):
+            return
+        time.sleep(0.1)
+    raise AssertionError("processes without a parent go on")
+
+
+def test_an_error_of_another_process_and_its_death_are_one_line(tmp_path, small, corpus):
+    options, _ = corpus
+    (tmp_path / "c.jsonl").write_text('{"txt": 1}\n')
+    with pytest.raises(UserError, match=r"c.jsonl line 1 has no field 'text'; it has: txt"):
+        prepare(config(tmp_path, **options, prepare_workers=2))
+    from jaxtrain.data.pool import workers
+
+    with (
+        pytest.raises(UserError, match="a process that prepares data died with exit code 3"),
+        workers(2) as mapped,
+    ):
+        list(mapped(sys.exit, [3]))
+
+
+def test_a_vocabulary_is_trained_on_a_random_part_of_the_text(tmp_path, small, corpus):
+    options, parts = corpus
+    options |= {"cache_dir": str(tmp_path), "validation": {"name": "none"}}
+    everything = training_texts(DataConfig(**options), 10**6)
+    assert sorted(everything) == sorted(parts)
+    some = training_texts(DataConfig(**options), 6000)
+    assert 6000 <= sum(map(len, some)) < 9000
+    places = [parts.index(text) for text in some]
+    assert min(places) < 20 and max(places) > 40  # not the first bytes
+    assert training_texts(DataConfig(**options), 6000) == some
+    whole = training_texts(DataConfig(validation={"name": "none"}), 10**7)
+    assert "".join(whole) == next(documents(TextSource()))
+
+
+def test_a_vocabulary_too_large_is_refused_before_it_is_trained(tmp_path, corpus, monkeypatch):
+    options, _ = corpus
+    monkeypatch.setattr("jaxtrain.data.tokenizer.train_bpe", None)
+    options["tokenizer"] = {"name": "huggingface", "vocab_size": 20_000}
+    with pytest.raises(UserError, match=r"20000 is larger than .* it has \d+ bytes; use at most"):
+        prepare(config(tmp_path, **options))
+
+
+def test_damaged_shards_are_an_error_or_left_out_with_a_warning(tmp_path, small, corpus):
+    options, _ = corpus
+    options |= {"cache_dir": str(tmp_path / "cache"), "prepare_workers": 1}
+    whole = prepare(DataConfig(**options))
+    (whole.directory / "train" / "00001.array_record").write_bytes(b"")
+    with pytest.raises(UserError, match=r"00001.array_record is missing or cut short; delete"):
+        prepare(DataConfig(**options))
+    with pytest.warns(UserWarning, match=r"00001.array_record is damaged: its \d+ documents are"):
+        left = prepare(DataConfig(**options, skip_damaged=True))
+    lost = left.train.skipped["00001.array_record"]
+    assert lost > 0 and left.train.documents == whole.train.documents - lost
+
+
+def test_a_cache_that_cannot_be_written_is_read(tmp_path):
+    (tmp_path / "a.txt").write_text("some text " * 10)
+    source = {"name": "text", "path": str(tmp_path / "a.txt")}
+    options = config(tmp_path, train=source, tokenizer={"name": "bytes"})
+    first = prepare(options)
+    (first.directory / "lock").unlink()
+    again = prepare(options)  # takes no lock, which would write one
+    assert again.train.tokens == first.train.tokens and not (first.directory / "lock").exists()

@@ -7,14 +7,16 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
+from jaxtrain.data import reading
+from jaxtrain.data.reading import SOURCES, blocks, documents, texts_of
 from jaxtrain.data.sources import (
     SHAKESPEARE,
-    SOURCES,
+    CodeSource,
     JsonlSource,
     ParquetSource,
     TextSource,
     content_hash,
-    documents,
+    find_files,
 )
 from jaxtrain.settings import UserError
 
@@ -41,7 +43,7 @@ def refuses(source, *parts):
 
 
 def test_every_kind_of_source_is_in_the_table():
-    assert set(SOURCES) == {"text", "jsonl", "parquet"}
+    assert set(SOURCES) == {"text", "jsonl", "parquet", "code"}
 
 
 def test_tinyshakespeare_is_built_in():
@@ -87,6 +89,37 @@ def test_folders_and_globs_are_sorted_and_folders_filtered(tmp_path):
     refuses(TextSource(path=f"{tmp_path}/*.rst"), f"no file matches {tmp_path}/*.rst")
 
 
+def test_a_file_may_have_the_name_of_a_pattern(tmp_path):
+    (tmp_path / "a[1].txt").write_text("one")
+    assert read(TextSource(path=f"{tmp_path}/a[1].txt")) == ["one"]
+
+
+def test_code_is_text_of_its_own_authors(tmp_path):
+    wanted = {"main.py": "x = 1\n", "src/a.md": "# Read\n", "src/lib.rs": "fn f() {}\n"}
+    others = {
+        "node_modules/left/pad.js": "pad()",
+        "src/vendor/big.go": "package big",
+        ".git/config.py": "x",
+        "src/app.min.js": "f()",
+        "src/api_pb2.py": "y = 2",
+        "data.csv": "1,2",
+        "src/long.py": "z" * 5000,
+        "empty.py": "\n",
+    }
+    for name, text in (wanted | others).items():
+        (tmp_path / name).parent.mkdir(parents=True, exist_ok=True)
+        (tmp_path / name).write_text(text)
+    (tmp_path / "binary.py").write_bytes(b"x = 1\0")
+    (tmp_path / "latin.py").write_bytes(b"# caf\xe9")
+    source = CodeSource(path=str(tmp_path), max_bytes=4000)
+    assert read(source) == list(wanted.values())
+    titled = source.model_copy(update={"header": "# file: {path}"})
+    assert read(titled) == [f"# file: {name}\n{text}" for name, text in wanted.items()]
+    only = source.model_copy(update={"suffixes": (".rs",)})
+    assert read(only) == ["fn f() {}\n"]
+    refuses(source.model_copy(update={"suffixes": (".zig",)}), str(tmp_path), "ends in .zig")
+
+
 def test_a_url_is_opened_by_fsspec():
     import fsspec
 
@@ -107,6 +140,38 @@ def test_bad_files_are_named(tmp_path):
         damaged = tmp_path / f"b.txt{ending}"
         damaged.write_bytes(b"not compressed at all")
         refuses(TextSource(path=str(damaged)), str(damaged), "decompressed")
+
+
+def test_compressed_text_that_was_cut_short_is_named(tmp_path):
+    text = "\n".join(f"line {i * i}" for i in range(3000)).encode()
+    for ending in (".gz", ".xz", ".zst"):
+        path = tmp_path / f"a.txt{ending}"
+        path.write_bytes(COMPRESS[ending](text)[:-9])
+        refuses(TextSource(path=str(path), document="line"), str(path), "decompressed")
+    (tmp_path / "b.txt.zst").write_bytes(COMPRESS[".zst"](b"one ") + COMPRESS[".zst"](b"two"))
+    assert read(TextSource(path=str(tmp_path / "b.txt.zst"))) == ["one two"]
+
+
+@pytest.mark.parametrize("block", [1, 7, 64, 10_000])
+@pytest.mark.parametrize("document", ["file", "line", "paragraph"])
+def test_reading_goes_on_at_any_block(tmp_path, monkeypatch, document, block):
+    monkeypatch.setattr(reading, "BLOCK", block)
+    text = "one\n\n\ntwo \u00e9\r\n\r\nthree\n \nfour\n" + "five " * 30 + "\n\nsix\n\n"
+    (tmp_path / "a.txt").write_bytes(text.encode())
+    (tmp_path / "b.txt.xz").write_bytes(lzma.compress(text.encode()))
+    source = TextSource(path=str(tmp_path), document=document)
+    files = find_files(source)
+    found = list(blocks(source, files))
+    texts = [text for block in found for text in texts_of(source, block)]
+    monkeypatch.setattr(reading, "BLOCK", 1 << 22)
+    assert (
+        texts == read(source) and len(texts) == {"file": 2, "line": 12, "paragraph": 10}[document]
+    )
+    monkeypatch.setattr(reading, "BLOCK", block)
+    for index, one in enumerate(found):
+        assert list(blocks(source, files, one.after)) == found[index + 1 :]
+        assert one.line == 1 + text.encode()[: one.start].count(b"\n")
+    assert found[-1].after.stored <= sum(file.size for file in files)
 
 
 @pytest.mark.parametrize(

@@ -1,9 +1,10 @@
-import dataclasses
-import json
+import os
+import shutil
 
 import numpy as np
 import pytest
 
+from jaxtrain.data.pool import workers
 from jaxtrain.data.store import RECORD_TOKENS, open_store, write_store
 from jaxtrain.data.tokenizer import byte_tokenizer
 from jaxtrain.settings import UserError
@@ -36,36 +37,70 @@ def test_parts_of_long_documents_come_back(tmp_path):
         assert TOKENIZER.decode(store.read(1, start, stop)) == text[start:stop]
 
 
-def test_an_interrupted_store_leaves_no_name_and_goes_on_after_its_whole_shards(
-    tmp_path, monkeypatch
-):
+@pytest.fixture
+def shards(tmp_path, monkeypatch):
+    """A store of three shards, a document of 8,000 tokens in each."""
     monkeypatch.setattr("jaxtrain.data.store.SHARD_TOKENS", 10)
-    monkeypatch.setattr("jaxtrain.data.store.BATCH_CHARACTERS", 8)
-    texts = [f"text {i}" for i in range(9)]
+    write_store(tmp_path / "train", [letter * 8000 for letter in "abc"], TOKENIZER)
+    return tmp_path / "train"
 
-    def crash():
-        yield from texts[:6]
-        raise KeyboardInterrupt
 
-    with pytest.raises(KeyboardInterrupt):
-        write_store(tmp_path / "train", crash(), TOKENIZER)
-    assert not (tmp_path / "train").exists()
-    encoded = []
-    note = lambda batch: encoded.extend(batch) or TOKENIZER.encode_batch(batch)
-    reports = []
-    noting = dataclasses.replace(TOKENIZER, encode_batch=note)
-    write_store(tmp_path / "train", texts, noting, reports.append)
-    assert 0 < len(encoded) < len(texts) and reports[-1] == sum(map(len, texts))
-    store = open_store(tmp_path / "train", verify=True)
-    assert [TOKENIZER.decode(store.read(i, 0, 6)) for i in range(9)] == texts
-    write_store(tmp_path / "other", texts, TOKENIZER)
-    names = lambda name: sorted(path.name for path in (tmp_path / name).iterdir())
-    assert names("train") == names("other") and sorted(tmp_path.iterdir()) == [
-        tmp_path / "other",
-        tmp_path / "train",
-    ]
-    manifests = [(tmp_path / n / "manifest.json").read_text() for n in ("train", "other")]
-    assert json.loads(manifests[0])["documents"] == json.loads(manifests[1])["documents"] == 9
+def flip(path, at):
+    data = bytearray(path.read_bytes())
+    data[at] ^= 1
+    path.write_bytes(data)
+
+
+def test_a_shard_that_changed_since_is_named_or_left_out_and_counted(shards):
+    whole = open_store(shards)
+    assert whole.documents == 3 and whole.skipped == {}
+    flip(shards / "00001.array_record", 9000)
+    with pytest.raises(UserError, match=r"00001.array_record is damaged; .* data.skip_damaged"):
+        open_store(shards)
+    left = open_store(shards, skip_damaged=True)
+    assert left.skipped == {"00001.array_record": 1}
+    assert left.tokens == left.bytes == 16000 and left.lengths.tolist() == [8000, 8000]
+    assert [TOKENIZER.decode(left.read(i, 0, 2)) for i in range(2)] == ["aa", "cc"]
+    assert left.fingerprint != whole.fingerprint  # another stream: a run cannot go on unawares
+    (shards / "00000.array_record").unlink()
+    assert TOKENIZER.decode(open_store(shards, skip_damaged=True).read(0, 0, 2)) == "cc"
+    (shards / "00002.array_record").unlink()
+    with pytest.raises(UserError, match=r"00000.array_record is missing or cut short"):
+        open_store(shards, skip_damaged=True)
+
+
+def test_damage_that_keeps_size_and_time_is_named_when_it_is_read(shards):
+    path = shards / "00001.array_record"
+    before = path.stat()
+    flip(path, 9000)
+    os.utime(path, ns=(before.st_atime_ns, before.st_mtime_ns))
+    store = open_store(shards)
+    assert TOKENIZER.decode(store.read(2, 0, 2)) == "cc"
+    with pytest.raises(UserError, match=r"00001.array_record is damaged; delete .*hash mismatch"):
+        store.read(1, 0, 2)
+    assert len(open_store(shards, skip_damaged=True).skipped) == 1
+
+
+def test_a_copy_is_checked_once(shards, tmp_path, monkeypatch):
+    copy = tmp_path / "copy"
+    shutil.copytree(shards, copy)
+    manifest = copy / "manifest.json"
+    os.utime(manifest, ns=(0, 0))  # as if it had come first
+    assert open_store(copy).fingerprint == open_store(shards).fingerprint
+    monkeypatch.setattr("hashlib.file_digest", None)
+    assert open_store(copy).documents == 3
+
+
+def total(directory):
+    store = open_store(directory)
+    return sum(int(store.read(i, 0, 8000).sum()) for i in range(store.documents))
+
+
+def test_many_processes_read_a_store_that_cannot_be_written(shards):
+    for file in (*shards.iterdir(), shards):
+        file.chmod(0o555 if file.is_dir() else 0o444)
+    with workers(2) as mapped:
+        assert list(mapped(total, [shards] * 6)) == [8000 * sum(b"abc")] * 6
 
 
 def test_no_documents_is_an_error(tmp_path):
@@ -91,8 +126,8 @@ def test_damage_is_named(store):
         open_store(directory, verify=True)
     manifest = directory / "manifest.json"
     text = manifest.read_text()
-    manifest.write_text(text.replace('"format": 1', '"format": 99'))
-    with pytest.raises(UserError, match="has format 99, not 1; delete"):
+    manifest.write_text(text.replace('"format": 2', '"format": 99'))
+    with pytest.raises(UserError, match="has format 99, not 2; delete"):
         open_store(directory)
     manifest.write_text(text[:20])
     with pytest.raises(UserError, match=r"manifest.json is damaged; delete"):

@@ -1,10 +1,14 @@
+import functools
+
 import numpy as np
 import pytest
+import sentencepiece
 import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtrain.data.sources import TextSource, documents
+from jaxtrain.data.reading import documents
+from jaxtrain.data.sources import TextSource
 from jaxtrain.data.tokenizer import (
     FILES,
     TOKENIZERS,
@@ -66,13 +70,16 @@ def metaspace_json(tmp_path):
     return tmp_path / "tokenizer.json"
 
 
-@pytest.fixture(scope="module", params=["words", "across", "byte_level", "bytes"])
+@pytest.fixture(scope="module", params=["words", "across", "byte_level", "bpe", "bytes"])
 def tokenizer(request, tmp_path_factory):
     if request.param == "bytes":
         return build_tokenizer(BytesConfig(), ())
     if request.param == "byte_level":
         path = byte_level_json(tmp_path_factory.mktemp("hf"))
         return build_tokenizer(HuggingFaceConfig(path=str(path)), ())
+    if request.param == "bpe":
+        config = HuggingFaceConfig(vocab_size=600)
+        return build_tokenizer(config, [SHAKESPEARE[:100_000]])
     config = SentencePieceConfig(vocab_size=600, across_words=request.param == "across")
     return build_tokenizer(config, [SHAKESPEARE[:100_000]])
 
@@ -98,6 +105,44 @@ def test_a_batch_is_encoded_like_its_texts(tokenizer):
     batch = tokenizer.encode_batch(AWKWARD)
     for ids, text in zip(batch, AWKWARD, strict=True):
         np.testing.assert_array_equal(ids, tokenizer.encode(text))
+
+
+@functools.lru_cache(maxsize=4)
+def library(tokenizer):
+    """How the library itself encodes one text."""
+    if tokenizer.name == "sentencepiece":
+        return sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model).encode
+    inner = tokenizers.Tokenizer.from_str(tokenizer.model.decode())
+    return lambda text: inner.encode(text, add_special_tokens=False).ids
+
+
+WORD_BY_WORD = st.text(alphabet=" \t\n\r.,'aZ\u00e9\u4e2d019-\u3000\x1c") | st.text()
+
+
+@given(text=WORD_BY_WORD)
+def test_words_remembered_are_encoded_as_the_whole_text(tokenizer, text):
+    if tokenizer.name == "bytes" or "\u2581" in text or "<" in text:
+        return
+    try:
+        text.encode()
+    except UnicodeEncodeError:
+        return
+    assert tokenizer.encode(text).tolist() == library(tokenizer)(text)
+
+
+def test_a_tokenizer_whose_tokens_cross_words_is_given_whole_texts():
+    sentence = "one of the many, one of the few. " * 40
+    model = train_sentencepiece([sentence], 290, 10**6, across_words=True)
+    tokenizer = sentencepiece_tokenizer(model)
+    assert any(b"e o" in piece or b"f t" in piece for piece in tokenizer.pieces)
+    assert tokenizer.encode(sentence).tolist() == library(tokenizer)(sentence)
+
+
+def test_what_is_remembered_is_bounded(tokenizer, monkeypatch):
+    monkeypatch.setattr("jaxtrain.data.tokenizer.WORDS", 3)
+    expected = [tokenizer.encode(text) for text in AWKWARD]
+    for text, ids in zip(AWKWARD * 2, expected * 2):
+        np.testing.assert_array_equal(tokenizer.encode(text), ids)
 
 
 def test_bos_stands_for_no_bytes(tokenizer):

@@ -1,0 +1,150 @@
+"""Preparing what `data.train` names: one source, or a mixture with a store for each part."""
+
+import bisect
+import dataclasses
+import hashlib
+import json
+from collections.abc import Sequence
+from itertools import groupby
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.data.config import DataConfig, NoValidation
+from jaxtrain.data.loader import stores_of
+from jaxtrain.data.pool import cores, workers
+from jaxtrain.data.prepare import (
+    Prepared,
+    Progress,
+    _locked,
+    _save_tokenizer,
+    cache_directory,
+    training_texts,
+)
+from jaxtrain.data.prepare import prepare as prepare_source
+from jaxtrain.data.sources import Source, content_hash
+from jaxtrain.data.store import TokenStore
+from jaxtrain.data.tokenizer import build_tokenizer
+
+HISTOGRAM = [2**power for power in range(1, 21)]  # upper ends, in tokens
+
+
+def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prepared:
+    """Stores and tokenizer of a configuration, from the cache where it has them.
+
+    Each source of a mixture has a cache entry of its own, as if it were the only one with that
+    tokenizer. A tokenizer that is to be trained sees as many bytes of each. The validation split is
+    that of all sources, one after the other.
+    """
+    train = config.train
+    if train.name != "mixture":
+        return prepare_source(config, progress=progress)
+    directory = None
+    if config.tokenizer.name != "bytes" and config.tokenizer.path is None:
+        directory = _train_tokenizer(config, progress)
+        ready = config.tokenizer.model_copy(update={"path": str(directory / "tokenizer")})
+        config = config.model_copy(update={"tokenizer": ready})
+    prepared = {}
+    for name, part in train.sources.items():
+        report = lambda stage, *rest, name=name: progress(f"{name}: {stage}", *rest)
+        alone = _alone(config, part.source)
+        prepared[name] = prepare_source(alone, progress=report)
+    validation = [p.validation for p in prepared.values() if p.validation is not None]
+    if config.validation.name == "source":
+        alone = _alone(config, config.validation.source)
+        validation = [stores_of(prepare_source(alone, progress=progress).train)["train"]]
+    first = next(iter(prepared.values()))
+    return Prepared(
+        {name: stores_of(p.train)["train"] for name, p in prepared.items()},
+        join(validation) if validation else None,
+        first.tokenizer,
+        directory or first.directory,
+    )
+
+
+def join(stores: Sequence[TokenStore]) -> TokenStore:
+    """The documents of several stores of one tokenizer as one store."""
+    if len(stores) == 1:
+        return stores[0]
+    counts = [int(store.first_record[-1]) for store in stores]
+    offsets = np.concatenate([[0], np.cumsum(counts)])
+    firsts = [s.first_record[:-1] + offset for s, offset in zip(stores, offsets)]
+    names = "".join(store.fingerprint for store in stores)
+    return dataclasses.replace(
+        stores[0],
+        directory=None,
+        lengths=np.concatenate([store.lengths for store in stores]),
+        tokens=sum(store.tokens for store in stores),
+        bytes=sum(store.bytes for store in stores),
+        fingerprint=hashlib.sha256(names.encode()).hexdigest(),
+        first_record=np.concatenate([*firsts, offsets[-1:]]),
+        records=_Records([store.records for store in stores], offsets.tolist()),
+    )
+
+
+@dataclasses.dataclass(frozen=True)
+class _Records:
+    """The records of several stores under one numbering."""
+
+    parts: list
+    offsets: list[int]
+
+    def read(self, records: Sequence[int]) -> list[bytes]:
+        found: list[bytes] = []
+        places = ((bisect.bisect_right(self.offsets, r) - 1, r) for r in records)
+        for part, some in groupby(places, lambda place: place[0]):
+            found += self.parts[part].read([record - self.offsets[part] for _, record in some])
+        return found
+
+
+def describe(stores: dict[str, TokenStore]) -> dict[str, dict]:
+    """Of each source, for people: documents, tokens, bytes, and how many documents have at most
+    2, 4, 8, ... tokens and more than half of that."""
+    return {
+        name: {
+            "documents": store.documents,
+            "tokens": store.tokens,
+            "bytes": store.bytes,
+            "lengths": _histogram(store.lengths),
+        }
+        for name, store in stores.items()
+    }
+
+
+def _histogram(lengths: np.ndarray) -> dict[str, int]:
+    places = np.minimum(np.searchsorted(HISTOGRAM, lengths), len(HISTOGRAM) - 1)
+    counts = np.bincount(places, minlength=len(HISTOGRAM)).tolist()
+    return {str(end): count for end, count in zip(HISTOGRAM, counts)}
+
+
+def _alone(config: DataConfig, source: Source) -> DataConfig:
+    """The configuration of one source of a mixture."""
+    update = {"train": source, "stages": ()}
+    if config.validation.name == "source":
+        update["validation"] = NoValidation()
+    return config.model_copy(update=update)
+
+
+def _train_tokenizer(config: DataConfig, progress: Progress) -> Path:
+    """The directory of the tokenizer of all sources together."""
+    assert config.train.name == "mixture" and config.tokenizer.name != "bytes"
+    sources = [part.source for part in config.train.sources.values()]
+    cache = cache_directory(config)
+    settings = config.model_dump(include={"validation", "tokenizer"})
+    settings["sources"] = [
+        source.model_dump() | {"path": content_hash(source, cache)} for source in sources
+    ]
+    text = json.dumps(settings, sort_keys=True)
+    directory = cache / hashlib.sha256(text.encode()).hexdigest()[:24]
+    with _locked(directory):
+        if not (directory / "tokenizer").is_dir():
+            each = config.tokenizer.train_bytes // len(sources)
+            with workers(config.prepare_workers or cores()) as mapped:
+                texts = [
+                    text
+                    for source in sources
+                    for text in training_texts(_alone(config, source), each, mapped, progress)
+                ]
+            progress("tokenizer", 0, None)
+            _save_tokenizer(build_tokenizer(config.tokenizer, texts), directory)
+    return directory

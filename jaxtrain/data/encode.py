@@ -1,0 +1,115 @@
+"""What each process of a preparation does with some blocks of text."""
+
+import hashlib
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+
+from jaxtrain.data.reading import Block, Position, texts_of
+from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
+
+BATCH = 3 << 20  # bytes of text that a process takes at a time: a block, or many short files
+PIECE = 1 << 16  # characters of a document that are drawn together, a multiple of a training chunk
+
+
+class Job(NamedTuple):
+    """How blocks become tokens."""
+
+    source: Any
+    tokenizer: Path | None  # the folder it is in; None: there is none yet
+    held_out: int  # documents whose hash is below are for validation
+
+
+class Encoded(NamedTuple):
+    """Some documents."""
+
+    ids: bytes  # their tokens without BOS, in the dtype of the store
+    lengths: np.ndarray  # int64 [documents], in tokens
+    sizes: np.ndarray  # int64 [documents], in UTF-8 bytes
+
+
+class Answer(NamedTuple):
+    """The training and the validation documents of a batch of blocks."""
+
+    train: Encoded
+    validation: Encoded
+    size: int
+    after: Position
+
+
+class Drawn(NamedTuple):
+    """A piece of a document, where it stands, and the hash that it was drawn by."""
+
+    hash: int
+    place: tuple[int, int, int, int]  # file, block, document, piece
+    text: str
+
+
+def batched(blocks: Iterable[Block]) -> Iterator[list[Block]]:
+    """Blocks in groups of BATCH bytes; where a group ends depends on its blocks alone."""
+    group: list[Block] = []
+    size = 0
+    for block in blocks:
+        group.append(block)
+        size += block.size
+        if size >= BATCH:
+            yield group
+            group, size = [], 0
+    if group:
+        yield group
+
+
+def token_type(vocab_size: int) -> np.dtype:
+    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+
+
+def encode(job: Job, group: list[Block]) -> Answer:
+    """The tokens of a group of blocks."""
+    assert job.tokenizer is not None
+    tokenizer = _tokenizer(job.tokenizer)
+    texts = [text for block in group for text in texts_of(job.source, block)]
+    ids = tokenizer.encode_batch(texts)
+    sizes = [len(text.encode()) for text in texts]
+    held = [bool(job.held_out) and text_hash(text) < job.held_out for text in texts]
+    dtype = token_type(tokenizer.vocab_size)
+    train, validation = (
+        _packed([(i, s) for i, s, h in zip(ids, sizes, held) if h == split], dtype)
+        for split in (False, True)
+    )
+    return Answer(train, validation, sum(sizes), group[-1].after)
+
+
+def draw(job: Job, task: tuple[int, list[Block]]) -> tuple[list[Drawn], int, Position]:
+    """Pieces of training documents whose hash is below a limit, and the bytes looked through."""
+    limit, group = task
+    found, size = [], 0
+    for block in group:
+        for number, text in enumerate(texts_of(job.source, block)):
+            size += len(text.encode())
+            if job.held_out and text_hash(text) < job.held_out:
+                continue
+            for index, start in enumerate(range(0, len(text), PIECE)):
+                piece = text[start : start + PIECE]
+                place = (block.after.file, block.start, number, index)
+                if (key := text_hash(piece)) < limit:
+                    found.append(Drawn(key, place, piece))
+    return found, size, group[-1].after
+
+
+def text_hash(text: str) -> int:
+    """64 random bits that are a function of the text."""
+    return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+@lru_cache(maxsize=1)
+def _tokenizer(directory: Path) -> Tokenizer:
+    return load_tokenizer(directory)
+
+
+def _packed(documents: list[tuple[np.ndarray, int]], dtype: np.dtype) -> Encoded:
+    ids = np.concatenate([np.empty(0, dtype), *(one.astype(dtype) for one, _ in documents)])
+    lengths = np.array([len(one) for one, _ in documents], np.int64)
+    return Encoded(ids.tobytes(), lengths, np.array([size for _, size in documents], np.int64))

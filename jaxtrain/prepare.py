@@ -1,0 +1,53 @@
+"""Text to token stores, ahead of the training that would do it by itself.
+
+python -m jaxtrain.prepare --config configs/gpt_d12.yaml data.train.path='corpus/*.jsonl.zst'
+"""
+
+import argparse
+import sys
+import time
+
+from rich.console import Console
+
+from jaxtrain import data
+from jaxtrain.config import find_config, load_config
+from jaxtrain.data.progress import show_progress
+from jaxtrain.settings import UserError
+
+
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 after one line about what the user can fix."""
+    parser = argparse.ArgumentParser(
+        "python -m jaxtrain.prepare",
+        description="Tokenize the data of a configuration. The same command again goes on.",
+    )
+    parser.add_argument("--config", help="a YAML file, or the bare name of a shipped config")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        path = find_config(arguments.config) if arguments.config else None
+        config = load_config(path, arguments.overrides).data
+        console, begin = Console(), time.monotonic()
+        with show_progress(console) as progress:
+            prepared = data.prepare(config, progress=progress)
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on after the last whole shard", file=sys.stderr)
+        return 130
+    stores = data.stores_of(prepared.train)
+    if prepared.validation is not None:
+        stores = {**stores, "validation": prepared.validation}
+    for name, store in stores.items():
+        print(
+            f"{name:12s} {store.documents:,} documents, {store.tokens:,} tokens, "
+            f"{store.bytes / max(store.tokens, 1):.2f} bytes a token, {store.directory or ''}"
+        )
+    print(f"{'vocabulary':12s} {prepared.tokenizer.vocab_size:,} tokens")
+    print(f"{'ready after':12s} {time.monotonic() - begin:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

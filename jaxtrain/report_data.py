@@ -1,0 +1,86 @@
+"""The part of a run's report about its data: what the sources hold and what packing made of it."""
+
+import json
+from collections.abc import Sequence
+from contextlib import suppress
+from html import escape
+from pathlib import Path
+from typing import Any
+
+WIDTH, HEIGHT, BASE = 480, 170, 150  # of a histogram, in SVG units; BASE is its x axis
+Row = dict[str, Any]
+
+
+def data_section(run_dir: Path, rows: Sequence[Row]) -> str:
+    """Sources, crop rate and document lengths, from `data.json` and the training rows.
+
+    Empty for a run without a data.json, or with one that a crash has torn.
+    """
+    sources: dict[str, Row] = {}
+    with suppress(OSError, ValueError):
+        sources = json.loads((run_dir / "data.json").read_text("utf-8"))
+    if not sources:
+        return ""
+    last = next((row for row in reversed(rows) if "data_crop" in row), {})
+    lines = ["<h2>Data</h2>", _packing(last), '<div class="wide">', _table(sources, last)]
+    histograms = [_histogram(name, source["lengths"]) for name, source in sources.items()]
+    return "\n".join([*lines, '</div><div class="charts">', *histograms, "</div>"])
+
+
+def _packing(last: Row) -> str:
+    if not last:
+        return ""
+    crop, fill = last["data_crop"], last["data_fill"]
+    return (
+        f"<p>Of the tokens that were read, packing cropped {crop:.2%}; "
+        f"of the rows, {fill:.2%} are text and {1 - fill:.2%} padding.</p>"
+    )
+
+
+def _table(sources: dict[str, Row], last: Row) -> str:
+    names = ["source", "documents", "tokens", "bytes per token", "tokens per document"]
+    names += ["share of rows", "epochs"] if len(sources) > 1 else []
+    head = "".join(f"<th>{name}</th>" for name in names)
+    lines = [f"<table><tr>{head}</tr>"]
+    for name, source in sources.items():
+        documents, tokens = source["documents"], source["tokens"]
+        cells = [f"{documents:,}", f"{tokens:,}", f"{source['bytes'] / tokens:.2f}"]
+        cells.append(f"{tokens / documents:,.0f}")
+        if len(sources) > 1:
+            share, epochs = (last.get(f"data_{kind}_{name}", 0.0) for kind in ("share", "epochs"))
+            cells += [f"{share:.1%}", f"{epochs:.3g}"]
+        row = "".join(f"<td>{cell}</td>" for cell in cells)
+        lines.append(f"<tr><th>{escape(name)}</th>{row}</tr>")
+    return "\n".join([*lines, "</table>"])
+
+
+def _histogram(name: str, lengths: dict[str, int]) -> str:
+    """Documents by their length; each bar is of lengths above half of what stands below it."""
+    ends = [int(end) for end in lengths]
+    there = [i for i, count in enumerate(lengths.values()) if count]
+    shown = range(there[0], there[-1] + 1)
+    counts = list(lengths.values())
+    most, wide = max(counts), (WIDTH - 20) / len(shown)
+    parts = []
+    for place, i in enumerate(shown):
+        high = (BASE - 20) * counts[i] / most
+        x, y = 10 + place * wide, BASE - high
+        parts.append(
+            f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide - 2:.1f}" height="{high:.1f}" '
+            'style="fill:var(--train)"/>'
+        )
+        middle = f'x="{x + wide / 2:.1f}" class="mid"'
+        parts.append(f'<text {middle} y="{BASE + 15}">{_short(ends[i])}</text>')
+        parts.append(f'<text {middle} y="{y - 4:.1f}">{counts[i]:,}</text>')
+    caption = f"<figcaption>Documents by length in tokens, up to: {escape(name)}</figcaption>"
+    return f'<figure>{caption}<svg viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg></figure>'
+
+
+def _short(count: int) -> str:
+    return (
+        f"{count >> 20}M"
+        if count >= 1 << 20
+        else f"{count >> 10}K"
+        if count >= 1024
+        else f"{count}"
+    )
