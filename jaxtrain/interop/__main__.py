@@ -1,0 +1,120 @@
+"""Hugging Face checkpoints into run directories, and runs into checkpoints.
+
+python -m jaxtrain.interop import PATH_OR_REPO RUN_DIR
+python -m jaxtrain.interop export RUN OUT [--family NAME] [--dtype bfloat16] [--shard-bytes N]
+"""
+
+import argparse
+import sys
+from pathlib import Path
+
+import numpy as np
+
+from jaxtrain.config import Config, to_yaml, validate
+from jaxtrain.data.tokenizer import FILES
+from jaxtrain.interop.companions import FOLDER, carry, read_json, tokenizer_files, tokenizer_of
+from jaxtrain.interop.configs import fitting_family, text_part
+from jaxtrain.interop.export import export_weights
+from jaxtrain.interop.families import FAMILIES
+from jaxtrain.interop.load import find_folder, open_checkpoint, stored_form
+from jaxtrain.interop.tensors import DTYPES, SHARD_BYTES, WEIGHTS, write
+from jaxtrain.model import Transformer, split
+from jaxtrain.saved import load_saved
+from jaxtrain.scaling import Resolved, resolve
+from jaxtrain.settings import UserError
+
+LENGTH = 2048  # of the rows that an imported model is evaluated on, if its context allows
+
+
+def import_checkpoint(path_or_repo: str, run_dir: Path) -> Resolved:
+    """Write `run_dir/model/` from a checkpoint, one tensor in memory at a time.
+
+    The weights keep their dtype. Raises UserError for what is not supported, by its name.
+    """
+    model_dir = run_dir / "model"
+    if model_dir.exists():
+        raise UserError(f"{model_dir} is there already; name another run directory")
+    source = open_checkpoint(find_folder(path_or_repo))
+    tokenizer = tokenizer_of(source.folder, source.config["vocab_size"])
+    kind = {"name": tokenizer.name}
+    tree = {
+        "run": {"name": run_dir.name, "directory": str(run_dir.parent)},
+        "model": source.fields,
+        "train": {"sequence_length": min(LENGTH, source.fields["context"])},
+        "data": {"tokenizer": kind | {"path": str((model_dir / FILES[tokenizer.name]).resolve())}},
+    }
+    c = resolve(validate(Config, tree), tokenizer.vocab_size)
+    _, specs = split(Transformer(c.model, tokenizer.vocab_size))
+    table, pieces = stored_form(source, specs)
+    model_dir.mkdir(parents=True)
+    tokenizer.save(model_dir)
+    carry(source.folder, model_dir / FOLDER)
+    (model_dir / "config.yaml").write_text(to_yaml(c))
+    metadata = {"format": "pt", "tokenizer": tokenizer.fingerprint}
+    write(model_dir / WEIGHTS, table, pieces, metadata)
+    return c
+
+
+def export_run(
+    run: Path,
+    out: Path,
+    family: str | None = None,
+    dtype: str | None = None,
+    shard_bytes: int = SHARD_BYTES,
+) -> str:
+    """Write a run's model as a checkpoint; returns its family.
+
+    An imported model keeps its family, vocabulary and dtype, and what came along with it.
+    """
+    if (out / "config.json").exists():
+        raise UserError(f"{out} holds a checkpoint already; name another folder")
+    saved = load_saved(run)
+    model_dir = saved.tokenizer_dir
+    came = text_part(read_json(model_dir / FOLDER / "config.json"))
+    rows = came.get("vocab_size", saved.tokenizer.vocab_size)
+    wanted = family or came.get("model_type")
+    row, config = fitting_family(saved.config.model, rows, wanted)
+    ids = {"bos_token_id": saved.tokenizer.bos_id, "eos_token_id": saved.tokenizer.bos_id}
+    kept = {k: came.get(k, ids[k]) for k in ids} | {"pad_token_id": came.get("pad_token_id")}
+    kind = dtype or came.get("dtype") or came.get("torch_dtype") or "float32"
+    out.mkdir(parents=True, exist_ok=True)
+    tokenizer_files(saved.tokenizer, model_dir, out)
+    export_weights(
+        out, row, config | kept, saved.specs, saved.params, NUMPY[kind],
+        saved.config.model.head_dim, shard_bytes,
+    )  # fmt: skip
+    return row.model_type
+
+
+NUMPY: dict[str, np.dtype] = {dtype.name: dtype for dtype in DTYPES.values()}
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("jaxtrain.interop", description=(__doc__ or "").split("\n")[0])
+    commands = parser.add_subparsers(dest="command", required=True)
+    into = commands.add_parser("import", help="a checkpoint becomes a run directory")
+    into.add_argument("source", help="folder of a checkpoint, or OWNER/NAME of huggingface.co")
+    into.add_argument("run", type=Path, help="run directory to write")
+    from_ = commands.add_parser("export", help="a run's model becomes a checkpoint")
+    from_.add_argument("run", type=Path, help="run directory or model folder")
+    from_.add_argument("out", type=Path, help="folder to write")
+    from_.add_argument("--family", choices=sorted(FAMILIES), help="default: the one that fits")
+    from_.add_argument("--dtype", choices=sorted(NUMPY), help="default: as imported, or float32")
+    from_.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="of one file, at most")
+    a = parser.parse_args(argv)
+    try:
+        if a.command == "import":
+            c = import_checkpoint(a.source, a.run)
+            print(f"imported {a.run}: depth {c.model.depth}, width {c.model.width}")
+            print(f"more     python -m jaxtrain.generate {a.run} --prompt '...'")
+        else:
+            name = export_run(a.run, a.out, a.family, a.dtype, a.shard_bytes)
+            print(f"exported {a.out} as {name}")
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,121 @@
+"""What goes along with the weights: tokenizer, chat template, settings of generation."""
+
+import json
+import shutil
+from pathlib import Path
+from typing import NamedTuple
+
+import tokenizers
+
+from jaxtrain.data import Tokenizer, load_tokenizer
+from jaxtrain.data.tokenizer import FILES, huggingface_tokenizer
+from jaxtrain.interop.configs import Json
+from jaxtrain.interop.tokenizer_json import bos_name, tokenizer_json
+from jaxtrain.settings import UserError
+
+FOLDER = "huggingface"  # inside model/: what a checkpoint brought along
+CARRIED = (
+    "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
+    "added_tokens.json", "chat_template.jinja", "chat_template.json",
+)  # fmt: skip
+
+
+class Prompting(NamedTuple):
+    """How text for a model begins and ends."""
+
+    bos: bool  # a prompt starts with the BOS token
+    stops: tuple[int, ...]  # tokens that end a text, BOS among them
+
+
+def carry(source: Path, target: Path) -> None:
+    """Copy those files that a checkpoint folder has to another folder."""
+    target.mkdir(parents=True, exist_ok=True)
+    for name in CARRIED:
+        if (source / name).is_file():
+            shutil.copyfile(source / name, target / name)
+
+
+def read_json(path: Path) -> Json:
+    """A JSON file's object; {} if there is none."""
+    try:
+        return json.loads(path.read_text()) if path.is_file() else {}
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+
+
+def tokenizer_of(folder: Path, rows: int) -> Tokenizer:
+    """The tokenizer of a checkpoint whose embedding has so many rows.
+
+    Special tokens beyond the embedding are left out (Gemma 3 1B's stand for pictures).
+    """
+    file = folder / FILES["huggingface"]
+    if file.is_file():
+        tree = json.loads(file.read_text(encoding="utf-8"))
+        added = tree.get("added_tokens", [])
+        inside = [token for token in added if token["id"] < rows]
+        model = file.read_bytes()
+        if len(inside) < len(added):
+            model = json.dumps(tree | {"added_tokens": inside}, ensure_ascii=False).encode()
+        tokenizer = huggingface_tokenizer(model, str(file))
+    elif (folder / FILES["sentencepiece"]).is_file():
+        tokenizer = load_tokenizer(folder)
+    else:
+        raise UserError(f"{folder} has no tokenizer.json and no tokenizer.model")
+    if tokenizer.vocab_size > rows:
+        raise UserError(
+            f"{folder}: the tokenizer has {tokenizer.vocab_size} tokens, but the embedding only "
+            f"{rows} rows"
+        )
+    return tokenizer
+
+
+def prompting(model_dir: Path, tokenizer: Tokenizer) -> Prompting:
+    """As the checkpoint says that a model comes from; our own models take BOS for both."""
+    folder = model_dir / FOLDER
+    stops, bos = {tokenizer.bos_id}, True
+    if not folder.is_dir():
+        return Prompting(bos, tuple(stops))
+    for name in ("config.json", "generation_config.json"):
+        ids = read_json(folder / name).get("eos_token_id")
+        stops |= {int(i) for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
+    if tokenizer.name == "huggingface":
+        inner = tokenizers.Tokenizer.from_str(tokenizer.model.decode())
+        bos = inner.encode("a").ids[:1] == [tokenizer.bos_id]
+    return Prompting(bos, tuple(sorted(stops)))
+
+
+def chat_template(model_dir: Path) -> str | None:
+    """The Jinja template of conversations that came along, of three places that it may have."""
+    folder = model_dir / FOLDER
+    if (folder / "chat_template.jinja").is_file():
+        return (folder / "chat_template.jinja").read_text()
+    for name in ("chat_template.json", "tokenizer_config.json"):
+        template = read_json(folder / name).get("chat_template")
+        if isinstance(template, list):  # several, by name
+            named = {one["name"]: one["template"] for one in template}
+            template = named.get("default")
+        if template:
+            return template
+    return None
+
+
+def tokenizer_files(tokenizer: Tokenizer, model_dir: Path, out: Path) -> None:
+    """Write what transformers needs of a tokenizer, and what the checkpoint brought along."""
+    carry(model_dir / FOLDER, out)
+    (out / "config.json").unlink(missing_ok=True)
+    (out / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
+    if not (out / "tokenizer_config.json").is_file():
+        bos = bos_name(tokenizer)
+        settings = {
+            "tokenizer_class": "PreTrainedTokenizerFast",
+            "bos_token": bos,
+            "eos_token": bos,
+        }
+        write_json(out / "tokenizer_config.json", settings)
+    if not (out / "generation_config.json").is_file():
+        ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.bos_id}
+        write_json(out / "generation_config.json", ids)
+
+
+def write_json(path: Path, value: Json) -> None:
+    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")

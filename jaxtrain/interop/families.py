@@ -1,0 +1,195 @@
+"""The model families that Hugging Face and this package share: one row each.
+
+A family says which fields of ModelConfig it fixes, how its config.json spells the others, and what
+its tensors are called. A new one is a row, if the Transformer has its features.
+"""
+
+from typing import Any, NamedTuple
+
+
+class Row(NamedTuple):
+    """A tensor of a checkpoint, and our parameters that lie in it side by side.
+
+    `theirs` has {} for the layer; `layout` names a row of `layouts.LAYOUTS`.
+    """
+
+    ours: tuple[str, ...]
+    theirs: str
+    layout: str = "same"
+
+
+class Family(NamedTuple):
+    """`fixed`: fields of ModelConfig; `keys`: our field -> theirs; `defaults`: absent keys."""
+
+    model_type: str
+    architecture: str
+    fixed: dict[str, Any]
+    keys: dict[str, str]
+    defaults: dict[str, Any]
+    rows: tuple[Row, ...]
+    rope_base: float | None = 10_000.0  # of a config.json that has none
+    embed_root: bool = False  # embeddings are multiplied by the root of the width
+    biases: tuple[str, ...] = ()  # fields that `attention_bias` switches
+    scale_key: str | None = None  # scores are divided by the root of this
+    windows: str = "none"  # none, all (sliding_window in each layer), types (layer_types)
+    pattern: int | None = None  # without layer_types, one layer of so many is full
+    prefix: str = "model."
+    activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))
+
+
+# Everything that a plain decoder has not, as fields of ModelConfig.
+PLAIN = {
+    "ffn": "swiglu", "qk_norm": False, "norm_gain": True, "embed_norm": False, "softcap": None,
+    "value_embeddings": False, "residual_scales": False, "smear": False, "backout": False,
+    "init": "gpt2",
+}  # fmt: skip
+KEYS = {
+    "depth": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
+    "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "hidden": "intermediate_size",
+    "norm_eps": "rms_norm_eps", "tied_head": "tie_word_embeddings",
+    "context": "max_position_embeddings",
+}  # fmt: skip
+CAPS = {"softcap": "final_logit_softcapping", "attention_softcap": "attn_logit_softcapping"}
+DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 2048}
+
+BLOCK, LAYER = "blocks/", "model.layers.{}."
+ATTENTION = tuple(
+    Row((f"blocks/attention/{ours}",), f"{LAYER}self_attn.{theirs}_proj.weight", "linear")
+    for ours, theirs in (("q", "q"), ("k", "k"), ("v", "v"), ("out", "o"))
+) + tuple(
+    Row((f"blocks/attention/{ours}_bias",), f"{LAYER}self_attn.{theirs}_proj.bias")
+    for ours, theirs in (("q", "q"), ("k", "k"), ("v", "v"), ("out", "o"))
+)
+FFN = tuple(
+    Row((f"blocks/ffn/{part}",), f"{LAYER}mlp.{part}_proj.weight", "linear")
+    for part in ("gate", "up", "down")
+) + tuple(
+    Row((f"blocks/ffn/{part}_bias",), f"{LAYER}mlp.{part}_proj.bias")
+    for part in ("gate", "up", "down")
+)
+ENDS = (
+    Row(("embed",), "model.embed_tokens.weight"),
+    Row(("head",), "lm_head.weight", "linear"),
+)
+
+
+def gains(layout: str, names: dict[str, str]) -> tuple[Row, ...]:
+    """The norms' rows, the last norm's and those of queries and keys among them."""
+    inside = (
+        Row((BLOCK + ours,), f"{LAYER}{theirs}.weight", layout) for ours, theirs in names.items()
+    )
+    heads = (
+        Row((f"blocks/attention/{x}_gain",), f"{LAYER}self_attn.{x}_norm.weight", layout)
+        for x in "qk"
+    )
+    return (*inside, *heads, Row(("final_gain",), "model.norm.weight", layout))
+
+
+TWO_NORMS = {"attention_gain": "input_layernorm", "ffn_gain": "post_attention_layernorm"}
+FOUR_NORMS = {
+    "attention_gain": "input_layernorm",
+    "attention_post_gain": "post_attention_layernorm",
+    "ffn_gain": "pre_feedforward_layernorm",
+    "ffn_post_gain": "post_feedforward_layernorm",
+}
+LLAMA_ROWS = (*ENDS, *ATTENTION, *FFN, *gains("same", TWO_NORMS))
+GEMMA_ROWS = (*ENDS, *ATTENTION, *FFN, *gains("plus one", TWO_NORMS))
+GEMMA2_ROWS = (*ENDS, *ATTENTION, *FFN, *gains("plus one", FOUR_NORMS))
+NANOCHAT_ROWS = (
+    *ENDS,
+    *(
+        Row((f"blocks/attention/{x}",), f"{LAYER}self_attn.{x}_proj.weight", "turned linear")
+        for x in "qk"
+    ),
+    *(row for row in ATTENTION if row.ours[0][-2:] in ("/v", "ut")),
+    Row(("blocks/ffn/up",), f"{LAYER}mlp.fc1.weight", "linear"),
+    Row(("blocks/ffn/down",), f"{LAYER}mlp.fc2.weight", "linear"),
+)
+OF_GPT2 = "transformer.h.{}."
+GPT2_ROWS = (
+    Row(("embed",), "transformer.wte.weight"),
+    Row(("position_embed",), "transformer.wpe.weight"),
+    Row(("head",), "lm_head.weight", "linear"),
+    Row(tuple(f"blocks/attention/{x}" for x in "qkv"), f"{OF_GPT2}attn.c_attn.weight"),
+    Row(tuple(f"blocks/attention/{x}_bias" for x in "qkv"), f"{OF_GPT2}attn.c_attn.bias"),
+    Row(("blocks/attention/out",), f"{OF_GPT2}attn.c_proj.weight"),
+    Row(("blocks/attention/out_bias",), f"{OF_GPT2}attn.c_proj.bias"),
+    Row(("blocks/ffn/up",), f"{OF_GPT2}mlp.c_fc.weight"),
+    Row(("blocks/ffn/up_bias",), f"{OF_GPT2}mlp.c_fc.bias"),
+    Row(("blocks/ffn/down",), f"{OF_GPT2}mlp.c_proj.weight"),
+    Row(("blocks/ffn/down_bias",), f"{OF_GPT2}mlp.c_proj.bias"),
+    Row(("blocks/attention_gain",), f"{OF_GPT2}ln_1.weight"),
+    Row(("blocks/attention_shift",), f"{OF_GPT2}ln_1.bias"),
+    Row(("blocks/ffn_gain",), f"{OF_GPT2}ln_2.weight"),
+    Row(("blocks/ffn_shift",), f"{OF_GPT2}ln_2.bias"),
+    Row(("final_gain",), "transformer.ln_f.weight"),
+    Row(("final_shift",), "transformer.ln_f.bias"),
+)
+
+LLAMA = Family(
+    "llama", "LlamaForCausalLM", PLAIN, KEYS | {"ffn_bias": "mlp_bias"},
+    DEFAULTS | {"mlp_bias": False}, LLAMA_ROWS, biases=("qkv_bias", "out_bias"),
+)  # fmt: skip
+MISTRAL = Family(
+    "mistral", "MistralForCausalLM", PLAIN, KEYS,
+    DEFAULTS | {"sliding_window": 4096, "num_key_value_heads": 8}
+    | {"max_position_embeddings": 131072},
+    LLAMA_ROWS, windows="all",
+)  # fmt: skip
+QWEN2 = Family(
+    "qwen2", "Qwen2ForCausalLM", PLAIN | {"qkv_bias": True}, KEYS,
+    DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28, "use_sliding_window": False}
+    | {"max_position_embeddings": 32768},
+    LLAMA_ROWS, windows="types",
+)  # fmt: skip
+QWEN3 = QWEN2._replace(
+    model_type="qwen3", architecture="Qwen3ForCausalLM", biases=("qkv_bias", "out_bias"),
+    fixed=PLAIN | {"qk_norm": True, "qk_norm_gain": True, "qk_scale": 1.0},
+    defaults=QWEN2.defaults | {"head_dim": 128},
+)  # fmt: skip
+TANH_GELU = ("gelu_pytorch_tanh", "gelu_new")
+GEMMA = Family(
+    "gemma", "GemmaForCausalLM", PLAIN | {"ffn": "geglu"}, KEYS,
+    DEFAULTS | {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192},
+    # Its first releases say "gelu" and mean the approximation by tanh.
+    GEMMA_ROWS, embed_root=True, biases=("qkv_bias", "out_bias"),
+    activation=("hidden_act", (*TANH_GELU, "gelu")),
+)  # fmt: skip
+GEMMA2 = GEMMA._replace(
+    model_type="gemma2", architecture="Gemma2ForCausalLM",
+    fixed=GEMMA.fixed | {"post_norm": True}, keys=KEYS | CAPS,
+    defaults=GEMMA.defaults | {"query_pre_attn_scalar": 256, "sliding_window": 4096}
+    | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
+    rows=GEMMA2_ROWS, scale_key="query_pre_attn_scalar", windows="types", pattern=2,
+    activation=("hidden_activation", TANH_GELU),
+)  # fmt: skip
+GEMMA3 = GEMMA2._replace(
+    model_type="gemma3_text", architecture="Gemma3ForCausalLM",
+    fixed=GEMMA2.fixed | {"qk_norm": True, "qk_norm_gain": True, "qk_scale": 1.0},
+    defaults=GEMMA2.defaults | {"final_logit_softcapping": None, "attn_logit_softcapping": None}
+    | {"max_position_embeddings": 131072},
+    rope_base=1_000_000.0, pattern=6,
+)  # fmt: skip
+GPT2 = Family(
+    "gpt2", "GPT2LMHeadModel",
+    PLAIN | {"ffn": "gelu", "norm": "layer", "positions": "learned", "qkv_bias": True}
+    | {"out_bias": True, "ffn_bias": True},
+    {"depth": "n_layer", "width": "n_embd", "heads": "n_head", "hidden": "n_inner"}
+    | {"norm_eps": "layer_norm_epsilon", "tied_head": "tie_word_embeddings"}
+    | {"context": "n_positions"},
+    {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "n_positions": 1024, "n_inner": None},
+    GPT2_ROWS, rope_base=None, prefix="transformer.",
+    activation=("activation_function", TANH_GELU[::-1]),
+)  # fmt: skip
+NANOCHAT = Family(
+    "nanochat", "NanoChatForCausalLM",
+    PLAIN | {"ffn": "relu2", "qk_norm": True, "qk_scale": 1.0, "norm_gain": False}
+    | {"embed_norm": True, "init": "speedrun"},
+    KEYS | {"softcap": "final_logit_softcapping"}, DEFAULTS | {"final_logit_softcapping": 15.0},
+    NANOCHAT_ROWS, activation=("hidden_act", ("relu2",)),
+)  # fmt: skip
+
+FAMILIES = {
+    family.model_type: family
+    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, GPT2, NANOCHAT)
+}

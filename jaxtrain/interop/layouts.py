@@ -1,0 +1,40 @@
+"""How one parameter lies in a checkpoint's tensor: pairs of functions, theirs -> ours and back."""
+
+from collections.abc import Callable
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxtrain.interop.tensors import transposed
+
+Change = Callable[[np.ndarray, int], np.ndarray]  # (array of one layer, head dim) -> array
+
+
+class Layout(NamedTuple):
+    """`read` makes ours of theirs, `write` theirs of ours."""
+
+    read: Change
+    write: Change
+
+
+def turned(x_DC: np.ndarray, head_dim: int) -> np.ndarray:
+    """The halves of each head's channels exchanged.
+
+    NanoChat rotates by minus the angle: the same function with the halves of q and k exchanged.
+    """
+    halves = x_DC.reshape(x_DC.shape[0], -1, 2, head_dim // 2)
+    return halves[:, :, ::-1].reshape(x_DC.shape)
+
+
+LAYOUTS = {
+    "same": Layout(lambda x, h: x, lambda x, h: x),
+    # PyTorch's Linear stores [out, in].
+    "linear": Layout(lambda x, h: transposed(x), lambda x, h: transposed(x)),
+    "turned linear": Layout(
+        lambda x, h: turned(transposed(x), h), lambda x, h: transposed(turned(x, h))
+    ),
+    # Gemma's norms multiply by 1 + weight.
+    "plus one": Layout(
+        lambda x, h: 1 + x.astype(np.float32), lambda x, h: x.astype(np.float32) - 1
+    ),
+}

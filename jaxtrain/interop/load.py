@@ -1,0 +1,246 @@
+"""A Hugging Face checkpoint as our parameters: on a mesh, or in our own model file.
+
+One tensor at a time: read from its mapped file, checked, laid out as ours, and put into its place
+of the stack over layers. No second copy of the model is ever in host memory.
+"""
+
+import functools
+import json
+import re
+from collections import deque
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding, PartitionSpec
+
+from jaxtrain.interop.configs import Json, family_of, model_fields, text_part
+from jaxtrain.interop.families import Family, Row
+from jaxtrain.interop.layouts import LAYOUTS
+from jaxtrain.interop.tensors import DTYPES, Stored, read, read_headers
+from jaxtrain.model import ParamSpec, path_name
+from jaxtrain.settings import UserError
+
+# Buffers that old checkpoints hold, and what sees pictures in Gemma 3.
+IGNORED = re.compile(
+    r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|^(model\.)?(vision_tower|multi_modal_projector)\."
+)
+AHEAD = 4  # layers that are prepared while one is used
+PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
+
+
+class Source(NamedTuple):
+    """A checkpoint folder that was looked at, without any tensor read."""
+
+    folder: Path
+    family: Family
+    config: Json  # its config.json, the part of the language model
+    fields: Json  # of ModelConfig
+    tensors: dict[str, Stored]  # by the names of the family
+
+
+class Place(NamedTuple):
+    """Where one of our parameters lies in a checkpoint: its row, and its columns of it."""
+
+    row: Row
+    start: int
+    width: int | None  # None: the whole tensor
+
+
+def find_folder(path_or_repo: str) -> Path:
+    """A folder on disk, or the local copy of a repository of huggingface.co."""
+    folder = Path(path_or_repo).expanduser()
+    if folder.is_dir():
+        return folder
+    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path_or_repo):
+        raise UserError(f"{path_or_repo} is no folder, and not OWNER/NAME of huggingface.co")
+    import huggingface_hub
+
+    try:
+        return Path(huggingface_hub.snapshot_download(path_or_repo, allow_patterns=PATTERNS))
+    except Exception as error:  # the hub's errors have no common base beside the network's
+        first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
+        raise UserError(f"{path_or_repo} cannot be fetched from huggingface.co: {first}") from error
+
+
+def is_checkpoint(folder: Path) -> bool:
+    """Whether a folder is one of Hugging Face's (ours have a config.yaml)."""
+    return (folder / "config.json").is_file()
+
+
+def open_checkpoint(folder: Path) -> Source:
+    """Read config.json and the headers; UserError for what is not supported."""
+    if not is_checkpoint(folder):
+        raise UserError(f"{folder} has no config.json: it is no checkpoint of Hugging Face")
+    try:
+        config = text_part(json.loads((folder / "config.json").read_text()))
+    except ValueError as error:
+        raise UserError(f"{folder / 'config.json'} is not JSON: {error}") from error
+    fields, family = model_fields(config), family_of(config)
+    named = {own_name(name, family): stored for name, stored in read_headers(folder).items()}
+    tensors = {name: stored for name, stored in named.items() if not IGNORED.search(name)}
+    if fields["tied_head"]:
+        tensors.pop("lm_head.weight", None)
+    return Source(folder, family, config, fields, tensors)
+
+
+def own_name(name: str, family: Family) -> str:
+    """A tensor's name as the causal model of the family has it."""
+    name = name.replace("language_model.", "", 1)
+    if name.startswith((family.prefix, "lm_head.")) or IGNORED.search(name):
+        return name
+    return family.prefix + name
+
+
+# ---- where everything lies -------------------------------------------------------------------
+
+
+def flatten(specs: Any) -> dict[str, ParamSpec]:
+    return {path_name(p): spec for p, spec in jax.tree_util.tree_flatten_with_path(specs)[0]}
+
+
+def is_stacked(spec: ParamSpec) -> bool:
+    return bool(spec.axes) and spec.axes[0] == "layers"
+
+
+def shape_of(spec: ParamSpec) -> tuple[int, ...]:
+    """The shape of one layer."""
+    return spec.shape[1:] if is_stacked(spec) else spec.shape
+
+
+def places(family: Family, flat: dict[str, ParamSpec]) -> dict[str, Place]:
+    """Each of our parameters -> where it lies."""
+    found = {}
+    for row in family.rows:
+        if row.ours[0] in flat:
+            widths = [shape_of(flat[name])[-1] for name in row.ours]
+            for i, name in enumerate(row.ours):
+                whole = len(row.ours) == 1
+                found[name] = Place(row, sum(widths[:i]), None if whole else widths[i])
+    return found
+
+
+def expected(family: Family, flat: dict[str, ParamSpec]) -> dict[str, tuple[int, ...]]:
+    """Name and shape of each tensor that a checkpoint of this model has."""
+    table = {}
+    for row in family.rows:
+        if row.ours[0] not in flat:
+            continue
+        spec = flat[row.ours[0]]
+        shape = shape_of(spec)
+        if len(row.ours) > 1:
+            shape = (*shape[:-1], sum(shape_of(flat[name])[-1] for name in row.ours))
+        if "linear" in row.layout:
+            shape = shape[::-1]
+        for i in range(spec.shape[0]) if is_stacked(spec) else [0]:
+            table[row.theirs.format(i)] = shape
+    return table
+
+
+def check(source: Source, flat: dict[str, ParamSpec]) -> None:
+    """UserError for the first tensor that is missing, too much, of another shape or quantised."""
+    wanted, got = expected(source.family, flat), source.tensors
+    of = f"{source.folder}: a {source.family.model_type} model of its config.json"
+    for name, shape in wanted.items():
+        if name not in got:
+            raise UserError(f"{of} needs tensor {name}, which is missing")
+        if got[name].shape != shape:
+            raise UserError(f"{of} needs {name} of shape {shape}, but it is {got[name].shape}")
+    for name in got:
+        if name not in wanted:
+            raise UserError(f"{of} has no tensor {name}, but the checkpoint does")
+    for name, stored in got.items():
+        if stored.dtype not in DTYPES:
+            read(name, stored)  # raises, and says what to do
+
+
+# ---- reading ---------------------------------------------------------------------------------
+
+
+def layers_of(source: Source, place: Place, spec: ParamSpec) -> Iterator[np.ndarray]:
+    """The arrays of one parameter, a layer at a time, in the checkpoint's dtype."""
+    layout = LAYOUTS[place.row.layout]
+
+    def layer(i: int) -> np.ndarray:
+        name = place.row.theirs.format(i)
+        x = layout.read(read(name, source.tensors[name]), source.fields["head_dim"])
+        return x if place.width is None else x[..., place.start : place.start + place.width]
+
+    # A few layers ahead of the one in use: checking and transposing keep several cores busy.
+    with ThreadPoolExecutor(AHEAD) as pool:
+        waiting: deque[Future[np.ndarray]] = deque()
+        for i in range(spec.shape[0]) if is_stacked(spec) else [0]:
+            waiting.append(pool.submit(layer, i))
+            if len(waiting) > AHEAD:
+                yield waiting.popleft().result()
+        while waiting:
+            yield waiting.popleft().result()
+
+
+def load(source: Source, specs: Any, shardings: Any = None, dtype: Any = None) -> Any:
+    """The parameters on their devices, in the declared dtypes (or `dtype`, of all but gains).
+
+    shardings: a tree as `specs`; None: the first device. Raises UserError naming the tensor that
+    is missing, too much, of another shape, quantised or not finite.
+    """
+    flat = flatten(specs)
+    check(source, flat)
+    where = places(source.family, flat)
+    one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def value(path: tuple[Any, ...], spec: ParamSpec, sharding: Any = one_device) -> jax.Array:
+        kind = spec.dtype if dtype is None or spec.role in ("gain", "scalar") else dtype
+        layers = layers_of(source, where[path_name(path)], spec)
+        if not is_stacked(spec):
+            return owned(np.asarray(next(layers)).astype(kind, copy=False), sharding)
+        stack = jnp.zeros(spec.shape, kind, device=sharding)
+        for i, layer in enumerate(layers):
+            stack = put_layer(stack, jax.device_put(layer, of_one_layer(sharding)), np.int32(i))
+        return stack
+
+    trees = (specs,) if shardings is None else (specs, shardings)
+    return jax.tree_util.tree_map_with_path(value, *trees)
+
+
+def owned(x: np.ndarray, sharding: Any) -> jax.Array:
+    """On the device, in memory of its own: a CPU's array could else be the file's mapped pages,
+    which nothing may be written to when it is donated."""
+    return jax.device_put(x, sharding, may_alias=False)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def put_layer(stack: jax.Array, layer: jax.Array, at: jax.Array) -> jax.Array:
+    """The stack with one layer filled in; in place."""
+    return jax.lax.dynamic_update_index_in_dim(stack, layer.astype(stack.dtype), at, 0)
+
+
+def of_one_layer(sharding: Any) -> Any:
+    """The placement of a layer of a stack."""
+    if not isinstance(sharding, NamedSharding):
+        return sharding
+    return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
+
+
+def stored_form(
+    source: Source, specs: Any
+) -> tuple[dict[str, tuple[np.dtype, tuple[int, ...]]], Iterator[np.ndarray]]:
+    """Our model file's table, and its pieces in that order: in the checkpoint's dtype."""
+    flat = flatten(specs)
+    check(source, flat)
+    where = places(source.family, flat)
+    kinds = {}
+    for name, spec in flat.items():
+        first = source.tensors[where[name].row.theirs.format(0)]
+        small = spec.role in ("gain", "scalar")
+        kinds[name] = np.dtype(np.float32) if small else DTYPES[first.dtype]
+    table = {name: (kinds[name], spec.shape) for name, spec in flat.items()}
+    pieces = (
+        np.asarray(layer).astype(kinds[name], copy=False)
+        for name, spec in flat.items()
+        for layer in layers_of(source, where[name], spec)
+    )
+    return table, pieces

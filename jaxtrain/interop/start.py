@@ -1,0 +1,86 @@
+"""Starting a run from another model: one of our runs or model folders, or a checkpoint."""
+
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+import yaml
+
+from jaxtrain.data.tokenizer import FILES
+from jaxtrain.interop.companions import FOLDER, carry
+from jaxtrain.interop.configs import Json
+from jaxtrain.interop.load import (
+    find_folder,
+    flatten,
+    is_checkpoint,
+    load,
+    open_checkpoint,
+    owned,
+)
+from jaxtrain.interop.tensors import WEIGHTS, read, read_header
+from jaxtrain.model import ParamSpec, path_name
+from jaxtrain.settings import UserError
+
+
+def model_folder(path: str) -> Path:
+    """The folder with the weights of a run, a model folder, a checkpoint or a repository."""
+    folder = find_folder(path)
+    return folder / "model" if (folder / "model" / "config.yaml").is_file() else folder
+
+
+def sections_of(path: str) -> dict[str, Json]:
+    """What a configuration takes over from the model that it starts from: model and tokenizer."""
+    folder = model_folder(path)
+    if is_checkpoint(folder):
+        model = open_checkpoint(folder).fields
+    elif (folder / "config.yaml").is_file():
+        model = yaml.safe_load((folder / "config.yaml").read_text())["model"]
+    else:
+        raise UserError(
+            f"train.init_from {path}: no run, no model folder and no checkpoint of Hugging Face "
+            "(there is neither config.yaml nor config.json)"
+        )
+    names = ("huggingface", "sentencepiece", "bytes")
+    kind = next((name for name in names if (folder / FILES[name]).is_file()), None)
+    if kind is None:
+        raise UserError(f"train.init_from {path}: {folder} has no tokenizer")
+    tokenizer = {"name": kind} | ({} if kind == "bytes" else {"path": str(folder / FILES[kind])})
+    return {"model": model, "data": {"tokenizer": tokenizer}}
+
+
+def take_over(tree: Json, path: str) -> None:
+    """Fill a plain configuration in with those sections; what it says itself wins."""
+    sections = sections_of(path)
+    tree["model"] = sections["model"] | (tree.get("model") or {})
+    data = tree.setdefault("data", {})
+    data.setdefault("tokenizer", sections["data"]["tokenizer"])
+
+
+def load_start(path: str, specs: Any, shardings: Any) -> Any:
+    """The parameters to start from, on the mesh, in the declared dtypes."""
+    folder = model_folder(path)
+    if is_checkpoint(folder):
+        return load(open_checkpoint(folder), specs, shardings)
+    stored = read_header(folder / WEIGHTS)
+    for name, spec in flatten(specs).items():
+        if name not in stored or stored[name].shape != spec.shape:
+            got = stored[name].shape if name in stored else "nothing"
+            raise UserError(
+                f"train.init_from {path}: the model needs {name} of shape {spec.shape}, there is "
+                f"{got}; leave the model section and the tokenizer to that model"
+            )
+
+    def value(at: tuple[Any, ...], spec: ParamSpec, sharding: Any) -> jax.Array:
+        x = read(path_name(at), stored[path_name(at)])
+        return owned(np.asarray(x).astype(spec.dtype, copy=False), sharding)
+
+    return jax.tree_util.tree_map_with_path(value, specs, shardings)
+
+
+def carry_on(path: str, model_dir: Path) -> None:
+    """What a checkpoint brought along goes with the model that was trained from it."""
+    folder = model_folder(path)
+    source = folder if is_checkpoint(folder) else folder / FOLDER
+    if source.is_dir():
+        carry(source, model_dir / FOLDER)

@@ -1,0 +1,81 @@
+"""Frequencies of the rotary positions, and the ways to stretch them over a longer context."""
+
+import math
+from typing import Annotated, Literal
+
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+from pydantic import Field
+
+from jaxtrain.settings import Settings
+
+
+class LinearScaling(Settings):
+    """Positions divided by a factor (Chen et al. 2023)."""
+
+    name: Literal["linear"] = "linear"
+    factor: float = Field(gt=0, description="how many times longer the context becomes")
+
+
+class Llama3Scaling(Settings):
+    """Llama 3.1: low frequencies divided by the factor, high ones kept, a ramp between."""
+
+    name: Literal["llama3"] = "llama3"
+    factor: float = Field(8.0, gt=0, description="divides the low frequencies")
+    low_freq_factor: float = Field(
+        1.0, gt=0, description="fewer turns over original_context than this are a low frequency"
+    )
+    high_freq_factor: float = Field(
+        4.0, gt=0, description="more turns over original_context than this are a high frequency"
+    )
+    original_context: int = Field(8192, ge=1, description="tokens of context before stretching")
+
+
+class YarnScaling(Settings):
+    """YaRN (Peng et al. 2023): a ramp between kept and divided frequencies, and hotter scores."""
+
+    name: Literal["yarn"] = "yarn"
+    factor: float = Field(gt=0, description="how many times longer the context becomes")
+    beta_fast: float = Field(32.0, gt=0, description="turns from which a frequency is kept")
+    beta_slow: float = Field(1.0, gt=0, description="turns up to which a frequency is divided")
+    original_context: int = Field(ge=1, description="tokens of context before stretching")
+    attention_factor: float | None = Field(
+        None,
+        gt=0,
+        description="factor on rotated queries and on rotated keys; default 1 + 0.1 ln(factor)",
+    )
+    truncate: bool = Field(True, description="the ramp starts and ends at whole channels")
+
+
+RopeScaling = Annotated[LinearScaling | Llama3Scaling | YarnScaling, Field(discriminator="name")]
+
+
+def frequencies(
+    head_dim: int, base: float, scaling: RopeScaling | None = None
+) -> tuple[Float[Array, "h"], float]:
+    """Radians per token of each of the H/2 pairs, and the factor on what is rotated."""
+    plain_h = base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    if scaling is None:
+        return plain_h, 1.0
+    if scaling.name == "linear":
+        return plain_h / scaling.factor, 1.0
+    if scaling.name == "llama3":
+        turns_h = scaling.original_context * plain_h / (2 * math.pi)
+        low, high = scaling.low_freq_factor, scaling.high_freq_factor
+        kept_h = jnp.clip((turns_h - low) / (high - low), 0.0, 1.0)
+        return kept_h * plain_h + (1 - kept_h) * plain_h / scaling.factor, 1.0
+
+    def channel(turns: float) -> float:
+        """The pair that makes so many turns over the original context."""
+        wavelength = scaling.original_context / (turns * 2 * math.pi)
+        return head_dim * math.log(wavelength) / (2 * math.log(base))
+
+    first, last = channel(scaling.beta_fast), channel(scaling.beta_slow)
+    if scaling.truncate:
+        first, last = math.floor(first), math.ceil(last)
+    first, last = max(first, 0), min(last, head_dim - 1)
+    ramp_h = (jnp.arange(head_dim // 2, dtype=jnp.float32) - first) / max(last - first, 0.001)
+    kept_h = 1 - jnp.clip(ramp_h, 0.0, 1.0)
+    grown = max(1.0, 1 + 0.1 * math.log(scaling.factor))
+    factor = scaling.attention_factor or grown
+    return kept_h * plain_h + (1 - kept_h) * plain_h / scaling.factor, factor
