@@ -1,6 +1,6 @@
-"""Validation: loss, perplexity and bits per byte of a whole split.
+"""Validation: loss, perplexity and bits per byte of a whole split; or in-context tasks.
 
-python -m jaxtrain.evaluate RUN [--step N] [key=value ...]
+python -m jaxtrain.evaluate RUN [--step N] [--tasks core] [key=value ...]
 """
 
 import argparse
@@ -13,15 +13,18 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh
+from rich.console import Console
 
 from jaxtrain import data, objectives
 from jaxtrain.model import cast
 from jaxtrain.parallel import make_mesh, place_batch, shardings
 from jaxtrain.parallel.mesh import batch_ways
 from jaxtrain.parallel.runtime import compute_dtype, start
+from jaxtrain.report import write_report
 from jaxtrain.saved import Saved, load_saved
 from jaxtrain.scaling import Resolved, override
 from jaxtrain.settings import UserError
+from jaxtrain.tasks import run_tasks, table_of
 
 
 def make_scorer(graphdef: Any, specs: Any, dtype: jnp.dtype, bytes_V: Any) -> Callable[..., Any]:
@@ -94,9 +97,22 @@ def data_for(saved: Saved, config: Resolved) -> data.DataConfig:
     tokenizer = config.data.tokenizer
     if config.data == saved.config.data or tokenizer != saved.config.data.tokenizer:
         return config.data
-    if tokenizer.name == "sentencepiece":
+    if tokenizer.name != "bytes":
         tokenizer = tokenizer.model_copy(update={"path": str(saved.tokenizer_dir)})
     return config.data.model_copy(update={"tokenizer": tokenizer})
+
+
+def answer_tasks(saved: Saved, config: Resolved, arguments: argparse.Namespace) -> None:
+    """What --tasks asks for: a table on the screen, figures in --out."""
+    if arguments.limit is not None and arguments.limit < 1:
+        raise UserError("--limit must be at least 1")
+    names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
+    out = arguments.out or arguments.run / "tasks.json"
+    bundle = data.open_bundle(arguments.bundle, names)
+    result = run_tasks(saved, config, bundle, names, out, arguments.limit)
+    if (arguments.run / "metrics.jsonl").is_file() and jax.process_index() == 0:
+        write_report(arguments.run)
+    Console(width=120).print(table_of(result), f"\n{out}", highlight=False)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -105,12 +121,19 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", type=Path, help="run directory or model folder")
     parser.add_argument("--step", type=int, help="a checkpoint instead of the final model")
+    parser.add_argument("--tasks", help="core, names of its tasks, or FILE.yaml: comma-separated")
+    parser.add_argument("--bundle", type=Path, help="of the tasks; default $JAXTRAIN_CORE")
+    parser.add_argument("--limit", type=int, help="examples of each task; default all")
+    parser.add_argument("--out", type=Path, help="results of the tasks; default RUN/tasks.json")
     parser.add_argument("overrides", nargs="*", help="data.validation.name=documents ...")
     arguments = parser.parse_intermixed_args(argv)
     try:
         start()
         saved = load_saved(arguments.run, arguments.step)
         config = override(saved.config, arguments.overrides)
+        if arguments.tasks:
+            answer_tasks(saved, config, arguments)
+            return 0
         for name, value in evaluate(saved, config).items():
             print(f"{name:12s} {value:.4f}")
     except UserError as error:

@@ -3,7 +3,6 @@
 import argparse
 import json
 import math
-import os
 import re
 import sys
 from bisect import bisect_right
@@ -18,6 +17,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxtrain.metrics import Number, Row, format_bytes, format_duration, read_rows
+from jaxtrain.report_data import data_section
+from jaxtrain.report_tasks import tasks_section
 from jaxtrain.settings import UserError
 
 WIDTH, HEIGHT = 480, 250  # of a chart, in SVG units
@@ -53,6 +54,8 @@ def write_report(run_dir: Path) -> Path:
         f'<div class="tiles">{_tiles(rows, env)}</div>',
         *_warnings(rows),
         f'<div class="charts">{_charts(rows)}</div>',
+        data_section(run_dir, rows),
+        tasks_section(run_dir),
         _samples(run_dir / "samples"),
     ]
     if config.exists():
@@ -61,11 +64,9 @@ def write_report(run_dir: Path) -> Path:
     if env:
         sections.append(f'<h2>Environment</h2><div class="wide">{_table(env)}</div>')
     page = PAGE.replace("{title}", escape(name)).replace("{body}", "\n".join(sections))
-    path = run_dir / "report.html"
-    fresh = path.with_suffix(".tmp")
+    fresh = run_dir / "report.tmp"
     fresh.write_text(page, encoding="utf-8")
-    os.replace(fresh, path)
-    return path
+    return fresh.replace(run_dir / "report.html")
 
 
 def _read_run(run_dir: Path) -> list[Row]:

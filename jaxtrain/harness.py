@@ -1,0 +1,167 @@
+"""Any task of EleutherAI's lm-evaluation-harness on one of our models (extra `eval`).
+
+python -m jaxtrain.harness RUN --tasks mmlu,gsm8k [--num-fewshot 5] [--limit 100]
+
+`HarnessModel(load_saved(path))` is what `lm_eval.simple_evaluate(model=...)` takes.
+"""
+
+import argparse
+import importlib
+import importlib.util
+import sys
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.checkpoint import write_json
+from jaxtrain.data import Scored
+from jaxtrain.generate import complete
+from jaxtrain.model import cast
+from jaxtrain.parallel.runtime import compute_dtype, start
+from jaxtrain.saved import Saved, load_saved
+from jaxtrain.scaling import override
+from jaxtrain.scoring import make_scorer, scores
+from jaxtrain.settings import UserError
+
+INSTALLED = importlib.util.find_spec("lm_eval") is not None
+Base: Any = importlib.import_module("lm_eval.api.model").LM if INSTALLED else object
+NEW_TOKENS = 256  # that an answer may have if a task does not say
+
+
+class HarnessModel(Base):
+    """The harness's interface. Every text begins with BOS, and keeps its end where it is too long.
+
+    A request is lm_eval's `Instance`: what it asks for is in `args`.
+    """
+
+    def __init__(self, saved: Saved, overrides: Sequence[str] = ()):
+        super().__init__()
+        self.saved, self.config = saved, override(saved.config, overrides)
+        self.scorer = make_scorer(saved, self.config)
+        self.bos = np.array([saved.tokenizer.bos_id], np.int32)
+
+    def loglikelihood(self, requests: list[Any], **options: Any) -> list[tuple[float, bool]]:
+        """args (context, continuation) -> its log-likelihood in nats, and whether it is greedy.
+
+        Requests in a row with one context are the answers to one question.
+        """
+        asked = groupby((request.args for request in requests), key=lambda args: args[0])
+        questions = ([self.pair(*args) for args in group] for _, group in asked)
+        (found,) = scores(self.scorer, [questions])
+        return [(-float(nll), bool(greedy)) for nll, greedy in zip(found.nll, found.greedy)]
+
+    def loglikelihood_rolling(self, requests: list[Any], **options: Any) -> list[float]:
+        """args (text,) -> its log-likelihood after BOS.
+
+        Each token is asked for once; of a longer text than the context, in windows of that size.
+        """
+        texts = [list(self.windows(self.encode(request.args[0]))) for request in requests]
+        (found,) = scores(self.scorer, [([part] for text in texts for part in text)])
+        ends = np.cumsum([len(text) for text in texts])
+        return [-float(found.nll[end - len(x) : end].sum()) for end, x in zip(ends, texts)]
+
+    def generate_until(self, requests: list[Any], **options: Any) -> list[str]:
+        """args (context, settings) -> text up to the first of `until`, which is not part of it.
+
+        Settings beside `until`: max_gen_toks, and with do_sample temperature, top_p, top_k.
+        """
+        answers = [""] * len(requests)
+        order = sorted(range(len(requests)), key=lambda i: repr(requests[i].args[1]))
+        for _, same in groupby(order, key=lambda i: repr(requests[i].args[1])):
+            batch = sorted(same, key=lambda i: len(requests[i].args[0]))
+            for begin in range(0, len(batch), self.scorer.shape.rows):
+                some = batch[begin : begin + self.scorer.shape.rows]
+                texts = [requests[i].args[0] for i in some]
+                for i, answer in zip(some, self.generate(texts, requests[some[0]].args[1])):
+                    answers[i] = answer
+        return answers
+
+    @cached_property
+    def params(self) -> Any:
+        """For generation, which runs on one device."""
+        dtype = compute_dtype(self.config.train.precision)
+        return cast(jax.device_put(self.saved.params), self.saved.specs, dtype)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.concatenate([self.bos, self.saved.tokenizer.encode(text)]).astype(np.int32)
+
+    def pair(self, context: str, continuation: str) -> Scored:
+        """Spaces at the context's end belong to the continuation's first token."""
+        tokens = self.encode(context + continuation)
+        first = min(len(self.encode(context.rstrip())), len(tokens) - 1)
+        lost = max(0, len(tokens) - self.scorer.context - 1)
+        return Scored(tokens[lost:], max(1, first - lost))
+
+    def windows(self, tokens: np.ndarray) -> Iterator[Scored]:
+        """All tokens but the first, in pieces; the last piece sees a whole context too."""
+        context = self.scorer.context
+        for begin in range(1, len(tokens), context):
+            end = min(begin + context, len(tokens))
+            first = max(0, end - context - 1)
+            yield Scored(tokens[first:end], begin - first)
+
+    def generate(self, texts: Sequence[str], settings: dict[str, Any]) -> list[str]:
+        """Continuations of texts with the same settings."""
+        new = min(int(settings.get("max_gen_toks", NEW_TOKENS)), self.scorer.context // 2)
+        room = self.scorer.context - new
+        ids = [self.encode(text)[-room:] for text in texts]
+        ids += [self.bos] * (self.scorer.shape.rows - len(ids))  # one program for all batches
+        width = min(room, 1 << (max(map(len, ids)) - 1).bit_length())
+        padded = np.stack([np.pad(x, (0, width - len(x))) for x in ids])
+        sample = settings.get("do_sample", False)
+        out = complete(
+            self.saved.graphdef, self.params, jnp.asarray(padded),
+            jnp.asarray([len(x) for x in ids], jnp.int32), jax.random.key(self.config.run.seed),
+            jnp.float32(settings.get("temperature", 1.0) if sample else 0.0),
+            jnp.float32(settings.get("top_p", 1.0)), new=new, top_k=settings.get("top_k"),
+            stop=self.saved.prompting.stops,
+        )  # fmt: skip
+        until = settings.get("until") or []
+        until = [until] if isinstance(until, str) else until
+        return [self.text(row, until) for row in np.asarray(out)[: len(texts)].tolist()]
+
+    def text(self, row: list[int], until: Sequence[str]) -> str:
+        """The text of new tokens, up to what ends it."""
+        stops = self.saved.prompting.stops
+        end = next((i for i, token in enumerate(row) if token in stops), len(row))
+        text = self.saved.tokenizer.decode(row[:end])
+        for stop in filter(None, until):
+            text = text.split(stop)[0]
+        return text
+
+
+def main(argv: list[str] | None = None) -> int:
+    parser = argparse.ArgumentParser("jaxtrain.harness", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("run", type=Path, help="run directory or model folder")
+    parser.add_argument("--tasks", required=True, help="names of the harness, comma-separated")
+    parser.add_argument("--num-fewshot", type=int, help="shots; default what each task says")
+    parser.add_argument("--limit", type=int, help="examples of each task; default all")
+    parser.add_argument("--step", type=int, help="a checkpoint instead of the final model")
+    parser.add_argument("--out", type=Path, help="results as JSON; default RUN/harness.json")
+    parser.add_argument("overrides", nargs="*", help="eval.batch_size=16 ...")
+    a = parser.parse_intermixed_args(argv)
+    try:
+        if not INSTALLED:
+            raise UserError("lm-evaluation-harness is not installed: pip install 'jaxtrain[eval]'")
+        start()
+        lm_eval = importlib.import_module("lm_eval")
+        found = lm_eval.simple_evaluate(
+            HarnessModel(load_saved(a.run, a.step), a.overrides), tasks=a.tasks.split(","),
+            num_fewshot=a.num_fewshot, limit=a.limit,
+        )  # fmt: skip
+        print(importlib.import_module("lm_eval.utils").make_table(found))
+        write_json(a.out or a.run / "harness.json", found["results"])
+    except UserError as error:
+        print(f"error: {error}", file=sys.stderr)
+        return 2
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

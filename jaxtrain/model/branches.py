@@ -1,0 +1,80 @@
+"""Rows that branch: several continuations of one text, which is computed once.
+
+A row is a trunk of packed texts and, behind it, R tokens of branches. A branch token sees its own
+branch up to itself and the trunk text that it continues; the trunk does not see the branches. So
+the answers of a multiple-choice question cost their own tokens alone, and each gets the numbers of
+question and answer read as one text.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxtrain import parallel
+
+FLOOR = -1e30  # finite, so that padding, which sees nothing, gives no NaN
+
+
+class Branches(NamedTuple):
+    """What the last R tokens of each row continue."""
+
+    parents_BR: Array  # segment of the trunk text in front of the branch; 0 is padding
+    before_BR: Array  # place in the row of the token before
+    positions_BT: Array  # of the whole row: a branch goes on where its parent ends
+
+
+def branched_attention(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BTKH: Float[Array, "B T K H"],
+    v_BTKH: Float[Array, "B T K H"],
+    *,
+    branches: Branches,
+    window: int | None,
+    segments_BT: Int[Array, "B T"] | None,
+    softcap: float | None,
+    scale: float,
+    implementation: str | None,
+    deterministic: bool,
+) -> Float[Array, "B T N H"]:
+    """As `parallel.attention`: its kernel for the trunk, plain matmuls for the branches."""
+    assert segments_BT is not None, "what is a branch's parent without segments"
+    split = q_BTNH.shape[1] - branches.parents_BR.shape[1]
+    trunk_BTNH = parallel.attention(
+        q_BTNH[:, :split], k_BTKH[:, :split], v_BTKH[:, :split], window=window,
+        segments_BT=segments_BT[:, :split], softcap=softcap, scale=scale,
+        implementation=implementation, deterministic=deterministic,
+    )  # fmt: skip
+    seen_BRT = visible(branches, segments_BT, window)
+    B, R, (K, H) = len(q_BTNH), seen_BRT.shape[1], k_BTKH.shape[2:]
+    q_BRKGH = q_BTNH[:, split:].reshape(B, R, K, -1, H)
+    s_BKGRT = jnp.einsum("brkgh,btkh->bkgrt", q_BRKGH, k_BTKH, preferred_element_type=jnp.float32)
+    s_BKGRT = s_BKGRT * scale
+    if softcap is not None:
+        s_BKGRT = softcap * jnp.tanh(s_BKGRT / softcap)
+    p_BKGRT = jax.nn.softmax(jnp.where(seen_BRT[:, None, None], s_BKGRT, FLOOR), axis=-1)
+    y_BRKGH = jnp.einsum("bkgrt,btkh->brkgh", p_BKGRT.astype(v_BTKH.dtype), v_BTKH)
+    return jnp.concatenate([trunk_BTNH, y_BRKGH.reshape(B, R, -1, H)], axis=1)
+
+
+def visible(branches: Branches, segments_BT: Int[Array, "B T"], window: int | None) -> Array:
+    """bool [B, R, T]: which tokens of its row each branch token attends to."""
+    R, T = branches.parents_BR.shape[1], segments_BT.shape[1]
+    own_BRT = segments_BT[:, -R:, None] == segments_BT[:, None, :]
+    earlier_RT = jnp.arange(T)[None, :] <= jnp.arange(T - R, T)[:, None]
+    parent_BRT = branches.parents_BR[..., None] == segments_BT[:, None, :]
+    seen_BRT = (own_BRT & earlier_RT[None]) | parent_BRT
+    if window is None:
+        return seen_BRT
+    positions_BT = branches.positions_BT
+    return seen_BRT & (positions_BT[:, -R:, None] - positions_BT[:, None, :] <= window)
+
+
+def take_before(
+    before_BTD: Float[Array, "B T D"], plain_BTD: Float[Array, "B T D"], branches: Branches
+) -> Float[Array, "B T D"]:
+    """`before_BTD`, but for branch tokens the embedding of the token that they really follow."""
+    R = branches.before_BR.shape[1]
+    taken_BRD = jnp.take_along_axis(plain_BTD, branches.before_BR[..., None], axis=1)
+    return jnp.concatenate([before_BTD[:, :-R], taken_BRD], axis=1)

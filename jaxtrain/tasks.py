@@ -1,0 +1,169 @@
+"""In-context tasks: how many examples a model answers right, and CORE, their centred mean.
+
+CORE (DCLM, arXiv:2406.11794) is the mean over 22 tasks of (accuracy - chance) / (1 - chance). An
+example counts as right as in nanochat: of several answers, or several beginnings, the likeliest by
+mean token is the right one; of a single answer each token is the likeliest.
+"""
+
+import json
+import math
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from jaxtrain import data
+from jaxtrain.checkpoint import write_json
+from jaxtrain.data.tasks import Bundle, Loaded
+from jaxtrain.saved import Saved
+from jaxtrain.scaling import Resolved
+from jaxtrain.scoring import Scorer, Scores, make_scorer, scores
+
+Result = dict[str, Any]
+
+
+def run_tasks(
+    saved: Saved,
+    config: Resolved,
+    bundle: Bundle,
+    names: Sequence[str],
+    out: Path,
+    limit: int | None = None,
+) -> Result:
+    """Answer tasks and write what `out` then holds, after each of them; returns it.
+
+    What `out` already has of this model and these questions is kept. `core` is in it if all tasks
+    of CORE are, with the same limit. limit: examples of each task.
+    """
+    found = bundle.find(names)
+    model = identity(saved, config)
+    result: Result = {"model": model, "tasks": kept(out, model)}
+    few = None if limit is None else 1 << (limit - 1).bit_length()
+    waiting = []
+    for task, folder in found:
+        loaded = bundle.load(task, folder, limit)
+        if result["tasks"].get(task.label, {}).get("questions") != loaded.fingerprint:
+            waiting.append(loaded)
+    scorer = make_scorer(saved, config, few) if waiting else None
+    with progress_bar() as bar:
+        for loaded, entry in answer_all(scorer, saved.tokenizer, waiting, bar) if scorer else ():
+            result["tasks"][loaded.task.label] = entry | {"limit": limit}
+            save(out, result)
+            text = f"{loaded.task.label:34s} {entry['accuracy']:.4f}  {entry['seconds']:.1f} s"
+            bar.console.print(text, highlight=False)
+    of_core = [result["tasks"].get(label) for label in bundle.core]
+    if all(of_core) and len({entry["limit"] for entry in of_core}) == 1:
+        result["core"] = sum(entry["centered"] for entry in of_core) / len(of_core)
+    save(out, result)
+    chosen = {task.label: result["tasks"][task.label] for task, _ in found}
+    return result | {"tasks": chosen}
+
+
+def answer_all(
+    scorer: Scorer, tokenizer: data.Tokenizer, tasks: Sequence[Loaded], bar: Progress
+) -> Iterator[tuple[Loaded, Result]]:
+    """Each task with its figures, as soon as they are known."""
+    number = bar.add_task("examples", total=sum(loaded.asked for loaded in tasks))
+    jobs = (data.questions(loaded, tokenizer, scorer.context) for loaded in tasks)
+    begin = time.perf_counter()
+    results = scores(scorer, jobs, lambda n: bar.advance(number, n))
+    for loaded, found in zip(tasks, results, strict=True):
+        now = time.perf_counter()
+        yield loaded, figures(loaded, right(loaded, found)) | {"seconds": round(now - begin, 3)}
+        begin = now
+
+
+def right(loaded: Loaded, found: Scores) -> np.ndarray:
+    """bool [examples]: which of them are answered right. The first of equals is the answer."""
+    if loaded.task.icl_task_type == "language_modeling":
+        return found.greedy
+    mean = found.nll / found.tokens
+    ends = np.cumsum(found.sizes)
+    choices = [int(np.argmin(mean[end - size : end])) for end, size in zip(ends, found.sizes)]
+    return np.array([c == e["gold"] for c, e in zip(choices, loaded.examples)])
+
+
+def figures(loaded: Loaded, correct: np.ndarray) -> Result:
+    """What is known of a task."""
+    accuracy, chance = float(correct.mean()), loaded.chance
+    return {
+        "accuracy": accuracy,
+        "centered": (accuracy - chance) / (1 - chance),
+        "error": math.sqrt(accuracy * (1 - accuracy) / len(correct)),
+        "chance": chance,
+        "examples": len(correct),
+        "shots": loaded.task.shots,
+        "kind": loaded.task.icl_task_type,
+        "file": loaded.file.name,
+        "questions": loaded.fingerprint,
+    }
+
+
+# ---- the file ----------------------------------------------------------------------------------
+
+
+def identity(saved: Saved, config: Resolved) -> Result:
+    """What the answers depend on besides the questions."""
+    digest = 0
+    for leaf in jax.tree.leaves(saved.params):
+        digest = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).reshape(-1), digest)
+    settings = json.dumps(config.model.model_dump(mode="json"), sort_keys=True)
+    return {
+        "weights": f"{digest:08x}",
+        "model": f"{zlib.crc32(settings.encode()):08x}",
+        "tokenizer": saved.tokenizer.fingerprint,
+        "precision": config.train.precision,
+    }
+
+
+def kept(path: Path, model: Result) -> Result:
+    """The tasks that a file has of this model."""
+    with suppress(OSError, ValueError, AttributeError):
+        written = json.loads(path.read_text())
+        if written.get("model") == model:
+            return written["tasks"]
+    return {}
+
+
+def save(path: Path, result: Result) -> None:
+    if jax.process_index() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, result)
+
+
+# ---- the screen --------------------------------------------------------------------------------
+
+
+def progress_bar() -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("examples"), TimeRemainingColumn())
+    console = Console(stderr=True)
+    return Progress(*columns, console=console, transient=True, disable=jax.process_index() > 0)
+
+
+def table_of(result: Result) -> Table:
+    """The tasks, and CORE or else their centred mean, for a console."""
+    table = Table(box=None, header_style="bold")
+    table.add_column("task")
+    for name in ("shots", "examples", "accuracy", "+-", "chance", "centered", "seconds"):
+        table.add_column(name, justify="right")
+    for label, r in result["tasks"].items():
+        table.add_row(
+            label, f"{r['shots']}", f"{r['examples']:,}", f"{r['accuracy']:.4f}",
+            f"{r['error']:.4f}", f"{r['chance']:.3f}", f"{r['centered']:.4f}",
+            f"{r['seconds']:.1f}",
+        )  # fmt: skip
+    rows = result["tasks"].values()
+    mean = sum(r["centered"] for r in rows) / len(rows)
+    whole = "core" in result and result["core"] == mean
+    seconds = sum(r["seconds"] for r in rows)
+    cells = ("CORE" if whole else "mean", *[""] * 5, f"{mean:.4f}", f"{seconds:.1f}")
+    table.add_row(*cells, style="bold")
+    return table
