@@ -1,0 +1,89 @@
+"""Linear + cross-entropy by chunks of tokens with its three matmuls in float8.
+
+As in `xla`, the gradients are computed in the forward. The logits' gradient is known to lie within
+the tokens' weights, so that its scale needs no pass over it: float8 is what the row pass writes.
+"""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+
+from jaxtrain_kernels.cross_entropy import xla
+from jaxtrain_kernels.dispatch import Target
+from jaxtrain_kernels.matmul.fp8 import E4M3, E5M2, fp8_product, fp8_quantize, fp8_unsupported
+
+# Above |weight|, to leave room for the z-loss.
+HEADROOM = 2.0
+
+
+def supports(target: Target, x_ND, w_DV) -> str | None:
+    if reason := fp8_unsupported(target):
+        return reason
+    if x_ND.dtype == jnp.float16:
+        return "needs bfloat16 or float32: float16 has no room for gradients without a loss scale"
+    if any(size % 16 for size in w_DV.shape):
+        return f"needs a width and a vocabulary in multiples of 16, got {list(w_DV.shape)}"
+    return None
+
+
+def linear_cross_entropy(x_ND, w_DV, labels_N, weights_N, *, softcap, z_loss, valid_vocab, chunk):
+    """As the public function, with float8's rounding of x, w and the logits' gradient."""
+    chunk = chunk or xla.default_chunk(len(x_ND), len(w_DV.T))
+    options = xla.Options(softcap, z_loss, valid_vocab, chunk)
+    return _loss(options, *xla._vary_alike(x_ND, w_DV, labels_N, weights_N))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _loss(options, x_ND, w_DV, labels_N, weights_N):
+    return _loss_fwd(options, x_ND, w_DV, labels_N, weights_N)[0]
+
+
+def _loss_fwd(options, x_ND, w_DV, labels_N, weights_N):
+    w_fp8 = fp8_quantize(w_DV, E4M3)
+    most = HEADROOM * jnp.max(jnp.abs(weights_N)).astype(jnp.float32)
+
+    def add(carry, chunk):
+        total, dw_DV = carry
+        x_CD, labels_C, weights_C = chunk
+        x_fp8 = fp8_quantize(x_CD, E4M3)
+        logits_CV = fp8_product(x_fp8.q_MK, w_fp8.q_KM, x_fp8.scale * w_fp8.scale, x_CD.dtype)
+        nll_C, lse_C = _row_losses(options, logits_CV, labels_C)
+        # As in xla.py: else the capped logits would be kept in float32.
+        logits_CV, lse_C = lax.optimization_barrier((logits_CV, lse_C))
+        d_CV = xla._logit_gradients(options, logits_CV, lse_C, labels_C, weights_C)
+        d_fp8 = fp8_quantize(d_CV, E5M2, amax=most)
+        dx_scale, dw_scale = d_fp8.scale * w_fp8.scale, d_fp8.scale * x_fp8.scale
+        dx_CD = fp8_product(d_fp8.q_MK, w_fp8.q_MK, dx_scale, x_CD.dtype, exact=True)
+        dw_DV += fp8_product(x_fp8.q_KM, d_fp8.q_KM, dw_scale, dw_DV.dtype, exact=True)
+        return (total + xla._weighted_sum(options, nll_C, lse_C, weights_C), dw_DV), dx_CD
+
+    chunks = xla._split(options.chunk, x_ND, labels_N, weights_N)
+    start = xla._wide_zeros(w_DV[0, 0]), xla._wide_zeros(w_DV)
+    (total, dw_DV), dx = lax.scan(add, start, chunks)
+    dx_ND = dx.reshape(-1, x_ND.shape[1])[: len(x_ND)]
+    return total, (dx_ND, dw_DV, w_DV[:0], weights_N)
+
+
+def _loss_bwd(options, saved, cotangent):
+    dx_ND, dw_DV, like_w, weights_N = saved
+    dx_ND = (dx_ND * cotangent).astype(dx_ND.dtype)
+    return dx_ND, (dw_DV * cotangent).astype(like_w.dtype), None, jnp.zeros_like(weights_N)
+
+
+_loss.defvjp(_loss_fwd, _loss_bwd)
+
+
+def _row_losses(options, logits_CV, labels_C):
+    """(nll_C, lse_C) of a chunk's logits before the softcap, in float32."""
+    wide = jnp.promote_types(logits_CV.dtype, jnp.float32)
+    seen_CV = xla._hide_padding(options, xla._cap(options, logits_CV.astype(wide)))
+    if options.softcap is not None and options.softcap <= xla.SOFTCAP_AS_MAXIMUM:
+        peak_C = jnp.full(labels_C.shape, options.softcap, wide)
+    else:
+        peak_C = seen_CV.max(-1)
+    lse_C = peak_C + jnp.log(jnp.exp(seen_CV - peak_C[:, None]).sum(-1))
+    label_C1 = jnp.clip(labels_C, 0, logits_CV.shape[1] - 1)[:, None]
+    label_logit_C = jnp.take_along_axis(logits_CV, label_C1, axis=1)[:, 0].astype(wide)
+    return lse_C - xla._cap(options, label_logit_C), lse_C

@@ -1,0 +1,47 @@
+"""The specification in plain jnp: rounding to float8 and back, products in float32."""
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain_kernels.dispatch import Target
+
+
+def supports(target: Target, x_MK) -> None:
+    return None
+
+
+def cast(x_MK, multiplier, dtype, *, saturate: bool):
+    """x * multiplier in dtype, and its transpose."""
+    largest = float(jnp.finfo(dtype).max)
+    wide = x_MK.astype(jnp.float32) * multiplier
+    q_MK = (jnp.clip(wide, -largest, largest) if saturate else wide).astype(dtype)
+    return q_MK, jnp.swapaxes(q_MK, 0, 1)
+
+
+def rounded(x, dtype):
+    """x with float8's rounding under the least power of two that fits its maximum, in float32."""
+    x = x.astype(jnp.float32)
+    amax, largest = jnp.max(jnp.abs(x)), float(jnp.finfo(dtype).max)
+    fraction, exponent = jnp.frexp(jnp.maximum(amax, 2.0**-48) / largest)
+    scale = jnp.ldexp(1.0, exponent - (fraction == 0.5))
+    return (x / scale).astype(dtype).astype(jnp.float32) * scale
+
+
+@jax.custom_vjp
+def fp8_matmul(x_MK, w_KN):
+    """As the public function, with scales of the tensors at hand."""
+    return _forward(x_MK, w_KN)[0]
+
+
+def _forward(x_MK, w_KN):
+    x, w = rounded(x_MK, jnp.float8_e4m3fn), rounded(w_KN, jnp.float8_e4m3fn)
+    return (x @ w).astype(x_MK.dtype), (x, w, x_MK[:0], w_KN[:0])
+
+
+def _backward(saved, dy_MN):
+    x, w, like_x, like_w = saved
+    dy = rounded(dy_MN, jnp.float8_e5m2)
+    return (dy @ w.T).astype(like_x.dtype), (x.T @ dy).astype(like_w.dtype)
+
+
+fp8_matmul.defvjp(_forward, _backward)

@@ -1,0 +1,24 @@
+"""The cast to float8 on any device. On a GPU, XLA makes it one kernel with the transpose."""
+
+import jax.numpy as jnp
+
+from jaxtrain_kernels.dispatch import Target
+
+
+def supports(target: Target, x_MK) -> None:
+    return None
+
+
+def cast(x_MK, multiplier, dtype, *, saturate: bool):
+    """x * multiplier in dtype, and its transpose.
+
+    A power of two is exact in bfloat16. In float32 XLA would keep x in memory before its rounding
+    to bfloat16 (excess precision), in twice the bytes.
+    """
+    wide = x_MK.astype(jnp.float32) if x_MK.dtype == jnp.float16 else x_MK
+    scaled = wide * multiplier.astype(wide.dtype)
+    if saturate:
+        largest = float(jnp.finfo(dtype).max)
+        scaled = jnp.clip(scaled, -largest, largest)
+    q_MK = scaled.astype(dtype)
+    return q_MK, q_MK.T

@@ -1,0 +1,140 @@
+"""Float8 in a training step: which matrices, how often they are cast, and what it does to a model.
+
+The products themselves are in tests/kernels/test_fp8.py.
+"""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jaxtrain_kernels.dispatch import on_target
+from tiny import batch, begin, build, make_task, mesh_of, random_params, resolved, run_overrides
+
+from jaxtrain import objectives
+from jaxtrain.main import main
+from jaxtrain.model import ModelConfig, Transformer, fp8_weights, path_name, resolve_model, split
+from jaxtrain.model import fp8 as model_fp8
+from jaxtrain.parallel import place_batch
+from jaxtrain.settings import UserError
+from jaxtrain.step import gradients, make_step
+
+MATRICES = ["attention/k", "attention/out", "attention/q", "attention/v", "ffn/down", "ffn/up"]
+
+
+@pytest.fixture
+def small(monkeypatch):
+    """Matrices of the tests' size count as large."""
+    monkeypatch.setattr(model_fp8, "SMALLEST", 16)
+
+
+def cast_names(specs):
+    paths = jax.tree_util.tree_flatten_with_path(specs)[0]
+    return sorted(path_name(path) for path, spec in paths if model_fp8.in_fp8(spec))
+
+
+def equations(jaxpr):
+    """All equations, those of inner jaxprs included."""
+    for equation in jaxpr.eqns:
+        yield equation
+        for inner in jaxprs_in_params(equation.params):
+            yield from equations(inner)
+
+
+def is_fp8(variable):
+    return str(variable.aval.dtype).startswith("float8")
+
+
+def test_the_large_matrices_of_the_blocks_are_cast_and_nothing_else():
+    c = resolve_model(ModelConfig(depth=12), 2048)
+    _, specs = split(Transformer(c, 32768))
+    assert cast_names(specs) == [f"blocks/{name}" for name in MATRICES]
+    c = resolve_model(ModelConfig(depth=2, width=128, hidden=200, ffn="swiglu"), 2048)
+    _, specs = split(Transformer(c, 32768))
+    assert cast_names(specs) == [f"blocks/{name}" for name in MATRICES[:4]]  # 200 is no 12 x 16
+
+
+def traced(fp8, micro=8, **changes):
+    """The jaxpr of a batch's gradients."""
+    task, _ = make_task(resolved(depth=2, fp8=fp8, **changes))
+    params = random_params(task.specs)
+    run = lambda p, b: gradients(task, p, b, jnp.float32(1))
+    return jax.make_jaxpr(run)(params, batch(8, micro=micro)).jaxpr
+
+
+@pytest.mark.usefixtures("small")
+@pytest.mark.parametrize(("which", "head"), [("blocks", 0), ("all", 3)])
+def test_all_three_products_of_each_matrix_are_in_float8(which, head):
+    dots = [e for e in equations(traced(which)) if e.primitive.name == "dot_general"]
+    of_fp8 = [e for e in dots if all(map(is_fp8, e.invars))]
+    assert len(of_fp8) == 2 * len(MATRICES) * 3 + head
+    assert not any(is_fp8(v) for e in dots if e not in of_fp8 for v in e.invars)
+    assert not any(is_fp8(v) for e in equations(traced(None)) for v in e.outvars)
+
+
+@pytest.mark.usefixtures("small")
+def test_matrices_are_cast_once_a_step_not_once_a_microbatch():
+    scans = [e for e in traced("blocks", micro=2).eqns if e.primitive.name == "scan"]
+    (scan,) = scans
+    stacks = [v.aval.shape for v in scan.invars if is_fp8(v)]
+    assert len(stacks) == 2 * len(MATRICES) and all(shape[0] == 2 for shape in stacks)
+    inside = [e for e in equations(scan.params["jaxpr"].jaxpr) if any(map(is_fp8, e.outvars))]
+    casts = [e.outvars[0].aval.shape for e in inside if e.primitive.name == "convert_element_type"]
+    assert casts and not set(casts) & {shape[1:] for shape in stacks}
+
+
+@pytest.mark.usefixtures("small")
+def test_evaluation_has_no_float8():
+    _, graphdef, _, params = build(depth=2, fp8="all")
+    run = lambda p, b: objectives.score(graphdef, p, b, jnp.ones(61))
+    jaxpr = jax.make_jaxpr(run)(params, batch(2)).jaxpr
+    assert not any(is_fp8(v) for e in equations(jaxpr) for v in e.outvars)
+
+
+@pytest.mark.usefixtures("small")
+def test_scan_and_remat_change_nothing():
+    def losses(**changes):
+        fields = {"depth": 2, "window_pattern": "L", "value_embeddings": False, "fp8": "blocks"}
+        task, _ = make_task(resolved(**fields, **changes))
+        run = jax.jit(lambda p, b: gradients(task, p, b, jnp.float32(1)))
+        return run(random_params(task.specs), batch(4, micro=4))
+
+    loss, grads = losses()
+    for other_loss, other_grads in (losses(scan_layers=True), losses(remat="block")):
+        np.testing.assert_allclose(other_loss, loss, rtol=1e-5)
+        for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other_grads), strict=True):
+            # A last bit before a cast can move a value by a step of float8.
+            assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(a)
+
+
+@pytest.mark.usefixtures("small")
+def test_a_model_learns_as_it_does_without():
+    def losses(fp8):
+        task, knobs = make_task(resolved(depth=2, fp8=fp8))
+        mesh, out = mesh_of(), []
+        with jax.set_mesh(mesh):
+            step, state = make_step(task, mesh), begin(task, mesh)
+            placed = place_batch(batch(8, micro=8), mesh, batch_dim=1)
+            for _ in range(40):
+                state, metrics = step(state, placed, knobs)
+                out.append(float(metrics["loss"]))
+        return np.array(out)
+
+    plain, fp8 = losses(None), losses("all")
+    assert plain[-1] < 0.85 * plain[0]
+    np.testing.assert_allclose(fp8, plain, rtol=0.01)
+    assert (fp8[5:] != plain[5:]).all()
+
+
+def test_a_device_without_float8_is_one_clear_error(monkeypatch, tmp_path, capsys):
+    with on_target("cuda", (7, 5)), pytest.raises(UserError, match="this is cuda 7.5") as error:
+        fp8_weights({}, {})
+    assert "model.fp8: float8 matmuls need" in str(error.value) and "\n" not in str(error.value)
+    with on_target("cuda", (8, 0)):
+        assert main(run_overrides(tmp_path, model__fp8="blocks")) == 2
+    assert "compute capability 8.9 or later" in capsys.readouterr().err
+    assert not list(tmp_path.iterdir())
+
+
+def test_it_is_off_unless_asked_for():
+    assert ModelConfig().fp8 is None
