@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from jaxtrain.checkpoint import CheckpointConfig
 from jaxtrain.data import DataConfig
+from jaxtrain.interop import take_over
 from jaxtrain.metrics import MetricsConfig
 from jaxtrain.model import ModelConfig
 from jaxtrain.optim import MuonConfig, OptimConfig
@@ -56,6 +57,11 @@ class TrainConfig(Settings):
     )
     tokens_per_parameter: float = Field(
         12.0, gt=0, description="training tokens for each parameter of matrices and head"
+    )
+    init_from: str | None = Field(
+        None,
+        description="run, model folder or Hugging Face checkpoint to start from; "
+        "its model and tokenizer are the default",
     )
     precision: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="of the compute: bfloat16 or float16 as the GPU can, float32 on a CPU"
@@ -154,6 +160,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
             raise UserError(f"{path}: expected `section: {{field: value}}`, got {tree!r}")
     for override in overrides:
         apply_override(tree, override)
+    if isinstance(tree.get("train"), dict) and tree["train"].get("init_from"):
+        take_over(tree, str(tree["train"]["init_from"]))
     return validate(Config, tree)
 
 
@@ -284,8 +292,9 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
         variants = variants_of(field)
         if not variants:
             yield prefix + name, field, tag_of(model) if name != "name" else None
+        many = {dict: ".NAME", tuple: "[]"}.get(get_origin(field.annotation), "")
         for variant in variants:
-            yield from fields(variant, f"{prefix}{name}.")
+            yield from fields(variant, f"{prefix}{name}{many}.")
 
 
 # ---- output ----------------------------------------------------------------------------------

@@ -17,6 +17,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxtrain.data import Tokenizer
+from jaxtrain.interop import Prompting
 from jaxtrain.model import cast
 from jaxtrain.model.config import round_up
 from jaxtrain.parallel.runtime import compute_dtype, start
@@ -65,17 +66,21 @@ def complete(
     *,
     new: int,
     top_k: int | None = None,
-    stop: int | None = None,
+    stop: tuple[int, ...] = (),
     cache_dtype: str | None = None,
 ) -> Int[Array, "B new"]:
-    """Continue prompts (padded on the right) by up to `new` tokens; `stop` fills ended rows."""
+    """Continue prompts (padded on the right) by up to `new` tokens, or to one in `stop`.
+
+    The first of `stop` fills ended rows.
+    """
     model = nnx.merge(graphdef, params)
     B = tokens_BT.shape[0]
     capacity = round_up(tokens_BT.shape[1] + new, CACHE_MULTIPLE)
     x_BD, cache = model.prefill(tokens_BT, lengths_B, capacity, cache_dtype)
     first_B = pick(model.logits(x_BD), jax.random.fold_in(key, 0), temperature, top_p, top_k)
-    out_Bn = jnp.full((B, new), 0 if stop is None else stop, jnp.int32).at[:, 0].set(first_B)
-    ended_B = first_B == stop if stop is not None else jnp.zeros(B, bool)
+    out_Bn = jnp.full((B, new), stop[0] if stop else 0, jnp.int32).at[:, 0].set(first_B)
+    ends = lambda token_B: jnp.isin(token_B, jnp.array(stop, jnp.int32))
+    ended_B = ends(first_B)
 
     def going(carry):
         i, _, _, ended_B = carry
@@ -85,9 +90,9 @@ def complete(
         i, out_Bn, cache, ended_B = carry
         x_BD, cache = model.decode(out_Bn[:, i - 1], cache)
         token_B = pick(model.logits(x_BD), jax.random.fold_in(key, i), temperature, top_p, top_k)
-        if stop is not None:
-            token_B = jnp.where(ended_B, stop, token_B)
-            ended_B = ended_B | (token_B == stop)
+        if stop:
+            token_B = jnp.where(ended_B, stop[0], token_B)
+            ended_B = ended_B | ends(token_B)
         return i + 1, out_Bn.at[:, i].set(token_B), cache, ended_B
 
     return jax.lax.while_loop(going, one, (jnp.int32(1), out_Bn, cache, ended_B))[1]
@@ -105,13 +110,18 @@ def generate(
     top_p: float | None = None,
     seed: int = 0,
     cache_dtype: str | None = None,
+    prompting: Prompting | None = None,
 ) -> list[str]:
     """Continuations of a batch of prompts (without the prompts); a document's end stops a row.
 
+    prompting: how its checkpoint begins and ends texts; default BOS for both.
     cache_dtype: of the keys and values that are kept: int8, or None for the parameters' dtype.
     """
+    begins, stop = prompting or Prompting(True, (tokenizer.bos_id,))
+    bos = [tokenizer.bos_id]
     ids = [
-        np.concatenate([[tokenizer.bos_id], tokenizer.encode(p)]).astype(np.int32) for p in prompts
+        np.concatenate([bos if begins or not p else [], tokenizer.encode(p)]).astype(np.int32)
+        for p in prompts
     ]
     lengths = np.array([len(x) for x in ids], np.int32)
     width = round_up(int(lengths.max()), PROMPT_MULTIPLE)
@@ -119,10 +129,10 @@ def generate(
     out = complete(
         graphdef, params, jnp.asarray(padded), jnp.asarray(lengths), jax.random.key(seed),
         jnp.float32(temperature), jnp.float32(1.0 if top_p is None else top_p),
-        new=tokens, top_k=top_k, stop=tokenizer.bos_id, cache_dtype=cache_dtype,
+        new=tokens, top_k=top_k, stop=stop, cache_dtype=cache_dtype,
     )  # fmt: skip
     rows = [row.tolist() for row in np.asarray(out)]
-    ends = [row.index(tokenizer.bos_id) if tokenizer.bos_id in row else len(row) for row in rows]
+    ends = [next((i for i, t in enumerate(row) if t in stop), len(row)) for row in rows]
     return [tokenizer.decode(row[:end]) for row, end in zip(rows, ends)]
 
 
@@ -153,7 +163,7 @@ def main(argv: list[str] | None = None) -> int:
         texts = generate(
             saved.graphdef, params, saved.tokenizer, prompts, tokens=a.tokens,
             temperature=a.temperature, top_k=a.top_k, top_p=a.top_p, seed=a.seed,
-            cache_dtype=a.cache_dtype,
+            cache_dtype=a.cache_dtype, prompting=saved.prompting,
         )  # fmt: skip
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)

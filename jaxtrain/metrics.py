@@ -36,7 +36,8 @@ from jaxtrain.settings import Settings, UserError
 Row = dict[str, Any]
 Number = float | int
 MAX_IN_FLIGHT = 8  # steps the host may run ahead before `push` waits for the oldest
-STATES = {"lr", "loss_scale", "tokens"}  # a row holds their last value, and the mean of all others
+# A row holds the last value of what begins so, and the mean of all others.
+STATES = ("lr", "loss_scale", "tokens", "data_")
 
 
 class MetricsConfig(Settings):
@@ -210,7 +211,7 @@ class MetricsWriter:
         self._step = step
         self._count += 1
         for name, value in numbers.items():
-            before = 0.0 if name in STATES else self._sums.get(name, 0.0)
+            before = 0.0 if name.startswith(STATES) else self._sums.get(name, 0.0)
             self._sums[name] = before + value
         if self._bar:
             self._bar.update(self._bar.task_ids[0], completed=step)
@@ -221,7 +222,7 @@ class MetricsWriter:
     def _finish_row(self, step: int) -> Row:
         row = self._row(step, "train")
         for name, total in self._sums.items():
-            row[name] = total if name in STATES else total / self._count
+            row[name] = total if name.startswith(STATES) else total / self._count
         row["tokens"] = int(row.get("tokens", step * self._tokens_per_step))
         if self._timed:
             row["tokens_per_s"] = self._timed * self._tokens_per_step / self._seconds

@@ -21,8 +21,18 @@ class Sums(NamedTuple):
     text_bytes: Array  # UTF-8 bytes of those labels
 
 
-def next_token(graphdef: Any, params: Any, batch: Any, *, z_loss: float = 0.0) -> Float[Array, ""]:
-    """Sum over tokens of weight x negative log-likelihood of the next token, in float32."""
+def next_token(
+    graphdef: Any,
+    params: Any,
+    batch: Any,
+    *,
+    z_loss: float = 0.0,
+    implementation: str | None = None,
+) -> Float[Array, ""]:
+    """Sum over tokens of weight x negative log-likelihood of the next token, in float32.
+
+    implementation: of the head and loss (`jaxtrain_kernels.linear_cross_entropy`).
+    """
     model = nnx.merge(graphdef, params)
     x_BTD = model.hidden(batch.tokens_BT, batch.positions_BT, batch.segments_BT)
     return parallel.linear_cross_entropy(
@@ -33,6 +43,7 @@ def next_token(graphdef: Any, params: Any, batch: Any, *, z_loss: float = 0.0) -
         softcap=model.config.softcap,
         valid_vocab=model.vocab_size,
         z_loss=z_loss,
+        implementation=implementation or model.config.rows.loss,
     )
 
 

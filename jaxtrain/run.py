@@ -6,7 +6,7 @@ import shlex
 import signal
 import sys
 from collections import deque
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -18,6 +18,7 @@ from jax.sharding import Mesh
 from jaxtrain.checkpoint import Checkpointer, write_json
 from jaxtrain.config import to_yaml
 from jaxtrain.data import Tokenizer, load_tokenizer
+from jaxtrain.interop import load_start
 from jaxtrain.metrics import environment, format_bytes
 from jaxtrain.model import path_name
 from jaxtrain.parallel import place_batch
@@ -28,8 +29,8 @@ from jaxtrain.step import State, Task, init_state
 # What says how a run is executed, not what it computes, is free to change when it is resumed.
 FREE = (
     "run.", "mesh.", "eval.", "sample.", "checkpoint.", "metrics.", "data.cache_dir",
-    "data.prefetch", "train.device_batch_size", "model.attention=", "model.scan_layers",
-    "model.remat",
+    "data.prefetch", "data.workers", "data.prepare_workers", "data.skip_damaged",
+    "train.device_batch_size", "model.attention=", "model.scan_layers", "model.remat",
 )  # fmt: skip
 
 
@@ -76,11 +77,20 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
 
 
 def new_or_resumed(
-    task: Task, shardings: State, checkpoints: Checkpointer, seed: int
+    task: Task, shardings: State, checkpoints: Checkpointer, seed: int, start: str | None = None
 ) -> tuple[State, Any]:
-    """The initial state, or that of the newest checkpoint with its place in the data."""
+    """The initial state, or that of the newest checkpoint with its place in the data.
+
+    start: the model whose parameters a new run begins with (train.init_from).
+    """
     newest = checkpoints.latest()
     create = jax.jit(lambda: init_state(task, seed), out_shardings=shardings)
+    if newest is None and start is not None:
+        given = load_start(start, task.specs, shardings.params)
+        begin = jax.jit(
+            lambda p: init_state(task, seed, p), donate_argnums=0, out_shardings=shardings
+        )
+        return begin(given), None
     if newest is None:
         return create(), None
     like = jax.tree.map(
@@ -101,19 +111,6 @@ def rest_of(state: State) -> dict[str, Any]:
 def command_line() -> str:
     """The command that started this process, to be typed again."""
     return shlex.join(["python", "-m", "jaxtrain.main", *sys.argv[1:]])
-
-
-def progress_printer(say: Callable[[str], None]) -> Callable[[str, int, int | None], None]:
-    """A line when a stage of the data preparation begins, and one for each further 100 MB."""
-    shown: dict[str, int] = {}
-
-    def progress(stage: str, done: int, total: int | None) -> None:
-        if done - shown.get(stage, -1) >= 100_000_000 or stage not in shown:
-            shown[stage] = done
-            of = f" of {format_bytes(total)}" if total else ""
-            say(f"prepare  {stage}" + (f" {format_bytes(done)}{of}" if done else ""))
-
-    return progress
 
 
 # ---- stopping --------------------------------------------------------------------------------

@@ -12,6 +12,8 @@ from safetensors.numpy import save_file
 from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
 from jaxtrain.config import to_yaml, validate
 from jaxtrain.data import Tokenizer, load_tokenizer
+from jaxtrain.interop import Prompting, prompting
+from jaxtrain.interop.tensors import mapped, read_header
 from jaxtrain.model import ParamSpec, Transformer, path_name, split
 from jaxtrain.scaling import Resolved
 from jaxtrain.settings import UserError
@@ -28,6 +30,7 @@ class Saved(NamedTuple):
     params: Any
     tokenizer: Tokenizer
     tokenizer_dir: Path
+    prompting: Prompting
 
 
 def save_model(directory: Path, config: Resolved, params: Any, tokenizer: Tokenizer) -> None:
@@ -54,7 +57,8 @@ def load_saved(path: Path, step: int | None = None) -> Saved:
         params = read_weights(folder / WEIGHTS, specs, tokenizer)
     else:
         params = read_checkpoint(path, specs, step)
-    return Saved(config, graphdef, specs, params, tokenizer, tokenizer_dir)
+    ends = prompting(tokenizer_dir, tokenizer)
+    return Saved(config, graphdef, specs, params, tokenizer, tokenizer_dir, ends)
 
 
 def load_resolved(path: Path) -> Resolved:
@@ -67,7 +71,7 @@ def read_weights(path: Path, specs: Any, tokenizer: Tokenizer) -> Any:
     try:
         with safe_open(path, framework="np") as file:
             trained_with = (file.metadata() or {}).get("tokenizer")
-            flat = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118
+        flat = {name: mapped(stored) for name, stored in read_header(path).items()}
     except (SafetensorError, OSError) as error:
         raise UserError(f"{path} cannot be read as safetensors: {error}") from error
     if trained_with != tokenizer.fingerprint:

@@ -35,7 +35,7 @@ class Resolved(Sections):
 
 def vocab_size_of(data: DataConfig) -> int:
     """The vocabulary that the tokenizer has or will have."""
-    if data.tokenizer.name == "sentencepiece" and data.tokenizer.path is None:
+    if data.tokenizer.name != "bytes" and data.tokenizer.path is None:
         return data.tokenizer.vocab_size
     return build_tokenizer(data.tokenizer, ()).vocab_size
 

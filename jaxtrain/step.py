@@ -11,7 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxtrain import objectives
-from jaxtrain.model import cast, initialize, path_name
+from jaxtrain.model import cast, fp8_weights, initialize, path_name, with_fp8
 from jaxtrain.optim import Optimizer
 from jaxtrain.parallel import partition_spec
 
@@ -45,11 +45,12 @@ class Task(NamedTuple):
     bytes_V: Array  # bytes of text of each token
     clip_norm: float | None = None
     z_loss: float = 0.0
+    fp8: str | None = None  # "blocks", or "all" with the head
 
 
-def init_state(task: Task, seed: int) -> State:
-    """Initial parameters and optimizer state."""
-    params = initialize(task.specs, seed)
+def init_state(task: Task, seed: int, params: Any = None) -> State:
+    """Initial parameters (or those given) and optimizer state."""
+    params = initialize(task.specs, seed) if params is None else params
     scale = None
     if task.dtype == jnp.float16:
         scale = LossScale(jnp.float32(2.0**15), jnp.zeros((), jnp.int32))
@@ -77,10 +78,15 @@ def state_shardings(task: Task, mesh: Mesh) -> State:
 
 def gradients(task: Task, params: Any, batch: Any, factor: Array) -> tuple[Array, Any]:
     """Sum of token losses and factor x its gradient, over the microbatches [A, B, T] of a batch."""
+    copies = fp8_weights(params, task.specs) if task.fp8 else None
 
     def one(microbatch: Any) -> tuple[Array, Any]:
         def scaled(p: Any) -> tuple[Array, Array]:
-            loss = objectives.next_token(task.graphdef, p, microbatch, z_loss=task.z_loss)
+            p = p if copies is None else with_fp8(p, copies)
+            head = "fp8" if task.fp8 == "all" else None
+            loss = objectives.next_token(
+                task.graphdef, p, microbatch, z_loss=task.z_loss, implementation=head
+            )
             return loss * factor, loss
 
         grads, loss = jax.grad(scaled, has_aux=True)(params)

@@ -7,12 +7,14 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from jaxtrain import data, report
-from jaxtrain.checkpoint import Checkpointer
+from jaxtrain.checkpoint import Checkpointer, write_json
 from jaxtrain.config import Config
+from jaxtrain.data.progress import show_progress
 from jaxtrain.evaluate import make_scorer, validate
 from jaxtrain.generate import generate
+from jaxtrain.interop import carry_on
 from jaxtrain.metrics import MetricsWriter
-from jaxtrain.model import Transformer, cast, flops_per_token, sizes, split
+from jaxtrain.model import Transformer, cast, check_fp8, flops_per_token, sizes, split
 from jaxtrain.optim import make_optimizer
 from jaxtrain.parallel import make_mesh
 from jaxtrain.parallel.mesh import batch_ways
@@ -27,7 +29,6 @@ from jaxtrain.run import (
     new_or_resumed,
     open_run,
     out_of_memory_explained,
-    progress_printer,
     rest_of,
 )
 from jaxtrain.saved import save_model
@@ -54,23 +55,33 @@ def train(config: Config) -> dict[str, float]:
     optimizer = make_optimizer(c.optim, specs, t.steps, t.batch_size * t.sequence_length)
     dtype, parameters = compute_dtype(t.precision), sizes(specs)["total"]
     check_run(c)
+    data.check_lengths(c.data.stages, t.sequence_length)
+    if c.model.fp8:
+        check_fp8()
     say(
         f"model    {parameters:,} parameters, depth {c.model.depth}, width {c.model.width}, "
         f"{dtype.name} on {len(mesh.devices.flat)} x {mesh.devices.flat[0].device_kind}"
     )
 
     # ---- data ----------------------------------------------------------------------------------
-    prepared = data.prepare(config.data, progress=progress_printer(say))
+    with show_progress(console) as progress:
+        prepared = data.prepare(config.data, progress=progress)
     tokenizer = prepared.tokenizer
-    say(f"data     {prepared.train.tokens:,} training tokens, vocabulary {tokenizer.vocab_size:,}")
+    corpus = data.describe(data.stores_of(prepared.train))
+    total = sum(source["tokens"] for source in corpus.values())
+    say(f"data     {total:,} training tokens, vocabulary {tokenizer.vocab_size:,}")
     run_dir = open_run(c, tokenizer)
+    if jax.process_index() == 0:
+        write_json(run_dir / "data.json", corpus)
     bytes_V = jnp.asarray(tokenizer.token_bytes())
-    task = Task(graphdef, specs, optimizer, dtype, bytes_V, c.optim.clip_norm, t.z_loss)
+    task = Task(
+        graphdef, specs, optimizer, dtype, bytes_V, c.optim.clip_norm, t.z_loss, c.model.fp8
+    )
 
     with jax.set_mesh(mesh), Checkpointer(run_dir, c.checkpoint) as checkpoints:
         # ---- state: new, or where the run stopped ----------------------------------------------
         shardings = state_shardings(task, mesh)
-        state, position = new_or_resumed(task, shardings, checkpoints, c.run.seed)
+        state, position = new_or_resumed(task, shardings, checkpoints, c.run.seed, t.init_from)
         start = int(state.step)
         say(f"{'resume' if start else 'train':8s} {run_dir}: steps {start} to {t.steps}")
 
@@ -85,12 +96,19 @@ def train(config: Config) -> dict[str, float]:
             segments=c.model.document_mask,
             state=position,
         )
-        place = functools.partial(
-            microbatches, rows=t.device_batch_size * batch_ways(mesh), mesh=mesh
-        )
+
+        def place(batch: data.Batch) -> data.Batch:
+            """On the mesh; a stage of shorter rows has so many more of them."""
+            rows = t.device_batch_size * batch_ways(mesh)
+            return microbatches(batch, rows * t.sequence_length // batch.tokens_BT.shape[1], mesh)
+
         knobs = jax.device_put(optimizer.knobs, jax.sharding.NamedSharding(mesh, jax.P()))
         held = next(batches), batches.get_state()  # compiled against, and trained on first
-        step_fn = compile_step(make_step(task, mesh), state, place(held[0]), knobs, c)
+        prepare_step = lambda batch: (
+            compile_step(make_step(task, mesh), state, place(batch), knobs, c),
+            batch.tokens_BT.shape,
+        )
+        step_fn, shape = prepare_step(held[0])
         scorer = make_scorer(graphdef, specs, dtype, bytes_V)
         # What is evaluated: the trained weights, or an average that the optimizer keeps of them.
         weights = jax.jit(optimizer.eval_params)
@@ -159,9 +177,12 @@ def train(config: Config) -> dict[str, float]:
                     raise UserError(
                         f"step {step}: no token of the batch has a label; check the data"
                     )
+                if batch.tokens_BT.shape != shape:  # the data is in another stage
+                    with metrics.pause():
+                        step_fn, shape = prepare_step(batch)
                 state, values = step_fn(state, place(batch), knobs)
                 watch.push(step, values["loss"], values.pop("gradient_squares"))
-                watch.check(metrics.push(step, values), checkpoints)
+                watch.check(metrics.push(step, values | batches.statistics()), checkpoints)
                 if step < t.steps and due(c.checkpoint.every, step):
                     save()
                 if step < t.steps and due(c.eval.every, step):
@@ -175,6 +196,8 @@ def train(config: Config) -> dict[str, float]:
                 sample()
                 shown = weights(state.params, state.optimizer)
                 save_model(run_dir / "model", c, shown, tokenizer)
+                if t.init_from:
+                    carry_on(t.init_from, run_dir / "model")
         checkpoints.wait()
     page = report.write_report(run_dir)
     if step < t.steps:

@@ -302,7 +302,7 @@ def test_a_batch_without_labels_is_an_error(tmp_path, capfd, monkeypatch):
         class Without(type(loader)):
             def __next__(self):
                 batch = take(self)
-                third = self.get_state()["position"]["next_index"] >= 3
+                third = self.get_state()["position"]["step"] >= 3
                 return batch._replace(weights_BT=batch.weights_BT * (not third))
 
         loader.__class__ = Without
@@ -355,9 +355,7 @@ def test_a_vocabulary_that_the_text_cannot_fill(tmp_path, capfd):
 
 def test_a_backend_that_cannot_serve_is_refused_with_its_reason(tmp_path, capfd):
     message = refused(capfd, run_overrides(tmp_path, model__attention="cudnn"))
-    assert re.match(
-        r"model\.attention=cudnn: attention: cudnn cannot serve float32.*: needs", message
-    )
+    assert re.match(r"model\.attention: cudnn cannot serve float32.*: needs", message)
 
 
 ADVICE = r"lower train\.device_batch_size \(now 1\) or set model\.remat=block"
@@ -409,3 +407,34 @@ def test_packed_documents_and_no_validation(tmp_path):
     assert main(run_overrides(tmp_path, **fields, train__steps=2)) == 0
     assert len(rows_of(tmp_path / "tiny")) == 2
     assert rows_of(tmp_path / "tiny", "validation") == []
+
+
+def test_stages_of_the_data_change_the_rows_of_a_step(tmp_path, capfd, monkeypatch):
+    """Resumed on the other side of a stage's end: the rest is as if nothing had happened."""
+    packing = "{name: best_fit, carry_tails: true}"
+    fields = {
+        "data__stages": "[{tokens: 1024, sequence_length: 16}, {}]", "data__packing": packing,
+        "data__train__document": "paragraph", "data__validation__name": "none",
+        "checkpoint__every": 1, "checkpoint__keep": 9, "train__steps": 3,
+        "train__device_batch_size": 4, "train__batch_size": 32,
+    }  # fmt: skip
+    module, shapes = sys.modules["jaxtrain.train"], []
+    real = module.compile_step
+    note = lambda step, state, batch, *rest: (
+        shapes.append(batch.tokens_BT.shape) or real(step, state, batch, *rest)
+    )
+    monkeypatch.setattr(module, "compile_step", note)
+    assert main(run_overrides(tmp_path, **fields, data__workers=0)) == 0
+    assert shapes == [(1, 64, 16), (1, 32, 32)]
+    whole = rows_of(tmp_path / "tiny")
+    assert [row["tokens"] for row in whole] == [1024, 2048, 3072]
+    assert whole[-1]["data_crop"] == 0 and whole[-1]["data_fill"] == 1
+    for name in ("2", "3"):
+        shutil.rmtree(tmp_path / "tiny" / "checkpoints" / name)
+    shutil.rmtree(tmp_path / "tiny" / "model")
+    assert main(run_overrides(tmp_path, **fields, data__workers=4)) == 0
+    assert rows_of(tmp_path / "tiny") == whole
+    bad = fields | {"data__stages": "[{sequence_length: 5}]", "run__name": "bad"}
+    assert "stage 1 has sequence_length 5, which does not divide train.sequence_length 32" in (
+        refused(capfd, run_overrides(tmp_path, **bad))
+    )

@@ -12,24 +12,32 @@ from typing import Any
 import jax
 
 from jaxtrain.bench.attention import bench_attention
+from jaxtrain.bench.data import bench_data
 from jaxtrain.bench.decode import bench_decode
+from jaxtrain.bench.importing import bench_import
 from jaxtrain.bench.kernels import bench_loss
 from jaxtrain.bench.optimizers import bench_optimizers
 from jaxtrain.bench.race import draw, race
 from jaxtrain.bench.record import BENCHMARKS, RESULTS, write
+from jaxtrain.bench.rows import bench_rows
 from jaxtrain.bench.step import bench_memory, bench_step
 from jaxtrain.bench.tables import screen, table_of, update_page
+from jaxtrain.bench.tasks import bench_tasks
 from jaxtrain.bench.tune import tune_attention
 from jaxtrain.settings import UserError
 
 WHAT = {
     "step": "the train step of a configuration, one microbatch a step",
     "attention": "attention backends and peers over the benchmark shapes: attention [NAME ...]",
+    "data": "tokenizers, preparing, reading, packing: data data.train.path=... (text, JSONL, ...)",
     "decode": "one query a row against a key/value cache: decode [NAME ...]",
+    "import": "a synthetic Hugging Face checkpoint read: import [NAME], default llama_8b",
     "loss": "linear + cross-entropy backends over the benchmark shapes: loss [NAME ...]",
+    "rows": "the passes over activations over the benchmark shapes: rows [NAME ...]",
     "memory": "what a configuration's step needs, without running it",
     "optim": "an update of every optimizer on a configuration's parameters",
     "race": "runs compared that differ in their optimizer alone: race RUN [RUN ...]",
+    "tasks": "the shapes of CORE: packed rows against one example per forward",
     "table": "regenerate the tables in BENCHMARKS.md from benchmarks/results/",
 }
 
@@ -73,10 +81,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The records of a command line, each as soon as it is measured."""
     kernels = {"attention": bench_attention, "decode": bench_decode, "loss": bench_loss}
+    kernels["rows"] = bench_rows
+    kernels["import"] = bench_import
     if a.tune and a.what == "attention":
         yield tune_attention(a.out, a.variant, a.overrides)
     elif a.what in kernels:
         yield kernels[a.what](a.variant, a.overrides)
+    elif a.what == "data":
+        yield bench_data(a.overrides, a.variant)
     elif a.what == "race":
         yield race([Path(run) for run in a.overrides], a.baseline)
     else:
@@ -85,8 +97,8 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 folder = (a.out or Path("runs/bench")) if a.profile else None
                 yield bench_step(config, a.overrides, a.variant, folder)
             else:
-                bench = bench_memory if a.what == "memory" else bench_optimizers
-                yield bench(config, a.overrides, a.variant)
+                benches = {"memory": bench_memory, "optim": bench_optimizers, "tasks": bench_tasks}
+                yield benches[a.what](config, a.overrides, a.variant)
 
 
 def main(argv: list[str] | None = None) -> int:

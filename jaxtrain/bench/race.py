@@ -25,7 +25,7 @@ from jaxtrain.metrics import Number, Row, read_rows
 from jaxtrain.settings import UserError
 
 SAME = ("model", "data", "train", "mesh", "eval")  # sections that runs of a race share
-FREE = ("data.cache_dir", "data.prefetch")
+FREE = ("data.cache_dir", "data.prefetch", "data.prepare_workers", "data.skip_damaged")
 RATES = ("learning_rate", "lr", "weight_decay")  # a setting that ends so is always of interest
 MAX_POINTS = 200  # of a training curve
 EARLY = 0.15  # share of the tokens that may fall out of the figure

@@ -62,6 +62,26 @@ DECODE: Columns = {
     "error": rounded(".1e"),
     "naive_error": rounded(".1e"),
 }
+IMPORT: Columns = {
+    "seconds": rounded(".1f"),
+    "gbps": rounded(".2f"),
+    "checkpoint_bytes": size,
+    "host_bytes": size,
+}
+DATA: Columns = {
+    "seconds": rounded(".1f"),
+    "mb_per_s": rounded(".1f"),
+    "mb_per_cpu_s": rounded(".1f"),
+    "of_raw": rounded(".2f"),
+    "tokens_per_s": rounded(",.0f"),
+    "tokens_per_cpu_s": rounded(",.0f"),
+    "crop": rounded(".1%"),
+}
+TASKS: Columns = {
+    "seconds": rounded(".1f"),
+    "examples_per_s": rounded(",.0f"),
+    "speedup": rounded(".1f"),
+}
 OPTIMIZER: Columns = {
     "ms": rounded(".2f"),
     "state_bytes": size,
@@ -83,6 +103,8 @@ TITLES = {
     "speedup_steps": "speed-up, steps",
     "speedup_seconds": "speed-up, time",
     "tokens_per_s": "tokens/s",
+    "examples_per_s": "examples/s",
+    "speedup": "speed-up",
     "ms": "ms",
     "ms_forward_backward": "fwd+bwd ms",
     "ms_optimizer": "optimizer ms",
@@ -99,7 +121,13 @@ TITLES = {
     "of_copy": "of copy rate",
     "naive_error": "naive error",
     "exact": "below 2x naive",
+    "mb_per_s": "MB/s",
+    "mb_per_cpu_s": "MB/CPU s",
+    "of_raw": "of library",
+    "tokens_per_cpu_s": "tokens/CPU s",
     "state_bytes": "state",
+    "checkpoint_bytes": "checkpoint",
+    "host_bytes": "host memory",
     "floor_matmul_ms": "matmul floor ms",
     "floor_bytes_ms": "bytes floor ms",
 }
@@ -113,7 +141,8 @@ def tabulate(
         return raced(records, every=bench == "race_runs")
     if bench in ("step", "memory"):
         return figures(STEP if bench == "step" else MEMORY, records, peers)
-    columns = {"optim": OPTIMIZER, "attention": ATTENTION, "decode": DECODE}.get(bench, KERNEL)
+    columns = {"optim": OPTIMIZER, "attention": ATTENTION, "decode": DECODE, "import": IMPORT}
+    columns = (columns | {"data": DATA, "rows": DECODE, "tasks": TASKS}).get(bench, KERNEL)
     return listed(columns, records, peers)
 
 

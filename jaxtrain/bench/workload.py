@@ -37,7 +37,7 @@ class Workload(NamedTuple):
 
     @property
     def precision(self) -> str:
-        return SHORT[self.task.dtype.name]
+        return "fp8" if self.task.fp8 else SHORT[self.task.dtype.name]
 
     @property
     def flops_per_token(self) -> float:
@@ -82,6 +82,7 @@ def load_workload(name: str, overrides: Sequence[str] = ()) -> Workload:
         jnp.ones((vocab_size,)),
         r.optim.clip_norm,
         r.train.z_loss,
+        r.model.fp8,
     )
     return Workload(path.stem, r, mesh, task, vocab_size)
 

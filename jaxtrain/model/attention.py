@@ -1,5 +1,6 @@
 """Attention: project, rotate, normalise, attend, project back; with a cache when decoding."""
 
+import functools
 import math
 from typing import NamedTuple
 
@@ -10,11 +11,14 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxtrain import parallel
+from jaxtrain.model.branches import Branches, branched_attention
 from jaxtrain.model.config import ResolvedModel
-from jaxtrain.model.init import SCHEMES, uniform
-from jaxtrain.model.layers import Rotary, lookup, rotate
+from jaxtrain.model.fp8 import dense
+from jaxtrain.model.init import SCHEMES, constant, uniform
+from jaxtrain.model.layers import Rotary, declare_bias, lookup, rms_norm, rotate, shifted
 from jaxtrain.model.params import declare
 from jaxtrain.model.plan import LayerSpec
+from jaxtrain.model.rows import rope_norm
 from jaxtrain.parallel import constrain
 
 GATE_CHANNELS = 12
@@ -82,35 +86,54 @@ class Attention(nnx.Module):
         self.k = declare((L, D, KH), ("layers", "embed", "kv_heads"), scheme.qk, "matrix")
         self.v = declare((L, D, KH), ("layers", "embed", "kv_heads"), scheme.v, "matrix")
         self.out = declare((L, NH, D), ("layers", "heads", "embed"), scheme.attention_out, "matrix")
+        self.q_bias = declare_bias(L, NH, "heads") if c.qkv_bias else None
+        self.k_bias = declare_bias(L, KH, "kv_heads") if c.qkv_bias else None
+        self.v_bias = declare_bias(L, KH, "kv_heads") if c.qkv_bias else None
+        self.out_bias = declare_bias(L, D, None) if c.out_bias else None
+        gain = lambda: declare((L, c.head_dim), ("layers", None), constant(1.0), "gain")
+        self.q_gain = gain() if c.qk_norm_gain else None
+        self.k_gain = gain() if c.qk_norm_gain else None
         self.config = c
 
     def __call__(
         self,
         x_BTD: Float[Array, "B T D"],
         spec: LayerSpec,
-        rope: Rotary,
+        rope: Rotary | None,
         value_BTC: Float[Array, "B T C"] | None,
         segments_BT: Int[Array, "B T"] | None,
         cache: LayerCache | None,
+        branches: Branches | None = None,
+        rope_by: str | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[Kept, Kept]]:
         """Returns the output and the keys and values: of these tokens, or the updated cache."""
         c = self.config
         B, T, _ = x_BTD.shape
-        q_BTNH = (x_BTD @ self.q[...]).reshape(B, T, c.heads, c.head_dim)
-        k_BTKH = (x_BTD @ self.k[...]).reshape(B, T, c.kv_heads, c.head_dim)
-        v_BTC = x_BTD @ self.v[...]
+        q_BTNH = shifted(dense(x_BTD, self.q), self.q_bias).reshape(B, T, c.heads, c.head_dim)
+        k_BTKH = shifted(dense(x_BTD, self.k), self.k_bias).reshape(B, T, c.kv_heads, c.head_dim)
+        v_BTC = shifted(dense(x_BTD, self.v), self.v_bias)
         if value_BTC is not None:
             v_BTC = v_BTC + value_BTC
         v_BTKH = v_BTC.reshape(B, T, c.kv_heads, c.head_dim)
-        norm_eps = c.norm_eps if c.qk_norm else None
-        q_BTNH, k_BTKH = rotate(q_BTNH, rope, norm_eps), rotate(k_BTKH, rope, norm_eps)
+        if rope_by is None:
+            q_BTNH, k_BTKH = (
+                self.place(q_BTNH, rope, self.q_gain),
+                self.place(k_BTKH, rope, self.k_gain),
+            )
+        else:
+            q_BTNH, k_BTKH = rope_norm(q_BTNH, k_BTKH, rope, c.norm_eps, rope_by)
         # The factor on queries and on keys is one factor on their product.
         scale = (c.qk_scale**2 if c.qk_norm else 1.0) / math.sqrt(c.head_dim)
+        scale = c.score_scale or scale
         if cache is None:
             q_BTNH = constrain(q_BTNH, "batch", None, "heads", None)
-            y_BTNH = parallel.attention(
+            attend = parallel.attention
+            if branches is not None:
+                attend = functools.partial(branched_attention, branches=branches)
+            y_BTNH = attend(
                 q_BTNH, k_BTKH, v_BTKH, window=spec.window, segments_BT=segments_BT,
                 softcap=c.attention_softcap, scale=scale, implementation=c.attention,
+                deterministic=c.deterministic_attention,
             )  # fmt: skip
             kept = (k_BTKH, v_BTKH)
         else:
@@ -123,7 +146,17 @@ class Attention(nnx.Module):
                 c.attention_softcap,
                 scale,
             )
-        return y_BTNH.reshape(B, T, -1) @ self.out[...], kept
+        return shifted(dense(y_BTNH.reshape(B, T, -1), self.out), self.out_bias), kept
+
+    def place(
+        self, x_BTNH: Float[Array, "B T N H"], rope: Rotary | None, gain: nnx.Param | None
+    ) -> Float[Array, "B T N H"]:
+        """Queries or keys normed and rotated. A gain is per channel: it comes before the turn."""
+        eps = self.config.norm_eps if self.config.qk_norm else None
+        if eps is not None and (gain is not None or rope is None):
+            x_BTNH = rms_norm(x_BTNH, None if gain is None else gain[...], eps=eps)
+            eps = None
+        return x_BTNH if rope is None else rotate(x_BTNH, rope, eps)
 
 
 def decode(

@@ -5,7 +5,9 @@ from typing import Literal
 from jaxtrain_kernels.attention import BACKENDS
 from pydantic import Field, model_validator
 
-from jaxtrain.settings import Settings
+from jaxtrain.model.rope import RopeScaling
+from jaxtrain.model.rows import PLAIN, Rows
+from jaxtrain.settings import Settings, UserError
 
 
 class ModelConfig(Settings):
@@ -32,13 +34,34 @@ class ModelConfig(Settings):
     vocab_multiple: int = Field(
         64, ge=1, description="embedding and head rows are padded up to a multiple of this"
     )
+    positions: Literal["rotary", "learned"] = Field(
+        "rotary", description="turns of queries and keys, or a table of `context` embeddings"
+    )
     rope_base: float = Field(100_000.0, gt=0, description="base of the rotary frequencies")
+    rope_base_short: float | None = Field(
+        None, gt=0, description="the same in S layers, never stretched; default rope_base"
+    )
+    rope_scaling: RopeScaling | None = Field(
+        None, description="how the rotary frequencies are stretched over a longer context"
+    )
     qk_norm: bool = Field(True, description="RMS-normalise queries and keys after the rotation")
     qk_scale: float = Field(1.2, gt=0, description="factor on queries and on keys after qk_norm")
+    qk_norm_gain: bool = Field(
+        False, description="learned gains in qk_norm, which then comes before the rotation"
+    )
+    score_scale: float | None = Field(
+        None, gt=0, description="factor on the scores; default qk_scale^2 / sqrt(head_dim)"
+    )
+    qkv_bias: bool = Field(False, description="learned shifts of queries, keys and values")
+    out_bias: bool = Field(False, description="learned shift of what attention puts out")
+    ffn_bias: bool = Field(False, description="learned shifts in the feed-forward network")
     window_pattern: str = Field(
         "SSSL",
         pattern="^[SL]+$",
         description="S short window, L full context, tiled over the layers; the last is full",
+    )
+    last_layer_full: bool = Field(
+        True, description="the last layer has full context, whatever window_pattern says"
     )
     short_window: int | None = Field(
         None,
@@ -48,8 +71,15 @@ class ModelConfig(Settings):
     context: int | None = Field(
         None, ge=2, description="tokens that decoding looks back over; default the training length"
     )
-    norm_gain: bool = Field(False, description="learned gains in the norms")
-    norm_eps: float = Field(1e-6, gt=0, description="epsilon inside the RMS norms")
+    norm: Literal["rms", "layer"] = Field(
+        "rms", description="of the blocks and the last states; layer also subtracts the mean"
+    )
+    norm_gain: bool = Field(
+        False, description="learned gains in the norms, and shifts in layer norms"
+    )
+    norm_eps: float = Field(1e-6, gt=0, description="epsilon inside the norms")
+    post_norm: bool = Field(False, description="normalise also what each branch puts out")
+    embed_scale: float = Field(1.0, gt=0, description="factor on the token embedding")
     embed_norm: bool = Field(True, description="RMS-normalise the token embedding")
     tied_head: bool = Field(False, description="the head is the embedding, transposed")
     softcap: float | None = Field(15.0, gt=0, description="logits are cap x tanh(logits / cap)")
@@ -81,8 +111,18 @@ class ModelConfig(Settings):
         description="attention backend (cudnn, xla, mosaic, triton); "
         "default the fastest that serves",
     )
+    deterministic_attention: bool = Field(
+        False,
+        description="attention's gradients are the same bits on every run; cuDNN cannot, mosaic "
+        "takes 7 products a block instead of 5, xla and triton always are",
+    )
+    rows: Rows = Field(PLAIN, description="backends of the fused passes over activations")
     scan_layers: bool = Field(
         False, description="scan over repeated layers: compiles faster, runs a little slower"
+    )
+    fp8: Literal["blocks", "all"] | None = Field(
+        None,
+        description="training's matmuls in float8: of the blocks' matrices, or of the head as well",
     )
     remat: Literal["none", "block"] = Field(
         "none", description="recompute each block in the backward pass to save memory"
@@ -96,8 +136,18 @@ class ModelConfig(Settings):
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
         if self.init == "mup" and self.tied_head:
             raise ValueError("init mup scales the head unlike the embedding: set tied_head: false")
+        if self.qk_norm_gain and not self.qk_norm:
+            raise ValueError("qk_norm_gain needs qk_norm: there is no norm for the gains")
         if self.norm_gain and not self.block_norm:
             raise ValueError("norm_gain needs block_norm: there are no norms for the gains")
+        if self.rows.norm and (self.norm != "rms" or self.norm_gain or not self.block_norm):
+            raise ValueError("rows.norm needs norm: rms, norm_gain: false and block_norm: true")
+        if self.rows.rope and (self.qk_norm_gain or not self.qk_norm or self.positions != "rotary"):
+            raise ValueError("rows.rope needs positions: rotary and qk_norm without qk_norm_gain")
+        if self.rows.relu2 and self.ffn != "relu2":
+            raise ValueError(f"rows.relu2 needs ffn: relu2, not {self.ffn}")
+        if self.rows.ffn and (self.ffn != "relu2" or self.ffn_bias or self.rows.relu2):
+            raise ValueError("rows.ffn needs ffn: relu2, ffn_bias: false and no rows.relu2")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even (rotary pairs)")
         if self.attention not in (None, *BACKENDS):
@@ -124,6 +174,11 @@ def round_up(value: int, multiple: int) -> int:
 
 def resolve_model(c: ModelConfig, sequence_length: int) -> ResolvedModel:
     """Fill in what follows from the depth and the context length; anything set by hand wins."""
+    if c.positions == "learned" and (c.context or sequence_length) < sequence_length:
+        raise UserError(
+            f"model.context: positions are learned up to {c.context}, but "
+            f"train.sequence_length is {sequence_length}"
+        )
     width = c.width or round_up(64 * c.depth, c.head_dim)
     heads = c.heads or width // c.head_dim
     derived = {

@@ -1,4 +1,4 @@
-"""The small pieces that every layer uses: RMS norm, rotary positions, feed-forward."""
+"""The small pieces that every layer uses: norms, rotary positions, feed-forward."""
 
 from typing import NamedTuple
 
@@ -8,9 +8,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxtrain.model.config import ResolvedModel
-from jaxtrain.model.init import SCHEMES
+from jaxtrain.model.fp8 import dense
+from jaxtrain.model.init import SCHEMES, constant
 from jaxtrain.model.params import declare
-from jaxtrain.parallel import constrain
+from jaxtrain.model.rope import RopeScaling, frequencies
+from jaxtrain.model.rows import relu2
+from jaxtrain.parallel import constrain, feed_forward_relu2
 
 
 def rms_norm(
@@ -22,6 +25,32 @@ def rms_norm(
     if gain is not None:
         y = y * jnp.expand_dims(gain, range(y.ndim - 1))
     return y.astype(x.dtype)
+
+
+def layer_norm(
+    x: Float[Array, "*B D"],
+    gain: Float[Array, "D"] | None = None,
+    shift: Float[Array, "D"] | None = None,
+    *,
+    eps: float,
+) -> Float[Array, "*B D"]:
+    """(x - mean) / std, statistics in float32, result in x's dtype (Ba et al. 2016)."""
+    x32 = x.astype(jnp.float32)
+    x32 -= jnp.mean(x32, axis=-1, keepdims=True)
+    y = rms_norm(x32, gain, eps=eps)
+    return (y if shift is None else y + jnp.expand_dims(shift, range(y.ndim - 1))).astype(x.dtype)
+
+
+def declare_bias(layers: int, size: int, axis: str | None) -> nnx.Param:
+    """A shift of every layer, [L, size]; it starts at zero."""
+    return declare((layers, size), ("layers", axis), constant(0.0), "gain", group="bias")
+
+
+def shifted(y: Float[Array, "*B D"], bias: nnx.Param | None) -> Float[Array, "*B D"]:
+    """y + bias in y's dtype, or y."""
+    if bias is None:
+        return y
+    return y + jnp.expand_dims(bias[...].astype(y.dtype), range(y.ndim - 1))
 
 
 @jax.custom_vjp
@@ -53,13 +82,17 @@ class Rotary(NamedTuple):
     sin_BT1H: Array
 
 
-def rotary(positions_BT: Int[Array, "B T"], head_dim: int, base: float) -> Rotary:
+def rotary(
+    positions_BT: Int[Array, "B T"], head_dim: int, base: float, scaling: RopeScaling | None = None
+) -> Rotary:
     """Angles of each position (Su et al. 2021); h is half the head dim."""
-    frequency_h = base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
+    frequency_h, factor = frequencies(head_dim, base, scaling)
     angle_BT1h = positions_BT[:, :, None, None].astype(jnp.float32) * frequency_h.reshape(
         1, 1, 1, -1
     )
     cos, sin = jnp.cos(angle_BT1h), jnp.sin(angle_BT1h)
+    if factor != 1.0:
+        cos, sin = factor * cos, factor * sin
     return Rotary(jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1))
 
 
@@ -100,9 +133,22 @@ class FeedForward(nnx.Module):
         if c.ffn in GATED:
             self.gate = declare((L, D, F), ("layers", "embed", "hidden"), scheme.up, "matrix")
         self.down = declare((L, F, D), ("layers", "hidden", "embed"), scheme.down, "matrix")
+        self.up_bias = declare_bias(L, F, "hidden") if c.ffn_bias else None
+        self.gate_bias = declare_bias(L, F, "hidden") if c.ffn_bias and c.ffn in GATED else None
+        self.down_bias = declare_bias(L, D, None) if c.ffn_bias else None
 
-    def __call__(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+    def __call__(
+        self, x_BTD: Float[Array, "B T D"], relu2_by: str | None = None, by: str | None = None
+    ) -> Float[Array, "B T D"]:
+        w_up, w_down = self.up.get_value(), self.down.get_value()
+        plain = isinstance(w_up, jax.Array) and isinstance(w_down, jax.Array)
+        if self.kind == "relu2" and plain and self.up_bias is None and relu2_by is None:
+            return shifted(feed_forward_relu2(x_BTD, w_up, w_down, by), self.down_bias)
         act = ACTIVATIONS[self.kind]
-        up_BTF = constrain(x_BTD @ self.up[...], "batch", None, "hidden")
-        h_BTF = act(x_BTD @ self.gate[...]) * up_BTF if self.kind in GATED else act(up_BTF)
-        return h_BTF @ self.down[...]
+        up_BTF = constrain(dense(x_BTD, self.up), "batch", None, "hidden")
+        up_BTF = shifted(up_BTF, self.up_bias)
+        if self.kind in GATED:
+            h_BTF = act(shifted(dense(x_BTD, self.gate), self.gate_bias)) * up_BTF
+        else:
+            h_BTF = act(up_BTF) if relu2_by is None else relu2(up_BTF, relu2_by)
+        return shifted(dense(h_BTF, self.down), self.down_bias)

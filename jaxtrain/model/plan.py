@@ -7,10 +7,14 @@ from jaxtrain.model.config import ResolvedModel
 
 @dataclass(frozen=True)
 class LayerSpec:
-    """One layer. `window`: keys left of the query that stay visible (None: all)."""
+    """One layer. `window`: keys left of the query that stay visible (None: all).
+
+    `short_rope`: the rotary frequencies are those of `rope_base_short`.
+    """
 
     window: int | None
     value_embed: bool
+    short_rope: bool = False
 
 
 Plan = tuple[LayerSpec, ...]
@@ -20,11 +24,12 @@ def make_plan(c: ResolvedModel) -> Plan:
     """Window pattern tiled over the depth, value embeddings on every other layer, last included."""
 
     def layer(i: int) -> LayerSpec:
-        last = i == c.depth - 1
+        last = i == c.depth - 1 and c.last_layer_full
         short = c.window_pattern[i % len(c.window_pattern)] == "S" and not last
         return LayerSpec(
             window=c.short_window if short else None,
             value_embed=c.value_embeddings and (c.depth - 1 - i) % 2 == 0,
+            short_rope=short and c.rope_base_short is not None,
         )
 
     return tuple(layer(i) for i in range(c.depth))

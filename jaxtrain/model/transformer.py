@@ -14,11 +14,13 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxtrain.model.attention import Attention, Kept, LayerCache, ValueEmbedding, kept_from
+from jaxtrain.model.branches import Branches, take_before
 from jaxtrain.model.config import ResolvedModel, round_up
 from jaxtrain.model.init import SCHEMES, constant, uniform
-from jaxtrain.model.layers import FeedForward, Rotary, lookup, rms_norm, rotary
+from jaxtrain.model.layers import FeedForward, Rotary, layer_norm, lookup, rms_norm, rotary
 from jaxtrain.model.params import declare
 from jaxtrain.model.plan import LayerSpec, make_plan, segments
+from jaxtrain.model.rows import PLAIN, Rows, Stream, enter, join, leave
 from jaxtrain.parallel import constrain
 
 SMEAR_CHANNELS = 24
@@ -37,8 +39,11 @@ class LayerInputs(NamedTuple):
 
     x0_BTD: Array
     tokens_BT: Array
-    rope: Rotary
+    rope: Rotary | None
+    short_rope: Rotary | None
     segments_BT: Array | None
+    branches: Branches | None
+    rows: Rows
 
 
 class Block(nnx.Module):
@@ -47,7 +52,7 @@ class Block(nnx.Module):
     def __init__(self, c: ResolvedModel, layers: int):
         self.attention = Attention(c, layers)
         self.ffn = FeedForward(c, layers)
-        self.norm, self.eps = c.block_norm, c.norm_eps
+        self.config = c
         start = SCHEMES[c.init](c).branch_scale
         if start is None:
             self.attention_scale = self.ffn_scale = None
@@ -56,38 +61,77 @@ class Block(nnx.Module):
                 (layers,), ("layers",), constant(start), "scalar", group="residual_scale"
             )
             self.attention_scale, self.ffn_scale = scale(), scale()
-        if c.norm_gain:
-            gain = lambda: declare((layers, c.width), ("layers", None), constant(1.0), "gain")
-            self.attention_gain, self.ffn_gain = gain(), gain()
-        else:
-            self.attention_gain = self.ffn_gain = None
+        self.attention_gain, self.attention_shift = declare_norm(c, (layers,))
+        self.ffn_gain, self.ffn_shift = declare_norm(c, (layers,))
+        post = lambda: declare_norm(c, (layers,)) if c.post_norm else (None, None)
+        self.attention_post_gain, self.attention_post_shift = post()
+        self.ffn_post_gain, self.ffn_post_shift = post()
 
     def __call__(
         self,
         x_BTD: Float[Array, "B T D"],
         spec: LayerSpec,
-        rope: Rotary,
+        rope: Rotary | None,
         value: tuple[ValueEmbedding, Array] | None,
         segments_BT: Int[Array, "B T"] | None,
         cache: LayerCache | None = None,
-    ) -> tuple[Float[Array, "B T D"], tuple[Kept, Kept]]:
-        h_BTD = self.read(x_BTD, self.attention_gain)
+        branches: Branches | None = None,
+        rows: Rows = PLAIN,
+        h_BTD: Float[Array, "B T D"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], tuple[Kept, Kept]]:
+        """The stream after attention, what the feed-forward adds to it, and keys and values.
+
+        h_BTD: the normed stream, where it is known.
+        """
+        if h_BTD is None:
+            h_BTD = self.read(x_BTD, self.attention_gain, self.attention_shift)
         value_BTC = None if value is None else value[0](h_BTD, value[1])
-        y_BTD, kept = self.attention(h_BTD, spec, rope, value_BTC, segments_BT, cache)
-        x_BTD = add(x_BTD, y_BTD, self.attention_scale)
-        x_BTD = add(x_BTD, self.ffn(self.read(x_BTD, self.ffn_gain)), self.ffn_scale)
-        return constrain(x_BTD, "batch", None, None), kept
+        y_BTD, kept = self.attention(
+            h_BTD, spec, rope, value_BTC, segments_BT, cache, branches, rows.rope
+        )
+        y_BTD = self.put(y_BTD, self.attention_post_gain, self.attention_post_shift)
+        y_BTD = scaled(y_BTD, self.attention_scale)
+        if rows.norm is None:
+            x_BTD = x_BTD + y_BTD
+            h_BTD = self.read(x_BTD, self.ffn_gain, self.ffn_shift)
+        else:
+            x_BTD, h_BTD = join(x_BTD, y_BTD, self.config.norm_eps, rows.norm)
+        y_BTD = self.ffn(h_BTD, rows.relu2, rows.ffn)
+        y_BTD = self.put(y_BTD, self.ffn_post_gain, self.ffn_post_shift)
+        return x_BTD, scaled(y_BTD, self.ffn_scale), kept
 
-    def read(self, x_BTD: Float[Array, "B T D"], gain: Any) -> Float[Array, "B T D"]:
+    def read(self, x_BTD: Float[Array, "B T D"], gain: Any, shift: Any) -> Float[Array, "B T D"]:
         """What a branch sees of the stream."""
-        if not self.norm:
-            return x_BTD
-        return rms_norm(x_BTD, None if gain is None else gain[...], eps=self.eps)
+        return normed(self.config, x_BTD, gain, shift) if self.config.block_norm else x_BTD
+
+    def put(self, y_BTD: Float[Array, "B T D"], gain: Any, shift: Any) -> Float[Array, "B T D"]:
+        """What a branch adds to the stream."""
+        return normed(self.config, y_BTD, gain, shift) if self.config.post_norm else y_BTD
 
 
-def add(x_BTD: Array, y_BTD: Array, scale: Any) -> Array:
-    """The stream with a branch added, times its learned scale if there is one."""
-    return x_BTD + (y_BTD if scale is None else (scale[...] * y_BTD).astype(x_BTD.dtype))
+def declare_norm(c: ResolvedModel, stack: tuple[int, ...]) -> tuple[Any, Any]:
+    """The gain and the shift of a norm, [*stack, D], or None where there is none."""
+    axes = (*("layers" for _ in stack), None)
+    vector = lambda start, group: declare(
+        (*stack, c.width), axes, constant(start), "gain", group=group
+    )
+    gain = vector(1.0, "gain") if c.norm_gain else None
+    return gain, vector(0.0, "bias") if c.norm_gain and c.norm == "layer" else None
+
+
+def normed(
+    c: ResolvedModel, x: Float[Array, "*B D"], gain: Any, shift: Any
+) -> Float[Array, "*B D"]:
+    """The norm that the configuration names."""
+    gain_D = None if gain is None else gain[...]
+    if c.norm == "rms":
+        return rms_norm(x, gain_D, eps=c.norm_eps)
+    return layer_norm(x, gain_D, None if shift is None else shift[...], eps=c.norm_eps)
+
+
+def scaled(y_BTD: Array, scale: Any) -> Array:
+    """A branch times its learned scale if there is one."""
+    return y_BTD if scale is None else (scale[...] * y_BTD).astype(y_BTD.dtype)
 
 
 class Transformer(nnx.Module):
@@ -119,7 +163,14 @@ class Transformer(nnx.Module):
             self.smear_scale = declare((), (), constant(0.0), "scalar", group="mix")
         if c.backout:
             self.backout_scale = declare((), (), constant(0.2), "scalar", group="mix")
-        self.final_gain = declare((D,), (None,), constant(1.0), "gain") if c.norm_gain else None
+        self.final_gain, self.final_shift = declare_norm(c, ())
+        self.position_embed = (
+            declare(
+                (c.context, D), (None, "embed"), scheme.embed, "embedding", dtype=c.embedding_dtype
+            )
+            if c.positions == "learned"
+            else None
+        )
         self.head = (
             None if c.tied_head else declare((D, vocab), ("embed", "vocab"), scheme.head, "head")
         )
@@ -141,10 +192,19 @@ class Transformer(nnx.Module):
         segments_BT: Int[Array, "B T"] | None = None,
     ) -> Float[Array, "B T D"]:
         """Normed last states; what the loss multiplies with the head."""
-        if not self.config.document_mask:
-            segments_BT = None
-        x_BTD, _ = self.embed_tokens(tokens_BT, None, segments_BT)
-        x_BTD, _ = self.run_layers(x_BTD, tokens_BT, positions_BT, segments_BT)
+        segments_BT = segments_BT if self.config.document_mask else None
+        return self.hidden_apart(tokens_BT, positions_BT, segments_BT)
+
+    def hidden_apart(
+        self,
+        tokens_BT: Int[Array, "B T"],
+        positions_BT: Int[Array, "B T"] | None,
+        segments_BT: Int[Array, "B T"] | None,
+        branches: Branches | None = None,
+    ) -> Float[Array, "B T D"]:
+        """The same, with the segments kept apart whatever `document_mask` says."""
+        x_BTD, _ = self.embed_tokens(tokens_BT, None, segments_BT, branches)
+        x_BTD, _ = self.run_layers(x_BTD, tokens_BT, positions_BT, segments_BT, branches=branches)
         return x_BTD
 
     def prefill(
@@ -178,6 +238,7 @@ class Transformer(nnx.Module):
         tokens_BT: Int[Array, "B T"],
         previous_BD: Float[Array, "B D"] | None,
         segments_BT: Int[Array, "B T"] | None = None,
+        branches: Branches | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
         """Embeddings with and without the smear; `previous_BD` stands before the first token.
 
@@ -185,6 +246,8 @@ class Transformer(nnx.Module):
         """
         c = self.config
         plain_BTD = constrain(lookup(self.embed[...], tokens_BT), "batch", None, None)
+        if c.embed_scale != 1.0:
+            plain_BTD = plain_BTD * c.embed_scale
         if c.embed_norm:
             plain_BTD = rms_norm(plain_BTD, eps=c.norm_eps)
         if not c.smear:
@@ -194,6 +257,8 @@ class Transformer(nnx.Module):
             if segments_BT is not None:
                 before_BT = jnp.pad(segments_BT[:, :-1], ((0, 0), (1, 0)))
                 before_BTD *= (segments_BT == before_BT)[..., None]
+            if branches is not None:
+                before_BTD = take_before(before_BTD, plain_BTD, branches)
         else:
             before_BTD = previous_BD[:, None]
         gate_c = self.smear_gate[...].astype(plain_BTD.dtype)
@@ -209,6 +274,7 @@ class Transformer(nnx.Module):
         segments_BT: Int[Array, "B T"] | None = None,
         cache: Cache | None = None,
         keep_kv: bool = False,
+        branches: Branches | None = None,
     ) -> tuple[Float[Array, "B T D"], list[tuple[Kept, Kept]]]:
         """All layers and the last norm; also each layer's keys and values when unrolled.
 
@@ -217,15 +283,18 @@ class Transformer(nnx.Module):
         c, middle = self.config, self.config.depth // 2
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
-        inputs = LayerInputs(
-            x_BTD,
-            tokens_BT,
-            rotary(positions_BT, c.head_dim, c.rope_base),
-            segments_BT,
-        )
+        rope = short_rope = None
+        if self.position_embed is not None:
+            x_BTD = x_BTD + lookup(self.position_embed[...], positions_BT)
+        else:
+            rope = rotary(positions_BT, c.head_dim, c.rope_base, c.rope_scaling)
+        if c.rope_base_short is not None:
+            short_rope = rotary(positions_BT, c.head_dim, c.rope_base_short)
+        rows = PLAIN if cache is not None or keep_kv else c.rows  # prompts are of any length
+        inputs = LayerInputs(x_BTD, tokens_BT, rope, short_rope, segments_BT, branches, rows)
         layers, values = self.stacks()
         scanned = c.scan_layers and cache is None and not keep_kv
-        carry, kv, at, value_at = (x_BTD, x_BTD), [], 0, 0
+        carry, kv, at, value_at = (Stream(x_BTD), x_BTD), [], 0, 0
         for period, repeats in segments(self.plan) if scanned else [(self.plan, 1)]:
             size, valued = len(period), sum(spec.value_embed for spec in period)
             stack = take(layers, at, repeats, size), take(values, value_at, repeats, valued)
@@ -240,7 +309,7 @@ class Transformer(nnx.Module):
                     layer_cache = cache and LayerCache(*cache.kv[len(kept)], cache.lengths_B)
                     x, pair = self.run_layer(x, spec, layer, value, inputs, layer_cache)
                     if c.backout:
-                        middle_BTD = jnp.where(layer["index"] == middle, x, middle_BTD)
+                        middle_BTD = jnp.where(layer["index"] == middle, x.total(), middle_BTD)
                     kept.append(pair)
                 return (x, middle_BTD), kept
 
@@ -250,11 +319,10 @@ class Transformer(nnx.Module):
             else:
                 carry, _ = jax.lax.scan(lambda a, s: (run_period(a, s)[0], None), carry, stack)
             at, value_at = at + size * repeats, value_at + valued * repeats
-        x_BTD, middle_BTD = carry
+        x_BTD, middle_BTD = carry[0].total(), carry[1]
         if c.backout:
             x_BTD = (x_BTD - self.backout_scale[...] * middle_BTD).astype(x_BTD.dtype)
-        gain = None if self.final_gain is None else self.final_gain[...]
-        return rms_norm(x_BTD, gain, eps=c.norm_eps), kv
+        return normed(c, x_BTD, self.final_gain, self.final_shift), kv
 
     def stacks(self) -> tuple[dict[str, Any], Any]:
         """What each layer takes, stacked over layers; and over the layers with value embeddings."""
@@ -268,27 +336,33 @@ class Transformer(nnx.Module):
 
     def run_layer(
         self,
-        x_BTD: Array,
+        stream: Stream,
         spec: LayerSpec,
         layer: dict[str, Any],
         value: Any,
         inputs: LayerInputs,
         cache: LayerCache | None,
-    ) -> tuple[Array, tuple[Kept, Kept]]:
+    ) -> tuple[Stream, tuple[Kept, Kept]]:
         """One layer: scale the stream, add the embedding back in, run the block."""
+        c, rows = self.config, inputs.rows
+        # A layer that is scanned or recomputed keeps one array, not the stream and a branch.
+        whole = rows.norm is None or c.scan_layers or c.remat == "block"
 
-        def run(x_BTD, layer, value):
-            if self.config.residual_scales:
-                x_BTD = layer["residual_scale"] * x_BTD + layer["x0_scale"] * inputs.x0_BTD
-                x_BTD = x_BTD.astype(inputs.x0_BTD.dtype)
+        def run(stream, layer, value):
+            scales = (layer["residual_scale"], layer["x0_scale"]) if c.residual_scales else None
+            x_BTD, h_BTD, x0_BTD = enter(stream, inputs.x0_BTD, scales, c.norm_eps, rows.norm)
             block = nnx.merge(nnx.graphdef(self.blocks), layer["block"])
             if value is not None:
                 value = nnx.merge(nnx.graphdef(self.value_embed), value), inputs.tokens_BT
-            return block(x_BTD, spec, inputs.rope, value, inputs.segments_BT, cache)
+            rope = inputs.short_rope if spec.short_rope else inputs.rope
+            x_BTD, y_BTD, kept = block(
+                x_BTD, spec, rope, value, inputs.segments_BT, cache, inputs.branches, rows, h_BTD
+            )
+            return leave(x_BTD, y_BTD, None if whole else x0_BTD), kept
 
-        if self.config.remat == "block":
+        if c.remat == "block":
             run = jax.checkpoint(run)
-        return run(x_BTD, layer, value)
+        return run(stream, layer, value)
 
 
 def take(stack: Any, start: int, repeats: int, size: int) -> Any:

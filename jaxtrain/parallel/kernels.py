@@ -6,13 +6,16 @@ gradient of a replicated operand is summed by shard_map's own transpose.
 """
 
 import functools
+from collections.abc import Callable
+from typing import Any
 
 import jax
 import jaxtrain_kernels as kernels
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxtrain.parallel.axes import partition_spec
+from jaxtrain.parallel.axes import constrain, partition_spec
+from jaxtrain.settings import UserError
 
 ROWS = ("data", "fsdp")
 
@@ -27,14 +30,21 @@ def attention(
     softcap: float | None = None,
     scale: float | None = None,
     implementation: str | None = None,
+    deterministic: bool = False,
 ) -> Float[Array, "B T N H"]:
-    """Causal attention, split over batch rows and heads (see `jaxtrain_kernels.attention`)."""
+    """Causal attention, split over batch rows and heads (see `jaxtrain_kernels.attention`).
+
+    Raises UserError if the backend that was asked for cannot serve.
+    """
 
     def local(q, k, v, segments):
-        return kernels.attention(
-            q, k, v, causal=True, window=window, segment_ids_BT=segments,
-            softcap=softcap, scale=scale, implementation=implementation,
-        )  # fmt: skip
+        try:
+            return kernels.attention(
+                q, k, v, causal=True, window=window, segment_ids_BT=segments, softcap=softcap,
+                scale=scale, implementation=implementation, deterministic=deterministic,
+            )  # fmt: skip
+        except NotImplementedError as error:
+            raise UserError(f"model.{error}; model.attention=null takes one that can") from None
 
     mesh = jax.sharding.get_abstract_mesh()
     if mesh.empty or mesh.size == 1:
@@ -66,4 +76,55 @@ def linear_cross_entropy(
     specs = (P(ROWS, None), P(), P(ROWS), P(ROWS))
     return jax.shard_map(local, in_specs=specs, out_specs=P(), check_vma=False)(
         x_ND, w_DV, labels_N, weights_N
+    )
+
+
+def by_rows(kernel: Callable[..., Any], *arrays: Any) -> Any:
+    """kernel(*arrays), split over the batch rows of what has three dims or more; None may be among.
+
+    The results have batch rows first as well. Columns (of a tensor-parallel hidden layer, say) are
+    gathered.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if mesh.empty or mesh.size == 1:
+        return kernel(*arrays)
+    specs = tuple(P(ROWS) if x is not None and x.ndim >= 3 else P() for x in arrays)
+    return jax.shard_map(kernel, in_specs=specs, out_specs=P(ROWS), check_vma=False)(*arrays)
+
+
+def feed_forward_relu2(
+    x_BTD: Float[Array, "B T D"],
+    w_up_DF: Float[Array, "D F"],
+    w_down_FD: Float[Array, "F D"],
+    implementation: str | None = None,
+) -> Float[Array, "B T D"]:
+    """relu(x W_up)^2 W_down, split over batch rows and the hidden dim (see `jaxtrain_kernels`).
+
+    Raises UserError if the backend that was asked for cannot serve.
+    """
+    mesh = jax.sharding.get_abstract_mesh()
+    if implementation != "mosaic":  # XLA knows how to split the others
+        pin = lambda h_BTF: constrain(h_BTF, "batch", None, "hidden")
+        return kernels.feed_forward_relu2(
+            x_BTD, w_up_DF, w_down_FD, constrain=pin, implementation=implementation
+        )
+
+    def local(x, w_up, w_down):
+        try:
+            return kernels.feed_forward_relu2(x, w_up, w_down, implementation=implementation)
+        except NotImplementedError as error:
+            raise UserError(f"model.rows.ffn: {error}; null takes XLA's") from None
+
+    if mesh.empty or mesh.size == 1:
+        return local(x_BTD, w_up_DF, w_down_FD)
+    (hidden,) = partition_spec(("hidden",), w_down_FD.shape[:1], mesh)
+
+    def part(x, w_up, w_down):
+        y = local(x, w_up, w_down)
+        return y if hidden is None else jax.lax.psum(y, hidden)
+
+    rows = partition_spec(("batch", None, None), x_BTD.shape, mesh)
+    specs = rows, P(None, hidden), P(hidden, None)
+    return jax.shard_map(part, in_specs=specs, out_specs=rows, check_vma=False)(
+        x_BTD, w_up_DF, w_down_FD
     )

@@ -18,7 +18,16 @@ FAMILIES = {
     "speedrun": {},
     "gqa": {"kv_heads": 2, "ffn": "geglu", "attention_softcap": 5.0},
     "llama": LLAMA,
-}
+    "gemma3": LLAMA | {
+        "qk_norm": True, "qk_norm_gain": True, "post_norm": True, "score_scale": 0.3,
+        "window_pattern": "SLS", "last_layer_full": False, "rope_base_short": 100.0,
+        "rope_scaling": {"name": "linear", "factor": 2.0}, "embed_scale": 3.0,
+    },
+    "gpt2": LLAMA | {
+        "ffn": "gelu", "norm": "layer", "positions": "learned", "qkv_bias": True,
+        "out_bias": True, "ffn_bias": True,
+    },
+}  # fmt: skip
 
 
 @functools.partial(jax.jit, static_argnums=0)

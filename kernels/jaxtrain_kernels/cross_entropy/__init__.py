@@ -2,11 +2,11 @@
 
 from jaxtyping import Array, Float, Int
 
-from jaxtrain_kernels.cross_entropy import reference, xla
+from jaxtrain_kernels.cross_entropy import fp8, mosaic, reference, xla
 from jaxtrain_kernels.dispatch import choose, target
 
-# Fastest first: the first that can serve is the default.
-BACKENDS = {"xla": xla, "reference": reference}
+# The first that can serve is the default.
+BACKENDS = {"xla": xla, "mosaic": mosaic, "fp8": fp8, "reference": reference}
 
 
 def linear_cross_entropy(
@@ -30,7 +30,7 @@ def linear_cross_entropy(
     chunk: tokens whose logits are in memory at a time; by default chosen for the device.
     Raises ValueError for an unknown implementation.
     """
-    reasons = {name: backend.supports(target()) for name, backend in BACKENDS.items()}
+    reasons = {name: backend.supports(target(), x_ND, w_DV) for name, backend in BACKENDS.items()}
     call = dict(softcap=softcap, z_loss=z_loss, valid_vocab=valid_vocab, chunk=chunk)
     options = " ".join(f"{name}={value}" for name, value in call.items() if value)
     signature = f"{x_ND.dtype}{list(x_ND.shape)} V={w_DV.shape[1]} {options}".rstrip()

@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from jaxtrain_kernels.dispatch import Target
 
 
-def supports(target: Target) -> None:
+def supports(target: Target, x_ND, w_DV) -> None:
     return None
 
 

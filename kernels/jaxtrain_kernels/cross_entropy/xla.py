@@ -6,7 +6,8 @@ cotangent. That saves recomputing the logits (as Liger and QuACK do, 3 matmuls i
 """
 
 import functools
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,19 +26,25 @@ SOFTCAP_AS_MAXIMUM = 30.0
 
 
 class Options(NamedTuple):
+    """row_pass: a kernel in place of `row_pass` below; None = that."""
+
     softcap: float | None
     z_loss: float
     valid_vocab: int | None
     chunk: int
+    row_pass: Callable[..., Any] | None = None
 
 
-def supports(target: Target) -> None:
+def supports(target: Target, x_ND, w_DV) -> None:
     return None
 
 
-def linear_cross_entropy(x_ND, w_DV, labels_N, weights_N, *, softcap, z_loss, valid_vocab, chunk):
-    """As the public function."""
-    options = Options(softcap, z_loss, valid_vocab, chunk or default_chunk(len(x_ND), len(w_DV.T)))
+def linear_cross_entropy(
+    x_ND, w_DV, labels_N, weights_N, *, softcap, z_loss, valid_vocab, chunk, row_pass=None
+):
+    """As the public function; row_pass: `mosaic_rows.loss_rows` or another kernel like it."""
+    chunk = chunk or default_chunk(len(x_ND), len(w_DV.T))
+    options = Options(softcap, z_loss, valid_vocab, chunk, row_pass)
     return _loss(options, *_vary_alike(x_ND, w_DV, labels_N, weights_N))
 
 
@@ -45,7 +52,7 @@ def per_token(x_ND, w_DV, labels_N, softcap, valid_vocab, chunk):
     """As the public `linear_cross_entropy_per_token`."""
     options = Options(softcap, 0.0, valid_vocab, chunk or default_chunk(len(x_ND), len(w_DV.T)))
     chunks = _split(options.chunk, x_ND, labels_N)
-    nll = lax.map(lambda xy: _row_losses(options, xy[0], w_DV, xy[1])[0], chunks)
+    nll = lax.map(lambda xy: _row_losses(options, xy[0] @ w_DV, xy[1])[0], chunks)
     return nll.reshape(-1)[: len(x_ND)]
 
 
@@ -62,7 +69,7 @@ def default_chunk(n_tokens: int, n_vocab: int) -> int:
 def _loss(options, x_ND, w_DV, labels_N, weights_N):
     def add(total, chunk):
         x, labels, weights = chunk
-        nll, lse, _ = _row_losses(options, x, w_DV, labels)
+        nll, lse = _row_losses(options, x @ w_DV, labels)
         return total + _weighted_sum(options, nll, lse, weights), None
 
     chunks = _split(options.chunk, x_ND, labels_N, weights_N)
@@ -79,11 +86,15 @@ def _loss_fwd(options, x_ND, w_DV, labels_N, weights_N):
     def add(carry, chunk):
         total, dw_DV = carry
         x, labels, weights = chunk
-        nll, lse, logits = _row_losses(options, x, w_DV, labels)
+        nll, lse, dlogits = (options.row_pass or row_pass)(
+            x @ w_DV,
+            labels,
+            weights * scale,
+            softcap=options.softcap,
+            z_loss=options.z_loss,
+            valid_vocab=options.valid_vocab,
+        )
         total += _weighted_sum(options, nll, lse, weights)
-        # Without the barrier XLA would keep the capped logits in memory, in float32, for this pass.
-        logits, lse = lax.optimization_barrier((logits, lse))
-        dlogits = _logit_gradients(options, logits, lse, labels, weights * scale).astype(x.dtype)
         dot = functools.partial(jnp.matmul, preferred_element_type=dw_DV.dtype)
         dx = dot(dlogits, w_DV.T)
         # float16 would lose it here; the cotangent (with the loss scale) comes only later.
@@ -107,14 +118,23 @@ def _loss_bwd(options, residuals, cotangent):
 _loss.defvjp(_loss_fwd, _loss_bwd)
 
 
-def _row_losses(options, x_CD, w_DV, labels_C):
-    """(nll_C, lse_C, logits_CV before the softcap) of one chunk; statistics in float32.
+def row_pass(logits_CV, labels_C, weights_C, *, softcap, z_loss, valid_vocab):
+    """(nll_C, lse_C, d loss / d logits_CV in the logits' dtype) of one chunk, before the softcap.
 
-    The logits are stored in the inputs' dtype, as a plain linear layer would give them: the two
-    passes over them are bound by memory.
+    The logits are in the inputs' dtype, as a plain linear layer would give them: the two passes
+    over them are bound by memory.
     """
-    wide = jnp.promote_types(x_CD.dtype, jnp.float32)
-    logits_CV = jnp.matmul(x_CD, w_DV)
+    options = Options(softcap, z_loss, valid_vocab, len(labels_C))
+    nll_C, lse_C = _row_losses(options, logits_CV, labels_C)
+    # Without the barrier XLA would keep the capped logits in memory, in float32, for this pass.
+    logits_CV, lse_C = lax.optimization_barrier((logits_CV, lse_C))
+    dlogits_CV = _logit_gradients(options, logits_CV, lse_C, labels_C, weights_C)
+    return nll_C, lse_C, dlogits_CV.astype(logits_CV.dtype)
+
+
+def _row_losses(options, logits_CV, labels_C):
+    """(nll_C, lse_C) of one chunk's logits before the softcap; statistics in float32."""
+    wide = jnp.promote_types(logits_CV.dtype, jnp.float32)
     seen_CV = _hide_padding(options, _cap(options, logits_CV.astype(wide)))
     if options.softcap is not None and options.softcap <= SOFTCAP_AS_MAXIMUM:
         peak_C = jnp.full(labels_C.shape, options.softcap, wide)  # one pass over the logits less
@@ -122,10 +142,10 @@ def _row_losses(options, x_CD, w_DV, labels_C):
         peak_C = seen_CV.max(-1)
     lse_C = peak_C + jnp.log(jnp.exp(seen_CV - peak_C[:, None]).sum(-1))
     # Gathered before the softcap, so that the capped logits need not be in memory.
-    label_C1 = jnp.clip(labels_C, 0, w_DV.shape[1] - 1)[:, None]
+    label_C1 = jnp.clip(labels_C, 0, logits_CV.shape[1] - 1)[:, None]
     label_logit_C = jnp.take_along_axis(logits_CV, label_C1, axis=1)[:, 0].astype(wide)
     label_logit_C = _cap(options, label_logit_C)
-    return lse_C - label_logit_C, lse_C, logits_CV
+    return lse_C - label_logit_C, lse_C
 
 
 def _logit_gradients(options, logits_CV, lse_C, labels_C, weights_C):

@@ -1,0 +1,102 @@
+"""The passes over activations between the matmuls, by the backends that the configuration names."""
+
+from typing import Any, NamedTuple
+
+import jax
+from jaxtrain_kernels import rows as kernels
+from jaxtyping import Array, Float
+from pydantic import Field, field_validator
+
+from jaxtrain import parallel
+from jaxtrain.parallel import constrain
+from jaxtrain.settings import Settings
+
+
+class Rows(Settings):
+    """Backends (xla, mosaic) of the fused passes in training; None leaves them to XLA's fusion."""
+
+    norm: str | None = Field(None, description="residual additions with the RMS norm after them")
+    rope: str | None = Field(None, description="rotation and norm of queries and keys")
+    relu2: str | None = Field(None, description="the squared ReLU")
+    ffn: str | None = Field(
+        None, description="the squared ReLU in the matmul before it (not with train.fp8)"
+    )
+    loss: str | None = Field(None, description="the head with the loss")
+
+    @field_validator("*")
+    @classmethod
+    def _known(cls, name: str | None) -> str | None:
+        if name not in (None, *kernels.BACKENDS):
+            raise ValueError(f"there is no backend {name}; there are {', '.join(kernels.BACKENDS)}")
+        return name
+
+
+PLAIN = Rows.model_validate({})
+
+
+class Stream(NamedTuple):
+    """The residual stream between layers.
+
+    branch: what the last layer still has to add; the next one's first pass does. x0: the embedding
+    as the last layer handed it on, so that its gradient is summed in the layers' own passes.
+    """
+
+    x_BTD: Array
+    branch_BTD: Array | None = None
+    x0_BTD: Array | None = None
+
+    def total(self) -> Array:
+        return self.x_BTD if self.branch_BTD is None else self.x_BTD + self.branch_BTD
+
+
+def enter(
+    stream: Stream, x0_BTD: Array, scales: tuple[Array, Array] | None, eps: float, norm: str | None
+) -> tuple[Array, Array | None, Array | None]:
+    """A layer's first pass: (x, its RMS norm, x0) of x scaled, with x0 mixed in.
+
+    scales: of the stream and of x0, if there are any. Without a backend there is no norm yet.
+    """
+    x_BTD, branch_BTD, own_BTD = stream
+    x0_BTD = x0_BTD if own_BTD is None else own_BTD
+    if norm is None:
+        if scales is not None:
+            x_BTD = (scales[0] * x_BTD + scales[1] * x0_BTD).astype(x0_BTD.dtype)
+        return x_BTD, None, None
+    if scales is None:
+        if branch_BTD is None:
+            return x_BTD, None, x0_BTD
+        return *join(x_BTD, branch_BTD, eps, norm), x0_BTD
+    run = lambda *arrays: kernels.mixed_norm(*arrays, eps=eps, implementation=norm)
+    return parallel.by_rows(run, x_BTD, branch_BTD, x0_BTD, *scales)
+
+
+def join(
+    x_BTD: Float[Array, "B T D"], y_BTD: Float[Array, "B T D"], eps: float, norm: str
+) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
+    """The stream with a branch added, and its RMS norm."""
+    run = lambda *arrays: kernels.residual_norm(*arrays, eps=eps, implementation=norm)
+    return parallel.by_rows(run, x_BTD, y_BTD)
+
+
+def leave(x_BTD: Array, y_BTD: Array, x0_BTD: Array | None) -> Stream:
+    """After a layer's last branch; with x0 the addition is left to the next layer."""
+    if x0_BTD is None:
+        return Stream(constrain(x_BTD + y_BTD, "batch", None, None))
+    return Stream(x_BTD, constrain(y_BTD, "batch", None, None), x0_BTD)
+
+
+def rope_norm(
+    q_BTNH: Float[Array, "B T N H"], k_BTKH: Float[Array, "B T K H"], rope: Any, eps: float, by: str
+) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
+    """Queries and keys rotated and normed; rope: a `Rotary`."""
+    cos_BTH, sin_BTH = (jax.lax.squeeze(x, [2]) for x in rope)
+    if len(cos_BTH) == 1:  # the same in every row of the batch, so on every device
+        run = lambda q, k: kernels.rope_norm(q, k, cos_BTH, sin_BTH, eps=eps, implementation=by)
+        return parallel.by_rows(run, q_BTNH, k_BTKH)
+    run = lambda *arrays: kernels.rope_norm(*arrays, eps=eps, implementation=by)
+    return parallel.by_rows(run, q_BTNH, k_BTKH, cos_BTH, sin_BTH)
+
+
+def relu2(x_BTF: Float[Array, "B T F"], by: str) -> Float[Array, "B T F"]:
+    """max(x, 0)^2."""
+    return parallel.by_rows(lambda x: kernels.relu2(x, implementation=by), x_BTF)
