@@ -16,6 +16,7 @@ from jaxtrain.bench.data import bench_data
 from jaxtrain.bench.decode import bench_decode
 from jaxtrain.bench.importing import bench_import
 from jaxtrain.bench.kernels import bench_loss
+from jaxtrain.bench.matmuls import bench_matmuls
 from jaxtrain.bench.optimizers import bench_optimizers
 from jaxtrain.bench.race import draw, race
 from jaxtrain.bench.record import BENCHMARKS, RESULTS, write
@@ -32,7 +33,9 @@ WHAT = {
     "data": "tokenizers, preparing, reading, packing: data data.train.path=... (text, JSONL, ...)",
     "decode": "one query a row against a key/value cache: decode [NAME ...]",
     "import": "a synthetic Hugging Face checkpoint read: import [NAME], default llama_8b",
+    "kernels": "loss, matmul and rows, one after another",
     "loss": "linear + cross-entropy backends over the benchmark shapes: loss [NAME ...]",
+    "matmul": "float8, ReLU^2 and symmetric matmuls over the benchmark shapes: matmul [NAME ...]",
     "rows": "the passes over activations over the benchmark shapes: rows [NAME ...]",
     "memory": "what a configuration's step needs, without running it",
     "optim": "an update of every optimizer on a configuration's parameters",
@@ -80,13 +83,15 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The records of a command line, each as soon as it is measured."""
-    kernels = {"attention": bench_attention, "decode": bench_decode, "loss": bench_loss}
-    kernels["rows"] = bench_rows
-    kernels["import"] = bench_import
+    step = {"loss": bench_loss, "matmul": bench_matmuls, "rows": bench_rows}
+    kernels = step | {"attention": bench_attention, "decode": bench_decode, "import": bench_import}
     if a.tune and a.what == "attention":
         yield tune_attention(a.out, a.variant, a.overrides)
     elif a.what in kernels:
         yield kernels[a.what](a.variant, a.overrides)
+    elif a.what == "kernels":
+        for bench in step.values():
+            yield bench(a.variant)
     elif a.what == "data":
         yield bench_data(a.overrides, a.variant)
     elif a.what == "race":

@@ -44,8 +44,13 @@ def sized(small: Callable[[Any], Any]) -> Callable[[Any], Any]:
 def finished(
     bench: str, dtype: jnp.dtype, variant: str | None, rows: list[dict[str, Any]]
 ) -> dict[str, Any]:
+    """The record. floor_ms: what a row's FLOPs take at the rate of a large matmul."""
     record = describe(bench, "shapes", variant or SHORT[dtype.name], devices=1)
-    return record | {"rows": rows, "floor": ceilings(dtype)._asdict()}
+    limits = ceilings(dtype)
+    for row in rows:
+        if row.get("ms") and "tflops" in row:
+            row["floor_ms"] = row["ms"] * row["tflops"] / limits.matmul_tflops
+    return record | {"rows": rows, "floor": limits._asdict()}
 
 
 def chosen(what: str, names: Sequence[str], *groups: Iterable[str]) -> list[set[str]]:

@@ -44,6 +44,7 @@ MEMORY: Columns = {
 }
 KERNEL: Columns = {
     "ms": rounded(".3f"),
+    "floor_ms": rounded(".3f"),
     "tflops": rounded(".3g"),
     "error": rounded(".1e"),
 }
@@ -106,6 +107,7 @@ TITLES = {
     "examples_per_s": "examples/s",
     "speedup": "speed-up",
     "ms": "ms",
+    "floor_ms": "floor ms",
     "ms_forward_backward": "fwd+bwd ms",
     "ms_optimizer": "optimizer ms",
     "mfu": "MFU",

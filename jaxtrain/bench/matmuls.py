@@ -1,0 +1,163 @@
+"""Matmuls that are more than one call of cuBLAS: float8, ReLU^2 in the epilogue, symmetric ones."""
+
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxtrain_kernels as kernels
+from jaxtrain_kernels import feed_forward, matmul
+from jaxtrain_kernels.dispatch import target
+
+from jaxtrain.bench.kernels import chosen, error_of, finished, measured, sized
+from jaxtrain.bench.timing import rotating
+from jaxtrain.optim.muon import POLAR_EXPRESS, orthogonalize, orthogonalize_flops
+from jaxtrain.parallel.runtime import compute_dtype
+
+Row = dict[str, Any]
+Arrays = tuple[Any, ...]
+
+
+class Dense(NamedTuple):
+    """x [M, K] times w [K, N]; of a feed-forward network, the way up."""
+
+    name: str
+    M: int
+    K: int
+    N: int
+
+
+class Stacks(NamedTuple):
+    """The matrices of a model that Muon makes orthogonal: [L, rows, columns] each."""
+
+    name: str
+    shapes: tuple[tuple[int, int, int], ...]
+
+
+DENSE = (
+    Dense("m65536_k1536_n6144", 65536, 1536, 6144),
+    Dense("m65536_k768_n3072", 65536, 768, 3072),
+)
+STACKS = (
+    Stacks("gpt_d12", ((48, 768, 768), (12, 768, 3072), (12, 3072, 768))),
+    Stacks("gpt_d24", ((96, 1536, 1536), (24, 1536, 6144), (24, 6144, 1536))),
+)
+BACKENDS = ("plain", "fp8", "xla", "mosaic")  # plain: matmuls in sixteen bits and nothing else
+
+
+def bench_matmuls(variant: str | None = None, names: Sequence[str] = ()) -> dict[str, Any]:
+    """TF/s of the products that the plain matmuls would do, casts and activations counted in ms.
+
+    names: of the shapes and backends to measure; default all.
+    """
+    dtype, rows = compute_dtype("auto"), []
+    shapes, backends = chosen("matmul", names, [s.name for s in (*DENSE, *STACKS)], BACKENDS)
+    for part, all_shapes, small in ((dense, DENSE, small_dense), (muon, STACKS, small_stacks)):
+        for shape in map(sized(small), [s for s in all_shapes if s.name in shapes]):
+            rows += part(shape, backends, dtype)
+    return finished("matmul", dtype, variant, rows)
+
+
+def dense(s: Dense, backends: set[str], dtype: Any) -> Iterator[Row]:
+    """A linear layer and a feed-forward network, each forward and backward."""
+    layers = {"plain": jnp.matmul, "fp8": kernels.fp8_matmul}
+    networks = {b: network(b) for b in feed_forward.BACKENDS if b != "reference"}
+    for op, functions, flops in (
+        ("linear", layers, 6.0 * s.M * s.K * s.N),
+        ("feed_forward_relu2", networks, 12.0 * s.M * s.K * s.N),
+    ):
+        make = lambda key, s, op=op: dense_inputs(op, s, dtype, key)
+        inputs = rotating(lambda key, make=make: make(key, s))
+        tested = make(jax.random.key(1), small_dense(s))
+        reference = with_gradients(jnp.matmul if op == "linear" else network("reference"))
+        for backend in [b for b in BACKENDS if b in functions and b in backends]:
+            fn = with_gradients(functions[backend])
+            figures = measured(fn, inputs, flops)
+            if figures is not None:
+                row = {"name": op, "shape": s.name, "backend": backend}
+                yield row | figures | {"error": error_of(fn, reference, tested)}
+        del inputs
+
+
+def network(backend: str) -> Callable[..., Any]:
+    return lambda x, up, down: kernels.feed_forward_relu2(x, up, down, implementation=backend)
+
+
+def with_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
+    """(cotangent, *arguments) -> the result and all gradients, in a later pass."""
+
+    def run(dy: Any, *arguments: Any) -> Any:
+        y, pull = jax.vjp(f, *arguments)
+        y, dy = jax.lax.optimization_barrier((y, dy))
+        return y, pull(dy)
+
+    return run
+
+
+def dense_inputs(op: str, s: Dense, dtype: Any, key: jax.Array) -> Arrays:
+    """A cotangent, x, and the weights at the scale that keeps variances."""
+    keys = jax.random.split(key, 4)
+    shapes = [(s.K, s.N), (s.N, s.K)][: 1 if op == "linear" else 2]
+    x = jax.random.normal(keys[0], (s.M, s.K), dtype)
+    dy = jax.random.normal(keys[1], (s.M, shapes[-1][1]), dtype)
+    weights = [jax.random.normal(k, w, dtype) * w[0] ** -0.5 for k, w in zip(keys[2:], shapes)]
+    return dy, x, *(w.astype(dtype) for w in weights)
+
+
+def muon(s: Stacks, backends: set[str], dtype: Any) -> Iterator[Row]:
+    """Polar Express on all matrices of a model; mosaic computes one triangle of what is symmetric.
+
+    FLOPs are those of the whole products.
+    """
+
+    def flops_of(m: int, n: int) -> int:
+        return orthogonalize_flops(min(m, n), max(m, n), len(POLAR_EXPRESS), gram=True)
+
+    flops = float(sum(L * flops_of(m, n) for L, m, n in s.shapes))
+    make = lambda key, s: tuple(
+        jax.random.normal(k, shape, jnp.float32) / (shape[1] * shape[2]) ** 0.5
+        for k, shape in zip(jax.random.split(key, len(s.shapes)), s.shapes)
+    )
+    inputs = rotating(lambda key: make(key, s))
+    tested = make(jax.random.key(1), small_stacks(s))
+    symmetric = {"xla": False, "mosaic": True}
+    for backend in [b for b in BACKENDS if b in symmetric and b in backends]:
+        if backend == "mosaic" and unserved(inputs[0]):
+            continue
+        fn = iterated(symmetric[backend])
+        figures = measured(fn, inputs, flops)
+        if figures is not None:
+            row = {"name": "orthogonalize", "shape": s.name, "backend": backend}
+            yield row | figures | {"error": error_of(fn, exactly, tested)}
+
+
+def unserved(matrices: Arrays) -> bool:
+    """Whether there is no kernel for one triangle of these."""
+    return any(matmul.mosaic.supports(target(), x.astype(jnp.bfloat16)) for x in matrices)
+
+
+def iterated(symmetric: bool) -> Callable[..., Any]:
+    return lambda *matrices: [orthogonalize(x, POLAR_EXPRESS, True, symmetric) for x in matrices]
+
+
+def exactly(*matrices: Any) -> list[Any]:
+    """The iteration as it is written, in the dtype of the matrices."""
+    results = []
+    for x in matrices:
+        tall = x.shape[-2] > x.shape[-1]
+        x = x.mT if tall else x
+        for a, b, c in POLAR_EXPRESS:
+            gram = x @ x.mT
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        results.append(x.mT if tall else x)
+    return results
+
+
+def small_dense(s: Dense) -> Dense:
+    return s._replace(name=f"{s.name}_small", M=256, K=128, N=512)
+
+
+def small_stacks(s: Stacks) -> Stacks:
+    return s._replace(
+        name=f"{s.name}_small", shapes=tuple((2, m // 4, n // 4) for _, m, n in s.shapes)
+    )
