@@ -2,8 +2,7 @@
 
 from typing import Any
 
-import jax.numpy as jnp
-
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.dispatch import Target
 from jaxtrain_kernels.shapes import AttentionShape
 
@@ -33,12 +32,8 @@ def supports(
     deterministic=False,
 ) -> str | None:
     H = q_BTNH.shape[-1]
-    if target.platform != "cuda":
-        return f"needs an NVIDIA GPU, this is {target.platform}"
-    if target.compute_capability != (9, 0):
-        return f"needs compute capability 9.0 (H100, H200), this is {target.compute_capability}"
-    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"needs bfloat16 or float16, got {q_BTNH.dtype}"
+    if reason := hopper.refuses(target, q_BTNH):
+        return reason
     if H not in HEAD_DIMS:
         return f"needs a head dim of {', '.join(map(str, HEAD_DIMS))}, got {H}"
     return None

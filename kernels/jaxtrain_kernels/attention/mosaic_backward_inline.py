@@ -17,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from jaxtrain_kernels.attention.mosaic_common import COLUMNS, MATRIX
+from jaxtrain_kernels.hopper import COLUMNS, MATRIX
 
 SPLAT = plgpu.Layout.WG_SPLAT
 

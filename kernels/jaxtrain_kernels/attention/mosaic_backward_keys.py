@@ -22,10 +22,10 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention import mosaic_backward_dq as dqs
 from jaxtrain_kernels.attention import mosaic_backward_inline as inline
 from jaxtrain_kernels.attention import mosaic_backward_tiles as tiles
-from jaxtrain_kernels.attention import mosaic_common as common
 from jaxtrain_kernels.attention.mosaic_backward_load import Memory, Work, load, query_block, steps
 from jaxtrain_kernels.attention.mosaic_backward_plan import KeyPlan
 from jaxtrain_kernels.attention.mosaic_backward_scores import (
@@ -37,7 +37,7 @@ from jaxtrain_kernels.attention.mosaic_backward_scores import (
     visible,
 )
 from jaxtrain_kernels.attention.mosaic_backward_tiles import Arrays
-from jaxtrain_kernels.attention.mosaic_common import COLUMNS, ROWS
+from jaxtrain_kernels.hopper import COLUMNS, ROWS
 
 
 def call(plan: KeyPlan, arrays: list, interpret: Any) -> tuple[Any, Any, Any]:
@@ -66,13 +66,13 @@ def _scratch(plan: KeyPlan) -> dict[str, Any]:
     # For more of large heads, or beside more stages, there is no room.
     width = 64 if tiling.split == "dims" else plan.H
     buffers = 1 if tiling.split == "dims" or plan.H * stages > 256 else 2
-    output = common.tiles((warpgroups, 64, width), plan.dtype)
-    ds = common.tiles((2, bk, bq), plan.dtype) if plan.with_dq else dqs.memory(plan)
+    output = hopper.tiles((warpgroups, 64, width), plan.dtype)
+    ds = hopper.tiles((2, bk, bq), plan.dtype) if plan.with_dq else dqs.memory(plan)
     scratch: dict[str, Any] = dict(
-        k=common.tiles((bk, plan.H), plan.dtype),
-        v=common.tiles((bk, plan.H), plan.dtype),
-        q=common.tiles((stages, bq, plan.H), plan.dtype),
-        do=common.tiles((stages, bq, plan.H), plan.dtype),
+        k=hopper.tiles((bk, plan.H), plan.dtype),
+        v=hopper.tiles((bk, plan.H), plan.dtype),
+        q=hopper.tiles((stages, bq, plan.H), plan.dtype),
+        do=hopper.tiles((stages, bq, plan.H), plan.dtype),
         stats=plgpu.SMEM((stages, 2, bq), jnp.float32),
         own=plgpu.RefUnion([ds, dqs.memory(plan)], [output] * buffers),
         tile=tiles.memory(),
@@ -85,26 +85,26 @@ def _scratch(plan: KeyPlan) -> dict[str, Any]:
         scratch["k_ids"] = plgpu.SMEM((bk,), jnp.int32)
         scratch["q_ids"] = plgpu.SMEM((stages, bq), jnp.int32)
     if plan.interpret:
-        scratch["registers"] = common.tiles((warpgroups, 64, bq), plan.dtype)
+        scratch["registers"] = hopper.tiles((warpgroups, 64, bq), plan.dtype)
     return scratch
 
 
 def _block(plan: KeyPlan, arrays: Arrays, memory: Memory):
     """One CUDA block."""
-    counter, warpgroup = tiles.counter(plan), lax.axis_index("warpgroup")
-    tiles.specialise(
-        plan,
+    counter = tiles.counter(plan)
+    hopper.specialise(
+        plan.warpgroups,
         lambda: load(plan, arrays, memory, counter),
-        lambda: _compute(plan, arrays, memory, warpgroup),
+        lambda warpgroup: _compute(plan, arrays, memory, warpgroup),
     )
 
 
 def _compute(plan: KeyPlan, arrays: Arrays, memory: Memory, warpgroup: Any):
     """A computing warpgroup: its part of each tile."""
     everyone = plan.warpgroups + 1
-    common.bar_arrive(plan.barrier("kv"), everyone)
+    hopper.bar_arrive(plan.barrier("kv"), everyone)
     for stage in range(plan.tiling.stages):
-        common.bar_arrive(plan.barrier("stage") + stage, everyone)
+        hopper.bar_arrive(plan.barrier("stage") + stage, everyone)
 
     def compute_tile(used, tile):
         _compute_tile(Work(plan, arrays, memory, warpgroup, used, tile))
@@ -226,7 +226,7 @@ def _store_ds(work: Work, t: Any, ds: Any):
         if plan.interpret:
             work.ds()[lax.rem(t, 2), keys] = ds
             return
-        transforms = common.tiles((plan.tiling.block_q,), plan.dtype).transforms
+        transforms = hopper.tiles((plan.tiling.block_q,), plan.dtype).transforms
         at = lax.rem(t, 2) * (plan.tiling.block_kv // 64) + lax.div(keys.start, 64)
         inline.store_rows(work.ds(), transforms, at, ds)
 

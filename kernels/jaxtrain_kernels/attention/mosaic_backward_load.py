@@ -6,9 +6,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention import mosaic_backward_inline as inline
 from jaxtrain_kernels.attention import mosaic_backward_tiles as tiles
-from jaxtrain_kernels.attention import mosaic_common as common
 from jaxtrain_kernels.attention.mosaic_backward_plan import KeyPlan
 from jaxtrain_kernels.attention.mosaic_backward_tiles import Arrays, Tile
 
@@ -80,11 +80,11 @@ class Work(NamedTuple):
     def free(self, name: str, slot: Any = 0):
         if self.plan.interpret:
             plgpu.commit_smem()  # its reads are ordinary loads, which wgmma's are not
-        common.bar_arrive(self.plan.barrier(name) + slot, self.plan.warpgroups + 1)
+        hopper.bar_arrive(self.plan.barrier(name) + slot, self.plan.warpgroups + 1)
 
     def meet(self):
         """The computing warpgroups wait for each other."""
-        common.bar_sync(self.plan.barrier("ds"), self.plan.warpgroups)
+        hopper.bar_sync(self.plan.barrier("ds"), self.plan.warpgroups)
 
     def left(self, x: Any) -> Any:
         """x as the left operand of a product: itself, in registers."""
@@ -104,7 +104,7 @@ def load(plan: KeyPlan, arrays: Arrays, memory: Memory, counter: Any):
         slot = lax.rem(used + t, tiling.stages)
         head, block = query_block(plan, tile, t)
         rows, full = pl.ds(block * bq, bq), memory.q_full.at[slot]
-        common.bar_sync(plan.barrier("stage") + slot, everyone)
+        hopper.bar_sync(plan.barrier("stage") + slot, everyone)
         plgpu.copy_gmem_to_smem(arrays.q.at[tile.b, rows, head], memory.q.at[slot], full)
         stats = arrays.stats.at[tile.b, head, :, rows]
         plgpu.copy_gmem_to_smem(stats, memory.stats.at[slot], full)
@@ -120,7 +120,7 @@ def load(plan: KeyPlan, arrays: Arrays, memory: Memory, counter: Any):
     def begin(used, tile):
         load_queries(used, tile, 0)
         keys, full = pl.ds(tile.block * bk, bk), memory.k_full.at[0]
-        common.bar_sync(plan.barrier("kv"), everyone)
+        hopper.bar_sync(plan.barrier("kv"), everyone)
         tiles.tell_tile(memory.tile, tile)
         plgpu.copy_gmem_to_smem(arrays.k.at[tile.b, keys, tile.head], memory.k, full)
         if plan.segments:
@@ -138,5 +138,5 @@ def load(plan: KeyPlan, arrays: Arrays, memory: Memory, counter: Any):
         return used + steps(plan, tile)
 
     tiles.load_tiles(plan, arrays.ranges, memory.tile, counter, begin, rest)
-    common.bar_sync(plan.barrier("kv"), everyone)
+    hopper.bar_sync(plan.barrier("kv"), everyone)
     tiles.tell_end(memory.tile, memory.k_full.at[0], 2 if plan.segments else 1)

@@ -3,7 +3,7 @@
 import dataclasses
 from typing import Any, NamedTuple
 
-from jaxtrain_kernels.attention import mosaic_common as common
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention.mosaic_common import Mask
 
 
@@ -118,7 +118,7 @@ class Plan:
         heads = self.B * self.heads
         group = max(d for d in range(1, min(fit, heads) + 1) if heads % d == 0)
         wanted = self.tiling.blocks
-        wanted = common.sm_count() if wanted is None else wanted or self.n_tiles
+        wanted = hopper.sm_count() if wanted is None else wanted or self.n_tiles
         return dataclasses.replace(self, group=group, blocks=min(wanted, self.n_tiles))
 
 

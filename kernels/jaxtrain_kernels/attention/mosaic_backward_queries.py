@@ -18,9 +18,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention import mosaic_backward_inline as inline
 from jaxtrain_kernels.attention import mosaic_backward_tiles as tiles
-from jaxtrain_kernels.attention import mosaic_common as common
 from jaxtrain_kernels.attention.mosaic_backward_plan import QueryPlan
 from jaxtrain_kernels.attention.mosaic_backward_scores import (
     accumulator,
@@ -31,7 +31,7 @@ from jaxtrain_kernels.attention.mosaic_backward_scores import (
     visible,
 )
 from jaxtrain_kernels.attention.mosaic_backward_tiles import Arrays, Tile
-from jaxtrain_kernels.attention.mosaic_common import COLUMNS, ROWS
+from jaxtrain_kernels.hopper import COLUMNS, ROWS
 
 
 class Memory(NamedTuple):
@@ -57,11 +57,11 @@ def call(plan: QueryPlan, arrays: list, interpret: Any) -> Any:
     tiling, rows, warpgroups = plan.tiling, plan.rows, plan.warpgroups
     loads = 2 if plan.segments else 1
     scratch: dict[str, Any] = dict(
-        q=common.tiles((rows, plan.H), plan.dtype),
-        do=common.tiles((rows, plan.H), plan.dtype),
+        q=hopper.tiles((rows, plan.H), plan.dtype),
+        do=hopper.tiles((rows, plan.H), plan.dtype),
         stats=plgpu.SMEM((2, rows), jnp.float32),
-        k=common.tiles((tiling.k_stages, tiling.block_kv, plan.H), plan.dtype),
-        v=common.tiles((tiling.v_stages, tiling.block_kv, plan.H), plan.dtype),
+        k=hopper.tiles((tiling.k_stages, tiling.block_kv, plan.H), plan.dtype),
+        v=hopper.tiles((tiling.v_stages, tiling.block_kv, plan.H), plan.dtype),
         tile=tiles.memory(),
         q_full=plgpu.Barrier(num_barriers=1, num_arrivals=1 + loads),
         do_full=plgpu.Barrier(num_barriers=1),
@@ -72,7 +72,7 @@ def call(plan: QueryPlan, arrays: list, interpret: Any) -> Any:
         scratch["q_ids"] = plgpu.SMEM((rows,), jnp.int32)
         scratch["k_ids"] = plgpu.SMEM((tiling.k_stages, tiling.block_kv), jnp.int32)
     if plan.interpret:
-        scratch["registers"] = common.tiles((warpgroups, 64, tiling.block_kv), plan.dtype)
+        scratch["registers"] = hopper.tiles((warpgroups, 64, tiling.block_kv), plan.dtype)
 
     def attention_backward_queries(refs, memory):
         q, k, v, do, stats, ranges, *ids, dq = refs
@@ -85,11 +85,11 @@ def call(plan: QueryPlan, arrays: list, interpret: Any) -> Any:
 
 def _block(plan: QueryPlan, arrays: Arrays, memory: Memory):
     """One CUDA block."""
-    counter, warpgroup = tiles.counter(plan), lax.axis_index("warpgroup")
-    tiles.specialise(
-        plan,
+    counter = tiles.counter(plan)
+    hopper.specialise(
+        plan.warpgroups,
         lambda: _load(plan, arrays, memory, counter),
-        lambda: _compute(plan, arrays, memory, warpgroup),
+        lambda warpgroup: _compute(plan, arrays, memory, warpgroup),
     )
 
 
@@ -103,14 +103,14 @@ def _load(plan: QueryPlan, arrays: Arrays, memory: Memory, counter: Any):
         head = lax.div(tile.head, plan.N // plan.K)
         array, to = getattr(arrays, name), getattr(memory, name)
         full = getattr(memory, f"{name}_full").at[slot]
-        common.bar_sync(plan.barrier(name) + slot, everyone)
+        hopper.bar_sync(plan.barrier(name) + slot, everyone)
         plgpu.copy_gmem_to_smem(array.at[tile.b, rows, head], to.at[slot], full)
         if plan.segments and name == "k":
             plgpu.copy_gmem_to_smem(arrays.ids.at[tile.b, rows], memory.k_ids.at[slot], full)
 
     def begin(used, tile):
         rows, full = pl.ds(tile.block * plan.rows, plan.rows), memory.q_full.at[0]
-        common.bar_sync(plan.barrier("q"), everyone)
+        hopper.bar_sync(plan.barrier("q"), everyone)
         tiles.tell_tile(memory.tile, tile)
         plgpu.copy_gmem_to_smem(arrays.q.at[tile.b, rows, tile.head], memory.q, full)
         stats = arrays.stats.at[tile.b, tile.head, :, rows]
@@ -118,7 +118,7 @@ def _load(plan: QueryPlan, arrays: Arrays, memory: Memory, counter: Any):
         if plan.segments:
             plgpu.copy_gmem_to_smem(arrays.ids.at[tile.b, rows], memory.q_ids, full)
         load_block("k", tiling.k_stages, used, tile, 0)
-        common.bar_sync(plan.barrier("do"), everyone)
+        hopper.bar_sync(plan.barrier("do"), everyone)
         full = memory.do_full.at[0]
         plgpu.copy_gmem_to_smem(arrays.do.at[tile.b, rows, tile.head], memory.do, full)
         load_block("v", tiling.v_stages, used, tile, 0)
@@ -132,7 +132,7 @@ def _load(plan: QueryPlan, arrays: Arrays, memory: Memory, counter: Any):
         return used + tile.hi - tile.lo
 
     tiles.load_tiles(plan, arrays.ranges, memory.tile, counter, begin, rest)
-    common.bar_sync(plan.barrier("q"), everyone)
+    hopper.bar_sync(plan.barrier("q"), everyone)
     tiles.tell_end(memory.tile, memory.q_full.at[0], 3 if plan.segments else 2)
 
 
@@ -164,14 +164,14 @@ class Work(NamedTuple):
     def free(self, name: str, slot: Any = 0):
         if self.plan.interpret:
             plgpu.commit_smem()  # its reads are ordinary loads, which wgmma's are not
-        common.bar_arrive(self.plan.barrier(name) + slot, self.plan.warpgroups + 1)
+        hopper.bar_arrive(self.plan.barrier(name) + slot, self.plan.warpgroups + 1)
 
 
 def _compute(plan: QueryPlan, arrays: Arrays, memory: Memory, warpgroup: Any):
     """A computing warpgroup: 64 queries of each tile."""
     for name, number in plan.barriers.items():
         for slot in range(number):
-            common.bar_arrive(plan.barrier(name) + slot, plan.warpgroups + 1)
+            hopper.bar_arrive(plan.barrier(name) + slot, plan.warpgroups + 1)
 
     def compute_tile(used, tile):
         work = Work(plan, arrays, memory, warpgroup, used, tile, None, None, None)

@@ -13,7 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtrain_kernels.attention import mosaic_backward_inline as inline
 from jaxtrain_kernels.attention.mosaic_backward_plan import Plan
-from jaxtrain_kernels.attention.mosaic_common import LOG2E, MATRIX
+from jaxtrain_kernels.attention.mosaic_common import LOG2E
+from jaxtrain_kernels.hopper import MATRIX
 
 
 def accumulator(rows: int, columns: int) -> Any:

@@ -12,7 +12,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtrain_kernels.attention import mosaic_common as common
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention.mosaic_backward_plan import Plan
 
 
@@ -71,7 +71,7 @@ def load_tiles(
         if count is None:
             number += plan.blocks
         else:
-            number = plan.blocks + common.take_number(count, memory.at[1, 0])
+            number = plan.blocks + hopper.take_number(count, memory.at[1, 0])
         following = _read_tile(plan, ranges, jnp.minimum(number, plan.n_tiles - 1))
         return rest(used, tile), number, following
 
@@ -138,28 +138,7 @@ def launch(plan: Plan, body: Callable, scratch: dict, out_type: Any, arrays: lis
         kernel,
         out_type=out_type,
         mesh=mesh,
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-        ),
+        compiler_params=hopper.compiler_params(),
         interpret=interpret,
     )
     return call(*arrays)
-
-
-def specialise(plan: Plan, load: Callable, compute: Callable) -> None:
-    """One warpgroup loads, with few registers; the others compute, with many."""
-    # Registers of 64 Ki in all, in multiples of 8 a thread.
-    few, many = (24, 240) if plan.warpgroups <= 2 else (32, 160)
-
-    def loading():
-        plgpu.set_max_registers(few, action="decrease")
-        load()
-
-    def computing():
-        plgpu.set_max_registers(many, action="increase")
-        compute()
-
-    lax.cond(lax.axis_index("warpgroup") < plan.warpgroups, computing, loading)

@@ -1,27 +1,20 @@
-"""What the Mosaic GPU attention kernels share: the mask, shared-memory tiles, named barriers."""
+"""What the Mosaic GPU attention kernels share: the mask, and which blocks it leaves."""
 
 import functools
 import math
 from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
-from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxlib.mlir import ir
-from jaxlib.mlir.dialects import llvm
+
+from jaxtrain_kernels import hopper
 
 LOG2E = math.log2(math.e)
 # Where a row's maximum starts: finite, so that a row without keys has p = exp2(-inf - FLOOR) = 0
 # instead of NaN; and far below any score, so that exp2(FLOOR - maximum) = 0.
 FLOOR = -1e30
-
-MATRIX = plgpu.Layout.WGMMA
-ROWS = plgpu.Layout.WGMMA.reduce(1)
-COLUMNS = plgpu.Layout.WGMMA.reduce(0)
-_TRANSFORMS: Any = plgpu.TilingTransform, plgpu.SwizzleTransform
 
 
 class Mask(NamedTuple):
@@ -29,19 +22,6 @@ class Mask(NamedTuple):
 
     causal: bool
     window: int | None
-
-
-def tiles(shape: tuple[int, ...], dtype: Any) -> Any:
-    """Shared memory for matrices [..., rows, columns] that TMA writes and wgmma reads."""
-    swizzle = plgpu.find_swizzle(shape[-1] * 16)
-    tiling, swizzling = _TRANSFORMS
-    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, swizzle // 2)), swizzling(swizzle)))
-
-
-def sm_count() -> int:
-    """Multiprocessors of this GPU; an H200's when lowering without one."""
-    device = jax.devices()[0]
-    return device.core_count if device.platform == "gpu" else 132
 
 
 def rows_to(x_T: Any, like: Any) -> Any:
@@ -54,8 +34,8 @@ def visible(mask: Mask, t0: Any, s0: Any, shape: tuple[int, int], length: int | 
 
     length: of the sequence, where a block may reach beyond it; ids: (queries', keys') or None.
     """
-    t = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=MATRIX)
-    s = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=MATRIX)
+    t = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=hopper.MATRIX)
+    s = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=hopper.MATRIX)
     conditions = []
     if mask.causal:
         conditions.append(t + (t0 - s0) >= s)
@@ -67,62 +47,6 @@ def visible(mask: Mask, t0: Any, s0: Any, shape: tuple[int, int], length: int | 
         row_ids, column_ids = (lax.broadcast_in_dim(x, shape, [d]) for d, x in enumerate(ids))
         conditions += [row_ids == column_ids, row_ids > 0]
     return functools.reduce(jnp.logical_and, conditions)
-
-
-def _named_barrier(operation: str, barrier_id: Any, num_threads: int) -> None:
-    # Pallas's interpret mode knows the operation by its name, bar_op, and these variables. (Not a
-    # def, which a checker of types may wrap.)
-    if isinstance(barrier_id, int):
-        bar_op = lambda _: mgpu.utils.inline_ptx(f"bar.{operation} {barrier_id}, {num_threads};")
-        arguments, types = (), ()
-    else:
-        bar_op = lambda _, number: mgpu.utils.inline_ptx(
-            f"bar.{operation} $0, {num_threads};", number.registers[()]
-        )
-        arguments, types = (barrier_id,), (plgpu.Layout.WG_SPLAT,)
-    bar_op.__qualname__ = "bar_op"
-    plgpu.inline_mgpu(arg_types=types)(bar_op)(*arguments)
-
-
-def bar_arrive(barrier_id: Any, warpgroups: int) -> None:
-    """Signals the hardware barrier, which releases its waiters once `warpgroups` have come."""
-    _named_barrier("arrive", barrier_id, 128 * warpgroups)
-
-
-def bar_sync(barrier_id: Any, warpgroups: int) -> None:
-    """Signals the barrier and waits on it."""
-    _named_barrier("sync", barrier_id, 128 * warpgroups)
-
-
-def take_number(counter: Any, shared: Any) -> Any:
-    """What a counter in device memory stands at, before this warpgroup moves it on by one.
-
-    shared: an int32 in shared memory.
-    """
-
-    @plgpu.inline_mgpu(
-        arg_types=(plgpu.RefType(), plgpu.RefType()),
-        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
-    )
-    def count(_, counter, shared):
-        # One thread of the warpgroup counts; the others read its number from shared memory.
-        one = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)
-        pointers = mgpu.utils.memref_ptr(counter), mgpu.utils.memref_ptr(shared)
-        llvm.inline_asm(
-            ir.Type.parse("!llvm.void"),
-            [*pointers, one],
-            "{ .reg .pred p; .reg .b32 n; setp.ne.b32 p, $2, 0;"
-            " @p atom.global.add.u32 n, [$0], 1; @p st.shared.b32 [$1], n; }",
-            "l,r,r",
-            has_side_effects=True,
-        )
-        mgpu.utils.warpgroup_barrier()
-        ptx, i32 = "ld.shared.b32 $0, [$1];", ir.IntegerType.get_signless(32)
-        n: Any = mgpu.utils.inline_ptx(ptx, pointers[1], result_types=i32, has_side_effects=True)
-        return mgpu.FragmentedArray.splat(n, shape=(), is_signed=True)
-
-    counted: Any = count
-    return counted(counter, shared)
 
 
 class BlockRanges(NamedTuple):

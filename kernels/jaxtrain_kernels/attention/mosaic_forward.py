@@ -14,11 +14,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention import mosaic_common as common
 from jaxtrain_kernels.attention.mosaic_common import Mask
 from jaxtrain_kernels.attention.mosaic_forward_compute import compute
@@ -80,7 +80,7 @@ def forward(
         extra_masked=ids_BT is not None or _extra_masked(ranges),
         interpret=bool(interpret),
     )
-    wanted = common.sm_count() if tiling.blocks is None else tiling.blocks or plan.n_tiles
+    wanted = hopper.sm_count() if tiling.blocks is None else tiling.blocks or plan.n_tiles
     plan = plan._replace(blocks=min(wanted, plan.n_tiles))
     # TMA needs whole rows of 8 tokens; it fills with zeros and drops what lies outside the arrays.
     pad = lambda x: jnp.pad(x, [(0, -T % 8 if d == 1 else 0) for d in range(x.ndim)])
@@ -140,9 +140,9 @@ def _call(plan: Plan, arrays: list, interpret: Any):
     block = (tiling.block_kv, plan.H)
     arrivals = 2 if plan.segments else 1
     scratch: dict[str, Any] = dict(
-        q=common.tiles((tiling.q_stages, rows, plan.H), plan.dtype),
-        k=common.tiles((tiling.k_stages, *block), plan.dtype),
-        v=common.tiles((tiling.v_stages, *block), plan.dtype),
+        q=hopper.tiles((tiling.q_stages, rows, plan.H), plan.dtype),
+        k=hopper.tiles((tiling.k_stages, *block), plan.dtype),
+        v=hopper.tiles((tiling.v_stages, *block), plan.dtype),
         lse=plgpu.SMEM((tiling.warpgroups, 64), jnp.float32),
         tile=plgpu.SMEM((tiling.q_stages + 1, len(TILE)), i32),
         q_full=plgpu.Barrier(num_barriers=tiling.q_stages, num_arrivals=arrivals),
@@ -170,31 +170,18 @@ def _call(plan: Plan, arrays: list, interpret: Any):
         grid_names=("block",),
         num_threads=tiling.warpgroups + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-        ),
+        compiler_params=hopper.compiler_params(),
         interpret=interpret,
     )(*arrays)
 
 
 def _block(plan: Plan, arrays: Arrays, memory: Memory):
     """One CUDA block."""
-    warpgroup = lax.axis_index("warpgroup")
     counter = None
     if plan.tiling.dynamic and not plan.interpret and plan.blocks < plan.n_tiles:
         counter = pl.get_global(plgpu.SemaphoreType.REGULAR)
-    # Registers of 64 Ki in all, in multiples of 8 a thread.
-    few, many = (24, 240) if plan.tiling.warpgroups == 2 else (32, 160)
-
-    def loader():
-        plgpu.set_max_registers(few, action="decrease")
-        load(plan, arrays, memory, counter)
-
-    def computing():
-        plgpu.set_max_registers(many, action="increase")
-        compute(plan, arrays, memory, warpgroup)
-
-    lax.cond(warpgroup < plan.tiling.warpgroups, computing, loader)
+    hopper.specialise(
+        plan.tiling.warpgroups,
+        lambda: load(plan, arrays, memory, counter),
+        lambda warpgroup: compute(plan, arrays, memory, warpgroup),
+    )

@@ -8,8 +8,9 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention import mosaic_common as common
-from jaxtrain_kernels.attention.mosaic_common import MATRIX, Mask
+from jaxtrain_kernels.attention.mosaic_common import Mask
 from jaxtrain_kernels.attention.mosaic_forward_load import TILE, Arrays, Memory, Plan
 from jaxtrain_kernels.attention.mosaic_forward_softmax import (
     Keys,
@@ -19,6 +20,7 @@ from jaxtrain_kernels.attention.mosaic_forward_softmax import (
     rescaled,
     softmax,
 )
+from jaxtrain_kernels.hopper import MATRIX
 
 
 def compute(plan: Plan, arrays: Arrays, memory: Memory, warpgroup: Any):
@@ -27,16 +29,16 @@ def compute(plan: Plan, arrays: Arrays, memory: Memory, warpgroup: Any):
     everyone = tiling.warpgroups + 1
     for name, stages in (("q", tiling.q_stages), ("k", tiling.k_stages), ("v", tiling.v_stages)):
         for stage in range(stages):
-            common.bar_arrive(plan.barrier(name) + stage, everyone)
+            hopper.bar_arrive(plan.barrier(name) + stage, everyone)
     if tiling.turns:
         # The last warpgroup gives the first its first turn.
         last = tiling.warpgroups - 1
-        pl.when(warpgroup == last)(lambda: common.bar_arrive(plan.barrier("turn"), 2))
+        pl.when(warpgroup == last)(lambda: hopper.bar_arrive(plan.barrier("turn"), 2))
 
     def release_q(step):
         """The output of that tile has left shared memory, or will have when this returns."""
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
-        common.bar_arrive(plan.barrier("q") + lax.rem(step, tiling.q_stages), everyone)
+        hopper.bar_arrive(plan.barrier("q") + lax.rem(step, tiling.q_stages), everyone)
 
     def compute_tile(carry):
         step, used, _, *scores = carry
@@ -182,7 +184,7 @@ def _step(
     turns = tiling.turns and whole
 
     if turns:
-        common.bar_sync(turn + work.warpgroup, 2)
+        hopper.bar_sync(turn + work.warpgroup, 2)
 
     def issue_values(out):
         if before.width == tiling.block_kv:
@@ -191,7 +193,7 @@ def _step(
         if not plan.interpret:
             plgpu.wgmma(out, state.p, work.v(before))
         if turns:
-            common.bar_arrive(turn + lax.rem(work.warpgroup + 1, tiling.warpgroups), 2)
+            hopper.bar_arrive(turn + lax.rem(work.warpgroup + 1, tiling.warpgroups), 2)
         return result
 
     def await_next():

@@ -7,7 +7,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtrain_kernels.attention import mosaic_common as common
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention.mosaic_common import Mask
 
 # What the loader tells the others about a tile, as int32 in shared memory. runs: whether each id
@@ -157,7 +157,7 @@ def load(plan: Plan, arrays: Arrays, memory: Memory, counter: Any):
         step, loaded, number, tile = carry
         stage = lax.rem(step, tiling.q_stages)
         b, head, rows = tile["batch"], tile["head"], pl.ds(tile["row"], plan.rows)
-        common.bar_sync(plan.barrier("q") + stage, everyone)
+        hopper.bar_sync(plan.barrier("q") + stage, everyone)
         for i, name in enumerate(TILE):
             memory.tile[stage, i] = tile[name]
         full = memory.q_full.at[stage]
@@ -170,13 +170,13 @@ def load(plan: Plan, arrays: Arrays, memory: Memory, counter: Any):
             slot = lax.rem(loaded + t, tiling.k_stages)
             keys = pl.ds(key_block(t, tile) * width, width)
             full = memory.k_full.at[slot]
-            common.bar_sync(plan.barrier("k") + slot, everyone)
+            hopper.bar_sync(plan.barrier("k") + slot, everyone)
             plgpu.copy_gmem_to_smem(arrays.k.at[b, keys, kv_head], memory.k.at[slot], full)
             if plan.segments:
                 plgpu.copy_gmem_to_smem(arrays.ids.at[b, keys], memory.k_ids.at[slot], full)
             slot = lax.rem(loaded + t, tiling.v_stages)
             full = memory.v_full.at[slot]
-            common.bar_sync(plan.barrier("v") + slot, everyone)
+            hopper.bar_sync(plan.barrier("v") + slot, everyone)
             plgpu.copy_gmem_to_smem(arrays.v.at[b, keys, kv_head], memory.v.at[slot], full)
 
         load_block(0, None)
@@ -191,7 +191,7 @@ def load(plan: Plan, arrays: Arrays, memory: Memory, counter: Any):
     start = jnp.int32(0), jnp.int32(0), number, _read_tile(plan, arrays, number)
     step, *_ = lax.while_loop(lambda carry: carry[2] < plan.n_tiles, load_tile, start)
     stage = lax.rem(step, tiling.q_stages)
-    common.bar_sync(plan.barrier("q") + stage, everyone)
+    hopper.bar_sync(plan.barrier("q") + stage, everyone)
     memory.tile[stage, 0] = -1  # no more tiles
     for _ in range(2 if plan.segments else 1):
         plgpu.barrier_arrive(memory.q_full.at[stage])
@@ -212,4 +212,4 @@ def _read_tile(plan: Plan, arrays: Arrays, number: Any) -> dict:
 def _next_tile(plan: Plan, memory: Memory, counter: Any, number: Any) -> Any:
     if counter is None:
         return number + plan.blocks
-    return plan.blocks + common.take_number(counter, memory.tile.at[plan.tiling.q_stages, 0])
+    return plan.blocks + hopper.take_number(counter, memory.tile.at[plan.tiling.q_stages, 0])

@@ -12,9 +12,11 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, scf, vector
 
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention import mosaic_common as common
-from jaxtrain_kernels.attention.mosaic_common import FLOOR, LOG2E, MATRIX, ROWS, Mask
+from jaxtrain_kernels.attention.mosaic_common import FLOOR, LOG2E, Mask
 from jaxtrain_kernels.attention.mosaic_forward_load import Memory, Plan, key_block
+from jaxtrain_kernels.hopper import MATRIX, ROWS
 
 GROUP = 8  # neighbouring columns, of which a thread holds two
 # 2^x = 2^round(x) * 2^f for f in [-1/2, 1/2], with least-squares coefficients; relative error 1e-4.
@@ -85,7 +87,7 @@ class Work(NamedTuple):
         if self.plan.interpret:
             plgpu.commit_smem()  # its reads are ordinary loads, which wgmma's are not
         slot = self.k_slot(t) if name == "k" else self.v_slot(t)
-        common.bar_arrive(self.plan.barrier(name) + slot, self.plan.tiling.warpgroups + 1)
+        hopper.bar_arrive(self.plan.barrier(name) + slot, self.plan.tiling.warpgroups + 1)
 
 
 class State(NamedTuple):
@@ -239,7 +241,7 @@ def _masked(work: Work, scores, keys: Keys, mask: Mask):
 
     def by_ids(scores):
         key_ids = work.memory.k_ids.at[work.k_slot(keys.t), keys.slice()]
-        ids = _load_rows(work, 2), plgpu.load(key_ids, layout=common.COLUMNS)
+        ids = _load_rows(work, 2), plgpu.load(key_ids, layout=hopper.COLUMNS)
         # Beyond the sequence there is no id.
         seen = common.visible(plan.mask, t0, s0, scores.shape, None, ids)
         return jnp.where(seen, scores, -jnp.inf)

@@ -19,7 +19,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtyping import Array, Float, Int
 
-from jaxtrain_kernels.attention import mosaic_common as common
+from jaxtrain_kernels import hopper
 
 LOG2E = math.log2(math.e)
 WARPGROUPS = 4  # of 128 threads; each has a quarter of a row
@@ -107,7 +107,7 @@ def loss_rows(
     plgpu.InterpretGPUParams, on a CPU.
     """
     C, V = logits_CV.shape
-    blocks = min(blocks or common.sm_count(), C)
+    blocks = min(blocks or hopper.sm_count(), C)
     plan = Plan(C, V, logits_CV.dtype, softcap, z_loss, valid_vocab or V, blocks)
     lines = (WARPGROUPS, plan.part // WIDTH, WIDTH)
 
@@ -127,12 +127,7 @@ def loss_rows(
         grid_names=("block",),
         num_threads=WARPGROUPS,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-        ),
+        compiler_params=hopper.compiler_params(),
         interpret=interpret,
     )(labels_C.astype(jnp.int32), weights_C.astype(jnp.float32), logits)
     return nll_C, lse_C, jax.freeze(logits).reshape(C, V)
@@ -199,7 +194,7 @@ def _row(plan: Plan, refs: Refs, part: Any, row: Row, at: Any, parity: Any):
     def _():
         e, slope = _exponential(plan, label_raw, peak)
         gradient = slope * (e * factor - jnp.where(row.label == label, row.weight, 0.0))
-        common.bar_sync(OWN_BARRIER + warpgroup, 1)  # after the stores above
+        hopper.bar_sync(OWN_BARRIER + warpgroup, 1)  # after the stores above
         part[line, column] = gradient.astype(plan.dtype)
         refs.nll[at] = lse - _cap(plan, label_raw)
         refs.lse[at] = lse
@@ -259,7 +254,7 @@ def _over_row(refs: Refs, by_warp: Any, operation: Any, which: Any) -> Any:
     which: of two buffers; the next but one call may take the same again.
     """
     refs.partial[which, pl.ds(4 * lax.axis_index("warpgroup"), 4)] = by_warp
-    common.bar_sync(ROW_BARRIER, WARPGROUPS)
+    hopper.bar_sync(ROW_BARRIER, WARPGROUPS)
     parts = [refs.partial[which, n] for n in range(4 * WARPGROUPS)]
     while len(parts) > 1:
         parts = [operation(a, b) for a, b in zip(parts[::2], parts[1::2])]

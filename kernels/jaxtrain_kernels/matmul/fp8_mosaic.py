@@ -13,7 +13,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtrain_kernels.attention import mosaic_common as common
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.dispatch import Target
 
 ROWS, COLUMNS = 64, 128  # of a tile
@@ -21,12 +21,8 @@ _TRANSFORMS: Any = plgpu.TilingTransform, plgpu.SwizzleTransform
 
 
 def supports(target: Target, x_MK) -> str | None:
-    if target.platform != "cuda":
-        return f"needs an NVIDIA GPU, this is {target.platform}"
-    if target.compute_capability != (9, 0):
-        return f"needs compute capability 9.0 (H100, H200), this is {target.compute_capability}"
-    if x_MK.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"needs bfloat16 or float16, got {x_MK.dtype}"
+    if reason := hopper.refuses(target, x_MK):
+        return reason
     if x_MK.shape[0] % ROWS or x_MK.shape[1] % COLUMNS:
         return f"needs rows in multiples of {ROWS} and columns of {COLUMNS}, got {x_MK.shape}"
     return None
@@ -54,7 +50,7 @@ def cast(x_MK, multiplier, dtype, *, saturate: bool, interpret: Any = False):
         factor = multiplier[0]
         plgpu.barrier_wait(arrived)
         for source, result in ((x_tile, q_tile), (x_tile.T, qt_tile)):
-            values = plgpu.load(source, layout=common.MATRIX).astype(jnp.float32) * factor
+            values = plgpu.load(source, layout=hopper.MATRIX).astype(jnp.float32) * factor
             if saturate:  # as a rule for the interpreter; the same instruction on the device
                 values = jnp.minimum(jnp.maximum(values, -largest), largest)
             result[...] = values.astype(dtype)
@@ -67,17 +63,13 @@ def cast(x_MK, multiplier, dtype, *, saturate: bool, interpret: Any = False):
         fp8_cast,
         out_type=(jax.ShapeDtypeStruct((M, K), dtype), jax.ShapeDtypeStruct((K, M), dtype)),
         scratch_types=dict(
-            x_tile=common.tiles((ROWS, COLUMNS), x_MK.dtype),
+            x_tile=hopper.tiles((ROWS, COLUMNS), x_MK.dtype),
             q_tile=bytes_tile(ROWS, COLUMNS, dtype),
             qt_tile=bytes_tile(COLUMNS, ROWS, dtype),
             arrived=plgpu.Barrier(),
         ),
         grid=(M // ROWS, K // COLUMNS),
         grid_names=("row", "column"),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-        ),
+        compiler_params=hopper.compiler_params(approx_math=False),
         interpret=interpret,
     )(x_MK, multiplier.reshape(1))

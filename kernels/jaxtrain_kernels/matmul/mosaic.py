@@ -14,7 +14,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtrain_kernels.attention import mosaic_common as common
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.dispatch import Target
 
 SMALLEST = 192  # the smallest size that was right on a GPU; 64 was not
@@ -22,12 +22,8 @@ STEP = 64  # columns of a and b that a step multiplies: a swizzled row of 128 by
 
 
 def supports(target: Target, x_LMK) -> str | None:
-    if target.platform != "cuda":
-        return f"needs an NVIDIA GPU, this is {target.platform}"
-    if target.compute_capability != (9, 0):
-        return f"needs compute capability 9.0 (H100, H200), this is {target.compute_capability}"
-    if x_LMK.dtype not in (jnp.bfloat16, jnp.float16):
-        return f"needs bfloat16 or float16, got {x_LMK.dtype}"
+    if reason := hopper.refuses(target, x_LMK):
+        return reason
     if any(size % STEP for size in x_LMK.shape[1:]):
         return f"needs rows and columns in multiples of {STEP}, got {list(x_LMK.shape[1:])}"
     if min(x_LMK.shape[1:]) < SMALLEST:
@@ -126,7 +122,7 @@ def _call(a_LMK, b_LMK, coefficients, tiling: Tiling | None, interpret: Any):
     if coefficients is not None and tiling.stages < tiling.warpgroups:
         raise ValueError(f"a polynomial needs a stage for each warpgroup, got {tiling}")
     plan = Plan(L, M, K, a_LMK.dtype, b_LMK is None, coefficients is not None, tiling, 0)
-    plan = plan._replace(blocks=min(tiling.blocks or common.sm_count(), plan.n_tiles))
+    plan = plan._replace(blocks=min(tiling.blocks or hopper.sm_count(), plan.n_tiles))
     arrays = [a_LMK] if b_LMK is None else [a_LMK, b_LMK]
     if coefficients is not None:
         # As an array, so that all polynomials are one kernel to compile.
@@ -143,42 +139,33 @@ def _call(a_LMK, b_LMK, coefficients, tiling: Tiling | None, interpret: Any):
         symmetric_matmul,
         out_type=jax.ShapeDtypeStruct((L, M, M), plan.dtype),
         scratch_types=dict(
-            operands=common.tiles((stages, 2, tiling.tile, STEP), plan.dtype),
-            out=common.tiles((W, W, 64, 64), plan.dtype),
+            operands=hopper.tiles((stages, 2, tiling.tile, STEP), plan.dtype),
+            out=hopper.tiles((W, W, 64, 64), plan.dtype),
             full=plgpu.Barrier(num_barriers=stages, num_arrivals=2),
         ),
         grid=(plan.blocks,),
         grid_names=("block",),
         num_threads=W + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-        ),
+        compiler_params=hopper.compiler_params(approx_math=False),
         interpret=interpret,
     )(*arrays)
 
 
 def _block(plan: Plan, arrays: Arrays, memory: Memory):
     """One CUDA block."""
-    warpgroup = lax.axis_index("warpgroup")
-    # Registers of 64 Ki in all, in multiples of 8 a thread.
-    few, many = (24, 240) if plan.tiling.warpgroups == 2 else (32, 160)
 
     def load():
-        plgpu.set_max_registers(few, action="decrease")
         _each_tile(plan, lambda first, *tile: _load_tile(plan, arrays, memory, first, *tile))
 
-    def compute():
-        plgpu.set_max_registers(many, action="increase")
+    def compute(warpgroup):
         for slot in range(plan.tiling.stages):
             _free(plan, slot)
         work = Work(plan, arrays, memory, warpgroup)
         _each_tile(plan, lambda first, *tile: _compute_tile(work, first, *tile))
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
-    lax.cond(warpgroup < plan.tiling.warpgroups, compute, load)
+    hopper.specialise(plan.tiling.warpgroups, load, compute)
 
 
 def _each_tile(plan: Plan, body: Any):
@@ -217,7 +204,7 @@ def _load_tile(plan: Plan, arrays: Arrays, memory: Memory, first, matrix, i, j):
             own = t - (plan.steps - W)
             step = jnp.where(own >= 0, j * W + own, jnp.where(t >= j * W, t + W, t))
         columns = pl.ds(step * STEP, STEP)
-        common.bar_sync(plan.slot_barrier(slot), W + 1)
+        hopper.bar_sync(plan.slot_barrier(slot), W + 1)
         plgpu.copy_gmem_to_smem(
             arrays.a.at[matrix, rows_i, columns], memory.operands.at[slot, 0], full
         )
@@ -236,7 +223,7 @@ def _load_tile(plan: Plan, arrays: Arrays, memory: Memory, first, matrix, i, j):
 
 
 def _free(plan: Plan, slot: Any):
-    common.bar_arrive(plan.slot_barrier(slot), plan.tiling.warpgroups + 1)
+    hopper.bar_arrive(plan.slot_barrier(slot), plan.tiling.warpgroups + 1)
 
 
 class Work(NamedTuple):
@@ -288,12 +275,12 @@ def _compute_tile(work: Work, first, matrix, i, j):
 def _polynomial(work: Work, slot, square, diagonal):
     """c0 I + c1 a + c2 a^2 of 64x64 values, of which those of a lie in the slot."""
     c0, c1, c2 = (work.arrays.coefficients[n] for n in range(3))
-    a = plgpu.load(work.memory.operands.at[slot, 0, work.rows()], layout=common.MATRIX)
+    a = plgpu.load(work.memory.operands.at[slot, 0, work.rows()], layout=hopper.MATRIX)
     out = c2 * square + c1 * a.astype(jnp.float32)
 
     def with_identity(out):
         row, column = (
-            plgpu.broadcasted_iota(jnp.int32, (64, 64), d, layout=common.MATRIX) for d in (0, 1)
+            plgpu.broadcasted_iota(jnp.int32, (64, 64), d, layout=hopper.MATRIX) for d in (0, 1)
         )
         return jnp.where(row == column, out + c0, out)
 

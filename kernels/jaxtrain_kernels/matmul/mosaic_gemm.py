@@ -19,7 +19,7 @@ from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
-from jaxtrain_kernels.attention import mosaic_common as common
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.dispatch import Target
 
 STEP = 64  # columns of a and b that a step multiplies: a swizzled row of 128 bytes
@@ -29,10 +29,8 @@ WARPGROUPS = 2  # that multiply
 
 def supports(target: Target, *arrays) -> str | None:
     """Why not; arrays: the inputs, whose dims but the last are rows."""
-    if target.platform != "cuda":
-        return f"needs an NVIDIA GPU, this is {target.platform}"
-    if target.compute_capability != (9, 0):
-        return f"needs compute capability 9.0 (H100, H200), this is {target.compute_capability}"
+    if reason := hopper.refuses(target):
+        return reason
     for x in arrays:
         if x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != arrays[0].dtype:
             return f"needs bfloat16 or float16 throughout, got {[str(x.dtype) for x in arrays]}"
@@ -139,7 +137,7 @@ def matmul(
     tiling = tiling or GemmTiling()
     (M, K), N = a_MK.shape, b.shape[0 if b_is_NK else 1]
     plan = Plan(M, N, K, a_MK.dtype, b_is_NK, epilogue, other_MN is not None, tiling, 0)
-    blocks = tiling.blocks or common.sm_count()
+    blocks = tiling.blocks or hopper.sm_count()
     tiling = tiling._replace(parts=min(tiling.parts, len(plan.places)))
     clusters = min(blocks // tiling.cluster, plan.grid[0] * plan.grid[1])
     plan = plan._replace(tiling=tiling, clusters=clusters)
@@ -151,9 +149,9 @@ def matmul(
     stages, users = tiling.stages, WARPGROUPS // plan.users
     b_tile = (tiling.columns, STEP) if b_is_NK else (STEP, tiling.columns)
     scratch = dict(
-        a=common.tiles((stages, tiling.block_rows, STEP), plan.dtype),
-        b=common.tiles((stages, *b_tile), plan.dtype),
-        parts=common.tiles((WARPGROUPS, tiling.parts, PART, PART), plan.dtype),
+        a=hopper.tiles((stages, tiling.block_rows, STEP), plan.dtype),
+        b=hopper.tiles((stages, *b_tile), plan.dtype),
+        parts=hopper.tiles((WARPGROUPS, tiling.parts, PART, PART), plan.dtype),
         full=plgpu.Barrier(num_barriers=users * stages, num_arrivals=2),
         free=plgpu.ClusterBarrier(
             num_barriers=stages, num_arrivals=plan.users, collective_axes=("peer",)
@@ -171,29 +169,18 @@ def matmul(
         cluster_names=("peer",),
         num_threads=WARPGROUPS + 1,
         thread_name="warpgroup",
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-        ),
+        compiler_params=hopper.compiler_params(),
         interpret=interpret,
     )(*[x for x in (a_MK, b, other_MN) if x is not None])
 
 
 def _block(plan: Plan, arrays: Arrays, memory: Memory):
     """One CUDA block."""
-    warpgroup = lax.axis_index("warpgroup")
-
-    def load():
-        plgpu.set_max_registers(24, action="decrease")
-        _load(plan, arrays, memory)
-
-    def compute():
-        plgpu.set_max_registers(240, action="increase")
-        _compute(Work(plan, arrays, memory, warpgroup))
-
-    lax.cond(warpgroup < WARPGROUPS, compute, load)
+    hopper.specialise(
+        WARPGROUPS,
+        lambda: _load(plan, arrays, memory),
+        lambda warpgroup: _compute(Work(plan, arrays, memory, warpgroup)),
+    )
 
 
 def _rounds(plan: Plan) -> Any:
@@ -354,7 +341,7 @@ def _store(work: Work, t: Any, turns: int, i: Any, more: Any, product: Any):
         part, inputs = work.part(place), [product[r : r + PART, c : c + PART]]
         if plan.other:
             plgpu.barrier_wait(work.memory.arrived.at[work.warpgroup * tiling.parts + place])
-            inputs.append(plgpu.load(part, layout=common.MATRIX).astype(jnp.float32))
+            inputs.append(plgpu.load(part, layout=hopper.MATRIX).astype(jnp.float32))
         else:
             plgpu.wait_smem_to_gmem(tiling.parts - 1, wait_read_only=True)
         part[...] = plan.epilogue(*inputs).astype(plan.dtype)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.dispatch import Target
 from jaxtrain_kernels.rows import mosaic_norm, mosaic_rope
 from jaxtrain_kernels.rows.mosaic_launch import launch, like, load
@@ -18,13 +19,7 @@ WIDEST = 2048  # columns of a row that a warp has in registers
 
 
 def supports(target: Target, op: str, *arrays: Any) -> str | None:
-    if target.platform != "cuda":
-        return f"needs an NVIDIA GPU, this is {target.platform}"
-    if target.compute_capability != (9, 0):
-        return f"needs compute capability 9.0 (H100, H200), this is {target.compute_capability}"
-    if any(x.dtype not in (jnp.bfloat16, jnp.float16) for x in arrays):
-        return f"needs bfloat16 or float16, got {arrays[0].dtype}"
-    return refuses(op, *arrays)
+    return hopper.refuses(target, *arrays) or refuses(op, *arrays)
 
 
 def refuses(op: str, x: Any, *_: Any) -> str | None:

@@ -13,6 +13,8 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxtrain_kernels import hopper
+
 
 def launch(body: Any, out_types: list, blocks: int, *arrays: Any, interpret: Any = False) -> Any:
     """body(block, *input and output refs) in `blocks` blocks of 128 threads; a list of arrays."""
@@ -26,12 +28,7 @@ def launch(body: Any, out_types: list, blocks: int, *arrays: Any, interpret: Any
         out_type=out_types,
         grid=(blocks,),
         grid_names=("block",),
-        compiler_params=plgpu.CompilerParams(
-            lowering_semantics=plgpu.LoweringSemantics.Lane,
-            approx_math=True,
-            unsafe_no_auto_barriers=True,
-            reduction_scratch_bytes=0,
-        ),
+        compiler_params=hopper.compiler_params(),
         interpret=interpret,
     )(*arrays)
 
