@@ -95,6 +95,7 @@ def test_equals_reference_without_races(case, capfd):
     assert "RACE" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("case", APART, ids=lambda case: case[0].name)
 def test_deterministic_equals_reference_bit_for_bit_again_without_races(case, capfd):
     shape, tiling, query_tiling = case

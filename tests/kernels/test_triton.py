@@ -10,7 +10,8 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtrain_kernels.attention import reference, triton
+from jaxtrain_kernels.attention import reference
+from jaxtrain_kernels.attention import triton_flash as triton
 from jaxtrain_kernels.dispatch import Target, on_target
 from jaxtrain_kernels.shapes import AttentionShape
 from test_attention import everything, inputs, mean_error, truth
@@ -68,7 +69,7 @@ def test_what_it_serves(monkeypatch, device, dtype, H, version, reason):
 
 def test_importing_it_imports_no_triton():
     code = """
-import sys, jaxtrain_kernels.attention.triton
+import sys, jaxtrain_kernels.attention.triton_flash
 assert not {"triton", "jax_triton"} & set(sys.modules)
 """
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}

@@ -16,6 +16,7 @@ def supports(
     softcap,
     return_lse=False,
     deterministic=False,
+    key_segment_ids_BS=None,
 ) -> str | None:
     H, cc = q_BTNH.shape[-1], target.compute_capability
     if target.platform != "cuda":
@@ -31,7 +32,7 @@ def supports(
         return "jax.nn does not differentiate it at odd lengths"
     if softcap is not None:
         return "has no softcap"
-    if segment_ids_BT is not None:
+    if segment_ids_BT is not None or key_segment_ids_BS is not None:
         return "has no segment ids"
     if return_lse:
         return "jax.nn rounds its LSE to the input dtype and does not differentiate it"

@@ -30,12 +30,15 @@ def supports(
     softcap,
     return_lse=False,
     deterministic=False,
+    key_segment_ids_BS=None,
 ) -> str | None:
     H = q_BTNH.shape[-1]
     if reason := hopper.refuses(target, q_BTNH):
         return reason
     if H not in HEAD_DIMS:
         return f"needs a head dim of {', '.join(map(str, HEAD_DIMS))}, got {H}"
+    if key_segment_ids_BS is not None:
+        return "takes one array of segment ids for queries and keys"
     return None
 
 
@@ -75,3 +78,27 @@ def attention(
 
     options = mosaic_flash.options(causal, window, softcap, scale, deterministic, tiling or {})
     return mosaic_flash.flash(options, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
+
+
+def gradients(
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    out_BTNH,
+    lse_BNT,
+    dout_BTNH,
+    *,
+    causal,
+    window,
+    segment_ids_BT,
+    softcap,
+    scale,
+    deterministic=False,
+    tiling: dict[str, dict[str, Any]] | None = None,
+):
+    """As the public `attention_gradients`."""
+    from jaxtrain_kernels.attention import mosaic_flash
+
+    options = mosaic_flash.options(causal, window, softcap, scale, deterministic, tiling or {})
+    arrays = q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, out_BTNH, lse_BNT
+    return mosaic_flash.gradients(options, *arrays, dout_BTNH)

@@ -68,6 +68,15 @@ def _flash_bwd(o: Options, residuals, cotangents):
 _flash.defvjp(_flash_fwd, _flash_bwd)
 
 
+def gradients(o: Options, q_BTNH, k_BSKH, v_BSKH, ids_BT, out_BTNH, lse_BNT, dout_BTNH):
+    """(dq, dk, dv) from the output and the LSE, which may be those of more keys than these."""
+    sign = -1 if o.scale < 0 else 1
+    o = o._replace(scale=sign * o.scale)
+    residuals = sign * q_BTNH, k_BSKH, v_BSKH, ids_BT, out_BTNH, lse_BNT
+    dq_BTNH, dk_BSKH, dv_BSKH, _ = _flash_bwd(o, residuals, (dout_BTNH, jnp.zeros_like(lse_BNT)))
+    return sign * dq_BTNH, dk_BSKH, dv_BSKH
+
+
 def folding(function: Callable[..., Any]) -> Callable[..., Any]:
     """Under vmap, `function` of arrays [B, ...] takes the mapped axis as more rows of B.
 

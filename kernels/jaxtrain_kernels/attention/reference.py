@@ -39,6 +39,7 @@ def attention(
     softcap,
     scale,
     deterministic=False,
+    key_segment_ids_BS=None,
 ):
     """As the public function; returns (out_BTNH, lse_BNT). Every result is repeatable."""
     B, T, N, H = q_BTNH.shape
@@ -56,8 +57,9 @@ def attention(
     if window is not None:
         visible_BTS &= (s_1S >= t_T1 - window)[None]
     if segment_ids_BT is not None:
-        visible_BTS &= segment_ids_BT[:, :, None] == segment_ids_BT[:, None, :]
-        visible_BTS &= segment_ids_BT[:, None, :] > 0
+        keys_BS = segment_ids_BT if key_segment_ids_BS is None else key_segment_ids_BS
+        visible_BTS &= segment_ids_BT[:, :, None] == keys_BS[:, None, :]
+        visible_BTS &= keys_BS[:, None, :] > 0
     visible = visible_BTS[:, None, None]
     # A query without keys: the double where keeps its gradient at 0 instead of NaN.
     some = visible.any(-1, keepdims=True)

@@ -1,10 +1,10 @@
-"""The Triton programs of `triton.py`: FlashAttention-2 (arXiv:2307.08691) forward and backward.
+"""FlashAttention-2 (arXiv:2307.08691) in Triton, forward and backward: `triton_flash` calls them.
 
 A program holds one block of queries (forward, dQ) or of keys (dK/dV) and walks over the blocks of
 the other that it sees. `ranges` has four int32 a block, (lo, full_lo, full_hi, hi): it visits
 [lo, hi), of which [full_lo, full_hi) need no mask. LEFT and RIGHT say whether any block has
 something before or after that middle. Scores are kept as x with `x * P.factor` their exponent in
-base 2; R queries and C keys make a block, and P is a `triton.Plan`.
+base 2; R queries and C keys make a block, and P is a `triton_flash.Plan`.
 """
 
 import inspect

@@ -72,24 +72,75 @@ def attention(
     scale,
     deterministic=False,
     tiling: dict[str, int] | None = None,
+    key_segment_ids_BS=None,
 ):
     """As the public function; returns (out_BTNH, lse_BNT).
 
     deterministic: nothing to switch, no sum's order is left open.
     tiling: {"block": query and key block length}.
     """
-    B, T, N, H = q_BTNH.shape
-    K = k_BSKH.shape[2]
+    B, T, N, _ = q_BTNH.shape
+    plan = _plan(q_BTNH, causal, window, softcap, scale, tiling)
+    ids = _pair(segment_ids_BT, key_segment_ids_BS)
+    q_BKGTH, k_BKSH, v_BKSH = _by_heads(q_BTNH, k_BSKH, v_BSKH)
+    out_BKGTH, lse_BKGT = _flash(plan, q_BKGTH, k_BKSH, v_BKSH, ids)
+    return _by_tokens(out_BKGTH), lse_BKGT.reshape(B, N, T)
+
+
+def gradients(
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    out_BTNH,
+    lse_BNT,
+    dout_BTNH,
+    *,
+    causal,
+    window,
+    segment_ids_BT,
+    softcap,
+    scale,
+    deterministic=False,
+    tiling: dict[str, int] | None = None,
+    key_segment_ids_BS=None,
+):
+    """As the public `attention_gradients`."""
+    plan = _plan(q_BTNH, causal, window, softcap, scale, tiling)
+    ids = _pair(segment_ids_BT, key_segment_ids_BS)
+    q, k, v = _by_heads(q_BTNH, k_BSKH, v_BSKH)
+    out, dout = (_by_heads(x, k_BSKH, v_BSKH)[0] for x in (out_BTNH, dout_BTNH))
+    lse = lse_BNT.reshape(q.shape[:-1])
+    dq, dk, dv, _ = _flash_bwd(plan, (q, k, v, ids, out, lse), (dout, jnp.zeros_like(lse)))
+    return _by_tokens(dq), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
+
+
+def _plan(q_BTNH, causal, window, softcap, scale, tiling) -> Plan:
+    B, T, N, _ = q_BTNH.shape
     on_cpu = target().platform == "cpu"
     blocking = CPU_BLOCKING if on_cpu else ACCELERATOR_BLOCKING
     block = min(T, tiling["block"] if tiling else _default_block(T, blocking))
     rows = _rows_in_cache(B, N * block * T) if on_cpu else B
     unroll = T <= blocking.most_unrolled * block
-    plan = Plan(causal, window, softcap, scale, T, block, rows, unroll)
+    return Plan(causal, window, softcap, scale, T, block, rows, unroll)
+
+
+def _pair(segment_ids_BT, key_segment_ids_BS) -> Any:
+    """(queries' ids, keys' ids), or None."""
+    if segment_ids_BT is None:
+        return None
+    return segment_ids_BT, segment_ids_BT if key_segment_ids_BS is None else key_segment_ids_BS
+
+
+def _by_heads(q_BTNH, k_BSKH, v_BSKH):
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
     q_BKGTH = q_BTNH.reshape(B, T, K, N // K, H).transpose(0, 2, 3, 1, 4)
-    k_BKSH, v_BKSH = k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
-    out_BKGTH, lse_BKGT = _flash(plan, q_BKGTH, k_BKSH, v_BKSH, segment_ids_BT)
-    return out_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, N, H), lse_BKGT.reshape(B, N, T)
+    return q_BKGTH, k_BSKH.transpose(0, 2, 1, 3), v_BSKH.transpose(0, 2, 1, 3)
+
+
+def _by_tokens(x_BKGTH):
+    B, K, G, T, H = x_BKGTH.shape
+    return x_BKGTH.transpose(0, 3, 1, 2, 4).reshape(B, T, K * G, H)
 
 
 def _default_block(T: int, blocking: Blocking) -> int:
@@ -103,25 +154,25 @@ def _rows_in_cache(B: int, scores_per_row: int) -> int:
     return max(rows for rows in range(1, min(most, B) + 1) if B % rows == 0)
 
 
-def _flash_primal(plan, q_BKGTH, k_BKSH, v_BKSH, segment_ids_BT) -> tuple[jax.Array, jax.Array]:
-    return _over_batch(plan, _forward_row, q_BKGTH, k_BKSH, v_BKSH, segment_ids_BT)
+def _flash_primal(plan, q_BKGTH, k_BKSH, v_BKSH, ids) -> tuple[jax.Array, jax.Array]:
+    return _over_batch(plan, _forward_row, q_BKGTH, k_BKSH, v_BKSH, ids)
 
 
 _flash = jax.custom_vjp(_flash_primal, nondiff_argnums=(0,))
 
 
-def _flash_fwd(plan, q, k, v, segment_ids_BT):
-    out, lse = _flash_primal(plan, q, k, v, segment_ids_BT)
-    return (out, lse), (q, k, v, segment_ids_BT, out, lse)
+def _flash_fwd(plan, q, k, v, ids):
+    out, lse = _flash_primal(plan, q, k, v, ids)
+    return (out, lse), (q, k, v, ids, out, lse)
 
 
 def _flash_bwd(plan, residuals, cotangents):
-    q, k, v, segment_ids_BT, out, lse = residuals
+    q, k, v, ids, out, lse = residuals
     dout, dlse = cotangents
     delta = jnp.sum(out.astype(lse.dtype) * dout.astype(lse.dtype), -1) - dlse
     # A row without keys: any finite value, its scores are all -inf.
     lse = jnp.where(lse == -jnp.inf, 0, lse)
-    dq, dk, dv = _over_batch(plan, _backward_row, q, k, v, segment_ids_BT, dout, lse, delta)
+    dq, dk, dv = _over_batch(plan, _backward_row, q, k, v, ids, dout, lse, delta)
     return dq, dk, dv, None
 
 
@@ -136,31 +187,31 @@ def _over_batch(plan, row_function, *arrays) -> Any:
     return lax.map(lambda row: function(*row), arrays, batch_size=plan.rows)
 
 
-def _forward_row(plan, q_KGTH, k_KSH, v_KSH, ids_T):
+def _forward_row(plan, q_KGTH, k_KSH, v_KSH, ids):
     """One batch row's (out_KGTH, lse_KGT)."""
     if not plan.unroll:
-        return _forward_loops(plan, q_KGTH, k_KSH, v_KSH, ids_T)
+        return _forward_loops(plan, q_KGTH, k_KSH, v_KSH, ids)
     pieces = []
     for t, t_end, s, s_end in _unrolled_blocks(plan):
         q = q_KGTH[:, :, t:t_end]
         state = _softmax_start(q)
-        state = _softmax_add(plan, state, q, k_KSH[:, s:s_end], v_KSH[:, s:s_end], ids_T, t, s)
+        state = _softmax_add(plan, state, q, k_KSH[:, s:s_end], v_KSH[:, s:s_end], ids, t, s)
         pieces.append(_softmax_end(state, q.dtype))
     outs, lses = zip(*pieces)
     return jnp.concatenate(outs, 2), jnp.concatenate(lses, 2)
 
 
-def _backward_row(plan, q_KGTH, k_KSH, v_KSH, ids_T, dout_KGTH, lse_KGT, delta_KGT):
+def _backward_row(plan, q_KGTH, k_KSH, v_KSH, ids, dout_KGTH, lse_KGT, delta_KGT):
     """One batch row's (dq, dk, dv)."""
     rows = (q_KGTH, dout_KGTH, lse_KGT, delta_KGT)
     if not plan.unroll:
-        return _backward_loops(plan, rows, k_KSH, v_KSH, ids_T)
+        return _backward_loops(plan, rows, k_KSH, v_KSH, ids)
     dqs = []
     dk, dv = _wide_zeros(k_KSH), _wide_zeros(v_KSH)
     for t, t_end, s, s_end in _unrolled_blocks(plan):
         block = [x[:, :, t:t_end] for x in rows]
         dq, dk_s, dv_s = _block_gradients(
-            plan, block, k_KSH[:, s:s_end], v_KSH[:, s:s_end], ids_T, t, s
+            plan, block, k_KSH[:, s:s_end], v_KSH[:, s:s_end], ids, t, s
         )
         dqs.append(dq.astype(q_KGTH.dtype))
         dk, dv = _add_at(dk, dk_s, s), _add_at(dv, dv_s, s)
@@ -178,7 +229,7 @@ def _unrolled_blocks(plan) -> list[tuple[int, int, int, int]]:
     return blocks
 
 
-def _scores(plan, q_KGTH, k_KSH, ids_T, t, s):
+def _scores(plan, q_KGTH, k_KSH, ids, t, s):
     """Scores of the queries from t on and the keys from s on, -inf where not visible.
 
     Also the derivative of the softcap at each (None without).
@@ -199,9 +250,9 @@ def _scores(plan, q_KGTH, k_KSH, ids_T, t, s):
         visible_TS &= s_1S < plan.length
     if plan.window is not None:
         visible_TS &= s_1S >= t_T1 - plan.window
-    if ids_T is not None:
-        ids_t = lax.dynamic_slice_in_dim(ids_T, t, n_queries)[:, None]
-        ids_s = lax.dynamic_slice_in_dim(ids_T, s, n_keys)[None]
+    if ids is not None:
+        ids_t = lax.dynamic_slice_in_dim(ids[0], t, n_queries)[:, None]
+        ids_s = lax.dynamic_slice_in_dim(ids[1], s, n_keys)[None]
         visible_TS &= (ids_t == ids_s) & (ids_s > 0)
     return jnp.where(visible_TS[None, None], s_KGTS, -jnp.inf), slope
 
@@ -212,10 +263,10 @@ def _softmax_start(q_KGTH):
     return jnp.full_like(out[..., 0], FLOOR), out[..., 0], out
 
 
-def _softmax_add(plan, state, q_KGTH, k_KSH, v_KSH, ids_T, t, s):
+def _softmax_add(plan, state, q_KGTH, k_KSH, v_KSH, ids, t, s):
     """The online softmax's state after the keys from s on."""
     peak, total, out = state
-    s_KGTS, _ = _scores(plan, q_KGTH, k_KSH, ids_T, t, s)
+    s_KGTS, _ = _scores(plan, q_KGTH, k_KSH, ids, t, s)
     new_peak = jnp.maximum(peak, s_KGTS.max(-1))
     p_KGTS = jnp.exp(s_KGTS - new_peak[..., None])
     shrink = jnp.exp(peak - new_peak)
@@ -232,11 +283,11 @@ def _softmax_end(state, dtype):
     return (out / jnp.where(some, total, 1)[..., None]).astype(dtype), lse
 
 
-def _block_gradients(plan, rows, k_KSH, v_KSH, ids_T, t, s):
+def _block_gradients(plan, rows, k_KSH, v_KSH, ids, t, s):
     """(dq, dk, dv) in float32 of the queries from t on and the keys from s on."""
     q_KGTH, dout_KGTH, lse_KGT, delta_KGT = rows
     dot = functools.partial(jnp.einsum, preferred_element_type=lse_KGT.dtype)
-    s_KGTS, slope = _scores(plan, q_KGTH, k_KSH, ids_T, t, s)
+    s_KGTS, slope = _scores(plan, q_KGTH, k_KSH, ids, t, s)
     p_KGTS = jnp.exp(s_KGTS - lse_KGT[..., None])
     ds_KGTS = p_KGTS * (dot("KGTH,KSH->KGTS", dout_KGTH, v_KSH) - delta_KGT[..., None])
     if slope is not None:
@@ -248,9 +299,9 @@ def _block_gradients(plan, rows, k_KSH, v_KSH, ids_T, t, s):
     return dq, dk, dv
 
 
-def _forward_loops(plan, q_KGTH, k_KSH, v_KSH, ids_T):
+def _forward_loops(plan, q_KGTH, k_KSH, v_KSH, ids):
     b, n_blocks = plan.block, -(-plan.length // plan.block)
-    q_KGTH, ids_T = _fill(plan, q_KGTH, 2), _fill(plan, ids_T, 0)
+    q_KGTH, ids = _fill(plan, q_KGTH, 2), _fill(plan, ids, 0)
     k_KSH, v_KSH = _fill(plan, k_KSH, 1), _fill(plan, v_KSH, 1)
 
     def query_block(i):
@@ -258,7 +309,7 @@ def _forward_loops(plan, q_KGTH, k_KSH, v_KSH, ids_T):
 
         def key_block(j, state):
             k, v = (lax.dynamic_slice_in_dim(x, j * b, b, 1) for x in (k_KSH, v_KSH))
-            return _softmax_add(plan, state, q, k, v, ids_T, i * b, j * b)
+            return _softmax_add(plan, state, q, k, v, ids, i * b, j * b)
 
         state = lax.fori_loop(*_key_blocks(plan, i), key_block, _softmax_start(q))
         return _softmax_end(state, q.dtype)
@@ -268,9 +319,9 @@ def _forward_loops(plan, q_KGTH, k_KSH, v_KSH, ids_T):
     return out_KGTH, lse_KGT
 
 
-def _backward_loops(plan, rows, k_KSH, v_KSH, ids_T):
+def _backward_loops(plan, rows, k_KSH, v_KSH, ids):
     b, n_blocks = plan.block, -(-plan.length // plan.block)
-    rows, ids_T = [_fill(plan, x, 2) for x in rows], _fill(plan, ids_T, 0)
+    rows, ids = [_fill(plan, x, 2) for x in rows], _fill(plan, ids, 0)
     k_KSH, v_KSH = _fill(plan, k_KSH, 1), _fill(plan, v_KSH, 1)
 
     def query_block(dkv, i):
@@ -279,7 +330,7 @@ def _backward_loops(plan, rows, k_KSH, v_KSH, ids_T):
         def key_block(j, gradients):
             dq, dk, dv = gradients
             k, v = (lax.dynamic_slice_in_dim(x, j * b, b, 1) for x in (k_KSH, v_KSH))
-            dq_j, dk_j, dv_j = _block_gradients(plan, block, k, v, ids_T, i * b, j * b)
+            dq_j, dk_j, dv_j = _block_gradients(plan, block, k, v, ids, i * b, j * b)
             return dq + dq_j, _add_at(dk, dk_j, j * b), _add_at(dv, dv_j, j * b)
 
         start = (_wide_zeros(block[0]), *dkv)
@@ -299,11 +350,10 @@ def _key_blocks(plan, i):
 
 
 def _fill(plan, x, axis) -> Any:
-    """x with its T or S dim, at `axis`, filled up with zeros to whole blocks."""
-    if x is None:
-        return None
+    """x (None, or a pair) with its T or S dim, at `axis`, filled up with zeros to whole blocks."""
     missing = -plan.length % plan.block
-    return jnp.pad(x, [(0, missing if d == axis else 0) for d in range(x.ndim)])
+    fill = lambda x: jnp.pad(x, [(0, missing if d == axis else 0) for d in range(x.ndim)])
+    return jax.tree.map(fill, x)
 
 
 def _join_blocks(x, length):

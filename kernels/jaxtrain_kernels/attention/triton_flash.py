@@ -106,6 +106,8 @@ def supports(target: Target, q_BTNH, **options) -> str | None:
         return f"needs jax-triton 0.3: {INSTALL}"
     if not version.startswith("0.3."):
         return f"needs jax-triton 0.3, this is {version}: {INSTALL}"
+    if options.get("key_segment_ids_BS") is not None:
+        return "takes one array of segment ids for queries and keys"
     return None
 
 
@@ -134,6 +136,38 @@ def attention(
     deterministic: nothing to switch, every result is repeatable.
     tiling: a `Tile` for any of "forward", "dq" and "dkv"; the others keep the default.
     """
+    plan = _plan(q_BTNH, k_BSKH, causal, window, segment_ids_BT, softcap, scale, tiling)
+    return _flash(plan, q_BTNH, k_BSKH, v_BSKH, _int32(segment_ids_BT))
+
+
+def gradients(
+    q_BTNH,
+    k_BSKH,
+    v_BSKH,
+    out_BTNH,
+    lse_BNT,
+    dout_BTNH,
+    *,
+    causal,
+    window,
+    segment_ids_BT,
+    softcap,
+    scale,
+    deterministic=False,
+    tiling: dict[str, Sequence[int]] | None = None,
+):
+    """As the public `attention_gradients`."""
+    plan = _plan(q_BTNH, k_BSKH, causal, window, segment_ids_BT, softcap, scale, tiling)
+    residuals = q_BTNH, k_BSKH, v_BSKH, _int32(segment_ids_BT), out_BTNH, lse_BNT
+    return _flash_bwd(plan, residuals, (dout_BTNH, jnp.zeros_like(lse_BNT)))[:3]
+
+
+def _int32(ids_BT) -> Any:
+    return None if ids_BT is None else ids_BT.astype(jnp.int32)
+
+
+def _plan(q_BTNH, k_BSKH, causal, window, segment_ids_BT, softcap, scale, tiling) -> Any:
+    """What is compiled, the tiles, and for which chip."""
     N, H = q_BTNH.shape[2:]
     K = k_BSKH.shape[2]
     capability = target().compute_capability or (9, 0)
@@ -145,8 +179,7 @@ def attention(
     factor = (scale if softcap is None else softcap) * log2e
     tanh_factor = 0.0 if softcap is None else 2 * log2e * scale / softcap
     plan = Plan(causal, window, segments, softcap, scale, N, K, N // K, H, HP, factor, tanh_factor)
-    ids_BT = segment_ids_BT.astype(jnp.int32) if segments else None
-    return _flash((plan, tiles, capability), q_BTNH, k_BSKH, v_BSKH, ids_BT)
+    return plan, tiles, capability
 
 
 def _padded(H: int) -> int:
