@@ -16,12 +16,15 @@ from pydantic import BaseModel, Field, ValidationError
 from pydantic.fields import FieldInfo
 
 from jaxtrain.checkpoint import CheckpointConfig
-from jaxtrain.data import DataConfig
+from jaxtrain.data import DataConfig, fill_in_chat
+from jaxtrain.finetune import FinetuneConfig, fill_in
+from jaxtrain.finetune.config import FullConfig
 from jaxtrain.interop import take_over
+from jaxtrain.local import LocalConfig
 from jaxtrain.metrics import MetricsConfig
 from jaxtrain.model import ModelConfig
 from jaxtrain.optim import MuonConfig, OptimConfig
-from jaxtrain.parallel import MeshConfig
+from jaxtrain.parallel import MeshConfig, ProcessesConfig
 from jaxtrain.settings import Settings, UserError
 
 
@@ -67,6 +70,11 @@ class TrainConfig(Settings):
         "auto", description="of the compute: bfloat16 or float16 as the GPU can, float32 on a CPU"
     )
     z_loss: float = Field(0.0, ge=0, description="weight of log(Z)^2 in the loss (PaLM: 1e-4)")
+    local: LocalConfig | None = Field(
+        None,
+        description="devices along mesh.data train replicas that meet now and then; "
+        "default all take each step together",
+    )
 
 
 class EvalConfig(Settings):
@@ -109,11 +117,13 @@ class Sections(Settings):
     run: RunConfig = section(RunConfig)
     data: DataConfig = section(DataConfig)
     optim: OptimConfig = section(MuonConfig)
+    finetune: FinetuneConfig = section(FullConfig)
     mesh: MeshConfig = section(MeshConfig)
     eval: EvalConfig = section(EvalConfig)
     sample: SampleConfig = section(SampleConfig)
     checkpoint: CheckpointConfig = section(CheckpointConfig)
     metrics: MetricsConfig = section(MetricsConfig)
+    processes: ProcessesConfig = section(ProcessesConfig)
 
     @property
     def run_dir(self) -> Path:
@@ -160,8 +170,10 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
             raise UserError(f"{path}: expected `section: {{field: value}}`, got {tree!r}")
     for override in overrides:
         apply_override(tree, override)
+    fill_in_chat(tree)
     if isinstance(tree.get("train"), dict) and tree["train"].get("init_from"):
         take_over(tree, str(tree["train"]["init_from"]))
+    fill_in(tree)
     return validate(Config, tree)
 
 

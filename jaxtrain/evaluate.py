@@ -16,9 +16,10 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxtrain import data, objectives
+from jaxtrain.finetune import join_all
 from jaxtrain.model import cast
 from jaxtrain.parallel import make_mesh, place_batch, shardings
-from jaxtrain.parallel.mesh import batch_ways
+from jaxtrain.parallel.mesh import batch_share, batch_ways
 from jaxtrain.parallel.runtime import compute_dtype, start
 from jaxtrain.report import write_report
 from jaxtrain.saved import Saved, load_saved
@@ -27,13 +28,14 @@ from jaxtrain.settings import UserError
 from jaxtrain.tasks import run_tasks, table_of
 
 
-def make_scorer(graphdef: Any, specs: Any, dtype: jnp.dtype, bytes_V: Any) -> Callable[..., Any]:
-    """(params, batch, sums) -> sums with the batch added, compiled."""
+def make_scorer(
+    graphdef: Any, specs: Any, dtype: jnp.dtype, bytes_V: Any, join: Callable[..., Any] = join_all
+) -> Callable[..., Any]:
+    """(params, batch, sums) -> sums with the batch added, compiled; `frozen` as a keyword."""
 
-    def add_batch(params, batch, sums):
-        return objectives.add(
-            sums, objectives.score(graphdef, cast(params, specs, dtype), batch, bytes_V)
-        )
+    def add_batch(params, batch, sums, frozen=None):
+        params = join(cast(params, specs, dtype), frozen)
+        return objectives.add(sums, objectives.score(graphdef, params, batch, bytes_V))
 
     return jax.jit(add_batch)
 
@@ -52,7 +54,7 @@ def validate(
     sums, seen = objectives.zero_sums(), 0
     for batch in batches:
         sums = scorer(params, place_batch(batch, mesh), sums)
-        seen += batch.tokens_BT.size * jax.process_count()
+        seen += batch.tokens_BT.size * batch_share(mesh)[1]
         if max_tokens is not None and seen >= max_tokens:
             break
     loss, weight, nats, text_bytes = (float(x) for x in sums)

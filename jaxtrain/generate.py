@@ -1,12 +1,15 @@
 """Text from a trained model: one prefill, then a decode loop that stays on the device.
 
 python -m jaxtrain.generate RUN --prompt "ROMEO:" [--tokens 256] [--temperature 0.8] ...
+python -m jaxtrain.generate RUN --chat [--system "Be brief."] [--prompt "Hello!"]
 """
 
 import argparse
 import functools
+import itertools
+import logging
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -16,12 +19,14 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxtrain.data import Tokenizer
+from jaxtrain.chat import talk
+from jaxtrain.data import Chat, Tokenizer, make_chat
 from jaxtrain.interop import Prompting
-from jaxtrain.model import cast
+from jaxtrain.model import Cache, cast
 from jaxtrain.model.config import round_up
+from jaxtrain.parallel.mesh import gathered
 from jaxtrain.parallel.runtime import compute_dtype, start
-from jaxtrain.saved import load_saved
+from jaxtrain.saved import Saved, load_saved, template_for
 from jaxtrain.settings import UserError
 
 PROMPT_MULTIPLE = 32  # prompts are padded to a multiple, so that few lengths are compiled
@@ -111,18 +116,27 @@ def generate(
     seed: int = 0,
     cache_dtype: str | None = None,
     prompting: Prompting | None = None,
+    chat: Chat | None = None,
+    system: str | None = None,
 ) -> list[str]:
     """Continuations of a batch of prompts (without the prompts); a document's end stops a row.
 
     prompting: how its checkpoint begins and ends texts; default BOS for both.
+    chat: the prompts are what users say, after a system message; an empty one is no question.
     cache_dtype: of the keys and values that are kept: int8, or None for the parameters' dtype.
     """
     begins, stop = prompting or Prompting(True, (tokenizer.bos_id,))
     bos = [tokenizer.bos_id]
+    first = [{"role": "system", "content": system}] if system else []
     ids = [
-        np.concatenate([bos if begins or not p else [], tokenizer.encode(p)]).astype(np.int32)
+        (
+            chat.prompt([*first, {"role": "user", "content": p}])
+            if chat and p
+            else np.concatenate([bos if begins or not p else [], tokenizer.encode(p)])
+        ).astype(np.int32)
         for p in prompts
     ]
+    stop += (chat.end,) if chat and chat.end not in stop else ()
     lengths = np.array([len(x) for x in ids], np.int32)
     width = round_up(int(lengths.max()), PROMPT_MULTIPLE)
     padded = np.stack([np.pad(x, (0, width - len(x))) for x in ids])
@@ -131,9 +145,101 @@ def generate(
         jnp.float32(temperature), jnp.float32(1.0 if top_p is None else top_p),
         new=tokens, top_k=top_k, stop=stop, cache_dtype=cache_dtype,
     )  # fmt: skip
-    rows = [row.tolist() for row in np.asarray(out)]
+    rows = [row.tolist() for row in gathered(out)]
     ends = [next((i for i, t in enumerate(row) if t in stop), len(row)) for row in rows]
     return [tokenizer.decode(row[:end]) for row, end in zip(rows, ends)]
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "capacity", "top_k", "cache_dtype"))
+def read_prompt(
+    graphdef: Any,
+    params: Any,
+    tokens_BT: Int[Array, "B T"],
+    lengths_B: Int[Array, "B"],
+    key: Array,
+    temperature: Float[Array, ""],
+    top_p: Float[Array, ""],
+    *,
+    capacity: int,
+    top_k: int | None,
+    cache_dtype: str | None,
+) -> tuple[Int[Array, "B"], Cache]:
+    """The first token after prompts that are padded on the right, and the cache."""
+    model = nnx.merge(graphdef, params)
+    x_BD, cache = model.prefill(tokens_BT, lengths_B, capacity, cache_dtype)
+    return pick(model.logits(x_BD), jax.random.fold_in(key, 0), temperature, top_p, top_k), cache
+
+
+@functools.partial(jax.jit, static_argnames=("graphdef", "top_k"), donate_argnames="cache")
+def next_of(
+    graphdef: Any,
+    params: Any,
+    token_B: Int[Array, "B"],
+    cache: Cache,
+    key: Array,
+    temperature: Float[Array, ""],
+    top_p: Float[Array, ""],
+    *,
+    top_k: int | None,
+) -> tuple[Int[Array, "B"], Cache]:
+    """The token after `token_B`, and the cache one token longer."""
+    model = nnx.merge(graphdef, params)
+    x_BD, cache = model.decode(token_B, cache)
+    return pick(model.logits(x_BD), key, temperature, top_p, top_k), cache
+
+
+def stream(
+    graphdef: Any,
+    params: Any,
+    prompt: np.ndarray,
+    *,
+    tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    stop: tuple[int, ...],
+    cache_dtype: str | None = None,
+) -> Iterator[int]:
+    """The tokens after a prompt of token ids, one by one, up to one in `stop`; those of `generate`.
+
+    Widths and capacities are powers of two, so that a conversation compiles few programs.
+    """
+    width = max(PROMPT_MULTIPLE, 1 << (len(prompt) - 1).bit_length())
+    capacity = max(CACHE_MULTIPLE, 1 << (width + tokens - 1).bit_length())
+    padded = np.pad(prompt.astype(np.int32), (0, width - len(prompt)))[None]
+    key = jax.random.key(seed)
+    how = jnp.float32(temperature), jnp.float32(1.0 if top_p is None else top_p)
+    token, cache = read_prompt(
+        graphdef, params, jnp.asarray(padded), jnp.array([len(prompt)], jnp.int32), key, *how,
+        capacity=capacity, top_k=top_k, cache_dtype=cache_dtype,
+    )  # fmt: skip
+    for i in range(1, tokens + 1):
+        found = int(token[0])
+        if found in stop:
+            return
+        yield found
+        if i < tokens:
+            token, cache = next_of(
+                graphdef, params, token, cache, jax.random.fold_in(key, i), *how, top_k=top_k
+            )
+
+
+def converse(saved: Saved, params: Any, chat: Chat, a: argparse.Namespace) -> None:
+    """Talk in the terminal, the options from the command line."""
+    logging.getLogger("jaxtrain_kernels").setLevel(logging.WARNING)  # it would write between turns
+    stop = tuple({chat.end, *saved.prompting.stops})
+    turns = itertools.count(a.seed)
+    answer = lambda prompt: stream(
+        saved.graphdef, params, prompt, tokens=a.tokens, temperature=a.temperature, top_k=a.top_k,
+        top_p=a.top_p, seed=next(turns), stop=stop, cache_dtype=a.cache_dtype,
+    )  # fmt: skip
+    room = saved.config.train.sequence_length - a.tokens
+    if room < 1:
+        raise UserError(
+            f"--tokens {a.tokens} leaves no room in a context of {room + a.tokens}; give fewer"
+        )
+    talk(chat, saved.tokenizer, answer, room=room, system=a.system, typed=sys.stdin, out=sys.stdout)
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -142,6 +248,10 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("run", type=Path, help="run directory or model folder")
     parser.add_argument("--prompt", action="append", help="text to continue; may be given often")
+    parser.add_argument(
+        "--chat", action="store_true", help="talk in the terminal; with --prompt: answer that"
+    )
+    parser.add_argument("--system", help="with --chat: the system message")
     parser.add_argument("--tokens", type=int, default=256, help="new tokens (default 256)")
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the best token")
     parser.add_argument("--top-k", type=int, help="sample among this many best tokens")
@@ -159,16 +269,26 @@ def main(argv: list[str] | None = None) -> int:
         saved = load_saved(a.run, a.step)
         dtype = compute_dtype(saved.config.train.precision)
         params = cast(jax.device_put(saved.params), saved.specs, dtype)
+        if a.system and not a.chat:
+            raise UserError("--system belongs to --chat")
+        chat = make_chat(*template_for(saved), saved.tokenizer) if a.chat else None
+        if chat and not a.prompt:
+            converse(saved, params, chat, a)
+            return 0
         prompts = a.prompt or [""]
         texts = generate(
             saved.graphdef, params, saved.tokenizer, prompts, tokens=a.tokens,
             temperature=a.temperature, top_k=a.top_k, top_p=a.top_p, seed=a.seed,
-            cache_dtype=a.cache_dtype, prompting=saved.prompting,
+            cache_dtype=a.cache_dtype, prompting=saved.prompting, chat=chat, system=a.system,
         )  # fmt: skip
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2
-    print("\n---\n".join(prompt + text for prompt, text in zip(prompts, texts)))
+    except KeyboardInterrupt:  # while nothing is being answered
+        print()
+        return 130
+    gap = "\n> " if chat else ""
+    print("\n---\n".join(prompt + gap + text for prompt, text in zip(prompts, texts)))
     return 0
 
 

@@ -7,6 +7,7 @@ import argparse
 import os
 import sys
 
+from jaxtrain.bench.preflight import add_preflight, preflight_of, report
 from jaxtrain.config import find_config, help_text, load_config
 from jaxtrain.settings import UserError
 
@@ -23,6 +24,15 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--print-config", action="store_true", help="show the resolved tree and stop"
     )
+    parser.add_argument(
+        "--dry-run",
+        action="store_true",
+        help="say what a step needs on --devices N (no accelerator, no data) and stop",
+    )
+    add_preflight(parser)
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is, of several")
+    parser.add_argument("--processes", type=int, metavar="N", help="how many there are")
+    parser.add_argument("--process", type=int, metavar="I", help="which this is, from 0")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
     try:
         arguments = parser.parse_intermixed_args(argv)
@@ -33,11 +43,18 @@ def main(argv: list[str] | None = None) -> int:
 
             print(resolved_text(config), flush=True)
             return 0
+        if arguments.dry_run or arguments.fit:
+            print(report(preflight_of(arguments, arguments.config, arguments.overrides)))
+            return 0
+        from jaxtrain.parallel.processes import find_place, joined
         from jaxtrain.parallel.runtime import start
+        from jaxtrain.run import facts
         from jaxtrain.train import train
 
-        start()
-        train(config)
+        place = find_place(arguments.coordinator, arguments.processes, arguments.process)
+        start(quiet=place is not None and place.index > 0)
+        with joined(place, config.processes, facts(config) if place else {}) as group:
+            train(config, group)
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

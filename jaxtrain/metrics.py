@@ -23,6 +23,7 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import numpy as np
 import psutil
 import yaml
 from pydantic import Field
@@ -200,7 +201,7 @@ class MetricsWriter:
     def _fetch(self) -> list[Row]:
         """Convert the oldest step in flight (waits until it is done); its row, if one is due."""
         step, values = self._pending.popleft()
-        numbers = {name: float(value) for name, value in values.items()}
+        numbers = dict(_scalars(values))
         now = time.perf_counter()
         if self._stamp is None:
             self._begin = (now, step)
@@ -296,6 +297,15 @@ def _rewind(path: Path, step: int) -> Number:
     fresh.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
     os.replace(fresh, path)
     return rows[-1]["time"] if rows else 0.0
+
+
+def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Names and numbers; a vector's elements are NAME_0, NAME_1, ..."""
+    for name, value in values.items():
+        if np.ndim(value):
+            yield from ((f"{name}_{i}", float(x)) for i, x in enumerate(np.asarray(value)))
+        else:
+            yield name, float(value)
 
 
 def _is_ready(values: Mapping[str, Any]) -> bool:
@@ -419,15 +429,14 @@ def environment() -> Row:
 
     The commit is that of the checkout, or the variable JAXTRAIN_COMMIT where the code is a copy.
     """
-    installed = importlib.metadata.distributions()
     device = jax.devices()[0]
     return {
         "when": datetime.now(UTC).isoformat(timespec="seconds"),
         "command": sys.orig_argv,
-        "commit": os.environ.get("JAXTRAIN_COMMIT") or _git_commit(),
+        "commit": commit(),
         "python": platform.python_version(),
         "platform": platform.platform(),
-        "versions": {d.name: d.version for d in installed if d.name in PACKAGES},
+        "versions": versions(),
         "backend": f"{device.platform}: {device.client.platform_version}".splitlines()[0],
         "device_kind": device.device_kind,
         "device_count": jax.device_count(),
@@ -436,6 +445,17 @@ def environment() -> Row:
         "cpu_count": os.cpu_count(),
         "memory_bytes": psutil.virtual_memory().total,
     }
+
+
+def versions() -> dict[str, str]:
+    """Of the packages that a result may depend on."""
+    installed = importlib.metadata.distributions()
+    return {d.name: d.version for d in installed if d.name in PACKAGES}
+
+
+def commit() -> str | None:
+    """Of the code that runs."""
+    return os.environ.get("JAXTRAIN_COMMIT") or _git_commit()
 
 
 def _git_commit() -> str | None:

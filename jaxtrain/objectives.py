@@ -31,20 +31,27 @@ def next_token(
 ) -> Float[Array, ""]:
     """Sum over tokens of weight x negative log-likelihood of the next token, in float32.
 
-    implementation: of the head and loss (`jaxtrain_kernels.linear_cross_entropy`).
+    Microbatches [M, B, T] go through the mesh's pipeline together.
+    implementation: of the head and loss (`jaxtrain_kernels.linear_cross_entropy`). Experts add
+    their rows' balance losses, each times the row's labels.
     """
     model = nnx.merge(graphdef, params)
-    x_BTD = model.hidden(batch.tokens_BT, batch.positions_BT, batch.segments_BT)
-    return parallel.linear_cross_entropy(
-        x_BTD.reshape(-1, x_BTD.shape[-1]),
+    texts = batch.tokens_BT, batch.positions_BT, batch.segments_BT
+    labels, balance_B = (batch.targets_BT, batch.weights_BT), None
+    if batch.tokens_BT.ndim == 3:
+        x_BTD, labels = model.hidden_staged(*texts), jax.vmap(parallel.spread)(labels)
+    else:
+        (x_BTD, balance_B), labels = model.hidden_spread(*texts), parallel.spread(labels)
+    loss = parallel.linear_cross_entropy(
+        x_BTD,
         model.head_DV().astype(x_BTD.dtype),
-        batch.targets_BT.reshape(-1),
-        batch.weights_BT.reshape(-1),
+        *labels,
         softcap=model.config.softcap,
         valid_vocab=model.vocab_size,
         z_loss=z_loss,
         implementation=implementation or model.config.rows.loss,
     )
+    return loss if balance_B is None else loss + balance_B @ jnp.sum(batch.weights_BT, axis=1)
 
 
 def count(batch: Any, bytes_V: Array) -> tuple[Array, Array]:
@@ -55,15 +62,16 @@ def count(batch: Any, bytes_V: Array) -> tuple[Array, Array]:
 def score(graphdef: Any, params: Any, batch: Any, bytes_V: Array) -> Sums:
     """Evaluation sums of a batch. Special tokens count in `loss`, not in bits per byte."""
     model: Transformer = nnx.merge(graphdef, params)
-    x_BTD = model.hidden(batch.tokens_BT, batch.positions_BT, batch.segments_BT)
+    x_BTD, _ = model.hidden_spread(batch.tokens_BT, batch.positions_BT, batch.segments_BT)
+    targets_BT, weights_BT = parallel.spread((batch.targets_BT, batch.weights_BT))
     nll_N = kernels.linear_cross_entropy_per_token(
         x_BTD.reshape(-1, x_BTD.shape[-1]),
         model.head_DV().astype(x_BTD.dtype),
-        batch.targets_BT.reshape(-1),
+        targets_BT.reshape(-1),
         softcap=model.config.softcap,
         valid_vocab=model.vocab_size,
     )
-    weights_N, bytes_N = batch.weights_BT.reshape(-1), bytes_V[batch.targets_BT.reshape(-1)]
+    weights_N, bytes_N = weights_BT.reshape(-1), bytes_V[targets_BT.reshape(-1)]
     text_N = weights_N * (bytes_N > 0)
     return Sums(
         jnp.sum(nll_N * weights_N), jnp.sum(weights_N), jnp.sum(nll_N * text_N),

@@ -7,6 +7,8 @@ from html import escape
 from pathlib import Path
 from typing import Any
 
+from jaxtrain.data import in_words
+
 WIDTH, HEIGHT, BASE = 480, 170, 150  # of a histogram, in SVG units; BASE is its x axis
 Row = dict[str, Any]
 
@@ -22,9 +24,14 @@ def data_section(run_dir: Path, rows: Sequence[Row]) -> str:
     if not sources:
         return ""
     last = next((row for row in reversed(rows) if "data_crop" in row), {})
-    lines = ["<h2>Data</h2>", _packing(last), '<div class="wide">', _table(sources, last)]
+    lines = ["<h2>Data</h2>", _packing(last), *_conversations(sources)]
+    lines += ['<div class="wide">', _table(sources, last)]
     histograms = [_histogram(name, source["lengths"]) for name, source in sources.items()]
-    return "\n".join([*lines, '</div><div class="charts">', *histograms, "</div>"])
+    lines += [
+        *(_filters(n, s["filters"]) for n, s in sources.items() if s.get("filters")),
+        "</div>",
+    ]
+    return "\n".join([*lines, '<div class="charts">', *histograms, "</div>"])
 
 
 def _packing(last: Row) -> str:
@@ -35,6 +42,11 @@ def _packing(last: Row) -> str:
         f"<p>Of the tokens that were read, packing cropped {crop:.2%}; "
         f"of the rows, {fill:.2%} are text and {1 - fill:.2%} padding.</p>"
     )
+
+
+def _conversations(sources: dict[str, Row]) -> list[str]:
+    talk = {name: source for name, source in sources.items() if "conversations" in source}
+    return [f"<p>{escape(name)}: {in_words(source)}.</p>" for name, source in talk.items()]
 
 
 def _table(sources: dict[str, Row], last: Row) -> str:
@@ -49,9 +61,28 @@ def _table(sources: dict[str, Row], last: Row) -> str:
         if len(sources) > 1:
             share, epochs = (last.get(f"data_{kind}_{name}", 0.0) for kind in ("share", "epochs"))
             cells += [f"{share:.1%}", f"{epochs:.3g}"]
-        row = "".join(f"<td>{cell}</td>" for cell in cells)
-        lines.append(f"<tr><th>{escape(name)}</th>{row}</tr>")
+        lines.append(f"<tr><th>{escape(name)}</th>{_cells(cells)}</tr>")
     return "\n".join([*lines, "</table>"])
+
+
+def _filters(name: str, report: Row) -> str:
+    """What the filters of a source removed of its documents, each of what those before it left."""
+    read, kept = report["read"], report["kept"]
+    head = "".join(f"<th>{x}</th>" for x in ("filter", "documents", "share", "MB", "why"))
+    lines = [f"<p>What filters removed: {escape(name)}</p><table><tr>{head}</tr>"]
+    for row in report["filters"]:
+        why = ", ".join(f"{reason} {count:,}" for reason, count in row["reasons"].items())
+        lost = (row["bytes"] + row["cut_bytes"]) / 1e6
+        cells = [f"{row['documents']:,}", f"{row['documents'] / read['documents']:.2%}"]
+        cells += [f"{lost:,.1f}", escape(why)]
+        lines.append(f"<tr><th>{row['name']}</th>{_cells(cells)}</tr>")
+    left = [f"{kept['documents']:,}", f"{kept['documents'] / read['documents']:.2%}"]
+    left += [f"{kept['bytes'] / 1e6:,.1f}", ""]
+    return "\n".join([*lines, f"<tr><th>left</th>{_cells(left)}</tr></table>"])
+
+
+def _cells(cells: Sequence[str]) -> str:
+    return "".join(f"<td>{cell}</td>" for cell in cells)
 
 
 def _histogram(name: str, lengths: dict[str, int]) -> str:

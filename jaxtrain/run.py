@@ -1,7 +1,10 @@
 """Around the loop: the run directory, stopping on a signal, and what to say when a step fails."""
 
 import contextlib
+import hashlib
 import math
+import os
+import platform
 import shlex
 import signal
 import sys
@@ -11,24 +14,28 @@ from pathlib import Path
 from typing import Any
 
 import jax
+import jaxtrain_kernels
 import numpy as np
 import yaml
 from jax.sharding import Mesh
 
 from jaxtrain.checkpoint import Checkpointer, write_json
-from jaxtrain.config import to_yaml
+from jaxtrain.config import Config, to_yaml
 from jaxtrain.data import Tokenizer, load_tokenizer
-from jaxtrain.interop import load_start
-from jaxtrain.metrics import environment, format_bytes
+from jaxtrain.finetune import Parts, adapter_folder
+from jaxtrain.interop import load_start, read_adapter
+from jaxtrain.metrics import commit, environment, format_bytes, versions
 from jaxtrain.model import path_name
-from jaxtrain.parallel import place_batch
+from jaxtrain.parallel import place_batch, shardings
+from jaxtrain.parallel.group import Group
+from jaxtrain.parallel.mesh import batch_share
 from jaxtrain.scaling import Resolved
 from jaxtrain.settings import UserError
 from jaxtrain.step import State, Task, init_state
 
 # What says how a run is executed, not what it computes, is free to change when it is resumed.
 FREE = (
-    "run.", "mesh.", "eval.", "sample.", "checkpoint.", "metrics.", "data.cache_dir",
+    "run.", "mesh.", "processes.", "eval.", "sample.", "checkpoint.", "metrics.", "data.cache_dir",
     "data.prefetch", "data.workers", "data.prepare_workers", "data.skip_damaged",
     "train.device_batch_size", "model.attention=", "model.scan_layers", "model.remat",
 )  # fmt: skip
@@ -52,11 +59,44 @@ def check_run(c: Resolved) -> bool:
     return True
 
 
-def open_run(c: Resolved, tokenizer: Tokenizer) -> Path:
-    """Create the run directory, or check that the one there goes with this tokenizer."""
+def facts(config: Config) -> dict[str, str]:
+    """What the processes of a job must have in common, before anything is computed."""
+    roots = Path(__file__).parent, Path(jaxtrain_kernels.__path__[0])
+    files = [path for root in roots for path in sorted(root.rglob("*.py"))]
+    code = hashlib.sha256(b"".join(p.read_bytes() for p in files))
+    tree = config.model_dump(mode="json")
+    tree["data"].pop("cache_dir")  # may be a disk of the host
+    return {
+        "the commit": str(commit()),
+        "source code of digest": code.hexdigest()[:12],
+        "Python": platform.python_version(),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        **versions(),
+        **leaves(tree),
+    }
+
+
+def leaves(tree: Any, path: str = "") -> dict[str, str]:
+    """A nested value as `key.path: text`."""
+    if not isinstance(tree, dict) or not tree:
+        return {path: str(tree)}
+    nested = (leaves(value, f"{path}.{k}" if path else str(k)) for k, value in tree.items())
+    return {key: text for part in nested for key, text in part.items()}
+
+
+def open_run(c: Resolved, tokenizer: Tokenizer, corpus: Any, group: Group) -> Path:
+    """Create the run directory, or check that the one there goes with this tokenizer.
+
+    corpus: what `data.describe` says of the training data; all processes must have the same.
+    """
     run_dir = c.run_dir
     if check_run(c) and load_tokenizer(run_dir / "tokenizer").fingerprint != tokenizer.fingerprint:
         raise UserError(f"{run_dir} was trained with another tokenizer; set run.name")
+    # Before process 0 writes what the others have just read.
+    group.compare(
+        leaves({"the tokenizer": tokenizer.fingerprint, "the data": corpus}),
+        "all processes need the same files",
+    )
     if jax.process_index() == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
         tokenizer.save(run_dir / "tokenizer")
@@ -76,21 +116,47 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
     return [f"{path}: {old} -> {new}"]
 
 
+def start_of(parts: Parts, c: Resolved, mesh: Mesh, resumed: bool) -> tuple[Any, Any]:
+    """(what is frozen, the parameters that a new run begins with), from train.init_from.
+
+    None for nothing frozen, and for initial values or a checkpoint's.
+    """
+    if c.train.init_from is None or (resumed and parts.split is None):
+        return None, None
+    place = shardings(parts.base, mesh)
+    base = load_start(c.train.init_from, parts.base, place, parts.store)
+    if parts.split is None:
+        return None, base
+    frozen, begin = parts.split(base, c.run.seed)
+    if c.finetune.name == "lora" and c.finetune.init_adapter and not resumed:
+        folder = adapter_folder(c.finetune.init_adapter)
+        begin = read_adapter(folder, c.model, begin)
+    return frozen, jax.device_put(begin, shardings(parts.trainable, mesh))
+
+
 def new_or_resumed(
-    task: Task, shardings: State, checkpoints: Checkpointer, seed: int, start: str | None = None
+    task: Task,
+    shardings: State,
+    checkpoints: Checkpointer,
+    seed: int,
+    start: Any = None,
+    group: Group | None = None,
 ) -> tuple[State, Any]:
     """The initial state, or that of the newest checkpoint with its place in the data.
 
-    start: the model whose parameters a new run begins with (train.init_from).
+    start: the parameters that a new run begins with; default initial values.
     """
     newest = checkpoints.latest()
+    (group or Group()).compare(
+        {f"the newest checkpoint in {checkpoints.directory}": str(newest)},
+        "run.directory must be one that all processes share",
+    )
     create = jax.jit(lambda: init_state(task, seed), out_shardings=shardings)
     if newest is None and start is not None:
-        given = load_start(start, task.specs, shardings.params)
         begin = jax.jit(
             lambda p: init_state(task, seed, p), donate_argnums=0, out_shardings=shardings
         )
-        return begin(given), None
+        return begin(start), None
     if newest is None:
         return create(), None
     like = jax.tree.map(
@@ -117,10 +183,17 @@ def command_line() -> str:
 
 
 class StopSignal:
-    """SIGTERM and SIGINT become a wish to stop after the step in hand; a second one is final."""
+    """SIGTERM and SIGINT become a wish to stop after the step in hand; a second one is final.
 
-    def __init__(self) -> None:
-        self.wanted = False
+    Of several processes, all stop after the same step, whichever was asked.
+    """
+
+    def __init__(self, group: Group) -> None:
+        self.wanted, self.group = False, group
+
+    def after(self, step: int) -> bool:
+        """Whether to stop after `step`; if not, the next one has begun."""
+        return self.group.stop_here(step, self.wanted)
 
     def __enter__(self) -> "StopSignal":
         self.before = {s: signal.signal(s, self._ask) for s in (signal.SIGTERM, signal.SIGINT)}
@@ -168,10 +241,12 @@ class NonFinite:
             )
 
 
-def compile_step(step: Any, state: Any, batch: Any, knobs: Any, c: Resolved) -> Any:
+def compile_step(
+    step: Any, state: Any, batch: Any, knobs: Any, c: Resolved, frozen: Any = None
+) -> Any:
     """Compile ahead of the loop, and refuse what the device cannot do or hold."""
     try:
-        compiled = step.lower(state, batch, knobs).compile()
+        compiled = step.lower(state, batch, knobs, frozen).compile()
     except NotImplementedError as error:  # a backend asked for by name
         raise UserError(f"model.attention={c.model.attention}: {error}") from error
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
@@ -211,7 +286,7 @@ def out_of_memory_explained(c: Resolved, compiled: Any) -> Iterator[None]:
 
 def microbatches(batch: Any, rows: int, mesh: Mesh) -> Any:
     """This process's rows [B, T] as global microbatches [A, rows, T] over the mesh."""
-    local = rows // jax.process_count()
+    local = rows // batch_share(mesh)[1]
     return place_batch(
         jax.tree.map(lambda x: x.reshape(-1, local, *x.shape[1:]), batch), mesh, batch_dim=1
     )

@@ -11,10 +11,21 @@ from safetensors.numpy import save_file
 
 from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
 from jaxtrain.config import to_yaml, validate
-from jaxtrain.data import Tokenizer, load_tokenizer
-from jaxtrain.interop import Prompting, prompting
+from jaxtrain.data import Tokenizer, load_tokenizer, template_of
+from jaxtrain.finetune import make_parts
+from jaxtrain.interop import (
+    Prompting,
+    chat_template,
+    load_start,
+    prompting,
+    special_tokens,
+    write_adapter,
+)
+from jaxtrain.interop.companions import FOLDER
 from jaxtrain.interop.tensors import mapped, read_header
 from jaxtrain.model import ParamSpec, Transformer, path_name, split
+from jaxtrain.parallel.mesh import gathered
+from jaxtrain.parallel.runtime import compute_dtype
 from jaxtrain.scaling import Resolved
 from jaxtrain.settings import UserError
 
@@ -34,14 +45,23 @@ class Saved(NamedTuple):
 
 
 def save_model(directory: Path, config: Resolved, params: Any, tokenizer: Tokenizer) -> None:
-    """Write all that a friend needs; the weights last and atomically."""
+    """Write all that a friend needs; the weights last and atomically. By process 0, of several."""
+    flat = {path_name(p): x for p, x in jax.tree_util.tree_flatten_with_path(params)[0]}
+    flat = gathered(flat)
+    if jax.process_index():
+        return
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(directory)
     (directory / "config.yaml").write_text(to_yaml(config))
-    flat = {path_name(p): np.asarray(x) for p, x in jax.tree_util.tree_flatten_with_path(params)[0]}
     part = directory / f"{WEIGHTS}.part"
     save_file(flat, part, metadata={"format": "pt", "tokenizer": tokenizer.fingerprint})
     part.replace(directory / WEIGHTS)
+
+
+def save_adapter(directory: Path, config: Resolved, params: Any) -> None:
+    """Write what LoRA trained as an adapter of peft's."""
+    facts = config.finetune.model_dump(include={"rank", "alpha", "rslora", "dora"})
+    write_adapter(directory, config.model, params, facts | {"base": config.train.init_from})
 
 
 def load_saved(path: Path, step: int | None = None) -> Saved:
@@ -56,9 +76,22 @@ def load_saved(path: Path, step: int | None = None) -> Saved:
     if step is None and (folder / WEIGHTS).is_file():
         params = read_weights(folder / WEIGHTS, specs, tokenizer)
     else:
-        params = read_checkpoint(path, specs, step)
+        params = read_run(path, config, specs, step)
     ends = prompting(tokenizer_dir, tokenizer)
     return Saved(config, graphdef, specs, params, tokenizer, tokenizer_dir, ends)
+
+
+def template_for(saved: Saved) -> tuple[str, dict[str, str]]:
+    """The chat template of a model and the tokens that it names: what it was trained on, or what
+    its checkpoint brought along. Raises UserError if there is neither."""
+    trained = template_of(saved.config.data)
+    template = chat_template(saved.tokenizer_dir)
+    if trained is None and template is None:
+        raise UserError(
+            f"{saved.tokenizer_dir} has no chat template: it was not trained on conversations, and "
+            "none came along with its checkpoint"
+        )
+    return trained or (template or "", special_tokens(saved.tokenizer_dir / FOLDER))
 
 
 def load_resolved(path: Path) -> Resolved:
@@ -88,6 +121,18 @@ def read_weights(path: Path, specs: Any, tokenizer: Tokenizer) -> Any:
         return flat[name]
 
     return jax.tree_util.tree_map_with_path(take, specs)
+
+
+def read_run(run_dir: Path, config: Resolved, specs: Any, step: int | None) -> Any:
+    """The model of a run's checkpoint, joined with what the run did not train."""
+    parts = make_parts(config.finetune, specs, compute_dtype(config.train.precision))
+    trained = read_checkpoint(run_dir, parts.trainable, step)
+    if parts.split is None:
+        return trained
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    where = jax.tree.map(lambda spec: here, parts.base)
+    base = load_start(config.train.init_from or "", parts.base, where, parts.store)
+    return parts.plain(trained, parts.split(base, config.run.seed)[0])
 
 
 def read_checkpoint(run_dir: Path, specs: Any, step: int | None) -> Any:

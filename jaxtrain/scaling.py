@@ -4,14 +4,24 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+from jax.sharding import Mesh
 from pydantic import BaseModel
 
 from jaxtrain.config import Config, Sections, TrainConfig, apply_override, to_yaml, validate
 from jaxtrain.data import DataConfig
 from jaxtrain.data.tokenizer import build_tokenizer
-from jaxtrain.model import ModelConfig, ResolvedModel, Transformer, count, resolve_model, split
+from jaxtrain.model import (
+    ModelConfig,
+    ResolvedModel,
+    Transformer,
+    active,
+    make_plan,
+    resolve_model,
+    split,
+)
 from jaxtrain.optim import Scale, resolve_optimizer
-from jaxtrain.parallel.mesh import batch_ways, make_mesh
+from jaxtrain.parallel import bubble, check_pieces, check_stages
+from jaxtrain.parallel.mesh import batch_ways, check_divides, make_mesh
 from jaxtrain.settings import UserError
 
 REFERENCE_DEPTH = 12  # the model whose batch and rates the rules start from
@@ -41,10 +51,11 @@ def vocab_size_of(data: DataConfig) -> int:
 
 
 def horizon(model: ResolvedModel, vocab_size: int, ratio: float) -> float:
-    """Training tokens: ratio x (matrices + head), nanochat's scaling parameters."""
-    _, specs = split(Transformer(model, vocab_size))
-    head = 0 if not model.tied_head else specs["embed"].size
-    return ratio * (count(specs, "matrix") + count(specs, "head") + head)
+    """Training tokens: ratio x (matrices + head), nanochat's scaling parameters.
+
+    Of the experts count those that a token meets.
+    """
+    return ratio * active(model, split(Transformer(model, vocab_size))[1])
 
 
 def reference_model(c: ModelConfig, sequence_length: int) -> ResolvedModel:
@@ -60,13 +71,23 @@ def batch_tokens(tokens: float, reference: float) -> int:
 
 def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) -> Resolved:
     """Fill in every open field of the configuration."""
-    t = c.train
-    model = resolve_model(c.model, t.sequence_length)
+    t, inserted = c.train, {}
+    if c.finetune.name == "adapter":
+        inserted = {"adapter": c.finetune.width}
+    model = resolve_model(c.model.model_copy(update=inserted), t.sequence_length)
     tokens = horizon(model, vocab_size, t.tokens_per_parameter)
     reference = horizon(
         reference_model(c.model, t.sequence_length), vocab_size, t.tokens_per_parameter
     )
-    ways = batch_ways(make_mesh(c.mesh, devices))
+    mesh = make_mesh(c.mesh, devices)
+    for stage in (None, *c.data.stages):
+        length = (stage and stage.sequence_length) or t.sequence_length
+        what = "data.stages: sequence_length" if stage else "train.sequence_length"
+        windows = (spec.window for spec in make_plan(model))
+        check_pieces(mesh.shape["context"], what, length, windows)
+    check_stages(mesh.shape["pipeline"], make_plan(model))
+    check_shapes(mesh, model, t.sequence_length)
+    ways = batch_ways(mesh)
     rows = max(ways, batch_tokens(tokens, reference) // t.sequence_length)
     batch = t.batch_size or rows
     if batch % ways:
@@ -94,6 +115,26 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
         "optim": resolve_optimizer(c.optim, scale).model_dump(),
     }
     return Resolved.model_validate({**c.model_dump(), **derived})
+
+
+def check_shapes(mesh: Mesh, model: ResolvedModel, sequence_length: int) -> None:
+    """Raises UserError for a mesh axis that does not divide what it splits.
+
+    Key/value heads are free: fewer than the devices of `tensor` stay whole.
+    """
+    dims = {
+        "tensor": {"model.heads": model.heads, "model.hidden": model.hidden},
+        "fsdp": {"model.width": model.width},
+    }
+    if model.moe:
+        dims["expert"] = {"model.moe.experts": model.moe.experts}
+        whole = {"mesh.context": mesh.shape["context"], "mesh.pipeline": mesh.shape["pipeline"]}
+        for name, size in (whole | {"model.ffn_tiles": model.ffn_tiles}).items():
+            if size > 1:
+                raise UserError(f"model.moe takes whole texts, layer by layer: set {name}=1")
+    for axis, sizes in dims.items():
+        check_divides(f"mesh.{axis}", mesh.shape[axis], sizes)
+    check_divides("model.ffn_tiles", model.ffn_tiles, {"train.sequence_length": sequence_length})
 
 
 def override(c: Resolved, overrides: Sequence[str]) -> Resolved:
@@ -135,11 +176,13 @@ def resolved_text(c: Config) -> str:
 def summary(r: Resolved, vocab_size: int) -> str:
     """A comment line: parameters, tokens, and how a step is accumulated."""
     t = r.train
-    ways = batch_ways(make_mesh(r.mesh))
+    mesh = make_mesh(r.mesh)
+    ways, stages = batch_ways(mesh), mesh.shape["pipeline"]
+    micro = t.batch_size // (ways * t.device_batch_size)
+    piped = f"; {stages} stages, idle {bubble(stages, micro):.0%} of the time" if stages > 1 else ""
     return (
         f"# {horizon(r.model, vocab_size, 1.0):,.0f} parameters in matrices and head; "
         f"{t.steps * t.batch_size * t.sequence_length:,} tokens, "
         f"{t.batch_size * t.sequence_length:,} a step: "
-        f"{t.batch_size // (ways * t.device_batch_size)} microbatches x {t.device_batch_size} rows "
-        f"x {ways} devices"
+        f"{micro} microbatches x {t.device_batch_size} rows x {ways} devices{piped}"
     )

@@ -11,9 +11,11 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
 from jaxtrain import objectives
+from jaxtrain.finetune import join_all
 from jaxtrain.model import cast, fp8_weights, initialize, path_name, with_fp8
+from jaxtrain.model.moe import LOADS, load_metrics
 from jaxtrain.optim import Optimizer
-from jaxtrain.parallel import partition_spec
+from jaxtrain.parallel import constrain_tree, partition_spec, pipeline_ways
 
 GROWTH_INTERVAL = 2000  # good steps before the loss scale doubles (Micikevicius et al. 2018)
 
@@ -39,13 +41,16 @@ class Task(NamedTuple):
     """All that a step needs and does not change."""
 
     graphdef: Any
-    specs: Any
+    specs: Any  # of the parameters that train
     optimizer: Optimizer
     dtype: jnp.dtype
     bytes_V: Array  # bytes of text of each token
     clip_norm: float | None = None
     z_loss: float = 0.0
     fp8: str | None = None  # "blocks", or "all" with the head
+    join: Callable[[Any, Any], Any] = join_all  # (trained, frozen) -> the model's parameters
+    zero: int = 3  # stage of ZeRO: which trees are split over the mesh's fsdp axis
+    step: Callable[..., Any] | None = None  # in the place of `train_step`
 
 
 def init_state(task: Task, seed: int, params: Any = None) -> State:
@@ -66,17 +71,28 @@ def state_shardings(task: Task, mesh: Mesh) -> State:
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
         keys = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
+        # Replicas (`jaxtrain.local`) are stacked in front, each on its own devices.
+        front = ("data",) * any(getattr(key, "name", "") == "replicas" for key in path)
         for start in range(len(keys)):
-            spec = specs.get("/".join(keys[start:]))
-            if spec and len(spec.shape) == len(leaf.shape):
-                return NamedSharding(mesh, partition_spec(spec.axes, leaf.shape, mesh))
-        return NamedSharding(mesh, PartitionSpec())
+            spec, shape = specs.get("/".join(keys[start:])), leaf.shape[len(front) :]
+            if spec and len(spec.shape) == len(shape):
+                return NamedSharding(
+                    mesh, PartitionSpec(*front, *partition_spec(spec.axes, shape, mesh))
+                )
+        return NamedSharding(mesh, PartitionSpec(*front))
 
     shapes = jax.eval_shape(functools.partial(init_state, task, 0))
     return jax.tree_util.tree_map_with_path(place, shapes)
 
 
-def gradients(task: Task, params: Any, batch: Any, factor: Array) -> tuple[Array, Any]:
+def compute_copy(task: Task, params: Any) -> Any:
+    """The weights in the dtype and the places that a step computes with."""
+    return constrain_tree("parameters", cast(params, task.specs, task.dtype), task.specs, task.zero)
+
+
+def gradients(
+    task: Task, params: Any, batch: Any, factor: Array, frozen: Any = None
+) -> tuple[Array, Any]:
     """Sum of token losses and factor x its gradient, over the microbatches [A, B, T] of a batch."""
     copies = fp8_weights(params, task.specs) if task.fp8 else None
 
@@ -85,13 +101,19 @@ def gradients(task: Task, params: Any, batch: Any, factor: Array) -> tuple[Array
             p = p if copies is None else with_fp8(p, copies)
             head = "fp8" if task.fp8 == "all" else None
             loss = objectives.next_token(
-                task.graphdef, p, microbatch, z_loss=task.z_loss, implementation=head
+                task.graphdef,
+                task.join(p, frozen),
+                microbatch,
+                z_loss=task.z_loss,
+                implementation=head,
             )
             return loss * factor, loss
 
         grads, loss = jax.grad(scaled, has_aux=True)(params)
-        return loss, grads
+        return loss, constrain_tree("gradients", grads, task.specs, task.zero)
 
+    if pipeline_ways() > 1:
+        return one(batch)
     if batch.tokens_BT.shape[0] == 1:
         return one(jax.tree.map(lambda x: x[0], batch))
 
@@ -99,24 +121,30 @@ def gradients(task: Task, params: Any, batch: Any, factor: Array) -> tuple[Array
         return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, one(microbatch)), None
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    zeros = constrain_tree("gradients", zeros, task.specs, task.zero)
     return jax.lax.scan(body, (jnp.zeros((), jnp.float32), zeros), batch)[0]
 
 
-def train_step(task: Task, state: State, batch: Any, knobs: Any) -> tuple[State, dict[str, Array]]:
+def train_step(
+    task: Task, state: State, batch: Any, knobs: Any, frozen: Any = None
+) -> tuple[State, dict[str, Array]]:
     """One optimizer step on a batch `[microbatches, rows, T]`; metrics stay on the device.
 
     The loss is the sum over all tokens of all microbatches divided by their number once, so that
-    accumulation changes nothing.
+    accumulation changes nothing. `frozen` is what of the model does not train.
     """
     tokens, text_bytes = objectives.count(batch, task.bytes_V)
     scale = state.loss_scale
     factor = (1.0 if scale is None else scale.scale) / tokens
-    compute = cast(state.params, task.specs, task.dtype)
-    loss, grads = gradients(task, compute, batch, factor)
+    compute = compute_copy(task, state.params)
+    loss, grads = gradients(task, compute, batch, factor, frozen)
+    load = load_metrics(grads, batch.tokens_BT.size)
     if scale is not None:
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale.scale, grads)
+    leaves = zip(jax.tree.leaves(grads), jax.tree.leaves(task.specs))
+    # What is no gradient (an expert's load) counts nothing.
     squares = jnp.stack(
-        [jnp.sum(jnp.square(g.astype(jnp.float32))) for g in jax.tree.leaves(grads)]
+        [jnp.sum(jnp.square(g.astype(jnp.float32))) * (s.group not in LOADS) for g, s in leaves]
     )
     norm = jnp.sqrt(jnp.sum(squares))
     if task.clip_norm is not None:
@@ -134,6 +162,7 @@ def train_step(task: Task, state: State, batch: Any, knobs: Any) -> tuple[State,
         "grad_norm": norm,
         "lr": task.optimizer.rate(state.step, knobs),
         "gradient_squares": squares,
+        **load,
     }
     if scale is not None:
         new, metrics["loss_scale"] = adjust_scale(state, new, jnp.isfinite(norm)), scale.scale
@@ -150,12 +179,10 @@ def adjust_scale(old: State, new: State, finite: Array) -> State:
     return kept._replace(step=new.step, loss_scale=LossScale(scale, good))
 
 
-def make_step(
-    task: Task, mesh: Mesh
-) -> Callable[[State, Any, Any], tuple[State, dict[str, Array]]]:
+def make_step(task: Task, mesh: Mesh) -> Any:
     """`train_step` compiled for the mesh; the old state's memory is reused."""
     return jax.jit(
-        functools.partial(train_step, task),
+        functools.partial(task.step or train_step, task),
         donate_argnums=0,
-        out_shardings=(state_shardings(task, mesh), None),
+        out_shardings=(state_shardings(task, mesh), NamedSharding(mesh, PartitionSpec())),
     )

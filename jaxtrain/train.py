@@ -11,13 +11,16 @@ from jaxtrain.checkpoint import Checkpointer, write_json
 from jaxtrain.config import Config
 from jaxtrain.data.progress import show_progress
 from jaxtrain.evaluate import make_scorer, validate
+from jaxtrain.finetune import make_parts, plus
 from jaxtrain.generate import generate
 from jaxtrain.interop import carry_on
+from jaxtrain.local import local_summary, local_task
 from jaxtrain.metrics import MetricsWriter
 from jaxtrain.model import Transformer, cast, check_fp8, flops_per_token, sizes, split
 from jaxtrain.optim import make_optimizer
 from jaxtrain.parallel import make_mesh
-from jaxtrain.parallel.mesh import batch_ways
+from jaxtrain.parallel.group import Group
+from jaxtrain.parallel.mesh import batch_share, batch_ways
 from jaxtrain.parallel.runtime import compute_dtype
 from jaxtrain.run import (
     NonFinite,
@@ -30,8 +33,9 @@ from jaxtrain.run import (
     open_run,
     out_of_memory_explained,
     rest_of,
+    start_of,
 )
-from jaxtrain.saved import save_model
+from jaxtrain.saved import save_adapter, save_model
 from jaxtrain.scaling import resolve, vocab_size_of
 from jaxtrain.settings import UserError
 from jaxtrain.step import Task, make_step, state_shardings
@@ -41,19 +45,28 @@ def due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
-def train(config: Config) -> dict[str, float]:
-    """Train, or go on with, the run of a configuration; returns the last validation's figures."""
-    console = Console()
+def train(config: Config, group: Group | None = None) -> dict[str, float]:
+    """Train, or go on with, the run of a configuration; returns the last validation's figures.
+
+    group: the processes of the job (`parallel.processes`); default this one alone. Files and the
+    screen are process 0's.
+    """
+    group = group or Group()
+    primary = group.index == 0
+    console = Console(quiet=not primary)
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
 
     # ---- mesh, sizes, model, optimizer: all that can be wrong before the data is prepared --------
     mesh = make_mesh(config.mesh)
+    share, shares = batch_share(mesh)
     vocab_size = vocab_size_of(config.data)
     c = resolve(config, vocab_size)
     t = c.train
     graphdef, specs = split(Transformer(c.model, vocab_size))
-    optimizer = make_optimizer(c.optim, specs, t.steps, t.batch_size * t.sequence_length)
     dtype, parameters = compute_dtype(t.precision), sizes(specs)["total"]
+    parts = make_parts(c.finetune, specs, dtype)  # what trains, what is frozen
+    rates = plus(c.optim, c.finetune)
+    optimizer = make_optimizer(rates, parts.trainable, t.steps, t.batch_size * t.sequence_length)
     check_run(c)
     data.check_lengths(c.data.stages, t.sequence_length)
     if c.model.fp8:
@@ -62,26 +75,36 @@ def train(config: Config) -> dict[str, float]:
         f"model    {parameters:,} parameters, depth {c.model.depth}, width {c.model.width}, "
         f"{dtype.name} on {len(mesh.devices.flat)} x {mesh.devices.flat[0].device_kind}"
     )
+    if parts.split:
+        say(f"tune     {c.finetune.name}: {sizes(parts.trainable)['total']:,} parameters train")
 
     # ---- data ----------------------------------------------------------------------------------
     with show_progress(console) as progress:
         prepared = data.prepare(config.data, progress=progress)
     tokenizer = prepared.tokenizer
-    corpus = data.describe(data.stores_of(prepared.train))
+    corpus = data.describe(data.stores_of(prepared.train), prepared.filters)
     total = sum(source["tokens"] for source in corpus.values())
     say(f"data     {total:,} training tokens, vocabulary {tokenizer.vocab_size:,}")
-    run_dir = open_run(c, tokenizer)
-    if jax.process_index() == 0:
-        write_json(run_dir / "data.json", corpus)
+    template = data.template_of(c.data)
+    chat = data.make_chat(*template, tokenizer) if template else None
+    run_dir = open_run(c, tokenizer, corpus, group)
     bytes_V = jnp.asarray(tokenizer.token_bytes())
     task = Task(
-        graphdef, specs, optimizer, dtype, bytes_V, c.optim.clip_norm, t.z_loss, c.model.fp8
-    )
+        graphdef, parts.trainable, optimizer, dtype, bytes_V, c.optim.clip_norm, t.z_loss,
+        c.model.fp8, parts.join, c.mesh.zero,
+    )  # fmt: skip
+
+    if t.local:
+        task = local_task(task, t.local, mesh)
+        optimizer = task.optimizer
+        say(local_summary(t.local, parameters, mesh, dtype))
 
     with jax.set_mesh(mesh), Checkpointer(run_dir, c.checkpoint) as checkpoints:
         # ---- state: new, or where the run stopped ----------------------------------------------
         shardings = state_shardings(task, mesh)
-        state, position = new_or_resumed(task, shardings, checkpoints, c.run.seed, t.init_from)
+        frozen, begin = start_of(parts, c, mesh, checkpoints.latest() is not None)
+        state, position = new_or_resumed(task, shardings, checkpoints, c.run.seed, begin, group)
+        del begin  # given away, or not needed
         start = int(state.step)
         say(f"{'resume' if start else 'train':8s} {run_dir}: steps {start} to {t.steps}")
 
@@ -91,11 +114,17 @@ def train(config: Config) -> dict[str, float]:
             config=c.data,
             batch_size=t.batch_size,
             sequence_length=t.sequence_length,
-            process_index=jax.process_index(),
-            process_count=jax.process_count(),
+            process_index=share,
+            process_count=shares,
             segments=c.model.document_mask,
             state=position,
+            augment=data.make_augment(c.data.augment, tokenizer, c.data.seed),
         )
+        for name, count in batches.conversations.items():
+            say(f"data     {name}: {data.in_words(count)}")
+            corpus[name] |= count
+        if primary:
+            write_json(run_dir / "data.json", corpus)
 
         def place(batch: data.Batch) -> data.Batch:
             """On the mesh; a stage of shorter rows has so many more of them."""
@@ -105,11 +134,12 @@ def train(config: Config) -> dict[str, float]:
         knobs = jax.device_put(optimizer.knobs, jax.sharding.NamedSharding(mesh, jax.P()))
         held = next(batches), batches.get_state()  # compiled against, and trained on first
         prepare_step = lambda batch: (
-            compile_step(make_step(task, mesh), state, place(batch), knobs, c),
+            compile_step(make_step(task, mesh), state, place(batch), knobs, c, frozen),
             batch.tokens_BT.shape,
         )
         step_fn, shape = prepare_step(held[0])
-        scorer = make_scorer(graphdef, specs, dtype, bytes_V)
+        score = make_scorer(graphdef, parts.trainable, dtype, bytes_V, parts.join)
+        scorer = functools.partial(score, frozen=frozen)
         # What is evaluated: the trained weights, or an average that the optimizer keeps of them.
         weights = jax.jit(optimizer.eval_params)
         last: dict[str, float] = {}
@@ -124,8 +154,8 @@ def train(config: Config) -> dict[str, float]:
                 prepared.validation,
                 batch_size=rows,
                 sequence_length=t.sequence_length,
-                process_index=jax.process_index(),
-                process_count=jax.process_count(),
+                process_index=share,
+                process_count=shares,
                 segments=c.model.document_mask,
             )
             with metrics.pause():
@@ -137,13 +167,17 @@ def train(config: Config) -> dict[str, float]:
         def sample() -> None:
             """Write samples/step_N.txt."""
             with metrics.pause():
-                params = cast(weights(state.params, state.optimizer), specs, dtype)
+                shown = cast(weights(state.params, state.optimizer), parts.trainable, dtype)
+                params = parts.join(shown, frozen)
                 texts = generate(
                     graphdef, params, tokenizer, c.sample.prompts, tokens=c.sample.tokens,
                     temperature=c.sample.temperature, top_k=c.sample.top_k, top_p=c.sample.top_p,
-                    seed=c.run.seed, cache_dtype=c.sample.cache_dtype,
+                    seed=c.run.seed, cache_dtype=c.sample.cache_dtype, chat=chat,
                 )  # fmt: skip
-            text = "\n---\n".join(p + x for p, x in zip(c.sample.prompts, texts))
+            if not primary:
+                return
+            gap = "\n> " if chat else ""
+            text = "\n---\n".join(p + gap + x for p, x in zip(c.sample.prompts, texts))
             path = run_dir / "samples" / f"step_{step:06d}.txt"
             path.parent.mkdir(exist_ok=True)
             path.write_text(text)
@@ -151,10 +185,11 @@ def train(config: Config) -> dict[str, float]:
         def save() -> None:
             watch.check(metrics.flush(), checkpoints)
             with metrics.pause():
-                checkpoints.save(step, state.params, rest_of(state), position or {})
+                params = weights(state.params, state.optimizer) if t.local else state.params
+                checkpoints.save(step, params, rest_of(state), position or {})
 
         # ---- loop ------------------------------------------------------------------------------
-        stop, watch = StopSignal(), NonFinite(specs)
+        stop, watch = StopSignal(group), NonFinite(parts.trainable)
         with (
             batches,
             stop,
@@ -167,20 +202,25 @@ def train(config: Config) -> dict[str, float]:
                 start_step=start,
                 flops_per_token=flops_per_token(c.model, specs, t.sequence_length),
                 parameters=parameters,
+                primary=primary,
             ) as metrics,
         ):
             step = start
-            while step < t.steps and not stop.wanted:
+            group.begin(step)
+            while step < t.steps and not stop.after(step):
                 batch, position = held or (next(batches), batches.get_state())
                 held, step = None, step + 1
                 if not batch.weights_BT.any():
                     raise UserError(
-                        f"step {step}: no token of the batch has a label; check the data"
+                        f"step {step}: no token of the batch has a label, so there is nothing to "
+                        "learn: look at what is marked as learned with `python -m jaxtrain.data "
+                        f"show CONFIG --step {step - 1}`, at the chat template and at how long the "
+                        "conversations are"
                     )
                 if batch.tokens_BT.shape != shape:  # the data is in another stage
                     with metrics.pause():
                         step_fn, shape = prepare_step(batch)
-                state, values = step_fn(state, place(batch), knobs)
+                state, values = step_fn(state, place(batch), knobs, frozen)
                 watch.push(step, values["loss"], values.pop("gradient_squares"))
                 watch.check(metrics.push(step, values | batches.statistics()), checkpoints)
                 if step < t.steps and due(c.checkpoint.every, step):
@@ -195,10 +235,14 @@ def train(config: Config) -> dict[str, float]:
                 check(full=True)
                 sample()
                 shown = weights(state.params, state.optimizer)
-                save_model(run_dir / "model", c, shown, tokenizer)
-                if t.init_from:
+                save_model(run_dir / "model", c, parts.plain(shown, frozen), tokenizer)
+                if c.finetune.name == "lora":
+                    save_adapter(run_dir / "model" / "adapter", c, shown)
+                if t.init_from and primary:
                     carry_on(t.init_from, run_dir / "model")
         checkpoints.wait()
+    if not primary:
+        return last
     page = report.write_report(run_dir)
     if step < t.steps:
         say(f"stopped  at step {step} of {t.steps}, saved; go on with:\n  {command_line()}")

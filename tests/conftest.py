@@ -38,6 +38,10 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
+    if not os.environ.get("JAXTRAIN_SLOW"):
+        for item in items:
+            if "slow" in item.keywords:
+                item.add_marker(pytest.mark.skip(reason="takes long: JAXTRAIN_SLOW=1"))
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 import pytest
 
-from jaxtrain.bench import data
+from jaxtrain.bench import data, filters
 from jaxtrain.bench.__main__ import main
 
 
@@ -26,3 +26,20 @@ def test_every_stage_from_text_to_batches_is_measured(tmp_path, monkeypatch, cap
     assert main(["data", "--record", "--out", str(tmp_path)]) == 0
     assert "MB/CPU s" in capsys.readouterr().out
     assert list(tmp_path.glob("data-*.json"))
+
+
+def test_each_filter_has_a_row_and_so_have_all_together(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(filters, "ALL", ("exact_duplicates", "gopher_quality", "c4"))
+    options = ["data.train.document=paragraph", f"data.cache_dir={tmp_path}"]
+    record = filters.bench_filters(options, "plays")
+    rows = {row["name"]: row for row in record["rows"]}
+    assert list(rows) == ["all", "exact_duplicates", "gopher_quality", "c4"]
+    lost = sum(row["documents"] for row in record["rows"][1:])
+    assert rows["all"]["documents"] == lost > rows["gopher_quality"]["documents"] > 1000
+    assert sum(rows["gopher_quality"]["reasons"].values()) == rows["gopher_quality"]["documents"]
+    assert 0 < rows["c4"]["of_bytes"] < rows["all"]["of_bytes"] < 1
+    assert all(row["mb_per_s"] > 0 and row["mb_per_cpu_s"] > 0 for row in record["rows"])
+    monkeypatch.setattr("jaxtrain.bench.__main__.bench_filters", lambda *_: record)
+    assert main(["filters", "--record", "--out", str(tmp_path)]) == 0
+    assert "documents lost" in capsys.readouterr().out
+    assert list(tmp_path.glob("filters-text-plays-*.json"))

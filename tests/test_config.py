@@ -100,8 +100,8 @@ def tags(model, field):
 BAD = {
     "model.dept=3": "model.dept: no such field; did you mean model.depth?",
     "matrix_lr=3": "matrix_lr: no such field; did you mean optim.matrix_lr?",
-    "nonsense.y=3": "nonsense: no such field; there are run, data, optim, mesh, eval, sample, "
-    "checkpoint, metrics, model, train",
+    "nonsense.y=3": "nonsense: no such field; there are run, data, optim, finetune, mesh, eval, "
+    "sample, checkpoint, metrics, processes, model, train",
     "optim.matrix_lrr=1": "optim.matrix_lrr: no such field; did you mean optim.matrix_lr?",
     "optim.b1=0.9": "optim.b1: no such field; it belongs to optim.name=adamw",
     "optim.name=adm": f"optim.name: got 'adm', allowed are {tags(Config, 'optim')}",
@@ -120,8 +120,17 @@ BAD = {
     "train.precision=fp8": "train.precision: got 'fp8': input should be 'auto', 'bfloat16', "
     "'float16' or 'float32'",
     "mesh.data=0": "mesh.data: got 0: input should be greater than or equal to 1",
-    "mesh.data=3": "mesh: data=3 x fsdp=1 x tensor=1 does not fit 8 devices; make the product "
-    "equal",
+    "mesh.data=3": "mesh.data=3 does not divide the number of devices, 8; these would: 1, 2, 4, 8",
+    "mesh.data=4": "mesh: data=4 does not fit 8 devices; make the product equal, or set one axis "
+    "to auto where it divides",
+    "mesh.tensor=4 model.heads=6": "mesh.tensor=4 does not divide model.heads 6; these would: 1, "
+    "2, 3, 6",
+    "mesh.expert=8 mesh.data=1 model.moe.experts=6": "mesh.expert=8 does not divide "
+    "model.moe.experts 6; these would: 1, 2, 3, 6",
+    "mesh.context=2 mesh.data=4 model.moe.experts=6": "model.moe takes whole texts, layer by "
+    "layer: set mesh.context=1",
+    "model.moe.top_k=9": "model.moe: top_k 9 is more than the 8 experts",
+    "train.local.name=easgd": "train.local.name: got 'easgd', allowed are 'diloco', 'gossip'",
     "mesh.fsdp=auto": "mesh: only one axis can be auto, but data and fsdp are",
     "model=3": "model: got 3, but it is a section: set its fields, model.KEY=value",
     "optim=adamw": "optim: got 'adamw', but it is a section: set its fields, optim.KEY=value",
@@ -185,7 +194,7 @@ def test_print_config_shows_the_resolved_tree(capsys):
     tree = yaml.safe_load(capsys.readouterr().out)
     resolved = Resolved.model_validate(tree)
     assert resolved.train.batch_size == 24 and resolved.train.device_batch_size == 3
-    assert {key for key, value in tree["train"].items() if value is None} == {"init_from"}
+    assert {key for key, value in tree["train"].items() if value is None} == {"init_from", "local"}
     assert tree["model"]["heads"] * tree["model"]["head_dim"] == tree["model"]["width"]
 
 
@@ -296,7 +305,10 @@ def test_a_shipped_config_takes_two_steps_when_shrunk(name, tmp_path, capfd):
         "checkpoint__every": "null",
         "data__train__name": "text",
     }
-    if load_config(find_config(name)).data.validation.name == "documents":
+    shipped = load_config(find_config(name))
+    if shipped.model.kv_heads:
+        changes["model__kv_heads"] = 2
+    if shipped.data.validation.name == "documents":
         changes |= {"data__train__document": "paragraph", "data__validation__fraction": 0.1}
     arguments = run_overrides(tmp_path, **changes)
     assert main(["--config", name, *arguments]) == 0, capfd.readouterr().err

@@ -14,15 +14,18 @@ LAYERS = (
     ("jaxtrain.finetune", "jaxtrain.compress", "jaxtrain.interop"),
     ("jaxtrain.objectives",),
     ("jaxtrain.step", "jaxtrain.checkpoint", "jaxtrain.metrics"),
+    ("jaxtrain.local",),
     ("jaxtrain.config", "jaxtrain.report_data", "jaxtrain.report_tasks"),
     ("jaxtrain.scaling",),
-    ("jaxtrain.saved", "jaxtrain.run", "jaxtrain.report"),
+    ("jaxtrain.saved", "jaxtrain.run", "jaxtrain.report", "jaxtrain.chat"),
     ("jaxtrain.scoring",),
     ("jaxtrain.tasks",),
     ("jaxtrain.evaluate", "jaxtrain.generate", "jaxtrain.interop.__main__"),
     ("jaxtrain.harness",),
     ("jaxtrain.train",),
-    ("jaxtrain.main", "jaxtrain.prepare", "jaxtrain.bench", "jaxtrain.data.__main__"),
+    ("jaxtrain.prepare", "jaxtrain.bench", "jaxtrain.data.__main__"),
+    ("jaxtrain.main",),
+    ("jaxtrain.launch",),
 )
 RANK = {module: rank for rank, modules in enumerate(LAYERS) for module in modules}
 FILES = sorted((ROOT / "jaxtrain").rglob("*.py"))

@@ -1,5 +1,6 @@
 """The smallest models, batches and command lines that still use everything."""
 
+from math import prod
 from pathlib import Path
 
 import jax
@@ -93,9 +94,10 @@ def begin_random(task, mesh):
     return state._replace(params=jax.device_put(random_params(task.specs), where))
 
 
-def mesh_of(data=1, fsdp=1, tensor=1):
-    count = data * fsdp * tensor
-    return make_mesh(MeshConfig(data=data, fsdp=fsdp, tensor=tensor), jax.devices()[:count])
+def mesh_of(data=1, fsdp=1, tensor=1, expert=1, context=1, pipeline=1):
+    sizes = dict(data=data, fsdp=fsdp, tensor=tensor, expert=expert)
+    sizes |= dict(context=context, pipeline=pipeline)
+    return make_mesh(MeshConfig(**sizes), jax.devices()[: prod(sizes.values())])
 
 
 def close(a, b, rtol=1e-5, atol=1e-6):

@@ -4,8 +4,9 @@ Measures on random data and prints one table: ours, the floor, the peers. No cor
 """
 
 import argparse
+import functools
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,10 +15,13 @@ import jax
 from jaxtrain.bench.attention import bench_attention
 from jaxtrain.bench.data import bench_data
 from jaxtrain.bench.decode import bench_decode
+from jaxtrain.bench.filters import bench_filters
 from jaxtrain.bench.importing import bench_import
 from jaxtrain.bench.kernels import bench_loss
 from jaxtrain.bench.matmuls import bench_matmuls
+from jaxtrain.bench.memory import bench_longest, bench_techniques
 from jaxtrain.bench.optimizers import bench_optimizers
+from jaxtrain.bench.preflight import add_preflight, preflight_of, report
 from jaxtrain.bench.race import draw, race
 from jaxtrain.bench.record import BENCHMARKS, RESULTS, write
 from jaxtrain.bench.rows import bench_rows
@@ -32,12 +36,13 @@ WHAT = {
     "attention": "attention backends and peers over the benchmark shapes: attention [NAME ...]",
     "data": "tokenizers, preparing, reading, packing: data data.train.path=... (text, JSONL, ...)",
     "decode": "one query a row against a key/value cache: decode [NAME ...]",
+    "filters": "what each filter removes of a text, and its speed: filters data.train.path=...",
     "import": "a synthetic Hugging Face checkpoint read: import [NAME], default llama_8b",
     "kernels": "loss, matmul and rows, one after another",
     "loss": "linear + cross-entropy backends over the benchmark shapes: loss [NAME ...]",
     "matmul": "float8, ReLU^2 and symmetric matmuls over the benchmark shapes: matmul [NAME ...]",
     "rows": "the passes over activations over the benchmark shapes: rows [NAME ...]",
-    "memory": "what a configuration's step needs, without running it",
+    "memory": "what a step needs: here, or on --devices N virtual ones; --techniques, --longest",
     "optim": "an update of every optimizer on a configuration's parameters",
     "race": "runs compared that differ in their optimizer alone: race RUN [RUN ...]",
     "tasks": "the shapes of CORE: packed rows against one example per forward",
@@ -71,6 +76,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="folder of what is written; default benchmarks/results, runs/bench for a profile, "
         "the package for --tune",
     )
+    parser.add_argument(
+        "--techniques", action="store_true", help="memory: each technique's bytes and rate"
+    )
+    parser.add_argument(
+        "--longest", action="store_true", help="memory: the longest row that a device trains on"
+    )
+    add_preflight(parser)
     parser.add_argument("--baseline", help="race: name of the run to beat; default the best AdamW")
     parser.add_argument(
         "overrides",
@@ -94,6 +106,8 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield bench(a.variant)
     elif a.what == "data":
         yield bench_data(a.overrides, a.variant)
+    elif a.what == "filters":
+        yield bench_filters(a.overrides, a.variant)
     elif a.what == "race":
         yield race([Path(run) for run in a.overrides], a.baseline)
     else:
@@ -102,8 +116,18 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 folder = (a.out or Path("runs/bench")) if a.profile else None
                 yield bench_step(config, a.overrides, a.variant, folder)
             else:
-                benches = {"memory": bench_memory, "optim": bench_optimizers, "tasks": bench_tasks}
+                benches = {"memory": memory_of(a), "optim": bench_optimizers, "tasks": bench_tasks}
                 yield benches[a.what](config, a.overrides, a.variant)
+
+
+def memory_of(a: argparse.Namespace) -> Callable[..., dict[str, Any]]:
+    """The benchmark that `memory` stands for: (config, overrides, variant) -> record."""
+    if a.devices or a.fit:
+        return lambda config, overrides, variant: preflight_of(a, config, overrides)
+    if a.longest:
+        limit = int(a.memory * 2**30) if a.memory else None
+        return functools.partial(bench_longest, memory=limit)
+    return bench_techniques if a.techniques else bench_memory
 
 
 def main(argv: list[str] | None = None) -> int:
@@ -120,7 +144,7 @@ def main(argv: list[str] | None = None) -> int:
                 record["file"] = path.name
                 if arguments.what == "race":
                     draw(record, (arguments.out or BENCHMARKS) / f"race-{record['config']}.png")
-            console.print(table_of(record))
+            console.print(report(record) if record["bench"] == "preflight" else table_of(record))
     except UserError as error:
         print(f"error: {error}", file=sys.stderr)
         return 2

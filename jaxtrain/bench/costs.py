@@ -48,9 +48,19 @@ class Instruction(NamedTuple):
         found = re.search(name + r"=%([\w.-]+)", self.rest)
         return found[1] if found else ""
 
+    def attributes(self, *names: str) -> list[str]:
+        """Of all attributes whose names start so."""
+        return re.findall(rf"(?:{'|'.join(names)})\w*=\{{?%([\w.-]+)", self.rest)
+
 
 def read_costs(hlo: str) -> list[Cost]:
     """The instructions that run on the device in their scheduled order, loops' bodies in place."""
+    computations, entry = computations_of(hlo)
+    return list(_walk(computations, entry, 1)) if entry else []
+
+
+def computations_of(hlo: str) -> tuple[dict[str, list[Instruction]], str]:
+    """The computations of a program's text, and the name of the one that it starts with."""
     computations: dict[str, list[Instruction]] = {}
     current, entry = "", ""
     for line in hlo.splitlines():
@@ -64,7 +74,7 @@ def read_costs(hlo: str) -> list[Cost]:
             current = found[1]
             entry = current if line.startswith("ENTRY") else entry
             computations[current] = []
-    return list(_walk(computations, entry, 1)) if entry else []
+    return computations, entry
 
 
 def in_order(costs: Sequence[Cost]) -> list[Cost]:
@@ -97,8 +107,8 @@ def _walk(computations: dict[str, list[Instruction]], name: str, times: int) -> 
             yield from _walk(computations, i.attribute("to_apply"), times)
         else:
             inner = computations.get(i.attribute("calls"), [])
-            moved = _fusion_bytes(i, inner, types) if inner else _size(i.type) + sum(
-                _size(types.get(x, "")) for x in i.operands
+            moved = _fusion_bytes(i, inner, types) if inner else size_of(i.type) + sum(
+                size_of(types.get(x, "")) for x in i.operands
             )  # fmt: skip
             yield Cost(
                 i.name, times, moved, _flops(i, inner, types), bool(LIBRARY_MATMUL.search(i.rest))
@@ -107,7 +117,7 @@ def _walk(computations: dict[str, list[Instruction]], name: str, times: int) -> 
 
 def _fusion_bytes(fusion: Instruction, inner: list[Instruction], types: dict[str, str]) -> int:
     """Operands in full unless only slices of them are read; an updated slice, not its array."""
-    sizes = {i.name: _size(i.type) for i in inner}
+    sizes = {i.name: size_of(i.type) for i in inner}
     users: dict[str, list[Instruction]] = defaultdict(list)
     for i in inner:
         for operand in i.operands:
@@ -119,7 +129,7 @@ def _fusion_bytes(fusion: Instruction, inner: list[Instruction], types: dict[str
         if i.op != "parameter":
             continue
         index = int(i.rest.partition(")")[0])
-        size, uses = _size(types.get(fusion.operands[index], "")), users[i.name]
+        size, uses = size_of(types.get(fusion.operands[index], "")), users[i.name]
         if uses and all(use.op in SLICES for use in uses):
             size = min(size, sum(sizes[use.name] for use in uses))
         elif uses and all(u.op == "dynamic-update-slice" and u.operands[0] == i.name for u in uses):
@@ -154,7 +164,7 @@ def _dims(kind: str) -> list[list[int]]:
     return [[int(n) for n in dims.split(",") if n] for _, dims in SHAPE.findall(kind)]
 
 
-def _size(kind: str) -> int:
+def size_of(kind: str) -> int:
     total = 0
     for dtype, dims in SHAPE.findall(kind):
         width = WIDTHS.get(dtype) or int(re.sub(r"\D", "", dtype)) // 8

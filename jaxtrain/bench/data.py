@@ -64,23 +64,23 @@ def tokenizer_rows(
     whole = DataConfig.model_validate(config.model_dump() | {"tokenizer": settings})
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        with _row(rows, f"{name}: train", shape) as row:
+        with timed_row(rows, f"{name}: train", shape) as row:
             sample = training_texts(whole, TRAIN_BYTES)
             tokenizer = build_tokenizer(whole.tokenizer, sample)
             row["mb"] = sum(len(text.encode()) for text in sample) / 1e6
-        with _row(rows, f"{name}: the library's batch", shape) as raw:
+        with timed_row(rows, f"{name}: the library's batch", shape) as raw:
             count = raw_encode(tokenizer, texts)
             raw |= {"mb": size / 1e6, "tokens": count}
-        with _row(rows, f"{name}: ours, a batch", shape) as row:
+        with timed_row(rows, f"{name}: ours, a batch", shape) as row:
             row |= {"mb": size / 1e6, "tokens": sum(map(len, tokenizer.encode_batch(texts)))}
         tokenizer.save(Path(folder))
         ready = {"name": kind["name"], "path": folder}
         update = {"tokenizer": ready, "cache_dir": folder}
-        with _row(rows, f"{name}: prepare", shape) as row:
+        with timed_row(rows, f"{name}: prepare", shape) as row:
             prepared = prepare(DataConfig.model_validate(config.model_dump() | update))
             assert isinstance(prepared.train, TokenStore)
             row |= {"mb": prepared.train.bytes / 1e6, "tokens": prepared.train.tokens}
-        with _row(rows, f"{name}: read at random", shape) as row:
+        with timed_row(rows, f"{name}: read at random", shape) as row:
             row["tokens"] = read_at_random(prepared.train)
     for row in rows:
         seconds, processor = row["seconds"], row.pop("cpu_s")
@@ -119,7 +119,7 @@ def _first(texts: Iterator[str], size: int) -> list[str]:
 
 
 @contextmanager
-def _row(rows: list[dict[str, Any]], name: str, shape: str) -> Iterator[dict[str, Any]]:
+def timed_row(rows: list[dict[str, Any]], name: str, shape: str) -> Iterator[dict[str, Any]]:
     """A row of what is done inside: seconds by the clock, and of all processors."""
     row: dict[str, Any] = {"name": name, "shape": shape}
     clock, processor = time.perf_counter(), _processor()

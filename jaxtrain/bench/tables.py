@@ -42,6 +42,13 @@ MEMORY: Columns = {
     "device_bytes": size,
     "compile_s": rounded(".0f"),
 }
+TECHNIQUES: Columns = {
+    "total_bytes": size,
+    "host_bytes": size,
+    "ms": rounded(",.1f"),
+    "tokens_per_s": rounded(",.0f"),
+    "error": rounded(".1e"),
+}
 KERNEL: Columns = {
     "ms": rounded(".3f"),
     "floor_ms": rounded(".3f"),
@@ -77,6 +84,15 @@ DATA: Columns = {
     "tokens_per_s": rounded(",.0f"),
     "tokens_per_cpu_s": rounded(",.0f"),
     "crop": rounded(".1%"),
+}
+FILTERS: Columns = {
+    "documents": rounded(",.0f"),
+    "of_documents": rounded(".2%"),
+    "bytes": size,
+    "of_bytes": rounded(".2%"),
+    "seconds": rounded(".1f"),
+    "mb_per_s": rounded(".1f"),
+    "mb_per_cpu_s": rounded(".1f"),
 }
 TASKS: Columns = {
     "seconds": rounded(".1f"),
@@ -123,6 +139,10 @@ TITLES = {
     "of_copy": "of copy rate",
     "naive_error": "naive error",
     "exact": "below 2x naive",
+    "documents": "documents lost",
+    "of_documents": "share",
+    "bytes": "text lost",
+    "of_bytes": "share of text",
     "mb_per_s": "MB/s",
     "mb_per_cpu_s": "MB/CPU s",
     "of_raw": "of library",
@@ -144,7 +164,9 @@ def tabulate(
     if bench in ("step", "memory"):
         return figures(STEP if bench == "step" else MEMORY, records, peers)
     columns = {"optim": OPTIMIZER, "attention": ATTENTION, "decode": DECODE, "import": IMPORT}
-    columns = (columns | {"data": DATA, "rows": DECODE, "tasks": TASKS}).get(bench, KERNEL)
+    columns |= {"data": DATA, "rows": DECODE, "tasks": TASKS}
+    columns |= {"filters": FILTERS, "techniques": TECHNIQUES}
+    columns = columns.get(bench, KERNEL)
     return listed(columns, records, peers)
 
 

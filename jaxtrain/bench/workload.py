@@ -11,10 +11,10 @@ from jaxtrain.config import find_config, load_config
 from jaxtrain.data import Batch
 from jaxtrain.model import Transformer, flops_per_token, sizes, split
 from jaxtrain.optim import make_optimizer
-from jaxtrain.parallel import make_mesh
+from jaxtrain.parallel import BATCH, make_mesh
 from jaxtrain.parallel.mesh import batch_ways
 from jaxtrain.parallel.runtime import compute_dtype
-from jaxtrain.scaling import Resolved, resolve, vocab_size_of
+from jaxtrain.scaling import Resolved, override, resolve, vocab_size_of
 from jaxtrain.step import State, Task, init_state, state_shardings
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -58,7 +58,9 @@ class Workload(NamedTuple):
         }
 
 
-def load_workload(name: str, overrides: Sequence[str] = ()) -> Workload:
+def load_workload(
+    name: str, overrides: Sequence[str] = (), devices: Sequence[Any] | None = None
+) -> Workload:
     """A configuration (path or bare name) with overrides. No tokenizer or corpus is needed.
 
     The batch is one microbatch a step, as the peers are measured: `train.device_batch_size` rows a
@@ -66,13 +68,16 @@ def load_workload(name: str, overrides: Sequence[str] = ()) -> Workload:
     """
     path = find_config(name)
     c = load_config(path, overrides)
-    mesh = make_mesh(c.mesh)
+    mesh = make_mesh(c.mesh, devices)
     given = {line.partition("=")[0].strip() for line in overrides}
     if c.train.device_batch_size and "train.batch_size" not in given:
         rows = c.train.device_batch_size * batch_ways(mesh)
         c = load_config(path, [*overrides, f"train.batch_size={rows}"])
     vocab_size = vocab_size_of(c.data)
-    r = resolve(c, vocab_size)
+    return make_workload(path.stem, resolve(c, vocab_size, devices), mesh, vocab_size)
+
+
+def make_workload(name: str, r: Resolved, mesh: Mesh, vocab_size: int) -> Workload:
     graphdef, specs = split(Transformer(r.model, vocab_size))
     task = Task(
         graphdef,
@@ -83,8 +88,15 @@ def load_workload(name: str, overrides: Sequence[str] = ()) -> Workload:
         r.optim.clip_norm,
         r.train.z_loss,
         r.model.fp8,
+        zero=r.mesh.zero,
     )
-    return Workload(path.stem, r, mesh, task, vocab_size)
+    return Workload(name, r, mesh, task, vocab_size)
+
+
+def at_depth(w: Workload, depth: int) -> Workload:
+    """The same model with fewer layers, all else as it was."""
+    c = override(w.config, [f"model.depth={depth}"])
+    return make_workload(w.name, c, w.mesh, w.vocab_size)
 
 
 def batch_shapes(w: Workload) -> Batch:
@@ -92,7 +104,7 @@ def batch_shapes(w: Workload) -> Batch:
     t = w.config.train
     rows = t.device_batch_size * batch_ways(w.mesh)
     shape = (t.batch_size // rows, rows, t.sequence_length)
-    where = NamedSharding(w.mesh, PartitionSpec(None, ("data", "fsdp")))
+    where = NamedSharding(w.mesh, PartitionSpec(None, BATCH))
     ints = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
     floats = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
     packed = ints if w.config.model.document_mask else None

@@ -1,7 +1,11 @@
 """Data: text sources -> tokenizer -> token store -> packed batches. Host code only, no jax."""
 
+from jaxtrain.data.augment import make_augment
+from jaxtrain.data.chat import Chat, make_chat
 from jaxtrain.data.config import DataConfig
+from jaxtrain.data.conversations import in_words, template_of
 from jaxtrain.data.corpus import describe, prepare
+from jaxtrain.data.defaults import chat_sources, fill_in_chat
 from jaxtrain.data.loader import Loader, stores_of, train_batches, validation_batches
 from jaxtrain.data.mixture import check_lengths
 from jaxtrain.data.packing import PACKINGS, Batch
@@ -10,28 +14,37 @@ from jaxtrain.data.prompts import Scored, questions
 from jaxtrain.data.reading import SOURCES, documents
 from jaxtrain.data.store import TokenStore, open_store, write_store
 from jaxtrain.data.tasks import open_bundle
+from jaxtrain.data.template import DEFAULT
 from jaxtrain.data.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
 
 __all__ = [
+    "DEFAULT",
     "PACKINGS",
     "SOURCES",
     "TOKENIZERS",
     "Batch",
+    "Chat",
     "DataConfig",
     "Loader",
     "Prepared",
     "Scored",
     "TokenStore",
     "Tokenizer",
+    "chat_sources",
     "check_lengths",
     "describe",
     "documents",
+    "fill_in_chat",
+    "in_words",
     "load_tokenizer",
+    "make_augment",
+    "make_chat",
     "open_bundle",
     "open_store",
     "prepare",
     "questions",
     "stores_of",
+    "template_of",
     "train_batches",
     "validation_batches",
     "write_store",

@@ -1,10 +1,19 @@
-"""python -m jaxtrain.data show CONFIG [key=value ...] [--rows N] [--step N] [--characters N]"""
+"""Look at the data of a configuration, or filter it.
+
+python -m jaxtrain.data show CONFIG [key=value ...] [--rows N] [--step N] [--characters N]
+python -m jaxtrain.data filter CONFIG [key=value ...] --out DIR [--samples N]
+"""
 
 import argparse
 import sys
+from pathlib import Path
+
+from rich.console import Console
 
 from jaxtrain.config import find_config, load_config
 from jaxtrain.data.corpus import prepare
+from jaxtrain.data.filtered import filter_into, report_lines
+from jaxtrain.data.progress import show_progress
 from jaxtrain.data.show import show
 from jaxtrain.scaling import resolve, vocab_size_of
 from jaxtrain.settings import UserError
@@ -15,7 +24,12 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "python -m jaxtrain.data", description="Look at the data of a configuration."
     )
-    parser.add_argument("what", choices=["show"], help="show: decoded rows, as they are packed")
+    parser.add_argument(
+        "what",
+        choices=["show", "filter"],
+        help="show: decoded rows, as they are packed; filter: what data.train.filters leave of the "
+        "text, as JSONL, and a report of what they removed",
+    )
     parser.add_argument("config", help="a YAML file or the bare name of a shipped config")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
     parser.add_argument("--rows", type=int, default=4, help="rows that are shown (4)")
@@ -23,9 +37,21 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument(
         "--characters", type=int, default=400, help="of each document that are shown (400)"
     )
+    parser.add_argument("--out", type=Path, help="folder that filter writes")
+    parser.add_argument(
+        "--samples", type=int, default=1, help="removed documents shown of each reason (1)"
+    )
     a = parser.parse_intermixed_args(argv)
     try:
         config = load_config(find_config(a.config), a.overrides)
+        if a.what == "filter":
+            if a.out is None:
+                raise UserError("filter needs --out FOLDER")
+            with show_progress(Console()) as progress:
+                reports = filter_into(config.data, a.out, progress)
+            for name, report in reports.items():
+                print("\n".join(report_lines(name, report, a.samples)))
+            return 0
         rows = config.train.batch_size
         if rows is None:
             rows = resolve(config, vocab_size_of(config.data)).train.batch_size

@@ -4,7 +4,8 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from jaxtrain.data.mixture import MixtureSource, Stage, check_stages, weights_of
+from jaxtrain.data.augment import AugmentConfig, NoAugment
+from jaxtrain.data.mixture import MixtureSource, Stage, check_stages, sources_of, weights_of
 from jaxtrain.data.packing import ConcatConfig, PackingConfig
 from jaxtrain.data.sources import Source, TextSource
 from jaxtrain.data.tokenizer import SentencePieceConfig, TokenizerConfig
@@ -69,6 +70,9 @@ class DataConfig(Settings):
     packing: PackingConfig = Field(
         default=ConcatConfig(), description="How documents fill the rows of a batch"
     )
+    augment: AugmentConfig = Field(
+        default=NoAugment(), description="How rows are changed at random while they are read"
+    )
     seed: int = Field(default=0, ge=0, description="Decides the order of the training data")
     cache_dir: str | None = Field(
         default=None, description="Prepared data; by default $JAXTRAIN_CACHE or ~/.cache/jaxtrain"
@@ -95,4 +99,20 @@ class DataConfig(Settings):
     def _stages_and_sources_agree(self) -> "DataConfig":
         weights = weights_of(self.train)
         check_stages(self.stages, list(weights), list(weights.values()))
+        chat = any(source.name == "chat" for source in sources_of(self.train).values())
+        if chat and self.packing.name != "padded":
+            raise ValueError("conversations are packed whole and apart: set packing.name: padded")
+        return self
+
+    @model_validator(mode="after")
+    def _filters_come_before_the_split(self) -> "DataConfig":
+        train = self.train
+        sources = (
+            [part.source for part in train.sources.values()] if train.name == "mixture" else [train]
+        )
+        if self.validation.name == "tail" and any(source.filters for source in sources):
+            raise ValueError(
+                "data.train.filters leave documents, not a file with an end: set "
+                "data.validation.name=documents"
+            )
         return self

@@ -11,6 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.data.config import DataConfig, NoValidation
+from jaxtrain.data.filtered import Reports, filtered
 from jaxtrain.data.loader import stores_of
 from jaxtrain.data.pool import cores, workers
 from jaxtrain.data.prepare import (
@@ -25,6 +26,7 @@ from jaxtrain.data.prepare import prepare as prepare_source
 from jaxtrain.data.sources import Source, content_hash
 from jaxtrain.data.store import TokenStore
 from jaxtrain.data.tokenizer import build_tokenizer
+from jaxtrain.settings import UserError
 
 HISTOGRAM = [2**power for power in range(1, 21)]  # upper ends, in tokens
 
@@ -32,13 +34,14 @@ HISTOGRAM = [2**power for power in range(1, 21)]  # upper ends, in tokens
 def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prepared:
     """Stores and tokenizer of a configuration, from the cache where it has them.
 
-    Each source of a mixture has a cache entry of its own, as if it were the only one with that
-    tokenizer. A tokenizer that is to be trained sees as many bytes of each. The validation split is
-    that of all sources, one after the other.
+    Sources that have filters go through them first. Each source of a mixture has a cache entry of
+    its own, as if it were the only one with that tokenizer. A tokenizer that is to be trained sees
+    as many bytes of each. The validation split is that of all sources, one after the other.
     """
+    config, reports = filtered(config, progress)
     train = config.train
     if train.name != "mixture":
-        return prepare_source(config, progress=progress)
+        return dataclasses.replace(prepare_source(config, progress=progress), filters=reports)
     directory = None
     if config.tokenizer.name != "bytes" and config.tokenizer.path is None:
         directory = _train_tokenizer(config, progress)
@@ -59,6 +62,7 @@ def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prep
         join(validation) if validation else None,
         first.tokenizer,
         directory or first.directory,
+        reports,
     )
 
 
@@ -66,6 +70,11 @@ def join(stores: Sequence[TokenStore]) -> TokenStore:
     """The documents of several stores of one tokenizer as one store."""
     if len(stores) == 1:
         return stores[0]
+    if len({(store.marked, store.bos_id, store.dtype) for store in stores}) > 1:
+        raise UserError(
+            "the held-out documents of conversations and of other text cannot be joined; give "
+            "data.validation a source of its own"
+        )
     counts = [int(store.first_record[-1]) for store in stores]
     offsets = np.concatenate([[0], np.cumsum(counts)])
     firsts = [s.first_record[:-1] + offset for s, offset in zip(stores, offsets)]
@@ -97,15 +106,16 @@ class _Records:
         return found
 
 
-def describe(stores: dict[str, TokenStore]) -> dict[str, dict]:
-    """Of each source, for people: documents, tokens, bytes, and how many documents have at most
-    2, 4, 8, ... tokens and more than half of that."""
+def describe(stores: dict[str, TokenStore], filters: Reports | None = None) -> dict[str, dict]:
+    """Of each source, for people: documents, tokens, bytes, how many documents have at most
+    2, 4, 8, ... tokens and more than half of that, and what filters removed."""
     return {
         name: {
             "documents": store.documents,
             "tokens": store.tokens,
             "bytes": store.bytes,
             "lengths": _histogram(store.lengths),
+            "filters": (filters or {}).get(name),
         }
         for name, store in stores.items()
     }

@@ -8,7 +8,10 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from jaxtrain.data.chat import Chat, make_chat
+from jaxtrain.data.messages import plain
 from jaxtrain.data.reading import Block, Position, texts_of
+from jaxtrain.data.template import read_template
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 
 BATCH = 3 << 20  # bytes of text that a process takes at a time: a block, or many short files
@@ -62,8 +65,20 @@ def batched(blocks: Iterable[Block]) -> Iterator[list[Block]]:
         yield group
 
 
-def token_type(vocab_size: int) -> np.dtype:
-    return np.dtype("<u2" if vocab_size <= 1 << 16 else "<u4")
+def token_type(vocab_size: int, marked: bool = False) -> np.dtype:
+    """The dtype of a store's tokens; with marks the highest bit is one."""
+    return np.dtype("<u2" if vocab_size << marked <= 1 << 16 else "<u4")
+
+
+def with_marks(ids: np.ndarray, marks: np.ndarray, dtype: np.dtype) -> np.ndarray:
+    """Tokens of a dtype, the highest bit of those that are marked set."""
+    return ids.astype(dtype) | (marks.astype(dtype) << (8 * dtype.itemsize - 1))
+
+
+def without_marks(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """The ids and the marks (0 or 1) of what `with_marks` made."""
+    bit = 8 * tokens.itemsize - 1
+    return tokens & tokens.dtype.type((1 << bit) - 1), tokens >> bit
 
 
 def encode(job: Job, group: list[Block]) -> Answer:
@@ -71,10 +86,18 @@ def encode(job: Job, group: list[Block]) -> Answer:
     assert job.tokenizer is not None
     tokenizer = _tokenizer(job.tokenizer)
     texts = [text for block in group for text in texts_of(job.source, block)]
-    ids = tokenizer.encode_batch(texts)
-    sizes = [len(text.encode()) for text in texts]
+    if job.source.name == "chat":
+        dtype = token_type(tokenizer.vocab_size, marked=True)
+        chat = chat_of(job.source, job.tokenizer)
+        found = [(text, document) for text in texts for document in chat.documents(text)]
+        texts = [text for text, _ in found]
+        ids = [with_marks(document.ids, document.marks, dtype) for _, document in found]
+        sizes = [document.size for _, document in found]
+    else:
+        dtype = token_type(tokenizer.vocab_size)
+        ids = tokenizer.encode_batch(texts)
+        sizes = [len(text.encode()) for text in texts]
     held = [bool(job.held_out) and text_hash(text) < job.held_out for text in texts]
-    dtype = token_type(tokenizer.vocab_size)
     train, validation = (
         _packed([(i, s) for i, s, h in zip(ids, sizes, held) if h == split], dtype)
         for split in (False, True)
@@ -91,6 +114,7 @@ def draw(job: Job, task: tuple[int, list[Block]]) -> tuple[list[Drawn], int, Pos
             size += len(text.encode())
             if job.held_out and text_hash(text) < job.held_out:
                 continue
+            text = plain(text) if job.source.name == "chat" else text
             for index, start in enumerate(range(0, len(text), PIECE)):
                 piece = text[start : start + PIECE]
                 place = (block.after.file, block.start, number, index)
@@ -102,6 +126,16 @@ def draw(job: Job, task: tuple[int, list[Block]]) -> tuple[list[Drawn], int, Pos
 def text_hash(text: str) -> int:
     """64 random bits that are a function of the text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
+
+
+def chat_of(source: Any, tokenizer: Path) -> Chat:
+    """How a source of conversations is read with the tokenizer of a folder."""
+    return _chat(read_template(source.template), tuple(source.special.items()), tokenizer)
+
+
+@lru_cache(maxsize=8)
+def _chat(template: str, special: tuple[tuple[str, str], ...], tokenizer: Path) -> Chat:
+    return make_chat(template, dict(special), _tokenizer(tokenizer))
 
 
 @lru_cache(maxsize=1)

@@ -3,13 +3,18 @@
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
 from typing import Any
 
 import grain
+import numpy as np
 
+from jaxtrain.data.augment import Augment
 from jaxtrain.data.config import DataConfig
+from jaxtrain.data.conversations import fitting, shares
 from jaxtrain.data.mixture import Plan, Planned, spans, weights_of
-from jaxtrain.data.packing import PACKINGS, Batch, Planner, Stream, assemble
+from jaxtrain.data.packing import PACKINGS, Batch, PaddedConfig, Planner, Stream, assemble, padded
 from jaxtrain.data.store import TokenStore
 from jaxtrain.settings import UserError
 
@@ -32,10 +37,12 @@ class Loader(Iterator[Batch]):
         plan: Plan,
         identity: dict[str, Any],
         readers: ThreadPoolExecutor | None,
+        conversations: dict[str, dict[str, int]],
     ):
         self._batches: grain.DatasetIterator | None = batches
         self._plan, self._identity, self._readers = plan, identity, readers
         self._position = batches.get_state()
+        self.conversations = conversations  # of each source: their number, and what was left out
 
     def __next__(self) -> Batch:
         if self._batches is None:
@@ -56,8 +63,9 @@ class Loader(Iterator[Batch]):
     def statistics(self) -> dict[str, float]:
         """`data_crop` and `data_fill`: the parts of the tokens met so far that packing dropped,
         and of the rows that are no padding; of a mixture also the share of the rows and the epochs
-        of each source, `data_share_NAME` and `data_epochs_NAME`."""
-        return self._plan.statistics(self._position)
+        of each source, `data_share_NAME` and `data_epochs_NAME`; of conversations `data_truncated`
+        and `data_left_out`, the parts of them that lose their end and that are not used."""
+        return self._plan.statistics(self._position) | shares(self.conversations)
 
     def close(self) -> None:
         """Stops reading ahead; the state stays readable."""
@@ -78,15 +86,17 @@ def train_batches(
     process_count: int = 1,
     segments: bool = False,
     state: dict[str, Any] | None = None,
+    augment: Augment | None = None,
 ) -> Loader:
     """Training batches of `batch_size` rows over all processes, each process a contiguous part.
 
     In a stage whose rows are shorter, T/k, there are k times as many. `segments` adds segments_BT
-    and positions_BT, for attention within documents; padded packing always has them. Raises
+    and positions_BT, for attention within documents; padded packing always has them. `augment` is
+    what `make_augment` makes of the configuration. Raises
     UserError if a corpus is smaller than one row, if the rows cannot be dealt evenly, or if `state`
     belongs to another stream.
     """
-    stores = stores_of(train)
+    stores, counted = fitting(stores_of(train), config, sequence_length)
     share = _share_of_process(batch_size, process_index, process_count)
     plan = make_plan(stores, config, batch_size, sequence_length)
     segments = segments or config.packing.name == "padded"
@@ -96,7 +106,11 @@ def train_batches(
         mine = planned.rows[share.start * planned.cut : share.stop * planned.cut]
         rows = [(stores[name], row) for name, row in mine]
         length = sequence_length // planned.cut
-        options = {} if readers is None else {"workers": config.workers, "mapped": readers.map}
+        options: dict[str, Any] = {}
+        if readers is not None:
+            options = {"workers": config.workers, "mapped": readers.map}
+        if augment is not None:
+            options["change"] = partial(augment, planned.step, share.start * planned.cut)
         return assemble(rows, length, segments=segments, **options)
 
     data = _PlannedBatches(plan).map(batch)
@@ -110,6 +124,7 @@ def train_batches(
         "seed": config.seed,
         "batch_size": batch_size,
         "sequence_length": sequence_length,
+        "augment": config.augment.model_dump(),
         "stages": [stage.model_dump() for stage in config.stages],
         "data": {name: store.fingerprint for name, store in stores.items()},
     }
@@ -119,7 +134,7 @@ def train_batches(
     if state is not None:
         _check_state(state, identity)
         batches.set_state(state["position"])
-    return Loader(batches, plan, identity, readers)
+    return Loader(batches, plan, identity, readers, counted)
 
 
 def stores_of(train: Stores) -> dict[str, TokenStore]:
@@ -133,7 +148,7 @@ def make_plan(
     """What decides the rows of every batch."""
     planners: dict[str, Planner] = {}
     for name, store in stores.items():
-        if store.tokens + store.documents < sequence_length + 1:
+        if store.tokens + store.documents < sequence_length + 1 and not store.marked:
             of = "the training split" if len(stores) == 1 else f"the source {name}"
             raise UserError(
                 f"{of} has {store.tokens} tokens, fewer than one row of "
@@ -166,6 +181,9 @@ def validation_batches(
     and the last batch has weight 0. All processes get the same number of batches.
     """
     share = _share_of_process(batch_size, process_index, process_count)
+    if store.marked:
+        yield from _validation_conversations(store, batch_size, share, sequence_length)
+        return
     stream = Stream(store)
     last = stream.size - 1  # the last token is only a target
     count = -(-last // sequence_length)
@@ -182,6 +200,20 @@ def validation_batches(
         yield from batches
     finally:
         batches.close()
+
+
+def _validation_conversations(
+    store: TokenStore, batch_size: int, share: range, length: int
+) -> Iterator[Batch]:
+    """Every conversation once, whole or cut to a row, apart from the others in its row."""
+    planner = padded(store, PaddedConfig(buffer=store.documents), length, 0, max_epochs=1.0)
+    rows = list(chain.from_iterable(iter(planner.unit, None)))
+    # Planned from the longest down: a validation that looks at a part shall see all lengths.
+    rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
+    for first in range(0, len(rows), batch_size):
+        mine = [first + row for row in share]
+        planned = [(store, rows[i] if i < len(rows) else []) for i in mine]
+        yield assemble(planned, length, segments=True)
 
 
 class _PlannedBatches(grain.IterDataset):

@@ -73,6 +73,13 @@ def weights_of(train: Source | MixtureSource) -> dict[str, float]:
     return {name: part.weight for name, part in train.sources.items()}
 
 
+def sources_of(train: Source | MixtureSource) -> dict[str, Source]:
+    """The sources by name; a single one is named train."""
+    if train.name != "mixture":
+        return {"train": train}
+    return {name: part.source for name, part in train.sources.items()}
+
+
 def check_stages(stages: Sequence[Stage], sources: Sequence[str], weights: Sequence[float]) -> None:
     """Raises ValueError for stages that contradict each other or the sources."""
     for number, stage in enumerate(stages, 1):
@@ -137,6 +144,7 @@ class Planned(NamedTuple):
 
     rows: list[tuple[str, Row]]
     cut: int
+    step: int
 
 
 class Plan:
@@ -156,7 +164,7 @@ class Plan:
             self.turns = dict.fromkeys(self.planners, 0)
         rows = [row for _ in range(self.batch_size) for row in self._unit(span)]
         self.step += 1
-        return Planned(rows, span.cut)
+        return Planned(rows, span.cut, self.step - 1)
 
     def _unit(self, span: Span) -> list[tuple[str, Row]]:
         while live := {n: w for n, w in span.weights.items() if n not in self.spent}:

@@ -16,6 +16,8 @@ import numpy as np
 from grain.experimental import index_shuffle
 from pydantic import Field
 
+from jaxtrain.data import augment
+from jaxtrain.data.encode import without_marks
 from jaxtrain.data.store import TokenStore
 from jaxtrain.settings import Settings, UserError
 
@@ -357,10 +359,12 @@ def assemble(
     segments: bool,
     workers: int = 1,
     mapped: Callable[..., Iterable[None]] = map,
+    change: Callable[[int, augment.Row], None] | None = None,
 ) -> Batch:
     """Reads the tokens of planned rows of at most T+1 tokens and lays them out as [B, T] arrays.
 
-    The rows are shared by `workers` calls of a function that is `mapped` over them.
+    The rows are shared by `workers` calls of a function that is `mapped` over them. `change`, if
+    there is one, is called with each row and its number.
     """
     shape = (len(rows), length)
     tokens_BT, targets_BT = np.empty(shape, np.int32), np.empty(shape, np.int32)
@@ -381,15 +385,24 @@ def assemble(
 
     def lay(index: int, read: Iterator[np.ndarray]) -> None:
         (store, row), at = rows[index], 0
-        ids = np.full(length + 1, store.bos_id, np.int32)
+        ids, pieces = np.full(length + 1, store.bos_id, np.int32), []
+        learned = np.zeros(length + 1, np.float32)
         for number, (_, bos, start, stop) in enumerate(row, 1):
             first, at = at, at + bos + stop - start
-            ids[first + bos : at] = next(read)
+            tokens = next(read)
+            if store.marked:
+                tokens, learned[first + bos : at] = without_marks(tokens)
+            ids[first + bos : at] = tokens
+            pieces.append((first + bos, at))
             if segments_BT is not None and positions_BT is not None:
                 segments_BT[index, first:at] = number
                 positions_BT[index, first:at] = place[: min(at, length) - first]
-        tokens_BT[index], targets_BT[index] = ids[:-1], ids[1:]
-        weights_BT[index, : max(at - 1, 0)] = 1
+        if not store.marked:
+            learned[1:at] = 1
+        tokens_BT[index], weights_BT[index] = ids[:-1], learned[1:]
+        if change is not None:
+            change(index, augment.Row(ids, weights_BT[index], pieces, tokens_BT[index]))
+        targets_BT[index] = ids[1:]
 
     shares = [range(len(rows))[start::workers] for start in range(min(workers, len(rows)))]
     deque(mapped(lay_all, shares), 0)
@@ -399,6 +412,11 @@ def assemble(
 def _check_documents_fit(store: TokenStore, packing: str, length: int) -> None:
     cut = float(np.maximum(store.lengths.astype(np.int64) - length, 0).sum()) / store.tokens
     if cut > MOST_CUT:
+        if store.marked:
+            raise UserError(
+                f"train.sequence_length {length} would cut {cut:.0%} of the tokens off the "
+                f"conversations: half of them are longer than {int(np.median(store.lengths))}"
+            )
         raise UserError(
             f"data.packing {packing} would drop {cut:.0%} of the tokens, because the documents are "
             f"longer than sequence_length {length}; use concat, or cut the text into paragraphs"

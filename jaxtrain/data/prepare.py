@@ -15,7 +15,7 @@ import shutil
 import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from functools import partial
 from itertools import islice
 from pathlib import Path
@@ -23,12 +23,13 @@ from typing import Any, NamedTuple
 
 from jaxtrain.data import store as stores
 from jaxtrain.data.config import DataConfig
-from jaxtrain.data.encode import Drawn, Job, batched, draw, encode, token_type
+from jaxtrain.data.encode import Drawn, Job, batched, chat_of, draw, encode, token_type
 from jaxtrain.data.pool import Map, cores, workers
 from jaxtrain.data.reading import CUTS, START, Block, Position, blocks, cut_stream, documents
 from jaxtrain.data.remote import File
 from jaxtrain.data.sources import Source, content_hash, find_files, where
 from jaxtrain.data.store import TokenStore, Writer, open_store, publish, sync
+from jaxtrain.data.template import read_template
 from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from jaxtrain.settings import UserError
 
@@ -46,6 +47,7 @@ class Prepared:
     validation: TokenStore | None
     tokenizer: Tokenizer
     directory: Path
+    filters: dict[str, dict[str, Any]] = field(default_factory=dict)  # reports by source
 
 
 class Text(NamedTuple):
@@ -158,7 +160,10 @@ def _tokenize(text: Text, directory: Path, mapped: Map, progress: Progress) -> N
     state = {"shards": 0, "after": START, "size": 0, "finished": False}
     if note.is_file():
         state = json.loads(note.read_text())
-    dtype = token_type(tokenizer.vocab_size)
+    start = None
+    if text.source.name == "chat":
+        start = chat_of(text.source, directory / "tokenizer").start
+    dtype = token_type(tokenizer.vocab_size, start is not None)
     if not state["finished"]:
         writers = [Writer(partial_stores / s, dtype, state["shards"]) for s in text.splits]
         size, after = state["size"], Position(*state["after"])
@@ -176,7 +181,7 @@ def _tokenize(text: Text, directory: Path, mapped: Map, progress: Progress) -> N
             raise UserError(f"{where(text.source)} holds no text")
     for split in text.splits:
         if not (directory / split).is_dir():
-            publish(partial_stores / split, directory / split, tokenizer)
+            publish(partial_stores / split, directory / split, tokenizer, start)
     shutil.rmtree(partial_stores)
 
 
@@ -262,13 +267,20 @@ def _key(config: DataConfig, cache: Path) -> str:
     settings = config.model_dump(include={"train", "validation", "tokenizer"})
     settings["format"] = stores.FORMAT
     assert config.train.name != "mixture", "corpus.prepare takes a mixture apart"
-    settings["train"]["path"] = content_hash(config.train, cache)
+    settings["train"] |= _contents(config.train, cache)
     if config.validation.name == "source":
-        source = config.validation.source
-        settings["validation"]["source"]["path"] = content_hash(source, cache)
+        settings["validation"]["source"] |= _contents(config.validation.source, cache)
     if settings["tokenizer"].get("path"):
         settings["tokenizer"] = build_tokenizer(config.tokenizer, ()).fingerprint
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:24]
+
+
+def _contents(source: Source, cache: Path) -> dict[str, Any]:
+    """The fields of a source as what they stand for."""
+    fields: dict[str, Any] = {"path": content_hash(source, cache)}
+    if source.name == "chat":  # how long a row is, is not known when a store is written
+        fields |= {"template": read_template(source.template), "too_long": None}
+    return fields
 
 
 def _save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:

@@ -15,6 +15,7 @@ from typing import Any, NamedTuple
 
 import zstandard
 
+from jaxtrain.data.messages import conversations
 from jaxtrain.data.remote import File, is_local, open_file
 from jaxtrain.data.sources import (
     CodeSource,
@@ -81,6 +82,16 @@ def texts_of(source: Source, block: Block) -> Iterator[str]:
     return (text for text in SOURCES[source.name].texts(source, block) if text)
 
 
+def records_of(
+    source: Source, block: Block, fields: tuple[str, ...] = ()
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The documents of a block with what else their line of JSONL says, or with these columns."""
+    records = SOURCES[source.name].records
+    if records is None:
+        return ((text, {}) for text in texts_of(source, block))
+    return (pair for pair in records(source, block, fields) if pair[0])
+
+
 def cut_stream(
     stream: Any, file: File, at: Position, cut: Callable[[bytes], int], stored: Callable[[], int]
 ) -> Iterator[Block]:
@@ -116,6 +127,11 @@ def _text_blocks(source: TextSource, file: File, at: Position) -> Iterator[Block
 
 def _jsonl_blocks(source: JsonlSource, file: File, at: Position) -> Iterator[Block]:
     return blocks_of_file(file, at, CUTS["line"])
+
+
+def _chat_blocks(source: Any, file: File, at: Position) -> Iterator[Block]:
+    whole = ".json" in Path(file.url).suffixes  # it may be one array
+    return blocks_of_file(file, at, CUTS["file" if whole else "line"])
 
 
 def _code_blocks(source: CodeSource, file: File, at: Position) -> Iterator[Block]:
@@ -218,6 +234,12 @@ def _text(source: TextSource, block: Block) -> Iterator[str]:
 
 
 def _jsonl(source: JsonlSource, block: Block) -> Iterator[str]:
+    return (text for text, _ in _jsonl_records(source, block))
+
+
+def _jsonl_records(
+    source: JsonlSource, block: Block, fields: tuple[str, ...] = ()
+) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, line in enumerate(_decoded(block).split("\n"), block.line):
         if not line.strip():
             continue
@@ -239,7 +261,11 @@ def _jsonl(source: JsonlSource, block: Block) -> Iterator[str]:
             text.encode()
         except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
             raise UserError(f"{place} has a character that is no Unicode") from error
-        yield text
+        yield text, record
+
+
+def _chat(source: Any, block: Block) -> Iterator[str]:
+    return conversations(_decoded(block), block.file.url, block.line)
 
 
 def _code(source: CodeSource, block: Block) -> Iterator[str]:
@@ -265,9 +291,17 @@ def _parquet_blocks(source: Any, file: File, at: Position) -> Iterator[Block]:
 
 
 def _parquet(source: Any, block: Block) -> Iterator[str]:
+    return (text for text, _ in _parquet_records(source, block) if text)
+
+
+def _parquet_records(
+    source: Any, block: Block, fields: tuple[str, ...] = ()
+) -> Iterator[tuple[str, dict[str, Any]]]:
     table = _parquet_file(source, block.file)
-    for batch in table.iter_batches(row_groups=[block.start], columns=[source.column]):
-        yield from (text for text in batch.column(0).to_pylist() if text)
+    there = [field for field in fields if field in table.schema_arrow.names]
+    for batch in table.iter_batches(row_groups=[block.start], columns=[source.column, *there]):
+        for record in batch.to_pylist():
+            yield record[source.column], {field: record[field] for field in there}
 
 
 @lru_cache(maxsize=4)
@@ -294,11 +328,13 @@ class Kind(NamedTuple):
 
     blocks: Callable[[Any, File, Position], Iterator[Block]]
     texts: Callable[[Any, Block], Iterator[str]]
+    records: Callable[..., Iterator[tuple[str, dict[str, Any]]]] | None = None  # with other fields
 
 
 SOURCES: dict[str, Kind] = {
     "text": Kind(_text_blocks, _text),
-    "jsonl": Kind(_jsonl_blocks, _jsonl),
-    "parquet": Kind(_parquet_blocks, _parquet),
+    "jsonl": Kind(_jsonl_blocks, _jsonl, _jsonl_records),
+    "parquet": Kind(_parquet_blocks, _parquet, _parquet_records),
     "code": Kind(_code_blocks, _code),
+    "chat": Kind(_chat_blocks, _chat),
 }

@@ -1,10 +1,19 @@
-"""What a model will read, for people: decoded rows, where documents begin, and shares by source."""
+"""What a model will read, for people: decoded rows, where documents begin, and shares by source.
 
+Of conversations what is learned stands between {+ and +}, special tokens by their names.
+"""
+
+import dataclasses
 from collections.abc import Iterator
+from functools import partial
+from itertools import groupby
 
 import numpy as np
 
+from jaxtrain.data.augment import make_augment
+from jaxtrain.data.chat import special_names
 from jaxtrain.data.config import DataConfig
+from jaxtrain.data.conversations import fitting, in_words
 from jaxtrain.data.loader import make_plan, stores_of
 from jaxtrain.data.packing import Batch, Row, assemble
 from jaxtrain.data.prepare import Prepared
@@ -26,7 +35,7 @@ def show(
 
     Of every document at most `characters` are shown, half from its beginning and half from its end.
     """
-    stores = stores_of(prepared.train)
+    stores, counted = fitting(stores_of(prepared.train), config, sequence_length)
     plan = make_plan(stores, config, batch_size, sequence_length)
     for _ in range(step):
         plan.next_batch()
@@ -36,28 +45,51 @@ def show(
         f"step {step}: {len(planned.rows)} rows of {length} tokens, "
         f"packing {config.packing.name}, seed {config.seed}"
     )
+    augment = make_augment(config.augment, prepared.tokenizer, config.seed)
+    tokenizer = _with_specials(prepared.tokenizer)
+    names = {i: name for name, i in special_names(prepared.tokenizer).items()}
     for number, (name, row) in enumerate(planned.rows[:rows]):
-        batch = assemble([(stores[name], row)], length, segments=True)
+        change = None if augment is None else partial(augment, step, number)
+        batch = assemble([(stores[name], row)], length, segments=True, change=change)
         yield ""
         yield f"== row {number}, {name}: {_fill(batch)}"
-        yield from _row(stores[name], row, batch, prepared.tokenizer, characters)
+        yield from _row(stores[name], row, batch, tokenizer, names, characters)
     state, epochs = plan.get_state(), {name: p.count for name, p in plan.planners.items()}
     figures = plan.statistics(state)
     yield ""
     yield f"== {step + 1} steps: crop {figures['data_crop']:.2%}, fill {figures['data_fill']:.2%}"
-    names = max(len("source"), *map(len, stores))
+    wide = max(len("source"), *map(len, stores))
     yield (
-        f"{'source':{names}}  {'share':>6}  {'epochs':>8}  {'documents':>11}  {'tokens':>15}  "
-        + ("bytes/token  median tokens")
+        f"{'source':{wide}}  {'share':>6}  {'epochs':>8}  {'documents':>11}  {'tokens':>15}  "
+        + "bytes/token  median tokens"
     )
     total = sum(state["units"].values())
     for name, store in stores.items():
         drawn = state["sources"][name]["drawn"] / epochs[name]
         yield (
-            f"{name:{names}}  {state['units'][name] / total:6.1%}  {drawn:8.4f}  "
+            f"{name:{wide}}  {state['units'][name] / total:6.1%}  {drawn:8.4f}  "
             f"{store.documents:11,}  {store.tokens:15,}  {store.bytes / store.tokens:11.2f}  "
             f"{int(np.median(store.lengths)):13,}"
         )
+    for name, count in counted.items():
+        mine = [(stores[name], row) for of, row in planned.rows if of == name]
+        if mine:
+            share = _learned(assemble(mine, length, segments=True))
+            yield f"{name}: of the tokens of this step {share:.1%} are learned"
+        yield f"{name}: {in_words(count)}"
+
+
+def _learned(batch: Batch) -> float:
+    assert batch.segments_BT is not None
+    return float(batch.weights_BT.sum() / (batch.segments_BT > 0).sum())
+
+
+def _with_specials(tokenizer: Tokenizer) -> Tokenizer:
+    """Decodes special tokens, BOS excepted, to their names."""
+    pieces = list(tokenizer.pieces)
+    for name, index in tokenizer.specials.items():
+        pieces[index] = b"" if index == tokenizer.bos_id else name.encode()
+    return dataclasses.replace(tokenizer, pieces=tuple(pieces))
 
 
 def _fill(batch: Batch) -> str:
@@ -70,17 +102,37 @@ def _fill(batch: Batch) -> str:
 
 
 def _row(
-    store: TokenStore, row: Row, batch: Batch, tokenizer: Tokenizer, characters: int
+    store: TokenStore,
+    row: Row,
+    batch: Batch,
+    tokenizer: Tokenizer,
+    names: dict[int, str],
+    characters: int,
 ) -> Iterator[str]:
     """Each document of a row: which part of which, and its text as the batch has it."""
     assert batch.segments_BT is not None
     for segment, (document, bos, start, stop) in enumerate(row, 1):
-        ids = batch.tokens_BT[0][batch.segments_BT[0] == segment]
+        inside = batch.segments_BT[0] == segment
+        ids = batch.tokens_BT[0][inside]
         length = int(store.lengths[document])
         cut = ["begins inside"] * (start > 0) + ["end not in this row"] * (stop < length)
         note = f" ({', '.join(cut)})" if cut else ""
         yield f"-- [{segment}] document {document:,}, tokens {start}..{stop} of {length:,}{note}"
-        yield ("<bos>" if bos else "") + shorten(tokenizer.decode(ids), characters)
+        if store.marked:
+            learned = np.append(False, batch.weights_BT[0][:-1] > 0)[inside]
+            yield shorten(_marked(ids, learned, tokenizer, names), characters)
+        else:
+            yield ("<bos>" if bos else "") + shorten(tokenizer.decode(ids), characters)
+
+
+def _marked(ids: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer, names: dict) -> str:
+    """A text with its special tokens, and marks around what is learned."""
+    text = ""
+    for mark, group in groupby(zip(learned.tolist(), ids.tolist()), lambda pair: pair[0]):
+        pieces = (names.get(i, "").encode() or tokenizer.pieces[i] for _, i in group)
+        inner = b"".join(pieces).decode(errors="replace")
+        text += "{+" + inner + "+}" if mark else inner
+    return text
 
 
 def shorten(text: str, characters: int) -> str:

@@ -3,11 +3,12 @@
 import hashlib
 import re
 from pathlib import Path, PurePosixPath
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal
 
 from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field
 
+from jaxtrain.data.quality import Filter
 from jaxtrain.data.remote import HTTP, File, filesystem_of, is_local, retried
 from jaxtrain.settings import Settings, UserError
 
@@ -25,7 +26,15 @@ CODE = (
 )
 
 
-class TextSource(Settings):
+class Filtered(Settings):
+    """A source whose documents may be filtered before they are tokenized."""
+
+    filters: tuple[Filter, ...] = Field(
+        default=(), description="What removes documents, each from what those before it left"
+    )
+
+
+class TextSource(Filtered):
     """Plain UTF-8 text; .gz, .xz and .zst are read as they are."""
 
     name: Literal["text"] = "text"
@@ -38,7 +47,7 @@ class TextSource(Settings):
     )
 
 
-class JsonlSource(Settings):
+class JsonlSource(Filtered):
     """One JSON object a line; .gz, .xz and .zst are read as they are."""
 
     name: Literal["jsonl"] = "jsonl"
@@ -46,7 +55,7 @@ class JsonlSource(Settings):
     field: str = Field(default="text", description="The key that holds a document's text")
 
 
-class ParquetSource(Settings):
+class ParquetSource(Filtered):
     """Parquet files with a column of text."""
 
     name: Literal["parquet"] = "parquet"
@@ -54,7 +63,7 @@ class ParquetSource(Settings):
     column: str = Field(default="text", description="The column that holds a document's text")
 
 
-class CodeSource(Settings):
+class CodeSource(Filtered):
     """Folders of source code, a document a file; binaries and copies of others' code are left out.
 
     Folders that hold no work of their own (.git, node_modules, vendor, build, ...) are not entered.
@@ -74,13 +83,42 @@ class CodeSource(Settings):
     )
 
 
+class ChatSource(Settings):
+    """Conversations, one JSON object a line; the loss counts what the assistant says.
+
+    Shapes: messages, ShareGPT's conversations, Alpaca's instruction, input, output. A .json file
+    may hold them as one array.
+    """
+
+    filters: ClassVar[tuple[Filter, ...]] = ()  # they judge text, and this is JSON of messages
+    name: Literal["chat"] = "chat"
+    path: str = Field(description=PATH)
+    template: str | None = Field(
+        default=None,
+        description="Jinja text, or its file; default that of train.init_from, or a plain one "
+        "with ### before each role",
+    )
+    special: dict[str, str] = Field(
+        default_factory=dict,
+        description="Tokens that the template names, as {eos_token: </s>}; default those of "
+        "train.init_from, or BOS for both ends",
+    )
+    too_long: Literal["truncate", "drop"] = Field(
+        default="truncate",
+        description="A conversation longer than train.sequence_length loses its end, or is left "
+        "out; it is left out as well if nothing of an answer would remain",
+    )
+
+
 Source = Annotated[
-    TextSource | JsonlSource | ParquetSource | CodeSource, Field(discriminator="name")
+    TextSource | JsonlSource | ParquetSource | CodeSource | ChatSource,
+    Field(discriminator="name"),
 ]
 COMPRESSED = (".gz", ".xz", ".zst")
 SUFFIXES = {
     "text": (".txt", ".md"),
     "jsonl": (".jsonl", ".ndjson", ".json"),
+    "chat": (".jsonl", ".ndjson", ".json"),
     "parquet": (".parquet",),
 }
 FOREIGN = (

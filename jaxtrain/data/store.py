@@ -47,6 +47,7 @@ class TokenStore:
     records: Any  # record number -> bytes
     dtype: np.dtype
     skipped: dict[str, int] = field(default_factory=dict)  # damaged shards: documents left out
+    marked: bool = False  # the highest bit of a token says that it is learned; the others are not
 
     @property
     def documents(self) -> int:
@@ -54,6 +55,8 @@ class TokenStore:
 
     def read(self, document: int, start: int, stop: int) -> np.ndarray:
         """Tokens start..stop of a document, without BOS: uint16 or uint32 [stop - start].
+
+        Those of a marked store have their marks on them (`encode.without_marks`).
 
         Raises UserError, which names the shard, for a record that is damaged.
         """
@@ -139,6 +142,7 @@ def open_store(
         records=Records([directory / n for n in left], [shards[n]["records"] for n in left]),
         dtype=np.dtype(manifest["dtype"]),
         skipped={name: shards[name]["documents"] for name in damaged},
+        marked=manifest.get("marked", False),
     )
 
 
@@ -236,9 +240,10 @@ class Writer:
         self.shards, self.tokens, self._counts = self.shards + 1, 0, []
 
 
-def publish(partial: Path, directory: Path, tokenizer: Tokenizer) -> None:
+def publish(partial: Path, directory: Path, tokenizer: Tokenizer, start: int | None = None) -> None:
     """Gives the shards in `partial` a manifest and the name `directory`, in one step.
 
+    `start` is the token that stands before every document of a marked store, in place of BOS.
     Raises UserError if there are no documents.
     """
     names = sorted(path.stem for path in partial.glob("*.array_record"))
@@ -250,13 +255,14 @@ def publish(partial: Path, directory: Path, tokenizer: Tokenizer) -> None:
     np.save(partial / "lengths.npy", lengths)
     manifest = {
         "format": FORMAT,
-        "dtype": token_type(tokenizer.vocab_size).str,
+        "dtype": token_type(tokenizer.vocab_size, start is not None).str,
         "documents": len(lengths),
         "tokens": int(lengths.sum(dtype=np.int64)),
         "bytes": sum(entry["text_bytes"] for entry in entries.values()),
         "tokenizer": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
-        "bos_id": tokenizer.bos_id,
+        "bos_id": tokenizer.bos_id if start is None else start,
+        **({} if start is None else {"marked": True}),
         "files": {"lengths.npy": describe_file(partial / "lengths.npy"), **entries},
     }
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")

@@ -11,7 +11,7 @@ import os
 import re
 from array import array
 from collections.abc import Callable, Iterable, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -38,7 +38,9 @@ SPLIT = (
 )
 SPACE = "\u2581"  # how sentencepiece writes a space inside a piece
 BOS_NAMES = ("<|bos|>", "<|begin_of_text|>", "<bos>", "<s>", "[BOS]", "<|startoftext|>")
+SPECIAL = "Tokens that no text has, in the vocabulary that is trained, as <mask> for data.augment"
 BOS_NAMES += ("<|endoftext|>", "<|im_start|>", "[CLS]")
+BYTES_BOS = "<|bos|>"  # how the BOS of plain bytes is written
 
 
 class SentencePieceConfig(Settings):
@@ -55,6 +57,7 @@ class SentencePieceConfig(Settings):
     across_words: bool = Field(
         default=True, description="Let a token span several words: fewer tokens, slower training"
     )
+    special_tokens: tuple[str, ...] = Field(default=(), description=SPECIAL)
 
 
 class HuggingFaceConfig(Settings):
@@ -70,6 +73,7 @@ class HuggingFaceConfig(Settings):
     train_bytes: int = Field(
         default=200_000_000, gt=0, description="UTF-8 bytes of text, drawn at random, to train on"
     )
+    special_tokens: tuple[str, ...] = Field(default=(), description=SPECIAL)
 
 
 class BytesConfig(Settings):
@@ -94,6 +98,8 @@ class Tokenizer:
     encode_batch: Callable[[list[str]], list[np.ndarray]]
     prefix: bytes = b""  # what encoding puts before a text and decoding takes away
     by_word: bool = False  # a space after a letter or sign always begins a token
+    # Ids of tokens that no text has; what is compared and hashed is the model that they are in.
+    specials: dict[str, int] = field(default_factory=dict, compare=False)
 
     @property
     def vocab_size(self) -> int:
@@ -145,9 +151,15 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
                 f"supports: it has {size} bytes; use at most {max(259, size // 40)}"
             )
         if config.name == "huggingface":
-            return huggingface_tokenizer(train_bpe(texts, config.vocab_size, config.train_bytes))
+            options = {"special_tokens": config.special_tokens}
+            model = train_bpe(texts, config.vocab_size, config.train_bytes, **options)
+            return huggingface_tokenizer(model)
         model = train_sentencepiece(
-            texts, config.vocab_size, config.train_bytes, across_words=config.across_words
+            texts,
+            config.vocab_size,
+            config.train_bytes,
+            across_words=config.across_words,
+            special_tokens=config.special_tokens,
         )
         return sentencepiece_tokenizer(model)
     path = Path(config.path).expanduser()
@@ -159,7 +171,12 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
 
 
 def train_sentencepiece(
-    texts: Iterable[str], vocab_size: int, train_bytes: int, *, across_words: bool = True
+    texts: Iterable[str],
+    vocab_size: int,
+    train_bytes: int,
+    *,
+    across_words: bool = True,
+    special_tokens: Sequence[str] = (),
 ) -> bytes:
     """Trains lossless BPE with byte fallback on the first `train_bytes` bytes; returns the model.
 
@@ -182,6 +199,7 @@ def train_sentencepiece(
             split_by_whitespace=not across_words,
             split_by_unicode_script=False,
             max_sentence_length=1 << 20,
+            control_symbols=list(special_tokens),
             unk_id=0,
             bos_id=1,
             eos_id=-1,
@@ -201,7 +219,9 @@ def train_sentencepiece(
     return model.getvalue()
 
 
-def train_bpe(texts: Iterable[str], vocab_size: int, train_bytes: int) -> bytes:
+def train_bpe(
+    texts: Iterable[str], vocab_size: int, train_bytes: int, *, special_tokens: Sequence[str] = ()
+) -> bytes:
     """Trains byte-level BPE on the first `train_bytes` bytes; returns a tokenizer.json.
 
     Words are cut as in GPT-4's tokenizer. Raises UserError if the text cannot fill the vocabulary.
@@ -213,7 +233,7 @@ def train_bpe(texts: Iterable[str], vocab_size: int, train_bytes: int) -> bytes:
     inner.decoder = tokenizers.decoders.ByteLevel()
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[BOS_NAMES[0]],
+        special_tokens=[BOS_NAMES[0], *special_tokens],
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
@@ -263,7 +283,10 @@ def sentencepiece_tokenizer(model: bytes, path: str = "the model") -> Tokenizer:
     by_word = _separable(pieces, encode, prefix)
     encode_batch = _by_word(encode) if by_word else _as_arrays(encode)
     bos_id = processor.bos_id()
-    return Tokenizer("sentencepiece", model, pieces, bos_id, encode_batch, prefix.encode(), by_word)
+    specials = {processor.id_to_piece(i): i for i in range(size) if processor.is_control(i)}
+    return Tokenizer(
+        "sentencepiece", model, pieces, bos_id, encode_batch, prefix.encode(), by_word, specials
+    )
 
 
 def huggingface_tokenizer(model: bytes, path: str = "tokenizer.json") -> Tokenizer:
@@ -306,8 +329,16 @@ def huggingface_tokenizer(model: bytes, path: str = "tokenizer.json") -> Tokeniz
     strips = any(token.lstrip or token.rstrip for token in added.values() if not token.special)
     by_word = not strips and _separable(pieces, encode, prefix.decode())
     encode_batch = _by_word(encode) if by_word else _as_arrays(encode)
+    specials = {token.content: index for index, token in added.items() if token.special}
     return Tokenizer(
-        "huggingface", model, tuple(pieces), vocabulary[bos], encode_batch, prefix, by_word
+        "huggingface",
+        model,
+        tuple(pieces),
+        vocabulary[bos],
+        encode_batch,
+        prefix,
+        by_word,
+        specials,
     )
 
 

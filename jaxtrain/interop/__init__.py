@@ -1,6 +1,6 @@
 """Hugging Face checkpoints in and out; `python -m jaxtrain.interop` is the command."""
 
-from jaxtrain.interop.companions import Prompting, chat_template, prompting
+from jaxtrain.interop.companions import Prompting, chat_template, prompting, special_tokens
 from jaxtrain.interop.configs import fitting_family, model_fields, to_config
 from jaxtrain.interop.export import export_weights
 from jaxtrain.interop.families import FAMILIES, Family
@@ -12,10 +12,12 @@ from jaxtrain.interop.load import (
     open_checkpoint,
     stored_form,
 )
+from jaxtrain.interop.peft import read_adapter, write_adapter
 from jaxtrain.interop.start import carry_on, load_start, take_over
 
 __all__ = [
     "FAMILIES", "Family", "Prompting", "Source", "carry_on", "chat_template", "export_weights",
     "find_folder", "fitting_family", "is_checkpoint", "load", "load_start", "model_fields",
-    "open_checkpoint", "prompting", "stored_form", "take_over", "to_config",
+    "open_checkpoint", "prompting", "read_adapter", "special_tokens", "stored_form", "take_over",
+    "to_config", "write_adapter",
 ]  # fmt: skip

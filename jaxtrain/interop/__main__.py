@@ -11,8 +11,16 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.config import Config, to_yaml, validate
+from jaxtrain.data import make_chat, template_of
 from jaxtrain.data.tokenizer import FILES
-from jaxtrain.interop.companions import FOLDER, carry, read_json, tokenizer_files, tokenizer_of
+from jaxtrain.interop.companions import (
+    FOLDER,
+    carry,
+    chat_files,
+    read_json,
+    tokenizer_files,
+    tokenizer_of,
+)
 from jaxtrain.interop.configs import fitting_family, text_part
 from jaxtrain.interop.export import export_weights
 from jaxtrain.interop.families import FAMILIES
@@ -79,6 +87,8 @@ def export_run(
     kind = dtype or came.get("dtype") or came.get("torch_dtype") or "float32"
     out.mkdir(parents=True, exist_ok=True)
     tokenizer_files(saved.tokenizer, model_dir, out)
+    if talk := template_of(saved.config.data):
+        chat_files(*talk, make_chat(*talk, saved.tokenizer).end, out)
     export_weights(
         out, row, config | kept, saved.specs, saved.params, NUMPY[kind],
         saved.config.model.head_dim, shard_bytes,

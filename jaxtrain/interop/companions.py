@@ -3,7 +3,7 @@
 import json
 import shutil
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import tokenizers
 
@@ -76,8 +76,7 @@ def prompting(model_dir: Path, tokenizer: Tokenizer) -> Prompting:
     if not folder.is_dir():
         return Prompting(bos, tuple(stops))
     for name in ("config.json", "generation_config.json"):
-        ids = read_json(folder / name).get("eos_token_id")
-        stops |= {int(i) for i in (ids if isinstance(ids, list) else [ids]) if i is not None}
+        stops |= set(_listed(read_json(folder / name).get("eos_token_id")))
     if tokenizer.name == "huggingface":
         inner = tokenizers.Tokenizer.from_str(tokenizer.model.decode())
         bos = inner.encode("a").ids[:1] == [tokenizer.bos_id]
@@ -85,8 +84,12 @@ def prompting(model_dir: Path, tokenizer: Tokenizer) -> Prompting:
 
 
 def chat_template(model_dir: Path) -> str | None:
-    """The Jinja template of conversations that came along, of three places that it may have."""
-    folder = model_dir / FOLDER
+    """The Jinja template of conversations that came along with a model."""
+    return template_in(model_dir / FOLDER)
+
+
+def template_in(folder: Path) -> str | None:
+    """The Jinja template of a checkpoint, of three places that it may have."""
     if (folder / "chat_template.jinja").is_file():
         return (folder / "chat_template.jinja").read_text()
     for name in ("chat_template.json", "tokenizer_config.json"):
@@ -97,6 +100,29 @@ def chat_template(model_dir: Path) -> str | None:
         if template:
             return template
     return None
+
+
+def special_tokens(folder: Path) -> dict[str, str]:
+    """The tokens that a checkpoint's template may name: bos_token, eos_token, ..."""
+    found = {}
+    for name in ("special_tokens_map.json", "tokenizer_config.json"):
+        for key, token in read_json(folder / name).items():
+            text = token.get("content") if isinstance(token, dict) else token
+            if key.endswith("_token") and isinstance(text, str):
+                found[key] = text
+    return found
+
+
+def chat_files(template: str, special: dict[str, str], end: int, out: Path) -> None:
+    """Write into an exported checkpoint the template that it was trained with, and the token that
+    ends an answer."""
+    (out / "chat_template.jinja").write_text(template, encoding="utf-8")
+    settings = read_json(out / "tokenizer_config.json")
+    settings.pop("chat_template", None)
+    write_json(out / "tokenizer_config.json", settings | special)
+    generation = read_json(out / "generation_config.json")
+    ends = {end, *_listed(generation.get("eos_token_id"))}
+    write_json(out / "generation_config.json", generation | {"eos_token_id": sorted(ends)})
 
 
 def tokenizer_files(tokenizer: Tokenizer, model_dir: Path, out: Path) -> None:
@@ -115,6 +141,11 @@ def tokenizer_files(tokenizer: Tokenizer, model_dir: Path, out: Path) -> None:
     if not (out / "generation_config.json").is_file():
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.bos_id}
         write_json(out / "generation_config.json", ids)
+
+
+def _listed(ids: Any) -> list[int]:
+    """Token ids that are given as one, several or none."""
+    return [int(i) for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
 
 
 def write_json(path: Path, value: Json) -> None:

@@ -8,7 +8,7 @@ import functools
 import json
 import re
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -181,10 +181,17 @@ def layers_of(source: Source, place: Place, spec: ParamSpec) -> Iterator[np.ndar
             yield waiting.popleft().result()
 
 
-def load(source: Source, specs: Any, shardings: Any = None, dtype: Any = None) -> Any:
+def load(
+    source: Source,
+    specs: Any,
+    shardings: Any = None,
+    dtype: Any = None,
+    store: Callable[[str, Any], Any] = lambda name, x: x,
+) -> Any:
     """The parameters on their devices, in the declared dtypes (or `dtype`, of all but gains).
 
-    shardings: a tree as `specs`; None: the first device. Raises UserError naming the tensor that
+    shardings: a tree as `specs`; None: the first device. store(name, array) may give each another
+    form as soon as it is there. Raises UserError naming the tensor that
     is missing, too much, of another shape, quantised or not finite.
     """
     flat = flatten(specs)
@@ -192,15 +199,16 @@ def load(source: Source, specs: Any, shardings: Any = None, dtype: Any = None) -
     where = places(source.family, flat)
     one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
-    def value(path: tuple[Any, ...], spec: ParamSpec, sharding: Any = one_device) -> jax.Array:
+    def value(path: tuple[Any, ...], spec: ParamSpec, sharding: Any = one_device) -> Any:
         kind = spec.dtype if dtype is None or spec.role in ("gain", "scalar") else dtype
         layers = layers_of(source, where[path_name(path)], spec)
         if not is_stacked(spec):
-            return owned(np.asarray(next(layers)).astype(kind, copy=False), sharding)
+            one = owned(np.asarray(next(layers)).astype(kind, copy=False), sharding)
+            return store(path_name(path), one)
         stack = jnp.zeros(spec.shape, kind, device=sharding)
         for i, layer in enumerate(layers):
             stack = put_layer(stack, jax.device_put(layer, of_one_layer(sharding)), np.int32(i))
-        return stack
+        return store(path_name(path), stack)
 
     trees = (specs,) if shardings is None else (specs, shardings)
     return jax.tree_util.tree_map_with_path(value, *trees)

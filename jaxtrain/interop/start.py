@@ -1,5 +1,6 @@
 """Starting a run from another model: one of our runs or model folders, or a checkpoint."""
 
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -7,8 +8,9 @@ import jax
 import numpy as np
 import yaml
 
+from jaxtrain.data import DEFAULT, chat_sources
 from jaxtrain.data.tokenizer import FILES
-from jaxtrain.interop.companions import FOLDER, carry
+from jaxtrain.interop.companions import FOLDER, carry, special_tokens, template_in
 from jaxtrain.interop.configs import Json
 from jaxtrain.interop.load import (
     find_folder,
@@ -49,19 +51,42 @@ def sections_of(path: str) -> dict[str, Json]:
     return {"model": model, "data": {"tokenizer": tokenizer}}
 
 
+def chat_of(path: str) -> tuple[str | None, dict[str, str]]:
+    """The chat template of that model, if it has one, and the tokens that templates name."""
+    folder = model_folder(path)
+    if not is_checkpoint(folder):
+        tree = yaml.safe_load((folder / "config.yaml").read_text())
+        for source in chat_sources(tree["data"]["train"]):
+            return source["template"] or DEFAULT, source["special"]
+        folder = folder / FOLDER
+    return template_in(folder), special_tokens(folder)
+
+
 def take_over(tree: Json, path: str) -> None:
-    """Fill a plain configuration in with those sections; what it says itself wins."""
+    """Fill a plain configuration in with those sections; what it says itself wins.
+
+    Sources of conversations take over the chat template and the special tokens.
+    """
     sections = sections_of(path)
     tree["model"] = sections["model"] | (tree.get("model") or {})
     data = tree.setdefault("data", {})
     data.setdefault("tokenizer", sections["data"]["tokenizer"])
+    for source in chat_sources(data):
+        template, special = chat_of(path)
+        source["template"] = source.get("template") or template
+        source["special"] = special | (source.get("special") or {})
 
 
-def load_start(path: str, specs: Any, shardings: Any) -> Any:
-    """The parameters to start from, on the mesh, in the declared dtypes."""
+def load_start(
+    path: str, specs: Any, shardings: Any, store: Callable[[str, Any], Any] = lambda name, x: x
+) -> Any:
+    """The parameters to start from, on the mesh, in the declared dtypes.
+
+    store(name, array) may give each another form as soon as it is there.
+    """
     folder = model_folder(path)
     if is_checkpoint(folder):
-        return load(open_checkpoint(folder), specs, shardings)
+        return load(open_checkpoint(folder), specs, shardings, store=store)
     stored = read_header(folder / WEIGHTS)
     for name, spec in flatten(specs).items():
         if name not in stored or stored[name].shape != spec.shape:
@@ -71,9 +96,9 @@ def load_start(path: str, specs: Any, shardings: Any) -> Any:
                 f"{got}; leave the model section and the tokenizer to that model"
             )
 
-    def value(at: tuple[Any, ...], spec: ParamSpec, sharding: Any) -> jax.Array:
+    def value(at: tuple[Any, ...], spec: ParamSpec, sharding: Any) -> Any:
         x = read(path_name(at), stored[path_name(at)])
-        return owned(np.asarray(x).astype(spec.dtype, copy=False), sharding)
+        return store(path_name(at), owned(np.asarray(x).astype(spec.dtype, copy=False), sharding))
 
     return jax.tree_util.tree_map_with_path(value, specs, shardings)
 

@@ -5,9 +5,7 @@ import tokenizers
 from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
 
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.tokenizer import SPACE, byte_alphabet
-
-BYTES_BOS = "<|bos|>"
+from jaxtrain.data.tokenizer import BYTES_BOS, SPACE, byte_alphabet
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> str:

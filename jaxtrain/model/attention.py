@@ -1,7 +1,7 @@
 """Attention: project, rotate, normalise, attend, project back; with a cache when decoding."""
 
-import functools
 import math
+from collections.abc import Callable
 from typing import NamedTuple
 
 import jax
@@ -11,7 +11,6 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxtrain import parallel
-from jaxtrain.model.branches import Branches, branched_attention
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.fp8 import dense
 from jaxtrain.model.init import SCHEMES, constant, uniform
@@ -25,6 +24,7 @@ GATE_CHANNELS = 12
 
 
 Kept = Array | kernels.Quantized
+Attend = Callable[..., Array]  # `parallel.attention` or another with its arguments
 
 
 class LayerCache(NamedTuple):
@@ -103,7 +103,7 @@ class Attention(nnx.Module):
         value_BTC: Float[Array, "B T C"] | None,
         segments_BT: Int[Array, "B T"] | None,
         cache: LayerCache | None,
-        branches: Branches | None = None,
+        attend: Attend = parallel.attention,
         rope_by: str | None = None,
     ) -> tuple[Float[Array, "B T D"], tuple[Kept, Kept]]:
         """Returns the output and the keys and values: of these tokens, or the updated cache."""
@@ -126,10 +126,7 @@ class Attention(nnx.Module):
         scale = (c.qk_scale**2 if c.qk_norm else 1.0) / math.sqrt(c.head_dim)
         scale = c.score_scale or scale
         if cache is None:
-            q_BTNH = constrain(q_BTNH, "batch", None, "heads", None)
-            attend = parallel.attention
-            if branches is not None:
-                attend = functools.partial(branched_attention, branches=branches)
+            q_BTNH = constrain(q_BTNH, "batch", "tokens", "heads", None)
             y_BTNH = attend(
                 q_BTNH, k_BTKH, v_BTKH, window=spec.window, segments_BT=segments_BT,
                 softcap=c.attention_softcap, scale=scale, implementation=c.attention,

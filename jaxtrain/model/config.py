@@ -9,6 +9,48 @@ from jaxtrain.model.rope import RopeScaling
 from jaxtrain.model.rows import PLAIN, Rows
 from jaxtrain.settings import Settings, UserError
 
+Remat = Literal["none", "attention", "ffn", "dots", "block", "offload"]
+
+
+class Experts(Settings):
+    """A mixture of experts in the place of the feed-forward network: no token is dropped.
+
+    Each token goes to `top_k` experts of `experts`; the router computes in float32.
+    """
+
+    experts: int = Field(8, ge=2, description="experts E of a layer")
+    top_k: int = Field(2, ge=1, description="experts that a token goes to")
+    hidden: int | None = Field(
+        None, ge=1, description="width F of one expert; default model.hidden / top_k"
+    )
+    shared: int = Field(0, ge=0, description="experts of that width that every token goes to")
+    every: int = Field(
+        1, ge=1, description="each so many layers one has experts, the last included"
+    )
+    scores: Literal["sigmoid", "softmax"] = Field(
+        "sigmoid", description="of the router's logits; the chosen ones are scaled to sum to 1"
+    )
+    balance_bias: bool = Field(
+        True,
+        description="choose by scores plus a bias that falls where an expert has more than its "
+        "share (DeepSeek's loss-free balancing; its rate is that of group router_bias)",
+    )
+    aux_loss: float = Field(
+        1e-4, ge=0, description="weight of each row's balance loss, E sum f p (1 if even)"
+    )
+    z_loss: float = Field(1e-5, ge=0, description="weight of log(Z)^2 of the router's logits")
+    exchange: Literal["ragged", "padded"] | None = Field(
+        None,
+        description="all-to-all over mesh.expert: of the tokens, or of buffers that hold all; "
+        "default ragged on a GPU, which alone can",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "Experts":
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k {self.top_k} is more than the {self.experts} experts")
+        return self
+
 
 class ModelConfig(Settings):
     """One Transformer for all families; every feature is a switch.
@@ -31,6 +73,7 @@ class ModelConfig(Settings):
         "relu2", description="feed-forward kind; the last two are gated"
     )
     hidden: int | None = Field(None, ge=1, description="feed-forward width F; default 4 x width")
+    moe: Experts | None = Field(None, description="a mixture of experts; default none")
     vocab_multiple: int = Field(
         64, ge=1, description="embedding and head rows are padded up to a multiple of this"
     )
@@ -102,6 +145,12 @@ class ModelConfig(Settings):
     base_width: int = Field(
         256, ge=1, description="width whose learning rates `init: mup` transfers to this one"
     )
+    adapter: int | None = Field(
+        None,
+        ge=1,
+        description="channels of adapters behind attention and feed-forward; "
+        "finetune.name=adapter sets it",
+    )
     block_norm: bool = Field(True, description="RMS-normalise what each branch reads")
     embedding_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="storage of the token and value embeddings"
@@ -124,8 +173,18 @@ class ModelConfig(Settings):
         None,
         description="training's matmuls in float8: of the blocks' matrices, or of the head as well",
     )
-    remat: Literal["none", "block"] = Field(
-        "none", description="recompute each block in the backward pass to save memory"
+    remat: Remat = Field(
+        "none",
+        description="what the backward pass computes again to save memory: attention, ffn (that "
+        "half of each layer), dots (all but matmuls' results), block (all but layers' inputs), "
+        "offload (as block, and the inputs wait in the host's memory; a GPU with scan_layers)",
+    )
+    remat_short: Remat | None = Field(None, description="the same in S layers; default remat")
+    ffn_tiles: int = Field(
+        1,
+        ge=1,
+        description="the feed-forward network takes a row in so many parts, each computed again "
+        "in the backward pass: for rows whose hidden layer would not fit",
     )
 
     @model_validator(mode="after")
@@ -148,6 +207,10 @@ class ModelConfig(Settings):
             raise ValueError(f"rows.relu2 needs ffn: relu2, not {self.ffn}")
         if self.rows.ffn and (self.ffn != "relu2" or self.ffn_bias or self.rows.relu2):
             raise ValueError("rows.ffn needs ffn: relu2, ffn_bias: false and no rows.relu2")
+        if self.moe and self.ffn_bias:
+            raise ValueError("moe needs ffn_bias: false: experts have no shifts")
+        if self.moe and self.moe.every > self.depth:
+            raise ValueError(f"moe.every {self.moe.every} is more than the {self.depth} layers")
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even (rotary pairs)")
         if self.attention not in (None, *BACKENDS):
@@ -181,11 +244,15 @@ def resolve_model(c: ModelConfig, sequence_length: int) -> ResolvedModel:
         )
     width = c.width or round_up(64 * c.depth, c.head_dim)
     heads = c.heads or width // c.head_dim
+    hidden, moe = c.hidden or 4 * width, c.moe
+    if moe is not None:
+        moe = moe.model_copy(update={"hidden": moe.hidden or max(1, hidden // moe.top_k)})
     derived = {
         "width": width,
         "heads": heads,
         "kv_heads": c.kv_heads or heads,
-        "hidden": c.hidden or 4 * width,
+        "hidden": hidden,
+        "moe": moe,
         "short_window": c.short_window or round_up(-(-sequence_length // 4), 128),
         "context": c.context or sequence_length,
     }

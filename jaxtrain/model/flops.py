@@ -15,11 +15,18 @@ def flops_per_token(c: ResolvedModel, specs: dict[str, Any], sequence_length: in
     Attention counts 12 x N x H x min(window, T) a layer, without halving for causality, so that
     MFU compares with nanochat's figures.
     """
-    matmul = count(specs, "matrix") + count(specs, "head")
-    if c.tied_head:
-        matmul += specs["embed"].size
     keys = sum(min(s.window or sequence_length, sequence_length) for s in make_plan(c))
-    return 6.0 * matmul + 12.0 * c.heads * c.head_dim * keys
+    return 6.0 * active(c, specs) + 12.0 * c.heads * c.head_dim * keys
+
+
+def active(c: ResolvedModel, specs: dict[str, Any]) -> float:
+    """Weights of matrices and head that a token meets: of the experts, `top_k`."""
+    weights: float = count(specs, "matrix") + count(specs, "head")
+    if c.tied_head:
+        weights += specs["embed"].size
+    if c.moe is not None:
+        weights -= sizes(specs)["experts"] * (1 - c.moe.top_k / c.moe.experts)
+    return float(weights)
 
 
 def sizes(specs: dict[str, Any]) -> dict[str, int]:

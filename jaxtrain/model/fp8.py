@@ -11,6 +11,8 @@ import jaxtrain_kernels as kernels
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxtrain.model.adapted import Adapted, adapted_dense
+from jaxtrain.model.packed import product
 from jaxtrain.model.params import ParamSpec
 from jaxtrain.settings import UserError
 
@@ -27,10 +29,12 @@ class Fp8Weight(NamedTuple):
 
 
 def dense(x: Float[Array, "*B K"], weight: nnx.Param) -> Float[Array, "*B N"]:
-    """x w, in float8 where the step has given w so."""
+    """x w; in float8, unpacked, or with a change beside it where the step has given w so."""
     w = weight.get_value()
+    if isinstance(w, Adapted):
+        return adapted_dense(x, w)
     if not isinstance(w, Fp8Weight):
-        return x @ w
+        return product(x, w)
     y_MN = kernels.fp8_matmul(x.reshape(-1, x.shape[-1]), w.w_KN, w_fp8=w.fp8)
     return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
 
@@ -39,7 +43,7 @@ def in_fp8(spec: ParamSpec) -> bool:
     """Whether float8 pays for this parameter: the large matrices of the blocks."""
     sides = spec.shape[-2:]
     large = min(sides, default=0) >= SMALLEST and not any(side % MULTIPLE for side in sides)
-    return spec.role == "matrix" and large
+    return spec.role == spec.group == "matrix" and large  # not routers, not experts
 
 
 def fp8_weights(params: Any, specs: Any) -> Any:

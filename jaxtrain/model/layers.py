@@ -9,7 +9,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.fp8 import dense
-from jaxtrain.model.init import SCHEMES, constant
+from jaxtrain.model.init import SCHEMES, constant, normal
 from jaxtrain.model.params import declare
 from jaxtrain.model.rope import RopeScaling, frequencies
 from jaxtrain.model.rows import relu2
@@ -122,6 +122,20 @@ ACTIVATIONS = {
 GATED = ("swiglu", "geglu")
 
 
+class Adapter(nnx.Module):
+    """A bottleneck y + up gelu(down y) behind a branch (Houlsby et al. 2019); `up` starts at 0."""
+
+    def __init__(self, c: ResolvedModel, layers: int):
+        L, D, A = layers, c.width, c.adapter or 1
+        matrix = lambda shape, axes, init: declare(shape, axes, init, "matrix", group="adapter")
+        self.down = matrix((L, D, A), ("layers", "embed", None), normal(D**-0.5))
+        self.up = matrix((L, A, D), ("layers", None, "embed"), constant(0.0))
+
+    def __call__(self, y_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        h_BTA = jax.nn.gelu(dense(y_BTD, self.down), approximate=True)
+        return y_BTD + dense(h_BTA, self.up)
+
+
 class FeedForward(nnx.Module):
     """Position-wise network; the gated kinds multiply a second projection in (Shazeer 2020)."""
 
@@ -145,10 +159,11 @@ class FeedForward(nnx.Module):
         if self.kind == "relu2" and plain and self.up_bias is None and relu2_by is None:
             return shifted(feed_forward_relu2(x_BTD, w_up, w_down, by), self.down_bias)
         act = ACTIVATIONS[self.kind]
-        up_BTF = constrain(dense(x_BTD, self.up), "batch", None, "hidden")
+        up_BTF = constrain(dense(x_BTD, self.up), "batch", "tokens", "hidden")
         up_BTF = shifted(up_BTF, self.up_bias)
         if self.kind in GATED:
-            h_BTF = act(shifted(dense(x_BTD, self.gate), self.gate_bias)) * up_BTF
+            gate_BTF = constrain(dense(x_BTD, self.gate), "batch", "tokens", "hidden")
+            h_BTF = act(shifted(gate_BTF, self.gate_bias)) * up_BTF
         else:
             h_BTF = act(up_BTF) if relu2_by is None else relu2(up_BTF, relu2_by)
         return shifted(dense(h_BTF, self.down), self.down_bias)

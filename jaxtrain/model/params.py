@@ -111,7 +111,6 @@ def count(specs: dict[str, Any], role: Role | None = None) -> int:
 
 
 def cast(params: Params, specs: dict[str, Any], dtype: jnp.dtype) -> Params:
-    """The copy that a step computes with. Gains and scalars stay float32."""
-    return jax.tree.map(
-        lambda p, s: p if s.role in ("gain", "scalar") else p.astype(dtype), params, specs
-    )
+    """The copy that a step computes with. Gains, scalars and routers stay float32."""
+    keep = lambda s: s.role in ("gain", "scalar") or s.group == "router"
+    return jax.tree.map(lambda p, s: p if keep(s) else p.astype(dtype), params, specs)

@@ -1,6 +1,7 @@
 """What differs from layer to layer is data, decided here before anything is traced."""
 
 from dataclasses import dataclass
+from typing import Literal
 
 from jaxtrain.model.config import ResolvedModel
 
@@ -9,12 +10,22 @@ from jaxtrain.model.config import ResolvedModel
 class LayerSpec:
     """One layer. `window`: keys left of the query that stay visible (None: all).
 
-    `short_rope`: the rotary frequencies are those of `rope_base_short`.
+    `short_rope`: the rotary frequencies are those of `rope_base_short`. `ffn`: the module that is
+    its feed-forward network: the block's own, or with `model.moe` one that only some layers have.
+    `remat`: a key of POLICIES.
     """
 
     window: int | None
     value_embed: bool
     short_rope: bool = False
+    ffn: Literal["own", "dense", "experts"] = "own"
+    remat: str = "none"
+
+    @property
+    def parts(self) -> tuple[str, ...]:
+        """The modules of the Transformer that this layer has and others may not."""
+        value = ("value_embed",) if self.value_embed else ()
+        return value if self.ffn == "own" else (*value, self.ffn)
 
 
 Plan = tuple[LayerSpec, ...]
@@ -29,10 +40,19 @@ def make_plan(c: ResolvedModel) -> Plan:
         return LayerSpec(
             window=c.short_window if short else None,
             value_embed=c.value_embeddings and (c.depth - 1 - i) % 2 == 0,
+            ffn=ffn_of(c, i),
             short_rope=short and c.rope_base_short is not None,
+            remat=(c.remat_short if short else None) or c.remat,
         )
 
     return tuple(layer(i) for i in range(c.depth))
+
+
+def ffn_of(c: ResolvedModel, i: int) -> Literal["own", "dense", "experts"]:
+    """Which feed-forward network layer i has."""
+    if c.moe is None:
+        return "own"
+    return "dense" if (c.depth - 1 - i) % c.moe.every else "experts"
 
 
 def segments(plan: Plan) -> list[tuple[Plan, int]]:

@@ -39,11 +39,13 @@ class Stream(NamedTuple):
 
     branch: what the last layer still has to add; the next one's first pass does. x0: the embedding
     as the last layer handed it on, so that its gradient is summed in the layers' own passes.
+    balance_B: losses of each row besides the prediction's, summed over the layers so far.
     """
 
     x_BTD: Array
     branch_BTD: Array | None = None
     x0_BTD: Array | None = None
+    balance_B: Array | None = None
 
     def total(self) -> Array:
         return self.x_BTD if self.branch_BTD is None else self.x_BTD + self.branch_BTD
@@ -56,7 +58,7 @@ def enter(
 
     scales: of the stream and of x0, if there are any. Without a backend there is no norm yet.
     """
-    x_BTD, branch_BTD, own_BTD = stream
+    x_BTD, branch_BTD, own_BTD, _ = stream
     x0_BTD = x0_BTD if own_BTD is None else own_BTD
     if norm is None:
         if scales is not None:
@@ -78,11 +80,13 @@ def join(
     return parallel.by_rows(run, x_BTD, y_BTD)
 
 
-def leave(x_BTD: Array, y_BTD: Array, x0_BTD: Array | None) -> Stream:
+def leave(
+    x_BTD: Array, y_BTD: Array, x0_BTD: Array | None, balance_B: Array | None = None
+) -> Stream:
     """After a layer's last branch; with x0 the addition is left to the next layer."""
     if x0_BTD is None:
-        return Stream(constrain(x_BTD + y_BTD, "batch", None, None))
-    return Stream(x_BTD, constrain(y_BTD, "batch", None, None), x0_BTD)
+        return Stream(constrain(x_BTD + y_BTD, "batch", "sequence", None), balance_B=balance_B)
+    return Stream(x_BTD, constrain(y_BTD, "batch", "sequence", None), x0_BTD, balance_B)
 
 
 def rope_norm(
@@ -90,13 +94,11 @@ def rope_norm(
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
     """Queries and keys rotated and normed; rope: a `Rotary`."""
     cos_BTH, sin_BTH = (jax.lax.squeeze(x, [2]) for x in rope)
-    if len(cos_BTH) == 1:  # the same in every row of the batch, so on every device
-        run = lambda q, k: kernels.rope_norm(q, k, cos_BTH, sin_BTH, eps=eps, implementation=by)
-        return parallel.by_rows(run, q_BTNH, k_BTKH)
     run = lambda *arrays: kernels.rope_norm(*arrays, eps=eps, implementation=by)
-    return parallel.by_rows(run, q_BTNH, k_BTKH, cos_BTH, sin_BTH)
+    return parallel.by_rows(run, q_BTNH, k_BTKH, cos_BTH, sin_BTH, tokens="tokens")
 
 
 def relu2(x_BTF: Float[Array, "B T F"], by: str) -> Float[Array, "B T F"]:
     """max(x, 0)^2."""
-    return parallel.by_rows(lambda x: kernels.relu2(x, implementation=by), x_BTF)
+    run = lambda x: kernels.relu2(x, implementation=by)
+    return parallel.by_rows(run, x_BTF, tokens="tokens")

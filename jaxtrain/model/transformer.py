@@ -5,6 +5,8 @@ scanned; the modules only declare them and compute. `hidden` returns the normed 
 head is applied by the loss (never the whole logits) or, for a few positions, by `logits`.
 """
 
+import functools
+from collections.abc import Iterable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -13,13 +15,16 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxtrain.model.attention import Attention, Kept, LayerCache, ValueEmbedding, kept_from
-from jaxtrain.model.branches import Branches, take_before
+from jaxtrain import parallel
+from jaxtrain.model import remat
+from jaxtrain.model.attention import Attend, Attention, Kept, LayerCache, ValueEmbedding, kept_from
+from jaxtrain.model.branches import Branches, branched_attention, take_before
 from jaxtrain.model.config import ResolvedModel, round_up
 from jaxtrain.model.init import SCHEMES, constant, uniform
-from jaxtrain.model.layers import FeedForward, Rotary, layer_norm, lookup, rms_norm, rotary
+from jaxtrain.model.layers import Adapter, FeedForward, Rotary, layer_norm, lookup, rms_norm, rotary
+from jaxtrain.model.moe import Mixture
 from jaxtrain.model.params import declare
-from jaxtrain.model.plan import LayerSpec, make_plan, segments
+from jaxtrain.model.plan import LayerSpec, Plan, make_plan, segments
 from jaxtrain.model.rows import PLAIN, Rows, Stream, enter, join, leave
 from jaxtrain.parallel import constrain
 
@@ -42,7 +47,7 @@ class LayerInputs(NamedTuple):
     rope: Rotary | None
     short_rope: Rotary | None
     segments_BT: Array | None
-    branches: Branches | None
+    attend: Attend
     rows: Rows
 
 
@@ -51,7 +56,9 @@ class Block(nnx.Module):
 
     def __init__(self, c: ResolvedModel, layers: int):
         self.attention = Attention(c, layers)
-        self.ffn = FeedForward(c, layers)
+        self.ffn = FeedForward(c, layers) if c.moe is None else None
+        self.attention_adapter = Adapter(c, layers) if c.adapter else None
+        self.ffn_adapter = Adapter(c, layers) if c.adapter else None
         self.config = c
         start = SCHEMES[c.init](c).branch_scale
         if start is None:
@@ -75,30 +82,42 @@ class Block(nnx.Module):
         value: tuple[ValueEmbedding, Array] | None,
         segments_BT: Int[Array, "B T"] | None,
         cache: LayerCache | None = None,
-        branches: Branches | None = None,
+        attend: Attend = parallel.attention,
         rows: Rows = PLAIN,
         h_BTD: Float[Array, "B T D"] | None = None,
-    ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"], tuple[Kept, Kept]]:
+        ffn: FeedForward | Mixture | None = None,
+    ) -> tuple[Array, Array, tuple[Kept, Kept], Array | None]:
         """The stream after attention, what the feed-forward adds to it, and keys and values.
 
-        h_BTD: the normed stream, where it is known.
+        h_BTD: the normed stream, where it is known. ffn: the network, where the block has none;
+        of a Mixture comes the balance loss of each row as well.
         """
         if h_BTD is None:
             h_BTD = self.read(x_BTD, self.attention_gain, self.attention_shift)
         value_BTC = None if value is None else value[0](h_BTD, value[1])
-        y_BTD, kept = self.attention(
-            h_BTD, spec, rope, value_BTC, segments_BT, cache, branches, rows.rope
+        see = lambda h_BTD: self.attention(
+            h_BTD, spec, rope, value_BTC, segments_BT, cache, attend, rows.rope
         )
+        y_BTD, kept = remat.half("attention", see, spec.remat)(h_BTD)
+        y_BTD = y_BTD if self.attention_adapter is None else self.attention_adapter(y_BTD)
         y_BTD = self.put(y_BTD, self.attention_post_gain, self.attention_post_shift)
         y_BTD = scaled(y_BTD, self.attention_scale)
         if rows.norm is None:
-            x_BTD = x_BTD + y_BTD
+            x_BTD = constrain(x_BTD + y_BTD, "batch", "sequence", None)
             h_BTD = self.read(x_BTD, self.ffn_gain, self.ffn_shift)
         else:
             x_BTD, h_BTD = join(x_BTD, y_BTD, self.config.norm_eps, rows.norm)
-        y_BTD = self.ffn(h_BTD, rows.relu2, rows.ffn)
+        network = ffn or self.ffn
+        assert network is not None
+        feed = remat.half("ffn", lambda h: network(h, rows.relu2, rows.ffn), spec.remat)
+        balance_B = None
+        if isinstance(network, Mixture):
+            y_BTD, balance_B = feed(h_BTD)
+        else:
+            y_BTD = remat.tiled(feed, h_BTD, self.config.ffn_tiles)
+        y_BTD = y_BTD if self.ffn_adapter is None else self.ffn_adapter(y_BTD)
         y_BTD = self.put(y_BTD, self.ffn_post_gain, self.ffn_post_shift)
-        return x_BTD, scaled(y_BTD, self.ffn_scale), kept
+        return x_BTD, scaled(y_BTD, self.ffn_scale), kept, balance_B
 
     def read(self, x_BTD: Float[Array, "B T D"], gain: Any, shift: Any) -> Float[Array, "B T D"]:
         """What a branch sees of the stream."""
@@ -148,6 +167,9 @@ class Transformer(nnx.Module):
         self.blocks = Block(c, L)
         valued = sum(spec.value_embed for spec in self.plan)
         self.value_embed = ValueEmbedding(c, vocab, valued) if valued else None
+        dense, mixed = (sum(s.ffn == kind for s in self.plan) for kind in ("dense", "experts"))
+        self.dense = FeedForward(c, dense) if dense else None
+        self.experts = Mixture(c, mixed) if mixed else None
         if c.residual_scales:
             ramp = np.arange(L) / max(L - 1, 1)
             stack = lambda start, fall, group: declare(
@@ -195,17 +217,38 @@ class Transformer(nnx.Module):
         segments_BT = segments_BT if self.config.document_mask else None
         return self.hidden_apart(tokens_BT, positions_BT, segments_BT)
 
+    def hidden_spread(
+        self,
+        tokens_BT: Int[Array, "B T"],
+        positions_BT: Int[Array, "b T"] | None = None,
+        segments_BT: Int[Array, "B T"] | None = None,
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B"] | None]:
+        """The same of a text spread over the mesh: the states are in the order of `spread`.
+
+        And each row's sum of the experts' balance losses (None without experts).
+        """
+        if positions_BT is None:
+            positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+        segments_BT = segments_BT if self.config.document_mask else None
+        inputs = parallel.spread((tokens_BT, positions_BT, segments_BT))
+        x_BTD, _ = self.embed_tokens(inputs[0], None, inputs[2], spread=True)
+        attend = functools.partial(parallel.attention, spread=True)
+        x_BTD, _, balance_B = self.run_layers(x_BTD, *inputs, attend=attend)
+        return x_BTD, balance_B
+
     def hidden_apart(
         self,
         tokens_BT: Int[Array, "B T"],
-        positions_BT: Int[Array, "B T"] | None,
+        positions_BT: Int[Array, "b T"] | None,
         segments_BT: Int[Array, "B T"] | None,
         branches: Branches | None = None,
     ) -> Float[Array, "B T D"]:
         """The same, with the segments kept apart whatever `document_mask` says."""
+        attend = parallel.attention
+        if branches is not None:
+            attend = functools.partial(branched_attention, branches=branches)
         x_BTD, _ = self.embed_tokens(tokens_BT, None, segments_BT, branches)
-        x_BTD, _ = self.run_layers(x_BTD, tokens_BT, positions_BT, segments_BT, branches=branches)
-        return x_BTD
+        return self.run_layers(x_BTD, tokens_BT, positions_BT, segments_BT, attend=attend)[0]
 
     def prefill(
         self,
@@ -220,7 +263,7 @@ class Transformer(nnx.Module):
         """
         rows, ends = jnp.arange(tokens_BT.shape[0]), lengths_B - 1
         x_BTD, plain_BTD = self.embed_tokens(tokens_BT, None)
-        x_BTD, kv = self.run_layers(x_BTD, tokens_BT, keep_kv=True)
+        x_BTD, kv, _ = self.run_layers(x_BTD, tokens_BT, keep_kv=True)
         keep = lambda x: kept_from(x, capacity, cache_dtype)
         layers = tuple((keep(k), keep(v)) for k, v in kv)
         return x_BTD[rows, ends], Cache(layers, lengths_B, plain_BTD[rows, ends])
@@ -230,7 +273,7 @@ class Transformer(nnx.Module):
         tokens_B1, lengths_B = tokens_B[:, None], cache.lengths_B + 1
         x_B1D, plain_B1D = self.embed_tokens(tokens_B1, cache.last_BD)
         longer = cache._replace(lengths_B=lengths_B)
-        x_B1D, kv = self.run_layers(x_B1D, tokens_B1, (lengths_B - 1)[:, None], cache=longer)
+        x_B1D, kv, _ = self.run_layers(x_B1D, tokens_B1, (lengths_B - 1)[:, None], cache=longer)
         return x_B1D[:, 0], Cache(tuple(kv), lengths_B, plain_B1D[:, 0])
 
     def embed_tokens(
@@ -239,13 +282,14 @@ class Transformer(nnx.Module):
         previous_BD: Float[Array, "B D"] | None,
         segments_BT: Int[Array, "B T"] | None = None,
         branches: Branches | None = None,
+        spread: bool = False,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
         """Embeddings with and without the smear; `previous_BD` stands before the first token.
 
         With segments, the first token of a document takes nothing from the document before.
         """
         c = self.config
-        plain_BTD = constrain(lookup(self.embed[...], tokens_BT), "batch", None, None)
+        plain_BTD = constrain(lookup(self.embed[...], tokens_BT), "batch", "tokens", None)
         if c.embed_scale != 1.0:
             plain_BTD = plain_BTD * c.embed_scale
         if c.embed_norm:
@@ -253,10 +297,9 @@ class Transformer(nnx.Module):
         if not c.smear:
             return plain_BTD, plain_BTD
         if previous_BD is None:
-            before_BTD = jnp.pad(plain_BTD[:, :-1], ((0, 0), (1, 0), (0, 0)))
+            before_BTD = parallel.previous(plain_BTD, spread)
             if segments_BT is not None:
-                before_BT = jnp.pad(segments_BT[:, :-1], ((0, 0), (1, 0)))
-                before_BTD *= (segments_BT == before_BT)[..., None]
+                before_BTD *= (segments_BT == parallel.previous(segments_BT, spread))[..., None]
             if branches is not None:
                 before_BTD = take_before(before_BTD, plain_BTD, branches)
         else:
@@ -270,44 +313,86 @@ class Transformer(nnx.Module):
         self,
         x_BTD: Float[Array, "B T D"],
         tokens_BT: Int[Array, "B T"],
-        positions_BT: Int[Array, "B T"] | None = None,
+        positions_BT: Int[Array, "b T"] | None = None,
         segments_BT: Int[Array, "B T"] | None = None,
         cache: Cache | None = None,
         keep_kv: bool = False,
-        branches: Branches | None = None,
-    ) -> tuple[Float[Array, "B T D"], list[tuple[Kept, Kept]]]:
+        attend: Attend = parallel.attention,
+    ) -> tuple[Float[Array, "B T D"], list[tuple[Kept, Kept]], Float[Array, "B"] | None]:
         """All layers and the last norm; also each layer's keys and values when unrolled.
+
+        And each row's sum of the experts' balance losses.
 
         Runs of equal periods are scanned if the configuration says so and no cache is wanted.
         """
-        c, middle = self.config, self.config.depth // 2
+        kept = cache is not None or keep_kv
+        rows = PLAIN if kept else self.config.rows  # prompts are of any length
+        x_BTD = self.with_positions(x_BTD, positions_BT)
+        inputs = self.layer_inputs(x_BTD, tokens_BT, positions_BT, segments_BT, attend, rows)
+        runs = segments(self.plan) if self.config.scan_layers and not kept else [(self.plan, 1)]
+        start = x_BTD, x_BTD
+        both, kv, balance_B = self.run_some(start, runs, *self.stacks(), inputs, cache)
+        return self.last_states(*both), kv, balance_B
+
+    def with_positions(self, x_BTD: Array, positions_BT: Array | None) -> Array:
+        """The embedding, with that of the positions where they are learned."""
+        if self.position_embed is None:
+            return x_BTD
+        if positions_BT is None:
+            positions_BT = jnp.arange(x_BTD.shape[1], dtype=jnp.int32)[None]
+        return x_BTD + lookup(self.position_embed[...], positions_BT)
+
+    def layer_inputs(
+        self,
+        x0_BTD: Array,
+        tokens_BT: Array,
+        positions_BT: Array | None,
+        segments_BT: Array | None,
+        attend: Attend,
+        rows: Rows,
+    ) -> LayerInputs:
+        c = self.config
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
         rope = short_rope = None
-        if self.position_embed is not None:
-            x_BTD = x_BTD + lookup(self.position_embed[...], positions_BT)
-        else:
+        if self.position_embed is None:
             rope = rotary(positions_BT, c.head_dim, c.rope_base, c.rope_scaling)
         if c.rope_base_short is not None:
             short_rope = rotary(positions_BT, c.head_dim, c.rope_base_short)
-        rows = PLAIN if cache is not None or keep_kv else c.rows  # prompts are of any length
-        inputs = LayerInputs(x_BTD, tokens_BT, rope, short_rope, segments_BT, branches, rows)
-        layers, values = self.stacks()
-        scanned = c.scan_layers and cache is None and not keep_kv
-        carry, kv, at, value_at = (Stream(x_BTD), x_BTD), [], 0, 0
-        for period, repeats in segments(self.plan) if scanned else [(self.plan, 1)]:
-            size, valued = len(period), sum(spec.value_embed for spec in period)
-            stack = take(layers, at, repeats, size), take(values, value_at, repeats, valued)
+        return LayerInputs(x0_BTD, tokens_BT, rope, short_rope, segments_BT, attend, rows)
 
-            def run_period(carry, stack, period=period):
+    def run_some(
+        self,
+        start: tuple[Array, Array],
+        runs: Sequence[tuple[Plan, int]],
+        layers: dict[str, Any],
+        parts: dict[str, Any],
+        inputs: LayerInputs,
+        cache: Cache | None = None,
+    ) -> tuple[tuple[Array, Array], list[tuple[Kept, Kept]], Array | None]:
+        """(stream, middle layer's output) after these layers, keys and values of the unrolled, and
+        the balance losses.
+
+        runs: the layers' plan in periods, one that repeats is scanned.
+        """
+        c, middle = self.config, self.config.depth // 2
+        balance_B = jnp.zeros(len(start[0]), jnp.float32) if c.moe else None
+        stream = Stream(start[0], balance_B=balance_B)
+        carry, kv, at, part_at = (stream, start[1]), [], 0, dict.fromkeys(parts, 0)
+        for period, repeats in runs:
+            size, sizes = len(period), part_sizes(period, parts)
+            some = {n: take(parts[n], part_at[n], repeats, sizes[n]) for n in parts}
+            stack = take(layers, at, repeats, size), some
+
+            def run_period(carry, stack, period=period, sizes=sizes):
                 x, middle_BTD = carry
                 layer_list = unstack(stack[0], len(period))
-                value_list = iter(unstack(stack[1], sum(spec.value_embed for spec in period)))
+                lists = {n: iter(unstack(stack[1][n], sizes[n])) for n in sizes}
                 kept = []
                 for spec, layer in zip(period, layer_list):
-                    value = next(value_list) if spec.value_embed else None
+                    own = {name: next(lists[name]) for name in spec.parts}
                     layer_cache = cache and LayerCache(*cache.kv[len(kept)], cache.lengths_B)
-                    x, pair = self.run_layer(x, spec, layer, value, inputs, layer_cache)
+                    x, pair = self.run_layer(x, spec, layer, own, inputs, layer_cache)
                     if c.backout:
                         middle_BTD = jnp.where(layer["index"] == middle, x.total(), middle_BTD)
                     kept.append(pair)
@@ -318,51 +403,96 @@ class Transformer(nnx.Module):
                 kv += kept
             else:
                 carry, _ = jax.lax.scan(lambda a, s: (run_period(a, s)[0], None), carry, stack)
-            at, value_at = at + size * repeats, value_at + valued * repeats
-        x_BTD, middle_BTD = carry[0].total(), carry[1]
-        if c.backout:
-            x_BTD = (x_BTD - self.backout_scale[...] * middle_BTD).astype(x_BTD.dtype)
-        return normed(c, x_BTD, self.final_gain, self.final_shift), kv
+            at += size * repeats
+            part_at = {name: begin + sizes[name] * repeats for name, begin in part_at.items()}
+        return (carry[0].total(), carry[1]), kv, carry[0].balance_B
 
-    def stacks(self) -> tuple[dict[str, Any], Any]:
-        """What each layer takes, stacked over layers; and over the layers with value embeddings."""
+    def last_states(self, x_BTD: Array, middle_BTD: Array) -> Array:
+        """What the head reads, of the last layer's output and the middle one's."""
+        if self.config.backout:
+            x_BTD = (x_BTD - self.backout_scale[...] * middle_BTD).astype(x_BTD.dtype)
+        return normed(self.config, x_BTD, self.final_gain, self.final_shift)
+
+    def hidden_staged(
+        self,
+        tokens_MBT: Int[Array, "M B T"],
+        positions_MBT: Int[Array, "M B T"] | None = None,
+        segments_MBT: Int[Array, "M B T"] | None = None,
+    ) -> Float[Array, "M B T D"]:
+        """`hidden_spread` of microbatches, the layers in stages over the mesh's pipeline."""
+        attend = functools.partial(parallel.attention, spread=True)
+        segments_MBT = segments_MBT if self.config.document_mask else None
+        if positions_MBT is None:
+            places = jnp.arange(tokens_MBT.shape[2], dtype=jnp.int32)
+            positions_MBT = jnp.broadcast_to(places, (len(tokens_MBT), 1, len(places)))
+        texts = tokens_MBT, positions_MBT, segments_MBT
+
+        def embed(texts):
+            tokens_BT, positions_BT, segments_BT = texts
+            x_BTD, _ = self.embed_tokens(tokens_BT, None, segments_BT, spread=True)
+            return self.with_positions(x_BTD, positions_BT)
+
+        def stage(stacks, states, one):
+            x0_BTD, tokens_BT, positions_BT, segments_BT = one
+            inputs = self.layer_inputs(
+                x0_BTD, tokens_BT, positions_BT, segments_BT, attend, self.config.rows
+            )
+            plan = self.plan[: len(self.plan) // parallel.pipeline_ways()]
+            runs = segments(plan) if self.config.scan_layers else [(plan, 1)]
+            layers, parts = stacks
+            return self.run_some(states, runs, layers, parts, inputs)[0]
+
+        texts = jax.vmap(parallel.spread)(texts)
+        micro = (jax.vmap(embed)(texts), *texts)
+        both = parallel.pipelined(stage, lambda one: (one[0], one[0]), self.stacks(), micro)
+        return self.last_states(*both)
+
+    def stacks(self) -> tuple[dict[str, Any], dict[str, Any]]:
+        """What each layer takes, stacked over layers; and the parts that only some layers have."""
         layers: dict[str, Any] = {"index": np.arange(self.config.depth)}
         layers["block"] = nnx.split(self.blocks)[1]
         if self.config.residual_scales:
             layers["residual_scale"] = self.residual_scale[...]
             layers["x0_scale"] = self.x0_scale[...]
-        values = {} if self.value_embed is None else nnx.split(self.value_embed)[1]
-        return layers, values
+        names = sorted({name for spec in self.plan for name in spec.parts})
+        return layers, {name: nnx.split(getattr(self, name))[1] for name in names}
 
     def run_layer(
         self,
         stream: Stream,
         spec: LayerSpec,
         layer: dict[str, Any],
-        value: Any,
+        parts: dict[str, Any],
         inputs: LayerInputs,
         cache: LayerCache | None,
     ) -> tuple[Stream, tuple[Kept, Kept]]:
         """One layer: scale the stream, add the embedding back in, run the block."""
         c, rows = self.config, inputs.rows
         # A layer that is scanned or recomputed keeps one array, not the stream and a branch.
-        whole = rows.norm is None or c.scan_layers or c.remat == "block"
+        whole = rows.norm is None or c.scan_layers or spec.remat in remat.POLICIES
 
-        def run(stream, layer, value):
+        def run(stream, layer, parts):
             scales = (layer["residual_scale"], layer["x0_scale"]) if c.residual_scales else None
             x_BTD, h_BTD, x0_BTD = enter(stream, inputs.x0_BTD, scales, c.norm_eps, rows.norm)
             block = nnx.merge(nnx.graphdef(self.blocks), layer["block"])
-            if value is not None:
-                value = nnx.merge(nnx.graphdef(self.value_embed), value), inputs.tokens_BT
+            own = {n: nnx.merge(nnx.graphdef(getattr(self, n)), p) for n, p in parts.items()}
+            value = (own["value_embed"], inputs.tokens_BT) if spec.value_embed else None
             rope = inputs.short_rope if spec.short_rope else inputs.rope
-            x_BTD, y_BTD, kept = block(
-                x_BTD, spec, rope, value, inputs.segments_BT, cache, inputs.branches, rows, h_BTD
-            )
-            return leave(x_BTD, y_BTD, None if whole else x0_BTD), kept
+            x_BTD, y_BTD, kept, more_B = block(
+                x_BTD, spec, rope, value, inputs.segments_BT, cache, inputs.attend, rows, h_BTD,
+                own.get(spec.ffn),
+            )  # fmt: skip
+            balance_B = stream.balance_B if more_B is None else stream.balance_B + more_B
+            return leave(x_BTD, y_BTD, None if whole else x0_BTD, balance_B), kept
 
-        if c.remat == "block":
-            run = jax.checkpoint(run)
-        return run(stream, layer, value)
+        if cache is None:
+            run = remat.layer(run, spec.remat)
+        return run(stream, layer, parts)
+
+
+def part_sizes(period: Plan, parts: Iterable[str]) -> dict[str, int]:
+    """How many layers of a period have each part."""
+    return {name: sum(name in spec.parts for spec in period) for name in parts}
 
 
 def take(stack: Any, start: int, repeats: int, size: int) -> Any:

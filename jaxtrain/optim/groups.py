@@ -63,6 +63,11 @@ class OptimizerConfig(Settings):
         default_factory=dict,
         description="factors on the weight decays of groups, as in {embedding: 0}",
     )
+    state_dtype: Literal["float32", "bfloat16"] = Field(
+        "float32",
+        description="storage of the states of matrices and embeddings (8-bit ones stay); bfloat16 "
+        "halves them, and rounds away what changes a second moment by less than 0.4% a step",
+    )
     batch_scaling: BatchScaling = Field(
         default_factory=lambda: BatchScaling.model_validate({}),
         description="how the rates follow the batch",
@@ -88,8 +93,9 @@ class Group(NamedTuple):
 class Optimizer(NamedTuple):
     """init(params) -> state; update(grads, state, params, step, knobs) -> updates, state.
 
-    `rate(step, knobs)` is the matrices' learning rate, for the record. `knobs` holds every number
-    of the run's optimizer (peaks and schedule); pass it to the compiled step as an argument.
+    `rate(step, knobs)` is the matrices' learning rate if there are any, for the record. `knobs`
+    holds every number of the run's optimizer (peaks and schedule); pass it to the compiled step as
+    an argument.
     `eval_params(params, state)` are the weights to validate, sample and keep.
     """
 
@@ -127,17 +133,45 @@ def per_matrix(tx: optax.GradientTransformation) -> optax.GradientTransformation
 
 
 def with_hyper(
-    label: str, make: Callable[[Hyper], optax.GradientTransformation], peaks: dict[str, float]
+    label: str,
+    make: Callable[[Hyper], optax.GradientTransformation],
+    peaks: dict[str, float],
+    state_dtype: str = "float32",
 ) -> optax.GradientTransformationExtraArgs:
-    """A transformation rebuilt at each update from the rates in force."""
+    """A transformation rebuilt at each update from the rates in force.
+
+    state_dtype: what float32 states of two dims and more are kept in between updates.
+    """
+    narrow = lambda x: x.astype(state_dtype) if x.ndim > 1 and x.dtype == jnp.float32 else x
+    widen = lambda x: x.astype(jnp.float32) if x.dtype == state_dtype else x
+
+    def init(params):
+        state = make(dict(peaks)).init(params)
+        return state if state_dtype == "float32" else jax.tree.map(narrow, state)
 
     def update(updates, state, params=None, **extra):
         now = optax.with_extra_args_support(make(extra["hyper"][label]))
-        updates, new = now.update(updates, state, params, specs=extra["specs"])
+        given = state if state_dtype == "float32" else jax.tree.map(widen, state)
+        updates, new = now.update(updates, given, params, specs=extra["specs"])
         # float32 rates would promote the states of bfloat16 parameters
         return updates, jax.tree.map(lambda n, o: n.astype(o.dtype), new, state)
 
-    return optax.GradientTransformationExtraArgs(make(dict(peaks)).init, update)
+    return optax.GradientTransformationExtraArgs(init, update)
+
+
+def make_balance(h: Hyper) -> optax.GradientTransformation:
+    """Lowers the bias of an expert whose load, its gradient, is above the mean of its layer."""
+    rise = lambda load: -h["learning_rate"] * jnp.sign(load - jnp.mean(load, -1, keepdims=True))
+    return optax.stateless(lambda loads, params: jax.tree.map(rise, loads))
+
+
+# Of a mixture of experts, in every optimizer: no loss's gradients, but loads (`model/moe.py`).
+LOADS = {
+    "router_bias": Group(make_balance, {"learning_rate": 1e-3, "weight_decay": 0.0}),
+    "router_load": Group(
+        lambda h: optax.set_to_zero(), {"learning_rate": 0.0, "weight_decay": 0.0}
+    ),
+}
 
 
 def label_of(path: tuple[Any, ...], spec: Any, table: dict[str, Group]) -> tuple[str, float]:
@@ -206,7 +240,7 @@ def build(
             f"optim.schedule.warmup_steps is {c.schedule.warmup_steps}, but the run has "
             f"{total_steps} steps: give at most that many"
         )
-    table = with_multipliers(c, table, specs, c.batch_scaling.factor(batch_tokens))
+    table = with_multipliers(c, table | LOADS, specs, c.batch_scaling.factor(batch_tokens))
     pairs = jax.tree_util.tree_map_with_path(lambda p, s: label_of(p, s, table), specs)
     is_pair = lambda x: isinstance(x, tuple)
     name = lambda pair: pair[0] if pair[1] == 1 else f"{pair[0]} x {pair[1]:g}"
@@ -214,7 +248,7 @@ def build(
     used = {name(pair): pair for pair in sorted(set(jax.tree.leaves(pairs, is_leaf=is_pair)))}
     tx = optax.partition(
         {
-            name: with_hyper(name, table[row].make, table[row].peaks)
+            name: with_hyper(name, table[row].make, table[row].peaks, c.state_dtype)
             for name, (row, _) in used.items()
         },
         labels,
@@ -237,8 +271,9 @@ def build(
         return tx.update(grads, state, params, hyper=hyper, specs=specs)
 
     def rate(step, knobs):
-        peak = knobs["groups"]["matrix"]["learning_rate"]
-        return peak * multiplier(c.schedule, knobs["schedule"], step)
+        groups = knobs["groups"]
+        shown = groups.get("matrix") or groups[min(groups)]  # a tuned part may have no matrix
+        return shown["learning_rate"] * multiplier(c.schedule, knobs["schedule"], step)
 
     def eval_params(params, state):
         for name, (row, _) in used.items():

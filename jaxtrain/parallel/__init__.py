@@ -1,6 +1,15 @@
 """Where arrays live: the device mesh, the logical-axis rules, and kernels wrapped for a mesh."""
 
-from jaxtrain.parallel.axes import RULES, constrain, partition_spec, shardings
+from jaxtrain.parallel.axes import (
+    BATCH,
+    RULES,
+    constrain,
+    constrain_tree,
+    partition_spec,
+    shardings,
+)
+from jaxtrain.parallel.context import check_pieces, previous, spread
+from jaxtrain.parallel.experts import feed_experts
 from jaxtrain.parallel.kernels import (
     attention,
     by_rows,
@@ -8,19 +17,32 @@ from jaxtrain.parallel.kernels import (
     linear_cross_entropy,
 )
 from jaxtrain.parallel.mesh import MeshConfig, make_mesh, place_batch
+from jaxtrain.parallel.pipeline import bubble, check_stages, pipeline_ways, pipelined
+from jaxtrain.parallel.processes import ProcessesConfig
 from jaxtrain.parallel.stacks import over_matrices
 
 __all__ = [
+    "BATCH",
     "RULES",
     "MeshConfig",
+    "ProcessesConfig",
     "attention",
+    "bubble",
     "by_rows",
+    "check_pieces",
+    "check_stages",
     "constrain",
+    "constrain_tree",
+    "feed_experts",
     "feed_forward_relu2",
     "linear_cross_entropy",
     "make_mesh",
     "over_matrices",
     "partition_spec",
+    "pipeline_ways",
+    "pipelined",
     "place_batch",
+    "previous",
     "shardings",
+    "spread",
 ]

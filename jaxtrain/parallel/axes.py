@@ -1,39 +1,55 @@
 """Logical axes to mesh axes: the model names its dims, this one table places them."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from math import prod
 from typing import Any
 
 import jax
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
 
-# Parameters follow `embed` (FSDP) and the tensor-parallel dims; activations follow `batch`.
+# The devices that hold different batch rows; those of `expert` hold different experts as well.
+BATCH = ("data", "fsdp", "expert")
+# Parameters follow `embed` (FSDP) and the tensor-parallel dims; activations follow `batch` and,
+# along the text, `tokens` or, where each token is worked on by itself (the stream), `sequence`.
 RULES: dict[str, str | tuple[str, ...] | None] = {
-    "batch": ("data", "fsdp"),
-    "layers": None,
+    "batch": BATCH,
+    "tokens": "context",
+    "sequence": ("context", "tensor"),
+    "layers": "pipeline",
+    "micro": "pipeline",
     "embed": "fsdp",
     "heads": "tensor",
     "kv_heads": "tensor",
     "hidden": "tensor",
     "vocab": "tensor",
+    "experts": "expert",
 }
+# What else than the weights' masters and the states is split over `fsdp` at each stage of ZeRO
+# (Rajbhandari et al. 2020); the rest is whole on each of its devices.
+ZERO: dict[int, tuple[str, ...]] = {1: (), 2: ("gradients",), 3: ("gradients", "parameters")}
 
 
 def partition_spec(
-    axes: Sequence[str | None], shape: Sequence[int], mesh: Mesh | jax.sharding.AbstractMesh
+    axes: Sequence[str | None],
+    shape: Sequence[int],
+    mesh: Mesh | AbstractMesh,
+    without: str | None = None,
 ) -> PartitionSpec:
     """The placement of an array whose dims carry these logical axes.
 
-    A dim that its mesh axes do not divide stays whole (a gate of 12 channels, say): that is
-    always correct and costs memory only.
+    A dim that its mesh axes do not divide is split by the first of them alone, or stays whole (a
+    gate of 12 channels, say): that is always correct and costs memory only. without: a mesh axis
+    that is not to split this array.
     """
     entries = []
     for axis, size in zip(axes, shape, strict=True):
         rule = RULES[axis] if axis else None
         names = (rule,) if isinstance(rule, str) else rule or ()
-        ways = 1
-        for name in names:
-            ways *= mesh.shape[name]
-        entries.append(rule if ways > 1 and size % ways == 0 else None)
+        names = tuple(name for name in names if name not in (*taken_axes(mesh), without))
+        ways = lambda names: prod(mesh.shape[name] for name in names)
+        while size % ways(names):
+            names = names[:-1]
+        entries.append(None if ways(names) == 1 else rule if isinstance(rule, str) else names)
     return PartitionSpec(*entries)
 
 
@@ -42,9 +58,40 @@ def shardings(specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda s: NamedSharding(mesh, partition_spec(s.axes, s.shape, mesh)), specs)
 
 
+def taken_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+    """The axes along which a surrounding shard_map has split everything already."""
+    return mesh.manual_axes if isinstance(mesh, AbstractMesh) else ()
+
+
+def in_force() -> AbstractMesh | None:
+    """The mesh of `jax.set_mesh`, if it has several devices along the axes that are not taken."""
+    mesh = jax.sharding.get_abstract_mesh()
+    free = [ways for name, ways in mesh.shape.items() if name not in taken_axes(mesh)]
+    return None if prod(free) == 1 else mesh
+
+
+def over_devices(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+    """`function` run by each device of the mesh in force on its own parts of the arrays."""
+    mesh = jax.sharding.get_abstract_mesh()
+    names = set(mesh.axis_names) - set(taken_axes(mesh))
+    return jax.shard_map(
+        function, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False
+    )
+
+
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Pin an activation's placement under the mesh in force (`jax.set_mesh`); free without one."""
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    mesh = in_force()
+    if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(axes, x.shape, mesh))
+
+
+def constrain_tree(kind: str, tree: Any, specs: Any, zero: int) -> Any:
+    """Pin parameters or gradients (`kind`) as this stage of ZeRO has them; free without a mesh."""
+    mesh = in_force()
+    if mesh is None:
+        return tree
+    without = None if kind in ZERO[zero] else "fsdp"
+    place = lambda s: partition_spec(s.axes, s.shape, mesh, without)
+    return jax.tree.map(lambda x, s: jax.lax.with_sharding_constraint(x, place(s)), tree, specs)

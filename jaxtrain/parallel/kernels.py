@@ -5,7 +5,6 @@ the batch. So each device runs the kernel on its own rows and heads under `shard
 gradient of a replicated operand is summed by shard_map's own transpose.
 """
 
-import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -14,10 +13,9 @@ import jaxtrain_kernels as kernels
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxtrain.parallel.axes import constrain, partition_spec
+from jaxtrain.parallel import context
+from jaxtrain.parallel.axes import constrain, in_force, over_devices, partition_spec
 from jaxtrain.settings import UserError
-
-ROWS = ("data", "fsdp")
 
 
 def attention(
@@ -31,9 +29,11 @@ def attention(
     scale: float | None = None,
     implementation: str | None = None,
     deterministic: bool = False,
+    spread: bool = False,
 ) -> Float[Array, "B T N H"]:
     """Causal attention, split over batch rows and heads (see `jaxtrain_kernels.attention`).
 
+    spread: the text is in the order of `spread`, so it is also split over the axis `context`.
     Raises UserError if the backend that was asked for cannot serve.
     """
 
@@ -46,50 +46,60 @@ def attention(
         except NotImplementedError as error:
             raise UserError(f"model.{error}; model.attention=null takes one that can") from None
 
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    mesh = in_force()
+    if mesh is None:
         return local(q_BTNH, k_BSKH, v_BSKH, segments_BT)
+    if spread and context.context_ways() > 1:
+        return context.attention(
+            q_BTNH, k_BSKH, v_BSKH, window=window, segments_BT=segments_BT, softcap=softcap,
+            scale=scale, implementation=implementation, deterministic=deterministic,
+        )  # fmt: skip
     # A few prompts, or fewer key/value heads than devices, stay whole.
     rows = partition_spec(("batch", None, "kv_heads", None), k_BSKH.shape, mesh)
     specs = (rows, rows, rows, None if segments_BT is None else P(rows[0], None))
-    return jax.shard_map(local, in_specs=specs, out_specs=rows, check_vma=False)(
-        q_BTNH, k_BSKH, v_BSKH, segments_BT
-    )
+    return over_devices(local, specs, rows)(q_BTNH, k_BSKH, v_BSKH, segments_BT)
 
 
 def linear_cross_entropy(
-    x_ND: Float[Array, "N D"],
+    x_BTD: Float[Array, "*M B T D"],
     w_DV: Float[Array, "D V"],
-    labels_N: Int[Array, "N"],
-    weights_N: Float[Array, "N"],
+    labels_BT: Int[Array, "*M B T"],
+    weights_BT: Float[Array, "*M B T"],
     **options,
 ) -> Float[Array, ""]:
-    """Weighted sum of token losses, each device over its own tokens (see `jaxtrain_kernels`)."""
-    loss = functools.partial(kernels.linear_cross_entropy, **options)
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
-        return loss(x_ND, w_DV, labels_N, weights_N)
+    """Weighted sum of token losses, each device over its own tokens (see `jaxtrain_kernels`).
 
-    def local(x, w, labels, weights):
-        return jax.lax.psum(loss(x, w, labels, weights), ROWS)
+    M: microbatches of a pipeline, where there is one.
+    """
 
-    specs = (P(ROWS, None), P(), P(ROWS), P(ROWS))
-    return jax.shard_map(local, in_specs=specs, out_specs=P(), check_vma=False)(
-        x_ND, w_DV, labels_N, weights_N
+    def loss(x, w, labels, weights):
+        arrays = x.reshape(-1, x.shape[-1]), w, labels.reshape(-1), weights.reshape(-1)
+        return kernels.linear_cross_entropy(*arrays, **options)
+
+    mesh = in_force()
+    if mesh is None:
+        return loss(x_BTD, w_DV, labels_BT, weights_BT)
+    axes = ("micro", "batch", "sequence")[-labels_BT.ndim :]
+    rows = partition_spec(axes, labels_BT.shape, mesh)
+    names = [entry if isinstance(entry, tuple) else (entry,) for entry in rows if entry]
+    local = lambda *arrays: jax.lax.psum(loss(*arrays), sum(names, ()))
+    return over_devices(local, (P(*rows, None), P(), rows, rows), P())(
+        x_BTD, w_DV, labels_BT, weights_BT
     )
 
 
-def by_rows(kernel: Callable[..., Any], *arrays: Any) -> Any:
-    """kernel(*arrays), split over the batch rows of what has three dims or more; None may be among.
+def by_rows(kernel: Callable[..., Any], *arrays: Any, tokens: str = "sequence") -> Any:
+    """kernel(*arrays), split over batch rows and, by the axis `tokens`, over the tokens of a row.
 
-    The results have batch rows first as well. Columns (of a tensor-parallel hidden layer, say) are
-    gathered.
+    Arrays of three dims or more, and the results, are [B, T, ...]; None may be among. Columns (of
+    a tensor-parallel hidden layer, say) are gathered.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    mesh = in_force()
+    if mesh is None:
         return kernel(*arrays)
-    specs = tuple(P(ROWS) if x is not None and x.ndim >= 3 else P() for x in arrays)
-    return jax.shard_map(kernel, in_specs=specs, out_specs=P(ROWS), check_vma=False)(*arrays)
+    place = lambda x: partition_spec(("batch", tokens), x.shape[:2], mesh)
+    specs = tuple(place(x) if x is not None and x.ndim >= 3 else P() for x in arrays)
+    return over_devices(kernel, specs, specs[0])(*arrays)
 
 
 def feed_forward_relu2(
@@ -102,9 +112,9 @@ def feed_forward_relu2(
 
     Raises UserError if the backend that was asked for cannot serve.
     """
-    mesh = jax.sharding.get_abstract_mesh()
+    mesh = in_force()
     if implementation != "mosaic":  # XLA knows how to split the others
-        pin = lambda h_BTF: constrain(h_BTF, "batch", None, "hidden")
+        pin = lambda h_BTF: constrain(h_BTF, "batch", "tokens", "hidden")
         return kernels.feed_forward_relu2(
             x_BTD, w_up_DF, w_down_FD, constrain=pin, implementation=implementation
         )
@@ -115,7 +125,7 @@ def feed_forward_relu2(
         except NotImplementedError as error:
             raise UserError(f"model.rows.ffn: {error}; null takes XLA's") from None
 
-    if mesh.empty or mesh.size == 1:
+    if mesh is None:
         return local(x_BTD, w_up_DF, w_down_FD)
     (hidden,) = partition_spec(("hidden",), w_down_FD.shape[:1], mesh)
 
@@ -123,8 +133,6 @@ def feed_forward_relu2(
         y = local(x, w_up, w_down)
         return y if hidden is None else jax.lax.psum(y, hidden)
 
-    rows = partition_spec(("batch", None, None), x_BTD.shape, mesh)
+    rows = partition_spec(("batch", "tokens", None), x_BTD.shape, mesh)
     specs = rows, P(None, hidden), P(hidden, None)
-    return jax.shard_map(part, in_specs=specs, out_specs=rows, check_vma=False)(
-        x_BTD, w_up_DF, w_down_FD
-    )
+    return over_devices(part, specs, rows)(x_BTD, w_up_DF, w_down_FD)

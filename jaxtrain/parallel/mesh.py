@@ -1,16 +1,20 @@
-"""The device mesh. One device is the 1x1x1 mesh, so there is no other code path."""
+"""The device mesh. One device is the mesh of ones, so there is no other code path."""
 
 from collections.abc import Sequence
+from math import gcd, prod
 from typing import Annotated, Any, Literal
 
 import jax
 import numpy as np
+from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
 from pydantic import Field
 
+from jaxtrain.parallel.axes import BATCH
 from jaxtrain.settings import Settings, UserError
 
-AXES = ("data", "fsdp", "tensor")
+# Outer first: the axes of the largest and most frequent exchanges are between the nearest devices.
+AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
 Ways = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
@@ -19,39 +23,121 @@ class MeshConfig(Settings):
 
     data: Ways = Field("auto", description="devices that hold different batch rows")
     fsdp: Ways = Field(
-        1, description="devices that split parameters and states as well as batch rows (ZeRO-3)"
+        1, description="devices that split parameters and states (see zero) as well as batch rows"
     )
     tensor: Ways = Field(
         1, description="devices that split heads, hidden units and vocabulary of each layer"
     )
+    expert: Ways = Field(
+        1, description="devices that split the experts of model.moe as well as batch rows"
+    )
+    context: Ways = Field(1, description="devices that split each sequence, for long texts")
+    pipeline: Ways = Field(1, description="stages, each with some of the layers")
+    zero: Literal[1, 2, 3] = Field(
+        3,
+        description="what fsdp splits: 1 weights' masters and states, 2 gradients as well, "
+        "3 also the copy that a step computes with, gathered layer by layer",
+    )
 
 
 def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
-    """Mesh with the axes data, fsdp, tensor over `devices` (default: all)."""
+    """Mesh with the axes of AXES over `devices` (default: all)."""
     devices = jax.devices() if devices is None else list(devices)
+    sizes = axis_sizes(config, len(devices))
+    return Mesh(grid(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+
+
+def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
+    """Devices of each axis, `auto` resolved. Raises UserError if they do not fit."""
     sizes = {axis: getattr(config, axis) for axis in AXES}
-    autos = [axis for axis, size in sizes.items() if size == "auto"]
-    fixed = int(np.prod([size for size in sizes.values() if size != "auto"]))
+    asked = {axis: size for axis, size in sizes.items() if size not in (1, "auto")}
+    autos = [axis for axis in MeshConfig.model_fields if sizes.get(axis) == "auto"]
     if len(autos) > 1:
         raise UserError(f"mesh: only one axis can be auto, but {' and '.join(autos)} are")
-    if len(devices) % fixed or (not autos and fixed != len(devices)):
-        asked = " x ".join(f"{axis}={size}" for axis, size in sizes.items())
+    for axis, size in asked.items():
+        check_divides(f"mesh.{axis}", size, {"devices": devices}, "the number of")
+    fixed = prod(asked.values())
+    if devices % fixed or (not autos and fixed != devices):
+        product = " x ".join(f"{axis}={size}" for axis, size in asked.items()) or "1"
         raise UserError(
-            f"mesh: {asked} does not fit {len(devices)} devices; make the product equal"
+            f"mesh: {product} does not fit {devices} devices; make the product equal, or set one "
+            f"axis to auto where it divides"
         )
-    for axis in autos:
-        sizes[axis] = len(devices) // fixed
-    grid = np.asarray(devices).reshape([sizes[axis] for axis in AXES])
-    return Mesh(grid, AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return {axis: devices // fixed if size == "auto" else size for axis, size in sizes.items()}
+
+
+def check_divides(name: str, ways: int, dims: dict[str, int], of: str = "") -> None:
+    """Raises UserError, with what would do, unless `ways` divides each of these sizes."""
+    for dim, size in dims.items():
+        if size % ways:
+            most = gcd(*dims.values())
+            would = ", ".join(str(n) for n in range(1, min(most, 512) + 1) if most % n == 0)
+            what = f"{of} {dim}, {size}" if of else f"{dim} {size}"
+            raise UserError(f"{name}={ways} does not divide {what}; these would: {would}")
+
+
+def grid(sizes: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
+    """The devices in the order of the axes: neighbours on a host inside, hosts outside.
+
+    Of several hosts the outer axes take as many as they can, so that what crosses the network is
+    the sum of the gradients, and never an exchange within a layer while another axis can go there.
+    """
+    shape = [sizes[axis] for axis in AXES]
+    hosts = len({device.process_index for device in devices})
+    if hosts == 1 or len(devices) % hosts:
+        return np.asarray(devices).reshape(shape)
+    across, left = [], hosts
+    for size in shape:
+        across.append(gcd(size, left))
+        left //= across[-1]
+    within = [size // outer for size, outer in zip(shape, across)]
+    return mesh_utils.create_hybrid_device_mesh(
+        within, across, devices, process_is_granule=True, allow_split_physical_axes=True
+    )
 
 
 def batch_ways(mesh: Mesh) -> int:
     """Over how many devices the batch dim is split."""
-    return mesh.shape["data"] * mesh.shape["fsdp"]
+    return prod(mesh.shape[axis] for axis in BATCH)
+
+
+def batch_share(mesh: Mesh) -> tuple[int, int]:
+    """(i, n): this process holds part i of n of the rows of a batch.
+
+    Processes hold the same rows where an axis that does not split the batch spans them.
+    """
+    parts: dict[int, list[int]] = {}
+    for part, row in enumerate(mesh.devices.reshape(batch_ways(mesh), -1)):
+        for process in {owner(device) for device in row}:
+            parts.setdefault(process, []).append(part)
+    size = len(parts[jax.process_index()])
+    for process, mine in parts.items():
+        if len(mine) != size or mine[0] % size or mine[-1] - mine[0] != size - 1:
+            raise UserError(
+                f"mesh: process {process} would hold the parts {mine} of {batch_ways(mesh)} of the "
+                "batch: give all processes as many devices, and let mesh.tensor divide that number "
+                "or be a multiple of it"
+            )
+    return parts[jax.process_index()][0] // size, batch_ways(mesh) // size
+
+
+def owner(device: Any) -> int:
+    return device.process_index
+
+
+def gathered(tree: Any) -> Any:
+    """Arrays on the mesh in force as whole NumPy arrays in every process, one after the other."""
+
+    def one(x: Any) -> np.ndarray:
+        if isinstance(x, jax.Array) and not x.is_fully_addressable and not x.is_fully_replicated:
+            x = jax.jit(lambda y: y, out_shardings=PartitionSpec())(x)
+        return np.asarray(x)
+
+    return jax.tree.map(one, tree)
 
 
 def place_batch(batch: Any, mesh: Mesh, batch_dim: int = 0) -> Any:
     """Host rows of this process -> global arrays split over the batch axes (None leaves stay)."""
-    spec = [None] * batch_dim + [("data", "fsdp")]
+    spec = [None] * batch_dim + [BATCH]
     sharding = NamedSharding(mesh, PartitionSpec(*spec))
     return jax.tree.map(lambda x: jax.make_array_from_process_local_data(sharding, x), batch)

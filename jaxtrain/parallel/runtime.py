@@ -11,10 +11,11 @@ import jax.numpy as jnp
 from jaxtrain_kernels.dispatch import target
 
 
-def start() -> None:
+def start(quiet: bool = False) -> None:
     """Keep compiled programs on disk, for a fast second start, and freed memory at hand."""
     keep_freed_memory()
-    show_kernel_choices()
+    if not quiet:
+        show_kernel_choices()
     if not jax.config.jax_compilation_cache_dir:
         cache = Path(os.environ.get("JAXTRAIN_CACHE", Path.home() / ".cache" / "jaxtrain"))
         jax.config.update("jax_compilation_cache_dir", str(cache / "xla"))

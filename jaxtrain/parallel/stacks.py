@@ -13,7 +13,7 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.axes import partition_spec
+from jaxtrain.parallel.axes import in_force, partition_spec, taken_axes
 
 
 def over_matrices(
@@ -27,8 +27,8 @@ def over_matrices(
     padded by zero matrices. Mesh axes that split a matrix exchange parts (two all-to-alls); along
     axes that hold copies, each device takes its share, and the results are gathered.
     """
-    mesh = jax.sharding.get_abstract_mesh()
-    if mesh.empty or mesh.size == 1:
+    mesh = in_force()
+    if mesh is None:
         return work(*stacks)
     specs = tuple(P() if x is None else partition_spec(axes, x.shape, mesh) for x in stacks)
 
@@ -50,7 +50,7 @@ def exchanges(spec: P, mesh: AbstractMesh) -> list[tuple[str, int | None]]:
     return [
         (name, dims.get(name))
         for name, ways in mesh.shape.items()
-        if ways > 1 and name not in stacked
+        if ways > 1 and name not in (*stacked, *taken_axes(mesh))
     ]
 
 

@@ -3,20 +3,29 @@
 Imports only jax, numpy and jaxtyping. The contract is in `kernels/README.md`.
 """
 
-from jaxtrain_kernels.attention import Quantized, attention, decode_attention, quantize
+from jaxtrain_kernels.attention import (
+    Quantized,
+    attention,
+    attention_gradients,
+    decode_attention,
+    quantize,
+)
 from jaxtrain_kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_per_token
 from jaxtrain_kernels.feed_forward import feed_forward_relu2
+from jaxtrain_kernels.grouped_matmul import grouped_matmul
 from jaxtrain_kernels.matmul.fp8 import Fp8, fp8_matmul, fp8_quantize, fp8_unsupported
 
 __all__ = [
     "Fp8",
     "Quantized",
     "attention",
+    "attention_gradients",
     "decode_attention",
     "feed_forward_relu2",
     "fp8_matmul",
     "fp8_quantize",
     "fp8_unsupported",
+    "grouped_matmul",
     "linear_cross_entropy",
     "linear_cross_entropy_per_token",
     "quantize",

@@ -1,0 +1,151 @@
+"""The memory techniques beside each other, and the longest rows that a device can train on."""
+
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.bench.record import describe
+from jaxtrain.bench.timing import median_ms
+from jaxtrain.bench.workload import (
+    Workload,
+    abstract_state,
+    at_depth,
+    batch_shapes,
+    load_workload,
+    new_knobs,
+    new_state,
+    random_batch,
+)  # fmt: skip
+from jaxtrain.metrics import format_bytes
+from jaxtrain.model import initialize
+from jaxtrain.run import compile_step, memory_needed
+from jaxtrain.settings import UserError
+from jaxtrain.step import gradients, make_step
+
+SCANNED = ["model.scan_layers=true"]
+TECHNIQUES: dict[str, list[str]] = {
+    "none": [],
+    "remat attention": ["model.remat=attention"],
+    "remat ffn": ["model.remat=ffn"],
+    "remat dots": ["model.remat=dots"],
+    "remat block": ["model.remat=block"],
+    "remat block, scanned": ["model.remat=block", *SCANNED],
+    "offload, scanned": ["model.remat=offload", *SCANNED],
+    "ffn in 8 tiles": ["model.ffn_tiles=8"],
+    "bfloat16 states": ["optim.state_dtype=bfloat16"],
+}
+# Small enough to be exact in float32, deep enough for a scan that could go wrong.
+SMALL = [
+    "train.sequence_length=256", "train.batch_size=1", "train.device_batch_size=1",
+    "train.precision=float32", "model.attention=xla", "mesh.data=1", "mesh.fsdp=1",
+]  # fmt: skip
+
+
+def bench_techniques(
+    name: str, overrides: Sequence[str], variant: str | None = None
+) -> dict[str, Any]:
+    """One row a technique: bytes of a step and, on a GPU, its rate and its gradients' error."""
+    rows: list[dict[str, Any]] = []
+    running = jax.default_backend() == "gpu"
+    expected = small_gradients(name, overrides) if running else None
+    w = load_workload(name, overrides)
+    for technique, changes in TECHNIQUES.items():
+        row: dict[str, Any] = {"name": technique, "shape": f"T {w.config.train.sequence_length}"}
+        try:
+            tried = load_workload(name, [*overrides, *changes])
+            row |= figures(tried, running)
+            if running:
+                found = small_gradients(name, [*overrides, *changes])
+                row["error"] = difference(found, expected)
+        except UserError as error:
+            row |= {"ms": None, "failed": str(error).partition(";")[0]}
+        rows.append(row)
+        print(f"  {row}", file=sys.stderr, flush=True)
+    record = describe("techniques", w.name, variant or w.precision, workload=w.facts())
+    return record | {"rows": rows}
+
+
+def figures(w: Workload, running: bool) -> dict[str, Any]:
+    """Bytes of a step by the compiler and, if it is to run, its time."""
+    with jax.set_mesh(w.mesh):
+        compiled = compile_step(
+            make_step(w.task, w.mesh), abstract_state(w), batch_shapes(w), new_knobs(w), w.config
+        )
+        host = compiled.memory_analysis().host_temp_size_in_bytes
+        row: dict[str, Any] = {"total_bytes": memory_needed(compiled), "host_bytes": host}
+        if not running:
+            return row
+        state, knobs = new_state(w), new_knobs(w)
+
+        def step(batch: Any) -> jax.Array:
+            nonlocal state
+            state, values = compiled(state, batch, knobs)
+            return values["loss"]
+
+        ms = median_ms(step, [(random_batch(w, i),) for i in range(2)], calls=3, windows=2)
+    return row | {"ms": ms, "tokens_per_s": 1e3 * w.tokens / ms}
+
+
+def small_gradients(name: str, overrides: Sequence[str]) -> Any:
+    """Gradients of the first layers on one row."""
+    w = load_workload(name, [*overrides, *SMALL], jax.devices()[:1])
+    w = at_depth(w, min(w.config.model.depth, 12))
+    with jax.set_mesh(w.mesh):
+        params = jax.jit(lambda: initialize(w.task.specs, 0))()
+        # Of matrices that start at zero the others' gradients would be zero as well.
+        params = jax.tree.map(
+            lambda p: p + 0.02 * jnp.sin(jnp.arange(p.size)).reshape(p.shape), params
+        )
+        run = jax.jit(lambda p, b: gradients(w.task, p, b, jnp.float32(1 / w.tokens))[1])
+        return jax.device_get(run(params, random_batch(w, 0)))
+
+
+def difference(found: Any, expected: Any) -> float:
+    """|found - expected| / |expected| of the parameter that is farthest off."""
+    norm = lambda x: float(jnp.linalg.norm(x.astype(jnp.float32).ravel()))
+    each = jax.tree.map(lambda f, e: norm(f - e) / max(norm(e), 1e-20), found, expected)
+    return max(jax.tree.leaves(each))
+
+
+def bench_longest(
+    name: str, overrides: Sequence[str], variant: str | None = None, memory: int | None = None
+) -> dict[str, Any]:
+    """The longest row, one a step, that fits this device; on a GPU it is trained on as well.
+
+    A step's memory is a line in the length but for small parts: two lengths give it, a third one,
+    rounded down, proves it. memory: bytes to fit, where the device does not say what it has.
+    """
+    rows: list[dict[str, Any]] = []
+    limit = memory or (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit is None:
+        raise UserError("bench memory --longest: the device does not say its memory; use --memory")
+
+    def at(length: int, run: bool = False) -> int:
+        size = [f"train.sequence_length={length}", "train.batch_size=1"]
+        w = load_workload(name, [*overrides, *size, "train.device_batch_size=1"])
+        row: dict[str, Any] = {"name": "longest row", "shape": f"T {length}"} | figures(w, run)
+        rows.append(row)
+        print(f"  {row}", file=sys.stderr, flush=True)
+        return row["total_bytes"]
+
+    step = 2048
+    first, second = at(2 * step), at(4 * step)
+    slope = (second - first) / (2 * step)
+    length = int((0.97 * limit - first) / slope + 2 * step) // step * step
+    if length < step:
+        raise UserError(
+            f"bench memory --longest: a row of {2 * step} already needs {format_bytes(first)} of "
+            f"{format_bytes(limit)}; try optim.name=adamw8bit"
+        )
+    while length > step:
+        try:
+            at(length, run=jax.default_backend() == "gpu")
+            break
+        except UserError as error:
+            print(f"  T {length}: {error}", file=sys.stderr, flush=True)
+            length = int(0.9 * length) // step * step
+    record = describe("techniques", name, variant or "longest", workload={"batch_size": 1})
+    return record | {"rows": rows, "longest": length}

@@ -1,0 +1,294 @@
+"""What a step needs on a mesh that is not there: memory, exchanges and time, from virtual devices.
+
+The step is compiled by the CPU's compiler for as many virtual devices. Weights, states and
+gradients are exact; activations and scratch are an estimate (see `liveness`), for the compiler of a
+GPU fuses otherwise. A deep model is compiled at two small depths, and their difference tells the
+rest.
+"""
+
+import argparse
+import sys
+import time
+from collections.abc import Sequence
+from math import ceil, lcm
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from jaxtrain.bench.liveness import peak_bytes
+from jaxtrain.bench.outline import outlined
+from jaxtrain.bench.record import describe
+from jaxtrain.bench.traffic import RATES, Collective, collectives, rates_of, step_seconds
+from jaxtrain.bench.workload import (
+    Workload,
+    abstract_state,
+    at_depth,
+    batch_shapes,
+    load_workload,
+    new_knobs,
+)  # fmt: skip
+from jaxtrain.metrics import format_bytes
+from jaxtrain.parallel import partition_spec
+from jaxtrain.parallel.axes import ZERO
+from jaxtrain.parallel.mesh import AXES, grid
+from jaxtrain.settings import UserError
+from jaxtrain.step import make_step
+
+# Nothing is fused, and nothing is optimised below that: the text is all that is wanted.
+OPTIONS: dict[str, Any] = {
+    "xla_disable_hlo_passes": "fusion,cpu-instruction-fusion,cpu-multi-output-fusion,ynn-fusion,"
+    "library-rewriter,dot-library-rewriter",
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+# What a step may take of a device's memory, for the estimate of the activations may be too low.
+USABLE = 0.9
+
+
+class Facts(NamedTuple):
+    """Of one compiled program."""
+
+    live: float  # bytes of activations, gradients and scratch at the worst moment
+    sent: list[Collective]
+
+
+def virtual_devices(count: int) -> None:
+    """Give this process so many CPU devices. Raises UserError if it has started with fewer."""
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # jax has started already
+        pass
+    if len(jax.devices("cpu")) < count:
+        raise UserError(
+            f"this process has started with {len(jax.devices('cpu'))} devices; {count} virtual "
+            "ones need a fresh one"
+        )
+
+
+def preflight(
+    name: str, overrides: Sequence[str], devices: int, kind: str, memory: int | None = None
+) -> dict[str, Any]:
+    """The record of a configuration on `devices` virtual devices, as if of this kind."""
+    rates, begin = rates_of(kind), time.perf_counter()
+    with outlined(f"NVIDIA {kind}") as backend:
+        plain = [f"model.attention={backend}", "model.rows={}", "model.fp8=null"]
+        w = load_workload(name, [*overrides, *plain], jax.devices("cpu")[:devices])
+        facts = measured(w)
+    exact = exact_bytes(w)
+    rest = max(0.0, facts.live - exact["gradients"] - exact["copy"])
+    total = exact["parameters"] + exact["states"] + max(
+        facts.live, exact["gradients"] + exact["copy"]
+    )  # fmt: skip
+    across = hosts_of(w.mesh, rates.per_host)
+    seconds = step_seconds(w.flops_per_token * w.tokens / devices, facts.sent, kind, across)
+    metrics = {f"{k}_bytes": v for k, v in exact.items()} | {
+        "activations_bytes": round(rest),
+        "total_bytes": round(total),
+        "device_bytes": memory or rates.memory,
+        "fits": total < USABLE * (memory or rates.memory),
+        "compute_ms": 1e3 * seconds[0],
+        "near_ms": 1e3 * seconds[1],
+        "far_ms": 1e3 * seconds[2],
+        "compile_s": time.perf_counter() - begin,
+    }
+    record = describe("preflight", w.name, w.precision, w.facts(), devices)
+    sizes = {axis: ways for axis, ways in w.mesh.shape.items() if ways > 1}
+    record["workload"] |= {"mesh": sizes, "zero": w.task.zero, "remat": w.config.model.remat}
+    return record | {
+        "device": kind,
+        "metrics": metrics,
+        "collectives": [c._asdict() for c in facts.sent],
+    }
+
+
+def measured(w: Workload) -> Facts:
+    """Of the whole depth: compiled, or carried on from two small depths."""
+    c = w.config.model
+    period = lcm(len(c.window_pattern), 2 if c.value_embeddings else 1, w.mesh.shape["pipeline"])
+    small = period * ceil(4 / period)
+    if c.depth <= 2 * small:
+        return facts_of(w)
+    one, two = (facts_of(at_depth(w, n * small)) for n in (1, 2))
+    more = (c.depth - 2 * small) / small
+    carry = lambda a, b: b + (b - a) * more
+    before = {s[:3]: s for s in one.sent}
+    sent = []
+    for s in two.sent:
+        old = before.get(s[:3], s._replace(times=0, bytes=0))
+        sent.append(
+            s._replace(times=round(carry(old.times, s.times)), bytes=carry(old.bytes, s.bytes))
+        )
+    return Facts(carry(one.live, two.live), sorted(sent, key=lambda s: -s.bytes))
+
+
+def facts_of(w: Workload) -> Facts:
+    with jax.set_mesh(w.mesh):
+        traced = make_step(w.task, w.mesh).trace(abstract_state(w), batch_shapes(w), new_knobs(w))
+        hlo = traced.lower().compile(compiler_options=OPTIONS).as_text()
+    return Facts(peak_bytes(hlo), collectives(hlo, dict(w.mesh.shape)))
+
+
+def exact_bytes(w: Workload) -> dict[str, int]:
+    """Bytes on one device of what the shapes and the rules decide.
+
+    copy: the weights in the compute dtype. gradients: in that, or summed up in float32.
+    """
+    state = abstract_state(w)
+    accumulated = batch_shapes(w).tokens_BT.shape[0] > 1
+    width = w.task.dtype.itemsize
+
+    def split(kind: str, widths: Any) -> int:
+        without = None if kind in ZERO[w.task.zero] else "fsdp"
+        total = 0
+        for s in jax.tree.leaves(w.task.specs):
+            where = NamedSharding(w.mesh, partition_spec(s.axes, s.shape, w.mesh, without))
+            total += shard_bytes(s.shape, where, widths(s))
+        return total
+
+    own = lambda s: 4 if s.role in ("gain", "scalar") else width
+    copied = w.task.zero < 3 or w.task.dtype != jnp.float32
+    return {
+        "parameters": tree_bytes(state.params),
+        "states": tree_bytes(state.optimizer),
+        "copy": split("parameters", own) if copied else 0,
+        "gradients": split("gradients", (lambda s: 4) if accumulated else own),
+    }
+
+
+def tree_bytes(tree: Any) -> int:
+    """Of one device's parts."""
+    return sum(shard_bytes(x.shape, x.sharding, x.dtype.itemsize) for x in jax.tree.leaves(tree))
+
+
+def shard_bytes(shape: tuple[int, ...], where: NamedSharding, width: int) -> int:
+    size = width
+    for n in where.shard_shape(shape):
+        size *= n
+    return size
+
+
+def hosts_of(mesh: Mesh, per_host: int) -> dict[str, int]:
+    """Over how many hosts each axis of the mesh goes, with so many devices a host."""
+    devices = [
+        SimpleNamespace(id=n, process_index=n // per_host, platform="cpu", device_kind="cpu")
+        for n in range(mesh.size)
+    ]
+    hosts = grid(dict(mesh.shape), devices)
+    across = {}
+    for at, axis in enumerate(AXES):
+        line: Any = hosts.transpose(at, *(i for i in range(hosts.ndim) if i != at))
+        line = line.reshape(mesh.shape[axis], -1)[:, 0]
+        across[axis] = len({device.process_index for device in line})
+    return across
+
+
+# ---- the first mesh that fits ------------------------------------------------------------------
+
+
+def candidates(devices: int) -> list[list[str]]:
+    """Overrides to try, those that exchange least first."""
+    sharded = ["mesh.data=1", "mesh.fsdp=auto"]
+    found = [["mesh.data=auto", "mesh.fsdp=1"]]
+    found += [[*sharded, f"mesh.zero={stage}"] for stage in (1, 2, 3) if devices > 1]
+    found += [[*(sharded if devices > 1 else found[0]), "model.remat=block"]]
+    found += [
+        [*sharded, f"mesh.tensor={n}", "model.remat=block"] for n in (2, 4, 8) if n <= devices
+    ]
+    return found
+
+
+def first_fit(
+    name: str, overrides: Sequence[str], devices: int, kind: str, memory: int | None, say: Any
+) -> dict[str, Any]:
+    """The record of the first candidate that fits. Raises UserError if none does."""
+    least: dict[str, Any] | None = None
+    for tried in candidates(devices):
+        try:
+            record = preflight(name, [*overrides, *tried], devices, kind, memory)
+        except UserError as error:  # a tensor axis that does not divide the heads
+            say(f"  {' '.join(tried)}: {error}")
+            continue
+        record["overrides"] = tried
+        m = record["metrics"]
+        say(f"  {' '.join(tried)}: {format_bytes(m['total_bytes'])}")
+        if m["fits"]:
+            return record
+        if least is None or m["total_bytes"] < least["metrics"]["total_bytes"]:
+            least = record
+    assert least is not None
+    raise UserError(
+        f"no mesh of {devices} x {kind} ({format_bytes(memory or rates_of(kind).memory)}) holds "
+        f"{name}: {' '.join(least['overrides'])} comes closest with "
+        f"{format_bytes(least['metrics']['total_bytes'])}; lower train.device_batch_size "
+        f"(now {least['workload']['device_batch_size']}) or take more devices"
+    )
+
+
+def report(record: dict[str, Any]) -> str:
+    """The record as lines for the screen."""
+    m, w = record["metrics"], record["workload"]
+    mesh = " x ".join(f"{axis} {n}" for axis, n in w["mesh"].items()) or "one device"
+    lines = [
+        f"{record['config']}: {w['parameters']:,} parameters, {record['variant']}, "
+        f"{w['batch_size']} x {w['sequence_length']} tokens a step, {w['device_batch_size']} rows "
+        f"a device at once, remat {w['remat']}",
+        f"on {record['device_count']} x {record['device']}: {mesh}, ZeRO-{w['zero']}",
+        "a device holds",
+    ]
+    names = {
+        "parameters": "float32 weights", "states": "optimizer states",
+        "copy": "weights in the compute dtype", "gradients": "gradients",
+        "activations": "activations and scratch (estimate)", "total": "in all",
+    }  # fmt: skip
+    lines += [f"  {format_bytes(m[f'{k}_bytes']):>10s}  {text}" for k, text in names.items()]
+    fits = "fits" if m["fits"] else "does NOT fit"
+    lines[-1] += f" of {format_bytes(m['device_bytes'])}: {fits} ({USABLE:.0%} may be taken)"
+    lines += ["a device sends in a step"]
+    lines += [
+        f"  {format_bytes(c['bytes']):>10s}  {c['kind']} over {', '.join(c['axes'])} "
+        f"({c['ways']} devices), {c['times']:,.0f} times"
+        for c in record["collectives"]
+    ] or ["  nothing"]
+    apart = m["compute_ms"] + m["near_ms"] + m["far_ms"]
+    together = max(m["compute_ms"], m["near_ms"] + m["far_ms"])
+    lines += [
+        f"a step takes {together:,.0f} ms if all exchanges are hidden, {apart:,.0f} ms if none is "
+        f"(estimate: compute {m['compute_ms']:,.0f}, within hosts {m['near_ms']:,.0f}, between "
+        f"hosts {m['far_ms']:,.0f})"
+    ]
+    return "\n".join(lines)
+
+
+# ---- on the command line -----------------------------------------------------------------------
+
+
+def add_preflight(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument("--devices", type=int, help="dry run: how many devices are pretended (1)")
+    parser.add_argument(
+        "--device", default="H200", choices=RATES, help="dry run: what they are (H200)"
+    )
+    parser.add_argument("--memory", type=float, help="dry run: GiB of one device, if not its own")
+    parser.add_argument(
+        "--fit", type=int, metavar="N", help="dry run: the first mesh of N devices that fits"
+    )
+
+
+def preflight_of(
+    a: argparse.Namespace, name: str | None, overrides: Sequence[str]
+) -> dict[str, Any]:
+    """The record that a command line asks for."""
+    if name is None:
+        raise UserError("--dry-run: say of which configuration, as in --config gpt_d12")
+    count = a.fit or a.devices or 1
+    if count < 1:
+        raise UserError(f"--devices {count}: there has to be one")
+    virtual_devices(count)
+    memory = int(a.memory * 2**30) if a.memory else None
+    if not a.fit:
+        return preflight(name, overrides, count, a.device, memory)
+    say = lambda line: print(line, file=sys.stderr, flush=True)
+    return first_fit(name, overrides, count, a.device, memory, say)

@@ -1,0 +1,169 @@
+"""What a compiled step sends between devices, and how long that and its matmuls take at best."""
+
+import re
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
+from math import prod
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxtrain.bench.costs import Instruction, computations_of, size_of
+from jaxtrain.bench.liveness import VIEWS
+from jaxtrain.metrics import peak_flops
+from jaxtrain.settings import UserError
+
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+
+
+class Rates(NamedTuple):
+    """Of one device: what of its bf16 peak a step reaches, memory, links each way in bytes/s."""
+
+    memory: int
+    mfu: float
+    link: float  # to its neighbours on the host
+    network: float  # to other hosts
+    per_host: int = 8
+
+
+# Memory and links: NVIDIA's data sheets of H200, H100 SXM, A100 SXM 80GB (NVLink 900, 900 and 600
+# GB/s, both ways together), T4 (PCIe 3.0 x16) and of DGX H100 and DGX A100 (8 x 400 and 8 x 200
+# Gbit/s); a cloud host of T4s has 50 Gbit/s for four. MFU: gpt_d24 on one H200
+# (step-gpt_d24-bf16-nvidia_h200.json); that the others reach the same share is assumed.
+RATES = {
+    "H200": Rates(141 * 10**9, 0.46, 450e9, 50e9),
+    "H100": Rates(80 * 10**9, 0.46, 450e9, 50e9),
+    "A100": Rates(80 * 10**9, 0.46, 300e9, 25e9),
+    "T4": Rates(16 * 10**9, 0.46, 16e9, 1.6e9, 4),
+    "CPU": Rates(16 * 10**9, 0.46, 10e9, 1e9, 1),
+}
+
+
+def rates_of(kind: str) -> Rates:
+    """The row of RATES. Raises UserError for another kind."""
+    if kind not in RATES:
+        raise UserError(f"--device {kind}: no figures for it; there are {', '.join(RATES)}")
+    return RATES[kind]
+
+
+class Collective(NamedTuple):
+    """One kind of exchange along some mesh axes, all of a step's together."""
+
+    kind: str
+    axes: tuple[str, ...]
+    ways: int
+    times: float
+    bytes: float  # that a device sends, by ring algorithms
+
+
+def collectives(hlo: str, mesh_shape: dict[str, int]) -> list[Collective]:
+    """The exchanges of a compiled program, those in loops as often as the loop runs."""
+    computations, entry = computations_of(hlo)
+    total: dict[tuple[str, tuple[str, ...], int], list[float]] = {}
+    for kind, axes, ways, times, sent in _walk(computations, entry, 1, mesh_shape):
+        row = total.setdefault((kind, axes, ways), [0.0, 0.0])
+        row[0] += times
+        row[1] += times * sent
+    found = [Collective(*key, *row) for key, row in total.items() if row[1]]
+    return sorted(found, key=lambda c: -c.bytes)
+
+
+def _walk(
+    computations: dict[str, list[Instruction]], name: str, times: int, mesh_shape: dict[str, int]
+) -> Iterator[tuple[str, tuple[str, ...], int, int, float]]:
+    instructions = computations.get(name, [])
+    by_name = {i.name: i for i in instructions}
+    users: dict[str, list[Instruction]] = defaultdict(list)
+    for i in instructions:
+        for operand in i.operands:
+            users[operand].append(i)
+    for i in instructions:
+        if i.op == "while":
+            trips = re.search(r'known_trip_count":\{"n":"(\d+)"', i.rest)
+            inner = times * int(trips[1] if trips else 1)
+            yield from _walk(computations, i.attribute("body"), inner, mesh_shape)
+        for called in i.attributes("to_apply", "calls") if i.op in ("call", "async-start") else ():
+            yield from _walk(computations, called, times, mesh_shape)
+        kind = i.op.removesuffix("-start")
+        if kind not in KINDS:
+            continue
+        group = group_of_first(i.rest, prod(mesh_shape.values()))
+        places = np.unravel_index(group, tuple(mesh_shape.values()))
+        axes = tuple(a for a, at in zip(mesh_shape, places) if len(set(at.tolist())) > 1)
+        size = sum(_narrowest(by_name, o) for o in i.operands)
+        if kind == "all-reduce" and _sliced(computations, i, users):
+            kind = "reduce-scatter"  # the CPU's compiler leaves it in two steps
+        yield kind, axes, len(group), times, size * factor(kind, len(group))
+
+
+def factor(kind: str, n: int) -> float:
+    """Bytes that a device sends for each byte of its operand."""
+    share = (n - 1) / n
+    return {"all-reduce": 2 * share, "all-gather": n - 1.0, "collective-permute": 1.0}.get(
+        kind, share
+    )
+
+
+def group_of_first(text: str, devices: int) -> list[int]:
+    """The first group of devices that exchange with each other, in any of XLA's notations."""
+    if found := re.search(r"replica_groups=mesh\[(.*?)\] \{(.*?)\}", text):
+        sizes = {name: int(n) for name, n in re.findall(r"'([^']+)'=(\d+)", found[1])}
+        ids = np.arange(devices).reshape(list(sizes.values()))
+        mine = re.findall(r"'([^']+)'", found[2])
+        return ids[tuple(slice(None) if a in mine else 0 for a in sizes)].ravel().tolist()
+    if found := re.search(r"replica_groups=\[([\d,]+)\]<=\[([\d,]+)\](?:T\(([\d,]+)\))?", text):
+        shape, source, turn = ([int(n) for n in (g or "").split(",") if n] for g in found.groups())
+        ids = np.arange(prod(source)).reshape(source)
+        return (ids.transpose(turn) if turn else ids).reshape(shape)[0].tolist()
+    if found := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text):
+        return [int(found[1]), int(found[2])]
+    if found := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
+        return [int(n) for n in found[1].split(",")]
+    return list(range(devices))
+
+
+def _narrowest(by_name: dict[str, Instruction], name: str) -> int:
+    """Bytes of an operand; the CPU widens 16-bit values before it sends them."""
+    sizes = [0]
+    while (i := by_name.get(name)) is not None:
+        sizes.append(size_of(i.type))
+        if not _looks(i) or i.op == "get-tuple-element" or len(i.operands) != 1:
+            break
+        name = i.operands[0]
+    return min(sizes[1:], default=0)
+
+
+def _looks(i: Instruction) -> bool:
+    """Whether an instruction only shows its operand in another way."""
+    return i.op in VIEWS or i.name.startswith(("wrapped_co", "wrapped_tr"))
+
+
+def _sliced(
+    computations: dict[str, list[Instruction]], i: Instruction, users: dict[str, list[Instruction]]
+) -> bool:
+    """Whether each device goes on with its own part of a sum alone."""
+    seen, todo = False, list(users[i.name])
+    while todo:
+        u = todo.pop()
+        if _looks(u):
+            todo += users[u.name]
+        elif "dynamic-slice" in {x.op for x in computations.get(u.attribute("calls"), [u])}:
+            seen = True
+        else:
+            return False
+    return seen
+
+
+def step_seconds(
+    flops: float, sent: Sequence[Collective], kind: str, across: dict[str, int]
+) -> tuple[float, float, float]:
+    """(compute, exchanges within hosts, exchanges between hosts) of a step, on one device.
+
+    across: over how many hosts each mesh axis goes. What of the exchanges is hidden behind the
+    compute is not known before it is measured.
+    """
+    rates = rates_of(kind)
+    compute = flops / ((peak_flops(kind) or 1e12) * rates.mfu)
+    near = sum(c.bytes for c in sent if all(across.get(a, 1) == 1 for a in c.axes))
+    far = sum(c.bytes for c in sent) - near
+    return compute, near / rates.link, far / rates.network

@@ -1,0 +1,92 @@
+"""A conversation in the terminal: what is typed is answered as the tokens come."""
+
+import codecs
+from collections.abc import Callable, Iterable, Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.data import Chat, Tokenizer
+
+HELP = "/reset begins a new conversation, /quit ends"
+Answer = Callable[[np.ndarray], Iterator[int]]  # tokens of a prompt -> tokens of its answer
+
+
+def talk(
+    chat: Chat,
+    tokenizer: Tokenizer,
+    answer: Answer,
+    *,
+    room: int,
+    system: str | None = None,
+    typed: Iterable[str],
+    out: Any,
+) -> None:
+    """Answer each typed line, the conversation so far in view, until /quit or the end of `typed`.
+
+    room: tokens that a prompt may have; the oldest questions and their answers are forgotten to
+    keep it. out: a text stream. Ctrl-C ends an answer, not the conversation.
+    """
+    start = [{"role": "system", "content": system}] if system else []
+    messages = list(start)
+    say(out, f"{HELP}\n> ")
+    for line in typed:
+        text = line.strip()
+        if text == "/quit":
+            return
+        if text == "/reset":
+            messages = list(start)
+            say(out, "a new conversation\n")
+        elif text.startswith("/"):
+            say(out, f"{text} is no command; {HELP}\n")
+        elif text:
+            asked = [*messages, {"role": "user", "content": text}]
+            prompt, kept = fit(chat, asked, len(start), room)
+            if len(prompt) > room:
+                say(out, f"[too long: {len(prompt)} tokens, at most {room}]\n")
+            else:
+                if forgotten := len(asked) - len(kept):
+                    say(out, f"[{forgotten} messages forgotten: they no longer fit]\n")
+                reply = stream(answer(prompt), tokenizer, out)
+                messages = [*kept, {"role": "assistant", "content": reply}]
+        say(out, "> ")
+
+
+def fit(chat: Chat, messages: list, fixed: int, room: int) -> tuple[np.ndarray, list]:
+    """A prompt of at most `room` tokens if that can be, and the messages that are left in it.
+
+    The first `fixed` and the last stay; questions go with their answers, the oldest first.
+    """
+    prompt = chat.prompt(messages)
+    while len(prompt) > room and len(messages) > fixed + 1:
+        messages = [*messages[:fixed], *messages[fixed + 2 :]]
+        prompt = chat.prompt(messages)
+    return prompt, messages
+
+
+def stream(ids: Iterator[int], tokenizer: Tokenizer, out: Any) -> str:
+    """Print the text of tokens as they come; a character waits until all its bytes are there."""
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    text, before = "", tokenizer.prefix
+
+    def put(piece: str) -> None:
+        nonlocal text
+        text += piece
+        say(out, piece)
+
+    try:
+        for i in ids:
+            piece = tokenizer.pieces[i]
+            if before and piece:
+                piece, before = piece.removeprefix(before), b""
+            put(decoder.decode(piece))
+    except KeyboardInterrupt:
+        put(" ...")
+    put(decoder.decode(b"", final=True))
+    say(out, "\n")
+    return text.strip()
+
+
+def say(out: Any, text: str) -> None:
+    out.write(text)
+    out.flush()

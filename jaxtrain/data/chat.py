@@ -1,0 +1,240 @@
+"""Conversations by a template as tokens, those that the assistant says marked.
+
+The loss counts the marked tokens, an answer's end of turn among them, and no others. Where an
+answer begins and ends in the text is found by rendering the conversation up to it, with and without
+it, so that templates need no marks of their own.
+"""
+
+import json
+import re
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
+
+import numpy as np
+import sentencepiece
+import tokenizers
+
+from jaxtrain.data.messages import BEGIN, END, Message
+from jaxtrain.data.template import Render, make_render
+from jaxtrain.data.tokenizer import BYTES_BOS, Tokenizer
+from jaxtrain.settings import UserError
+
+Span = tuple[int, int]  # characters of a text
+
+PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+OWN_MARKS = "mark what is learned in it with {% generation %} ... {% endgeneration %}"
+
+
+# ---- what is learned -------------------------------------------------------------------------
+
+
+def texts_and_answers(messages: Sequence[Message], render: Render) -> list[tuple[str, list[Span]]]:
+    """The texts to train on, each with the characters that the assistant writes in it.
+
+    One text, if a conversation is rendered as the beginning of a longer one; else (Qwen 3 leaves
+    out what was thought in earlier turns) one for each answer, as the model will see it.
+    """
+    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    messages = messages[: last + 1]
+    whole = render(messages, False)
+    if BEGIN in whole:
+        return [_generated(whole)]
+    answers, texts = [], []
+    for i, message in enumerate(messages):
+        if message["role"] == "assistant":
+            text = whole if i == last else render(messages[: i + 1], False)
+            before, asked = render(messages[:i], True), render(messages[:i], False)
+            begun = _common(before, text)
+            if not begun.startswith(_common(before, asked)):
+                raise UserError(
+                    "the chat template writes messages in another way once they are answered, so "
+                    f"that answers cannot be found in its text; {OWN_MARKS}"
+                )
+            answers.append((len(begun), len(text)))
+            texts.append(text)
+    if all(whole.startswith(text) for text in texts):
+        return [(whole, answers)]
+    return [(text, [answer]) for text, answer in zip(texts, answers)]
+
+
+def _common(a: str, b: str) -> str:
+    """What two texts begin with."""
+    low, high = 0, min(len(a), len(b))
+    while low < high:
+        middle = (low + high + 1) // 2
+        low, high = (middle, high) if a[:middle] == b[:middle] else (low, middle - 1)
+    return a[:low]
+
+
+def _generated(marked: str) -> tuple[str, list[Span]]:
+    """A text without its marks, and what stands between them."""
+    text, spans, start = "", [], 0
+    for part in re.split(f"([{BEGIN}{END}])", marked):
+        if part == BEGIN:
+            start = len(text)
+        elif part == END:
+            spans.append((start, len(text)))
+        else:
+            text += part
+    return text, spans
+
+
+# ---- text to tokens --------------------------------------------------------------------------
+
+
+class Pieces(NamedTuple):
+    """Tokens and where each stands in the text: in characters, or in bytes."""
+
+    ids: np.ndarray
+    starts: np.ndarray
+    ends: np.ndarray
+
+
+class Reader(NamedTuple):
+    """Encodes text in which special tokens are written out.
+
+    `special` are bos_token and eos_token unless a source says otherwise; `at(text, i)` is where
+    character i of a text stands, in the unit of the pieces.
+    """
+
+    special: dict[str, str]
+    encode: Callable[[str], Pieces]
+    at: Callable[[str, int], int]
+
+
+def make_reader(tokenizer: Tokenizer) -> Reader:
+    """How a tokenizer reads what a template writes."""
+    if tokenizer.name == "huggingface":
+        # A byte-level post-processor would leave spaces out of where tokens stand.
+        model = json.loads(tokenizer.model) | {"post_processor": None}
+        inner = tokenizers.Tokenizer.from_str(json.dumps(model))
+        inner.no_truncation()
+        inner.no_padding()
+
+        def encode(text: str) -> Pieces:
+            one = inner.encode(text, add_special_tokens=False)
+            offsets = np.array(one.offsets, np.int64).reshape(-1, 2)
+            return Pieces(np.array(one.ids, np.int64), *offsets.T)
+
+        name = inner.id_to_token(tokenizer.bos_id) or ""
+        return Reader({"bos_token": name, "eos_token": name}, encode, lambda text, i: i)
+    names = special_names(tokenizer)
+    split = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+    name = next(name for name, index in names.items() if index == tokenizer.bos_id)
+    return Reader(
+        {"bos_token": name, "eos_token": name},
+        lambda text: _encode_between(tokenizer, names, split, text),
+        lambda text, i: len(text[:i].encode()),
+    )
+
+
+def special_names(tokenizer: Tokenizer) -> dict[str, int]:
+    """How the tokens that stand for no text are written."""
+    if tokenizer.name == "bytes":
+        return {BYTES_BOS: tokenizer.bos_id}
+    if tokenizer.name == "huggingface":
+        inner = tokenizers.Tokenizer.from_str(tokenizer.model.decode())
+        ids = (i for i, piece in enumerate(tokenizer.pieces) if not piece)
+        return {inner.id_to_token(i) or f"<{i}>": i for i in ids}
+    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model)
+    ids = (i for i in range(processor.get_piece_size()) if processor.is_control(i))
+    return {processor.id_to_piece(i): i for i in ids}
+
+
+def _encode_between(
+    tokenizer: Tokenizer, names: dict[str, int], split: re.Pattern[str], text: str
+) -> Pieces:
+    """The text between special tokens; where a token stands is counted in the bytes of pieces."""
+    ids: list[int] = []
+    sizes: list[int] = []
+    at = 0
+    for match in [*split.finditer(text), None]:
+        between = text[at : match.start() if match else None]
+        if between:
+            found = tokenizer.encode(between)
+            lengths = [len(tokenizer.pieces[i]) for i in found]
+            lengths[0] -= len(tokenizer.prefix)
+            if sum(lengths) != len(between.encode()):
+                raise UserError(
+                    "the tokenizer changes the text (it normalises), so that answers cannot be "
+                    "found in its tokens: use the tokenizer.json of the model"
+                )
+            ids, sizes = ids + found.tolist(), sizes + lengths
+        if match:
+            ids, sizes = [*ids, names[match[0]]], [*sizes, len(match[0].encode())]
+            at = match.end()
+    ends = np.cumsum(np.array(sizes, np.int64))
+    return Pieces(np.array(ids, np.int64), ends - sizes, ends)
+
+
+def marks_of(pieces: Pieces, spans: Sequence[Span], tokenizer: Tokenizer) -> np.ndarray:
+    """bool [tokens]: those of the answers; what follows an end of turn is no part of one."""
+    marks = np.zeros(len(pieces.ids), bool)
+    for start, stop in spans:
+        places = np.flatnonzero((pieces.ends > start) & (pieces.starts < stop))
+        special = [i for i in places if not tokenizer.pieces[pieces.ids[i]]]
+        if special and not tokenizer.decode(pieces.ids[special[-1] + 1 : places[-1] + 1]).strip():
+            places = places[places <= special[-1]]
+        marks[places] = True
+    return marks
+
+
+# ---- a template and a tokenizer together -----------------------------------------------------
+
+
+class Document(NamedTuple):
+    """A text to train on: its tokens after the first, which of them are learned, its UTF-8 size."""
+
+    ids: np.ndarray
+    marks: np.ndarray
+    size: int
+
+
+class Chat(NamedTuple):
+    """How a model talks.
+
+    `start` begins every text, `end` every answer's end; `documents(messages as JSON)` is what is
+    trained on; `prompt(messages)` are the tokens up to where the assistant answers.
+    """
+
+    start: int
+    end: int
+    documents: Callable[[str], list[Document]]
+    prompt: Callable[[Sequence[Message]], np.ndarray]
+
+
+def make_chat(template: str, special: dict[str, str], tokenizer: Tokenizer) -> Chat:
+    """template: Jinja text. Raises UserError for a template that cannot be used."""
+    reader = make_reader(tokenizer)
+    render = make_render(template, reader.special | special)
+
+    def read(whole: str, answers: list[Span]) -> tuple[np.ndarray, np.ndarray]:
+        pieces = reader.encode(whole)
+        spans = [(reader.at(whole, a), reader.at(whole, b)) for a, b in answers]
+        return pieces.ids, marks_of(pieces, spans, tokenizer)
+
+    whole, answers = texts_and_answers(PROBE, render)[0]
+    ids, marks = read(whole, answers)
+    end = int(ids[marks][-1]) if marks.any() else -1
+    if end < 0 or tokenizer.pieces[end]:
+        raise UserError(
+            f"the chat template ends an answer without a special token of the tokenizer "
+            f"({whole!r}): a model could not learn to stop. Put {{{{ eos_token }}}} there (and "
+            f"inside the generation block, if it has one), or name the token in `special`"
+        )
+    # Qwen's conversations have no BOS: they all begin with <|im_start|>.
+    start = tokenizer.bos_id if tokenizer.pieces[ids[0]] else int(ids[0])
+
+    def documents(text: str) -> list[Document]:
+        found = []
+        for whole, answers in texts_and_answers(json.loads(text), render):
+            ids, marks = read(whole, answers)
+            skip = int(ids[0] == start)
+            found.append(Document(ids[skip:], marks[skip:], len(whole.encode())))
+        return found
+
+    def prompt(messages: Sequence[Message]) -> np.ndarray:
+        ids = reader.encode(render(messages, True)).ids
+        return ids if ids[0] == start else np.concatenate([[start], ids])
+
+    return Chat(start, end, documents, prompt)

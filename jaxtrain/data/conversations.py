@@ -1,0 +1,101 @@
+"""Which conversations of a marked store are trained on, once the length of a row is known."""
+
+import dataclasses
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxtrain.data.config import DataConfig
+from jaxtrain.data.encode import without_marks
+from jaxtrain.data.mixture import sources_of
+from jaxtrain.data.store import TokenStore
+from jaxtrain.data.template import read_template
+from jaxtrain.settings import UserError
+
+AT_ONCE = 1024  # long conversations that are read together
+
+
+class Fit(NamedTuple):
+    """`kept`: bool [documents]; how many conversations lost their end, and were left out because
+    they are too long, or because nothing of an answer would remain."""
+
+    kept: np.ndarray
+    truncated: int
+    dropped: int
+    unanswered: int
+
+
+def fit(store: TokenStore, too_long: str, length: int) -> Fit:
+    """What the rule `too_long` of a source makes of its store; reads the long documents only."""
+    long = np.flatnonzero(store.lengths > length)
+    kept = np.ones(store.documents, bool)
+    if too_long == "drop":
+        kept[long] = False
+        return Fit(kept, 0, len(long), 0)
+    for first in range(0, len(long), AT_ONCE):
+        some = long[first : first + AT_ONCE]
+        heads = store.read_many((int(document), 0, length) for document in some)
+        kept[some] = [without_marks(tokens)[1].any() for tokens in heads]
+    left = int(kept[long].sum())
+    return Fit(kept, left, 0, len(long) - left)
+
+
+def fitting(
+    stores: dict[str, TokenStore], config: DataConfig, length: int
+) -> tuple[dict[str, TokenStore], dict[str, dict[str, int]]]:
+    """The stores without the conversations that the rule leaves out; and of each source of
+    conversations, how many there are and what the rule did. Raises UserError if none is left."""
+    rules, found, counted = _rules(config), {}, {}
+    for name, store in stores.items():
+        if store.marked:
+            kept, *numbers = fit(store, rules[name], length)
+            counts = dict(zip(Fit._fields[1:], numbers))
+            counted[name] = {"conversations": store.documents, **counts}
+            if not kept.any():
+                raise UserError(
+                    f"data.train: none of the {store.documents} conversations of {name} is left: "
+                    f"they are longer than train.sequence_length {length} (the shortest has "
+                    f"{store.lengths.min()} tokens) and too_long is {rules[name]}"
+                )
+            store = _only(store, kept)
+        found[name] = store
+    return found, counted
+
+
+def shares(counted: dict[str, dict[str, int]]) -> dict[str, float]:
+    """Parts of all conversations that lose their end and that are left out, for the metrics."""
+    if not counted:
+        return {}
+    total, cut, *out = (sum(numbers) for numbers in zip(*(c.values() for c in counted.values())))
+    return {"data_truncated": cut / total, "data_left_out": sum(out) / total}
+
+
+def in_words(count: dict[str, int]) -> str:
+    """One source's counts as a phrase."""
+    return (
+        f"{count['conversations']:,} conversations: {count['truncated']:,} lose their end, "
+        f"{count['dropped']:,} are left out as too long, {count['unanswered']:,} because no "
+        "answer would remain"
+    )
+
+
+def template_of(config: DataConfig) -> tuple[str, dict[str, str]] | None:
+    """The template that conversations are trained on with, and the tokens that it names."""
+    for source in sources_of(config.train).values():
+        if source.name == "chat":
+            return read_template(source.template), source.special
+    return None
+
+
+def _rules(config: DataConfig) -> dict[str, str]:
+    """The rule of each source of conversations, by its name."""
+    named = sources_of(config.train).items()
+    return {name: source.too_long for name, source in named if source.name == "chat"}
+
+
+def _only(store: TokenStore, kept: np.ndarray) -> TokenStore:
+    """A view of some documents of a store."""
+    first = np.append(store.first_record[:-1][kept], store.first_record[-1:])
+    lengths = store.lengths[kept]
+    total = int(lengths.sum(dtype=np.int64))
+    return dataclasses.replace(store, lengths=lengths, tokens=total, first_record=first)

@@ -1,0 +1,161 @@
+"""Many texts at once as arrays: their words, lines and paragraphs, and a hash of each.
+
+A filter in plain Python looks at every word; here numpy looks at all words of some megabytes.
+"""
+
+from functools import cached_property, lru_cache
+from typing import NamedTuple
+
+import numpy as np
+
+SPACES = np.isin(np.arange(256), list(b" \t\n\r\v\f"))
+LETTERS = np.array([byte >= 128 or chr(byte).isalpha() for byte in range(256)])
+IN_WORDS = LETTERS | np.isin(np.arange(256), list(b"0123456789"))
+BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that it has an inverse modulo 2^64
+INVERSE = np.uint64(pow(int(BASE), -1, 1 << 64))
+BETWEEN = b"\n\n"  # ends words, lines and paragraphs
+
+
+class Spans(NamedTuple):
+    """Pieces of the texts in their order, as places in `Arrays.data`."""
+
+    starts: np.ndarray  # int64 [N]
+    stops: np.ndarray  # int64 [N]
+    texts: np.ndarray  # int64 [N], the number of the text that each is in
+    hashes: np.ndarray  # uint64 [N], of their bytes
+
+
+class Arrays:
+    """The UTF-8 bytes of some texts, one after the other."""
+
+    def __init__(self, texts: list[str]):
+        parts = [text.encode() for text in texts]
+        self.count = len(parts)
+        self.data = np.frombuffer(BETWEEN.join([*parts, b""]), np.uint8)
+        self.ends = np.cumsum([len(part) + len(BETWEEN) for part in parts], dtype=np.int64)
+
+    @cached_property
+    def words(self) -> Spans:
+        """What stands between spaces."""
+        return self._spans(*_runs(~SPACES[self.data]))
+
+    @cached_property
+    def folded_words(self) -> Spans:
+        """Letters and digits; each Chinese or Japanese character is a word of its own."""
+        data, inside = self.data, IN_WORDS[self.data]
+        # U+2000 to U+203F are punctuation, and so are U+3000 to U+303F.
+        marks = np.flatnonzero((data[1:-1] == 0x80) & ((data[:-2] == 0xE2) | (data[:-2] == 0xE3)))
+        for offset in range(3):
+            inside[marks + offset] = False
+        wide = (data >= 0xE3) & (data <= 0xE9) & inside
+        begins, ends = inside.copy(), ~inside
+        begins[1:] &= ~inside[:-1] | wide[1:]
+        begins[3:] |= wide[:-3] & inside[3:]
+        ends[1:] &= inside[:-1]
+        places = np.flatnonzero(begins | ends)
+        which = np.flatnonzero(begins[places])
+        return self._spans(places[which], places[which + 1])
+
+    @cached_property
+    def lines(self) -> Spans:
+        """Lines that are not empty."""
+        return self._spans(*_runs(self.data != ord("\n")))
+
+    @cached_property
+    def paragraphs(self) -> Spans:
+        """What stands between empty lines."""
+        gaps = self.data == ord("\n")
+        single = gaps.copy()
+        single[1:] &= ~gaps[:-1]
+        single[:-1] &= ~gaps[1:]
+        return self._spans(*_runs(~gaps | single))
+
+    def characters(self, starts: np.ndarray, stops: np.ndarray) -> np.ndarray:
+        """int64 [N]: characters, not bytes."""
+        return self._characters[stops] - self._characters[starts]
+
+    @cached_property
+    def sizes(self) -> np.ndarray:
+        """int64 [texts], in characters."""
+        starts = np.concatenate([[0], self.ends[:-1]])
+        return self.characters(starts, self.ends - len(BETWEEN))
+
+    @cached_property
+    def _characters(self) -> np.ndarray:
+        begins = (self.data & 0xC0) != 0x80
+        return np.concatenate([[0], np.cumsum(begins, dtype=np.int64)])
+
+    @cached_property
+    def _sums(self) -> np.ndarray:
+        powers = _powers(len(self.data), BASE)
+        terms = (self.data.astype(np.uint64) + np.uint64(1)) * powers
+        return np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms)])
+
+    def _spans(self, starts: np.ndarray, stops: np.ndarray) -> Spans:
+        texts = np.searchsorted(self.ends, starts, side="right")
+        sums = (self._sums[stops] - self._sums[starts]) * _powers(len(self.data), INVERSE)[starts]
+        return Spans(starts, stops, texts, mixed(sums))
+
+
+def ngrams(spans: Spans, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Hashes of n spans in a row of the same text, uint64, and where each begins in `spans`."""
+    count = max(len(spans.hashes) - n + 1, 0)
+    total = spans.hashes[:count].copy()
+    for offset in range(1, n):
+        total *= BASE
+        total += spans.hashes[offset : offset + count]
+    first = np.flatnonzero(spans.texts[:count] == spans.texts[n - 1 :][:count])
+    return mixed(total[first]), first
+
+
+def groups(hashes: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Orders the places of equal things of one text side by side, the first of each first.
+
+    Returns the places int64 [N], and where each of them is like the one before: bool [N].
+    Two things are told apart by 64 bits less those of N.
+    """
+    bits = np.uint64(len(hashes).bit_length())
+    keys = mixed(hashes + texts.astype(np.uint64) * BASE) >> bits << bits
+    keys |= np.arange(len(hashes), dtype=np.uint64)
+    keys.sort()
+    same = np.zeros(len(keys), bool)
+    same[1:] = keys[1:] >> bits == keys[:-1] >> bits
+    return (keys & ((np.uint64(1) << bits) - np.uint64(1))).astype(np.int64), same
+
+
+def seen_before(hashes: np.ndarray, texts: np.ndarray) -> np.ndarray:
+    """bool [N]: whether an equal one stands earlier in the same text."""
+    places, same = groups(hashes, texts)
+    seen = np.zeros(len(hashes), bool)
+    seen[places[same]] = True
+    return seen
+
+
+def mixed(values: np.ndarray) -> np.ndarray:
+    """Spreads each of 64 bits over all (splitmix64)."""
+    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
+    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
+    return values ^ values >> np.uint64(31)
+
+
+def share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:
+    """part / whole, and 0 of nothing."""
+    return part / np.maximum(whole, 1)
+
+
+def _runs(inside: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+    """Where each run of True begins and ends; the last value is False."""
+    before = np.concatenate([[False], inside[:-1]])
+    edges = np.flatnonzero(inside != before)
+    return edges[::2], edges[1::2]
+
+
+def _powers(count: int, base: np.uint64) -> np.ndarray:
+    return _table(1 << max(count, 1 << 16).bit_length(), int(base))[:count]
+
+
+@lru_cache(maxsize=2)
+def _table(count: int, base: int) -> np.ndarray:
+    factors = np.full(count, base, np.uint64)
+    factors[0] = 1
+    return np.cumprod(factors, dtype=np.uint64)

@@ -1,0 +1,94 @@
+"""Chat templates: messages -> text, by Jinja as transformers runs it."""
+
+import json
+from collections.abc import Callable, Sequence
+from datetime import datetime
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.data.messages import BEGIN, END, Message
+from jaxtrain.settings import UserError
+
+Render = Callable[[Sequence[Message], bool], str]  # (messages, begin an answer?) -> text
+
+# For models without a template of their own: an answer ends with the end of a text.
+DEFAULT = (
+    "{{ bos_token }}{% for message in messages %}"
+    "{{ '### ' + message['role'] | capitalize + '\\n' + message['content'] }}"
+    "{{ eos_token if message['role'] == 'assistant' else '\\n\\n' }}{% endfor %}"
+    "{{ '### Assistant\\n' if add_generation_prompt }}"
+)
+DATE = datetime(2024, 7, 26)  # templates that ask for today's would make other data every day
+
+
+def read_template(given: str | None) -> str:
+    """The Jinja text of a template that is given as text, as a file, or not at all."""
+    if given is None or "{" in given:
+        return given or DEFAULT
+    if not Path(given).expanduser().is_file():
+        raise UserError(f"template {given!r} is neither Jinja text nor a file")
+    return Path(given).expanduser().read_text(encoding="utf-8")
+
+
+def make_render(template: str, special: dict[str, str]) -> Render:
+    """How messages become text. special: the tokens that the template names, as eos_token.
+
+    Sandboxed, with transformers' filters, functions and generation blocks: what these put out
+    stands between BEGIN and END. Raises UserError for a template that is no Jinja, and when it
+    refuses a conversation.
+    """
+    try:
+        import jinja2
+        from jinja2 import nodes
+        from jinja2.ext import Extension
+        from jinja2.sandbox import ImmutableSandboxedEnvironment
+    except ImportError as error:
+        raise UserError("chat templates need jinja2: pip install 'jaxtrain[hf]'") from error
+
+    class Generation(Extension):
+        """{% generation %}: what the assistant says."""
+
+        tags = {"generation"}  # noqa: RUF012
+
+        def parse(self, parser: Any) -> Any:
+            line = next(parser.stream).lineno
+            body = parser.parse_statements(("name:endgeneration",), drop_needle=True)
+            call = self.call_method("_marked")
+            return nodes.CallBlock(call, [], [], body).set_lineno(line)
+
+        def _marked(self, caller: Any) -> str:
+            return BEGIN + caller() + END
+
+    def refuse(message: str) -> None:
+        raise jinja2.TemplateError(message)
+
+    def to_json(x: Any, ensure_ascii=False, indent=None, separators=None, sort_keys=False) -> str:
+        return json.dumps(
+            x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
+        )
+
+    environment = ImmutableSandboxedEnvironment(
+        trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
+    )
+    environment.filters["tojson"] = to_json
+    environment.globals["raise_exception"] = refuse
+    if "strftime_now is defined" not in template:
+        environment.globals["strftime_now"] = DATE.strftime
+    try:
+        compiled = environment.from_string(template)
+    except jinja2.TemplateError as error:
+        raise UserError(f"the chat template is no Jinja: {error}") from error
+
+    def render(messages: Sequence[Message], begin: bool) -> str:
+        try:
+            return compiled.render(
+                messages=messages, add_generation_prompt=begin, tools=None, documents=None,
+                **special,
+            )  # fmt: skip
+        except (jinja2.TemplateError, TypeError) as error:
+            first = messages[0]["content"][:60] if messages else ""
+            raise UserError(
+                f"the chat template refuses the conversation that begins {first!r}: {error}"
+            ) from error
+
+    return render

@@ -1,0 +1,26 @@
+"""Fine-tuning: what trains, what is frozen, and how a step joins the two."""
+
+from typing import Any
+
+import jax.numpy as jnp
+
+from jaxtrain.finetune.config import FinetuneConfig, LoRAConfig, adapter_folder, fill_in
+from jaxtrain.finetune.factors import ia3
+from jaxtrain.finetune.lora import lora, plus
+from jaxtrain.finetune.partition import Parts, everything, flatten, inserted, join_all, nested, some
+
+METHODS = {
+    "full": everything, "lora": lora, "freeze": some, "bitfit": some, "ia3": ia3,
+    "adapter": inserted,
+}  # fmt: skip
+
+
+def make_parts(c: Any, specs: Any, dtype: jnp.dtype) -> Parts:
+    """The parts of a model that is declared so; the compute is in `dtype`."""
+    return METHODS[c.name](c, specs, dtype)
+
+
+__all__ = [
+    "FinetuneConfig", "LoRAConfig", "Parts", "adapter_folder", "everything", "fill_in", "flatten",
+    "join_all", "make_parts", "nested", "plus",
+]  # fmt: skip

@@ -1,0 +1,165 @@
+"""What of a model is trained: all of it, a change beside it, or a part; and fitting defaults."""
+
+import json
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field
+
+from jaxtrain.settings import Settings, UserError
+
+Base = Literal["nf4", "int8"]
+
+
+class FullConfig(Settings):
+    """All parameters train."""
+
+    name: Literal["full"] = "full"
+
+
+class PartConfig(Settings):
+    """What all have in common that leave most of the model as it is."""
+
+    base: Base | None = Field(
+        None,
+        description="storage of the frozen matrices of the blocks: nf4 (4.13 bits a parameter, "
+        "QLoRA) or int8; default the compute dtype",
+    )
+
+
+class LoRAConfig(PartConfig):
+    """Low-rank changes of frozen matrices (Hu et al. 2021)."""
+
+    name: Literal["lora"] = "lora"
+    rank: int = Field(16, ge=1, description="rank r of each change")
+    alpha: float = Field(32.0, gt=0, description="the change is alpha / rank x A B")
+    rslora: bool = Field(
+        False, description="alpha / sqrt(rank) instead (Kalajdzievski 2023), for large ranks"
+    )
+    dora: bool = Field(
+        False, description="the columns' norms train apart from directions (Liu et al. 2024)"
+    )
+    targets: tuple[str, ...] = Field(
+        ("attention", "ffn"),
+        min_length=1,
+        description="matrices of the blocks: attention, ffn, q, k, v, out, up, gate, down, or "
+        "patterns such as blocks/attention/*",
+    )
+    lora_plus_ratio: float = Field(
+        1.0, gt=0, description="learning rate of B over that of A (Hayou et al. 2024: 16)"
+    )
+    init_adapter: str | None = Field(
+        None,
+        description="adapter to start from, a folder of peft's or a run with LoRA; "
+        "its rank, alpha and targets are the default",
+    )
+
+
+class FreezeConfig(PartConfig):
+    """Some parameters train, the others stay as they are."""
+
+    name: Literal["freeze"] = "freeze"
+    train: tuple[str, ...] = Field(
+        min_length=1,
+        description="what trains: a part of a parameter's path (ffn, q), a role (gain, head), or "
+        "a pattern such as blocks/*/q",
+    )
+    last_layers: int | None = Field(
+        None, ge=1, description="of the blocks only so many, from the end; default all"
+    )
+
+
+class BitFitConfig(PartConfig):
+    """The biases alone (Ben Zaken et al. 2021)."""
+
+    name: Literal["bitfit"] = "bitfit"
+
+
+class IA3Config(PartConfig):
+    """Factors on keys, values and the hidden channels (Liu et al. 2022)."""
+
+    name: Literal["ia3"] = "ia3"
+
+
+class AdapterConfig(PartConfig):
+    """Small networks behind each attention and feed-forward (Houlsby et al. 2019)."""
+
+    name: Literal["adapter"] = "adapter"
+    width: int = Field(64, ge=1, description="channels of each; becomes model.adapter")
+
+
+FinetuneConfig = Annotated[
+    FullConfig | LoRAConfig | FreezeConfig | BitFitConfig | IA3Config | AdapterConfig,
+    Field(discriminator="name"),
+]
+
+# Peak learning rates: pretraining's would undo what a model knows. LoRA's is QLoRA's for 7B.
+RATES = {"freeze": 2e-5, "lora": 2e-4, "bitfit": 1e-3, "ia3": 3e-3, "adapter": 1e-3}
+ROWS = 16  # of a step, QLoRA's
+# peft's names of modules -> ours
+MODULES = {
+    "q_proj": ("q",), "k_proj": ("k",), "v_proj": ("v",), "o_proj": ("out",), "up_proj": ("up",),
+    "gate_proj": ("gate",), "down_proj": ("down",), "fc1": ("up",), "fc2": ("down",),
+    "c_attn": ("q", "k", "v"), "c_fc": ("up",), "attn.c_proj": ("out",), "mlp.c_proj": ("down",),
+    "c_proj": ("out", "down"),
+}  # fmt: skip
+
+
+def fill_in(tree: dict[str, Any]) -> None:
+    """The defaults of tuning a part, in a plain configuration that asks for it; what it says wins.
+
+    Raises UserError if it does not say from what to start, or for how long.
+    """
+    if not all(isinstance(tree.get(name, {}), dict) for name in ("train", "optim", "finetune")):
+        return  # validation says what is wrong
+    train, optim, finetune = (tree.get(name, {}) for name in ("train", "optim", "finetune"))
+    kind = finetune.get("name", "full")
+    if kind not in RATES:
+        return
+    for field, why in (("init_from", "the model to tune"), ("steps", "how long to tune it")):
+        if not train.get(field):
+            raise UserError(f"train.{field}: finetune.name={kind} needs it, {why}")
+    train.setdefault("batch_size", ROWS)
+    if finetune.get("init_adapter"):
+        tree["finetune"] = of_adapter(adapter_folder(str(finetune["init_adapter"]))) | finetune
+    if optim.get("name", "adamw") == "adamw":
+        warmup = min(20, int(train["steps"]) // 10)
+        rates = {"name": "adamw", "learning_rate": RATES[kind], "weight_decay": 0.0, "b2": 0.999}
+        rates |= {"clip_norm": 1.0, "schedule": {"name": "linear", "warmup_steps": warmup}}
+        tree["optim"] = rates | optim
+
+
+def adapter_folder(path: str) -> Path:
+    """The folder of an adapter, a run's too. UserError if there is none."""
+    folder = Path(path).expanduser()
+    for place in (folder, folder / "adapter", folder / "model" / "adapter"):
+        if (place / "adapter_config.json").is_file():
+            return place
+    raise UserError(f"finetune.init_adapter {path}: there is no adapter_config.json, no adapter")
+
+
+def of_adapter(folder: Path) -> dict[str, Any]:
+    """The fields of LoRAConfig that an adapter of peft's was made with."""
+    c = json.loads((folder / "adapter_config.json").read_text())
+    plain = {"bias": ("none",), "modules_to_save": (None, []), "peft_type": ("LORA",)}
+    plain |= {"alora_invocation_tokens": (None,), "layers_to_transform": (None,)}
+    for key, allowed in plain.items():
+        if key in c and c[key] not in allowed:
+            raise UserError(f"{folder}: {key} {c[key]} is not supported, only {allowed[0]}")
+    fields = {"rank": c["r"], "alpha": c["lora_alpha"], "rslora": bool(c.get("use_rslora"))}
+    fields |= {"dora": bool(c.get("use_dora"))}
+    modules = c.get("target_modules")
+    if isinstance(modules, list):
+        fields["targets"] = sorted({ours for name in modules for ours in matrices(name, folder)})
+    return fields
+
+
+def matrices(module: str, folder: Path) -> tuple[str, ...]:
+    """Our names of what a module of peft's is, by the last parts of its path."""
+    parts = module.split(".")
+    for name in (".".join(parts[-2:]), parts[-1]):
+        if name in MODULES:
+            return MODULES[name]
+    if (parts[-1],) in MODULES.values():  # of a model that only we have
+        return (parts[-1],)
+    raise UserError(f"{folder}: target_modules {module} has no matrix here")

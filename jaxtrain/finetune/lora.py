@@ -1,0 +1,105 @@
+"""LoRA (Hu et al. 2021), with rsLoRA's scale, DoRA's norms and LoRA+'s rates.
+
+The parameters that train are `NAME/a` [L, in, r], `NAME/b` [L, r, out] and, for DoRA,
+`NAME/magnitude` [L, out] of every matrix NAME that is a target.
+"""
+
+import math
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.finetune.config import LoRAConfig
+from jaxtrain.finetune.partition import (
+    Parts,
+    as_computed,
+    flatten,
+    in_blocks,
+    map_named,
+    matching,
+    nested,
+    packing,
+)
+from jaxtrain.model import Adapted, Params, ParamSpec, column_norms, initialize
+from jaxtrain.model.init import constant, uniform
+from jaxtrain.settings import UserError
+
+
+def lora(c: LoRAConfig, specs: Any, dtype: jnp.dtype) -> Parts:
+    """The base is frozen as a whole; the adapters are the parameters."""
+    names, flat, scale = targets(c, specs), flatten(specs), scale_of(c)
+    trainable = nested({k: s for name in names for k, s in declared(c, name, flat[name]).items()})
+
+    def join(params: Any, frozen: Any) -> Any:
+        change = flatten(params)
+
+        def beside(name: str, w: Any) -> Any:
+            if name not in names:
+                return w
+            a, b, m = (change.get(f"{name}/{part}") for part in ("a", "b", "magnitude"))
+            if m is not None:  # the norms are constants to the gradient, as in the paper
+                m = m / column_norms(w, *map(jax.lax.stop_gradient, (a, b)), scale)
+            return Adapted(w, a, b, columns=m, scale=scale)
+
+        return map_named(beside, frozen)
+
+    def split(base: Params, seed: int) -> tuple[Any, Any]:
+        start, matrices = flatten(initialize(trainable, seed)), flatten(base)
+        for name in names if c.dora else ():
+            a, b = start[f"{name}/a"], start[f"{name}/b"]
+            start[f"{name}/magnitude"] = column_norms(matrices[name], a, b, scale)
+        return base, nested(start)
+
+    base = jax.tree.map(lambda spec: as_computed(spec, dtype), specs)
+    return Parts(trainable, base, join, split, packing(c, specs))
+
+
+def plus(optim: Any, c: Any) -> Any:
+    """The optimizer with LoRA+'s ratio of the two rates."""
+    if not isinstance(c, LoRAConfig) or c.lora_plus_ratio == 1:
+        return optim
+    rates = {"lora_b": c.lora_plus_ratio} | optim.multipliers
+    return optim.model_copy(update={"multipliers": rates})
+
+
+def scale_of(c: LoRAConfig) -> float:
+    """The factor on A B."""
+    return c.alpha / (math.sqrt(c.rank) if c.rslora else c.rank)
+
+
+def targets(c: LoRAConfig, specs: Any) -> list[str]:
+    """Names of the matrices that get an adapter."""
+    able = in_blocks(specs)
+    names = matching(nested(able), c.targets, "finetune.targets")
+    for name in names:
+        if c.rank > min(able[name].shape[-2:]):
+            raise UserError(
+                f"finetune.rank {c.rank} is more than {name} has: it is {able[name].shape[-2:]}"
+            )
+    return names
+
+
+def declared(c: LoRAConfig, name: str, spec: ParamSpec) -> dict[str, ParamSpec]:
+    """The declarations of a matrix's adapter; they are placed as the matrix is.
+
+    A starts uniform in +-1/sqrt(in), as in peft; B at zero, so that nothing is changed at first.
+    """
+    L, rows, columns = spec.shape
+    axis_L, axis_in, axis_out = spec.axes
+    bound = 1 / math.sqrt(rows)
+    found = {
+        f"{name}/a": ParamSpec(
+            (L, rows, c.rank), (axis_L, axis_in, None), uniform(-bound, bound), "matrix",
+            ins=(1,), outs=(2,), group="lora_a",
+        ),
+        f"{name}/b": ParamSpec(
+            (L, c.rank, columns), (axis_L, None, axis_out), constant(0.0), "matrix",
+            ins=(1,), outs=(2,), group="lora_b",
+        ),
+    }  # fmt: skip
+    if c.dora:
+        found[f"{name}/magnitude"] = ParamSpec(
+            (L, columns), (axis_L, axis_out), constant(1.0), "gain", group="lora_magnitude"
+        )
+    return found

@@ -1,0 +1,182 @@
+"""What trains and what is frozen: two trees of parameters, and how a step joins them.
+
+A step differentiates, casts, updates and saves the first tree alone. The frozen one is an argument
+that it only reads, in the dtype of the compute. Where all parameters train it is None.
+"""
+
+import dataclasses
+import fnmatch
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.model import Params, ParamSpec, initialize, is_special, pack, path_name, whole
+from jaxtrain.settings import UserError
+
+IN_BLOCKS = ("blocks/attention/", "blocks/ffn/")  # whose matrices go through `model.fp8.dense`
+
+
+def join_all(params: Any, frozen: Any) -> Any:
+    """All parameters train: they are the model."""
+    return params
+
+
+class Parts(NamedTuple):
+    """How a model is parted. Where `split` is None, all of it trains.
+
+    A joined tree may hold packed and adapted matrices; `plain` makes arrays of them.
+    """
+
+    trainable: Any  # declarations
+    base: Any  # declarations of all that is loaded to begin with
+    join: Callable[[Any, Any], Any] = join_all  # (trainable, frozen) -> the model's parameters
+    split: Callable[[Params, int], tuple[Any, Any]] | None = None  # (base, seed) -> frozen, start
+    store: Callable[[str, Any], Any] = lambda name, x: x  # how a parameter of the base is kept
+
+    def plain(self, params: Any, frozen: Any) -> Params:
+        """The joined tree as arrays, a parameter at a time to the host where it was special."""
+        get = lambda leaf: jax.device_get(whole(leaf)) if is_special(leaf) else leaf
+        return jax.tree.map(get, self.join(params, frozen), is_leaf=is_special)
+
+
+def everything(c: Any, specs: Any, dtype: jnp.dtype) -> Parts:
+    """All parameters train."""
+    return Parts(specs, specs)
+
+
+def some(c: Any, specs: Any, dtype: jnp.dtype) -> Parts:
+    """Those parameters train that the patterns name; of the blocks, maybe the last layers only."""
+    patterns, last, field = ("bias",), None, "finetune bitfit"
+    if c.name == "freeze":
+        patterns, last, field = c.train, c.last_layers, "finetune.train"
+    chosen, flat = matching(specs, patterns, field), flatten(specs)
+    cut = {name: first_trained(flat[name], last) for name in chosen}
+    base = map_named(lambda n, s: s if n in chosen else as_computed(s, dtype), specs)
+    trainable = {name: from_layer(flat[name], cut[name]) for name in chosen}
+
+    def split(params: Params, seed: int) -> tuple[Any, Any]:
+        values = flatten(params)
+        kept = {n: x for n, x in values.items() if n not in chosen}
+        kept |= {n: values[n][: cut[n]].astype(computed(flat[n], dtype)) for n in chosen if cut[n]}
+        return nested(kept), nested(
+            {n: values[n][cut[n] :] if cut[n] else values[n] for n in chosen}
+        )
+
+    def join(params: Any, frozen: Any) -> Params:
+        joined = flatten(frozen)
+        for name, x in flatten(params).items():
+            below = joined.get(name)
+            joined[name] = x if below is None else jnp.concatenate([below.astype(x.dtype), x])
+        return nested(joined)
+
+    return Parts(nested(trainable), base, join, split, packing(c, specs, chosen))
+
+
+def inserted(c: Any, specs: Any, dtype: jnp.dtype) -> Parts:
+    """What was put into the model trains, the parameters of the group of that name."""
+    flat = flatten(specs)
+    new = nested({name: spec for name, spec in flat.items() if spec.group == c.name})
+    old = {n: as_computed(spec, dtype) for n, spec in flat.items() if spec.group != c.name}
+
+    def join(params: Any, frozen: Any) -> Any:
+        return nested(flatten(frozen) | flatten(params))
+
+    def split(base: Params, seed: int) -> tuple[Any, Any]:
+        return base, initialize(new, seed)
+
+    return Parts(new, nested(old), join, split, packing(c, specs))
+
+
+def packing(c: Any, specs: Any, trained: Sequence[str] = ()) -> Callable[[str, Any], Any]:
+    """How a frozen parameter is kept: the blocks' matrices in few bits if `base` says so.
+
+    Raises UserError for a matrix that has no whole number of blocks.
+    """
+    if c.base is None:
+        return lambda name, x: x
+    packs = [name for name in in_blocks(specs) if name not in trained]
+    for name in packs:
+        rows, columns = flatten(specs)[name].shape[-2:]
+        if c.base == "nf4" and rows * columns % 64:
+            raise UserError(
+                f"finetune.base nf4: {name} is {rows} x {columns}, no multiple of 64 values"
+            )
+    return lambda name, x: pack(x, c.base) if name in packs else x
+
+
+def in_blocks(specs: Any) -> dict[str, ParamSpec]:
+    """The matrices of the blocks."""
+    flat = flatten(specs).items()
+    return {n: s for n, s in flat if s.role == "matrix" and n.startswith(IN_BLOCKS)}
+
+
+def matching(specs: Any, patterns: Sequence[str], field: str) -> list[str]:
+    """Names of the parameters that a pattern names, in the tree's order.
+
+    A pattern is a part of the path, a role, a group, or a glob of the path. UserError for one that
+    names nothing.
+    """
+    flat = flatten(specs)
+
+    def meant(name: str, pattern: str) -> bool:
+        words = (*name.split("/"), flat[name].role, flat[name].group)
+        return pattern in words or fnmatch.fnmatchcase(name, pattern)
+
+    for pattern in patterns:
+        if not any(meant(name, pattern) for name in flat):
+            raise UserError(
+                f"{field}: {pattern!r} names no parameter; there are {', '.join(sorted(flat))}"
+            )
+    return [name for name in flat if any(meant(name, pattern) for pattern in patterns)]
+
+
+def first_trained(spec: ParamSpec, last: int | None) -> int:
+    """The first layer of a stack that trains."""
+    if last is None or spec.axes[:1] != ("layers",):
+        return 0
+    return max(0, spec.shape[0] - last)
+
+
+def from_layer(spec: ParamSpec, start: int) -> ParamSpec:
+    """The declaration of a stack's layers from `start` on."""
+    if not start:
+        return spec
+    return dataclasses.replace(spec, shape=(spec.shape[0] - start, *spec.shape[1:]))
+
+
+def computed(spec: ParamSpec, dtype: jnp.dtype) -> str:
+    """The dtype that a step computes a parameter in (`model.cast`)."""
+    return spec.dtype if spec.role in ("gain", "scalar") else jnp.dtype(dtype).name
+
+
+def as_computed(spec: ParamSpec, dtype: jnp.dtype) -> ParamSpec:
+    return dataclasses.replace(spec, dtype=computed(spec, dtype))
+
+
+# ---- trees by name ---------------------------------------------------------------------------
+
+
+def flatten(tree: Any) -> dict[str, Any]:
+    """name -> leaf, in the tree's order; a packed matrix is a leaf."""
+    pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_special)[0]
+    return {path_name(path): leaf for path, leaf in pairs}
+
+
+def nested(flat: dict[str, Any]) -> dict[str, Any]:
+    """The tree of names such as a/b/c."""
+    tree: dict[str, Any] = {}
+    for name, leaf in flat.items():
+        *parents, last = name.split("/")
+        node = tree
+        for key in parents:
+            node = node.setdefault(key, {})
+        node[last] = leaf
+    return tree
+
+
+def map_named(change: Callable[[str, Any], Any], tree: Any) -> Any:
+    """change(name, leaf) of every leaf; a packed matrix is a leaf."""
+    named = lambda path, leaf: change(path_name(path), leaf)
+    return jax.tree_util.tree_map_with_path(named, tree, is_leaf=is_special)

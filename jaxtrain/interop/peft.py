@@ -1,0 +1,140 @@
+"""LoRA adapters in peft's format: adapter_config.json and adapter_model.safetensors.
+
+A model that no family of Hugging Face fits has the same files, under names of its own.
+"""
+
+import math
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.interop.companions import write_json
+from jaxtrain.interop.configs import Json, fitting_family
+from jaxtrain.interop.families import Row
+from jaxtrain.interop.layouts import turned
+from jaxtrain.interop.tensors import read, read_header, write
+from jaxtrain.model import ResolvedModel, path_name
+from jaxtrain.settings import UserError
+
+FILE, PREFIX = "adapter_model.safetensors", "base_model.model."
+KINDS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
+
+
+def rows_of(c: ResolvedModel, names: set[str]) -> list[Row]:
+    """Where the matrices of these names lie in a checkpoint."""
+    try:
+        rows = fitting_family(c, c.vocab_multiple, None)[0].rows
+    except UserError:
+        own = {n: "blocks.{}." + n.removeprefix("blocks/").replace("/", ".") for n in names}
+        rows = tuple(Row((name,), f"{theirs}.weight", "linear") for name, theirs in own.items())
+    return [row for row in rows if names & set(row.ours)]
+
+
+def flat_of(tree: Any) -> dict[str, Any]:
+    return {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
+
+
+def modules(flat: dict[str, Any]) -> set[str]:
+    """The matrices that an adapter changes."""
+    return {name.rpartition("/")[0] for name in flat}
+
+
+def write_adapter(folder: Path, c: ResolvedModel, params: Any, facts: Json) -> None:
+    """Write the parameters of `finetune.lora` in float32.
+
+    facts: rank, alpha, rslora, dora and base of the run. Matrices that a checkpoint keeps side by
+    side have one adapter there: the parts' ranks add up.
+    """
+    flat = {name: np.asarray(x) for name, x in flat_of(params).items()}
+    names = modules(flat)
+    tensors: dict[str, np.ndarray] = {}
+    ranks: dict[str, int] = {}
+    for row in rows_of(c, names):
+        module = row.theirs.removesuffix(".weight")
+        for layer in range(c.depth):
+            part = lambda name, kind, i=layer: flat[f"{name}/{kind}"][i]
+            where = PREFIX + module.format(layer)
+            some = [name for name in row.ours if name in names]
+            if len(some) < len(row.ours):
+                raise UserError(
+                    f"finetune.targets: {where} holds {', '.join(row.ours)}; tune all or none"
+                )
+            down = np.concatenate([part(name, "a") for name in some], axis=1)
+            up = block_diagonal([part(name, "b") for name in some])
+            if row.layout == "turned linear":
+                up = turned(up, c.head_dim)
+            tensors[f"{where}.{KINDS['a']}"] = down.T
+            tensors[f"{where}.{KINDS['b']}"] = up.T
+            if facts["dora"]:
+                m = np.concatenate([part(name, "magnitude") for name in some])
+                m = turned(m[None], c.head_dim)[0] if row.layout == "turned linear" else m
+                tensors[f"{where}.{KINDS['magnitude']}"] = m
+        ranks[module.rpartition("{}.")[2]] = down.shape[1]
+    folder.mkdir(parents=True, exist_ok=True)
+    table = {name: (np.dtype(np.float32), x.shape) for name, x in tensors.items()}
+    pieces = (x.astype(np.float32) for x in tensors.values())
+    write(folder / FILE, table, pieces, {"format": "pt"})
+    write_json(folder / "adapter_config.json", config_of(c, ranks, facts))
+
+
+def config_of(c: ResolvedModel, ranks: dict[str, int], facts: Json) -> Json:
+    """The adapter_config.json of modules with these ranks."""
+    rank, alpha = facts["rank"], facts["alpha"]
+    wide = {name: r for name, r in ranks.items() if r != rank}
+    grown = lambda r: math.sqrt(r / rank) if facts["rslora"] else r / rank
+    return {
+        "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none",
+        "base_model_name_or_path": facts["base"], "r": rank, "lora_alpha": alpha,
+        "use_rslora": facts["rslora"], "use_dora": facts["dora"], "lora_dropout": 0.0,
+        "fan_in_fan_out": c.positions == "learned",  # GPT-2 stores [in, out]
+        "target_modules": sorted(ranks), "modules_to_save": None,
+        "rank_pattern": wide, "alpha_pattern": {n: alpha * grown(r) for n, r in wide.items()},
+    }  # fmt: skip
+
+
+def block_diagonal(parts: list[np.ndarray]) -> np.ndarray:
+    """[r, out] of each as one [sum of r, sum of out]."""
+    out = np.zeros([sum(p.shape[i] for p in parts) for i in (0, 1)], np.float32)
+    row = column = 0
+    for p in parts:
+        out[row : row + p.shape[0], column : column + p.shape[1]] = p
+        row, column = row + p.shape[0], column + p.shape[1]
+    return out
+
+
+def read_adapter(folder: Path, c: ResolvedModel, like: Any) -> Any:
+    """An adapter as the parameters of `finetune.lora`, whose shapes `like` gives.
+
+    Raises UserError for a tensor that is missing, of another shape, or has no place.
+    """
+    stored, wanted = read_header(folder / FILE), flat_of(like)
+    names, found, used = modules(wanted), {}, set[str]()
+
+    def tensor(row: Row, layer: int, kind: str) -> np.ndarray:
+        name = f"{PREFIX}{row.theirs.removesuffix('.weight').format(layer)}.{KINDS[kind]}"
+        if name not in stored:
+            raise UserError(f"{folder} has no tensor {name}; finetune.targets asks for it")
+        used.add(name)
+        x = np.asarray(read(name, stored[name]), np.float32)
+        x = x if kind == "magnitude" else x.T
+        turn = row.layout == "turned linear" and kind != "a"
+        return turned(np.atleast_2d(x), c.head_dim).reshape(x.shape) if turn else x
+
+    for row in rows_of(c, names):
+        for kind in sorted({name.rpartition("/")[2] for name in wanted}):
+            stack = np.stack([tensor(row, layer, kind) for layer in range(c.depth)])
+            widths = [wanted[f"{name}/b"].shape[-1] for name in row.ours if name in names]
+            ends = np.cumsum([0, *widths])
+            for i, name in enumerate(n for n in row.ours if n in names):
+                x = stack if kind == "a" else stack[..., ends[i] : ends[i + 1]]
+                if x.shape != wanted[f"{name}/{kind}"].shape:
+                    raise UserError(
+                        f"{folder}: {row.theirs} has {x.shape[1:]} for {name}/{kind}, "
+                        f"the run needs {wanted[f'{name}/{kind}'].shape[1:]}; see finetune.rank"
+                    )
+                found[f"{name}/{kind}"] = x
+    if extra := sorted(set(stored) - used):
+        raise UserError(f"{folder} holds {extra[0]}, which finetune.targets leaves out")
+    return jax.tree_util.tree_map_with_path(lambda path, x: found[path_name(path)], like)

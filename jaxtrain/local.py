@@ -1,0 +1,286 @@
+"""Low-communication training: replicas that train by themselves and meet now and then.
+
+Each device group along the mesh axis `data`, the slow one, is a replica with parameters and an
+optimizer state of its own. The step's `State` stays what it is: its `params` are the shared
+weights, its `optimizer` a `LocalState` with the replicas stacked in front, split over `data`.
+"""
+
+import functools
+from typing import Annotated, Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+from pydantic import Field
+
+from jaxtrain.optim import Optimizer
+from jaxtrain.settings import Settings, UserError
+from jaxtrain.step import State, Task, train_step
+
+BLOCK = 256  # elements that share a scale when compressed
+WIRE = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
+
+
+class DiLoCo(Settings):
+    """DiLoCo (Douillard et al. 2023): every H steps, Nesterov on the mean way of the replicas."""
+
+    name: Literal["diloco"] = "diloco"
+    every: int = Field(50, ge=1, description="inner steps H between two meetings")
+    outer_lr: float = Field(0.7, gt=0, description="outer learning rate")
+    outer_momentum: float = Field(0.9, ge=0, lt=1, description="outer Nesterov momentum")
+    compress: Literal["int8", "fp8"] | None = Field(
+        None, description="of what the replicas exchange, a scale for each 256; default float32"
+    )
+    fragments: int = Field(
+        1, ge=1, description="parts of the parameters, which meet one after the other (streaming)"
+    )
+
+
+class Gossip(Settings):
+    """Each replica averages with its two neighbours on a ring; there is no meeting of all."""
+
+    name: Literal["gossip"] = "gossip"
+    every: int = Field(1, ge=1, description="steps between two averages")
+
+
+LocalConfig = Annotated[DiLoCo | Gossip, Field(discriminator="name")]
+
+
+class Replica(NamedTuple):
+    """What each replica has of its own, stacked [R, ...]."""
+
+    params: Any
+    optimizer: Any
+
+
+class LocalState(NamedTuple):
+    """In the place of the optimizer's state."""
+
+    replicas: Replica
+    momentum: Any  # of the outer step; None for gossip
+
+
+def local_task(task: Task, c: DiLoCo | Gossip, mesh: Mesh) -> Task:
+    """The task with replicas along `data`: its optimizer's state and its step are those of c."""
+    if task.dtype == jnp.float16:
+        raise UserError(
+            "train.local: float16's loss scale would differ between replicas; use "
+            "train.precision=bfloat16 or float32"
+        )
+    if isinstance(c, DiLoCo) and c.fragments > c.every:
+        raise UserError(
+            f"train.local.fragments={c.fragments} cannot meet one after the other within "
+            f"train.local.every={c.every} steps; give at most that many"
+        )
+    inner, replicas = task.optimizer, mesh.shape["data"]
+
+    def init(params: Any) -> LocalState:
+        stack = lambda x: jnp.broadcast_to(x[None], (replicas, *x.shape))
+        own = jax.tree.map(stack, Replica(params, inner.init(params)))
+        outer = isinstance(c, DiLoCo)
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params) if outer else None
+        return LocalState(own, zeros)
+
+    def eval_params(params: Any, state: LocalState) -> Any:
+        """The shared weights; of gossip, the replicas' mean."""
+        own = state.replicas
+        if isinstance(c, Gossip):
+            mean = lambda x: jnp.mean(x.astype(jnp.float32), axis=0).astype(x.dtype)
+            return jax.tree.map(mean, jax.vmap(inner.eval_params)(own.params, own.optimizer))
+        return params
+
+    step = functools.partial(local_step, config=c, inner=inner, mesh=mesh)
+    return task._replace(optimizer=inner._replace(init=init, eval_params=eval_params), step=step)
+
+
+def local_step(
+    task: Task,
+    state: State,
+    batch: Any,
+    knobs: Any,
+    frozen: Any = None,
+    *,
+    config: DiLoCo | Gossip,
+    inner: Optimizer,
+    mesh: Mesh,
+) -> tuple[State, dict[str, Array]]:
+    """One inner step of every replica on its own rows, and what is due of the exchange.
+
+    Metrics are means over the replicas.
+    """
+    own_task = task._replace(optimizer=inner, step=None)
+    shared = state._replace(optimizer=state.optimizer.momentum)
+    due = functools.partial(meet, task.specs, config) if isinstance(config, DiLoCo) else None
+
+    def one(shared: State, replicas: Replica, batch: Any, knobs: Any, frozen: Any) -> Any:
+        own = jax.tree.map(lambda x: x[0], replicas)
+        before = shared._replace(params=own.params, optimizer=own.optimizer)
+        after, metrics = train_step(own_task, before, batch, knobs, frozen)
+        params, momentum, mine = shared.params, shared.optimizer, after.params
+        if due is None:
+            mine = every(config.every, after.step, ring_mean, mine)
+        else:
+            params, momentum, mine = due(after.step, params, momentum, mine)
+        new = after._replace(params=params, optimizer=momentum)
+        own = jax.tree.map(lambda x: x[None], Replica(mine, after.optimizer))
+        return new, own, jax.lax.pmean(metrics, "data")
+
+    split = jax.shard_map(
+        one, mesh=mesh, in_specs=(P(), P("data"), P(None, "data"), P(), P()),
+        out_specs=(P(), P("data"), P()), axis_names={"data"}, check_vma=False,
+    )  # fmt: skip
+    new, replicas, metrics = split(shared, state.optimizer.replicas, batch, knobs, frozen)
+    return new._replace(optimizer=LocalState(replicas, new.optimizer)), metrics
+
+
+def every(steps: int, step: Array, work: Any, tree: Any, offset: int = 0) -> Any:
+    """work(tree) if the step, counted from 1, is due; else the tree."""
+    if steps == 1:
+        return work(tree)
+    return jax.lax.cond((step + offset) % steps == 0, work, lambda x: x, tree)
+
+
+# ---- gossip ------------------------------------------------------------------------------------
+
+
+def ring_mean(params: Any) -> Any:
+    """A third each of mine and of both neighbours' on the ring of `data`."""
+    ways = jax.lax.axis_size("data")
+
+    def mean(x: Array) -> Array:
+        shift = lambda by: [(i, (i + by) % ways) for i in range(ways)]
+        left, right = (jax.lax.ppermute(x, "data", shift(by)) for by in (1, -1))
+        return ((x.astype(jnp.float32) + left + right) / 3).astype(x.dtype)
+
+    return jax.tree.map(mean, params)
+
+
+# ---- DiLoCo ------------------------------------------------------------------------------------
+
+
+def meet(
+    specs: Any, c: DiLoCo, step: Array, params: Any, momentum: Any, mine: Any
+) -> tuple[Any, Any, Any]:
+    """The outer step of what is due: shared weights, momentum, and my own parameters.
+
+    Fragment p meets p H / fragments steps before the others' turn comes round: at any time, only a
+    part of the parameters is on the wire (Douillard et al. 2025, "Streaming DiLoCo").
+    """
+
+    def outer(parts: Any) -> Any:
+        """Lists of arrays -> the same after Nesterov on the mean of shared - mine."""
+        shared, velocity, own = parts
+        f32 = lambda x: x.astype(jnp.float32)
+        ways = mean_of([f32(s) - f32(o) for s, o in zip(shared, own)], c.compress)
+        velocity = [c.outer_momentum * v + way for v, way in zip(velocity, ways)]
+        moves = [c.outer_lr * (way + c.outer_momentum * v) for way, v in zip(ways, velocity)]
+        shared = [(f32(s) - move).astype(s.dtype) for s, move in zip(shared, moves)]
+        return shared, velocity, shared
+
+    trees = (params, momentum, mine)
+    for p in range(c.fragments):
+        parts = tuple(take(tree, specs, p, c.fragments) for tree in trees)
+        parts = every(c.every, step, outer, parts, offset=p * c.every // c.fragments)
+        trees = tuple(put(t, specs, p, c.fragments, part) for t, part in zip(trees, parts))
+    return trees
+
+
+def layered(spec: Any, fragments: int) -> bool:
+    """Whether a parameter is a stack that has a layer for each fragment."""
+    return spec.axes[:1] == ("layers",) and spec.shape[0] >= fragments
+
+
+def take(tree: Any, specs: Any, p: int, fragments: int) -> list[Array]:
+    """Fragment p: of stacks every so many layers one, of the rest every so many arrays one."""
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(specs))
+    found = []
+    for i, (x, spec) in enumerate(pairs):
+        if layered(spec, fragments):
+            found.append(x[p::fragments])
+        elif i % fragments == p:
+            found.append(x)
+    return found
+
+
+def put(tree: Any, specs: Any, p: int, fragments: int, part: list[Array]) -> Any:
+    """The tree with fragment p in its place."""
+    leaves, treedef = jax.tree.flatten(tree)
+    rest = iter(part)
+    for i, spec in enumerate(jax.tree.leaves(specs)):
+        if layered(spec, fragments):
+            new = next(rest)
+            leaves[i] = new if fragments == 1 else leaves[i].at[p::fragments].set(new)
+        elif i % fragments == p:
+            leaves[i] = next(rest)
+    return treedef.unflatten(leaves)
+
+
+def mean_of(arrays: list[Array], compress: str | None) -> list[Array]:
+    """The mean of each array over the replicas, in float32."""
+    if compress is None:
+        return [jax.lax.pmean(x, "data") for x in arrays]
+    flat_N = jnp.concatenate([x.reshape(-1) for x in arrays])
+    mean_N, at, found = compressed_mean(flat_N, compress), 0, []
+    for x in arrays:
+        found.append(mean_N[at : at + x.size].reshape(x.shape))
+        at += x.size
+    return found
+
+
+def compressed_mean(x_N: Float[Array, "N"], compress: str) -> Float[Array, "N"]:
+    """The mean over the replicas: each averages its share of all and sends it round, in 8 bits.
+
+    Rounded twice, to the nearest, with a scale for each BLOCK: 2 (R-1)/R bytes an element instead
+    of the 8 (R-1)/R of a ring all-reduce in float32.
+    """
+    ways = jax.lax.axis_size("data")
+    padded = jnp.pad(x_N, (0, -len(x_N) % (ways * BLOCK)))
+    sent = quantize(padded.reshape(ways, -1, BLOCK), compress)
+    got = [jax.lax.all_to_all(x, "data", 0, 0, tiled=True) for x in sent]
+    mine_bK = jnp.mean(dequantize(*got), axis=0)
+    round_trip = [jax.lax.all_gather(x, "data") for x in quantize(mine_bK, compress)]
+    return dequantize(*round_trip).reshape(-1)[: len(x_N)]
+
+
+def quantize(x: Float[Array, "*n K"], kind: str) -> tuple[Array, Array]:
+    """8-bit codes and the float32 scale of each row."""
+    dtype, top = WIRE[kind]
+    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / top
+    codes = x / jnp.where(scale == 0, 1, scale)
+    return (jnp.round(codes) if kind == "int8" else codes).astype(dtype), scale
+
+
+def dequantize(codes: Array, scale: Array) -> Array:
+    return codes.astype(jnp.float32) * scale
+
+
+# ---- bytes -------------------------------------------------------------------------------------
+
+
+def wire_bytes(
+    parameters: int, ways: int, c: DiLoCo | Gossip | None, gradient_bytes: int = 4
+) -> float:
+    """Bytes that a device sends along `data` in a step, on average; c None: plain data parallel.
+
+    A ring all-reduce sends 2 (R-1)/R times what it sums: gradients in the dtype of the compute
+    each step, or the replicas' way in float32 or 8 bits (and its scales) each H steps.
+    """
+    ring = 2 * (ways - 1) / ways * parameters
+    if c is None:
+        return ring * gradient_bytes
+    if isinstance(c, Gossip):
+        return 2 * parameters * 4 / c.every if ways > 1 else 0.0
+    return ring * (4 if c.compress is None else 1 + 4 / BLOCK) / c.every
+
+
+def local_summary(c: DiLoCo | Gossip, parameters: int, mesh: Mesh, dtype: jnp.dtype) -> str:
+    """A line for the screen: the replicas, and what they send beside plain data parallel."""
+    ways, mb = mesh.shape["data"], 1e-6
+    ours = mb * wire_bytes(parameters, ways, c)
+    plain = mb * wire_bytes(parameters, ways, None, dtype.itemsize)
+    return (
+        f"local    {ways} replicas, {c.name} each {c.every} steps: a device sends {ours:.3g} MB a "
+        f"step, data parallel {plain:.3g} MB"
+    )

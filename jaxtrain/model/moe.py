@@ -1,0 +1,148 @@
+"""A mixture of experts: a float32 router, dropless dispatch, balance by bias and by loss.
+
+The bias that balances is a parameter that the loss does not see: its gradient is the number of
+tokens that each expert got in the step. Summed over microbatches and devices like any gradient, it
+reaches the optimizer's group `router_bias`, which lowers the bias where the load is above the mean
+(Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing"); and it is what the load is reported from.
+"""
+
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxtrain_kernels as kernels
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxtrain import parallel
+from jaxtrain.model.config import ResolvedModel
+from jaxtrain.model.init import SCHEMES, constant
+from jaxtrain.model.layers import ACTIVATIONS, GATED, FeedForward
+from jaxtrain.model.params import declare
+
+LOADS = ("router_bias", "router_load")  # groups whose gradient is a load
+
+
+class Route(NamedTuple):
+    """Where tokens go."""
+
+    chosen_BTk: Array
+    weights_BTk: Array  # float32, of one token they sum to 1
+    loss_B: Array  # balance and z loss of each row, weighted
+
+
+class Mixture(nnx.Module):
+    """Experts of `model.moe.hidden` units each; the kinds are those of FeedForward."""
+
+    def __init__(self, c: ResolvedModel, layers: int):
+        moe = c.moe
+        assert moe is not None and moe.hidden is not None
+        scheme = SCHEMES[c.init](c)
+        L, E, D, F = layers, moe.experts, c.width, moe.hidden
+        self.config, self.kind = moe, c.ffn
+        self.router = declare(
+            (L, D, E), ("layers", "embed", None), scheme.up, "matrix", group="router"
+        )
+        group = "router_bias" if moe.balance_bias else "router_load"
+        self.bias = declare((L, E), ("layers", None), constant(0.0), "scalar", group=group)
+        up = lambda: declare(
+            (L, E, D, F), ("layers", "experts", "embed", "hidden"), scheme.up, "matrix",
+            group="experts",
+        )  # fmt: skip
+        self.up = up()
+        self.gate = up() if c.ffn in GATED else None
+        self.down = declare(
+            (L, E, F, D), ("layers", "experts", "hidden", "embed"), scheme.down, "matrix",
+            group="experts",
+        )  # fmt: skip
+        wide = c.model_copy(update={"hidden": moe.shared * F})
+        self.shared = FeedForward(wide, layers) if moe.shared else None
+
+    def __call__(
+        self, x_BTD: Float[Array, "B T D"], relu2_by: str | None = None, by: str | None = None
+    ) -> tuple[Float[Array, "B T D"], Float[Array, "B"]]:
+        """What the experts make of each token, and the balance loss of each row."""
+        route = self.route(x_BTD)
+        ups = (self.up[...],) if self.gate is None else (self.gate[...], self.up[...])
+        y_BTD, sizes_E = parallel.feed_experts(
+            self.network, x_BTD, route.chosen_BTk, route.weights_BTk, ups, self.down[...],
+            self.config.exchange,
+        )  # fmt: skip
+        y_BTD = with_load(y_BTD, self.bias[...], sizes_E / self.config.top_k)
+        if self.shared is not None:
+            y_BTD = y_BTD + self.shared(x_BTD, relu2_by, by)
+        return y_BTD, route.loss_B
+
+    def route(self, x_BTD: Float[Array, "B T D"]) -> Route:
+        """Choose by score plus bias, weigh by score."""
+        c = self.config
+        logits_BTE = jnp.matmul(
+            x_BTD.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
+        )
+        score = jax.nn.sigmoid if c.scores == "sigmoid" else jax.nn.softmax
+        scores_BTE = score(logits_BTE)
+        ranked_BTE = jax.lax.stop_gradient(scores_BTE)
+        if c.balance_bias:
+            ranked_BTE += jax.lax.stop_gradient(self.bias[...])[None, None]
+        _, chosen_BTk = jax.lax.top_k(ranked_BTE, c.top_k)
+        picked_BTk = jnp.take_along_axis(scores_BTE, chosen_BTk, axis=-1)
+        weights_BTk = picked_BTk / jnp.sum(picked_BTk, axis=-1, keepdims=True)
+        balance_B = balance_loss(scores_BTE, chosen_BTk)
+        z_B = jnp.mean(jnp.square(jax.nn.logsumexp(logits_BTE, axis=-1)), axis=-1)
+        return Route(chosen_BTk, weights_BTk, c.aux_loss * balance_B + c.z_loss * z_B)
+
+    def network(
+        self,
+        x_MD: Float[Array, "M D"],
+        ups: Any,
+        down_EFD: Float[Array, "E F D"],
+        sizes_E: Int[Array, "E"],
+    ) -> Float[Array, "M D"]:
+        """Rows in groups, each group through its expert."""
+        act = ACTIVATIONS[self.kind]
+        first, *second = (kernels.grouped_matmul(x_MD, up_EDF, sizes_E) for up_EDF in ups)
+        h_MF = act(first) * second[0] if second else act(first)
+        return kernels.grouped_matmul(h_MF, down_EFD, sizes_E)
+
+
+def balance_loss(
+    scores_BTE: Float[Array, "B T E"], chosen_BTk: Int[Array, "B T k"]
+) -> Float[Array, "B"]:
+    """E sum_e f_e p_e of each row: its share of the choices times its mean share of the scores.
+
+    1 where the load is even. Of rows, not of the batch, as in DeepSeek-V3: so accumulated and
+    sharded batches have the loss of the whole.
+    """
+    E, choices = scores_BTE.shape[-1], chosen_BTk.shape[1] * chosen_BTk.shape[2]
+    hits_BE = jnp.sum(chosen_BTk[..., None] == jnp.arange(E)[None, None, None], axis=(1, 2))
+    share_BE = jnp.mean(scores_BTE / jnp.sum(scores_BTE, axis=-1, keepdims=True), axis=1)
+    return E * jnp.sum(hits_BE / choices * share_BE, axis=-1)
+
+
+@jax.custom_vjp
+def with_load(y_BTD: Array, bias_E: Array, load_E: Array) -> Array:
+    """y; to the bias, the gradient is the load."""
+    return y_BTD
+
+
+with_load.defvjp(
+    lambda y_BTD, bias_E, load_E: (y_BTD, load_E),
+    lambda load_E, g_BTD: (g_BTD, load_E, None),
+)
+
+
+def load_metrics(grads: Any, tokens: int) -> dict[str, Array]:
+    """Loads over their mean, of each expert and the extremes of all layers; what share was dropped.
+
+    Empty without experts. tokens: of the step that made the gradients.
+    """
+    if "experts" not in grads:
+        return {}
+    load_LE = grads["experts"]["bias"]
+    share_LE = load_LE / jnp.mean(load_LE, axis=1, keepdims=True)
+    return {
+        "expert_load": jnp.mean(share_LE, axis=0),
+        "expert_load_max": jnp.max(share_LE),
+        "expert_load_min": jnp.min(share_LE),
+        "dropped": 1 - jnp.sum(load_LE) / (tokens * len(load_LE)),
+    }

@@ -1,0 +1,145 @@
+"""Frozen matrices in 4 or 8 bits (Dettmers et al. 2023), made whole just before they multiply.
+
+Stacks have a leading layer dim in every array, so that layers are taken of them as of any other.
+The 4-bit form is bitsandbytes': blocks of 64 along a column's inputs, the first of two values in
+the high half of a byte, the blocks' maxima in 8 bits with a mean and a float32 per 256 of them.
+"""
+
+import dataclasses
+import functools
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jaxtyping import Array, Float
+
+BLOCK, SCALES = 64, 256
+# fmt: off
+NF4 = np.array([
+    -1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453, -0.28444138169288635,
+    -0.18477343022823334, -0.09105003625154495, 0.0, 0.07958029955625534, 0.16093020141124725,
+    0.24611230194568634, 0.33791524171829224, 0.44070982933044434, 0.5626170039176941,
+    0.7229568362236023, 1.0,
+], np.float32)
+# fmt: on
+
+
+def dynamic_values() -> np.ndarray:
+    """The 256 values of the 8-bit dynamic type (Dettmers 2015): 7 decades, finer in larger ones."""
+    values = [np.array([0.0, 1.0], np.float32)]
+    for decade in range(7):
+        edges = np.linspace(0.1, 1, 2**decade + 1, dtype=np.float32)
+        means = 10.0 ** (decade - 6) * (edges[:-1] + edges[1:]) / 2
+        values += [means, -means]
+    return np.sort(np.concatenate(values).astype(np.float32))
+
+
+DYNAMIC = dynamic_values()
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scales", "steps", "mean"],
+    meta_fields=["shape", "dtype"],
+)
+@dataclasses.dataclass(frozen=True)
+class Packed4:
+    """codes uint8 [.., K N / 2], scales uint8 [.., blocks], steps float32 [.., blocks / 256],
+    mean float32 [..]; shape is one matrix's (K, N)."""
+
+    codes: Any
+    scales: Any
+    steps: Any
+    mean: Any
+    shape: tuple[int, int]
+    dtype: str
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=["dtype"]
+)
+@dataclasses.dataclass(frozen=True)
+class Packed8:
+    """codes int8 [.., K, N], scales float32 [.., N]: a column's largest value is 127."""
+
+    codes: Any
+    scales: Any
+    dtype: str
+
+
+Packed = Packed4 | Packed8
+
+
+def nearest(x: Array, values: np.ndarray) -> Array:
+    """Index of the nearest value; halfway is the lower one's."""
+    between = (values[1:] + values[:-1]) / 2
+    return jnp.searchsorted(between, x, method="compare_all").astype(jnp.uint8)
+
+
+def pack4(w_KN: Float[Array, "K N"]) -> Packed4:
+    """One matrix in 4 bits; K N is a multiple of 64."""
+    blocks = w_KN.T.astype(jnp.float32).reshape(-1, BLOCK)
+    most = jnp.max(jnp.abs(blocks), axis=1)
+    codes = nearest(blocks / jnp.where(most > 0, most, 1.0)[:, None], NF4).reshape(-1, 2)
+    mean = jnp.mean(most)
+    rest = jnp.pad(most - mean, (0, -len(most) % SCALES)).reshape(-1, SCALES)
+    steps = jnp.max(jnp.abs(rest), axis=1)
+    scales = nearest(rest / jnp.where(steps > 0, steps, 1.0)[:, None], DYNAMIC)
+    packed = codes[:, 0] << 4 | codes[:, 1]
+    K, N = w_KN.shape
+    return Packed4(packed, scales.reshape(-1)[: len(most)], steps, mean, (K, N), w_KN.dtype.name)
+
+
+def pack8(w_KN: Float[Array, "K N"]) -> Packed8:
+    """One matrix in 8 bits, a scale a column."""
+    scales = jnp.max(jnp.abs(w_KN.astype(jnp.float32)), axis=0) / 127
+    codes = jnp.round(w_KN / jnp.where(scales > 0, scales, 1.0)[None]).astype(jnp.int8)
+    return Packed8(codes, scales, w_KN.dtype.name)
+
+
+PACKERS = {"nf4": pack4, "int8": pack8}
+
+
+@functools.partial(jax.jit, static_argnums=1)
+def pack(w_LKN: Float[Array, "L K N"], kind: Literal["nf4", "int8"]) -> Packed:
+    """A stack, a matrix at a time."""
+    return jax.lax.map(PACKERS[kind], w_LKN)
+
+
+def unpacked(w: Any) -> Array:
+    """One matrix [K, N] in the dtype of the compute; an array is returned as it is."""
+    if isinstance(w, Packed8):
+        return (w.codes * w.scales[None]).astype(w.dtype)
+    if not isinstance(w, Packed4):
+        return w
+    K, N = w.shape
+    steps = jnp.repeat(w.steps, SCALES)[: w.scales.shape[0]]
+    most = jnp.asarray(DYNAMIC)[w.scales] * steps + w.mean
+    codes = jnp.stack([w.codes >> 4, w.codes & 15], axis=-1).reshape(-1, BLOCK)
+    return (jnp.asarray(NF4)[codes] * most[:, None]).astype(w.dtype).reshape(N, K).T
+
+
+@jax.custom_vjp
+def packed_product(x: Array, w: Packed) -> Array:
+    """x w. What is kept for the gradient is the packed matrix: the whole one would stay in memory
+    from the forward to the backward pass, of every layer."""
+    x, w = jax.lax.optimization_barrier((x, w))  # whole when it is its turn, not all at the start
+    return x @ unpacked(w)
+
+
+def _forward(x: Array, w: Packed) -> tuple[Array, Packed]:
+    return packed_product(x, w), w
+
+
+def _backward(w: Packed, dy: Array) -> tuple[Array, None]:
+    w, dy = jax.lax.optimization_barrier((w, dy))  # else XLA would keep the forward pass's
+    return dy @ unpacked(w).T, None
+
+
+packed_product.defvjp(_forward, _backward)
+
+
+def product(x: Array, w: Any) -> Array:
+    """x times a matrix, packed or not."""
+    return packed_product(x, w) if isinstance(w, Packed) else x @ w

@@ -1,0 +1,67 @@
+"""What the backward pass computes again instead of keeping it (Chen et al. 2016), by name.
+
+`none` keeps everything. `attention` and `ffn` compute that half of a layer again, the others the
+whole layer but for what their policy keeps.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.ad_checkpoint import checkpoint_name
+from jaxtrain_kernels.dispatch import target
+
+from jaxtrain.settings import UserError
+
+INPUT = "block_input"
+# Of a layer that is computed again: what is kept all the same.
+POLICIES: dict[str, Any] = {
+    "block": None,
+    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    # The layer's input is named, not its output: of a scan's output nothing would be moved.
+    "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
+        names_which_can_be_saved=[],
+        names_which_can_be_offloaded=[INPUT],
+        offload_src="device",
+        offload_dst="pinned_host",
+    ),
+}
+
+
+def layer(run: Callable[..., Any], remat: str) -> Callable[..., Any]:
+    """`run(stream, ...)` of a whole layer, recomputed as `remat` says.
+
+    Raises UserError for an offload that the device has no host memory for.
+    """
+    if remat not in POLICIES:
+        return run
+    if remat != "offload":
+        return jax.checkpoint(run, policy=POLICIES[remat])
+    if target().platform not in ("cuda", "tpu"):
+        raise UserError(
+            f"model.remat=offload: a {target().platform} has no memory besides the host's; "
+            "model.remat=block keeps as little"
+        )
+
+    def named(stream: Any, *rest: Any) -> Any:
+        return run(jax.tree.map(lambda x: checkpoint_name(x, INPUT), stream), *rest)
+
+    return jax.checkpoint(named, policy=POLICIES[remat])
+
+
+def half(name: str, run: Callable[..., Any], remat: str) -> Callable[..., Any]:
+    """A layer's half of this name, recomputed if `remat` names it."""
+    return jax.checkpoint(run) if remat == name else run
+
+
+def tiled(run: Callable[[jax.Array], jax.Array], x_BTD: jax.Array, tiles: int) -> jax.Array:
+    """`run`, which takes each token by itself, over parts of the rows, one after another.
+
+    Only one part's intermediate values exist at a time, in the backward pass as well. Rows that do
+    not divide (prompts) are taken whole.
+    """
+    B, T, D = x_BTD.shape
+    if tiles == 1 or T % tiles:
+        return run(x_BTD)
+    parts = x_BTD.reshape(B, tiles, T // tiles, D).swapaxes(0, 1)
+    return jax.lax.map(jax.checkpoint(run), parts).swapaxes(0, 1).reshape(B, T, D)

@@ -1,0 +1,348 @@
+"""Context parallelism: each device of the axis `context` holds a part of every sequence.
+
+The text is cut into 2C pieces, and device i of C holds the pieces i and 2C-1-i, an early one and a
+late one: under a causal mask every device then has the same work (Brandon et al. 2023, Striped
+Attention, and Llama 3 balance so). Attention sends keys and values round, a piece at a time, and
+merges what each piece gives by its log-sum-exp (Liu et al. 2023, Ring Attention). Every product of
+two pieces is a square that is either seen whole or causal, which is all that it asks of a kernel.
+
+A layer with a window gets the pieces that its window reaches back to, and no more.
+"""
+
+import functools
+from collections.abc import Iterable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxtrain_kernels as kernels
+import numpy as np
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float, Int
+
+from jaxtrain.parallel.axes import in_force, over_devices, partition_spec
+from jaxtrain.settings import UserError
+
+AXIS = "context"
+HIDDEN = 1e30  # the log-sum-exp of a row that a product of pieces must leave alone
+
+
+class Options(NamedTuple):
+    """What is static in one call; `kernel`: further arguments of `jaxtrain_kernels.attention`."""
+
+    ways: int
+    window: int | None
+    kernel: tuple[tuple[str, Any], ...]
+
+
+class Exchange(NamedTuple):
+    """Products of pieces: on device i, in slot s, half queries[i, s] sees piece keys[i, s] or, if
+    that is negative, nothing.
+
+    Slots are more rows of the batch.
+    edge: how many tokens the window reaches into the piece, if it does not reach through it: the
+    first so many queries see the last so many keys, each one key less than the one before.
+    """
+
+    queries: np.ndarray
+    keys: np.ndarray
+    edge: int | None = None
+
+
+# ---- how the text lies -----------------------------------------------------------------------
+
+
+def context_ways() -> int:
+    """Over how many devices of the mesh in force a sequence is spread."""
+    mesh = in_force()
+    return 1 if mesh is None else mesh.shape.get(AXIS, 1)
+
+
+def check_pieces(ways: int, what: str, length: int, windows: Iterable[int | None] = ()) -> None:
+    """Raises UserError if a sequence cannot be cut into an early and a late piece a device, or one
+    of the windows ends inside a piece other than the one before."""
+    if ways == 1:
+        return
+    if length % (2 * ways):
+        down = length // (2 * ways) * 2 * ways
+        raise UserError(
+            f"{what} {length} does not divide over mesh.context={ways}: each device takes an early "
+            f"and a late piece of it, so use a multiple of {2 * ways} (say {down or 2 * ways})"
+        )
+    piece = length // (2 * ways)
+    for window in windows:
+        if window is not None and piece < window < length - 1 and window % piece:
+            down = window // piece * piece
+            raise UserError(
+                f"model.short_window {window}: {what} {length} over mesh.context={ways} is in "
+                f"pieces of {piece} tokens, and a window longer than one must be a multiple of "
+                f"that; use {down} or {down + piece}"
+            )
+
+
+def spread(tree: Any) -> Any:
+    """Arrays [B, T, ...] in the order in which the devices hold the text; None leaves stay."""
+    ways = context_ways()
+    if ways == 1:
+        return tree
+
+    def place(x: Any) -> Any:
+        check_pieces(ways, "a sequence of", x.shape[1])
+        halves = x.reshape(x.shape[0], 2, ways, -1, *x.shape[2:])
+        return jnp.stack([halves[:, 0], halves[:, 1, ::-1]], 2).reshape(x.shape)
+
+    return jax.tree.map(place, tree)
+
+
+def piece(device: int, half: int, ways: int) -> int:
+    return device if half == 0 else 2 * ways - 1 - device
+
+
+def owner(number: int, ways: int) -> tuple[int, int]:
+    """(device, half) of a piece."""
+    return (number, 0) if number < ways else (2 * ways - 1 - number, 1)
+
+
+def back(ways: int, pieces: int) -> np.ndarray:
+    """[C, 2]: the piece that lies so many before each device's own; negative: there is none."""
+    return np.array([[piece(i, half, ways) - pieces for half in (0, 1)] for i in range(ways)])
+
+
+# ---- exchanges -------------------------------------------------------------------------------
+
+
+def exchanges(ways: int, window: int | None, length: int) -> list[Exchange]:
+    """All products of pieces of this length, but for those of a device's own."""
+    device = np.arange(ways)
+    if window is None:
+        # Of the device that is r before (round the ring) the late half sees the early piece; and
+        # whichever is in the past: its early piece for the early half, or its late for the late.
+        found = []
+        for r in range(1, ways):
+            source = (device - r) % ways
+            past = source < device
+            keys = np.where(past, source, 2 * ways - 1 - source)
+            queries = np.where(past, 0, 1)
+            late = np.ones_like(device)
+            found.append(Exchange(np.stack([late, queries], 1), np.stack([source, keys], 1)))
+        return found
+    own = np.tile([0, 1], (ways, 1))
+    reach = -(-window // length)
+    found = [Exchange(own, back(ways, k)) for k in range(1, reach)]
+    found.append(Exchange(own, back(ways, reach), window - (reach - 1) * length))
+    some = [(e.keys >= 0).any(0) for e in found]
+    return [Exchange(e.queries[:, s], e.keys[:, s], e.edge) for e, s in zip(found, some)]
+
+
+def choose(table: np.ndarray, first: jax.Array, second: jax.Array) -> jax.Array:
+    """`second` on the devices where the table [C] is true, `first` elsewhere."""
+    if table.all() or not table.any():
+        return second if table.all() else first
+    return jnp.where(jnp.asarray(table)[jax.lax.axis_index(AXIS)], second, first)
+
+
+def fetch(x_B2: jax.Array, keys: np.ndarray) -> list[jax.Array]:
+    """The pieces that each device wants, of arrays [B, 2, ...]: one [B, ...] a slot, 0 for none."""
+    ways = len(keys)
+    sent: list[tuple[int, dict[int, int], jax.Array]] = []
+
+    def receive(half: int, wanted: dict[int, int]) -> jax.Array:
+        for other, transfers, received in sent:
+            if other == half and (keys >= 0).all() and wanted.items() <= transfers.items():
+                return received
+        pairs = [(source, device) for device, source in wanted.items()]
+        sent.append((half, wanted, jax.lax.ppermute(x_B2[:, half], AXIS, pairs)))
+        return sent[-1][2]
+
+    slots = []
+    for column in keys.T:
+        owners = {i: owner(k, ways) for i, k in enumerate(column.tolist()) if k >= 0}
+        parts = []
+        for half in (0, 1):
+            wanted = {i: source for i, (source, h) in owners.items() if h == half}
+            if wanted:
+                parts.append((np.array([i in wanted for i in range(ways)]), receive(half, wanted)))
+        (_, x), *late = parts
+        slots.append(choose(late[0][0], x, late[0][1]) if late else x)
+    return slots
+
+
+def of_queries(e: Exchange, x_B2: jax.Array, axis: int = 1) -> jax.Array:
+    """What each slot's queries have of an array [B, 2, ...]: [S B, ...], tokens at `axis`."""
+    x = jnp.concatenate([choose(column == 1, x_B2[:, 0], x_B2[:, 1]) for column in e.queries.T])
+    if e.edge is None:
+        return x
+    # Seen from the end, what a window leaves of the piece before is a causal square.
+    return jnp.flip(jax.lax.slice_in_dim(x, 0, e.edge, axis=axis), axis)
+
+
+def of_keys(e: Exchange, x_B2: jax.Array) -> jax.Array:
+    """The same of the keys, from the devices that hold them."""
+    if e.edge is None:
+        return jnp.concatenate(fetch(x_B2, e.keys))
+    return jnp.flip(jnp.concatenate(fetch(x_B2[:, :, -e.edge :], e.keys)), 1)
+
+
+# ---- attention -------------------------------------------------------------------------------
+
+
+def attention(
+    q_BTNH: Float[Array, "B T N H"],
+    k_BSKH: Float[Array, "B S K H"],
+    v_BSKH: Float[Array, "B S K H"],
+    *,
+    window: int | None,
+    segments_BT: Int[Array, "B T"] | None = None,
+    **kernel: Any,
+) -> Float[Array, "B T N H"]:
+    """`parallel.attention` of texts in the order of `spread`, split over rows and heads as well.
+
+    kernel: further arguments of `jaxtrain_kernels.attention`. Raises UserError if the backend that
+    was asked for cannot serve, or for a window that the pieces do not divide (`check_pieces`).
+    """
+    mesh = in_force()
+    assert mesh is not None, "one device has the whole text"
+    length = q_BTNH.shape[1] // (2 * mesh.shape[AXIS])
+    check_pieces(mesh.shape[AXIS], "a sequence of", q_BTNH.shape[1], (window,))
+    window = None if window is None or window >= q_BTNH.shape[1] - 1 else window
+    options = Options(mesh.shape[AXIS], window, tuple(kernel.items()))
+    spec = partition_spec(("batch", "tokens", "kv_heads", None), k_BSKH.shape, mesh)
+    specs = spec, spec, spec, None if segments_BT is None else P(*spec[:2])
+
+    def local(q, k, v, ids):
+        halves = lambda x: x.reshape(x.shape[0], 2, length, *x.shape[2:])
+        try:
+            arrays = jax.tree.map(halves, (q, k, v, ids))
+            out: jax.Array = _attend(options, *arrays)
+        except NotImplementedError as error:
+            raise UserError(f"model.{error}; model.attention=null takes one that can") from None
+        return out.reshape(q.shape)
+
+    return over_devices(local, specs, spec)(q_BTNH, k_BSKH, v_BSKH, segments_BT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _attend(o: Options, q_B2, k_B2, v_B2, ids_B2):
+    return _forward(o, q_B2, k_B2, v_B2, ids_B2)[0]
+
+
+def _forward(o: Options, q_B2, k_B2, v_B2, ids_B2):
+    """The output in q's dtype, and what the gradient needs. Arrays are [B, 2 halves, tokens, ...].
+
+    A device's own two halves, joined, are one causal square; with a window each is one by itself.
+    """
+    call = functools.partial(kernels.attention, **dict(o.kernel), return_lse=True)
+    own = functools.partial(_own, o)
+    arrays = own(q_B2), own(k_B2), own(v_B2)
+    out, lse = call(*arrays, window=o.window, segment_ids_BT=own(ids_B2))
+    out, lse = out.reshape(q_B2.shape).astype(lse.dtype), _own_lse_back(o, lse, q_B2)
+    halves = [(out[:, half], lse[:, half]) for half in (0, 1)]
+    for e in exchanges(o.ways, o.window, q_B2.shape[2]):
+        part, part_lse = call(*_operands(e, q_B2, k_B2, v_B2), **_masks(e, ids_B2))
+        halves = _merge(e, halves, part, part_lse)
+    out, lse = (jnp.stack(x, 1) for x in zip(*halves))
+    out = out.astype(q_B2.dtype)
+    return out, (q_B2, k_B2, v_B2, ids_B2, out, lse)
+
+
+def _backward(o: Options, residuals, dout_B2):
+    """Keys and values go round once more, and their gradients back to where they came from."""
+    q_B2, k_B2, v_B2, ids_B2, out_B2, lse_B2 = residuals
+    call = functools.partial(kernels.attention_gradients, **dict(o.kernel))
+    own = functools.partial(_own, o)
+    arrays = own(q_B2), own(k_B2), own(v_B2), own(out_B2), _own_lse(o, lse_B2), own(dout_B2)
+    parts = call(*arrays, window=o.window, segment_ids_BT=own(ids_B2))
+    totals = [g.reshape(x.shape).astype(lse_B2.dtype) for g, x in zip(parts, (q_B2, k_B2, v_B2))]
+    for e in exchanges(o.ways, o.window, q_B2.shape[2]):
+        operands, send_back = jax.vjp(functools.partial(_operands, e), q_B2, k_B2, v_B2)
+        rows = of_queries(e, out_B2), _rows_lse(e, lse_B2), of_queries(e, dout_B2)
+        parts = send_back(call(*operands, *rows, **_masks(e, ids_B2)))
+        totals = [total + part.astype(total.dtype) for total, part in zip(totals, parts)]
+    return *(t.astype(x.dtype) for t, x in zip(totals, (q_B2, k_B2, v_B2))), None
+
+
+_attend.defvjp(_forward, _backward)
+
+
+def _own(o: Options, x_B2):
+    """[B, 2, tokens, ...] as one text a row, or as two if each sees itself alone."""
+    if x_B2 is None:
+        return None
+    B, _, length = x_B2.shape[:3]
+    shape = (B, 2 * length) if o.window is None else (2 * B, length)
+    return x_B2.reshape(*shape, *x_B2.shape[3:])
+
+
+def _own_lse(o: Options, lse_B2):
+    B, _, N, length = lse_B2.shape
+    if o.window is None:
+        return lse_B2.swapaxes(1, 2).reshape(B, N, 2 * length)
+    return lse_B2.reshape(2 * B, N, length)
+
+
+def _own_lse_back(o: Options, lse, q_B2):
+    B, _, length, N = q_B2.shape[:4]
+    if o.window is None:
+        return lse.reshape(B, N, 2, length).swapaxes(1, 2)
+    return lse.reshape(B, 2, N, length)
+
+
+def _operands(e: Exchange, q_B2, k_B2, v_B2):
+    return of_queries(e, q_B2), of_keys(e, k_B2), of_keys(e, v_B2)
+
+
+def _masks(e: Exchange, ids_B2) -> dict[str, Any]:
+    masks: dict[str, Any] = {"causal": e.edge is not None}
+    if ids_B2 is not None:
+        masks |= {"segment_ids_BT": of_queries(e, ids_B2), "key_segment_ids_BS": of_keys(e, ids_B2)}
+    return masks
+
+
+def _rows_lse(e: Exchange, lse_B2):
+    """The slots' log-sum-exp [S B, N, tokens]; HIDDEN on the devices where one sees nothing."""
+    slots = jnp.split(of_queries(e, lse_B2, axis=2), e.keys.shape[1])
+    hide = lambda keys, x: choose(keys < 0, x, jnp.full_like(x, HIDDEN))
+    return jnp.concatenate([hide(keys, x) for keys, x in zip(e.keys.T, slots)])
+
+
+def _merge(e: Exchange, halves, part, part_lse):
+    """The outputs (out_BTNH, lse_BNT) of both halves, with what an exchange adds to them."""
+    if e.edge is not None:
+        part, part_lse = jnp.flip(part, 1), jnp.flip(part_lse, 2)
+    n, halves, slots = part.shape[1], list(halves), e.keys.shape[1]
+    for slot, (x, lse) in enumerate(zip(jnp.split(part, slots), jnp.split(part_lse, slots))):
+        for half in (0, 1):
+            here = (e.queries[:, slot] == half) & (e.keys[:, slot] >= 0)
+            if not here.any():
+                continue
+            old, old_lse = halves[half]
+            new_lse = choose(here, jnp.full_like(lse, -jnp.inf), lse)
+            total = jnp.logaddexp(old_lse[..., :n], new_lse)
+            seen = jnp.where(total == -jnp.inf, 0.0, total)  # rows without any key stay 0
+            share = lambda l, seen=seen: jnp.exp(l - seen).swapaxes(1, 2)[..., None]
+            mixed = old[:, :n] * share(old_lse[..., :n]) + x.astype(old.dtype) * share(new_lse)
+            out = jnp.concatenate([mixed, old[:, n:]], 1)
+            halves[half] = out, jnp.concatenate([total, old_lse[..., n:]], -1)
+    return halves
+
+
+# ---- the token before ------------------------------------------------------------------------
+
+
+def previous(x_BT: Array, is_spread: bool) -> Array:
+    """[B, T, ...] -> what stands one token earlier in the text; zeros before the first.
+
+    is_spread: whether the text is in the order of `spread`.
+    """
+    mesh = in_force()
+    if mesh is None or mesh.shape[AXIS] == 1 or not is_spread:
+        return jnp.pad(x_BT[:, :-1], ((0, 0), (1, 0), *((0, 0) for _ in x_BT.shape[2:])))
+    ways = mesh.shape[AXIS]
+    spec = partition_spec(("batch", "tokens", *(None for _ in x_BT.shape[2:])), x_BT.shape, mesh)
+
+    def local(x):
+        x_B2 = x.reshape(x.shape[0], 2, -1, *x.shape[2:])
+        before = jnp.stack(fetch(x_B2[:, :, -1:], back(ways, 1)), 1)
+        return jnp.concatenate([before, x_B2[:, :, :-1]], 2).reshape(x.shape)
+
+    return over_devices(local, (spec,), spec)(x_BT)

@@ -1,0 +1,197 @@
+"""Tokens to their experts and back: sorted, exchanged over the mesh axis `expert`, none dropped.
+
+Each device of that axis holds E / ways experts and batch rows of its own. A token's copies travel
+to the devices of its experts, which sort what they receive, multiply group by group and send the
+results back. A buffer has room for the worst case (every token of every device to one device), so
+that the result never depends on the balance.
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import PartitionSpec as P
+from jaxtrain_kernels.dispatch import target
+from jaxtyping import Array, Float, Int
+
+from jaxtrain.parallel.axes import in_force, partition_spec
+
+# (rows [M, D], ups, down, sizes_E) -> rows [M, D]: each group of rows through its expert
+Network = Callable[..., Array]
+
+
+def feed_experts(
+    network: Network,
+    x_BTD: Float[Array, "B T D"],
+    chosen_BTk: Int[Array, "B T k"],
+    weights_BTk: Float[Array, "B T k"],
+    ups_EDF: Sequence[Float[Array, "E D F"]],
+    down_EFD: Float[Array, "E F D"],
+    exchange: str | None = None,
+) -> tuple[Float[Array, "B T D"], Int[Array, "E"]]:
+    """Sum over a token's chosen experts of weight x network(token); and the tokens that each got.
+
+    ups_EDF: what reads the token, one matrix or two (gated). exchange: `ragged` sends what there is
+    (GPU only), `padded` whole buffers; None takes the first that the device can.
+    """
+    mesh = in_force()
+    if mesh is None:
+        return local_experts(
+            network, None, 1, x_BTD, chosen_BTk, weights_BTk, tuple(ups_EDF), down_EFD
+        )
+    ways, spread = mesh.shape["expert"], exchange or default_exchange()
+    rows = partition_spec(("batch", None, None), x_BTD.shape, mesh)
+    (hidden,) = partition_spec(("hidden",), down_EFD.shape[1:2], mesh)
+    holders = tuple(name for name in _names(rows[0]) if mesh.shape[name] > 1)
+
+    def local(x, chosen, weights, ups, down):
+        y, sizes = local_experts(network, spread, ways, x, chosen, weights, ups, down)
+        y = y if hidden is None else jax.lax.psum(y, hidden)
+        return y, jax.lax.psum(sizes, holders) if holders else sizes
+
+    up_spec, down_spec = P("expert", None, hidden), P("expert", hidden, None)
+    specs = rows, rows, rows, (up_spec,) * len(ups_EDF), down_spec
+    return jax.shard_map(local, in_specs=specs, out_specs=(rows, P()), check_vma=False)(
+        x_BTD, chosen_BTk, weights_BTk, tuple(ups_EDF), down_EFD
+    )
+
+
+def _names(entry: Any) -> tuple[str, ...]:
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
+def default_exchange() -> str:
+    """XLA has the ragged all-to-all on GPUs alone."""
+    return "ragged" if target().platform == "cuda" else "padded"
+
+
+def local_experts(
+    network: Network,
+    exchange: str | None,
+    ways: int,
+    x_BTD: Array,
+    chosen_BTk: Array,
+    weights_BTk: Array,
+    ups: tuple[Array, ...],
+    down_EFD: Array,
+) -> tuple[Array, Array]:
+    """One device's tokens through all experts; the sizes are of all E experts."""
+    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
+    N, k, local = len(x_ND), chosen_BTk.shape[-1], down_EFD.shape[0]
+    expert_M = chosen_BTk.reshape(-1)  # of each copy of each token
+    sizes_E = jnp.sum(expert_M[:, None] == jnp.arange(local * ways)[None], axis=0, dtype=jnp.int32)
+    order_M, back_M = sorting(expert_M)
+    copies_MD = jnp.broadcast_to(x_ND[:, None], (N, k, x_ND.shape[-1])).reshape(N * k, -1)
+    sent_MD = permute(copies_MD, order_M, back_M)
+    if ways == 1:
+        y_MD = network(sent_MD, ups, down_EFD, sizes_E)
+    else:
+        run = functools.partial(network, ups=ups, down_EFD=down_EFD)
+        y_MD = exchanged(run, sent_MD, sizes_E.reshape(ways, local), N * min(k, local), exchange)
+    y_NkD = permute(y_MD, back_M, order_M).reshape(N, k, -1)
+    y_ND = jnp.einsum(
+        "nkd,nk->nd", y_NkD, weights_BTk.reshape(N, k).astype(y_NkD.dtype),
+        preferred_element_type=jnp.promote_types(jnp.float32, y_NkD.dtype),
+    )  # fmt: skip
+    return y_ND.astype(x_BTD.dtype).reshape(x_BTD.shape), sizes_E
+
+
+def sorting(key_M: Array) -> tuple[Array, Array]:
+    """The permutation that sorts by a key, stably, and its inverse."""
+    order_M = jnp.argsort(key_M, stable=True)
+    places_M = jnp.arange(len(key_M), dtype=order_M.dtype)
+    return order_M, jnp.zeros_like(order_M).at[order_M].set(places_M, unique_indices=True)
+
+
+@jax.custom_vjp
+def permute(x_MD: Array, order_M: Array, back_M: Array) -> Array:
+    """x[order]; the gradient is a gather by the inverse permutation, not a scatter."""
+    return x_MD[order_M]
+
+
+permute.defvjp(
+    lambda x_MD, order_M, back_M: (x_MD[order_M], (order_M, back_M)),
+    lambda saved, g_MD: (g_MD[saved[1]], None, None),
+)
+
+
+# ---- between devices ---------------------------------------------------------------------------
+
+
+def exchanged(
+    run: Callable[..., Array],
+    sent_MD: Array,
+    sizes_We: Array,
+    room: int,
+    exchange: str | None,
+) -> Array:
+    """run(rows, sizes) of each row on the device of its expert; the rows come back as they were.
+
+    sent_MD: sorted by expert. sizes_We: how many of them go to each expert of each device. room:
+    rows that one device may get from another.
+    """
+    me = jax.lax.axis_index("expert")
+    all_VWe = jax.lax.all_gather(sizes_We, "expert")  # from device V to each expert of device W
+    got_Ve = all_VWe[:, me]
+    counts_V, counts_W = got_Ve.sum(1), sizes_We.sum(1)
+    starts_VW = jnp.cumsum(all_VWe.sum(2), axis=1) - all_VWe.sum(2)  # in the sender's rows
+    there = there_padded if exchange == "padded" else there_ragged
+    home = home_padded if exchange == "padded" else home_ragged
+    got_RD = there(sent_MD, counts_W, counts_V, starts_VW, room)
+    # A sender's rows are in order of my experts: which is each row's?
+    place_R = jnp.arange(room)
+    ends_Ve = jnp.cumsum(got_Ve, axis=1)
+    expert_R = (place_R[None, :, None] >= ends_Ve[:, None, :]).sum(2).reshape(-1)
+    order_R, back_R = sorting(expert_R)
+    y_RD = run(permute(got_RD, order_R, back_R), sizes_E=got_Ve.sum(0))
+    y_RD = permute(y_RD, back_R, order_R)
+    return home(y_RD, counts_W, counts_V, starts_VW, room, len(sent_MD))
+
+
+def there_ragged(
+    x_MD: Array, counts_W: Array, counts_V: Array, starts_VW: Array, room: int
+) -> Array:
+    """As `there_padded`, without sending the empty places."""
+    W, me = len(counts_W), jax.lax.axis_index("expert")
+    slots_RD = jnp.zeros((W * room, x_MD.shape[1]), x_MD.dtype)
+    return jax.lax.ragged_all_to_all(
+        x_MD, slots_RD, starts_VW[me], counts_W, jnp.full(W, me * room, jnp.int32), counts_V,
+        axis_name="expert",
+    )  # fmt: skip
+
+
+def home_ragged(
+    y_RD: Array, counts_W: Array, counts_V: Array, starts_VW: Array, room: int, rows: int
+) -> Array:
+    """As `home_padded`, without sending the empty places."""
+    W, me = len(counts_W), jax.lax.axis_index("expert")
+    rows_MD = jnp.zeros((rows, y_RD.shape[1]), y_RD.dtype)
+    return jax.lax.ragged_all_to_all(
+        y_RD, rows_MD, jnp.arange(W, dtype=jnp.int32) * room, counts_V, starts_VW[:, me], counts_W,
+        axis_name="expert",
+    )  # fmt: skip
+
+
+def there_padded(
+    x_MD: Array, counts_W: Array, counts_V: Array, starts_VW: Array, room: int
+) -> Array:
+    """Each device's rows in a slot of `room`, all slots exchanged: [W room, D]."""
+    starts_W = jnp.cumsum(counts_W) - counts_W
+    place_WR = starts_W[:, None] + jnp.arange(room)[None]
+    there_WR = jnp.arange(room)[None] < counts_W[:, None]
+    slots_WRD = jnp.where(there_WR[..., None], x_MD[jnp.minimum(place_WR, len(x_MD) - 1)], 0)
+    return jax.lax.all_to_all(slots_WRD, "expert", 0, 0, tiled=True).reshape(-1, x_MD.shape[1])
+
+
+def home_padded(
+    y_RD: Array, counts_W: Array, counts_V: Array, starts_VW: Array, room: int, rows: int
+) -> Array:
+    """The slots back, and the rows out of them: [rows, D]."""
+    W, D = len(counts_W), y_RD.shape[1]
+    slots_RD = jax.lax.all_to_all(y_RD.reshape(W, room, D), "expert", 0, 0, tiled=True)
+    ends_W = jnp.cumsum(counts_W)
+    device_M = jnp.searchsorted(ends_W, jnp.arange(rows), side="right")
+    place_M = jnp.arange(rows) - (ends_W - counts_W)[device_M]
+    return slots_RD.reshape(-1, D)[device_M * room + place_M]

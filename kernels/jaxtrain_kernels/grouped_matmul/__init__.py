@@ -1,0 +1,27 @@
+"""Rows in groups, each group times a matrix of its own: the experts' matmul."""
+
+from jaxtyping import Array, Float, Int
+
+from jaxtrain_kernels.dispatch import choose, target
+from jaxtrain_kernels.grouped_matmul import reference, xla
+
+# Fastest first: the first that can serve is the default.
+BACKENDS = {"xla": xla, "reference": reference}
+
+
+def grouped_matmul(
+    x_MK: Float[Array, "M K"],
+    w_EKN: Float[Array, "E K N"],
+    sizes_E: Int[Array, "E"],
+    *,
+    implementation: str | None = None,
+) -> Float[Array, "M N"]:
+    """x w[e], e the group of each row, in x's dtype; the first sizes_E[0] rows are group 0's.
+
+    Rows behind the last group give zeros. Raises ValueError for an unknown implementation,
+    NotImplementedError where the named one cannot serve.
+    """
+    reasons = {name: b.supports(target(), x_MK, w_EKN) for name, b in BACKENDS.items()}
+    signature = f"{x_MK.dtype}{list(x_MK.shape)} {list(w_EKN.shape)}"
+    backend = BACKENDS[choose("grouped_matmul", reasons, implementation, signature)]
+    return backend.grouped_matmul(x_MK, w_EKN, sizes_E)

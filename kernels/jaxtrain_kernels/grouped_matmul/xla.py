@@ -1,0 +1,14 @@
+"""`jax.lax.ragged_dot`. On a GPU, XLA multiplies every row with every matrix, the others masked."""
+
+import jax
+
+from jaxtrain_kernels.dispatch import Target
+
+
+def supports(target: Target, x_MK, w_EKN) -> None:
+    return None
+
+
+def grouped_matmul(x_MK, w_EKN, sizes_E):
+    """As the public function."""
+    return jax.lax.ragged_dot(x_MK, w_EKN, sizes_E)

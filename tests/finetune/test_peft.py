@@ -1,0 +1,103 @@
+"""Adapters to and from peft: its own give its logits here, ours are read by it (make_golden.py)."""
+
+import importlib.util
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file, save_file
+
+from jaxtrain.finetune import make_parts
+from jaxtrain.finetune.config import LoRAConfig, of_adapter
+from jaxtrain.interop import load, open_checkpoint, read_adapter, write_adapter
+from jaxtrain.settings import UserError
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "interop"))
+from hf_cases import prompts
+from test_families import build, logits_of, write_checkpoint
+
+GOLDEN = np.load(Path(__file__).with_name("golden.npz"))
+FACTS = json.loads(str(GOLDEN["facts"]))
+CASES = sorted(set(FACTS) - {"versions"})
+SCRIPT = Path(__file__).with_name("run_peft.py")
+HERE = all(importlib.util.find_spec(name) for name in ("torch", "peft"))
+PYTHON = os.environ.get("JAXTRAIN_TORCH_PYTHON", sys.executable if HERE else "")
+
+
+def tensors_of(name):
+    start = f"{name}/tensors/"
+    return {key.removeprefix(start): GOLDEN[key] for key in GOLDEN.files if key.startswith(start)}
+
+
+def adapter_of(folder, name):
+    """peft's adapter as a folder."""
+    folder.mkdir()
+    (folder / "adapter_config.json").write_text(json.dumps(FACTS[name]["config"]))
+    save_file(tensors_of(name), folder / "adapter_model.safetensors")
+    return folder
+
+
+def opened(tmp_path, name, **changes):
+    """(config of LoRA, model's config, graphdef, parts, frozen, trained) of a case."""
+    source = open_checkpoint(write_checkpoint(tmp_path / "base", FACTS[name]["base"]))
+    c, graphdef, specs = build(source)
+    folder = adapter_of(tmp_path / "adapter", name)
+    lora = LoRAConfig.model_validate(of_adapter(folder) | changes)
+    parts = make_parts(lora, specs, jnp.dtype(jnp.float32))
+    base = load(source, parts.base, store=parts.store)
+    frozen, start = parts.split(base, 0)
+    return lora, c, graphdef, parts, frozen, read_adapter(folder, c, start)
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_pefts_adapter_gives_its_logits_here_and_goes_back(name, tmp_path):
+    lora, c, graphdef, parts, frozen, trained = opened(tmp_path, name)
+    join = jax.jit(parts.join)
+    logits = logits_of(graphdef, join(trained, frozen), prompts())
+    np.testing.assert_allclose(logits, GOLDEN[f"{name}/logits"], rtol=0, atol=1e-4)
+    merged = logits_of(graphdef, parts.plain(trained, frozen), prompts())
+    np.testing.assert_allclose(merged, logits, rtol=0, atol=1e-4)
+    facts = lora.model_dump(include={"rank", "alpha", "rslora", "dora"}) | {"base": "x"}
+    write_adapter(tmp_path / "out", c, trained, facts)
+    written = load_file(tmp_path / "out" / "adapter_model.safetensors")
+    assert written.keys() == tensors_of(name).keys()
+    for key, x in tensors_of(name).items():
+        if "c_attn" not in key:  # its parts had one A in common, and get their own
+            np.testing.assert_array_equal(written[key], x)
+    again = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
+    keys = ("r", "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "task_type", "bias")
+    assert {k: again[k] for k in keys} == {k: FACTS[name]["config"][k] for k in keys}
+
+
+@pytest.mark.skipif(not PYTHON, reason="needs torch and peft (JAXTRAIN_TORCH_PYTHON)")
+@pytest.mark.parametrize("name", ["plain", "gpt2", "nanochat"])
+def test_peft_reads_what_we_write(name, tmp_path):
+    lora, c, _, _, _, trained = opened(tmp_path, name)
+    facts = lora.model_dump(include={"rank", "alpha", "rslora", "dora"}) | {"base": "x"}
+    write_adapter(tmp_path / "out", c, trained, facts)
+    np.save(tmp_path / "tokens.npy", prompts())
+    command = [PYTHON, str(SCRIPT), *map(str, (tmp_path / "tokens.npy", tmp_path / "base"))]
+    subprocess.run([*command, str(tmp_path / "out")], check=True, timeout=280)
+    logits = np.load(tmp_path / "out" / "logits.npy")
+    np.testing.assert_allclose(logits, GOLDEN[f"{name}/logits"], rtol=0, atol=1e-4)
+
+
+def test_an_adapter_that_does_not_fit_is_named(tmp_path):
+    with pytest.raises(UserError, match=r"has \(32, 4\) for blocks/.*the run needs \(32, 2\)"):
+        opened(tmp_path, "rslora", rank=2)
+    for change, message in (
+        ({"targets": ["q"]}, "holds .*v_proj.*, which finetune.targets leaves out"),
+        ({"targets": ["q", "v", "out"]}, "has no tensor .*o_proj.*; finetune.targets asks for it"),
+        ({"targets": ["nothing"]}, "finetune.targets: 'nothing' names no parameter; there are"),
+        ({"rank": 64}, "finetune.rank 64 is more than blocks/attention/q has"),
+    ):
+        part = tmp_path / message[:12]
+        part.mkdir()
+        with pytest.raises(UserError, match=message):
+            opened(part, "rslora", **change)

@@ -1,0 +1,176 @@
+"""Tuning a part through the command and the step: what trains, what is kept, what comes out."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+from safetensors.numpy import load_file
+from tiny import (
+    LLAMA,
+    VOCAB,
+    batch,
+    make_task,
+    mesh_of,
+    random_params,
+    resolved,
+    rows_of,
+    run_overrides,
+    same,
+)
+
+from jaxtrain import evaluate, generate
+from jaxtrain.config import load_config
+from jaxtrain.finetune import FinetuneConfig, make_parts, plus
+from jaxtrain.finetune.partition import flatten, map_named
+from jaxtrain.main import main
+from jaxtrain.model import Transformer, split
+from jaxtrain.optim import AdamWConfig, make_optimizer
+from jaxtrain.parallel import place_batch
+from jaxtrain.saved import load_saved
+from jaxtrain.settings import UserError
+from jaxtrain.step import init_state, make_step
+
+LORA = {"finetune.name": "lora", "finetune.rank": 2, "optim.learning_rate": 0.01}
+
+
+def tuning(directory, start, name, **changes):
+    """The command that tunes a part of `start`; model and tokenizer are that run's."""
+    given = run_overrides(directory, run__name=name, train__init_from=start, **changes)
+    keep = [x for x in given if not x.startswith(("model.", "data.tokenizer", "optim.schedule"))]
+    return keep
+
+
+@pytest.fixture(scope="module")
+def tuned(whole, tmp_path_factory):
+    """A run of LoRA with norms (DoRA) on 4-bit matrices, from the run `whole`."""
+    directory = tmp_path_factory.mktemp("tuned")
+    more = {k.replace(".", "__"): v for k, v in LORA.items()}
+    more |= {"finetune__dora": True, "finetune__base": "nf4", "eval__every": 3}
+    arguments = tuning(directory, whole, "lora", **more)
+    assert main(arguments) == 0
+    return directory / "lora", arguments
+
+
+@pytest.mark.slow
+def test_resumed_is_uninterrupted_and_checkpoints_hold_what_trains(tuned, whole):
+    run, arguments = tuned
+    before, rows = load_file(run / "model" / "model.safetensors"), rows_of(run)
+    adapter = load_file(run / "model" / "adapter" / "adapter_model.safetensors")
+    assert all(adapter[name].any() for name in adapter if "lora_B" in name)
+    same(before["embed"], load_file(whole / "model" / "model.safetensors")["embed"])
+    shutil.rmtree(run / "checkpoints" / "6")
+    shutil.rmtree(run / "model")
+    assert main(arguments) == 0
+    same(load_file(run / "model" / "model.safetensors"), before)
+    assert rows_of(run) == rows
+    size = lambda folder: sum(f.stat().st_size for f in folder.rglob("*") if f.is_file())
+    assert size(run / "checkpoints" / "6") < size(whole / "checkpoints" / "6") / 2
+
+
+@pytest.mark.slow
+def test_what_comes_out_is_a_model_and_an_adapter(tuned, tmp_path, capsys):
+    """The merged model generates and is evaluated as the run said; a checkpoint gives the same;
+    the adapter starts another run where this one ended."""
+    run, _ = tuned
+    same(load_saved(run, 6).params, load_saved(run).params)
+    assert generate.main([str(run), "--tokens", "4", "--temperature", "0"]) == 0
+    capsys.readouterr()
+    assert evaluate.main([str(run)]) == 0
+    loss = float(capsys.readouterr().out.split()[1])
+    assert loss == pytest.approx(rows_of(run, "validation")[-1]["loss"], abs=2e-3)
+    base = load_saved(run).config.train.init_from
+    more = {"finetune__name": "lora", "finetune__init_adapter": run, "finetune__base": "nf4"}
+    again = tuning(tmp_path, base, "again", **more, train__steps=1, optim__learning_rate=1e-9)
+    assert main(again) == 0, capsys.readouterr().err
+    c = load_saved(tmp_path / "again").config.finetune
+    assert (c.rank, c.dora) == (2, True)
+    a, b = (load_file(r / "model" / "model.safetensors") for r in (run, tmp_path / "again"))
+    for name in a:
+        np.testing.assert_allclose(a[name], b[name], atol=1e-5)
+
+
+# ---- the step ----------------------------------------------------------------------------------
+
+CASES = {
+    "lora": ({"name": "lora", "rank": 4, "lora_plus_ratio": 4.0}, "/a /b"),
+    "dora int8": ({"name": "lora", "rank": 4, "dora": True, "base": "int8"}, "/a /b /magnitude"),
+    "freeze": ({"name": "freeze", "train": ("ffn", "q", "final_gain")}, "ffn /q final"),
+    "last layers nf4": (
+        {"name": "freeze", "train": ("attention",), "last_layers": 1, "base": "nf4"}, "attention"
+    ),
+    "bitfit": ({"name": "bitfit"}, "_bias"),
+    "ia3": ({"name": "ia3", "base": "nf4"}, "/factor"),
+    "adapter": ({"name": "adapter", "width": 8, "base": "nf4"}, "_adapter"),
+}  # fmt: skip
+
+
+def part_of(case):
+    """(task, frozen, state, knobs) of a small llama of which a part is tuned."""
+    c = resolved(**LLAMA, qkv_bias=True, ffn_bias=True, adapter=CASES[case][0].get("width"))
+    _, specs = split(Transformer(c, VOCAB))
+    tuning = TypeAdapter(FinetuneConfig).validate_python(CASES[case][0])
+    parts = make_parts(tuning, specs, jnp.dtype(jnp.float32))
+    base = map_named(parts.store, random_params(parts.base))
+    frozen, start = parts.split(base, 0)
+    optim = plus(
+        AdamWConfig(learning_rate=0.02, weight_decay=0.0, schedule={"name": "constant"}), tuning
+    )
+    optimizer = make_optimizer(optim, parts.trainable, 100)
+    task, _ = make_task(c)
+    task = task._replace(specs=parts.trainable, optimizer=optimizer, join=parts.join)
+    return parts, task, frozen, init_state(task, 0, start), optimizer.knobs
+
+
+@pytest.mark.parametrize("case", CASES)
+def test_a_part_trains_alone_and_fits_a_batch(case):
+    """Nothing but the part is in the gradient and in the optimizer's state."""
+    parts, task, frozen, state, knobs = part_of(case)
+    names = list(flatten(parts.trainable))
+    assert names and all(any(word in n for word in CASES[case][1].split()) for n in names)
+    trained = sum(x.nbytes for x in jax.tree.leaves(state.params))
+    moments = sum(x.nbytes for x in jax.tree.leaves(state.optimizer) if x.ndim)
+    assert moments == 2 * trained
+    assert trained < sum(s.size * 4 for s in jax.tree.leaves(parts.base)) * 0.75
+    before = jax.tree.map(np.asarray, frozen)
+    start = jax.tree.map(np.asarray, state.params)
+    mesh = mesh_of()
+    with jax.set_mesh(mesh):
+        step = make_step(task, mesh)
+        rows, losses = place_batch(batch(4, micro=4), mesh, batch_dim=1), []
+        for _ in range(12):
+            state, metrics = step(state, rows, knobs, frozen)
+            losses.append(float(metrics["loss"]))
+    assert losses[-1] < losses[0] - 0.1, losses
+    assert len(metrics["gradient_squares"]) == len(names)
+    same(frozen, before)
+    moved = jax.tree.map(lambda a, b: bool((np.asarray(a) != b).any()), state.params, start)
+    assert all(jax.tree.leaves(moved))
+
+
+def test_defaults_of_tuning(whole):
+    """Rates and schedule of each method; what is said wins; what must be said is asked for."""
+    start = [f"train.init_from={whole}", "train.steps=50"]
+    c = load_config(None, [*start, "finetune.name=lora"])
+    assert (c.optim.name, c.optim.learning_rate, c.optim.weight_decay) == ("adamw", 2e-4, 0)
+    assert (c.optim.schedule.name, c.optim.schedule.warmup_steps) == ("linear", 5)
+    c = load_config(None, [*start, "finetune.name=ia3", "optim.b1=0.8", "train.batch_size=8"])
+    assert (c.optim.learning_rate, c.optim.b1, c.train.batch_size) == (3e-3, 0.8, 8)
+    assert load_config(None, [*start, "finetune.name=lora", "optim.name=lion"]).optim.name == "lion"
+    assert load_config(None, start).optim.name == "muon"
+    for missing, field in ((start[:1], "steps"), (start[1:], "init_from")):
+        with pytest.raises(UserError, match=f"train.{field}: finetune.name=lora needs it"):
+            load_config(None, [*missing, "finetune.name=lora"])
+    with pytest.raises(UserError, match="no adapter_config.json"):
+        load_config(None, [*start, "finetune.name=lora", f"finetune.init_adapter={whole}"])
+
+
+def test_lora_plus_is_a_ratio_of_rates():
+    c = TypeAdapter(FinetuneConfig).validate_python({"name": "lora", "lora_plus_ratio": 16.0})
+    optim = AdamWConfig(learning_rate=1e-3)
+    assert plus(optim, c).multipliers == {"lora_b": 16.0}
+    assert plus(optim.model_copy(update={"multipliers": {"lora_b": 2.0}}), c).multipliers == {
+        "lora_b": 2.0
+    }

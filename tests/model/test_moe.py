@@ -1,0 +1,223 @@
+"""A mixture of experts in the model: routing by hand, invariants, balance, sharded steps."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from pydantic import TypeAdapter
+from tiny import (
+    LLAMA,
+    batch,
+    begin,
+    begin_random,
+    build,
+    close,
+    make_task,
+    mesh_of,
+    resolved,
+    tokens,
+)
+
+from jaxtrain.model import active, cast, split
+from jaxtrain.model.moe import Mixture, balance_loss
+from jaxtrain.optim import OPTIMIZERS, OptimConfig
+from jaxtrain.parallel import place_batch
+from jaxtrain.step import make_step
+
+MOE = {"experts": 4, "top_k": 2, "hidden": 24, "shared": 1, "every": 2}
+SMALL = LLAMA | {"depth": 4, "ffn": "relu2", "window_pattern": "SL", "moe": MOE}
+STEP = LLAMA | {"depth": 1, "moe": MOE | {"every": 1, "experts": 8}}
+
+
+def optim(name, **fields):
+    fields = {"schedule": {"name": "constant"}, **fields}
+    return TypeAdapter(OptimConfig).validate_python({"name": name, **fields})
+
+
+# ---- one layer, by hand ------------------------------------------------------------------------
+
+
+def relu2(x):
+    return np.maximum(x, 0) ** 2
+
+
+@pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
+def test_a_layer_is_what_a_loop_over_tokens_says(scores):
+    c = resolved(moe=MOE | {"scores": scores})
+    graphdef, specs = split(Mixture(c, 1))
+    random = np.random.default_rng(0)
+    draw = lambda s: (
+        random.normal(size=s.shape[1:]) / s.shape[-2 if len(s.shape) > 2 else -1] ** 0.5
+    )
+    p = jax.tree.map(draw, specs)
+    x_BTD = random.normal(size=(2, 8, c.width))
+    layer = nnx.merge(graphdef, jax.tree.map(jnp.float32, p))
+    y_BTD, loss_B = jax.jit(lambda m, x: m(x))(layer, jnp.float32(x_BTD))
+    expected, balance = np.zeros_like(x_BTD), np.zeros((2, 2))
+    for b in range(2):
+        logits_TE = x_BTD[b] @ p["router"]
+        e_TE = np.exp(logits_TE)
+        s_TE = e_TE / (1 + e_TE) if scores == "sigmoid" else e_TE / e_TE.sum(1, keepdims=True)
+        hits_E = np.zeros(4)
+        for t in range(8):
+            picks = np.argsort(-(s_TE[t] + p["bias"]))[:2]
+            hits_E[picks] += 1
+            for e in picks:
+                h = relu2(x_BTD[b, t] @ p["up"][e]) @ p["down"][e]
+                expected[b, t] += s_TE[t, e] / s_TE[t, picks].sum() * h
+        shared = p["shared"]
+        expected[b] += relu2(x_BTD[b] @ shared["up"]) @ shared["down"]
+        share_E = (s_TE / s_TE.sum(1, keepdims=True)).mean(0)
+        balance[b] = 4 * hits_E / 16 @ share_E, (np.log(e_TE.sum(1)) ** 2).mean()
+    np.testing.assert_allclose(y_BTD, expected, rtol=1e-5, atol=1e-5)
+    np.testing.assert_allclose(loss_B, balance @ [1e-4, 1e-5], rtol=1e-5)
+
+
+def test_an_even_load_has_a_balance_loss_of_one():
+    chosen_BTk = jnp.arange(8).reshape(1, 4, 2) % 4
+    assert balance_loss(jnp.ones((1, 4, 4)), chosen_BTk)[0] == pytest.approx(1.0)
+    peaked_BTE = jnp.broadcast_to(jnp.array([1.0, 0, 0, 0]), (1, 4, 4))
+    assert balance_loss(peaked_BTE, jnp.zeros((1, 4, 1), jnp.int32))[0] == pytest.approx(4.0)
+
+
+# ---- the model ---------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def model():
+    """(config, graphdef, specs, params), and a function of the last states."""
+    c, graphdef, specs, params = build(**SMALL)
+    run = jax.jit(lambda p, t: nnx.merge(graphdef, p).hidden_spread(t))
+    return c, graphdef, specs, params, run
+
+
+def test_layers_alternate_and_scan_and_remat_change_nothing(model):
+    _, graphdef, specs, params, _ = model
+    assert [spec.ffn for spec in nnx.merge(graphdef, params).plan] == ["dense", "experts"] * 2
+    assert specs["experts"]["up"].shape == (2, 4, 32, 24)
+    assert specs["dense"]["up"].shape == (2, 32, 48) and "ffn" not in specs["blocks"]
+    _, other, _, _ = build(**SMALL, scan_layers=True, remat="block")
+    rows = tokens()
+
+    def grads(graphdef):
+        def loss(p):
+            x_BTD, balance_B = nnx.merge(graphdef, p).hidden_spread(jnp.asarray(rows))
+            return jnp.mean(jnp.square(x_BTD * jnp.arange(32.0)[None, None])) + jnp.sum(balance_B)
+
+        return jax.jit(jax.value_and_grad(loss))(params)
+
+    close(grads(other), grads(graphdef), rtol=1e-4, atol=1e-5)
+
+
+def test_decode_is_the_full_forward_and_the_future_is_unseen(model):
+    _, graphdef, _, params, run = model
+    rows = jnp.asarray(tokens(2, 12))
+    merged = nnx.merge(graphdef, params)
+    full_BTD, _ = run(params, rows)
+    state_BD, cache = jax.jit(lambda r: merged.prefill(r, jnp.array([6, 6]), 12))(rows[:, :6])
+    np.testing.assert_allclose(state_BD, full_BTD[:, 5], rtol=1e-4, atol=1e-5)
+    decode = jax.jit(merged.decode)
+    for t in range(6, 9):
+        state_BD, cache = decode(rows[:, t], cache)
+        np.testing.assert_allclose(state_BD, full_BTD[:, t], rtol=1e-4, atol=1e-5)
+    changed_BTD, _ = run(params, rows.at[:, 7].add(1))
+    np.testing.assert_array_equal(changed_BTD[:, :7], full_BTD[:, :7])
+    assert (changed_BTD[:, 7] != full_BTD[:, 7]).all(1).any()
+
+
+def test_what_counts_as_active(model):
+    c, _, specs, _, _ = model
+    dense = {
+        **specs,
+        "experts": {k: v for k, v in specs["experts"].items() if k not in ("up", "down")},
+    }
+    without = active(c.model_copy(update={"moe": None}), dense)
+    assert active(c, specs) == without + 2 * 2 * (2 * 32 * 24)  # layers x top_k x an expert
+
+
+def test_the_router_stays_in_float32(model):
+    _, _, specs, params, _ = model
+    half = cast(params, specs, jnp.dtype(jnp.bfloat16))["experts"]
+    assert half["router"].dtype == half["bias"].dtype == jnp.float32
+    assert half["up"].dtype == jnp.bfloat16
+
+
+# ---- steps -------------------------------------------------------------------------------------
+
+
+def run_steps(task, knobs, mesh, micro=8, steps=2):
+    with jax.set_mesh(mesh):
+        step, state, history = make_step(task, mesh), begin_random(task, mesh), []
+        for seed in range(steps):
+            placed = place_batch(batch(8, seed=seed, micro=micro), mesh, batch_dim=1)
+            state, metrics = step(state, placed, knobs)
+            history.append(metrics)
+    return jax.device_get(state), jax.device_get(history)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    task, knobs = make_task(resolved(**STEP), optim("sgd"))
+    return task, knobs, run_steps(task, knobs, mesh_of())
+
+
+@pytest.mark.parametrize(
+    "sizes",
+    [{"expert": 8}, {"expert": 4, "fsdp": 2}],
+    ids=str,
+)
+def test_sharded_is_one_device(one_device, sizes):
+    task, knobs, (state, metrics) = one_device
+    mesh = mesh_of(**sizes)
+    sharded, others = run_steps(task, knobs, mesh)
+    close(others, metrics, rtol=1e-5, atol=1e-6)
+    close(sharded.params, state.params, rtol=1e-4, atol=1e-5)
+    up = begin(task, mesh).params["experts"]["up"]
+    assert up.addressable_shards[0].data.shape[1] == 8 // sizes["expert"]
+
+
+def test_accumulated_is_one_big_batch(one_device):
+    task, knobs, (state, metrics) = one_device
+    accumulated, others = run_steps(task, knobs, mesh_of(), micro=2)
+    close(others, metrics, rtol=1e-4, atol=1e-6)
+    close(accumulated.params, state.params, rtol=1e-4, atol=1e-5)
+
+
+def test_metrics_tell_the_load_and_the_norm_is_of_gradients_alone(one_device):
+    task, _, (_, (first, _)) = one_device
+    assert first["dropped"] == 0 and first["expert_load"].shape == (8,)
+    assert np.mean(first["expert_load"]) == pytest.approx(1.0)
+    assert first["expert_load_min"] < 1 < first["expert_load_max"]
+    names = [
+        jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(task.specs)[0]
+    ]
+    assert first["gradient_squares"][names.index("['experts']['bias']")] == 0
+    assert first["grad_norm"] == pytest.approx(np.sqrt(first["gradient_squares"].sum()), rel=1e-5)
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_the_bias_moves_against_the_load_with_every_optimizer(one_device, name):
+    """By the rate of group router_bias, whatever the optimizer; all other states fit the stacks."""
+    specs = one_device[0].specs
+    task, knobs = make_task(resolved(**STEP), optim(name))
+    params = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), specs)
+    load_LE = jnp.broadcast_to(jnp.array([3.0, 1, 1, 1, 1, 1, 0, 0]), (1, 8))
+    grads = jax.tree.map(lambda p: 1e-3 * p, params)
+    grads["experts"]["bias"] = load_LE
+    update = lambda: task.optimizer.update(
+        grads, task.optimizer.init(params), params, jnp.int32(0), knobs
+    )[0]
+    if name in ("sgd", "adamw"):
+        moved = update()["experts"]["bias"]
+        np.testing.assert_allclose(moved, 1e-3 * np.sign(1 - load_LE), rtol=1e-6)
+    shapes = jax.eval_shape(update)
+    assert shapes["experts"]["up"].shape == (1, 8, 32, 24)
+
+
+def test_without_the_bias_nothing_is_added_and_the_load_is_still_told():
+    task, knobs = make_task(resolved(**STEP | {"moe": MOE | {"every": 1, "balance_bias": False}}))
+    state, (first, _) = run_steps(task, knobs, mesh_of())
+    start = jax.device_get(begin_random(task, mesh_of()).params)
+    np.testing.assert_array_equal(state.params["experts"]["bias"], start["experts"]["bias"])
+    assert first["dropped"] == 0

@@ -1,0 +1,80 @@
+"""What is computed again, offloaded or cut into tiles changes nothing."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+from flax import nnx
+from jaxtrain_kernels.dispatch import on_target
+from tiny import build, close, tokens
+
+from jaxtrain.model.remat import INPUT
+from jaxtrain.settings import UserError
+
+DEEP = {"depth": 4, "window_pattern": "SL", "attention": "xla"}
+
+
+def loss_of(graphdef, tokens_BT):
+    return lambda p: jnp.mean(jnp.square(nnx.merge(graphdef, p).hidden(jnp.asarray(tokens_BT))))
+
+
+def value_and_grad(graphdef, params):
+    return jax.jit(jax.value_and_grad(loss_of(graphdef, tokens())))(params)
+
+
+@pytest.fixture(scope="module")
+def plain():
+    _, graphdef, _, params = build(**DEEP)
+    return params, value_and_grad(graphdef, params), kept(graphdef, params)
+
+
+def kept(graphdef, params):
+    """Bytes that the backward pass is given, arguments left out."""
+    loss = loss_of(graphdef, tokens())
+    shapes = jax.eval_shape(lambda p: jax.vjp(loss, p)[1], params)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(shapes))
+
+
+# In the order of what they keep.
+CHANGES = [
+    {"remat": "attention"},
+    {"remat": "ffn"},
+    {"ffn_tiles": 4},
+    {"remat": "dots"},
+    {"remat_short": "block"},
+    {"remat": "block"},
+]
+
+
+@pytest.mark.parametrize("changes", CHANGES, ids=lambda c: "-".join(f"{k}-{c[k]}" for k in c))
+def test_recomputed_is_kept(plain, changes):
+    params, expected, most = plain
+    _, graphdef, _, _ = build(**DEEP, **changes)
+    close(value_and_grad(graphdef, params), expected, rtol=1e-5, atol=1e-6)
+    assert kept(graphdef, params) < most, "it has to save something"
+
+
+def test_a_kind_of_layer_has_its_own_policy():
+    plan = build(**DEEP, remat="ffn", remat_short="block")[1]
+    assert plan != build(**DEEP, remat="ffn")[1]
+    sizes = [
+        kept(*build(**DEEP, **changes)[1::2])
+        for changes in ({}, {"remat_short": "block"}, {"remat": "block"})
+    ]
+    assert sizes[0] > 1.3 * sizes[1] > 1.3**2 * sizes[2]
+
+
+def test_offloaded_inputs_are_kept_on_the_host(plain):
+    """The program of a GPU, run here: CPU devices have a host memory by name only."""
+    params, expected, _ = plain
+    _, graphdef, _, _ = build(**DEEP, remat="offload", scan_layers=True)
+    with on_target("cuda", (9, 0), "NVIDIA H200"):
+        trace = str(jax.make_jaxpr(jax.grad(loss_of(graphdef, tokens())))(params))
+        close(value_and_grad(graphdef, params), expected, rtol=1e-5, atol=1e-6)
+    assert INPUT in trace
+    assert "<host>[2,4,32,32]" in trace  # two periods of S and L, each S or L input
+
+
+def test_offload_needs_a_device_with_memory_of_its_own(plain):
+    _, graphdef, _, _ = build(**DEEP, remat="offload")
+    with pytest.raises(UserError, match="no memory besides the host's; model.remat=block"):
+        jax.eval_shape(loss_of(graphdef, tokens()), plain[0])

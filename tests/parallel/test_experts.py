@@ -1,0 +1,92 @@
+"""Experts: equal to a loop over tokens, on any mesh, and nothing dropped whatever the balance."""
+
+import jax
+import jax.numpy as jnp
+import jaxtrain_kernels as kernels
+import numpy as np
+import pytest
+from tiny import close, mesh_of
+
+from jaxtrain.parallel import feed_experts
+
+B, T, D, F, E, K = 8, 4, 6, 10, 8, 3
+
+
+def network(x_MD, ups, down_EFD, sizes_E):
+    gate_MF, up_MF = (kernels.grouped_matmul(x_MD, w, sizes_E) for w in ups)
+    return kernels.grouped_matmul(jnp.square(gate_MF) * up_MF, down_EFD, sizes_E)
+
+
+def arguments(chosen=None):
+    """Arrays of float64: x, chosen, weights, ups, down, and the gradient of the result."""
+    random = np.random.default_rng(0)
+    normal = lambda *shape: random.normal(size=shape)
+    picks = [random.permutation(E)[:K] for _ in range(B * T)]
+    chosen = np.reshape(picks, (B, T, K)) if chosen is None else chosen
+    ups = normal(E, D, F) / D**0.5, normal(E, D, F) / D**0.5
+    return normal(B, T, D), chosen, normal(B, T, K), ups, normal(E, F, D) / F**0.5, normal(B, T, D)
+
+
+def by_loop(x, chosen, weights, ups, down, g):
+    """Token by token, expert by expert: result, its gradients by hand, and the loads."""
+    (gates, ups), y, loads = ups, np.zeros_like(x), np.zeros(E, int)
+    dx, dw, dgate, dup, ddown = (np.zeros_like(a) for a in (x, weights, gates, ups, down))
+    for b, t, j in np.ndindex(chosen.shape):
+        e, v, d = chosen[b, t, j], x[b, t], g[b, t]
+        p, q = v @ gates[e], v @ ups[e]
+        h = p**2 * q
+        loads[e] += 1
+        y[b, t] += weights[b, t, j] * (h @ down[e])
+        dw[b, t, j] = d @ (h @ down[e])
+        dh = weights[b, t, j] * (down[e] @ d)
+        ddown[e] += weights[b, t, j] * np.outer(h, d)
+        dp, dq = dh * 2 * p * q, dh * p**2
+        dgate[e] += np.outer(v, dp)
+        dup[e] += np.outer(v, dq)
+        dx[b, t] += gates[e] @ dp + ups[e] @ dq
+    return (y, loads), (dx, dw, (dgate, dup), ddown)
+
+
+def ours(args, mesh):
+    """The same of `feed_experts` in float32."""
+    x, chosen, weights, ups, down, g = jax.tree.map(jnp.asarray, args)
+
+    def loss(x, weights, ups, down):
+        y, sizes = feed_experts(network, x, chosen, weights, ups, down)
+        return jnp.sum(y * g), (y, sizes)
+
+    with jax.set_mesh(mesh):
+        grads, found = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))(
+            x.astype(jnp.float32),
+            *jax.tree.map(lambda a: a.astype(jnp.float32), (weights, ups, down)),
+        )
+    return jax.device_get((found, grads))
+
+
+def on(**sizes):
+    return pytest.param(sizes, id="x".join(f"{k}{v}" for k, v in sizes.items()) or "one")
+
+
+@pytest.mark.parametrize(
+    "sizes", [on(), on(expert=8), on(expert=4, fsdp=2), on(data=2, expert=2, tensor=2)]
+)
+def test_equals_the_loop_over_tokens_with_all_gradients(sizes):
+    args = arguments()
+    close(ours(args, mesh_of(**sizes)), by_loop(*args), rtol=1e-5, atol=1e-5)
+
+
+def test_nothing_is_dropped_when_all_tokens_want_the_same_experts():
+    """Three experts of one device get everything; the others nothing."""
+    args = arguments(np.broadcast_to(np.array([5, 4, 7]), (B, T, K)))
+    found = ours(args, mesh_of(expert=2, fsdp=2))
+    expected = by_loop(*args)
+    close(found, expected, rtol=1e-5, atol=1e-5)
+    assert found[0][1].tolist() == [0, 0, 0, 0, B * T, B * T, 0, B * T]
+
+
+def test_rows_that_no_mesh_divides_are_computed_by_all():
+    args = [a[:3] if len(a) == B and a.ndim == 3 and a.shape[:2] == (B, T) else a
+            for a in arguments()[:3]]  # fmt: skip
+    _, _, _, ups, down, g = arguments()
+    args = (*args, ups, down, g[:3])
+    close(ours(args, mesh_of(expert=4)), by_loop(*args), rtol=1e-5, atol=1e-5)

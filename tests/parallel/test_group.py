@@ -1,0 +1,234 @@
+"""Processes that meet, compare, stop together and notice each other's end; here in threads."""
+
+import queue
+import socket
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+
+import pytest
+
+from jaxtrain.launch import free_port
+from jaxtrain.parallel.group import Group
+from jaxtrain.settings import UserError
+
+
+def together(count, work, timeout=30.0, **options):
+    """work(group) in a thread for each process; what they return or raise, and how they ended."""
+    address, ends = f"localhost:{free_port()}", queue.Queue()
+
+    def one(index):
+        end = lambda message, code: ends.put((index, message, code))
+        group = Group(index, count, end=end, **options)
+        try:
+            group.meet(address, timeout)
+            return work(group)
+        except UserError as error:
+            return str(error)
+
+    with ThreadPoolExecutor(count) as threads:
+        return list(threads.map(one, range(count))), ends
+
+
+def ended(ends, count):
+    return sorted(ends.get(timeout=30) for _ in range(count))
+
+
+def test_they_meet_compare_and_leave():
+    def work(group):
+        group.compare({"code": "a"}, "advice")
+        group.compare({"data": "b"}, "advice")
+        group.leave()
+
+    found, ends = together(4, work)
+    assert found == [None] * 4 and ends.empty()
+
+
+def test_the_port_is_free_for_the_coordinator_once_they_have_met():
+    port = free_port()
+
+    def work(index):
+        group = Group(index, 2)
+        group.meet(f"localhost:{port}", 30.0)
+        if index == 0:
+            with socket.create_server(("", port)):
+                pass
+        group.leave()
+
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(work, range(2)))
+
+
+def test_a_difference_is_named_everywhere():
+    def work(group):
+        facts = {"jax": "0.11.2", "optim.matrix_lr": "0.01" if group.index == 2 else "0.02"}
+        group.compare(facts, "make them equal")
+
+    found, _ = together(3, work)
+    host = socket.gethostname()
+    line = f"process 2 ({host}) has optim.matrix_lr 0.01, not 0.02 in process 0 ({host}); make them"
+    assert found == [f"{line} equal"] * 3
+
+
+def test_who_is_missing_is_named():
+    port = free_port()
+    present = lambda index: Group(index, 4, end=lambda *_: None).meet(f"localhost:{port}", 1.5)
+
+    def one(index):
+        with pytest.raises(UserError) as error:
+            present(index)
+        return str(error.value)
+
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(one, 0)
+        other = threads.submit(present, 2)
+        assert re_missing(first.result())
+        other.result()
+
+
+def re_missing(message):
+    start, _, end = message.partition(" did not reach process 0 (")
+    return start == "2 of 4 processes" and end.endswith("in 1.5 s: 1, 3")
+
+
+def test_a_coordinator_that_is_not_there():
+    address = f"localhost:{free_port()}"
+    with pytest.raises(UserError, match=rf"process 1 of 2 did not reach .* {address} in 0.5 s \("):
+        Group(1, 2).meet(address, 0.5)
+
+
+@pytest.mark.parametrize("address", ["node0", "node0:", ":7777", "node0:http"])
+def test_an_address_is_host_and_port(address):
+    with pytest.raises(UserError, match="expected HOST:PORT"):
+        Group(0, 2).meet(address, 1.0)
+
+
+def test_a_port_that_is_taken():
+    with socket.create_server(("", 0)) as server:
+        port = server.getsockname()[1]
+        with pytest.raises(UserError, match=f"process 0 cannot listen at port {port}: "):
+            Group(0, 2).meet(f"localhost:{port}", 1.0)
+
+
+@pytest.mark.parametrize(
+    ("index", "count", "message"),
+    [
+        (1, 3, r"process 1 \(.*\) was started as one of 3, process 0 \(.*\) as one of 2"),
+        (0, 2, r"two processes say that they are process 0: on .* and "),
+    ],
+)
+def test_processes_that_do_not_belong_together(index, count, message):
+    port = free_port()
+    other, until = Group(index, count), time.monotonic() + 30
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(Group(0, 2).meet, f"localhost:{port}", 30.0)
+        second = threads.submit(other._connect, "localhost", port, "there", until, 30.0)
+        for result in (first, second):
+            with pytest.raises(UserError, match=message):
+                result.result()
+
+
+def test_a_stranger_at_the_port_is_sent_away():
+    port = free_port()
+    groups = [Group(0, 2), Group(1, 2)]
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(groups[0].meet, f"localhost:{port}", 30.0)
+        while True:
+            try:
+                stranger = socket.create_connection(("localhost", port))
+                break
+            except ConnectionRefusedError:
+                time.sleep(0.01)
+        with stranger:
+            stranger.sendall(b"GET / HTTP/1.1\n")
+            groups[1].meet(f"localhost:{port}", 30.0)
+            first.result()
+    with ThreadPoolExecutor(2) as threads:
+        list(threads.map(lambda g: g.leave(), groups))
+
+
+@pytest.mark.parametrize("asked", [(1,), (0,), (0, 1, 2)])
+def test_all_stop_after_the_same_step_and_none_waits_for_a_step_that_is_not_begun(asked):
+    """Steps that all take part in, with some in flight, as on devices."""
+    begun, done, flight = [[] for _ in range(99)], [threading.Event() for _ in range(99)], 4
+    done[0].set()
+
+    def work(group):
+        group.begin(0)
+        step = 0
+        while not group.stop_here(step, group.index in asked and step >= 20):
+            step += 1
+            begun[step].append(group.index)
+            if len(begun[step]) == 3:  # the device ends a step when all have begun it
+                done[step].set()
+            time.sleep(0.001 * group.index)  # one is ahead, another behind
+            assert done[max(0, step - flight)].wait(20)
+        group.leave()
+        return step
+
+    found, ends = together(3, work)
+    assert ends.empty() and len(set(found)) == 1
+    assert 20 <= found[0] <= 20 + flight + 1
+
+
+def test_alone_a_wish_is_a_stop():
+    assert Group().stop_here(3, True) and not Group().stop_here(3, False)
+
+
+@pytest.mark.parametrize("dead", [0, 1])
+def test_a_death_is_noticed_at_once(dead):
+    def work(group):
+        group.begin(5)
+        group.compare({}, "")
+        if group.index == dead:
+            group.over = True  # a dead process notices nothing
+            for peer in list(group.peers.values()):
+                peer.link.shutdown(socket.SHUT_RDWR)
+
+    start = time.monotonic()
+    _, ends = together(3, work)
+    found = ended(ends, 2)
+    assert [index for index, _, _ in found] == [i for i in range(3) if i != dead]
+    assert time.monotonic() - start < 10
+    for _, message, code in found:
+        assert message.startswith(f"process {dead} (") and code == 1
+        assert ") has died: its connection closed (step 5 began 0 s ago)" in message
+        assert message.endswith("; the same command goes on from the last checkpoint")
+
+
+def test_silence_is_noticed_in_time():
+    def work(group):
+        group.begin(7)
+        group.compare({}, "")
+        if group.index == 1:
+            group._beat = lambda: None  # as if it were stopped
+
+    start = time.monotonic()
+    _, ends = together(2, work, heartbeat_timeout=1.0)
+    index, message, _ = ends.get(timeout=30)
+    assert index == 0 and ") has not been heard of for 1 s (step 7 began" in message
+    assert 1 <= time.monotonic() - start < 15
+
+
+def test_a_hang_names_the_process_that_is_behind(capfd):
+    def work(group):
+        group.begin(0)
+        for step in range(3 if group.index == 1 else 6):
+            group.stop_here(step, False)
+
+    _, ends = together(3, work, step_timeout=0.5)
+    found = ended(ends, 3)
+    text = f"no step began for 1 s: process 1 ({socket.gethostname()}) is at step 3, the furthest 3"
+    assert all(message.startswith(text) for _, message, _ in found)
+    assert "test_group.py" in capfd.readouterr().err  # where each main thread stood
+
+
+def test_a_failure_of_one_ends_all_with_its_message():
+    def work(group):
+        group.compare({}, "")
+        if group.index == 1:
+            group.fail("the mesh is wrong", 2)
+
+    _, ends = together(3, work)
+    message = f"process 1 ({socket.gethostname()}): the mesh is wrong"
+    assert ended(ends, 2) == [(0, message, 2), (2, message, 2)]

@@ -1,0 +1,109 @@
+"""The mesh: its sizes, hosts outside and neighbours inside, and what ZeRO splits."""
+
+from types import SimpleNamespace
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import LLAMA, batch, begin, make_task, mesh_of, random_params, resolved
+
+from jaxtrain.parallel import MeshConfig, place_batch
+from jaxtrain.parallel.mesh import AXES, axis_sizes, grid
+from jaxtrain.settings import UserError
+from jaxtrain.step import compute_copy, gradients, state_shardings
+
+
+def sizes(devices=8, **axes):
+    return axis_sizes(MeshConfig(**axes), devices)
+
+
+def test_auto_is_what_the_others_leave():
+    assert sizes(fsdp=2, tensor=2) == dict.fromkeys(AXES, 1) | {"data": 2, "fsdp": 2, "tensor": 2}
+    assert sizes(data=1, context="auto", pipeline=2)["context"] == 4
+    with pytest.raises(
+        UserError, match=r"mesh.expert=3 does not divide .* 8; these would: 1, 2, 4"
+    ):
+        sizes(expert=3)
+    with pytest.raises(UserError, match="only one axis can be auto, but data and context are"):
+        sizes(context="auto")
+    with pytest.raises(UserError, match="fsdp=4 x tensor=4 does not fit 8 devices"):
+        sizes(fsdp=4, tensor=4)
+
+
+def hosts_along(axis, devices=32, per_host=8, **axes):
+    """The hosts that a line of devices along one axis touches, for each such line."""
+    fake = [
+        SimpleNamespace(id=n, process_index=n // per_host, platform="cpu", device_kind="cpu")
+        for n in range(devices)
+    ]
+    placed = grid(sizes(devices, **axes), fake)
+    assert sorted(device.id for device in placed.ravel()) == list(range(devices))
+    lines = np.moveaxis(placed, AXES.index(axis), -1).reshape(-1, placed.shape[AXES.index(axis)])
+    return {len({device.process_index for device in line}) for line in lines}
+
+
+def test_only_outer_axes_cross_hosts():
+    mesh = {"data": 4, "fsdp": 4, "tensor": 2}
+    assert hosts_along("data", **mesh) == {4}
+    assert hosts_along("fsdp", **mesh) == hosts_along("tensor", **mesh) == {1}
+    # data has not enough devices for all hosts: fsdp goes over the rest, tensor stays inside
+    mesh = {"data": 2, "fsdp": 8, "tensor": 2}
+    assert hosts_along("data", **mesh) == hosts_along("fsdp", **mesh) == {2}
+    assert hosts_along("tensor", **mesh) == {1}
+    assert hosts_along("pipeline", pipeline=4, data=2, tensor=4) == {4}
+
+
+# ---- ZeRO ------------------------------------------------------------------------------------
+
+
+# Of [layers, embed, hidden]: what a device has of the copy to compute with and of the gradients.
+MESHES = {
+    "data=4": ({"data": 4}, 3, (32, 48), (32, 48)),
+    "tensor=2": ({"tensor": 2}, 3, (32, 24), (32, 24)),
+    "fsdp=4, ZeRO-1": ({"fsdp": 4}, 1, (32, 48), (32, 48)),
+    "fsdp=4, ZeRO-2": ({"fsdp": 4}, 2, (32, 48), (8, 48)),
+    "fsdp=4, ZeRO-3": ({"fsdp": 4}, 3, (8, 48), (8, 48)),
+    "all, ZeRO-3": ({"data": 2, "fsdp": 2, "tensor": 2}, 3, (16, 24), (16, 24)),
+}
+
+
+def results(task, mesh):
+    """The copy to compute with, and loss and gradients of two microbatches."""
+    with jax.set_mesh(mesh):
+        placed = place_batch(batch(8, micro=4), mesh, batch_dim=1)
+        where = state_shardings(task, mesh).params
+        params = jax.device_put(random_params(task.specs), where)
+
+        def run(params, placed):
+            copy = compute_copy(task, params)
+            return copy, *gradients(task, copy, placed, jnp.float32(1 / 200))
+
+        return jax.jit(run)(params, placed)
+
+
+@pytest.fixture(scope="module")
+def one_device():
+    task, _ = make_task(resolved(**LLAMA | {"depth": 1}), steps=10)
+    return task, jax.device_get(results(task, mesh_of())[1:])
+
+
+@pytest.mark.parametrize(("axes", "zero", "copy", "summed"), MESHES.values(), ids=MESHES)
+def test_loss_and_gradients_are_those_of_one_device(one_device, axes, zero, copy, summed):
+    task, (loss, grads) = one_device
+    copies, other_loss, others = results(task._replace(zero=zero), mesh_of(**axes))
+    np.testing.assert_allclose(other_loss, loss, rtol=1e-5)
+    for found, expected in zip(jax.tree.leaves(others), jax.tree.leaves(grads), strict=True):
+        assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
+    for tree, shape in ((copies, copy), (others, summed)):
+        assert tree["blocks"]["ffn"]["up"].addressable_shards[0].data.shape == (1, *shape)
+
+
+@pytest.mark.parametrize("zero", [1, 2, 3])
+def test_masters_and_states_are_split_at_every_stage(one_device, zero):
+    task = one_device[0]._replace(zero=zero)
+    state = begin(task, mesh_of(fsdp=8))
+    for tree in (state.params, state.optimizer):
+        arrays = [x for x in jax.tree.leaves(tree) if x.ndim]
+        on_one = sum(x.addressable_shards[0].data.nbytes for x in arrays)
+        assert on_one < 0.15 * sum(x.nbytes for x in arrays)

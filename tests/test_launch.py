@@ -1,0 +1,306 @@
+"""Real jobs of several processes on this host, and the templates for clusters."""
+
+import json
+import os
+import re
+import shutil
+import signal
+import subprocess
+import sys
+import time
+from pathlib import Path
+
+import psutil
+import pytest
+import yaml
+from tiny import rows_of, run_overrides
+
+from jaxtrain import data, launch
+from jaxtrain.config import load_config
+from jaxtrain.main import main
+from jaxtrain.parallel.processes import Place, find_place
+from jaxtrain.settings import UserError
+
+ROOT = Path(__file__).parents[1]
+LONG = {
+    "train__steps": 30, "eval__tokens": 64, "checkpoint__keep": 99,
+    "optim__name": "adamw", "optim__schedule__warmup_steps": 0,
+    "model__value_embeddings": False, "model__smear": False, "model__backout": False,
+}  # fmt: skip
+
+
+# ---- a job -----------------------------------------------------------------------------------
+
+
+class Job:
+    """A command in the background, with its output."""
+
+    def __init__(self, command, log, **variables):
+        self.log = log
+        with log.open("w") as file:
+            self.process = subprocess.Popen(
+                command, cwd=ROOT, env=os.environ | variables, stdout=file, stderr=subprocess.STDOUT
+            )
+
+    def until(self, pattern, seconds=240):
+        """Wait for a line of output."""
+        end = time.monotonic() + seconds
+        while not (found := re.search(pattern, self.log.read_text())):
+            assert self.process.poll() is None, self.log.read_text()
+            assert time.monotonic() < end, self.log.read_text()
+            time.sleep(0.02)
+        return found
+
+    def member(self, index):
+        """The process of this number."""
+        children = psutil.Process(self.process.pid).children()
+        return next(p for p in children if p.cmdline()[-2:] == ["--process", str(index)])
+
+    def end(self, seconds=240):
+        """Its exit code and output."""
+        return self.process.wait(seconds), self.log.read_text()
+
+
+def launched(log, processes, devices, arguments):
+    command = [sys.executable, "-m", "jaxtrain.launch", "--processes", str(processes)]
+    return Job([*command, "--devices-per-process", str(devices), "--", *arguments], log)
+
+
+def steps_of(run_dir):
+    return sorted(int(p.name) for p in (run_dir / "checkpoints").iterdir() if p.name.isdigit())
+
+
+def position(run_dir, step):
+    """In the data, as a checkpoint says."""
+    return json.loads((run_dir / "checkpoints" / str(step) / "position" / "metadata").read_text())
+
+
+def position_after(steps):
+    """The same of the first steps of a stream that one process reads."""
+    c = load_config(None, run_overrides("runs", **LONG))
+    options = {"config": c.data, "batch_size": 8, "sequence_length": 32}
+    with data.train_batches(data.prepare(c.data).train, **options) as batches:
+        for _ in range(steps):
+            next(batches)
+        return batches.get_state()
+
+
+@pytest.mark.slow
+def test_a_job_stops_together_dies_loudly_and_goes_on_with_other_processes(tmp_path):
+    """8 devices of one process -> 2 processes x 2 -> 4 x 1 -> 8 again: the same run all along."""
+    whole = tmp_path / "whole" / "tiny"
+    assert main(run_overrides(whole.parent, **LONG, checkpoint__every=5)) == 0
+    run_dir = shutil.copytree(whole, tmp_path / "tiny")
+    shutil.rmtree(run_dir / "model")
+    for step in steps_of(run_dir)[1:]:
+        shutil.rmtree(run_dir / "checkpoints" / str(step))
+
+    # ---- one is asked to stop: all stop after the same step, and it is saved -------------------
+    job = launched(tmp_path / "2.log", 2, 2, run_overrides(tmp_path, **LONG, checkpoint__every=99))
+    job.until(r"\[0\] step +7/30 ")
+    job.member(1).send_signal(signal.SIGTERM)
+    code, out = job.end()
+    assert code == 0, out
+    assert f"[0] resume   {run_dir}: steps 5 to 30\n" in out
+    assert "[1] step" not in out
+    five, stopped = steps_of(run_dir)
+    assert five == 5 and 7 <= stopped < 30
+    assert f"[0] stopped  at step {stopped} of 30, saved; go on with:\n" in out
+    assert rows_of(run_dir, "event")[-1]["status"] == "stopped"
+    assert position(run_dir, stopped) == position_after(stopped)
+    assert {"process_0", "process_1"} <= {
+        p.name.removeprefix("ocdbt.") for p in (run_dir / "checkpoints").glob("*/params/ocdbt.*")
+    }
+
+    # ---- one is killed: the others say so and end ----------------------------------------------
+    job = launched(tmp_path / "4.log", 4, 1, run_overrides(tmp_path, **LONG, checkpoint__every=2))
+    job.until(rf"\[0\] step +{stopped + 3}/30 ")
+    killed = time.monotonic()
+    job.member(2).kill()
+    code, out = job.end()
+    assert code and time.monotonic() - killed < 60
+    for i in (0, 1, 3):
+        died = rf"\[{i}\] error: process 2 \(\S+\) has died: its connection closed \(step \d+ began"
+        assert len(re.findall(died, out)) == 1, out
+    assert re.search(r"launch: process \d (ended with code 1|was killed by SIGKILL); the job", out)
+    assert max(steps_of(run_dir)) > stopped
+
+    # ---- and on one again ----------------------------------------------------------------------
+    assert main(run_overrides(tmp_path, **LONG, checkpoint__every=99)) == 0
+    for mine, other in zip(rows_of(run_dir), rows_of(whole), strict=True):
+        assert mine.pop("kind") == other.pop("kind")
+        assert mine == pytest.approx(other, rel=1e-5)
+    assert position(run_dir, 30) == position(whole, 30)
+
+
+# ---- the templates ---------------------------------------------------------------------------
+
+FLAGS = ("--coordinator", "--processes", "--process")
+SAY = 'echo "$@"; env | grep OMPI_ || true'
+
+
+@pytest.fixture
+def path(tmp_path):
+    """A PATH on which `tool(name, script)` puts commands before all others."""
+    folder = tmp_path / "bin"
+    folder.mkdir()
+
+    def tool(name, script):
+        (folder / name).write_text(f"#!/bin/bash\n{script}\n")
+        (folder / name).chmod(0o755)
+        return f"{folder}:{os.environ['PATH']}"
+
+    tool("python", f'exec {sys.executable} "$@"')
+    return tool
+
+
+def place_by(command, variables):
+    """Which process `python` would be, and its last argument, in what a template runs."""
+    done = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert done.returncode == 0, done
+    first, *environment = done.stdout.splitlines()
+    words = first.split()
+    flags = [words[words.index(n) + 1] if n in words else None for n in FLAGS]
+    numbers = [n and int(n) for n in flags[1:]]
+    seen = dict(line.split("=", 1) for line in environment if "=" in line)
+    return find_place(flags[0], *numbers, environment=seen), words[-1]
+
+
+def test_slurm_and_hosts_with_another_configuration(tmp_path, path):
+    """The batch script, by an srun that starts two processes, one of which differs."""
+    srun = """
+    export SLURM_STEP_NUM_TASKS=2 SLURM_STEP_NODELIST=localhost SLURM_STEP_TASKS_PER_NODE="1(x2)"
+    while [[ $1 == --* ]]; do shift; done
+    SLURM_PROCID=0 SLURM_LOCALID=0 "$@" > $OUT.0 2>&1 & first=$!
+    SLURM_PROCID=1 SLURM_LOCALID=0 "$@" train.z_loss=0.5 > $OUT.1 2>&1; echo $? > $OUT.code
+    wait $first
+    """
+    variables = {"PATH": path("srun", srun), "OUT": str(tmp_path / "out")}
+    arguments = [*run_overrides(tmp_path), "--coordinator", f"localhost:{launch.free_port()}"]
+    job = Job(["bash", "launch/slurm.sbatch", *arguments], tmp_path / "log", **variables)
+    code, out = job.end()
+    lines = (tmp_path / "out.0").read_text() + (tmp_path / "out.1").read_text()
+    assert code == 2 and (tmp_path / "out.code").read_text() == "2\n", out + lines
+    error = r"error: process 1 \((\S+)\) has train.z_loss 0.5, not 0.0 in process 0 \(\1\); all"
+    assert len(re.findall(error, lines)) == lines.count("\n") == 2, lines
+    assert not (tmp_path / "tiny").exists()
+
+
+def test_mpirun(path):
+    mpirun = """
+    [[ "$*" == "-np 2 --host a,b --map-by ppr:1:node "* ]] || exit 1
+    while [[ $1 != python ]]; do shift; done
+    OMPI_COMM_WORLD_SIZE=2 OMPI_COMM_WORLD_RANK=1 "$@"
+    """
+    path("mpirun", mpirun)
+    variables = os.environ | {"PATH": path("python", SAY), "HOSTS": "a,b"}
+    command = ["launch/mpirun.sh", "--config", "gpt_d12"]
+    assert place_by(command, variables) == (Place(1, 2, "a:7777"), "gpt_d12")
+    del variables["HOSTS"]
+    assert subprocess.run(command, cwd=ROOT, env=variables, capture_output=True).returncode
+
+
+def test_the_jobset(path):
+    jobset = yaml.safe_load((ROOT / "launch" / "jobset.yaml").read_text())
+    (hosts,) = jobset["spec"]["replicatedJobs"]
+    job = hosts["template"]["spec"]
+    (container,) = job["template"]["spec"]["containers"]
+    port = container["ports"][0]["containerPort"]
+    name = f"{jobset['metadata']['name']}-{hosts['name']}-0-0.{jobset['metadata']['name']}"
+    variables = os.environ | {"PATH": path("python", SAY), "JOB_COMPLETION_INDEX": "1"}
+    count, cache = job["completions"], "data.cache_dir=/shared/cache"
+    assert place_by(container["command"], variables) == (Place(1, count, f"{name}:{port}"), cache)
+    assert job["parallelism"] == count and job["completionMode"] == "Indexed"
+
+
+RAY = """
+import subprocess, sys
+class Handle:
+    def __init__(self, thing): self.thing = thing
+    def __getattr__(self, name): return Method(getattr(self.thing, name))
+class Method:
+    def __init__(self, f): self.remote = f
+class Options:
+    def __init__(self, cls): self.cls = cls
+    def options(self, *, num_gpus, scheduling_strategy): return self
+    def remote(self): return Handle(self.cls())
+remote, init, get = Options, lambda: None, lambda x: x
+subprocess.call = lambda command: print(command[2:]) or len(command) % 2
+"""
+
+
+def test_ray(tmp_path):
+    """With a Ray that runs everything here."""
+    for name, text in {
+        "__init__": RAY,
+        "util/__init__": "get_node_ip_address = lambda: '10.0.0.1'",
+        "util/placement_group": "placement_group = lambda bundles, strategy: (bundles, strategy)",
+        "util/scheduling_strategies": "PlacementGroupSchedulingStrategy = dict",
+    }.items():
+        file = tmp_path / "ray" / f"{name}.py"
+        file.parent.mkdir(parents=True, exist_ok=True)
+        file.write_text(text)
+    command = [sys.executable, "launch/on_ray.py", "--processes", "2", "--", "--config", "gpt_d12"]
+    variables = os.environ | {"PYTHONPATH": str(tmp_path)}
+    said = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
+    assert said.returncode == 0, said
+    lines = [json.loads(line.replace("'", '"')) for line in said.stdout.splitlines()]
+    for i, line in enumerate(lines):
+        assert line[:4] == ["-m", "jaxtrain.main", "--config", "gpt_d12"]
+        assert re.fullmatch(r"10\.0\.0\.1:\d+", line[5])
+        assert line[6:] == ["--processes", "2", "--process", str(i)]
+    assert len(lines) == 2
+
+
+# ---- python -m jaxtrain.launch ---------------------------------------------------------------
+
+
+def start(*codes):
+    commands = [[sys.executable, "-c", code] for code in codes]
+    return launch.run(commands, [dict(os.environ)] * len(codes))
+
+
+def test_output_is_prefixed_and_codes_are_passed_on(capsys):
+    assert start("print('one')", "print('[Gloo] Rank 1 is connected'); print('two')") == 0
+    assert sorted(capsys.readouterr().out.splitlines()) == ["[0] one", "[1] two"]
+
+
+def test_when_one_fails_all_end(capsys, monkeypatch):
+    monkeypatch.setattr(launch, "GRACE", 0.2)
+    begin = time.monotonic()
+    assert start("import time; time.sleep(100)", "raise SystemExit(3)") == 3
+    assert "launch: process 1 ended with code 3; the job has ended" in capsys.readouterr().err
+    assert start("import time; time.sleep(100)", "import os; os.kill(os.getpid(), 9)") == 137
+    assert "launch: process 1 was killed by SIGKILL; the job has" in capsys.readouterr().err
+    assert time.monotonic() - begin < 50
+
+
+def test_signals_are_passed_on(tmp_path):
+    """To all, and what they make of it counts."""
+    obey = "import os, signal, sys, time; signal.signal(signal.SIGTERM, lambda *_: sys.exit(0));"
+    path = str(tmp_path / "ready")
+    ready = f"open({path!r}, 'w');"
+    wait = f"[time.sleep(0.01) for _ in iter(lambda: os.path.exists({path!r}), True)];"
+    ask = "os.kill(os.getppid(), signal.SIGTERM);"
+    assert start(obey + ready + "time.sleep(100)", obey + wait + ask + "time.sleep(100)") == 0
+    assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
+
+
+@pytest.mark.parametrize(
+    ("devices", "outer", "expected"),
+    [
+        (None, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, {"CUDA_VISIBLE_DEVICES": "6,7"}),
+        (1, {"CUDA_VISIBLE_DEVICES": "4,5,6,7"}, {"CUDA_VISIBLE_DEVICES": "5"}),
+        (3, {"JAX_PLATFORMS": "cpu"}, {"JAX_PLATFORMS": "cpu", "JAX_NUM_CPU_DEVICES": "3"}),
+        (None, {"CUDA_VISIBLE_DEVICES": ""}, {"CUDA_VISIBLE_DEVICES": ""}),
+    ],
+)
+def test_devices_are_dealt(devices, outer, expected):
+    assert launch.environment(1, 2, devices, outer) == expected
+
+
+def test_more_devices_than_there_are(capsys, monkeypatch):
+    with pytest.raises(UserError, match="3 processes of 2 GPUs, but there are 4"):
+        launch.environment(0, 3, 2, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+    assert launch.main(["--processes", "0", "--", "--config", "gpt_d12"]) == 2
+    assert "--processes 0: must be at least 1" in capsys.readouterr().err

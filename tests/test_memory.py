@@ -1,0 +1,137 @@
+"""The dry run: memory, exchanges and the first mesh that fits, without an accelerator."""
+
+import jax
+import jax.numpy as jnp
+import pytest
+
+from jaxtrain.bench import preflight
+from jaxtrain.bench.liveness import peak_bytes
+from jaxtrain.bench.traffic import collectives, group_of_first, step_seconds
+from jaxtrain.main import main
+
+MODEL = [
+    "model.depth=2", "model.width=64", "model.head_dim=16", "data.tokenizer.vocab_size=384",
+    "train.sequence_length=64", "train.batch_size=16", "train.device_batch_size=1",
+    "train.precision=bfloat16", "optim.name=adamw", "optim.schedule.name=constant",
+]  # fmt: skip
+MESH = {"data": 2, "fsdp": 4}
+
+
+def hlo(f, *shapes):
+    return jax.jit(f).lower(*shapes).compile(compiler_options=preflight.OPTIONS).as_text()
+
+
+def test_conversions_and_recomputed_values_take_no_memory():
+    """Between two matmuls a pass reads one 16-bit value and writes another."""
+    x = jax.ShapeDtypeStruct((256, 256), jnp.bfloat16)
+    one = peak_bytes(hlo(lambda x: ((x @ x).astype(jnp.float32) * 2).astype(x.dtype) @ x, x))
+    assert one == 2 * 2 * 256 * 256
+    chain = lambda x: jnp.sin(x @ x) @ (x @ x)
+    assert peak_bytes(hlo(chain, x)) <= 3 * 2 * 256 * 256
+
+
+def test_the_inside_of_a_loop_counts_once():
+    def loop(x, n):
+        return jax.lax.fori_loop(0, n, lambda i, y: (y @ x) @ x, x)
+
+    x = jax.ShapeDtypeStruct((256, 256), jnp.float32)
+    sizes = [peak_bytes(hlo(lambda x, n=n: loop(x, n), x)) for n in (3, 30)]
+    assert sizes[0] == sizes[1] >= 256 * 256 * 4
+
+
+# ---- exchanges ---------------------------------------------------------------------------------
+
+PROGRAM = """ENTRY %main (x: f32[8,4]) -> f32[8,4] {
+  %x = f32[8,4]{1,0} parameter(0)
+  %g = f32[32,4]{1,0} all-gather(%x), replica_groups=mesh['data'=2,'fsdp'=4] {'fsdp'}, dimensions={0}
+  %s = f32[8,4]{1,0} slice(%g), slice={[0:8], [0:4]}
+  %w = (s32[], f32[8,4]{1,0}) tuple(%c, %s)
+  %l = (s32[], f32[8,4]{1,0}) while(%w), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
+  ROOT %r = f32[8,4]{1,0} get-tuple-element(%l), index=1
+}
+
+%body (p: (s32[], f32[8,4])) -> (s32[], f32[8,4]) {
+  %p = (s32[], f32[8,4]{1,0}) parameter(0)
+  %y = f32[8,4]{1,0} get-tuple-element(%p), index=1
+  %a = f32[8,4]{1,0} all-reduce(%y), replica_groups=[4,2]<=[2,4]T(1,0), to_apply=%add
+  ROOT %t = (s32[], f32[8,4]{1,0}) tuple(%i, %a)
+}
+"""  # noqa: E501
+
+
+def test_exchanges_are_counted_by_axis_and_in_loops():
+    found = {c.kind: c for c in collectives(PROGRAM, MESH)}
+    assert found["all-gather"][1:] == (("fsdp",), 4, 1, 3 * 128)
+    assert found["all-reduce"][1:] == (("data",), 2, 5, 5 * 2 * 0.5 * 128)
+
+
+def test_groups_in_every_notation():
+    for text, group in {
+        "replica_groups={{0,2},{1,3}}": [0, 2],
+        "replica_groups=[2,4]<=[8]": [0, 1, 2, 3],
+        "replica_groups=[4,2]<=[2,4]T(1,0)": [0, 4],
+        "replica_groups=mesh['axis_0'=8] {'axis_0'}": list(range(8)),
+        "replica_groups=mesh['a'=2,'b'=4] {'a'}": [0, 4],
+        "source_target_pairs={{0,1},{1,0}}": [0, 1],
+        "replica_groups={}": list(range(8)),
+    }.items():
+        assert group_of_first(text, 8) == group, text
+
+
+def test_what_crosses_hosts_takes_the_network():
+    sent = collectives(PROGRAM, MESH)
+    compute, near, far = step_seconds(989e12 * 0.46, sent, "H200", {"data": 2, "fsdp": 1})
+    assert compute == pytest.approx(1.0)
+    assert (near, far) == (pytest.approx(384 / 450e9), pytest.approx(640 / 50e9))
+
+
+# ---- the command -------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def record():
+    mesh = ["mesh.data=2", "mesh.fsdp=4"]
+    return preflight.preflight("quickstart", [*MODEL, *mesh], 8, "H200")
+
+
+def test_bytes_by_kind(record):
+    m, parameters = record["metrics"], record["workload"]["parameters"]
+    assert m["parameters_bytes"] == pytest.approx(parameters * 4 / 4, rel=0.02)
+    assert m["states_bytes"] == pytest.approx(2 * m["parameters_bytes"], rel=0.02)
+    assert m["copy_bytes"] == pytest.approx(m["parameters_bytes"] / 2, rel=0.02)
+    assert m["gradients_bytes"] == pytest.approx(m["parameters_bytes"], rel=0.02)  # summed: float32
+    assert m["total_bytes"] > m["parameters_bytes"] + m["states_bytes"]
+    axes = {c["axes"] for c in record["collectives"]}
+    assert any("fsdp" in a for a in axes) and any("data" in a for a in axes)
+
+
+def test_dry_run_prints_and_the_first_mesh_that_fits(record, capsys):
+    """So little memory that one device is not enough for whole states."""
+    text = preflight.report(record)
+    assert "on 8 x H200: data 2 x fsdp 4, ZeRO-3" in text and "activations and scratch" in text
+    seen = []
+
+    def pretend(name, overrides, devices, kind, memory):
+        seen.append(overrides)
+        total = 100 - 10 * len(seen)
+        metrics = record["metrics"] | {"total_bytes": total, "fits": total < memory}
+        return record | {"metrics": metrics}
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight, "preflight", pretend)
+        assert main(["--config", "quickstart", "--fit", "8", "--memory", str(75 / 2**30)]) == 0
+        assert [line[-1] for line in seen] == ["mesh.fsdp=1", "mesh.zero=1", "mesh.zero=2"]
+        seen.clear()
+        assert main(["--config", "quickstart", "--fit", "8", "--memory", str(5 / 2**30)]) == 2
+    assert "no mesh of 8 x H200 (5 B) holds quickstart" in capsys.readouterr().err
+
+
+def test_bad_input(capsys):
+    for argv, message in {
+        ("--dry-run",): "--dry-run: say of which configuration, as in --config gpt_d12",
+        ("--config", "quickstart", "--dry-run", "--devices", "99"): "this process has started with",
+        ("--config", "quickstart", "--dry-run", "--devices", "8", "mesh.fsdp=3"):
+            "mesh.fsdp=3 does not divide the number of devices, 8; these would: 1, 2, 4, 8",
+    }.items():  # fmt: skip
+        assert main(list(argv)) == 2
+        assert message in capsys.readouterr().err
