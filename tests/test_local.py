@@ -17,6 +17,8 @@ from jaxtrain.parallel import place_batch
 from jaxtrain.run import new_or_resumed, rest_of
 from jaxtrain.step import make_step, state_shardings
 
+pytestmark = pytest.mark.slow
+
 SGD = {"name": "sgd", "momentum": 0.0, "weight_decay": 0.0, "learning_rate": 0.1,
        "schedule": {"name": "constant"}}  # fmt: skip
 

@@ -9,6 +9,8 @@ from jaxtrain.bench.liveness import peak_bytes
 from jaxtrain.bench.traffic import collectives, group_of_first, step_seconds
 from jaxtrain.main import main
 
+pytestmark = pytest.mark.slow
+
 MODEL = [
     "model.depth=2", "model.width=64", "model.head_dim=16", "data.tokenizer.vocab_size=384",
     "train.sequence_length=64", "train.batch_size=16", "train.device_batch_size=1",

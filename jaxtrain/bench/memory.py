@@ -82,7 +82,7 @@ def figures(w: Workload, running: bool) -> dict[str, Any]:
 
         def step(batch: Any) -> jax.Array:
             nonlocal state
-            state, values = compiled(state, batch, knobs)
+            state, values = compiled(state, batch, knobs, None)
             return values["loss"]
 
         ms = median_ms(step, [(random_batch(w, i),) for i in range(2)], calls=3, windows=2)

@@ -52,7 +52,7 @@ def bench_step(
 
         def step(batch: Any) -> jax.Array:
             nonlocal state
-            state, values = compiled(state, batch, knobs)
+            state, values = compiled(state, batch, knobs, None)
             return values["loss"]
 
         ms = median_ms(step, batches, calls=STEPS, windows=WINDOWS)

@@ -27,6 +27,8 @@ from jaxtrain.optim import make_optimizer
 from jaxtrain.settings import UserError
 from jaxtrain.step import Task, train_step
 
+pytestmark = pytest.mark.slow
+
 GOLDEN = json.loads(Path(__file__).with_name("golden_chat.json").read_text())["llama"]
 
 

@@ -196,6 +196,7 @@ def test_metrics_tell_the_load_and_the_norm_is_of_gradients_alone(one_device):
     assert first["grad_norm"] == pytest.approx(np.sqrt(first["gradient_squares"].sum()), rel=1e-5)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("name", OPTIMIZERS)
 def test_the_bias_moves_against_the_load_with_every_optimizer(one_device, name):
     """By the rate of group router_bias, whatever the optimizer; all other states fit the stacks."""

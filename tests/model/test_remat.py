@@ -10,6 +10,8 @@ from tiny import build, close, tokens
 from jaxtrain.model.remat import INPUT
 from jaxtrain.settings import UserError
 
+pytestmark = pytest.mark.slow
+
 DEEP = {"depth": 4, "window_pattern": "SL", "attention": "xla"}
 
 
