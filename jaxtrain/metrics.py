@@ -10,21 +10,16 @@ import json
 import math
 import os
 import platform
-import re
-import subprocess
-import sys
 import time
 import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from datetime import UTC, datetime
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
-import psutil
 import yaml
 from pydantic import Field
 from rich.console import Console
@@ -32,6 +27,7 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
 from rich.table import Column
 from tensorboardX import SummaryWriter
 
+from jaxtrain.environment import memory_bytes, peak_flops
 from jaxtrain.settings import Settings, UserError
 
 Row = dict[str, Any]
@@ -382,92 +378,3 @@ def format_row(row: Row, total_steps: int, eta: Number | None = None) -> str:
         head.append(row["kind"])
     strings = [v for name, v in row.items() if isinstance(v, str) and name != "kind"]
     return "  ".join(head + strings + _format_values(row, eta))
-
-
-def memory_bytes() -> int:
-    """Peak bytes of the fullest local device; where unknown (CPU), the process's resident bytes."""
-    stats = [device.memory_stats() or {} for device in jax.local_devices()]
-    return max(s.get("peak_bytes_in_use", 0) for s in stats) or psutil.Process().memory_info().rss
-
-
-# Dense bf16 FLOP/s of one JAX device (fp16 where there is no bf16 unit), from data sheets and
-# jax/_src/tpu_info.py. The first pattern found in the device kind as a whole word counts.
-# fmt: off
-PEAK_FLOPS = {
-    "gb300|gb200": 2500e12, "b300|b200": 2250e12,
-    "h100 nvl": 835e12, "h100 pcie": 756e12, "gh200|h200|h100|h800": 989e12, "h20": 148e12,
-    "a100|a800": 312e12, "a40": 149.7e12, "a30": 165e12, "a10": 125e12, "a10g": 70e12,
-    "l40s": 362e12, "l40": 181e12, "l4": 121e12,
-    "rtx 5090": 209.5e12, "rtx 4090": 165.2e12, "rtx 3090": 71e12,
-    "v100": 125e12, "t4": 65e12, "p100": 18.7e12,
-    "tpu7x": 1155e12, "tpu v6 lite|tpu v6e": 918e12, "tpu v5 lite|tpu v5e": 197e12,
-    "tpu v5p|tpu v5": 459e12, "tpu v4": 275e12, "tpu v3": 61.5e12, "tpu v2": 22.5e12,
-    "mi355x": 2500e12, "mi300x|mi325x": 1307e12,
-}
-# fmt: on
-
-
-def peak_flops(device_kind: str) -> float | None:
-    """Peak dense bf16 FLOP/s of a `jax.Device.device_kind`; None when unknown (MFU is omitted).
-
-    The bf16 peak is nanochat's convention for MFU, whatever the precision trained in.
-    """
-    kind = device_kind.lower()
-    if re.search(r"\b(laptop|mig)\b", kind):  # a part of the card, or a slower one of the same name
-        return None
-    for pattern, peak in PEAK_FLOPS.items():
-        if re.search(rf"\b({pattern})\b", kind):
-            return peak
-    return None
-
-
-PACKAGES = ("jaxtrain", "jax", "jaxlib", "flax", "optax", "grain", "orbax-checkpoint", "numpy")
-
-
-def environment() -> Row:
-    """What a run ran on and with, for env.json: versions, devices, host, commit, command.
-
-    The commit is that of the checkout, or the variable JAXTRAIN_COMMIT where the code is a copy.
-    """
-    device = jax.devices()[0]
-    return {
-        "when": datetime.now(UTC).isoformat(timespec="seconds"),
-        "command": sys.orig_argv,
-        "commit": commit(),
-        "python": platform.python_version(),
-        "platform": platform.platform(),
-        "versions": versions(),
-        "backend": f"{device.platform}: {device.client.platform_version}".splitlines()[0],
-        "device_kind": device.device_kind,
-        "device_count": jax.device_count(),
-        "process_count": jax.process_count(),
-        "device_memory_bytes": (device.memory_stats() or {}).get("bytes_limit"),
-        "cpu_count": os.cpu_count(),
-        "memory_bytes": psutil.virtual_memory().total,
-    }
-
-
-def versions() -> dict[str, str]:
-    """Of the packages that a result may depend on."""
-    installed = importlib.metadata.distributions()
-    return {d.name: d.version for d in installed if d.name in PACKAGES}
-
-
-def commit() -> str | None:
-    """Of the code that runs."""
-    return os.environ.get("JAXTRAIN_COMMIT") or _git_commit()
-
-
-def _git_commit() -> str | None:
-    """The commit of the checkout this file is tracked in, with `-dirty` if it has changes."""
-    here = Path(__file__)
-    git = ["git", "-C", str(here.parent)]
-    # The first command fails where this file is installed inside another project's checkout.
-    tracked = [*git, "ls-files", "--error-unmatch", here.name]
-    describe = [*git, "describe", "--always", "--dirty", "--abbrev=40", "--exclude=*"]
-    try:
-        subprocess.run(tracked, capture_output=True, timeout=10, check=True)
-        done = subprocess.run(describe, capture_output=True, timeout=10, check=True, text=True)
-    except (OSError, subprocess.SubprocessError):
-        return None
-    return done.stdout.strip()

@@ -22,9 +22,10 @@ from jax.sharding import Mesh
 from jaxtrain.checkpoint import Checkpointer, write_json
 from jaxtrain.config import Config, to_yaml
 from jaxtrain.data import Tokenizer, load_tokenizer
+from jaxtrain.environment import commit, environment, versions
 from jaxtrain.finetune import Parts, adapter_folder
 from jaxtrain.interop import load_start, read_adapter
-from jaxtrain.metrics import commit, environment, format_bytes, versions
+from jaxtrain.metrics import format_bytes
 from jaxtrain.model import path_name
 from jaxtrain.parallel import place_batch, shardings
 from jaxtrain.parallel.group import Group

@@ -13,6 +13,7 @@ LAYERS = (
     ("jaxtrain.data", "jaxtrain.model", "jaxtrain.optim"),
     ("jaxtrain.finetune", "jaxtrain.compress", "jaxtrain.interop"),
     ("jaxtrain.objectives",),
+    ("jaxtrain.environment",),
     ("jaxtrain.step", "jaxtrain.checkpoint", "jaxtrain.metrics"),
     ("jaxtrain.local",),
     ("jaxtrain.config", "jaxtrain.report_data", "jaxtrain.report_tasks"),

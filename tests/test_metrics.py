@@ -2,6 +2,7 @@ import io
 import json
 import math
 import struct
+import sys
 
 import jax
 import jax.numpy as jnp
@@ -9,7 +10,7 @@ import pytest
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
-from jaxtrain import metrics
+from jaxtrain import environment, metrics
 from jaxtrain.metrics import MAX_IN_FLIGHT, MetricsConfig, MetricsWriter, format_row, read_rows
 from jaxtrain.settings import UserError
 
@@ -271,7 +272,7 @@ def test_format_bytes(count, text):
     ],
 )
 def test_peak_flops(kind, tera):
-    assert metrics.peak_flops(kind) == tera * 1e12
+    assert environment.peak_flops(kind) == tera * 1e12
 
 
 @pytest.mark.parametrize(
@@ -279,19 +280,19 @@ def test_peak_flops(kind, tera):
     ["cpu", "NVIDIA RTX A4000", "NVIDIA GeForce RTX 4090 Laptop GPU", "NVIDIA H100 MIG 1g.10gb"],
 )
 def test_peak_flops_unknown(kind):
-    assert metrics.peak_flops(kind) is None
+    assert environment.peak_flops(kind) is None
 
 
 def test_environment_is_json_and_complete():
-    env = json.loads(json.dumps(metrics.environment()))
+    env = json.loads(json.dumps(environment.environment()))
     assert env["device_count"] == jax.device_count()
     assert env["versions"]["jax"] == jax.__version__
-    assert set(env["versions"]) == set(metrics.PACKAGES)
+    assert set(env["versions"]) == set(environment.PACKAGES)
     assert env["memory_bytes"] > 2**20
 
 
 def test_wandb_missing_names_the_extra(tmp_path, monkeypatch):
-    monkeypatch.setitem(metrics.sys.modules, "wandb", None)
+    monkeypatch.setitem(sys.modules, "wandb", None)
     config = MetricsConfig(wandb=True)
     with pytest.raises(UserError, match=r"jaxtrain\[wandb\]"):
         MetricsWriter(tmp_path / "run", config, total_steps=1, tokens_per_step=1)
@@ -311,7 +312,7 @@ def test_wandb_gets_rows_and_config(tmp_path, monkeypatch):
         def finish(self, exit_code):
             calls.append(exit_code)
 
-    monkeypatch.setitem(metrics.sys.modules, "wandb", Fake())
+    monkeypatch.setitem(sys.modules, "wandb", Fake())
     (tmp_path / "config.yaml").write_text("model: {depth: 4}")
     config = MetricsConfig(wandb=True, tensorboard=False)
     with MetricsWriter(tmp_path, config, total_steps=1, tokens_per_step=8) as writer:

@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.metrics import environment
+from jaxtrain.environment import environment
 
 BENCHMARKS = Path(__file__).parents[2] / "benchmarks"
 RESULTS = BENCHMARKS / "results"

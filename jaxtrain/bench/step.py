@@ -21,7 +21,7 @@ from jaxtrain.bench.workload import (
     new_state,
     random_batch,
 )
-from jaxtrain.metrics import peak_flops
+from jaxtrain.environment import peak_flops
 from jaxtrain.model import cast
 from jaxtrain.optim import MuonConfig
 from jaxtrain.optim.muon import COEFFICIENTS, orthogonalize_flops

@@ -10,7 +10,7 @@ import numpy as np
 
 from jaxtrain.bench.costs import Instruction, computations_of, size_of
 from jaxtrain.bench.liveness import VIEWS
-from jaxtrain.metrics import peak_flops
+from jaxtrain.environment import peak_flops
 from jaxtrain.settings import UserError
 
 KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")

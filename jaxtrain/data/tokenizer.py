@@ -5,7 +5,6 @@ UTF-8 bytes that every token stands for, so that bits per byte are exact.
 """
 
 import hashlib
-import io
 import json
 import os
 import re
@@ -20,6 +19,7 @@ import sentencepiece
 import tokenizers
 from pydantic import Field
 
+from jaxtrain.data.train_tokenizer import BOS_NAMES, SPACE, train_bpe, train_sentencepiece
 from jaxtrain.settings import Settings, UserError
 
 CHUNK = 8192  # characters; sentencepiece slows down on longer texts
@@ -31,15 +31,7 @@ PROBE = (
     "It's  a test:\n\n  \tx1 = 2,500.75 \u00e9t\u00e9 \u4e2d\u6587 -- "
     '"YES" , don\'t\r\n\u2581 end  '
 )
-# GPT-4's way to cut text into words.
-SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
-    r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
-)
-SPACE = "\u2581"  # how sentencepiece writes a space inside a piece
-BOS_NAMES = ("<|bos|>", "<|begin_of_text|>", "<bos>", "<s>", "[BOS]", "<|startoftext|>")
 SPECIAL = "Tokens that no text has, in the vocabulary that is trained, as <mask> for data.augment"
-BOS_NAMES += ("<|endoftext|>", "<|im_start|>", "[CLS]")
 BYTES_BOS = "<|bos|>"  # how the BOS of plain bytes is written
 
 
@@ -170,82 +162,6 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
     return TOKENIZERS[config.name](path.read_bytes(), str(path))
 
 
-def train_sentencepiece(
-    texts: Iterable[str],
-    vocab_size: int,
-    train_bytes: int,
-    *,
-    across_words: bool = True,
-    special_tokens: Sequence[str] = (),
-) -> bytes:
-    """Trains lossless BPE with byte fallback on the first `train_bytes` bytes; returns the model.
-
-    Chunks, not lines, are its sentences: pieces such as ",\\n" and "\\n\\n" can then be learned, 5%
-    fewer tokens at 512 and 16% fewer at 2,048 than line by line on tiny Shakespeare.
-    Raises UserError if the text cannot fill the vocabulary.
-    """
-    model = io.BytesIO()
-    try:
-        sentencepiece.SentencePieceTrainer.train(
-            sentence_iterator=_training_chunks(texts, train_bytes),
-            model_writer=model,
-            model_type="bpe",
-            vocab_size=vocab_size,
-            byte_fallback=True,
-            character_coverage=0.9999,
-            normalization_rule_name="identity",
-            add_dummy_prefix=False,
-            remove_extra_whitespaces=False,
-            split_by_whitespace=not across_words,
-            split_by_unicode_script=False,
-            max_sentence_length=1 << 20,
-            control_symbols=list(special_tokens),
-            unk_id=0,
-            bos_id=1,
-            eos_id=-1,
-            pad_id=-1,
-            minloglevel=2,
-        )
-    except RuntimeError as error:
-        too_large = re.search(r"value <= (\d+)", str(error))
-        too_small = re.search(r"\d+ vs (\d+)", str(error))
-        if too_large:
-            reason = f"but this text supports at most {too_large[1]}"
-        elif too_small:
-            reason = f"but the bytes and letters of this text need at least {too_small[1]}"
-        else:
-            reason = f"and training failed: {error}"
-        raise UserError(f"data.tokenizer.vocab_size is {vocab_size}, {reason}") from error
-    return model.getvalue()
-
-
-def train_bpe(
-    texts: Iterable[str], vocab_size: int, train_bytes: int, *, special_tokens: Sequence[str] = ()
-) -> bytes:
-    """Trains byte-level BPE on the first `train_bytes` bytes; returns a tokenizer.json.
-
-    Words are cut as in GPT-4's tokenizer. Raises UserError if the text cannot fill the vocabulary.
-    """
-    inner = tokenizers.Tokenizer(tokenizers.models.BPE())
-    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(SPLIT), "isolated")
-    letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
-    inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, letters])
-    inner.decoder = tokenizers.decoders.ByteLevel()
-    trainer = tokenizers.trainers.BpeTrainer(
-        vocab_size=vocab_size,
-        special_tokens=[BOS_NAMES[0], *special_tokens],
-        initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
-        show_progress=False,
-    )
-    inner.train_from_iterator(_training_chunks(texts, train_bytes), trainer)
-    if inner.get_vocab_size() < vocab_size:
-        raise UserError(
-            f"data.tokenizer.vocab_size is {vocab_size}, but this text supports at most "
-            f"{inner.get_vocab_size()}"
-        )
-    return inner.to_str().encode()
-
-
 def sentencepiece_tokenizer(model: bytes, path: str = "the model") -> Tokenizer:
     """A tokenizer from the bytes of a sentencepiece .model file."""
     try:
@@ -363,20 +279,6 @@ FILES = {
     "huggingface": "tokenizer.json",
     "bytes": "tokenizer.bytes",
 }
-
-
-def _training_chunks(texts: Iterable[str], train_bytes: int) -> Iterable[str]:
-    """Chunks of at most 4,096 characters until `train_bytes` are reached."""
-    left = train_bytes
-    for text in texts:
-        # "\0" and U+2581 have a meaning of their own in the trainer; they stay single bytes.
-        text = text.replace("\0", "").replace(SPACE, "")
-        for start in range(0, len(text), 4096):
-            chunk = text[start : start + 4096]
-            yield chunk
-            left -= len(chunk.encode())
-            if left <= 0:
-                return
 
 
 def _threads() -> int:

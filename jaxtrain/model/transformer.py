@@ -17,15 +17,16 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrain import parallel
 from jaxtrain.model import remat
-from jaxtrain.model.attention import Attend, Attention, Kept, LayerCache, ValueEmbedding, kept_from
+from jaxtrain.model.attention import Attend, Kept, LayerCache, ValueEmbedding, kept_from
+from jaxtrain.model.block import Block, declare_norm, normed
 from jaxtrain.model.branches import Branches, branched_attention, take_before
 from jaxtrain.model.config import ResolvedModel, round_up
 from jaxtrain.model.init import SCHEMES, constant, uniform
-from jaxtrain.model.layers import Adapter, FeedForward, Rotary, layer_norm, lookup, rms_norm, rotary
+from jaxtrain.model.layers import FeedForward, Rotary, lookup, rms_norm, rotary
 from jaxtrain.model.moe import Mixture
 from jaxtrain.model.params import declare
 from jaxtrain.model.plan import LayerSpec, Plan, make_plan, segments
-from jaxtrain.model.rows import PLAIN, Rows, Stream, enter, join, leave
+from jaxtrain.model.rows import PLAIN, Rows, Stream, enter, leave
 from jaxtrain.parallel import constrain
 
 SMEAR_CHANNELS = 24
@@ -49,108 +50,6 @@ class LayerInputs(NamedTuple):
     segments_BT: Array | None
     attend: Attend
     rows: Rows
-
-
-class Block(nnx.Module):
-    """Attention and feed-forward, each on the normed stream and added to it."""
-
-    def __init__(self, c: ResolvedModel, layers: int):
-        self.attention = Attention(c, layers)
-        self.ffn = FeedForward(c, layers) if c.moe is None else None
-        self.attention_adapter = Adapter(c, layers) if c.adapter else None
-        self.ffn_adapter = Adapter(c, layers) if c.adapter else None
-        self.config = c
-        start = SCHEMES[c.init](c).branch_scale
-        if start is None:
-            self.attention_scale = self.ffn_scale = None
-        else:
-            scale = lambda: declare(
-                (layers,), ("layers",), constant(start), "scalar", group="residual_scale"
-            )
-            self.attention_scale, self.ffn_scale = scale(), scale()
-        self.attention_gain, self.attention_shift = declare_norm(c, (layers,))
-        self.ffn_gain, self.ffn_shift = declare_norm(c, (layers,))
-        post = lambda: declare_norm(c, (layers,)) if c.post_norm else (None, None)
-        self.attention_post_gain, self.attention_post_shift = post()
-        self.ffn_post_gain, self.ffn_post_shift = post()
-
-    def __call__(
-        self,
-        x_BTD: Float[Array, "B T D"],
-        spec: LayerSpec,
-        rope: Rotary | None,
-        value: tuple[ValueEmbedding, Array] | None,
-        segments_BT: Int[Array, "B T"] | None,
-        cache: LayerCache | None = None,
-        attend: Attend = parallel.attention,
-        rows: Rows = PLAIN,
-        h_BTD: Float[Array, "B T D"] | None = None,
-        ffn: FeedForward | Mixture | None = None,
-    ) -> tuple[Array, Array, tuple[Kept, Kept], Array | None]:
-        """The stream after attention, what the feed-forward adds to it, and keys and values.
-
-        h_BTD: the normed stream, where it is known. ffn: the network, where the block has none;
-        of a Mixture comes the balance loss of each row as well.
-        """
-        if h_BTD is None:
-            h_BTD = self.read(x_BTD, self.attention_gain, self.attention_shift)
-        value_BTC = None if value is None else value[0](h_BTD, value[1])
-        see = lambda h_BTD: self.attention(
-            h_BTD, spec, rope, value_BTC, segments_BT, cache, attend, rows.rope
-        )
-        y_BTD, kept = remat.half("attention", see, spec.remat)(h_BTD)
-        y_BTD = y_BTD if self.attention_adapter is None else self.attention_adapter(y_BTD)
-        y_BTD = self.put(y_BTD, self.attention_post_gain, self.attention_post_shift)
-        y_BTD = scaled(y_BTD, self.attention_scale)
-        if rows.norm is None:
-            x_BTD = constrain(x_BTD + y_BTD, "batch", "sequence", None)
-            h_BTD = self.read(x_BTD, self.ffn_gain, self.ffn_shift)
-        else:
-            x_BTD, h_BTD = join(x_BTD, y_BTD, self.config.norm_eps, rows.norm)
-        network = ffn or self.ffn
-        assert network is not None
-        feed = remat.half("ffn", lambda h: network(h, rows.relu2, rows.ffn), spec.remat)
-        balance_B = None
-        if isinstance(network, Mixture):
-            y_BTD, balance_B = feed(h_BTD)
-        else:
-            y_BTD = remat.tiled(feed, h_BTD, self.config.ffn_tiles)
-        y_BTD = y_BTD if self.ffn_adapter is None else self.ffn_adapter(y_BTD)
-        y_BTD = self.put(y_BTD, self.ffn_post_gain, self.ffn_post_shift)
-        return x_BTD, scaled(y_BTD, self.ffn_scale), kept, balance_B
-
-    def read(self, x_BTD: Float[Array, "B T D"], gain: Any, shift: Any) -> Float[Array, "B T D"]:
-        """What a branch sees of the stream."""
-        return normed(self.config, x_BTD, gain, shift) if self.config.block_norm else x_BTD
-
-    def put(self, y_BTD: Float[Array, "B T D"], gain: Any, shift: Any) -> Float[Array, "B T D"]:
-        """What a branch adds to the stream."""
-        return normed(self.config, y_BTD, gain, shift) if self.config.post_norm else y_BTD
-
-
-def declare_norm(c: ResolvedModel, stack: tuple[int, ...]) -> tuple[Any, Any]:
-    """The gain and the shift of a norm, [*stack, D], or None where there is none."""
-    axes = (*("layers" for _ in stack), None)
-    vector = lambda start, group: declare(
-        (*stack, c.width), axes, constant(start), "gain", group=group
-    )
-    gain = vector(1.0, "gain") if c.norm_gain else None
-    return gain, vector(0.0, "bias") if c.norm_gain and c.norm == "layer" else None
-
-
-def normed(
-    c: ResolvedModel, x: Float[Array, "*B D"], gain: Any, shift: Any
-) -> Float[Array, "*B D"]:
-    """The norm that the configuration names."""
-    gain_D = None if gain is None else gain[...]
-    if c.norm == "rms":
-        return rms_norm(x, gain_D, eps=c.norm_eps)
-    return layer_norm(x, gain_D, None if shift is None else shift[...], eps=c.norm_eps)
-
-
-def scaled(y_BTD: Array, scale: Any) -> Array:
-    """A branch times its learned scale if there is one."""
-    return y_BTD if scale is None else (scale[...] * y_BTD).astype(y_BTD.dtype)
 
 
 class Transformer(nnx.Module):
