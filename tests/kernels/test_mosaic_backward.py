@@ -10,6 +10,7 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtrain_kernels.attention import mosaic_backward, mosaic_backward_dq, reference
 from jaxtrain_kernels.attention.mosaic_backward_plan import BackwardTiling, KeyPlan, QueryTiling
+from jaxtrain_kernels.attention.mosaic_backward_stats import NO_KEYS, row_stats
 from jaxtrain_kernels.attention.mosaic_common import Mask
 from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.shapes import AttentionShape
@@ -209,3 +210,24 @@ def test_deterministic_lowers_to_two_kernels_without_a_float32_dq(head_dim):
     assert len(calls) == 2
     outputs = "".join(line.split("->")[-1] for line in calls)
     assert f"2x264x4x{head_dim}xbf16" in outputs and f"x{head_dim}xf32" not in outputs
+
+
+@pytest.mark.parametrize("H, T", [(64, 192), (128, 64), (256, 64), (96, 70)])
+@pytest.mark.parametrize("with_dlse", [False, True])
+def test_row_stats(H, T, with_dlse):
+    B, N, rows = 2, 3, 64
+    shape = AttentionShape("", B, T, N, N, H)
+    out, _, _, dout, dlse = inputs(shape, jnp.bfloat16)
+    lse = jax.random.normal(jax.random.key(0), (B, N, T)).at[1, 2, 5].set(-jnp.inf)
+    got = np.asarray(
+        row_stats(out, lse, dout, dlse if with_dlse else None, rows, interpret=INTERPRET)
+    )
+    assert got.shape == (B, N, 2, T + -T % rows)
+    delta = np.einsum("btnh,btnh->bnt", *(np.asarray(x, np.float64) for x in (out, dout)))
+    delta = delta - (np.asarray(dlse) if with_dlse else 0)
+    delta[1, 2, 5] = 0
+    np.testing.assert_allclose(got[:, :, 1, :T], delta, rtol=1e-5, atol=1e-4)
+    expected = np.asarray(lse) * np.log2(np.e)
+    expected[1, 2, 5] = NO_KEYS
+    np.testing.assert_allclose(got[:, :, 0, :T], expected, rtol=1e-6)
+    assert (got[:, :, 0, T:] == NO_KEYS).all() and (got[:, :, 1, T:] == 0).all()

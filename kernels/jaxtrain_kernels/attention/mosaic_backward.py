@@ -20,18 +20,17 @@ from jaxtrain_kernels.attention.mosaic_backward_plan import (
     QueryPlan,
     QueryTiling,
 )
-from jaxtrain_kernels.attention.mosaic_common import LOG2E, Mask
-
-# What stands for the log-sum-exp of a row without keys: exp2(score - NO_KEYS) = 0.
-NO_KEYS = 1e30
+from jaxtrain_kernels.attention.mosaic_backward_stats import row_stats
+from jaxtrain_kernels.attention.mosaic_common import Mask
 
 
 def default_tiling(head_dim: int) -> BackwardTiling:
     if head_dim <= 64:
         return BackwardTiling(block_q=128)
     if head_dim <= 128:
-        return BackwardTiling()
-    return BackwardTiling(block_kv=64, split="dims")
+        return BackwardTiling(dk_from="shared", dq_by="tma")
+    # Beside dQ its registers do not suffice.
+    return BackwardTiling(block_kv=64, split="dims", dq_by="apart")
 
 
 def default_query_tiling(head_dim: int, segments: bool = False) -> QueryTiling:
@@ -76,8 +75,9 @@ def backward(
     pad = lambda x: _pad(_pad(x, 1, 8), 3, 64 if H <= 64 else 128)
     inputs = [pad(x) for x in (q_BTNH, k_BSKH, v_BSKH, dout_BTNH)]
     ids = [] if ids_BT is None else [_pad(ids_BT, 1, 8)]
+    of_rows = out_BTNH, lse_BNT, dout_BTNH, dlse_BNT
     if plan.with_dq:
-        stats = row_stats(out_BTNH, lse_BNT, dout_BTNH, dlse_BNT, tiling.block_q)
+        stats = row_stats(*of_rows, tiling.block_q, interpret)
         arrays = [*inputs, stats, query_ranges(plan, ids_BT), *ids]
         dq, dk, dv = keys.call(plan, arrays, interpret)
         dq = (dq * scale).astype(q_BTNH.dtype)
@@ -87,7 +87,7 @@ def backward(
             of_dq = of_dq._replace(together=False)
         of_dq = make_plan(QueryPlan, q_BTNH, k_BSKH, ids_BT, mask, softcap, scale, of_dq, interpret)
         rows = math.lcm(tiling.block_q, of_dq.rows)
-        stats = row_stats(out_BTNH, lse_BNT, dout_BTNH, dlse_BNT, rows)
+        stats = row_stats(*of_rows, rows, interpret)
         _, dk, dv = keys.call(plan, [*inputs, stats, query_ranges(plan, ids_BT), *ids], interpret)
         if plan.interpret:
             # One kernel after the other, as the interpreter's threads would run out.
@@ -119,22 +119,6 @@ def make_plan(kind, q_BTNH, k_BSKH, ids_BT, mask, softcap, scale, tiling, interp
 def _pad(x: Any, axis: int, multiple: int, value: float = 0) -> Any:
     pads = [(0, -x.shape[d] % multiple if d == axis else 0) for d in range(x.ndim)]
     return jnp.pad(x, pads, constant_values=value) if any(p[1] for p in pads) else x
-
-
-def row_stats(out_BTNH, lse_BNT, dout_BTNH, dlse_BNT, rows: int) -> Any:
-    """float32 [B, N, 2, T']: lse in units of log 2; the sum over a row of p * dp, less dlse.
-
-    T' is a multiple of `rows`.
-    """
-    product_BTNH = out_BTNH.astype(jnp.float32) * dout_BTNH.astype(jnp.float32)
-    delta_BNT = product_BTNH.sum(-1).swapaxes(1, 2)
-    if dlse_BNT is not None:
-        delta_BNT -= dlse_BNT
-    some = lse_BNT > -jnp.inf
-    lse_BNT = jnp.where(some, lse_BNT * LOG2E, NO_KEYS)
-    delta_BNT = jnp.where(some, delta_BNT, 0)
-    # A query beyond the sequence has no keys.
-    return jnp.stack((_pad(lse_BNT, 2, rows, NO_KEYS), _pad(delta_BNT, 2, rows)), 2)
 
 
 def query_ranges(plan: KeyPlan, ids_BT: Any) -> Any:
