@@ -11,6 +11,7 @@ from typing import Any
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention import mosaic_backward_keys as keys
 from jaxtrain_kernels.attention import mosaic_backward_queries as queries
 from jaxtrain_kernels.attention import mosaic_common as common
@@ -40,6 +41,9 @@ def default_query_tiling(head_dim: int, segments: bool = False) -> QueryTiling:
     return QueryTiling(block_kv=64, k_stages=1 if segments else 2, v_stages=1)
 
 
+@hopper.kernel(
+    "causal", "window", "softcap", "scale", "deterministic", "tiling", "query_tiling", "interpret"
+)
 def backward(
     q_BTNH: Float[Array, "B T N H"],
     k_BSKH: Float[Array, "B T K H"],

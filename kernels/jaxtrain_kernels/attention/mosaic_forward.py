@@ -41,6 +41,7 @@ def default_tiling(head_dim: int, segments: bool = False) -> ForwardTiling:
     return ForwardTiling(block_kv=64, k_stages=2, q_stages=1)
 
 
+@hopper.kernel("causal", "window", "softcap", "scale", "tiling", "interpret")
 def forward(
     q_BTNH: Float[Array, "B T N H"],
     k_BSKH: Float[Array, "B T K H"],

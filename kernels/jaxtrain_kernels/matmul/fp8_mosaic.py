@@ -35,6 +35,7 @@ def bytes_tile(rows: int, columns: int, dtype: Any) -> Any:
     return plgpu.SMEM((rows, columns), dtype, transforms=transforms)
 
 
+@hopper.kernel("dtype", "saturate", "interpret")
 def cast(x_MK, multiplier, dtype, *, saturate: bool, interpret: Any = False):
     """x * multiplier in dtype, and its transpose; the hardware's cast always saturates.
 

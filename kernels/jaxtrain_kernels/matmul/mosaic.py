@@ -103,20 +103,21 @@ class Arrays(NamedTuple):
 
 def gram(x_LMK, *, tiling=None, interpret: Any = False):
     """As the public function. interpret: plgpu.InterpretGPUParams, on a CPU."""
-    return _call(x_LMK, None, None, tiling, interpret)
+    return _symmetric(x_LMK, None, None, tiling, interpret)
 
 
 def square_polynomial(a_LMM, coefficients, *, tiling=None, interpret: Any = False):
     """As the public function."""
-    return _call(a_LMM, None, coefficients, tiling, interpret)
+    return _symmetric(a_LMM, None, coefficients, tiling, interpret)
 
 
 def symmetric_product(a_LMM, b_LMM, *, tiling=None, interpret: Any = False):
     """As the public function."""
-    return _call(a_LMM, b_LMM, None, tiling, interpret)
+    return _symmetric(a_LMM, b_LMM, None, tiling, interpret)
 
 
-def _call(a_LMK, b_LMK, coefficients, tiling: Tiling | None, interpret: Any):
+@hopper.kernel("tiling", "interpret")
+def _symmetric(a_LMK, b_LMK, coefficients, tiling: Tiling | None, interpret: Any):
     L, M, K = a_LMK.shape
     tiling = tiling or default_tiling(M)
     if coefficients is not None and tiling.stages < tiling.warpgroups:

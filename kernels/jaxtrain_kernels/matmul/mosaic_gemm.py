@@ -120,6 +120,7 @@ class Memory(NamedTuple):
     arrived: Any = None
 
 
+@hopper.kernel("epilogue", "b_is_NK", "tiling", "interpret")
 def matmul(
     a_MK,
     b,

@@ -69,7 +69,7 @@ def relu2(x_BTF, *, interpret: Any = False):
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _relu2(interpret, x_BTF):
-    return _elementwise(lambda x: jnp.square(jnp.maximum(x, 0.0)), interpret, x_BTF)
+    return _elementwise(_square, interpret, x_BTF)
 
 
 def _relu2_fwd(interpret, x_BTF):
@@ -78,12 +78,21 @@ def _relu2_fwd(interpret, x_BTF):
 
 
 def _relu2_bwd(interpret, y_BTF, dy_BTF):
-    return (_elementwise(lambda y, dy: 2.0 * dy * jnp.sqrt(y), interpret, y_BTF, dy_BTF),)
+    return (_elementwise(_slope, interpret, y_BTF, dy_BTF),)
 
 
 _relu2.defvjp(_relu2_fwd, _relu2_bwd)
 
 
+def _square(x):
+    return jnp.square(jnp.maximum(x, 0.0))
+
+
+def _slope(y, dy):
+    return 2.0 * dy * jnp.sqrt(y)
+
+
+@hopper.kernel("function", "interpret")
 def _elementwise(function, interpret, *arrays):
     layout = plgpu.Layout.WG_STRIDED((ELEMENTS,), vec_size=8)
 

@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.rows.mosaic_launch import launch, like, load, rows_layout, spread
 
 ROWS = 4  # of a block: one a warp
@@ -69,6 +70,7 @@ def _pair(a, b):
     return jnp.stack([a.astype(jnp.float32), b.astype(jnp.float32)])
 
 
+@hopper.kernel("options")
 def _forward(options, x_BTD, y_BTD, x0_BTD, scales_2):
     """[s, h]: reads x, y, x0 and writes both, each once."""
     D = x_BTD.shape[-1]
@@ -95,6 +97,7 @@ def _forward(options, x_BTD, y_BTD, x0_BTD, scales_2):
     return [x.reshape(x_BTD.shape) for x in out]
 
 
+@hopper.kernel("options")
 def _backward(options, s_BTD, ds_BTD, dh_BTD, x0_BTD, dx0_BTD, scales_2):
     """With g = d loss / d s: [g]; with scales [a g, dx0 + b g, each row's <g, s> and <g, x0>]."""
     D = s_BTD.shape[-1]

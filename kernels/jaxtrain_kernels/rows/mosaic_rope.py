@@ -8,6 +8,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.rows.mosaic_launch import lanes_layout, launch, like, load, spread
 
 
@@ -24,7 +25,7 @@ def tokens_of_block(head_dim: int) -> int:
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
 def rope_norm(options, q_BTNH, k_BTKH, cos_BTH, sin_BTH):
     """As the public function."""
-    return _call(options, _forward, cos_BTH, sin_BTH, (q_BTNH, k_BTKH))
+    return _turned(options, _forward, cos_BTH, sin_BTH, (q_BTNH, k_BTKH))
 
 
 def _rope_fwd(options, q_BTNH, k_BTKH, cos_BTH, sin_BTH):
@@ -34,7 +35,7 @@ def _rope_fwd(options, q_BTNH, k_BTKH, cos_BTH, sin_BTH):
 
 def _rope_bwd(options, saved, cotangents):
     q_BTNH, k_BTKH, cos_BTH, sin_BTH = saved
-    dq, dk = _call(options, _backward, cos_BTH, sin_BTH, (q_BTNH, k_BTKH), cotangents)
+    dq, dk = _turned(options, _backward, cos_BTH, sin_BTH, (q_BTNH, k_BTKH), cotangents)
     # The angles follow from positions: nothing is to be learned of them.
     return dq, dk, jnp.zeros_like(cos_BTH), jnp.zeros_like(sin_BTH)
 
@@ -67,7 +68,8 @@ def _scale(eps: float, first: Any, second: Any) -> Any:
     return lax.rsqrt(square_R + eps)
 
 
-def _call(options, turn_heads, cos_BTH, sin_BTH, *pairs):
+@hopper.kernel("options", "turn_heads")
+def _turned(options, turn_heads, cos_BTH, sin_BTH, *pairs):
     """turn_heads on every head of every (q, k) together; its results as one such pair."""
     B, T, _, H = pairs[0][0].shape
     half, tokens = H // 2, tokens_of_block(H)
