@@ -75,7 +75,7 @@ def preflight(
     """The record of a configuration on `devices` virtual devices, as if of this kind."""
     rates, begin = rates_of(kind), time.perf_counter()
     with outlined(f"NVIDIA {kind}") as backend:
-        plain = [f"model.attention={backend}", "model.rows={}", "model.fp8=null"]
+        plain = [f"model.attention={backend}", "model.rows=xla", "model.fp8=null"]
         w = load_workload(name, [*overrides, *plain], jax.devices("cpu")[:devices])
         facts = measured(w)
     exact = exact_bytes(w)

@@ -104,7 +104,7 @@ class Attention(nnx.Module):
         segments_BT: Int[Array, "B T"] | None,
         cache: LayerCache | None,
         attend: Attend = parallel.attention,
-        rope_by: str | None = None,
+        rope_by: str | None = "xla",
     ) -> tuple[Float[Array, "B T D"], tuple[Kept, Kept]]:
         """Returns the output and the keys and values: of these tokens, or the updated cache."""
         c = self.config
@@ -115,7 +115,7 @@ class Attention(nnx.Module):
         if value_BTC is not None:
             v_BTC = v_BTC + value_BTC
         v_BTKH = v_BTC.reshape(B, T, c.kv_heads, c.head_dim)
-        if rope_by is None:
+        if rope_by == "xla":
             q_BTNH, k_BTKH = (
                 self.place(q_BTNH, rope, self.q_gain),
                 self.place(k_BTKH, rope, self.k_gain),

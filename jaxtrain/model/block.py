@@ -69,7 +69,7 @@ class Block(nnx.Module):
         y_BTD = y_BTD if self.attention_adapter is None else self.attention_adapter(y_BTD)
         y_BTD = self.put(y_BTD, self.attention_post_gain, self.attention_post_shift)
         y_BTD = scaled(y_BTD, self.attention_scale)
-        if rows.norm is None:
+        if rows.norm == "xla":
             x_BTD = constrain(x_BTD + y_BTD, "batch", "sequence", None)
             h_BTD = self.read(x_BTD, self.ffn_gain, self.ffn_shift)
         else:

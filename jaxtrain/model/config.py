@@ -6,7 +6,7 @@ from jaxtrain_kernels.attention import BACKENDS
 from pydantic import Field, model_validator
 
 from jaxtrain.model.rope import RopeScaling
-from jaxtrain.model.rows import PLAIN, Rows
+from jaxtrain.model.rows import FASTEST, Rows, fits_norm, fits_rope
 from jaxtrain.settings import Settings, UserError
 
 Remat = Literal["none", "attention", "ffn", "dots", "block", "offload"]
@@ -165,7 +165,7 @@ class ModelConfig(Settings):
         description="attention's gradients are the same bits on every run; cuDNN cannot, mosaic "
         "takes 7 products a block instead of 5, xla and triton always are",
     )
-    rows: Rows = Field(PLAIN, description="backends of the fused passes over activations")
+    rows: Rows = Field(FASTEST, description="backends of the fused passes over activations")
     scan_layers: bool = Field(
         False, description="scan over repeated layers: compiles faster, runs a little slower"
     )
@@ -199,13 +199,14 @@ class ModelConfig(Settings):
             raise ValueError("qk_norm_gain needs qk_norm: there is no norm for the gains")
         if self.norm_gain and not self.block_norm:
             raise ValueError("norm_gain needs block_norm: there are no norms for the gains")
-        if self.rows.norm and (self.norm != "rms" or self.norm_gain or not self.block_norm):
+        named = lambda backend: backend not in (None, "xla")
+        if named(self.rows.norm) and not fits_norm(self):
             raise ValueError("rows.norm needs norm: rms, norm_gain: false and block_norm: true")
-        if self.rows.rope and (self.qk_norm_gain or not self.qk_norm or self.positions != "rotary"):
+        if named(self.rows.rope) and not fits_rope(self):
             raise ValueError("rows.rope needs positions: rotary and qk_norm without qk_norm_gain")
         if self.rows.relu2 and self.ffn != "relu2":
             raise ValueError(f"rows.relu2 needs ffn: relu2, not {self.ffn}")
-        if self.rows.ffn and (self.ffn != "relu2" or self.ffn_bias or self.rows.relu2):
+        if named(self.rows.ffn) and (self.ffn != "relu2" or self.ffn_bias or self.rows.relu2):
             raise ValueError("rows.ffn needs ffn: relu2, ffn_bias: false and no rows.relu2")
         if self.moe and self.ffn_bias:
             raise ValueError("moe needs ffn_bias: false: experts have no shifts")

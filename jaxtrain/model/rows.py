@@ -1,11 +1,11 @@
-"""The passes over activations between the matmuls, by the backends that the configuration names."""
+"""The passes over activations between the matmuls: which are kernels, and how they are called."""
 
 from typing import Any, NamedTuple
 
 import jax
 from jaxtrain_kernels import rows as kernels
 from jaxtyping import Array, Float
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from jaxtrain import parallel
 from jaxtrain.parallel import constrain
@@ -13,15 +13,24 @@ from jaxtrain.settings import Settings
 
 
 class Rows(Settings):
-    """Backends (xla, mosaic) of the fused passes in training; None leaves them to XLA's fusion."""
+    """Backends of the fused passes in training: mosaic; xla, which leaves them to XLA's fusion; or
+    reference. None is the fastest that serves. A name alone, `rows: xla`, is for all of them.
+    """
 
     norm: str | None = Field(None, description="residual additions with the RMS norm after them")
     rope: str | None = Field(None, description="rotation and norm of queries and keys")
-    relu2: str | None = Field(None, description="the squared ReLU")
+    relu2: str | None = Field(None, description="the squared ReLU by itself; default: as ffn says")
     ffn: str | None = Field(
-        None, description="the squared ReLU in the matmul before it (not with train.fp8)"
+        None, description="the squared ReLU in the matmul before it (not with model.fp8)"
     )
     loss: str | None = Field(None, description="the head with the loss")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all(cls, given: Any) -> Any:
+        return (
+            dict.fromkeys(("norm", "rope", "ffn", "loss"), given) if type(given) is str else given
+        )
 
     @field_validator("*")
     @classmethod
@@ -31,7 +40,31 @@ class Rows(Settings):
         return name
 
 
-PLAIN = Rows.model_validate({})
+FASTEST = Rows.model_validate({})
+PLAIN = Rows.model_validate("xla")
+
+
+def fastest(rows: Rows, c: Any, x_BTD: Any) -> Rows:
+    """`rows` with the norm and the rope of a model `c` left to XLA where no kernel serves them."""
+    serves = lambda op, *shape: kernels.serves(op, jax.ShapeDtypeStruct(shape, x_BTD.dtype))
+    changes = {}
+    if rows.norm is None and not (fits_norm(c) and serves("mixed_norm", *x_BTD.shape)):
+        changes["norm"] = "xla"
+    if rows.rope is None and not (
+        fits_rope(c) and serves("rope_norm", *x_BTD.shape[:2], c.heads, c.head_dim)
+    ):
+        changes["rope"] = "xla"
+    return rows.model_copy(update=changes)
+
+
+def fits_norm(c: Any) -> bool:
+    """Whether the kernels' norm is this model's."""
+    return c.norm == "rms" and not c.norm_gain and c.block_norm
+
+
+def fits_rope(c: Any) -> bool:
+    """Whether the kernels' rotation with a norm is this model's."""
+    return c.qk_norm and not c.qk_norm_gain and c.positions == "rotary"
 
 
 class Stream(NamedTuple):
@@ -56,11 +89,11 @@ def enter(
 ) -> tuple[Array, Array | None, Array | None]:
     """A layer's first pass: (x, its RMS norm, x0) of x scaled, with x0 mixed in.
 
-    scales: of the stream and of x0, if there are any. Without a backend there is no norm yet.
+    scales: of the stream and of x0, if there are any. Where XLA fuses there is no norm yet.
     """
     x_BTD, branch_BTD, own_BTD, _ = stream
     x0_BTD = x0_BTD if own_BTD is None else own_BTD
-    if norm is None:
+    if norm == "xla":
         if scales is not None:
             x_BTD = (scales[0] * x_BTD + scales[1] * x0_BTD).astype(x0_BTD.dtype)
         return x_BTD, None, None
@@ -73,7 +106,7 @@ def enter(
 
 
 def join(
-    x_BTD: Float[Array, "B T D"], y_BTD: Float[Array, "B T D"], eps: float, norm: str
+    x_BTD: Float[Array, "B T D"], y_BTD: Float[Array, "B T D"], eps: float, norm: str | None
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
     """The stream with a branch added, and its RMS norm."""
     run = lambda *arrays: kernels.residual_norm(*arrays, eps=eps, implementation=norm)
@@ -90,7 +123,11 @@ def leave(
 
 
 def rope_norm(
-    q_BTNH: Float[Array, "B T N H"], k_BTKH: Float[Array, "B T K H"], rope: Any, eps: float, by: str
+    q_BTNH: Float[Array, "B T N H"],
+    k_BTKH: Float[Array, "B T K H"],
+    rope: Any,
+    eps: float,
+    by: str | None,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"]]:
     """Queries and keys rotated and normed; rope: a `Rotary`."""
     cos_BTH, sin_BTH = (jax.lax.squeeze(x, [2]) for x in rope)

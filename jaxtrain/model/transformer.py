@@ -26,7 +26,7 @@ from jaxtrain.model.layers import FeedForward, Rotary, lookup, rms_norm, rotary
 from jaxtrain.model.moe import Mixture
 from jaxtrain.model.params import declare
 from jaxtrain.model.plan import LayerSpec, Plan, make_plan, segments
-from jaxtrain.model.rows import PLAIN, Rows, Stream, enter, leave
+from jaxtrain.model.rows import PLAIN, Rows, Stream, enter, fastest, leave
 from jaxtrain.parallel import constrain
 
 SMEAR_CHANNELS = 24
@@ -225,10 +225,11 @@ class Transformer(nnx.Module):
         Runs of equal periods are scanned if the configuration says so and no cache is wanted.
         """
         kept = cache is not None or keep_kv
-        rows = PLAIN if kept else self.config.rows  # prompts are of any length
+        c = self.config
+        rows = PLAIN if kept else fastest(c.rows, c, x_BTD)  # prompts are of any length
         x_BTD = self.with_positions(x_BTD, positions_BT)
         inputs = self.layer_inputs(x_BTD, tokens_BT, positions_BT, segments_BT, attend, rows)
-        runs = segments(self.plan) if self.config.scan_layers and not kept else [(self.plan, 1)]
+        runs = segments(self.plan) if c.scan_layers and not kept else [(self.plan, 1)]
         start = x_BTD, x_BTD
         both, kv, balance_B = self.run_some(start, runs, *self.stacks(), inputs, cache)
         return self.last_states(*both), kv, balance_B
@@ -333,9 +334,8 @@ class Transformer(nnx.Module):
 
         def stage(stacks, states, one):
             x0_BTD, tokens_BT, positions_BT, segments_BT = one
-            inputs = self.layer_inputs(
-                x0_BTD, tokens_BT, positions_BT, segments_BT, attend, self.config.rows
-            )
+            rows = fastest(self.config.rows, self.config, x0_BTD)
+            inputs = self.layer_inputs(x0_BTD, tokens_BT, positions_BT, segments_BT, attend, rows)
             plan = self.plan[: len(self.plan) // parallel.pipeline_ways()]
             runs = segments(plan) if self.config.scan_layers else [(plan, 1)]
             layers, parts = stacks
@@ -368,7 +368,7 @@ class Transformer(nnx.Module):
         """One layer: scale the stream, add the embedding back in, run the block."""
         c, rows = self.config, inputs.rows
         # A layer that is scanned or recomputed keeps one array, not the stream and a branch.
-        whole = rows.norm is None or c.scan_layers or spec.remat in remat.POLICIES
+        whole = rows.norm == "xla" or c.scan_layers or spec.remat in remat.POLICIES
 
         def run(stream, layer, parts):
             scales = (layer["residual_scale"], layer["x0_scale"]) if c.residual_scales else None

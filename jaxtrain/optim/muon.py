@@ -68,9 +68,9 @@ class MuonConfig(OptimizerConfig):
         True, description="iterate on the Gram matrix of long matrices, in float16 on a GPU"
     )
     symmetric: bool = Field(
-        False,
+        True,
         description="products of symmetric matrices compute one triangle, "
-        "where a kernel for it exists (Hopper); not timed yet",
+        "where a kernel for it exists (Hopper)",
     )
     equilibrate: bool = Field(
         True, description="give all output rows the same norm before orthogonalising (MuonEq)"

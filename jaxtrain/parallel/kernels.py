@@ -113,7 +113,9 @@ def feed_forward_relu2(
     Raises UserError if the backend that was asked for cannot serve.
     """
     mesh = in_force()
-    if implementation != "mosaic":  # XLA knows how to split the others
+    if mesh is not None and implementation is None:
+        implementation = "xla"  # ours has not been timed on several devices
+    if mesh is not None and implementation != "mosaic":  # XLA knows how to split the others
         pin = lambda h_BTF: constrain(h_BTF, "batch", "tokens", "hidden")
         return kernels.feed_forward_relu2(
             x_BTD, w_up_DF, w_down_FD, constrain=pin, implementation=implementation
@@ -123,7 +125,7 @@ def feed_forward_relu2(
         try:
             return kernels.feed_forward_relu2(x, w_up, w_down, implementation=implementation)
         except NotImplementedError as error:
-            raise UserError(f"model.rows.ffn: {error}; null takes XLA's") from None
+            raise UserError(f"model.rows.ffn: {error}; xla takes XLA's") from None
 
     if mesh is None:
         return local(x_BTD, w_up_DF, w_down_FD)

@@ -1,6 +1,7 @@
 """Row passes: backends against the reference, the Hopper kernels interpreted and lowered."""
 
 import functools
+from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -14,7 +15,8 @@ from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.rows import mosaic, reference, xla
 from tiny import batch, build
 
-from jaxtrain.model.rows import Rows
+from jaxtrain.model.config import ModelConfig
+from jaxtrain.model.rows import Rows, fastest
 from jaxtrain.objectives import next_token
 
 # The mode that knows bar.sync, a named barrier of the hardware.
@@ -245,7 +247,7 @@ def test_a_vocabulary_that_loss_rows_cannot_serve_goes_to_xla(V, dtype, reason):
 
 # ---- in the model ----------------------------------------------------------------------------
 
-ALL = {name: "xla" for name in Rows.model_fields if name != "ffn"}  # or relu2: not both
+ALL = {name: "reference" for name in Rows.model_fields if name != "ffn"}  # or relu2: not both
 
 
 def test_the_switches_change_neither_the_loss_nor_its_gradient():
@@ -259,3 +261,33 @@ def test_the_switches_change_neither_the_loss_nor_its_gradient():
     for changes in ({"rows": ALL}, {"rows": ALL, "scan_layers": True, "remat": "block"}):
         for x, y in zip(jax.tree.leaves(run(**changes)), jax.tree.leaves(plain), strict=True):
             np.testing.assert_allclose(x, y, atol=2e-5 * max(1.0, float(jnp.abs(y).max())))
+
+
+def test_kernels_are_the_default_where_they_serve():
+    c = ModelConfig.model_validate({"depth": 2, "ffn": "relu2"})
+    x = jax.ShapeDtypeStruct((2, 256, 256), BF16)
+    resolved = SimpleNamespace(**{**c.__dict__, "heads": 2})
+    with on_target(*HOPPER):
+        assert fastest(c.rows, resolved, x) == c.rows
+        odd = jax.ShapeDtypeStruct((2, 255, 250), BF16)
+        left = fastest(c.rows, resolved, odd)
+        assert (left.norm, left.rope) == ("xla", "xla")
+        resolved.norm_gain = resolved.qk_norm_gain = True
+        left = fastest(c.rows, resolved, x)
+        assert (left.norm, left.rope) == ("xla", "xla")
+        named = Rows.model_validate({"norm": "mosaic", "rope": "reference"})
+        assert fastest(named, resolved, x) == named
+    with on_target("cuda", (8, 0)):
+        left = fastest(c.rows, SimpleNamespace(**{**c.__dict__, "heads": 2}), x)
+        assert (left.norm, left.rope, left.ffn, left.loss) == ("xla", "xla", None, None)
+
+
+def test_one_name_is_for_all_passes():
+    c = ModelConfig.model_validate({"rows": "xla"})
+    assert c.rows.model_dump() == {
+        "norm": "xla", "rope": "xla", "relu2": None, "ffn": "xla", "loss": "xla",
+    }  # fmt: skip
+    with pytest.raises(ValueError, match="there is no backend fast"):
+        ModelConfig.model_validate({"rows": "fast"})
+    with pytest.raises(ValueError, match="rows.norm needs norm: rms"):
+        ModelConfig.model_validate({"rows": {"norm": "mosaic"}, "norm_gain": True})

@@ -6,7 +6,7 @@ from jaxtrain_kernels.cross_entropy import fp8, mosaic, reference, xla
 from jaxtrain_kernels.dispatch import choose, target
 
 # The first that can serve is the default.
-BACKENDS = {"xla": xla, "mosaic": mosaic, "fp8": fp8, "reference": reference}
+BACKENDS = {"mosaic": mosaic, "xla": xla, "fp8": fp8, "reference": reference}
 
 
 def linear_cross_entropy(

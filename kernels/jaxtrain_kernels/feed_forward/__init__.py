@@ -18,7 +18,7 @@ from jaxtrain_kernels.dispatch import choose, target
 from jaxtrain_kernels.feed_forward import mosaic, reference, xla
 
 # The first that can serve is the default.
-BACKENDS = {"xla": xla, "mosaic": mosaic, "reference": reference}
+BACKENDS = {"mosaic": mosaic, "xla": xla, "reference": reference}
 
 
 def relu2_matmul(

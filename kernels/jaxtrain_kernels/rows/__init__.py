@@ -12,7 +12,7 @@ from jaxtrain_kernels.dispatch import choose, target
 from jaxtrain_kernels.rows import mosaic, reference, xla
 
 # The first that can serve is the default.
-BACKENDS = {"xla": xla, "mosaic": mosaic, "reference": reference}
+BACKENDS = {"mosaic": mosaic, "xla": xla, "reference": reference}
 
 
 def residual_norm(
@@ -68,6 +68,11 @@ def relu2(
 ) -> Float[Array, "B T F"]:
     """max(x, 0)^2."""
     return _backend("relu2", implementation, x_BTF).relu2(x_BTF)
+
+
+def serves(op: str, *arrays: Any) -> bool:
+    """Whether there is more than XLA's own fusion for arrays of these shapes on this device."""
+    return mosaic.supports(target(), op, *arrays) is None
 
 
 def _backend(op: str, implementation: str | None, *arrays: Any) -> Any:
