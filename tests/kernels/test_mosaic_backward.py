@@ -219,9 +219,12 @@ def test_row_stats(H, T, with_dlse):
     shape = AttentionShape("", B, T, N, N, H)
     out, _, _, dout, dlse = inputs(shape, jnp.bfloat16)
     lse = jax.random.normal(jax.random.key(0), (B, N, T)).at[1, 2, 5].set(-jnp.inf)
-    got = np.asarray(
-        row_stats(out, lse, dout, dlse if with_dlse else None, rows, interpret=INTERPRET)
-    )
+    given = out, lse, dout, dlse if with_dlse else None, rows
+    got, zeros = row_stats(*given, zeros=True, interpret=INTERPRET)
+    assert zeros is None if T % rows else zeros.shape == (B * N * T * H,) and (zeros == 0).all()
+    (alone,) = row_stats(*given, interpret=INTERPRET)
+    np.testing.assert_array_equal(alone, got)
+    got = np.asarray(got)
     assert got.shape == (B, N, 2, T + -T % rows)
     delta = np.einsum("btnh,btnh->bnt", *(np.asarray(x, np.float64) for x in (out, dout)))
     delta = delta - (np.asarray(dlse) if with_dlse else 0)

@@ -81,9 +81,9 @@ def backward(
     ids = [] if ids_BT is None else [_pad(ids_BT, 1, 8)]
     of_rows = out_BTNH, lse_BNT, dout_BTNH, dlse_BNT
     if plan.with_dq:
-        stats = row_stats(*of_rows, tiling.block_q, interpret)
+        stats, zeros = row_stats(*of_rows, tiling.block_q, True, interpret)
         arrays = [*inputs, stats, query_ranges(plan, ids_BT), *ids]
-        dq, dk, dv = keys.call(plan, arrays, interpret)
+        dq, dk, dv = keys.call(plan, arrays, zeros, interpret)
         dq = (dq * scale).astype(q_BTNH.dtype)
     else:
         of_dq = query_tiling or default_query_tiling(H, ids_BT is not None)
@@ -91,8 +91,9 @@ def backward(
             of_dq = of_dq._replace(together=False)
         of_dq = make_plan(QueryPlan, q_BTNH, k_BSKH, ids_BT, mask, softcap, scale, of_dq, interpret)
         rows = math.lcm(tiling.block_q, of_dq.rows)
-        stats = row_stats(*of_rows, rows, interpret)
-        _, dk, dv = keys.call(plan, [*inputs, stats, query_ranges(plan, ids_BT), *ids], interpret)
+        (stats,) = row_stats(*of_rows, rows, interpret=interpret)
+        arrays = [*inputs, stats, query_ranges(plan, ids_BT), *ids]
+        _, dk, dv = keys.call(plan, arrays, None, interpret)
         if plan.interpret:
             # One kernel after the other, as the interpreter's threads would run out.
             inputs[0] = jnp.where(jnp.isnan(dk[0, 0, 0, 0]), jnp.nan, inputs[0])

@@ -40,8 +40,8 @@ from jaxtrain_kernels.attention.mosaic_backward_tiles import Arrays
 from jaxtrain_kernels.hopper import COLUMNS, ROWS
 
 
-def call(plan: KeyPlan, arrays: list, interpret: Any) -> tuple[Any, Any, Any]:
-    """(dq in float32 without the scale, or None if it is apart; dk; dv)."""
+def call(plan: KeyPlan, arrays: list, zeros: Any, interpret: Any) -> tuple[Any, Any, Any]:
+    """(dq in float32 without the scale, or None if it is apart; dk; dv). zeros: for dq, or None."""
 
     def attention_backward(refs, memory):
         q, k, v, do, stats, ranges, *rest = refs
@@ -55,7 +55,10 @@ def call(plan: KeyPlan, arrays: list, interpret: Any) -> tuple[Any, Any, Any]:
     )
     if not plan.with_dq:
         return None, *launch()
-    sums = jax.new_ref(jnp.zeros(dqs.sums_shape(plan, arrays[0].shape), jnp.float32))
+    shape = dqs.sums_shape(plan, arrays[0].shape)
+    if zeros is None or plan.interpret:
+        zeros = jnp.zeros(shape, jnp.float32)
+    sums = jax.new_ref(zeros.reshape(shape))
     dk, dv = launch(sums)
     return dqs.from_sums(plan, jax.freeze(sums)), dk, dv
 
