@@ -26,6 +26,7 @@ from jaxtrain.bench.race import draw, race
 from jaxtrain.bench.record import BENCHMARKS, RESULTS, write
 from jaxtrain.bench.rows import bench_rows
 from jaxtrain.bench.step import bench_memory, bench_step
+from jaxtrain.bench.switches import bench_switches
 from jaxtrain.bench.tables import screen, table_of, update_page
 from jaxtrain.bench.tasks import bench_tasks
 from jaxtrain.bench.tune import tune_attention
@@ -71,6 +72,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     parser.add_argument("--profile", action="store_true", help="step: trace it, list its kernels")
     parser.add_argument(
+        "--switches",
+        action="store_true",
+        help="step: with all our kernels, without, with each alone, in float8; or one --variant",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         help="folder of what is written; default benchmarks/results, runs/bench for a profile, "
@@ -114,6 +120,9 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for config in a.config or ["gpt_d12"]:
             if a.what == "step":
                 folder = (a.out or Path("runs/bench")) if a.profile else None
+                if a.switches:
+                    yield from bench_switches(config, a.overrides, a.variant, folder)
+                    continue
                 yield bench_step(config, a.overrides, a.variant, folder)
             else:
                 benches = {"memory": memory_of(a), "optim": bench_optimizers, "tasks": bench_tasks}

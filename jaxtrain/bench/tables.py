@@ -173,14 +173,14 @@ def tabulate(
 def figures(
     columns: Columns, records: Sequence[Record], peers: Sequence[Record]
 ) -> tuple[list[str], list[list[str]]]:
-    """One row a record, and one below it for its floor."""
+    """One row a record, and one for its floor below the last that has the same."""
     cells = lambda values: [show(values.get(key)) for key, show in columns.items()]
-    rows = []
-    for record in records:
+    rows, floors = [], [*(record.get("floor") for record in records), None]
+    for i, record in enumerate(records):
         batch = record["workload"]["batch_size"]
         name = f"jaxtrain, {record['variant']}, batch {batch}"
         rows.append([name, device(record), *cells(record["metrics"]), source(record)])
-        if floor := record.get("floor"):
+        if (floor := floors[i]) and floor != floors[i + 1]:
             rate = f"floor: matmuls at {floor['matmul_tflops']:.3g} TF/s"
             rows.append([rate, device(record), *cells(floor), source(record)])
     for peer in peers:

@@ -99,8 +99,9 @@ def rotating(make: Callable[[jax.Array], tuple[Any, ...]], seed: int = 0) -> lis
 
 
 @functools.cache
+@functools.cache
 def ceilings(dtype: Any) -> Ceilings:
-    """Measured on the first device: 8192^3 in `dtype`, and a copy of 2 GiB (a CPU: far smaller)."""
+    """Of the first device: 8192^3 in `dtype`, and a copy of 2 GiB (a CPU: far smaller); kept."""
     on_cpu = jax.default_backend() == "cpu"
     size, copied = (512, 2**24) if on_cpu else (8192, 2**31)
 

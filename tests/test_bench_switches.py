@@ -1,0 +1,53 @@
+"""Variants of a step that differ in their kernels."""
+
+import pytest
+from jaxtrain_kernels.dispatch import on_target
+
+from jaxtrain.bench import switches
+from jaxtrain.bench.__main__ import main
+from jaxtrain.config import find_config, load_config
+
+
+def test_each_variant_switches_what_it_says():
+    configs = {
+        name: load_config(find_config("gpt_d12"), lines)
+        for name, lines in switches.variants().items()
+    }
+    xla = configs["xla"]
+    assert (xla.model.attention, xla.model.rows.norm, xla.optim.symmetric) == (
+        "cudnn", "xla", False,
+    )  # fmt: skip
+    assert configs["bf16"].model.attention is None and configs["bf16"].optim.symmetric
+    assert configs["xla and attention"].model.attention == "mosaic"
+    rows = configs["xla and rows"].model.rows
+    assert (rows.loss, rows.norm, rows.rope, rows.ffn) == ("mosaic", "mosaic", "mosaic", "xla")
+    assert configs["xla and ffn"].model.rows.ffn == "mosaic"
+    assert configs["xla and symmetric"].optim.symmetric
+    assert configs["fp8"].model.fp8 == "blocks"
+
+
+def test_one_process_measures_them_all(monkeypatch):
+    calls = []
+    monkeypatch.setattr(
+        switches, "bench_step", lambda name, lines, variant, folder: calls.append((variant, lines))
+    )
+    with on_target("cuda", (9, 0)):
+        assert len(list(switches.bench_switches("gpt_d12", ["model.depth=2"]))) == 7
+        assert calls[0] == ("bf16", ["model.depth=2"])
+        assert calls[1] == ("xla", ["model.depth=2", *switches.NONE])
+        calls.clear()
+        list(switches.bench_switches("gpt_d12", [], "fp8"))
+        assert calls == [("fp8", ["model.fp8=blocks"])]
+        calls.clear()
+        list(switches.bench_switches("gpt_d12", ["optim={name: adamw}"]))
+        assert "xla and symmetric" not in dict(calls)
+        assert not any(line.startswith("optim.s") for _, lines in calls for line in lines)
+
+
+@pytest.mark.parametrize(
+    ("arguments", "message"),
+    [([], "compares the kernels for Hopper: needs an NVIDIA GPU"), (["--variant", "x"], "xla and")],
+)
+def test_bad_input_is_one_line(capsys, arguments, message):
+    assert main(["step", "--switches", *arguments]) == 2
+    assert message in capsys.readouterr().err
