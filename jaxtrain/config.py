@@ -199,9 +199,15 @@ def apply_override(tree: dict[str, Any], override: str) -> None:
     except yaml.YAMLError:
         raise UserError(f"{override!r}: {text!r} is not a YAML value; quote it") from None
     node = tree
-    for part in parts[:-1]:
-        if not isinstance(node.get(part), dict):
+    for depth, part in enumerate(parts[:-1], 1):
+        if node.get(part) is None:
             node[part] = {}
+        if not isinstance(node[part], dict):
+            section = ".".join(parts[:depth])
+            raise UserError(
+                f"{override!r}: {section} is {node[part]!r} as a whole already; give it as "
+                f"{section}={{...}}"
+            )
         node = node[part]
     if parts[-1] == "name" and parts[:-1] != ["run"] and node.get("name") != value:
         node.clear()

@@ -316,3 +316,10 @@ def test_a_shipped_config_takes_two_steps_when_shrunk(name, tmp_path, capfd):
     losses = [row["loss"] for row in rows if row["kind"] == "train"]
     assert len(losses) == 2 and all(3 < loss < 8 for loss in losses)
     assert (tmp_path / "tiny" / "model" / "model.safetensors").is_file()
+
+
+def test_a_part_of_what_was_given_whole_is_an_error():
+    with pytest.raises(UserError, match="model.rows is 'xla' as a whole already"):
+        load_config(None, ["model.rows=xla", "model.rows.ffn=mosaic"])
+    c = load_config(None, ["model.rows={norm: xla}", "model.rows.rope=xla"])
+    assert (c.model.rows.norm, c.model.rows.rope) == ("xla", "xla")
