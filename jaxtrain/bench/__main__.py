@@ -16,6 +16,7 @@ from jaxtrain.bench.attention import bench_attention
 from jaxtrain.bench.data import bench_data
 from jaxtrain.bench.decode import bench_decode
 from jaxtrain.bench.filters import bench_filters
+from jaxtrain.bench.finetune import bench_finetune
 from jaxtrain.bench.importing import bench_import
 from jaxtrain.bench.kernels import bench_loss
 from jaxtrain.bench.matmuls import bench_matmuls
@@ -38,6 +39,7 @@ WHAT = {
     "data": "tokenizers, preparing, reading, packing: data data.train.path=... (text, JSONL, ...)",
     "decode": "one query a row against a key/value cache: decode [NAME ...]",
     "filters": "what each filter removes of a text, and its speed: filters data.train.path=...",
+    "finetune": "LoRA and QLoRA on random weights, beside peft: finetune --config llama_8b",
     "import": "a synthetic Hugging Face checkpoint read: import [NAME], default llama_8b",
     "kernels": "loss, matmul and rows, one after another",
     "loss": "linear + cross-entropy backends over the benchmark shapes: loss [NAME ...]",
@@ -126,6 +128,7 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield bench_step(config, a.overrides, a.variant, folder)
             else:
                 benches = {"memory": memory_of(a), "optim": bench_optimizers, "tasks": bench_tasks}
+                benches["finetune"] = bench_finetune
                 yield benches[a.what](config, a.overrides, a.variant)
 
 

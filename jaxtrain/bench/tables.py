@@ -165,7 +165,7 @@ def tabulate(
         return figures(STEP if bench == "step" else MEMORY, records, peers)
     columns = {"optim": OPTIMIZER, "attention": ATTENTION, "decode": DECODE, "import": IMPORT}
     columns |= {"data": DATA, "rows": DECODE, "tasks": TASKS}
-    columns |= {"filters": FILTERS, "techniques": TECHNIQUES}
+    columns |= {"filters": FILTERS, "techniques": TECHNIQUES, "finetune": TECHNIQUES}
     columns = columns.get(bench, KERNEL)
     return listed(columns, records, peers)
 

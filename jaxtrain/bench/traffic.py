@@ -28,14 +28,15 @@ class Rates(NamedTuple):
 
 # Memory and links: NVIDIA's data sheets of H200, H100 SXM, A100 SXM 80GB (NVLink 900, 900 and 600
 # GB/s, both ways together), T4 (PCIe 3.0 x16) and of DGX H100 and DGX A100 (8 x 400 and 8 x 200
-# Gbit/s); a cloud host of T4s has 50 Gbit/s for four. MFU: gpt_d24 on one H200
-# (step-gpt_d24-bf16-nvidia_h200.json); that the others reach the same share is assumed.
+# Gbit/s); a cloud host of T4s has 50 Gbit/s for four. MFU: gpt_d24 on one H200 with the kernels for
+# Hopper (step-gpt_d24-bf16-nvidia_h200.json) and without (...-xla-...); that the others reach the
+# same share is assumed.
 RATES = {
-    "H200": Rates(141 * 10**9, 0.46, 450e9, 50e9),
-    "H100": Rates(80 * 10**9, 0.46, 450e9, 50e9),
-    "A100": Rates(80 * 10**9, 0.46, 300e9, 25e9),
-    "T4": Rates(16 * 10**9, 0.46, 16e9, 1.6e9, 4),
-    "CPU": Rates(16 * 10**9, 0.46, 10e9, 1e9, 1),
+    "H200": Rates(141 * 10**9, 0.52, 450e9, 50e9),
+    "H100": Rates(80 * 10**9, 0.52, 450e9, 50e9),
+    "A100": Rates(80 * 10**9, 0.47, 300e9, 25e9),
+    "T4": Rates(16 * 10**9, 0.47, 16e9, 1.6e9, 4),
+    "CPU": Rates(16 * 10**9, 0.47, 10e9, 1e9, 1),
 }
 
 

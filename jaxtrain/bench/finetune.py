@@ -1,0 +1,121 @@
+"""LoRA and QLoRA on a model of random weights: memory and rate, beside Hugging Face's peft."""
+
+import functools
+import gc
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from pydantic import TypeAdapter
+
+from jaxtrain.bench.record import BENCHMARKS, describe
+from jaxtrain.bench.timing import median_ms
+from jaxtrain.bench.workload import (
+    Workload,
+    abstract_state,
+    batch_shapes,
+    load_workload,
+    new_knobs,
+    new_state,
+    random_batch,
+)  # fmt: skip
+from jaxtrain.finetune import FinetuneConfig, Parts, make_parts, plus
+from jaxtrain.finetune.partition import flatten, nested
+from jaxtrain.model import initialize
+from jaxtrain.optim import make_optimizer
+from jaxtrain.parallel import shardings
+from jaxtrain.run import compile_step, memory_needed
+from jaxtrain.settings import UserError
+from jaxtrain.step import make_step
+
+LORA: dict[str, Any] = {"name": "lora", "rank": 16, "alpha": 32.0}
+# What is tuned, and with which of the memory techniques; all recompute the blocks.
+METHODS: dict[str, tuple[dict[str, Any], list[str]]] = {
+    "LoRA r16": (LORA, []),
+    "LoRA r16, ffn in 8 tiles": (LORA, ["model.ffn_tiles=8"]),
+    "LoRA r16, offload": (LORA, ["model.remat=offload"]),
+    "QLoRA r16, nf4": (LORA | {"base": "nf4"}, []),
+    "LoRA r16, int8 base": (LORA | {"base": "int8"}, []),
+}
+SHAPES = ((2048, 4), (8192, 1))  # tokens of a row, rows of a step
+PEER = BENCHMARKS / "peer_finetune.py"
+
+
+def bench_finetune(name: str, overrides: Sequence[str], variant: str | None) -> dict[str, Any]:
+    """A row for each method and shape: bytes of a step and, on a GPU, its time; peft's beside them.
+
+    The peer runs first, in a process of its own (JAX would hold the memory), where torch and peft
+    are installed.
+    """
+    rows = peer_rows(name)
+    running, one = jax.default_backend() == "gpu", jax.devices()[:1]
+    overrides = ["mesh={data: 1, fsdp: 1}", *overrides]
+    for T, batch in SHAPES:
+        for method, (tuning, changes) in METHODS.items():
+            size = [f"train.sequence_length={T}", f"train.batch_size={batch}"]
+            size += [f"train.device_batch_size={batch}", "optim={name: adamw}", "model.remat=block"]
+            row: dict[str, Any] = {"name": method, "shape": f"T {T}, batch {batch}"}
+            try:
+                w = load_workload(name, [*size, *overrides, *changes], one)
+                row |= figures(w, tuning, running)
+            except UserError as error:
+                row |= {"ms": None, "failed": str(error).partition(";")[0]}
+            rows.append(row | {"backend": "jaxtrain"})
+            print(f"  {row}", file=sys.stderr, flush=True)
+            jax.clear_caches()
+            gc.collect()
+    w = load_workload(name, overrides, one)
+    return describe("finetune", w.name, variant or w.precision, workload=w.facts()) | {"rows": rows}
+
+
+def figures(w: Workload, tuning: dict[str, Any], running: bool) -> dict[str, Any]:
+    """Bytes of a step by the compiler and, if it is to run, its time."""
+    c, specs = w.config, w.task.specs
+    finetune: Any = TypeAdapter(FinetuneConfig).validate_python(tuning)
+    parts = make_parts(finetune, specs, w.task.dtype)
+    optimizer = make_optimizer(plus(c.optim, finetune), parts.trainable, 100, w.tokens)
+    task = w.task._replace(specs=parts.trainable, optimizer=optimizer, join=parts.join)
+    w = w._replace(task=task)
+    with jax.set_mesh(w.mesh):
+        base = functools.partial(random_base, parts, w.mesh)
+        frozen = base() if running else jax.eval_shape(base)
+        knobs, step = new_knobs(w), make_step(task, w.mesh)
+        compiled = compile_step(step, abstract_state(w), batch_shapes(w), knobs, c, frozen)
+        host = compiled.memory_analysis().host_temp_size_in_bytes
+        row: dict[str, Any] = {"total_bytes": memory_needed(compiled), "host_bytes": host}
+        if not running:
+            return row
+        state = new_state(w)
+
+        def one(batch: Any) -> jax.Array:
+            nonlocal state
+            state, values = compiled(state, batch, knobs, frozen)
+            return values["loss"]
+
+        ms = median_ms(one, [(random_batch(w, i),) for i in range(2)], calls=3, windows=3)
+    return row | {"ms": ms, "tokens_per_s": 1e3 * w.tokens / ms}
+
+
+def random_base(parts: Parts, mesh: Any) -> Any:
+    """What is frozen, of initial values: a parameter at a time, as a checkpoint is loaded."""
+    where, base = flatten(shardings(parts.base, mesh)), {}
+    for name, spec in flatten(parts.base).items():
+        make = lambda name=name, spec=spec: flatten(initialize(nested({name: spec}), 0))[name]
+        base[name] = parts.store(name, jax.jit(make, out_shardings=where[name])())
+    assert parts.split is not None
+    return parts.split(nested(base), 0)[0]
+
+
+def peer_rows(name: str) -> list[dict[str, Any]]:
+    """What the peer's script prints, one JSON a line; none where it cannot run."""
+    missing = [p for p in ("torch", "peft", "transformers") if importlib.util.find_spec(p) is None]
+    if missing or name != "llama_8b" or not PEER.exists():
+        print(f"  no peer: {', '.join(missing) or 'it is for llama_8b'}", file=sys.stderr)
+        return []
+    shapes = [f"{T}x{batch}" for T, batch in SHAPES]
+    done = subprocess.run([sys.executable, str(PEER), *shapes], stdout=subprocess.PIPE, text=True)
+    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
