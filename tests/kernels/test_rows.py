@@ -291,3 +291,18 @@ def test_one_name_is_for_all_passes():
         ModelConfig.model_validate({"rows": "fast"})
     with pytest.raises(ValueError, match="rows.norm needs norm: rms"):
         ModelConfig.model_validate({"rows": {"norm": "mosaic"}, "norm_gain": True})
+
+
+def test_layers_share_one_lowered_kernel():
+    x = jax.ShapeDtypeStruct((1, 8, 256), BF16)
+
+    def layers(x, y):
+        for _ in range(3):
+            x, y = rows.residual_norm(x, y, eps=EPS, implementation="mosaic")
+        return jnp.sum(x + y)
+
+    with on_target(*HOPPER):
+        traced = jax.jit(jax.grad(layers)).trace(x, x)
+        text = traced.lower(lowering_platforms=("cuda",)).as_text()
+    # One forward and one backward, each called three times.
+    assert text.count("@mosaic_gpu") == 2
