@@ -98,18 +98,16 @@ def test_unknown_names_are_one_line(capsys):
 def fake_backend():
     """Serves through xla; of its tilings one is wrong, one does not compile, one is fast."""
 
-    def run(*args, tiling=None, deterministic=False, **call):
-        forward, backward = (tiling or {}).get("forward"), (tiling or {}).get("backward")
+    def run(q, k, v, call):
+        forward, backward = ((call.tiling or {}).get(name) for name in ("forward", "backward"))
         if forward == "broken":
             raise ValueError("does not compile")
-        out, lse = reference.attention(*args, **call)
+        out, lse = reference.attention(q, k, v, call)
         return (out + 0.1 if backward == "wrong" else out), lse
 
     kinds = [{"forward": "broken"}, {"forward": "fast"}, {"backward": "wrong"}, {"backward": "ok"},
              {"last": "more"}]  # fmt: skip
-    return SimpleNamespace(
-        supports=lambda *a, **k: None, attention=run, candidates=lambda shape: kinds
-    )
+    return SimpleNamespace(supports=lambda *a: None, attention=run, candidates=lambda shape: kinds)
 
 
 def test_tuning_keeps_the_fastest_right_tiling(tmp_path, monkeypatch):

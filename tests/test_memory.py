@@ -6,7 +6,7 @@ import pytest
 
 from jaxtrain.bench import preflight
 from jaxtrain.bench.liveness import peak_bytes
-from jaxtrain.bench.traffic import collectives, group_of_first, step_seconds
+from jaxtrain.bench.traffic import collectives, group_of_first, rates_of, step_seconds
 from jaxtrain.main import main
 
 pytestmark = pytest.mark.slow
@@ -82,7 +82,8 @@ def test_groups_in_every_notation():
 
 def test_what_crosses_hosts_takes_the_network():
     sent = collectives(PROGRAM, MESH)
-    compute, near, far = step_seconds(989e12 * 0.46, sent, "H200", {"data": 2, "fsdp": 1})
+    flops = 989e12 * rates_of("H200").mfu
+    compute, near, far = step_seconds(flops, sent, "H200", {"data": 2, "fsdp": 1})
     assert compute == pytest.approx(1.0)
     assert (near, far) == (pytest.approx(384 / 450e9), pytest.approx(640 / 50e9))
 

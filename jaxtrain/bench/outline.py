@@ -34,11 +34,11 @@ def outlined(kind: str) -> Iterator[str]:
         del backends[NAME]
 
 
-def supports(*_: Any, **__: Any) -> None:
+def supports(*_: Any) -> None:
     return None
 
 
-def attention(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, **_: Any) -> tuple[Any, Any]:
+def attention(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, call: Any) -> tuple[Any, Any]:
     """Results of the shapes of attention's."""
     return _outline(q_BTNH, k_BSKH, v_BSKH)
 

@@ -9,7 +9,7 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from jaxtrain_kernels.attention import attention, reference, xla
+from jaxtrain_kernels.attention import Call, attention, reference, xla
 from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.shapes import ATTENTION_SMALL, AttentionShape
 
@@ -27,7 +27,7 @@ def inputs(shape, dtype: Any = np.float64):
 def everything(function, shape, q, k, v, dout, dlse, **options):
     """(out, lse, dq, dk, dv) of a backend's attention; also through lse."""
     ids = shape.segment_ids_BT()
-    call = dict(
+    call = Call(
         causal=shape.causal,
         window=shape.window,
         softcap=shape.softcap,
@@ -38,7 +38,7 @@ def everything(function, shape, q, k, v, dout, dlse, **options):
 
     @jax.jit
     def run(q, k, v, dout, dlse):
-        (out, lse), pull = jax.vjp(lambda *qkv: function(*qkv, **call), q, k, v)
+        (out, lse), pull = jax.vjp(lambda *qkv: function(*qkv, call), q, k, v)
         return out, lse, *pull((dout, jnp.where(lse == -jnp.inf, 0, dlse).astype(lse.dtype)))
 
     return run(*(jnp.asarray(x) for x in (q, k, v, dout, dlse)))
@@ -107,14 +107,14 @@ def test_scores_beyond_the_largest_float16(block):
     q, k = (np.asarray(200 * x, np.float16) for x in (q, k))
     v, dout = np.asarray(v, np.float16), np.asarray(dout, np.float16)
     assert np.abs(np.einsum("btnh,bskh->bnts", q, k, dtype=np.float64)).max() > 4 * 65504
-    call = dict(causal=True, window=None, segment_ids_BT=None, softcap=None, scale=1e-5)
+    call = Call(scale=1e-5)
 
     def run(function, dtype, **options):
         arrays = [jnp.asarray(x, dtype) for x in (q, k, v, dout)]
 
         @jax.jit
         def outputs(q, k, v, dout):
-            out, pull = jax.vjp(lambda *qkv: function(*qkv, **call, **options)[0], q, k, v)
+            out, pull = jax.vjp(lambda *qkv: function(*qkv, call._replace(**options))[0], q, k, v)
             return out, *pull(dout)
 
         return outputs(*arrays)
@@ -131,17 +131,7 @@ def test_no_output_depends_on_a_later_token():
     q, k, v = (jnp.asarray(x[:1, :24], jnp.float32) for x in inputs(ATTENTION_SMALL[0])[:3])
 
     def first_outputs(k, v):
-        return xla.attention(
-            q,
-            k,
-            v,
-            causal=True,
-            window=None,
-            segment_ids_BT=None,
-            softcap=None,
-            scale=1.0,
-            tiling={"block": 8},
-        )[0][:, :11].sum()
+        return xla.attention(q, k, v, Call(tiling={"block": 8}))[0][:, :11].sum()
 
     dk, dv = jax.jit(jax.grad(first_outputs, (0, 1)))(k, v)
     assert (dk[:, 11:] == 0).all() and (dv[:, 11:] == 0).all()
@@ -210,15 +200,7 @@ def test_xla_runs_inside_shard_map():
         pytest.skip("needs 8 devices")
     mesh = jax.make_mesh((8,), ("data",), axis_types=(jax.sharding.AxisType.Auto,))
     rows = jax.P("data")
-    f = functools.partial(
-        xla.attention,
-        causal=True,
-        window=5,
-        segment_ids_BT=None,
-        softcap=None,
-        scale=1.0,
-        tiling={"block": 4},
-    )
+    f = functools.partial(xla.attention, call=Call(window=5, tiling={"block": 4}))
     sharded = jax.shard_map(lambda *a: f(*a)[0], mesh=mesh, in_specs=(rows,) * 3, out_specs=rows)
     got = jax.jit(jax.grad(lambda *a: (sharded(*a) ** 2).sum(), (0, 1, 2)))(q, k, v)
     expected = jax.jit(jax.grad(lambda *a: (f(*a)[0] ** 2).sum(), (0, 1, 2)))(q, k, v)

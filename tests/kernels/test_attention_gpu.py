@@ -9,7 +9,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtrain_kernels.attention import BACKENDS, attention
+from jaxtrain_kernels.attention import BACKENDS, Call, attention
 from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.shapes import ATTENTION_GPU, ATTENTION_SMALL
 
@@ -74,10 +74,8 @@ def refusal(shape, backend, dtype, **options):
     """Why a backend does not serve a shape, or None."""
     q = jax.ShapeDtypeStruct((shape.B, shape.T, shape.N, shape.H), dtype)
     window = None if shape.window is None or shape.window >= shape.T - 1 else shape.window
-    return BACKENDS[backend].supports(
-        target(), q, causal=shape.causal, window=window, softcap=shape.softcap,
-        segment_ids_BT=shape.segment_ids_BT(), **options,
-    )  # fmt: skip
+    call = Call(shape.causal, window, shape.segment_ids_BT(), softcap=shape.softcap, **options)
+    return BACKENDS[backend].supports(target(), q, call)
 
 
 def check_errors(shape, backend, dtype):

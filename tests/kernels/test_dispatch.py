@@ -7,14 +7,13 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jaxtrain_kernels import dispatch
-from jaxtrain_kernels.attention import BACKENDS, attention, cudnn, table
+from jaxtrain_kernels.attention import BACKENDS, Call, attention, cudnn, table
 from jaxtrain_kernels.cross_entropy import linear_cross_entropy
 from jaxtrain_kernels.dispatch import Target, choose, on_target, target
 
 HOPPER, AMPERE, TURING = (Target("cuda", cc) for cc in ((9, 0), (8, 0), (7, 5)))
 # Without the tests' check of the annotations, as a user calls it.
 unchecked = inspect.unwrap(attention)
-PLAIN = dict(causal=True, window=None, segment_ids_BT=None, softcap=None, return_lse=False)
 
 
 def qkv(dtype=jnp.float32, H=8):
@@ -62,13 +61,13 @@ def test_ops_raise_for_a_named_backend_that_cannot_serve():
     ],
 )
 def test_what_cudnn_serves(device, dtype, H, options, reason):
-    said = cudnn.supports(device, jnp.ones((1, 4, 2, H), dtype), **{**PLAIN, **options})
+    said = cudnn.supports(device, jnp.ones((1, 4, 2, H), dtype), Call(**options))
     assert said is None if reason is None else said is not None and reason in said
 
 
 def test_cudnn_leaves_odd_lengths():
     q = jnp.ones((1, 5, 2, 64), jnp.bfloat16)
-    assert cudnn.supports(HOPPER, q, **PLAIN) == "jax.nn does not differentiate it at odd lengths"
+    assert cudnn.supports(HOPPER, q, Call()) == "jax.nn does not differentiate it at odd lengths"
 
 
 def test_target_is_the_default_backend_unless_overridden():
@@ -185,8 +184,8 @@ def test_attention_follows_the_table(monkeypatch):
         original = BACKENDS[name].attention
         monkeypatch.setattr(
             BACKENDS[name], "attention",
-            lambda *a, name=name, original=original, **k: (
-                seen.append((name, k.get("tiling"))), original(*a, **k)
+            lambda q, k, v, call, name=name, original=original: (
+                seen.append((name, call.tiling)), original(q, k, v, call)
             )[1],
         )  # fmt: skip
     attention(*qkv(H=128))

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtrain_kernels.attention import mosaic_backward, mosaic_backward_dq, reference
+from jaxtrain_kernels.attention import Call, mosaic_backward, mosaic_backward_dq, reference
 from jaxtrain_kernels.attention.mosaic_backward_plan import BackwardTiling, KeyPlan, QueryTiling
 from jaxtrain_kernels.attention.mosaic_backward_stats import NO_KEYS, row_stats
 from jaxtrain_kernels.attention.mosaic_common import Mask
@@ -72,7 +72,8 @@ def assert_equals_reference(shape, tiling, ids=None, dtype: Any = jnp.bfloat16, 
     if ids is None and shape.documents:
         ids = jnp.asarray(shape.segment_ids_BT())
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
-    forward = lambda *qkv: reference.attention(*qkv, segment_ids_BT=ids, **options(shape))
+    call = Call(segment_ids_BT=ids, **options(shape))
+    forward = lambda *qkv: reference.attention(*qkv, call)
     (out, lse), pull = jax.vjp(forward, *wide)
     dlse = jnp.where(lse == -jnp.inf, 0, dlse)
     expected = pull((dout.astype(jnp.float32), dlse))

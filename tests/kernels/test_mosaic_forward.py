@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtrain_kernels.attention import mosaic_forward, reference
+from jaxtrain_kernels.attention import Call, mosaic_forward, reference
 from jaxtrain_kernels.attention.mosaic_common import Mask, block_ranges
 from jaxtrain_kernels.attention.mosaic_forward import ForwardTiling
 from jaxtrain_kernels.dispatch import on_target
@@ -69,7 +69,7 @@ def assert_equals_reference(shape, tiling, ids=None, interpret=INTERPRET, dtype=
     )
     out, lse = jax.jit(run)(q, k, v, ids)
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
-    expected, expected_lse = reference.attention(*wide, segment_ids_BT=ids, **options(shape))
+    expected, expected_lse = reference.attention(*wide, Call(segment_ids_BT=ids, **options(shape)))
     assert out.dtype == dtype and lse.dtype == jnp.float32
     np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=0.015)
     np.testing.assert_allclose(lse, expected_lse, atol=1e-5, rtol=1e-5)
@@ -106,7 +106,7 @@ def test_growing_maxima_rescale():
     )
     out, lse = jax.jit(run)(q, k, v)
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
-    expected, expected_lse = reference.attention(*wide, segment_ids_BT=None, **options(shape))
+    expected, expected_lse = reference.attention(*wide, Call(**options(shape)))
     np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=0.02)
     np.testing.assert_allclose(lse, expected_lse, atol=1e-4, rtol=1e-5)
 

@@ -10,14 +10,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtrain_kernels.attention import reference
+from jaxtrain_kernels.attention import Call, reference
 from jaxtrain_kernels.attention import triton_flash as triton
 from jaxtrain_kernels.dispatch import Target, on_target
 from jaxtrain_kernels.shapes import AttentionShape
 from test_attention import everything, inputs, mean_error, truth
 
 AMPERE, TURING = (Target("cuda", cc) for cc in ((8, 0), (7, 5)))
-OPTIONS = dict(causal=True, window=5, segment_ids_BT=1, softcap=3.0, return_lse=True)
+CALL = Call(window=5, segment_ids_BT=1, softcap=3.0, return_lse=True)
 
 SHAPES = (
     AttentionShape("causal", 2, 256, 2, 2, 64),
@@ -63,7 +63,7 @@ def test_what_it_serves(monkeypatch, device, dtype, H, version, reason):
         return version
 
     monkeypatch.setattr(importlib.metadata, "version", installed)
-    said = triton.supports(device, jnp.ones((1, 4, 2, H), dtype), **OPTIONS)
+    said = triton.supports(device, jnp.ones((1, 4, 2, H), dtype), CALL)
     assert said is None if reason is None else said is not None and reason in said
 
 
@@ -139,10 +139,11 @@ def test_time_follows_the_documents(by_key):
 
 def gradients(shape, q, k, v, ids):
     def total(q, k, v):
-        out, lse = triton.attention(
-            q, k, v, causal=shape.causal, window=shape.window, softcap=shape.softcap,
-            segment_ids_BT=ids if shape.documents else None, scale=shape.H**-0.5,
+        call = Call(
+            shape.causal, shape.window, ids if shape.documents else None, softcap=shape.softcap,
+            scale=shape.H**-0.5,
         )  # fmt: skip
+        out, lse = triton.attention(q, k, v, call)
         return out.astype(jnp.float32).sum() + lse.sum()
 
     return jax.grad(total, (0, 1, 2))(q, k, v)

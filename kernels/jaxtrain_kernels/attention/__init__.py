@@ -5,6 +5,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from jaxtrain_kernels.attention import cudnn, mosaic, reference, table, triton_flash, xla
+from jaxtrain_kernels.attention.call import Call as Call
 from jaxtrain_kernels.attention.decode import Quantized as Quantized
 from jaxtrain_kernels.attention.decode import decode_attention as decode_attention
 from jaxtrain_kernels.attention.decode import quantize as quantize
@@ -50,20 +51,15 @@ def attention(
     Raises ValueError for arguments that make no sense together, NotImplementedError if the backend
     cannot serve.
     """
-    _check(q_BTNH, k_BSKH, v_BSKH, causal, window)
     if tiling is not None and implementation is None:
         raise ValueError("a tiling needs the implementation that it is for")
-    if window is not None and window >= q_BTNH.shape[1] - 1:
-        window = None
-    call = dict(causal=causal, window=window, segment_ids_BT=segment_ids_BT, softcap=softcap)
-    call |= dict(deterministic=deterministic)
-    if key_segment_ids_BS is not None:
-        call |= dict(key_segment_ids_BS=key_segment_ids_BS)
-    name, measured = _choose(implementation, q_BTNH, k_BSKH.shape[2], return_lse, call)
-    if tiling := measured if tiling is None else tiling:
-        call |= dict(tiling=tiling)
-    scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
-    out_BTNH, lse_BNT = BACKENDS[name].attention(q_BTNH, k_BSKH, v_BSKH, scale=scale, **call)
+    arrays = q_BTNH, k_BSKH, v_BSKH
+    call = Call(
+        causal, window, segment_ids_BT, key_segment_ids_BS, softcap, scale, return_lse,
+        deterministic, tiling,
+    )  # fmt: skip
+    backend, call = _choose(implementation, arrays, call)
+    out_BTNH, lse_BNT = backend.attention(*arrays, call)
     return (out_BTNH, lse_BNT) if return_lse else out_BTNH
 
 
@@ -89,22 +85,17 @@ def attention_gradients(
     out_BTNH, lse_BNT: of the whole softmax, of which these keys are a part; a row with lse 1e30
     contributes nothing. The rest, and what is raised, is as in `attention`.
     """
-    _check(q_BTNH, k_BSKH, v_BSKH, causal, window)
-    if window is not None and window >= q_BTNH.shape[1] - 1:
-        window = None
-    call = dict(causal=causal, window=window, segment_ids_BT=segment_ids_BT, softcap=softcap)
-    call |= dict(deterministic=deterministic)
-    if key_segment_ids_BS is not None:
-        call |= dict(key_segment_ids_BS=key_segment_ids_BS)
-    name, tiling = _choose(implementation, q_BTNH, k_BSKH.shape[2], True, call, "gradients")
-    call |= dict(tiling=tiling) if tiling else {}
-    scale = q_BTNH.shape[-1] ** -0.5 if scale is None else scale
-    arrays = q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH
-    return BACKENDS[name].gradients(*arrays, scale=scale, **call)
+    arrays = q_BTNH, k_BSKH, v_BSKH
+    call = Call(
+        causal, window, segment_ids_BT, key_segment_ids_BS, softcap, scale, True, deterministic
+    )
+    backend, call = _choose(implementation, arrays, call, "gradients")
+    return backend.gradients(*arrays, out_BTNH, lse_BNT, dout_BTNH, call)
 
 
-def _check(q_BTNH, k_BSKH, v_BSKH, causal, window) -> None:
-    (T, N, H), (S, K) = q_BTNH.shape[1:], k_BSKH.shape[1:3]
+def _checked(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, call: Call) -> Call:
+    """The call with its scale, and without a window that hides nothing. Raises ValueError."""
+    (T, N, H), (S, K), window = q_BTNH.shape[1:], k_BSKH.shape[1:3], call.window
     if T != S or N % K:
         raise ValueError(f"T == S and N % K == 0 are needed, got T={T} S={S} N={N} K={K}")
     if k_BSKH.shape != v_BSKH.shape or k_BSKH.shape[-1] != H:
@@ -112,45 +103,46 @@ def _check(q_BTNH, k_BSKH, v_BSKH, causal, window) -> None:
     if not q_BTNH.dtype == k_BSKH.dtype == v_BSKH.dtype:
         dtypes = ", ".join(str(x.dtype) for x in (q_BTNH, k_BSKH, v_BSKH))
         raise ValueError(f"q, k and v need the same dtype, got {dtypes}")
-    if window is not None and (not causal or window < 0):
-        raise ValueError(f"window needs causal=True and must be >= 0, got {window=} {causal=}")
+    if window is not None and (not call.causal or window < 0):
+        raise ValueError(f"window needs causal=True and must be >= 0, got {window=}")
+    if call.key_segment_ids_BS is not None and call.segment_ids_BT is None:
+        raise ValueError("key_segment_ids_BS needs segment_ids_BT, those of the queries")
+    if window is not None and window >= T - 1:
+        call = call._replace(window=None)
+    return call._replace(scale=H**-0.5) if call.scale is None else call
 
 
 def _choose(
     implementation: str | None,
-    q_BTNH: Any,
-    K: int,
-    return_lse: bool,
-    call: dict[str, Any],
+    arrays: tuple[Any, Any, Any],
+    call: Call,
     function: str = "attention",
-) -> tuple[str, dict[str, Any] | None]:
-    """The backend, and its measured tiling if there is one."""
+) -> tuple[Any, Call]:
+    """The backend, and the call as it gets it, with its measured tiling if there is one."""
+    call, q_BTNH, K = _checked(*arrays, call), arrays[0], arrays[1].shape[2]
     T, N, H = q_BTNH.shape[1:]
-    given = {name for name, value in call.items() if value is not None and value is not False}
     kind = table.Kind(
         dtype=q_BTNH.dtype.name,
         head_dim=H,
-        causal=call["causal"],
-        window="window" in given,
-        segments="segment_ids_BT" in given,
-        softcap="softcap" in given,
+        causal=call.causal,
+        window=call.window is not None,
+        segments=call.segment_ids_BT is not None,
+        softcap=call.softcap is not None,
         group=N // K,
         T=T,
     )
     tilings = dict(table.preference(table.read(), target(), kind, tuple(BACKENDS)))
-    reasons = {
-        name: BACKENDS[name].supports(target(), q_BTNH, return_lse=return_lse, **call)
-        for name in tilings
-    }
+    reasons = {name: BACKENDS[name].supports(target(), q_BTNH, call) for name in tilings}
     for name in reasons:
         if not hasattr(BACKENDS[name], function):
             reasons[name] = reasons[name] or f"has no {function} by themselves"
-    options = [f"{name}={call[name]}" for name in ("window", "softcap") if name in given]
-    flags = {"causal": "causal", "segment_ids_BT": "segments", "deterministic": "deterministic"}
-    flags |= {"key_segment_ids_BS": "key_segments"}
-    options += [flag for name, flag in flags.items() if name in given]
-    options += ["lse"] if return_lse else []
+    options = [f"{x}={y}" for x in ("window", "softcap") if (y := getattr(call, x)) is not None]
+    flags = {"causal": call.causal, "segments": kind.segments, "lse": call.return_lse}
+    flags |= {"deterministic": call.deterministic}
+    flags |= {"key_segments": call.key_segment_ids_BS is not None}
+    options += [flag for flag, given in flags.items() if given]
     signature = f"{q_BTNH.dtype}{list(q_BTNH.shape)} kv_heads={K} {' '.join(options)}".rstrip()
     op = "attention" if function == "attention" else f"attention's {function}"
     name = choose(op, reasons, implementation, signature)
-    return name, tilings[name]
+    tiling = tilings[name] if call.tiling is None else call.tiling
+    return BACKENDS[name], call._replace(tiling=tiling or None)

@@ -3,21 +3,11 @@
 import jax
 import jax.numpy as jnp
 
+from jaxtrain_kernels.attention.call import Call
 from jaxtrain_kernels.dispatch import Target
 
 
-def supports(
-    target: Target,
-    q_BTNH,
-    *,
-    causal,
-    window,
-    segment_ids_BT,
-    softcap,
-    return_lse=False,
-    deterministic=False,
-    key_segment_ids_BS=None,
-) -> str | None:
+def supports(target: Target, q_BTNH, call: Call) -> str | None:
     H, cc = q_BTNH.shape[-1], target.compute_capability
     if target.platform != "cuda":
         return f"needs an NVIDIA GPU, this is {target.platform}"
@@ -30,29 +20,18 @@ def supports(
         return f"needs a head dim that is a multiple of 8, at most {largest}, got {H}"
     if q_BTNH.shape[1] % 2:
         return "jax.nn does not differentiate it at odd lengths"
-    if softcap is not None:
+    if call.softcap is not None:
         return "has no softcap"
-    if segment_ids_BT is not None or key_segment_ids_BS is not None:
+    if call.segment_ids_BT is not None:
         return "has no segment ids"
-    if return_lse:
+    if call.return_lse:
         return "jax.nn rounds its LSE to the input dtype and does not differentiate it"
-    if deterministic:
+    if call.deterministic:
         return "sums its gradients in any order"
     return None
 
 
-def attention(
-    q_BTNH,
-    k_BSKH,
-    v_BSKH,
-    *,
-    causal,
-    window,
-    segment_ids_BT,
-    softcap,
-    scale,
-    deterministic=False,
-):
+def attention(q_BTNH, k_BSKH, v_BSKH, call: Call):
     """As the public function, without LSE: returns (out_BTNH, None).
 
     Tracing needs JAX's CUDA plugin with cuDNN, so it cannot be lowered on a CPU-only installation.
@@ -61,9 +40,9 @@ def attention(
         q_BTNH,
         k_BSKH,
         v_BSKH,
-        is_causal=causal,
-        local_window_size=None if window is None else (window, 0),
-        scale=scale,
+        is_causal=call.causal,
+        local_window_size=None if call.window is None else (call.window, 0),
+        scale=call.scale,
         implementation="cudnn",
     )
     return out_BTNH, None

@@ -3,6 +3,7 @@
 from typing import Any
 
 from jaxtrain_kernels import hopper
+from jaxtrain_kernels.attention.call import Call
 from jaxtrain_kernels.dispatch import Target
 from jaxtrain_kernels.shapes import AttentionShape
 
@@ -15,29 +16,18 @@ FORWARD_CHANGES_64: tuple[dict[str, Any], ...] = (
     {}, {"warpgroups": 3}, {"polynomial": 4}, {"halves": False}, {"ahead": False},
 )  # fmt: skip
 BACKWARD_CHANGES: tuple[dict[str, Any], ...] = (
-    {}, {"dk_from": "shared"}, {"dq_by": "tma"}, {"dq_by": "tma", "dk_from": "shared"},
+    {}, {"dk_from": "registers"}, {"dq_by": "red"}, {"dq_by": "red", "dk_from": "registers"},
     {"dq_by": "apart"},
 )  # fmt: skip
 
 
-def supports(
-    target: Target,
-    q_BTNH,
-    *,
-    causal,
-    window,
-    segment_ids_BT,
-    softcap,
-    return_lse=False,
-    deterministic=False,
-    key_segment_ids_BS=None,
-) -> str | None:
+def supports(target: Target, q_BTNH, call: Call) -> str | None:
     H = q_BTNH.shape[-1]
     if reason := hopper.refuses(target, q_BTNH):
         return reason
     if H not in HEAD_DIMS:
         return f"needs a head dim of {', '.join(map(str, HEAD_DIMS))}, got {H}"
-    if key_segment_ids_BS is not None:
+    if call.key_segment_ids_BS is not None:
         return "takes one array of segment ids for queries and keys"
     return None
 
@@ -55,50 +45,22 @@ def candidates(shape: AttentionShape) -> list[dict[str, Any]]:
     ]
 
 
-def attention(
-    q_BTNH,
-    k_BSKH,
-    v_BSKH,
-    *,
-    causal,
-    window,
-    segment_ids_BT,
-    softcap,
-    scale,
-    deterministic=False,
-    tiling: dict[str, dict[str, Any]] | None = None,
-):
+def attention(q_BTNH, k_BSKH, v_BSKH, call: Call):
     """As the public function; returns (out_BTNH, lse_BNT).
 
     tiling: {"forward": fields of ForwardTiling, "backward": fields of BackwardTiling}.
     """
-    if scale == 0:
+    if call.scale == 0:
         raise ValueError("attention: scale must not be 0")
     from jaxtrain_kernels.attention import mosaic_flash  # takes a second to import
 
-    options = mosaic_flash.options(causal, window, softcap, scale, deterministic, tiling or {})
-    return mosaic_flash.flash(options, q_BTNH, k_BSKH, v_BSKH, segment_ids_BT)
+    arrays = q_BTNH, k_BSKH, v_BSKH, call.segment_ids_BT
+    return mosaic_flash.flash(mosaic_flash.options(call), *arrays)
 
 
-def gradients(
-    q_BTNH,
-    k_BSKH,
-    v_BSKH,
-    out_BTNH,
-    lse_BNT,
-    dout_BTNH,
-    *,
-    causal,
-    window,
-    segment_ids_BT,
-    softcap,
-    scale,
-    deterministic=False,
-    tiling: dict[str, dict[str, Any]] | None = None,
-):
+def gradients(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, call: Call):
     """As the public `attention_gradients`."""
     from jaxtrain_kernels.attention import mosaic_flash
 
-    options = mosaic_flash.options(causal, window, softcap, scale, deterministic, tiling or {})
-    arrays = q_BTNH, k_BSKH, v_BSKH, segment_ids_BT, out_BTNH, lse_BNT
-    return mosaic_flash.gradients(options, *arrays, dout_BTNH)
+    arrays = q_BTNH, k_BSKH, v_BSKH, call.segment_ids_BT, out_BTNH, lse_BNT
+    return mosaic_flash.gradients(mosaic_flash.options(call), *arrays, dout_BTNH)

@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxtrain_kernels.attention import mosaic_backward, mosaic_forward
+from jaxtrain_kernels.attention.call import Call
 from jaxtrain_kernels.attention.mosaic_backward import BackwardTiling
 from jaxtrain_kernels.attention.mosaic_forward import ForwardTiling
 
@@ -25,10 +26,12 @@ class Options(NamedTuple):
     backward: BackwardTiling | None
 
 
-def options(causal, window, softcap, scale, deterministic, tiling: dict[str, Any]) -> Options:
+def options(call: Call) -> Options:
+    tiling = call.tiling or {}
     forward = ForwardTiling(**tiling["forward"]) if "forward" in tiling else None
     backward = BackwardTiling(**tiling["backward"]) if "backward" in tiling else None
-    return Options(causal, window, softcap, scale, deterministic, forward, backward)
+    same = call.causal, call.window, call.softcap, call.scale, call.deterministic
+    return Options(*same, forward, backward)
 
 
 def flash(o: Options, q_BTNH, k_BSKH, v_BSKH, ids_BT):

@@ -6,10 +6,11 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain_kernels.attention.call import Call
 from jaxtrain_kernels.dispatch import Target
 
 
-def supports(target: Target, q_BTNH, **options) -> str | None:
+def supports(target: Target, q_BTNH, call: Call) -> str | None:
     if not jnp.issubdtype(q_BTNH.dtype, jnp.floating):
         return f"needs a floating-point dtype, got {q_BTNH.dtype}"
     return None
@@ -28,37 +29,26 @@ def _(dtype, primals, tangents):
     return primals[0], jax.lax.reduce_precision(tangents[0], bits.nexp, bits.nmant)
 
 
-def attention(
-    q_BTNH,
-    k_BSKH,
-    v_BSKH,
-    *,
-    causal,
-    window,
-    segment_ids_BT,
-    softcap,
-    scale,
-    deterministic=False,
-    key_segment_ids_BS=None,
-):
+def attention(q_BTNH, k_BSKH, v_BSKH, call: Call):
     """As the public function; returns (out_BTNH, lse_BNT). Every result is repeatable."""
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
-    s_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=wide) * scale
+    s_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH, preferred_element_type=wide)
+    s_BKGTS *= call.scale
     s_BKGTS: Any = _gradient_in(q_BTNH.dtype, s_BKGTS)
-    if softcap is not None:
-        s_BKGTS = softcap * jnp.tanh(s_BKGTS / softcap)
+    if call.softcap is not None:
+        s_BKGTS = call.softcap * jnp.tanh(s_BKGTS / call.softcap)
     t_T1, s_1S = jnp.arange(T)[:, None], jnp.arange(T)[None]
     visible_BTS = jnp.ones((B, T, T), bool)
-    if causal:
+    if call.causal:
         visible_BTS &= (s_1S <= t_T1)[None]
-    if window is not None:
-        visible_BTS &= (s_1S >= t_T1 - window)[None]
-    if segment_ids_BT is not None:
-        keys_BS = segment_ids_BT if key_segment_ids_BS is None else key_segment_ids_BS
-        visible_BTS &= segment_ids_BT[:, :, None] == keys_BS[:, None, :]
+    if call.window is not None:
+        visible_BTS &= (s_1S >= t_T1 - call.window)[None]
+    if (ids_BT := call.segment_ids_BT) is not None:
+        keys_BS = ids_BT if call.key_segment_ids_BS is None else call.key_segment_ids_BS
+        visible_BTS &= ids_BT[:, :, None] == keys_BS[:, None, :]
         visible_BTS &= keys_BS[:, None, :] > 0
     visible = visible_BTS[:, None, None]
     # A query without keys: the double where keeps its gradient at 0 instead of NaN.

@@ -6,13 +6,13 @@ The backward is two kernels, dQ and dK/dV, so every result is bitwise repeatable
 
 import importlib.metadata
 import math
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain_kernels.attention.call import Call
 from jaxtrain_kernels.dispatch import Target, target
 from jaxtrain_kernels.shapes import AttentionShape
 
@@ -90,7 +90,7 @@ class Plan(NamedTuple):
     tanh_factor: float
 
 
-def supports(target: Target, q_BTNH, **options) -> str | None:
+def supports(target: Target, q_BTNH, call: Call) -> str | None:
     H, cc = q_BTNH.shape[-1], target.compute_capability
     if target.platform != "cuda":
         return f"needs an NVIDIA GPU, this is {target.platform}"
@@ -106,7 +106,7 @@ def supports(target: Target, q_BTNH, **options) -> str | None:
         return f"needs jax-triton 0.3: {INSTALL}"
     if not version.startswith("0.3."):
         return f"needs jax-triton 0.3, this is {version}: {INSTALL}"
-    if options.get("key_segment_ids_BS") is not None:
+    if call.key_segment_ids_BS is not None:
         return "takes one array of segment ids for queries and keys"
     return None
 
@@ -117,48 +117,21 @@ def candidates(shape: AttentionShape) -> list[dict[str, Any]]:
     return [{name: list(tile)} for name, tiles in by_kernel.items() for tile in tiles]
 
 
-def attention(
-    q_BTNH,
-    k_BSKH,
-    v_BSKH,
-    *,
-    causal,
-    window,
-    segment_ids_BT,
-    softcap,
-    scale,
-    deterministic=False,
-    tiling: dict[str, Sequence[int]] | None = None,
-):
+def attention(q_BTNH, k_BSKH, v_BSKH, call: Call):
     """As the public function; returns (out_BTNH, lse_BNT).
 
     Not under jax.vmap; under jax.shard_map only with check_vma=False.
     deterministic: nothing to switch, every result is repeatable.
     tiling: a `Tile` for any of "forward", "dq" and "dkv"; the others keep the default.
     """
-    plan = _plan(q_BTNH, k_BSKH, causal, window, segment_ids_BT, softcap, scale, tiling)
-    return _flash(plan, q_BTNH, k_BSKH, v_BSKH, _int32(segment_ids_BT))
+    plan = _plan(q_BTNH, k_BSKH, call)
+    return _flash(plan, q_BTNH, k_BSKH, v_BSKH, _int32(call.segment_ids_BT))
 
 
-def gradients(
-    q_BTNH,
-    k_BSKH,
-    v_BSKH,
-    out_BTNH,
-    lse_BNT,
-    dout_BTNH,
-    *,
-    causal,
-    window,
-    segment_ids_BT,
-    softcap,
-    scale,
-    deterministic=False,
-    tiling: dict[str, Sequence[int]] | None = None,
-):
+def gradients(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, call: Call):
     """As the public `attention_gradients`."""
-    plan = _plan(q_BTNH, k_BSKH, causal, window, segment_ids_BT, softcap, scale, tiling)
-    residuals = q_BTNH, k_BSKH, v_BSKH, _int32(segment_ids_BT), out_BTNH, lse_BNT
+    plan = _plan(q_BTNH, k_BSKH, call)
+    residuals = q_BTNH, k_BSKH, v_BSKH, _int32(call.segment_ids_BT), out_BTNH, lse_BNT
     return _flash_bwd(plan, residuals, (dout_BTNH, jnp.zeros_like(lse_BNT)))[:3]
 
 
@@ -166,19 +139,20 @@ def _int32(ids_BT) -> Any:
     return None if ids_BT is None else ids_BT.astype(jnp.int32)
 
 
-def _plan(q_BTNH, k_BSKH, causal, window, segment_ids_BT, softcap, scale, tiling) -> Any:
+def _plan(q_BTNH, k_BSKH, call: Call) -> Any:
     """What is compiled, the tiles, and for which chip."""
     N, H = q_BTNH.shape[2:]
     K = k_BSKH.shape[2]
     capability = target().compute_capability or (9, 0)
     HP = _padded(H)
     tiles = TILES[chip(capability), max(64, HP)]
-    tiles = tiles._replace(**{name: Tile(*tile) for name, tile in (tiling or {}).items()})
-    segments = segment_ids_BT is not None
+    tiles = tiles._replace(**{name: Tile(*tile) for name, tile in (call.tiling or {}).items()})
+    scale, softcap, segments = call.scale, call.softcap, call.segment_ids_BT is not None
     log2e = math.log2(math.e)
     factor = (scale if softcap is None else softcap) * log2e
     tanh_factor = 0.0 if softcap is None else 2 * log2e * scale / softcap
-    plan = Plan(causal, window, segments, softcap, scale, N, K, N // K, H, HP, factor, tanh_factor)
+    same = call.causal, call.window, segments, softcap, scale
+    plan = Plan(*same, N, K, N // K, H, HP, factor, tanh_factor)
     return plan, tiles, capability
 
 

@@ -14,6 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from jaxtrain_kernels.attention.call import Call
 from jaxtrain_kernels.dispatch import Target, target
 from jaxtrain_kernels.shapes import AttentionShape
 
@@ -49,7 +50,7 @@ class Plan(NamedTuple):
     unroll: bool
 
 
-def supports(target: Target, q_BTNH, **options) -> str | None:
+def supports(target: Target, q_BTNH, call: Call) -> str | None:
     if not jnp.issubdtype(q_BTNH.dtype, jnp.floating):
         return f"needs a floating-point dtype, got {q_BTNH.dtype}"
     return None
@@ -60,53 +61,22 @@ def candidates(shape: AttentionShape) -> list[dict[str, Any]]:
     return [{"block": block} for block in (256, 512, 1024, 2048) if block <= shape.T]
 
 
-def attention(
-    q_BTNH,
-    k_BSKH,
-    v_BSKH,
-    *,
-    causal,
-    window,
-    segment_ids_BT,
-    softcap,
-    scale,
-    deterministic=False,
-    tiling: dict[str, int] | None = None,
-    key_segment_ids_BS=None,
-):
+def attention(q_BTNH, k_BSKH, v_BSKH, call: Call):
     """As the public function; returns (out_BTNH, lse_BNT).
 
     deterministic: nothing to switch, no sum's order is left open.
     tiling: {"block": query and key block length}.
     """
     B, T, N, _ = q_BTNH.shape
-    plan = _plan(q_BTNH, causal, window, softcap, scale, tiling)
-    ids = _pair(segment_ids_BT, key_segment_ids_BS)
+    plan, ids = _plan(q_BTNH, call), _pair(call)
     q_BKGTH, k_BKSH, v_BKSH = _by_heads(q_BTNH, k_BSKH, v_BSKH)
     out_BKGTH, lse_BKGT = _flash(plan, q_BKGTH, k_BKSH, v_BKSH, ids)
     return _by_tokens(out_BKGTH), lse_BKGT.reshape(B, N, T)
 
 
-def gradients(
-    q_BTNH,
-    k_BSKH,
-    v_BSKH,
-    out_BTNH,
-    lse_BNT,
-    dout_BTNH,
-    *,
-    causal,
-    window,
-    segment_ids_BT,
-    softcap,
-    scale,
-    deterministic=False,
-    tiling: dict[str, int] | None = None,
-    key_segment_ids_BS=None,
-):
+def gradients(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, call: Call):
     """As the public `attention_gradients`."""
-    plan = _plan(q_BTNH, causal, window, softcap, scale, tiling)
-    ids = _pair(segment_ids_BT, key_segment_ids_BS)
+    plan, ids = _plan(q_BTNH, call), _pair(call)
     q, k, v = _by_heads(q_BTNH, k_BSKH, v_BSKH)
     out, dout = (_by_heads(x, k_BSKH, v_BSKH)[0] for x in (out_BTNH, dout_BTNH))
     lse = lse_BNT.reshape(q.shape[:-1])
@@ -114,21 +84,21 @@ def gradients(
     return _by_tokens(dq), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
 
 
-def _plan(q_BTNH, causal, window, softcap, scale, tiling) -> Plan:
+def _plan(q_BTNH, call: Call) -> Plan:
     B, T, N, _ = q_BTNH.shape
     on_cpu = target().platform == "cpu"
     blocking = CPU_BLOCKING if on_cpu else ACCELERATOR_BLOCKING
-    block = min(T, tiling["block"] if tiling else _default_block(T, blocking))
+    block = min(T, call.tiling["block"] if call.tiling else _default_block(T, blocking))
     rows = _rows_in_cache(B, N * block * T) if on_cpu else B
     unroll = T <= blocking.most_unrolled * block
-    return Plan(causal, window, softcap, scale, T, block, rows, unroll)
+    return Plan(call.causal, call.window, call.softcap, call.scale, T, block, rows, unroll)
 
 
-def _pair(segment_ids_BT, key_segment_ids_BS) -> Any:
+def _pair(call: Call) -> Any:
     """(queries' ids, keys' ids), or None."""
-    if segment_ids_BT is None:
+    if (ids_BT := call.segment_ids_BT) is None:
         return None
-    return segment_ids_BT, segment_ids_BT if key_segment_ids_BS is None else key_segment_ids_BS
+    return ids_BT, ids_BT if call.key_segment_ids_BS is None else call.key_segment_ids_BS
 
 
 def _by_heads(q_BTNH, k_BSKH, v_BSKH):
