@@ -135,7 +135,8 @@ class MetricsWriter:
 
         Returns the rows that became complete: one every `every` steps, and at the first and last
         step. A row holds means over the steps since the row before (of lr, loss_scale and tokens:
-        the last value), and adds tokens, tokens_per_s, mfu (a fraction) and memory_bytes.
+        the last value), and adds tokens, tokens_per_s, mfu (a fraction) and memory_bytes; the time
+        waited for batches, `wait_s`, becomes data_wait, the share of the time.
         """
         for value in values.values():
             if isinstance(value, jax.Array):
@@ -221,7 +222,10 @@ class MetricsWriter:
         for name, total in self._sums.items():
             row[name] = total if name.startswith(STATES) else total / self._count
         row["tokens"] = int(row.get("tokens", step * self._tokens_per_step))
+        waited = row.pop("wait_s", None)
         if self._timed:
+            if waited is not None:
+                row["data_wait"] = min(waited * self._timed / self._seconds, 1.0)
             row["tokens_per_s"] = self._timed * self._tokens_per_step / self._seconds
             if self._peak_tokens_per_s:
                 row["mfu"] = row["tokens_per_s"] / self._peak_tokens_per_s

@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from contextlib import suppress
 from html import escape
 from pathlib import Path
+from statistics import median
 from typing import Any
 
 from jaxtrain.data import in_words
@@ -24,7 +25,7 @@ def data_section(run_dir: Path, rows: Sequence[Row]) -> str:
     if not sources:
         return ""
     last = next((row for row in reversed(rows) if "data_crop" in row), {})
-    lines = ["<h2>Data</h2>", _packing(last), *_conversations(sources)]
+    lines = ["<h2>Data</h2>", _packing(last), _waited(rows), *_conversations(sources)]
     lines += ['<div class="wide">', _table(sources, last)]
     histograms = [_histogram(name, source["lengths"]) for name, source in sources.items()]
     lines += [
@@ -42,6 +43,13 @@ def _packing(last: Row) -> str:
         f"<p>Of the tokens that were read, packing cropped {crop:.2%}; "
         f"of the rows, {fill:.2%} are text and {1 - fill:.2%} padding.</p>"
     )
+
+
+def _waited(rows: Sequence[Row]) -> str:
+    shares = [row["data_wait"] for row in rows if "data_wait" in row]
+    if not shares:
+        return ""
+    return f"<p>Steps waited for data in {median(shares):.2%} of their time (median).</p>"
 
 
 def _conversations(sources: dict[str, Row]) -> list[str]:

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.data import Scored
 from jaxtrain.data.branches import BRANCH_SHARE, Rows, RowShape, pack
@@ -26,6 +26,15 @@ from jaxtrain.scaling import Resolved
 
 AHEAD = 8  # batches that the device is given before the first one's numbers are waited for
 HEAD_ROWS = 1024  # places a device computes logits of at a time
+
+
+class Placed(NamedTuple):
+    """A model on its devices, and what it is given at once."""
+
+    mesh: Mesh
+    params: Any
+    shape: RowShape
+    chunk: int  # places of a row whose logits are computed at a time
 
 
 class Scorer(NamedTuple):
@@ -45,7 +54,7 @@ class Scores(NamedTuple):
     sizes: list[int]  # sequences of each question
 
 
-def make_scorer(saved: Saved, config: Resolved, most_rows: int | None = None) -> Scorer:
+def place(saved: Saved, config: Resolved, most_rows: int | None = None) -> Placed:
     """Put a saved model on the mesh of `config`, which also says how many rows go at once.
 
     most_rows: fewer, for a few questions.
@@ -61,11 +70,16 @@ def make_scorer(saved: Saved, config: Resolved, most_rows: int | None = None) ->
     with jax.set_mesh(mesh):
         params = jax.device_put(saved.params, shardings(saved.specs, mesh))
         params = jax.jit(lambda p: cast(p, saved.specs, dtype))(params)
-        whole = NamedSharding(mesh, PartitionSpec())
-        program = jax.jit(
-            lambda params, rows, chunks: score_rows(saved.graphdef, params, rows, chunks, chunk),
-            out_shardings=whole,
-        )
+    return Placed(mesh, params, shape, chunk)
+
+
+def make_scorer(saved: Saved, config: Resolved, most_rows: int | None = None) -> Scorer:
+    """A saved model, ready to score; the arguments are those of `place`."""
+    mesh, params, shape, chunk = place(saved, config, most_rows)
+    program = jax.jit(
+        lambda params, rows, chunks: score_rows(saved.graphdef, params, rows, chunks, chunk),
+        out_shardings=NamedSharding(mesh, PartitionSpec()),
+    )
 
     def score(rows: Rows) -> tuple[Any, Any]:
         mine = shape.rows // jax.process_count()
@@ -75,7 +89,7 @@ def make_scorer(saved: Saved, config: Resolved, most_rows: int | None = None) ->
             placed = place_batch(Rows(*(x[part] for x in rows)), mesh)
             return program(params, placed, np.int32(chunks))
 
-    return Scorer(score, shape, context)
+    return Scorer(score, shape, shape.trunk)
 
 
 def score_rows(

@@ -222,7 +222,8 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
                         step_fn, shape = prepare_step(batch)
                 state, values = step_fn(state, place(batch), knobs, frozen)
                 watch.push(step, values["loss"], values.pop("gradient_squares"))
-                watch.check(metrics.push(step, values | batches.statistics()), checkpoints)
+                values |= batches.statistics() | {"wait_s": batches.wait_s}
+                watch.check(metrics.push(step, values), checkpoints)
                 if step < t.steps and due(c.checkpoint.every, step):
                     save()
                 if step < t.steps and due(c.eval.every, step):

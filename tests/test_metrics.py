@@ -99,7 +99,7 @@ def test_throughput_leaves_out_compilation_and_pauses(tmp_path, monkeypatch):
     writer = open_writer(tmp_path, every=2, total_steps=6, flops_per_token=10.0, devices=devices)
     for step in range(1, 7):
         now[0] += 60 if step == 1 else 0.5
-        writer.push(step, {"loss": 1.0})
+        writer.push(step, {"loss": 1.0, "wait_s": 0.05 * step})
         if step == 3:
             with writer.pause():
                 now[0] += 30
@@ -108,6 +108,8 @@ def test_throughput_leaves_out_compilation_and_pauses(tmp_path, monkeypatch):
     assert "tokens_per_s" not in rows[0]
     assert [row["tokens_per_s"] for row in rows[1:]] == [128.0] * 3
     assert [row["mfu"] for row in rows[1:]] == [128 * 10 / 2000] * 3
+    assert [row["data_wait"] for row in rows[1:]] == pytest.approx([0.2, 0.35, 0.55])
+    assert "data_wait" not in rows[0] and "wait_s" not in rows[1]
     assert [row["time"] for row in rows] == [60, 60.5, 91.5, 92.5]
 
 

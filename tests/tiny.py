@@ -131,6 +131,6 @@ def run_overrides(directory, **changes):
 
 def rows_of(run_dir, kind="train"):
     """The rows without what depends on the clock and the machine."""
-    clock = ("time", "tokens_per_s", "mfu", "memory_bytes")
+    clock = ("time", "tokens_per_s", "mfu", "memory_bytes", "data_wait")
     rows = read_rows(run_dir / "metrics.jsonl")
     return [{k: v for k, v in r.items() if k not in clock} for r in rows if r["kind"] == kind]

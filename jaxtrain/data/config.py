@@ -100,17 +100,21 @@ class DataConfig(Settings):
         weights = weights_of(self.train)
         check_stages(self.stages, list(weights), list(weights.values()))
         chat = any(source.name == "chat" for source in sources_of(self.train).values())
+        if self.packing.name == "concat":
+            for name, source in sources_of(self.train).items():
+                if source.sample_by is not None:
+                    raise ValueError(
+                        f"sample_by of the source {name} draws whole documents: set "
+                        "packing.name: best_fit"
+                    )
         if chat and self.packing.name != "padded":
             raise ValueError("conversations are packed whole and apart: set packing.name: padded")
         return self
 
     @model_validator(mode="after")
     def _filters_come_before_the_split(self) -> "DataConfig":
-        train = self.train
-        sources = (
-            [part.source for part in train.sources.values()] if train.name == "mixture" else [train]
-        )
-        if self.validation.name == "tail" and any(source.filters for source in sources):
+        texts = [self.train, *sources_of(self.train).values()]
+        if self.validation.name == "tail" and any(text.filters for text in texts):
             raise ValueError(
                 "data.train.filters leave documents, not a file with an end: set "
                 "data.validation.name=documents"

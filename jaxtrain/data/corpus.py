@@ -87,6 +87,7 @@ def join(stores: Sequence[TokenStore]) -> TokenStore:
         bytes=sum(store.bytes for store in stores),
         fingerprint=hashlib.sha256(names.encode()).hexdigest(),
         first_record=np.concatenate([*firsts, offsets[-1:]]),
+        weights=None,
         records=_Records([store.records for store in stores], offsets.tolist()),
     )
 

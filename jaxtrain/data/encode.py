@@ -1,6 +1,7 @@
 """What each process of a preparation does with some blocks of text."""
 
 import hashlib
+import math
 from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -10,9 +11,10 @@ import numpy as np
 
 from jaxtrain.data.chat import Chat, make_chat
 from jaxtrain.data.messages import plain
-from jaxtrain.data.reading import Block, Position, texts_of
+from jaxtrain.data.reading import Block, Position, records_of, texts_of
 from jaxtrain.data.template import read_template
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
+from jaxtrain.settings import UserError
 
 BATCH = 3 << 20  # bytes of text that a process takes at a time: a block, or many short files
 PIECE = 1 << 16  # characters of a document that are drawn together, a multiple of a training chunk
@@ -32,6 +34,7 @@ class Encoded(NamedTuple):
     ids: bytes  # their tokens without BOS, in the dtype of the store
     lengths: np.ndarray  # int64 [documents], in tokens
     sizes: np.ndarray  # int64 [documents], in UTF-8 bytes
+    weights: np.ndarray | None = None  # float64 [documents], of a source with sample_by
 
 
 class Answer(NamedTuple):
@@ -85,23 +88,26 @@ def encode(job: Job, group: list[Block]) -> Answer:
     """The tokens of a group of blocks."""
     assert job.tokenizer is not None
     tokenizer = _tokenizer(job.tokenizer)
-    texts = [text for block in group for text in texts_of(job.source, block)]
+    pairs = [pair for block in group for pair in _weighted(job.source, block)]
+    texts, weights = [text for text, _ in pairs], [weight for _, weight in pairs]
     if job.source.name == "chat":
         dtype = token_type(tokenizer.vocab_size, marked=True)
         chat = chat_of(job.source, job.tokenizer)
         found = [(text, document) for text in texts for document in chat.documents(text)]
         texts = [text for text, _ in found]
         ids = [with_marks(document.ids, document.marks, dtype) for _, document in found]
-        sizes = [document.size for _, document in found]
+        sizes, weights = [document.size for _, document in found], [1.0] * len(found)
     else:
         dtype = token_type(tokenizer.vocab_size)
         ids = tokenizer.encode_batch(texts)
         sizes = [len(text.encode()) for text in texts]
     held = [bool(job.held_out) and text_hash(text) < job.held_out for text in texts]
+    rows = list(zip(ids, sizes, weights, strict=True))
     train, validation = (
-        _packed([(i, s) for i, s, h in zip(ids, sizes, held) if h == split], dtype)
-        for split in (False, True)
+        _packed([row for row, h in zip(rows, held) if h == split], dtype) for split in (False, True)
     )
+    if job.source.sample_by is None:
+        train, validation = train._replace(weights=None), validation._replace(weights=None)
     return Answer(train, validation, sum(sizes), group[-1].after)
 
 
@@ -143,7 +149,25 @@ def _tokenizer(directory: Path) -> Tokenizer:
     return load_tokenizer(directory)
 
 
-def _packed(documents: list[tuple[np.ndarray, int]], dtype: np.dtype) -> Encoded:
-    ids = np.concatenate([np.empty(0, dtype), *(one.astype(dtype) for one, _ in documents)])
-    lengths = np.array([len(one) for one, _ in documents], np.int64)
-    return Encoded(ids.tobytes(), lengths, np.array([size for _, size in documents], np.int64))
+def _packed(documents: list[tuple[np.ndarray, int, float]], dtype: np.dtype) -> Encoded:
+    ids = np.concatenate([np.empty(0, dtype), *(one.astype(dtype) for one, _, _ in documents)])
+    lengths = np.array([len(one) for one, _, _ in documents], np.int64)
+    sizes = np.array([size for _, size, _ in documents], np.int64)
+    weights = np.array([weight for _, _, weight in documents], np.float64)
+    return Encoded(ids.tobytes(), lengths, sizes, weights)
+
+
+def _weighted(source: Any, block: Block) -> Iterator[tuple[str, float]]:
+    """The documents of a block, each with what it weighs; 0 without a number."""
+    name = source.sample_by
+    if name is None:
+        yield from ((text, 1.0) for text in texts_of(source, block))
+        return
+    for text, record in records_of(source, block, (name,)):
+        weight = record.get(name) or 0.0
+        if not (isinstance(weight, (int, float)) and 0 <= weight < math.inf):
+            raise UserError(
+                f"{block.file.url}: data.train.sample_by needs a number from 0 on in '{name}', "
+                f"not {weight!r}"
+            )
+        yield text, float(weight)

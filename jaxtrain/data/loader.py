@@ -1,5 +1,6 @@
 """Batches from a token store: a grain pipeline whose stream depends on (seed, step) alone."""
 
+import time
 import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
@@ -42,12 +43,15 @@ class Loader(Iterator[Batch]):
         self._batches: grain.DatasetIterator | None = batches
         self._plan, self._identity, self._readers = plan, identity, readers
         self._position = batches.get_state()
+        self.wait_s = 0.0  # that the last batch was waited for
         self.conversations = conversations  # of each source: their number, and what was left out
 
     def __next__(self) -> Batch:
         if self._batches is None:
             raise StopIteration
+        begin = time.perf_counter()
         batch = next(self._batches)
+        self.wait_s = time.perf_counter() - begin
         self._position = self._batches.get_state()
         return batch
 

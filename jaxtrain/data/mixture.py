@@ -10,9 +10,10 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jaxtrain.data.packing import Planner, Row
+from jaxtrain.data.quality.duplicates import Duplicates
 from jaxtrain.data.sources import Source
 from jaxtrain.settings import Settings, UserError
 
@@ -36,6 +37,23 @@ class MixtureSource(Settings):
 
     name: Literal["mixture"] = "mixture"
     sources: dict[str, MixturePart] = Field(min_length=1, description="The parts by name")
+    filters: tuple[Duplicates, ...] = Field(
+        default=(),
+        description="exact_duplicates or near_duplicates of all sources together, after their own "
+        "filters: the copy in the first source stays. Conversations are left alone",
+    )
+    first: str | None = Field(
+        default=None,
+        description="Source that keeps its copy before all others; default the order of `sources`",
+    )
+
+    @model_validator(mode="after")
+    def _first_is_a_source(self) -> "MixtureSource":
+        if self.first is not None and self.first not in self.sources:
+            raise ValueError(
+                f"first names {self.first!r}, but the sources are {', '.join(self.sources)}"
+            )
+        return self
 
 
 class Stage(Settings):

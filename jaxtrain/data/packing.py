@@ -195,7 +195,11 @@ class BestFit:
         self.lengths, self.length, self.key = store.lengths, length, key
         self.fill, self.split, self.carry = fill, split, carry
         parts = -(-self.lengths.astype(np.int64) // length) if split else np.ones_like(self.lengths)
-        self.ends = np.cumsum(np.maximum(parts, 1), dtype=np.int64)  # parts up to each document
+        parts = np.maximum(parts, 1)
+        self.ends = np.cumsum(parts, dtype=np.int64)  # parts up to each document
+        self.weights, self.weighed = store.weights, np.empty(0)
+        if self.weights is not None:
+            self.weighed = np.cumsum(self.weights * parts)  # what they weigh together
         self.count = int(self.ends[-1])  # parts of an epoch
         self.limit = None if max_epochs is None else int(max_epochs * self.count)
         self.buffer_size = min(buffer, self.count)
@@ -282,6 +286,8 @@ class BestFit:
         else:
             shuffled = [permute(i, self.count, *key) for i in range(first, last)]
             parts = np.array(shuffled, np.int64)
+        if self.weights is not None:
+            parts = self._weighted(parts, self.weights, epoch)
         documents = np.searchsorted(self.ends, parts, side="right")
         lengths = self.lengths[documents].astype(np.int64)
         firsts = np.where(documents > 0, self.ends[documents - 1], 0)
@@ -290,6 +296,21 @@ class BestFit:
         lost = np.zeros_like(stops) if self.split else lengths - stops
         columns = (column.tolist() for column in (documents, starts, stops, lost))
         self._next.extend(map(Fragment, *columns))
+
+    def _weighted(self, numbers: np.ndarray, weights: np.ndarray, epoch: int) -> np.ndarray:
+        """The parts that stand at places as far from each other along the weights.
+
+        An epoch has each part count x weight / total times, rounded up or down (systematic
+        sampling), all of them in the order of the `numbers`.
+        """
+        offset = draw(*self.key, epoch, 1) / 2**32
+        total = self.weighed[-1]
+        places = np.minimum((numbers + offset) / self.count * total, np.nextafter(total, 0))
+        documents = np.searchsorted(self.weighed, places, side="right")
+        firsts = np.where(documents > 0, self.ends[documents - 1], 0)
+        within = places - np.where(documents > 0, self.weighed[documents - 1], 0.0)
+        index = (within / weights[documents]).astype(np.int64)
+        return firsts + np.clip(index, 0, self.ends[documents] - firsts - 1)
 
     def _put(self, fragments: Iterable[Fragment]) -> None:
         limit = self.length // self.cut

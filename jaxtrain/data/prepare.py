@@ -84,6 +84,7 @@ def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prep
         for split in splits
     ]
     _check_vocabulary(config, found[0])
+    _check_weights(config, found[0])
     for name, count in (item for store in found for item in store.skipped.items()):
         warnings.warn(f"{name} is damaged: its {count} documents are left out", stacklevel=2)
     return Prepared(found[0], found[1] if len(found) == 2 else None, tokenizer, directory)
@@ -259,6 +260,15 @@ def _check_vocabulary(config: DataConfig, train: TokenStore) -> None:
         raise UserError(
             f"data.tokenizer.vocab_size {c.vocab_size} is larger than the training text supports: "
             f"it makes {train.tokens} tokens; use at most {max(259, train.tokens // 10)}"
+        )
+
+
+def _check_weights(config: DataConfig, train: TokenStore) -> None:
+    assert config.train.name != "mixture"
+    if train.weights is not None and not train.weights.any():
+        raise UserError(
+            f"data.train.sample_by: no document of {where(config.train)} has a number above 0 in "
+            f"'{config.train.sample_by}'"
         )
 
 

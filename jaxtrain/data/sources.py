@@ -12,6 +12,10 @@ from jaxtrain.data.quality import Filter
 from jaxtrain.data.remote import HTTP, File, filesystem_of, is_local, retried
 from jaxtrain.settings import Settings, UserError
 
+SAMPLE_BY = (
+    "Key of a number from 0, as a score: documents are drawn with a probability proportional to "
+    "it; null: each once an epoch. Packing best_fit or padded"
+)
 SHAKESPEARE = Path(__file__).parent / "tinyshakespeare.txt"
 HASH_ALWAYS_BELOW = 1 << 24  # bytes; larger files are hashed again when size or time change
 PATH = (
@@ -37,6 +41,7 @@ class Filtered(Settings):
 class TextSource(Filtered):
     """Plain UTF-8 text; .gz, .xz and .zst are read as they are."""
 
+    sample_by: ClassVar[str | None] = None  # there is nothing beside the text
     name: Literal["text"] = "text"
     path: str = Field(
         default="tinyshakespeare", description=PATH + "; the bare name tinyshakespeare is built in"
@@ -53,6 +58,7 @@ class JsonlSource(Filtered):
     name: Literal["jsonl"] = "jsonl"
     path: str = Field(description=PATH)
     field: str = Field(default="text", description="The key that holds a document's text")
+    sample_by: str | None = Field(default=None, description=SAMPLE_BY)
 
 
 class ParquetSource(Filtered):
@@ -61,6 +67,7 @@ class ParquetSource(Filtered):
     name: Literal["parquet"] = "parquet"
     path: str = Field(description=PATH)
     column: str = Field(default="text", description="The column that holds a document's text")
+    sample_by: str | None = Field(default=None, description=SAMPLE_BY)
 
 
 class CodeSource(Filtered):
@@ -69,6 +76,7 @@ class CodeSource(Filtered):
     Folders that hold no work of their own (.git, node_modules, vendor, build, ...) are not entered.
     """
 
+    sample_by: ClassVar[str | None] = None
     name: Literal["code"] = "code"
     path: str = Field(description=PATH)
     suffixes: tuple[str, ...] = Field(
@@ -91,6 +99,7 @@ class ChatSource(Settings):
     """
 
     filters: ClassVar[tuple[Filter, ...]] = ()  # they judge text, and this is JSON of messages
+    sample_by: ClassVar[str | None] = None
     name: Literal["chat"] = "chat"
     path: str = Field(description=PATH)
     template: str | None = Field(

@@ -1,9 +1,10 @@
 """The token store: the tokens of a corpus on disk, with random access to every document.
 
 A store is a directory of ArrayRecord shards (token ids, little-endian, without BOS), `lengths.npy`
-(uint32, tokens of each document) and `manifest.json` (counts, the tokenizer's fingerprint, sizes
-and checksums). A document longer than RECORD_TOKENS takes several records, so that reading a few
-tokens from the middle of a book stays cheap. A store never changes: reading it needs no lock.
+(uint32, tokens of each document), for a source with sample_by `weights.npy` (float64), and
+`manifest.json` (counts, the tokenizer's fingerprint, sizes and checksums). A document longer than
+RECORD_TOKENS takes several records, so that reading a few tokens from the middle of a book stays
+cheap. A store never changes: reading it needs no lock.
 """
 
 import bisect
@@ -28,6 +29,7 @@ from jaxtrain.settings import UserError
 
 FORMAT = 2
 RECORD_TOKENS = 8192
+COLUMNS = ("lengths.npy", "weights.npy")
 SHARD_TOKENS = 1 << 27  # a preparation that was interrupted goes on after the last whole shard
 
 
@@ -47,6 +49,7 @@ class TokenStore:
     records: Any  # record number -> bytes
     dtype: np.dtype
     skipped: dict[str, int] = field(default_factory=dict)  # damaged shards: documents left out
+    weights: np.ndarray | None = None  # float64 [documents], by which they are drawn; None: equal
     marked: bool = False  # the highest bit of a token says that it is learned; the others are not
 
     @property
@@ -126,8 +129,14 @@ def open_store(
     left = [name for name in shards if name not in damaged]
     lengths = np.load(directory / "lengths.npy")
     ends = np.cumsum([entry["documents"] for entry in shards.values()])
-    parts = dict(zip(shards, np.split(lengths, ends[:-1])))
-    lengths = np.concatenate([parts[name] for name in left])
+
+    def left_of(numbers: np.ndarray) -> np.ndarray:
+        parts = dict(zip(shards, np.split(numbers, ends[:-1])))
+        return np.concatenate([parts[name] for name in left])
+
+    lengths, weights = left_of(lengths), None
+    if "weights.npy" in manifest["files"]:
+        weights = left_of(np.load(directory / "weights.npy"))
     first_record = np.concatenate([[0], np.cumsum(_records_of(lengths))])
     return TokenStore(
         directory=directory,
@@ -142,6 +151,7 @@ def open_store(
         records=Records([directory / n for n in left], [shards[n]["records"] for n in left]),
         dtype=np.dtype(manifest["dtype"]),
         skipped={name: shards[name]["documents"] for name in damaged},
+        weights=weights,
         marked=manifest.get("marked", False),
     )
 
@@ -201,6 +211,7 @@ class Writer:
         self.tokens = 0  # in the shard that is open
         self._writer: ArrayRecordWriter | None = None
         self._counts: list[np.ndarray] = []
+        self._weights: list[np.ndarray] = []
         for path in directory.iterdir():  # what was not whole when the last attempt ended
             if not path.name[:5].isdigit() or int(path.name[:5]) >= shards:
                 path.unlink()
@@ -219,6 +230,8 @@ class Writer:
                 writer.write(encoded.ids[start : min(start + width, end)])
             at = end
         self._counts.append(np.stack([encoded.lengths, encoded.sizes]))
+        if encoded.weights is not None:
+            self._weights.append(encoded.weights)
         self.tokens += int(encoded.lengths.sum())
 
     def close(self) -> None:
@@ -235,9 +248,13 @@ class Writer:
                 "text_bytes": int(sizes.sum()),
             }
             path.with_suffix(".json").write_text(json.dumps(entry))
-            for suffix in (".array_record", ".lengths.npy", ".json"):
+            suffixes = [".array_record", ".lengths.npy", ".json"]
+            if self._weights:
+                np.save(path.with_suffix(".weights.npy"), np.concatenate(self._weights))
+                suffixes.append(".weights.npy")
+            for suffix in suffixes:
                 sync(path.with_suffix(suffix))
-        self.shards, self.tokens, self._counts = self.shards + 1, 0, []
+        self.shards, self.tokens, self._counts, self._weights = self.shards + 1, 0, [], []
 
 
 def publish(partial: Path, directory: Path, tokenizer: Tokenizer, start: int | None = None) -> None:
@@ -251,8 +268,10 @@ def publish(partial: Path, directory: Path, tokenizer: Tokenizer, start: int | N
         shutil.rmtree(partial)
         raise UserError(f"the {directory.name} split has no documents; check data.{directory.name}")
     entries = {f"{n}.array_record": json.loads((partial / f"{n}.json").read_text()) for n in names}
-    lengths = np.concatenate([np.load(partial / f"{name}.lengths.npy") for name in names])
-    np.save(partial / "lengths.npy", lengths)
+    columns = [kind for kind in COLUMNS if (partial / f"{names[0]}.{kind}").is_file()]
+    for kind in columns:
+        np.save(partial / kind, np.concatenate([np.load(partial / f"{n}.{kind}") for n in names]))
+    lengths = np.load(partial / "lengths.npy")
     manifest = {
         "format": FORMAT,
         "dtype": token_type(tokenizer.vocab_size, start is not None).str,
@@ -263,16 +282,16 @@ def publish(partial: Path, directory: Path, tokenizer: Tokenizer, start: int | N
         "vocab_size": tokenizer.vocab_size,
         "bos_id": tokenizer.bos_id if start is None else start,
         **({} if start is None else {"marked": True}),
-        "files": {"lengths.npy": describe_file(partial / "lengths.npy"), **entries},
+        "files": {kind: describe_file(partial / kind) for kind in columns} | entries,
     }
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
-    for path in [partial / "lengths.npy", partial / "manifest.json", partial]:
-        sync(path)
+    for name in (*columns, "manifest.json", "."):
+        sync(partial / name)
     partial.rename(directory)
     sync(directory.parent)
     for name in names:
-        (directory / f"{name}.json").unlink()
-        (directory / f"{name}.lengths.npy").unlink()
+        for kind in ("json", *columns):
+            (directory / f"{name}.{kind}").unlink()
 
 
 def write_store(directory: Path, texts: Iterable[str], tokenizer: Tokenizer) -> None:

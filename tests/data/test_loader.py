@@ -120,6 +120,7 @@ def test_what_packing_drops_is_reported_as_the_consumer_saw_it(store_of):
     with loader(store_of([31] * 20), crop, sequence_length=15) as batches:
         assert batches.statistics()["data_crop"] == 0
         take(batches, 3)
+        assert 0 < batches.wait_s < 60
         assert batches.get_state()["position"]["sources"]["train"]["used"] == 3 * 4 * 16
         assert batches.statistics() == {"data_crop": 0.5, "data_fill": 1.0}
     with loader(store_of([11] * 20), {"name": "padded"}, sequence_length=15) as batches:

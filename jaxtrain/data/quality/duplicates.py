@@ -1,7 +1,7 @@
 """Documents that are there already: the same text, or nearly. The first of each is kept."""
 
 import hashlib
-from typing import Literal
+from typing import Annotated, Literal
 
 import numpy as np
 from pydantic import Field
@@ -29,6 +29,9 @@ class NearDuplicates(Settings):
     ngram: int = Field(default=5, gt=0, description="Words in a shingle")
     bands: int = Field(default=14, gt=0, description="Groups of hashes, one of which must agree")
     rows: int = Field(default=8, gt=0, description="Hashes of a group")
+
+
+Duplicates = Annotated[ExactDuplicates | NearDuplicates, Field(discriminator="name")]
 
 
 def exact_marks(config: ExactDuplicates, batch: Batch) -> np.ndarray:
@@ -81,6 +84,11 @@ def _shingles(words: Spans, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 def near_choose(config: NearDuplicates, marks_DB: np.ndarray) -> np.ndarray:
     return (clusters(marks_DB) != np.arange(len(marks_DB))).astype(np.uint8)
+
+
+def first_of(marks: np.ndarray) -> np.ndarray:
+    """int64 [documents]: of the marks of either filter, the first document that each is like."""
+    return clusters(marks.reshape(len(marks), -1))
 
 
 def clusters(keys_DB: np.ndarray) -> np.ndarray:

@@ -48,7 +48,7 @@ def filter_source(
     left, and if the directory holds something else.
     """
     if directory.exists():
-        return _done(directory, key)
+        return report_of(directory, key)
     partly = directory.with_name(f"{directory.name}.partial-{key[:16]}")
     partly.mkdir(parents=True, exist_ok=True)
     filters = [
@@ -58,16 +58,14 @@ def filter_source(
     job, files = Job(source, tuple(filters)), find_files(source)
     small = sum(file.size or 0 for file in files) < ALONE
     with workers(1 if small else processes or cores()) as mapped:
-        groups = _judge(job, files, partly, mapped, progress)
+        groups = judge_all(job, files, partly, mapped, progress)
         _decide(job, groups)
-        samples = _write(job, files, groups, partly, mapped, progress)
+        samples = write_all(job, files, groups, partly, mapped, progress)
     result = {"key": key, **report(job, groups, samples)}
     if not result["kept"]["documents"]:
         shutil.rmtree(partly)
         raise UserError(f"the filters of {where(source)} leave no document; {_most(result)}")
-    for path in partly.iterdir():
-        if not path.name.endswith(".jsonl.zst"):
-            path.unlink()
+    clean(partly)
     report_path(directory).write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     partly.rename(directory)
     return result
@@ -88,7 +86,8 @@ def key_of(source: Source, cache: Path) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def _done(directory: Path, key: str) -> dict[str, Any]:
+def report_of(directory: Path, key: str) -> dict[str, Any]:
+    """The report beside a folder. Raises UserError if the folder is of another key."""
     path = report_path(directory)
     result = json.loads(path.read_text()) if path.is_file() else {}
     if result.get("key") != key:
@@ -102,7 +101,7 @@ def _done(directory: Path, key: str) -> dict[str, Any]:
 # ---- the first reading -------------------------------------------------------------------------
 
 
-def _judge(
+def judge_all(
     job: Job, files: list[File], folder: Path, mapped: Map, progress: Progress
 ) -> list[Found]:
     """What the filters say of each group of blocks; taken from `folder` as far as it is there."""
@@ -174,7 +173,7 @@ def _load(path: Path) -> Iterator[Found]:
 # ---- the second reading ------------------------------------------------------------------------
 
 
-def _write(
+def write_all(
     job: Job,
     files: list[File],
     groups: list[Found],
@@ -219,6 +218,13 @@ def _write(
     return samples
 
 
+def clean(folder: Path) -> None:
+    """Leave nothing but text."""
+    for path in folder.iterdir():
+        if not path.name.endswith(".jsonl.zst"):
+            path.unlink()
+
+
 def _shard(folder: Path, number: int) -> Path:
     return folder / f"{number:05d}.jsonl.zst"
 
@@ -230,14 +236,19 @@ def _estimate(done: int, after: Position, stored: int) -> int | None:
 # ---- what was removed --------------------------------------------------------------------------
 
 
-def report(job: Job, groups: list[Found], samples: list[Sample]) -> dict[str, Any]:
+def report(
+    job: Job,
+    groups: list[Found],
+    samples: list[Sample],
+    reasons_of: Callable[[str], Sequence[str]] = lambda name: FILTERS[name].reasons,
+) -> dict[str, Any]:
     """Documents and bytes that were read, that each filter removed and why, and that are left."""
     removed = np.concatenate([one.removed_D for one in groups])
     reasons = np.concatenate([one.reasons_D for one in groups])
     sizes = np.concatenate([one.sizes_DF for one in groups]).astype(np.int64)
     rows = []
     for number, filter in enumerate(job.filters):
-        names = FILTERS[filter.name].reasons
+        names = reasons_of(filter.name)
         here = removed == number + 1
         passed = (removed == 0) | (removed > number + 1)
         counts = np.bincount(reasons[here], minlength=len(names) + 1)[1:].tolist()

@@ -26,7 +26,8 @@ class Job(NamedTuple):
 
     @property
     def fields(self) -> tuple[str, ...]:
-        return tuple(f.field for f in self.filters if f.name == "score")
+        scores = [f.field for f in self.filters if f.name == "score"]
+        return (*scores, *([self.source.sample_by] if self.source.sample_by else []))
 
 
 class Found(NamedTuple):
@@ -117,7 +118,7 @@ def write(job: Job, task: tuple[Sequence[Block], np.ndarray, np.ndarray]) -> Kep
         if kind.edits and kind.judge is not None:
             texts = kind.judge(filter, kept).texts
             kept = kept.take(np.arange(len(kept.texts)), texts)
-    lines = [_line(job.source, text, record) for text, record in zip(kept.texts, kept.records)]
+    lines = [line(job.source, text, record) for text, record in zip(kept.texts, kept.records)]
     data = zstandard.ZstdCompressor(level=LEVEL).compress("".join(lines).encode()) if lines else b""
     return Kept(data, size, lowest([s for some in samples.values() for s in some]), group[-1].after)
 
@@ -139,6 +140,7 @@ def read(job: Job, group: Sequence[Block]) -> Batch:
     return Batch([text for text, _ in pairs], [record for _, record in pairs])
 
 
-def _line(source: Any, text: str, record: Mapping[str, Any]) -> str:
+def line(source: Any, text: str, record: Mapping[str, Any]) -> str:
+    """A document as JSONL, with the other fields of its record."""
     other = {k: v for k, v in record.items() if source.name != "jsonl" or k != source.field}
     return json.dumps({**other, "text": text}, ensure_ascii=False) + "\n"
