@@ -19,6 +19,7 @@ from jaxtrain.checkpoint import CheckpointConfig
 from jaxtrain.data import DataConfig, fill_in_chat
 from jaxtrain.finetune import FinetuneConfig, fill_in
 from jaxtrain.finetune.config import FullConfig
+from jaxtrain.finetune.preference import NextTokenConfig, ObjectiveConfig
 from jaxtrain.interop import take_over
 from jaxtrain.local import LocalConfig
 from jaxtrain.metrics import MetricsConfig
@@ -118,6 +119,7 @@ class Sections(Settings):
     data: DataConfig = section(DataConfig)
     optim: OptimConfig = section(MuonConfig)
     finetune: FinetuneConfig = section(FullConfig)
+    objective: ObjectiveConfig = section(NextTokenConfig)
     mesh: MeshConfig = section(MeshConfig)
     eval: EvalConfig = section(EvalConfig)
     sample: SampleConfig = section(SampleConfig)

@@ -69,6 +69,11 @@ def validate(
 
 def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
     """Validate a saved model on the validation split of `config.data`."""
+    if saved.config.objective.name != "next_token":
+        raise UserError(
+            f"{saved.config.run.name} was trained on preferences, and how it does on those that "
+            "are held out stands in its metrics.jsonl; ask it --tasks"
+        )
     prepared = data.prepare(data_for(saved, config))
     if prepared.tokenizer.fingerprint != saved.tokenizer.fingerprint:
         raise UserError("data.tokenizer makes another tokenizer than the model was trained with")

@@ -361,6 +361,8 @@ def format_duration(seconds: Number) -> str:
 FORMATS = {
     "loss": lambda x: f"loss {x:.4f}",
     "bpb": lambda x: f"bpb {x:.3f}",
+    "accuracy": lambda x: f"acc {x:.1%}",
+    "reward_margin": lambda x: f"margin {x:.3f}",
     "perplexity": lambda x: f"ppl {x:.2f}",
     "lr": lambda x: f"lr {x:#.3g}",
     "loss_scale": lambda x: f"scale {x:g}",

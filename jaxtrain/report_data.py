@@ -53,7 +53,7 @@ def _waited(rows: Sequence[Row]) -> str:
 
 
 def _conversations(sources: dict[str, Row]) -> list[str]:
-    talk = {name: source for name, source in sources.items() if "conversations" in source}
+    talk = {name: source for name, source in sources.items() if "unanswered" in source}
     return [f"<p>{escape(name)}: {in_words(source)}.</p>" for name, source in talk.items()]
 
 

@@ -27,7 +27,7 @@ from jaxtrain.data.progress import show_progress
 from jaxtrain.data.reading import START, Position
 from jaxtrain.data.remote import File
 from jaxtrain.data.scored import Group, frames, groups
-from jaxtrain.data.sources import Source, content_hash, find_files, where
+from jaxtrain.data.sources import TALK, Source, content_hash, find_files, where
 from jaxtrain.measures import MEASURES, Measured, make_measurer
 from jaxtrain.parallel.runtime import start
 from jaxtrain.prototypes import distances, find_prototypes
@@ -100,7 +100,7 @@ def check(names: Sequence[str], out: Path, clusters: int, config: data.DataConfi
         raise UserError(f"--out {out}: the name has to end in {ENDING}, which is what is written")
     if clusters < 1:
         raise UserError(f"--clusters must be at least 1, not {clusters}")
-    if config.train.name in ("mixture", "chat"):
+    if config.train.name in ("mixture", *TALK):
         raise UserError(
             f"data.train is a {config.train.name}, but scores are of the documents of one source "
             "of text: name it with data.train.name=jsonl data.train.path=FILES"

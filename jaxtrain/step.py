@@ -51,6 +51,7 @@ class Task(NamedTuple):
     join: Callable[[Any, Any], Any] = join_all  # (trained, frozen) -> the model's parameters
     zero: int = 3  # stage of ZeRO: which trees are split over the mesh's fsdp axis
     step: Callable[..., Any] | None = None  # in the place of `train_step`
+    objective: objectives.Objective = objectives.NEXT_TOKEN
 
 
 def init_state(task: Task, seed: int, params: Any = None) -> State:
@@ -91,26 +92,28 @@ def compute_copy(task: Task, params: Any) -> Any:
 
 
 def gradients(
-    task: Task, params: Any, batch: Any, factor: Array, frozen: Any = None
-) -> tuple[Array, Any]:
-    """Sum of token losses and factor x its gradient, over the microbatches [A, B, T] of a batch."""
+    task: Task, params: Any, batch: Any, factor: Array, frozen: Any = None, shared: Any = None
+) -> tuple[tuple[Array, dict[str, Array]], Any]:
+    """(Sum of the losses, the objective's other sums) and factor x the gradient of the first, over
+    the microbatches [A, B, T] of a batch. shared: what the objective shares among them."""
     copies = fp8_weights(params, task.specs) if task.fp8 else None
 
-    def one(microbatch: Any) -> tuple[Array, Any]:
-        def scaled(p: Any) -> tuple[Array, Array]:
+    def one(microbatch: Any) -> tuple[tuple[Array, dict[str, Array]], Any]:
+        def scaled(p: Any) -> tuple[Array, tuple[Array, dict[str, Array]]]:
             p = p if copies is None else with_fp8(p, copies)
             head = "fp8" if task.fp8 == "all" else None
-            loss = objectives.next_token(
+            loss, sums = task.objective.loss(
                 task.graphdef,
                 task.join(p, frozen),
                 microbatch,
+                shared,
                 z_loss=task.z_loss,
                 implementation=head,
             )
-            return loss * factor, loss
+            return loss * factor, (loss, sums)
 
-        grads, loss = jax.grad(scaled, has_aux=True)(params)
-        return loss, constrain_tree("gradients", grads, task.specs, task.zero)
+        grads, sums = jax.grad(scaled, has_aux=True)(params)
+        return sums, constrain_tree("gradients", grads, task.specs, task.zero)
 
     if pipeline_ways() > 1:
         return one(batch)
@@ -122,7 +125,9 @@ def gradients(
 
     zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
     zeros = constrain_tree("gradients", zeros, task.specs, task.zero)
-    return jax.lax.scan(body, (jnp.zeros((), jnp.float32), zeros), batch)[0]
+    zero = jnp.zeros((), jnp.float32)
+    sums = zero, dict.fromkeys(task.objective.sums, zero)
+    return jax.lax.scan(body, (sums, zeros), batch)[0]
 
 
 def train_step(
@@ -130,14 +135,15 @@ def train_step(
 ) -> tuple[State, dict[str, Array]]:
     """One optimizer step on a batch `[microbatches, rows, T]`; metrics stay on the device.
 
-    The loss is the sum over all tokens of all microbatches divided by their number once, so that
-    accumulation changes nothing. `frozen` is what of the model does not train.
+    The loss is the sum over all tokens (or pairs) of all microbatches divided by their number once,
+    so that accumulation changes nothing. `frozen` is what of the model does not train.
     """
-    tokens, text_bytes = objectives.count(batch, task.bytes_V)
+    count, text_bytes = task.objective.count(batch, task.bytes_V)
     scale = state.loss_scale
-    factor = (1.0 if scale is None else scale.scale) / tokens
+    factor = (1.0 if scale is None else scale.scale) / count
     compute = compute_copy(task, state.params)
-    loss, grads = gradients(task, compute, batch, factor, frozen)
+    shared = task.objective.share(task.graphdef, task.join(compute, frozen), batch)
+    (loss, sums), grads = gradients(task, compute, batch, factor, frozen, shared)
     load = load_metrics(grads, batch.tokens_BT.size)
     if scale is not None:
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale.scale, grads)
@@ -157,8 +163,7 @@ def train_step(
         optax.apply_updates(state.params, updates), optimizer, state.step + 1, state.key, scale
     )
     metrics = {
-        "loss": loss / tokens,
-        "bpb": loss / (jnp.log(2.0) * text_bytes),
+        **task.objective.figures(loss, count, text_bytes, sums, shared),
         "grad_norm": norm,
         "lr": task.optimizer.rate(state.step, knobs),
         "gradient_squares": squares,

@@ -1,6 +1,7 @@
 """Training: one function, its stages in execution order. A run directory is resumed, not redone."""
 
 import functools
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -17,11 +18,19 @@ from jaxtrain.interop import carry_on
 from jaxtrain.local import local_summary, local_task
 from jaxtrain.metrics import MetricsWriter
 from jaxtrain.model import Transformer, cast, check_fp8, flops_per_token, sizes, split
+from jaxtrain.objectives import make_objective
 from jaxtrain.optim import make_optimizer
 from jaxtrain.parallel import make_mesh
 from jaxtrain.parallel.group import Group
 from jaxtrain.parallel.mesh import batch_share, batch_ways
 from jaxtrain.parallel.runtime import compute_dtype
+from jaxtrain.preference import (
+    HELD_OUT,
+    check_objective,
+    make_validation,
+    references_of,
+    views_of,
+)
 from jaxtrain.run import (
     NonFinite,
     StopSignal,
@@ -68,6 +77,7 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
     rates = plus(c.optim, c.finetune)
     optimizer = make_optimizer(rates, parts.trainable, t.steps, t.batch_size * t.sequence_length)
     check_run(c)
+    check_objective(c)
     data.check_lengths(c.data.stages, t.sequence_length)
     if c.model.fp8:
         check_fp8()
@@ -85,13 +95,14 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
     corpus = data.describe(data.stores_of(prepared.train), prepared.filters)
     total = sum(source["tokens"] for source in corpus.values())
     say(f"data     {total:,} training tokens, vocabulary {tokenizer.vocab_size:,}")
+    views = views_of(prepared, c)
     template = data.template_of(c.data)
     chat = data.make_chat(*template, tokenizer) if template else None
     run_dir = open_run(c, tokenizer, corpus, group)
     bytes_V = jnp.asarray(tokenizer.token_bytes())
     task = Task(
         graphdef, parts.trainable, optimizer, dtype, bytes_V, c.optim.clip_norm, t.z_loss,
-        c.model.fp8, parts.join, c.mesh.zero,
+        c.model.fp8, parts.join, c.mesh.zero, objective=make_objective(c.objective),
     )  # fmt: skip
 
     if t.local:
@@ -108,6 +119,11 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
         start = int(state.step)
         say(f"{'resume' if start else 'train':8s} {run_dir}: steps {start} to {t.steps}")
 
+        # What preferences are compared with: said once, by the model as it is now.
+        known = run_dir / "reference.npz"
+        begun = None if position else state.params
+        references = references_of(task, begun, frozen, views, c, mesh, known, say)
+
         # ---- compile ---------------------------------------------------------------------------
         batches = data.train_batches(
             prepared.train,
@@ -119,6 +135,7 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
             segments=c.model.document_mask,
             state=position,
             augment=data.make_augment(c.data.augment, tokenizer, c.data.seed),
+            references=references,
         )
         for name, count in batches.conversations.items():
             say(f"data     {name}: {data.in_words(count)}")
@@ -126,7 +143,7 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
         if primary:
             write_json(run_dir / "data.json", corpus)
 
-        def place(batch: data.Batch) -> data.Batch:
+        def place(batch: Any) -> Any:
             """On the mesh; a stage of shorter rows has so many more of them."""
             rows = t.device_batch_size * batch_ways(mesh)
             return microbatches(batch, rows * t.sequence_length // batch.tokens_BT.shape[1], mesh)
@@ -140,6 +157,7 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
         step_fn, shape = prepare_step(held[0])
         score = make_scorer(graphdef, parts.trainable, dtype, bytes_V, parts.join)
         scorer = functools.partial(score, frozen=frozen)
+        judge = make_validation(task, views, references, c, mesh)
         # What is evaluated: the trained weights, or an average that the optimizer keeps of them.
         weights = jax.jit(optimizer.eval_params)
         last: dict[str, float] = {}
@@ -147,6 +165,13 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
         def check(full: bool) -> None:
             """Validate, print and log; the whole split at the end."""
             if prepared.validation is None:
+                return
+            limit = None if full else c.eval.tokens
+            if HELD_OUT in views:
+                with metrics.pause():
+                    shown = weights(state.params, state.optimizer)
+                    last.update(judge(shown, frozen, limit))
+                    metrics.write(step, "validation", last)
                 return
             rows = c.eval.batch_size or t.device_batch_size
             rows = -(-rows // batch_ways(mesh)) * batch_ways(mesh)
@@ -159,7 +184,6 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
                 segments=c.model.document_mask,
             )
             with metrics.pause():
-                limit = None if full else c.eval.tokens
                 shown = weights(state.params, state.optimizer)
                 last.update(validate(scorer, shown, split_batches, mesh, limit))
                 metrics.write(step, "validation", last)

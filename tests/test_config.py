@@ -100,8 +100,8 @@ def tags(model, field):
 BAD = {
     "model.dept=3": "model.dept: no such field; did you mean model.depth?",
     "matrix_lr=3": "matrix_lr: no such field; did you mean optim.matrix_lr?",
-    "nonsense.y=3": "nonsense: no such field; there are run, data, optim, finetune, mesh, eval, "
-    "sample, checkpoint, metrics, processes, model, train",
+    "nonsense.y=3": "nonsense: no such field; there are run, data, optim, finetune, objective, "
+    "mesh, eval, sample, checkpoint, metrics, processes, model, train",
     "optim.matrix_lrr=1": "optim.matrix_lrr: no such field; did you mean optim.matrix_lr?",
     "optim.b1=0.9": "optim.b1: no such field; it belongs to optim.name=adamw",
     "optim.name=adm": f"optim.name: got 'adm', allowed are {tags(Config, 'optim')}",
@@ -308,6 +308,8 @@ def test_a_shipped_config_takes_two_steps_when_shrunk(name, tmp_path, capfd):
     shipped = load_config(find_config(name))
     if shipped.model.kv_heads:
         changes["model__kv_heads"] = 2
+    if shipped.objective.name != "next_token":
+        changes["objective__name"] = "next_token"
     if shipped.data.validation.name == "documents":
         changes |= {"data__train__document": "paragraph", "data__validation__fraction": 0.1}
     arguments = run_overrides(tmp_path, **changes)

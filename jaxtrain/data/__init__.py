@@ -3,12 +3,13 @@
 from jaxtrain.data.augment import make_augment
 from jaxtrain.data.chat import Chat, make_chat
 from jaxtrain.data.config import DataConfig
-from jaxtrain.data.conversations import in_words, template_of
+from jaxtrain.data.conversations import fitting, held_out_pairs, in_words, template_of
 from jaxtrain.data.corpus import describe, prepare
 from jaxtrain.data.defaults import chat_sources, fill_in_chat
 from jaxtrain.data.loader import Loader, stores_of, train_batches, validation_batches
 from jaxtrain.data.mixture import check_lengths
 from jaxtrain.data.packing import PACKINGS, Batch
+from jaxtrain.data.pairs import PairBatch, References, every_pair
 from jaxtrain.data.prepare import Prepared
 from jaxtrain.data.prompts import Scored, questions
 from jaxtrain.data.reading import SOURCES, documents
@@ -26,7 +27,9 @@ __all__ = [
     "Chat",
     "DataConfig",
     "Loader",
+    "PairBatch",
     "Prepared",
+    "References",
     "Scored",
     "TokenStore",
     "Tokenizer",
@@ -34,7 +37,10 @@ __all__ = [
     "check_lengths",
     "describe",
     "documents",
+    "every_pair",
     "fill_in_chat",
+    "fitting",
+    "held_out_pairs",
     "in_words",
     "load_tokenizer",
     "make_augment",

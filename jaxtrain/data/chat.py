@@ -194,13 +194,15 @@ class Chat(NamedTuple):
     """How a model talks.
 
     `start` begins every text, `end` every answer's end; `documents(messages as JSON)` is what is
-    trained on; `prompt(messages)` are the tokens up to where the assistant answers.
+    trained on; `prompt(messages)` are the tokens up to where the assistant answers; of
+    `answer(messages, asked)` only what it says after the first `asked` messages is marked.
     """
 
     start: int
     end: int
     documents: Callable[[str], list[Document]]
     prompt: Callable[[Sequence[Message]], np.ndarray]
+    answer: Callable[[Sequence[Message], int], Document]
 
 
 def make_chat(template: str, special: dict[str, str], tokenizer: Tokenizer) -> Chat:
@@ -225,16 +227,28 @@ def make_chat(template: str, special: dict[str, str], tokenizer: Tokenizer) -> C
     # Qwen's conversations have no BOS: they all begin with <|im_start|>.
     start = tokenizer.bos_id if tokenizer.pieces[ids[0]] else int(ids[0])
 
+    def document(whole: str, answers: list[Span]) -> Document:
+        ids, marks = read(whole, answers)
+        skip = int(ids[0] == start)
+        return Document(ids[skip:], marks[skip:], len(whole.encode()))
+
     def documents(text: str) -> list[Document]:
-        found = []
-        for whole, answers in texts_and_answers(json.loads(text), render):
-            ids, marks = read(whole, answers)
-            skip = int(ids[0] == start)
-            found.append(Document(ids[skip:], marks[skip:], len(whole.encode())))
+        return [document(*one) for one in texts_and_answers(json.loads(text), render)]
+
+    def answer(messages: Sequence[Message], asked: int) -> Document:
+        whole, answers = texts_and_answers(messages, render)[-1]
+        before = re.sub(f"[{BEGIN}{END}]", "", render(messages[:asked], True))
+        begun = len(_common(before, whole))
+        found = document(whole, [span for span in answers if span[1] > begun])
+        if not found.marks.any():
+            first = messages[0]["content"][:60]
+            raise UserError(
+                f"the chat template leaves no answer in the conversation that begins {first!r}"
+            )
         return found
 
     def prompt(messages: Sequence[Message]) -> np.ndarray:
         ids = reader.encode(render(messages, True)).ids
         return ids if ids[0] == start else np.concatenate([[start], ids])
 
-    return Chat(start, end, documents, prompt)
+    return Chat(start, end, documents, prompt, answer)

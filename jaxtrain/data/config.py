@@ -7,7 +7,7 @@ from pydantic import Field, model_validator
 from jaxtrain.data.augment import AugmentConfig, NoAugment
 from jaxtrain.data.mixture import MixtureSource, Stage, check_stages, sources_of, weights_of
 from jaxtrain.data.packing import ConcatConfig, PackingConfig
-from jaxtrain.data.sources import Source, TextSource
+from jaxtrain.data.sources import Source, TalkSource, TextSource
 from jaxtrain.data.tokenizer import SentencePieceConfig, TokenizerConfig
 from jaxtrain.settings import Settings
 
@@ -99,7 +99,6 @@ class DataConfig(Settings):
     def _stages_and_sources_agree(self) -> "DataConfig":
         weights = weights_of(self.train)
         check_stages(self.stages, list(weights), list(weights.values()))
-        chat = any(source.name == "chat" for source in sources_of(self.train).values())
         if self.packing.name == "concat":
             for name, source in sources_of(self.train).items():
                 if source.sample_by is not None:
@@ -107,8 +106,18 @@ class DataConfig(Settings):
                         f"sample_by of the source {name} draws whole documents: set "
                         "packing.name: best_fit"
                     )
-        if chat and self.packing.name != "padded":
+        sources = list(sources_of(self.train).values())
+        names = [source.name for source in sources]
+        talk = any(isinstance(source, TalkSource) for source in sources)
+        if talk and self.packing.name != "padded":
             raise ValueError("conversations are packed whole and apart: set packing.name: padded")
+        if "preference" in names and set(names) != {"preference"}:
+            raise ValueError("preferences are not mixed with other sources")
+        if "preference" in names and (self.stages or self.augment.name != "none"):
+            raise ValueError("preferences have one stage and are not augmented")
+        held = self.validation.source.name if self.validation.name == "source" else names[0]
+        if (held == "preference") != (names[0] == "preference"):
+            raise ValueError("preferences are validated on preferences, other text on other text")
         return self
 
     @model_validator(mode="after")

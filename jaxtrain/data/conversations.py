@@ -8,6 +8,8 @@ import numpy as np
 from jaxtrain.data.config import DataConfig
 from jaxtrain.data.encode import without_marks
 from jaxtrain.data.mixture import sources_of
+from jaxtrain.data.pairs import fit_pairs
+from jaxtrain.data.sources import TalkSource
 from jaxtrain.data.store import TokenStore
 from jaxtrain.data.template import read_template
 from jaxtrain.settings import UserError
@@ -46,8 +48,11 @@ def fitting(
     """The stores without the conversations that the rule leaves out; and of each source of
     conversations, how many there are and what the rule did. Raises UserError if none is left."""
     rules, found, counted = _rules(config), {}, {}
+    kind = next(iter(sources_of(config.train).values())).name
     for name, store in stores.items():
-        if store.marked:
+        if store.marked and kind == "preference":
+            store, counted[name] = fit_pairs(store, rules[name], length)
+        elif store.marked:
             kept, *numbers = fit(store, rules[name], length)
             counts = dict(zip(Fit._fields[1:], numbers))
             counted[name] = {"conversations": store.documents, **counts}
@@ -72,17 +77,29 @@ def shares(counted: dict[str, dict[str, int]]) -> dict[str, float]:
 
 def in_words(count: dict[str, int]) -> str:
     """One source's counts as a phrase."""
+    noun = next(name for name in ("conversations", "preferences") if name in count)
     return (
-        f"{count['conversations']:,} conversations: {count['truncated']:,} lose their end, "
+        f"{count[noun]:,} {noun}: {count['truncated']:,} lose their end, "
         f"{count['dropped']:,} are left out as too long, {count['unanswered']:,} because no "
         "answer would remain"
     )
 
 
+def held_out_pairs(store: TokenStore | None, config: DataConfig, length: int) -> TokenStore | None:
+    """The validation split of preferences as pairs; None for other data, or without one."""
+    source = next(iter(sources_of(config.train).values()))
+    if store is None or source.name != "preference":
+        return None
+    if config.validation.name == "source":
+        source = config.validation.source
+    assert source.name == "preference"
+    return fit_pairs(store, source.too_long, length)[0]
+
+
 def template_of(config: DataConfig) -> tuple[str, dict[str, str]] | None:
     """The template that conversations are trained on with, and the tokens that it names."""
     for source in sources_of(config.train).values():
-        if source.name == "chat":
+        if isinstance(source, TalkSource):
             return read_template(source.template), source.special
     return None
 
@@ -90,7 +107,7 @@ def template_of(config: DataConfig) -> tuple[str, dict[str, str]] | None:
 def _rules(config: DataConfig) -> dict[str, str]:
     """The rule of each source of conversations, by its name."""
     named = sources_of(config.train).items()
-    return {name: source.too_long for name, source in named if source.name == "chat"}
+    return {name: source.too_long for name, source in named if isinstance(source, TalkSource)}
 
 
 def _only(store: TokenStore, kept: np.ndarray) -> TokenStore:

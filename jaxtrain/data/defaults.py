@@ -3,6 +3,7 @@
 from collections.abc import Iterator
 from typing import Any
 
+from jaxtrain.data.sources import TALK
 from jaxtrain.data.template import read_template
 
 Tree = dict[str, Any]
@@ -34,7 +35,7 @@ def fill_in_chat(tree: Tree) -> None:
 def chat_sources(node: Any) -> Iterator[Tree]:
     """The sources of conversations in a plain section."""
     if isinstance(node, dict):
-        if node.get("name") == "chat":
+        if node.get("name") in TALK:
             yield node
         for value in node.values():
             yield from chat_sources(value)

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from functools import lru_cache, partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,12 +11,15 @@ import numpy as np
 
 from jaxtrain.data.chat import Chat, make_chat
 from jaxtrain.data.messages import plain
+from jaxtrain.data.preferences import spoken, texts_of_preference
 from jaxtrain.data.reading import Block, Position, records_of, texts_of
+from jaxtrain.data.sources import TALK
 from jaxtrain.data.template import read_template
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.settings import UserError
 
 BATCH = 3 << 20  # bytes of text that a process takes at a time: a block, or many short files
+SAID = {"chat": plain, "preference": spoken}  # the text of what is stored as JSON
 PIECE = 1 << 16  # characters of a document that are drawn together, a multiple of a training chunk
 
 
@@ -90,10 +93,13 @@ def encode(job: Job, group: list[Block]) -> Answer:
     tokenizer = _tokenizer(job.tokenizer)
     pairs = [pair for block in group for pair in _weighted(job.source, block)]
     texts, weights = [text for text, _ in pairs], [weight for _, weight in pairs]
-    if job.source.name == "chat":
+    if job.source.name in TALK:
         dtype = token_type(tokenizer.vocab_size, marked=True)
         chat = chat_of(job.source, job.tokenizer)
-        found = [(text, document) for text in texts for document in chat.documents(text)]
+        read = chat.documents
+        if job.source.name == "preference":
+            read = partial(texts_of_preference, chat)
+        found = [(text, document) for text in texts for document in read(text)]
         texts = [text for text, _ in found]
         ids = [with_marks(document.ids, document.marks, dtype) for _, document in found]
         sizes, weights = [document.size for _, document in found], [1.0] * len(found)
@@ -120,7 +126,7 @@ def draw(job: Job, task: tuple[int, list[Block]]) -> tuple[list[Drawn], int, Pos
             size += len(text.encode())
             if job.held_out and text_hash(text) < job.held_out:
                 continue
-            text = plain(text) if job.source.name == "chat" else text
+            text = SAID.get(job.source.name, str)(text)
             for index, start in enumerate(range(0, len(text), PIECE)):
                 piece = text[start : start + PIECE]
                 place = (block.after.file, block.start, number, index)

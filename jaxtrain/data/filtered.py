@@ -10,7 +10,7 @@ from jaxtrain.data.prepare import Progress, _locked, cache_directory
 from jaxtrain.data.quality import FILTERS
 from jaxtrain.data.quality.across import filter_across, key_across
 from jaxtrain.data.quality.filtering import filter_source, key_of
-from jaxtrain.data.sources import JsonlSource, Source
+from jaxtrain.data.sources import TALK, JsonlSource, Source
 from jaxtrain.settings import UserError
 
 Reports = dict[str, dict[str, Any]]  # what filters removed, by the name of the source
@@ -72,7 +72,7 @@ def _left(
 def in_order(sources: dict[str, Source], first: str | None) -> dict[str, Source]:
     """The sources of text, and the one that is named before all others."""
     names = sorted(sources, key=lambda name: name != first)
-    return {name: sources[name] for name in names if sources[name].name != "chat"}
+    return {name: sources[name] for name in names if sources[name].name not in TALK}
 
 
 def _across(

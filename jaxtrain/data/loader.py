@@ -16,6 +16,7 @@ from jaxtrain.data.config import DataConfig
 from jaxtrain.data.conversations import fitting, shares
 from jaxtrain.data.mixture import Plan, Planned, spans, weights_of
 from jaxtrain.data.packing import PACKINGS, Batch, PaddedConfig, Planner, Stream, assemble, padded
+from jaxtrain.data.pairs import PairBatch, References, judged, texts_of_pairs
 from jaxtrain.data.store import TokenStore
 from jaxtrain.settings import UserError
 
@@ -24,7 +25,7 @@ READ_THREADS = 2
 Stores = TokenStore | Mapping[str, TokenStore]  # one, or those of a mixture by name
 
 
-class Loader(Iterator[Batch]):
+class Loader(Iterator[Batch | PairBatch]):
     """Endless batches of this process's rows, read ahead by threads.
 
     `get_state` is small JSON, the same on every process, and says what the consumer has seen:
@@ -46,7 +47,7 @@ class Loader(Iterator[Batch]):
         self.wait_s = 0.0  # that the last batch was waited for
         self.conversations = conversations  # of each source: their number, and what was left out
 
-    def __next__(self) -> Batch:
+    def __next__(self) -> Batch | PairBatch:
         if self._batches is None:
             raise StopIteration
         begin = time.perf_counter()
@@ -91,8 +92,11 @@ def train_batches(
     segments: bool = False,
     state: dict[str, Any] | None = None,
     augment: Augment | None = None,
+    references: References | None = None,
 ) -> Loader:
     """Training batches of `batch_size` rows over all processes, each process a contiguous part.
+
+    Of preferences they are `pairs.PairBatch`, with these references if there are any.
 
     In a stage whose rows are shorter, T/k, there are k times as many. `segments` adds segments_BT
     and positions_BT, for attention within documents; padded packing always has them. `augment` is
@@ -106,16 +110,19 @@ def train_batches(
     segments = segments or config.packing.name == "padded"
     readers = ThreadPoolExecutor(config.workers) if config.workers > 1 else None
 
-    def batch(planned: Planned) -> Batch:
+    def batch(planned: Planned) -> Batch | PairBatch:
         mine = planned.rows[share.start * planned.cut : share.stop * planned.cut]
-        rows = [(stores[name], row) for name, row in mine]
+        rows = [texts_of_pairs(stores[name], row) for name, row in mine]
         length = sequence_length // planned.cut
         options: dict[str, Any] = {}
         if readers is not None:
             options = {"workers": config.workers, "mapped": readers.map}
         if augment is not None:
             options["change"] = partial(augment, planned.step, share.start * planned.cut)
-        return assemble(rows, length, segments=segments, **options)
+        found = assemble(rows, length, segments=segments, **options)
+        if next(iter(stores.values())).pairs is None:
+            return found
+        return judged(found, [(stores[name], row, name) for name, row in mine], references)
 
     data = _PlannedBatches(plan).map(batch)
     if config.workers:

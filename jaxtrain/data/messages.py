@@ -17,17 +17,22 @@ BEGIN, END = "\ufdd0", "\ufdd1"  # no characters: free to mark what a template's
 
 
 def conversations(text: str, file: str, line: int) -> Iterator[str]:
-    """Each conversation of a text as JSON of its messages: one object a line, or a JSON array.
+    """Each conversation of a text as JSON of its messages; arguments as in `records`."""
+    return (conversation(record, place) for record, place in records(text, file, line))
 
-    file, line: where the text stands, for messages. Raises UserError for what is not JSON.
+
+def records(text: str, file: str, line: int) -> Iterator[tuple[Any, str]]:
+    """What a text holds, one object a line or a JSON array, each with the name of its place.
+
+    file, line: where the text stands. Raises UserError for what is not JSON.
     """
     if text.lstrip().startswith("["):
         try:
-            records = json.loads(text)
+            array = json.loads(text)
         except json.JSONDecodeError as error:
             raise UserError(f"{file} is not valid JSON: {error}") from error
-        for number, record in enumerate(records, 1):
-            yield conversation(record, f"{file} entry {number}")
+        for number, record in enumerate(array, 1):
+            yield record, f"{file} entry {number}"
         return
     for number, one in enumerate(text.split("\n"), line):
         if one.strip():
@@ -35,7 +40,7 @@ def conversations(text: str, file: str, line: int) -> Iterator[str]:
                 record = json.loads(one)
             except json.JSONDecodeError as error:
                 raise UserError(f"{file} line {number} is not valid JSON: {error}") from error
-            yield conversation(record, f"{file} line {number}")
+            yield record, f"{file} line {number}"
 
 
 def conversation(record: Any, place: str) -> str:
@@ -53,7 +58,7 @@ def conversation(record: Any, place: str) -> str:
             f"{place} is no conversation: expected messages, conversations, or instruction and "
             f"output; it has {has}"
         )
-    messages = [_message(turn, f"{place}, message {i}") for i, turn in enumerate(turns, 1)]
+    messages = [message_of(turn, f"{place}, message {i}") for i, turn in enumerate(turns, 1)]
     asked = False
     kept = []
     for message in messages:
@@ -62,7 +67,12 @@ def conversation(record: Any, place: str) -> str:
             kept.append(message)
     if not any(message["role"] == "assistant" for message in kept):
         raise UserError(f"{place} has no answer of the assistant: there is nothing to learn")
-    text = json.dumps(kept, ensure_ascii=False)
+    return checked(kept, place)
+
+
+def checked(value: Any, place: str) -> str:
+    """A value as JSON. Raises UserError for characters that no text or template may have."""
+    text = json.dumps(value, ensure_ascii=False)
     try:
         text.encode()
     except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
@@ -87,7 +97,8 @@ def _turns(record: dict[str, Any]) -> Any:
     return record.get("messages", record.get("conversations"))
 
 
-def _message(turn: Any, place: str) -> Message:
+def message_of(turn: Any, place: str) -> Message:
+    """One message in any of the spellings. Raises UserError, which names the place."""
     if not isinstance(turn, dict):
         raise UserError(f"{place} is {type(turn).__name__}, not an object")
     role = turn.get("role", turn.get("from"))

@@ -27,7 +27,7 @@ from jaxtrain.data.encode import Drawn, Job, batched, chat_of, draw, encode, tok
 from jaxtrain.data.pool import Map, cores, workers
 from jaxtrain.data.reading import CUTS, START, Block, Position, blocks, cut_stream, documents
 from jaxtrain.data.remote import File
-from jaxtrain.data.sources import Source, content_hash, find_files, where
+from jaxtrain.data.sources import Source, TalkSource, content_hash, find_files, where
 from jaxtrain.data.store import TokenStore, Writer, open_store, publish, sync
 from jaxtrain.data.template import read_template
 from jaxtrain.data.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
@@ -162,7 +162,7 @@ def _tokenize(text: Text, directory: Path, mapped: Map, progress: Progress) -> N
     if note.is_file():
         state = json.loads(note.read_text())
     start = None
-    if text.source.name == "chat":
+    if isinstance(text.source, TalkSource):
         start = chat_of(text.source, directory / "tokenizer").start
     dtype = token_type(tokenizer.vocab_size, start is not None)
     if not state["finished"]:
@@ -288,7 +288,7 @@ def _key(config: DataConfig, cache: Path) -> str:
 def _contents(source: Source, cache: Path) -> dict[str, Any]:
     """The fields of a source as what they stand for."""
     fields: dict[str, Any] = {"path": content_hash(source, cache)}
-    if source.name == "chat":  # how long a row is, is not known when a store is written
+    if isinstance(source, TalkSource):  # how long a row is, is not known when a store is written
         fields |= {"template": read_template(source.template), "too_long": None}
     return fields
 

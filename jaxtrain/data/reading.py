@@ -16,6 +16,7 @@ from typing import Any, NamedTuple
 import zstandard
 
 from jaxtrain.data.messages import conversations
+from jaxtrain.data.preferences import preferences
 from jaxtrain.data.remote import File, is_local, open_file
 from jaxtrain.data.sources import (
     CodeSource,
@@ -268,6 +269,10 @@ def _chat(source: Any, block: Block) -> Iterator[str]:
     return conversations(_decoded(block), block.file.url, block.line)
 
 
+def _preferences(source: Any, block: Block) -> Iterator[str]:
+    return preferences(_decoded(block), block.file.url, block.line)
+
+
 def _code(source: CodeSource, block: Block) -> Iterator[str]:
     data = block.data or b""
     if b"\0" in data:
@@ -349,4 +354,5 @@ SOURCES: dict[str, Kind] = {
     "parquet": Kind(_parquet_blocks, _parquet, _parquet_records),
     "code": Kind(_code_blocks, _code),
     "chat": Kind(_chat_blocks, _chat),
+    "preference": Kind(_chat_blocks, _preferences),
 }

@@ -16,6 +16,7 @@ from jaxtrain.data.config import DataConfig
 from jaxtrain.data.conversations import fitting, in_words
 from jaxtrain.data.loader import make_plan, stores_of
 from jaxtrain.data.packing import Batch, Row, assemble
+from jaxtrain.data.pairs import texts_of_pairs
 from jaxtrain.data.prepare import Prepared
 from jaxtrain.data.store import TokenStore
 from jaxtrain.data.tokenizer import Tokenizer
@@ -50,10 +51,11 @@ def show(
     names = {i: name for name, i in special_names(prepared.tokenizer).items()}
     for number, (name, row) in enumerate(planned.rows[:rows]):
         change = None if augment is None else partial(augment, step, number)
-        batch = assemble([(stores[name], row)], length, segments=True, change=change)
+        texts, row = texts_of_pairs(stores[name], row)
+        batch = assemble([(texts, row)], length, segments=True, change=change)
         yield ""
         yield f"== row {number}, {name}: {_fill(batch)}"
-        yield from _row(stores[name], row, batch, tokenizer, names, characters)
+        yield from _row(texts, row, batch, tokenizer, names, characters)
     state, epochs = plan.get_state(), {name: p.count for name, p in plan.planners.items()}
     figures = plan.statistics(state)
     yield ""
@@ -72,7 +74,7 @@ def show(
             f"{int(np.median(store.lengths)):13,}"
         )
     for name, count in counted.items():
-        mine = [(stores[name], row) for of, row in planned.rows if of == name]
+        mine = [texts_of_pairs(stores[name], row) for of, row in planned.rows if of == name]
         if mine:
             share = _learned(assemble(mine, length, segments=True))
             yield f"{name}: of the tokens of this step {share:.1%} are learned"

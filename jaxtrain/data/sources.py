@@ -91,16 +91,11 @@ class CodeSource(Filtered):
     )
 
 
-class ChatSource(Settings):
-    """Conversations, one JSON object a line; the loss counts what the assistant says.
-
-    Shapes: messages, ShareGPT's conversations, Alpaca's instruction, input, output. A .json file
-    may hold them as one array.
-    """
+class TalkSource(Settings):
+    """What a chat template writes. A .json file may hold the records as one array."""
 
     filters: ClassVar[tuple[Filter, ...]] = ()  # they judge text, and this is JSON of messages
     sample_by: ClassVar[str | None] = None
-    name: Literal["chat"] = "chat"
     path: str = Field(description=PATH)
     template: str | None = Field(
         default=None,
@@ -112,6 +107,15 @@ class ChatSource(Settings):
         description="Tokens that the template names, as {eos_token: </s>}; default those of "
         "train.init_from, or BOS for both ends",
     )
+
+
+class ChatSource(TalkSource):
+    """Conversations, one JSON object a line; the loss counts what the assistant says.
+
+    Shapes: messages, ShareGPT's conversations, Alpaca's instruction, input, output.
+    """
+
+    name: Literal["chat"] = "chat"
     too_long: Literal["truncate", "drop"] = Field(
         default="truncate",
         description="A conversation longer than train.sequence_length loses its end, or is left "
@@ -119,8 +123,24 @@ class ChatSource(Settings):
     )
 
 
+class PreferenceSource(TalkSource):
+    """Preferred and other answers, one JSON object a line, for `objective`.
+
+    Shapes: prompt, chosen and rejected; the two with the prompt in them; prompt, completion and
+    label. Each is a string, which is then one message, or a list of messages.
+    """
+
+    name: Literal["preference"] = "preference"
+    too_long: Literal["truncate", "drop"] = Field(
+        default="drop",
+        description="A pair that has more than train.sequence_length tokens is left out, or its "
+        "longer text loses its end, both of them if need be",
+    )
+
+
+TALK = ("chat", "preference")  # sources that a chat template writes
 Source = Annotated[
-    TextSource | JsonlSource | ParquetSource | CodeSource | ChatSource,
+    TextSource | JsonlSource | ParquetSource | CodeSource | ChatSource | PreferenceSource,
     Field(discriminator="name"),
 ]
 COMPRESSED = (".gz", ".xz", ".zst")
@@ -128,6 +148,7 @@ SUFFIXES = {
     "text": (".txt", ".md"),
     "jsonl": (".jsonl", ".ndjson", ".json"),
     "chat": (".jsonl", ".ndjson", ".json"),
+    "preference": (".jsonl", ".ndjson", ".json"),
     "parquet": (".parquet",),
 }
 FOREIGN = (

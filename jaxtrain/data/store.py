@@ -17,7 +17,7 @@ from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
@@ -31,6 +31,15 @@ FORMAT = 2
 RECORD_TOKENS = 8192
 COLUMNS = ("lengths.npy", "weights.npy")
 SHARD_TOKENS = 1 << 27  # a preparation that was interrupted goes on after the last whole shard
+
+
+class Pairs(NamedTuple):
+    """What a view of a store of preferences holds in the place of documents."""
+
+    store: "TokenStore"  # of the texts, three documents a preference (`data.preferences`)
+    numbers_P: np.ndarray  # which preference each pair is
+    lengths_P2: np.ndarray  # tokens that are used of its two texts
+    notes_P: np.ndarray
 
 
 @dataclass(frozen=True)
@@ -51,6 +60,7 @@ class TokenStore:
     skipped: dict[str, int] = field(default_factory=dict)  # damaged shards: documents left out
     weights: np.ndarray | None = None  # float64 [documents], by which they are drawn; None: equal
     marked: bool = False  # the highest bit of a token says that it is learned; the others are not
+    pairs: Pairs | None = None
 
     @property
     def documents(self) -> int:

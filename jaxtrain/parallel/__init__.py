@@ -15,6 +15,7 @@ from jaxtrain.parallel.kernels import (
     by_rows,
     feed_forward_relu2,
     linear_cross_entropy,
+    token_losses,
 )
 from jaxtrain.parallel.mesh import MeshConfig, make_mesh, place_batch
 from jaxtrain.parallel.pipeline import bubble, check_stages, pipeline_ways, pipelined
@@ -45,4 +46,5 @@ __all__ = [
     "previous",
     "shardings",
     "spread",
+    "token_losses",
 ]

@@ -88,6 +88,22 @@ def linear_cross_entropy(
     )
 
 
+def token_losses(
+    x_BTD: Float[Array, "B T D"], w_DV: Float[Array, "D V"], labels_BT: Int[Array, "B T"], **options
+) -> Float[Array, "B T"]:
+    """Each token's loss, each device over its own tokens (`linear_cross_entropy_per_token`)."""
+
+    def losses(x, w, labels):
+        flat = x.reshape(-1, x.shape[-1]), w, labels.reshape(-1)
+        return kernels.linear_cross_entropy_per_token(*flat, **options).reshape(labels.shape)
+
+    mesh = in_force()
+    if mesh is None:
+        return losses(x_BTD, w_DV, labels_BT)
+    rows = partition_spec(("batch", "sequence"), labels_BT.shape, mesh)
+    return over_devices(losses, (P(*rows, None), P(), rows), rows)(x_BTD, w_DV, labels_BT)
+
+
 def by_rows(kernel: Callable[..., Any], *arrays: Any, tokens: str = "sequence") -> Any:
     """kernel(*arrays), split over batch rows and, by the axis `tokens`, over the tokens of a row.
 

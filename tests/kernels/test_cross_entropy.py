@@ -129,11 +129,32 @@ def test_per_token_losses_add_up(shape):
     np.testing.assert_allclose((nll * weights).sum(), expected, rtol=1e-5)
 
 
+@by_name([s for s in LOSS_SMALL if not s.z_loss])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+def test_per_token_losses_have_the_gradient_of_their_sum(shape, dtype):
+    """Cotangents take the part of the weights, whatever their signs."""
+    x, w, labels, weights = (jnp.asarray(a) for a in inputs(shape, dtype))
+    weights = weights * jnp.where(jnp.arange(len(x)) % 3, 1e-3, -1e-3)
+    call = dict(softcap=shape.softcap, valid_vocab=shape.valid_vocab)
+    f = functools.partial(linear_cross_entropy_per_token, chunk=24, **call)
+    got = jax.jit(jax.grad(lambda x, w: f(x, w, labels) @ weights, (0, 1)))(x, w)
+    g = functools.partial(linear_cross_entropy, implementation="reference", **call)
+    expected = jax.grad(g, (0, 1))(*(a.astype(jnp.float32) for a in (x, w)), labels, weights)
+    for a, b in zip(got, expected):
+        assert a.dtype == dtype
+        tolerance = 1e-6 if dtype == jnp.float32 else 1e-2 * float(jnp.abs(b).max())
+        np.testing.assert_allclose(a.astype(jnp.float32), b, atol=tolerance)
+
+
+@pytest.mark.parametrize("per_token", [False, True])
 @pytest.mark.parametrize("differentiated", [False, True])
-def test_the_whole_logits_are_never_in_memory(differentiated):
+def test_the_whole_logits_are_never_in_memory(differentiated, per_token):
     N, D, V = 16384, 16, 2048
     shapes = ((N, D), jnp.float32), ((D, V), jnp.float32), ((N,), jnp.int32), ((N,), jnp.float32)
     f = jax.grad(linear_cross_entropy, (0, 1)) if differentiated else linear_cross_entropy
+    if per_token:
+        each = lambda x, w, y, weights: linear_cross_entropy_per_token(x, w, y) @ weights
+        f = jax.grad(each, (0, 1)) if differentiated else each
     compiled = jax.jit(f).lower(*(jax.ShapeDtypeStruct(*s) for s in shapes)).compile()
     analysis = compiled.memory_analysis()
     assert analysis is not None and analysis.temp_size_in_bytes < N * V * 4 / 4

@@ -47,5 +47,8 @@ def linear_cross_entropy_per_token(
     valid_vocab: int | None = None,
     chunk: int | None = None,
 ) -> Float[Array, "N"]:
-    """Each token's nll in float32 (nats) for evaluation; arguments as in `linear_cross_entropy`."""
+    """Each token's nll in float32 (nats); arguments as in `linear_cross_entropy`.
+
+    Differentiated, it takes a matmul more than the sum with known weights: the logits twice.
+    """
     return xla.per_token(x_ND, w_DV, labels_N, softcap, valid_vocab, chunk)

@@ -51,9 +51,7 @@ def linear_cross_entropy(
 def per_token(x_ND, w_DV, labels_N, softcap, valid_vocab, chunk):
     """As the public `linear_cross_entropy_per_token`."""
     options = Options(softcap, 0.0, valid_vocab, chunk or default_chunk(len(x_ND), len(w_DV.T)))
-    chunks = _split(options.chunk, x_ND, labels_N)
-    nll = lax.map(lambda xy: _row_losses(options, xy[0] @ w_DV, xy[1])[0], chunks)
-    return nll.reshape(-1)[: len(x_ND)]
+    return _nll(options, *_vary_alike(x_ND, w_DV, labels_N))
 
 
 def default_chunk(n_tokens: int, n_vocab: int) -> int:
@@ -116,6 +114,27 @@ def _loss_bwd(options, residuals, cotangent):
 
 
 _loss.defvjp(_loss_fwd, _loss_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _nll(options, x_ND, w_DV, labels_N):
+    chunks = _split(options.chunk, x_ND, labels_N)
+    nll = lax.map(lambda xy: _row_losses(options, xy[0] @ w_DV, xy[1])[0], chunks)
+    return nll.reshape(-1)[: len(x_ND)]
+
+
+def _nll_fwd(options, x_ND, w_DV, labels_N):
+    return _nll(options, x_ND, w_DV, labels_N), (x_ND, w_DV, labels_N)
+
+
+def _nll_bwd(options, residuals, cotangent_N):
+    """The gradient of the sum of these losses, weighted by what each one's cotangent says."""
+    x_ND, w_DV, labels_N = residuals
+    dx_ND, dw_DV, *_ = _loss_fwd(options, x_ND, w_DV, labels_N, cotangent_N)[1]
+    return dx_ND.astype(x_ND.dtype), dw_DV.astype(w_DV.dtype), None
+
+
+_nll.defvjp(_nll_fwd, _nll_bwd)
 
 
 def row_pass(logits_CV, labels_C, weights_C, *, softcap, z_loss, valid_vocab):

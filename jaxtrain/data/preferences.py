@@ -1,0 +1,126 @@
+"""Preferences as people store them -> two conversations with one beginning, and a note.
+
+A pair is a prompt, the answer that was chosen and the one that was rejected. A judged answer (KTO,
+arXiv:2402.01306) is a prompt, a completion and whether it was wanted; the second conversation is
+then the same prompt with the completion of the next line, which KTO compares with.
+"""
+
+import json
+from collections.abc import Iterator
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.data.chat import Chat, Document
+from jaxtrain.data.messages import Message, checked, message_of, records
+from jaxtrain.settings import UserError
+
+PAIR, WANTED, UNWANTED = 0, 1, 2  # what the note says
+TEXTS = 3  # documents that a preference is stored as: two texts, and as many tokens as the note is
+
+
+def preferences(text: str, file: str, line: int) -> Iterator[str]:
+    """Each preference of a text as JSON of {texts: [messages, messages], asked, note}.
+
+    asked: messages that both have, the prompt. file, line: where the text stands. Raises UserError
+    for what is no preference.
+    """
+    judged: list[tuple[list[Message], list[Message], int, str]] = []
+    for record, place in records(text, file, line):
+        if isinstance(record, dict) and "label" in record and "completion" in record:
+            judged.append(_judged(record, place))
+        else:
+            yield _json(*_pair(record, place), PAIR, place)
+    if len(judged) == 1:
+        raise UserError(
+            f"{judged[0][3]}: a judged answer is compared with the next one of the file, and there "
+            "is no other"
+        )
+    for i, (prompt, said, note, place) in enumerate(judged):
+        other = judged[(i + 1) % len(judged)][1]
+        yield _json([prompt + said, prompt + other], len(prompt), note, place)
+
+
+def spoken(text: str) -> str:
+    """What is said in a preference (its JSON), for a tokenizer to train on."""
+    first, second = json.loads(text)["texts"]
+    return "\n\n".join(message["content"] for message in [*first, second[-1]])
+
+
+def texts_of_preference(chat: Chat, text: str) -> list[Document]:
+    """The documents of a preference (its JSON): the two texts, and the note as its length."""
+    record = json.loads(text)
+    note = np.zeros(record["note"], np.int64)
+    both = [chat.answer(messages, record["asked"]) for messages in record["texts"]]
+    return [*both, Document(note, note.astype(bool), 0)]
+
+
+def _json(texts: list[list[Message]], asked: int, note: int, place: str) -> str:
+    return checked({"texts": texts, "asked": asked, "note": note}, place)
+
+
+def _pair(record: Any, place: str) -> tuple[list[list[Message]], int]:
+    """The two conversations of a pair, and how many messages their prompt has."""
+    if not isinstance(record, dict) or not {"chosen", "rejected"} <= record.keys():
+        raise _no_preference(record, place)
+    prompt = _prompt(record, place)
+    answers = [_messages(record[key], "assistant", f"{place}, {key}") for key in KEYS]
+    if all(_continues(answer) for answer in answers):
+        if prompt is None:
+            raise _no_preference(record, place)
+        return [prompt + answer for answer in answers], len(prompt)
+    if any(map(_continues, answers)):
+        raise UserError(f"{place}: one of chosen and rejected has the prompt in it, the other not")
+    asked, most = 0, min(map(len, answers)) - 1
+    while asked < most and answers[0][asked] == answers[1][asked]:
+        asked += 1
+    if not asked:
+        raise UserError(f"{place}: chosen and rejected do not begin with the same message")
+    return answers, asked
+
+
+KEYS = ("chosen", "rejected")
+
+
+def _judged(record: dict[str, Any], place: str) -> tuple[list[Message], list[Message], int, str]:
+    """The prompt and the answer, the note, and where it stands."""
+    prompt, label = _prompt(record, place), record["label"]
+    if prompt is None:
+        raise _no_preference(record, place)
+    if label not in (True, False):
+        raise UserError(f"{place}: the label is {label!r}; it must be true or false")
+    answer = _messages(record["completion"], "assistant", f"{place}, completion")
+    return prompt, answer, WANTED if label else UNWANTED, place
+
+
+def _prompt(record: dict[str, Any], place: str) -> list[Message] | None:
+    given = record.get("prompt", record.get("question"))
+    if given is None:
+        return None
+    messages = _messages(given, "user", f"{place}, prompt")
+    system = record.get("system")
+    return ([message_of({"role": "system", "content": system}, place)] if system else []) + messages
+
+
+def _messages(given: Any, role: str, place: str) -> list[Message]:
+    """A string as a message of that role, or a list of messages; an answer is the last one."""
+    turns = [{"role": role, "content": given}] if isinstance(given, str) else given
+    if not isinstance(turns, list) or not turns:
+        raise UserError(f"{place} is {type(given).__name__}, not a string or a list of messages")
+    messages = [message_of(turn, f"{place}, message {i}") for i, turn in enumerate(turns, 1)]
+    if role == "assistant" and messages[-1]["role"] != "assistant":
+        raise UserError(f"{place} does not end with an answer of the assistant")
+    return messages
+
+
+def _continues(messages: list[Message]) -> bool:
+    """Whether messages are what follows a prompt, not a conversation from its beginning."""
+    return messages[0]["role"] in ("assistant", "tool")
+
+
+def _no_preference(record: Any, place: str) -> UserError:
+    has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
+    return UserError(
+        f"{place} is no preference: expected prompt, chosen and rejected, or prompt, completion "
+        f"and label; it has {has}"
+    )
