@@ -24,13 +24,13 @@ from jaxtrain.data import Chat, Tokenizer, make_chat
 from jaxtrain.interop import Prompting
 from jaxtrain.model import Cache, cast
 from jaxtrain.model.config import round_up
+from jaxtrain.model.transformer import CACHE_MULTIPLE
 from jaxtrain.parallel.mesh import gathered
 from jaxtrain.parallel.runtime import compute_dtype, start
 from jaxtrain.saved import Saved, load_saved, template_for
 from jaxtrain.settings import UserError
 
 PROMPT_MULTIPLE = 32  # prompts are padded to a multiple, so that few lengths are compiled
-CACHE_MULTIPLE = 128  # of the tokens that the cache has room for, so that it can be split
 
 
 def pick(

@@ -366,6 +366,7 @@ FORMATS = {
     "perplexity": lambda x: f"ppl {x:.2f}",
     "lr": lambda x: f"lr {x:#.3g}",
     "loss_scale": lambda x: f"scale {x:g}",
+    "skipped": lambda x: f"skipped {x:.0%}",
     "tokens_per_s": lambda x: f"{x:,.0f} tok/s",
     "mfu": lambda x: f"mfu {x:.1%}",
     "memory_bytes": lambda x: f"mem {format_bytes(x)}",

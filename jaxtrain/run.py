@@ -23,8 +23,8 @@ from jaxtrain.checkpoint import Checkpointer, write_json
 from jaxtrain.config import Config, to_yaml
 from jaxtrain.data import Tokenizer, load_tokenizer
 from jaxtrain.environment import commit, environment, versions
-from jaxtrain.finetune import Parts, adapter_folder
-from jaxtrain.interop import load_start, read_adapter
+from jaxtrain.finetune import INSERTED, LoRAConfig, Parts, VirtualConfig, adapter_folder
+from jaxtrain.interop import holds, load_start, read_adapter, read_virtual
 from jaxtrain.metrics import format_bytes
 from jaxtrain.model import path_name
 from jaxtrain.parallel import place_batch, shardings
@@ -46,7 +46,12 @@ FREE = (
 
 
 def check_run(c: Resolved) -> bool:
-    """Whether the run directory holds a run; an error if that is one of another configuration."""
+    """Whether the run directory holds a run; an error if that is one of another configuration, or
+    if there is nothing to start a tuned part from."""
+    if c.finetune.name != "full" and not c.train.init_from:
+        raise UserError(
+            f"train.init_from: finetune.name={c.finetune.name} needs it, the model to tune"
+        )
     file = c.run_dir / "config.yaml"
     saved = [p for p in (c.run_dir / "checkpoints").glob("*") if p.name.isdigit()]
     if not file.is_file() or not (saved or (c.run_dir / "model").is_dir()):
@@ -129,9 +134,14 @@ def start_of(parts: Parts, c: Resolved, mesh: Mesh, resumed: bool) -> tuple[Any,
     if parts.split is None:
         return None, base
     frozen, begin = parts.split(base, c.run.seed)
-    if c.finetune.name == "lora" and c.finetune.init_adapter and not resumed:
-        folder = adapter_folder(c.finetune.init_adapter)
-        begin = read_adapter(folder, c.model, begin)
+    adapter = None
+    if isinstance(c.finetune, LoRAConfig | VirtualConfig):
+        adapter = c.finetune.init_adapter
+    if adapter and not resumed:
+        read = read_adapter if c.finetune.name == "lora" else read_virtual
+        begin = read(adapter_folder(adapter), c.model, begin)
+    elif c.finetune.name in INSERTED and holds(c.train.init_from, parts.trainable):
+        begin = load_start(c.train.init_from, parts.trainable, shardings(parts.trainable, mesh))
     return frozen, jax.device_put(begin, shardings(parts.trainable, mesh))
 
 
@@ -218,9 +228,37 @@ class NonFinite:
     def __init__(self, specs: Any, remember: int = 512):
         self.names = [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(specs)[0]]
         self.recent: deque[tuple[int, Any, Any]] = deque(maxlen=remember)
+        self.scaled: deque[tuple[int, Any, Any, Any]] = deque()
 
-    def push(self, step: int, loss: jax.Array, squares: jax.Array) -> None:
+    def push(
+        self, step: int, loss: jax.Array, squares: jax.Array, scale: jax.Array | None = None
+    ) -> None:
+        """scale: float16's of that step, if it has one."""
         self.recent.append((step, loss, squares))
+        if scale is not None:
+            self.scaled.append((step, loss, squares, scale))
+
+    def skipped(self, wait: bool = False) -> list[str]:
+        """What to say of the float16 steps that are done by now (wait: all) and overflowed.
+
+        Raises UserError where no smaller scale would help.
+        """
+        said = []
+        while self.scaled and (wait or self.scaled[0][2].is_ready()):
+            step, loss, squares, scale = self.scaled.popleft()
+            over = [n for n, x in zip(self.names, np.asarray(squares)) if not np.isfinite(x)]
+            if not over:
+                continue
+            more = f" and of {len(over) - 1} others" if len(over) > 1 else ""
+            what = f"step {step}: the gradient of {over[0]}{more} overflowed float16"
+            if scale <= 1 or not np.isfinite(loss):
+                why = "at loss scale 1" if np.isfinite(loss) else f"and the loss is {float(loss)}"
+                raise UserError(
+                    f"{what} {why}: it holds no number above 65504, and the model has some; set "
+                    "train.precision=bfloat16, or float32 where the device has no bfloat16"
+                )
+            said.append(f"{what} at loss scale {float(scale):g}; skipped, and the scale halved")
+        return said
 
     def check(self, rows: list[dict[str, Any]], checkpoints: Checkpointer) -> None:
         """Raise if a logged loss is not finite. Costs nothing while all is well."""

@@ -20,6 +20,7 @@ from jaxtrain.interop import (
     prompting,
     special_tokens,
     write_adapter,
+    write_virtual,
 )
 from jaxtrain.interop.companions import FOLDER
 from jaxtrain.interop.tensors import mapped, read_header
@@ -59,7 +60,10 @@ def save_model(directory: Path, config: Resolved, params: Any, tokenizer: Tokeni
 
 
 def save_adapter(directory: Path, config: Resolved, params: Any) -> None:
-    """Write what LoRA trained as an adapter of peft's."""
+    """Write what LoRA, or a prompt or prefix, trained as an adapter of peft's."""
+    if config.finetune.name in ("prompt", "prefix"):
+        write_virtual(directory, config.model, params, config.train.init_from)
+        return
     facts = config.finetune.model_dump(include={"rank", "alpha", "rslora", "dora"})
     write_adapter(directory, config.model, params, facts | {"base": config.train.init_from})
 

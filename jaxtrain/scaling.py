@@ -10,6 +10,7 @@ from pydantic import BaseModel
 from jaxtrain.config import Config, Sections, TrainConfig, apply_override, to_yaml, validate
 from jaxtrain.data import DataConfig
 from jaxtrain.data.tokenizer import build_tokenizer
+from jaxtrain.finetune import VirtualConfig
 from jaxtrain.model import (
     ModelConfig,
     ResolvedModel,
@@ -71,10 +72,13 @@ def batch_tokens(tokens: float, reference: float) -> int:
 
 def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) -> Resolved:
     """Fill in every open field of the configuration."""
-    t, inserted = c.train, {}
-    if c.finetune.name == "adapter":
-        inserted = {"adapter": c.finetune.width}
-    model = resolve_model(c.model.model_copy(update=inserted), t.sequence_length)
+    t = c.train
+    if c.model.fp8 and c.finetune.name != "full":
+        raise UserError(
+            f"model.fp8 is for training all matrices; finetune.name={c.finetune.name} leaves them "
+            "frozen: set model.fp8=null (finetune.base=int8 or nf4 makes them smaller)"
+        )
+    model = resolve_model(c.model.model_copy(update=inserted(c)), t.sequence_length)
     tokens = horizon(model, vocab_size, t.tokens_per_parameter)
     reference = horizon(
         reference_model(c.model, t.sequence_length), vocab_size, t.tokens_per_parameter
@@ -117,6 +121,30 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
     return Resolved.model_validate({**c.model_dump(), **derived})
 
 
+def inserted(c: Config) -> dict[str, int]:
+    """What tuning puts into the model. UserError where the model has other such parts already."""
+    if c.finetune.name == "adapter":
+        size, field, before = c.finetune.width, "width", c.model.adapter
+    elif isinstance(c.finetune, VirtualConfig):
+        before = c.model.prompt if c.finetune.name == "prompt" else c.model.prefix
+        size, field = c.finetune.tokens, "tokens"
+    else:
+        return {}
+    name = c.finetune.name
+    if before not in (None, size):
+        raise UserError(
+            f"finetune.{field} {size}: the model that the run starts from has model.{name} "
+            f"{before}; say finetune.{field}={before} to go on with those"
+        )
+    other = {"prompt": "prefix", "prefix": "prompt"}.get(name)
+    if other and getattr(c.model, other):
+        raise UserError(
+            f"finetune.name={name}: the model that the run starts from has a {other} already; "
+            f"start from the model that it was made for, or go on with finetune.name={other}"
+        )
+    return {name: size}
+
+
 def check_shapes(mesh: Mesh, model: ResolvedModel, sequence_length: int) -> None:
     """Raises UserError for a mesh axis that does not divide what it splits.
 
@@ -126,6 +154,9 @@ def check_shapes(mesh: Mesh, model: ResolvedModel, sequence_length: int) -> None
         "tensor": {"model.heads": model.heads, "model.hidden": model.hidden},
         "fsdp": {"model.width": model.width},
     }
+    for axis in ("context", "pipeline"):
+        if model.virtual and mesh.shape[axis] > 1:
+            raise UserError(f"virtual tokens (prompt, prefix) need whole texts: set mesh.{axis}=1")
     if model.moe:
         dims["expert"] = {"model.moe.experts": model.moe.experts}
         whole = {"mesh.context": mesh.shape["context"], "mesh.pipeline": mesh.shape["pipeline"]}

@@ -17,6 +17,7 @@ from jaxtrain.model.moe import LOADS, load_metrics
 from jaxtrain.optim import Optimizer
 from jaxtrain.parallel import constrain_tree, partition_spec, pipeline_ways
 
+FIRST_SCALE = 2.0**15  # of float16's loss
 GROWTH_INTERVAL = 2000  # good steps before the loss scale doubles (Micikevicius et al. 2018)
 
 
@@ -59,7 +60,7 @@ def init_state(task: Task, seed: int, params: Any = None) -> State:
     params = initialize(task.specs, seed) if params is None else params
     scale = None
     if task.dtype == jnp.float16:
-        scale = LossScale(jnp.float32(2.0**15), jnp.zeros((), jnp.int32))
+        scale = LossScale(jnp.float32(FIRST_SCALE), jnp.zeros((), jnp.int32))
     key = jax.random.key_data(jax.random.key(seed))
     return State(params, task.optimizer.init(params), jnp.zeros((), jnp.int32), key, scale)
 
@@ -170,7 +171,9 @@ def train_step(
         **load,
     }
     if scale is not None:
-        new, metrics["loss_scale"] = adjust_scale(state, new, jnp.isfinite(norm)), scale.scale
+        finite = jnp.isfinite(norm)
+        new, metrics["loss_scale"] = adjust_scale(state, new, finite), scale.scale
+        metrics["skipped"] = 1.0 - finite
     return new, metrics
 
 

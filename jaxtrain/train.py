@@ -12,7 +12,7 @@ from jaxtrain.checkpoint import Checkpointer, write_json
 from jaxtrain.config import Config
 from jaxtrain.data.progress import show_progress
 from jaxtrain.evaluate import make_scorer, validate
-from jaxtrain.finetune import make_parts, plus
+from jaxtrain.finetune import PEFT, make_parts, plus
 from jaxtrain.generate import generate
 from jaxtrain.interop import carry_on
 from jaxtrain.local import local_summary, local_task
@@ -224,7 +224,7 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
                 total_steps=t.steps,
                 tokens_per_step=t.batch_size * t.sequence_length,
                 start_step=start,
-                flops_per_token=flops_per_token(c.model, specs, t.sequence_length),
+                flops_per_token=flops_per_token(c.model, specs, t.sequence_length, parts.trainable),
                 parameters=parameters,
                 primary=primary,
             ) as metrics,
@@ -245,9 +245,13 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
                     with metrics.pause():
                         step_fn, shape = prepare_step(batch)
                 state, values = step_fn(state, place(batch), knobs, frozen)
-                watch.push(step, values["loss"], values.pop("gradient_squares"))
+                squares = values.pop("gradient_squares")
+                watch.push(step, values["loss"], squares, values.get("loss_scale"))
                 values |= batches.statistics() | {"wait_s": batches.wait_s}
-                watch.check(metrics.push(step, values), checkpoints)
+                rows = metrics.push(step, values)
+                for text in watch.skipped(wait=step == t.steps):
+                    metrics.write(step, "event", {"overflow": text})
+                watch.check(rows, checkpoints)
                 if step < t.steps and due(c.checkpoint.every, step):
                     save()
                 if step < t.steps and due(c.eval.every, step):
@@ -261,7 +265,7 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
                 sample()
                 shown = weights(state.params, state.optimizer)
                 save_model(run_dir / "model", c, parts.plain(shown, frozen), tokenizer)
-                if c.finetune.name == "lora":
+                if c.finetune.name in PEFT:
                     save_adapter(run_dir / "model" / "adapter", c, shown)
                 if t.init_from and primary:
                     carry_on(t.init_from, run_dir / "model")

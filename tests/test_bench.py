@@ -54,6 +54,11 @@ def test_step_records_a_profiled_step(tmp_path, capsys, monkeypatch):
 def test_memory_and_optimizers(tmp_path):
     memory = recorded(tmp_path / "m", "memory", "--config", "quickstart", *TINY)["metrics"]
     assert memory["total_bytes"] >= memory["arguments_bytes"] + memory["temp_bytes"] > 0
+    lora = ["finetune.name=lora", "finetune.rank=2", "optim.name=adamw", "finetune.base=int8"]
+    lora += ["optim.schedule.name=constant"]
+    tuned = recorded(tmp_path / "l", "memory", "--config", "quickstart", *TINY, *lora)
+    assert tuned["workload"]["trained"] < tuned["workload"]["parameters"] / 8
+    assert tuned["metrics"]["arguments_bytes"] < memory["arguments_bytes"] / 2
     rows = recorded(tmp_path / "o", "optim", "--config", "quickstart", *TINY)["rows"]
     muon, adamw, sgd = (next(r for r in rows if r["name"] == n) for n in ("muon", "adamw", "sgd"))
     assert adamw["state_bytes"] == pytest.approx(2 * sgd["state_bytes"], rel=0.01)

@@ -129,6 +129,35 @@ def test_dry_run_prints_and_the_first_mesh_that_fits(record, capsys):
     assert "no mesh of 8 x H200 (5 B) holds quickstart" in capsys.readouterr().err
 
 
+def test_what_is_frozen_counts_in_the_dtype_that_it_is_kept_in():
+    tuned = ["model.depth=2", "model.width=64", "model.head_dim=16", "finetune.name=lora"]
+    tuned += ["finetune.rank=2", "train.precision=float16", "train.batch_size=1"]
+    tuned += ["train.sequence_length=64", "optim.name=adamw", "optim.schedule.name=constant"]
+    whole, packed = (
+        preflight.preflight("quickstart", [*tuned, f"finetune.base={base}"], 1, "T4")
+        for base in ("null", "nf4")
+    )
+    lora = 2 * 2 * (4 * (64 + 64) + 2 * (64 + 256))  # layers x rank x (in + out)
+    assert whole["workload"]["trained"] == packed["workload"]["trained"] == lora
+    assert whole["metrics"]["parameters_bytes"] == 4 * lora
+    matrices = 2 * (4 * 64 * 64 + 2 * 64 * 256)
+    rest = whole["metrics"]["frozen_bytes"] - 2 * matrices
+    few = packed["metrics"]["frozen_bytes"] - rest
+    assert 2 * (whole["workload"]["parameters"] - matrices) <= rest
+    assert few == pytest.approx(4.13 / 8 * matrices, rel=0.02)
+    assert "frozen weights" in preflight.report(whole) and whole["variant"] == "fp16"
+
+
+@pytest.mark.slow
+def test_lora_on_a_model_of_a_billion_parameters_fits_a_t4():
+    record = preflight.preflight("llama_1b_lora_t4", [], 1, "T4")
+    m = record["metrics"]
+    assert 1.05e9 < record["workload"]["parameters"] < 1.15e9
+    assert m["fits"] and m["total_bytes"] < 0.9 * 15 * 2**30
+    assert m["frozen_bytes"] > 2 * 1.0e9  # a copy of the weights, and one only
+    assert m["frozen_bytes"] < 2 * 1.2e9
+
+
 def test_bad_input(capsys):
     for argv, message in {
         ("--dry-run",): "--dry-run: say of which configuration, as in --config gpt_d12",

@@ -1,6 +1,5 @@
 """LoRA and QLoRA on a model of random weights: memory and rate, beside Hugging Face's peft."""
 
-import functools
 import gc
 import importlib.util
 import json
@@ -21,13 +20,11 @@ from jaxtrain.bench.workload import (
     load_workload,
     new_knobs,
     new_state,
+    random_base,
     random_batch,
 )  # fmt: skip
-from jaxtrain.finetune import FinetuneConfig, Parts, make_parts, plus
-from jaxtrain.finetune.partition import flatten, nested
-from jaxtrain.model import initialize
+from jaxtrain.finetune import FinetuneConfig, make_parts, plus
 from jaxtrain.optim import make_optimizer
-from jaxtrain.parallel import shardings
 from jaxtrain.run import compile_step, memory_needed
 from jaxtrain.settings import UserError
 from jaxtrain.step import make_step
@@ -74,15 +71,14 @@ def bench_finetune(name: str, overrides: Sequence[str], variant: str | None) -> 
 
 def figures(w: Workload, tuning: dict[str, Any], running: bool) -> dict[str, Any]:
     """Bytes of a step by the compiler and, if it is to run, its time."""
-    c, specs = w.config, w.task.specs
+    c, specs = w.config, w.parts.base
     finetune: Any = TypeAdapter(FinetuneConfig).validate_python(tuning)
     parts = make_parts(finetune, specs, w.task.dtype)
     optimizer = make_optimizer(plus(c.optim, finetune), parts.trainable, 100, w.tokens)
     task = w.task._replace(specs=parts.trainable, optimizer=optimizer, join=parts.join)
-    w = w._replace(task=task)
+    w = w._replace(task=task, parts=parts)
     with jax.set_mesh(w.mesh):
-        base = functools.partial(random_base, parts, w.mesh)
-        frozen = base() if running else jax.eval_shape(base)
+        frozen = random_base(w) if running else jax.eval_shape(lambda: random_base(w))
         knobs, step = new_knobs(w), make_step(task, w.mesh)
         compiled = compile_step(step, abstract_state(w), batch_shapes(w), knobs, c, frozen)
         host = compiled.memory_analysis().host_temp_size_in_bytes
@@ -98,16 +94,6 @@ def figures(w: Workload, tuning: dict[str, Any], running: bool) -> dict[str, Any
 
         ms = median_ms(one, [(random_batch(w, i),) for i in range(2)], calls=3, windows=3)
     return row | {"ms": ms, "tokens_per_s": 1e3 * w.tokens / ms}
-
-
-def random_base(parts: Parts, mesh: Any) -> Any:
-    """What is frozen, of initial values: a parameter at a time, as a checkpoint is loaded."""
-    where, base = flatten(shardings(parts.base, mesh)), {}
-    for name, spec in flatten(parts.base).items():
-        make = lambda name=name, spec=spec: flatten(initialize(nested({name: spec}), 0))[name]
-        base[name] = parts.store(name, jax.jit(make, out_shardings=where[name])())
-    assert parts.split is not None
-    return parts.split(nested(base), 0)[0]
 
 
 def peer_rows(name: str) -> list[dict[str, Any]]:

@@ -11,12 +11,14 @@ from jaxtrain.bench.record import describe
 from jaxtrain.bench.timing import median_ms
 from jaxtrain.bench.workload import (
     Workload,
+    abstract_frozen,
     abstract_state,
     at_depth,
     batch_shapes,
     load_workload,
     new_knobs,
     new_state,
+    random_base,
     random_batch,
 )  # fmt: skip
 from jaxtrain.metrics import format_bytes
@@ -72,17 +74,18 @@ def figures(w: Workload, running: bool) -> dict[str, Any]:
     """Bytes of a step by the compiler and, if it is to run, its time."""
     with jax.set_mesh(w.mesh):
         compiled = compile_step(
-            make_step(w.task, w.mesh), abstract_state(w), batch_shapes(w), new_knobs(w), w.config
-        )
+            make_step(w.task, w.mesh), abstract_state(w), batch_shapes(w), new_knobs(w), w.config,
+            abstract_frozen(w),
+        )  # fmt: skip
         host = compiled.memory_analysis().host_temp_size_in_bytes
         row: dict[str, Any] = {"total_bytes": memory_needed(compiled), "host_bytes": host}
         if not running:
             return row
-        state, knobs = new_state(w), new_knobs(w)
+        state, knobs, frozen = new_state(w), new_knobs(w), random_base(w)
 
         def step(batch: Any) -> jax.Array:
             nonlocal state
-            state, values = compiled(state, batch, knobs, None)
+            state, values = compiled(state, batch, knobs, frozen)
             return values["loss"]
 
         ms = median_ms(step, [(random_batch(w, i),) for i in range(2)], calls=3, windows=2)

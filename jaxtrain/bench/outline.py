@@ -18,7 +18,7 @@ NAME = "outline"
 
 
 @contextlib.contextmanager
-def outlined(kind: str) -> Iterator[str]:
+def outlined(kind: str, capability: tuple[int, int]) -> Iterator[str]:
     """Traces made inside are those of a GPU of this kind, but can be compiled for a CPU.
 
     Yields the name of the attention backend to ask for.
@@ -27,8 +27,7 @@ def outlined(kind: str) -> Iterator[str]:
     backends = importlib.import_module("jaxtrain_kernels.attention").BACKENDS
     backends[NAME] = sys.modules[__name__]
     try:
-        # Kernels for Hopper would not compile for a CPU either.
-        with on_target("cuda", (8, 0), kind):
+        with on_target("cuda", capability, kind):
             yield NAME
     finally:
         del backends[NAME]

@@ -24,6 +24,7 @@ from jaxtrain.bench.record import describe
 from jaxtrain.bench.traffic import RATES, Collective, collectives, rates_of, step_seconds
 from jaxtrain.bench.workload import (
     Workload,
+    abstract_frozen,
     abstract_state,
     at_depth,
     batch_shapes,
@@ -74,15 +75,15 @@ def preflight(
 ) -> dict[str, Any]:
     """The record of a configuration on `devices` virtual devices, as if of this kind."""
     rates, begin = rates_of(kind), time.perf_counter()
-    with outlined(f"NVIDIA {kind}") as backend:
-        plain = [f"model.attention={backend}", "model.rows=xla", "model.fp8=null"]
+    with outlined(f"NVIDIA {kind}", rates.capability) as backend:
+        attention = backend if rates.flash else "xla"
+        plain = [f"model.attention={attention}", "model.rows=xla", "model.fp8=null"]
         w = load_workload(name, [*overrides, *plain], jax.devices("cpu")[:devices])
         facts = measured(w)
     exact = exact_bytes(w)
     rest = max(0.0, facts.live - exact["gradients"] - exact["copy"])
-    total = exact["parameters"] + exact["states"] + max(
-        facts.live, exact["gradients"] + exact["copy"]
-    )  # fmt: skip
+    held = exact["frozen"] + exact["parameters"] + exact["states"]
+    total = held + max(facts.live, exact["gradients"] + exact["copy"])
     across = hosts_of(w.mesh, rates.per_host)
     seconds = step_seconds(w.flops_per_token * w.tokens / devices, facts.sent, kind, across)
     metrics = {f"{k}_bytes": v for k, v in exact.items()} | {
@@ -127,7 +128,9 @@ def measured(w: Workload) -> Facts:
 
 def facts_of(w: Workload) -> Facts:
     with jax.set_mesh(w.mesh):
-        traced = make_step(w.task, w.mesh).trace(abstract_state(w), batch_shapes(w), new_knobs(w))
+        traced = make_step(w.task, w.mesh).trace(
+            abstract_state(w), batch_shapes(w), new_knobs(w), abstract_frozen(w)
+        )
         hlo = traced.lower().compile(compiler_options=OPTIONS).as_text()
     return Facts(peak_bytes(hlo), collectives(hlo, dict(w.mesh.shape)))
 
@@ -151,7 +154,9 @@ def exact_bytes(w: Workload) -> dict[str, int]:
 
     own = lambda s: 4 if s.role in ("gain", "scalar") else width
     copied = w.task.zero < 3 or w.task.dtype != jnp.float32
+    frozen = abstract_frozen(w)
     return {
+        "frozen": tree_bytes(frozen),
         "parameters": tree_bytes(state.params),
         "states": tree_bytes(state.optimizer),
         "copy": split("parameters", own) if copied else 0,
@@ -231,15 +236,17 @@ def first_fit(
 def report(record: dict[str, Any]) -> str:
     """The record as lines for the screen."""
     m, w = record["metrics"], record["workload"]
+    tuned = f" and {w['trained']:,} that train" if "trained" in w else ""
     mesh = " x ".join(f"{axis} {n}" for axis, n in w["mesh"].items()) or "one device"
     lines = [
-        f"{record['config']}: {w['parameters']:,} parameters, {record['variant']}, "
+        f"{record['config']}: {w['parameters']:,} parameters{tuned}, {record['variant']}, "
         f"{w['batch_size']} x {w['sequence_length']} tokens a step, {w['device_batch_size']} rows "
         f"a device at once, remat {w['remat']}",
         f"on {record['device_count']} x {record['device']}: {mesh}, ZeRO-{w['zero']}",
         "a device holds",
     ]
-    names = {
+    names = {"frozen": "frozen weights"} if m["frozen_bytes"] else {}
+    names |= {
         "parameters": "float32 weights", "states": "optimizer states",
         "copy": "weights in the compute dtype", "gradients": "gradients",
         "activations": "activations and scratch (estimate)", "total": "in all",

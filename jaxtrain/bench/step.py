@@ -14,11 +14,13 @@ from jaxtrain.bench.record import describe, stem
 from jaxtrain.bench.timing import ceilings, median_ms
 from jaxtrain.bench.workload import (
     Workload,
+    abstract_frozen,
     abstract_state,
     batch_shapes,
     load_workload,
     new_knobs,
     new_state,
+    random_base,
     random_batch,
 )
 from jaxtrain.environment import peak_flops
@@ -44,15 +46,16 @@ def bench_step(
         batches, knobs = [(random_batch(w, i),) for i in range(BATCHES)], new_knobs(w)
         begin = time.perf_counter()
         compiled = compile_step(
-            make_step(w.task, w.mesh), abstract_state(w), batches[0][0], knobs, w.config
-        )
+            make_step(w.task, w.mesh), abstract_state(w), batches[0][0], knobs, w.config,
+            abstract_frozen(w),
+        )  # fmt: skip
         metrics: dict[str, Any] = {"compile_s": time.perf_counter() - begin}
         before = peak_bytes()
-        state = new_state(w)
+        state, frozen = new_state(w), random_base(w)
 
         def step(batch: Any) -> jax.Array:
             nonlocal state
-            state, values = compiled(state, batch, knobs, None)
+            state, values = compiled(state, batch, knobs, frozen)
             return values["loss"]
 
         ms = median_ms(step, batches, calls=STEPS, windows=WINDOWS)
@@ -67,21 +70,21 @@ def bench_step(
         if profile_dir is not None:
             record["kinds"] = profile(step, batches, compiled, profile_dir / stem(record), limits)
         del compiled
-        metrics |= parts_ms(w, state, batches, knobs)
+        metrics |= parts_ms(w, state, batches, knobs, frozen)
     record["metrics"] = metrics
     record["floor"] = limits._asdict() | floors_ms(w, limits.matmul_tflops)
     return record
 
 
-def parts_ms(w: Workload, state: State, batches: Any, knobs: Any) -> dict[str, float]:
+def parts_ms(w: Workload, state: State, batches: Any, knobs: Any, frozen: Any) -> dict[str, float]:
     """Gradients (with the cast) alone, and the optimizer alone. Uses up the state's memory."""
     task, factor = w.task, jnp.float32(1 / w.tokens)
 
-    def forward_backward(params: Any, batch: Any) -> Any:
-        return gradients(task, cast(params, task.specs, task.dtype), batch, factor)
+    def forward_backward(params: Any, frozen: Any, batch: Any) -> Any:
+        return gradients(task, cast(params, task.specs, task.dtype), batch, factor, frozen)
 
     compute = jax.jit(forward_backward)
-    inputs = [(state.params, *batch) for batch in batches]
+    inputs = [(state.params, frozen, *batch) for batch in batches]
     gradient_ms = median_ms(compute, inputs, calls=STEPS, windows=WINDOWS)
     grads = compute(*inputs[0])[1]
     return {"ms_forward_backward": gradient_ms, "ms_optimizer": update_ms(w, state, grads, knobs)}
@@ -114,7 +117,9 @@ def bench_memory(name: str, overrides: Sequence[str], variant: str | None = None
     w = load_workload(name, overrides)
     with jax.set_mesh(w.mesh):
         begin = time.perf_counter()
-        lowered = make_step(w.task, w.mesh).lower(abstract_state(w), batch_shapes(w), new_knobs(w))
+        lowered = make_step(w.task, w.mesh).lower(
+            abstract_state(w), batch_shapes(w), new_knobs(w), abstract_frozen(w)
+        )
         compiled = lowered.compile()
         seconds = time.perf_counter() - begin
     record = describe("memory", w.name, variant or w.precision, workload=w.facts())

@@ -24,6 +24,13 @@ class Rates(NamedTuple):
     link: float  # to its neighbours on the host
     network: float  # to other hosts
     per_host: int = 8
+    # That a dry run compiles for: kernels for Hopper would not compile for a CPU.
+    capability: tuple[int, int] = (8, 0)
+
+    @property
+    def flash(self) -> bool:
+        """Whether it has a fused attention kernel; XLA's keeps blocks of scores in memory."""
+        return self.capability >= (8, 0)
 
 
 # Memory and links: NVIDIA's data sheets of H200, H100 SXM, A100 SXM 80GB (NVLink 900, 900 and 600
@@ -35,7 +42,7 @@ RATES = {
     "H200": Rates(141 * 10**9, 0.52, 450e9, 50e9),
     "H100": Rates(80 * 10**9, 0.52, 450e9, 50e9),
     "A100": Rates(80 * 10**9, 0.47, 300e9, 25e9),
-    "T4": Rates(16 * 10**9, 0.47, 16e9, 1.6e9, 4),
+    "T4": Rates(16 * 10**9, 0.47, 16e9, 1.6e9, 4, (7, 5)),
     "CPU": Rates(16 * 10**9, 0.47, 10e9, 1e9, 1),
 }
 

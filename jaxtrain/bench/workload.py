@@ -9,9 +9,10 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.config import find_config, load_config
 from jaxtrain.data import Batch
-from jaxtrain.model import Transformer, flops_per_token, sizes, split
+from jaxtrain.finetune import Parts, flatten, make_parts, nested, plus
+from jaxtrain.model import Transformer, flops_per_token, initialize, sizes, split
 from jaxtrain.optim import make_optimizer
-from jaxtrain.parallel import BATCH, make_mesh
+from jaxtrain.parallel import BATCH, make_mesh, shardings
 from jaxtrain.parallel.mesh import batch_ways
 from jaxtrain.parallel.runtime import compute_dtype
 from jaxtrain.scaling import Resolved, override, resolve, vocab_size_of
@@ -29,6 +30,7 @@ class Workload(NamedTuple):
     mesh: Mesh
     task: Task
     vocab_size: int
+    parts: Parts  # what of the model trains
 
     @property
     def tokens(self) -> int:
@@ -43,7 +45,8 @@ class Workload(NamedTuple):
     def flops_per_token(self) -> float:
         """In nanochat's convention, for the MFU."""
         c = self.config
-        return flops_per_token(c.model, self.task.specs, c.train.sequence_length)
+        specs = split(Transformer(c.model, self.vocab_size))[1]
+        return flops_per_token(c.model, specs, c.train.sequence_length, self.parts.trainable)
 
     def facts(self) -> dict[str, Any]:
         """The size of the work, for the record."""
@@ -53,9 +56,9 @@ class Workload(NamedTuple):
             "device_batch_size": t.device_batch_size,
             "sequence_length": t.sequence_length,
             "vocab_size": self.vocab_size,
-            "parameters": sizes(self.task.specs)["total"],
+            "parameters": sizes(self.parts.base)["total"],
             "optimizer": self.config.optim.name,
-        }
+        } | ({"trained": sizes(self.task.specs)["total"]} if self.parts.split else {})
 
 
 def load_workload(
@@ -79,18 +82,22 @@ def load_workload(
 
 def make_workload(name: str, r: Resolved, mesh: Mesh, vocab_size: int) -> Workload:
     graphdef, specs = split(Transformer(r.model, vocab_size))
+    dtype, tokens = compute_dtype(r.train.precision), r.train.batch_size * r.train.sequence_length
+    parts = make_parts(r.finetune, specs, dtype)
+    optim = plus(r.optim, r.finetune)
     task = Task(
         graphdef,
-        specs,
-        make_optimizer(r.optim, specs, r.train.steps, r.train.batch_size * r.train.sequence_length),
-        compute_dtype(r.train.precision),
+        parts.trainable,
+        make_optimizer(optim, parts.trainable, r.train.steps, tokens),
+        dtype,
         jnp.ones((vocab_size,)),
         r.optim.clip_norm,
         r.train.z_loss,
         r.model.fp8,
-        zero=r.mesh.zero,
+        parts.join,
+        r.mesh.zero,
     )
-    return Workload(name, r, mesh, task, vocab_size)
+    return Workload(name, r, mesh, task, vocab_size, parts)
 
 
 def at_depth(w: Workload, depth: int) -> Workload:
@@ -139,6 +146,35 @@ def abstract_state(w: Workload) -> State:
         jax.eval_shape(lambda: init_state(w.task, 0)),
         state_shardings(w.task, w.mesh),
     )
+
+
+def random_base(w: Workload) -> Any:
+    """What is frozen, of initial values: a parameter at a time, as a checkpoint is loaded. None if
+    all trains."""
+    if w.parts.split is None:
+        return None
+    where, base = flatten(shardings(w.parts.base, w.mesh)), {}
+    for name, spec in flatten(w.parts.base).items():
+        make = lambda name=name, spec=spec: flatten(initialize(nested({name: spec}), 0))[name]
+        base[name] = w.parts.store(name, jax.jit(make, out_shardings=where[name])())
+    return w.parts.split(nested(base), 0)[0]
+
+
+def abstract_frozen(w: Workload) -> Any:
+    """Its shapes; and the placement of what is kept as it was declared."""
+    where = {
+        (spec.shape, spec.dtype): place
+        for spec, place in zip(
+            jax.tree.leaves(w.parts.base), jax.tree.leaves(shardings(w.parts.base, w.mesh))
+        )
+    }
+    whole = NamedSharding(w.mesh, PartitionSpec())  # of packed matrices
+
+    def like(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        place = where.get((x.shape, x.dtype.name), whole)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    return jax.tree.map(like, jax.eval_shape(lambda: random_base(w)))
 
 
 def new_state(w: Workload) -> State:

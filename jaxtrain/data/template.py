@@ -43,7 +43,10 @@ def make_render(template: str, special: dict[str, str]) -> Render:
         from jinja2.ext import Extension
         from jinja2.sandbox import ImmutableSandboxedEnvironment
     except ImportError as error:
-        raise UserError("chat templates need jinja2: pip install 'jaxtrain[hf]'") from error
+        raise UserError(
+            "chat templates need the package jinja2, of the extra hf: pip install jinja2, or "
+            "uv sync --extra hf"
+        ) from error
 
     class Generation(Extension):
         """{% generation %}: what the assistant says."""

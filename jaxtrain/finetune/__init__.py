@@ -4,14 +4,31 @@ from typing import Any
 
 import jax.numpy as jnp
 
-from jaxtrain.finetune.config import FinetuneConfig, LoRAConfig, adapter_folder, fill_in
+from jaxtrain.finetune.config import (
+    INSERTED,
+    PEFT,
+    FinetuneConfig,
+    LoRAConfig,
+    VirtualConfig,
+    adapter_folder,
+    fill_in,
+)
 from jaxtrain.finetune.factors import ia3
 from jaxtrain.finetune.lora import lora, plus
-from jaxtrain.finetune.partition import Parts, everything, flatten, inserted, join_all, nested, some
+from jaxtrain.finetune.partition import (
+    Parts,
+    everything,
+    flatten,
+    inserted,
+    join_all,
+    nested,
+    some,
+)
+from jaxtrain.finetune.virtual import virtual
 
 METHODS = {
     "full": everything, "lora": lora, "freeze": some, "bitfit": some, "ia3": ia3,
-    "adapter": inserted,
+    "adapter": inserted, "prompt": virtual, "prefix": virtual,
 }  # fmt: skip
 
 
@@ -21,6 +38,7 @@ def make_parts(c: Any, specs: Any, dtype: jnp.dtype) -> Parts:
 
 
 __all__ = [
-    "FinetuneConfig", "LoRAConfig", "Parts", "adapter_folder", "everything", "fill_in", "flatten",
+    "INSERTED", "PEFT", "FinetuneConfig", "LoRAConfig", "Parts", "VirtualConfig",
+    "adapter_folder", "everything", "fill_in", "flatten",
     "join_all", "make_parts", "nested", "plus",
 ]  # fmt: skip

@@ -88,14 +88,43 @@ class AdapterConfig(PartConfig):
     width: int = Field(64, ge=1, description="channels of each; becomes model.adapter")
 
 
+class VirtualConfig(PartConfig):
+    """Virtual tokens in front of every text, and nothing else."""
+
+    tokens: int = Field(20, ge=1, description="virtual tokens; becomes model.prompt or .prefix")
+    init_adapter: str | None = Field(
+        None,
+        description="adapter to start from, a folder of peft's or a run of the same kind; "
+        "its number of tokens is the default",
+    )
+
+
+class PromptConfig(VirtualConfig):
+    """Their embeddings train (prompt tuning, Lester et al. 2021)."""
+
+    name: Literal["prompt"] = "prompt"
+
+
+class PrefixConfig(VirtualConfig):
+    """Their keys and values in every layer train (prefix tuning, Li & Liang 2021)."""
+
+    name: Literal["prefix"] = "prefix"
+
+
 FinetuneConfig = Annotated[
-    FullConfig | LoRAConfig | FreezeConfig | BitFitConfig | IA3Config | AdapterConfig,
+    FullConfig | LoRAConfig | FreezeConfig | BitFitConfig | IA3Config | AdapterConfig
+    | PromptConfig | PrefixConfig,
     Field(discriminator="name"),
-]
+]  # fmt: skip
 
 # Peak learning rates: pretraining's would undo what a model knows. LoRA's is QLoRA's for 7B.
-RATES = {"freeze": 2e-5, "lora": 2e-4, "bitfit": 1e-3, "ia3": 3e-3, "adapter": 1e-3}
+RATES = {
+    "freeze": 2e-5, "lora": 2e-4, "bitfit": 1e-3, "ia3": 3e-3, "adapter": 1e-3, "prompt": 1e-2,
+    "prefix": 1e-2,
+}  # fmt: skip
+INSERTED = ("adapter", "prompt", "prefix")  # become model.NAME
 ROWS = 16  # of a step, QLoRA's
+PEFT = {"lora": "LORA", "prompt": "PROMPT_TUNING", "prefix": "PREFIX_TUNING"}  # what peft reads
 # peft's names of modules -> ours
 MODULES = {
     "q_proj": ("q",), "k_proj": ("k",), "v_proj": ("v",), "o_proj": ("out",), "up_proj": ("up",),
@@ -108,7 +137,7 @@ MODULES = {
 def fill_in(tree: dict[str, Any]) -> None:
     """The defaults of tuning a part, in a plain configuration that asks for it; what it says wins.
 
-    Raises UserError if it does not say from what to start, or for how long.
+    Raises UserError if it does not say for how long.
     """
     if not all(isinstance(tree.get(name, {}), dict) for name in ("train", "optim", "finetune")):
         return  # validation says what is wrong
@@ -116,12 +145,12 @@ def fill_in(tree: dict[str, Any]) -> None:
     kind = finetune.get("name", "full")
     if kind not in RATES:
         return
-    for field, why in (("init_from", "the model to tune"), ("steps", "how long to tune it")):
-        if not train.get(field):
-            raise UserError(f"train.{field}: finetune.name={kind} needs it, {why}")
+    if not train.get("steps"):
+        raise UserError(f"train.steps: finetune.name={kind} needs it, how long to tune the model")
     train.setdefault("batch_size", ROWS)
     if finetune.get("init_adapter"):
-        tree["finetune"] = of_adapter(adapter_folder(str(finetune["init_adapter"]))) | finetune
+        folder = adapter_folder(str(finetune["init_adapter"]))
+        tree["finetune"] = of_adapter(folder, kind) | finetune
     if optim.get("name", "adamw") == "adamw":
         warmup = min(20, int(train["steps"]) // 10)
         rates = {"name": "adamw", "learning_rate": RATES[kind], "weight_decay": 0.0, "b2": 0.999}
@@ -138,14 +167,17 @@ def adapter_folder(path: str) -> Path:
     raise UserError(f"finetune.init_adapter {path}: there is no adapter_config.json, no adapter")
 
 
-def of_adapter(folder: Path) -> dict[str, Any]:
-    """The fields of LoRAConfig that an adapter of peft's was made with."""
+def of_adapter(folder: Path, kind: str = "lora") -> dict[str, Any]:
+    """The fields of `finetune` that an adapter of peft's was made with."""
     c = json.loads((folder / "adapter_config.json").read_text())
-    plain = {"bias": ("none",), "modules_to_save": (None, []), "peft_type": ("LORA",)}
+    plain = {"bias": ("none",), "modules_to_save": (None, []), "peft_type": (PEFT[kind],)}
     plain |= {"alora_invocation_tokens": (None,), "layers_to_transform": (None,)}
+    plain |= {"num_transformer_submodules": (1,)}
     for key, allowed in plain.items():
         if key in c and c[key] not in allowed:
             raise UserError(f"{folder}: {key} {c[key]} is not supported, only {allowed[0]}")
+    if kind != "lora":
+        return {"tokens": c["num_virtual_tokens"]}
     fields = {"rank": c["r"], "alpha": c["lora_alpha"], "rslora": bool(c.get("use_rslora"))}
     fields |= {"dora": bool(c.get("use_dora"))}
     modules = c.get("target_modules")

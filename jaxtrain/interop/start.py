@@ -103,6 +103,14 @@ def load_start(
     return jax.tree_util.tree_map_with_path(value, specs, shardings)
 
 
+def holds(path: str, specs: Any) -> bool:
+    """Whether a model of ours has parameters of these names."""
+    folder = model_folder(path)
+    return (
+        not is_checkpoint(folder) and flatten(specs).keys() <= read_header(folder / WEIGHTS).keys()
+    )
+
+
 def carry_on(path: str, model_dir: Path) -> None:
     """What a checkpoint brought along goes with the model that was trained from it."""
     folder = model_folder(path)

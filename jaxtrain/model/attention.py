@@ -139,7 +139,7 @@ class Attention(nnx.Module):
                 k_BTKH,
                 v_BTKH,
                 cache,
-                spec.window or c.context - 1,
+                spec.window or c.context + c.virtual - 1,
                 c.attention_softcap,
                 scale,
             )

@@ -6,7 +6,7 @@ the answers of a multiple-choice question cost their own tokens alone, and each 
 question and answer read as one text.
 """
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -37,14 +37,15 @@ def branched_attention(
     scale: float,
     implementation: str | None,
     deterministic: bool,
-) -> Float[Array, "B T N H"]:
+    return_lse: bool = False,
+) -> Any:
     """As `parallel.attention`: its kernel for the trunk, plain matmuls for the branches."""
     assert segments_BT is not None, "what is a branch's parent without segments"
     split = q_BTNH.shape[1] - branches.parents_BR.shape[1]
-    trunk_BTNH = parallel.attention(
+    trunk = parallel.attention(
         q_BTNH[:, :split], k_BTKH[:, :split], v_BTKH[:, :split], window=window,
         segments_BT=segments_BT[:, :split], softcap=softcap, scale=scale,
-        implementation=implementation, deterministic=deterministic,
+        implementation=implementation, deterministic=deterministic, return_lse=return_lse,
     )  # fmt: skip
     seen_BRT = visible(branches, segments_BT, window)
     B, R, (K, H) = len(q_BTNH), seen_BRT.shape[1], k_BTKH.shape[2:]
@@ -53,9 +54,15 @@ def branched_attention(
     s_BKGRT = s_BKGRT * scale
     if softcap is not None:
         s_BKGRT = softcap * jnp.tanh(s_BKGRT / softcap)
-    p_BKGRT = jax.nn.softmax(jnp.where(seen_BRT[:, None, None], s_BKGRT, FLOOR), axis=-1)
+    s_BKGRT = jnp.where(seen_BRT[:, None, None], s_BKGRT, FLOOR)
+    p_BKGRT = jax.nn.softmax(s_BKGRT, axis=-1)
     y_BRKGH = jnp.einsum("bkgrt,btkh->brkgh", p_BKGRT.astype(v_BTKH.dtype), v_BTKH)
-    return jnp.concatenate([trunk_BTNH, y_BRKGH.reshape(B, R, -1, H)], axis=1)
+    y_BRNH = y_BRKGH.reshape(B, R, -1, H)
+    if not return_lse:
+        return jnp.concatenate([trunk, y_BRNH], axis=1)
+    lse_BNR = jax.nn.logsumexp(s_BKGRT, axis=-1).reshape(B, -1, R)
+    ends = zip(trunk, (y_BRNH, lse_BNR), (1, 2), strict=True)
+    return tuple(jnp.concatenate([a, b], axis=axis) for a, b, axis in ends)
 
 
 def visible(branches: Branches, segments_BT: Int[Array, "B T"], window: int | None) -> Array:

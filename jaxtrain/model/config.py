@@ -151,6 +151,18 @@ class ModelConfig(Settings):
         description="channels of adapters behind attention and feed-forward; "
         "finetune.name=adapter sets it",
     )
+    prompt: int | None = Field(
+        None,
+        ge=1,
+        description="virtual tokens with learned embeddings in front of every text; "
+        "finetune.name=prompt sets it",
+    )
+    prefix: int | None = Field(
+        None,
+        ge=1,
+        description="virtual tokens with learned keys and values in every layer; "
+        "finetune.name=prefix sets it",
+    )
     block_norm: bool = Field(True, description="RMS-normalise what each branch reads")
     embedding_dtype: Literal["float32", "bfloat16"] = Field(
         "float32", description="storage of the token and value embeddings"
@@ -208,6 +220,8 @@ class ModelConfig(Settings):
             raise ValueError(f"rows.relu2 needs ffn: relu2, not {self.ffn}")
         if named(self.rows.ffn) and (self.ffn != "relu2" or self.ffn_bias or self.rows.relu2):
             raise ValueError("rows.ffn needs ffn: relu2, ffn_bias: false and no rows.relu2")
+        if self.prompt and self.prefix:
+            raise ValueError("prompt and prefix: take one of the two")
         if self.moe and self.ffn_bias:
             raise ValueError("moe needs ffn_bias: false: experts have no shifts")
         if self.moe and self.moe.every > self.depth:
@@ -231,6 +245,11 @@ class ResolvedModel(ModelConfig):
     short_window: int
     context: int
 
+    @property
+    def virtual(self) -> int:
+        """Virtual tokens in front of every text."""
+        return self.prompt or self.prefix or 0
+
 
 def round_up(value: int, multiple: int) -> int:
     return -(-value // multiple) * multiple
@@ -238,10 +257,12 @@ def round_up(value: int, multiple: int) -> int:
 
 def resolve_model(c: ModelConfig, sequence_length: int) -> ResolvedModel:
     """Fill in what follows from the depth and the context length; anything set by hand wins."""
-    if c.positions == "learned" and (c.context or sequence_length) < sequence_length:
+    length = sequence_length + (c.prompt or c.prefix or 0)
+    if c.positions == "learned" and (c.context or length) < length:
+        behind = f" behind {length - sequence_length} virtual tokens"
         raise UserError(
-            f"model.context: positions are learned up to {c.context}, but "
-            f"train.sequence_length is {sequence_length}"
+            f"model.context: positions are learned up to {c.context}, but train.sequence_length is "
+            f"{sequence_length}{behind if length > sequence_length else ''}"
         )
     width = c.width or round_up(64 * c.depth, c.head_dim)
     heads = c.heads or width // c.head_dim
@@ -255,6 +276,6 @@ def resolve_model(c: ModelConfig, sequence_length: int) -> ResolvedModel:
         "hidden": hidden,
         "moe": moe,
         "short_window": c.short_window or round_up(-(-sequence_length // 4), 128),
-        "context": c.context or sequence_length,
+        "context": c.context or (length if c.positions == "learned" else sequence_length),
     }
     return ResolvedModel.model_validate({**c.model_dump(), **derived})

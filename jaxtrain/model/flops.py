@@ -9,23 +9,32 @@ from jaxtrain.model.params import count
 from jaxtrain.model.plan import make_plan
 
 
-def flops_per_token(c: ResolvedModel, specs: dict[str, Any], sequence_length: int) -> float:
+def flops_per_token(
+    c: ResolvedModel, specs: dict[str, Any], sequence_length: int, trained: Any = None
+) -> float:
     """Forward and backward FLOPs of one token: 6 per matmul weight, and attention.
 
+    trained: the parameters that train, where these are not all of `specs`: a part of them, or
+    others beside them as LoRA's. A frozen weight counts 4, since it has no gradient of its own.
     Attention counts 12 x N x H x min(window, T) a layer, without halving for causality, so that
     MFU compares with nanochat's figures.
     """
     keys = sum(min(s.window or sequence_length, sequence_length) for s in make_plan(c))
-    return 6.0 * active(c, specs) + 12.0 * c.heads * c.head_dim * keys
+    weights = 6.0 * active(c, specs)
+    if trained is not None:
+        group = lambda spec: spec.group.startswith("lora")
+        beside = sum(spec.size for spec in jax.tree.leaves(trained) if group(spec))
+        weights = 4.0 * (active(c, specs) + beside) + 2.0 * active(c, trained)
+    return weights + 12.0 * c.heads * c.head_dim * keys
 
 
 def active(c: ResolvedModel, specs: dict[str, Any]) -> float:
     """Weights of matrices and head that a token meets: of the experts, `top_k`."""
     weights: float = count(specs, "matrix") + count(specs, "head")
-    if c.tied_head:
+    if c.tied_head and "embed" in specs:
         weights += specs["embed"].size
     if c.moe is not None:
-        weights -= sizes(specs)["experts"] * (1 - c.moe.top_k / c.moe.experts)
+        weights -= sizes(specs).get("experts", 0) * (1 - c.moe.top_k / c.moe.experts)
     return float(weights)
 
 

@@ -16,7 +16,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxtrain import parallel
-from jaxtrain.model import remat
+from jaxtrain.model import remat, virtual
 from jaxtrain.model.attention import Attend, Kept, LayerCache, ValueEmbedding, kept_from
 from jaxtrain.model.block import Block, declare_norm, normed
 from jaxtrain.model.branches import Branches, branched_attention, take_before
@@ -30,6 +30,7 @@ from jaxtrain.model.rows import PLAIN, Rows, Stream, enter, fastest, leave
 from jaxtrain.parallel import constrain
 
 SMEAR_CHANNELS = 24
+CACHE_MULTIPLE = 128  # of the tokens that a cache has room for, so that it can be split
 
 
 class Cache(NamedTuple):
@@ -44,7 +45,8 @@ class LayerInputs(NamedTuple):
     """What every layer reads besides the stream."""
 
     x0_BTD: Array
-    tokens_BT: Array
+    tokens_BT: Array | None  # of virtual tokens, none
+    positions_BT: Array
     rope: Rotary | None
     short_rope: Rotary | None
     segments_BT: Array | None
@@ -92,6 +94,12 @@ class Transformer(nnx.Module):
             if c.positions == "learned"
             else None
         )
+        self.prompt = (
+            declare((c.prompt, D), (None, "embed"), scheme.embed, "embedding", group="prompt")
+            if c.prompt
+            else None
+        )
+        self.prefix = virtual.Prefix(c) if c.prefix else None
         self.head = (
             None if c.tied_head else declare((D, vocab), ("embed", "vocab"), scheme.head, "head")
         )
@@ -163,8 +171,10 @@ class Transformer(nnx.Module):
         rows, ends = jnp.arange(tokens_BT.shape[0]), lengths_B - 1
         x_BTD, plain_BTD = self.embed_tokens(tokens_BT, None)
         x_BTD, kv, _ = self.run_layers(x_BTD, tokens_BT, keep_kv=True)
+        capacity += round_up(self.config.virtual, CACHE_MULTIPLE)
         keep = lambda x: kept_from(x, capacity, cache_dtype)
         layers = tuple((keep(k), keep(v)) for k, v in kv)
+        lengths_B = lengths_B + self.config.virtual
         return x_BTD[rows, ends], Cache(layers, lengths_B, plain_BTD[rows, ends])
 
     def decode(self, tokens_B: Int[Array, "B"], cache: Cache) -> tuple[Float[Array, "B D"], Cache]:
@@ -189,10 +199,7 @@ class Transformer(nnx.Module):
         """
         c = self.config
         plain_BTD = constrain(lookup(self.embed[...], tokens_BT), "batch", "tokens", None)
-        if c.embed_scale != 1.0:
-            plain_BTD = plain_BTD * c.embed_scale
-        if c.embed_norm:
-            plain_BTD = rms_norm(plain_BTD, eps=c.norm_eps)
+        plain_BTD = self.embedded(plain_BTD)
         if not c.smear:
             return plain_BTD, plain_BTD
         if previous_BD is None:
@@ -207,6 +214,23 @@ class Transformer(nnx.Module):
         gate_BT1 = jax.nn.sigmoid(plain_BTD[..., : gate_c.shape[0]] @ gate_c)[..., None]
         scale = self.smear_scale[...].astype(plain_BTD.dtype)
         return plain_BTD + scale * gate_BT1 * before_BTD, plain_BTD
+
+    def embedded(self, rows_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
+        """Rows of the embedding as they enter the stream."""
+        if self.config.embed_scale != 1.0:
+            rows_BTD = rows_BTD * self.config.embed_scale
+        return rms_norm(rows_BTD, eps=self.config.norm_eps) if self.config.embed_norm else rows_BTD
+
+    def virtual_tokens(self) -> virtual.KeysValues | None:
+        """k_LPKH and v_LPKH of the virtual tokens, if there are any (`model/virtual.py`)."""
+        if self.prefix is not None:
+            return self.prefix.heads(self.config.head_dim)
+        if self.prompt is None:
+            return None
+        x_1PD = self.with_positions(self.embedded(self.prompt[...][None]), None)
+        inputs = self.layer_inputs(x_1PD, None, None, None, virtual.alone, PLAIN)
+        runs = [(self.plan, 1)]
+        return virtual.stacked(self.run_some((x_1PD, x_1PD), runs, *self.stacks(), inputs)[1])
 
     def run_layers(
         self,
@@ -227,11 +251,18 @@ class Transformer(nnx.Module):
         kept = cache is not None or keep_kv
         c = self.config
         rows = PLAIN if kept else fastest(c.rows, c, x_BTD)  # prompts are of any length
+        layers, parts = self.stacks()
+        begin = self.virtual_tokens() if cache is None else None
+        if begin is not None:
+            layers["virtual"] = begin
+            positions_BT = virtual.moved(positions_BT, x_BTD.shape[1], c.virtual)
         x_BTD = self.with_positions(x_BTD, positions_BT)
         inputs = self.layer_inputs(x_BTD, tokens_BT, positions_BT, segments_BT, attend, rows)
         runs = segments(self.plan) if c.scan_layers and not kept else [(self.plan, 1)]
         start = x_BTD, x_BTD
-        both, kv, balance_B = self.run_some(start, runs, *self.stacks(), inputs, cache)
+        both, kv, balance_B = self.run_some(start, runs, layers, parts, inputs, cache)
+        if begin is not None and keep_kv:
+            kv = virtual.in_front(begin, kv)
         return self.last_states(*both), kv, balance_B
 
     def with_positions(self, x_BTD: Array, positions_BT: Array | None) -> Array:
@@ -245,7 +276,7 @@ class Transformer(nnx.Module):
     def layer_inputs(
         self,
         x0_BTD: Array,
-        tokens_BT: Array,
+        tokens_BT: Array | None,
         positions_BT: Array | None,
         segments_BT: Array | None,
         attend: Attend,
@@ -253,13 +284,14 @@ class Transformer(nnx.Module):
     ) -> LayerInputs:
         c = self.config
         if positions_BT is None:
-            positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
+            positions_BT = jnp.arange(x0_BTD.shape[1], dtype=jnp.int32)[None]
         rope = short_rope = None
         if self.position_embed is None:
             rope = rotary(positions_BT, c.head_dim, c.rope_base, c.rope_scaling)
         if c.rope_base_short is not None:
             short_rope = rotary(positions_BT, c.head_dim, c.rope_base_short)
-        return LayerInputs(x0_BTD, tokens_BT, rope, short_rope, segments_BT, attend, rows)
+        places = positions_BT, rope, short_rope, segments_BT
+        return LayerInputs(x0_BTD, tokens_BT, *places, attend, rows)
 
     def run_some(
         self,
@@ -375,10 +407,12 @@ class Transformer(nnx.Module):
             x_BTD, h_BTD, x0_BTD = enter(stream, inputs.x0_BTD, scales, c.norm_eps, rows.norm)
             block = nnx.merge(nnx.graphdef(self.blocks), layer["block"])
             own = {n: nnx.merge(nnx.graphdef(getattr(self, n)), p) for n, p in parts.items()}
-            value = (own["value_embed"], inputs.tokens_BT) if spec.value_embed else None
+            valued = spec.value_embed and inputs.tokens_BT is not None
+            value = (own["value_embed"], inputs.tokens_BT) if valued else None
             rope = inputs.short_rope if spec.short_rope else inputs.rope
+            attend = virtual.behind(layer.get("virtual"), inputs.attend, inputs.positions_BT)
             x_BTD, y_BTD, kept, more_B = block(
-                x_BTD, spec, rope, value, inputs.segments_BT, cache, inputs.attend, rows, h_BTD,
+                x_BTD, spec, rope, value, inputs.segments_BT, cache, attend, rows, h_BTD,
                 own.get(spec.ffn),
             )  # fmt: skip
             balance_B = stream.balance_B if more_B is None else stream.balance_B + more_B

@@ -30,9 +30,11 @@ def attention(
     implementation: str | None = None,
     deterministic: bool = False,
     spread: bool = False,
-) -> Float[Array, "B T N H"]:
+    return_lse: bool = False,
+) -> Any:
     """Causal attention, split over batch rows and heads (see `jaxtrain_kernels.attention`).
 
+    Returns [B, T, N, H]; with return_lse also its log-sum-exp [B, N, T], of a whole text only.
     spread: the text is in the order of `spread`, so it is also split over the axis `context`.
     Raises UserError if the backend that was asked for cannot serve.
     """
@@ -42,6 +44,7 @@ def attention(
             return kernels.attention(
                 q, k, v, causal=True, window=window, segment_ids_BT=segments, softcap=softcap,
                 scale=scale, implementation=implementation, deterministic=deterministic,
+                return_lse=return_lse,
             )  # fmt: skip
         except NotImplementedError as error:
             raise UserError(f"model.{error}; model.attention=null takes one that can") from None
@@ -57,7 +60,8 @@ def attention(
     # A few prompts, or fewer key/value heads than devices, stay whole.
     rows = partition_spec(("batch", None, "kv_heads", None), k_BSKH.shape, mesh)
     specs = (rows, rows, rows, None if segments_BT is None else P(rows[0], None))
-    return over_devices(local, specs, rows)(q_BTNH, k_BSKH, v_BSKH, segments_BT)
+    out = (rows, P(rows[0], rows[2], None)) if return_lse else rows
+    return over_devices(local, specs, out)(q_BTNH, k_BSKH, v_BSKH, segments_BT)
 
 
 def linear_cross_entropy(

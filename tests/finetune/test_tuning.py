@@ -29,7 +29,9 @@ from jaxtrain.main import main
 from jaxtrain.model import Transformer, split
 from jaxtrain.optim import AdamWConfig, make_optimizer
 from jaxtrain.parallel import place_batch
+from jaxtrain.run import check_run
 from jaxtrain.saved import load_saved
+from jaxtrain.scaling import resolve
 from jaxtrain.settings import UserError
 from jaxtrain.step import init_state, make_step
 
@@ -104,14 +106,18 @@ CASES = {
     "bitfit": ({"name": "bitfit"}, "_bias"),
     "ia3": ({"name": "ia3", "base": "nf4"}, "/factor"),
     "adapter": ({"name": "adapter", "width": 8, "base": "nf4"}, "_adapter"),
+    "prompt": ({"name": "prompt", "tokens": 4, "base": "nf4"}, "prompt"),
+    "prefix": ({"name": "prefix", "tokens": 4}, "prefix"),
 }  # fmt: skip
 
 
 def part_of(case):
     """(task, frozen, state, knobs) of a small llama of which a part is tuned."""
-    c = resolved(**LLAMA, qkv_bias=True, ffn_bias=True, adapter=CASES[case][0].get("width"))
-    _, specs = split(Transformer(c, VOCAB))
     tuning = TypeAdapter(FinetuneConfig).validate_python(CASES[case][0])
+    sizes = {"adapter": "width", "prompt": "tokens", "prefix": "tokens"}
+    inserted = {n: getattr(tuning, size) for n, size in sizes.items() if n == tuning.name}
+    c = resolved(**LLAMA, qkv_bias=True, ffn_bias=True, **inserted)
+    _, specs = split(Transformer(c, VOCAB))
     parts = make_parts(tuning, specs, jnp.dtype(jnp.float32))
     base = map_named(parts.store, random_params(parts.base))
     frozen, start = parts.split(base, 0)
@@ -160,11 +166,19 @@ def test_defaults_of_tuning(whole):
     assert (c.optim.learning_rate, c.optim.b1, c.train.batch_size) == (3e-3, 0.8, 8)
     assert load_config(None, [*start, "finetune.name=lora", "optim.name=lion"]).optim.name == "lion"
     assert load_config(None, start).optim.name == "muon"
-    for missing, field in ((start[:1], "steps"), (start[1:], "init_from")):
-        with pytest.raises(UserError, match=f"train.{field}: finetune.name=lora needs it"):
-            load_config(None, [*missing, "finetune.name=lora"])
+    with pytest.raises(UserError, match="train.steps: finetune.name=lora needs it"):
+        load_config(None, [*start[:1], "finetune.name=lora"])
+    nothing = resolve(load_config(None, [*start[1:], "finetune.name=lora"]), 384)
+    with pytest.raises(UserError, match="train.init_from: finetune.name=lora needs it"):
+        check_run(nothing)
     with pytest.raises(UserError, match="no adapter_config.json"):
         load_config(None, [*start, "finetune.name=lora", f"finetune.init_adapter={whole}"])
+
+
+def test_float8_and_a_tuned_part_are_refused_in_one_line(whole):
+    given = [f"train.init_from={whole}", "train.steps=50", "finetune.name=lora", "model.fp8=blocks"]
+    with pytest.raises(UserError, match="finetune.name=lora leaves them frozen: set model.fp8=nul"):
+        resolve(load_config(None, given), 384)
 
 
 def test_lora_plus_is_a_ratio_of_rates():

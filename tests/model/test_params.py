@@ -8,10 +8,13 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import LLAMA, VOCAB, resolved, same
 
+from jaxtrain.finetune import make_parts
+from jaxtrain.finetune.config import FreezeConfig, FullConfig, LoRAConfig
 from jaxtrain.model import (
     LayerSpec,
     ModelConfig,
     Transformer,
+    active,
     cast,
     count,
     flops_per_token,
@@ -61,6 +64,20 @@ def test_flops_of_a_tied_head_are_those_of_an_untied_one():
 
     assert flops(tied_head=True) == flops(tied_head=False)
     assert flops(window_pattern="L") > flops(window_pattern="SL")
+
+
+def test_a_frozen_weight_counts_4_flops_a_token():
+    c = resolved(**LLAMA)
+    specs = split(Transformer(c, VOCAB))[1]
+    flops = lambda tuning: flops_per_token(
+        c, specs, 32, make_parts(tuning, specs, jnp.dtype(jnp.float32)).trainable
+    )
+    full, weights = flops_per_token(c, specs, 32), active(c, specs)
+    assert flops(FullConfig()) == full
+    q = specs["blocks"]["attention"]["q"].size
+    assert flops(FreezeConfig(train=("q",))) == full - 2 * (weights - q)
+    lora = 2 * 3 * (c.width + c.heads * c.head_dim)  # layers x rank x (in + out)
+    assert flops(LoRAConfig(rank=3, targets=("q",))) == full - 2 * weights + 6 * lora
 
 
 # ---- the plan --------------------------------------------------------------------------------

@@ -1,0 +1,175 @@
+"""The notebooks: their cells compile, their commands are valid, and they run at a tiny size."""
+
+import argparse
+import ast
+import importlib
+import json
+import re
+import shlex
+from pathlib import Path
+
+import matplotlib.pyplot as plt
+import pytest
+from tiny import CACHE, random_params
+
+import jaxtrain
+from jaxtrain.config import find_config, load_config
+from jaxtrain.data.tokenizer import byte_tokenizer
+from jaxtrain.model import Transformer, split
+from jaxtrain.saved import save_model
+from jaxtrain.scaling import resolve
+
+FOLDER = Path(jaxtrain.__file__).parents[1] / "notebooks"
+NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+COMMAND = re.compile(r"^!python (-m (?P<module>[\w.]+)|-c) ?(?P<rest>.*)$")
+
+
+def cells_of(name):
+    """(tags, source) of the code cells."""
+    book = json.loads((FOLDER / f"{name}.ipynb").read_text())
+    assert (book["nbformat"], book["nbformat_minor"]) == (4, 5)
+    ids = [cell["id"] for cell in book["cells"]]
+    assert len(ids) == len(set(ids))
+    code = [cell for cell in book["cells"] if cell["cell_type"] == "code"]
+    assert all(cell["outputs"] == [] and cell["execution_count"] is None for cell in code)
+    return [(cell["metadata"].get("tags", []), "".join(cell["source"])) for cell in code]
+
+
+def as_python(source):
+    """IPython's `!command` as a call of `shell` with an f-string; `%pip` does nothing."""
+    lines = []
+    for line in source.split("\n"):
+        if line.startswith("%"):
+            assert line.startswith("%pip install "), line
+            line = "pass"
+        elif line.startswith("!"):
+            line = f"shell(f{line!r})"
+        lines.append(line)
+    return "\n".join(lines)
+
+
+def run_notebook(name, shell, changes=None):
+    """Execute all cells but the installation; `changes` come behind the parameters."""
+    space = {"shell": shell}
+    for tags, source in cells_of(name):
+        if "install" not in tags:
+            exec(compile(as_python(source), name, "exec"), space)
+        if "parameters" in tags:
+            assert (changes or {}).keys() <= space.keys()
+            space |= changes or {}
+
+
+def parsed(line):
+    """(module, arguments) of a command."""
+    match = COMMAND.match(line)
+    assert match, f"no command that a test can run: {line}"
+    return match["module"], shlex.split(match["rest"])
+
+
+def main_of(name):
+    """What `python -m NAME` calls."""
+    module = importlib.import_module(name)
+    return getattr(module, "main", None) or importlib.import_module(f"{name}.__main__").main
+
+
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_every_cell_compiles_and_every_command_is_one(name, tmp_path, monkeypatch, capsys):
+    """With what is in the notebooks: files, configurations and fields are looked up, not run."""
+    monkeypatch.chdir(tmp_path)
+    commands = []
+    space = {"shell": commands.append}
+    for tags, source in cells_of(name):
+        tree = ast.parse(as_python(source))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom) and node.module.startswith("jaxtrain"):
+                module = importlib.import_module(node.module)
+                assert all(hasattr(module, alias.name) for alias in node.names)
+        calls = [n for n in tree.body if isinstance(n, ast.Expr) and "shell" in ast.dump(n)]
+        if "parameters" in tags:
+            exec(compile(tree, name, "exec"), space)
+        for node in tree.body:  # the commands, and the plain values that they need
+            if node in calls or (isinstance(node, ast.Assign) and not tags and calls):
+                read = (n for n in ast.walk(node) if isinstance(n, ast.Name))
+                if {n.id for n in read if isinstance(n.ctx, ast.Load)} <= space.keys():
+                    exec(compile(ast.Module([node], []), name, "exec"), space)
+    written = "".join(source for _, source in cells_of(name)).count("!python ")
+    assert len(commands) == written
+    modules = [module for module, _ in map(parsed, commands)]
+    assert modules.count("jaxtrain.main") >= 1 and "jaxtrain.generate" in modules
+    for module, arguments in map(parsed, commands):
+        if module == "jaxtrain.main":
+            check_training(arguments)
+        elif module:  # well-formed, but there is no such run here
+            assert main_of(module)(arguments) == 2
+            assert "is not a run directory" in capsys.readouterr().err
+        else:
+            compile(arguments[0], name, "exec")
+
+
+def check_training(arguments):
+    parser = argparse.ArgumentParser()
+    parser.add_argument("--config")
+    parser.add_argument("--dry-run", action="store_true")
+    parser.add_argument("--device")
+    parser.add_argument("overrides", nargs="*")
+    a = parser.parse_intermixed_args(arguments)
+    from_hub = [line for line in a.overrides if line.startswith("train.init_from=")]
+    local = [line for line in a.overrides if line not in from_hub]
+    resolve(load_config(find_config(a.config), local), 512)
+    assert all(re.fullmatch(r"train.init_from=[\w.-]+/[\w.-]+", line) for line in from_hub)
+
+
+# ---- at a tiny size ------------------------------------------------------------------------------
+
+
+def in_process(line):
+    """A command as the shell would run it; it has to succeed."""
+    module, arguments = parsed(line)
+    if module:
+        assert main_of(module)(arguments) == 0, line
+    else:
+        exec(arguments[0], {})
+
+
+TINY = {
+    "data.cache_dir": CACHE, "model.depth": 1, "model.width": 32, "model.head_dim": 8,
+    "model.hidden": 48, "train.sequence_length": 128, "train.batch_size": 8, "train.steps": 2,
+    "train.device_batch_size": 1, "metrics.tensorboard": False, "metrics.every": 1,
+    "sample.tokens": 8, "eval.tokens": 256, "eval.every": "null", "checkpoint.every": "null",
+}  # fmt: skip
+
+
+def options(**changes):
+    fields = TINY | {key.replace("__", "."): value for key, value in changes.items()}
+    return " ".join(f"{key}={value}" for key, value in fields.items())
+
+
+def test_the_quickstart_runs(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    some = options(data__tokenizer__vocab_size=384, optim__schedule__warmup_steps=0)
+    run_notebook("quickstart", in_process, {"OPTIONS": some})
+    assert len(plt.gca().lines) == 2 and len(plt.gca().lines[0].get_xdata()) == 2
+    plt.close("all")
+    out = capfd.readouterr().out
+    assert out.count("ROMEO:") == 2  # the run's own sample, and the notebook's
+    assert (tmp_path / "runs" / "notebook" / "report.html").is_file()
+
+
+@pytest.mark.slow
+def test_the_fine_tuning_runs_from_a_model_of_the_same_family(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    some = options(
+        model__kv_heads=2, model__vocab_multiple=64, train__precision="float32", finetune__rank=2,
+    )  # fmt: skip
+    whole = [*some.split(), "finetune.name=full", "data.tokenizer.name=bytes"]
+    tokenizer = byte_tokenizer()
+    c = resolve(load_config(find_config("llama_1b_lora_t4"), whole), tokenizer.vocab_size)
+    _, specs = split(Transformer(c.model, tokenizer.vocab_size))
+    save_model(tmp_path / "base", c, random_params(specs), tokenizer)
+    run_notebook("finetune_t4", in_process, {"OPTIONS": some, "MODEL": "base"})
+    plt.close("all")
+    out = capfd.readouterr().out
+    assert "activations and scratch" in out and "tune     lora" in out
+    assert "exported exported as llama" in out
+    assert {"config.json", "model.safetensors"} <= {p.name for p in Path("exported").iterdir()}
+    assert (tmp_path / "adapter.zip").is_file()
