@@ -24,7 +24,7 @@ from jaxtrain.parallel.runtime import compute_dtype, start
 from jaxtrain.report import write_report
 from jaxtrain.saved import Saved, load_saved
 from jaxtrain.scaling import Resolved, override
-from jaxtrain.settings import UserError
+from jaxtrain.settings import UserError, command
 from jaxtrain.tasks import run_tasks, table_of
 
 
@@ -122,6 +122,7 @@ def answer_tasks(saved: Saved, config: Resolved, arguments: argparse.Namespace) 
     Console(width=120).print(table_of(result), f"\n{out}", highlight=False)
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "jaxtrain.evaluate", description=(__doc__ or "").split("\n")[0]
@@ -134,18 +135,14 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="results of the tasks; default RUN/tasks.json")
     parser.add_argument("overrides", nargs="*", help="data.validation.name=documents ...")
     arguments = parser.parse_intermixed_args(argv)
-    try:
-        start()
-        saved = load_saved(arguments.run, arguments.step)
-        config = override(saved.config, arguments.overrides)
-        if arguments.tasks:
-            answer_tasks(saved, config, arguments)
-            return 0
-        for name, value in evaluate(saved, config).items():
-            print(f"{name:12s} {value:.4f}")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    start()
+    saved = load_saved(arguments.run, arguments.step)
+    config = override(saved.config, arguments.overrides)
+    if arguments.tasks:
+        answer_tasks(saved, config, arguments)
+        return 0
+    for name, value in evaluate(saved, config).items():
+        print(f"{name:12s} {value:.4f}")
     return 0
 
 

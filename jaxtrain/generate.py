@@ -28,7 +28,7 @@ from jaxtrain.model.transformer import CACHE_MULTIPLE
 from jaxtrain.parallel.mesh import gathered
 from jaxtrain.parallel.runtime import compute_dtype, start
 from jaxtrain.saved import Saved, load_saved, template_for
-from jaxtrain.settings import UserError
+from jaxtrain.settings import UserError, command
 
 PROMPT_MULTIPLE = 32  # prompts are padded to a multiple, so that few lengths are compiled
 
@@ -242,6 +242,7 @@ def converse(saved: Saved, params: Any, chat: Chat, a: argparse.Namespace) -> No
     talk(chat, saved.tokenizer, answer, room=room, system=a.system, typed=sys.stdin, out=sys.stdout)
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "jaxtrain.generate", description=(__doc__ or "").split("\n")[0]
@@ -281,9 +282,6 @@ def main(argv: list[str] | None = None) -> int:
             temperature=a.temperature, top_k=a.top_k, top_p=a.top_p, seed=a.seed,
             cache_dtype=a.cache_dtype, prompting=saved.prompting, chat=chat, system=a.system,
         )  # fmt: skip
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:  # while nothing is being answered
         print()
         return 130

@@ -27,7 +27,7 @@ from jaxtrain.parallel.runtime import compute_dtype, start
 from jaxtrain.saved import Saved, load_saved
 from jaxtrain.scaling import override
 from jaxtrain.scoring import make_scorer, scores
-from jaxtrain.settings import UserError
+from jaxtrain.settings import UserError, command
 
 INSTALLED = importlib.util.find_spec("lm_eval") is not None
 Base: Any = importlib.import_module("lm_eval.api.model").LM if INSTALLED else object
@@ -136,6 +136,7 @@ class HarnessModel(Base):
         return text
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("jaxtrain.harness", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=Path, help="run directory or model folder")
@@ -146,20 +147,16 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--out", type=Path, help="results as JSON; default RUN/harness.json")
     parser.add_argument("overrides", nargs="*", help="eval.batch_size=16 ...")
     a = parser.parse_intermixed_args(argv)
-    try:
-        if not INSTALLED:
-            raise UserError("lm-evaluation-harness is not installed: pip install 'jaxtrain[eval]'")
-        start()
-        lm_eval = importlib.import_module("lm_eval")
-        found = lm_eval.simple_evaluate(
-            HarnessModel(load_saved(a.run, a.step), a.overrides), tasks=a.tasks.split(","),
-            num_fewshot=a.num_fewshot, limit=a.limit,
-        )  # fmt: skip
-        print(importlib.import_module("lm_eval.utils").make_table(found))
-        write_json(a.out or a.run / "harness.json", found["results"])
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if not INSTALLED:
+        raise UserError("lm-evaluation-harness is not installed: pip install 'jaxtrain[eval]'")
+    start()
+    lm_eval = importlib.import_module("lm_eval")
+    found = lm_eval.simple_evaluate(
+        HarnessModel(load_saved(a.run, a.step), a.overrides), tasks=a.tasks.split(","),
+        num_fewshot=a.num_fewshot, limit=a.limit,
+    )  # fmt: skip
+    print(importlib.import_module("lm_eval.utils").make_table(found))
+    write_json(a.out or a.run / "harness.json", found["results"])
     return 0
 
 

@@ -17,11 +17,12 @@ import time
 from collections.abc import Mapping
 from typing import IO
 
-from jaxtrain.settings import UserError
+from jaxtrain.settings import UserError, command
 
 GRACE = 10.0  # seconds that the others have to end by themselves when one has died
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code of the job."""
     arguments = sys.argv[1:] if argv is None else argv
@@ -37,20 +38,16 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--port", type=int, help="of the coordinator; default a free one")
     asked = parser.parse_args(arguments[:cut])
-    try:
-        if asked.processes < 1:
-            raise UserError(f"--processes {asked.processes}: must be at least 1")
-        environments = [
-            environment(i, asked.processes, asked.devices_per_process, os.environ)
-            for i in range(asked.processes)
-        ]
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if asked.processes < 1:
+        raise UserError(f"--processes {asked.processes}: must be at least 1")
+    environments = [
+        environment(i, asked.processes, asked.devices_per_process, os.environ)
+        for i in range(asked.processes)
+    ]
     place = ["--coordinator", f"localhost:{asked.port or free_port()}"]
     place += ["--processes", str(asked.processes), "--process"]
-    command = [sys.executable, "-u", "-m", "jaxtrain.main", *arguments[cut + 1 :], *place]
-    return run([[*command, str(i)] for i in range(asked.processes)], environments)
+    line = [sys.executable, "-u", "-m", "jaxtrain.main", *arguments[cut + 1 :], *place]
+    return run([[*line, str(i)] for i in range(asked.processes)], environments)
 
 
 def environment(
@@ -88,10 +85,10 @@ def run(commands: list[list[str]], environments: list[dict[str, str]]) -> int:
     jobs = [
         # Sessions of their own: Ctrl-C in a terminal would reach them twice otherwise.
         subprocess.Popen(
-            command, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            line, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
             start_new_session=True,
         )
-        for command, variables in zip(commands, environments)
+        for line, variables in zip(commands, environments)
     ]  # fmt: skip
     outputs = [job.stdout for job in jobs if job.stdout]
     readers = [threading.Thread(target=show, args=item) for item in enumerate(outputs)]

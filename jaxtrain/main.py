@@ -9,9 +9,10 @@ import sys
 
 from jaxtrain.bench.preflight import add_preflight, preflight_of, report
 from jaxtrain.config import find_config, help_text, load_config
-from jaxtrain.settings import UserError
+from jaxtrain.settings import command
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 after one line about what the user can fix."""
     parser = argparse.ArgumentParser(
@@ -55,9 +56,6 @@ def main(argv: list[str] | None = None) -> int:
         start(quiet=place is not None and place.index > 0)
         with joined(place, config.processes, facts(config) if place else {}) as group:
             train(config, group)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:  # outside the loop, which saves and stops by itself, or the second
         print("interrupted; the same command goes on from its last checkpoint", file=sys.stderr)
         return 130

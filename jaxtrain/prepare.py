@@ -12,9 +12,10 @@ from rich.console import Console
 from jaxtrain import data
 from jaxtrain.config import find_config, load_config
 from jaxtrain.data.progress import show_progress
-from jaxtrain.settings import UserError
+from jaxtrain.settings import command
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 after one line about what the user can fix."""
     parser = argparse.ArgumentParser(
@@ -30,9 +31,6 @@ def main(argv: list[str] | None = None) -> int:
         console, begin = Console(), time.monotonic()
         with show_progress(console) as progress:
             prepared = data.prepare(config, progress=progress)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("interrupted; the same command goes on after the last whole shard", file=sys.stderr)
         return 130

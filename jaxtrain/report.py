@@ -19,7 +19,7 @@ import numpy as np
 from jaxtrain.metrics import Number, Row, format_bytes, format_duration, read_rows
 from jaxtrain.report_data import data_section
 from jaxtrain.report_tasks import tasks_section
-from jaxtrain.settings import UserError
+from jaxtrain.settings import UserError, command
 
 WIDTH, HEIGHT = 480, 250  # of a chart, in SVG units
 LEFT, RIGHT, TOP, BOTTOM = 48, 18, 26, 24  # its margins
@@ -433,15 +433,12 @@ def plot_curves(run_dirs: Sequence[Path], path: Path) -> Path:
     return path
 
 
+@command
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line: prints the report's path; 2 and one line on stderr for a UserError."""
     parser = argparse.ArgumentParser(prog="python -m jaxtrain.report", description=__doc__)
     parser.add_argument("run", type=Path, help="a run directory, such as runs/NAME")
-    try:
-        print(write_report(parser.parse_args(argv).run))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    print(write_report(parser.parse_args(argv).run))
     return 0
 
 

@@ -33,7 +33,7 @@ from jaxtrain.parallel.runtime import start
 from jaxtrain.prototypes import distances, find_prototypes
 from jaxtrain.saved import Saved, load_saved
 from jaxtrain.scaling import Resolved, override
-from jaxtrain.settings import UserError
+from jaxtrain.settings import UserError, command
 from jaxtrain.tasks import identity
 
 SCORES = {
@@ -307,6 +307,7 @@ def table_of(result: dict[str, Any]) -> Table:
     return table
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(
         "jaxtrain.score",
@@ -329,9 +330,6 @@ def main(argv: list[str] | None = None) -> int:
         console = Console(width=120)
         with show_progress(console) as progress:
             result = score(saved, config, names, arguments.out, arguments.clusters, progress)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
     except KeyboardInterrupt:
         print("interrupted; the same command goes on after what it saved", file=sys.stderr)
         return 130

@@ -1,5 +1,10 @@
 """What every part of the configuration shares, and the error that the user can fix."""
 
+import functools
+import sys
+from collections.abc import Callable
+from typing import Any
+
 from pydantic import BaseModel, ConfigDict
 
 
@@ -10,7 +15,21 @@ class Settings(BaseModel):
 
 
 class UserError(Exception):
-    """Something that the user can put right: `main` prints it as one line and exits with code 2.
+    """Something that the user can put right: a command prints it as one line and exits with code 2.
 
     The message says what was wrong, where, and what would be right.
     """
+
+
+def command(main: Callable[..., int]) -> Callable[..., int]:
+    """A command's main(argv), which returns its exit code; a UserError is one line and 2."""
+
+    @functools.wraps(main)
+    def run(*args: Any, **kwargs: Any) -> int:
+        try:
+            return main(*args, **kwargs)
+        except UserError as error:
+            print(f"error: {error}", file=sys.stderr)
+            return 2
+
+    return run

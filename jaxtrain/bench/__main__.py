@@ -31,7 +31,7 @@ from jaxtrain.bench.switches import bench_switches
 from jaxtrain.bench.tables import screen, table_of, update_page
 from jaxtrain.bench.tasks import bench_tasks
 from jaxtrain.bench.tune import tune_attention
-from jaxtrain.settings import UserError
+from jaxtrain.settings import command
 
 WHAT = {
     "step": "the train step of a configuration, one microbatch a step",
@@ -142,24 +142,21 @@ def memory_of(a: argparse.Namespace) -> Callable[..., dict[str, Any]]:
     return bench_techniques if a.techniques else bench_memory
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 after one line about what the user can fix."""
     arguments = parse(argv)
     console = screen()
-    try:
-        if arguments.what == "table":
-            console.print(update_page(), "is current")
-            return 0
-        for record in measure(arguments):
-            if arguments.record:
-                path = write(record, arguments.out or RESULTS)
-                record["file"] = path.name
-                if arguments.what == "race":
-                    draw(record, (arguments.out or BENCHMARKS) / f"race-{record['config']}.png")
-            console.print(report(record) if record["bench"] == "preflight" else table_of(record))
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if arguments.what == "table":
+        console.print(update_page(), "is current")
+        return 0
+    for record in measure(arguments):
+        if arguments.record:
+            path = write(record, arguments.out or RESULTS)
+            record["file"] = path.name
+            if arguments.what == "race":
+                draw(record, (arguments.out or BENCHMARKS) / f"race-{record['config']}.png")
+        console.print(report(record) if record["bench"] == "preflight" else table_of(record))
     return 0
 
 

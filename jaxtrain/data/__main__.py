@@ -16,9 +16,10 @@ from jaxtrain.data.filtered import filter_into, report_lines
 from jaxtrain.data.progress import show_progress
 from jaxtrain.data.show import show
 from jaxtrain.scaling import resolve, vocab_size_of
-from jaxtrain.settings import UserError
+from jaxtrain.settings import UserError, command
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     """Prints packed rows of a run; prepares the data first if it has to."""
     parser = argparse.ArgumentParser(
@@ -42,32 +43,28 @@ def main(argv: list[str] | None = None) -> int:
         "--samples", type=int, default=1, help="removed documents shown of each reason (1)"
     )
     a = parser.parse_intermixed_args(argv)
-    try:
-        config = load_config(find_config(a.config), a.overrides)
-        if a.what == "filter":
-            if a.out is None:
-                raise UserError("filter needs --out FOLDER")
-            with show_progress(Console()) as progress:
-                reports = filter_into(config.data, a.out, progress)
-            for name, report in reports.items():
-                print("\n".join(report_lines(name, report, a.samples)))
-            return 0
-        rows = config.train.batch_size
-        if rows is None:
-            rows = resolve(config, vocab_size_of(config.data)).train.batch_size
-        for line in show(
-            prepare(config.data),
-            config.data,
-            batch_size=rows,
-            sequence_length=config.train.sequence_length,
-            step=a.step,
-            rows=a.rows,
-            characters=a.characters,
-        ):
-            print(line)
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    config = load_config(find_config(a.config), a.overrides)
+    if a.what == "filter":
+        if a.out is None:
+            raise UserError("filter needs --out FOLDER")
+        with show_progress(Console()) as progress:
+            reports = filter_into(config.data, a.out, progress)
+        for name, report in reports.items():
+            print("\n".join(report_lines(name, report, a.samples)))
+        return 0
+    rows = config.train.batch_size
+    if rows is None:
+        rows = resolve(config, vocab_size_of(config.data)).train.batch_size
+    for line in show(
+        prepare(config.data),
+        config.data,
+        batch_size=rows,
+        sequence_length=config.train.sequence_length,
+        step=a.step,
+        rows=a.rows,
+        characters=a.characters,
+    ):
+        print(line)
     return 0
 
 

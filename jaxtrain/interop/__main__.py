@@ -29,7 +29,7 @@ from jaxtrain.interop.tensors import DTYPES, SHARD_BYTES, WEIGHTS, write
 from jaxtrain.model import Transformer, split
 from jaxtrain.saved import load_saved
 from jaxtrain.scaling import Resolved, resolve
-from jaxtrain.settings import UserError
+from jaxtrain.settings import UserError, command
 
 LENGTH = 2048  # of the rows that an imported model is evaluated on, if its context allows
 
@@ -99,6 +99,7 @@ def export_run(
 NUMPY: dict[str, np.dtype] = {dtype.name: dtype for dtype in DTYPES.values()}
 
 
+@command
 def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("jaxtrain.interop", description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
@@ -112,17 +113,13 @@ def main(argv: list[str] | None = None) -> int:
     from_.add_argument("--dtype", choices=sorted(NUMPY), help="default: as imported, or float32")
     from_.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="of one file, at most")
     a = parser.parse_args(argv)
-    try:
-        if a.command == "import":
-            c = import_checkpoint(a.source, a.run)
-            print(f"imported {a.run}: depth {c.model.depth}, width {c.model.width}")
-            print(f"more     python -m jaxtrain.generate {a.run} --prompt '...'")
-        else:
-            name = export_run(a.run, a.out, a.family, a.dtype, a.shard_bytes)
-            print(f"exported {a.out} as {name}")
-    except UserError as error:
-        print(f"error: {error}", file=sys.stderr)
-        return 2
+    if a.command == "import":
+        c = import_checkpoint(a.source, a.run)
+        print(f"imported {a.run}: depth {c.model.depth}, width {c.model.width}")
+        print(f"more     python -m jaxtrain.generate {a.run} --prompt '...'")
+    else:
+        name = export_run(a.run, a.out, a.family, a.dtype, a.shard_bytes)
+        print(f"exported {a.out} as {name}")
     return 0
 
 
