@@ -56,10 +56,11 @@ def next_token(
     *,
     z_loss: float = 0.0,
     implementation: str | None = None,
+    repeats: int = 1,
 ) -> Float[Array, ""]:
     """Sum over tokens of weight x negative log-likelihood of the next token, in float32.
 
-    Microbatches [M, B, T] go through the mesh's pipeline together.
+    Microbatches [M, B, T] go through the mesh's pipeline together, `repeats` times each.
     implementation: of the head and loss (`jaxtrain_kernels.linear_cross_entropy`). Experts add
     their rows' balance losses, each times the row's labels.
     """
@@ -67,7 +68,8 @@ def next_token(
     texts = batch.tokens_BT, batch.positions_BT, batch.segments_BT
     labels, balance_B = (batch.targets_BT, batch.weights_BT), None
     if batch.tokens_BT.ndim == 3:
-        x_BTD, labels = model.hidden_staged(*texts), jax.vmap(parallel.spread)(labels)
+        x_BTD = model.hidden_staged(*texts, repeats=repeats)
+        labels = jax.vmap(parallel.spread)(labels)
     else:
         (x_BTD, balance_B), labels = model.hidden_spread(*texts), parallel.spread(labels)
     loss = parallel.linear_cross_entropy(

@@ -89,7 +89,8 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
         what = "data.stages: sequence_length" if stage else "train.sequence_length"
         windows = (spec.window for spec in make_plan(model))
         check_pieces(mesh.shape["context"], what, length, windows)
-    check_stages(mesh.shape["pipeline"], make_plan(model))
+    if mesh.shape["pipeline"] > 1:
+        check_stages(mesh.shape["pipeline"], c.mesh.pipeline_repeats, make_plan(model))
     check_shapes(mesh, model, t.sequence_length)
     ways = batch_ways(mesh)
     rows = max(ways, batch_tokens(tokens, reference) // t.sequence_length)
@@ -210,7 +211,11 @@ def summary(r: Resolved, vocab_size: int) -> str:
     mesh = make_mesh(r.mesh)
     ways, stages = batch_ways(mesh), mesh.shape["pipeline"]
     micro = t.batch_size // (ways * t.device_batch_size)
-    piped = f"; {stages} stages, idle {bubble(stages, micro):.0%} of the time" if stages > 1 else ""
+    repeats, piped = r.mesh.pipeline_repeats, ""
+    if stages > 1:
+        chunks = f" x {repeats} chunks" if repeats > 1 else ""
+        idle = bubble(stages, micro, repeats)
+        piped = f"; {stages} stages{chunks}, idle {idle:.0%} of the time"
     return (
         f"# {horizon(r.model, vocab_size, 1.0):,.0f} parameters in matrices and head; "
         f"{t.steps * t.batch_size * t.sequence_length:,} tokens, "

@@ -53,6 +53,7 @@ class Task(NamedTuple):
     zero: int = 3  # stage of ZeRO: which trees are split over the mesh's fsdp axis
     step: Callable[..., Any] | None = None  # in the place of `train_step`
     objective: objectives.Objective = objectives.NEXT_TOKEN
+    repeats: int = 1  # rounds of a microbatch through the mesh's pipeline
 
 
 def init_state(task: Task, seed: int, params: Any = None) -> State:
@@ -110,6 +111,7 @@ def gradients(
                 shared,
                 z_loss=task.z_loss,
                 implementation=head,
+                repeats=task.repeats,
             )
             return loss * factor, (loss, sums)
 

@@ -7,6 +7,7 @@ import pytest
 from jaxtrain.bench import preflight
 from jaxtrain.bench.liveness import peak_bytes
 from jaxtrain.bench.traffic import collectives, group_of_first, rates_of, step_seconds
+from jaxtrain.bench.workload import load_workload
 from jaxtrain.main import main
 
 pytestmark = pytest.mark.slow
@@ -106,6 +107,18 @@ def test_bytes_by_kind(record):
     assert m["total_bytes"] > m["parameters_bytes"] + m["states_bytes"]
     axes = {c["axes"] for c in record["collectives"]}
     assert any("fsdp" in a for a in axes) and any("data" in a for a in axes)
+
+
+def test_a_pipeline_is_compiled_too():
+    """In bfloat16, whose sums over stages end the process in a pass of the CPU's compiler."""
+    mesh = ["mesh.data=1", "mesh.pipeline=2", "mesh.pipeline_repeats=2", "model.depth=4"]
+    plan = ["model.window_pattern=L", "model.value_embeddings=false"]
+    w = load_workload("quickstart", [*MODEL, *mesh, *plan], jax.devices()[:2])
+    sent = preflight.facts_of(w).sent
+    assert w.task.repeats == 2
+    assert {("collective-permute", ("pipeline",)), ("all-reduce", ("pipeline",))} <= {
+        (c.kind, c.axes) for c in sent
+    }
 
 
 def test_dry_run_prints_and_the_first_mesh_that_fits(record, capsys):

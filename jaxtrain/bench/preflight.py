@@ -41,7 +41,7 @@ from jaxtrain.step import make_step
 # Nothing is fused, and nothing is optimised below that: the text is all that is wanted.
 OPTIONS: dict[str, Any] = {
     "xla_disable_hlo_passes": "fusion,cpu-instruction-fusion,cpu-multi-output-fusion,ynn-fusion,"
-    "library-rewriter,dot-library-rewriter",
+    "library-rewriter,dot-library-rewriter,all-reduce-promotion",
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
@@ -109,7 +109,8 @@ def preflight(
 def measured(w: Workload) -> Facts:
     """Of the whole depth: compiled, or carried on from two small depths."""
     c = w.config.model
-    period = lcm(len(c.window_pattern), 2 if c.value_embeddings else 1, w.mesh.shape["pipeline"])
+    chunks = w.mesh.shape["pipeline"] * w.task.repeats
+    period = lcm(len(c.window_pattern), 2 if c.value_embeddings else 1, chunks)
     small = period * ceil(4 / period)
     if c.depth <= 2 * small:
         return facts_of(w)

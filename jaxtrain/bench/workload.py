@@ -96,6 +96,7 @@ def make_workload(name: str, r: Resolved, mesh: Mesh, vocab_size: int) -> Worklo
         r.model.fp8,
         parts.join,
         r.mesh.zero,
+        repeats=r.mesh.pipeline_repeats,
     )
     return Workload(name, r, mesh, task, vocab_size, parts)
 

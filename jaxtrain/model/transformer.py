@@ -350,8 +350,12 @@ class Transformer(nnx.Module):
         tokens_MBT: Int[Array, "M B T"],
         positions_MBT: Int[Array, "M B T"] | None = None,
         segments_MBT: Int[Array, "M B T"] | None = None,
+        repeats: int = 1,
     ) -> Float[Array, "M B T D"]:
-        """`hidden_spread` of microbatches, the layers in stages over the mesh's pipeline."""
+        """`hidden_spread` of microbatches, the layers in stages over the mesh's pipeline.
+
+        repeats: chunks of layers of a stage.
+        """
         attend = functools.partial(parallel.attention, spread=True)
         segments_MBT = segments_MBT if self.config.document_mask else None
         if positions_MBT is None:
@@ -368,14 +372,15 @@ class Transformer(nnx.Module):
             x0_BTD, tokens_BT, positions_BT, segments_BT = one
             rows = fastest(self.config.rows, self.config, x0_BTD)
             inputs = self.layer_inputs(x0_BTD, tokens_BT, positions_BT, segments_BT, attend, rows)
-            plan = self.plan[: len(self.plan) // parallel.pipeline_ways()]
+            plan = self.plan[: len(self.plan) // (parallel.pipeline_ways() * repeats)]
             runs = segments(plan) if self.config.scan_layers else [(plan, 1)]
             layers, parts = stacks
             return self.run_some(states, runs, layers, parts, inputs)[0]
 
         texts = jax.vmap(parallel.spread)(texts)
         micro = (jax.vmap(embed)(texts), *texts)
-        both = parallel.pipelined(stage, lambda one: (one[0], one[0]), self.stacks(), micro)
+        first = lambda one: (one[0], one[0])
+        both = parallel.pipelined(stage, first, self.stacks(), micro, repeats)
         return self.last_states(*both)
 
     def stacks(self) -> tuple[dict[str, Any], dict[str, Any]]:

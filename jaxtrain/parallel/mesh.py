@@ -33,6 +33,12 @@ class MeshConfig(Settings):
     )
     context: Ways = Field(1, description="devices that split each sequence, for long texts")
     pipeline: Ways = Field(1, description="stages, each with some of the layers")
+    pipeline_repeats: int = Field(
+        1,
+        ge=1,
+        description="times that a microbatch goes round the stages, each of which holds so many "
+        "chunks of layers, for less idle time (interleaved schedule, virtual stages)",
+    )
     zero: Literal[1, 2, 3] = Field(
         3,
         description="what fsdp splits: 1 weights' masters and states, 2 gradients as well, "

@@ -2,15 +2,21 @@
 
 Microbatches go from stage to stage, one further a tick, so that after S - 1 ticks all S stages are
 at work, each on another microbatch (Huang et al. 2019, GPipe): of M + S - 1 ticks, S - 1 are idle.
-The gradient is that of the loop, the same schedule backwards. A stage's inputs are what is kept of
-a tick, and the stage is computed once more in the backward pass.
+With v repeats a stage holds v chunks of layers, every S-th one, and microbatches go v times round
+the ring of stages, in groups of S (the interleaved schedule of Narayanan et al. 2021, Megatron-LM,
+arXiv:2104.04473; the ring as in praxis): a tick is a v-th as long, and still only S - 1 are idle.
+The gradient is that of the loop, the same schedule backwards. What a tick gets is all that is kept
+of it, and its chunk is computed once more in the backward pass.
 """
 
+import functools
 from collections.abc import Callable, Hashable, Sequence
+from math import gcd
 from typing import Any
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import PartitionSpec as P
 
 from jaxtrain.settings import UserError
@@ -23,13 +29,27 @@ def pipeline_ways() -> int:
     return jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
 
 
-def bubble(stages: int, microbatches: int) -> float:
-    """The share of its time in which a stage is idle."""
-    return (stages - 1) / (microbatches + stages - 1)
+def ticks(stages: int, microbatches: int, repeats: int) -> int:
+    """Until the last microbatch leaves the last stage. A group smaller than S waits as if full."""
+    groups = (microbatches - 1) // stages
+    rest = microbatches - groups * stages
+    return groups * stages * repeats + (repeats - 1) * stages + rest + stages - 1
 
 
-def check_stages(stages: int, plan: Sequence[Hashable]) -> None:
-    """Raises UserError unless a plan of layers can be cut into stages that are alike."""
+def due(since: Any, stages: int, repeats: int) -> tuple[Any, Any]:
+    """(Round, microbatch) of a stage, so many ticks after the first microbatch came to it."""
+    group, place = jnp.divmod(since, stages * repeats)
+    turn, member = jnp.divmod(place, stages)
+    return turn, group * stages + member
+
+
+def bubble(stages: int, microbatches: int, repeats: int = 1) -> float:
+    """The share of its time in which a stage is idle: (S-1) / (vM+S-1) if S divides M or v is 1."""
+    return 1 - repeats * microbatches / ticks(stages, microbatches, repeats)
+
+
+def check_stages(stages: int, repeats: int, plan: Sequence[Hashable]) -> None:
+    """Raises UserError unless a plan of layers can be cut into chunks that are alike."""
 
     def alike(ways: int) -> bool:
         size = len(plan) // ways
@@ -37,51 +57,115 @@ def check_stages(stages: int, plan: Sequence[Hashable]) -> None:
             plan[start : start + size] == plan[:size] for start in range(0, len(plan), size)
         )
 
-    if alike(stages):
+    chunks = stages * repeats
+    if alike(chunks):
         return
     can = ", ".join(str(ways) for ways in range(1, len(plan) + 1) if alike(ways))
+    what, times = "stages", ""
+    if repeats > 1:
+        what, times = "chunks", f" x mesh.pipeline_repeats={repeats}"
     why = f"does not divide model.depth {len(plan)}"
-    if len(plan) % stages == 0:
-        why = "would give stages of unlike layers (model.window_pattern, value_embeddings)"
-    raise UserError(f"mesh.pipeline={stages} {why}; of this model's stages there can be {can}")
+    if len(plan) % chunks == 0:
+        why = f"would give {what} of unlike layers (model.window_pattern, value_embeddings)"
+    raise UserError(
+        f"mesh.pipeline={stages}{times} {why}; of this model's {what} there can be {can}"
+    )
+
+
+def at(tree: Any, index: Any) -> Any:
+    """Each array's entry at a traced index."""
+    return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
+
+
+def lanes_of(stages: int, repeats: int) -> np.ndarray:
+    """In which of v permutations chunk c goes from its place to its stage: [v, S], by round, stage.
+
+    Chunk c lies on stage c // v and works on stage c % S, in round c // S. A permutation takes one
+    chunk from each stage and brings one to each.
+    """
+    chunk = np.arange(stages * repeats)
+    shift = chunk // repeats // (stages // gcd(stages, repeats))
+    return ((chunk + shift) % repeats).reshape(repeats, stages)
+
+
+def dealt(held: jax.Array, lanes: np.ndarray, here: jax.Array) -> jax.Array:
+    """The chunks [v, ...] that lie on this stage -> those that work on it, in lanes' order."""
+    repeats, stages = lanes.shape
+
+    def one(lane: int) -> jax.Array:
+        chunk = np.flatnonzero(lanes == lane)  # that of stage 0 first
+        pairs = list(zip(chunk // repeats, chunk % stages))
+        return jax.lax.ppermute(at(held, jnp.asarray(chunk % repeats)[here]), AXIS, pairs)
+
+    return jnp.stack([one(lane) for lane in range(repeats)])
+
+
+def run_stage(
+    stage: Callable[[Any, Any, Any], Any],
+    first: Callable[[Any], Any],
+    repeats: int,
+    index: jax.Array,
+    stacks: Any,
+    micro: Any,
+) -> Any:
+    """What stage index[0] does, with its part of the stacks; see `pipelined`."""
+    stages, count, here = pipeline_ways(), len(jax.tree.leaves(micro)[0]), index[0]
+    onwards = [(i, (i + 1) % stages) for i in range(stages if repeats > 1 else stages - 1)]
+    lanes = lanes_of(stages, repeats)
+
+    @jax.checkpoint
+    def work(received: Any, turn: jax.Array, number: jax.Array) -> Any:
+        one = at(micro, number)
+        start = (here == 0) & (turn == 0)
+        given = jax.tree.map(lambda a, b: jnp.where(start, a, b), first(one), received)
+        chunk = at(stacks, jnp.asarray(lanes)[turn, here])
+        return stage(chunk, given, one)
+
+    def tick(carry: tuple[Any, Any], t: jax.Array) -> tuple[Any, None]:
+        received, done = carry
+        turn, number = due(t - here, stages, repeats)
+        number = jnp.clip(number, 0, count - 1)
+        made = work(received, turn, number)
+        # The last round is the last to write.
+        put = lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, number, 0)
+        done = jax.tree.map(put, done, made)
+        return (jax.lax.ppermute(made, AXIS, onwards), done), None
+
+    stacks = jax.tree.map(lambda x: x.reshape(repeats, -1, *x.shape[1:]), stacks)
+    if repeats > 1:
+        stacks = jax.tree.map(lambda x: dealt(x, lanes, here), stacks)
+    like = jax.eval_shape(lambda m: first(at(m, 0)), micro)
+    zeros = lambda *dims: jax.tree.map(lambda x: jnp.zeros((*dims, *x.shape), x.dtype), like)
+    times = jnp.arange(ticks(stages, count, repeats))
+    done = jax.lax.scan(tick, (zeros(), zeros(count)), times)[0][1]
+    last = lambda x: jnp.where(here == stages - 1, x, 0)
+    share = jax.lax.psum if count % stages else functools.partial(jax.lax.psum_scatter, tiled=True)
+    return jax.tree.map(lambda x: share(last(x), AXIS), done)
 
 
 def pipelined(
-    stage: Callable[[Any, Any, Any], Any], first: Callable[[Any], Any], stacks: Any, micro: Any
+    stage: Callable[[Any, Any, Any], Any],
+    first: Callable[[Any], Any],
+    stacks: Any,
+    micro: Any,
+    repeats: int = 1,
 ) -> Any:
     """All microbatches through all stages: what the last one makes of each, arrays [M, ...].
 
-    stage: (this stage's part of the stacks, what the stage before made, the microbatch) -> what it
-    makes. first: (a microbatch) -> what the first stage gets. stacks: arrays [L, ...]; micro:
-    arrays [M, ...], whole on every stage. The results lie spread over the stages by M if M is a
-    multiple of their number, so that what follows is shared as well.
+    stage: (a chunk of the stacks, what the chunk before made, the microbatch) -> what it makes, of
+    the same shapes. first: (a microbatch) -> what the first chunk gets. stacks: arrays [L, ...];
+    micro: arrays [M, ...], whole on every stage. The results lie spread over the stages by M if M
+    is a multiple of their number, so that what follows is shared as well.
+
+    Stacks lie in the order of the layers, whatever the repeats: with them, chunks go to their
+    stages at the beginning of a step, in the dtype it computes with, and their gradients come back
+    at its end. Each way a stage sends at most as much as it holds, and it holds that twice. The
+    sum of its gradients is read and written as a whole in each tick, v times as often.
     """
     stages = pipeline_ways()
-    count = len(jax.tree.leaves(micro)[0])
-    onwards = [(i, i + 1) for i in range(stages - 1)]
-    even = count % stages == 0
-
-    def local(index: jax.Array, stacks: Any, micro: Any) -> Any:
-        here = index[0]
-
-        def tick(received: Any, t: jax.Array) -> tuple[Any, Any]:
-            number = jnp.clip(t - here, 0, count - 1)
-            at = lambda x: jax.lax.dynamic_index_in_dim(x, number, keepdims=False)
-            one = jax.tree.map(at, micro)
-            given = jax.tree.map(lambda a, b: jnp.where(here == 0, a, b), first(one), received)
-            made = jax.checkpoint(stage)(stacks, given, one)
-            return jax.lax.ppermute(made, AXIS, onwards), made
-
-        like = jax.eval_shape(lambda m: first(jax.tree.map(lambda x: x[0], m)), micro)
-        start = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-        made = jax.lax.scan(tick, start, jnp.arange(count + stages - 1))[1]
-        last = lambda x: jnp.where(here == stages - 1, x[stages - 1 :], 0)
-        share = jax.lax.psum_scatter if even else jax.lax.psum
-        options = dict(tiled=True) if even else {}
-        return jax.tree.map(lambda x: share(last(x), AXIS, **options), made)
-
+    even = len(jax.tree.leaves(micro)[0]) % stages == 0
     return jax.shard_map(
-        local,
+        functools.partial(run_stage, stage, first, repeats),
         in_specs=(P(AXIS), P(AXIS), P()),
         out_specs=P(AXIS) if even else P(),
         axis_names={AXIS},

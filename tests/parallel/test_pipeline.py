@@ -2,6 +2,7 @@
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import pytest
 from tiny import (
     LLAMA,
@@ -18,7 +19,7 @@ from tiny import (
 from jaxtrain import objectives
 from jaxtrain.config import Config
 from jaxtrain.model import LayerSpec
-from jaxtrain.parallel import bubble, check_stages, place_batch
+from jaxtrain.parallel import bubble, check_stages, pipelined, place_batch
 from jaxtrain.scaling import resolved_text
 from jaxtrain.settings import UserError
 from jaxtrain.step import make_step
@@ -31,59 +32,105 @@ def documents(rows):
 
 
 @pytest.mark.parametrize(
-    ("family", "sizes", "micro"),
-    [(GPT, dict(pipeline=2, fsdp=2), 2), (LLAMA, dict(pipeline=2), 8)],
-    ids=["gpt", "llama"],
+    ("family", "sizes", "micro", "repeats"),
+    [
+        (GPT, dict(pipeline=2, fsdp=2), 2, 1),
+        (GPT | {"depth": 8}, dict(pipeline=2, fsdp=4), 4, 2),
+        (LLAMA, dict(pipeline=2), 8, 1),
+    ],
+    ids=["gpt", "gpt twice round", "llama"],
 )
-def test_stages_are_one_device(family, sizes, micro):
-    """Four microbatches, and one, which the stages cannot share when it comes out."""
+def test_stages_are_one_device(family, sizes, micro, repeats):
+    """Four microbatches, two, and one, which the stages cannot share when it comes out."""
     _, graphdef, _, params = build(**family)
     rows = batch(8)
     rows = jax.tree.map(jnp.asarray, rows._replace(segments_BT=documents(rows)))
-    f = jax.value_and_grad(lambda p, b: objectives.next_token(graphdef, p, b))
+    f = jax.value_and_grad(lambda p, b: objectives.next_token(graphdef, p, b, repeats=repeats))
     expected = jax.device_get(jax.jit(f)(params, rows))
     mesh = mesh_of(**sizes)
     with jax.set_mesh(mesh):
         placed = place_batch(stacked(rows, micro), mesh, batch_dim=1)
-        close(jax.device_get(jax.jit(f)(params, placed)), expected, atol=2e-5)
+        close(jax.device_get(jax.jit(f)(params, placed)), expected, atol=4e-5)
+
+
+@pytest.mark.parametrize(("stages", "repeats", "count"), [(2, 2, 4), (4, 2, 6), (4, 3, 2)])
+def test_each_microbatch_goes_through_all_chunks_in_order(stages, repeats, count):
+    """The same for any numbers of them; an incomplete group of microbatches waits."""
+    random = np.random.default_rng(0)
+    weights = random.normal(size=(stages * repeats * 2, 4, 4)).astype(np.float32) / 2
+    micro = random.normal(size=(count, 3, 4)).astype(np.float32)
+
+    def chunk(weights, x, one):
+        for w in weights:
+            x = jnp.tanh(x @ w) + 0.3 * one
+        return x
+
+    def total(through):
+        square = lambda w, m: jnp.sum(through(w, m) ** 2 * jnp.arange(1, count + 1)[:, None, None])
+        return jax.value_and_grad(square, (0, 1))
+
+    piped = total(lambda w, m: pipelined(chunk, lambda one: one, w, m, repeats))
+    plain = total(lambda w, m: jax.vmap(lambda one: chunk(w, one, one))(m))
+    with jax.set_mesh(mesh_of(pipeline=stages)):
+        result = jax.device_get(jax.jit(piped)(weights, micro))
+    close(result, jax.device_get(jax.jit(plain)(weights, micro)), rtol=1e-4, atol=1e-5)
 
 
 def test_a_step_holds_a_stage_of_the_layers_and_equals_one_device():
-    """Parameters and states of other stages' layers are on other devices."""
-    task, knobs = make_task(resolved(**LLAMA))
+    """Parameters and states of other stages' layers are on other devices, in the layers' order
+    however many chunks a stage has."""
+    task, knobs = make_task(resolved(**LLAMA | {"depth": 4}))
 
-    def run(mesh):
+    def run(mesh, repeats):
         with jax.set_mesh(mesh):
             placed = place_batch(batch(8, micro=2), mesh, batch_dim=1)
-            return make_step(task, mesh)(begin_random(task, mesh), placed, knobs)
+            given = begin_random(task, mesh), placed, knobs
+            traced = make_step(task._replace(repeats=repeats), mesh).trace(*given)
+            return traced.lower().compile()(*given), str(traced.jaxpr)
 
-    (state, metrics), (one, expected) = run(mesh_of(pipeline=2)), run(mesh_of())
+    ((state, metrics), text), ((one, expected), _) = run(mesh_of(pipeline=2), 2), run(mesh_of(), 1)
+    assert "length=9" in text  # ticks: twice four microbatches, and one until the second stage
     up = state.params["blocks"]["ffn"]["up"]
-    assert [shard.index[0] for shard in up.addressable_shards] == [slice(0, 1), slice(1, 2)]
+    assert [shard.index[0] for shard in up.addressable_shards] == [slice(0, 2), slice(2, 4)]
     close(jax.device_get(metrics), jax.device_get(expected), rtol=1e-4)
     close(jax.device_get(state.params), jax.device_get(one.params), rtol=1e-3, atol=1e-5)
 
 
-def test_the_bubble_shrinks_with_more_microbatches():
+def test_the_bubble_shrinks_with_more_microbatches_and_more_repeats():
     assert bubble(4, 1) == 3 / 4 and bubble(4, 9) == 1 / 4 and bubble(1, 5) == 0
-    fields = {"model": {"depth": 2, "value_embeddings": False, "window_pattern": "L"}}
+    assert bubble(4, 8, 2) == pytest.approx(3 / 19) and bubble(2, 3, 2) == pytest.approx(2 / 8)
+    fields = {"model": {"depth": 4, "value_embeddings": False, "window_pattern": "L"}}
     fields |= {"mesh": {"pipeline": 2, "data": 4}, "data": {"tokenizer": {"name": "bytes"}}}
     fields |= {"train": {"batch_size": 12, "device_batch_size": 1, "steps": 1}}
-    text = resolved_text(Config.model_validate(fields)).splitlines()[0]
-    assert "3 microbatches" in text and text.endswith("2 stages, idle 25% of the time")
+    summary = lambda: resolved_text(Config.model_validate(fields)).splitlines()[0]
+    assert "3 microbatches" in summary() and summary().endswith("2 stages, idle 25% of the time")
+    fields["mesh"]["pipeline_repeats"], fields["train"]["batch_size"] = 2, 16
+    assert summary().endswith("2 stages x 2 chunks, idle 11% of the time")
 
 
 A, B = LayerSpec(8, False), LayerSpec(None, False)
 
 
 @pytest.mark.parametrize(
-    ("stages", "plan", "message"),
+    ("stages", "repeats", "plan", "message"),
     [
-        (3, [A] * 4, "mesh.pipeline=3 does not divide model.depth 4; .* can be 1, 2, 4$"),
-        (4, [A, A, A, B] * 2, "mesh.pipeline=4 would give stages of unlike layers .* be 1, 2$"),
+        (3, 1, [A] * 4, "mesh.pipeline=3 does not divide model.depth 4; .* can be 1, 2, 4$"),
+        (4, 1, [A, A, A, B] * 2, "mesh.pipeline=4 would give stages of unlike layers .* be 1, 2$"),
+        (
+            2,
+            3,
+            [A] * 8,
+            "2 x mesh.pipeline_repeats=3 does not .* chunks .* 1, 2, 4, 8$",
+        ),
+        (
+            2,
+            2,
+            [A, A, A, B] * 2,
+            "pipeline_repeats=2 would give chunks of unlike .* 1, 2$",
+        ),
     ],
 )
-def test_stages_that_cannot_be_say_which_can(stages, plan, message):
-    check_stages(2, plan)
+def test_stages_that_cannot_be_say_which_can(stages, repeats, plan, message):
+    check_stages(2, 1, plan)
     with pytest.raises(UserError, match=message):
-        check_stages(stages, plan)
+        check_stages(stages, repeats, plan)
