@@ -401,4 +401,4 @@ def test_the_harness_is_named_when_it_is_missing(model, capsys):
     if harness.INSTALLED:
         pytest.skip("it is installed")
     assert harness.main([str(model.tokenizer_dir.parent), "--tasks", "mmlu"]) == 2
-    assert "pip install 'jaxtrain[eval]'" in capsys.readouterr().err
+    assert "pip install lm_eval" in capsys.readouterr().err

@@ -43,7 +43,7 @@ def refuses(source, *parts):
 
 
 def test_every_kind_of_source_is_in_the_table():
-    assert set(SOURCES) == {"text", "jsonl", "parquet", "code", "chat"}
+    assert set(SOURCES) == {"text", "jsonl", "parquet", "code", "chat", "preference"}
 
 
 def test_tinyshakespeare_is_built_in():

@@ -77,7 +77,8 @@ def results(task, mesh):
 
         def run(params, placed):
             copy = compute_copy(task, params)
-            return copy, *gradients(task, copy, placed, jnp.float32(1 / 200))
+            (loss, _), grads = gradients(task, copy, placed, jnp.float32(1 / 200))
+            return copy, loss, grads
 
         return jax.jit(run)(params, placed)
 
