@@ -30,5 +30,5 @@ def test_a_step_on_random_weights_runs():
     one = ["optim={name: adamw}", "mesh={data: 1, fsdp: 1}"]
     size = ["train.sequence_length=64", "train.batch_size=2", "train.device_batch_size=2"]
     w = load_workload("llama_tiny", [*size, *TINY, *one], jax.devices()[:1])
-    row = finetune.figures(w, finetune.LORA | {"base": "int8"}, running=True)
+    row = finetune.figures(finetune.tuned(w, finetune.LORA | {"base": "int8"}), running=True)
     assert row["ms"] > 0 and row["tokens_per_s"] == 1e3 * 128 / row["ms"]

@@ -11,23 +11,12 @@ from typing import Any
 import jax
 from pydantic import TypeAdapter
 
+from jaxtrain.bench.memory import figures
 from jaxtrain.bench.record import BENCHMARKS, describe
-from jaxtrain.bench.timing import median_ms
-from jaxtrain.bench.workload import (
-    Workload,
-    abstract_state,
-    batch_shapes,
-    load_workload,
-    new_knobs,
-    new_state,
-    random_base,
-    random_batch,
-)  # fmt: skip
+from jaxtrain.bench.workload import Workload, load_workload
 from jaxtrain.finetune import FinetuneConfig, make_parts, plus
 from jaxtrain.optim import make_optimizer
-from jaxtrain.run import compile_step, memory_needed
 from jaxtrain.settings import UserError
-from jaxtrain.step import make_step
 
 LORA: dict[str, Any] = {"name": "lora", "rank": 16, "alpha": 32.0}
 # What is tuned, and with which of the memory techniques; all recompute the blocks.
@@ -58,7 +47,7 @@ def bench_finetune(name: str, overrides: Sequence[str], variant: str | None) -> 
             row: dict[str, Any] = {"name": method, "shape": f"T {T}, batch {batch}"}
             try:
                 w = load_workload(name, [*size, *overrides, *changes], one)
-                row |= figures(w, tuning, running)
+                row |= figures(tuned(w, tuning), running)
             except UserError as error:
                 row |= {"ms": None, "failed": str(error).partition(";")[0]}
             rows.append(row | {"backend": "jaxtrain"})
@@ -69,31 +58,13 @@ def bench_finetune(name: str, overrides: Sequence[str], variant: str | None) -> 
     return describe("finetune", w.name, variant or w.precision, workload=w.facts()) | {"rows": rows}
 
 
-def figures(w: Workload, tuning: dict[str, Any], running: bool) -> dict[str, Any]:
-    """Bytes of a step by the compiler and, if it is to run, its time."""
-    c, specs = w.config, w.parts.base
+def tuned(w: Workload, tuning: dict[str, Any]) -> Workload:
+    """The workload with a part of its model trained."""
     finetune: Any = TypeAdapter(FinetuneConfig).validate_python(tuning)
-    parts = make_parts(finetune, specs, w.task.dtype)
-    optimizer = make_optimizer(plus(c.optim, finetune), parts.trainable, 100, w.tokens)
+    parts = make_parts(finetune, w.parts.base, w.task.dtype)
+    optimizer = make_optimizer(plus(w.config.optim, finetune), parts.trainable, 100, w.tokens)
     task = w.task._replace(specs=parts.trainable, optimizer=optimizer, join=parts.join)
-    w = w._replace(task=task, parts=parts)
-    with jax.set_mesh(w.mesh):
-        frozen = random_base(w) if running else jax.eval_shape(lambda: random_base(w))
-        knobs, step = new_knobs(w), make_step(task, w.mesh)
-        compiled = compile_step(step, abstract_state(w), batch_shapes(w), knobs, c, frozen)
-        host = compiled.memory_analysis().host_temp_size_in_bytes
-        row: dict[str, Any] = {"total_bytes": memory_needed(compiled), "host_bytes": host}
-        if not running:
-            return row
-        state = new_state(w)
-
-        def one(batch: Any) -> jax.Array:
-            nonlocal state
-            state, values = compiled(state, batch, knobs, frozen)
-            return values["loss"]
-
-        ms = median_ms(one, [(random_batch(w, i),) for i in range(2)], calls=3, windows=3)
-    return row | {"ms": ms, "tokens_per_s": 1e3 * w.tokens / ms}
+    return w._replace(task=task, parts=parts)
 
 
 def peer_rows(name: str) -> list[dict[str, Any]]:

@@ -6,7 +6,7 @@ head is applied by the loss (never the whole logits) or, for a few positions, by
 """
 
 import functools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,6 +27,7 @@ from jaxtrain.model.moe import Mixture
 from jaxtrain.model.params import declare
 from jaxtrain.model.plan import LayerSpec, Plan, make_plan, segments
 from jaxtrain.model.rows import PLAIN, Rows, Stream, enter, fastest, leave
+from jaxtrain.model.stack import part_sizes, take, unstack
 from jaxtrain.parallel import constrain
 
 SMEAR_CHANNELS = 24
@@ -426,28 +427,3 @@ class Transformer(nnx.Module):
         if cache is None:
             run = remat.layer(run, spec.remat)
         return run(stream, layer, parts)
-
-
-def part_sizes(period: Plan, parts: Iterable[str]) -> dict[str, int]:
-    """How many layers of a period have each part."""
-    return {name: sum(name in spec.parts for spec in period) for name in parts}
-
-
-def take(stack: Any, start: int, repeats: int, size: int) -> Any:
-    """Layers start .. start + repeats*size of a stack, as [repeats, size, ...]."""
-    part = lambda s: s[start : start + repeats * size].reshape(repeats, size, *s.shape[1:])
-    return jax.tree.map(part, stack)
-
-
-def unstack(stack: Any, layers: int) -> list[Any]:
-    """A stack as a list of layers. `lax.split`, because its gradient is one concatenation."""
-    leaves, treedef = jax.tree.flatten(stack)
-
-    def parts(leaf: Any) -> list[Any]:
-        if isinstance(leaf, np.ndarray):
-            return list(leaf)
-        return [part.squeeze(0) for part in jax.lax.split(leaf, (1,) * layers)]
-
-    if layers == 0:
-        return []
-    return [treedef.unflatten(layer) for layer in zip(*map(parts, leaves), strict=True)]
