@@ -14,6 +14,7 @@ from jaxtrain_kernels.matmul import mosaic_gemm
 from jaxtrain_kernels.matmul.mosaic_gemm import GemmTiling
 
 from jaxtrain import parallel
+from jaxtrain.parallel import MeshConfig, make_mesh
 from jaxtrain.settings import UserError
 
 # The mode that knows that TMA's copies are asynchronous.
@@ -187,3 +188,17 @@ def test_what_it_cannot_serve_is_refused_with_the_reason_and_goes_to_xla(
         np.testing.assert_array_equal(relu2_matmul(x, w), reference.relu2_matmul(x, w))
         du = matmul_relu2_grad(x, w.T, jnp.ones((shape[0], 64), dtype))
         np.testing.assert_array_equal(du, 2 * shape[1] * jnp.ones_like(du))
+
+
+def test_several_devices_leave_the_feed_forward_to_xla():
+    x = jax.ShapeDtypeStruct((8, 128, 256), jnp.bfloat16)
+    up, down = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((256, 1024), (1024, 256)))
+
+    def traced(mesh):
+        with on_target("cuda", (9, 0)), jax.set_mesh(mesh):
+            return str(jax.make_jaxpr(parallel.feed_forward_relu2)(x, up, down))
+
+    alone = make_mesh(MeshConfig.model_validate({"data": 1, "fsdp": 1}), jax.devices()[:1])
+    assert "fused_matmul" in traced(alone)
+    several = make_mesh(MeshConfig.model_validate({"data": 8, "fsdp": 1}))
+    assert "fused_matmul" not in traced(several)
