@@ -71,6 +71,9 @@ class TrainConfig(Settings):
         "auto", description="of the compute: bfloat16 or float16 as the GPU can, float32 on a CPU"
     )
     z_loss: float = Field(0.0, ge=0, description="weight of log(Z)^2 in the loss (PaLM: 1e-4)")
+    compiler_options: dict[str, bool | int | str] = Field(
+        {}, description="options of XLA's for the step's compilation, xla_gpu_...: value"
+    )
     local: LocalConfig | None = Field(
         None,
         description="devices along mesh.data train replicas that meet now and then; "

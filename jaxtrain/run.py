@@ -27,7 +27,7 @@ from jaxtrain.finetune import INSERTED, LoRAConfig, Parts, VirtualConfig, adapte
 from jaxtrain.interop import holds, load_start, read_adapter, read_virtual
 from jaxtrain.metrics import format_bytes
 from jaxtrain.model import path_name
-from jaxtrain.parallel import place_batch, shardings
+from jaxtrain.parallel import check_options, known_options, place_batch, shardings
 from jaxtrain.parallel.group import Group
 from jaxtrain.parallel.mesh import batch_share
 from jaxtrain.scaling import Resolved
@@ -38,7 +38,8 @@ from jaxtrain.step import State, Task, init_state
 FREE = (
     "run.", "mesh.", "processes.", "eval.", "sample.", "checkpoint.", "metrics.", "data.cache_dir",
     "data.prefetch", "data.workers", "data.prepare_workers", "data.skip_damaged",
-    "train.device_batch_size", "model.attention=", "model.scan_layers", "model.remat",
+    "train.device_batch_size", "train.compiler_options", "model.attention=",
+    "model.scan_layers", "model.remat",
 )  # fmt: skip
 
 
@@ -284,8 +285,10 @@ def compile_step(
     step: Any, state: Any, batch: Any, knobs: Any, c: Resolved, frozen: Any = None
 ) -> Any:
     """Compile ahead of the loop, and refuse what the device cannot do or hold."""
+    check_options(c.train.compiler_options)
+    options = (known_options(("cublas",)) if c.model.fp8 else {}) | c.train.compiler_options
     try:
-        compiled = step.lower(state, batch, knobs, frozen).compile()
+        compiled = step.lower(state, batch, knobs, frozen).compile(compiler_options=options or None)
     except NotImplementedError as error:  # a backend asked for by name
         raise UserError(f"model.attention={c.model.attention}: {error}") from error
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")

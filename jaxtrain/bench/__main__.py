@@ -17,6 +17,7 @@ from jaxtrain.bench.data import bench_data
 from jaxtrain.bench.decode import bench_decode
 from jaxtrain.bench.filters import bench_filters
 from jaxtrain.bench.finetune import bench_finetune
+from jaxtrain.bench.flags import bench_flags
 from jaxtrain.bench.importing import bench_import
 from jaxtrain.bench.kernels import bench_loss
 from jaxtrain.bench.matmuls import bench_matmuls
@@ -79,6 +80,11 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="step: with all our kernels, without, with each alone, in float8; or one --variant",
     )
     parser.add_argument(
+        "--flags",
+        action="store_true",
+        help="step: with each set of XLA's options (parallel/flags.py), or one --variant",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         help="folder of what is written; default benchmarks/results, runs/bench for a profile, "
@@ -124,8 +130,10 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 folder = (a.out or Path("runs/bench")) if a.profile else None
                 if a.switches:
                     yield from bench_switches(config, a.overrides, a.variant, folder)
-                    continue
-                yield bench_step(config, a.overrides, a.variant, folder)
+                elif a.flags:
+                    yield from bench_flags(config, a.overrides, a.variant)
+                else:
+                    yield bench_step(config, a.overrides, a.variant, folder)
             else:
                 benches = {"memory": memory_of(a), "optim": bench_optimizers, "tasks": bench_tasks}
                 benches["finetune"] = bench_finetune

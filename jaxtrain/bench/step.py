@@ -37,9 +37,16 @@ WINDOWS = 3
 
 
 def bench_step(
-    name: str, overrides: Sequence[str], variant: str | None = None, profile_dir: Path | None = None
+    name: str,
+    overrides: Sequence[str],
+    variant: str | None = None,
+    profile_dir: Path | None = None,
+    parts: bool = True,
 ) -> dict[str, Any]:
-    """The record of a configuration's step; with `profile_dir`, its kernels are written there."""
+    """The record of a configuration's step; with `profile_dir`, its kernels are written there.
+
+    parts: time forward + backward and the optimizer alone as well.
+    """
     w = load_workload(name, overrides)
     limits = ceilings(w.task.dtype)
     with jax.set_mesh(w.mesh):
@@ -70,7 +77,8 @@ def bench_step(
         if profile_dir is not None:
             record["kinds"] = profile(step, batches, compiled, profile_dir / stem(record), limits)
         del compiled
-        metrics |= parts_ms(w, state, batches, knobs, frozen)
+        if parts:
+            metrics |= parts_ms(w, state, batches, knobs, frozen)
     record["metrics"] = metrics
     record["floor"] = limits._asdict() | floors_ms(w, limits.matmul_tflops)
     return record

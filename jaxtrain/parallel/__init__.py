@@ -10,6 +10,7 @@ from jaxtrain.parallel.axes import (
 )
 from jaxtrain.parallel.context import check_pieces, previous, spread
 from jaxtrain.parallel.experts import feed_experts
+from jaxtrain.parallel.flags import SETS, check_options, known_options
 from jaxtrain.parallel.kernels import (
     attention,
     by_rows,
@@ -25,17 +26,20 @@ from jaxtrain.parallel.stacks import over_matrices
 __all__ = [
     "BATCH",
     "RULES",
+    "SETS",
     "MeshConfig",
     "ProcessesConfig",
     "attention",
     "bubble",
     "by_rows",
+    "check_options",
     "check_pieces",
     "check_stages",
     "constrain",
     "constrain_tree",
     "feed_experts",
     "feed_forward_relu2",
+    "known_options",
     "linear_cross_entropy",
     "make_mesh",
     "over_matrices",

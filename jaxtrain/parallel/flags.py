@@ -1,0 +1,63 @@
+"""Options of XLA's for a step's compilation, in sets by name: `bench step --flags` measures each.
+
+They go with one compilation, never through XLA_FLAGS, where one unknown flag ends the process. Of a
+set of ours what the installed XLA does not know is left out; of a user's it is an error.
+"""
+
+import functools
+from collections.abc import Mapping
+
+import jax
+
+from jaxtrain.settings import UserError
+
+Option = bool | int | str
+
+GIB = 2**30
+PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
+COMBINED = ("all_reduce", "all_gather", "reduce_scatter")
+# What each is said to do (MaxText's, AXLearn's and NVIDIA's recipes); what it does: BENCHMARKS.md.
+SETS: dict[str, dict[str, Option]] = {
+    # Collectives where they stand, none beside computing: what the scheduler brings.
+    "in_order": {"xla_gpu_enable_latency_hiding_scheduler": False},
+    # Few large collectives; by default they are joined up to 30 MiB.
+    "combined": {f"xla_gpu_{kind}_combine_threshold_bytes": GIB for kind in COMBINED},
+    # Those of a loop's round beside the computing of the next.
+    "pipelined": {f"xla_gpu_pipeline_{kind}": PIPELINED for kind in COMBINED}
+    | {"xla_gpu_enable_while_loop_double_buffering": True},
+    # Several at once.
+    "parallel": {
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+        "xla_gpu_experimental_parallel_scale_up_collective_overlap_limit": 4,
+    },
+    # Buffers that NCCL knows, so that it need not copy.
+    "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
+    # Every kernel launched by itself, none from a CUDA graph.
+    "launched": {"xla_gpu_enable_command_buffer": ""},
+    # All matmuls by cuBLAS: no search among Triton's, which takes minutes for float8's.
+    "cublas": {"xla_gpu_enable_triton_gemm": False},
+}
+
+
+def known_options(names: tuple[str, ...]) -> dict[str, Option]:
+    """The options of these sets, without those that this XLA does not know."""
+    options = {option: value for name in names for option, value in SETS[name].items()}
+    return {option: value for option, value in options.items() if not complaint(option, value)}
+
+
+def check_options(options: Mapping[str, Option]) -> None:
+    """Raise UserError for the first of a user's options that this XLA would not take."""
+    for option, value in options.items():
+        if why := complaint(option, value):
+            raise UserError(f"train.compiler_options: {why}")
+
+
+@functools.cache
+def complaint(option: str, value: Option) -> str:
+    """Why this XLA does not take an option; empty if it does. It is asked to compile a constant."""
+    lowered = jax.jit(lambda: 0).lower()
+    try:
+        lowered.compile(compiler_options={option: value})
+    except jax.errors.JaxRuntimeError as error:
+        return str(error).partition("INVALID_ARGUMENT: ")[2].partition("\n")[0] or str(error)
+    return ""
