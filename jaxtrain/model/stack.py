@@ -1,12 +1,14 @@
 """Layers of equal shape, stored stacked: parts of a stack, and its layers."""
 
-from collections.abc import Iterable
+import functools
+from collections.abc import Iterable, Iterator
 from typing import Any
 
 import jax
 import numpy as np
 
 from jaxtrain.model.plan import Plan
+from jaxtrain.model.remat import POLICIES
 
 
 def part_sizes(period: Plan, parts: Iterable[str]) -> dict[str, int]:
@@ -18,6 +20,33 @@ def take(stack: Any, start: int, repeats: int, size: int) -> Any:
     """Layers start .. start + repeats*size of a stack, as [repeats, size, ...]."""
     part = lambda s: s[start : start + repeats * size].reshape(repeats, size, *s.shape[1:])
     return jax.tree.map(part, stack)
+
+
+def sources(period: Plan, stack: Any, scanned: bool) -> Iterator[tuple[Any, Any]]:
+    """For each layer of a period, (source, pick): pick(source) is what it takes, and its parts.
+
+    stack: (what all layers take, {part: what some do}), each stacked over those of the period. A
+    layer that is scanned and recomputed picks from the stack itself: of a slice made before it the
+    scan would keep all, a copy of the weights.
+    """
+    layers = unstack(stack[0], len(period))
+    sizes = part_sizes(period, stack[1])
+    parts = {name: unstack(stack[1][name], size) for name, size in sizes.items()}
+    seen = dict.fromkeys(sizes, 0)
+    for i, spec in enumerate(period):
+        places = {name: seen[name] for name in spec.parts}
+        seen |= {name: place + 1 for name, place in places.items()}
+        if scanned and spec.remat in POLICIES:
+            yield stack, functools.partial(picked, i, places)
+        else:
+            own = {name: parts[name][place] for name, place in places.items()}
+            yield (layers[i], own), lambda source: source
+
+
+def picked(i: int, places: dict[str, int], stack: Any) -> tuple[Any, dict[str, Any]]:
+    """Layer i of a period's stack, and its parts at their places."""
+    at = lambda tree, place: jax.tree.map(lambda leaf: leaf[place], tree)
+    return at(stack[0], i), {name: at(stack[1][name], place) for name, place in places.items()}
 
 
 def unstack(stack: Any, layers: int) -> list[Any]:

@@ -6,7 +6,7 @@ head is applied by the loss (never the whole logits) or, for a few positions, by
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -27,7 +27,7 @@ from jaxtrain.model.moe import Mixture
 from jaxtrain.model.params import declare
 from jaxtrain.model.plan import LayerSpec, Plan, make_plan, segments
 from jaxtrain.model.rows import PLAIN, Rows, Stream, enter, fastest, leave
-from jaxtrain.model.stack import part_sizes, take, unstack
+from jaxtrain.model.stack import part_sizes, sources, take
 from jaxtrain.parallel import constrain
 
 SMEAR_CHANNELS = 24
@@ -317,17 +317,15 @@ class Transformer(nnx.Module):
             some = {n: take(parts[n], part_at[n], repeats, sizes[n]) for n in parts}
             stack = take(layers, at, repeats, size), some
 
-            def run_period(carry, stack, period=period, sizes=sizes):
+            def run_period(carry, stack, period=period, scanned=repeats > 1):
                 x, middle_BTD = carry
-                layer_list = unstack(stack[0], len(period))
-                lists = {n: iter(unstack(stack[1][n], sizes[n])) for n in sizes}
                 kept = []
-                for spec, layer in zip(period, layer_list):
-                    own = {name: next(lists[name]) for name in spec.parts}
+                for i, (spec, source) in enumerate(zip(period, sources(period, stack, scanned))):
                     layer_cache = cache and LayerCache(*cache.kv[len(kept)], cache.lengths_B)
-                    x, pair = self.run_layer(x, spec, layer, own, inputs, layer_cache)
+                    x, pair = self.run_layer(x, spec, *source, inputs, layer_cache)
                     if c.backout:
-                        middle_BTD = jnp.where(layer["index"] == middle, x.total(), middle_BTD)
+                        here = stack[0]["index"][i] == middle
+                        middle_BTD = jnp.where(here, x.total(), middle_BTD)
                     kept.append(pair)
                 return (x, middle_BTD), kept
 
@@ -398,17 +396,21 @@ class Transformer(nnx.Module):
         self,
         stream: Stream,
         spec: LayerSpec,
-        layer: dict[str, Any],
-        parts: dict[str, Any],
+        source: Any,
+        pick: Callable[[Any], tuple[dict[str, Any], dict[str, Any]]],
         inputs: LayerInputs,
         cache: LayerCache | None,
     ) -> tuple[Stream, tuple[Kept, Kept]]:
-        """One layer: scale the stream, add the embedding back in, run the block."""
+        """One layer: scale the stream, add the embedding back in, run the block.
+
+        pick: of source, what the layer takes and the parts that only some layers have.
+        """
         c, rows = self.config, inputs.rows
         # A layer that is scanned or recomputed keeps one array, not the stream and a branch.
         whole = rows.norm == "xla" or c.scan_layers or spec.remat in remat.POLICIES
 
-        def run(stream, layer, parts):
+        def run(stream, source):
+            layer, parts = pick(source)
             scales = (layer["residual_scale"], layer["x0_scale"]) if c.residual_scales else None
             x_BTD, h_BTD, x0_BTD = enter(stream, inputs.x0_BTD, scales, c.norm_eps, rows.norm)
             block = nnx.merge(nnx.graphdef(self.blocks), layer["block"])
@@ -426,4 +428,4 @@ class Transformer(nnx.Module):
 
         if cache is None:
             run = remat.layer(run, spec.remat)
-        return run(stream, layer, parts)
+        return run(stream, source)

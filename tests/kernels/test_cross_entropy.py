@@ -174,6 +174,7 @@ def test_chunks_are_equal_and_fit_the_device():
     with on_target("cuda", (9, 0)):
         assert default_chunk(65536, 32768) == 8192
         assert default_chunk(8200, 32768) == 4160
+        assert default_chunk(65536, 128256) == 4096  # 1 GiB of bfloat16 logits
 
 
 def test_inside_shard_map_the_head_gradient_is_summed():

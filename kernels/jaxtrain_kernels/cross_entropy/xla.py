@@ -15,9 +15,10 @@ from jax import lax
 
 from jaxtrain_kernels.dispatch import Target, target
 
-# Where a chunk's logits stop fitting in a CPU's cache, and where a GPU's matmuls are full.
+# Where a chunk's logits stop fitting in a CPU's cache, and where a GPU's matmuls are full; of a large
+# vocabulary so many rows would be gigabytes of logits.
 CPU_LOGITS_BYTES = 4 * 2**20
-GPU_ROWS = 8192
+GPU_ROWS, GPU_LOGITS = 8192, 2**29
 # float16 has no room under 6e-8, where most of a softmax lies: its logit gradients are multiplied
 # by this (over the largest weight) before the cast, and the products divided after the matmuls.
 FLOAT16_SCALE = 1024.0
@@ -56,7 +57,7 @@ def per_token(x_ND, w_DV, labels_N, softcap, valid_vocab, chunk):
 
 def default_chunk(n_tokens: int, n_vocab: int) -> int:
     """Equal chunks (so that little is filled up) near the size that is fastest on the device."""
-    rows = GPU_ROWS
+    rows = min(GPU_ROWS, GPU_LOGITS // n_vocab)
     if target().platform == "cpu":
         rows = max(64, CPU_LOGITS_BYTES // (4 * n_vocab))
     n_chunks = -(-n_tokens // rows)
