@@ -114,7 +114,8 @@ def answer_tasks(saved: Saved, config: Resolved, arguments: argparse.Namespace) 
     if arguments.limit is not None and arguments.limit < 1:
         raise UserError("--limit must be at least 1")
     names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
-    out = arguments.out or arguments.run / "tasks.json"
+    name = "tasks.json" if arguments.step is None else f"tasks_step_{arguments.step:06d}.json"
+    out = arguments.out or arguments.run / name
     bundle = data.open_bundle(arguments.bundle, names)
     result = run_tasks(saved, config, bundle, names, out, arguments.limit)
     if (arguments.run / "metrics.jsonl").is_file() and jax.process_index() == 0:
@@ -132,7 +133,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tasks", help="core, names of its tasks, or FILE.yaml: comma-separated")
     parser.add_argument("--bundle", type=Path, help="of the tasks; default $JAXTRAIN_CORE")
     parser.add_argument("--limit", type=int, help="examples of each task; default all")
-    parser.add_argument("--out", type=Path, help="results of the tasks; default RUN/tasks.json")
+    parser.add_argument("--out", type=Path, help="results of tasks; RUN/tasks[_step_N].json")
     parser.add_argument("overrides", nargs="*", help="data.validation.name=documents ...")
     arguments = parser.parse_intermixed_args(argv)
     start()

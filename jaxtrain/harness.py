@@ -148,7 +148,9 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", help="eval.batch_size=16 ...")
     a = parser.parse_intermixed_args(argv)
     if not INSTALLED:
-        raise UserError("lm-evaluation-harness is not installed: pip install lm_eval")
+        raise UserError(
+            "lm-evaluation-harness is not installed: pip install lm_eval, or uv sync --extra eval"
+        )
     start()
     lm_eval = importlib.import_module("lm_eval")
     found = lm_eval.simple_evaluate(

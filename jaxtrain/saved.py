@@ -12,7 +12,7 @@ from safetensors.numpy import save_file
 from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
 from jaxtrain.config import to_yaml, validate
 from jaxtrain.data import Tokenizer, load_tokenizer, template_of
-from jaxtrain.finetune import make_parts
+from jaxtrain.finetune import keys_values, make_parts
 from jaxtrain.interop import (
     Prompting,
     chat_template,
@@ -62,7 +62,8 @@ def save_model(directory: Path, config: Resolved, params: Any, tokenizer: Tokeni
 def save_adapter(directory: Path, config: Resolved, params: Any) -> None:
     """Write what LoRA, or a prompt or prefix, trained as an adapter of peft's."""
     if config.finetune.name in ("prompt", "prefix"):
-        write_virtual(directory, config.model, params, config.train.init_from)
+        shown = keys_values(params) if config.finetune.name == "prefix" else params
+        write_virtual(directory, config.model, shown, config.train.init_from)
         return
     facts = config.finetune.model_dump(include={"rank", "alpha", "rslora", "dora"})
     write_adapter(directory, config.model, params, facts | {"base": config.train.init_from})

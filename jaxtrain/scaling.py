@@ -10,7 +10,7 @@ from pydantic import BaseModel
 from jaxtrain.config import Config, Sections, TrainConfig, apply_override, to_yaml, validate
 from jaxtrain.data import DataConfig
 from jaxtrain.data.tokenizer import build_tokenizer
-from jaxtrain.finetune import VirtualConfig
+from jaxtrain.finetune import PrefixConfig, VirtualConfig
 from jaxtrain.model import (
     ModelConfig,
     ResolvedModel,
@@ -132,6 +132,11 @@ def inserted(c: Config) -> dict[str, int]:
     else:
         return {}
     name = c.finetune.name
+    if before and isinstance(c.finetune, PrefixConfig) and c.finetune.projection:
+        raise UserError(
+            "finetune.projection: the model that the run starts from has a prefix already, and not "
+            "the MLP that made it; set finetune.projection=null to go on with it"
+        )
     if before not in (None, size):
         raise UserError(
             f"finetune.{field} {size}: the model that the run starts from has model.{name} "

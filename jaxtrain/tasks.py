@@ -26,8 +26,10 @@ from jaxtrain.data.tasks import Bundle, Loaded
 from jaxtrain.saved import Saved
 from jaxtrain.scaling import Resolved
 from jaxtrain.scoring import Scorer, Scores, make_scorer, scores
+from jaxtrain.settings import UserError
 
 Result = dict[str, Any]
+FORMAT = 2  # of the file; an older one is written anew
 
 
 def run_tasks(
@@ -41,7 +43,8 @@ def run_tasks(
     """Answer tasks and write what `out` then holds, after each of them; returns it.
 
     What `out` already has of this model and these questions is kept. `core` is in it if all tasks
-    of CORE are, with the same limit. limit: examples of each task.
+    of CORE are, with the same limit. limit: examples of each task. Raises UserError for a model
+    that gives no numbers.
     """
     found = bundle.find(names)
     model = identity(saved, config)
@@ -55,16 +58,23 @@ def run_tasks(
     scorer = make_scorer(saved, config, few) if waiting else None
     with progress_bar() as bar:
         for loaded, entry in answer_all(scorer, saved.tokenizer, waiting, bar) if scorer else ():
-            result["tasks"][loaded.task.label] = entry | {"limit": limit}
+            result["tasks"][loaded.task.label] = entry
             save(out, result)
             text = f"{loaded.task.label:34s} {entry['accuracy']:.4f}  {entry['seconds']:.1f} s"
             bar.console.print(text, highlight=False)
-    of_core = [result["tasks"].get(label) for label in bundle.core]
-    if all(of_core) and len({entry["limit"] for entry in of_core}) == 1:
+    of_core = [result["tasks"][label] for label in bundle.core if label in result["tasks"]]
+    if of_core and len(of_core) == len(bundle.core) and alike(of_core):
         result["core"] = sum(entry["centered"] for entry in of_core) / len(of_core)
     save(out, result)
     chosen = {task.label: result["tasks"][task.label] for task, _ in found}
     return result | {"tasks": chosen}
+
+
+def alike(entries: Sequence[Result]) -> bool:
+    """Whether one limit could have given them all; one above a task's examples asks them all."""
+    cut = {entry["examples"] for entry in entries if entry["examples"] < entry["of"]}
+    most = min(cut, default=math.inf)
+    return len(cut) < 2 and all(entry["examples"] <= most for entry in entries)
 
 
 def answer_all(
@@ -83,6 +93,11 @@ def answer_all(
 
 def right(loaded: Loaded, found: Scores) -> np.ndarray:
     """bool [examples]: which of them are answered right. The first of equals is the answer."""
+    if not np.isfinite(found.nll).all():
+        raise UserError(
+            f"{loaded.task.label}: the model's log-likelihoods are not finite: its weights are "
+            "not, or train.precision=float16 is too narrow for it"
+        )
     if loaded.task.icl_task_type == "language_modeling":
         return found.greedy
     mean = found.nll / found.tokens
@@ -100,6 +115,7 @@ def figures(loaded: Loaded, correct: np.ndarray) -> Result:
         "error": math.sqrt(accuracy * (1 - accuracy) / len(correct)),
         "chance": chance,
         "examples": len(correct),
+        "of": len(loaded.examples),
         "shots": loaded.task.shots,
         "kind": loaded.task.icl_task_type,
         "file": loaded.file.name,
@@ -117,6 +133,7 @@ def identity(saved: Saved, config: Resolved) -> Result:
         digest = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).reshape(-1), digest)
     settings = json.dumps(config.model.model_dump(mode="json"), sort_keys=True)
     return {
+        "format": FORMAT,
         "weights": f"{digest:08x}",
         "model": f"{zlib.crc32(settings.encode()):08x}",
         "tokenizer": saved.tokenizer.fingerprint,

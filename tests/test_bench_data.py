@@ -2,6 +2,7 @@ import pytest
 
 from jaxtrain.bench import data, filters
 from jaxtrain.bench.__main__ import main
+from jaxtrain.settings import UserError
 
 
 def test_every_stage_from_text_to_batches_is_measured(tmp_path, monkeypatch, capsys):
@@ -21,7 +22,13 @@ def test_every_stage_from_text_to_batches_is_measured(tmp_path, monkeypatch, cap
                              "read at random"}  # fmt: skip
         ours, raw = part["ours, a batch"], part["the library's batch"]
         assert ours["of_raw"] == pytest.approx(raw["seconds"] / ours["seconds"])
+        tokens = [row["tokens_per_s"] * row["seconds"] for row in (ours, raw)]
+        assert tokens[0] == pytest.approx(tokens[1])  # of the same text
+        shapes = [part[name]["shape"].split(", ")[1] for name in ("train", "prepare")]
+        assert shapes == ["0 MB", "1 MB"] and raw["shape"] == "tinyshakespeare, 0 MB"
         assert part["prepare"]["tokens_per_s"] > 0 and part["read at random"]["tokens_per_s"] > 0
+    with pytest.raises(UserError, match="data.train is a chat: name one source of text"):
+        data.bench_data(["data.train.name=chat", "data.train.path=x"])
     monkeypatch.setattr("jaxtrain.bench.__main__.bench_data", lambda *_: record)
     assert main(["data", "--record", "--out", str(tmp_path)]) == 0
     assert "MB/CPU s" in capsys.readouterr().out

@@ -247,9 +247,37 @@ def test_the_command_saves_and_takes_up_what_is_there(model, bundle, capsys, mon
     (bundle / "eval_data" / "words.jsonl").write_text("".join(json.dumps(x) + "\n" for x in LM[1:]))
     assert evaluate.main([*command, "eval.batch_size=16"]) == 0
     assert [loaded.task.label for loaded in asked.pop()] == ["words"]
+    # A limit above a task's examples is none: it goes with others, which were asked without.
+    whole = command[:-2]
+    assert evaluate.main([*whole, "--limit", "9"]) == 0
+    assert "core" in json.loads((run / "tasks.json").read_text())
+    asked.clear()
+    assert evaluate.main(whole) == 0
+    assert [loaded.task.label for loaded in asked.pop()] == ["sums"]
+    assert "core" in json.loads((run / "tasks.json").read_text())
+    assert evaluate.main([whole[0], "--tasks", "words", *command[3:]]) == 0
+    assert "core" not in json.loads((run / "tasks.json").read_text())
     other = model._replace(params=jax.tree.map(lambda x: x + 1, model.params))
     assert tasks.kept(run / "tasks.json", tasks.identity(other, model.config)) == {}
     assert len(tasks.kept(run / "tasks.json", tasks.identity(model, model.config))) == 3
+
+
+def test_another_step_has_a_file_of_its_own(model, bundle, monkeypatch):
+    run = model.tokenizer_dir.parent
+    monkeypatch.setattr(evaluate, "load_saved", lambda *_: model)
+    more = ["--tasks", "falls", "--bundle", str(bundle), "--limit", "2", "--step", "30"]
+    assert evaluate.main([str(run), *more]) == 0
+    assert json.loads((run / "tasks_step_000030.json").read_text())["tasks"]["falls"]["of"] == 9
+
+
+def test_a_model_without_numbers_has_no_accuracy(model, bundle):
+    asked = Bundle(bundle)
+    loaded = asked.load(*asked.find(["words"])[0], 2)
+    found = scores(make_scorer(model, model.config, 2), [questions(loaded, byte_tokenizer(), T)])
+    found = next(iter(found))
+    assert tasks.right(loaded, found).shape == (2,)
+    with pytest.raises(UserError, match="words: the model's log-likelihoods are not finite"):
+        tasks.right(loaded, found._replace(nll=found.nll * np.nan))
 
 
 def test_an_archive_and_a_rebuilt_file_will_do(bundle, tmp_path, monkeypatch):

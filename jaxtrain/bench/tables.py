@@ -83,6 +83,7 @@ DATA: Columns = {
     "of_raw": rounded(".2f"),
     "tokens_per_s": rounded(",.0f"),
     "tokens_per_cpu_s": rounded(",.0f"),
+    "plan_tokens_per_cpu_s": rounded(",.0f"),
     "crop": rounded(".1%"),
 }
 FILTERS: Columns = {
@@ -147,6 +148,7 @@ TITLES = {
     "mb_per_cpu_s": "MB/CPU s",
     "of_raw": "of library",
     "tokens_per_cpu_s": "tokens/CPU s",
+    "plan_tokens_per_cpu_s": "planned tokens/CPU s",
     "state_bytes": "state",
     "checkpoint_bytes": "checkpoint",
     "host_bytes": "host memory",

@@ -10,7 +10,7 @@ from jaxtrain.data.prepare import Progress, _locked, cache_directory
 from jaxtrain.data.quality import FILTERS
 from jaxtrain.data.quality.across import filter_across, key_across
 from jaxtrain.data.quality.filtering import filter_source, key_of
-from jaxtrain.data.sources import TALK, JsonlSource, Source
+from jaxtrain.data.sources import TALK, JsonlSource, Source, field_of
 from jaxtrain.settings import UserError
 
 Reports = dict[str, dict[str, Any]]  # what filters removed, by the name of the source
@@ -66,7 +66,13 @@ def _left(
             processes=config.prepare_workers,
             progress=report,
         )
-    return JsonlSource(path=str(directory / "text"), sample_by=source.sample_by)
+    return _written(directory / "text", source)
+
+
+def _written(directory: Path, source: Source) -> JsonlSource:
+    """What the filters wrote of a source."""
+    field, weight = field_of(source), source.sample_by
+    return JsonlSource(path=str(directory), field=field, sample_by=weight)
 
 
 def in_order(sources: dict[str, Source], first: str | None) -> dict[str, Source]:
@@ -97,10 +103,7 @@ def _across(
         before = reports.get(name, report | {"filters": []})
         rows = {"filters": [*before["filters"], *report["filters"]]}
         reports[name] = {"read": before["read"], "kept": report["kept"], **rows}
-    return {
-        name: JsonlSource(path=str(directory / name), sample_by=source.sample_by)
-        for name, source in texts.items()
-    }
+    return {name: _written(directory / name, source) for name, source in texts.items()}
 
 
 def filter_into(config: DataConfig, out: Path, progress: Progress) -> Reports:

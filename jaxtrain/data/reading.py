@@ -310,15 +310,11 @@ def _parquet_records(
 
 
 def other_columns(source: Any, file: File) -> tuple[str, ...]:
-    """The columns of a Parquet file beside the text that JSON has a type for; else none."""
+    """The columns of a Parquet file beside the text; of JSONL none, a record has all it says."""
     if source.name != "parquet":
         return ()
-    import pyarrow.types as of
-
-    known = (of.is_string, of.is_large_string, of.is_integer, of.is_floating, of.is_boolean)
-    schema = _parquet_file(source, file).schema_arrow
-    fields = (f for f in schema if any(is_kind(f.type) for is_kind in known))
-    return tuple(field.name for field in fields if field.name != source.column)
+    names = _parquet_file(source, file).schema_arrow.names
+    return tuple(name for name in names if name != source.column)
 
 
 @lru_cache(maxsize=4)

@@ -166,6 +166,13 @@ def where(source: Source) -> str:
     return str(SHAKESPEARE) if built_in else source.path
 
 
+def field_of(source: Source) -> str:
+    """The name of what holds a document's text when it is written as JSONL."""
+    if source.name == "parquet":
+        return source.column
+    return source.field if source.name == "jsonl" else "text"
+
+
 def content_hash(source: Source, cache_dir: Path) -> str:
     """SHA-256 over the contents of the files of `source`; a remote file counts by its version tag.
 

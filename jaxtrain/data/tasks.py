@@ -208,6 +208,8 @@ def read_examples(path: Path, task: Task) -> list[Example]:
     examples = []
     with path.open(encoding="utf-8") as file:
         for number, line in enumerate(file, 1):
+            if not line.strip():
+                continue
             try:
                 example = json.loads(line)
             except ValueError as error:

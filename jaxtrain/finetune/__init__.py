@@ -9,6 +9,7 @@ from jaxtrain.finetune.config import (
     PEFT,
     FinetuneConfig,
     LoRAConfig,
+    PrefixConfig,
     VirtualConfig,
     adapter_folder,
     fill_in,
@@ -24,7 +25,7 @@ from jaxtrain.finetune.partition import (
     nested,
     some,
 )
-from jaxtrain.finetune.virtual import virtual
+from jaxtrain.finetune.virtual import keys_values, virtual
 
 METHODS = {
     "full": everything, "lora": lora, "freeze": some, "bitfit": some, "ia3": ia3,
@@ -38,7 +39,7 @@ def make_parts(c: Any, specs: Any, dtype: jnp.dtype) -> Parts:
 
 
 __all__ = [
-    "INSERTED", "PEFT", "FinetuneConfig", "LoRAConfig", "Parts", "VirtualConfig",
+    "INSERTED", "PEFT", "FinetuneConfig", "LoRAConfig", "Parts", "PrefixConfig", "VirtualConfig",
     "adapter_folder", "everything", "fill_in", "flatten",
-    "join_all", "make_parts", "nested", "plus",
+    "join_all", "keys_values", "make_parts", "nested", "plus",
 ]  # fmt: skip

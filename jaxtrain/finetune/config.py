@@ -6,6 +6,7 @@ from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
+from jaxtrain.optim import AdamWConfig, MuonConfig
 from jaxtrain.settings import Settings, UserError
 
 Base = Literal["nf4", "int8"]
@@ -109,6 +110,12 @@ class PrefixConfig(VirtualConfig):
     """Their keys and values in every layer train (prefix tuning, Li & Liang 2021)."""
 
     name: Literal["prefix"] = "prefix"
+    projection: int | None = Field(
+        None,
+        ge=1,
+        description="hidden units of an MLP that makes the keys and values while they train, and "
+        "is not kept (peft: encoder_hidden_size); default they train as they are",
+    )
 
 
 FinetuneConfig = Annotated[
@@ -123,6 +130,7 @@ RATES = {
     "prefix": 1e-2,
 }  # fmt: skip
 INSERTED = ("adapter", "prompt", "prefix")  # become model.NAME
+PROJECTED = 1e-3  # of a prefix that an MLP makes; Li & Liang's 5e-5 hardly moves one in 400 steps
 ROWS = 16  # of a step, QLoRA's
 PEFT = {"lora": "LORA", "prompt": "PROMPT_TUNING", "prefix": "PREFIX_TUNING"}  # what peft reads
 # peft's names of modules -> ours
@@ -137,7 +145,7 @@ MODULES = {
 def fill_in(tree: dict[str, Any]) -> None:
     """The defaults of tuning a part, in a plain configuration that asks for it; what it says wins.
 
-    Raises UserError if it does not say for how long.
+    Raises UserError if it does not say for how long, or has rates of pretraining's optimizer.
     """
     if not all(isinstance(tree.get(name, {}), dict) for name in ("train", "optim", "finetune")):
         return  # validation says what is wrong
@@ -151,9 +159,23 @@ def fill_in(tree: dict[str, Any]) -> None:
     if finetune.get("init_adapter"):
         folder = adapter_folder(str(finetune["init_adapter"]))
         tree["finetune"] = of_adapter(folder, kind) | finetune
+        if finetune.get("projection"):
+            raise UserError(
+                f"finetune.projection: {folder} has keys and values, not the MLP that made them; "
+                "leave one of projection and init_adapter out"
+            )
+    of_muon = MuonConfig.model_fields.keys() - AdamWConfig.model_fields
+    other = [key for key in optim if key in of_muon]
+    if other and "name" not in optim:
+        raise UserError(
+            f"optim: finetune.name={kind} trains with adamw unless optim.name says otherwise, but "
+            f"{', '.join(other)} are of muon; say optim.name=adamw, which has rates that fit, or "
+            "optim.name=muon"
+        )
     if optim.get("name", "adamw") == "adamw":
         warmup = min(20, int(train["steps"]) // 10)
-        rates = {"name": "adamw", "learning_rate": RATES[kind], "weight_decay": 0.0, "b2": 0.999}
+        rate = PROJECTED if finetune.get("projection") else RATES[kind]
+        rates = {"name": "adamw", "learning_rate": rate, "weight_decay": 0.0, "b2": 0.999}
         rates |= {"clip_norm": 1.0, "schedule": {"name": "linear", "warmup_steps": warmup}}
         tree["optim"] = rates | optim
 

@@ -1,16 +1,19 @@
 """Prompt and prefix tuning: virtual tokens in front of every text train (`model/virtual.py`)."""
 
+import math
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 
 from jaxtrain.finetune.partition import Parts, inserted
+from jaxtrain.model import Params, ParamSpec, initialize
+from jaxtrain.model.init import normal, uniform
 
 
 def virtual(c: Any, specs: Any, dtype: jnp.dtype) -> Parts:
     """The base is frozen as a whole. A prompt starts as the embeddings of random tokens, as in the
-    paper; a prefix as it is declared."""
+    paper; a prefix as it is declared, or as its projection gives it."""
     parts = inserted(c, specs, dtype)
 
     def from_vocabulary(base: Any, seed: int) -> tuple[Any, Any]:
@@ -18,4 +21,52 @@ def virtual(c: Any, specs: Any, dtype: jnp.dtype) -> Parts:
         rows_P = jax.random.randint(jax.random.key(seed), (c.tokens,), 0, len(table_VD))
         return base, {"prompt": table_VD[rows_P].astype(jnp.float32)}
 
-    return parts._replace(split=from_vocabulary) if c.name == "prompt" else parts
+    if c.name == "prompt":
+        return parts._replace(split=from_vocabulary)
+    if c.projection is None:
+        return parts
+    declared = projection(c.projection, parts.trainable["prefix"]["k"])
+    return parts._replace(
+        trainable={"prefix": declared},
+        join=lambda params, frozen: parts.join(keys_values(params), frozen),
+        split=lambda base, seed: (base, initialize({"prefix": declared}, seed)),
+    )
+
+
+def projection(hidden: int, table: ParamSpec) -> dict[str, ParamSpec]:
+    """An MLP that makes tables such as the declared one [L, P, C], of keys and of values.
+
+    Sizes and initial values are peft's (PrefixEncoder): embeddings N(0, 1), uniform matrices and
+    biases within +-1/sqrt(in).
+    """
+    (L, P, C), (layers, _, heads) = table.shape, table.axes
+
+    def linear(rows: int, stack: tuple, axes: tuple, columns: int, axis: str | None) -> Any:
+        init = uniform(-1 / math.sqrt(rows), 1 / math.sqrt(rows))
+        n = len(stack)
+        return (
+            ParamSpec((*stack, rows, columns), (*axes, None, axis), init, "matrix",
+                      ins=(n,), outs=(n + 1,), group="matrix"),
+            ParamSpec((*stack, columns), (*axes, axis), init, "gain", group="bias"),
+        )  # fmt: skip
+
+    found = {"embed": ParamSpec((P, C), (None, None), normal(1.0), "embedding", group="prefix")}
+    found["up"], found["up_bias"] = linear(C, (), (), hidden, None)
+    for name in "kv":
+        found[name], found[f"{name}_bias"] = linear(hidden, (L,), (layers,), C, heads)
+    return found
+
+
+def keys_values(params: Params) -> Params:
+    """What trains of a prefix as the model's keys and values; the projection is computed."""
+    p = params["prefix"]
+    if "embed" not in p:
+        return params
+    dtype = p["embed"].dtype
+    h_PF = jnp.tanh(p["embed"] @ p["up"] + p["up_bias"][None]).astype(dtype)
+
+    def table(name: str) -> jax.Array:
+        x_LPC = jnp.einsum("pf,lfc->lpc", h_PF, p[name]) + p[f"{name}_bias"][:, None]
+        return x_LPC.astype(dtype)
+
+    return {"prefix": {name: table(name) for name in "kv"}}

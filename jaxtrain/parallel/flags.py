@@ -23,8 +23,10 @@ SETS: dict[str, dict[str, Option]] = {
     # Few large collectives; by default they are joined up to 30 MiB.
     "combined": {f"xla_gpu_{kind}_combine_threshold_bytes": GIB for kind in COMBINED},
     # Those of a loop's round beside the computing of the next.
-    "pipelined": {f"xla_gpu_pipeline_{kind}": PIPELINED for kind in COMBINED}
-    | {"xla_gpu_enable_while_loop_double_buffering": True},
+    "pipelined": {
+        "xla_gpu_enable_while_loop_double_buffering": True,
+        **{f"xla_gpu_pipeline_{kind}": PIPELINED for kind in COMBINED},
+    },
     # Several at once.
     "parallel": {
         "xla_gpu_experimental_parallel_collective_overlap_limit": 4,

@@ -1,6 +1,8 @@
 """Filters as part of preparing: the same on any number of processes, and after any interruption."""
 
+import datetime
 import json
+from pathlib import Path
 
 import pyarrow as pa
 import pyarrow.parquet as pq
@@ -93,12 +95,42 @@ def test_other_fields_stay_and_the_order_too(tmp_path, corpus):
     assert (
         main(["filter", str(written_config(tmp_path, corpus)), "--out", str(tmp_path / "o")]) == 0
     )
-    left = zstandard.ZstdDecompressor().stream_reader(
-        (tmp_path / "o" / "00000.jsonl.zst").read_bytes(), read_across_frames=True
-    )
-    rows = [json.loads(line) for line in left.read().decode().splitlines()]
+    rows = rows_of(tmp_path / "o")
     assert [row["id"] for row in rows] == [f"d{i}" for i in range(10, 40)]
     assert [row["text"] for row in rows] == EXPECTED
+
+
+def test_columns_of_parquet_and_fields_of_jsonl_keep_their_names(tmp_path):
+    count = 9
+    table = {
+        "text": [f"a field of another kind {i}" for i in range(count)],
+        "body": [prose(60, i) for i in range(count)],
+        "n": [*range(count - 1), None],
+        "tags": [["a", "b"]] * count,
+        "meta": [{"dump": "CC", "score": 0.5}] * count,
+        "bytes": [b"\xff"] * count,
+        "day": [datetime.date(2026, 11, 21)] * count,
+    }
+    table["body"][3] = "too short"
+    pq.write_table(pa.table(table), tmp_path / "t.parquet", row_group_size=4)
+    rows = [dict(zip(table, row)) for row in zip(*table.values())]
+    del rows[3]
+    rows = [row | {"bytes": "/w==", "day": "2026-11-21"} for row in rows]
+    (tmp_path / "t.jsonl").write_text("".join(json.dumps(row) + "\n" for row in rows))
+    for name, field in (("parquet", "column"), ("jsonl", "field")):
+        source = {"name": name, "path": str(tmp_path / f"t.{name}"), field: "body"}
+        train = source | {"filters": [{"name": "gopher_quality"}]}
+        c = config(tmp_path, None, train=train)
+        left = filtered(c, lambda *_: None)[0].train
+        assert rows_of(Path(left.path)) == rows
+        assert list(documents(left)) == [row["body"] for row in rows]
+
+
+def rows_of(folder):
+    reader = zstandard.ZstdDecompressor().stream_reader(
+        (folder / "00000.jsonl.zst").read_bytes(), read_across_frames=True
+    )
+    return [json.loads(line) for line in reader.read().decode().splitlines()]
 
 
 def written_config(folder, path):

@@ -5,7 +5,7 @@ In the environment of make_golden.py:
     PYTHONPATH=tests/interop:tests/finetune python tests/finetune/make_golden_virtual.py
 
 Each case: adapter_config.json, its tensor (random, float32), and the logits of the model with the
-adapter for the prompts of hf_cases.
+adapter for the prompts of hf_cases; and of a prefix with a projection the weights that train.
 """
 
 import json
@@ -29,25 +29,28 @@ TOKENS = 5
 def main():
     facts, arrays = {}, {}
     tokens = torch.from_numpy(cases.prompts()[:1]).long()
-    for base in BASES:
-        for kind, config_of in KINDS.items():
-            name = f"{kind} {base}"
-            config = config_of(task_type="CAUSAL_LM", num_virtual_tokens=TOKENS)
-            model = peft.get_peft_model(base_model(base), config).eval()
-            torch.manual_seed(0)
-            with torch.no_grad():
-                weight = model.prompt_encoder["default"].embedding.weight
-                weight.copy_(torch.randn(weight.shape) * 0.5)
-                logits = model(tokens).logits[:, -tokens.shape[1] :].numpy()
-            with tempfile.TemporaryDirectory() as folder:
-                model.save_pretrained(folder)
-                saved = json.loads((Path(folder) / "adapter_config.json").read_text())
-                tensors = load_file(Path(folder) / "adapter_model.safetensors")
-            assert list(tensors) == ["prompt_embeddings"], list(tensors)
-            facts[name] = {"config": saved, "base": base}
-            arrays[f"{name}/logits"] = np.float32(logits)
-            arrays[f"{name}/tensor"] = tensors["prompt_embeddings"].numpy()
-            print(name, np.abs(logits).max(), arrays[f"{name}/tensor"].shape)
+    cases_of = [(f"{kind} {base}", base, kind, {}) for base in BASES for kind in KINDS]
+    more = {"prefix_projection": True, "encoder_hidden_size": 7}
+    for name, base, kind, fields in [*cases_of, ("prefix projected", "llama", "prefix", more)]:
+        config = KINDS[kind](task_type="CAUSAL_LM", num_virtual_tokens=TOKENS, **fields)
+        model = peft.get_peft_model(base_model(base), config).eval()
+        torch.manual_seed(0)
+        encoder = model.prompt_encoder["default"]
+        with torch.no_grad():
+            for key, x in encoder.named_parameters():
+                x.copy_(torch.randn(x.shape) * 0.5)
+                if fields:
+                    arrays[f"{name}/weights/{key}"] = x.numpy()
+            logits = model(tokens).logits[:, -tokens.shape[1] :].numpy()
+        with tempfile.TemporaryDirectory() as folder:
+            model.save_pretrained(folder)
+            saved = json.loads((Path(folder) / "adapter_config.json").read_text())
+            tensors = load_file(Path(folder) / "adapter_model.safetensors")
+        assert list(tensors) == ["prompt_embeddings"], list(tensors)
+        facts[name] = {"config": saved, "base": base}
+        arrays[f"{name}/logits"] = np.float32(logits)
+        arrays[f"{name}/tensor"] = tensors["prompt_embeddings"].numpy()
+        print(name, np.abs(logits).max(), arrays[f"{name}/tensor"].shape)
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     facts["versions"] = f"{versions}, peft {peft.__version__}"
     file = HERE / "golden_virtual.npz"

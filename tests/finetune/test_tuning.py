@@ -173,6 +173,12 @@ def test_defaults_of_tuning(whole):
         check_run(nothing)
     with pytest.raises(UserError, match="no adapter_config.json"):
         load_config(None, [*start, "finetune.name=lora", f"finetune.init_adapter={whole}"])
+    pretraining = [*start, "optim.matrix_lr=0.01", "optim.weight_decay=0.3", "finetune.name=lora"]
+    with pytest.raises(UserError, match=r"but matrix_lr are of muon; say optim\.name=adamw, which"):
+        load_config(None, pretraining)
+    c = load_config(None, [*pretraining, "optim.name=adamw"])
+    assert (c.optim.learning_rate, c.optim.weight_decay) == (2e-4, 0)
+    assert load_config(None, ["optim.name=muon", *pretraining]).optim.matrix_lr == 0.01
 
 
 def test_float8_and_a_tuned_part_are_refused_in_one_line(whole):

@@ -17,9 +17,10 @@ from tiny import LLAMA, T, build, close, mesh_of, rows_of, run_overrides, same, 
 
 from jaxtrain import generate
 from jaxtrain.config import load_config
-from jaxtrain.finetune import make_parts
+from jaxtrain.finetune import keys_values, make_parts
 from jaxtrain.finetune.config import PrefixConfig, PromptConfig, of_adapter
 from jaxtrain.interop import load, open_checkpoint, read_virtual, write_virtual
+from jaxtrain.interop.peft_virtual import as_theirs
 from jaxtrain.main import main
 from jaxtrain.model import ModelConfig, Transformer, resolve_model, split
 from jaxtrain.model.branches import Branches
@@ -86,8 +87,41 @@ def test_pefts_virtual_tokens_give_its_logits_here_and_go_back(name, tmp_path):
     np.testing.assert_allclose(written.pop(TENSOR), GOLDEN[f"{name}/tensor"], rtol=1e-6)
     assert not written
     again = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
-    for key in again.keys() - {"base_model_name_or_path"}:
+    free = {"base_model_name_or_path"}
+    if FACTS[name]["config"].get("prefix_projection"):  # the file holds what it gives
+        free |= {"prefix_projection", "encoder_hidden_size"}
+    for key in again.keys() - free:
         assert again[key] == FACTS[name]["config"][key], key
+
+
+def test_pefts_projection_gives_its_keys_and_values_here(tmp_path):
+    """Trained, written and saved as plain keys and values; all of it has gradients."""
+    name = "prefix projected"
+    c, graphdef, _, frozen, plain, _ = opened(tmp_path, name)
+    tuning = PrefixConfig(tokens=5, projection=7)
+    parts = make_parts(tuning, split(Transformer(c, 64))[1], jnp.dtype(jnp.float32))
+    w = {key.split("/")[-1]: GOLDEN[key] for key in GOLDEN.files if f"{name}/weights" in key}
+    matrices = w["transform.2.weight"].reshape(c.depth, 2, -1, 7).swapaxes(2, 3)
+    biases = w["transform.2.bias"].reshape(c.depth, 2, 1, -1)
+    prefix = {
+        "embed": w["embedding.weight"], "up": w["transform.0.weight"].T,
+        "up_bias": w["transform.0.bias"], "k": as_theirs(c, matrices[:, 0]), "v": matrices[:, 1],
+        "k_bias": as_theirs(c, biases[:, 0])[:, 0], "v_bias": biases[:, 1, 0],
+    }  # fmt: skip
+    trained = {"prefix": jax.tree.map(jnp.asarray, prefix)}
+    shapes = lambda tree: jax.tree.map(lambda x: x.shape, tree)
+    assert shapes(trained) == shapes(parts.trainable)
+    close(keys_values(trained), plain, rtol=1e-5, atol=1e-5)
+    row, expected = prompts()[:1], GOLDEN[f"{name}/logits"]
+    params = parts.plain(trained, frozen)
+    np.testing.assert_allclose(logits(graphdef, params, row), expected, rtol=0, atol=1e-4)
+    square = lambda p: sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(keys_values(p)))
+    assert all(jnp.any(g != 0) for g in jax.tree.leaves(jax.grad(square)(trained)))
+    start = parts.split({}, 0)[1]["prefix"]
+    bound = 1 / np.sqrt(7)
+    assert bound * 0.9 < np.abs(start["k"]).max() <= bound and 0.5 < np.std(start["embed"]) < 1.5
+    c = load_config(None, ["train.steps=9", "finetune.name=prefix", "finetune.projection=7"])
+    assert c.optim.learning_rate == 1e-3
 
 
 @pytest.mark.skipif(not PYTHON, reason="needs torch and peft (JAXTRAIN_TORCH_PYTHON)")
@@ -180,9 +214,14 @@ def tuning(directory, start, name, **changes):
     return [x for x in given if not x.startswith(("model.", "data.tokenizer", "optim.schedule"))]
 
 
-@pytest.mark.parametrize("kind", ["prompt", pytest.param("prefix", marks=pytest.mark.slow)])
+SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("prefix", "projected prefix")]
+
+
+@pytest.mark.parametrize("kind", ["prompt", *SLOW])
 def test_a_run_is_a_model_an_adapter_and_a_start(kind, whole, tmp_path, capsys):
-    more = {"finetune__name": kind, "finetune__tokens": 3, "train__steps": 2}
+    first = {"finetune__projection": 8} if "projected" in kind else {}
+    kind = kind.split()[-1]
+    more = {"finetune__name": kind, "finetune__tokens": 3, "train__steps": 2} | first
     assert main(tuning(tmp_path, whole, "a", **more)) == 0, capsys.readouterr().err
     run = tmp_path / "a"
     table = load_file(run / "model" / "model.safetensors")
@@ -202,6 +241,9 @@ def test_a_run_is_a_model_an_adapter_and_a_start(kind, whole, tmp_path, capsys):
     again = tuning(tmp_path, run, "b", **still, finetune__tokens=3)
     assert main(again) == 0, capsys.readouterr().err
     assert main(tuning(tmp_path, whole, "c", **still, finetune__init_adapter=run)) == 0
+    if first:
+        wrong = tuning(tmp_path, whole, "d", **still, **first, finetune__init_adapter=run)
+        assert main(wrong) == 2 and "not the MLP that made them" in capsys.readouterr().err
     for name in names:
         for other in "bc":
             x = load_file(tmp_path / other / "model" / "model.safetensors")[name]
@@ -214,6 +256,7 @@ def test_what_cannot_be(tmp_path, whole):
     for given, message in (
         (["finetune.name=prompt", "model.prompt=8"], r"finetune.tokens 20: .* model.prompt 8; say"),
         (["finetune.name=prompt", "model.prefix=8"], "has a prefix already"),
+        (["finetune.name=prefix", "model.prefix=20", "finetune.projection=8"], "projection=null"),
         (["finetune.name=prefix", "mesh.context=2"], r"virtual tokens .* set mesh.context=1"),
         (["finetune.name=prefix", "model.positions=learned", "model.context=32"], "20 virtual"),
     ):

@@ -30,7 +30,7 @@ Progress = Callable[[str, int, int | None], None]
 COMMIT = 1 << 28  # bytes of text after which an interrupted filtering need not begin again
 SHARD = 1 << 28  # compressed bytes of a file
 ALONE = 1 << 22  # stored bytes; less is filtered before other processes would have started
-FORMAT = 1
+FORMAT = 2
 
 
 def filter_source(

@@ -2,6 +2,7 @@
 
 import hashlib
 import json
+from base64 import b64encode
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -10,7 +11,8 @@ import zstandard
 
 from jaxtrain.data.quality import FILTERS
 from jaxtrain.data.quality.batch import Batch
-from jaxtrain.data.reading import Block, Position, records_of
+from jaxtrain.data.reading import Block, Position, other_columns, records_of
+from jaxtrain.data.sources import field_of
 
 SAMPLES = 3  # documents that are shown of each reason
 SHOWN = 400  # characters of each
@@ -105,7 +107,7 @@ def _judge_part(
 def write(job: Job, task: tuple[Sequence[Block], np.ndarray, np.ndarray]) -> Kept:
     """The documents of a group that no filter removed, as the filters leave them."""
     group, removed, reasons = task
-    batch = read(job, group)
+    batch = read(job, group, whole=True)
     samples: dict[tuple[int, int], list[Sample]] = {}
     for place in np.flatnonzero(removed):
         text, why = batch.texts[place], (int(removed[place]), int(reasons[place]))
@@ -135,12 +137,17 @@ def lowest(samples: list[Sample]) -> list[Sample]:
     return some
 
 
-def read(job: Job, group: Sequence[Block]) -> Batch:
-    pairs = [pair for block in group for pair in records_of(job.source, block, job.fields)]
+def read(job: Job, group: Sequence[Block], whole: bool = False) -> Batch:
+    """The documents of a group with the fields that the filters look at, or with all."""
+    fields = lambda block: other_columns(job.source, block.file) if whole else job.fields
+    pairs = [pair for block in group for pair in records_of(job.source, block, fields(block))]
     return Batch([text for text, _ in pairs], [record for _, record in pairs])
 
 
 def line(source: Any, text: str, record: Mapping[str, Any]) -> str:
-    """A document as JSONL, with the other fields of its record."""
-    other = {k: v for k, v in record.items() if source.name != "jsonl" or k != source.field}
-    return json.dumps({**other, "text": text}, ensure_ascii=False) + "\n"
+    """A document as JSONL with all fields of its record, each under the name that it has there.
+
+    Of what JSON has no type for, bytes become base64, and dates and the like a string.
+    """
+    plain = lambda value: b64encode(value).decode() if isinstance(value, bytes) else str(value)
+    return json.dumps({**record, field_of(source): text}, ensure_ascii=False, default=plain) + "\n"

@@ -15,8 +15,8 @@ from jax import lax
 
 from jaxtrain_kernels.dispatch import Target, target
 
-# Where a chunk's logits stop fitting in a CPU's cache, and where a GPU's matmuls are full; of a large
-# vocabulary so many rows would be gigabytes of logits.
+# Where a chunk's logits stop fitting in a CPU's cache, and where a GPU's matmuls are full; of a
+# large vocabulary so many rows would be gigabytes of logits.
 CPU_LOGITS_BYTES = 4 * 2**20
 GPU_ROWS, GPU_LOGITS = 8192, 2**29
 # float16 has no room under 6e-8, where most of a softmax lies: its logit gradients are multiplied
