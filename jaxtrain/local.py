@@ -123,7 +123,8 @@ def local_step(
             mine = every(config.every, after.step, ring_mean, mine)
         else:
             params, momentum, mine = due(after.step, params, momentum, mine)
-        new = after._replace(params=params, optimizer=momentum)
+        most = jax.lax.pmax(after.maxima, "data")
+        new = after._replace(params=params, optimizer=momentum, maxima=most)
         own = jax.tree.map(lambda x: x[None], Replica(mine, after.optimizer))
         return new, own, jax.lax.pmean(metrics, "data")
 

@@ -183,7 +183,8 @@ def new_or_resumed(
 def rest_of(state: State) -> dict[str, Any]:
     """The state without its parameters, as orbax stores it (no None leaves)."""
     rest = {"optimizer": state.optimizer, "step": state.step, "key": state.key}
-    return rest | ({} if state.loss_scale is None else {"loss_scale": state.loss_scale})
+    some = {"loss_scale": state.loss_scale, "maxima": state.maxima}
+    return rest | {name: x for name, x in some.items() if x is not None}
 
 
 def command_line() -> str:

@@ -90,6 +90,8 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
         windows = (spec.window for spec in make_plan(model))
         check_pieces(mesh.shape["context"], what, length, windows)
     if mesh.shape["pipeline"] > 1:
+        if model.fp8_history:
+            raise UserError("model.fp8_history needs one call of each layer: set mesh.pipeline=1")
         check_stages(mesh.shape["pipeline"], c.mesh.pipeline_repeats, make_plan(model))
     check_shapes(mesh, model, t.sequence_length)
     ways = batch_ways(mesh)

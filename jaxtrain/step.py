@@ -13,6 +13,7 @@ from jaxtyping import Array
 from jaxtrain import objectives
 from jaxtrain.finetune import join_all
 from jaxtrain.model import cast, fp8_weights, initialize, path_name, with_fp8
+from jaxtrain.model.fp8 import Maxima, expected, no_maxima, remember
 from jaxtrain.model.moe import LOADS, load_metrics
 from jaxtrain.optim import Optimizer
 from jaxtrain.parallel import constrain_tree, partition_spec, pipeline_ways
@@ -36,6 +37,7 @@ class State(NamedTuple):
     step: Array  # optimizer steps done
     key: Array  # raw PRNG key of what a step may draw
     loss_scale: LossScale | None
+    maxima: Maxima | None = None  # the history that delayed scaling to float8 goes by
 
 
 class Task(NamedTuple):
@@ -54,6 +56,7 @@ class Task(NamedTuple):
     step: Callable[..., Any] | None = None  # in the place of `train_step`
     objective: objectives.Objective = objectives.NEXT_TOKEN
     repeats: int = 1  # rounds of a microbatch through the mesh's pipeline
+    fp8_history: int | None = None  # steps whose maxima scale to float8; None: the tensor's own
 
 
 def init_state(task: Task, seed: int, params: Any = None) -> State:
@@ -63,7 +66,9 @@ def init_state(task: Task, seed: int, params: Any = None) -> State:
     if task.dtype == jnp.float16:
         scale = LossScale(jnp.float32(FIRST_SCALE), jnp.zeros((), jnp.int32))
     key = jax.random.key_data(jax.random.key(seed))
-    return State(params, task.optimizer.init(params), jnp.zeros((), jnp.int32), key, scale)
+    step, optimizer = jnp.zeros((), jnp.int32), task.optimizer.init(params)
+    maxima = no_maxima(task.specs, task.fp8_history) if task.fp8_history else None
+    return State(params, optimizer, step, key, scale, maxima)
 
 
 def state_shardings(task: Task, mesh: Mesh) -> State:
@@ -94,15 +99,24 @@ def compute_copy(task: Task, params: Any) -> Any:
 
 
 def gradients(
-    task: Task, params: Any, batch: Any, factor: Array, frozen: Any = None, shared: Any = None
-) -> tuple[tuple[Array, dict[str, Array]], Any]:
+    task: Task,
+    params: Any,
+    batch: Any,
+    factor: Array,
+    frozen: Any = None,
+    shared: Any = None,
+    past: Maxima | None = None,
+) -> tuple[tuple[Array, dict[str, Array]], Any, Maxima | None]:
     """(Sum of the losses, the objective's other sums) and factor x the gradient of the first, over
-    the microbatches [A, B, T] of a batch. shared: what the objective shares among them."""
-    copies = fp8_weights(params, task.specs) if task.fp8 else None
+    the microbatches [A, B, T] of a batch. shared: what the objective shares among them.
 
-    def one(microbatch: Any) -> tuple[tuple[Array, dict[str, Array]], Any]:
-        def scaled(p: Any) -> tuple[Array, tuple[Array, dict[str, Array]]]:
-            p = p if copies is None else with_fp8(p, copies)
+    past: the history to scale to float8 by; the third result is that with this batch's maxima."""
+    copies = fp8_weights(params, task.specs) if task.fp8 else None
+    maxima = None if past is None else expected(past, factor)
+
+    def one(microbatch: Any) -> tuple[tuple[Array, dict[str, Array]], Any, Any]:
+        def scaled(p: Any, most: Any) -> tuple[Array, tuple[Array, dict[str, Array]]]:
+            p = p if copies is None else with_fp8(p, copies, task.specs, most)
             head = "fp8" if task.fp8 == "all" else None
             loss, sums = task.objective.loss(
                 task.graphdef,
@@ -115,22 +129,26 @@ def gradients(
             )
             return loss * factor, (loss, sums)
 
-        grads, sums = jax.grad(scaled, has_aux=True)(params)
-        return sums, constrain_tree("gradients", grads, task.specs, task.zero)
-
-    if pipeline_ways() > 1:
-        return one(batch)
-    if batch.tokens_BT.shape[0] == 1:
-        return one(jax.tree.map(lambda x: x[0], batch))
+        (grads, seen), sums = jax.grad(scaled, (0, 1), has_aux=True)(params, maxima)
+        return sums, constrain_tree("gradients", grads, task.specs, task.zero), seen
 
     def body(total: Any, microbatch: Any) -> tuple[Any, None]:
-        return jax.tree.map(lambda t, x: t + x.astype(t.dtype), total, one(microbatch)), None
+        *parts, seen = one(microbatch)
+        added = jax.tree.map(lambda t, x: t + x.astype(t.dtype), total[:2], tuple(parts))
+        return (*added, jax.tree.map(jnp.maximum, total[2], seen)), None
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-    zeros = constrain_tree("gradients", zeros, task.specs, task.zero)
-    zero = jnp.zeros((), jnp.float32)
-    sums = zero, dict.fromkeys(task.objective.sums, zero)
-    return jax.lax.scan(body, (sums, zeros), batch)[0]
+    if pipeline_ways() > 1:
+        sums, grads, seen = one(batch)
+    elif batch.tokens_BT.shape[0] == 1:
+        sums, grads, seen = one(jax.tree.map(lambda x: x[0], batch))
+    else:
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+        zeros = constrain_tree("gradients", zeros, task.specs, task.zero)
+        zero = jnp.zeros((), jnp.float32)
+        start = (zero, dict.fromkeys(task.objective.sums, zero)), zeros
+        start = *start, jax.tree.map(jnp.zeros_like, maxima)
+        sums, grads, seen = jax.lax.scan(body, start, batch)[0]
+    return sums, grads, None if past is None else remember(past, seen, factor)
 
 
 def train_step(
@@ -146,7 +164,9 @@ def train_step(
     factor = (1.0 if scale is None else scale.scale) / count
     compute = compute_copy(task, state.params)
     shared = task.objective.share(task.graphdef, task.join(compute, frozen), batch)
-    (loss, sums), grads = gradients(task, compute, batch, factor, frozen, shared)
+    (loss, sums), grads, maxima = gradients(
+        task, compute, batch, factor, frozen, shared, state.maxima
+    )
     load = load_metrics(grads, batch.tokens_BT.size)
     if scale is not None:
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale.scale, grads)
@@ -162,9 +182,8 @@ def train_step(
     updates, optimizer = task.optimizer.update(
         grads, state.optimizer, state.params, state.step, knobs
     )
-    new = State(
-        optax.apply_updates(state.params, updates), optimizer, state.step + 1, state.key, scale
-    )
+    params = optax.apply_updates(state.params, updates)
+    new = State(params, optimizer, state.step + 1, state.key, scale, maxima)
     metrics = {
         **task.objective.figures(loss, count, text_bytes, sums, shared),
         "grad_norm": norm,

@@ -103,7 +103,7 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
     task = Task(
         graphdef, parts.trainable, optimizer, dtype, bytes_V, c.optim.clip_norm, t.z_loss,
         c.model.fp8, parts.join, c.mesh.zero, objective=make_objective(c.objective),
-        repeats=c.mesh.pipeline_repeats,
+        repeats=c.mesh.pipeline_repeats, fp8_history=c.model.fp8_history,
     )  # fmt: skip
 
     if t.local:

@@ -23,7 +23,9 @@ def test_each_variant_switches_what_it_says():
     assert (rows.loss, rows.norm, rows.rope, rows.ffn) == ("mosaic", "mosaic", "mosaic", "xla")
     assert configs["xla and ffn"].model.rows.ffn == "mosaic"
     assert configs["xla and symmetric"].optim.symmetric
-    assert configs["fp8"].model.fp8 == "blocks"
+    assert (configs["fp8"].model.fp8, configs["fp8"].model.fp8_history) == ("blocks", None)
+    delayed = configs["fp8_delayed"].model
+    assert (delayed.fp8, delayed.fp8_history) == ("blocks", 16)
 
 
 def test_one_process_measures_them_all(monkeypatch):
@@ -32,7 +34,7 @@ def test_one_process_measures_them_all(monkeypatch):
         switches, "bench_step", lambda name, lines, variant, folder: calls.append((variant, lines))
     )
     with on_target("cuda", (9, 0)):
-        assert len(list(switches.bench_switches("gpt_d12", ["model.depth=2"]))) == 7
+        assert len(list(switches.bench_switches("gpt_d12", ["model.depth=2"]))) == 8
         assert calls[0] == ("bf16", ["model.depth=2"])
         assert calls[1] == ("xla", ["model.depth=2", *switches.NONE])
         calls.clear()

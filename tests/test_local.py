@@ -12,6 +12,7 @@ from tiny import LLAMA, batch, begin, begin_random, close, make_task, mesh_of, r
 
 from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
 from jaxtrain.local import LocalConfig, compressed_mean, local_task, take, wire_bytes
+from jaxtrain.model import fp8 as model_fp8
 from jaxtrain.optim import OptimConfig
 from jaxtrain.parallel import place_batch
 from jaxtrain.run import new_or_resumed, rest_of
@@ -56,6 +57,15 @@ def run(task, knobs, mesh, config=None, steps=3):
             states.append(jax.device_get(state))
             losses.append(float(metrics["loss"]))
     return states, losses
+
+
+def test_maxima_of_delayed_scaling_are_those_of_all_replicas(monkeypatch):
+    monkeypatch.setattr(model_fp8, "SMALLEST", 16)
+    fields = LLAMA | {"depth": 1, "fp8": "blocks", "fp8_history": 2}
+    states, _ = run(*make_task(resolved(**fields)), mesh_of(data=2), local(name="gossip"), steps=1)
+    alone, _ = run(*make_task(resolved(**fields)), mesh_of(data=2), steps=1)
+    for x, expected in zip(*(jax.tree.leaves(s[0].maxima.inputs) for s in (states, alone))):
+        np.testing.assert_allclose(x, expected, rtol=1e-4)
 
 
 # ---- DiLoCo ------------------------------------------------------------------------------------

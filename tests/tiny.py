@@ -78,7 +78,7 @@ def make_task(c=None, optim=None, steps=100, dtype=jnp.float32, **changes):
     optimizer = make_optimizer(optim, specs, steps)
     bytes_V = jnp.full(VOCAB, 2.0)
     task = Task(graphdef, specs, optimizer, jnp.dtype(dtype), bytes_V, optim.clip_norm, 0.0, c.fp8)
-    return task, optimizer.knobs
+    return task._replace(fp8_history=c.fp8_history), optimizer.knobs
 
 
 def begin(task, mesh, seed=0):

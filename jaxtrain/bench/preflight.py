@@ -78,6 +78,7 @@ def preflight(
     with outlined(f"NVIDIA {kind}", rates.capability) as backend:
         attention = backend if rates.flash else "xla"
         plain = [f"model.attention={attention}", "model.rows=xla", "model.fp8=null"]
+        plain += ["model.fp8_history=null"]
         w = load_workload(name, [*overrides, *plain], jax.devices("cpu")[:devices])
         facts = measured(w)
     exact = exact_bytes(w)

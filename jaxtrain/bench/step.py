@@ -88,11 +88,12 @@ def parts_ms(w: Workload, state: State, batches: Any, knobs: Any, frozen: Any) -
     """Gradients (with the cast) alone, and the optimizer alone. Uses up the state's memory."""
     task, factor = w.task, jnp.float32(1 / w.tokens)
 
-    def forward_backward(params: Any, frozen: Any, batch: Any) -> Any:
-        return gradients(task, cast(params, task.specs, task.dtype), batch, factor, frozen)
+    def forward_backward(state: State, frozen: Any, batch: Any) -> Any:
+        params = cast(state.params, task.specs, task.dtype)
+        return gradients(task, params, batch, factor, frozen, past=state.maxima)
 
     compute = jax.jit(forward_backward)
-    inputs = [(state.params, frozen, *batch) for batch in batches]
+    inputs = [(state, frozen, *batch) for batch in batches]
     gradient_ms = median_ms(compute, inputs, calls=STEPS, windows=WINDOWS)
     grads = compute(*inputs[0])[1]
     return {"ms_forward_backward": gradient_ms, "ms_optimizer": update_ms(w, state, grads, knobs)}

@@ -30,7 +30,9 @@ ALONE = {
 def variants() -> dict[str, tuple[str, ...]]:
     """Overrides of each variant; bf16 is the default, with all kernels."""
     alone = {f"xla and {name}": (*NONE, *more) for name, more in ALONE.items()}
-    return {"bf16": (), "xla": NONE, **alone, "fp8": ("model.fp8=blocks",)}
+    fp8 = ("model.fp8=blocks",)
+    delayed = (*fp8, "model.fp8_history=16")
+    return {"bf16": (), "xla": NONE, **alone, "fp8": fp8, "fp8_delayed": delayed}
 
 
 def bench_switches(

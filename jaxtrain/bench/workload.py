@@ -97,6 +97,7 @@ def make_workload(name: str, r: Resolved, mesh: Mesh, vocab_size: int) -> Worklo
         parts.join,
         r.mesh.zero,
         repeats=r.mesh.pipeline_repeats,
+        fp8_history=r.model.fp8_history,
     )
     return Workload(name, r, mesh, task, vocab_size, parts)
 

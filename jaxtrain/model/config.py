@@ -185,6 +185,12 @@ class ModelConfig(Settings):
         None,
         description="training's matmuls in float8: of the blocks' matrices, or of the head as well",
     )
+    fp8_history: int | None = Field(
+        None,
+        ge=1,
+        description="delayed scaling in the blocks: activations and gradients are scaled by the "
+        "largest magnitudes of so many steps before, and not by their own; default none",
+    )
     remat: Remat = Field(
         "none",
         description="what the backward pass computes again to save memory: attention, ffn (that "
@@ -220,6 +226,10 @@ class ModelConfig(Settings):
             raise ValueError(f"rows.relu2 needs ffn: relu2, not {self.ffn}")
         if named(self.rows.ffn) and (self.ffn != "relu2" or self.ffn_bias or self.rows.relu2):
             raise ValueError("rows.ffn needs ffn: relu2, ffn_bias: false and no rows.relu2")
+        if self.fp8_history and not self.fp8:
+            raise ValueError("fp8_history needs fp8: there is nothing to scale")
+        if self.fp8_history and (self.ffn_tiles > 1 or self.prompt):
+            raise ValueError("fp8_history needs ffn_tiles: 1 and no prompt: one call of a matrix")
         if self.prompt and self.prefix:
             raise ValueError("prompt and prefix: take one of the two")
         if self.moe and self.ffn_bias:

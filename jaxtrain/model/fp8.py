@@ -2,18 +2,24 @@
 
 A training step puts `Fp8Weight` in the place of the matrices that it computes in float8; who
 evaluates or generates passes the plain arrays, and `dense` multiplies those as they are.
+
+Delayed scaling (Transformer Engine's `DelayedScaling`): what a matrix is multiplied with is scaled
+by its largest magnitude in the last steps, so that the cast need not wait for a pass over the
+tensor. The step passes those magnitudes as `Maxima` and gets the new ones in the place of their
+gradient.
 """
 
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import jaxtrain_kernels as kernels
 from flax import nnx
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float
 
 from jaxtrain.model.adapted import Adapted, adapted_dense
 from jaxtrain.model.packed import product
-from jaxtrain.model.params import ParamSpec
+from jaxtrain.model.params import ParamSpec, path_name
 from jaxtrain.settings import UserError
 
 # Smaller products take longer to quantise than they save (nanochat's bound); and cuBLASLt's
@@ -21,11 +27,26 @@ from jaxtrain.settings import UserError
 SMALLEST, MULTIPLE = 128, 16
 
 
+class Maxima(NamedTuple):
+    """Largest magnitudes of each layer: [L] of one step, or a history [H, L], the newest first.
+
+    Gradients are those of a loss that is the sum over tokens: whatever a step divides it by, they
+    compare, and their scale before the first step can be 1.
+    """
+
+    inputs: dict[str, Array]  # of what matrices read, by `reads`
+    gradients: dict[str, Array]  # with respect to what a matrix puts out, by its name
+
+
 class Fp8Weight(NamedTuple):
-    """A matrix, or a stack of them: the array that receives the gradient, and its float8 copy."""
+    """A matrix, or a stack of them: the array that receives the gradient, and its float8 copy.
+
+    maxima: where scaling is delayed, of the input and of the output's gradient.
+    """
 
     w_KN: Array
     fp8: kernels.Fp8
+    maxima: tuple[Array, Array] | None = None
 
 
 def dense(x: Float[Array, "*B K"], weight: nnx.Param) -> Float[Array, "*B N"]:
@@ -35,7 +56,8 @@ def dense(x: Float[Array, "*B K"], weight: nnx.Param) -> Float[Array, "*B N"]:
         return adapted_dense(x, w)
     if not isinstance(w, Fp8Weight):
         return product(x, w)
-    y_MN = kernels.fp8_matmul(x.reshape(-1, x.shape[-1]), w.w_KN, w_fp8=w.fp8)
+    amax_2 = None if w.maxima is None else jnp.stack(w.maxima)
+    y_MN = kernels.fp8_matmul(x.reshape(-1, x.shape[-1]), w.w_KN, w_fp8=w.fp8, amax_2=amax_2)
     return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
 
 
@@ -56,9 +78,65 @@ def fp8_weights(params: Any, specs: Any) -> Any:
     return jax.tree.map(quantize, params, specs)
 
 
-def with_fp8(params: Any, copies: Any) -> Any:
-    """The parameters with Fp8Weight in place of those that have a copy."""
-    return jax.tree.map(lambda p, q: p if q is None else Fp8Weight(p, q), params, copies)
+def with_fp8(params: Any, copies: Any, specs: Any, maxima: Maxima | None = None) -> Any:
+    """The parameters with Fp8Weight in place of those that have a copy.
+
+    Of matrices with the same input one reports its maximum: gradients of several would add up.
+    """
+    reported = set()
+
+    def put(path: tuple[Any, ...], param: Array, spec: ParamSpec, copy: Any) -> Any:
+        if copy is None or maxima is None:
+            return param if copy is None else Fp8Weight(param, copy)
+        name = path_name(path)
+        tensor = reads(name, spec)
+        most_L = maxima.inputs[tensor]
+        most_L = jax.lax.stop_gradient(most_L) if tensor in reported else most_L
+        reported.add(tensor)
+        return Fp8Weight(param, copy, (most_L, maxima.gradients[name]))
+
+    return jax.tree_util.tree_map_with_path(put, params, specs, copies)
+
+
+# ---- delayed scaling ---------------------------------------------------------------------------
+
+
+def reads(name: str, spec: ParamSpec) -> str:
+    """The tensor that a matrix reads: those of one module with the same in axis share it."""
+    return f"{name.rpartition('/')[0]}/{spec.axes[-2]}"
+
+
+def no_maxima(specs: Any, history: int) -> Maxima:
+    """An empty history: zeros [H, L]."""
+    pairs = jax.tree_util.tree_flatten_with_path(specs)[0]
+    stacks = {path_name(path): spec for path, spec in pairs if in_fp8(spec)}
+    zeros = lambda spec: jnp.zeros((history, spec.shape[0]), jnp.float32)
+    return Maxima(
+        {reads(name, spec): zeros(spec) for name, spec in stacks.items()},
+        {name: zeros(spec) for name, spec in stacks.items()},
+    )
+
+
+def expected(past: Maxima, factor: Array) -> Maxima:
+    """What to scale by in a step, [L], of the loss times the factor: the history's maximum.
+
+    Where it has none (the first step, or a gradient that was zero), the scale is 1, or the factor.
+    """
+
+    def most(past_HL: Array, dtype: DTypeLike) -> Array:
+        most_L = jnp.max(past_HL, axis=0)
+        return jnp.where(most_L > 0, most_L, float(jnp.finfo(dtype).max))
+
+    return Maxima(
+        jax.tree.map(lambda x: most(x, kernels.E4M3), past.inputs),
+        jax.tree.map(lambda x: factor * most(x, kernels.E5M2), past.gradients),
+    )
+
+
+def remember(past: Maxima, seen: Maxima, factor: Array) -> Maxima:
+    """The history with a step's maxima [L] in front, and its oldest forgotten."""
+    seen = seen._replace(gradients=jax.tree.map(lambda x: x / factor, seen.gradients))
+    return jax.tree.map(lambda x, new: jnp.concatenate([new[None], x[:-1]]), past, seen)
 
 
 def check_fp8() -> None:

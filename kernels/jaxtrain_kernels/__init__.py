@@ -13,9 +13,19 @@ from jaxtrain_kernels.attention import (
 from jaxtrain_kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_per_token
 from jaxtrain_kernels.feed_forward import feed_forward_relu2
 from jaxtrain_kernels.grouped_matmul import grouped_matmul
-from jaxtrain_kernels.matmul.fp8 import Fp8, fp8_matmul, fp8_quantize, fp8_unsupported
+from jaxtrain_kernels.matmul.fp8 import (
+    E4M3,
+    E5M2,
+    Fp8,
+    fp8_matmul,
+    fp8_quantize,
+    fp8_quantize_delayed,
+    fp8_unsupported,
+)
 
 __all__ = [
+    "E4M3",
+    "E5M2",
     "Fp8",
     "Quantized",
     "attention",
@@ -24,6 +34,7 @@ __all__ = [
     "feed_forward_relu2",
     "fp8_matmul",
     "fp8_quantize",
+    "fp8_quantize_delayed",
     "fp8_unsupported",
     "grouped_matmul",
     "linear_cross_entropy",

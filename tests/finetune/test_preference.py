@@ -187,7 +187,7 @@ def test_a_step_is_that_of_all_logits_however_accumulated(model, truth, case):
     def run(batch):
         count, _ = task.objective.count(batch, task.bytes_V)
         shared = task.objective.share(graphdef, params, batch)
-        (loss, sums), grads = gradients(task, params, batch, 1 / count, None, shared)
+        (loss, sums), grads, _ = gradients(task, params, batch, 1 / count, None, shared)
         return task.objective.figures(loss, count, count, sums, shared), grads
 
     for micro in (2, 4)[: 2 if case == "dpo" else 1]:

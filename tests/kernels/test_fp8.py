@@ -13,6 +13,7 @@ from jaxtrain_kernels import (
     Fp8,
     fp8_matmul,
     fp8_quantize,
+    fp8_quantize_delayed,
     fp8_unsupported,
     linear_cross_entropy,
 )
@@ -170,6 +171,7 @@ def test_delayed_scaling_takes_the_maxima_given_and_returns_those_seen():
     y, vjp = run(maxima / 8)
     assert all(np.isfinite(out).all() for out in (y, *vjp(dy)))
     assert float(jnp.abs(fp8_quantize(x, amax=maxima[0] / 8).q_MK).max()) == 448
+    np.testing.assert_array_equal(vjp(dy)[2], maxima)  # of the tensors, not of what was left
     assert float(fp8_quantize(x, amax=jnp.float32(0)).scale) == 1.0
 
 
@@ -190,11 +192,20 @@ def test_a_device_without_float8_is_refused_with_the_reason(platform, capability
         fp8_matmul(x, w)
 
 
-def test_every_dot_is_of_float8_along_the_last_dims():
+def with_maxima(x, w, dy):
+    """The same with delayed scaling by the tensors' own maxima; and those that it saw."""
+    maxima = jnp.stack([jnp.abs(x).max(), jnp.abs(dy).max()]).astype(jnp.float32)
+    y, vjp = jax.vjp(lambda x, w, a: fp8_matmul(x, w, amax_2=a), x, w, maxima)
+    return y, *vjp(dy)
+
+
+@pytest.mark.parametrize("delayed", [False, True])
+def test_every_dot_is_of_float8_along_the_last_dims(delayed):
     """The form that XLA takes for cuBLASLt's float8, both operands along the summed dim."""
+    run = with_maxima if delayed else functools.partial(with_gradients, fp8_matmul)
     x, w, dy = (jax.ShapeDtypeStruct(a.shape, jnp.bfloat16) for a in operands())
     with on_target("cuda", (9, 0)):
-        traced = jax.jit(lambda *a: with_gradients(fp8_matmul, *a)).trace(x, w, dy)
+        traced = jax.jit(run).trace(x, w, dy)
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     dots = [line for line in text.splitlines() if "dot_general" in line]
     types = [tuple(re.findall(r"tensor<[0-9x]+(f8\w+|bf16|f32)>", line)) for line in dots]
@@ -249,6 +260,7 @@ def test_the_loss_has_its_three_matmuls_in_float8(softcap):
 @pytest.mark.parametrize(("dtype", "saturate"), [(E4M3, False), (E5M2, True)])
 def test_mosaics_cast_is_xlas_without_races(dtype, saturate, capfd):
     x, factor = normal((128, 256), 5, jnp.bfloat16), jnp.float32(2.0**14 if saturate else 64)
+    x = x.at[70, 3].set(-6)  # the largest
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     for out, wanted in zip(
         fp8_mosaic.cast(x, factor, dtype, saturate=saturate, interpret=interpret),
@@ -256,6 +268,11 @@ def test_mosaics_cast_is_xlas_without_races(dtype, saturate, capfd):
     ):
         np.testing.assert_array_equal(np.asarray(out).view(np.uint8), np.asarray(wanted).view("u1"))
         assert (float(jnp.abs(out.astype(jnp.float32)).max()) == LARGEST[dtype]) == saturate
+    q_MK, q_KM, seen = fp8_mosaic.cast_measured(x, factor, dtype, interpret=interpret)
+    wanted = fp8_xla.cast_measured(x, factor, dtype)
+    for out, like in zip((q_MK, q_KM), wanted[:2]):
+        np.testing.assert_array_equal(np.asarray(out).view("u1"), np.asarray(like).view("u1"))
+    assert seen == wanted[2] == 6
     assert "RACE" not in "".join(capfd.readouterr())
 
 
@@ -267,7 +284,11 @@ def test_mosaics_cast_lowers_for_hopper(dtype):
         text = jax.jit(run).trace(x).lower(lowering_platforms=("cuda",)).as_text()
         with pytest.raises(NotImplementedError, match="rows in multiples of 64"):
             fp8_quantize(jnp.ones((60, 128), jnp.bfloat16), implementation="mosaic")
-    assert text.count("mosaic_gpu") and "stablehlo.transpose" not in text
+        run = functools.partial(fp8_quantize_delayed, dtype=dtype, implementation="mosaic")
+        traced = jax.jit(lambda x, amax: run(x, amax=amax)).trace(x, jnp.float32(1))
+        delayed = traced.lower(lowering_platforms=("cuda",)).as_text()
+    for kernel in (text, delayed):
+        assert kernel.count("mosaic_gpu") and "stablehlo.transpose" not in kernel
 
 
 @pytest.mark.gpu
@@ -277,18 +298,26 @@ def test_on_a_gpu_mosaics_cast_is_xlas():
         xla, mosaic = (fp8_quantize(x, dtype, implementation=i) for i in ("xla", "mosaic"))
         for a, b in zip(xla, mosaic):
             assert bool((a.astype(jnp.float32) == b.astype(jnp.float32)).all())
+        measured = functools.partial(fp8_quantize_delayed, x, dtype, jnp.float32(3))
+        (xla, seen), (mosaic, most) = (measured(implementation=i) for i in ("xla", "mosaic"))
+        assert seen == most == jnp.abs(x).max()
+        for a, b in zip(xla, mosaic):
+            assert bool((a.astype(jnp.float32) == b.astype(jnp.float32)).all())
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize(("M", "K", "N"), [(4096, 768, 3072), (2048, 1536, 1536)])
-def test_on_a_gpu_all_three_products_are_cublaslts_float8(M, K, N):
+@pytest.mark.parametrize(
+    ("M", "K", "N", "delayed"), [(4096, 768, 3072, False), (2048, 1536, 1536, True)]
+)
+def test_on_a_gpu_all_three_products_are_cublaslts_float8(M, K, N, delayed):
     if reason := fp8_unsupported():
         pytest.skip(reason)
     x, w, dy = (
         normal((M, K), 0, jnp.bfloat16), normal((K, N), 1, jnp.bfloat16, 0.02),
         normal((M, N), 2, jnp.bfloat16, 1e-5),
     )  # fmt: skip
-    compiled = jax.jit(lambda *a: with_gradients(fp8_matmul, *a)).lower(x, w, dy).compile()
+    run = with_maxima if delayed else functools.partial(with_gradients, fp8_matmul)
+    compiled = jax.jit(run).lower(x, w, dy).compile()
     text = compiled.as_text()
     calls = re.findall(r'custom_call_target="(__cublas[^"]*)"', text)
     assert calls == ["__cublas$lt$matmul$f8"] * 3

@@ -85,7 +85,7 @@ def test_matrices_are_cast_once_a_step_not_once_a_microbatch():
 
 @pytest.mark.usefixtures("small")
 def test_evaluation_has_no_float8():
-    _, graphdef, _, params = build(depth=2, fp8="all")
+    _, graphdef, _, params = build(depth=2, fp8="all", fp8_history=2)
     run = lambda p, b: objectives.score(graphdef, p, b, jnp.ones(61))
     jaxpr = jax.make_jaxpr(run)(params, batch(2)).jaxpr
     assert not any(is_fp8(v) for e in equations(jaxpr) for v in e.outvars)
@@ -99,8 +99,8 @@ def test_scan_and_remat_change_nothing():
         run = jax.jit(lambda p, b: gradients(task, p, b, jnp.float32(1)))
         return run(random_params(task.specs), batch(4, micro=4))
 
-    (loss, _), grads = losses()
-    for (other_loss, _), other_grads in (losses(scan_layers=True), losses(remat="block")):
+    (loss, _), grads, _ = losses()
+    for (other_loss, _), other_grads, _ in (losses(scan_layers=True), losses(remat="block")):
         np.testing.assert_allclose(other_loss, loss, rtol=1e-5)
         for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other_grads), strict=True):
             # A last bit before a cast can move a value by a step of float8.

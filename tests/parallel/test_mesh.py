@@ -77,7 +77,7 @@ def results(task, mesh):
 
         def run(params, placed):
             copy = compute_copy(task, params)
-            (loss, _), grads = gradients(task, copy, placed, jnp.float32(1 / 200))
+            (loss, _), grads, _ = gradients(task, copy, placed, jnp.float32(1 / 200))
             return copy, loss, grads
 
         return jax.jit(run)(params, placed)

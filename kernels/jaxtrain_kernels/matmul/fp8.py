@@ -20,10 +20,12 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxtrain_kernels.dispatch import Target, choose, target
 from jaxtrain_kernels.matmul import fp8_mosaic, fp8_reference, fp8_xla
+from jaxtrain_kernels.matmul.fp8_xla import fp8_amax
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 # Of the pass that scales, casts and transposes; the first that can serve is the default. XLA's is
 # one kernel too, and it computes the tensor on the way (a norm, an activation or its gradient).
+# Where it finds the maximum as well, the transpose is a second kernel.
 BACKENDS = {"xla": fp8_xla, "mosaic": fp8_mosaic, "reference": fp8_reference}
 
 
@@ -56,27 +58,41 @@ def fp8_quantize(
 ) -> Fp8:
     """x in float8 and its transpose, in one pass after the one that finds the maximum.
 
-    amax: the largest magnitude to scale by where it is known already (delayed scaling), which
-    leaves that pass out; what is larger saturates, and 0 stands for a scale of 1. Without it x's
-    own: nothing finite saturates, and inf and nan do not spread to other values.
+    amax: the largest magnitude to scale by where it is known already, which leaves that pass out;
+    what is larger saturates, and 0 stands for a scale of 1. Without it x's own: nothing finite
+    saturates, and inf and nan do not spread to other values.
     Raises NotImplementedError on a device without float8 matmuls.
     """
-    if reason := fp8_unsupported():
-        raise NotImplementedError(reason)
-    reasons = {name: b.supports(target(), x_MK) for name, b in BACKENDS.items()}
-    signature = f"{x_MK.dtype}{list(x_MK.shape)} to {jnp.dtype(dtype)}"
-    backend = BACKENDS[choose("fp8_quantize", reasons, implementation, signature)]
-    now = fp8_amax(x_MK) if amax is None else amax
-    scale = fp8_scale(now, dtype)
-    if amax is not None:
-        scale = jnp.where(amax > 0, scale, 1.0)
+    backend = _backend(x_MK, dtype, implementation)
+    scale = fp8_scale(fp8_amax(x_MK), dtype) if amax is None else _given_scale(amax, dtype)
     q_MK, q_KM = backend.cast(x_MK, 1 / scale, dtype, saturate=amax is not None)
     return Fp8(q_MK, q_KM, scale)
 
 
-def fp8_amax(x: Float[Array, "*M"]) -> Float[Array, ""]:
-    """The largest magnitude, in float32."""
-    return jnp.max(jnp.abs(x)).astype(jnp.float32)
+def fp8_quantize_delayed(
+    x_MK: Float[Array, "M K"],
+    dtype: DTypeLike,
+    amax: Float[Array, ""],
+    *,
+    implementation: str | None = None,
+) -> tuple[Fp8, Float[Array, ""]]:
+    """`fp8_quantize` by an earlier amax, and x's own, which the pass that casts finds as well."""
+    scale = _given_scale(amax, dtype)
+    backend = _backend(x_MK, dtype, implementation)
+    q_MK, q_KM, seen = backend.cast_measured(x_MK, 1 / scale, dtype)
+    return Fp8(q_MK, q_KM, scale), seen
+
+
+def _backend(x_MK: Any, dtype: DTypeLike, implementation: str | None) -> Any:
+    if reason := fp8_unsupported():
+        raise NotImplementedError(reason)
+    reasons = {name: b.supports(target(), x_MK) for name, b in BACKENDS.items()}
+    signature = f"{x_MK.dtype}{list(x_MK.shape)} to {jnp.dtype(dtype)}"
+    return BACKENDS[choose("fp8_quantize", reasons, implementation, signature)]
+
+
+def _given_scale(amax: Array, dtype: DTypeLike) -> Array:
+    return jnp.where(amax > 0, fp8_scale(amax, dtype), 1.0)
 
 
 def fp8_scale(amax: Float[Array, "*L"], dtype: DTypeLike) -> Float[Array, "*L"]:
@@ -119,25 +135,29 @@ def _matmul(implementation, x_MK, w_KN, w_fp8, amax_2):
 
 
 def _forward(implementation, x_MK, w_KN, w_fp8, amax_2):
-    amax = None if amax_2 is None else amax_2[0]
-    x_fp8 = fp8_quantize(x_MK, E4M3, amax=amax, implementation=implementation)
+    x_fp8, seen = _quantize(x_MK, E4M3, None if amax_2 is None else amax_2[0], implementation)
     y_MN = fp8_product(x_fp8.q_MK, w_fp8.q_KM, x_fp8.scale * w_fp8.scale, x_MK.dtype)
-    seen = None if amax_2 is None else fp8_amax(x_MK)
     # Of x the backward needs the transpose alone; an empty array carries w's dtype.
     return y_MN, (x_fp8.q_KM, x_fp8.scale, w_KN[:0], w_fp8.q_MK, w_fp8.scale, amax_2, seen)
 
 
 def _backward(implementation, saved, dy_MN):
     x_KM, x_scale, like_w, w_KN, w_scale, amax_2, seen = saved
-    amax = None if amax_2 is None else amax_2[1]
-    dy = fp8_quantize(dy_MN, E5M2, amax=amax, implementation=implementation)
+    dy, seen_dy = _quantize(dy_MN, E5M2, None if amax_2 is None else amax_2[1], implementation)
     dx_MK = fp8_product(dy.q_MK, w_KN, dy.scale * w_scale, dy_MN.dtype, exact=True)
     dw_KN = fp8_product(x_KM, dy.q_KM, x_scale * dy.scale, like_w.dtype, exact=True)
-    maxima = None if amax_2 is None else jnp.stack([seen, fp8_amax(dy_MN)])
+    maxima = None if amax_2 is None else jnp.stack([seen, seen_dy])
     return dx_MK, dw_KN, None, maxima
 
 
 _matmul.defvjp(_forward, _backward)
+
+
+def _quantize(x_MK, dtype, amax, implementation) -> tuple[Fp8, Any]:
+    """(float8, x's own amax where scaling is delayed)."""
+    if amax is None:
+        return fp8_quantize(x_MK, dtype, implementation=implementation), None
+    return fp8_quantize_delayed(x_MK, dtype, amax, implementation=implementation)
 
 
 def fp8_product(a_MK: Any, b_NK: Any, scale: Any, dtype: Any, exact: bool = False) -> Any:

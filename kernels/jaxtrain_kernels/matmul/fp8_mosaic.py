@@ -35,23 +35,38 @@ def bytes_tile(rows: int, columns: int, dtype: Any) -> Any:
     return plgpu.SMEM((rows, columns), dtype, transforms=transforms)
 
 
-@hopper.kernel("dtype", "saturate", "interpret")
 def cast(x_MK, multiplier, dtype, *, saturate: bool, interpret: Any = False):
     """x * multiplier in dtype, and its transpose; the hardware's cast always saturates.
 
     interpret: plgpu.InterpretGPUParams, on a CPU.
     """
+    return _cast(x_MK, multiplier, dtype, saturate, False, interpret)
+
+
+def cast_measured(x_MK, multiplier, dtype, *, interpret: Any = False):
+    """The same, saturating, and x's largest magnitude."""
+    q_MK, q_KM, most_CM = _cast(x_MK, multiplier, dtype, True, True, interpret)
+    return q_MK, q_KM, jnp.max(most_CM)
+
+
+@hopper.kernel("dtype", "saturate", "measure", "interpret")
+def _cast(x_MK, multiplier, dtype, saturate, measure, interpret):
+    """(q_MK, q_KM), and with `measure` the largest magnitude of each row in each tile."""
     M, K = x_MK.shape
     largest = float(jnp.finfo(dtype).max)
 
-    def fp8_cast(x, multiplier, out_MK, out_KM, x_tile, q_tile, qt_tile, arrived):
+    def fp8_cast(x, multiplier, out_MK, out_KM, *most_CM, x_tile, q_tile, qt_tile, arrived):
         rows = pl.ds(lax.axis_index("row") * ROWS, ROWS)
         columns = pl.ds(lax.axis_index("column") * COLUMNS, COLUMNS)
         plgpu.copy_gmem_to_smem(x.at[rows, columns], x_tile, arrived)
         factor = multiplier[0]
         plgpu.barrier_wait(arrived)
         for source, result in ((x_tile, q_tile), (x_tile.T, qt_tile)):
-            values = plgpu.load(source, layout=hopper.MATRIX).astype(jnp.float32) * factor
+            values = plgpu.load(source, layout=hopper.MATRIX).astype(jnp.float32)
+            if most_CM and source is x_tile:
+                here = most_CM[0].at[lax.axis_index("column"), rows]
+                here[...] = jnp.max(jnp.maximum(values, -values), 1)
+            values *= factor
             if saturate:  # as a rule for the interpreter; the same instruction on the device
                 values = jnp.minimum(jnp.maximum(values, -largest), largest)
             result[...] = values.astype(dtype)
@@ -60,9 +75,12 @@ def cast(x_MK, multiplier, dtype, *, saturate: bool, interpret: Any = False):
         plgpu.copy_smem_to_gmem(qt_tile, out_KM.at[columns, rows])
         plgpu.wait_smem_to_gmem(0)
 
+    out_type = [jax.ShapeDtypeStruct((M, K), dtype), jax.ShapeDtypeStruct((K, M), dtype)]
+    if measure:
+        out_type.append(jax.ShapeDtypeStruct((K // COLUMNS, M), jnp.float32))
     return plgpu.kernel(
         fp8_cast,
-        out_type=(jax.ShapeDtypeStruct((M, K), dtype), jax.ShapeDtypeStruct((K, M), dtype)),
+        out_type=out_type,
         scratch_types=dict(
             x_tile=hopper.tiles((ROWS, COLUMNS), x_MK.dtype),
             q_tile=bytes_tile(ROWS, COLUMNS, dtype),

@@ -18,6 +18,12 @@ def cast(x_MK, multiplier, dtype, *, saturate: bool):
     return q_MK, jnp.swapaxes(q_MK, 0, 1)
 
 
+def cast_measured(x_MK, multiplier, dtype):
+    """The same, saturating, and x's largest magnitude."""
+    q_MK, q_KM = cast(x_MK, multiplier, dtype, saturate=True)
+    return q_MK, q_KM, jnp.max(jnp.abs(x_MK)).astype(jnp.float32)
+
+
 def rounded(x, dtype):
     """x with float8's rounding under the least power of two that fits its maximum, in float32."""
     x = x.astype(jnp.float32)

@@ -1,6 +1,8 @@
 """The cast to float8 on any device. On a GPU, XLA makes it one kernel with the transpose."""
 
 import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
 
 from jaxtrain_kernels.dispatch import Target
 
@@ -22,3 +24,19 @@ def cast(x_MK, multiplier, dtype, *, saturate: bool):
         scaled = jnp.clip(scaled, -largest, largest)
     q_MK = scaled.astype(dtype)
     return q_MK, q_MK.T
+
+
+def cast_measured(x_MK, multiplier, dtype):
+    """The same, saturating, and x's largest magnitude.
+
+    XLA puts a maximum into one kernel with a cast, but not with a transpose: that comes after, from
+    one byte a value. So x is computed or read once, not twice.
+    """
+    q_MK, _ = cast(x_MK, multiplier, dtype, saturate=True)
+    q_MK, seen = lax.optimization_barrier((q_MK, fp8_amax(x_MK)))
+    return q_MK, q_MK.T, seen
+
+
+def fp8_amax(x: Float[Array, "*M"]) -> Float[Array, ""]:
+    """The largest magnitude, in float32."""
+    return jnp.max(jnp.abs(x)).astype(jnp.float32)
