@@ -5,6 +5,7 @@ Measures on random data and prints one table: ours, the floor, the peers. No cor
 
 import argparse
 import functools
+import itertools
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -25,7 +26,7 @@ from jaxtrain.bench.memory import bench_longest, bench_techniques
 from jaxtrain.bench.optimizers import bench_optimizers
 from jaxtrain.bench.preflight import add_preflight, preflight_of, report
 from jaxtrain.bench.race import draw, race
-from jaxtrain.bench.record import BENCHMARKS, RESULTS, write
+from jaxtrain.bench.record import BENCHMARKS, RESULTS, stem, write
 from jaxtrain.bench.rows import bench_rows
 from jaxtrain.bench.step import bench_memory, bench_step
 from jaxtrain.bench.switches import bench_switches
@@ -108,11 +109,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 
 
 def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
-    """The records of a command line, each as soon as it is measured."""
+    """The records of a command line, each as soon as it is measured; a long one as it grows."""
     step = {"loss": bench_loss, "matmul": bench_matmuls, "rows": bench_rows}
-    kernels = step | {"attention": bench_attention, "decode": bench_decode, "import": bench_import}
+    kernels = step | {"decode": bench_decode, "import": bench_import}
     if a.tune and a.what == "attention":
         yield tune_attention(a.out, a.variant, a.overrides)
+    elif a.what == "attention":
+        yield from bench_attention(a.variant, a.overrides)
     elif a.what in kernels:
         yield kernels[a.what](a.variant, a.overrides)
     elif a.what == "kernels":
@@ -134,10 +137,12 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     yield from bench_flags(config, a.overrides, a.variant)
                 else:
                     yield bench_step(config, a.overrides, a.variant, folder)
+            elif a.what in ("optim", "finetune"):
+                bench = bench_optimizers if a.what == "optim" else bench_finetune
+                yield from bench(config, a.overrides, a.variant)
             else:
-                benches = {"memory": memory_of(a), "optim": bench_optimizers, "tasks": bench_tasks}
-                benches["finetune"] = bench_finetune
-                yield benches[a.what](config, a.overrides, a.variant)
+                bench = bench_tasks if a.what == "tasks" else memory_of(a)
+                yield bench(config, a.overrides, a.variant)
 
 
 def memory_of(a: argparse.Namespace) -> Callable[..., dict[str, Any]]:
@@ -158,12 +163,13 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.what == "table":
         console.print(update_page(), "is current")
         return 0
-    for record in measure(arguments):
-        if arguments.record:
-            path = write(record, arguments.out or RESULTS)
-            record["file"] = path.name
-            if arguments.what == "race":
-                draw(record, (arguments.out or BENCHMARKS) / f"race-{record['config']}.png")
+    for _, same in itertools.groupby(measure(arguments), stem):
+        for record in same:
+            if arguments.record:
+                path = write(record, arguments.out or RESULTS)
+                record["file"] = path.name
+        if arguments.record and arguments.what == "race":
+            draw(record, (arguments.out or BENCHMARKS) / f"race-{record['config']}.png")
         console.print(report(record) if record["bench"] == "preflight" else table_of(record))
     return 0
 

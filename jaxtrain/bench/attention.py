@@ -3,7 +3,7 @@
 import contextlib
 import functools
 import importlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from types import ModuleType
 from typing import Any
 
@@ -15,7 +15,7 @@ from jaxtrain_kernels.attention import BACKENDS
 from jaxtrain_kernels.shapes import ATTENTION_BENCH, AttentionShape
 
 from jaxtrain.bench.kernels import Kernel, chosen, exact, failure, finished, measured, sized
-from jaxtrain.bench.timing import relative_errors, rotating
+from jaxtrain.bench.timing import ceilings, relative_errors, rotating
 from jaxtrain.parallel.runtime import compute_dtype
 
 Make = Callable[[AttentionShape], Kernel]
@@ -26,13 +26,16 @@ ERROR_T = 1000  # context that the error is measured at; no multiple of a kernel
 ROUNDING = 2e-6  # of the float32 that errors are measured against
 
 
-def bench_attention(variant: str | None = None, names: Sequence[str] = ()) -> dict[str, Any]:
-    """Rows of every backend and peer over the benchmark shapes; TF/s count visible pairs only.
+def bench_attention(
+    variant: str | None = None, names: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """The record, with one shape more each time it is yielded: rows of every backend and peer. TF/s
+    count visible pairs only.
 
     names: of the shapes and backends to measure; default all.
     """
     dtype, rows = compute_dtype("auto"), []
-    made = backends()
+    made, limits = backends(), ceilings(dtype)
     shapes, wanted = chosen("attention", names, [s.name for s in ATTENTION_BENCH], made)
     for shape in map(sized(small_attention), [s for s in ATTENTION_BENCH if s.name in shapes]):
         inputs = rotating(lambda key, s=shape: attention_inputs(s, dtype, key))
@@ -43,7 +46,7 @@ def bench_attention(variant: str | None = None, names: Sequence[str] = ()) -> di
                     row = {"name": f"attention_{name}", "shape": shape.name, "backend": backend}
                     rows.append(row | figures | errors(shape, made[backend], wrap, dtype))
                     report(rows[-1])
-    return finished("attention", dtype, variant, rows)
+        yield finished("attention", dtype, variant, rows, limits)
 
 
 def report(row: dict[str, Any]) -> None:

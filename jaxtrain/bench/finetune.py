@@ -5,7 +5,7 @@ import importlib.util
 import json
 import subprocess
 import sys
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -31,8 +31,11 @@ SHAPES = ((2048, 4), (8192, 1))  # tokens of a row, rows of a step
 PEER = BENCHMARKS / "peer_finetune.py"
 
 
-def bench_finetune(name: str, overrides: Sequence[str], variant: str | None) -> dict[str, Any]:
-    """A row for each method and shape: bytes of a step and, on a GPU, its time; peft's beside them.
+def bench_finetune(
+    name: str, overrides: Sequence[str], variant: str | None
+) -> Iterator[dict[str, Any]]:
+    """The record, with one row more each time it is yielded: for each method and shape the bytes of
+    a step and, on a GPU, its time; peft's beside them.
 
     The peer runs first, in a process of its own (JAX would hold the memory), where torch and peft
     are installed.
@@ -40,6 +43,8 @@ def bench_finetune(name: str, overrides: Sequence[str], variant: str | None) -> 
     rows = peer_rows(name)
     running, one = jax.default_backend() == "gpu", jax.devices()[:1]
     overrides = ["mesh={data: 1, fsdp: 1}", *overrides]
+    w = load_workload(name, overrides, one)
+    record = describe("finetune", w.name, variant or w.precision, workload=w.facts())
     for T, batch in SHAPES:
         for method, (tuning, changes) in METHODS.items():
             size = [f"train.sequence_length={T}", f"train.batch_size={batch}"]
@@ -52,10 +57,9 @@ def bench_finetune(name: str, overrides: Sequence[str], variant: str | None) -> 
                 row |= {"ms": None, "failed": str(error).partition(";")[0]}
             rows.append(row | {"backend": "jaxtrain"})
             print(f"  {row}", file=sys.stderr, flush=True)
+            yield record | {"rows": list(rows)}
             jax.clear_caches()
             gc.collect()
-    w = load_workload(name, overrides, one)
-    return describe("finetune", w.name, variant or w.precision, workload=w.facts()) | {"rows": rows}
 
 
 def tuned(w: Workload, tuning: dict[str, Any]) -> Workload:

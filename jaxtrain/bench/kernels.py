@@ -10,7 +10,7 @@ from jaxtrain_kernels import cross_entropy
 from jaxtrain_kernels.shapes import LOSS_BENCH, LossShape
 
 from jaxtrain.bench.record import describe
-from jaxtrain.bench.timing import ceilings, kernel_ms, relative_error, rotating
+from jaxtrain.bench.timing import Ceilings, ceilings, kernel_ms, relative_error, rotating
 from jaxtrain.bench.workload import SHORT
 from jaxtrain.parallel.runtime import compute_dtype
 from jaxtrain.settings import UserError
@@ -42,11 +42,18 @@ def sized(small: Callable[[Any], Any]) -> Callable[[Any], Any]:
 
 
 def finished(
-    bench: str, dtype: jnp.dtype, variant: str | None, rows: list[dict[str, Any]]
+    bench: str,
+    dtype: jnp.dtype,
+    variant: str | None,
+    rows: list[dict[str, Any]],
+    limits: Ceilings | None = None,
 ) -> dict[str, Any]:
-    """The record. floor_ms: what a row's FLOPs take at the rate of a large matmul."""
+    """The record. floor_ms: what a row's FLOPs take at the rate of a large matmul.
+
+    limits: of this process, if they have been measured.
+    """
     record = describe(bench, "shapes", variant or SHORT[dtype.name], devices=1)
-    limits = ceilings(dtype)
+    limits = limits or ceilings(dtype)
     for row in rows:
         if row.get("ms") and "tflops" in row:
             row["floor_ms"] = row["ms"] * row["tflops"] / limits.matmul_tflops

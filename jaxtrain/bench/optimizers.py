@@ -1,6 +1,6 @@
 """Every optimizer on a configuration's parameters: time and bytes of one update."""
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -13,20 +13,23 @@ from jaxtrain.bench.workload import Workload, load_workload, new_knobs, new_stat
 from jaxtrain.model import cast
 from jaxtrain.optim import OPTIMIZERS
 
+LONG = ("soap",)  # last: its QR decompositions take minutes
+
 
 def bench_optimizers(
     name: str, overrides: Sequence[str], variant: str | None = None
-) -> dict[str, Any]:
-    """A row of ms, state_bytes and floor_ms for each optimizer, each with its default rates."""
-    rows = []
-    for optimizer in OPTIMIZERS:
+) -> Iterator[dict[str, Any]]:
+    """The record, with one row more each time it is yielded: of ms, state_bytes and floor_ms, for
+    each optimizer with its default rates."""
+    rows: list[dict[str, Any]] = []
+    for optimizer in sorted(OPTIMIZERS, key=LONG.__contains__):
         w = load_workload(name, [*overrides, f"optim.name={optimizer}"])
         limits = ceilings(w.task.dtype)
         with jax.set_mesh(w.mesh):
             rows.append({"name": optimizer} | optimizer_row(w, limits.matmul_tflops))
         rows[-1]["floor_bytes_ms"] = rows[-1].pop("moved_bytes") / limits.copy_gbps / 1e6
-    record = describe("optim", w.name, variant or w.precision, workload=w.facts())
-    return record | {"rows": rows, "floor": limits._asdict()}
+        record = describe("optim", w.name, variant or w.precision, workload=w.facts())
+        yield record | {"rows": list(rows), "floor": limits._asdict()}
 
 
 def optimizer_row(w: Workload, matmul_tflops: float) -> dict[str, Any]:
