@@ -1,6 +1,8 @@
 """Validation: loss, perplexity and bits per byte of a whole split; or in-context tasks.
 
 python -m jaxtrain.evaluate RUN [--step N] [--tasks core] [key=value ...]
+
+Several processes (`python -m jaxtrain.launch --command evaluate`) share the rows of each batch.
 """
 
 import argparse
@@ -19,10 +21,12 @@ from jaxtrain import data, objectives
 from jaxtrain.finetune import join_all
 from jaxtrain.model import cast
 from jaxtrain.parallel import make_mesh, place_batch, shardings
-from jaxtrain.parallel.mesh import batch_share, batch_ways
+from jaxtrain.parallel.mesh import batch_share, batch_ways, spread_from_host
+from jaxtrain.parallel.processes import add_place, find_place, joined
 from jaxtrain.parallel.runtime import compute_dtype, start
 from jaxtrain.report import write_report
-from jaxtrain.saved import Saved, load_saved
+from jaxtrain.run import facts
+from jaxtrain.saved import Saved, folder_of, load_resolved, load_saved
 from jaxtrain.scaling import Resolved, override
 from jaxtrain.settings import UserError, command
 from jaxtrain.tasks import run_tasks, table_of
@@ -80,6 +84,7 @@ def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
     if prepared.validation is None:
         raise UserError("data.validation is none: name a split or a source to evaluate on")
     mesh = make_mesh(config.mesh)
+    share, shares = batch_share(mesh)
     rows = config.eval.batch_size or saved.config.train.device_batch_size
     rows = -(-rows // batch_ways(mesh)) * batch_ways(mesh)
     with jax.set_mesh(mesh):
@@ -94,8 +99,10 @@ def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
             batch_size=rows,
             sequence_length=saved.config.train.sequence_length,
             segments=saved.config.model.document_mask,
+            process_index=share,
+            process_count=shares,
         )
-        params = jax.device_put(saved.params, shardings(saved.specs, mesh))
+        params = spread_from_host(saved.params, shardings(saved.specs, mesh))
         return validate(scorer, params, batches, mesh)
 
 
@@ -118,7 +125,9 @@ def answer_tasks(saved: Saved, config: Resolved, arguments: argparse.Namespace) 
     out = arguments.out or arguments.run / name
     bundle = data.open_bundle(arguments.bundle, names)
     result = run_tasks(saved, config, bundle, names, out, arguments.limit)
-    if (arguments.run / "metrics.jsonl").is_file() and jax.process_index() == 0:
+    if jax.process_index() > 0:
+        return
+    if (arguments.run / "metrics.jsonl").is_file():
         write_report(arguments.run)
     Console(width=120).print(table_of(result), f"\n{out}", highlight=False)
 
@@ -135,15 +144,23 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--limit", type=int, help="examples of each task; default all")
     parser.add_argument("--out", type=Path, help="results of tasks; RUN/tasks[_step_N].json")
     parser.add_argument("overrides", nargs="*", help="data.validation.name=documents ...")
-    arguments = parser.parse_intermixed_args(argv)
-    start()
-    saved = load_saved(arguments.run, arguments.step)
-    config = override(saved.config, arguments.overrides)
-    if arguments.tasks:
-        answer_tasks(saved, config, arguments)
-        return 0
-    for name, value in evaluate(saved, config).items():
-        print(f"{name:12s} {value:.4f}")
+    add_place(parser)
+    a = parser.parse_intermixed_args(argv)
+    place = find_place(a.coordinator, a.processes, a.process)
+    config = load_resolved(folder_of(a.run) / "config.yaml")
+    config = override(config, a.overrides)
+    start(quiet=place is not None and place.index > 0)
+    asked = {f"--{name}": str(getattr(a, name)) for name in ("step", "tasks", "limit")}
+    same = facts(config) | asked if place else {}
+    with joined(place, config.processes, same) as group:
+        saved = load_saved(a.run, a.step)
+        if a.tasks:
+            answer_tasks(saved, config, a)
+            return 0
+        figures = evaluate(saved, config)
+        if group.index == 0:
+            for name, value in figures.items():
+                print(f"{name:12s} {value:.4f}")
     return 0
 
 

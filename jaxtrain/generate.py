@@ -26,6 +26,7 @@ from jaxtrain.model import Cache, cast
 from jaxtrain.model.config import round_up
 from jaxtrain.model.transformer import CACHE_MULTIPLE
 from jaxtrain.parallel.mesh import gathered
+from jaxtrain.parallel.processes import check_alone
 from jaxtrain.parallel.runtime import compute_dtype, start
 from jaxtrain.saved import Saved, load_saved, template_for
 from jaxtrain.settings import UserError, command
@@ -263,6 +264,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--seed", type=int, default=0)
     parser.add_argument("--step", type=int, help="a checkpoint instead of the final model")
     a = parser.parse_args(argv)
+    check_alone("jaxtrain.generate")
     try:
         if a.tokens < 1 or a.temperature < 0:
             raise UserError("--tokens must be at least 1 and --temperature at least 0")

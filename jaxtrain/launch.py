@@ -1,9 +1,11 @@
 """Several processes on this host, as one job: what SLURM, Kubernetes or Ray do on many.
 
 python -m jaxtrain.launch --processes 2 [--devices-per-process 4] -- --config gpt_d12 key=value ...
+python -m jaxtrain.launch --processes 2 --command evaluate -- runs/NAME --tasks core
 
-Everything after `--` goes to `python -m jaxtrain.main`. Lines are shown with the process they are
-of; signals are passed on; when a process dies, all end, with its exit code.
+Everything after `--` goes to `python -m jaxtrain.main`, or to what --command names. Lines are
+shown with the process they are of; signals are passed on; when a process dies, all end, with its
+exit code.
 """
 
 import argparse
@@ -19,6 +21,7 @@ from typing import IO
 
 from jaxtrain.settings import UserError, command
 
+COMMANDS = ("main", "evaluate")  # those that work together; the others are one process
 GRACE = 10.0  # seconds that the others have to end by themselves when one has died
 
 
@@ -29,12 +32,15 @@ def main(argv: list[str] | None = None) -> int:
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     parser = argparse.ArgumentParser(
         "jaxtrain.launch",
-        usage="%(prog)s --processes N [--devices-per-process K] -- ARGUMENTS OF jaxtrain.main",
+        usage="%(prog)s --processes N [--devices-per-process K] [--command evaluate] -- ARGUMENTS",
         description=(__doc__ or "").split("\n")[0],
     )
     parser.add_argument("--processes", type=int, required=True, help="how many")
     parser.add_argument(
         "--devices-per-process", type=int, help="GPUs of each, or virtual devices on a CPU"
+    )
+    parser.add_argument(
+        "--command", default="main", choices=COMMANDS, help="which module of jaxtrain's they run"
     )
     parser.add_argument("--port", type=int, help="of the coordinator; default a free one")
     asked = parser.parse_args(arguments[:cut])
@@ -46,7 +52,7 @@ def main(argv: list[str] | None = None) -> int:
     ]
     place = ["--coordinator", f"localhost:{asked.port or free_port()}"]
     place += ["--processes", str(asked.processes), "--process"]
-    line = [sys.executable, "-u", "-m", "jaxtrain.main", *arguments[cut + 1 :], *place]
+    line = [sys.executable, "-u", "-m", f"jaxtrain.{asked.command}", *arguments[cut + 1 :], *place]
     return run([[*line, str(i)] for i in range(asked.processes)], environments)
 
 

@@ -69,6 +69,8 @@ def local_task(task: Task, c: DiLoCo | Gossip, mesh: Mesh) -> Task:
             "train.local: float16's loss scale would differ between replicas; use "
             "train.precision=bfloat16 or float32"
         )
+    if task.optimizer.offload:
+        raise UserError("train.local: each replica keeps its own states; set optim.offload=false")
     if isinstance(c, DiLoCo) and c.fragments > c.every:
         raise UserError(
             f"train.local.fragments={c.fragments} cannot meet one after the other within "

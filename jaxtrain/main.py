@@ -9,6 +9,7 @@ import sys
 
 from jaxtrain.bench.preflight import add_preflight, preflight_of, report
 from jaxtrain.config import find_config, help_text, load_config
+from jaxtrain.parallel.processes import add_place, find_place, joined
 from jaxtrain.settings import command
 
 
@@ -31,9 +32,7 @@ def main(argv: list[str] | None = None) -> int:
         help="say what a step needs on --devices N (no accelerator, no data) and stop",
     )
     add_preflight(parser)
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is, of several")
-    parser.add_argument("--processes", type=int, metavar="N", help="how many there are")
-    parser.add_argument("--process", type=int, metavar="I", help="which this is, from 0")
+    add_place(parser)
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
     try:
         arguments = parser.parse_intermixed_args(argv)
@@ -47,7 +46,6 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.dry_run or arguments.fit:
             print(report(preflight_of(arguments, arguments.config, arguments.overrides)))
             return 0
-        from jaxtrain.parallel.processes import find_place, joined
         from jaxtrain.parallel.runtime import start
         from jaxtrain.run import facts
         from jaxtrain.train import train

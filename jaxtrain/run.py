@@ -20,7 +20,7 @@ import yaml
 from jax.sharding import Mesh
 
 from jaxtrain.checkpoint import Checkpointer, write_json
-from jaxtrain.config import Config, to_yaml
+from jaxtrain.config import Sections, to_yaml
 from jaxtrain.data import Tokenizer, load_tokenizer
 from jaxtrain.environment import commit, environment, versions
 from jaxtrain.finetune import INSERTED, LoRAConfig, Parts, VirtualConfig, adapter_folder
@@ -39,7 +39,7 @@ FREE = (
     "run.", "mesh.", "processes.", "eval.", "sample.", "checkpoint.", "metrics.", "data.cache_dir",
     "data.prefetch", "data.workers", "data.prepare_workers", "data.skip_damaged",
     "train.device_batch_size", "train.compiler_options", "model.attention=",
-    "model.scan_layers", "model.remat",
+    "model.scan_layers", "model.remat", "optim.offload",
 )  # fmt: skip
 
 
@@ -66,7 +66,7 @@ def check_run(c: Resolved) -> bool:
     return True
 
 
-def facts(config: Config) -> dict[str, str]:
+def facts(config: Sections) -> dict[str, str]:
     """What the processes of a job must have in common, before anything is computed."""
     roots = Path(__file__).parent, Path(jaxtrain_kernels.__path__[0])
     files = [path for root in roots for path in sorted(root.rglob("*.py"))]

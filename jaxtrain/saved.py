@@ -71,9 +71,7 @@ def save_adapter(directory: Path, config: Resolved, params: Any) -> None:
 
 def load_saved(path: Path, step: int | None = None) -> Saved:
     """A run directory or a `model/` folder; `step` takes that checkpoint instead of the end."""
-    folder = path / "model" if (path / "model" / "config.yaml").is_file() else path
-    if not (folder / "config.yaml").is_file():
-        raise UserError(f"{path} is not a run directory or a model folder: it has no config.yaml")
+    folder = folder_of(path)
     config = load_resolved(folder / "config.yaml")
     tokenizer_dir = folder if (folder / WEIGHTS).is_file() else path / "tokenizer"
     tokenizer = load_tokenizer(tokenizer_dir)
@@ -84,6 +82,14 @@ def load_saved(path: Path, step: int | None = None) -> Saved:
         params = read_run(path, config, specs, step)
     ends = prompting(tokenizer_dir, tokenizer)
     return Saved(config, graphdef, specs, params, tokenizer, tokenizer_dir, ends)
+
+
+def folder_of(path: Path) -> Path:
+    """Where the configuration of a model is: `model/`, of a run that has ended."""
+    folder = path / "model" if (path / "model" / "config.yaml").is_file() else path
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{path} is not a run directory or a model folder: it has no config.yaml")
+    return folder
 
 
 def template_for(saved: Saved) -> tuple[str, dict[str, str]]:
@@ -134,7 +140,7 @@ def read_run(run_dir: Path, config: Resolved, specs: Any, step: int | None) -> A
     trained = read_checkpoint(run_dir, parts.trainable, step)
     if parts.split is None:
         return trained
-    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     where = jax.tree.map(lambda spec: here, parts.base)
     base = load_start(config.train.init_from or "", parts.base, where, parts.store)
     return parts.plain(trained, parts.split(base, config.run.seed)[0])
@@ -150,7 +156,7 @@ def read_checkpoint(run_dir: Path, specs: Any, step: int | None) -> Any:
         if wanted is None or wanted not in checkpointer.steps():
             steps = ", ".join(map(str, checkpointer.steps())) or "none"
             raise UserError(f"{run_dir}: no checkpoint of step {wanted}; there are {steps}")
-        here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         like = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), specs)
         return checkpointer.restore_params(wanted, like)
     finally:

@@ -19,7 +19,7 @@ from jaxtrain.data.branches import BRANCH_SHARE, Rows, RowShape, pack
 from jaxtrain.model import cast
 from jaxtrain.model.branches import Branches
 from jaxtrain.parallel import make_mesh, place_batch, shardings
-from jaxtrain.parallel.mesh import batch_ways
+from jaxtrain.parallel.mesh import batch_share, batch_ways, spread_from_host
 from jaxtrain.parallel.runtime import compute_dtype
 from jaxtrain.saved import Saved
 from jaxtrain.scaling import Resolved
@@ -68,7 +68,7 @@ def place(saved: Saved, config: Resolved, most_rows: int | None = None) -> Place
     dtype = compute_dtype(config.train.precision)
     chunk = max(1, min(context // 16, HEAD_ROWS * ways // shape.rows))
     with jax.set_mesh(mesh):
-        params = jax.device_put(saved.params, shardings(saved.specs, mesh))
+        params = spread_from_host(saved.params, shardings(saved.specs, mesh))
         params = jax.jit(lambda p: cast(p, saved.specs, dtype))(params)
     return Placed(mesh, params, shape, chunk)
 
@@ -76,14 +76,15 @@ def place(saved: Saved, config: Resolved, most_rows: int | None = None) -> Place
 def make_scorer(saved: Saved, config: Resolved, most_rows: int | None = None) -> Scorer:
     """A saved model, ready to score; the arguments are those of `place`."""
     mesh, params, shape, chunk = place(saved, config, most_rows)
+    share, shares = batch_share(mesh)
+    mine = shape.rows // shares  # of this process
     program = jax.jit(
         lambda params, rows, chunks: score_rows(saved.graphdef, params, rows, chunks, chunk),
         out_shardings=NamedSharding(mesh, PartitionSpec()),
     )
 
     def score(rows: Rows) -> tuple[Any, Any]:
-        mine = shape.rows // jax.process_count()
-        part = slice(mine * jax.process_index(), mine * (jax.process_index() + 1))
+        part = slice(share * mine, (share + 1) * mine)
         chunks = -(-int((rows.labels_BM >= 0).sum(1).max()) // chunk)
         with jax.set_mesh(mesh):
             placed = place_batch(Rows(*(x[part] for x in rows)), mesh)

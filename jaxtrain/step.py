@@ -6,7 +6,6 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtyping import Array
 
@@ -16,6 +15,7 @@ from jaxtrain.model import cast, fp8_weights, initialize, path_name, with_fp8
 from jaxtrain.model.fp8 import Maxima, expected, no_maxima, remember
 from jaxtrain.model.moe import LOADS, load_metrics
 from jaxtrain.optim import Optimizer
+from jaxtrain.optim.offload import host_sharding, waits
 from jaxtrain.parallel import constrain_tree, partition_spec, pipeline_ways
 
 FIRST_SCALE = 2.0**15  # of float16's loss
@@ -72,7 +72,10 @@ def init_state(task: Task, seed: int, params: Any = None) -> State:
 
 
 def state_shardings(task: Task, mesh: Mesh) -> State:
-    """Parameters by the rules; an optimizer state as the parameter that its path ends in."""
+    """Parameters by the rules; an optimizer state as the parameter that its path ends in.
+
+    With `optim.offload` that is in the host's memory; UserError where there is none.
+    """
     specs = {
         path_name(path): spec for path, spec in jax.tree_util.tree_flatten_with_path(task.specs)[0]
     }
@@ -84,9 +87,11 @@ def state_shardings(task: Task, mesh: Mesh) -> State:
         for start in range(len(keys)):
             spec, shape = specs.get("/".join(keys[start:])), leaf.shape[len(front) :]
             if spec and len(spec.shape) == len(shape):
-                return NamedSharding(
-                    mesh, PartitionSpec(*front, *partition_spec(spec.axes, shape, mesh))
-                )
+                place = PartitionSpec(*front, *partition_spec(spec.axes, shape, mesh))
+                state = getattr(path[0], "name", "") == "optimizer"
+                if state and task.optimizer.offload and waits(leaf):
+                    return host_sharding(mesh, place)
+                return NamedSharding(mesh, place)
         return NamedSharding(mesh, PartitionSpec(*front))
 
     shapes = jax.eval_shape(functools.partial(init_state, task, 0))
@@ -179,11 +184,10 @@ def train_step(
     if task.clip_norm is not None:
         shrink = jnp.minimum(1.0, task.clip_norm / jnp.maximum(norm, 1e-12))
         grads = jax.tree.map(lambda g: (g * shrink).astype(g.dtype), grads)
-    updates, optimizer = task.optimizer.update(
-        grads, state.optimizer, state.params, state.step, knobs
+    finite = jnp.isfinite(norm)
+    params, optimizer = task.optimizer.apply(
+        grads, state.optimizer, state.params, state.step, knobs, None if scale is None else finite
     )
-    params = optax.apply_updates(state.params, updates)
-    new = State(params, optimizer, state.step + 1, state.key, scale, maxima)
     metrics = {
         **task.objective.figures(loss, count, text_bytes, sums, shared),
         "grad_norm": norm,
@@ -192,20 +196,19 @@ def train_step(
         **load,
     }
     if scale is not None:
-        finite = jnp.isfinite(norm)
-        new, metrics["loss_scale"] = adjust_scale(state, new, finite), scale.scale
-        metrics["skipped"] = 1.0 - finite
-    return new, metrics
+        metrics["loss_scale"], metrics["skipped"] = scale.scale, 1.0 - finite
+        maxima = jax.tree.map(lambda n, o: jnp.where(finite, n, o), maxima, state.maxima)
+    scale_next = None if scale is None else adjust_scale(scale, finite)
+    return State(params, optimizer, state.step + 1, state.key, scale_next, maxima), metrics
 
 
-def adjust_scale(old: State, new: State, finite: Array) -> State:
-    """Keep the old state when a float16 gradient overflowed, and halve the scale; else grow it."""
-    scale, good = old.loss_scale or LossScale(jnp.float32(1), jnp.int32(0))
-    kept = jax.tree.map(lambda n, o: jnp.where(finite, n, o), new, old)
+def adjust_scale(old: LossScale, finite: Array) -> LossScale:
+    """Halve the scale when a float16 gradient overflowed; else grow it at times."""
+    scale, good = old
     grow = finite & (good + 1 >= GROWTH_INTERVAL)
     scale = jnp.where(finite, jnp.where(grow, scale * 2, scale), jnp.maximum(scale / 2, 1.0))
     good = jnp.where(finite & ~grow, good + 1, 0)
-    return kept._replace(step=new.step, loss_scale=LossScale(scale, good))
+    return LossScale(scale, good)
 
 
 def make_step(task: Task, mesh: Mesh) -> Any:

@@ -161,8 +161,9 @@ def save(path: Path, result: Result) -> None:
 
 def progress_bar() -> Progress:
     columns = (BarColumn(), MofNCompleteColumn(), TextColumn("examples"), TimeRemainingColumn())
-    console = Console(stderr=True)
-    return Progress(*columns, console=console, transient=True, disable=jax.process_index() > 0)
+    quiet = jax.process_index() > 0
+    console = Console(stderr=True, quiet=quiet)
+    return Progress(*columns, console=console, transient=True, disable=quiet)
 
 
 def table_of(result: Result) -> Table:

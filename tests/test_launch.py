@@ -17,6 +17,8 @@ from tiny import rows_of, run_overrides
 
 from jaxtrain import data, launch
 from jaxtrain.config import load_config
+from jaxtrain.evaluate import main as evaluate
+from jaxtrain.generate import main as generate
 from jaxtrain.main import main
 from jaxtrain.parallel.processes import Place, find_place
 from jaxtrain.settings import UserError
@@ -61,8 +63,8 @@ class Job:
         return self.process.wait(seconds), self.log.read_text()
 
 
-def launched(log, processes, devices, arguments):
-    command = [sys.executable, "-m", "jaxtrain.launch", "--processes", str(processes)]
+def launched(log, processes, devices, arguments, *options):
+    command = [sys.executable, "-m", "jaxtrain.launch", "--processes", str(processes), *options]
     return Job([*command, "--devices-per-process", str(devices), "--", *arguments], log)
 
 
@@ -131,6 +133,24 @@ def test_a_job_stops_together_dies_loudly_and_goes_on_with_other_processes(tmp_p
         assert mine.pop("kind") == other.pop("kind")
         assert mine == pytest.approx(other, rel=1e-5)
     assert position(run_dir, 30) == position(whole, 30)
+
+
+def test_two_processes_evaluate_as_one(whole, tmp_path, capsys):
+    arguments = [str(whole), "eval.batch_size=4"]
+    assert evaluate(arguments) == 0
+    expected = capsys.readouterr().out
+    job = launched(tmp_path / "log", 2, 1, arguments, "--command", "evaluate")
+    code, out = job.end()
+    assert code == 0, out
+    lines = [line for line in out.splitlines() if " kernel   " not in line]
+    assert lines == [f"[0] {line}" for line in expected.splitlines()] and len(lines) == 3
+
+
+def test_generate_is_one_process(whole, capsys, monkeypatch):
+    monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
+    assert generate([str(whole)]) == 2
+    message = "error: jaxtrain.generate is one process, and SLURM_STEP_NUM_TASKS says 2: start it"
+    assert message in capsys.readouterr().err
 
 
 # ---- the templates ---------------------------------------------------------------------------

@@ -26,7 +26,6 @@ from jaxtrain.parallel import place_batch
 from jaxtrain.run import new_or_resumed, rest_of
 from jaxtrain.step import (
     LossScale,
-    State,
     adjust_scale,
     make_step,
     state_shardings,
@@ -193,13 +192,8 @@ def test_a_state_comes_back_from_a_checkpoint_bit_for_bit(half, tmp_path):
 def test_the_scale_grows_after_enough_good_steps_and_stays_above_one():
     interval = step_module.GROWTH_INTERVAL
 
-    def state(scale, good):
-        counters = jnp.float32(scale), jnp.int32(good)
-        return State({}, (), jnp.int32(3), jnp.zeros(2, jnp.uint32), LossScale(*counters))
-
     def after(scale, good, finite):
-        old = state(scale, good)
-        return adjust_scale(old, old._replace(step=old.step + 1), jnp.bool(finite)).loss_scale
+        return adjust_scale(LossScale(jnp.float32(scale), jnp.int32(good)), jnp.bool(finite))
 
     assert after(8.0, interval - 2, True) == (8.0, interval - 1)
     assert after(8.0, interval - 1, True) == (16.0, 0)

@@ -38,6 +38,7 @@ TECHNIQUES: dict[str, list[str]] = {
     "offload, scanned": ["model.remat=offload", *SCANNED],
     "ffn in 8 tiles": ["model.ffn_tiles=8"],
     "bfloat16 states": ["optim.state_dtype=bfloat16"],
+    "states on the host": ["optim.offload=true"],
 }
 # Small enough to be exact in float32, deep enough for a scan that could go wrong.
 SMALL = [
@@ -77,7 +78,8 @@ def figures(w: Workload, running: bool) -> dict[str, Any]:
             make_step(w.task, w.mesh), abstract_state(w), batch_shapes(w), new_knobs(w), w.config,
             abstract_frozen(w),
         )  # fmt: skip
-        host = compiled.memory_analysis().host_temp_size_in_bytes
+        m = compiled.memory_analysis()
+        host = m.host_temp_size_in_bytes + m.host_argument_size_in_bytes
         row: dict[str, Any] = {"total_bytes": memory_needed(compiled), "host_bytes": host}
         if not running:
             return row

@@ -167,8 +167,12 @@ def exact_bytes(w: Workload) -> dict[str, int]:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Of one device's parts."""
-    return sum(shard_bytes(x.shape, x.sharding, x.dtype.itemsize) for x in jax.tree.leaves(tree))
+    """Of one device's parts, without what waits in the host's memory."""
+    return sum(
+        shard_bytes(x.shape, x.sharding, x.dtype.itemsize)
+        for x in jax.tree.leaves(tree)
+        if x.sharding.memory_kind != "pinned_host"
+    )
 
 
 def shard_bytes(shape: tuple[int, ...], where: NamedSharding, width: int) -> int:

@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-import optax
 
 from jaxtrain.bench.profile import profile
 from jaxtrain.bench.record import describe, stem
@@ -29,7 +28,7 @@ from jaxtrain.optim import MuonConfig
 from jaxtrain.optim.muon import COEFFICIENTS, orthogonalize_flops
 from jaxtrain.run import compile_step, memory_needed
 from jaxtrain.settings import UserError
-from jaxtrain.step import State, gradients, make_step
+from jaxtrain.step import State, gradients, make_step, state_shardings
 
 BATCHES = 16  # on the device, in rotation: so few steps do not learn them by heart
 STEPS = 10  # of a window
@@ -106,10 +105,10 @@ def update_ms(w: Workload, state: State, grads: Any, knobs: Any) -> float:
     """
 
     def update(params: Any, opt: Any, grads: Any, step: jax.Array, knobs: Any) -> Any:
-        updates, opt = w.task.optimizer.update(grads, opt, params, step, knobs)
-        return optax.apply_updates(params, updates), opt
+        return w.task.optimizer.apply(grads, opt, params, step, knobs)
 
-    compiled = jax.jit(update, donate_argnums=(0, 1))
+    where = state_shardings(w.task, w.mesh)
+    compiled = jax.jit(update, donate_argnums=(0, 1), out_shardings=(where.params, where.optimizer))
     held = state.params, state.optimizer
 
     def one() -> Any:

@@ -41,4 +41,5 @@ def make_adafactor(relative: bool) -> Callable[[Hyper], optax.GradientTransforma
 
 def adafactor(c: AdafactorConfig) -> dict[str, Group]:
     peaks = c.model_dump(include={"learning_rate", "weight_decay", "decay_power", "clip_rms"})
-    return one_rate(make_adafactor(c.relative), peaks, transfer=None if c.relative else "adam")
+    transfer = None if c.relative else "adam"
+    return one_rate(make_adafactor(c.relative), peaks, transfer=transfer, by_rows=False)

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import optax
 from pydantic import Field
 
+from jaxtrain.optim.offload import fetched, update_in_parts
 from jaxtrain.optim.schedule import Schedule, Trapezoid, multiplier, schedule_values
 from jaxtrain.settings import Settings, UserError
 
@@ -68,6 +69,11 @@ class OptimizerConfig(Settings):
         description="storage of the states of matrices and embeddings (8-bit ones stay); bfloat16 "
         "halves them, and rounds away what changes a second moment by less than 0.4% a step",
     )
+    offload: bool = Field(
+        False,
+        description="states of matrices and embeddings wait in the host's memory between steps, "
+        "and come to the device layer by layer; changes the numbers by rounding at most",
+    )
     batch_scaling: BatchScaling = Field(
         default_factory=lambda: BatchScaling.model_validate({}),
         description="how the rates follow the batch",
@@ -78,7 +84,8 @@ class Group(NamedTuple):
     """`make` builds the transformation from the rates in force; `peaks` are their peak values.
 
     `transfer` is the row of TRANSFER (None: rates of another kind, there is no rule). `matrices`:
-    it works on declared `[..., in, out]`. `eval_params(state, params)` are the weights to evaluate,
+    it works on declared `[..., in, out]`. `by_rows`: on each row of any other array by itself, and
+    so on each layer of a stack. `eval_params(state, params)` are the weights to evaluate,
     where these are not the ones that train.
     """
 
@@ -87,12 +94,16 @@ class Group(NamedTuple):
     adjust: Adjust = lambda hyper, step, schedule: hyper
     transfer: str | None = "adam"
     matrices: bool = False
+    by_rows: bool = True
     eval_params: Callable[[Any, Any], Any] | None = None
 
 
 class Optimizer(NamedTuple):
     """init(params) -> state; update(grads, state, params, step, knobs) -> updates, state.
 
+    `apply(grads, state, params, step, knobs, finite)` -> new parameters, state; nothing changes
+    where `finite` is False. With `offload` it is the only way, since large states are then on the
+    host (`optim/offload.py`): `state_shardings` puts them there.
     `rate(step, knobs)` is the matrices' learning rate if there are any, for the record. `knobs`
     holds every number of the run's optimizer (peaks and schedule); pass it to the compiled step as
     an argument.
@@ -103,7 +114,9 @@ class Optimizer(NamedTuple):
     update: Callable[[Any, Any, Any, jax.Array, Any], tuple[Any, Any]]
     rate: Callable[[jax.Array, Any], jax.Array]
     knobs: dict[str, Any]
-    eval_params: Callable[[Any, Any], Any] = lambda params, state: params
+    eval_params: Callable[[Any, Any], Any]
+    apply: Callable[..., tuple[Any, Any]]
+    offload: bool
 
 
 def one_rate(
@@ -246,20 +259,22 @@ def build(
     name = lambda pair: pair[0] if pair[1] == 1 else f"{pair[0]} x {pair[1]:g}"
     labels = jax.tree.map(name, pairs, is_leaf=is_pair)
     used = {name(pair): pair for pair in sorted(set(jax.tree.leaves(pairs, is_leaf=is_pair)))}
+    transforms: dict[Any, Any] = {
+        name: with_hyper(name, table[row].make, table[row].peaks, c.state_dtype)
+        for name, (row, _) in used.items()
+    }
     tx = optax.partition(
-        {
-            name: with_hyper(name, table[row].make, table[row].peaks, c.state_dtype)
-            for name, (row, _) in used.items()
-        },
+        transforms,
         labels,
         mask_compatible_extra_args=True,  # of `specs`, a group sees its own
     )
+    wholes = {n: table[row].matrices or not table[row].by_rows for n, (row, _) in used.items()}
     knobs = {
         "schedule": schedule_values(c.schedule, total_steps),
         "groups": {row: table[row].peaks for row, _ in used.values()},
     }
 
-    def update(grads, state, params, step, knobs):
+    def rates(step, knobs):
         factor = multiplier(c.schedule, knobs["schedule"], step)
         hyper = {}
         for name, (row, wider) in used.items():
@@ -267,8 +282,22 @@ def build(
             hyper[name] = transferred(
                 {**now, "learning_rate": now["learning_rate"] * factor}, wider
             )
+        return hyper
+
+    def update(grads, state, params, step, knobs):
+        hyper = rates(step, knobs)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         return tx.update(grads, state, params, hyper=hyper, specs=specs)
+
+    def apply(grads, state, params, step, knobs, finite=None):
+        if c.offload:
+            trees, hyper = (grads, state, params, specs), rates(step, knobs)
+            return apply_in_parts(transforms, wholes, labels, hyper, trees, finite)
+        updates, new = update(grads, state, params, step, knobs)
+        done = optax.apply_updates(params, updates), new
+        if finite is None:
+            return done
+        return jax.tree.map(lambda n, o: jnp.where(finite, n, o), done, (params, state))
 
     def rate(step, knobs):
         groups = knobs["groups"]
@@ -279,11 +308,34 @@ def build(
         for name, (row, _) in used.items():
             if average := table[row].eval_params:
                 mine = jax.tree.map(functools.partial(only, name), labels, params)
-                mine = average(state.inner_states[name].inner_state, mine)
+                mine = average(fetched(state.inner_states[name].inner_state), mine)
                 params = jax.tree.map(functools.partial(replace, name), labels, params, mine)
         return params
 
-    return Optimizer(tx.init, update, rate, jax.tree.map(jnp.float32, knobs), eval_params)
+    knobs = jax.tree.map(jnp.float32, knobs)
+    return Optimizer(tx.init, update, rate, knobs, eval_params, apply, c.offload)
+
+
+def apply_in_parts(
+    transforms: dict[str, Any],
+    wholes: dict[str, bool],
+    labels: Any,
+    hyper: Hyper,
+    trees: tuple[Any, Any, Any, Any],
+    finite: jax.Array | None,
+) -> tuple[Any, Any]:
+    """(new parameters, state) from gradients, state, parameters and specs, group by group."""
+    grads, state, params, specs = trees
+    # Not before all gradients are there: until then, the device's memory is full.
+    grads, state = jax.lax.optimization_barrier((grads, state))
+    inner = dict(state.inner_states)
+    for name, tx in transforms.items():
+        pick = functools.partial(jax.tree.map, functools.partial(only, name), labels)
+        given = pick(grads), inner[name].inner_state, pick(params), pick(specs)
+        mine, new = update_in_parts(tx, hyper, *given, wholes[name], finite)
+        params = jax.tree.map(functools.partial(replace, name), labels, params, mine)
+        inner[name] = inner[name]._replace(inner_state=new)
+    return params, state._replace(inner_states=inner)
 
 
 def only(name: str, label: str, param: Any) -> Any:

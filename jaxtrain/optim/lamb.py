@@ -33,4 +33,4 @@ def make_lamb(h: Hyper) -> optax.GradientTransformation:
 def lamb(c: LAMBConfig) -> dict[str, Group]:
     peaks = c.model_dump(include={"learning_rate", "weight_decay", "b1", "b2", "eps"})
     plain = {**peaks, "learning_rate": c.plain_lr, "weight_decay": 0.0}
-    return one_rate(make_lamb, peaks, Group(make_adamw, plain), transfer=None)
+    return one_rate(make_lamb, peaks, Group(make_adamw, plain), transfer=None, by_rows=False)

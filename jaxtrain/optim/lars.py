@@ -32,4 +32,4 @@ def make_lars(h: Hyper) -> optax.GradientTransformation:
 def lars(c: LARSConfig) -> dict[str, Group]:
     peaks = c.model_dump(include={"learning_rate", "weight_decay", "momentum", "trust"})
     plain = {"learning_rate": c.plain_lr, "weight_decay": 0.0, "momentum": c.momentum}
-    return one_rate(make_lars, peaks, Group(make_sgd(False), plain), transfer=None)
+    return one_rate(make_lars, peaks, Group(make_sgd(False), plain), transfer=None, by_rows=False)

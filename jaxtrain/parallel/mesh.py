@@ -142,6 +142,13 @@ def gathered(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
+def spread_from_host(tree: Any, where: Any) -> Any:
+    """Arrays that every process has whole -> the same on the mesh, each process its parts."""
+    if jax.process_count() == 1:
+        return jax.device_put(tree, where)
+    return jax.device_put(jax.tree.map(np.asarray, tree), where)
+
+
 def place_batch(batch: Any, mesh: Mesh, batch_dim: int = 0) -> Any:
     """Host rows of this process -> global arrays split over the batch axes (None leaves stay)."""
     spec = [None] * batch_dim + [BATCH]

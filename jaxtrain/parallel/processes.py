@@ -4,6 +4,7 @@ SLURM's and Open MPI's launchers say it in the environment; by hand, and in the 
 Kubernetes and Ray, it is said by --coordinator, --processes and --process.
 """
 
+import argparse
 import contextlib
 import os
 import re
@@ -58,6 +59,23 @@ LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
 )  # fmt: skip
+
+
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `find_place` takes from the command line."""
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is, of several")
+    parser.add_argument("--processes", type=int, metavar="N", help="how many there are")
+    parser.add_argument("--process", type=int, metavar="I", help="which this is, from 0")
+
+
+def check_alone(command: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise UserError where a launcher has started several of what is one process."""
+    for name, *_ in LAUNCHERS:
+        if int(environment.get(name, 1)) > 1:
+            raise UserError(
+                f"{command} is one process, and {name} says {environment[name]}: start it without "
+                "the launcher, or with one task"
+            )
 
 
 def find_place(

@@ -1,0 +1,196 @@
+"""States that wait in the host's memory between steps, and come to the device part by part.
+
+ZeRO-Offload (Ren et al. 2021) without its update on the host's processor. A loop takes some layers
+of the stacks at a time: states in, their update, states back, in place. The copies of one stack
+overlap with those of the others and with the updates. Operation by operation it is the same bit
+for bit (but for the order of a matrix product, Muon's); compiled, it rounds where XLA has it.
+"""
+
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.parallel.axes import in_force, partition_spec
+from jaxtrain.settings import UserError
+
+LEAST = 2**20  # bytes; a smaller state is not worth a copy
+PART = 2**28  # bytes of the parameters, on one device, that are updated at once if it can be helped
+
+
+class Portion(NamedTuple):
+    """Parameters whose arrays are as long; they are updated together, in so many parts."""
+
+    names: set[str]
+    parts: int
+
+
+def name_of(path: tuple[Any, ...]) -> str:
+    """The parameter that a path in a tree of parameters leads to."""
+    return "/".join(str(key.key) for key in path)
+
+
+def owner_of(path: tuple[Any, ...], names: Any) -> str | None:
+    """The parameter that a path in a state ends in, None for what all share."""
+    keys = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
+    ends = ("/".join(keys[start:]) for start in range(len(keys)))
+    return next((name for name in ends if name in names), None)
+
+
+def masked(tree: Any, names: set[str]) -> Any:
+    """A tree of parameters, or of what there is one of for each, without those of other names."""
+    hide = lambda path, x: x if name_of(path) in names else optax.MaskedNode()
+    return jax.tree_util.tree_map_with_path(hide, tree)
+
+
+def waits(state: jax.ShapeDtypeStruct) -> bool:
+    """Whether this state of a parameter is kept in the host's memory."""
+    return len(state.shape) > 1 and state.size * state.dtype.itemsize >= LEAST
+
+
+def host_sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
+    """In the host's memory, as seen from each device. UserError where a device sees none."""
+    try:
+        return NamedSharding(mesh, spec, memory_kind="pinned_host")
+    except ValueError as error:
+        kind = mesh.devices.flat[0].device_kind
+        raise UserError(
+            f"optim.offload: a {kind} has no pinned memory of the host's beside its own; set it to "
+            "false (optim.state_dtype=bfloat16 or optim.name=adamw8bit make states smaller)"
+        ) from error
+
+
+def on_host(x: jax.Array) -> bool:
+    return jax.typeof(x).memory_space == jax.memory.Space.Host
+
+
+def fetched(tree: Any) -> Any:
+    """All of it on the device."""
+    return jax.tree.map(
+        lambda x: jax.device_put(x, jax.memory.Space.Device) if on_host(x) else x, tree
+    )
+
+
+def portions(params: dict[str, jax.Array], specs: dict[str, Any], whole: bool) -> list[Portion]:
+    """What is updated together, and in how many parts.
+
+    Stacks of as many layers go layer by layer; other arrays by themselves, in rows where the
+    update works on each row by itself (not `whole`). A dim that is split over devices is not cut.
+    """
+    mesh = in_force()
+    sets: dict[tuple[Any, ...], list[str]] = {}
+    sizes: dict[str, int] = {}
+    for name, p in params.items():
+        layers = specs[name].axes[0] == "layers"
+        entry, shape = None, p.shape
+        if mesh is not None:
+            spec = partition_spec(specs[name].axes, p.shape, mesh)
+            entry, shape = spec[0], NamedSharding(mesh, spec).shard_shape(p.shape)
+        sizes[name] = prod(shape) * p.dtype.itemsize
+        length = len(p) if entry is None and (layers or not whole) else 1
+        sets.setdefault((length,) if layers and length > 1 else (length, name), []).append(name)
+    devices = 1 if mesh is None else mesh.size
+    found = []
+    for (length, *_), names in sets.items():
+        # Two parts at least: a copy outside of a loop makes XLA hide it behind the whole step, in
+        # an order that holds more than the states. Matrices are dealt out over the devices: in all
+        # parts together, none should take more of them than it does in one.
+        share = lambda n, length=length: n * -(-(length // n) // devices)
+        cuts = [n for n in range(2, length + 1) if length % n == 0]
+        cuts = [n for n in cuts if not whole or share(n) <= share(1)] or [1]
+        total = sum(sizes[name] for name in names)
+        found.append(Portion(set(names), next((n for n in cuts if total / n <= PART), cuts[-1])))
+    return found
+
+
+def update_in_parts(
+    tx: Any,
+    hyper: Any,
+    grads: Any,
+    state: Any,
+    params: Any,
+    specs: Any,
+    whole: bool,
+    finite: Any = None,
+) -> tuple[Any, Any]:
+    """(new parameters, new state) of a group; what of the state waits on the host stays there.
+
+    tx: init(params) and update(grads, state, params, hyper=, specs=). finite: False leaves all as
+    it is. whole: it takes norms of, or multiplies, whole matrices.
+    """
+    paths, treedef = jax.tree_util.tree_flatten_with_path(state)
+    table = {jax.tree_util.keystr(path): leaf for path, leaf in paths}
+    leaves = jax.tree_util.tree_leaves_with_path(params)
+    arrays = {name_of(path): p for path, p in leaves}
+    declared = dict(zip(arrays, jax.tree.leaves(specs)))
+    away = {owner_of(path, arrays) for path, leaf in paths if on_host(leaf)}
+    found = portions({n: p for n, p in arrays.items() if n in away}, declared, whole)
+    new = dict(table)
+    here = Portion(set(arrays) - away, 1)
+    for portion in [here, *found] if here.names else found:
+        names = portion.names
+        given = masked(grads, names), masked(params, names), masked(specs, names)
+        moved, states = update_portion(tx, hyper, *given, table, portion.parts, finite)
+        arrays |= {name_of(path): p for path, p in jax.tree_util.tree_leaves_with_path(moved)}
+        new |= states
+    done = jax.tree.unflatten(jax.tree.structure(params), arrays.values())
+    return done, treedef.unflatten(new.values())
+
+
+def update_portion(
+    tx: Any,
+    hyper: Any,
+    grads: Any,
+    params: Any,
+    specs: Any,
+    table: dict[str, Any],
+    parts: int,
+    finite: Any,
+) -> tuple[Any, dict[str, Any]]:
+    """(new parameters, their states by path). The rest of the trees is masked."""
+    lengths = {name_of(p): len(x) for p, x in jax.tree_util.tree_leaves_with_path(params) if x.ndim}
+    paths, treedef = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, params))
+    keys = [jax.tree_util.keystr(path) for path, _ in paths]
+    before = [table[key] for key in keys]
+    # What is as long as its parameter is cut as that is.
+    cut = [
+        x.ndim > 0 and lengths.get(owner_of(path, lengths) or "") == len(x)
+        for (path, _), x in zip(paths, before)
+    ]
+
+    def update(grads: Any, params: Any, states: list[Any]) -> tuple[Any, list[Any]]:
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        updates, new = tx.update(grads, treedef.unflatten(states), params, hyper=hyper, specs=specs)
+        done = optax.apply_updates(params, updates), jax.tree.leaves(new)
+        if finite is not None:
+            done = jax.tree.map(lambda n, o: jnp.where(finite, n, o), done, (params, states))
+        return done
+
+    def send(new: list[Any]) -> list[Any]:
+        return [
+            jax.device_put(n, jax.memory.Space.Host) if on_host(o) else n
+            for n, o in zip(new, before)
+        ]
+
+    if parts == 1:
+        params, states = update(grads, params, fetched(before))
+        return params, dict(zip(keys, send(states)))
+
+    def part(i: Any, carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
+        take = lambda x: jax.lax.dynamic_slice_in_dim(
+            x, i * (len(x) // parts), len(x) // parts, allow_negative_indices=False
+        )
+        put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(
+            x, y, i * len(y), 0, allow_negative_indices=False
+        )
+        params, states = carry
+        mine = [take(x) if c else b for x, b, c in zip(states, before, cut)]
+        moved, new = update(jax.tree.map(take, grads), jax.tree.map(take, params), fetched(mine))
+        states = [put(x, n) if c else n for x, n, c in zip(states, send(new), cut)]
+        return jax.tree.map(put, params, moved), states
+
+    params, states = jax.lax.fori_loop(0, parts, part, (params, before))
+    return params, dict(zip(keys, states))
