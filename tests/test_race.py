@@ -245,3 +245,15 @@ def test_bad_input_is_one_line(tmp_path, runs, capsys):
     assert "no finished run called x" in error(runs[0], "--baseline", "x")
     (runs[0] / "metrics.jsonl").write_text("")
     assert "adamw_1e-3 has no validation" in error(runs[0])
+
+
+def test_curves_of_runs_that_differ_in_more(tmp_path):
+    """Of kernels, say: the first run is the baseline, a run that stopped is drawn as well."""
+    muon = {"name": "muon", "matrix_lr": 0.01}
+    xla = make_run(tmp_path, "xla", muon, [2.0, 1.5, 1.2, 1.1])
+    ours = make_run(tmp_path, "ours", muon, [2.0, 1.5, 1.2], 1e6, "stopped", model__depth=11)
+    with pytest.raises(UserError, match="model.depth=11.*--differ names a section"):
+        race([xla, ours], "xla")
+    record = race([xla, ours], differ=["model"])
+    assert (record["bench"], record["baseline"]) == ("curves", "xla")
+    assert draw(record, tmp_path / "curves.png").stat().st_size > 10_000

@@ -25,7 +25,7 @@ from jaxtrain.bench.matmuls import bench_matmuls
 from jaxtrain.bench.memory import bench_longest, bench_techniques
 from jaxtrain.bench.optimizers import bench_optimizers
 from jaxtrain.bench.preflight import add_preflight, preflight_of, report
-from jaxtrain.bench.race import draw, race
+from jaxtrain.bench.race import SAME, draw, race
 from jaxtrain.bench.record import BENCHMARKS, RESULTS, stem, write
 from jaxtrain.bench.rows import bench_rows
 from jaxtrain.bench.step import bench_memory, bench_step
@@ -100,6 +100,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     add_preflight(parser)
     parser.add_argument("--baseline", help="race: name of the run to beat; default the best AdamW")
     parser.add_argument(
+        "--differ", action="append", default=[], choices=SAME,
+        help="race: the runs may differ in this section too, as kernels do in model",
+    )  # fmt: skip
+    parser.add_argument(
         "overrides",
         nargs="*",
         metavar="key.path=value | RUN | NAME",
@@ -126,7 +130,7 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
     elif a.what == "filters":
         yield bench_filters(a.overrides, a.variant)
     elif a.what == "race":
-        yield race([Path(run) for run in a.overrides], a.baseline)
+        yield race([Path(run) for run in a.overrides], a.baseline, a.differ)
     else:
         for config in a.config or ["gpt_d12"]:
             if a.what == "step":
@@ -169,7 +173,8 @@ def main(argv: list[str] | None = None) -> int:
                 path = write(record, arguments.out or RESULTS)
                 record["file"] = path.name
         if arguments.record and arguments.what == "race":
-            draw(record, (arguments.out or BENCHMARKS) / f"race-{record['config']}.png")
+            figure = f"{record['bench']}-{record['config']}.png"
+            draw(record, (arguments.out or BENCHMARKS) / figure)
         console.print(report(record) if record["bench"] == "preflight" else table_of(record))
     return 0
 

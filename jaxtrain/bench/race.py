@@ -40,24 +40,29 @@ class Run(NamedTuple):
     rows: list[Row]
 
 
-def race(run_dirs: Sequence[Path], baseline: str | None = None) -> dict[str, Any]:
+def race(
+    run_dirs: Sequence[Path], baseline: str | None = None, differ: Sequence[str] = ()
+) -> dict[str, Any]:
     """The record of a race. `baseline`: the name of a run; default the best AdamW run.
 
-    Raises UserError for a folder that is not a run, and for runs that cannot be compared.
+    differ: sections of the configuration besides `optim` in which the runs may differ; the record
+    is then one of `curves`, and its baseline the first run by default. Raises UserError for a
+    folder that is not a run, and for runs that cannot be compared.
     """
     runs = [read_run(run_dir) for run_dir in run_dirs]
     if not runs:
         raise UserError(
             "race: name the run directories, as in `race runs/adamw_1e-3 runs/lion_1e-4`"
         )
-    check_comparable(runs)
+    check_comparable(runs, differ)
     entries = sorted(map(entry, runs), key=lambda e: (e["bpb"] is None, e["lowest"], e["label"]))
-    base = choose(entries, baseline)
+    base = choose(entries, baseline or (runs[0].name if differ else None))
     for e in entries:
         e["to_baseline"] = reached(e["curve"], *lowest_point(base))
     env, train = runs[0].env, runs[0].config["train"]
     workload = {key: train[key] for key in ("batch_size", "sequence_length", "steps")}
-    record = describe("race", config_name(runs[0]), "", workload, env["device_count"], env)
+    bench = "curves" if differ else "race"
+    record = describe(bench, config_name(runs[0]), "", workload, env["device_count"], env)
     return record | {"baseline": base["label"], "runs": entries}
 
 
@@ -84,18 +89,20 @@ def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
     return found
 
 
-def check_comparable(runs: Sequence[Run]) -> None:
-    """Runs must differ in their optimizer alone, and stand under different names."""
+def check_comparable(runs: Sequence[Run], differ: Sequence[str] = ()) -> None:
+    """Runs must differ in their optimizer alone (and in the sections `differ`), and stand under
+    different names."""
+    same = [section for section in (*SAME, "env") if section not in differ]
     first, *others = runs
     machine = lambda run: {f"env.{key}": run.env[key] for key in ("device_kind", "device_count")}
     facts = lambda run: flat(run.config) | machine(run)
     for run in others:
         a, b = facts(first), facts(run)
         for key in a | b:
-            if key.split(".")[0] in (*SAME, "env") and key not in FREE and a.get(key) != b.get(key):
+            if key.split(".")[0] in same and key not in FREE and a.get(key) != b.get(key):
                 raise UserError(
                     f"race: {run.name} has {key}={b.get(key)}, but {first.name} has {a.get(key)}; "
-                    "runs of a race differ in `optim` alone"
+                    "runs of a race differ in `optim` alone; --differ names a section besides"
                 )
     names = [run.name for run in runs]
     if twice := {name for name in names if names.count(name) > 1}:
@@ -234,7 +241,7 @@ def best_of_arms(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 def draw(record: dict[str, Any], path: Path) -> Path:
     """Write a PNG: bits per byte by tokens and by seconds, the best run of each arm in bold."""
-    best = best_of_arms(record)
+    best = record["runs"] if record["bench"] == "curves" else best_of_arms(record)
     arms = list(dict.fromkeys([e["arm"] for e in best] + [e["arm"] for e in record["runs"]]))
     figure = Figure(figsize=(11, 4.6), layout="constrained", dpi=150)
     by_tokens, by_seconds = figure.subplots(1, 2, sharey=True)
@@ -244,7 +251,7 @@ def draw(record: dict[str, Any], path: Path) -> Path:
         look |= {"linewidth": 2.2} if bold else {"linewidth": 0.9, "alpha": 0.55}
         _, tokens, seconds, bpb = zip(*e["curve"]) if e["curve"] else [()] * 4
         by_tokens.plot([n / 1e6 for n in tokens], bpb, **look)
-        label = f"{e['label']}: {e['lowest']:.4f}" if bold else None
+        label = f"{e['label']}: {min(bpb):.4f}" if bold else None
         by_seconds.plot(seconds, bpb, label=label, **look)
     shown = [p[3] for e in best for p in e["curve"] if p[1] >= EARLY * e["tokens"]]
     low, high = min(shown), max(shown)

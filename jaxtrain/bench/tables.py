@@ -161,8 +161,8 @@ def tabulate(
     bench: str, records: Sequence[Record], peers: Sequence[Record]
 ) -> tuple[list[str], list[list[str]]]:
     """Header and rows of all records of one benchmark and configuration, and of its peers."""
-    if bench in ("race", "race_runs"):
-        return raced(records, every=bench == "race_runs")
+    if bench in ("race", "race_runs", "curves"):
+        return raced(records, every=bench != "race")
     if bench in ("step", "memory"):
         return figures(STEP if bench == "step" else MEMORY, records, peers)
     columns = {"optim": OPTIMIZER, "attention": ATTENTION, "decode": DECODE, "import": IMPORT}

@@ -78,19 +78,30 @@ def refusal(shape, backend, dtype, **options):
     return BACKENDS[backend].supports(target(), q, call)
 
 
+def of_stored_output(shape, inputs, exact, with_lse):
+    """Results exact but for one rounding: dS = P (dP - D), and the D = sum(dout * out) of every
+    flash attention's backward is of the output as it was stored."""
+    *qkv, dout, dlse = wide(inputs)
+    rounded = exact[0].astype(inputs[0].dtype)
+    shift = jnp.einsum("btnh,btnh->bnt", dout, exact[0] - rounded)
+    return results(shape, "reference")(*qkv, dout, with_lse * dlse + shift)
+
+
 def check_errors(shape, backend, dtype):
-    """Out, LSE and gradients: at most twice the error of the reference in this dtype."""
+    """Out, LSE and gradients: at most twice the error of the reference in this dtype, or of a
+    backward that is exact but for the output's rounding, if that is larger (where P is near 1)."""
     with_lse = refusal(shape, backend, dtype, return_lse=True) is None
     for seed, spread in DRAWS:
         inputs = draw(shape, dtype, seed, spread)
         with jax.default_matmul_precision("highest"):
             exact = results(shape, "reference", with_lse)(*wide(inputs))
+            stored = of_stored_output(shape, inputs, exact, with_lse)
         naive = results(shape, "reference", with_lse)(*inputs)
         poison()
         ours = results(shape, backend, with_lse)(*inputs)
-        for name, x, y, z in zip(("out", "lse", "dq", "dk", "dv"), ours, naive, exact):
+        for name, x, y, s, z in zip(("out", "lse", "dq", "dk", "dv"), ours, naive, stored, exact):
             if z is not None:
-                bound = 2 * relative(y, z) + 1e-5
+                bound = 2 * max(relative(y, z), relative(s, z)) + 1e-5
                 assert relative(x, z) <= bound, f"{name}, seed {seed}"
 
 
