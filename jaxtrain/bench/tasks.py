@@ -1,8 +1,10 @@
 """CORE's shapes in random tokens: packed rows against one example per forward."""
 
 import math
+import sys
 import time
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -76,6 +78,7 @@ def packed_seconds(w: Workload, params: Any) -> float:
     begin = time.perf_counter()
     asked = sum(len(found.sizes) for found in scores(scorer, jobs))
     each = (time.perf_counter() - begin) / asked
+    print(f"  packed: {1e3 * each:.2f} ms an example", file=sys.stderr, flush=True)
     return each * sum(shape.examples for shape in CORE.values())
 
 
@@ -106,16 +109,29 @@ def one_by_one_seconds(w: Workload, params: Any) -> float:
         nll_CT = jax.nn.logsumexp(logits_CTV, axis=2) - label_CT1[..., 0]
         return nll_CT, logits_CTV.argmax(-1)
 
-    total, known = 0.0, {}
-    for shape in CORE.values():
-        length = -(-(shape.shared + shape.tail) // MULTIPLE) * MULTIPLE
-        size = shape.choices, min(length, w.config.model.context)
-        if size not in known:
-            tokens = np.random.default_rng(0).integers(0, w.vocab_size, size).astype(np.int32)
-            jax.device_get(alone(params, tokens))
-            begin = time.perf_counter()
-            for _ in range(ONE_BY_ONE):
-                jax.device_get(alone(params, tokens))
-            known[size] = (time.perf_counter() - begin) / ONE_BY_ONE
-        total += known[size] * shape.examples
-    return total
+    lengths = {name: -(-(s.shared + s.tail) // MULTIPLE) * MULTIPLE for name, s in CORE.items()}
+    sizes = {
+        name: (s.choices, min(lengths[name], w.config.model.context)) for name, s in CORE.items()
+    }
+    like = lambda size: jax.ShapeDtypeStruct(size, np.int32)
+    lowered = {size: alone.lower(params, like(size)) for size in dict.fromkeys(sizes.values())}
+    with ThreadPoolExecutor() as pool:  # minutes of compiling, one after the other
+        programs = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values())))
+    seconds = {size: seconds_of(run, params, size, w) for size, run in programs.items()}
+    return sum(seconds[sizes[name]] * shape.examples for name, shape in CORE.items())
+
+
+def seconds_of(run: Any, params: Any, size: tuple[int, int], w: Workload) -> float:
+    """Of one example of so many sequences and tokens."""
+    tokens = np.random.default_rng(0).integers(0, w.vocab_size, size).astype(np.int32)
+    jax.device_get(run(params, tokens))
+    begin = time.perf_counter()
+    for _ in range(ONE_BY_ONE):
+        jax.device_get(run(params, tokens))
+    each = (time.perf_counter() - begin) / ONE_BY_ONE
+    print(
+        f"  one by one, {size[0]} x {size[1]} tokens: {1e3 * each:.2f} ms",
+        file=sys.stderr,
+        flush=True,
+    )
+    return each
