@@ -10,7 +10,10 @@ from typing import Any
 
 import jax
 import jaxtrain_kernels as kernels
+from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jaxtrain_kernels.dispatch import target
+from jaxtrain_kernels.feed_forward import BACKENDS as FEED_FORWARD
 from jaxtyping import Array, Float, Int
 
 from jaxtrain.parallel import context
@@ -133,13 +136,19 @@ def feed_forward_relu2(
     Raises UserError if the backend that was asked for cannot serve.
     """
     mesh = in_force()
-    if mesh is not None and implementation is None:
-        implementation = "xla"  # ours has not been timed on several devices
-    if mesh is not None and implementation != "mosaic":  # XLA knows how to split the others
-        pin = lambda h_BTF: constrain(h_BTF, "batch", "tokens", "hidden")
-        return kernels.feed_forward_relu2(
-            x_BTD, w_up_DF, w_down_FD, constrain=pin, implementation=implementation
-        )
+    if mesh is not None:
+        (hidden,) = partition_spec(("hidden",), w_down_FD.shape[:1], mesh)
+        rows = partition_spec(("batch", "tokens", None), x_BTD.shape, mesh)
+        if implementation is None and hidden is None:
+            here = NamedSharding(mesh, rows).shard_shape(x_BTD.shape)
+            arrays = jax.ShapeDtypeStruct(here, x_BTD.dtype), w_up_DF, w_down_FD
+            ours = FEED_FORWARD["mosaic"].supports(target(), *arrays) is None
+            implementation = "mosaic" if ours else None
+        if implementation != "mosaic":  # XLA knows how to split the others
+            pin = lambda h_BTF: constrain(h_BTF, "batch", "tokens", "hidden")
+            return kernels.feed_forward_relu2(
+                x_BTD, w_up_DF, w_down_FD, constrain=pin, implementation=implementation or "xla"
+            )
 
     def local(x, w_up, w_down):
         try:
@@ -149,12 +158,10 @@ def feed_forward_relu2(
 
     if mesh is None:
         return local(x_BTD, w_up_DF, w_down_FD)
-    (hidden,) = partition_spec(("hidden",), w_down_FD.shape[:1], mesh)
 
     def part(x, w_up, w_down):
         y = local(x, w_up, w_down)
         return y if hidden is None else jax.lax.psum(y, hidden)
 
-    rows = partition_spec(("batch", "tokens", None), x_BTD.shape, mesh)
     specs = rows, P(None, hidden), P(hidden, None)
     return over_devices(part, specs, rows)(x_BTD, w_up_DF, w_down_FD)

@@ -1,6 +1,7 @@
 """The feed-forward network with the squared ReLU, and the Hopper matmul that computes its parts."""
 
 import functools
+import math
 
 import jax
 import jax.numpy as jnp
@@ -190,15 +191,21 @@ def test_what_it_cannot_serve_is_refused_with_the_reason_and_goes_to_xla(
         np.testing.assert_array_equal(du, 2 * shape[1] * jnp.ones_like(du))
 
 
-def test_several_devices_leave_the_feed_forward_to_xla():
+@pytest.mark.parametrize(
+    ("mesh", "fused"),
+    [
+        ({"data": 1, "fsdp": 1}, True),
+        ({"data": 8, "fsdp": 1}, True),
+        ({"data": 2, "fsdp": 4}, True),
+        ({"data": 4, "tensor": 2}, False),  # half of the hidden dim each: XLA's
+    ],
+    ids=str,
+)
+def test_devices_that_split_rows_alone_run_the_fused_feed_forward(mesh, fused):
     x = jax.ShapeDtypeStruct((8, 128, 256), jnp.bfloat16)
     up, down = (jax.ShapeDtypeStruct(s, jnp.bfloat16) for s in ((256, 1024), (1024, 256)))
-
-    def traced(mesh):
-        with on_target("cuda", (9, 0)), jax.set_mesh(mesh):
-            return str(jax.make_jaxpr(parallel.feed_forward_relu2)(x, up, down))
-
-    alone = make_mesh(MeshConfig.model_validate({"data": 1, "fsdp": 1}), jax.devices()[:1])
-    assert "fused_matmul" in traced(alone)
-    several = make_mesh(MeshConfig.model_validate({"data": 8, "fsdp": 1}))
-    assert "fused_matmul" not in traced(several)
+    devices = jax.devices()[: math.prod(mesh.values())]
+    mesh = make_mesh(MeshConfig.model_validate(mesh), devices)
+    with on_target("cuda", (9, 0)), jax.set_mesh(mesh):
+        traced = str(jax.make_jaxpr(parallel.feed_forward_relu2)(x, up, down))
+    assert ("fused_matmul" in traced) == fused
