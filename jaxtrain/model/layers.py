@@ -13,7 +13,7 @@ from jaxtrain.model.init import SCHEMES, constant, normal
 from jaxtrain.model.params import declare
 from jaxtrain.model.rope import RopeScaling, frequencies
 from jaxtrain.model.rows import relu2
-from jaxtrain.parallel import constrain, feed_forward_relu2
+from jaxtrain.parallel import constrain, feed_forward_relu2, row_sums
 
 
 def rms_norm(
@@ -57,7 +57,8 @@ def shifted(y: Float[Array, "*B D"], bias: nnx.Param | None) -> Float[Array, "*B
 def lookup(table_VD: Float[Array, "V D"], tokens_BT: Int[Array, "B T"]) -> Float[Array, "B T D"]:
     """Rows of an embedding. Its gradient is summed in float32, whatever the table's dtype.
 
-    A frequent token gathers thousands of rows: in bfloat16 their sum would stop growing.
+    A frequent token gathers thousands of rows: in bfloat16 their sum would stop growing. (Sums of
+    several devices are then added in the table's dtype, as all gradients are.)
     """
     return table_VD[tokens_BT]
 
@@ -68,8 +69,7 @@ def _lookup_forward(table_VD: Array, tokens_BT: Array) -> tuple[Array, tuple[Arr
 
 def _lookup_backward(saved: tuple[Array, Array], g_BTD: Array) -> tuple[Array, None]:
     like_V0, tokens_BT = saved
-    sums_VD = jnp.zeros((like_V0.shape[0], g_BTD.shape[-1]), jnp.float32)
-    return sums_VD.at[tokens_BT].add(g_BTD.astype(jnp.float32)).astype(like_V0.dtype), None
+    return row_sums(g_BTD, tokens_BT, len(like_V0), like_V0.dtype), None
 
 
 lookup.defvjp(_lookup_forward, _lookup_backward)

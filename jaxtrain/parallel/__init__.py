@@ -16,6 +16,7 @@ from jaxtrain.parallel.kernels import (
     by_rows,
     feed_forward_relu2,
     linear_cross_entropy,
+    row_sums,
     token_losses,
 )
 from jaxtrain.parallel.mesh import MeshConfig, make_mesh, place_batch
@@ -48,6 +49,7 @@ __all__ = [
     "pipelined",
     "place_batch",
     "previous",
+    "row_sums",
     "shardings",
     "spread",
     "token_losses",

@@ -6,11 +6,12 @@ gradient of a replicated operand is summed by shard_map's own transpose.
 """
 
 from collections.abc import Callable
+from math import prod
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 import jaxtrain_kernels as kernels
-from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.feed_forward import BACKENDS as FEED_FORWARD
@@ -111,6 +112,26 @@ def token_losses(
     return over_devices(losses, (P(*rows, None), P(), rows), rows)(x_BTD, w_DV, labels_BT)
 
 
+def row_sums(
+    rows_BTD: Float[Array, "*M B T D"], places_BT: Int[Array, "*M B T"], size: int, dtype: Any
+) -> Float[Array, "V D"]:
+    """V = size sums of the rows at each place: in float32 on a device, then in `dtype`.
+
+    A scatter's result is the next thing that devices exchange, so that XLA would send float32.
+    """
+
+    def sums(rows, places):
+        zeros_VD = jnp.zeros((size, rows.shape[-1]), jnp.float32)
+        return zeros_VD.at[places].add(rows.astype(jnp.float32)).astype(dtype)
+
+    mesh = in_force()
+    if mesh is None or mesh.shape["data"] != mesh.size or places_BT.ndim != 2:
+        return sums(rows_BTD, places_BT)  # XLA splits it as the table is split
+    (batch,) = partition_spec(("batch",), places_BT.shape[:1], mesh)
+    local = lambda *arrays: jax.lax.psum(sums(*arrays), batch) if batch else sums(*arrays)
+    return over_devices(local, (P(batch), P(batch)), P())(rows_BTD, places_BT)
+
+
 def by_rows(kernel: Callable[..., Any], *arrays: Any, tokens: str = "sequence") -> Any:
     """kernel(*arrays), split over batch rows and, by the axis `tokens`, over the tokens of a row.
 
@@ -140,7 +161,9 @@ def feed_forward_relu2(
         (hidden,) = partition_spec(("hidden",), w_down_FD.shape[:1], mesh)
         rows = partition_spec(("batch", "tokens", None), x_BTD.shape, mesh)
         if implementation is None and hidden is None:
-            here = NamedSharding(mesh, rows).shard_shape(x_BTD.shape)
+            names = [() if e is None else e if isinstance(e, tuple) else (e,) for e in rows]
+            ways = [prod(mesh.shape[name] for name in group) for group in names]
+            here = tuple(size // n for size, n in zip(x_BTD.shape, ways))
             arrays = jax.ShapeDtypeStruct(here, x_BTD.dtype), w_up_DF, w_down_FD
             ours = FEED_FORWARD["mosaic"].supports(target(), *arrays) is None
             implementation = "mosaic" if ours else None

@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 from tiny import LLAMA, batch, begin, make_task, mesh_of, random_params, resolved
 
+from jaxtrain.model.layers import lookup
 from jaxtrain.parallel import MeshConfig, place_batch
 from jaxtrain.parallel.mesh import AXES, axis_sizes, grid
 from jaxtrain.settings import UserError
@@ -108,3 +109,15 @@ def test_masters_and_states_are_split_at_every_stage(one_device, zero):
         arrays = [x for x in jax.tree.leaves(tree) if x.ndim]
         on_one = sum(x.addressable_shards[0].data.nbytes for x in arrays)
         assert on_one < 0.15 * sum(x.nbytes for x in arrays)
+
+
+def test_devices_add_an_embeddings_gradient_in_its_dtype():
+    """Each sums its own rows in float32; what they send has the table's dtype."""
+    table = jnp.zeros((64, 16), jnp.bfloat16)
+    tokens, weights = jnp.arange(8 * 32).reshape(8, 32) % 7, jnp.arange(16.0)
+    loss = lambda t: jnp.sum(lookup(t, tokens).astype(jnp.float32) @ weights)
+    alone = jax.grad(loss)(table)
+    with jax.set_mesh(mesh_of(data=8)):
+        trace = str(jax.make_jaxpr(jax.grad(loss))(table))
+        np.testing.assert_allclose(jax.jit(jax.grad(loss))(table), alone, rtol=2**-7)
+    assert "bf16[64,16] = psum" in trace and "f32[64,16] = psum" not in trace
