@@ -74,18 +74,27 @@ def test_loss(tmp_path, monkeypatch):
     assert row["backend"] == "xla" and row["ms"] > 0 and row["tflops"] > 0 and row["error"] < 1e-5
 
 
-def test_matmuls(tmp_path):
+def test_matmuls(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "WINDOW_SECONDS", 0.02)
     record = recorded(tmp_path, "matmul", "m65536_k768_n3072", "gpt_d12")
     rows = {(row["name"], row["backend"]): row for row in record["rows"]}
     assert set(rows) == {
-        ("linear", "plain"), ("linear", "fp8"), ("linear", "fp8_delayed"),
-        ("feed_forward_relu2", "xla"), ("orthogonalize", "xla"),
+        *(("linear", b) for b in ("plain", "fp8", "fp8_xla", "fp8_delayed", "fp8_delayed_xla")),
+        *(("feed_forward_relu2", b) for b in ("xla", "fp8", "fp8_delayed")),
+        *((f"fp8_cast{op}{how}", "xla") for op in ("", "_relu2", "_relu2_grad")
+          for how in ("", " measured")),
+        ("orthogonalize", "xla"),
     }  # fmt: skip
-    ceiling = record["floor"]["matmul_tflops"]
-    for row in rows.values():
-        assert row["floor_ms"] == pytest.approx(row["ms"] * row["tflops"] / ceiling)
-    for fp8 in ("fp8", "fp8_delayed"):  # three bits of mantissa, two of gradients
-        assert 1e-2 < rows["linear", fp8]["error"] < 0.1
+    ceiling, copy = record["floor"]["matmul_tflops"], record["floor"]["copy_gbps"]
+    for (name, _), row in rows.items():
+        of_floor = row["gbps"] / copy if "cast" in name else row["tflops"] / ceiling
+        assert row["floor_ms"] == pytest.approx(row["ms"] * of_floor)
+        assert row["error"] == 0 or "cast" not in name
+    # Three bits of mantissa, two of gradients.
+    assert 1e-2 < rows["linear", "fp8"]["error"] < 0.1
+    assert rows["linear", "fp8_delayed"]["error"] == rows["linear", "fp8"]["error"]
+    for fp8 in ("fp8", "fp8_delayed"):
+        assert 1e-2 < rows["feed_forward_relu2", fp8]["error"] < 0.15
     assert rows["feed_forward_relu2", "xla"]["error"] < 1e-5 > rows["orthogonalize", "xla"]["error"]
 
 

@@ -1,5 +1,6 @@
 """Matmuls that are more than one call of cuBLAS: float8, ReLU^2 in the epilogue, symmetric ones."""
 
+import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
@@ -9,6 +10,7 @@ import jaxtrain_kernels as kernels
 from jaxtrain_kernels import feed_forward, matmul
 from jaxtrain_kernels.dispatch import target
 
+from jaxtrain.bench.casts import casts
 from jaxtrain.bench.kernels import chosen, error_of, finished, measured, sized
 from jaxtrain.bench.timing import rotating
 from jaxtrain.optim.muon import POLAR_EXPRESS, orthogonalize, orthogonalize_flops
@@ -42,8 +44,9 @@ STACKS = (
     Stacks("gpt_d12", ((48, 768, 768), (12, 768, 3072), (12, 3072, 768))),
     Stacks("gpt_d24", ((96, 1536, 1536), (24, 1536, 6144), (24, 6144, 1536))),
 )
-# plain: matmuls in sixteen bits and nothing else; fp8_delayed: scaled by earlier maxima.
-BACKENDS = ("plain", "fp8", "fp8_delayed", "fp8_delayed_mosaic", "xla", "mosaic")
+# plain: matmuls in sixteen bits and nothing else; fp8_delayed: scaled by earlier maxima;
+# fp8_xla, fp8_delayed_xla: cast by XLA. xla and mosaic are of the other ops.
+BACKENDS = ("plain", "fp8", "fp8_xla", "fp8_delayed", "fp8_delayed_xla", "xla", "mosaic")
 
 
 def bench_matmuls(variant: str | None = None, names: Sequence[str] = ()) -> dict[str, Any]:
@@ -53,7 +56,10 @@ def bench_matmuls(variant: str | None = None, names: Sequence[str] = ()) -> dict
     """
     dtype, rows = compute_dtype("auto"), []
     shapes, backends = chosen("matmul", names, [s.name for s in (*DENSE, *STACKS)], BACKENDS)
-    for part, all_shapes, small in ((dense, DENSE, small_dense), (muon, STACKS, small_stacks)):
+    for part, all_shapes, small in (
+        (dense, DENSE, small_dense), (hidden_casts, DENSE, small_dense),
+        (muon, STACKS, small_stacks),
+    ):  # fmt: skip
         for shape in map(sized(small), [s for s in all_shapes if s.name in shapes]):
             rows += part(shape, backends, dtype)
     return finished("matmul", dtype, variant, rows)
@@ -63,9 +69,12 @@ def dense(s: Dense, backends: set[str], dtype: Any) -> Iterator[Row]:
     """A linear layer and a feed-forward network, each forward and backward."""
     layers = {
         "plain": with_gradients(jnp.matmul), "fp8": with_gradients(kernels.fp8_matmul),
-        "fp8_delayed": delayed("xla"), "fp8_delayed_mosaic": delayed("mosaic"),
+        "fp8_xla": with_gradients(functools.partial(kernels.fp8_matmul, implementation="xla")),
+        "fp8_delayed": delayed(None), "fp8_delayed_xla": delayed("xla"),
     }  # fmt: skip
     networks = {b: with_gradients(network(b)) for b in feed_forward.BACKENDS if b != "reference"}
+    networks |= {"fp8": with_gradients(kernels.fp8_feed_forward_relu2)}
+    networks |= {"fp8_delayed": delayed_network()}
     for op, functions, flops in (
         ("linear", layers, 6.0 * s.M * s.K * s.N),
         ("feed_forward_relu2", networks, 12.0 * s.M * s.K * s.N),
@@ -99,7 +108,7 @@ def with_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
     return run
 
 
-def delayed(cast: str) -> Callable[..., Any]:
+def delayed(cast: str | None) -> Callable[..., Any]:
     """`with_gradients` of a float8 product with delayed scaling; third, the maxima that it saw."""
     matmul = lambda x, w, amax_2: kernels.fp8_matmul(x, w, amax_2=amax_2, implementation=cast)
 
@@ -109,6 +118,23 @@ def delayed(cast: str) -> Callable[..., Any]:
         return y, (dx, dw), seen_2
 
     return run
+
+
+def delayed_network() -> Callable[..., Any]:
+    """The same of a feed-forward network whose casts hold the squared ReLU."""
+    f = lambda x, up, down, amax_22: kernels.fp8_feed_forward_relu2(x, up, down, amax_22=amax_22)
+
+    def run(dy: Any, *arguments: Any) -> Any:
+        most_22 = jnp.array([[6.0, 64.0], [36.0, 6.0]])
+        y, (*gradients, seen_22) = with_gradients(f)(dy, *arguments, most_22)
+        return y, tuple(gradients), seen_22
+
+    return run
+
+
+def hidden_casts(s: Dense, backends: set[str], dtype: Any) -> Iterator[Row]:
+    """The casts of a hidden layer's size."""
+    return casts(s.name, (s.M, s.N), backends, dtype)
 
 
 def dense_inputs(op: str, s: Dense, dtype: Any, key: jax.Array) -> Arrays:

@@ -55,6 +55,14 @@ KERNEL: Columns = {
     "tflops": rounded(".3g"),
     "error": rounded(".1e"),
 }
+MATMUL: Columns = {
+    "ms": rounded(".3f"),
+    "floor_ms": rounded(".3f"),
+    "tflops": rounded(".3g"),
+    "gbps": rounded(",.0f"),
+    "of_copy": rounded(".0%"),
+    "error": rounded(".1e"),
+}
 ATTENTION: Columns = {
     "ms": rounded(".3f"),
     "tflops": rounded(".3g"),
@@ -166,7 +174,7 @@ def tabulate(
     if bench in ("step", "memory"):
         return figures(STEP if bench == "step" else MEMORY, records, peers)
     columns = {"optim": OPTIMIZER, "attention": ATTENTION, "decode": DECODE, "import": IMPORT}
-    columns |= {"data": DATA, "rows": DECODE, "tasks": TASKS}
+    columns |= {"data": DATA, "rows": DECODE, "tasks": TASKS, "matmul": MATMUL}
     columns |= {"filters": FILTERS, "techniques": TECHNIQUES, "finetune": TECHNIQUES}
     columns = columns.get(bench, KERNEL)
     return listed(columns, records, peers)

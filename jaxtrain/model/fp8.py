@@ -9,6 +9,7 @@ tensor. The step passes those magnitudes as `Maxima` and gets the new ones in th
 gradient.
 """
 
+import functools
 from typing import Any, NamedTuple
 
 import jax
@@ -20,6 +21,7 @@ from jaxtyping import Array, DTypeLike, Float
 from jaxtrain.model.adapted import Adapted, adapted_dense
 from jaxtrain.model.packed import product
 from jaxtrain.model.params import ParamSpec, path_name
+from jaxtrain.parallel.axes import constrain, in_force
 from jaxtrain.settings import UserError
 
 # Smaller products take longer to quantise than they save (nanochat's bound); and cuBLASLt's
@@ -57,8 +59,38 @@ def dense(x: Float[Array, "*B K"], weight: nnx.Param) -> Float[Array, "*B N"]:
     if not isinstance(w, Fp8Weight):
         return product(x, w)
     amax_2 = None if w.maxima is None else jnp.stack(w.maxima)
-    y_MN = kernels.fp8_matmul(x.reshape(-1, x.shape[-1]), w.w_KN, w_fp8=w.fp8, amax_2=amax_2)
+    y_MN = kernels.fp8_matmul(
+        x.reshape(-1, x.shape[-1]), w.w_KN, w_fp8=w.fp8, amax_2=amax_2, implementation=casts()
+    )
     return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
+
+
+def feed_forward_fp8(
+    x_BTD: Float[Array, "B T D"], up: Fp8Weight, down: Fp8Weight, implementation: str | None = None
+) -> Float[Array, "B T D"]:
+    """relu(x W_up)^2 W_down with the activation in the casts (see `jaxtrain_kernels`).
+
+    Raises UserError if the backend that was asked for cannot serve.
+    """
+    amax_22 = None
+    if up.maxima is not None and down.maxima is not None:
+        amax_22 = jnp.stack([jnp.stack(up.maxima), jnp.stack(down.maxima)])
+    try:
+        return kernels.fp8_feed_forward_relu2(
+            x_BTD, up.w_KN, down.w_KN, copies=(up.fp8, down.fp8), amax_22=amax_22,
+            constrain=pinned, implementation=casts() or implementation,
+        )  # fmt: skip
+    except NotImplementedError as error:
+        raise UserError(f"model.rows.ffn: {error}; xla takes XLA's") from None
+
+
+def pinned(h_BTF: Array) -> Array:
+    return constrain(h_BTF, "batch", "tokens", "hidden")
+
+
+def casts() -> str | None:
+    """The backend of casts: XLA's under a mesh, where a maximum is that of all devices."""
+    return None if in_force() is None else "xla"
 
 
 def in_fp8(spec: ParamSpec) -> bool:
@@ -74,8 +106,8 @@ def fp8_weights(params: Any, specs: Any) -> Any:
     Raises UserError on a device without float8, as `check_fp8` does.
     """
     check_fp8()
-    quantize = lambda p, s: jax.vmap(kernels.fp8_quantize)(p) if in_fp8(s) else None
-    return jax.tree.map(quantize, params, specs)
+    stack = jax.vmap(functools.partial(kernels.fp8_quantize, implementation="xla"))
+    return jax.tree.map(lambda p, s: stack(p) if in_fp8(s) else None, params, specs)
 
 
 def with_fp8(params: Any, copies: Any, specs: Any, maxima: Maxima | None = None) -> Any:

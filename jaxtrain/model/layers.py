@@ -8,7 +8,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxtrain.model.config import ResolvedModel
-from jaxtrain.model.fp8 import dense
+from jaxtrain.model.fp8 import Fp8Weight, dense, feed_forward_fp8
 from jaxtrain.model.init import SCHEMES, constant, normal
 from jaxtrain.model.params import declare
 from jaxtrain.model.rope import RopeScaling, frequencies
@@ -155,9 +155,12 @@ class FeedForward(nnx.Module):
         self, x_BTD: Float[Array, "B T D"], relu2_by: str | None = None, by: str | None = None
     ) -> Float[Array, "B T D"]:
         w_up, w_down = self.up.get_value(), self.down.get_value()
-        plain = isinstance(w_up, jax.Array) and isinstance(w_down, jax.Array)
-        if self.kind == "relu2" and plain and self.up_bias is None and relu2_by is None:
-            return shifted(feed_forward_relu2(x_BTD, w_up, w_down, by), self.down_bias)
+        if self.kind == "relu2" and self.up_bias is None and relu2_by is None:
+            if isinstance(w_up, jax.Array) and isinstance(w_down, jax.Array):
+                return shifted(feed_forward_relu2(x_BTD, w_up, w_down, by), self.down_bias)
+            if isinstance(w_up, Fp8Weight) and isinstance(w_down, Fp8Weight):
+                y_BTD = feed_forward_fp8(x_BTD, w_up, w_down, by)
+                return shifted(y_BTD, self.down_bias)
         act = ACTIVATIONS[self.kind]
         up_BTF = constrain(dense(x_BTD, self.up), "batch", "tokens", "hidden")
         up_BTF = shifted(up_BTF, self.up_bias)

@@ -21,7 +21,7 @@ class Rows(Settings):
     rope: str | None = Field(None, description="rotation and norm of queries and keys")
     relu2: str | None = Field(None, description="the squared ReLU by itself; default: as ffn says")
     ffn: str | None = Field(
-        None, description="the squared ReLU in the matmul before it (not with model.fp8)"
+        None, description="the squared ReLU in the matmul before it; with model.fp8, in the casts"
     )
     loss: str | None = Field(None, description="the head with the loss")
 

@@ -12,6 +12,7 @@ from jaxtrain_kernels.attention import (
 )
 from jaxtrain_kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_per_token
 from jaxtrain_kernels.feed_forward import feed_forward_relu2
+from jaxtrain_kernels.feed_forward.fp8 import fp8_feed_forward_relu2
 from jaxtrain_kernels.grouped_matmul import grouped_matmul
 from jaxtrain_kernels.matmul.fp8 import (
     E4M3,
@@ -32,6 +33,7 @@ __all__ = [
     "attention_gradients",
     "decode_attention",
     "feed_forward_relu2",
+    "fp8_feed_forward_relu2",
     "fp8_matmul",
     "fp8_quantize",
     "fp8_quantize_delayed",

@@ -40,13 +40,16 @@ def kernel(*static: str) -> Callable[[Callable], Any]:
     return functools.partial(jax.jit, static_argnames=static)
 
 
-def compiler_params(approx_math: bool = True) -> plgpu.CompilerParams:
-    """Each thread's code is written out, and the barriers are ours."""
+def compiler_params(approx_math: bool = True, scratch_bytes: int = 0) -> plgpu.CompilerParams:
+    """Each thread's code is written out, and the barriers are ours.
+
+    scratch_bytes: of shared memory for reductions across warps.
+    """
     return plgpu.CompilerParams(
         lowering_semantics=plgpu.LoweringSemantics.Lane,
         approx_math=approx_math,
         unsafe_no_auto_barriers=True,
-        reduction_scratch_bytes=0,
+        reduction_scratch_bytes=scratch_bytes,
     )
 
 

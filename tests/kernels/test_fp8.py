@@ -20,6 +20,7 @@ from jaxtrain_kernels import (
 from jaxtrain_kernels.cross_entropy import reference as loss_reference
 from jaxtrain_kernels.dispatch import Target, on_target
 from jaxtrain_kernels.matmul import fp8, fp8_mosaic, fp8_reference, fp8_xla
+from jaxtrain_kernels.matmul.fp8_functions import itself, relu2, relu2_grad
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 # Half of the last place, relative; and half of the smallest number, where that is more.
@@ -257,22 +258,33 @@ def test_the_loss_has_its_three_matmuls_in_float8(softcap):
         assert np.linalg.norm(a - b) < 0.15 * np.linalg.norm(b)
 
 
-@pytest.mark.parametrize(("dtype", "saturate"), [(E4M3, False), (E5M2, True)])
-def test_mosaics_cast_is_xlas_without_races(dtype, saturate, capfd):
-    x, factor = normal((128, 256), 5, jnp.bfloat16), jnp.float32(2.0**14 if saturate else 64)
-    x = x.at[70, 3].set(-6)  # the largest
+@pytest.mark.parametrize(
+    ("function", "count", "dtype", "saturate"),
+    [(itself, 1, E4M3, False), (relu2, 1, E4M3, True), (relu2_grad, 2, E5M2, True)],
+)  # fmt: skip
+def test_mosaics_cast_is_xlas_and_the_references_without_races(
+    function, count, dtype, saturate, capfd
+):
+    arrays = tuple(normal((128, 256), seed, jnp.bfloat16) for seed in (5, 8)[:count])
+    first = arrays[0].at[70, 3].set(6 if function is relu2 else -6)  # the largest
+    arrays = (first, *(x.at[70, 3].set(6) for x in arrays[1:]))
+    most = {itself: 6, relu2: 36, relu2_grad: 72}[function]
+    factor = jnp.float32(2.0**14 if saturate else 64)
     interpret = plgpu.InterpretGPUParams(detect_races=True)
-    for out, wanted in zip(
-        fp8_mosaic.cast(x, factor, dtype, saturate=saturate, interpret=interpret),
-        fp8_xla.cast(x, factor, dtype, saturate=saturate),
-    ):
-        np.testing.assert_array_equal(np.asarray(out).view(np.uint8), np.asarray(wanted).view("u1"))
-        assert (float(jnp.abs(out.astype(jnp.float32)).max()) == LARGEST[dtype]) == saturate
-    q_MK, q_KM, seen = fp8_mosaic.cast_measured(x, factor, dtype, interpret=interpret)
-    wanted = fp8_xla.cast_measured(x, factor, dtype)
-    for out, like in zip((q_MK, q_KM), wanted[:2]):
-        np.testing.assert_array_equal(np.asarray(out).view("u1"), np.asarray(like).view("u1"))
-    assert seen == wanted[2] == 6
+    bits = lambda outs: [np.asarray(out).view(np.uint8) for out in outs]
+    given = arrays, factor, dtype, function
+    outs = fp8_mosaic.cast(*given, saturate=saturate, interpret=interpret)
+    *measured, seen = fp8_mosaic.cast_measured(*given, interpret=interpret)
+    largest = float(jnp.abs(measured[0].astype(jnp.float32)).max())
+    assert seen == most and (largest == LARGEST[dtype]) == saturate
+    for backend in (fp8_xla, fp8_reference):
+        wanted = backend.cast(*given, saturate=saturate)
+        np.testing.assert_array_equal(bits(outs)[0], bits(wanted)[0])
+        np.testing.assert_array_equal(bits(outs)[1], bits(wanted)[1])
+        *wanted, wanted_seen = backend.cast_measured(*given)
+        np.testing.assert_array_equal(bits(measured)[0], bits(wanted)[0])
+        np.testing.assert_array_equal(bits(measured)[1], bits(wanted)[1])
+        assert wanted_seen == most and wanted_seen.dtype == seen.dtype == jnp.float32
     assert "RACE" not in "".join(capfd.readouterr())
 
 

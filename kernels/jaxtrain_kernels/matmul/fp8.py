@@ -20,13 +20,14 @@ from jaxtyping import Array, DTypeLike, Float
 
 from jaxtrain_kernels.dispatch import Target, choose, target
 from jaxtrain_kernels.matmul import fp8_mosaic, fp8_reference, fp8_xla
+from jaxtrain_kernels.matmul.fp8_functions import Function, itself
 from jaxtrain_kernels.matmul.fp8_xla import fp8_amax
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 # Of the pass that scales, casts and transposes; the first that can serve is the default. XLA's is
-# one kernel too, and it computes the tensor on the way (a norm, an activation or its gradient).
-# Where it finds the maximum as well, the transpose is a second kernel.
-BACKENDS = {"xla": fp8_xla, "mosaic": fp8_mosaic, "reference": fp8_reference}
+# one kernel too, and it computes the tensor on the way (a norm, say), but slower; where it finds
+# the maximum as well, the transpose is a second kernel. It alone knows meshes and `jax.vmap`.
+BACKENDS = {"mosaic": fp8_mosaic, "xla": fp8_xla, "reference": fp8_reference}
 
 
 class Fp8(NamedTuple):
@@ -63,9 +64,11 @@ def fp8_quantize(
     saturates, and inf and nan do not spread to other values.
     Raises NotImplementedError on a device without float8 matmuls.
     """
-    backend = _backend(x_MK, dtype, implementation)
-    scale = fp8_scale(fp8_amax(x_MK), dtype) if amax is None else _given_scale(amax, dtype)
-    q_MK, q_KM = backend.cast(x_MK, 1 / scale, dtype, saturate=amax is not None)
+    if amax is None:
+        return fp8_quantize_function(itself, (x_MK,), dtype, None, implementation)[0]
+    scale = _given_scale(amax, dtype)
+    backend = _backend((x_MK,), dtype, implementation)
+    q_MK, q_KM = backend.cast((x_MK,), 1 / scale, dtype, itself, saturate=True)
     return Fp8(q_MK, q_KM, scale)
 
 
@@ -77,17 +80,35 @@ def fp8_quantize_delayed(
     implementation: str | None = None,
 ) -> tuple[Fp8, Float[Array, ""]]:
     """`fp8_quantize` by an earlier amax, and x's own, which the pass that casts finds as well."""
+    return fp8_quantize_function(itself, (x_MK,), dtype, amax, implementation)
+
+
+def fp8_quantize_function(
+    function: Function,
+    arrays_MK: tuple[Array, ...],
+    dtype: DTypeLike,
+    amax: Array | None,
+    implementation: str | None,
+) -> tuple[Fp8, Any]:
+    """function(*arrays), one of `fp8_functions`, in float8 and, where an earlier amax is given to
+    scale by, its own. Nothing is written in the arrays' dtype.
+    """
+    backend = _backend(arrays_MK, dtype, implementation)
+    if amax is None:
+        scale = fp8_scale(fp8_amax(*arrays_MK, function=function), dtype)
+        q_MK, q_KM = backend.cast(arrays_MK, 1 / scale, dtype, function, saturate=False)
+        return Fp8(q_MK, q_KM, scale), None
     scale = _given_scale(amax, dtype)
-    backend = _backend(x_MK, dtype, implementation)
-    q_MK, q_KM, seen = backend.cast_measured(x_MK, 1 / scale, dtype)
+    q_MK, q_KM, seen = backend.cast_measured(arrays_MK, 1 / scale, dtype, function)
     return Fp8(q_MK, q_KM, scale), seen
 
 
-def _backend(x_MK: Any, dtype: DTypeLike, implementation: str | None) -> Any:
+def _backend(arrays_MK: tuple[Any, ...], dtype: DTypeLike, implementation: str | None) -> Any:
     if reason := fp8_unsupported():
         raise NotImplementedError(reason)
-    reasons = {name: b.supports(target(), x_MK) for name, b in BACKENDS.items()}
-    signature = f"{x_MK.dtype}{list(x_MK.shape)} to {jnp.dtype(dtype)}"
+    reasons = {name: b.supports(target(), *arrays_MK) for name, b in BACKENDS.items()}
+    given = " ".join(f"{x.dtype}{list(x.shape)}" for x in arrays_MK)
+    signature = f"{given} to {jnp.dtype(dtype)}"
     return BACKENDS[choose("fp8_quantize", reasons, implementation, signature)]
 
 
@@ -135,7 +156,8 @@ def _matmul(implementation, x_MK, w_KN, w_fp8, amax_2):
 
 
 def _forward(implementation, x_MK, w_KN, w_fp8, amax_2):
-    x_fp8, seen = _quantize(x_MK, E4M3, None if amax_2 is None else amax_2[0], implementation)
+    amax = None if amax_2 is None else amax_2[0]
+    x_fp8, seen = fp8_quantize_function(itself, (x_MK,), E4M3, amax, implementation)
     y_MN = fp8_product(x_fp8.q_MK, w_fp8.q_KM, x_fp8.scale * w_fp8.scale, x_MK.dtype)
     # Of x the backward needs the transpose alone; an empty array carries w's dtype.
     return y_MN, (x_fp8.q_KM, x_fp8.scale, w_KN[:0], w_fp8.q_MK, w_fp8.scale, amax_2, seen)
@@ -143,7 +165,8 @@ def _forward(implementation, x_MK, w_KN, w_fp8, amax_2):
 
 def _backward(implementation, saved, dy_MN):
     x_KM, x_scale, like_w, w_KN, w_scale, amax_2, seen = saved
-    dy, seen_dy = _quantize(dy_MN, E5M2, None if amax_2 is None else amax_2[1], implementation)
+    amax = None if amax_2 is None else amax_2[1]
+    dy, seen_dy = fp8_quantize_function(itself, (dy_MN,), E5M2, amax, implementation)
     dx_MK = fp8_product(dy.q_MK, w_KN, dy.scale * w_scale, dy_MN.dtype, exact=True)
     dw_KN = fp8_product(x_KM, dy.q_KM, x_scale * dy.scale, like_w.dtype, exact=True)
     maxima = None if amax_2 is None else jnp.stack([seen, seen_dy])
@@ -151,13 +174,6 @@ def _backward(implementation, saved, dy_MN):
 
 
 _matmul.defvjp(_forward, _backward)
-
-
-def _quantize(x_MK, dtype, amax, implementation) -> tuple[Fp8, Any]:
-    """(float8, x's own amax where scaling is delayed)."""
-    if amax is None:
-        return fp8_quantize(x_MK, dtype, implementation=implementation), None
-    return fp8_quantize_delayed(x_MK, dtype, amax, implementation=implementation)
 
 
 def fp8_product(a_MK: Any, b_NK: Any, scale: Any, dtype: Any, exact: bool = False) -> Any:

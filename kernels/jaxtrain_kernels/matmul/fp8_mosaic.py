@@ -1,8 +1,8 @@
 """The cast to float8 with its transpose for Hopper, in Pallas Mosaic GPU: one read, two writes.
 
 A block of 128 threads takes a tile: TMA brings it in and takes both results out, and several
-blocks of a multiprocessor hide each other's waits. XLA's own kernel for the cast reads the tensor
-once as well and can compute it on the way; this one serves where that kernel is slow.
+blocks of a multiprocessor hide each other's waits. What is cast may be a function of the arrays,
+which is then never written in 16 bits. XLA's own kernel reads each once as well, but slower.
 """
 
 from typing import Any
@@ -20,11 +20,12 @@ ROWS, COLUMNS = 64, 128  # of a tile
 _TRANSFORMS: Any = plgpu.TilingTransform, plgpu.SwizzleTransform
 
 
-def supports(target: Target, x_MK) -> str | None:
-    if reason := hopper.refuses(target, x_MK):
+def supports(target: Target, *arrays) -> str | None:
+    if reason := hopper.refuses(target, *arrays):
         return reason
-    if x_MK.shape[0] % ROWS or x_MK.shape[1] % COLUMNS:
-        return f"needs rows in multiples of {ROWS} and columns of {COLUMNS}, got {x_MK.shape}"
+    M, K = arrays[0].shape
+    if M % ROWS or K % COLUMNS:
+        return f"needs rows in multiples of {ROWS} and columns of {COLUMNS}, got {(M, K)}"
     return None
 
 
@@ -35,39 +36,45 @@ def bytes_tile(rows: int, columns: int, dtype: Any) -> Any:
     return plgpu.SMEM((rows, columns), dtype, transforms=transforms)
 
 
-def cast(x_MK, multiplier, dtype, *, saturate: bool, interpret: Any = False):
-    """x * multiplier in dtype, and its transpose; the hardware's cast always saturates.
+def cast(arrays, multiplier, dtype, function, *, saturate: bool, interpret: Any = False):
+    """function(*arrays) * multiplier in dtype, and its transpose; the hardware always saturates.
 
     interpret: plgpu.InterpretGPUParams, on a CPU.
     """
-    return _cast(x_MK, multiplier, dtype, saturate, False, interpret)
+    return _cast(arrays, multiplier, dtype, function, saturate, False, interpret)
 
 
-def cast_measured(x_MK, multiplier, dtype, *, interpret: Any = False):
-    """The same, saturating, and x's largest magnitude."""
-    q_MK, q_KM, most_CM = _cast(x_MK, multiplier, dtype, True, True, interpret)
-    return q_MK, q_KM, jnp.max(most_CM)
+def cast_measured(arrays, multiplier, dtype, function, *, interpret: Any = False):
+    """The same, saturating, and the function's largest magnitude."""
+    *quantized, most_RC = _cast(arrays, multiplier, dtype, function, True, True, interpret)
+    return *quantized, jnp.max(most_RC)
 
 
-@hopper.kernel("dtype", "saturate", "measure", "interpret")
-def _cast(x_MK, multiplier, dtype, saturate, measure, interpret):
-    """(q_MK, q_KM), and with `measure` the largest magnitude of each row in each tile."""
-    M, K = x_MK.shape
+@hopper.kernel("dtype", "function", "saturate", "measure", "interpret")
+def _cast(arrays, multiplier, dtype, function, saturate, measure, interpret):
+    """(q_MK, q_KM), and with `measure` the largest magnitude in each tile."""
+    M, K = arrays[0].shape
     largest = float(jnp.finfo(dtype).max)
 
-    def fp8_cast(x, multiplier, out_MK, out_KM, *most_CM, x_tile, q_tile, qt_tile, arrived):
-        rows = pl.ds(lax.axis_index("row") * ROWS, ROWS)
-        columns = pl.ds(lax.axis_index("column") * COLUMNS, COLUMNS)
-        plgpu.copy_gmem_to_smem(x.at[rows, columns], x_tile, arrived)
+    def fp8_cast(*refs, tiles, q_tile, qt_tile, arrived):
+        inputs, (multiplier, out_MK, out_KM, *most_RC) = refs[: len(tiles)], refs[len(tiles) :]
+        row, column = lax.axis_index("row"), lax.axis_index("column")
+        rows, columns = pl.ds(row * ROWS, ROWS), pl.ds(column * COLUMNS, COLUMNS)
+        for x, tile in zip(inputs, tiles):
+            plgpu.copy_gmem_to_smem(x.at[rows, columns], tile, arrived)
         factor = multiplier[0]
         plgpu.barrier_wait(arrived)
-        for source, result in ((x_tile, q_tile), (x_tile.T, qt_tile)):
-            values = plgpu.load(source, layout=hopper.MATRIX).astype(jnp.float32)
-            if most_CM and source is x_tile:
-                here = most_CM[0].at[lax.axis_index("column"), rows]
-                here[...] = jnp.max(jnp.maximum(values, -values), 1)
-            values *= factor
-            if saturate:  # as a rule for the interpreter; the same instruction on the device
+
+        def values_of(sources: list[Any]) -> Any:
+            return function(*(plgpu.load(source, layout=hopper.MATRIX) for source in sources))
+
+        for transposed, result in ((False, q_tile), (True, qt_tile)):
+            values = values_of([tile.T if transposed else tile for tile in tiles])
+            if measure and not transposed:
+                most = jnp.max(jnp.abs(values), 1).astype(jnp.float32)
+                most_RC[0][row, column] = jnp.max(most, 0)
+            values = values.astype(jnp.float32) * factor
+            if saturate and interpret:  # on the device the cast does
                 values = jnp.minimum(jnp.maximum(values, -largest), largest)
             result[...] = values.astype(dtype)
         plgpu.commit_smem()
@@ -75,20 +82,21 @@ def _cast(x_MK, multiplier, dtype, saturate, measure, interpret):
         plgpu.copy_smem_to_gmem(qt_tile, out_KM.at[columns, rows])
         plgpu.wait_smem_to_gmem(0)
 
+    grid = M // ROWS, K // COLUMNS
     out_type = [jax.ShapeDtypeStruct((M, K), dtype), jax.ShapeDtypeStruct((K, M), dtype)]
     if measure:
-        out_type.append(jax.ShapeDtypeStruct((K // COLUMNS, M), jnp.float32))
+        out_type.append(jax.ShapeDtypeStruct(grid, jnp.float32))
     return plgpu.kernel(
         fp8_cast,
         out_type=out_type,
         scratch_types=dict(
-            x_tile=hopper.tiles((ROWS, COLUMNS), x_MK.dtype),
+            tiles=[hopper.tiles((ROWS, COLUMNS), x.dtype) for x in arrays],
             q_tile=bytes_tile(ROWS, COLUMNS, dtype),
             qt_tile=bytes_tile(COLUMNS, ROWS, dtype),
-            arrived=plgpu.Barrier(),
+            arrived=plgpu.Barrier(num_arrivals=len(arrays)),
         ),
-        grid=(M // ROWS, K // COLUMNS),
+        grid=grid,
         grid_names=("row", "column"),
-        compiler_params=hopper.compiler_params(approx_math=False),
+        compiler_params=hopper.compiler_params(approx_math=False, scratch_bytes=64 * measure),
         interpret=interpret,
-    )(x_MK, multiplier.reshape(1))
+    )(*arrays, multiplier.reshape(1))

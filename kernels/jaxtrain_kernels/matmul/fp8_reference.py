@@ -6,22 +6,23 @@ import jax.numpy as jnp
 from jaxtrain_kernels.dispatch import Target
 
 
-def supports(target: Target, x_MK) -> None:
+def supports(target: Target, *arrays) -> None:
     return None
 
 
-def cast(x_MK, multiplier, dtype, *, saturate: bool):
-    """x * multiplier in dtype, and its transpose."""
+def cast(arrays, multiplier, dtype, function, *, saturate: bool):
+    """function(*arrays) * multiplier in dtype, and its transpose."""
     largest = float(jnp.finfo(dtype).max)
-    wide = x_MK.astype(jnp.float32) * multiplier
+    wide = function(*(x.astype(jnp.float32) for x in arrays)) * multiplier
     q_MK = (jnp.clip(wide, -largest, largest) if saturate else wide).astype(dtype)
     return q_MK, jnp.swapaxes(q_MK, 0, 1)
 
 
-def cast_measured(x_MK, multiplier, dtype):
-    """The same, saturating, and x's largest magnitude."""
-    q_MK, q_KM = cast(x_MK, multiplier, dtype, saturate=True)
-    return q_MK, q_KM, jnp.max(jnp.abs(x_MK)).astype(jnp.float32)
+def cast_measured(arrays, multiplier, dtype, function):
+    """The same, saturating, and the function's largest magnitude."""
+    q_MK, q_KM = cast(arrays, multiplier, dtype, function, saturate=True)
+    seen = jnp.max(jnp.abs(function(*(x.astype(jnp.float32) for x in arrays))))
+    return q_MK, q_KM, seen
 
 
 def rounded(x, dtype):

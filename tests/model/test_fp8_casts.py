@@ -1,0 +1,113 @@
+"""Which backend casts to float8 in a training step, and the squared ReLU inside the casts."""
+
+import contextlib
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jax.extend.core import jaxprs_in_params
+from jax.sharding import NamedSharding, PartitionSpec
+from jaxtrain_kernels.dispatch import on_target
+from tiny import batch, make_task, mesh_of, random_params, resolved
+
+from jaxtrain import objectives
+from jaxtrain.model import fp8 as model_fp8
+from jaxtrain.settings import UserError
+from jaxtrain.step import gradients
+
+SHAPE = {"depth": 2, "width": 128, "head_dim": 32, "hidden": 256, "value_embeddings": False}
+ALONE = {"attention": "xla", "rows": {"norm": "xla", "rope": "xla", "loss": "xla"}, "fp8": "blocks"}
+
+
+def traced(mesh=None, micro=4, **changes):
+    """A batch's gradients on Hopper, lowered: what is cast by our kernel, and the text."""
+    task, _ = make_task(resolved(**SHAPE, **ALONE, window_pattern="L", **changes))
+    past = model_fp8.no_maxima(task.specs, 2) if task.fp8_history else None
+    run = lambda p, b: gradients(task, p, b, jnp.float32(1), past=past)
+    given = random_params(task.specs), batch(4, micro=micro)
+    place = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype)
+    if mesh is not None:
+        where = NamedSharding(mesh, PartitionSpec())
+        place = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype, sharding=where)
+    given = (
+        jax.tree.map(lambda x: place(x, jnp.bfloat16), given[0]),
+        jax.tree.map(lambda x: place(x, x.dtype), given[1]),
+    )
+    with (
+        on_target("cuda", (9, 0)),
+        contextlib.nullcontext() if mesh is None else jax.set_mesh(mesh),
+    ):
+        found = jax.jit(run).trace(*given)
+        text = found.lower(lowering_platforms=("cuda",)).as_text()
+    # Of what is computed again, jax leaves an empty call.
+    return sorted(read for read in casts(found.jaxpr.jaxpr) if read), text
+
+
+def casts(jaxpr):
+    """Shapes of the matrices that each call of our kernel reads."""
+    for equation in jaxpr.eqns:
+        if equation.params.get("name") == "_cast":
+            yield [v.aval.shape for v in equation.invars if v.aval.ndim > 1]
+        else:
+            for inner in jaxprs_in_params(equation.params):
+                yield from casts(inner)
+
+
+@pytest.mark.parametrize(
+    ("changes", "layers"),
+    [({}, 2), ({"fp8_history": 2}, 2), ({"scan_layers": True, "remat": "block", "micro": 2}, 1)],
+)
+def test_on_one_hopper_tensors_are_cast_by_our_kernel_and_weights_are_not(changes, layers):
+    found, text = traced(**changes)
+    M = 32 * changes.get("micro", 4)
+    # Forward: the inputs of q, k and v, of the output, of the network and of its second matrix;
+    # backward: the gradients of all six. What is computed again is cast again.
+    forward = 5 * [[(M, 128)]] + [[(M, 256)]]
+    backward = 5 * [[(M, 128)]] + [[(M, 256), (M, 256)]]
+    again = forward * ("remat" in changes)
+    assert found == sorted(layers * (forward + again + backward))
+    assert "mosaic_gpu" in text
+
+
+def test_on_several_devices_all_casts_are_xlas():
+    found, text = traced(mesh_of(data=2, tensor=2))
+    assert not found and "mosaic_gpu" not in text and "f8E5M2" in text
+
+
+def test_the_activation_in_the_casts_is_the_one_before_them(monkeypatch):
+    monkeypatch.setattr(model_fp8, "SMALLEST", 16)
+
+    def run(**changes):
+        task, _ = make_task(resolved(depth=1, fp8="blocks", **changes))
+        params, past = random_params(task.specs), None
+        if task.fp8_history:  # as the true maxima would be, but larger
+            past = jax.tree.map(lambda x: x + 64, model_fp8.no_maxima(task.specs, 1))
+        slopes = lambda p, b: gradients(task, p, b, jnp.float32(1), past=past)
+        return jax.jit(slopes)(params, batch(4, micro=4))
+
+    for scaling in ({}, {"fp8_history": 1}):
+        (loss, _), grads, maxima = run(**scaling)
+        (apart, _), others, others_seen = run(rows={"relu2": "xla"}, **scaling)
+        np.testing.assert_allclose(loss, apart, rtol=1e-4)
+        pairs = jax.tree.leaves((grads, maxima)), jax.tree.leaves((others, others_seen))
+        for a, b in zip(*pairs, strict=True):
+            # A last bit before a cast can move a value by a step of float8.
+            assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(b)
+
+
+def test_evaluation_is_the_same_computation_without_it():
+    def jaxpr_of(fp8):
+        task, _ = make_task(resolved(**SHAPE, fp8=fp8))
+        run = lambda p, b: objectives.score(task.graphdef, p, b, jnp.ones(61))
+        text = str(jax.make_jaxpr(run)(random_params(task.specs), batch(2)))
+        return [line.split(" at 0x")[0] for line in text.splitlines()]
+
+    assert jaxpr_of("blocks") == jaxpr_of(None)
+
+
+def test_a_backend_that_cannot_serve_is_one_clear_error():
+    task, _ = make_task(resolved(**SHAPE, fp8="blocks", rows={"ffn": "mosaic"}))
+    given = random_params(task.specs), batch(1, micro=1)
+    with pytest.raises(UserError, match=r"model.rows.ffn: fp8_quantize: mosaic cannot .* xla"):
+        jax.eval_shape(lambda p, b: gradients(task, p, b, jnp.float32(1)), *given)
