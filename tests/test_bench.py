@@ -76,14 +76,14 @@ def test_loss(tmp_path, monkeypatch):
 
 def test_matmuls(tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "WINDOW_SECONDS", 0.02)
-    record = recorded(tmp_path, "matmul", "m65536_k768_n3072", "gpt_d12")
+    record = recorded(tmp_path, "matmul", "m65536_k768_n3072", "m131072_k768_n768_e64", "gpt_d12")
     rows = {(row["name"], row["backend"]): row for row in record["rows"]}
     assert set(rows) == {
         *(("linear", b) for b in ("plain", "fp8", "fp8_xla", "fp8_delayed", "fp8_delayed_xla")),
         *(("feed_forward_relu2", b) for b in ("xla", "fp8", "fp8_delayed")),
         *((f"fp8_cast{op}{how}", "xla") for op in ("", "_relu2", "_relu2_grad")
           for how in ("", " measured")),
-        ("orthogonalize", "xla"),
+        ("grouped_matmul", "xla"), ("orthogonalize", "xla"),
     }  # fmt: skip
     ceiling, copy = record["floor"]["matmul_tflops"], record["floor"]["copy_gbps"]
     for (name, _), row in rows.items():
@@ -95,7 +95,8 @@ def test_matmuls(tmp_path, monkeypatch):
     assert rows["linear", "fp8_delayed"]["error"] == rows["linear", "fp8"]["error"]
     for fp8 in ("fp8", "fp8_delayed"):
         assert 1e-2 < rows["feed_forward_relu2", fp8]["error"] < 0.15
-    assert rows["feed_forward_relu2", "xla"]["error"] < 1e-5 > rows["orthogonalize", "xla"]["error"]
+    for name in ("feed_forward_relu2", "grouped_matmul", "orthogonalize"):
+        assert rows[name, "xla"]["error"] < 1e-5
 
 
 def test_a_failing_backend_loses_only_its_row():

@@ -136,7 +136,7 @@ BAD = {
     "optim=adamw": "optim: got 'adamw', but it is a section: set its fields, optim.KEY=value",
     "model.width=100": "model: width 100 is not a multiple of head_dim 128",
     "model.attention=flash": "model: attention has no backend flash; "
-    "it has cudnn, xla, mosaic, triton, reference",
+    "it has cudnn, mosaic, xla, triton, reference",
     "train.batch_size=12": "train.batch_size 12 does not divide over 8 devices (mesh data x fsdp); "
     "use 8",
     "train.batch_size=16 train.device_batch_size=3": "train.batch_size 16 is not a multiple of 8 "

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import pytest
+from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
 from jaxtrain.bench import preflight
 from jaxtrain.bench.liveness import peak_bytes
@@ -66,6 +67,29 @@ def test_exchanges_are_counted_by_axis_and_in_loops():
     found = {c.kind: c for c in collectives(PROGRAM, MESH)}
     assert found["all-gather"][1:] == (("fsdp",), 4, 1, 3 * 128)
     assert found["all-reduce"][1:] == (("data",), 2, 5, 5 * 2 * 0.5 * 128)
+
+
+def test_a_sum_of_which_each_device_takes_a_part_is_a_reduce_scatter():
+    """The CPU's compiler leaves it a sum and a slice: of a product in bfloat16, which it widens;
+    over two axes, of which one parts it; and of two sums in one, of which one is read whole."""
+    mesh = jax.make_mesh((2, 4), ("data", "fsdp"), axis_types=(AxisType.Auto,) * 2)
+    place = lambda *axes: NamedSharding(mesh, PartitionSpec(*axes))
+    rows, parted = place(("data", "fsdp"), None), place("fsdp", None)
+
+    def sums(x, y):
+        dw = jax.lax.with_sharding_constraint(x.T @ y, parted)
+        return dw, jnp.sum(y.astype(jnp.float32), axis=0)
+
+    given = [jax.ShapeDtypeStruct((64, 32), jnp.bfloat16, sharding=rows)] * 2
+    f = jax.jit(sums, out_shardings=(parted, place()))
+    text = f.lower(*given).compile(compiler_options=preflight.OPTIONS).as_text()
+    found = {c[:3]: c.bytes for c in collectives(text, MESH)}
+    assert "reduce-scatter(" not in text and "all-reduce(" in text
+    assert found == {
+        ("reduce-scatter", ("fsdp",), 4): 2 * 32 * 32 * 3 / 4,
+        ("all-reduce", ("data",), 2): 2 * 32 * 32 / 4,
+        ("all-reduce", ("data", "fsdp"), 8): 4 * 32 * 2 * 7 / 8,
+    }
 
 
 def test_groups_in_every_notation():

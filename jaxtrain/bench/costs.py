@@ -164,6 +164,11 @@ def _dims(kind: str) -> list[list[int]]:
     return [[int(n) for n in dims.split(",") if n] for _, dims in SHAPE.findall(kind)]
 
 
+def counts_of(kind: str) -> list[int]:
+    """Values of each array of a type."""
+    return [math.prod(int(n) for n in dims.split(",") if n) for _, dims in SHAPE.findall(kind)]
+
+
 def size_of(kind: str) -> int:
     total = 0
     for dtype, dims in SHAPE.findall(kind):

@@ -1,4 +1,5 @@
-"""Matmuls that are more than one call of cuBLAS: float8, ReLU^2 in the epilogue, symmetric ones."""
+"""Matmuls that are more than one call of cuBLAS: float8, ReLU^2 in the epilogue, symmetric ones,
+and groups of rows with a matrix each."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -9,6 +10,7 @@ import jax.numpy as jnp
 import jaxtrain_kernels as kernels
 from jaxtrain_kernels import feed_forward, matmul
 from jaxtrain_kernels.dispatch import target
+from jaxtrain_kernels.grouped_matmul import BACKENDS as GROUPED_BACKENDS
 
 from jaxtrain.bench.casts import casts
 from jaxtrain.bench.kernels import chosen, error_of, finished, measured, sized
@@ -29,6 +31,16 @@ class Dense(NamedTuple):
     N: int
 
 
+class Grouped(NamedTuple):
+    """x [M, K] in E groups of rows, each times its w [K, N]: experts, on the way up."""
+
+    name: str
+    M: int
+    K: int
+    N: int
+    E: int
+
+
 class Stacks(NamedTuple):
     """The matrices of a model that Muon makes orthogonal: [L, rows, columns] each."""
 
@@ -40,13 +52,17 @@ DENSE = (
     Dense("m65536_k1536_n6144", 65536, 1536, 6144),
     Dense("m65536_k768_n3072", 65536, 768, 3072),
 )
+GROUPED = (
+    Grouped("m65536_k1536_n3072_e8", 65536, 1536, 3072, 8),
+    Grouped("m131072_k768_n768_e64", 131072, 768, 768, 64),
+)
 STACKS = (
     Stacks("gpt_d12", ((48, 768, 768), (12, 768, 3072), (12, 3072, 768))),
     Stacks("gpt_d24", ((96, 1536, 1536), (24, 1536, 6144), (24, 6144, 1536))),
 )
 # plain: matmuls in sixteen bits and nothing else; fp8_delayed: scaled by earlier maxima;
 # fp8_xla, fp8_delayed_xla: cast by XLA. xla and mosaic are of the other ops.
-BACKENDS = ("plain", "fp8", "fp8_xla", "fp8_delayed", "fp8_delayed_xla", "xla", "mosaic")
+BACKENDS = ("plain", "fp8", "fp8_xla", "fp8_delayed", "fp8_delayed_xla", "xla", "mosaic", "tokamax")
 
 
 def bench_matmuls(variant: str | None = None, names: Sequence[str] = ()) -> dict[str, Any]:
@@ -55,10 +71,11 @@ def bench_matmuls(variant: str | None = None, names: Sequence[str] = ()) -> dict
     names: of the shapes and backends to measure; default all.
     """
     dtype, rows = compute_dtype("auto"), []
-    shapes, backends = chosen("matmul", names, [s.name for s in (*DENSE, *STACKS)], BACKENDS)
+    known = [s.name for s in (*DENSE, *GROUPED, *STACKS)]
+    shapes, backends = chosen("matmul", names, known, BACKENDS)
     for part, all_shapes, small in (
         (dense, DENSE, small_dense), (hidden_casts, DENSE, small_dense),
-        (muon, STACKS, small_stacks),
+        (grouped, GROUPED, small_grouped), (muon, STACKS, small_stacks),
     ):  # fmt: skip
         for shape in map(sized(small), [s for s in all_shapes if s.name in shapes]):
             rows += part(shape, backends, dtype)
@@ -147,6 +164,37 @@ def dense_inputs(op: str, s: Dense, dtype: Any, key: jax.Array) -> Arrays:
     return dy, x, *(w.astype(dtype) for w in weights)
 
 
+def grouped(s: Grouped, backends: set[str], dtype: Any) -> Iterator[Row]:
+    """Forward and backward, with groups as a balanced router makes them."""
+    inputs = rotating(lambda key: grouped_inputs(s, dtype, key))
+    tested = grouped_inputs(small_grouped(s), dtype, jax.random.key(1))
+    for backend in [b for b in BACKENDS if b in GROUPED_BACKENDS and b in backends]:
+        fn = grouped_with_gradients(backend)
+        figures = measured(fn, inputs, 6.0 * s.M * s.K * s.N)
+        if figures is not None:
+            error = error_of(fn, grouped_with_gradients("reference"), tested)
+            row = {"name": "grouped_matmul", "shape": s.name, "backend": backend}
+            yield row | figures | {"error": error}
+
+
+def grouped_with_gradients(backend: str) -> Callable[..., Any]:
+    def run(dy: Any, x: Any, w: Any, sizes_E: Any) -> Any:
+        f = lambda x, w: kernels.grouped_matmul(x, w, sizes_E, implementation=backend)
+        return with_gradients(f)(dy, x, w)
+
+    return run
+
+
+def grouped_inputs(s: Grouped, dtype: Any, key: jax.Array) -> Arrays:
+    keys = jax.random.split(key, 4)
+    dy, x, w = (
+        jax.random.normal(k, shape, dtype)
+        for k, shape in zip(keys, ((s.M, s.N), (s.M, s.K), (s.E, s.K, s.N)))
+    )
+    expert_M = jax.random.randint(keys[3], (s.M,), 0, s.E)
+    return dy, x, (w * s.K**-0.5).astype(dtype), jnp.bincount(expert_M, length=s.E)
+
+
 def muon(s: Stacks, backends: set[str], dtype: Any) -> Iterator[Row]:
     """Polar Express on all matrices of a model; mosaic computes one triangle of what is symmetric.
 
@@ -198,6 +246,10 @@ def exactly(*matrices: Any) -> list[Any]:
 
 def small_dense(s: Dense) -> Dense:
     return s._replace(name=f"{s.name}_small", M=256, K=128, N=512)
+
+
+def small_grouped(s: Grouped) -> Grouped:
+    return s._replace(name=f"{s.name}_small", M=512, K=128, N=128, E=4)
 
 
 def small_stacks(s: Stacks) -> Stacks:

@@ -1,14 +1,15 @@
 """What a compiled step sends between devices, and how long that and its matmuls take at best."""
 
 import re
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Iterator, Sequence
+from itertools import combinations
 from math import prod
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.bench.costs import Instruction, computations_of, size_of
+from jaxtrain.bench.costs import SHAPE, Instruction, computations_of, counts_of, size_of
 from jaxtrain.bench.liveness import VIEWS
 from jaxtrain.environment import peak_flops
 from jaxtrain.settings import UserError
@@ -98,10 +99,37 @@ def _walk(
         group = group_of_first(i.rest, prod(mesh_shape.values()))
         places = np.unravel_index(group, tuple(mesh_shape.values()))
         axes = tuple(a for a, at in zip(mesh_shape, places) if len(set(at.tolist())) > 1)
-        size = sum(_narrowest(by_name, o) for o in i.operands)
-        if kind == "all-reduce" and _sliced(computations, i, users):
-            kind = "reduce-scatter"  # the CPU's compiler leaves it in two steps
-        yield kind, axes, len(group), times, size * factor(kind, len(group))
+        sizes: dict[tuple[str, tuple[str, ...], int], float] = defaultdict(float)
+        for place, operand in enumerate(i.operands):
+            size = _narrowest(by_name, operand)
+            if kind == "all-gather" and len(i.operands) == 1:
+                whole = size_of(by_name[operand].type)
+                size = min(size, round(whole * _read(i, users[i.name])))
+            steps = [(kind, axes, len(group), float(size))]
+            if kind == "all-reduce" and prod(mesh_shape[a] for a in axes) == len(group):
+                taken = _taken(computations, i, place, size, users)
+                steps = _in_two_steps(axes, mesh_shape, taken, float(size))
+            for step, along, ways, part in steps:
+                sizes[step, along, ways] += part
+        for (step, along, ways), size in sizes.items():
+            yield step, along, ways, times, size * factor(step, ways)
+
+
+def _in_two_steps(
+    axes: tuple[str, ...], mesh_shape: dict[str, int], taken: int, size: float
+) -> list[tuple[str, tuple[str, ...], int, float]]:
+    """(kind, axes, ways, bytes) that the compiler of a GPU makes of a sum, of which each device
+    takes one part of so many: a reduce-scatter over the axes that part it, then the sum of a part
+    over the others. The CPU's leaves all of it to a sum and a slice."""
+    first = sorted(axes, key=lambda axis: axis != "fsdp")
+    for count in range(1, len(axes) + 1):
+        for inner in combinations(first, count):
+            if prod(mesh_shape[a] for a in inner) == taken:
+                outer = tuple(a for a in axes if a not in inner)
+                inner = tuple(a for a in axes if a in inner)
+                rest = ("all-reduce", outer, prod(mesh_shape[a] for a in outer), size / taken)
+                return [("reduce-scatter", inner, taken, size), *[rest] * bool(outer)]
+    return [("all-reduce", axes, prod(mesh_shape[a] for a in axes), size)]
 
 
 def factor(kind: str, n: int) -> float:
@@ -132,34 +160,65 @@ def group_of_first(text: str, devices: int) -> list[int]:
 
 def _narrowest(by_name: dict[str, Instruction], name: str) -> int:
     """Bytes of an operand; the CPU widens 16-bit values before it sends them."""
-    sizes = [0]
+    values, width = 0, 16
     while (i := by_name.get(name)) is not None:
-        sizes.append(size_of(i.type))
+        here = sum(counts_of(i.type))
+        values = values or here
+        width = min(width, size_of(i.type) // max(here, 1))
         if not _looks(i) or i.op == "get-tuple-element" or len(i.operands) != 1:
             break
         name = i.operands[0]
-    return min(sizes[1:], default=0)
+    return values * width
 
 
 def _looks(i: Instruction) -> bool:
-    """Whether an instruction only shows its operand in another way."""
-    return i.op in VIEWS or i.name.startswith(("wrapped_co", "wrapped_tr"))
+    """Whether an instruction only shows its operand, or a part of it, in another way."""
+    names = ("wrapped_co", "wrapped_tr", "wrapped_slice")
+    return i.op in VIEWS or i.op == "slice" or i.name.startswith(names)
 
 
-def _sliced(
-    computations: dict[str, list[Instruction]], i: Instruction, users: dict[str, list[Instruction]]
-) -> bool:
-    """Whether each device goes on with its own part of a sum alone."""
-    seen, todo = False, list(users[i.name])
+def _read(i: Instruction, users: Sequence[Instruction]) -> float:
+    """The share of its bytes that is left where all that reads it narrows it first. The compiler of
+    a GPU narrows before it gathers."""
+    narrows = lambda u: u.op == "convert" or u.name.startswith("wrapped_convert")
+    share = lambda u: size_of(u.type) / size_of(i.type) if narrows(u) else 1.0
+    return max(map(share, users), default=1.0)
+
+
+def _taken(
+    computations: dict[str, list[Instruction]],
+    i: Instruction,
+    place: int,
+    size: int,
+    users: dict[str, list[Instruction]],
+) -> int:
+    """Of how many parts of the sum at that place of a result each device takes its own alone.
+
+    1 where something reads more. Also where the sum is narrowed before, which keeps the compiler
+    of a GPU from making one step of it; unless the CPU's has widened it, from `size` bytes.
+    """
+    todo, one = list(users[i.name]), i.type
+    if one.startswith("("):
+        todo = [u for u in todo if re.search(rf"index={place}\b", u.rest)]
+        one = todo[0].type if todo else one
+    found, widened = set(), size < size_of(one)
     while todo:
         u = todo.pop()
-        if _looks(u):
+        slices = [x for x in computations.get(u.attribute("calls"), [u]) if x.op == "dynamic-slice"]
+        if slices:
+            found |= {_parts(one, x.type) for x in slices}
+        elif _looks(u) and (widened or size_of(u.type) >= size_of(one)):
             todo += users[u.name]
-        elif "dynamic-slice" in {x.op for x in computations.get(u.attribute("calls"), [u])}:
-            seen = True
         else:
-            return False
-    return seen
+            return 1
+    return int(found.pop()) if len(found) == 1 else 1
+
+
+def _parts(whole: str, part: str) -> float:
+    """How many of such parts a whole has if it is cut along one dimension, else 1."""
+    dims = lambda kind: Counter(re.findall(r"\d+", SHAPE.findall(kind)[0][1]))
+    cut = (dims(whole) - dims(part)).total() == 1
+    return counts_of(whole)[0] / counts_of(part)[0] if cut else 1.0
 
 
 def step_seconds(

@@ -100,6 +100,24 @@ def dealt(held: jax.Array, lanes: np.ndarray, here: jax.Array) -> jax.Array:
     return jnp.stack([one(lane) for lane in range(repeats)])
 
 
+@jax.custom_vjp
+def with_sum(weight: jax.Array, total: jax.Array) -> jax.Array:
+    """The weight; its gradient goes to the total, in the total's dtype, as a part of a sum."""
+    return weight
+
+
+with_sum.defvjp(
+    lambda weight, total: (weight, total[:0]),
+    lambda like, g: (None, g.astype(like.dtype)),
+)
+
+
+def with_sums(stacks: Any, totals: Any) -> Any:
+    """`with_sum` of those that have another dtype than their total."""
+    one = lambda weight, total: weight if weight.dtype == total.dtype else with_sum(weight, total)
+    return jax.tree.map(one, stacks, totals)
+
+
 def run_stage(
     stage: Callable[[Any, Any, Any], Any],
     first: Callable[[Any], Any],
@@ -118,8 +136,8 @@ def run_stage(
         one = at(micro, number)
         start = (here == 0) & (turn == 0)
         given = jax.tree.map(lambda a, b: jnp.where(start, a, b), first(one), received)
-        chunk = at(stacks, jnp.asarray(lanes)[turn, here])
-        return stage(chunk, given, one)
+        place = jnp.asarray(lanes)[turn, here]
+        return stage(with_sums(at(stacks, place), at(totals, place)), given, one)
 
     def tick(carry: tuple[Any, Any], t: jax.Array) -> tuple[Any, None]:
         received, done = carry
@@ -134,6 +152,11 @@ def run_stage(
     stacks = jax.tree.map(lambda x: x.reshape(repeats, -1, *x.shape[1:]), stacks)
     if repeats > 1:
         stacks = jax.tree.map(lambda x: dealt(x, lanes, here), stacks)
+    # Nothing reads the totals: they are there for the sum of their gradients over the ticks, and
+    # the weights are cast once for all of them.
+    narrow = lambda x: x.dtype in (jnp.bfloat16, jnp.float16)
+    totals = jax.tree.map(lambda x: x.astype(jnp.float32) if narrow(x) else x, stacks)
+    stacks = jax.tree.map(lambda x: jax.lax.stop_gradient(x) if narrow(x) else x, stacks)
     like = jax.eval_shape(lambda m: first(at(m, 0)), micro)
     zeros = lambda *dims: jax.tree.map(lambda x: jnp.zeros((*dims, *x.shape), x.dtype), like)
     times = jnp.arange(ticks(stages, count, repeats))
@@ -160,7 +183,8 @@ def pipelined(
     Stacks lie in the order of the layers, whatever the repeats: with them, chunks go to their
     stages at the beginning of a step, in the dtype it computes with, and their gradients come back
     at its end. Each way a stage sends at most as much as it holds, and it holds that twice. The
-    sum of its gradients is read and written as a whole in each tick, v times as often.
+    sum of its gradients, float32 until the end, is read and written as a whole in each tick, v
+    times as often.
     """
     stages = pipeline_ways()
     even = len(jax.tree.leaves(micro)[0]) % stages == 0

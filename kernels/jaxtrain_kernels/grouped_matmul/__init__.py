@@ -3,10 +3,10 @@
 from jaxtyping import Array, Float, Int
 
 from jaxtrain_kernels.dispatch import choose, target
-from jaxtrain_kernels.grouped_matmul import reference, xla
+from jaxtrain_kernels.grouped_matmul import reference, tokamax, xla
 
 # Fastest first: the first that can serve is the default.
-BACKENDS = {"xla": xla, "reference": reference}
+BACKENDS = {"tokamax": tokamax, "xla": xla, "reference": reference}
 
 
 def grouped_matmul(

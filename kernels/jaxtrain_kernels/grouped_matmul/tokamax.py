@@ -1,0 +1,108 @@
+"""Tokamax's ragged dots: Triton kernels, and for many experts on Hopper a Mosaic one.
+
+https://github.com/openxla/tokamax. Tiles, and which kernel, go by the H100 timings that tokamax
+0.0.17 ships (`tokamax/data/autotuning`), for it has none for other Hoppers. In them the weights'
+gradient, which contracts over the rows, runs at 480 to 730 TF/s in Triton and at 100 to 280 in
+Mosaic; rows times weights in Triton as fast with 8 experts, and slower with every expert more,
+since it starts a program for each expert, block of all rows and block of columns. The Mosaic
+kernel's rate, 270 to 480 TF/s, does not depend on their number.
+"""
+
+import importlib.metadata
+import re
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain_kernels.dispatch import Target, target
+
+INSTALL = "pip install tokamax==0.0.17 jax-triton==0.4.1 triton==3.9.0"
+OLDEST = {"tokamax": (0, 0, 17), "jax-triton": (0, 4), "triton": (3, 9)}
+# rows [M, K] and [M, N] in groups of rows -> a product [K, N] of each group
+OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
+    dot_dimension_numbers=(([0], [0]), ([], [])),
+    lhs_ragged_dimensions=[0],
+    rhs_group_dimensions=[],
+)
+
+
+def supports(target: Target, x_MK, w_EKN) -> str | None:
+    cc = target.compute_capability
+    if target.platform != "cuda":
+        return f"needs an NVIDIA GPU, this is {target.platform}"
+    if cc is None or cc < (8, 0):
+        return f"needs compute capability 8.0 (Ampere), this is {cc}"
+    if x_MK.dtype not in (jnp.bfloat16, jnp.float16) or w_EKN.dtype != x_MK.dtype:
+        return f"needs bfloat16 or float16 in both, got {x_MK.dtype} and {w_EKN.dtype}"
+    for package, oldest in OLDEST.items():
+        needed = f"{package} {'.'.join(map(str, oldest))}"
+        try:
+            version = importlib.metadata.version(package)
+        except importlib.metadata.PackageNotFoundError:
+            return f"needs {needed}: {INSTALL}"
+        if tuple(map(int, re.findall(r"\d+", version)[: len(oldest)])) < oldest:
+            return f"needs {needed}, this is {version}: {INSTALL}"
+    return None
+
+
+@jax.custom_vjp
+def grouped_matmul(x_MK, w_EKN, sizes_E):
+    """As the public function."""
+    return _rows(x_MK, w_EKN, sizes_E)
+
+
+def _rows(x_MK, w_EKN, sizes_E):
+    y_MN = _kernel(x_MK.shape, w_EKN.shape)(
+        x_MK, w_EKN, group_sizes=sizes_E, preferred_element_type=x_MK.dtype
+    )
+    # The kernels leave what is behind the last group as it was in memory.
+    inside_M = jnp.arange(len(x_MK)) < jnp.sum(sizes_E)
+    return jnp.where(inside_M[:, None], y_MN, 0)
+
+
+def _forward(x_MK, w_EKN, sizes_E):
+    return _rows(x_MK, w_EKN, sizes_E), (x_MK, w_EKN, sizes_E)
+
+
+def _backward(saved, g_MN):
+    x_MK, w_EKN, sizes_E = saved
+    dw_EKN = _triton(wide=True)(
+        x_MK,
+        g_MN,
+        group_sizes=sizes_E,
+        ragged_dot_dimension_numbers=OVER_ROWS,
+        preferred_element_type=w_EKN.dtype,
+    )
+    return _rows(g_MN, w_EKN.mT, sizes_E), dw_EKN, None
+
+
+grouped_matmul.defvjp(_forward, _backward)
+
+
+def _kernel(x: tuple[int, ...], w: tuple[int, ...]):
+    """That for rows of this shape times weights of that, by the timings."""
+    E, K, N = w
+    cc = target().compute_capability
+    hopper = cc is not None and cc[0] == 9
+    if hopper and 24 * E > K and K % 128 == 0 and N % 64 == 0:
+        return _mosaic()
+    return _triton(wide=E <= 32)
+
+
+def _triton(wide: bool):
+    from tokamax.ops import gpu
+
+    tile = dict(block_n=256, num_warps=8, num_stages=5)
+    tile = tile if wide else dict(block_n=128, num_warps=4, num_stages=4)
+    config = gpu.PallasTritonRaggedDotConfig(block_m=128, block_k=32, **tile)
+    return gpu.PallasTritonRaggedDot(config=config, bypass_device_check=True)
+
+
+def _mosaic():
+    from tokamax.ops import gpu
+
+    config = gpu.PallasMosaicRaggedDotConfig(
+        block_m=128, block_n=64, block_k=128, num_stages=4, split_k=1, grid_minor_dim=1,
+        grid_tile_width=8,
+    )  # fmt: skip
+    return gpu.PallasMosaicRaggedDot(config=config, bypass_device_check=True)
