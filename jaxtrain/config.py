@@ -173,8 +173,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
             ) from error
         if not isinstance(tree, dict):
             raise UserError(f"{path}: expected `section: {{field: value}}`, got {tree!r}")
-    for override in overrides:
-        apply_override(tree, override)
+    apply_overrides(tree, overrides)
     fill_in_chat(tree)
     if isinstance(tree.get("train"), dict) and tree["train"].get("init_from"):
         take_over(tree, str(tree["train"]["init_from"]))
@@ -193,14 +192,22 @@ def validate[Tree: Sections](model: type[Tree], tree: dict[str, Any]) -> Tree:
         raise UserError("\n".join(reversed(lines.values()))) from None
 
 
+def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
+    """In the order given, but each section's `name` before its fields."""
+    key = lambda override: override.partition("=")[0].strip()
+    named = lambda k: (0, k.count(".")) if k.endswith(".name") else (1, 0)
+    for override in sorted(overrides, key=lambda o: named(key(o))):
+        apply_override(tree, override)
+
+
 def apply_override(tree: dict[str, Any], override: str) -> None:
     """`optim.matrix_lr=0.01` into the tree; a new `name` starts that section afresh."""
     key, equals, text = override.partition("=")
     parts = key.strip().split(".")
     if not equals or not all(parts):
         raise UserError(f"{override!r}: an override is key.path=value, as in optim.matrix_lr=0.01")
-    try:
-        value = yaml.safe_load(text)
+    try:  # a comment, an alias and the like make no sense here: `*.txt`, `# {path}`
+        value = text if text.startswith(tuple("#*&!%@`")) else yaml.safe_load(text)
     except yaml.YAMLError:
         raise UserError(f"{override!r}: {text!r} is not a YAML value; quote it") from None
     node = tree
@@ -262,10 +269,13 @@ def explain(error: Any) -> str:
         return f"{where}: no such field; {hint}"
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
         allowed = error["ctx"].get("expected_tags", "")
-        tag = error["ctx"].get("tag", "nothing")
-        return f"{where}.name: got {tag!r}, allowed are {allowed or 'see --help'}"
+        if not allowed:
+            return f"{where}.name: field required, it says which variant this is; see --help"
+        return f"{where}.name: got {error['ctx']['tag']!r}, allowed are {allowed}"
     if error["type"] in ("model_type", "model_attributes_type"):
         return f"{where}: got {given!r}, but it is a section: set its fields, {where}.KEY=value"
+    if error["type"] == "tuple_type":
+        return f"{where}: got {given!r}, but it is a list: {where}='[..., ...]'"
     message = error["msg"].removeprefix("Value error, ")
     shown = "" if isinstance(given, (dict, BaseModel)) else f"got {given!r}: "
     return f"{where}: {shown}{message[0].lower() + message[1:]}"
@@ -275,8 +285,13 @@ def locate(loc: tuple[Any, ...]) -> tuple[str, type[BaseModel] | None]:
     """A pydantic location as a dotted path (union tags left out), and the model it fell in."""
     model: type[BaseModel] | None = Config
     path: list[str] = []
+    name, keyed = "", False  # the field that we are in; whether a place in its list is passed
     for part in loc:
-        field = model.model_fields.get(path[-1]) if model and path else None
+        field = model.model_fields.get(name) if model else None
+        if field and not keyed and get_origin(field.annotation) in (tuple, dict):
+            path.append(str(part))
+            keyed = True
+            continue
         variants = variants_of(field) if field else []
         tagged = [v for v in variants if tag_of(v) == part]
         if tagged and len(variants) > 1:
@@ -287,6 +302,7 @@ def locate(loc: tuple[Any, ...]) -> tuple[str, type[BaseModel] | None]:
         if len(variants) == 1:
             model = variants[0]
         path.append(str(part))
+        name, keyed = str(part), False
     return ".".join(path), model
 
 

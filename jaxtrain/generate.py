@@ -268,6 +268,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         if a.tokens < 1 or a.temperature < 0:
             raise UserError("--tokens must be at least 1 and --temperature at least 0")
+        if (a.top_k is not None and a.top_k < 1) or (a.top_p is not None and not 0 < a.top_p <= 1):
+            raise UserError("--top-k must be at least 1, and --top-p above 0 and at most 1")
         start()
         saved = load_saved(a.run, a.step)
         dtype = compute_dtype(saved.config.train.precision)

@@ -43,7 +43,7 @@ def main(argv: list[str] | None = None) -> int:
 
             print(resolved_text(config), flush=True)
             return 0
-        if arguments.dry_run or arguments.fit:
+        if arguments.dry_run or arguments.fit is not None:
             print(report(preflight_of(arguments, arguments.config, arguments.overrides)))
             return 0
         from jaxtrain.parallel.runtime import start

@@ -59,8 +59,9 @@ def check_run(c: Resolved) -> bool:
         return False
     changed = differences(yaml.safe_load(file.read_text()), c.model_dump(mode="json"))
     if changed:
+        more = f"; and {len(changed) - 6} more" if len(changed) > 6 else ""
         raise UserError(
-            f"{c.run_dir} is a run of another configuration: {'; '.join(changed)}. "
+            f"{c.run_dir} is a run of another configuration: {'; '.join(changed[:6])}{more}. "
             f"Set run.name to start another run, or undo the change to resume this one"
         )
     return True

@@ -7,7 +7,7 @@ from typing import Any
 from jax.sharding import Mesh
 from pydantic import BaseModel
 
-from jaxtrain.config import Config, Sections, TrainConfig, apply_override, to_yaml, validate
+from jaxtrain.config import Config, Sections, TrainConfig, apply_overrides, to_yaml, validate
 from jaxtrain.data import DataConfig
 from jaxtrain.data.tokenizer import build_tokenizer
 from jaxtrain.finetune import PrefixConfig, VirtualConfig
@@ -179,8 +179,7 @@ def check_shapes(mesh: Mesh, model: ResolvedModel, sequence_length: int) -> None
 def override(c: Resolved, overrides: Sequence[str]) -> Resolved:
     """A resolved configuration with `key.path=value` overrides; nothing is derived again."""
     tree = c.model_dump(mode="json")
-    for line in overrides:
-        apply_override(tree, line)
+    apply_overrides(tree, overrides)
     return validate(Resolved, tree)
 
 

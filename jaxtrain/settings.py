@@ -1,5 +1,6 @@
 """What every part of the configuration shares, and the error that the user can fix."""
 
+import errno
 import functools
 import sys
 from collections.abc import Callable
@@ -21,8 +22,16 @@ class UserError(Exception):
     """
 
 
+# What is wrong with a path or a disk, not with the code.
+DISK = (
+    errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
+    errno.ENOSPC, errno.EDQUOT,
+)  # fmt: skip
+
+
 def command(main: Callable[..., int]) -> Callable[..., int]:
-    """A command's main(argv), which returns its exit code; a UserError is one line and 2."""
+    """A command's main(argv), which returns its exit code; a UserError is one line and 2, and so
+    is a path that cannot be read or written."""
 
     @functools.wraps(main)
     def run(*args: Any, **kwargs: Any) -> int:
@@ -30,6 +39,10 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
             return main(*args, **kwargs)
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
-            return 2
+        except OSError as error:
+            if error.errno not in DISK:
+                raise
+            print(f"error: {error.filename or 'the disk'}: {error.strerror}", file=sys.stderr)
+        return 2
 
     return run

@@ -279,5 +279,5 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
         return last
     say((run_dir / "samples" / f"step_{t.steps:06d}.txt").read_text())
     say(f"report   {page}\nmodel    {run_dir / 'model'}")
-    say(f"more     python -m jaxtrain.generate {run_dir} --prompt '...'")
+    say(f"more     python -m jaxtrain.generate {run_dir} {'--chat' if chat else "--prompt '...'"}")
     return last

@@ -28,7 +28,7 @@ from jaxtrain.main import main
 from jaxtrain.metrics import read_rows
 from jaxtrain.optim import MuonConfig
 from jaxtrain.scaling import Resolved, override, resolve
-from jaxtrain.settings import UserError
+from jaxtrain.settings import UserError, command
 
 ROOT = Path(jaxtrain.__file__).parents[1]
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
@@ -142,6 +142,14 @@ BAD = {
     "train.batch_size=16 train.device_batch_size=3": "train.batch_size 16 is not a multiple of 8 "
     "devices x train.device_batch_size 3",
     "model.depth": "'model.depth': an override is key.path=value, as in optim.matrix_lr=0.01",
+    "model.width=256 model.kv_heads=3": "model: heads 2 is not a multiple of kv_heads 3",
+    "sample.prompts=a": "sample.prompts: got 'a', but it is a list: sample.prompts='[..., ...]'",
+    "optim.matrix_lr=1 optim.name=adamw": "optim.matrix_lr: no such field; it belongs to "
+    "optim.name=muon",
+    "data.train.filters=[{name:c4}]": "data.train.filters.0.name: field required, it says which "
+    "variant this is; see --help",
+    "data.train.path=a.jsonl.xz": "data.train: a.jsonl.xz is no plain text: set name=jsonl, and "
+    "perhaps its field",
     "model.depth=[1": "'model.depth=[1': '[1' is not a YAML value; quote it",
 }
 
@@ -152,6 +160,42 @@ def test_bad_input_is_one_line_and_exit_code_2(overrides, capsys):
     out, err = capsys.readouterr()
     assert err == f"error: {BAD[overrides]}\n"
     assert out == ""
+
+
+def test_a_wrong_key_in_a_list_names_the_fields_of_its_variant(capsys):
+    assert main(["--print-config", "data.train.filters=[{name: c4, foo: 1}]"]) == 2
+    err = capsys.readouterr().err
+    assert err.startswith("error: data.train.filters.0.foo: no such field; there are name, term")
+
+
+def test_overrides_that_yaml_would_take_for_comments_or_aliases_are_text():
+    assert load_config(None, ["data.train.path=*.txt"]).data.train.path == "*.txt"
+    code = ["data.train.path=src", "data.train.header=# {path}", "data.train.name=code"]
+    assert load_config(None, code).data.train.header == "# {path}"
+
+
+def test_no_device_is_an_error_not_a_run(capsys):
+    for flags in (["--fit", "0"], ["--dry-run", "--devices", "0"]):
+        assert main(["--config", "quickstart", *flags]) == 2
+        assert capsys.readouterr().err == "error: --dry-run on 0 devices: there has to be one\n"
+
+
+def test_a_path_that_cannot_be_used_is_one_line(tmp_path, capsys):
+    (tmp_path / "file").write_text("x")
+
+    @command
+    def make() -> int:
+        (tmp_path / "file" / "run").mkdir(parents=True)
+        return 0
+
+    @command
+    def broken() -> int:
+        return len((tmp_path / "nothing").read_text())
+
+    assert make() == 2
+    assert capsys.readouterr().err == f"error: {tmp_path / 'file' / 'run'}: Not a directory\n"
+    with pytest.raises(FileNotFoundError):  # may be a mistake of the code: its traceback is shown
+        broken()
 
 
 def test_all_that_is_wrong_is_said_a_line_each(capsys):

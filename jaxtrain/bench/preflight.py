@@ -297,12 +297,12 @@ def preflight_of(
     """The record that a command line asks for."""
     if name is None:
         raise UserError("--dry-run: say of which configuration, as in --config gpt_d12")
-    count = a.fit or a.devices or 1
+    count = next(n for n in (a.fit, a.devices, 1) if n is not None)
     if count < 1:
-        raise UserError(f"--devices {count}: there has to be one")
+        raise UserError(f"--dry-run on {count} devices: there has to be one")
     virtual_devices(count)
     memory = int(a.memory * 2**30) if a.memory else None
-    if not a.fit:
+    if a.fit is None:
         return preflight(name, overrides, count, a.device, memory)
     say = lambda line: print(line, file=sys.stderr, flush=True)
     return first_fit(name, overrides, count, a.device, memory, say)

@@ -230,12 +230,14 @@ def _text(source: Source, splits: tuple[str, ...], held_out: float = 0.0) -> Tex
 def _tail_split(source: Source, fraction: float) -> list[Text]:
     if source.name != "text":
         raise UserError(
-            f"data.validation tail needs a text source, not {source.name}; use documents"
+            f"data.validation tail needs a text source, not {source.name}; use "
+            "data.validation.name=documents"
         )
     files = list(islice(documents(source.model_copy(update={"document": "file"})), 2))
     if len(files) != 1:
         raise UserError(
-            f"data.validation tail needs a single file, but {source.path} has more; use documents"
+            f"data.validation tail needs a single file, but {source.path} has more; "
+            "use data.validation.name=documents"
         )
     cut = int(len(files[0]) * (1 - fraction))
     ends = {"train": files[0][:cut], "validation": files[0][cut:]}

@@ -6,7 +6,7 @@ from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal
 
 from fsspec.implementations.local import LocalFileSystem
-from pydantic import Field
+from pydantic import Field, model_validator
 
 from jaxtrain.data.quality import Filter
 from jaxtrain.data.remote import HTTP, File, filesystem_of, is_local, retried
@@ -50,6 +50,15 @@ class TextSource(Filtered):
         default="file",
         description="What one document is: a file, a line, or the text between blank lines",
     )
+
+    @model_validator(mode="after")
+    def _is_text(self) -> "TextSource":
+        if other := re.search(r"\.(jsonl|ndjson|parquet)(\.(gz|xz|zst))?$", self.path.lower()):
+            name = "parquet" if other[1] == "parquet" else "jsonl"
+            raise ValueError(
+                f"{self.path} is no plain text: set name={name}, and perhaps its field"
+            )
+        return self
 
 
 class JsonlSource(Filtered):

@@ -3,7 +3,7 @@
 from typing import Literal
 
 from jaxtrain_kernels.attention import BACKENDS
-from pydantic import Field, model_validator
+from pydantic import Field, ValidationError, model_validator
 
 from jaxtrain.model.rope import RopeScaling
 from jaxtrain.model.rows import FASTEST, Rows, fits_norm, fits_rope
@@ -288,4 +288,9 @@ def resolve_model(c: ModelConfig, sequence_length: int) -> ResolvedModel:
         "short_window": c.short_window or round_up(-(-sequence_length // 4), 128),
         "context": c.context or (length if c.positions == "learned" else sequence_length),
     }
-    return ResolvedModel.model_validate({**c.model_dump(), **derived})
+    try:
+        return ResolvedModel.model_validate({**c.model_dump(), **derived})
+    except ValidationError as error:  # of derived values: what was given has been checked
+        raise UserError(
+            f"model: {error.errors()[0]['msg'].removeprefix('Value error, ')}"
+        ) from None

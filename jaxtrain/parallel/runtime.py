@@ -24,8 +24,12 @@ def start(quiet: bool = False) -> None:
 
 
 def show_kernel_choices() -> None:
-    """Say each kernel's backend once, so that no slow path is silent; stdout is for results."""
+    """Say each kernel's backend once, so that no slow path is silent; stdout is for results.
+
+    A CPU has no fast path to pass over, and nothing is said there.
+    """
     handler = logging.StreamHandler(sys.stderr)
+    handler.addFilter(lambda record: target().platform != "cpu")
     handler.setFormatter(logging.Formatter("kernel   %(message)s"))
     logger = logging.getLogger("jaxtrain_kernels")
     logger.handlers, logger.propagate = [handler], False

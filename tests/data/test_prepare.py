@@ -99,14 +99,16 @@ def test_splits_that_cannot_be_are_refused(tmp_path):
     (tmp_path / "a.jsonl").write_text('{"text": "one"}\n')
     jsonl = {"name": "jsonl", "path": str(tmp_path / "a.jsonl")}
     options = {"tokenizer": {"name": "bytes"}}
-    with pytest.raises(UserError, match="tail needs a text source, not jsonl; use documents"):
+    with pytest.raises(
+        UserError, match="tail needs a text source, not jsonl; use data.validation.name"
+    ):
         prepare(config(tmp_path, train=jsonl, **options))
     with pytest.raises(UserError, match=r"the (train|validation) split has no documents"):
         prepare(config(tmp_path, train=jsonl, **options, validation={"name": "documents"}))
     for name in ("a.txt", "b.txt"):
         (tmp_path / name).write_text(name)
     folder = {"name": "text", "path": str(tmp_path)}
-    with pytest.raises(UserError, match=r"tail needs a single file, but .* has more"):
+    with pytest.raises(UserError, match=r"tail needs a single file, but .* has more; use data"):
         prepare(config(tmp_path, train=folder, **options))
 
 
