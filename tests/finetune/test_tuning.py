@@ -176,8 +176,10 @@ def test_defaults_of_tuning(whole):
     pretraining = [*start, "optim.matrix_lr=0.01", "optim.weight_decay=0.3", "finetune.name=lora"]
     with pytest.raises(UserError, match=r"but matrix_lr are of muon; say optim\.name=adamw, which"):
         load_config(None, pretraining)
-    c = load_config(None, [*pretraining, "optim.name=adamw"])
-    assert (c.optim.learning_rate, c.optim.weight_decay) == (2e-4, 0)
+    with pytest.raises(UserError, match="optim.matrix_lr: no such field; it belongs to .*muon"):
+        load_config(None, [*pretraining, "optim.name=adamw"])
+    c = load_config(None, [*start, *pretraining[-2:], "optim.name=adamw"])
+    assert (c.optim.learning_rate, c.optim.weight_decay) == (2e-4, 0.3)
     assert load_config(None, ["optim.name=muon", *pretraining]).optim.matrix_lr == 0.01
 
 
