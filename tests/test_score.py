@@ -11,18 +11,15 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from flax import nnx
-from tiny import random_params
+from tiny import random_run
 
 from jaxtrain import measures, score
-from jaxtrain.config import load_config
 from jaxtrain.data import DataConfig, prepare
 from jaxtrain.data.branches import RowShape, pack
-from jaxtrain.data.tokenizer import byte_tokenizer
 from jaxtrain.measures import make_measurer
-from jaxtrain.model import Transformer, split
 from jaxtrain.prototypes import distances, find_prototypes
-from jaxtrain.saved import load_saved, save_model
-from jaxtrain.scaling import override, resolve
+from jaxtrain.saved import load_saved
+from jaxtrain.scaling import override
 
 T = 48  # the context, in bytes
 FIELDS = [
@@ -38,12 +35,7 @@ SCORES = ["perplexity", "el2n", "grad_norm", "prototypicality"]
 @pytest.fixture(scope="module")
 def run(tmp_path_factory):
     """A run directory's content with a random model of bytes."""
-    tokenizer = byte_tokenizer()
-    config = resolve(load_config(None, FIELDS), tokenizer.vocab_size)
-    _, specs = split(Transformer(config.model, tokenizer.vocab_size))
-    folder = tmp_path_factory.mktemp("run")
-    save_model(folder / "model", config, random_params(specs), tokenizer)
-    return folder
+    return random_run(tmp_path_factory.mktemp("run"), FIELDS)
 
 
 @pytest.fixture(scope="module")

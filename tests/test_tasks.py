@@ -15,20 +15,17 @@ import numpy as np
 import pytest
 import yaml
 from flax import nnx
-from tiny import random_params
+from tiny import random_run
 
 from jaxtrain import data, evaluate, tasks
 from jaxtrain.bench import tasks as bench
-from jaxtrain.config import load_config
 from jaxtrain.data import Scored
 from jaxtrain.data.branches import pack
 from jaxtrain.data.prompts import questions
 from jaxtrain.data.tasks import Bundle, Task, read_examples
 from jaxtrain.data.tokenizer import byte_tokenizer
-from jaxtrain.model import Transformer, split
 from jaxtrain.report_tasks import tasks_section
-from jaxtrain.saved import load_saved, save_model
-from jaxtrain.scaling import resolve
+from jaxtrain.saved import load_saved
 from jaxtrain.scoring import make_scorer, scores
 from jaxtrain.settings import UserError
 
@@ -58,12 +55,7 @@ TASKS = {
 @pytest.fixture(scope="module")
 def model(tmp_path_factory):
     """A run directory's content with a random model of bytes."""
-    tokenizer = byte_tokenizer()
-    config = resolve(load_config(None, FIELDS), tokenizer.vocab_size)
-    _, specs = split(Transformer(config.model, tokenizer.vocab_size))
-    run = tmp_path_factory.mktemp("run")
-    save_model(run / "model", config, random_params(specs), tokenizer)
-    return load_saved(run)
+    return load_saved(random_run(tmp_path_factory.mktemp("run"), FIELDS))
 
 
 @pytest.fixture

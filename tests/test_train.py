@@ -244,6 +244,14 @@ def test_a_run_of_another_configuration_is_refused(copy, capfd):
     assert {p: p.read_bytes() for p in copy.rglob("*") if p.is_file()} == before
 
 
+def test_of_many_differences_six_are_listed(copy, capfd):
+    fields = ("window_pattern=L", "rope_base=9", "softcap=9", "qk_scale=2", "norm_eps=0.1",
+              "value_embeddings=false", "smear=false", "backout=false")  # fmt: skip
+    changes = dict(f"model__{field}".split("=") for field in fields)
+    message = refused(capfd, overrides(copy, **changes))
+    assert message.count(" -> ") == 6 and re.search(r"; and \d+ more\. Set run\.name", message)
+
+
 def test_another_tokenizer_is_refused(copy, capfd):
     (copy / "tokenizer" / "tokenizer.model").unlink()
     bytes_config = load_config(None, ["data.tokenizer.name=bytes"]).data.tokenizer

@@ -7,11 +7,15 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
+from jaxtrain.config import load_config
 from jaxtrain.data import Batch
+from jaxtrain.data.tokenizer import byte_tokenizer
 from jaxtrain.metrics import read_rows
 from jaxtrain.model import ModelConfig, Transformer, resolve_model, split
 from jaxtrain.optim import AdamWConfig, make_optimizer
 from jaxtrain.parallel import MeshConfig, make_mesh
+from jaxtrain.saved import save_model
+from jaxtrain.scaling import resolve
 from jaxtrain.step import Task, init_state, state_shardings
 
 VOCAB, T = 61, 32
@@ -50,6 +54,15 @@ def random_params(specs, seed=0):
         return jnp.asarray(noise, spec.dtype)
 
     return jax.tree.map(value, specs)
+
+
+def random_run(folder, overrides):
+    """`folder` with what a run's holds in the end: a random model of bytes."""
+    tokenizer = byte_tokenizer()
+    config = resolve(load_config(None, overrides), tokenizer.vocab_size)
+    _, specs = split(Transformer(config.model, tokenizer.vocab_size))
+    save_model(folder / "model", config, random_params(specs), tokenizer)
+    return folder
 
 
 def tokens(rows=4, length=T, seed=0):
