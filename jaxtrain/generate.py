@@ -5,7 +5,6 @@ python -m jaxtrain.generate RUN --chat [--system "Be brief."] [--prompt "Hello!"
 """
 
 import argparse
-import functools
 import itertools
 import logging
 import sys
@@ -25,6 +24,7 @@ from jaxtrain.interop import Prompting
 from jaxtrain.model import Cache, cast
 from jaxtrain.model.config import round_up
 from jaxtrain.model.transformer import CACHE_MULTIPLE
+from jaxtrain.parallel.flags import jit
 from jaxtrain.parallel.mesh import gathered
 from jaxtrain.parallel.processes import check_alone
 from jaxtrain.parallel.runtime import compute_dtype, start
@@ -60,7 +60,7 @@ def pick(
     return jnp.where(temperature == 0, jnp.argmax(logits_BV, axis=-1), sampled_B)
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "new", "top_k", "stop", "cache_dtype"))
+@jit("cublas", static_argnames=("graphdef", "new", "top_k", "stop", "cache_dtype"))
 def complete(
     graphdef: Any,
     params: Any,
@@ -151,7 +151,7 @@ def generate(
     return [tokenizer.decode(row[:end]) for row, end in zip(rows, ends)]
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "capacity", "top_k", "cache_dtype"))
+@jit("cublas", static_argnames=("graphdef", "capacity", "top_k", "cache_dtype"))
 def read_prompt(
     graphdef: Any,
     params: Any,
@@ -171,7 +171,7 @@ def read_prompt(
     return pick(model.logits(x_BD), jax.random.fold_in(key, 0), temperature, top_p, top_k), cache
 
 
-@functools.partial(jax.jit, static_argnames=("graphdef", "top_k"), donate_argnames="cache")
+@jit("cublas", static_argnames=("graphdef", "top_k"), donate_argnames="cache")
 def next_of(
     graphdef: Any,
     params: Any,

@@ -263,13 +263,13 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
             save()
             if step == t.steps:
                 check(full=True)
-                sample()
                 shown = weights(state.params, state.optimizer)
                 save_model(run_dir / "model", c, parts.plain(shown, frozen), tokenizer)
                 if c.finetune.name in PEFT:
                     save_adapter(run_dir / "model" / "adapter", c, shown)
                 if t.init_from and primary:
                     carry_on(t.init_from, run_dir / "model")
+                sample()
         checkpoints.wait()
     if not primary:
         return last

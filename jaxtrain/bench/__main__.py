@@ -115,16 +115,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
 def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The records of a command line, each as soon as it is measured; a long one as it grows."""
     step = {"loss": bench_loss, "matmul": bench_matmuls, "rows": bench_rows}
-    kernels = step | {"decode": bench_decode, "import": bench_import}
+    kernels = step | {"attention": bench_attention, "decode": bench_decode}
     if a.tune and a.what == "attention":
         yield tune_attention(a.out, a.variant, a.overrides)
-    elif a.what == "attention":
-        yield from bench_attention(a.variant, a.overrides)
     elif a.what in kernels:
-        yield kernels[a.what](a.variant, a.overrides)
+        yield from kernels[a.what](a.variant, a.overrides)
     elif a.what == "kernels":
         for bench in step.values():
-            yield bench(a.variant)
+            yield from bench(a.variant)
+    elif a.what == "import":
+        yield bench_import(a.variant, a.overrides)
     elif a.what == "data":
         yield bench_data(a.overrides, a.variant)
     elif a.what == "filters":

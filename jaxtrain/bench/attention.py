@@ -14,8 +14,8 @@ import numpy as np
 from jaxtrain_kernels.attention import BACKENDS
 from jaxtrain_kernels.shapes import ATTENTION_BENCH, AttentionShape
 
-from jaxtrain.bench.kernels import Kernel, chosen, exact, failure, finished, measured, sized
-from jaxtrain.bench.timing import ceilings, relative_errors, rotating
+from jaxtrain.bench.kernels import Kernel, Row, chosen, exact, failure, growing, measured, sized
+from jaxtrain.bench.timing import relative_errors, rotating
 from jaxtrain.parallel.runtime import compute_dtype
 
 Make = Callable[[AttentionShape], Kernel]
@@ -29,13 +29,16 @@ ROUNDING = 2e-6  # of the float32 that errors are measured against
 def bench_attention(
     variant: str | None = None, names: Sequence[str] = ()
 ) -> Iterator[dict[str, Any]]:
-    """The record, with one shape more each time it is yielded: rows of every backend and peer. TF/s
-    count visible pairs only.
+    """Rows of every backend and peer. TF/s count visible pairs only.
 
     names: of the shapes and backends to measure; default all.
     """
-    dtype, rows = compute_dtype("auto"), []
-    made, limits = backends(), ceilings(dtype)
+    dtype = compute_dtype("auto")
+    yield from growing("attention", dtype, variant, attention_rows(names, dtype))
+
+
+def attention_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
+    made = backends()
     shapes, wanted = chosen("attention", names, [s.name for s in ATTENTION_BENCH], made)
     for shape in map(sized(small_attention), [s for s in ATTENTION_BENCH if s.name in shapes]):
         inputs = rotating(lambda key, s=shape: attention_inputs(s, dtype, key))
@@ -44,16 +47,7 @@ def bench_attention(
                 figures = rate(shape, wrap(made[backend](shape)), inputs, name)
                 if figures is not None:
                     row = {"name": f"attention_{name}", "shape": shape.name, "backend": backend}
-                    rows.append(row | figures | errors(shape, made[backend], wrap, dtype))
-                    report(rows[-1])
-        yield finished("attention", dtype, variant, rows, limits)
-
-
-def report(row: dict[str, Any]) -> None:
-    """One line at once: a run that is cut short has shown what it measured."""
-    wrong = "" if row.get("exact", True) else f", WRONG: error {row['error']}"
-    rate = row.get("failed") or f"{row['tflops']:.4g} TF/s"
-    print(row["name"], row["shape"], row["backend"], rate + wrong, flush=True)
+                    yield row | figures | errors(shape, made[backend], wrap, dtype)
 
 
 def without_gradients(f: Kernel) -> Kernel:

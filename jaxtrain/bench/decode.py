@@ -1,7 +1,7 @@
 """Decoding beside the rate of a copy: reading the cache once is all that it has to do."""
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,7 +10,7 @@ import jaxtrain_kernels as kernels
 from jaxtrain_kernels.attention.decode import BACKENDS
 from jaxtrain_kernels.shapes import DECODE_BENCH, DecodeShape
 
-from jaxtrain.bench.kernels import Kernel, chosen, exact, finished, measured, sized
+from jaxtrain.bench.kernels import Kernel, Row, chosen, exact, growing, measured, sized
 from jaxtrain.bench.timing import ceilings, relative_error, rotating
 from jaxtrain.bench.workload import SHORT
 from jaxtrain.parallel.runtime import compute_dtype
@@ -18,12 +18,16 @@ from jaxtrain.parallel.runtime import compute_dtype
 SPLITS = (None, 1, 4, 16)  # None: the default
 
 
-def bench_decode(variant: str | None = None, names: Sequence[str] = ()) -> dict[str, Any]:
+def bench_decode(variant: str | None = None, names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """GB/s of the bytes that have to be read, with the cache in the compute dtype and in int8.
 
     All slots of the cache are full. names: of the shapes and implementations; default all.
     """
-    dtype, rows = compute_dtype("auto"), []
+    dtype = compute_dtype("auto")
+    yield from growing("decode", dtype, variant, decode_rows(names, dtype))
+
+
+def decode_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
     copy_gbps = ceilings(dtype).copy_gbps
     shapes, wanted = chosen("decode", names, [s.name for s in DECODE_BENCH], BACKENDS)
     for shape in map(sized(small_decode), [s for s in DECODE_BENCH if s.name in shapes]):
@@ -37,9 +41,8 @@ def bench_decode(variant: str | None = None, names: Sequence[str] = ()) -> dict[
                     row |= bandwidth(decode(backend, splits), inputs, size, copy_gbps)
                     if "failed" not in row:
                         row |= decode_error(shape, backend, splits, dtype, int8)
-                    rows.append(row)
+                    yield row
             del inputs
-    return finished("decode", dtype, variant, rows)
 
 
 def label(backend: str, splits: int | None) -> str:

@@ -1,6 +1,6 @@
 """What the benches of kernels share; and the last matmul with its cross-entropy."""
 
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any
 
 import jax
@@ -10,20 +10,25 @@ from jaxtrain_kernels import cross_entropy
 from jaxtrain_kernels.shapes import LOSS_BENCH, LossShape
 
 from jaxtrain.bench.record import describe
-from jaxtrain.bench.timing import Ceilings, ceilings, kernel_ms, relative_error, rotating
+from jaxtrain.bench.timing import ceilings, kernel_ms, relative_error, rotating
 from jaxtrain.bench.workload import SHORT
 from jaxtrain.parallel.runtime import compute_dtype
 from jaxtrain.settings import UserError
 
 Kernel = Callable[..., Any]
+Row = dict[str, Any]
 
 
-def bench_loss(variant: str | None = None, names: Sequence[str] = ()) -> dict[str, Any]:
+def bench_loss(variant: str | None = None, names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """Value and both gradients of every backend; `reference` has all logits in memory.
 
     names: of the shapes and backends to measure; default all.
     """
-    dtype, rows = compute_dtype("auto"), []
+    dtype = compute_dtype("auto")
+    yield from growing("loss", dtype, variant, loss_rows(names, dtype))
+
+
+def loss_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
     shapes, backends = chosen("loss", names, [s.name for s in LOSS_BENCH], cross_entropy.BACKENDS)
     for shape in map(sized(small_loss), [s for s in LOSS_BENCH if s.name in shapes]):
         inputs = rotating(lambda key, s=shape: loss_inputs(s, dtype, key))
@@ -32,8 +37,7 @@ def bench_loss(variant: str | None = None, names: Sequence[str] = ()) -> dict[st
             figures = measured(loss_with_gradients(shape, backend), inputs, flops)
             if figures is not None:
                 row = {"name": "linear_cross_entropy", "shape": shape.name, "backend": backend}
-                rows.append(row | figures | {"error": loss_error(shape, backend, dtype)})
-    return finished("loss", dtype, variant, rows)
+                yield row | figures | {"error": loss_error(shape, backend, dtype)}
 
 
 def sized(small: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -41,23 +45,34 @@ def sized(small: Callable[[Any], Any]) -> Callable[[Any], Any]:
     return small if jax.default_backend() == "cpu" else lambda shape: shape
 
 
-def finished(
-    bench: str,
-    dtype: jnp.dtype,
-    variant: str | None,
-    rows: list[dict[str, Any]],
-    limits: Ceilings | None = None,
-) -> dict[str, Any]:
-    """The record. floor_ms: what a row's FLOPs take at the rate of a large matmul.
+def growing(
+    bench: str, dtype: jnp.dtype, variant: str | None, rows: Iterable[Row]
+) -> Iterator[dict[str, Any]]:
+    """The record, with one row more each time: one that is cut short has what was measured."""
+    kept: list[Row] = []
+    for row in rows:
+        kept.append(row)
+        report(row)
+        yield finished(bench, dtype, variant, kept)
 
-    limits: of this process, if they have been measured.
-    """
+
+def finished(bench: str, dtype: jnp.dtype, variant: str | None, rows: list[Row]) -> dict[str, Any]:
+    """The record. floor_ms: what a row's FLOPs take at the rate of a large matmul."""
     record = describe(bench, "shapes", variant or SHORT[dtype.name], devices=1)
-    limits = limits or ceilings(dtype)
+    limits = ceilings(dtype)
     for row in rows:
         if row.get("ms") and "tflops" in row:
             row["floor_ms"] = row["ms"] * row["tflops"] / limits.matmul_tflops
     return record | {"rows": rows, "floor": limits._asdict()}
+
+
+def report(row: Row) -> None:
+    """One line at once, as a bench of kernels takes minutes."""
+    rates = (("ms", "ms"), ("tflops", "TF/s"), ("gbps", "GB/s"))
+    figures = [f"{row[key]:.4g} {unit}" for key, unit in rates if row.get(key)]
+    wrong = [] if row.get("exact", True) else [f"WRONG: error {row['error']}"]
+    found = row.get("failed") or ", ".join([*figures, *wrong])
+    print(row["name"], row["shape"], row["backend"], found, flush=True)
 
 
 def chosen(what: str, names: Sequence[str], *groups: Iterable[str]) -> list[set[str]]:
@@ -80,7 +95,7 @@ def failure(error: Exception) -> str:
 def measured(
     fn: Kernel, inputs: Sequence[tuple[Any, ...]], flops: float, **options: Any
 ) -> dict[str, Any] | None:
-    """ms and TF/s; None where the backend cannot serve. options: `median_ms`'s.
+    """ms and TF/s; None where the backend cannot serve. options: `kernel_ms`'s.
 
     Any other failure stands in the row: that of one backend must not lose the others.
     """
@@ -93,10 +108,15 @@ def measured(
     return {"ms": ms, "tflops": flops / ms / 1e9}
 
 
-def error_of(fn: Kernel, reference: Kernel, inputs: tuple[Any, ...]) -> float | None:
+def error_of(
+    fn: Kernel,
+    reference: Kernel,
+    inputs: tuple[Any, ...],
+    compiler_options: dict[str, Any] | None = None,
+) -> float | None:
     """Of `fn` against the float32 reference; None where it fails on these inputs."""
     try:
-        out = jax.jit(fn)(*inputs)
+        out = jax.jit(fn, compiler_options=compiler_options)(*inputs)
     except Exception:
         return None
     return relative_error(out, exact(reference, inputs))

@@ -13,12 +13,12 @@ from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.grouped_matmul import BACKENDS as GROUPED_BACKENDS
 
 from jaxtrain.bench.casts import casts
-from jaxtrain.bench.kernels import chosen, error_of, finished, measured, sized
+from jaxtrain.bench.kernels import Row, chosen, error_of, growing, measured, sized
 from jaxtrain.bench.timing import rotating
 from jaxtrain.optim.muon import POLAR_EXPRESS, orthogonalize, orthogonalize_flops
+from jaxtrain.parallel.flags import known_options
 from jaxtrain.parallel.runtime import compute_dtype
 
-Row = dict[str, Any]
 Arrays = tuple[Any, ...]
 
 
@@ -65,12 +65,18 @@ STACKS = (
 BACKENDS = ("plain", "fp8", "fp8_xla", "fp8_delayed", "fp8_delayed_xla", "xla", "mosaic", "tokamax")
 
 
-def bench_matmuls(variant: str | None = None, names: Sequence[str] = ()) -> dict[str, Any]:
+def bench_matmuls(
+    variant: str | None = None, names: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
     """TF/s of the products that the plain matmuls would do, casts and activations counted in ms.
 
     names: of the shapes and backends to measure; default all.
     """
-    dtype, rows = compute_dtype("auto"), []
+    dtype = compute_dtype("auto")
+    yield from growing("matmul", dtype, variant, matmul_rows(names, dtype))
+
+
+def matmul_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
     known = [s.name for s in (*DENSE, *GROUPED, *STACKS)]
     shapes, backends = chosen("matmul", names, known, BACKENDS)
     for part, all_shapes, small in (
@@ -78,8 +84,7 @@ def bench_matmuls(variant: str | None = None, names: Sequence[str] = ()) -> dict
         (grouped, GROUPED, small_grouped), (muon, STACKS, small_stacks),
     ):  # fmt: skip
         for shape in map(sized(small), [s for s in all_shapes if s.name in shapes]):
-            rows += part(shape, backends, dtype)
-    return finished("matmul", dtype, variant, rows)
+            yield from part(shape, backends, dtype)
 
 
 def dense(s: Dense, backends: set[str], dtype: Any) -> Iterator[Row]:
@@ -102,10 +107,12 @@ def dense(s: Dense, backends: set[str], dtype: Any) -> Iterator[Row]:
         reference = with_gradients(jnp.matmul if op == "linear" else network("reference"))
         for backend in [b for b in BACKENDS if b in functions and b in backends]:
             fn = functions[backend]
-            figures = measured(fn, inputs, flops)
+            # As a step in float8 is compiled (jaxtrain/run.py).
+            options = known_options(("cublas",)) if backend.startswith("fp8") else {}
+            figures = measured(fn, inputs, flops, compiler_options=options)
             if figures is not None:
                 row = {"name": op, "shape": s.name, "backend": backend}
-                error = error_of(lambda *a, fn=fn: fn(*a)[:2], reference, tested)
+                error = error_of(lambda *a, fn=fn: fn(*a)[:2], reference, tested, options)
                 yield row | figures | {"error": error}
         del inputs
 

@@ -1,6 +1,6 @@
 """Passes over activations beside the rate of a copy: each reads and writes its arrays once."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from jaxtrain_kernels import rows as kernels
 
 from jaxtrain.bench.decode import bandwidth
-from jaxtrain.bench.kernels import chosen, error_of, finished, sized
+from jaxtrain.bench.kernels import Row, chosen, error_of, growing, sized
 from jaxtrain.bench.timing import ceilings, rotating
 from jaxtrain.parallel.runtime import compute_dtype
 
@@ -39,12 +39,16 @@ class Case(NamedTuple):
     fixed: int = 0
 
 
-def bench_rows(variant: str | None = None, names: Sequence[str] = ()) -> dict[str, Any]:
+def bench_rows(variant: str | None = None, names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """GB/s of the bytes that have to be read and written, forward alone and with the backward.
 
     names: of the shapes and backends; default all.
     """
-    dtype, rows = compute_dtype("auto"), []
+    dtype = compute_dtype("auto")
+    yield from growing("rows", dtype, variant, measured_rows(names, dtype))
+
+
+def measured_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
     copy_gbps = ceilings(dtype).copy_gbps
     shapes, backends = chosen("rows", names, [s.name for s in SHAPES], kernels.BACKENDS)
     for shape in map(sized(small), [s for s in SHAPES if s.name in shapes]):
@@ -59,9 +63,8 @@ def bench_rows(variant: str | None = None, names: Sequence[str] = ()) -> dict[st
                     row = {"name": f"{op}{part}", "shape": shape.name, "backend": backend}
                     row |= bandwidth(fn, inputs, size, copy_gbps)
                     if row["ms"] is not None:
-                        rows.append(row | {"error": error_of(fn, reference, tested)})
+                        yield row | {"error": error_of(fn, reference, tested)}
             del inputs
-    return finished("rows", dtype, variant, rows)
 
 
 def inputs_of(case: Case, shape: RowsShape, dtype: Any, key: jax.Array) -> tuple[Any, ...]:

@@ -56,16 +56,22 @@ def median_ms(
     return 1e3 * statistics.median(window(calls) for _ in range(windows))
 
 
-def kernel_ms(fn: Callable[..., Any], inputs: Sequence[tuple[Any, ...]], **options: Any) -> float:
+def kernel_ms(
+    fn: Callable[..., Any],
+    inputs: Sequence[tuple[Any, ...]],
+    compiler_options: dict[str, Any] | None = None,
+    **options: Any,
+) -> float:
     """Milliseconds of `fn`, which is jitted here, however short it is.
 
     A short one is timed as one program that runs it on each input set in turn, so that the host's
     time is spent once for all of them.
     """
-    ms = median_ms(jax.jit(fn), inputs, **options)
+    compiled = functools.partial(jax.jit, compiler_options=compiler_options)
+    ms = median_ms(compiled(fn), inputs, **options)
     if ms > SHORT_MS:
         return ms
-    return median_ms(jax.jit(one_after_another(fn)), [tuple(inputs)], **options) / len(inputs)
+    return median_ms(compiled(one_after_another(fn)), [tuple(inputs)], **options) / len(inputs)
 
 
 def one_after_another(fn: Callable[..., Any]) -> Callable[..., list[Any]]:
@@ -98,7 +104,6 @@ def rotating(make: Callable[[jax.Array], tuple[Any, ...]], seed: int = 0) -> lis
     return sets
 
 
-@functools.cache
 @functools.cache
 def ceilings(dtype: Any) -> Ceilings:
     """Of the first device: 8192^3 in `dtype`, and a copy of 2 GiB (a CPU: far smaller); kept."""

@@ -15,10 +15,9 @@ from jaxtrain.bench.attention import (
     errors,
     our_attention,
     rate,
-    report,
     small_attention,
 )
-from jaxtrain.bench.kernels import chosen, finished, sized
+from jaxtrain.bench.kernels import chosen, finished, report, sized
 from jaxtrain.bench.timing import rotating
 from jaxtrain.parallel.runtime import compute_dtype
 

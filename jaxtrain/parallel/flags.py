@@ -5,7 +5,8 @@ set of ours what the installed XLA does not know is left out; of a user's it is 
 """
 
 import functools
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
+from typing import Any
 
 import jax
 
@@ -36,7 +37,8 @@ SETS: dict[str, dict[str, Option]] = {
     "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
     # Every kernel launched by itself, none from a CUDA graph.
     "launched": {"xla_gpu_enable_command_buffer": ""},
-    # All matmuls by cuBLAS: no search among Triton's, which takes minutes for float8's.
+    # All matmuls by cuBLAS: no search among Triton's for each matmul with what it is fused with,
+    # which takes minutes for float8's, and for a decoder's, that are over in milliseconds.
     "cublas": {"xla_gpu_enable_triton_gemm": False},
 }
 
@@ -45,6 +47,21 @@ def known_options(names: tuple[str, ...]) -> dict[str, Option]:
     """The options of these sets, without those that this XLA does not know."""
     options = {option: value for name in names for option, value in SETS[name].items()}
     return {option: value for option, value in options.items() if not complaint(option, value)}
+
+
+def jit(*names: str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
+    """jax.jit with the options of these sets. They are looked up at the first call: asking what
+    XLA knows starts its backend, which an import must not.
+    """
+
+    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
+        @functools.cache
+        def compiled() -> Callable[..., Any]:
+            return jax.jit(fn, compiler_options=known_options(names), **options)
+
+        return functools.wraps(fn)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+
+    return decorate
 
 
 def check_options(options: Mapping[str, Option]) -> None:
