@@ -6,7 +6,8 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxtrain import objectives
@@ -16,7 +17,13 @@ from jaxtrain.model.fp8 import Maxima, expected, no_maxima, remember
 from jaxtrain.model.moe import LOADS, load_metrics
 from jaxtrain.optim import Optimizer
 from jaxtrain.optim.offload import host_sharding, waits
-from jaxtrain.parallel import constrain_tree, partition_spec, pipeline_ways
+from jaxtrain.parallel import (
+    axes_of_copies,
+    constrain_tree,
+    over_devices,
+    partition_spec,
+    pipeline_ways,
+)
 
 FIRST_SCALE = 2.0**15  # of float16's loss
 GROWTH_INTERVAL = 2000  # good steps before the loss scale doubles (Micikevicius et al. 2018)
@@ -87,12 +94,12 @@ def state_shardings(task: Task, mesh: Mesh) -> State:
         for start in range(len(keys)):
             spec, shape = specs.get("/".join(keys[start:])), leaf.shape[len(front) :]
             if spec and len(spec.shape) == len(shape):
-                place = PartitionSpec(*front, *partition_spec(spec.axes, shape, mesh))
+                place = P(*front, *partition_spec(spec.axes, shape, mesh))
                 state = getattr(path[0], "name", "") == "optimizer"
                 if state and task.optimizer.offload and waits(leaf):
                     return host_sharding(mesh, place)
                 return NamedSharding(mesh, place)
-        return NamedSharding(mesh, PartitionSpec(*front))
+        return NamedSharding(mesh, P(*front))
 
     shapes = jax.eval_shape(functools.partial(init_state, task, 0))
     return jax.tree_util.tree_map_with_path(place, shapes)
@@ -118,42 +125,80 @@ def gradients(
     past: the history to scale to float8 by; the third result is that with this batch's maxima."""
     copies = fp8_weights(params, task.specs) if task.fp8 else None
     maxima = None if past is None else expected(past, factor)
+    fixed = params, copies, maxima, factor, frozen, shared
+    if pipeline_ways() > 1:
+        sums, grads, seen = of_microbatch(task, *fixed, batch)
+    elif batch.tokens_BT.shape[0] == 1:
+        sums, grads, seen = of_microbatch(task, *fixed, jax.tree.map(lambda x: x[0], batch))
+    elif axes := axes_of_copies(task.zero):
+        sums, grads, seen = met_once(task, fixed, batch, axes)
+    else:
+        sums, grads, seen = accumulated(task, *fixed, batch)
+    return sums, grads, None if past is None else remember(past, seen, factor)
 
-    def one(microbatch: Any) -> tuple[tuple[Array, dict[str, Array]], Any, Any]:
-        def scaled(p: Any, most: Any) -> tuple[Array, tuple[Array, dict[str, Array]]]:
-            p = p if copies is None else with_fp8(p, copies, task.specs, most)
-            head = "fp8" if task.fp8 == "all" else None
-            loss, sums = task.objective.loss(
-                task.graphdef,
-                task.join(p, frozen),
-                microbatch,
-                shared,
-                z_loss=task.z_loss,
-                implementation=head,
-                repeats=task.repeats,
-            )
-            return loss * factor, (loss, sums)
 
-        (grads, seen), sums = jax.grad(scaled, (0, 1), has_aux=True)(params, maxima)
-        return sums, constrain_tree("gradients", grads, task.specs, task.zero), seen
+def of_microbatch(
+    task: Task,
+    params: Any,
+    copies: Any,
+    maxima: Any,
+    factor: Array,
+    frozen: Any,
+    shared: Any,
+    microbatch: Any,
+) -> tuple[tuple[Array, dict[str, Array]], Any, Any]:
+    """The sums, factor x the gradients, and the maxima seen, of a microbatch [B, T].
+
+    copies: of the weights in float8. maxima: what float8 is scaled by.
+    """
+
+    def scaled(p: Any, most: Any) -> tuple[Array, tuple[Array, dict[str, Array]]]:
+        p = p if copies is None else with_fp8(p, copies, task.specs, most)
+        head = "fp8" if task.fp8 == "all" else None
+        loss, sums = task.objective.loss(
+            task.graphdef,
+            task.join(p, frozen),
+            microbatch,
+            shared,
+            z_loss=task.z_loss,
+            implementation=head,
+            repeats=task.repeats,
+        )
+        return loss * factor, (loss, sums)
+
+    (grads, seen), sums = jax.grad(scaled, (0, 1), has_aux=True)(params, maxima)
+    return sums, constrain_tree("gradients", grads, task.specs, task.zero), seen
+
+
+def accumulated(task: Task, params: Any, copies: Any, maxima: Any, *rest: Any) -> Any:
+    """`of_microbatch` summed over the microbatches [A, B, T], the last argument, in float32."""
+    *rest, batch = rest
 
     def body(total: Any, microbatch: Any) -> tuple[Any, None]:
-        *parts, seen = one(microbatch)
+        *parts, seen = of_microbatch(task, params, copies, maxima, *rest, microbatch)
         added = jax.tree.map(lambda t, x: t + x.astype(t.dtype), total[:2], tuple(parts))
         return (*added, jax.tree.map(jnp.maximum, total[2], seen)), None
 
-    if pipeline_ways() > 1:
-        sums, grads, seen = one(batch)
-    elif batch.tokens_BT.shape[0] == 1:
-        sums, grads, seen = one(jax.tree.map(lambda x: x[0], batch))
-    else:
-        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
-        zeros = constrain_tree("gradients", zeros, task.specs, task.zero)
-        zero = jnp.zeros((), jnp.float32)
-        start = (zero, dict.fromkeys(task.objective.sums, zero)), zeros
-        start = *start, jax.tree.map(jnp.zeros_like, maxima)
-        sums, grads, seen = jax.lax.scan(body, start, batch)[0]
-    return sums, grads, None if past is None else remember(past, seen, factor)
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    zeros = constrain_tree("gradients", zeros, task.specs, task.zero)
+    zero = jnp.zeros((), jnp.float32)
+    start = (zero, dict.fromkeys(task.objective.sums, zero)), zeros
+    return jax.lax.scan(body, (*start, jax.tree.map(jnp.zeros_like, maxima)), batch)[0]
+
+
+def met_once(task: Task, fixed: Any, batch: Any, axes: tuple[str, ...]) -> Any:
+    """`accumulated` by each device on its own rows; their sums meet after the last microbatch.
+
+    Left to itself XLA adds up a gradient over the devices wherever it is made, so once for each
+    microbatch. Devices exchange it in the weights' dtype, as without accumulation.
+    """
+
+    def own(fixed: Any, batch: Any) -> Any:
+        sums, grads, seen = accumulated(task, *fixed, batch)
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, fixed[0])
+        return *jax.lax.psum((sums, grads), axes), jax.lax.pmax(seen, axes)
+
+    return over_devices(own, (P(), P(None, axes)), P())(fixed, batch)
 
 
 def train_step(
@@ -216,5 +261,5 @@ def make_step(task: Task, mesh: Mesh) -> Any:
     return jax.jit(
         functools.partial(task.step or train_step, task),
         donate_argnums=0,
-        out_shardings=(state_shardings(task, mesh), NamedSharding(mesh, PartitionSpec())),
+        out_shardings=(state_shardings(task, mesh), NamedSharding(mesh, P())),
     )

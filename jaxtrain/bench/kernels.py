@@ -76,7 +76,7 @@ def report(row: Row) -> None:
 
 
 def chosen(what: str, names: Sequence[str], *groups: Iterable[str]) -> list[set[str]]:
-    """Of each group (shapes, backends) those that are among `names`; all of it where none is.
+    """Of each group (shapes, backends, ops) those that are among `names`; all of it where none is.
 
     Raises UserError for a name that is in no group.
     """
@@ -84,7 +84,7 @@ def chosen(what: str, names: Sequence[str], *groups: Iterable[str]) -> list[set[
     for name in names:
         if not any(name in group for group in sets):
             known = ", ".join(name for group in groups for name in group)
-            raise UserError(f"bench {what} has no shape or backend {name}; it has {known}")
+            raise UserError(f"bench {what} has no {name}; it has {known}")
     return [group & set(names) or group for group in sets]
 
 

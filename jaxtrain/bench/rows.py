@@ -29,6 +29,9 @@ HEAD_DIM = 128
 class Case(NamedTuple):
     """An op. run: of a backend's name, the function of `count` arguments, `fixed` of which (the
     last) have no gradient. forward, both: arrays of [B, T, D] that have to be read or written.
+
+    made, learned: which of the results and of the gradients are arrays of their own. The rest, an
+    argument handed on and a gradient once more, would be copied as results of a whole program.
     """
 
     arguments: Callable[[RowsShape, Any, jax.Array], tuple[Any, ...]]
@@ -37,12 +40,14 @@ class Case(NamedTuple):
     forward: int
     both: int
     fixed: int = 0
+    made: slice = slice(None)
+    learned: slice = slice(None)
 
 
 def bench_rows(variant: str | None = None, names: Sequence[str] = ()) -> Iterator[dict[str, Any]]:
     """GB/s of the bytes that have to be read and written, forward alone and with the backward.
 
-    names: of the shapes and backends; default all.
+    names: of the shapes, backends and ops; default all.
     """
     dtype = compute_dtype("auto")
     yield from growing("rows", dtype, variant, measured_rows(names, dtype))
@@ -50,9 +55,10 @@ def bench_rows(variant: str | None = None, names: Sequence[str] = ()) -> Iterato
 
 def measured_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
     copy_gbps = ceilings(dtype).copy_gbps
-    shapes, backends = chosen("rows", names, [s.name for s in SHAPES], kernels.BACKENDS)
+    known = [s.name for s in SHAPES]
+    shapes, backends, ops = chosen("rows", names, known, kernels.BACKENDS, CASES)
     for shape in map(sized(small), [s for s in SHAPES if s.name in shapes]):
-        for op, case in CASES.items():
+        for op, case in [(op, case) for op, case in CASES.items() if op in ops]:
             inputs = rotating(lambda key, c=case, s=shape: inputs_of(c, s, dtype, key))
             tested = inputs_of(case, small(shape), dtype, jax.random.key(1))
             for backend in [name for name in kernels.BACKENDS if name in backends]:
@@ -76,7 +82,7 @@ def inputs_of(case: Case, shape: RowsShape, dtype: Any, key: jax.Array) -> tuple
 
 
 def forward_alone(case: Case, backend: str) -> Callable[..., Any]:
-    return lambda *inputs: case.run(backend)(*inputs[: case.count])
+    return lambda *inputs: jax.tree.leaves(case.run(backend)(*inputs[: case.count]))[case.made]
 
 
 def with_backward(case: Case, backend: str) -> Callable[..., Any]:
@@ -88,7 +94,8 @@ def with_backward(case: Case, backend: str) -> Callable[..., Any]:
         f = lambda *arguments: case.run(backend)(*arguments, *fixed)
         out, pull = jax.vjp(f, *inputs[:learned])
         out, cotangents = jax.lax.optimization_barrier((out, cotangents))
-        return out, pull(jax.tree.unflatten(jax.tree.structure(out), cotangents))
+        gradients = pull(jax.tree.unflatten(jax.tree.structure(out), cotangents))
+        return jax.tree.leaves(out)[case.made], gradients[case.learned]
 
     return run
 
@@ -127,8 +134,8 @@ def turned(backend: str) -> Callable[..., Any]:
 
 
 CASES = {
-    "residual_norm": Case(normal(2), joined, 2, 4, 8),
-    "mixed_norm": Case(normal(3), mixed, 3, 5, 12),
+    "residual_norm": Case(normal(2), joined, 2, 4, 8, learned=slice(1)),
+    "mixed_norm": Case(normal(3), mixed, 3, 5, 12, made=slice(2), learned=slice(0, 3, 2)),
     "rope_norm": Case(heads, turned, 4, 4, 10, fixed=2),
     "relu2": Case(
         normal(1, wider=4), lambda b: lambda x: kernels.relu2(x, implementation=b), 1, 8, 20

@@ -3,8 +3,10 @@
 from jaxtrain.parallel.axes import (
     BATCH,
     RULES,
+    axes_of_copies,
     constrain,
     constrain_tree,
+    over_devices,
     partition_spec,
     shardings,
 )
@@ -31,6 +33,7 @@ __all__ = [
     "MeshConfig",
     "ProcessesConfig",
     "attention",
+    "axes_of_copies",
     "bubble",
     "by_rows",
     "check_options",
@@ -43,6 +46,7 @@ __all__ = [
     "known_options",
     "linear_cross_entropy",
     "make_mesh",
+    "over_devices",
     "over_matrices",
     "partition_spec",
     "pipeline_ways",

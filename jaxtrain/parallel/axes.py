@@ -70,6 +70,18 @@ def in_force() -> AbstractMesh | None:
     return None if prod(free) == 1 else mesh
 
 
+def axes_of_copies(zero: int) -> tuple[str, ...]:
+    """The mesh axes with several devices, if each has all weights and gradients, at this stage of
+    ZeRO, and batch rows of its own; () where anything else is split.
+    """
+    mesh = in_force()
+    if mesh is None:
+        return ()
+    split = [name for name, ways in mesh.shape.items() if ways > 1 and name not in taken_axes(mesh)]
+    whole = ("data", "fsdp") if zero == 1 else ("data",)
+    return tuple(split) if set(split) <= set(whole) else ()
+
+
 def over_devices(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """`function` run by each device of the mesh in force on its own parts of the arrays."""
     mesh = jax.sharding.get_abstract_mesh()
