@@ -190,15 +190,27 @@ def met_once(task: Task, fixed: Any, batch: Any, axes: tuple[str, ...]) -> Any:
     """`accumulated` by each device on its own rows; their sums meet after the last microbatch.
 
     Left to itself XLA adds up a gradient over the devices wherever it is made, so once for each
-    microbatch. Devices exchange it in the weights' dtype, as without accumulation.
+    microbatch. Devices exchange it in the weights' dtype, as without accumulation, and each keeps
+    the part that its states are of.
     """
+    mesh = jax.sharding.get_abstract_mesh()
+    places = jax.tree.map(lambda s: partition_spec(s.axes, s.shape, mesh), task.specs)
+
+    def summed(g: Array, p: Array, place: P) -> Array:
+        g = g.astype(p.dtype)
+        for axis in reversed(axes):
+            if axis in place:
+                g = jax.lax.psum_scatter(g, axis, scatter_dimension=place.index(axis), tiled=True)
+            else:
+                g = jax.lax.psum(g, axis)
+        return g
 
     def own(fixed: Any, batch: Any) -> Any:
         sums, grads, seen = accumulated(task, *fixed, batch)
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, fixed[0])
-        return *jax.lax.psum((sums, grads), axes), jax.lax.pmax(seen, axes)
+        grads = jax.tree.map(summed, grads, fixed[0], places)
+        return jax.lax.psum(sums, axes), grads, jax.lax.pmax(seen, axes)
 
-    return over_devices(own, (P(), P(None, axes)), P())(fixed, batch)
+    return over_devices(own, (P(), P(None, axes)), (P(), places, P()))(fixed, batch)
 
 
 def train_step(
