@@ -2,11 +2,8 @@
 
 import json
 
-import jax
-
 from jaxtrain.bench import finetune
 from jaxtrain.bench.__main__ import main
-from jaxtrain.bench.workload import load_workload
 
 TINY = [
     "model.depth=2", "model.width=64", "model.head_dim=16", "model.hidden=128",
@@ -16,8 +13,8 @@ TINY = [
 
 def test_methods_need_less_with_fewer_bits(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(finetune, "SHAPES", ((64, 2),))
-    few = {name: finetune.METHODS[name] for name in ("LoRA r16", "QLoRA r16, nf4")}
-    monkeypatch.setattr(finetune, "METHODS", few)
+    (plain, lora), (packed, qlora) = (next(iter(lot.items())) for lot in finetune.METHODS)
+    monkeypatch.setattr(finetune, "METHODS", ({plain: lora}, {packed: qlora}))
     code = main(["finetune", "--config", "llama_tiny", "--record", "--out", str(tmp_path), *TINY])
     assert code == 0 and "no peer" in capsys.readouterr().err
     (file,) = tmp_path.glob("finetune-llama_tiny-*.json")
@@ -26,9 +23,23 @@ def test_methods_need_less_with_fewer_bits(tmp_path, monkeypatch, capsys):
     assert 0 < packed["total_bytes"] < plain["total_bytes"]
 
 
-def test_a_step_on_random_weights_runs():
-    one = ["optim={name: adamw}", "mesh={data: 1, fsdp: 1}"]
-    size = ["train.sequence_length=64", "train.batch_size=2", "train.device_batch_size=2"]
-    w = load_workload("llama_tiny", [*size, *TINY, *one], jax.devices()[:1])
-    row = finetune.figures(finetune.tuned(w, finetune.LORA | {"base": "int8"}), running=True)
-    assert row["ms"] > 0 and row["tokens_per_s"] == 1e3 * 128 / row["ms"]
+def test_the_peer_is_behind_lora_and_before_the_rest(monkeypatch):
+    ours = lambda name, overrides, methods, running: ({"name": method} for method in methods)
+    monkeypatch.setattr(finetune, "measured", ours)
+    monkeypatch.setattr(finetune, "peer_rows", lambda name: iter([{"name": "peer"}]))
+    *_, record = finetune.bench_finetune("llama_tiny", TINY, None)
+    assert [row["name"] for row in record["rows"][:3]] == ["LoRA r16", "peer", "QLoRA r16, nf4"]
+    assert len(record["rows"]) == 6
+
+
+def test_steps_run_on_weights_that_are_made_once_a_base(monkeypatch):
+    made, real = [], finetune.random_frozen
+    monkeypatch.setattr(finetune, "random_frozen", lambda w: made.append(w) or real(w))
+    monkeypatch.setattr(finetune, "SHAPES", ((64, 2), (32, 2)))
+    methods = {"int8": (finetune.LORA | {"base": "int8"}, [])}
+    overrides = ["mesh={data: 1, fsdp: 1}", *TINY]
+    rows = list(finetune.measured("llama_tiny", overrides, methods, running=True))
+    assert [row["tokens_per_s"] for row in rows] == [
+        1e3 * n / r["ms"] for n, r in zip((128, 64), rows)
+    ]
+    assert len(made) == 1

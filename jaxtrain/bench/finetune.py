@@ -2,16 +2,19 @@
 
 import gc
 import importlib.util
+import itertools
 import json
+import os
 import subprocess
 import sys
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
 from pydantic import TypeAdapter
 
-from jaxtrain.bench.memory import figures
+from jaxtrain.bench.memory import compiled_step, needs, random_frozen, rate
 from jaxtrain.bench.record import BENCHMARKS, describe
 from jaxtrain.bench.workload import Workload, load_workload
 from jaxtrain.finetune import FinetuneConfig, make_parts, plus
@@ -19,14 +22,17 @@ from jaxtrain.optim import make_optimizer
 from jaxtrain.settings import UserError
 
 LORA: dict[str, Any] = {"name": "lora", "rank": 16, "alpha": 32.0}
-# What is tuned, and with which of the memory techniques; all recompute the blocks.
-METHODS: dict[str, tuple[dict[str, Any], list[str]]] = {
-    "LoRA r16": (LORA, []),
-    "LoRA r16, ffn in 8 tiles": (LORA, ["model.ffn_tiles=8"]),
-    "LoRA r16, offload": (LORA, ["model.remat=offload"]),
-    "QLoRA r16, nf4": (LORA | {"base": "nf4"}, []),
-    "LoRA r16, int8 base": (LORA | {"base": "int8"}, []),
-}
+# What is tuned, and with which of the memory techniques; all recompute the blocks. The first lot is
+# measured, then the peer, then the second.
+METHODS: tuple[dict[str, tuple[dict[str, Any], list[str]]], ...] = (
+    {"LoRA r16": (LORA, [])},
+    {
+        "QLoRA r16, nf4": (LORA | {"base": "nf4"}, []),
+        "LoRA r16, offload": (LORA, ["model.remat=offload"]),
+        "LoRA r16, ffn in 8 tiles": (LORA, ["model.ffn_tiles=8"]),
+        "LoRA r16, int8 base": (LORA | {"base": "int8"}, []),
+    },
+)
 SHAPES = ((2048, 4), (8192, 1))  # tokens of a row, rows of a step
 PEER = BENCHMARKS / "peer_finetune.py"
 
@@ -35,31 +41,61 @@ def bench_finetune(
     name: str, overrides: Sequence[str], variant: str | None
 ) -> Iterator[dict[str, Any]]:
     """The record, with one row more each time it is yielded: for each method and shape the bytes of
-    a step and, on a GPU, its time; peft's beside them.
+    a step and, on a GPU, its time; peft's behind those of LoRA.
 
-    The peer runs first, in a process of its own (JAX would hold the memory), where torch and peft
-    are installed.
+    The peer runs in a process of its own, where torch and peft are installed.
     """
-    rows = peer_rows(name)
-    running, one = jax.default_backend() == "gpu", jax.devices()[:1]
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # room for the peer's memory
     overrides = ["mesh={data: 1, fsdp: 1}", *overrides]
-    w = load_workload(name, overrides, one)
+    w = load_workload(name, overrides, jax.devices()[:1])
     record = describe("finetune", w.name, variant or w.precision, workload=w.facts())
-    for T, batch in SHAPES:
-        for method, (tuning, changes) in METHODS.items():
-            size = [f"train.sequence_length={T}", f"train.batch_size={batch}"]
-            size += [f"train.device_batch_size={batch}", "optim={name: adamw}", "model.remat=block"]
-            row: dict[str, Any] = {"name": method, "shape": f"T {T}, batch {batch}"}
-            try:
-                w = load_workload(name, [*size, *overrides, *changes], one)
-                row |= figures(tuned(w, tuning), running)
-            except UserError as error:
-                row |= {"ms": None, "failed": str(error).partition(";")[0]}
-            rows.append(row | {"backend": "jaxtrain"})
+    rows: list[dict[str, Any]] = []
+    running = jax.default_backend() == "gpu"
+    for methods in METHODS:
+        peers = peer_rows(name) if methods is METHODS[0] else ()
+        for row in itertools.chain(measured(name, overrides, methods, running), peers):
+            rows.append(row)
             print(f"  {row}", file=sys.stderr, flush=True)
             yield record | {"rows": list(rows)}
-            jax.clear_caches()
-            gc.collect()
+
+
+def measured(
+    name: str, overrides: Sequence[str], methods: dict[str, Any], running: bool
+) -> Iterator[dict[str, Any]]:
+    """Our rows of some methods: compiled together, on random weights that are made once a base."""
+    kind, frozen = "none yet", None
+    with ThreadPoolExecutor() as pool:
+        jobs = {
+            (method, shape): pool.submit(compiled, name, overrides, shape, *methods[method])
+            for method, shape in itertools.product(methods, SHAPES)
+        }
+    for (method, (T, batch)), job in jobs.items():
+        row: dict[str, Any] = {"name": method, "shape": f"T {T}, batch {batch}"}
+        try:
+            w, step = job.result()
+            row |= needs(step)
+            if running:
+                base = methods[method][0].get("base")
+                if base != kind:
+                    frozen = None
+                    gc.collect()
+                    kind, frozen = base, random_frozen(w)
+                row |= rate(w, step, frozen)
+        except UserError as error:
+            row |= {"ms": None, "failed": str(error).partition(";")[0]}
+        yield row | {"backend": "jaxtrain"}
+    jax.clear_caches()
+
+
+def compiled(
+    name: str, overrides: Sequence[str], shape: tuple[int, int], tuning: Any, changes: list[str]
+) -> tuple[Workload, Any]:
+    """A method's step on rows of such a length."""
+    T, batch = shape
+    size = [f"train.sequence_length={T}", f"train.batch_size={batch}"]
+    size += [f"train.device_batch_size={batch}", "optim={name: adamw}", "model.remat=block"]
+    w = tuned(load_workload(name, [*size, *overrides, *changes], jax.devices()[:1]), tuning)
+    return w, compiled_step(w)
 
 
 def tuned(w: Workload, tuning: dict[str, Any]) -> Workload:
@@ -71,12 +107,12 @@ def tuned(w: Workload, tuning: dict[str, Any]) -> Workload:
     return w._replace(task=task, parts=parts)
 
 
-def peer_rows(name: str) -> list[dict[str, Any]]:
-    """What the peer's script prints, one JSON a line; none where it cannot run."""
+def peer_rows(name: str) -> Iterator[dict[str, Any]]:
+    """What the peer's script prints, one JSON a line, as it comes; none where it cannot run."""
     missing = [p for p in ("torch", "peft", "transformers") if importlib.util.find_spec(p) is None]
     if missing or name != "llama_8b" or not PEER.exists():
         print(f"  no peer: {', '.join(missing) or 'it is for llama_8b'}", file=sys.stderr)
-        return []
-    shapes = [f"{T}x{batch}" for T, batch in SHAPES]
-    done = subprocess.run([sys.executable, str(PEER), *shapes], stdout=subprocess.PIPE, text=True)
-    return [json.loads(line) for line in done.stdout.splitlines() if line.startswith("{")]
+        return
+    line = [sys.executable, str(PEER), *(f"{T}x{batch}" for T, batch in SHAPES)]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as peer:
+        yield from (json.loads(row) for row in peer.stdout or () if row.startswith("{"))

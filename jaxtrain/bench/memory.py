@@ -2,6 +2,7 @@
 
 import sys
 from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 import jax
@@ -73,17 +74,36 @@ def bench_techniques(
 
 def figures(w: Workload, running: bool) -> dict[str, Any]:
     """Bytes of a step by the compiler and, if it is to run, its time."""
+    compiled = compiled_step(w)
+    return needs(compiled) | (rate(w, compiled, random_frozen(w)) if running else {})
+
+
+def compiled_step(w: Workload) -> Any:
+    """For this device. Raises UserError for what does not fit; several threads may call it."""
     with jax.set_mesh(w.mesh):
-        compiled = compile_step(
+        return compile_step(
             make_step(w.task, w.mesh), abstract_state(w), batch_shapes(w), new_knobs(w), w.config,
             abstract_frozen(w),
         )  # fmt: skip
-        m = compiled.memory_analysis()
-        host = m.host_temp_size_in_bytes + m.host_argument_size_in_bytes
-        row: dict[str, Any] = {"total_bytes": memory_needed(compiled), "host_bytes": host}
-        if not running:
-            return row
-        state, knobs, frozen = new_state(w), new_knobs(w), random_base(w)
+
+
+def needs(compiled: Any) -> dict[str, int]:
+    """The device's and the host's bytes."""
+    m = compiled.memory_analysis()
+    host = m.host_temp_size_in_bytes + m.host_argument_size_in_bytes
+    return {"total_bytes": memory_needed(compiled), "host_bytes": host}
+
+
+def random_frozen(w: Workload) -> Any:
+    """What the step only reads."""
+    with jax.set_mesh(w.mesh):
+        return random_base(w)
+
+
+def rate(w: Workload, compiled: Any, frozen: Any) -> dict[str, float]:
+    """Of a compiled step on random batches; frozen: of `random_frozen`."""
+    with jax.set_mesh(w.mesh):
+        state, knobs = new_state(w), new_knobs(w)
 
         def step(batch: Any) -> jax.Array:
             nonlocal state
@@ -91,7 +111,7 @@ def figures(w: Workload, running: bool) -> dict[str, Any]:
             return values["loss"]
 
         ms = median_ms(step, [(random_batch(w, i),) for i in range(2)], calls=3, windows=2)
-    return row | {"ms": ms, "tokens_per_s": 1e3 * w.tokens / ms}
+    return {"ms": ms, "tokens_per_s": 1e3 * w.tokens / ms}
 
 
 def small_gradients(name: str, overrides: Sequence[str]) -> Any:
@@ -123,21 +143,21 @@ def bench_longest(
     A step's memory is a line in the length but for small parts: two lengths give it, a third one,
     rounded down, proves it. memory: bytes to fit, where the device does not say what it has.
     """
-    rows: list[dict[str, Any]] = []
     limit = memory or (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit is None:
         raise UserError("bench memory --longest: the device does not say its memory; use --memory")
 
-    def at(length: int, run: bool = False) -> int:
+    def at(length: int, run: bool = False) -> dict[str, Any]:
         size = [f"train.sequence_length={length}", "train.batch_size=1"]
         w = load_workload(name, [*overrides, *size, "train.device_batch_size=1"])
         row: dict[str, Any] = {"name": "longest row", "shape": f"T {length}"} | figures(w, run)
-        rows.append(row)
         print(f"  {row}", file=sys.stderr, flush=True)
-        return row["total_bytes"]
+        return row
 
     step = 2048
-    first, second = at(2 * step), at(4 * step)
+    with ThreadPoolExecutor() as pool:
+        rows = list(pool.map(at, (2 * step, 4 * step)))
+    first, second = (row["total_bytes"] for row in rows)
     slope = (second - first) / (2 * step)
     length = int((0.97 * limit - first) / slope + 2 * step) // step * step
     if length < step:
@@ -147,7 +167,7 @@ def bench_longest(
         )
     while length > step:
         try:
-            at(length, run=jax.default_backend() == "gpu")
+            rows.append(at(length, run=jax.default_backend() == "gpu"))
             break
         except UserError as error:
             print(f"  T {length}: {error}", file=sys.stderr, flush=True)

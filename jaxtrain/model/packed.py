@@ -72,9 +72,18 @@ Packed = Packed4 | Packed8
 
 
 def nearest(x: Array, values: np.ndarray) -> Array:
-    """Index of the nearest value; halfway is the lower one's."""
-    between = (values[1:] + values[:-1]) / 2
-    return jnp.searchsorted(between, x, method="compare_all").astype(jnp.uint8)
+    """Index of the nearest of 2^n sorted values; halfway is the lower one's.
+
+    A bit of the index at a time: of a sum of comparisons, a reduction, XLA may make a Triton kernel
+    that compiles for minutes.
+    """
+    between = jnp.asarray((values[1:] + values[:-1]) / 2)
+    index = jnp.zeros(x.shape, jnp.uint8)
+    bit = len(values) // 2
+    while bit:
+        index += jnp.uint8(bit) * (x > between[index + jnp.uint8(bit - 1)])
+        bit //= 2
+    return index
 
 
 def pack4(w_KN: Float[Array, "K N"]) -> Packed4:

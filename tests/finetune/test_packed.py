@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.model.packed import DYNAMIC, NF4, pack, product, unpacked
+from jaxtrain.model.packed import DYNAMIC, NF4, nearest, pack, product, unpacked
 
 GOLDEN = np.load(Path(__file__).with_name("golden.npz"))
 
@@ -20,6 +20,16 @@ def test_the_values_are_the_published_ones():
     np.testing.assert_array_equal(NF4, GOLDEN["nf4/values"])
     np.testing.assert_allclose(DYNAMIC, GOLDEN["nf4/dynamic"], rtol=1e-6)
     assert len(DYNAMIC) == 256 and len(set(DYNAMIC.tolist())) == 256
+
+
+@pytest.mark.parametrize("values", [NF4, DYNAMIC], ids=["nf4", "dynamic"])
+def test_halfway_the_lower_value_is_taken(values):
+    between, index = (values[1:] + values[:-1]) / 2, np.arange(len(values))
+    np.testing.assert_array_equal(nearest(jnp.asarray(values), values), index)
+    np.testing.assert_array_equal(nearest(jnp.asarray(between), values), index[:-1])
+    above = np.nextafter(between, np.float32(2))
+    np.testing.assert_array_equal(nearest(jnp.asarray(above), values), index[1:])
+    np.testing.assert_array_equal(nearest(jnp.asarray([-9.0, 9.0]), values), index[[0, -1]])
 
 
 def test_the_codes_and_scales_are_those_of_bitsandbytes():
