@@ -133,7 +133,7 @@ def gradients(
     elif axes := axes_of_copies(task.zero):
         sums, grads, seen = met_once(task, fixed, batch, axes)
     else:
-        sums, grads, seen = accumulated(task, *fixed, batch)
+        sums, grads, seen = accumulated(task, fixed, batch)
     return sums, grads, None if past is None else remember(past, seen, factor)
 
 
@@ -170,12 +170,12 @@ def of_microbatch(
     return sums, constrain_tree("gradients", grads, task.specs, task.zero), seen
 
 
-def accumulated(task: Task, params: Any, copies: Any, maxima: Any, *rest: Any) -> Any:
-    """`of_microbatch` summed over the microbatches [A, B, T], the last argument, in float32."""
-    *rest, batch = rest
+def accumulated(task: Task, fixed: Any, batch: Any) -> Any:
+    """`of_microbatch` summed over the microbatches [A, B, T], in float32. fixed: what they share."""
+    params, _, maxima, *_ = fixed
 
     def body(total: Any, microbatch: Any) -> tuple[Any, None]:
-        *parts, seen = of_microbatch(task, params, copies, maxima, *rest, microbatch)
+        *parts, seen = of_microbatch(task, *fixed, microbatch)
         added = jax.tree.map(lambda t, x: t + x.astype(t.dtype), total[:2], tuple(parts))
         return (*added, jax.tree.map(jnp.maximum, total[2], seen)), None
 
@@ -206,7 +206,7 @@ def met_once(task: Task, fixed: Any, batch: Any, axes: tuple[str, ...]) -> Any:
         return g
 
     def own(fixed: Any, batch: Any) -> Any:
-        sums, grads, seen = accumulated(task, *fixed, batch)
+        sums, grads, seen = accumulated(task, fixed, batch)
         grads = jax.tree.map(summed, grads, fixed[0], places)
         return jax.lax.psum(sums, axes), grads, jax.lax.pmax(seen, axes)
 
