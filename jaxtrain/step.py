@@ -66,6 +66,17 @@ class Task(NamedTuple):
     fp8_history: int | None = None  # steps whose maxima scale to float8; None: the tensor's own
 
 
+class Fixed(NamedTuple):
+    """What the microbatches of a step share."""
+
+    params: Any  # as the step computes with them
+    copies: Any  # of the weights in float8
+    maxima: Any  # that float8 is scaled by
+    factor: Array  # of the gradients
+    frozen: Any
+    shared: Any  # the objective's
+
+
 def init_state(task: Task, seed: int, params: Any = None) -> State:
     """Initial parameters (or those given) and optimizer state."""
     params = initialize(task.specs, seed) if params is None else params
@@ -125,11 +136,11 @@ def gradients(
     past: the history to scale to float8 by; the third result is that with this batch's maxima."""
     copies = fp8_weights(params, task.specs) if task.fp8 else None
     maxima = None if past is None else expected(past, factor)
-    fixed = params, copies, maxima, factor, frozen, shared
+    fixed = Fixed(params, copies, maxima, factor, frozen, shared)
     if pipeline_ways() > 1:
-        sums, grads, seen = of_microbatch(task, *fixed, batch)
+        sums, grads, seen = of_microbatch(task, fixed, batch)
     elif batch.tokens_BT.shape[0] == 1:
-        sums, grads, seen = of_microbatch(task, *fixed, jax.tree.map(lambda x: x[0], batch))
+        sums, grads, seen = of_microbatch(task, fixed, jax.tree.map(lambda x: x[0], batch))
     elif axes := axes_of_copies(task.zero):
         sums, grads, seen = met_once(task, fixed, batch, axes)
     else:
@@ -138,55 +149,44 @@ def gradients(
 
 
 def of_microbatch(
-    task: Task,
-    params: Any,
-    copies: Any,
-    maxima: Any,
-    factor: Array,
-    frozen: Any,
-    shared: Any,
-    microbatch: Any,
+    task: Task, fixed: Fixed, microbatch: Any
 ) -> tuple[tuple[Array, dict[str, Array]], Any, Any]:
-    """The sums, factor x the gradients, and the maxima seen, of a microbatch [B, T].
-
-    copies: of the weights in float8. maxima: what float8 is scaled by.
-    """
+    """The sums, factor x the gradients, and the maxima seen, of a microbatch [B, T]."""
 
     def scaled(p: Any, most: Any) -> tuple[Array, tuple[Array, dict[str, Array]]]:
-        p = p if copies is None else with_fp8(p, copies, task.specs, most)
+        p = p if fixed.copies is None else with_fp8(p, fixed.copies, task.specs, most)
         head = "fp8" if task.fp8 == "all" else None
         loss, sums = task.objective.loss(
             task.graphdef,
-            task.join(p, frozen),
+            task.join(p, fixed.frozen),
             microbatch,
-            shared,
+            fixed.shared,
             z_loss=task.z_loss,
             implementation=head,
             repeats=task.repeats,
         )
-        return loss * factor, (loss, sums)
+        return loss * fixed.factor, (loss, sums)
 
-    (grads, seen), sums = jax.grad(scaled, (0, 1), has_aux=True)(params, maxima)
+    (grads, seen), sums = jax.grad(scaled, (0, 1), has_aux=True)(fixed.params, fixed.maxima)
     return sums, constrain_tree("gradients", grads, task.specs, task.zero), seen
 
 
-def accumulated(task: Task, fixed: Any, batch: Any) -> Any:
-    """`of_microbatch` summed over the microbatches [A, B, T], in float32. fixed: what they share."""
-    params, _, maxima, *_ = fixed
+def accumulated(task: Task, fixed: Fixed, batch: Any) -> Any:
+    """`of_microbatch` summed over the microbatches [A, B, T], in float32."""
 
     def body(total: Any, microbatch: Any) -> tuple[Any, None]:
-        *parts, seen = of_microbatch(task, *fixed, microbatch)
+        *parts, seen = of_microbatch(task, fixed, microbatch)
         added = jax.tree.map(lambda t, x: t + x.astype(t.dtype), total[:2], tuple(parts))
         return (*added, jax.tree.map(jnp.maximum, total[2], seen)), None
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), fixed.params)
     zeros = constrain_tree("gradients", zeros, task.specs, task.zero)
     zero = jnp.zeros((), jnp.float32)
     start = (zero, dict.fromkeys(task.objective.sums, zero)), zeros
-    return jax.lax.scan(body, (*start, jax.tree.map(jnp.zeros_like, maxima)), batch)[0]
+    return jax.lax.scan(body, (*start, jax.tree.map(jnp.zeros_like, fixed.maxima)), batch)[0]
 
 
-def met_once(task: Task, fixed: Any, batch: Any, axes: tuple[str, ...]) -> Any:
+def met_once(task: Task, fixed: Fixed, batch: Any, axes: tuple[str, ...]) -> Any:
     """`accumulated` by each device on its own rows; their sums meet after the last microbatch.
 
     Left to itself XLA adds up a gradient over the devices wherever it is made, so once for each
@@ -205,9 +205,9 @@ def met_once(task: Task, fixed: Any, batch: Any, axes: tuple[str, ...]) -> Any:
                 g = jax.lax.psum(g, axis)
         return g
 
-    def own(fixed: Any, batch: Any) -> Any:
+    def own(fixed: Fixed, batch: Any) -> Any:
         sums, grads, seen = accumulated(task, fixed, batch)
-        grads = jax.tree.map(summed, grads, fixed[0], places)
+        grads = jax.tree.map(summed, grads, fixed.params, places)
         return jax.lax.psum(sums, axes), grads, jax.lax.pmax(seen, axes)
 
     return over_devices(own, (P(), P(None, axes)), (P(), places, P()))(fixed, batch)
