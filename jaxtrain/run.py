@@ -288,7 +288,8 @@ def compile_step(
 ) -> Any:
     """Compile ahead of the loop, and refuse what the device cannot do or hold."""
     check_options(c.train.compiler_options)
-    options = (known_options(("cublas",)) if c.model.fp8 else {}) | c.train.compiler_options
+    names = ("cublas",) * bool(c.model.fp8) + ("once",) * c.model.scan_layers
+    options = known_options(names) | c.train.compiler_options
     try:
         compiled = step.lower(state, batch, knobs, frozen).compile(compiler_options=options or None)
     except NotImplementedError as error:  # a backend asked for by name

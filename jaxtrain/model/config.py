@@ -194,8 +194,9 @@ class ModelConfig(Settings):
     remat: Remat = Field(
         "none",
         description="what the backward pass computes again to save memory: attention, ffn (that "
-        "half of each layer), dots (all but matmuls' results), block (all but layers' inputs), "
-        "offload (as block, and the inputs wait in the host's memory; a GPU with scan_layers)",
+        "half of each layer), dots (all but the results of matmuls and attention), block (all but "
+        "layers' inputs), offload (as block, and the inputs wait in the host's memory; a GPU with "
+        "scan_layers)",
     )
     remat_short: Remat | None = Field(None, description="the same in S layers; default remat")
     ffn_tiles: int = Field(

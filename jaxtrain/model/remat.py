@@ -9,15 +9,33 @@ from typing import Any
 
 import jax
 from jax.ad_checkpoint import checkpoint_name
+from jaxtrain_kernels.attention import RESULT
 from jaxtrain_kernels.dispatch import target
 
 from jaxtrain.settings import UserError
 
 INPUT = "block_input"
+
+
+def matmuls(primitive: Any, *arrays: Any, **options: Any) -> bool:
+    """A policy of jax.checkpoint: keep what a matmul gives, and attention with its LSE."""
+    # cuDNN's is a primitive of JAX's own, ours are named.
+    return (
+        jax.checkpoint_policies.dots_with_no_batch_dims_saveable(primitive, *arrays, **options)
+        or primitive.name.startswith("dot_product_attention_fwd")
+        or options.get("name") == RESULT
+    )
+
+
+def all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
+    """A policy of jax.checkpoint: nothing is computed again, but weights are cut out again."""
+    return primitive.name not in ("slice", "squeeze", "split")
+
+
 # Of a layer that is computed again: what is kept all the same.
 POLICIES: dict[str, Any] = {
     "block": None,
-    "dots": jax.checkpoint_policies.dots_with_no_batch_dims_saveable,
+    "dots": matmuls,
     # The layer's input is named, not its output: of a scan's output nothing would be moved.
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
         names_which_can_be_saved=[],
@@ -28,15 +46,21 @@ POLICIES: dict[str, Any] = {
 }
 
 
-def layer(run: Callable[..., Any], remat: str) -> Callable[..., Any]:
+def layer(run: Callable[..., Any], remat: str, scanned: bool = False) -> Callable[..., Any]:
     """`run(stream, ...)` of a whole layer, recomputed as `remat` says.
+
+    scanned: forward and backward are loops of their own, so that nothing need keep XLA from taking
+    the one's results for the other's. What does (a barrier in front of the backward pass) copies
+    all that was kept, and lets no collective start before.
 
     Raises UserError for an offload that the device has no host memory for.
     """
+    if remat == "none" and scanned:
+        return jax.checkpoint(run, policy=all_but_slices, prevent_cse=False)
     if remat not in POLICIES:
         return run
     if remat != "offload":
-        return jax.checkpoint(run, policy=POLICIES[remat])
+        return jax.checkpoint(run, policy=POLICIES[remat], prevent_cse=not scanned)
     if target().platform not in ("cuda", "tpu"):
         raise UserError(
             f"model.remat=offload: a {target().platform} has no memory besides the host's; "
@@ -46,7 +70,7 @@ def layer(run: Callable[..., Any], remat: str) -> Callable[..., Any]:
     def named(stream: Any, *rest: Any) -> Any:
         return run(jax.tree.map(lambda x: checkpoint_name(x, INPUT), stream), *rest)
 
-    return jax.checkpoint(named, policy=POLICIES[remat])
+    return jax.checkpoint(named, policy=POLICIES[remat], prevent_cse=not scanned)
 
 
 def half(name: str, run: Callable[..., Any], remat: str) -> Callable[..., Any]:

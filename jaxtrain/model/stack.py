@@ -26,8 +26,8 @@ def sources(period: Plan, stack: Any, scanned: bool) -> Iterator[tuple[Any, Any]
     """For each layer of a period, (source, pick): pick(source) is what it takes, and its parts.
 
     stack: (what all layers take, {part: what some do}), each stacked over those of the period. A
-    layer that is scanned and recomputed picks from the stack itself: of a slice made before it the
-    scan would keep all, a copy of the weights.
+    layer that is scanned picks from the stack itself, inside of `remat.layer`, which picks again:
+    of a slice made before it the scan would keep all, a copy of the weights.
     """
     layers = unstack(stack[0], len(period))
     sizes = part_sizes(period, stack[1])
@@ -36,7 +36,7 @@ def sources(period: Plan, stack: Any, scanned: bool) -> Iterator[tuple[Any, Any]
     for i, spec in enumerate(period):
         places = {name: seen[name] for name in spec.parts}
         seen |= {name: place + 1 for name, place in places.items()}
-        if scanned and spec.remat in POLICIES:
+        if scanned and spec.remat in ("none", *POLICIES):
             yield stack, functools.partial(picked, i, places)
         else:
             own = {name: parts[name][place] for name, place in places.items()}

@@ -322,7 +322,7 @@ class Transformer(nnx.Module):
                 kept = []
                 for i, (spec, source) in enumerate(zip(period, sources(period, stack, scanned))):
                     layer_cache = cache and LayerCache(*cache.kv[len(kept)], cache.lengths_B)
-                    x, pair = self.run_layer(x, spec, *source, inputs, layer_cache)
+                    x, pair = self.run_layer(x, spec, *source, inputs, layer_cache, scanned)
                     if c.backout:
                         here = stack[0]["index"][i] == middle
                         middle_BTD = jnp.where(here, x.total(), middle_BTD)
@@ -400,6 +400,7 @@ class Transformer(nnx.Module):
         pick: Callable[[Any], tuple[dict[str, Any], dict[str, Any]]],
         inputs: LayerInputs,
         cache: LayerCache | None,
+        scanned: bool,
     ) -> tuple[Stream, tuple[Kept, Kept]]:
         """One layer: scale the stream, add the embedding back in, run the block.
 
@@ -427,5 +428,5 @@ class Transformer(nnx.Module):
             return leave(x_BTD, y_BTD, None if whole else x0_BTD, balance_B), kept
 
         if cache is None:
-            run = remat.layer(run, spec.remat)
+            run = remat.layer(run, spec.remat, scanned)
         return run(stream, source)

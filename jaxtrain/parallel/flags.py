@@ -35,11 +35,17 @@ SETS: dict[str, dict[str, Option]] = {
     },
     # Buffers that NCCL knows, so that it need not copy.
     "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
+    # The same memory on all devices, where NCCL can gather by copy engines (NCCL_CTA_POLICY=2), so
+    # that matmuls beside it keep their multiprocessors. It lies outside of JAX's pool of memory.
+    "symmetric": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True},
     # Every kernel launched by itself, none from a CUDA graph.
     "launched": {"xla_gpu_enable_command_buffer": ""},
     # All matmuls by cuBLAS: no search among Triton's for each matmul with what it is fused with,
     # which takes minutes for float8's, and for a decoder's, that are over in milliseconds.
     "cublas": {"xla_gpu_enable_triton_gemm": False},
+    # A matmul whose result a loop both keeps and uses runs once. By default it runs twice, the
+    # second time to write what is kept to its place.
+    "once": {"xla_gpu_enable_dynamic_slice_fusion": False},
 }
 
 

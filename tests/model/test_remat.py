@@ -4,6 +4,8 @@ import jax
 import jax.numpy as jnp
 import pytest
 from flax import nnx
+from jax._src.cudnn import fused_attention_stablehlo
+from jaxtrain_kernels.attention import RESULT
 from jaxtrain_kernels.dispatch import on_target
 from tiny import build, close, tokens
 
@@ -42,6 +44,7 @@ CHANGES = [
     {"remat": "ffn"},
     {"ffn_tiles": 4},
     {"remat": "dots"},
+    {"remat": "dots", "scan_layers": True},
     {"remat_short": "block"},
     {"remat": "block"},
 ]
@@ -53,6 +56,25 @@ def test_recomputed_is_kept(plain, changes):
     _, graphdef, _, _ = build(**DEEP, **changes)
     close(value_and_grad(graphdef, params), expected, rtol=1e-5, atol=1e-6)
     assert kept(graphdef, params) < most, "it has to save something"
+
+
+@pytest.mark.parametrize(
+    ("attention", "forward"),
+    [("mosaic", f"name={RESULT}"), ("cudnn", "dot_product_attention_fwd_wrapper[")],
+)
+def test_matmuls_results_are_those_of_attention_too(monkeypatch, attention, forward):
+    """Its forward pass is in the program of a step as often as with nothing computed again."""
+    monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91400)
+    small = {"depth": 1, "width": 128, "head_dim": 64, "rows": "xla", "softcap": None}
+
+    def times(remat):
+        _, graphdef, _, params = build(**small, attention=attention, remat=remat)
+        half = jax.tree.map(lambda p: p.astype(jnp.bfloat16), params)
+        loss = loss_of(graphdef, jnp.zeros((1, 128), jnp.int32))
+        with on_target("cuda", (9, 0), "NVIDIA H200"):
+            return str(jax.make_jaxpr(jax.grad(loss))(half)).count(forward)
+
+    assert times("block") > times("dots") == times("none") > 0
 
 
 def test_a_kind_of_layer_has_its_own_policy():

@@ -1,10 +1,15 @@
 """XLA's options: what this XLA does not know never reaches a compilation of ours."""
 
+from types import SimpleNamespace
+
 import pytest
 
 from jaxtrain.bench.flags import bench_flags
+from jaxtrain.config import load_config
 from jaxtrain.parallel import SETS, check_options, known_options
 from jaxtrain.parallel.flags import complaint
+from jaxtrain.run import compile_step
+from jaxtrain.scaling import resolve
 from jaxtrain.settings import UserError
 
 
@@ -29,3 +34,18 @@ def test_a_users_unknown_option_is_an_error():
 def test_flags_of_no_such_set():
     with pytest.raises(UserError, match="no set of flags fast; there are default, in_order"):
         next(bench_flags("quickstart", [], "fast"))
+
+
+def test_a_scan_is_compiled_to_run_its_matmuls_once():
+    def options(*overrides):
+        seen = []
+        lowered = SimpleNamespace(compile=lambda compiler_options: seen.append(compiler_options))
+        step = SimpleNamespace(lower=lambda *_: lowered)
+        compile_step(step, None, None, None, resolve(load_config(None, list(overrides)), 512))
+        return seen[0]
+
+    assert options("model.scan_layers=false") is None
+    assert options("model.scan_layers=true") == SETS["once"]
+    name = "xla_gpu_enable_dynamic_slice_fusion"
+    given = f"train.compiler_options={{{name}: true}}"
+    assert options("model.scan_layers=true", given) == {name: True}

@@ -5,6 +5,7 @@ from typing import Any
 from jaxtyping import Array, Float, Int
 
 from jaxtrain_kernels.attention import cudnn, mosaic, reference, table, triton_flash, xla
+from jaxtrain_kernels.attention.call import RESULT as RESULT
 from jaxtrain_kernels.attention.call import Call as Call
 from jaxtrain_kernels.attention.decode import Quantized as Quantized
 from jaxtrain_kernels.attention.decode import decode_attention as decode_attention

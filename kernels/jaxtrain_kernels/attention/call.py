@@ -2,6 +2,11 @@
 
 from typing import Any, NamedTuple
 
+import jax
+from jax.ad_checkpoint import checkpoint_name
+
+RESULT = "attention_result"
+
 
 class Call(NamedTuple):
     """The arguments of the public `attention` besides the arrays, as a backend gets them.
@@ -19,3 +24,8 @@ class Call(NamedTuple):
     return_lse: bool = False
     deterministic: bool = False
     tiling: dict[str, Any] | None = None
+
+
+def kept(out: jax.Array, lse: jax.Array) -> tuple[jax.Array, jax.Array]:
+    """A forward kernel's results under the name RESULT, by which `jax.checkpoint` can keep them."""
+    return checkpoint_name(out, RESULT), checkpoint_name(lse, RESULT)

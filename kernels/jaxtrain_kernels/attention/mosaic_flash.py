@@ -9,7 +9,7 @@ import jax.numpy as jnp
 from jax.custom_batching import custom_vmap
 
 from jaxtrain_kernels.attention import mosaic_backward, mosaic_forward
-from jaxtrain_kernels.attention.call import Call
+from jaxtrain_kernels.attention.call import Call, kept
 from jaxtrain_kernels.attention.mosaic_backward import BackwardTiling
 from jaxtrain_kernels.attention.mosaic_forward import ForwardTiling
 
@@ -53,7 +53,7 @@ def _flash_fwd(o: Options, q_BTNH, k_BSKH, v_BSKH, ids_BT):
             tiling=o.forward,
         )  # fmt: skip
 
-    out_BTNH, lse_BNT = folding(run)(q_BTNH, k_BSKH, v_BSKH, ids_BT)
+    out_BTNH, lse_BNT = kept(*folding(run)(q_BTNH, k_BSKH, v_BSKH, ids_BT))
     return (out_BTNH, lse_BNT), (q_BTNH, k_BSKH, v_BSKH, ids_BT, out_BTNH, lse_BNT)
 
 

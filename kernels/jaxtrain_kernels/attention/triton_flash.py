@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain_kernels.attention.call import Call
+from jaxtrain_kernels.attention.call import Call, kept
 from jaxtrain_kernels.dispatch import Target, target
 from jaxtrain_kernels.shapes import AttentionShape
 
@@ -179,7 +179,7 @@ _flash = jax.custom_vjp(_flash_primal, nondiff_argnums=(0,))
 
 
 def _flash_fwd(setup, q_BTNH, k_BSKH, v_BSKH, ids_BT):
-    out_BTNH, lse_BNT = _flash_primal(setup, q_BTNH, k_BSKH, v_BSKH, ids_BT)
+    out_BTNH, lse_BNT = kept(*_flash_primal(setup, q_BTNH, k_BSKH, v_BSKH, ids_BT))
     return (out_BTNH, lse_BNT), (q_BTNH, k_BSKH, v_BSKH, ids_BT, out_BTNH, lse_BNT)
 
 

@@ -14,7 +14,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from jaxtrain_kernels.attention.call import Call
+from jaxtrain_kernels.attention.call import Call, kept
 from jaxtrain_kernels.dispatch import Target, target
 from jaxtrain_kernels.shapes import AttentionShape
 
@@ -132,7 +132,7 @@ _flash = jax.custom_vjp(_flash_primal, nondiff_argnums=(0,))
 
 
 def _flash_fwd(plan, q, k, v, ids):
-    out, lse = _flash_primal(plan, q, k, v, ids)
+    out, lse = kept(*_flash_primal(plan, q, k, v, ids))
     return (out, lse), (q, k, v, ids, out, lse)
 
 
