@@ -8,7 +8,7 @@ Several processes (`python -m jaxtrain.launch --command evaluate`) share the row
 import argparse
 import math
 import sys
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -71,6 +71,20 @@ def validate(
     }
 
 
+def held_out_batches(store: data.TokenStore, c: Resolved, mesh: Mesh) -> Iterator[data.Batch]:
+    """The validation split once, in rows as in training, as many as `eval` says: this process's."""
+    share, shares = batch_share(mesh)
+    rows = c.eval.batch_size or c.train.device_batch_size
+    return data.validation_batches(
+        store,
+        batch_size=-(-rows // batch_ways(mesh)) * batch_ways(mesh),
+        sequence_length=c.train.sequence_length,
+        process_index=share,
+        process_count=shares,
+        segments=c.model.document_mask,
+    )
+
+
 def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
     """Validate a saved model on the validation split of `config.data`."""
     if saved.config.objective.name != "next_token":
@@ -84,9 +98,6 @@ def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
     if prepared.validation is None:
         raise UserError("data.validation is none: name a split or a source to evaluate on")
     mesh = make_mesh(config.mesh)
-    share, shares = batch_share(mesh)
-    rows = config.eval.batch_size or saved.config.train.device_batch_size
-    rows = -(-rows // batch_ways(mesh)) * batch_ways(mesh)
     with jax.set_mesh(mesh):
         scorer = make_scorer(
             saved.graphdef,
@@ -94,14 +105,8 @@ def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
             compute_dtype(config.train.precision),
             jnp.asarray(saved.tokenizer.token_bytes()),
         )
-        batches = data.validation_batches(
-            prepared.validation,
-            batch_size=rows,
-            sequence_length=saved.config.train.sequence_length,
-            segments=saved.config.model.document_mask,
-            process_index=share,
-            process_count=shares,
-        )
+        trained = saved.config.model_copy(update={"eval": config.eval})
+        batches = held_out_batches(prepared.validation, trained, mesh)
         params = spread_from_host(saved.params, shardings(saved.specs, mesh))
         return validate(scorer, params, batches, mesh)
 

@@ -29,6 +29,7 @@ from jaxtrain.parallel.mesh import gathered
 from jaxtrain.parallel.processes import check_alone
 from jaxtrain.parallel.runtime import compute_dtype, start
 from jaxtrain.saved import Saved, load_saved, template_for
+from jaxtrain.scaling import Resolved
 from jaxtrain.settings import UserError, command
 
 PROMPT_MULTIPLE = 32  # prompts are padded to a multiple, so that few lengths are compiled
@@ -149,6 +150,25 @@ def generate(
     rows = [row.tolist() for row in gathered(out)]
     ends = [next((i for i, t in enumerate(row) if t in stop), len(row)) for row in rows]
     return [tokenizer.decode(row[:end]) for row, end in zip(rows, ends)]
+
+
+def write_samples(
+    path: Path, graphdef: Any, params: Any, tokenizer: Tokenizer, c: Resolved, chat: Chat | None
+) -> None:
+    """A file of what follows the prompts of `sample`; all processes compute it, the first writes.
+
+    params: in the compute dtype.
+    """
+    texts = generate(
+        graphdef, params, tokenizer, c.sample.prompts, tokens=c.sample.tokens,
+        temperature=c.sample.temperature, top_k=c.sample.top_k, top_p=c.sample.top_p,
+        seed=c.run.seed, cache_dtype=c.sample.cache_dtype, chat=chat,
+    )  # fmt: skip
+    if jax.process_index():
+        return
+    gap = "\n> " if chat else ""
+    path.parent.mkdir(exist_ok=True)
+    path.write_text("\n---\n".join(p + gap + x for p, x in zip(c.sample.prompts, texts)))
 
 
 @jit("cublas", static_argnames=("graphdef", "capacity", "top_k", "cache_dtype"))

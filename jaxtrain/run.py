@@ -8,6 +8,7 @@ import platform
 import shlex
 import signal
 import sys
+import tempfile
 from collections import deque
 from collections.abc import Iterator
 from pathlib import Path
@@ -65,6 +66,18 @@ def check_run(c: Resolved) -> bool:
             f"Set run.name to start another run, or undo the change to resume this one"
         )
     return True
+
+
+def check_writable(run_dir: Path) -> None:
+    """Raises UserError if a run directory cannot be made and written in; leaves nothing there."""
+    there = next(p for p in (run_dir, *run_dir.absolute().parents) if p.exists())
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise UserError(
+            f"run.directory: {run_dir} cannot be written ({there}: {error.strerror}); name a "
+            "folder that can"
+        ) from error
 
 
 def facts(config: Sections) -> dict[str, str]:
@@ -193,6 +206,21 @@ def command_line() -> str:
     return shlex.join(["python", "-m", "jaxtrain.main", *sys.argv[1:]])
 
 
+def last_words(c: Resolved, step: int, page: Path, talks: bool) -> str:
+    """What a run says in the end: how to go on with it, or what it has made.
+
+    page: its report. talks: it was trained on conversations.
+    """
+    if step < c.train.steps:
+        return f"stopped  at step {step} of {c.train.steps}, saved; go on with:\n  {command_line()}"
+    sample = (c.run_dir / "samples" / f"step_{step:06d}.txt").read_text()
+    how = "--chat" if talks else "--prompt '...'"
+    return (
+        f"{sample}\nreport   {page}\nmodel    {c.run_dir / 'model'}\n"
+        f"more     python -m jaxtrain.generate {c.run_dir} {how}"
+    )
+
+
 # ---- stopping --------------------------------------------------------------------------------
 
 
@@ -281,6 +309,16 @@ class NonFinite:
                 f"{self.names[worst]} (norm {norms[worst]:.3g}). Lower the learning rate or set "
                 "optim.clip_norm=1.0"
             )
+
+
+def check_labels(weights_BT: np.ndarray, step: int) -> None:
+    """Raises UserError if no token of a batch is a target."""
+    if not weights_BT.any():
+        raise UserError(
+            f"step {step}: no token of the batch has a label, so there is nothing to learn: look "
+            "at what is marked as learned with `python -m jaxtrain.data show CONFIG --step "
+            f"{step - 1}`, at the chat template and at how long the conversations are"
+        )
 
 
 def compile_step(

@@ -12,9 +12,10 @@ from safetensors.numpy import save_file
 from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
 from jaxtrain.config import to_yaml, validate
 from jaxtrain.data import Tokenizer, load_tokenizer, template_of
-from jaxtrain.finetune import keys_values, make_parts
+from jaxtrain.finetune import PEFT, Parts, keys_values, make_parts
 from jaxtrain.interop import (
     Prompting,
+    carry_on,
     chat_template,
     load_start,
     prompting,
@@ -43,6 +44,18 @@ class Saved(NamedTuple):
     tokenizer: Tokenizer
     tokenizer_dir: Path
     prompting: Prompting
+
+
+def save_result(
+    directory: Path, config: Resolved, parts: Parts, trained: Any, frozen: Any, tokenizer: Tokenizer
+) -> None:
+    """Write what a run leaves to others: the whole model, a tuned part as an adapter as well, and
+    what lay beside the checkpoint that it started from."""
+    save_model(directory, config, parts.plain(trained, frozen), tokenizer)
+    if config.finetune.name in PEFT:
+        save_adapter(directory / "adapter", config, trained)
+    if config.train.init_from and jax.process_index() == 0:
+        carry_on(config.train.init_from, directory)
 
 
 def save_model(directory: Path, config: Resolved, params: Any, tokenizer: Tokenizer) -> None:

@@ -11,10 +11,9 @@ from jaxtrain import data, report
 from jaxtrain.checkpoint import Checkpointer, write_json
 from jaxtrain.config import Config
 from jaxtrain.data.progress import show_progress
-from jaxtrain.evaluate import make_scorer, validate
-from jaxtrain.finetune import PEFT, make_parts, plus
-from jaxtrain.generate import generate
-from jaxtrain.interop import carry_on
+from jaxtrain.evaluate import held_out_batches, make_scorer, validate
+from jaxtrain.finetune import make_parts, plus
+from jaxtrain.generate import write_samples
 from jaxtrain.local import local_summary, local_task
 from jaxtrain.metrics import MetricsWriter
 from jaxtrain.model import Transformer, cast, check_fp8, flops_per_token, sizes, split
@@ -34,9 +33,11 @@ from jaxtrain.preference import (
 from jaxtrain.run import (
     NonFinite,
     StopSignal,
+    check_labels,
     check_run,
-    command_line,
+    check_writable,
     compile_step,
+    last_words,
     microbatches,
     new_or_resumed,
     open_run,
@@ -44,9 +45,8 @@ from jaxtrain.run import (
     rest_of,
     start_of,
 )
-from jaxtrain.saved import save_adapter, save_model
+from jaxtrain.saved import save_result
 from jaxtrain.scaling import resolve, vocab_size_of
-from jaxtrain.settings import UserError
 from jaxtrain.step import Task, make_step, state_shardings
 
 
@@ -77,6 +77,7 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
     rates = plus(c.optim, c.finetune)
     optimizer = make_optimizer(rates, parts.trainable, t.steps, t.batch_size * t.sequence_length)
     check_run(c)
+    check_writable(c.run_dir)
     check_objective(c)
     data.check_lengths(c.data.stages, t.sequence_length)
     if c.model.fp8:
@@ -121,23 +122,16 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
         say(f"{'resume' if start else 'train':8s} {run_dir}: steps {start} to {t.steps}")
 
         # What preferences are compared with: said once, by the model as it is now.
-        known = run_dir / "reference.npz"
-        begun = None if position else state.params
+        begun, known = None if position else state.params, run_dir / "reference.npz"
         references = references_of(task, begun, frozen, views, c, mesh, known, say)
 
         # ---- compile ---------------------------------------------------------------------------
         batches = data.train_batches(
-            prepared.train,
-            config=c.data,
-            batch_size=t.batch_size,
-            sequence_length=t.sequence_length,
-            process_index=share,
-            process_count=shares,
-            segments=c.model.document_mask,
-            state=position,
+            prepared.train, config=c.data, batch_size=t.batch_size,
+            sequence_length=t.sequence_length, process_index=share, process_count=shares,
+            segments=c.model.document_mask, state=position, references=references,
             augment=data.make_augment(c.data.augment, tokenizer, c.data.seed),
-            references=references,
-        )
+        )  # fmt: skip
         for name, count in batches.conversations.items():
             say(f"data     {name}: {data.in_words(count)}")
             corpus[name] |= count
@@ -168,44 +162,20 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
             if prepared.validation is None:
                 return
             limit = None if full else c.eval.tokens
-            if HELD_OUT in views:
-                with metrics.pause():
-                    shown = weights(state.params, state.optimizer)
-                    last.update(judge(shown, frozen, limit))
-                    metrics.write(step, "validation", last)
-                return
-            rows = c.eval.batch_size or t.device_batch_size
-            rows = -(-rows // batch_ways(mesh)) * batch_ways(mesh)
-            split_batches = data.validation_batches(
-                prepared.validation,
-                batch_size=rows,
-                sequence_length=t.sequence_length,
-                process_index=share,
-                process_count=shares,
-                segments=c.model.document_mask,
-            )
             with metrics.pause():
                 shown = weights(state.params, state.optimizer)
-                last.update(validate(scorer, shown, split_batches, mesh, limit))
+                if HELD_OUT in views:
+                    last.update(judge(shown, frozen, limit))
+                else:
+                    held_out = held_out_batches(prepared.validation, c, mesh)
+                    last.update(validate(scorer, shown, held_out, mesh, limit))
                 metrics.write(step, "validation", last)
 
         def sample() -> None:
-            """Write samples/step_N.txt."""
+            path = run_dir / "samples" / f"step_{step:06d}.txt"
             with metrics.pause():
                 shown = cast(weights(state.params, state.optimizer), parts.trainable, dtype)
-                params = parts.join(shown, frozen)
-                texts = generate(
-                    graphdef, params, tokenizer, c.sample.prompts, tokens=c.sample.tokens,
-                    temperature=c.sample.temperature, top_k=c.sample.top_k, top_p=c.sample.top_p,
-                    seed=c.run.seed, cache_dtype=c.sample.cache_dtype, chat=chat,
-                )  # fmt: skip
-            if not primary:
-                return
-            gap = "\n> " if chat else ""
-            text = "\n---\n".join(p + gap + x for p, x in zip(c.sample.prompts, texts))
-            path = run_dir / "samples" / f"step_{step:06d}.txt"
-            path.parent.mkdir(exist_ok=True)
-            path.write_text(text)
+                write_samples(path, graphdef, parts.join(shown, frozen), tokenizer, c, chat)
 
         def save() -> None:
             watch.check(metrics.flush(), checkpoints)
@@ -220,28 +190,17 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
             stop,
             out_of_memory_explained(c, step_fn),
             MetricsWriter(
-                run_dir,
-                c.metrics,
-                total_steps=t.steps,
-                tokens_per_step=t.batch_size * t.sequence_length,
-                start_step=start,
+                run_dir, c.metrics, total_steps=t.steps, start_step=start, parameters=parameters,
+                tokens_per_step=t.batch_size * t.sequence_length, primary=primary,
                 flops_per_token=flops_per_token(c.model, specs, t.sequence_length, parts.trainable),
-                parameters=parameters,
-                primary=primary,
             ) as metrics,
-        ):
+        ):  # fmt: skip
             step = start
             group.begin(step)
             while step < t.steps and not stop.after(step):
                 batch, position = held or (next(batches), batches.get_state())
                 held, step = None, step + 1
-                if not batch.weights_BT.any():
-                    raise UserError(
-                        f"step {step}: no token of the batch has a label, so there is nothing to "
-                        "learn: look at what is marked as learned with `python -m jaxtrain.data "
-                        f"show CONFIG --step {step - 1}`, at the chat template and at how long the "
-                        "conversations are"
-                    )
+                check_labels(batch.weights_BT, step)
                 if batch.tokens_BT.shape != shape:  # the data is in another stage
                     with metrics.pause():
                         step_fn, shape = prepare_step(batch)
@@ -264,20 +223,10 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
             if step == t.steps:
                 check(full=True)
                 shown = weights(state.params, state.optimizer)
-                save_model(run_dir / "model", c, parts.plain(shown, frozen), tokenizer)
-                if c.finetune.name in PEFT:
-                    save_adapter(run_dir / "model" / "adapter", c, shown)
-                if t.init_from and primary:
-                    carry_on(t.init_from, run_dir / "model")
+                save_result(run_dir / "model", c, parts, shown, frozen, tokenizer)
                 sample()
         checkpoints.wait()
-    if not primary:
-        return last
-    page = report.write_report(run_dir)
-    if step < t.steps:
-        say(f"stopped  at step {step} of {t.steps}, saved; go on with:\n  {command_line()}")
-        return last
-    say((run_dir / "samples" / f"step_{t.steps:06d}.txt").read_text())
-    say(f"report   {page}\nmodel    {run_dir / 'model'}")
-    say(f"more     python -m jaxtrain.generate {run_dir} {'--chat' if chat else "--prompt '...'"}")
+    if primary:
+        page = report.write_report(run_dir)
+        say(last_words(c, step, page, chat is not None))
     return last

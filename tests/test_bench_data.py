@@ -1,6 +1,12 @@
-import pytest
+import json
+import subprocess
+import sys
 
-from jaxtrain.bench import data, filters
+import numpy as np
+import pytest
+from tiny import CACHE
+
+from jaxtrain.bench import data, filters, soak
 from jaxtrain.bench.__main__ import main
 from jaxtrain.settings import UserError
 
@@ -50,3 +56,44 @@ def test_each_filter_has_a_row_and_so_have_all_together(tmp_path, monkeypatch, c
     assert main(["filters", "--record", "--out", str(tmp_path)]) == 0
     assert "documents lost" in capsys.readouterr().out
     assert list(tmp_path.glob("filters-text-plays-*.json"))
+
+
+def test_the_memory_of_the_loader_is_sampled_while_it_reads(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(soak, "EVERY", 0.1)
+    monkeypatch.setattr(soak, "ROWS", 4)
+    options = [f"data.cache_dir={CACHE}", "data.tokenizer.vocab_size=384"]
+    out = ["--minutes", "0.02", "--record", "--out", str(tmp_path)]
+    assert main(["loader", *options, *out]) == 0
+    assert "MiB, first minute" in capsys.readouterr().out
+    record = json.loads(next(tmp_path.glob("loader-text-*.json")).read_text())
+    (row,), curve = record["rows"], record["curve"]
+    assert len(curve["rss_mib"]) == len(curve["seconds"]) > 5 and curve["seconds"][-1] >= 1
+    assert min(curve["rss_mib"]) <= row["first_mib"] <= max(curve["rss_mib"])
+    read = row["tokens_per_s"] * 1.2
+    assert row["epochs"] * record["workload"]["store_tokens"] == pytest.approx(read, rel=0.3)
+    assert read > 100 * 4 * 2048
+    assert main(["loader", *options, "--minutes", "0.009"]) == 2
+    assert "--minutes 0.009: the memory is looked at every 0.1 s" in capsys.readouterr().err
+
+
+def test_a_memory_that_grows_is_told_from_one_that_does_not():
+    seconds = np.arange(0, 600, 2.0)
+    warm = np.where(seconds < 20, 3 * seconds, 60.0)  # full buffers are no leak
+    flat = soak.flatness(seconds.tolist(), (500 + warm).tolist())
+    assert flat["first_mib"] == flat["last_mib"] == 560
+    assert flat["growth_mib_per_minute"] == pytest.approx(0, abs=1e-6)
+    grown = 500 + warm + seconds / 60 * 0.25
+    leak = soak.flatness(seconds.tolist(), grown.tolist())
+    assert leak["growth_mib_per_minute"] == pytest.approx(0.25)
+    assert leak["last_mib"] - leak["first_mib"] == pytest.approx(0.25 * 9, rel=0.01)
+
+
+def test_memory_counts_the_children():
+    before = soak.resident_mib()
+    hold = "x = b'x' * (64 << 20); print(len(x), flush=True); input()"
+    with subprocess.Popen(
+        [sys.executable, "-c", hold], stdin=subprocess.PIPE, stdout=subprocess.PIPE
+    ) as child:
+        assert child.stdout.readline()
+        assert soak.resident_mib() - before > 60
+        child.stdin.close()

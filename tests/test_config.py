@@ -332,7 +332,7 @@ def test_a_field_that_nobody_reads_is_found(sources):
         assert text in sources[path]
         return sources | {path: sources[path].replace(text, instead)}
 
-    assert dead_fields(Config, without("train.py", "c.sample.top_p", "None")) == ["sample.top_p"]
+    assert dead_fields(Config, without("generate.py", "c.sample.top_p", "None")) == ["sample.top_p"]
     dead = dead_fields(Config, without("checkpoint.py", "config.keep_every", "None"))
     assert dead == ["checkpoint.keep_every"]
 

@@ -28,6 +28,7 @@ from jaxtrain.bench.preflight import add_preflight, preflight_of, report
 from jaxtrain.bench.race import SAME, draw, race
 from jaxtrain.bench.record import BENCHMARKS, RESULTS, stem, write
 from jaxtrain.bench.rows import bench_rows
+from jaxtrain.bench.soak import bench_loader
 from jaxtrain.bench.step import bench_memory, bench_step
 from jaxtrain.bench.switches import bench_switches
 from jaxtrain.bench.tables import screen, table_of, update_page
@@ -44,6 +45,7 @@ WHAT = {
     "finetune": "LoRA and QLoRA on random weights, beside peft: finetune --config llama_8b",
     "import": "a synthetic Hugging Face checkpoint read: import [NAME], default llama_8b",
     "kernels": "loss, matmul and rows, one after another",
+    "loader": "the loader's memory over --minutes of reading: loader data.train.path=...",
     "loss": "linear + cross-entropy backends over the benchmark shapes: loss [NAME ...]",
     "matmul": "float8, ReLU^2 and symmetric matmuls over the benchmark shapes: matmul [NAME ...]",
     "rows": "the passes over activations over the benchmark shapes: rows [NAME ...]",
@@ -92,6 +94,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "the package for --tune",
     )
     parser.add_argument(
+        "--minutes", type=float, default=10, help="loader: how long it reads, default 10"
+    )
+    parser.add_argument(
         "--techniques", action="store_true", help="memory: each technique's bytes and rate"
     )
     parser.add_argument(
@@ -127,6 +132,8 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield bench_import(a.variant, a.overrides)
     elif a.what == "data":
         yield bench_data(a.overrides, a.variant)
+    elif a.what == "loader":
+        yield bench_loader(a.overrides, a.variant, a.minutes)
     elif a.what == "filters":
         yield bench_filters(a.overrides, a.variant)
     elif a.what == "race":

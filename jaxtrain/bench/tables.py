@@ -94,6 +94,13 @@ DATA: Columns = {
     "plan_tokens_per_cpu_s": rounded(",.0f"),
     "crop": rounded(".1%"),
 }
+LOADER: Columns = {
+    "first_mib": rounded(",.1f"),
+    "last_mib": rounded(",.1f"),
+    "growth_mib_per_minute": rounded(".3f"),
+    "tokens_per_s": rounded(",.0f"),
+    "epochs": rounded(",.0f"),
+}
 FILTERS: Columns = {
     "documents": rounded(",.0f"),
     "of_documents": rounded(".2%"),
@@ -157,6 +164,9 @@ TITLES = {
     "of_raw": "of library",
     "tokens_per_cpu_s": "tokens/CPU s",
     "plan_tokens_per_cpu_s": "planned tokens/CPU s",
+    "first_mib": "MiB, first minute",
+    "last_mib": "MiB, last minute",
+    "growth_mib_per_minute": "MiB/minute",
     "state_bytes": "state",
     "checkpoint_bytes": "checkpoint",
     "host_bytes": "host memory",
@@ -174,7 +184,7 @@ def tabulate(
     if bench in ("step", "memory"):
         return figures(STEP if bench == "step" else MEMORY, records, peers)
     columns = {"optim": OPTIMIZER, "attention": ATTENTION, "decode": DECODE, "import": IMPORT}
-    columns |= {"data": DATA, "rows": DECODE, "tasks": TASKS, "matmul": MATMUL}
+    columns |= {"data": DATA, "loader": LOADER, "rows": DECODE, "tasks": TASKS, "matmul": MATMUL}
     columns |= {"filters": FILTERS, "techniques": TECHNIQUES, "finetune": TECHNIQUES}
     columns = columns.get(bench, KERNEL)
     return listed(columns, records, peers)

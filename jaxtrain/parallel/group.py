@@ -6,7 +6,6 @@ is not there, or a process that died, by aborting with a C++ stack trace that na
 notices a death only by a missing heartbeat: here a connection that closes tells at once.
 """
 
-import json
 import os
 import selectors
 import socket
@@ -16,42 +15,13 @@ import time
 import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from typing import Any
 
+from jaxtrain.parallel.peer import Message, Peer, first_line, said_late
 from jaxtrain.settings import UserError
 
 RETRY = 0.2  # seconds between attempts to connect
 LINGER = 5.0  # seconds in which the news of a failure reach the others
 DIED = "has died: its connection closed"
-
-Message = dict[str, Any]
-
-
-class Peer:
-    """The other end of a connection."""
-
-    def __init__(self, link: socket.socket):
-        self.link, self.index, self.host = link, 0, "?"
-        self.buffer = b""
-        self.heard = time.monotonic()  # when it last sent something
-        self.done = False  # it has said goodbye
-        self.sending = threading.Lock()
-
-    def send(self, message: Message) -> None:
-        with self.sending, suppress(OSError):  # that it is gone shows where it is read
-            self.link.sendall(json.dumps(message).encode() + b"\n")
-
-    def receive(self) -> list[Message] | None:
-        """What has come in; None at the end of the connection."""
-        try:
-            data = self.link.recv(1 << 16)
-        except OSError:
-            return None
-        if not data:
-            return None
-        self.heard = time.monotonic()
-        *lines, self.buffer = (self.buffer + data).split(b"\n")
-        return [json.loads(line) for line in lines]
 
 
 def end_process(message: str, code: int) -> None:
@@ -79,6 +49,7 @@ class Group:
         self.index, self.count, self.host = index, count, socket.gethostname()
         self.heartbeat_timeout, self.step_timeout, self.end = heartbeat_timeout, step_timeout, end
         self.peers: dict[int, Peer] = {}
+        self.trouble = "no answer yet"  # why the last attempt to reach process 0 failed
         self.changed = threading.Condition()  # guards all that follows
         self.step: int | None = None  # the last step begun here; None outside the loop
         self.hold = False  # begin no step before `last` is known
@@ -105,11 +76,24 @@ class Group:
         if not host or not port.isdigit():
             raise UserError(f"--coordinator {address}: expected HOST:PORT, as in node0:7777")
         until = time.monotonic() + timeout
-        if self.index == 0:
-            self._gather(int(port), until, timeout)
-        else:
-            self._connect(host.strip("[]"), int(port), address, until, timeout)
+        with said_late(lambda: self._waits_for(address, until)):
+            if self.index == 0:
+                self._gather(int(port), until, timeout)
+            else:
+                self._connect(host.strip("[]"), int(port), address, until, timeout)
         threading.Thread(target=self._listen, name="processes", daemon=True).start()
+
+    def _waits_for(self, address: str, until: float) -> str:
+        left = f"{max(0.0, until - time.monotonic()):.0f} s more at most"
+        if self.index == 0:
+            missing = self._missing()
+            who = f"{len(missing)} of {self.count} processes to reach {address}"
+            return f"waiting  for {who}, {left}: {', '.join(map(str, missing))}"
+        me = f"process {self.index} of {self.count}"
+        return f"waiting  for process 0 at {address} ({self.trouble}), {left}: {me}"
+
+    def _missing(self) -> list[int]:
+        return [i for i in range(1, self.count) if i not in self.peers]
 
     def _gather(self, port: int, until: float, timeout: float) -> None:
         six = socket.has_dualstack_ipv6()
@@ -124,7 +108,7 @@ class Group:
                 try:
                     link, _ = server.accept()
                 except TimeoutError:
-                    missing = [i for i in range(1, self.count) if i not in self.peers]
+                    missing = self._missing()
                     self._refuse_all(
                         f"{len(missing)} of {self.count} processes did not reach process 0 "
                         f"({self.host}, port {port}) in {timeout:g} s: "
@@ -132,7 +116,7 @@ class Group:
                     )
                 peer = Peer(link)
                 link.settimeout(LINGER)  # a stranger at this port must not stop the job
-                hello = _first_line(peer)
+                hello = first_line(peer)
                 link.settimeout(None)
                 if hello is None or not hello.keys() >= {"process", "of", "host"}:
                     link.close()
@@ -162,23 +146,22 @@ class Group:
         raise UserError(message)
 
     def _connect(self, host: str, port: int, address: str, until: float, timeout: float) -> None:
-        reason = ""
         while time.monotonic() < until:
             try:
                 link = socket.create_connection((host, port), max(0.1, until - time.monotonic()))
                 break
             except OSError as error:
-                reason = error.strerror or str(error)
+                self.trouble = error.strerror or str(error)
                 time.sleep(RETRY)
         else:
             raise UserError(
                 f"process {self.index} of {self.count} did not reach process 0 at {address} in "
-                f"{timeout:g} s ({reason}); is it running there, and not behind a firewall?"
+                f"{timeout:g} s ({self.trouble}); is it running there, and not behind a firewall?"
             )
         peer = self.peers[0] = Peer(link)
         peer.send({"process": self.index, "of": self.count, "host": self.host})
         link.settimeout(max(0.1, until - time.monotonic()) + LINGER)
-        reply = _first_line(peer)
+        reply = first_line(peer)
         if reply is None or "failed" in reply:
             link.close()
             silent = f"process 0 at {address} did not answer process {self.index}"
@@ -433,16 +416,3 @@ def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """`field: new, not old` for each that differs."""
     keys = [*old, *(key for key in new if key not in old)]
     return [f"{k} {new.get(k)}, not {old.get(k)}" for k in keys if old.get(k) != new.get(k)]
-
-
-def _first_line(peer: Peer) -> Message | None:
-    """The first message of a connection; None if what comes is none."""
-    try:
-        while True:
-            messages = peer.receive()
-            if messages is None:
-                return None
-            if messages:
-                return messages[0] if isinstance(messages[0], dict) else None
-    except ValueError:
-        return None

@@ -1,6 +1,7 @@
 """Processes that meet, compare, stop together and notice each other's end; here in threads."""
 
 import queue
+import re
 import socket
 import threading
 import time
@@ -9,6 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from jaxtrain.launch import free_port
+from jaxtrain.parallel import peer
 from jaxtrain.parallel.group import Group
 from jaxtrain.settings import UserError
 
@@ -95,6 +97,47 @@ def test_a_coordinator_that_is_not_there():
     address = f"localhost:{free_port()}"
     with pytest.raises(UserError, match=rf"process 1 of 2 did not reach .* {address} in 0.5 s \("):
         Group(1, 2).meet(address, 0.5)
+
+
+def test_a_long_wait_for_the_coordinator_is_told_while_it_lasts(monkeypatch, capsys):
+    """Also while a single attempt hangs, as in the lookup of a name or behind a firewall."""
+    attempts = []
+
+    class Enough(Exception):
+        pass
+
+    def hangs(*_):
+        attempts.append(0)
+        if len(attempts) == 1:
+            raise OSError(-3, "Temporary failure in name resolution")
+        until, said = time.monotonic() + 30, ""
+        while not said.endswith("\n") and time.monotonic() < until:
+            time.sleep(0.01)
+            said += capsys.readouterr().err
+        raise Enough(said)
+
+    monkeypatch.setattr(peer, "PATIENCE", 0.6)
+    monkeypatch.setattr(socket, "create_connection", hangs)
+    with pytest.raises(Enough) as said:
+        Group(1, 2).meet("node0:7777", 60.0)
+    assert re.fullmatch(
+        r"waiting  for process 0 at node0:7777 \(Temporary failure in name resolution\), "
+        r"5\d s more at most: process 1 of 2\n",
+        str(said.value),
+    )
+
+
+def test_process_0_tells_whom_it_waits_for(monkeypatch, capsys):
+    monkeypatch.setattr(peer, "PATIENCE", 0.2)
+    address = f"localhost:{free_port()}"
+    with pytest.raises(UserError, match="2 of 3 processes did not reach"):
+        Group(0, 3).meet(address, 0.6)
+    expected = f"waiting  for 2 of 3 processes to reach {address}, 0 s more at most: 1, 2\n"
+    assert capsys.readouterr().err == expected
+    with peer.said_late(lambda: "it took long"):
+        pass
+    time.sleep(0.4)
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("address", ["node0", "node0:", ":7777", "node0:http"])
