@@ -278,12 +278,19 @@ def wire_bytes(
     return ring * (4 if c.compress is None else 1 + 4 / BLOCK) / c.every
 
 
-def local_summary(c: DiLoCo | Gossip, parameters: int, mesh: Mesh, dtype: jnp.dtype) -> str:
+def local_facts(
+    c: DiLoCo | Gossip, parameters: int, mesh: Mesh, dtype: jnp.dtype
+) -> dict[str, float]:
+    """What a device sends in a step, and would with plain data parallelism, in bytes."""
+    ways = mesh.shape["data"]
+    plain = wire_bytes(parameters, ways, None, dtype.itemsize)
+    return {"sent_bytes": wire_bytes(parameters, ways, c), "sent_bytes_plain": plain}
+
+
+def local_summary(c: DiLoCo | Gossip, facts: dict[str, float], mesh: Mesh) -> str:
     """A line for the screen: the replicas, and what they send beside plain data parallel."""
-    ways, mb = mesh.shape["data"], 1e-6
-    ours = mb * wire_bytes(parameters, ways, c)
-    plain = mb * wire_bytes(parameters, ways, None, dtype.itemsize)
+    ours, plain = (1e-6 * facts[key] for key in ("sent_bytes", "sent_bytes_plain"))
     return (
-        f"local    {ways} replicas, {c.name} each {c.every} steps: a device sends {ours:.3g} MB a "
-        f"step, data parallel {plain:.3g} MB"
+        f"local    {mesh.shape['data']} replicas, {c.name} each {c.every} steps: a device sends "
+        f"{ours:.3g} MB a step, data parallel {plain:.3g} MB"
     )

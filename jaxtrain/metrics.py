@@ -55,7 +55,7 @@ class MetricsWriter:
     but its `push` holds the host back in the same way.
 
     total_steps, tokens_per_step: of the whole run, over all devices. flops_per_token: of the model,
-    forward and backward, for the MFU over `devices` (default: all). parameters: for the report.
+    forward and backward, for the MFU over `devices` (default: all). parameters: for the report. more: facts of the run, for its first row.
     """
 
     def __init__(
@@ -71,6 +71,7 @@ class MetricsWriter:
         devices: Sequence[Any] | None = None,
         primary: bool = True,
         console: Console | None = None,
+        more: Mapping[str, float] | None = None,
     ):
         devices = jax.devices() if devices is None else devices
         peak = peak_flops(devices[0].device_kind)
@@ -114,7 +115,7 @@ class MetricsWriter:
             self._bar.start()
         facts: Row = {"total_steps": total_steps, "tokens_per_step": tokens_per_step}
         facts |= {"flops_per_token": flops_per_token, "parameters": parameters}
-        self._log(self._row(start_step, "event") | {"event": "start"} | facts)
+        self._log(self._row(start_step, "event") | {"event": "start"} | facts | {**(more or {})})
 
     def __enter__(self) -> "MetricsWriter":
         return self

@@ -14,7 +14,7 @@ from jaxtrain.data.progress import show_progress
 from jaxtrain.evaluate import held_out_batches, make_scorer, validate
 from jaxtrain.finetune import make_parts, plus
 from jaxtrain.generate import write_samples
-from jaxtrain.local import local_summary, local_task
+from jaxtrain.local import local_facts, local_summary, local_task
 from jaxtrain.metrics import MetricsWriter
 from jaxtrain.model import Transformer, cast, check_fp8, flops_per_token, sizes, split
 from jaxtrain.objectives import make_objective
@@ -107,10 +107,12 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
         repeats=c.mesh.pipeline_repeats, fp8_history=c.model.fp8_history,
     )  # fmt: skip
 
+    sent = {}
     if t.local:
         task = local_task(task, t.local, mesh)
         optimizer = task.optimizer
-        say(local_summary(t.local, parameters, mesh, dtype))
+        sent = local_facts(t.local, parameters, mesh, dtype)
+        say(local_summary(t.local, sent, mesh))
 
     with jax.set_mesh(mesh), Checkpointer(run_dir, c.checkpoint) as checkpoints:
         # ---- state: new, or where the run stopped ----------------------------------------------
@@ -191,7 +193,7 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
             out_of_memory_explained(c, step_fn),
             MetricsWriter(
                 run_dir, c.metrics, total_steps=t.steps, start_step=start, parameters=parameters,
-                tokens_per_step=t.batch_size * t.sequence_length, primary=primary,
+                tokens_per_step=t.batch_size * t.sequence_length, primary=primary, more=sent,
                 flops_per_token=flops_per_token(c.model, specs, t.sequence_length, parts.trainable),
             ) as metrics,
         ):  # fmt: skip

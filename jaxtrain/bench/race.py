@@ -160,6 +160,8 @@ def entry(run: Run) -> dict[str, Any]:
     ]
     losses = [[row["step"], round(row["loss"], 5)] for row in train if row.get("loss") is not None]
     thin = -(-len(losses) // MAX_POINTS)
+    sent = [row["sent_bytes"] for row in run.rows if "sent_bytes" in row]
+    plain = [row["sent_bytes_plain"] for row in run.rows if "sent_bytes_plain" in row]
     ends = [row["status"] for row in run.rows if row.get("event") == "end"]
     finished = bool(curve) and curve[-1][0] == run.config["train"]["steps"]
     return {
@@ -175,6 +177,8 @@ def entry(run: Run) -> dict[str, Any]:
         "bpb": curve[-1][3] if finished else None,
         "lowest": min(bpb for *_, bpb in curve) if finished else None,
         "loss": round(checks[-1]["loss"], 6) if finished else None,
+        # Of replicas (train.local), a step and a device; and of plain data parallelism.
+        **({"sent_bytes": sent[-1], "sent_bytes_plain": plain[-1]} if sent else {}),
         "curve": curve,
         "train": losses[::-1][::thin][::-1],
     }

@@ -220,10 +220,17 @@ def test_alone_a_wish_is_a_stop():
 
 @pytest.mark.parametrize("dead", [0, 1])
 def test_a_death_is_noticed_at_once(dead):
+    known = threading.Semaphore(0)  # a closed connection may take unread news of a step with it
+
     def work(group):
         group.begin(5)
         group.compare({}, "")
+        if dead in group.peers:
+            while group.stands.get(dead, (None,))[0] != 5:
+                time.sleep(0.01)
+            known.release()
         if group.index == dead:
+            assert all(known.acquire(timeout=30) for _ in group.peers)
             group.over = True  # a dead process notices nothing
             for peer in list(group.peers.values()):
                 peer.link.shutdown(socket.SHUT_RDWR)
