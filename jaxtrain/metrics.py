@@ -55,7 +55,8 @@ class MetricsWriter:
     but its `push` holds the host back in the same way.
 
     total_steps, tokens_per_step: of the whole run, over all devices. flops_per_token: of the model,
-    forward and backward, for the MFU over `devices` (default: all). parameters: for the report. more: facts of the run, for its first row.
+    forward and backward, for the MFU over `devices` (default: all). parameters: for the report.
+    more: facts of the run, for its first row.
     """
 
     def __init__(

@@ -257,3 +257,16 @@ def test_curves_of_runs_that_differ_in_more(tmp_path):
     record = race([xla, ours], differ=["model"])
     assert (record["bench"], record["baseline"]) == ("curves", "xla")
     assert draw(record, tmp_path / "curves.png").stat().st_size > 10_000
+
+
+def test_what_replicas_send_is_kept(tmp_path):
+    plain = make_run(tmp_path, "plain", muon(), [2.0, 1.5, 1.2, 1.1])
+    replicas = make_run(
+        tmp_path, "diloco", muon(), [2.0, 1.6, 1.3, 1.2], train__local={"every": 50}
+    )
+    rows = (replicas / "metrics.jsonl").read_text().splitlines()
+    first = json.loads(rows[0]) | {"sent_bytes": 10.0, "sent_bytes_plain": 500.0}
+    (replicas / "metrics.jsonl").write_text("\n".join([json.dumps(first), *rows[1:]]) + "\n")
+    found = {e["label"]: e for e in race([plain, replicas], differ=["train"])["runs"]}
+    assert (found["diloco"]["sent_bytes"], found["diloco"]["sent_bytes_plain"]) == (10.0, 500.0)
+    assert "sent_bytes" not in found["plain"]
