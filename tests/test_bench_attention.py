@@ -92,7 +92,7 @@ def test_a_wrong_backend_is_found_and_a_failing_one_is_named():
 
 def test_unknown_names_are_one_line(capsys):
     assert main(["attention", "b16_t2048"]) == 2
-    assert "no shape or backend b16_t2048; it has b16_t2048_d128," in capsys.readouterr().err
+    assert "bench attention has no b16_t2048; it has b16_t2048_d128," in capsys.readouterr().err
 
 
 def fake_backend():

@@ -20,7 +20,6 @@ from tiny import (
 )
 
 from jaxtrain import step as step_module
-from jaxtrain.bench.traffic import collectives
 from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
 from jaxtrain.optim import OptimConfig
 from jaxtrain.parallel import place_batch
@@ -115,31 +114,6 @@ def test_sharded_is_one_device(speedrun, sizes):
     close(others, metrics, rtol=1e-3, atol=1e-5)
     close(sharded.params, state.params, rtol=1e-2, atol=1e-4)
     close(sharded.optimizer, state.optimizer, rtol=1e-2, atol=1e-4)
-
-
-COPIES = [((4, 1, 1), 3), ((2, 2, 1), 1)]
-
-
-@pytest.mark.parametrize("sizes, zero", COPIES, ids=str)
-def test_accumulated_gradients_meet_once_a_step(speedrun, sizes, zero, monkeypatch):
-    """Devices that have all weights exchange no more for two microbatches than for one."""
-    task, knobs, (state, metrics) = speedrun
-    task, mesh = task._replace(zero=zero), mesh_of(*sizes)
-    accumulated, others = run(task, knobs, mesh, micro=4)
-    close(others, metrics, rtol=1e-3, atol=1e-5)
-    close(accumulated.params, state.params, rtol=1e-2, atol=1e-4)
-    one, two = (sent(task, knobs, mesh, micro) for micro in (ROWS, 4))
-    assert two < 1.1 * one
-    monkeypatch.setattr(step_module, "axes_of_copies", lambda zero: ())
-    assert sent(task, knobs, mesh, 4) > 1.3 * one
-
-
-def sent(task, knobs, mesh, micro):
-    """Bytes that a device sends in a step."""
-    with jax.set_mesh(mesh):
-        placed = place_batch(batch(ROWS, micro=micro), mesh, batch_dim=1)
-        program = make_step(task, mesh).lower(begin(task, mesh), placed, knobs).compile()
-    return sum(c.bytes for c in collectives(program.as_text(), dict(mesh.shape)))
 
 
 def test_fewer_kv_heads_than_tensor_devices():

@@ -8,6 +8,8 @@ import numpy as np
 import pytest
 from tiny import LLAMA, batch, begin, make_task, mesh_of, random_params, resolved
 
+from jaxtrain import step
+from jaxtrain.bench.traffic import collectives
 from jaxtrain.model.layers import lookup
 from jaxtrain.parallel import MeshConfig, place_batch
 from jaxtrain.parallel.mesh import AXES, axis_sizes, grid
@@ -58,30 +60,43 @@ def test_only_outer_axes_cross_hosts():
 # ---- ZeRO ------------------------------------------------------------------------------------
 
 
-# Of [layers, embed, hidden]: what a device has of the copy to compute with and of the gradients.
+# Of [layers, embed, hidden]: what a device has of the copy to compute with and of the gradients
+# (whose sums at stage 1 are whole until the last microbatch).
 MESHES = {
     "data=4": ({"data": 4}, 3, (32, 48), (32, 48)),
     "tensor=2": ({"tensor": 2}, 3, (32, 24), (32, 24)),
-    "fsdp=4, ZeRO-1": ({"fsdp": 4}, 1, (32, 48), (32, 48)),
+    "fsdp=4, ZeRO-1": ({"fsdp": 4}, 1, (32, 48), (8, 48)),
     "fsdp=4, ZeRO-2": ({"fsdp": 4}, 2, (32, 48), (8, 48)),
     "fsdp=4, ZeRO-3": ({"fsdp": 4}, 3, (8, 48), (8, 48)),
     "all, ZeRO-3": ({"data": 2, "fsdp": 2, "tensor": 2}, 3, (16, 24), (16, 24)),
 }
 
 
+def program(task, mesh, micro=4):
+    """The copy to compute with, and loss and gradients of microbatches: lowered, with arguments."""
+    placed = place_batch(batch(8, micro=micro), mesh, batch_dim=1)
+    where = state_shardings(task, mesh).params
+    params = jax.device_put(random_params(task.specs), where)
+
+    def run(params, placed):
+        copy = compute_copy(task, params)
+        (loss, _), grads, _ = gradients(task, copy, placed, jnp.float32(1 / 200))
+        return copy, loss, grads
+
+    return jax.jit(run).lower(params, placed), (params, placed)
+
+
 def results(task, mesh):
-    """The copy to compute with, and loss and gradients of two microbatches."""
     with jax.set_mesh(mesh):
-        placed = place_batch(batch(8, micro=4), mesh, batch_dim=1)
-        where = state_shardings(task, mesh).params
-        params = jax.device_put(random_params(task.specs), where)
+        lowered, arguments = program(task, mesh)
+        return lowered.compile()(*arguments)
 
-        def run(params, placed):
-            copy = compute_copy(task, params)
-            (loss, _), grads, _ = gradients(task, copy, placed, jnp.float32(1 / 200))
-            return copy, loss, grads
 
-        return jax.jit(run)(params, placed)
+def sent(task, mesh, micro):
+    """Bytes that a device sends for the gradients of a batch."""
+    with jax.set_mesh(mesh):
+        text = program(task, mesh, micro)[0].compile().as_text()
+    return sum(c.bytes for c in collectives(text, dict(mesh.shape)))
 
 
 @pytest.fixture(scope="module")
@@ -99,6 +114,16 @@ def test_loss_and_gradients_are_those_of_one_device(one_device, axes, zero, copy
         assert np.linalg.norm(found - expected) <= 1e-5 * np.linalg.norm(expected)
     for tree, shape in ((copies, copy), (others, summed)):
         assert tree["blocks"]["ffn"]["up"].addressable_shards[0].data.shape == (1, *shape)
+
+
+@pytest.mark.parametrize(("axes", "zero"), [({"data": 4}, 3), ({"fsdp": 4}, 1)], ids=str)
+def test_accumulated_gradients_meet_once(one_device, axes, zero, monkeypatch):
+    """Devices that have all weights exchange no more for two microbatches than for one."""
+    task, mesh = one_device[0]._replace(zero=zero), mesh_of(**axes)
+    one, two = sent(task, mesh, 8), sent(task, mesh, 4)
+    assert two < 1.1 * one
+    monkeypatch.setattr(step, "axes_of_copies", lambda zero: ())
+    assert sent(task, mesh, 4) > 1.3 * two
 
 
 @pytest.mark.parametrize("zero", [1, 2, 3])
