@@ -59,8 +59,10 @@ def test_memory_and_optimizers(tmp_path):
     tuned = recorded(tmp_path / "l", "memory", "--config", "quickstart", *TINY, *lora)
     assert tuned["workload"]["trained"] < tuned["workload"]["parameters"] / 8
     assert tuned["metrics"]["arguments_bytes"] < memory["arguments_bytes"] / 2
-    rows = recorded(tmp_path / "o", "optim", "--config", "quickstart", *TINY)["rows"]
-    muon, adamw, sgd = (next(r for r in rows if r["name"] == n) for n in ("muon", "adamw", "sgd"))
+    names = ["muon", "adamw", "sgd"]
+    rows = recorded(tmp_path / "o", "optim", *names, "--config", "quickstart", *TINY)["rows"]
+    assert [row["name"] for row in rows] == names
+    muon, adamw, sgd = rows
     assert adamw["state_bytes"] == pytest.approx(2 * sgd["state_bytes"], rel=0.01)
     assert sgd["state_bytes"] < muon["state_bytes"] < adamw["state_bytes"]
     assert muon["floor_matmul_ms"] > 0 == sgd["floor_matmul_ms"] and muon["ms"] > 0

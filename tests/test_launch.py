@@ -135,6 +135,7 @@ def test_a_job_stops_together_dies_loudly_and_goes_on_with_other_processes(tmp_p
     assert position(run_dir, 30) == position(whole, 30)
 
 
+@pytest.mark.slow
 def test_two_processes_evaluate_as_one(whole, tmp_path, capsys):
     arguments = [str(whole), "eval.batch_size=4"]
     assert evaluate(arguments) == 0

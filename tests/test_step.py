@@ -104,7 +104,8 @@ def test_z_loss_is_added(speedrun, by_hand):
 
 # ---- sharding --------------------------------------------------------------------------------
 
-MESHES = [(8, 1, 1), (1, 8, 1), (2, 2, 2), (1, 2, 4)]
+SLOW = [pytest.param(sizes, marks=pytest.mark.slow) for sizes in ((8, 1, 1), (1, 8, 1))]
+MESHES = [(2, 2, 2), (1, 2, 4), *SLOW]
 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)

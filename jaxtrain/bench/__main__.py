@@ -50,7 +50,7 @@ WHAT = {
     "matmul": "float8, ReLU^2 and symmetric matmuls over the benchmark shapes: matmul [NAME ...]",
     "rows": "the passes over activations over the benchmark shapes: rows [NAME ...]",
     "memory": "what a step needs: here, or on --devices N virtual ones; --techniques, --longest",
-    "optim": "an update of every optimizer on a configuration's parameters",
+    "optim": "an update of every optimizer on a configuration's parameters: optim [NAME ...]",
     "race": "runs compared that differ in their optimizer alone: race RUN [RUN ...]",
     "tasks": "the shapes of CORE: packed rows against one example per forward",
     "table": "regenerate the tables in BENCHMARKS.md from benchmarks/results/",
@@ -112,7 +112,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "overrides",
         nargs="*",
         metavar="key.path=value | RUN | NAME",
-        help="override a field; race: a run directory; attention, decode, loss: a shape or backend",
+        help="override a field; race: a run directory; optim: an optimizer; kernels: a shape or "
+        "backend",
     )
     return parser.parse_intermixed_args(argv)
 

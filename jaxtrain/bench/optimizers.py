@@ -6,6 +6,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.bench.kernels import chosen
 from jaxtrain.bench.record import describe
 from jaxtrain.bench.step import muon_flops, update_ms
 from jaxtrain.bench.timing import ceilings
@@ -20,10 +21,17 @@ def bench_optimizers(
     name: str, overrides: Sequence[str], variant: str | None = None
 ) -> Iterator[dict[str, Any]]:
     """The record, with one row more each time it is yielded: of ms, state_bytes and floor_ms, for
-    each optimizer with its default rates."""
+    each optimizer with its default rates.
+
+    overrides: may hold names of optimizers as well, to measure those alone.
+    """
     rows: list[dict[str, Any]] = []
+    fields = [text for text in overrides if "=" in text]
+    (wanted,) = chosen("optim", [text for text in overrides if "=" not in text], OPTIMIZERS)
     for optimizer in sorted(OPTIMIZERS, key=LONG.__contains__):
-        w = load_workload(name, [*overrides, f"optim.name={optimizer}"])
+        if optimizer not in wanted:
+            continue
+        w = load_workload(name, [*fields, f"optim.name={optimizer}"])
         limits = ceilings(w.task.dtype)
         with jax.set_mesh(w.mesh):
             rows.append({"name": optimizer} | optimizer_row(w, limits.matmul_tflops))

@@ -214,10 +214,8 @@ def tuning(directory, start, name, **changes):
     return [x for x in given if not x.startswith(("model.", "data.tokenizer", "optim.schedule"))]
 
 
-SLOW = [pytest.param(kind, marks=pytest.mark.slow) for kind in ("prefix", "projected prefix")]
-
-
-@pytest.mark.parametrize("kind", ["prompt", *SLOW])
+@pytest.mark.slow
+@pytest.mark.parametrize("kind", ["prompt", "prefix", "projected prefix"])
 def test_a_run_is_a_model_an_adapter_and_a_start(kind, whole, tmp_path, capsys):
     first = {"finetune__projection": 8} if "projected" in kind else {}
     kind = kind.split()[-1]
