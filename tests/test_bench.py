@@ -76,6 +76,7 @@ def test_loss(tmp_path, monkeypatch):
     assert row["backend"] == "xla" and row["ms"] > 0 and row["tflops"] > 0 and row["error"] < 1e-5
 
 
+@pytest.mark.slow
 def test_matmuls(tmp_path, monkeypatch):
     monkeypatch.setattr(timing, "WINDOW_SECONDS", 0.02)
     record = recorded(tmp_path, "matmul", "m65536_k768_n3072", "m131072_k768_n768_e64", "gpt_d12")

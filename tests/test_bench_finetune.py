@@ -2,6 +2,8 @@
 
 import json
 
+import pytest
+
 from jaxtrain.bench import finetune
 from jaxtrain.bench.__main__ import main
 
@@ -11,6 +13,7 @@ TINY = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_methods_need_less_with_fewer_bits(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(finetune, "SHAPES", ((64, 2),))
     (plain, lora), (packed, qlora) = (next(iter(lot.items())) for lot in finetune.METHODS)

@@ -125,6 +125,7 @@ def test_statistics_of_numbers_whose_squares_float16_does_not_hold():
 # ---- a run -------------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_run_says_what_it_skipped(tmp_path, monkeypatch, capfd):
     monkeypatch.setattr(step_module, "FIRST_SCALE", 2.0**22)
     changes = {"train__precision": "float16", "train__steps": 12, "checkpoint__every": "null"}

@@ -196,6 +196,7 @@ def test_the_command_records_json_and_figure(runs, tmp_path, capsys):
     assert "adamw_8e-3" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_a_real_run_can_race(tmp_path, monkeypatch):
     monkeypatch.setattr(sys, "orig_argv", ["python", "-m", "jaxtrain.main"])
     given = run_overrides(tmp_path, run__name="adamw_3e-3", eval__every=2, eval__tokens="null")

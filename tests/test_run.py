@@ -31,6 +31,7 @@ def test_a_run_directory_that_can_be_is_not_made_yet(tmp_path, monkeypatch):
     assert list(tmp_path.iterdir()) == []
 
 
+@pytest.mark.slow
 def test_a_run_on_conversations_ends_with_the_command_that_talks_to_it(tmp_path, capfd):
     lines = [
         [{"role": "user", "content": f"Say {i}."}, {"role": "assistant", "content": f"{i}!"}]

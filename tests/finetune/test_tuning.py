@@ -130,7 +130,11 @@ def part_of(case):
     return parts, task, frozen, init_state(task, 0, start), optimizer.knobs
 
 
-@pytest.mark.parametrize("case", CASES)
+SLOW = ("dora int8", "freeze", "bitfit", "prefix")
+SOME = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES]
+
+
+@pytest.mark.parametrize("case", SOME)
 def test_a_part_trains_alone_and_fits_a_batch(case):
     """Nothing but the part is in the gradient and in the optimizer's state."""
     parts, task, frozen, state, knobs = part_of(case)

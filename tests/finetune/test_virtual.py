@@ -157,7 +157,10 @@ MODELS = {
 }
 
 
-@pytest.mark.parametrize("name", MODELS)
+LEARNED = pytest.param("prompt learned", marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("name", ["prompt gpt", "prefix gpt", LEARNED])
 def test_packed_documents_and_decoding_are_as_if_alone(name):
     _, graphdef, _, params = build(document_mask=True, **MODELS[name])
     lengths, row = (11, 1, 17, 3), tokens(1)
@@ -177,6 +180,7 @@ def test_packed_documents_and_decoding_are_as_if_alone(name):
     assert (moved[: ends[2]] > 1e-4).all()  # every document sees them
 
 
+@pytest.mark.slow
 def test_scan_remat_and_a_mesh_give_the_same_gradients():
     def gradients(mesh, **changes):
         _, graphdef, _, params = build(

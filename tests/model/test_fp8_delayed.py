@@ -131,6 +131,7 @@ def whole(small, tmp_path_factory):
     return run, early, folder, state, first + rest
 
 
+@pytest.mark.slow
 def test_a_model_learns_as_it_does_with_current_scaling(whole):
     losses = trained(*fp8_task(None), mesh_of())(None, 40)[1]
     assert losses[-1] < 0.85 * losses[0]

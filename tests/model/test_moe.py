@@ -164,7 +164,7 @@ def one_device():
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"expert": 8}, {"expert": 4, "fsdp": 2}],
+    [{"expert": 4, "fsdp": 2}, pytest.param({"expert": 8}, marks=pytest.mark.slow)],
     ids=str,
 )
 def test_sharded_is_one_device(one_device, sizes):

@@ -311,11 +311,13 @@ def test_a_state_of_another_block_size_is_refused():
 # ---- on a mesh, groups ---------------------------------------------------------------------------
 
 
+SLOW = [pytest.param(name, 1e-4, marks=pytest.mark.slow) for name in ("lamb", "lars")]
+
+
 @pytest.mark.parametrize(
     ("name", "tolerance"),
-    [("soap", 1e-2), ("adamw8bit", 1e-2), ("lamb", 1e-4),
-     pytest.param("lars", 1e-4, marks=pytest.mark.slow)],
-)  # fmt: skip
+    [("soap", 1e-2), ("adamw8bit", 1e-2), *SLOW],
+)
 def test_eight_devices_train_as_one(name, tolerance):
     """What looks beyond single values: norms, blocks, eigenvectors."""
     fields = {"min_size": 256, "block_size": 16} if name == "adamw8bit" else {}
