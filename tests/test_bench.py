@@ -102,6 +102,19 @@ def test_matmuls(tmp_path, monkeypatch):
         assert rows[name, "xla"]["error"] < 1e-5
 
 
+def test_a_bench_that_is_cut_short_has_its_rows(capsys):
+    def rows():
+        yield {"name": "a", "shape": "s", "backend": "b", "ms": 2.0, "tflops": 3.0}
+        yield {"name": "c", "shape": "s", "backend": "b", "ms": None, "failed": "no memory"}
+        raise KeyboardInterrupt
+
+    records = kernels.growing("rows", jnp.dtype(jnp.float32), None, rows())
+    assert [len(next(records)["rows"]) for _ in range(2)] == [1, 2]
+    with pytest.raises(KeyboardInterrupt):
+        next(records)
+    assert capsys.readouterr().out.splitlines() == ["a s b 2 ms, 3 TF/s", "c s b no memory"]
+
+
 def test_a_failing_backend_loses_only_its_row():
     def broken(x):
         raise ValueError("no such thing\nat all")

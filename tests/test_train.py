@@ -117,6 +117,20 @@ def test_a_finished_run_is_not_trained_again(whole, copy, capfd):
     assert_same_run(copy, whole)
 
 
+def test_the_model_is_saved_before_the_last_sample(copy, monkeypatch):
+    """Sampling may take long, and be stopped."""
+    shutil.rmtree(copy / "model")
+    module = sys.modules["jaxtrain.train"]
+
+    def stopped(*_):
+        raise RuntimeError("stopped")
+
+    monkeypatch.setattr(module, "write_samples", stopped)
+    with pytest.raises(RuntimeError, match="stopped"):
+        main(overrides(copy))
+    assert load_saved(copy).params
+
+
 def test_a_torn_metrics_line_does_not_stop_a_resume(whole, copy):
     shutil.rmtree(copy / "checkpoints" / "6")
     with (copy / "metrics.jsonl").open("a") as file:

@@ -40,8 +40,8 @@ SETS: dict[str, dict[str, Option]] = {
     "symmetric": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True},
     # Every kernel launched by itself, none from a CUDA graph.
     "launched": {"xla_gpu_enable_command_buffer": ""},
-    # All matmuls by cuBLAS: no search among Triton's for each matmul with what it is fused with,
-    # which takes minutes for float8's, and for a decoder's, that are over in milliseconds.
+    # All matmuls by cuBLAS: no search among Triton's for each matmul with what it is fused with. It
+    # takes minutes for float8's, and a third to a half of a decoder's compiling (LOG.md).
     "cublas": {"xla_gpu_enable_triton_gemm": False},
     # A matmul whose result a loop both keeps and uses runs once. By default it runs twice, the
     # second time to write what is kept to its place.
