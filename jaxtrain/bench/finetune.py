@@ -14,8 +14,9 @@ from typing import Any
 import jax
 from pydantic import TypeAdapter
 
-from jaxtrain.bench.memory import compiled_step, needs, random_frozen, rate
+from jaxtrain.bench.memory import needs, random_frozen, rate
 from jaxtrain.bench.record import BENCHMARKS, describe
+from jaxtrain.bench.step import compiled_step
 from jaxtrain.bench.workload import Workload, load_workload
 from jaxtrain.finetune import FinetuneConfig, make_parts, plus
 from jaxtrain.optim import make_optimizer

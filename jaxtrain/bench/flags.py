@@ -3,11 +3,11 @@
 import gc
 import json
 from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-import jax
-
-from jaxtrain.bench.step import bench_step
+from jaxtrain.bench.step import bench_step, compiled_step
+from jaxtrain.bench.workload import load_workload
 from jaxtrain.parallel import SETS, known_options
 from jaxtrain.settings import UserError
 
@@ -22,11 +22,19 @@ def bench_flags(
     every = {"default": (), **{set_: (set_,) for set_ in SETS}}
     if only is not None and only not in every:
         raise UserError(f"there is no set of flags {only}; there are {', '.join(every)}")
-    for set_, names in every.items():
-        options = known_options(names)
-        if only not in (None, set_) or (names and not options):
-            continue
-        line = f"train.compiler_options={json.dumps(options)}"
-        yield bench_step(name, [*overrides, line], f"flags {set_}", parts=False)
-        jax.clear_caches()
+    sets = {set_: known_options(names) for set_, names in every.items() if only in (None, set_)}
+    lines = {
+        set_: [*overrides, f"train.compiler_options={json.dumps(options)}"]
+        for set_, options in sets.items()
+        if options or not every[set_]
+    }
+    with ThreadPoolExecutor() as pool:  # minutes of compiling, one after the other
+        jobs = {
+            set_: pool.submit(lambda line: compiled_step(load_workload(name, line)), line)
+            for set_, line in lines.items()
+        }
+    for set_, line in lines.items():
+        compiled = jobs.pop(set_).result()
+        yield bench_step(name, line, f"flags {set_}", parts=False, compiled=compiled)
+        del compiled
         gc.collect()

@@ -1,7 +1,8 @@
 """The memory techniques beside each other, and the longest rows that a device can train on."""
 
 import sys
-from collections.abc import Sequence
+import time
+from collections.abc import Callable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -9,13 +10,11 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.bench.record import describe
+from jaxtrain.bench.step import compiled_step
 from jaxtrain.bench.timing import median_ms
 from jaxtrain.bench.workload import (
     Workload,
-    abstract_frozen,
-    abstract_state,
     at_depth,
-    batch_shapes,
     load_workload,
     new_knobs,
     new_state,
@@ -24,9 +23,9 @@ from jaxtrain.bench.workload import (
 )  # fmt: skip
 from jaxtrain.metrics import format_bytes
 from jaxtrain.model import initialize
-from jaxtrain.run import compile_step, memory_needed
+from jaxtrain.run import memory_needed
 from jaxtrain.settings import UserError
-from jaxtrain.step import gradients, make_step
+from jaxtrain.step import gradients
 
 SCANNED = ["model.scan_layers=true"]
 TECHNIQUES: dict[str, list[str]] = {
@@ -54,16 +53,21 @@ def bench_techniques(
     """One row a technique: bytes of a step and, on a GPU, its rate and its gradients' error."""
     rows: list[dict[str, Any]] = []
     running = jax.default_backend() == "gpu"
-    expected = small_gradients(name, overrides) if running else None
     w = load_workload(name, overrides)
-    for technique, changes in TECHNIQUES.items():
+    tries = {technique: [*overrides, *changes] for technique, changes in TECHNIQUES.items()}
+    checked = tries if running else {}
+    with ThreadPoolExecutor() as pool:  # minutes of compiling, one after the other
+        steps = {t: pool.submit(compiled_workload, name, changes) for t, changes in tries.items()}
+        small = {t: pool.submit(small_gradients, name, changes) for t, changes in checked.items()}
+        expected = small_gradients(name, overrides) if running else None
+    for technique in TECHNIQUES:
         row: dict[str, Any] = {"name": technique, "shape": f"T {w.config.train.sequence_length}"}
         try:
-            tried = load_workload(name, [*overrides, *changes])
-            row |= figures(tried, running)
+            tried, step = steps.pop(technique).result()
+            row |= needs(step)
             if running:
-                found = small_gradients(name, [*overrides, *changes])
-                row["error"] = difference(found, expected)
+                row |= rate(tried, step, random_frozen(tried))
+                row["error"] = difference(small[technique].result(), expected)
         except UserError as error:
             row |= {"ms": None, "failed": str(error).partition(";")[0]}
         rows.append(row)
@@ -72,19 +76,16 @@ def bench_techniques(
     return record | {"rows": rows}
 
 
+def compiled_workload(name: str, overrides: Sequence[str]) -> tuple[Workload, Any]:
+    """A configuration and its step."""
+    w = load_workload(name, overrides)
+    return w, compiled_step(w)
+
+
 def figures(w: Workload, running: bool) -> dict[str, Any]:
-    """Bytes of a step by the compiler and, if it is to run, its time."""
+    """Bytes of a step by the compiler and, if it is to run, the time of a single one."""
     compiled = compiled_step(w)
-    return needs(compiled) | (rate(w, compiled, random_frozen(w)) if running else {})
-
-
-def compiled_step(w: Workload) -> Any:
-    """For this device. Raises UserError for what does not fit; several threads may call it."""
-    with jax.set_mesh(w.mesh):
-        return compile_step(
-            make_step(w.task, w.mesh), abstract_state(w), batch_shapes(w), new_knobs(w), w.config,
-            abstract_frozen(w),
-        )  # fmt: skip
+    return needs(compiled) | (rate(w, compiled, random_frozen(w), once=True) if running else {})
 
 
 def needs(compiled: Any) -> dict[str, int]:
@@ -100,8 +101,11 @@ def random_frozen(w: Workload) -> Any:
         return random_base(w)
 
 
-def rate(w: Workload, compiled: Any, frozen: Any) -> dict[str, float]:
-    """Of a compiled step on random batches; frozen: of `random_frozen`."""
+def rate(w: Workload, compiled: Any, frozen: Any, once: bool = False) -> dict[str, float]:
+    """Of a compiled step on random batches; frozen: of `random_frozen`.
+
+    once: of its first call, as a step on a very long row takes minutes.
+    """
     with jax.set_mesh(w.mesh):
         state, knobs = new_state(w), new_knobs(w)
 
@@ -110,8 +114,17 @@ def rate(w: Workload, compiled: Any, frozen: Any) -> dict[str, float]:
             state, values = compiled(state, batch, knobs, frozen)
             return values["loss"]
 
-        ms = median_ms(step, [(random_batch(w, i),) for i in range(2)], calls=3, windows=2)
+        batches = [(random_batch(w, i),) for i in range(1 if once else 2)]
+        ms = first_ms(step, *batches) if once else median_ms(step, batches, calls=3, windows=2)
     return {"ms": ms, "tokens_per_s": 1e3 * w.tokens / ms}
+
+
+def first_ms(step: Callable[..., jax.Array], batch: tuple[Any]) -> float:
+    """Milliseconds of one call, nothing before it."""
+    jax.block_until_ready(batch)
+    begin = time.perf_counter()
+    jax.block_until_ready(step(*batch))
+    return 1e3 * (time.perf_counter() - begin)
 
 
 def small_gradients(name: str, overrides: Sequence[str]) -> Any:

@@ -1,6 +1,9 @@
 """CORE's shapes in random tokens: packed rows against one example per forward."""
 
+import importlib.util
+import json
 import math
+import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -13,7 +16,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtrain.bench.record import describe
+from jaxtrain.bench.record import BENCHMARKS, describe
 from jaxtrain.bench.workload import Workload, load_workload, new_state
 from jaxtrain.data import Scored
 from jaxtrain.data.tokenizer import byte_tokenizer
@@ -24,6 +27,7 @@ from jaxtrain.scoring import make_scorer, scores
 
 SHARE = 8  # of CORE's examples, one in so many is measured
 ONE_BY_ONE = 20  # examples of each task that are measured alone
+PEER = BENCHMARKS / "peer_tasks.py"
 MULTIPLE = 128  # lengths alone are rounded up to, so that not each is a program of its own
 
 
@@ -53,19 +57,37 @@ CORE = {
 
 
 def bench_tasks(name: str, overrides: Sequence[str], variant: str | None = None) -> dict[str, Any]:
-    """Seconds that all of CORE would take, without tokenizing; rows `packed` and `one by one`."""
+    """Seconds that all of CORE would take, without tokenizing; rows `packed` and `one by one`,
+    and `torch, one by one` where it is installed. The speed-up is that over the last of them.
+    """
     w = load_workload(name, overrides)
     with jax.set_mesh(w.mesh):
         params = new_state(w).params
     seconds = {"packed": packed_seconds(w, params), "one by one": one_by_one_seconds(w, params)}
-    examples, alone = sum(shape.examples for shape in CORE.values()), seconds["one by one"]
+    if (peer := peer_seconds(w)) is not None:
+        seconds["torch, one by one"] = peer
+    examples, slowest = sum(shape.examples for shape in CORE.values()), list(seconds.values())[-1]
     rows = [
         {"name": "core", "backend": way, "seconds": s, "examples_per_s": examples / s}
-        | {"speedup": alone / s}
+        | {"speedup": slowest / s}
         for way, s in seconds.items()
     ]
     record = describe("tasks", w.name, variant or w.precision, workload=w.facts())
     return record | {"rows": rows, "floor": {}}
+
+
+def peer_seconds(w: Workload) -> float | None:
+    """By the peer's script, in a process of its own; None where it cannot run."""
+    if importlib.util.find_spec("torch") is None or jax.default_backend() != "gpu":
+        print("  no peer: it needs torch and a GPU", file=sys.stderr)
+        return None
+    most = w.config.model.context
+    sizes = {n: f"{s.choices}x{min(s.shared + s.tail, most)}" for n, s in CORE.items()}
+    line = [sys.executable, str(PEER), str(w.config.model.depth), *dict.fromkeys(sizes.values())]
+    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True)
+    print(done.stdout, file=sys.stderr, flush=True)
+    ms = {row["size"]: row["ms"] for row in map(json.loads, done.stdout.splitlines())}
+    return sum(ms[sizes[n]] * shape.examples / 1e3 for n, shape in CORE.items())
 
 
 def packed_seconds(w: Workload, params: Any) -> float:
@@ -114,9 +136,10 @@ def one_by_one_seconds(w: Workload, params: Any) -> float:
         name: (s.choices, min(lengths[name], w.config.model.context)) for name, s in CORE.items()
     }
     like = lambda size: jax.ShapeDtypeStruct(size, np.int32)
-    lowered = {size: alone.lower(params, like(size)) for size in dict.fromkeys(sizes.values())}
+    distinct = list(dict.fromkeys(sizes.values()))
     with ThreadPoolExecutor() as pool:  # minutes of compiling, one after the other
-        programs = dict(zip(lowered, pool.map(lambda program: program.compile(), lowered.values())))
+        compiled = pool.map(lambda size: alone.lower(params, like(size)).compile(), distinct)
+        programs = dict(zip(distinct, compiled))
     seconds = {size: seconds_of(run, params, size, w) for size, run in programs.items()}
     return sum(seconds[sizes[name]] * shape.examples for name, shape in CORE.items())
 
