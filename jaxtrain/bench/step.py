@@ -127,7 +127,7 @@ def update_ms(w: Workload, state: State, grads: Any, knobs: Any) -> float:
         return held
 
     every = getattr(w.config.optim, "precondition_every", None)
-    return median_ms(one, [()], calls=every, windows=3 if every else 5)
+    return median_ms(one, [()], calls=every, windows=1 if every else 5)
 
 
 def bench_memory(name: str, overrides: Sequence[str], variant: str | None = None) -> dict[str, Any]:
