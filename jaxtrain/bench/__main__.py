@@ -122,6 +122,7 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
     """The records of a command line, each as soon as it is measured; a long one as it grows."""
     step = {"loss": bench_loss, "matmul": bench_matmuls, "rows": bench_rows}
     kernels = step | {"attention": bench_attention, "decode": bench_decode}
+    whole = {"optim": bench_optimizers, "finetune": bench_finetune, "tasks": bench_tasks}
     if a.tune and a.what == "attention":
         yield tune_attention(a.out, a.variant, a.overrides)
     elif a.what in kernels:
@@ -149,12 +150,10 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     yield from bench_flags(config, a.overrides, a.variant)
                 else:
                     yield bench_step(config, a.overrides, a.variant, folder)
-            elif a.what in ("optim", "finetune"):
-                bench = bench_optimizers if a.what == "optim" else bench_finetune
-                yield from bench(config, a.overrides, a.variant)
+            elif a.what in whole:
+                yield from whole[a.what](config, a.overrides, a.variant)
             else:
-                bench = bench_tasks if a.what == "tasks" else memory_of(a)
-                yield bench(config, a.overrides, a.variant)
+                yield memory_of(a)(config, a.overrides, a.variant)
 
 
 def memory_of(a: argparse.Namespace) -> Callable[..., dict[str, Any]]:

@@ -17,6 +17,7 @@ from pydantic import TypeAdapter
 from jaxtrain.bench.memory import needs, random_frozen, rate
 from jaxtrain.bench.record import BENCHMARKS, describe
 from jaxtrain.bench.step import compiled_step
+from jaxtrain.bench.timing import COMPILERS
 from jaxtrain.bench.workload import Workload, load_workload
 from jaxtrain.finetune import FinetuneConfig, make_parts, plus
 from jaxtrain.optim import make_optimizer
@@ -65,7 +66,7 @@ def measured(
 ) -> Iterator[dict[str, Any]]:
     """Our rows of some methods: compiled together, on random weights that are made once a base."""
     kind, frozen = "none yet", None
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(COMPILERS) as pool:
         jobs = {
             (method, shape): pool.submit(compiled, name, overrides, shape, *methods[method])
             for method, shape in itertools.product(methods, SHAPES)

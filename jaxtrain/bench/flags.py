@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
 from jaxtrain.bench.step import bench_step, compiled_step
+from jaxtrain.bench.timing import COMPILERS
 from jaxtrain.bench.workload import load_workload
 from jaxtrain.parallel import SETS, known_options
 from jaxtrain.settings import UserError
@@ -28,7 +29,7 @@ def bench_flags(
         for set_, options in sets.items()
         if options or not every[set_]
     }
-    with ThreadPoolExecutor() as pool:  # minutes of compiling, one after the other
+    with ThreadPoolExecutor(COMPILERS) as pool:
         jobs = {
             set_: pool.submit(lambda line: compiled_step(load_workload(name, line)), line)
             for set_, line in lines.items()

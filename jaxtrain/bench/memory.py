@@ -11,7 +11,7 @@ import jax.numpy as jnp
 
 from jaxtrain.bench.record import describe
 from jaxtrain.bench.step import compiled_step
-from jaxtrain.bench.timing import median_ms
+from jaxtrain.bench.timing import COMPILERS, median_ms
 from jaxtrain.bench.workload import (
     Workload,
     at_depth,
@@ -56,7 +56,7 @@ def bench_techniques(
     w = load_workload(name, overrides)
     tries = {technique: [*overrides, *changes] for technique, changes in TECHNIQUES.items()}
     checked = tries if running else {}
-    with ThreadPoolExecutor() as pool:  # minutes of compiling, one after the other
+    with ThreadPoolExecutor(COMPILERS) as pool:
         steps = {t: pool.submit(compiled_workload, name, changes) for t, changes in tries.items()}
         small = {t: pool.submit(small_gradients, name, changes) for t, changes in checked.items()}
         expected = small_gradients(name, overrides) if running else None
@@ -168,7 +168,7 @@ def bench_longest(
         return row
 
     step = 2048
-    with ThreadPoolExecutor() as pool:
+    with ThreadPoolExecutor(COMPILERS) as pool:
         rows = list(pool.map(at, (2 * step, 4 * step)))
     first, second = (row["total_bytes"] for row in rows)
     slope = (second - first) / (2 * step)

@@ -17,11 +17,13 @@ import numpy as np
 from flax import nnx
 
 from jaxtrain.bench.record import BENCHMARKS, describe
+from jaxtrain.bench.timing import COMPILERS
 from jaxtrain.bench.workload import Workload, load_workload, new_state
 from jaxtrain.data import Scored
 from jaxtrain.data.tokenizer import byte_tokenizer
 from jaxtrain.interop import Prompting
 from jaxtrain.model import cast
+from jaxtrain.parallel import known_options
 from jaxtrain.saved import Saved
 from jaxtrain.scoring import make_scorer, scores
 
@@ -56,24 +58,29 @@ CORE = {
 }  # fmt: skip
 
 
-def bench_tasks(name: str, overrides: Sequence[str], variant: str | None = None) -> dict[str, Any]:
-    """Seconds that all of CORE would take, without tokenizing; rows `packed` and `one by one`,
-    and `torch, one by one` where it is installed. The speed-up is that over the last of them.
+def bench_tasks(
+    name: str, overrides: Sequence[str], variant: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """Seconds that all of CORE would take, without tokenizing: rows `packed`, `one by one` and,
+    where it is installed, `torch, one by one`. The record is yielded again with each row; the
+    speed-up is that over the slowest.
     """
     w = load_workload(name, overrides)
+    record = describe("tasks", w.name, variant or w.precision, workload=w.facts()) | {"floor": {}}
     with jax.set_mesh(w.mesh):
         params = new_state(w).params
-    seconds = {"packed": packed_seconds(w, params), "one by one": one_by_one_seconds(w, params)}
-    if (peer := peer_seconds(w)) is not None:
-        seconds["torch, one by one"] = peer
-    examples, slowest = sum(shape.examples for shape in CORE.values()), list(seconds.values())[-1]
-    rows = [
-        {"name": "core", "backend": way, "seconds": s, "examples_per_s": examples / s}
-        | {"speedup": slowest / s}
-        for way, s in seconds.items()
-    ]
-    record = describe("tasks", w.name, variant or w.precision, workload=w.facts())
-    return record | {"rows": rows, "floor": {}}
+    ways = {
+        "packed": lambda: packed_seconds(w, params),
+        "torch, one by one": lambda: peer_seconds(w),
+        "one by one": lambda: one_by_one_seconds(w, params),
+    }
+    examples, rows = sum(shape.examples for shape in CORE.values()), []
+    for way, measure in ways.items():
+        if (s := measure()) is not None:
+            row = {"name": "core", "backend": way, "seconds": s, "examples_per_s": examples / s}
+            rows.append(row)
+        slowest = max(row["seconds"] for row in rows)
+        yield record | {"rows": [row | {"speedup": slowest / row["seconds"]} for row in rows]}
 
 
 def peer_seconds(w: Workload) -> float | None:
@@ -137,9 +144,10 @@ def one_by_one_seconds(w: Workload, params: Any) -> float:
     }
     like = lambda size: jax.ShapeDtypeStruct(size, np.int32)
     distinct = list(dict.fromkeys(sizes.values()))
-    with ThreadPoolExecutor() as pool:  # minutes of compiling, one after the other
-        compiled = pool.map(lambda size: alone.lower(params, like(size)).compile(), distinct)
-        programs = dict(zip(distinct, compiled))
+    options = known_options(("cublas",))
+    build = lambda size: alone.lower(params, like(size)).compile(compiler_options=options)
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        programs = dict(zip(distinct, pool.map(build, distinct)))
     seconds = {size: seconds_of(run, params, size, w) for size, run in programs.items()}
     return sum(seconds[sizes[name]] * shape.examples for name, shape in CORE.items())
 

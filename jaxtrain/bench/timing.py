@@ -12,6 +12,9 @@ import jax.numpy as jnp
 COLD_BYTES = 2**28  # inputs that add up to this do not stay in any device's cache
 WINDOW_SECONDS = 0.2
 MOST_CALLS = 1000  # of a window
+# Programs compiled at once: XLA's search among kernels times them on the GPU, where many at once
+# wait for one another.
+COMPILERS = 3
 SHORT_MS = 0.2  # below this, a call from Python may take longer than the device does
 
 
