@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -12,8 +13,13 @@ from jaxtyping import install_import_hook
 # Before the first import of the packages under test: their annotations are checked at every call.
 install_import_hook(["jaxtrain", "jaxtrain_kernels"], "beartype.beartype")
 
+CACHE = Path(__file__).parents[1] / ".cache"
+if sys.dont_write_bytecode:  # every process that a test starts would compile all of jax's source
+    sys.dont_write_bytecode, sys.pycache_prefix = False, str(CACHE / "bytecode")
+    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
+    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 SETTINGS = {
-    "jax_compilation_cache_dir": str(Path(__file__).parents[1] / ".cache" / "jax-tests"),
+    "jax_compilation_cache_dir": str(CACHE / "jax-tests"),
     "jax_persistent_cache_min_compile_time_secs": 0.2,
     "jax_persistent_cache_min_entry_size_bytes": 0,
     "jax_numpy_rank_promotion": "raise",

@@ -1,5 +1,6 @@
 """Preference training: losses of the papers, pairs side by side, the reference, whole runs."""
 
+import functools
 import json
 import shutil
 
@@ -102,14 +103,19 @@ def packed(pairs, references, notes, rows=4):
     return PairBatch(*cut, found, known)
 
 
+@functools.partial(jax.jit, static_argnums=0)
+def all_logits(graphdef, params, tokens_BT):
+    model = nnx.merge(graphdef, params)
+    return model.hidden(tokens_BT) @ model.head_DV()[:, :VOCAB]
+
+
 def plain_logps(graphdef, params, pairs, xp):
     """Each text in a row of its own, all logits in memory; NumPy's in float64: [pairs, 2]."""
     texts = [text for pair in pairs for text in pair]
     ids, learned = (np.zeros((len(texts), LONGEST), np.int32) for _ in range(2))
     for i, (tokens, marks) in enumerate(texts):
         ids[i, : len(tokens)], learned[i, : len(tokens)] = tokens, marks
-    model = nnx.merge(graphdef, params)
-    logits = model.hidden(jnp.asarray(ids)) @ model.head_DV()[:, :VOCAB]
+    logits = all_logits(graphdef, params, ids)
     if xp is np:
         logits = np.asarray(logits, np.float64)
     top = logits.max(-1, keepdims=True)
@@ -297,6 +303,7 @@ def test_the_reference_is_the_model_without_the_adapter(dpo, whole):
     base, tuned = load_saved(whole), load_saved(run)
     chat = make_chat(*template_for(tuned), tuned.tokenizer)
     model = nnx.merge(base.graphdef, jax.tree.map(jnp.asarray, base.params))
+    logits_of = jax.jit(lambda ids_1T: model.logits(model.hidden(ids_1T)[0]))
     with np.load(run / "reference.npz") as file:
         stored = dict(file)
     assert set(stored) == {"train", "held out"}
@@ -306,7 +313,7 @@ def test_the_reference_is_the_model_without_the_adapter(dpo, whole):
             asked = [{"role": "user", "content": f"Is {i} a number?"}]
             document = chat.answer([*asked, {"role": "assistant", "content": word}], 1)
             ids = np.concatenate([[chat.start], document.ids])
-            logits = model.logits(model.hidden(jnp.asarray(ids, jnp.int32)[None])[0])
+            logits = logits_of(jnp.asarray(ids, jnp.int32)[None])
             each = jax.nn.log_softmax(logits)[np.arange(len(ids) - 1), ids[1:]]
             np.testing.assert_allclose(each[document.marks].sum(), logp, rtol=1e-4)
 

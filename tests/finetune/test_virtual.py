@@ -44,15 +44,14 @@ def logits(graphdef, params, tokens_BT, positions_BT=None, segments_BT=None):
     return model.logits(x_BTD.reshape(-1, x_BTD.shape[-1])).reshape(*tokens_BT.shape, -1)
 
 
-@functools.partial(jax.jit, static_argnums=(0, 3))
 def decoded(graphdef, params, tokens_BT, start):
     """Logits of the tokens from `start` on, one by one behind a prefill that is padded."""
-    model = nnx.merge(graphdef, params)
-    lengths_B = jnp.full(len(tokens_BT), start)
-    x_BD, cache = model.prefill(tokens_BT, lengths_B, tokens_BT.shape[1])
-    found = [model.logits(x_BD)]
-    for t in range(start, tokens_BT.shape[1]):
-        x_BD, cache = model.decode(tokens_BT[:, t], cache)
+    model, length = nnx.merge(graphdef, params), tokens_BT.shape[1]
+    prefill = jax.jit(lambda tokens, lengths: model.prefill(tokens, lengths, length))
+    x_BD, cache = prefill(tokens_BT, jnp.full(len(tokens_BT), start))
+    found, decode = [model.logits(x_BD)], jax.jit(model.decode)
+    for t in range(start, length):
+        x_BD, cache = decode(tokens_BT[:, t], cache)
         found.append(model.logits(x_BD))
     return jnp.stack(found, axis=1)
 

@@ -28,6 +28,7 @@ def small():
 
 def fp8_task(history, **changes):
     alike = {"depth": 2, "window_pattern": "L", "value_embeddings": False}
+    alike |= {"smear": False, "backout": False, "residual_scales": False}
     return make_task(resolved(**alike | changes, fp8="blocks", fp8_history=history))
 
 
@@ -122,7 +123,7 @@ def trained(task, knobs, mesh):
 @pytest.fixture(scope="module")
 def whole(small, tmp_path_factory):
     """40 steps: (their function, the state after 5, its checkpoints, the last state, losses)."""
-    folder, run = tmp_path_factory.mktemp("run"), trained(*fp8_task(16), mesh_of())
+    folder, run = tmp_path_factory.mktemp("run"), trained(*fp8_task(16, depth=1), mesh_of())
     state, first = run(None, 5)
     early = jax.device_get(state)
     with Checkpointer(folder, CheckpointConfig.model_validate({})) as checkpoints:
@@ -133,7 +134,7 @@ def whole(small, tmp_path_factory):
 
 @pytest.mark.slow
 def test_a_model_learns_as_it_does_with_current_scaling(whole):
-    losses = trained(*fp8_task(None), mesh_of())(None, 40)[1]
+    losses = trained(*fp8_task(None, depth=1), mesh_of())(None, 40)[1]
     assert losses[-1] < 0.85 * losses[0]
     np.testing.assert_allclose(whole[-1], losses, rtol=0.01)
 
@@ -141,7 +142,7 @@ def test_a_model_learns_as_it_does_with_current_scaling(whole):
 def test_resumed_is_uninterrupted_bit_for_bit(whole):
     run, early, folder, last, losses = whole
     assert all((x[:5] > 0).all() and not x[5:].any() for x in early.maxima.inputs.values())
-    (task, _), mesh = fp8_task(16), mesh_of()
+    (task, _), mesh = fp8_task(16, depth=1), mesh_of()
     with jax.set_mesh(mesh), Checkpointer(folder, CheckpointConfig.model_validate({})) as saved:
         state, _ = new_or_resumed(task, state_shardings(task, mesh), saved, seed=1)
     same(state, early)
@@ -152,7 +153,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(whole):
 def test_sharded_is_one_device(whole):
     """The maxima are those of the whole tensors, on every device."""
     mesh = mesh_of(data=2, fsdp=2, tensor=2)
-    state, losses = trained(*fp8_task(16), mesh)(None, 5)
+    state, losses = trained(*fp8_task(16, depth=1), mesh)(None, 5)
     np.testing.assert_allclose(losses, whole[-1][:5], rtol=1e-3)
     for x, expected in zip(jax.tree.leaves(state.maxima), jax.tree.leaves(whole[1].maxima)):
         np.testing.assert_allclose(x, expected, rtol=0.1)

@@ -100,7 +100,7 @@ def test_scan_and_remat_change_nothing():
         return run(random_params(task.specs), batch(4, micro=4))
 
     (loss, _), grads, _ = losses()
-    for (other_loss, _), other_grads, _ in (losses(scan_layers=True), losses(remat="block")):
+    for (other_loss, _), other_grads, _ in [losses(scan_layers=True, remat="block")]:
         np.testing.assert_allclose(other_loss, loss, rtol=1e-5)
         for a, b in zip(jax.tree.leaves(grads), jax.tree.leaves(other_grads), strict=True):
             # A last bit before a cast can move a value by a step of float8.
@@ -110,7 +110,7 @@ def test_scan_and_remat_change_nothing():
 @pytest.mark.usefixtures("small")
 def test_a_model_learns_as_it_does_without():
     def losses(fp8):
-        task, knobs = make_task(resolved(depth=2, fp8=fp8))
+        task, knobs = make_task(resolved(depth=1, fp8=fp8))
         mesh, out = mesh_of(), []
         with jax.set_mesh(mesh):
             step, state = make_step(task, mesh), begin(task, mesh)

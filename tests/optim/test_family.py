@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from pydantic import TypeAdapter
-from tiny import VOCAB, batch, begin_random, make_task, mesh_of, random_params, resolved
+from tiny import LLAMA, VOCAB, batch, begin_random, make_task, mesh_of, random_params, resolved
 
 from jaxtrain.model import Transformer, path_name, split
 from jaxtrain.optim import OptimConfig, make_optimizer
@@ -321,7 +321,7 @@ SLOW = [pytest.param(name, 1e-4, marks=pytest.mark.slow) for name in ("lamb", "l
 def test_eight_devices_train_as_one(name, tolerance):
     """What looks beyond single values: norms, blocks, eigenvectors."""
     fields = {"min_size": 256, "block_size": 16} if name == "adamw8bit" else {}
-    task, knobs = make_task(resolved(depth=1), config(name, **fields))
+    task, knobs = make_task(resolved(**LLAMA | {"depth": 1}), config(name, **fields))
     losses = []
     for mesh in (mesh_of(), mesh_of(2, 2, 2)):
         with jax.set_mesh(mesh):
