@@ -92,7 +92,10 @@ def mean_error(x, y):
     return np.abs(x[np.isfinite(y)] - y[np.isfinite(y)]).mean()
 
 
-@pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+BF16 = pytest.param(jnp.bfloat16, marks=pytest.mark.slow)  # as in test_attention_gpu.py
+
+
+@pytest.mark.parametrize("dtype", [BF16, jnp.float16])
 @by_name([s for s in ATTENTION_SMALL if s.name == "all"])
 def test_xla_in_16_bits_is_as_exact_as_the_reference_in_16_bits(shape, dtype):
     errors = []

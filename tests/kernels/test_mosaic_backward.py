@@ -91,7 +91,15 @@ def assert_equals_reference(shape, tiling, ids=None, dtype: Any = jnp.bfloat16, 
     return run, arrays, got
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case[0].name)
+# The rest are of the same kinds, and slow in interpret mode.
+EACH = ("full_ragged", "gqa_softcap", "window", "packed_window", "dk_from_shared", "large_heads",
+        "tiny")  # fmt: skip
+COVER = [
+    pytest.param(case, marks=() if case[0].name in EACH else pytest.mark.slow) for case in SHAPES
+]
+
+
+@pytest.mark.parametrize("case", COVER, ids=lambda case: case[0].name)
 def test_equals_reference_without_races(case, capfd):
     assert_equals_reference(*case)
     assert "RACE" not in "".join(capfd.readouterr())

@@ -75,7 +75,15 @@ def assert_equals_reference(shape, tiling, ids=None, interpret=INTERPRET, dtype=
     np.testing.assert_allclose(lse, expected_lse, atol=1e-5, rtol=1e-5)
 
 
-@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case[0].name)
+# The rest are of the same kinds, and slow in interpret mode.
+EACH = ("full_ragged", "gqa_softcap", "packed_window", "tiny", "halves_narrow", "halves_edge3",
+        "halves_packed", "plain", "polynomial")  # fmt: skip
+COVER = [
+    pytest.param(case, marks=() if case[0].name in EACH else pytest.mark.slow) for case in SHAPES
+]
+
+
+@pytest.mark.parametrize("case", COVER, ids=lambda case: case[0].name)
 def test_equals_reference_without_races(case, capfd):
     assert_equals_reference(*case)
     assert "RACE" not in "".join(capfd.readouterr())

@@ -186,7 +186,7 @@ def test_the_default_is_xla():
     ("C", "V", "softcap", "z_loss", "valid", "blocks"),
     [
         (5, 4096, 15.0, 0.0, None, 2),
-        (3, 8192, None, 0.1, 8001, 1),
+        pytest.param(3, 8192, None, 0.1, 8001, 1, marks=pytest.mark.slow),
         (2, 4096, 50.0, 0.1, 3000, 1),
     ],
     ids=["softcap", "padded_vocab", "all"],

@@ -54,10 +54,10 @@ def assert_equals_reference(op, L, M, K, dtype, tiling):
 @pytest.mark.parametrize(
     ("L", "M", "K", "dtype", "tiling"),
     [
-        (2, 256, 256, jnp.bfloat16, SMALL),
+        pytest.param(2, 256, 256, jnp.bfloat16, SMALL, marks=pytest.mark.slow),
         (1, 384, 192, jnp.float16, SMALL._replace(stages=2)),
-        (1, 192, 64, jnp.float16, SMALL._replace(blocks=1)),
-        (1, 256, 128, jnp.bfloat16, Tiling(blocks=1)),
+        pytest.param(1, 192, 64, jnp.float16, SMALL._replace(blocks=1), marks=pytest.mark.slow),
+        (2, 256, 128, jnp.bfloat16, Tiling(blocks=1)),
     ],
     ids=["even", "odd_tiles", "ragged", "three_warpgroups"],
 )

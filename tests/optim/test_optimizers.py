@@ -39,7 +39,7 @@ def config(name, **fields):
 def trained(request):
     """(task, knobs, compiled step, state, losses) after some steps on one batch."""
     # gains as well, so that every role is there
-    task, knobs = make_task(resolved(depth=2, norm_gain=True), config(request.param), STEPS)
+    task, knobs = make_task(resolved(depth=1, norm_gain=True), config(request.param), STEPS)
     step, state = make_step(task, mesh_of()), begin(task, mesh_of())
     rows, losses = batch(micro=8), []
     for _ in range(STEPS):

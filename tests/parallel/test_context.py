@@ -30,9 +30,12 @@ def documents(rows=2, seed=0):
     return np.where(np.arange(T) < T - 3, ids, 0).astype(np.int32)
 
 
+SLOW = [pytest.param(*c, marks=pytest.mark.slow) for c in ((3, 2.0, False), (None, None, True))]
+
+
 @pytest.mark.parametrize(
     ("window", "softcap", "segments"),
-    [(None, None, False), (3, 2.0, False), (12, 2.0, True), (None, None, True)],
+    [(None, None, False), (12, 2.0, True), *SLOW],
 )
 def test_attention_of_a_spread_text(window, softcap, segments):
     """Outputs, and the gradients of a sum in which each output has another weight."""

@@ -32,11 +32,15 @@ def documents(rows):
     return 1 + jnp.cumsum(jnp.asarray(rows.tokens_BT) % 16 == 0, axis=1, dtype=jnp.int32)
 
 
+TWICE = GPT | {"depth": 8}, dict(pipeline=2, fsdp=4), 4, 2
+TWICE = pytest.param(*TWICE, marks=pytest.mark.slow)  # as a whole step of llama's below
+
+
 @pytest.mark.parametrize(
     ("family", "sizes", "micro", "repeats"),
     [
         (GPT, dict(pipeline=2, fsdp=2), 2, 1),
-        (GPT | {"depth": 8}, dict(pipeline=2, fsdp=4), 4, 2),
+        TWICE,
         (LLAMA, dict(pipeline=2), 8, 1),
     ],
     ids=["gpt", "gpt twice round", "llama"],
