@@ -13,7 +13,7 @@ from jaxtrain.bench.step import matmul_weights, muon_flops
 from jaxtrain.bench.workload import load_workload, random_batch
 
 main = importlib.import_module("jaxtrain.bench.__main__").main
-TINY = ["train.batch_size=8", "train.sequence_length=32", "model.depth=2", "model.width=32",
+TINY = ["train.batch_size=8", "train.sequence_length=32", "model.depth=1", "model.width=32",
         "model.head_dim=8", "data.tokenizer.vocab_size=300"]  # fmt: skip
 SCHEMA = {"bench", "config", "variant", "device", "device_count", "peers", "floor", "versions",
           "commit", "when"}  # fmt: skip

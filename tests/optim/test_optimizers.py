@@ -38,8 +38,10 @@ def config(name, **fields):
 @pytest.fixture(scope="module", params=OPTIMIZERS)
 def trained(request):
     """(task, knobs, compiled step, state, losses) after some steps on one batch."""
-    # gains as well, so that every role is there
-    task, knobs = make_task(resolved(depth=1, norm_gain=True), config(request.param), STEPS)
+    # every role is there, in few arrays
+    plain = {"depth": 1, "value_embeddings": False, "smear": False, "backout": False}
+    c = resolved(**plain, norm_gain=True)
+    task, knobs = make_task(c, config(request.param), STEPS)
     step, state = make_step(task, mesh_of()), begin(task, mesh_of())
     rows, losses = batch(micro=8), []
     for _ in range(STEPS):

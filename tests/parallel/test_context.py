@@ -114,7 +114,7 @@ GPT = {
     [
         (GPT, dict(fsdp=2, context=2, tensor=2)),
         (LLAMA, dict(context=4)),
-        (LLAMA, dict(fsdp=4, context=2)),
+        pytest.param(LLAMA, dict(fsdp=4, context=2), marks=pytest.mark.slow),
     ],
     ids=["gpt fsdp context tensor", "llama context", "llama fsdp context"],
 )

@@ -105,7 +105,13 @@ def one_device():
     return task, jax.device_get(results(task, mesh_of())[1:])
 
 
-@pytest.mark.parametrize(("axes", "zero", "copy", "summed"), MESHES.values(), ids=MESHES)
+EACH = [
+    pytest.param(*mesh, marks=pytest.mark.slow if name == "data=4" else ())
+    for name, mesh in MESHES.items()
+]
+
+
+@pytest.mark.parametrize(("axes", "zero", "copy", "summed"), EACH, ids=MESHES)
 def test_loss_and_gradients_are_those_of_one_device(one_device, axes, zero, copy, summed):
     task, (loss, grads) = one_device
     copies, other_loss, others = results(task._replace(zero=zero), mesh_of(**axes))
