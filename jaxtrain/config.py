@@ -308,14 +308,14 @@ def locate(loc: tuple[Any, ...]) -> tuple[str, type[BaseModel] | None]:
 
 def variants_of(field: FieldInfo) -> list[type[BaseModel]]:
     """The section models that a field may hold."""
+    return list(models_in(field.annotation))
 
-    def walk(annotation: Any) -> Iterator[type[BaseModel]]:
-        if isinstance(annotation, type) and issubclass(annotation, BaseModel):
-            yield annotation
-        for part in get_args(annotation):
-            yield from walk(part)
 
-    return list(walk(field.annotation))
+def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+    if isinstance(annotation, type) and issubclass(annotation, BaseModel):
+        yield annotation
+    for part in get_args(annotation):
+        yield from models_in(part)
 
 
 def tag_of(model: type[BaseModel]) -> str | None:
