@@ -8,7 +8,7 @@ from jaxtrain.bench import finetune
 from jaxtrain.bench.__main__ import main
 
 TINY = [
-    "model.depth=2", "model.width=64", "model.head_dim=16", "model.hidden=128",
+    "model.depth=1", "model.width=64", "model.head_dim=16", "model.hidden=128",
     "data.tokenizer={name: bytes}",
 ]  # fmt: skip
 

@@ -144,9 +144,20 @@ def test_a_torn_metrics_line_does_not_stop_a_resume(whole, copy):
 LONG = {"train__steps": 30, "eval__every": "null", "sample__every": "null"}
 
 
+# A step takes half a second, so that a test on a loaded machine is in time to stop it.
+SLOWLY = """
+import sys, time
+from jaxtrain.main import main
+from jaxtrain.metrics import MetricsWriter
+real = MetricsWriter.push
+MetricsWriter.push = lambda *given: time.sleep(0.5) or real(*given)
+raise SystemExit(main(sys.argv[1:]))
+"""
+
+
 def started(directory, **changes):
     """The command in a process of its own."""
-    command = [sys.executable, "-W", "error", "-m", "jaxtrain.main"]
+    command = [sys.executable, "-W", "error", "-c", SLOWLY]
     return subprocess.Popen(
         [*command, *run_overrides(directory, **LONG | changes)],
         cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
@@ -174,7 +185,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(long, tmp_path):
     process = started(tmp_path, **changes)
     wait_for(process, lambda: run_dir.is_dir() and "loss" in metrics_text(run_dir))
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=60)
+    out, err = process.communicate(timeout=120)
     assert process.returncode == 0, err
     (step,) = steps_of(run_dir)
     assert 0 < step < 30
@@ -186,7 +197,10 @@ def test_sigterm_saves_and_the_same_command_goes_on(long, tmp_path):
     assert_same_run(run_dir, long)
 
 
-@pytest.mark.parametrize("number", [signal.SIGTERM, signal.SIGINT], ids=lambda n: n.name)
+INTERRUPT = pytest.param(signal.SIGINT, marks=pytest.mark.slow)
+
+
+@pytest.mark.parametrize("number", [signal.SIGTERM, INTERRUPT], ids=lambda n: n.name)
 def test_a_signal_stops_after_the_step_in_hand(whole, tmp_path, monkeypatch, number):
     real = MetricsWriter.push
 

@@ -207,7 +207,9 @@ def run_switched(changes):
     segments = jnp.repeat(jnp.array([1, 2]), T // 2)[None].repeat(2, 0)
     positions = jnp.arange(T)[None].repeat(2, 0)
     # Not as one program: most of the operations are those of the other switches.
-    return np.asarray(logits.__wrapped__(graphdef, params, jnp.asarray(tokens(2)), positions, segments))
+    return np.asarray(
+        logits.__wrapped__(graphdef, params, jnp.asarray(tokens(2)), positions, segments)
+    )
 
 
 @pytest.mark.parametrize("changes", SWITCHES.values(), ids=SWITCHES)
