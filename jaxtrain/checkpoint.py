@@ -1,14 +1,20 @@
 """Checkpoints through orbax: asynchronous, atomic, restored onto any mesh."""
 
 import json
+import logging
 from pathlib import Path
 from typing import Any
 
+import jax
 import orbax.checkpoint as ocp
 from etils import epath
 from pydantic import Field
 
 from jaxtrain.settings import Settings, UserError
+
+# Of an array that several devices hold whole, each sends the host a part of at least this size, by
+# a program of its own. Orbax's default, parts of any size, has a first save wait for hundreds.
+PART_BYTES = 2**26
 
 
 class CheckpointConfig(Settings):
@@ -23,6 +29,14 @@ class CheckpointConfig(Settings):
     )
 
 
+def send_in_large_parts() -> None:
+    """Arrays are sent to the host in parts of `PART_BYTES` and more, in this process."""
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=PART_BYTES)
+    logging.disable(logging.WARNING)  # that it takes the place of orbax's own
+    ocp.type_handlers.register_type_handler(jax.Array, arrays, override=True)
+    logging.disable(logging.NOTSET)
+
+
 class Checkpointer:
     """The checkpoints of one run directory: `checkpoints/STEP/{params,rest,position}`.
 
@@ -32,6 +46,7 @@ class Checkpointer:
 
     def __init__(self, run_dir: Path, config: CheckpointConfig):
         self.directory = run_dir.resolve() / "checkpoints"
+        send_in_large_parts()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=config.keep,
             keep_period=config.keep_every,
