@@ -93,6 +93,8 @@ def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
             "are held out stands in its metrics.jsonl; ask it --tasks"
         )
     prepared = data.prepare(data_for(saved, config))
+    for line in data.left_out(prepared):
+        print(line, file=sys.stderr)
     if prepared.tokenizer.fingerprint != saved.tokenizer.fingerprint:
         raise UserError("data.tokenizer makes another tokenizer than the model was trained with")
     if prepared.validation is None:

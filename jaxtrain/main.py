@@ -4,7 +4,6 @@ python -m jaxtrain.main --config configs/quickstart.yaml optim.matrix_lr=0.01
 """
 
 import argparse
-import os
 import sys
 
 from jaxtrain.bench.preflight import add_preflight, preflight_of, report
@@ -57,8 +56,6 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:  # outside the loop, which saves and stops by itself, or the second
         print("interrupted; the same command goes on from its last checkpoint", file=sys.stderr)
         return 130
-    except BrokenPipeError:  # the reader has gone, as in `--help | head`
-        os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
     return 0
 
 

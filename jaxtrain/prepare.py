@@ -42,6 +42,8 @@ def main(argv: list[str] | None = None) -> int:
             f"{name:12s} {store.documents:,} documents, {store.tokens:,} tokens, "
             f"{store.bytes / max(store.tokens, 1):.2f} bytes a token, {store.directory or ''}"
         )
+    for line in data.left_out(prepared):
+        print(f"{'left out':12s} {line}")
     print(f"{'vocabulary':12s} {prepared.tokenizer.vocab_size:,} tokens")
     print(f"{'ready after':12s} {time.monotonic() - begin:.1f} s")
     return 0

@@ -26,7 +26,7 @@ def data_section(run_dir: Path, rows: Sequence[Row]) -> str:
         return ""
     last = next((row for row in reversed(rows) if "data_crop" in row), {})
     lines = ["<h2>Data</h2>", _packing(last), _waited(rows), *_conversations(sources)]
-    lines += ['<div class="wide">', _table(sources, last)]
+    lines += [*_skipped(sources), '<div class="wide">', _table(sources, last)]
     histograms = [_histogram(name, source["lengths"]) for name, source in sources.items()]
     lines += [
         *(_filters(n, s["filters"]) for n, s in sources.items() if s.get("filters")),
@@ -55,6 +55,14 @@ def _waited(rows: Sequence[Row]) -> str:
 def _conversations(sources: dict[str, Row]) -> list[str]:
     talk = {name: source for name, source in sources.items() if "unanswered" in source}
     return [f"<p>{escape(name)}: {in_words(source)}.</p>" for name, source in talk.items()]
+
+
+def _skipped(sources: dict[str, Row]) -> list[str]:
+    lost = [item for source in sources.values() for item in source.get("skipped", {}).items()]
+    return [
+        f'<p class="warning">{escape(name)} is damaged: its {count:,} documents are left out.</p>'
+        for name, count in lost
+    ]
 
 
 def _table(sources: dict[str, Row], last: Row) -> str:

@@ -2,6 +2,7 @@
 
 import errno
 import functools
+import os
 import sys
 from collections.abc import Callable
 from typing import Any
@@ -36,9 +37,14 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
     @functools.wraps(main)
     def run(*args: Any, **kwargs: Any) -> int:
         try:
-            return main(*args, **kwargs)
+            code = main(*args, **kwargs)
+            sys.stdout.flush()
+            return code
         except UserError as error:
             print(f"error: {error}", file=sys.stderr)
+        except BrokenPipeError:  # the reader has gone, as in `--help | head`
+            os.dup2(os.open(os.devnull, os.O_WRONLY), sys.stdout.fileno())
+            return 0
         except OSError as error:
             if error.errno not in DISK:
                 raise

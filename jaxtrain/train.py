@@ -96,6 +96,8 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
     corpus = data.describe(data.stores_of(prepared.train), prepared.filters)
     total = sum(source["tokens"] for source in corpus.values())
     say(f"data     {total:,} training tokens, vocabulary {tokenizer.vocab_size:,}")
+    for line in data.left_out(prepared):
+        say(f"data     {line}")
     views = views_of(prepared, c)
     template = data.template_of(c.data)
     chat = data.make_chat(*template, tokenizer) if template else None

@@ -2,8 +2,10 @@
 
 import ast
 import json
+import os
 import re
 import runpy
+import subprocess
 import sys
 from pathlib import Path
 
@@ -196,6 +198,18 @@ def test_a_path_that_cannot_be_used_is_one_line(tmp_path, capsys):
     assert capsys.readouterr().err == f"error: {tmp_path / 'file' / 'run'}: Not a directory\n"
     with pytest.raises(FileNotFoundError):  # may be a mistake of the code: its traceback is shown
         broken()
+
+
+@pytest.mark.parametrize("lines", [1, 100_000])
+def test_a_reader_that_has_gone_is_no_error(lines):
+    """As in `data show | head`."""
+    program = "import sys; from jaxtrain.settings import command; "
+    program += f"sys.exit(command(lambda: print('x\\n' * {lines}) or 0)())"
+    reader, writer = os.pipe()
+    os.close(reader)
+    found = subprocess.run([sys.executable, "-c", program], stdout=writer, stderr=subprocess.PIPE)
+    os.close(writer)
+    assert (found.returncode, found.stderr) == (0, b"")
 
 
 def test_all_that_is_wrong_is_said_a_line_each(capsys):

@@ -4,7 +4,7 @@ from jaxtrain.data.augment import make_augment
 from jaxtrain.data.chat import Chat, make_chat
 from jaxtrain.data.config import DataConfig
 from jaxtrain.data.conversations import fitting, held_out_pairs, in_words, template_of
-from jaxtrain.data.corpus import describe, prepare
+from jaxtrain.data.corpus import describe, left_out, prepare
 from jaxtrain.data.defaults import chat_sources, fill_in_chat
 from jaxtrain.data.loader import Loader, stores_of, train_batches, validation_batches
 from jaxtrain.data.mixture import check_lengths
@@ -42,6 +42,7 @@ __all__ = [
     "fitting",
     "held_out_pairs",
     "in_words",
+    "left_out",
     "load_tokenizer",
     "make_augment",
     "make_chat",

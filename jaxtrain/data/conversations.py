@@ -93,7 +93,7 @@ def held_out_pairs(store: TokenStore | None, config: DataConfig, length: int) ->
     if config.validation.name == "source":
         source = config.validation.source
     assert source.name == "preference"
-    return fit_pairs(store, source.too_long, length)[0]
+    return fit_pairs(store, source.too_long, length, "validation")[0]
 
 
 def template_of(config: DataConfig) -> tuple[str, dict[str, str]] | None:

@@ -88,6 +88,7 @@ def join(stores: Sequence[TokenStore]) -> TokenStore:
         fingerprint=hashlib.sha256(names.encode()).hexdigest(),
         first_record=np.concatenate([*firsts, offsets[-1:]]),
         weights=None,
+        skipped={path: count for store in stores for path, count in store.skipped.items()},
         records=_Records([store.records for store in stores], offsets.tolist()),
     )
 
@@ -109,17 +110,26 @@ class _Records:
 
 def describe(stores: dict[str, TokenStore], filters: Reports | None = None) -> dict[str, dict]:
     """Of each source, for people: documents, tokens, bytes, how many documents have at most
-    2, 4, 8, ... tokens and more than half of that, and what filters removed."""
+    2, 4, 8, ... tokens and more than half of that, the documents of each damaged shard that are
+    left out, and what filters removed."""
     return {
         name: {
             "documents": store.documents,
             "tokens": store.tokens,
             "bytes": store.bytes,
             "lengths": _histogram(store.lengths),
+            "skipped": {Path(path).name: count for path, count in store.skipped.items()},
             "filters": (filters or {}).get(name),
         }
         for name, store in stores.items()
     }
+
+
+def left_out(prepared: Prepared) -> list[str]:
+    """A line for each damaged shard that `data.skip_damaged` leaves out of a split."""
+    splits = [*stores_of(prepared.train).values(), prepared.validation]
+    lost = (item for store in splits if store is not None for item in store.skipped.items())
+    return [f"{path} is damaged: its {count:,} documents are left out" for path, count in lost]
 
 
 def _histogram(lengths: np.ndarray) -> dict[str, int]:

@@ -6,6 +6,7 @@ from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from itertools import chain
+from pathlib import Path
 from typing import Any
 
 import grain
@@ -143,7 +144,7 @@ def train_batches(
         limits = {name: part.max_epochs for name, part in config.train.sources.items()}
         identity |= {"weights": weights_of(config.train), "max_epochs": limits}
     if state is not None:
-        _check_state(state, identity)
+        _check_state(state, identity, stores)
         batches.set_state(state["position"])
     return Loader(batches, plan, identity, readers, counted)
 
@@ -262,9 +263,19 @@ def _share_of_process(batch_size: int, process_index: int, process_count: int) -
     return range(process_index * share, (process_index + 1) * share)
 
 
-def _check_state(state: dict[str, Any], identity: dict[str, Any]) -> None:
+def _check_state(
+    state: dict[str, Any], identity: dict[str, Any], stores: dict[str, TokenStore]
+) -> None:
     for key, value in identity.items():
-        if state.get(key) != value:
+        if state.get(key) == value:
+            continue
+        lost = [path for store in stores.values() for path in store.skipped]
+        if key == "data" and lost:
             raise UserError(
-                f"the data position was saved with {key} {state.get(key)}, but this run has {value}"
+                f"a run that began with the whole data cannot go on without {', '.join(lost)}; "
+                f"delete {Path(lost[0]).parent} to have it prepared again, or set run.name to "
+                "start another run"
             )
+        raise UserError(
+            f"the data position was saved with {key} {state.get(key)}, but this run has {value}"
+        )

@@ -89,12 +89,17 @@ def plain(text: str) -> str:
 
 def _turns(record: dict[str, Any]) -> Any:
     if "instruction" in record and "output" in record:
-        asked = [record["instruction"], *([record["input"]] if record.get("input") else [])]
-        user = "\n\n".join(map(str, asked))
+        user = instruction_of(record)
         system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
         answer = {"role": "assistant", "content": record["output"]}
         return [*system, {"role": "user", "content": user}, answer]
     return record.get("messages", record.get("conversations"))
+
+
+def instruction_of(record: dict[str, Any]) -> str:
+    """What Alpaca's `instruction` and `input` ask together."""
+    asked = [record["instruction"], *([record["input"]] if record.get("input") else [])]
+    return "\n\n".join(map(str, asked))
 
 
 def message_of(turn: Any, place: str) -> Message:

@@ -33,7 +33,9 @@ class PairBatch(NamedTuple):
     references_BP2: np.ndarray  # float32, log-probs of the reference; 0 where there is none
 
 
-def fit_pairs(store: TokenStore, rule: str, length: int) -> tuple[TokenStore, dict[str, int]]:
+def fit_pairs(
+    store: TokenStore, rule: str, length: int, split: str = "train"
+) -> tuple[TokenStore, dict[str, int]]:
     """A view of a store of preferences as pairs that fit a row, and how many there are, lost
     their end, and were left out. Raises UserError if none is left."""
     stored = store.lengths.reshape(-1, TEXTS).astype(np.int64)
@@ -51,7 +53,7 @@ def fit_pairs(store: TokenStore, rule: str, length: int) -> tuple[TokenStore, di
         kept[some] = answered.reshape(-1, 2).all(1)
     if not kept.any():
         raise UserError(
-            f"data.train: none of the {len(kept)} preferences is left: they are longer than "
+            f"data.{split}: none of the {len(kept)} preferences is left: they are longer than "
             f"train.sequence_length {length} (the shortest pair has {stored[:, :2].sum(1).min()} "
             f"tokens) and too_long is {rule}"
         )

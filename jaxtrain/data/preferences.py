@@ -1,6 +1,7 @@
 """Preferences as people store them -> two conversations with one beginning, and a note.
 
-A pair is a prompt, the answer that was chosen and the one that was rejected. A judged answer (KTO,
+A pair is a prompt, the answer that was chosen and the one that was rejected; the prompt may be
+ShareGPT's `conversations` up to there, or Alpaca's `instruction` and `input`. A judged answer (KTO,
 arXiv:2402.01306) is a prompt, a completion and whether it was wanted; the second conversation is
 then the same prompt with the completion of the next line, which KTO compares with.
 """
@@ -12,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data.chat import Chat, Document
-from jaxtrain.data.messages import Message, checked, message_of, records
+from jaxtrain.data.messages import Message, checked, instruction_of, message_of, records
 from jaxtrain.settings import UserError
 
 PAIR, WANTED, UNWANTED = 0, 1, 2  # what the note says
@@ -27,7 +28,7 @@ def preferences(text: str, file: str, line: int) -> Iterator[str]:
     """
     judged: list[tuple[list[Message], list[Message], int, str]] = []
     for record, place in records(text, file, line):
-        if isinstance(record, dict) and "label" in record and "completion" in record:
+        if isinstance(record, dict) and "label" in record and not {*KEYS} & record.keys():
             judged.append(_judged(record, place))
         else:
             yield _json(*_pair(record, place), PAIR, place)
@@ -80,6 +81,7 @@ def _pair(record: Any, place: str) -> tuple[list[list[Message]], int]:
 
 
 KEYS = ("chosen", "rejected")
+PROMPTS = ("prompt", "question", "messages", "conversations", "instruction")
 
 
 def _judged(record: dict[str, Any], place: str) -> tuple[list[Message], list[Message], int, str]:
@@ -89,22 +91,30 @@ def _judged(record: dict[str, Any], place: str) -> tuple[list[Message], list[Mes
         raise _no_preference(record, place)
     if label not in (True, False):
         raise UserError(f"{place}: the label is {label!r}; it must be true or false")
-    answer = _messages(record["completion"], "assistant", f"{place}, completion")
+    if "completion" in record:
+        answer = _messages(record["completion"], "assistant", f"{place}, completion")
+    else:
+        *prompt, last = prompt
+        answer = [last]
+        if last["role"] != "assistant" or not prompt:
+            raise _no_preference(record, place)
     return prompt, answer, WANTED if label else UNWANTED, place
 
 
 def _prompt(record: dict[str, Any], place: str) -> list[Message] | None:
-    given = record.get("prompt", record.get("question"))
-    if given is None:
+    key = next((key for key in PROMPTS if key in record), None)
+    if key is None:
         return None
-    messages = _messages(given, "user", f"{place}, prompt")
+    given = instruction_of(record) if key == "instruction" else record[key]
+    messages = _messages(given, "user", f"{place}, {key}")
     system = record.get("system")
     return ([message_of({"role": "system", "content": system}, place)] if system else []) + messages
 
 
 def _messages(given: Any, role: str, place: str) -> list[Message]:
-    """A string as a message of that role, or a list of messages; an answer is the last one."""
+    """A string as a message of that role, a message, or a list of them; an answer is the last."""
     turns = [{"role": role, "content": given}] if isinstance(given, str) else given
+    turns = [turns] if isinstance(turns, dict) else turns
     if not isinstance(turns, list) or not turns:
         raise UserError(f"{place} is {type(given).__name__}, not a string or a list of messages")
     messages = [message_of(turn, f"{place}, message {i}") for i, turn in enumerate(turns, 1)]
@@ -121,6 +131,7 @@ def _continues(messages: list[Message]) -> bool:
 def _no_preference(record: Any, place: str) -> UserError:
     has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
     return UserError(
-        f"{place} is no preference: expected prompt, chosen and rejected, or prompt, completion "
+        f"{place} is no preference: expected prompt (or conversations, messages, instruction), "
+        "chosen and rejected; prompt, completion and label; or messages that end with an answer, "
         f"and label; it has {has}"
     )

@@ -12,7 +12,6 @@ import json
 import os
 import random
 import shutil
-import warnings
 from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
@@ -85,8 +84,6 @@ def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prep
     ]
     _check_vocabulary(config, found[0])
     _check_weights(config, found[0])
-    for name, count in (item for store in found for item in store.skipped.items()):
-        warnings.warn(f"{name} is damaged: its {count} documents are left out", stacklevel=2)
     return Prepared(found[0], found[1] if len(found) == 2 else None, tokenizer, directory)
 
 
@@ -145,6 +142,8 @@ def _fill(config: DataConfig, directory: Path, progress: Progress) -> None:
             sample = []
             if config.tokenizer.name != "bytes" and config.tokenizer.path is None:
                 sample = training_texts(config, config.tokenizer.train_bytes, mapped, progress)
+                if not sample:
+                    raise UserError(f"{where(texts[0].source)} holds no text")
             progress("tokenizer", 0, None)
             _save_tokenizer(build_tokenizer(config.tokenizer, sample), directory)
         for text in texts:

@@ -14,6 +14,7 @@ from jaxtrain.data.augment import make_augment
 from jaxtrain.data.chat import special_names
 from jaxtrain.data.config import DataConfig
 from jaxtrain.data.conversations import fitting, in_words
+from jaxtrain.data.corpus import left_out
 from jaxtrain.data.loader import make_plan, stores_of
 from jaxtrain.data.packing import Batch, Row, assemble
 from jaxtrain.data.pairs import texts_of_pairs
@@ -59,7 +60,8 @@ def show(
     state, epochs = plan.get_state(), {name: p.count for name, p in plan.planners.items()}
     figures = plan.statistics(state)
     yield ""
-    yield f"== {step + 1} steps: crop {figures['data_crop']:.2%}, fill {figures['data_fill']:.2%}"
+    steps = f"{step + 1} step{'s' * (step > 0)}"
+    yield f"== {steps}: crop {figures['data_crop']:.2%}, fill {figures['data_fill']:.2%}"
     wide = max(len("source"), *map(len, stores))
     yield (
         f"{'source':{wide}}  {'share':>6}  {'epochs':>8}  {'documents':>11}  {'tokens':>15}  "
@@ -73,6 +75,7 @@ def show(
             f"{store.documents:11,}  {store.tokens:15,}  {store.bytes / store.tokens:11.2f}  "
             f"{int(np.median(store.lengths)):13,}"
         )
+    yield from left_out(prepared)
     for name, count in counted.items():
         mine = [texts_of_pairs(stores[name], row) for of, row in planned.rows if of == name]
         if mine:

@@ -57,7 +57,7 @@ class TokenStore:
     first_record: np.ndarray
     records: Any  # record number -> bytes
     dtype: np.dtype
-    skipped: dict[str, int] = field(default_factory=dict)  # damaged shards: documents left out
+    skipped: dict[str, int] = field(default_factory=dict)  # path of a damaged shard: its documents
     weights: np.ndarray | None = None  # float64 [documents], by which they are drawn; None: equal
     marked: bool = False  # the highest bit of a token says that it is learned; the others are not
     pairs: Pairs | None = None
@@ -134,8 +134,14 @@ def open_store(
     damaged = _damaged(directory, manifest, verify or skip_damaged)
     shards = {n: e for n, e in manifest["files"].items() if n.endswith(".array_record")}
     for name, reason in damaged.items():
-        if not skip_damaged or name not in shards or len(damaged) == len(shards):
+        if skip_damaged and name not in shards:
+            raise UserError(f"{directory / name} is {reason}; {_again(directory)}")
+        if not skip_damaged:
             raise UserError(f"{directory / name} is {reason}; {_remedy(directory)}")
+    if len(damaged) == len(shards):
+        raise UserError(
+            f"every shard of {directory} is damaged, no document would be left; {_again(directory)}"
+        )
     left = [name for name in shards if name not in damaged]
     lengths = np.load(directory / "lengths.npy")
     ends = np.cumsum([entry["documents"] for entry in shards.values()])
@@ -160,7 +166,7 @@ def open_store(
         first_record=first_record,
         records=Records([directory / n for n in left], [shards[n]["records"] for n in left]),
         dtype=np.dtype(manifest["dtype"]),
-        skipped={name: shards[name]["documents"] for name in damaged},
+        skipped={str(directory / name): shards[name]["documents"] for name in damaged},
         weights=weights,
         marked=manifest.get("marked", False),
     )
@@ -171,7 +177,7 @@ def _read_manifest(directory: Path, tokenizer: str | None) -> tuple[str, dict[st
         text = (directory / "manifest.json").read_text()
     except FileNotFoundError as error:
         raise UserError(f"{directory} is not a token store: it has no manifest.json") from error
-    again = f"delete {directory} to have it prepared again"
+    again = _again(directory)
     try:
         manifest = json.loads(text)
     except json.JSONDecodeError as error:
@@ -206,10 +212,11 @@ def _damaged(directory: Path, manifest: dict[str, Any], verify: bool) -> dict[st
 
 
 def _remedy(directory: Path) -> str:
-    return (
-        f"delete {directory} to have it prepared again, or leave its documents out with "
-        "data.skip_damaged=true"
-    )
+    return f"{_again(directory)}, or leave its documents out with data.skip_damaged=true"
+
+
+def _again(directory: Path) -> str:
+    return f"delete {directory} to have it prepared again"
 
 
 class Writer:

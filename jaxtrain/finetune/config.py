@@ -200,8 +200,12 @@ def of_adapter(folder: Path, kind: str = "lora") -> dict[str, Any]:
             raise UserError(f"{folder}: {key} {c[key]} is not supported, only {allowed[0]}")
     if kind != "lora":
         return {"tokens": c["num_virtual_tokens"]}
-    fields = {"rank": c["r"], "alpha": c["lora_alpha"], "rslora": bool(c.get("use_rslora"))}
-    fields |= {"dora": bool(c.get("use_dora"))}
+    # Modules of lower ranks are filled up with zeros; alpha keeps the factor of those without one
+    # in the patterns, and `interop.peft` that of the others.
+    most = max(c["r"], *(c.get("rank_pattern") or {"": 0}).values())
+    root = 0.5 if c.get("use_rslora") else 1.0
+    fields = {"rank": most, "alpha": c["lora_alpha"] * (most / c["r"]) ** root}
+    fields |= {"rslora": bool(c.get("use_rslora")), "dora": bool(c.get("use_dora"))}
     modules = c.get("target_modules")
     if isinstance(modules, list):
         fields["targets"] = sorted({ours for name in modules for ours in matrices(name, folder)})

@@ -1,4 +1,4 @@
-"""config.json <-> ModelConfig: both spellings of transformers (4 and 5) in, the newer one out."""
+"""config.json <-> ModelConfig: both spellings of transformers (4 and 5) in, and out."""
 
 import math
 from typing import Any
@@ -189,7 +189,7 @@ def needed(given: Json, key: str) -> Any:
 
 
 def to_config(c: ResolvedModel, family: Family, vocab_size: int) -> Json:
-    """The config.json of a model, as transformers 5 writes it; UserError if the family lacks it."""
+    """The config.json of a model, for transformers 4 and 5; UserError if the family lacks it."""
     config: Json = {"architectures": [family.architecture], "model_type": family.model_type}
     config |= {key: getattr(c, ours) for ours, key in family.keys.items()}
     config |= {"vocab_size": vocab_size, family.activation[0]: family.activation[1][0]}
@@ -207,7 +207,8 @@ def to_config(c: ResolvedModel, family: Family, vocab_size: int) -> Json:
         if family.pattern is None:
             config["use_sliding_window"] = bool(windows)
     if family.rope_base is not None:
-        config["rope_parameters"] = rope_parameters(c, family)
+        config["rope_parameters"] = rope = rope_parameters(c, family)
+        config |= rope_of_4(rope)
     fitting = model_fields(config)
     lost = differences(c, ResolvedModel.model_validate(c.model_dump() | defaults(fitting)))
     if lost:
@@ -239,6 +240,15 @@ def rope_parameters(c: ResolvedModel, family: Family) -> Json:
         return full
     short = c.rope_base_short or c.rope_base
     return {FULL: full, SLIDING: {"rope_theta": short, "rope_type": "default"}}
+
+
+def rope_of_4(rope: Json) -> Json:
+    """What transformers 4 reads instead of `rope_parameters`: it would take its defaults."""
+    full, short = rope.get(FULL, rope), rope.get(SLIDING)
+    scaling = {key: value for key, value in full.items() if key != "rope_theta"}
+    found: Json = {"rope_theta": full["rope_theta"]}
+    found["rope_scaling"] = None if full["rope_type"] == "default" else scaling
+    return found | ({"rope_local_base_freq": short["rope_theta"]} if short else {})
 
 
 def score_scale(c: ResolvedModel) -> float:

@@ -63,7 +63,7 @@ def export_weights(
     if groups[1:]:
         total = sum(int(np.prod(shape)) * dtype.itemsize for _, shape in table.values())
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
-    write_json(folder / "config.json", config | {"dtype": dtype.name})
+    write_json(folder / "config.json", config | dict.fromkeys(("dtype", "torch_dtype"), dtype.name))
 
 
 def without_padding(name: str, spec: ParamSpec, rows: int) -> ParamSpec:

@@ -64,7 +64,9 @@ def find_folder(path_or_repo: str) -> Path:
         return Path(huggingface_hub.snapshot_download(path_or_repo, allow_patterns=PATTERNS))
     except Exception as error:  # the hub's errors have no common base beside the network's
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
-        raise UserError(f"{path_or_repo} cannot be fetched from huggingface.co: {first}") from error
+        raise UserError(
+            f"there is no folder {path_or_repo}, and huggingface.co does not give it: {first}"
+        ) from error
 
 
 def is_checkpoint(folder: Path) -> bool:

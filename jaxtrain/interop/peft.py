@@ -3,7 +3,9 @@
 A model that no family of Hugging Face fits has the same files, under names of its own.
 """
 
+import json
 import math
+import re
 from pathlib import Path
 from typing import Any
 
@@ -104,6 +106,25 @@ def block_diagonal(parts: list[np.ndarray]) -> np.ndarray:
     return out
 
 
+def of_pattern(facts: Json, name: str, kind: str, x: np.ndarray) -> np.ndarray:
+    """`a` or `b` of a module with a rank or alpha of its own, as one with those of all others:
+    zeros up to the highest rank, and the rest of its factor in `b`."""
+    module = name.rpartition(".lora_")[0]
+
+    def own(key: str, default: Any) -> Any:
+        rules = (facts.get(key) or {}).items()
+        return next((v for k, v in rules if re.fullmatch(rf"(.*\.)?({k})", module)), default)
+
+    most = max(facts["r"], *(facts.get("rank_pattern") or {"": 0}).values())
+    missing = max(most - x.shape[kind == "a"], 0)
+    if kind == "a":
+        return np.pad(x, ((0, 0), (0, missing)))
+    root = 0.5 if facts.get("use_rslora") else 1.0
+    alpha = own("alpha_pattern", facts["lora_alpha"]) / facts["lora_alpha"]
+    factor = alpha * (facts["r"] / own("rank_pattern", facts["r"])) ** root
+    return np.pad(x, ((0, missing), (0, 0))) * np.float32(factor)
+
+
 def read_adapter(folder: Path, c: ResolvedModel, like: Any) -> Any:
     """An adapter as the parameters of `finetune.lora`, whose shapes `like` gives.
 
@@ -111,6 +132,7 @@ def read_adapter(folder: Path, c: ResolvedModel, like: Any) -> Any:
     """
     stored, wanted = read_header(folder / FILE), flat_of(like)
     names, found, used = modules(wanted), {}, set[str]()
+    facts = json.loads((folder / "adapter_config.json").read_text())
 
     def tensor(row: Row, layer: int, kind: str) -> np.ndarray:
         name = f"{PREFIX}{row.theirs.removesuffix('.weight').format(layer)}.{KINDS[kind]}"
@@ -118,7 +140,8 @@ def read_adapter(folder: Path, c: ResolvedModel, like: Any) -> Any:
             raise UserError(f"{folder} has no tensor {name}; finetune.targets asks for it")
         used.add(name)
         x = np.asarray(read(name, stored[name]), np.float32)
-        x = x if kind == "magnitude" else x.T
+        if kind != "magnitude":
+            x = of_pattern(facts, name.removeprefix(PREFIX), kind, x.T)
         turn = row.layout == "turned linear" and kind != "a"
         return turned(np.atleast_2d(x), c.head_dim).reshape(x.shape) if turn else x
 

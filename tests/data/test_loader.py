@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import numpy as np
 import pytest
@@ -161,8 +162,12 @@ def test_bad_requests_are_refused(store_of):
             loader(store, PACKINGS[0], state=state, **change)
     with pytest.raises(UserError, match="saved with packing"):
         loader(store, PACKINGS[1], state=state)
+    other = store_of(LENGTHS[1:])
     with pytest.raises(UserError, match="saved with data"):
-        loader(store_of(LENGTHS[1:]), PACKINGS[0], state=state)
+        loader(other, PACKINGS[0], state=state)
+    left = replace(other, skipped={"/cache/train/00001.array_record": 1})
+    with pytest.raises(UserError, match="cannot go on without .*00001.array_record; delete /cache"):
+        loader(left, PACKINGS[0], state=state)
 
 
 @pytest.mark.parametrize("count, length", [(1, 16), (2, 7), (4, 100), (1, 3000)])

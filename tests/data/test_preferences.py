@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 from chat_cases import PLAIN, SPECIALS, TEMPLATES, make_tokenizer, said
 
-from jaxtrain.data import DataConfig, fitting, prepare, train_batches
+from jaxtrain.data import DataConfig, fitting, held_out_pairs, prepare, train_batches
 from jaxtrain.data.chat import make_chat
 from jaxtrain.data.loader import stores_of
 from jaxtrain.data.pairs import every_pair, most_pairs
@@ -36,11 +36,20 @@ def test_all_shapes_of_pairs_become_two_conversations():
         {"prompt": ASKED, "chosen": ANSWERED, "rejected": OTHER},
         {"prompt": "q", "chosen": ASKED + ANSWERED, "rejected": ASKED + OTHER},
         {"chosen": ASKED + ANSWERED, "rejected": ASKED + OTHER},
+        {
+            "conversations": [{"from": "human", "value": "q"}],
+            "chosen": {"from": "gpt", "value": "a"},
+            "rejected": {"from": "gpt", "value": "b"},
+        },
+        {"messages": ASKED, "chosen": ANSWERED[0], "rejected": OTHER[0]},
+        {"instruction": "q", "input": "", "output": "a", "chosen": "a", "rejected": "b"},
     ):
         assert read(record) == [expected]
     system = {"system": "s", "prompt": "q", "chosen": "a", "rejected": "b"}
     (one,) = read(system)
     assert one["asked"] == 2 and one["texts"][0][0] == {"role": "system", "content": "s"}
+    (one,) = read({"instruction": "q", "input": "i", "chosen": "a", "rejected": "b"})
+    assert one["texts"][0][0]["content"] == "q\n\ni"
     longer = said("q", "a", "r", "c")
     (one,) = read({"chosen": longer, "rejected": [*longer[:3], *OTHER]})
     assert one["asked"] == 3
@@ -51,6 +60,8 @@ def test_all_shapes_of_pairs_become_two_conversations():
 def test_a_judged_answer_has_the_next_one_beside_it():
     lines = [{"prompt": f"q{i}", "completion": f"a{i}", "label": i != 1} for i in range(3)]
     found = read(*lines)
+    told = [{"messages": said(f"q{i}", f"a{i}"), "label": i != 1} for i in range(3)]
+    assert read(*told) == found
     assert [one["note"] for one in found] == [1, 2, 1]
     for i, one in enumerate(found):
         first, second = one["texts"]
@@ -61,7 +72,7 @@ def test_a_judged_answer_has_the_next_one_beside_it():
 @pytest.mark.parametrize(
     ("record", "reason"),
     [
-        ({"text": "x"}, "f line 1 is no preference: expected prompt, .*; it has text"),
+        ({"text": "x"}, "f line 1 is no preference: expected prompt .*; it has text"),
         (3, "f line 1 is no preference: .*; it has int"),
         ({"chosen": "a", "rejected": "b"}, "is no preference: .*; it has chosen, rejected"),
         ({"prompt": "q", "chosen": "a"}, "is no preference: .*; it has prompt, chosen"),
@@ -72,6 +83,9 @@ def test_a_judged_answer_has_the_next_one_beside_it():
         ({"chosen": said("x", "a"), "rejected": said("y", "a")}, "do not begin with the same"),
         ({"prompt": "q", "chosen": "\ud800", "rejected": "b"}, "a character that is no Unicode"),
         ({"completion": "a", "label": True}, "is no preference"),
+        ({"messages": ASKED, "label": True}, "is no preference: .* messages that end with an ans"),
+        ({"messages": ANSWERED, "label": True}, "is no preference"),
+        ({"prompt": "q", "label": True}, "is no preference"),
         ({"prompt": "q", "completion": "a", "label": "good"}, "the label is 'good'; it must be"),
         ({"prompt": "q", "completion": "a", "label": True}, "compared with the next one"),
     ],
@@ -210,6 +224,8 @@ def test_long_pairs_are_dropped_or_cut_and_counted(tmp_path, rule):
             assert sum(used) == 64 and abs(used[0] - used[1]) <= 1
     with pytest.raises(UserError, match="none of the 4 preferences is left: .* too_long is "):
         fitting(stores_of(store), config, 8)
+    with pytest.raises(UserError, match="data.validation: none of the 4 preferences is left"):
+        held_out_pairs(store, config, 8)
     assert most_pairs(64) == 16
 
 

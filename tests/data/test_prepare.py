@@ -11,7 +11,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jaxtrain.data import DataConfig, documents, prepare
+from jaxtrain.data import DataConfig, describe, documents, left_out, prepare
 from jaxtrain.data.prepare import training_texts
 from jaxtrain.data.sources import SHAKESPEARE, TextSource
 from jaxtrain.settings import UserError
@@ -303,17 +303,27 @@ def test_a_vocabulary_too_large_is_refused_before_it_is_trained(tmp_path, corpus
         prepare(config(tmp_path, **options))
 
 
-def test_damaged_shards_are_an_error_or_left_out_with_a_warning(tmp_path, small, corpus):
+def test_a_vocabulary_of_no_text_is_not_called_too_large(tmp_path):
+    (tmp_path / "empty.jsonl").write_text("")
+    train = {"name": "jsonl", "path": str(tmp_path / "empty.jsonl")}
+    with pytest.raises(UserError, match=r"empty.jsonl holds no text"):
+        prepare(config(tmp_path, train=train, validation={"name": "none"}))
+
+
+def test_damaged_shards_are_an_error_or_left_out_and_counted(tmp_path, small, corpus):
     options, _ = corpus
     options |= {"cache_dir": str(tmp_path / "cache"), "prepare_workers": 1}
     whole = prepare(DataConfig(**options))
     (whole.directory / "train" / "00001.array_record").write_bytes(b"")
     with pytest.raises(UserError, match=r"00001.array_record is missing or cut short; delete"):
         prepare(DataConfig(**options))
-    with pytest.warns(UserWarning, match=r"00001.array_record is damaged: its \d+ documents are"):
-        left = prepare(DataConfig(**options, skip_damaged=True))
-    lost = left.train.skipped["00001.array_record"]
+    left = prepare(DataConfig(**options, skip_damaged=True))
+    (path, lost), *_ = left.train.skipped.items()
     assert lost > 0 and left.train.documents == whole.train.documents - lost
+    line = f"{path} is damaged: its {lost} documents are left out"
+    assert path.endswith("00001.array_record") and left_out(left) == [line]
+    assert left_out(whole) == []
+    assert describe({"train": left.train})["train"]["skipped"] == {"00001.array_record": lost}
 
 
 def test_a_cache_that_cannot_be_written_is_read(tmp_path):

@@ -1,4 +1,5 @@
 import json
+from dataclasses import replace
 
 import pytest
 
@@ -80,5 +81,10 @@ def test_the_report_has_a_section_on_the_data(mixed, tmp_path):
     assert "<th>short</th><td>50</td><td>340</td><td>1.00</td><td>7</td><td>75.0%</td>" in page
     # All long documents have 131 or 132 tokens, all short ones 6 or 7: a bar each.
     assert ">256</text>" in page and page.count("<rect x=") == 2
+    assert "is damaged" not in page
+    lost = replace(prepared.train["long"], skipped={"/cache/00001.array_record": 3})
+    (tmp_path / "data.json").write_text(json.dumps(describe({"long": lost})))
+    page = report.write_report(tmp_path).read_text()
+    assert "00001.array_record is damaged: its 3 documents are left out" in page
     (tmp_path / "data.json").write_text("{")
     assert "<h2>Data</h2>" not in report.write_report(tmp_path).read_text()

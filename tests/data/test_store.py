@@ -58,14 +58,14 @@ def test_a_shard_that_changed_since_is_named_or_left_out_and_counted(shards):
     with pytest.raises(UserError, match=r"00001.array_record is damaged; .* data.skip_damaged"):
         open_store(shards)
     left = open_store(shards, skip_damaged=True)
-    assert left.skipped == {"00001.array_record": 1}
+    assert left.skipped == {str(shards / "00001.array_record"): 1}
     assert left.tokens == left.bytes == 16000 and left.lengths.tolist() == [8000, 8000]
     assert [TOKENIZER.decode(left.read(i, 0, 2)) for i in range(2)] == ["aa", "cc"]
     assert left.fingerprint != whole.fingerprint  # another stream: a run cannot go on unawares
     (shards / "00000.array_record").unlink()
     assert TOKENIZER.decode(open_store(shards, skip_damaged=True).read(0, 0, 2)) == "cc"
     (shards / "00002.array_record").unlink()
-    with pytest.raises(UserError, match=r"00000.array_record is missing or cut short"):
+    with pytest.raises(UserError, match=r"every shard of .* is damaged.* prepared again$"):
         open_store(shards, skip_damaged=True)
 
 

@@ -16,6 +16,7 @@ from safetensors.numpy import load_file, save_file
 from jaxtrain.finetune import make_parts
 from jaxtrain.finetune.config import LoRAConfig, of_adapter
 from jaxtrain.interop import load, open_checkpoint, read_adapter, write_adapter
+from jaxtrain.interop.peft import FILE
 from jaxtrain.settings import UserError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "interop"))
@@ -73,6 +74,45 @@ def test_pefts_adapter_gives_its_logits_here_and_goes_back(name, tmp_path):
     again = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     keys = ("r", "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "task_type", "bias")
     assert {k: again[k] for k in keys} == {k: FACTS[name]["config"][k] for k in keys}
+
+
+def reopened(tmp_path, name, folder):
+    """Logits of a case's base with the adapter of a folder, as a run takes it over."""
+    source = open_checkpoint(write_checkpoint(tmp_path / "again", FACTS[name]["base"]))
+    c, graphdef, specs = build(source)
+    lora = LoRAConfig.model_validate(of_adapter(folder))
+    parts = make_parts(lora, specs, jnp.dtype(jnp.float32))
+    frozen, start = parts.split(load(source, parts.base, store=parts.store), 0)
+    return logits_of(graphdef, parts.join(read_adapter(folder, c, start), frozen), prompts())
+
+
+def test_modules_have_ranks_and_alphas_of_their_own(tmp_path):
+    """The wide c_attn that we write for GPT-2 comes back; so do a lower rank and another alpha."""
+    _, c, _, _, _, trained = opened(tmp_path, "gpt2")
+    facts = {"rank": 4, "alpha": 8.0, "rslora": False, "dora": False, "base": "x"}
+    write_adapter(tmp_path / "out", c, trained, facts)
+    found = reopened(tmp_path, "gpt2", tmp_path / "out")
+    np.testing.assert_allclose(found, GOLDEN["gpt2/logits"], rtol=0, atol=1e-4)
+
+    folder = tmp_path / "low"
+    adapter_of(folder, "rslora")
+    tensors = {k: np.ascontiguousarray(x) for k, x in tensors_of("rslora").items()}
+    whole, low = dict(tensors), dict(tensors)
+    for key, x in tensors.items():
+        if "v_proj" in key:  # the first two of four directions
+            low[key] = np.ascontiguousarray(x[:2] if "lora_A" in key else x[:, :2])
+            whole[key] = x * (np.arange(4) < 2)[(slice(None), None) if "lora_A" in key else None]
+        elif "lora_B" in key:
+            low[key] = x / 2
+    save_file({k: x.astype(np.float32) for k, x in whole.items()}, folder / FILE)
+    expected = reopened(tmp_path, "rslora", folder)
+    assert abs(expected - GOLDEN["rslora/logits"]).max() > 1e-3
+    save_file(low, folder / FILE)
+    config = FACTS["rslora"]["config"] | {"rank_pattern": {"v_proj": 2}}
+    config |= {"alpha_pattern": {"self_attn.q_proj": 6, "v_proj": 3 / np.sqrt(2)}}
+    (folder / "adapter_config.json").write_text(json.dumps(config))
+    found = reopened(tmp_path, "rslora", folder)
+    np.testing.assert_allclose(found, expected, rtol=0, atol=1e-4)
 
 
 @pytest.mark.skipif(not PYTHON, reason="needs torch and peft (JAXTRAIN_TORCH_PYTHON)")

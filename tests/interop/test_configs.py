@@ -42,6 +42,18 @@ def test_both_spellings_are_one_model(name):
     assert model_fields(older(config, **OLDER[name])) == model_fields(config)
 
 
+@pytest.mark.parametrize("name", CASES)
+def test_what_is_written_has_both_spellings(name):
+    """transformers 4 does not know rope_parameters: it would take bases of its own, silently."""
+    fields = model_fields(FACTS[name]["config"])
+    c = resolve_model(ModelConfig.model_validate(fields), 24)
+    _, config = fitting_family(c, VOCAB, CASES[name][0])
+    seen = {k: v for k, v in config.items() if k != "rope_parameters"}
+    fields = resolve_model(ModelConfig.model_validate(model_fields(seen)), 24)
+    names = ("rope_base", "rope_base_short", "rope_scaling", "window_pattern", "short_window")
+    assert [getattr(fields, n) for n in names] == [getattr(c, n) for n in names]
+
+
 def test_a_picture_model_gives_its_language_part():
     whole = {"model_type": "gemma3", "text_config": FACTS["gemma3"]["config"], "vision_config": {}}
     assert model_fields(text_part(whole)) == model_fields(FACTS["gemma3"]["config"])
