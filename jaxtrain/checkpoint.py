@@ -83,6 +83,11 @@ class Checkpointer:
         )
         return items["params"], items["rest"], items["position"]
 
+    def shapes(self, step: int) -> Any:
+        """`rest` as nested dicts of what has a `.shape`: that of each array in the checkpoint."""
+        path = epath.Path(self.directory) / str(step) / "rest"
+        return ocp.StandardCheckpointHandler().metadata(path)
+
     def restore_params(self, step: int, params: Any) -> Any:
         """The parameters alone."""
         return self._read(step, params=ocp.args.StandardRestore(params))["params"]

@@ -6,6 +6,7 @@ weights, its `optimizer` a `LocalState` with the replicas stacked in front, spli
 """
 
 import functools
+from math import prod
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
@@ -16,6 +17,7 @@ from jaxtyping import Array, Float
 from pydantic import Field
 
 from jaxtrain.optim import Optimizer
+from jaxtrain.parallel import over_devices, partition_spec, shardings
 from jaxtrain.settings import Settings, UserError
 from jaxtrain.step import State, Task, train_step
 
@@ -24,7 +26,8 @@ WIRE = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
 
 
 class DiLoCo(Settings):
-    """DiLoCo (Douillard et al. 2023): every H steps, Nesterov on the mean way of the replicas."""
+    """DiLoCo (Douillard et al. 2023): every H steps, and at the last, Nesterov on the replicas'
+    mean way."""
 
     name: Literal["diloco"] = "diloco"
     every: int = Field(50, ge=1, description="inner steps H between two meetings")
@@ -69,6 +72,13 @@ def local_task(task: Task, c: DiLoCo | Gossip, mesh: Mesh) -> Task:
             "train.local: float16's loss scale would differ between replicas; use "
             "train.precision=bfloat16 or float32"
         )
+    if mesh.shape["data"] == 1 < mesh.size:
+        raise UserError(
+            "train.local: replicas lie along mesh.data, which is 1; set mesh.data=auto, and what "
+            "each of them splits to fewer devices"
+        )
+    if mesh.shape["pipeline"] > 1:
+        raise UserError("train.local: a replica is no pipeline; set mesh.pipeline=1")
     if task.optimizer.offload:
         raise UserError("train.local: each replica keeps its own states; set optim.offload=false")
     if isinstance(c, DiLoCo) and c.fragments > c.every:
@@ -124,7 +134,8 @@ def local_step(
         if due is None:
             mine = every(config.every, after.step, ring_mean, mine)
         else:
-            params, momentum, mine = due(after.step, params, momentum, mine)
+            end = knobs["schedule"]["total_steps"]
+            params, momentum, mine = due(after.step, end, params, momentum, mine)
         most = jax.lax.pmax(after.maxima, "data")
         new = after._replace(params=params, optimizer=momentum, maxima=most)
         own = jax.tree.map(lambda x: x[None], Replica(mine, after.optimizer))
@@ -138,11 +149,28 @@ def local_step(
     return new._replace(optimizer=LocalState(replicas, new.optimizer)), metrics
 
 
-def every(steps: int, step: Array, work: Any, tree: Any, offset: int = 0) -> Any:
-    """work(tree) if the step, counted from 1, is due; else the tree."""
+def every(
+    steps: int, step: Array, work: Any, tree: Any, offset: int = 0, end: Array | None = None
+) -> Any:
+    """work(tree) if the step, counted from 1, is due or the end; else the tree."""
     if steps == 1:
         return work(tree)
-    return jax.lax.cond((step + offset) % steps == 0, work, lambda x: x, tree)
+    due = (step + offset) % steps == 0
+    due = due if end is None else due | (step == end)
+    return jax.lax.cond(due, work, lambda x: x, tree)
+
+
+def check_replicas(state: LocalState, saved: Any, where: str) -> None:
+    """UserError unless a checkpoint has as many replicas; saved: the shapes of its `rest`."""
+    had, asked = (
+        jax.tree.leaves(replicas)[0].shape[0]
+        for replicas in (saved["optimizer"]["replicas"], state.replicas)
+    )
+    if had != asked:
+        raise UserError(
+            f"mesh.data: {where} has {had} replicas (train.local), not {asked}; go on with "
+            f"mesh.data={had} and other sizes of the other axes, or start another run with run.name"
+        )
 
 
 # ---- gossip ------------------------------------------------------------------------------------
@@ -164,19 +192,20 @@ def ring_mean(params: Any) -> Any:
 
 
 def meet(
-    specs: Any, c: DiLoCo, step: Array, params: Any, momentum: Any, mine: Any
+    specs: Any, c: DiLoCo, step: Array, end: Array, params: Any, momentum: Any, mine: Any
 ) -> tuple[Any, Any, Any]:
     """The outer step of what is due: shared weights, momentum, and my own parameters.
 
     Fragment p meets p H / fragments steps before the others' turn comes round: at any time, only a
-    part of the parameters is on the wire (Douillard et al. 2025, "Streaming DiLoCo").
+    part of the parameters is on the wire (Douillard et al. 2025, "Streaming DiLoCo"). At the end of
+    the run all meet: what the replicas learned since would be lost.
     """
 
-    def outer(parts: Any) -> Any:
+    def outer(axes: list[Any], parts: Any) -> Any:
         """Lists of arrays -> the same after Nesterov on the mean of shared - mine."""
         shared, velocity, own = parts
         f32 = lambda x: x.astype(jnp.float32)
-        ways = mean_of([f32(s) - f32(o) for s, o in zip(shared, own)], c.compress)
+        ways = mean_of([f32(s) - f32(o) for s, o in zip(shared, own)], axes, c.compress)
         velocity = [c.outer_momentum * v + way for v, way in zip(velocity, ways)]
         moves = [c.outer_lr * (way + c.outer_momentum * v) for way, v in zip(ways, velocity)]
         shared = [(f32(s) - move).astype(s.dtype) for s, move in zip(shared, moves)]
@@ -185,7 +214,8 @@ def meet(
     trees = (params, momentum, mine)
     for p in range(c.fragments):
         parts = tuple(take(tree, specs, p, c.fragments) for tree in trees)
-        parts = every(c.every, step, outer, parts, offset=p * c.every // c.fragments)
+        work = functools.partial(outer, axes_of(specs, p, c.fragments))
+        parts = every(c.every, step, work, parts, p * c.every // c.fragments, end)
         trees = tuple(put(t, specs, p, c.fragments, part) for t, part in zip(trees, parts))
     return trees
 
@@ -207,6 +237,12 @@ def take(tree: Any, specs: Any, p: int, fragments: int) -> list[Array]:
     return found
 
 
+def axes_of(specs: Any, p: int, fragments: int) -> list[tuple[str | None, ...]]:
+    """The logical axes of what `take` takes."""
+    leaves = enumerate(jax.tree.leaves(specs))
+    return [s.axes for i, s in leaves if layered(s, fragments) or i % fragments == p]
+
+
 def put(tree: Any, specs: Any, p: int, fragments: int, part: list[Array]) -> Any:
     """The tree with fragment p in its place."""
     leaves, treedef = jax.tree.flatten(tree)
@@ -220,10 +256,17 @@ def put(tree: Any, specs: Any, p: int, fragments: int, part: list[Array]) -> Any
     return treedef.unflatten(leaves)
 
 
-def mean_of(arrays: list[Array], compress: str | None) -> list[Array]:
+def mean_of(arrays: list[Array], axes: list[Any], compress: str | None) -> list[Array]:
     """The mean of each array over the replicas, in float32."""
     if compress is None:
         return [jax.lax.pmean(x, "data") for x in arrays]
+    mesh = jax.sharding.get_abstract_mesh()
+    places = [partition_spec(a, x.shape, mesh) for a, x in zip(axes, arrays)]
+    # Of a replica's several devices, each sends its own parts.
+    return over_devices(functools.partial(joined_mean, compress), (places,), places)(arrays)
+
+
+def joined_mean(compress: str, arrays: list[Array]) -> list[Array]:
     flat_N = jnp.concatenate([x.reshape(-1) for x in arrays])
     mean_N, at, found = compressed_mean(flat_N, compress), 0, []
     for x in arrays:
@@ -267,8 +310,9 @@ def wire_bytes(
 ) -> float:
     """Bytes that a device sends along `data` in a step, on average; c None: plain data parallel.
 
-    A ring all-reduce sends 2 (R-1)/R times what it sums: gradients in the dtype of the compute
-    each step, or the replicas' way in float32 or 8 bits (and its scales) each H steps.
+    parameters: those that the device has. A ring all-reduce sends 2 (R-1)/R times what it sums:
+    gradients in the dtype of the compute each step, or the replicas' way in float32 or 8 bits (and
+    its scales) each H steps.
     """
     ring = 2 * (ways - 1) / ways * parameters
     if c is None:
@@ -278,11 +322,13 @@ def wire_bytes(
     return ring * (4 if c.compress is None else 1 + 4 / BLOCK) / c.every
 
 
-def local_facts(
-    c: DiLoCo | Gossip, parameters: int, mesh: Mesh, dtype: jnp.dtype
-) -> dict[str, float]:
-    """What a device sends in a step, and would with plain data parallelism, in bytes."""
-    ways = mesh.shape["data"]
+def local_facts(c: DiLoCo | Gossip, specs: Any, mesh: Mesh, dtype: jnp.dtype) -> dict[str, float]:
+    """What a device sends in a step, and would with plain data parallelism, in bytes.
+
+    specs: of the parameters that train. A replica's devices have a part of them each.
+    """
+    leaves = zip(jax.tree.leaves(specs), jax.tree.leaves(shardings(specs, mesh)))
+    parameters, ways = sum(prod(p.shard_shape(s.shape)) for s, p in leaves), mesh.shape["data"]
     plain = wire_bytes(parameters, ways, None, dtype.itemsize)
     return {"sent_bytes": wire_bytes(parameters, ways, c), "sent_bytes_plain": plain}
 

@@ -26,6 +26,7 @@ from jaxtrain.data import Tokenizer, load_tokenizer
 from jaxtrain.environment import commit, environment, versions
 from jaxtrain.finetune import INSERTED, LoRAConfig, Parts, VirtualConfig, adapter_folder
 from jaxtrain.interop import holds, load_start, read_adapter, read_virtual
+from jaxtrain.local import LocalState, check_replicas
 from jaxtrain.metrics import format_bytes
 from jaxtrain.model import path_name
 from jaxtrain.parallel import check_options, known_options, place_batch, shardings
@@ -190,6 +191,9 @@ def new_or_resumed(
         jax.eval_shape(create),
         shardings,
     )
+    if isinstance(like.optimizer, LocalState):
+        where = f"checkpoint {checkpoints.directory / str(newest)}"
+        check_replicas(like.optimizer, checkpoints.shapes(newest), where)
     params, rest, position = checkpoints.restore(newest, like.params, rest_of(like))
     return State(params, **{"loss_scale": None, **rest}), position
 

@@ -21,7 +21,7 @@ from jaxtrain.model import (
     split,
 )
 from jaxtrain.optim import Scale, resolve_optimizer
-from jaxtrain.parallel import bubble, check_pieces, check_stages
+from jaxtrain.parallel import BATCH, bubble, check_pieces, check_stages
 from jaxtrain.parallel.mesh import batch_ways, check_divides, make_mesh
 from jaxtrain.settings import UserError
 
@@ -99,14 +99,15 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
     batch = t.batch_size or rows
     if batch % ways:
         raise UserError(
-            f"train.batch_size {batch} does not divide over {ways} devices (mesh data x fsdp); "
-            f"use {max(ways, batch // ways * ways)}"
+            f"train.batch_size {batch} does not divide over {ways} devices "
+            f"(mesh {' x '.join(BATCH)}); use {max(ways, batch // ways * ways)}"
         )
     device_batch = t.device_batch_size or batch // ways
     if batch % (ways * device_batch):
+        would = (n for n in range(1, min(device_batch, batch // ways) + 1) if not batch // ways % n)
         raise UserError(
             f"train.batch_size {batch} is not a multiple of {ways} devices x "
-            f"train.device_batch_size {device_batch}"
+            f"train.device_batch_size {device_batch}; use {max(would)}"
         )
     step_tokens = batch * t.sequence_length
     steps = t.steps or max(1, int(tokens // step_tokens))

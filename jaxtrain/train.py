@@ -113,7 +113,7 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
     if t.local:
         task = local_task(task, t.local, mesh)
         optimizer = task.optimizer
-        sent = local_facts(t.local, parameters, mesh, dtype)
+        sent = local_facts(t.local, parts.trainable, mesh, dtype)
         say(local_summary(t.local, sent, mesh))
 
     with jax.set_mesh(mesh), Checkpointer(run_dir, c.checkpoint) as checkpoints:

@@ -139,10 +139,10 @@ BAD = {
     "model.width=100": "model: width 100 is not a multiple of head_dim 128",
     "model.attention=flash": "model: attention has no backend flash; "
     "it has cudnn, mosaic, xla, triton, reference",
-    "train.batch_size=12": "train.batch_size 12 does not divide over 8 devices (mesh data x fsdp); "
-    "use 8",
+    "train.batch_size=12": "train.batch_size 12 does not divide over 8 devices "
+    "(mesh data x fsdp x expert); use 8",
     "train.batch_size=16 train.device_batch_size=3": "train.batch_size 16 is not a multiple of 8 "
-    "devices x train.device_batch_size 3",
+    "devices x train.device_batch_size 3; use 2",
     "model.depth": "'model.depth': an override is key.path=value, as in optim.matrix_lr=0.01",
     "model.width=256 model.kv_heads=3": "model: heads 2 is not a multiple of kv_heads 3",
     "sample.prompts=a": "sample.prompts: got 'a', but it is a list: sample.prompts='[..., ...]'",

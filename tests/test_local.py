@@ -2,6 +2,7 @@
 
 import re
 from math import prod
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +11,7 @@ import pytest
 from pydantic import TypeAdapter
 from tiny import LLAMA, batch, begin, begin_random, close, make_task, mesh_of, resolved, same
 
+from jaxtrain.bench.traffic import collectives
 from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
 from jaxtrain.local import (
     LocalConfig,
@@ -24,7 +26,8 @@ from jaxtrain.model import fp8 as model_fp8
 from jaxtrain.optim import OptimConfig
 from jaxtrain.parallel import place_batch
 from jaxtrain.run import new_or_resumed, rest_of
-from jaxtrain.step import make_step, state_shardings
+from jaxtrain.settings import UserError
+from jaxtrain.step import init_state, make_step, state_shardings
 
 pytestmark = pytest.mark.slow
 
@@ -124,6 +127,18 @@ def test_fragments_cover_every_parameter_once_and_meet_in_turn(task):
     assert all(a != b for a, b in zip(*together)), "each fragment meets in one of two steps"
 
 
+def test_all_meet_at_the_end():
+    """A run of three steps that meets each second, one fragment after the other."""
+    optim = TypeAdapter(OptimConfig).validate_python(SGD)
+    task = make_task(resolved(**LLAMA | {"depth": 1}), optim, steps=3)
+    config = local(name="diloco", every=2, fragments=2)
+    states, _ = run(*task, mesh_of(data=2), config)
+    for mine, shared in zip(*map(jax.tree.leaves, (states[2].optimizer.replicas.params,
+                                                  states[2].params))):  # fmt: skip
+        np.testing.assert_array_equal(mine[0], shared)
+        np.testing.assert_array_equal(mine[1], shared)
+
+
 @pytest.mark.parametrize(("kind", "error"), [("int8", 0.5 / 127), ("fp8", 2**-4)])
 def test_a_compressed_mean_is_near_and_the_same_for_all(kind, error):
     x_RN = np.random.default_rng(0).normal(size=(4, 1000)).astype(np.float32)
@@ -194,13 +209,44 @@ def test_bytes_are_those_of_the_compiled_collectives(task, config):
         assert sent(text, 4) == pytest.approx(expected, rel=0.05)
 
 
+def test_each_device_of_a_replica_sends_its_own_part():
+    """In 8 bits as well, and with Muon, whose exchanges stay within the replica."""
+    config, mesh = local(name="diloco", every=1, compress="int8"), mesh_of(data=2, fsdp=2)
+    optim = TypeAdapter(OptimConfig).validate_python({"name": "muon"})
+    task, knobs = make_task(resolved(**LLAMA | {"depth": 1}), optim)
+    task = local_task(task, config, mesh)
+    with jax.set_mesh(mesh):
+        like = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
+        shapes = jax.eval_shape(lambda: init_state(task, 0))
+        state = jax.tree.map(like, shapes, state_shardings(task, mesh))
+        placed = place_batch(whole_batch(0), mesh, batch_dim=1)
+        text = make_step(task, mesh).lower(state, placed, knobs).compile().as_text()
+    found = collectives(text, dict(mesh.shape))
+    over_data = sum(c.bytes for c in found if "data" in c.axes)
+    said = local_facts(config, task.specs, mesh, jnp.dtype(jnp.float32))["sent_bytes"]
+    assert over_data == pytest.approx(said, rel=0.05)
+    whole = wire_bytes(sum(s.size for s in jax.tree.leaves(task.specs)), 2, config)
+    assert said == pytest.approx(whole / 2, rel=0.05)
+
+
 def test_a_run_says_what_it_sends():
     """1000 parameters, 4 replicas: a ring sends 1.5 times the bytes; float32 each 50 steps."""
     config, mesh = local(name="diloco", every=50), mesh_of(data=4)
-    facts = local_facts(config, 1000, mesh, jnp.dtype(jnp.bfloat16))
+    specs = {"up": SimpleNamespace(shape=(10, 100), axes=("embed", "hidden"))}
+    facts = local_facts(config, specs, mesh, jnp.dtype(jnp.bfloat16))
     assert facts == {"sent_bytes": 1.5 * 4 * 1000 / 50, "sent_bytes_plain": 1.5 * 2 * 1000}
     said = local_summary(config, facts, mesh)
     assert "4 replicas" in said and "0.00012 MB a step, data parallel 0.003 MB" in said
+
+
+@pytest.mark.parametrize(
+    ("sizes", "message"),
+    [({"fsdp": 2}, "replicas lie along mesh.data, which is 1"),
+     ({"data": 2, "pipeline": 2}, "a replica is no pipeline; set mesh.pipeline=1")],
+)  # fmt: skip
+def test_what_cannot_be_replicas(task, sizes, message):
+    with pytest.raises(UserError, match=message):
+        local_task(task[0], local(name="gossip"), mesh_of(**sizes))
 
 
 # ---- resuming ----------------------------------------------------------------------------------
@@ -218,3 +264,8 @@ def test_resumed_between_meetings_is_uninterrupted_bit_for_bit(task, tmp_path):
         for seed in (1, 2):
             state, _ = step(state, place_batch(whole_batch(seed), mesh, batch_dim=1), task[1])
     same(state, states[2])
+    other = mesh_of(data=4)
+    more = local_task(task[0], config, other)
+    refused = pytest.raises(UserError, match="has 2 replicas .*, not 4; go on with mesh.data=2")
+    with jax.set_mesh(other), Checkpointer(tmp_path, CheckpointConfig()) as checkpoints, refused:
+        new_or_resumed(more, state_shardings(more, other), checkpoints, seed=0)

@@ -145,6 +145,27 @@ def test_a_pipeline_is_compiled_too():
     }
 
 
+def test_replicas_that_meet_each_fourth_step():
+    """Their own weights and states count, and what is sent where they meet, a quarter of it."""
+    mesh = ["mesh.data=2", "mesh.fsdp=2", "train.batch_size=4", "train.precision=float32"]
+    local = ["train.local.name=diloco", "train.local.every=4"]
+    record = preflight.preflight("quickstart", [*MODEL, *mesh, *local], 4, "H200")
+    m = record["metrics"]
+    assert m["states_bytes"] == pytest.approx(4 * m["parameters_bytes"], rel=0.02)
+    sent = [c for c in record["collectives"] if c["axes"] == ("data",)]
+    # A ring of two sends as much as it sums up: a device's half of the float32 weights.
+    assert sum(c["bytes"] for c in sent) == pytest.approx(m["parameters_bytes"] / 4, rel=0.02)
+    assert preflight.often(0.25) == "every 4 steps" and preflight.often(1e3) == "1,000 times"
+
+
+def test_no_mesh_to_try_is_one_line(capsys):
+    assert main(["--config", "quickstart", "--fit", "4", "optim.schedule.warmup_steps=9999"]) == 2
+    error = capsys.readouterr().err.splitlines()[-1]
+    assert error.startswith(
+        "error: no mesh of 4 x H200 to try: optim.schedule.warmup_steps is 9999"
+    )
+
+
 def test_dry_run_prints_and_the_first_mesh_that_fits(record, capsys):
     """So little memory that one device is not enough for whole states."""
     text = preflight.report(record)

@@ -49,8 +49,9 @@ class Instruction(NamedTuple):
         return found[1] if found else ""
 
     def attributes(self, *names: str) -> list[str]:
-        """Of all attributes whose names start so."""
-        return re.findall(rf"(?:{'|'.join(names)})\w*=\{{?%([\w.-]+)", self.rest)
+        """Of all attributes whose names start so: a computation, or a list of them in braces."""
+        found = re.findall(rf"(?:{'|'.join(names)})\w*=(%[\w.-]+|\{{%[^}}]*)", self.rest)
+        return re.findall(r"%([\w.-]+)", " ".join(found))
 
 
 def read_costs(hlo: str) -> list[Cost]:

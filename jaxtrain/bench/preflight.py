@@ -31,6 +31,7 @@ from jaxtrain.bench.workload import (
     load_workload,
     new_knobs,
 )  # fmt: skip
+from jaxtrain.local import local_task
 from jaxtrain.metrics import format_bytes
 from jaxtrain.parallel import partition_spec
 from jaxtrain.parallel.axes import ZERO
@@ -80,7 +81,7 @@ def preflight(
         attention = backend if rates.flash else "xla"
         plain = [f"model.attention={attention}", "model.rows=xla", "model.fp8=null"]
         plain += ["model.fp8_history=null"]
-        w = load_workload(name, [*overrides, *plain], jax.devices("cpu")[:devices])
+        w = with_replicas(load_workload(name, [*overrides, *plain], jax.devices("cpu")[:devices]))
         facts = measured(w)
     exact = exact_bytes(w)
     rest = max(0.0, facts.live - exact["gradients"] - exact["copy"])
@@ -116,7 +117,7 @@ def measured(w: Workload) -> Facts:
     small = period * ceil(4 / period)
     if c.depth <= 2 * small:
         return facts_of(w)
-    one, two = (facts_of(at_depth(w, n * small)) for n in (1, 2))
+    one, two = (facts_of(with_replicas(at_depth(w, n * small))) for n in (1, 2))
     more = (c.depth - 2 * small) / small
     carry = lambda a, b: b + (b - a) * more
     before = {s[:3]: s for s in one.sent}
@@ -129,13 +130,20 @@ def measured(w: Workload) -> Facts:
     return Facts(carry(one.live, two.live), sorted(sent, key=lambda s: -s.bytes))
 
 
+def with_replicas(w: Workload) -> Workload:
+    """With the step of train.local, if the configuration has it."""
+    local = w.config.train.local
+    return w._replace(task=local_task(w.task, local, w.mesh)) if local else w
+
+
 def facts_of(w: Workload) -> Facts:
     with jax.set_mesh(w.mesh):
         traced = make_step(w.task, w.mesh).trace(
             abstract_state(w), batch_shapes(w), new_knobs(w), abstract_frozen(w)
         )
         hlo = traced.lower().compile(compiler_options=OPTIONS).as_text()
-    return Facts(peak_bytes(hlo), collectives(hlo, dict(w.mesh.shape)))
+    share = 1 / w.config.train.local.every if w.config.train.local else 0.0
+    return Facts(peak_bytes(hlo), collectives(hlo, dict(w.mesh.shape), share))
 
 
 def exact_bytes(w: Workload) -> dict[str, int]:
@@ -216,13 +224,15 @@ def candidates(devices: int) -> list[list[str]]:
 def first_fit(
     name: str, overrides: Sequence[str], devices: int, kind: str, memory: int | None, say: Any
 ) -> dict[str, Any]:
-    """The record of the first candidate that fits. Raises UserError if none does."""
-    least: dict[str, Any] | None = None
+    """The record of the first candidate that fits. Raises UserError if none does, or if none is a
+    mesh of this configuration at all: with the reason of the first."""
+    least, refused = None, None
     for tried in candidates(devices):
         try:
             record = preflight(name, [*overrides, *tried], devices, kind, memory)
         except UserError as error:  # a tensor axis that does not divide the heads
             say(f"  {' '.join(tried)}: {error}")
+            refused = refused or error
             continue
         record["overrides"] = tried
         m = record["metrics"]
@@ -231,13 +241,18 @@ def first_fit(
             return record
         if least is None or m["total_bytes"] < least["metrics"]["total_bytes"]:
             least = record
-    assert least is not None
+    if least is None:
+        raise UserError(f"no mesh of {devices} x {kind} to try: {refused}")
     raise UserError(
         f"no mesh of {devices} x {kind} ({format_bytes(memory or rates_of(kind).memory)}) holds "
         f"{name}: {' '.join(least['overrides'])} comes closest with "
         f"{format_bytes(least['metrics']['total_bytes'])}; lower train.device_batch_size "
         f"(now {least['workload']['device_batch_size']}) or take more devices"
     )
+
+
+def often(times: float) -> str:
+    return f"{times:,.0f} times" if times >= 1 else f"every {1 / times:,.0f} steps"
 
 
 def report(record: dict[str, Any]) -> str:
@@ -264,7 +279,7 @@ def report(record: dict[str, Any]) -> str:
     lines += ["a device sends in a step"]
     lines += [
         f"  {format_bytes(c['bytes']):>10s}  {c['kind']} over {', '.join(c['axes'])} "
-        f"({c['ways']} devices), {c['times']:,.0f} times"
+        f"({c['ways']} devices), {often(c['times'])}"
         for c in record["collectives"]
     ] or ["  nothing"]
     apart = m["compute_ms"] + m["near_ms"] + m["far_ms"]

@@ -65,11 +65,14 @@ class Collective(NamedTuple):
     bytes: float  # that a device sends, by ring algorithms
 
 
-def collectives(hlo: str, mesh_shape: dict[str, int]) -> list[Collective]:
-    """The exchanges of a compiled program, those in loops as often as the loop runs."""
+def collectives(hlo: str, mesh_shape: dict[str, int], branch: float = 0.0) -> list[Collective]:
+    """The exchanges of a compiled program, those in loops as often as the loop runs.
+
+    branch: in which share of the steps a branch of a conditional runs.
+    """
     computations, entry = computations_of(hlo)
     total: dict[tuple[str, tuple[str, ...], int], list[float]] = {}
-    for kind, axes, ways, times, sent in _walk(computations, entry, 1, mesh_shape):
+    for kind, axes, ways, times, sent in _walk(computations, entry, 1.0, mesh_shape, branch):
         row = total.setdefault((kind, axes, ways), [0.0, 0.0])
         row[0] += times
         row[1] += times * sent
@@ -78,8 +81,12 @@ def collectives(hlo: str, mesh_shape: dict[str, int]) -> list[Collective]:
 
 
 def _walk(
-    computations: dict[str, list[Instruction]], name: str, times: int, mesh_shape: dict[str, int]
-) -> Iterator[tuple[str, tuple[str, ...], int, int, float]]:
+    computations: dict[str, list[Instruction]],
+    name: str,
+    times: float,
+    mesh_shape: dict[str, int],
+    branch: float,
+) -> Iterator[tuple[str, tuple[str, ...], int, float, float]]:
     instructions = computations.get(name, [])
     by_name = {i.name: i for i in instructions}
     users: dict[str, list[Instruction]] = defaultdict(list)
@@ -90,9 +97,11 @@ def _walk(
         if i.op == "while":
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', i.rest)
             inner = times * int(trips[1] if trips else 1)
-            yield from _walk(computations, i.attribute("body"), inner, mesh_shape)
+            yield from _walk(computations, i.attribute("body"), inner, mesh_shape, branch)
+        for called in i.attributes("branch") if branch and i.op == "conditional" else ():
+            yield from _walk(computations, called, times * branch, mesh_shape, branch)
         for called in i.attributes("to_apply", "calls") if i.op in ("call", "async-start") else ():
-            yield from _walk(computations, called, times, mesh_shape)
+            yield from _walk(computations, called, times, mesh_shape, branch)
         kind = i.op.removesuffix("-start")
         if kind not in KINDS:
             continue

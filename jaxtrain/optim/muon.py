@@ -279,7 +279,7 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
         shape[second_axis(p.shape)] = 1
         return jnp.zeros(shape, p.dtype)
 
-    def direction(u: jax.Array, v: jax.Array | None, b2: Any) -> tuple[jax.Array, jax.Array | None]:
+    def direction(b2: Any, u: jax.Array, v: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         shape, axis = u.shape, second_axis(u.shape)
         u = normalize(u, c.equilibrate)
         u = orthogonalize(u, COEFFICIENTS[c.orthogonalize], c.gram, c.symmetric)
@@ -300,8 +300,9 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
         mu = h["momentum"]
         m = mu * m + (1 - mu) * g
         u = mu * m + (1 - mu) * g if c.nesterov else m
-        work = functools.partial(direction, b2=h["b2"])
-        u, v = work(u, v) if spec is None else over_matrices(work, spec.axes, u, v)
+        b2 = h["b2"]
+        alone = spec is None
+        u, v = direction(b2, u, v) if alone else over_matrices(direction, spec.axes, u, v, rate=b2)
         decayed = p * (u * p >= 0) if c.cautious else p
         rate = h["learning_rate"] * math.sqrt(max(1.0, g.shape[-1] / g.shape[-2]))
         return -rate * (u + h["weight_decay"] * decayed), m, v

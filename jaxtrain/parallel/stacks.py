@@ -13,33 +13,34 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.axes import in_force, partition_spec, taken_axes
+from jaxtrain.parallel.axes import in_force, over_devices, partition_spec, taken_axes
 
 
 def over_matrices(
-    work: Callable[..., tuple[Any, ...]], axes: Sequence[str | None], *stacks: Any
+    work: Callable[..., tuple[Any, ...]], axes: Sequence[str | None], *stacks: Any, rate: Any
 ) -> tuple[Any, ...]:
-    """`work(*stacks)`, the matrices of the stacks dealt out over all devices of the mesh in force.
+    """`work(rate, *stacks)`, the stacks' matrices dealt out over all devices of the mesh in force.
 
-    A stack `[..., in, out]` lies as its logical `axes` say; None is passed through. `work` takes
-    stacks `[n, in, out]` of any n and returns as many, of the same shapes; its results come back
-    in the shape and the place of its arguments. A stack that is no multiple of the devices is
-    padded by zero matrices. Mesh axes that split a matrix exchange parts (two all-to-alls); along
-    axes that hold copies, each device takes its share, and the results are gathered.
+    A stack `[..., in, out]` lies as its logical `axes` say; None is passed through. `rate` is a
+    number that all devices have. `work` takes stacks `[n, in, out]` of any n and returns as many,
+    of the same shapes; its results come back in the shape and the place of its arguments. A stack
+    that is no multiple of the devices is padded by zero matrices. Mesh axes that split a matrix
+    exchange parts (two all-to-alls); along axes that hold copies, each device takes its share, and
+    the results are gathered.
     """
     mesh = in_force()
     if mesh is None:
-        return work(*stacks)
+        return work(rate, *stacks)
     specs = tuple(P() if x is None else partition_spec(axes, x.shape, mesh) for x in stacks)
 
-    def local(*parts: Any) -> tuple[Any, ...]:
-        results = work(*(x if x is None else deal(x, s, mesh) for x, s in zip(parts, specs)))
+    def local(rate: Any, *parts: Any) -> tuple[Any, ...]:
+        results = work(rate, *(x if x is None else deal(x, s, mesh) for x, s in zip(parts, specs)))
         return tuple(
             x if x is None else collect(x, s, mesh, part.shape)
             for x, s, part in zip(results, specs, parts)
         )
 
-    return jax.shard_map(local, in_specs=specs, out_specs=specs, check_vma=False)(*stacks)
+    return over_devices(local, (P(), *specs), specs)(rate, *stacks)
 
 
 def exchanges(spec: P, mesh: AbstractMesh) -> list[tuple[str, int | None]]:

@@ -100,7 +100,7 @@ def test_the_update_exchanges_parts_and_gathers_nothing_large(task):
 def test_without_it_whole_matrices_are_gathered(task, monkeypatch):
     """What the test above can see."""
     muon = sys.modules["jaxtrain.optim.muon"]
-    monkeypatch.setattr(muon, "over_matrices", lambda work, axes, *stacks: work(*stacks))
+    monkeypatch.setattr(muon, "over_matrices", lambda work, _, *stacks, rate: work(rate, *stacks))
     mesh = mesh_of(fsdp=8)
     with jax.set_mesh(mesh):
         found = collectives(placed(task, mesh)[2])
@@ -134,12 +134,13 @@ def test_each_device_gets_whole_matrices(layers):
     """Every matrix is worked on once, by a device that holds a ceil(layers / 8) share."""
     mesh, shares = mesh_of(2, 2, 2), []
 
-    def work(x, none):
+    def work(rate, x, none):
         shares.append(x.shape)
-        return x * jnp.max(x, axis=(-2, -1), keepdims=True), none
+        return rate * x * jnp.max(x, axis=(-2, -1), keepdims=True), none
 
     x = np.random.default_rng(0).normal(size=(layers, 4, 6)).astype(np.float32)
     with jax.set_mesh(mesh):
-        out, none = jax.jit(lambda x: over_matrices(work, (None, "embed", "hidden"), x, None))(x)
+        axes = None, "embed", "hidden"
+        out, none = jax.jit(lambda r, x: over_matrices(work, axes, x, None, rate=r))(2.0, x)
     assert shares == [(-(-layers // 8), 4, 6)] and none is None
-    np.testing.assert_array_equal(out, x * x.max((-2, -1), keepdims=True))
+    np.testing.assert_array_equal(out, 2 * x * x.max((-2, -1), keepdims=True))
