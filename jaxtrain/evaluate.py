@@ -8,6 +8,7 @@ Several processes (`python -m jaxtrain.launch --command evaluate`) share the row
 import argparse
 import math
 import sys
+from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
@@ -30,6 +31,10 @@ from jaxtrain.saved import Saved, folder_of, load_resolved, load_saved
 from jaxtrain.scaling import Resolved, override
 from jaxtrain.settings import UserError, command
 from jaxtrain.tasks import run_tasks, table_of
+
+# Batches in the devices' queue. Hundreds of programs that exchange with other processes wait for
+# one another for ever on CPUs: each holds a thread until its partner's has one.
+AHEAD = 4
 
 
 def make_scorer(
@@ -55,9 +60,12 @@ def validate(
 
     The sums stay on the device until the last batch; BOS tokens count in the loss only.
     """
-    sums, seen = objectives.zero_sums(), 0
+    sums, seen, queued = objectives.zero_sums(), 0, deque[objectives.Sums]()
     for batch in batches:
         sums = scorer(params, place_batch(batch, mesh), sums)
+        queued.append(sums)
+        if len(queued) > AHEAD:
+            jax.block_until_ready(queued.popleft())
         seen += batch.tokens_BT.size * batch_share(mesh)[1]
         if max_tokens is not None and seen >= max_tokens:
             break
