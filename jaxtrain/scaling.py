@@ -172,6 +172,11 @@ def check_shapes(mesh: Mesh, model: ResolvedModel, sequence_length: int) -> None
         for name, size in (whole | {"model.ffn_tiles": model.ffn_tiles}).items():
             if size > 1:
                 raise UserError(f"model.moe takes whole texts, layer by layer: set {name}=1")
+    elif mesh.shape["expert"] > 1:
+        raise UserError(
+            f"mesh.expert={mesh.shape['expert']} splits the experts of model.moe, which is null; "
+            "set mesh.expert=1 (mesh.data splits batch rows)"
+        )
     for axis, sizes in dims.items():
         check_divides(f"mesh.{axis}", mesh.shape[axis], sizes)
     check_divides("model.ffn_tiles", model.ffn_tiles, {"train.sequence_length": sequence_length})
