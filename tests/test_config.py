@@ -127,8 +127,8 @@ BAD = {
     "to auto where it divides",
     "mesh.tensor=4 model.heads=6": "mesh.tensor=4 does not divide model.heads 6; these would: 1, "
     "2, 3, 6",
-    "mesh.expert=2 mesh.data=4": "mesh.expert=2 splits the experts of model.moe, which is null; set "
-    "mesh.expert=1 (mesh.data splits batch rows)",
+    "mesh.expert=2 mesh.data=4": "mesh.expert=2 splits the experts of model.moe, which is null; "
+    "set mesh.expert=1 (mesh.data splits batch rows)",
     "mesh.expert=8 mesh.data=1 model.moe.experts=6": "mesh.expert=8 does not divide "
     "model.moe.experts 6; these would: 1, 2, 3, 6",
     "mesh.context=2 mesh.data=4 model.moe.experts=6": "model.moe takes whole texts, layer by "
