@@ -32,9 +32,10 @@ class CheckpointConfig(Settings):
 def send_in_large_parts() -> None:
     """Arrays are sent to the host in parts of `PART_BYTES` and more, in this process."""
     arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=PART_BYTES)
+    before = logging.root.manager.disable
     logging.disable(logging.WARNING)  # that it takes the place of orbax's own
     ocp.type_handlers.register_type_handler(jax.Array, arrays, override=True)
-    logging.disable(logging.NOTSET)
+    logging.disable(before)
 
 
 class Checkpointer:

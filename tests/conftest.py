@@ -2,7 +2,6 @@
 
 import os
 import shutil
-import sys
 from pathlib import Path
 
 import hypothesis
@@ -14,10 +13,6 @@ from jaxtyping import install_import_hook
 install_import_hook(["jaxtrain", "jaxtrain_kernels"], "beartype.beartype")
 
 CACHE = Path(__file__).parents[1] / ".cache"
-if sys.dont_write_bytecode:  # every process that a test starts would compile all of jax's source
-    sys.dont_write_bytecode, sys.pycache_prefix = False, str(CACHE / "bytecode")
-    os.environ["PYTHONPYCACHEPREFIX"] = sys.pycache_prefix
-    os.environ.pop("PYTHONDONTWRITEBYTECODE", None)
 SETTINGS = {
     "jax_compilation_cache_dir": str(CACHE / "jax-tests"),
     "jax_persistent_cache_min_compile_time_secs": 0.2,

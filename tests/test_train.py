@@ -1,21 +1,22 @@
 """The whole command on a tiny configuration: what it writes, resumes, survives and refuses."""
 
 import json
-import os
 import re
 import shutil
-import signal
-import subprocess
 import sys
-import time
 from pathlib import Path
 from types import SimpleNamespace
 
 import jax
 import numpy as np
 import pytest
-from safetensors.numpy import load_file
-from tiny import rows_of, run_overrides, same
+from tiny import (
+    assert_same_run,
+    rows_of,
+    run_overrides,
+    steps_of,
+    whole_overrides,
+)
 
 from jaxtrain import data, run
 from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
@@ -27,28 +28,6 @@ from jaxtrain.settings import UserError
 from jaxtrain.train import train
 
 ROOT = Path(__file__).parents[1]
-
-
-def weights_of(run_dir):
-    return load_file(run_dir / "model" / "model.safetensors")
-
-
-def steps_of(run_dir):
-    return sorted(int(p.name) for p in (run_dir / "checkpoints").iterdir() if p.name.isdigit())
-
-
-def assert_same_run(a, b):
-    """Parameters and every logged number, bit for bit."""
-    assert weights_of(a).keys() == weights_of(b).keys()
-    same(weights_of(a), weights_of(b))
-    assert rows_of(a) == rows_of(b)
-    assert rows_of(a, "validation")[-1] == rows_of(b, "validation")[-1]
-    sample = sorted(p.name for p in (a / "samples").iterdir())[-1]
-    assert (a / "samples" / sample).read_text() == (b / "samples" / sample).read_text()
-
-
-def overrides(run_dir, **changes):
-    return run_overrides(run_dir.parent, eval__every=2, sample__every=4, **changes)
 
 
 def refused(capfd, arguments):
@@ -96,7 +75,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(whole, copy, capfd):
     """As after a SIGKILL behind the checkpoint of step 3: what came later is gone or stale."""
     shutil.rmtree(copy / "checkpoints" / "6")
     shutil.rmtree(copy / "model")
-    assert main(overrides(copy)) == 0
+    assert main(whole_overrides(copy)) == 0
     assert "steps 3 to 6" in capfd.readouterr().out
     assert_same_run(copy, whole)
     assert steps_of(copy) == [3, 6]
@@ -106,13 +85,13 @@ def test_resumed_on_another_mesh_and_with_other_microbatches(whole, copy):
     """How a run is executed may change: the numbers stay up to rounding."""
     shutil.rmtree(copy / "checkpoints" / "6")
     changes = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2}
-    assert main(overrides(copy, **changes, train__device_batch_size=2)) == 0
+    assert main(whole_overrides(copy, **changes, train__device_batch_size=2)) == 0
     for mine, other in zip(rows_of(copy), rows_of(whole), strict=True):
         assert mine["loss"] == pytest.approx(other["loss"], rel=1e-3)
 
 
 def test_a_finished_run_is_not_trained_again(whole, copy, capfd):
-    assert main(overrides(copy)) == 0
+    assert main(whole_overrides(copy)) == 0
     assert "steps 6 to 6" in capfd.readouterr().out
     assert_same_run(copy, whole)
 
@@ -127,7 +106,7 @@ def test_the_model_is_saved_before_the_last_sample(copy, monkeypatch):
 
     monkeypatch.setattr(module, "write_samples", stopped)
     with pytest.raises(RuntimeError, match="stopped"):
-        main(overrides(copy))
+        main(whole_overrides(copy))
     assert (copy / "model" / "model.safetensors").exists()
 
 
@@ -135,129 +114,8 @@ def test_a_torn_metrics_line_does_not_stop_a_resume(whole, copy):
     shutil.rmtree(copy / "checkpoints" / "6")
     with (copy / "metrics.jsonl").open("a") as file:
         file.write('{"step": 7, "ki')
-    assert main(overrides(copy)) == 0
+    assert main(whole_overrides(copy)) == 0
     assert rows_of(copy) == rows_of(whole)
-
-
-# ---- signals ---------------------------------------------------------------------------------
-
-LONG = {"train__steps": 30, "eval__every": "null", "sample__every": "null"}
-
-
-# A step takes half a second, so that a test on a loaded machine is in time to stop it.
-SLOWLY = """
-import sys, time
-from jaxtrain.main import main
-from jaxtrain.metrics import MetricsWriter
-real = MetricsWriter.push
-MetricsWriter.push = lambda *given: time.sleep(0.5) or real(*given)
-raise SystemExit(main(sys.argv[1:]))
-"""
-
-
-def started(directory, **changes):
-    """The command in a process of its own."""
-    command = [sys.executable, "-W", "error", "-c", SLOWLY]
-    return subprocess.Popen(
-        [*command, *run_overrides(directory, **LONG | changes)],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
-    )  # fmt: skip
-
-
-def wait_for(process, condition):
-    """Until the condition holds; fails if the process ends or two minutes pass before."""
-    deadline = time.monotonic() + 120
-    while not condition():
-        assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
-
-
-@pytest.fixture(scope="module")
-def long(tmp_path_factory):
-    directory = tmp_path_factory.mktemp("long")
-    assert main(run_overrides(directory, **LONG, checkpoint__every=5)) == 0
-    return directory / "tiny"
-
-
-def test_sigterm_saves_and_the_same_command_goes_on(long, tmp_path):
-    run_dir, changes = tmp_path / "tiny", {"checkpoint__every": "null"}
-    process = started(tmp_path, **changes)
-    wait_for(process, lambda: run_dir.is_dir() and "loss" in metrics_text(run_dir))
-    process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
-    assert process.returncode == 0, err
-    (step,) = steps_of(run_dir)
-    assert 0 < step < 30
-    assert f"stopped  at step {step} of 30, saved; go on with:\n  python -m jaxtrain.main " in out
-    assert f"run.directory={tmp_path}" in out
-    assert rows_of(run_dir, "event")[-1]["status"] == "stopped"
-    assert (run_dir / "report.html").is_file()
-    assert main(run_overrides(tmp_path, **LONG | changes)) == 0
-    assert_same_run(run_dir, long)
-
-
-INTERRUPT = pytest.param(signal.SIGINT, marks=pytest.mark.slow)
-
-
-@pytest.mark.parametrize("number", [signal.SIGTERM, INTERRUPT], ids=lambda n: n.name)
-def test_a_signal_stops_after_the_step_in_hand(whole, tmp_path, monkeypatch, number):
-    real = MetricsWriter.push
-
-    def push(self, step, values):
-        if step == 4:
-            os.kill(os.getpid(), number)
-        return real(self, step, values)
-
-    with monkeypatch.context() as patch:
-        patch.setattr(MetricsWriter, "push", push)
-        assert main(overrides(tmp_path / "tiny")) == 0
-    assert steps_of(tmp_path / "tiny") == [3, 4]
-    assert not (tmp_path / "tiny" / "model").exists()
-    assert main(overrides(tmp_path / "tiny")) == 0
-    assert_same_run(tmp_path / "tiny", whole)
-
-
-def test_a_second_signal_is_final(tmp_path, monkeypatch, capsys):
-    def push(self, step, values):
-        os.kill(os.getpid(), signal.SIGINT)
-        os.kill(os.getpid(), signal.SIGINT)
-
-    monkeypatch.setattr(MetricsWriter, "push", push)
-    # A shell that starts the tests in the background makes them ignore SIGINT.
-    before = signal.signal(signal.SIGINT, signal.default_int_handler)
-    try:
-        assert main(overrides(tmp_path / "tiny")) == 130
-        assert signal.getsignal(signal.SIGINT) is signal.default_int_handler
-    finally:
-        signal.signal(signal.SIGINT, before)
-    assert "the same command goes on" in capsys.readouterr().err
-    assert rows_of(tmp_path / "tiny", "event")[-1]["status"] == "interrupted"
-
-
-def metrics_text(run_dir):
-    file = run_dir / "metrics.jsonl"
-    return file.read_text() if file.is_file() else ""
-
-
-def test_sigkill_in_the_middle_of_a_save_resumes_from_the_checkpoint_before(long, tmp_path):
-    run_dir = tmp_path / "tiny"
-    process = started(tmp_path, checkpoint__every=1)
-    # The folder of a checkpoint appears under another name first, and is filled then.
-    fourth = re.compile(r"4(\D.*)?").fullmatch
-    wait_for(process, lambda: any(map(fourth, names_in(run_dir))))
-    os.kill(process.pid, signal.SIGKILL)
-    assert process.wait() == -signal.SIGKILL
-    process.communicate()
-    assert 2 <= max(steps_of(run_dir)) <= 5
-    assert main(run_overrides(tmp_path, **LONG, checkpoint__every=5)) == 0
-    assert_same_run(run_dir, long)
-    assert all(name.isdigit() for name in names_in(run_dir))  # no remains
-
-
-def names_in(run_dir):
-    folder = run_dir / "checkpoints"
-    return [p.name for p in folder.iterdir()] if folder.is_dir() else []
 
 
 # ---- bad input -------------------------------------------------------------------------------
@@ -265,7 +123,7 @@ def names_in(run_dir):
 
 def test_a_run_of_another_configuration_is_refused(copy, capfd):
     before = {p: p.read_bytes() for p in copy.rglob("*") if p.is_file()}
-    message = refused(capfd, overrides(copy, model__hidden=64, optim__matrix_lr=0.01))
+    message = refused(capfd, whole_overrides(copy, model__hidden=64, optim__matrix_lr=0.01))
     assert str(copy) in message and "set run.name" in message.lower()
     assert "model.hidden: 48 -> 64" in message
     assert re.search(r"optim\.matrix_lr: \S+ -> 0\.01", message)
@@ -276,7 +134,7 @@ def test_of_many_differences_six_are_listed(copy, capfd):
     fields = ("window_pattern=L", "rope_base=9", "softcap=9", "qk_scale=2", "norm_eps=0.1",
               "value_embeddings=false", "smear=false", "backout=false")  # fmt: skip
     changes = dict(f"model__{field}".split("=") for field in fields)
-    message = refused(capfd, overrides(copy, **changes))
+    message = refused(capfd, whole_overrides(copy, **changes))
     assert message.count(" -> ") == 6 and re.search(r"; and \d+ more\. Set run\.name", message)
 
 
@@ -284,7 +142,9 @@ def test_another_tokenizer_is_refused(copy, capfd):
     (copy / "tokenizer" / "tokenizer.model").unlink()
     bytes_config = load_config(None, ["data.tokenizer.name=bytes"]).data.tokenizer
     data.tokenizer.build_tokenizer(bytes_config, ()).save(copy / "tokenizer")
-    assert "was trained with another tokenizer; set run.name" in refused(capfd, overrides(copy))
+    assert "was trained with another tokenizer; set run.name" in refused(
+        capfd, whole_overrides(copy)
+    )
 
 
 def damage(folder):
@@ -296,17 +156,17 @@ def damage(folder):
 
 def test_a_damaged_checkpoint_is_named_with_the_one_before(copy, capfd):
     damage(copy / "checkpoints" / "6")
-    message = refused(capfd, overrides(copy))
+    message = refused(capfd, whole_overrides(copy))
     assert f"checkpoint {copy / 'checkpoints' / '6'} cannot be read" in message
     assert "delete that folder to go on from step 3" in message
     shutil.rmtree(copy / "checkpoints" / "6")
-    assert main(overrides(copy)) == 0
+    assert main(whole_overrides(copy)) == 0
 
 
 def test_a_damaged_only_checkpoint_says_so(copy, capfd):
     shutil.rmtree(copy / "checkpoints" / "6")
     damage(copy / "checkpoints" / "3")
-    assert "there is none before it" in refused(capfd, overrides(copy))
+    assert "there is none before it" in refused(capfd, whole_overrides(copy))
 
 
 def test_a_nan_names_step_checkpoint_and_gradient(tmp_path, capfd):
@@ -423,7 +283,7 @@ def test_memory_that_runs_out_later_is_explained(tmp_path, capfd, monkeypatch):
 
 def test_train_returns_the_last_validation(whole, copy):
     last = rows_of(whole, "validation")[-1]
-    config = load_config(None, overrides(copy))
+    config = load_config(None, whole_overrides(copy))
     assert train(config) == {name: last[name] for name in ("loss", "perplexity", "bpb")}
 
 

@@ -6,6 +6,7 @@ from pathlib import Path
 import jax
 import jax.numpy as jnp
 import numpy as np
+from safetensors.numpy import load_file
 
 from jaxtrain.config import load_config
 from jaxtrain.data import Batch
@@ -147,3 +148,26 @@ def rows_of(run_dir, kind="train"):
     clock = ("time", "tokens_per_s", "mfu", "memory_bytes", "data_wait")
     rows = read_rows(run_dir / "metrics.jsonl")
     return [{k: v for k, v in r.items() if k not in clock} for r in rows if r["kind"] == kind]
+
+
+def weights_of(run_dir):
+    return load_file(run_dir / "model" / "model.safetensors")
+
+
+def steps_of(run_dir):
+    return sorted(int(p.name) for p in (run_dir / "checkpoints").iterdir() if p.name.isdigit())
+
+
+def assert_same_run(a, b):
+    """Parameters and every logged number, bit for bit."""
+    assert weights_of(a).keys() == weights_of(b).keys()
+    same(weights_of(a), weights_of(b))
+    assert rows_of(a) == rows_of(b)
+    assert rows_of(a, "validation")[-1] == rows_of(b, "validation")[-1]
+    sample = sorted(p.name for p in (a / "samples").iterdir())[-1]
+    assert (a / "samples" / sample).read_text() == (b / "samples" / sample).read_text()
+
+
+def whole_overrides(run_dir, **changes):
+    """Those of the fixture `whole`, in another directory."""
+    return run_overrides(run_dir.parent, eval__every=2, sample__every=4, **changes)
