@@ -2,6 +2,7 @@
 
 import os
 import shutil
+import sys
 from pathlib import Path
 
 import hypothesis
@@ -9,12 +10,14 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
+# What the hook puts in could be written as the packages' own bytecode, when two threads import at
+# once, and a process without the hook would fail on it.
+sys.dont_write_bytecode = True
 # Before the first import of the packages under test: their annotations are checked at every call.
 install_import_hook(["jaxtrain", "jaxtrain_kernels"], "beartype.beartype")
 
-CACHE = Path(__file__).parents[1] / ".cache"
 SETTINGS = {
-    "jax_compilation_cache_dir": str(CACHE / "jax-tests"),
+    "jax_compilation_cache_dir": str(Path(__file__).parents[1] / ".cache" / "jax-tests"),
     "jax_persistent_cache_min_compile_time_secs": 0.2,
     "jax_persistent_cache_min_entry_size_bytes": 0,
     "jax_numpy_rank_promotion": "raise",
