@@ -24,6 +24,7 @@ from jaxtrain.bench.kernels import bench_loss
 from jaxtrain.bench.matmuls import bench_matmuls
 from jaxtrain.bench.memory import bench_longest, bench_techniques
 from jaxtrain.bench.optimizers import bench_optimizers
+from jaxtrain.bench.peers import nanochat_step
 from jaxtrain.bench.preflight import add_preflight, preflight_of, report
 from jaxtrain.bench.race import SAME, draw, race
 from jaxtrain.bench.record import BENCHMARKS, RESULTS, stem, write
@@ -88,6 +89,12 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="step: with each set of XLA's options (parallel/flags.py), or one --variant",
     )
     parser.add_argument(
+        "--peer",
+        type=Path,
+        metavar="CHECKOUT",
+        help="step: nanochat's own step is timed first, by a process of its own (needs torch)",
+    )
+    parser.add_argument(
         "--out",
         type=Path,
         help="folder of what is written; default benchmarks/results, runs/bench for a profile, "
@@ -149,7 +156,9 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 elif a.flags:
                     yield from bench_flags(config, a.overrides, a.variant)
                 else:
-                    yield bench_step(config, a.overrides, a.variant, folder)
+                    beside = nanochat_step(a.peer, config, a.overrides) if a.peer else []
+                    record = bench_step(config, a.overrides, a.variant, folder)
+                    yield record | ({"beside": beside} if beside else {})
             elif a.what in whole:
                 yield from whole[a.what](config, a.overrides, a.variant)
             else:

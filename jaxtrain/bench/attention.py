@@ -15,6 +15,7 @@ from jaxtrain_kernels.attention import BACKENDS
 from jaxtrain_kernels.shapes import ATTENTION_BENCH, AttentionShape
 
 from jaxtrain.bench.kernels import Kernel, Row, chosen, exact, failure, growing, measured, sized
+from jaxtrain.bench.peers import FLASH_ATTENTION, flash_attention
 from jaxtrain.bench.timing import relative_errors, rotating
 from jaxtrain.parallel.runtime import compute_dtype
 
@@ -39,8 +40,12 @@ def bench_attention(
 
 def attention_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
     made = backends()
-    shapes, wanted = chosen("attention", names, [s.name for s in ATTENTION_BENCH], made)
-    for shape in map(sized(small_attention), [s for s in ATTENTION_BENCH if s.name in shapes]):
+    every = [*made, FLASH_ATTENTION]
+    shapes, wanted = chosen("attention", names, [s.name for s in ATTENTION_BENCH], every)
+    of_these = [s for s in ATTENTION_BENCH if s.name in shapes]
+    if FLASH_ATTENTION in wanted and jax.default_backend() == "gpu":
+        yield from flash_attention_rows(of_these)
+    for shape in map(sized(small_attention), of_these):
         inputs = rotating(lambda key, s=shape: attention_inputs(s, dtype, key))
         for backend in [name for name in made if name in wanted]:
             for name, wrap in WRAPS.items():
@@ -69,12 +74,28 @@ def rate(
     shape: AttentionShape, fn: Kernel, inputs: Any, name: str, **options: Any
 ) -> dict[str, Any] | None:
     """ms, TF/s of the visible pairs, and TF/s of all pairs in the blocks that hold any of them."""
+    figures = measured(fn, inputs, 0.0, **options)
+    return figures and figures | rates(shape, name, figures["ms"])
+
+
+def rates(shape: AttentionShape, name: str, ms: float | None) -> dict[str, float]:
+    """TF/s of the visible pairs, and of all pairs in the blocks that hold any of them."""
+    if ms is None:
+        return {}
     flops = 4.0 * shape.N * shape.H * (1.0 if name == "forward" else BACKWARD)
-    figures = measured(fn, inputs, flops * shape.B * visible_pairs(shape), **options)
-    if figures and figures["ms"]:
-        pairs = visited_blocks(shape) * VISITED**2
-        figures["tflops_visited"] = flops * pairs / figures["ms"] / 1e9
-    return figures
+    pairs = {
+        "tflops": shape.B * visible_pairs(shape),
+        "tflops_visited": visited_blocks(shape) * VISITED**2,
+    }
+    return {key: flops * count / ms / 1e9 for key, count in pairs.items()}
+
+
+def flash_attention_rows(shapes: Sequence[AttentionShape]) -> Iterator[Row]:
+    """The peer's, in another framework and process; its errors are not measured."""
+    by_name = {s.name: s for s in shapes}
+    for row in flash_attention(shapes):
+        shape, name = by_name[row["shape"]], row["name"].removeprefix("attention_")
+        yield row | rates(shape, name, row["ms"])
 
 
 def errors(shape: AttentionShape, make: Make, wrap: Any, dtype: Any) -> dict[str, Any]:

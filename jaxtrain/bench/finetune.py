@@ -1,11 +1,8 @@
 """LoRA and QLoRA on a model of random weights: memory and rate, beside Hugging Face's peft."""
 
 import gc
-import importlib.util
 import itertools
-import json
 import os
-import subprocess
 import sys
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
@@ -15,7 +12,8 @@ import jax
 from pydantic import TypeAdapter
 
 from jaxtrain.bench.memory import needs, random_frozen, rate
-from jaxtrain.bench.record import BENCHMARKS, describe
+from jaxtrain.bench.peers import rows_of
+from jaxtrain.bench.record import describe
 from jaxtrain.bench.step import compiled_step
 from jaxtrain.bench.timing import COMPILERS
 from jaxtrain.bench.workload import Workload, load_workload
@@ -36,7 +34,6 @@ METHODS: tuple[dict[str, tuple[dict[str, Any], list[str]]], ...] = (
     },
 )
 SHAPES = ((2048, 4), (8192, 1))  # tokens of a row, rows of a step
-PEER = BENCHMARKS / "peer_finetune.py"
 
 
 def bench_finetune(
@@ -110,11 +107,9 @@ def tuned(w: Workload, tuning: dict[str, Any]) -> Workload:
 
 
 def peer_rows(name: str) -> Iterator[dict[str, Any]]:
-    """What the peer's script prints, one JSON a line, as it comes; none where it cannot run."""
-    missing = [p for p in ("torch", "peft", "transformers") if importlib.util.find_spec(p) is None]
-    if missing or name != "llama_8b" or not PEER.exists():
-        print(f"  no peer: {', '.join(missing) or 'it is for llama_8b'}", file=sys.stderr)
+    """peft's rows, in a process of its own."""
+    if name != "llama_8b":
+        print("  no peer: it is for llama_8b", file=sys.stderr)
         return
-    line = [sys.executable, str(PEER), *(f"{T}x{batch}" for T, batch in SHAPES)]
-    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as peer:
-        yield from (json.loads(row) for row in peer.stdout or () if row.startswith("{"))
+    shapes = (f"{T}x{batch}" for T, batch in SHAPES)
+    yield from rows_of("peer_finetune.py", *shapes, needs=("torch", "peft", "transformers"))

@@ -203,6 +203,9 @@ def figures(
         if (floor := floors[i]) and floor != floors[i + 1]:
             rate = f"floor: matmuls at {floor['matmul_tflops']:.3g} TF/s"
             rows.append([rate, device(record), *cells(floor), source(record)])
+        for peer in record.get("beside", ()):  # measured in the same call
+            name = f"{peer['peer']}, same call"
+            rows.append([name, device(record), *cells(peer["metrics"]), source(record)])
     for peer in peers:
         rows.append([peer["peer"], device(peer), *cells(peer["metrics"]), "peers.json"])
     return ["stack", "device", *(TITLES.get(key, key) for key in columns), "figures"], rows

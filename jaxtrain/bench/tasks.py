@@ -1,9 +1,6 @@
 """CORE's shapes in random tokens: packed rows against one example per forward."""
 
-import importlib.util
-import json
 import math
-import subprocess
 import sys
 import time
 from collections.abc import Iterator, Sequence
@@ -16,7 +13,8 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
-from jaxtrain.bench.record import BENCHMARKS, describe
+from jaxtrain.bench.peers import rows_of
+from jaxtrain.bench.record import describe
 from jaxtrain.bench.timing import COMPILERS
 from jaxtrain.bench.workload import Workload, load_workload, new_state
 from jaxtrain.data import Scored
@@ -29,7 +27,6 @@ from jaxtrain.scoring import make_scorer, scores
 
 SHARE = 8  # of CORE's examples, one in so many is measured
 ONE_BY_ONE = 20  # examples of each task that are measured alone
-PEER = BENCHMARKS / "peer_tasks.py"
 MULTIPLE = 128  # lengths alone are rounded up to, so that not each is a program of its own
 
 
@@ -85,15 +82,18 @@ def bench_tasks(
 
 def peer_seconds(w: Workload) -> float | None:
     """By the peer's script, in a process of its own; None where it cannot run."""
-    if importlib.util.find_spec("torch") is None or jax.default_backend() != "gpu":
-        print("  no peer: it needs torch and a GPU", file=sys.stderr)
+    if jax.default_backend() != "gpu":
+        print("  no peer: it needs a GPU", file=sys.stderr)
         return None
     most = w.config.model.context
     sizes = {n: f"{s.choices}x{min(s.shared + s.tail, most)}" for n, s in CORE.items()}
-    line = [sys.executable, str(PEER), str(w.config.model.depth), *dict.fromkeys(sizes.values())]
-    done = subprocess.run(line, stdout=subprocess.PIPE, text=True, check=True)
-    print(done.stdout, file=sys.stderr, flush=True)
-    ms = {row["size"]: row["ms"] for row in map(json.loads, done.stdout.splitlines())}
+    arguments = (str(w.config.model.depth), *dict.fromkeys(sizes.values()))
+    ms = {}
+    for row in rows_of("peer_tasks.py", *arguments, needs=("torch",)):
+        print(f"  {row}", file=sys.stderr, flush=True)
+        ms[row["size"]] = row["ms"]
+    if len(ms) < len(set(sizes.values())):
+        return None
     return sum(ms[sizes[n]] * shape.examples / 1e3 for n, shape in CORE.items())
 
 

@@ -1,0 +1,102 @@
+"""FlashAttention 4 by torch, for `bench attention`: two JSON lines a shape.
+
+    python benchmarks/peer_attention.py '[{"name": "b16", "B": 16, "T": 2048, "N": 12, "K": 12,
+        "H": 128, "causal": true, "window": null, "lengths": null}]'
+
+lengths: of the documents packed into each row, one list a row; it then runs FlashAttention's
+varlen function on rows laid end to end. Each line has the milliseconds of the forward, or of
+forward and backward: medians of five windows of 0.2 s on random bfloat16 inputs, replayed as a
+CUDA graph so that Python's time is not counted.
+"""
+
+import itertools
+import json
+import statistics
+import sys
+import time
+
+import torch
+from flash_attn.cute import flash_attn_func, flash_attn_varlen_func
+
+WINDOWS, SECONDS = 5, 0.2
+COLD_BYTES = 2**28  # inputs that add up to this do not stay in any device's cache
+
+
+def inputs(s):
+    """q, k, v and the output's cotangent; rows laid end to end where documents are packed."""
+    lead = (s["B"] * s["T"],) if s["lengths"] else (s["B"], s["T"])
+    size = lambda heads: (*lead, heads, s["H"])
+    make = lambda heads: torch.randn(size(heads), device="cuda", dtype=torch.bfloat16)
+    return [make(s["N"]), make(s["K"]), make(s["K"]), make(s["N"])]
+
+
+def attention(s):
+    """q, k, v -> out"""
+    window = (None, None) if s["window"] is None else (s["window"], 0)
+    options = {"causal": s["causal"], "window_size": window}
+    if not s["lengths"]:
+        return lambda q, k, v: first(flash_attn_func(q, k, v, **options))
+    lengths = list(itertools.chain.from_iterable(s["lengths"]))
+    ends = torch.tensor([0, *itertools.accumulate(lengths)], device="cuda", dtype=torch.int32)
+    options |= {"cu_seqlens_q": ends, "cu_seqlens_k": ends}
+    options |= {"max_seqlen_q": max(lengths), "max_seqlen_k": max(lengths)}
+    return lambda q, k, v: first(flash_attn_varlen_func(q, k, v, **options))
+
+
+def first(found):
+    return found[0] if isinstance(found, tuple) else found
+
+
+def graph_of(run, sets):
+    """One replay calls `run` once for each input set."""
+    for args in sets:
+        run(*args)
+    torch.cuda.synchronize()
+    graph = torch.cuda.CUDAGraph()
+    with torch.cuda.graph(graph):
+        for args in sets:
+            run(*args)
+    return graph
+
+
+def median_ms(graph, calls):
+    """Milliseconds of one of a replay's calls."""
+
+    def window(replays):
+        torch.cuda.synchronize()
+        begin = time.perf_counter()
+        for _ in range(replays):
+            graph.replay()
+        torch.cuda.synchronize()
+        return time.perf_counter() - begin
+
+    window(3)
+    replays = max(1, round(SECONDS / (window(3) / 3)))
+    return 1e3 * statistics.median(window(replays) for _ in range(WINDOWS)) / replays / calls
+
+
+def main():
+    for s in json.loads(sys.argv[1]):
+        f = attention(s)
+        each = sum(x.nbytes for x in inputs(s))
+        sets = [inputs(s) for _ in range(max(2, min(8, -(-COLD_BYTES // each))))]
+
+        def both(q, k, v, do, f=f):
+            q, k, v = (x.detach().requires_grad_() for x in (q, k, v))
+            return torch.autograd.grad(f(q, k, v), (q, k, v), do)
+
+        def forward(q, k, v, do, f=f):
+            with torch.no_grad():
+                return f(q, k, v)
+
+        for name, run in (("forward", forward), ("forward_backward", both)):
+            row = {"name": f"attention_{name}", "shape": s["name"], "backend": "FA4 (torch)"}
+            try:
+                row["ms"] = median_ms(graph_of(run, sets), len(sets))
+            except Exception as error:
+                row |= {"ms": None, "failed": f"{type(error).__name__}: {error}"[:200]}
+            print(json.dumps(row), flush=True)
+
+
+if __name__ == "__main__":
+    main()
