@@ -72,9 +72,10 @@ def specialise(warpgroups: int, load: Callable[[], None], compute: Callable[[Any
 
 def tiles(shape: tuple[int, ...], dtype: Any) -> Any:
     """Shared memory for matrices [..., rows, columns] that TMA writes and wgmma reads."""
-    swizzle = plgpu.find_swizzle(shape[-1] * 16)
+    size = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(shape[-1] * 8 * size)
     tiling, swizzling = _TRANSFORMS
-    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, swizzle // 2)), swizzling(swizzle)))
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, swizzle // size)), swizzling(swizzle)))
 
 
 def sm_count() -> int:

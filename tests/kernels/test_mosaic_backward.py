@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtrain_kernels.attention import Call, mosaic_backward, mosaic_backward_dq, reference
+from jaxtrain_kernels.attention import Call, mosaic_backward, reference
 from jaxtrain_kernels.attention.mosaic_backward_plan import BackwardTiling, KeyPlan, QueryTiling
 from jaxtrain_kernels.attention.mosaic_backward_stats import NO_KEYS, row_stats
 from jaxtrain_kernels.attention.mosaic_common import Mask
@@ -31,7 +31,7 @@ SHAPES = (
     (AttentionShape("packed", 2, 330, 1, 1, 64, documents=(100, 17, 150)), D64),
     (AttentionShape("packed_window", 2, 250, 2, 1, 96, True, 50, 3.0, (100, 17, 40)), D128),
     (AttentionShape("packed_full", 1, 200, 1, 1, 64, False, documents=(100, 17)), D64),
-    (AttentionShape("dk_from_shared", 1, 260, 1, 1, 128), D128._replace(dk_from="shared")),
+    (AttentionShape("two_stages", 1, 260, 1, 1, 128), D128),
     (
         AttentionShape("large_heads", 1, 130, 2, 1, 256),
         BackwardTiling(block_kv=64, split="dims", blocks=2),
@@ -92,7 +92,7 @@ def assert_equals_reference(shape, tiling, ids=None, dtype: Any = jnp.bfloat16, 
 
 
 # The rest are of the same kinds, and slow in interpret mode.
-EACH = ("full_ragged", "gqa_softcap", "window", "packed_window", "dk_from_shared", "large_heads",
+EACH = ("full_ragged", "gqa_softcap", "window", "packed_window", "two_stages", "large_heads",
         "tiny")  # fmt: skip
 COVER = [
     pytest.param(case, marks=() if case[0].name in EACH else pytest.mark.slow) for case in SHAPES
@@ -154,25 +154,6 @@ def test_query_ranges_cover_what_is_visible(mask, documents):
         assert not some[(i < lo) | (i >= hi)].any()
         assert blocks[full_lo:full_hi].all()
         assert hi - lo <= max(1, np.ptp(i[some]) + 1 if some.any() else 1)
-
-
-def test_sums_in_registers_order_are_put_in_order():
-    """The order is that of wgmma's accumulators in the PTX manual, for each tile of 64 x 64."""
-    q = jnp.zeros((2, 190, 3, 128))
-    plan = mosaic_backward.make_plan(
-        KeyPlan, q, q, None, Mask(True, None), None, 1.0, BackwardTiling(block_q=128), False
-    )
-    dq = np.random.default_rng(0).standard_normal((2, 256, 3, 128)).astype(np.float32)
-    thread, register = np.meshgrid(np.arange(128), np.arange(32), indexing="ij")
-    row = thread // 32 * 16 + register // 2 % 2 * 8 + thread % 32 // 4
-    column = register // 4 * 8 + thread % 4 * 2 + register % 2
-    pieces = []
-    for b, n, i, j in np.ndindex(2, 3, 4, 2):
-        tile = dq[b, i * 64 : (i + 1) * 64, n, j * 64 : (j + 1) * 64]
-        in_threads = tile[row, column].reshape(128, 8, 4)
-        pieces.append(in_threads.swapaxes(0, 1).ravel())
-    got = mosaic_backward_dq.from_sums(plan, jnp.asarray(np.stack(pieces)))
-    np.testing.assert_array_equal(got, dq)
 
 
 @pytest.mark.parametrize("head_dim", [64, 96, 128, 256])

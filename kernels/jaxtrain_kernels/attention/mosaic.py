@@ -16,8 +16,7 @@ FORWARD_CHANGES_64: tuple[dict[str, Any], ...] = (
     {}, {"warpgroups": 3}, {"polynomial": 4}, {"halves": False}, {"ahead": False},
 )  # fmt: skip
 BACKWARD_CHANGES: tuple[dict[str, Any], ...] = (
-    {}, {"dk_from": "registers"}, {"dq_by": "red"}, {"dq_by": "red", "dk_from": "registers"},
-    {"dq_by": "apart"},
+    {}, {"dq_by": "apart"}, {"blocks": 0}, {"dynamic": False}, {"l2_bytes": 50 << 20},
 )  # fmt: skip
 
 

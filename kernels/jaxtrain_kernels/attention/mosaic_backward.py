@@ -29,7 +29,7 @@ def default_tiling(head_dim: int) -> BackwardTiling:
     if head_dim <= 64:
         return BackwardTiling(block_q=128)
     if head_dim <= 128:
-        return BackwardTiling(dk_from="shared", dq_by="tma")
+        return BackwardTiling()
     # Beside dQ its registers do not suffice.
     return BackwardTiling(block_kv=64, split="dims", dq_by="apart")
 
@@ -71,8 +71,8 @@ def backward(
     """
     T, H = q_BTNH.shape[1], q_BTNH.shape[3]
     tiling = tiling or default_tiling(H)
-    if deterministic or tiling.dq_by == "apart":
-        tiling = tiling._replace(dq_by="apart", dk_from="registers")
+    if deterministic:
+        tiling = tiling._replace(dq_by="apart")
     mask = Mask(causal, window)
     plan = make_plan(KeyPlan, q_BTNH, k_BSKH, ids_BT, mask, softcap, scale, tiling, interpret)
     # TMA needs whole rows of 8 tokens; it fills with zeros and drops what lies outside the arrays.

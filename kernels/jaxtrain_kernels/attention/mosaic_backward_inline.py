@@ -7,7 +7,6 @@ A thread's registers of a matrix are wgmma's: of each 8 columns a pair (column 2
 c = 0 to 3) of two rows (r and r + 8, r = 0 to 7), for each of 4 warps of 16 rows.
 """
 
-import math
 from typing import Any
 
 import jax.numpy as jnp
@@ -32,6 +31,12 @@ def fence():
     )
     fence_async_shared_cta.__qualname__ = "fence_async_shared_cta"
     plgpu.inline_mgpu()(fence_async_shared_cta)()
+
+
+def await_reads():
+    """The thread's own stores by TMA have read shared memory. No thread waits for another."""
+    wait = lambda _: nvvm.cp_async_bulk_wait_group(0, read=True) and None
+    plgpu.inline_mgpu()(wait)()
 
 
 def opaque(x: Any) -> Any:
@@ -122,39 +127,6 @@ def store_rows(ref: Any, transforms: Any, at: Any, x: Any) -> None:
 
     tiled: Any = plgpu.RefType(transforms)
     plgpu.inline_mgpu(arg_types=(tiled, SPLAT, MATRIX))(store)(ref, at, x)
-
-
-def write_registers(ref: Any, piece: Any, x: Any, ptx: str) -> None:
-    """Each thread's registers of float32 x, four by four, to piece `piece` of ref.
-
-    A piece holds the threads' first four next to each other, then their second four, and so on:
-    [columns / 8, warp, r, c, half, e]. ptx: of the instruction that takes four.
-    """
-
-    def write(_, ref, piece, x):
-        is_shared = mgpu.utils.is_smem_ref(ref)
-        wide = _i32() if is_shared else ir.IntegerType.get_signless(64)
-        thread = arith.remui(mgpu.utils.thread_idx(), _c(128))
-        number = piece.registers[()]
-        if not is_shared:
-            thread, number = arith.extui(wide, thread), arith.extui(wide, number)
-        offset = arith.addi(
-            arith.muli(thread, mgpu.c(16, wide)),
-            arith.muli(number, mgpu.c(4 * math.prod(x.shape), wide)),
-        )
-        address = arith.addi(llvm.ptrtoint(wide, mgpu.utils.memref_ptr(ref)), offset)
-        for eight, pairs in enumerate(x.registers.reshape(x.shape[1] // 8, 2)):
-            values = [
-                llvm.extractelement(pairs[half], _c(e)) for half in range(2) for e in range(2)
-            ]
-            _asm(
-                _nothing(),
-                [address, *values],
-                f"{ptx} [$0 + {eight * 2048}], {{$1, $2, $3, $4}};",
-                "r,f,f,f,f" if is_shared else "l,f,f,f,f",
-            )
-
-    plgpu.inline_mgpu(arg_types=(plgpu.RefType(), SPLAT, MATRIX))(write)(ref, piece, x)
 
 
 def _thread() -> tuple[Any, Any, Any]:

@@ -6,12 +6,12 @@ dV += P^T dO and dK += dS^T Q, straight from registers; only dS goes to shared m
 dQ = dS K, whose sum over key blocks is built in float32 in device memory (as FlashAttention-3
 does, arXiv:2407.08608).
 
-The order of a step keeps the tensor cores fed while the other units work:
+The order of a step, whose two warpgroups meet once, when all of dS is there:
 
-    issue dQ_{t-1}; issue S_t;  wait dQ_{t-1}; its reduce-add    while S_t runs
-    issue dP_t;                 wait S_t;      P = exp2(S)       while dP_t runs
-    issue dV_t;                 wait dP_t;     dS, to shared     while dV_t runs
-    issue dK_t                                                   runs on into the next step
+    issue S, dP;     send the last step's dQ off       while S runs
+    wait S;          P = exp2(S)                       while dP runs
+    issue dV;        wait dP; dS, to shared memory     while dV runs
+    meet;            issue dQ, dK; wait dQ; put it in shared memory   while dK runs
 """
 
 from typing import Any
@@ -60,7 +60,8 @@ def call(plan: KeyPlan, arrays: list, zeros: Any, interpret: Any) -> tuple[Any, 
         zeros = jnp.zeros(shape, jnp.float32)
     sums = jax.new_ref(zeros.reshape(shape))
     dk, dv = launch(sums)
-    return dqs.from_sums(plan, jax.freeze(sums)), dk, dv
+    dq = jax.freeze(sums)
+    return dq.sum(0) if plan.interpret else dq, dk, dv
 
 
 def _scratch(plan: KeyPlan) -> dict[str, Any]:
@@ -121,13 +122,10 @@ def _compute_tile(work: Work):
     plan, n_steps = work.plan, steps(work.plan, work.tile)
 
     def sums(dk, dv):
-        lax.fori_loop(0, n_steps, lambda t, _: _step(work, t, dk, dv), None)
+        step = _step if plan.with_dq else _step_without_dq
+        lax.fori_loop(0, n_steps, lambda t, _: step(work.afresh(), t, dk, dv), None)
         if plan.with_dq:
-            last = work.afresh()
-            last.meet()
-            dqs.add(last, n_steps - 1)
-        if plan.tiling.dk_from == "shared":
-            work.free("stage", work.slot(n_steps - 1))
+            dqs.send(work.afresh(), n_steps - 1)
         work.free("kv")
         return narrow(plan, lax.optimization_barrier(dk[...]) * plan.scale), narrow(plan, dv[...])
 
@@ -137,68 +135,77 @@ def _compute_tile(work: Work):
 
 
 def _step(work: Work, t: Any, dk: Any, dv: Any):
-    """dq of the query block before t; of query block t its part of dk and dv, and ds."""
-    work = work.afresh()
-    plan, memory, slot = work.plan, work.memory, work.slot(t)
-    bq, tiling = plan.tiling.block_q, plan.tiling
-    q, do = memory.q.at[slot], memory.do.at[slot]
-    plgpu.barrier_wait(memory.q_full.at[slot])
+    """The five products of query block t."""
+    plan, slot, bq = work.plan, work.slot(t), work.plan.tiling.block_q
+    q = work.memory.q.at[slot]
+    plgpu.barrier_wait(work.memory.q_full.at[slot])
 
-    def issue_scores(scores):
-        plgpu.wgmma(scores, memory.k.at[work.keys()], q.T)
+    def to_ds(scores, dp):
+        _issue_scores(work, t, scores, dp)
+        pl.when(t > 0)(lambda: dqs.send(work.afresh(), t - 1))
+        return _ds(work, t, scores, dp, dv)
 
-    def dp_and_dv(scores, dp):
-        plgpu.barrier_wait(memory.do_full.at[slot])
-        plgpu.wgmma(dp, memory.v.at[work.keys()], do.T)
-        p, slope = _probabilities(work, t, finished(scores, pending=1))
-        plgpu.wgmma(dv, work.left(p), do.at[:, work.columns()])
-        return slope, finished(dp, pending=1)
+    # (All registers at once: between two of these it would wait for the first product.)
+    ds = pl.run_scoped(to_ds, accumulator(64, bq), accumulator(64, bq))
+    # The tile before has left this memory.
+    pl.when(t == 0)(lambda: _await_stores(work))
+    _store_ds(work, t, ds)
+    inline.fence()
+    work.meet()
 
-    def with_dq(scores, dq):
-        work.meet()
-        # The first of a tile is computed as well, of whatever is there, but not added.
-        dqs.issue(work, t - 1, 0, dq)
-        issue_scores(scores)
-        _finish_before(work, t, finished(dq, pending=1))
-        return pl.run_scoped(lambda dp: dp_and_dv(scores, dp), accumulator(64, bq))
-
-    def without_dq(scores, dp):
-        issue_scores(scores)
-        pl.when(t == 0)(lambda: plgpu.barrier_wait(memory.v_full.at[0]))
-        return dp_and_dv(scores, dp)
-
-    if plan.with_dq:
-        refs = accumulator(64, bq), accumulator(64, tiling.dq_columns)
-        slope, dp = pl.run_scoped(with_dq, *refs)
-    else:
-        slope, dp = pl.run_scoped(without_dq, accumulator(64, bq), accumulator(64, bq))
-    ds = score_gradient(plan, slope, dp, _stats(work, t, 1), transposed=True)
-    if plan.with_dq:
-        # The tile before has left this memory.
-        pl.when(t == 0)(lambda: _await_stores(work))
-        _store_ds(work, t, ds)
-    if tiling.dk_from == "registers":
+    def to_dq(dq):
+        dqs.issue(work, t, dq)
         plgpu.wgmma(dk, work.left(ds), q.at[:, work.columns()])
-        plgpu.wgmma_wait(0)
-        work.free("stage", slot)
-    else:
-        plgpu.commit_smem()
-        plgpu.wgmma(dk, work.ds().at[lax.rem(t, 2), work.keys()], q.at[:, work.columns()])
+        dqs.put(work.afresh(), finished(dq, pending=1))
+
+    pl.run_scoped(to_dq, accumulator(*dqs.shape(plan)))
+    plgpu.wgmma_wait(0)
+    work.free("stage", slot)
 
 
-def _finish_before(work: Work, t: Any, dq: Any):
-    """What the step before t has left: to add its dq. At step 0, a wait for the values instead."""
+def _step_without_dq(work: Work, t: Any, dk: Any, dv: Any):
+    """Four of them."""
+    slot, bq = work.slot(t), work.plan.tiling.block_q
+    q = work.memory.q.at[slot]
+    plgpu.barrier_wait(work.memory.q_full.at[slot])
 
-    def before():
-        if work.plan.tiling.dk_from == "shared":
-            # Products end in the order in which they were issued: the last step's have.
-            work.free("stage", work.slot(t - 1))
-        dqs.add(work, t - 1, dq)
+    def to_ds(scores, dp):
+        _issue_scores(work, t, scores, dp)
+        return _ds(work, t, scores, dp, dv)
 
-    lax.cond(t == 0, lambda: plgpu.barrier_wait(work.memory.v_full.at[0]), before)
+    ds = pl.run_scoped(to_ds, accumulator(64, bq), accumulator(64, bq))
+    plgpu.wgmma(dk, work.left(ds), q.at[:, work.columns()])
+    plgpu.wgmma_wait(0)
+    work.free("stage", slot)
 
 
-def _probabilities(work: Work, t: Any, s: Any) -> tuple[Any, Any]:
+def _issue_scores(work: Work, t: Any, scores: Any, dp: Any):
+    memory, slot, keys = work.memory, work.slot(t), work.keys()
+    plgpu.wgmma(scores, memory.k.at[keys], memory.q.at[slot].T)
+    pl.when(t == 0)(lambda: plgpu.barrier_wait(memory.v_full.at[0]))
+    plgpu.barrier_wait(memory.do_full.at[slot])
+    plgpu.wgmma(dp, memory.v.at[keys], memory.do.at[slot].T)
+
+
+def _ds(work: Work, t: Any, scores: Any, dp: Any, dv: Any) -> Any:
+    """dS; dV is issued on the way."""
+    plan = work.plan
+    do = work.memory.do.at[work.slot(t), :, work.columns()]
+    if plan.tiling.block_q > 64:
+        # There are no registers for what is loaded early, nor for P in float32.
+        s = finished(scores, pending=1)
+        p, slope = _probabilities(work, t, _stats(work, t, 0), s)
+        plgpu.wgmma(dv, work.left(p), do)
+        slope, dp = p if plan.softcap is None else slope, finished(dp, pending=1)
+        return score_gradient(plan, slope, dp, _stats(work, t, 1), transposed=True)
+    lse = _stats(work, t, 0)
+    p, slope = _probabilities(work, t, lse, finished(scores, pending=1))
+    plgpu.wgmma(dv, work.left(p), do)
+    delta = _stats(work, t, 1)
+    return score_gradient(plan, slope, finished(dp, pending=1), delta, transposed=True)
+
+
+def _probabilities(work: Work, t: Any, lse: Any, s: Any) -> tuple[Any, Any]:
     plan, memory, tile = work.plan, work.memory, work.tile
     _, block = query_block(plan, tile, t)
 
@@ -211,7 +218,7 @@ def _probabilities(work: Work, t: Any, s: Any) -> tuple[Any, Any]:
         t0 = block * plan.tiling.block_q
         return visible(plan, t0, s0, plan.tiling.block_q, ids, transposed=True)
 
-    return probabilities(plan, s, _stats(work, t, 0), tile.masked(block), mask, transposed=True)
+    return probabilities(plan, s, lse, tile.masked(block), mask, transposed=True)
 
 
 def _stats(work: Work, t: Any, which: int) -> Any:
@@ -237,7 +244,6 @@ def _store_ds(work: Work, t: Any, ds: Any):
         pl.when(work.warpgroup == 0)(store)
     else:
         store()
-    inline.fence()
 
 
 def _await_stores(work: Work):

@@ -83,7 +83,9 @@ class Work(NamedTuple):
         hopper.bar_arrive(self.plan.barrier(name) + slot, self.plan.warpgroups + 1)
 
     def meet(self):
-        """The computing warpgroups wait for each other."""
+        """The computing warpgroups wait for each other, and for the stores of their last dq."""
+        if not self.plan.interpret:
+            inline.await_reads()
         hopper.bar_sync(self.plan.barrier("ds"), self.plan.warpgroups)
 
     def left(self, x: Any) -> Any:
@@ -117,7 +119,7 @@ def load(plan: KeyPlan, arrays: Arrays, memory: Memory, counter: Any):
         rows, full = pl.ds(block * bq, bq), memory.do_full.at[slot]
         plgpu.copy_gmem_to_smem(arrays.do.at[tile.b, rows, head], memory.do.at[slot], full)
 
-    def begin(used, tile):
+    def load_tile(used, tile):
         load_queries(used, tile, 0)
         keys, full = pl.ds(tile.block * bk, bk), memory.k_full.at[0]
         hopper.bar_sync(plan.barrier("kv"), everyone)
@@ -129,7 +131,6 @@ def load(plan: KeyPlan, arrays: Arrays, memory: Memory, counter: Any):
         full = memory.v_full.at[0]
         plgpu.copy_gmem_to_smem(arrays.v.at[tile.b, keys, tile.head], memory.v, full)
 
-    def rest(used, tile):
         def load_both(t, _):
             load_queries(used, tile, t)
             load_douts(used, tile, t)
@@ -137,6 +138,6 @@ def load(plan: KeyPlan, arrays: Arrays, memory: Memory, counter: Any):
         lax.fori_loop(1, steps(plan, tile), load_both, None)
         return used + steps(plan, tile)
 
-    tiles.load_tiles(plan, arrays.ranges, memory.tile, counter, begin, rest)
+    tiles.load_tiles(plan, arrays.ranges, memory.tile, counter, load_tile)
     hopper.bar_sync(plan.barrier("kv"), everyone)
     tiles.tell_end(memory.tile, memory.k_full.at[0], 2 if plan.segments else 1)

@@ -12,11 +12,8 @@ class BackwardTiling(NamedTuple):
 
     stages: query blocks that are in shared memory at once.
     split: what the computing warpgroups divide: "keys" (64 each) or "dims" of the head.
-    dq_columns: how many of dQ's columns a warpgroup computes at a time.
-    dk_from: where ds is for dK += dS^T Q: in "registers", and then the step waits for the product's
-        end, or in "shared" memory, and then it runs on into the next step.
-    dq_by: how dQ is summed: added to memory by "red" (from registers) or "tma" (from shared
-        memory), in any order; or in a kernel "apart", of QueryTiling, always in the same order.
+    dq_by: how dQ is summed: added to memory by "tma", in any order; or in a kernel "apart", of
+        QueryTiling, always in the same order.
     blocks: CUDA blocks; None = one a multiprocessor, 0 = one a tile of work.
     dynamic: whether a block takes the next tile from a counter, or every `blocks`-th tile.
     l2_bytes: of queries and their gradients that the tiles in flight should share.
@@ -26,9 +23,7 @@ class BackwardTiling(NamedTuple):
     block_kv: int = 128
     stages: int = 2
     split: str = "keys"
-    dq_columns: int = 64
-    dk_from: str = "registers"
-    dq_by: str = "red"
+    dq_by: str = "tma"
     blocks: int | None = None
     dynamic: bool = True
     l2_bytes: int = 24 << 20
@@ -162,6 +157,12 @@ class KeyPlan(Plan):
     @property
     def barriers(self) -> dict[str, int]:
         return {"ds": 1, "kv": 1, "stage": self.tiling.stages}
+
+    @property
+    def dq_parts(self) -> tuple[int, int]:
+        """Of a query block's dq, the parts of 64 rows and of columns, a warpgroup each."""
+        rows = self.tiling.block_q // 64
+        return rows, self.warpgroups // rows
 
 
 class QueryPlan(Plan):

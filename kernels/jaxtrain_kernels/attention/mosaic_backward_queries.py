@@ -108,7 +108,7 @@ def _load(plan: QueryPlan, arrays: Arrays, memory: Memory, counter: Any):
         if plan.segments and name == "k":
             plgpu.copy_gmem_to_smem(arrays.ids.at[tile.b, rows], memory.k_ids.at[slot], full)
 
-    def begin(used, tile):
+    def load_tile(used, tile):
         rows, full = pl.ds(tile.block * plan.rows, plan.rows), memory.q_full.at[0]
         hopper.bar_sync(plan.barrier("q"), everyone)
         tiles.tell_tile(memory.tile, tile)
@@ -123,7 +123,6 @@ def _load(plan: QueryPlan, arrays: Arrays, memory: Memory, counter: Any):
         plgpu.copy_gmem_to_smem(arrays.do.at[tile.b, rows, tile.head], memory.do, full)
         load_block("v", tiling.v_stages, used, tile, 0)
 
-    def rest(used, tile):
         def load_both(t, _):
             load_block("k", tiling.k_stages, used, tile, t)
             load_block("v", tiling.v_stages, used, tile, t)
@@ -131,7 +130,7 @@ def _load(plan: QueryPlan, arrays: Arrays, memory: Memory, counter: Any):
         lax.fori_loop(1, tile.hi - tile.lo, load_both, None)
         return used + tile.hi - tile.lo
 
-    tiles.load_tiles(plan, arrays.ranges, memory.tile, counter, begin, rest)
+    tiles.load_tiles(plan, arrays.ranges, memory.tile, counter, load_tile)
     hopper.bar_sync(plan.barrier("q"), everyone)
     tiles.tell_end(memory.tile, memory.q_full.at[0], 3 if plan.segments else 2)
 

@@ -39,7 +39,7 @@ def spread(x: Any, like: Any, transposed: bool) -> Any:
 def probabilities(
     plan: Plan, s: Any, lse: Any, masked: Any, visible: Callable, transposed: bool
 ) -> tuple[Any, Any]:
-    """(p, p times the derivative of the softcap) of scores, in 16 bits.
+    """(p, p times the derivative of the softcap) of scores: the first in 16 bits.
 
     lse: in units of log 2, a query. masked: whether visible(), a mask, is needed.
     """
@@ -52,8 +52,7 @@ def probabilities(
         s = lax.cond(masked, lambda s: jnp.where(visible(), s, -jnp.inf), lambda s: s, s)
     p = jnp.exp2(s * factor - spread(lse, s, transposed))
     if plan.softcap is None:
-        p = narrow(plan, p)
-        return p, p
+        return narrow(plan, p), p
     slope = p * (1 - capped * capped)
     return narrow(plan, p), narrow(plan, slope)
 

@@ -56,24 +56,22 @@ def counter(plan: Plan) -> Any:
     return None
 
 
-def load_tiles(
-    plan: Plan, ranges: Any, memory: Any, count: Any, begin: Callable, rest: Callable
-) -> None:
-    """The loader's loop: begin(used, tile), then used = rest(used, tile), for each tile.
+def load_tiles(plan: Plan, ranges: Any, memory: Any, count: Any, every: Callable) -> None:
+    """The loader's loop: used = every(used, tile) for each tile.
 
     used: steps of this CUDA block's earlier tiles.
     """
 
     def load_tile(carry):
         used, number, tile = carry
-        begin(used, tile)
-        # The first loads are on their way: time to find out about the next tile.
+        used = every(used, tile)
+        # Not before: a tile that is taken early waits for a long one's end. The others have two
+        # more steps to do, time enough.
         if count is None:
             number += plan.blocks
         else:
             number = plan.blocks + hopper.take_number(count, memory.at[1, 0])
-        following = _read_tile(plan, ranges, jnp.minimum(number, plan.n_tiles - 1))
-        return rest(used, tile), number, following
+        return used, number, _read_tile(plan, ranges, jnp.minimum(number, plan.n_tiles - 1))
 
     number = lax.axis_index("block")
     start = jnp.int32(0), number, _read_tile(plan, ranges, number)
