@@ -215,6 +215,8 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
                 rows = metrics.push(step, values)
                 for text in watch.skipped(wait=step == t.steps):
                     metrics.write(step, "event", {"overflow": text})
+                for text in batches.ended():
+                    metrics.write(step, "event", {"data": text})
                 watch.check(rows, checkpoints)
                 if step < t.steps and due(c.checkpoint.every, step):
                     save()

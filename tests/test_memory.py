@@ -100,6 +100,7 @@ def test_groups_in_every_notation():
         "replica_groups=mesh['axis_0'=8] {'axis_0'}": list(range(8)),
         "replica_groups=mesh['a'=2,'b'=4] {'a'}": [0, 4],
         "source_target_pairs={{0,1},{1,0}}": [0, 1],
+        "source_target_pairs={{0,0},{1,2},{2,1}}": [1, 2],  # the first keeps its own
         "replica_groups={}": list(range(8)),
     }.items():
         assert group_of_first(text, 8) == group, text
@@ -174,7 +175,7 @@ def test_dry_run_prints_and_the_first_mesh_that_fits(record, capsys):
 
     def pretend(name, overrides, devices, kind, memory):
         seen.append(overrides)
-        total = 100 - 10 * len(seen)
+        total = max(100 - 10 * len(seen), 10)
         metrics = record["metrics"] | {"total_bytes": total, "fits": total < memory}
         return record | {"metrics": metrics}
 
@@ -185,6 +186,64 @@ def test_dry_run_prints_and_the_first_mesh_that_fits(record, capsys):
         seen.clear()
         assert main(["--config", "quickstart", "--fit", "8", "--memory", str(5 / 2**30)]) == 2
     assert "no mesh of 8 x H200 (5 B) holds quickstart" in capsys.readouterr().err
+
+
+def test_meshes_to_try_begin_with_those_that_cost_least():
+    axes = [
+        line[1 if "mesh.data=1" in line else 0 :] for line in preflight.candidates(4, experts=True)
+    ]
+    block = "model.remat=block"
+    assert axes == [
+        ["mesh.data=auto", "mesh.fsdp=1"],
+        *(["mesh.fsdp=auto", f"mesh.zero={stage}"] for stage in (1, 2, 3)),
+        ["mesh.fsdp=auto", block],
+        *(["mesh.fsdp=auto", f"mesh.{axis}={n}", block]
+          for axis in ("expert", "context", "tensor", "pipeline") for n in (2, 4)),
+    ]  # fmt: skip
+    assert len(preflight.candidates(1, experts=True)) == 2
+    for devices, ways in ((12, (2, 3, 4, 6)), (7, (7,))):
+        tried = [line[2] for line in preflight.candidates(devices, experts=False)[5:]]
+        found = [f"mesh.{a}={n}" for a in ("context", "tensor", "pipeline") for n in ways]
+        assert tried == found
+
+
+# Two rows for four devices; three heads, which no axis of these splits.
+FEW = ["model.width=48", "model.head_dim=16", "train.batch_size=2"]
+# fsdp splits the width in two at most, which leaves a device too much; there is one head.
+EXPERTS = ["model.width=62", "model.head_dim=62", "train.batch_size=4", "model.moe.experts=8"]
+EXPERTS += ["model.moe.hidden=64", "model.depth=2", "train.sequence_length=64"]
+
+
+@pytest.mark.parametrize(
+    ("changes", "memory", "mesh"),
+    [
+        ([*FEW, "model.depth=3", "train.sequence_length=64"], None, "fsdp 2 x context 2"),
+        ([*FEW, "model.depth=2", "train.sequence_length=62"], None, "pipeline 2 x fsdp 2"),
+        (EXPERTS, 3.5 * 2**20, "fsdp 2 x expert 2"),
+    ],
+    ids=["context", "pipeline", "expert"],
+)
+def test_the_only_mesh_that_fits(changes, memory, mesh, capsys):
+    given = [line for line in MODEL if line.split("=")[0] not in {c.split("=")[0] for c in changes}]
+    given += [*changes, "model.window_pattern=L"]
+    limit = ["--memory", str(memory / 2**30)] if memory else []
+    assert main(["--config", "quickstart", "--fit", "4", *limit, *given]) == 0
+    out, tried = capsys.readouterr()
+    assert f"on 4 x H200: {mesh}, ZeRO-3" in out and "fits (90%" in out
+    assert "mesh.data=auto mesh.fsdp=1: " in tried.splitlines()[0]
+    assert ("expert=" in tried.replace("fsdp x expert", "")) == ("expert" in mesh)
+    assert "over  (" not in out  # not what devices send to themselves
+
+
+def test_documents_of_a_spread_text_are_for_xlas_attention():
+    """Which alone has them; and so the dry run of a whole step goes through."""
+    documents = [*MODEL, "model.document_mask=true"]
+    devices = jax.devices()[:2]
+    named = lambda mesh: preflight.plain_workload(
+        "quickstart", [*documents, mesh], devices, "cudnn"
+    )
+    assert named("mesh.context=2").config.model.attention == "xla"
+    assert named("mesh.data=2").config.model.attention == "cudnn"
 
 
 def test_what_is_frozen_counts_in_the_dtype_that_it_is_kept_in():

@@ -118,6 +118,32 @@ def test_a_torn_metrics_line_does_not_stop_a_resume(whole, copy):
     assert rows_of(copy) == rows_of(whole)
 
 
+# ---- the data --------------------------------------------------------------------------------
+
+
+def test_a_source_that_has_had_its_epochs_is_said_once(tmp_path, capfd):
+    """At its step, on the screen and in the metrics; and not again by the run that goes on."""
+    lines = [f"{i} of a hundred lines" for i in range(100)]
+    (tmp_path / "few.txt").write_text("\n".join(lines[:60]))
+    (tmp_path / "many.txt").write_text("\n".join(lines * 9))
+    source = lambda name: f"source: {{name: text, path: {tmp_path}/{name}.txt, document: line}}"
+    sources = f"{{few: {{{source('few')}, max_epochs: 1}}, many: {{{source('many')}}}}}"
+    changes = {"data__train__name": "mixture", "data__train__sources": sources}
+    changes |= {"data__tokenizer__name": "bytes", "data__validation__name": "none"}
+    overrides = run_overrides(tmp_path, **changes, train__steps=16, checkpoint__every=12)
+    overrides = [o for o in overrides if not o.startswith("data.tokenizer.vocab_size")]
+    assert main(overrides) == 0
+    (event,) = [row for row in rows_of(tmp_path / "tiny", "event") if "data" in row]
+    said = "source few has had its max_epochs, 1; the others take its share"
+    assert event["data"] == said and 1 < event["step"] < 12
+    printed = [line for line in capfd.readouterr().out.splitlines() if said in line]
+    assert printed == [f"step {event['step']:>5}/16  event  {said}"]
+    shutil.rmtree(tmp_path / "tiny" / "checkpoints" / "16")
+    assert main(overrides) == 0
+    out = capfd.readouterr().out
+    assert "steps 12 to 16" in out and said not in out
+
+
 # ---- bad input -------------------------------------------------------------------------------
 
 

@@ -37,6 +37,13 @@ def supports(*_: Any) -> None:
     return None
 
 
+def gradients(
+    q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, out_BTNH: Any, lse_BNT: Any, dout_BTNH: Any, call: Any
+) -> tuple[Any, Any, Any]:
+    """The backward pass by itself, of a part of the keys."""
+    return _backward((q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT), (dout_BTNH,))
+
+
 def attention(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, call: Any) -> tuple[Any, Any]:
     """Results of the shapes of attention's."""
     return _outline(q_BTNH, k_BSKH, v_BSKH)

@@ -31,6 +31,7 @@ from jaxtrain.bench.workload import (
     load_workload,
     new_knobs,
 )  # fmt: skip
+from jaxtrain.config import find_config, load_config
 from jaxtrain.local import local_task
 from jaxtrain.metrics import format_bytes
 from jaxtrain.parallel import partition_spec
@@ -78,10 +79,8 @@ def preflight(
     """The record of a configuration on `devices` virtual devices, as if of this kind."""
     rates, begin = rates_of(kind), time.perf_counter()
     with outlined(f"NVIDIA {kind}", rates.capability) as backend:
-        attention = backend if rates.flash else "xla"
-        plain = [f"model.attention={attention}", "model.rows=xla", "model.fp8=null"]
-        plain += ["model.fp8_history=null"]
-        w = with_replicas(load_workload(name, [*overrides, *plain], jax.devices("cpu")[:devices]))
+        attention, pretended = backend if rates.flash else "xla", jax.devices("cpu")[:devices]
+        w = with_replicas(plain_workload(name, overrides, pretended, attention))
         facts = measured(w)
     exact = exact_bytes(w)
     rest = max(0.0, facts.live - exact["gradients"] - exact["copy"])
@@ -107,6 +106,24 @@ def preflight(
         "metrics": metrics,
         "collectives": [c._asdict() for c in facts.sent],
     }
+
+
+def plain_workload(
+    name: str, overrides: Sequence[str], devices: Sequence[Any], attention: str
+) -> Workload:
+    """The workload without what a CPU cannot compile; with a backend of attention that it can.
+
+    Tokens go to experts in whole buffers: a GPU holds as much, but sends what is in them alone.
+    """
+    plain = ["model.rows=xla", "model.fp8=null", "model.fp8_history=null"]
+    plain += [f"model.attention={attention}"]
+    load = lambda *more: load_workload(name, [*overrides, *plain, *more], devices)
+    w, more = load(), []
+    if w.config.model.document_mask and w.mesh.shape["context"] > 1:  # which XLA's alone takes
+        more += ["model.attention=xla"]
+    if w.mesh.shape["expert"] > 1:
+        more += ["model.moe.exchange=padded"]
+    return load(*more) if more else w
 
 
 def measured(w: Workload) -> Facts:
@@ -209,15 +226,22 @@ def hosts_of(mesh: Mesh, per_host: int) -> dict[str, int]:
 # ---- the first mesh that fits ------------------------------------------------------------------
 
 
-def candidates(devices: int) -> list[list[str]]:
-    """Overrides to try, those that exchange least first."""
-    sharded = ["mesh.data=1", "mesh.fsdp=auto"]
-    found = [["mesh.data=auto", "mesh.fsdp=1"]]
+def candidates(devices: int, experts: bool) -> list[list[str]]:
+    """Overrides to try, those that cost least time first. experts: whether the model has some.
+
+    data exchanges gradients once a step; fsdp also weights, by each stage of ZeRO more often.
+    model.remat=block exchanges nothing and computes layers twice. The other axes exchange
+    activations within layers: expert the tokens of layers with experts, context keys and values,
+    tensor the whole stream, four times a layer. pipeline sends little, but its stages wait for
+    each other. None goes over more devices than a host has.
+    """
+    whole, sharded = ["mesh.data=auto", "mesh.fsdp=1"], ["mesh.data=1", "mesh.fsdp=auto"]
+    found = [whole]
     found += [[*sharded, f"mesh.zero={stage}"] for stage in (1, 2, 3) if devices > 1]
-    found += [[*(sharded if devices > 1 else found[0]), "model.remat=block"]]
-    found += [
-        [*sharded, f"mesh.tensor={n}", "model.remat=block"] for n in (2, 4, 8) if n <= devices
-    ]
+    found += [[*(sharded if devices > 1 else whole), "model.remat=block"]]
+    axes = [*(["expert"] if experts else []), "context", "tensor", "pipeline"]
+    ways = [n for n in range(2, 9) if devices % n == 0]
+    found += [[*sharded, f"mesh.{axis}={n}", "model.remat=block"] for axis in axes for n in ways]
     return found
 
 
@@ -227,10 +251,11 @@ def first_fit(
     """The record of the first candidate that fits. Raises UserError if none does, or if none is a
     mesh of this configuration at all: with the reason of the first."""
     least, refused = None, None
-    for tried in candidates(devices):
+    experts = load_config(find_config(name), overrides).model.moe is not None
+    for tried in candidates(devices, experts):
         try:
             record = preflight(name, [*overrides, *tried], devices, kind, memory)
-        except UserError as error:  # a tensor axis that does not divide the heads
+        except UserError as error:  # an axis that does not divide what it splits
             say(f"  {' '.join(tried)}: {error}")
             refused = refused or error
             continue

@@ -108,6 +108,8 @@ def _walk(
         group = group_of_first(i.rest, prod(mesh_shape.values()))
         places = np.unravel_index(group, tuple(mesh_shape.values()))
         axes = tuple(a for a, at in zip(mesh_shape, places) if len(set(at.tolist())) > 1)
+        if not axes:  # each device sends to itself
+            continue
         sizes: dict[tuple[str, tuple[str, ...], int], float] = defaultdict(float)
         for place, operand in enumerate(i.operands):
             size = _narrowest(by_name, operand)
@@ -160,8 +162,9 @@ def group_of_first(text: str, devices: int) -> list[int]:
         shape, source, turn = ([int(n) for n in (g or "").split(",") if n] for g in found.groups())
         ids = np.arange(prod(source)).reshape(source)
         return (ids.transpose(turn) if turn else ids).reshape(shape)[0].tolist()
-    if found := re.search(r"source_target_pairs=\{\{(\d+),(\d+)\}", text):
-        return [int(found[1]), int(found[2])]
+    if found := re.search(r"source_target_pairs=\{(\{.*?\})\}", text):
+        pairs = [[int(a), int(b)] for a, b in re.findall(r"\{(\d+),(\d+)\}", found[1])]
+        return next((pair for pair in pairs if pair[0] != pair[1]), pairs[0])
     if found := re.search(r"replica_groups=\{\{([\d,]+)\}", text):
         return [int(n) for n in found[1].split(",")]
     return list(range(devices))

@@ -45,6 +45,7 @@ class Loader(Iterator[Batch | PairBatch]):
         self._batches: grain.DatasetIterator | None = batches
         self._plan, self._identity, self._readers = plan, identity, readers
         self._position = batches.get_state()
+        self._before = self._position  # that of the last batch
         self.wait_s = 0.0  # that the last batch was waited for
         self.conversations = conversations  # of each source: their number, and what was left out
 
@@ -54,7 +55,7 @@ class Loader(Iterator[Batch | PairBatch]):
         begin = time.perf_counter()
         batch = next(self._batches)
         self.wait_s = time.perf_counter() - begin
-        self._position = self._batches.get_state()
+        self._before, self._position = self._position, self._batches.get_state()
         return batch
 
     def __enter__(self) -> "Loader":
@@ -72,6 +73,15 @@ class Loader(Iterator[Batch | PairBatch]):
         of each source, `data_share_NAME` and `data_epochs_NAME`; of conversations `data_truncated`
         and `data_left_out`, the parts of them that lose their end and that are not used."""
         return self._plan.statistics(self._position) | shares(self.conversations)
+
+    def ended(self) -> list[str]:
+        """What to say of each source that had its last epoch before the last batch was full."""
+        names = [n for n in self._position["spent"] if n not in self._before["spent"]]
+        limits = self._identity.get("max_epochs", {})
+        return [
+            f"source {name} has had its max_epochs, {limits[name]:g}; the others take its share"
+            for name in names
+        ]
 
     def close(self) -> None:
         """Stops reading ahead; the state stays readable."""

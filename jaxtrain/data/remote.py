@@ -6,6 +6,7 @@ is read by the standard library: one request streams a whole file, and no furthe
 
 import io
 import random
+import sys
 import time
 import urllib.error
 import urllib.request
@@ -57,10 +58,11 @@ def is_local(url: str) -> bool:
     return isinstance(filesystem_of(url)[0], LocalFileSystem)
 
 
-def retried[T](url: str, action: Callable[[], T]) -> T:
+def retried[T](url: str, action: Callable[[], T], what: str = "failed") -> T:
     """The value of `action`, which is tried again, ever later, after an error that may pass.
 
-    Raises UserError for a file that is not there or may not be read, and after the last try.
+    Each wait is a line on stderr; `what` says in it what has happened to the file. Raises UserError
+    for a file that is not there or may not be read, and after the last try.
     """
     for attempt in range(TRIES):
         try:
@@ -72,12 +74,15 @@ def retried[T](url: str, action: Callable[[], T]) -> T:
         except FINAL:
             raise
         except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
             if attempt + 1 == TRIES:
-                reason = f"{type(error).__name__}: {error}".splitlines()[0]
                 raise UserError(
                     f"cannot read {url}: {TRIES} tries failed, last {reason}"
                 ) from error
-            time.sleep(FIRST_WAIT * 2**attempt * random.uniform(0.75, 1.25))
+            wait = FIRST_WAIT * 2**attempt * random.uniform(0.75, 1.25)
+            again = f"attempt {attempt + 2} of {TRIES} in {wait:.1f} s"
+            print(f"{url}: {what} ({reason}), {again}", file=sys.stderr, flush=True)
+            time.sleep(wait)
     raise AssertionError("unreachable")
 
 
@@ -101,7 +106,8 @@ class _Resumed(io.RawIOBase):
         self._at = 0
 
     def readinto(self, buffer: Any) -> int:
-        data = retried(self._file.url, lambda: self._read(len(buffer)))
+        lost = f"connection lost at byte {self._at}"
+        data = retried(self._file.url, lambda: self._read(len(buffer)), lost)
         buffer[: len(data)] = data
         self._at += len(data)
         return len(data)

@@ -282,7 +282,7 @@ def publish(partial: Path, directory: Path, tokenizer: Tokenizer, start: int | N
     """
     names = sorted(path.stem for path in partial.glob("*.array_record"))
     if not names:
-        shutil.rmtree(partial)
+        shutil.rmtree(partial, ignore_errors=True)  # gone at the second try
         raise UserError(f"the {directory.name} split has no documents; check data.{directory.name}")
     entries = {f"{n}.array_record": json.loads((partial / f"{n}.json").read_text()) for n in names}
     columns = [kind for kind in COLUMNS if (partial / f"{names[0]}.{kind}").is_file()]

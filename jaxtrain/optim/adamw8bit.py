@@ -15,7 +15,7 @@ from jaxtyping import Array, Float, UInt8
 from pydantic import Field
 
 from jaxtrain.optim.adamw import make_adamw
-from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig
+from jaxtrain.optim.groups import Group, Hyper, Moment, OptimizerConfig
 from jaxtrain.settings import UserError
 
 DECADES = 7  # the code reaches down to a few 1e-7 of a block's maximum
@@ -97,13 +97,6 @@ def decode(
     table = jnp.asarray(code_values(signed), jnp.float32)
     values = table.at[codes.astype(jnp.int32)].get(mode="promise_in_bounds")
     return values * spread(scale, block, codes.shape[-1])
-
-
-class Moment(NamedTuple):
-    """A moment of one parameter: codes and scales, or float32 values and None."""
-
-    values: Array
-    scale: Array | None
 
 
 class Adam8bitState(NamedTuple):

@@ -145,6 +145,13 @@ def per_matrix(tx: optax.GradientTransformation) -> optax.GradientTransformation
     return optax.stateless(lambda updates, params: jax.tree.map(leaf, updates, params))
 
 
+class Moment(NamedTuple):
+    """A state of one parameter that may be in 8-bit codes: codes and scales, or values and None."""
+
+    values: jax.Array
+    scale: jax.Array | None
+
+
 def with_hyper(
     label: str,
     make: Callable[[Hyper], optax.GradientTransformation],
@@ -153,14 +160,21 @@ def with_hyper(
 ) -> optax.GradientTransformationExtraArgs:
     """A transformation rebuilt at each update from the rates in force.
 
-    state_dtype: what float32 states of two dims and more are kept in between updates.
+    state_dtype: what float32 states of two dims and more are kept in between updates. States in
+    codes keep float32 scales: there are few, and each is a factor on a whole block of values.
     """
-    narrow = lambda x: x.astype(state_dtype) if x.ndim > 1 and x.dtype == jnp.float32 else x
     widen = lambda x: x.astype(jnp.float32) if x.dtype == state_dtype else x
+    coded = lambda x: isinstance(x, Moment) and x.scale is not None
+
+    def narrow(x: Any) -> Any:
+        wide = not coded(x) and x.ndim > 1 and x.dtype == jnp.float32
+        return x.astype(state_dtype) if wide else x
 
     def init(params):
         state = make(dict(peaks)).init(params)
-        return state if state_dtype == "float32" else jax.tree.map(narrow, state)
+        if state_dtype == "float32":
+            return state
+        return jax.tree.map(narrow, state, is_leaf=coded)
 
     def update(updates, state, params=None, **extra):
         now = optax.with_extra_args_support(make(extra["hyper"][label]))

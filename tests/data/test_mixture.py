@@ -148,6 +148,29 @@ def test_the_others_take_the_share_of_a_source_that_has_had_its_epochs(stores):
     assert sum(gained.values()) == 20 * B and abs(gained["web"] - 20 * B * 3 / 5) < 2
 
 
+@pytest.mark.parametrize("workers", [0, 2])
+def test_the_end_of_a_source_is_told_with_the_batch_where_it_happens(stores, workers):
+    """Once; not early by a loader that reads ahead, nor again by one that goes on from there."""
+    config, told = config_of(epochs=(None, 1, 2.5), workers=workers), []
+    with loader(stores, config) as batches:
+        assert batches.ended() == []
+        for step in range(1, 120):
+            next(batches)
+            told += [(step, line) for line in batches.ended()]
+            spent = batches.get_state()["position"]["spent"]
+            assert len(spent) == len(told)
+            if told and told[-1][0] == step:
+                state = batches.get_state()
+    (first, one), (second, other) = told
+    assert 1 < first < second
+    assert one == "source books has had its max_epochs, 1; the others take its share"
+    assert other == "source code has had its max_epochs, 2.5; the others take its share"
+    with loader(stores, config, state=json.loads(json.dumps(state))) as batches:
+        for _ in range(3):
+            assert batches.ended() == []
+            next(batches)
+
+
 def test_when_all_have_had_their_epochs_the_step_is_named(stores):
     config = config_of("best_fit", epochs=(1, 1, 1))
     with (

@@ -4,6 +4,7 @@ import contextlib
 import gzip
 import http.server
 import io
+import re
 import sys
 import threading
 from typing import ClassVar
@@ -85,13 +86,19 @@ def read(url, **options):
     return list(documents(TextSource(path=url, **options)))
 
 
-def test_a_connection_that_drops_is_taken_up_at_the_byte_it_reached(server):
+def test_a_connection_that_drops_is_taken_up_at_the_byte_it_reached(server, capsys):
     server.files["/a.txt"] = TEXT
     server.cut = 50_000
     assert read(server.url + "/a.txt", **LINE_BY_LINE) == LINES
     ranges = [asked for _, asked in server.asked]
     starts = range(50_000, len(TEXT), 50_000)
     assert ranges == [None, None, *(f"bytes={start}-" for start in starts)]
+    said = capsys.readouterr()
+    lines = said.err.splitlines()
+    assert len(lines) == len(starts) and said.out == ""
+    for line, start in zip(lines, starts):  # of which each is a first failure
+        lost = f"{server.url}/a.txt: connection lost at byte {start} (ConnectionError: the file"
+        assert line.startswith(lost) and re.search(r"\), attempt 2 of 8 in 0\.[3-7] s$", line)
 
 
 def test_compressed_text_of_a_server_without_ranges(server):
@@ -102,11 +109,15 @@ def test_compressed_text_of_a_server_without_ranges(server):
     assert [asked for _, asked in server.asked] == [None, None, "bytes=100000-"]
 
 
-def test_errors_that_pass_are_waited_for_ever_longer(server, waits):
+def test_errors_that_pass_are_waited_for_ever_longer(server, waits, capsys):
     server.files["/a.txt"] = b"text"
     server.failures = [503, 429, 500]
     assert read(server.url + "/a.txt") == ["text"]
     assert len(waits) == 3 and waits[0] < waits[1] < waits[2]
+    said = [f"attempt {n} of 8 in {wait:.1f} s" for n, wait in enumerate(waits, 2)]
+    for line, code, again in zip(capsys.readouterr().err.splitlines(), (503, 429, 500), said):
+        assert re.fullmatch(rf"{server.url}/a.txt: failed \(.* says {code} .*\), {again}", line)
+    assert read(server.url + "/a.txt") == ["text"] and capsys.readouterr().err == ""
 
 
 def test_what_does_not_pass_is_one_clear_error(server, waits):

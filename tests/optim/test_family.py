@@ -296,6 +296,25 @@ def test_8_bit_states_are_a_quarter_and_only_of_large_matrices():
     assert kinds["embed"] == kinds["value_embed/gate"] == kinds["smear_gate"] == {"float32"}
 
 
+def test_bfloat16_states_leave_the_scales_of_8_bits_in_float32():
+    """And the update is the one that 8 bits make; what has no codes is narrowed."""
+    specs = specs_of(depth=2, value_embeddings=False, smear=False)
+    params, grads, ends = random_params(specs), random_params(specs, 1), []
+    for dtype in ("float32", "bfloat16"):
+        optimizer = make_optimizer(config("adamw8bit", state_dtype=dtype), specs, 10)
+        state, update = optimizer.init(params), jax.jit(optimizer.update)
+        for step in range(3):
+            updates, state = update(grads, state, params, jnp.int32(step), optimizer.knobs)
+        ends.append((updates["blocks"]["ffn"]["up"], state))
+    np.testing.assert_array_equal(ends[0][0], ends[1][0])
+    kinds = {"blocks": set(), "embed": set()}
+    for path, x in jax.tree_util.tree_leaves_with_path(ends[1][1]):
+        names = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)][1:]
+        if names[-1:] in (["up"], ["embed"]):
+            kinds[names[0]].add(str(x.dtype))
+    assert kinds == {"blocks": {"uint8", "float32"}, "embed": {"bfloat16"}}
+
+
 def specs_shapes(specs):
     return jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype), specs)
 
