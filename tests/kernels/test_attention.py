@@ -231,12 +231,11 @@ def test_cudnn_equals_reference(shape):
     q, k, v, dout, _ = (jnp.asarray(x, jnp.bfloat16) for x in inputs(shape))
     options = dict(causal=shape.causal, window=shape.window)
     errors = []
-    for implementation in (None, "reference"):
+    for implementation in ("cudnn", "reference"):
         f = functools.partial(attention, implementation=implementation, **options)
         out, pull = jax.vjp(f, q, k, v)
         pairs = zip((out, *pull(dout)), (truth(shape)[0], *truth_without_lse(shape)))
         errors.append([mean_error(x, y) for x, y in pairs])
-    assert "cudnn" in jax.jit(functools.partial(attention, **options)).lower(q, k, v).as_text()
     for ours, naive in zip(*errors):
         assert ours <= 2 * naive
 

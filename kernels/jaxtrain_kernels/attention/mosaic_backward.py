@@ -27,7 +27,7 @@ from jaxtrain_kernels.attention.mosaic_common import Mask
 
 def default_tiling(head_dim: int) -> BackwardTiling:
     if head_dim <= 64:
-        return BackwardTiling(block_q=128)
+        return BackwardTiling(block_q=128, l2_bytes=50 << 20)
     if head_dim <= 128:
         return BackwardTiling()
     # Beside dQ its registers do not suffice.

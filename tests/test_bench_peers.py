@@ -1,0 +1,120 @@
+"""Peers that scripts measure: how their rows are read, and where they stand."""
+
+import importlib
+import json
+
+import jax
+import pytest
+from jaxtrain_kernels.shapes import ATTENTION_BENCH, AttentionShape
+
+from jaxtrain.bench import attention, peers, tables
+
+command = importlib.import_module("jaxtrain.bench.__main__")
+PACKED = AttentionShape("packed", 3, 64, 1, 1, 8, documents=(30, 1, 20))
+NOISE = "print('a line of its own')\n"
+ECHO = "import json, sys\nprint(json.dumps({'got': sys.argv[1:]}), flush=True)\n"
+
+
+@pytest.fixture
+def scripts(tmp_path, monkeypatch):
+    monkeypatch.setattr(peers, "BENCHMARKS", tmp_path)
+    return tmp_path
+
+
+@pytest.fixture
+def checkout(tmp_path):
+    (tmp_path / "clone" / "nanochat").mkdir(parents=True)
+    (tmp_path / "clone" / "nanochat" / "gpt.py").write_text("")
+    return tmp_path / "clone"
+
+
+def test_rows_are_the_json_lines_and_a_failure_ends_them(scripts):
+    (scripts / "peer.py").write_text(NOISE + ECHO + ECHO + "sys.exit('out of memory')\n")
+    rows = list(peers.rows_of("peer.py", "a", "b", needs=("json",)))
+    assert rows == [{"got": ["a", "b"]}] * 2
+
+
+def test_what_is_missing_is_said(scripts, capsys):
+    (scripts / "peer.py").write_text(ECHO)
+    assert not list(peers.rows_of("peer.py", needs=("json", "no_such_package")))
+    assert not list(peers.rows_of("another.py", needs=("json",)))
+    assert capsys.readouterr().err.splitlines() == [
+        "  no peer: no_such_package is missing",
+        "  no peer: another.py is missing",
+    ]
+
+
+def test_nanochat_gets_the_configurations_size(scripts, checkout, monkeypatch):
+    (scripts / "peer_nanochat.py").write_text(ECHO)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name)
+    (plain,) = peers.nanochat_step(checkout, "gpt_d24", ["train.sequence_length=1024"])
+    assert plain["got"] == [str(checkout), "24", "16", "1024"]
+    (narrow,) = peers.nanochat_step(checkout, "gpt_d12", ["model.fp8=blocks"])
+    assert narrow["got"] == [str(checkout), "12", "32", "2048", "fp8"]
+
+
+@pytest.mark.parametrize(
+    "config, path, said",
+    [
+        ("gpt_d12", ".", "no checkout of nanochat, it has no nanochat/gpt.py"),
+        ("llama_8b", "clone", "llama_8b is no gpt with train.device_batch_size"),
+    ],
+)
+def test_what_is_no_peer_is_one_line(config, path, said, checkout, capsys):
+    argv = ["step", "--config", config, "--peer", str(checkout.parent / path)]
+    assert command.main(argv) == 2
+    assert said in capsys.readouterr().err
+
+
+def test_a_step_beside_its_peer(checkout, tmp_path, monkeypatch, capsys):
+    peer = {"peer": "nanochat, FA4, batch 32", "metrics": {"ms": 117.8, "tokens_per_s": 556370.6}}
+    step = {"bench": "step", "config": "gpt_d12", "variant": "bf16", "device": "NVIDIA H200"}
+    step |= {"device_count": 1, "workload": {"batch_size": 32}, "peers": [], "floor": {}}
+    monkeypatch.setattr(command, "nanochat_step", lambda *_: [peer])
+    monkeypatch.setattr(command, "bench_step", lambda *_: step | {"metrics": {"ms": 102.5}})
+    argv = ["step", "--peer", str(checkout), "--record", "--out", str(tmp_path)]
+    assert command.main(argv) == 0
+    assert "nanochat, FA4, batch 32, same call" in " ".join(capsys.readouterr().out.split())
+    (path,) = tmp_path.glob("step-*.json")
+    record = json.loads(path.read_text())
+    assert record["beside"] == [peer]
+    _, rows = tables.tabulate("step", [record | {"file": path.name}], [])
+    assert [(row[0], row[-1]) for row in rows] == [
+        ("jaxtrain, bf16, batch 32", path.name),
+        ("nanochat, FA4, batch 32, same call", path.name),
+    ]
+
+
+def test_documents_are_told_by_length_row_by_row():
+    assert peers.lengths(PACKED) == [[30, 1, 20, 13], [1, 20, 30, 13], [20, 30, 1, 13]]
+
+
+def test_flash_attention_is_rated_as_ours_are(monkeypatch):
+    """Of shapes with a softcap it has no rows, as its backward has none on Hopper."""
+    sent = []
+
+    def rows_of(script, settings, needs):
+        sent.extend(json.loads(settings))
+        for s in sent:
+            yield {"name": "attention_forward", "shape": s["name"], "ms": 2.0}
+            yield {"name": "attention_forward_backward", "shape": s["name"], "ms": None}
+
+    monkeypatch.setattr(peers, "rows_of", rows_of)
+    dense = next(s for s in ATTENTION_BENCH if s.window is None and not s.documents)
+    capped = dense._replace(name="capped", softcap=50.0)
+    found = list(attention.flash_attention_rows([dense, PACKED, capped]))
+    assert [(s["name"], s["lengths"] is None) for s in sent] == [
+        (dense.name, True), ("packed", False),
+    ]  # fmt: skip
+    pairs = dense.T * (dense.T + 1) / 2
+    assert found[0]["tflops"] == pytest.approx(4 * dense.B * dense.N * dense.H * pairs / 2.0 / 1e9)
+    assert found[0]["tflops_visited"] > found[0]["tflops"]
+    assert "tflops" not in found[1]
+
+
+def test_without_a_gpu_there_is_no_row_of_it(monkeypatch):
+    if jax.default_backend() == "gpu":
+        pytest.skip("there is a GPU")
+    monkeypatch.setattr(attention, "flash_attention", lambda shapes: pytest.fail("was asked"))
+    names = [ATTENTION_BENCH[0].name, peers.FLASH_ATTENTION]
+    assert not list(attention.attention_rows(names, jax.numpy.float32))
