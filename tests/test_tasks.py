@@ -364,20 +364,22 @@ def test_the_benchmark_counts_both_ways(monkeypatch):
 def test_the_peers_seconds_are_those_of_all_examples(monkeypatch):
     asked = []
 
-    def run(line, **_):
-        asked.append(line)
-        rows = [json.dumps({"size": size, "ms": 2.0 * len(size)}) for size in line[3:]]
-        return types.SimpleNamespace(stdout="\n".join(rows) + "\n")
+    def rows_of(script, depth, *sizes, needs):
+        asked.append((script, depth, *sizes))
+        return ({"size": size, "ms": 2.0 * len(size)} for size in sizes[:most])
 
-    w = bench.load_workload("gpt_d12")
+    w, most = bench.load_workload("gpt_d12"), None
     shapes = {"a": bench.Shape(10, 4, 100, 5), "b": bench.Shape(3, 1, 2047, 9)}
     monkeypatch.setattr(bench, "CORE", shapes | {"c": shapes["a"]._replace(examples=5)})
-    monkeypatch.setattr(bench.importlib.util, "find_spec", lambda name: True)
     monkeypatch.setattr(bench.jax, "default_backend", lambda: "gpu")
-    monkeypatch.setattr(bench.subprocess, "run", run)
+    monkeypatch.setattr(bench, "rows_of", rows_of)
     seconds = bench.peer_seconds(w)
-    assert asked[0][2:] == ["12", "4x105", "1x2048"], "each size once, none above the context"
+    script, *sizes = asked[0]
+    assert script == "peer_tasks.py"
+    assert sizes == ["12", "4x105", "1x2048"], "each size once, none above the context"
     assert seconds == pytest.approx((15 * 2 * len("4x105") + 3 * 2 * len("1x2048")) / 1e3)
+    most = 1
+    assert bench.peer_seconds(w) is None, "a peer that ended early has no figure"
 
 
 # ---- the harness of others -----------------------------------------------------------------------
