@@ -284,3 +284,13 @@ def test_bad_input(capsys):
     }.items():  # fmt: skip
         assert main(list(argv)) == 2
         assert message in capsys.readouterr().err
+
+
+def test_a_deep_model_is_carried_on_from_whole_periods_of_its_layers(monkeypatch):
+    depths, found = [], preflight.Facts(1.0, [])
+    record = lambda w: depths.append(w.config.model.depth) or found
+    monkeypatch.setattr(preflight, "facts_of", record)
+    pattern = ["model.depth=48", "model.window_pattern=SL"]
+    w = load_workload("moe_tiny", [*pattern, "model.moe.every=3"], jax.devices()[:1])
+    preflight.measured(w)
+    assert depths == [6, 12], "a third of their layers have experts, as of all 48"

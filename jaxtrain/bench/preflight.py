@@ -130,7 +130,8 @@ def measured(w: Workload) -> Facts:
     """Of the whole depth: compiled, or carried on from two small depths."""
     c = w.config.model
     chunks = w.mesh.shape["pipeline"] * w.task.repeats
-    period = lcm(len(c.window_pattern), 2 if c.value_embeddings else 1, chunks)
+    every = c.moe.every if c.moe else 1
+    period = lcm(len(c.window_pattern), 2 if c.value_embeddings else 1, every, chunks)
     small = period * ceil(4 / period)
     if c.depth <= 2 * small:
         return facts_of(w)
