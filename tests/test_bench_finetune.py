@@ -35,6 +35,7 @@ def test_the_peer_is_behind_lora_and_before_the_rest(monkeypatch):
     assert len(record["rows"]) == 6
 
 
+@pytest.mark.slow
 def test_steps_run_on_weights_that_are_made_once_a_base(monkeypatch):
     made, real = [], finetune.random_frozen
     monkeypatch.setattr(finetune, "random_frozen", lambda w: made.append(w) or real(w))

@@ -55,6 +55,7 @@ def long(tmp_path_factory):
     return directory / "tiny"
 
 
+@pytest.mark.slow
 def test_sigterm_saves_and_the_same_command_goes_on(long, tmp_path):
     run_dir, changes = tmp_path / "tiny", {"checkpoint__every": "null"}
     process = started(tmp_path, **changes)

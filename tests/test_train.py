@@ -121,6 +121,7 @@ def test_a_torn_metrics_line_does_not_stop_a_resume(whole, copy):
 # ---- the data --------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_source_that_has_had_its_epochs_is_said_once(tmp_path, capfd):
     """At its step, on the screen and in the metrics; and not again by the run that goes on."""
     lines = [f"{i} of a hundred lines" for i in range(100)]

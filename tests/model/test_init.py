@@ -162,8 +162,8 @@ def train(init, steps=50, lr=1e-3, **changes):
     return np.array([float(loss) for loss in losses])
 
 
-# With norms, with rates of its own, without norms, with scales of the branches.
-QUICK = ("gpt2", "mup", "tfixup", "rezero")
+# With norms, with rates of its own, without norms.
+QUICK = ("gpt2", "mup", "tfixup")
 EACH = [s if s in QUICK else pytest.param(s, marks=pytest.mark.slow) for s in SCHEMES]
 
 

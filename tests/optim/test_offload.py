@@ -122,6 +122,7 @@ def trained(c, mesh, steps=2, dtype=jnp.float32, **model):
 
 
 @pytest.mark.skipif(jax.device_count() < 2, reason="needs two devices")
+@pytest.mark.slow
 def test_sharded_states_stay_on_the_host_and_train_the_same():
     mesh = mesh_of(fsdp=2)
     plain, there = trained(config("muon"), mesh), trained(config("muon", offload=True), mesh)

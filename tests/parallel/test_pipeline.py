@@ -101,6 +101,7 @@ def test_a_step_holds_a_stage_of_the_layers_and_equals_one_device():
     close(jax.device_get(state.params), jax.device_get(one.params), rtol=1e-3, atol=1e-5)
 
 
+@pytest.mark.slow
 def test_gradients_in_bfloat16_are_summed_in_float32():
     """Those of 64 microbatches are as near to float32's as without a pipeline."""
     task, _ = make_task(resolved(**LLAMA))
