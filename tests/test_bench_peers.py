@@ -58,10 +58,14 @@ def test_nanochat_gets_the_configurations_size(scripts, checkout, monkeypatch):
     [
         ("gpt_d12", ".", "no checkout of nanochat, it has no nanochat/gpt.py"),
         ("llama_8b", "clone", "llama_8b is no gpt with train.device_batch_size"),
+        ("gpt_d12 data.tokenizer.vocab_size=300", "clone", "gpt_d12 has a vocabulary of 300"),
+        ("gpt_d12 model.width=256", "clone", "or a width of its own"),
+        ("gpt_d12 train.batch_size=64", "clone", "train.batch_size is 64, of one step of 32"),
+        ("gpt_d12 --switches", "clone", "--peer is for bench step alone"),
     ],
 )
 def test_what_is_no_peer_is_one_line(config, path, said, checkout, capsys):
-    argv = ["step", "--config", config, "--peer", str(checkout.parent / path)]
+    argv = ["step", "--config", *config.split(), "--peer", str(checkout.parent / path)]
     assert command.main(argv) == 2
     assert said in capsys.readouterr().err
 

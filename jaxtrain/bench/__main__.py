@@ -35,7 +35,7 @@ from jaxtrain.bench.switches import bench_switches
 from jaxtrain.bench.tables import screen, table_of, update_page
 from jaxtrain.bench.tasks import bench_tasks
 from jaxtrain.bench.tune import tune_attention
-from jaxtrain.settings import command
+from jaxtrain.settings import UserError, command
 
 WHAT = {
     "step": "the train step of a configuration, one microbatch a step",
@@ -179,6 +179,8 @@ def memory_of(a: argparse.Namespace) -> Callable[..., dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 after one line about what the user can fix."""
     arguments = parse(argv)
+    if arguments.peer and (arguments.what != "step" or arguments.switches or arguments.flags):
+        raise UserError("--peer is for bench step alone, without --switches or --flags")
     console = screen()
     if arguments.what == "table":
         console.print(update_page(), "is current")

@@ -13,9 +13,11 @@ from jaxtrain_kernels.shapes import AttentionShape
 
 from jaxtrain.bench.record import BENCHMARKS
 from jaxtrain.config import find_config, load_config
+from jaxtrain.scaling import vocab_size_of
 from jaxtrain.settings import UserError
 
 FLASH_ATTENTION = "FA4 (torch)"
+VOCABULARY = 32768  # of peer_nanochat.py
 
 
 def rows_of(script: str, *arguments: str, needs: Sequence[str]) -> Iterator[dict[str, Any]]:
@@ -36,8 +38,8 @@ def rows_of(script: str, *arguments: str, needs: Sequence[str]) -> Iterator[dict
 def nanochat_step(checkout: Path, name: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
     """nanochat's train step at a configuration's depth, rows and tokens, by its own code.
 
-    Call it before JAX takes the device's memory. Raises UserError for what is no checkout of
-    nanochat (github.com/karpathy/nanochat), and for a configuration of another family.
+    On one GPU; call it before JAX takes its memory. Raises UserError for what is no checkout of
+    nanochat (github.com/karpathy/nanochat), and for what the two would not do alike.
     """
     if not (checkout / "nanochat" / "gpt.py").is_file():
         raise UserError(f"--peer {checkout}: no checkout of nanochat, it has no nanochat/gpt.py")
@@ -45,6 +47,13 @@ def nanochat_step(checkout: Path, name: str, overrides: Sequence[str]) -> list[d
     depth, rows = c.model.depth, c.train.device_batch_size
     if c.model.ffn != "relu2" or not rows:
         raise UserError(f"--peer: {name} is no gpt with train.device_batch_size, as nanochat has")
+    if (vocab_size := vocab_size_of(c.data)) != VOCABULARY or c.model.width:
+        raise UserError(
+            f"--peer: {name} has a vocabulary of {vocab_size} or a width of its own; nanochat's "
+            f"script takes {VOCABULARY} and the width that follows from model.depth"
+        )
+    if c.train.batch_size not in (None, rows):
+        raise UserError(f"--peer: train.batch_size is {c.train.batch_size}, of one step of {rows}")
     sizes = map(str, (depth, rows, c.train.sequence_length))
     more = ("fp8",) if c.model.fp8 else ()
     path = str(checkout.resolve())

@@ -224,3 +224,14 @@ def test_row_stats(H, T, with_dlse):
     expected[1, 2, 5] = NO_KEYS
     np.testing.assert_allclose(got[:, :, 0, :T], expected, rtol=1e-6)
     assert (got[:, :, 0, T:] == NO_KEYS).all() and (got[:, :, 1, T:] == 0).all()
+
+
+@pytest.mark.parametrize("block_q", [32, 192, 256])
+def test_warpgroups_that_cannot_share_dq_are_refused(block_q):
+    q = jnp.zeros((1, 512, 1, 64))
+    tiling = BackwardTiling(block_q=block_q)
+    plan = mosaic_backward.make_plan(
+        KeyPlan, q, q, None, Mask(True, None), None, 1.0, tiling, False
+    )
+    with pytest.raises(ValueError, match=f"block_q={block_q}: 2 warpgroups"):
+        assert plan.dq_parts

@@ -162,6 +162,11 @@ class KeyPlan(Plan):
     def dq_parts(self) -> tuple[int, int]:
         """Of a query block's dq, the parts of 64 rows and of columns, a warpgroup each."""
         rows = self.tiling.block_q // 64
+        if self.warpgroups % max(rows, 1) or not rows:
+            raise ValueError(
+                f"block_q={self.tiling.block_q}: {self.warpgroups} warpgroups share dq in parts of "
+                "64 queries; 64 or 128 would do"
+            )
         return rows, self.warpgroups // rows
 
 
