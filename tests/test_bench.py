@@ -51,6 +51,7 @@ def test_step_records_a_profiled_step(tmp_path, capsys, monkeypatch):
     assert "jaxtrain, fp32, batch 8" in capsys.readouterr().out
 
 
+@pytest.mark.slow
 def test_memory_and_optimizers(tmp_path):
     memory = recorded(tmp_path / "m", "memory", "--config", "quickstart", *TINY)["metrics"]
     assert memory["total_bytes"] >= memory["arguments_bytes"] + memory["temp_bytes"] > 0

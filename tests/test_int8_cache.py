@@ -5,6 +5,7 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from jaxtrain_kernels import Quantized
 from tiny import T, build, tokens
@@ -36,6 +37,7 @@ def test_decoding_from_int8_stays_close():
     assert 0 < off < 0.02
 
 
+@pytest.mark.slow
 def test_text_from_int8_is_nearly_the_same():
     _, graphdef, _, params = build()
     prompts = jnp.asarray(tokens(4))[:, :16]

@@ -96,6 +96,7 @@ def test_metrics_are_what_they_say(speedrun, by_hand):
     assert len(first["gradient_squares"]) == len(jax.tree.leaves(task.specs))
 
 
+@pytest.mark.slow
 def test_z_loss_is_added(speedrun, by_hand):
     task, knobs, _ = speedrun
     _, (with_z,) = run(task._replace(z_loss=0.1), knobs, steps=1)

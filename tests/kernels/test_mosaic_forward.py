@@ -99,6 +99,7 @@ def test_ids_in_any_order_equal_reference(tiling):
     assert_equals_reference(AttentionShape("", 1, 200, 1, 1, 64), tiling, ids)
 
 
+@pytest.mark.slow
 def test_ids_in_runs_out_of_order_equal_reference():
     ids = jnp.asarray(np.repeat([3, 1, 0, 2, 3], [90, 60, 10, 100, 30])[None], jnp.int32)
     assert_equals_reference(AttentionShape("", 1, 290, 1, 1, 64), HALVES, ids)

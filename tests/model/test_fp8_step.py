@@ -107,6 +107,7 @@ def test_scan_and_remat_change_nothing():
             assert np.linalg.norm(a - b) <= 0.02 * np.linalg.norm(a)
 
 
+@pytest.mark.slow
 @pytest.mark.usefixtures("small")
 def test_a_model_learns_as_it_does_without():
     def losses(fp8):

@@ -162,8 +162,8 @@ def train(init, steps=50, lr=1e-3, **changes):
     return np.array([float(loss) for loss in losses])
 
 
-# With norms, with rates of its own, without norms.
-QUICK = ("gpt2", "mup", "tfixup")
+# With norms, without norms.
+QUICK = ("gpt2", "tfixup")
 EACH = [s if s in QUICK else pytest.param(s, marks=pytest.mark.slow) for s in SCHEMES]
 
 
@@ -202,6 +202,7 @@ def moved_logits(init, width):
     return float(jnp.sqrt(jnp.mean(jnp.square(logits(state.params) - before))))
 
 
+@pytest.mark.slow
 def test_mup_moves_the_logits_alike_at_any_width():
     """The coordinate check of Yang et al. 2022; with one rate wider models move further."""
     mup, plain = (

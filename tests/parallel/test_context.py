@@ -113,7 +113,7 @@ GPT = {
     ("family", "sizes"),
     [
         (GPT, dict(fsdp=2, context=2, tensor=2)),
-        (LLAMA, dict(context=4)),
+        pytest.param(LLAMA, dict(context=4), marks=pytest.mark.slow),
         pytest.param(LLAMA, dict(fsdp=4, context=2), marks=pytest.mark.slow),
     ],
     ids=["gpt fsdp context tensor", "llama context", "llama fsdp context"],

@@ -39,7 +39,7 @@ TWICE = pytest.param(*TWICE, marks=pytest.mark.slow)  # as a whole step of llama
 @pytest.mark.parametrize(
     ("family", "sizes", "micro", "repeats"),
     [
-        (GPT, dict(pipeline=2, fsdp=2), 2, 1),
+        pytest.param(GPT, dict(pipeline=2, fsdp=2), 2, 1, marks=pytest.mark.slow),
         TWICE,
         (LLAMA, dict(pipeline=2), 8, 1),
     ],
