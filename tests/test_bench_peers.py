@@ -75,7 +75,7 @@ def test_a_step_beside_its_peer(checkout, tmp_path, monkeypatch, capsys):
     step = {"bench": "step", "config": "gpt_d12", "variant": "bf16", "device": "NVIDIA H200"}
     step |= {"device_count": 1, "workload": {"batch_size": 32}, "peers": [], "floor": {}}
     monkeypatch.setattr(command, "nanochat_step", lambda *_: [peer])
-    monkeypatch.setattr(command, "bench_step", lambda *_: step | {"metrics": {"ms": 102.5}})
+    monkeypatch.setattr(command, "bench_step", lambda *_: [step | {"metrics": {"ms": 102.5}}])
     argv = ["step", "--peer", str(checkout), "--record", "--out", str(tmp_path)]
     assert command.main(argv) == 0
     assert "nanochat, FA4, batch 32, same call" in " ".join(capsys.readouterr().out.split())

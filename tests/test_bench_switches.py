@@ -33,9 +33,12 @@ def test_one_process_measures_them_all(monkeypatch):
     # Other tests of this process still use what is compiled.
     monkeypatch.setattr(switches.jax, "clear_caches", lambda: None)
     monkeypatch.setattr(switches.gc, "collect", lambda: 0)
-    monkeypatch.setattr(
-        switches, "bench_step", lambda name, lines, variant, folder: calls.append((variant, lines))
-    )
+
+    def bench_step(name, lines, variant, folder):
+        calls.append((variant, lines))
+        yield {}
+
+    monkeypatch.setattr(switches, "bench_step", bench_step)
     with on_target("cuda", (9, 0)):
         assert len(list(switches.bench_switches("gpt_d12", ["model.depth=2"]))) == 8
         assert calls[0] == ("bf16", ["model.depth=2"])

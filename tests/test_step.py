@@ -118,6 +118,7 @@ def test_sharded_is_one_device(speedrun, sizes):
     close(sharded.optimizer, state.optimizer, rtol=1e-2, atol=1e-4)
 
 
+@pytest.mark.slow
 def test_fewer_kv_heads_than_tensor_devices():
     """Llama's shape: two key/value heads over four devices, tied head, accumulated as well."""
     task, knobs = make_task(resolved(**LLAMA), optim("adamw"), steps=10)

@@ -157,8 +157,8 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     yield from bench_flags(config, a.overrides, a.variant)
                 else:
                     beside = nanochat_step(a.peer, config, a.overrides) if a.peer else []
-                    record = bench_step(config, a.overrides, a.variant, folder)
-                    yield record | ({"beside": beside} if beside else {})
+                    for record in bench_step(config, a.overrides, a.variant, folder):
+                        yield record | ({"beside": beside} if beside else {})
             elif a.what in whole:
                 yield from whole[a.what](config, a.overrides, a.variant)
             else:

@@ -157,7 +157,8 @@ def tokamax_attention(tokamax: ModuleType, implementation: str) -> Make:
             # Ranges of keys, which its kernels skip blocks by, are not in the public function.
             inner = "tokamax._src.ops.attention"
             mask = importlib.import_module(f"{inner}.base").Mask
-            op = importlib.import_module(f"{inner}.api").IMPLEMENTATIONS[implementation]
+            every = importlib.import_module(f"{inner}.api").IMPLEMENTATIONS
+            op = every.get(implementation) or every[f"{implementation}_gpu"]
             starts_B1T = document_starts(segments)[:, None]
             return op(
                 q, k, v, mask=mask(is_causal=True, k_start=starts_B1T), logits_soft_cap=s.softcap

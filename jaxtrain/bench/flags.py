@@ -36,6 +36,6 @@ def bench_flags(
         }
     for set_, line in lines.items():
         compiled = jobs.pop(set_).result()
-        yield bench_step(name, line, f"flags {set_}", parts=False, compiled=compiled)
+        yield from bench_step(name, line, f"flags {set_}", parts=False, compiled=compiled)
         del compiled
         gc.collect()

@@ -1,7 +1,7 @@
 """The train step of a configuration: its time, its parts, its memory."""
 
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -31,7 +31,8 @@ from jaxtrain.settings import UserError
 from jaxtrain.step import State, gradients, make_step, state_shardings
 
 BATCHES = 16  # on the device, in rotation: so few steps do not learn them by heart
-STEPS = 10  # of a window
+STEPS = 10  # of a window, fewer where they would take longer than this:
+WINDOW_SECONDS = 3.0
 WINDOWS = 3
 
 
@@ -42,10 +43,11 @@ def bench_step(
     profile_dir: Path | None = None,
     parts: bool = True,
     compiled: Any = None,
-) -> dict[str, Any]:
+) -> Iterator[dict[str, Any]]:
     """The record of a configuration's step; with `profile_dir`, its kernels are written there.
 
-    parts: time forward + backward and the optimizer alone as well.
+    parts: yield it once more with the times of forward + backward and of the optimizer alone, which
+    are programs of their own: a large model's take minutes to compile.
     compiled: the step by `compiled_step`, if it is there already; the record then lacks compile_s.
     """
     w = load_workload(name, overrides)
@@ -65,7 +67,8 @@ def bench_step(
             state, values = compiled(state, batch, knobs, frozen)
             return values["loss"]
 
-        ms = median_ms(step, batches, calls=STEPS, windows=WINDOWS)
+        calls = steps_of_a_window(step, batches)
+        ms = median_ms(step, batches[: 2 * calls], calls=calls, windows=WINDOWS)
         # The allocator's peak is the process's: an earlier, larger one hides that of this step.
         after = peak_bytes()
         metrics["peak_bytes"] = after if after > before else memory_needed(compiled)
@@ -76,12 +79,23 @@ def bench_step(
         record = describe("step", w.name, variant or w.precision, workload=w.facts())
         if profile_dir is not None:
             record["kinds"] = profile(step, batches, compiled, profile_dir / stem(record), limits)
+        record |= {
+            "metrics": metrics,
+            "floor": limits._asdict() | floors_ms(w, limits.matmul_tflops),
+        }
         del compiled
+        yield record
         if parts:
-            metrics |= parts_ms(w, state, batches, knobs, frozen)
-    record["metrics"] = metrics
-    record["floor"] = limits._asdict() | floors_ms(w, limits.matmul_tflops)
-    return record
+            metrics = metrics | parts_ms(w, state, batches[: 2 * calls], knobs, frozen, calls)
+            yield record | {"metrics": metrics}
+
+
+def steps_of_a_window(step: Callable[..., jax.Array], batches: Sequence[tuple[Any, ...]]) -> int:
+    """How many of these steps fill a window: at least 2, at most STEPS."""
+    jax.block_until_ready(step(*batches[0]))
+    begin = time.perf_counter()
+    jax.block_until_ready(step(*batches[1]))
+    return max(2, min(STEPS, round(WINDOW_SECONDS / (time.perf_counter() - begin))))
 
 
 def compiled_step(w: Workload) -> Any:
@@ -93,7 +107,9 @@ def compiled_step(w: Workload) -> Any:
         )  # fmt: skip
 
 
-def parts_ms(w: Workload, state: State, batches: Any, knobs: Any, frozen: Any) -> dict[str, float]:
+def parts_ms(
+    w: Workload, state: State, batches: Any, knobs: Any, frozen: Any, calls: int
+) -> dict[str, float]:
     """Gradients (with the cast) alone, and the optimizer alone. Uses up the state's memory."""
     task, factor = w.task, jnp.float32(1 / w.tokens)
 
@@ -103,7 +119,7 @@ def parts_ms(w: Workload, state: State, batches: Any, knobs: Any, frozen: Any) -
 
     compute = jax.jit(forward_backward)
     inputs = [(state, frozen, *batch) for batch in batches]
-    gradient_ms = median_ms(compute, inputs, calls=STEPS, windows=WINDOWS)
+    gradient_ms = median_ms(compute, inputs, calls=calls, windows=WINDOWS)
     grads = compute(*inputs[0])[1]
     return {"ms_forward_backward": gradient_ms, "ms_optimizer": update_ms(w, state, grads, knobs)}
 

@@ -53,6 +53,6 @@ def bench_switches(
         if only not in (None, variant) or (optim != "muon" and "symmetric" in variant):
             continue
         lines = [line for line in lines if optim == "muon" or not line.startswith("optim.")]
-        yield bench_step(name, [*overrides, *lines], variant, profile_dir)
+        yield from bench_step(name, [*overrides, *lines], variant, profile_dir)
         jax.clear_caches()
         gc.collect()

@@ -93,12 +93,13 @@ class Pieces(NamedTuple):
 class Reader(NamedTuple):
     """Encodes text in which special tokens are written out.
 
-    `special` are bos_token and eos_token unless a source says otherwise; `at(text, i)` is where
-    character i of a text stands, in the unit of the pieces.
+    `special` are bos_token and eos_token unless a source says otherwise; `encode` reads many texts
+    at once (a call of a tokenizer starts threads); `at(text, i)` is where character i of a text
+    stands, in the unit of the pieces.
     """
 
     special: dict[str, str]
-    encode: Callable[[str], Pieces]
+    encode: Callable[[Sequence[str]], list[Pieces]]
     at: Callable[[str, int], int]
 
 
@@ -111,10 +112,12 @@ def make_reader(tokenizer: Tokenizer) -> Reader:
         inner.no_truncation()
         inner.no_padding()
 
-        def encode(text: str) -> Pieces:
-            one = inner.encode(text, add_special_tokens=False)
+        def pieces(one: tokenizers.Encoding) -> Pieces:
             offsets = np.array(one.offsets, np.int64).reshape(-1, 2)
             return Pieces(np.array(one.ids, np.int64), *offsets.T)
+
+        def encode(texts: Sequence[str]) -> list[Pieces]:
+            return [pieces(one) for one in inner.encode_batch(texts, add_special_tokens=False)]
 
         name = inner.id_to_token(tokenizer.bos_id) or ""
         return Reader({"bos_token": name, "eos_token": name}, encode, lambda text, i: i)
@@ -123,7 +126,7 @@ def make_reader(tokenizer: Tokenizer) -> Reader:
     name = next(name for name, index in names.items() if index == tokenizer.bos_id)
     return Reader(
         {"bos_token": name, "eos_token": name},
-        lambda text: _encode_between(tokenizer, names, split, text),
+        lambda texts: _encode_between(tokenizer, names, split, texts),
         lambda text, i: len(text[:i].encode()),
     )
 
@@ -142,29 +145,35 @@ def special_names(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _encode_between(
-    tokenizer: Tokenizer, names: dict[str, int], split: re.Pattern[str], text: str
-) -> Pieces:
-    """The text between special tokens; where a token stands is counted in the bytes of pieces."""
-    ids: list[int] = []
-    sizes: list[int] = []
-    at = 0
-    for match in [*split.finditer(text), None]:
-        between = text[at : match.start() if match else None]
-        if between:
-            found = tokenizer.encode(between)
-            lengths = [len(tokenizer.pieces[i]) for i in found]
-            lengths[0] -= len(tokenizer.prefix)
-            if sum(lengths) != len(between.encode()):
-                raise UserError(
-                    "the tokenizer changes the text (it normalises), so that answers cannot be "
-                    "found in its tokens: use the tokenizer.json of the model"
-                )
-            ids, sizes = ids + found.tolist(), sizes + lengths
-        if match:
-            ids, sizes = [*ids, names[match[0]]], [*sizes, len(match[0].encode())]
-            at = match.end()
-    ends = np.cumsum(np.array(sizes, np.int64))
-    return Pieces(np.array(ids, np.int64), ends - sizes, ends)
+    tokenizer: Tokenizer, names: dict[str, int], split: re.Pattern[str], texts: Sequence[str]
+) -> list[Pieces]:
+    """Special tokens and the text between them, whose tokens stand where their bytes do."""
+    parts = [[part for part in re.split(f"({split.pattern})", text) if part] for text in texts]
+    between = [part for text in parts for part in text if part not in names]
+    encoded = iter(tokenizer.encode_batch(between))
+    sizes_V = tokenizer.token_bytes().astype(np.int64)
+
+    def pieces(part: str) -> tuple[np.ndarray, np.ndarray]:
+        size = len(part.encode())
+        if part in names:
+            return np.array([names[part]]), np.array([size])
+        ids = next(encoded).astype(np.int64)
+        sizes = sizes_V[ids]
+        sizes[0] -= len(tokenizer.prefix)
+        if sizes.sum() != size:
+            raise UserError(
+                "the tokenizer changes the text (it normalises), so that answers cannot be "
+                "found in its tokens: use the tokenizer.json of the model"
+            )
+        return ids, sizes
+
+    def joined(text: Sequence[str]) -> Pieces:
+        nothing = np.zeros(0, np.int64)
+        ids, sizes = map(np.concatenate, zip((nothing, nothing), *map(pieces, text)))
+        ends = np.cumsum(sizes)
+        return Pieces(ids, ends - sizes, ends)
+
+    return [joined(text) for text in parts]
 
 
 def marks_of(pieces: Pieces, spans: Sequence[Span], tokenizer: Tokenizer) -> np.ndarray:
@@ -193,16 +202,17 @@ class Document(NamedTuple):
 class Chat(NamedTuple):
     """How a model talks.
 
-    `start` begins every text, `end` every answer's end; `documents(messages as JSON)` is what is
-    trained on; `prompt(messages)` are the tokens up to where the assistant answers; of
-    `answer(messages, asked)` only what it says after the first `asked` messages is marked.
+    `start` begins every text, `end` every answer's end; `documents(conversations)` are what is
+    trained on of each (its messages as JSON); `prompt(messages)` are the tokens up to where the
+    assistant answers; of `answers(pairs of messages, asked)` only what it says after the first
+    `asked` messages is marked.
     """
 
     start: int
     end: int
-    documents: Callable[[str], list[Document]]
+    documents: Callable[[Sequence[str]], list[list[Document]]]
     prompt: Callable[[Sequence[Message]], np.ndarray]
-    answer: Callable[[Sequence[Message], int], Document]
+    answers: Callable[[Sequence[tuple[Sequence[Message], int]]], list[Document]]
 
 
 def make_chat(template: str, special: dict[str, str], tokenizer: Tokenizer) -> Chat:
@@ -210,45 +220,60 @@ def make_chat(template: str, special: dict[str, str], tokenizer: Tokenizer) -> C
     reader = make_reader(tokenizer)
     render = make_render(template, reader.special | special)
 
-    def read(whole: str, answers: list[Span]) -> tuple[np.ndarray, np.ndarray]:
-        pieces = reader.encode(whole)
-        spans = [(reader.at(whole, a), reader.at(whole, b)) for a, b in answers]
-        return pieces.ids, marks_of(pieces, spans, tokenizer)
+    def read(texts: Sequence[tuple[str, list[Span]]]) -> list[tuple[np.ndarray, np.ndarray]]:
+        """The tokens of each text, and which of them the spans hold."""
+        found = reader.encode([whole for whole, _ in texts])
+        return [
+            (
+                pieces.ids,
+                marks_of(pieces, [(at(whole, a), at(whole, b)) for a, b in spans], tokenizer),
+            )
+            for pieces, (whole, spans) in zip(found, texts)
+        ]
 
-    whole, answers = texts_and_answers(PROBE, render)[0]
-    ids, marks = read(whole, answers)
+    at = reader.at
+    probe = texts_and_answers(PROBE, render)[0]
+    ((ids, marks),) = read([probe])
     end = int(ids[marks][-1]) if marks.any() else -1
     if end < 0 or tokenizer.pieces[end]:
         raise UserError(
             f"the chat template ends an answer without a special token of the tokenizer "
-            f"({whole!r}): a model could not learn to stop. Put {{{{ eos_token }}}} there (and "
+            f"({probe[0]!r}): a model could not learn to stop. Put {{{{ eos_token }}}} there (and "
             f"inside the generation block, if it has one), or name the token in `special`"
         )
     # Qwen's conversations have no BOS: they all begin with <|im_start|>.
     start = tokenizer.bos_id if tokenizer.pieces[ids[0]] else int(ids[0])
 
-    def document(whole: str, answers: list[Span]) -> Document:
-        ids, marks = read(whole, answers)
-        skip = int(ids[0] == start)
-        return Document(ids[skip:], marks[skip:], len(whole.encode()))
+    def read_documents(texts: Sequence[tuple[str, list[Span]]]) -> list[Document]:
+        skips = [(ids, marks, int(ids[0] == start)) for ids, marks in read(texts)]
+        return [
+            Document(ids[skip:], marks[skip:], len(whole.encode()))
+            for (ids, marks, skip), (whole, _) in zip(skips, texts)
+        ]
 
-    def documents(text: str) -> list[Document]:
-        return [document(*one) for one in texts_and_answers(json.loads(text), render)]
+    def documents(conversations: Sequence[str]) -> list[list[Document]]:
+        rendered = [texts_and_answers(json.loads(text), render) for text in conversations]
+        found = iter(read_documents([one for texts in rendered for one in texts]))
+        return [[next(found) for _ in texts] for texts in rendered]
 
-    def answer(messages: Sequence[Message], asked: int) -> Document:
-        whole, answers = texts_and_answers(messages, render)[-1]
+    def last_answers(messages: Sequence[Message], asked: int) -> tuple[str, list[Span]]:
+        whole, spans = texts_and_answers(messages, render)[-1]
         before = re.sub(f"[{BEGIN}{END}]", "", render(messages[:asked], True))
         begun = len(_common(before, whole))
-        found = document(whole, [span for span in answers if span[1] > begun])
-        if not found.marks.any():
-            first = messages[0]["content"][:60]
-            raise UserError(
-                f"the chat template leaves no answer in the conversation that begins {first!r}"
-            )
+        return whole, [span for span in spans if span[1] > begun]
+
+    def answers(asked: Sequence[tuple[Sequence[Message], int]]) -> list[Document]:
+        found = read_documents([last_answers(*one) for one in asked])
+        for document, (messages, _) in zip(found, asked):
+            if not document.marks.any():
+                first = messages[0]["content"][:60]
+                raise UserError(
+                    f"the chat template leaves no answer in the conversation that begins {first!r}"
+                )
         return found
 
     def prompt(messages: Sequence[Message]) -> np.ndarray:
-        ids = reader.encode(render(messages, True)).ids
-        return ids if ids[0] == start else np.concatenate([[start], ids])
+        (pieces,) = reader.encode([render(messages, True)])
+        return pieces.ids if pieces.ids[0] == start else np.concatenate([[start], pieces.ids])
 
-    return Chat(start, end, documents, prompt, answer)
+    return Chat(start, end, documents, prompt, answers)

@@ -3,7 +3,7 @@
 import hashlib
 import math
 from collections.abc import Iterable, Iterator
-from functools import lru_cache, partial
+from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxtrain.data.chat import Chat, make_chat
 from jaxtrain.data.messages import plain
-from jaxtrain.data.preferences import spoken, texts_of_preference
+from jaxtrain.data.preferences import spoken, texts_of_preferences
 from jaxtrain.data.reading import Block, Position, records_of, texts_of
 from jaxtrain.data.sources import TALK
 from jaxtrain.data.template import read_template
@@ -96,10 +96,9 @@ def encode(job: Job, group: list[Block]) -> Answer:
     if job.source.name in TALK:
         dtype = token_type(tokenizer.vocab_size, marked=True)
         chat = chat_of(job.source, job.tokenizer)
-        read = chat.documents
-        if job.source.name == "preference":
-            read = partial(texts_of_preference, chat)
-        found = [(text, document) for text in texts for document in read(text)]
+        pairs_of = job.source.name == "preference"
+        read = texts_of_preferences(chat, texts) if pairs_of else chat.documents(texts)
+        found = [(text, document) for text, some in zip(texts, read) for document in some]
         texts = [text for text, _ in found]
         ids = [with_marks(document.ids, document.marks, dtype) for _, document in found]
         sizes, weights = [document.size for _, document in found], [1.0] * len(found)

@@ -7,7 +7,7 @@ then the same prompt with the completion of the next line, which KTO compares wi
 """
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -48,12 +48,13 @@ def spoken(text: str) -> str:
     return "\n\n".join(message["content"] for message in [*first, second[-1]])
 
 
-def texts_of_preference(chat: Chat, text: str) -> list[Document]:
-    """The documents of a preference (its JSON): the two texts, and the note as its length."""
-    record = json.loads(text)
-    note = np.zeros(record["note"], np.int64)
-    both = [chat.answer(messages, record["asked"]) for messages in record["texts"]]
-    return [*both, Document(note, note.astype(bool), 0)]
+def texts_of_preferences(chat: Chat, texts: Sequence[str]) -> list[list[Document]]:
+    """The documents of each preference (its JSON): the two texts, and the note as its length."""
+    records = [json.loads(text) for text in texts]
+    both = [(messages, record["asked"]) for record in records for messages in record["texts"]]
+    found = iter(chat.answers(both))
+    notes = [np.zeros(record["note"], np.int64) for record in records]
+    return [[next(found), next(found), Document(note, note.astype(bool), 0)] for note in notes]
 
 
 def _json(texts: list[list[Message]], asked: int, note: int, place: str) -> str:

@@ -1,5 +1,6 @@
 """Conversations: their shapes, what templates make of them, and which tokens are learned."""
 
+import dataclasses
 import io
 import json
 from pathlib import Path
@@ -52,7 +53,7 @@ def written(ids, tokenizer=TOKENIZER, names=NAMES):
 def learned(chat, messages, tokenizer=TOKENIZER, names=NAMES):
     """The texts of a conversation, and of each the runs of marked tokens."""
     found = []
-    for document in chat.documents(json.dumps(messages)):
+    for document in chat.documents([json.dumps(messages)])[0]:
         edges = np.flatnonzero(np.diff(np.concatenate([[0], document.marks, [0]])))
         runs = [document.ids[a:b] for a, b in zip(edges[::2], edges[1::2])]
         found.append([written(run, tokenizer, names) for run in runs])
@@ -115,9 +116,9 @@ def test_texts_and_tokens_are_those_of_transformers(name):
     for messages, expected in zip([*CONVERSATIONS, WITH_SYSTEM], GOLDEN[name]):
         if expected is None:
             with pytest.raises(UserError, match="template refuses the conversation that begins"):
-                chat.documents(json.dumps(messages))
+                chat.documents([json.dumps(messages)])
             continue
-        ids = chat.documents(json.dumps(messages))[-1].ids.tolist()
+        ids = chat.documents([json.dumps(messages)])[0][-1].ids.tolist()
         begin = [] if expected["ids"][0] != chat.start else [chat.start]
         assert begin + ids == expected["ids"]
         assert written(begin + ids) == expected["text"]
@@ -145,7 +146,7 @@ def test_answers_and_their_ends_are_learned_and_nothing_else(name):
 def test_a_template_that_forgets_thoughts_makes_a_text_of_each_answer():
     chat = chat_of("qwen3")
     first, second = "<think>\nhm\n</think>\n\nSo.", "<think>\nwell\n</think>\n\nYes."
-    texts = [document.ids for document in chat.documents(json.dumps(CONVERSATIONS[2]))]
+    texts = [document.ids for document in chat.documents([json.dumps(CONVERSATIONS[2])])[0]]
     assert learned(chat, CONVERSATIONS[2]) == [[first + "<|im_end|>"], [second + "<|im_end|>"]]
     assert "hm" in written(texts[0]) and "hm" not in written(texts[1])
     assert "assistant\nSo.<|im_end|>" in written(texts[1])
@@ -154,14 +155,14 @@ def test_a_template_that_forgets_thoughts_makes_a_text_of_each_answer():
 def test_the_mask_is_that_of_transformers():
     chat = chat_of("generation")
     for messages, mask in zip(CONVERSATIONS, GOLDEN["llama"]["masks"]):
-        (document,) = chat.documents(json.dumps(messages))
+        ((document,),) = chat.documents([json.dumps(messages)])
         assert [0, *document.marks] == mask
 
 
 def test_a_prompt_ends_where_the_answer_begins():
     for name in ANSWERS:
         chat = chat_of(name)
-        (document,) = chat.documents(json.dumps(CONVERSATIONS[0]))
+        ((document,),) = chat.documents([json.dumps(CONVERSATIONS[0])])
         prompt = chat.prompt(CONVERSATIONS[0][:1])
         begins = 1 + int(np.argmax(document.marks))
         assert prompt.tolist() == [chat.start, *document.ids][:begins]
@@ -191,6 +192,28 @@ def mistral_like():
     return sentencepiece_tokenizer(model.getvalue())
 
 
+def test_a_tokenizer_is_called_once_for_many_conversations():
+    """A call starts a thread for each core; one a conversation took minutes for a few megabytes."""
+    model = sentencepiece_tokenizer(train_sentencepiece([SHAKESPEARE], 280, 10_000))
+    calls = []
+
+    def encode_batch(texts):
+        calls.append(len(texts))
+        return model.encode_batch(texts)
+
+    chat = make_chat(DEFAULT, {}, dataclasses.replace(model, encode_batch=encode_batch))
+    texts = [json.dumps(messages) for messages in CONVERSATIONS]
+    alone = [chat.documents([text])[0] for text in texts]
+    calls.clear()
+    together = chat.documents(texts)
+    assert len(calls) == 1 and calls[0] > len(texts)
+    for a, b in zip(alone, together, strict=True):
+        for one, other in zip(a, b, strict=True):
+            np.testing.assert_array_equal(one.ids, other.ids)
+            np.testing.assert_array_equal(one.marks, other.marks)
+    assert chat.documents([]) == []
+
+
 def test_sentencepiece_with_spaces_in_front():
     tokenizer = mistral_like()
     assert tokenizer.prefix == b" "
@@ -203,7 +226,7 @@ def test_sentencepiece_with_spaces_in_front():
 
 def test_spaces_have_a_place_in_the_text_too():
     """Llama 3's post-processor gives tokens of spaces none: answers would have holes."""
-    pieces = make_reader(TOKENIZER).encode("a  b")
+    (pieces,) = make_reader(TOKENIZER).encode(["a  b"])
     assert (pieces.ends - pieces.starts).tolist() == [1, 2, 1]
 
 
@@ -237,7 +260,7 @@ def test_a_template_that_changes_questions_is_refused():
     )
     chat = make_chat(nemo, PLAIN, TOKENIZER)
     with pytest.raises(UserError, match="in another way once they are answered"):
-        chat.documents(json.dumps(WITH_SYSTEM))
+        chat.documents([json.dumps(WITH_SYSTEM)])
 
 
 def test_a_normalising_tokenizer_is_refused():

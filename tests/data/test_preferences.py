@@ -10,7 +10,7 @@ from jaxtrain.data import DataConfig, fitting, held_out_pairs, prepare, train_ba
 from jaxtrain.data.chat import make_chat
 from jaxtrain.data.loader import stores_of
 from jaxtrain.data.pairs import every_pair, most_pairs
-from jaxtrain.data.preferences import preferences, spoken, texts_of_preference
+from jaxtrain.data.preferences import preferences, spoken, texts_of_preferences
 from jaxtrain.data.show import show
 from jaxtrain.data.tokenizer import huggingface_tokenizer
 from jaxtrain.settings import UserError
@@ -105,13 +105,14 @@ def test_only_the_last_answers_are_learned(name):
     before = said("q", "early", "r")
     record = {"prompt": before, "chosen": "the good", "rejected": "no"}
     (text,) = preferences(json.dumps(record), "f", 1)
-    first, second, note = texts_of_preference(chat, text)
+    ((first, second, note),) = texts_of_preferences(chat, [text])
     assert len(note.ids) == 0
     for document, answer in ((first, "the good"), (second, "no")):
         learned = TOKENIZER.decode(document.ids[document.marks])
         assert learned.strip().endswith(answer) and "early" not in learned and "r" not in learned
         assert document.ids[document.marks][-1] == chat.end
-        whole = chat.documents(json.dumps([*before, dict(role="assistant", content=answer)]))[-1]
+        talk = json.dumps([*before, dict(role="assistant", content=answer)])
+        whole = chat.documents([talk])[0][-1]
         np.testing.assert_array_equal(document.ids, whole.ids)
     assert spoken(text) == "q\n\nearly\n\nr\n\nthe good\n\nno"
 

@@ -219,6 +219,7 @@ def test_a_step_is_that_of_all_logits_however_accumulated(model, truth, case):
         np.testing.assert_allclose(figures["divergence"], z / c.beta, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_answers_and_gradients_are_the_same_on_a_mesh(model, truth):
     _, graphdef, params = model
     pairs, references, logp = truth
@@ -311,7 +312,7 @@ def test_the_reference_is_the_model_without_the_adapter(dpo, whole):
     for i, answers in enumerate(stored["train"]):
         for word, logp in zip(("yes", "no"), answers):
             asked = [{"role": "user", "content": f"Is {i} a number?"}]
-            document = chat.answer([*asked, {"role": "assistant", "content": word}], 1)
+            (document,) = chat.answers([([*asked, {"role": "assistant", "content": word}], 1)])
             ids = np.concatenate([[chat.start], document.ids])
             logits = logits_of(jnp.asarray(ids, jnp.int32)[None])
             each = jax.nn.log_softmax(logits)[np.arange(len(ids) - 1), ids[1:]]

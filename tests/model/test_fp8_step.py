@@ -92,6 +92,7 @@ def test_evaluation_has_no_float8():
 
 
 @pytest.mark.usefixtures("small")
+@pytest.mark.slow
 def test_scan_and_remat_change_nothing():
     def losses(**changes):
         fields = {"depth": 2, "window_pattern": "L", "value_embeddings": False, "fp8": "blocks"}
