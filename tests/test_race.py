@@ -248,16 +248,21 @@ def test_bad_input_is_one_line(tmp_path, runs, capsys):
     assert "adamw_1e-3 has no validation" in error(runs[0])
 
 
-def test_curves_of_runs_that_differ_in_more(tmp_path):
-    """Of kernels, say: the first run is the baseline, a run that stopped is drawn as well."""
+def test_curves_of_runs_that_differ_in_more(tmp_path, monkeypatch):
+    """Of kernels, say: the first run is the baseline, a run that stopped is drawn as well, and
+    each has a colour of its own, whatever it is called."""
     muon = {"name": "muon", "matrix_lr": 0.01}
-    xla = make_run(tmp_path, "xla", muon, [2.0, 1.5, 1.2, 1.1])
-    ours = make_run(tmp_path, "ours", muon, [2.0, 1.5, 1.2], 1e6, "stopped", model__depth=11)
+    xla = make_run(tmp_path, "d12_xla", muon, [2.0, 1.5, 1.2, 1.1])
+    ours = make_run(tmp_path, "d12_ours", muon, [2.0, 1.5, 1.2], 1e6, "stopped", model__depth=11)
     with pytest.raises(UserError, match="model.depth=11.*--differ names a section"):
-        race([xla, ours], "xla")
+        race([xla, ours], "d12_xla")
     record = race([xla, ours], differ=["model"])
-    assert (record["bench"], record["baseline"]) == ("curves", "xla")
-    assert draw(record, tmp_path / "curves.png").stat().st_size > 10_000
+    assert (record["bench"], record["baseline"]) == ("curves", "d12_xla")
+    drawn = []
+    monkeypatch.setattr(module.Figure, "savefig", lambda figure, path: drawn.append(figure))
+    draw(record, tmp_path / "curves.png")
+    colours = [line.get_color() for line in drawn[0].axes[1].lines]
+    assert len(set(colours[:2])) == 2
 
 
 def test_what_replicas_send_is_kept(tmp_path):

@@ -244,14 +244,18 @@ def best_of_arms(record: dict[str, Any]) -> list[dict[str, Any]]:
 
 
 def draw(record: dict[str, Any], path: Path) -> Path:
-    """Write a PNG: bits per byte by tokens and by seconds, the best run of each arm in bold."""
-    best = record["runs"] if record["bench"] == "curves" else best_of_arms(record)
-    arms = list(dict.fromkeys([e["arm"] for e in best] + [e["arm"] for e in record["runs"]]))
+    """Write a PNG: bits per byte by tokens and by seconds, the best run of each arm in bold.
+
+    Curves of runs that differ in more than their rates: all are bold, each in a colour of its own.
+    """
+    curves = record["bench"] == "curves"
+    best, arm = (record["runs"], "label") if curves else (best_of_arms(record), "arm")
+    arms = list(dict.fromkeys([e[arm] for e in best] + [e[arm] for e in record["runs"]]))
     figure = Figure(figsize=(11, 4.6), layout="constrained", dpi=150)
     by_tokens, by_seconds = figure.subplots(1, 2, sharey=True)
     for e in reversed(record["runs"]):  # the best on top
         bold = e in best
-        look: dict[str, Any] = {"color": f"C{arms.index(e['arm'])}"}
+        look: dict[str, Any] = {"color": f"C{arms.index(e[arm])}"}
         look |= {"linewidth": 2.2} if bold else {"linewidth": 0.9, "alpha": 0.55}
         _, tokens, seconds, bpb = zip(*e["curve"]) if e["curve"] else [()] * 4
         by_tokens.plot([n / 1e6 for n in tokens], bpb, **look)
@@ -272,8 +276,9 @@ def draw(record: dict[str, Any], path: Path) -> Path:
         axes.spines[["top", "right"]].set_visible(False)
     by_tokens.set_ylabel("validation bits per byte", fontsize=11)
     handles, labels = by_seconds.get_legend_handles_labels()
-    by_seconds.legend(handles[::-1], labels[::-1], framealpha=0.85, edgecolor="none", fontsize=10,
-                      title="best of each arm: lowest bits per byte")  # fmt: skip
+    title = "lowest bits per byte" if curves else "best of each arm: lowest bits per byte"
+    look = {"framealpha": 0.85, "edgecolor": "none", "fontsize": 10}
+    by_seconds.legend(handles[::-1], labels[::-1], title=title, **look)
     figure.suptitle(f"{record['config']}, {record['device']}; dotted: best of {record['baseline']}")
     path.parent.mkdir(parents=True, exist_ok=True)
     figure.savefig(path)
