@@ -3,12 +3,9 @@
 import gc
 import json
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
-from jaxtrain.bench.step import bench_step, compiled_step
-from jaxtrain.bench.timing import COMPILERS
-from jaxtrain.bench.workload import load_workload
+from jaxtrain.bench.step import bench_step
 from jaxtrain.parallel import SETS, known_options
 from jaxtrain.settings import UserError
 
@@ -29,13 +26,8 @@ def bench_flags(
         for set_, options in sets.items()
         if options or not every[set_]
     }
-    with ThreadPoolExecutor(COMPILERS) as pool:
-        jobs = {
-            set_: pool.submit(lambda line: compiled_step(load_workload(name, line)), line)
-            for set_, line in lines.items()
-        }
+    # One after another: programs compiled at once search among kernels on the same GPU, and ten of
+    # them took longer than any call may.
     for set_, line in lines.items():
-        compiled = jobs.pop(set_).result()
-        yield from bench_step(name, line, f"flags {set_}", parts=False, compiled=compiled)
-        del compiled
+        yield from bench_step(name, line, f"flags {set_}", parts=False)
         gc.collect()

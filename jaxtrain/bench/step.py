@@ -42,23 +42,19 @@ def bench_step(
     variant: str | None = None,
     profile_dir: Path | None = None,
     parts: bool = True,
-    compiled: Any = None,
 ) -> Iterator[dict[str, Any]]:
     """The record of a configuration's step; with `profile_dir`, its kernels are written there.
 
     parts: yield it once more with the times of forward + backward and of the optimizer alone, which
     are programs of their own: a large model's take minutes to compile.
-    compiled: the step by `compiled_step`, if it is there already; the record then lacks compile_s.
     """
     w = load_workload(name, overrides)
     limits = ceilings(w.task.dtype)
     with jax.set_mesh(w.mesh):
         batches, knobs = [(random_batch(w, i),) for i in range(BATCHES)], new_knobs(w)
-        metrics: dict[str, Any] = {}
-        if compiled is None:
-            begin = time.perf_counter()
-            compiled = compiled_step(w)
-            metrics["compile_s"] = time.perf_counter() - begin
+        begin = time.perf_counter()
+        compiled = compiled_step(w)
+        metrics: dict[str, Any] = {"compile_s": time.perf_counter() - begin}
         before = peak_bytes()
         state, frozen = new_state(w), random_base(w)
 
