@@ -100,7 +100,7 @@ class SampleConfig(Settings):
 
     every: int | None = Field(500, ge=1, description="steps between samples; null: only the end")
     prompts: tuple[str, ...] = Field(
-        ("",), description="texts to continue; empty starts a document"
+        ("",), description="texts to continue; an empty one starts a document; []: no samples"
     )
     tokens: int = Field(256, ge=1, description="new tokens of each sample")
     temperature: float = Field(0.8, ge=0, description="softmax temperature; 0 takes the best token")

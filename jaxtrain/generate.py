@@ -157,8 +157,10 @@ def write_samples(
 ) -> None:
     """A file of what follows the prompts of `sample`; all processes compute it, the first writes.
 
-    params: in the compute dtype.
+    params: in the compute dtype. Without prompts there is no file.
     """
+    if not c.sample.prompts:
+        return
     texts = generate(
         graphdef, params, tokenizer, c.sample.prompts, tokens=c.sample.tokens,
         temperature=c.sample.temperature, top_k=c.sample.top_k, top_p=c.sample.top_p,

@@ -217,10 +217,11 @@ def last_words(c: Resolved, step: int, page: Path, talks: bool) -> str:
     """
     if step < c.train.steps:
         return f"stopped  at step {step} of {c.train.steps}, saved; go on with:\n  {command_line()}"
-    sample = (c.run_dir / "samples" / f"step_{step:06d}.txt").read_text()
+    path = c.run_dir / "samples" / f"step_{step:06d}.txt"
+    sample = path.read_text() + "\n" if path.is_file() else ""
     how = "--chat" if talks else "--prompt '...'"
     return (
-        f"{sample}\nreport   {page}\nmodel    {c.run_dir / 'model'}\n"
+        f"{sample}report   {page}\nmodel    {c.run_dir / 'model'}\n"
         f"more     python -m jaxtrain.generate {c.run_dir} {how}"
     )
 

@@ -362,6 +362,7 @@ def test_a_shipped_config_takes_two_steps_when_shrunk(name, tmp_path, capfd):
     changes = {
         "model__depth": 2 if load_config(find_config(name)).model.moe else 1,
         "train__steps": 2,
+        "sample__prompts": "[]",
         "checkpoint__every": "null",
         "data__train__name": "text",
     }
@@ -386,6 +387,7 @@ def test_a_shipped_config_takes_two_steps_when_shrunk(name, tmp_path, capfd):
     losses = [row["loss"] for row in rows if row["kind"] == "train"]
     assert len(losses) == 2 and all(3 < loss < 8 for loss in losses)
     assert (tmp_path / "tiny" / "model" / "model.safetensors").is_file()
+    assert not (tmp_path / "tiny" / "samples").exists()
 
 
 def test_a_part_of_what_was_given_whole_is_an_error():

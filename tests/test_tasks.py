@@ -350,6 +350,7 @@ def test_the_command_refuses(model, bundle, capsys, arguments, message):
     assert message in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_the_benchmark_counts_both_ways(monkeypatch):
     two = {name: bench.CORE[name]._replace(examples=8) for name in ("copa", "lambada_openai")}
     monkeypatch.setattr(bench, "CORE", two | {"long": bench.Shape(8, 2, 60, 2)})

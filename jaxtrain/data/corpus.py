@@ -157,7 +157,7 @@ def _train_tokenizer(config: DataConfig, progress: Progress) -> Path:
     ]
     text = json.dumps(settings, sort_keys=True)
     directory = cache / hashlib.sha256(text.encode()).hexdigest()[:24]
-    with _locked(directory):
+    with _locked(directory, progress):
         if not (directory / "tokenizer").is_dir():
             each = config.tokenizer.train_bytes // len(sources)
             with workers(config.prepare_workers or cores()) as mapped:

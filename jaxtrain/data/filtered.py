@@ -33,7 +33,7 @@ def filtered(config: DataConfig, progress: Progress) -> tuple[DataConfig, Report
         texts = in_order(left, train.first)
         key = key_across(texts, train.filters, cache)
         directory = cache / f"{key[:24]}-filtered"
-        with _locked(directory):
+        with _locked(directory, progress):
             left |= _across(config, texts, directory / "text", key, reports, progress)
     update: dict[str, Any] = {"train": left.get("train")}
     if train.name == "mixture":
@@ -58,7 +58,7 @@ def _left(
     key = key_of(source, cache)
     directory = cache / f"{key[:24]}-filtered"
     report = lambda stage, *rest: progress(f"{name}: {stage}", *rest)
-    with _locked(directory):
+    with _locked(directory, report):
         reports[name] = filter_source(
             source,
             directory / "text",

@@ -73,7 +73,7 @@ def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prep
     directory = cache / _key(config, cache)
     splits = ["train"] if config.validation.name == "none" else ["train", "validation"]
     if not all((directory / name).is_dir() for name in ("tokenizer", *splits)):
-        with _locked(directory):
+        with _locked(directory, progress):
             _fill(config, directory, progress)
     tokenizer = load_tokenizer(directory / "tokenizer")
     found = [
@@ -302,8 +302,13 @@ def _save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 
 @contextmanager
-def _locked(directory: Path) -> Iterator[None]:
+def _locked(directory: Path, progress: Progress = lambda *_: None) -> Iterator[None]:
+    """Of all processes one at a time; says so if it is another's turn."""
     directory.mkdir(parents=True, exist_ok=True)
     with (directory / "lock").open("w") as file:
-        fcntl.flock(file, fcntl.LOCK_EX)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("waits for another process that prepares the same data", 0, None)
+            fcntl.flock(file, fcntl.LOCK_EX)
         yield

@@ -5,6 +5,7 @@ import random
 import signal
 import subprocess
 import sys
+import threading
 import time
 from pathlib import Path
 
@@ -12,7 +13,7 @@ import psutil
 import pytest
 
 from jaxtrain.data import DataConfig, describe, documents, left_out, prepare
-from jaxtrain.data.prepare import training_texts
+from jaxtrain.data.prepare import _locked, training_texts
 from jaxtrain.data.sources import SHAKESPEARE, TextSource
 from jaxtrain.settings import UserError
 
@@ -325,6 +326,22 @@ def test_damaged_shards_are_an_error_or_left_out_and_counted(tmp_path, small, co
     assert path.endswith("00001.array_record") and left_out(left) == [line]
     assert left_out(whole) == []
     assert describe({"train": left.train})["train"]["skipped"] == {"00001.array_record": lost}
+
+
+def test_a_process_that_waits_for_another_says_so(tmp_path):
+    said = []
+
+    def second():
+        with _locked(tmp_path, lambda *words: said.append(words)):
+            said.append("in")
+
+    waiter = threading.Thread(target=second)
+    with _locked(tmp_path, lambda *words: said.append("first")):
+        waiter.start()
+        while not said:
+            time.sleep(0.01)
+    waiter.join()
+    assert said == [("waits for another process that prepares the same data", 0, None), "in"]
 
 
 def test_a_cache_that_cannot_be_written_is_read(tmp_path):

@@ -156,10 +156,10 @@ MODELS = {
 }
 
 
-LEARNED = pytest.param("prompt learned", marks=pytest.mark.slow)
+SLOW = [pytest.param(n, marks=pytest.mark.slow) for n in ("prefix gpt", "prompt learned")]
 
 
-@pytest.mark.parametrize("name", ["prompt gpt", "prefix gpt", LEARNED])
+@pytest.mark.parametrize("name", ["prompt gpt", *SLOW])
 def test_packed_documents_and_decoding_are_as_if_alone(name):
     _, graphdef, _, params = build(document_mask=True, **MODELS[name])
     lengths, row = (11, 1, 17, 3), tokens(1)

@@ -92,8 +92,7 @@ def assert_equals_reference(shape, tiling, ids=None, dtype: Any = jnp.bfloat16, 
 
 
 # The rest are of the same kinds, and slow in interpret mode.
-EACH = ("full_ragged", "gqa_softcap", "window", "packed_window", "two_stages", "large_heads",
-        "tiny")  # fmt: skip
+EACH = ("full_ragged", "gqa_softcap", "packed_window", "large_heads")
 COVER = [
     pytest.param(case, marks=() if case[0].name in EACH else pytest.mark.slow) for case in SHAPES
 ]
@@ -118,6 +117,7 @@ def test_deterministic_equals_reference_bit_for_bit_again_without_races(case, ca
     assert "RACE" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.slow
 def test_float16_equals_reference():
     assert_equals_reference(SHAPES[0][0], D64, dtype=jnp.float16)
 

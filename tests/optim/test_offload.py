@@ -96,12 +96,15 @@ def test_the_update_in_parts_is_the_same():
     assert moments and all(x.sharding.memory_kind == "pinned_host" for x in moments)
 
 
+SLOW = [
+    pytest.param(name, marks=pytest.mark.slow)
+    for name in ("adamw8bit", "schedule_free", "soap", "lamb")
+]
+
+
 # Each kind of state: of the parameter's shape, in blocks, beside scalars, by matrix, with norms.
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="operations on a host's memory by a CPU")
-@pytest.mark.parametrize("name", [
-    "adamw", "adamw8bit", pytest.param("schedule_free", marks=pytest.mark.slow), "soap",
-    pytest.param("lamb", marks=pytest.mark.slow), "muon",
-])  # fmt: skip
+@pytest.mark.parametrize("name", ["adamw", "muon", *SLOW])
 def test_the_update_in_parts_is_the_same_bit_for_bit(name):
     few = {"min_size": 20, "block_size": 4} if name == "adamw8bit" else {}
     with jax.disable_jit():  # no fusion may round differently here than there

@@ -35,7 +35,12 @@ def config(name, **fields):
     return TypeAdapter(OptimConfig).validate_python({"name": name, **fields})
 
 
-@pytest.fixture(scope="module", params=OPTIMIZERS)
+# Whose like remain; all that is left takes half a minute.
+SLOW = ("schedule_free", "lamb", "lars", "sgd")
+EACH = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in OPTIMIZERS]
+
+
+@pytest.fixture(scope="module", params=EACH)
 def trained(request):
     """(task, knobs, compiled step, state, losses) after some steps on one batch."""
     # every role is there, in few arrays
