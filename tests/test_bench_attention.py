@@ -61,6 +61,7 @@ def test_packed_documents_fill_their_rows():
     assert attention.document_starts(ids).tolist() == [[0, 0, 2, 2, 2, 5, 6, 6]]
 
 
+@pytest.mark.slow
 def test_rows_have_rates_and_checked_errors(tmp_path, capsys):
     result = recorded(tmp_path, "xla", PACKED.name, "b16_t2048_gqa_d64")
     rows = result["rows"]

@@ -297,6 +297,7 @@ def test_8_bit_states_are_a_quarter_and_only_of_large_matrices():
     assert kinds["embed"] == kinds["value_embed/gate"] == kinds["smear_gate"] == {"float32"}
 
 
+@pytest.mark.slow
 def test_bfloat16_states_leave_the_scales_of_8_bits_in_float32():
     """And the update is the one that 8 bits make; what has no codes is narrowed."""
     specs = specs_of(depth=2, value_embeddings=False, smear=False)

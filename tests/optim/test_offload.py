@@ -168,6 +168,7 @@ def test_stacks_go_by_layers_and_other_arrays_by_rows_of_a_bounded_size(monkeypa
         assert {parts for _, parts in offload.portions(params, specs, False)} == {1, 2}
 
 
+@pytest.mark.slow
 def test_resumed_with_the_states_on_the_host_and_back(whole, copy, monkeypatch):
     arguments = run_overrides(copy.parent, eval__every=2, sample__every=4)
     shutil.rmtree(copy / "checkpoints" / "6")
