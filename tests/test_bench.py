@@ -8,6 +8,7 @@ import pytest
 from jaxtrain_kernels.shapes import LOSS_BENCH
 
 from jaxtrain.bench import kernels, profile, record, tables, timing
+from jaxtrain.bench import step as step_module
 from jaxtrain.bench.costs import Cost, in_order, read_costs
 from jaxtrain.bench.step import matmul_weights, muon_flops
 from jaxtrain.bench.workload import load_workload, random_batch
@@ -33,10 +34,18 @@ def recorded(tmp_path, *argv):
 
 def test_step_records_a_profiled_step(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JAXTRAIN_COMMIT", "abc123")
+    before_parts, parts_ms = [], step_module.parts_ms
+
+    def parts(*arguments):
+        before_parts.extend(p for p in tmp_path.glob("*.json") if "-profile" not in p.name)
+        return parts_ms(*arguments)
+
+    monkeypatch.setattr(step_module, "parts_ms", parts)
     result = recorded(tmp_path, "step", "--config", "quickstart", "--profile", *TINY)
     assert SCHEMA | {"metrics", "workload", "kinds"} <= set(result)
     assert result["commit"] == "abc123"
     assert result["workload"]["batch_size"] == 8 and result["device_count"] == 8
+    assert len(before_parts) == 1  # recorded, however long the parts take to compile
     m = result["metrics"]
     assert m["tokens_per_s"] == pytest.approx(8 * 32 / m["ms"] * 1e3)
     assert m["ms_forward_backward"] > 0 and m["ms_optimizer"] > 0 and m["compile_s"] > 0
@@ -158,6 +167,15 @@ def test_rotating_leaves_the_cache(monkeypatch):
     assert len(sets) == 4 and not jnp.array_equal(sets[0][0], sets[3][0])
     monkeypatch.setattr(timing, "COLD_BYTES", 1)
     assert len(timing.rotating(make)) == 2
+
+
+def test_long_steps_are_fewer(monkeypatch):
+    calls = []
+    step, batches = lambda batch: calls.append(batch), [(i,) for i in range(16)]
+    assert step_module.steps_of_a_window(step, batches) == step_module.STEPS
+    assert calls == [0, 1]  # the first may still compile
+    monkeypatch.setattr(step_module, "WINDOW_SECONDS", 0.0)
+    assert step_module.steps_of_a_window(step, batches) == 2
 
 
 def test_batch_is_one_microbatch_unless_given():

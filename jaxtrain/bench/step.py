@@ -1,5 +1,6 @@
 """The train step of a configuration: its time, its parts, its memory."""
 
+import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
@@ -80,6 +81,9 @@ def bench_step(
             "floor": limits._asdict() | floors_ms(w, limits.matmul_tflops),
         }
         del compiled
+        print(
+            f"  {ms:.1f} ms, {metrics['tokens_per_s']:,.0f} tokens/s", file=sys.stderr, flush=True
+        )
         yield record
         if parts:
             metrics = metrics | parts_ms(w, state, batches[: 2 * calls], knobs, frozen, calls)

@@ -122,11 +122,12 @@ def make_reader(tokenizer: Tokenizer) -> Reader:
         name = inner.id_to_token(tokenizer.bos_id) or ""
         return Reader({"bos_token": name, "eos_token": name}, encode, lambda text, i: i)
     names = special_names(tokenizer)
-    split = re.compile("|".join(map(re.escape, sorted(names, key=len, reverse=True))))
+    special = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
+    split, sizes_V = re.compile(f"({special})"), tokenizer.token_bytes().astype(np.int64)
     name = next(name for name, index in names.items() if index == tokenizer.bos_id)
     return Reader(
         {"bos_token": name, "eos_token": name},
-        lambda texts: _encode_between(tokenizer, names, split, texts),
+        lambda texts: _encode_between(tokenizer, names, sizes_V, split, texts),
         lambda text, i: len(text[:i].encode()),
     )
 
@@ -145,13 +146,16 @@ def special_names(tokenizer: Tokenizer) -> dict[str, int]:
 
 
 def _encode_between(
-    tokenizer: Tokenizer, names: dict[str, int], split: re.Pattern[str], texts: Sequence[str]
+    tokenizer: Tokenizer,
+    names: dict[str, int],
+    sizes_V: np.ndarray,
+    split: re.Pattern[str],
+    texts: Sequence[str],
 ) -> list[Pieces]:
     """Special tokens and the text between them, whose tokens stand where their bytes do."""
-    parts = [[part for part in re.split(f"({split.pattern})", text) if part] for text in texts]
+    parts = [[part for part in split.split(text) if part] for text in texts]
     between = [part for text in parts for part in text if part not in names]
     encoded = iter(tokenizer.encode_batch(between))
-    sizes_V = tokenizer.token_bytes().astype(np.int64)
 
     def pieces(part: str) -> tuple[np.ndarray, np.ndarray]:
         size = len(part.encode())

@@ -96,8 +96,8 @@ def encode(job: Job, group: list[Block]) -> Answer:
     if job.source.name in TALK:
         dtype = token_type(tokenizer.vocab_size, marked=True)
         chat = chat_of(job.source, job.tokenizer)
-        pairs_of = job.source.name == "preference"
-        read = texts_of_preferences(chat, texts) if pairs_of else chat.documents(texts)
+        in_pairs = job.source.name == "preference"
+        read = texts_of_preferences(chat, texts) if in_pairs else chat.documents(texts)
         found = [(text, document) for text, some in zip(texts, read) for document in some]
         texts = [text for text, _ in found]
         ids = [with_marks(document.ids, document.marks, dtype) for _, document in found]
