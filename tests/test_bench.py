@@ -8,10 +8,12 @@ import pytest
 from jaxtrain_kernels.shapes import LOSS_BENCH
 
 from jaxtrain.bench import kernels, profile, record, tables, timing
+from jaxtrain.bench import memory as memory_module
 from jaxtrain.bench import step as step_module
 from jaxtrain.bench.costs import Cost, in_order, read_costs
 from jaxtrain.bench.step import matmul_weights, muon_flops
 from jaxtrain.bench.workload import load_workload, random_batch
+from jaxtrain.settings import UserError
 
 main = importlib.import_module("jaxtrain.bench.__main__").main
 TINY = ["train.batch_size=8", "train.sequence_length=32", "model.depth=1", "model.width=32",
@@ -58,6 +60,25 @@ def test_step_records_a_profiled_step(tmp_path, capsys, monkeypatch):
     assert any("muon.py" in kernel["from"] for kernel in table["kernels"])
     assert (tmp_path / path.name.replace(".json", ".zip")).stat().st_size > 0
     assert "jaxtrain, fp32, batch 8" in capsys.readouterr().out
+
+
+@pytest.mark.slow
+def test_techniques_are_recorded_one_by_one(tmp_path, monkeypatch):
+    """The second one does not fit; the first stands in the JSON by then."""
+    needs, before = memory_module.needs, []
+    tries = {"none": [], "remat block": ["model.remat=block"]}
+
+    def first_only(step):
+        before.extend(tmp_path.glob("*.json"))
+        if before:
+            raise UserError("40 GiB are needed; try fewer rows")
+        return needs(step)
+
+    monkeypatch.setattr(memory_module, "TECHNIQUES", tries)
+    monkeypatch.setattr(memory_module, "needs", first_only)
+    rows = recorded(tmp_path, "memory", "--config", "quickstart", "--techniques", *TINY)["rows"]
+    assert [row["name"] for row in rows] == list(tries)
+    assert rows[0]["total_bytes"] > 0 and rows[1]["failed"] == "40 GiB are needed"
 
 
 @pytest.mark.slow

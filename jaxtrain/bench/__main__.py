@@ -161,6 +161,8 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                         yield record | ({"beside": beside} if beside else {})
             elif a.what in whole:
                 yield from whole[a.what](config, a.overrides, a.variant)
+            elif a.techniques:
+                yield from bench_techniques(config, a.overrides, a.variant)
             else:
                 yield memory_of(a)(config, a.overrides, a.variant)
 
@@ -172,7 +174,7 @@ def memory_of(a: argparse.Namespace) -> Callable[..., dict[str, Any]]:
     if a.longest:
         limit = int(a.memory * 2**30) if a.memory else None
         return functools.partial(bench_longest, memory=limit)
-    return bench_techniques if a.techniques else bench_memory
+    return bench_memory
 
 
 @command

@@ -2,7 +2,7 @@
 
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
 
@@ -49,11 +49,15 @@ SMALL = [
 
 def bench_techniques(
     name: str, overrides: Sequence[str], variant: str | None = None
-) -> dict[str, Any]:
-    """One row a technique: bytes of a step and, on a GPU, its rate and its gradients' error."""
+) -> Iterator[dict[str, Any]]:
+    """The record, with one technique more each time it is yielded.
+
+    A row has the bytes of a step and, on a GPU, its rate and its gradients' error.
+    """
     rows: list[dict[str, Any]] = []
     running = jax.default_backend() == "gpu"
     w = load_workload(name, overrides)
+    record = describe("techniques", w.name, variant or w.precision, workload=w.facts())
     tries = {technique: [*overrides, *changes] for technique, changes in TECHNIQUES.items()}
     checked = tries if running else {}
     with ThreadPoolExecutor(COMPILERS) as pool:
@@ -72,8 +76,7 @@ def bench_techniques(
             row |= {"ms": None, "failed": str(error).partition(";")[0]}
         rows.append(row)
         print(f"  {row}", file=sys.stderr, flush=True)
-    record = describe("techniques", w.name, variant or w.precision, workload=w.facts())
-    return record | {"rows": rows}
+        yield record | {"rows": list(rows)}
 
 
 def compiled_workload(name: str, overrides: Sequence[str]) -> tuple[Workload, Any]:
