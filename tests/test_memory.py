@@ -43,6 +43,16 @@ def test_the_inside_of_a_loop_counts_once():
     assert sizes[0] == sizes[1] >= 256 * 256 * 4
 
 
+def test_a_dry_run_has_the_microbatches_of_the_run():
+    """A benchmark's step takes one, and its gradients are not summed in float32."""
+    small = ["model.depth=2", "mesh.data=8", "train.sequence_length=64"]
+    small += ["train.device_batch_size=2", "train.precision=bfloat16"]
+    w = preflight.plain_workload("gpt_d24", small, jax.devices("cpu"), "xla")
+    plain = load_workload("gpt_d24", small)
+    assert w.config.train.batch_size > plain.config.train.batch_size == 8 * 2
+    assert preflight.exact_bytes(w)["gradients"] > 1.9 * preflight.exact_bytes(plain)["gradients"]
+
+
 # ---- exchanges ---------------------------------------------------------------------------------
 
 PROGRAM = """ENTRY %main (x: f32[8,4]) -> f32[8,4] {

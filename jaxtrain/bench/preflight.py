@@ -117,7 +117,7 @@ def plain_workload(
     """
     plain = ["model.rows=xla", "model.fp8=null", "model.fp8_history=null"]
     plain += [f"model.attention={attention}"]
-    load = lambda *more: load_workload(name, [*overrides, *plain, *more], devices)
+    load = lambda *more: load_workload(name, [*overrides, *plain, *more], devices, True)
     w, more = load(), []
     if w.config.model.document_mask and w.mesh.shape["context"] > 1:  # which XLA's alone takes
         more += ["model.attention=xla"]

@@ -62,18 +62,22 @@ class Workload(NamedTuple):
 
 
 def load_workload(
-    name: str, overrides: Sequence[str] = (), devices: Sequence[Any] | None = None
+    name: str,
+    overrides: Sequence[str] = (),
+    devices: Sequence[Any] | None = None,
+    accumulated: bool = False,
 ) -> Workload:
     """A configuration (path or bare name) with overrides. No tokenizer or corpus is needed.
 
     The batch is one microbatch a step, as the peers are measured: `train.device_batch_size` rows a
     device where the configuration sets it, unless `train.batch_size` is among the overrides.
+    accumulated: it is what a run of the configuration has, with all its microbatches.
     """
     path = find_config(name)
     c = load_config(path, overrides)
     mesh = make_mesh(c.mesh, devices)
     given = {line.partition("=")[0].strip() for line in overrides}
-    if c.train.device_batch_size and "train.batch_size" not in given:
+    if c.train.device_batch_size and "train.batch_size" not in given and not accumulated:
         rows = c.train.device_batch_size * batch_ways(mesh)
         c = load_config(path, [*overrides, f"train.batch_size={rows}"])
     vocab_size = vocab_size_of(c.data)
