@@ -49,6 +49,16 @@ def make_scorer(
     return jax.jit(add_batch)
 
 
+def compile_scorer(
+    scorer: Any, params: Any, frozen: Any, batches: Iterator[data.Batch], mesh: Mesh
+) -> None:
+    """What `validate` will run on such batches, so that it need not be waited for."""
+    for batch in batches:
+        sums = objectives.zero_sums()
+        scorer.lower(params, place_batch(batch, mesh), sums, frozen=frozen).compile()
+        return
+
+
 def validate(
     scorer: Callable[..., Any],
     params: Any,

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -105,9 +105,14 @@ def complete(
     return jax.lax.while_loop(going, one, (jnp.int32(1), out_Bn, cache, ended_B))[1]
 
 
-def generate(
-    graphdef: Any,
-    params: Any,
+class Request(NamedTuple):
+    """What `complete` is called with beside the model."""
+
+    arrays: tuple[Any, ...]
+    static: dict[str, Any]
+
+
+def request(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     *,
@@ -120,13 +125,8 @@ def generate(
     prompting: Prompting | None = None,
     chat: Chat | None = None,
     system: str | None = None,
-) -> list[str]:
-    """Continuations of a batch of prompts (without the prompts); a document's end stops a row.
-
-    prompting: how its checkpoint begins and ends texts; default BOS for both.
-    chat: the prompts are what users say, after a system message; an empty one is no question.
-    cache_dtype: of the keys and values that are kept: int8, or None for the parameters' dtype.
-    """
+) -> Request:
+    """Of a batch of prompts; the arguments are those of `generate`."""
     begins, stop = prompting or Prompting(True, (tokenizer.bos_id,))
     bos = [tokenizer.bos_id]
     first = [{"role": "system", "content": system}] if system else []
@@ -142,14 +142,41 @@ def generate(
     lengths = np.array([len(x) for x in ids], np.int32)
     width = round_up(int(lengths.max()), PROMPT_MULTIPLE)
     padded = np.stack([np.pad(x, (0, width - len(x))) for x in ids])
-    out = complete(
-        graphdef, params, jnp.asarray(padded), jnp.asarray(lengths), jax.random.key(seed),
+    arrays = (
+        jnp.asarray(padded), jnp.asarray(lengths), jax.random.key(seed),
         jnp.float32(temperature), jnp.float32(1.0 if top_p is None else top_p),
-        new=tokens, top_k=top_k, stop=stop, cache_dtype=cache_dtype,
     )  # fmt: skip
-    rows = [row.tolist() for row in gathered(out)]
-    ends = [next((i for i, t in enumerate(row) if t in stop), len(row)) for row in rows]
+    return Request(arrays, dict(new=tokens, top_k=top_k, stop=stop, cache_dtype=cache_dtype))
+
+
+def generate(
+    graphdef: Any, params: Any, tokenizer: Tokenizer, prompts: Sequence[str], **how: Any
+) -> list[str]:
+    """Continuations of a batch of prompts (without the prompts); a document's end stops a row.
+
+    how: `request`'s arguments. tokens, at most, of each row; temperature, top_k, top_p and seed of
+    the sampling. prompting: how its checkpoint begins and ends texts; default BOS for both. chat:
+    the prompts are what users say, after a system message; an empty one is no question.
+    cache_dtype: of the keys and values that are kept: int8, or None for the parameters' dtype.
+    """
+    asked = request(tokenizer, prompts, **how)
+    rows = [row.tolist() for row in gathered(complete(graphdef, params, *asked[0], **asked[1]))]
+    ends = [next((i for i, t in enumerate(r) if t in asked.static["stop"]), len(r)) for r in rows]
     return [tokenizer.decode(row[:end]) for row, end in zip(rows, ends)]
+
+
+def sampling(c: Resolved, chat: Chat | None) -> dict[str, Any]:
+    """A run's settings as `request`'s arguments."""
+    names = ("tokens", "temperature", "top_k", "top_p", "cache_dtype")
+    return {name: getattr(c.sample, name) for name in names} | {"seed": c.run.seed, "chat": chat}
+
+
+def compile_samples(
+    graphdef: Any, params: Any, tokenizer: Tokenizer, c: Resolved, chat: Chat | None
+) -> None:
+    """What `write_samples` will run with the same arguments, so that it need not be waited for."""
+    asked = request(tokenizer, c.sample.prompts, **sampling(c, chat))
+    complete.lower(graphdef, params, *asked.arrays, **asked.static).compile()
 
 
 def write_samples(
@@ -161,11 +188,7 @@ def write_samples(
     """
     if not c.sample.prompts:
         return
-    texts = generate(
-        graphdef, params, tokenizer, c.sample.prompts, tokens=c.sample.tokens,
-        temperature=c.sample.temperature, top_k=c.sample.top_k, top_p=c.sample.top_p,
-        seed=c.run.seed, cache_dtype=c.sample.cache_dtype, chat=chat,
-    )  # fmt: skip
+    texts = generate(graphdef, params, tokenizer, c.sample.prompts, **sampling(c, chat))
     if jax.process_index():
         return
     gap = "\n> " if chat else ""

@@ -10,7 +10,8 @@ import signal
 import sys
 import tempfile
 from collections import deque
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
@@ -341,6 +342,21 @@ def compile_step(
     if limit and memory_needed(compiled) > limit:
         raise UserError(memory_advice(c, compiled, limit))
     return compiled
+
+
+@contextlib.contextmanager
+def beside(mesh: Mesh, *jobs: Callable[[], None]) -> Iterator[None]:
+    """Do jobs in threads of their own while the block runs, and wait for them all at its end."""
+
+    def do(job: Callable[[], None]) -> None:
+        with jax.set_mesh(mesh):
+            job()
+
+    with ThreadPoolExecutor() as pool:
+        waiting = [pool.submit(do, job) for job in jobs]
+        yield
+        for job in waiting:
+            job.result()
 
 
 def memory_needed(compiled: Any) -> int:

@@ -11,9 +11,9 @@ from jaxtrain import data, report
 from jaxtrain.checkpoint import Checkpointer, write_json
 from jaxtrain.config import Config
 from jaxtrain.data.progress import show_progress
-from jaxtrain.evaluate import held_out_batches, make_scorer, validate
+from jaxtrain.evaluate import compile_scorer, held_out_batches, make_scorer, validate
 from jaxtrain.finetune import make_parts, plus
-from jaxtrain.generate import write_samples
+from jaxtrain.generate import compile_samples, write_samples
 from jaxtrain.local import local_facts, local_summary, local_task
 from jaxtrain.metrics import MetricsWriter
 from jaxtrain.model import Transformer, cast, check_fp8, flops_per_token, sizes, split
@@ -33,6 +33,7 @@ from jaxtrain.preference import (
 from jaxtrain.run import (
     NonFinite,
     StopSignal,
+    beside,
     check_labels,
     check_run,
     check_writable,
@@ -153,13 +154,26 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
             compile_step(make_step(task, mesh), state, place(batch), knobs, c, frozen),
             batch.tokens_BT.shape,
         )
-        step_fn, shape = prepare_step(held[0])
         score = make_scorer(graphdef, parts.trainable, dtype, bytes_V, parts.join)
         scorer = functools.partial(score, frozen=frozen)
         judge = make_validation(task, views, references, c, mesh)
         # What is evaluated: the trained weights, or an average that the optimizer keeps of them.
         weights = jax.jit(optimizer.eval_params)
         last: dict[str, float] = {}
+
+        def prepare_validation() -> None:
+            if prepared.validation is not None and HELD_OUT not in views:
+                shown = weights(state.params, state.optimizer)
+                held_out = held_out_batches(prepared.validation, c, mesh)
+                compile_scorer(score, shown, frozen, held_out, mesh)
+
+        def prepare_samples() -> None:
+            if c.sample.prompts:
+                shown = cast(weights(state.params, state.optimizer), parts.trainable, dtype)
+                compile_samples(graphdef, parts.join(shown, frozen), tokenizer, c, chat)
+
+        with beside(mesh, prepare_validation, prepare_samples):
+            step_fn, shape = prepare_step(held[0])
 
         def check(full: bool) -> None:
             """Validate, print and log; the whole split at the end."""

@@ -62,6 +62,19 @@ def test_step_records_a_profiled_step(tmp_path, capsys, monkeypatch):
     assert "jaxtrain, fp32, batch 8" in capsys.readouterr().out
 
 
+def test_nothing_is_measured_beside_a_peer(monkeypatch):
+    """Its process measures the second row when the first one has come."""
+    done, limits = [], timing.ceilings(jnp.dtype("float32"))
+    monkeypatch.setattr(kernels, "ceilings", lambda dtype: done.append("ceilings") or limits)
+
+    def peer():
+        done.append("the peer begins")
+        yield {"name": "a", "shape": "s", "backend": "b", "ms": 2.0}
+
+    assert len(list(kernels.growing("x", jnp.dtype("float32"), None, peer()))) == 1
+    assert done[:2] == ["ceilings", "the peer begins"]
+
+
 @pytest.mark.slow
 def test_techniques_are_recorded_one_by_one(tmp_path, monkeypatch):
     """The second one does not fit; the first stands in the JSON by then."""

@@ -68,6 +68,17 @@ def test_the_rows_tell_the_run(whole):
     assert rows_of(whole, "event")[-1]["status"] == "finished"
 
 
+@pytest.mark.slow
+def test_validation_and_samples_find_their_programs(tmp_path, caplog):
+    """They were compiled beside the step, in threads, whose compilations are not logged here."""
+    shape = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2, "model__hidden": 56}  # of its own
+    with jax.log_compiles(), caplog.at_level("WARNING"):
+        assert main(run_overrides(tmp_path, **shape)) == 0
+    made = re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text)
+    assert "train_step" in made and not {"add_batch", "complete"} & set(made)
+    assert len(list(tmp_path.rglob("samples/*.txt"))) == 1
+
+
 # ---- resuming --------------------------------------------------------------------------------
 
 

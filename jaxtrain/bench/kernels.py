@@ -49,6 +49,7 @@ def growing(
     bench: str, dtype: jnp.dtype, variant: str | None, rows: Iterable[Row]
 ) -> Iterator[dict[str, Any]]:
     """The record, with one row more each time: one that is cut short has what was measured."""
+    ceilings(dtype)  # before the first row: a peer's process goes on measuring while its rows come
     kept: list[Row] = []
     for row in rows:
         kept.append(row)

@@ -55,19 +55,28 @@ def known_options(names: tuple[str, ...]) -> dict[str, Option]:
     return {option: value for option, value in options.items() if not complaint(option, value)}
 
 
-def jit(*names: str, **options: Any) -> Callable[[Callable[..., Any]], Callable[..., Any]]:
-    """jax.jit with the options of these sets. They are looked up at the first call: asking what
-    XLA knows starts its backend, which an import must not.
+class Jitted:
+    """jax.jit of a function with the options of some sets. They are looked up at its first use:
+    asking what XLA knows starts its backend, which an import must not.
     """
 
-    def decorate(fn: Callable[..., Any]) -> Callable[..., Any]:
-        @functools.cache
-        def compiled() -> Callable[..., Any]:
-            return jax.jit(fn, compiler_options=known_options(names), **options)
+    def __init__(self, fn: Callable[..., Any], names: tuple[str, ...], options: dict[str, Any]):
+        functools.update_wrapper(self, fn)
+        self.jitted = functools.cache(
+            lambda: jax.jit(fn, compiler_options=known_options(names), **options)
+        )
 
-        return functools.wraps(fn)(lambda *args, **kwargs: compiled()(*args, **kwargs))
+    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+        return self.jitted()(*args, **kwargs)
 
-    return decorate
+    def lower(self, *args: Any, **kwargs: Any) -> Any:
+        """As jax.jit's: what is compiled of it is not compiled again when it is called."""
+        return self.jitted().lower(*args, **kwargs)
+
+
+def jit(*names: str, **options: Any) -> Callable[[Callable[..., Any]], Jitted]:
+    """A decorator: jax.jit with the options of these sets; options: jax.jit's own."""
+    return lambda fn: Jitted(fn, names, options)
 
 
 def check_options(options: Mapping[str, Option]) -> None:
