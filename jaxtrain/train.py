@@ -1,6 +1,7 @@
 """Training: one function, its stages in execution order. A run directory is resumed, not redone."""
 
 import functools
+import time
 from typing import Any
 
 import jax
@@ -127,8 +128,8 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
         say(f"{'resume' if start else 'train':8s} {run_dir}: steps {start} to {t.steps}")
 
         # What preferences are compared with: said once, by the model as it is now.
-        begun, known = None if position else state.params, run_dir / "reference.npz"
-        references = references_of(task, begun, frozen, views, c, mesh, known, say)
+        first, known = None if position else state.params, run_dir / "reference.npz"
+        references = references_of(task, first, frozen, views, c, mesh, known, say)
 
         # ---- compile ---------------------------------------------------------------------------
         batches = data.train_batches(
@@ -172,8 +173,11 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
                 shown = cast(weights(state.params, state.optimizer), parts.trainable, dtype)
                 compile_samples(graphdef, parts.join(shown, frozen), tokenizer, c, chat)
 
+        begun = time.perf_counter()
         with beside(mesh, prepare_validation, prepare_samples):
             step_fn, shape = prepare_step(held[0])
+        compile_s = time.perf_counter() - begun
+        say(f"compile  {compile_s:.0f} s")
 
         def check(full: bool) -> None:
             """Validate, print and log; the whole split at the end."""
@@ -209,7 +213,8 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
             out_of_memory_explained(c, step_fn),
             MetricsWriter(
                 run_dir, c.metrics, total_steps=t.steps, start_step=start, parameters=parameters,
-                tokens_per_step=t.batch_size * t.sequence_length, primary=primary, more=sent,
+                tokens_per_step=t.batch_size * t.sequence_length, primary=primary,
+                more=sent | {"compile_s": compile_s},
                 flops_per_token=flops_per_token(c.model, specs, t.sequence_length, parts.trainable),
             ) as metrics,
         ):  # fmt: skip
