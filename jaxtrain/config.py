@@ -174,10 +174,10 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
         if not isinstance(tree, dict):
             raise UserError(f"{path}: expected `section: {{field: value}}`, got {tree!r}")
     apply_overrides(tree, overrides)
-    fill_in_chat(tree)
+    talks = fill_in_chat(tree)
     if isinstance(tree.get("train"), dict) and tree["train"].get("init_from"):
         take_over(tree, str(tree["train"]["init_from"]))
-    fill_in(tree)
+    fill_in(tree, talks)
     return validate(Config, tree)
 
 

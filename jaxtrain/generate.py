@@ -32,6 +32,7 @@ from jaxtrain.saved import Saved, load_saved, template_for
 from jaxtrain.scaling import Resolved
 from jaxtrain.settings import UserError, command
 
+TOKENS = 256
 PROMPT_MULTIPLE = 32  # prompts are padded to a multiple, so that few lengths are compiled
 
 
@@ -116,7 +117,7 @@ def request(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     *,
-    tokens: int = 256,
+    tokens: int = TOKENS,
     temperature: float = 0.8,
     top_k: int | None = None,
     top_p: float | None = None,
@@ -167,8 +168,10 @@ def generate(
 
 def sampling(c: Resolved, chat: Chat | None) -> dict[str, Any]:
     """A run's settings as `request`'s arguments."""
-    names = ("tokens", "temperature", "top_k", "top_p", "cache_dtype")
-    return {name: getattr(c.sample, name) for name in names} | {"seed": c.run.seed, "chat": chat}
+    return dict(
+        tokens=c.sample.tokens, temperature=c.sample.temperature, top_k=c.sample.top_k,
+        top_p=c.sample.top_p, seed=c.run.seed, cache_dtype=c.sample.cache_dtype, chat=chat,
+    )  # fmt: skip
 
 
 def compile_samples(
@@ -276,15 +279,15 @@ def converse(saved: Saved, params: Any, chat: Chat, a: argparse.Namespace) -> No
     logging.getLogger("jaxtrain_kernels").setLevel(logging.WARNING)  # it would write between turns
     stop = tuple({chat.end, *saved.prompting.stops})
     turns = itertools.count(a.seed)
+    context = saved.config.model.context
+    tokens = a.tokens or min(TOKENS, context // 2)
     answer = lambda prompt: stream(
-        saved.graphdef, params, prompt, tokens=a.tokens, temperature=a.temperature, top_k=a.top_k,
+        saved.graphdef, params, prompt, tokens=tokens, temperature=a.temperature, top_k=a.top_k,
         top_p=a.top_p, seed=next(turns), stop=stop, cache_dtype=a.cache_dtype,
     )  # fmt: skip
-    room = saved.config.train.sequence_length - a.tokens
+    room = context - tokens
     if room < 1:
-        raise UserError(
-            f"--tokens {a.tokens} leaves no room in a context of {room + a.tokens}; give fewer"
-        )
+        raise UserError(f"--tokens {tokens} leaves no room in a context of {context}; give fewer")
     talk(chat, saved.tokenizer, answer, room=room, system=a.system, typed=sys.stdin, out=sys.stdout)
 
 
@@ -299,7 +302,9 @@ def main(argv: list[str] | None = None) -> int:
         "--chat", action="store_true", help="talk in the terminal; with --prompt: answer that"
     )
     parser.add_argument("--system", help="with --chat: the system message")
-    parser.add_argument("--tokens", type=int, default=256, help="new tokens (default 256)")
+    parser.add_argument(
+        "--tokens", type=int, help=f"new tokens (default {TOKENS}; in a talk half its context)"
+    )
     parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the best token")
     parser.add_argument("--top-k", type=int, help="sample among this many best tokens")
     parser.add_argument("--top-p", type=float, help="sample among this much probability")
@@ -311,7 +316,7 @@ def main(argv: list[str] | None = None) -> int:
     a = parser.parse_args(argv)
     check_alone("jaxtrain.generate")
     try:
-        if a.tokens < 1 or a.temperature < 0:
+        if (a.tokens is not None and a.tokens < 1) or a.temperature < 0:
             raise UserError("--tokens must be at least 1 and --temperature at least 0")
         if (a.top_k is not None and a.top_k < 1) or (a.top_p is not None and not 0 < a.top_p <= 1):
             raise UserError("--top-k must be at least 1, and --top-p above 0 and at most 1")
@@ -327,7 +332,7 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         prompts = a.prompt or [""]
         texts = generate(
-            saved.graphdef, params, saved.tokenizer, prompts, tokens=a.tokens,
+            saved.graphdef, params, saved.tokenizer, prompts, tokens=a.tokens or TOKENS,
             temperature=a.temperature, top_k=a.top_k, top_p=a.top_p, seed=a.seed,
             cache_dtype=a.cache_dtype, prompting=saved.prompting, chat=chat, system=a.system,
         )  # fmt: skip

@@ -1,5 +1,6 @@
 """What stands around the loop: a run directory that cannot be, and the hints at the end."""
 
+import io
 import json
 import shlex
 from pathlib import Path
@@ -32,7 +33,7 @@ def test_a_run_directory_that_can_be_is_not_made_yet(tmp_path, monkeypatch):
 
 
 @pytest.mark.slow
-def test_a_run_on_conversations_ends_with_the_command_that_talks_to_it(tmp_path, capfd):
+def test_a_run_on_conversations_ends_with_the_command_that_talks(tmp_path, capfd, monkeypatch):
     lines = [
         [{"role": "user", "content": f"Say {i}."}, {"role": "assistant", "content": f"{i}!"}]
         for i in range(40)
@@ -51,3 +52,9 @@ def test_a_run_on_conversations_ends_with_the_command_that_talks_to_it(tmp_path,
     assert hint == f"more     python -m jaxtrain.generate {tmp_path / 'tiny'} --chat"
     command = shlex.split(hint)[4:]
     assert generate.main([*command, "--prompt", "Hi", "--tokens", "4"]) == 0
+    # A talk by the defaults, which leave room in a context of 64.
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
+    assert generate.main(command) == 0
+    monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))
+    assert generate.main([*command, "--tokens", "64"]) == 2
+    assert "--tokens 64 leaves no room in a context of 64; give fewer" in capfd.readouterr().err

@@ -9,20 +9,22 @@ from jaxtrain.data.template import read_template
 Tree = dict[str, Any]
 
 
-def fill_in_chat(tree: Tree) -> None:
+def fill_in_chat(tree: Tree) -> bool:
     """Fill a plain configuration in, if it trains on conversations; what it says itself wins.
+
+    Returns whether it does.
 
     They are packed whole and apart, some are held out, and templates in files become part of the
     configuration, so that a run directory says all about its run.
     """
     data = tree.get("data")
     if not isinstance(data, dict):
-        return
+        return False
     for source in chat_sources(data):
         if isinstance(source.get("template"), str):
             source["template"] = read_template(source["template"])
     if not any(chat_sources(data.get("train"))):
-        return
+        return False
     for section, default in (("packing", "padded"), ("validation", "documents")):
         given = data.get(section, {})
         if isinstance(given, dict):
@@ -30,6 +32,7 @@ def fill_in_chat(tree: Tree) -> None:
     model = tree.get("model") or {}
     if isinstance(model, dict):
         tree["model"] = {"document_mask": True} | model
+    return True
 
 
 def chat_sources(node: Any) -> Iterator[Tree]:

@@ -126,9 +126,13 @@ FinetuneConfig = Annotated[
 
 # Peak learning rates: pretraining's would undo what a model knows. LoRA's is QLoRA's for 7B.
 RATES = {
-    "freeze": 2e-5, "lora": 2e-4, "bitfit": 1e-3, "ia3": 3e-3, "adapter": 1e-3, "prompt": 1e-2,
-    "prefix": 1e-2,
+    "full": 2e-5, "freeze": 2e-5, "lora": 2e-4, "bitfit": 1e-3, "ia3": 3e-3, "adapter": 1e-3,
+    "prompt": 1e-2, "prefix": 1e-2,
 }  # fmt: skip
+# Of those, where a model that answers already learns which answer is better: 5e-7 for all of it and
+# 5e-6 with LoRA are the alignment handbook's for Zephyr 7B; ORPO, which learns to answer as well,
+# has 8e-6 for all of it in its paper (Hong et al. 2024).
+OF_PREFERENCES = {"dpo": 1 / 40, "ipo": 1 / 40, "kto": 1 / 40, "orpo": 2 / 5}
 INSERTED = ("adapter", "prompt", "prefix")  # become model.NAME
 PROJECTED = 1e-3  # of a prefix that an MLP makes; Li & Liang's 5e-5 hardly moves one in 400 steps
 ROWS = 16  # of a step, QLoRA's
@@ -142,16 +146,19 @@ MODULES = {
 }  # fmt: skip
 
 
-def fill_in(tree: dict[str, Any]) -> None:
-    """The defaults of tuning a part, in a plain configuration that asks for it; what it says wins.
+def fill_in(tree: dict[str, Any], talks: bool = False) -> None:
+    """The defaults of tuning, in a plain configuration that asks for it; what it says wins.
 
-    Raises UserError if it does not say for how long, or has rates of pretraining's optimizer.
+    talks: it trains on conversations, which tunes the model that it starts from also where all of
+    it trains. Raises UserError if it does not say for how long, or has rates of pretraining's
+    optimizer.
     """
-    if not all(isinstance(tree.get(name, {}), dict) for name in ("train", "optim", "finetune")):
+    sections = ("train", "optim", "finetune", "objective")
+    if not all(isinstance(tree.get(name, {}), dict) for name in sections):
         return  # validation says what is wrong
-    train, optim, finetune = (tree.get(name, {}) for name in ("train", "optim", "finetune"))
+    train, optim, finetune, objective = (tree.get(name, {}) for name in sections)
     kind = finetune.get("name", "full")
-    if kind not in RATES:
+    if kind not in RATES or (kind == "full" and not (talks and train.get("init_from"))):
         return
     if not train.get("steps"):
         raise UserError(f"train.steps: finetune.name={kind} needs it, how long to tune the model")
@@ -175,6 +182,7 @@ def fill_in(tree: dict[str, Any]) -> None:
     if optim.get("name", "adamw") == "adamw":
         warmup = min(20, int(train["steps"]) // 10)
         rate = PROJECTED if finetune.get("projection") else RATES[kind]
+        rate = float(f"{rate * OF_PREFERENCES.get(objective.get('name'), 1):.2g}")
         rates = {"name": "adamw", "learning_rate": rate, "weight_decay": 0.0, "b2": 0.999}
         rates |= {"clip_norm": 1.0, "schedule": {"name": "linear", "warmup_steps": warmup}}
         tree["optim"] = rates | optim

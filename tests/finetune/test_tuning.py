@@ -187,6 +187,23 @@ def test_defaults_of_tuning(whole):
     assert load_config(None, ["optim.name=muon", *pretraining]).optim.matrix_lr == 0.01
 
 
+def test_defaults_of_conversations_and_preferences(whole):
+    """All of a model is tuned as well, where it starts from one: not with pretraining's rates."""
+    start = [f"train.init_from={whole}", "train.steps=50"]
+    chat = ["data.train.name=chat", "data.train.path=chat.jsonl"]
+    c = load_config(None, [*start, *chat])
+    assert (c.optim.name, c.optim.learning_rate, c.optim.weight_decay) == ("adamw", 2e-5, 0)
+    assert (c.optim.clip_norm, c.optim.schedule.warmup_steps, c.train.batch_size) == (1, 5, 16)
+    assert load_config(None, [*start[1:], *chat]).optim.name == "muon"  # from nothing
+    with pytest.raises(UserError, match="train.steps: finetune.name=full needs it"):
+        load_config(None, [*start[:1], *chat])
+    pairs = ["data.train.name=preference", "data.train.path=pairs.jsonl"]
+    rates = {("dpo", "full"): 5e-7, ("dpo", "lora"): 5e-6, ("orpo", "full"): 8e-6}
+    for (objective, tuned), rate in rates.items():
+        names = [f"objective.name={objective}", f"finetune.name={tuned}"]
+        assert load_config(None, [*start, *pairs, *names]).optim.learning_rate == rate
+
+
 def test_float8_and_a_tuned_part_are_refused_in_one_line(whole):
     given = [f"train.init_from={whole}", "train.steps=50", "finetune.name=lora", "model.fp8=blocks"]
     with pytest.raises(UserError, match="finetune.name=lora leaves them frozen: set model.fp8=nul"):
