@@ -13,7 +13,7 @@ from jaxtrain.model.init import SCHEMES, constant, normal
 from jaxtrain.model.params import declare
 from jaxtrain.model.rope import RopeScaling, frequencies
 from jaxtrain.model.rows import relu2
-from jaxtrain.parallel import constrain, feed_forward_relu2, row_sums
+from jaxtrain.parallel import constrain, feed_forward_relu2, row_sums, rows_at
 
 
 def rms_norm(
@@ -60,11 +60,11 @@ def lookup(table_VD: Float[Array, "V D"], tokens_BT: Int[Array, "B T"]) -> Float
     A frequent token gathers thousands of rows: in bfloat16 their sum would stop growing. (Sums of
     several devices are then added in the table's dtype, as all gradients are.)
     """
-    return table_VD[tokens_BT]
+    return rows_at(table_VD, tokens_BT)
 
 
 def _lookup_forward(table_VD: Array, tokens_BT: Array) -> tuple[Array, tuple[Array, Array]]:
-    return table_VD[tokens_BT], (table_VD[:, :0], tokens_BT)
+    return rows_at(table_VD, tokens_BT), (table_VD[:, :0], tokens_BT)
 
 
 def _lookup_backward(saved: tuple[Array, Array], g_BTD: Array) -> tuple[Array, None]:

@@ -19,6 +19,7 @@ from jaxtrain.parallel.kernels import (
     feed_forward_relu2,
     linear_cross_entropy,
     row_sums,
+    rows_at,
     token_losses,
 )
 from jaxtrain.parallel.mesh import MeshConfig, make_mesh, place_batch
@@ -54,6 +55,7 @@ __all__ = [
     "place_batch",
     "previous",
     "row_sums",
+    "rows_at",
     "shardings",
     "spread",
     "token_losses",

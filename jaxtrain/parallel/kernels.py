@@ -12,13 +12,14 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import jaxtrain_kernels as kernels
+import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.feed_forward import BACKENDS as FEED_FORWARD
 from jaxtyping import Array, Float, Int
 
 from jaxtrain.parallel import context
-from jaxtrain.parallel.axes import constrain, in_force, over_devices, partition_spec
+from jaxtrain.parallel.axes import constrain, in_force, over_devices, partition_spec, taken_axes
 from jaxtrain.settings import UserError
 
 
@@ -112,6 +113,42 @@ def token_losses(
     return over_devices(losses, (P(*rows, None), P(), rows), rows)(x_BTD, w_DV, labels_BT)
 
 
+def table_split(shape: tuple[int, ...]) -> P | None:
+    """Where an embedding's parts lie on a mesh with `fsdp` and another axis; None on any other.
+
+    With `fsdp` alone XLA looks up a device's columns of all rows and exchanges the results. With
+    one more axis it makes the table whole on every device, or fails (where a surrounding shard_map
+    has taken `data`): there devices do it by hand.
+    """
+    mesh = in_force()
+    if mesh is None or mesh.shape["fsdp"] == 1 or "fsdp" in taken_axes(mesh):
+        return None
+    others = set(mesh.axis_names) - {*taken_axes(mesh), "data", "fsdp"}
+    if all(mesh.shape[name] == 1 for name in others):
+        return None
+    return partition_spec(("vocab", "embed"), shape, mesh)
+
+
+def rows_at(table_VD: Float[Array, "V D"], places_BT: Int[Array, "*B T"]) -> Float[Array, "*B T D"]:
+    """Rows of an embedding."""
+    split, mesh = table_split(table_VD.shape), in_force()
+    if split is None or mesh is None or places_BT.ndim != 2:
+        return table_VD[places_BT]
+    rows, columns = split
+
+    def local(table, places):
+        if columns:
+            table = jax.lax.all_gather(table, columns, axis=1, tiled=True)
+        if not rows:
+            return table[places]
+        places = places - jax.lax.axis_index(rows) * len(table)
+        mine = (places >= 0) & (places < len(table))
+        return jax.lax.psum(jnp.where(mine[..., None], table[jnp.where(mine, places, 0)], 0), rows)
+
+    texts = partition_spec(("batch", "tokens"), places_BT.shape, mesh)
+    return over_devices(local, (split, texts), P(*texts, None))(table_VD, places_BT)
+
+
 def row_sums(
     rows_BTD: Float[Array, "*M B T D"], places_BT: Int[Array, "*M B T"], size: int, dtype: Any
 ) -> Float[Array, "V D"]:
@@ -124,12 +161,43 @@ def row_sums(
         zeros_VD = jnp.zeros((size, rows.shape[-1]), jnp.float32)
         return zeros_VD.at[places].add(rows.astype(jnp.float32)).astype(dtype)
 
-    mesh = in_force()
+    mesh, split = in_force(), table_split((size, rows_BTD.shape[-1]))
+    if mesh is not None and split is not None and places_BT.ndim == 2:
+        return row_sums_apart(rows_BTD, places_BT, size, dtype, split)
     if mesh is None or mesh.shape["data"] != mesh.size or places_BT.ndim != 2:
         return sums(rows_BTD, places_BT)  # XLA splits it as the table is split
     (batch,) = partition_spec(("batch",), places_BT.shape[:1], mesh)
     local = lambda *arrays: jax.lax.psum(sums(*arrays), batch) if batch else sums(*arrays)
     return over_devices(local, (P(batch), P(batch)), P())(rows_BTD, places_BT)
+
+
+def row_sums_apart(
+    rows_BTD: Float[Array, "B T D"], places_BT: Int[Array, "B T"], size: int, dtype: Any, split: P
+) -> Float[Array, "V D"]:
+    """`row_sums` of each device's own texts, then of all; split: of `table_split`."""
+    rows, columns = split
+    mesh = jax.sharding.get_abstract_mesh()
+    texts = partition_spec(("batch", "tokens"), places_BT.shape, mesh)
+    # The axes along which devices have texts of their own: not those that divide neither dim.
+    apart = [name for entry in texts if entry for name in np.atleast_1d(entry).tolist()]
+    together = tuple(name for name in apart if name != columns)
+
+    def local(g, places):
+        count = size // mesh.shape[rows] if rows else size
+        first = jax.lax.axis_index(rows) * count if rows else 0
+        # Those of other devices' rows fall behind the end, and are dropped there.
+        places = jnp.where((places >= first) & (places < first + count), places - first, count)
+        zeros = jnp.zeros((count, g.shape[-1]), jnp.float32)
+        sums = zeros.at[places].add(g.astype(jnp.float32), mode="drop").astype(dtype)
+        sums = jax.lax.psum(sums, together) if together else sums
+        if columns in apart:
+            return jax.lax.psum_scatter(sums, columns, scatter_dimension=1, tiled=True)
+        if columns is None:
+            return sums
+        width = g.shape[-1] // mesh.shape[columns]
+        return jax.lax.dynamic_slice_in_dim(sums, jax.lax.axis_index(columns) * width, width, 1)
+
+    return over_devices(local, (P(*texts, None), texts), split)(rows_BTD, places_BT)
 
 
 def by_rows(kernel: Callable[..., Any], *arrays: Any, tokens: str = "sequence") -> Any:

@@ -6,12 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
 from tiny import LLAMA, batch, begin, make_task, mesh_of, random_params, resolved
 
 from jaxtrain import step
 from jaxtrain.bench.traffic import collectives
 from jaxtrain.model.layers import lookup
-from jaxtrain.parallel import MeshConfig, place_batch
+from jaxtrain.parallel import MeshConfig, constrain, partition_spec, place_batch
 from jaxtrain.parallel.mesh import AXES, axis_sizes, grid
 from jaxtrain.settings import UserError
 from jaxtrain.step import compute_copy, gradients, state_shardings
@@ -155,3 +157,31 @@ def test_devices_add_an_embeddings_gradient_in_its_dtype():
         trace = str(jax.make_jaxpr(jax.grad(loss))(table))
         np.testing.assert_allclose(jax.jit(jax.grad(loss))(table), alone, rtol=2**-7)
     assert "bf16[64,16] = psum" in trace and "f32[64,16] = psum" not in trace
+
+
+@pytest.mark.parametrize("other", ["tensor", "context", "expert"])
+def test_a_table_is_looked_up_in_on_a_mesh_of_three_axes(other, capfd):
+    """XLA makes no table whole on every device, which it would say; nor does it fail in replicas,
+    along an axis that a shard_map has taken."""
+    mesh = mesh_of(data=2, fsdp=2, **{other: 2})
+    where = lambda x, axes: NamedSharding(mesh, partition_spec(axes, x.shape, mesh))
+    place = lambda x, *axes: jax.device_put(x, where(x, axes))
+    table = jax.random.normal(jax.random.key(0), (64, 16))
+    tokens, weights = jnp.arange(8 * 32).reshape(8, 32) % 7, jnp.arange(16.0)
+    new = np.random.default_rng().random()  # a program that no cache has: it would say nothing
+
+    def loss(t, tokens):
+        x_BTD = constrain(lookup(t, tokens), "batch", "tokens", None)
+        return jnp.sum(constrain(jnp.sin(x_BTD + new) @ weights, "batch", "tokens"))
+
+    alone = jax.grad(loss)(table, tokens)
+    split = jax.shard_map(
+        jax.grad(loss), mesh=mesh, in_specs=(P(), P("data")), out_specs=P("data"),
+        axis_names={"data"}, check_vma=False,
+    )  # fmt: skip
+    arrays = place(table, "vocab", "embed"), place(tokens, "batch", "tokens")
+    with jax.set_mesh(mesh):
+        np.testing.assert_allclose(jax.jit(jax.grad(loss))(*arrays), alone, rtol=1e-5, atol=1e-5)
+        ours = np.asarray(jax.jit(split)(*arrays)).reshape(2, 64, 16)
+    np.testing.assert_allclose(ours.sum(0), alone, rtol=1e-5, atol=1e-5)
+    assert "rematerialization" not in capfd.readouterr().err
