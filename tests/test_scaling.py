@@ -112,6 +112,14 @@ def test_decay_follows_the_tokens_that_the_run_takes():
     assert small.optim.matrix_lr == pytest.approx(0.01)
 
 
+def test_a_step_decays_a_tenth_of_a_weight_at_most():
+    """However few the steps, as where a mesh is tried out."""
+    few = resolved(["train.steps=4"]).optim
+    assert few.weight_decay * few.matrix_lr == pytest.approx(0.1)
+    slow = resolved(["train.steps=4", "optim.matrix_lr=0.001"]).optim
+    assert slow.weight_decay == pytest.approx(100)
+
+
 def test_what_is_set_by_hand_wins():
     by_hand = {
         "model.width": 1024, "train.batch_size": 48, "train.steps": 77, "optim.matrix_lr": 0.5,

@@ -49,7 +49,7 @@ class MuonConfig(OptimizerConfig):
         None,
         ge=0,
         description="decay of the matrices, times their rate; "
-        "default 0.28 x sqrt(batch tokens / 2^19) x d12 tokens / tokens",
+        "default 0.28 x sqrt(batch tokens / 2^19) x d12 tokens / tokens, at most 0.1 / matrix_lr",
     )
     weight_decay_schedule: Literal["constant", "cosine"] = Field(
         "cosine", description="decay of the matrices over the run; cosine ends at 0"
@@ -146,9 +146,11 @@ def resolve_muon(c: MuonConfig, scale: Scale = REFERENCE) -> ResolvedMuon:
     """
     batch = math.sqrt(scale.batch_tokens / REFERENCE.batch_tokens)
     wide = batch * math.sqrt(REFERENCE.width / scale.width)
+    matrix_lr = c.matrix_lr or 0.02 * batch
     rates = {
-        "matrix_lr": 0.02 * batch,
-        "weight_decay": 0.28 * batch / scale.horizon,
+        "matrix_lr": matrix_lr,
+        # A run of a few steps would else take more than the whole weight at each.
+        "weight_decay": min(0.28 * batch / scale.horizon, 0.1 / matrix_lr),
         "embedding_lr": 0.3 * wide,
         "value_embedding_lr": 0.15 * wide,
         "head_lr": 0.008 * wide,
