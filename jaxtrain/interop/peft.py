@@ -43,28 +43,56 @@ def modules(flat: dict[str, Any]) -> set[str]:
     return {name.rpartition("/")[0] for name in flat}
 
 
+def columns(c: ResolvedModel, row: Row) -> dict[str, slice]:
+    """The columns of a row's tensor that each of our matrices has; side by side lie q, k and v."""
+    if len(row.ours) == 1:
+        return {row.ours[0]: slice(None)}
+    heads = {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}
+    ends = np.cumsum([0, *(heads[name.rpartition("/")[2]] * c.head_dim for name in row.ours)])
+    return {name: slice(*map(int, ends[i : i + 2])) for i, name in enumerate(row.ours)}
+
+
+def check_adapter(c: ResolvedModel, params: Any, dora: bool) -> None:
+    """UserError for targets whose adapter has no form in peft's format, before they are trained.
+
+    params: of `finetune.lora`, or their declarations.
+    """
+    names = modules(flat_of(params))
+    for row in rows_of(c, names) if dora else ():
+        if missing := [name for name in row.ours if name not in names]:
+            short = lambda some: ", ".join(name.rpartition("/")[2] for name in some)
+            raise UserError(
+                f"finetune.targets: {short(row.ours)} are one matrix of this family's checkpoints, "
+                f"and DoRA's norms are the whole matrix's: add {short(missing)}, or set "
+                "finetune.dora=false"
+            )
+
+
 def write_adapter(folder: Path, c: ResolvedModel, params: Any, facts: Json) -> None:
     """Write the parameters of `finetune.lora` in float32.
 
     facts: rank, alpha, rslora, dora and base of the run. Matrices that a checkpoint keeps side by
-    side have one adapter there: the parts' ranks add up.
+    side have one adapter there: the parts' ranks add up, and what does not train has zeros.
     """
     flat = {name: np.asarray(x) for name, x in flat_of(params).items()}
     names = modules(flat)
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
+    check_adapter(c, params, facts["dora"])
     for row in rows_of(c, names):
         module = row.theirs.removesuffix(".weight")
         for layer in range(c.depth):
             part = lambda name, kind, i=layer: flat[f"{name}/{kind}"][i]
             where = PREFIX + module.format(layer)
             some = [name for name in row.ours if name in names]
-            if len(some) < len(row.ours):
-                raise UserError(
-                    f"finetune.targets: {where} holds {', '.join(row.ours)}; tune all or none"
-                )
             down = np.concatenate([part(name, "a") for name in some], axis=1)
             up = block_diagonal([part(name, "b") for name in some])
+            if len(some) < len(row.ours):
+                places = columns(c, row)
+                tuned = np.concatenate([np.r_[places[name]] for name in some])
+                whole = np.zeros((len(up), places[row.ours[-1]].stop), np.float32)
+                whole[:, tuned] = up
+                up = whole
             if row.layout == "turned linear":
                 up = turned(up, c.head_dim)
             tensors[f"{where}.{KINDS['a']}"] = down.T
@@ -148,10 +176,14 @@ def read_adapter(folder: Path, c: ResolvedModel, like: Any) -> Any:
     for row in rows_of(c, names):
         for kind in sorted({name.rpartition("/")[2] for name in wanted}):
             stack = np.stack([tensor(row, layer, kind) for layer in range(c.depth)])
-            widths = [wanted[f"{name}/b"].shape[-1] for name in row.ours if name in names]
-            ends = np.cumsum([0, *widths])
-            for i, name in enumerate(n for n in row.ours if n in names):
-                x = stack if kind == "a" else stack[..., ends[i] : ends[i + 1]]
+            for name, place in columns(c, row).items():
+                x = stack if kind == "a" else stack[..., place]
+                if name not in names:
+                    if kind == "b" and x.any():
+                        raise UserError(
+                            f"{folder} changes {name} too, which finetune.targets leaves out"
+                        )
+                    continue
                 if x.shape != wanted[f"{name}/{kind}"].shape:
                     raise UserError(
                         f"{folder}: {row.theirs} has {x.shape[1:]} for {name}/{kind}, "
