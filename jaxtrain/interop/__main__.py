@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.config import Config, to_yaml, validate
-from jaxtrain.data import make_chat, template_of
+from jaxtrain.data import make_chat, make_reader, template_of
 from jaxtrain.data.tokenizer import FILES
 from jaxtrain.interop.companions import (
     FOLDER,
@@ -89,7 +89,10 @@ def export_run(
     out.mkdir(parents=True, exist_ok=True)
     tokenizer_files(saved.tokenizer, model_dir, out)
     if talk := template_of(saved.config.data):
-        chat_files(*talk, make_chat(*talk, saved.tokenizer).end, out)
+        template, special = talk
+        # With the names of the tokenizer where the base has none, as `make_chat` renders.
+        known = make_reader(saved.tokenizer).special | special
+        chat_files(template, known, make_chat(*talk, saved.tokenizer).end, out)
     export_weights(
         out, row, config | kept, saved.specs, saved.params, NUMPY[kind],
         saved.config.model.head_dim, shard_bytes,

@@ -1,15 +1,19 @@
 """What an export must not leave out: parts that were put into a model, and the tokens of a chat."""
 
+import json
 import re
 
 import numpy as np
 import pytest
+from chat_cases import TEMPLATES, make_tokenizer
 from hf_cases import VOCAB
 from test_families import FACTS
 from tiny import random_params
 
 from jaxtrain.config import Config, validate
-from jaxtrain.data.tokenizer import byte_tokenizer
+from jaxtrain.data import fill_in_chat
+from jaxtrain.data.template import make_render
+from jaxtrain.data.tokenizer import byte_tokenizer, huggingface_tokenizer
 from jaxtrain.interop import export_weights, fitting_family, model_fields
 from jaxtrain.interop.__main__ import main as interop
 from jaxtrain.interop.configs import DERIVED, EXECUTION, defaults
@@ -75,3 +79,30 @@ def test_a_parameter_that_no_tensor_holds_is_refused(tmp_path):
             np.dtype(np.float32), c.head_dim,
         )  # fmt: skip
     assert not list(tmp_path.iterdir())
+
+
+# ---- chats -----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("named", [{}, {"bos_token": None, "eos_token": "</s>"}])
+def test_an_exported_template_renders_what_was_trained_on(named, tmp_path):
+    """Also where the base names no bos_token and eos_token, which the template writes."""
+    folder = tmp_path / "model"
+    tokenizer = huggingface_tokenizer(make_tokenizer().encode())
+    source = {"name": "chat", "path": "x.jsonl", "template": TEMPLATES["mistral"]}
+    source["special"] = {key: token for key, token in named.items() if token}
+    tree = {"model": LLAMA_FIELDS | {"vocab_multiple": 320}, "train": {"sequence_length": 32}}
+    tree |= {"data": {"train": source, "tokenizer": {"name": "huggingface", "path": "x"}}}
+    fill_in_chat(tree)
+    c = resolve(validate(Config, tree), tokenizer.vocab_size)
+    _, specs = split(Transformer(c.model, tokenizer.vocab_size))
+    save_model(folder, c, random_params(specs), tokenizer)
+    (folder / "huggingface").mkdir()
+    (folder / "huggingface" / "tokenizer_config.json").write_text(json.dumps(named))
+    assert interop(["export", str(folder), str(tmp_path / "out")]) == 0
+    settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
+    template = (tmp_path / "out" / "chat_template.jinja").read_text()
+    messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
+    special = {key: token for key, token in settings.items() if key.endswith("_token")}
+    shown = make_render(template, special)(messages, False)
+    assert shown == "<bos>[INST] a [/INST] b" + (named.get("eos_token") or "<bos>")
