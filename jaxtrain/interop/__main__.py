@@ -17,6 +17,7 @@ from jaxtrain.interop.companions import (
     FOLDER,
     carry,
     chat_files,
+    check_companions,
     read_json,
     tokenizer_files,
     tokenizer_of,
@@ -43,6 +44,7 @@ def import_checkpoint(path_or_repo: str, run_dir: Path) -> Resolved:
     if model_dir.exists():
         raise UserError(f"{model_dir} is there already; name another run directory")
     source = open_checkpoint(find_folder(path_or_repo))
+    check_companions(source.folder)
     tokenizer = tokenizer_of(source.folder, source.config["vocab_size"])
     kind = {"name": tokenizer.name}
     tree = {
@@ -86,6 +88,11 @@ def export_run(
     ids = {"bos_token_id": saved.tokenizer.bos_id, "eos_token_id": saved.tokenizer.bos_id}
     kept = {k: came.get(k, ids[k]) for k in ids} | {"pad_token_id": came.get("pad_token_id")}
     kind = dtype or came.get("dtype") or came.get("torch_dtype") or "float32"
+    if kind not in NUMPY:
+        raise UserError(
+            f"{model_dir / FOLDER / 'config.json'}: dtype {kind} is none to write; say --dtype, "
+            f"one of {', '.join(sorted(NUMPY))}"
+        )
     out.mkdir(parents=True, exist_ok=True)
     tokenizer_files(saved.tokenizer, model_dir, out)
     if talk := template_of(saved.config.data):

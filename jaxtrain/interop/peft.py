@@ -3,7 +3,6 @@
 A model that no family of Hugging Face fits has the same files, under names of its own.
 """
 
-import json
 import math
 import re
 from pathlib import Path
@@ -18,7 +17,7 @@ from jaxtrain.interop.families import Row
 from jaxtrain.interop.layouts import turned
 from jaxtrain.interop.tensors import read, read_header, write
 from jaxtrain.model import ResolvedModel, path_name
-from jaxtrain.settings import UserError
+from jaxtrain.settings import UserError, read_object
 
 FILE, PREFIX = "adapter_model.safetensors", "base_model.model."
 KINDS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
@@ -160,7 +159,7 @@ def read_adapter(folder: Path, c: ResolvedModel, like: Any) -> Any:
     """
     stored, wanted = read_header(folder / FILE), flat_of(like)
     names, found, used = modules(wanted), {}, set[str]()
-    facts = json.loads((folder / "adapter_config.json").read_text())
+    facts = read_object(folder / "adapter_config.json")
 
     def tensor(row: Row, layer: int, kind: str) -> np.ndarray:
         name = f"{PREFIX}{row.theirs.removesuffix('.weight').format(layer)}.{KINDS[kind]}"

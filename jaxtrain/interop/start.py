@@ -10,7 +10,7 @@ import yaml
 
 from jaxtrain.data import DEFAULT, chat_sources
 from jaxtrain.data.tokenizer import FILES
-from jaxtrain.interop.companions import FOLDER, carry, special_tokens, template_in
+from jaxtrain.interop.companions import FOLDER, carry, check_companions, special_tokens, template_in
 from jaxtrain.interop.configs import Json
 from jaxtrain.interop.load import (
     find_folder,
@@ -36,6 +36,7 @@ def sections_of(path: str) -> dict[str, Json]:
     folder = model_folder(path)
     if is_checkpoint(folder):
         model = open_checkpoint(folder).fields
+        check_companions(folder)
     elif (folder / "config.yaml").is_file():
         model = yaml.safe_load((folder / "config.yaml").read_text())["model"]
     else:

@@ -17,6 +17,7 @@ from jaxtrain.finetune import make_parts
 from jaxtrain.finetune.config import LoRAConfig, of_adapter
 from jaxtrain.interop import load, open_checkpoint, read_adapter, write_adapter
 from jaxtrain.interop.peft import FILE
+from jaxtrain.interop.tensors import read_header
 from jaxtrain.main import main
 from jaxtrain.settings import UserError
 
@@ -188,3 +189,22 @@ def test_an_adapter_that_does_not_fit_is_named(tmp_path):
         part.mkdir()
         with pytest.raises(UserError, match=message):
             opened(part, "rslora", **change)
+
+
+def test_a_damaged_adapter_is_named(tmp_path):
+    folder, config = adapter_of(tmp_path / "a", "rslora"), FACTS["rslora"]["config"]
+    for text, message in (
+        ("{bad", "adapter_config.json is not JSON"),
+        ("[]", "adapter_config.json holds a list"),
+        (json.dumps({k: v for k, v in config.items() if k != "r"}), "json: r is None, but must be"),
+        (json.dumps(config | {"lora_alpha": "8"}), "json: lora_alpha is '8', but must be a number"),
+    ):
+        (folder / "adapter_config.json").write_text(text)
+        with pytest.raises(UserError, match=message):
+            of_adapter(folder)
+    with pytest.raises(UserError, match="num_virtual_tokens is None, but must be a number"):
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "PROMPT_TUNING"}))
+        of_adapter(folder, "prompt")
+    (folder / FILE).rename(folder / "adapter_model.bin")
+    with pytest.raises(UserError, match=f"{FILE} is missing; adapter_model.bin is pickled.*peft"):
+        read_header(folder / FILE)

@@ -1,6 +1,7 @@
 """The commands: a checkpoint becomes a run, a run starts from it, and goes back."""
 
 import json
+import re
 
 import ml_dtypes
 import numpy as np
@@ -229,6 +230,18 @@ def test_a_damaged_tensor_is_named(name, change, message, tmp_path, capsys):
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type dynamic is not supported"),
         ({"rope_scaling": {"type": "dynamic"}, "rope_parameters": None}, "rope_type dynamic"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"num_attention_heads": "4"}, 'num_attention_heads is "4", but must be a whole number'),
+        ({"num_attention_heads": None}, "num_attention_heads is null, but must be a whole number"),
+        ({"hidden_size": 32.5}, "hidden_size is 32.5, but must be a whole number above 0"),
+        ({"vocab_size": "96"}, 'vocab_size is "96", but must be a whole number'),
+        ({"rms_norm_eps": "small"}, 'rms_norm_eps is "small", but must be a number above 0'),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings is null, but must be true or false"),
+        ({"rope_scaling": "linear"}, 'rope_scaling is "linear", but must be an object'),
+        ({"rope_parameters": [1]}, "rope_parameters is [1], but must be an object"),
+        (
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": "2"}},
+            'factor is "2", but must be a number',
+        ),
     ],
 )
 def test_an_unsupported_config_is_named(change, message, tmp_path, capsys):
@@ -252,3 +265,48 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, capsys):
     file.write_bytes(file.read_bytes()[:-10])
     assert interop(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 2
     assert "is cut off" in capsys.readouterr().err
+
+
+SHARD = "model-00001-of-00002.safetensors"
+FILES = {
+    "no object": ("config.json", "[]", "config.json holds a list, but must be an object"),
+    "index": ("model.safetensors.index.json", "{bad", "index.json is not JSON: Expecting"),
+    "index empty": ("model.safetensors.index.json", "{}", "weight_map must be an object"),
+    "shard": (
+        "model.safetensors.index.json", json.dumps({"weight_map": {Q: SHARD}}),
+        f"index.json names the file {SHARD}, which is missing",
+    ),
+    "tokenizer": ("tokenizer.json", "{bad", "tokenizer.json is not JSON: Expecting"),
+    "tokenizer list": ("tokenizer.json", "[]", "tokenizer.json holds a list"),
+    "settings": ("tokenizer_config.json", "{bad", "tokenizer_config.json is not JSON"),
+    "generation": ("generation_config.json", "{bad", "generation_config.json is not JSON"),
+    "pickled": ("pytorch_model.bin", "x", "pytorch_model.bin is pickled, which is not read: open"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_named_by_import_and_start(name, tmp_path, capsys):
+    file, text, message = FILES[name]
+    write_tokenizer(write_checkpoint(tmp_path / "in", "llama"))
+    if file == "pytorch_model.bin":
+        (tmp_path / "in" / "model.safetensors").unlink()
+    (tmp_path / "in" / file).write_text(text)
+    assert interop(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / "in") in line and message in line
+    assert not (tmp_path / "run").exists()
+    if "tokenizer" not in name:  # of which a run's preparation reads the file
+        with pytest.raises(UserError, match=re.escape(message)):
+            load_config(None, [f"train.init_from={tmp_path / 'in'}"])
+
+
+def test_a_dtype_that_is_none_is_asked_for(tmp_path, capsys):
+    folder = write_checkpoint(tmp_path / "in", "llama", dtype=None, torch_dtype="auto")
+    write_tokenizer(folder)
+    assert interop(["import", str(folder), str(tmp_path / "run")]) == 0
+    export = ["export", str(tmp_path / "run"), str(tmp_path / "out")]
+    assert interop(export) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "config.json: dtype auto is none to write; say --dtype, one of bfloat16" in line
+    assert not (tmp_path / "out").exists()
+    assert interop([*export, "--dtype", "bfloat16"]) == 0
