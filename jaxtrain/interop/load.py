@@ -143,6 +143,8 @@ def check(source: Source, flat: dict[str, ParamSpec]) -> None:
     """UserError for the first tensor that is missing, too much, of another shape or quantised."""
     wanted, got = expected(source.family, flat), source.tensors
     of = f"{source.folder}: a {source.family.model_type} model of its config.json"
+    if new := sorted(flat.keys() - places(source.family, flat).keys()):
+        raise UserError(f"{of} has no {new[0]}, which the model section of the run asks for")
     for name, shape in wanted.items():
         if name not in got:
             raise UserError(f"{of} needs tensor {name}, which is missing")
