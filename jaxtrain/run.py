@@ -26,7 +26,7 @@ from jaxtrain.config import Sections, to_yaml
 from jaxtrain.data import Tokenizer, load_tokenizer
 from jaxtrain.environment import commit, environment, versions
 from jaxtrain.finetune import INSERTED, LoRAConfig, Parts, VirtualConfig, adapter_folder
-from jaxtrain.interop import holds, load_start, read_adapter, read_virtual
+from jaxtrain.interop import check_adapter, holds, load_start, read_adapter, read_virtual
 from jaxtrain.local import LocalState, check_replicas
 from jaxtrain.metrics import format_bytes
 from jaxtrain.model import path_name
@@ -68,6 +68,12 @@ def check_run(c: Resolved) -> bool:
             f"Set run.name to start another run, or undo the change to resume this one"
         )
     return True
+
+
+def check_tuned(c: Resolved, parts: Parts) -> None:
+    """Raises UserError for what could not be written in the end."""
+    if isinstance(c.finetune, LoRAConfig):
+        check_adapter(c.model, parts.trainable, c.finetune.dora)
 
 
 def check_writable(run_dir: Path) -> None:

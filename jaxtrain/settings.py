@@ -2,9 +2,11 @@
 
 import errno
 import functools
+import json
 import os
 import sys
 from collections.abc import Callable
+from pathlib import Path
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict
@@ -21,6 +23,19 @@ class UserError(Exception):
 
     The message says what was wrong, where, and what would be right.
     """
+
+
+def read_object(path: Path) -> dict[str, Any]:
+    """The object that a JSON file holds; UserError for a file that holds none."""
+    try:
+        found = json.loads(path.read_text(encoding="utf-8"))
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing") from error
+    except ValueError as error:
+        raise UserError(f"{path} is not JSON: {error}") from error
+    if not isinstance(found, dict):
+        raise UserError(f"{path} holds a {type(found).__name__}, but must be an object, {{...}}")
+    return found
 
 
 # What is wrong with a path or a disk, not with the code.

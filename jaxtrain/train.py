@@ -37,6 +37,7 @@ from jaxtrain.run import (
     beside,
     check_labels,
     check_run,
+    check_tuned,
     check_writable,
     compile_step,
     last_words,
@@ -79,6 +80,7 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
     rates = plus(c.optim, c.finetune)
     optimizer = make_optimizer(rates, parts.trainable, t.steps, t.batch_size * t.sequence_length)
     check_run(c)
+    check_tuned(c, parts)
     check_writable(c.run_dir)
     check_objective(c)
     data.check_lengths(c.data.stages, t.sequence_length)

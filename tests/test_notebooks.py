@@ -158,10 +158,9 @@ def test_the_quickstart_runs(tmp_path, monkeypatch, capfd):
 @pytest.mark.slow
 def test_the_fine_tuning_runs_from_a_model_of_the_same_family(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
-    some = options(
-        model__kv_heads=2, model__vocab_multiple=64, train__precision="float32", finetune__rank=2,
-    )  # fmt: skip
+    some = options(model__kv_heads=2, model__vocab_multiple=64, train__precision="float32")
     whole = [*some.split(), "finetune.name=full", "data.tokenizer.name=bytes"]
+    some += " finetune.rank=2"
     tokenizer = byte_tokenizer()
     c = resolve(load_config(find_config("llama_1b_lora_t4"), whole), tokenizer.vocab_size)
     _, specs = split(Transformer(c.model, tokenizer.vocab_size))

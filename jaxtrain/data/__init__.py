@@ -1,7 +1,7 @@
 """Data: text sources -> tokenizer -> token store -> packed batches. Host code only, no jax."""
 
 from jaxtrain.data.augment import make_augment
-from jaxtrain.data.chat import Chat, make_chat
+from jaxtrain.data.chat import Chat, make_chat, make_reader
 from jaxtrain.data.config import DataConfig
 from jaxtrain.data.conversations import fitting, held_out_pairs, in_words, template_of
 from jaxtrain.data.corpus import describe, left_out, prepare
@@ -46,6 +46,7 @@ __all__ = [
     "load_tokenizer",
     "make_augment",
     "make_chat",
+    "make_reader",
     "open_bundle",
     "open_store",
     "prepare",

@@ -1,13 +1,12 @@
 """What of a model is trained: all of it, a change beside it, or a part; and fitting defaults."""
 
-import json
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field
 
 from jaxtrain.optim import AdamWConfig, MuonConfig
-from jaxtrain.settings import Settings, UserError
+from jaxtrain.settings import Settings, UserError, read_object
 
 Base = Literal["nf4", "int8"]
 
@@ -199,13 +198,18 @@ def adapter_folder(path: str) -> Path:
 
 def of_adapter(folder: Path, kind: str = "lora") -> dict[str, Any]:
     """The fields of `finetune` that an adapter of peft's was made with."""
-    c = json.loads((folder / "adapter_config.json").read_text())
+    file = folder / "adapter_config.json"
+    c = read_object(file)
     plain = {"bias": ("none",), "modules_to_save": (None, []), "peft_type": (PEFT[kind],)}
     plain |= {"alora_invocation_tokens": (None,), "layers_to_transform": (None,)}
     plain |= {"num_transformer_submodules": (1,)}
     for key, allowed in plain.items():
         if key in c and c[key] not in allowed:
             raise UserError(f"{folder}: {key} {c[key]} is not supported, only {allowed[0]}")
+    sizes = (("r", int), ("lora_alpha", (int, float)))
+    for key, type_ in sizes if kind == "lora" else (("num_virtual_tokens", int),):
+        if not isinstance(c.get(key), type_) or c[key] <= 0:
+            raise UserError(f"{file}: {key} is {c.get(key)!r}, but must be a number above 0")
     if kind != "lora":
         return {"tokens": c["num_virtual_tokens"]}
     # Modules of lower ranks are filled up with zeros; alpha keeps the factor of those without one

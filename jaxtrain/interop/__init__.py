@@ -12,13 +12,13 @@ from jaxtrain.interop.load import (
     open_checkpoint,
     stored_form,
 )
-from jaxtrain.interop.peft import read_adapter, write_adapter
+from jaxtrain.interop.peft import check_adapter, read_adapter, write_adapter
 from jaxtrain.interop.peft_virtual import read_virtual, write_virtual
 from jaxtrain.interop.start import carry_on, holds, load_start, take_over
 
 __all__ = [
-    "FAMILIES", "Family", "Prompting", "Source", "carry_on", "chat_template", "export_weights",
-    "find_folder", "fitting_family", "holds", "is_checkpoint", "load", "load_start", "model_fields",
-    "open_checkpoint", "prompting", "read_adapter", "read_virtual", "special_tokens", "stored_form",
-    "take_over", "to_config", "write_adapter", "write_virtual",
+    "FAMILIES", "Family", "Prompting", "Source", "carry_on", "chat_template", "check_adapter",
+    "export_weights", "find_folder", "fitting_family", "holds", "is_checkpoint", "load",
+    "load_start", "model_fields", "open_checkpoint", "prompting", "read_adapter", "read_virtual",
+    "special_tokens", "stored_form", "take_over", "to_config", "write_adapter", "write_virtual",
 ]  # fmt: skip

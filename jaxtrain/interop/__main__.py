@@ -11,12 +11,13 @@ from pathlib import Path
 import numpy as np
 
 from jaxtrain.config import Config, to_yaml, validate
-from jaxtrain.data import make_chat, template_of
+from jaxtrain.data import make_chat, make_reader, template_of
 from jaxtrain.data.tokenizer import FILES
 from jaxtrain.interop.companions import (
     FOLDER,
     carry,
     chat_files,
+    check_companions,
     read_json,
     tokenizer_files,
     tokenizer_of,
@@ -43,6 +44,7 @@ def import_checkpoint(path_or_repo: str, run_dir: Path) -> Resolved:
     if model_dir.exists():
         raise UserError(f"{model_dir} is there already; name another run directory")
     source = open_checkpoint(find_folder(path_or_repo))
+    check_companions(source.folder)
     tokenizer = tokenizer_of(source.folder, source.config["vocab_size"])
     kind = {"name": tokenizer.name}
     tree = {
@@ -77,6 +79,7 @@ def export_run(
     if (out / "config.json").exists():
         raise UserError(f"{out} holds a checkpoint already; name another folder")
     saved = load_saved(run)
+    check_whole(saved.config, run)
     model_dir = saved.tokenizer_dir
     came = text_part(read_json(model_dir / FOLDER / "config.json"))
     rows = came.get("vocab_size", saved.tokenizer.vocab_size)
@@ -85,15 +88,47 @@ def export_run(
     ids = {"bos_token_id": saved.tokenizer.bos_id, "eos_token_id": saved.tokenizer.bos_id}
     kept = {k: came.get(k, ids[k]) for k in ids} | {"pad_token_id": came.get("pad_token_id")}
     kind = dtype or came.get("dtype") or came.get("torch_dtype") or "float32"
+    if kind not in NUMPY:
+        raise UserError(
+            f"{model_dir / FOLDER / 'config.json'}: dtype {kind} is none to write; say --dtype, "
+            f"one of {', '.join(sorted(NUMPY))}"
+        )
     out.mkdir(parents=True, exist_ok=True)
     tokenizer_files(saved.tokenizer, model_dir, out)
     if talk := template_of(saved.config.data):
-        chat_files(*talk, make_chat(*talk, saved.tokenizer).end, out)
+        template, special = talk
+        # With the names of the tokenizer where the base has none, as `make_chat` renders.
+        known = make_reader(saved.tokenizer).special | special
+        chat_files(template, known, make_chat(*talk, saved.tokenizer).end, out)
     export_weights(
         out, row, config | kept, saved.specs, saved.params, NUMPY[kind],
         saved.config.model.head_dim, shard_bytes,
     )  # fmt: skip
     return row.model_type
+
+
+def check_whole(c: Resolved, run: Path) -> None:
+    """UserError for a model with parts that no checkpoint has a place for."""
+    for name in ("prompt", "prefix"):
+        if tokens := getattr(c.model, name):
+            folders = (run / "adapter", run / "model" / "adapter")
+            adapter = next((f"{p}, which" for p in folders if p.is_dir()), "the adapter that")
+            raise UserError(
+                f"{run} has a {name} of {tokens} virtual tokens, for which checkpoints of Hugging "
+                f"Face have no place: export its base (train.init_from {c.train.init_from}); the "
+                f"{name} is {adapter} peft loads beside it"
+            )
+    if c.model.adapter:
+        raise UserError(
+            f"{run} has adapters of {c.model.adapter} channels in its layers "
+            "(finetune.name=adapter), for which checkpoints of Hugging Face have no place; "
+            "lora, ia3, bitfit and freeze give models that have one"
+        )
+    if c.model.moe:
+        raise UserError(
+            f"{run} has model.moe, {c.model.moe.experts} experts in the place of a feed-forward "
+            "network; none of the families that can be written has any"
+        )
 
 
 NUMPY: dict[str, np.dtype] = {dtype.name: dtype for dtype in DTYPES.values()}

@@ -11,7 +11,7 @@ from jaxtrain.data import Tokenizer, load_tokenizer
 from jaxtrain.data.tokenizer import FILES, huggingface_tokenizer
 from jaxtrain.interop.configs import Json
 from jaxtrain.interop.tokenizer_json import bos_name, tokenizer_json
-from jaxtrain.settings import UserError
+from jaxtrain.settings import UserError, read_object
 
 FOLDER = "huggingface"  # inside model/: what a checkpoint brought along
 CARRIED = (
@@ -37,10 +37,14 @@ def carry(source: Path, target: Path) -> None:
 
 def read_json(path: Path) -> Json:
     """A JSON file's object; {} if there is none."""
-    try:
-        return json.loads(path.read_text()) if path.is_file() else {}
-    except ValueError as error:
-        raise UserError(f"{path} is not JSON: {error}") from error
+    return read_object(path) if path.is_file() else {}
+
+
+def check_companions(folder: Path) -> None:
+    """UserError for one of those files that cannot be read, before the model is put to use."""
+    for name in CARRIED:
+        if name.endswith(".json"):
+            read_json(folder / name)
 
 
 def tokenizer_of(folder: Path, rows: int) -> Tokenizer:
@@ -50,8 +54,8 @@ def tokenizer_of(folder: Path, rows: int) -> Tokenizer:
     """
     file = folder / FILES["huggingface"]
     if file.is_file():
-        tree = json.loads(file.read_text(encoding="utf-8"))
-        added = tree.get("added_tokens", [])
+        tree = read_object(file)
+        added = tree.get("added_tokens") or []
         inside = [token for token in added if token["id"] < rows]
         model = file.read_bytes()
         if len(inside) < len(added):

@@ -1,7 +1,9 @@
 """config.json <-> ModelConfig: both spellings of transformers (4 and 5) in, and out."""
 
+import json
 import math
-from typing import Any
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
 from jaxtrain.interop.families import FAMILIES, Family
 from jaxtrain.model import ResolvedModel, make_plan
@@ -10,11 +12,17 @@ from jaxtrain.settings import UserError
 Json = dict[str, Any]
 SLIDING, FULL = "sliding_attention", "full_attention"
 # Fields that say how a model starts or runs, not what it computes.
-FREE = {
-    "init", "base_width", "embedding_dtype", "attention", "scan_layers", "remat", "document_mask",
+EXECUTION = {
+    "init", "base_width", "embedding_dtype", "attention", "deterministic_attention", "rows",
+    "scan_layers", "fp8", "fp8_history", "remat", "remat_short", "ffn_tiles", "document_mask",
+}  # fmt: skip
+# Those that a family may spell in another way: `differences` compares what they come to.
+DERIVED = {
     "vocab_multiple", "context", "window_pattern", "short_window", "last_layer_full", "qk_scale",
     "score_scale", "rope_base_short",
 }  # fmt: skip
+FREE = EXECUTION | DERIVED
+INSERTED = ("adapter", "prompt", "prefix")  # what tuning put into a model
 # Features of a config.json that would change the function and have no field here.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
@@ -47,6 +55,7 @@ def model_fields(config: Json) -> Json:
     """The fields of ModelConfig that a config.json asks for; UserError names what has none."""
     family = family_of(config)
     if config.get("quantization_config"):
+        check_value("quantization_config", config["quantization_config"], SECTION)
         method = config["quantization_config"].get("quant_method", "unnamed")
         raise UserError(
             f"config.json: quantization_config ({method}): quantised checkpoints are not read; "
@@ -61,6 +70,7 @@ def model_fields(config: Json) -> Json:
     for key in (*needed, "vocab_size"):
         if key not in given:
             raise UserError(f"config.json has no {key}")
+    check_values(family, given)
     fields: Json = family.fixed | {ours: given.get(key) for ours, key in family.keys.items()}
     fields["head_dim"] = fields.get("head_dim") or fields["width"] // fields["heads"]
     fields["kv_heads"] = fields.get("kv_heads") or fields["heads"]
@@ -74,6 +84,52 @@ def model_fields(config: Json) -> Json:
         fields |= rope_fields(family, given)
     fields["vocab_multiple"] = given["vocab_size"]  # all its rows, whatever the tokenizer has
     return {k: v for k, v in fields.items() if v is not None or k in ("softcap",)}
+
+
+# ---- values ----------------------------------------------------------------------------------
+
+
+class Kind(NamedTuple):
+    """What a value of a config.json must be, in words and as a test."""
+
+    words: str
+    fits: Callable[[Any], bool]
+
+
+WHOLE = Kind("a whole number above 0", lambda x: type(x) is int and x > 0)
+COUNT = Kind("a whole number", lambda x: type(x) is int and x >= 0)
+NUMBER = Kind("a number above 0", lambda x: type(x) in (int, float) and x > 0)
+TRUTH = Kind("true or false", lambda x: type(x) is bool)
+SECTION = Kind("an object, {...}, or null", lambda x: isinstance(x, dict))
+LIST = Kind("a list of texts", lambda x: isinstance(x, list) and {*map(type, x)} <= {str})
+# By our names, or by theirs where we have none; all others of `Family.keys` are whole numbers.
+KINDS = {
+    "norm_eps": NUMBER, "softcap": NUMBER, "attention_softcap": NUMBER, "tied_head": TRUTH,
+    "ffn_bias": TRUTH, "vocab_size": WHOLE, "sliding_window": WHOLE, "max_window_layers": COUNT,
+    "sliding_window_pattern": WHOLE, "query_pre_attn_scalar": NUMBER, "rope_theta": NUMBER,
+    "rope_local_base_freq": NUMBER, "layer_types": LIST, "rope_scaling": SECTION,
+    "rope_parameters": SECTION, FULL: SECTION, SLIDING: SECTION, "quantization_config": SECTION,
+}  # fmt: skip
+WINDOWS = {"sliding_window", "max_window_layers", "sliding_window_pattern", "layer_types"}
+NEVER_NULL = {
+    "depth", "width", "heads", "context", "norm_eps", "tied_head", "vocab_size",
+    "query_pre_attn_scalar",
+}  # fmt: skip
+
+
+def check_values(family: Family, given: Json) -> None:
+    """UserError for a value that is not what its field holds, such as a number in quotes."""
+    ours = {key: name for name, key in family.keys.items()}
+    unread = WINDOWS if family.windows == "none" else set[str]()
+    for key, value in given.items():
+        name = ours.get(key, key)
+        if (name in KINDS or key in ours) and key not in unread:
+            check_value(key, value, KINDS.get(name, WHOLE), name not in NEVER_NULL)
+
+
+def check_value(key: str, value: Any, kind: Kind, null: bool = False) -> None:
+    if not (kind.fits(value) or (null and value is None)):
+        raise UserError(f"config.json: {key} is {json.dumps(value)}, but must be {kind.words}")
 
 
 def check_activation(family: Family, given: Json) -> None:
@@ -130,14 +186,17 @@ def rope_fields(family: Family, given: Json) -> Json:
     """Bases and stretching, of `rope_parameters` (5) or `rope_theta` and `rope_scaling` (4)."""
     new = given.get("rope_parameters") or {}
     per_type = family.model_type == "gemma3_text"
-    full = new.get(FULL, {}) if per_type else new
+    check_values(family, new)
+    full = (new.get(FULL) or {}) if per_type else new
+    check_values(family, full)
     scaling = (full if "rope_type" in full else None) or given.get("rope_scaling") or {}
     fields: Json = {
         "rope_base": full.get("rope_theta") or given.get("rope_theta") or family.rope_base,
         "rope_scaling": rope_scaling(scaling, given),
     }
     if per_type:
-        short = new.get(SLIDING, {})
+        short = new.get(SLIDING) or {}
+        check_values(family, short)
         if short.get("rope_type", "default") != "default":
             raise UserError(f"config.json: rope_parameters of {SLIDING} must be of type default")
         base = short.get("rope_theta") or given.get("rope_local_base_freq") or 10_000.0
@@ -182,6 +241,7 @@ def yarn(given: Json, original: int, context: int) -> Json:
 def needed(given: Json, key: str) -> Any:
     if key not in given:
         raise UserError(f"config.json: rotary positions of this type need {key}")
+    check_value(key, given[key], NUMBER)
     return given[key]
 
 
@@ -216,14 +276,19 @@ def to_config(c: ResolvedModel, family: Family, vocab_size: int) -> Json:
     return config
 
 
+def without_inserted(c: ResolvedModel) -> ResolvedModel:
+    """The model as it was before something was put into it."""
+    return c.model_copy(update=dict.fromkeys(INSERTED))
+
+
 def defaults(fields: Json) -> Json:
     """`fields` with what they leave open, as a family that does not name a feature lacks it."""
-    absent = {
+    absent: Json = {
         "qkv_bias": False, "out_bias": False, "ffn_bias": False, "qk_norm_gain": False,
         "rope_scaling": None, "rope_base_short": None, "score_scale": None, "norm": "rms",
         "attention_softcap": None, "embed_scale": 1.0, "positions": "rotary", "post_norm": False,
-        "block_norm": True, "last_layer_full": True, "qk_scale": 1.0,
-    }  # fmt: skip
+        "block_norm": True, "last_layer_full": True, "qk_scale": 1.0, "moe": None,
+    } | dict.fromkeys(INSERTED)  # fmt: skip
     return absent | fields
 
 

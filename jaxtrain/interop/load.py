@@ -5,7 +5,6 @@ of the stack over layers. No second copy of the model is ever in host memory.
 """
 
 import functools
-import json
 import re
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -23,7 +22,7 @@ from jaxtrain.interop.families import Family, Row
 from jaxtrain.interop.layouts import LAYOUTS
 from jaxtrain.interop.tensors import DTYPES, Stored, read, read_headers
 from jaxtrain.model import ParamSpec, path_name
-from jaxtrain.settings import UserError
+from jaxtrain.settings import UserError, read_object
 
 # Buffers that old checkpoints hold, and what sees pictures in Gemma 3.
 IGNORED = re.compile(
@@ -78,10 +77,7 @@ def open_checkpoint(folder: Path) -> Source:
     """Read config.json and the headers; UserError for what is not supported."""
     if not is_checkpoint(folder):
         raise UserError(f"{folder} has no config.json: it is no checkpoint of Hugging Face")
-    try:
-        config = text_part(json.loads((folder / "config.json").read_text()))
-    except ValueError as error:
-        raise UserError(f"{folder / 'config.json'} is not JSON: {error}") from error
+    config = text_part(read_object(folder / "config.json"))
     fields, family = model_fields(config), family_of(config)
     named = {own_name(name, family): stored for name, stored in read_headers(folder).items()}
     tensors = {name: stored for name, stored in named.items() if not IGNORED.search(name)}
@@ -147,6 +143,8 @@ def check(source: Source, flat: dict[str, ParamSpec]) -> None:
     """UserError for the first tensor that is missing, too much, of another shape or quantised."""
     wanted, got = expected(source.family, flat), source.tensors
     of = f"{source.folder}: a {source.family.model_type} model of its config.json"
+    if new := sorted(flat.keys() - places(source.family, flat).keys()):
+        raise UserError(f"{of} has no {new[0]}, which the model section of the run asks for")
     for name, shape in wanted.items():
         if name not in got:
             raise UserError(f"{of} needs tensor {name}, which is missing")

@@ -3,7 +3,6 @@
 A model that no family of Hugging Face fits has the same files, under names of its own.
 """
 
-import json
 import math
 import re
 from pathlib import Path
@@ -13,21 +12,21 @@ import jax
 import numpy as np
 
 from jaxtrain.interop.companions import write_json
-from jaxtrain.interop.configs import Json, fitting_family
+from jaxtrain.interop.configs import Json, fitting_family, without_inserted
 from jaxtrain.interop.families import Row
 from jaxtrain.interop.layouts import turned
 from jaxtrain.interop.tensors import read, read_header, write
 from jaxtrain.model import ResolvedModel, path_name
-from jaxtrain.settings import UserError
+from jaxtrain.settings import UserError, read_object
 
 FILE, PREFIX = "adapter_model.safetensors", "base_model.model."
 KINDS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
 
 
 def rows_of(c: ResolvedModel, names: set[str]) -> list[Row]:
-    """Where the matrices of these names lie in a checkpoint."""
+    """Where the matrices of these names lie in a checkpoint of the base."""
     try:
-        rows = fitting_family(c, c.vocab_multiple, None)[0].rows
+        rows = fitting_family(without_inserted(c), c.vocab_multiple, None)[0].rows
     except UserError:
         own = {n: "blocks.{}." + n.removeprefix("blocks/").replace("/", ".") for n in names}
         rows = tuple(Row((name,), f"{theirs}.weight", "linear") for name, theirs in own.items())
@@ -43,28 +42,56 @@ def modules(flat: dict[str, Any]) -> set[str]:
     return {name.rpartition("/")[0] for name in flat}
 
 
+def columns(c: ResolvedModel, row: Row) -> dict[str, slice]:
+    """The columns of a row's tensor that each of our matrices has; side by side lie q, k and v."""
+    if len(row.ours) == 1:
+        return {row.ours[0]: slice(None)}
+    heads = {"q": c.heads, "k": c.kv_heads, "v": c.kv_heads}
+    ends = np.cumsum([0, *(heads[name.rpartition("/")[2]] * c.head_dim for name in row.ours)])
+    return {name: slice(*map(int, ends[i : i + 2])) for i, name in enumerate(row.ours)}
+
+
+def check_adapter(c: ResolvedModel, params: Any, dora: bool) -> None:
+    """UserError for targets whose adapter has no form in peft's format, before they are trained.
+
+    params: of `finetune.lora`, or their declarations.
+    """
+    names = modules(flat_of(params))
+    for row in rows_of(c, names) if dora else ():
+        if missing := [name for name in row.ours if name not in names]:
+            short = lambda some: ", ".join(name.rpartition("/")[2] for name in some)
+            raise UserError(
+                f"finetune.targets: {short(row.ours)} are one matrix of this family's checkpoints, "
+                f"and DoRA's norms are the whole matrix's: add {short(missing)}, or set "
+                "finetune.dora=false"
+            )
+
+
 def write_adapter(folder: Path, c: ResolvedModel, params: Any, facts: Json) -> None:
     """Write the parameters of `finetune.lora` in float32.
 
     facts: rank, alpha, rslora, dora and base of the run. Matrices that a checkpoint keeps side by
-    side have one adapter there: the parts' ranks add up.
+    side have one adapter there: the parts' ranks add up, and what does not train has zeros.
     """
     flat = {name: np.asarray(x) for name, x in flat_of(params).items()}
     names = modules(flat)
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
+    check_adapter(c, params, facts["dora"])
     for row in rows_of(c, names):
         module = row.theirs.removesuffix(".weight")
         for layer in range(c.depth):
             part = lambda name, kind, i=layer: flat[f"{name}/{kind}"][i]
             where = PREFIX + module.format(layer)
             some = [name for name in row.ours if name in names]
-            if len(some) < len(row.ours):
-                raise UserError(
-                    f"finetune.targets: {where} holds {', '.join(row.ours)}; tune all or none"
-                )
             down = np.concatenate([part(name, "a") for name in some], axis=1)
             up = block_diagonal([part(name, "b") for name in some])
+            if len(some) < len(row.ours):
+                places = columns(c, row)
+                tuned = np.concatenate([np.r_[places[name]] for name in some])
+                whole = np.zeros((len(up), places[row.ours[-1]].stop), np.float32)
+                whole[:, tuned] = up
+                up = whole
             if row.layout == "turned linear":
                 up = turned(up, c.head_dim)
             tensors[f"{where}.{KINDS['a']}"] = down.T
@@ -132,7 +159,7 @@ def read_adapter(folder: Path, c: ResolvedModel, like: Any) -> Any:
     """
     stored, wanted = read_header(folder / FILE), flat_of(like)
     names, found, used = modules(wanted), {}, set[str]()
-    facts = json.loads((folder / "adapter_config.json").read_text())
+    facts = read_object(folder / "adapter_config.json")
 
     def tensor(row: Row, layer: int, kind: str) -> np.ndarray:
         name = f"{PREFIX}{row.theirs.removesuffix('.weight').format(layer)}.{KINDS[kind]}"
@@ -148,10 +175,14 @@ def read_adapter(folder: Path, c: ResolvedModel, like: Any) -> Any:
     for row in rows_of(c, names):
         for kind in sorted({name.rpartition("/")[2] for name in wanted}):
             stack = np.stack([tensor(row, layer, kind) for layer in range(c.depth)])
-            widths = [wanted[f"{name}/b"].shape[-1] for name in row.ours if name in names]
-            ends = np.cumsum([0, *widths])
-            for i, name in enumerate(n for n in row.ours if n in names):
-                x = stack if kind == "a" else stack[..., ends[i] : ends[i + 1]]
+            for name, place in columns(c, row).items():
+                x = stack if kind == "a" else stack[..., place]
+                if name not in names:
+                    if kind == "b" and x.any():
+                        raise UserError(
+                            f"{folder} changes {name} too, which finetune.targets leaves out"
+                        )
+                    continue
                 if x.shape != wanted[f"{name}/{kind}"].shape:
                     raise UserError(
                         f"{folder}: {row.theirs} has {x.shape[1:]} for {name}/{kind}, "

@@ -1,5 +1,6 @@
 """Starting a run from another model: one of our runs or model folders, or a checkpoint."""
 
+import math
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
@@ -7,11 +8,12 @@ from typing import Any
 import jax
 import numpy as np
 import yaml
+from pydantic import TypeAdapter, ValidationError
 
 from jaxtrain.data import DEFAULT, chat_sources
 from jaxtrain.data.tokenizer import FILES
-from jaxtrain.interop.companions import FOLDER, carry, special_tokens, template_in
-from jaxtrain.interop.configs import Json
+from jaxtrain.interop.companions import FOLDER, carry, check_companions, special_tokens, template_in
+from jaxtrain.interop.configs import EXECUTION, INSERTED, Json
 from jaxtrain.interop.load import (
     find_folder,
     flatten,
@@ -21,7 +23,8 @@ from jaxtrain.interop.load import (
     owned,
 )
 from jaxtrain.interop.tensors import WEIGHTS, read, read_header
-from jaxtrain.model import ParamSpec, path_name
+from jaxtrain.model import ModelConfig, ParamSpec, path_name
+from jaxtrain.model.config import Experts
 from jaxtrain.settings import UserError
 
 
@@ -36,6 +39,7 @@ def sections_of(path: str) -> dict[str, Json]:
     folder = model_folder(path)
     if is_checkpoint(folder):
         model = open_checkpoint(folder).fields
+        check_companions(folder)
     elif (folder / "config.yaml").is_file():
         model = yaml.safe_load((folder / "config.yaml").read_text())["model"]
     else:
@@ -62,13 +66,87 @@ def chat_of(path: str) -> tuple[str | None, dict[str, str]]:
     return template_in(folder), special_tokens(folder)
 
 
+# Of a mixture of experts, what training adds and how it runs.
+FREE_OF_EXPERTS = {"aux_loss", "z_loss", "exchange"}
+# What may differ from the model that a run starts from: how it runs, how far it looks back and
+# stretches its positions to do so, and what tuning puts in (`scaling.inserted` checks that).
+MAY_DIFFER = EXECUTION | {"context", "rope_scaling", "vocab_multiple", *INSERTED}
+
+
+def joined(theirs: Json, given: Json) -> Json:
+    """A section with what is given in it; a section in it that is of the same kind, likewise."""
+
+    def one(before: Any, now: Any) -> Any:
+        sections = isinstance(before, dict) and isinstance(now, dict)
+        same_kind = sections and now.get("name", before.get("name")) == before.get("name")
+        return before | now if same_kind else now
+
+    return theirs | {key: one(theirs.get(key), value) for key, value in given.items()}
+
+
+def conflicts(theirs: Json, given: Json, whole_rows: bool) -> list[str]:
+    """Given fields of a model that would compute something else with the weights of `theirs`.
+
+    whole_rows: the rows of its vocabulary are `vocab_multiple`. Values that are not valid are left
+    to the validation that follows.
+    """
+    try:
+        model = ModelConfig.model_validate(theirs)
+    except ValidationError:
+        return []
+    derived = {"hidden": model.hidden or 4 * (model.width or 0)}
+    found = []
+    for name, value in given.items():
+        has = derived.get(name, getattr(model, name, None))
+        try:
+            kind: Any = ModelConfig.model_fields[name].annotation
+            now = TypeAdapter(kind).validate_python(value)
+        except (KeyError, ValidationError):
+            continue
+        if name == "vocab_multiple" and whole_rows:
+            differs = now > 0 and has % now > 0
+        elif name == "rope_scaling":
+            differs = now is None and has is not None
+        else:
+            differs = name not in MAY_DIFFER and not same(name, has, now, model)
+        if differs:
+            found.append(f"model.{name} {has} (given: {value})")
+    return found
+
+
+def same(name: str, has: Any, now: Any, model: ModelConfig) -> bool:
+    """Whether two values of a field are the same function of the model."""
+    says_nothing = {
+        "qk_scale": not model.qk_norm,
+        "rope_base": model.positions == "learned",
+        "short_window": "S" not in model.window_pattern,
+    }
+    if name == "window_pattern":
+        has, now = ((pattern * model.depth)[: model.depth] for pattern in (has, now))
+    if isinstance(has, Experts) and isinstance(now, Experts):
+        has, now = (experts.model_dump(exclude=FREE_OF_EXPERTS) for experts in (has, now))
+    if isinstance(has, float) and isinstance(now, float) and math.isclose(has, now, rel_tol=1e-6):
+        return True
+    return has == now or says_nothing.get(name, False)
+
+
 def take_over(tree: Json, path: str) -> None:
     """Fill a plain configuration in with those sections; what it says itself wins.
 
-    Sources of conversations take over the chat template and the special tokens.
+    Sources of conversations take over the chat template and the special tokens. Raises UserError
+    for a `model` that is another function than the weights were trained for.
     """
     sections = sections_of(path)
-    tree["model"] = sections["model"] | (tree.get("model") or {})
+    given = tree.get("model") or {}
+    if isinstance(given, dict):
+        tree["model"] = joined(sections["model"], given)
+        asked = {name: tree["model"][name] for name in given}
+        if found := conflicts(sections["model"], asked, is_checkpoint(model_folder(path))):
+            more = f" and {len(found) - 6} more" if len(found) > 6 else ""
+            raise UserError(
+                f"train.init_from {path} is a model with {', '.join(found[:6])}{more}: leave out "
+                "what is given there, the model section is taken over from it"
+            )
     data = tree.setdefault("data", {})
     data.setdefault("tokenizer", sections["data"]["tokenizer"])
     for source in chat_sources(data):

@@ -12,7 +12,7 @@ from typing import NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxtrain.settings import UserError
+from jaxtrain.settings import UserError, read_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -41,9 +41,13 @@ class Stored(NamedTuple):
 def read_headers(folder: Path) -> dict[str, Stored]:
     """All tensors of a checkpoint folder: one file, or the shards that its index names."""
     if (folder / INDEX).is_file():
-        index = json.loads((folder / INDEX).read_text())["weight_map"]
+        index = read_object(folder / INDEX).get("weight_map")
+        if not isinstance(index, dict) or not all(type(name) is str for name in index.values()):
+            raise UserError(f"{folder / INDEX}: weight_map must be an object, tensor: file")
         tensors: dict[str, Stored] = {}
         for name in sorted(set(index.values())):
+            if not (folder / name).is_file():
+                raise UserError(f"{folder / INDEX} names the file {name}, which is missing")
             tensors |= read_header(folder / name)
         missing = sorted(set(index) - set(tensors))
         if missing:
@@ -53,7 +57,18 @@ def read_headers(folder: Path) -> dict[str, Stored]:
         return tensors
     if (folder / WEIGHTS).is_file():
         return read_header(folder / WEIGHTS)
-    raise UserError(f"{folder} has no {WEIGHTS} and no {INDEX}; other formats are not read")
+    raise UserError(f"{folder} has no {WEIGHTS} and no {INDEX}; {other_formats(folder)}")
+
+
+def other_formats(folder: Path) -> str:
+    """What to do with weights that are not safetensors."""
+    pickled = sorted(path.name for path in folder.glob("*_model*.bin"))
+    if not pickled:
+        return "other formats are not read"
+    return (
+        f"{pickled[0]} is pickled, which is not read: open it with transformers (an adapter with "
+        "peft) and save it again by save_pretrained, which writes safetensors"
+    )
 
 
 def read_header(path: Path) -> dict[str, Stored]:
@@ -70,6 +85,8 @@ def read_header(path: Path) -> dict[str, Stored]:
             tensors[name] = Stored(path, entry["dtype"], tuple(entry["shape"]), start + first)
             if start + last > end:
                 raise UserError(f"{path} is cut off: {name} ends at byte {start + last} of {end}")
+    except FileNotFoundError as error:
+        raise UserError(f"{path} is missing; {other_formats(path.parent)}") from error
     except (OSError, ValueError, KeyError, AttributeError, MemoryError) as error:
         raise UserError(f"{path} cannot be read as safetensors: {error}") from error
     return tensors

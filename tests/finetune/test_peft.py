@@ -17,11 +17,14 @@ from jaxtrain.finetune import make_parts
 from jaxtrain.finetune.config import LoRAConfig, of_adapter
 from jaxtrain.interop import load, open_checkpoint, read_adapter, write_adapter
 from jaxtrain.interop.peft import FILE
+from jaxtrain.interop.tensors import read_header
+from jaxtrain.main import main
 from jaxtrain.settings import UserError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "interop"))
 from hf_cases import prompts
 from test_families import build, logits_of, write_checkpoint
+from test_runs import write_tokenizer
 
 GOLDEN = np.load(Path(__file__).with_name("golden.npz"))
 FACTS = json.loads(str(GOLDEN["facts"]))
@@ -128,6 +131,51 @@ def test_peft_reads_what_we_write(name, tmp_path):
     np.testing.assert_allclose(logits, GOLDEN[f"{name}/logits"], rtol=0, atol=1e-4)
 
 
+def part_of_gpt2(tmp_path, dora=False):
+    """(model's config, graphdef, base, parts, random adapter) of q and v, a part of c_attn."""
+    source = open_checkpoint(write_checkpoint(tmp_path / "base", "gpt2"))
+    c, graphdef, specs = build(source)
+    lora = LoRAConfig(rank=4, alpha=8.0, targets=("q", "v"), dora=dora)
+    parts = make_parts(lora, specs, jnp.dtype(jnp.float32))
+    frozen, start = parts.split(load(source, parts.base, store=parts.store), 0)
+    random = np.random.default_rng(0)
+    trained = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), start)
+    return c, graphdef, frozen, parts, trained
+
+
+def test_a_part_of_a_matrix_is_written_with_zeros_and_comes_back(tmp_path):
+    c, graphdef, frozen, parts, trained = part_of_gpt2(tmp_path)
+    facts = {"rank": 4, "alpha": 8.0, "rslora": False, "dora": False, "base": "x"}
+    write_adapter(tmp_path / "out", c, trained, facts)
+    table = load_file(tmp_path / "out" / FILE)
+    up = table["base_model.model.transformer.h.1.attn.c_attn.lora_B.weight"]
+    assert up.shape == (3 * 32, 8) and not up[32:64].any() and up[:32].any() and up[64:].any()
+    expected = logits_of(graphdef, parts.join(trained, frozen), prompts())
+    source = open_checkpoint(tmp_path / "base")
+    _, _, specs = build(source)
+    for given in ({}, {"targets": ("q", "v")}):  # all of c_attn, and the part alone
+        lora = LoRAConfig.model_validate(of_adapter(tmp_path / "out") | given)
+        again = make_parts(lora, specs, jnp.dtype(jnp.float32))
+        base, start = again.split(load(source, again.base, store=again.store), 0)
+        found = again.join(read_adapter(tmp_path / "out", c, start), base)
+        np.testing.assert_allclose(logits_of(graphdef, found, prompts()), expected, atol=1e-4)
+    lora = LoRAConfig.model_validate(of_adapter(tmp_path / "out") | {"targets": ("q",)})
+    start = make_parts(lora, specs, jnp.dtype(jnp.float32)).split(base, 0)[1]
+    with pytest.raises(UserError, match="changes blocks/attention/v too, which finetune.targets"):
+        read_adapter(tmp_path / "out", c, start)
+
+
+def test_norms_of_a_part_of_a_matrix_are_refused_before_anything_is_prepared(tmp_path, capsys):
+    write_tokenizer(write_checkpoint(tmp_path / "base", "gpt2"))
+    given = {"train.init_from": tmp_path / "base", "run.directory": tmp_path / "runs"}
+    given |= {"data.cache_dir": tmp_path / "cache", "train.sequence_length": 32, "train.steps": 1}
+    given |= {"finetune.name": "lora", "finetune.rank": 2, "finetune.targets": "[q, v, ffn]"}
+    assert main([f"{k}={v}" for k, v in given.items()] + ["finetune.dora=true"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "finetune.targets: q, k, v are one matrix" in line and "add k, or set" in line
+    assert not (tmp_path / "runs").exists() and not (tmp_path / "cache").exists()
+
+
 def test_an_adapter_that_does_not_fit_is_named(tmp_path):
     with pytest.raises(UserError, match=r"has \(32, 4\) for blocks/.*the run needs \(32, 2\)"):
         opened(tmp_path, "rslora", rank=2)
@@ -141,3 +189,22 @@ def test_an_adapter_that_does_not_fit_is_named(tmp_path):
         part.mkdir()
         with pytest.raises(UserError, match=message):
             opened(part, "rslora", **change)
+
+
+def test_a_damaged_adapter_is_named(tmp_path):
+    folder, config = adapter_of(tmp_path / "a", "rslora"), FACTS["rslora"]["config"]
+    for text, message in (
+        ("{bad", "adapter_config.json is not JSON"),
+        ("[]", "adapter_config.json holds a list"),
+        (json.dumps({k: v for k, v in config.items() if k != "r"}), "json: r is None, but must be"),
+        (json.dumps(config | {"lora_alpha": "8"}), "json: lora_alpha is '8', but must be a number"),
+    ):
+        (folder / "adapter_config.json").write_text(text)
+        with pytest.raises(UserError, match=message):
+            of_adapter(folder)
+    with pytest.raises(UserError, match="num_virtual_tokens is None, but must be a number"):
+        (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "PROMPT_TUNING"}))
+        of_adapter(folder, "prompt")
+    (folder / FILE).rename(folder / "adapter_model.bin")
+    with pytest.raises(UserError, match=f"{FILE} is missing; adapter_model.bin is pickled.*peft"):
+        read_header(folder / FILE)

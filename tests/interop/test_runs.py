@@ -1,6 +1,7 @@
 """The commands: a checkpoint becomes a run, a run starts from it, and goes back."""
 
 import json
+import re
 
 import ml_dtypes
 import numpy as np
@@ -9,7 +10,7 @@ import tokenizers
 from hf_cases import weights
 from safetensors.numpy import load_file, save_file
 from test_families import FACTS, write_checkpoint
-from tiny import CACHE, close, mesh_of, run_overrides, same
+from tiny import CACHE, close, mesh_of, random_run, run_overrides, same
 from tokenizers import decoders, models, pre_tokenizers, processors
 
 from jaxtrain import evaluate, generate
@@ -135,10 +136,65 @@ def test_a_run_or_a_checkpoint_to_start_from(imported):
     assert params[0]["embed"].sharding.spec[0] == "tensor"
     with pytest.raises(UserError, match="no run, no model folder and no checkpoint"):
         load_config(None, [f"train.init_from={folder.parent}"])
-    other = load_config(None, [f"train.init_from={run}", "model.hidden=64"])
-    _, specs = split(Transformer(resolve_model(other.model, 32), 90))
+    other = c.model.model_copy(update={"hidden": 64})
+    _, specs = split(Transformer(resolve_model(other, 32), 90))
     with pytest.raises(UserError, match=r"needs blocks/ffn/down of shape \(2, 64, 32\)"):
         load_start(str(run), specs, shardings(specs, mesh))
+    _, specs = split(Transformer(resolve_model(c.model.model_copy(update={"prompt": 3}), 32), 90))
+    with pytest.raises(UserError, match="has no prompt, which the model section of the run asks"):
+        load_start(str(folder), specs, shardings(specs, mesh))
+
+
+OTHER = {
+    "model.depth=3": "model.depth 2 (given: 3)",
+    "model.head_dim=16": "model.head_dim 8 (given: 16)",
+    "model.hidden=64": "model.hidden 48 (given: 64)",
+    "model.kv_heads=3": "model.kv_heads 2 (given: 3)",
+    "model.ffn=geglu": "model.ffn swiglu (given: geglu)",
+    "model.moe.experts=4": "model.moe None",
+    "model.rope_base=500": "model.rope_base 10000.0 (given: 500)",
+    "model.norm_eps=1e-3": "model.norm_eps 1e-06 (given: 1e-3)",
+    "model.window_pattern=SL": "model.window_pattern L (given: SL)",
+    "model.softcap=15": "model.softcap None (given: 15)",
+    "model.qkv_bias=true": "model.qkv_bias False (given: True)",
+}
+
+
+@pytest.mark.parametrize("given", OTHER)
+def test_another_function_than_that_of_the_weights_is_refused(given, imported):
+    for start in imported:
+        with pytest.raises(UserError, match=re.escape(OTHER[given]) + ".*leave out"):
+            load_config(None, [f"train.init_from={start}", given])
+
+
+def test_the_vocabulary_of_a_checkpoint_has_its_rows(imported):
+    folder, _ = imported
+    with pytest.raises(UserError, match=re.escape("model.vocab_multiple 96 (given: 64)")):
+        load_config(None, [f"train.init_from={folder}", "model.vocab_multiple=64"])
+    load_config(None, [f"train.init_from={folder}", "model.vocab_multiple=32"])
+
+
+def test_what_is_the_same_or_free_may_be_given(imported):
+    """How the model runs, a longer context, and what the model has already."""
+    same_or_free = [
+        "model.depth=2", "model.norm_eps=1e-6", "model.window_pattern=LL", "model.short_window=9",
+        "model.qk_scale=1.0", "model.remat=block", "model.scan_layers=true", "model.rows=xla",
+        "model.document_mask=true", "model.ffn_tiles=2", "model.init=mup", "model.context=256",
+        "model.rope_scaling={name: linear, factor: 4}", "model.hidden=48", "model.rope_base=1e4",
+    ]  # fmt: skip
+    for start in imported:
+        c = load_config(None, [f"train.init_from={start}", *same_or_free])
+        assert (c.model.context, c.model.rope_scaling.factor) == (256, 4.0)
+
+
+def test_experts_keep_their_number_when_the_loss_beside_them_changes(tmp_path):
+    fields = {"depth": 1, "width": 32, "head_dim": 8, "moe": {"experts": 4, "top_k": 1}}
+    given = [f"model={fields}", "data.tokenizer.name=bytes"]
+    run = random_run(tmp_path, given)
+    c = load_config(None, [f"train.init_from={run}", "model.moe.aux_loss=0.5"])
+    assert (c.model.moe.experts, c.model.moe.top_k, c.model.moe.aux_loss) == (4, 1, 0.5)
+    with pytest.raises(UserError, match="model.moe .*leave out"):
+        load_config(None, [f"train.init_from={run}", "model.moe.top_k=2"])
 
 
 def test_our_own_model_says_what_does_not_fit(whole, tmp_path, capsys):
@@ -229,6 +285,18 @@ def test_a_damaged_tensor_is_named(name, change, message, tmp_path, capsys):
         ({"rope_parameters": {"rope_type": "dynamic"}}, "rope_type dynamic is not supported"),
         ({"rope_scaling": {"type": "dynamic"}, "rope_parameters": None}, "rope_type dynamic"),
         ({"partial_rotary_factor": 0.5}, "partial_rotary_factor 0.5 is not supported"),
+        ({"num_attention_heads": "4"}, 'num_attention_heads is "4", but must be a whole number'),
+        ({"num_attention_heads": None}, "num_attention_heads is null, but must be a whole number"),
+        ({"hidden_size": 32.5}, "hidden_size is 32.5, but must be a whole number above 0"),
+        ({"vocab_size": "96"}, 'vocab_size is "96", but must be a whole number'),
+        ({"rms_norm_eps": "small"}, 'rms_norm_eps is "small", but must be a number above 0'),
+        ({"tie_word_embeddings": None}, "tie_word_embeddings is null, but must be true or false"),
+        ({"rope_scaling": "linear"}, 'rope_scaling is "linear", but must be an object'),
+        ({"rope_parameters": [1]}, "rope_parameters is [1], but must be an object"),
+        (
+            {"rope_parameters": None, "rope_scaling": {"type": "linear", "factor": "2"}},
+            'factor is "2", but must be a number',
+        ),
     ],
 )
 def test_an_unsupported_config_is_named(change, message, tmp_path, capsys):
@@ -252,3 +320,48 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, capsys):
     file.write_bytes(file.read_bytes()[:-10])
     assert interop(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 2
     assert "is cut off" in capsys.readouterr().err
+
+
+SHARD = "model-00001-of-00002.safetensors"
+FILES = {
+    "no object": ("config.json", "[]", "config.json holds a list, but must be an object"),
+    "index": ("model.safetensors.index.json", "{bad", "index.json is not JSON: Expecting"),
+    "index empty": ("model.safetensors.index.json", "{}", "weight_map must be an object"),
+    "shard": (
+        "model.safetensors.index.json", json.dumps({"weight_map": {Q: SHARD}}),
+        f"index.json names the file {SHARD}, which is missing",
+    ),
+    "tokenizer": ("tokenizer.json", "{bad", "tokenizer.json is not JSON: Expecting"),
+    "tokenizer list": ("tokenizer.json", "[]", "tokenizer.json holds a list"),
+    "settings": ("tokenizer_config.json", "{bad", "tokenizer_config.json is not JSON"),
+    "generation": ("generation_config.json", "{bad", "generation_config.json is not JSON"),
+    "pickled": ("pytorch_model.bin", "x", "pytorch_model.bin is pickled, which is not read: open"),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", FILES)
+def test_a_damaged_file_is_named_by_import_and_start(name, tmp_path, capsys):
+    file, text, message = FILES[name]
+    write_tokenizer(write_checkpoint(tmp_path / "in", "llama"))
+    if file == "pytorch_model.bin":
+        (tmp_path / "in" / "model.safetensors").unlink()
+    (tmp_path / "in" / file).write_text(text)
+    assert interop(["import", str(tmp_path / "in"), str(tmp_path / "run")]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert str(tmp_path / "in") in line and message in line
+    assert not (tmp_path / "run").exists()
+    if "tokenizer" not in name:  # of which a run's preparation reads the file
+        with pytest.raises(UserError, match=re.escape(message)):
+            load_config(None, [f"train.init_from={tmp_path / 'in'}"])
+
+
+def test_a_dtype_that_is_none_is_asked_for(tmp_path, capsys):
+    folder = write_checkpoint(tmp_path / "in", "llama", dtype=None, torch_dtype="auto")
+    write_tokenizer(folder)
+    assert interop(["import", str(folder), str(tmp_path / "run")]) == 0
+    export = ["export", str(tmp_path / "run"), str(tmp_path / "out")]
+    assert interop(export) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "config.json: dtype auto is none to write; say --dtype, one of bfloat16" in line
+    assert not (tmp_path / "out").exists()
+    assert interop([*export, "--dtype", "bfloat16"]) == 0
