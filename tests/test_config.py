@@ -184,6 +184,17 @@ def test_no_device_is_an_error_not_a_run(capsys):
         assert capsys.readouterr().err == "error: --dry-run on 0 devices: there has to be one\n"
 
 
+@pytest.mark.parametrize("stray", ["--devices 8", "--device T4", "--memory"])
+def test_options_of_the_dry_run_alone_are_no_run(stray, capsys, monkeypatch):
+    monkeypatch.setattr("jaxtrain.train.train", lambda *_: pytest.fail("a run begins"))
+    value = ["16"] * (stray == "--memory")
+    assert main(["--config", "quickstart", *stray.split(), *value]) == 2
+    assert capsys.readouterr().err == f"error: {stray} is for --dry-run (or --fit N)\n"
+    if stray == "--devices 8":
+        assert main(["--config", "quickstart", "--fit", "6", *stray.split()]) == 2
+        assert "--devices 8: --fit 6 says how many; give one" in capsys.readouterr().err
+
+
 def test_a_path_that_cannot_be_used_is_one_line(tmp_path, capsys):
     (tmp_path / "file").write_text("x")
 

@@ -323,13 +323,27 @@ def report(record: dict[str, Any]) -> str:
 
 def add_preflight(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, help="dry run: how many devices are pretended (1)")
-    parser.add_argument(
-        "--device", default="H200", choices=RATES, help="dry run: what they are (H200)"
-    )
+    parser.add_argument("--device", choices=RATES, help="dry run: what they are (H200)")
     parser.add_argument("--memory", type=float, help="dry run: GiB of one device, if not its own")
     parser.add_argument(
         "--fit", type=int, metavar="N", help="dry run: the first mesh of N devices that fits"
     )
+
+
+def given(a: argparse.Namespace, *options: str) -> str | None:
+    """The first of these options that a command line has. Each is nothing by default."""
+    for name in options:
+        value = getattr(a, name)
+        if value not in (None, False, []):
+            return f"--{name} {value}" if type(value) in (int, str) else f"--{name}"
+    return None
+
+
+def check_dry(a: argparse.Namespace) -> None:
+    """Raises UserError for an option of the dry run where none is asked for."""
+    stray = given(a, "devices", "device", "memory")
+    if stray and not a.dry_run and a.fit is None:
+        raise UserError(f"{stray} is for --dry-run (or --fit N)")
 
 
 def preflight_of(
@@ -338,12 +352,14 @@ def preflight_of(
     """The record that a command line asks for."""
     if name is None:
         raise UserError("--dry-run: say of which configuration, as in --config gpt_d12")
+    if a.fit is not None and a.devices is not None:
+        raise UserError(f"--devices {a.devices}: --fit {a.fit} says how many; give one of them")
     count = next(n for n in (a.fit, a.devices, 1) if n is not None)
     if count < 1:
         raise UserError(f"--dry-run on {count} devices: there has to be one")
     virtual_devices(count)
-    memory = int(a.memory * 2**30) if a.memory else None
+    kind, memory = a.device or "H200", int(a.memory * 2**30) if a.memory else None
     if a.fit is None:
-        return preflight(name, overrides, count, a.device, memory)
+        return preflight(name, overrides, count, kind, memory)
     say = lambda line: print(line, file=sys.stderr, flush=True)
-    return first_fit(name, overrides, count, a.device, memory, say)
+    return first_fit(name, overrides, count, kind, memory, say)

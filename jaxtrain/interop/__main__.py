@@ -77,6 +77,7 @@ def export_run(
     if (out / "config.json").exists():
         raise UserError(f"{out} holds a checkpoint already; name another folder")
     saved = load_saved(run)
+    check_whole(saved.config, run)
     model_dir = saved.tokenizer_dir
     came = text_part(read_json(model_dir / FOLDER / "config.json"))
     rows = came.get("vocab_size", saved.tokenizer.vocab_size)
@@ -94,6 +95,30 @@ def export_run(
         saved.config.model.head_dim, shard_bytes,
     )  # fmt: skip
     return row.model_type
+
+
+def check_whole(c: Resolved, run: Path) -> None:
+    """UserError for a model with parts that no checkpoint has a place for."""
+    for name in ("prompt", "prefix"):
+        if tokens := getattr(c.model, name):
+            folders = (run / "adapter", run / "model" / "adapter")
+            adapter = next((f"{p}, which" for p in folders if p.is_dir()), "the adapter that")
+            raise UserError(
+                f"{run} has a {name} of {tokens} virtual tokens, for which checkpoints of Hugging "
+                f"Face have no place: export its base (train.init_from {c.train.init_from}); the "
+                f"{name} is {adapter} peft loads beside it"
+            )
+    if c.model.adapter:
+        raise UserError(
+            f"{run} has adapters of {c.model.adapter} channels in its layers "
+            "(finetune.name=adapter), for which checkpoints of Hugging Face have no place; "
+            "lora, ia3, bitfit and freeze give models that have one"
+        )
+    if c.model.moe:
+        raise UserError(
+            f"{run} has model.moe, {c.model.moe.experts} experts in the place of a feed-forward "
+            "network; none of the families that can be written has any"
+        )
 
 
 NUMPY: dict[str, np.dtype] = {dtype.name: dtype for dtype in DTYPES.values()}

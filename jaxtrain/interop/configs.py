@@ -10,11 +10,17 @@ from jaxtrain.settings import UserError
 Json = dict[str, Any]
 SLIDING, FULL = "sliding_attention", "full_attention"
 # Fields that say how a model starts or runs, not what it computes.
-FREE = {
-    "init", "base_width", "embedding_dtype", "attention", "scan_layers", "remat", "document_mask",
+EXECUTION = {
+    "init", "base_width", "embedding_dtype", "attention", "deterministic_attention", "rows",
+    "scan_layers", "fp8", "fp8_history", "remat", "remat_short", "ffn_tiles", "document_mask",
+}  # fmt: skip
+# Those that a family may spell in another way: `differences` compares what they come to.
+DERIVED = {
     "vocab_multiple", "context", "window_pattern", "short_window", "last_layer_full", "qk_scale",
     "score_scale", "rope_base_short",
 }  # fmt: skip
+FREE = EXECUTION | DERIVED
+INSERTED = ("adapter", "prompt", "prefix")  # what tuning put into a model
 # Features of a config.json that would change the function and have no field here.
 REFUSED: dict[str, tuple[Any, ...]] = {
     "use_bidirectional_attention": (None, False),
@@ -216,14 +222,19 @@ def to_config(c: ResolvedModel, family: Family, vocab_size: int) -> Json:
     return config
 
 
+def without_inserted(c: ResolvedModel) -> ResolvedModel:
+    """The model as it was before something was put into it."""
+    return c.model_copy(update=dict.fromkeys(INSERTED))
+
+
 def defaults(fields: Json) -> Json:
     """`fields` with what they leave open, as a family that does not name a feature lacks it."""
-    absent = {
+    absent: Json = {
         "qkv_bias": False, "out_bias": False, "ffn_bias": False, "qk_norm_gain": False,
         "rope_scaling": None, "rope_base_short": None, "score_scale": None, "norm": "rms",
         "attention_softcap": None, "embed_scale": 1.0, "positions": "rotary", "post_norm": False,
-        "block_norm": True, "last_layer_full": True, "qk_scale": 1.0,
-    }  # fmt: skip
+        "block_norm": True, "last_layer_full": True, "qk_scale": 1.0, "moe": None,
+    } | dict.fromkeys(INSERTED)  # fmt: skip
     return absent | fields
 
 

@@ -11,9 +11,10 @@ from jaxtrain.interop.companions import write_json
 from jaxtrain.interop.configs import Json
 from jaxtrain.interop.families import Family, Row
 from jaxtrain.interop.layouts import LAYOUTS
-from jaxtrain.interop.load import expected, flatten, is_stacked
+from jaxtrain.interop.load import expected, flatten, is_stacked, places
 from jaxtrain.interop.tensors import INDEX, SHARD_BYTES, WEIGHTS, shards, write
 from jaxtrain.model import ParamSpec, path_name
+from jaxtrain.settings import UserError
 
 VOCABULARY = {"embed": 0, "head": 1}  # the dim that has padding
 
@@ -31,11 +32,14 @@ def export_weights(
     """Write config.json and model.safetensors, or shards of at most so many bytes and their index.
 
     params: arrays as `specs` declares them; rows of the vocabulary beyond config's are left out.
+    Raises UserError, before anything is written, for a parameter that the family has no tensor for.
     """
     flat = {
         name: without_padding(name, spec, config["vocab_size"])
         for name, spec in flatten(specs).items()
     }
+    if lost := sorted(flat.keys() - places(family, flat).keys()):
+        raise UserError(f"the family {family.model_type} has no tensor for {', '.join(lost)}")
     arrays = {path_name(p): x for p, x in jax.tree_util.tree_flatten_with_path(params)[0]}
     rows = {
         row.theirs.format(i): (row, i)

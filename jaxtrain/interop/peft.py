@@ -13,7 +13,7 @@ import jax
 import numpy as np
 
 from jaxtrain.interop.companions import write_json
-from jaxtrain.interop.configs import Json, fitting_family
+from jaxtrain.interop.configs import Json, fitting_family, without_inserted
 from jaxtrain.interop.families import Row
 from jaxtrain.interop.layouts import turned
 from jaxtrain.interop.tensors import read, read_header, write
@@ -25,9 +25,9 @@ KINDS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitud
 
 
 def rows_of(c: ResolvedModel, names: set[str]) -> list[Row]:
-    """Where the matrices of these names lie in a checkpoint."""
+    """Where the matrices of these names lie in a checkpoint of the base."""
     try:
-        rows = fitting_family(c, c.vocab_multiple, None)[0].rows
+        rows = fitting_family(without_inserted(c), c.vocab_multiple, None)[0].rows
     except UserError:
         own = {n: "blocks.{}." + n.removeprefix("blocks/").replace("/", ".") for n in names}
         rows = tuple(Row((name,), f"{theirs}.weight", "linear") for name, theirs in own.items())
