@@ -123,8 +123,10 @@ BAD = {
     "'float16' or 'float32'",
     "mesh.data=0": "mesh.data: got 0: input should be greater than or equal to 1",
     "mesh.data=3": "mesh.data=3 does not divide the number of devices, 8; these would: 1, 2, 4, 8",
-    "mesh.data=4": "mesh: data=4 does not fit 8 devices; make the product equal, or set one axis "
-    "to auto where it divides",
+    "mesh.data=4": "mesh.data=4: 4 of 8 devices; give mesh.data=8, or auto",
+    "mesh.data=1": "mesh.data=1: 1 of 8 devices; give mesh.data=8, or auto",
+    "mesh.pipeline_repeats=2": "mesh.pipeline_repeats=2 is of the stages of a pipeline, and "
+    "mesh.pipeline is 1; set mesh.pipeline to 2 or more, or mesh.pipeline_repeats=1",
     "mesh.tensor=4 model.heads=6": "mesh.tensor=4 does not divide model.heads 6; these would: 1, "
     "2, 3, 6",
     "mesh.expert=2 mesh.data=4": "mesh.expert=2 splits the experts of model.moe, which is null; "
