@@ -10,6 +10,7 @@ from jaxtrain.bench.liveness import peak_bytes
 from jaxtrain.bench.traffic import collectives, group_of_first, rates_of, step_seconds
 from jaxtrain.bench.workload import load_workload
 from jaxtrain.main import main
+from jaxtrain.parallel.mesh import AXES
 from jaxtrain.settings import UserError
 
 pytestmark = pytest.mark.slow
@@ -231,6 +232,14 @@ def test_of_several_hosts_data_goes_over_the_hosts_and_fsdp_over_a_hosts_devices
     ]
     for devices in (6, 8, 24, 64):
         assert len(preflight.candidates(devices, 8, experts=True)) <= 22
+
+
+def test_hosts_have_equally_many_devices():
+    """Six devices of hosts of four: two hosts with three each."""
+    for axes, across in (({"data": 3, "fsdp": 2}, {"fsdp": 2}), ({"data": 6}, {"data": 2})):
+        sizes = dict.fromkeys(AXES, 1) | axes
+        mesh = jax.make_mesh(tuple(sizes.values()), AXES, devices=jax.devices()[:6])
+        assert preflight.hosts_of(mesh, 4) == dict.fromkeys(AXES, 1) | across
 
 
 def test_what_cannot_be_tried_is_counted_and_its_reasons_named(record, capsys):

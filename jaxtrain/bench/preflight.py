@@ -212,9 +212,12 @@ def shard_bytes(shape: tuple[int, ...], where: NamedSharding, width: int) -> int
 
 
 def hosts_of(mesh: Mesh, per_host: int) -> dict[str, int]:
-    """Over how many hosts each axis of the mesh goes, with so many devices a host."""
+    """Over how many hosts each axis of the mesh goes: the fewest that have equally many devices,
+    at most so many each."""
+    count = next(n for n in range(ceil(mesh.size / per_host), mesh.size + 1) if mesh.size % n == 0)
+    each = mesh.size // count
     devices = [
-        SimpleNamespace(id=n, process_index=n // per_host, platform="cpu", device_kind="cpu")
+        SimpleNamespace(id=n, process_index=n // each, platform="cpu", device_kind="cpu")
         for n in range(mesh.size)
     ]
     hosts = grid(dict(mesh.shape), devices)
