@@ -23,6 +23,9 @@ from jaxtrain.settings import UserError, command
 
 COMMANDS = ("main", "evaluate")  # those that work together; the others are one process
 GRACE = 10.0  # seconds that the others have to end by themselves when one has died
+# Seconds that a killed process may take to be gone after its connections have closed, of which the
+# others hear at once, and end.
+DYING = 1.0
 
 
 @command
@@ -126,18 +129,20 @@ def show(index: int, lines: IO[bytes]) -> None:
 
 def wait(jobs: list[subprocess.Popen[bytes]]) -> int:
     """Until all have ended, or some time after the first has failed."""
-    failed, until = None, float("inf")
-    while any(job.poll() is None for job in jobs) and time.monotonic() < until:
+    failed: dict[int, float] = {}  # when each was seen to have
+    while True:
+        codes, now = [job.poll() for job in jobs], time.monotonic()
+        failed |= {i: now for i, code in enumerate(codes) if code and i not in failed}
+        if None not in codes or (failed and now > min(failed.values()) + GRACE):
+            break
         time.sleep(0.05)
-        if failed is None:
-            failed = next((i for i, job in enumerate(jobs) if job.poll()), None)
-            until = time.monotonic() + GRACE if failed is not None else until
-    failed = next((i for i, job in enumerate(jobs) if job.poll()), failed)
-    if failed is None:
+    if not failed:
         return 0
-    code = jobs[failed].returncode
+    first = [i for i, seen in failed.items() if seen <= min(failed.values()) + DYING]
+    culprit = min(first, key=lambda i: jobs[i].returncode > 0)
+    code = jobs[culprit].returncode
     how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
-    print(f"launch: process {failed} {how}; the job has ended", file=sys.stderr, flush=True)
+    print(f"launch: process {culprit} {how}; the job has ended", file=sys.stderr, flush=True)
     return 128 - code if code < 0 else code
 
 

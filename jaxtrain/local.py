@@ -42,7 +42,8 @@ class DiLoCo(Settings):
 
 
 class Gossip(Settings):
-    """Each replica averages with its two neighbours on a ring; there is no meeting of all."""
+    """Each replica averages with its two neighbours on a ring (of two replicas, with the other);
+    there is no meeting of all."""
 
     name: Literal["gossip"] = "gossip"
     every: int = Field(1, ge=1, description="steps between two averages")
@@ -177,15 +178,23 @@ def check_replicas(state: LocalState, saved: Any, where: str) -> None:
 
 
 def ring_mean(params: Any) -> Any:
-    """A third each of mine and of both neighbours' on the ring of `data`."""
+    """A third each of mine and of both neighbours' on the ring of `data`; of two replicas, half
+    each of mine and the other's."""
     ways = jax.lax.axis_size("data")
 
     def mean(x: Array) -> Array:
         shift = lambda by: [(i, (i + by) % ways) for i in range(ways)]
-        left, right = (jax.lax.ppermute(x, "data", shift(by)) for by in (1, -1))
-        return ((x.astype(jnp.float32) + left + right) / 3).astype(x.dtype)
+        total = x.astype(jnp.float32)
+        for by in steps_round(ways):
+            total += jax.lax.ppermute(x, "data", shift(by))
+        return (total / (1 + len(steps_round(ways)))).astype(x.dtype)
 
     return jax.tree.map(mean, params)
+
+
+def steps_round(ways: int) -> list[int]:
+    """How far along a ring of so many replicas the neighbours are that a replica sends to."""
+    return sorted({1 % ways, -1 % ways} - {0})
 
 
 # ---- DiLoCo ------------------------------------------------------------------------------------
@@ -318,7 +327,7 @@ def wire_bytes(
     if c is None:
         return ring * gradient_bytes
     if isinstance(c, Gossip):
-        return 2 * parameters * 4 / c.every if ways > 1 else 0.0
+        return len(steps_round(ways)) * parameters * 4 / c.every
     return ring * (4 if c.compress is None else 1 + 4 / BLOCK) / c.every
 
 

@@ -6,7 +6,7 @@ python -m jaxtrain.main --config configs/quickstart.yaml optim.matrix_lr=0.01
 import argparse
 import sys
 
-from jaxtrain.bench.preflight import add_preflight, preflight_of, report
+from jaxtrain.bench.preflight import add_preflight, check_dry, preflight_of, report
 from jaxtrain.config import find_config, help_text, load_config
 from jaxtrain.parallel.processes import add_place, find_place, joined
 from jaxtrain.settings import command
@@ -35,6 +35,7 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
     try:
         arguments = parser.parse_intermixed_args(argv)
+        check_dry(arguments)
         path = find_config(arguments.config) if arguments.config else None
         config = load_config(path, arguments.overrides)
         if arguments.print_config:

@@ -15,7 +15,8 @@ from jaxtrain.bench.step import matmul_weights, muon_flops
 from jaxtrain.bench.workload import load_workload, random_batch
 from jaxtrain.settings import UserError
 
-main = importlib.import_module("jaxtrain.bench.__main__").main
+command = importlib.import_module("jaxtrain.bench.__main__")
+main = command.main
 TINY = ["train.batch_size=8", "train.sequence_length=32", "model.depth=1", "model.width=32",
         "model.head_dim=8", "data.tokenizer.vocab_size=300"]  # fmt: skip
 SCHEMA = {"bench", "config", "variant", "device", "device_count", "peers", "floor", "versions",
@@ -397,3 +398,22 @@ def test_render_puts_ours_the_floor_and_the_peers():
 def test_bad_input_is_one_line(capsys):
     assert main(["step", "--config", "gpt_d13"]) == 2
     assert "did you mean gpt_d12" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("argv", "message"),
+    [
+        ("step --devices 8", "--devices 8 is for bench memory, not for bench step"),
+        ("table --fit 8", "--fit 8 is for bench memory, not for bench table"),
+        ("rows --tune", "--tune is for bench attention, not for bench rows"),
+        ("memory --differ train", "--differ is for bench race, not for bench memory"),
+        ("memory --device T4", "--device T4 is for --devices N or --fit N, not for what is here"),
+        ("memory --memory 9", "--memory is for --devices N or --fit N, not for what is here"),
+        ("memory --devices 0", "--dry-run on 0 devices: there has to be one"),
+    ],
+)
+def test_an_option_that_nothing_reads_is_one_line(argv, message, capsys, monkeypatch):
+    for name in ("bench_memory", "bench_step", "bench_rows", "update_page"):
+        monkeypatch.setattr(command, name, lambda *_: pytest.fail("it is measured"))
+    assert main(argv.split()) == 2
+    assert capsys.readouterr().err == f"error: {message}\n"

@@ -123,8 +123,10 @@ BAD = {
     "'float16' or 'float32'",
     "mesh.data=0": "mesh.data: got 0: input should be greater than or equal to 1",
     "mesh.data=3": "mesh.data=3 does not divide the number of devices, 8; these would: 1, 2, 4, 8",
-    "mesh.data=4": "mesh: data=4 does not fit 8 devices; make the product equal, or set one axis "
-    "to auto where it divides",
+    "mesh.data=4": "mesh.data=4: 4 of 8 devices; give mesh.data=8, or auto",
+    "mesh.data=1": "mesh.data=1: 1 of 8 devices; give mesh.data=8, or auto",
+    "mesh.pipeline_repeats=2": "mesh.pipeline_repeats=2 is of the stages of a pipeline, and "
+    "mesh.pipeline is 1; set mesh.pipeline to 2 or more, or mesh.pipeline_repeats=1",
     "mesh.tensor=4 model.heads=6": "mesh.tensor=4 does not divide model.heads 6; these would: 1, "
     "2, 3, 6",
     "mesh.expert=2 mesh.data=4": "mesh.expert=2 splits the experts of model.moe, which is null; "
@@ -182,6 +184,17 @@ def test_no_device_is_an_error_not_a_run(capsys):
     for flags in (["--fit", "0"], ["--dry-run", "--devices", "0"]):
         assert main(["--config", "quickstart", *flags]) == 2
         assert capsys.readouterr().err == "error: --dry-run on 0 devices: there has to be one\n"
+
+
+@pytest.mark.parametrize("stray", ["--devices 8", "--device T4", "--memory"])
+def test_options_of_the_dry_run_alone_are_no_run(stray, capsys, monkeypatch):
+    monkeypatch.setattr("jaxtrain.train.train", lambda *_: pytest.fail("a run begins"))
+    value = ["16"] * (stray == "--memory")
+    assert main(["--config", "quickstart", *stray.split(), *value]) == 2
+    assert capsys.readouterr().err == f"error: {stray} is for --dry-run (or --fit N)\n"
+    if stray == "--devices 8":
+        assert main(["--config", "quickstart", "--fit", "6", *stray.split()]) == 2
+        assert "--devices 8: --fit 6 says how many; give one" in capsys.readouterr().err
 
 
 def test_a_path_that_cannot_be_used_is_one_line(tmp_path, capsys):

@@ -171,6 +171,16 @@ def test_gossip_averages_with_the_neighbours_and_keeps_the_mean(task):
     np.testing.assert_allclose(kept["embed"], x.mean(0), atol=1e-6)
 
 
+def test_two_replicas_are_one_neighbour_to_each_other(task):
+    """Its copy is sent once and counts as much as mine: both have the mean."""
+    mesh = mesh_of(data=2)
+    idle = run(*task, mesh, local(name="gossip", every=99), steps=1)[0][0]
+    states, _ = run(*task, mesh, local(name="gossip"), steps=1)
+    x, y = (s.optimizer.replicas.params["embed"] for s in (idle, states[0]))
+    assert np.abs(x[0] - x[1]).max() > 1e-4
+    np.testing.assert_allclose(y, np.stack([x.mean(0)] * 2), atol=1e-6)
+
+
 # ---- bytes -------------------------------------------------------------------------------------
 
 BITS = {"f32": 4, "s8": 1, "u8": 1, "f8e4m3fn": 1}
@@ -190,13 +200,14 @@ def sent(text, ways):
 
 
 @pytest.mark.parametrize(
-    "config",
-    [None, {"name": "diloco", "every": 1}, {"name": "diloco", "every": 1, "compress": "int8"},
-     {"name": "gossip"}],
-    ids=["plain", "float32", "int8", "gossip"],
+    ("config", "ways"),
+    [(None, 4), ({"name": "diloco", "every": 1}, 4),
+     ({"name": "diloco", "every": 1, "compress": "int8"}, 4),
+     ({"name": "gossip"}, 4), ({"name": "gossip"}, 2)],
+    ids=["plain", "float32", "int8", "gossip", "gossip of two"],
 )  # fmt: skip
-def test_bytes_are_those_of_the_compiled_collectives(task, config):
-    mesh, (task, knobs) = mesh_of(data=4), task
+def test_bytes_are_those_of_the_compiled_collectives(task, config, ways):
+    mesh, (task, knobs) = mesh_of(data=ways), task
     config = config and local(**config)
     task = local_task(task, config, mesh) if config else task
     with jax.set_mesh(mesh):
@@ -205,11 +216,11 @@ def test_bytes_are_those_of_the_compiled_collectives(task, config):
         placed = place_batch(whole_batch(0), mesh, batch_dim=1)
         text = make_step(task, mesh).lower(state, placed, knobs).compile().as_text()
     parameters = sum(s.size for s in jax.tree.leaves(task.specs))
-    expected = wire_bytes(parameters, 4, config)
+    expected = wire_bytes(parameters, ways, config)
     if config is None:  # XLA may send more: a tied embedding's two gradients, say
-        assert sent(text, 4) > 0.95 * expected
+        assert sent(text, ways) > 0.95 * expected
     else:
-        assert sent(text, 4) == pytest.approx(expected, rel=0.05)
+        assert sent(text, ways) == pytest.approx(expected, rel=0.05)
 
 
 def test_each_device_of_a_replica_sends_its_own_part():
@@ -240,6 +251,8 @@ def test_a_run_says_what_it_sends():
     assert facts == {"sent_bytes": 1.5 * 4 * 1000 / 50, "sent_bytes_plain": 1.5 * 2 * 1000}
     said = local_summary(config, facts, mesh)
     assert "4 replicas" in said and "0.00012 MB a step, data parallel 0.003 MB" in said
+    one, two, four = (wire_bytes(1000, ways, local(name="gossip")) for ways in (1, 2, 4))
+    assert (one, two, four) == (0, 4000, 8000)
 
 
 @pytest.mark.parametrize(

@@ -10,6 +10,8 @@ from jaxtrain.bench.liveness import peak_bytes
 from jaxtrain.bench.traffic import collectives, group_of_first, rates_of, step_seconds
 from jaxtrain.bench.workload import load_workload
 from jaxtrain.main import main
+from jaxtrain.parallel.mesh import AXES
+from jaxtrain.settings import UserError
 
 pytestmark = pytest.mark.slow
 
@@ -199,22 +201,73 @@ def test_dry_run_prints_and_the_first_mesh_that_fits(record, capsys):
 
 
 def test_meshes_to_try_begin_with_those_that_cost_least():
-    axes = [
-        line[1 if "mesh.data=1" in line else 0 :] for line in preflight.candidates(4, experts=True)
-    ]
-    block = "model.remat=block"
-    assert axes == [
-        ["mesh.data=auto", "mesh.fsdp=1"],
-        *(["mesh.fsdp=auto", f"mesh.zero={stage}"] for stage in (1, 2, 3)),
-        ["mesh.fsdp=auto", block],
-        *(["mesh.fsdp=auto", f"mesh.{axis}={n}", block]
-          for axis in ("expert", "context", "tensor", "pipeline") for n in (2, 4)),
+    block, whole = "model.remat=block", ["mesh.data=auto", "mesh.fsdp=1"]
+    sharded, both = ["mesh.data=1", "mesh.fsdp=auto"], ["mesh.data=auto", "mesh.fsdp=2"]
+    stages = [[*sharded, f"mesh.zero={stage}"] for stage in (1, 2, 3)]
+    plain = [whole, *stages, both, [*sharded, block], [*both, block]]
+    assert preflight.candidates(4, 8, experts=True) == [
+        *plain,
+        [*whole, "mesh.expert=2", block], [*sharded, "mesh.expert=2", block],
+        [*sharded, "mesh.expert=4", block],
+        *([*sharded, f"mesh.tensor={n}", block] for n in (2, 4)),
     ]  # fmt: skip
-    assert len(preflight.candidates(1, experts=True)) == 2
-    for devices, ways in ((12, (2, 3, 4, 6)), (7, (7,))):
-        tried = [line[2] for line in preflight.candidates(devices, experts=False)[5:]]
-        found = [f"mesh.{a}={n}" for a in ("context", "tensor", "pipeline") for n in ways]
-        assert tried == found
+    assert len(preflight.candidates(1, 8, experts=True)) == 2
+    for devices, near, ways in ((12, (2, 3, 4), (2, 3, 4, 6)), (7, (), (7,))):
+        tried = preflight.candidates(devices, 4, experts=False)
+        tried = [line[2] for line in tried if block in line[3:]]
+        found = [f"mesh.{a}={n}" for a in ("context", "tensor") for n in near]
+        assert tried == found + [f"mesh.pipeline={n}" for n in ways]
+
+
+def test_of_several_hosts_data_goes_over_the_hosts_and_fsdp_over_a_hosts_devices():
+    tried = preflight.candidates(32, 8, experts=False)
+    assert tried[2] == ["mesh.data=auto", "mesh.fsdp=8"] and tried[1][-1] == "mesh.zero=1"
+    assert [preflight.shares(n, 8) for n in (1, 2, 3, 6, 12, 16)] == [
+        [],
+        [],
+        [],
+        [3, 2],
+        [6, 4],
+        [8],
+    ]
+    for devices in (6, 8, 24, 64):
+        assert len(preflight.candidates(devices, 8, experts=True)) <= 22
+
+
+def test_hosts_have_equally_many_devices():
+    """Six devices of hosts of four: two hosts with three each."""
+    for axes, across in (({"data": 3, "fsdp": 2}, {"fsdp": 2}), ({"data": 6}, {"data": 2})):
+        sizes = dict.fromkeys(AXES, 1) | axes
+        mesh = jax.make_mesh(tuple(sizes.values()), AXES, devices=jax.devices()[:6])
+        assert preflight.hosts_of(mesh, 4) == dict.fromkeys(AXES, 1) | across
+
+
+def test_what_cannot_be_tried_is_counted_and_its_reasons_named(record, capsys):
+    argv = ["--config", "moe_tiny", "--dry-run", "--fit", "6", "--device", "T4"]
+    assert main(argv) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert line.startswith("error: no mesh of 6 x T4 to try: ")
+    for reason in (
+        "train.batch_size 8 does not divide over 6 devices (mesh data x fsdp x expert); use 6",
+        "mesh.fsdp=6 does not divide model.width 128; these would: 1, 2, 4,",
+    ):
+        assert reason in line
+    assert "context" not in line
+
+    def pretend(name, overrides, devices, kind, memory):
+        if "mesh.fsdp=2" not in overrides:
+            raise UserError("mesh.fsdp=6 does not divide model.width 128")
+        return record
+
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(preflight, "preflight", pretend)
+        assert main(argv) == 0
+    fits, left = capsys.readouterr().err.splitlines()
+    assert fits.startswith("  mesh.data=auto mesh.fsdp=2: ")
+    assert left == (
+        "  left out: 3 that this configuration does not take, as mesh.fsdp=6 does not divide "
+        "model.width 128"
+    )
 
 
 # Two rows for four devices; three heads, which no axis of these splits.
@@ -229,7 +282,7 @@ EXPERTS += ["model.moe.hidden=64", "model.depth=2", "train.sequence_length=64"]
     [
         ([*FEW, "model.depth=3", "train.sequence_length=64"], None, "fsdp 2 x context 2"),
         ([*FEW, "model.depth=2", "train.sequence_length=62"], None, "pipeline 2 x fsdp 2"),
-        (EXPERTS, 3.5 * 2**20, "fsdp 2 x expert 2"),
+        (EXPERTS, 2.7 * 2**20, "fsdp 2 x expert 2"),
     ],
     ids=["context", "pipeline", "expert"],
 )
@@ -240,7 +293,7 @@ def test_the_only_mesh_that_fits(changes, memory, mesh, capsys):
     assert main(["--config", "quickstart", "--fit", "4", *limit, *given]) == 0
     out, tried = capsys.readouterr()
     assert f"on 4 x H200: {mesh}, ZeRO-3" in out and "fits (90%" in out
-    assert "mesh.data=auto mesh.fsdp=1: " in tried.splitlines()[0]
+    assert tried.splitlines()[-1].startswith("  left out: ")
     assert ("expert=" in tried.replace("fsdp x expert", "")) == ("expert" in mesh)
     assert "over  (" not in out  # not what devices send to themselves
 

@@ -25,7 +25,7 @@ from jaxtrain.bench.matmuls import bench_matmuls
 from jaxtrain.bench.memory import bench_longest, bench_techniques
 from jaxtrain.bench.optimizers import bench_optimizers
 from jaxtrain.bench.peers import nanochat_step
-from jaxtrain.bench.preflight import add_preflight, preflight_of, report
+from jaxtrain.bench.preflight import add_preflight, given, preflight_of, report
 from jaxtrain.bench.race import SAME, draw, race
 from jaxtrain.bench.record import BENCHMARKS, RESULTS, stem, write
 from jaxtrain.bench.rows import bench_rows
@@ -55,6 +55,15 @@ WHAT = {
     "race": "runs compared that differ in their optimizer alone: race RUN [RUN ...]",
     "tasks": "the shapes of CORE: packed rows against one example per forward",
     "table": "regenerate the tables in BENCHMARKS.md from benchmarks/results/",
+}
+
+# The benchmark that each option is for; --record, --out, --variant and --config are for several.
+ONLY = {
+    "attention": ("tune",),
+    "step": ("profile", "switches", "flags", "peer"),
+    "loader": ("minutes",),
+    "memory": ("techniques", "longest", "devices", "device", "memory", "fit"),
+    "race": ("baseline", "differ"),
 }
 
 
@@ -100,9 +109,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="folder of what is written; default benchmarks/results, runs/bench for a profile, "
         "the package for --tune",
     )
-    parser.add_argument(
-        "--minutes", type=float, default=10, help="loader: how long it reads, default 10"
-    )
+    parser.add_argument("--minutes", type=float, help="loader: how long it reads, default 10")
     parser.add_argument(
         "--techniques", action="store_true", help="memory: each technique's bytes and rate"
     )
@@ -142,7 +149,7 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
     elif a.what == "data":
         yield bench_data(a.overrides, a.variant)
     elif a.what == "loader":
-        yield bench_loader(a.overrides, a.variant, a.minutes)
+        yield bench_loader(a.overrides, a.variant, 10 if a.minutes is None else a.minutes)
     elif a.what == "filters":
         yield bench_filters(a.overrides, a.variant)
     elif a.what == "race":
@@ -167,9 +174,22 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield memory_of(a)(config, a.overrides, a.variant)
 
 
+def check_options(a: argparse.Namespace) -> None:
+    """Raises UserError for an option that nothing would read."""
+    for what, options in ONLY.items():
+        stray = given(a, *options)
+        if stray and a.what != what:
+            raise UserError(f"{stray} is for bench {what}, not for bench {a.what}")
+    if a.peer and (a.switches or a.flags):
+        raise UserError("--peer is for bench step alone, without --switches or --flags")
+    stray = given(a, "device", *(() if a.longest else ("memory",)))
+    if stray and a.devices is None and a.fit is None:
+        raise UserError(f"{stray} is for --devices N or --fit N, not for what is here")
+
+
 def memory_of(a: argparse.Namespace) -> Callable[..., dict[str, Any]]:
     """The benchmark that `memory` stands for: (config, overrides, variant) -> record."""
-    if a.devices or a.fit:
+    if a.devices is not None or a.fit is not None:
         return lambda config, overrides, variant: preflight_of(a, config, overrides)
     if a.longest:
         limit = int(a.memory * 2**30) if a.memory else None
@@ -181,8 +201,7 @@ def memory_of(a: argparse.Namespace) -> Callable[..., dict[str, Any]]:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 after one line about what the user can fix."""
     arguments = parse(argv)
-    if arguments.peer and (arguments.what != "step" or arguments.switches or arguments.flags):
-        raise UserError("--peer is for bench step alone, without --switches or --flags")
+    check_options(arguments)
     console = screen()
     if arguments.what == "table":
         console.print(update_page(), "is current")

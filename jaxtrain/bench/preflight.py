@@ -7,8 +7,10 @@ rest.
 """
 
 import argparse
+import re
 import sys
 import time
+from collections import Counter
 from collections.abc import Sequence
 from math import ceil, lcm
 from types import SimpleNamespace
@@ -210,9 +212,12 @@ def shard_bytes(shape: tuple[int, ...], where: NamedSharding, width: int) -> int
 
 
 def hosts_of(mesh: Mesh, per_host: int) -> dict[str, int]:
-    """Over how many hosts each axis of the mesh goes, with so many devices a host."""
+    """Over how many hosts each axis of the mesh goes: the fewest that have equally many devices,
+    at most so many each."""
+    count = next(n for n in range(ceil(mesh.size / per_host), mesh.size + 1) if mesh.size % n == 0)
+    each = mesh.size // count
     devices = [
-        SimpleNamespace(id=n, process_index=n // per_host, platform="cpu", device_kind="cpu")
+        SimpleNamespace(id=n, process_index=n // each, platform="cpu", device_kind="cpu")
         for n in range(mesh.size)
     ]
     hosts = grid(dict(mesh.shape), devices)
@@ -227,54 +232,85 @@ def hosts_of(mesh: Mesh, per_host: int) -> dict[str, int]:
 # ---- the first mesh that fits ------------------------------------------------------------------
 
 
-def candidates(devices: int, experts: bool) -> list[list[str]]:
+def candidates(devices: int, per_host: int, experts: bool) -> list[list[str]]:
     """Overrides to try, those that cost least time first. experts: whether the model has some.
 
-    data exchanges gradients once a step; fsdp also weights, by each stage of ZeRO more often.
+    data exchanges gradients once a step; fsdp also weights, by each stage of ZeRO more often, and
+    less between hosts where data goes over these and fsdp over a host's devices.
     model.remat=block exchanges nothing and computes layers twice. The other axes exchange
     activations within layers: expert the tokens of layers with experts, context keys and values,
     tensor the whole stream, four times a layer. pipeline sends little, but its stages wait for
-    each other. None goes over more devices than a host has.
+    each other. expert, context and tensor go over no more devices than a host has; a model with
+    experts takes neither context nor pipeline.
     """
     whole, sharded = ["mesh.data=auto", "mesh.fsdp=1"], ["mesh.data=1", "mesh.fsdp=auto"]
-    found = [whole]
-    found += [[*sharded, f"mesh.zero={stage}"] for stage in (1, 2, 3) if devices > 1]
-    found += [[*(sharded if devices > 1 else whole), "model.remat=block"]]
-    axes = [*(["expert"] if experts else []), "context", "tensor", "pipeline"]
+    both = [["mesh.data=auto", f"mesh.fsdp={n}"] for n in shares(devices, per_host)]
+    stages = [[*sharded, f"mesh.zero={stage}"] for stage in (1, 2, 3) if devices > 1]
+    several = devices > per_host
+    before = 1 if several else len(stages)
+    found = [whole, *stages[:before], *both, *stages[before:]]
+    tight = [*both, sharded] if several else [sharded, *both]
+    found += [[*base, "model.remat=block"] for base in (tight if devices > 1 else [whole])]
     ways = [n for n in range(2, 9) if devices % n == 0]
-    found += [[*sharded, f"mesh.{axis}={n}", "model.remat=block"] for axis in axes for n in ways]
+    near = [n for n in ways if n <= per_host]
+    split = {"expert": near} if experts else {"context": near}
+    split |= {"tensor": near} if experts else {"tensor": near, "pipeline": ways}
+    for axis, sizes in split.items():
+        for n in sizes:
+            bases = [whole, sharded] if axis == "expert" and n < devices else [sharded]
+            found += [[*base, f"mesh.{axis}={n}", "model.remat=block"] for base in bases]
     return found
+
+
+def shares(devices: int, per_host: int) -> list[int]:
+    """Sizes of fsdp beside data: a host's devices, or the most that divide the count; and the most
+    that are a power of two, which divides a model's width more often."""
+    few = [n for n in range(2, min(per_host, devices - 1) + 1) if devices % n == 0]
+    twos = [n for n in few if n & (n - 1) == 0]
+    return list(dict.fromkeys([*few[-1:], *twos[-1:]]))
 
 
 def first_fit(
     name: str, overrides: Sequence[str], devices: int, kind: str, memory: int | None, say: Any
 ) -> dict[str, Any]:
     """The record of the first candidate that fits. Raises UserError if none does, or if none is a
-    mesh of this configuration at all: with the reason of the first."""
-    least, refused = None, None
+    mesh of this configuration at all: with the reasons."""
+    least, refused = None, []
     experts = load_config(find_config(name), overrides).model.moe is not None
-    for tried in candidates(devices, experts):
+    for tried in candidates(devices, rates_of(kind).per_host, experts):
         try:
             record = preflight(name, [*overrides, *tried], devices, kind, memory)
         except UserError as error:  # an axis that does not divide what it splits
-            say(f"  {' '.join(tried)}: {error}")
-            refused = refused or error
+            refused.append(str(error))
             continue
         record["overrides"] = tried
         m = record["metrics"]
         say(f"  {' '.join(tried)}: {format_bytes(m['total_bytes'])}")
-        if m["fits"]:
-            return record
-        if least is None or m["total_bytes"] < least["metrics"]["total_bytes"]:
+        if least is None or m["total_bytes"] < least["metrics"]["total_bytes"] or m["fits"]:
             least = record
+        if m["fits"]:
+            break
     if least is None:
-        raise UserError(f"no mesh of {devices} x {kind} to try: {refused}")
+        raise UserError(f"no mesh of {devices} x {kind} to try: {'; '.join(main_reasons(refused))}")
+    if refused:
+        say(f"  left out: {len(refused)} that this configuration does not take, as {refused[0]}")
+    if least["metrics"]["fits"]:
+        return least
     raise UserError(
         f"no mesh of {devices} x {kind} ({format_bytes(memory or rates_of(kind).memory)}) holds "
         f"{name}: {' '.join(least['overrides'])} comes closest with "
         f"{format_bytes(least['metrics']['total_bytes'])}; lower train.device_batch_size "
         f"(now {least['workload']['device_batch_size']}) or take more devices"
     )
+
+
+def main_reasons(refused: Sequence[str]) -> list[str]:
+    """The first of each kind of reason, of the three that most meshes were refused for.
+
+    A reason begins with the key that it is about."""
+    key = lambda reason: re.split("[= :]", reason, maxsplit=1)[0]
+    kinds = Counter(map(key, refused)).most_common(3)
+    return [next(reason for reason in refused if key(reason) == kind) for kind, _ in kinds]
 
 
 def often(times: float) -> str:
@@ -323,13 +359,27 @@ def report(record: dict[str, Any]) -> str:
 
 def add_preflight(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, help="dry run: how many devices are pretended (1)")
-    parser.add_argument(
-        "--device", default="H200", choices=RATES, help="dry run: what they are (H200)"
-    )
+    parser.add_argument("--device", choices=RATES, help="dry run: what they are (H200)")
     parser.add_argument("--memory", type=float, help="dry run: GiB of one device, if not its own")
     parser.add_argument(
         "--fit", type=int, metavar="N", help="dry run: the first mesh of N devices that fits"
     )
+
+
+def given(a: argparse.Namespace, *options: str) -> str | None:
+    """The first of these options that a command line has. Each is nothing by default."""
+    for name in options:
+        value = getattr(a, name)
+        if value not in (None, False, []):
+            return f"--{name} {value}" if type(value) in (int, str) else f"--{name}"
+    return None
+
+
+def check_dry(a: argparse.Namespace) -> None:
+    """Raises UserError for an option of the dry run where none is asked for."""
+    stray = given(a, "devices", "device", "memory")
+    if stray and not a.dry_run and a.fit is None:
+        raise UserError(f"{stray} is for --dry-run (or --fit N)")
 
 
 def preflight_of(
@@ -338,12 +388,14 @@ def preflight_of(
     """The record that a command line asks for."""
     if name is None:
         raise UserError("--dry-run: say of which configuration, as in --config gpt_d12")
+    if a.fit is not None and a.devices is not None:
+        raise UserError(f"--devices {a.devices}: --fit {a.fit} says how many; give one of them")
     count = next(n for n in (a.fit, a.devices, 1) if n is not None)
     if count < 1:
         raise UserError(f"--dry-run on {count} devices: there has to be one")
     virtual_devices(count)
-    memory = int(a.memory * 2**30) if a.memory else None
+    kind, memory = a.device or "H200", int(a.memory * 2**30) if a.memory else None
     if a.fit is None:
-        return preflight(name, overrides, count, a.device, memory)
+        return preflight(name, overrides, count, kind, memory)
     say = lambda line: print(line, file=sys.stderr, flush=True)
-    return first_fit(name, overrides, count, a.device, memory, say)
+    return first_fit(name, overrides, count, kind, memory, say)

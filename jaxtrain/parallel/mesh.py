@@ -55,6 +55,11 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     """Devices of each axis, `auto` resolved. Raises UserError if they do not fit."""
+    if config.pipeline == 1 < config.pipeline_repeats:
+        raise UserError(
+            f"mesh.pipeline_repeats={config.pipeline_repeats} is of the stages of a pipeline, and "
+            "mesh.pipeline is 1; set mesh.pipeline to 2 or more, or mesh.pipeline_repeats=1"
+        )
     sizes = {axis: getattr(config, axis) for axis in AXES}
     asked = {axis: size for axis, size in sizes.items() if size not in (1, "auto")}
     autos = [axis for axis in MeshConfig.model_fields if sizes.get(axis) == "auto"]
@@ -64,12 +69,26 @@ def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
         check_divides(f"mesh.{axis}", size, {"devices": devices}, "the number of")
     fixed = prod(asked.values())
     if devices % fixed or (not autos and fixed != devices):
-        product = " x ".join(f"{axis}={size}" for axis, size in asked.items()) or "1"
-        raise UserError(
-            f"mesh: {product} does not fit {devices} devices; make the product equal, or set one "
-            f"axis to auto where it divides"
-        )
+        given = asked if autos else {"data": sizes["data"]} | asked  # auto by default, so 1 is too
+        raise UserError(misfit(given, devices, bool(autos)))
     return {axis: devices // fixed if size == "auto" else size for axis, size in sizes.items()}
+
+
+def misfit(given: dict[str, int], devices: int, auto: bool) -> str:
+    """What is wrong with sizes that are not of so many devices, and which would be right.
+
+    auto: another axis takes what they leave.
+    """
+    fixed = prod(given.values())
+    rest = {axis: fixed // size for axis, size in given.items()}
+    would = [f"mesh.{axis}={devices // n}" for axis, n in rest.items() if devices % n == 0]
+    right = f"make the product {'a divisor of ' * auto}{devices}"
+    if would:
+        right = f"give {' or '.join(would)}"
+        right += "" if auto else ", or auto" if len(would) == 1 else ", or auto for one of them"
+    names = " ".join(f"mesh.{axis}={size}" for axis, size in given.items())
+    has = f"of {devices} devices" if fixed < devices else f"devices, but there are {devices}"
+    return f"{names}: {fixed} {has}; {right}"
 
 
 def check_divides(name: str, ways: int, dims: dict[str, int], of: str = "") -> None:

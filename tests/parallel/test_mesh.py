@@ -32,8 +32,27 @@ def test_auto_is_what_the_others_leave():
         sizes(expert=3)
     with pytest.raises(UserError, match="only one axis can be auto, but data and context are"):
         sizes(context="auto")
-    with pytest.raises(UserError, match="fsdp=4 x tensor=4 does not fit 8 devices"):
-        sizes(fsdp=4, tensor=4)
+
+
+@pytest.mark.parametrize(
+    ("axes", "devices", "message"),
+    [
+        ({"data": 1, "fsdp": 2}, 8, "mesh.data=1 mesh.fsdp=2: 2 of 8 devices; give mesh.data=4 or "
+         "mesh.fsdp=8, or auto for one of them"),
+        ({"fsdp": 4, "tensor": 4}, 8, "mesh.fsdp=4 mesh.tensor=4: 16 devices, but there are 8; "
+         "give mesh.fsdp=2 or mesh.tensor=2"),
+        ({"data": 1, "fsdp": 2, "tensor": 3}, 12, "mesh.data=1 mesh.fsdp=2 mesh.tensor=3: 6 of 12 "
+         "devices; give mesh.data=2 or mesh.fsdp=4 or mesh.tensor=6, or auto for one of them"),
+        ({"fsdp": 4, "tensor": 4, "expert": 4}, 8, "mesh.fsdp=4 mesh.expert=4 mesh.tensor=4: 64 "
+         "devices, but there are 8; make the product a divisor of 8"),
+        ({"data": 4, "fsdp": 4, "tensor": 4}, 8, "mesh.data=4 mesh.fsdp=4 mesh.tensor=4: 64 "
+         "devices, but there are 8; make the product 8"),
+    ],
+)  # fmt: skip
+def test_sizes_that_do_not_fit_are_named_with_what_would(axes, devices, message):
+    with pytest.raises(UserError) as error:
+        sizes(devices, **axes)
+    assert str(error.value) == message
 
 
 def hosts_along(axis, devices=32, per_host=8, **axes):
