@@ -54,8 +54,9 @@ def fitting(
             store, counted[name] = fit_pairs(store, rules[name], length)
         elif store.marked:
             kept, *numbers = fit(store, rules[name], length)
-            counts = dict(zip(Fit._fields[1:], numbers))
-            counted[name] = {"conversations": store.documents, **counts}
+            before, counts = store.left_out, dict(zip(Fit._fields[1:], numbers))
+            counted[name] = {"conversations": store.documents + sum(before.values())}
+            counted[name] |= {reason: n + before.get(reason, 0) for reason, n in counts.items()}
             if not kept.any():
                 raise UserError(
                     f"data.train: none of the {store.documents} conversations of {name} is left: "

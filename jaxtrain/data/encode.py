@@ -2,9 +2,10 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
+from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -20,6 +21,7 @@ from jaxtrain.settings import UserError
 
 BATCH = 3 << 20  # bytes of text that a process takes at a time: a block, or many short files
 SAID = {"chat": plain, "preference": spoken}  # the text of what is stored as JSON
+LEFT_OUT = ("unanswered",)  # why a conversation is not in a store: nothing in it is learned
 PIECE = 1 << 16  # characters of a document that are drawn together, a multiple of a training chunk
 
 
@@ -38,6 +40,7 @@ class Encoded(NamedTuple):
     lengths: np.ndarray  # int64 [documents], in tokens
     sizes: np.ndarray  # int64 [documents], in UTF-8 bytes
     weights: np.ndarray | None = None  # float64 [documents], of a source with sample_by
+    counts: Mapping[str, int] = MappingProxyType({})  # texts read, and of LEFT_OUT
 
 
 class Answer(NamedTuple):
@@ -98,22 +101,20 @@ def encode(job: Job, group: list[Block]) -> Answer:
         chat = chat_of(job.source, job.tokenizer)
         in_pairs = job.source.name == "preference"
         read = texts_of_preferences(chat, texts) if in_pairs else chat.documents(texts)
-        found = [(text, document) for text, some in zip(texts, read) for document in some]
-        texts = [text for text, _ in found]
-        ids = [with_marks(document.ids, document.marks, dtype) for _, document in found]
-        sizes, weights = [document.size for _, document in found], [1.0] * len(found)
+        rows = [[(with_marks(d.ids, d.marks, dtype), d.size, 1.0) for d in some] for some in read]
     else:
         dtype = token_type(tokenizer.vocab_size)
-        ids = tokenizer.encode_batch(texts)
         sizes = [len(text.encode()) for text in texts]
+        rows = [[row] for row in zip(tokenizer.encode_batch(texts), sizes, weights, strict=True)]
     held = [bool(job.held_out) and text_hash(text) < job.held_out for text in texts]
-    rows = list(zip(ids, sizes, weights, strict=True))
     train, validation = (
-        _packed([row for row, h in zip(rows, held) if h == split], dtype) for split in (False, True)
+        _packed([some for some, h in zip(rows, held) if h == split], dtype)
+        for split in (False, True)
     )
     if job.source.sample_by is None:
         train, validation = train._replace(weights=None), validation._replace(weights=None)
-    return Answer(train, validation, sum(sizes), group[-1].after)
+    size = int(train.sizes.sum() + validation.sizes.sum())
+    return Answer(train, validation, size, group[-1].after)
 
 
 def draw(job: Job, task: tuple[int, list[Block]]) -> tuple[list[Drawn], int, Position]:
@@ -154,12 +155,15 @@ def _tokenizer(directory: Path) -> Tokenizer:
     return load_tokenizer(directory)
 
 
-def _packed(documents: list[tuple[np.ndarray, int, float]], dtype: np.dtype) -> Encoded:
+def _packed(read: list[list[tuple[np.ndarray, int, float]]], dtype: np.dtype) -> Encoded:
+    """What was made of each text: a document, or of a conversation none or several."""
+    documents = [one for some in read for one in some]
     ids = np.concatenate([np.empty(0, dtype), *(one.astype(dtype) for one, _, _ in documents)])
     lengths = np.array([len(one) for one, _, _ in documents], np.int64)
     sizes = np.array([size for _, size, _ in documents], np.int64)
     weights = np.array([weight for _, _, weight in documents], np.float64)
-    return Encoded(ids.tobytes(), lengths, sizes, weights)
+    counts = {"read": len(read), "unanswered": sum(not some for some in read)}
+    return Encoded(ids.tobytes(), lengths, sizes, weights, counts)
 
 
 def _weighted(source: Any, block: Block) -> Iterator[tuple[str, float]]:

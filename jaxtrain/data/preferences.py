@@ -8,38 +8,59 @@ then the same prompt with the completion of the next line, which KTO compares wi
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxtrain.data.chat import Chat, Document
-from jaxtrain.data.messages import Message, checked, instruction_of, message_of, records
+from jaxtrain.data.messages import (
+    Message,
+    Tools,
+    checked,
+    instruction_of,
+    message_of,
+    records,
+    refuse_media,
+    tools_of,
+    with_system,
+)
 from jaxtrain.settings import UserError
 
 PAIR, WANTED, UNWANTED = 0, 1, 2  # what the note says
 TEXTS = 3  # documents that a preference is stored as: two texts, and as many tokens as the note is
 
 
+class Judged(NamedTuple):
+    """A prompt and an answer, what was said of it, and where it stands."""
+
+    prompt: list[Message]
+    said: list[Message]
+    note: int
+    tools: Tools
+    place: str
+
+
 def preferences(text: str, file: str, line: int) -> Iterator[str]:
-    """Each preference of a text as JSON of {texts: [messages, messages], asked, note}.
+    """Each preference of a text as JSON of {texts: [messages, messages], asked, note, tools}.
 
     asked: messages that both have, the prompt. file, line: where the text stands. Raises UserError
     for what is no preference.
     """
-    judged: list[tuple[list[Message], list[Message], int, str]] = []
+    judged: list[Judged] = []
     for record, place in records(text, file, line):
         if isinstance(record, dict) and "label" in record and not {*KEYS} & record.keys():
             judged.append(_judged(record, place))
         else:
-            yield _json(*_pair(record, place), PAIR, place)
+            texts, asked = _pair(record, place)
+            yield _json(texts, asked, PAIR, tools_of(record, place), place)
     if len(judged) == 1:
         raise UserError(
-            f"{judged[0][3]}: a judged answer is compared with the next one of the file, and there "
-            "is no other"
+            f"{judged[0].place}: a judged answer is compared with the next one of the file, and "
+            "there is no other"
         )
-    for i, (prompt, said, note, place) in enumerate(judged):
-        other = judged[(i + 1) % len(judged)][1]
-        yield _json([prompt + said, prompt + other], len(prompt), note, place)
+    for one, other in zip(judged, judged[1:] + judged[:1]):
+        texts = [one.prompt + one.said, one.prompt + other.said]
+        yield _json(texts, len(one.prompt), one.note, one.tools, one.place)
 
 
 def spoken(text: str) -> str:
@@ -51,20 +72,26 @@ def spoken(text: str) -> str:
 def texts_of_preferences(chat: Chat, texts: Sequence[str]) -> list[list[Document]]:
     """The documents of each preference (its JSON): the two texts, and the note as its length."""
     records = [json.loads(text) for text in texts]
-    both = [(messages, record["asked"]) for record in records for messages in record["texts"]]
+    both = [
+        (messages, record["asked"], record.get("tools"))
+        for record in records
+        for messages in record["texts"]
+    ]
     found = iter(chat.answers(both))
     notes = [np.zeros(record["note"], np.int64) for record in records]
     return [[next(found), next(found), Document(note, note.astype(bool), 0)] for note in notes]
 
 
-def _json(texts: list[list[Message]], asked: int, note: int, place: str) -> str:
-    return checked({"texts": texts, "asked": asked, "note": note}, place)
+def _json(texts: list[list[Message]], asked: int, note: int, tools: Tools, place: str) -> str:
+    told = {} if tools is None else {"tools": tools}
+    return checked({"texts": texts, "asked": asked, "note": note} | told, place)
 
 
 def _pair(record: Any, place: str) -> tuple[list[list[Message]], int]:
     """The two conversations of a pair, and how many messages their prompt has."""
     if not isinstance(record, dict) or not {"chosen", "rejected"} <= record.keys():
         raise _no_preference(record, place)
+    refuse_media(record, place)
     prompt = _prompt(record, place)
     answers = [_messages(record[key], "assistant", f"{place}, {key}") for key in KEYS]
     if all(_continues(answer) for answer in answers):
@@ -73,6 +100,7 @@ def _pair(record: Any, place: str) -> tuple[list[list[Message]], int]:
         return [prompt + answer for answer in answers], len(prompt)
     if any(map(_continues, answers)):
         raise UserError(f"{place}: one of chosen and rejected has the prompt in it, the other not")
+    answers = [with_system(answer, record, place) for answer in answers]
     asked, most = 0, min(map(len, answers)) - 1
     while asked < most and answers[0][asked] == answers[1][asked]:
         asked += 1
@@ -85,8 +113,8 @@ KEYS = ("chosen", "rejected")
 PROMPTS = ("prompt", "question", "messages", "conversations", "instruction")
 
 
-def _judged(record: dict[str, Any], place: str) -> tuple[list[Message], list[Message], int, str]:
-    """The prompt and the answer, the note, and where it stands."""
+def _judged(record: dict[str, Any], place: str) -> Judged:
+    refuse_media(record, place)
     prompt, label = _prompt(record, place), record["label"]
     if prompt is None:
         raise _no_preference(record, place)
@@ -99,17 +127,16 @@ def _judged(record: dict[str, Any], place: str) -> tuple[list[Message], list[Mes
         answer = [last]
         if last["role"] != "assistant" or not prompt:
             raise _no_preference(record, place)
-    return prompt, answer, WANTED if label else UNWANTED, place
+    note = WANTED if label else UNWANTED
+    return Judged(prompt, answer, note, tools_of(record, place), place)
 
 
 def _prompt(record: dict[str, Any], place: str) -> list[Message] | None:
     key = next((key for key in PROMPTS if key in record), None)
     if key is None:
         return None
-    given = instruction_of(record) if key == "instruction" else record[key]
-    messages = _messages(given, "user", f"{place}, {key}")
-    system = record.get("system")
-    return ([message_of({"role": "system", "content": system}, place)] if system else []) + messages
+    given = instruction_of(record, place) if key == "instruction" else record[key]
+    return with_system(_messages(given, "user", f"{place}, {key}"), record, place)
 
 
 def _messages(given: Any, role: str, place: str) -> list[Message]:

@@ -121,7 +121,8 @@ class TalkSource(Settings):
 class ChatSource(TalkSource):
     """Conversations, one JSON object a line; the loss counts what the assistant says.
 
-    Shapes: messages, ShareGPT's conversations, Alpaca's instruction, input, output.
+    Shapes: messages, ShareGPT's conversations, Alpaca's instruction, input, output, history; beside
+    them system and tools. A turn with weight 0 or train false is not learned.
     """
 
     name: Literal["chat"] = "chat"

@@ -312,7 +312,8 @@ def test_the_reference_is_the_model_without_the_adapter(dpo, whole):
     for i, answers in enumerate(stored["train"]):
         for word, logp in zip(("yes", "no"), answers):
             asked = [{"role": "user", "content": f"Is {i} a number?"}]
-            (document,) = chat.answers([([*asked, {"role": "assistant", "content": word}], 1)])
+            answer = {"role": "assistant", "content": word}
+            (document,) = chat.answers([([*asked, answer], 1, None)])
             ids = np.concatenate([[chat.start], document.ids])
             logits = logits_of(jnp.asarray(ids, jnp.int32)[None])
             each = jax.nn.log_softmax(logits)[np.arange(len(ids) - 1), ids[1:]]

@@ -1,0 +1,201 @@
+"""What records say beside what is said: labels, system, tools, history; and what is refused."""
+
+import json
+
+import pytest
+from chat_cases import PLAIN, TEMPLATES, make_tokenizer, said
+
+from jaxtrain.data import DataConfig, fitting, in_words, make_chat, prepare
+from jaxtrain.data.loader import stores_of
+from jaxtrain.data.messages import conversation, talk_of
+from jaxtrain.data.preferences import preferences, texts_of_preferences
+from jaxtrain.data.tokenizer import huggingface_tokenizer
+from jaxtrain.settings import UserError
+
+TOKENIZER = huggingface_tokenizer(make_tokenizer().encode())
+TALK = said("q", "first", "r", "second")
+TOOLS = [{"type": "function", "function": {"name": "weather"}}]
+CALL = {"role": "assistant", "content": "", "tool_calls": [{"function": {"name": "weather"}}]}
+# As Hermes writes tools and calls.
+CALLING = (
+    "{{ '<|im_start|>system\nTools: ' + tools | tojson + '<|im_end|>\n' if tools }}"
+    "{% for m in messages %}{{ '<|im_start|>' + m.role + '\n' + m.content }}"
+    "{{ 'CALL ' + m.tool_calls | tojson if m.tool_calls }}{{ '<|im_end|>\n' }}{% endfor %}"
+    "{{ '<|im_start|>assistant\n' if add_generation_prompt }}"
+)
+
+
+def chat_of(name):
+    return make_chat(TEMPLATES.get(name, name), PLAIN, TOKENIZER)
+
+
+def learned(chat, record):
+    """What is learned of each text of a record."""
+    found = chat.documents([conversation(record, "here")])[0]
+    return [TOKENIZER.decode(document.ids[document.marks]).strip() for document in found]
+
+
+def with_labels(**labels):
+    """A conversation whose first answer has them."""
+    return {"messages": [TALK[0], TALK[1] | labels, *TALK[2:]]}
+
+
+def config_of(folder, records, **changes):
+    file = folder / "records.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "tokenizer.json").write_text(make_tokenizer())
+    source = {"name": "chat", "path": str(file), "template": TEMPLATES["qwen2"]}
+    tree = {
+        "train": source | {"special": PLAIN} | changes,
+        "validation": {"name": "none"},
+        "tokenizer": {"name": "huggingface", "path": str(folder / "tokenizer.json")},
+        "packing": {"name": "padded"},
+        "cache_dir": str(folder / "cache"),
+        "prepare_workers": 1,
+    }
+    return DataConfig.model_validate(tree)
+
+
+# ---- labels ------------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("labels", [{"weight": 0}, {"train": False}, {"weight": 1, "train": False}])
+@pytest.mark.parametrize("name", ["qwen2", "qwen3", "generation"])
+def test_an_answer_that_is_not_to_be_learned_has_no_loss(name, labels):
+    chat = chat_of(name)
+    (found,) = learned(chat, with_labels(**labels))
+    assert found.endswith("second") and "first" not in found
+    whole = learned(chat, with_labels(weight=1, train=True))
+    assert whole == learned(chat, {"messages": TALK}) and "first" in "".join(whole)
+    last = {"messages": [*TALK[:3], TALK[3] | labels]}
+    (document,) = chat.documents([conversation(last, "here")])[0]
+    assert "second" not in TOKENIZER.decode(document.ids)  # nothing is learned behind the first
+    assert learned(chat, {"messages": [TALK[0], TALK[1] | labels]}) == []
+
+
+def test_two_blocks_of_one_answer_are_both_left_out():
+    block = "{% generation %}"
+    template = TEMPLATES["generation"].replace(block, block + "!{% endgeneration %}" + block)
+    (found,) = learned(chat_of(template), with_labels(weight=0))
+    assert found == "!second"
+
+
+@pytest.mark.parametrize(
+    ("labels", "reason"),
+    [
+        ({"weight": 0.5}, "here, message 2: weight is 0.5; it must be 0 or 1"),
+        ({"train": "false"}, "here, message 2: train is 'false'; it must be true or false"),
+    ],
+)
+def test_a_label_that_is_none_is_refused(labels, reason):
+    with pytest.raises(UserError, match=reason):
+        conversation(with_labels(**labels), "here")
+
+
+def test_conversations_without_a_learned_answer_are_left_out_and_counted(tmp_path):
+    silent = {"messages": [TALK[0], TALK[1] | {"weight": 0}]}
+    empty = {"messages": said("q", "  ")}
+    config = config_of(tmp_path, [silent, {"messages": TALK}, empty])
+    stores = stores_of(prepare(config).train)
+    assert stores["train"].documents == 1
+    for _ in range(2):  # from the cache the second time
+        count = fitting(stores_of(prepare(config).train), config, 512)[1]["train"]
+        assert count == {"conversations": 3, "truncated": 0, "dropped": 0, "unanswered": 2}
+    assert "3 conversations: " in in_words(count) and "2 because no answer" in in_words(count)
+    config = config_of(tmp_path, [silent, silent])
+    with pytest.raises(UserError, match=r"records.jsonl: none of its 2 conversations is left: 2 h"):
+        prepare(config)
+
+
+def test_a_judged_answer_with_weight_0_is_refused():
+    record = {"prompt": "q", "chosen": [TALK[1] | {"weight": 0}], "rejected": "b"}
+    texts = [text for text in preferences(json.dumps(record), "f", 1)]
+    with pytest.raises(UserError, match="nothing is learned of the last answer .* weight 0"):
+        texts_of_preferences(chat_of("qwen2"), texts)
+
+
+# ---- system, tools, history --------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("key", ["messages", "conversations"])
+def test_a_system_beside_the_messages_is_the_first_of_them(key):
+    system = {"role": "system", "content": "s"}
+    for record in (
+        {key: TALK, "system": "s"},
+        {key: [system, *TALK], "system": "s"},
+        {key: [system, *TALK], "system": None},
+    ):
+        assert json.loads(conversation(record, "here")) == [system, *TALK]
+    assert json.loads(conversation({key: TALK, "system": ""}, "here")) == TALK
+    with pytest.raises(UserError, match="here has a field system and a system message"):
+        conversation({key: [system, *TALK], "system": "t"}, "here")
+    with pytest.raises(UserError, match="here: system is int, not a string"):
+        conversation({key: TALK, "system": 3}, "here")
+    whole = {"chosen": TALK, "rejected": [*TALK[:3], TALK[1]], "system": "s"}
+    (text,) = preferences(json.dumps(whole), "f", 1)
+    assert json.loads(text)["asked"] == 4 and json.loads(text)["texts"][0][0] == system
+
+
+def test_the_template_is_told_of_the_tools():
+    chat = chat_of(CALLING)
+    for tools in (TOOLS, json.dumps(TOOLS)):
+        text = conversation({"messages": TALK, "tools": tools}, "here")
+        assert talk_of(text) == (TALK, TOOLS)
+        (document,) = chat.documents([text])[0]
+        assert "Tools: " + json.dumps(TOOLS) in TOKENIZER.decode(document.ids)
+        assert "Tools" not in TOKENIZER.decode(document.ids[document.marks])
+        pair = {"prompt": "q", "chosen": "a", "rejected": "b", "tools": tools}
+        ((one, other, _),) = texts_of_preferences(chat, list(preferences(json.dumps(pair), "f", 1)))
+        for document in (one, other):
+            assert "weather" in TOKENIZER.decode(document.ids)
+    for tools in (None, [], "[]", ""):
+        assert json.loads(conversation({"messages": TALK, "tools": tools}, "here")) == TALK
+    for tools in ("weather", "{", ["weather"], {"name": "weather"}):
+        with pytest.raises(UserError, match="here: tools "):
+            conversation({"messages": TALK, "tools": tools}, "here")
+
+
+def test_tool_calls_are_learned_or_refused():
+    record = {"messages": [TALK[0], CALL]}
+    (found,) = learned(chat_of(CALLING), record)
+    assert found.startswith("CALL ") and "weather" in found
+    for content in ("", "I will ask."):
+        record = {"messages": [TALK[0], CALL | {"content": content}]}
+        with pytest.raises(UserError, match="leaves out the tool_calls of .* begins 'q': use one"):
+            learned(chat_of("qwen2"), record)
+
+
+def test_history_is_what_was_said_before():
+    record = {"instruction": "r", "input": "", "output": "second", "history": [["q", "first"]]}
+    assert json.loads(conversation(record, "here")) == TALK
+    assert json.loads(conversation(record | {"history": None}, "here")) == TALK[2:]
+    for history in ("q", ["q"], [["q"]], [["q", None]], [["q", "a", "r"]]):
+        with pytest.raises(UserError, match="here: history must be a list of pairs of strings"):
+            conversation(record | {"history": history}, "here")
+
+
+# ---- what is no text ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"instruction": None, "output": "x"}, "here: instruction is null, not a string"),
+        ({"instruction": "q", "input": 3, "output": "x"}, "here: input is int, not a string"),
+        ({"instruction": "q", "output": None}, "here: output is null, not a string"),
+        ({"instruction": "q", "output": "x", "system": 3}, "here: system is int, not a string"),
+        ({"messages": TALK, "images": ["x.png"]}, "here has images: models here read text only"),
+        (
+            {"messages": [TALK[0] | {"content": [{"type": "text", "text": None}]}, TALK[1]]},
+            "here, message 1, a part of the content: text is null, not a string",
+        ),
+        (
+            {"messages": [TALK[0] | {"content": [{"type": "image_url"}]}, TALK[1]]},
+            "here, message 1: the content has a part of type 'image_url': models here read text",
+        ),
+        ({"messages": [TALK[0] | {"content": None}, TALK[1]]}, "message 1: the content is null"),
+    ],
+)  # fmt: skip
+def test_what_is_no_text_is_refused(record, reason):
+    with pytest.raises(UserError, match=reason):
+        conversation(record, "here")
