@@ -47,8 +47,11 @@ def records(text: str, file: str, line: int) -> Iterator[tuple[Any, str]]:
 
 
 def conversation(record: Any, place: str) -> str:
-    """JSON of the messages of {messages: [{role, content}]}, of ShareGPT's {conversations: [{from,
-    value}]}, or of Alpaca's {instruction, input, output, history}; `talk_of` reads it.
+    """JSON of the messages of a record, for `talk_of`.
+
+    Shapes: {messages: [{role, content}]}, ShareGPT's {conversations: [{from, value}]}, Alpaca's
+    {instruction, input, output, history}, Dolly's {instruction, context, response}, and TRL's
+    {prompt, completion}, each a string or messages; of these the completion alone is learned.
 
     What the assistant says before anyone else is left out: it answers nothing, and most templates
     refuse it. Raises UserError, which names the place, for other shapes, and for a conversation
@@ -58,8 +61,8 @@ def conversation(record: Any, place: str) -> str:
     if not isinstance(turns, list):
         has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise UserError(
-            f"{place} is no conversation: expected messages, conversations, or instruction and "
-            f"output; it has {has}"
+            f"{place} is no conversation: expected messages, conversations, instruction and output "
+            f"(or response), or prompt and completion; it has {has}"
         )
     messages = [message_of(turn, f"{place}, message {i}") for i, turn in enumerate(turns, 1)]
     asked = False
@@ -157,17 +160,34 @@ def kind_of(value: Any) -> str:
 
 def _turns(record: dict[str, Any], place: str) -> Any:
     refuse_media(record, place)
-    if "instruction" in record and "output" in record:
-        asked, answer = instruction_of(record, place), string_of(record, "output", place)
-        said = [*_history(record, place), asked, answer]
+    answer = next((key for key in ("output", "response") if key in record), None)
+    if "instruction" in record and answer:
+        said = [instruction_of(record, place), string_of(record, answer, place)]
+        said = _history(record, place) + said
         return [{"role": ("user", "assistant")[i % 2], "content": x} for i, x in enumerate(said)]
+    if {"prompt", "completion"} <= record.keys() and not {"messages", "conversations"} & {*record}:
+        return _prompted(record, place)
     return record.get("messages", record.get("conversations"))
 
 
+def _prompted(record: dict[str, Any], place: str) -> list[Message]:
+    """TRL's `prompt` and `completion`."""
+    if isinstance(record.get("label"), bool):
+        raise UserError(
+            f"{place} has prompt, completion and label: answers that were judged are for "
+            "data.train.name=preference and objective.name=kto"
+        )
+    prompt = messages_of(record["prompt"], "user", f"{place}, prompt")
+    for message in prompt:
+        if message["role"] == "assistant":
+            message["train"] = False
+    return prompt + messages_of(record["completion"], "assistant", f"{place}, completion")
+
+
 def instruction_of(record: dict[str, Any], place: str) -> str:
-    """What Alpaca's `instruction` and `input` ask together."""
-    more = string_of(record, "input", place, optional=True)
-    return "\n\n".join([string_of(record, "instruction", place), *([more] if more else [])])
+    """What `instruction` asks, with Alpaca's `input` or Dolly's `context`."""
+    more = [string_of(record, key, place, optional=True) for key in ("input", "context")]
+    return "\n\n".join([string_of(record, "instruction", place), *filter(None, more)])
 
 
 def _history(record: dict[str, Any], place: str) -> list[str]:
@@ -178,6 +198,18 @@ def _history(record: dict[str, Any], place: str) -> list[str]:
     ):
         raise UserError(f"{place}: history must be a list of pairs of strings, [user, answer]")
     return [said for pair in history for said in pair]
+
+
+def messages_of(given: Any, role: str, place: str) -> list[Message]:
+    """A string as a message of that role, a message, or a list of them; an answer is the last."""
+    turns = [{"role": role, "content": given}] if isinstance(given, str) else given
+    turns = [turns] if isinstance(turns, dict) else turns
+    if not isinstance(turns, list) or not turns:
+        raise UserError(f"{place} is {kind_of(given)}, not a string or a list of messages")
+    messages = [message_of(turn, f"{place}, message {i}") for i, turn in enumerate(turns, 1)]
+    if role == "assistant" and messages[-1]["role"] != "assistant":
+        raise UserError(f"{place} does not end with an answer of the assistant")
+    return messages
 
 
 def message_of(turn: Any, place: str) -> Message:

@@ -18,7 +18,7 @@ from jaxtrain.data.messages import (
     Tools,
     checked,
     instruction_of,
-    message_of,
+    messages_of,
     records,
     refuse_media,
     tools_of,
@@ -93,7 +93,7 @@ def _pair(record: Any, place: str) -> tuple[list[list[Message]], int]:
         raise _no_preference(record, place)
     refuse_media(record, place)
     prompt = _prompt(record, place)
-    answers = [_messages(record[key], "assistant", f"{place}, {key}") for key in KEYS]
+    answers = [messages_of(record[key], "assistant", f"{place}, {key}") for key in KEYS]
     if all(_continues(answer) for answer in answers):
         if prompt is None:
             raise _no_preference(record, place)
@@ -121,7 +121,7 @@ def _judged(record: dict[str, Any], place: str) -> Judged:
     if label not in (True, False):
         raise UserError(f"{place}: the label is {label!r}; it must be true or false")
     if "completion" in record:
-        answer = _messages(record["completion"], "assistant", f"{place}, completion")
+        answer = messages_of(record["completion"], "assistant", f"{place}, completion")
     else:
         *prompt, last = prompt
         answer = [last]
@@ -136,19 +136,7 @@ def _prompt(record: dict[str, Any], place: str) -> list[Message] | None:
     if key is None:
         return None
     given = instruction_of(record, place) if key == "instruction" else record[key]
-    return with_system(_messages(given, "user", f"{place}, {key}"), record, place)
-
-
-def _messages(given: Any, role: str, place: str) -> list[Message]:
-    """A string as a message of that role, a message, or a list of them; an answer is the last."""
-    turns = [{"role": role, "content": given}] if isinstance(given, str) else given
-    turns = [turns] if isinstance(turns, dict) else turns
-    if not isinstance(turns, list) or not turns:
-        raise UserError(f"{place} is {type(given).__name__}, not a string or a list of messages")
-    messages = [message_of(turn, f"{place}, message {i}") for i, turn in enumerate(turns, 1)]
-    if role == "assistant" and messages[-1]["role"] != "assistant":
-        raise UserError(f"{place} does not end with an answer of the assistant")
-    return messages
+    return with_system(messages_of(given, "user", f"{place}, {key}"), record, place)
 
 
 def _continues(messages: list[Message]) -> bool:

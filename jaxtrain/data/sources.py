@@ -121,8 +121,9 @@ class TalkSource(Settings):
 class ChatSource(TalkSource):
     """Conversations, one JSON object a line; the loss counts what the assistant says.
 
-    Shapes: messages, ShareGPT's conversations, Alpaca's instruction, input, output, history; beside
-    them system and tools. A turn with weight 0 or train false is not learned.
+    Shapes: messages; ShareGPT's conversations; Alpaca's instruction, input, output, history;
+    Dolly's instruction, context, response; prompt and completion, strings or messages. Beside them
+    system and tools. A turn with weight 0 or train false is not learned.
     """
 
     name: Literal["chat"] = "chat"

@@ -174,6 +174,50 @@ def test_history_is_what_was_said_before():
             conversation(record | {"history": history}, "here")
 
 
+# ---- other shapes ------------------------------------------------------------------------------
+
+
+def test_prompts_and_completions_are_conversations_whose_completion_is_learned():
+    chat = chat_of("qwen2")
+    for record in (
+        {"prompt": "q", "completion": "first"},
+        {"prompt": TALK[:1], "completion": TALK[1:2]},
+        {"prompt": TALK[0], "completion": "first", "label": None},
+    ):
+        assert json.loads(conversation(record, "here")) == TALK[:2]
+    record = {"prompt": TALK[:3], "completion": TALK[3:], "system": "s", "tools": TOOLS}
+    assert learned(chat, record) == ["second"]
+    messages, tools = talk_of(conversation(record, "here"))
+    assert [m["content"] for m in messages] == ["s", "q", "first", "r", "second"] and tools == TOOLS
+    assert json.loads(conversation({"prompt": "q", "messages": TALK}, "here")) == TALK
+
+
+@pytest.mark.parametrize(
+    ("record", "reason"),
+    [
+        ({"prompt": None, "completion": "a"}, "here, prompt is null, not a string or a list"),
+        ({"prompt": "q", "completion": []}, "here, completion is list, not a string or a list"),
+        ({"prompt": "q", "completion": TALK[:1]}, "here, completion does not end with an answer"),
+        (
+            {"prompt": "q", "completion": "a", "label": False},
+            "here has prompt, completion and label: .* data.train.name=preference",
+        ),
+    ],
+)
+def test_a_prompt_or_a_completion_that_is_none_is_named(record, reason):
+    with pytest.raises(UserError, match=reason):
+        conversation(record, "here")
+
+
+def test_dollys_context_is_part_of_what_is_asked():
+    record = {"instruction": "q", "context": "c", "response": "a", "category": "closed_qa"}
+    assert json.loads(conversation(record, "here")) == said("q\n\nc", "a")
+    for context in ("", None):
+        assert json.loads(conversation(record | {"context": context}, "here")) == said("q", "a")
+    with pytest.raises(UserError, match="here: response is null, not a string"):
+        conversation(record | {"response": None}, "here")
+
+
 # ---- what is no text ---------------------------------------------------------------------------
 
 
