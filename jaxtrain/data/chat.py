@@ -9,7 +9,7 @@ import json
 import re
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import numpy as np
 import sentencepiece
@@ -248,9 +248,9 @@ class Document(NamedTuple):
     size: int
 
 
-def _no_answer(messages: Sequence[Message]) -> UserError:
+def _no_answer(messages: Sequence[Message]) -> Refused:
     first = messages[0]["content"][:60]
-    return UserError(
+    return Refused(
         "nothing is learned of the last answer in the conversation that begins "
         f"{first!r}: the chat template leaves it out, or it has weight 0 or train false"
     )
@@ -259,20 +259,40 @@ def _no_answer(messages: Sequence[Message]) -> UserError:
 Asked = tuple[Sequence[Message], int, Tools]  # a conversation, how long its prompt is, its tools
 
 
+OnError = Callable[[int, UserError], None]  # which of several texts cannot be used, and why
+
+
+def stop(number: int, error: UserError) -> None:
+    raise error
+
+
+def _each(things: Sequence[Any], read: Callable[[Any], Any], on_error: OnError) -> list[Any]:
+    """What each thing becomes; None for what cannot be read, if `on_error` does not raise."""
+
+    def attempt(number: int) -> Any:
+        try:
+            return read(things[number])
+        except UserError as error:
+            on_error(number, error)
+
+    return [attempt(number) for number in range(len(things))]
+
+
 class Chat(NamedTuple):
     """How a model talks.
 
     `start` begins every text, `end` every answer's end; `documents(conversations)` are what is
     trained on of each (its JSON; none if nothing in it is learned); `prompt(messages)` are the
     tokens up to where the assistant answers; of `answers(messages, asked, tools of each)` only what
-    it says after the first `asked` messages is marked.
+    it says after the first `asked` messages is marked. Both call a second argument, an `OnError`,
+    for what cannot be used: where it does not raise, there is none of it.
     """
 
     start: int
     end: int
-    documents: Callable[[Sequence[str]], list[list[Document]]]
+    documents: Callable[..., list[list[Document]]]
     prompt: Callable[[Sequence[Message]], np.ndarray]
-    answers: Callable[[Sequence[Asked]], list[Document]]
+    answers: Callable[..., list[Document | None]]
 
 
 def make_chat(template: str, special: dict[str, str], tokenizer: Tokenizer) -> Chat:
@@ -311,8 +331,9 @@ def make_chat(template: str, special: dict[str, str], tokenizer: Tokenizer) -> C
             for (ids, marks, skip), (whole, _) in zip(skips, texts)
         ]
 
-    def documents(conversations: Sequence[str]) -> list[list[Document]]:
-        rendered = [all_answers(*talk_of(text)) for text in conversations]
+    def documents(conversations: Sequence[str], on_error: OnError = stop) -> list[list[Document]]:
+        rendered = _each(conversations, lambda text: all_answers(*talk_of(text)), on_error)
+        rendered = [texts or [] for texts in rendered]
         found = iter(read_documents([one for texts in rendered for one in texts]))
         several = [[next(found) for _ in texts] for texts in rendered]
         return [[one for one in some if one.marks.any()] for some in several]
@@ -333,11 +354,14 @@ def make_chat(template: str, special: dict[str, str], tokenizer: Tokenizer) -> C
         begun = len(_common(before, whole))
         return whole, [span for span in spans if span[1] > begun]
 
-    def answers(asked: Sequence[Asked]) -> list[Document]:
-        found = read_documents([last_answers(*one) for one in asked])
-        for document, (messages, *_) in zip(found, asked):
-            if not document.marks.any():
-                raise _no_answer(messages)
+    def answers(asked: Sequence[Asked], on_error: OnError = stop) -> list[Document | None]:
+        rendered = _each(asked, lambda one: last_answers(*one), on_error)
+        read_ = iter(read_documents([one for one in rendered if one is not None]))
+        found = [None if one is None else next(read_) for one in rendered]
+        for number, document in enumerate(found):
+            if document is not None and not document.marks.any():
+                on_error(number, _no_answer(asked[number][0]))
+                found[number] = None
         return found
 
     def prompt(messages: Sequence[Message]) -> np.ndarray:

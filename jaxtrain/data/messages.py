@@ -19,9 +19,9 @@ MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 BEGIN, END = "\ufdd0", "\ufdd1"  # no characters: free to mark what a template's blocks put out
 
 
-def conversations(text: str, file: str, line: int) -> Iterator[str]:
-    """Each conversation of a text as JSON of its messages; arguments as in `records`."""
-    return (conversation(record, place) for record, place in records(text, file, line))
+def conversations(text: str, file: str, line: int) -> Iterator[tuple[str, str]]:
+    """Each conversation of a text as JSON, with its place; arguments as in `records`."""
+    return ((conversation(record, place), place) for record, place in records(text, file, line))
 
 
 def records(text: str, file: str, line: int) -> Iterator[tuple[Any, str]]:

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxtrain.data.chat import Chat, Document
+from jaxtrain.data.chat import Chat, Document, OnError, stop
 from jaxtrain.data.messages import (
     Message,
     Tools,
@@ -40,8 +40,9 @@ class Judged(NamedTuple):
     place: str
 
 
-def preferences(text: str, file: str, line: int) -> Iterator[str]:
-    """Each preference of a text as JSON of {texts: [messages, messages], asked, note, tools}.
+def preferences(text: str, file: str, line: int) -> Iterator[tuple[str, str]]:
+    """Each preference of a text as JSON of {texts: [messages, messages], asked, note, tools}, with
+    its place.
 
     asked: messages that both have, the prompt. file, line: where the text stands. Raises UserError
     for what is no preference.
@@ -52,7 +53,7 @@ def preferences(text: str, file: str, line: int) -> Iterator[str]:
             judged.append(_judged(record, place))
         else:
             texts, asked = _pair(record, place)
-            yield _json(texts, asked, PAIR, tools_of(record, place), place)
+            yield _json(texts, asked, PAIR, tools_of(record, place), place), place
     if len(judged) == 1:
         raise UserError(
             f"{judged[0].place}: a judged answer is compared with the next one of the file, and "
@@ -60,7 +61,7 @@ def preferences(text: str, file: str, line: int) -> Iterator[str]:
         )
     for one, other in zip(judged, judged[1:] + judged[:1]):
         texts = [one.prompt + one.said, one.prompt + other.said]
-        yield _json(texts, len(one.prompt), one.note, one.tools, one.place)
+        yield _json(texts, len(one.prompt), one.note, one.tools, one.place), one.place
 
 
 def spoken(text: str) -> str:
@@ -69,17 +70,23 @@ def spoken(text: str) -> str:
     return "\n\n".join(message["content"] for message in [*first, second[-1]])
 
 
-def texts_of_preferences(chat: Chat, texts: Sequence[str]) -> list[list[Document]]:
-    """The documents of each preference (its JSON): the two texts, and the note as its length."""
+def texts_of_preferences(
+    chat: Chat, texts: Sequence[str], on_error: OnError = stop
+) -> list[list[Document]]:
+    """The documents of each preference (its JSON): the two texts, and the note as its length; none
+    where `on_error` lets a text pass that cannot be used."""
     records = [json.loads(text) for text in texts]
     both = [
         (messages, record["asked"], record.get("tools"))
         for record in records
         for messages in record["texts"]
     ]
-    found = iter(chat.answers(both))
+    found = chat.answers(both, lambda number, error: on_error(number // 2, error))
     notes = [np.zeros(record["note"], np.int64) for record in records]
-    return [[next(found), next(found), Document(note, note.astype(bool), 0)] for note in notes]
+    return [
+        [] if one is None or other is None else [one, other, Document(note, note.astype(bool), 0)]
+        for one, other, note in zip(found[::2], found[1::2], notes)
+    ]
 
 
 def _json(texts: list[list[Message]], asked: int, note: int, tools: Tools, place: str) -> str:

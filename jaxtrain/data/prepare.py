@@ -198,7 +198,7 @@ def _nothing_left(source: Source, counts: Counter[str]) -> UserError:
     return UserError(
         f"{where(source)}: none of its {counts['read']} conversations is left: "
         f"{counts['unanswered']} have no answer that says something and is to be learned (weight 0 "
-        "and train false leave it out)"
+        f"and train false leave it out), and the chat template refuses {counts['refused']}"
     )
 
 
@@ -304,7 +304,8 @@ def _contents(source: Source, cache: Path) -> dict[str, Any]:
     """The fields of a source as what they stand for."""
     fields: dict[str, Any] = {"path": content_hash(source, cache)}
     if isinstance(source, TalkSource):  # how long a row is, is not known when a store is written
-        fields |= {"template": read_template(source.template), "too_long": None, "rules": RULES}
+        fields |= {"template": read_template(source.template), "rules": RULES}
+        fields |= {"too_long": None, "refused": None}
     return fields
 
 

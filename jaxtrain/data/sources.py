@@ -116,6 +116,11 @@ class TalkSource(Settings):
         description="Tokens that the template names, as {eos_token: </s>}; default those of "
         "train.init_from, or BOS for both ends",
     )
+    refused: Literal["error", "drop"] = Field(
+        default="error",
+        description="What the template refuses (a system message, tool_calls, roles that do not "
+        "alternate) stops the preparation, or is left out and counted",
+    )
 
 
 class ChatSource(TalkSource):

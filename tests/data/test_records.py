@@ -3,9 +3,10 @@
 import json
 
 import pytest
-from chat_cases import PLAIN, TEMPLATES, make_tokenizer, said
+from chat_cases import PLAIN, SPECIALS, TEMPLATES, make_tokenizer, said
 
 from jaxtrain.data import DataConfig, fitting, in_words, make_chat, prepare
+from jaxtrain.data.conversations import shares
 from jaxtrain.data.loader import stores_of
 from jaxtrain.data.messages import conversation, talk_of
 from jaxtrain.data.preferences import preferences, texts_of_preferences
@@ -100,7 +101,8 @@ def test_conversations_without_a_learned_answer_are_left_out_and_counted(tmp_pat
     assert stores["train"].documents == 1
     for _ in range(2):  # from the cache the second time
         count = fitting(stores_of(prepare(config).train), config, 512)[1]["train"]
-        assert count == {"conversations": 3, "truncated": 0, "dropped": 0, "unanswered": 2}
+        assert count["conversations"] == 3 and count["unanswered"] == 2
+        assert (count["truncated"], count["dropped"], count["refused"]) == (0, 0, 0)
     assert "3 conversations: " in in_words(count) and "2 because no answer" in in_words(count)
     config = config_of(tmp_path, [silent, silent])
     with pytest.raises(UserError, match=r"records.jsonl: none of its 2 conversations is left: 2 h"):
@@ -109,7 +111,7 @@ def test_conversations_without_a_learned_answer_are_left_out_and_counted(tmp_pat
 
 def test_a_judged_answer_with_weight_0_is_refused():
     record = {"prompt": "q", "chosen": [TALK[1] | {"weight": 0}], "rejected": "b"}
-    texts = [text for text in preferences(json.dumps(record), "f", 1)]
+    texts = [text for text, _ in preferences(json.dumps(record), "f", 1)]
     with pytest.raises(UserError, match="nothing is learned of the last answer .* weight 0"):
         texts_of_preferences(chat_of("qwen2"), texts)
 
@@ -132,7 +134,7 @@ def test_a_system_beside_the_messages_is_the_first_of_them(key):
     with pytest.raises(UserError, match="here: system is int, not a string"):
         conversation({key: TALK, "system": 3}, "here")
     whole = {"chosen": TALK, "rejected": [*TALK[:3], TALK[1]], "system": "s"}
-    (text,) = preferences(json.dumps(whole), "f", 1)
+    ((text, _),) = preferences(json.dumps(whole), "f", 1)
     assert json.loads(text)["asked"] == 4 and json.loads(text)["texts"][0][0] == system
 
 
@@ -145,7 +147,8 @@ def test_the_template_is_told_of_the_tools():
         assert "Tools: " + json.dumps(TOOLS) in TOKENIZER.decode(document.ids)
         assert "Tools" not in TOKENIZER.decode(document.ids[document.marks])
         pair = {"prompt": "q", "chosen": "a", "rejected": "b", "tools": tools}
-        ((one, other, _),) = texts_of_preferences(chat, list(preferences(json.dumps(pair), "f", 1)))
+        texts = [text for text, _ in preferences(json.dumps(pair), "f", 1)]
+        ((one, other, _),) = texts_of_preferences(chat, texts)
         for document in (one, other):
             assert "weather" in TOKENIZER.decode(document.ids)
     for tools in (None, [], "[]", ""):
@@ -243,3 +246,48 @@ def test_dollys_context_is_part_of_what_is_asked():
 def test_what_is_no_text_is_refused(record, reason):
     with pytest.raises(UserError, match=reason):
         conversation(record, "here")
+
+
+# ---- what the template refuses -----------------------------------------------------------------
+
+
+def test_what_a_template_refuses_is_named_or_left_out_and_counted(tmp_path):
+    """Gemma's template has no system message."""
+    records = [{"messages": TALK}, {"messages": TALK, "system": "s"}, {"messages": TALK[:2]}]
+    options = {"template": TEMPLATES["gemma"], "special": SPECIALS["gemma"]}
+    with pytest.raises(
+        UserError, match=r"records.jsonl line 2: .* System role .*refused=drop leav"
+    ):
+        prepare(config_of(tmp_path, records, **options))
+    config = config_of(tmp_path, records, **options, refused="drop")
+    stores = stores_of(prepare(config).train)
+    count = fitting(stores, config, 512)[1]["train"]
+    assert stores["train"].documents == 2
+    assert (count["conversations"], count["refused"], count["unanswered"]) == (3, 1, 0)
+    assert in_words(count).endswith(", 1 because the chat template refuses them")
+    assert shares({"train": count})["data_left_out"] == pytest.approx(1 / 3)
+    with pytest.raises(UserError, match="none of its 1 conversations is left: .* refuses 1"):
+        prepare(config_of(tmp_path, records[1:2], **options, refused="drop"))
+
+
+def test_pairs_that_a_template_refuses_are_named_or_left_out_and_counted(tmp_path):
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    bad = {"chosen": TALK, "rejected": [*TALK[:3], TALK[2], TALK[3]]}
+    options = {"name": "preference", "template": TEMPLATES["gemma"], "special": SPECIALS["gemma"]}
+    with pytest.raises(UserError, match=r"records.jsonl line 2: .* Roles must alternate"):
+        prepare(config_of(tmp_path, [pair, bad, pair], **options))
+    config = config_of(tmp_path, [pair, bad, pair | {"chosen": "c"}], **options, refused="drop")
+    views, counted = fitting(stores_of(prepare(config).train), config, 512)
+    assert views["train"].documents == 2
+    assert (counted["train"]["preferences"], counted["train"]["refused"]) == (3, 1)
+
+
+def test_a_template_that_hides_its_answers_is_named_with_the_line(tmp_path):
+    nemo = (
+        "{{ bos_token }}{% for m in messages %}{% if m.role == 'user' %}[INST]"
+        "{{ messages[0].content if loop.last and messages[0].role == 'system' }}{{ m.content }}"
+        "[/INST]{% elif m.role == 'assistant' %}{{ m.content + eos_token }}{% endif %}{% endfor %}"
+    )
+    records = [{"messages": TALK}, {"messages": TALK, "system": "s"}]
+    with pytest.raises(UserError, match=r"records.jsonl line 2: .* in another way once they are"):
+        prepare(config_of(tmp_path, records, template=nemo, refused="drop"))
