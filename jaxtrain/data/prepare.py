@@ -13,7 +13,7 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -37,6 +37,9 @@ from jaxtrain.settings import UserError
 Progress = Callable[[str, int, int | None], None]
 ALONE = 1 << 24  # stored bytes; less text is tokenized before other processes would have started
 RULES = 2  # goes up when conversations are read in another way: stores of before are not theirs
+NOUNS = {"chat": "conversations", "preference": "preferences"}  # of other sources: documents
+FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # to hold out; HELD_OUT documents, if there are
+HELD_OUT = 5
 LOOK_THROUGH = 64  # times the text that a tokenizer trains on, at most, to draw it from
 
 
@@ -185,6 +188,7 @@ def _tokenize(text: Text, directory: Path, mapped: Map, progress: Progress) -> N
         if not size:
             shutil.rmtree(partial_stores)
             raise _nothing_left(text.source, sum(counts, Counter()))
+    _check_splits(text, state["counts"])
     for split, count in zip(text.splits, state["counts"]):
         if not (directory / split).is_dir():
             left_out = {reason: count.get(reason, 0) for reason in LEFT_OUT}
@@ -199,6 +203,24 @@ def _nothing_left(source: Source, counts: Counter[str]) -> UserError:
         f"{where(source)}: none of its {counts['read']} conversations is left: "
         f"{counts['unanswered']} have no answer that says something and is to be learned (weight 0 "
         f"and train false leave it out), and the chat template refuses {counts['refused']}"
+    )
+
+
+def _check_splits(text: Text, counts: Sequence[Mapping[str, int]]) -> None:
+    """Raises UserError if a split of the documents takes none of them, or all."""
+    kept = [c.get("read", 0) - sum(c.get(reason, 0) for reason in LEFT_OUT) for c in counts]
+    total = sum(kept)
+    if all(kept) or not total:
+        return
+    share, noun = f"{100 * text.held_out:g}%", NOUNS.get(text.source.name, "documents")
+    fair = next((one for one in FRACTIONS if one * total >= HELD_OUT), FRACTIONS[-1])
+    other = f"data.validation.fraction={fair:g}"
+    if not kept[0] or fair <= text.held_out:
+        other = "a source of its own for data.validation"
+    raise UserError(
+        f"{where(text.source)}: the {text.splits[kept.index(0)]} split has no documents: "
+        f"{share} of {total} {noun} is {'none' if kept[0] else 'all'}: set {other}, or "
+        "data.validation.name=none"
     )
 
 

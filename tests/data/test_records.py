@@ -291,3 +291,42 @@ def test_a_template_that_hides_its_answers_is_named_with_the_line(tmp_path):
     records = [{"messages": TALK}, {"messages": TALK, "system": "s"}]
     with pytest.raises(UserError, match=r"records.jsonl line 2: .* in another way once they are"):
         prepare(config_of(tmp_path, records, template=nemo, refused="drop"))
+
+
+# ---- splits ------------------------------------------------------------------------------------
+
+
+def split_of(folder, records, fraction, **changes):
+    tree = config_of(folder, records, **changes).model_dump()
+    return DataConfig.model_validate(
+        tree | {"validation": {"name": "documents", "fraction": fraction}}
+    )
+
+
+def test_a_split_that_takes_no_document_says_what_would(tmp_path):
+    talks = [{"messages": said(f"{i}?", "a")} for i in range(60)]
+    reason = (
+        r"records.jsonl: the validation split has no documents: 1% of 60 conversations is none: "
+        r"set data.validation.fraction=0.1, or data.validation.name=none"
+    )
+    for _ in range(2):  # the second time from what the first has left
+        with pytest.raises(UserError, match=reason):
+            prepare(split_of(tmp_path, talks, 0.01))
+    prepared = prepare(split_of(tmp_path, talks, 0.1))
+    assert prepared.validation is not None and prepared.validation.documents
+    with pytest.raises(UserError, match="50% of 1 conversations is none: set a source of its own"):
+        prepare(split_of(tmp_path, [{"messages": said("b?", "a")}], 0.5))
+    with pytest.raises(
+        UserError, match="the train split has no documents: 99% of 1 conversations is all"
+    ):
+        prepare(split_of(tmp_path, talks[:1], 0.99))
+    pairs = [{"prompt": f"{i}?", "chosen": "a", "rejected": "b"} for i in range(20)]
+    with pytest.raises(UserError, match="1% of 20 preferences is none: .*fraction=0.5"):
+        prepare(split_of(tmp_path, pairs, 0.01, name="preference"))
+    (tmp_path / "lines.txt").write_text("one\ntwo\nthree\n")
+    lines = {"name": "text", "path": str(tmp_path / "lines.txt"), "document": "line"}
+    tree = {"train": lines, "validation": {"name": "documents"}, "tokenizer": {"name": "bytes"}}
+    with pytest.raises(
+        UserError, match="lines.txt: the validation split has no documents: 1% of 3 docum"
+    ):
+        prepare(DataConfig.model_validate(tree | {"cache_dir": str(tmp_path / "cache")}))
