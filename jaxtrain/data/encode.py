@@ -4,7 +4,7 @@ import hashlib
 import math
 from collections import Counter
 from collections.abc import Iterable, Iterator, Mapping
-from functools import lru_cache
+from functools import lru_cache, reduce
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
@@ -13,7 +13,7 @@ import numpy as np
 
 from jaxtrain.data.chat import Chat, make_chat
 from jaxtrain.data.messages import plain
-from jaxtrain.data.preferences import spoken, texts_of_preferences
+from jaxtrain.data.preferences import Kind, same_kind, spoken, texts_of_preferences
 from jaxtrain.data.reading import Block, Position, records_of, talk_of_block, texts_of
 from jaxtrain.data.sources import TALK
 from jaxtrain.data.template import Refused, read_template
@@ -52,6 +52,7 @@ class Answer(NamedTuple):
     validation: Encoded
     size: int
     after: Position
+    kind: Kind | None = None  # of the first preference
 
 
 class Drawn(NamedTuple):
@@ -98,6 +99,7 @@ class Read(NamedTuple):
     text: str
     documents: list[tuple[np.ndarray, int, float]]  # tokens, UTF-8 bytes, weight
     left_out: str | None = None
+    kind: Kind | None = None  # of a preference
 
 
 def encode(job: Job, group: list[Block]) -> Answer:
@@ -113,7 +115,8 @@ def encode(job: Job, group: list[Block]) -> Answer:
     if job.source.sample_by is None:
         train, validation = train._replace(weights=None), validation._replace(weights=None)
     size = int(train.sizes.sum() + validation.sizes.sum())
-    return Answer(train, validation, size, group[-1].after)
+    kind = reduce(same_kind, (one.kind for one in read if one.kind is not None), None)
+    return Answer(train, validation, size, group[-1].after, kind)
 
 
 def _read(job: Job, group: list[Block], tokenizer: Tokenizer) -> list[Read]:
@@ -150,7 +153,9 @@ def _read_talk(job: Job, group: list[Block], dtype: np.dtype) -> list[Read]:
     for number, (text, some) in enumerate(zip(texts, found, strict=True)):
         rows = [(with_marks(d.ids, d.marks, dtype), d.size, 1.0) for d in some]
         reason = None if some else "refused" if number in refused else "unanswered"
-        read.append(Read(text, rows, reason))
+        pair = some if job.source.name == "preference" else []
+        kind = Kind(len(pair[2].ids) > 0, pairs[number][1]) if pair else None
+        read.append(Read(text, rows, reason, kind))
     return read
 
 

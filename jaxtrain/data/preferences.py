@@ -30,6 +30,19 @@ PAIR, WANTED, UNWANTED = 0, 1, 2  # what the note says
 TEXTS = 3  # documents that a preference is stored as: two texts, and as many tokens as the note is
 
 
+KINDS = {
+    False: "a pair (prompt, chosen and rejected)",
+    True: "a judged answer (prompt, completion and label)",
+}
+
+
+class Kind(NamedTuple):
+    """Whether a preference is a judged answer or a pair, and where it stands."""
+
+    judged: bool
+    place: str
+
+
 class Judged(NamedTuple):
     """A prompt and an answer, what was said of it, and where it stands."""
 
@@ -42,14 +55,17 @@ class Judged(NamedTuple):
 
 def preferences(text: str, file: str, line: int) -> Iterator[tuple[str, str]]:
     """Each preference of a text as JSON of {texts: [messages, messages], asked, note, tools}, with
-    its place.
+    its place. They are of one kind.
 
     asked: messages that both have, the prompt. file, line: where the text stands. Raises UserError
     for what is no preference.
     """
     judged: list[Judged] = []
+    first: Kind | None = None
     for record, place in records(text, file, line):
-        if isinstance(record, dict) and "label" in record and not {*KEYS} & record.keys():
+        alone = isinstance(record, dict) and "label" in record and not {*KEYS} & record.keys()
+        first = same_kind(first, Kind(alone, place))
+        if alone:
             judged.append(_judged(record, place))
         else:
             texts, asked = _pair(record, place)
@@ -62,6 +78,16 @@ def preferences(text: str, file: str, line: int) -> Iterator[tuple[str, str]]:
     for one, other in zip(judged, judged[1:] + judged[:1]):
         texts = [one.prompt + one.said, one.prompt + other.said]
         yield _json(texts, len(one.prompt), one.note, one.tools, one.place), one.place
+
+
+def same_kind(first: Kind | None, this: Kind) -> Kind:
+    """The first of several preferences. Raises UserError if this one is of another kind."""
+    if first is not None and first.judged != this.judged:
+        raise UserError(
+            f"{this.place} is {KINDS[this.judged]}, but {first.place} is {KINDS[first.judged]}: "
+            "the files of a source hold one kind"
+        )
+    return first or this
 
 
 def spoken(text: str) -> str:

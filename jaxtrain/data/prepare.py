@@ -25,6 +25,7 @@ from jaxtrain.data import store as stores
 from jaxtrain.data.config import DataConfig
 from jaxtrain.data.encode import LEFT_OUT, Drawn, Job, batched, chat_of, draw, encode, token_type
 from jaxtrain.data.pool import Map, cores, workers
+from jaxtrain.data.preferences import Kind, same_kind
 from jaxtrain.data.reading import CUTS, START, Block, Position, blocks, cut_stream, documents
 from jaxtrain.data.remote import File
 from jaxtrain.data.sources import Source, TalkSource, content_hash, find_files, where
@@ -182,6 +183,9 @@ def _tokenize(text: Text, directory: Path, mapped: Map, progress: Progress) -> N
             size, after = size + answer.size, answer.after
             progress("tokens", size, _estimate(size, after, text))
             state |= {"after": after, "size": size, "counts": counts}
+            if answer.kind is not None:
+                first = state.get("kind")
+                state["kind"] = same_kind(Kind(*first) if first else None, answer.kind)
             if sum(writer.tokens for writer in writers) >= stores.SHARD_TOKENS:
                 _commit(note, writers, state)
         _commit(note, writers, state | {"finished": True})

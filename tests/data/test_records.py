@@ -330,3 +330,18 @@ def test_a_split_that_takes_no_document_says_what_would(tmp_path):
         UserError, match="lines.txt: the validation split has no documents: 1% of 3 docum"
     ):
         prepare(DataConfig.model_validate(tree | {"cache_dir": str(tmp_path / "cache")}))
+
+
+def test_where_pairs_and_judged_answers_meet_is_named(tmp_path, monkeypatch):
+    pair = {"prompt": "q", "chosen": "a", "rejected": "b"}
+    judged = [{"prompt": "q", "completion": answer, "label": True} for answer in "ab"]
+    named = r" line 3 is a judged answer .*, but .*records.jsonl line 1 is a pair .*: the files of"
+    with pytest.raises(UserError, match="records.jsonl" + named):
+        prepare(config_of(tmp_path, [pair, pair, *judged], name="preference"))
+    config = config_of(tmp_path, [pair, pair], name="preference")
+    (tmp_path / "records2.jsonl").write_text("\n\n" + "\n".join(map(json.dumps, judged)))
+    both = config.train.model_copy(update={"path": str(tmp_path / "records*.jsonl")})
+    for batch in (1 << 20, 1):  # in one group of blocks, and in two
+        monkeypatch.setattr("jaxtrain.data.encode.BATCH", batch)
+        with pytest.raises(UserError, match="records2.jsonl" + named):
+            prepare(config.model_copy(update={"train": both}))

@@ -383,3 +383,15 @@ def test_what_does_not_go_together_is_one_line(whole, tmp_path, capsys, changes,
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
     assert message in line
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_kto_needs_both_labels(whole, tmp_path, capsys, label):
+    lines = [{"prompt": f"{i}?", "completion": "yes", "label": label} for i in range(4)]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(command(tmp_path, whole, pairs, "x", objective__name="kto")) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    known, missing = str(label).lower(), str(not label).lower()
+    assert f"every line of data.train has label {known}: " in line
+    assert f"needs answers with label {missing} as well" in line
