@@ -11,6 +11,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain import data
 from jaxtrain.data.mixture import sources_of
+from jaxtrain.data.preferences import WANTED
 from jaxtrain.finetune.preference import has_reference
 from jaxtrain.model import cast
 from jaxtrain.objectives import answer_logps
@@ -55,14 +56,22 @@ def views_of(prepared: data.Prepared, c: Resolved) -> dict[str, data.TokenStore]
     views = data.fitting(data.stores_of(prepared.train), c.data, length)[0]
     held_out = data.held_out_pairs(prepared.validation, c.data, length)
     views |= {} if held_out is None else {HELD_OUT: held_out}
-    judged = c.objective.name == "kto"
-    for view in views.values():
+    judged, labels = c.objective.name == "kto", set()
+    for name, view in views.items():
         assert view.pairs is not None
         if ((view.pairs.notes_P > 0) != judged).any():
             raise UserError(
                 f"objective.name={c.objective.name} trains on lines of {LINES[judged]}, but "
                 f"data.train has lines of {LINES[not judged]}"
             )
+        if name != HELD_OUT:  # which may be small
+            labels |= set(view.pairs.notes_P.tolist())
+    if judged and len(labels) == 1:
+        known, missing = ("true", "false") if labels == {WANTED} else ("false", "true")
+        raise UserError(
+            f"every line of data.train has label {known}: objective.name=kto needs answers with "
+            f"label {missing} as well"
+        )
     return views
 
 

@@ -8,14 +8,15 @@ it, so that templates need no marks of their own.
 import json
 import re
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from functools import partial
+from typing import Any, NamedTuple
 
 import numpy as np
 import sentencepiece
 import tokenizers
 
-from jaxtrain.data.messages import BEGIN, END, Message
-from jaxtrain.data.template import Render, make_render
+from jaxtrain.data.messages import BEGIN, END, Message, Tools, talk_of
+from jaxtrain.data.template import Refused, Render, make_render
 from jaxtrain.data.tokenizer import BYTES_BOS, Tokenizer
 from jaxtrain.settings import UserError
 
@@ -28,33 +29,77 @@ OWN_MARKS = "mark what is learned in it with {% generation %} ... {% endgenerati
 # ---- what is learned -------------------------------------------------------------------------
 
 
-def texts_and_answers(messages: Sequence[Message], render: Render) -> list[tuple[str, list[Span]]]:
-    """The texts to train on, each with the characters that the assistant writes in it.
+def texts_and_answers(
+    messages: Sequence[Message], render: Render, learned: Sequence[int]
+) -> list[tuple[str, list[Span]]]:
+    """The texts to train on, each with the characters of the answers `learned` in it; none without.
 
     One text, if a conversation is rendered as the beginning of a longer one; else (Qwen 3 leaves
     out what was thought in earlier turns) one for each answer, as the model will see it.
     """
-    last = max(i for i, message in enumerate(messages) if message["role"] == "assistant")
+    if not learned:
+        return []
+    last = learned[-1]
     messages = messages[: last + 1]
     whole = render(messages, False)
     if BEGIN in whole:
-        return [_generated(whole)]
+        text, spans = _generated(whole)
+        if list(learned) != _answers(messages):
+            # The blocks of a message are those that it adds to the text before it.
+            count = lambda size: render(messages[:size], False).count(BEGIN)
+            spans = [span for i in learned for span in spans[count(i) : count(i + 1)]]
+        return [(text, spans)]
     answers, texts = [], []
-    for i, message in enumerate(messages):
-        if message["role"] == "assistant":
-            text = whole if i == last else render(messages[: i + 1], False)
-            before, asked = render(messages[:i], True), render(messages[:i], False)
-            begun = _common(before, text)
-            if not begun.startswith(_common(before, asked)):
-                raise UserError(
-                    "the chat template writes messages in another way once they are answered, so "
-                    f"that answers cannot be found in its text; {OWN_MARKS}"
-                )
-            answers.append((len(begun), len(text)))
-            texts.append(text)
+    for i in learned:
+        text = whole if i == last else render(messages[: i + 1], False)
+        before, asked = render(messages[:i], True), render(messages[:i], False)
+        begun = _common(before, text)
+        if not begun.startswith(_common(before, asked)):
+            raise UserError(
+                "the chat template writes messages in another way once they are answered, so "
+                f"that answers cannot be found in its text; {OWN_MARKS}"
+            )
+        answers.append((len(begun), len(text)))
+        texts.append(text)
     if all(whole.startswith(text) for text in texts):
         return [(whole, answers)]
     return [(text, [answer]) for text, answer in zip(texts, answers)]
+
+
+def learned_answers(messages: Sequence[Message], render: Render) -> list[int]:
+    """Which messages are learned: the assistant's, but those with `train: false` or of no word."""
+    asked = (i for i in _answers(messages) if messages[i].get("train", True))
+    return [i for i in asked if not _is_empty(messages[: i + 1], render)]
+
+
+def _answers(messages: Sequence[Message]) -> list[int]:
+    return [i for i, message in enumerate(messages) if message["role"] == "assistant"]
+
+
+def _is_empty(messages: Sequence[Message], render: Render) -> bool:
+    """Whether the last message has no content, and nothing else of it is written."""
+    *before, last = messages
+    if last["content"].strip():
+        return False
+    bare = {"role": last["role"], "content": last["content"]}
+    return last == bare or render([*before, bare], False) == render(messages, False)
+
+
+def check_tool_calls(messages: Sequence[Message], render: Render) -> None:
+    """Raises Refused if messages have tool_calls and the template leaves them out."""
+    if not any(message.get("tool_calls") for message in messages):
+        return
+    whole = render(messages, False)
+    bare = [{k: v for k, v in one.items() if k != "tool_calls"} for one in messages]
+    try:
+        ignored = render(bare, False) == whole
+    except Refused:  # it looks at them
+        return
+    if ignored:
+        raise Refused(
+            "the chat template leaves out the tool_calls of the conversation that begins "
+            f"{messages[0]['content'][:60]!r}: use one that writes them"
+        )
 
 
 def _common(a: str, b: str) -> str:
@@ -203,20 +248,51 @@ class Document(NamedTuple):
     size: int
 
 
+def _no_answer(messages: Sequence[Message]) -> Refused:
+    first = messages[0]["content"][:60]
+    return Refused(
+        "nothing is learned of the last answer in the conversation that begins "
+        f"{first!r}: the chat template leaves it out, or it has weight 0 or train false"
+    )
+
+
+Asked = tuple[Sequence[Message], int, Tools]  # a conversation, how long its prompt is, its tools
+
+
+OnError = Callable[[int, UserError], None]  # which of several texts cannot be used, and why
+
+
+def stop(number: int, error: UserError) -> None:
+    raise error
+
+
+def _each(things: Sequence[Any], read: Callable[[Any], Any], on_error: OnError) -> list[Any]:
+    """What each thing becomes; None for what cannot be read, if `on_error` does not raise."""
+
+    def attempt(number: int) -> Any:
+        try:
+            return read(things[number])
+        except UserError as error:
+            on_error(number, error)
+
+    return [attempt(number) for number in range(len(things))]
+
+
 class Chat(NamedTuple):
     """How a model talks.
 
     `start` begins every text, `end` every answer's end; `documents(conversations)` are what is
-    trained on of each (its messages as JSON); `prompt(messages)` are the tokens up to where the
-    assistant answers; of `answers(pairs of messages, asked)` only what it says after the first
-    `asked` messages is marked.
+    trained on of each (its JSON; none if nothing in it is learned); `prompt(messages)` are the
+    tokens up to where the assistant answers; of `answers(messages, asked, tools of each)` only what
+    it says after the first `asked` messages is marked. Both call a second argument, an `OnError`,
+    for what cannot be used: where it does not raise, there is none of it.
     """
 
     start: int
     end: int
-    documents: Callable[[Sequence[str]], list[list[Document]]]
+    documents: Callable[..., list[list[Document]]]
     prompt: Callable[[Sequence[Message]], np.ndarray]
-    answers: Callable[[Sequence[tuple[Sequence[Message], int]]], list[Document]]
+    answers: Callable[..., list[Document | None]]
 
 
 def make_chat(template: str, special: dict[str, str], tokenizer: Tokenizer) -> Chat:
@@ -236,7 +312,7 @@ def make_chat(template: str, special: dict[str, str], tokenizer: Tokenizer) -> C
         ]
 
     at = reader.at
-    probe = texts_and_answers(PROBE, render)[0]
+    probe = texts_and_answers(PROBE, render, [1])[0]
     ((ids, marks),) = read([probe])
     end = int(ids[marks][-1]) if marks.any() else -1
     if end < 0 or tokenizer.pieces[end]:
@@ -255,25 +331,37 @@ def make_chat(template: str, special: dict[str, str], tokenizer: Tokenizer) -> C
             for (ids, marks, skip), (whole, _) in zip(skips, texts)
         ]
 
-    def documents(conversations: Sequence[str]) -> list[list[Document]]:
-        rendered = [texts_and_answers(json.loads(text), render) for text in conversations]
+    def documents(conversations: Sequence[str], on_error: OnError = stop) -> list[list[Document]]:
+        rendered = _each(conversations, lambda text: all_answers(*talk_of(text)), on_error)
+        rendered = [texts or [] for texts in rendered]
         found = iter(read_documents([one for texts in rendered for one in texts]))
-        return [[next(found) for _ in texts] for texts in rendered]
+        several = [[next(found) for _ in texts] for texts in rendered]
+        return [[one for one in some if one.marks.any()] for some in several]
 
-    def last_answers(messages: Sequence[Message], asked: int) -> tuple[str, list[Span]]:
-        whole, spans = texts_and_answers(messages, render)[-1]
-        before = re.sub(f"[{BEGIN}{END}]", "", render(messages[:asked], True))
+    def all_answers(messages: Sequence[Message], tools: Tools) -> list[tuple[str, list[Span]]]:
+        told = partial(render, tools=tools)
+        check_tool_calls(messages, told)
+        return texts_and_answers(messages, told, learned_answers(messages, told))
+
+    def last_answers(messages: Sequence[Message], asked: int, tools: Tools) -> tuple[str, list]:
+        told = partial(render, tools=tools)
+        check_tool_calls(messages, told)
+        learned = [i for i in _answers(messages) if i >= asked and messages[i].get("train", True)]
+        if not learned:
+            raise _no_answer(messages)
+        whole, spans = texts_and_answers(messages, told, learned)[-1]
+        before = re.sub(f"[{BEGIN}{END}]", "", told(messages[:asked], True))
         begun = len(_common(before, whole))
         return whole, [span for span in spans if span[1] > begun]
 
-    def answers(asked: Sequence[tuple[Sequence[Message], int]]) -> list[Document]:
-        found = read_documents([last_answers(*one) for one in asked])
-        for document, (messages, _) in zip(found, asked):
-            if not document.marks.any():
-                first = messages[0]["content"][:60]
-                raise UserError(
-                    f"the chat template leaves no answer in the conversation that begins {first!r}"
-                )
+    def answers(asked: Sequence[Asked], on_error: OnError = stop) -> list[Document | None]:
+        rendered = _each(asked, lambda one: last_answers(*one), on_error)
+        read_ = iter(read_documents([one for one in rendered if one is not None]))
+        found = [None if one is None else next(read_) for one in rendered]
+        for number, document in enumerate(found):
+            if document is not None and not document.marks.any():
+                on_error(number, _no_answer(asked[number][0]))
+                found[number] = None
         return found
 
     def prompt(messages: Sequence[Message]) -> np.ndarray:

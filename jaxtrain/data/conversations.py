@@ -51,11 +51,13 @@ def fitting(
     kind = next(iter(sources_of(config.train).values())).name
     for name, store in stores.items():
         if store.marked and kind == "preference":
-            store, counted[name] = fit_pairs(store, rules[name], length)
+            before = store.left_out
+            store, counts = fit_pairs(store, rules[name], length)
+            counted[name] = _with_earlier(counts, before)
         elif store.marked:
             kept, *numbers = fit(store, rules[name], length)
-            counts = dict(zip(Fit._fields[1:], numbers))
-            counted[name] = {"conversations": store.documents, **counts}
+            counts = {"conversations": store.documents} | dict(zip(Fit._fields[1:], numbers))
+            counted[name] = _with_earlier(counts, store.left_out)
             if not kept.any():
                 raise UserError(
                     f"data.train: none of the {store.documents} conversations of {name} is left: "
@@ -65,6 +67,13 @@ def fitting(
             store = _only(store, kept)
         found[name] = store
     return found, counted
+
+
+def _with_earlier(counts: dict[str, int], left_out: dict[str, int]) -> dict[str, int]:
+    """Counts of a store, its documents first, with what was left out when it was written."""
+    total = next(iter(counts))
+    reasons = {reason: counts.get(reason, 0) + count for reason, count in left_out.items()}
+    return counts | {total: counts[total] + sum(left_out.values())} | reasons
 
 
 def shares(counted: dict[str, dict[str, int]]) -> dict[str, float]:
@@ -78,11 +87,14 @@ def shares(counted: dict[str, dict[str, int]]) -> dict[str, float]:
 def in_words(count: dict[str, int]) -> str:
     """One source's counts as a phrase."""
     noun = next(name for name in ("conversations", "preferences") if name in count)
-    return (
+    text = (
         f"{count[noun]:,} {noun}: {count['truncated']:,} lose their end, "
         f"{count['dropped']:,} are left out as too long, {count['unanswered']:,} because no "
         "answer would remain"
     )
+    if refused := count.get("refused"):
+        text += f", {refused:,} because the chat template refuses them"
+    return text
 
 
 def held_out_pairs(store: TokenStore | None, config: DataConfig, length: int) -> TokenStore | None:

@@ -2,24 +2,28 @@
 
 import hashlib
 import math
-from collections.abc import Iterable, Iterator
-from functools import lru_cache
+from collections import Counter
+from collections.abc import Iterable, Iterator, Mapping
+from functools import lru_cache, reduce
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxtrain.data.chat import Chat, make_chat
 from jaxtrain.data.messages import plain
-from jaxtrain.data.preferences import spoken, texts_of_preferences
-from jaxtrain.data.reading import Block, Position, records_of, texts_of
+from jaxtrain.data.preferences import Kind, same_kind, spoken, texts_of_preferences
+from jaxtrain.data.reading import Block, Position, records_of, talk_of_block, texts_of
 from jaxtrain.data.sources import TALK
-from jaxtrain.data.template import read_template
+from jaxtrain.data.template import Refused, read_template
 from jaxtrain.data.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.settings import UserError
 
 BATCH = 3 << 20  # bytes of text that a process takes at a time: a block, or many short files
 SAID = {"chat": plain, "preference": spoken}  # the text of what is stored as JSON
+# Why a conversation is not in a store: nothing in it is learned, or the template refuses it.
+LEFT_OUT = ("unanswered", "refused")
 PIECE = 1 << 16  # characters of a document that are drawn together, a multiple of a training chunk
 
 
@@ -38,6 +42,7 @@ class Encoded(NamedTuple):
     lengths: np.ndarray  # int64 [documents], in tokens
     sizes: np.ndarray  # int64 [documents], in UTF-8 bytes
     weights: np.ndarray | None = None  # float64 [documents], of a source with sample_by
+    counts: Mapping[str, int] = MappingProxyType({})  # texts read, and of LEFT_OUT
 
 
 class Answer(NamedTuple):
@@ -47,6 +52,7 @@ class Answer(NamedTuple):
     validation: Encoded
     size: int
     after: Position
+    kind: Kind | None = None  # of the first preference
 
 
 class Drawn(NamedTuple):
@@ -87,33 +93,70 @@ def without_marks(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return tokens & tokens.dtype.type((1 << bit) - 1), tokens >> bit
 
 
+class Read(NamedTuple):
+    """A text, what it is stored as, and why it is left out, if it is (one of LEFT_OUT)."""
+
+    text: str
+    documents: list[tuple[np.ndarray, int, float]]  # tokens, UTF-8 bytes, weight
+    left_out: str | None = None
+    kind: Kind | None = None  # of a preference
+
+
 def encode(job: Job, group: list[Block]) -> Answer:
     """The tokens of a group of blocks."""
     assert job.tokenizer is not None
-    tokenizer = _tokenizer(job.tokenizer)
-    pairs = [pair for block in group for pair in _weighted(job.source, block)]
-    texts, weights = [text for text, _ in pairs], [weight for _, weight in pairs]
-    if job.source.name in TALK:
-        dtype = token_type(tokenizer.vocab_size, marked=True)
-        chat = chat_of(job.source, job.tokenizer)
-        in_pairs = job.source.name == "preference"
-        read = texts_of_preferences(chat, texts) if in_pairs else chat.documents(texts)
-        found = [(text, document) for text, some in zip(texts, read) for document in some]
-        texts = [text for text, _ in found]
-        ids = [with_marks(document.ids, document.marks, dtype) for _, document in found]
-        sizes, weights = [document.size for _, document in found], [1.0] * len(found)
-    else:
-        dtype = token_type(tokenizer.vocab_size)
-        ids = tokenizer.encode_batch(texts)
-        sizes = [len(text.encode()) for text in texts]
-    held = [bool(job.held_out) and text_hash(text) < job.held_out for text in texts]
-    rows = list(zip(ids, sizes, weights, strict=True))
+    tokenizer, talk = _tokenizer(job.tokenizer), job.source.name in TALK
+    dtype = token_type(tokenizer.vocab_size, talk)
+    read = _read_talk(job, group, dtype) if talk else _read(job, group, tokenizer)
+    held = [bool(job.held_out) and text_hash(one.text) < job.held_out for one in read]
     train, validation = (
-        _packed([row for row, h in zip(rows, held) if h == split], dtype) for split in (False, True)
+        _packed([one for one, h in zip(read, held) if h == split], dtype) for split in (False, True)
     )
     if job.source.sample_by is None:
         train, validation = train._replace(weights=None), validation._replace(weights=None)
-    return Answer(train, validation, sum(sizes), group[-1].after)
+    size = int(train.sizes.sum() + validation.sizes.sum())
+    kind = reduce(same_kind, (one.kind for one in read if one.kind is not None), None)
+    return Answer(train, validation, size, group[-1].after, kind)
+
+
+def _read(job: Job, group: list[Block], tokenizer: Tokenizer) -> list[Read]:
+    pairs = [pair for block in group for pair in _weighted(job.source, block)]
+    encoded = tokenizer.encode_batch([text for text, _ in pairs])
+    return [
+        Read(text, [(ids, len(text.encode()), weight)])
+        for ids, (text, weight) in zip(encoded, pairs, strict=True)
+    ]
+
+
+def _read_talk(job: Job, group: list[Block], dtype: np.dtype) -> list[Read]:
+    """Conversations or preferences; those that the template refuses stop it, or are left out."""
+    assert job.tokenizer is not None
+    pairs = [pair for block in group for pair in talk_of_block(job.source, block)]
+    chat, texts = chat_of(job.source, job.tokenizer), [text for text, _ in pairs]
+    refused = set()
+
+    def on_error(number: int, error: UserError) -> None:
+        place = pairs[number][1]
+        if not isinstance(error, Refused):
+            raise UserError(f"{place}: {error}") from error
+        if job.source.refused == "error":
+            raise UserError(
+                f"{place}: {error}; data.train.refused=drop leaves such records out"
+            ) from error
+        refused.add(number)
+
+    if job.source.name == "preference":
+        found = texts_of_preferences(chat, texts, on_error)
+    else:
+        found = chat.documents(texts, on_error)
+    read = []
+    for number, (text, some) in enumerate(zip(texts, found, strict=True)):
+        rows = [(with_marks(d.ids, d.marks, dtype), d.size, 1.0) for d in some]
+        reason = None if some else "refused" if number in refused else "unanswered"
+        pair = some if job.source.name == "preference" else []
+        kind = Kind(len(pair[2].ids) > 0, pairs[number][1]) if pair else None
+        read.append(Read(text, rows, reason, kind))
+    return read
 
 
 def draw(job: Job, task: tuple[int, list[Block]]) -> tuple[list[Drawn], int, Position]:
@@ -154,12 +197,15 @@ def _tokenizer(directory: Path) -> Tokenizer:
     return load_tokenizer(directory)
 
 
-def _packed(documents: list[tuple[np.ndarray, int, float]], dtype: np.dtype) -> Encoded:
+def _packed(read: list[Read], dtype: np.dtype) -> Encoded:
+    documents = [document for one in read for document in one.documents]
     ids = np.concatenate([np.empty(0, dtype), *(one.astype(dtype) for one, _, _ in documents)])
     lengths = np.array([len(one) for one, _, _ in documents], np.int64)
     sizes = np.array([size for _, size, _ in documents], np.int64)
     weights = np.array([weight for _, _, weight in documents], np.float64)
-    return Encoded(ids.tobytes(), lengths, sizes, weights)
+    counts = Counter({"read": len(read)})
+    counts.update(one.left_out for one in read if one.left_out)
+    return Encoded(ids.tobytes(), lengths, sizes, weights, counts)
 
 
 def _weighted(source: Any, block: Block) -> Iterator[tuple[str, float]]:

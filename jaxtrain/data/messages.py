@@ -7,18 +7,21 @@ from typing import Any
 from jaxtrain.settings import UserError
 
 Message = dict[str, Any]
+Tools = list[dict[str, Any]] | None
 
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
     "model": "assistant", "bot": "assistant", "system": "system", "developer": "system",
     "tool": "tool", "function": "tool", "observation": "tool",
 }  # fmt: skip
+OWN = ("role", "from", "content", "value", "weight", "train")  # of a turn, read here
+MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 BEGIN, END = "\ufdd0", "\ufdd1"  # no characters: free to mark what a template's blocks put out
 
 
-def conversations(text: str, file: str, line: int) -> Iterator[str]:
-    """Each conversation of a text as JSON of its messages; arguments as in `records`."""
-    return (conversation(record, place) for record, place in records(text, file, line))
+def conversations(text: str, file: str, line: int) -> Iterator[tuple[str, str]]:
+    """Each conversation of a text as JSON, with its place; arguments as in `records`."""
+    return ((conversation(record, place), place) for record, place in records(text, file, line))
 
 
 def records(text: str, file: str, line: int) -> Iterator[tuple[Any, str]]:
@@ -44,30 +47,40 @@ def records(text: str, file: str, line: int) -> Iterator[tuple[Any, str]]:
 
 
 def conversation(record: Any, place: str) -> str:
-    """JSON of the messages of {messages: [{role, content}]}, of ShareGPT's {conversations: [{from,
-    value}]}, or of Alpaca's {instruction, input, output}.
+    """JSON of the messages of a record, for `talk_of`.
+
+    Shapes: {messages: [{role, content}]}, ShareGPT's {conversations: [{from, value}]}, Alpaca's
+    {instruction, input, output, history}, Dolly's {instruction, context, response}, and TRL's
+    {prompt, completion}, each a string or messages; of these the completion alone is learned.
 
     What the assistant says before anyone else is left out: it answers nothing, and most templates
     refuse it. Raises UserError, which names the place, for other shapes, and for a conversation
     without an answer.
     """
-    turns = _turns(record) if isinstance(record, dict) else None
+    turns = _turns(record, place) if isinstance(record, dict) else None
     if not isinstance(turns, list):
         has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise UserError(
-            f"{place} is no conversation: expected messages, conversations, or instruction and "
-            f"output; it has {has}"
+            f"{place} is no conversation: expected messages, conversations, instruction and output "
+            f"(or response), or prompt and completion; it has {has}"
         )
     messages = [message_of(turn, f"{place}, message {i}") for i, turn in enumerate(turns, 1)]
     asked = False
     kept = []
-    for message in messages:
+    for message in with_system(messages, record, place):
         asked |= message["role"] not in ("system", "assistant")
         if asked or message["role"] == "system":
             kept.append(message)
     if not any(message["role"] == "assistant" for message in kept):
         raise UserError(f"{place} has no answer of the assistant: there is nothing to learn")
-    return checked(kept, place)
+    tools = tools_of(record, place)
+    return checked(kept if tools is None else {"messages": kept, "tools": tools}, place)
+
+
+def talk_of(text: str) -> tuple[list[Message], Tools]:
+    """The messages of a conversation (its JSON), and the tools that a template tells of."""
+    found = json.loads(text)
+    return (found, None) if isinstance(found, list) else (found["messages"], found["tools"])
 
 
 def checked(value: Any, place: str) -> str:
@@ -84,26 +97,124 @@ def checked(value: Any, place: str) -> str:
 
 def plain(text: str) -> str:
     """What is said in a conversation (JSON of its messages), for a tokenizer to train on."""
-    return "\n\n".join(message["content"] for message in json.loads(text))
+    return "\n\n".join(message["content"] for message in talk_of(text)[0])
 
 
-def _turns(record: dict[str, Any]) -> Any:
-    if "instruction" in record and "output" in record:
-        user = instruction_of(record)
-        system = [{"role": "system", "content": record["system"]}] if record.get("system") else []
-        answer = {"role": "assistant", "content": record["output"]}
-        return [*system, {"role": "user", "content": user}, answer]
+# ---- what a record has beside its messages -----------------------------------------------------
+
+
+def with_system(messages: list[Message], record: dict[str, Any], place: str) -> list[Message]:
+    """Messages with the record's own `system` in front. Raises UserError if they have another."""
+    system = string_of(record, "system", place, optional=True)
+    said = [message["content"] for message in messages if message["role"] == "system"]
+    if not system or said == [system]:
+        return messages
+    if said:
+        raise UserError(
+            f"{place} has a field system and a system message with another text; keep one of them"
+        )
+    return [{"role": "system", "content": system}, *messages]
+
+
+def tools_of(record: dict[str, Any], place: str) -> Tools:
+    """The record's `tools`, which may be written as JSON inside of it."""
+    given = tools = record.get("tools")
+    if isinstance(given, str) and given.strip():
+        try:
+            tools = json.loads(given)
+        except json.JSONDecodeError as error:
+            raise UserError(
+                f"{place}: tools is a string that is not valid JSON: {error}"
+            ) from error
+    if not tools:
+        return None
+    if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):
+        raise UserError(f"{place}: tools must be a list of objects, or JSON of one")
+    return tools
+
+
+def refuse_media(record: dict[str, Any], place: str) -> None:
+    """Raises UserError for pictures, sound and films: what is said of them would be learned."""
+    for key in MEDIA:
+        if record.get(key):
+            raise UserError(f"{place} has {key}: models here read text only, leave the record out")
+
+
+def string_of(record: dict[str, Any], key: str, place: str, *, optional: bool = False) -> str:
+    """A field of a record that must be a string; an optional one may be null or missing."""
+    value = record.get(key)
+    if value is None and optional:
+        return ""
+    if not isinstance(value, str):
+        raise UserError(f"{place}: {key} is {kind_of(value)}, not a string")
+    return value
+
+
+def kind_of(value: Any) -> str:
+    """The type of a JSON value in words."""
+    return "null" if value is None else type(value).__name__
+
+
+# ---- turns -----------------------------------------------------------------------------------
+
+
+def _turns(record: dict[str, Any], place: str) -> Any:
+    refuse_media(record, place)
+    answer = next((key for key in ("output", "response") if key in record), None)
+    if "instruction" in record and answer:
+        said = [instruction_of(record, place), string_of(record, answer, place)]
+        said = _history(record, place) + said
+        return [{"role": ("user", "assistant")[i % 2], "content": x} for i, x in enumerate(said)]
+    if {"prompt", "completion"} <= record.keys() and not {"messages", "conversations"} & {*record}:
+        return _prompted(record, place)
     return record.get("messages", record.get("conversations"))
 
 
-def instruction_of(record: dict[str, Any]) -> str:
-    """What Alpaca's `instruction` and `input` ask together."""
-    asked = [record["instruction"], *([record["input"]] if record.get("input") else [])]
-    return "\n\n".join(map(str, asked))
+def _prompted(record: dict[str, Any], place: str) -> list[Message]:
+    """TRL's `prompt` and `completion`."""
+    if isinstance(record.get("label"), bool):
+        raise UserError(
+            f"{place} has prompt, completion and label: answers that were judged are for "
+            "data.train.name=preference and objective.name=kto"
+        )
+    prompt = messages_of(record["prompt"], "user", f"{place}, prompt")
+    for message in prompt:
+        if message["role"] == "assistant":
+            message["train"] = False
+    return prompt + messages_of(record["completion"], "assistant", f"{place}, completion")
+
+
+def instruction_of(record: dict[str, Any], place: str) -> str:
+    """What `instruction` asks, with Alpaca's `input` or Dolly's `context`."""
+    more = [string_of(record, key, place, optional=True) for key in ("input", "context")]
+    return "\n\n".join([string_of(record, "instruction", place), *filter(None, more)])
+
+
+def _history(record: dict[str, Any], place: str) -> list[str]:
+    """What was said before Alpaca's `instruction`: of [[user, answer], ...] one after the other."""
+    history = record.get("history") or []
+    if not isinstance(history, list) or not all(
+        isinstance(pair, list) and [type(said) for said in pair] == [str, str] for pair in history
+    ):
+        raise UserError(f"{place}: history must be a list of pairs of strings, [user, answer]")
+    return [said for pair in history for said in pair]
+
+
+def messages_of(given: Any, role: str, place: str) -> list[Message]:
+    """A string as a message of that role, a message, or a list of them; an answer is the last."""
+    turns = [{"role": role, "content": given}] if isinstance(given, str) else given
+    turns = [turns] if isinstance(turns, dict) else turns
+    if not isinstance(turns, list) or not turns:
+        raise UserError(f"{place} is {kind_of(given)}, not a string or a list of messages")
+    messages = [message_of(turn, f"{place}, message {i}") for i, turn in enumerate(turns, 1)]
+    if role == "assistant" and messages[-1]["role"] != "assistant":
+        raise UserError(f"{place} does not end with an answer of the assistant")
+    return messages
 
 
 def message_of(turn: Any, place: str) -> Message:
-    """One message in any of the spellings. Raises UserError, which names the place."""
+    """One message in any of the spellings; `train` is in it, and false, if it is an answer that is
+    not to be learned. Raises UserError, which names the place."""
     if not isinstance(turn, dict):
         raise UserError(f"{place} is {type(turn).__name__}, not an object")
     role = turn.get("role", turn.get("from"))
@@ -113,8 +224,30 @@ def message_of(turn: Any, place: str) -> Message:
     if content is None and turn.get("tool_calls"):
         content = ""
     if isinstance(content, list) and all(isinstance(part, dict) for part in content):
-        content = "".join(part.get("text", "") for part in content)
+        content = "".join(_text_of(part, place) for part in content)
     if not isinstance(content, str):
-        raise UserError(f"{place}: the content is {type(content).__name__}, not a string")
-    kept = {k: v for k, v in turn.items() if k not in ("role", "from", "content", "value")}
-    return {"role": ROLES[role], "content": content} | kept
+        raise UserError(f"{place}: the content is {kind_of(content)}, not a string")
+    refuse_media(turn, place)
+    kept = {k: v for k, v in turn.items() if k not in OWN}
+    message = {"role": ROLES[role], "content": content} | kept
+    if not _is_learned(turn, place) and message["role"] == "assistant":
+        message["train"] = False
+    return message
+
+
+def _text_of(part: dict[str, Any], place: str) -> str:
+    """The text of a part of a content. Raises UserError if it is none."""
+    if (kind := part.get("type", "text")) not in ("text", "input_text", "output_text"):
+        raise UserError(
+            f"{place}: the content has a part of type {kind!r}: models here read text only, leave "
+            "the record out"
+        )
+    return string_of(part, "text", f"{place}, a part of the content")
+
+
+def _is_learned(turn: dict[str, Any], place: str) -> bool:
+    """By OpenAI's `weight` and axolotl's `train`: yes, if a turn has neither."""
+    for key, right in (("weight", "0 or 1"), ("train", "true or false")):
+        if turn.get(key) not in (None, True, False):
+            raise UserError(f"{place}: {key} is {turn[key]!r}; it must be {right}")
+    return all(turn.get(key) in (None, True) for key in ("weight", "train"))

@@ -8,38 +8,86 @@ then the same prompt with the completion of the next line, which KTO compares wi
 
 import json
 from collections.abc import Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxtrain.data.chat import Chat, Document
-from jaxtrain.data.messages import Message, checked, instruction_of, message_of, records
+from jaxtrain.data.chat import Chat, Document, OnError, stop
+from jaxtrain.data.messages import (
+    Message,
+    Tools,
+    checked,
+    instruction_of,
+    messages_of,
+    records,
+    refuse_media,
+    tools_of,
+    with_system,
+)
 from jaxtrain.settings import UserError
 
 PAIR, WANTED, UNWANTED = 0, 1, 2  # what the note says
 TEXTS = 3  # documents that a preference is stored as: two texts, and as many tokens as the note is
 
 
-def preferences(text: str, file: str, line: int) -> Iterator[str]:
-    """Each preference of a text as JSON of {texts: [messages, messages], asked, note}.
+KINDS = {
+    False: "a pair (prompt, chosen and rejected)",
+    True: "a judged answer (prompt, completion and label)",
+}
+
+
+class Kind(NamedTuple):
+    """Whether a preference is a judged answer or a pair, and where it stands."""
+
+    judged: bool
+    place: str
+
+
+class Judged(NamedTuple):
+    """A prompt and an answer, what was said of it, and where it stands."""
+
+    prompt: list[Message]
+    said: list[Message]
+    note: int
+    tools: Tools
+    place: str
+
+
+def preferences(text: str, file: str, line: int) -> Iterator[tuple[str, str]]:
+    """Each preference of a text as JSON of {texts: [messages, messages], asked, note, tools}, with
+    its place. They are of one kind.
 
     asked: messages that both have, the prompt. file, line: where the text stands. Raises UserError
     for what is no preference.
     """
-    judged: list[tuple[list[Message], list[Message], int, str]] = []
+    judged: list[Judged] = []
+    first: Kind | None = None
     for record, place in records(text, file, line):
-        if isinstance(record, dict) and "label" in record and not {*KEYS} & record.keys():
+        alone = isinstance(record, dict) and "label" in record and not {*KEYS} & record.keys()
+        first = same_kind(first, Kind(alone, place))
+        if alone:
             judged.append(_judged(record, place))
         else:
-            yield _json(*_pair(record, place), PAIR, place)
+            texts, asked = _pair(record, place)
+            yield _json(texts, asked, PAIR, tools_of(record, place), place), place
     if len(judged) == 1:
         raise UserError(
-            f"{judged[0][3]}: a judged answer is compared with the next one of the file, and there "
-            "is no other"
+            f"{judged[0].place}: a judged answer is compared with the next one of the file, and "
+            "there is no other"
         )
-    for i, (prompt, said, note, place) in enumerate(judged):
-        other = judged[(i + 1) % len(judged)][1]
-        yield _json([prompt + said, prompt + other], len(prompt), note, place)
+    for one, other in zip(judged, judged[1:] + judged[:1]):
+        texts = [one.prompt + one.said, one.prompt + other.said]
+        yield _json(texts, len(one.prompt), one.note, one.tools, one.place), one.place
+
+
+def same_kind(first: Kind | None, this: Kind) -> Kind:
+    """The first of several preferences. Raises UserError if this one is of another kind."""
+    if first is not None and first.judged != this.judged:
+        raise UserError(
+            f"{this.place} is {KINDS[this.judged]}, but {first.place} is {KINDS[first.judged]}: "
+            "the files of a source hold one kind"
+        )
+    return first or this
 
 
 def spoken(text: str) -> str:
@@ -48,31 +96,44 @@ def spoken(text: str) -> str:
     return "\n\n".join(message["content"] for message in [*first, second[-1]])
 
 
-def texts_of_preferences(chat: Chat, texts: Sequence[str]) -> list[list[Document]]:
-    """The documents of each preference (its JSON): the two texts, and the note as its length."""
+def texts_of_preferences(
+    chat: Chat, texts: Sequence[str], on_error: OnError = stop
+) -> list[list[Document]]:
+    """The documents of each preference (its JSON): the two texts, and the note as its length; none
+    where `on_error` lets a text pass that cannot be used."""
     records = [json.loads(text) for text in texts]
-    both = [(messages, record["asked"]) for record in records for messages in record["texts"]]
-    found = iter(chat.answers(both))
+    both = [
+        (messages, record["asked"], record.get("tools"))
+        for record in records
+        for messages in record["texts"]
+    ]
+    found = chat.answers(both, lambda number, error: on_error(number // 2, error))
     notes = [np.zeros(record["note"], np.int64) for record in records]
-    return [[next(found), next(found), Document(note, note.astype(bool), 0)] for note in notes]
+    return [
+        [] if one is None or other is None else [one, other, Document(note, note.astype(bool), 0)]
+        for one, other, note in zip(found[::2], found[1::2], notes)
+    ]
 
 
-def _json(texts: list[list[Message]], asked: int, note: int, place: str) -> str:
-    return checked({"texts": texts, "asked": asked, "note": note}, place)
+def _json(texts: list[list[Message]], asked: int, note: int, tools: Tools, place: str) -> str:
+    told = {} if tools is None else {"tools": tools}
+    return checked({"texts": texts, "asked": asked, "note": note} | told, place)
 
 
 def _pair(record: Any, place: str) -> tuple[list[list[Message]], int]:
     """The two conversations of a pair, and how many messages their prompt has."""
     if not isinstance(record, dict) or not {"chosen", "rejected"} <= record.keys():
         raise _no_preference(record, place)
+    refuse_media(record, place)
     prompt = _prompt(record, place)
-    answers = [_messages(record[key], "assistant", f"{place}, {key}") for key in KEYS]
+    answers = [messages_of(record[key], "assistant", f"{place}, {key}") for key in KEYS]
     if all(_continues(answer) for answer in answers):
         if prompt is None:
             raise _no_preference(record, place)
         return [prompt + answer for answer in answers], len(prompt)
     if any(map(_continues, answers)):
         raise UserError(f"{place}: one of chosen and rejected has the prompt in it, the other not")
+    answers = [with_system(answer, record, place) for answer in answers]
     asked, most = 0, min(map(len, answers)) - 1
     while asked < most and answers[0][asked] == answers[1][asked]:
         asked += 1
@@ -85,43 +146,30 @@ KEYS = ("chosen", "rejected")
 PROMPTS = ("prompt", "question", "messages", "conversations", "instruction")
 
 
-def _judged(record: dict[str, Any], place: str) -> tuple[list[Message], list[Message], int, str]:
-    """The prompt and the answer, the note, and where it stands."""
+def _judged(record: dict[str, Any], place: str) -> Judged:
+    refuse_media(record, place)
     prompt, label = _prompt(record, place), record["label"]
     if prompt is None:
         raise _no_preference(record, place)
     if label not in (True, False):
         raise UserError(f"{place}: the label is {label!r}; it must be true or false")
     if "completion" in record:
-        answer = _messages(record["completion"], "assistant", f"{place}, completion")
+        answer = messages_of(record["completion"], "assistant", f"{place}, completion")
     else:
         *prompt, last = prompt
         answer = [last]
         if last["role"] != "assistant" or not prompt:
             raise _no_preference(record, place)
-    return prompt, answer, WANTED if label else UNWANTED, place
+    note = WANTED if label else UNWANTED
+    return Judged(prompt, answer, note, tools_of(record, place), place)
 
 
 def _prompt(record: dict[str, Any], place: str) -> list[Message] | None:
     key = next((key for key in PROMPTS if key in record), None)
     if key is None:
         return None
-    given = instruction_of(record) if key == "instruction" else record[key]
-    messages = _messages(given, "user", f"{place}, {key}")
-    system = record.get("system")
-    return ([message_of({"role": "system", "content": system}, place)] if system else []) + messages
-
-
-def _messages(given: Any, role: str, place: str) -> list[Message]:
-    """A string as a message of that role, a message, or a list of them; an answer is the last."""
-    turns = [{"role": role, "content": given}] if isinstance(given, str) else given
-    turns = [turns] if isinstance(turns, dict) else turns
-    if not isinstance(turns, list) or not turns:
-        raise UserError(f"{place} is {type(given).__name__}, not a string or a list of messages")
-    messages = [message_of(turn, f"{place}, message {i}") for i, turn in enumerate(turns, 1)]
-    if role == "assistant" and messages[-1]["role"] != "assistant":
-        raise UserError(f"{place} does not end with an answer of the assistant")
-    return messages
+    given = instruction_of(record, place) if key == "instruction" else record[key]
+    return with_system(messages_of(given, "user", f"{place}, {key}"), record, place)
 
 
 def _continues(messages: list[Message]) -> bool:

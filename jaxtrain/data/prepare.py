@@ -12,7 +12,8 @@ import json
 import os
 import random
 import shutil
-from collections.abc import Callable, Iterator, Sequence
+from collections import Counter
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
@@ -22,8 +23,9 @@ from typing import Any, NamedTuple
 
 from jaxtrain.data import store as stores
 from jaxtrain.data.config import DataConfig
-from jaxtrain.data.encode import Drawn, Job, batched, chat_of, draw, encode, token_type
+from jaxtrain.data.encode import LEFT_OUT, Drawn, Job, batched, chat_of, draw, encode, token_type
 from jaxtrain.data.pool import Map, cores, workers
+from jaxtrain.data.preferences import Kind, same_kind
 from jaxtrain.data.reading import CUTS, START, Block, Position, blocks, cut_stream, documents
 from jaxtrain.data.remote import File
 from jaxtrain.data.sources import Source, TalkSource, content_hash, find_files, where
@@ -35,6 +37,10 @@ from jaxtrain.settings import UserError
 # (stage, UTF-8 bytes done, an estimate of the bytes in all or None if unknown)
 Progress = Callable[[str, int, int | None], None]
 ALONE = 1 << 24  # stored bytes; less text is tokenized before other processes would have started
+RULES = 2  # goes up when conversations are read in another way: stores of before are not theirs
+NOUNS = {"chat": "conversations", "preference": "preferences"}  # of other sources: documents
+FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # to hold out; HELD_OUT documents, if there are
+HELD_OUT = 5
 LOOK_THROUGH = 64  # times the text that a tokenizer trains on, at most, to draw it from
 
 
@@ -158,41 +164,75 @@ def _tokenize(text: Text, directory: Path, mapped: Map, progress: Progress) -> N
     partial_stores = directory / f"{'-'.join(text.splits)}.{tokenizer.fingerprint[:12]}.partial"
     note = partial_stores / "done.json"
     state = {"shards": 0, "after": START, "size": 0, "finished": False}
+    state["counts"] = [{} for _ in text.splits]
     if note.is_file():
-        state = json.loads(note.read_text())
+        state |= json.loads(note.read_text())
     start = None
     if isinstance(text.source, TalkSource):
         start = chat_of(text.source, directory / "tokenizer").start
     dtype = token_type(tokenizer.vocab_size, start is not None)
     if not state["finished"]:
         writers = [Writer(partial_stores / s, dtype, state["shards"]) for s in text.splits]
+        counts = [Counter(some) for some in state["counts"]]
         size, after = state["size"], Position(*state["after"])
         job = Job(text.source, directory / "tokenizer", _limit(text))
         for answer in mapped(partial(encode, job), batched(text.blocks(after))):
-            for writer, documents_of_split in zip(writers, (answer.train, answer.validation)):
-                writer.add(documents_of_split)
+            for writer, count, found in zip(writers, counts, (answer.train, answer.validation)):
+                writer.add(found)
+                count.update(found.counts)
             size, after = size + answer.size, answer.after
             progress("tokens", size, _estimate(size, after, text))
+            state |= {"after": after, "size": size, "counts": counts}
+            if answer.kind is not None:
+                first = state.get("kind")
+                state["kind"] = same_kind(Kind(*first) if first else None, answer.kind)
             if sum(writer.tokens for writer in writers) >= stores.SHARD_TOKENS:
-                _commit(note, writers, after, size, finished=False)
-        _commit(note, writers, after, size, finished=True)
+                _commit(note, writers, state)
+        _commit(note, writers, state | {"finished": True})
         if not size:
             shutil.rmtree(partial_stores)
-            raise UserError(f"{where(text.source)} holds no text")
-    for split in text.splits:
+            raise _nothing_left(text.source, sum(counts, Counter()))
+    _check_splits(text, state["counts"])
+    for split, count in zip(text.splits, state["counts"]):
         if not (directory / split).is_dir():
-            publish(partial_stores / split, directory / split, tokenizer, start)
+            left_out = {reason: count.get(reason, 0) for reason in LEFT_OUT}
+            publish(partial_stores / split, directory / split, tokenizer, start, left_out)
     shutil.rmtree(partial_stores)
 
 
-def _commit(
-    note: Path, writers: Sequence[Writer], after: Position, size: int, *, finished: bool
-) -> None:
+def _nothing_left(source: Source, counts: Counter[str]) -> UserError:
+    if not counts["read"]:
+        return UserError(f"{where(source)} holds no text")
+    return UserError(
+        f"{where(source)}: none of its {counts['read']} conversations is left: "
+        f"{counts['unanswered']} have no answer that says something and is to be learned (weight 0 "
+        f"and train false leave it out), and the chat template refuses {counts['refused']}"
+    )
+
+
+def _check_splits(text: Text, counts: Sequence[Mapping[str, int]]) -> None:
+    """Raises UserError if a split of the documents takes none of them, or all."""
+    kept = [c.get("read", 0) - sum(c.get(reason, 0) for reason in LEFT_OUT) for c in counts]
+    total = sum(kept)
+    if all(kept) or not total:
+        return
+    share, noun = f"{100 * text.held_out:g}%", NOUNS.get(text.source.name, "documents")
+    fair = next((one for one in FRACTIONS if one * total >= HELD_OUT), FRACTIONS[-1])
+    other = f"data.validation.fraction={fair:g}"
+    if not kept[0] or fair <= text.held_out:
+        other = "a source of its own for data.validation"
+    raise UserError(
+        f"{where(text.source)}: the {text.splits[kept.index(0)]} split has no documents: "
+        f"{share} of {total} {noun} is {'none' if kept[0] else 'all'}: set {other}, or "
+        "data.validation.name=none"
+    )
+
+
+def _commit(note: Path, writers: Sequence[Writer], state: dict[str, Any]) -> None:
     for writer in writers:
         writer.close()
-    state = {"shards": writers[0].shards, "after": after, "size": size, "finished": finished}
     unnamed = note.with_suffix(".tmp")
-    unnamed.write_text(json.dumps(state))
+    unnamed.write_text(json.dumps(state | {"shards": writers[0].shards}))
     sync(unnamed)
     unnamed.rename(note)
     sync(note.parent)
@@ -290,7 +330,8 @@ def _contents(source: Source, cache: Path) -> dict[str, Any]:
     """The fields of a source as what they stand for."""
     fields: dict[str, Any] = {"path": content_hash(source, cache)}
     if isinstance(source, TalkSource):  # how long a row is, is not known when a store is written
-        fields |= {"template": read_template(source.template), "too_long": None}
+        fields |= {"template": read_template(source.template), "rules": RULES}
+        fields |= {"too_long": None, "refused": None}
     return fields
 
 

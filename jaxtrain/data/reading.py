@@ -266,11 +266,13 @@ def _jsonl_records(
 
 
 def _chat(source: Any, block: Block) -> Iterator[str]:
-    return conversations(_decoded(block), block.file.url, block.line)
+    return (text for text, _ in talk_of_block(source, block))
 
 
-def _preferences(source: Any, block: Block) -> Iterator[str]:
-    return preferences(_decoded(block), block.file.url, block.line)
+def talk_of_block(source: Any, block: Block) -> Iterator[tuple[str, str]]:
+    """The conversations or preferences of a block as JSON, each with its place."""
+    read = preferences if source.name == "preference" else conversations
+    return read(_decoded(block), block.file.url, block.line)
 
 
 def _code(source: CodeSource, block: Block) -> Iterator[str]:
@@ -350,5 +352,5 @@ SOURCES: dict[str, Kind] = {
     "parquet": Kind(_parquet_blocks, _parquet, _parquet_records),
     "code": Kind(_code_blocks, _code),
     "chat": Kind(_chat_blocks, _chat),
-    "preference": Kind(_chat_blocks, _preferences),
+    "preference": Kind(_chat_blocks, _chat),
 }

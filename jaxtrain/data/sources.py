@@ -116,12 +116,19 @@ class TalkSource(Settings):
         description="Tokens that the template names, as {eos_token: </s>}; default those of "
         "train.init_from, or BOS for both ends",
     )
+    refused: Literal["error", "drop"] = Field(
+        default="error",
+        description="What the template refuses (a system message, tool_calls, roles that do not "
+        "alternate) stops the preparation, or is left out and counted",
+    )
 
 
 class ChatSource(TalkSource):
     """Conversations, one JSON object a line; the loss counts what the assistant says.
 
-    Shapes: messages, ShareGPT's conversations, Alpaca's instruction, input, output.
+    Shapes: messages; ShareGPT's conversations; Alpaca's instruction, input, output, history;
+    Dolly's instruction, context, response; prompt and completion, strings or messages. Beside them
+    system and tools. A turn with weight 0 or train false is not learned.
     """
 
     name: Literal["chat"] = "chat"

@@ -12,11 +12,12 @@ import hashlib
 import json
 import os
 import shutil
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import suppress
 from dataclasses import dataclass, field
 from itertools import islice
 from pathlib import Path
+from types import MappingProxyType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -60,6 +61,7 @@ class TokenStore:
     skipped: dict[str, int] = field(default_factory=dict)  # path of a damaged shard: its documents
     weights: np.ndarray | None = None  # float64 [documents], by which they are drawn; None: equal
     marked: bool = False  # the highest bit of a token says that it is learned; the others are not
+    left_out: dict[str, int] = field(default_factory=dict)  # conversations it lacks, by the reason
     pairs: Pairs | None = None
 
     @property
@@ -169,6 +171,7 @@ def open_store(
         skipped={str(directory / name): shards[name]["documents"] for name in damaged},
         weights=weights,
         marked=manifest.get("marked", False),
+        left_out=manifest.get("left_out", {}),
     )
 
 
@@ -274,11 +277,18 @@ class Writer:
         self.shards, self.tokens, self._counts, self._weights = self.shards + 1, 0, [], []
 
 
-def publish(partial: Path, directory: Path, tokenizer: Tokenizer, start: int | None = None) -> None:
+def publish(
+    partial: Path,
+    directory: Path,
+    tokenizer: Tokenizer,
+    start: int | None = None,
+    left_out: Mapping[str, int] = MappingProxyType({}),
+) -> None:
     """Gives the shards in `partial` a manifest and the name `directory`, in one step.
 
-    `start` is the token that stands before every document of a marked store, in place of BOS.
-    Raises UserError if there are no documents.
+    `start` is the token that stands before every document of a marked store, in place of BOS;
+    `left_out` are the conversations that are not in it, by the reason. Raises
+    UserError if there are no documents.
     """
     names = sorted(path.stem for path in partial.glob("*.array_record"))
     if not names:
@@ -298,7 +308,7 @@ def publish(partial: Path, directory: Path, tokenizer: Tokenizer, start: int | N
         "tokenizer": tokenizer.fingerprint,
         "vocab_size": tokenizer.vocab_size,
         "bos_id": tokenizer.bos_id if start is None else start,
-        **({} if start is None else {"marked": True}),
+        **({} if start is None else {"marked": True, "left_out": dict(left_out)}),
         "files": {kind: describe_file(partial / kind) for kind in columns} | entries,
     }
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")

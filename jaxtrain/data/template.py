@@ -6,10 +6,15 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data.messages import BEGIN, END, Message
+from jaxtrain.data.messages import BEGIN, END, Message, Tools
 from jaxtrain.settings import UserError
 
-Render = Callable[[Sequence[Message], bool], str]  # (messages, begin an answer?) -> text
+Render = Callable[..., str]  # (messages, begin an answer?, tools=None) -> text
+
+
+class Refused(UserError):
+    """A conversation that the template does not write."""
+
 
 # For models without a template of their own: an answer ends with the end of a text.
 DEFAULT = (
@@ -34,8 +39,8 @@ def make_render(template: str, special: dict[str, str]) -> Render:
     """How messages become text. special: the tokens that the template names, as eos_token.
 
     Sandboxed, with transformers' filters, functions and generation blocks: what these put out
-    stands between BEGIN and END. Raises UserError for a template that is no Jinja, and when it
-    refuses a conversation.
+    stands between BEGIN and END. Raises UserError for a template that is no Jinja, and Refused when
+    it refuses a conversation.
     """
     try:
         import jinja2
@@ -82,15 +87,15 @@ def make_render(template: str, special: dict[str, str]) -> Render:
     except jinja2.TemplateError as error:
         raise UserError(f"the chat template is no Jinja: {error}") from error
 
-    def render(messages: Sequence[Message], begin: bool) -> str:
+    def render(messages: Sequence[Message], begin: bool, tools: Tools = None) -> str:
         try:
             return compiled.render(
-                messages=messages, add_generation_prompt=begin, tools=None, documents=None,
-                **special,
+                messages=messages, add_generation_prompt=begin, tools=tools,
+                documents=None, **special,
             )  # fmt: skip
         except (jinja2.TemplateError, TypeError) as error:
             first = messages[0]["content"][:60] if messages else ""
-            raise UserError(
+            raise Refused(
                 f"the chat template refuses the conversation that begins {first!r}: {error}"
             ) from error
 

@@ -22,7 +22,7 @@ OTHER = [dict(role="assistant", content="b")]
 
 def read(*records):
     text = "\n".join(json.dumps(record) for record in records)
-    return [json.loads(one) for one in preferences(text, "f", 1)]
+    return [json.loads(one) for one, _ in preferences(text, "f", 1)]
 
 
 # ---- shapes ------------------------------------------------------------------------------------
@@ -104,7 +104,8 @@ def test_only_the_last_answers_are_learned(name):
     chat = make_chat(TEMPLATES[name], SPECIALS.get(name, PLAIN), TOKENIZER)
     before = said("q", "early", "r")
     record = {"prompt": before, "chosen": "the good", "rejected": "no"}
-    (text,) = preferences(json.dumps(record), "f", 1)
+    ((text, place),) = preferences(json.dumps(record), "f", 1)
+    assert place == "f line 1"
     ((first, second, note),) = texts_of_preferences(chat, [text])
     assert len(note.ids) == 0
     for document, answer in ((first, "the good"), (second, "no")):
@@ -215,6 +216,7 @@ def test_long_pairs_are_dropped_or_cut_and_counted(tmp_path, rule):
         "truncated": int(rule == "truncate"),
         "dropped": 2 * (rule == "drop"),
         "unanswered": int(rule == "truncate"),
+        "refused": 0,
     }
     for batch, numbers in every_pair(
         views["train"], "train", batch_size=1, sequence_length=64, share=range(1)

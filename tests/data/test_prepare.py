@@ -218,9 +218,9 @@ def test_an_interrupted_preparation_goes_on_after_its_last_whole_shards(
     module = sys.modules["jaxtrain.data.prepare"]
     commit, sizes, done = module._commit, [], []
 
-    def note(note, writers, after, size, finished):
-        commit(note, writers, after, size, finished=finished)
-        sizes.append(size)
+    def note(note, writers, state):
+        commit(note, writers, state)
+        sizes.append(state["size"])
 
     def stop(stage, size, total):
         if len(sizes) == commits and size > sizes[-1]:

@@ -312,7 +312,8 @@ def test_the_reference_is_the_model_without_the_adapter(dpo, whole):
     for i, answers in enumerate(stored["train"]):
         for word, logp in zip(("yes", "no"), answers):
             asked = [{"role": "user", "content": f"Is {i} a number?"}]
-            (document,) = chat.answers([([*asked, {"role": "assistant", "content": word}], 1)])
+            answer = {"role": "assistant", "content": word}
+            (document,) = chat.answers([([*asked, answer], 1, None)])
             ids = np.concatenate([[chat.start], document.ids])
             logits = logits_of(jnp.asarray(ids, jnp.int32)[None])
             each = jax.nn.log_softmax(logits)[np.arange(len(ids) - 1), ids[1:]]
@@ -382,3 +383,15 @@ def test_what_does_not_go_together_is_one_line(whole, tmp_path, capsys, changes,
     (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
     assert message in line
     assert not (tmp_path / "x").exists()
+
+
+@pytest.mark.parametrize("label", [True, False])
+def test_kto_needs_both_labels(whole, tmp_path, capsys, label):
+    lines = [{"prompt": f"{i}?", "completion": "yes", "label": label} for i in range(4)]
+    pairs = tmp_path / "pairs.jsonl"
+    pairs.write_text("".join(json.dumps(line) + "\n" for line in lines))
+    assert main(command(tmp_path, whole, pairs, "x", objective__name="kto")) == 2
+    (line,) = [x for x in capsys.readouterr().err.splitlines() if x.startswith("error: ")]
+    known, missing = str(label).lower(), str(not label).lower()
+    assert f"every line of data.train has label {known}: " in line
+    assert f"needs answers with label {missing} as well" in line
