@@ -82,6 +82,41 @@ CASES = {
     ),
 }  # fmt: skip
 
+LINEAR = {"rope_parameters": {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}}
+MQA, MHA = {"num_key_value_heads": 1}, {"num_key_value_heads": 4}
+TIED, UNTIED = {"tie_word_embeddings": True}, {"tie_word_embeddings": False}
+THREE_LAYERS = {
+    "num_hidden_layers": 3, "query_pre_attn_scalar": 16,
+    "layer_types": ["sliding_attention", "full_attention", "sliding_attention"],
+}  # fmt: skip
+# What the cases above leave out of family x (tied, heads per key/value head, wide heads, window,
+# stretched positions).
+MORE = {
+    "llama three heads tied": (  # as SmolLM and MobileLLM: 3 query heads to a key/value head
+        "llama", COMMON | MQA | TIED | {"hidden_size": 48, "num_attention_heads": 3},
+    ),
+    "mistral tied mqa wide heads": ("mistral", COMMON | WINDOWED | MQA | TIED | {"head_dim": 16}),
+    "mistral mha rope linear": ("mistral", COMMON | WINDOWED | MHA | LINEAR),
+    "qwen2 mha rope yarn": ("qwen2", COMMON | MHA | {"rope_parameters": YARN}),
+    "qwen3 mqa windows": (
+        "qwen3",
+        COMMON | WINDOWED | MQA
+        | {"head_dim": 16, "use_sliding_window": True, "max_window_layers": 1},
+    ),
+    "gemma mha untied": ("gemma", GEMMA | MHA | UNTIED),
+    "gemma rope linear": ("gemma", GEMMA | LINEAR),
+    "gemma2 mqa untied": (
+        "gemma2", GEMMA | WINDOWED | MQA | UNTIED | {"query_pre_attn_scalar": 16},
+    ),
+    "gemma2 mha rope linear": (
+        "gemma2", GEMMA | WINDOWED | MHA | LINEAR | {"query_pre_attn_scalar": 16},
+    ),
+    "gemma3 mqa untied": ("gemma3_text", GEMMA | WINDOWED | MQA | UNTIED | THREE_LAYERS),
+    "gemma3 mha": ("gemma3_text", GEMMA | WINDOWED | MHA | THREE_LAYERS),
+    "nanochat mha": ("nanochat", COMMON | MHA),
+}  # fmt: skip
+CASES |= MORE
+
 
 def weights(shapes):
     """name -> float32 array: random values that float16 holds too, the same on every machine."""
