@@ -1,9 +1,10 @@
 """What of a model is trained: all of it, a change beside it, or a part; and fitting defaults."""
 
+import itertools
 from pathlib import Path
 from typing import Annotated, Any, Literal
 
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from jaxtrain.optim import AdamWConfig, MuonConfig
 from jaxtrain.settings import Settings, UserError, read_object
@@ -43,7 +44,7 @@ class LoRAConfig(PartConfig):
         ("attention", "ffn"),
         min_length=1,
         description="matrices of the blocks: attention, ffn, q, k, v, out, up, gate, down, or "
-        "patterns such as blocks/attention/*",
+        "patterns such as blocks/attention/*; peft's names (q_proj, all-linear) mean the same",
     )
     lora_plus_ratio: float = Field(
         1.0, gt=0, description="learning rate of B over that of A (Hayou et al. 2024: 16)"
@@ -53,6 +54,17 @@ class LoRAConfig(PartConfig):
         description="adapter to start from, a folder of peft's or a run with LoRA; "
         "its rank, alpha and targets are the default",
     )
+
+    @field_validator("targets", mode="before")
+    @classmethod
+    def ours(cls, targets: Any) -> Any:
+        """With our names in the place of peft's."""
+        if not isinstance(targets, (list, tuple)):
+            return targets
+        found = (
+            MODULES.get(name, (name,)) if isinstance(name, str) else (name,) for name in targets
+        )
+        return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
 class FreezeConfig(PartConfig):
@@ -141,7 +153,7 @@ MODULES = {
     "q_proj": ("q",), "k_proj": ("k",), "v_proj": ("v",), "o_proj": ("out",), "up_proj": ("up",),
     "gate_proj": ("gate",), "down_proj": ("down",), "fc1": ("up",), "fc2": ("down",),
     "c_attn": ("q", "k", "v"), "c_fc": ("up",), "attn.c_proj": ("out",), "mlp.c_proj": ("down",),
-    "c_proj": ("out", "down"),
+    "c_proj": ("out", "down"), "all-linear": ("attention", "ffn"),
 }  # fmt: skip
 
 

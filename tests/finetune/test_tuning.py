@@ -210,6 +210,15 @@ def test_float8_and_a_tuned_part_are_refused_in_one_line(whole):
         resolve(load_config(None, given), 384)
 
 
+def test_targets_take_the_names_of_peft():
+    made = lambda *targets: TypeAdapter(FinetuneConfig).validate_python(
+        {"name": "lora", "targets": targets}
+    )
+    assert made("q_proj", "v_proj", "q").targets == ("q", "v")
+    assert made("all-linear").targets == ("attention", "ffn")
+    assert made("blocks/attention/*", "c_attn").targets == ("blocks/attention/*", "q", "k", "v")
+
+
 def test_lora_plus_is_a_ratio_of_rates():
     c = TypeAdapter(FinetuneConfig).validate_python({"name": "lora", "lora_plus_ratio": 16.0})
     optim = AdamWConfig(learning_rate=1e-3)
