@@ -53,12 +53,12 @@ def pytest_collection_modifyitems(items):
 @pytest.fixture(scope="session")
 def whole(tmp_path_factory):
     """An uninterrupted run of six steps with a checkpoint at the third; not to be changed."""
-    from tiny import run_overrides
+    from tiny import WHOLE, run_overrides
 
     from jaxtrain.main import main  # under the hook
 
     directory = tmp_path_factory.mktemp("whole")
-    assert main(run_overrides(directory, eval__every=2, sample__every=4)) == 0
+    assert main(run_overrides(directory, **WHOLE)) == 0
     return directory / "tiny"
 
 

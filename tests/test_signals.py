@@ -9,14 +9,14 @@ import time
 from pathlib import Path
 
 import pytest
-from tiny import assert_same_run, rows_of, run_overrides, steps_of, whole_overrides
+from tiny import SAMPLES, assert_same_run, rows_of, run_overrides, steps_of, whole_overrides
 
 from jaxtrain.main import main
 from jaxtrain.metrics import MetricsWriter
 
 ROOT = Path(__file__).parents[1]
 
-LONG = {"train__steps": 30, "eval__every": "null", "sample__every": "null"}
+LONG = {"train__steps": 30, "eval__every": "null", "sample__every": "null"} | SAMPLES
 
 
 # A step takes half a second, so that a test on a loaded machine is in time to stop it.

@@ -11,6 +11,7 @@ import jax
 import numpy as np
 import pytest
 from tiny import (
+    SAMPLES,
     assert_same_run,
     rows_of,
     run_overrides,
@@ -71,9 +72,9 @@ def test_the_rows_tell_the_run(whole):
 @pytest.mark.slow
 def test_validation_and_samples_find_their_programs(tmp_path, caplog):
     """They were compiled beside the step, in threads, whose compilations are not logged here."""
-    shape = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2, "model__hidden": 56}  # of its own
+    shape = {"mesh__data": 2, "mesh__fsdp": 2, "mesh__tensor": 2, "model__hidden": 56}
     with jax.log_compiles(), caplog.at_level("WARNING"):
-        assert main(run_overrides(tmp_path, **shape)) == 0
+        assert main(run_overrides(tmp_path, **shape | SAMPLES)) == 0
     made = re.findall(r"Finished XLA compilation of jit\((\w+)\)", caplog.text)
     assert "train_step" in made and not {"add_batch", "complete"} & set(made)
     assert len(list(tmp_path.rglob("samples/*.txt"))) == 1

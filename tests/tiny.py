@@ -126,6 +126,10 @@ def same(a, b):
         np.testing.assert_array_equal(np.asarray(x), np.asarray(y))
 
 
+SAMPLES = {"sample__prompts": "['']", "sample__tokens": 8}
+WHOLE = {"eval__every": 2, "sample__every": 4} | SAMPLES  # of the fixture
+
+
 def run_overrides(directory, **changes):
     """`key.path=value` arguments of a run of a few seconds; later ones win."""
     fields = {
@@ -133,7 +137,7 @@ def run_overrides(directory, **changes):
         "data.tokenizer.vocab_size": 384, "model.depth": 1, "model.width": 32,
         "model.head_dim": 8, "model.hidden": 48, "train.sequence_length": 32,
         "train.batch_size": 8, "train.device_batch_size": 1, "train.steps": 6,
-        "optim.schedule.warmup_steps": 0, "sample.tokens": 8, "eval.tokens": 256,
+        "optim.schedule.warmup_steps": 0, "sample.prompts": "[]", "eval.tokens": 256,
         "eval.batch_size": 64, "eval.every": "null", "sample.every": "null",
         "checkpoint.every": 3, "metrics.every": 1, "metrics.tensorboard": False,
     }  # fmt: skip
@@ -170,4 +174,4 @@ def assert_same_run(a, b):
 
 def whole_overrides(run_dir, **changes):
     """Those of the fixture `whole`, in another directory."""
-    return run_overrides(run_dir.parent, eval__every=2, sample__every=4, **changes)
+    return run_overrides(run_dir.parent, **WHOLE | changes)

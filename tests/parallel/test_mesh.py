@@ -178,7 +178,10 @@ def test_devices_add_an_embeddings_gradient_in_its_dtype():
     assert "bf16[64,16] = psum" in trace and "f32[64,16] = psum" not in trace
 
 
-@pytest.mark.parametrize("other", ["tensor", "context", "expert"])
+LATER = [pytest.param(axis, marks=pytest.mark.slow) for axis in ("context", "expert")]
+
+
+@pytest.mark.parametrize("other", ["tensor", *LATER])
 def test_a_table_is_looked_up_in_on_a_mesh_of_three_axes(other, capfd):
     """XLA makes no table whole on every device, which it would say; nor does it fail in replicas,
     along an axis that a shard_map has taken."""
