@@ -2,6 +2,7 @@
 
 import functools
 import time
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import jax
@@ -164,19 +165,19 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
         weights = jax.jit(optimizer.eval_params)
         last: dict[str, float] = {}
 
-        def prepare_validation() -> None:
+        def later() -> Iterator[Callable[[], None]]:
+            """What compiles the programs that come to turn later. Arrays are made here, in turn:
+            threads that run programs which exchange could wait for one another for ever."""
+            shown = weights(state.params, state.optimizer)
             if prepared.validation is not None and HELD_OUT not in views:
-                shown = weights(state.params, state.optimizer)
                 held_out = held_out_batches(prepared.validation, c, mesh)
-                compile_scorer(score, shown, frozen, held_out, mesh)
-
-        def prepare_samples() -> None:
+                yield functools.partial(compile_scorer, score, shown, frozen, held_out, mesh)
             if c.sample.prompts:
-                shown = cast(weights(state.params, state.optimizer), parts.trainable, dtype)
-                compile_samples(graphdef, parts.join(shown, frozen), tokenizer, c, chat)
+                whole = parts.join(cast(shown, parts.trainable, dtype), frozen)
+                yield functools.partial(compile_samples, graphdef, whole, tokenizer, c, chat)
 
         begun = time.perf_counter()
-        with beside(mesh, prepare_validation, prepare_samples):
+        with beside(mesh, *later()):
             step_fn, shape = prepare_step(held[0])
         compile_s = time.perf_counter() - begun
         say(f"compile  {compile_s:.0f} s")
