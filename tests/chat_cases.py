@@ -5,6 +5,8 @@ import json
 import tokenizers
 from tokenizers import AddedToken, decoders, models, pre_tokenizers, processors
 
+from jaxtrain.data import DataConfig
+
 SPECIAL = (
     *("<|begin|>", "<|eot|>", "<|start_header|>", "<|end_header|>", "<|im_start|>", "<|im_end|>"),
     *("<bos>", "<turn>", "<end_of_turn>", "<s>", "</s>", "[INST]", "[/INST]"),
@@ -117,3 +119,20 @@ def make_tokenizer():
 def write_lines(path, conversations=CONVERSATIONS):
     path.write_text("".join(json.dumps({"messages": one}) + "\n" for one in conversations))
     return path
+
+
+def talk_config(folder, records, **changes):
+    """A configuration on records as JSON lines; changes: fields of its source."""
+    file = folder / "records.jsonl"
+    file.write_text("".join(json.dumps(record) + "\n" for record in records))
+    (folder / "tokenizer.json").write_text(make_tokenizer())
+    source = {"name": "chat", "path": str(file), "template": TEMPLATES["qwen2"], "special": PLAIN}
+    tree = {
+        "train": source | changes,
+        "validation": {"name": "none"},
+        "tokenizer": {"name": "huggingface", "path": str(folder / "tokenizer.json")},
+        "packing": {"name": "padded"},
+        "cache_dir": str(folder / "cache"),
+        "prepare_workers": 1,
+    }
+    return DataConfig.model_validate(tree)

@@ -4,7 +4,7 @@ import json
 
 import numpy as np
 import pytest
-from chat_cases import PLAIN, SPECIALS, TEMPLATES, make_tokenizer, said
+from chat_cases import PLAIN, SPECIALS, TEMPLATES, make_tokenizer, said, talk_config
 
 from jaxtrain.data import DataConfig, fitting, held_out_pairs, prepare, train_batches
 from jaxtrain.data.chat import make_chat
@@ -122,19 +122,8 @@ def test_only_the_last_answers_are_learned(name):
 
 
 def config_of(folder, records, **changes):
-    path = folder / "p.jsonl"
-    path.write_text("".join(json.dumps(record) + "\n" for record in records))
-    (folder / "tokenizer.json").write_text(make_tokenizer())
-    source = {"name": "preference", "path": str(path), "template": TEMPLATES["mistral"]}
-    tree = {
-        "train": source | {"special": PLAIN} | changes,
-        "validation": {"name": "none"},
-        "tokenizer": {"name": "huggingface", "path": str(folder / "tokenizer.json")},
-        "packing": {"name": "padded"},
-        "cache_dir": str(folder / "cache"),
-        "prepare_workers": 1,
-    }
-    return DataConfig.model_validate(tree)
+    source = {"name": "preference", "template": TEMPLATES["mistral"]}
+    return talk_config(folder, records, **source | changes)
 
 
 def pair(i, size=3):

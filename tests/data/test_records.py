@@ -3,7 +3,7 @@
 import json
 
 import pytest
-from chat_cases import PLAIN, SPECIALS, TEMPLATES, make_tokenizer, said
+from chat_cases import PLAIN, SPECIALS, TEMPLATES, make_tokenizer, said, talk_config
 
 from jaxtrain.data import DataConfig, fitting, in_words, make_chat, prepare
 from jaxtrain.data.conversations import shares
@@ -39,22 +39,6 @@ def learned(chat, record):
 def with_labels(**labels):
     """A conversation whose first answer has them."""
     return {"messages": [TALK[0], TALK[1] | labels, *TALK[2:]]}
-
-
-def config_of(folder, records, **changes):
-    file = folder / "records.jsonl"
-    file.write_text("".join(json.dumps(record) + "\n" for record in records))
-    (folder / "tokenizer.json").write_text(make_tokenizer())
-    source = {"name": "chat", "path": str(file), "template": TEMPLATES["qwen2"]}
-    tree = {
-        "train": source | {"special": PLAIN} | changes,
-        "validation": {"name": "none"},
-        "tokenizer": {"name": "huggingface", "path": str(folder / "tokenizer.json")},
-        "packing": {"name": "padded"},
-        "cache_dir": str(folder / "cache"),
-        "prepare_workers": 1,
-    }
-    return DataConfig.model_validate(tree)
 
 
 # ---- labels ------------------------------------------------------------------------------------
@@ -96,7 +80,7 @@ def test_a_label_that_is_none_is_refused(labels, reason):
 def test_conversations_without_a_learned_answer_are_left_out_and_counted(tmp_path):
     silent = {"messages": [TALK[0], TALK[1] | {"weight": 0}]}
     empty = {"messages": said("q", "  ")}
-    config = config_of(tmp_path, [silent, {"messages": TALK}, empty])
+    config = talk_config(tmp_path, [silent, {"messages": TALK}, empty])
     stores = stores_of(prepare(config).train)
     assert stores["train"].documents == 1
     for _ in range(2):  # from the cache the second time
@@ -104,7 +88,7 @@ def test_conversations_without_a_learned_answer_are_left_out_and_counted(tmp_pat
         assert count["conversations"] == 3 and count["unanswered"] == 2
         assert (count["truncated"], count["dropped"], count["refused"]) == (0, 0, 0)
     assert "3 conversations: " in in_words(count) and "2 because no answer" in in_words(count)
-    config = config_of(tmp_path, [silent, silent])
+    config = talk_config(tmp_path, [silent, silent])
     with pytest.raises(UserError, match=r"records.jsonl: none of its 2 conversations is left: 2 h"):
         prepare(config)
 
@@ -258,8 +242,8 @@ def test_what_a_template_refuses_is_named_or_left_out_and_counted(tmp_path):
     with pytest.raises(
         UserError, match=r"records.jsonl line 2: .* System role .*refused=drop leav"
     ):
-        prepare(config_of(tmp_path, records, **options))
-    config = config_of(tmp_path, records, **options, refused="drop")
+        prepare(talk_config(tmp_path, records, **options))
+    config = talk_config(tmp_path, records, **options, refused="drop")
     stores = stores_of(prepare(config).train)
     count = fitting(stores, config, 512)[1]["train"]
     assert stores["train"].documents == 2
@@ -267,7 +251,7 @@ def test_what_a_template_refuses_is_named_or_left_out_and_counted(tmp_path):
     assert in_words(count).endswith(", 1 because the chat template refuses them")
     assert shares({"train": count})["data_left_out"] == pytest.approx(1 / 3)
     with pytest.raises(UserError, match="none of its 1 conversations is left: .* refuses 1"):
-        prepare(config_of(tmp_path, records[1:2], **options, refused="drop"))
+        prepare(talk_config(tmp_path, records[1:2], **options, refused="drop"))
 
 
 def test_pairs_that_a_template_refuses_are_named_or_left_out_and_counted(tmp_path):
@@ -275,8 +259,8 @@ def test_pairs_that_a_template_refuses_are_named_or_left_out_and_counted(tmp_pat
     bad = {"chosen": TALK, "rejected": [*TALK[:3], TALK[2], TALK[3]]}
     options = {"name": "preference", "template": TEMPLATES["gemma"], "special": SPECIALS["gemma"]}
     with pytest.raises(UserError, match=r"records.jsonl line 2: .* Roles must alternate"):
-        prepare(config_of(tmp_path, [pair, bad, pair], **options))
-    config = config_of(tmp_path, [pair, bad, pair | {"chosen": "c"}], **options, refused="drop")
+        prepare(talk_config(tmp_path, [pair, bad, pair], **options))
+    config = talk_config(tmp_path, [pair, bad, pair | {"chosen": "c"}], **options, refused="drop")
     views, counted = fitting(stores_of(prepare(config).train), config, 512)
     assert views["train"].documents == 2
     assert (counted["train"]["preferences"], counted["train"]["refused"]) == (3, 1)
@@ -290,14 +274,14 @@ def test_a_template_that_hides_its_answers_is_named_with_the_line(tmp_path):
     )
     records = [{"messages": TALK}, {"messages": TALK, "system": "s"}]
     with pytest.raises(UserError, match=r"records.jsonl line 2: .* in another way once they are"):
-        prepare(config_of(tmp_path, records, template=nemo, refused="drop"))
+        prepare(talk_config(tmp_path, records, template=nemo, refused="drop"))
 
 
 # ---- splits ------------------------------------------------------------------------------------
 
 
 def split_of(folder, records, fraction, **changes):
-    tree = config_of(folder, records, **changes).model_dump()
+    tree = talk_config(folder, records, **changes).model_dump()
     return DataConfig.model_validate(
         tree | {"validation": {"name": "documents", "fraction": fraction}}
     )
@@ -337,8 +321,8 @@ def test_where_pairs_and_judged_answers_meet_is_named(tmp_path, monkeypatch):
     judged = [{"prompt": "q", "completion": answer, "label": True} for answer in "ab"]
     named = r" line 3 is a judged answer .*, but .*records.jsonl line 1 is a pair .*: the files of"
     with pytest.raises(UserError, match="records.jsonl" + named):
-        prepare(config_of(tmp_path, [pair, pair, *judged], name="preference"))
-    config = config_of(tmp_path, [pair, pair], name="preference")
+        prepare(talk_config(tmp_path, [pair, pair, *judged], name="preference"))
+    config = talk_config(tmp_path, [pair, pair], name="preference")
     (tmp_path / "records2.jsonl").write_text("\n\n" + "\n".join(map(json.dumps, judged)))
     both = config.train.model_copy(update={"path": str(tmp_path / "records*.jsonl")})
     for batch in (1 << 20, 1):  # in one group of blocks, and in two
