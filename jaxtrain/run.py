@@ -364,9 +364,9 @@ class Beside:
                 for job in jobs:
                     job()
 
-        with ThreadPoolExecutor(1) as pool:
-            self.done = pool.submit(do)
-            pool.shutdown(wait=False)
+        pool = ThreadPoolExecutor(1)
+        self.done = pool.submit(do)
+        pool.shutdown(wait=False)
 
     def wait(self) -> None:
         """Until all are done. Raises what one of them raised."""

@@ -167,8 +167,13 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
         last: dict[str, float] = {}
 
         def later() -> Iterator[Callable[[], None]]:
-            """What compiles the programs that come to turn later, while steps run. Arrays are made
-            here: threads that run programs which exchange could wait for one another for ever."""
+            """What compiles the programs that come to turn later, while steps run.
+
+            On one device: a program that is loaded on one of several waits for what runs there,
+            and that for the others, whose next kernels may wait for the loading.
+            """
+            if mesh.size > 1:
+                return
             shown = weights(state.params, state.optimizer)
             if prepared.validation is not None and HELD_OUT not in views:
                 held_out = held_out_batches(prepared.validation, c, mesh)

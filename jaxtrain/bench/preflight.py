@@ -151,9 +151,10 @@ def measured(w: Workload) -> Facts:
     return Facts(carry(one.live, two.live), sorted(sent, key=lambda s: -s.bytes))
 
 
-def kinds_of(w: Workload) -> set[tuple[LayerSpec, ...]]:
+def kinds_of(w: Workload) -> list[tuple[LayerSpec, ...]]:
     """The kinds of the pipeline's chunks; without one, the plan of all layers."""
-    return set(cut(make_plan(w.config.model), w.mesh.shape["pipeline"] * w.task.repeats))
+    chunks = cut(make_plan(w.config.model), w.mesh.shape["pipeline"] * w.task.repeats)
+    return list(dict.fromkeys(chunks))
 
 
 def idle(w: Workload, layers: int | None = None) -> float:
