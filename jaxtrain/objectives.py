@@ -68,7 +68,7 @@ def next_token(
     texts = batch.tokens_BT, batch.positions_BT, batch.segments_BT
     labels, balance_B = (batch.targets_BT, batch.weights_BT), None
     if batch.tokens_BT.ndim == 3:
-        x_BTD = model.hidden_staged(*texts, repeats=repeats)
+        x_BTD, balance_B = model.hidden_staged(*texts, repeats=repeats)
         labels = jax.vmap(parallel.spread)(labels)
     else:
         (x_BTD, balance_B), labels = model.hidden_spread(*texts), parallel.spread(labels)
@@ -81,7 +81,9 @@ def next_token(
         z_loss=z_loss,
         implementation=implementation or model.config.rows.loss,
     )
-    return loss if balance_B is None else loss + balance_B @ jnp.sum(batch.weights_BT, axis=1)
+    if balance_B is None:
+        return loss
+    return loss + jnp.sum(balance_B * jnp.sum(batch.weights_BT, axis=-1))
 
 
 def count(batch: Any, bytes_V: Array) -> tuple[Array, Array]:

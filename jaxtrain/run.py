@@ -350,19 +350,27 @@ def compile_step(
     return compiled
 
 
-@contextlib.contextmanager
-def beside(mesh: Mesh, *jobs: Callable[[], None]) -> Iterator[None]:
-    """Do jobs in threads of their own while the block runs, and wait for them all at its end."""
+def outline(tree: Any) -> Any:
+    """Shapes and places of arrays that a later step may give away."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
-    def do(job: Callable[[], None]) -> None:
-        with jax.set_mesh(mesh):
-            job()
 
-    with ThreadPoolExecutor() as pool:
-        waiting = [pool.submit(do, job) for job in jobs]
-        yield
-        for job in waiting:
-            job.result()
+class Beside:
+    """Jobs that a thread of its own does one after the other, until somebody waits for them."""
+
+    def __init__(self, mesh: Mesh, *jobs: Callable[[], None]):
+        def do() -> None:
+            with jax.set_mesh(mesh):
+                for job in jobs:
+                    job()
+
+        pool = ThreadPoolExecutor(1)
+        self.done = pool.submit(do)
+        pool.shutdown(wait=False)
+
+    def wait(self) -> None:
+        """Until all are done. Raises what one of them raised."""
+        self.done.result()
 
 
 def memory_needed(compiled: Any) -> int:

@@ -92,7 +92,7 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
     if mesh.shape["pipeline"] > 1:
         if model.fp8_history:
             raise UserError("model.fp8_history needs one call of each layer: set mesh.pipeline=1")
-        check_stages(mesh.shape["pipeline"], c.mesh.pipeline_repeats, make_plan(model))
+        check_stages(mesh.shape["pipeline"], c.mesh.pipeline_repeats, model.depth)
     check_shapes(mesh, model, t.sequence_length)
     ways = batch_ways(mesh)
     rows = max(ways, batch_tokens(tokens, reference) // t.sequence_length)
@@ -226,7 +226,7 @@ def summary(r: Resolved, vocab_size: int) -> str:
     repeats, piped = r.mesh.pipeline_repeats, ""
     if stages > 1:
         chunks = f" x {repeats} chunks" if repeats > 1 else ""
-        idle = bubble(stages, micro, repeats)
+        idle = bubble(stages, micro, repeats, r.model.depth)
         piped = f"; {stages} stages{chunks}, idle {idle:.0%} of the time"
     return (
         f"# {horizon(r.model, vocab_size, 1.0):,.0f} parameters in matrices and head; "

@@ -33,9 +33,9 @@ from jaxtrain.preference import (
     views_of,
 )
 from jaxtrain.run import (
+    Beside,
     NonFinite,
     StopSignal,
-    beside,
     check_labels,
     check_run,
     check_tuned,
@@ -46,6 +46,7 @@ from jaxtrain.run import (
     new_or_resumed,
     open_run,
     out_of_memory_explained,
+    outline,
     rest_of,
     start_of,
 )
@@ -166,21 +167,27 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
         last: dict[str, float] = {}
 
         def later() -> Iterator[Callable[[], None]]:
-            """What compiles the programs that come to turn later. Arrays are made here, in turn:
-            threads that run programs which exchange could wait for one another for ever."""
+            """What compiles the programs that come to turn later, while steps run.
+
+            On one device: a program that is loaded on one of several waits for what runs there,
+            and that for the others, whose next kernels may wait for the loading.
+            """
+            if mesh.size > 1:
+                return
             shown = weights(state.params, state.optimizer)
             if prepared.validation is not None and HELD_OUT not in views:
                 held_out = held_out_batches(prepared.validation, c, mesh)
-                yield functools.partial(compile_scorer, score, shown, frozen, held_out, mesh)
+                given = outline(shown), outline(frozen), held_out, mesh
+                yield functools.partial(compile_scorer, score, *given)
             if c.sample.prompts:
-                whole = parts.join(cast(shown, parts.trainable, dtype), frozen)
+                whole = outline(parts.join(cast(shown, parts.trainable, dtype), frozen))
                 yield functools.partial(compile_samples, graphdef, whole, tokenizer, c, chat)
 
         begun = time.perf_counter()
-        with beside(mesh, *later()):
-            step_fn, shape = prepare_step(held[0])
+        step_fn, shape = prepare_step(held[0])
         compile_s = time.perf_counter() - begun
         say(f"compile  {compile_s:.0f} s")
+        compiled = Beside(mesh, *later())
 
         def check(full: bool) -> None:
             """Validate, print and log; the whole split at the end."""
@@ -188,6 +195,7 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
                 return
             limit = None if full else c.eval.tokens
             with metrics.pause():
+                compiled.wait()
                 shown = weights(state.params, state.optimizer)
                 if HELD_OUT in views:
                     last.update(judge(shown, frozen, limit))
@@ -199,6 +207,7 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
         def sample() -> None:
             path = run_dir / "samples" / f"step_{step:06d}.txt"
             with metrics.pause():
+                compiled.wait()
                 shown = cast(weights(state.params, state.optimizer), parts.trainable, dtype)
                 write_samples(path, graphdef, parts.join(shown, frozen), tokenizer, c, chat)
 

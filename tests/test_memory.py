@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxtrain.bench import preflight
+from jaxtrain.bench import memory, preflight
 from jaxtrain.bench.liveness import peak_bytes
 from jaxtrain.bench.traffic import collectives, group_of_first, rates_of, step_seconds
 from jaxtrain.bench.workload import load_workload
@@ -156,6 +156,18 @@ def test_a_pipeline_is_compiled_too():
     assert {("collective-permute", ("pipeline",)), ("all-reduce", ("pipeline",))} <= {
         (c.kind, c.axes) for c in sent
     }
+
+
+def test_gradients_of_a_pipelines_rows_meet_once():
+    """Not once a tick; stages of three layers and of two, each compiled by itself."""
+    mesh = ["mesh.data=2", "mesh.pipeline=2", "model.depth=5", "model.window_pattern=SSL"]
+    w = load_workload("quickstart", [*MODEL, *mesh], jax.devices()[:4])
+    assert [len(kind) for kind in preflight.kinds_of(w)] == [3, 2]
+    assert preflight.idle(w) == pytest.approx(1 / 9)
+    assert preflight.idle(w, 5) == pytest.approx(1 - 8 / 9 * 5 / 6)
+    times = {(c.kind, c.axes): c.times for c in preflight.facts_of(w).sent}
+    assert times["collective-permute", ("pipeline",)] == 4 * 9
+    assert times["all-reduce", ("data",)] < 9
 
 
 def test_replicas_that_meet_each_fourth_step():
@@ -357,3 +369,18 @@ def test_a_deep_model_is_carried_on_from_whole_periods_of_its_layers(monkeypatch
     w = load_workload("moe_tiny", [*pattern, "model.moe.every=3"], jax.devices()[:1])
     preflight.measured(w)
     assert depths == [6, 12], "a third of their layers have experts, as of all 48"
+
+
+def test_the_longest_row_is_looked_for_by_lines():
+    """Bytes grow by 5 a token at first and by 3 later: the first line's answer is too short."""
+    bytes_of = lambda n: 1000 + 5 * min(n, 9000) + 3 * max(n - 9000, 0)
+    needed = {n: bytes_of(n) for n in (4096, 8192)}
+    while (n := memory.next_length(needed, 1e5)) is not None:
+        assert n % memory.STEP == 0 and n not in needed
+        needed[n] = bytes_of(n)
+    longest = max(n for n, size in needed.items() if size < 100_000)
+    assert longest == 26624 and len(needed) <= 2 + memory.REFINED  # 27,000 by the formula
+    assert memory.next_length({4096: 99, 8192: 101}, 90.0) is None  # even the shortest does not fit
+    steep = {4096: 10, 8192: 20, 20480: 101}  # what a line said was too long
+    assert memory.next_length(steep, 100.0) == 18432
+    assert memory.next_length(steep | {18432: 96}, 100.0) is None

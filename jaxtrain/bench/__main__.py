@@ -35,6 +35,7 @@ from jaxtrain.bench.switches import bench_switches
 from jaxtrain.bench.tables import screen, table_of, update_page
 from jaxtrain.bench.tasks import bench_tasks
 from jaxtrain.bench.tune import tune_attention
+from jaxtrain.parallel.runtime import take_memory
 from jaxtrain.settings import UserError, command
 
 WHAT = {
@@ -221,4 +222,5 @@ def main(argv: list[str] | None = None) -> int:
 if __name__ == "__main__":
     # A step's compile time counts: programs kept from an earlier run would hide it.
     jax.config.update("jax_enable_compilation_cache", False)
+    take_memory()
     sys.exit(main())

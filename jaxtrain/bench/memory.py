@@ -40,6 +40,7 @@ TECHNIQUES: dict[str, list[str]] = {
     "bfloat16 states": ["optim.state_dtype=bfloat16"],
     "states on the host": ["optim.offload=true"],
 }
+STEP, REFINED = 2048, 4  # lengths are multiples of; and so many are looked at besides the first two
 # Small enough to be exact in float32, deep enough for a scan that could go wrong.
 SMALL = [
     "train.sequence_length=256", "train.batch_size=1", "train.device_batch_size=1",
@@ -58,20 +59,21 @@ def bench_techniques(
     running = jax.default_backend() == "gpu"
     w = load_workload(name, overrides)
     record = describe("techniques", w.name, variant or w.precision, workload=w.facts())
-    tries = {technique: [*overrides, *changes] for technique, changes in TECHNIQUES.items()}
-    checked = tries if running else {}
-    with ThreadPoolExecutor(COMPILERS) as pool:
-        steps = {t: pool.submit(compiled_workload, name, changes) for t, changes in tries.items()}
-        small = {t: pool.submit(small_gradients, name, changes) for t, changes in checked.items()}
-        expected = small_gradients(name, overrides) if running else None
-    for technique in TECHNIQUES:
+    expected = small_gradients(name, overrides) if running else None
+    for technique, changes in TECHNIQUES.items():
         row: dict[str, Any] = {"name": technique, "shape": f"T {w.config.train.sequence_length}"}
+        given = [*overrides, *changes]
+        # One after the other: XLA tries kernels on the GPU while it compiles, and kernels of our
+        # own are compiled one at a time whatever the threads.
         try:
-            tried, step = steps.pop(technique).result()
+            with ThreadPoolExecutor(COMPILERS) as pool:
+                compiled = pool.submit(compiled_workload, name, given)
+                small = pool.submit(small_gradients, name, given) if running else None
+            tried, step = compiled.result()
             row |= needs(step)
-            if running:
+            if small is not None:
                 row |= rate(tried, step, random_frozen(tried))
-                row["error"] = difference(small[technique].result(), expected)
+                row["error"] = difference(small.result(), expected)
         except UserError as error:
             row |= {"ms": None, "failed": str(error).partition(";")[0]}
         rows.append(row)
@@ -156,8 +158,9 @@ def bench_longest(
 ) -> dict[str, Any]:
     """The longest row, one a step, that fits this device; on a GPU it is trained on as well.
 
-    A step's memory is a line in the length but for small parts: two lengths give it, a third one,
-    rounded down, proves it. memory: bytes to fit, where the device does not say what it has.
+    A step's memory is nearly a line in the length: two lengths give a third one, the two nearest
+    to the limit the next, until it is within a twentieth. memory: bytes to fit, where the device
+    does not say what it has.
     """
     limit = memory or (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit is None:
@@ -170,23 +173,40 @@ def bench_longest(
         print(f"  {row}", file=sys.stderr, flush=True)
         return row
 
-    step = 2048
     with ThreadPoolExecutor(COMPILERS) as pool:
-        rows = list(pool.map(at, (2 * step, 4 * step)))
-    first, second = (row["total_bytes"] for row in rows)
-    slope = (second - first) / (2 * step)
-    length = int((0.97 * limit - first) / slope + 2 * step) // step * step
-    if length < step:
+        rows = dict(zip((2 * STEP, 4 * STEP), pool.map(at, (2 * STEP, 4 * STEP))))
+    for _ in range(REFINED):
+        length = next_length({n: row["total_bytes"] for n, row in rows.items()}, 0.97 * limit)
+        if length is None:
+            break
+        rows[length] = at(length)
+    fit = [n for n, row in rows.items() if row["total_bytes"] < 0.97 * limit]
+    if not fit:
+        first = rows[2 * STEP]["total_bytes"]
         raise UserError(
-            f"bench memory --longest: a row of {2 * step} already needs {format_bytes(first)} of "
+            f"bench memory --longest: a row of {2 * STEP} already needs {format_bytes(first)} of "
             f"{format_bytes(limit)}; try optim.name=adamw8bit"
         )
-    while length > step:
+    length = max(fit)
+    while jax.default_backend() == "gpu" and length > STEP:
         try:
-            rows.append(at(length, run=jax.default_backend() == "gpu"))
+            rows[length] = at(length, run=True)
             break
         except UserError as error:
             print(f"  T {length}: {error}", file=sys.stderr, flush=True)
-            length = int(0.9 * length) // step * step
+            length = int(0.9 * length) // STEP * STEP
     record = describe("techniques", name, variant or "longest", workload={"batch_size": 1})
-    return record | {"rows": rows, "longest": length}
+    return record | {"rows": list(rows.values()), "longest": length}
+
+
+def next_length(needed: dict[int, int], limit: float) -> int | None:
+    """The length to look at next, of the bytes that some need; None where the longest that fits is
+    within a twentieth of the limit, or of one that does not."""
+    fit = [n for n, size in needed.items() if size < limit]
+    over = sorted(n for n, size in needed.items() if size >= limit)
+    if not fit or (over and over[0] <= 1.05 * max(fit)) or needed[max(fit)] > 0.95 * limit:
+        return None
+    one, two = (max(fit), over[0]) if over else sorted(needed)[-2:]
+    slope = (needed[two] - needed[one]) / (two - one)
+    length = int((limit - needed[one]) / slope + one) // STEP * STEP
+    return length if length > max(fit) and length not in needed else None

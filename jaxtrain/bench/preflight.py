@@ -36,7 +36,8 @@ from jaxtrain.bench.workload import (
 from jaxtrain.config import find_config, load_config
 from jaxtrain.local import local_task
 from jaxtrain.metrics import format_bytes
-from jaxtrain.parallel import partition_spec
+from jaxtrain.model import LayerSpec, make_plan
+from jaxtrain.parallel import bubble, cut, partition_spec
 from jaxtrain.parallel.axes import ZERO
 from jaxtrain.parallel.mesh import AXES, grid
 from jaxtrain.settings import UserError
@@ -95,7 +96,7 @@ def preflight(
         "total_bytes": round(total),
         "device_bytes": memory or rates.memory,
         "fits": total < USABLE * (memory or rates.memory),
-        "compute_ms": 1e3 * seconds[0],
+        "compute_ms": 1e3 * seconds[0] / (1 - idle(w, w.config.model.depth)),
         "near_ms": 1e3 * seconds[1],
         "far_ms": 1e3 * seconds[2],
         "compile_s": time.perf_counter() - begin,
@@ -133,9 +134,9 @@ def measured(w: Workload) -> Facts:
     c = w.config.model
     chunks = w.mesh.shape["pipeline"] * w.task.repeats
     every = c.moe.every if c.moe else 1
-    period = lcm(len(c.window_pattern), 2 if c.value_embeddings else 1, every, chunks)
+    period = lcm(len(c.window_pattern), 2 if c.value_embeddings else 1, every) * chunks
     small = period * ceil(4 / period)
-    if c.depth <= 2 * small:
+    if sum(map(len, kinds_of(w))) <= 2 * small:  # layers that are compiled
         return facts_of(w)
     one, two = (facts_of(with_replicas(at_depth(w, n * small))) for n in (1, 2))
     more = (c.depth - 2 * small) / small
@@ -150,6 +151,18 @@ def measured(w: Workload) -> Facts:
     return Facts(carry(one.live, two.live), sorted(sent, key=lambda s: -s.bytes))
 
 
+def kinds_of(w: Workload) -> list[tuple[LayerSpec, ...]]:
+    """The kinds of the pipeline's chunks; without one, the plan of all layers."""
+    chunks = cut(make_plan(w.config.model), w.mesh.shape["pipeline"] * w.task.repeats)
+    return list(dict.fromkeys(chunks))
+
+
+def idle(w: Workload, layers: int | None = None) -> float:
+    """The share of a step's ticks that a stage waits; layers: of its time, if they are as many."""
+    microbatches = batch_shapes(w).tokens_BT.shape[0]
+    return bubble(w.mesh.shape["pipeline"], microbatches, w.task.repeats, layers)
+
+
 def with_replicas(w: Workload) -> Workload:
     """With the step of train.local, if the configuration has it."""
     local = w.config.train.local
@@ -162,7 +175,10 @@ def facts_of(w: Workload) -> Facts:
             abstract_state(w), batch_shapes(w), new_knobs(w), abstract_frozen(w)
         )
         hlo = traced.lower().compile(compiler_options=OPTIONS).as_text()
+    # How often a device runs a branch: a meeting of replicas, a chunk of the pipeline.
     share = 1 / w.config.train.local.every if w.config.train.local else 0.0
+    if w.mesh.shape["pipeline"] > 1:
+        share = (1 - idle(w)) / len(kinds_of(w))
     return Facts(peak_bytes(hlo), collectives(hlo, dict(w.mesh.shape), share))
 
 

@@ -350,11 +350,12 @@ class Transformer(nnx.Module):
         positions_MBT: Int[Array, "M B T"] | None = None,
         segments_MBT: Int[Array, "M B T"] | None = None,
         repeats: int = 1,
-    ) -> Float[Array, "M B T D"]:
+    ) -> tuple[Float[Array, "M B T D"], Float[Array, "M B"] | None]:
         """`hidden_spread` of microbatches, the layers in stages over the mesh's pipeline.
 
         repeats: chunks of layers of a stage.
         """
+        c = self.config
         attend = functools.partial(parallel.attention, spread=True)
         segments_MBT = segments_MBT if self.config.document_mask else None
         if positions_MBT is None:
@@ -367,20 +368,28 @@ class Transformer(nnx.Module):
             x_BTD, _ = self.embed_tokens(tokens_BT, None, segments_BT, spread=True)
             return self.with_positions(x_BTD, positions_BT)
 
-        def stage(stacks, states, one):
+        def stage(plan, stacks, states, one):
             x0_BTD, tokens_BT, positions_BT, segments_BT = one
-            rows = fastest(self.config.rows, self.config, x0_BTD)
+            rows = fastest(c.rows, c, x0_BTD)
             inputs = self.layer_inputs(x0_BTD, tokens_BT, positions_BT, segments_BT, attend, rows)
-            plan = self.plan[: len(self.plan) // (parallel.pipeline_ways() * repeats)]
-            runs = segments(plan) if self.config.scan_layers else [(plan, 1)]
+            runs = segments(plan) if c.scan_layers else [(plan, 1)]
             layers, parts = stacks
-            return self.run_some(states, runs, layers, parts, inputs)[0]
+            both, _, more_B = self.run_some(states[:2], runs, layers, parts, inputs)
+            return (*both, *(balance_B + more_B for balance_B in states[2:]))
 
         texts = jax.vmap(parallel.spread)(texts)
         micro = (jax.vmap(embed)(texts), *texts)
-        first = lambda one: (one[0], one[0])
-        both = parallel.pipelined(stage, first, self.stacks(), micro, repeats)
-        return self.last_states(*both)
+        plans = parallel.cut(self.plan, parallel.pipeline_ways() * repeats)
+        layers, parts = self.stacks()
+        count = lambda name: [part_sizes(plan, [name])[name] for plan in plans]
+        layers = parallel.padded(layers, [len(plan) for plan in plans])
+        stacks = layers, {name: parallel.padded(parts[name], count(name)) for name in parts}
+        zeros = lambda x_BTD: [jnp.zeros(len(x_BTD), jnp.float32)] if c.moe else []
+        first = lambda one: (one[0], one[0], *zeros(one[0]))
+        x_MBTD, middle_MBTD, *balance = parallel.pipelined(
+            stage, plans, first, stacks, micro, repeats
+        )
+        return self.last_states(x_MBTD, middle_MBTD), balance[0] if balance else None
 
     def stacks(self) -> tuple[dict[str, Any], dict[str, Any]]:
         """What each layer takes, stacked over layers; and the parts that only some layers have."""

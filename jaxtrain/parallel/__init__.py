@@ -23,7 +23,7 @@ from jaxtrain.parallel.kernels import (
     token_losses,
 )
 from jaxtrain.parallel.mesh import MeshConfig, make_mesh, place_batch
-from jaxtrain.parallel.pipeline import bubble, check_stages, pipeline_ways, pipelined
+from jaxtrain.parallel.pipeline import bubble, check_stages, cut, padded, pipeline_ways, pipelined
 from jaxtrain.parallel.processes import ProcessesConfig
 from jaxtrain.parallel.stacks import over_matrices
 
@@ -42,6 +42,7 @@ __all__ = [
     "check_stages",
     "constrain",
     "constrain_tree",
+    "cut",
     "feed_experts",
     "feed_forward_relu2",
     "known_options",
@@ -49,6 +50,7 @@ __all__ = [
     "make_mesh",
     "over_devices",
     "over_matrices",
+    "padded",
     "partition_spec",
     "pipeline_ways",
     "pipelined",

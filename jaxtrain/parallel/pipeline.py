@@ -7,6 +7,10 @@ the ring of stages, in groups of S (the interleaved schedule of Narayanan et al.
 arXiv:2104.04473; the ring as in praxis): a tick is a v-th as long, and still only S - 1 are idle.
 The gradient is that of the loop, the same schedule backwards. What a tick gets is all that is kept
 of it, and its chunk is computed once more in the backward pass.
+
+Chunks need not be alike: each kind of them is a branch of its own, and a stage runs that of its own
+chunk. A stage that waits runs none, so that what it would make of nothing costs nothing and counts
+nowhere (as a load of experts, say).
 """
 
 import functools
@@ -19,9 +23,13 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
+from jaxtrain.parallel.axes import taken_axes
 from jaxtrain.settings import UserError
 
 AXIS = "pipeline"
+# (kind of chunk, its part of the stacks, what came from the one before, the microbatch) -> what it
+# makes
+Stage = Callable[[Any, Any, Any, Any], Any]
 
 
 def pipeline_ways() -> int:
@@ -43,33 +51,43 @@ def due(since: Any, stages: int, repeats: int) -> tuple[Any, Any]:
     return turn, group * stages + member
 
 
-def bubble(stages: int, microbatches: int, repeats: int = 1) -> float:
-    """The share of its time in which a stage is idle: (S-1) / (vM+S-1) if S divides M or v is 1."""
-    return 1 - repeats * microbatches / ticks(stages, microbatches, repeats)
-
-
-def check_stages(stages: int, repeats: int, plan: Sequence[Hashable]) -> None:
-    """Raises UserError unless a plan of layers can be cut into chunks that are alike."""
-
-    def alike(ways: int) -> bool:
-        size = len(plan) // ways
-        return len(plan) % ways == 0 and all(
-            plan[start : start + size] == plan[:size] for start in range(0, len(plan), size)
-        )
-
+def bubble(stages: int, microbatches: int, repeats: int = 1, layers: int | None = None) -> float:
+    """The share of its time in which a stage is idle: (S-1) / (vM+S-1) if S divides M or v is 1,
+    and the layers, where they are given, are divided by vS: a tick is as long as its longest chunk.
+    """
     chunks = stages * repeats
-    if alike(chunks):
+    busy = 1 if layers is None else layers / (chunks * -(-layers // chunks))
+    return 1 - busy * repeats * microbatches / ticks(stages, microbatches, repeats)
+
+
+def check_stages(stages: int, repeats: int, layers: int) -> None:
+    """Raises UserError unless each chunk has a layer."""
+    if stages * repeats <= layers:
         return
-    can = ", ".join(str(ways) for ways in range(1, len(plan) + 1) if alike(ways))
-    what, times = "stages", ""
-    if repeats > 1:
-        what, times = "chunks", f" x mesh.pipeline_repeats={repeats}"
-    why = f"does not divide model.depth {len(plan)}"
-    if len(plan) % chunks == 0:
-        why = f"would give {what} of unlike layers (model.window_pattern, value_embeddings)"
+    times = f" x mesh.pipeline_repeats={repeats}" if repeats > 1 else ""
+    would = f"mesh.pipeline_repeats of at most {layers // stages} or " if stages <= layers else ""
     raise UserError(
-        f"mesh.pipeline={stages}{times} {why}; of this model's {what} there can be {can}"
+        f"mesh.pipeline={stages}{times} is more than model.depth {layers}, and each needs a layer; "
+        f"give {would}mesh.pipeline of at most {layers // repeats}"
     )
+
+
+def cut[Kind: Hashable](plan: Sequence[Kind], chunks: int) -> list[tuple[Kind, ...]]:
+    """A plan of layers in chunks one after the other, the first ones a layer longer if need be."""
+    ends = np.cumsum([len(part) for part in np.array_split(np.arange(len(plan)), chunks)]).tolist()
+    return [tuple(plan[start:end]) for start, end in zip([0, *ends], ends)]
+
+
+def padded(stack: Any, counts: Sequence[int]) -> Any:
+    """Arrays [sum of counts, ...] -> [chunks x the most of them, ...], so that chunks are alike.
+
+    A chunk that has fewer has something of another's behind its own, which nothing reads.
+    """
+    if len(set(counts)) == 1:
+        return stack
+    starts, most = np.cumsum([0, *counts[:-1]]), max(counts)
+    places = np.minimum(starts[:, None] + np.arange(most)[None], sum(counts) - 1).reshape(-1)
+    return jax.tree.map(lambda x: x[places], stack)
 
 
 def at(tree: Any, index: Any) -> Any:
@@ -118,8 +136,35 @@ def with_sums(stacks: Any, totals: Any) -> Any:
     return jax.tree.map(one, stacks, totals)
 
 
+def one_of(functions: Sequence[Callable[..., Any]], index: jax.Array, *arrays: Any) -> Any:
+    """functions[index](*arrays). Its gradient is of that one alone, computed from the arrays again:
+    that of a switch would keep for each what any of them needs.
+    """
+    leaves, tree = jax.tree.flatten(arrays)
+    moves = [jnp.issubdtype(leaf.dtype, jnp.inexact) for leaf in leaves]
+    chosen = lambda wanted: [leaf for leaf, moved in zip(leaves, moves) if moved == wanted]
+
+    def call(function: Callable[..., Any], moving: list[Any], still: list[Any]) -> Any:
+        parts = iter(moving), iter(still)
+        return function(*tree.unflatten([next(parts[not moved]) for moved in moves]))
+
+    def back(function: Callable[..., Any], moving: list[Any], still: list[Any], g: Any) -> Any:
+        return jax.vjp(lambda m: call(function, m, still), moving)[1](g)[0]
+
+    def either(way: Callable[..., Any], index: jax.Array, *given: Any) -> Any:
+        return jax.lax.switch(index, [functools.partial(way, f) for f in functions], *given)
+
+    run = jax.custom_vjp(functools.partial(either, call))
+    run.defvjp(
+        lambda *given: (either(call, *given), given),
+        lambda given, g: (None, either(back, *given, g), None),
+    )
+    return run(index, chosen(True), chosen(False))
+
+
 def run_stage(
-    stage: Callable[[Any, Any, Any], Any],
+    stage: Stage,
+    kinds: Sequence[Hashable],
     first: Callable[[Any], Any],
     repeats: int,
     index: jax.Array,
@@ -130,20 +175,27 @@ def run_stage(
     stages, count, here = pipeline_ways(), len(jax.tree.leaves(micro)[0]), index[0]
     onwards = [(i, (i + 1) % stages) for i in range(stages if repeats > 1 else stages - 1)]
     lanes = lanes_of(stages, repeats)
+    distinct = list(dict.fromkeys(kinds))
+    kind_at = np.array([distinct.index(kind) for kind in kinds]).reshape(repeats, stages)
+    branches = [functools.partial(stage, kind) for kind in distinct]
+    branches.append(lambda stacks, given, one: given)  # of a stage that waits
 
     @jax.checkpoint
-    def work(received: Any, turn: jax.Array, number: jax.Array) -> Any:
+    def work(received: Any, turn: jax.Array, number: jax.Array, waits: jax.Array) -> Any:
         one = at(micro, number)
         start = (here == 0) & (turn == 0)
         given = jax.tree.map(lambda a, b: jnp.where(start, a, b), first(one), received)
         place = jnp.asarray(lanes)[turn, here]
-        return stage(with_sums(at(stacks, place), at(totals, place)), given, one)
+        branch = jnp.where(waits, len(distinct), jnp.asarray(kind_at)[turn, here])
+        chunk = with_sums(at(stacks, place), at(totals, place))
+        return one_of(branches, branch, chunk, given, one)
 
     def tick(carry: tuple[Any, Any], t: jax.Array) -> tuple[Any, None]:
         received, done = carry
         turn, number = due(t - here, stages, repeats)
+        waits = (number < 0) | (number >= count)
         number = jnp.clip(number, 0, count - 1)
-        made = work(received, turn, number)
+        made = work(received, turn, number, waits)
         # The last round is the last to write.
         put = lambda x, y: jax.lax.dynamic_update_index_in_dim(x, y, number, 0)
         done = jax.tree.map(put, done, made)
@@ -167,7 +219,8 @@ def run_stage(
 
 
 def pipelined(
-    stage: Callable[[Any, Any, Any], Any],
+    stage: Stage,
+    kinds: Sequence[Hashable],
     first: Callable[[Any], Any],
     stacks: Any,
     micro: Any,
@@ -175,10 +228,11 @@ def pipelined(
 ) -> Any:
     """All microbatches through all stages: what the last one makes of each, arrays [M, ...].
 
-    stage: (a chunk of the stacks, what the chunk before made, the microbatch) -> what it makes, of
-    the same shapes. first: (a microbatch) -> what the first chunk gets. stacks: arrays [L, ...];
-    micro: arrays [M, ...], whole on every stage. The results lie spread over the stages by M if M
-    is a multiple of their number, so that what follows is shared as well.
+    stage: (kind of chunk, a chunk of the stacks, what the chunk before made, the microbatch) ->
+    what it makes, of the same shapes. kinds: that of each chunk. first: (a microbatch) -> what the
+    first chunk gets. stacks: arrays [chunks x layers of one, ...] (see `padded`); micro: arrays
+    [M, rows, ...], whole on every stage. The results lie spread over the stages by M if M is a
+    multiple of their number, so that what follows is shared as well.
 
     Stacks lie in the order of the layers, whatever the repeats: with them, chunks go to their
     stages at the beginning of a step, in the dtype it computes with, and their gradients come back
@@ -186,12 +240,16 @@ def pipelined(
     sum of its gradients, float32 until the end, is read and written as a whole in each tick, v
     times as often.
     """
-    stages = pipeline_ways()
+    mesh = jax.sharding.get_abstract_mesh()
+    stages, ways = pipeline_ways(), 1 if "data" in taken_axes(mesh) else mesh.shape["data"]
     even = len(jax.tree.leaves(micro)[0]) % stages == 0
+    # Each device of `data` sums the gradients of its own rows over the ticks; they meet once.
+    rows = lambda size: "data" if ways > 1 and size % ways == 0 else None
+    made = jax.eval_shape(lambda m: first(at(m, 0)), micro)
     return jax.shard_map(
-        functools.partial(run_stage, stage, first, repeats),
-        in_specs=(P(AXIS), P(AXIS), P()),
-        out_specs=P(AXIS) if even else P(),
-        axis_names={AXIS},
+        functools.partial(run_stage, stage, kinds, first, repeats),
+        in_specs=(P(AXIS), P(AXIS), jax.tree.map(lambda x: P(None, rows(x.shape[1])), micro)),
+        out_specs=jax.tree.map(lambda x: P(AXIS if even else None, rows(x.shape[0])), made),
+        axis_names={AXIS, "data"} - set(taken_axes(mesh)),
         check_vma=False,
     )(jnp.arange(stages), stacks, micro)

@@ -14,6 +14,7 @@ from jaxtrain_kernels.dispatch import target
 def start(quiet: bool = False) -> None:
     """Keep compiled programs on disk, for a fast second start, and freed memory at hand."""
     keep_freed_memory()
+    take_memory()
     if not quiet:
         show_kernel_choices()
     if not jax.config.jax_compilation_cache_dir:
@@ -55,6 +56,17 @@ def keep_freed_memory() -> None:
         (arena_max, 1),
     ):
         mallopt(parameter, value)
+
+
+def take_memory() -> None:
+    """Let XLA have nine tenths of each GPU's memory, unless the environment says how much.
+
+    Its default, three quarters, leaves 35 GB of an H200 and 4 GB of a T4 to nobody. CUDA, cuBLAS
+    and NCCL take one or two besides.
+    """
+    said = ("XLA_CLIENT_MEM_FRACTION", "XLA_PYTHON_CLIENT_MEM_FRACTION")
+    if not any(name in os.environ for name in said):
+        os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.9"
 
 
 def compute_dtype(precision: str) -> jnp.dtype:

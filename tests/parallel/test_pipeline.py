@@ -20,7 +20,7 @@ from tiny import (
 from jaxtrain import objectives
 from jaxtrain.config import Config
 from jaxtrain.model import LayerSpec, cast
-from jaxtrain.parallel import bubble, check_stages, pipelined, place_batch
+from jaxtrain.parallel import bubble, check_stages, cut, padded, pipelined, place_batch
 from jaxtrain.scaling import resolved_text
 from jaxtrain.settings import UserError
 from jaxtrain.step import gradients, make_step
@@ -34,6 +34,11 @@ def documents(rows):
 
 TWICE = GPT | {"depth": 8}, dict(pipeline=2, fsdp=4), 4, 2
 TWICE = pytest.param(*TWICE, marks=pytest.mark.slow)  # as a whole step of llama's below
+# Chunks of 2, 2 and 1 layers whose windows differ, with 1, 1 and 1 value embeddings; and twice
+# round of 2, 1, 1 and 1.
+UNLIKE = GPT | {"depth": 5, "window_pattern": "SSL"}
+TWICE_UNLIKE = pytest.param(UNLIKE, dict(pipeline=2, fsdp=2), 2, 2, marks=pytest.mark.slow)
+MIXED = GPT | {"depth": 5, "moe": {"experts": 4, "hidden": 32, "every": 2}}
 
 
 @pytest.mark.parametrize(
@@ -41,9 +46,12 @@ TWICE = pytest.param(*TWICE, marks=pytest.mark.slow)  # as a whole step of llama
     [
         pytest.param(GPT, dict(pipeline=2, fsdp=2), 2, 1, marks=pytest.mark.slow),
         TWICE,
-        (LLAMA, dict(pipeline=2), 8, 1),
+        (LLAMA, dict(pipeline=2, data=2), 8, 1),
+        (UNLIKE, dict(pipeline=3), 2, 1),
+        TWICE_UNLIKE,
+        (MIXED, dict(pipeline=2, data=2, expert=2), 4, 1),
     ],
-    ids=["gpt", "gpt twice round", "llama"],
+    ids=["gpt", "gpt twice round", "llama", "unlike", "unlike twice round", "experts"],
 )
 def test_stages_are_one_device(family, sizes, micro, repeats):
     """Four microbatches, two, and one, which the stages cannot share when it comes out."""
@@ -64,21 +72,27 @@ def test_each_microbatch_goes_through_all_chunks_in_order(stages, repeats, count
     random = np.random.default_rng(0)
     weights = random.normal(size=(stages * repeats * 2, 4, 4)).astype(np.float32) / 2
     micro = random.normal(size=(count, 3, 4)).astype(np.float32)
+    kinds = [1.0, 0.7] * (stages * repeats // 2)
 
-    def chunk(weights, x, one):
+    def chunk(kind, weights, x, one):
         for w in weights:
             x = jnp.tanh(x @ w) + 0.3 * one
+        return kind * x
+
+    def plain(weights, x, one):
+        for kind, some in zip(kinds, weights.reshape(len(kinds), 2, 4, 4)):
+            x = chunk(kind, some, x, one)
         return x
 
     def total(through):
         square = lambda w, m: jnp.sum(through(w, m) ** 2 * jnp.arange(1, count + 1)[:, None, None])
         return jax.value_and_grad(square, (0, 1))
 
-    piped = total(lambda w, m: pipelined(chunk, lambda one: one, w, m, repeats))
-    plain = total(lambda w, m: jax.vmap(lambda one: chunk(w, one, one))(m))
+    piped = total(lambda w, m: pipelined(chunk, kinds, lambda one: one, w, m, repeats))
+    plainly = total(lambda w, m: jax.vmap(lambda one: plain(w, one, one))(m))
     with jax.set_mesh(mesh_of(pipeline=stages)):
         result = jax.device_get(jax.jit(piped)(weights, micro))
-    close(result, jax.device_get(jax.jit(plain)(weights, micro)), rtol=1e-4, atol=1e-5)
+    close(result, jax.device_get(jax.jit(plainly)(weights, micro)), rtol=1e-4, atol=1e-5)
 
 
 def test_a_step_holds_a_stage_of_the_layers_and_equals_one_device():
@@ -129,6 +143,7 @@ def test_gradients_in_bfloat16_are_summed_in_float32():
 
 def test_the_bubble_shrinks_with_more_microbatches_and_more_repeats():
     assert bubble(4, 1) == 3 / 4 and bubble(4, 9) == 1 / 4 and bubble(1, 5) == 0
+    assert bubble(4, 4, 1, 6) == pytest.approx(1 - 4 / 7 * 6 / 8)
     assert bubble(4, 8, 2) == pytest.approx(3 / 19) and bubble(2, 3, 2) == pytest.approx(2 / 8)
     fields = {"model": {"depth": 4, "value_embeddings": False, "window_pattern": "L"}}
     fields |= {"mesh": {"pipeline": 2, "data": 4}, "data": {"tokenizer": {"name": "bytes"}}}
@@ -139,29 +154,25 @@ def test_the_bubble_shrinks_with_more_microbatches_and_more_repeats():
     assert summary().endswith("2 stages x 2 chunks, idle 11% of the time")
 
 
-A, B = LayerSpec(8, False), LayerSpec(None, False)
+def test_layers_are_cut_evenly_and_what_some_have_is_padded():
+    A, B = LayerSpec(8, False), LayerSpec(None, False)
+    assert cut([A, A, B, A, B], 3) == [(A, A), (B, A), (B,)]
+    assert cut([A, B] * 2, 2) == [(A, B)] * 2
+    stack = {"w": np.arange(5)}
+    assert padded(stack, [1, 3, 1])["w"].tolist() == [0, 1, 2, 1, 2, 3, 4, 4, 4]
+    assert padded({"w": np.arange(3)}, [0, 2, 1])["w"].tolist() == [0, 1, 0, 1, 2, 2]
+    assert padded(stack, [5]) is stack
 
 
 @pytest.mark.parametrize(
-    ("stages", "repeats", "plan", "message"),
+    ("stages", "repeats", "message"),
     [
-        (3, 1, [A] * 4, "mesh.pipeline=3 does not divide model.depth 4; .* can be 1, 2, 4$"),
-        (4, 1, [A, A, A, B] * 2, "mesh.pipeline=4 would give stages of unlike layers .* be 1, 2$"),
-        (
-            2,
-            3,
-            [A] * 8,
-            "2 x mesh.pipeline_repeats=3 does not .* chunks .* 1, 2, 4, 8$",
-        ),
-        (
-            2,
-            2,
-            [A, A, A, B] * 2,
-            "pipeline_repeats=2 would give chunks of unlike .* 1, 2$",
-        ),
+        (9, 1, "mesh.pipeline=9 is more than model.depth 8, .*; give mesh.pipeline of at most 8$"),
+        (2, 5, "2 x mesh.pipeline_repeats=5 is .* of at most 4 or mesh.pipeline of at most 1$"),
     ],
 )
-def test_stages_that_cannot_be_say_which_can(stages, repeats, plan, message):
-    check_stages(2, 1, plan)
+def test_more_stages_than_layers_say_how_many_can_be(stages, repeats, message):
+    check_stages(8, 1, 8)
+    check_stages(3, 2, 8)
     with pytest.raises(UserError, match=message):
-        check_stages(stages, repeats, plan)
+        check_stages(stages, repeats, 8)
