@@ -3,6 +3,7 @@
 Each device group along the mesh axis `data`, the slow one, is a replica with parameters and an
 optimizer state of its own. The step's `State` stays what it is: its `params` are the shared
 weights, its `optimizer` a `LocalState` with the replicas stacked in front, split over `data`.
+A run goes on with any number of them (`regroup`).
 """
 
 import functools
@@ -11,12 +12,12 @@ from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jax.sharding import Mesh
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 from pydantic import Field
 
-from jaxtrain.optim import Optimizer
+from jaxtrain.optim import Optimizer, mean_of_stack, mean_of_states, merges
 from jaxtrain.parallel import over_devices, partition_spec, shardings
 from jaxtrain.settings import Settings, UserError
 from jaxtrain.step import State, Task, train_step
@@ -66,14 +67,18 @@ class LocalState(NamedTuple):
     momentum: Any  # of the outer step; None for gossip
 
 
-def local_task(task: Task, c: DiLoCo | Gossip, mesh: Mesh) -> Task:
-    """The task with replicas along `data`: its optimizer's state and its step are those of c."""
+def local_task(task: Task, c: DiLoCo | Gossip, mesh: Mesh, resumed: bool = False) -> Task:
+    """The task with replicas along `data`: its optimizer's state and its step are those of c.
+
+    resumed: the last replica of a run may go on alone, on several devices. UserError for what has
+    no replicas.
+    """
     if task.dtype == jnp.float16:
         raise UserError(
             "train.local: float16's loss scale would differ between replicas; use "
             "train.precision=bfloat16 or float32"
         )
-    if mesh.shape["data"] == 1 < mesh.size:
+    if mesh.shape["data"] == 1 < mesh.size and not resumed:
         raise UserError(
             "train.local: replicas lie along mesh.data, which is 1; set mesh.data=auto, and what "
             "each of them splits to fewer devices"
@@ -90,8 +95,7 @@ def local_task(task: Task, c: DiLoCo | Gossip, mesh: Mesh) -> Task:
     inner, replicas = task.optimizer, mesh.shape["data"]
 
     def init(params: Any) -> LocalState:
-        stack = lambda x: jnp.broadcast_to(x[None], (replicas, *x.shape))
-        own = jax.tree.map(stack, Replica(params, inner.init(params)))
+        own = stacked(Replica(params, inner.init(params)), replicas)
         outer = isinstance(c, DiLoCo)
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params) if outer else None
         return LocalState(own, zeros)
@@ -100,8 +104,8 @@ def local_task(task: Task, c: DiLoCo | Gossip, mesh: Mesh) -> Task:
         """The shared weights; of gossip, the replicas' mean."""
         own = state.replicas
         if isinstance(c, Gossip):
-            mean = lambda x: jnp.mean(x.astype(jnp.float32), axis=0).astype(x.dtype)
-            return jax.tree.map(mean, jax.vmap(inner.eval_params)(own.params, own.optimizer))
+            weights = jax.vmap(inner.eval_params)(own.params, own.optimizer)
+            return jax.tree.map(mean_of_stack, weights)
         return params
 
     step = functools.partial(local_step, config=c, inner=inner, mesh=mesh)
@@ -137,10 +141,10 @@ def local_step(
         else:
             end = knobs["schedule"]["total_steps"]
             params, momentum, mine = due(after.step, end, params, momentum, mine)
-        most = jax.lax.pmax(after.maxima, "data")
+        most = over_replicas(jax.lax.pmax, after.maxima)
         new = after._replace(params=params, optimizer=momentum, maxima=most)
         own = jax.tree.map(lambda x: x[None], Replica(mine, after.optimizer))
-        return new, own, jax.lax.pmean(metrics, "data")
+        return new, own, over_replicas(jax.lax.pmean, metrics)
 
     split = jax.shard_map(
         one, mesh=mesh, in_specs=(P(), P("data"), P(None, "data"), P(), P()),
@@ -148,6 +152,12 @@ def local_step(
     )  # fmt: skip
     new, replicas, metrics = split(shared, state.optimizer.replicas, batch, knobs, frozen)
     return new._replace(optimizer=LocalState(replicas, new.optimizer)), metrics
+
+
+def over_replicas(reduce: Any, tree: Any) -> Any:
+    """`reduce`, as pmean, of all replicas' trees. One alone has nothing to exchange, and XLA's
+    partitioner takes no exchange along an axis of one device beside others that it splits."""
+    return tree if jax.lax.axis_size("data") == 1 else reduce(tree, "data")
 
 
 def every(
@@ -161,17 +171,70 @@ def every(
     return jax.lax.cond(due, work, lambda x: x, tree)
 
 
-def check_replicas(state: LocalState, saved: Any, where: str) -> None:
-    """UserError unless a checkpoint has as many replicas; saved: the shapes of its `rest`."""
-    had, asked = (
-        jax.tree.leaves(replicas)[0].shape[0]
-        for replicas in (saved["optimizer"]["replicas"], state.replicas)
-    )
-    if had != asked:
-        raise UserError(
-            f"mesh.data: {where} has {had} replicas (train.local), not {asked}; go on with "
-            f"mesh.data={had} and other sizes of the other axes, or start another run with run.name"
-        )
+# ---- another number of replicas ------------------------------------------------------------------
+
+
+def replicas_in(stacked: Any) -> int:
+    """How many replicas there are in a tree of what has a shape [R, ...]."""
+    return jax.tree.leaves(stacked)[0].shape[0]
+
+
+def as_saved(like: LocalState, replicas: int) -> LocalState:
+    """The shapes and places to read a checkpoint of so many replicas into.
+
+    like: the shapes and places of the state in the end. Each device reads a part of the replicas'
+    arrays: they are split over `data` along the first dim that it divides, the one of the replicas
+    if it does. Only what it divides no dim of is whole on each.
+    """
+
+    def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        mesh, shape = x.sharding.mesh, (replicas, *x.shape[1:])
+        spec = [entry or () for entry in (None, *x.sharding.spec[1:])]
+        spec = [e if isinstance(e, tuple) else (e,) for e in spec] + [()] * (len(shape) - len(spec))
+        for i, size in enumerate(shape):
+            if size % prod(mesh.shape[name] for name in (*spec[i], "data")) == 0:
+                spec[i] = (*spec[i], "data")
+                break
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    return like._replace(replicas=jax.tree.map(place, like.replicas))
+
+
+def regroup(saved: LocalState, like: LocalState) -> LocalState:
+    """The state of a run that goes on with another number of replicas; saved is given away.
+
+    Shared weights and outer momentum are one for all and stay. Each new replica starts from the
+    mean of all the old ones, in parameters and in the inner optimizer's state. So nothing that they
+    learned since they met is lost: shared - mean(mine), the way that DiLoCo's next meeting will
+    take, is what it was (but for rounding) whatever the numbers are, of each fragment by itself;
+    and gossip's are the weights that were validated and kept. To pair old ones with new ones would
+    keep that mean only where one number divides the other, and buys nothing: the rows of a batch
+    are dealt out anew in any case. That replicas may come and go is DiLoCo's own finding (Douillard
+    et al. 2023, arXiv:2311.08105, robustness to an adaptive compute pool: what counts is the total
+    compute), where newcomers start from the shared weights, at a meeting.
+
+    Array by array, as the old and the new ones together would need the memory of both.
+    """
+
+    def change(old: Any, new: Any) -> Any:
+        places = jax.tree.map(lambda x: x.sharding, new)
+        spread = jax.jit(mean_for_each, static_argnums=1, out_shardings=places)
+        done = spread(old, replicas_in(new))
+        jax.tree.map(lambda x: x.delete(), old)
+        return done
+
+    own = jax.tree.map(change, saved.replicas, like.replicas, is_leaf=merges)
+    return saved._replace(replicas=own)
+
+
+def mean_for_each(old: Any, replicas: int) -> Any:
+    """[R, ...] -> the mean, once for each new replica."""
+    return stacked(mean_of_states(old), replicas)
+
+
+def stacked(tree: Any, replicas: int) -> Any:
+    """The same for each replica, in front."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (replicas, *x.shape)), tree)
 
 
 # ---- gossip ------------------------------------------------------------------------------------
@@ -267,8 +330,8 @@ def put(tree: Any, specs: Any, p: int, fragments: int, part: list[Array]) -> Any
 
 def mean_of(arrays: list[Array], axes: list[Any], compress: str | None) -> list[Array]:
     """The mean of each array over the replicas, in float32."""
-    if compress is None:
-        return [jax.lax.pmean(x, "data") for x in arrays]
+    if compress is None or jax.lax.axis_size("data") == 1:
+        return [over_replicas(jax.lax.pmean, x) for x in arrays]
     mesh = jax.sharding.get_abstract_mesh()
     places = [partition_spec(a, x.shape, mesh) for a, x in zip(axes, arrays)]
     # Of a replica's several devices, each sends its own parts.
@@ -345,7 +408,8 @@ def local_facts(c: DiLoCo | Gossip, specs: Any, mesh: Mesh, dtype: jnp.dtype) ->
 def local_summary(c: DiLoCo | Gossip, facts: dict[str, float], mesh: Mesh) -> str:
     """A line for the screen: the replicas, and what they send beside plain data parallel."""
     ours, plain = (1e-6 * facts[key] for key in ("sent_bytes", "sent_bytes_plain"))
+    ways = mesh.shape["data"]
     return (
-        f"local    {mesh.shape['data']} replicas, {c.name} each {c.every} steps: a device sends "
+        f"local    {ways} replica{'s' * (ways > 1)}, {c.name} each {c.every} steps: a device sends "
         f"{ours:.3g} MB a step, data parallel {plain:.3g} MB"
     )

@@ -27,7 +27,7 @@ from jaxtrain.data import Tokenizer, load_tokenizer
 from jaxtrain.environment import commit, environment, versions
 from jaxtrain.finetune import INSERTED, LoRAConfig, Parts, VirtualConfig, adapter_folder
 from jaxtrain.interop import check_adapter, holds, load_start, read_adapter, read_virtual
-from jaxtrain.local import LocalState, check_replicas
+from jaxtrain.local import LocalState, as_saved, regroup, replicas_in
 from jaxtrain.metrics import format_bytes
 from jaxtrain.model import path_name
 from jaxtrain.parallel import check_options, known_options, place_batch, shardings
@@ -175,10 +175,12 @@ def new_or_resumed(
     seed: int,
     start: Any = None,
     group: Group | None = None,
+    say: Callable[[str], Any] = lambda line: None,
 ) -> tuple[State, Any]:
     """The initial state, or that of the newest checkpoint with its place in the data.
 
-    start: the parameters that a new run begins with; default initial values.
+    start: the parameters that a new run begins with; default initial values. say: is told when the
+    replicas of train.local are not as many as those of the checkpoint.
     """
     newest = checkpoints.latest()
     (group or Group()).compare(
@@ -198,11 +200,28 @@ def new_or_resumed(
         jax.eval_shape(create),
         shardings,
     )
+    return restored(checkpoints, newest, like, say)
+
+
+def restored(
+    checkpoints: Checkpointer, step: int, like: State, say: Callable[[str], Any]
+) -> tuple[State, Any]:
+    """A checkpoint's state, in the shapes and places of `like`, and its place in the data."""
+    read, had, asked = like, 0, 0
     if isinstance(like.optimizer, LocalState):
-        where = f"checkpoint {checkpoints.directory / str(newest)}"
-        check_replicas(like.optimizer, checkpoints.shapes(newest), where)
-    params, rest, position = checkpoints.restore(newest, like.params, rest_of(like))
-    return State(params, **{"loss_scale": None, **rest}), position
+        had = replicas_in(checkpoints.shapes(step)["optimizer"]["replicas"])
+        asked = replicas_in(like.optimizer.replicas)
+    if had != asked:
+        read = like._replace(optimizer=as_saved(like.optimizer, had))
+    params, rest, position = checkpoints.restore(step, read.params, rest_of(read))
+    state = State(params, **{"loss_scale": None, **rest})
+    if had != asked:
+        say(
+            f"local    from {had} replica{'s' * (had > 1)} to {asked}: each starts from the mean "
+            "of those before, in parameters and in the optimizer's state"
+        )
+        state = state._replace(optimizer=regroup(state.optimizer, like.optimizer))
+    return state, position
 
 
 def rest_of(state: State) -> dict[str, Any]:

@@ -81,7 +81,7 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
     parts = make_parts(c.finetune, specs, dtype)  # what trains, what is frozen
     rates = plus(c.optim, c.finetune)
     optimizer = make_optimizer(rates, parts.trainable, t.steps, t.batch_size * t.sequence_length)
-    check_run(c)
+    resumed = check_run(c)
     check_tuned(c, parts)
     check_writable(c.run_dir)
     check_objective(c)
@@ -117,7 +117,7 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
 
     sent = {}
     if t.local:
-        task = local_task(task, t.local, mesh)
+        task = local_task(task, t.local, mesh, resumed)
         optimizer = task.optimizer
         sent = local_facts(t.local, parts.trainable, mesh, dtype)
         say(local_summary(t.local, sent, mesh))
@@ -126,7 +126,9 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
         # ---- state: new, or where the run stopped ----------------------------------------------
         shardings = state_shardings(task, mesh)
         frozen, begin = start_of(parts, c, mesh, checkpoints.latest() is not None)
-        state, position = new_or_resumed(task, shardings, checkpoints, c.run.seed, begin, group)
+        state, position = new_or_resumed(
+            task, shardings, checkpoints, c.run.seed, begin, group, say
+        )
         del begin  # given away, or not needed
         start = int(state.step)
         say(f"{'resume' if start else 'train':8s} {run_dir}: steps {start} to {t.steps}")

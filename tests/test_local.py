@@ -1,6 +1,7 @@
 """Replicas that meet now and then: what they must equal, and what they send."""
 
 import re
+import shutil
 from math import prod
 from types import SimpleNamespace
 
@@ -9,21 +10,41 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
-from tiny import LLAMA, batch, begin, begin_random, close, make_task, mesh_of, resolved, same
+from tiny import (
+    LLAMA,
+    batch,
+    begin,
+    begin_random,
+    close,
+    make_task,
+    mesh_of,
+    resolved,
+    rows_of,
+    run_overrides,
+    same,
+)
 
+from jaxtrain import train
 from jaxtrain.bench.traffic import collectives
 from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
 from jaxtrain.local import (
     LocalConfig,
+    LocalState,
+    Replica,
+    as_saved,
     compressed_mean,
     local_facts,
     local_summary,
     local_task,
+    regroup,
     take,
     wire_bytes,
 )
+from jaxtrain.main import main
 from jaxtrain.model import fp8 as model_fp8
 from jaxtrain.optim import OptimConfig
+from jaxtrain.optim.adamw8bit import Adam8bitState, decode, encode
+from jaxtrain.optim.groups import Moment
 from jaxtrain.parallel import place_batch
 from jaxtrain.run import new_or_resumed, rest_of
 from jaxtrain.settings import UserError
@@ -45,25 +66,32 @@ def task():
     return make_task(resolved(**LLAMA | {"depth": 1}), optim)
 
 
-def whole_batch(seed):
-    one = batch(8, seed=seed, micro=8)
+def whole_batch(seed, rows=8):
+    one = batch(rows, seed=seed, micro=rows)
     return one._replace(weights_BT=np.ones_like(one.weights_BT))
 
 
-def run(task, knobs, mesh, config=None, steps=3):
+def run(task, knobs, mesh, config=None, steps=3, rows=8):
     """States and losses after each step."""
     task = local_task(task, config, mesh) if config else task
     with jax.set_mesh(mesh):
-        state, states, losses = begin_random(task, mesh), [], []
+        state = begin_random(task, mesh)
         if config:
             spread = lambda p, r: jnp.broadcast_to(p[None], r.shape)
             own = state.optimizer.replicas
             own = own._replace(params=jax.tree.map(spread, state.params, own.params))
             state = state._replace(optimizer=state.optimizer._replace(replicas=own))
             state = jax.device_put(state, state_shardings(task, mesh))
+        return go_on(task, knobs, mesh, state, range(steps), rows)
+
+
+def go_on(task, knobs, mesh, state, seeds, rows=8):
+    """States and losses after each step, on the batch of each seed, of a task as `local_task`'s."""
+    states, losses = [], []
+    with jax.set_mesh(mesh):
         step = make_step(task, mesh)
-        for seed in range(steps):
-            placed = place_batch(whole_batch(seed), mesh, batch_dim=1)
+        for seed in seeds:
+            placed = place_batch(whole_batch(seed, rows), mesh, batch_dim=1)
             state, metrics = step(state, placed, knobs)
             states.append(jax.device_get(state))
             losses.append(float(metrics["loss"]))
@@ -167,7 +195,8 @@ def test_gossip_averages_with_the_neighbours_and_keeps_the_mean(task):
     assert np.abs(x[0] - x[1]).max() > 1e-4
     np.testing.assert_allclose(y, (x + np.roll(x, 1, 0) + np.roll(x, -1, 0)) / 3, atol=1e-6)
     gossip = local_task(task[0], local(name="gossip"), mesh_of(data=4))
-    kept = gossip.optimizer.eval_params(states[0].params, states[0].optimizer)
+    own = jax.tree.map(jnp.asarray, states[0].optimizer)
+    kept = gossip.optimizer.eval_params(states[0].params, own)
     np.testing.assert_allclose(kept["embed"], x.mean(0), atol=1e-6)
 
 
@@ -268,20 +297,143 @@ def test_what_cannot_be_replicas(task, sizes, message):
 # ---- resuming ----------------------------------------------------------------------------------
 
 
-def test_resumed_between_meetings_is_uninterrupted_bit_for_bit(task, tmp_path):
-    mesh, config = mesh_of(data=2), local(name="diloco", every=2)
-    states, _ = run(*task, mesh, config)
-    spread = local_task(task[0], config, mesh)
-    with jax.set_mesh(mesh), Checkpointer(tmp_path, CheckpointConfig()) as checkpoints:
-        checkpoints.save(1, states[0].params, rest_of(states[0]), {})
+def resume(task, config, mesh, folder, saved, said=None):
+    """The state of a run that goes on, on this mesh, from a saved one."""
+    spread = local_task(task, config, mesh, resumed=True)
+    say = (lambda line: None) if said is None else said.append
+    with jax.set_mesh(mesh), Checkpointer(folder, CheckpointConfig()) as checkpoints:
+        checkpoints.save(int(saved.step), saved.params, rest_of(saved), {})
         checkpoints.wait()
-        state, _ = new_or_resumed(spread, state_shardings(spread, mesh), checkpoints, seed=0)
-        step = make_step(spread, mesh)
-        for seed in (1, 2):
-            state, _ = step(state, place_batch(whole_batch(seed), mesh, batch_dim=1), task[1])
-    same(state, states[2])
-    other = mesh_of(data=4)
-    more = local_task(task[0], config, other)
-    refused = pytest.raises(UserError, match="has 2 replicas .*, not 4; go on with mesh.data=2")
-    with jax.set_mesh(other), Checkpointer(tmp_path, CheckpointConfig()) as checkpoints, refused:
-        new_or_resumed(more, state_shardings(more, other), checkpoints, seed=0)
+        where = state_shardings(spread, mesh)
+        state, _ = new_or_resumed(spread, where, checkpoints, seed=0, say=say)
+    return spread, state
+
+
+def test_resumed_between_meetings_is_uninterrupted_bit_for_bit(task, tmp_path):
+    mesh, config, said = mesh_of(data=2), local(name="diloco", every=2), []
+    states, _ = run(*task, mesh, config)
+    spread, state = resume(task[0], config, mesh, tmp_path, states[0], said)
+    same(state, states[0])
+    same(go_on(spread, task[1], mesh, state, (1, 2))[0][-1], states[2])
+    assert not said
+
+
+@pytest.fixture(scope="module")
+def adam():
+    """Whose inner state has counts and moments of every parameter."""
+    optim = {"name": "adamw", "learning_rate": 0.01, "schedule": {"name": "constant"}}
+    return make_task(
+        resolved(**LLAMA | {"depth": 1}), TypeAdapter(OptimConfig).validate_python(optim)
+    )
+
+
+DILOCO = {"name": "diloco", "every": 3}
+
+
+@pytest.mark.parametrize(
+    ("fields", "before", "after"),
+    [(DILOCO, {"data": 4}, {"data": 2}),
+     (DILOCO, {"data": 2}, {"data": 4, "fsdp": 2}),
+     (DILOCO | {"compress": "int8"}, {"data": 2}, {"fsdp": 2}),
+     ({"name": "gossip"}, {"data": 4}, {"fsdp": 2}),
+     (DILOCO | {"fragments": 2}, {"data": 3}, {"data": 2}),
+     ({"name": "gossip"}, {"data": 4}, {"data": 3})],
+    ids=["4 to 2", "2 to 4 of two", "2 to 1 of two", "gossip 4 to 1", "3 to 2 in fragments",
+         "gossip 4 to 3"],
+)  # fmt: skip
+def test_another_number_of_replicas_goes_on_from_their_mean(adam, fields, before, after, tmp_path):
+    """Stopped after a meeting and a step apart; the steps that follow are of the same batches."""
+    config, said, rows = local(**fields), [], 24
+    states, losses = run(*adam, mesh_of(**before), config, 6, rows)
+    mesh, old = mesh_of(**after), states[3]
+    assert all(
+        np.ptp(x, axis=0).max() > 1e-5 for x in jax.tree.leaves(old.optimizer.replicas.params)
+    )
+    spread, state = resume(adam[0], config, mesh, tmp_path, old, said)
+    had, now = before["data"], after.get("data", 1)
+    assert len(said) == 1 and f"from {had} replicas to {now}: each starts from the mean" in said[0]
+
+    others = lambda s: s._replace(optimizer=s.optimizer.momentum)  # shared weights, counters, keys
+    same(others(state), others(old))
+    assert jax.tree.structure(state) == jax.tree.structure(old)
+    for x, o in zip(*(jax.tree.leaves(s.optimizer.replicas) for s in (state, old)), strict=True):
+        assert x.shape == (now, *o.shape[1:]) and x.dtype == o.dtype
+        x = np.asarray(x)
+        assert (x == x[0]).all()
+        np.testing.assert_allclose(x.mean(0), o.mean(0), rtol=2e-6, atol=1e-7)
+    for x, where in zip(*map(jax.tree.leaves, (state, state_shardings(spread, mesh)))):
+        assert x.sharding.is_equivalent_to(where, x.ndim)
+
+    after_it = go_on(spread, adam[1], mesh, state, (4, 5), rows)[1]
+    assert losses[0] - losses[3] > 0.1  # else the next would say nothing
+    np.testing.assert_allclose(after_it, losses[4:], rtol=0.005)
+
+
+def test_no_device_reads_all_replicas_whole(adam):
+    """They lie split along the first dim that the new ones divide: their own, or another."""
+    mesh = mesh_of(data=2, fsdp=2)
+    spread = local_task(adam[0], local(name="gossip"), mesh)
+    like = jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+                        jax.eval_shape(lambda: init_state(spread, 0)),
+                        state_shardings(spread, mesh)).optimizer  # fmt: skip
+    for had in (3, 4):
+        for x, new in zip(*map(jax.tree.leaves, (as_saved(like, had), like)), strict=True):
+            assert x.shape == (had, *new.shape[1:]) and x.dtype == new.dtype
+            part = prod(x.sharding.shard_shape(x.shape))
+            # of each replica, a device reads half of what it will have of one
+            whole = had * prod(new.sharding.shard_shape(new.shape))
+            assert part == (whole // 2 if had == 4 or x.ndim > 1 else whole)
+
+
+def test_regrouped_8_bit_states_are_decoded_first():
+    """A mean of scales would not be one of what the codes stand for."""
+    random, mesh = np.random.default_rng(0), mesh_of(data=2)
+    normal_RDF = jnp.asarray(random.normal(size=(3, 8, 128)), jnp.float32)
+    m, v = (Moment(*encode(x, 64, signed)) for x, signed in ((normal_RDF, True),
+                                                            (normal_RDF**2, False)))  # fmt: skip
+    adam = Adam8bitState(jnp.full(3, 5), {"up": m}, {"up": v}, jnp.zeros((3, 64), jnp.uint8))
+    saved = LocalState(Replica({"up": normal_RDF}, adam), None)
+    expected = normal_RDF.mean(0), decode(*m, 64, True).mean(0)
+    where = jax.NamedSharding(mesh, jax.P("data"))
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype, sharding=where), saved
+    )
+    own = regroup(saved, like).replicas
+    for mine in range(2):
+        np.testing.assert_allclose(own.params["up"][mine], expected[0], rtol=1e-6)
+        got = decode(
+            own.optimizer.m["up"].values[mine], own.optimizer.m["up"].scale[mine], 64, True
+        )
+        np.testing.assert_allclose(got, expected[1], atol=0.01 * np.abs(expected[1]).max())
+    assert all(x.sharding == where for x in jax.tree.leaves(own))
+    assert normal_RDF.is_deleted()
+
+
+# ---- the command ---------------------------------------------------------------------------------
+
+
+def test_a_run_goes_on_with_fewer_replicas(tmp_path, capfd, monkeypatch):
+    """Eight, stopped between two meetings, go on as four of two devices each, on the same batches
+    in the same order."""
+    microbatches, seen = train.microbatches, []
+
+    def watched(batch, rows, mesh):
+        placed = microbatches(batch, rows, mesh)
+        seen.append(np.asarray(placed.tokens_BT).reshape(8, -1))
+        return placed
+
+    monkeypatch.setattr(train, "microbatches", watched)
+    meet = {"train__local__name": "diloco", "train__local__every": 2}
+    assert main(run_overrides(tmp_path / "eight", **meet, mesh__data=8)) == 0
+    whole, copy = (tmp_path / name / "tiny" for name in ("eight", "four"))
+    shutil.copytree(whole, copy)
+    shutil.rmtree(copy / "checkpoints" / "6")
+    shutil.rmtree(copy / "model")
+    capfd.readouterr()
+    assert main(run_overrides(copy.parent, **meet, mesh__data=4, mesh__fsdp=2)) == 0
+    out = capfd.readouterr().out
+    assert "from 8 replicas to 4" in out and "steps 3 to 6" in out
+    assert len({x.tobytes() for x in seen}) == 6 and len(seen) == 7 + 4  # one is compiled against
+    np.testing.assert_array_equal(seen[-3:], seen[4:7])
+    for mine, other in zip(rows_of(copy), rows_of(whole), strict=True):
+        assert mine["loss"] == pytest.approx(other["loss"], rel=3e-4)

@@ -11,6 +11,7 @@ from jaxtrain.optim.groups import Optimizer, build
 from jaxtrain.optim.lamb import LAMBConfig, lamb
 from jaxtrain.optim.lars import LARSConfig, lars
 from jaxtrain.optim.lion import LionConfig, lion
+from jaxtrain.optim.mean import mean_of_stack, mean_of_states, merges
 from jaxtrain.optim.muon import MuonConfig, Scale, muon, resolve_muon
 from jaxtrain.optim.schedule_free import ScheduleFreeConfig, schedule_free
 from jaxtrain.optim.sgd import SGDConfig, sgd
@@ -61,5 +62,6 @@ def make_optimizer(
 __all__ = [
     "OPTIMIZERS", "AdafactorConfig", "AdamW8bitConfig", "AdamWConfig", "LAMBConfig", "LARSConfig",
     "LionConfig", "MuonConfig", "OptimConfig", "Optimizer", "SGDConfig", "SOAPConfig", "Scale",
-    "ScheduleFreeConfig", "make_optimizer", "resolve_optimizer",
+    "ScheduleFreeConfig", "make_optimizer", "mean_of_stack", "mean_of_states", "merges",
+    "resolve_optimizer",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from jaxtrain.optim.adamw import make_adamw
 from jaxtrain.optim.groups import Group, Hyper, Moment, OptimizerConfig
+from jaxtrain.optim.mean import mean_of_stack
 from jaxtrain.settings import UserError
 
 DECADES = 7  # the code reaches down to a few 1e-7 of a block's maximum
@@ -104,6 +105,21 @@ class Adam8bitState(NamedTuple):
     m: Any  # a Moment for each parameter
     v: Any
     block: Array  # no values: its length says which block size the codes were made with
+
+    def merged(self) -> "Adam8bitState":
+        """Of states stacked [R, ...], the mean of what the codes stand for, in codes again."""
+        size = self.block.shape[-1]
+
+        def mean(m: Moment, signed: bool) -> Moment:
+            if m.scale is None:
+                return Moment(mean_of_stack(m.values), None)
+            values = mean_of_stack(decode(m.values, m.scale, size, signed))
+            return Moment(*encode(values, size, signed))
+
+        is_moment = lambda x: isinstance(x, Moment)
+        m = jax.tree.map(lambda x: mean(x, True), self.m, is_leaf=is_moment)
+        v = jax.tree.map(lambda x: mean(x, False), self.v, is_leaf=is_moment)
+        return Adam8bitState(mean_of_stack(self.count), m, v, self.block[0])
 
 
 def make_adamw8bit(block: int, min_size: int) -> Callable[[Hyper], optax.GradientTransformation]:

@@ -16,6 +16,7 @@ from pydantic import Field
 
 from jaxtrain.optim.adamw import make_adamw
 from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig
+from jaxtrain.optim.mean import mean_of_stack
 
 
 class SOAPConfig(OptimizerConfig):
@@ -46,6 +47,17 @@ class Leaf(NamedTuple):
     v: Array
     left: Side | None
     right: Side | None
+
+    def merged(self) -> "Leaf":
+        """Of states stacked [R, ...], the mean of what is in the parameter's own basis; the
+        eigenvectors, of which a mean would be no basis, and v, which is seen from them, are the
+        first state's. The power iteration turns them to the mean factors as it goes on."""
+
+        def side(s: Side | None) -> Side | None:
+            return None if s is None else Side(mean_of_stack(s.factor), s.basis[0])
+
+        v = mean_of_stack(self.v) if self.left is self.right is None else self.v[0]
+        return Leaf(mean_of_stack(self.m), v, side(self.left), side(self.right))
 
 
 class SOAPState(NamedTuple):

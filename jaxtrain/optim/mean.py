@@ -1,0 +1,36 @@
+"""The mean of several optimizers' states: of replicas that go on as one, or as another number."""
+
+from typing import Any, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Shaped
+
+
+@runtime_checkable
+class Merging(Protocol):
+    """A state whose arrays mean something only together: codes with their scales, an eigenbasis
+    with what is measured in it."""
+
+    def merged(self) -> Any:
+        """Of states stacked [R, ...], the one that stands for all R of them."""
+        ...
+
+
+def mean_of_stack(x_R: Shaped[Array, "R *S"]) -> Shaped[Array, "*S"]:
+    """The mean over R, summed up in float32, in the array's dtype; the first of integers, which
+    are counts and alike in all."""
+    if not jnp.issubdtype(x_R.dtype, jnp.floating):
+        return x_R[0]
+    return jnp.mean(x_R.astype(jnp.float32), axis=0).astype(x_R.dtype)
+
+
+def merges(x: Any) -> bool:
+    """Whether a node of a state's tree is to be merged by its own rule, as a whole."""
+    return isinstance(x, Merging)
+
+
+def mean_of_states(states: Any) -> Any:
+    """Of a tree of states or parameters stacked [R, ...], their mean, without the R."""
+    one = lambda x: x.merged() if isinstance(x, Merging) else mean_of_stack(x)
+    return jax.tree.map(one, states, is_leaf=merges)
