@@ -152,6 +152,19 @@ def test_the_launcher_names_the_process_that_died_first(scripts, code, said, cap
 
 
 @pytest.mark.slow
+@pytest.mark.slow
+def test_stages_of_two_processes_work_on_the_same_rows(tmp_path):
+    """Of one layer and of two, each in a process."""
+    changes = {"model__depth": 3, "train__steps": 2, "checkpoint__every": "null"}
+    assert main(run_overrides(tmp_path / "one", **changes)) == 0
+    stages = {"mesh__data": 1, "mesh__pipeline": 2, "mesh__fsdp": 2, "train__device_batch_size": 2}
+    arguments = run_overrides(tmp_path / "two", **changes, **stages)
+    code, out = launched(tmp_path / "log", 2, 2, arguments).end()
+    assert code == 0, out
+    one, two = (rows_of(tmp_path / name / "tiny") for name in ("one", "two"))
+    assert [r["bpb"] for r in two] == pytest.approx([r["bpb"] for r in one], rel=1e-4)
+
+
 def test_two_processes_evaluate_as_one(whole, tmp_path, capsys):
     arguments = [str(whole), "eval.batch_size=4"]
     assert evaluate(arguments) == 0

@@ -132,7 +132,9 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
     Processes hold the same rows where an axis that does not split the batch spans them.
     """
     parts: dict[int, list[int]] = {}
-    for part, row in enumerate(mesh.devices.reshape(batch_ways(mesh), -1)):
+    places = [mesh.axis_names.index(axis) for axis in BATCH]  # a pipeline's stages lie outside
+    devices = np.moveaxis(mesh.devices, places, range(len(places)))
+    for part, row in enumerate(devices.reshape(batch_ways(mesh), -1)):
         for process in {owner(device) for device in row}:
             parts.setdefault(process, []).append(part)
     size = len(parts[jax.process_index()])

@@ -70,6 +70,8 @@ def test_the_first_of_slurms_nodes(nodes, first):
         ({"data": 4, "tensor": 2}, 2, (1, 4)),
         ({"data": 2, "tensor": 4}, 2, (0, 2)),  # two processes hold the same rows
         ({"tensor": 8}, 2, (0, 1)),
+        ({"pipeline": 2, "data": 4}, 4, (0, 1)),  # a stage of all rows each
+        ({"pipeline": 2, "data": 2, "fsdp": 2}, 2, (1, 2)),
     ],
 )
 def test_the_rows_of_a_process(monkeypatch, sizes, each, share):
