@@ -42,7 +42,7 @@ FREE = (
     "run.", "mesh.", "processes.", "eval.", "sample.", "checkpoint.", "metrics.", "data.cache_dir",
     "data.prefetch", "data.workers", "data.prepare_workers", "data.skip_damaged",
     "train.device_batch_size", "train.compiler_options", "model.attention=",
-    "model.scan_layers", "model.remat", "optim.offload",
+    "model.scan_layers", "model.remat", "model.moe.remat", "optim.offload",
 )  # fmt: skip
 
 

@@ -168,10 +168,8 @@ def check_shapes(mesh: Mesh, model: ResolvedModel, sequence_length: int) -> None
             raise UserError(f"virtual tokens (prompt, prefix) need whole texts: set mesh.{axis}=1")
     if model.moe:
         dims["expert"] = {"model.moe.experts": model.moe.experts}
-        whole = {"mesh.context": mesh.shape["context"], "mesh.pipeline": mesh.shape["pipeline"]}
-        for name, size in (whole | {"model.ffn_tiles": model.ffn_tiles}).items():
-            if size > 1:
-                raise UserError(f"model.moe takes whole texts, layer by layer: set {name}=1")
+        if mesh.shape["pipeline"] > 1:
+            raise UserError("model.moe takes whole texts, layer by layer: set mesh.pipeline=1")
     elif mesh.shape["expert"] > 1:
         raise UserError(
             f"mesh.expert={mesh.shape['expert']} splits the experts of model.moe, which is null; "

@@ -133,8 +133,10 @@ BAD = {
     "set mesh.expert=1 (mesh.data splits batch rows)",
     "mesh.expert=8 mesh.data=1 model.moe.experts=6": "mesh.expert=8 does not divide "
     "model.moe.experts 6; these would: 1, 2, 3, 6",
-    "mesh.context=2 mesh.data=4 model.moe.experts=6": "model.moe takes whole texts, layer by "
-    "layer: set mesh.context=1",
+    "mesh.pipeline=2 mesh.data=4 model.moe.experts=6 model.window_pattern=L": "model.moe takes "
+    "whole texts, layer by layer: set mesh.pipeline=1",
+    "model.moe.remat=all": "model.moe.remat: got 'all': input should be 'none', 'attention', "
+    "'ffn', 'dots', 'block' or 'offload'",
     "model.moe.top_k=9": "model.moe: top_k 9 is more than the 8 experts",
     "train.local.name=easgd": "train.local.name: got 'easgd', allowed are 'diloco', 'gossip'",
     "mesh.fsdp=auto": "mesh: only one axis can be auto, but data and fsdp are",

@@ -221,7 +221,7 @@ def test_meshes_to_try_begin_with_those_that_cost_least():
         *plain,
         [*whole, "mesh.expert=2", block], [*sharded, "mesh.expert=2", block],
         [*sharded, "mesh.expert=4", block],
-        *([*sharded, f"mesh.tensor={n}", block] for n in (2, 4)),
+        *([*sharded, f"mesh.{a}={n}", block] for a in ("context", "tensor") for n in (2, 4)),
     ]  # fmt: skip
     assert len(preflight.candidates(1, 8, experts=True)) == 2
     for devices, near, ways in ((12, (2, 3, 4), (2, 3, 4, 6)), (7, (), (7,))):
@@ -243,7 +243,7 @@ def test_of_several_hosts_data_goes_over_the_hosts_and_fsdp_over_a_hosts_devices
         [8],
     ]
     for devices in (6, 8, 24, 64):
-        assert len(preflight.candidates(devices, 8, experts=True)) <= 22
+        assert len(preflight.candidates(devices, 8, experts=True)) <= 27
 
 
 def test_hosts_have_equally_many_devices():

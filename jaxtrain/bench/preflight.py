@@ -257,7 +257,7 @@ def candidates(devices: int, per_host: int, experts: bool) -> list[list[str]]:
     activations within layers: expert the tokens of layers with experts, context keys and values,
     tensor the whole stream, four times a layer. pipeline sends little, but its stages wait for
     each other. expert, context and tensor go over no more devices than a host has; a model with
-    experts takes neither context nor pipeline.
+    experts takes no pipeline.
     """
     whole, sharded = ["mesh.data=auto", "mesh.fsdp=1"], ["mesh.data=1", "mesh.fsdp=auto"]
     both = [["mesh.data=auto", f"mesh.fsdp={n}"] for n in shares(devices, per_host)]
@@ -269,8 +269,8 @@ def candidates(devices: int, per_host: int, experts: bool) -> list[list[str]]:
     found += [[*base, "model.remat=block"] for base in (tight if devices > 1 else [whole])]
     ways = [n for n in range(2, 9) if devices % n == 0]
     near = [n for n in ways if n <= per_host]
-    split = {"expert": near} if experts else {"context": near}
-    split |= {"tensor": near} if experts else {"tensor": near, "pipeline": ways}
+    split = {"expert": near} if experts else {}
+    split |= {"context": near, "tensor": near} | ({} if experts else {"pipeline": ways})
     for axis, sizes in split.items():
         for n in sizes:
             bases = [whole, sharded] if axis == "expert" and n < devices else [sharded]

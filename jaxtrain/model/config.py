@@ -44,6 +44,11 @@ class Experts(Settings):
         description="all-to-all over mesh.expert: of the tokens, or of buffers that hold all; "
         "default ragged on a GPU, which alone can",
     )
+    remat: Remat | None = Field(
+        None,
+        description="model.remat of the layers with experts, S layers or not; default that of "
+        "other layers",
+    )
 
     @model_validator(mode="after")
     def _check(self) -> "Experts":
@@ -202,8 +207,8 @@ class ModelConfig(Settings):
     ffn_tiles: int = Field(
         1,
         ge=1,
-        description="the feed-forward network takes a row in so many parts, each computed again "
-        "in the backward pass: for rows whose hidden layer would not fit",
+        description="the feed-forward network, experts too, takes a row in so many parts, each "
+        "computed again in the backward pass: for rows whose hidden layer would not fit",
     )
 
     @model_validator(mode="after")

@@ -15,6 +15,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxtrain import parallel
+from jaxtrain.model import remat
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.init import SCHEMES, constant
 from jaxtrain.model.layers import ACTIVATIONS, GATED, FeedForward
@@ -39,7 +40,7 @@ class Mixture(nnx.Module):
         assert moe is not None and moe.hidden is not None
         scheme = SCHEMES[c.init](c)
         L, E, D, F = layers, moe.experts, c.width, moe.hidden
-        self.config, self.kind = moe, c.ffn
+        self.config, self.kind, self.tiles = moe, c.ffn, c.ffn_tiles
         self.router = declare(
             (L, D, E), ("layers", "embed", None), scheme.up, "matrix", group="router"
         )
@@ -61,30 +62,35 @@ class Mixture(nnx.Module):
     def __call__(
         self, x_BTD: Float[Array, "B T D"], relu2_by: str | None = None, by: str | None = None
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B"]]:
-        """What the experts make of each token, and the balance loss of each row."""
+        """What the experts make of each token, and the balance loss of each row.
+
+        Rows are routed as a whole, whatever the tiles: so balance loss and load are theirs.
+        """
         route = self.route(x_BTD)
         ups = (self.up[...],) if self.gate is None else (self.gate[...], self.up[...])
         y_BTD, sizes_E = parallel.feed_experts(
             self.network, x_BTD, route.chosen_BTk, route.weights_BTk, ups, self.down[...],
-            self.config.exchange,
+            self.config.exchange, self.tiles,
         )  # fmt: skip
         y_BTD = with_load(y_BTD, self.bias[...], sizes_E / self.config.top_k)
         if self.shared is not None:
-            y_BTD = y_BTD + self.shared(x_BTD, relu2_by, by)
+            shared = self.shared
+            y_BTD += remat.tiled(lambda h: shared(h, relu2_by, by), x_BTD, self.tiles)
         return y_BTD, route.loss_B
 
     def route(self, x_BTD: Float[Array, "B T D"]) -> Route:
         """Choose by score plus bias, weigh by score."""
         c = self.config
-        logits_BTE = jnp.matmul(
-            x_BTD.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
-        )
+        x_BTD = parallel.constrain(x_BTD.astype(jnp.float32), "batch", "sequence", None)
+        logits_BTE = jnp.matmul(x_BTD, self.router[...], precision=jax.lax.Precision.HIGHEST)
+        logits_BTE = parallel.constrain(logits_BTE, "batch", "sequence", None)
         score = jax.nn.sigmoid if c.scores == "sigmoid" else jax.nn.softmax
         scores_BTE = score(logits_BTE)
         ranked_BTE = jax.lax.stop_gradient(scores_BTE)
         if c.balance_bias:
             ranked_BTE += jax.lax.stop_gradient(self.bias[...])[None, None]
-        _, chosen_BTk = jax.lax.top_k(ranked_BTE, c.top_k)
+        # Left to XLA, each device would rank the tokens of all.
+        chosen_BTk = parallel.by_rows(lambda r_BTE: jax.lax.top_k(r_BTE, c.top_k)[1], ranked_BTE)
         picked_BTk = jnp.take_along_axis(scores_BTE, chosen_BTk, axis=-1)
         weights_BTk = picked_BTk / jnp.sum(picked_BTk, axis=-1, keepdims=True)
         balance_B = balance_loss(scores_BTE, chosen_BTk)

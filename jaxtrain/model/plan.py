@@ -42,7 +42,9 @@ def make_plan(c: ResolvedModel) -> Plan:
             value_embed=c.value_embeddings and (c.depth - 1 - i) % 2 == 0,
             ffn=ffn_of(c, i),
             short_rope=short and c.rope_base_short is not None,
-            remat=(c.remat_short if short else None) or c.remat,
+            remat=(c.moe.remat if c.moe and ffn_of(c, i) == "experts" else None)
+            or (c.remat_short if short else None)
+            or c.remat,
         )
 
     return tuple(layer(i) for i in range(c.depth))

@@ -8,10 +8,12 @@ from collections.abc import Callable
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
 from jaxtrain_kernels.attention import RESULT
 from jaxtrain_kernels.dispatch import target
 
+from jaxtrain.parallel import constrain, ways_of
 from jaxtrain.settings import UserError
 
 INPUT = "block_input"
@@ -82,10 +84,14 @@ def tiled(run: Callable[[jax.Array], jax.Array], x_BTD: jax.Array, tiles: int) -
     """`run`, which takes each token by itself, over parts of the rows, one after another.
 
     Only one part's intermediate values exist at a time, in the backward pass as well. Rows that do
-    not divide (prompts) are taken whole.
+    not divide (prompts) are taken whole. A part has tokens of each device that holds some of the
+    row: parts of neighbours would lie on one device, and be sent to all.
     """
     B, T, D = x_BTD.shape
     if tiles == 1 or T % tiles:
         return run(x_BTD)
-    parts = x_BTD.reshape(B, tiles, T // tiles, D).swapaxes(0, 1)
-    return jax.lax.map(jax.checkpoint(run), parts).swapaxes(0, 1).reshape(B, T, D)
+    ways = ways_of("sequence", T // tiles)
+    parts = jnp.moveaxis(x_BTD.reshape(B, ways, tiles, -1, D), 2, 0).reshape(tiles, B, -1, D)
+    parts = jax.lax.map(jax.checkpoint(run), constrain(parts, None, "batch", "sequence", None))
+    parts = constrain(parts, None, "batch", "sequence", None).reshape(tiles, B, ways, -1, D)
+    return jnp.moveaxis(parts, 0, 2).reshape(B, T, D)

@@ -9,6 +9,7 @@ from jaxtrain.parallel.axes import (
     over_devices,
     partition_spec,
     shardings,
+    ways_of,
 )
 from jaxtrain.parallel.context import check_pieces, previous, spread
 from jaxtrain.parallel.experts import feed_experts
@@ -61,4 +62,5 @@ __all__ = [
     "shardings",
     "spread",
     "token_losses",
+    "ways_of",
 ]

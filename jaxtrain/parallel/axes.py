@@ -53,6 +53,11 @@ def partition_spec(
     return PartitionSpec(*entries)
 
 
+def names_in(entry: Any) -> tuple[str, ...]:
+    """The mesh axes of an entry of a PartitionSpec."""
+    return (entry,) if isinstance(entry, str) else entry or ()
+
+
 def shardings(specs: Any, mesh: Mesh) -> Any:
     """A tree of NamedSharding for a tree of parameter declarations (`.axes`, `.shape`)."""
     return jax.tree.map(lambda s: NamedSharding(mesh, partition_spec(s.axes, s.shape, mesh)), specs)
@@ -68,6 +73,15 @@ def in_force() -> AbstractMesh | None:
     mesh = jax.sharding.get_abstract_mesh()
     free = [ways for name, ways in mesh.shape.items() if name not in taken_axes(mesh)]
     return None if prod(free) == 1 else mesh
+
+
+def ways_of(axis: str, size: int) -> int:
+    """In how many parts the mesh in force splits a dim of that logical axis and size."""
+    mesh = in_force()
+    if mesh is None:
+        return 1
+    (entry,) = partition_spec((axis,), (size,), mesh)
+    return prod(mesh.shape[name] for name in names_in(entry))
 
 
 def axes_of_copies(zero: int) -> tuple[str, ...]:

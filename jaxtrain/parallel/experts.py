@@ -1,14 +1,14 @@
 """Tokens to their experts and back: sorted, exchanged over the mesh axis `expert`, none dropped.
 
-Each device of that axis holds E / ways experts and batch rows of its own. A token's copies travel
-to the devices of its experts, which sort what they receive, multiply group by group and send the
-results back. A buffer has room for the worst case (every token of every device to one device), so
-that the result never depends on the balance.
+Each device of that axis holds E / ways experts and batch rows of its own, or, along `context`, a
+part of every row's tokens. A token's copies travel to the devices of its experts, which sort what
+they receive, multiply group by group and send the results back. A buffer has room for the worst
+case (every token of every device to one device), so that the result never depends on the balance.
 """
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any
+from math import gcd
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain_kernels.dispatch import target
 from jaxtyping import Array, Float, Int
 
-from jaxtrain.parallel.axes import in_force, partition_spec
+from jaxtrain.parallel.axes import in_force, names_in, over_devices, partition_spec
 
 # (rows [M, D], ups, down, sizes_E) -> rows [M, D]: each group of rows through its expert
 Network = Callable[..., Array]
@@ -30,36 +30,38 @@ def feed_experts(
     ups_EDF: Sequence[Float[Array, "E D F"]],
     down_EFD: Float[Array, "E F D"],
     exchange: str | None = None,
+    tiles: int = 1,
 ) -> tuple[Float[Array, "B T D"], Int[Array, "E"]]:
     """Sum over a token's chosen experts of weight x network(token); and the tokens that each got.
 
     ups_EDF: what reads the token, one matrix or two (gated). exchange: `ragged` sends what there is
-    (GPU only), `padded` whole buffers; None takes the first that the device can.
+    (GPU only), `padded` whole buffers; None takes the first that the device can. tiles: a device's
+    tokens are taken in so many parts, one after another, each computed again in the backward pass
+    (rows that do not divide, as prompts, are taken whole).
     """
+    tiles = 1 if x_BTD.shape[1] % tiles else tiles
     mesh = in_force()
     if mesh is None:
         return local_experts(
-            network, None, 1, x_BTD, chosen_BTk, weights_BTk, tuple(ups_EDF), down_EFD
+            network, None, 1, tiles, x_BTD, chosen_BTk, weights_BTk, tuple(ups_EDF), down_EFD
         )
-    ways, spread = mesh.shape["expert"], exchange or default_exchange()
-    rows = partition_spec(("batch", None, None), x_BTD.shape, mesh)
-    (hidden,) = partition_spec(("hidden",), down_EFD.shape[1:2], mesh)
-    holders = tuple(name for name in _names(rows[0]) if mesh.shape[name] > 1)
+    spread = exchange or default_exchange()
+    rows = partition_spec(("batch", "tokens", None), x_BTD.shape, mesh)
+    expert, hidden, _ = partition_spec(("experts", "hidden", None), down_EFD.shape, mesh)
+    ways = 1 if expert is None else mesh.shape[expert]
+    names = names_in(rows[0]) + names_in(rows[1])
+    holders = tuple(name for name in names if mesh.shape[name] > 1)
 
     def local(x, chosen, weights, ups, down):
-        y, sizes = local_experts(network, spread, ways, x, chosen, weights, ups, down)
+        y, sizes = local_experts(network, spread, ways, tiles, x, chosen, weights, ups, down)
         y = y if hidden is None else jax.lax.psum(y, hidden)
         return y, jax.lax.psum(sizes, holders) if holders else sizes
 
-    up_spec, down_spec = P("expert", None, hidden), P("expert", hidden, None)
+    up_spec, down_spec = P(expert, None, hidden), P(expert, hidden, None)
     specs = rows, rows, rows, (up_spec,) * len(ups_EDF), down_spec
-    return jax.shard_map(local, in_specs=specs, out_specs=(rows, P()), check_vma=False)(
+    return over_devices(local, specs, (rows, P()))(
         x_BTD, chosen_BTk, weights_BTk, tuple(ups_EDF), down_EFD
     )
-
-
-def _names(entry: Any) -> tuple[str, ...]:
-    return (entry,) if isinstance(entry, str) else entry or ()
 
 
 def default_exchange() -> str:
@@ -71,6 +73,7 @@ def local_experts(
     network: Network,
     exchange: str | None,
     ways: int,
+    tiles: int,
     x_BTD: Array,
     chosen_BTk: Array,
     weights_BTk: Array,
@@ -78,9 +81,33 @@ def local_experts(
     down_EFD: Array,
 ) -> tuple[Array, Array]:
     """One device's tokens through all experts; the sizes are of all E experts."""
-    x_ND = x_BTD.reshape(-1, x_BTD.shape[-1])
-    N, k, local = len(x_ND), chosen_BTk.shape[-1], down_EFD.shape[0]
-    expert_M = chosen_BTk.reshape(-1)  # of each copy of each token
+    flat = lambda a: a.reshape(-1, a.shape[-1])
+    tokens = flat(x_BTD), flat(chosen_BTk), flat(weights_BTk)
+    run = lambda part: one_tile(network, exchange, ways, part, ups, down_EFD)
+    parts = gcd(tiles, len(tokens[0]))  # of few tokens, over many devices, fewer
+    if parts == 1:
+        y_ND, sizes_E = run(tokens)
+        return y_ND.reshape(x_BTD.shape), sizes_E
+    # The loop keeps XLA from taking the forward pass's results for the backward pass's.
+    again = jax.checkpoint(run, prevent_cse=False)
+    y_nMD, sizes_nE = jax.lax.map(
+        again, jax.tree.map(lambda a: a.reshape(parts, -1, a.shape[-1]), tokens)
+    )
+    return y_nMD.reshape(x_BTD.shape), jnp.sum(sizes_nE, axis=0)
+
+
+def one_tile(
+    network: Network,
+    exchange: str | None,
+    ways: int,
+    tokens: tuple[Array, Array, Array],
+    ups: tuple[Array, ...],
+    down_EFD: Array,
+) -> tuple[Array, Array]:
+    """`local_experts` of some of the tokens: x_ND, chosen_Nk and weights_Nk."""
+    x_ND, chosen_Nk, weights_Nk = tokens
+    (N, k), local = chosen_Nk.shape, down_EFD.shape[0]
+    expert_M = chosen_Nk.reshape(-1)  # of each copy of each token
     sizes_E = jnp.sum(expert_M[:, None] == jnp.arange(local * ways)[None], axis=0, dtype=jnp.int32)
     order_M, back_M = sorting(expert_M)
     copies_MD = jnp.broadcast_to(x_ND[:, None], (N, k, x_ND.shape[-1])).reshape(N * k, -1)
@@ -92,10 +119,10 @@ def local_experts(
         y_MD = exchanged(run, sent_MD, sizes_E.reshape(ways, local), N * min(k, local), exchange)
     y_NkD = permute(y_MD, back_M, order_M).reshape(N, k, -1)
     y_ND = jnp.einsum(
-        "nkd,nk->nd", y_NkD, weights_BTk.reshape(N, k).astype(y_NkD.dtype),
+        "nkd,nk->nd", y_NkD, weights_Nk.astype(y_NkD.dtype),
         preferred_element_type=jnp.promote_types(jnp.float32, y_NkD.dtype),
     )  # fmt: skip
-    return y_ND.astype(x_BTD.dtype).reshape(x_BTD.shape), sizes_E
+    return y_ND.astype(x_ND.dtype), sizes_E
 
 
 def sorting(key_M: Array) -> tuple[Array, Array]:

@@ -191,7 +191,8 @@ def test_experts_keep_their_number_when_the_loss_beside_them_changes(tmp_path):
     fields = {"depth": 1, "width": 32, "head_dim": 8, "moe": {"experts": 4, "top_k": 1}}
     given = [f"model={fields}", "data.tokenizer.name=bytes"]
     run = random_run(tmp_path, given)
-    c = load_config(None, [f"train.init_from={run}", "model.moe.aux_loss=0.5"])
+    free = ["model.moe.aux_loss=0.5", "model.moe.remat=block"]
+    c = load_config(None, [f"train.init_from={run}", *free])
     assert (c.model.moe.experts, c.model.moe.top_k, c.model.moe.aux_loss) == (4, 1, 0.5)
     with pytest.raises(UserError, match="model.moe .*leave out"):
         load_config(None, [f"train.init_from={run}", "model.moe.top_k=2"])

@@ -19,10 +19,12 @@ from tiny import (
     tokens,
 )
 
+from jaxtrain.bench.traffic import collectives
 from jaxtrain.model import active, cast, split
 from jaxtrain.model.moe import Mixture, balance_loss
+from jaxtrain.model.plan import make_plan
 from jaxtrain.optim import OPTIMIZERS, OptimConfig
-from jaxtrain.parallel import place_batch
+from jaxtrain.parallel import constrain, place_batch
 from jaxtrain.step import make_step
 
 MOE = {"experts": 4, "top_k": 2, "hidden": 24, "shared": 1, "every": 2}
@@ -110,6 +112,16 @@ def test_layers_alternate_and_scan_and_remat_change_nothing(model):
     close(grads(other), grads(graphdef), rtol=1e-4, atol=1e-5)
 
 
+def test_layers_with_experts_are_computed_again_by_a_policy_of_their_own():
+    """Whatever the window: it wins over that of S layers."""
+    own = {"moe": MOE | {"remat": "block"}}
+    given = {"window_pattern": "SSLL", "remat": "dots", "remat_short": "ffn"}
+    policies = lambda **c: [spec.remat for spec in make_plan(resolved(**SMALL | c))]
+    assert policies(**own) == ["none", "block"] * 2
+    assert policies(**given) == ["ffn", "ffn", "dots", "dots"]
+    assert policies(**given, **own) == ["ffn", "block", "dots", "block"]
+
+
 def test_decode_is_the_full_forward_and_the_future_is_unseen(model):
     _, graphdef, _, params, run = model
     rows = jnp.asarray(tokens(2, 12))
@@ -164,7 +176,13 @@ def one_device():
 
 @pytest.mark.parametrize(
     "sizes",
-    [{"expert": 4, "fsdp": 2}, pytest.param({"expert": 8}, marks=pytest.mark.slow)],
+    [
+        {"expert": 4, "fsdp": 2},
+        *(
+            pytest.param(sizes, marks=pytest.mark.slow)
+            for sizes in ({"expert": 8}, {"expert": 4, "context": 2})
+        ),
+    ],
     ids=str,
 )
 def test_sharded_is_one_device(one_device, sizes):
@@ -194,6 +212,26 @@ def test_metrics_tell_the_load_and_the_norm_is_of_gradients_alone(one_device):
     ]
     assert first["gradient_squares"][names.index("['experts']['bias']")] == 0
     assert first["grad_norm"] == pytest.approx(np.sqrt(first["gradient_squares"].sum()), rel=1e-5)
+
+
+def test_each_device_routes_its_own_tokens():
+    """Only sums are exchanged, forward and backward: no scores, nor what they are made of."""
+    graphdef, specs = split(Mixture(resolved(moe=MOE), 1))
+    mesh = mesh_of(data=2, context=2, tensor=2)
+
+    def loss(p, x_BTD):
+        x_BTD = constrain(x_BTD, "batch", "sequence", None)
+        route = nnx.merge(graphdef, p).route(x_BTD)
+        return jnp.sum(route.weights_BTk[..., 0]) + jnp.sum(route.loss_B)
+
+    p = jax.tree.map(lambda s: jax.random.normal(jax.random.key(0), s.shape[1:]), specs)
+    x_BTD = jax.random.normal(jax.random.key(1), (4, 16, 32))
+    with jax.set_mesh(mesh):
+        text = jax.jit(jax.grad(loss)).lower(p, x_BTD).compile().as_text()
+    found = collectives(text, dict(mesh.shape))
+    assert {c.kind for c in found} == {"all-reduce"} and sum(
+        c.bytes for c in found
+    ) < 4 * 32 * 4 * 4
 
 
 @pytest.mark.slow

@@ -18,7 +18,11 @@ DEEP = {"depth": 4, "window_pattern": "SL", "attention": "xla"}
 
 
 def loss_of(graphdef, tokens_BT):
-    return lambda p: jnp.mean(jnp.square(nnx.merge(graphdef, p).hidden(jnp.asarray(tokens_BT))))
+    def loss(p):
+        x_BTD, balance_B = nnx.merge(graphdef, p).hidden_spread(jnp.asarray(tokens_BT))
+        return jnp.mean(jnp.square(x_BTD)) + (0 if balance_B is None else jnp.sum(balance_B))
+
+    return loss
 
 
 def value_and_grad(graphdef, params):
@@ -56,6 +60,52 @@ def test_recomputed_is_kept(plain, changes):
     _, graphdef, _, _ = build(**DEEP, **changes)
     close(value_and_grad(graphdef, params), expected, rtol=1e-5, atol=1e-6)
     assert kept(graphdef, params) < most, "it has to save something"
+
+
+# ---- experts ---------------------------------------------------------------------------------
+
+MOE = {"experts": 4, "top_k": 2, "hidden": 24, "shared": 1, "every": 2, "aux_loss": 0.1}
+MIXED = {**DEEP, "depth": 2, "window_pattern": "L", "moe": MOE}
+
+
+@pytest.fixture(scope="module")
+def mixed():
+    _, graphdef, _, params = build(**MIXED)
+    return params, value_and_grad(graphdef, params), kept(graphdef, params)
+
+
+@pytest.mark.parametrize(
+    "changes",
+    [{"ffn_tiles": 4}, *({"moe": MOE | {"remat": name}} for name in ("ffn", "dots", "block"))],
+    ids=["tiles", "ffn", "dots", "block"],
+)
+def test_recomputed_experts_are_kept_ones(mixed, changes):
+    """The load is the gradient of their bias."""
+    params, expected, most = mixed
+    assert jnp.sum(expected[1]["experts"]["bias"]) == tokens().size
+    _, graphdef, _, _ = build(**MIXED | changes)
+    close(value_and_grad(graphdef, params), expected, rtol=1e-5, atol=1e-6)
+    assert kept(graphdef, params) < most, "it has to save something"
+
+
+def test_only_layers_with_experts_are_computed_again(mixed):
+    params, _, most = mixed
+    bytes_of = lambda **c: kept(build(**MIXED | c)[1], params)
+    some, least = bytes_of(moe=MOE | {"remat": "block"}), bytes_of(remat="block")
+    assert most > 1.3 * some > 1.3**2 * least
+    assert bytes_of(remat="block", moe=MOE | {"remat": "none"}) == most + least - some
+
+
+def test_a_tile_of_experts_keeps_its_tokens_alone():
+    """Wider experts: more weights are kept, no more activations."""
+    sizes = []
+    for moe in (MOE, MOE | {"hidden": 64, "shared": 2}):
+        _, graphdef, _, params = build(**MIXED | {"moe": moe}, ffn_tiles=4)
+        sizes.append(kept(graphdef, params) - sum(x.nbytes for x in jax.tree.leaves(params)))
+    assert sizes[0] == sizes[1]
+
+
+# ---- policies --------------------------------------------------------------------------------
 
 
 @pytest.mark.parametrize(

@@ -119,10 +119,43 @@ GPT = {
     ids=["gpt fsdp context tensor", "llama context", "llama fsdp context"],
 )
 def test_a_model_over_context_is_one_device(family, sizes):
-    _, graphdef, _, params = build(**family)
+    check_over(sizes, build(**family), atol=2e-5)
+
+
+def check_over(sizes, built, plain=None, **limits):
+    """plain: the model of one device, where that is another."""
     rows = jax.tree.map(jnp.asarray, batch(4)._replace(segments_BT=documents(4)))
-    expected = loss_and_gradients(graphdef, params, rows)
-    close(loss_and_gradients(graphdef, params, rows, mesh_of(**sizes)), expected, atol=2e-5)
+    _, graphdef, _, params = built
+    expected = loss_and_gradients((plain or built)[1], params, rows)
+    close(loss_and_gradients(graphdef, params, rows, mesh_of(**sizes)), expected, **limits)
+
+
+# Weights of the balance losses at which a row that is not whole would show.
+MOE = {"experts": 4, "top_k": 2, "hidden": 24, "shared": 1, "aux_loss": 0.5, "z_loss": 0.1}
+MIXED = LLAMA | {"depth": 1, "moe": MOE}
+CASES = [
+    (dict(context=2), False, 1), (dict(context=2), True, 4),
+    (dict(context=4), False, 1), (dict(context=4), True, 1),
+    (dict(context=2, expert=2), False, 1), (dict(context=2, expert=2), True, 4),
+    (dict(fsdp=2, context=2, expert=2), False, 1), (dict(fsdp=2, context=2, expert=2), True, 1),
+    (dict(data=2, context=2, tensor=2), False, 4), (dict(data=2, context=2, tensor=2), True, 1),
+    (dict(expert=2), False, 4), ({}, False, 4),
+]  # fmt: skip
+QUICK = CASES[1], CASES[7]
+
+
+def case(sizes, mask, tiles):
+    name = " ".join([*sizes, *["documents"] * mask, *[f"{tiles} tiles"] * (tiles > 1)])
+    marks = () if (sizes, mask, tiles) in QUICK else pytest.mark.slow
+    return pytest.param(sizes, mask, tiles, id=name, marks=marks)
+
+
+@pytest.mark.parametrize(("sizes", "mask", "tiles"), [case(*c) for c in CASES])
+def test_experts_over_context_and_in_tiles_are_one_device(sizes, mask, tiles):
+    """Loss and gradients, of which that of the bias is the load."""
+    plain = build(**MIXED, document_mask=mask)
+    cut = build(**MIXED, document_mask=mask, ffn_tiles=tiles)
+    check_over(sizes, cut, plain, atol=1e-5)
 
 
 # ---- what cannot be --------------------------------------------------------------------------
@@ -146,6 +179,9 @@ def test_the_configuration_is_checked_before_the_run():
     tree = {"model": {"depth": 1, "window_pattern": "L"}, "mesh": {"context": 8}}
     tree |= {"train": {"sequence_length": 64}, "data": {"tokenizer": {"name": "bytes"}}}
     resolve(Config.model_validate(tree), 256)
+    mixed = {"model": tree["model"] | {"moe": {"experts": 4}, "ffn_tiles": 8}}
+    mixed |= {"mesh": {"context": 2, "expert": 4, "data": 1}}
+    resolve(Config.model_validate(tree | mixed), 256)
     tree["data"] |= stages
     with pytest.raises(UserError, match=r"data.stages: sequence_length 8 .* mesh.context=8"):
         resolve(Config.model_validate(tree), 256)

@@ -5,6 +5,7 @@ import jax.numpy as jnp
 import jaxtrain_kernels as kernels
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from tiny import close, mesh_of
 
 from jaxtrain.parallel import feed_experts
@@ -47,12 +48,12 @@ def by_loop(x, chosen, weights, ups, down, g):
     return (y, loads), (dx, dw, (dgate, dup), ddown)
 
 
-def ours(args, mesh):
+def ours(args, mesh, tiles=1, network=network):
     """The same of `feed_experts` in float32."""
     x, chosen, weights, ups, down, g = jax.tree.map(jnp.asarray, args)
 
     def loss(x, weights, ups, down):
-        y, sizes = feed_experts(network, x, chosen, weights, ups, down)
+        y, sizes = feed_experts(network, x, chosen, weights, ups, down, tiles=tiles)
         return jnp.sum(y * g), (y, sizes)
 
     with jax.set_mesh(mesh):
@@ -63,16 +64,67 @@ def ours(args, mesh):
     return jax.device_get((found, grads))
 
 
-def on(**sizes):
-    return pytest.param(sizes, id="x".join(f"{k}{v}" for k, v in sizes.items()) or "one")
+def on(tiles=1, slow=False, **sizes):
+    name = "x".join(f"{k}{v}" for k, v in sizes.items()) or "one"
+    marks = pytest.mark.slow if slow else ()
+    return pytest.param(sizes, tiles, id=f"{name}-{tiles}", marks=marks)
+
+
+MESHES = [
+    on(), on(4), on(expert=8), on(4, slow=True, expert=8), on(expert=4, fsdp=2),
+    on(4, expert=4, fsdp=2), on(data=2, expert=2, tensor=2),
+    on(4, slow=True, data=2, expert=2, tensor=2), on(slow=True, context=4), on(4, context=4),
+    on(context=2, expert=4), on(4, slow=True, context=2, expert=4),
+    on(slow=True, fsdp=2, expert=2, context=2), on(4, fsdp=2, expert=2, context=2),
+    on(data=2, context=2, tensor=2), on(4, slow=True, data=2, context=2, tensor=2),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("sizes", "tiles"), MESHES)
+def test_equals_the_loop_over_tokens_with_all_gradients(sizes, tiles):
+    args = arguments()
+    close(ours(args, mesh_of(**sizes), tiles), by_loop(*args), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize(
-    "sizes", [on(), on(expert=8), on(expert=4, fsdp=2), on(data=2, expert=2, tensor=2)]
-)
-def test_equals_the_loop_over_tokens_with_all_gradients(sizes):
-    args = arguments()
-    close(ours(args, mesh_of(**sizes)), by_loop(*args), rtol=1e-5, atol=1e-5)
+    ("sizes", "tiles", "rows", "taken"),
+    [
+        ({"context": 4}, 1, B, B), ({"context": 2, "data": 2}, 4, B, 2), ({}, 4, B, B),
+        ({"context": 4}, 4, 2, 1), ({}, 8, B, B * T),
+    ],
+)  # fmt: skip
+def test_a_device_takes_its_own_tokens_a_tile_at_a_time(sizes, tiles, rows, taken):
+    """taken: tokens of a tile. Two tokens make two tiles of four; rows of four are not cut in 8."""
+    seen = set()
+
+    def watched(x_MD, *others):
+        seen.add(len(x_MD))
+        return network(x_MD, *others)
+
+    args = [a[:rows] if i in (0, 1, 2, 5) else a for i, a in enumerate(arguments())]
+    close(ours(args, mesh_of(**sizes), tiles, watched), by_loop(*args), rtol=1e-5, atol=1e-5)
+    assert seen == {taken * K}
+
+
+def test_an_axis_that_is_taken_is_left_alone():
+    """As where replicas along `data` train by themselves: each has loads of its own."""
+    x, chosen, weights, ups, down, _ = jax.tree.map(jnp.asarray, arguments())
+    x, weights, ups, down = jax.tree.map(lambda a: a.astype(jnp.float32), (x, weights, ups, down))
+
+    def one(x, chosen, weights):
+        y, sizes = feed_experts(network, x, chosen, weights, ups, down)
+        return y, sizes[None]
+
+    split = jax.shard_map(
+        one, mesh=mesh_of(data=2, expert=2, context=2), in_specs=P("data"), out_specs=P("data"),
+        axis_names={"data"}, check_vma=False,
+    )  # fmt: skip
+    with jax.set_mesh(mesh_of(data=2, expert=2, context=2)):
+        y, sizes = jax.jit(split)(x, chosen, weights)
+    (expected, _), _ = by_loop(*arguments())
+    np.testing.assert_allclose(y, expected, rtol=1e-5, atol=1e-5)
+    hits = [np.bincount(half.ravel(), minlength=E) for half in np.split(np.asarray(chosen), 2)]
+    np.testing.assert_array_equal(sizes, hits)
 
 
 def test_nothing_is_dropped_when_all_tokens_want_the_same_experts():

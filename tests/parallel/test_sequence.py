@@ -4,9 +4,12 @@ import re
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from tiny import LLAMA, T, batch, build, mesh_of
 
 from jaxtrain import objectives, parallel
+from jaxtrain.bench.traffic import collectives
+from jaxtrain.model.remat import tiled
 from jaxtrain.parallel import partition_spec
 
 
@@ -20,6 +23,25 @@ def test_norms_are_split_over_the_tensor_devices():
         shapes = re.findall(r"= f32\[([\d,]*)\]\S* rsqrt\(", text.compile().as_text())
     sizes = {tuple(int(n) for n in shape.split(",") if n != "1") for shape in shapes}
     assert sizes == {(2, T // 4)}
+
+
+def test_tiles_of_a_row_stay_where_they_are():
+    """Each has tokens of every device: nothing is sent, forward or backward."""
+    mesh, w_DF = (
+        mesh_of(context=2, tensor=2, data=2),
+        jax.random.normal(jax.random.key(1), (16, 24)) / 8,
+    )
+    place = lambda x: parallel.constrain(x, "batch", "sequence", None)
+    loss = lambda x: jnp.sum(place(tiled(lambda h: jnp.tanh(h @ w_DF) @ w_DF.T, place(x), 4)) ** 2)
+    x = jax.device_put(
+        jax.random.normal(jax.random.key(0), (2, T, 16)),
+        jax.NamedSharding(mesh, jax.P("data", ("context", "tensor"))),
+    )
+    whole = jax.grad(lambda x: jnp.sum((jnp.tanh(x @ w_DF) @ w_DF.T) ** 2))(x)
+    with jax.set_mesh(mesh):
+        compiled = jax.jit(jax.grad(loss)).lower(x).compile()
+        np.testing.assert_allclose(compiled(x), whole, rtol=1e-5, atol=1e-5)
+    assert collectives(compiled.as_text(), dict(mesh.shape)) == []
 
 
 def test_a_sequence_is_split_as_far_as_it_divides():
