@@ -92,7 +92,8 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
     if mesh.shape["pipeline"] > 1:
         if model.fp8_history:
             raise UserError("model.fp8_history needs one call of each layer: set mesh.pipeline=1")
-        check_stages(mesh.shape["pipeline"], c.mesh.pipeline_repeats, model.depth)
+        repeats, context = c.mesh.pipeline_repeats, mesh.shape["context"]
+        check_stages(mesh.shape["pipeline"], repeats, make_plan(model), context)
     check_shapes(mesh, model, t.sequence_length)
     ways = batch_ways(mesh)
     rows = max(ways, batch_tokens(tokens, reference) // t.sequence_length)
@@ -168,8 +169,10 @@ def check_shapes(mesh: Mesh, model: ResolvedModel, sequence_length: int) -> None
             raise UserError(f"virtual tokens (prompt, prefix) need whole texts: set mesh.{axis}=1")
     if model.moe:
         dims["expert"] = {"model.moe.experts": model.moe.experts}
-        if mesh.shape["pipeline"] > 1:
-            raise UserError("model.moe takes whole texts, layer by layer: set mesh.pipeline=1")
+        if min(mesh.shape["context"], mesh.shape["pipeline"]) > 1:
+            raise UserError(
+                "model.moe goes with mesh.context or mesh.pipeline, not with both; set one to 1"
+            )
     elif mesh.shape["expert"] > 1:
         raise UserError(
             f"mesh.expert={mesh.shape['expert']} splits the experts of model.moe, which is null; "

@@ -256,8 +256,7 @@ def candidates(devices: int, per_host: int, experts: bool) -> list[list[str]]:
     model.remat=block exchanges nothing and computes layers twice. The other axes exchange
     activations within layers: expert the tokens of layers with experts, context keys and values,
     tensor the whole stream, four times a layer. pipeline sends little, but its stages wait for
-    each other. expert, context and tensor go over no more devices than a host has; a model with
-    experts takes no pipeline.
+    each other. expert, context and tensor go over no more devices than a host has.
     """
     whole, sharded = ["mesh.data=auto", "mesh.fsdp=1"], ["mesh.data=1", "mesh.fsdp=auto"]
     both = [["mesh.data=auto", f"mesh.fsdp={n}"] for n in shares(devices, per_host)]
@@ -270,7 +269,7 @@ def candidates(devices: int, per_host: int, experts: bool) -> list[list[str]]:
     ways = [n for n in range(2, 9) if devices % n == 0]
     near = [n for n in ways if n <= per_host]
     split = {"expert": near} if experts else {}
-    split |= {"context": near, "tensor": near} | ({} if experts else {"pipeline": ways})
+    split |= {"context": near, "tensor": near, "pipeline": ways}
     for axis, sizes in split.items():
         for n in sizes:
             bases = [whole, sharded] if axis == "expert" and n < devices else [sharded]

@@ -8,9 +8,10 @@ arXiv:2104.04473; the ring as in praxis): a tick is a v-th as long, and still on
 The gradient is that of the loop, the same schedule backwards. What a tick gets is all that is kept
 of it, and its chunk is computed once more in the backward pass.
 
-Chunks need not be alike: each kind of them is a branch of its own, and a stage runs that of its own
-chunk. A stage that waits runs none, so that what it would make of nothing costs nothing and counts
-nowhere (as a load of experts, say).
+Chunks need not be alike: each kind of them is then a branch of its own, and a stage runs that of
+its own chunk, or none while it waits. What stages exchange within must be among groups of devices
+that are in one stage each. XLA has a collective-permute wait for all devices, those of the other
+stages too, which are in other branches: so chunks must be alike where layers have one (`context`).
 """
 
 import functools
@@ -60,11 +61,21 @@ def bubble(stages: int, microbatches: int, repeats: int = 1, layers: int | None 
     return 1 - busy * repeats * microbatches / ticks(stages, microbatches, repeats)
 
 
-def check_stages(stages: int, repeats: int, layers: int) -> None:
-    """Raises UserError unless each chunk has a layer."""
-    if stages * repeats <= layers:
-        return
+def check_stages(stages: int, repeats: int, plan: Sequence[Hashable], context: int = 1) -> None:
+    """Raises UserError unless each chunk has a layer; with several devices along `context`, unless
+    chunks are alike."""
+    layers, chunks = len(plan), stages * repeats
     times = f" x mesh.pipeline_repeats={repeats}" if repeats > 1 else ""
+    alike = lambda ways: len(set(cut(plan, ways))) == 1
+    if chunks <= layers and context > 1 and not alike(chunks):
+        can = ", ".join(str(ways) for ways in range(1, layers + 1) if alike(ways))
+        raise UserError(
+            f"mesh.pipeline={stages}{times} has chunks of unlike layers (model.window_pattern, "
+            f"value_embeddings), which do not go with mesh.context={context}; there can be {can}, "
+            "or set mesh.context=1"
+        )
+    if chunks <= layers:
+        return
     would = f"mesh.pipeline_repeats of at most {layers // stages} or " if stages <= layers else ""
     raise UserError(
         f"mesh.pipeline={stages}{times} is more than model.depth {layers}, and each needs a layer; "
@@ -167,6 +178,7 @@ def run_stage(
     kinds: Sequence[Hashable],
     first: Callable[[Any], Any],
     repeats: int,
+    skip: bool,
     index: jax.Array,
     stacks: Any,
     micro: Any,
@@ -186,8 +198,10 @@ def run_stage(
         start = (here == 0) & (turn == 0)
         given = jax.tree.map(lambda a, b: jnp.where(start, a, b), first(one), received)
         place = jnp.asarray(lanes)[turn, here]
-        branch = jnp.where(waits, len(distinct), jnp.asarray(kind_at)[turn, here])
         chunk = with_sums(at(stacks, place), at(totals, place))
+        if len(distinct) == 1 and not skip:
+            return stage(kinds[0], chunk, given, one)
+        branch = jnp.where(waits, len(distinct), jnp.asarray(kind_at)[turn, here])
         return one_of(branches, branch, chunk, given, one)
 
     def tick(carry: tuple[Any, Any], t: jax.Array) -> tuple[Any, None]:
@@ -225,6 +239,7 @@ def pipelined(
     stacks: Any,
     micro: Any,
     repeats: int = 1,
+    skip: bool = False,
 ) -> Any:
     """All microbatches through all stages: what the last one makes of each, arrays [M, ...].
 
@@ -232,7 +247,8 @@ def pipelined(
     what it makes, of the same shapes. kinds: that of each chunk. first: (a microbatch) -> what the
     first chunk gets. stacks: arrays [chunks x layers of one, ...] (see `padded`); micro: arrays
     [M, rows, ...], whole on every stage. The results lie spread over the stages by M if M is a
-    multiple of their number, so that what follows is shared as well.
+    multiple of their number, so that what follows is shared as well. skip: a stage that waits runs
+    nothing, also if all chunks are alike; else it may run for nothing.
 
     Stacks lie in the order of the layers, whatever the repeats: with them, chunks go to their
     stages at the beginning of a step, in the dtype it computes with, and their gradients come back
@@ -247,7 +263,7 @@ def pipelined(
     rows = lambda size: "data" if ways > 1 and size % ways == 0 else None
     made = jax.eval_shape(lambda m: first(at(m, 0)), micro)
     return jax.shard_map(
-        functools.partial(run_stage, stage, kinds, first, repeats),
+        functools.partial(run_stage, stage, kinds, first, repeats, skip),
         in_specs=(P(AXIS), P(AXIS), jax.tree.map(lambda x: P(None, rows(x.shape[1])), micro)),
         out_specs=jax.tree.map(lambda x: P(AXIS if even else None, rows(x.shape[0])), made),
         axis_names={AXIS, "data"} - set(taken_axes(mesh)),

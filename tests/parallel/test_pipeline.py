@@ -50,8 +50,19 @@ MIXED = GPT | {"depth": 5, "moe": {"experts": 4, "hidden": 32, "every": 2}}
         (UNLIKE, dict(pipeline=3), 2, 1),
         TWICE_UNLIKE,
         (MIXED, dict(pipeline=2, data=2, expert=2), 4, 1),
+        pytest.param(LLAMA, dict(pipeline=2, context=2), 4, 1, marks=pytest.mark.slow),
+        pytest.param(UNLIKE, dict(pipeline=2, fsdp=2, tensor=2), 4, 1, marks=pytest.mark.slow),
     ],
-    ids=["gpt", "gpt twice round", "llama", "unlike", "unlike twice round", "experts"],
+    ids=[
+        "gpt",
+        "gpt twice round",
+        "llama",
+        "unlike",
+        "unlike twice round",
+        "experts",
+        "context",
+        "tensor",
+    ],
 )
 def test_stages_are_one_device(family, sizes, micro, repeats):
     """Four microbatches, two, and one, which the stages cannot share when it comes out."""
@@ -165,14 +176,17 @@ def test_layers_are_cut_evenly_and_what_some_have_is_padded():
 
 
 @pytest.mark.parametrize(
-    ("stages", "repeats", "message"),
+    ("stages", "repeats", "context", "message"),
     [
-        (9, 1, "mesh.pipeline=9 is more than model.depth 8, .*; give mesh.pipeline of at most 8$"),
-        (2, 5, "2 x mesh.pipeline_repeats=5 is .* of at most 4 or mesh.pipeline of at most 1$"),
+        (9, 1, 1, "mesh.pipeline=9 is more than model.depth 8, .* mesh.pipeline of at most 8$"),
+        (2, 5, 1, "2 x mesh.pipeline_repeats=5 is .* at most 4 or mesh.pipeline of at most 1$"),
+        (4, 1, 2, "pipeline=4 has chunks of unlike .*context=2; there can be 1, 2, or set"),
     ],
 )
-def test_more_stages_than_layers_say_how_many_can_be(stages, repeats, message):
-    check_stages(8, 1, 8)
-    check_stages(3, 2, 8)
+def test_stages_that_cannot_be_say_which_can(stages, repeats, context, message):
+    plan = [LayerSpec(8, False)] * 3 + [LayerSpec(None, False)]
+    check_stages(8, 1, plan * 2)
+    check_stages(3, 2, plan * 2)
+    check_stages(2, 1, plan * 2, context=2)
     with pytest.raises(UserError, match=message):
-        check_stages(stages, repeats, 8)
+        check_stages(stages, repeats, plan * 2, context)
