@@ -217,17 +217,18 @@ def test_meshes_to_try_begin_with_those_that_cost_least():
     sharded, both = ["mesh.data=1", "mesh.fsdp=auto"], ["mesh.data=auto", "mesh.fsdp=2"]
     stages = [[*sharded, f"mesh.zero={stage}"] for stage in (1, 2, 3)]
     plain = [whole, *stages, both, [*sharded, block], [*both, block]]
+    near = ("context", "tensor")
     assert preflight.candidates(4, 8, experts=True) == [
         *plain,
         [*whole, "mesh.expert=2", block], [*sharded, "mesh.expert=2", block],
         [*sharded, "mesh.expert=4", block],
-        *([*sharded, f"mesh.{a}={n}", block] for a in ("context", "tensor") for n in (2, 4)),
+        *([*sharded, f"mesh.{a}={n}", block] for a in (*near, "pipeline") for n in (2, 4)),
     ]  # fmt: skip
     assert len(preflight.candidates(1, 8, experts=True)) == 2
-    for devices, near, ways in ((12, (2, 3, 4), (2, 3, 4, 6)), (7, (), (7,))):
+    for devices, few, ways in ((12, (2, 3, 4), (2, 3, 4, 6)), (7, (), (7,))):
         tried = preflight.candidates(devices, 4, experts=False)
         tried = [line[2] for line in tried if block in line[3:]]
-        found = [f"mesh.{a}={n}" for a in ("context", "tensor") for n in near]
+        found = [f"mesh.{a}={n}" for a in near for n in few]
         assert tried == found + [f"mesh.pipeline={n}" for n in ways]
 
 
@@ -243,7 +244,7 @@ def test_of_several_hosts_data_goes_over_the_hosts_and_fsdp_over_a_hosts_devices
         [8],
     ]
     for devices in (6, 8, 24, 64):
-        assert len(preflight.candidates(devices, 8, experts=True)) <= 27
+        assert len(preflight.candidates(devices, 8, experts=True)) <= 32
 
 
 def test_hosts_have_equally_many_devices():
@@ -255,13 +256,14 @@ def test_hosts_have_equally_many_devices():
 
 
 def test_what_cannot_be_tried_is_counted_and_its_reasons_named(record, capsys):
-    argv = ["--config", "moe_tiny", "--dry-run", "--fit", "6", "--device", "T4"]
-    assert main(argv) == 2
+    argv = ["--config", "moe_tiny", "--dry-run", "--device", "T4", "--fit"]
+    assert main([*argv, "7"]) == 2
     (line,) = capsys.readouterr().err.splitlines()
-    assert line.startswith("error: no mesh of 6 x T4 to try: ")
+    assert line.startswith("error: no mesh of 7 x T4 to try: ")
     for reason in (
-        "train.batch_size 8 does not divide over 6 devices (mesh data x fsdp x expert); use 6",
-        "mesh.fsdp=6 does not divide model.width 128; these would: 1, 2, 4,",
+        "train.batch_size 8 does not divide over 7 devices (mesh data x fsdp x expert); use 7",
+        "mesh.fsdp=7 does not divide model.width 128; these would: 1, 2, 4,",
+        "mesh.pipeline=7 is more than model.depth 4, and each needs a layer",
     ):
         assert reason in line
     assert "context" not in line
@@ -273,7 +275,7 @@ def test_what_cannot_be_tried_is_counted_and_its_reasons_named(record, capsys):
 
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(preflight, "preflight", pretend)
-        assert main(argv) == 0
+        assert main([*argv, "6"]) == 0
     fits, left = capsys.readouterr().err.splitlines()
     assert fits.startswith("  mesh.data=auto mesh.fsdp=2: ")
     assert left == (

@@ -40,7 +40,8 @@ TECHNIQUES: dict[str, list[str]] = {
     "bfloat16 states": ["optim.state_dtype=bfloat16"],
     "states on the host": ["optim.offload=true"],
 }
-STEP, REFINED = 2048, 4  # lengths are multiples of; and so many are looked at besides the first two
+# Lengths of rows are multiples of STEP; so many are looked at besides the first two.
+STEP, FIRST, REFINED = 2048, (4096, 8192), 4
 # Small enough to be exact in float32, deep enough for a scan that could go wrong.
 SMALL = [
     "train.sequence_length=256", "train.batch_size=1", "train.device_batch_size=1",
@@ -174,7 +175,7 @@ def bench_longest(
         return row
 
     with ThreadPoolExecutor(COMPILERS) as pool:
-        rows = dict(zip((2 * STEP, 4 * STEP), pool.map(at, (2 * STEP, 4 * STEP))))
+        rows: dict[int, dict[str, Any]] = dict(zip(FIRST, pool.map(at, FIRST)))
     for _ in range(REFINED):
         length = next_length({n: row["total_bytes"] for n, row in rows.items()}, 0.97 * limit)
         if length is None:
@@ -182,9 +183,9 @@ def bench_longest(
         rows[length] = at(length)
     fit = [n for n, row in rows.items() if row["total_bytes"] < 0.97 * limit]
     if not fit:
-        first = rows[2 * STEP]["total_bytes"]
+        first = rows[FIRST[0]]["total_bytes"]
         raise UserError(
-            f"bench memory --longest: a row of {2 * STEP} already needs {format_bytes(first)} of "
+            f"bench memory --longest: a row of {FIRST[0]} already needs {format_bytes(first)} of "
             f"{format_bytes(limit)}; try optim.name=adamw8bit"
         )
     length = max(fit)

@@ -189,8 +189,8 @@ def run_stage(
     lanes = lanes_of(stages, repeats)
     distinct = list(dict.fromkeys(kinds))
     kind_at = np.array([distinct.index(kind) for kind in kinds]).reshape(repeats, stages)
-    branches = [functools.partial(stage, kind) for kind in distinct]
-    branches.append(lambda stacks, given, one: given)  # of a stage that waits
+    waiting = lambda stacks, given, one: given
+    branches = [*(functools.partial(stage, kind) for kind in distinct), waiting]
 
     @jax.checkpoint
     def work(received: Any, turn: jax.Array, number: jax.Array, waits: jax.Array) -> Any:
