@@ -66,6 +66,11 @@ class Mixture(nnx.Module):
 
         Rows are routed as a whole, whatever the tiles: so balance loss and load are theirs.
         """
+        # Router, experts and shared ones take and give each token in one place. Free to choose,
+        # XLA moves tokens over `context` or, with `tensor` as well, aborts (JAX 0.11: a check fails
+        # where the shared experts' gradients multiply states that are split in two ways).
+        here = lambda y_BTD: parallel.constrain(y_BTD, "batch", "tokens", None)
+        x_BTD = here(x_BTD)
         route = self.route(x_BTD)
         ups = (self.up[...],) if self.gate is None else (self.gate[...], self.up[...])
         y_BTD, sizes_E = parallel.feed_experts(
@@ -76,21 +81,22 @@ class Mixture(nnx.Module):
         if self.shared is not None:
             shared = self.shared
             y_BTD += remat.tiled(lambda h: shared(h, relu2_by, by), x_BTD, self.tiles)
-        return y_BTD, route.loss_B
+        return here(y_BTD), route.loss_B
 
     def route(self, x_BTD: Float[Array, "B T D"]) -> Route:
         """Choose by score plus bias, weigh by score."""
         c = self.config
-        x_BTD = parallel.constrain(x_BTD.astype(jnp.float32), "batch", "sequence", None)
-        logits_BTE = jnp.matmul(x_BTD, self.router[...], precision=jax.lax.Precision.HIGHEST)
-        logits_BTE = parallel.constrain(logits_BTE, "batch", "sequence", None)
+        logits_BTE = jnp.matmul(
+            x_BTD.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
+        )
         score = jax.nn.sigmoid if c.scores == "sigmoid" else jax.nn.softmax
         scores_BTE = score(logits_BTE)
         ranked_BTE = jax.lax.stop_gradient(scores_BTE)
         if c.balance_bias:
             ranked_BTE += jax.lax.stop_gradient(self.bias[...])[None, None]
+        best = lambda r_BTE: jax.lax.top_k(r_BTE, c.top_k)[1]
         # Left to XLA, each device would rank the tokens of all.
-        chosen_BTk = parallel.by_rows(lambda r_BTE: jax.lax.top_k(r_BTE, c.top_k)[1], ranked_BTE)
+        chosen_BTk = parallel.by_rows(best, ranked_BTE, tokens="tokens")
         picked_BTk = jnp.take_along_axis(scores_BTE, chosen_BTk, axis=-1)
         weights_BTk = picked_BTk / jnp.sum(picked_BTk, axis=-1, keepdims=True)
         balance_B = balance_loss(scores_BTE, chosen_BTk)
