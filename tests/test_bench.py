@@ -35,6 +35,7 @@ def recorded(tmp_path, *argv):
     return json.loads(path.read_text())
 
 
+@pytest.mark.slow
 def test_step_records_a_profiled_step(tmp_path, capsys, monkeypatch):
     monkeypatch.setenv("JAXTRAIN_COMMIT", "abc123")
     before_parts, parts_ms = [], step_module.parts_ms

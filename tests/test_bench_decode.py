@@ -12,6 +12,7 @@ from jaxtrain.bench import decode, timing
 main = importlib.import_module("jaxtrain.bench.__main__").main
 
 
+@pytest.mark.slow
 def test_decode_rows(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(timing, "WINDOW_SECONDS", 0.001)
     monkeypatch.setattr(decode, "SPLITS", (None, 2))

@@ -35,6 +35,7 @@ def half():
     return task, knobs, make_step(task, mesh_of())
 
 
+@pytest.mark.slow
 def test_from_a_scale_far_too_high_training_finds_one_that_fits(half):
     task, knobs, step = half
     state = scaled(begin_random(task, mesh_of()), 2.0**30)

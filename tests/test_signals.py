@@ -116,6 +116,7 @@ def metrics_text(run_dir):
     return file.read_text() if file.is_file() else ""
 
 
+@pytest.mark.slow
 def test_sigkill_in_the_middle_of_a_save_resumes_from_the_checkpoint_before(long, tmp_path):
     run_dir = tmp_path / "tiny"
     process = started(tmp_path, checkpoint__every=1)

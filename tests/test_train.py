@@ -342,6 +342,7 @@ def test_old_checkpoints_go_and_some_are_kept(tmp_path):
         assert checkpoints.latest() == 6
 
 
+@pytest.mark.slow
 def test_packed_documents_and_no_validation(tmp_path):
     fields = {
         "data__packing__name": "padded", "data__train__document": "paragraph",

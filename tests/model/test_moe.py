@@ -94,6 +94,7 @@ def model():
     return c, graphdef, specs, params, run
 
 
+@pytest.mark.slow
 def test_layers_alternate_and_scan_and_remat_change_nothing(model):
     _, graphdef, specs, params, _ = model
     assert [spec.ffn for spec in nnx.merge(graphdef, params).plan] == ["dense", "experts"] * 2
@@ -252,6 +253,7 @@ def test_the_bias_moves_against_the_load_with_every_optimizer(one_device, name):
     assert shapes["experts"]["up"].shape == (1, 8, 32, 24)
 
 
+@pytest.mark.slow
 def test_without_the_bias_nothing_is_added_and_the_load_is_still_told():
     task, knobs = make_task(resolved(**STEP | {"moe": MOE | {"every": 1, "balance_bias": False}}))
     state, (first, _) = run_steps(task, knobs, mesh_of())

@@ -3,6 +3,7 @@
 import jax
 import jax.numpy as jnp
 import numpy as np
+import pytest
 
 from jaxtrain.optim import mean_of_states
 from jaxtrain.optim.adamw8bit import decode, make_adamw8bit
@@ -34,6 +35,7 @@ def test_values_are_averaged_in_float32_and_counts_stay():
     assert got["count"] == 7 and got["count"].dtype == jnp.int32
 
 
+@pytest.mark.slow
 def test_the_mean_is_of_what_8_bit_codes_stand_for():
     old = states_of(make_adamw8bit(64, 16)(RATES), P)
     new = jax.jit(mean_of_states)(old)

@@ -49,7 +49,7 @@ MIXED = GPT | {"depth": 5, "moe": {"experts": 4, "hidden": 32, "every": 2}}
         (LLAMA, dict(pipeline=2, data=2), 8, 1),
         (UNLIKE, dict(pipeline=3), 2, 1),
         TWICE_UNLIKE,
-        (MIXED, dict(pipeline=2, data=2, expert=2), 4, 1),
+        pytest.param(MIXED, dict(pipeline=2, data=2, expert=2), 4, 1, marks=pytest.mark.slow),
         pytest.param(LLAMA, dict(pipeline=2, context=2), 4, 1, marks=pytest.mark.slow),
         pytest.param(UNLIKE, dict(pipeline=2, fsdp=2, tensor=2), 4, 1, marks=pytest.mark.slow),
     ],
