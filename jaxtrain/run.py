@@ -11,7 +11,7 @@ import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
 from typing import Any
 
@@ -388,8 +388,10 @@ class Beside:
         pool.shutdown(wait=False)
 
     def wait(self) -> None:
-        """Until all are done. Raises what one of them raised."""
-        self.done.result()
+        """Until all are done. What failed there (for want of memory beside a step, say) is tried
+        again in its turn, and raises then.
+        """
+        wait([self.done])
 
 
 def memory_needed(compiled: Any) -> int:

@@ -15,6 +15,7 @@ import pytest
 from tiny import (
     SAMPLES,
     assert_same_run,
+    mesh_of,
     rows_of,
     run_overrides,
     steps_of,
@@ -86,6 +87,13 @@ def test_validation_and_samples_find_their_programs(tmp_path):
     made = re.findall(r"Finished XLA compilation of jit\((\w+)\)", done.stderr)
     assert "train_step" in made and not {"add_batch", "complete"} & set(made)
     assert len(list(tmp_path.rglob("samples/*.txt"))) == 1
+
+
+def test_what_fails_beside_the_steps_is_left_to_its_turn():
+    done = []
+    beside = run.Beside(mesh_of(), lambda: done.append(1 / len(done)))
+    beside.wait()
+    assert not done and isinstance(beside.done.exception(), ZeroDivisionError)
 
 
 # ---- resuming --------------------------------------------------------------------------------
