@@ -169,10 +169,6 @@ def check_shapes(mesh: Mesh, model: ResolvedModel, sequence_length: int) -> None
             raise UserError(f"virtual tokens (prompt, prefix) need whole texts: set mesh.{axis}=1")
     if model.moe:
         dims["expert"] = {"model.moe.experts": model.moe.experts}
-        if min(mesh.shape["context"], mesh.shape["pipeline"]) > 1:
-            raise UserError(
-                "model.moe goes with mesh.context or mesh.pipeline, not with both; set one to 1"
-            )
     elif mesh.shape["expert"] > 1:
         raise UserError(
             f"mesh.expert={mesh.shape['expert']} splits the experts of model.moe, which is null; "

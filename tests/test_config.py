@@ -133,8 +133,6 @@ BAD = {
     "set mesh.expert=1 (mesh.data splits batch rows)",
     "mesh.expert=8 mesh.data=1 model.moe.experts=6": "mesh.expert=8 does not divide "
     "model.moe.experts 6; these would: 1, 2, 3, 6",
-    "mesh.pipeline=2 mesh.context=4 model.moe.experts=6 model.window_pattern=L": "model.moe goes "
-    "with mesh.context or mesh.pipeline, not with both; set one to 1",
     "model.moe.remat=all": "model.moe.remat: got 'all': input should be 'none', 'attention', "
     "'ffn', 'dots', 'block' or 'offload'",
     "model.moe.top_k=9": "model.moe: top_k 9 is more than the 8 experts",

@@ -387,8 +387,8 @@ class Transformer(nnx.Module):
         zeros = lambda x_BTD: [jnp.zeros(len(x_BTD), jnp.float32)] if c.moe else []
         first = lambda one: (one[0], one[0], *zeros(one[0]))
         x_MBTD, middle_MBTD, *balance = parallel.pipelined(
-            stage, plans, first, stacks, micro, repeats, skip=c.moe is not None
-        )  # what waits has no load of experts
+            stage, plans, first, stacks, micro, repeats, loads=c.moe is not None
+        )
         return self.last_states(x_MBTD, middle_MBTD), balance[0] if balance else None
 
     def stacks(self) -> tuple[dict[str, Any], dict[str, Any]]:

@@ -147,6 +147,18 @@ def with_sums(stacks: Any, totals: Any) -> Any:
     return jax.tree.map(one, stacks, totals)
 
 
+@jax.custom_vjp
+def without_gradient(x: jax.Array, where: jax.Array) -> jax.Array:
+    """x; its gradient is zero where the scalar is true, whatever comes back."""
+    return x
+
+
+without_gradient.defvjp(
+    lambda x, where: (x, where),
+    lambda where, g: (g if g.dtype == jax.float0 else jnp.where(where, jnp.zeros_like(g), g), None),
+)
+
+
 def one_of(functions: Sequence[Callable[..., Any]], index: jax.Array, *arrays: Any) -> Any:
     """functions[index](*arrays). Its gradient is of that one alone, computed from the arrays again:
     that of a switch would keep for each what any of them needs.
@@ -178,13 +190,14 @@ def run_stage(
     kinds: Sequence[Hashable],
     first: Callable[[Any], Any],
     repeats: int,
-    skip: bool,
+    loads: bool,
     index: jax.Array,
     stacks: Any,
     micro: Any,
 ) -> Any:
     """What stage index[0] does, with its part of the stacks; see `pipelined`."""
     stages, count, here = pipeline_ways(), len(jax.tree.leaves(micro)[0]), index[0]
+    context = jax.sharding.get_abstract_mesh().shape["context"]
     onwards = [(i, (i + 1) % stages) for i in range(stages if repeats > 1 else stages - 1)]
     lanes = lanes_of(stages, repeats)
     distinct = list(dict.fromkeys(kinds))
@@ -199,7 +212,9 @@ def run_stage(
         given = jax.tree.map(lambda a, b: jnp.where(start, a, b), first(one), received)
         place = jnp.asarray(lanes)[turn, here]
         chunk = with_sums(at(stacks, place), at(totals, place))
-        if len(distinct) == 1 and not skip:
+        if len(distinct) == 1 and (not loads or context > 1):
+            if loads:
+                chunk = jax.tree.map(lambda x: without_gradient(x, waits), chunk)
             return stage(kinds[0], chunk, given, one)
         branch = jnp.where(waits, len(distinct), jnp.asarray(kind_at)[turn, here])
         return one_of(branches, branch, chunk, given, one)
@@ -239,7 +254,7 @@ def pipelined(
     stacks: Any,
     micro: Any,
     repeats: int = 1,
-    skip: bool = False,
+    loads: bool = False,
 ) -> Any:
     """All microbatches through all stages: what the last one makes of each, arrays [M, ...].
 
@@ -247,8 +262,9 @@ def pipelined(
     what it makes, of the same shapes. kinds: that of each chunk. first: (a microbatch) -> what the
     first chunk gets. stacks: arrays [chunks x layers of one, ...] (see `padded`); micro: arrays
     [M, rows, ...], whole on every stage. The results lie spread over the stages by M if M is a
-    multiple of their number, so that what follows is shared as well. skip: a stage that waits runs
-    nothing, also if all chunks are alike; else it may run for nothing.
+    multiple of their number, so that what follows is shared as well. loads: some gradients are not
+    of the result (the loads of experts), so that a stage that waits has to give none: it runs
+    nothing or, with `context`, for nothing.
 
     Stacks lie in the order of the layers, whatever the repeats: with them, chunks go to their
     stages at the beginning of a step, in the dtype it computes with, and their gradients come back
@@ -263,7 +279,7 @@ def pipelined(
     rows = lambda size: "data" if ways > 1 and size % ways == 0 else None
     made = jax.eval_shape(lambda m: first(at(m, 0)), micro)
     return jax.shard_map(
-        functools.partial(run_stage, stage, kinds, first, repeats, skip),
+        functools.partial(run_stage, stage, kinds, first, repeats, loads),
         in_specs=(P(AXIS), P(AXIS), jax.tree.map(lambda x: P(None, rows(x.shape[1])), micro)),
         out_specs=jax.tree.map(lambda x: P(AXIS if even else None, rows(x.shape[0])), made),
         axis_names={AXIS, "data"} - set(taken_axes(mesh)),

@@ -39,6 +39,8 @@ TWICE = pytest.param(*TWICE, marks=pytest.mark.slow)  # as a whole step of llama
 UNLIKE = GPT | {"depth": 5, "window_pattern": "SSL"}
 TWICE_UNLIKE = pytest.param(UNLIKE, dict(pipeline=2, fsdp=2), 2, 2, marks=pytest.mark.slow)
 MIXED = GPT | {"depth": 5, "moe": {"experts": 4, "hidden": 32, "every": 2}}
+# Chunks that are alike, as with context they must be: no branch for a stage that waits.
+ALIKE = LLAMA | {"moe": {"experts": 4, "hidden": 32}}
 
 
 @pytest.mark.parametrize(
@@ -50,6 +52,7 @@ MIXED = GPT | {"depth": 5, "moe": {"experts": 4, "hidden": 32, "every": 2}}
         (UNLIKE, dict(pipeline=3), 2, 1),
         TWICE_UNLIKE,
         pytest.param(MIXED, dict(pipeline=2, data=2, expert=2), 4, 1, marks=pytest.mark.slow),
+        (ALIKE, dict(pipeline=2, context=2, expert=2), 4, 1),
         pytest.param(LLAMA, dict(pipeline=2, context=2), 4, 1, marks=pytest.mark.slow),
         pytest.param(UNLIKE, dict(pipeline=2, fsdp=2, tensor=2), 4, 1, marks=pytest.mark.slow),
     ],
@@ -60,6 +63,7 @@ MIXED = GPT | {"depth": 5, "moe": {"experts": 4, "hidden": 32, "every": 2}}
         "unlike",
         "unlike twice round",
         "experts",
+        "experts and context",
         "context",
         "tensor",
     ],
