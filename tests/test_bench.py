@@ -299,6 +299,22 @@ StackFrames
     assert "floor" not in top
 
 
+def test_what_is_exchanged_while_nothing_else_runs_is_counted_apart(capsys):
+    """Two exchanges beside each other, from 2 to 9; kernels until 4, of which one starts within,
+    and from 8 on."""
+    kernel = lambda start, end: profile.Event("nvjet_tst", "", start * 3e6, (end - start) * 3e6)
+    nccl = lambda start, end: kernel(start, end)._replace(name="ncclDevKernel_AllGather_RING_LL")
+    events = [kernel(0, 3), nccl(2, 6), kernel(2.5, 4), nccl(5, 9), kernel(8, 10)]
+    found = profile.hidden(events, {})
+    assert found == {"ms": pytest.approx(7), "ms_alone": pytest.approx(4)}
+    assert profile.hidden(events[:1], {}) == {"ms": 0.0, "ms_alone": 0.0}
+    sent = {"kind": "all-gather", "axes": ("data", "fsdp"), "ways": 4, "times": 2.0, "bytes": 3e9}
+    table = profile.summarize(events, {}, [], timing.Ceilings(100.0, 1000.0))
+    profile.show(table | {"exchanges": {"sent": [sent], **found}})
+    said = capsys.readouterr().out
+    assert "7.00 ms, 4.00 with nothing else" in said and "data x fsdp" in said and "3.00" in said
+
+
 GPU_PROGRAM = """HloModule jit_f, is_scheduled=true
 
 %fused_slice (param_0.1: bf16[8,1024], param_1.1: s32[]) -> bf16[1024] {

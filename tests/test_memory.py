@@ -61,6 +61,7 @@ PROGRAM = """ENTRY %main (x: f32[8,4]) -> f32[8,4] {
   %x = f32[8,4]{1,0} parameter(0)
   %g = f32[32,4]{1,0} all-gather(%x), replica_groups=mesh['data'=2,'fsdp'=4] {'fsdp'}, dimensions={0}
   %s = f32[8,4]{1,0} slice(%g), slice={[0:8], [0:4]}
+  %e = f32[32,4]{1,0} ragged-all-to-all(%x, %g, %o, %o, %o, %o), replica_groups=[4,2]<=[2,4]T(1,0)
   %w = (s32[], f32[8,4]{1,0}) tuple(%c, %s)
   %l = (s32[], f32[8,4]{1,0}) while(%w), condition=%cond, body=%body, backend_config={"known_trip_count":{"n":"5"}}
   ROOT %r = f32[8,4]{1,0} get-tuple-element(%l), index=1
@@ -79,6 +80,7 @@ def test_exchanges_are_counted_by_axis_and_in_loops():
     found = {c.kind: c for c in collectives(PROGRAM, MESH)}
     assert found["all-gather"][1:] == (("fsdp",), 4, 1, 3 * 128)
     assert found["all-reduce"][1:] == (("data",), 2, 5, 5 * 2 * 0.5 * 128)
+    assert found["ragged-all-to-all"][1:] == (("data",), 2, 1, 0.5 * 128)
 
 
 def test_a_sum_of_which_each_device_takes_a_part_is_a_reduce_scatter():

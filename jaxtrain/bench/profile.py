@@ -7,6 +7,7 @@ import warnings
 import zipfile
 from collections import defaultdict
 from collections.abc import Callable, Iterator, Sequence
+from math import prod
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -15,6 +16,7 @@ import jax
 from jaxtrain.bench.costs import Cost, in_order, read_costs
 from jaxtrain.bench.tables import screen, to_rich
 from jaxtrain.bench.timing import Ceilings
+from jaxtrain.bench.traffic import collectives
 
 STEPS = 3
 SHOWN = 30  # kernels on the screen; the JSON has them all
@@ -48,10 +50,12 @@ def profile(
     compiled: Any,
     target: Path,
     limits: Ceilings,
+    mesh_shape: dict[str, int],
 ) -> dict[str, float]:
     """Trace three steps; milliseconds of a step by kind of kernel.
 
-    Prints the tables and writes TARGET-profile.json (all kernels) and TARGET-profile.zip (the
+    Prints the tables, on several devices what they send and how much of that is hidden behind
+    other work, and writes TARGET-profile.json (all kernels) and TARGET-profile.zip (the
     trace for Perfetto or xprof, and the compiled program).
     """
     options = jax.profiler.ProfileOptions()
@@ -70,6 +74,9 @@ def profile(
                 archive.write(path, path.name.partition(".")[2])
             archive.writestr("hlo.txt", hlo)
     table = summarize(events, sources(hlo), read_costs(hlo), limits)
+    if prod(mesh_shape.values()) > 1:
+        sent = [c._asdict() for c in collectives(hlo, mesh_shape)]
+        table["exchanges"] = {"sent": sent, **hidden(events, sources(hlo))}
     Path(f"{target}-profile.json").write_text(json.dumps(table, indent=1) + "\n")
     show(table)
     return {kind["kind"]: kind["ms"] for kind in table["kinds"]}
@@ -165,6 +172,24 @@ def summarize(
     }
 
 
+def hidden(events: Sequence[Event], source: dict[str, str]) -> dict[str, float]:
+    """Of a step, the milliseconds in which something is exchanged (`ms`), and those of them in
+    which the device does nothing else (`ms_alone`)."""
+    origin = lambda e: source.get(plain(e.op)) or source.get(plain(e.name), "")
+    ends: list[tuple[float, int, int]] = []  # (when, +1 or -1, whether of an exchange)
+    for e in events:
+        exchange = int(kind_of(e.name, origin(e)) == "collective")
+        ends += [(e.start_ns, 1, exchange), (e.start_ns + e.duration_ns, -1, exchange)]
+    running, since, total, alone = [0, 0], 0.0, 0.0, 0.0
+    for when, change, exchange in sorted(ends):
+        if running[1]:
+            total += when - since
+            alone += when - since if not running[0] else 0.0
+        running[exchange] += change
+        since = when
+    return {"ms": total / STEPS / 1e6, "ms_alone": alone / STEPS / 1e6}
+
+
 def costs_of(events: Sequence[Event], costs: Sequence[Cost]) -> list[Cost | None]:
     """What each event had to do. A fusion's kernel has its name; a library's matmuls are told by
     their order, provided that there are as many as the program asks for."""
@@ -213,3 +238,12 @@ def show(table: dict[str, Any]) -> None:
         for k in table["kernels"][:SHOWN]
     ]
     console.print(to_rich("kernels", KERNEL_COLUMNS, kernels))
+    if exchanges := table.get("exchanges"):
+        title = (
+            f"exchanges: {exchanges['ms']:.2f} ms, {exchanges['ms_alone']:.2f} with nothing else"
+        )
+        rows = [
+            [c["kind"], " x ".join(c["axes"]), f"{c['times']:.0f}", f"{c['bytes'] / 1e9:.2f}"]
+            for c in exchanges["sent"]
+        ]
+        console.print(to_rich(title, ["kind", "over", "times", "GB sent"], rows))

@@ -75,7 +75,8 @@ def bench_step(
             raise UserError(f"{w.name}: the loss became {metrics['loss']} while it was timed")
         record = describe("step", w.name, variant or w.precision, workload=w.facts())
         if profile_dir is not None:
-            record["kinds"] = profile(step, batches, compiled, profile_dir / stem(record), limits)
+            target, shape = profile_dir / stem(record), dict(w.mesh.shape)
+            record["kinds"] = profile(step, batches, compiled, target, limits, shape)
         record |= {
             "metrics": metrics,
             "floor": limits._asdict() | floors_ms(w, limits.matmul_tflops),

@@ -14,7 +14,8 @@ from jaxtrain.bench.liveness import VIEWS
 from jaxtrain.environment import peak_flops
 from jaxtrain.settings import UserError
 
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
+RAGGED = "ragged-all-to-all"
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", RAGGED)
 
 
 class Rates(NamedTuple):
@@ -111,7 +112,8 @@ def _walk(
         if not axes:  # each device sends to itself
             continue
         sizes: dict[tuple[str, tuple[str, ...], int], float] = defaultdict(float)
-        for place, operand in enumerate(i.operands):
+        # Behind what a ragged one sends is where it goes to; it counts as if spread evenly.
+        for place, operand in enumerate(i.operands[:1] if kind == RAGGED else i.operands):
             size = _narrowest(by_name, operand)
             if kind == "all-gather" and len(i.operands) == 1:
                 whole = size_of(by_name[operand].type)
