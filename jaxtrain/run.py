@@ -375,23 +375,22 @@ def outline(tree: Any) -> Any:
 
 
 class Beside:
-    """Jobs that a thread of its own does one after the other, until somebody waits for them."""
+    """Jobs that a thread of its own does one after the other; each can be waited for."""
 
-    def __init__(self, mesh: Mesh, *jobs: Callable[[], None]):
-        def do() -> None:
+    def __init__(self, mesh: Mesh, jobs: dict[str, Callable[[], None]]):
+        def do(job: Callable[[], None]) -> None:
             with jax.set_mesh(mesh):
-                for job in jobs:
-                    job()
+                job()
 
         pool = ThreadPoolExecutor(1)
-        self.done = pool.submit(do)
+        self.done = {name: pool.submit(do, job) for name, job in jobs.items()}
         pool.shutdown(wait=False)
 
-    def wait(self) -> None:
-        """Until all are done. What failed there (for want of memory beside a step, say) is tried
-        again in its turn, and raises then.
+    def wait(self, name: str) -> None:
+        """Until that one is done, if there is one. What failed there (for want of memory beside a
+        step, say) is tried again in its turn, and raises then.
         """
-        wait([self.done])
+        wait([self.done[name]] if name in self.done else [])
 
 
 def memory_needed(compiled: Any) -> int:

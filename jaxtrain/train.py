@@ -168,8 +168,8 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
         weights = jax.jit(optimizer.eval_params)
         last: dict[str, float] = {}
 
-        def later() -> Iterator[Callable[[], None]]:
-            """What compiles the programs that come to turn later, while steps run.
+        def later() -> Iterator[tuple[str, Callable[[], None]]]:
+            """What compiles the programs that come to turn later, while steps run, by name.
 
             On one device: a program that is loaded on one of several waits for what runs there,
             and that for the others, whose next kernels may wait for the loading.
@@ -180,16 +180,17 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
             if prepared.validation is not None and HELD_OUT not in views:
                 held_out = held_out_batches(prepared.validation, c, mesh)
                 given = outline(shown), outline(frozen), held_out, mesh
-                yield functools.partial(compile_scorer, score, *given)
+                yield "validation", functools.partial(compile_scorer, score, *given)
             if c.sample.prompts:
                 whole = outline(parts.join(cast(shown, parts.trainable, dtype), frozen))
-                yield functools.partial(compile_samples, graphdef, whole, tokenizer, c, chat)
+                given = whole, tokenizer, c, chat
+                yield "samples", functools.partial(compile_samples, graphdef, *given)
 
         begun = time.perf_counter()
         step_fn, shape = prepare_step(held[0])
         compile_s = time.perf_counter() - begun
         say(f"compile  {compile_s:.0f} s")
-        compiled = Beside(mesh, *later())
+        compiled = Beside(mesh, dict(later()))
 
         def check(full: bool) -> None:
             """Validate, print and log; the whole split at the end."""
@@ -197,7 +198,7 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
                 return
             limit = None if full else c.eval.tokens
             with metrics.pause():
-                compiled.wait()
+                compiled.wait("validation")
                 shown = weights(state.params, state.optimizer)
                 if HELD_OUT in views:
                     last.update(judge(shown, frozen, limit))
@@ -209,7 +210,7 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
         def sample() -> None:
             path = run_dir / "samples" / f"step_{step:06d}.txt"
             with metrics.pause():
-                compiled.wait()
+                compiled.wait("samples")
                 shown = cast(weights(state.params, state.optimizer), parts.trainable, dtype)
                 write_samples(path, graphdef, parts.join(shown, frozen), tokenizer, c, chat)
 

@@ -7,6 +7,7 @@ import shutil
 import subprocess
 import sys
 from pathlib import Path
+from threading import Event
 from types import SimpleNamespace
 
 import jax
@@ -90,10 +91,15 @@ def test_validation_and_samples_find_their_programs(tmp_path):
 
 
 def test_what_fails_beside_the_steps_is_left_to_its_turn():
-    done = []
-    beside = run.Beside(mesh_of(), lambda: done.append(1 / len(done)))
-    beside.wait()
-    assert not done and isinstance(beside.done.exception(), ZeroDivisionError)
+    done, go_on = [], Event()
+    jobs = {"fails": lambda: done.append(1 / len(done)), "waits": lambda: done.append(go_on.wait())}
+    beside = run.Beside(mesh_of(), jobs)
+    beside.wait("fails")
+    beside.wait("nothing of that name")
+    assert not done and isinstance(beside.done["fails"].exception(), ZeroDivisionError)
+    go_on.set()
+    beside.wait("waits")
+    assert done == [True]
 
 
 # ---- resuming --------------------------------------------------------------------------------

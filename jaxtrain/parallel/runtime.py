@@ -4,6 +4,8 @@ import ctypes
 import logging
 import os
 import sys
+from importlib import metadata
+from importlib.util import find_spec
 from pathlib import Path
 
 import jax
@@ -13,7 +15,8 @@ from jaxtrain_kernels.dispatch import target
 
 def start(quiet: bool = False) -> None:
     """Keep compiled programs on disk, for a fast second start, and freed memory at hand."""
-    keep_freed_memory()
+    if only_cpus():
+        keep_freed_memory()
     take_memory()
     if not quiet:
         show_kernel_choices()
@@ -37,8 +40,17 @@ def show_kernel_choices() -> None:
     logger.setLevel(logging.INFO)
 
 
+def only_cpus() -> bool:
+    """Whether JAX can have nothing but CPUs; asked, it would start, before processes have met."""
+    if platforms := jax.config.jax_platforms:
+        return platforms == "cpu"
+    return not metadata.entry_points(group="jax_plugins") and find_spec("libtpu") is None
+
+
 def keep_freed_memory() -> None:
-    """Make glibc keep what is freed instead of returning it to the kernel.
+    """Make glibc keep what is freed instead of returning it to the kernel, in one arena for all.
+
+    For CPUs alone: threads that compile for a GPU would wait for each other at that one arena.
 
     On a CPU, XLA allocates a step's buffers anew each time: with glibc's defaults every step faults
     all their pages in again, a fifth of the quickstart's processor time.

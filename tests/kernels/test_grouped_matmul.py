@@ -1,6 +1,7 @@
 """The experts' matmul: every backend is the reference, what tokamax's needs, and its lowering."""
 
 import importlib.metadata
+import os
 import sys
 import types
 
@@ -90,6 +91,23 @@ def test_many_experts_go_to_the_mosaic_kernel_and_the_weights_gradient_never(
         run = lambda *given: with_gradients(*given, "tokamax")
         jax.eval_shape(run, x, w, jax.ShapeDtypeStruct((E,), jnp.int32))
     assert called == kernels
+
+
+@pytest.mark.parametrize("said", [None, "/own/ptxas"])
+def test_triton_writes_for_the_assembler_that_xla_runs(said, tmp_path, monkeypatch):
+    """It is in the first of the places where XLA looks that has one, here the second."""
+    for name in tokamax.ASSEMBLERS:
+        monkeypatch.setenv(name, said or "")  # so that it is as before afterwards
+        if not said:
+            monkeypatch.delenv(name)
+    assembler = tmp_path / "bin" / "ptxas"
+    assembler.parent.mkdir()
+    assembler.touch(0o755)
+    monkeypatch.setenv("CUDA_ROOT", str(tmp_path / "empty"))
+    monkeypatch.setattr(tokamax, "WHEELS", ())
+    monkeypatch.setenv("PATH", str(assembler.parent))
+    tokamax.share_assembler.__wrapped__()
+    assert {os.environ[name] for name in tokamax.ASSEMBLERS} == {said or str(assembler)}
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,13 @@
 
 import logging
 import os
+from importlib import metadata
 
+import jax
 import pytest
 from jaxtrain_kernels.dispatch import on_target
 
+from jaxtrain.parallel import runtime
 from jaxtrain.parallel.runtime import show_kernel_choices, take_memory
 
 
@@ -38,3 +41,22 @@ def test_most_of_the_memory_is_taken_unless_somebody_says_how_much(said, monkeyp
     take_memory()
     found = {name: value for name, value in os.environ.items() if name.endswith("MEM_FRACTION")}
     assert found == ({said: "0.5"} if said else {"XLA_CLIENT_MEM_FRACTION": "0.9"})
+
+
+@pytest.mark.parametrize(
+    ("platforms", "plugins", "expected"),
+    [("cpu", ["xla_cuda13"], True), ("cuda,cpu", [], False), (None, [], True), ("", ["x"], False)],
+)
+def test_freed_memory_is_kept_where_there_are_only_cpus(platforms, plugins, expected, monkeypatch):
+    """With a GPU, the threads that compile for it would wait for each other."""
+    kept = []
+    monkeypatch.setattr(runtime, "keep_freed_memory", lambda: kept.append(True))
+    monkeypatch.setattr(metadata, "entry_points", lambda group: plugins)
+    monkeypatch.setattr(runtime, "find_spec", lambda name: None)
+    before = jax.config.jax_platforms
+    try:
+        jax.config.update("jax_platforms", platforms)
+        runtime.start(quiet=True)
+    finally:
+        jax.config.update("jax_platforms", before)
+    assert bool(kept) == expected

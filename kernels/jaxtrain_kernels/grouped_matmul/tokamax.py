@@ -8,8 +8,13 @@ since it starts a program for each expert, block of all rows and block of column
 kernel's rate, 270 to 480 TF/s, does not depend on their number.
 """
 
+import functools
 import importlib.metadata
+import importlib.util
+import os
 import re
+import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -18,6 +23,9 @@ from jaxtrain_kernels.dispatch import Target, target
 
 INSTALL = "pip install tokamax==0.0.17 jax-triton==0.4.1 triton==3.9.0"
 OLDEST = {"tokamax": (0, 0, 17), "jax-triton": (0, 4), "triton": (3, 9)}
+# What Triton is told its assemblers by: that "of Blackwell" is Hopper's as well.
+ASSEMBLERS = "TRITON_PTXAS_BLACKWELL_PATH", "TRITON_PTXAS_PATH"
+WHEELS = "cu13", "cuda_nvcc"  # where they have one
 # rows [M, K] and [M, N] in groups of rows -> a product [K, N] of each group
 OVER_ROWS = jax.lax.RaggedDotDimensionNumbers(
     dot_dimension_numbers=(([0], [0]), ([], [])),
@@ -92,10 +100,31 @@ def _kernel(x: tuple[int, ...], w: tuple[int, ...]):
 def _triton(wide: bool):
     from tokamax.ops import gpu
 
+    share_assembler()
     tile = dict(block_n=256, num_warps=8, num_stages=5)
     tile = tile if wide else dict(block_n=128, num_warps=4, num_stages=4)
     config = gpu.PallasTritonRaggedDotConfig(block_m=128, block_k=32, **tile)
     return gpu.PallasTritonRaggedDot(config=config, bypass_device_check=True)
+
+
+@functools.cache
+def share_assembler() -> None:
+    """Have Triton write PTX for the assembler that XLA runs, unless the environment names one.
+
+    XLA's may be older than Triton's own, and then refuses what Triton writes: CUDA 13.0's takes PTX
+    9.0, and Triton 3.9 writes 9.4. XLA looks in CUDA_ROOT, in NVIDIA's wheels, in PATH and in
+    /usr/local/cuda.
+    """
+    nvidia = importlib.util.find_spec("nvidia")
+    wheels = nvidia.submodule_search_locations or [] if nvidia else []
+    roots = [os.environ.get("CUDA_ROOT"), *(f"{w}/{part}" for w in wheels for part in WHEELS)]
+    named = [Path(root, "bin/ptxas") for root in roots if root]
+    found = [*named, shutil.which("ptxas"), Path("/usr/local/cuda/bin/ptxas")]
+    for path in found:
+        if path and os.access(path, os.X_OK):
+            for name in ASSEMBLERS:
+                os.environ.setdefault(name, str(path))
+            return
 
 
 def _mosaic():
