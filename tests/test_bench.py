@@ -11,7 +11,7 @@ from jaxtrain.bench import kernels, profile, record, tables, timing
 from jaxtrain.bench import memory as memory_module
 from jaxtrain.bench import step as step_module
 from jaxtrain.bench.costs import Cost, in_order, read_costs
-from jaxtrain.bench.step import matmul_weights, muon_flops
+from jaxtrain.bench.step import floors_ms, muon_flops
 from jaxtrain.bench.workload import load_workload, random_batch
 from jaxtrain.settings import UserError
 
@@ -231,9 +231,13 @@ def test_random_batch_with_documents():
 
 
 def test_floors_of_the_reference_models():
-    """729.8M matmul weights (nanochat's d24), and Polar Express as its formula at one shape."""
+    """729.8M matmul weights (nanochat's d24), as many that a token meets with experts, and Polar
+    Express as its formula at one shape."""
     w = load_workload("gpt_d24")
-    assert matmul_weights(w) / 1e6 == pytest.approx(729.8, abs=0.05)
+    met = lambda w: floors_ms(w, 6 * w.tokens / w.mesh.size / 1e9)["ms"] / 1e6
+    assert met(w) == pytest.approx(729.8, abs=0.05)
+    mixture = load_workload("gpt_d24", ["model.moe.experts=16", "model.moe.top_k=2"])
+    assert met(mixture) == pytest.approx(729.8 + 24 * 1536 * 16 / 1e6, abs=0.05)  # and routers
     one = {"w": w.task.specs["blocks"]["ffn"]["up"]}
     assert one["w"].shape == (24, 1536, 6144)
     assert muon_flops(w.config.optim, one) == 24 * 60 * 1536**3

@@ -24,7 +24,7 @@ from jaxtrain.bench.workload import (
     random_batch,
 )
 from jaxtrain.environment import peak_flops
-from jaxtrain.model import cast
+from jaxtrain.model import active, cast
 from jaxtrain.optim import MuonConfig
 from jaxtrain.optim.muon import COEFFICIENTS, orthogonalize_flops
 from jaxtrain.run import compile_step, memory_needed
@@ -190,21 +190,14 @@ def mfu(w: Workload, ms: float) -> float | None:
 
 
 def floors_ms(w: Workload, matmul_tflops: float) -> dict[str, float]:
-    """The step's matmuls, 6 FLOPs a weight and token, and Muon's, at the measured matmul rate."""
+    """The step's matmuls, 6 FLOPs a token and weight that it meets, and Muon's, at the measured
+    matmul rate."""
     rate = matmul_tflops * 1e9 * w.mesh.size
     c = w.config
-    weights = matmul_weights(w)
     return {
-        "ms": 6 * weights * w.tokens / rate,
+        "ms": 6 * active(c.model, w.task.specs) * w.tokens / rate,
         "ms_optimizer": muon_flops(c.optim, w.task.specs) / rate,
     }
-
-
-def matmul_weights(w: Workload) -> int:
-    """Weights that every token is multiplied with."""
-    specs = w.task.specs
-    head = specs["embed"].size if w.config.model.tied_head else 0
-    return head + sum(s.size for s in jax.tree.leaves(specs) if s.role in ("matrix", "head"))
 
 
 def muon_flops(c: Any, specs: Any) -> int:
