@@ -9,6 +9,7 @@ case (every token of every device to one device), so that the result never depen
 import functools
 from collections.abc import Callable, Sequence
 from math import gcd
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +21,8 @@ from jaxtrain.parallel.axes import in_force, names_in, over_devices, partition_s
 
 # (rows [M, D], ups, down, sizes_E) -> rows [M, D]: each group of rows through its expert
 Network = Callable[..., Array]
+# Of the rows that a device gets where the load is even.
+CHUNKS = 4
 
 
 def feed_experts(
@@ -115,8 +118,9 @@ def one_tile(
     if ways == 1:
         y_MD = network(sent_MD, ups, down_EFD, sizes_E)
     else:
-        run = functools.partial(network, ups=ups, down_EFD=down_EFD)
-        y_MD = exchanged(run, sent_MD, sizes_E.reshape(ways, local), N * min(k, local), exchange)
+        room = N * min(k, local)
+        sizes_We = sizes_E.reshape(ways, local)
+        y_MD = exchanged(network, sent_MD, sizes_We, ups, down_EFD, room, exchange)
     y_NkD = permute(y_MD, back_M, order_M).reshape(N, k, -1)
     y_ND = jnp.einsum(
         "nkd,nk->nd", y_NkD, weights_Nk.astype(y_NkD.dtype),
@@ -148,13 +152,15 @@ permute.defvjp(
 
 
 def exchanged(
-    run: Callable[..., Array],
+    network: Network,
     sent_MD: Array,
     sizes_We: Array,
+    ups: tuple[Array, ...],
+    down_EFD: Array,
     room: int,
     exchange: str | None,
 ) -> Array:
-    """run(rows, sizes) of each row on the device of its expert; the rows come back as they were.
+    """Each row through its expert, on the device of that; the rows come back as they were.
 
     sent_MD: sorted by expert. sizes_We: how many of them go to each expert of each device. room:
     rows that one device may get from another.
@@ -171,10 +177,72 @@ def exchanged(
     place_R = jnp.arange(room)
     ends_Ve = jnp.cumsum(got_Ve, axis=1)
     expert_R = (place_R[None, :, None] >= ends_Ve[:, None, :]).sum(2).reshape(-1)
-    order_R, back_R = sorting(expert_R)
-    y_RD = run(permute(got_RD, order_R, back_R), sizes_E=got_Ve.sum(0))
-    y_RD = permute(y_RD, back_R, order_R)
+    order_R = jnp.argsort(expert_R, stable=True)  # the empty places last
+    chunk = room // CHUNKS if room % CHUNKS == 0 else room
+    y_RD = by_chunks(network, chunk, got_RD, order_R, got_Ve.sum(0), ups, down_EFD)
     return home(y_RD, counts_W, counts_V, starts_VW, room, len(sent_MD))
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
+def by_chunks(
+    network: Network,
+    chunk: int,
+    got_RD: Array,
+    order_R: Array,
+    sizes_E: Array,
+    ups: tuple[Array, ...],
+    down_EFD: Array,
+) -> Array:
+    """network(rows, ups, down, sizes) of rows that an order sorts by expert, zero where none is.
+
+    A loop over chunks that ends where the rows end: what is empty, most of it where many devices
+    share the experts, costs no pass. The backward pass computes each chunk once more, so that
+    nothing but what came is kept.
+    """
+
+    def one(i: Array, y_RD: Array) -> Array:
+        place_C, sizes_c = part(i, chunk, order_R, sizes_E)
+        y_CD = network(got_RD[place_C], ups, down_EFD, sizes_c)
+        return y_RD.at[place_C].set(y_CD, unique_indices=True)
+
+    return jax.lax.fori_loop(0, chunks(chunk, sizes_E), one, jnp.zeros_like(got_RD))
+
+
+def part(i: Array, chunk: int, order_R: Array, sizes_E: Array) -> tuple[Array, Array]:
+    """Where the rows of chunk i are, and how many of them are each expert's."""
+    inside = lambda ends_E: jnp.clip(ends_E - i * chunk, 0, chunk)
+    ends_E = jnp.cumsum(sizes_E)
+    place_C = jax.lax.dynamic_slice_in_dim(order_R, i * chunk, chunk)
+    return place_C, inside(ends_E) - inside(ends_E - sizes_E)
+
+
+def chunks(chunk: int, sizes_E: Array) -> Array:
+    """How many there is something in."""
+    return (jnp.sum(sizes_E) + chunk - 1) // chunk
+
+
+def _by_chunks_forward(network: Network, chunk: int, *given: Any) -> tuple[Array, Any]:
+    return by_chunks(network, chunk, *given), given
+
+
+def _by_chunks_backward(network: Network, chunk: int, given: Any, g_RD: Array) -> Any:
+    got_RD, order_R, sizes_E, *weights = given
+
+    def one(i: Array, sums: Any) -> Any:
+        place_C, sizes_c = part(i, chunk, order_R, sizes_E)
+        run = lambda x_CD, ups, down_EFD: network(x_CD, ups, down_EFD, sizes_c)
+        dx_CD, *dw = jax.vjp(run, got_RD[place_C], *weights)[1](g_RD[place_C])
+        dgot_RD = sums[0].at[place_C].set(dx_CD, unique_indices=True)
+        return dgot_RD, jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums[1], dw)
+
+    wide = lambda w: jnp.zeros(w.shape, jnp.promote_types(jnp.float32, w.dtype))
+    sums = jnp.zeros_like(got_RD), jax.tree.map(wide, weights)
+    dgot_RD, dw = jax.lax.fori_loop(0, chunks(chunk, sizes_E), one, sums)
+    dw = jax.tree.map(lambda total, w: total.astype(w.dtype), dw, weights)
+    return dgot_RD, None, None, *dw
+
+
+by_chunks.defvjp(_by_chunks_forward, _by_chunks_backward)
 
 
 def there_ragged(

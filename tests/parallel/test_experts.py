@@ -136,6 +136,23 @@ def test_nothing_is_dropped_when_all_tokens_want_the_same_experts():
     assert found[0][1].tolist() == [0, 0, 0, 0, B * T, B * T, 0, B * T]
 
 
+def test_a_device_computes_as_many_chunks_as_it_got_rows_for():
+    """Of 32 tokens expert 5, on the second of two devices, gets 24, and expert 0 the rest: 6 chunks of
+    4 and 2, where either device has buffers for 8. The backward pass computes them once more."""
+    chosen = np.broadcast_to(np.where(np.arange(B * T) % 4 == 0, 0, 5).reshape(B, T, 1), (B, T, 1))
+    args = arguments(chosen)
+    args = *args[:2], args[2][..., :1], *args[3:]
+    seen = []
+
+    def watched(x_MD, ups, down_EFD, sizes_E):
+        jax.debug.callback(lambda rows: seen.append((len(x_MD), int(rows))), sizes_E.sum())
+        return network(x_MD, ups, down_EFD, sizes_E)
+
+    close(ours(args, mesh_of(expert=2), network=watched), by_loop(*args), rtol=1e-5, atol=1e-5)
+    jax.effects_barrier()
+    assert seen == [(4, 4)] * 2 * (6 + 2)
+
+
 def test_rows_that_no_mesh_divides_are_computed_by_all():
     args = [a[:3] if len(a) == B and a.ndim == 3 and a.shape[:2] == (B, T) else a
             for a in arguments()[:3]]  # fmt: skip
