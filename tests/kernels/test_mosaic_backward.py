@@ -92,7 +92,7 @@ def assert_equals_reference(shape, tiling, ids=None, dtype: Any = jnp.bfloat16, 
 
 
 # The rest are of the same kinds, and slow in interpret mode.
-EACH = ("full_ragged", "gqa_softcap", "packed_window", "large_heads")
+EACH = ("full_ragged", "gqa_softcap", "packed_window")
 COVER = [
     pytest.param(case, marks=() if case[0].name in EACH else pytest.mark.slow) for case in SHAPES
 ]

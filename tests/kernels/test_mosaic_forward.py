@@ -76,8 +76,7 @@ def assert_equals_reference(shape, tiling, ids=None, interpret=INTERPRET, dtype=
 
 
 # The rest are of the same kinds, and slow in interpret mode.
-EACH = ("full_ragged", "gqa_softcap", "packed_window", "tiny", "halves_narrow", "halves_edge3",
-        "plain", "polynomial")  # fmt: skip
+EACH = ("full_ragged", "gqa_softcap", "packed_window", "tiny", "halves_narrow", "polynomial")
 COVER = [
     pytest.param(case, marks=() if case[0].name in EACH else pytest.mark.slow) for case in SHAPES
 ]
@@ -146,7 +145,7 @@ def test_block_ranges_cover_what_is_visible(mask, documents):
             assert visited <= max(1, np.ptp(np.append(j[some], -1)[:-1]) + 1 if some.any() else 1)
 
 
-@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
+@pytest.mark.parametrize("head_dim", [64, pytest.param(96, marks=pytest.mark.slow), 128, 256])
 @pytest.mark.parametrize(
     "shape",
     [

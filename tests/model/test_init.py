@@ -162,9 +162,9 @@ def train(init, steps=50, lr=1e-3, **changes):
     return np.array([float(loss) for loss in losses])
 
 
-# With norms, without norms.
-QUICK = ("gpt2", "tfixup")
-EACH = [s if s in QUICK else pytest.param(s, marks=pytest.mark.slow) for s in SCHEMES]
+# Without norms, where most goes wrong.
+QUICK = "tfixup"
+EACH = [s if s == QUICK else pytest.param(s, marks=pytest.mark.slow) for s in SCHEMES]
 
 
 @pytest.mark.parametrize("init", EACH)
@@ -174,6 +174,7 @@ def test_48_layers_train_without_warmup(init):
     assert losses[-10:].mean() < losses[0] - 0.5
 
 
+@pytest.mark.slow
 def test_48_layers_without_norms_or_a_scheme_do_not(monkeypatch):
     """The control: the same matrices, not scaled."""
 

@@ -49,6 +49,7 @@ def test_the_mean_is_of_what_8_bit_codes_stand_for():
         np.testing.assert_allclose(moments["gate"].values, had["gate"].values.mean(0), rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_an_eigenbasis_stays_one():
     rates = RATES | {"factor_decay": 0.9, "precondition_every": 10}
     old = states_of(make_soap(20)(rates), {"up": P["up"]})

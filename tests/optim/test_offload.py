@@ -137,6 +137,7 @@ def test_sharded_states_stay_on_the_host_and_train_the_same():
     assert not any(offload.on_host(x) for x in jax.tree.leaves(there.params))
 
 
+@pytest.mark.slow
 def test_an_overflow_in_float16_leaves_them_as_they_were():
     task, knobs = make_task(optim=config("adamw", offload=True), dtype=jnp.float16, depth=1)
     mesh = mesh_of()

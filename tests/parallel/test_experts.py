@@ -137,8 +137,8 @@ def test_nothing_is_dropped_when_all_tokens_want_the_same_experts():
 
 
 def test_a_device_computes_as_many_chunks_as_it_got_rows_for():
-    """Of 32 tokens expert 5, on the second of two devices, gets 24, and expert 0 the rest: 6 chunks of
-    4 and 2, where either device has buffers for 8. The backward pass computes them once more."""
+    """Of 32 tokens expert 5, on the second of two devices, gets 24, and expert 0 the rest: 6 chunks
+    of 4 and 2, where either device has buffers for 8. The backward pass computes them again."""
     chosen = np.broadcast_to(np.where(np.arange(B * T) % 4 == 0, 0, 5).reshape(B, T, 1), (B, T, 1))
     args = arguments(chosen)
     args = *args[:2], args[2][..., :1], *args[3:]
