@@ -30,14 +30,16 @@ from jaxtrain.bench.workload import (
     abstract_state,
     at_depth,
     batch_shapes,
+    branch_share,
+    idle,
+    kinds_of,
     load_workload,
     new_knobs,
 )  # fmt: skip
 from jaxtrain.config import find_config, load_config
 from jaxtrain.local import local_task
 from jaxtrain.metrics import format_bytes
-from jaxtrain.model import LayerSpec, make_plan
-from jaxtrain.parallel import bubble, cut, partition_spec
+from jaxtrain.parallel import partition_spec
 from jaxtrain.parallel.axes import ZERO
 from jaxtrain.parallel.mesh import AXES, grid
 from jaxtrain.settings import UserError
@@ -151,18 +153,6 @@ def measured(w: Workload) -> Facts:
     return Facts(carry(one.live, two.live), sorted(sent, key=lambda s: -s.bytes))
 
 
-def kinds_of(w: Workload) -> list[tuple[LayerSpec, ...]]:
-    """The kinds of the pipeline's chunks; without one, the plan of all layers."""
-    chunks = cut(make_plan(w.config.model), w.mesh.shape["pipeline"] * w.task.repeats)
-    return list(dict.fromkeys(chunks))
-
-
-def idle(w: Workload, layers: int | None = None) -> float:
-    """The share of a step's ticks that a stage waits; layers: of its time, if they are as many."""
-    microbatches = batch_shapes(w).tokens_BT.shape[0]
-    return bubble(w.mesh.shape["pipeline"], microbatches, w.task.repeats, layers)
-
-
 def with_replicas(w: Workload) -> Workload:
     """With the step of train.local, if the configuration has it."""
     local = w.config.train.local
@@ -175,11 +165,7 @@ def facts_of(w: Workload) -> Facts:
             abstract_state(w), batch_shapes(w), new_knobs(w), abstract_frozen(w)
         )
         hlo = traced.lower().compile(compiler_options=OPTIONS).as_text()
-    # How often a device runs a branch: a meeting of replicas, a chunk of the pipeline.
-    share = 1 / w.config.train.local.every if w.config.train.local else 0.0
-    if w.mesh.shape["pipeline"] > 1:
-        share = (1 - idle(w)) / len(kinds_of(w))
-    return Facts(peak_bytes(hlo), collectives(hlo, dict(w.mesh.shape), share))
+    return Facts(peak_bytes(hlo), collectives(hlo, dict(w.mesh.shape), branch_share(w)))
 
 
 def exact_bytes(w: Workload) -> dict[str, int]:

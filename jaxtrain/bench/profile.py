@@ -23,7 +23,7 @@ SHOWN = 30  # kernels on the screen; the JSON has them all
 
 # The first pattern found in a kernel's name counts.
 KINDS = {
-    "collective": r"nccl|all_reduce|all_gather|all_to_all|reduce_scatter|collective",
+    "collective": r"nccl|all_?reduce|all_?gather|all_?to_?all|reduce_?scatter|collective",
     "attention": r"sdpa|flash|fmha|attention",
     "matmul": r"nvjet|gemm|cutlass|xmma|matmul|cublas|convolution|(^|[_\W])dot($|[_\W])",
     "scatter/gather": r"scatter|gather",
@@ -51,12 +51,13 @@ def profile(
     target: Path,
     limits: Ceilings,
     mesh_shape: dict[str, int],
+    branch: float = 0.0,
 ) -> dict[str, float]:
     """Trace three steps; milliseconds of a step by kind of kernel.
 
-    Prints the tables, on several devices what they send and how much of that is hidden behind
-    other work, and writes TARGET-profile.json (all kernels) and TARGET-profile.zip (the
-    trace for Perfetto or xprof, and the compiled program).
+    Prints the tables, on several devices what they send (branch: as of `collectives`) and how much
+    of that is hidden behind other work, and writes TARGET-profile.json (all kernels) and
+    TARGET-profile.zip (the trace for Perfetto or xprof, and the compiled program).
     """
     options = jax.profiler.ProfileOptions()
     options.python_tracer_level = 0
@@ -75,7 +76,7 @@ def profile(
             archive.writestr("hlo.txt", hlo)
     table = summarize(events, sources(hlo), read_costs(hlo), limits)
     if prod(mesh_shape.values()) > 1:
-        sent = [c._asdict() for c in collectives(hlo, mesh_shape)]
+        sent = [c._asdict() for c in collectives(hlo, mesh_shape, branch)]
         table["exchanges"] = {"sent": sent, **hidden(events, sources(hlo))}
     Path(f"{target}-profile.json").write_text(json.dumps(table, indent=1) + "\n")
     show(table)

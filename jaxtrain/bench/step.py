@@ -17,6 +17,7 @@ from jaxtrain.bench.workload import (
     abstract_frozen,
     abstract_state,
     batch_shapes,
+    branch_share,
     load_workload,
     new_knobs,
     new_state,
@@ -75,8 +76,9 @@ def bench_step(
             raise UserError(f"{w.name}: the loss became {metrics['loss']} while it was timed")
         record = describe("step", w.name, variant or w.precision, workload=w.facts())
         if profile_dir is not None:
-            target, shape = profile_dir / stem(record), dict(w.mesh.shape)
-            record["kinds"] = profile(step, batches, compiled, target, limits, shape)
+            spread = dict(w.mesh.shape), branch_share(w)
+            target = profile_dir / stem(record)
+            record["kinds"] = profile(step, batches, compiled, target, limits, *spread)
         record |= {
             "metrics": metrics,
             "floor": limits._asdict() | floors_ms(w, limits.matmul_tflops),

@@ -112,8 +112,10 @@ def _walk(
         if not axes:  # each device sends to itself
             continue
         sizes: dict[tuple[str, tuple[str, ...], int], float] = defaultdict(float)
-        # Behind what a ragged one sends is where it goes to; it counts as if spread evenly.
-        for place, operand in enumerate(i.operands[:1] if kind == RAGGED else i.operands):
+        # What a ragged one sends fits in where it comes from and in where it goes to, of which one
+        # has room for the worst case. It counts as if spread evenly.
+        ragged = sorted(i.operands[:2], key=lambda o: _narrowest(by_name, o))[:1]
+        for place, operand in enumerate(ragged if kind == RAGGED else i.operands):
             size = _narrowest(by_name, operand)
             if kind == "all-gather" and len(i.operands) == 1:
                 whole = size_of(by_name[operand].type)

@@ -10,9 +10,17 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.config import find_config, load_config
 from jaxtrain.data import Batch
 from jaxtrain.finetune import Parts, flatten, make_parts, nested, plus
-from jaxtrain.model import Transformer, flops_per_token, initialize, sizes, split
+from jaxtrain.model import (
+    LayerSpec,
+    Transformer,
+    flops_per_token,
+    initialize,
+    make_plan,
+    sizes,
+    split,
+)
 from jaxtrain.optim import make_optimizer
-from jaxtrain.parallel import BATCH, make_mesh, shardings
+from jaxtrain.parallel import BATCH, bubble, cut, make_mesh, shardings
 from jaxtrain.parallel.mesh import batch_ways
 from jaxtrain.parallel.runtime import compute_dtype
 from jaxtrain.scaling import Resolved, override, resolve, vocab_size_of
@@ -190,3 +198,25 @@ def new_state(w: Workload) -> State:
 
 def new_knobs(w: Workload) -> Any:
     return jax.device_put(w.task.optimizer.knobs, NamedSharding(w.mesh, PartitionSpec()))
+
+
+# ---- the pipeline ------------------------------------------------------------------------------
+
+
+def kinds_of(w: Workload) -> list[tuple[LayerSpec, ...]]:
+    """The kinds of the pipeline's chunks; without one, the plan of all layers."""
+    chunks = cut(make_plan(w.config.model), w.mesh.shape["pipeline"] * w.task.repeats)
+    return list(dict.fromkeys(chunks))
+
+
+def idle(w: Workload, layers: int | None = None) -> float:
+    """The share of a step's ticks that a stage waits; layers: of its time, if they are as many."""
+    microbatches = batch_shapes(w).tokens_BT.shape[0]
+    return bubble(w.mesh.shape["pipeline"], microbatches, w.task.repeats, layers)
+
+
+def branch_share(w: Workload) -> float:
+    """How often a device runs a branch: a meeting of replicas, a chunk of the pipeline."""
+    if w.mesh.shape["pipeline"] > 1:
+        return (1 - idle(w)) / len(kinds_of(w))
+    return 1 / w.config.train.local.every if w.config.train.local else 0.0

@@ -21,7 +21,7 @@ from jaxtrain.parallel.axes import in_force, names_in, over_devices, partition_s
 
 # (rows [M, D], ups, down, sizes_E) -> rows [M, D]: each group of rows through its expert
 Network = Callable[..., Array]
-# Of the rows that a device gets where the load is even.
+# Of the rows that a device gets where the load is even, and a sixteenth more.
 CHUNKS = 4
 
 
@@ -178,8 +178,9 @@ def exchanged(
     ends_Ve = jnp.cumsum(got_Ve, axis=1)
     expert_R = (place_R[None, :, None] >= ends_Ve[:, None, :]).sum(2).reshape(-1)
     order_R = jnp.argsort(expert_R, stable=True)  # the empty places last
-    chunk = room // CHUNKS if room % CHUNKS == 0 else room
-    y_RD = by_chunks(network, chunk, got_RD, order_R, got_Ve.sum(0), ups, down_EFD)
+    even = len(sent_MD)
+    chunk = -(-(even + even // 16) // CHUNKS)
+    y_RD: Array = by_chunks(network, chunk, got_RD, order_R, got_Ve.sum(0), ups, down_EFD)
     return home(y_RD, counts_W, counts_V, starts_VW, room, len(sent_MD))
 
 
@@ -196,24 +197,38 @@ def by_chunks(
     """network(rows, ups, down, sizes) of rows that an order sorts by expert, zero where none is.
 
     A loop over chunks that ends where the rows end: what is empty, most of it where many devices
-    share the experts, costs no pass. The backward pass computes each chunk once more, so that
-    nothing but what came is kept.
+    share the experts, does not go through them. The backward pass computes each chunk once more,
+    so that nothing but what came is kept.
     """
 
     def one(i: Array, y_RD: Array) -> Array:
         place_C, sizes_c = part(i, chunk, order_R, sizes_E)
-        y_CD = network(got_RD[place_C], ups, down_EFD, sizes_c)
-        return y_RD.at[place_C].set(y_CD, unique_indices=True)
+        y_CD = network(taken(got_RD, place_C), ups, down_EFD, sizes_c)
+        return put(y_RD, place_C, y_CD)
 
     return jax.lax.fori_loop(0, chunks(chunk, sizes_E), one, jnp.zeros_like(got_RD))
 
 
 def part(i: Array, chunk: int, order_R: Array, sizes_E: Array) -> tuple[Array, Array]:
-    """Where the rows of chunk i are, and how many of them are each expert's."""
+    """Where the rows of chunk i are, and how many of them are each expert's.
+
+    The last of all chunks may go on behind the rows, to places that are none.
+    """
     inside = lambda ends_E: jnp.clip(ends_E - i * chunk, 0, chunk)
     ends_E = jnp.cumsum(sizes_E)
-    place_C = jax.lax.dynamic_slice_in_dim(order_R, i * chunk, chunk)
+    behind_C = len(order_R) + jnp.arange(chunk, dtype=order_R.dtype)
+    order = jnp.concatenate([order_R, behind_C])
+    place_C = jax.lax.dynamic_slice_in_dim(order, i * chunk, chunk)
     return place_C, inside(ends_E) - inside(ends_E - sizes_E)
+
+
+def taken(x_RD: Array, place_C: Array) -> Array:
+    """Zero where a place is none."""
+    return x_RD.at[place_C].get(mode="fill", fill_value=0, unique_indices=True)
+
+
+def put(x_RD: Array, place_C: Array, y_CD: Array) -> Array:
+    return x_RD.at[place_C].set(y_CD, mode="drop", unique_indices=True)
 
 
 def chunks(chunk: int, sizes_E: Array) -> Array:
@@ -231,8 +246,8 @@ def _by_chunks_backward(network: Network, chunk: int, given: Any, g_RD: Array) -
     def one(i: Array, sums: Any) -> Any:
         place_C, sizes_c = part(i, chunk, order_R, sizes_E)
         run = lambda x_CD, ups, down_EFD: network(x_CD, ups, down_EFD, sizes_c)
-        dx_CD, *dw = jax.vjp(run, got_RD[place_C], *weights)[1](g_RD[place_C])
-        dgot_RD = sums[0].at[place_C].set(dx_CD, unique_indices=True)
+        dx_CD, *dw = jax.vjp(run, taken(got_RD, place_C), *weights)[1](taken(g_RD, place_C))
+        dgot_RD = put(sums[0], place_C, dx_CD)
         return dgot_RD, jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums[1], dw)
 
     wide = lambda w: jnp.zeros(w.shape, jnp.promote_types(jnp.float32, w.dtype))

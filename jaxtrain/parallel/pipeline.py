@@ -71,8 +71,8 @@ def check_stages(stages: int, repeats: int, plan: Sequence[Hashable], context: i
         can = ", ".join(str(ways) for ways in range(1, layers + 1) if alike(ways))
         raise UserError(
             f"mesh.pipeline={stages}{times} has chunks of unlike layers (model.window_pattern, "
-            f"value_embeddings), which do not go with mesh.context={context}; there can be {can}, "
-            "or set mesh.context=1"
+            f"value_embeddings, moe.every), which do not go with mesh.context={context}; there can "
+            f"be {can}, or set mesh.context=1"
         )
     if chunks <= layers:
         return

@@ -14,7 +14,7 @@ from jaxtrain_kernels.dispatch import target
 
 
 def start(quiet: bool = False) -> None:
-    """Keep compiled programs on disk, for a fast second start, and freed memory at hand."""
+    """Keep compiled programs on disk, for a fast second start, and on CPUs freed memory at hand."""
     if only_cpus():
         keep_freed_memory()
     take_memory()
@@ -41,7 +41,10 @@ def show_kernel_choices() -> None:
 
 
 def only_cpus() -> bool:
-    """Whether JAX can have nothing but CPUs; asked, it would start, before processes have met."""
+    """Whether JAX can have nothing but CPUs; asked, it would start, before processes have met.
+
+    Not where it was installed for a GPU that is not there; JAX_PLATFORMS=cpu says so.
+    """
     if platforms := jax.config.jax_platforms:
         return platforms == "cpu"
     return not metadata.entry_points(group="jax_plugins") and find_spec("libtpu") is None

@@ -112,15 +112,15 @@ def share_assembler() -> None:
     """Have Triton write PTX for the assembler that XLA runs, unless the environment names one.
 
     XLA's may be older than Triton's own, and then refuses what Triton writes: CUDA 13.0's takes PTX
-    9.0, and Triton 3.9 writes 9.4. XLA looks in CUDA_ROOT, in NVIDIA's wheels, in PATH and in
-    /usr/local/cuda.
+    9.0, and Triton 3.9 writes 9.4. XLA looks in CUDA_ROOT or else in NVIDIA's wheels, then in PATH
+    and in /usr/local/cuda.
     """
     nvidia = importlib.util.find_spec("nvidia")
     wheels = nvidia.submodule_search_locations or [] if nvidia else []
-    roots = [os.environ.get("CUDA_ROOT"), *(f"{w}/{part}" for w in wheels for part in WHEELS)]
-    named = [Path(root, "bin/ptxas") for root in roots if root]
-    found = [*named, shutil.which("ptxas"), Path("/usr/local/cuda/bin/ptxas")]
-    for path in found:
+    root = os.environ.get("CUDA_ROOT")
+    roots = [root] if root else [f"{wheel}/{part}" for wheel in wheels for part in WHEELS]
+    named = [Path(root, "bin/ptxas") for root in roots]
+    for path in [*named, shutil.which("ptxas"), Path("/usr/local/cuda/bin/ptxas")]:
         if path and os.access(path, os.X_OK):
             for name in ASSEMBLERS:
                 os.environ.setdefault(name, str(path))
