@@ -92,7 +92,10 @@ def test_validation_and_samples_find_their_programs(tmp_path):
 
 def test_what_fails_beside_the_steps_is_left_to_its_turn():
     done, go_on = [], Event()
-    jobs = {"fails": lambda: done.append(1 / len(done)), "waits": lambda: done.append(go_on.wait())}
+    jobs = {
+        "fails": lambda: done.append(1 / len(done)),
+        "waits": lambda: done.append(go_on.wait(5)),
+    }
     beside = run.Beside(mesh_of(), jobs)
     beside.wait("fails")
     beside.wait("nothing of that name")

@@ -74,10 +74,11 @@ def profile(
             for path in files:
                 archive.write(path, path.name.partition(".")[2])
             archive.writestr("hlo.txt", hlo)
-    table = summarize(events, sources(hlo), read_costs(hlo), limits)
+    source = sources(hlo)
+    table = summarize(events, source, read_costs(hlo), limits)
     if prod(mesh_shape.values()) > 1:
         sent = [c._asdict() for c in collectives(hlo, mesh_shape, branch)]
-        table["exchanges"] = {"sent": sent, **hidden(events, sources(hlo))}
+        table["exchanges"] = {"sent": sent, **hidden(events, source)}
     Path(f"{target}-profile.json").write_text(json.dumps(table, indent=1) + "\n")
     show(table)
     return {kind["kind"]: kind["ms"] for kind in table["kinds"]}
@@ -124,6 +125,11 @@ def plain(name: str) -> str:
     return re.sub(r"\W", "_", name)
 
 
+def origin_of(event: Event, source: dict[str, str]) -> str:
+    """What `sources` says of an event; '' if nothing."""
+    return source.get(plain(event.op)) or source.get(plain(event.name), "")
+
+
 def kind_of(name: str, origin: str) -> str:
     """By the kernel's name, or, where that says nothing, by what it came from."""
     text = origin if re.match(r"(ynn_)?fusion", name) else name.lower()
@@ -142,7 +148,7 @@ def summarize(
     kernels: dict[tuple[str, str], list[tuple[float, Cost | None]]] = defaultdict(list)
     kinds: dict[str, float] = defaultdict(float)
     for event, cost in zip(events, costs_of(events, costs), strict=True):
-        origin = source.get(plain(event.op)) or source.get(plain(event.name), "")
+        origin = origin_of(event, source)
         row = kernels[re.sub(r"([._]\d+)+$", "", event.name), origin]
         row.append((event.duration_ns, cost))
         kinds[kind_of(event.name, origin)] += event.duration_ns
@@ -176,10 +182,9 @@ def summarize(
 def hidden(events: Sequence[Event], source: dict[str, str]) -> dict[str, float]:
     """Of a step, the milliseconds in which something is exchanged (`ms`), and those of them in
     which the device does nothing else (`ms_alone`)."""
-    origin = lambda e: source.get(plain(e.op)) or source.get(plain(e.name), "")
     ends: list[tuple[float, int, int]] = []  # (when, +1 or -1, whether of an exchange)
     for e in events:
-        exchange = int(kind_of(e.name, origin(e)) == "collective")
+        exchange = int(kind_of(e.name, origin_of(e, source)) == "collective")
         ends += [(e.start_ns, 1, exchange), (e.start_ns + e.duration_ns, -1, exchange)]
     running, since, total, alone = [0, 0], 0.0, 0.0, 0.0
     for when, change, exchange in sorted(ends):

@@ -3,7 +3,8 @@
 Each device of that axis holds E / ways experts and batch rows of its own, or, along `context`, a
 part of every row's tokens. A token's copies travel to the devices of its experts, which sort what
 they receive, multiply group by group and send the results back. A buffer has room for the worst
-case (every token of every device to one device), so that the result never depends on the balance.
+case (every token of every device to one device), so that the result never depends on the balance;
+what came is computed a chunk at a time, as many chunks as there are tokens for.
 """
 
 import functools
@@ -177,10 +178,12 @@ def exchanged(
     place_R = jnp.arange(room)
     ends_Ve = jnp.cumsum(got_Ve, axis=1)
     expert_R = (place_R[None, :, None] >= ends_Ve[:, None, :]).sum(2).reshape(-1)
-    order_R = jnp.argsort(expert_R, stable=True)  # the empty places last
     even = len(sent_MD)
     chunk = -(-(even + even // 16) // CHUNKS)
-    y_RD: Array = by_chunks(network, chunk, got_RD, order_R, got_Ve.sum(0), ups, down_EFD)
+    # The empty places last, and behind them some that are none, where the last chunk may end.
+    behind_C = len(expert_R) + jnp.arange(chunk)
+    order_P = jnp.concatenate([jnp.argsort(expert_R, stable=True), behind_C])
+    y_RD: Array = by_chunks(network, chunk, got_RD, order_P, got_Ve.sum(0), ups, down_EFD)
     return home(y_RD, counts_W, counts_V, starts_VW, room, len(sent_MD))
 
 
@@ -189,7 +192,7 @@ def by_chunks(
     network: Network,
     chunk: int,
     got_RD: Array,
-    order_R: Array,
+    order_P: Array,
     sizes_E: Array,
     ups: tuple[Array, ...],
     down_EFD: Array,
@@ -202,23 +205,18 @@ def by_chunks(
     """
 
     def one(i: Array, y_RD: Array) -> Array:
-        place_C, sizes_c = part(i, chunk, order_R, sizes_E)
+        place_C, sizes_c = part(i, chunk, order_P, sizes_E)
         y_CD = network(taken(got_RD, place_C), ups, down_EFD, sizes_c)
         return put(y_RD, place_C, y_CD)
 
     return jax.lax.fori_loop(0, chunks(chunk, sizes_E), one, jnp.zeros_like(got_RD))
 
 
-def part(i: Array, chunk: int, order_R: Array, sizes_E: Array) -> tuple[Array, Array]:
-    """Where the rows of chunk i are, and how many of them are each expert's.
-
-    The last of all chunks may go on behind the rows, to places that are none.
-    """
+def part(i: Array, chunk: int, order_P: Array, sizes_E: Array) -> tuple[Array, Array]:
+    """Where the rows of chunk i are, and how many of them are each expert's."""
     inside = lambda ends_E: jnp.clip(ends_E - i * chunk, 0, chunk)
     ends_E = jnp.cumsum(sizes_E)
-    behind_C = len(order_R) + jnp.arange(chunk, dtype=order_R.dtype)
-    order = jnp.concatenate([order_R, behind_C])
-    place_C = jax.lax.dynamic_slice_in_dim(order, i * chunk, chunk)
+    place_C = jax.lax.dynamic_slice_in_dim(order_P, i * chunk, chunk)
     return place_C, inside(ends_E) - inside(ends_E - sizes_E)
 
 
@@ -241,10 +239,10 @@ def _by_chunks_forward(network: Network, chunk: int, *given: Any) -> tuple[Array
 
 
 def _by_chunks_backward(network: Network, chunk: int, given: Any, g_RD: Array) -> Any:
-    got_RD, order_R, sizes_E, *weights = given
+    got_RD, order_P, sizes_E, *weights = given
 
     def one(i: Array, sums: Any) -> Any:
-        place_C, sizes_c = part(i, chunk, order_R, sizes_E)
+        place_C, sizes_c = part(i, chunk, order_P, sizes_E)
         run = lambda x_CD, ups, down_EFD: network(x_CD, ups, down_EFD, sizes_c)
         dx_CD, *dw = jax.vjp(run, taken(got_RD, place_C), *weights)[1](taken(g_RD, place_C))
         dgot_RD = put(sums[0], place_C, dx_CD)
