@@ -11,7 +11,8 @@ of it, and its chunk is computed once more in the backward pass.
 Chunks need not be alike: each kind of them is then a branch of its own, and a stage runs that of
 its own chunk, or none while it waits. What stages exchange within must be among groups of devices
 that are in one stage each. XLA has a collective-permute wait for all devices, those of the other
-stages too, which are in other branches: so chunks must be alike where layers have one (`context`).
+stages too, which are in other branches: so chunks must be alike where layers have one (`context`),
+and a stage that waits computes for nothing.
 """
 
 import functools

@@ -49,7 +49,7 @@ ALIKE = LLAMA | {"moe": {"experts": 4, "hidden": 32}}
         pytest.param(GPT, dict(pipeline=2, fsdp=2), 2, 1, marks=pytest.mark.slow),
         TWICE,
         pytest.param(LLAMA, dict(pipeline=2, data=2), 8, 1, marks=pytest.mark.slow),
-        (UNLIKE, dict(pipeline=3), 2, 1),
+        (UNLIKE, dict(pipeline=3, fsdp=2), 2, 1),
         TWICE_UNLIKE,
         pytest.param(MIXED, dict(pipeline=2, data=2, expert=2), 4, 1, marks=pytest.mark.slow),
         (ALIKE, dict(pipeline=2, context=2, expert=2), 4, 1),
