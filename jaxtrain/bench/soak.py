@@ -16,6 +16,7 @@ from jaxtrain.data.pool import cores
 from jaxtrain.settings import UserError
 
 EVERY = 2.0  # seconds between two looks at the memory
+LOOKS = 6  # at least so many, or there is nothing to compare
 EDGE = 60.0  # seconds at the beginning and at the end that are compared, at most a third of all
 MIB = 2**20
 
@@ -30,10 +31,10 @@ def bench_loader(
     growth is the slope of the line of least squares through all that comes after the first minute.
     Raises UserError for too few minutes to compare.
     """
-    if minutes * 60 < 6 * EVERY:
+    if minutes * 60 < LOOKS * EVERY:
         raise UserError(
             f"--minutes {minutes:g}: the memory is looked at every {EVERY:g} s, so that at least "
-            f"{EVERY / 10:g} are needed"
+            f"{LOOKS * EVERY / 60:g} are needed"
         )
     workload: dict[str, Any] = {"cores": cores(), "load": os.getloadavg()[0]}
     config = load_config(None, ["data.validation.name=none", *overrides]).data
@@ -48,7 +49,7 @@ def bench_loader(
     with train_batches(prepared.train, config=config, **sizes) as batches:
         next(batches)
         begin, now, taken = time.perf_counter(), 0.0, 0
-        while now < minutes * 60:
+        while now < minutes * 60 or len(seconds) < LOOKS:  # it may stall on a busy machine
             if now >= len(seconds) * EVERY:
                 seconds.append(round(now, 1))
                 rss_mib.append(round(resident_mib(), 2))

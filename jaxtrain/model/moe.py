@@ -86,9 +86,7 @@ class Mixture(nnx.Module):
     def route(self, x_BTD: Float[Array, "B T D"]) -> Route:
         """Choose by score plus bias, weigh by score."""
         c = self.config
-        logits_BTE = jnp.matmul(
-            x_BTD.astype(jnp.float32), self.router[...], precision=jax.lax.Precision.HIGHEST
-        )
+        logits_BTE = router_logits(x_BTD, self.router[...])
         score = jax.nn.sigmoid if c.scores == "sigmoid" else jax.nn.softmax
         scores_BTE = score(logits_BTE)
         ranked_BTE = jax.lax.stop_gradient(scores_BTE)
@@ -106,15 +104,25 @@ class Mixture(nnx.Module):
     def network(
         self,
         x_MD: Float[Array, "M D"],
+        weights_M1: Float[Array, "M 1"],
         ups: Any,
         down_EFD: Float[Array, "E F D"],
         sizes_E: Int[Array, "E"],
     ) -> Float[Array, "M D"]:
-        """Rows in groups, each group through its expert."""
+        """Rows in groups, each group through its expert, times its weight."""
         act = ACTIVATIONS[self.kind]
         first, *second = (kernels.grouped_matmul(x_MD, up_EDF, sizes_E) for up_EDF in ups)
         h_MF = act(first) * second[0] if second else act(first)
+        h_MF = (h_MF * weights_M1).astype(x_MD.dtype)
         return kernels.grouped_matmul(h_MF, down_EFD, sizes_E)
+
+
+@jax.checkpoint  # the states in float32 would be kept, beside those in 16 bits
+def router_logits(
+    x_BTD: Float[Array, "B T D"], router_DE: Float[Array, "D E"]
+) -> Float[Array, "B T E"]:
+    """float32, whatever the states are."""
+    return jnp.matmul(x_BTD.astype(jnp.float32), router_DE, precision=jax.lax.Precision.HIGHEST)
 
 
 def balance_loss(

@@ -10,7 +10,7 @@ what came is computed a chunk at a time, as many chunks as there are tokens for.
 import functools
 from collections.abc import Callable, Sequence
 from math import gcd
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +20,8 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrain.parallel.axes import in_force, names_in, over_devices, partition_spec
 
-# (rows [M, D], ups, down, sizes_E) -> rows [M, D]: each group of rows through its expert
+# (rows [M, D], their weights [M, 1], ups, down, sizes_E) -> rows [M, D]: each group of rows through
+# its expert, times its weight
 Network = Callable[..., Array]
 # Of the rows that a device gets where the load is even, and a sixteenth more.
 CHUNKS = 4
@@ -38,6 +39,9 @@ def feed_experts(
 ) -> tuple[Float[Array, "B T D"], Int[Array, "E"]]:
     """Sum over a token's chosen experts of weight x network(token); and the tokens that each got.
 
+    A weight goes with its row, and the network applies it to the hidden layer (as in Megatron-LM):
+    so the backward pass does not ask for what an expert made, which is not kept or made again.
+
     ups_EDF: what reads the token, one matrix or two (gated). exchange: `ragged` sends what there is
     (GPU only), `padded` whole buffers; None takes the first that the device can. tiles: a device's
     tokens are taken in so many parts, one after another, each computed again in the backward pass
@@ -49,7 +53,6 @@ def feed_experts(
         return local_experts(
             network, None, 1, tiles, x_BTD, chosen_BTk, weights_BTk, tuple(ups_EDF), down_EFD
         )
-    spread = exchange or default_exchange()
     rows = partition_spec(("batch", "tokens", None), x_BTD.shape, mesh)
     expert, hidden, _ = partition_spec(("experts", "hidden", None), down_EFD.shape, mesh)
     ways = 1 if expert is None else mesh.shape[expert]
@@ -57,7 +60,7 @@ def feed_experts(
     holders = tuple(name for name in names if mesh.shape[name] > 1)
 
     def local(x, chosen, weights, ups, down):
-        y, sizes = local_experts(network, spread, ways, tiles, x, chosen, weights, ups, down)
+        y, sizes = local_experts(network, exchange, ways, tiles, x, chosen, weights, ups, down)
         y = y if hidden is None else jax.lax.psum(y, hidden)
         return y, jax.lax.psum(sizes, holders) if holders else sizes
 
@@ -116,18 +119,16 @@ def one_tile(
     order_M, back_M = sorting(expert_M)
     copies_MD = jnp.broadcast_to(x_ND[:, None], (N, k, x_ND.shape[-1])).reshape(N * k, -1)
     sent_MD = permute(copies_MD, order_M, back_M)
+    weights_M1 = permute(weights_Nk.reshape(-1, 1), order_M, back_M)
     if ways == 1:
-        y_MD = network(sent_MD, ups, down_EFD, sizes_E)
+        y_MD = network(sent_MD, weights_M1, ups, down_EFD, sizes_E)
     else:
-        room = N * min(k, local)
+        how = Exchange(exchange or default_exchange(), N * min(k, local), N * k)
         sizes_We = sizes_E.reshape(ways, local)
-        y_MD = exchanged(network, sent_MD, sizes_We, ups, down_EFD, room, exchange)
+        y_MD = exchanged(network, sent_MD, weights_M1, sizes_We, ups, down_EFD, how)
     y_NkD = permute(y_MD, back_M, order_M).reshape(N, k, -1)
-    y_ND = jnp.einsum(
-        "nkd,nk->nd", y_NkD, weights_Nk.astype(y_NkD.dtype),
-        preferred_element_type=jnp.promote_types(jnp.float32, y_NkD.dtype),
-    )  # fmt: skip
-    return y_ND.astype(x_ND.dtype), sizes_E
+    # The sum of bfloat16 is one of float32, as XLA makes it.
+    return jnp.sum(y_NkD, axis=1).astype(x_ND.dtype), sizes_E
 
 
 def sorting(key_M: Array) -> tuple[Array, Array]:
@@ -152,52 +153,65 @@ permute.defvjp(
 # ---- between devices ---------------------------------------------------------------------------
 
 
+class Exchange(NamedTuple):
+    """How rows go: `ragged` or `padded`."""
+
+    kind: str
+    room: int  # rows that one device may get from another
+    rows: int  # that each device has
+
+
+class Places(NamedTuple):
+    """What goes where."""
+
+    counts_W: Array  # rows that go from here to device W
+    counts_V: Array  # and come from device V
+    starts_VW: Array  # the first of those from V to W among V's rows
+
+
 def exchanged(
     network: Network,
     sent_MD: Array,
+    weights_M1: Array,
     sizes_We: Array,
     ups: tuple[Array, ...],
     down_EFD: Array,
-    room: int,
-    exchange: str | None,
+    how: Exchange,
 ) -> Array:
     """Each row through its expert, on the device of that; the rows come back as they were.
 
-    sent_MD: sorted by expert. sizes_We: how many of them go to each expert of each device. room:
-    rows that one device may get from another.
+    sent_MD, weights_M1: sorted by expert. sizes_We: how many of them go to each expert of each
+    device.
     """
     me = jax.lax.axis_index("expert")
     all_VWe = jax.lax.all_gather(sizes_We, "expert")  # from device V to each expert of device W
     got_Ve = all_VWe[:, me]
-    counts_V, counts_W = got_Ve.sum(1), sizes_We.sum(1)
-    starts_VW = jnp.cumsum(all_VWe.sum(2), axis=1) - all_VWe.sum(2)  # in the sender's rows
-    there = there_padded if exchange == "padded" else there_ragged
-    home = home_padded if exchange == "padded" else home_ragged
-    got_RD = there(sent_MD, counts_W, counts_V, starts_VW, room)
+    starts_VW = jnp.cumsum(all_VWe.sum(2), axis=1) - all_VWe.sum(2)
+    places = Places(sizes_We.sum(1), got_Ve.sum(1), starts_VW)
+    got = there(how, sent_MD, places), there(how, weights_M1, places)
     # A sender's rows are in order of my experts: which is each row's?
-    place_R = jnp.arange(room)
+    place_R = jnp.arange(how.room)
     ends_Ve = jnp.cumsum(got_Ve, axis=1)
     expert_R = (place_R[None, :, None] >= ends_Ve[:, None, :]).sum(2).reshape(-1)
-    even = len(sent_MD)
-    chunk = -(-(even + even // 16) // CHUNKS)
-    # The empty places last, and behind them some that are none, where the last chunk may end.
-    behind_C = len(expert_R) + jnp.arange(chunk)
-    order_P = jnp.concatenate([jnp.argsort(expert_R, stable=True), behind_C])
-    y_RD: Array = by_chunks(network, chunk, got_RD, order_P, got_Ve.sum(0), ups, down_EFD)
-    return home(y_RD, counts_W, counts_V, starts_VW, room, len(sent_MD))
+    chunk = -(-(how.rows + how.rows // 16) // CHUNKS)
+    # The empty places last, and so many behind them that the last chunk may end there.
+    order_P = jnp.pad(jnp.argsort(expert_R, stable=True), (0, chunk))
+    y_RD: Array = by_chunks(network, chunk, got, order_P, got_Ve.sum(0), ups, down_EFD)
+    return home(how, y_RD, places)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
 def by_chunks(
     network: Network,
     chunk: int,
-    got_RD: Array,
+    got: tuple[Array, Array],
     order_P: Array,
     sizes_E: Array,
     ups: tuple[Array, ...],
     down_EFD: Array,
 ) -> Array:
-    """network(rows, ups, down, sizes) of rows that an order sorts by expert, zero where none is.
+    """network(*got, ups, down, sizes), of rows and weights that an order sorts by expert.
+
 
     A loop over chunks that ends where the rows end: what is empty, most of it where many devices
     share the experts, does not go through them. The backward pass computes each chunk once more,
@@ -206,27 +220,39 @@ def by_chunks(
 
     def one(i: Array, y_RD: Array) -> Array:
         place_C, sizes_c = part(i, chunk, order_P, sizes_E)
-        y_CD = network(taken(got_RD, place_C), ups, down_EFD, sizes_c)
+        y_CD = network(*taken(got, place_C), ups, down_EFD, sizes_c)
         return put(y_RD, place_C, y_CD)
 
-    return jax.lax.fori_loop(0, chunks(chunk, sizes_E), one, jnp.zeros_like(got_RD))
+    return jax.lax.fori_loop(0, chunks(chunk, sizes_E), one, empty_like(got[0]))
 
 
 def part(i: Array, chunk: int, order_P: Array, sizes_E: Array) -> tuple[Array, Array]:
-    """Where the rows of chunk i are, and how many of them are each expert's."""
+    """Where the rows of chunk i are, and how many of them are each expert's.
+
+    Behind the last row come places that are none: what an empty one holds may be anything.
+    """
     inside = lambda ends_E: jnp.clip(ends_E - i * chunk, 0, chunk)
     ends_E = jnp.cumsum(sizes_E)
     place_C = jax.lax.dynamic_slice_in_dim(order_P, i * chunk, chunk)
+    each_C = jnp.arange(chunk)
+    place_C = jnp.where(i * chunk + each_C < ends_E[-1], place_C, len(order_P) + each_C)
     return place_C, inside(ends_E) - inside(ends_E - sizes_E)
 
 
-def taken(x_RD: Array, place_C: Array) -> Array:
+def taken(rows: Any, place_C: Array) -> Any:
     """Zero where a place is none."""
-    return x_RD.at[place_C].get(mode="fill", fill_value=0, unique_indices=True)
+    take = lambda a: a.at[place_C].get(mode="fill", fill_value=0, unique_indices=True)
+    return jax.tree.map(take, rows)
 
 
-def put(x_RD: Array, place_C: Array, y_CD: Array) -> Array:
-    return x_RD.at[place_C].set(y_CD, mode="drop", unique_indices=True)
+def put(into: Any, place_C: Array, rows: Any) -> Any:
+    one = lambda a, new: a.at[place_C].set(new, mode="drop", unique_indices=True)
+    return jax.tree.map(one, into, rows)
+
+
+def empty_like(x: Array) -> Array:
+    """Not zeros: XLA makes those of all layers in one place, where they wait."""
+    return jax.lax.empty(x.shape, x.dtype)
 
 
 def chunks(chunk: int, sizes_E: Array) -> Array:
@@ -239,67 +265,67 @@ def _by_chunks_forward(network: Network, chunk: int, *given: Any) -> tuple[Array
 
 
 def _by_chunks_backward(network: Network, chunk: int, given: Any, g_RD: Array) -> Any:
-    got_RD, order_P, sizes_E, *weights = given
+    got, order_P, sizes_E, *matrices = given
 
     def one(i: Array, sums: Any) -> Any:
         place_C, sizes_c = part(i, chunk, order_P, sizes_E)
-        run = lambda x_CD, ups, down_EFD: network(x_CD, ups, down_EFD, sizes_c)
-        dx_CD, *dw = jax.vjp(run, taken(got_RD, place_C), *weights)[1](taken(g_RD, place_C))
-        dgot_RD = put(sums[0], place_C, dx_CD)
-        return dgot_RD, jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums[1], dw)
+        run = lambda rows, ups, down_EFD: network(*rows, ups, down_EFD, sizes_c)
+        drows, *dw = jax.vjp(run, taken(got, place_C), *matrices)[1](taken(g_RD, place_C))
+        dgot = put(sums[0], place_C, drows)
+        return dgot, jax.tree.map(lambda a, b: a + b.astype(a.dtype), sums[1], dw)
 
     wide = lambda w: jnp.zeros(w.shape, jnp.promote_types(jnp.float32, w.dtype))
-    sums = jnp.zeros_like(got_RD), jax.tree.map(wide, weights)
-    dgot_RD, dw = jax.lax.fori_loop(0, chunks(chunk, sizes_E), one, sums)
-    dw = jax.tree.map(lambda total, w: total.astype(w.dtype), dw, weights)
-    return dgot_RD, None, None, *dw
+    sums = jax.tree.map(empty_like, got), jax.tree.map(wide, matrices)
+    dgot, dw = jax.lax.fori_loop(0, chunks(chunk, sizes_E), one, sums)
+    dw = jax.tree.map(lambda total, w: total.astype(w.dtype), dw, matrices)
+    return dgot, None, None, *dw
 
 
 by_chunks.defvjp(_by_chunks_forward, _by_chunks_backward)
 
 
-def there_ragged(
-    x_MD: Array, counts_W: Array, counts_V: Array, starts_VW: Array, room: int
-) -> Array:
-    """As `there_padded`, without sending the empty places."""
-    W, me = len(counts_W), jax.lax.axis_index("expert")
-    slots_RD = jnp.zeros((W * room, x_MD.shape[1]), x_MD.dtype)
-    return jax.lax.ragged_all_to_all(
-        x_MD, slots_RD, starts_VW[me], counts_W, jnp.full(W, me * room, jnp.int32), counts_V,
-        axis_name="expert",
-    )  # fmt: skip
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def there(how: Exchange, x_MD: Array, places: Places) -> Array:
+    """Each device's rows in a slot of `room`, at the device that they go to: [W room, D].
 
-
-def home_ragged(
-    y_RD: Array, counts_W: Array, counts_V: Array, starts_VW: Array, room: int, rows: int
-) -> Array:
-    """As `home_padded`, without sending the empty places."""
-    W, me = len(counts_W), jax.lax.axis_index("expert")
-    rows_MD = jnp.zeros((rows, y_RD.shape[1]), y_RD.dtype)
-    return jax.lax.ragged_all_to_all(
-        y_RD, rows_MD, jnp.arange(W, dtype=jnp.int32) * room, counts_V, starts_VW[:, me], counts_W,
-        axis_name="expert",
-    )  # fmt: skip
-
-
-def there_padded(
-    x_MD: Array, counts_W: Array, counts_V: Array, starts_VW: Array, room: int
-) -> Array:
-    """Each device's rows in a slot of `room`, all slots exchanged: [W room, D]."""
-    starts_W = jnp.cumsum(counts_W) - counts_W
-    place_WR = starts_W[:, None] + jnp.arange(room)[None]
-    there_WR = jnp.arange(room)[None] < counts_W[:, None]
-    slots_WRD = jnp.where(there_WR[..., None], x_MD[jnp.minimum(place_WR, len(x_MD) - 1)], 0)
+    What is behind a slot's rows may be anything: nobody reads it.
+    """
+    (counts_W, counts_V, starts_VW), me = places, jax.lax.axis_index("expert")
+    W, room = len(counts_W), how.room
+    if how.kind == "ragged":
+        slots_RD = jax.lax.empty((W * room, x_MD.shape[1]), x_MD.dtype)
+        return jax.lax.ragged_all_to_all(
+            x_MD, slots_RD, starts_VW[me], counts_W, jnp.full(W, me * room, jnp.int32), counts_V,
+            axis_name="expert",
+        )  # fmt: skip
+    place_WR = starts_VW[me][:, None] + jnp.arange(room)[None]
+    slots_WRD = x_MD[jnp.minimum(place_WR, len(x_MD) - 1)]
     return jax.lax.all_to_all(slots_WRD, "expert", 0, 0, tiled=True).reshape(-1, x_MD.shape[1])
 
 
-def home_padded(
-    y_RD: Array, counts_W: Array, counts_V: Array, starts_VW: Array, room: int, rows: int
-) -> Array:
-    """The slots back, and the rows out of them: [rows, D]."""
-    W, D = len(counts_W), y_RD.shape[1]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def home(how: Exchange, y_RD: Array, places: Places) -> Array:
+    """The slots back, and the rows out of them: [rows, D]. It is the transpose of `there`."""
+    (counts_W, counts_V, starts_VW), me = places, jax.lax.axis_index("expert")
+    (W, room, rows), D = (len(counts_W), how.room, how.rows), y_RD.shape[1]
+    if how.kind == "ragged":
+        rows_MD = jax.lax.empty((rows, D), y_RD.dtype)
+        return jax.lax.ragged_all_to_all(
+            y_RD, rows_MD, jnp.arange(W, dtype=jnp.int32) * room, counts_V, starts_VW[:, me],
+            counts_W, axis_name="expert",
+        )  # fmt: skip
     slots_RD = jax.lax.all_to_all(y_RD.reshape(W, room, D), "expert", 0, 0, tiled=True)
-    ends_W = jnp.cumsum(counts_W)
-    device_M = jnp.searchsorted(ends_W, jnp.arange(rows), side="right")
-    place_M = jnp.arange(rows) - (ends_W - counts_W)[device_M]
+    device_M = jnp.searchsorted(starts_VW[me] + counts_W, jnp.arange(rows), side="right")
+    place_M = jnp.arange(rows) - starts_VW[me][device_M]
     return slots_RD.reshape(-1, D)[device_M * room + place_M]
+
+
+# JAX's own transposes exchange all offsets first, and add what was picked row by row.
+there.defvjp(
+    lambda how, x_MD, places: (there(how, x_MD, places), places),
+    lambda how, places, g_RD: (home(how, g_RD, places), None),
+)
+home.defvjp(
+    lambda how, y_RD, places: (home(how, y_RD, places), places),
+    lambda how, places, g_MD: (there(how, g_MD, places), None),
+)

@@ -13,9 +13,10 @@ from jaxtrain.parallel import experts, feed_experts
 B, T, D, F, E, K = 8, 4, 6, 10, 8, 3
 
 
-def network(x_MD, ups, down_EFD, sizes_E):
+def network(x_MD, weights_M1, ups, down_EFD, sizes_E):
     gate_MF, up_MF = (kernels.grouped_matmul(x_MD, w, sizes_E) for w in ups)
-    return kernels.grouped_matmul(jnp.square(gate_MF) * up_MF, down_EFD, sizes_E)
+    h_MF = (jnp.square(gate_MF) * up_MF * weights_M1).astype(x_MD.dtype)
+    return kernels.grouped_matmul(h_MF, down_EFD, sizes_E)
 
 
 def arguments(chosen=None):
@@ -145,13 +146,34 @@ def test_a_device_computes_as_many_chunks_as_it_got_rows_for():
     args = *args[:2], args[2][..., :1], *args[3:]
     seen = []
 
-    def watched(x_MD, ups, down_EFD, sizes_E):
-        jax.debug.callback(lambda rows: seen.append((len(x_MD), int(rows))), sizes_E.sum())
-        return network(x_MD, ups, down_EFD, sizes_E)
+    def watched(x_MD, *others):
+        jax.debug.callback(lambda rows: seen.append((len(x_MD), int(rows))), others[-1].sum())
+        return network(x_MD, *others)
 
     close(ours(args, mesh_of(expert=2), network=watched), by_loop(*args), rtol=1e-5, atol=1e-5)
     jax.effects_barrier()
     assert sorted(seen) == sorted(2 * [(5, 5), (5, 3), *[(5, 5)] * 4, (5, 4)])
+
+
+def test_what_no_row_was_put_into_is_not_read(monkeypatch):
+    """It may be anything: here not a number, on a GPU what was there before."""
+    nothing = lambda shape, dtype: jnp.full(shape, jnp.nan, dtype)
+    monkeypatch.setattr(experts.jax.lax, "empty", nothing)
+    args = arguments(np.broadcast_to(np.array([5, 4, 7]), (B, T, K)))
+    close(ours(args, mesh_of(expert=4, fsdp=2)), by_loop(*args), rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize(("sizes", "loops", "products"), [({}, 0, 11), ({"expert": 2}, 2, 12)])
+def test_what_an_expert_made_is_not_made_again_for_the_backward_pass(sizes, loops, products):
+    """Three grouped matmuls forward, six for the gradients; recomputed, the two that read the token
+    (in a loop over chunks, all three: its backward pass computes each chunk by itself)."""
+    x, chosen, *weights = jax.tree.map(jnp.asarray, arguments())[:-1]
+    x, *weights = jax.tree.map(lambda a: a.astype(jnp.float32), (x, *weights))
+    run = jax.checkpoint(lambda x, *weights: feed_experts(network, x, chosen, *weights)[0])
+    with jax.set_mesh(mesh_of(**sizes)):
+        grads = jax.grad(lambda *given: jnp.sum(run(*given)), argnums=(0, 1, 2, 3))
+        text = str(jax.make_jaxpr(grads)(x, *weights))
+    assert text.count(" while[") == loops and text.count("= ragged_dot") == products
 
 
 def test_gradients_in_bfloat16_are_summed_over_chunks_in_float32(monkeypatch):
