@@ -1,5 +1,6 @@
 """Test set-up: eight virtual CPU devices, a compilation cache, jaxtyping annotations checked."""
 
+import gc
 import os
 import shutil
 import sys
@@ -29,7 +30,11 @@ else:
     SETTINGS |= {"jax_platforms": "cpu", "jax_num_cpu_devices": 8}
     SETTINGS |= {"jax_disable_most_optimizations": True}
     if jax.__version__.startswith("0.11."):  # a process ends at a flag that its XLA does not know
-        os.environ.setdefault("XLA_FLAGS", "--xla_cpu_opt_preset=FAST_COMPILE")
+        # Half of compiling was in the newer emitters, of which each kernel is an MLIR module.
+        options = "xla_cpu_disable_new_fusion_emitters"
+        os.environ.setdefault(
+            "XLA_FLAGS", f"--xla_cpu_opt_preset=FAST_COMPILE --xla_backend_extra_options={options}"
+        )
 os.environ["MPLBACKEND"] = "agg"
 for name, value in SETTINGS.items():
     os.environ.setdefault(name.upper(), str(value))  # for the processes that tests start
@@ -48,6 +53,13 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "slow" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="takes long: JAXTRAIN_SLOW=1"))
+
+
+def pytest_collection_finish():
+    """What is there by now stays: a tenth of the suite's time was in looking for garbage in it."""
+    gc.collect()
+    gc.freeze()
+    gc.set_threshold(20_000, 20, 50)
 
 
 @pytest.fixture(scope="session")
