@@ -132,10 +132,12 @@ def rope_norm(
     """Queries and keys rotated and normed; rope: a `Rotary`."""
     cos_BTH, sin_BTH = (jax.lax.squeeze(x, [2]) for x in rope)
     run = lambda *arrays: kernels.rope_norm(*arrays, eps=eps, implementation=by)
-    return parallel.by_rows(run, q_BTNH, k_BTKH, cos_BTH, sin_BTH, tokens="tokens")
+    return parallel.by_rows(
+        run, q_BTNH, k_BTKH, cos_BTH, sin_BTH, tokens="tokens", columns=("heads", "kv_heads")
+    )
 
 
 def relu2(x_BTF: Float[Array, "B T F"], by: str) -> Float[Array, "B T F"]:
     """max(x, 0)^2."""
     run = lambda x: kernels.relu2(x, implementation=by)
-    return parallel.by_rows(run, x_BTF, tokens="tokens")
+    return parallel.by_rows(run, x_BTF, tokens="tokens", columns=("hidden",))

@@ -5,7 +5,7 @@ the batch. So each device runs the kernel on its own rows and heads under `shard
 gradient of a replicated operand is summed by shard_map's own transpose.
 """
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
 
@@ -200,18 +200,33 @@ def row_sums_apart(
     return over_devices(local, (P(*texts, None), texts), split)(rows_BTD, places_BT)
 
 
-def by_rows(kernel: Callable[..., Any], *arrays: Any, tokens: str = "sequence") -> Any:
+def by_rows(
+    kernel: Callable[..., Any],
+    *arrays: Any,
+    tokens: str = "sequence",
+    columns: Sequence[str | None] = (),
+) -> Any:
     """kernel(*arrays), split over batch rows and, by the axis `tokens`, over the tokens of a row.
 
-    Arrays of three dims or more, and the results, are [B, T, ...]; None may be among. Columns (of
-    a tensor-parallel hidden layer, say) are gathered.
+    Arrays of three dims or more, and the results, are [B, T, ...]; None may be among. columns: of
+    the first arrays, the logical axis of the dim after (heads, or a hidden layer's), each of which
+    the kernel takes by itself; of each of these there is a result. What has none is gathered, and
+    the results are as the first array.
     """
     mesh = in_force()
     if mesh is None:
         return kernel(*arrays)
-    place = lambda x: partition_spec(("batch", tokens), x.shape[:2], mesh)
-    specs = tuple(place(x) if x is not None and x.ndim >= 3 else P() for x in arrays)
-    return over_devices(kernel, specs, specs[0])(*arrays)
+
+    def place(x: Any, *column: str | None) -> P:
+        if x is None or x.ndim < 3:
+            return P()
+        axes = ("batch", tokens, *column)
+        return partition_spec(axes, x.shape[: len(axes)], mesh)
+
+    split = [place(x, column) for x, column in zip(arrays, columns)]
+    specs = (*split, *(place(x) for x in arrays[len(split) :]))
+    results = tuple(split) if len(split) > 1 else specs[0]
+    return over_devices(kernel, specs, results)(*arrays)
 
 
 def feed_forward_relu2(

@@ -5,11 +5,14 @@ import re
 import jax
 import jax.numpy as jnp
 import numpy as np
-from tiny import LLAMA, T, batch, build, mesh_of
+import pytest
+from tiny import LLAMA, T, batch, build, close, mesh_of
 
 from jaxtrain import objectives, parallel
 from jaxtrain.bench.traffic import collectives
+from jaxtrain.model.layers import Rotary
 from jaxtrain.model.remat import tiled
+from jaxtrain.model.rows import relu2, rope_norm
 from jaxtrain.parallel import partition_spec
 
 
@@ -23,6 +26,29 @@ def test_norms_are_split_over_the_tensor_devices():
         shapes = re.findall(r"= f32\[([\d,]*)\]\S* rsqrt\(", text.compile().as_text())
     sizes = {tuple(int(n) for n in shape.split(",") if n != "1") for shape in shapes}
     assert sizes == {(2, T // 4)}
+
+
+@pytest.mark.parametrize(("kv_heads", "sends"), [(4, False), (1, True)])
+def test_heads_are_turned_and_hidden_layers_squared_where_they_are(kv_heads, sends):
+    """Nothing is sent, forward or backward; but what all devices hold, a single head, is summed."""
+    mesh, H = mesh_of(data=2, context=2, tensor=2), 32
+    shapes = (4, T, 8, H), (4, T, kv_heads, H), (4, T, 64), (4, T, H), (4, T, H)
+    arrays = [jax.random.normal(jax.random.key(i), shape) for i, shape in enumerate(shapes)]
+    axes = ["heads", None], ["kv_heads", None], ["hidden"], [None], [None]
+    places = [partition_spec(("batch", "tokens", *a), x.shape, mesh) for a, x in zip(axes, arrays)]
+
+    def results_and_gradients(q, k, up, cos, sin):
+        rope = Rotary(cos[:, :, None], sin[:, :, None])
+        run = lambda q, k, up: (*rope_norm(q, k, rope, 1e-6, "reference"), relu2(up, "reference"))
+        results, back = jax.vjp(run, q, k, up)
+        return results, back(jax.tree.map(jnp.cos, results))
+
+    expected = jax.jit(results_and_gradients)(*arrays)
+    with jax.set_mesh(mesh):
+        spread = [jax.device_put(x, jax.NamedSharding(mesh, p)) for x, p in zip(arrays, places)]
+        compiled = jax.jit(results_and_gradients).lower(*spread).compile()
+        close(compiled(*spread), expected, rtol=1e-5, atol=1e-5)
+    assert bool(collectives(compiled.as_text(), dict(mesh.shape))) == sends
 
 
 def test_tiles_of_a_row_stay_where_they_are():
