@@ -1,5 +1,6 @@
 """Logical axes to mesh axes: the model names its dims, this one table places them."""
 
+import functools
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -103,6 +104,22 @@ def over_devices(function: Callable[..., Any], in_specs: Any, out_specs: Any) ->
     return jax.shard_map(
         function, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False
     )
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
+def summed(x: jax.Array, axis: str) -> jax.Array:
+    """The sum over a mesh axis, in `over_devices`, whose results are the same along it.
+
+    Such a result's gradient comes to each device in equal shares, so that it is there already.
+    That of `jax.lax.psum` sends them all the same.
+    """
+    return jax.lax.psum(x, axis)
+
+
+summed.defvjp(
+    lambda x, axis: (summed(x, axis), None),
+    lambda axis, _, g: (g * jax.lax.axis_size(axis),),
+)
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:

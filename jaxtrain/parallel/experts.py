@@ -18,7 +18,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtrain_kernels.dispatch import target
 from jaxtyping import Array, Float, Int
 
-from jaxtrain.parallel.axes import in_force, names_in, over_devices, partition_spec
+from jaxtrain.parallel.axes import in_force, names_in, over_devices, partition_spec, summed
 
 # (rows [M, D], their weights [M, 1], ups, down, sizes_E) -> rows [M, D]: each group of rows through
 # its expert, times its weight
@@ -61,7 +61,7 @@ def feed_experts(
 
     def local(x, chosen, weights, ups, down):
         y, sizes = local_experts(network, exchange, ways, tiles, x, chosen, weights, ups, down)
-        y = y if hidden is None else jax.lax.psum(y, hidden)
+        y = y if hidden is None else summed(y, hidden)
         return y, jax.lax.psum(sizes, holders) if holders else sizes
 
     up_spec, down_spec = P(expert, None, hidden), P(expert, hidden, None)

@@ -19,7 +19,14 @@ from jaxtrain_kernels.feed_forward import BACKENDS as FEED_FORWARD
 from jaxtyping import Array, Float, Int
 
 from jaxtrain.parallel import context
-from jaxtrain.parallel.axes import constrain, in_force, over_devices, partition_spec, taken_axes
+from jaxtrain.parallel.axes import (
+    constrain,
+    in_force,
+    over_devices,
+    partition_spec,
+    summed,
+    taken_axes,
+)
 from jaxtrain.settings import UserError
 
 
@@ -267,7 +274,7 @@ def feed_forward_relu2(
 
     def part(x, w_up, w_down):
         y = local(x, w_up, w_down)
-        return y if hidden is None else jax.lax.psum(y, hidden)
+        return y if hidden is None else summed(y, hidden)
 
     specs = rows, P(None, hidden), P(hidden, None)
     return over_devices(part, specs, rows)(x_BTD, w_up_DF, w_down_FD)

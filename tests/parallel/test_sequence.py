@@ -6,6 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from jax.sharding import PartitionSpec as P
 from tiny import LLAMA, T, batch, build, close, mesh_of
 
 from jaxtrain import objectives, parallel
@@ -14,6 +15,7 @@ from jaxtrain.model.layers import Rotary
 from jaxtrain.model.remat import tiled
 from jaxtrain.model.rows import relu2, rope_norm
 from jaxtrain.parallel import partition_spec
+from jaxtrain.parallel.axes import over_devices, summed
 
 
 def test_norms_are_split_over_the_tensor_devices():
@@ -49,6 +51,20 @@ def test_heads_are_turned_and_hidden_layers_squared_where_they_are(kv_heads, sen
         compiled = jax.jit(results_and_gradients).lower(*spread).compile()
         close(compiled(*spread), expected, rtol=1e-5, atol=1e-5)
     assert bool(collectives(compiled.as_text(), dict(mesh.shape))) == sends
+
+
+def test_the_gradient_of_a_sum_over_devices_is_there_already():
+    mesh, (x, w, g) = mesh_of(tensor=4, data=2), jax.random.normal(jax.random.key(0), (3, 8, 8))
+    product = over_devices(
+        lambda x, w: summed(x @ w, "tensor"), (P("data", "tensor"), P("tensor")), P("data")
+    )
+    with jax.set_mesh(mesh):
+        spread = lambda x, *names: jax.device_put(x, jax.NamedSharding(mesh, P(*names)))
+        given = spread(x, "data", "tensor"), spread(w, "tensor"), spread(g, "data")
+        grad = jax.jit(jax.grad(lambda x, w, g: jnp.sum(product(x, w) * g)))
+        compiled = grad.lower(*given).compile()
+        close((product(*given[:2]), compiled(*given)), (x @ w, g @ w.T), rtol=1e-5, atol=1e-5)
+    assert collectives(compiled.as_text(), dict(mesh.shape)) == []
 
 
 def test_tiles_of_a_row_stay_where_they_are():
