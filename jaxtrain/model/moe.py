@@ -70,7 +70,7 @@ class Mixture(nnx.Module):
         # XLA moves tokens over `context` or, with `tensor` as well, aborts (JAX 0.11: a check fails
         # where the shared experts' gradients multiply states that are split in two ways).
         here = lambda y_BTD: parallel.constrain(y_BTD, "batch", "tokens", None)
-        x_BTD = here(x_BTD)
+        x_BTD = gathered(x_BTD)
         route = self.route(x_BTD)
         ups = (self.up[...],) if self.gate is None else (self.gate[...], self.up[...])
         y_BTD, sizes_E = parallel.feed_experts(
@@ -148,6 +148,18 @@ def with_load(y_BTD: Array, bias_E: Array, load_E: Array) -> Array:
 with_load.defvjp(
     lambda y_BTD, bias_E, load_E: (y_BTD, load_E),
     lambda load_E, g_BTD: (g_BTD, load_E, None),
+)
+
+
+@jax.custom_vjp
+def gathered(x_BTD: Array) -> Array:
+    """All of a row's tokens on each device of `tensor`; their gradient back to where they were."""
+    return parallel.constrain(x_BTD, "batch", "tokens", None)
+
+
+gathered.defvjp(
+    lambda x_BTD: (gathered(x_BTD), None),
+    lambda _, g_BTD: (parallel.constrain(g_BTD, "batch", "sequence", None),),
 )
 
 
