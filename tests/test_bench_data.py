@@ -2,6 +2,7 @@ import json
 import re
 import subprocess
 import sys
+import time
 
 import numpy as np
 import pytest
@@ -78,6 +79,16 @@ def test_the_memory_of_the_loader_is_sampled_while_it_reads(tmp_path, monkeypatc
     assert read > (len(curve["seconds"]) - 0.5) * 4 * 2048  # a batch at least after each look
     assert main(["loader", *options, "--minutes", "0.009"]) == 2
     assert "--minutes 0.009: the memory is looked at every 0.1 s" in capsys.readouterr().err
+
+
+def test_the_memory_is_looked_at_often_enough_where_the_loader_stalls(monkeypatch):
+    monkeypatch.setattr(soak, "EVERY", 0.05)
+    monkeypatch.setattr(soak, "ROWS", 4)
+    monkeypatch.setattr(soak, "resident_mib", lambda: time.sleep(0.2) or 100.0)
+    options = [f"data.cache_dir={CACHE}", "data.tokenizer.vocab_size=384"]
+    record = soak.bench_loader(options, minutes=0.006)
+    assert len(record["curve"]["seconds"]) == soak.LOOKS
+    assert record["rows"][0]["first_mib"] == record["rows"][0]["last_mib"] == 100
 
 
 def test_a_memory_that_grows_is_told_from_one_that_does_not():

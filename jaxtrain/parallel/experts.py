@@ -127,7 +127,7 @@ def one_tile(
         sizes_We = sizes_E.reshape(ways, local)
         y_MD = exchanged(network, sent_MD, weights_M1, sizes_We, ups, down_EFD, how)
     y_NkD = permute(y_MD, back_M, order_M).reshape(N, k, -1)
-    # The sum of bfloat16 is one of float32, as XLA makes it.
+    # jnp.sum adds what has 16 bits in float32.
     return jnp.sum(y_NkD, axis=1).astype(x_ND.dtype), sizes_E
 
 

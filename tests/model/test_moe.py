@@ -20,7 +20,7 @@ from tiny import (
 )
 
 from jaxtrain.bench.traffic import collectives
-from jaxtrain.model import active, cast, split
+from jaxtrain.model import active, cast, moe, split
 from jaxtrain.model.moe import Mixture, balance_loss
 from jaxtrain.model.plan import make_plan
 from jaxtrain.optim import OPTIMIZERS, OptimConfig
@@ -231,6 +231,28 @@ def test_each_device_routes_and_feeds_its_own_tokens():
         text = jax.jit(jax.grad(loss, argnums=(0, 1))).lower(p, x_BTD).compile().as_text()
     found = [c for c in collectives(text, dict(mesh.shape)) if {"data", "context"} & {*c.axes}]
     assert {c.kind for c in found} == {"all-reduce"}
+
+
+def test_the_tokens_gradient_goes_back_to_the_device_that_had_them():
+    """Along `tensor`: so that it is scattered, not summed whole on each device."""
+    mesh = mesh_of(data=2, context=2, tensor=2)
+    x_BTD = jax.random.normal(jax.random.key(0), (4, 16, 8))
+    with jax.set_mesh(mesh):
+        there = jax.jit(moe.gathered)(x_BTD)
+        back = jax.jit(jax.grad(lambda x: jnp.sum(moe.gathered(x) ** 2)))(x_BTD)
+    assert there.sharding.spec[1] == "context" and back.sharding.spec[1] == ("context", "tensor")
+    np.testing.assert_array_equal(there, x_BTD)
+    np.testing.assert_allclose(back, 2 * x_BTD)
+
+
+def test_the_routers_states_are_not_kept_in_float32():
+    x_BTD = jax.random.normal(jax.random.key(0), (2, 8, 16), jnp.bfloat16)
+    w_DE = jax.random.normal(jax.random.key(1), (16, 4))
+    logits_BTE, back = jax.vjp(moe.router_logits, x_BTD, w_DE)
+    expected, plain = jax.vjp(lambda x, w: jnp.matmul(x.astype(jnp.float32), w), x_BTD, w_DE)
+    close((logits_BTE, back(logits_BTE)), (expected, plain(expected)), rtol=1e-2, atol=1e-5)
+    kept = [(k.shape, k.dtype) for k in jax.tree.leaves(back)]
+    assert (x_BTD.shape, jnp.bfloat16) in kept and (x_BTD.shape, jnp.float32) not in kept
 
 
 @pytest.mark.slow
