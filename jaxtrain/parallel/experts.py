@@ -19,6 +19,7 @@ from jaxtrain_kernels.dispatch import target
 from jaxtyping import Array, Float, Int
 
 from jaxtrain.parallel.axes import in_force, names_in, over_devices, partition_spec, summed
+from jaxtrain.settings import UserError
 
 # (rows [M, D], their weights [M, 1], ups, down, sizes_E) -> rows [M, D]: each group of rows through
 # its expert, times its weight
@@ -46,6 +47,8 @@ def feed_experts(
     (GPU only), `padded` whole buffers; None takes the first that the device can. tiles: a device's
     tokens are taken in so many parts, one after another, each computed again in the backward pass
     (rows that do not divide, as prompts, are taken whole).
+
+    Raises UserError for a ragged exchange between CPUs.
     """
     tiles = 1 if x_BTD.shape[1] % tiles else tiles
     mesh = in_force()
@@ -71,9 +74,15 @@ def feed_experts(
     )
 
 
-def default_exchange() -> str:
-    """XLA has the ragged all-to-all on GPUs alone."""
-    return "ragged" if target().platform == "cuda" else "padded"
+def choose_exchange(asked: str | None) -> str:
+    """XLA has no ragged all-to-all on CPUs. Raises UserError if it was asked for there."""
+    platform = target().platform
+    if asked == "ragged" and platform == "cpu":
+        raise UserError(
+            "model.moe.exchange=ragged: a cpu has no such exchange; padded, the default there, "
+            "sends whole buffers"
+        )
+    return asked or ("ragged" if platform == "cuda" else "padded")
 
 
 def local_experts(
@@ -123,7 +132,7 @@ def one_tile(
     if ways == 1:
         y_MD = network(sent_MD, weights_M1, ups, down_EFD, sizes_E)
     else:
-        how = Exchange(exchange or default_exchange(), N * min(k, local), N * k)
+        how = Exchange(choose_exchange(exchange), N * min(k, local), N * k)
         sizes_We = sizes_E.reshape(ways, local)
         y_MD = exchanged(network, sent_MD, weights_M1, sizes_We, ups, down_EFD, how)
     y_NkD = permute(y_MD, back_M, order_M).reshape(N, k, -1)

@@ -9,6 +9,7 @@ from jax.sharding import PartitionSpec as P
 from tiny import close, mesh_of
 
 from jaxtrain.parallel import experts, feed_experts
+from jaxtrain.settings import UserError
 
 B, T, D, F, E, K = 8, 4, 6, 10, 8, 3
 
@@ -194,6 +195,13 @@ def test_gradients_in_bfloat16_are_summed_over_chunks_in_float32(monkeypatch):
         return np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected)
 
     assert error(mesh_of(expert=8)) < 1.2 * error(mesh_of())
+
+
+def test_a_ragged_exchange_is_refused_where_there_is_none():
+    arrays = jax.tree.map(jnp.asarray, arguments()[:-1])
+    run = lambda *arrays: feed_experts(network, *arrays, exchange="ragged")
+    with jax.set_mesh(mesh_of(expert=2)), pytest.raises(UserError, match="exchange=ragged: a cpu"):
+        jax.eval_shape(run, *arrays)
 
 
 def test_rows_that_no_mesh_divides_are_computed_by_all():
