@@ -6,7 +6,7 @@ import jaxtrain_kernels as kernels
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny import close, mesh_of
+from tiny import close, mesh_of, same
 
 from jaxtrain.parallel import experts, feed_experts
 from jaxtrain.settings import UserError
@@ -202,6 +202,40 @@ def test_a_ragged_exchange_is_refused_where_there_is_none():
     run = lambda *arrays: feed_experts(network, *arrays, exchange="ragged")
     with jax.set_mesh(mesh_of(expert=2)), pytest.raises(UserError, match="exchange=ragged: a cpu"):
         jax.eval_shape(run, *arrays)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("wanted", ["any", "one", "far"])
+@pytest.mark.parametrize("ways", [2, 4, 8])
+def test_a_ragged_exchange_brings_what_a_padded_one_does(ways, wanted):
+    """Bit for bit, gradients too: where tokens want any expert, or all want one, or one that is not
+    on their own device, which then has rows for others only."""
+    if jax.device_count() < ways:
+        pytest.skip(f"needs {ways} GPUs")
+    rows, tokens, width, hidden = 2 * ways, 512, 256, 384
+    random = np.random.default_rng(0)
+    normal = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.bfloat16)
+    device_E, device_B = np.arange(E) // (E // ways), np.arange(rows) // 2
+    far_BTE = (device_E != device_B[:, None])[:, None]
+    liked = {"any": 0, "one": np.arange(E) == 5, "far": far_BTE}[wanted]
+    scores_BTE = random.uniform(size=(rows, tokens, E)) + liked
+    chosen = jnp.asarray(np.argsort(-scores_BTE)[..., :2])
+    ups = normal(E, width, hidden) / 16, normal(E, width, hidden) / 16
+    given = normal(rows, tokens, width), normal(rows, tokens, 2), ups, normal(E, hidden, width) / 20
+    g_BTD = normal(rows, tokens, width)
+
+    def all_of(exchange):
+        def loss(x, weights, ups, down):
+            y, sizes = feed_experts(network, x, chosen, weights, ups, down, exchange)
+            return jnp.sum((y * g_BTD).astype(jnp.float32)), (y, sizes)
+
+        with jax.set_mesh(mesh_of(expert=ways)):
+            run = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
+            return jax.device_get(run(*given))
+
+    ragged, padded = all_of("ragged"), all_of("padded")
+    assert np.abs(ragged[0][0].astype(np.float32)).mean() > 0.01  # gradients by x
+    same(ragged, padded)
 
 
 def test_rows_that_no_mesh_divides_are_computed_by_all():
