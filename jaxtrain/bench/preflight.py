@@ -116,18 +116,13 @@ def preflight(
 def plain_workload(
     name: str, overrides: Sequence[str], devices: Sequence[Any], attention: str
 ) -> Workload:
-    """The workload without what a CPU cannot compile; with a backend of attention that it can.
-
-    Tokens go to experts in whole buffers: a GPU holds as much, but sends what is in them alone.
-    """
+    """The workload without what a CPU cannot compile; with a backend of attention that it can."""
     plain = ["model.rows=xla", "model.fp8=null", "model.fp8_history=null"]
     plain += [f"model.attention={attention}"]
     load = lambda *more: load_workload(name, [*overrides, *plain, *more], devices, True)
     w, more = load(), []
     if w.config.model.document_mask and w.mesh.shape["context"] > 1:  # which XLA's alone takes
         more += ["model.attention=xla"]
-    if w.mesh.shape["expert"] > 1:
-        more += ["model.moe.exchange=padded"]
     return load(*more) if more else w
 
 

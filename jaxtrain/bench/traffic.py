@@ -14,8 +14,7 @@ from jaxtrain.bench.liveness import VIEWS
 from jaxtrain.environment import peak_flops
 from jaxtrain.settings import UserError
 
-RAGGED = "ragged-all-to-all"
-KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute", RAGGED)
+KINDS = ("all-reduce", "all-gather", "reduce-scatter", "all-to-all", "collective-permute")
 
 
 class Rates(NamedTuple):
@@ -67,7 +66,8 @@ class Collective(NamedTuple):
 
 
 def collectives(hlo: str, mesh_shape: dict[str, int], branch: float = 0.0) -> list[Collective]:
-    """The exchanges of a compiled program, those in loops as often as the loop runs.
+    """The exchanges of a compiled program, those in loops as often as the loop runs. A loop that
+    runs as often as the data ask for, as that of what an even load leaves over, does not count.
 
     branch: in which share of the steps a branch of a conditional runs.
     """
@@ -97,7 +97,7 @@ def _walk(
     for i in instructions:
         if i.op == "while":
             trips = re.search(r'known_trip_count":\{"n":"(\d+)"', i.rest)
-            inner = times * int(trips[1] if trips else 1)
+            inner = times * int(trips[1] if trips else 0)
             yield from _walk(computations, i.attribute("body"), inner, mesh_shape, branch)
         for called in i.attributes("branch") if branch and i.op == "conditional" else ():
             yield from _walk(computations, called, times * branch, mesh_shape, branch)
@@ -112,10 +112,7 @@ def _walk(
         if not axes:  # each device sends to itself
             continue
         sizes: dict[tuple[str, tuple[str, ...], int], float] = defaultdict(float)
-        # What a ragged one sends fits in where it comes from and in where it goes to, of which one
-        # has room for the worst case. It counts as if spread evenly.
-        ragged = sorted(i.operands[:2], key=lambda o: _narrowest(by_name, o))[:1]
-        for place, operand in enumerate(ragged if kind == RAGGED else i.operands):
+        for place, operand in enumerate(i.operands):
             size = _narrowest(by_name, operand)
             if kind == "all-gather" and len(i.operands) == 1:
                 whole = size_of(by_name[operand].type)

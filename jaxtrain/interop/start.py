@@ -67,7 +67,7 @@ def chat_of(path: str) -> tuple[str | None, dict[str, str]]:
 
 
 # Of a mixture of experts, what training adds and how it runs.
-FREE_OF_EXPERTS = {"aux_loss", "z_loss", "exchange", "remat"}
+FREE_OF_EXPERTS = {"aux_loss", "z_loss", "remat"}
 # What may differ from the model that a run starts from: how it runs, how far it looks back and
 # stretches its positions to do so, and what tuning puts in (`scaling.inserted` checks that).
 MAY_DIFFER = EXECUTION | {"context", "rope_scaling", "vocab_multiple", *INSERTED}

@@ -39,11 +39,6 @@ class Experts(Settings):
         1e-4, ge=0, description="weight of each row's balance loss, E sum f p (1 if even)"
     )
     z_loss: float = Field(1e-5, ge=0, description="weight of log(Z)^2 of the router's logits")
-    exchange: Literal["ragged", "padded"] | None = Field(
-        None,
-        description="all-to-all over mesh.expert: of the tokens, or of buffers that hold all; "
-        "default ragged on a GPU, which alone can",
-    )
     remat: Remat | None = Field(
         None,
         description="model.remat of the layers with experts, S layers or not; default that of "

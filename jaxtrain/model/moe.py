@@ -75,7 +75,7 @@ class Mixture(nnx.Module):
         ups = (self.up[...],) if self.gate is None else (self.gate[...], self.up[...])
         y_BTD, sizes_E = parallel.feed_experts(
             self.network, x_BTD, route.chosen_BTk, route.weights_BTk, ups, self.down[...],
-            self.config.exchange, self.tiles,
+            self.tiles,
         )  # fmt: skip
         y_BTD = with_load(y_BTD, self.bias[...], sizes_E / self.config.top_k)
         if self.shared is not None:

@@ -38,9 +38,6 @@ SETS: dict[str, dict[str, Option]] = {
     # The same memory on all devices, where NCCL can gather by copy engines (NCCL_CTA_POLICY=2), so
     # that matmuls beside it keep their multiprocessors. It lies outside of JAX's pool of memory.
     "symmetric": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True},
-    # The exchange of experts' tokens by NCCL's sends, not by a kernel of XLA's that writes to the
-    # other GPUs' memory (openxla/xla#33386).
-    "ragged": {"xla_gpu_unsupported_use_ragged_all_to_all_one_shot_kernel": False},
     # Every kernel launched by itself, none from a CUDA graph.
     "launched": {"xla_gpu_enable_command_buffer": ""},
     # All matmuls by cuBLAS: no search among Triton's for each matmul with what it is fused with. It

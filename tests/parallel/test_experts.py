@@ -6,10 +6,9 @@ import jaxtrain_kernels as kernels
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from tiny import close, mesh_of, same
+from tiny import close, mesh_of
 
 from jaxtrain.parallel import experts, feed_experts
-from jaxtrain.settings import UserError
 
 B, T, D, F, E, K = 8, 4, 6, 10, 8, 3
 
@@ -138,10 +137,10 @@ def test_nothing_is_dropped_when_all_tokens_want_the_same_experts():
     assert found[0][1].tolist() == [0, 0, 0, 0, B * T, B * T, 0, B * T]
 
 
-def test_a_device_computes_as_many_chunks_as_it_got_rows_for():
-    """Of 32 tokens expert 5, on the second of two devices, gets 24, and expert 0 the rest: 5 chunks
-    of 5, of which the last has a row less, and 2, where either device has room for 32 tokens. The
-    backward pass computes them again."""
+def test_there_are_as_many_rounds_as_the_longest_list_takes():
+    """Of each device's 16 tokens expert 5, on the second device, gets 12, and expert 0, on the
+    first, the rest: two rounds of 5 places each way, which would take an even load, and one more.
+    The backward pass computes them again."""
     chosen = np.broadcast_to(np.where(np.arange(B * T) % 4 == 0, 0, 5).reshape(B, T, 1), (B, T, 1))
     args = arguments(chosen)
     args = *args[:2], args[2][..., :1], *args[3:]
@@ -153,7 +152,9 @@ def test_a_device_computes_as_many_chunks_as_it_got_rows_for():
 
     close(ours(args, mesh_of(expert=2), network=watched), by_loop(*args), rtol=1e-5, atol=1e-5)
     jax.effects_barrier()
-    assert sorted(seen) == sorted(2 * [(5, 5), (5, 3), *[(5, 5)] * 4, (5, 4)])
+    assert sorted(seen) == sorted(
+        2 * [(10, 8), (10, 0), (2, 0), (2, 0), (10, 10), (10, 10), (2, 2), (2, 2)]
+    )
 
 
 def test_what_no_row_was_put_into_is_not_read(monkeypatch):
@@ -164,10 +165,11 @@ def test_what_no_row_was_put_into_is_not_read(monkeypatch):
     close(ours(args, mesh_of(expert=4, fsdp=2)), by_loop(*args), rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize(("sizes", "loops", "products"), [({}, 0, 11), ({"expert": 2}, 2, 12)])
+@pytest.mark.parametrize(("sizes", "loops", "products"), [({}, 0, 11), ({"expert": 2}, 2, 36)])
 def test_what_an_expert_made_is_not_made_again_for_the_backward_pass(sizes, loops, products):
     """Three grouped matmuls forward, six for the gradients; recomputed, the two that read the token
-    (in a loop over chunks, all three: its backward pass computes each chunk by itself)."""
+    (between devices all three, in two rounds and a loop: the backward pass computes each round by
+    itself, and nothing else is recomputed)."""
     x, chosen, *weights = jax.tree.map(jnp.asarray, arguments())[:-1]
     x, *weights = jax.tree.map(lambda a: a.astype(jnp.float32), (x, *weights))
     run = jax.checkpoint(lambda x, *weights: feed_experts(network, x, chosen, *weights)[0])
@@ -177,9 +179,9 @@ def test_what_an_expert_made_is_not_made_again_for_the_backward_pass(sizes, loop
     assert text.count(" while[") == loops and text.count("= ragged_dot") == products
 
 
-def test_gradients_in_bfloat16_are_summed_over_chunks_in_float32(monkeypatch):
+def test_gradients_in_bfloat16_are_summed_over_rounds_in_float32(monkeypatch):
     """Of a row each: about as near to those of float64 as where all rows are multiplied at once."""
-    monkeypatch.setattr(experts, "CHUNKS", 16)
+    monkeypatch.setattr(experts, "ROUNDS", 16)
     args = arguments(np.broadcast_to(np.array([5, 4, 7]), (B, T, K)))
     x, chosen, weights, ups, down, g = jax.tree.map(jnp.asarray, args)
     narrow = lambda tree: jax.tree.map(lambda a: a.astype(jnp.bfloat16), tree)
@@ -195,47 +197,6 @@ def test_gradients_in_bfloat16_are_summed_over_chunks_in_float32(monkeypatch):
         return np.linalg.norm(np.asarray(found, np.float64) - expected) / np.linalg.norm(expected)
 
     assert error(mesh_of(expert=8)) < 1.2 * error(mesh_of())
-
-
-def test_a_ragged_exchange_is_refused_where_there_is_none():
-    arrays = jax.tree.map(jnp.asarray, arguments()[:-1])
-    run = lambda *arrays: feed_experts(network, *arrays, exchange="ragged")
-    with jax.set_mesh(mesh_of(expert=2)), pytest.raises(UserError, match="exchange=ragged: a cpu"):
-        jax.eval_shape(run, *arrays)
-
-
-@pytest.mark.gpu
-@pytest.mark.parametrize("wanted", ["any", "one", "far"])
-@pytest.mark.parametrize("ways", [2, 4, 8])
-def test_a_ragged_exchange_brings_what_a_padded_one_does(ways, wanted):
-    """Bit for bit, gradients too: where tokens want any expert, or all want one, or one that is not
-    on their own device, which then has rows for others only."""
-    if jax.device_count() < ways:
-        pytest.skip(f"needs {ways} GPUs")
-    rows, tokens, width, hidden = 2 * ways, 512, 256, 384
-    random = np.random.default_rng(0)
-    normal = lambda *shape: jnp.asarray(random.normal(size=shape), jnp.bfloat16)
-    device_E, device_B = np.arange(E) // (E // ways), np.arange(rows) // 2
-    far_BTE = (device_E != device_B[:, None])[:, None]
-    liked = {"any": 0, "one": np.arange(E) == 5, "far": far_BTE}[wanted]
-    scores_BTE = random.uniform(size=(rows, tokens, E)) + liked
-    chosen = jnp.asarray(np.argsort(-scores_BTE)[..., :2])
-    ups = normal(E, width, hidden) / 16, normal(E, width, hidden) / 16
-    given = normal(rows, tokens, width), normal(rows, tokens, 2), ups, normal(E, hidden, width) / 20
-    g_BTD = normal(rows, tokens, width)
-
-    def all_of(exchange):
-        def loss(x, weights, ups, down):
-            y, sizes = feed_experts(network, x, chosen, weights, ups, down, exchange)
-            return jnp.sum((y * g_BTD).astype(jnp.float32)), (y, sizes)
-
-        with jax.set_mesh(mesh_of(expert=ways)):
-            run = jax.jit(jax.grad(loss, argnums=(0, 1, 2, 3), has_aux=True))
-            return jax.device_get(run(*given))
-
-    ragged, padded = all_of("ragged"), all_of("padded")
-    assert np.abs(ragged[0][0].astype(np.float32)).mean() > 0.01  # gradients by x
-    same(ragged, padded)
 
 
 def test_rows_that_no_mesh_divides_are_computed_by_all():
