@@ -91,6 +91,22 @@ def test_the_memory_is_looked_at_often_enough_where_the_loader_stalls(monkeypatc
     assert record["rows"][0]["first_mib"] == record["rows"][0]["last_mib"] == 100
 
 
+def test_a_stall_is_not_made_up_for_with_looks_at_once(monkeypatch):
+    """Here the first of them takes the time of four."""
+    waits = iter([0.2])
+    monkeypatch.setattr(soak, "EVERY", 0.05)
+    monkeypatch.setattr(soak, "ROWS", 4)
+    monkeypatch.setattr(soak, "resident_mib", lambda: time.sleep(next(waits, 0)) or 100.0)
+    options = [f"data.cache_dir={CACHE}", "data.tokenizer.vocab_size=384"]
+    seconds = soak.bench_loader(options, minutes=0.01)["curve"]["seconds"]
+    assert min(np.diff(seconds)) > 0.03
+
+
+def test_a_line_is_drawn_where_all_looks_but_one_came_before_a_stall():
+    found = soak.flatness([0.0, 0.1, 0.2, 0.3, 0.4, 3.4], [*5 * [100.0], 101.0])
+    assert found["growth_mib_per_minute"] == pytest.approx(20)
+
+
 def test_a_memory_that_grows_is_told_from_one_that_does_not():
     seconds = np.arange(0, 600, 2.0)
     warm = np.where(seconds < 20, 3 * seconds, 60.0)  # full buffers are no leak

@@ -26,9 +26,10 @@ def bench_loader(
 ) -> dict[str, Any]:
     """One row for the store of `data`, prepared if it is not there, read through the real loader.
 
-    `rss_mib` has a sample every EVERY seconds of the resident memory of this process and all its
-    children, in MiB, at `seconds`. First and last are the medians of a minute at either end;
-    growth is the slope of the line of least squares through all that comes after the first minute.
+    `rss_mib` has samples, EVERY seconds or more apart, of the resident memory of this process and
+    all its children, in MiB, at `seconds`. First and last are the medians of a minute at either
+    end; growth is the slope of the line of least squares through all that comes after the first
+    minute.
     Raises UserError for too few minutes to compare.
     """
     if minutes * 60 < LOOKS * EVERY:
@@ -48,10 +49,11 @@ def bench_loader(
     seconds, rss_mib = [], []
     with train_batches(prepared.train, config=config, **sizes) as batches:
         next(batches)
-        begin, now, taken = time.perf_counter(), 0.0, 0
+        begin, now, taken, due = time.perf_counter(), 0.0, 0, 0.0
         while now < minutes * 60 or len(seconds) < LOOKS:  # it may stall on a busy machine
-            if now >= len(seconds) * EVERY:
-                seconds.append(round(now, 1))
+            if now >= due:
+                due = now + EVERY  # what a stall skipped is not made up for
+                seconds.append(round(now, 2))
                 rss_mib.append(round(resident_mib(), 2))
             next(batches)
             _ = batches.get_state(), batches.statistics()  # as the training loop asks for
@@ -86,6 +88,7 @@ def flatness(seconds: Sequence[float], rss_mib: Sequence[float]) -> dict[str, fl
     s, mib = np.asarray(seconds), np.asarray(rss_mib)
     edge = min(EDGE, s[-1] / 3)
     after = s >= edge
+    after[-2:] = True  # a line takes two, also where all but one came before a stall
     return {
         "first_mib": float(np.median(mib[~after])),
         "last_mib": float(np.median(mib[s >= s[-1] - edge])),
