@@ -218,8 +218,8 @@ def by_rounds(
     """Each token's copies through their experts on the devices of those, added up: [N, D].
 
     tokens: x_ND and weights_Nk. The backward pass sends and computes each round once more. Where
-    layers are not recomputed (`model.remat`), XLA sees that it has that from the forward pass, and
-    keeps it, but for what went through the loop.
+    layers are neither recomputed (`model.remat`) nor scanned, XLA sees that it has that from the
+    forward pass, and keeps it, but for what went through the loop.
     """
     x_ND, k = tokens[0], tokens[1].shape[1]
 

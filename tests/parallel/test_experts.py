@@ -139,7 +139,7 @@ def test_nothing_is_dropped_when_all_tokens_want_the_same_experts():
 
 def test_there_are_as_many_rounds_as_the_longest_list_takes():
     """Of each device's 16 tokens expert 5, on the second device, gets 12, and expert 0, on the
-    first, the rest: two rounds of 5 places each way, which would take an even load, and one more.
+    first, the rest: two rounds of 5 places each way, which would take an even load, and two of one.
     The backward pass computes them again."""
     chosen = np.broadcast_to(np.where(np.arange(B * T) % 4 == 0, 0, 5).reshape(B, T, 1), (B, T, 1))
     args = arguments(chosen)
