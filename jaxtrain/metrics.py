@@ -23,8 +23,8 @@ import numpy as np
 import yaml
 from pydantic import Field
 from rich.console import Console
-from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn
-from rich.table import Column
+from rich.live import Live
+from rich.text import Text
 from tensorboardX import SummaryWriter
 
 from jaxtrain.environment import memory_bytes, peak_flops
@@ -93,7 +93,8 @@ class MetricsWriter:
             start_step,
         )  # (time, step) at the end of the first step: compiling is out
         self._timed, self._seconds = 0, 0.0  # steps and seconds since the last row, pauses left out
-        self._file = self._tensorboard = self._wandb = self._bar = None
+        self._values = ["compiling"]  # of the live line, from the last row
+        self._file = self._tensorboard = self._wandb = self._live = None
         self._zero = time.perf_counter()
         if not primary:
             return
@@ -111,9 +112,8 @@ class MetricsWriter:
             )
         self._console = console or Console()
         if self._console.is_terminal:
-            self._bar = _progress_bar(self._console)
-            self._bar.add_task("step", total=total_steps, completed=start_step, text="compiling")
-            self._bar.start()
+            self._live = Live(console=self._console, get_renderable=self._live_line, transient=True)
+            self._live.start()
         facts: Row = {"total_steps": total_steps, "tokens_per_step": tokens_per_step}
         facts |= {"flops_per_token": flops_per_token, "parameters": parameters}
         self._log(self._row(start_step, "event") | {"event": "start"} | facts | {**(more or {})})
@@ -176,7 +176,7 @@ class MetricsWriter:
         row = self._row(step, kind) | {name: _plain(value) for name, value in values.items()}
         self._log(row)
         if self._file:
-            self._print(format_row(row, self._total))
+            self._print(row)
         return row
 
     def close(self, status: str = "finished"):
@@ -185,8 +185,8 @@ class MetricsWriter:
             self.flush()
             self._log(self._row(self._step, "event") | {"event": "end", "status": status})
         finally:
-            if self._bar:
-                self._bar.stop()
+            if self._live:
+                self._live.stop()
             if self._tensorboard:
                 self._tensorboard.close()
             if self._wandb:
@@ -213,8 +213,6 @@ class MetricsWriter:
         for name, value in numbers.items():
             before = 0.0 if name.startswith(STATES) else self._sums.get(name, 0.0)
             self._sums[name] = before + value
-        if self._bar:
-            self._bar.update(self._bar.task_ids[0], completed=step)
         if step % self._every and step not in (1, self._total):
             return []
         return [self._finish_row(step)]
@@ -235,19 +233,27 @@ class MetricsWriter:
         self._sums, self._count, self._timed, self._seconds = {}, 0, 0, 0.0
         self._log(row)
         if self._file:
-            self._show(row)
+            self._values = _format_values(row)
+            self._print(row, self._eta())
         return row
 
-    def _show(self, row: Row):
+    def _eta(self) -> Number | None:
+        """Seconds to the end at the pace so far, pauses and all; None before the second step."""
         began, first = self._begin
-        done = row["step"] - first
-        eta = (time.perf_counter() - began) * (self._total - row["step"]) / done if done else None
-        if self._bar:
-            self._bar.update(self._bar.task_ids[0], text=" ".join(_format_values(row, eta)))
-        else:
-            self._print(format_row(row, self._total, eta))
+        done = self._step - first
+        left = self._total - self._step
+        return ((self._stamp or began) - began) * left / done if done > 0 else None
 
-    def _print(self, line: str):
+    def _live_line(self) -> Text:
+        """What stays under the rows of a terminal; it never takes more than one line."""
+        begin = [f"step {self._step}/{self._total}", *_format_eta(self._eta())]
+        bar = _bar(self._step / self._total, ascii_only=self._console.options.ascii_only)
+        line = _fit([*begin, bar, *self._values], self._console.width, " ")
+        return Text(line, no_wrap=True, overflow="crop")
+
+    def _print(self, row: Row, eta: Number | None = None):
+        width = self._console.width if self._live else None
+        line = format_row(row, self._total, eta, width)
         self._console.print(line, soft_wrap=True, markup=False, highlight=False)
 
     def _log(self, row: Row):
@@ -337,10 +343,18 @@ def _start_wandb(run_dir: Path) -> Any:
     )
 
 
-def _progress_bar(console: Console) -> Progress:
-    text = TextColumn("{task.fields[text]}", table_column=Column(no_wrap=True, overflow="ellipsis"))
-    columns = (BarColumn(bar_width=12), MofNCompleteColumn(), text)
-    return Progress(*columns, console=console, refresh_per_second=4)
+def _bar(share: float, ascii_only: bool, width: int = 12) -> str:
+    done = round(width * share)
+    full, empty = "#-" if ascii_only else "\u2501\u2500"  # a heavy and a light line
+    return full * done + empty * (width - done)
+
+
+def _fit(parts: Sequence[str], width: int | None, gap: str, whole: int = 1) -> str:
+    """The parts in one line, as many from the left as the width holds, and at least so many."""
+    kept = list(parts)
+    while width is not None and len(kept) > whole and len(gap.join(kept).rstrip()) > width:
+        kept.pop()
+    return gap.join(kept).rstrip()
 
 
 def format_bytes(count: Number) -> str:
@@ -375,15 +389,25 @@ FORMATS = {
 }
 
 
-def _format_values(row: Row, eta: Number | None) -> list[str]:
-    parts = [form(row[name]) for name, form in FORMATS.items() if row.get(name) is not None]
-    return parts if eta is None else [*parts, f"eta {format_duration(eta)}"]
+def _format_values(row: Row) -> list[str]:
+    return [form(row[name]) for name, form in FORMATS.items() if row.get(name) is not None]
 
 
-def format_row(row: Row, total_steps: int, eta: Number | None = None) -> str:
-    """One line for a terminal or a log file: the values of `FORMATS`, and any strings."""
+def _format_eta(eta: Number | None) -> list[str]:
+    return [] if eta is None else [f"eta {format_duration(eta)}"]
+
+
+def format_row(
+    row: Row, total_steps: int, eta: Number | None = None, width: int | None = None
+) -> str:
+    """One line for a terminal or a log file: step, time left, any strings, the values of `FORMATS`.
+
+    width: columns of the terminal, for which values are left out from the right; texts never are.
+    """
     head = [f"step {row['step']:>5}/{total_steps}"]
     if row["kind"] != "train":
         head.append(row["kind"])
-    strings = [v for name, v in row.items() if isinstance(v, str) and name != "kind"]
-    return "  ".join(head + strings + _format_values(row, eta))
+    head += [v for name, v in row.items() if isinstance(v, str) and name != "kind"]
+    # The time left has one width, so that what follows stands in columns.
+    values = [*(f"{part:<10}" for part in _format_eta(eta)), *_format_values(row)]
+    return _fit([*head, *values], width, "  ", whole=len(head))

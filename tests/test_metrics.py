@@ -1,6 +1,7 @@
 import io
 import json
 import math
+import re
 import struct
 import sys
 
@@ -219,18 +220,51 @@ def test_a_terminal_gets_a_live_line(tmp_path):
         for step in range(1, 4):
             writer.push(step, {"loss": 2.5})
         writer.write(3, "validation", {"loss": 2.25})
-    assert "3/3" in screen.getvalue()
-    assert "loss 2.5000" in screen.getvalue()
-    assert "validation  loss 2.2500" in screen.getvalue()
+    assert "step 3/3 eta 0s" in screen.getvalue()
+    for row in ("1/3  loss 2.5000", "3/3  validation  loss 2.2500"):
+        assert f"step     {row}" in screen.getvalue()
+
+
+@pytest.mark.parametrize("width", [120, 80, 60, 40, 26])
+def test_step_and_time_left_stay_in_a_narrow_terminal(width, tmp_path, monkeypatch):
+    """Of a line as a GPU has it, values go from the right; each row and the live line are a line
+    each, and the rows are those of a pipe."""
+    monkeypatch.setattr(metrics, "peak_flops", lambda kind: 1e6)
+    monkeypatch.setattr(metrics, "memory_bytes", lambda: 123 * 2**30)
+    screen = io.StringIO()
+    console = Console(file=screen, force_terminal=True, width=width, color_system=None)
+    given = {"total_steps": 25_000, "console": console, "flops_per_token": 1.0}
+    with open_writer(tmp_path, every=1, **given) as writer:
+        for step in range(12_344, 12_347):
+            writer.push(step, {"loss": 2.5, "bpb": 0.9, "lr": 0.02})
+            live = writer._live_line().plain
+    assert live.startswith("step 12346/25000")
+    assert len(live) <= width and live[16:21] == " eta "
+    lines = (
+        re.sub(r"\x1b\[[^a-zA-Z]*[a-zA-Z]", "", screen.getvalue()).replace("\r", "\n").split("\n")
+    )
+    assert max(map(len, lines)) <= width
+    rows = [line for line in lines if line.startswith("step 12346/25000  ")]
+    assert len(rows) == 1 and ("loss 2.5000  bpb" in rows[0]) == (width >= 60)
+    assert ("tok/s  mfu" in rows[0]) == (width == 120)
 
 
 def test_format_row():
     row = {"step": 120, "kind": "train", "time": 3.0, "loss": 2.3456, "bpb": 2.871, "lr": 0.02}
     row |= {"tokens_per_s": 412345.4, "mfu": 0.412, "memory_bytes": 1288490189, "grad_norm": 1.0}
-    assert format_row(row, 1500, 92.3) == (
-        "step   120/1500  loss 2.3456  bpb 2.871  lr 0.0200  412,345 tok/s  mfu 41.2%  "
-        "mem 1.2 GiB  eta 1m32s"
+    whole = (
+        "step   120/1500  eta 1m32s   loss 2.3456  bpb 2.871  lr 0.0200  412,345 tok/s  "
+        "mfu 41.2%  mem 1.2 GiB"
     )
+    assert format_row(row, 1500, 92.3) == whole
+    for width, last in ((120, "GiB"), (80, "tok/s"), (60, "2.871"), (30, "1m32s")):
+        line = format_row(row, 1500, 92.3, width).rstrip()
+        assert len(line) <= width and line.endswith(last) and whole.startswith(line)
+
+
+def test_a_text_is_never_cut_from_a_row():
+    row = {"step": 1, "kind": "event", "time": 0.0, "data": "x" * 200, "loss": 1.0}
+    assert format_row(row, 10, width=80) == "step     1/10  event  " + "x" * 200
 
 
 @pytest.mark.parametrize(
