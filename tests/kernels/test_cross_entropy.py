@@ -119,10 +119,12 @@ def test_weights_get_no_gradient():
 
 
 @by_name([s for s in LOSS_SMALL if s.name in ("plain", "all", "one_token")])
-def test_per_token_losses_add_up(shape):
+@pytest.mark.parametrize("implementation", [None, "reference"])
+def test_per_token_losses_add_up(shape, implementation):
     x, w, labels, weights = (jnp.asarray(a) for a in inputs(shape, np.float32))
     call = dict(softcap=shape.softcap, valid_vocab=shape.valid_vocab)
     f = functools.partial(linear_cross_entropy_per_token, chunk=24, **call)
+    f = functools.partial(f, implementation=implementation)
     nll = jax.jit(f)(x, w, labels)
     assert nll.shape == (shape.N,) and nll.dtype == jnp.float32
     expected = linear_cross_entropy(x, w, labels, weights, implementation="reference", **call)

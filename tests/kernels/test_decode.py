@@ -14,7 +14,7 @@ from jaxtrain_kernels.attention.decode import BACKENDS, Quantized
 LENGTHS = [24, 7, 1, 0, 13]
 OPTIONS = [{}, {"window": 5}, {"window": 0}, {"softcap": 2.0, "scale": 0.7}]
 CASES = [(4, 2, options) for options in OPTIONS] + [(2, 2, OPTIONS[-1]), (6, 1, OPTIONS[1])]
-both = pytest.mark.parametrize("implementation", BACKENDS)
+both = pytest.mark.parametrize("implementation", [*BACKENDS, "reference"])
 
 
 def arrays(N=4, K=2, S=24, H=8, B=5, dtype=np.float32):

@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
+from jaxtrain_kernels.attention import reference
 from jaxtrain_kernels.dispatch import choose
 
 # Of a product's output: as many as a GPU has multiprocessors keep it busy.
@@ -58,12 +59,18 @@ def decode_attention(
 
     splits: parts of S that are worked on side by side, each with a softmax of its own, and joined
     by their log-sum-exp (flash-decoding); divides S. By default as few as keep a GPU busy.
-    implementation: `dot` or `reduce`, see above; None = `dot`.
+    implementation: `dot` or `reduce`, see above, or `reference`, without splits; None = `dot`.
     """
     values = k_BSKH.values_BSKH if isinstance(k_BSKH, Quantized) else k_BSKH
     (B, N, H), (S, K) = q_BNH.shape, values.shape[1:3]
     signature = f"{q_BNH.dtype}{list(q_BNH.shape)} cache={values.dtype}{list(values.shape)}"
-    name = choose("decode_attention", dict.fromkeys(BACKENDS), implementation, signature)
+    names = dict.fromkeys([*BACKENDS, "reference"])
+    name = choose("decode_attention", names, implementation, signature)
+    scale = H**-0.5 if scale is None else scale
+    if name == "reference":
+        plain = [_dequantized(x) for x in (k_BSKH, v_BSKH)]
+        options = dict(window=window, softcap=softcap, scale=scale)
+        return reference.decode_attention(q_BNH, *plain, lengths_B, **options)
     P = _default_splits(B, S, K * H) if splits is None else splits
     if S % P:
         raise ValueError(f"splits must divide the cache's length {S}, got {splits}")
@@ -71,7 +78,7 @@ def decode_attention(
     # From here on s counts within a split. A score is [B, P, K, G, s].
     scores, weighted_sum = BACKENDS[name]
     q_BKGH = q_BNH.reshape(B, K, N // K, H)
-    s_BPKGs = scores(q_BKGH, split(k_BSKH)) * (H**-0.5 if scale is None else scale)
+    s_BPKGs = scores(q_BKGH, split(k_BSKH)) * scale
     if softcap is not None:
         s_BPKGs = softcap * jnp.tanh(s_BPKGs / softcap)
     position_1S, length_B1 = jnp.arange(S)[None], lengths_B[:, None]
@@ -149,6 +156,12 @@ BACKENDS = {"dot": (_dot_scores, _dot_sum), "reduce": (_reduce_scores, _reduce_s
 
 def _parts(cache: Any) -> tuple[Any, Any]:
     return cache if isinstance(cache, Quantized) else (cache, None)
+
+
+def _dequantized(cache: Cache) -> jax.Array:
+    if not isinstance(cache, Quantized):
+        return cache
+    return cache.values_BSKH * cache.scale_BSK[..., None]
 
 
 def _by_head(scale_BPsK: Any) -> Any:

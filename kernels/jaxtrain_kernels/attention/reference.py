@@ -40,17 +40,7 @@ def attention(q_BTNH, k_BSKH, v_BSKH, call: Call):
     s_BKGTS: Any = _gradient_in(q_BTNH.dtype, s_BKGTS)
     if call.softcap is not None:
         s_BKGTS = call.softcap * jnp.tanh(s_BKGTS / call.softcap)
-    t_T1, s_1S = jnp.arange(T)[:, None], jnp.arange(T)[None]
-    visible_BTS = jnp.ones((B, T, T), bool)
-    if call.causal:
-        visible_BTS &= (s_1S <= t_T1)[None]
-    if call.window is not None:
-        visible_BTS &= (s_1S >= t_T1 - call.window)[None]
-    if (ids_BT := call.segment_ids_BT) is not None:
-        keys_BS = ids_BT if call.key_segment_ids_BS is None else call.key_segment_ids_BS
-        visible_BTS &= ids_BT[:, :, None] == keys_BS[:, None, :]
-        visible_BTS &= keys_BS[:, None, :] > 0
-    visible = visible_BTS[:, None, None]
+    visible = _visible(B, T, call)
     # A query without keys: the double where keeps its gradient at 0 instead of NaN.
     some = visible.any(-1, keepdims=True)
     s_BKGTS = jnp.where(visible, s_BKGTS, jnp.where(some, -jnp.inf, 0.0))
@@ -61,3 +51,66 @@ def attention(q_BTNH, k_BSKH, v_BSKH, call: Call):
     out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", p_BKGTS, v_BSKH, preferred_element_type=wide)
     lse_BKGT1 = jnp.where(some, peak + jnp.log(sum_BKGT1), -jnp.inf)
     return out_BTKGH.reshape(q_BTNH.shape).astype(q_BTNH.dtype), lse_BKGT1.reshape(B, N, T)
+
+
+def gradients(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, call: Call):
+    """As the public `attention_gradients`: the softmax's derivative written out."""
+    B, T, N, H = q_BTNH.shape
+    K = k_BSKH.shape[2]
+    wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+    by_group = lambda x: x.astype(wide).reshape(B, T, K, N // K, H)
+    q_BTKGH, out_BTKGH, dout_BTKGH = map(by_group, (q_BTNH, out_BTNH, dout_BTNH))
+    k_BSKH, v_BSKH = k_BSKH.astype(wide), v_BSKH.astype(wide)
+    s_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH) * call.scale
+    slope_BKGTS = 1.0
+    if call.softcap is not None:
+        tanh_BKGTS = jnp.tanh(s_BKGTS / call.softcap)
+        s_BKGTS, slope_BKGTS = call.softcap * tanh_BKGTS, 1 - tanh_BKGTS**2
+    lse_BKGT1 = lse_BNT.reshape(B, K, N // K, T, 1)
+    visible = _visible(B, T, call) & jnp.isfinite(lse_BKGT1)
+    p_BKGTS = jnp.where(visible, jnp.exp(s_BKGTS - jnp.where(visible, lse_BKGT1, s_BKGTS)), 0.0)
+    dp_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", dout_BTKGH, v_BSKH)
+    delta_BKGT1 = jnp.einsum("BTKGH,BTKGH->BKGT", dout_BTKGH, out_BTKGH)[..., None]
+    ds_BKGTS = p_BKGTS * (dp_BKGTS - delta_BKGT1) * slope_BKGTS * call.scale
+    dq_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", ds_BKGTS, k_BSKH)
+    dk_BSKH = jnp.einsum("BKGTS,BTKGH->BSKH", ds_BKGTS, q_BTKGH)
+    dv_BSKH = jnp.einsum("BKGTS,BTKGH->BSKH", p_BKGTS, dout_BTKGH)
+    dtype = q_BTNH.dtype
+    return (
+        dq_BTKGH.reshape(q_BTNH.shape).astype(dtype),
+        dk_BSKH.astype(dtype),
+        dv_BSKH.astype(dtype),
+    )
+
+
+def decode_attention(q_BNH, k_BSKH, v_BSKH, lengths_B, *, window, softcap, scale):
+    """As the public `decode_attention`, of keys and values that are not quantized."""
+    B, N, H = q_BNH.shape
+    S, K = k_BSKH.shape[1:3]
+    wide = jnp.promote_types(q_BNH.dtype, jnp.float32)
+    q_BKGH = q_BNH.astype(wide).reshape(B, K, N // K, H)
+    s_BKGS = jnp.einsum("BKGH,BSKH->BKGS", q_BKGH, k_BSKH.astype(wide)) * scale
+    if softcap is not None:
+        s_BKGS = softcap * jnp.tanh(s_BKGS / softcap)
+    visible_BS = jnp.arange(S)[None] < lengths_B[:, None]
+    if window is not None:
+        visible_BS &= jnp.arange(S)[None] >= lengths_B[:, None] - 1 - window
+    visible = visible_BS[:, None, None]
+    p_BKGS = jax.nn.softmax(s_BKGS, axis=-1, where=visible)
+    out_BKGH = jnp.einsum("BKGS,BSKH->BKGH", p_BKGS, v_BSKH.astype(wide))
+    return out_BKGH.reshape(B, N, H).astype(q_BNH.dtype)
+
+
+def _visible(B: int, T: int, call: Call):
+    """Which keys each query sees, [B, 1, 1, T, S]."""
+    t_T1, s_1S = jnp.arange(T)[:, None], jnp.arange(T)[None]
+    visible_BTS = jnp.ones((B, T, T), bool)
+    if call.causal:
+        visible_BTS &= (s_1S <= t_T1)[None]
+    if call.window is not None:
+        visible_BTS &= (s_1S >= t_T1 - call.window)[None]
+    if (ids_BT := call.segment_ids_BT) is not None:
+        keys_BS = ids_BT if call.key_segment_ids_BS is None else call.key_segment_ids_BS
+        visible_BTS &= ids_BT[:, :, None] == keys_BS[:, None, :]
+        visible_BTS &= keys_BS[:, None, :] > 0
+    return visible_BTS[:, None, None]

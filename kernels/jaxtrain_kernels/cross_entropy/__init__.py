@@ -7,6 +7,7 @@ from jaxtrain_kernels.dispatch import choose, target
 
 # The first that can serve is the default.
 BACKENDS = {"mosaic": mosaic, "xla": xla, "fp8": fp8, "reference": reference}
+PER_TOKEN = {"xla": xla.per_token, "reference": reference.per_token}
 
 
 def linear_cross_entropy(
@@ -46,9 +47,14 @@ def linear_cross_entropy_per_token(
     softcap: float | None = None,
     valid_vocab: int | None = None,
     chunk: int | None = None,
+    implementation: str | None = None,
 ) -> Float[Array, "N"]:
     """Each token's nll in float32 (nats); arguments as in `linear_cross_entropy`.
 
     Differentiated, it takes a matmul more than the sum with known weights: the logits twice.
+    implementation: `xla` or `reference`; None = `xla`.
     """
-    return xla.per_token(x_ND, w_DV, labels_N, softcap, valid_vocab, chunk)
+    signature = f"{x_ND.dtype}{list(x_ND.shape)} V={w_DV.shape[1]}"
+    reasons = dict.fromkeys(PER_TOKEN)
+    name = choose("linear_cross_entropy_per_token", reasons, implementation, signature)
+    return PER_TOKEN[name](x_ND, w_DV, labels_N, softcap, valid_vocab, chunk)
