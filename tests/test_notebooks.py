@@ -119,6 +119,26 @@ def check_training(arguments):
     assert all(re.fullmatch(r"train.init_from=[\w.-]+/[\w.-]+", line) for line in from_hub)
 
 
+@pytest.mark.parametrize("name", NOTEBOOKS)
+def test_the_install_cell_takes_the_release_file_or_the_checkout(name, tmp_path, monkeypatch):
+    [source] = [source for tags, source in cells_of(name) if "install" in tags]
+    assert "..." not in source and "OWNER" not in source
+    lines = [f"pip(f{x!r})" if x.startswith("%pip") else x for x in source.split("\n")]
+
+    def installed():
+        given = []
+        exec(compile("\n".join(lines), name, "exec"), {"pip": given.append})
+        return shlex.split(given[0])[3]
+
+    monkeypatch.chdir(FOLDER)
+    assert Path(installed().removesuffix("[hf]")) == FOLDER.parent
+    monkeypatch.chdir(tmp_path)
+    with pytest.raises(AssertionError, match=r"upload jaxtrain-VERSION-py3-none-any\.whl"):
+        installed()
+    (tmp_path / "jaxtrain-0.1.0-py3-none-any.whl").touch()
+    assert installed().startswith(str(tmp_path / "jaxtrain-0.1.0-py3-none-any.whl"))
+
+
 # ---- at a tiny size ------------------------------------------------------------------------------
 
 
