@@ -20,7 +20,7 @@ from jaxtrain.model import (
     resolve_model,
     split,
 )
-from jaxtrain.optim import Scale, resolve_optimizer
+from jaxtrain.optim import DECAY, MuonConfig, Scale, resolve_optimizer
 from jaxtrain.parallel import BATCH, bubble, check_pieces, check_stages
 from jaxtrain.parallel.mesh import batch_ways, check_divides, make_mesh
 from jaxtrain.settings import UserError
@@ -112,8 +112,6 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
         )
     step_tokens = batch * t.sequence_length
     steps = t.steps or max(1, int(tokens // step_tokens))
-    if t.steps:
-        tokens = steps * step_tokens
     # muP takes the rates from its base width to this one by itself.
     width = model.base_width if model.init == "mup" else model.width
     scale = Scale(width, step_tokens, tokens / reference)
@@ -212,6 +210,19 @@ def resolved_text(c: Config) -> str:
         rule = found.get(".".join(path))
         lines.append(f"{line}  # {rule}" if rule else line)
     return "\n".join(lines)
+
+
+def decay_line(c: Config, r: Resolved) -> str | None:
+    """What a run says of a decay that was derived and is not the d12's."""
+    before, after = c.optim, r.optim
+    if not isinstance(before, MuonConfig) or not isinstance(after, MuonConfig):
+        return None
+    if before.weight_decay is not None or after.weight_decay in (None, DECAY):
+        return None
+    return (
+        f"decay    optim.weight_decay {after.weight_decay:.4g} ({DECAY} for depth "
+        f"{REFERENCE_DEPTH} with {Scale().batch_tokens:,} tokens a step)"
+    )
 
 
 def summary(r: Resolved, vocab_size: int) -> str:

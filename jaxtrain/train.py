@@ -51,7 +51,7 @@ from jaxtrain.run import (
     start_of,
 )
 from jaxtrain.saved import save_result
-from jaxtrain.scaling import resolve, vocab_size_of
+from jaxtrain.scaling import decay_line, resolve, vocab_size_of
 from jaxtrain.step import Task, make_step, state_shardings
 
 
@@ -94,6 +94,8 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
     )
     if parts.split:
         say(f"tune     {c.finetune.name}: {sizes(parts.trainable)['total']:,} parameters train")
+    if line := decay_line(config, c):
+        say(line)
 
     # ---- data ----------------------------------------------------------------------------------
     with show_progress(console) as progress:

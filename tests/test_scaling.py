@@ -8,7 +8,7 @@ import yaml
 from jaxtrain.config import Config, find_config, load_config
 from jaxtrain.main import main
 from jaxtrain.model import Transformer, flops_per_token, resolve_model, sizes, split
-from jaxtrain.scaling import Resolved, resolve, resolved_text
+from jaxtrain.scaling import Resolved, decay_line, resolve, resolved_text
 from jaxtrain.settings import UserError
 
 VOCAB = 32768
@@ -102,22 +102,52 @@ def test_mup_takes_the_rates_of_its_base_width():
     assert other.head_lr < wide.head_lr
 
 
-def test_decay_follows_the_tokens_that_the_run_takes():
-    usual = resolved().optim.weight_decay
-    assert resolved(["train.steps=1260"]).optim.weight_decay == pytest.approx(2 * usual, rel=1e-4)
+# overrides: nanochat's decay with `--depth` and `--num-iterations` so, of its base_train.py
+SHORTENED = {
+    ("train.steps=500",): 0.28,
+    ("train.steps=1260",): 0.28,
+    ("model.depth=4", "train.steps=100"): 1.8904,
+    ("model.depth=24", "train.steps=100"): 0.0597,
+}
+
+
+@pytest.mark.parametrize("overrides", SHORTENED, ids=" ".join)
+def test_a_shortened_run_keeps_the_decay(overrides):
+    """The decay follows the horizon that the depth asks for, not the steps that are taken of it."""
+    optim = resolved(overrides).optim
+    assert optim.weight_decay == pytest.approx(SHORTENED[overrides], rel=1e-3)
+    whole = [x for x in overrides if not x.startswith("train.steps")]
+    assert optim == resolved(whole).optim
+
+
+def test_decay_follows_the_batch():
     # a quarter of the batch in as many tokens: half of the decay, and half of the rate
-    small = resolved(["train.batch_size=64"])
+    usual, small = resolved().optim.weight_decay, resolved(["train.batch_size=64"])
     assert small.train.steps == 4 * 2520
     assert small.optim.weight_decay == pytest.approx(usual / 2, rel=1e-4)
     assert small.optim.matrix_lr == pytest.approx(0.01)
 
 
 def test_a_step_decays_a_tenth_of_a_weight_at_most():
-    """However few the steps, as where a mesh is tried out."""
-    few = resolved(["train.steps=4"]).optim
-    assert few.weight_decay * few.matrix_lr == pytest.approx(0.1)
-    slow = resolved(["train.steps=4", "optim.matrix_lr=0.001"]).optim
-    assert slow.weight_decay == pytest.approx(100)
+    """Of a model much smaller than any of nanochat's; at its depths the bound changes nothing."""
+    tiny = ["model.depth=1", "model.width=32", "model.head_dim=8"]
+    optim = resolve(load_config(None, tiny), 64, ONE).optim
+    assert optim.weight_decay * optim.matrix_lr == pytest.approx(0.1)
+    for depth in (1, 2, 4, 50):
+        optim = resolved([f"model.depth={depth}"]).optim
+        assert optim.weight_decay * optim.matrix_lr < 0.09, depth
+
+
+def test_a_decay_that_moves_is_said():
+    assert decay_line(load_config(None, []), resolved()) is None
+    given = ["model.depth=4", "train.steps=100"]
+    assert decay_line(load_config(None, given), resolved(given)) == (
+        "decay    optim.weight_decay 1.89 (0.28 for depth 12 with 524,288 tokens a step)"
+    )
+    by_hand = [*given, "optim.weight_decay=0.5"]
+    assert decay_line(load_config(None, by_hand), resolved(by_hand)) is None
+    adamw = [*given, "optim.name=adamw"]
+    assert decay_line(load_config(None, adamw), resolved(adamw)) is None
 
 
 def test_what_is_set_by_hand_wins():

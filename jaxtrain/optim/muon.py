@@ -34,6 +34,7 @@ NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5  # Jordan et al. 2024
 COEFFICIENTS = {"polar_express": POLAR_EXPRESS, "newton_schulz": NEWTON_SCHULZ}
 GRAM_FROM = 2  # times longer than wide: from here on the Gram matrix's iteration is cheaper
 RESTART = 2  # iterations on one Gram matrix
+DECAY = 0.28  # of the matrices of nanochat's d12
 
 
 class MuonConfig(OptimizerConfig):
@@ -49,7 +50,8 @@ class MuonConfig(OptimizerConfig):
         None,
         ge=0,
         description="decay of the matrices, times their rate; "
-        "default 0.28 x sqrt(batch tokens / 2^19) x d12 tokens / tokens, at most 0.1 / matrix_lr",
+        "default 0.28 x sqrt(batch tokens / 2^19) x d12 parameters / parameters (of matrices and "
+        "head), at most 0.1 / matrix_lr; train.steps changes nothing",
     )
     weight_decay_schedule: Literal["constant", "cosine"] = Field(
         "cosine", description="decay of the matrices over the run; cosine ends at 0"
@@ -132,7 +134,7 @@ class Scale(NamedTuple):
 
     width: int = 768
     batch_tokens: int = 2**19  # of one step
-    horizon: float = 1.0  # training tokens, as a multiple of the d12's
+    horizon: float = 1.0  # tokens that the parameters ask for, as a multiple of the d12's
 
 
 REFERENCE = Scale()
@@ -141,16 +143,16 @@ REFERENCE = Scale()
 def resolve_muon(c: MuonConfig, scale: Scale = REFERENCE) -> ResolvedMuon:
     """Fill in the rates that are open, scaled from nanochat's d12; anything set by hand wins.
 
-    Rates grow with the root of the batch. The decay keeps rate x decay x steps as it is (Wang &
-    Aitchison 2024).
+    Rates grow with the root of the batch. The decay keeps rate x decay x steps as it is over a
+    whole horizon (Wang & Aitchison 2024); a run of fewer steps has the same, as in nanochat.
     """
     batch = math.sqrt(scale.batch_tokens / REFERENCE.batch_tokens)
     wide = batch * math.sqrt(REFERENCE.width / scale.width)
     matrix_lr = c.matrix_lr or 0.02 * batch
     rates = {
         "matrix_lr": matrix_lr,
-        # A run of a few steps would else take more than the whole weight at each.
-        "weight_decay": min(0.28 * batch / scale.horizon, 0.1 / matrix_lr),
+        # A model much smaller than nanochat's would else take the whole weight at each step.
+        "weight_decay": min(DECAY * batch / scale.horizon, 0.1 / matrix_lr),
         "embedding_lr": 0.3 * wide,
         "value_embedding_lr": 0.15 * wide,
         "head_lr": 0.008 * wide,
@@ -335,7 +337,7 @@ def adjust(c: MuonConfig) -> Adjust:
     def now(hyper: Hyper, step: jax.Array, schedule: Hyper) -> Hyper:
         total, peak = schedule["total_steps"], hyper["momentum"]
         warm = jnp.clip(step / jnp.maximum(hyper["momentum_warmup_steps"], 1), 0.0, 1.0)
-        down = schedule.get("decay_fraction", 0.0) * total
+        down = schedule.get("decay_steps", 0.0)
         cool = jnp.clip((step - (total - down)) / jnp.maximum(down, 1), 0.0, 1.0)
         rising = hyper["momentum_start"] + (peak - hyper["momentum_start"]) * warm
         falling = peak + (hyper["momentum_end"] - peak) * cool

@@ -43,7 +43,11 @@ class Cosine(Final):
 
 
 class Trapezoid(Final):
-    """The peak, then a decay over the last part of the run (WSD)."""
+    """The peak, then a decay over the last part of the run (WSD).
+
+    As in nanochat the decay takes a whole number of steps, and waits for the warm-up: a run so
+    short that they overlap is warmed up in full, then goes on where the decay has got to.
+    """
 
     name: Literal["trapezoid"] = "trapezoid"
     decay_fraction: float = Field(0.65, gt=0, le=1, description="share of the run that decays")
@@ -79,6 +83,8 @@ Schedule = Annotated[
 def schedule_values(c: Schedule, total_steps: int) -> Values:
     """The schedule's numbers as arguments of the compiled step."""
     numbers = {k: v for k, v in c.model_dump().items() if isinstance(v, (int, float))}
+    if isinstance(c, Trapezoid):
+        numbers["decay_steps"] = round(c.decay_fraction * total_steps)
     return {**numbers, "total_steps": total_steps}
 
 
@@ -92,7 +98,7 @@ def multiplier(c: Schedule, v: Values, step: jax.Array) -> jax.Array:
         return warm * jnp.sqrt(v["timescale"] / (v["timescale"] + since))
     start = v["warmup_steps"]
     if isinstance(c, Trapezoid):
-        start = (1 - v["decay_fraction"]) * v["total_steps"]
+        start = v["total_steps"] - v["decay_steps"]
     elif isinstance(c, OneCycle):
         start = v["rise_fraction"] * v["total_steps"]
     progress = jnp.clip((step - start) / jnp.maximum(v["total_steps"] - start, 1), 0.0, 1.0)
@@ -105,4 +111,7 @@ def multiplier(c: Schedule, v: Values, step: jax.Array) -> jax.Array:
     if isinstance(c, OneCycle):
         risen = 0.5 * (1 - jnp.cos(math.pi * jnp.clip(step / start, 0.0, 1.0)))
         warm = warm * (v["initial"] + (1 - v["initial"]) * risen)
-    return warm * (v["final"] + (1 - v["final"]) * left)
+    value = v["final"] + (1 - v["final"]) * left
+    if isinstance(c, Trapezoid):
+        return jnp.where(step < v["warmup_steps"], warm, value)
+    return warm * value

@@ -182,7 +182,7 @@ def test_equilibration_frees_the_update_from_the_scale_of_an_output():
 
 def test_momentum_and_decay_over_the_run():
     group = muon(MuonConfig())["matrix"]
-    schedule = {"total_steps": 2000.0, "decay_fraction": 0.5}
+    schedule = {"total_steps": 2000.0, "decay_steps": 1000.0}
     at = lambda step: group.adjust(group.peaks, jnp.float32(step), schedule)
     momentum = [float(at(step)["momentum"]) for step in (0, 200, 400, 1000, 1500, 2000)]
     np.testing.assert_allclose(momentum, [0.85, 0.91, 0.97, 0.97, 0.935, 0.90], rtol=1e-5)

@@ -42,6 +42,29 @@ def test_corners(fields, points):
     np.testing.assert_allclose([values[step] for step in points], list(points.values()), atol=1e-6)
 
 
+def nanochats(step, total, warmup=40, fraction=0.65, final=0.05):
+    """The multiplier of nanochat's base_train.py (get_lr_multiplier, at 92d63d4)."""
+    decaying = round(fraction * total)
+    if step < warmup:
+        return (step + 1) / warmup
+    if step <= total - decaying:
+        return 1.0
+    left = (total - step) / decaying
+    return left + (1 - left) * final
+
+
+@pytest.mark.parametrize("total", [50, 100, 114, 507, 2520])
+def test_the_trapezoid_is_nanochats(total):
+    """Also where the warm-up reaches into the decay, and where 65% is no whole number of steps."""
+    c = TypeAdapter(Schedule).validate_python(
+        {"name": "trapezoid", "warmup_steps": 40, "final": 0.05}
+    )
+    steps = np.arange(total)
+    values = multiplier(c, schedule_values(c, total), jnp.asarray(steps))
+    expected = [nanochats(step, total) for step in steps]
+    np.testing.assert_allclose(values, expected, rtol=1e-5)
+
+
 @given(
     st.sampled_from(["linear", "cosine", "trapezoid"]),
     st.integers(2, 60),
