@@ -6,8 +6,6 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 import yaml
-from safetensors import SafetensorError, safe_open
-from safetensors.numpy import save_file
 
 from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
 from jaxtrain.config import to_yaml, validate
@@ -24,7 +22,7 @@ from jaxtrain.interop import (
     write_virtual,
 )
 from jaxtrain.interop.companions import FOLDER
-from jaxtrain.interop.tensors import mapped, read_header
+from jaxtrain.interop.tensors import metadata_of, read, read_header, write
 from jaxtrain.model import ParamSpec, Transformer, path_name, split
 from jaxtrain.parallel.mesh import gathered
 from jaxtrain.parallel.runtime import compute_dtype
@@ -67,9 +65,10 @@ def save_model(directory: Path, config: Resolved, params: Any, tokenizer: Tokeni
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(directory)
     (directory / "config.yaml").write_text(to_yaml(config))
-    part = directory / f"{WEIGHTS}.part"
-    save_file(flat, part, metadata={"format": "pt", "tokenizer": tokenizer.fingerprint})
-    part.replace(directory / WEIGHTS)
+    arrays = {name: np.asarray(x) for name, x in flat.items()}
+    table = {name: (x.dtype, x.shape) for name, x in arrays.items()}
+    metadata = {"format": "pt", "tokenizer": tokenizer.fingerprint}
+    write(directory / WEIGHTS, table, arrays.values(), metadata)
 
 
 def save_adapter(directory: Path, config: Resolved, params: Any) -> None:
@@ -124,14 +123,12 @@ def load_resolved(path: Path) -> Resolved:
 
 
 def read_weights(path: Path, specs: Any, tokenizer: Tokenizer) -> Any:
-    """Parameters from a safetensors file, each checked against its declaration."""
-    try:
-        with safe_open(path, framework="np") as file:
-            trained_with = (file.metadata() or {}).get("tokenizer")
-        flat = {name: mapped(stored) for name, stored in read_header(path).items()}
-    except (SafetensorError, OSError) as error:
-        raise UserError(f"{path} cannot be read as safetensors: {error}") from error
-    if trained_with != tokenizer.fingerprint:
+    """Parameters from a safetensors file, each checked against its declaration and checksum.
+
+    Raises UserError naming the tensor that is missing, of another shape, damaged or not finite.
+    """
+    flat = read_header(path)
+    if metadata_of(path).get("tokenizer") != tokenizer.fingerprint:
         raise UserError(f"{path} was trained with another tokenizer than the one beside it")
 
     def take(key_path: tuple[Any, ...], spec: ParamSpec) -> np.ndarray:
@@ -142,7 +139,7 @@ def read_weights(path: Path, specs: Any, tokenizer: Tokenizer) -> Any:
             )
         if flat[name].shape != spec.shape:
             raise UserError(f"{path}: {name} is {flat[name].shape}, the model needs {spec.shape}")
-        return flat[name]
+        return read(name, flat[name])
 
     return jax.tree_util.tree_map_with_path(take, specs)
 

@@ -9,6 +9,7 @@ ROOT = Path(__file__).parents[1]
 # Below first. The modules of a line do not import each other; a folder is one module.
 LAYERS = (
     ("jaxtrain.settings",),
+    ("jaxtrain.sums",),
     ("jaxtrain.parallel",),
     ("jaxtrain.data", "jaxtrain.model", "jaxtrain.optim"),
     ("jaxtrain.finetune", "jaxtrain.compress", "jaxtrain.interop"),

@@ -1,17 +1,20 @@
 """Safetensors files read and written one tensor at a time, never a whole file in memory.
 
 A file is the length of its header (8 bytes, little-endian), the header (JSON: dtype, shape and
-byte range of each tensor), and the tensors' bytes.
+byte range of each tensor), and the tensors' bytes. What is written here has a checksum of each
+tensor among the header's metadata; files of others have none.
 """
 
 import json
+import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
 
+from jaxtrain import sums
 from jaxtrain.settings import UserError, read_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
@@ -27,6 +30,7 @@ EXPONENTS = {
     "F32": (np.uint32, 0x7F800000),
 }
 SHARD_BYTES = 5 * 10**9
+SUMS = "crc32"  # the key of the metadata: a JSON object, `sums.crc32` of each tensor by its name
 
 
 class Stored(NamedTuple):
@@ -36,6 +40,7 @@ class Stored(NamedTuple):
     dtype: str  # as safetensors names it
     shape: tuple[int, ...]
     offset: int
+    crc32: str | None = None  # `sums.crc32` of its bytes, where the file says it
 
 
 def read_headers(folder: Path) -> dict[str, Stored]:
@@ -73,29 +78,44 @@ def other_formats(folder: Path) -> str:
 
 def read_header(path: Path) -> dict[str, Stored]:
     """The tensors of one file."""
+    header, start = open_header(path)
+    try:
+        crc32 = json.loads((header.pop("__metadata__", None) or {}).get(SUMS, "{}"))
+        end, tensors = path.stat().st_size, {}
+        for name, entry in header.items():
+            first, last = entry["data_offsets"]
+            place = path, entry["dtype"], tuple(entry["shape"]), start + first
+            tensors[name] = Stored(*place, crc32.get(name))
+            if start + last > end:
+                raise UserError(f"{path} is cut off: {name} ends at byte {start + last} of {end}")
+    except (OSError, ValueError, KeyError, AttributeError) as error:
+        raise UserError(f"{path} cannot be read as safetensors: {error}") from error
+    return tensors
+
+
+def metadata_of(path: Path) -> dict[str, str]:
+    """What a file says of itself, beside its tensors."""
+    return open_header(path)[0].get("__metadata__") or {}
+
+
+def open_header(path: Path) -> tuple[dict[str, Any], int]:
+    """The header of a file, and the byte at which the tensors begin."""
     try:
         with path.open("rb") as file:
             length = int.from_bytes(file.read(8), "little")
             header = json.loads(file.read(length))
-        header.pop("__metadata__", None)
-        start, end = 8 + length, path.stat().st_size
-        tensors = {}
-        for name, entry in header.items():
-            first, last = entry["data_offsets"]
-            tensors[name] = Stored(path, entry["dtype"], tuple(entry["shape"]), start + first)
-            if start + last > end:
-                raise UserError(f"{path} is cut off: {name} ends at byte {start + last} of {end}")
     except FileNotFoundError as error:
         raise UserError(f"{path} is missing; {other_formats(path.parent)}") from error
-    except (OSError, ValueError, KeyError, AttributeError, MemoryError) as error:
+    except (OSError, ValueError, MemoryError) as error:
         raise UserError(f"{path} cannot be read as safetensors: {error}") from error
-    return tensors
+    return header, 8 + length
 
 
 def read(name: str, stored: Stored) -> np.ndarray:
     """The tensor, mapped from its file.
 
-    Raises UserError for a dtype that is no plain floating-point number, and for NaN and infinity.
+    Raises UserError for a dtype that is no plain floating-point number, for bytes that differ from
+    the checksum in the file, and for NaN and infinity.
     """
     if stored.dtype not in DTYPES:
         raise UserError(
@@ -103,7 +123,16 @@ def read(name: str, stored: Stored) -> np.ndarray:
             f"read; take the one in bfloat16 (there are {', '.join(DTYPES)})"
         )
     x = mapped(stored)
-    if not finite(x, stored.dtype):
+
+    def look(block: np.ndarray) -> tuple[str, bool]:
+        return f"{zlib.crc32(block):08x}" if stored.crc32 else "", finite(block, stored.dtype)
+
+    seen = list(sums.in_blocks(x, look))  # both in one pass: a file may come from a slow disk
+    if stored.crc32 and "".join(crc32 for crc32, _ in seen) != stored.crc32:
+        raise UserError(
+            f"{stored.file}: {name} is damaged: its bytes are not those that were written (CRC-32)"
+        )
+    if not all(fine for _, fine in seen):
         raise UserError(f"{stored.file}: {name} holds NaN or infinite values")
     return x
 
@@ -116,9 +145,12 @@ def mapped(stored: Stored) -> np.ndarray:
 
 
 def finite(x: np.ndarray, dtype: str) -> bool:
-    """Whether no exponent is all ones; in pieces, so that no mask of the whole is made."""
+    """Whether no exponent is all ones; in pieces, so that no mask of the whole is made.
+
+    x: the numbers, or their bytes.
+    """
     if dtype not in EXPONENTS:
-        return bool(np.isfinite(x).all())
+        return bool(np.isfinite(x.view(DTYPES[dtype])).all())
     unsigned, mask = EXPONENTS[dtype]
     bits = x.reshape(-1).view(unsigned)
     step = 1 << 20
@@ -141,28 +173,50 @@ def write(
     pieces: Iterable[np.ndarray],
     metadata: dict[str, str],
 ) -> None:
-    """Write a file atomically: its table, then all bytes in the table's order, piece by piece."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
-    header: dict[str, object] = {"__metadata__": metadata}
+    """Write a file atomically: its table, then all bytes in the table's order, piece by piece.
+
+    The same arguments give the same bytes. The header gets its checksums when the rest is written.
+    """
+    places: dict[str, slice] = {}
     at = 0
     for name, (dtype, shape) in table.items():
         size = int(np.prod(shape)) * dtype.itemsize
-        header[name] = {
-            "dtype": names[dtype],
-            "shape": list(shape),
-            "data_offsets": [at, at + size],
-        }
+        places[name] = slice(at, at + size)
         at += size
-    text = json.dumps(header).encode()
-    text += b" " * (-len(text) % 8)
+    blank = {name: "0" * sums.length(x.stop - x.start) for name, x in places.items()}
+    head = header_of(table, places, metadata, blank)
     part = path.with_name(path.name + ".part")
-    with part.open("wb") as file:
-        file.write(len(text).to_bytes(8, "little") + text)
+    with part.open("w+b") as file:
+        file.write(head)
         for piece in pieces:
             np.ascontiguousarray(piece).tofile(file)
-        written = file.tell() - 8 - len(text)
-    assert written == at, (path, written, at)
+        written = file.tell() - len(head)
+        assert written == at, (path, written, at)
+        file.flush()
+        data = sums.file_bytes(part)[len(head) :]
+        found = {name: sums.crc32(data[place]) for name, place in places.items()}
+        file.seek(0)
+        file.write(header_of(table, places, metadata, found))
     part.replace(path)
+
+
+def header_of(
+    table: Mapping[str, tuple[np.dtype, tuple[int, ...]]],
+    places: Mapping[str, slice],
+    metadata: Mapping[str, str],
+    crc32: Mapping[str, str],
+) -> bytes:
+    """The first bytes of a file: the length of the header, and the header."""
+    names = {dtype: name for name, dtype in DTYPES.items()}
+    said = dict(metadata) | {SUMS: json.dumps(crc32, separators=(",", ":"))}
+    header: dict[str, object] = {"__metadata__": dict(sorted(said.items()))}
+    for name, (dtype, shape) in table.items():
+        at = places[name]
+        entry = {"dtype": names[dtype], "shape": list(shape), "data_offsets": [at.start, at.stop]}
+        header[name] = entry
+    text = json.dumps(header).encode()
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text
 
 
 def shards(
