@@ -19,6 +19,7 @@ import time
 from collections.abc import Mapping
 from typing import IO
 
+from jaxtrain.commands import TYPED, command_line
 from jaxtrain.settings import UserError, command
 
 COMMANDS = ("main", "evaluate")  # those that work together; the others are one process
@@ -49,8 +50,9 @@ def main(argv: list[str] | None = None) -> int:
     asked = parser.parse_args(arguments[:cut])
     if asked.processes < 1:
         raise UserError(f"--processes {asked.processes}: must be at least 1")
+    outer = os.environ | {TYPED: command_line("launch")}
     environments = [
-        environment(i, asked.processes, asked.devices_per_process, os.environ)
+        environment(i, asked.processes, asked.devices_per_process, outer)
         for i in range(asked.processes)
     ]
     place = ["--coordinator", f"localhost:{asked.port or free_port()}"]

@@ -331,7 +331,7 @@ def _start_wandb(run_dir: Path) -> Any:
     except ImportError:
         raise UserError(
             "metrics.wandb=true needs the package wandb, which is not installed: "
-            "pip install 'jaxtrain[wandb]', or set metrics.wandb=false"
+            "uv sync --extra wandb, or pip install wandb; or set metrics.wandb=false"
         ) from None
     saved = run_dir / "config.yaml"
     config = yaml.safe_load(saved.read_text(encoding="utf-8")) if saved.exists() else None

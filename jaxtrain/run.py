@@ -5,9 +5,7 @@ import hashlib
 import math
 import os
 import platform
-import shlex
 import signal
-import sys
 import tempfile
 from collections import deque
 from collections.abc import Callable, Iterator
@@ -22,6 +20,7 @@ import yaml
 from jax.sharding import Mesh
 
 from jaxtrain.checkpoint import Checkpointer, write_json
+from jaxtrain.commands import TYPED, command_line, command_of
 from jaxtrain.config import Sections, to_yaml
 from jaxtrain.data import Tokenizer, load_tokenizer
 from jaxtrain.environment import commit, environment, versions
@@ -231,24 +230,22 @@ def rest_of(state: State) -> dict[str, Any]:
     return rest | {name: x for name, x in some.items() if x is not None}
 
 
-def command_line() -> str:
-    """The command that started this process, to be typed again."""
-    return shlex.join(["python", "-m", "jaxtrain.main", *sys.argv[1:]])
-
-
 def last_words(c: Resolved, step: int, page: Path, talks: bool) -> str:
     """What a run says in the end: how to go on with it, or what it has made.
 
     page: its report. talks: it was trained on conversations.
     """
     if step < c.train.steps:
-        return f"stopped  at step {step} of {c.train.steps}, saved; go on with:\n  {command_line()}"
+        again = " the same command on each host"
+        if jax.process_count() == 1 or TYPED in os.environ:
+            again = f"\n  {command_line()}"
+        return f"stopped  at step {step} of {c.train.steps}, saved; go on with:{again}"
     path = c.run_dir / "samples" / f"step_{step:06d}.txt"
     sample = path.read_text() + "\n" if path.is_file() else ""
-    how = "--chat" if talks else "--prompt '...'"
+    how = ["--chat"] if talks else ["--prompt", "..."]
     return (
         f"{sample}report   {page}\nmodel    {c.run_dir / 'model'}\n"
-        f"more     python -m jaxtrain.generate {c.run_dir} {how}"
+        f"more     {command_of('generate', c.run_dir, *how)}"
     )
 
 
@@ -342,13 +339,14 @@ class NonFinite:
             )
 
 
-def check_labels(weights_BT: np.ndarray, step: int) -> None:
+def check_labels(weights_BT: np.ndarray, step: int, run_dir: Path) -> None:
     """Raises UserError if no token of a batch is a target."""
     if not weights_BT.any():
+        command = command_of("data", "show", run_dir / "config.yaml", "--step", step - 1)
         raise UserError(
             f"step {step}: no token of the batch has a label, so there is nothing to learn: look "
-            "at what is marked as learned with `python -m jaxtrain.data show CONFIG --step "
-            f"{step - 1}`, at the chat template and at how long the conversations are"
+            f"at what is marked as learned with `{command}`, at the chat template and at how long "
+            "the conversations are"
         )
 
 

@@ -240,7 +240,7 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
             while step < t.steps and not stop.after(step):
                 batch, position = held or (next(batches), batches.get_state())
                 held, step = None, step + 1
-                check_labels(batch.weights_BT, step)
+                check_labels(batch.weights_BT, step, run_dir)
                 if batch.tokens_BT.shape != shape:  # the data is in another stage
                     with metrics.pause():
                         step_fn, shape = prepare_step(batch)

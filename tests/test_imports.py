@@ -8,7 +8,7 @@ import pytest
 ROOT = Path(__file__).parents[1]
 # Below first. The modules of a line do not import each other; a folder is one module.
 LAYERS = (
-    ("jaxtrain.settings",),
+    ("jaxtrain.settings", "jaxtrain.commands"),
     ("jaxtrain.sums",),
     ("jaxtrain.parallel",),
     ("jaxtrain.data", "jaxtrain.model", "jaxtrain.optim"),

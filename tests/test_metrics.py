@@ -330,7 +330,7 @@ def test_environment_is_json_and_complete():
 def test_wandb_missing_names_the_extra(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "wandb", None)
     config = MetricsConfig(wandb=True)
-    with pytest.raises(UserError, match=r"jaxtrain\[wandb\]"):
+    with pytest.raises(UserError, match="uv sync --extra wandb"):
         MetricsWriter(tmp_path / "run", config, total_steps=1, tokens_per_step=1)
 
 

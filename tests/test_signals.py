@@ -65,7 +65,10 @@ def test_sigterm_saves_and_the_same_command_goes_on(long, tmp_path):
     assert process.returncode == 0, err
     (step,) = steps_of(run_dir)
     assert 0 < step < 30
-    assert f"stopped  at step {step} of 30, saved; go on with:\n  python -m jaxtrain.main " in out
+    hint = out.partition(f"stopped  at step {step} of 30, saved; go on with:\n  ")[2].splitlines()[
+        0
+    ]
+    assert "-m jaxtrain.main run.directory=" in hint
     assert f"run.directory={tmp_path}" in out
     assert rows_of(run_dir, "event")[-1]["status"] == "stopped"
     assert (run_dir / "report.html").is_file()

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import numpy as np
 
+from jaxtrain.commands import command_of
 from jaxtrain.config import Config, to_yaml, validate
 from jaxtrain.data import make_chat, make_reader, template_of
 from jaxtrain.data.tokenizer import FILES
@@ -151,7 +152,7 @@ def main(argv: list[str] | None = None) -> int:
     if a.command == "import":
         c = import_checkpoint(a.source, a.run)
         print(f"imported {a.run}: depth {c.model.depth}, width {c.model.width}")
-        print(f"more     python -m jaxtrain.generate {a.run} --prompt '...'")
+        print(f"more     {command_of('generate', a.run, '--prompt', '...')}")
     else:
         name = export_run(a.run, a.out, a.family, a.dtype, a.shard_bytes)
         print(f"exported {a.out} as {name}")
