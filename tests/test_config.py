@@ -298,6 +298,45 @@ def test_the_schema_is_written_by_the_module(capsys):
     assert capsys.readouterr().out == json_schema()
 
 
+# ---- no field twice --------------------------------------------------------------------------
+
+
+def shadowed(section):
+    """Fields that a class declares and a base of it has too: the base's is silently out of use.
+
+    Only a field that was open may be declared again as filled in (`int | None` as `int`).
+    """
+    own = vars(section).get("__annotations__", {})
+    theirs = {
+        name: field
+        for base in reversed(section.__mro__[1:])
+        if issubclass(base, BaseModel)
+        for name, field in base.model_fields.items()
+    }
+
+    def filled(name):
+        mine = section.model_fields[name]
+        return mine.is_required() and mine.annotation | None == theirs[name].annotation
+
+    return [f"{section.__name__}.{n}" for n in own if n in theirs and not filled(n)]
+
+
+def sections(base):
+    return {s for sub in base.__subclasses__() for s in (sub, *sections(sub))}
+
+
+def test_no_class_shadows_a_field_of_its_base():
+    ours = [s for s in sections(BaseModel) if s.__module__.startswith("jaxtrain")]
+    assert len(ours) > 50 and {Config, Resolved, MuonConfig} <= set(ours)
+    assert [line for section in ours for line in shadowed(section)] == []
+
+    class Twice(MuonConfig):
+        clip_norm: float | None = None
+        matrix_lr: float
+
+    assert shadowed(Twice) == ["Twice.clip_norm"]
+
+
 # ---- no dead field ---------------------------------------------------------------------------
 
 SOURCES = [p for p in (ROOT / "jaxtrain").rglob("*.py") if p.name != "config.py"]

@@ -152,7 +152,7 @@ def test_settings_are_the_rates_and_what_is_not_the_default():
         "learning_rate": 0.001, "weight_decay": 0.1,
         "schedule.name": "cosine", "schedule.final": 0.1,
     }  # fmt: skip
-    assert settings_of(muon(normuon=False, cautious=True)) == {
+    assert settings_of(muon(normuon=False, cautious_decay=True)) == {
         "matrix_lr": 0.01, "weight_decay": 0.28, "normuon": False,
     }  # fmt: skip
 

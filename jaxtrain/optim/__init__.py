@@ -56,7 +56,7 @@ def make_optimizer(
 
     `batch_tokens` of a step are for `optim.batch_scaling`; None leaves the rates as they are given.
     """
-    return build(c, OPTIMIZERS[c.name](c), specs, total_steps, batch_tokens)
+    return build(c, c.schedule, OPTIMIZERS[c.name](c), specs, total_steps, batch_tokens)
 
 
 __all__ = [

@@ -46,15 +46,11 @@ class BatchScaling(Settings):
         return ((tokens or self.reference_tokens) / self.reference_tokens) ** power
 
 
-class OptimizerConfig(Settings):
+class CommonConfig(Settings):
     """What all optimizers have in common."""
 
     clip_norm: float | None = Field(
         None, gt=0, description="global gradient norm is clipped to this"
-    )
-    schedule: Schedule = Field(
-        default_factory=lambda: Trapezoid.model_validate({"warmup_steps": 40, "final": 0.05}),
-        description="learning rate over the run",
     )
     multipliers: dict[str, Annotated[float, Field(ge=0)]] = Field(
         default_factory=dict,
@@ -77,6 +73,15 @@ class OptimizerConfig(Settings):
     batch_scaling: BatchScaling = Field(
         default_factory=lambda: BatchScaling.model_validate({}),
         description="how the rates follow the batch",
+    )
+
+
+class OptimizerConfig(CommonConfig):
+    """What all optimizers have in common whose rate falls towards the end of a run."""
+
+    schedule: Schedule = Field(
+        default_factory=lambda: Trapezoid.model_validate({"warmup_steps": 40, "final": 0.05}),
+        description="learning rate over the run",
     )
 
 
@@ -227,7 +232,7 @@ def label_of(path: tuple[Any, ...], spec: Any, table: dict[str, Group]) -> tuple
 
 
 def with_multipliers(
-    c: OptimizerConfig, table: dict[str, Group], specs: Any, factor: float
+    c: CommonConfig, table: dict[str, Group], specs: Any, factor: float
 ) -> dict[str, Group]:
     """The table with the configured factors on its peak rates and decays.
 
@@ -255,16 +260,17 @@ def with_multipliers(
 
 
 def build(
-    c: OptimizerConfig,
+    c: CommonConfig,
+    schedule: Schedule,
     table: dict[str, Group],
     specs: Any,
     total_steps: int,
     batch_tokens: int | None = None,
 ) -> Optimizer:
     """The optimizer of a parameter tree from its table of groups."""
-    if c.schedule.warmup_steps > total_steps:
+    if schedule.warmup_steps > total_steps:
         raise UserError(
-            f"optim.schedule.warmup_steps is {c.schedule.warmup_steps}, but the run has "
+            f"optim.schedule.warmup_steps is {schedule.warmup_steps}, but the run has "
             f"{total_steps} steps: give at most that many"
         )
     table = with_multipliers(c, table | LOADS, specs, c.batch_scaling.factor(batch_tokens))
@@ -284,12 +290,12 @@ def build(
     )
     wholes = {n: table[row].matrices or not table[row].by_rows for n, (row, _) in used.items()}
     knobs = {
-        "schedule": schedule_values(c.schedule, total_steps),
+        "schedule": schedule_values(schedule, total_steps),
         "groups": {row: table[row].peaks for row, _ in used.values()},
     }
 
     def rates(step, knobs):
-        factor = multiplier(c.schedule, knobs["schedule"], step)
+        factor = multiplier(schedule, knobs["schedule"], step)
         hyper = {}
         for name, (row, wider) in used.items():
             now = table[row].adjust(knobs["groups"][row], step, knobs["schedule"])
@@ -316,7 +322,7 @@ def build(
     def rate(step, knobs):
         groups = knobs["groups"]
         shown = groups.get("matrix") or groups[min(groups)]  # a tuned part may have no matrix
-        return shown["learning_rate"] * multiplier(c.schedule, knobs["schedule"], step)
+        return shown["learning_rate"] * multiplier(schedule, knobs["schedule"], step)
 
     def eval_params(params, state):
         for name, (row, _) in used.items():

@@ -82,7 +82,7 @@ class MuonConfig(OptimizerConfig):
     )
     normuon: bool = Field(True, description="divide by a running row or column norm (NorMuon)")
     normuon_b2: float = Field(0.9, ge=0, lt=1, description="decay of NorMuon's second moment")
-    cautious: bool = Field(
+    cautious_decay: bool = Field(
         True, description="decay only the weights that the update moves towards zero"
     )
     embedding_lr: float | None = Field(
@@ -307,7 +307,7 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
         b2 = h["b2"]
         alone = spec is None
         u, v = direction(b2, u, v) if alone else over_matrices(direction, spec.axes, u, v, rate=b2)
-        decayed = p * (u * p >= 0) if c.cautious else p
+        decayed = p * (u * p >= 0) if c.cautious_decay else p
         rate = h["learning_rate"] * math.sqrt(max(1.0, g.shape[-1] / g.shape[-2]))
         return -rate * (u + h["weight_decay"] * decayed), m, v
 

@@ -56,7 +56,7 @@ class Trapezoid(Final):
     )
 
 
-class OneCycle(Final):
+class OneCycle(Warmup):
     """Half a cosine up from `initial`, then half a cosine down to `final` (Smith & Topin 2018)."""
 
     name: Literal["onecycle"] = "onecycle"

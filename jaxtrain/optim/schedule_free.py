@@ -10,11 +10,11 @@ import optax
 import optax.contrib
 from pydantic import Field
 
-from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig, one_rate
+from jaxtrain.optim.groups import CommonConfig, Group, Hyper, one_rate
 from jaxtrain.optim.schedule import Constant, Schedule
 
 
-class ScheduleFreeConfig(OptimizerConfig):
+class ScheduleFreeConfig(CommonConfig):
     """Higher rates than AdamW's and a constant schedule: the run may end at any step."""
 
     name: Literal["schedule_free"] = "schedule_free"

@@ -19,7 +19,7 @@ from jaxtrain.optim.muon import (
 
 OFF = {
     "nesterov": False, "equilibrate": False, "renormalize": False, "normuon": False,
-    "cautious": False, "weight_decay_schedule": "constant",
+    "cautious_decay": False, "weight_decay_schedule": "constant",
 }  # fmt: skip
 HYPER = {"learning_rate": 0.1, "weight_decay": 0.0, "momentum": 0.9, "b2": 0.9}
 
@@ -150,7 +150,7 @@ def test_decay_is_decoupled_and_cautious_decay_takes_what_shrinks_anyway():
     free, _ = step(g, p)
     all_decayed, _ = step(g, p, hyper=hyper)
     np.testing.assert_allclose(all_decayed - free, -0.1 * 0.5 * p, rtol=1e-4, atol=1e-6)
-    cautious, _ = step(g, p, hyper=hyper, cautious=True)
+    cautious, _ = step(g, p, hyper=hyper, cautious_decay=True)
     towards_zero = free * p <= 0
     assert 0 < towards_zero.sum() < 64
     np.testing.assert_allclose(cautious - free, -0.05 * p * towards_zero, rtol=1e-4, atol=1e-6)

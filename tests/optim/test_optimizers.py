@@ -11,6 +11,7 @@ from tiny import LLAMA, VOCAB, batch, begin, make_task, mesh_of, random_params, 
 from jaxtrain.model import Transformer, path_name, split
 from jaxtrain.optim import OPTIMIZERS, OptimConfig, make_optimizer
 from jaxtrain.optim.groups import Group, OptimizerConfig, build
+from jaxtrain.optim.schedule import Constant
 from jaxtrain.settings import UserError
 from jaxtrain.step import init_state, make_step, state_shardings
 
@@ -140,7 +141,7 @@ def test_an_uncovered_parameter_is_named():
     group = Group(lambda h: optax.scale(-1.0), {"learning_rate": 1.0})
     table = {"matrix": group, "embedding": group, "scalar": group}
     with pytest.raises(UserError, match=r"no group covers head \(role head\); there are matrix, "):
-        build(OptimizerConfig(), table, specs_of(), 100)
+        build(OptimizerConfig(), Constant(), table, specs_of(), 100)
 
 
 def test_the_finer_group_wins_over_the_role():
@@ -154,7 +155,7 @@ def test_the_finer_group_wins_over_the_role():
         )
     }
     c = OptimizerConfig.model_validate({"schedule": {"name": "constant"}})
-    optimizer, params = build(c, table, specs, 10), random_params(specs)
+    optimizer, params = build(c, c.schedule, table, specs, 10), random_params(specs)
     ones = jax.tree.map(jnp.ones_like, params)
     updates, _ = optimizer.update(
         ones, optimizer.init(params), params, jnp.int32(0), optimizer.knobs

@@ -57,7 +57,7 @@ MUON_SWITCHES = {
     "constant decay": torch_optim.FULL | {"weight_decay_schedule": "constant"},
 } | {
     f"no {switch}": torch_optim.FULL | {switch: False}
-    for switch in ("nesterov", "equilibrate", "renormalize", "normuon", "cautious")
+    for switch in ("nesterov", "equilibrate", "renormalize", "normuon", "cautious_decay")
 }
 
 

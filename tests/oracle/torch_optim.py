@@ -17,10 +17,10 @@ POLAR_EXPRESS = [
 NEWTON_SCHULZ = [(3.4445, -4.7750, 2.0315)] * 5
 FULL = {
     "nesterov": True, "equilibrate": True, "orthogonalize": "polar_express", "renormalize": True,
-    "normuon": True, "cautious": True, "weight_decay_schedule": "cosine",
+    "normuon": True, "cautious_decay": True, "weight_decay_schedule": "cosine",
 }  # fmt: skip
 PLAIN = FULL | dict.fromkeys(
-    ("nesterov", "equilibrate", "renormalize", "normuon", "cautious"), False
+    ("nesterov", "equilibrate", "renormalize", "normuon", "cautious_decay"), False
 )
 
 
@@ -77,7 +77,7 @@ def muon_step(p, g, state, lr, wd, mu, switches, beta2=0.9):
         state["buf2"] = torch.lerp(state.get("buf2", torch.zeros_like(v)), v, 1 - beta2)
         s = state["buf2"].clamp(min=1e-10).rsqrt()
         g = g * s * g.norm() / (v * p.shape[red_dim] * s * s).sum().sqrt()
-    mask = g * p >= 0 if switches["cautious"] else torch.ones_like(p)
+    mask = g * p >= 0 if switches["cautious_decay"] else torch.ones_like(p)
     lr = lr * max(1.0, m / n) ** 0.5
     return p - lr * g - lr * wd * p * mask
 
