@@ -51,7 +51,7 @@ def pytest_collection_modifyitems(items):
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     if not os.environ.get("JAXTRAIN_SLOW"):
         for item in items:
-            if "slow" in item.keywords:
+            if "slow" in item.keywords and "default_tier" not in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="takes long: JAXTRAIN_SLOW=1"))
 
 

@@ -126,6 +126,7 @@ def test_meeting_each_step_with_rate_one_is_data_parallel(task, plain, sizes):
     close(states[-1].params, plain[0][-1].params, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.default_tier
 def test_replicas_part_and_meet_by_nesterov(task):
     """Two meetings in four steps, by hand from the replicas of the step before."""
     config = local(name="diloco", every=2, outer_lr=0.7, outer_momentum=0.9)
@@ -188,6 +189,7 @@ def test_a_compressed_mean_is_near_and_the_same_for_all(kind, error):
 # ---- gossip ------------------------------------------------------------------------------------
 
 
+@pytest.mark.default_tier
 def test_gossip_averages_with_the_neighbours_and_keeps_the_mean(task):
     idle = run(*task, mesh_of(data=4), local(name="gossip", every=99), steps=1)[0][0]
     states, _ = run(*task, mesh_of(data=4), local(name="gossip"), steps=1)

@@ -113,6 +113,7 @@ def test_a_sum_of_which_each_device_takes_a_part_is_a_reduce_scatter():
     }
 
 
+@pytest.mark.default_tier
 def test_groups_in_every_notation():
     for text, group in {
         "replica_groups={{0,2},{1,3}}": [0, 2],
@@ -144,6 +145,7 @@ def record():
     return preflight.preflight("quickstart", [*MODEL, *mesh], 8, "H200")
 
 
+@pytest.mark.default_tier
 def test_bytes_by_kind(record):
     m, parameters = record["metrics"], record["workload"]["parameters"]
     assert m["parameters_bytes"] == pytest.approx(parameters * 4 / 4, rel=0.02)
@@ -200,6 +202,7 @@ def test_no_mesh_to_try_is_one_line(capsys):
     )
 
 
+@pytest.mark.default_tier
 def test_dry_run_prints_and_the_first_mesh_that_fits(record, capsys):
     """So little memory that one device is not enough for whole states."""
     text = preflight.report(record)

@@ -24,6 +24,7 @@ from jaxtrain.main import main
 from jaxtrain.metrics import read_rows
 from jaxtrain.model import Transformer, resolve_model, split
 from jaxtrain.optim import make_optimizer
+from jaxtrain.saved import load_saved
 from jaxtrain.settings import UserError
 from jaxtrain.step import Task, train_step
 
@@ -102,6 +103,7 @@ def tuned(checkpoint, tmp_path_factory):
     return folder / "tiny"
 
 
+@pytest.mark.default_tier
 def test_a_run_takes_over_template_tokens_and_fitting_defaults(tuned):
     tree = yaml.safe_load((tuned / "config.yaml").read_text())
     source = tree["data"]["train"]
@@ -119,6 +121,7 @@ def test_a_run_takes_over_template_tokens_and_fitting_defaults(tuned):
 
 def test_a_run_starts_from_it_with_its_template(tuned, tmp_path):
     start = [f"train.init_from={tuned}", "data.train.name=chat", "data.train.path=x.jsonl"]
+    start.append("train.steps=1")
     source = load_config(None, start).data.train
     assert source.template == TEMPLATES["generation"]
     assert source.special == {"bos_token": "<s>", "eos_token": "</s>"}
@@ -158,8 +161,9 @@ def test_it_talks_in_the_terminal(tuned, monkeypatch, capsys):
     assert lines == f"{answer.rstrip(chr(10))}\n> a new conversation\n> "
     assert generate.main([str(tuned), "--system", "x"]) == 2
     assert "--system belongs to --chat" in capsys.readouterr().err
-    assert generate.main([str(tuned), "--chat", "--tokens", "128"]) == 2
-    assert "leaves no room in a context of 128" in capsys.readouterr().err
+    context = load_saved(tuned).config.model.context  # the model's, not the length of its rows
+    assert generate.main([str(tuned), "--chat", "--tokens", str(context)]) == 2
+    assert f"leaves no room in a context of {context}" in capsys.readouterr().err
 
 
 def test_a_model_that_cannot_talk_says_so(whole, capsys):

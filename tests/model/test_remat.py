@@ -50,11 +50,11 @@ CHANGES = [
     {"remat": "dots"},
     {"remat": "dots", "scan_layers": True},
     {"remat_short": "block"},
-    {"remat": "block"},
+    pytest.param({"remat": "block"}, marks=pytest.mark.default_tier),
 ]
 
 
-@pytest.mark.parametrize("changes", CHANGES, ids=lambda c: "-".join(f"{k}-{c[k]}" for k in c))
+@pytest.mark.parametrize("changes", CHANGES, ids=str)
 def test_recomputed_is_kept(plain, changes):
     params, expected, most = plain
     _, graphdef, _, _ = build(**DEEP, **changes)

