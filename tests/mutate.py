@@ -1,0 +1,215 @@
+"""Breaks one core line of each advertised feature and asks the default tier whether it notices.
+
+python tests/mutate.py [--jobs N] [NAME ...]: each mutation is tried in a copy of the tree, with the
+default-tier tests of the files named beside it. Prints a line for each; exits with 1 if one
+survives.
+"""
+
+import argparse
+import os
+import shutil
+import subprocess
+import sys
+import tempfile
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import NamedTuple
+
+ROOT = Path(__file__).parents[1]
+
+
+class Mutation(NamedTuple):
+    """In `file` the line `old` (once) becomes `new`; `tests` are files below tests/."""
+
+    file: str
+    old: str
+    new: str
+    tests: str
+
+
+J, K = "jaxtrain/", "kernels/jaxtrain_kernels/"
+MUTATIONS = {
+    "accumulation": Mutation(
+        J + "step.py", "lambda t, x: t + x.astype(t.dtype)", "lambda t, x: x.astype(t.dtype)",
+        "test_step.py",
+    ),
+    "clip": Mutation(
+        J + "step.py", "shrink = jnp.minimum(1.0, ", "shrink = jnp.maximum(1.0, ", "test_step.py"
+    ),
+    "loss scale": Mutation(
+        J + "step.py", "g.astype(jnp.float32) / scale.scale", "g.astype(jnp.float32)",
+        "test_float16.py test_step.py",
+    ),
+    "diloco": Mutation(
+        J + "local.py", "c.outer_lr * (way + c.outer_momentum * v)", "0.0 * way", "test_local.py"
+    ),
+    "gossip": Mutation(
+        J + "local.py", 'total += jax.lax.ppermute(x, "data", shift(by))', "total += x",
+        "test_local.py",
+    ),
+    "remat": Mutation(
+        J + "model/remat.py", "return jax.checkpoint(run, policy=POLICIES[remat],",
+        'return jax.checkpoint(run, policy=jax.checkpoint_policies.everything_saveable,',
+        "model/test_remat.py",
+    ),
+    "muon": Mutation(
+        J + "optim/muon.py", "square_polynomial(a, polynomial, implementation=implementation) @ x",
+        "square_polynomial(a, coefficients[0], implementation=implementation) @ x",
+        "optim/test_muon.py oracle",
+    ),
+    "normuon": Mutation(
+        J + "optim/muon.py", "lines = jax.lax.rsqrt(jnp.maximum(now, 1e-10))",
+        "lines = jnp.ones_like(now)", "optim/test_muon.py oracle",
+    ),
+    "schedule": Mutation(
+        J + "optim/schedule.py", "left = 1 - progress", "left = 1.0", "optim/test_schedule.py"
+    ),
+    "lora": Mutation(
+        J + "finetune/lora.py", "return c.alpha / (math.sqrt(c.rank) if c.rslora else c.rank)",
+        "return c.alpha", "finetune",
+    ),
+    "dora": Mutation(
+        J + "finetune/lora.py", "= column_norms(matrices[name], a, b, scale)",
+        "= start[f\"{name}/magnitude\"]", "finetune",
+    ),
+    "nf4": Mutation(
+        J + "model/packed.py", "jnp.asarray(NF4)[codes] * most[:, None]",
+        "jnp.asarray(NF4)[codes] * w.mean", "finetune",
+    ),
+    "dpo": Mutation(
+        J + "finetune/preference.py", "return Judged(-(1 - smooth) * right_N - smooth * wrong_N,",
+        "return Judged(-(1 - smooth) * right_N,", "finetune/test_preference.py",
+    ),
+    "kto": Mutation(
+        J + "finetune/preference.py", "gain_N = reward_N2[..., 0] - c.beta * divergence",
+        "gain_N = reward_N2[..., 0]", "finetune/test_preference.py",
+    ),
+    "sft": Mutation(
+        J + "data/chat.py", "answers.append((len(begun), len(text)))",
+        "answers.append((0, len(text)))", "data/test_chat.py",
+    ),
+    "float8": Mutation(
+        J + "model/fp8.py", "most_L = jnp.max(past_HL, axis=0)", "most_L = past_HL[-1]",
+        "model/test_fp8_delayed.py",
+    ),
+    "experts": Mutation(
+        J + "model/moe.py", "h_MF = (h_MF * weights_M1).astype(x_MD.dtype)",
+        "h_MF = h_MF.astype(x_MD.dtype)", "model/test_moe.py",
+    ),
+    "context parallel": Mutation(
+        J + "parallel/context.py", "halves[:, 1, ::-1]", "halves[:, 1]", "parallel/test_context.py"
+    ),
+    "pipeline": Mutation(
+        J + "parallel/pipeline.py", "shift = chunk // repeats // (stages // gcd(stages, repeats))",
+        "shift = chunk * 0", "parallel/test_pipeline.py",
+    ),
+    "tensor parallel": Mutation(
+        J + "parallel/axes.py", "lambda axis, _, g: (g * jax.lax.axis_size(axis),)",
+        "lambda axis, _, g: (g,)", "parallel test_step.py model",
+    ),
+    "zero": Mutation(
+        J + "parallel/axes.py", 'without = None if kind in ZERO[zero] else "fsdp"',
+        "without = None", "parallel/test_mesh.py test_step.py",
+    ),
+    "masking": Mutation(
+        J + "data/augment.py", "hidden &= random.random(len(hidden)) < config.rate", "pass",
+        "data/test_augment.py",
+    ),
+    "fill in the middle": Mutation(
+        J + "data/augment.py", "order = [prefix, suffix, after, middle, before, between]",
+        "order = [prefix, suffix, after, middle, between, before]", "data/test_augment.py",
+    ),
+    "decontaminate": Mutation(
+        J + "data/quality/decontaminate.py", "count >= config.min_hits", "count > config.min_hits",
+        "data/test_quality.py data/test_filtered.py",
+    ),
+    "core": Mutation(
+        J + "scoring.py", "- label_N\n        new", "+ label_N\n        new", "test_tasks.py"
+    ),
+    "el2n": Mutation(
+        J + "measures.py", "error_NV = jnp.exp(logits_NV - top_N[:, None]) - hot_NV",
+        "error_NV = jnp.exp(logits_NV - top_N[:, None])", "test_score.py",
+    ),
+    "sampling": Mutation(
+        J + "generate.py", "scaled_BV = jnp.where(scaled_BV < least_B1, -jnp.inf, scaled_BV)",
+        "pass", "interop/test_runs.py model test_saved.py test_evaluate.py",
+    ),
+    "int8 cache": Mutation(
+        K + "attention/decode.py", "jnp.abs(wide_BSKH).max(-1) / 127",
+        "jnp.abs(wide_BSKH).max(-1) / 64", "kernels/test_decode.py test_int8_cache.py",
+    ),
+    "import": Mutation(
+        J + "interop/layouts.py", "lambda x, h: 1 + x.astype(np.float32)",
+        "lambda x, h: x.astype(np.float32)", "interop",
+    ),
+    "resume": Mutation(
+        J + "train.py", "segments=c.model.document_mask, state=position,",
+        "segments=c.model.document_mask, state=None,", "test_train.py",
+    ),
+    "flash backward": Mutation(
+        K + "attention/xla.py", "out.astype(lse.dtype) * dout.astype(lse.dtype), -1) - dlse",
+        "out.astype(lse.dtype) * dout.astype(lse.dtype), -1)", "kernels/test_attention.py",
+    ),
+    "loss": Mutation(
+        K + "cross_entropy/xla.py", "(1 + 2 * options.z_loss * lse_C)",
+        "(1 + options.z_loss * lse_C)", "kernels/test_cross_entropy.py",
+    ),
+}  # fmt: skip
+
+
+def attempt(name: str, m: Mutation, timeout: float) -> tuple[str, str]:
+    """(name, what became of it)."""
+    with tempfile.TemporaryDirectory() as folder:
+        copy = Path(folder) / "tree"
+        skip = shutil.ignore_patterns(".git", ".venv", ".cache", "runs", "__pycache__", ".whl")
+        shutil.copytree(ROOT, copy, ignore=skip)
+        text = (copy / m.file).read_text()
+        if text.count(m.old) != 1:
+            return name, f"NOT APPLIED: {m.file} has the line {text.count(m.old)} times"
+        (copy / m.file).write_text(text.replace(m.old, m.new))
+        env = os.environ | {
+            "PYTHONPATH": f"{copy}:{copy / 'kernels'}:" + os.environ.get("PYTHONPATH", "")
+        }
+        env.setdefault("JAX_COMPILATION_CACHE_DIR", str(ROOT / ".cache" / "jax-tests"))
+        files = [str(copy / "tests" / part) for part in m.tests.split()]
+        command = [
+            sys.executable,
+            "-m",
+            "pytest",
+            "-q",
+            "-x",
+            "-p",
+            "no:cacheprovider",
+            "-p",
+            "no:benchmark",
+            *files,
+        ]
+        try:
+            done = subprocess.run(
+                command, cwd=copy, env=env, capture_output=True, text=True, timeout=timeout
+            )
+        except subprocess.TimeoutExpired:
+            return name, "timed out"
+    failed = [line for line in done.stdout.splitlines() if line.startswith(("FAILED", "ERROR"))]
+    if done.returncode == 1 and failed:
+        return name, "killed by " + failed[0].split(" - ")[0].split("/tests/")[-1]
+    return name, "SURVIVED" if done.returncode == 0 else f"NOT RUN: {done.stdout[-300:]}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("names", nargs="*", choices=[*MUTATIONS, []], metavar="NAME")
+    parser.add_argument("--jobs", type=int, default=1, help="mutations at a time")
+    parser.add_argument("--timeout", type=float, default=600, help="seconds for one of them")
+    a = parser.parse_args()
+    chosen = a.names or list(MUTATIONS)
+    with ThreadPoolExecutor(a.jobs) as pool:
+        jobs = [pool.submit(attempt, name, MUTATIONS[name], a.timeout) for name in chosen]
+        results = [job.result() for job in jobs]
+    for name, what in results:
+        print(f"{name:20s} {what}")
+    return int(not all(what.startswith("killed") for _, what in results))
+
+
+if __name__ == "__main__":
+    sys.exit(main())
