@@ -8,7 +8,7 @@ it, so that templates need no marks of their own.
 import json
 import re
 from collections.abc import Callable, Sequence
-from functools import partial
+from functools import lru_cache, partial
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -16,6 +16,7 @@ import sentencepiece
 import tokenizers
 
 from jaxtrain.data.messages import BEGIN, END, Message, Tools, talk_of
+from jaxtrain.data.sentencepiece_model import facts_of, places
 from jaxtrain.data.template import Refused, Render, make_render
 from jaxtrain.data.tokenizer import BYTES_BOS, Tokenizer
 from jaxtrain.settings import UserError
@@ -168,11 +169,14 @@ def make_reader(tokenizer: Tokenizer) -> Reader:
         return Reader({"bos_token": name, "eos_token": name}, encode, lambda text, i: i)
     names = special_names(tokenizer)
     special = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
-    split, sizes_V = re.compile(f"({special})"), tokenizer.token_bytes().astype(np.int64)
+    split = re.compile(f"({special})")
     name = next(name for name, index in names.items() if index == tokenizer.bos_id)
+    plain = tokenizer.name == "bytes" or facts_of(tokenizer.model).plain
+    sizes_V = tokenizer.token_bytes().astype(np.int64) if plain else None
+    placed = partial(_placed, tokenizer.model)
     return Reader(
         {"bos_token": name, "eos_token": name},
-        lambda texts: _encode_between(tokenizer, names, sizes_V, split, texts),
+        partial(_encode_between, tokenizer, names, sizes_V, split, placed),
         lambda text, i: len(text[:i].encode()),
     )
 
@@ -190,37 +194,53 @@ def special_names(tokenizer: Tokenizer) -> dict[str, int]:
     return {processor.id_to_piece(i): i for i in ids}
 
 
+def _placed(model: bytes, text: str) -> Pieces:
+    """The tokens of a text, and where they stand in its bytes, as sentencepiece says."""
+    return Pieces(*(np.array(x, np.int64) for x in places(_processor(model), text)))
+
+
+@lru_cache(maxsize=2)
+def _processor(model: bytes) -> sentencepiece.SentencePieceProcessor:
+    return sentencepiece.SentencePieceProcessor(model_proto=model)
+
+
 def _encode_between(
     tokenizer: Tokenizer,
     names: dict[str, int],
-    sizes_V: np.ndarray,
+    sizes_V: np.ndarray | None,
     split: re.Pattern[str],
+    placed: Callable[[str], Pieces],
     texts: Sequence[str],
 ) -> list[Pieces]:
-    """Special tokens and the text between them, whose tokens stand where their bytes do."""
+    """Special tokens and the text between them, whose tokens stand where their bytes do.
+
+    sizes_V: None where the tokenizer changes text; then, and where they do not add up (a letter is
+    unknown), `placed` says where the tokens stand.
+    """
     parts = [[part for part in split.split(text) if part] for text in texts]
     between = [part for text in parts for part in text if part not in names]
     encoded = iter(tokenizer.encode_batch(between))
 
-    def pieces(part: str) -> tuple[np.ndarray, np.ndarray]:
+    def pieces(part: str) -> Pieces:
         size = len(part.encode())
         if part in names:
-            return np.array([names[part]]), np.array([size])
+            return Pieces(np.array([names[part]]), np.array([0]), np.array([size]))
         ids = next(encoded).astype(np.int64)
+        if sizes_V is None:
+            return placed(part)
         sizes = sizes_V[ids]
-        sizes[0] -= len(tokenizer.prefix)
+        sizes[:1] -= len(tokenizer.prefix)
         if sizes.sum() != size:
-            raise UserError(
-                "the tokenizer changes the text (it normalises), so that answers cannot be "
-                "found in its tokens: use the tokenizer.json of the model"
-            )
-        return ids, sizes
-
-    def joined(text: Sequence[str]) -> Pieces:
-        nothing = np.zeros(0, np.int64)
-        ids, sizes = map(np.concatenate, zip((nothing, nothing), *map(pieces, text)))
+            return placed(part)
         ends = np.cumsum(sizes)
         return Pieces(ids, ends - sizes, ends)
+
+    def joined(text: Sequence[str]) -> Pieces:
+        begins = np.cumsum([0, *(len(part.encode()) for part in text)])
+        found = [pieces(part) for part in text]
+        nothing = Pieces(*(np.zeros(0, np.int64) for _ in range(3)))
+        moved = [Pieces(p.ids, p.starts + b, p.ends + b) for p, b in zip(found, begins)]
+        return Pieces(*map(np.concatenate, zip(nothing, *moved)))
 
     return [joined(text) for text in parts]
 

@@ -38,6 +38,7 @@ from jaxtrain.settings import UserError
 Progress = Callable[[str, int, int | None], None]
 ALONE = 1 << 24  # stored bytes; less text is tokenized before other processes would have started
 RULES = 2  # goes up when conversations are read in another way: stores of before are not theirs
+IDS = 2  # goes up when sentencepiece models read text in another way
 NOUNS = {"chat": "conversations", "preference": "preferences"}  # of other sources: documents
 FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # to hold out; HELD_OUT documents, if there are
 HELD_OUT = 5
@@ -317,6 +318,8 @@ def _key(config: DataConfig, cache: Path) -> str:
     """A hash of all that decides the stores: contents, how they are read, split and tokenized."""
     settings = config.model_dump(include={"train", "validation", "tokenizer"})
     settings["format"] = stores.FORMAT
+    if config.tokenizer.name == "sentencepiece":
+        settings["ids"] = IDS
     assert config.train.name != "mixture", "corpus.prepare takes a mixture apart"
     settings["train"] |= _contents(config.train, cache)
     if config.validation.name == "source":

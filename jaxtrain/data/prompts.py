@@ -16,6 +16,7 @@ import numpy as np
 
 from jaxtrain.data.tasks import Example, Loaded, Task
 from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.train_tokenizer import SPACE
 
 SHOT_SEED = 1234
 WORD_START = re.compile(r"(?<=\S) ")  # where a tokenizer that cuts at words always cuts
@@ -114,7 +115,9 @@ class Encoder:
 
     def __call__(self, prompts: Sequence[Prompt]) -> list[list[np.ndarray]]:
         """The tokens of each prompt's texts, after BOS."""
-        if self.tokenizer.by_word:
+        # The sign for a space is one to some tokenizers, so that words end elsewhere.
+        signs = (SPACE in text for p in prompts for text in (*p.shared, *p.endings))
+        if self.tokenizer.by_word and not any(signs):
             return self.by_word(prompts)
         texts = ["".join(p.shared) + ending for p in prompts for ending in p.endings]
         encoded = iter(self.tokenizer.encode_batch(texts))

@@ -20,7 +20,7 @@ from jaxtrain.data.packing import Batch, Row, assemble
 from jaxtrain.data.pairs import texts_of_pairs
 from jaxtrain.data.prepare import Prepared
 from jaxtrain.data.store import TokenStore
-from jaxtrain.data.tokenizer import Tokenizer
+from jaxtrain.data.tokenizer import Tokenizer, text_of
 
 
 def show(
@@ -94,7 +94,8 @@ def _with_specials(tokenizer: Tokenizer) -> Tokenizer:
     pieces = list(tokenizer.pieces)
     for name, index in tokenizer.specials.items():
         pieces[index] = b"" if index == tokenizer.bos_id else name.encode()
-    return dataclasses.replace(tokenizer, pieces=tuple(pieces))
+    decode = partial(text_of, pieces)
+    return dataclasses.replace(tokenizer, pieces=tuple(pieces), decode_ids=decode)
 
 
 def _fill(batch: Batch) -> str:

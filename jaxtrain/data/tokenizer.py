@@ -1,7 +1,8 @@
 """Text to token ids and back: sentencepiece, a Hugging Face tokenizer.json, or plain bytes.
 
-Each kind is a function from the bytes of its model file to one `Tokenizer`. A tokenizer knows the
-UTF-8 bytes that every token stands for, so that bits per byte are exact.
+Each kind is a function from the bytes of its model file to one `Tokenizer`. Its ids are those of
+the library, but that special tokens written out in a text are text. A tokenizer knows the UTF-8
+bytes that every token stands for, so that bits per byte are exact where it does not change text.
 """
 
 import hashlib
@@ -11,18 +12,19 @@ import re
 from array import array
 from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
+from functools import partial
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import numpy as np
 import sentencepiece
 import tokenizers
 from pydantic import Field
 
+from jaxtrain.data.sentencepiece_model import cut_encoder, facts_of, piece_bytes
 from jaxtrain.data.train_tokenizer import BOS_NAMES, SPACE, train_bpe, train_sentencepiece
 from jaxtrain.settings import Settings, UserError
 
-CHUNK = 8192  # characters; sentencepiece slows down on longer texts
 BYTES_A_PIECE = 4  # of training text; with less a vocabulary would learn the text by heart
 WORDS = 1 << 19  # whose tokens are remembered: 120 MB at most
 # A word with what stands before it: a new one begins at each space after a letter or sign.
@@ -88,6 +90,7 @@ class Tokenizer:
     pieces: tuple[bytes, ...]
     bos_id: int
     encode_batch: Callable[[list[str]], list[np.ndarray]]
+    decode_ids: Callable[[list[int]], str]
     prefix: bytes = b""  # what encoding puts before a text and decoding takes away
     by_word: bool = False  # a space after a letter or sign always begins a token
     # Ids of tokens that no text has; what is compared and hashed is the model that they are in.
@@ -106,9 +109,9 @@ class Tokenizer:
         return self.encode_batch([text])[0]
 
     def decode(self, ids: Sequence[int] | np.ndarray) -> str:
-        """The text of `ids`; special tokens are dropped, a broken UTF-8 sequence becomes U+FFFD."""
-        data = b"".join(self.pieces[i] for i in ids)
-        return data.removeprefix(self.prefix).decode(errors="replace")
+        """The text of `ids` as the library writes it: without special tokens, U+FFFD for broken
+        UTF-8, and for what sentencepiece did not know its sign."""
+        return self.decode_ids([int(i) for i in ids])
 
     def token_bytes(self) -> np.ndarray:
         """int32 [V]: the number of UTF-8 bytes that each token stands for."""
@@ -170,38 +173,24 @@ def sentencepiece_tokenizer(model: bytes, path: str = "the model") -> Tokenizer:
         raise UserError(f"{path} is not a sentencepiece model") from error
     if processor.bos_id() < 0:
         raise UserError(f"{path} has no BOS token, which starts every document")
-    size = processor.get_piece_size()
-    pieces = tuple(_piece_bytes(processor, i) for i in range(size))
-    space_ids = [processor.piece_to_id(f"<0x{byte:02X}>") for byte in SPACE.encode()]
-    threads = _threads()
-    first = b"".join(pieces[i] for i in processor.encode("a"))
-    prefix = first.removesuffix(b"a").decode()
-    if prefix:
-        processor = _without_prefix(model)
-
-    def encode(texts: list[str]) -> list[list[int]]:
-        if not any(SPACE in text or len(text) > CHUNK for text in texts) and not prefix:
-            return processor.encode(texts, num_threads=threads)
-        # In a piece U+2581 means a space, so a real one is encoded by its three bytes.
-        parts = [[_chunks(part) for part in (prefix + text).split(SPACE)] for text in texts]
-        flat = [chunk for text in parts for part in text for chunk in part]
-        ids = iter(processor.encode(flat, num_threads=threads))
-        out = []
-        for text in parts:
-            joined: list[int] = []
-            for index, part in enumerate(text):
-                joined += space_ids if index else []
-                for _ in part:
-                    joined += next(ids)
-            out.append(joined)
-        return out
-
-    by_word = _separable(pieces, encode, prefix)
-    encode_batch = _by_word(encode) if by_word else _as_arrays(encode)
-    bos_id = processor.bos_id()
-    specials = {processor.id_to_piece(i): i for i in range(size) if processor.is_control(i)}
+    size, facts = processor.get_piece_size(), facts_of(model)
+    special = [processor.is_control(i) or processor.is_unknown(i) for i in range(size)]
+    names = [processor.id_to_piece(i) for i in range(size)]
+    pieces = tuple(b"" if no else piece_bytes(name) for no, name in zip(special, names))
+    encode = cut_encoder(model, processor, _threads())
+    # A space has a piece of its own, or unknown letters around it would become one token.
+    apart = facts.plain and facts.kind == "bpe" and SPACE in names
+    by_word = apart and not facts.prefix and _separable(pieces, encode)
     return Tokenizer(
-        "sentencepiece", model, pieces, bos_id, encode_batch, prefix.encode(), by_word, specials
+        "sentencepiece",
+        model,
+        pieces,
+        processor.bos_id(),
+        _by_word(encode) if by_word else _as_arrays(encode),
+        processor.decode,
+        b" " if facts.prefix else b"",
+        by_word,
+        {name: i for i, name in enumerate(names) if processor.is_control(i)},
     )
 
 
@@ -226,7 +215,7 @@ def huggingface_tokenizer(model: bytes, path: str = "tokenizer.json") -> Tokeniz
         alphabet = {letter: byte for byte, letter in enumerate(byte_alphabet())}
         to_bytes = lambda piece: bytes(alphabet[letter] for letter in piece)
     elif "Metaspace" in kinds or "ByteFallback" in kinds:
-        to_bytes = _sentencepiece_bytes
+        to_bytes = piece_bytes
     else:
         raise UserError(f"{path} is neither byte-level nor sentencepiece-style: bytes are unknown")
     added = inner.get_added_tokens_decoder()
@@ -240,21 +229,27 @@ def huggingface_tokenizer(model: bytes, path: str = "tokenizer.json") -> Tokeniz
     def encode(texts: list[str]) -> list[list[int]]:
         return [one.ids for one in inner.encode_batch_fast(texts, add_special_tokens=False)]
 
-    first = b"".join(pieces[i] for i in encode(["a"])[0])
-    prefix = first.removesuffix(b"a")  # Llama's and Mistral's put a space before the text
+    def decode(ids: list[int]) -> str:
+        if inner.decoder is not None:
+            return inner.decode(ids, skip_special_tokens=True)
+        return text_of(pieces, ids).removeprefix(before)
+
+    first = encode(["a"])[0]
+    before = text_of(pieces, first).removesuffix("a")  # Llama's puts a space before the text
+    stays = before and decode(first) != "a"  # GPT-2's does if it is told to, and leaves it there
     strips = any(token.lstrip or token.rstrip for token in added.values() if not token.special)
-    by_word = not strips and _separable(pieces, encode, prefix.decode())
-    encode_batch = _by_word(encode) if by_word else _as_arrays(encode)
-    specials = {token.content: index for index, token in added.items() if token.special}
+    by_word = not (before or strips or _rewrites(settings["normalizer"]))
+    by_word = by_word and _separable(pieces, encode)
     return Tokenizer(
         "huggingface",
         model,
         tuple(pieces),
         vocabulary[bos],
-        encode_batch,
-        prefix,
+        _by_word(encode) if by_word else _as_arrays(encode),
+        decode,
+        b"" if stays else before.encode(),
         by_word,
-        specials,
+        {token.content: index for index, token in added.items() if token.special},
     )
 
 
@@ -265,7 +260,8 @@ def byte_tokenizer(model: bytes = b"bytes", path: str = "") -> Tokenizer:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
 
     pieces = tuple(bytes([byte]) for byte in range(256)) + (b"",)
-    return Tokenizer("bytes", model, pieces, 256, encode_batch, by_word=True)
+    decode = partial(text_of, pieces)
+    return Tokenizer("bytes", model, pieces, 256, encode_batch, decode, by_word=True)
 
 
 # One row a kind: (bytes of the model file, its path for messages) -> Tokenizer.
@@ -286,10 +282,25 @@ def _threads() -> int:
     return 1 if os.environ.get("TOKENIZERS_PARALLELISM") == "false" else os.cpu_count() or 1
 
 
-def _separable(pieces: Sequence[bytes], encode: Callable, prefix: str) -> bool:
+def text_of(pieces: Sequence[bytes], ids: Sequence[int]) -> str:
+    """The bytes of the ids as a text."""
+    return b"".join(pieces[i] for i in ids).decode(errors="replace")
+
+
+def _rewrites(normalizer: Any) -> bool:
+    """Whether a normalizer of a tokenizer.json may change how words are told apart."""
+    if normalizer is None or normalizer["type"] in ("NFC", "NFD", "NFKC", "NFKD"):
+        return False
+    if normalizer["type"] == "Sequence":
+        return any(map(_rewrites, normalizer["normalizers"]))
+    space = normalizer["type"] == "Replace" and normalizer["pattern"] == {"String": " "}
+    return not (space and normalizer["content"] == SPACE)
+
+
+def _separable(pieces: Sequence[bytes], encode: Callable) -> bool:
     """Whether a text's tokens are those of its words: no token goes on after a word's end."""
     # GPT-2 has pieces of no-break spaces, whose bytes alone would not pass for spaces.
-    if prefix or any(re.search(r"\S ", piece.decode(errors="replace")) for piece in pieces):
+    if any(re.search(r"\S ", piece.decode(errors="replace")) for piece in pieces):
         return False
     whole, words = encode([PROBE])[0], encode(WORD.findall(PROBE))
     return whole == [token for word in words for token in word]
@@ -308,44 +319,14 @@ def _by_word(encode: Callable[[list[str]], list[list[int]]]) -> Callable:
         if len(known) > WORDS:
             known = {}
         table = known  # another thread may begin a new one
-        words = [WORD.findall(text) for text in texts]
+        # A text that has the sign for a space is a single word: to some models it is a space.
+        words = [[text] if SPACE in text else WORD.findall(text) for text in texts]
         new = list(set().union(*words).difference(table))
         table.update(zip(new, (array("i", ids).tobytes() for ids in encode(new))))
         joined = (bytearray().join(map(table.__getitem__, one)) for one in words)
         return [np.frombuffer(one, np.int32) for one in joined]
 
     return encode_batch
-
-
-def _chunks(text: str) -> list[str]:
-    """Cuts a long text after newlines, or spaces, so that encoding runs in parallel."""
-    chunks = []
-    while len(text) > CHUNK:
-        cut = text.rfind("\n", CHUNK // 2, CHUNK) + 1 or text.rfind(" ", CHUNK // 2, CHUNK) + 1
-        chunks.append(text[: cut or CHUNK])
-        text = text[cut or CHUNK :]
-    return chunks + [text]
-
-
-def _without_prefix(model: bytes) -> sentencepiece.SentencePieceProcessor:
-    """Llama's models put a space before the text, but shall not put one before every chunk."""
-    from sentencepiece import sentencepiece_model_pb2 as model_pb2
-
-    proto = vars(model_pb2)["ModelProto"].FromString(model)
-    proto.normalizer_spec.add_dummy_prefix = False
-    return sentencepiece.SentencePieceProcessor(model_proto=proto.SerializeToString())
-
-
-def _piece_bytes(processor: sentencepiece.SentencePieceProcessor, index: int) -> bytes:
-    if processor.is_control(index) or processor.is_unknown(index):
-        return b""
-    return _sentencepiece_bytes(processor.id_to_piece(index))
-
-
-def _sentencepiece_bytes(piece: str) -> bytes:
-    if re.fullmatch(r"<0x[0-9A-F]{2}>", piece):
-        return bytes([int(piece[3:5], 16)])
-    return piece.replace(SPACE, " ").encode()
 
 
 def byte_alphabet() -> list[str]:

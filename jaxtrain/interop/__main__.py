@@ -94,7 +94,6 @@ def export_run(
             f"{model_dir / FOLDER / 'config.json'}: dtype {kind} is none to write; say --dtype, "
             f"one of {', '.join(sorted(NUMPY))}"
         )
-    out.mkdir(parents=True, exist_ok=True)
     tokenizer_files(saved.tokenizer, model_dir, out)
     if talk := template_of(saved.config.data):
         template, special = talk

@@ -10,7 +10,7 @@ import tokenizers
 from jaxtrain.data import Tokenizer, load_tokenizer
 from jaxtrain.data.tokenizer import FILES, huggingface_tokenizer
 from jaxtrain.interop.configs import Json
-from jaxtrain.interop.tokenizer_json import bos_name, tokenizer_json
+from jaxtrain.interop.tokenizer_json import bos_name, tokenizer_json, with_bos
 from jaxtrain.settings import UserError, read_object
 
 FOLDER = "huggingface"  # inside model/: what a checkpoint brought along
@@ -130,18 +130,25 @@ def chat_files(template: str, special: dict[str, str], end: int, out: Path) -> N
 
 
 def tokenizer_files(tokenizer: Tokenizer, model_dir: Path, out: Path) -> None:
-    """Write what transformers needs of a tokenizer, and what the checkpoint brought along."""
+    """Write what transformers needs of a tokenizer, and what the checkpoint brought along.
+
+    Raises UserError, before anything is written, for one that has no tokenizer.json.
+    """
+    text, bos = tokenizer_json(tokenizer), bos_name(tokenizer)
     carry(model_dir / FOLDER, out)
     (out / "config.json").unlink(missing_ok=True)
-    (out / "tokenizer.json").write_text(tokenizer_json(tokenizer), encoding="utf-8")
-    if not (out / "tokenizer_config.json").is_file():
-        bos = bos_name(tokenizer)
-        settings = {
-            "tokenizer_class": "PreTrainedTokenizerFast",
-            "bos_token": bos,
-            "eos_token": bos,
-        }
-        write_json(out / "tokenizer_config.json", settings)
+    settings = read_json(out / "tokenizer_config.json")
+    if not settings:
+        settings = {"bos_token": bos, "eos_token": bos}
+        settings |= {"clean_up_tokenization_spaces": False}  # older versions do, unasked
+        settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    elif tokenizer.name == "sentencepiece":
+        # LlamaTokenizer would put a pipeline of its own in the place of tokenizer.json's.
+        if settings.get("add_bos_token", True):
+            text = with_bos(text, bos, tokenizer.bos_id)
+        settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    (out / "tokenizer.json").write_text(text, encoding="utf-8")
+    write_json(out / "tokenizer_config.json", settings)
     if not (out / "generation_config.json").is_file():
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.bos_id}
         write_json(out / "generation_config.json", ids)

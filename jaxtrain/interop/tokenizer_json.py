@@ -1,11 +1,24 @@
-"""Any of our tokenizers as a tokenizer.json of Hugging Face."""
+"""Any of our tokenizers as a tokenizer.json of Hugging Face.
+
+Its ids are those of ours, but that `tokenizers` reads a special token that is written out in a text
+as that token unless it is told not to (`split_special_tokens=True` in transformers).
+"""
+
+from collections.abc import Sequence
 
 import sentencepiece
 import tokenizers
-from tokenizers import AddedToken, decoders, models, normalizers, pre_tokenizers
+from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxtrain.data import Tokenizer
+from jaxtrain.data.sentencepiece_model import ModelFacts, facts_of, proto_of
 from jaxtrain.data.tokenizer import BYTES_BOS, SPACE, byte_alphabet
+from jaxtrain.interop.odd_texts import odd_texts
+from jaxtrain.settings import UserError
+
+NEVER = -1e4  # log-probability of a piece that is not in texts
+MANY = 1 << 16
+CHECKED = 1000  # odd texts that are encoded in both ways
 
 
 def tokenizer_json(tokenizer: Tokenizer) -> str:
@@ -18,8 +31,22 @@ def tokenizer_json(tokenizer: Tokenizer) -> str:
 
 def bos_name(tokenizer: Tokenizer) -> str:
     """How its tokenizer.json calls the BOS token."""
-    inner = tokenizers.Tokenizer.from_str(tokenizer_json(tokenizer))
+    if tokenizer.name == "bytes":
+        return BYTES_BOS
+    if tokenizer.name == "sentencepiece":
+        names = {index: name for name, index in tokenizer.specials.items()}
+        return names[tokenizer.bos_id]
+    inner = tokenizers.Tokenizer.from_str(tokenizer.model.decode())
     return inner.id_to_token(tokenizer.bos_id) or ""
+
+
+def with_bos(text: str, bos: str, index: int) -> str:
+    """A tokenizer.json that puts the BOS token before each text."""
+    inner = tokenizers.Tokenizer.from_str(text)
+    inner.post_processor = processors.TemplateProcessing(
+        single=f"{bos} $A", pair=f"{bos} $A {bos} $B:1", special_tokens=[(bos, index)]
+    )
+    return inner.to_str(pretty=True)
 
 
 def from_bytes() -> tokenizers.Tokenizer:
@@ -33,13 +60,68 @@ def from_bytes() -> tokenizers.Tokenizer:
 
 
 def from_sentencepiece(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
-    """BPE whose merges are all splits of each piece, ranked by the piece's score."""
+    """The same ids for every text, special tokens in it aside; UserError where there is no way."""
+    facts = facts_of(tokenizer.model)
+    if reason := unlike(facts, tokenizer.model):
+        raise refused(reason)
     processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model)
+    inner = tokenizers.Tokenizer((bpe if facts.kind == "bpe" else unigram)(processor, facts))
+    steps: list[normalizers.Normalizer] = []
+    if facts.squeezed:
+        ends = normalizers.Replace(Regex(rf"\A +|[ {SPACE}]+\z"), "")
+        steps += [ends, normalizers.Replace(Regex(" {2,}"), " ")]
+    if facts.prefix:
+        steps.append(normalizers.Prepend(SPACE))
+    steps.append(normalizers.Replace(" ", SPACE))
+    undo = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
+    if facts.prefix or facts.squeezed:
+        undo.append(decoders.Strip(" ", MANY if facts.squeezed else 1, 0))
+    inner.normalizer = normalizers.Sequence(steps)
+    inner.decoder = decoders.Sequence(undo)
+    ids = range(processor.get_piece_size())
+    special = [i for i in ids if processor.is_control(i) or processor.is_unknown(i)]
+    inner.add_special_tokens([AddedToken(processor.id_to_piece(i), special=True) for i in special])
+    symbols = [AddedToken(symbol) for symbol in facts.user if " " not in symbol]  # else never met
+    inner.add_tokens(symbols)
+    check(inner, processor, facts.user)
+    return inner
+
+
+def unlike(facts: ModelFacts, model: bytes) -> str | None:
+    """What a model does that a tokenizer.json cannot say, if it does such a thing."""
+    if facts.kind not in ("bpe", "unigram"):
+        return f"its model_type {facts.kind} has no counterpart; bpe and unigram have"
+    if facts.normalizer != "identity":
+        return (
+            f"its normalizer {facts.normalizer} changes letters as `tokenizers` cannot; "
+            "--normalization_rule_name=identity changes none"
+        )
+    if facts.suffix or not facts.escaped:
+        return "its pieces end in spaces (treat_whitespace_as_suffix) or do not mark them"
+    if facts.user and (facts.prefix or facts.squeezed):
+        return (
+            f"its user defined symbols ({facts.user[0]!r}, ...) stand behind a space that is put "
+            "there or taken away; --add_dummy_prefix=false and --remove_extra_whitespaces=false "
+            "leave spaces as they are"
+        )
+    if has_unused(model):
+        return "some of its pieces are of the type unused"
+    return None
+
+
+def refused(reason: str) -> UserError:
+    return UserError(f"the sentencepiece model cannot be written as a tokenizer.json: {reason}")
+
+
+def bpe(processor: sentencepiece.SentencePieceProcessor, facts: ModelFacts) -> models.BPE:
+    """Its merges are all splits of each piece, ranked by the piece's score."""
     ids = range(processor.get_piece_size())
     vocabulary = {processor.id_to_piece(i): i for i in ids}
+    whole = set(facts.user)
     plain = [
         i for i in ids
         if not (processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i))
+        and processor.id_to_piece(i) not in whole
     ]  # fmt: skip
     known = {processor.id_to_piece(i) for i in plain}
     merges = []
@@ -47,16 +129,40 @@ def from_sentencepiece(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
         piece = processor.id_to_piece(i)
         splits = ((piece[:cut], piece[cut:]) for cut in range(1, len(piece)))
         merges += [(a, b) for a, b in splits if a in known and b in known]
-    unknown = processor.id_to_piece(processor.unk_id())
-    inner = tokenizers.Tokenizer(
-        models.BPE(vocabulary, merges, unk_token=unknown, byte_fallback=True, fuse_unk=True)
+    unknown, falls_back = processor.id_to_piece(processor.unk_id()), has_bytes(processor)
+    return models.BPE(
+        vocabulary, merges, unk_token=unknown, byte_fallback=falls_back, fuse_unk=True
     )
-    steps = [normalizers.Replace(" ", SPACE)]
-    undo = [decoders.Replace(SPACE, " "), decoders.ByteFallback(), decoders.Fuse()]
-    if tokenizer.prefix:
-        steps, undo = [normalizers.Prepend(SPACE), *steps], [*undo, decoders.Strip(" ", 1, 0)]
-    inner.normalizer = normalizers.Sequence(steps)
-    inner.decoder = decoders.Sequence(undo)
-    special = [i for i in ids if processor.is_control(i) or processor.is_unknown(i)]
-    inner.add_special_tokens([AddedToken(processor.id_to_piece(i), special=True) for i in special])
-    return inner
+
+
+def unigram(processor: sentencepiece.SentencePieceProcessor, facts: ModelFacts) -> models.Unigram:
+    """Its pieces with their scores; those that no text has are never the likeliest."""
+    vocabulary = []
+    for i in range(processor.get_piece_size()):
+        apart = processor.is_control(i) or processor.is_unknown(i) or processor.is_byte(i)
+        score = NEVER if apart else processor.get_score(i)
+        vocabulary.append((processor.id_to_piece(i), score))
+    return models.Unigram(vocabulary, processor.unk_id(), byte_fallback=has_bytes(processor))
+
+
+def has_bytes(processor: sentencepiece.SentencePieceProcessor) -> bool:
+    return any(processor.is_byte(i) for i in range(processor.get_piece_size()))
+
+
+def has_unused(model: bytes) -> bool:
+    return any(piece.type == piece.UNUSED for piece in proto_of(model).pieces)
+
+
+def check(
+    inner: tokenizers.Tokenizer,
+    processor: sentencepiece.SentencePieceProcessor,
+    symbols: Sequence[str],
+) -> None:
+    """Raises UserError for an odd text whose ids are not those of the model."""
+    texts = odd_texts(CHECKED, symbols)
+    inner.encode_special_tokens = True
+    found = inner.encode_batch_fast(texts, add_special_tokens=False)
+    inner.encode_special_tokens = False
+    for text, one, ids in zip(texts, found, processor.encode(texts)):
+        if one.ids != ids:
+            raise refused(f"`tokenizers` would read {text!a} as {one.ids}, not {ids}")

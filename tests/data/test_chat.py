@@ -263,14 +263,20 @@ def test_a_template_that_changes_questions_is_refused():
         chat.documents([json.dumps(WITH_SYSTEM)])
 
 
-def test_a_normalising_tokenizer_is_refused():
+def test_answers_are_found_where_the_tokenizer_changes_the_text():
+    """With sentencepiece's defaults: NFKC, a space before texts, one space between words."""
     model = io.BytesIO()
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=iter([SHAKESPEARE]), model_writer=model, model_type="bpe",
-        vocab_size=300, byte_fallback=True, minloglevel=2,
+        vocab_size=360, byte_fallback=True, minloglevel=2,
     )  # fmt: skip
-    with pytest.raises(UserError, match="it normalises"):
-        chat_of("mistral", sentencepiece_tokenizer(model.getvalue()))
+    tokenizer = sentencepiece_tokenizer(model.getvalue())
+    chat, names = chat_of("mistral", tokenizer), {1: "<s>", 2: "</s>"}
+    messages = [
+        {"role": "user", "content": "  \u00bd  of   it?"},
+        {"role": "assistant", "content": "\ufb01ne,  \uff21\u3000\u00b2"},
+    ]
+    assert learned(chat, messages, tokenizer, names) == [[" fine, A 2</s>"]]
 
 
 # ---- stores and batches ----------------------------------------------------------------------
