@@ -72,11 +72,11 @@ def targets(c: LoRAConfig, specs: Any) -> list[str]:
     """Names of the matrices that get an adapter."""
     able = in_blocks(specs)
     names = matching(nested(able), c.targets, "finetune.targets")
-    for name in names:
-        if c.rank > min(able[name].shape[-2:]):
-            raise UserError(
-                f"finetune.rank {c.rank} is more than {name} has: it is {able[name].shape[-2:]}"
-            )
+    # A narrow matrix among them (a gate, the keys of one head) is changed in full, as with peft.
+    if all(c.rank > min(able[name].shape[-2:]) for name in names):
+        raise UserError(
+            f"finetune.rank {c.rank} is more than {names[0]} has: it is {able[names[0]].shape[-2:]}"
+        )
     return names
 
 

@@ -1,0 +1,107 @@
+"""Every matrix of a block goes through `dense`: it may be packed, have a change beside it, or be in
+float8. README's example of a new matrix is held to it as well."""
+
+import functools
+import inspect
+import re
+from pathlib import Path
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from test_transformer import FAMILIES, logits
+from tiny import VOCAB, random_params, resolved, tokens
+
+import jaxtrain
+from jaxtrain.finetune import LoRAConfig, make_parts
+from jaxtrain.finetune.partition import flatten, in_blocks, map_named
+from jaxtrain.model import Adapted, Transformer, attention, block, pack, split, whole
+from jaxtrain.model import fp8 as model_fp8
+from jaxtrain.model.config import ResolvedModel
+
+README = Path(jaxtrain.__file__).parents[1] / "README.md"
+FORMS = ("lora", "nf4", "int8", "float8")
+GATED = {"attention_gate": True}
+CASES = FAMILIES | {"experts": {"moe": {"experts": 2, "every": 2}, "depth": 2}, "README": GATED}
+
+
+def gate(monkeypatch):
+    """README's gate in the model, its lines where it says they go; returns the configuration's."""
+    (example,) = re.findall(r"```python\n(    attention_gate:.*?)```", README.read_text(), re.S)
+    field, declared, used = example.split("\n\n")
+    source = inspect.getsource(attention.Attention)
+    for anchor, lines in (("        self.config = c\n", declared), ("        return sh", used)):
+        assert source.count(anchor) == 1
+        source = source.replace(anchor, f"{lines.rstrip()}\n{anchor}")
+    names = dict(vars(attention))
+    exec(source, names)
+    monkeypatch.setattr(block, "Attention", names["Attention"])
+    config = "from pydantic import Field\nclass Gated(ResolvedModel):\n"
+    names = {"ResolvedModel": ResolvedModel, "__name__": "gated"}
+    exec(config + field, names)
+    return names["Gated"]
+
+
+def in_form(form, name, w_LKN):
+    """A stack of matrices as a step may have it."""
+    if form in ("nf4", "int8"):
+        return pack(w_LKN, form)
+    if form == "float8":
+        quantize = functools.partial(model_fp8.kernels.fp8_quantize, implementation="xla")
+        return model_fp8.Fp8Weight(w_LKN, jax.vmap(quantize)(w_LKN))
+    L, K, N = w_LKN.shape
+    random = np.random.default_rng(len(name))
+    a, b = random.normal(size=(L, K, 2)), random.normal(size=(L, 2, N))
+    return Adapted(w_LKN, jnp.float32(a), jnp.float32(b), scale=0.1)
+
+
+def one_layer(name, monkeypatch):
+    """The configuration of a case, as few layers deep as it can be."""
+    if name == "README":
+        return gate(monkeypatch).model_validate(resolved(depth=1).model_dump() | GATED)
+    return resolved(**CASES[name] | {"depth": 2 if name == "experts" else 1})
+
+
+# The rest of the table takes long.
+FAST = {("speedrun", "lora"), ("llama", "nf4"), ("gemma3", "int8"), ("gpt2", "float8")}
+TABLE = [
+    pytest.param(n, f, marks=() if n == "README" or (n, f) in FAST else pytest.mark.slow)
+    for n in CASES
+    for f in FORMS
+]
+
+
+@pytest.mark.parametrize(("name", "form"), TABLE)
+def test_a_matrix_of_a_block_works_in_every_form(name, form, monkeypatch):
+    """Packed or changed, it is the whole matrix that it stands for; float8 rounds."""
+    graphdef, specs = split(Transformer(one_layer(name, monkeypatch), VOCAB))
+    params, matrices = random_params(specs), in_blocks(specs)
+    assert len(matrices) >= 4 and (name != "README" or "blocks/attention/gate" in matrices)
+    given = {n: in_form(form, n, x) for n, x in flatten(params).items() if n in matrices}
+    changed = map_named(lambda n, x: given.get(n, x), params)
+    out, plain = logits(graphdef, changed, tokens(2)), params
+    if form != "float8":
+        plain = map_named(lambda n, x: whole(given[n]) if n in given else x, params)
+    expected = np.asarray(logits(graphdef, plain, tokens(2)))
+    error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
+    assert error < (0.2 if form == "float8" else 1e-4)
+
+
+@pytest.mark.parametrize("name", ["README", pytest.param("gemma3", marks=pytest.mark.slow)])
+def test_a_change_beside_any_matrix_learns(name, monkeypatch):
+    graphdef, specs = split(Transformer(one_layer(name, monkeypatch), VOCAB))
+    matrices = in_blocks(specs)
+    put = lambda n, x: in_form("lora", n, x) if n in matrices else x
+    changed = map_named(put, random_params(specs))
+    loss = lambda p: jnp.mean(jnp.square(logits(graphdef, p, tokens(2))))
+    gradient = flatten(jax.grad(loss)(changed))
+    dead = [n for n in matrices for x in (gradient[n].a, gradient[n].b) if not np.abs(x).max() > 0]
+    assert dead == []
+
+
+def test_a_narrow_matrix_is_a_target_of_lora_whatever_the_rank(monkeypatch):
+    """The gate has as many columns as there are heads, here 4."""
+    _, specs = split(Transformer(one_layer("README", monkeypatch), VOCAB))
+    parts = make_parts(LoRAConfig(rank=16), specs, jnp.dtype(jnp.float32))
+    assert flatten(parts.trainable)["blocks/attention/gate/b"].shape == (1, 16, 4)
