@@ -19,6 +19,7 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxtrain import data, objectives
+from jaxtrain.data.tasks import Rules
 from jaxtrain.finetune import join_all
 from jaxtrain.model import cast
 from jaxtrain.parallel import make_mesh, place_batch, shardings
@@ -35,6 +36,7 @@ from jaxtrain.tasks import run_tasks, table_of
 # Batches in the devices' queue. Hundreds of programs that exchange with other processes wait for
 # one another for ever on CPUs: each holds a thread until its partner's has one.
 AHEAD = 4
+ASKED = ("step", "tasks", "limit", "all_shots", "crop")  # arguments that processes share
 
 
 def make_scorer(
@@ -149,7 +151,8 @@ def answer_tasks(saved: Saved, config: Resolved, arguments: argparse.Namespace) 
     name = "tasks.json" if arguments.step is None else f"tasks_step_{arguments.step:06d}.json"
     out = arguments.out or arguments.run / name
     bundle = data.open_bundle(arguments.bundle, names)
-    result = run_tasks(saved, config, bundle, names, out, arguments.limit)
+    rules = Rules(arguments.limit, arguments.all_shots, arguments.crop)
+    result = run_tasks(saved, config, bundle, names, out, rules)
     if jax.process_index() > 0:
         return
     if (arguments.run / "metrics.jsonl").is_file():
@@ -167,6 +170,12 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("--tasks", help="core, names of its tasks, or FILE.yaml: comma-separated")
     parser.add_argument("--bundle", type=Path, help="of the tasks; default $JAXTRAIN_CORE")
     parser.add_argument("--limit", type=int, help="examples of each task; default all")
+    parser.add_argument(
+        "--all-shots", action="store_true", help="draw shots from beyond --limit too"
+    )
+    parser.add_argument(
+        "--crop", action="store_true", help="cut prompts longer than the context at their beginning"
+    )
     parser.add_argument("--out", type=Path, help="results of tasks; RUN/tasks[_step_N].json")
     parser.add_argument("overrides", nargs="*", help="data.validation.name=documents ...")
     add_place(parser)
@@ -175,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     config = load_resolved(folder_of(a.run) / "config.yaml")
     config = override(config, a.overrides)
     start(quiet=place is not None and place.index > 0)
-    asked = {f"--{name}": str(getattr(a, name)) for name in ("step", "tasks", "limit")}
+    asked = {f"--{name}": str(getattr(a, name)) for name in ASKED}
     same = facts(config) | asked if place else {}
     with joined(place, config.processes, same) as group:
         saved = load_saved(a.run, a.step)

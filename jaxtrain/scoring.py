@@ -1,11 +1,13 @@
 """Log-likelihoods of many token sequences: packed rows in, a few numbers a sequence out.
 
-One compiled program, or two where sequences share beginnings, serves all lengths. The head is
+One compiled program, or two where sequences share beginnings, serves all lengths up to the context;
+twice, four times, ... the context have their own. The head is
 applied to the places that are asked for, some at a time, never to whole rows.
 """
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any, NamedTuple
 
 import jax
@@ -42,7 +44,7 @@ class Scorer(NamedTuple):
 
     score: Callable[[Rows], tuple[Any, Any]]  # nll and greedy, [B, M], still on the device
     shape: RowShape
-    context: int  # tokens of the longest sequence
+    context: int  # tokens that the model was trained on at a time
 
 
 class Scores(NamedTuple):
@@ -64,7 +66,7 @@ def place(saved: Saved, config: Resolved, most_rows: int | None = None) -> Place
     rows = config.eval.batch_size or config.train.device_batch_size * ways
     rows = min(rows, most_rows or rows)
     context = config.model.context
-    shape = RowShape(-(-rows // ways) * ways, context, context // BRANCH_SHARE)
+    shape = RowShape(-(-rows // ways) * ways, context, context // BRANCH_SHARE, ways)
     dtype = compute_dtype(config.train.precision)
     chunk = max(1, min(context // 16, HEAD_ROWS * ways // shape.rows))
     with jax.set_mesh(mesh):
@@ -77,13 +79,13 @@ def make_scorer(saved: Saved, config: Resolved, most_rows: int | None = None) ->
     """A saved model, ready to score; the arguments are those of `place`."""
     mesh, params, shape, chunk = place(saved, config, most_rows)
     share, shares = batch_share(mesh)
-    mine = shape.rows // shares  # of this process
     program = jax.jit(
         lambda params, rows, chunks: score_rows(saved.graphdef, params, rows, chunks, chunk),
         out_shardings=NamedSharding(mesh, PartitionSpec()),
     )
 
     def score(rows: Rows) -> tuple[Any, Any]:
+        mine = len(rows.tokens_BT) // shares  # of this process
         part = slice(share * mine, (share + 1) * mine)
         chunks = -(-int((rows.labels_BM >= 0).sum(1).max()) // chunk)
         with jax.set_mesh(mesh):
@@ -96,8 +98,14 @@ def make_scorer(saved: Saved, config: Resolved, most_rows: int | None = None) ->
 def score_rows(
     graphdef: Any, params: Any, rows: Any, chunks: Any, chunk: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(nll_BM in float32, greedy_BM) of the labels of `Rows`; beyond chunks * chunk they are 0."""
+    """(nll_BM in float32, greedy_BM) of the labels of `Rows`; beyond chunks * chunk they are 0.
+
+    In texts longer than the context no layer looks back further than that, as in nanochat's GPT.
+    """
     model = nnx.merge(graphdef, params)
+    context = model.config.context
+    if rows.tokens_BT.shape[1] - rows.parents_BR.shape[1] > context:
+        model.plan = tuple(replace(s, window=s.window or context) for s in model.plan)
     branches = None
     if rows.parents_BR.shape[1]:
         branches = Branches(rows.parents_BR, rows.before_BR, rows.positions_BT)

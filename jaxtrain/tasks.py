@@ -22,14 +22,14 @@ from rich.table import Table
 
 from jaxtrain import data
 from jaxtrain.checkpoint import write_json
-from jaxtrain.data.tasks import Bundle, Loaded
+from jaxtrain.data.tasks import NANOCHAT, Bundle, Loaded, Rules
 from jaxtrain.saved import Saved
 from jaxtrain.scaling import Resolved
 from jaxtrain.scoring import Scorer, Scores, make_scorer, scores
 from jaxtrain.settings import UserError
 
 Result = dict[str, Any]
-FORMAT = 2  # of the file; an older one is written anew
+FORMAT = 3  # of the file; an older one is written anew
 
 
 def run_tasks(
@@ -38,21 +38,22 @@ def run_tasks(
     bundle: Bundle,
     names: Sequence[str],
     out: Path,
-    limit: int | None = None,
+    rules: Rules = NANOCHAT,
 ) -> Result:
     """Answer tasks and write what `out` then holds, after each of them; returns it.
 
     What `out` already has of this model and these questions is kept. `core` is in it if all tasks
-    of CORE are, with the same limit. limit: examples of each task. Raises UserError for a model
-    that gives no numbers.
+    of CORE are, by the same rules. Raises UserError for a model that gives no numbers.
     """
+    if config.model.positions == "learned":  # there are none beyond the context
+        rules = rules._replace(crop=True)
     found = bundle.find(names)
     model = identity(saved, config)
     result: Result = {"model": model, "tasks": kept(out, model)}
-    few = None if limit is None else 1 << (limit - 1).bit_length()
+    few = None if rules.limit is None else 1 << (rules.limit - 1).bit_length()
     waiting = []
     for task, folder in found:
-        loaded = bundle.load(task, folder, limit)
+        loaded = bundle.load(task, folder, rules)
         if result["tasks"].get(task.label, {}).get("questions") != loaded.fingerprint:
             waiting.append(loaded)
     scorer = make_scorer(saved, config, few) if waiting else None
@@ -71,10 +72,12 @@ def run_tasks(
 
 
 def alike(entries: Sequence[Result]) -> bool:
-    """Whether one limit could have given them all; one above a task's examples asks them all."""
-    cut = {entry["examples"] for entry in entries if entry["examples"] < entry["of"]}
-    most = min(cut, default=math.inf)
-    return len(cut) < 2 and all(entry["examples"] <= most for entry in entries)
+    """Whether the same rules could have given them all; a limit above a task's examples is none."""
+    limited = [entry for entry in entries if entry["examples"] < entry["of"]]
+    cut = {(entry["examples"], entry["all_shots"]) for entry in limited}
+    most = min((examples for examples, _ in cut), default=math.inf)
+    crop = {entry["crop"] for entry in entries}
+    return max(len(cut), len(crop)) < 2 and all(entry["examples"] <= most for entry in entries)
 
 
 def answer_all(
@@ -115,11 +118,13 @@ def figures(loaded: Loaded, correct: np.ndarray) -> Result:
         "error": math.sqrt(accuracy * (1 - accuracy) / len(correct)),
         "chance": chance,
         "examples": len(correct),
-        "of": len(loaded.examples),
+        "of": loaded.total,
         "shots": loaded.task.shots,
         "kind": loaded.task.icl_task_type,
         "file": loaded.file.name,
         "questions": loaded.fingerprint,
+        "crop": loaded.rules.crop,
+        "all_shots": loaded.rules.all_shots,
     }
 
 

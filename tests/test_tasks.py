@@ -7,6 +7,7 @@ import random
 import shutil
 import sys
 import types
+from dataclasses import replace
 from typing import NamedTuple
 
 import jax
@@ -22,7 +23,7 @@ from jaxtrain.bench import tasks as bench
 from jaxtrain.data import Scored
 from jaxtrain.data.branches import pack
 from jaxtrain.data.prompts import questions
-from jaxtrain.data.tasks import Bundle, Task, read_examples
+from jaxtrain.data.tasks import Bundle, Rules, Task, read_examples
 from jaxtrain.data.tokenizer import byte_tokenizer
 from jaxtrain.report_tasks import tasks_section
 from jaxtrain.saved import load_saved
@@ -83,10 +84,12 @@ def alone(model):
     @jax.jit
     def logits(params, tokens_1T):
         merged = nnx.merge(model.graphdef, params)
+        if tokens_1T.shape[1] > T:  # nanochat's full layers look back as far as in training
+            merged.plan = tuple(replace(spec, window=spec.window or T) for spec in merged.plan)
         return jax.nn.log_softmax(merged.logits(merged.hidden(tokens_1T)[0]))
 
     def run(tokens):
-        padded = np.zeros((1, T), np.int32)
+        padded = np.zeros((1, -(-len(tokens) // T) * T), np.int32)
         padded[0, : len(tokens)] = tokens
         return np.asarray(logits(model.params, jnp.asarray(padded)))
 
@@ -125,6 +128,10 @@ def hard_questions(alone):
         for _ in range(3):
             tokens = np.append(tokens, np.int32(alone(tokens)[len(tokens) - 1].argmax()))
         yield [Scored(tokens, len(begin)), Scored(np.append(tokens, np.int32(7)), len(begin))]
+    for length in (T + 2, 2 * T):  # longer than the context
+        yield [Scored(sequence(generator, length), length - 20)]
+    start = sequence(generator, 3 * T)
+    yield [Scored(np.append(start, np.int32([letter, 9, 9])), 3 * T) for letter in (65, 66)]
     for _ in range(30):
         yield [Scored(some(2, 50), 1)]
 
@@ -168,7 +175,7 @@ def plain_prompts(task, examples, index):
     return [text.strip(), text + asked["continuation"]]
 
 
-def plain_answer(task, examples, index, alone):
+def plain_answer(task, examples, index, alone, crop):
     """Whether nanochat would call the model's answer right."""
     texts = [np.array([256, *t.encode()], np.int32) for t in plain_prompts(task, examples, index)]
     kind, short = task.icl_task_type, min(map(len, texts))
@@ -179,7 +186,7 @@ def plain_answer(task, examples, index, alone):
     else:
         same = next(i for i in range(1, short) if len({t[-i] for t in texts}) > 1) - 1
         starts = [len(t) - same for t in texts]
-    lost = [max(0, len(t) - T) for t in texts]
+    lost = [max(0, len(t) - T) if crop else 0 for t in texts]
     cropped = [Scored(t[n:], s - n) for t, n, s in zip(texts, lost, starts)]
     found = [judged(alone, scored) for scored in cropped]
     if kind == "language_modeling":
@@ -187,16 +194,17 @@ def plain_answer(task, examples, index, alone):
     return int(np.argmin([nll / tokens for nll, _, tokens in found])) == examples[index]["gold"]
 
 
-def test_tasks_answer_as_one_example_at_a_time(model, alone, bundle, tmp_path):
-    asked = Bundle(bundle)
-    result = tasks.run_tasks(model, model.config, asked, ["core"], tmp_path / "tasks.json")
+@pytest.mark.parametrize("crop", [False, True])
+def test_tasks_answer_as_one_example_at_a_time(model, alone, bundle, tmp_path, crop):
+    asked, rules = Bundle(bundle), Rules(crop=crop)
+    result = tasks.run_tasks(model, model.config, asked, ["core"], tmp_path / "tasks.json", rules)
     longest = 0
     for label, (_, examples, _, _, chance) in TASKS.items():
         task = asked.core[label]
         shuffled = list(examples)
         random.Random(1337).shuffle(shuffled)
         longest = max(longest, *(len(p) for p in plain_prompts(task, shuffled, 0)))
-        right = [plain_answer(task, shuffled, i, alone) for i in range(len(shuffled))]
+        right = [plain_answer(task, shuffled, i, alone, crop) for i in range(len(shuffled))]
         entry = result["tasks"][label]
         assert entry["accuracy"] == np.mean(right) and entry["examples"] == len(examples)
         expected = (entry["accuracy"] - chance / 100) / (1 - chance / 100)
@@ -205,15 +213,64 @@ def test_tasks_answer_as_one_example_at_a_time(model, alone, bundle, tmp_path):
     assert result["core"] == np.mean([r["centered"] for r in result["tasks"].values()])
 
 
-def test_a_limit_asks_the_first_of_the_same_questions(bundle):
+@pytest.mark.parametrize("label", TASKS)
+@pytest.mark.parametrize("limit", [None, 6])
+def test_shots_are_drawn_from_what_is_asked_as_nanochat_does(bundle, label, limit):
+    asked = Bundle(bundle)
+    loaded = asked.load(*asked.find([label])[0], Rules(limit))
+    shuffled = list(TASKS[label][1])
+    random.Random(1337).shuffle(shuffled)
+    few = shuffled[:limit]
+    found = list(questions(loaded, byte_tokenizer(), T))
+    assert len(found) == len(few)
+    for index, question in enumerate(found):
+        texts = plain_prompts(loaded.task, few, index)[-len(question) :]
+        for scored, text in zip(question, texts, strict=True):
+            assert scored.tokens.tolist() == [256, *text.encode()], "nothing is cut"
+
+
+def test_shots_from_all_examples_ask_the_first_of_the_same_questions(bundle):
     asked, tokenizer = Bundle(bundle), byte_tokenizer()
     task, folder = asked.find(["sums"])[0]
     every = list(questions(asked.load(task, folder), tokenizer, T))
-    few = list(questions(asked.load(task, folder, 3), tokenizer, T))
+    few = list(questions(asked.load(task, folder, Rules(3, all_shots=True)), tokenizer, T))
     assert len(few) == 3 and len(every) == len(MC)
     for one, other in zip(few, every):
         for a, b in zip(one, other):
             np.testing.assert_array_equal(a.tokens, b.tokens)
+    with pytest.raises(UserError, match="sums shows 4 .*--limit leaves 4: raise it, or give --all"):
+        asked.load(task, folder, Rules(4))
+
+
+def test_a_prompt_has_at_most_ten_times_the_context(bundle):
+    asked, tokenizer = Bundle(bundle), byte_tokenizer()
+    task, folder = asked.find(["sums"])[0]
+    longest = max(
+        len(s.tokens) for q in questions(asked.load(task, folder), tokenizer, T) for s in q
+    )
+    list(questions(asked.load(task, folder), tokenizer, -(-longest // 10)))
+    with pytest.raises(UserError, match="sums asks for .* more than 10 times the 8 .*--crop keeps"):
+        list(questions(asked.load(task, folder), tokenizer, 8))
+    short = questions(asked.load(task, folder, Rules(crop=True)), tokenizer, 8)
+    assert max(len(scored.tokens) for question in short for scored in question) == 8
+
+
+def test_long_prompts_look_back_one_context(model):
+    """Two layers, of windows 7 and T, and the smear: 3 T tokens before, nothing is seen."""
+    tokens = sequence(np.random.default_rng(1), 4 * T)
+    scorer = make_scorer(model, model.config)
+    far, near = tokens.copy(), tokens.copy()
+    far[5], near[-T // 2] = (far[5] + 1) % 256, (near[-T // 2] + 1) % 256
+    asked = [[Scored(one, 4 * T - 1)] for one in (tokens, far, near)]
+    nll = next(iter(scores(scorer, [asked]))).nll
+    assert nll[0] == pytest.approx(nll[1], rel=1e-6) and nll[0] != pytest.approx(nll[2], rel=1e-6)
+
+
+def test_learned_positions_crop(bundle, tmp_path):
+    learned = [*FIELDS, "model.positions=learned"]
+    other = load_saved(random_run(tmp_path, learned))
+    result = tasks.run_tasks(other, other.config, Bundle(bundle), ["sums"], tmp_path / "t.json")
+    assert result["tasks"]["sums"]["crop"] is True
 
 
 # ---- the command -------------------------------------------------------------------------------
@@ -221,7 +278,7 @@ def test_a_limit_asks_the_first_of_the_same_questions(bundle):
 
 def test_the_command_saves_and_takes_up_what_is_there(model, bundle, capsys, monkeypatch):
     run = model.tokenizer_dir.parent
-    command = [str(run), "--tasks", "core", "--bundle", str(bundle), "--limit", "4"]
+    command = [str(run), "--tasks", "core", "--bundle", str(bundle), "--limit", "5"]
     assert evaluate.main(command) == 0
     shown = capsys.readouterr()
     assert "CORE" in shown.out and "sums" in shown.err
@@ -264,7 +321,7 @@ def test_another_step_has_a_file_of_its_own(model, bundle, monkeypatch):
 
 def test_a_model_without_numbers_has_no_accuracy(model, bundle):
     asked = Bundle(bundle)
-    loaded = asked.load(*asked.find(["words"])[0], 2)
+    loaded = asked.load(*asked.find(["words"])[0], Rules(2))
     found = scores(make_scorer(model, model.config, 2), [questions(loaded, byte_tokenizer(), T)])
     found = next(iter(found))
     assert tasks.right(loaded, found).shape == (2,)

@@ -23,6 +23,15 @@ class RowShape(NamedTuple):
     rows: int
     trunk: int  # tokens
     branch: int  # tokens
+    ways: int = 1  # that rows are split over devices in equal parts
+
+    def holding(self, tokens: int) -> "RowShape":
+        """Fewer and longer rows for a text of so many tokens; 2, 4, 8, ... times as long."""
+        if tokens <= self.trunk:
+            return self
+        times = 1 << (-(-tokens // self.trunk) - 1).bit_length()
+        rows = -(-max(1, self.rows // times) // self.ways) * self.ways
+        return RowShape(rows, self.trunk * times, self.branch * times, self.ways)
 
 
 class Rows(NamedTuple):
@@ -57,26 +66,31 @@ def pack(
 ) -> Iterator[tuple[Rows, np.ndarray]]:
     """Batches that ask for all sequences, and whose label each is: owners_BM, -1 for none.
 
-    Sequences are numbered through, over all questions. All but the last token of a sequence have
-    to fit into a trunk. A batch without branches has none of their tokens (R = 0).
+    Sequences are numbered through, over all questions. Where all but the last token of a sequence
+    do not fit into a trunk, the question goes into longer rows, which have a program of their own.
+    A batch without branches has none of their tokens (R = 0).
     """
-    texts: list[Text] = []
-    number = waiting = 0
+    piles: dict[RowShape, list[Text]] = {}
+    waiting: dict[RowShape, int] = {}
+    number = 0
     for question in questions:
-        new = texts_of(question, number, shape)
+        fit = shape.holding(max(len(scored.tokens) for scored in question) - 1)
+        new = texts_of(question, number, fit)
         number += len(question)
-        texts += new
-        waiting += sum(len(text.tokens) for text in new)
-        if waiting >= BUFFERED * shape.rows * shape.trunk:
-            rows = filled(texts, shape)
-            for begin in range(0, len(rows) - shape.rows, shape.rows):
-                yield laid_out(rows[begin : begin + shape.rows], shape)
+        piles.setdefault(fit, []).extend(new)
+        waiting[fit] = waiting.get(fit, 0) + sum(len(text.tokens) for text in new)
+        if waiting[fit] >= BUFFERED * fit.rows * fit.trunk:
+            rows = filled(piles[fit], fit)
+            whole = (len(rows) - 1) // fit.rows * fit.rows
+            for begin in range(0, whole, fit.rows):
+                yield laid_out(rows[begin : begin + fit.rows], fit)
             # The last rows are the emptiest: their texts wait for better company.
-            texts = [text for row in rows[begin + shape.rows :] for text in row.texts]
-            waiting = sum(len(text.tokens) for text in texts)
-    rows = filled(texts, shape)
-    for begin in range(0, len(rows), shape.rows):
-        yield laid_out(rows[begin : begin + shape.rows], shape)
+            piles[fit] = [text for row in rows[whole:] for text in row.texts]
+            waiting[fit] = sum(len(text.tokens) for text in piles[fit])
+    for fit, texts in piles.items():
+        rows = filled(texts, fit)
+        for begin in range(0, len(rows), fit.rows):
+            yield laid_out(rows[begin : begin + fit.rows], fit)
 
 
 def filled(texts: Sequence[Text], shape: RowShape) -> list[Row]:

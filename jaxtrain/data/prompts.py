@@ -1,10 +1,11 @@
 """Examples of evaluation tasks as token sequences: shots, then the question with each answer.
 
 The rules are nanochat's (`core_eval.py`): the shots of example i are drawn by `Random(1234 + i)`
-from all other examples; every sequence starts with BOS; a sequence that is longer than the context
-loses its beginning. Two rules stand in for an assertion there: an answer begins at the latest at
-the last token of the shortest sequence, and what two tokenisations of a text with and without its
-answer share ends where they first differ.
+from all other examples that are asked; every sequence starts with BOS; a sequence that is longer
+than the context is read whole, up to ten times the context, which is what its GPT takes, but loses
+its beginning where positions are learned. Two rules stand in for an assertion there: an answer
+begins at the latest at the last token of the shortest sequence, and what two tokenisations of a
+text with and without its answer share ends where they first differ.
 """
 
 import random
@@ -17,9 +18,11 @@ import numpy as np
 from jaxtrain.data.tasks import Example, Loaded, Task
 from jaxtrain.data.tokenizer import Tokenizer
 from jaxtrain.data.train_tokenizer import SPACE
+from jaxtrain.settings import UserError
 
 SHOT_SEED = 1234
 WORD_START = re.compile(r"(?<=\S) ")  # where a tokenizer that cuts at words always cuts
+REACH = 10  # times the context: nanochat's GPT has rotary positions for so many
 TOGETHER = 256  # examples that are tokenized at once
 
 
@@ -40,15 +43,25 @@ class Prompt(NamedTuple):
 def questions(loaded: Loaded, tokenizer: Tokenizer, context: int) -> Iterator[list[Scored]]:
     """What each example asks for: one sequence an answer (a language-modeling task: one).
 
-    Sequences have at most `context` tokens.
+    context: tokens. Raises UserError for a sequence of more than REACH times as many; with
+    `rules.crop` they have at most `context`.
     """
+    most = context if loaded.rules.crop else None
     encoder = Encoder(tokenizer)
     kind = loaded.task.icl_task_type
     for begin in range(0, loaded.asked, TOGETHER):
         indices = range(begin, min(begin + TOGETHER, loaded.asked))
         prompts = [prompt_of(loaded.task, loaded.examples, index) for index in indices]
         for sequences in encoder(prompts):
-            yield [cropped(scored, context) for scored in LOCATE[kind](sequences)]
+            found = LOCATE[kind](sequences)
+            longest = max(len(scored.tokens) for scored in found)
+            if most is None and longest > REACH * context:
+                raise UserError(
+                    f"{loaded.task.label} asks for {longest} tokens at once, more than {REACH} "
+                    f"times the {context} that the model was trained on at a time: --crop keeps "
+                    "the last of them"
+                )
+            yield [cropped(scored, most) for scored in found]
 
 
 # ---- texts -----------------------------------------------------------------------------------
@@ -197,7 +210,7 @@ LOCATE = {
 }
 
 
-def cropped(scored: Scored, context: int) -> Scored:
-    """The last `context` tokens."""
-    lost = max(0, len(scored.tokens) - context)
+def cropped(scored: Scored, most: int | None) -> Scored:
+    """The last `most` tokens, or all."""
+    lost = max(0, len(scored.tokens) - (most or len(scored.tokens)))
     return Scored(scored.tokens[lost:], max(1, scored.start - lost))

@@ -55,19 +55,33 @@ class Task(Settings):
         return self.num_fewshot[0]
 
 
+class Rules(NamedTuple):
+    """How tasks are asked; the defaults are nanochat's."""
+
+    limit: int | None = None  # examples of each task that are asked; None: all
+    all_shots: bool = False  # draw shots from all examples, not from those that are asked alone
+    crop: bool = False  # prompts longer than the context lose their beginning
+
+
+NANOCHAT = Rules()
+
+
 class Loaded(NamedTuple):
     """A task that is ready to ask."""
 
     task: Task
     examples: list[Example]  # shuffled; shots are drawn from all of them
     asked: int  # how many are asked, from the first on
+    total: int  # examples in the file
     chance: float  # accuracy of guessing
     file: Path
+    rules: Rules
 
     @property
     def fingerprint(self) -> str:
         """Changes with whatever the task asks."""
-        rule = json.dumps([self.task.model_dump(), self.chance, self.asked], sort_keys=True)
+        how = [self.asked, len(self.examples), self.rules.crop]
+        rule = json.dumps([self.task.model_dump(), self.chance, *how], sort_keys=True)
         return hashlib.sha256(rule.encode() + self.file.read_bytes()).hexdigest()[:16]
 
 
@@ -107,18 +121,24 @@ class Bundle:
                 raise UserError(f"--tasks: there is no task {name}; {there}")
         return list(found.values())
 
-    def load(self, task: Task, folder: Path, limit: int | None = None) -> Loaded:
-        """Read a task's examples, shuffled as in nanochat, to ask the first `limit` of them.
+    def load(self, task: Task, folder: Path, rules: Rules = NANOCHAT) -> Loaded:
+        """Read a task's examples, shuffled as in nanochat, to ask the first `rules.limit` of them.
 
-        The shots do not depend on the limit: what is asked is part of the whole evaluation.
+        As there, shots are drawn from those that are asked, so that another limit asks other
+        questions; with `all_shots` what is asked is part of the whole evaluation.
         """
         file = self.data_file(task, folder)
         examples = read_examples(file, task)
         random.Random(SHUFFLE_SEED).shuffle(examples)
+        total = len(examples)
+        asked = min(rules.limit or total, total)
+        if not rules.all_shots:
+            examples = examples[:asked]
         if task.shots >= len(examples):
+            few = f"--limit leaves {asked}: raise it, or give --all-shots" if asked < total else ""
             raise UserError(
-                f"{task.label} shows {task.shots} examples before each question, but {file} has "
-                f"{len(examples)} in all"
+                f"{task.label} shows {task.shots} examples before each question, but "
+                + (few or f"{file} has {total} in all")
             )
         chance = task.random_baseline
         if chance is None:
@@ -127,9 +147,7 @@ class Bundle:
             raise UserError(
                 f"{task.label} has no random baseline: give its entry `random_baseline: PERCENT`"
             )
-        return Loaded(
-            task, examples, min(limit or len(examples), len(examples)), chance / 100, file
-        )
+        return Loaded(task, examples, asked, total, chance / 100, file, rules)
 
     def data_file(self, task: Task, folder: Path) -> Path:
         """Beside the YAML, or in the bundle; a rebuilt file stands in for a missing one."""
