@@ -215,7 +215,6 @@ def test_other_dtypes_have_no_scale_and_bfloat16_computes_in_it(speedrun):
 
 
 # ---- clipping, determinism -------------------------------------------------------------------
-@pytest.mark.slow
 def test_clip_norm_shrinks_to_the_norm_and_leaves_small_gradients_alone():
     """Seen in Adam's first moment: (1 - b1) x the gradient after one step."""
 

@@ -130,7 +130,7 @@ def part_of(case):
     return parts, task, frozen, init_state(task, 0, start), optimizer.knobs
 
 
-SLOW = ("dora int8", "freeze", "bitfit", "prefix", "adapter", "ia3", "prompt")
+SLOW = ("freeze", "bitfit", "prefix", "adapter", "ia3", "prompt")
 SOME = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES]
 
 

@@ -1,0 +1,42 @@
+"""Sampling a token: temperature, top-k and top-p by what they leave of a distribution."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.generate import pick
+
+P_V = np.array([0.4, 0.3, 0.2, 0.07, 0.03])
+
+
+def shares(temperature=1.0, top_p=1.0, top_k=None, draws=4000):
+    """How often each token is drawn."""
+    logits_BV = jnp.tile(jnp.log(jnp.asarray(P_V, jnp.float32)), (draws, 1))
+    key = jax.random.key(0)
+    tokens_B = pick(logits_BV, key, jnp.float32(temperature), jnp.float32(top_p), top_k)
+    return np.bincount(tokens_B, minlength=len(P_V)) / draws
+
+
+@pytest.mark.parametrize(
+    ("how", "kept"),
+    [
+        ({}, [0, 1, 2, 3, 4]),
+        ({"top_k": 2}, [0, 1]),
+        ({"top_k": 1}, [0]),
+        ({"top_p": 0.65}, [0, 1]),
+        ({"top_p": 0.75}, [0, 1, 2]),  # the first that reaches the share is in
+        ({"top_p": 0.01}, [0]),
+        ({"top_k": 4, "top_p": 0.75}, [0, 1, 2]),
+        ({"temperature": 0.5}, [0, 1, 2, 3, 4]),
+    ],
+    ids=str,
+)
+def test_what_is_kept_is_drawn_by_its_probability(how, kept):
+    wanted_V = np.zeros(len(P_V))
+    wanted_V[kept] = P_V[kept] ** (1 / how.get("temperature", 1.0))
+    np.testing.assert_allclose(shares(**how), wanted_V / wanted_V.sum(), atol=0.03)
+
+
+def test_temperature_zero_takes_the_best():
+    assert shares(temperature=0.0)[0] == 1
