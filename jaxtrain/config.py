@@ -40,7 +40,12 @@ class RunConfig(Settings):
 class TrainConfig(Settings):
     """Size and length of the training steps."""
 
-    sequence_length: int = Field(2048, ge=2, description="tokens of context in a row, T")
+    sequence_length: int = Field(
+        2048,
+        ge=2,
+        description="tokens of context in a row, T; "
+        "that of the model that the run starts from, if shorter",
+    )
     batch_size: int | None = Field(
         None,
         ge=1,
@@ -52,6 +57,11 @@ class TrainConfig(Settings):
         ge=1,
         description="rows a device takes at once, the rest of its rows are accumulated; "
         "default all its rows",
+    )
+    fit: bool = Field(
+        False,
+        description="the command chooses device_batch_size and model.remat, where they are not "
+        "given, so that a step fits the device by the dry run's estimate",
     )
     steps: int | None = Field(
         None,

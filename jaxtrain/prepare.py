@@ -12,6 +12,7 @@ from rich.console import Console
 from jaxtrain import data
 from jaxtrain.config import find_config, load_config
 from jaxtrain.data.progress import show_progress
+from jaxtrain.run import check_text
 from jaxtrain.settings import command
 
 
@@ -27,7 +28,9 @@ def main(argv: list[str] | None = None) -> int:
     arguments = parser.parse_intermixed_args(argv)
     try:
         path = find_config(arguments.config) if arguments.config else None
-        config = load_config(path, arguments.overrides).data
+        whole = load_config(path, arguments.overrides)
+        check_text(whole)
+        config = whole.data
         console, begin = Console(), time.monotonic()
         with show_progress(console) as progress:
             prepared = data.prepare(config, progress=progress)

@@ -21,13 +21,13 @@ from jax.sharding import Mesh
 
 from jaxtrain.checkpoint import Checkpointer, write_json
 from jaxtrain.commands import TYPED, command_line, command_of
-from jaxtrain.config import Sections, to_yaml
-from jaxtrain.data import Tokenizer, load_tokenizer
+from jaxtrain.config import Config, Sections, to_yaml
+from jaxtrain.data import Tokenizer, load_tokenizer, sources_of
 from jaxtrain.environment import commit, environment, versions
 from jaxtrain.finetune import INSERTED, LoRAConfig, Parts, VirtualConfig, adapter_folder
 from jaxtrain.interop import check_adapter, holds, load_start, read_adapter, read_virtual
 from jaxtrain.local import LocalState, as_saved, regroup, replicas_in
-from jaxtrain.metrics import format_bytes
+from jaxtrain.memory import memory_advice
 from jaxtrain.model import path_name
 from jaxtrain.parallel import check_options, known_options, place_batch, shardings
 from jaxtrain.parallel.group import Group
@@ -40,7 +40,7 @@ from jaxtrain.step import State, Task, init_state
 FREE = (
     "run.", "mesh.", "processes.", "eval.", "sample.", "checkpoint.", "metrics.", "data.cache_dir",
     "data.prefetch", "data.workers", "data.prepare_workers", "data.skip_damaged",
-    "train.device_batch_size", "train.compiler_options", "model.attention=",
+    "train.device_batch_size", "train.fit", "train.compiler_options", "model.attention=",
     "model.scan_layers", "model.remat", "model.moe.remat", "optim.offload",
 )  # fmt: skip
 
@@ -67,6 +67,18 @@ def check_run(c: Resolved) -> bool:
             f"Set run.name to start another run, or undo the change to resume this one"
         )
     return True
+
+
+def check_text(c: Config) -> None:
+    """Raises UserError for a start from another model on text that nobody has named."""
+    if not c.train.init_from:
+        return
+    for source in sources_of(c.data.train).values():
+        if "path" not in source.model_fields_set:
+            raise UserError(
+                f"data.train.path: a start from {c.train.init_from} needs it, the text to train "
+                f"on; data.train.path={source.path} is the one that comes with jaxtrain"
+            )
 
 
 def check_tuned(c: Resolved, parts: Parts) -> None:
@@ -363,7 +375,7 @@ def compile_step(
         raise UserError(f"model.attention={c.model.attention}: {error}") from error
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
     if limit and memory_needed(compiled) > limit:
-        raise UserError(memory_advice(c, compiled, limit))
+        raise UserError(memory_advice(c, memory_needed(compiled), limit))
     return compiled
 
 
@@ -398,14 +410,6 @@ def memory_needed(compiled: Any) -> int:
     return m.argument_size_in_bytes + results + m.temp_size_in_bytes
 
 
-def memory_advice(c: Resolved, compiled: Any, limit: int | None) -> str:
-    has = f", the device has {format_bytes(limit)}" if limit else ""
-    return (
-        f"out of device memory: a step needs {format_bytes(memory_needed(compiled))}{has}; lower "
-        f"train.device_batch_size (now {c.train.device_batch_size}) or set model.remat=block"
-    )
-
-
 @contextlib.contextmanager
 def out_of_memory_explained(c: Resolved, compiled: Any) -> Iterator[None]:
     """The runtime's out-of-memory as advice."""
@@ -414,7 +418,7 @@ def out_of_memory_explained(c: Resolved, compiled: Any) -> Iterator[None]:
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise UserError(memory_advice(c, compiled, None)) from error
+        raise UserError(memory_advice(c, memory_needed(compiled), None)) from error
 
 
 # ---- batches ---------------------------------------------------------------------------------

@@ -20,7 +20,7 @@ from jaxtrain.model import (
     resolve_model,
     split,
 )
-from jaxtrain.optim import DECAY, MuonConfig, Scale, resolve_optimizer
+from jaxtrain.optim import DECAY, MuonConfig, Scale, resolve_optimizer, shortened
 from jaxtrain.parallel import BATCH, bubble, check_pieces, check_stages
 from jaxtrain.parallel.mesh import batch_ways, check_divides, make_mesh
 from jaxtrain.settings import UserError
@@ -116,10 +116,12 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
     width = model.base_width if model.init == "mup" else model.width
     scale = Scale(width, step_tokens, tokens / reference)
     train = {"batch_size": batch, "device_batch_size": device_batch, "steps": steps}
+    optim = resolve_optimizer(c.optim, scale)
+    optim = optim.model_copy(update={"schedule": shortened(optim.schedule, steps)})
     derived = {
         "model": model.model_dump(),
         "train": {**t.model_dump(), **train},
-        "optim": resolve_optimizer(c.optim, scale).model_dump(),
+        "optim": optim.model_dump(),
     }
     return Resolved.model_validate({**c.model_dump(), **derived})
 
@@ -204,6 +206,7 @@ def resolved_text(c: Config) -> str:
     vocab_size = vocab_size_of(c.data)
     r = resolve(c, vocab_size)
     found, path, lines = rules(c, r), [], [summary(r, vocab_size)]
+    lines += [f"# {line}" for line in [warmup_line(c, r)] if line]
     for line in to_yaml(r).splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
         path[depth:] = [line.strip().partition(":")[0]]
@@ -222,6 +225,17 @@ def decay_line(c: Config, r: Resolved) -> str | None:
     return (
         f"decay    optim.weight_decay {after.weight_decay:.4g} ({DECAY} for depth "
         f"{REFERENCE_DEPTH} with {Scale().batch_tokens:,} tokens a step)"
+    )
+
+
+def warmup_line(c: Config, r: Resolved) -> str | None:
+    """What a run says of a warm-up that was longer than the run."""
+    before, after = c.optim.schedule.warmup_steps, r.optim.schedule.warmup_steps
+    if before == after:
+        return None
+    return (
+        f"warm-up  optim.schedule.warmup_steps {before} -> {after}: the run has {r.train.steps} "
+        f"step{'s' * (r.train.steps > 1)}"
     )
 
 

@@ -38,6 +38,7 @@ from jaxtrain.run import (
     StopSignal,
     check_labels,
     check_run,
+    check_text,
     check_tuned,
     check_writable,
     compile_step,
@@ -51,7 +52,7 @@ from jaxtrain.run import (
     start_of,
 )
 from jaxtrain.saved import save_result
-from jaxtrain.scaling import decay_line, resolve, vocab_size_of
+from jaxtrain.scaling import decay_line, resolve, vocab_size_of, warmup_line
 from jaxtrain.step import Task, make_step, state_shardings
 
 
@@ -81,6 +82,7 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
     parts = make_parts(c.finetune, specs, dtype)  # what trains, what is frozen
     rates = plus(c.optim, c.finetune)
     optimizer = make_optimizer(rates, parts.trainable, t.steps, t.batch_size * t.sequence_length)
+    check_text(config)
     resumed = check_run(c)
     check_tuned(c, parts)
     check_writable(c.run_dir)
@@ -94,8 +96,9 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
     )
     if parts.split:
         say(f"tune     {c.finetune.name}: {sizes(parts.trainable)['total']:,} parameters train")
-    if line := decay_line(config, c):
-        say(line)
+    for line in (decay_line(config, c), warmup_line(config, c)):
+        if line:
+            say(line)
 
     # ---- data ----------------------------------------------------------------------------------
     with show_progress(console) as progress:
@@ -103,7 +106,8 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
     tokenizer = prepared.tokenizer
     corpus = data.describe(data.stores_of(prepared.train), prepared.filters)
     total = sum(source["tokens"] for source in corpus.values())
-    say(f"data     {total:,} training tokens, vocabulary {tokenizer.vocab_size:,}")
+    where = data.named(config.data.train)
+    say(f"data     {where}: {total:,} training tokens, vocabulary {tokenizer.vocab_size:,}")
     for line in data.left_out(prepared):
         say(f"data     {line}")
     views = views_of(prepared, c)

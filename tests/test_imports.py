@@ -19,6 +19,7 @@ LAYERS = (
     ("jaxtrain.local",),
     ("jaxtrain.config", "jaxtrain.report_data", "jaxtrain.report_tasks"),
     ("jaxtrain.scaling",),
+    ("jaxtrain.memory",),
     ("jaxtrain.saved", "jaxtrain.run", "jaxtrain.report", "jaxtrain.chat"),
     ("jaxtrain.scoring", "jaxtrain.prototypes"),
     ("jaxtrain.tasks", "jaxtrain.measures"),

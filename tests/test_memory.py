@@ -195,11 +195,10 @@ def test_replicas_that_meet_each_fourth_step():
 
 
 def test_no_mesh_to_try_is_one_line(capsys):
-    assert main(["--config", "quickstart", "--fit", "4", "optim.schedule.warmup_steps=9999"]) == 2
+    learned = ["model.positions=learned", "model.context=8"]
+    assert main(["--config", "quickstart", "--fit", "4", *learned]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith(
-        "error: no mesh of 4 x H200 to try: optim.schedule.warmup_steps is 9999"
-    )
+    assert error.startswith("error: no mesh of 4 x H200 to try: model.context: positions are ")
 
 
 @pytest.mark.default_tier

@@ -302,6 +302,8 @@ def test_format_bytes(count, text):
         ("NVIDIA L4", 121),
         ("Tesla T4", 65),
         ("NVIDIA GeForce RTX 4090", 165.2),
+        ("NVIDIA RTX PRO 6000 Blackwell Workstation Edition", 503.8),
+        ("NVIDIA RTX 6000 Ada Generation", 364.2),
         ("TPU v5 lite", 197),
         ("TPU v5p", 459),
         ("TPU v6 lite", 918),

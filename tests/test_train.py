@@ -303,8 +303,9 @@ def test_a_run_that_saved_nothing_does_not_bind_its_directory(tmp_path, monkeypa
 
 def test_what_can_be_known_before_the_data_is_prepared_leaves_nothing(tmp_path, capfd):
     cache = {"data__cache_dir": tmp_path / "cache"}
-    message = refused(capfd, run_overrides(tmp_path, **cache, optim__schedule__warmup_steps=99))
-    assert "warmup_steps is 99, but the run has 6 steps" in message
+    learned = {"model__positions": "learned", "model__context": 8}
+    message = refused(capfd, run_overrides(tmp_path, **cache, **learned))
+    assert "positions are learned up to 8, but train.sequence_length is 32" in message
     assert list(tmp_path.iterdir()) == []
 
 
@@ -318,7 +319,7 @@ def test_a_backend_that_cannot_serve_is_refused_with_its_reason(tmp_path, capfd)
     assert re.match(r"model\.attention: cudnn cannot serve float32.*: needs", message)
 
 
-ADVICE = r"lower train\.device_batch_size \(now 1\) or set model\.remat=block"
+ADVICE = r"set model\.remat=block or set optim\.offload=true"
 
 
 def test_a_step_that_does_not_fit_is_refused_before_it_runs(tmp_path, capfd, monkeypatch):

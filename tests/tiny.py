@@ -141,6 +141,8 @@ def run_overrides(directory, **changes):
         "eval.batch_size": 64, "eval.every": "null", "sample.every": "null",
         "checkpoint.every": 3, "metrics.every": 1, "metrics.tensorboard": False,
     }  # fmt: skip
+    if "train__init_from" in changes and not any(key.startswith("data__train") for key in changes):
+        fields["data.train.path"] = "tinyshakespeare"  # a start from a model has to name its text
     for key, value in changes.items():  # to the end, as the command line has it
         fields.pop(key := key.replace("__", "."), None)
         fields[key] = value

@@ -11,7 +11,7 @@ import re
 import sys
 import time
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from math import ceil, lcm
 from types import SimpleNamespace
 from typing import Any, NamedTuple
@@ -23,7 +23,14 @@ from jax.sharding import Mesh, NamedSharding
 from jaxtrain.bench.liveness import peak_bytes
 from jaxtrain.bench.outline import outlined
 from jaxtrain.bench.record import describe
-from jaxtrain.bench.traffic import RATES, Collective, collectives, rates_of, step_seconds
+from jaxtrain.bench.traffic import (
+    RATES,
+    Collective,
+    collectives,
+    device_named,
+    rates_of,
+    step_seconds,
+)
 from jaxtrain.bench.workload import (
     Workload,
     abstract_frozen,
@@ -38,6 +45,7 @@ from jaxtrain.bench.workload import (
 )  # fmt: skip
 from jaxtrain.config import find_config, load_config
 from jaxtrain.local import local_task
+from jaxtrain.memory import memory_advice
 from jaxtrain.metrics import format_bytes
 from jaxtrain.parallel import partition_spec
 from jaxtrain.parallel.axes import ZERO
@@ -79,10 +87,13 @@ def virtual_devices(count: int) -> None:
 
 
 def preflight(
-    name: str, overrides: Sequence[str], devices: int, kind: str, memory: int | None = None
+    name: str | None, overrides: Sequence[str], devices: int, kind: str, memory: int | None = None
 ) -> dict[str, Any]:
     """The record of a configuration on `devices` virtual devices, as if of this kind."""
     rates, begin = rates_of(kind), time.perf_counter()
+    path = find_config(name) if name else None
+    if kind == "CPU" and load_config(path, overrides).train.precision == "auto":
+        overrides = [*overrides, "train.precision=float32"]
     with outlined(f"NVIDIA {kind}", rates.capability) as backend:
         attention, pretended = backend if rates.flash else "xla", jax.devices("cpu")[:devices]
         w = with_replicas(plain_workload(name, overrides, pretended, attention))
@@ -106,15 +117,19 @@ def preflight(
     record = describe("preflight", w.name, w.precision, w.facts(), devices)
     sizes = {axis: ways for axis, ways in w.mesh.shape.items() if ways > 1}
     record["workload"] |= {"mesh": sizes, "zero": w.task.zero, "remat": w.config.model.remat}
+    advice = (
+        None if metrics["fits"] else memory_advice(w.config, round(total), metrics["device_bytes"])
+    )
     return record | {
         "device": kind,
+        "advice": advice,
         "metrics": metrics,
         "collectives": [c._asdict() for c in facts.sent],
     }
 
 
 def plain_workload(
-    name: str, overrides: Sequence[str], devices: Sequence[Any], attention: str
+    name: str | None, overrides: Sequence[str], devices: Sequence[Any], attention: str
 ) -> Workload:
     """The workload without what a CPU cannot compile; with a backend of attention that it can."""
     plain = ["model.rows=xla", "model.fp8=null", "model.fp8_history=null"]
@@ -267,12 +282,18 @@ def shares(devices: int, per_host: int) -> list[int]:
 
 
 def first_fit(
-    name: str, overrides: Sequence[str], devices: int, kind: str, memory: int | None, say: Any
+    name: str | None,
+    overrides: Sequence[str],
+    devices: int,
+    kind: str,
+    memory: int | None,
+    say: Callable[[str], None],
 ) -> dict[str, Any]:
     """The record of the first candidate that fits. Raises UserError if none does, or if none is a
     mesh of this configuration at all: with the reasons."""
     least, refused = None, []
-    experts = load_config(find_config(name), overrides).model.moe is not None
+    path = find_config(name) if name else None
+    experts = load_config(path, overrides).model.moe is not None
     for tried in candidates(devices, rates_of(kind).per_host, experts):
         try:
             record = preflight(name, [*overrides, *tried], devices, kind, memory)
@@ -294,9 +315,7 @@ def first_fit(
         return least
     raise UserError(
         f"no mesh of {devices} x {kind} ({format_bytes(memory or rates_of(kind).memory)}) holds "
-        f"{name}: {' '.join(least['overrides'])} comes closest with "
-        f"{format_bytes(least['metrics']['total_bytes'])}; lower train.device_batch_size "
-        f"(now {least['workload']['device_batch_size']}) or take more devices"
+        f"{least['config']}: {' '.join(least['overrides'])} comes closest; {least['advice']}"
     )
 
 
@@ -347,7 +366,7 @@ def report(record: dict[str, Any]) -> str:
         f"(estimate: compute {m['compute_ms']:,.0f}, within hosts {m['near_ms']:,.0f}, between "
         f"hosts {m['far_ms']:,.0f})"
     ]
-    return "\n".join(lines)
+    return "\n".join(lines + [record["advice"]] * (record["advice"] is not None))
 
 
 # ---- on the command line -----------------------------------------------------------------------
@@ -355,7 +374,9 @@ def report(record: dict[str, Any]) -> str:
 
 def add_preflight(parser: argparse.ArgumentParser) -> None:
     parser.add_argument("--devices", type=int, help="dry run: how many devices are pretended (1)")
-    parser.add_argument("--device", choices=RATES, help="dry run: what they are (H200)")
+    parser.add_argument(
+        "--device", type=device_named, help=f"dry run: what they are (H200): {', '.join(RATES)}"
+    )
     parser.add_argument("--memory", type=float, help="dry run: GiB of one device, if not its own")
     parser.add_argument(
         "--fit", type=int, metavar="N", help="dry run: the first mesh of N devices that fits"
@@ -371,6 +392,18 @@ def given(a: argparse.Namespace, *options: str) -> str | None:
     return None
 
 
+def has(overrides: Sequence[str], key: str) -> bool:
+    return key in {line.partition("=")[0].strip() for line in overrides}
+
+
+def dry_overrides(a: argparse.Namespace) -> list[str]:
+    """Those of a command line; steps, which tuning asks for, take no memory."""
+    alone = (
+        not a.config and (a.dry_run or a.fit is not None) and not has(a.overrides, "train.steps")
+    )
+    return [*a.overrides, *["train.steps=1"] * alone]
+
+
 def check_dry(a: argparse.Namespace) -> None:
     """Raises UserError for an option of the dry run where none is asked for."""
     stray = given(a, "devices", "device", "memory")
@@ -379,11 +412,17 @@ def check_dry(a: argparse.Namespace) -> None:
 
 
 def preflight_of(
-    a: argparse.Namespace, name: str | None, overrides: Sequence[str]
+    a: argparse.Namespace,
+    name: str | None,
+    overrides: Sequence[str],
+    one: Callable[..., dict[str, Any]] | None = None,
 ) -> dict[str, Any]:
-    """The record that a command line asks for."""
-    if name is None:
-        raise UserError("--dry-run: say of which configuration, as in --config gpt_d12")
+    """The record that a command line asks for; one: what makes it in the place of `preflight`."""
+    if name is None and not has(overrides, "train.init_from"):
+        raise UserError(
+            "--dry-run: say of which configuration, as in --config gpt_d12, or of which model, as "
+            "in train.init_from=runs/NAME"
+        )
     if a.fit is not None and a.devices is not None:
         raise UserError(f"--devices {a.devices}: --fit {a.fit} says how many; give one of them")
     count = next(n for n in (a.fit, a.devices, 1) if n is not None)
@@ -392,6 +431,6 @@ def preflight_of(
     virtual_devices(count)
     kind, memory = a.device or "H200", int(a.memory * 2**30) if a.memory else None
     if a.fit is None:
-        return preflight(name, overrides, count, kind, memory)
+        return (one or preflight)(name, overrides, count, kind, memory)
     say = lambda line: print(line, file=sys.stderr, flush=True)
     return first_fit(name, overrides, count, kind, memory, say)

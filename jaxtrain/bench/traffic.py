@@ -34,18 +34,47 @@ class Rates(NamedTuple):
         return self.capability >= (8, 0)
 
 
-# Memory and links: NVIDIA's data sheets of H200, H100 SXM, A100 SXM 80GB (NVLink 900, 900 and 600
-# GB/s, both ways together), T4 (PCIe 3.0 x16) and of DGX H100 and DGX A100 (8 x 400 and 8 x 200
-# Gbit/s); a cloud host of T4s has 50 Gbit/s for four. MFU: gpt_d24 on one H200 with the kernels for
-# Hopper (step-gpt_d24-bf16-nvidia_h200.json) and without (...-xla-...); that the others reach the
-# same share is assumed.
+# Memory and links: NVIDIA's data sheets of B200 (DGX B200: 1,440 GB in eight, NVLink 1.8 TB/s both
+# ways), H200, H100 SXM, A100 SXM 80GB (NVLink 900, 900 and 600
+# GB/s, both ways together), T4 (PCIe 3.0 x16) and of DGX B200, H100 and A100 (8 x 400, 8 x 400 and
+# 8 x 200 Gbit/s); a cloud host of T4s has 50 Gbit/s for four. The cards below those: data sheets of
+# L4, L40S and A10, NVIDIA's white papers on GA102 (RTX 3090), Ada (RTX 4090, RTX 6000 Ada) and RTX
+# Blackwell (RTX 5090, RTX PRO 6000); PCIe x16 of generation 4 has 32 GB/s each way, of generation 5
+# 64 GB/s; 100 Gbit/s for the four of a host is assumed. MFU: gpt_d24 on one H200 with the kernels
+# for Hopper (step-gpt_d24-bf16-nvidia_h200.json) and without (...-xla-...); that the others reach
+# the same share is assumed.
 RATES = {
     "H200": Rates(141 * 10**9, 0.52, 450e9, 50e9),
     "H100": Rates(80 * 10**9, 0.52, 450e9, 50e9),
     "A100": Rates(80 * 10**9, 0.47, 300e9, 25e9),
+    "B200": Rates(180 * 10**9, 0.47, 900e9, 50e9),
+    "L40S": Rates(48 * 10**9, 0.47, 32e9, 3.1e9, 4),
+    "L4": Rates(24 * 10**9, 0.47, 32e9, 3.1e9, 4),
+    "A10": Rates(24 * 10**9, 0.47, 32e9, 3.1e9, 4),
+    "RTX-6000-Ada": Rates(48 * 10**9, 0.47, 32e9, 3.1e9, 4),
+    "RTX-PRO-6000": Rates(96 * 10**9, 0.47, 64e9, 3.1e9, 4),
+    "RTX-5090": Rates(32 * 10**9, 0.47, 64e9, 3.1e9, 4),
+    "RTX-4090": Rates(24 * 10**9, 0.47, 32e9, 3.1e9, 4),
+    "RTX-3090": Rates(24 * 10**9, 0.47, 32e9, 3.1e9, 4),
     "T4": Rates(16 * 10**9, 0.47, 16e9, 1.6e9, 4, (7, 5)),
-    "CPU": Rates(16 * 10**9, 0.47, 10e9, 1e9, 1),
+    "CPU": Rates(16 * 10**9, 0.47, 10e9, 1e9, 1, (0, 0)),
 }
+
+
+def device_named(text: str) -> str:
+    """The key of RATES that is meant: `NVIDIA GeForce RTX 4090` and `4090` are RTX-4090.
+
+    Raises UserError for none and for several.
+    """
+    plain = lambda name: re.sub(r"nvidia|geforce|[^a-z0-9]", "", name.lower())
+    asked = plain(text)
+    found = [kind for kind in RATES if plain(kind) == asked]
+    found = found or [kind for kind in RATES if len(asked) > 2 and asked in plain(kind)]
+    found = found or [kind for kind in RATES if plain(kind) in asked and kind.startswith("RTX")]
+    if len(found) != 1:
+        which = f"is {' or '.join(found)}" if found else "has no figures here"
+        raise UserError(f"--device {text} {which}; there are {', '.join(RATES)}")
+    return found[0]
 
 
 def rates_of(kind: str) -> Rates:
@@ -243,7 +272,7 @@ def step_seconds(
     compute is not known before it is measured.
     """
     rates = rates_of(kind)
-    compute = flops / ((peak_flops(kind) or 1e12) * rates.mfu)
+    compute = flops / ((peak_flops(kind.replace("-", " ")) or 1e12) * rates.mfu)
     near = sum(c.bytes for c in sent if all(across.get(a, 1) == 1 for a in c.axes))
     far = sum(c.bytes for c in sent) - near
     return compute, near / rates.link, far / rates.network

@@ -1,6 +1,7 @@
 """What a step is measured on: a configuration's model and optimizer, and random tokens."""
 
 from collections.abc import Sequence
+from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
@@ -70,18 +71,18 @@ class Workload(NamedTuple):
 
 
 def load_workload(
-    name: str,
+    name: str | None,
     overrides: Sequence[str] = (),
     devices: Sequence[Any] | None = None,
     accumulated: bool = False,
 ) -> Workload:
-    """A configuration (path or bare name) with overrides. No tokenizer or corpus is needed.
+    """A configuration (path, bare name, None: the defaults) with overrides. No corpus is needed.
 
     The batch is one microbatch a step, as the peers are measured: `train.device_batch_size` rows a
     device where the configuration sets it, unless `train.batch_size` is among the overrides.
     accumulated: it is what a run of the configuration has, with all its microbatches.
     """
-    path = find_config(name)
+    path = find_config(name) if name else None
     c = load_config(path, overrides)
     mesh = make_mesh(c.mesh, devices)
     given = {line.partition("=")[0].strip() for line in overrides}
@@ -89,7 +90,8 @@ def load_workload(
         rows = c.train.device_batch_size * batch_ways(mesh)
         c = load_config(path, [*overrides, f"train.batch_size={rows}"])
     vocab_size = vocab_size_of(c.data)
-    return make_workload(path.stem, resolve(c, vocab_size, devices), mesh, vocab_size)
+    named = path.stem if path else Path(c.train.init_from or "defaults").name
+    return make_workload(named, resolve(c, vocab_size, devices), mesh, vocab_size)
 
 
 def make_workload(name: str, r: Resolved, mesh: Mesh, vocab_size: int) -> Workload:

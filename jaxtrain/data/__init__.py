@@ -7,7 +7,7 @@ from jaxtrain.data.conversations import fitting, held_out_pairs, in_words, templ
 from jaxtrain.data.corpus import describe, left_out, prepare
 from jaxtrain.data.defaults import chat_sources, fill_in_chat
 from jaxtrain.data.loader import Loader, stores_of, train_batches, validation_batches
-from jaxtrain.data.mixture import check_lengths
+from jaxtrain.data.mixture import check_lengths, named, sources_of
 from jaxtrain.data.packing import PACKINGS, Batch
 from jaxtrain.data.pairs import PairBatch, References, every_pair
 from jaxtrain.data.prepare import Prepared
@@ -47,10 +47,12 @@ __all__ = [
     "make_augment",
     "make_chat",
     "make_reader",
+    "named",
     "open_bundle",
     "open_store",
     "prepare",
     "questions",
+    "sources_of",
     "stores_of",
     "template_of",
     "train_batches",

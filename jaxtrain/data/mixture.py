@@ -98,6 +98,13 @@ def sources_of(train: Source | MixtureSource) -> dict[str, Source]:
     return {name: part.source for name, part in train.sources.items()}
 
 
+def named(train: Source | MixtureSource, most: int = 4) -> str:
+    """Where the text comes from, for the screen: the path of each source, at most so many."""
+    paths = [source.path for source in sources_of(train).values()]
+    more = f" and {len(paths) - most} more" if len(paths) > most else ""
+    return ", ".join(paths[:most]) + more
+
+
 def check_stages(stages: Sequence[Stage], sources: Sequence[str], weights: Sequence[float]) -> None:
     """Raises ValueError for stages that contradict each other or the sources."""
     for number, stage in enumerate(stages, 1):

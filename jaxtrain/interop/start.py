@@ -36,7 +36,10 @@ def model_folder(path: str) -> Path:
 
 def sections_of(path: str) -> dict[str, Json]:
     """What a configuration takes over from the model that it starts from: model and tokenizer."""
-    folder = model_folder(path)
+    try:
+        folder = model_folder(path)
+    except UserError as error:
+        raise UserError(f"train.init_from: {error}") from error
     if is_checkpoint(folder):
         model = open_checkpoint(folder).fields
         check_companions(folder)
@@ -130,6 +133,9 @@ def same(name: str, has: Any, now: Any, model: ModelConfig) -> bool:
     return has == now or says_nothing.get(name, False)
 
 
+LENGTH = 2048  # of rows by default, train.sequence_length
+
+
 def take_over(tree: Json, path: str) -> None:
     """Fill a plain configuration in with those sections; what it says itself wins.
 
@@ -147,6 +153,9 @@ def take_over(tree: Json, path: str) -> None:
                 f"train.init_from {path} is a model with {', '.join(found[:6])}{more}: leave out "
                 "what is given there, the model section is taken over from it"
             )
+    train, context = tree["train"], sections["model"].get("context")
+    if isinstance(context, int) and context < LENGTH:
+        train.setdefault("sequence_length", context)
     data = tree.setdefault("data", {})
     data.setdefault("tokenizer", sections["data"]["tokenizer"])
     for source in chat_sources(data):

@@ -13,6 +13,7 @@ from jaxtrain.optim.lars import LARSConfig, lars
 from jaxtrain.optim.lion import LionConfig, lion
 from jaxtrain.optim.mean import mean_of_stack, mean_of_states, merges
 from jaxtrain.optim.muon import DECAY, MuonConfig, Scale, muon, resolve_muon
+from jaxtrain.optim.schedule import shortened
 from jaxtrain.optim.schedule_free import ScheduleFreeConfig, schedule_free
 from jaxtrain.optim.sgd import SGDConfig, sgd
 from jaxtrain.optim.soap import SOAPConfig, soap
@@ -63,5 +64,5 @@ __all__ = [
     "DECAY", "OPTIMIZERS", "AdafactorConfig", "AdamW8bitConfig", "AdamWConfig", "LAMBConfig",
     "LARSConfig", "LionConfig", "MuonConfig", "OptimConfig", "Optimizer", "SGDConfig", "SOAPConfig",
     "Scale", "ScheduleFreeConfig", "make_optimizer", "mean_of_stack", "mean_of_states", "merges",
-    "resolve_optimizer",
+    "resolve_optimizer", "shortened",
 ]  # fmt: skip

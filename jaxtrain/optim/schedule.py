@@ -80,6 +80,13 @@ Schedule = Annotated[
 ]
 
 
+def shortened(c: Schedule, total_steps: int) -> Schedule:
+    """With a warm-up of a tenth of the run, where it would be longer than the whole run."""
+    if c.warmup_steps <= total_steps:
+        return c
+    return c.model_copy(update={"warmup_steps": total_steps // 10})
+
+
 def schedule_values(c: Schedule, total_steps: int) -> Values:
     """The schedule's numbers as arguments of the compiled step."""
     numbers = {k: v for k, v in c.model_dump().items() if isinstance(v, (int, float))}

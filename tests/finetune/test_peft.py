@@ -169,6 +169,7 @@ def test_norms_of_a_part_of_a_matrix_are_refused_before_anything_is_prepared(tmp
     write_tokenizer(write_checkpoint(tmp_path / "base", "gpt2"))
     given = {"train.init_from": tmp_path / "base", "run.directory": tmp_path / "runs"}
     given |= {"data.cache_dir": tmp_path / "cache", "train.sequence_length": 32, "train.steps": 1}
+    given |= {"data.train.path": "tinyshakespeare"}
     given |= {"finetune.name": "lora", "finetune.rank": 2, "finetune.targets": "[q, v, ffn]"}
     assert main([f"{k}={v}" for k, v in given.items()] + ["finetune.dora=true"]) == 2
     (line,) = capsys.readouterr().err.splitlines()

@@ -114,6 +114,9 @@ def test_a_run_starts_from_it_and_hands_its_files_on(imported, tmp_path, capsys)
     keep = [x for x in run_overrides(tmp_path) if not x.startswith(("model.", "data.tokenizer"))]
     keep += ["optim.name=adamw", "optim.learning_rate=1e-9", "optim.schedule.warmup_steps=0"]
     keep += ["train.steps=1", "sample.tokens=2", "data.validation.name=none"]
+    assert main([*keep, f"train.init_from={run}"]) == 2
+    assert "data.train.path: a start from" in capsys.readouterr().err
+    keep += ["data.train.path=tinyshakespeare"]
     assert main([*keep, f"train.init_from={run}"]) == 0, capsys.readouterr().err
     trained, start = load_saved(tmp_path / "tiny"), load_saved(run)
     assert trained.config.model.heads == start.config.model.heads == 4
