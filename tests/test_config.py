@@ -118,7 +118,7 @@ BAD = {
     "optim.schedule.warmup=3": "optim.schedule.warmup: no such field; did you mean "
     "optim.schedule.warmup_steps?",
     "data.tokenizer.name=bpe": "data.tokenizer.name: got 'bpe', allowed are 'sentencepiece', "
-    "'huggingface', 'bytes'",
+    "'huggingface', 'nanochat', 'bytes'",
     "data.train.name=jsonl": "data.train.path: field required",
     "model.depth=0": "model.depth: got 0: input should be greater than or equal to 1",
     "model.heads=0": "model.heads: got 0: input should be greater than or equal to 1",

@@ -5,7 +5,7 @@ import dataclasses
 import hashlib
 import json
 from collections.abc import Sequence
-from itertools import groupby
+from itertools import chain, groupby
 from pathlib import Path
 
 import numpy as np
@@ -20,7 +20,7 @@ from jaxtrain.data.prepare import (
     _locked,
     _save_tokenizer,
     cache_directory,
-    training_texts,
+    tokenizer_texts,
 )
 from jaxtrain.data.prepare import prepare as prepare_source
 from jaxtrain.data.sources import Source, content_hash
@@ -159,13 +159,10 @@ def _train_tokenizer(config: DataConfig, progress: Progress) -> Path:
     directory = cache / hashlib.sha256(text.encode()).hexdigest()[:24]
     with _locked(directory, progress):
         if not (directory / "tokenizer").is_dir():
-            each = config.tokenizer.train_bytes // len(sources)
             with workers(config.prepare_workers or cores()) as mapped:
-                texts = [
-                    text
+                texts = chain.from_iterable(
+                    tokenizer_texts(_alone(config, source), mapped, progress, len(sources))
                     for source in sources
-                    for text in training_texts(_alone(config, source), each, mapped, progress)
-                ]
-            progress("tokenizer", 0, None)
-            _save_tokenizer(build_tokenizer(config.tokenizer, texts), directory)
+                )
+                _save_tokenizer(build_tokenizer(config.tokenizer, texts), directory)
     return directory

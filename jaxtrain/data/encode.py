@@ -177,6 +177,17 @@ def draw(job: Job, task: tuple[int, list[Block]]) -> tuple[list[Drawn], int, Pos
     return found, size, group[-1].after
 
 
+def beginnings(characters: int, job: Job, group: list[Block]) -> tuple[list[str], int, Position]:
+    """The first characters of training documents, and the bytes looked through."""
+    found, size = [], 0
+    for block in group:
+        for text in texts_of(job.source, block):
+            size += len(text.encode())
+            if not (job.held_out and text_hash(text) < job.held_out):
+                found.append(SAID.get(job.source.name, str)(text)[:characters])
+    return found, size, group[-1].after
+
+
 def text_hash(text: str) -> int:
     """64 random bits that are a function of the text."""
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())

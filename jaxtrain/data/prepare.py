@@ -13,17 +13,27 @@ import os
 import random
 import shutil
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
-from itertools import islice
+from itertools import chain, islice
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from jaxtrain.data import store as stores
 from jaxtrain.data.config import DataConfig
-from jaxtrain.data.encode import LEFT_OUT, Drawn, Job, batched, chat_of, draw, encode, token_type
+from jaxtrain.data.encode import (
+    LEFT_OUT,
+    Drawn,
+    Job,
+    batched,
+    beginnings,
+    chat_of,
+    draw,
+    encode,
+    token_type,
+)
 from jaxtrain.data.pool import Map, cores, workers
 from jaxtrain.data.preferences import Kind, same_kind
 from jaxtrain.data.reading import CUTS, START, Block, Position, blocks, cut_stream, documents
@@ -107,12 +117,7 @@ def training_texts(
 
     All of it, if there is no more. Of very much text only a part is looked through, of some files.
     """
-    text = _texts(config)[0]
-    order = list(range(len(text.files)))
-    if len(order) > 1:
-        random.Random(0).shuffle(order)
-        shuffled = [text.files[number] for number in order]
-        text = text._replace(files=shuffled, blocks=partial(blocks, text.source, shuffled))
+    order, text = _in_drawn_order(_texts(config)[0])
     job = Job(text.source, None, _limit(text))
     limit, kept, held, seen = 1 << 64, [], 0, 0
     tasks = ((limit, group) for group in batched(text.blocks(START)))
@@ -128,6 +133,51 @@ def training_texts(
             break
     kept = _lowest(kept, size)
     return [p.text for p in sorted(kept, key=lambda p: (order[p.place[0]], *p.place[1:]))]
+
+
+def first_texts(
+    config: DataConfig,
+    size: int,
+    each: int,
+    mapped: Map = map,
+    progress: Progress = lambda *_: None,
+) -> Iterator[str]:
+    """Beginnings of training documents, of `each` characters at most, until there are `size`.
+
+    Files come in an order drawn at random, their documents as they stand; none is kept.
+    """
+    _, text = _in_drawn_order(_texts(config)[0])
+    job = Job(text.source, None, _limit(text))
+    taken = seen = 0
+    for found, looked, after in mapped(partial(beginnings, each, job), batched(text.blocks(START))):
+        seen += looked
+        progress("tokenizer", seen, _estimate(seen, after, text))
+        for one in found:
+            yield one
+            taken += len(one)
+            if taken >= size:
+                return
+
+
+def tokenizer_texts(
+    config: DataConfig, mapped: Map, progress: Progress, sources: int = 1
+) -> Iterable[str]:
+    """What a tokenizer is trained on, of one of several sources."""
+    c = config.tokenizer
+    assert c.name != "bytes"
+    if c.name == "nanochat":
+        return first_texts(config, c.max_chars // sources, c.document_chars, mapped, progress)
+    return training_texts(config, c.train_bytes // sources, mapped, progress)
+
+
+def _in_drawn_order(text: Text) -> tuple[list[int], Text]:
+    """A text with its files in an order drawn at random, and that order."""
+    order = list(range(len(text.files)))
+    if len(order) > 1:
+        random.Random(0).shuffle(order)
+        shuffled = [text.files[number] for number in order]
+        text = text._replace(files=shuffled, blocks=partial(blocks, text.source, shuffled))
+    return order, text
 
 
 def _lowest(pieces: list[Drawn], size: int) -> list[Drawn]:
@@ -146,11 +196,13 @@ def _fill(config: DataConfig, directory: Path, progress: Progress) -> None:
     small = sum(text.stored for text in texts) < ALONE
     with workers(1 if small else config.prepare_workers or cores()) as mapped:
         if not (directory / "tokenizer").is_dir():
-            sample = []
+            sample: Iterable[str] = []
             if config.tokenizer.name != "bytes" and config.tokenizer.path is None:
-                sample = training_texts(config, config.tokenizer.train_bytes, mapped, progress)
-                if not sample:
+                found = iter(tokenizer_texts(config, mapped, progress))
+                first = list(islice(found, 1))
+                if not first:
                     raise UserError(f"{where(texts[0].source)} holds no text")
+                sample = chain(first, found)
             progress("tokenizer", 0, None)
             _save_tokenizer(build_tokenizer(config.tokenizer, sample), directory)
         for text in texts:
@@ -301,7 +353,7 @@ def _check_vocabulary(config: DataConfig, train: TokenStore) -> None:
     if c.name != "bytes" and c.path is None and train.tokens < train.vocab_size:
         raise UserError(
             f"data.tokenizer.vocab_size {c.vocab_size} is larger than the training text supports: "
-            f"it makes {train.tokens} tokens; use at most {max(259, train.tokens // 10)}"
+            f"it makes {train.tokens} tokens; use at most {max(266, train.tokens // 10)}"
         )
 
 

@@ -22,10 +22,16 @@ import tokenizers
 from pydantic import Field
 
 from jaxtrain.data.sentencepiece_model import cut_encoder, facts_of, piece_bytes
-from jaxtrain.data.train_tokenizer import BOS_NAMES, SPACE, train_bpe, train_sentencepiece
+from jaxtrain.data.train_tokenizer import (
+    BOS_NAMES,
+    SPACE,
+    check_length,
+    train_bpe,
+    train_nanochat,
+    train_sentencepiece,
+)
 from jaxtrain.settings import Settings, UserError
 
-BYTES_A_PIECE = 4  # of training text; with less a vocabulary would learn the text by heart
 WORDS = 1 << 19  # whose tokens are remembered: 120 MB at most
 # A word with what stands before it: a new one begins at each space after a letter or sign.
 WORD = re.compile(r"(?: |\A)\s*\S*(?:[^\S ]\s*\S*)*")
@@ -70,6 +76,31 @@ class HuggingFaceConfig(Settings):
     special_tokens: tuple[str, ...] = Field(default=(), description=SPECIAL)
 
 
+class NanochatConfig(Settings):
+    """Byte-level BPE as nanochat trains it: GPT-4's words, numbers in at most two digits."""
+
+    name: Literal["nanochat"] = "nanochat"
+    path: str | None = Field(
+        default=None, description="A tokenizer.json to use as it is, or a folder that holds it"
+    )
+    vocab_size: int = Field(
+        default=32768, gt=265, description="Tokens in the vocabulary, BOS and special ones included"
+    )
+    max_chars: int = Field(
+        default=2_000_000_000, gt=0, description="Characters of text to train on, at most"
+    )
+    document_chars: int = Field(
+        default=10_000, gt=0, description="Characters of a document, from its beginning, at most"
+    )
+    special_tokens: tuple[str, ...] = Field(
+        default=(
+            "<|user_start|>", "<|user_end|>", "<|assistant_start|>", "<|assistant_end|>",
+            "<|python_start|>", "<|python_end|>", "<|output_start|>", "<|output_end|>",
+        ),
+        description=SPECIAL,
+    )  # fmt: skip
+
+
 class BytesConfig(Settings):
     """Each UTF-8 byte is a token: 256 of them and BOS."""
 
@@ -77,7 +108,8 @@ class BytesConfig(Settings):
 
 
 TokenizerConfig = Annotated[
-    SentencePieceConfig | HuggingFaceConfig | BytesConfig, Field(discriminator="name")
+    SentencePieceConfig | HuggingFaceConfig | NanochatConfig | BytesConfig,
+    Field(discriminator="name"),
 ]
 
 
@@ -138,13 +170,11 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
     if config.name == "bytes":
         return byte_tokenizer()
     if config.path is None:
+        if config.name == "nanochat":
+            model = train_nanochat(texts, config.vocab_size, config.special_tokens)
+            return huggingface_tokenizer(model)
         texts = list(texts)
-        size = sum(len(text.encode()) for text in texts)
-        if size < BYTES_A_PIECE * config.vocab_size:
-            raise UserError(
-                f"data.tokenizer.vocab_size {config.vocab_size} is larger than the training text "
-                f"supports: it has {size} bytes; use at most {max(259, size // 40)}"
-            )
+        check_length(sum(len(text.encode()) for text in texts), config.vocab_size)
         if config.name == "huggingface":
             options = {"special_tokens": config.special_tokens}
             model = train_bpe(texts, config.vocab_size, config.train_bytes, **options)
@@ -157,12 +187,12 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
             special_tokens=config.special_tokens,
         )
         return sentencepiece_tokenizer(model)
-    path = Path(config.path).expanduser()
+    path, kind = Path(config.path).expanduser(), FORMATS.get(config.name, config.name)
     if path.is_dir():
-        path = path / FILES[config.name]
+        path = path / FILES[kind]
     if not path.is_file():
         raise UserError(f"data.tokenizer.path: there is no file {path}")
-    return TOKENIZERS[config.name](path.read_bytes(), str(path))
+    return TOKENIZERS[kind](path.read_bytes(), str(path))
 
 
 def sentencepiece_tokenizer(model: bytes, path: str = "the model") -> Tokenizer:
@@ -270,6 +300,7 @@ TOKENIZERS: dict[str, Callable[[bytes, str], Tokenizer]] = {
     "huggingface": huggingface_tokenizer,
     "bytes": byte_tokenizer,
 }
+FORMATS = {"nanochat": "huggingface"}  # names that have the files of another
 FILES = {
     "sentencepiece": "tokenizer.model",
     "huggingface": "tokenizer.json",

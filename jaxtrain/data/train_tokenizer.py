@@ -2,18 +2,19 @@
 
 import io
 import re
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 
 import sentencepiece
 import tokenizers
 
 from jaxtrain.settings import UserError
 
-# GPT-4's way to cut text into words.
+# GPT-4's way to cut text into words; a number into runs of so many digits.
 SPLIT = (
-    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,3}"
+    r"(?i:'s|'t|'re|'ve|'m|'ll|'d)|[^\r\n\p{L}\p{N}]?\p{L}+|\p{N}{1,DIGITS}"
     r"| ?[^\s\p{L}\p{N}]+[\r\n]*|\s*[\r\n]+|\s+(?!\S)|\s+"
 )
+BYTES_A_PIECE = 4  # of training text; with less a vocabulary would learn the text by heart
 SPACE = "\u2581"  # how sentencepiece writes a space inside a piece
 BOS_NAMES = ("<|bos|>", "<|begin_of_text|>", "<bos>", "<s>", "[BOS]", "<|startoftext|>")
 BOS_NAMES += ("<|endoftext|>", "<|im_start|>", "[CLS]")
@@ -75,24 +76,74 @@ def train_bpe(
 
     Words are cut as in GPT-4's tokenizer. Raises UserError if the text cannot fill the vocabulary.
     """
+    inner = _byte_level(digits=3)
+    names = [BOS_NAMES[0], *special_tokens]
+    _train(inner, _training_chunks(texts, train_bytes), vocab_size, names)
+    _check_full(inner, vocab_size)
+    return inner.to_str().encode()
+
+
+def train_nanochat(texts: Iterable[str], vocab_size: int, special_tokens: Sequence[str]) -> bytes:
+    """Trains byte-level BPE as nanochat (`scripts/tok_train.py`); returns a tokenizer.json.
+
+    Words are cut as in GPT-4's tokenizer, but numbers into two digits at most. BOS and the special
+    tokens come last in the vocabulary and are counted in its size. The text is read as a stream:
+    what is kept is the number of times of each word, 0.3 GB for 60M characters of English.
+    Raises UserError if the text is too short for the vocabulary.
+    """
+    inner, names = _byte_level(digits=2), [BOS_NAMES[0], *special_tokens]
+    size = 0
+
+    def counted() -> Iterator[str]:
+        nonlocal size
+        for text in texts:
+            size += len(text.encode())
+            yield text
+
+    _train(inner, counted(), vocab_size - len(names), [])
+    check_length(size, vocab_size)
+    inner.add_special_tokens(names)
+    _check_full(inner, vocab_size)
+    return inner.to_str().encode()
+
+
+def check_length(size: int, vocab_size: int) -> None:
+    """Raises UserError if so many bytes of text are too few for a vocabulary."""
+    if size < BYTES_A_PIECE * vocab_size:
+        raise UserError(
+            f"data.tokenizer.vocab_size {vocab_size} is larger than the training text "
+            f"supports: it has {size} bytes; use at most {max(266, size // 40)}"
+        )
+
+
+def _byte_level(digits: int) -> tokenizers.Tokenizer:
     inner = tokenizers.Tokenizer(tokenizers.models.BPE())
-    split = tokenizers.pre_tokenizers.Split(tokenizers.Regex(SPLIT), "isolated")
+    pattern = tokenizers.Regex(SPLIT.replace("DIGITS", str(digits)))
+    split = tokenizers.pre_tokenizers.Split(pattern, "isolated")
     letters = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     inner.pre_tokenizer = tokenizers.pre_tokenizers.Sequence([split, letters])
     inner.decoder = tokenizers.decoders.ByteLevel()
+    return inner
+
+
+def _train(
+    inner: tokenizers.Tokenizer, texts: Iterable[str], vocab_size: int, names: list[str]
+) -> None:
     trainer = tokenizers.trainers.BpeTrainer(
         vocab_size=vocab_size,
-        special_tokens=[BOS_NAMES[0], *special_tokens],
+        special_tokens=names,
         initial_alphabet=tokenizers.pre_tokenizers.ByteLevel.alphabet(),
         show_progress=False,
     )
-    inner.train_from_iterator(_training_chunks(texts, train_bytes), trainer)
+    inner.train_from_iterator(texts, trainer)
+
+
+def _check_full(inner: tokenizers.Tokenizer, vocab_size: int) -> None:
     if inner.get_vocab_size() < vocab_size:
         raise UserError(
             f"data.tokenizer.vocab_size is {vocab_size}, but this text supports at most "
             f"{inner.get_vocab_size()}"
         )
-    return inner.to_str().encode()
 
 
 def _training_chunks(texts: Iterable[str], train_bytes: int) -> Iterable[str]:

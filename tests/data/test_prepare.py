@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from jaxtrain.data import DataConfig, describe, documents, left_out, prepare
-from jaxtrain.data.prepare import _locked, training_texts
+from jaxtrain.data.prepare import _locked, first_texts, training_texts
 from jaxtrain.data.sources import SHAKESPEARE, TextSource
 from jaxtrain.settings import UserError
 
@@ -295,6 +295,21 @@ def test_a_vocabulary_is_trained_on_a_random_part_of_the_text(tmp_path, small, c
     assert training_texts(DataConfig(**options), 6000) == some
     whole = training_texts(DataConfig(validation={"name": "none"}), 10**7)
     assert "".join(whole) == next(documents(TextSource()))
+
+
+def test_nanochats_vocabulary_is_trained_on_the_beginnings_of_documents(tmp_path, small, corpus):
+    options, parts = corpus
+    options |= {"cache_dir": str(tmp_path), "validation": {"name": "none"}}
+    begun = list(first_texts(DataConfig(**options), 10**6, 30))
+    assert sorted(begun) == sorted(part[:30] for part in parts)
+    some = list(first_texts(DataConfig(**options), 6000, 10**6))
+    assert sum(map(len, some[:-1])) < 6000 <= sum(map(len, some)) and set(some) <= set(parts)
+    many = options["tokenizer"] | {"name": "nanochat"}
+    held = options | {"validation": {"name": "documents", "fraction": 0.5}}
+    prepared = prepare(config(tmp_path, **held | {"tokenizer": many}))
+    assert prepared.tokenizer.vocab_size == 300
+    kept = set(first_texts(DataConfig(**held), 10**6, 10**6))
+    assert kept == set(text_of(prepared.train, prepared.tokenizer))
 
 
 def test_a_vocabulary_too_large_is_refused_before_it_is_trained(tmp_path, corpus, monkeypatch):

@@ -1,4 +1,6 @@
 import functools
+import itertools
+import json
 
 import numpy as np
 import pytest
@@ -14,6 +16,7 @@ from jaxtrain.data.tokenizer import (
     TOKENIZERS,
     BytesConfig,
     HuggingFaceConfig,
+    NanochatConfig,
     SentencePieceConfig,
     build_tokenizer,
     load_tokenizer,
@@ -70,7 +73,9 @@ def metaspace_json(tmp_path):
     return tmp_path / "tokenizer.json"
 
 
-@pytest.fixture(scope="module", params=["words", "across", "byte_level", "bpe", "bytes"])
+@pytest.fixture(
+    scope="module", params=["words", "across", "byte_level", "bpe", "nanochat", "bytes"]
+)
 def tokenizer(request, tmp_path_factory):
     if request.param == "bytes":
         return build_tokenizer(BytesConfig(), ())
@@ -80,6 +85,8 @@ def tokenizer(request, tmp_path_factory):
     if request.param == "bpe":
         config = HuggingFaceConfig(vocab_size=600)
         return build_tokenizer(config, [SHAKESPEARE[:100_000]])
+    if request.param == "nanochat":
+        return build_tokenizer(NanochatConfig(vocab_size=600), iter([SHAKESPEARE[:100_000]]))
     config = SentencePieceConfig(vocab_size=600, across_words=request.param == "across")
     return build_tokenizer(config, [SHAKESPEARE[:100_000]])
 
@@ -220,3 +227,57 @@ def test_bad_tokenizer_files_are_named(tmp_path):
         build_tokenizer(SentencePieceConfig(path=str(tmp_path / "x.model")), ())
     with pytest.raises(UserError, match="has no tokenizer"):
         load_tokenizer(tmp_path / "nothing")
+
+
+# ---- nanochat's ------------------------------------------------------------------------------
+
+WORDS_OF = {
+    "Hello world's 1234567 ab1": ["Hello", " world", "'s", " ", "12", "34", "56", "7", " ab", "1"],
+    "I'LL we've don't": ["I", "'LL", " we", "'ve", " don", "'t"],
+    "a  b\t\tc": ["a", " ", " b", "\t", "\tc"],
+    "x = y+1;\n\n\n  if(z)\r\n": ["x", " =", " y", "+", "1", ";\n\n\n", " ", " if", "(z", ")\r\n"],
+    "end  \n \n  ": ["end", "  \n \n", "  "],
+    "caf\u00e9 \u4e2d\u6587\uff01\u0661\u0662\u0663": [
+        "caf\u00e9", " \u4e2d\u6587", "\uff01", "\u0661\u0662", "\u0663",
+    ],
+}  # fmt: skip
+
+
+def merged(word, ranks):
+    """Byte pairs of a word merged one by one, the earliest learned first: what BPE is."""
+    parts = list(word)
+    while True:
+        pairs = [ranks.get(pair, len(ranks)) for pair in itertools.pairwise(parts)]
+        if min(pairs, default=len(ranks)) == len(ranks):
+            return parts
+        at = pairs.index(min(pairs))
+        parts[at : at + 2] = [parts[at] + parts[at + 1]]
+
+
+def test_nanochats_words_are_gpt4s_with_two_digits_and_merged_by_rank():
+    tokenizer = build_tokenizer(NanochatConfig(vocab_size=700), iter([SHAKESPEARE[:100_000]]))
+    tree = json.loads(tokenizer.model)
+    inner = tokenizers.Tokenizer.from_str(tokenizer.model.decode())
+    ranks = {tuple(pair): rank for rank, pair in enumerate(tree["model"]["merges"])}
+    for text, words in WORDS_OF.items():
+        cut = inner.pre_tokenizer.pre_tokenize_str(text)
+        assert [text[a:b] for _, (a, b) in cut] == words
+        parts = [part for word, _ in cut for part in merged(word, ranks)]
+        assert tokenizer.encode(text).tolist() == [tree["model"]["vocab"][part] for part in parts]
+    names = list(tokenizer.specials)
+    assert names[:2] == ["<|bos|>", "<|user_start|>"] and names[-1] == "<|output_end|>"
+    assert list(tokenizer.specials.values()) == list(range(691, 700))
+    assert tokenizer.vocab_size == 700 and tokenizer.bos_id == 691 and tokenizer.by_word
+    assert tokenizer.token_bytes().sum() == sum(map(len, tokenizer.pieces)) > 256
+
+
+def test_nanochats_tokenizer_reads_a_stream_and_says_what_is_too_short(tmp_path):
+    read = []
+    texts = (read.append(i) or SHAKESPEARE[:50_000] for i in range(3))
+    tokenizer = build_tokenizer(NanochatConfig(vocab_size=300), texts)
+    assert read == [0, 1, 2]
+    with pytest.raises(UserError, match="vocab_size 300 is larger than .* has 5 bytes; use"):
+        build_tokenizer(NanochatConfig(vocab_size=300), iter(["hello"]))
+    tokenizer.save(tmp_path)
+    ready = build_tokenizer(NanochatConfig(path=str(tmp_path)), ())
+    assert ready.model == tokenizer.model and ready.name == "huggingface"
