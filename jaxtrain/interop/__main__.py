@@ -23,9 +23,10 @@ from jaxtrain.interop.companions import (
     tokenizer_files,
     tokenizer_of,
 )
-from jaxtrain.interop.configs import fitting_family, text_part
+from jaxtrain.interop.configs import family_of, fitting_family
 from jaxtrain.interop.export import export_weights
 from jaxtrain.interop.families import FAMILIES
+from jaxtrain.interop.keys import text_part
 from jaxtrain.interop.load import find_folder, open_checkpoint, stored_form
 from jaxtrain.interop.tensors import DTYPES, SHARD_BYTES, WEIGHTS, write
 from jaxtrain.model import Transformer, split
@@ -84,7 +85,7 @@ def export_run(
     model_dir = saved.tokenizer_dir
     came = text_part(read_json(model_dir / FOLDER / "config.json"))
     rows = came.get("vocab_size", saved.tokenizer.vocab_size)
-    wanted = family or came.get("model_type")
+    wanted = family or (family_of(came).model_type if came else None)
     row, config = fitting_family(saved.config.model, rows, wanted)
     ids = {"bos_token_id": saved.tokenizer.bos_id, "eos_token_id": saved.tokenizer.bos_id}
     kept = {k: came.get(k, ids[k]) for k in ids} | {"pad_token_id": came.get("pad_token_id")}

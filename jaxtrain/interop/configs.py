@@ -5,12 +5,21 @@ import math
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+from pydantic import ValidationError
+
 from jaxtrain.interop.families import FAMILIES, Family
-from jaxtrain.model import ResolvedModel, make_plan
+from jaxtrain.interop.keys import (
+    FULL,
+    ROPE_TYPES,
+    SLIDING,
+    Json,
+    check_against,
+    check_keys,
+    check_rope_keys,
+)
+from jaxtrain.model import ModelConfig, ResolvedModel, make_plan, resolve_model
 from jaxtrain.settings import UserError
 
-Json = dict[str, Any]
-SLIDING, FULL = "sliding_attention", "full_attention"
 # Fields that say how a model starts or runs, not what it computes.
 EXECUTION = {
     "init", "base_width", "embedding_dtype", "attention", "deterministic_attention", "rows",
@@ -23,14 +32,6 @@ DERIVED = {
 }  # fmt: skip
 FREE = EXECUTION | DERIVED
 INSERTED = ("adapter", "prompt", "prefix")  # what tuning put into a model
-# Features of a config.json that would change the function and have no field here.
-REFUSED: dict[str, tuple[Any, ...]] = {
-    "use_bidirectional_attention": (None, False),
-    "scale_attn_weights": (None, True),
-    "scale_attn_by_inverse_layer_idx": (None, False),
-    "add_cross_attention": (None, False),
-    "partial_rotary_factor": (None, 1.0),
-}
 
 
 def family_of(config: Json) -> Family:
@@ -40,15 +41,9 @@ def family_of(config: Json) -> Family:
         raise UserError(
             f"config.json: model_type {kind} is not known; there are {', '.join(sorted(FAMILIES))}"
         )
+    if kind == "mistral" and "layer_types" in config:  # so does transformers read it
+        return FAMILIES["ministral"]
     return FAMILIES[kind]
-
-
-def text_part(config: Json) -> Json:
-    """The language model's part of a config.json (Gemma 3 from 4B on also sees pictures)."""
-    if config.get("model_type") == "gemma3" and "text_config" in config:
-        shared = {k: config[k] for k in ("dtype", "torch_dtype") if k in config}
-        return shared | config["text_config"] | {"model_type": "gemma3_text"}
-    return config
 
 
 def model_fields(config: Json) -> Json:
@@ -61,15 +56,9 @@ def model_fields(config: Json) -> Json:
             f"config.json: quantization_config ({method}): quantised checkpoints are not read; "
             "take the one in bfloat16"
         )
+    check_keys(family, config)
     given: Json = family.defaults | config
-    for key, allowed in REFUSED.items():
-        if given.get(key) not in allowed:
-            raise UserError(f"config.json: {key} {given[key]} is not supported, only {allowed[-1]}")
     check_activation(family, given)
-    needed = [family.keys[ours] for ours in ("depth", "width", "heads")]
-    for key in (*needed, "vocab_size"):
-        if key not in given:
-            raise UserError(f"config.json has no {key}")
     check_values(family, given)
     fields: Json = family.fixed | {ours: given.get(key) for ours, key in family.keys.items()}
     fields["head_dim"] = fields.get("head_dim") or fields["width"] // fields["heads"]
@@ -133,32 +122,46 @@ def check_value(key: str, value: Any, kind: Kind, null: bool = False) -> None:
 
 
 def check_activation(family: Family, given: Json) -> None:
-    key, allowed = family.activation
-    # Gemma's configs have one key or the other, or both; then the longer one counts.
-    kinds = given.get("hidden_activation"), given.get(key), given.get("hidden_act")
-    kind = next((kind for kind in kinds if kind is not None), allowed[0])
-    if kind not in allowed:
-        raise UserError(f"config.json: {key} {kind} is not supported, only {', '.join(allowed)}")
+    allowed = family.activation[1]
+    # Gemma's configs have one key or the other, or both.
+    for key in {family.activation[0]: 0, "hidden_activation": 0, "hidden_act": 0}:
+        kind = given.get(key)
+        if kind is not None and kind not in allowed:
+            raise UserError(
+                f"config.json: {key} {kind} is not supported, only {', '.join(allowed)}"
+            )
 
 
 # ---- windows ---------------------------------------------------------------------------------
 
 
 def layer_types(family: Family, given: Json) -> list[str]:
-    """SLIDING or FULL for each layer."""
+    """SLIDING or FULL for each layer. UserError for what transformers would not compute either."""
     depth, window = given[family.keys["depth"]], given.get("sliding_window")
-    if family.windows == "none" or window is None:
+    if family.windows == "none" or (family.windows == "all" and window is None):
         return [FULL] * depth
     if family.windows == "all":
         return [SLIDING] * depth
     if not given.get("use_sliding_window", True):
-        return [FULL] * depth
-    if given.get("layer_types"):
-        return given["layer_types"]
+        window = None
+    types: list[str] | None = given.get("layer_types")
+    if types is None:
+        types = usual_types(family, given, window)
+    if len(types) != depth:
+        raise UserError(f"config.json: layer_types has {len(types)} layers, the model has {depth}")
+    if SLIDING in types and window is None:
+        raise UserError(f"config.json: layer_types has {SLIDING}, but there is no sliding_window")
+    return types
+
+
+def usual_types(family: Family, given: Json, window: int | None) -> list[str]:
+    """Those of a config.json that does not list them."""
+    depth = given[family.keys["depth"]]
     if family.pattern:
         every = given.get("sliding_window_pattern") or family.pattern
         return [FULL if (i + 1) % every == 0 else SLIDING for i in range(depth)]
-    return [SLIDING if i >= given["max_window_layers"] else FULL for i in range(depth)]
+    first = given.get("max_window_layers", 0)
+    return [SLIDING if window is not None and i >= first else FULL for i in range(depth)]
 
 
 def window_fields(family: Family, given: Json) -> Json:
@@ -183,24 +186,35 @@ def window_fields(family: Family, given: Json) -> Json:
 
 
 def rope_fields(family: Family, given: Json) -> Json:
-    """Bases and stretching, of `rope_parameters` (5) or `rope_theta` and `rope_scaling` (4)."""
-    new = given.get("rope_parameters") or {}
-    per_type = family.model_type == "gemma3_text"
-    check_values(family, new)
-    full = (new.get(FULL) or {}) if per_type else new
-    check_values(family, full)
-    scaling = (full if "rope_type" in full else None) or given.get("rope_scaling") or {}
+    """Bases and stretching, of `rope_parameters` (5), `rope_theta` and `rope_scaling` (4) or both.
+
+    UserError where the two say different things: either release would read another model.
+    """
+    new, old = given.get("rope_parameters") or {}, given.get("rope_scaling") or {}
+    if family.per_type_rope:
+        check_against({FULL, SLIDING}, {}, new, "in rope_parameters of this family")
+    full = (new.get(FULL) or {}) if family.per_type_rope else new
+    for section in (full, old):
+        check_values(family, section)
+    stretched = [rope_scaling(section, given) for section in (full, old) if section]
+    bases = [x for x in (full.get("rope_theta"), old.get("rope_theta")) if x is not None]
+    bases += [given["rope_theta"]] if given.get("rope_theta") is not None else []
+    short = (new.get(SLIDING) or {}) if family.per_type_rope else {}
+    check_values(family, short)
+    shorts = [x for x in (short.get("rope_theta"), given.get("rope_local_base_freq")) if x]
+    if any(values[1:] != values[:-1] for values in (stretched, bases, shorts)):
+        raise UserError(
+            "config.json: rope_parameters says something else than rope_theta, rope_scaling and "
+            "rope_local_base_freq; take one of the two out"
+        )
     fields: Json = {
-        "rope_base": full.get("rope_theta") or given.get("rope_theta") or family.rope_base,
-        "rope_scaling": rope_scaling(scaling, given),
+        "rope_base": (bases or [family.rope_base])[0],
+        "rope_scaling": stretched[0] if stretched else None,
     }
-    if per_type:
-        short = new.get(SLIDING) or {}
-        check_values(family, short)
-        if short.get("rope_type", "default") != "default":
+    if family.per_type_rope:
+        if rope_scaling(short, given) is not None:
             raise UserError(f"config.json: rope_parameters of {SLIDING} must be of type default")
-        base = short.get("rope_theta") or given.get("rope_local_base_freq") or 10_000.0
-        fields["rope_base_short"] = base
+        fields["rope_base_short"] = (shorts or [10_000.0])[0]
     return fields
 
 
@@ -210,19 +224,18 @@ def rope_scaling(given: Json, config: Json) -> Json | None:
     original = given.get("original_max_position_embeddings") or config["max_position_embeddings"]
     if given.get("partial_rotary_factor") not in (None, 1.0):
         raise UserError("config.json: partial_rotary_factor is not supported, only 1.0")
+    if kind not in ROPE_TYPES:
+        raise UserError(
+            f"config.json: rope_type {kind} is not supported; there are {', '.join(ROPE_TYPES)}"
+        )
+    check_rope_keys(given, kind)
     if kind == "default":
         return None
-    if kind == "linear":
-        return {"name": kind, "factor": needed(given, "factor")}
-    if kind == "llama3":
-        keys = ("factor", "low_freq_factor", "high_freq_factor")
-        scaled = {k: needed(given, k) for k in keys}
-        return {"name": kind, "original_context": original} | scaled
     if kind == "yarn":
         return yarn(given, original, config["max_position_embeddings"])
-    raise UserError(
-        f"config.json: rope_type {kind} is not supported; there are default, linear, llama3, yarn"
-    )
+    keys = [key for key in ROPE_TYPES[kind] if key != "original_max_position_embeddings"]
+    known = {"original_context": original} if kind == "llama3" else {}
+    return {"name": kind} | known | {key: needed(given, key) for key in keys}
 
 
 def yarn(given: Json, original: int, context: int) -> Json:
@@ -249,47 +262,51 @@ def needed(given: Json, key: str) -> Any:
 
 
 def to_config(c: ResolvedModel, family: Family, vocab_size: int) -> Json:
-    """The config.json of a model, for transformers 4 and 5; UserError if the family lacks it."""
+    """The config.json of a model, for transformers 4 and 5; UserError if the family lacks it.
+
+    What is written is read again, and has to be the same model: a field that no family knows has
+    its default there, whatever it is here.
+    """
     config: Json = {"architectures": [family.architecture], "model_type": family.model_type}
     config |= {key: getattr(c, ours) for ours, key in family.keys.items()}
     config |= {"vocab_size": vocab_size, family.activation[0]: family.activation[1][0]}
     if family.biases:
         config["attention_bias"] = c.qkv_bias
     if family.scale_key:
-        scale = score_scale(c) ** -2
-        config[family.scale_key] = round(scale) if math.isclose(scale, round(scale)) else scale
+        config[family.scale_key] = max(1, round(score_scale(c) ** -2))  # has to be whole
     plan = make_plan(c)
     windows = [spec.window for spec in plan if spec.window is not None]
     if family.windows != "none":
         config["sliding_window"] = windows[0] + 1 if windows else None
     if family.windows == "types":
         config["layer_types"] = [FULL if spec.window is None else SLIDING for spec in plan]
-        if family.pattern is None:
+        if "use_sliding_window" in family.window_keys:
             config["use_sliding_window"] = bool(windows)
+        elif not windows:  # transformers makes the mask of layers that are not there
+            config["sliding_window"] = family.defaults["sliding_window"]
     if family.rope_base is not None:
         config["rope_parameters"] = rope = rope_parameters(c, family)
         config |= rope_of_4(rope)
-    fitting = model_fields(config)
-    lost = differences(c, ResolvedModel.model_validate(c.model_dump() | defaults(fitting)))
+    lost = differences(c, read_again(config, c))
+    if family.whole_heads and c.width % c.heads:
+        lost.append(f"width {c.width} with {c.heads} heads, only multiples")
     if lost:
         raise UserError(f"the family {family.model_type} has no {', no '.join(lost)}")
     return config
 
 
+def read_again(config: Json, c: ResolvedModel) -> ResolvedModel:
+    """The model that is read from a config.json, for texts as long as those of c."""
+    try:
+        return resolve_model(ModelConfig.model_validate(model_fields(config)), c.context)
+    except ValidationError as error:
+        why = error.errors()[0]["msg"].removeprefix("Value error, ")
+        raise UserError(f"the family {config['model_type']} has no such model: {why}") from None
+
+
 def without_inserted(c: ResolvedModel) -> ResolvedModel:
     """The model as it was before something was put into it."""
     return c.model_copy(update=dict.fromkeys(INSERTED))
-
-
-def defaults(fields: Json) -> Json:
-    """`fields` with what they leave open, as a family that does not name a feature lacks it."""
-    absent: Json = {
-        "qkv_bias": False, "out_bias": False, "ffn_bias": False, "qk_norm_gain": False,
-        "rope_scaling": None, "rope_base_short": None, "score_scale": None, "norm": "rms",
-        "attention_softcap": None, "embed_scale": 1.0, "positions": "rotary", "post_norm": False,
-        "block_norm": True, "last_layer_full": True, "qk_scale": 1.0, "moe": None,
-    } | dict.fromkeys(INSERTED)  # fmt: skip
-    return absent | fields
 
 
 def rope_parameters(c: ResolvedModel, family: Family) -> Json:
@@ -301,7 +318,7 @@ def rope_parameters(c: ResolvedModel, family: Family) -> Json:
         if "original_context" in section:
             section["original_max_position_embeddings"] = section.pop("original_context")
         full |= {"rope_type": kind} | section
-    if family.model_type != "gemma3_text":
+    if not family.per_type_rope:
         return full
     short = c.rope_base_short or c.rope_base
     return {FULL: full, SLIDING: {"rope_theta": short, "rope_type": "default"}}
@@ -324,7 +341,9 @@ def score_scale(c: ResolvedModel) -> float:
 def differences(a: ResolvedModel, b: ResolvedModel) -> list[str]:
     """`field value` of a where b computes something else."""
     names = [name for name in ResolvedModel.model_fields if name not in FREE]
-    lost = [f"{n} {getattr(a, n)}" for n in names if getattr(a, n) != getattr(b, n)]
+    if a.positions == b.positions == "learned":
+        names = [name for name in names if not name.startswith("rope_")]
+    lost = [f"{n} {getattr(a, n)}" for n in names if not alike(getattr(a, n), getattr(b, n))]
     if not math.isclose(score_scale(a), score_scale(b), rel_tol=1e-6):
         lost.append(f"factor {score_scale(a):.6g} on the scores (it has {score_scale(b):.6g})")
     if [s.window for s in make_plan(a)] != [s.window for s in make_plan(b)]:
@@ -335,6 +354,13 @@ def differences(a: ResolvedModel, b: ResolvedModel) -> list[str]:
     if a.positions == "rotary" and bases[0] != bases[1]:
         lost.append(f"rope_base_short {a.rope_base_short}")
     return lost
+
+
+def alike(a: Any, b: Any) -> bool:
+    """Equal, or numbers equal but for rounding."""
+    if isinstance(a, float) and isinstance(b, float):
+        return math.isclose(a, b, rel_tol=1e-6)
+    return a == b
 
 
 def fitting_family(c: ResolvedModel, vocab_size: int, wanted: str | None) -> tuple[Family, Json]:

@@ -4,7 +4,11 @@ A family says which fields of ModelConfig it fixes, how its config.json spells t
 its tensors are called. A new one is a row, if the Transformer has its features.
 """
 
+from collections.abc import Mapping
+from types import MappingProxyType
 from typing import Any, NamedTuple
+
+Values = Mapping[str, tuple[Any, ...] | None]  # a key -> the values that it may have; None: any
 
 
 class Row(NamedTuple):
@@ -19,7 +23,12 @@ class Row(NamedTuple):
 
 
 class Family(NamedTuple):
-    """`fixed`: fields of ModelConfig; `keys`: our field -> theirs; `defaults`: absent keys."""
+    """`fixed`: fields of ModelConfig; `keys`: our field -> theirs.
+
+    `defaults`: what transformers takes for each key that is read and absent, its class's own
+    (tests/interop/make_defaults.py). `neutral`: keys that change nothing here, beside those of
+    `keys.NEUTRAL`, with the values that they may have (None: any).
+    """
 
     model_type: str
     architecture: str
@@ -32,7 +41,11 @@ class Family(NamedTuple):
     biases: tuple[str, ...] = ()  # fields that `attention_bias` switches
     scale_key: str | None = None  # scores are divided by the root of this
     windows: str = "none"  # none, all (sliding_window in each layer), types (layer_types)
+    window_keys: tuple[str, ...] = ()  # what says which layers have one
     pattern: int | None = None  # without layer_types, one layer of so many is full
+    per_type_rope: bool = False  # S layers have rotary positions of their own
+    whole_heads: bool = False  # heads must divide the width
+    neutral: Values = MappingProxyType({})
     prefix: str = "model."
     activation: tuple[str, tuple[str, ...]] = ("hidden_act", ("silu", "swish"))
 
@@ -50,7 +63,18 @@ KEYS = {
     "context": "max_position_embeddings",
 }  # fmt: skip
 CAPS = {"softcap": "final_logit_softcapping", "attention_softcap": "attn_logit_softcapping"}
-DEFAULTS = {"rms_norm_eps": 1e-6, "tie_word_embeddings": False, "max_position_embeddings": 2048}
+
+
+def defaults(
+    vocab: int, width: int, hidden: int, depth: int, heads: int, kv_heads: int | None, context: int
+) -> dict[str, Any]:
+    """The sizes that a family's class has by default, and what most have in common."""
+    return {
+        "vocab_size": vocab, "hidden_size": width, "intermediate_size": hidden,
+        "num_hidden_layers": depth, "num_attention_heads": heads, "num_key_value_heads": kv_heads,
+        "max_position_embeddings": context, "rms_norm_eps": 1e-6, "tie_word_embeddings": False,
+    }  # fmt: skip
+
 
 BLOCK, LAYER = "blocks/", "model.layers.{}."
 ATTENTION = tuple(
@@ -126,49 +150,72 @@ GPT2_ROWS = (
     Row(("final_shift",), "transformer.ln_f.bias"),
 )
 
+SILU = {"hidden_act": "silu"}
+NO_BIAS: Values = {"attention_bias": (None, False)}
+NO_WINDOW: Values = {
+    "sliding_window": (None,), "use_sliding_window": (None, False), "max_window_layers": None,
+}  # fmt: skip
 LLAMA = Family(
     "llama", "LlamaForCausalLM", PLAIN, KEYS | {"ffn_bias": "mlp_bias"},
-    DEFAULTS | {"mlp_bias": False}, LLAMA_ROWS, biases=("qkv_bias", "out_bias"),
+    defaults(32000, 4096, 11008, 32, 32, None, 2048) | SILU | {"attention_bias": False}
+    | {"mlp_bias": False},
+    LLAMA_ROWS, biases=("qkv_bias", "out_bias"), whole_heads=True,
+    # SmolLM's name of its own reordering of the heads, which it does not use.
+    neutral={**NO_WINDOW, "is_llama_config": None, "rope_interleaved": (None, False)},
 )  # fmt: skip
 MISTRAL = Family(
     "mistral", "MistralForCausalLM", PLAIN, KEYS,
-    DEFAULTS | {"sliding_window": 4096, "num_key_value_heads": 8}
-    | {"max_position_embeddings": 131072},
-    LLAMA_ROWS, windows="all",
+    defaults(32000, 4096, 14336, 32, 32, 8, 131072) | SILU | {"sliding_window": 4096},
+    LLAMA_ROWS, windows="all", window_keys=("sliding_window",), neutral=NO_BIAS,
+)  # fmt: skip
+MINISTRAL = MISTRAL._replace(
+    model_type="ministral", architecture="MinistralForCausalLM", windows="types",
+    window_keys=("sliding_window", "layer_types"),
 )  # fmt: skip
 QWEN2 = Family(
     "qwen2", "Qwen2ForCausalLM", PLAIN | {"qkv_bias": True}, KEYS,
-    DEFAULTS | {"sliding_window": 4096, "max_window_layers": 28, "use_sliding_window": False}
-    | {"max_position_embeddings": 32768},
+    defaults(151936, 4096, 22016, 32, 32, 32, 32768) | SILU
+    | {"sliding_window": 4096, "max_window_layers": 28, "use_sliding_window": False},
     LLAMA_ROWS, windows="types",
+    window_keys=("sliding_window", "use_sliding_window", "max_window_layers", "layer_types"),
+    neutral={"attention_bias": (None, True), "use_mrope": (None, False)},
 )  # fmt: skip
 QWEN3 = QWEN2._replace(
     model_type="qwen3", architecture="Qwen3ForCausalLM", biases=("qkv_bias", "out_bias"),
     fixed=PLAIN | {"qk_norm": True, "qk_norm_gain": True, "qk_scale": 1.0},
-    defaults=QWEN2.defaults | {"head_dim": 128},
+    defaults=QWEN2.defaults | {"head_dim": 128, "attention_bias": False},
+    neutral={"use_mrope": (None, False)},
 )  # fmt: skip
 TANH_GELU = ("gelu_pytorch_tanh", "gelu_new")
+OF_GEMMA = {"tie_word_embeddings": True, "head_dim": 256, "attention_bias": False}
 GEMMA = Family(
     "gemma", "GemmaForCausalLM", PLAIN | {"ffn": "geglu"}, KEYS,
-    DEFAULTS | {"tie_word_embeddings": True, "head_dim": 256, "max_position_embeddings": 8192},
+    defaults(256000, 3072, 24576, 28, 16, 16, 8192) | OF_GEMMA | {"hidden_act": TANH_GELU[0]},
     # Its first releases say "gelu" and mean the approximation by tanh.
-    GEMMA_ROWS, embed_root=True, biases=("qkv_bias", "out_bias"),
+    GEMMA_ROWS, embed_root=True, biases=("qkv_bias", "out_bias"), neutral=NO_WINDOW,
     activation=("hidden_act", (*TANH_GELU, "gelu")),
 )  # fmt: skip
 GEMMA2 = GEMMA._replace(
     model_type="gemma2", architecture="Gemma2ForCausalLM",
     fixed=GEMMA.fixed | {"post_norm": True}, keys=KEYS | CAPS,
-    defaults=GEMMA.defaults | {"query_pre_attn_scalar": 256, "sliding_window": 4096}
+    defaults=defaults(256000, 2304, 9216, 26, 8, 4, 8192) | OF_GEMMA
+    | {"query_pre_attn_scalar": 256, "sliding_window": 4096, "hidden_activation": TANH_GELU[0]}
     | {"final_logit_softcapping": 30.0, "attn_logit_softcapping": 50.0},
     rows=GEMMA2_ROWS, scale_key="query_pre_attn_scalar", windows="types", pattern=2,
+    window_keys=("sliding_window", "layer_types"), whole_heads=True,
+    neutral={"sliding_window_pattern": (None, 2), "sliding_window_size": None},
     activation=("hidden_activation", TANH_GELU),
 )  # fmt: skip
 GEMMA3 = GEMMA2._replace(
     model_type="gemma3_text", architecture="Gemma3ForCausalLM",
     fixed=GEMMA2.fixed | {"qk_norm": True, "qk_norm_gain": True, "qk_scale": 1.0},
-    defaults=GEMMA2.defaults | {"final_logit_softcapping": None, "attn_logit_softcapping": None}
-    | {"max_position_embeddings": 131072},
-    rope_base=1_000_000.0, pattern=6,
+    keys=KEYS | {"softcap": CAPS["softcap"]},
+    defaults={k: v for k, v in GEMMA2.defaults.items() if k != CAPS["attention_softcap"]}
+    | {"vocab_size": 262208, "max_position_embeddings": 131072, "final_logit_softcapping": None},
+    rope_base=1_000_000.0, per_type_rope=True, pattern=6,
+    window_keys=("sliding_window", "layer_types", "sliding_window_pattern"),
+    # transformers has this key of Gemma 2 and does not apply it: nobody can have meant another.
+    neutral={"attn_logit_softcapping": (None,), "_sliding_window_pattern": None},
 )  # fmt: skip
 GPT2 = Family(
     "gpt2", "GPT2LMHeadModel",
@@ -177,19 +224,32 @@ GPT2 = Family(
     {"depth": "n_layer", "width": "n_embd", "heads": "n_head", "hidden": "n_inner"}
     | {"norm_eps": "layer_norm_epsilon", "tied_head": "tie_word_embeddings"}
     | {"context": "n_positions"},
-    {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "n_positions": 1024, "n_inner": None},
+    {"vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}
+    | {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "n_inner": None}
+    | {"activation_function": TANH_GELU[1]},
     GPT2_ROWS, rope_base=None, prefix="transformer.",
     activation=("activation_function", TANH_GELU[::-1]),
+    neutral={
+        "attn_pdrop": None, "embd_pdrop": None, "resid_pdrop": None, "n_ctx": None,
+        "summary_type": None, "summary_use_proj": None, "summary_activation": None,
+        "summary_proj_to_labels": None, "summary_first_dropout": None,
+        "scale_attn_weights": (None, True), "scale_attn_by_inverse_layer_idx": (None, False),
+        "reorder_and_upcast_attn": None,
+    },
 )  # fmt: skip
 NANOCHAT = Family(
     "nanochat", "NanoChatForCausalLM",
     PLAIN | {"ffn": "relu2", "qk_norm": True, "qk_scale": 1.0, "norm_gain": False}
     | {"embed_norm": True, "init": "speedrun"},
-    KEYS | {"softcap": "final_logit_softcapping"}, DEFAULTS | {"final_logit_softcapping": 15.0},
-    NANOCHAT_ROWS, activation=("hidden_act", ("relu2",)),
+    KEYS | {"softcap": "final_logit_softcapping"},
+    defaults(50304, 768, 8192, 12, 6, None, 2048)
+    | {"final_logit_softcapping": 15.0, "hidden_act": "relu2"},
+    NANOCHAT_ROWS, activation=("hidden_act", ("relu2",)), neutral={**NO_BIAS, **NO_WINDOW},
 )  # fmt: skip
 
 FAMILIES = {
     family.model_type: family
-    for family in (LLAMA, MISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, GPT2, NANOCHAT)
-}
+    for family in (
+        LLAMA, MISTRAL, MINISTRAL, QWEN2, QWEN3, GEMMA, GEMMA2, GEMMA3, GPT2, NANOCHAT
+    )
+}  # fmt: skip

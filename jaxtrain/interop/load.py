@@ -17,8 +17,9 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from jaxtrain.interop.configs import Json, family_of, model_fields, text_part
+from jaxtrain.interop.configs import Json, family_of, model_fields
 from jaxtrain.interop.families import Family, Row
+from jaxtrain.interop.keys import text_part
 from jaxtrain.interop.layouts import LAYOUTS
 from jaxtrain.interop.tensors import DTYPES, Stored, read, read_headers
 from jaxtrain.model import ParamSpec, path_name

@@ -40,6 +40,11 @@ CASES = {
     "llama rope yarn": ("llama", COMMON | {"rope_parameters": YARN}),
     "mistral": ("mistral", COMMON | {"sliding_window": None}),
     "mistral window": ("mistral", COMMON | WINDOWED),
+    "ministral": (  # Mistral's with layer_types, which transformers reads as this
+        "ministral",
+        COMMON | WINDOWED | {"head_dim": 16, "num_hidden_layers": 3}
+        | {"layer_types": ["sliding_attention", "full_attention", "sliding_attention"]},
+    ),
     "qwen2": ("qwen2", COMMON),
     "qwen2 tied windows": (
         "qwen2",

@@ -6,18 +6,26 @@ import re
 import numpy as np
 import pytest
 from chat_cases import TEMPLATES, make_tokenizer
-from hf_cases import VOCAB
-from test_families import FACTS
+from hf_cases import CASES, VOCAB, prompts
+from pydantic import ValidationError
+from test_families import FACTS, build, logits_of
 from tiny import random_params
 
 from jaxtrain.config import Config, validate
 from jaxtrain.data import fill_in_chat
 from jaxtrain.data.template import make_render
 from jaxtrain.data.tokenizer import byte_tokenizer, huggingface_tokenizer
-from jaxtrain.interop import export_weights, fitting_family, model_fields
+from jaxtrain.interop import (
+    export_weights,
+    fitting_family,
+    load,
+    model_fields,
+    open_checkpoint,
+)
 from jaxtrain.interop.__main__ import main as interop
-from jaxtrain.interop.configs import DERIVED, EXECUTION, defaults
+from jaxtrain.interop.configs import FREE
 from jaxtrain.interop.families import LLAMA
+from jaxtrain.interop.keys import FULL
 from jaxtrain.interop.peft import rows_of
 from jaxtrain.model import ModelConfig, Transformer, resolve_model, split
 from jaxtrain.saved import save_model
@@ -31,11 +39,134 @@ def resolved(**changes):
     return resolve_model(ModelConfig.model_validate(LLAMA_FIELDS | changes), 24)
 
 
-def test_every_field_of_a_model_is_compared():
-    """A field that is in neither set and that no family names would be dropped in silence."""
-    compared = set(defaults(LLAMA_FIELDS))
-    assert set(ModelConfig.model_fields) == compared | EXECUTION | DERIVED
+# ---- every field -----------------------------------------------------------------------------
 
+FLIPPED = (
+    "qk_norm", "qk_norm_gain", "qkv_bias", "out_bias", "ffn_bias", "last_layer_full", "norm_gain",
+    "post_norm", "embed_norm", "tied_head", "value_embeddings", "residual_scales", "smear",
+    "backout", "document_mask", "block_norm", "deterministic_attention", "scan_layers",
+)  # fmt: skip
+# Of each field of a model, another value than any of the golden cases has.
+CHANGED = dict.fromkeys(FLIPPED, "flipped") | {
+    "depth": 1, "width": 64, "head_dim": 4, "heads": 8, "kv_heads": 1, "hidden": 80,
+    "ffn": "relu2", "moe": {"experts": 2}, "vocab_multiple": 7, "positions": "learned",
+    "rope_base": 77.0, "rope_base_short": 55.0, "rope_scaling": {"name": "linear", "factor": 3.0},
+    "qk_scale": 2.0, "score_scale": 0.5, "window_pattern": "SL", "short_window": 3, "context": 48,
+    "norm": "layer", "norm_eps": 1e-3, "embed_scale": 3.0, "softcap": 7.0,
+    "attention_softcap": 7.0, "init": "orthogonal", "base_width": 64, "adapter": 4, "prompt": 3,
+    "prefix": 3, "embedding_dtype": "bfloat16", "attention": "xla", "rows": {"loss": "xla"},
+    "fp8": "blocks", "fp8_history": 2, "remat": "block", "remat_short": "block", "ffn_tiles": 2,
+}  # fmt: skip
+NEEDS = {"fp8_history": {"fp8": "blocks"}}
+# What a message says in the place of the field.
+SAYS = dict.fromkeys(("window_pattern", "short_window", "last_layer_full"), "windows")
+SAYS |= dict.fromkeys(("qk_scale", "score_scale"), "factor")
+SAYS |= {
+    "qkv_bias": "(qkv|out)_bias",
+    "width": "width|head_dim|embed_scale",
+    "heads": "heads|head_dim",
+}
+
+
+def changed(case, field):
+    """A golden model with another value of a field; None if there is no such model."""
+    fields, value = model_fields(FACTS[case]["config"]), CHANGED[field]
+    if value == "flipped":
+        value = not fields.get(field, ModelConfig.model_fields[field].default)
+    try:
+        given = fields | NEEDS.get(field, {}) | {field: value}
+        return resolve_model(ModelConfig.model_validate(given), 24)
+    except (ValidationError, UserError):
+        return None
+
+
+BASES = ("llama", "mistral window", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3")
+BASES += ("gpt2", "nanochat")
+
+
+@pytest.mark.parametrize("case", BASES)
+def test_every_field_is_written_or_refused_by_name(case):
+    """A field that is new is neither free nor known to a family: it is refused until it is."""
+    assert CHANGED.keys() == ModelConfig.model_fields.keys() and set(CHANGED) >= FREE
+    done = []
+    for field in CHANGED:
+        c = changed(case, field)
+        if c is None:
+            continue
+        try:
+            _, config = fitting_family(c, VOCAB, CASES[case][0])
+        except UserError as error:
+            done += ["refused"]
+            assert re.search(SAYS.get(field, field), str(error)), f"{field}: {error}"
+            continue
+        again = resolve_model(ModelConfig.model_validate(model_fields(config)), 24)
+        unused = c.positions == "learned" and field.startswith("rope_")
+        if field not in FREE and not unused:
+            done += ["written"]
+            assert getattr(again, field) == getattr(c, field), field
+    assert done.count("written") >= 6 and done.count("refused") >= 10
+
+
+FAST = ("document_mask", "vocab_multiple")
+SOME = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in sorted(FREE)]
+
+
+@pytest.mark.parametrize("field", SOME)
+def test_a_field_that_is_free_changes_nothing_that_is_exported(field, tmp_path):
+    """Where a family takes another value of it, the export gives the model's logits."""
+    for case in ("qwen2", "gemma3", "nanochat") if field not in FAST else ("qwen2",):
+        c = changed(case, field)
+        try:
+            family, config = fitting_family(c, VOCAB, CASES[case][0])
+        except UserError:
+            continue
+        graphdef, specs = split(Transformer(c, VOCAB))
+        params, folder = random_params(specs), tmp_path / case
+        folder.mkdir()
+        out = np.dtype(np.float32)
+        export_weights(folder, family, config, specs, params, out, c.head_dim)
+        source = open_checkpoint(folder)
+        _, other, declared = build(source)
+        tokens, seen = prompts(), logits_of(other, load(source, declared), prompts())
+        np.testing.assert_allclose(logits_of(graphdef, params, tokens), seen, rtol=0, atol=1e-4)
+
+
+def test_a_soft_cap_of_the_scores_goes_to_the_family_that_computes_it():
+    """Gemma 3 in transformers has the key and does not apply it; Gemma 2 does."""
+    for case, family in (("gemma2", "gemma2"), ("gemma3", None)):
+        c = changed(case, "attention_softcap")
+        if family:
+            found, config = fitting_family(c, VOCAB, None)
+            assert (found.model_type, config["attn_logit_softcapping"]) == (family, 7.0)
+            continue
+        for wanted in (None, "gemma3_text"):
+            with pytest.raises(UserError, match=r"no attention_softcap 7\.0"):
+                fitting_family(c, VOCAB, wanted)
+
+
+def test_layers_without_windows_have_what_transformers_asks_for():
+    """It makes the mask of a window in each model that could have one."""
+    for case in ("ministral", "gemma2", "gemma3"):
+        fields = model_fields(FACTS[case]["config"]) | {"window_pattern": "L"}
+        c = resolve_model(ModelConfig.model_validate(fields), 24)
+        _, config = fitting_family(c, VOCAB, CASES[case][0])
+        assert config["sliding_window"] == 4096 and set(config["layer_types"]) == {FULL}
+
+
+def test_heads_that_do_not_divide_the_width_and_scales_that_are_not_whole_are_refused():
+    """transformers refuses such a config.json of these families."""
+    odd = {"width": 36, "heads": 5, "kv_heads": 5, "head_dim": 8}
+    for case in ("llama", "gemma2"):
+        fields = model_fields(FACTS[case]["config"]) | odd
+        c = resolve_model(ModelConfig.model_validate(fields), 24)
+        with pytest.raises(UserError, match="no width 36 with 5 heads"):
+            fitting_family(c, VOCAB, CASES[case][0])
+    c = changed("gemma2", "score_scale").model_copy(update={"score_scale": 24.5**-0.5})
+    with pytest.raises(UserError, match=r"no factor 0\.202"):
+        fitting_family(c, VOCAB, "gemma2")
+
+
+# ---- parts without a place -------------------------------------------------------------------
 
 PARTS = {
     "prompt": ({"prompt": 3}, "a prompt of 3 virtual tokens, .* export its base .*start.*peft"),
