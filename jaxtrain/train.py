@@ -17,6 +17,7 @@ from jaxtrain.evaluate import compile_scorer, held_out_batches, make_scorer, val
 from jaxtrain.finetune import make_parts, plus
 from jaxtrain.generate import compile_samples, write_samples
 from jaxtrain.local import local_facts, local_summary, local_task
+from jaxtrain.lock import held
 from jaxtrain.metrics import MetricsWriter
 from jaxtrain.model import Transformer, cast, check_fp8, flops_per_token, sizes, split
 from jaxtrain.objectives import make_objective
@@ -64,9 +65,16 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
     """Train, or go on with, the run of a configuration; returns the last validation's figures.
 
     group: the processes of the job (`parallel.processes`); default this one alone. Files and the
-    screen are process 0's.
+    screen are process 0's. UserError if another job has the run directory.
     """
     group = group or Group()
+    check_writable(config.run_dir)
+    with held(config.run_dir, group, config.processes.heartbeat_timeout):
+        return train_alone(config, group)
+
+
+def train_alone(config: Config, group: Group) -> dict[str, float]:
+    """`train`, in a run directory that no other job uses."""
     primary = group.index == 0
     console = Console(quiet=not primary)
     say = functools.partial(console.print, markup=False, highlight=False, soft_wrap=True)
@@ -85,7 +93,6 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
     check_text(config)
     resumed = check_run(c)
     check_tuned(c, parts)
-    check_writable(c.run_dir)
     check_objective(c)
     data.check_lengths(c.data.stages, t.sequence_length)
     if c.model.fp8:

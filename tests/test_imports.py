@@ -15,7 +15,7 @@ LAYERS = (
     ("jaxtrain.finetune", "jaxtrain.compress", "jaxtrain.interop"),
     ("jaxtrain.objectives",),
     ("jaxtrain.environment",),
-    ("jaxtrain.step", "jaxtrain.checkpoint", "jaxtrain.metrics"),
+    ("jaxtrain.step", "jaxtrain.checkpoint", "jaxtrain.metrics", "jaxtrain.lock"),
     ("jaxtrain.local",),
     ("jaxtrain.config", "jaxtrain.report_data", "jaxtrain.report_tasks"),
     ("jaxtrain.scaling",),
