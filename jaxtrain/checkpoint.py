@@ -74,6 +74,12 @@ class Checkpointer:
         )
         self.manager.save(step, args=args, force=True)
 
+    def delete_after(self, step: int) -> None:
+        """Without the checkpoints of later steps, which the run has taken back."""
+        self.wait()
+        for later in [s for s in self.steps() if s > step]:
+            self.manager.delete(later)
+
     def restore(self, step: int, params: Any, rest: Any) -> tuple[Any, Any, dict[str, Any]]:
         """Parameters, rest and position; the arguments give shapes, dtypes and placement."""
         items = self._read(

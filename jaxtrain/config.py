@@ -27,6 +27,7 @@ from jaxtrain.model import ModelConfig
 from jaxtrain.optim import MuonConfig, OptimConfig
 from jaxtrain.parallel import MeshConfig, ProcessesConfig
 from jaxtrain.settings import Settings, UserError
+from jaxtrain.spikes import LossSpike
 
 
 class RunConfig(Settings):
@@ -81,6 +82,22 @@ class TrainConfig(Settings):
         "auto", description="of the compute: bfloat16 or float16 as the GPU can, float32 on a CPU"
     )
     z_loss: float = Field(0.0, ge=0, description="weight of log(Z)^2 in the loss (PaLM: 1e-4)")
+    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="when a loss, a gradient or an updated parameter is nan or inf: stop; skip: "
+        "leave out the update of that step (where the loss and gradients are finite and the "
+        "update is not, stop); rollback: go back to the newest checkpoint and leave out the "
+        "batches since",
+    )
+    max_consecutive_skips: int = Field(
+        10,
+        ge=1,
+        description="updates left out one after the other, or returns to one checkpoint, after "
+        "which the run stops (on_nonfinite, loss_spike)",
+    )
+    loss_spike: LossSpike | None = Field(
+        None, description="what to do about a sudden high loss; default nothing"
+    )
     compiler_options: dict[str, bool | int | str] = Field(
         {}, description="options of XLA's for the step's compilation, xla_gpu_...: value"
     )

@@ -20,6 +20,7 @@ from pydantic import Field
 from jaxtrain.optim import Optimizer, mean_of_stack, mean_of_states, merges
 from jaxtrain.parallel import over_devices, partition_spec, shardings
 from jaxtrain.settings import Settings, UserError
+from jaxtrain.spikes import nonfinite_values, with_values
 from jaxtrain.step import State, Task, train_step
 
 BLOCK = 256  # elements that share a scale when compressed
@@ -109,7 +110,9 @@ def local_task(task: Task, c: DiLoCo | Gossip, mesh: Mesh, resumed: bool = False
         return params
 
     step = functools.partial(local_step, config=c, inner=inner, mesh=mesh)
-    return task._replace(optimizer=inner._replace(init=init, eval_params=eval_params), step=step)
+    mean = functools.partial(over_replicas, jax.lax.pmean)
+    optimizer = inner._replace(init=init, eval_params=eval_params)
+    return task._replace(optimizer=optimizer, step=step, agreed=mean)
 
 
 def local_step(
@@ -122,7 +125,7 @@ def local_step(
     config: DiLoCo | Gossip,
     inner: Optimizer,
     mesh: Mesh,
-) -> tuple[State, dict[str, Array]]:
+) -> tuple[State, dict[str, Any]]:
     """One inner step of every replica on its own rows, and what is due of the exchange.
 
     Metrics are means over the replicas.
@@ -141,6 +144,9 @@ def local_step(
         else:
             end = knobs["schedule"]["total_steps"]
             params, momentum, mine = due(after.step, end, params, momentum, mine)
+        # What the exchange made, too, is looked at; of one bad replica, all learn.
+        bad = nonfinite_values(mine) + nonfinite_values(params)
+        metrics["checks"] = with_values(metrics["checks"], bad)
         most = over_replicas(jax.lax.pmax, after.maxima)
         new = after._replace(params=params, optimizer=momentum, maxima=most)
         own = jax.tree.map(lambda x: x[None], Replica(mine, after.optimizer))

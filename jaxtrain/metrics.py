@@ -101,15 +101,8 @@ class MetricsWriter:
         run_dir.mkdir(parents=True, exist_ok=True)
         if config.wandb:
             self._wandb = _start_wandb(run_dir)
-        path = run_dir / "metrics.jsonl"
-        self._zero -= _rewind(path, start_step)
-        self._file = path.open("a", encoding="utf-8")
-        if config.tensorboard:
-            self._tensorboard = SummaryWriter(
-                str(run_dir / "tensorboard"),
-                purge_step=start_step + 1 if start_step else 0,
-                filename_suffix=f".{start_step}",
-            )
+        self._run_dir = run_dir
+        self._zero -= self._open(start_step, config.tensorboard)
         self._console = console or Console()
         if self._console.is_terminal:
             self._live = Live(console=self._console, get_renderable=self._live_line, transient=True)
@@ -117,6 +110,30 @@ class MetricsWriter:
         facts: Row = {"total_steps": total_steps, "tokens_per_step": tokens_per_step}
         facts |= {"flops_per_token": flops_per_token, "parameters": parameters}
         self._log(self._row(start_step, "event") | {"event": "start"} | facts | {**(more or {})})
+
+    def _open(self, step: int, tensorboard: bool) -> Number:
+        """Open the files behind the rows up to `step`; the `time` of the last, in seconds."""
+        path = self._run_dir / "metrics.jsonl"
+        seconds = _rewind(path, step)
+        self._file = path.open("a", encoding="utf-8")
+        if tensorboard:
+            self._tensorboard = SummaryWriter(
+                str(self._run_dir / "tensorboard"),
+                purge_step=step + 1 if step else 0,
+                filename_suffix=f".{step}",
+            )
+        return seconds
+
+    def rewind(self, step: int) -> None:
+        """The run has gone back to `step`: forget the rows of later steps, as a resume does."""
+        self._pending.clear()
+        self._sums, self._count, self._timed, self._seconds = {}, 0, 0, 0.0
+        self._step, self._stamp, self._begin = step, None, (0.0, step)
+        if self._file:
+            self._file.close()
+            if self._tensorboard:
+                self._tensorboard.close()
+            self._open(step, self._tensorboard is not None)
 
     def __enter__(self) -> "MetricsWriter":
         return self

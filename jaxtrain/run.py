@@ -2,12 +2,10 @@
 
 import contextlib
 import hashlib
-import math
 import os
 import platform
 import signal
 import tempfile
-from collections import deque
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor, wait
 from pathlib import Path
@@ -28,7 +26,6 @@ from jaxtrain.finetune import INSERTED, LoRAConfig, Parts, VirtualConfig, adapte
 from jaxtrain.interop import check_adapter, holds, load_start, read_adapter, read_virtual
 from jaxtrain.local import LocalState, as_saved, regroup, replicas_in
 from jaxtrain.memory import memory_advice
-from jaxtrain.model import path_name
 from jaxtrain.parallel import check_options, known_options, place_batch, shardings
 from jaxtrain.parallel.group import Group
 from jaxtrain.parallel.mesh import batch_share
@@ -40,7 +37,8 @@ from jaxtrain.step import State, Task, init_state
 FREE = (
     "run.", "mesh.", "processes.", "eval.", "sample.", "checkpoint.", "metrics.", "data.cache_dir",
     "data.prefetch", "data.workers", "data.prepare_workers", "data.skip_damaged",
-    "train.device_batch_size", "train.fit", "train.compiler_options", "model.attention=",
+    "train.device_batch_size", "train.fit", "train.compiler_options", "train.on_nonfinite",
+    "train.max_consecutive_skips", "train.loss_spike", "model.attention=",
     "model.scan_layers", "model.remat", "model.moe.remat", "optim.offload",
 )  # fmt: skip
 
@@ -291,64 +289,6 @@ class StopSignal:
 
 
 # ---- failing ---------------------------------------------------------------------------------
-
-
-class NonFinite:
-    """Remembers the last steps' losses and gradient norms, to name the step and the culprit."""
-
-    def __init__(self, specs: Any, remember: int = 512):
-        self.names = [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(specs)[0]]
-        self.recent: deque[tuple[int, Any, Any]] = deque(maxlen=remember)
-        self.scaled: deque[tuple[int, Any, Any, Any]] = deque()
-
-    def push(
-        self, step: int, loss: jax.Array, squares: jax.Array, scale: jax.Array | None = None
-    ) -> None:
-        """scale: float16's of that step, if it has one."""
-        self.recent.append((step, loss, squares))
-        if scale is not None:
-            self.scaled.append((step, loss, squares, scale))
-
-    def skipped(self, wait: bool = False) -> list[str]:
-        """What to say of the float16 steps that are done by now (wait: all) and overflowed.
-
-        Raises UserError where no smaller scale would help.
-        """
-        said = []
-        while self.scaled and (wait or self.scaled[0][2].is_ready()):
-            step, loss, squares, scale = self.scaled.popleft()
-            over = [n for n, x in zip(self.names, np.asarray(squares)) if not np.isfinite(x)]
-            if not over:
-                continue
-            more = f" and of {len(over) - 1} others" if len(over) > 1 else ""
-            what = f"step {step}: the gradient of {over[0]}{more} overflowed float16"
-            if scale <= 1 or not np.isfinite(loss):
-                why = "at loss scale 1" if np.isfinite(loss) else f"and the loss is {float(loss)}"
-                raise UserError(
-                    f"{what} {why}: it holds no number above 65504, and the model has some; set "
-                    "train.precision=bfloat16, or float32 where the device has no bfloat16"
-                )
-            said.append(f"{what} at loss scale {float(scale):g}; skipped, and the scale halved")
-        return said
-
-    def check(self, rows: list[dict[str, Any]], checkpoints: Checkpointer) -> None:
-        """Raise if a logged loss is not finite. Costs nothing while all is well."""
-        if all(math.isfinite(row.get("loss", 0.0)) for row in rows):
-            return
-        for step, loss, squares in self.recent:
-            if np.isfinite(loss):
-                continue
-            norms = np.sqrt(np.asarray(squares))
-            worst = int(np.argmax(np.where(np.isfinite(norms), norms, np.inf)))
-            saved = checkpoints.latest()
-            good = (
-                f"the last good checkpoint is {saved}" if saved else "no checkpoint was saved yet"
-            )
-            raise UserError(
-                f"step {step}: the loss is {float(loss)}; {good}; the largest gradient is that of "
-                f"{self.names[worst]} (norm {norms[worst]:.3g}). Lower the learning rate or set "
-                "optim.clip_norm=1.0"
-            )
 
 
 def check_labels(weights_BT: np.ndarray, step: int, run_dir: Path) -> None:

@@ -24,6 +24,7 @@ from jaxtrain.parallel import (
     partition_spec,
     pipeline_ways,
 )
+from jaxtrain.spikes import Checks, LossSpike, Spikes, judged, no_spikes, nonfinite_values
 
 FIRST_SCALE = 2.0**15  # of float16's loss
 GROWTH_INTERVAL = 2000  # good steps before the loss scale doubles (Micikevicius et al. 2018)
@@ -45,6 +46,7 @@ class State(NamedTuple):
     key: Array  # raw PRNG key of what a step may draw
     loss_scale: LossScale | None
     maxima: Maxima | None = None  # the history that delayed scaling to float8 goes by
+    spikes: Spikes | None = None  # the last steps' losses; saved with the position in the data
 
 
 class Task(NamedTuple):
@@ -64,6 +66,9 @@ class Task(NamedTuple):
     objective: objectives.Objective = objectives.NEXT_TOKEN
     repeats: int = 1  # rounds of a microbatch through the mesh's pipeline
     fp8_history: int | None = None  # steps whose maxima scale to float8; None: the tensor's own
+    skip_nonfinite: bool = False  # leave out an update whose loss or gradients are not finite
+    loss_spike: LossSpike | None = None
+    agreed: Callable[[Any], Any] = lambda tree: tree  # the mean over replicas that decide alike
 
 
 class Fixed(NamedTuple):
@@ -86,7 +91,8 @@ def init_state(task: Task, seed: int, params: Any = None) -> State:
     key = jax.random.key_data(jax.random.key(seed))
     step, optimizer = jnp.zeros((), jnp.int32), task.optimizer.init(params)
     maxima = no_maxima(task.specs, task.fp8_history) if task.fp8_history else None
-    return State(params, optimizer, step, key, scale, maxima)
+    spikes = no_spikes(task.loss_spike.window) if task.loss_spike else None
+    return State(params, optimizer, step, key, scale, maxima, spikes)
 
 
 def state_shardings(task: Task, mesh: Mesh) -> State:
@@ -215,11 +221,12 @@ def met_once(task: Task, fixed: Fixed, batch: Any, axes: tuple[str, ...]) -> Any
 
 def train_step(
     task: Task, state: State, batch: Any, knobs: Any, frozen: Any = None
-) -> tuple[State, dict[str, Array]]:
+) -> tuple[State, dict[str, Any]]:
     """One optimizer step on a batch `[microbatches, rows, T]`; metrics stay on the device.
 
     The loss is the sum over all tokens (or pairs) of all microbatches divided by their number once,
-    so that accumulation changes nothing. `frozen` is what of the model does not train.
+    so that accumulation changes nothing. `frozen` is what of the model does not train. What is left
+    out (see `Task.skip_nonfinite`, `loss_spike`) changes no parameter and no state, bit for bit.
     """
     count, text_bytes = task.objective.count(batch, task.bytes_V)
     scale = state.loss_scale
@@ -241,22 +248,29 @@ def train_step(
     if task.clip_norm is not None:
         shrink = jnp.minimum(1.0, task.clip_norm / jnp.maximum(norm, 1e-12))
         grads = jax.tree.map(lambda g: (g * shrink).astype(g.dtype), grads)
-    finite = jnp.isfinite(norm)
+    figures = task.objective.figures(loss, count, text_bytes, sums, shared)
+    seen_loss, seen_norm = task.agreed((figures["loss"], norm))
+    finite = jnp.isfinite(seen_loss) & jnp.isfinite(seen_norm)
+    good, spike, spikes = finite, None, state.spikes
+    if task.loss_spike and spikes is not None:
+        spike, spikes = judged(spikes, seen_loss, seen_norm, task.loss_spike)
+        good = finite & (spike[0] == 0) if task.loss_spike.action == "skip" else finite
+    skips = scale is not None or task.skip_nonfinite or good is not finite
     params, optimizer = task.optimizer.apply(
-        grads, state.optimizer, state.params, state.step, knobs, None if scale is None else finite
+        grads, state.optimizer, state.params, state.step, knobs, good if skips else None
     )
-    metrics = {
-        **task.objective.figures(loss, count, text_bytes, sums, shared),
-        "grad_norm": norm,
-        "lr": task.optimizer.rate(state.step, knobs),
-        "gradient_squares": squares,
-        **load,
-    }
+    bad = nonfinite_values(params)
+    checks = Checks((finite & (jnp.sum(bad) == 0)).astype(jnp.float32), squares, bad, spike)
+    rate = task.optimizer.rate(state.step, knobs)
+    metrics = {**figures, "grad_norm": norm, "lr": rate, "checks": checks, **load}
+    if skips:
+        metrics["skipped"] = 1.0 - good
+        maxima = jax.tree.map(lambda n, o: jnp.where(good, n, o), maxima, state.maxima)
+    scale_next = None
     if scale is not None:
-        metrics["loss_scale"], metrics["skipped"] = scale.scale, 1.0 - finite
-        maxima = jax.tree.map(lambda n, o: jnp.where(finite, n, o), maxima, state.maxima)
-    scale_next = None if scale is None else adjust_scale(scale, finite)
-    return State(params, optimizer, state.step + 1, state.key, scale_next, maxima), metrics
+        metrics["loss_scale"], scale_next = scale.scale, adjust_scale(scale, finite)
+    after = State(params, optimizer, state.step + 1, state.key, scale_next, maxima, spikes)
+    return after, metrics
 
 
 def adjust_scale(old: LossScale, finite: Array) -> LossScale:

@@ -1,5 +1,6 @@
 """Training: one function, its stages in execution order. A run directory is resumed, not redone."""
 
+import contextlib
 import functools
 import time
 from collections.abc import Callable, Iterator
@@ -16,6 +17,7 @@ from jaxtrain.data.progress import show_progress
 from jaxtrain.evaluate import compile_scorer, held_out_batches, make_scorer, validate
 from jaxtrain.finetune import make_parts, plus
 from jaxtrain.generate import compile_samples, write_samples
+from jaxtrain.guard import Guard
 from jaxtrain.local import local_facts, local_summary, local_task
 from jaxtrain.lock import held
 from jaxtrain.metrics import MetricsWriter
@@ -35,7 +37,6 @@ from jaxtrain.preference import (
 )
 from jaxtrain.run import (
     Beside,
-    NonFinite,
     StopSignal,
     check_labels,
     check_run,
@@ -126,6 +127,7 @@ def train_alone(config: Config, group: Group) -> dict[str, float]:
         graphdef, parts.trainable, optimizer, dtype, bytes_V, c.optim.clip_norm, t.z_loss,
         c.model.fp8, parts.join, c.mesh.zero, objective=make_objective(c.objective),
         repeats=c.mesh.pipeline_repeats, fp8_history=c.model.fp8_history,
+        skip_nonfinite=t.on_nonfinite == "skip", loss_spike=t.loss_spike,
     )  # fmt: skip
 
     sent = {}
@@ -143,7 +145,8 @@ def train_alone(config: Config, group: Group) -> dict[str, float]:
             task, shardings, checkpoints, c.run.seed, begin, group, say
         )
         del begin  # given away, or not needed
-        start = int(state.step)
+        guard, start = Guard(t, parts.trainable, checkpoints, position), int(state.step)
+        state = guard.with_window(state)
         say(f"{'resume' if start else 'train':8s} {run_dir}: steps {start} to {t.steps}")
 
         # What preferences are compared with: said once, by the model as it is now.
@@ -151,12 +154,13 @@ def train_alone(config: Config, group: Group) -> dict[str, float]:
         references = references_of(task, first, frozen, views, c, mesh, known, say)
 
         # ---- compile ---------------------------------------------------------------------------
-        batches = data.train_batches(
-            prepared.train, config=c.data, batch_size=t.batch_size,
+        batches_from = functools.partial(
+            data.train_batches, prepared.train, config=c.data, batch_size=t.batch_size,
             sequence_length=t.sequence_length, process_index=share, process_count=shares,
-            segments=c.model.document_mask, state=position, references=references,
+            segments=c.model.document_mask, references=references,
             augment=data.make_augment(c.data.augment, tokenizer, c.data.seed),
         )  # fmt: skip
+        batches = batches_from(state=position)
         for name, count in batches.conversations.items():
             say(f"data     {name}: {data.in_words(count)}")
             corpus[name] |= count
@@ -169,7 +173,7 @@ def train_alone(config: Config, group: Group) -> dict[str, float]:
             return microbatches(batch, rows * t.sequence_length // batch.tokens_BT.shape[1], mesh)
 
         knobs = jax.device_put(optimizer.knobs, jax.sharding.NamedSharding(mesh, jax.P()))
-        held = next(batches), batches.get_state()  # compiled against, and trained on first
+        held = guard.draw(batches), batches.get_state()  # compiled against, and trained on first
         prepare_step = lambda batch: (
             compile_step(make_step(task, mesh), state, place(batch), knobs, c, frozen),
             batch.tokens_BT.shape,
@@ -228,15 +232,15 @@ def train_alone(config: Config, group: Group) -> dict[str, float]:
                 write_samples(path, graphdef, parts.join(shown, frozen), tokenizer, c, chat)
 
         def save() -> None:
-            watch.check(metrics.flush(), checkpoints)
             with metrics.pause():
                 params = weights(state.params, state.optimizer) if t.local else state.params
-                checkpoints.save(step, params, rest_of(state), position or {})
+                where = guard.position(position or {}, step, state)
+                checkpoints.save(step, params, rest_of(state), where)
 
         # ---- loop ------------------------------------------------------------------------------
-        stop, watch = StopSignal(group), NonFinite(parts.trainable)
+        stop = StopSignal(group)
         with (
-            batches,
+            contextlib.ExitStack() as stack,
             stop,
             out_of_memory_explained(c, step_fn),
             MetricsWriter(
@@ -246,33 +250,39 @@ def train_alone(config: Config, group: Group) -> dict[str, float]:
                 flops_per_token=flops_per_token(c.model, specs, t.sequence_length, parts.trainable),
             ) as metrics,
         ):  # fmt: skip
+            stack.callback(lambda: batches.close())
             step = start
             group.begin(step)
             while step < t.steps and not stop.after(step):
-                batch, position = held or (next(batches), batches.get_state())
+                batch, position = held or (guard.draw(batches), batches.get_state())
                 held, step = None, step + 1
                 check_labels(batch.weights_BT, step, run_dir)
                 if batch.tokens_BT.shape != shape:  # the data is in another stage
                     with metrics.pause():
                         step_fn, shape = prepare_step(batch)
                 state, values = step_fn(state, place(batch), knobs, frozen)
-                squares = values.pop("gradient_squares")
-                watch.push(step, values["loss"], squares, values.get("loss_scale"))
+                guard.push(step, values)
                 values |= batches.statistics() | {"wait_s": batches.wait_s}
-                rows = metrics.push(step, values)
-                for text in watch.skipped(wait=step == t.steps):
-                    metrics.write(step, "event", {"overflow": text})
+                metrics.push(step, values)
                 for text in batches.ended():
                     metrics.write(step, "event", {"data": text})
-                watch.check(rows, checkpoints)
-                if step < t.steps and due(c.checkpoint.every, step):
+                saving = due(c.checkpoint.every, step)
+                if back := guard.look(metrics, wait=saving or step == t.steps):
+                    batches.close()
+                    state, position = guard.go_back(back, state, metrics, group)
+                    batches, step = batches_from(state=position), back.step
+                    continue
+                if step < t.steps and saving:
                     save()
                 if step < t.steps and due(c.eval.every, step):
                     check(full=False)
                 if step < t.steps and due(c.sample.every, step):
                     sample()
             # ---- end ---------------------------------------------------------------------------
-            save()
+            if back := guard.look(metrics, wait=True):  # by the run that goes on
+                step = back.step
+            else:
+                save()
             if step == t.steps:
                 check(full=True)
                 shown = weights(state.params, state.optimizer)

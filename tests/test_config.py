@@ -272,7 +272,8 @@ def test_print_config_shows_the_resolved_tree(capsys):
     tree = yaml.safe_load(capsys.readouterr().out)
     resolved = Resolved.model_validate(tree)
     assert resolved.train.batch_size == 24 and resolved.train.device_batch_size == 3
-    assert {key for key, value in tree["train"].items() if value is None} == {"init_from", "local"}
+    open_still = {key for key, value in tree["train"].items() if value is None}
+    assert open_still == {"init_from", "local", "loss_spike"}
     assert tree["model"]["heads"] * tree["model"]["head_dim"] == tree["model"]["width"]
 
 

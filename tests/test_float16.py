@@ -17,12 +17,18 @@ from tiny import (
 )
 
 from jaxtrain import step as step_module
+from jaxtrain.guard import Taken, overflowed
 from jaxtrain.main import main
 from jaxtrain.metrics import read_rows
+from jaxtrain.model import path_name
 from jaxtrain.model.layers import layer_norm, rms_norm
-from jaxtrain.run import NonFinite
 from jaxtrain.settings import UserError
+from jaxtrain.spikes import Checks
 from jaxtrain.step import LossScale, make_step, train_step
+
+
+def names_of(task):
+    return [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(task.specs)[0]]
 
 
 def scaled(state, scale):
@@ -40,12 +46,13 @@ def test_from_a_scale_far_too_high_training_finds_one_that_fits(half):
     task, knobs, step = half
     state = scaled(begin_random(task, mesh_of()), 2.0**30)
     first = jax.device_get(state.params)
-    skipped, losses, watch = [], [], NonFinite(task.specs)
+    skipped, losses, said = [], [], []
     for i in range(1, 41):
         state, metrics = step(state, batch(micro=8), knobs)
         skipped.append(float(metrics["skipped"]))
         losses.append(float(metrics["loss"]))
-        watch.push(i, metrics["loss"], metrics["gradient_squares"], metrics["loss_scale"])
+        taken = Taken(i, i, metrics["loss"], metrics["checks"], metrics["loss_scale"])
+        said += filter(None, [overflowed(names_of(task), taken, "stop")])
         if not skipped[-1] and sum(skipped) and len(skipped) > sum(skipped) + 5:
             break
     count = int(sum(skipped))
@@ -55,29 +62,30 @@ def test_from_a_scale_far_too_high_training_finds_one_that_fits(half):
     assert all((np.asarray(a) != b).any() for a, b in zip(
         jax.tree.leaves(state.params), jax.tree.leaves(first)
     ))  # fmt: skip
-    assert len(said := watch.skipped(wait=True)) == count
+    assert len(said) == count
     assert said[0].startswith("step 1: the gradient of ")
     assert "at loss scale 1.07374e+09; skipped, and the scale halved" in said[0]
-    assert watch.skipped(wait=True) == []
 
 
 def test_what_overflowed_is_named_and_what_did_not_is_not(half):
-    task, _, _ = half
-    watch = NonFinite(task.specs)
-    squares = np.ones(len(watch.names), np.float32)
-    bad = [watch.names.index(n) for n in ("blocks/attention/v", "blocks/ffn/down")]
-    squares[bad] = np.inf, np.nan
-    loss = jnp.float32(2.0)
-    watch.push(3, loss, jnp.ones(len(squares)), jnp.float32(8.0))
-    watch.push(4, loss, jnp.asarray(squares), jnp.float32(8.0))
-    assert watch.skipped(wait=True) == [
+    names = names_of(half[0])
+    squares = np.ones(len(names), np.float32)
+
+    def said(squares, loss=2.0, scale=8.0, policy="stop"):
+        checks = Checks(np.float32(0), squares, np.zeros(len(names)))
+        return overflowed(names, Taken(4, 4, loss, checks, scale), policy)
+
+    assert said(squares) is None
+    squares[[names.index(n) for n in ("blocks/attention/v", "blocks/ffn/down")]] = np.inf, np.nan
+    assert said(squares) == (
         "step 4: the gradient of blocks/attention/v and of 1 others overflowed float16 at loss "
         "scale 8; skipped, and the scale halved"
-    ]
+    )
+    assert said(squares, scale=None) is None  # of another dtype
     for value, scale, why in ((2.0, 1.0, "at loss scale 1"), (np.inf, 8.0, "the loss is inf")):
-        watch.push(5, jnp.float32(value), jnp.asarray(squares), jnp.float32(scale))
         with pytest.raises(UserError, match=f"blocks/attention/v .*{why}.*train.precision"):
-            watch.skipped(wait=True)
+            said(squares, value, scale)
+    assert said(squares, np.inf, policy="skip") is None  # it is treated as asked
 
 
 # ---- float32 islands ---------------------------------------------------------------------------

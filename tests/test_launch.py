@@ -74,7 +74,8 @@ def steps_of(run_dir):
 
 def position(run_dir, step):
     """In the data, as a checkpoint says."""
-    return json.loads((run_dir / "checkpoints" / str(step) / "position" / "metadata").read_text())
+    file = run_dir / "checkpoints" / str(step) / "position" / "metadata"
+    return {k: v for k, v in json.loads(file.read_text()).items() if k != "guard"}
 
 
 def position_after(steps):

@@ -87,13 +87,15 @@ def by_hand(speedrun):
 
 def test_metrics_are_what_they_say(speedrun, by_hand):
     task, knobs, (_, (first, second)) = speedrun
-    assert set(first) == {"loss", "bpb", "grad_norm", "lr", "gradient_squares"}
+    assert set(first) == {"loss", "bpb", "grad_norm", "lr", "checks"}
     assert first["loss"] == pytest.approx(by_hand[0], rel=1e-5)
     # two bytes a token here
     assert first["bpb"] == pytest.approx(first["loss"] / np.log(2) / 2, rel=1e-5)
-    assert first["grad_norm"] == pytest.approx(np.sqrt(first["gradient_squares"].sum()), rel=1e-5)
+    assert first["grad_norm"] == pytest.approx(
+        np.sqrt(first["checks"].gradient_squares.sum()), rel=1e-5
+    )
     assert first["lr"] == second["lr"] == knobs["groups"]["matrix"]["learning_rate"]
-    assert len(first["gradient_squares"]) == len(jax.tree.leaves(task.specs))
+    assert len(first["checks"].gradient_squares) == len(jax.tree.leaves(task.specs))
 
 
 @pytest.mark.slow

@@ -154,7 +154,7 @@ def test_a_part_trains_alone_and_fits_a_batch(case):
             state, metrics = step(state, rows, knobs, frozen)
             losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0] - 0.1, losses
-    assert len(metrics["gradient_squares"]) == len(names)
+    assert len(metrics["checks"].gradient_squares) == len(names)
     same(frozen, before)
     moved = jax.tree.map(lambda a, b: bool((np.asarray(a) != b).any()), state.params, start)
     assert all(jax.tree.leaves(moved))

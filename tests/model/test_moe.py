@@ -211,8 +211,10 @@ def test_metrics_tell_the_load_and_the_norm_is_of_gradients_alone(one_device):
     names = [
         jax.tree_util.keystr(p) for p, _ in jax.tree_util.tree_flatten_with_path(task.specs)[0]
     ]
-    assert first["gradient_squares"][names.index("['experts']['bias']")] == 0
-    assert first["grad_norm"] == pytest.approx(np.sqrt(first["gradient_squares"].sum()), rel=1e-5)
+    assert first["checks"].gradient_squares[names.index("['experts']['bias']")] == 0
+    assert first["grad_norm"] == pytest.approx(
+        np.sqrt(first["checks"].gradient_squares.sum()), rel=1e-5
+    )
 
 
 def test_each_device_routes_and_feeds_its_own_tokens():
