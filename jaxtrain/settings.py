@@ -41,7 +41,7 @@ def read_object(path: Path) -> dict[str, Any]:
 # What is wrong with a path or a disk, not with the code.
 DISK = (
     errno.EACCES, errno.EPERM, errno.EROFS, errno.ENOTDIR, errno.EISDIR, errno.EEXIST,
-    errno.ENOSPC, errno.EDQUOT,
+    errno.ENOSPC, errno.EDQUOT, errno.ELOOP,
 )  # fmt: skip
 
 

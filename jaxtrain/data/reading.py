@@ -208,12 +208,17 @@ CUTS: dict[str, Callable[[bytes], int]] = {
 def _decoded(block: Block) -> str:
     data = block.data or b""
     try:
-        return data.decode()
+        return _without_mark(data.decode(), block)
     except UnicodeDecodeError as error:
         offset = block.start + error.start
         raise UserError(
             f"{block.file.url} is not UTF-8 text: bad byte at offset {offset}"
         ) from error
+
+
+def _without_mark(text: str, block: Block) -> str:
+    """A byte order mark at the start of a file is no part of its text."""
+    return text.removeprefix("\ufeff") if block.start == 0 else text
 
 
 def _text(source: TextSource, block: Block) -> Iterator[str]:
@@ -280,7 +285,7 @@ def _code(source: CodeSource, block: Block) -> Iterator[str]:
     if b"\0" in data:
         return
     try:
-        text = data.decode()
+        text = _without_mark(data.decode(), block)
     except UnicodeDecodeError:
         return
     if text.strip():
@@ -333,9 +338,19 @@ def _parquet_file(source: Any, file: File) -> Any:
         has = ", ".join(schema.names)
         raise UserError(f"{file.url} has no column '{source.column}'; it has: {has}")
     kind = schema.field(source.column).type
-    if not (pa.types.is_string(kind) or pa.types.is_large_string(kind)):
+    if not _is_text(kind):
         raise UserError(f"{file.url}: column '{source.column}' is {kind}, not text")
     return table
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether a column of Arrow holds strings, however it stores them, or nothing but null."""
+    import pyarrow.types as t
+
+    if t.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    checks = (t.is_string, t.is_large_string, t.is_string_view, t.is_null)
+    return any(check(kind) for check in checks)
 
 
 class Kind(NamedTuple):

@@ -6,6 +6,7 @@ is read by the standard library: one request streams a whole file, and no furthe
 
 import io
 import random
+import re
 import sys
 import time
 import urllib.error
@@ -14,9 +15,9 @@ from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import fsspec
-from fsspec.implementations.local import LocalFileSystem
 from fsspec.spec import AbstractFileSystem
 
+from jaxtrain.data.local import local_path
 from jaxtrain.settings import UserError
 
 TRIES = 8
@@ -27,6 +28,7 @@ AHEAD = 1 << 23  # bytes that fsspec asks an object store for at a time
 FINAL = (NotADirectoryError, IsADirectoryError, ImportError, TypeError, AttributeError)
 FINAL += (NotImplementedError, UserError)
 HTTP = ("http", "https")
+CHAIN = re.compile(r"::(/|[^:/]+://)")  # of file systems, as zip://*.jsonl::s3://bucket/a.zip
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
 PACKAGES |= {"az": "adlfs", "abfs": "adlfs", "ssh": "paramiko", "sftp": "paramiko"}
 
@@ -41,11 +43,15 @@ class File(NamedTuple):
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
-    """The file system that a path or URL belongs to, and its path there."""
+    """The file system that a URL belongs to, and its path there."""
     if url.startswith(("http://", "https://")):
         return HttpFileSystem(), url
     try:
-        return fsspec.url_to_fs(url)
+        if CHAIN.search(url):
+            return fsspec.url_to_fs(url)
+        # fsspec takes any :: for a chain, and no name has a NUL.
+        filesystem, path = fsspec.url_to_fs(url.replace("::", "\0"))
+        return filesystem, path.replace("\0", "::")
     except ImportError as error:
         package = PACKAGES.get(url.split("://")[0])
         hint = f"{package} is not installed: pip install {package}" if package else str(error)
@@ -55,7 +61,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
 
 
 def is_local(url: str) -> bool:
-    return isinstance(filesystem_of(url)[0], LocalFileSystem)
+    return url.startswith(("file://", "local://")) or "://" not in url
 
 
 def retried[T](url: str, action: Callable[[], T], what: str = "failed") -> T:
@@ -88,13 +94,16 @@ def retried[T](url: str, action: Callable[[], T], what: str = "failed") -> T:
 
 def open_file(file: File) -> io.BufferedReader:
     """A file for reading, from its start; a remote one reads on through failures."""
-    filesystem, path = filesystem_of(file.url)
-    if isinstance(filesystem, LocalFileSystem):
+    if is_local(file.url):
         try:
-            return open(path, "rb")
-        except FileNotFoundError as error:
-            raise UserError(f"there is no file or folder {file.url}") from error
-    return io.BufferedReader(_Resumed(filesystem, path, file), 1 << 20)
+            return open(local_path(file.url), "rb")
+        except OSError as error:
+            raise UserError(f"cannot read {file.url}: {error.strerror}") from error
+    return io.BufferedReader(_Resumed(*filesystem_of(file.url), file), 1 << 20)
+
+
+class NothingThere(Exception):
+    """The range that was asked for begins at the end of the file."""
 
 
 class _Resumed(io.RawIOBase):
@@ -121,7 +130,15 @@ class _Resumed(io.RawIOBase):
             data = self._stream.read(size)
             if not data and self._at < (self._file.size or 0):
                 raise ConnectionError(f"the file ends at byte {self._at} of {self._file.size}")
+            if not data and self._file.size is None:
+                if not self._ended():
+                    raise ConnectionError("the server had more to send")
+                self._file = self._file._replace(size=self._at)
             return data
+        except NothingThere as error:
+            if self._file.size is None:
+                return b""
+            raise UserError(f"{self._file.url} changed while it was read; start again") from error
         except BaseException:
             self._drop()
             raise
@@ -133,6 +150,12 @@ class _Resumed(io.RawIOBase):
         stream = self._filesystem.open(self._path, "rb", **options)
         stream.seek(self._at)
         return stream
+
+    def _ended(self) -> bool:
+        """Whether a stream of unknown length that says no more was whole."""
+        if not isinstance(self._filesystem, HttpFileSystem):
+            return True
+        return self._filesystem.ended(self._stream, self._path, self._at, self._file.version)
 
     def _drop(self) -> None:
         if self._stream is not None:
@@ -191,7 +214,24 @@ class HttpFileSystem(AbstractFileSystem):
         left = start if response.status == 200 else 0
         while left and (skipped := response.read(min(left, 1 << 20))):
             left -= len(skipped)
+        if left:
+            response.close()
+            raise ConnectionError(f"the file ends {left} bytes before byte {start}")
         return response
+
+    def ended(self, response: Any, url: str, at: int, version: str) -> bool:
+        """Whether a response that says no more was whole, `at` bytes of the file.
+
+        An answer with neither a length nor chunks ends when the connection does, for whatever
+        reason: a second request, for what comes after, finds out.
+        """
+        if response.chunked or response.length is not None:
+            return not response.length  # a chunk that is missing has raised an error
+        try:
+            with self.stream(url, at, version) as rest:
+                return not rest.read(1)
+        except NothingThere:
+            return True
 
 
 def _request(url: str, headers: dict[str, str] | None = None) -> Any:
@@ -204,6 +244,8 @@ def _request(url: str, headers: dict[str, str] | None = None) -> Any:
             raise FileNotFoundError(url) from error
         if error.code in (401, 403):
             raise PermissionError(f"the server says {error.code} {error.reason}") from error
+        if error.code == 416:
+            raise NothingThere(url) from error
         if 400 <= error.code < 500 and error.code not in (408, 425, 429):
             raise UserError(f"cannot read {url}: {error.code} {error.reason}") from error
         raise ConnectionError(f"the server says {error.code} {error.reason}") from error

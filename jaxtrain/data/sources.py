@@ -1,13 +1,22 @@
 """Where text comes from: the kinds of source, and their files."""
 
 import hashlib
+import os
 import re
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal
 
-from fsspec.implementations.local import LocalFileSystem
 from pydantic import Field, model_validator
 
+from jaxtrain.data.local import (
+    files_at,
+    files_below,
+    files_like,
+    fixed_part,
+    is_folder,
+    local_path,
+    without_copies,
+)
 from jaxtrain.data.quality import Filter
 from jaxtrain.data.remote import HTTP, File, filesystem_of, is_local, retried
 from jaxtrain.settings import Settings, UserError
@@ -173,6 +182,7 @@ FOREIGN = (
     ".cache .idea .mypy_cache .pytest_cache .ruff_cache .eggs Pods"
 )
 NOT_ENTERED = frozenset(FOREIGN.split())
+PATTERN = re.compile(r"[*?\[]")
 GENERATED = re.compile(r"(\.min\.(js|css)|[-.]bundle\.js|_pb2(_grpc)?\.py|\.pb\.(go|cc|h))$")
 
 
@@ -206,44 +216,68 @@ def content_hash(source: Source, cache_dir: Path) -> str:
 
 
 def find_files(source: Source) -> list[File]:
-    """The files of `source`, sorted by path. Raises UserError if there is none."""
+    """The files of `source`, sorted by path; each once, though links lead to it too.
+
+    Raises UserError if there is none.
+    """
     found = [file for url in _spelled_out(where(source)) for file in _found(source, url)]
-    return sorted(found, key=lambda file: file.url)
+    files = {file.url: file for file in found}
+    far = {url for url in files if not is_local(url)}
+    return [files[url] for url in sorted([*far, *without_copies(files.keys() - far)])]
 
 
 def _found(source: Source, url: str) -> list[File]:
-    filesystem, path = filesystem_of(url)
-    listing: dict[str, Any] = {}
-    root = path
-    pattern = filesystem.protocol != HTTP and any(letter in path for letter in "*?[")
-    if pattern and not (is_local(url) and Path(path).exists()):
-        listing = retried(url, lambda: filesystem.glob(path, detail=True))
-        root = re.split(r"[^/]*[*?\[]", path)[0]
-        what = f"no file matches {url}"
-    elif (info := retried(url, lambda: filesystem.info(path)))["type"] == "directory":
-        endings = _endings(source)
-        found = retried(url, lambda: filesystem.find(path, detail=True))
-        listing = {p: info for p, info in found.items() if p.lower().endswith(endings)}
-        what = f"the folder {url} has no file that ends in {', '.join(endings)}"
-    else:
-        listing[path] = info
-        root = str(PurePosixPath(path).parent)
-        what = f"there is no file or folder {url}"
-    listing = {p: info for p, info in listing.items() if info["type"] == "file"}
-    files = [_file(filesystem, p, root, info) for p, info in listing.items()]
+    files = (_found_here if is_local(url) else _found_far)(source, url)
     if source.name == "code":
         files = [file for file in files if _is_own_code(source, file)]
         what = f"{url} has no source code of its own that ends in {' '.join(source.suffixes)}"
+    elif PATTERN.search(url):
+        what = f"no file matches {url}"
+    else:
+        what = f"the folder {url} has no file that ends in {', '.join(_endings(source))}"
     if not files:
         raise UserError(what)
     return files
 
 
-def _file(filesystem: Any, path: str, root: str, info: dict[str, Any]) -> File:
-    local = isinstance(filesystem, LocalFileSystem)
+def _found_here(source: Source, url: str) -> list[File]:
+    path, code = local_path(url), source.name == "code"
+    root = path
+    if PATTERN.search(path) and not os.path.lexists(path):
+        root, entries = fixed_part(path), files_like(path, strict=not code)
+    elif is_folder(path):
+        skipped = NOT_ENTERED if code else ()
+        entries = files_below(path, _endings(source), not_entered=skipped, strict=not code)
+    else:
+        root, entries = os.path.dirname(path), files_at([path])
+        if not entries:
+            raise UserError(f"{url} is neither a file nor a folder")
+    below = lambda entry: entry.path.removeprefix(root).lstrip("/")
+    return [File(one.path, one.size, str(one.modified), below(one)) for one in entries]
+
+
+def _found_far(source: Source, url: str) -> list[File]:
+    filesystem, path = filesystem_of(url)
+    pattern = filesystem.protocol != HTTP and PATTERN.search(path)
+    if pattern and not retried(url, lambda: filesystem.exists(path)):
+        glob = lambda pattern: retried(url, lambda: filesystem.glob(pattern, detail=True))
+        literal = path.replace("[", "[[]")  # a name may have brackets
+        listing = ("[" in path and glob(literal)) or glob(path)
+        root = re.split(r"[^/]*[*?\[]", path)[0]
+    elif (info := retried(url, lambda: filesystem.info(path)))["type"] == "directory":
+        found, root = retried(url, lambda: filesystem.find(path, detail=True)), path
+        endings = _endings(source)
+        listing = {p: info for p, info in found.items() if p.lower().endswith(endings)}
+    else:
+        listing, root = {path: info}, str(PurePosixPath(path).parent)
+    files = {p: info for p, info in listing.items() if info["type"] == "file"}
+    return [_file_far(filesystem, p, root, info) for p, info in files.items()]
+
+
+def _file_far(filesystem: Any, path: str, root: str, info: dict[str, Any]) -> File:
     version = next((info[k] for k in ("version", "ETag", "etag", "md5Hash") if info.get(k)), "")
     version = version or info.get("blob_id") or info.get("LastModified") or info.get("mtime") or ""
-    url = path if local else filesystem.unstrip_protocol(path)
+    url = filesystem.unstrip_protocol(path)
     return File(url, info.get("size"), str(version), path.removeprefix(root).lstrip("/"))
 
 

@@ -224,7 +224,7 @@ def read_tasks(path: Path) -> dict[str, Task]:
 def read_examples(path: Path, task: Task) -> list[Example]:
     """A task's JSONL. Raises UserError with the line that is broken."""
     examples = []
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding="utf-8-sig") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue

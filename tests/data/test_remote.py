@@ -40,13 +40,22 @@ class Handler(http.server.BaseHTTPRequestHandler):
         if data is None:
             return self.answer(404, b"")
         start = int(asked[6:-1]) if asked and server.ranges else 0
+        if start and start >= len(data):
+            return self.answer(416, b"")
         self.answer(
             206 if start else 200, data[start:], server.cuts.pop(0) if server.cuts else server.cut
         )
 
     def answer(self, status, data, cut=None):
         self.send_response(status)
-        self.send_header("Content-Length", str(len(data)))
+        if self.server.length == "told":
+            self.send_header("Content-Length", str(len(data)))
+        elif self.server.length == "chunks":
+            self.send_header("Transfer-Encoding", "chunked")
+            chunks = (data[i : i + 7000] for i in range(0, len(data) + 7000, 7000))
+            data = b"".join(b"%x\r\n%s\r\n" % (len(chunk), chunk) for chunk in chunks)
+        else:
+            self.close_connection = True
         self.send_header("ETag", self.server.tag)
         self.end_headers()
         self.wfile.write(data[:cut])
@@ -66,6 +75,7 @@ def server():
     with http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler) as server:
         server.files, server.asked, server.failures = {}, [], []
         server.cut, server.cuts, server.ranges, server.tag = None, [], True, '"one"'
+        server.length = "told"
         server.url = f"http://127.0.0.1:{server.server_port}"
         thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.01})
         thread.start()
@@ -99,6 +109,19 @@ def test_a_connection_that_drops_is_taken_up_at_the_byte_it_reached(server, caps
     for line, start in zip(lines, starts):  # of which each is a first failure
         lost = f"{server.url}/a.txt: connection lost at byte {start} (ConnectionError: the file"
         assert line.startswith(lost) and re.search(r"\), attempt 2 of 8 in 0\.[3-7] s$", line)
+
+
+@pytest.mark.parametrize("length", ["chunks", "untold"])
+@pytest.mark.parametrize("ranges", [True, False])
+def test_a_line_that_drops_is_no_end_where_the_length_is_not_told(server, length, ranges, waits):
+    server.files |= {"/a.txt": TEXT, "/empty.txt": b""}
+    server.length, server.ranges = length, ranges
+    assert read(server.url + "/a.txt", **LINE_BY_LINE) == LINES and not waits
+    server.cuts = [0, 50_000, 110_000, 90_000, 105_000, 160_000]  # the first asks for the size
+    assert read(server.url + "/a.txt", **LINE_BY_LINE) == LINES and waits
+    assert not server.cuts
+    with pytest.raises(UserError, match="holds no text"):
+        read(server.url + "/empty.txt")
 
 
 def test_compressed_text_of_a_server_without_ranges(server):

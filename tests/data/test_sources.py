@@ -11,6 +11,7 @@ from jaxtrain.data import reading
 from jaxtrain.data.reading import SOURCES, blocks, documents, texts_of
 from jaxtrain.data.sources import (
     SHAKESPEARE,
+    ChatSource,
     CodeSource,
     JsonlSource,
     ParquetSource,
@@ -80,6 +81,39 @@ def test_parquet(tmp_path):
     refuses(ParquetSource(path=str(tmp_path / "b.parquet")), "b.parquet", "not a Parquet file")
 
 
+@pytest.mark.parametrize(
+    "kind", [pa.large_string(), pa.string_view(), pa.dictionary(pa.int32(), pa.string())]
+)
+def test_text_of_parquet_however_it_is_stored(tmp_path, kind):
+    texts = ["a", None, "b", "a"]
+    column = pa.array(texts, kind.value_type if pa.types.is_dictionary(kind) else kind)
+    table = pa.table({"text": column.cast(kind), "n": [1, 2, 3, 4]})
+    pq.write_table(table, tmp_path / "a.parquet")
+    pq.write_table(pa.table({"text": pa.nulls(3)}), tmp_path / "b.parquet")
+    assert pq.read_schema(tmp_path / "a.parquet").field("text").type == kind
+    assert read(ParquetSource(path=str(tmp_path))) == ["a", "b", "a"]
+    refuses(ParquetSource(path=str(tmp_path / "b.parquet")), "b.parquet", "holds no text")
+
+
+@pytest.mark.parametrize("ending", COMPRESS)
+def test_a_byte_order_mark_is_no_text(tmp_path, ending, monkeypatch):
+    rows = [json.dumps({"text": text}) for text in ("\u00e9", "\ufeffb")]
+    path = tmp_path / f"a.jsonl{ending}"
+    path.write_bytes(COMPRESS[ending]("\n".join(rows).encode("utf-8-sig")))
+    assert read(JsonlSource(path=str(path))) == ["\u00e9", "\ufeffb"]
+    text = tmp_path / f"a.txt{ending}"
+    text.write_bytes(COMPRESS[ending]("a\n\ufeffb".encode("utf-8-sig")))
+    assert read(TextSource(path=str(text))) == ["a\n\ufeffb"]
+    monkeypatch.setattr(reading, "BLOCK", 1)
+    assert read(TextSource(path=str(text), document="line")) == ["a", "\ufeffb"]
+    (tmp_path / "a.py").write_bytes(b"\xef\xbb\xbfx = 1")
+    assert read(CodeSource(path=str(tmp_path))) == ["x = 1"]
+    talk = {"messages": [{"role": "user", "content": "q"}, {"role": "assistant", "content": "a"}]}
+    for name, records in (("c.jsonl", talk), ("c.json", [talk])):
+        (tmp_path / name).write_text(json.dumps(records), encoding="utf-8-sig")
+        assert len(read(ChatSource(path=str(tmp_path / name)))) == 1
+
+
 def test_folders_and_globs_are_sorted_and_folders_filtered(tmp_path):
     for name in ("b.txt", "a.txt", "c.md", "notes.json"):
         (tmp_path / name).write_text(name)
@@ -92,6 +126,72 @@ def test_folders_and_globs_are_sorted_and_folders_filtered(tmp_path):
 def test_a_file_may_have_the_name_of_a_pattern(tmp_path):
     (tmp_path / "a[1].txt").write_text("one")
     assert read(TextSource(path=f"{tmp_path}/a[1].txt")) == ["one"]
+
+
+def test_links_count_as_what_they_point_to(tmp_path):
+    """The layout of a snapshot that Hugging Face's hub leaves: names that link to blobs."""
+    blobs, snapshot = tmp_path / "blobs", tmp_path / "snapshots" / "main" / "data"
+    blobs.mkdir()
+    snapshot.mkdir(parents=True)
+    for i, blob in enumerate(("5a", "b3", "0c")):
+        (blobs / blob).write_text(f"{i}")
+        (snapshot / f"{i}.txt").symlink_to(f"../../../blobs/{blob}")
+    (tmp_path / "linked").symlink_to(snapshot.parent)
+    for path in (tmp_path / "snapshots", snapshot, tmp_path / "linked", f"{tmp_path}/*/main/*/*"):
+        assert read(TextSource(path=str(path))) == ["0", "1", "2"]
+    assert read(TextSource(path=f"{tmp_path}/**/*.txt")) == ["0", "1", "2"]
+    assert [file.size for file in find_files(TextSource(path=str(snapshot)))] == [1, 1, 1]
+
+
+def test_no_file_counts_twice(tmp_path):
+    for name in ("b.txt", "in/c.txt"):
+        (tmp_path / name).parent.mkdir(exist_ok=True)
+        (tmp_path / name).write_text(name)
+    (tmp_path / "a.txt").symlink_to("b.txt")
+    (tmp_path / "d.txt").symlink_to("in/c.txt")
+    (tmp_path / "out").symlink_to("in")
+    assert read(TextSource(path=str(tmp_path))) == ["b.txt", "in/c.txt"]
+    assert read(TextSource(path=f"{tmp_path}/[ad].txt")) == ["b.txt", "in/c.txt"]
+    for i in range(1, 13):
+        (tmp_path / f"{i}.txt").write_text(f"{i}")
+    assert len(read(TextSource(path=f"{tmp_path}/{{1..12}}*.txt"))) == 12
+
+
+def test_links_that_lead_nowhere_are_named(tmp_path, monkeypatch):
+    monkeypatch.setattr("time.sleep", None)  # it is not tried again
+    (tmp_path / "a.txt").write_text("a")
+    loop, link = tmp_path / "loop.txt", tmp_path / "link.txt"
+    loop.symlink_to("loop.txt")
+    for path in (loop, tmp_path, f"{tmp_path}/*", f"{loop}/in"):
+        refuses(TextSource(path=str(path)), str(loop), "levels of symbolic links")
+    loop.unlink()
+    link.symlink_to("gone.txt")
+    for path in (link, tmp_path, f"{tmp_path}/*.txt"):
+        refuses(TextSource(path=str(path)), f"{link} is a link to gone.txt, which is not there")
+    assert read(CodeSource(path=str(tmp_path), suffixes=(".txt",))) == ["a"]
+    link.unlink()
+    (tmp_path / "again").symlink_to(".")
+    for path in (tmp_path, f"{tmp_path}/**"):
+        refuses(TextSource(path=str(path)), f"{tmp_path}/again is a link to a folder that it is in")
+    assert read(CodeSource(path=str(tmp_path), suffixes=(".txt",))) == ["a"]
+
+
+def test_names_that_mean_something_elsewhere(tmp_path):
+    odd = tmp_path / "br[0]"
+    odd.mkdir()
+    (odd / "a::b.txt").write_text("one")
+    (odd / "[c].txt").write_text("two")
+    (tmp_path / "br0").mkdir()
+    (tmp_path / "br0" / "d.txt").write_text("not asked for")
+    both = ["two", "one"]
+    for path in (odd, f"{odd}/*.txt", f"{tmp_path}/br[0]/*", f"{tmp_path}/br[[]0]/*"):
+        assert read(TextSource(path=str(path))) == both
+    assert read(TextSource(path=f"{odd}/a::b.txt")) == ["one"]
+    assert read(TextSource(path=f"{odd}/[c]*")) == ["two"]
+    assert read(TextSource(path=f"file://{odd}")) == both
+    pq.write_table(pa.table({"text": ["three"]}), odd / "a::b.parquet")
+    assert read(ParquetSource(path=str(odd))) == ["three"]
+    refuses(TextSource(path=f"{tmp_path}/\0"), "cannot read")
 
 
 def test_code_is_text_of_its_own_authors(tmp_path):
@@ -126,6 +226,9 @@ def test_a_url_is_opened_by_fsspec():
     memory = fsspec.filesystem("memory")
     memory.pipe("/corpus/a.txt", b"far away")
     assert read(TextSource(path="memory://corpus/a.txt")) == ["far away"]
+    memory.pipe("/corpus/br[0]/a::b.txt", b"odd")
+    for path in ("", "/*", "/a::b.txt"):
+        assert read(TextSource(path="memory://corpus/br[0]" + path)) == ["odd"]
     refuses(TextSource(path="nosuch://x"), "nosuch://x")
 
 
