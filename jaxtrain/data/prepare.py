@@ -12,6 +12,7 @@ import json
 import os
 import random
 import shutil
+import time
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
@@ -47,6 +48,7 @@ from jaxtrain.settings import UserError
 # (stage, UTF-8 bytes done, an estimate of the bytes in all or None if unknown)
 Progress = Callable[[str, int, int | None], None]
 ALONE = 1 << 24  # stored bytes; less text is tokenized before other processes would have started
+COMMIT_SECONDS = 10  # the batch in hand and those behind it add less than 5 to what a kill loses
 RULES = 2  # goes up when conversations are read in another way: stores of before are not theirs
 IDS = 2  # goes up when sentencepiece models read text in another way
 NOUNS = {"chat": "conversations", "preference": "preferences"}  # of other sources: documents
@@ -211,13 +213,13 @@ def _fill(config: DataConfig, directory: Path, progress: Progress) -> None:
 
 
 def _tokenize(text: Text, directory: Path, mapped: Map, progress: Progress) -> None:
-    """Writes the stores of a text. All their shards end at the same block, which is then noted:
-    there the work goes on after an interruption."""
+    """Writes the stores of a text. Every COMMIT_SECONDS the block that was reached is noted: there
+    the work goes on after an interruption. All shards end at the same block."""
     tokenizer = load_tokenizer(directory / "tokenizer")
     partial_stores = directory / f"{'-'.join(text.splits)}.{tokenizer.fingerprint[:12]}.partial"
     note = partial_stores / "done.json"
     state = {"shards": 0, "after": START, "size": 0, "finished": False}
-    state["counts"] = [{} for _ in text.splits]
+    state |= {"counts": [{} for _ in text.splits], "documents": [0 for _ in text.splits]}
     if note.is_file():
         state |= json.loads(note.read_text())
     start = None
@@ -225,10 +227,14 @@ def _tokenize(text: Text, directory: Path, mapped: Map, progress: Progress) -> N
         start = chat_of(text.source, directory / "tokenizer").start
     dtype = token_type(tokenizer.vocab_size, start is not None)
     if not state["finished"]:
-        writers = [Writer(partial_stores / s, dtype, state["shards"]) for s in text.splits]
+        writers = [
+            Writer(partial_stores / split, dtype, state["shards"], documents)
+            for split, documents in zip(text.splits, state["documents"])
+        ]
         counts = [Counter(some) for some in state["counts"]]
         size, after = state["size"], Position(*state["after"])
         job = Job(text.source, directory / "tokenizer", _limit(text))
+        committed = time.monotonic()
         for answer in mapped(partial(encode, job), batched(text.blocks(after))):
             for writer, count, found in zip(writers, counts, (answer.train, answer.validation)):
                 writer.add(found)
@@ -239,9 +245,11 @@ def _tokenize(text: Text, directory: Path, mapped: Map, progress: Progress) -> N
             if answer.kind is not None:
                 first = state.get("kind")
                 state["kind"] = same_kind(Kind(*first) if first else None, answer.kind)
-            if sum(writer.tokens for writer in writers) >= stores.SHARD_TOKENS:
-                _commit(note, writers, state)
-        _commit(note, writers, state | {"finished": True})
+            full = sum(writer.tokens for writer in writers) >= stores.SHARD_TOKENS
+            if full or time.monotonic() - committed >= COMMIT_SECONDS:
+                _commit(note, writers, state, full)
+                committed = time.monotonic()
+        _commit(note, writers, state | {"finished": True}, True)
         if not size:
             shutil.rmtree(partial_stores)
             raise _nothing_left(text.source, sum(counts, Counter()))
@@ -281,14 +289,18 @@ def _check_splits(text: Text, counts: Sequence[Mapping[str, int]]) -> None:
     )
 
 
-def _commit(note: Path, writers: Sequence[Writer], state: dict[str, Any]) -> None:
+def _commit(note: Path, writers: Sequence[Writer], state: dict[str, Any], full: bool) -> None:
+    """Notes what was reached, once it is on the disk; if `full`, the next shards begin there."""
     for writer in writers:
-        writer.close()
+        writer.close() if full else writer.commit()
+    state |= {"shards": writers[0].shards, "documents": [one.documents for one in writers]}
     unnamed = note.with_suffix(".tmp")
-    unnamed.write_text(json.dumps(state | {"shards": writers[0].shards}))
+    unnamed.write_text(json.dumps(state))
     sync(unnamed)
     unnamed.rename(note)
     sync(note.parent)
+    for writer in writers:
+        writer.clean()
 
 
 def _estimate(done: int, after: Position, text: Text) -> int | None:

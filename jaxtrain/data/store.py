@@ -31,7 +31,8 @@ from jaxtrain.settings import UserError
 FORMAT = 2
 RECORD_TOKENS = 8192
 COLUMNS = ("lengths.npy", "weights.npy")
-SHARD_TOKENS = 1 << 27  # a preparation that was interrupted goes on after the last whole shard
+SHARD_TOKENS = 1 << 27
+OPEN = (".ids", ".counts", ".weights")  # of the documents of a shard that is not full yet
 
 
 class Pairs(NamedTuple):
@@ -223,44 +224,51 @@ def _again(directory: Path) -> str:
 
 
 class Writer:
-    """Writes the shards of a store; `directory` already holds the first `shards`, if any."""
+    """Writes the shards of a store.
 
-    def __init__(self, directory: Path, dtype: np.dtype, shards: int = 0):
+    The documents of a shard that is not full are kept in plain files, which only grow (OPEN), so
+    that an interrupted preparation loses none that were committed. `directory` already holds the
+    first `shards`, and so many `documents` of the next. Raises UserError if it does not.
+    """
+
+    def __init__(self, directory: Path, dtype: np.dtype, shards: int = 0, documents: int = 0):
         directory.mkdir(parents=True, exist_ok=True)
-        self.directory, self.dtype, self.shards = directory, dtype, shards
-        self.tokens = 0  # in the shard that is open
-        self._writer: ArrayRecordWriter | None = None
-        self._counts: list[np.ndarray] = []
-        self._weights: list[np.ndarray] = []
+        self.directory, self.dtype = directory, dtype
+        self.shards, self.documents = shards, documents  # whole, and in the shard that is open
+        self.tokens = 0  # in that shard
         for path in directory.iterdir():  # what was not whole when the last attempt ended
-            if not path.name[:5].isdigit() or int(path.name[:5]) >= shards:
+            number = int(path.name[:5]) if path.name[:5].isdigit() else -1
+            stays = number < shards if path.suffix not in OPEN else number == shards and documents
+            if number < 0 or not stays:
                 path.unlink()
+        if documents:
+            self._take_up()
 
     def add(self, encoded: Encoded) -> None:
         """Appends documents to the open shard."""
         if not len(encoded.lengths):
             return
-        path = self.directory / f"{self.shards:05d}.array_record"
-        writer = self._writer or ArrayRecordWriter(str(path), "group_size:1,uncompressed")
-        self._writer = writer
-        width, at = RECORD_TOKENS * self.dtype.itemsize, 0
-        for length in encoded.lengths.tolist():
-            end = at + length * self.dtype.itemsize
-            for start in range(at, end, width):
-                writer.write(encoded.ids[start : min(start + width, end)])
-            at = end
-        self._counts.append(np.stack([encoded.lengths, encoded.sizes]))
+        counts_D2 = np.stack([encoded.lengths, encoded.sizes], axis=1)
+        self._append(".ids", encoded.ids)
+        self._append(".counts", counts_D2.astype("<i8").tobytes())
         if encoded.weights is not None:
-            self._weights.append(encoded.weights)
+            self._append(".weights", encoded.weights.astype("<f8").tobytes())
+        self.documents += len(encoded.lengths)
         self.tokens += int(encoded.lengths.sum())
 
+    def commit(self) -> None:
+        """Waits until all that was added is on the disk."""
+        for suffix in OPEN:
+            if self._path(suffix).is_file():
+                sync(self._path(suffix))
+        sync(self.directory)
+
     def close(self) -> None:
-        """Ends the shard in hand: all that was added is on the disk. The next has a new number."""
-        if self._writer is not None:
-            self._writer.close()
-            self._writer = None
-            path = self.directory / f"{self.shards:05d}.array_record"
-            lengths, sizes = np.concatenate(self._counts, axis=1)
+        """Ends the shard in hand; the next has a new number. `clean` removes what it was."""
+        if self.documents:
+            path = self._path(".array_record")
+            lengths, sizes = np.fromfile(self._path(".counts"), "<i8").reshape(-1, 2).T
+            self._write_records(path, lengths)
             np.save(path.with_suffix(".lengths.npy"), lengths.astype(np.uint32))
             entry = describe_file(path) | {
                 "documents": len(lengths),
@@ -269,12 +277,54 @@ class Writer:
             }
             path.with_suffix(".json").write_text(json.dumps(entry))
             suffixes = [".array_record", ".lengths.npy", ".json"]
-            if self._weights:
-                np.save(path.with_suffix(".weights.npy"), np.concatenate(self._weights))
+            if self._path(".weights").is_file():
+                weights = np.fromfile(self._path(".weights"), "<f8")
+                np.save(path.with_suffix(".weights.npy"), weights)
                 suffixes.append(".weights.npy")
             for suffix in suffixes:
                 sync(path.with_suffix(suffix))
-        self.shards, self.tokens, self._counts, self._weights = self.shards + 1, 0, [], []
+        self.shards, self.documents, self.tokens = self.shards + 1, 0, 0
+
+    def clean(self) -> None:
+        """Removes the plain files of shards that are whole."""
+        for path in self.directory.iterdir():
+            if path.suffix in OPEN and int(path.name[:5]) < self.shards:
+                path.unlink()
+
+    def _write_records(self, path: Path, lengths: np.ndarray) -> None:
+        writer = ArrayRecordWriter(str(path), "group_size:1,uncompressed")
+        width = RECORD_TOKENS * self.dtype.itemsize
+        with self._path(".ids").open("rb") as ids:
+            for length in lengths.tolist():
+                left = length * self.dtype.itemsize
+                while left:
+                    record = ids.read(min(left, width))
+                    writer.write(record)
+                    left -= len(record)
+        writer.close()
+
+    def _append(self, suffix: str, data: bytes) -> None:
+        with self._path(suffix).open("ab") as file:
+            file.write(data)
+
+    def _take_up(self) -> None:
+        """Cuts what the last attempt wrote after its last commit."""
+        sizes = {".counts": 16 * self.documents}
+        counts = self._path(".counts")
+        if counts.is_file() and counts.stat().st_size >= sizes[".counts"]:
+            lengths = np.fromfile(counts, "<i8", count=2 * self.documents)[::2]
+            self.tokens = int(lengths.sum())
+            sizes[".ids"] = self.tokens * self.dtype.itemsize
+        if self._path(".weights").is_file():
+            sizes[".weights"] = 8 * self.documents
+        for suffix, size in sizes.items():
+            path = self._path(suffix)
+            if not path.is_file() or path.stat().st_size < size:
+                raise UserError(f"{path} is missing or cut short; {_again(self.directory.parent)}")
+            os.truncate(path, size)
+
+    def _path(self, suffix: str) -> Path:
+        return self.directory / f"{self.shards:05d}{suffix}"
 
 
 def publish(
@@ -290,6 +340,9 @@ def publish(
     `left_out` are the conversations that are not in it, by the reason. Raises
     UserError if there are no documents.
     """
+    for path in partial.iterdir():
+        if path.suffix in OPEN:
+            path.unlink()
     names = sorted(path.stem for path in partial.glob("*.array_record"))
     if not names:
         shutil.rmtree(partial, ignore_errors=True)  # gone at the second try

@@ -109,7 +109,7 @@ def test_after_the_filters_of_a_source_itself(tmp_path, sources):
 def test_the_bytes_do_not_depend_on_interruptions(tmp_path, sources, monkeypatch):
     monkeypatch.setattr("jaxtrain.data.reading.BLOCK", 1000)
     monkeypatch.setattr("jaxtrain.data.encode.BATCH", 1500)
-    monkeypatch.setattr(filtering, "COMMIT", 1)
+    monkeypatch.setattr(filtering, "COMMIT_SECONDS", 0)
     monkeypatch.setattr(filtering, "SHARD", 100)
     texts = {name: part.source for name, part in config(tmp_path, sources).train.sources.items()}
     filters = config(tmp_path, sources).train.filters

@@ -52,7 +52,7 @@ def small_blocks(monkeypatch):
     """Each document or two is a group of its own, and each group is written down."""
     monkeypatch.setattr("jaxtrain.data.reading.BLOCK", 1000)
     monkeypatch.setattr("jaxtrain.data.encode.BATCH", 1500)
-    monkeypatch.setattr(filtering, "COMMIT", 3000)
+    monkeypatch.setattr(filtering, "COMMIT_SECONDS", 0)
     monkeypatch.setattr(filtering, "SHARD", 600)
 
 

@@ -209,23 +209,26 @@ def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path, small, cor
     assert [part for part in parts if part in texts["train"]] == texts["train"]  # in their order
 
 
-@pytest.mark.parametrize("commits", [1, 4])
-def test_an_interrupted_preparation_goes_on_after_its_last_whole_shards(
-    tmp_path, small, corpus, commits, monkeypatch
+@pytest.mark.parametrize("commits, seconds, shard", [(1, 10, 4000), (4, 10, 4000), (5, 0, 9000)])
+def test_an_interrupted_preparation_goes_on_after_its_last_commit(
+    tmp_path, small, corpus, commits, seconds, shard, monkeypatch
 ):
+    """At the end of a shard, and inside of one when it is time."""
     options, _ = corpus
+    monkeypatch.setattr("jaxtrain.data.store.SHARD_TOKENS", shard)
     expected = files_of(prepare(config(tmp_path / "whole", **options, prepare_workers=1)))
     module = sys.modules["jaxtrain.data.prepare"]
     commit, sizes, done = module._commit, [], []
 
-    def note(note, writers, state):
-        commit(note, writers, state)
+    def note(note, writers, state, full):
+        commit(note, writers, state, full)
         sizes.append(state["size"])
 
     def stop(stage, size, total):
         if len(sizes) == commits and size > sizes[-1]:
             raise KeyboardInterrupt
 
+    monkeypatch.setattr(module, "COMMIT_SECONDS", seconds)
     monkeypatch.setattr(module, "_commit", note)
     options |= {"cache_dir": str(tmp_path / "cache"), "prepare_workers": 1}
     with pytest.raises(KeyboardInterrupt):
@@ -267,6 +270,32 @@ prepare(DataConfig(**{options!r}), progress=progress)
             return
         time.sleep(0.1)
     raise AssertionError("processes without a parent go on")
+
+
+def test_a_kill_loses_seconds_of_a_small_text(tmp_path, corpus, monkeypatch):
+    """0.7 GB once were a shard, before whose end nothing was kept."""
+    options, _ = corpus
+    options |= {"cache_dir": str(tmp_path / "cache"), "prepare_workers": 1}
+    module = sys.modules["jaxtrain.data.prepare"]
+    for name in ("jaxtrain.data.reading.BLOCK", "jaxtrain.data.encode.BATCH"):
+        monkeypatch.setattr(name, 700)
+    clock = iter(range(0, 10**6, 3))  # a batch takes 3 seconds
+    monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
+    sizes = []
+
+    def stop(stage, size, total):
+        sizes.append(size if stage == "tokens" else 0)
+        if sizes.count(0) < len(sizes) - 30:
+            raise KeyboardInterrupt
+
+    with pytest.raises(KeyboardInterrupt):
+        prepare(DataConfig(**options), progress=stop)
+    (note,) = (tmp_path / "cache").rglob("done.json")
+    assert json.loads(note.read_text())["size"] in sizes[-6:-1]  # 15 seconds
+    (ids,) = note.parent.glob("train/*.ids")
+    ids.write_bytes(ids.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"00000.ids is missing or cut short; delete .* again"):
+        prepare(DataConfig(**options))
 
 
 def test_an_error_of_another_process_and_its_death_are_one_line(tmp_path, small, corpus):

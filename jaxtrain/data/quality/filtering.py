@@ -10,10 +10,11 @@ import hashlib
 import json
 import os
 import shutil
+import time
 from collections.abc import Callable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any
+from typing import Any, BinaryIO
 
 import numpy as np
 
@@ -27,10 +28,10 @@ from jaxtrain.data.sources import Source, content_hash, find_files, where
 from jaxtrain.settings import UserError
 
 Progress = Callable[[str, int, int | None], None]
-COMMIT = 1 << 28  # bytes of text after which an interrupted filtering need not begin again
+COMMIT_SECONDS = 10  # the batch in hand and those behind it add less than 5 to what a kill loses
 SHARD = 1 << 28  # compressed bytes of a file
 ALONE = 1 << 22  # stored bytes; less is filtered before other processes would have started
-FORMAT = 2
+FORMAT = 3
 
 
 def filter_source(
@@ -108,14 +109,14 @@ def judge_all(
     found = [one for path in sorted(folder.glob("found-*.npz")) for one in _load(path)]
     after, total = (found[-1].after if found else START), sum(file.size or 0 for file in files)
     size = sum(one.size for one in found)
-    saved, safe = len(found), size
+    saved, committed = len(found), time.monotonic()
     for one in mapped(partial(judge, job), batched(blocks(job.source, files, after))):
         found.append(one)
         size += one.size
         progress("filter", size, _estimate(size, one.after, total))
-        if size - safe >= COMMIT:
+        if time.monotonic() - committed >= COMMIT_SECONDS:
             _save(folder / f"found-{saved:08d}.npz", found[saved:])
-            saved, safe = len(found), size
+            saved, committed = len(found), time.monotonic()
     if found[saved:]:
         _save(folder / f"found-{saved:08d}.npz", found[saved:])
     if not size:
@@ -181,11 +182,11 @@ def write_all(
     mapped: Map,
     progress: Progress,
 ) -> list[Sample]:
-    """Writes numbered files of JSONL; an interrupted writing goes on after the last whole one."""
-    note, state = folder / "written.json", {"files": 0, "groups": 0, "samples": []}
+    """Writes numbered files of JSONL; an interrupted writing goes on after its last commit."""
+    note, state = folder / "written.json", {"files": 0, "bytes": 0, "groups": 0, "samples": []}
     if note.is_file():
-        state = json.loads(note.read_text())
-    number, done = state["files"], state["groups"]
+        state |= json.loads(note.read_text())
+    number, at, done = state["files"], state["bytes"], state["groups"]
     samples = [Sample(*sample) for sample in state["samples"]]
     after = groups[done - 1].after if done else START
     size, total = sum(one.size for one in groups[:done]), sum(one.size for one in groups)
@@ -197,7 +198,9 @@ def write_all(
 
     answers, finished = iter(mapped(partial(write, job), tasks())), False
     while not finished:
-        with _shard(folder, number).open("wb") as file:
+        with _shard(folder, number).open("ab") as file:
+            file.truncate(at)
+            committed = time.monotonic()
             for kept in answers:
                 file.write(kept.data)
                 samples, done = lowest(samples + kept.samples), done + 1
@@ -205,17 +208,28 @@ def write_all(
                 progress("write", size, total)
                 if file.tell() >= SHARD:
                     break
+                if time.monotonic() - committed >= COMMIT_SECONDS:
+                    _commit(note, file, number, file.tell(), done, samples)
+                    committed = time.monotonic()
             else:
                 finished = True
-            file.flush()
-            os.fsync(file.fileno())
-        number += 1
-        unnamed = note.with_suffix(".tmp")
-        unnamed.write_text(json.dumps({"files": number, "groups": done, "samples": samples}))
-        unnamed.rename(note)
+            number, at = number + 1, 0
+            _commit(note, file, number, at, done, samples)
     if not _shard(folder, number - 1).stat().st_size:
         _shard(folder, number - 1).unlink()
     return samples
+
+
+def _commit(
+    note: Path, file: BinaryIO, number: int, at: int, done: int, samples: list[Sample]
+) -> None:
+    """Notes that `done` groups are on the disk: the files before `number`, and `at` bytes of it."""
+    file.flush()
+    os.fsync(file.fileno())
+    unnamed = note.with_suffix(".tmp")
+    state = {"files": number, "bytes": at, "groups": done, "samples": samples}
+    unnamed.write_text(json.dumps(state))
+    unnamed.rename(note)
 
 
 def clean(folder: Path) -> None:
