@@ -2,15 +2,20 @@
 
 import json
 import random
+import re
+import unicodedata
 
 import numpy as np
 import pytest
+from hypothesis import example, given
+from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from jaxtrain.data.quality import FILTERS, Filter
 from jaxtrain.data.quality.arrays import Arrays, groups, ngrams, seen_before
 from jaxtrain.data.quality.batch import Batch
 from jaxtrain.data.quality.duplicates import clusters
+from jaxtrain.data.quality.fold import changed, compatible
 from jaxtrain.settings import UserError
 
 VOCABULARY = (
@@ -104,6 +109,25 @@ def test_a_threshold_is_a_setting(name, options, text):
     assert reasons(name, [text], **options) != [None]
 
 
+def test_fineweb_as_the_paper_and_as_datatrove_have_it():
+    """Where the two differ: repeated lines, quotation marks, lists, and what is at a bound."""
+    line = "The river runs to the harbor and the market."
+    repeated = "\n".join([*(f"{line[:-1]} {i}." for i in range(30)), line, line])
+    quoted = "\n".join(f'"{line} {i}"' for i in range(9))
+    lists = "\n\n\n".join(f"Notwithstanding circumstances {i}, it is." for i in range(9))
+    devanagari = "\n".join(f"\u0928\u0926\u0940 {'\u0915 ' * 40}{i}\u0964" for i in range(9))
+    at_bound = "\n".join(f"{line * 2} {i}" + "." * (i < 3) for i in range(25))
+    texts = [GOOD, repeated, quoted, lists, devanagari, at_bound, ""]
+    ends = "ends of lines"
+    assert reasons("fineweb", texts) == [None, None, None, None, ends, ends, ends]
+    assert reasons("fineweb", texts, preset="datatrove") == [
+        None, "repeated lines", ends, "line breaks", None, None, "line breaks"
+    ]  # fmt: skip
+    loose = {"max_repeated": 0.1, "max_line_breaks": 0.6, "min_line_ends": 0}
+    assert reasons("fineweb", texts[:-1], preset="datatrove", **loose) == [None] * 6
+    assert reasons("fineweb", texts[:2], max_repeated=0.01) == [None, "repeated lines"]
+
+
 def test_c4_takes_lines_away():
     good = "The river runs to the harbor.\nThe letter was long and it came late!"
     bad = ["No end of a sentence here", "Too short.", "Enable JavaScript to read this page.",
@@ -127,12 +151,12 @@ def spelled(arrays, spans):
 
 def test_words_lines_and_paragraphs_are_cut_as_python_does():
     quoted = "\u201cDon\u2019t\u201d \u2014 \u4e2d\u6587\u3002a"
-    texts = ["A b,\n c\u00e9d\n\n\nx", "", "  ", quoted, "last"]
+    texts = ["A b,\n c\u00e9d\n\n\nx", "", " \x1f", quoted, "last"]
     arrays = Arrays(texts)
     assert spelled(arrays, arrays.words) == [word for text in texts for word in text.split()]
     lines = [line for text in texts for line in text.split("\n") if line]
     assert spelled(arrays, arrays.lines) == lines
-    assert spelled(arrays, arrays.paragraphs) == ["A b,\n c\u00e9d", "x", "  ", quoted, "last"]
+    assert spelled(arrays, arrays.paragraphs) == ["A b,\n c\u00e9d", "x", " \x1f", quoted, "last"]
     folded = ["A", "b", "c\u00e9d", "x", "Don", "t", "\u4e2d", "\u6587", "a", "last"]
     assert spelled(arrays, arrays.folded_words) == folded
     assert arrays.folded_words.texts.tolist() == [0] * 4 + [3] * 5 + [4]
@@ -157,6 +181,60 @@ def test_equal_words_have_equal_hashes_wherever_they_stand():
     assert seen_before(hashes, spans.texts[first]).tolist() == again
     places, same = groups(hashes, spans.texts[first])
     assert sorted(places.tolist()) == list(range(len(first))) and same.sum() == sum(again)
+
+
+# ---- spaces and forms of letters ---------------------------------------------------------------
+
+ODD = "\u00a0\u1680\u2003\u2009\u202f\u205f\u3000\u2028\x85"
+
+
+def with_odd_spaces(text, seed=0):
+    draw = random.Random(seed)
+    return "".join(draw.choice(ODD) if c == " " and draw.random() < 1 / 3 else c for c in text)
+
+
+def wide(text):
+    return "".join(chr(ord(c) + 0xFEE0) if "!" <= c <= "~" else c for c in text)
+
+
+@pytest.mark.parametrize("name", ["gopher_quality", "gopher_repetition", "c4", "fineweb", "script"])
+def test_a_space_of_another_kind_is_a_space(name):
+    texts = [GOOD, *(text for (of, _), text in BROKEN.items() if of == name)]
+    odd = [with_odd_spaces(text) for text in texts]
+    assert reasons(name, odd) == reasons(name, texts)
+    assert Batch(odd, [{}] * len(odd)).spaced == [re.sub(r"[^\S\n]", " ", t) for t in texts]
+
+
+def test_documents_stay_as_they_were_written():
+    text = with_odd_spaces("The river runs to the harbor today.\nNo end of this sentence\n" * 3)
+    judged = FILTERS["c4"].judge(config_of("c4"), Batch([text], [{}]))
+    assert judged.reasons.tolist() == [0]
+    assert judged.texts == ["\n".join(text.split("\n")[::2][:3])]
+    bad = "Please read our privacy\u00a0policy before you go."
+    judged = FILTERS["c4"].judge(config_of("c4"), Batch([f"{text}\n{bad}"], [{}]))
+    assert bad not in judged.texts[0]
+
+
+def test_documents_are_compared_whatever_their_spaces_and_letters():
+    for change in (with_odd_spaces, wide, lambda t: t.replace("river", "ri\u00adver")):
+        copies = [change(prose(80, seed)) for seed in range(20)]
+        found = reasons("near_duplicates", [prose(80, seed) for seed in range(20)] + copies)
+        assert found == [None] * 20 + ["near duplicate"] * 20
+        assert reasons("language", copies) == [None] * 20
+    assert reasons("gopher_quality", [wide(GOOD)]) == reasons("script", [wide(GOOD)]) == [None]
+
+
+@given(st.lists(st.text(max_size=20), max_size=5))
+@example(
+    ["\uff76\uff9e", "e\u0301\u0323", "\u3131\u314f", "\uac00\u11a8", "\uff21\u030a", "\ufdfa"]
+)
+def test_texts_are_folded_as_unicode_says(texts):
+    """Many texts at once as one after the other by the whole table."""
+    texts = [text.encode(errors="ignore").decode() for text in texts]
+    found = changed(texts, Arrays(texts), compatible())
+    plain = [unicodedata.normalize("NFKC", text) for text in texts]
+    plain = ["".join(" " if c.isspace() and c > "\x7f" else c for c in text) for text in plain]
+    assert found == [re.sub("[\u00ad\u2060\ufeff]", "", text) for text in plain]
 
 
 # ---- duplicates --------------------------------------------------------------------------------
@@ -271,6 +349,8 @@ def test_what_an_evaluation_asks_is_found(evaluation, monkeypatch):
     assert found_in(evaluation, [crossing, other], against=["two"]) == [0, 1]
     assert found_in(evaluation, [crossing, other], spare=["two"]) == [1, 0]
     assert found_in(evaluation, [crossing, other], min_hits=3) == [0, 1]
+    odd = [with_odd_spaces(crossing), wide(crossing), crossing.replace("Q7", "\u211a7")]
+    assert found_in(evaluation, odd) == [1, 1, 1]
     (evaluation / "mine.jsonl").write_text(json.dumps({"a": [{"b": GOOD}], "c": 3}) + "\n")
     mine = {"against": [str(evaluation / "mine.jsonl")]}
     assert found_in(evaluation, [GOOD, crossing], **mine) == [1, 0]
@@ -278,5 +358,30 @@ def test_what_an_evaluation_asks_is_found(evaluation, monkeypatch):
     first = identity(config_of("decontaminate"))
     (evaluation / "two.jsonl").write_text("")
     assert identity(config_of("decontaminate")) != first
+    (evaluation / "mine.jsonl").write_text('{"a": "b"}\n\n{')
+    with pytest.raises(UserError, match=r"mine.jsonl line 3 is not valid JSON"):
+        found_in(evaluation, [], **mine)
     with pytest.raises(UserError, match="decontaminate cannot read none.jsonl"):
         found_in(evaluation, [], against=["none.jsonl"])
+
+
+def test_a_text_of_fewer_words_is_found_as_a_whole(evaluation, monkeypatch):
+    monkeypatch.setenv("JAXTRAIN_CORE", str(evaluation))
+    examples = [
+        ("The capital of the river is", "Stone Harbor"),
+        ("It follows", "summer"),
+        ("He", "left"),
+        (" ".join(WORDS[:11]), WORDS[11]),
+        ("...", "!"),
+    ]
+    lines = [json.dumps({"context": a, "continuation": b}) for a, b in examples]
+    (evaluation / "one.jsonl").write_text("\n".join(lines) + "\n")
+    (evaluation / "two.jsonl").write_text(lines[0] + "\n" + lines[1] + "\n")
+    whole = ["the capital, of the RIVER: is stone harbor", "It follows Summer!", "he left"]
+    whole += [" ".join(WORDS[:12]), "so the capital of the river is Stone Harbor now"]
+    parts = ["the capital of the river is stone", "It follows", "He", " ".join(WORDS[:11]), "...!"]
+    assert found_in(evaluation, whole, min_hits=2) == [1] * 5
+    assert found_in(evaluation, parts) == [0] * 5
+    cut = ["the capital of the river is", "stone harbor it follows"]  # not of one document
+    assert found_in(evaluation, cut) == [0, 0]
+    assert found_in(evaluation, [*whole, *parts], against=["two"]) == [1, 1, 0, 0, 1] + [0] * 5

@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-SPACES = np.isin(np.arange(256), list(b" \t\n\r\v\f"))
+SPACES = np.isin(np.arange(256), list(b" \t\n\r\v\f\x1c\x1d\x1e\x1f"))
 LETTERS = np.array([byte >= 128 or chr(byte).isalpha() for byte in range(256)])
 IN_WORDS = LETTERS | np.isin(np.arange(256), list(b"0123456789"))
 BASE = np.uint64(0x9E3779B97F4A7C15)  # odd, so that it has an inverse modulo 2^64
@@ -106,6 +106,14 @@ def ngrams(spans: Spans, n: int) -> tuple[np.ndarray, np.ndarray]:
         total += spans.hashes[offset : offset + count]
     first = np.flatnonzero(spans.texts[:count] == spans.texts[n - 1 :][:count])
     return mixed(total[first]), first
+
+
+def ngrams_at(spans: Spans, n: int, first: np.ndarray) -> np.ndarray:
+    """The hashes that `ngrams` has of the sequences that begin at these spans."""
+    total = spans.hashes[first]
+    for offset in range(1, n):
+        total = total * BASE + spans.hashes[first + offset]
+    return mixed(total)
 
 
 def groups(hashes: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:

@@ -8,6 +8,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxtrain.data.quality.arrays import Arrays
+from jaxtrain.data.quality.fold import changed, compatible, spaces
 
 
 class Batch:
@@ -17,12 +18,28 @@ class Batch:
         self.texts, self.records = texts, records
 
     @cached_property
-    def arrays(self) -> Arrays:
-        return Arrays(self.texts)
+    def spaced(self) -> list[str]:
+        """The texts with plain spaces in the place of others, each as long as it was."""
+        return changed(self.texts, self._written, spaces())
 
     @cached_property
-    def lowered(self) -> Arrays:
-        return Arrays([text.lower() for text in self.texts])
+    def arrays(self) -> Arrays:
+        """Of the texts with plain spaces."""
+        return self._written if self.spaced is self.texts else Arrays(self.spaced)
+
+    @cached_property
+    def folded(self) -> Arrays:
+        """Of the texts as they are compared: small letters, one form of each character."""
+        lowered = [text.lower() for text in self.texts]
+        arrays = Arrays(lowered)
+        texts = changed(lowered, arrays, compatible())
+        if texts is lowered:
+            return arrays
+        return Arrays([new if new is old else new.lower() for new, old in zip(texts, lowered)])
+
+    @cached_property
+    def _written(self) -> Arrays:
+        return Arrays(self.texts)
 
     def sizes(self) -> list[int]:
         """UTF-8 bytes of each."""

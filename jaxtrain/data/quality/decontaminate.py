@@ -2,28 +2,30 @@
 
 import hashlib
 import json
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from jaxtrain.data.prompts import prompt_of
-from jaxtrain.data.quality.arrays import Arrays, ngrams
+from jaxtrain.data.quality.arrays import Spans, ngrams, ngrams_at
 from jaxtrain.data.quality.batch import Batch, Judged, Kind
 from jaxtrain.data.tasks import Bundle, Task, open_bundle
 from jaxtrain.settings import Settings, UserError
 
 TOGETHER = 1 << 19  # characters of evaluation text that are hashed at once
+START = 3  # words of a short text that are looked for first
 SLOTS = 16  # places in the table for one sequence: the others are looked up in it in vain
 
 
 class Decontaminate(Settings):
     """Removes documents that share words in a row with an evaluation set (GPT-3, arXiv:2005.14165).
 
-    Case and punctuation do not count. Examples of fewer words are not looked for.
+    Case, punctuation, kinds of spaces and forms of a letter (NFKC) do not count. A text of fewer
+    words is looked for as a whole, and removes a document whatever `min_hits` says.
     """
 
     name: Literal["decontaminate"] = "decontaminate"
@@ -47,13 +49,18 @@ def texts_of(config: Decontaminate) -> Iterator[str]:
     """Every text that may not be trained on; of a question, with each of its answers."""
     for bundle, task, folder in _tasks(config):
         loaded, alone = bundle.load(task, folder), task.model_copy(update={"num_fewshot": (0,)})
+        # The first of two endings has no answer: alone it may be as little as "It follows".
+        whole = 1 if task.icl_task_type == "language_modeling" else 0
         for index in range(loaded.asked):
             prompt = prompt_of(alone, loaded.examples, index)
-            yield from ("".join(prompt.shared) + ending for ending in prompt.endings)
+            yield from ("".join(prompt.shared) + ending for ending in prompt.endings[whole:])
     for name in config.against:
         if name.endswith(".jsonl"):
-            for line in _read(name).splitlines():
-                yield from _strings(json.loads(line))
+            for number, line in enumerate(_read(name).splitlines(), 1):
+                try:
+                    yield from _strings(json.loads(line) if line.strip() else None)
+                except ValueError as error:
+                    raise UserError(f"{name} line {number} is not valid JSON: {error}") from error
 
 
 def identity(config: Decontaminate) -> str:
@@ -70,43 +77,90 @@ def identity(config: Decontaminate) -> str:
 
 def ready(config: Decontaminate, folder: Path) -> Decontaminate:
     """Writes the hashes of all sequences, which `judge` then reads instead of the texts."""
-    path = folder / f"ngrams-{identity(config)[:16]}-{config.ngram}.npy"
+    path = folder / f"ngrams-{identity(config)[:16]}-{config.ngram}.npz"
     if not path.is_file():
-        found, texts, size = [np.empty(0, np.uint64)], [], 0
-        for text in (*texts_of(config), None):
-            if text is not None:
-                texts.append(text.lower())
-                size += len(text)
-            if texts and (text is None or size >= TOGETHER):
-                found.append(np.unique(ngrams(Arrays(texts).folded_words, config.ngram)[0]))
-                texts, size = [], 0
+        found: dict[str, list[np.ndarray]] = {"long": [np.empty(0, np.uint64)]}
+        for texts in _together(texts_of(config)):
+            for name, hashes in _hashes(texts, config.ngram):
+                found.setdefault(name, []).append(hashes)
         folder.mkdir(parents=True, exist_ok=True)
+        known = {name: np.unique(np.concatenate(hashes)) for name, hashes in found.items()}
         with path.with_suffix(".tmp").open("wb") as file:
-            np.save(file, np.unique(np.concatenate(found)))
+            np.savez(file, allow_pickle=False, **known)
         path.with_suffix(".tmp").rename(path)
     return config.model_copy(update={"against": (str(path),)})
 
 
+def _together(texts: Iterable[str]) -> Iterator[list[str]]:
+    some, size = [], 0
+    for text in texts:
+        some.append(text)
+        size += len(text)
+        if size >= TOGETHER:
+            yield some
+            some, size = [], 0
+    yield some
+
+
+def _hashes(texts: list[str], ngram: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Hashes of the sequences of `ngram` words (`long`); for texts of fewer words, `whole` and
+    their number, of all of them, and `start` and theirs, of the first of them."""
+    words = Batch(texts, [{}] * len(texts)).folded.folded_words
+    yield "long", ngrams(words, ngram)[0]
+    counts = np.bincount(words.texts, minlength=len(texts))
+    for count in np.unique(counts[(counts > 0) & (counts < ngram)]).tolist():
+        here = Spans(*(values[counts[words.texts] == count] for values in words))
+        yield f"whole{count}", ngrams(here, count)[0]
+        first = np.flatnonzero(np.diff(here.texts, prepend=-1))
+        start = min(count, START)
+        yield f"start{start}", ngrams_at(here, start, first)
+
+
 def judge(config: Decontaminate, batch: Batch) -> Judged:
-    known, table, shift = _table(config.against[0])
-    words = batch.lowered.folded_words
+    known = _known(config.against[0])
+    words = batch.folded.folded_words
     hashes, first = ngrams(words, config.ngram)
-    maybe = np.flatnonzero(table[hashes >> shift])
-    place = np.minimum(np.searchsorted(known, hashes[maybe]), max(len(known) - 1, 0))
-    hits = first[maybe[known[place] == hashes[maybe]]] if len(known) else first[:0]
-    count = np.bincount(words.texts[hits], minlength=len(batch.texts))
-    return Judged((count >= config.min_hits).astype(np.uint8))
+    hits = first[known["long"].places(hashes)]
+    found = np.bincount(words.texts[hits], minlength=len(batch.texts)) >= config.min_hits
+    for start in range(1, START + 1):
+        if f"start{start}" in known:
+            hashes, first = ngrams(words, start)
+            first = first[known[f"start{start}"].places(hashes)]
+            for count in range(start, config.ngram if start == START else start + 1):
+                if f"whole{count}" in known:
+                    begins = first[first + count <= len(words.texts)]
+                    begins = begins[words.texts[begins] == words.texts[begins + count - 1]]
+                    hits = known[f"whole{count}"].places(ngrams_at(words, count, begins))
+                    found[words.texts[begins[hits]]] = True
+    return Judged(found.astype(np.uint8))
+
+
+class Known(NamedTuple):
+    """Hashes, sorted, and a table of the beginnings that one of them may have."""
+
+    hashes: np.ndarray
+    table: np.ndarray
+    shift: np.uint64
+
+    def places(self, hashes: np.ndarray) -> np.ndarray:
+        """Where the known ones are among others."""
+        maybe = np.flatnonzero(self.table[hashes >> self.shift])
+        place = np.minimum(np.searchsorted(self.hashes, hashes[maybe]), len(self.hashes) - 1)
+        return maybe[self.hashes[place] == hashes[maybe]] if len(self.hashes) else maybe
 
 
 @lru_cache(maxsize=4)
-def _table(path: str) -> tuple[np.ndarray, np.ndarray, np.uint64]:
-    """The sorted hashes, and a table of the beginnings that a hash among them may have."""
-    known = np.load(path)
-    bits = max(10, (SLOTS * len(known)).bit_length())
+def _known(path: str) -> dict[str, Known]:
+    with np.load(path) as arrays:
+        return {name: _table(arrays[name]) for name in arrays}
+
+
+def _table(hashes: np.ndarray) -> Known:
+    bits = max(10, (SLOTS * len(hashes)).bit_length())
     shift = np.uint64(64 - bits)
     table = np.zeros(1 << bits, bool)
-    table[known >> shift] = True
-    return known, table, shift
+    table[hashes >> shift] = True
+    return Known(hashes, table, shift)
 
 
 def _tasks(config: Decontaminate) -> list[tuple[Bundle, Task, Path]]:

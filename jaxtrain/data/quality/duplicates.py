@@ -48,7 +48,7 @@ def exact_choose(config: ExactDuplicates, marks_D: np.ndarray) -> np.ndarray:
 
 def near_marks(config: NearDuplicates, batch: Batch) -> np.ndarray:
     """uint64 [documents, bands]: a hash of each band; 0 for a document without words."""
-    arrays = batch.lowered
+    arrays = batch.folded
     words = arrays.folded_words
     counts = np.bincount(words.texts, minlength=arrays.count)
     found = [_shingles(words, config.ngram)]

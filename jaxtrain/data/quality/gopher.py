@@ -1,6 +1,7 @@
 """The rules of Gopher (Rae et al. 2021, arXiv:2112.11446, appendix A.1 and table A1)."""
 
 from typing import Literal
+from unicodedata import normalize
 
 import numpy as np
 from pydantic import Field
@@ -102,7 +103,9 @@ def judge_quality(config: GopherQuality, batch: Batch) -> Judged:
 def stop_words(text: str, enough: int) -> int:
     """How many of the stop words a text has; it is read no further once there are enough."""
     found = len(STOP_WORDS.intersection(text[:BEGINNING].lower().split()))
-    return found if found >= enough else len(STOP_WORDS.intersection(text.lower().split()))
+    if found < enough:  # full-width letters too
+        found = len(STOP_WORDS.intersection(normalize("NFKC", text).lower().split()))
+    return found
 
 
 def judge_repetition(config: GopherRepetition, batch: Batch) -> Judged:

@@ -42,7 +42,14 @@ STOP_WORDS = {
 }
 # First and last characters of the blocks that hold a script's letters.
 SCRIPTS = {
-    "latin": (("A", "Z"), ("a", "z"), ("\u00c0", "\u024f"), ("\u1e00", "\u1eff")),
+    "latin": (
+        ("A", "Z"),
+        ("a", "z"),
+        ("\u00c0", "\u024f"),
+        ("\u1e00", "\u1eff"),
+        ("\uff21", "\uff3a"),
+        ("\uff41", "\uff5a"),
+    ),
     "greek": (("\u0370", "\u03ff"), ("\u1f00", "\u1fff")),
     "cyrillic": (("\u0400", "\u052f"),),
     "hebrew": (("\u0590", "\u05ff"),),
@@ -50,7 +57,7 @@ SCRIPTS = {
     "devanagari": (("\u0900", "\u097f"),),
     "thai": (("\u0e00", "\u0e7f"),),
     "hangul": (("\u1100", "\u11ff"), ("\uac00", "\ud7af")),
-    "kana": (("\u3040", "\u30ff"),),
+    "kana": (("\u3040", "\u30ff"), ("\uff66", "\uff9f")),
     "han": (("\u3400", "\u4dbf"), ("\u4e00", "\u9fff"), ("\U00020000", "\U0002ffff")),
 }
 LANGUAGES = tuple(STOP_WORDS)
@@ -86,7 +93,7 @@ class ScriptFilter(Settings):
 
 
 def judge_language(config: LanguageFilter, batch: Batch) -> Judged:
-    shares_LD = stop_word_shares(batch.lowered)
+    shares_LD = stop_word_shares(batch.folded)
     best, highest = shares_LD.argmax(0), shares_LD.max(0)
     kept = np.isin(best, [LANGUAGES.index(name) for name in config.keep])
     reasons = np.where(highest < config.min_stop_words, 2, np.where(kept, 0, 1))
@@ -121,20 +128,23 @@ def judge_script(config: ScriptFilter, batch: Batch) -> Judged:
 def script_shares(text: str, scripts: tuple[str, ...]) -> tuple[float, float]:
     """The share of a text's letters that are of these scripts, and that of letters in it."""
     codes = np.frombuffer(text.encode("utf-32-le"), np.uint32)
-    there = np.bincount(_script_of()[codes], minlength=len(SCRIPTS) + 1)
+    there = np.bincount(_script_of()[codes], minlength=len(SCRIPTS) + 2)
     kept = sum(int(there[1 + list(SCRIPTS).index(name)]) for name in scripts)
-    letters = len(codes) - int(there[0])
-    visible = int(np.count_nonzero(codes > ord(" ")))
+    visible = len(codes) - int(there[-1])
+    letters = visible - int(there[0])
     return kept / max(letters, 1), letters / max(visible, 1)
 
 
 @cache
 def _script_of() -> np.ndarray:
-    """uint8 [characters of Unicode]: the number of a letter's script from 1, else 0."""
+    """uint8 [characters of Unicode]: the number of a letter's script from 1; the next for what
+    leaves no mark on paper, spaces and control characters; else 0."""
     table = np.zeros(sys.maxunicode + 1, np.uint8)
     for number, blocks in enumerate(SCRIPTS.values(), 1):
         for first, last in blocks:
             table[ord(first) : ord(last) + 1] = number
+    unseen = [*range(33), *(c for c in range(33, sys.maxunicode + 1) if chr(c).isspace())]
+    table[unseen] = len(SCRIPTS) + 1
     return table
 
 
