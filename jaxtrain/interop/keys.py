@@ -104,7 +104,8 @@ def check_against(read: set[str], known: Values, config: Json, of: str) -> None:
             )
         allowed = known[key]
         if allowed is not None and value not in allowed:
-            raise UserError(f"config.json: {key} {value} is not supported, only {allowed[-1]}")
+            only = "null" if allowed[-1] is None else allowed[-1]
+            raise UserError(f"config.json: {key} {value} is not supported, only {only}")
 
 
 def depth(family: Family, config: Json) -> int:

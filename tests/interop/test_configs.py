@@ -136,9 +136,9 @@ LINEAR = {"rope_type": "linear", "factor": 2.0, "rope_theta": 500.0}
 WRONG = {
     "unknown": ("llama", {"logits_scaling": 8.0}, "key logits_scaling is not known of llama: .*ma"),
     "of another family": ("llama", {"final_logit_softcapping": 3.0}, "softcapping is not known"),
-    "not applied": ("gemma3", {"attn_logit_softcapping": 50.0}, "softcapping 50.0 .* only None"),
+    "not applied": ("gemma3", {"attn_logit_softcapping": 50.0}, "softcapping 50.0 .* only null"),
     "bias": ("mistral", {"attention_bias": True}, "attention_bias True is not supported, only Fal"),
-    "window": ("llama", {"sliding_window": 4}, "sliding_window 4 is not supported, only None"),
+    "window": ("llama", {"sliding_window": 4}, "sliding_window 4 is not supported, only null"),
     "both ways": ("gemma3", {"use_bidirectional_attention": True}, "attention True .*only False"),
     "short": ("qwen2", {"layer_types": [FULL]}, "layer_types has 1 layers, the model has 2"),
     "no window": ("qwen2", {"layer_types": [FULL, SLIDES]}, "but there is no sliding_window"),
