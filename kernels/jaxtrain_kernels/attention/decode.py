@@ -68,9 +68,10 @@ def decode_attention(
     name = choose("decode_attention", names, implementation, signature)
     scale = H**-0.5 if scale is None else scale
     if name == "reference":
-        plain = [_dequantized(x) for x in (k_BSKH, v_BSKH)]
-        options = dict(window=window, softcap=softcap, scale=scale)
-        return reference.decode_attention(q_BNH, *plain, lengths_B, **options)
+        k, v = _dequantized(k_BSKH), _dequantized(v_BSKH)
+        return reference.decode_attention(
+            q_BNH, k, v, lengths_B, window=window, softcap=softcap, scale=scale
+        )
     P = _default_splits(B, S, K * H) if splits is None else splits
     if S % P:
         raise ValueError(f"splits must divide the cache's length {S}, got {splits}")
