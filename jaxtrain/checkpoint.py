@@ -2,6 +2,8 @@
 
 import json
 import logging
+import sys
+from collections.abc import Iterable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -10,7 +12,8 @@ import orbax.checkpoint as ocp
 from etils import epath
 from pydantic import Field
 
-from jaxtrain.settings import Settings, UserError
+from jaxtrain import sums
+from jaxtrain.settings import Settings, UserError, read_object
 
 # Of an array that several devices hold whole, each sends the host a part of at least this size, by
 # a program of its own. Orbax's default, parts of any size, has a first save wait for hundreds.
@@ -38,8 +41,77 @@ def send_in_large_parts() -> None:
     logging.disable(before)
 
 
+class Summed:
+    """A commit of one item, and then the checksums of what this process has written of it.
+
+    Orbax waits for it in its background thread, and for that of all processes before the first
+    of them finalizes the item and the checkpoint gets its name.
+    """
+
+    def __init__(self, folder: Path, commits: Sequence[Any]):
+        self.folder, self.commits = folder, commits
+
+    def result(self, timeout: float | None = None) -> None:
+        for commit in self.commits:
+            commit.result(timeout)
+        if index := jax.process_index():
+            mine = sums.files_below(self.folder / f"ocdbt.process_{index}")
+            files = {f"ocdbt.process_{index}/{name}": path for name, path in mine.items()}
+            sums.write_list(self.folder / f"{index}.{sums.LIST}", files, {})
+
+    def cancel(self) -> None:
+        for commit in self.commits:
+            commit.cancel()
+
+
+def list_sums(folder: Path) -> None:
+    """The checksums of an item: those that the processes have left, and of what is not in them."""
+    known = {}
+    for path in [folder / f"{i}.{sums.LIST}" for i in range(1, jax.process_count())]:
+        if path.is_file():
+            known |= read_object(path)
+            path.unlink()
+    files = {name: file for name, file in sums.files_below(folder).items() if name not in known}
+    sums.write_list(folder / sums.LIST, files, known)
+
+
+class TreeHandler(ocp.StandardCheckpointHandler):
+    """Trees of arrays, with checksums."""
+
+    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        commits = await super().async_save(directory, *args, **kwargs)
+        return [Summed(Path(directory), commits or [])]
+
+    def finalize(self, directory: Any) -> None:
+        super().finalize(directory)
+        list_sums(Path(directory))
+
+
+class JsonHandler(ocp.JsonCheckpointHandler):
+    """A JSON value, with checksums."""
+
+    def finalize(self, directory: Any) -> None:
+        super().finalize(directory)
+        list_sums(Path(directory))
+
+
+def handlers() -> Any:
+    """Who writes and reads the items of a checkpoint."""
+    found = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    for item in ("params", "rest"):
+        trees = TreeHandler()
+        found.add(item, ocp.args.StandardSave, trees)
+        found.add(item, ocp.args.StandardRestore, trees)
+    values = JsonHandler()
+    found.add("position", ocp.args.JsonSave, values)
+    found.add("position", ocp.args.JsonRestore, values)
+    return found
+
+
 class Checkpointer:
     """The checkpoints of one run directory: `checkpoints/STEP/{params,rest,position}`.
+
+    Each of the three has the checksums of its files in `sums.json`, compared when it is read.
 
     `params` and `rest` (optimizer, counters, loss scale, keys) are trees of arrays; `position` is a
     small JSON value, the data stream's.
@@ -55,7 +127,9 @@ class Checkpointer:
             cleanup_tmp_directories=True,
             create=True,
         )
-        self.manager = ocp.CheckpointManager(epath.Path(self.directory), options=options)
+        self.manager = ocp.CheckpointManager(
+            epath.Path(self.directory), options=options, handler_registry=handlers()
+        )
 
     def latest(self) -> int | None:
         return self.manager.latest_step()
@@ -101,9 +175,22 @@ class Checkpointer:
 
     def _read(self, step: int, **items: Any) -> Any:
         try:
+            self._check(step, items)
             return self.manager.restore(step, args=ocp.args.Composite(**items))
         except Exception as error:
             raise UserError(self._damage(step, error)) from error
+
+    def _check(self, step: int, items: Iterable[str]) -> None:
+        """Raise UserError if a file of these items is not as it was written.
+
+        Of several processes each looks at some of the files, and a fault of one ends all.
+        """
+        share = slice(jax.process_index(), None, jax.process_count())
+        for folder in [self.directory / str(step) / item for item in items]:
+            if (folder / sums.LIST).is_file():
+                sums.check(folder, share)
+            else:
+                print(f"{folder} has no {sums.LIST}: read unchecked", file=sys.stderr, flush=True)
 
     def _damage(self, step: int, error: Exception) -> str:
         first = (

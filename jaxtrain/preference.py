@@ -1,6 +1,7 @@
 """Preference training around the step: the reference's log-probs, once, and validation."""
 
-from collections.abc import Callable, Iterator
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 from typing import Any
 
@@ -21,6 +22,7 @@ from jaxtrain.scaling import Resolved
 from jaxtrain.settings import UserError
 from jaxtrain.step import Task
 
+UNREADABLE = (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile)
 HELD_OUT = "held out"  # the validation split among the sources
 LINES = {True: "prompt, completion and label", False: "prompt, chosen and rejected"}
 
@@ -93,13 +95,7 @@ def references_of(
     if not views or not has_reference(c.objective):
         return None
     if start is None:
-        if not file.is_file():
-            raise UserError(
-                f"{file} is missing, the log-probs that this run compares with; set run.name to "
-                "start another run"
-            )
-        with np.load(file) as stored:
-            return dict(stored)
+        return read_references(file, views)
 
     def logps(params: Any, batch: Any, frozen: Any) -> Any:
         params = task.join(cast(params, task.specs, task.dtype), frozen)
@@ -120,6 +116,18 @@ def references_of(
         np.savez(unnamed, allow_pickle=False, **found)
         unnamed.rename(file)
     return found
+
+
+def read_references(file: Path, sources: Iterable[str]) -> data.References:
+    """The log-probs of a run that goes on; the file, a zip archive, has a CRC-32 of each array."""
+    where = "the log-probs that this run compares with; set run.name to start another run"
+    if not file.is_file():
+        raise UserError(f"{file} is missing, {where}")
+    try:
+        with file.open("rb") as raw, np.load(raw) as stored:
+            return {name: stored[name] for name in sources}
+    except UNREADABLE as error:
+        raise UserError(f"{file} is damaged ({error}), {where}") from error
 
 
 def make_validation(

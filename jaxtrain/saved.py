@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import yaml
 
@@ -156,6 +157,17 @@ def read_run(run_dir: Path, config: Resolved, specs: Any, step: int | None) -> A
     return parts.plain(trained, parts.split(base, config.run.seed)[0])
 
 
+def check_finite(params: Any, path: Path) -> None:
+    """Raise UserError naming the first parameter that holds NaN or infinity."""
+    fine = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))(params)
+    for key_path, x in jax.tree_util.tree_flatten_with_path(jax.device_get(fine))[0]:
+        if not x:
+            raise UserError(
+                f"{path}: {path_name(key_path)} holds NaN or infinite values; take an earlier "
+                "checkpoint with --step"
+            )
+
+
 def read_checkpoint(run_dir: Path, specs: Any, step: int | None) -> Any:
     """The parameters of a run's checkpoint (default: the newest)."""
     if not (run_dir / "checkpoints").is_dir():
@@ -168,6 +180,8 @@ def read_checkpoint(run_dir: Path, specs: Any, step: int | None) -> Any:
             raise UserError(f"{run_dir}: no checkpoint of step {wanted}; there are {steps}")
         here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
         like = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), specs)
-        return checkpointer.restore_params(wanted, like)
+        params = checkpointer.restore_params(wanted, like)
+        check_finite(params, checkpointer.directory / str(wanted))
+        return params
     finally:
         checkpointer.close()

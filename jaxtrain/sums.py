@@ -6,6 +6,7 @@ let several cores work on one file. It guards against faults of disks, memory an
 against somebody who changes a file and its sum.
 """
 
+import json
 import os
 import zlib
 from collections.abc import Callable, Iterator
@@ -18,6 +19,7 @@ import numpy as np
 
 from jaxtrain.settings import UserError, read_object
 
+LIST = "sums.json"  # of a folder: path in it -> Entry
 BLOCK = 1 << 24  # bytes
 THREADS = min(8, os.cpu_count() or 1)
 DIGITS = 8  # of one sum, hexadecimal
@@ -66,20 +68,33 @@ def entry(path: Path) -> Entry:
     return {"bytes": data.size, "crc32": crc32(data)}
 
 
-def check(folder: Path, listed: Path, share: slice = slice(None)) -> None:
-    """Compare the files of a folder with their list in it.
+def files_below(folder: Path) -> dict[str, Path]:
+    """Every file of a folder by its path in it."""
+    found = sorted(path for path in folder.rglob("*") if path.is_file())
+    return {path.relative_to(folder).as_posix(): path for path in found}
+
+
+def write_list(path: Path, files: dict[str, Path], known: dict[str, Entry]) -> None:
+    """Write the checksums of some files beside those that are known, as JSON; atomically."""
+    listed = known | {name: entry(file) for name, file in files.items()}
+    lines = [f"{json.dumps(name)}: {json.dumps(listed[name])}" for name in sorted(listed)]
+    part = path.with_name(path.name + ".part")
+    part.write_text("{\n" + ",\n".join(lines) + "\n}\n")
+    part.replace(path)
+
+
+def check(folder: Path, share: slice = slice(None)) -> None:
+    """Compare the files of a folder with LIST in it.
 
     share: those of the list that this process looks at. Raises UserError for the first that is
     missing, of another size or of other bytes.
     """
-    for name, wanted in sorted(read_object(listed).items())[share]:
-        path = folder / name
+    for name, wanted in sorted(read_object(folder / LIST).items())[share]:
+        path, shown = folder / name, f"{folder.name}/{name}"
         if not path.is_file():
-            raise UserError(f"{path} is missing")
+            raise UserError(f"{shown} is missing")
         size = path.stat().st_size
         if size != wanted["bytes"]:
-            raise UserError(f"{path} has {size:,} bytes, not {wanted['bytes']:,} as written")
+            raise UserError(f"{shown} has {size:,} bytes, not {wanted['bytes']:,} as written")
         if crc32(file_bytes(path)) != wanted["crc32"]:
-            raise UserError(
-                f"{path} is damaged: its bytes are not those that were written (CRC-32)"
-            )
+            raise UserError(f"{shown} is damaged: its bytes are not those written (CRC-32)")

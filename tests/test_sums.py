@@ -2,17 +2,26 @@
 
 import json
 import os
+import re
+import shutil
 import subprocess
 import sys
 
+import jax
+import jax.numpy as jnp
 import ml_dtypes
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tiny import WHOLE, run_overrides
 
 from jaxtrain import evaluate, generate, sums
+from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
 from jaxtrain.interop.__main__ import main as interop
 from jaxtrain.interop.tensors import read, read_header, write
+from jaxtrain.main import main
+from jaxtrain.preference import read_references
+from jaxtrain.saved import load_saved
 from jaxtrain.settings import UserError
 
 
@@ -109,3 +118,79 @@ def test_weights_that_are_not_finite_are_named(copy, capsys, value):
         error = capsys.readouterr().err
         assert f"{file}: embed holds NaN or infinite values" in error and error.count("\n") == 1
     assert not (copy / "out").exists()
+
+
+def files_of(folder):
+    return {str(p.relative_to(folder)): p for p in folder.rglob("*") if p.is_file()}
+
+
+def test_a_flipped_byte_in_any_file_of_a_checkpoint_is_named(tmp_path):
+    params = {"a": jnp.arange(3000.0), "b": {"c": jnp.ones((2, 2))}}
+    like = jax.tree.map(
+        lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), params
+    )
+    with Checkpointer(tmp_path, CheckpointConfig()) as checkpoints:
+        checkpoints.save(3, params, {"step": np.ones(1)}, {"read": 12})
+        checkpoints.wait()
+        checkpoints.restore(3, like, {"step": np.ones(1)})
+        step = tmp_path / "checkpoints" / "3"
+        for item in ("params", "rest", "position"):
+            for path in files_of(step / item).values():
+                if path.name in ("sums.json", "commit_success.txt"):
+                    continue
+                at = path.stat().st_size // 2
+                flip(path, at)
+                named = re.escape(f"{step} cannot be read ({path.relative_to(step)} is damaged")
+                with pytest.raises(UserError, match=named):
+                    checkpoints.restore(3, like, {"step": np.ones(1)})
+                flip(path, at)
+        (step / "position" / "metadata").unlink()
+        with pytest.raises(UserError, match="is missing"):
+            checkpoints.restore(3, like, {"step": np.ones(1)})
+
+
+def test_a_damaged_checkpoint_stops_generate_evaluate_and_resuming(copy, capsys):
+    data = max(
+        files_of(copy / "checkpoints" / "3" / "params").values(), key=lambda p: p.stat().st_size
+    )
+    flip(data, data.stat().st_size // 2)
+    shutil.rmtree(copy / "checkpoints" / "6")
+    shutil.rmtree(copy / "model")
+    for command in (
+        lambda: generate.main([str(copy), "--tokens", "1"]),
+        lambda: evaluate.main([str(copy), "--step", "3"]),
+        lambda: main(run_overrides(copy.parent, **WHOLE)),
+    ):
+        assert command() == 2
+        error = capsys.readouterr().err
+        assert data.name in error and "is damaged" in error and error.count("\n") == 1
+
+
+def test_a_checkpoint_that_is_not_finite_is_named(copy, capsys):
+    saved = load_saved(copy, step=6)
+    saved.params["embed"] = saved.params["embed"].at[0, 0].set(jnp.nan)
+    shutil.rmtree(copy / "checkpoints")
+    with Checkpointer(copy, CheckpointConfig()) as checkpoints:
+        checkpoints.save(6, saved.params, {"step": np.ones(1)}, {})
+    for command in (generate.main, evaluate.main):
+        assert command([str(copy), "--step", "6"]) == 2
+        error = capsys.readouterr().err
+        assert "checkpoints/6: embed holds NaN" in error and error.count("\n") == 1
+
+
+def test_a_flipped_byte_in_the_reference_is_named(tmp_path):
+    file = tmp_path / "reference.npz"
+    wanted = {"train": np.arange(12, dtype=np.float32).reshape(6, 2), "held out": np.ones((1, 2))}
+    np.savez(file, allow_pickle=False, **wanted)
+    damaged = 0
+    for at in range(file.stat().st_size):
+        flip(file, at, bit=at % 8)
+        try:
+            found = read_references(file, wanted)  # the byte was of a date, or says nothing else
+            assert all((found[name] == x).all() for name, x in wanted.items())
+        except UserError as error:
+            assert f"{file} is damaged (" in str(error) and "\n" not in str(error)
+            damaged += 1
+        flip(file, at, bit=at % 8)
+    assert damaged > sum(x.nbytes for x in wanted.values())
+    read_references(file, wanted)
