@@ -186,7 +186,7 @@ def main(argv: list[str] | None = None) -> int:
     start(quiet=place is not None and place.index > 0)
     asked = {f"--{name}": str(getattr(a, name)) for name in ASKED}
     same = facts(config) | asked if place else {}
-    with joined(place, config.processes, same) as group:
+    with joined(place, config.processes, same, a.run) as group:
         saved = load_saved(a.run, a.step)
         if a.tasks:
             answer_tasks(saved, config, a)

@@ -10,6 +10,7 @@ exit code.
 
 import argparse
 import os
+import secrets
 import signal
 import socket
 import subprocess
@@ -55,6 +56,9 @@ def main(argv: list[str] | None = None) -> int:
         environment(i, asked.processes, asked.devices_per_process, outer)
         for i in range(asked.processes)
     ]
+    given = os.environ.get("JAXTRAIN_SECRET")  # by which the processes know each other
+    secret = {"JAXTRAIN_SECRET": given or secrets.token_hex(32)}
+    environments = [one | secret for one in environments]
     place = ["--coordinator", f"localhost:{asked.port or free_port()}"]
     place += ["--processes", str(asked.processes), "--process"]
     line = [sys.executable, "-u", "-m", f"jaxtrain.{asked.command}", *arguments[cut + 1 :], *place]

@@ -5,6 +5,7 @@ python -m jaxtrain.main --config configs/quickstart.yaml optim.matrix_lr=0.01
 
 import argparse
 import sys
+from pathlib import Path
 
 from jaxtrain.bench.fitting import choose, fitted
 from jaxtrain.bench.preflight import (
@@ -80,7 +81,8 @@ def main(argv: list[str] | None = None) -> int:
 
         place = find_place(arguments.coordinator, arguments.processes, arguments.process)
         start(quiet=place is not None and place.index > 0)
-        with joined(place, config.processes, facts(config) if place else {}) as group:
+        same, folder = facts(config) if place else {}, Path(config.run.directory)
+        with joined(place, config.processes, same, folder) as group:
             if config.train.fit:
                 config = fitted(arguments.config, overrides, config, group)
             train(config, group)

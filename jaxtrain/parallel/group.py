@@ -1,6 +1,7 @@
 """The processes of one job: they meet, compare, agree on a last step, and notice a death or a hang.
 
-A star of TCP connections around process 0, one JSON object a line. It is there before
+A star of TCP connections around process 0, one JSON object a line, which only processes that know
+the job's secret can write (`parallel.secret`). It is there before
 `jax.distributed` starts and stands beside it, because JAX's own client answers a coordinator that
 is not there, or a process that died, by aborting with a C++ stack trace that names nobody, and
 notices a death only by a missing heartbeat: here a connection that closes tells at once.
@@ -16,7 +17,9 @@ import traceback
 from collections.abc import Callable, Mapping
 from contextlib import suppress
 
-from jaxtrain.parallel.peer import Message, Peer, first_line, said_late
+from jaxtrain.parallel.meeting import introduce, listen, proved
+from jaxtrain.parallel.peer import Message, Peer, said_late
+from jaxtrain.parallel.secret import Secret
 from jaxtrain.settings import UserError
 
 RETRY = 0.2  # seconds between attempts to connect
@@ -66,21 +69,27 @@ class Group:
 
     # ---- meeting -----------------------------------------------------------------------------
 
-    def meet(self, address: str, timeout: float) -> None:
+    def meet(self, address: str, timeout: float, secret: Secret) -> None:
         """Connect all processes; UserError if one is missing after `timeout` seconds.
 
         address: host:port at which process 0 listens, and at which JAX's coordinator may
-        afterwards: the port is free again.
+        afterwards: the port is free again. Under this host's own name (localhost) no other host
+        can reach it.
         """
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise UserError(f"--coordinator {address}: expected HOST:PORT, as in node0:7777")
-        until = time.monotonic() + timeout
+        until, host = time.monotonic() + timeout, host.strip("[]")
         with said_late(lambda: self._waits_for(address, until)):
             if self.index == 0:
-                self._gather(int(port), until, timeout)
+                known = secret.make()
+                try:
+                    with listen(host, int(port)) as server:
+                        self._gather(server, known, until, timeout)
+                finally:
+                    secret.forget()
             else:
-                self._connect(host.strip("[]"), int(port), address, until, timeout)
+                self._connect(host, int(port), address, until, timeout, secret)
         threading.Thread(target=self._listen, name="processes", daemon=True).start()
 
     def _waits_for(self, address: str, until: float) -> str:
@@ -95,33 +104,16 @@ class Group:
     def _missing(self) -> list[int]:
         return [i for i in range(1, self.count) if i not in self.peers]
 
-    def _gather(self, port: int, until: float, timeout: float) -> None:
-        six = socket.has_dualstack_ipv6()
-        family = socket.AF_INET6 if six else socket.AF_INET
-        try:
-            server = socket.create_server(("", port), family=family, dualstack_ipv6=six)
-        except OSError as error:
-            raise UserError(f"process 0 cannot listen at port {port}: {error.strerror}") from None
-        with server:
-            while len(self.peers) < self.count - 1:
-                server.settimeout(max(0.01, until - time.monotonic()))
-                try:
-                    link, _ = server.accept()
-                except TimeoutError:
-                    missing = self._missing()
-                    self._refuse_all(
-                        f"{len(missing)} of {self.count} processes did not reach process 0 "
-                        f"({self.host}, port {port}) in {timeout:g} s: "
-                        f"{', '.join(map(str, missing))}"
-                    )
-                peer = Peer(link)
-                link.settimeout(LINGER)  # a stranger at this port must not stop the job
-                hello = first_line(peer)
-                link.settimeout(None)
-                if hello is None or not hello.keys() >= {"process", "of", "host"}:
-                    link.close()
-                    continue
-                self._welcome(peer, hello)
+    def _gather(self, server: socket.socket, secret: bytes, until: float, timeout: float) -> None:
+        for peer, hello in proved(server, secret, until):
+            self._welcome(peer, hello)
+            if not self._missing():
+                return
+        missing, port = self._missing(), server.getsockname()[1]
+        self._refuse_all(
+            f"{len(missing)} of {self.count} processes did not reach process 0 ({self.host}, "
+            f"port {port}) in {timeout:g} s: {', '.join(map(str, missing))}"
+        )
 
     def _welcome(self, peer: Peer, hello: Message) -> None:
         peer.index, peer.host = hello["process"], hello["host"]
@@ -145,29 +137,35 @@ class Group:
             peer.link.close()
         raise UserError(message)
 
-    def _connect(self, host: str, port: int, address: str, until: float, timeout: float) -> None:
+    def _connect(
+        self, host: str, port: int, address: str, until: float, timeout: float, secret: Secret
+    ) -> None:
         while time.monotonic() < until:
             try:
                 link = socket.create_connection((host, port), max(0.1, until - time.monotonic()))
-                break
             except OSError as error:
                 self.trouble = error.strerror or str(error)
                 time.sleep(RETRY)
-        else:
-            raise UserError(
-                f"process {self.index} of {self.count} did not reach process 0 at {address} in "
-                f"{timeout:g} s ({self.trouble}); is it running there, and not behind a firewall?"
-            )
-        peer = self.peers[0] = Peer(link)
-        peer.send({"process": self.index, "of": self.count, "host": self.host})
-        link.settimeout(max(0.1, until - time.monotonic()) + LINGER)
-        reply = first_line(peer)
-        if reply is None or "failed" in reply:
+                continue
+            hello = {"process": self.index, "of": self.count, "host": self.host}
+            found = introduce(link, hello, until, secret)
+            if not isinstance(found, str):
+                return self._take_place(*found)
             link.close()
-            silent = f"process 0 at {address} did not answer process {self.index}"
-            raise UserError(reply["failed"] if reply else silent)
-        link.settimeout(None)
+            self.trouble = found
+            time.sleep(5 * RETRY)
+        raise UserError(
+            f"process {self.index} of {self.count} did not reach process 0 at {address} in "
+            f"{timeout:g} s ({self.trouble}); is it running there, and not behind a firewall?"
+        )
+
+    def _take_place(self, peer: Peer, reply: Message) -> None:
+        """The answer of process 0 to this one."""
+        if "failed" in reply:
+            peer.link.close()
+            raise UserError(reply["failed"])
         peer.host = reply["host"]
+        self.peers[0] = peer
 
     # ---- agreeing ----------------------------------------------------------------------------
 

@@ -12,12 +12,14 @@ import sys
 import time
 import traceback
 from collections.abc import Iterator, Mapping
+from pathlib import Path
 from typing import NamedTuple
 
 import jax
 from pydantic import Field
 
 from jaxtrain.parallel.group import LINGER, Group
+from jaxtrain.parallel.secret import Secret, is_loopback
 from jaxtrain.settings import Settings, UserError
 
 PORTS = range(61440, 65536)  # of the coordinator by the number of SLURM's job: jobs share nodes
@@ -132,13 +134,14 @@ def first_host(nodes: str) -> str:
 
 @contextlib.contextmanager
 def joined(
-    place: Place | None, config: ProcessesConfig, facts: Mapping[str, str]
+    place: Place | None, config: ProcessesConfig, facts: Mapping[str, str], folder: Path
 ) -> Iterator[Group]:
     """The group of all processes, connected and of one mind, under `jax.distributed`.
 
-    facts: what all must have in common. Raises UserError if one is missing or differs. An error
-    that leaves the context ends all processes; this one at once, since it would wait in vain for
-    the others to shut down.
+    facts: what all must have in common. folder: one that all share, for the secret of the job
+    while they meet, unless JAXTRAIN_SECRET is set. Raises UserError if one is missing or differs.
+    An error that leaves the context ends all processes; this one at once, since it would wait in
+    vain for the others to shut down.
     """
     if place is None or place.count == 1:
         yield Group()
@@ -149,7 +152,9 @@ def joined(
         heartbeat_timeout=config.heartbeat_timeout,
         step_timeout=config.step_timeout,
     )
-    group.meet(place.coordinator, config.start_timeout)
+    secret = Secret(folder, place.coordinator)
+    group.meet(place.coordinator, config.start_timeout, secret)
+    here = is_loopback(place.coordinator.rpartition(":")[0].strip("[]"))
     try:
         group.compare(facts, "all processes need the same code, packages and configuration")
         jax.config.update("jax_enable_preemption_service", False)  # the group agrees on the stop
@@ -159,6 +164,7 @@ def joined(
             place.index,
             place.devices,
             cluster_detection_method="deactivate",
+            coordinator_bind_address=place.coordinator if here else None,
             initialization_timeout=int(config.start_timeout) + 1,
             heartbeat_timeout_seconds=int(config.heartbeat_timeout) + GRACE,
         )

@@ -6,13 +6,17 @@ import socket
 import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import pytest
 
 from jaxtrain.launch import free_port
 from jaxtrain.parallel import peer
 from jaxtrain.parallel.group import Group
+from jaxtrain.parallel.secret import Secret
 from jaxtrain.settings import UserError
+
+SECRET = Secret(Path("nowhere"), "", {"JAXTRAIN_SECRET": "of this test's job"})
 
 
 def together(count, work, timeout=30.0, **options):
@@ -23,7 +27,7 @@ def together(count, work, timeout=30.0, **options):
         end = lambda message, code: ends.put((index, message, code))
         group = Group(index, count, end=end, **options)
         try:
-            group.meet(address, timeout)
+            group.meet(address, timeout, SECRET)
             return work(group)
         except UserError as error:
             return str(error)
@@ -51,7 +55,7 @@ def test_the_port_is_free_for_the_coordinator_once_they_have_met():
 
     def work(index):
         group = Group(index, 2)
-        group.meet(f"localhost:{port}", 30.0)
+        group.meet(f"localhost:{port}", 30.0, SECRET)
         if index == 0:
             with socket.create_server(("", port)):
                 pass
@@ -73,8 +77,8 @@ def test_a_difference_is_named_everywhere():
 
 
 def test_who_is_missing_is_named():
-    port = free_port()
-    present = lambda index: Group(index, 4, end=lambda *_: None).meet(f"localhost:{port}", 3.0)
+    address = f"localhost:{free_port()}"
+    present = lambda index: Group(index, 4, end=lambda *_: None).meet(address, 3.0, SECRET)
 
     def one(index):
         with pytest.raises(UserError) as error:
@@ -96,7 +100,7 @@ def re_missing(message):
 def test_a_coordinator_that_is_not_there():
     address = f"localhost:{free_port()}"
     with pytest.raises(UserError, match=rf"process 1 of 2 did not reach .* {address} in 0.5 s \("):
-        Group(1, 2).meet(address, 0.5)
+        Group(1, 2).meet(address, 0.5, SECRET)
 
 
 def test_a_long_wait_for_the_coordinator_is_told_while_it_lasts(monkeypatch, capsys):
@@ -119,7 +123,7 @@ def test_a_long_wait_for_the_coordinator_is_told_while_it_lasts(monkeypatch, cap
     monkeypatch.setattr(peer, "PATIENCE", 0.6)
     monkeypatch.setattr(socket, "create_connection", hangs)
     with pytest.raises(Enough) as said:
-        Group(1, 2).meet("node0:7777", 60.0)
+        Group(1, 2).meet("node0:7777", 60.0, SECRET)
     assert re.fullmatch(
         r"waiting  for process 0 at node0:7777 \(Temporary failure in name resolution\), "
         r"5\d s more at most: process 1 of 2\n",
@@ -131,7 +135,7 @@ def test_process_0_tells_whom_it_waits_for(monkeypatch, capsys):
     monkeypatch.setattr(peer, "PATIENCE", 0.2)
     address = f"localhost:{free_port()}"
     with pytest.raises(UserError, match="2 of 3 processes did not reach"):
-        Group(0, 3).meet(address, 1.5)
+        Group(0, 3).meet(address, 1.5, SECRET)
     expected = rf"waiting  for 2 of 3 processes to reach {address}, \d s more at most: 1, 2\n"
     assert re.fullmatch(expected, capsys.readouterr().err)
     with peer.said_late(lambda: "it took long"):
@@ -143,14 +147,14 @@ def test_process_0_tells_whom_it_waits_for(monkeypatch, capsys):
 @pytest.mark.parametrize("address", ["node0", "node0:", ":7777", "node0:http"])
 def test_an_address_is_host_and_port(address):
     with pytest.raises(UserError, match="expected HOST:PORT"):
-        Group(0, 2).meet(address, 1.0)
+        Group(0, 2).meet(address, 1.0, SECRET)
 
 
 def test_a_port_that_is_taken():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(UserError, match=f"process 0 cannot listen at port {port}: "):
-            Group(0, 2).meet(f"localhost:{port}", 1.0)
+            Group(0, 2).meet(f"localhost:{port}", 1.0, SECRET)
 
 
 @pytest.mark.parametrize(
@@ -164,8 +168,8 @@ def test_processes_that_do_not_belong_together(index, count, message):
     port = free_port()
     other, until = Group(index, count), time.monotonic() + 30
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(Group(0, 2).meet, f"localhost:{port}", 30.0)
-        second = threads.submit(other._connect, "localhost", port, "there", until, 30.0)
+        first = threads.submit(Group(0, 2).meet, f"localhost:{port}", 30.0, SECRET)
+        second = threads.submit(other._connect, "localhost", port, "there", until, 30.0, SECRET)
         for result in (first, second):
             with pytest.raises(UserError, match=message):
                 result.result()
@@ -175,7 +179,7 @@ def test_a_stranger_at_the_port_is_sent_away():
     port = free_port()
     groups = [Group(0, 2), Group(1, 2)]
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(groups[0].meet, f"localhost:{port}", 30.0)
+        first = threads.submit(groups[0].meet, f"localhost:{port}", 30.0, SECRET)
         while True:
             try:
                 stranger = socket.create_connection(("localhost", port))
@@ -184,7 +188,7 @@ def test_a_stranger_at_the_port_is_sent_away():
                 time.sleep(0.01)
         with stranger:
             stranger.sendall(b"GET / HTTP/1.1\n")
-            groups[1].meet(f"localhost:{port}", 30.0)
+            groups[1].meet(f"localhost:{port}", 30.0, SECRET)
             first.result()
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda g: g.leave(), groups))

@@ -1,0 +1,258 @@
+"""Who does not know the secret of a job has no part in it, whatever else it sends."""
+
+import json
+import re
+import socket
+import stat
+import threading
+import time
+from concurrent.futures import ThreadPoolExecutor
+from contextlib import suppress
+
+import psutil
+import pytest
+
+from jaxtrain.launch import free_port
+from jaxtrain.parallel import meeting
+from jaxtrain.parallel.group import Group
+from jaxtrain.parallel.peer import Peer
+from jaxtrain.parallel.secret import HELLO_BYTES, Secret, is_loopback, key_of, nonces
+from jaxtrain.settings import UserError
+
+KNOWN = {"JAXTRAIN_SECRET": "of this test's job"}
+OTHER = {"JAXTRAIN_SECRET": "of some other's job"}
+HELLO = {"process": 1, "of": 2, "host": "stranger"}
+
+
+def secret(folder, environment=KNOWN):
+    return Secret(folder, "localhost:1", environment)
+
+
+def connected(port):
+    until = time.monotonic() + 30
+    while time.monotonic() < until:
+        with suppress(ConnectionRefusedError):
+            return socket.create_connection(("localhost", port))
+        time.sleep(0.01)
+    raise TimeoutError
+
+
+def leave(groups):
+    with ThreadPoolExecutor(len(groups)) as threads:
+        list(threads.map(lambda group: group.leave(), groups))
+
+
+def test_another_secret_is_refused_and_the_job_begins_without_it(tmp_path, capfd):
+    address = f"localhost:{free_port()}"
+    groups = [Group(0, 2), Group(1, 2)]
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(groups[0].meet, address, 30.0, secret(tmp_path))
+        with pytest.raises(UserError, match="did not accept the secret of process 1; give all"):
+            Group(1, 2).meet(address, 30.0, secret(tmp_path, OTHER))
+        groups[1].meet(address, 30.0, secret(tmp_path))
+        first.result()
+    leave(groups)
+    said = capfd.readouterr().err
+    assert (
+        said == "refused  a connection from 127.0.0.1, which does not know the secret of the job\n"
+    )
+
+
+def test_the_file_is_this_users_and_there_while_they_meet(tmp_path, monkeypatch):
+    """Also where an earlier job's was left behind, and is read first."""
+    monkeypatch.setattr("jaxtrain.parallel.group.RETRY", 0.01)
+    port, folder = free_port(), tmp_path / "runs"
+    keys = [secret(folder, {}) for _ in range(2)]
+    keys[0].make()
+    old, reads = keys[0].file.read_bytes(), []
+
+    def read():
+        reads.append(stat.S_IMODE(keys[1].file.stat().st_mode))
+        return old if len(reads) < 3 else keys[1].file.read_bytes()
+
+    monkeypatch.setattr(keys[1], "read", read)
+    groups = [Group(0, 2), Group(1, 2)]
+    with ThreadPoolExecutor(2) as threads:
+        jobs = [threads.submit(g.meet, f"localhost:{port}", 30.0, k) for g, k in zip(groups, keys)]
+        [job.result() for job in jobs]
+    leave(groups)
+    assert reads == [0o600] * 3 and list(folder.iterdir()) == []
+
+
+def test_processes_that_share_no_folder_are_told(tmp_path, monkeypatch):
+    monkeypatch.setattr("jaxtrain.parallel.group.RETRY", 0.02)
+    address = f"localhost:{free_port()}"
+    with ThreadPoolExecutor(1) as threads:
+        first = threads.submit(Group(0, 2).meet, address, 2.0, secret(tmp_path / "a", {}))
+        with pytest.raises(UserError) as error:
+            Group(1, 2).meet(address, 1.0, secret(tmp_path / "b", {}))
+        where = re.escape(f"(there is no secret of the job in {tmp_path / 'b'}; all processes must")
+        assert re.search(where, str(error.value))
+        with pytest.raises(UserError, match="1 of 2 processes did not reach"):
+            first.result()
+
+
+def test_a_folder_that_cannot_be_written_and_a_short_secret(tmp_path):
+    (tmp_path / "file").write_text("")
+    with pytest.raises(UserError, match="set JAXTRAIN_SECRET for all of them"):
+        secret(tmp_path / "file" / "runs", {}).make()
+    with pytest.raises(UserError, match="JAXTRAIN_SECRET has 3 characters, give it 16"):
+        secret(tmp_path, {"JAXTRAIN_SECRET": "abc"})
+
+
+@pytest.fixture
+def pair():
+    """The two ends of a connection: process 0's, and another's."""
+    links = socket.socketpair()
+    with links[0], links[1]:
+        yield lambda key=b"k" * 32, other=None: (
+            Peer(links[0], key, first=True),
+            Peer(links[1], other or key, first=False),
+        )
+
+
+@pytest.mark.parametrize(
+    "what", ["changed", "repeated", "reflected", "another key", "long", "none"]
+)
+def test_a_message_that_the_other_end_has_not_written_ends_the_connection(pair, what):
+    here, there = pair(other=b"x" * 32 if what == "another key" else None)
+    there.send({"stop": True})
+    line = here.link.recv(1 << 16)
+    replies = {
+        "changed": line.replace(b"true", b"null"),
+        "repeated": line + line,
+        "another key": line,
+        "long": b"a" * (HELLO_BYTES + 1),
+        "none": b"\n",
+    }
+    if what == "reflected":
+        here.send({"stop": True})
+        replies[what] = there.link.recv(1 << 16)
+    there.link.sendall(replies[what])
+    assert here.receive() is None
+
+
+def test_a_message_that_it_has_written_is_taken(pair):
+    here, there = pair()
+    for i in range(3):
+        there.send({"step": i})
+    here.send({"host": "a"})
+    assert here.receive() == [{"step": i} for i in range(3)]
+    assert there.receive() == [{"host": "a"}]
+    assert here.limit > HELLO_BYTES  # trusted from now on
+
+
+def proxy(port, upstream, seen):
+    """Hands a connection on, and keeps what was sent to process 0."""
+    with socket.create_server(("localhost", port)) as server:
+        here, _ = server.accept()
+        there = connected(upstream)
+        seen.append((here, there))
+
+        def copy(source, target, keep):
+            with suppress(OSError):
+                while data := source.recv(1 << 16):
+                    seen.append(data) if keep else None
+                    target.sendall(data)
+
+        threading.Thread(target=copy, args=(there, here, False), daemon=True).start()
+        threading.Thread(target=copy, args=(here, there, True), daemon=True).start()
+
+
+def test_a_recording_of_a_meeting_opens_no_other(tmp_path, monkeypatch):
+    monkeypatch.setattr(meeting, "PROVING", 1.0)
+    ports, seen = [free_port(), free_port()], []
+    groups = [Group(0, 2), Group(1, 2)]
+    with ThreadPoolExecutor(3) as threads:
+        threads.submit(proxy, ports[1], ports[0], seen)
+        jobs = [
+            threads.submit(group.meet, f"localhost:{port}", 30.0, secret(tmp_path))
+            for group, port in zip(groups, ports)
+        ]
+        [job.result() for job in jobs]
+    leave(groups)
+    for link in seen.pop(0):
+        link.close()
+    assert re.match(rb"jaxtrain [0-9a-f]{64}\n[0-9a-f]{64} \{", b"".join(seen))
+    port = free_port()
+    with ThreadPoolExecutor(1) as threads:
+        again = threads.submit(Group(0, 2).meet, f"localhost:{port}", 2.0, secret(tmp_path))
+        with connected(port) as stranger:
+            stranger.sendall(b"".join(seen))
+            assert stranger.recv(74).startswith(b"jaxtrain ")
+            with suppress(ConnectionResetError):
+                assert stranger.recv(1) == b""  # closed, without an answer
+        with pytest.raises(UserError, match="1 of 2 processes did not reach"):
+            again.result()
+
+
+def test_strangers_that_say_nothing_or_too_much_hold_nobody_up(tmp_path):
+    port = free_port()
+    groups = [Group(0, 2), Group(1, 2)]
+    with ThreadPoolExecutor(2) as threads:
+        first = threads.submit(groups[0].meet, f"localhost:{port}", 30.0, secret(tmp_path))
+        strangers = [connected(port) for _ in range(20)]
+        flood = connected(port)
+        with suppress(OSError):  # sent away while it still sends
+            flood.sendall(b"jaxtrain " + b"0" * 64 + b"\n" + b"0" * (1 << 22))
+        begun = time.monotonic()
+        groups[1].meet(f"localhost:{port}", 30.0, secret(tmp_path))
+        first.result()
+        assert time.monotonic() - begun < meeting.PROVING - 1
+    for stranger in [*strangers, flood]:
+        stranger.close()
+    leave(groups)
+
+
+def test_who_plays_process_0_is_not_believed(tmp_path):
+    port = free_port()
+
+    def play():
+        with socket.create_server(("localhost", port)) as server:
+            link, _ = server.accept()
+            ours, theirs = nonces(link, time.monotonic() + 10)
+            peer = Peer(link, key_of(b"a guess at the secret", ours, theirs), first=True)
+            link.recv(1 << 16)
+            peer.send({"host": "here"})
+            link.close()
+
+    with ThreadPoolExecutor(1) as threads:
+        job = threads.submit(play)
+        with pytest.raises(UserError, match="process 0 did not accept the secret of process 1"):
+            Group(1, 2).meet(f"localhost:{port}", 10.0, secret(tmp_path))
+        job.result()
+
+
+def outer_address():
+    """An address of this host that others can reach."""
+    for addresses in psutil.net_if_addrs().values():
+        for one in addresses:
+            if one.family == socket.AF_INET and not is_loopback(one.address):
+                return one.address
+    return pytest.skip("this host has no network")
+
+
+def test_under_localhost_no_other_host_reaches_the_port():
+    port, outer = free_port(), outer_address()
+    for host, reached in (("localhost", False), ("127.0.0.1", False), ("node0", True)):
+        with meeting.listen(host, port):
+            socket.create_connection(("127.0.0.1", port), 5).close()
+            if reached:
+                socket.create_connection((outer, port), 5).close()
+            else:
+                with pytest.raises(ConnectionRefusedError):
+                    socket.create_connection((outer, port), 5)
+
+
+@pytest.mark.parametrize(
+    "host", ["localhost.example.org", "127.0.0.1.example.org", "10.0.0.1", "0.0.0.0"]
+)
+def test_what_is_not_this_host_alone(host):
+    assert not is_loopback(host)
+
+
+def test_nothing_of_the_secret_is_in_a_message(pair):
+    here, there = pair(key_of(KNOWN["JAXTRAIN_SECRET"].encode(), b"a", b"b"))
+    there.send(HELLO)
+    proof, _, text = here.link.recv(1 << 16).partition(b" ")
+    assert len(proof) == 64 and json.loads(text) == HELLO
