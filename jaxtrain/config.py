@@ -75,7 +75,8 @@ class TrainConfig(Settings):
     )
     init_from: str | None = Field(
         None,
-        description="run, model folder or Hugging Face checkpoint to start from; "
+        description="run, model folder or Hugging Face checkpoint (a folder, OWNER/NAME or "
+        "OWNER/NAME@REVISION; the commit is kept in the run's configuration) to start from; "
         "its model and tokenizer are the default",
     )
     precision: Literal["auto", "bfloat16", "float16", "float32"] = Field(

@@ -17,13 +17,21 @@ import numpy as np
 import yaml
 from jax.sharding import Mesh
 
+from jaxtrain import data
 from jaxtrain.checkpoint import Checkpointer, write_json
 from jaxtrain.commands import TYPED, command_line, command_of
 from jaxtrain.config import Config, Sections, to_yaml
 from jaxtrain.data import Tokenizer, load_tokenizer, sources_of
 from jaxtrain.environment import commit, environment, versions
 from jaxtrain.finetune import INSERTED, LoRAConfig, Parts, VirtualConfig, adapter_folder
-from jaxtrain.interop import check_adapter, holds, load_start, read_adapter, read_virtual
+from jaxtrain.interop import (
+    check_adapter,
+    holds,
+    load_start,
+    origin,
+    read_adapter,
+    read_virtual,
+)
 from jaxtrain.local import LocalState, as_saved, regroup, replicas_in
 from jaxtrain.memory import memory_advice
 from jaxtrain.parallel import check_options, known_options, place_batch, shardings
@@ -139,7 +147,10 @@ def open_run(c: Resolved, tokenizer: Tokenizer, corpus: Any, group: Group) -> Pa
         run_dir.mkdir(parents=True, exist_ok=True)
         tokenizer.save(run_dir / "tokenizer")
         (run_dir / "config.yaml").write_text(to_yaml(c))
-        write_json(run_dir / "env.json", environment())
+        revisions = data.revisions(c.data)
+        if said := origin(c.train.init_from):
+            revisions[said["base_model"]] = said["base_model_revision"]
+        write_json(run_dir / "env.json", environment() | {"revisions": revisions})
     return run_dir
 
 

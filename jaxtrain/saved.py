@@ -17,6 +17,7 @@ from jaxtrain.interop import (
     carry_on,
     chat_template,
     load_start,
+    origin,
     prompting,
     special_tokens,
     write_adapter,
@@ -69,17 +70,21 @@ def save_model(directory: Path, config: Resolved, params: Any, tokenizer: Tokeni
     arrays = {name: np.asarray(x) for name, x in flat.items()}
     table = {name: (x.dtype, x.shape) for name, x in arrays.items()}
     metadata = {"format": "pt", "tokenizer": tokenizer.fingerprint}
+    metadata |= origin(config.train.init_from)
     write(directory / WEIGHTS, table, arrays.values(), metadata)
 
 
 def save_adapter(directory: Path, config: Resolved, params: Any) -> None:
     """Write what LoRA, or a prompt or prefix, trained as an adapter of peft's."""
+    said = origin(config.train.init_from)
+    base = said.get("base_model", config.train.init_from), said.get("base_model_revision")
     if config.finetune.name in ("prompt", "prefix"):
         shown = keys_values(params) if config.finetune.name == "prefix" else params
-        write_virtual(directory, config.model, shown, config.train.init_from)
+        write_virtual(directory, config.model, shown, *base)
         return
     facts = config.finetune.model_dump(include={"rank", "alpha", "rslora", "dora"})
-    write_adapter(directory, config.model, params, facts | {"base": config.train.init_from})
+    facts |= dict(zip(("base", "revision"), base))
+    write_adapter(directory, config.model, params, facts)
 
 
 def load_saved(path: Path, step: int | None = None) -> Saved:

@@ -4,7 +4,7 @@ from jaxtrain.data.augment import make_augment
 from jaxtrain.data.chat import Chat, make_chat, make_reader
 from jaxtrain.data.config import DataConfig
 from jaxtrain.data.conversations import fitting, held_out_pairs, in_words, template_of
-from jaxtrain.data.corpus import describe, left_out, prepare
+from jaxtrain.data.corpus import describe, left_out, prepare, revisions
 from jaxtrain.data.defaults import chat_sources, fill_in_chat
 from jaxtrain.data.loader import Loader, stores_of, train_batches, validation_batches
 from jaxtrain.data.mixture import check_lengths, named, sources_of
@@ -52,6 +52,7 @@ __all__ = [
     "open_store",
     "prepare",
     "questions",
+    "revisions",
     "sources_of",
     "stores_of",
     "template_of",

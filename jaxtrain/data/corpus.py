@@ -13,6 +13,7 @@ import numpy as np
 from jaxtrain.data.config import DataConfig, NoValidation
 from jaxtrain.data.filtered import Reports, filtered
 from jaxtrain.data.loader import stores_of
+from jaxtrain.data.mixture import sources_of
 from jaxtrain.data.pool import cores, workers
 from jaxtrain.data.prepare import (
     Prepared,
@@ -23,12 +24,20 @@ from jaxtrain.data.prepare import (
     tokenizer_texts,
 )
 from jaxtrain.data.prepare import prepare as prepare_source
-from jaxtrain.data.sources import Source, content_hash
+from jaxtrain.data.sources import Source, content_hash, revisions_of
 from jaxtrain.data.store import TokenStore
 from jaxtrain.data.tokenizer import build_tokenizer
 from jaxtrain.settings import UserError
 
 HISTOGRAM = [2**power for power in range(1, 21)]  # upper ends, in tokens
+
+
+def revisions(config: DataConfig) -> dict[str, str]:
+    """The commit of each repository of huggingface.co that is read, for training or validation."""
+    sources = list(sources_of(config.train).values())
+    if config.validation.name == "source":
+        sources.append(config.validation.source)
+    return revisions_of(sources)
 
 
 def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prepared:

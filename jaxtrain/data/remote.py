@@ -60,6 +60,31 @@ def filesystem_of(url: str) -> tuple[Any, str]:
         raise UserError(f"cannot open {url}: {error}") from error
 
 
+def revision_of(url: str) -> tuple[str, str] | None:
+    """(repository, commit) that a URL of huggingface.co is read from; None for all others.
+
+    hf://datasets/OWNER/NAME@REVISION/... names a branch, tag or commit; else it is the main branch.
+    """
+    if not url.startswith("hf://"):
+        return None
+    filesystem, path = filesystem_of(url)
+
+    def ask() -> tuple[str, str] | None:
+        place = filesystem.resolve_path(path)
+        if not hasattr(place, "repo_id"):  # a bucket, which has no revisions
+            return None
+        kind = place.repo_type
+        found = huggingface_hub.HfApi(endpoint=filesystem.endpoint).repo_info(
+            place.repo_id, repo_type=kind, revision=place.revision
+        )
+        prefix = "" if kind == "model" else f"{kind}s/"
+        return f"hf://{prefix}{place.repo_id}", str(found.sha)
+
+    import huggingface_hub
+
+    return retried(url, ask)
+
+
 def is_local(url: str) -> bool:
     return url.startswith(("file://", "local://")) or "://" not in url
 

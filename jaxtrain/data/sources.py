@@ -3,6 +3,7 @@
 import hashlib
 import os
 import re
+from collections.abc import Iterable
 from pathlib import Path, PurePosixPath
 from typing import Annotated, Any, ClassVar, Literal
 
@@ -18,7 +19,7 @@ from jaxtrain.data.local import (
     without_copies,
 )
 from jaxtrain.data.quality import Filter
-from jaxtrain.data.remote import HTTP, File, filesystem_of, is_local, retried
+from jaxtrain.data.remote import HTTP, File, filesystem_of, is_local, retried, revision_of
 from jaxtrain.settings import Settings, UserError
 
 SAMPLE_BY = (
@@ -28,8 +29,9 @@ SAMPLE_BY = (
 SHAKESPEARE = Path(__file__).parent / "tinyshakespeare.txt"
 HASH_ALWAYS_BELOW = 1 << 24  # bytes; larger files are hashed again when size or time change
 PATH = (
-    "A file, a folder, a glob such as data/*.gz, or a URL: hf://datasets/OWNER/NAME/*.parquet, "
-    "s3://, gs://, https://; {000..012} stands for each of these numbers"
+    "A file, a folder, a glob such as data/*.gz, or a URL: hf://datasets/OWNER/NAME/*.parquet "
+    "(OWNER/NAME@REVISION for a branch, tag or commit), s3://, gs://, https://; {000..012} stands "
+    "for each of these numbers"
 )
 
 CODE = (
@@ -224,6 +226,12 @@ def find_files(source: Source) -> list[File]:
     files = {file.url: file for file in found}
     far = {url for url in files if not is_local(url)}
     return [files[url] for url in sorted([*far, *without_copies(files.keys() - far)])]
+
+
+def revisions_of(sources: Iterable[Source]) -> dict[str, str]:
+    """The commit of each repository of huggingface.co that sources are read from, by its URL."""
+    urls = (_spelled_out(where(source))[0] for source in sources)
+    return dict(found for url in urls if (found := revision_of(url)))
 
 
 def _found(source: Source, url: str) -> list[File]:

@@ -10,6 +10,7 @@ from jaxtrain.interop.load import (
     is_checkpoint,
     load,
     open_checkpoint,
+    origin,
     stored_form,
 )
 from jaxtrain.interop.peft import check_adapter, read_adapter, write_adapter
@@ -19,6 +20,7 @@ from jaxtrain.interop.start import carry_on, holds, load_start, take_over
 __all__ = [
     "FAMILIES", "Family", "Prompting", "Source", "carry_on", "chat_template", "check_adapter",
     "export_weights", "find_folder", "fitting_family", "holds", "is_checkpoint", "load",
-    "load_start", "model_fields", "open_checkpoint", "prompting", "read_adapter", "read_virtual",
-    "special_tokens", "stored_form", "take_over", "to_config", "write_adapter", "write_virtual",
+    "load_start", "model_fields", "open_checkpoint", "origin", "prompting", "read_adapter",
+    "read_virtual", "special_tokens", "stored_form", "take_over", "to_config", "write_adapter",
+    "write_virtual",
 ]  # fmt: skip

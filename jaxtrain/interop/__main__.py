@@ -27,10 +27,10 @@ from jaxtrain.interop.configs import family_of, fitting_family
 from jaxtrain.interop.export import export_weights
 from jaxtrain.interop.families import FAMILIES
 from jaxtrain.interop.keys import text_part
-from jaxtrain.interop.load import find_folder, open_checkpoint, stored_form
-from jaxtrain.interop.tensors import DTYPES, SHARD_BYTES, WEIGHTS, write
+from jaxtrain.interop.load import find_folder, open_checkpoint, origin, pinned, stored_form
+from jaxtrain.interop.tensors import DTYPES, SHARD_BYTES, WEIGHTS, metadata_of, write
 from jaxtrain.model import Transformer, split
-from jaxtrain.saved import load_saved
+from jaxtrain.saved import folder_of, load_saved
 from jaxtrain.scaling import Resolved, resolve
 from jaxtrain.settings import UserError, command
 
@@ -45,6 +45,7 @@ def import_checkpoint(path_or_repo: str, run_dir: Path) -> Resolved:
     model_dir = run_dir / "model"
     if model_dir.exists():
         raise UserError(f"{model_dir} is there already; name another run directory")
+    path_or_repo = pinned(path_or_repo)
     source = open_checkpoint(find_folder(path_or_repo))
     check_companions(source.folder)
     tokenizer = tokenizer_of(source.folder, source.config["vocab_size"])
@@ -62,7 +63,7 @@ def import_checkpoint(path_or_repo: str, run_dir: Path) -> Resolved:
     tokenizer.save(model_dir)
     carry(source.folder, model_dir / FOLDER)
     (model_dir / "config.yaml").write_text(to_yaml(c))
-    metadata = {"format": "pt", "tokenizer": tokenizer.fingerprint}
+    metadata = {"format": "pt", "tokenizer": tokenizer.fingerprint} | origin(path_or_repo)
     write(model_dir / WEIGHTS, table, pieces, metadata)
     return c
 
@@ -103,9 +104,17 @@ def export_run(
         chat_files(template, known, make_chat(*talk, saved.tokenizer).end, out)
     export_weights(
         out, row, config | kept, saved.specs, saved.params, NUMPY[kind],
-        saved.config.model.head_dim, shard_bytes,
+        saved.config.model.head_dim, shard_bytes, said_of(run, saved.config),
     )  # fmt: skip
     return row.model_type
+
+
+def said_of(run: Path, c: Resolved) -> dict[str, str]:
+    """The repository and commit that a run's model began from, if it was one."""
+    file = folder_of(run) / WEIGHTS
+    if c.train.init_from or not file.is_file():
+        return origin(c.train.init_from)
+    return {k: v for k, v in metadata_of(file).items() if k.startswith("base_model")}
 
 
 def check_whole(c: Resolved, run: Path) -> None:
@@ -140,7 +149,9 @@ def main(argv: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser("jaxtrain.interop", description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     into = commands.add_parser("import", help="a checkpoint becomes a run directory")
-    into.add_argument("source", help="folder of a checkpoint, or OWNER/NAME of huggingface.co")
+    into.add_argument(
+        "source", help="folder of a checkpoint, or OWNER/NAME[@REVISION] of huggingface.co"
+    )
     into.add_argument("run", type=Path, help="run directory to write")
     from_ = commands.add_parser("export", help="a run's model becomes a checkpoint")
     from_.add_argument("run", type=Path, help="run directory or model folder")

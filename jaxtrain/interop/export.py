@@ -1,6 +1,7 @@
 """Our parameters as a Hugging Face checkpoint, written tensor by tensor."""
 
 import dataclasses
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
@@ -28,9 +29,11 @@ def export_weights(
     dtype: np.dtype,
     head_dim: int,
     shard_bytes: int = SHARD_BYTES,
+    said: Mapping[str, str] | None = None,
 ) -> None:
     """Write config.json and model.safetensors, or shards of at most so many bytes and their index.
 
+    said: what the files' metadata shall say.
     params: arrays as `specs` declares them; rows of the vocabulary beyond config's are left out.
     Raises UserError, before anything is written, for a parameter that the family has no tensor for.
     """
@@ -62,7 +65,8 @@ def export_weights(
     for i, names in enumerate(groups):
         file = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" if groups[1:] else WEIGHTS
         pieces = (tensor(*rows[name]).astype(dtype, copy=False) for name in names)
-        write(folder / file, {name: table[name] for name in names}, pieces, {"format": "pt"})
+        metadata = {"format": "pt"} | dict(said or {})
+        write(folder / file, {name: table[name] for name in names}, pieces, metadata)
         index |= dict.fromkeys(names, file)
     if groups[1:]:
         total = sum(int(np.prod(shape)) * dtype.itemsize for _, shape in table.values())

@@ -30,6 +30,7 @@ IGNORED = re.compile(
     r"rotary_emb\.inv_freq$|\.attn\.(masked_)?bias$|^(model\.)?(vision_tower|multi_modal_projector)\."
 )
 AHEAD = 4  # layers that are prepared while one is used
+REPOSITORY = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
 
 
@@ -51,22 +52,54 @@ class Place(NamedTuple):
     width: int | None  # None: the whole tensor
 
 
+def hub_of(path: str) -> tuple[str, str | None] | None:
+    """(OWNER/NAME, revision) of a repository of huggingface.co; None for a folder on disk.
+
+    A revision (branch, tag or commit) follows after an @; without one it is the main branch.
+    """
+    found = None if Path(path).expanduser().is_dir() else REPOSITORY.fullmatch(path)
+    return found and (found[1], found[2])
+
+
 def find_folder(path_or_repo: str) -> Path:
     """A folder on disk, or the local copy of a repository of huggingface.co."""
-    folder = Path(path_or_repo).expanduser()
-    if folder.is_dir():
-        return folder
-    if not re.fullmatch(r"[\w.-]+/[\w.-]+", path_or_repo):
-        raise UserError(f"{path_or_repo} is no folder, and not OWNER/NAME of huggingface.co")
+    repository = hub_of(path_or_repo)
+    if repository is None:
+        folder = Path(path_or_repo).expanduser()
+        if folder.is_dir():
+            return folder
+        raise UserError(
+            f"{path_or_repo} is no folder, and not OWNER/NAME or OWNER/NAME@REVISION of "
+            "huggingface.co"
+        )
     import huggingface_hub
 
+    name, revision = repository
     try:
-        return Path(huggingface_hub.snapshot_download(path_or_repo, allow_patterns=PATTERNS))
+        folder = huggingface_hub.snapshot_download(name, revision=revision, allow_patterns=PATTERNS)
     except Exception as error:  # the hub's errors have no common base beside the network's
         first = str(error).strip().splitlines()[0] if str(error).strip() else type(error).__name__
         raise UserError(
             f"there is no folder {path_or_repo}, and huggingface.co does not give it: {first}"
         ) from error
+    return Path(folder)
+
+
+def pinned(path: str) -> str:
+    """A repository with the commit that it is at now, OWNER/NAME@COMMIT; a folder as it is."""
+    repository = hub_of(path)
+    if repository is None:
+        return path
+    return f"{repository[0]}@{find_folder(path).name}"  # the cache has a folder for each commit
+
+
+def origin(path: str | None) -> dict[str, str]:
+    """What files that are made from a repository say of it; {} for a folder."""
+    repository = hub_of(path) if path else None
+    if repository is None:
+        return {}
+    name, revision = repository
+    return {"base_model": name, "base_model_revision": revision or "main"}
 
 
 def is_checkpoint(folder: Path) -> bool:

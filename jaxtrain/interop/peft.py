@@ -70,8 +70,8 @@ def check_adapter(c: ResolvedModel, params: Any, dora: bool) -> None:
 def write_adapter(folder: Path, c: ResolvedModel, params: Any, facts: Json) -> None:
     """Write the parameters of `finetune.lora` in float32.
 
-    facts: rank, alpha, rslora, dora and base of the run. Matrices that a checkpoint keeps side by
-    side have one adapter there: the parts' ranks add up, and what does not train has zeros.
+    facts: rank, alpha, rslora, dora, base and revision of the run. Matrices that a checkpoint keeps
+    side by side have one adapter there: the parts' ranks add up, and what does not train has zeros.
     """
     flat = {name: np.asarray(x) for name, x in flat_of(params).items()}
     names = modules(flat)
@@ -115,7 +115,8 @@ def config_of(c: ResolvedModel, ranks: dict[str, int], facts: Json) -> Json:
     grown = lambda r: math.sqrt(r / rank) if facts["rslora"] else r / rank
     return {
         "peft_type": "LORA", "task_type": "CAUSAL_LM", "inference_mode": True, "bias": "none",
-        "base_model_name_or_path": facts["base"], "r": rank, "lora_alpha": alpha,
+        "base_model_name_or_path": facts["base"], "revision": facts.get("revision"),
+        "r": rank, "lora_alpha": alpha,
         "use_rslora": facts["rslora"], "use_dora": facts["dora"], "lora_dropout": 0.0,
         "fan_in_fan_out": c.positions == "learned",  # GPT-2 stores [in, out]
         "target_modules": sorted(ranks), "modules_to_save": None,

@@ -29,7 +29,9 @@ def as_theirs(c: ResolvedModel, keys_LPC: np.ndarray) -> np.ndarray:
     return np.stack([turned(x, c.head_dim) for x in keys_LPC])
 
 
-def write_virtual(folder: Path, c: ResolvedModel, params: Any, base: str | None) -> None:
+def write_virtual(
+    folder: Path, c: ResolvedModel, params: Any, base: str | None, revision: str | None = None
+) -> None:
     """Write the parameters of `finetune.prompt` or `finetune.prefix` in float32."""
     sizes = {"num_layers": c.depth, "num_transformer_submodules": 1}
     if "prompt" in params:
@@ -44,6 +46,7 @@ def write_virtual(folder: Path, c: ResolvedModel, params: Any, base: str | None)
         special |= {"encoder_hidden_size": c.kv_heads * c.head_dim}  # of no use here
         sizes |= {"token_dim": c.kv_heads * c.head_dim, "num_attention_heads": c.kv_heads}
     config = {"task_type": "CAUSAL_LM", "inference_mode": True, "base_model_name_or_path": base}
+    config |= {"revision": revision}
     folder.mkdir(parents=True, exist_ok=True)
     write(folder / FILE, {TENSOR: (table.dtype, table.shape)}, [table], {"format": "pt"})
     sizes |= {"num_virtual_tokens": len(table)}

@@ -21,6 +21,7 @@ from jaxtrain.interop.load import (
     load,
     open_checkpoint,
     owned,
+    pinned,
 )
 from jaxtrain.interop.tensors import WEIGHTS, read, read_header
 from jaxtrain.model import ModelConfig, ParamSpec, path_name
@@ -139,9 +140,11 @@ LENGTH = 2048  # of rows by default, train.sequence_length
 def take_over(tree: Json, path: str) -> None:
     """Fill a plain configuration in with those sections; what it says itself wins.
 
+    A repository gets the commit that it is at: the run that goes on shall be the one that began.
     Sources of conversations take over the chat template and the special tokens. Raises UserError
     for a `model` that is another function than the weights were trained for.
     """
+    tree["train"]["init_from"] = path = pinned(path)
     sections = sections_of(path)
     given = tree.get("model") or {}
     if isinstance(given, dict):
