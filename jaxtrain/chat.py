@@ -7,6 +7,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data import Chat, Tokenizer
+from jaxtrain.settings import visible
 
 HELP = "/reset begins a new conversation, /quit ends"
 Answer = Callable[[np.ndarray], Iterator[int]]  # tokens of a prompt -> tokens of its answer
@@ -72,7 +73,7 @@ def stream(ids: Iterator[int], tokenizer: Tokenizer, out: Any) -> str:
     def put(piece: str) -> None:
         nonlocal text
         text += piece
-        say(out, piece)
+        say(out, visible(piece))
 
     try:
         for i in ids:

@@ -30,7 +30,7 @@ from jaxtrain.parallel.processes import check_alone
 from jaxtrain.parallel.runtime import compute_dtype, start
 from jaxtrain.saved import Saved, load_saved, template_for
 from jaxtrain.scaling import Resolved
-from jaxtrain.settings import UserError, command
+from jaxtrain.settings import UserError, command, visible
 
 TOKENS = 256
 PROMPT_MULTIPLE = 32  # prompts are padded to a multiple, so that few lengths are compiled
@@ -187,6 +187,7 @@ def write_samples(
 ) -> None:
     """A file of what follows the prompts of `sample`; all processes compute it, the first writes.
 
+    Control characters are symbols there: the run shows the last file on the terminal.
     params: in the compute dtype. Without prompts there is no file.
     """
     if not c.sample.prompts:
@@ -196,7 +197,7 @@ def write_samples(
         return
     gap = "\n> " if chat else ""
     path.parent.mkdir(exist_ok=True)
-    path.write_text("\n---\n".join(p + gap + x for p, x in zip(c.sample.prompts, texts)))
+    path.write_text(visible("\n---\n".join(p + gap + x for p, x in zip(c.sample.prompts, texts))))
 
 
 @jit("cublas", static_argnames=("graphdef", "capacity", "top_k", "cache_dtype"))
@@ -340,7 +341,7 @@ def main(argv: list[str] | None = None) -> int:
         print()
         return 130
     gap = "\n> " if chat else ""
-    print("\n---\n".join(prompt + gap + text for prompt, text in zip(prompts, texts)))
+    print(visible("\n---\n".join(prompt + gap + text for prompt, text in zip(prompts, texts))))
     return 0
 
 

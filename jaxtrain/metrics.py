@@ -72,7 +72,7 @@ class MetricsWriter:
         devices: Sequence[Any] | None = None,
         primary: bool = True,
         console: Console | None = None,
-        more: Mapping[str, float] | None = None,
+        more: Mapping[str, Any] | None = None,
     ):
         devices = jax.devices() if devices is None else devices
         peak = peak_flops(devices[0].device_kind)

@@ -2,38 +2,21 @@
 
 import argparse
 import json
-import math
 import re
 import sys
-from bisect import bisect_right
 from collections.abc import Sequence
 from contextlib import suppress
 from html import escape
-from itertools import pairwise
 from pathlib import Path
 from statistics import median
-from typing import NamedTuple
-
-import numpy as np
 
 from jaxtrain.metrics import Number, Row, format_bytes, format_duration, read_rows
+from jaxtrain.report_charts import Series, bars, chart, format_count, smoothed, y_range
 from jaxtrain.report_data import data_section
 from jaxtrain.report_tasks import tasks_section
-from jaxtrain.settings import UserError, command
+from jaxtrain.settings import UserError, command, visible
 
-WIDTH, HEIGHT = 480, 250  # of a chart, in SVG units
-LEFT, RIGHT, TOP, BOTTOM = 48, 18, 26, 24  # its margins
-MAX_POINTS = 250  # drawn per line
-MAX_HOVERS = 100  # places of a chart that show their values under the pointer
 MAX_SAMPLES, MAX_SAMPLE_CHARS = 40, 6000
-
-
-class Series(NamedTuple):
-    """One line of a chart, sorted by x."""
-
-    label: str
-    x: Sequence[Number]
-    y: Sequence[Number]
 
 
 def write_report(run_dir: Path) -> Path:
@@ -139,15 +122,6 @@ def _tiles(rows: Sequence[Row], env: Row) -> str:
     )
 
 
-def format_count(count: Number) -> str:
-    """123_456_789 -> '123M'; three digits are kept."""
-    for unit, suffix in ((1e12, "T"), (1e9, "B"), (1e6, "M"), (1e3, "K")):
-        if count >= 0.9995 * unit:
-            scaled = count / unit
-            return f"{scaled:.{max(0, 2 - int(math.log10(scaled)))}f}{suffix}"
-    return f"{count:g}"
-
-
 def _charts(rows: Sequence[Row]) -> str:
     hours = max((row["time"] for row in rows), default=0) / 3600
     scale, unit = (
@@ -164,16 +138,37 @@ def _charts(rows: Sequence[Row]) -> str:
             if some
         ]
 
+    def pair(name: str) -> list[Series]:
+        """One of two quantities in a chart, called by the end of its name."""
+        some = _values(rows, "train", name)
+        xs, ys = [row["step"] for row in some], [row[name] for row in some]
+        return [Series(name.rpartition("_")[2], xs, ys)] if some else []
+
+    of = "pair" if _values(rows, "train", "accuracy") else "token"
+    last: Row = next((row for row in reversed(rows) if "expert_load_0" in row), {})
+    loads = {k.rpartition("_")[2]: v for k, v in last.items() if re.match(r"expert_load_\d+$", k)}
+    trained = next((row["trained"] for row in reversed(rows) if row.get("trained")), {})
     charts = [
-        _chart("Loss (nats per token) by step", "step", series("loss")),
-        _chart(f"Loss by time ({unit})", unit, series("loss", "time", scale)),
-        _chart("Bits per byte", "step", series("bpb")),
-        _chart("Learning rate", "step", series("lr"), from_zero=True, smooth=False),
-        _chart("Tokens per second", "step", series("tokens_per_s"), from_zero=True),
-        _chart("MFU (%)", "step", series("mfu", scale_y=100), from_zero=True),
-        _chart("Gradient norm", "step", series("grad_norm"), from_zero=True),
-        _chart("Loss scale (fp16)", "step", series("loss_scale"), from_zero=True, smooth=False),
-        _chart(
+        chart(f"Loss (nats per {of}) by step", "step", series("loss")),
+        chart(f"Loss by time ({unit})", unit, series("loss", "time", scale)),
+        chart("Bits per byte", "step", series("bpb")),
+        chart("Pairs in the right order (%)", "step", series("accuracy", scale_y=100)),
+        chart("Reward margin, chosen over rejected", "step", series("reward_margin")),
+        chart("Rewards", "step", [*pair("reward_chosen"), *pair("reward_rejected")]),
+        chart(
+            "Expert load, of the mean (extremes of all layers)",
+            "step",
+            [*pair("expert_load_max"), *pair("expert_load_min")],
+            from_zero=True,
+        ),
+        bars("Load of each expert at the end, of the mean (mean of all layers)", loads),
+        bars(*_trained(trained)),
+        chart("Learning rate", "step", series("lr"), from_zero=True, smooth=False),
+        chart("Tokens per second", "step", series("tokens_per_s"), from_zero=True),
+        chart("MFU (%)", "step", series("mfu", scale_y=100), from_zero=True),
+        chart("Gradient norm", "step", series("grad_norm"), from_zero=True),
+        chart("Loss scale (fp16)", "step", series("loss_scale"), from_zero=True, smooth=False),
+        chart(
             "Memory (GiB)",
             "step",
             series("memory_bytes", scale_y=2**-30),
@@ -184,126 +179,13 @@ def _charts(rows: Sequence[Row]) -> str:
     return "".join(charts) or "<p>No rows yet.</p>"
 
 
-class Frame(NamedTuple):
-    """Maps data to SVG units inside the margins of a chart; x starts at 0."""
-
-    x_high: Number
-    y_low: Number
-    y_high: Number
-
-    def x(self, x: Number) -> Number:
-        return round(LEFT + x / self.x_high * (WIDTH - LEFT - RIGHT), 1)
-
-    def y(self, y: Number) -> Number:
-        share = (y - self.y_low) / (self.y_high - self.y_low)
-        return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
-
-
-def _chart(
-    title: str, x_name: str, lines: Sequence[Series], *, from_zero=False, smooth=True
-) -> str:
-    """An SVG figure of the lines, or nothing where there are none; the values show on hover."""
-    if not lines:
-        return ""
-    frame = Frame(max(line.x[-1] for line in lines) or 1, *_y_range(lines, from_zero))
-    parts = []
-    for y in _ticks(frame.y_low, frame.y_high):
-        parts.append(f'<path class="grid" d="M{LEFT} {frame.y(y)}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{frame.y(y) + 4:.1f}" class="end">{_tick(y)}</text>')
-    for x in _ticks(0, frame.x_high, 6):
-        parts.append(f'<text x="{frame.x(x)}" y="{HEIGHT - 5}" class="mid">{_tick(x)}</text>')
-    x, y, wide, high = LEFT, TOP - 4, WIDTH - LEFT - RIGHT + 4, HEIGHT - TOP - BOTTOM + 8
-    # A nested svg clips what leaves the frame.
-    parts.append(f'<svg x="{x}" y="{y}" width="{wide}" height="{high}" ')
-    parts.append(f'viewBox="{x} {y} {wide} {high}">')
-    for line in lines:
-        if smooth and len(line.x) > 40:
-            parts.append(_path(frame, line.x, line.y, f"{line.label} faint"))
-            parts.append(_path(frame, line.x, _smoothed(line.y), line.label))
-        else:
-            parts.append(_path(frame, line.x, line.y, line.label))
-    parts.append("</svg>")
-    parts += _hovers(frame, x_name, lines)
-    legend = "".join(f'<i class="{line.label}">{line.label}</i>' for line in lines)
-    caption = f"<figcaption>{escape(title)}{legend if len(lines) > 1 else ''}</figcaption>"
-    return f'<figure>{caption}<svg viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg></figure>'
-
-
-def _path(frame: Frame, xs: Sequence[Number], ys: Sequence[Number], css: str) -> str:
-    points = [(frame.x(x), frame.y(y)) for x, y in _thinned(xs, ys)]
-    dots = points if len(points) <= 30 else []
-    circles = "".join(f'<circle class="{css}" cx="{x}" cy="{y}" r="2.5"/>' for x, y in dots)
-    return f'<path class="{css}" d="M{" ".join(f"{x} {y}" for x, y in points)}"/>{circles}'
-
-
-def _thinned(xs: Sequence[Number], ys: Sequence[Number]) -> list[tuple[Number, Number]]:
-    """All points, or the lowest and the highest of each of MAX_POINTS / 2 buckets."""
-    if len(xs) <= MAX_POINTS:
-        return list(zip(xs, ys))
-    points = []
-    for bucket in np.array_split(np.arange(len(xs)), MAX_POINTS // 2):
-        indices = bucket.tolist()
-        picked = {min(indices, key=ys.__getitem__), max(indices, key=ys.__getitem__)}
-        points += [(xs[i], ys[i]) for i in sorted(picked)]
-    return points
-
-
-def _smoothed(ys: Sequence[Number]) -> Sequence[Number]:
-    """Centred, weighted moving mean over a twentieth of the points."""
-    window = np.hanning(max(3, len(ys) // 20) + 2)[1:-1]
-    total = np.convolve(ys, window, "same")
-    return (total / np.convolve(np.ones(len(ys)), window, "same")).tolist()
-
-
-def _y_range(lines: Sequence[Series], from_zero: bool) -> tuple[Number, Number]:
-    """Low and high end of the y axis; a few extremes (the first steps, a spike) may leave it."""
-    values = np.concatenate([np.asarray(line.y, float) for line in lines])
-    low, high = np.quantile(values, [0.0, 0.97 if len(values) > 40 else 1.0]).tolist()
-    if from_zero:
-        return min(0.0, low), (high * 1.08) or 1.0
-    pad = 0.06 * (high - low) or 0.05 * abs(high) or 1.0
-    return low - pad, high + pad
-
-
-def _ticks(low: Number, high: Number, count: int = 5) -> list[Number]:
-    """At most about `count` round numbers (1, 2 or 5 times a power of ten) from low to high."""
-    rough = (high - low) / count or 1.0
-    power = 10.0 ** math.floor(math.log10(rough))
-    step = next(power * m for m in (1, 2, 5, 10) if power * m >= rough * 0.999)
-    first = math.ceil(low / step)
-    return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
-
-
-def _tick(value: Number) -> str:
-    return format_count(value) if value >= 10_000 else f"{value:g}"
-
-
-def _hovers(frame: Frame, x_name: str, lines: Sequence[Series]) -> list[str]:
-    """One invisible strip at each of up to MAX_HOVERS points; CSS shows its dots and values."""
-    main = max(lines, key=lambda line: len(line.x))
-    indices = np.linspace(0, len(main.x) - 1, min(MAX_HOVERS, len(main.x))).round().astype(int)
-    xs = [main.x[i] for i in indices]
-    middles = [(frame.x(a) + frame.x(b)) / 2 for a, b in pairwise(xs)]
-    edges = [LEFT, *middles, WIDTH - RIGHT]
-    strips = []
-    for x, left, right in zip(xs, edges[:-1], edges[1:]):
-        dots, words = [], [f"{x_name} {_number(x)}"]
-        for line in lines:
-            if at := bisect_right(line.x, x):
-                value = line.y[at - 1]
-                height = min(max(frame.y(value), TOP), HEIGHT - BOTTOM)
-                dots.append(f'<circle cx="{frame.x(line.x[at - 1])}" cy="{height}" r="3.5"/>')
-                words.append(f"{line.label} {_number(value)}")
-        strips.append(
-            f'<g><rect x="{left:.1f}" y="0" width="{right - left:.1f}" height="{HEIGHT}"/>'
-            f'<path d="M{frame.x(x)} {TOP}V{HEIGHT - BOTTOM}"/>{"".join(dots)}'
-            f'<text x="{WIDTH - RIGHT}" y="15" class="end">{", ".join(words)}</text></g>'
-        )
-    return strips
-
-
-def _number(value: Number) -> str:
-    return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"
+def _trained(parts: dict[str, list[int]]) -> tuple[str, dict[str, Number]]:
+    """Title and bars of what a tuning trains, in percent of the parameters of each matrix, and
+    of all for what belongs to none."""
+    ours, all_ = (sum(part[i] for part in parts.values()) for i in (0, 1))
+    shares = {name: 100 * a / (b or all_) for name, (a, b) in parts.items() if a}
+    ratio = f"{ours / max(all_, 1):.2%} of the model's {format_count(all_)}"
+    return f"What trains: {format_count(ours)} parameters, {ratio} (here % of each matrix)", shares
 
 
 def _samples(folder: Path) -> str:
@@ -312,7 +194,7 @@ def _samples(folder: Path) -> str:
         return ""
     blocks = ["<h2>Samples</h2>"]
     for i, path in enumerate(paths):
-        text = path.read_text("utf-8", errors="replace")
+        text = visible(path.read_text("utf-8", errors="replace"))
         more = "\n[...]" if len(text) > MAX_SAMPLE_CHARS else ""
         title = re.sub(r"^step_0*(?=\d)", "step ", path.stem)
         blocks.append(
@@ -368,16 +250,18 @@ figcaption { font-weight: 600; font-size: 14px; }
 figcaption i { font: 12.5px system-ui; color: var(--soft); margin-left: 14px; }
 figcaption i::before { content: ""; display: inline-block; width: 14px; height: 3px;
   border-radius: 2px; margin-right: 5px; vertical-align: 3px; background: var(--train); }
-figcaption i.validation::before { background: var(--validation); }
+figcaption i.validation::before, figcaption i.rejected::before, figcaption i.min::before {
+  background: var(--validation); }
 svg { display: block; width: 100%; height: auto; }
 svg text { font: 12px system-ui, sans-serif; fill: var(--soft);
   font-variant-numeric: tabular-nums; }
 .mid { text-anchor: middle; } .end { text-anchor: end; }
 .grid { stroke: var(--line); }
-path.train, path.validation { fill: none; stroke: var(--train); stroke-width: 1.8;
-  stroke-linejoin: round; }
-path.validation { stroke: var(--validation); } path.faint { opacity: .3; stroke-width: 1; }
-circle.train { fill: var(--train); } circle.validation { fill: var(--validation); }
+path.line { fill: none; stroke: var(--train); stroke-width: 1.8; stroke-linejoin: round; }
+path.validation, path.rejected, path.min { stroke: var(--validation); }
+path.faint { opacity: .3; stroke-width: 1; }
+circle.dot, .bar { fill: var(--train); }
+circle.validation, circle.rejected, circle.min { fill: var(--validation); }
 svg g > * { opacity: 0; } svg g:hover > * { opacity: 1; } svg g > rect { fill: transparent; }
 svg g path { stroke: var(--soft); stroke-dasharray: 3 3; } svg g circle { fill: var(--ink); }
 svg g text { fill: var(--ink); }
@@ -410,7 +294,7 @@ def plot_curves(run_dirs: Sequence[Path], path: Path) -> Path:
             some = _values(rows, kind, "loss")
             losses = [row["loss"] for row in some]
             drawn += [Series(kind, [], losses)] if some else []
-            smooth = _smoothed(losses) if len(losses) > 40 else losses
+            smooth = smoothed(losses) if len(losses) > 40 else losses
             for axes, xs in (
                 (by_step, [row["step"] for row in some]),
                 (by_time, [row["time"] / 60 for row in some]),
@@ -425,9 +309,10 @@ def plot_curves(run_dirs: Sequence[Path], path: Path) -> Path:
         axes.set_xlabel(label)
         axes.grid(alpha=0.25)
         axes.spines[["top", "right"]].set_visible(False)
-    by_step.set_ylabel("loss (nats per token)")
+    pairs = any(_values(rows, "train", "accuracy") for _, rows in runs)
+    by_step.set_ylabel("loss (nats)" if pairs else "loss (nats per token)")
     if drawn:
-        by_step.set_ylim(*_y_range(drawn, from_zero=False))
+        by_step.set_ylim(*y_range(drawn, from_zero=False))
         by_time.legend(frameon=False)
     figure.savefig(path)
     return path

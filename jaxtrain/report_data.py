@@ -11,6 +11,7 @@ from typing import Any
 from jaxtrain.data import in_words
 
 WIDTH, HEIGHT, BASE = 480, 170, 150  # of a histogram, in SVG units; BASE is its x axis
+LEAST_BARS = 8
 Row = dict[str, Any]
 
 
@@ -103,23 +104,28 @@ def _cells(cells: Sequence[str]) -> str:
 
 def _histogram(name: str, lengths: dict[str, int]) -> str:
     """Documents by their length; each bar is of lengths above half of what stands below it."""
-    ends = [int(end) for end in lengths]
-    there = [i for i, count in enumerate(lengths.values()) if count]
-    shown = range(there[0], there[-1] + 1)
-    counts = list(lengths.values())
+    ends, counts = [int(end) for end in lengths], list(lengths.values())
+    there = [i for i, count in enumerate(counts) if count]
+    if not there:
+        return ""
+    # Of one document, or of documents of one length, the bars beside it are shown empty.
+    middle = (there[0] + there[-1] + 1 - LEAST_BARS) // 2
+    first = max(0, min(there[0], middle, len(counts) - LEAST_BARS))
+    shown = range(first, min(len(counts), max(there[-1] + 1, first + LEAST_BARS)))
     most, wide = max(counts), (WIDTH - 20) / len(shown)
     parts = []
     for place, i in enumerate(shown):
         high = (BASE - 20) * counts[i] / most
         x, y = 10 + place * wide, BASE - high
-        parts.append(
-            f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide - 2:.1f}" height="{high:.1f}" '
-            'style="fill:var(--train)"/>'
-        )
         middle = f'x="{x + wide / 2:.1f}" class="mid"'
         parts.append(f'<text {middle} y="{BASE + 15}">{_short(ends[i])}</text>')
-        parts.append(f'<text {middle} y="{y - 4:.1f}">{counts[i]:,}</text>')
-    caption = f"<figcaption>Documents by length in tokens, up to: {escape(name)}</figcaption>"
+        if counts[i]:
+            parts.append(
+                f'<rect x="{x:.1f}" y="{y:.1f}" width="{wide - 2:.1f}" height="{high:.1f}" '
+                'style="fill:var(--train)"/>'
+            )
+            parts.append(f'<text {middle} y="{y - 4:.1f}">{counts[i]:,}</text>')
+    caption = f"<figcaption>{escape(name)}: documents by length, tokens up to</figcaption>"
     return f'<figure>{caption}<svg viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg></figure>'
 
 

@@ -4,6 +4,7 @@ import errno
 import functools
 import json
 import os
+import re
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -36,6 +37,19 @@ def read_object(path: Path) -> dict[str, Any]:
     if not isinstance(found, dict):
         raise UserError(f"{path} holds a {type(found).__name__}, but must be an object, {{...}}")
     return found
+
+
+def visible(text: str) -> str:
+    """Text for a terminal or a page: control characters as symbols, so that they do nothing there.
+
+    An escape sequence could change a terminal's title, colours or even its contents, and a page
+    with a NUL is not HTML. Line feeds, tabs and the carriage return before a line feed stay.
+    """
+    return CONTROL.sub(lambda found: chr(SYMBOLS.get(ord(found[0]), 0xFFFD)), text)
+
+
+CONTROL = re.compile(r"\r(?!\n)|[\x00-\x08\x0b\x0c\x0e-\x1f\x7f-\x9f]")
+SYMBOLS = {i: 0x2400 + i for i in range(0x20)} | {0x7F: 0x2421}  # of Unicode; C1 has none
 
 
 # What is wrong with a path or a disk, not with the code.

@@ -15,7 +15,7 @@ from jaxtrain.checkpoint import Checkpointer, write_json
 from jaxtrain.config import Config
 from jaxtrain.data.progress import show_progress
 from jaxtrain.evaluate import compile_scorer, held_out_batches, make_scorer, validate
-from jaxtrain.finetune import make_parts, plus
+from jaxtrain.finetune import make_parts, plus, trained_by_matrix
 from jaxtrain.generate import compile_samples, write_samples
 from jaxtrain.guard import Guard
 from jaxtrain.local import local_facts, local_summary, local_task
@@ -246,7 +246,7 @@ def train_alone(config: Config, group: Group) -> dict[str, float]:
             MetricsWriter(
                 run_dir, c.metrics, total_steps=t.steps, start_step=start, parameters=parameters,
                 tokens_per_step=t.batch_size * t.sequence_length, primary=primary,
-                more=sent | {"compile_s": compile_s},
+                more=sent | {"compile_s": compile_s, "trained": trained_by_matrix(parts)},
                 flops_per_token=flops_per_token(c.model, specs, t.sequence_length, parts.trainable),
             ) as metrics,
         ):  # fmt: skip

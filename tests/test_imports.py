@@ -17,7 +17,7 @@ LAYERS = (
     ("jaxtrain.environment", "jaxtrain.spikes"),
     ("jaxtrain.step", "jaxtrain.checkpoint", "jaxtrain.metrics", "jaxtrain.lock"),
     ("jaxtrain.local",),
-    ("jaxtrain.config", "jaxtrain.report_data", "jaxtrain.report_tasks"),
+    ("jaxtrain.config", "jaxtrain.report_charts", "jaxtrain.report_data", "jaxtrain.report_tasks"),
     ("jaxtrain.scaling",),
     ("jaxtrain.memory",),
     ("jaxtrain.saved", "jaxtrain.run", "jaxtrain.report", "jaxtrain.chat"),

@@ -1,12 +1,14 @@
 import json
 import math
 import re
+from html import unescape
 from html.parser import HTMLParser
 
 import pytest
 
-from jaxtrain import report
-from jaxtrain.settings import UserError
+from jaxtrain import report, report_charts
+from jaxtrain.report_data import _histogram
+from jaxtrain.settings import UserError, visible
 
 VOID = {"meta", "rect", "circle", "path"}
 
@@ -144,17 +146,17 @@ def test_plot_curves(tmp_path):
 
 
 def test_ticks_are_round_and_inside():
-    assert report._ticks(0, 1500, 6) == [0, 500, 1000, 1500]
-    assert report._ticks(2.9, 7.1) == [3, 4, 5, 6, 7]
-    assert report._ticks(0, 0.0213) == [0, 0.005, 0.01, 0.015, 0.02]
+    assert report_charts.ticks(0, 1500, 6) == [0, 500, 1000, 1500]
+    assert report_charts.ticks(2.9, 7.1) == [3, 4, 5, 6, 7]
+    assert report_charts.ticks(0, 0.0213) == [0, 0.005, 0.01, 0.015, 0.02]
 
 
 def test_thinning_keeps_the_extremes():
     ys = [0.0] * 10_000
     ys[5_000], ys[7_000] = 9.0, -9.0
-    points = report._thinned(range(10_000), ys)
+    points = report_charts.thinned(range(10_000), ys)
     assert (5_000, 9.0) in points and (7_000, -9.0) in points
-    assert len(points) <= report.MAX_POINTS
+    assert len(points) <= report_charts.MAX_POINTS
     assert [x for x, _ in points] == sorted(x for x, _ in points)
 
 
@@ -163,3 +165,79 @@ def test_thinning_keeps_the_extremes():
 )
 def test_format_count(count, text):
     assert report.format_count(count) == text
+
+
+def titles(page):
+    return [unescape(title) for title in re.findall(r"<figcaption>([^<]*)", page)]
+
+
+def write_rows(folder, rows, **start):
+    """A run of a few training rows with these values."""
+    folder.mkdir()
+    event = {"step": 0, "kind": "event", "time": 0.0, "event": "start"} | start
+    lines = [event, *({"step": i, "kind": "train", "time": i} | row for i, row in enumerate(rows))]
+    (folder / "metrics.jsonl").write_text("".join(json.dumps(line) + "\n" for line in lines))
+    return report.write_report(folder).read_text()
+
+
+def test_preferences_have_charts_of_their_order_and_margin(tmp_path):
+    row = {"loss": 0.6, "accuracy": 0.75, "reward_margin": 0.2}
+    row |= {"reward_chosen": 0.1, "reward_rejected": -0.1}
+    page = write_rows(tmp_path / "run", [row, row])
+    assert {"Loss (nats per pair) by step", "Pairs in the right order (%)", "Rewards"} < set(
+        titles(page)
+    )
+    assert "Reward margin, chosen over rejected" in titles(page)
+    parse(page)
+    assert '<i class="rejected">rejected</i>' in page and "chosen 0.1, rejected -0.1" in page
+    assert "Rewards" not in write_rows(tmp_path / "other", [{"loss": 0.6}] * 2)
+
+
+@pytest.mark.parametrize("experts", [4, 200])
+def test_experts_have_charts_of_their_load(tmp_path, experts):
+    row = {"loss": 3.0, "expert_load_max": 1.5, "expert_load_min": 0.25}
+    loads = {f"expert_load_{i}": 0.5 + i / experts for i in range(experts)}
+    page = write_rows(tmp_path / "run", [row | loads] * 2)
+    parse(page)
+    assert "Expert load, of the mean (extremes of all layers)" in titles(page)
+    assert page.count('class="bar"') == min(experts, 64)
+    more = "; 136 more are not drawn" if experts == 200 else ""
+    assert f"Load of each expert at the end, of the mean (mean of all layers){more}" in titles(page)
+
+
+def test_an_adapter_has_a_chart_of_its_share(tmp_path):
+    trained = {"embed": [0, 900], "blocks/attention/q": [10, 100], "prompt": [20, 0]}
+    page = write_rows(tmp_path / "run", [{"loss": 3.0}] * 2, trained=trained)
+    parse(page)
+    title = "What trains: 30 parameters, 3.00% of the model's 1.00K (here % of each matrix)"
+    assert title in titles(page) and page.count('class="bar"') == 2
+    assert ">blocks/attention/q 10<" in page and ">prompt 2<" in page
+    assert "What trains" not in write_rows(tmp_path / "other", [{"loss": 3.0}] * 2, trained={})
+
+
+@pytest.mark.parametrize("lengths", [[0] * 9 + [1], [1] + [0] * 9, [0, 0, 3, 1, 0]])
+def test_the_lengths_of_one_document(lengths):
+    figure = _histogram("text", {str(2 << i): count for i, count in enumerate(lengths)})
+    parse(figure)
+    widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', figure)]
+    assert len(widths) == sum(map(bool, lengths)) and max(widths) < 100
+    assert sum(f">{count}</text>" in figure for count in lengths if count) == sum(
+        map(bool, lengths)
+    )
+
+
+def test_no_document_has_no_histogram():
+    assert _histogram("text", {"2": 0, "4": 0}) == ""
+
+
+CONTROL = "a\x00b\x1b[2Jc\x07\x7f\x9b31m\rd\r\n\te"
+SHOWN = "a\u2400b\u241b[2Jc\u2407\u2421\ufffd31m\u240dd\r\n\te"
+
+
+def test_control_characters_are_symbols_in_samples_and_on_the_terminal(tmp_path):
+    assert visible(CONTROL) == SHOWN and visible(SHOWN) == SHOWN
+    run = write_run(tmp_path / "run", steps=2)
+    (run / "samples").mkdir()
+    (run / "samples" / "step_000002.txt").write_bytes(CONTROL.encode())
+    page = report.write_report(run).read_bytes()
+    assert b"\x00" not in page and b"\x1b" not in page and "\u241b[2Jc".encode() in page

@@ -21,6 +21,7 @@ from jaxtrain.data.pairs import texts_of_pairs
 from jaxtrain.data.prepare import Prepared
 from jaxtrain.data.store import TokenStore
 from jaxtrain.data.tokenizer import Tokenizer, text_of
+from jaxtrain.settings import visible
 
 
 def show(
@@ -126,9 +127,9 @@ def _row(
         yield f"-- [{segment}] document {document:,}, tokens {start}..{stop} of {length:,}{note}"
         if store.marked:
             learned = np.append(False, batch.weights_BT[0][:-1] > 0)[inside]
-            yield shorten(_marked(ids, learned, tokenizer, names), characters)
+            yield visible(shorten(_marked(ids, learned, tokenizer, names), characters))
         else:
-            yield ("<bos>" if bos else "") + shorten(tokenizer.decode(ids), characters)
+            yield ("<bos>" if bos else "") + visible(shorten(tokenizer.decode(ids), characters))
 
 
 def _marked(ids: np.ndarray, learned: np.ndarray, tokenizer: Tokenizer, names: dict) -> str:

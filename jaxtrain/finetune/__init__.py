@@ -24,6 +24,7 @@ from jaxtrain.finetune.partition import (
     join_all,
     nested,
     some,
+    trained_by_matrix,
 )
 from jaxtrain.finetune.virtual import keys_values, virtual
 
@@ -41,5 +42,5 @@ def make_parts(c: Any, specs: Any, dtype: jnp.dtype) -> Parts:
 __all__ = [
     "INSERTED", "PEFT", "FinetuneConfig", "LoRAConfig", "Parts", "PrefixConfig", "VirtualConfig",
     "adapter_folder", "everything", "fill_in", "flatten",
-    "join_all", "keys_values", "make_parts", "nested", "plus",
+    "join_all", "keys_values", "make_parts", "nested", "plus", "trained_by_matrix",
 ]  # fmt: skip

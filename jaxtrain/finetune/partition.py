@@ -6,6 +6,7 @@ that it only reads, in the dtype of the compute. Where all parameters train it i
 
 import dataclasses
 import fnmatch
+import math
 from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
@@ -39,6 +40,19 @@ class Parts(NamedTuple):
         """The joined tree as arrays, a parameter at a time to the host where it was special."""
         get = lambda leaf: jax.device_get(whole(leaf)) if is_special(leaf) else leaf
         return jax.tree.map(get, self.join(params, frozen), is_leaf=is_special)
+
+
+def trained_by_matrix(parts: Parts) -> dict[str, list[int]]:
+    """[parameters that train, parameters that it has] of each parameter of the base, and of what
+    was put in beside them; {} where all train."""
+    if parts.split is None:
+        return {}
+    count = lambda spec: math.prod(spec.shape)
+    found = {name: [0, count(spec)] for name, spec in flatten(parts.base).items()}
+    for name, spec in flatten(parts.trainable).items():
+        of = name if name in found else name.rpartition("/")[0]  # LoRA's are below their matrix
+        found.setdefault(of if of in found else name, [0, 0])[0] += count(spec)
+    return found
 
 
 def everything(c: Any, specs: Any, dtype: jnp.dtype) -> Parts:

@@ -77,7 +77,7 @@ def test_the_report_has_a_section_on_the_data(mixed, tmp_path):
     page = report.write_report(tmp_path).read_text()
     assert "packing cropped 12.50%" in page and "75.00% are text and 25.00% padding" in page
     assert "Steps waited for data in 0.12% of their time" in page
-    assert page.count("Documents by length") == 2
+    assert page.count("documents by length") == 2
     assert "<th>short</th><td>50</td><td>340</td><td>1.00</td><td>7</td><td>75.0%</td>" in page
     # All long documents have 131 or 132 tokens, all short ones 6 or 7: a bar each.
     assert ">256</text>" in page and page.count("<rect x=") == 2
