@@ -94,12 +94,9 @@ def pinned(path: str) -> str:
 
 
 def origin(path: str | None) -> dict[str, str]:
-    """What files that are made from a repository say of it; {} for a folder."""
-    repository = hub_of(path) if path else None
-    if repository is None:
-        return {}
-    name, revision = repository
-    return {"base_model": name, "base_model_revision": revision or "main"}
+    """What files that are made from a pinned repository say of it; {} for a folder."""
+    name, revision = (path and hub_of(path)) or ("", None)
+    return {"base_model": name, "base_model_revision": revision} if revision else {}
 
 
 def is_checkpoint(folder: Path) -> bool:
