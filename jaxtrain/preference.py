@@ -22,7 +22,7 @@ from jaxtrain.scaling import Resolved
 from jaxtrain.settings import UserError
 from jaxtrain.step import Task
 
-UNREADABLE = (OSError, ValueError, KeyError, EOFError, NotImplementedError, zipfile.BadZipFile)
+UNREADABLE = (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile)
 HELD_OUT = "held out"  # the validation split among the sources
 LINES = {True: "prompt, completion and label", False: "prompt, chosen and rejected"}
 

@@ -26,7 +26,7 @@ def hub(tmp_path, monkeypatch):
     lines = "".join(json.dumps({"text": "To be, or not to be"}) + "\n" for _ in range(200))
     hub.first = hub.commit("models/owner/small", files)
     hub.last = hub.commit("models/owner/small", files | {"README.json": b"{}"})
-    hub.data = hub.commit("datasets/owner/plays", {"a/one.jsonl": lines.encode()})
+    hub.data = hub.commit("datasets/owner/plays", {"one.jsonl": lines.encode()})
     with serving(hub, tmp_path / "hub", monkeypatch):
         yield hub
 
@@ -43,7 +43,7 @@ def test_what_names_a_repository(tmp_path, monkeypatch):
 def test_a_run_keeps_the_commits_that_it_began_from(hub, tmp_path, capsys):
     tune = {"train.init_from": "owner/small", "finetune.name": "lora", "train.steps": 1}
     tune |= {"data.train.name": "jsonl", "data.validation.name": "documents"}
-    tune |= {"data.train.path": "hf://datasets/owner/plays/a/*.jsonl"}
+    tune |= {"data.train.path": "hf://datasets/owner/plays/*.jsonl"}
     drop = ("model.", "data.tokenizer")
     arguments = [a for a in run_overrides(tmp_path, **tune) if not a.startswith(drop)]
     assert main(arguments) == 0
@@ -75,7 +75,7 @@ def test_a_revision_can_be_named(hub, tmp_path, capsys):
     assert interop(["import", "owner/small@none", str(tmp_path / "other")]) == 2
     error = capsys.readouterr().err
     assert "no folder owner/small@none, and huggingface.co does not give it" in error
-    url = f"hf://datasets/owner/plays@{hub.data}/a/one.jsonl"
+    url = f"hf://datasets/owner/plays@{hub.data}/one.jsonl"
     assert data.sources.revisions_of([data.sources.JsonlSource(path=url)]) == {
         "hf://datasets/owner/plays": hub.data
     }
