@@ -7,12 +7,12 @@ itself. A wrong key or value is one line: where, what was given, what is allowed
 import difflib
 import json
 from collections.abc import Iterator, Sequence
-from pathlib import Path
+from pathlib import Path, PurePath
 from types import UnionType
 from typing import Any, Literal, Union, get_args, get_origin
 
 import yaml
-from pydantic import BaseModel, Field, ValidationError
+from pydantic import BaseModel, Field, ValidationError, field_validator
 from pydantic.fields import FieldInfo
 
 from jaxtrain.checkpoint import CheckpointConfig
@@ -25,8 +25,10 @@ from jaxtrain.local import LocalConfig
 from jaxtrain.metrics import MetricsConfig
 from jaxtrain.model import ModelConfig
 from jaxtrain.optim import MuonConfig, OptimConfig
+from jaxtrain.overrides import apply_overrides
 from jaxtrain.parallel import MeshConfig, ProcessesConfig
-from jaxtrain.settings import Settings, UserError
+from jaxtrain.parsing import END, read_yaml, shown
+from jaxtrain.settings import NOT_MEANT, Settings, UserError
 from jaxtrain.spikes import LossSpike
 
 
@@ -37,6 +39,18 @@ class RunConfig(Settings):
     directory: str = Field("runs", description="folder that holds the runs")
     seed: int = Field(42, ge=0, description="of the initial values and the samples")
 
+    @field_validator("name")
+    @classmethod
+    def _is_inside(cls, name: str) -> str:
+        path = PurePath(name)
+        if path.is_absolute() or ".." in path.parts or not path.parts:
+            raise ValueError(
+                "it must be a folder inside run.directory; set run.directory for another place"
+            )
+        if max(len(part.encode()) for part in path.parts) > 255:
+            raise ValueError("a folder's name has at most 255 bytes")
+        return name
+
 
 class TrainConfig(Settings):
     """Size and length of the training steps."""
@@ -44,12 +58,14 @@ class TrainConfig(Settings):
     sequence_length: int = Field(
         2048,
         ge=2,
+        le=2**27,
         description="tokens of context in a row, T; "
         "that of the model that the run starts from, if shorter",
     )
     batch_size: int | None = Field(
         None,
         ge=1,
+        le=2**27,
         description="rows of one step over all devices; "
         "default 2^round(log2(2^19 x (tokens / d12 tokens)^0.383)) / sequence_length",
     )
@@ -67,11 +83,15 @@ class TrainConfig(Settings):
     steps: int | None = Field(
         None,
         ge=1,
+        le=2**31 - 1,
         description="optimizer steps; "
         "default tokens_per_parameter x (matrices + head) / batch tokens",
     )
     tokens_per_parameter: float = Field(
-        12.0, gt=0, description="training tokens for each parameter of matrices and head"
+        12.0,
+        gt=0,
+        le=1e9,
+        description="training tokens for each parameter of matrices and head",
     )
     init_from: str | None = Field(
         None,
@@ -120,7 +140,9 @@ class EvalConfig(Settings):
         ge=1,
         description="validation tokens used before the last step; default the whole split",
     )
-    batch_size: int | None = Field(None, ge=1, description="rows at once; default the device batch")
+    batch_size: int | None = Field(
+        None, ge=1, le=2**20, description="rows at once; default the device batch"
+    )
 
 
 class SampleConfig(Settings):
@@ -130,7 +152,7 @@ class SampleConfig(Settings):
     prompts: tuple[str, ...] = Field(
         ("",), description="texts to continue; an empty one starts a document; []: no samples"
     )
-    tokens: int = Field(256, ge=1, description="new tokens of each sample")
+    tokens: int = Field(256, ge=1, le=2**20, description="new tokens of each sample")
     temperature: float = Field(0.8, ge=0, description="softmax temperature; 0 takes the best token")
     top_k: int | None = Field(None, ge=1, description="sample among this many best tokens")
     top_p: float | None = Field(None, gt=0, le=1, description="sample among this much probability")
@@ -193,14 +215,10 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     """The configuration of a YAML file (None: the defaults) with `key.path=value` overrides."""
     tree: Any = {}
     if path is not None:
-        try:
-            tree = yaml.safe_load(path.read_text(encoding="utf-8")) or {}
-        except (yaml.YAMLError, UnicodeDecodeError) as error:
-            raise UserError(
-                f"{path}: not readable as YAML: {' '.join(str(error).split())}"
-            ) from error
+        tree = read_yaml(path)
+        tree = {} if tree is None else tree
         if not isinstance(tree, dict):
-            raise UserError(f"{path}: expected `section: {{field: value}}`, got {tree!r}")
+            raise UserError(f"{path}: expected `section: {{field: value}}`, got {shown(tree)}")
     apply_overrides(tree, overrides)
     talks = fill_in_chat(tree)
     if isinstance(tree.get("train"), dict) and tree["train"].get("init_from"):
@@ -216,42 +234,8 @@ def validate[Tree: Sections](model: type[Tree], tree: dict[str, Any]) -> Tree:
         return model.model_validate(tree)
     except ValidationError as error:
         # A field such as `int | "auto"` has an error for each alternative: show the first.
-        lines = {locate(e["loc"])[0]: explain(e) for e in reversed(error.errors())}
-        raise UserError("\n".join(reversed(lines.values()))) from None
-
-
-def apply_overrides(tree: dict[str, Any], overrides: Sequence[str]) -> None:
-    """In the order given, but each section's `name` before its fields."""
-    key = lambda override: override.partition("=")[0].strip()
-    named = lambda k: (0, k.count(".")) if k.endswith(".name") else (1, 0)
-    for override in sorted(overrides, key=lambda o: named(key(o))):
-        apply_override(tree, override)
-
-
-def apply_override(tree: dict[str, Any], override: str) -> None:
-    """`optim.matrix_lr=0.01` into the tree; a new `name` starts that section afresh."""
-    key, equals, text = override.partition("=")
-    parts = key.strip().split(".")
-    if not equals or not all(parts):
-        raise UserError(f"{override!r}: an override is key.path=value, as in optim.matrix_lr=0.01")
-    try:  # a comment, an alias and the like make no sense here: `*.txt`, `# {path}`
-        value = text if text.startswith(tuple("#*&!%@`")) else yaml.safe_load(text)
-    except yaml.YAMLError:
-        raise UserError(f"{override!r}: {text!r} is not a YAML value; quote it") from None
-    node = tree
-    for depth, part in enumerate(parts[:-1], 1):
-        if node.get(part) is None:
-            node[part] = {}
-        if not isinstance(node[part], dict):
-            section = ".".join(parts[:depth])
-            raise UserError(
-                f"{override!r}: {section} is {node[part]!r} as a whole already; give it as "
-                f"{section}={{...}}"
-            )
-        node = node[part]
-    if parts[-1] == "name" and parts[:-1] != ["run"] and node.get("name") != value:
-        node.clear()
-    node[parts[-1]] = value
+        lines = {locate(located(e)["loc"])[0]: explain(e) for e in reversed(error.errors())}
+        raise UserError(*reversed(lines.values())) from None
 
 
 def fill_names(tree: dict[str, Any], model: type[BaseModel]) -> None:
@@ -278,6 +262,7 @@ def fill_names(tree: dict[str, Any], model: type[BaseModel]) -> None:
 
 def explain(error: Any) -> str:
     """One line for one validation error."""
+    error = located(error)
     where, model = locate(error["loc"])
     given = error["input"]
     if error["type"] == "extra_forbidden":
@@ -299,14 +284,24 @@ def explain(error: Any) -> str:
         allowed = error["ctx"].get("expected_tags", "")
         if not allowed:
             return f"{where}.name: field required, it says which variant this is; see --help"
-        return f"{where}.name: got {error['ctx']['tag']!r}, allowed are {allowed}"
+        return f"{where}.name: got {shown(error['ctx']['tag'])}, allowed are {allowed}"
     if error["type"] in ("model_type", "model_attributes_type"):
-        return f"{where}: got {given!r}, but it is a section: set its fields, {where}.KEY=value"
+        return (
+            f"{where}: got {shown(given)}, but it is a section: set its fields, {where}.KEY=value"
+        )
     if error["type"] == "tuple_type":
-        return f"{where}: got {given!r}, but it is a list: {where}='[..., ...]'"
+        return f"{where}: got {shown(given)}, but it is a list: {where}='[..., ...]'"
     message = error["msg"].removeprefix("Value error, ")
-    shown = "" if isinstance(given, (dict, BaseModel)) else f"got {given!r}: "
-    return f"{where}: {shown}{message[0].lower() + message[1:]}"
+    got = "" if isinstance(given, (dict, BaseModel)) else f"got {shown(given)}: "
+    return f"{where}: {got}{message[0].lower() + message[1:]}"
+
+
+def located(error: Any) -> Any:
+    """A validation error where it is: one that `Settings` raises names its field itself."""
+    if error["type"] != NOT_MEANT:
+        return error
+    name = error["ctx"]["field"]
+    return error | {"loc": (*error["loc"], name), "input": error["input"][name]}
 
 
 def locate(loc: tuple[Any, ...]) -> tuple[str, type[BaseModel] | None]:
@@ -369,6 +364,13 @@ def fields(model: type[BaseModel], prefix: str = "") -> Iterator[tuple[str, Fiel
 
 def to_yaml(config: BaseModel) -> str:
     return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=100)
+
+
+def save_yaml(path: Path, config: BaseModel) -> None:
+    """Write a configuration atomically, with YAML's mark of an end: it can be seen to be whole."""
+    part = path.with_name(f"{path.name}.part")
+    part.write_text(to_yaml(config) + END, encoding="utf-8")
+    part.replace(path)
 
 
 def json_schema() -> str:

@@ -30,13 +30,19 @@ from jaxtrain.report import write_report
 from jaxtrain.run import facts
 from jaxtrain.saved import Saved, folder_of, load_resolved, load_saved
 from jaxtrain.scaling import Resolved, override
-from jaxtrain.settings import UserError, command
+from jaxtrain.scoring import FIELDS
+from jaxtrain.settings import Parser, UserError, command, whole
 from jaxtrain.tasks import run_tasks, table_of
 
 # Batches in the devices' queue. Hundreds of programs that exchange with other processes wait for
 # one another for ever on CPUs: each holds a thread until its partner's has one.
 AHEAD = 4
 ASKED = ("step", "tasks", "limit", "all_shots", "crop")  # arguments that processes share
+# Fields of a saved model's configuration that validation reads, and a command line may change.
+VALIDATED = (
+    "data.train", "data.validation", "data.tokenizer", "data.cache_dir", "data.prepare_workers",
+    "data.skip_damaged", "eval.batch_size", "mesh", "train.precision", "processes",
+)  # fmt: skip
 
 
 def make_scorer(
@@ -145,8 +151,6 @@ def data_for(saved: Saved, config: Resolved) -> data.DataConfig:
 
 def answer_tasks(saved: Saved, config: Resolved, arguments: argparse.Namespace) -> None:
     """What --tasks asks for: a table on the screen, figures in --out."""
-    if arguments.limit is not None and arguments.limit < 1:
-        raise UserError("--limit must be at least 1")
     names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
     name = "tasks.json" if arguments.step is None else f"tasks_step_{arguments.step:06d}.json"
     out = arguments.out or arguments.run / name
@@ -162,14 +166,12 @@ def answer_tasks(saved: Saved, config: Resolved, arguments: argparse.Namespace) 
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "jaxtrain.evaluate", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = Parser("jaxtrain.evaluate", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=Path, help="run directory or model folder")
-    parser.add_argument("--step", type=int, help="a checkpoint instead of the final model")
+    parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
     parser.add_argument("--tasks", help="core, names of its tasks, or FILE.yaml: comma-separated")
     parser.add_argument("--bundle", type=Path, help="of the tasks; default $JAXTRAIN_CORE")
-    parser.add_argument("--limit", type=int, help="examples of each task; default all")
+    parser.add_argument("--limit", type=whole(1), help="examples of each task; default all")
     parser.add_argument(
         "--all-shots", action="store_true", help="draw shots from beyond --limit too"
     )
@@ -182,7 +184,7 @@ def main(argv: list[str] | None = None) -> int:
     a = parser.parse_intermixed_args(argv)
     place = find_place(a.coordinator, a.processes, a.process)
     config = load_resolved(folder_of(a.run) / "config.yaml")
-    config = override(config, a.overrides)
+    config = override(config, a.overrides, (*FIELDS, "processes") if a.tasks else VALIDATED)
     start(quiet=place is not None and place.index > 0)
     asked = {f"--{name}": str(getattr(a, name)) for name in ASKED}
     same = facts(config) | asked if place else {}

@@ -30,7 +30,16 @@ from jaxtrain.parallel.processes import check_alone
 from jaxtrain.parallel.runtime import compute_dtype, start
 from jaxtrain.saved import Saved, load_saved, template_for
 from jaxtrain.scaling import Resolved
-from jaxtrain.settings import UserError, command, visible
+from jaxtrain.settings import (
+    SEEDS,
+    TINY,
+    Parser,
+    UserError,
+    command,
+    real,
+    visible,
+    whole,
+)
 
 TOKENS = 256
 PROMPT_MULTIPLE = 32  # prompts are padded to a multiple, so that few lengths are compiled
@@ -294,9 +303,7 @@ def converse(saved: Saved, params: Any, chat: Chat, a: argparse.Namespace) -> No
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
-        "jaxtrain.generate", description=(__doc__ or "").split("\n")[0]
-    )
+    parser = Parser("jaxtrain.generate", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=Path, help="run directory or model folder")
     parser.add_argument("--prompt", action="append", help="text to continue; may be given often")
     parser.add_argument(
@@ -304,23 +311,26 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("--system", help="with --chat: the system message")
     parser.add_argument(
-        "--tokens", type=int, help=f"new tokens (default {TOKENS}; in a talk half its context)"
+        "--tokens",
+        type=whole(1, 2**20),
+        help=f"new tokens (default {TOKENS}; in a talk half its context)",
     )
-    parser.add_argument("--temperature", type=float, default=0.8, help="0 takes the best token")
-    parser.add_argument("--top-k", type=int, help="sample among this many best tokens")
-    parser.add_argument("--top-p", type=float, help="sample among this much probability")
+    parser.add_argument(
+        "--temperature", type=real(0.0, "from 0 on"), default=0.8, help="0 takes the best token"
+    )
+    parser.add_argument("--top-k", type=whole(1), help="sample among this many best tokens")
+    parser.add_argument(
+        "--top-p", type=real(TINY, "above 0 and at most 1", 1.0),
+        help="sample among this much probability",
+    )  # fmt: skip
     parser.add_argument(
         "--cache-dtype", choices=["int8"], help="of the cache; default the compute dtype"
     )
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--step", type=int, help="a checkpoint instead of the final model")
+    parser.add_argument("--seed", type=whole(0, SEEDS), default=0)
+    parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
     a = parser.parse_args(argv)
     check_alone("jaxtrain.generate")
     try:
-        if (a.tokens is not None and a.tokens < 1) or a.temperature < 0:
-            raise UserError("--tokens must be at least 1 and --temperature at least 0")
-        if (a.top_k is not None and a.top_k < 1) or (a.top_p is not None and not 0 < a.top_p <= 1):
-            raise UserError("--top-k must be at least 1, and --top-p above 0 and at most 1")
         start()
         saved = load_saved(a.run, a.step)
         dtype = compute_dtype(saved.config.train.precision)

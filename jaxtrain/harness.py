@@ -5,10 +5,12 @@ python -m jaxtrain.harness RUN --tasks mmlu,gsm8k [--num-fewshot 5] [--limit 100
 `HarnessModel(load_saved(path))` is what `lm_eval.simple_evaluate(model=...)` takes.
 """
 
-import argparse
 import importlib
 import importlib.util
+import os
 import sys
+import urllib.error
+import urllib.request
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
@@ -26,11 +28,13 @@ from jaxtrain.model import cast
 from jaxtrain.parallel.runtime import compute_dtype, start
 from jaxtrain.saved import Saved, load_saved
 from jaxtrain.scaling import override
-from jaxtrain.scoring import make_scorer, scores
-from jaxtrain.settings import UserError, command
+from jaxtrain.scoring import FIELDS, make_scorer, scores
+from jaxtrain.settings import Parser, UserError, command, whole
 
 INSTALLED = importlib.util.find_spec("lm_eval") is not None
 Base: Any = importlib.import_module("lm_eval.api.model").LM if INSTALLED else object
+HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+PATIENCE = 4.0  # seconds that the hub has to answer
 NEW_TOKENS = 256  # that an answer may have if a task does not say
 
 
@@ -42,7 +46,7 @@ class HarnessModel(Base):
 
     def __init__(self, saved: Saved, overrides: Sequence[str] = ()):
         super().__init__()
-        self.saved, self.config = saved, override(saved.config, overrides)
+        self.saved, self.config = saved, override(saved.config, overrides, (*FIELDS, "run.seed"))
         self.scorer = make_scorer(saved, self.config)
         self.bos = np.array([saved.tokenizer.bos_id], np.int32)
 
@@ -136,14 +140,33 @@ class HarnessModel(Base):
         return text
 
 
+def reachable() -> bool:
+    """Whether the hub of data sets answers, through a proxy if there is one."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(HUB, method="HEAD"), timeout=PATIENCE).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def stay_offline() -> None:
+    """Have the libraries of the hub, which would try for a minute, look into their caches alone."""
+    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+    for name in ("huggingface_hub.constants", "datasets.config"):  # read when they are imported
+        if module := sys.modules.get(name):
+            vars(module)["HF_HUB_OFFLINE"] = True
+
+
 @command
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("jaxtrain.harness", description=(__doc__ or "").split("\n")[0])
+    parser = Parser("jaxtrain.harness", description=(__doc__ or "").split("\n")[0])
     parser.add_argument("run", type=Path, help="run directory or model folder")
     parser.add_argument("--tasks", required=True, help="names of the harness, comma-separated")
-    parser.add_argument("--num-fewshot", type=int, help="shots; default what each task says")
-    parser.add_argument("--limit", type=int, help="examples of each task; default all")
-    parser.add_argument("--step", type=int, help="a checkpoint instead of the final model")
+    parser.add_argument("--num-fewshot", type=whole(0), help="shots; default what each task says")
+    parser.add_argument("--limit", type=whole(1), help="examples of each task; default all")
+    parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
     parser.add_argument("--out", type=Path, help="results as JSON; default RUN/harness.json")
     parser.add_argument("overrides", nargs="*", help="eval.batch_size=16 ...")
     a = parser.parse_intermixed_args(argv)
@@ -152,11 +175,18 @@ def main(argv: list[str] | None = None) -> int:
             "lm-evaluation-harness is not installed: pip install lm_eval, or uv sync --extra eval"
         )
     start()
+    model = HarnessModel(load_saved(a.run, a.step), a.overrides)
+    why = "" if reachable() else f"; {HUB} cannot be reached, and only what is in its cache is used"
+    if why:
+        stay_offline()
     lm_eval = importlib.import_module("lm_eval")
-    found = lm_eval.simple_evaluate(
-        HarnessModel(load_saved(a.run, a.step), a.overrides), tasks=a.tasks.split(","),
-        num_fewshot=a.num_fewshot, limit=a.limit,
-    )  # fmt: skip
+    try:
+        found = lm_eval.simple_evaluate(
+            model, tasks=a.tasks.split(","), num_fewshot=a.num_fewshot, limit=a.limit
+        )
+    except (OSError, KeyError, ValueError) as error:  # of its tasks, and of their data
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"--tasks {a.tasks}: the harness has no such data: {first}{why}") from error
     print(importlib.import_module("lm_eval.utils").make_table(found))
     write_json(a.out or a.run / "harness.json", found["results"])
     return 0

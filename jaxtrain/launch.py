@@ -8,7 +8,6 @@ shown with the process they are of; signals are passed on; when a process dies, 
 exit code.
 """
 
-import argparse
 import os
 import secrets
 import signal
@@ -21,7 +20,7 @@ from collections.abc import Mapping
 from typing import IO
 
 from jaxtrain.commands import TYPED, command_line
-from jaxtrain.settings import UserError, command
+from jaxtrain.settings import Parser, UserError, command, whole
 
 COMMANDS = ("main", "evaluate")  # those that work together; the others are one process
 GRACE = 10.0  # seconds that the others have to end by themselves when one has died
@@ -35,22 +34,24 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code of the job."""
     arguments = sys.argv[1:] if argv is None else argv
     cut = arguments.index("--") if "--" in arguments else len(arguments)
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "jaxtrain.launch",
         usage="%(prog)s --processes N [--devices-per-process K] [--command evaluate] -- ARGUMENTS",
         description=(__doc__ or "").split("\n")[0],
     )
-    parser.add_argument("--processes", type=int, required=True, help="how many")
+    parser.add_argument("--processes", type=whole(1, 4096), required=True, help="how many")
     parser.add_argument(
-        "--devices-per-process", type=int, help="GPUs of each, or virtual devices on a CPU"
+        "--devices-per-process",
+        type=whole(1, 4096),
+        help="GPUs of each, or virtual devices on a CPU",
     )
     parser.add_argument(
         "--command", default="main", choices=COMMANDS, help="which module of jaxtrain's they run"
     )
-    parser.add_argument("--port", type=int, help="of the coordinator; default a free one")
+    parser.add_argument(
+        "--port", type=whole(1, 65535), help="of the coordinator; default a free one"
+    )
     asked = parser.parse_args(arguments[:cut])
-    if asked.processes < 1:
-        raise UserError(f"--processes {asked.processes}: must be at least 1")
     outer = os.environ | {TYPED: command_line("launch")}
     environments = [
         environment(i, asked.processes, asked.devices_per_process, outer)

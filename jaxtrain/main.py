@@ -16,8 +16,9 @@ from jaxtrain.bench.preflight import (
     report,
 )
 from jaxtrain.config import find_config, help_text, load_config
+from jaxtrain.overrides import check_once
 from jaxtrain.parallel.processes import add_place, find_place, joined
-from jaxtrain.settings import command
+from jaxtrain.settings import Parser, command
 
 FIRST = """
 Train a language model. The same command again resumes the run. To begin with:
@@ -38,7 +39,7 @@ Train a language model. The same command again resumes the run. To begin with:
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, 1 where a dry run says that it does not fit, or 2 after one line
     about what the user can fix."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "jaxtrain",
         description="Train a language model. The same command again resumes the run.",
         epilog=help_text(),
@@ -62,7 +63,8 @@ def main(argv: list[str] | None = None) -> int:
     try:
         arguments = parser.parse_intermixed_args(argv)
         check_dry(arguments)
-        path = find_config(arguments.config) if arguments.config else None
+        check_once(arguments.overrides)
+        path = find_config(arguments.config) if arguments.config is not None else None
         overrides = dry_overrides(arguments)
         config = load_config(path, overrides)
         if arguments.print_config:

@@ -20,7 +20,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import yaml
 from pydantic import Field
 from rich.console import Console
 from rich.live import Live
@@ -28,6 +27,7 @@ from rich.text import Text
 from tensorboardX import SummaryWriter
 
 from jaxtrain.environment import memory_bytes, peak_flops
+from jaxtrain.parsing import read_yaml
 from jaxtrain.settings import Settings, UserError
 
 Row = dict[str, Any]
@@ -351,7 +351,7 @@ def _start_wandb(run_dir: Path) -> Any:
             "uv sync --extra wandb, or pip install wandb; or set metrics.wandb=false"
         ) from None
     saved = run_dir / "config.yaml"
-    config = yaml.safe_load(saved.read_text(encoding="utf-8")) if saved.exists() else None
+    config = read_yaml(saved) if saved.exists() else None
     # The same directory on the same host is the same W&B run, so that a resumed run continues it.
     name = run_dir.resolve().name
     identity = f"{zlib.crc32(f'{platform.node()}:{run_dir.resolve()}'.encode()):08x}"

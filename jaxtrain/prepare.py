@@ -3,7 +3,6 @@
 python -m jaxtrain.prepare --config configs/gpt_d12.yaml data.train.path='corpus/*.jsonl.zst'
 """
 
-import argparse
 import sys
 import time
 
@@ -12,14 +11,15 @@ from rich.console import Console
 from jaxtrain import data
 from jaxtrain.config import find_config, load_config
 from jaxtrain.data.progress import show_progress
+from jaxtrain.overrides import check_once
 from jaxtrain.run import check_text
-from jaxtrain.settings import command
+from jaxtrain.settings import Parser, command
 
 
 @command
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 after one line about what the user can fix."""
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m jaxtrain.prepare",
         description="Tokenize the data of a configuration. The same command again goes on.",
     )
@@ -27,7 +27,8 @@ def main(argv: list[str] | None = None) -> int:
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
     arguments = parser.parse_intermixed_args(argv)
     try:
-        path = find_config(arguments.config) if arguments.config else None
+        check_once(arguments.overrides)
+        path = find_config(arguments.config) if arguments.config is not None else None
         whole = load_config(path, arguments.overrides)
         check_text(whole)
         config = whole.data

@@ -1,6 +1,5 @@
 """One self-contained HTML page about a run, finished or not: `python -m jaxtrain.report RUN`."""
 
-import argparse
 import json
 import re
 import sys
@@ -14,7 +13,7 @@ from jaxtrain.metrics import Number, Row, format_bytes, format_duration, read_ro
 from jaxtrain.report_charts import Series, bars, chart, format_count, smoothed, y_range
 from jaxtrain.report_data import data_section
 from jaxtrain.report_tasks import tasks_section
-from jaxtrain.settings import UserError, command, visible
+from jaxtrain.settings import Parser, UserError, command, visible
 
 MAX_SAMPLES, MAX_SAMPLE_CHARS = 40, 6000
 
@@ -321,7 +320,7 @@ def plot_curves(run_dirs: Sequence[Path], path: Path) -> Path:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line: prints the report's path; 2 and one line on stderr for a UserError."""
-    parser = argparse.ArgumentParser(prog="python -m jaxtrain.report", description=__doc__)
+    parser = Parser(prog="python -m jaxtrain.report", description=__doc__)
     parser.add_argument("run", type=Path, help="a run directory, such as runs/NAME")
     print(write_report(parser.parse_args(argv).run))
     return 0

@@ -14,13 +14,12 @@ from typing import Any
 import jax
 import jaxtrain_kernels
 import numpy as np
-import yaml
 from jax.sharding import Mesh
 
 from jaxtrain import data
 from jaxtrain.checkpoint import Checkpointer, write_json
 from jaxtrain.commands import TYPED, command_line, command_of
-from jaxtrain.config import Config, Sections, to_yaml
+from jaxtrain.config import Config, Sections, save_yaml
 from jaxtrain.data import Tokenizer, load_tokenizer, sources_of
 from jaxtrain.environment import commit, environment, versions
 from jaxtrain.finetune import INSERTED, LoRAConfig, Parts, VirtualConfig, adapter_folder
@@ -37,6 +36,7 @@ from jaxtrain.memory import memory_advice
 from jaxtrain.parallel import check_options, known_options, place_batch, shardings
 from jaxtrain.parallel.group import Group
 from jaxtrain.parallel.mesh import batch_share
+from jaxtrain.parsing import read_saved
 from jaxtrain.scaling import Resolved
 from jaxtrain.settings import UserError
 from jaxtrain.step import State, Task, init_state
@@ -65,7 +65,7 @@ def check_run(c: Resolved) -> bool:
     saved = [p for p in (c.run_dir / "checkpoints").glob("*") if p.name.isdigit()]
     if not file.is_file() or not (saved or (c.run_dir / "model").is_dir()):
         return False
-    changed = differences(yaml.safe_load(file.read_text()), c.model_dump(mode="json"))
+    changed = differences(read_saved(file), c.model_dump(mode="json"))
     if changed:
         more = f"; and {len(changed) - 6} more" if len(changed) > 6 else ""
         raise UserError(
@@ -146,7 +146,7 @@ def open_run(c: Resolved, tokenizer: Tokenizer, corpus: Any, group: Group) -> Pa
     if jax.process_index() == 0:
         run_dir.mkdir(parents=True, exist_ok=True)
         tokenizer.save(run_dir / "tokenizer")
-        (run_dir / "config.yaml").write_text(to_yaml(c))
+        save_yaml(run_dir / "config.yaml", c)
         revisions = data.revisions(c.data)
         if said := origin(c.train.init_from):
             revisions[said["base_model"]] = said["base_model_revision"]

@@ -6,10 +6,9 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-import yaml
 
 from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
-from jaxtrain.config import to_yaml, validate
+from jaxtrain.config import save_yaml, validate
 from jaxtrain.data import Tokenizer, load_tokenizer, template_of
 from jaxtrain.finetune import PEFT, Parts, keys_values, make_parts
 from jaxtrain.interop import (
@@ -28,6 +27,7 @@ from jaxtrain.interop.tensors import metadata_of, read, read_header, write
 from jaxtrain.model import ParamSpec, Transformer, path_name, split
 from jaxtrain.parallel.mesh import gathered
 from jaxtrain.parallel.runtime import compute_dtype
+from jaxtrain.parsing import read_saved
 from jaxtrain.scaling import Resolved
 from jaxtrain.settings import UserError
 
@@ -66,7 +66,7 @@ def save_model(directory: Path, config: Resolved, params: Any, tokenizer: Tokeni
         return
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(directory)
-    (directory / "config.yaml").write_text(to_yaml(config))
+    save_yaml(directory / "config.yaml", config)
     arrays = {name: np.asarray(x) for name, x in flat.items()}
     table = {name: (x.dtype, x.shape) for name, x in arrays.items()}
     metadata = {"format": "pt", "tokenizer": tokenizer.fingerprint}
@@ -124,8 +124,12 @@ def template_for(saved: Saved) -> tuple[str, dict[str, str]]:
 
 
 def load_resolved(path: Path) -> Resolved:
-    """The resolved configuration that a run was made from."""
-    return validate(Resolved, yaml.safe_load(path.read_text()))
+    """The resolved configuration that a run was made from. Raises UserError that names the file."""
+    tree = read_saved(path)
+    try:
+        return validate(Resolved, tree)
+    except UserError as error:
+        raise UserError(f"{path} is damaged: {error.args[0]}") from None
 
 
 def read_weights(path: Path, specs: Any, tokenizer: Tokenizer) -> Any:

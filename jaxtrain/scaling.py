@@ -4,10 +4,17 @@ import math
 from collections.abc import Sequence
 from typing import Any
 
+import jax
 from jax.sharding import Mesh
 from pydantic import BaseModel
 
-from jaxtrain.config import Config, Sections, TrainConfig, apply_overrides, to_yaml, validate
+from jaxtrain.config import (
+    Config,
+    Sections,
+    TrainConfig,
+    to_yaml,
+    validate,
+)
 from jaxtrain.data import DataConfig
 from jaxtrain.data.tokenizer import build_tokenizer
 from jaxtrain.finetune import PrefixConfig, VirtualConfig
@@ -21,11 +28,14 @@ from jaxtrain.model import (
     split,
 )
 from jaxtrain.optim import DECAY, MuonConfig, Scale, resolve_optimizer, shortened
+from jaxtrain.overrides import apply_overrides, check_once
 from jaxtrain.parallel import BATCH, bubble, check_pieces, check_stages
 from jaxtrain.parallel.mesh import batch_ways, check_divides, make_mesh
 from jaxtrain.settings import UserError
 
 REFERENCE_DEPTH = 12  # the model whose batch and rates the rules start from
+MOST_PARAMETERS = 10**14
+MOST_STEP_TOKENS = 2**28  # some times the largest that anyone has trained with
 BATCH_POWER = 0.383  # how the best batch grows with the horizon (Bergsma et al. 2025)
 
 
@@ -59,6 +69,17 @@ def horizon(model: ResolvedModel, vocab_size: int, ratio: float) -> float:
     return ratio * active(model, split(Transformer(model, vocab_size))[1])
 
 
+def check_size(model: ResolvedModel, vocab_size: int) -> None:
+    """Raises UserError for a model that is larger than any machine, before numbers overflow."""
+    specs = split(Transformer(model, vocab_size))[1]
+    count = sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs))
+    if count > MOST_PARAMETERS:
+        raise UserError(
+            f"model: it has {count:.3g} parameters (depth {model.depth}, width {model.width}, "
+            f"hidden {model.hidden}); more than {MOST_PARAMETERS:.0e} fit nowhere"
+        )
+
+
 def reference_model(c: ModelConfig, sequence_length: int) -> ResolvedModel:
     """The d12 of the same family."""
     sizes = {"depth": REFERENCE_DEPTH, "width": None, "heads": None, "kv_heads": None}
@@ -79,6 +100,7 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
             "frozen: set model.fp8=null (finetune.base=int8 or nf4 makes them smaller)"
         )
     model = resolve_model(c.model.model_copy(update=inserted(c)), t.sequence_length)
+    check_size(model, vocab_size)
     tokens = horizon(model, vocab_size, t.tokens_per_parameter)
     reference = horizon(
         reference_model(c.model, t.sequence_length), vocab_size, t.tokens_per_parameter
@@ -111,6 +133,11 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
             f"train.device_batch_size {device_batch}; use {max(would)}"
         )
     step_tokens = batch * t.sequence_length
+    if step_tokens > MOST_STEP_TOKENS:
+        raise UserError(
+            f"train.batch_size {batch} x train.sequence_length {t.sequence_length} are "
+            f"{step_tokens:.3g} tokens a step, and at most {MOST_STEP_TOKENS:,} can be: lower one"
+        )
     steps = t.steps or max(1, int(tokens // step_tokens))
     # muP takes the rates from its base width to this one by itself.
     width = model.base_width if model.init == "mup" else model.width
@@ -179,8 +206,19 @@ def check_shapes(mesh: Mesh, model: ResolvedModel, sequence_length: int) -> None
     check_divides("model.ffn_tiles", model.ffn_tiles, {"train.sequence_length": sequence_length})
 
 
-def override(c: Resolved, overrides: Sequence[str]) -> Resolved:
-    """A resolved configuration with `key.path=value` overrides; nothing is derived again."""
+def override(c: Resolved, overrides: Sequence[str], used: Sequence[str] = ("",)) -> Resolved:
+    """A resolved configuration with `key.path=value` overrides; nothing is derived again.
+
+    used: what the fields begin with that will be read. Raises UserError for one of no use.
+    """
+    check_once(overrides)
+    for given in overrides:
+        key = given.partition("=")[0].strip()
+        if "=" in given and not any(f"{key}.".startswith(f"{one}.") or not one for one in used):
+            raise UserError(
+                f"{key}: of a trained model's configuration this command takes other values of "
+                f"{', '.join(used)} alone"
+            )
     tree = c.model_dump(mode="json")
     apply_overrides(tree, overrides)
     return validate(Resolved, tree)

@@ -33,7 +33,8 @@ from jaxtrain.parallel.runtime import start
 from jaxtrain.prototypes import distances, find_prototypes
 from jaxtrain.saved import Saved, load_saved
 from jaxtrain.scaling import Resolved, override
-from jaxtrain.settings import UserError, command
+from jaxtrain.scoring import FIELDS
+from jaxtrain.settings import Parser, UserError, command, whole
 from jaxtrain.tasks import identity
 
 SCORES = {
@@ -47,6 +48,12 @@ JOB_BATCHES = 16  # of the model, at least, that are packed together
 SAVE_SECONDS = 30.0
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
 ENDING, WRITTEN = ".jsonl.zst", "written"
+TEXT = (
+    "data.train",
+    "data.validation",
+    "data.cache_dir",
+    "data.prepare_workers",
+)  # fields that may be changed
 SAMPLE = 1 << 17  # documents that prototypes are found from
 FORMAT = 1
 
@@ -98,8 +105,6 @@ def check(names: Sequence[str], out: Path, clusters: int, config: data.DataConfi
         raise UserError(f"--score names none of {', '.join(SCORES)}")
     if not out.name.endswith(ENDING):
         raise UserError(f"--out {out}: the name has to end in {ENDING}, which is what is written")
-    if clusters < 1:
-        raise UserError(f"--clusters must be at least 1, not {clusters}")
     if config.train.name in ("mixture", *TALK):
         raise UserError(
             f"data.train is a {config.train.name}, but scores are of the documents of one source "
@@ -309,24 +314,24 @@ def table_of(result: dict[str, Any]) -> Table:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "jaxtrain.score",
         description=(__doc__ or "").split("\n")[0],
         formatter_class=argparse.RawDescriptionHelpFormatter,
         epilog="\n".join(f"{name:16s} {what}" for name, what in SCORES.items()),
     )
     parser.add_argument("run", type=Path, help="run directory or model folder")
-    parser.add_argument("--step", type=int, help="a checkpoint instead of the final model")
+    parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
     parser.add_argument("--score", required=True, help="names from below, comma-separated")
     parser.add_argument("--out", type=Path, required=True, help=f"file to write, NAME{ENDING}")
-    parser.add_argument("--clusters", type=int, default=100, help="prototypes (100)")
+    parser.add_argument("--clusters", type=whole(1), default=100, help="prototypes (100)")
     parser.add_argument("overrides", nargs="*", help="data.train.path=corpus.jsonl ...")
     arguments = parser.parse_intermixed_args(argv)
     try:
         start()
         names = [name.strip() for name in arguments.score.split(",") if name.strip()]
         saved = load_saved(arguments.run, arguments.step)
-        config = override(saved.config, arguments.overrides)
+        config = override(saved.config, arguments.overrides, (*FIELDS[:-1], *TEXT))
         console = Console(width=120)
         with show_progress(console) as progress:
             result = score(saved, config, names, arguments.out, arguments.clusters, progress)

@@ -26,6 +26,8 @@ from jaxtrain.parallel.runtime import compute_dtype
 from jaxtrain.saved import Saved
 from jaxtrain.scaling import Resolved
 
+# Fields of a saved model's configuration that a command line may change, of those read here.
+FIELDS = ("eval.batch_size", "mesh", "train.precision", "train.device_batch_size", "model.context")
 AHEAD = 8  # batches that the device is given before the first one's numbers are waited for
 HEAD_ROWS = 1024  # places a device computes logits of at a time
 

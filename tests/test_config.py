@@ -152,16 +152,46 @@ BAD = {
     "(mesh data x fsdp x expert); use 8",
     "train.batch_size=16 train.device_batch_size=3": "train.batch_size 16 is not a multiple of 8 "
     "devices x train.device_batch_size 3; use 2",
+    "train.steps=": "'train.steps=': there is no value; write null for none, '\"\"' for no text",
+    "train.steps=true": "train.steps: got True: it must be a number, not true or false",
+    'optim.multipliers={"matrices":false}': "optim.multipliers: it must be a number, not true or "
+    "false",
+    "train.steps=5 eval.every=3 train.steps=6": "train.steps is given twice, by 'train.steps=5' "
+    "and by 'train.steps=6'; keep one (and quote {a..b}, of which a shell makes several)",
+    'model={"depth":3} model.depth=4': "model.depth is given twice, by 'model={\"depth\":3}' and "
+    "by 'model.depth=4'; keep one (and quote {a..b}, of which a shell makes several)",
+    'model.depth=4 model={"width":8}': "model.depth is given twice, by 'model.depth=4' and by "
+    "'model={\"width\":8}'; keep one (and quote {a..b}, of which a shell makes several)",
+    'model={"depth":3, "depth":4}': '\'model={"depth":3, "depth":4}\': not readable as YAML: depth '
+    "is given twice (line 1, column 13)",
+    "sample.temperature=.inf": "sample.temperature: got inf: input should be a finite number",
+    "optim.matrix_lr=nan": "optim.matrix_lr: got 'nan': input should be a finite number",
+    "run.name=../../escape": "run.name: got '../../escape': it must be a folder inside "
+    "run.directory; set run.directory for another place",
+    'run.name="a\\0b"': "run.name: got 'a\\x00b': it has NUL in it, or what is no UTF-8",
+    f"run.name={'x' * 300}": f"run.name: got '{'x' * 59} ... {'x' * 19}': a folder's name has at "
+    "most 255 bytes",
+    "model.depth=100000000": "model.depth: got 100000000: input should be less than or equal to "
+    "10000",
+    "model.hidden=1000000000000": "model: it has 1.84e+16 parameters (depth 12, width 768, hidden "
+    "1000000000000); more than 1e+14 fit nowhere",
+    "train.steps=12345678901234567890": "train.steps: got 12345678901234567890: the number is "
+    "beyond 64 bits",
+    f"train.steps={'9' * 5000}": f"'train.steps={'9' * 47} ... {'9' * 19}': not readable as YAML: "
+    "a whole number is beyond 64 bits (line 1, column 1)",
+    "train.batch_size=100000000": "train.batch_size 100000000 x train.sequence_length 2048 are "
+    "2.05e+11 tokens a step, and at most 268,435,456 can be: lower one",
     "model.depth": "'model.depth': an override is key.path=value, as in optim.matrix_lr=0.01",
     "model.width=256 model.kv_heads=3": "model: heads 2 is not a multiple of kv_heads 3",
     "sample.prompts=a": "sample.prompts: got 'a', but it is a list: sample.prompts='[..., ...]'",
     "optim.matrix_lr=1 optim.name=adamw": "optim.matrix_lr: no such field; it belongs to "
     "optim.name=muon",
-    "data.train.filters=[{name:c4}]": "data.train.filters.0.name: field required, it says which "
+    'data.train.filters=[{"term":3}]': "data.train.filters.0.name: field required, it says which "
     "variant this is; see --help",
     "data.train.path=a.jsonl.xz": "data.train: a.jsonl.xz is no plain text: set name=jsonl, and "
     "perhaps its field",
-    "model.depth=[1": "'model.depth=[1': '[1' is not a YAML value; quote it",
+    "model.depth=[1": "'model.depth=[1': not readable as YAML: while parsing a flow sequence, "
+    "expected ',' or ']', but got '<stream end>' (line 1, column 3)",
 }
 
 
@@ -177,6 +207,13 @@ def test_a_wrong_key_in_a_list_names_the_fields_of_its_variant(capsys):
     assert main(["--print-config", "data.train.filters=[{name: c4, foo: 1}]"]) == 2
     err = capsys.readouterr().err
     assert err.startswith("error: data.train.filters.0.foo: no such field; there are name, term")
+
+
+def test_numbers_mean_what_they_look_like():
+    c = load_config(None, ["train.steps=010", "run.name=2024-01-01", "optim.matrix_lr=1e-3"])
+    assert (c.train.steps, c.run.name, c.optim.matrix_lr) == (10, "2024-01-01", 1e-3)
+    with pytest.raises(UserError, match="train.steps: got '1:30': input should be a valid integer"):
+        load_config(None, ["train.steps=1:30"])
 
 
 def test_overrides_that_yaml_would_take_for_comments_or_aliases_are_text():
@@ -244,8 +281,36 @@ def test_all_that_is_wrong_is_said_a_line_each(capsys):
         (b"\xff", "not readable as YAML: 'utf-8' codec can't decode byte 0xff in position 0"),
         (b"just text", "expected `section: {field: value}`, got 'just text'"),
         (b"!!python/object/apply:os.getcwd []", "could not determine a constructor"),
+        (b"model:\n  depth: 2\n  depth: 3\n", "depth is given twice (line 3, column 3)"),
+        (b"train:\n  steps:\n", "steps has no value: null is none"),
+        (b"sample:\n  prompts:\n  - a\n  -\n", "an entry of a list has no value"),
+        (b"a: " + b"[" * 5000, "it is nested too deep"),
+        (b"a: " + b"[" * 200 + b"]" * 200, "more than 100,000 values, or 100 levels"),
+        (
+            b"a0: &a0 [x, x]\n"
+            + b"".join(
+                b"a%d: &a%d [%s]\n" % (i + 1, i + 1, b", ".join([b"*a%d" % i] * 9))
+                for i in range(9)
+            ),
+            "more than 100,000 values, or 100 levels",
+        ),
+        (b"a: &a [*a]", "an alias stands for what it is part of"),
+        (b"a: 'x\0y'", "special characters are not allowed"),
     ],
-    ids=["torn", "not utf-8", "text", "code"],
+    ids=[
+        "torn",
+        "not utf-8",
+        "text",
+        "code",
+        "twice",
+        "empty",
+        "empty entry",
+        "deep",
+        "levels",
+        "laughs",
+        "itself",
+        "nul",
+    ],
 )
 def test_a_bad_file_is_named(tmp_path, capsys, content, message):
     file = tmp_path / "c.yaml"

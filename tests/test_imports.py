@@ -9,7 +9,8 @@ ROOT = Path(__file__).parents[1]
 # Below first. The modules of a line do not import each other; a folder is one module.
 LAYERS = (
     ("jaxtrain.settings", "jaxtrain.commands"),
-    ("jaxtrain.sums",),
+    ("jaxtrain.parsing", "jaxtrain.sums"),
+    ("jaxtrain.overrides",),
     ("jaxtrain.parallel",),
     ("jaxtrain.data", "jaxtrain.model", "jaxtrain.optim"),
     ("jaxtrain.finetune", "jaxtrain.compress", "jaxtrain.interop"),

@@ -41,10 +41,10 @@ def test_generate_reads_a_model_folder_and_a_checkpoint(whole, capsys):
     ("arguments", "message"),
     [
         (["--step", "5"], "no checkpoint of step 5; there are 3, 6"),
-        (["--tokens", "0"], "--tokens must be at least 1"),
-        (["--temperature", "-1"], "--temperature at least 0"),
-        (["--top-k", "0"], "--top-k must be at least 1"),
-        (["--top-p", "2"], "--top-p above 0 and at most 1"),
+        (["--tokens", "0"], "--tokens: got '0', must be a whole number from 1"),
+        (["--temperature", "-1"], "--temperature: got '-1', must be a number from 0 on"),
+        (["--top-k", "0"], "--top-k: got '0', must be a whole number from 1"),
+        (["--top-p", "2"], "--top-p: got '2', must be a number above 0 and at most 1"),
     ],
 )
 def test_generate_refuses(whole, capsys, arguments, message):

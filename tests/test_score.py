@@ -180,10 +180,11 @@ def test_prototypes_are_the_directions_of_clusters():
 # ---- the command -------------------------------------------------------------------------------
 
 
-def command(run, corpus, out, *more, names=SCORES):
+def command(run, corpus, out, *more, names=SCORES, kind="jsonl"):
+    clusters = () if "--clusters" in more else ("--clusters", "3")
     return score.main(
-        [str(run), "--score", ",".join(names), "--out", str(out), "--clusters", "3",
-         f"data.cache_dir={out.parent / 'cache'}", "data.train.name=jsonl",
+        [str(run), "--score", ",".join(names), "--out", str(out), *clusters,
+         f"data.cache_dir={out.parent / 'cache'}", f"data.train.name={kind}",
          f"data.train.path={corpus}", "data.validation.name=none", *more]
     )  # fmt: skip
 
@@ -223,8 +224,9 @@ def test_a_parquet_file_keeps_its_columns(run, tmp_path):
     table = {"body": texts(5), "id": [3, 1, 4, 1, 5], "raw": [b"x"] * 5, "url": list("abcde")}
     pq.write_table(pa.table(table), tmp_path / "t.parquet", row_group_size=2)
     out = tmp_path / "o.jsonl.zst"
-    more = ["data.train.name=parquet", f"data.train.path={tmp_path}/t.parquet"]
-    assert command(run, "", out, *more, "data.train.column=body", names=["el2n"]) == 0
+    more = ["data.train.column=body"]
+    path = tmp_path / "t.parquet"
+    assert command(run, path, out, *more, names=["el2n"], kind="parquet") == 0
     rows = written(out)
     assert all(row.pop("el2n") > 0 for row in rows)
     table["raw"] = ["eA=="] * 5  # base64
@@ -273,7 +275,7 @@ def test_bad_input_is_one_line(run, corpus, tmp_path, capsys):
     assert "--score loss: there is no such score; there are perplexity" in error(names=["loss"])
     assert "--score names none of" in error(names=[])
     assert "has to end in .jsonl.zst" in error(out="o.json")
-    assert "--clusters must be at least 1" in error("--clusters", "0")
+    assert "argument --clusters: got '0', must be a whole number from 1" in error("--clusters", "0")
     assert "no file or folder" in error(path=tmp_path / "none.jsonl")
     assert "has no field 'body'; it has: id, text" in error("data.train.field=body")
     many = error("--clusters", "40", names=["prototypicality"])

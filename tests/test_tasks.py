@@ -376,7 +376,7 @@ def test_a_task_of_ones_own_needs_no_bundle(bundle, tmp_path, monkeypatch):
 @pytest.mark.parametrize(
     ("kind", "line", "message"),
     [
-        ("multiple_choice", '{"query": "a"', "x.jsonl:2: not JSON"),
+        ("multiple_choice", '{"query": "a"', "x.jsonl:2 is not valid JSON"),
         ("multiple_choice", "3", "x.jsonl:2: query is missing or wrong; a multiple_choice"),
         ("multiple_choice", '{"query": "a", "choices": [], "gold": 0}', "2: choices is missing"),
         ("multiple_choice", '{"query": "a", "choices": ["b"], "gold": 1}', "2: gold is 1, but"),
@@ -396,7 +396,7 @@ def test_a_broken_line_is_named(tmp_path, kind, line, message):
     ("arguments", "message"),
     [
         (["--tasks", "sum"], "no task sum; did you mean sums?"),
-        (["--tasks", "sums", "--limit", "0"], "--limit must be at least 1"),
+        (["--tasks", "sums", "--limit", "0"], "--limit: got '0', must be a whole number from 1"),
         (["--tasks", "no.yaml"], "cannot read no.yaml: No such file"),
         (["--tasks", "core", "--bundle", "nowhere"], "there is no evaluation bundle at nowhere"),
     ],

@@ -35,8 +35,9 @@ from jaxtrain.bench.switches import bench_switches
 from jaxtrain.bench.tables import screen, table_of, update_page
 from jaxtrain.bench.tasks import bench_tasks
 from jaxtrain.bench.tune import tune_attention
+from jaxtrain.overrides import check_once
 from jaxtrain.parallel.runtime import take_memory
-from jaxtrain.settings import UserError, command
+from jaxtrain.settings import TINY, Parser, UserError, command, real
 
 WHAT = {
     "step": "the train step of a configuration, one microbatch a step",
@@ -70,7 +71,7 @@ ONLY = {
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
     lines = [f"  {name:10s} {what}" for name, what in WHAT.items()]
-    parser = argparse.ArgumentParser(
+    parser = Parser(
         "python -m jaxtrain.bench",
         description="Measure on random data, beside the peers and the physical floor.",
         epilog="\n".join(["benchmarks:", *lines]),
@@ -110,7 +111,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="folder of what is written; default benchmarks/results, runs/bench for a profile, "
         "the package for --tune",
     )
-    parser.add_argument("--minutes", type=float, help="loader: how long it reads, default 10")
+    parser.add_argument(
+        "--minutes", type=real(TINY, "above 0"), help="loader: how long it reads, default 10"
+    )
     parser.add_argument(
         "--techniques", action="store_true", help="memory: each technique's bytes and rate"
     )
@@ -203,6 +206,7 @@ def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 after one line about what the user can fix."""
     arguments = parse(argv)
     check_options(arguments)
+    check_once([one for one in arguments.overrides if "=" in one])
     console = screen()
     if arguments.what == "table":
         console.print(update_page(), "is current")

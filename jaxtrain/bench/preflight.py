@@ -50,7 +50,7 @@ from jaxtrain.metrics import format_bytes
 from jaxtrain.parallel import partition_spec
 from jaxtrain.parallel.axes import ZERO
 from jaxtrain.parallel.mesh import AXES, grid
-from jaxtrain.settings import UserError
+from jaxtrain.settings import TINY, UserError, real, whole
 from jaxtrain.step import make_step
 
 # Nothing is fused, and nothing is optimised below that: the text is all that is wanted. Weights are
@@ -373,13 +373,20 @@ def report(record: dict[str, Any]) -> str:
 
 
 def add_preflight(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument("--devices", type=int, help="dry run: how many devices are pretended (1)")
     parser.add_argument(
         "--device", type=device_named, help=f"dry run: what they are (H200): {', '.join(RATES)}"
     )
-    parser.add_argument("--memory", type=float, help="dry run: GiB of one device, if not its own")
     parser.add_argument(
-        "--fit", type=int, metavar="N", help="dry run: the first mesh of N devices that fits"
+        "--devices", type=whole(0, 2**16), help="dry run: how many devices are pretended (1)"
+    )
+    parser.add_argument(
+        "--memory", type=real(TINY, "above 0"), help="dry run: GiB of one device, if not its own"
+    )
+    parser.add_argument(
+        "--fit",
+        type=whole(0, 2**16),
+        metavar="N",
+        help="dry run: the first mesh of N devices that fits",
     )
 
 

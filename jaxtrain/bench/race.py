@@ -16,12 +16,12 @@ from statistics import median
 from typing import Any, NamedTuple
 
 import numpy as np
-import yaml
 from matplotlib.figure import Figure
 
 from jaxtrain.bench.record import describe
 from jaxtrain.config import Config, tag_of, variants_of
 from jaxtrain.metrics import Number, Row, read_rows
+from jaxtrain.parsing import read_yaml
 from jaxtrain.settings import UserError
 
 SAME = ("model", "data", "train", "mesh", "eval")  # sections that runs of a race share
@@ -74,7 +74,7 @@ def read_run(run_dir: Path) -> Run:
     for name in ("config.yaml", "env.json", "metrics.jsonl"):
         if not (run_dir / name).is_file():
             raise UserError(f"{run_dir} is not a run directory: it has no {name}")
-    config = yaml.safe_load((run_dir / "config.yaml").read_text("utf-8"))
+    config = read_yaml(run_dir / "config.yaml")
     env = json.loads((run_dir / "env.json").read_text("utf-8"))
     return Run(run_dir.resolve().name, config, env, read_rows(run_dir / "metrics.jsonl"))
 

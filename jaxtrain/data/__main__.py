@@ -4,7 +4,6 @@ python -m jaxtrain.data show CONFIG [key=value ...] [--rows N] [--step N] [--cha
 python -m jaxtrain.data filter CONFIG [key=value ...] --out DIR [--samples N]
 """
 
-import argparse
 import sys
 from pathlib import Path
 
@@ -15,16 +14,15 @@ from jaxtrain.data.corpus import prepare
 from jaxtrain.data.filtered import filter_into, report_lines
 from jaxtrain.data.progress import show_progress
 from jaxtrain.data.show import show
+from jaxtrain.overrides import check_once
 from jaxtrain.scaling import resolve, vocab_size_of
-from jaxtrain.settings import UserError, command
+from jaxtrain.settings import Parser, UserError, command, whole
 
 
 @command
 def main(argv: list[str] | None = None) -> int:
     """Prints packed rows of a run; prepares the data first if it has to."""
-    parser = argparse.ArgumentParser(
-        "python -m jaxtrain.data", description="Look at the data of a configuration."
-    )
+    parser = Parser("python -m jaxtrain.data", description="Look at the data of a configuration.")
     parser.add_argument(
         "what",
         choices=["show", "filter"],
@@ -33,16 +31,17 @@ def main(argv: list[str] | None = None) -> int:
     )
     parser.add_argument("config", help="a YAML file or the bare name of a shipped config")
     parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
-    parser.add_argument("--rows", type=int, default=4, help="rows that are shown (4)")
-    parser.add_argument("--step", type=int, default=0, help="step that they belong to (0)")
+    parser.add_argument("--rows", type=whole(1), default=4, help="rows that are shown (4)")
+    parser.add_argument("--step", type=whole(0), default=0, help="step that they belong to (0)")
     parser.add_argument(
-        "--characters", type=int, default=400, help="of each document that are shown (400)"
+        "--characters", type=whole(0), default=400, help="of each document that are shown (400)"
     )
     parser.add_argument("--out", type=Path, help="folder that filter writes")
     parser.add_argument(
-        "--samples", type=int, default=1, help="removed documents shown of each reason (1)"
+        "--samples", type=whole(0), default=1, help="removed documents shown of each reason (1)"
     )
     a = parser.parse_intermixed_args(argv)
+    check_once(a.overrides)
     config = load_config(find_config(a.config), a.overrides)
     if a.what == "filter":
         if a.out is None:
@@ -52,9 +51,12 @@ def main(argv: list[str] | None = None) -> int:
         for name, report in reports.items():
             print("\n".join(report_lines(name, report, a.samples)))
         return 0
-    rows = config.train.batch_size
-    if rows is None:
-        rows = resolve(config, vocab_size_of(config.data)).train.batch_size
+    rows, steps = config.train.batch_size, config.train.steps
+    if rows is None or (a.step and steps is None):
+        resolved = resolve(config, vocab_size_of(config.data)).train
+        rows, steps = resolved.batch_size, resolved.steps
+    if steps is not None and a.step >= steps:
+        raise UserError(f"--step {a.step}: the run has {steps} steps, 0 to {steps - 1}")
     for line in show(
         prepare(config.data),
         config.data,

@@ -21,6 +21,7 @@ from jaxtrain.data.prepare import (
     _locked,
     _save_tokenizer,
     cache_directory,
+    cached_tokenizer,
     tokenizer_texts,
 )
 from jaxtrain.data.prepare import prepare as prepare_source
@@ -174,4 +175,5 @@ def _train_tokenizer(config: DataConfig, progress: Progress) -> Path:
                     for source in sources
                 )
                 _save_tokenizer(build_tokenizer(config.tokenizer, texts), directory)
+    cached_tokenizer(directory)  # whole, or what follows would be made with a damaged one
     return directory

@@ -4,7 +4,7 @@ import json
 from collections.abc import Iterator
 from typing import Any
 
-from jaxtrain.settings import UserError
+from jaxtrain.settings import UserError, parse_json
 
 Message = dict[str, Any]
 Tools = list[dict[str, Any]] | None
@@ -30,20 +30,12 @@ def records(text: str, file: str, line: int) -> Iterator[tuple[Any, str]]:
     file, line: where the text stands. Raises UserError for what is not JSON.
     """
     if text.lstrip().startswith("["):
-        try:
-            array = json.loads(text)
-        except json.JSONDecodeError as error:
-            raise UserError(f"{file} is not valid JSON: {error}") from error
-        for number, record in enumerate(array, 1):
+        for number, record in enumerate(parse_json(text, file), 1):
             yield record, f"{file} entry {number}"
         return
     for number, one in enumerate(text.split("\n"), line):
         if one.strip():
-            try:
-                record = json.loads(one)
-            except json.JSONDecodeError as error:
-                raise UserError(f"{file} line {number} is not valid JSON: {error}") from error
-            yield record, f"{file} line {number}"
+            yield parse_json(one, f"{file} line {number}"), f"{file} line {number}"
 
 
 def conversation(record: Any, place: str) -> str:
@@ -85,8 +77,8 @@ def talk_of(text: str) -> tuple[list[Message], Tools]:
 
 def checked(value: Any, place: str) -> str:
     """A value as JSON. Raises UserError for characters that no text or template may have."""
-    text = json.dumps(value, ensure_ascii=False)
     try:
+        text = json.dumps(value, ensure_ascii=False)
         text.encode()
     except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
         raise UserError(f"{place} has a character that is no Unicode") from error
@@ -120,12 +112,7 @@ def tools_of(record: dict[str, Any], place: str) -> Tools:
     """The record's `tools`, which may be written as JSON inside of it."""
     given = tools = record.get("tools")
     if isinstance(given, str) and given.strip():
-        try:
-            tools = json.loads(given)
-        except json.JSONDecodeError as error:
-            raise UserError(
-                f"{place}: tools is a string that is not valid JSON: {error}"
-            ) from error
+        tools = parse_json(given, f"{place}: tools is a string that")
     if not tools:
         return None
     if not isinstance(tools, list) or not all(isinstance(tool, dict) for tool in tools):

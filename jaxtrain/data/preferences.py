@@ -24,6 +24,7 @@ from jaxtrain.data.messages import (
     tools_of,
     with_system,
 )
+from jaxtrain.data.template import Refused
 from jaxtrain.settings import UserError
 
 PAIR, WANTED, UNWANTED = 0, 1, 2  # what the note says
@@ -102,17 +103,32 @@ def texts_of_preferences(
     """The documents of each preference (its JSON): the two texts, and the note as its length; none
     where `on_error` lets a text pass that cannot be used."""
     records = [json.loads(text) for text in texts]
+    kept = [i for i, record in enumerate(records) if _says_something(i, record, on_error)]
     both = [
-        (messages, record["asked"], record.get("tools"))
-        for record in records
-        for messages in record["texts"]
+        (messages, records[i]["asked"], records[i].get("tools"))
+        for i in kept
+        for messages in records[i]["texts"]
     ]
-    found = chat.answers(both, lambda number, error: on_error(number // 2, error))
-    notes = [np.zeros(record["note"], np.int64) for record in records]
-    return [
-        [] if one is None or other is None else [one, other, Document(note, note.astype(bool), 0)]
-        for one, other, note in zip(found[::2], found[1::2], notes)
-    ]
+    found = chat.answers(both, lambda number, error: on_error(kept[number // 2], error))
+    documents: list[list[Document]] = [[] for _ in records]
+    for i, one, other in zip(kept, found[::2], found[1::2], strict=True):
+        if one is not None and other is not None:
+            note = np.zeros(records[i]["note"], np.int64)
+            documents[i] = [one, other, Document(note, note.astype(bool), 0)]
+    return documents
+
+
+def _says_something(number: int, record: dict[str, Any], on_error: OnError) -> bool:
+    """Whether there is anything to learn from a preference; if not, `on_error` is told."""
+    first, second = record["texts"]
+    if record["note"] == PAIR and first == second:
+        reason = "chosen and rejected are the same answer, so that neither is better"
+    elif not any(message["content"].strip() or len(message) > 2 for message in first):
+        reason = "prompt and answer are empty"
+    else:
+        return True
+    on_error(number, Refused(f"{reason} (the prompt begins {first[0]['content'][:60]!r})"))
+    return False
 
 
 def _json(texts: list[list[Message]], asked: int, note: int, tools: Tools, place: str) -> str:

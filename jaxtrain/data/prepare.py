@@ -94,7 +94,7 @@ def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prep
     if not all((directory / name).is_dir() for name in ("tokenizer", *splits)):
         with _locked(directory, progress):
             _fill(config, directory, progress)
-    tokenizer = load_tokenizer(directory / "tokenizer")
+    tokenizer = cached_tokenizer(directory)
     found = [
         open_store(
             directory / split, tokenizer=tokenizer.fingerprint, skip_damaged=config.skip_damaged
@@ -104,6 +104,16 @@ def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prep
     _check_vocabulary(config, found[0])
     _check_weights(config, found[0])
     return Prepared(found[0], found[1] if len(found) == 2 else None, tokenizer, directory)
+
+
+def cached_tokenizer(directory: Path) -> Tokenizer:
+    """The tokenizer of an entry of the cache. What was made with a damaged one goes with it."""
+    try:
+        return load_tokenizer(directory / "tokenizer")
+    except UserError as error:
+        raise UserError(
+            f"{error}; delete {directory} to have the tokenizer and the data prepared again"
+        ) from error
 
 
 def cache_directory(config: DataConfig) -> Path:
@@ -215,7 +225,7 @@ def _fill(config: DataConfig, directory: Path, progress: Progress) -> None:
 def _tokenize(text: Text, directory: Path, mapped: Map, progress: Progress) -> None:
     """Writes the stores of a text. Every COMMIT_SECONDS the block that was reached is noted: there
     the work goes on after an interruption. All shards end at the same block."""
-    tokenizer = load_tokenizer(directory / "tokenizer")
+    tokenizer = cached_tokenizer(directory)
     partial_stores = directory / f"{'-'.join(text.splits)}.{tokenizer.fingerprint[:12]}.partial"
     note = partial_stores / "done.json"
     state = {"shards": 0, "after": START, "size": 0, "finished": False}
@@ -412,8 +422,15 @@ def _save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 @contextmanager
 def _locked(directory: Path, progress: Progress = lambda *_: None) -> Iterator[None]:
     """Of all processes one at a time; says so if it is another's turn."""
-    directory.mkdir(parents=True, exist_ok=True)
-    with (directory / "lock").open("w") as file:
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / "lock").open("w")
+    except OSError as error:
+        raise UserError(
+            f"data.cache_dir: {directory.parent} cannot be written ({error.strerror}); name a "
+            "folder that can"
+        ) from error
+    with lock as file:
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except BlockingIOError:

@@ -252,7 +252,7 @@ def _jsonl_records(
         place = f"{block.file.url} line {number}"
         try:
             record = json.loads(line)
-        except json.JSONDecodeError as error:
+        except (ValueError, RecursionError) as error:
             raise UserError(f"{place} is not valid JSON: {error}") from error
         if not isinstance(record, dict):
             raise UserError(f"{place} is not a JSON object: {line.strip()[:60]}")

@@ -191,7 +191,8 @@ def _read_manifest(directory: Path, tokenizer: str | None) -> tuple[str, dict[st
     if tokenizer is not None and manifest["tokenizer"] != tokenizer:
         raise UserError(
             f"{directory} was written with tokenizer {manifest['tokenizer'][:12]}, but this run "
-            f"uses {tokenizer[:12]}; {again}"
+            f"uses {tokenizer[:12]}: one of them is damaged; delete {directory.parent} to have "
+            "both prepared again"
         )
     return text, manifest
 

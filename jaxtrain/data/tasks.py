@@ -6,25 +6,37 @@ A bundle is a folder, or an archive of one, with `core.yaml` (the tasks), `eval_
 
 import csv
 import difflib
+import gzip
 import hashlib
 import json
+import lzma
 import os
 import random
 import shutil
 import tarfile
 import zipfile
+import zlib
 from collections.abc import Sequence
 from functools import cached_property
 from pathlib import Path
 from typing import Any, Literal, NamedTuple
 
-import yaml
 from pydantic import ConfigDict, Field, ValidationError
 
-from jaxtrain.settings import Settings, UserError
+from jaxtrain.parsing import read_yaml
+from jaxtrain.settings import Settings, UserError, parse_json
 
 SOURCE = "https://karpathy-public.s3.us-west-2.amazonaws.com/eval_bundle.zip"
 REBUILT = "_rebuilt"  # ends the name of a file that stands in for one that may not be shared
+# What the decompressors raise, beside their own errors, for an archive that is cut.
+DAMAGED = (
+    EOFError,
+    lzma.LZMAError,
+    zlib.error,
+    gzip.BadGzipFile,
+    RuntimeError,
+    NotImplementedError,
+)
 SHUFFLE_SEED = 1337
 # What an example of each kind has, and of which type.
 FIELDS: dict[str, dict[str, type]] = {
@@ -101,8 +113,13 @@ class Bundle:
         path = self.folder / "eval_meta_data.csv"
         if not path.is_file():
             return {}
-        with path.open(encoding="utf-8") as file:
-            return {r["Eval Task"]: float(r["Random baseline"]) for r in csv.DictReader(file)}
+        try:
+            with path.open(encoding="utf-8") as file:
+                return {r["Eval Task"]: float(r["Random baseline"]) for r in csv.DictReader(file)}
+        except (ValueError, KeyError, TypeError, csv.Error) as error:
+            raise UserError(
+                f"{path}: expected the columns Eval Task and Random baseline, a number ({error})"
+            ) from error
 
     def find(self, names: Sequence[str]) -> list[tuple[Task, Path]]:
         """Tasks by name, all of `core`, or all of a YAML file; each with the folder of its data."""
@@ -195,8 +212,9 @@ def unpack(archive: Path, cache: Path) -> Path:
     part = folder.with_suffix(f".{os.getpid()}")
     try:
         shutil.unpack_archive(archive, part, filter=None if archive.suffix == ".zip" else "data")
-    except (shutil.ReadError, tarfile.TarError, zipfile.BadZipFile) as error:
-        raise UserError(f"{archive} cannot be unpacked: {error}") from error
+    except (shutil.ReadError, tarfile.TarError, zipfile.BadZipFile, *DAMAGED) as error:
+        shutil.rmtree(part, ignore_errors=True)
+        raise UserError(f"{archive} cannot be unpacked, it is cut or damaged: {error}") from error
     try:
         part.rename(folder)
     except OSError:  # another process was first
@@ -207,7 +225,7 @@ def unpack(archive: Path, cache: Path) -> Path:
 def read_tasks(path: Path) -> dict[str, Task]:
     """The tasks of a YAML file by label, in its order."""
     try:
-        entries = yaml.safe_load(path.read_text(encoding="utf-8"))["icl_tasks"]
+        entries = read_yaml(path)["icl_tasks"]
         tasks = [Task.model_validate(entry) for entry in entries]
     except OSError as error:
         raise UserError(f"--tasks: cannot read {path}: {error.strerror}") from error
@@ -215,7 +233,7 @@ def read_tasks(path: Path) -> dict[str, Task]:
         first = error.errors()[0]
         where = ".".join(map(str, first["loc"]))
         raise UserError(f"{path}: {error.title} {where}: {first['msg'].lower()}") from None
-    except (yaml.YAMLError, UnicodeDecodeError, TypeError, KeyError) as error:
+    except (TypeError, KeyError) as error:
         reason = " ".join(str(error).split())
         raise UserError(f"{path}: expected `icl_tasks:` and a list of tasks ({reason})") from None
     return {task.label: task for task in tasks}
@@ -224,14 +242,11 @@ def read_tasks(path: Path) -> dict[str, Task]:
 def read_examples(path: Path, task: Task) -> list[Example]:
     """A task's JSONL. Raises UserError with the line that is broken."""
     examples = []
-    with path.open(encoding="utf-8-sig") as file:
+    with path.open("rb") as file:
         for number, line in enumerate(file, 1):
             if not line.strip():
                 continue
-            try:
-                example = json.loads(line)
-            except ValueError as error:
-                raise UserError(f"{path}:{number}: not JSON: {error}") from None
+            example = parse_json(line, f"{path}:{number}")
             if fault := fault_of(example, task.icl_task_type):
                 raise UserError(f"{path}:{number}: {fault}")
             examples.append(example)

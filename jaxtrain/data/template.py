@@ -23,6 +23,7 @@ DEFAULT = (
     "{{ eos_token if message['role'] == 'assistant' else '\\n\\n' }}{% endfor %}"
     "{{ '### Assistant\\n' if add_generation_prompt }}"
 )
+MOST_MADE = 2**24  # characters, entries, or bits of a power, that an operator of a template makes
 DATE = datetime(2024, 7, 26)  # templates that ask for today's would make other data every day
 
 
@@ -32,7 +33,13 @@ def read_template(given: str | None) -> str:
         return given or DEFAULT
     if not Path(given).expanduser().is_file():
         raise UserError(f"template {given!r} is neither Jinja text nor a file")
-    return Path(given).expanduser().read_text(encoding="utf-8")
+    try:
+        text = Path(given).expanduser().read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"template {given} is not UTF-8 text: {error}") from error
+    if not text.strip():
+        raise UserError(f"template {given} is empty: it would write nothing of a conversation")
+    return text
 
 
 def make_render(template: str, special: dict[str, str]) -> Render:
@@ -75,7 +82,21 @@ def make_render(template: str, special: dict[str, str]) -> Render:
             x, ensure_ascii=ensure_ascii, indent=indent, separators=separators, sort_keys=sort_keys
         )
 
-    environment = ImmutableSandboxedEnvironment(
+    class Sandbox(ImmutableSandboxedEnvironment):
+        """Without products and powers that would fill the memory."""
+
+        intercepted_binops = frozenset(("*", "**"))
+
+        def call_binop(self, context: Any, operator: str, left: Any, right: Any) -> Any:
+            sizes = [len(x) if hasattr(x, "__len__") else x for x in (left, right)]
+            if all(isinstance(size, int) for size in sizes):
+                power = operator == "**" and abs(left) > 1
+                size = right * left.bit_length() if power else sizes[0] * sizes[1]
+                if abs(size) > MOST_MADE:
+                    raise OverflowError(f"a {operator} makes more than {MOST_MADE:,}")
+            return super().call_binop(context, operator, left, right)
+
+    environment = Sandbox(
         trim_blocks=True, lstrip_blocks=True, extensions=[Generation, "jinja2.ext.loopcontrols"]
     )
     environment.filters["tojson"] = to_json
@@ -86,6 +107,8 @@ def make_render(template: str, special: dict[str, str]) -> Render:
         compiled = environment.from_string(template)
     except jinja2.TemplateError as error:
         raise UserError(f"the chat template is no Jinja: {error}") from error
+    except RecursionError:
+        raise UserError("the chat template is no Jinja: it is nested too deep") from None
 
     def render(messages: Sequence[Message], begin: bool, tools: Tools = None) -> str:
         try:
@@ -93,10 +116,12 @@ def make_render(template: str, special: dict[str, str]) -> Render:
                 messages=messages, add_generation_prompt=begin, tools=tools,
                 documents=None, **special,
             )  # fmt: skip
-        except (jinja2.TemplateError, TypeError) as error:
+        except Exception as error:  # a template computes: it may divide by zero, or call itself
             first = messages[0]["content"][:60] if messages else ""
+            own = isinstance(error, jinja2.TemplateError)
+            reason = str(error) if own else f"{type(error).__name__}: {error}"
             raise Refused(
-                f"the chat template refuses the conversation that begins {first!r}: {error}"
+                f"the chat template refuses the conversation that begins {first!r}: {reason}"
             ) from error
 
     return render

@@ -40,6 +40,7 @@ PROBE = (
     '"YES" , don\'t\r\n\u2581 end  '
 )
 SPECIAL = "Tokens that no text has, in the vocabulary that is trained, as <mask> for data.augment"
+SUM = ".sha256"  # behind the name of a tokenizer's file: that of its checksum
 BYTES_BOS = "<|bos|>"  # how the BOS of plain bytes is written
 
 
@@ -135,7 +136,7 @@ class Tokenizer:
     @property
     def fingerprint(self) -> str:
         """SHA-256 of the model file."""
-        return hashlib.sha256(self.model).hexdigest()
+        return sha256(self.model)
 
     def encode(self, text: str) -> np.ndarray:
         return self.encode_batch([text])[0]
@@ -151,14 +152,16 @@ class Tokenizer:
 
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
-        (directory / FILES[self.name]).write_bytes(self.model)
+        path = directory / FILES[self.name]
+        path.write_bytes(self.model)
+        path.with_name(path.name + SUM).write_text(self.fingerprint + "\n")
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:
-    """Loads what `Tokenizer.save` wrote. Raises UserError if there is none."""
+    """Loads what `Tokenizer.save` wrote. Raises UserError if there is none, or it is damaged."""
     for name, file in FILES.items():
         if (directory / file).is_file():
-            return TOKENIZERS[name]((directory / file).read_bytes(), str(directory / file))
+            return TOKENIZERS[name](read_model(directory / file), str(directory / file))
     raise UserError(f"{directory} has no tokenizer; expected one of {', '.join(FILES.values())}")
 
 
@@ -192,7 +195,21 @@ def build_tokenizer(config: TokenizerConfig, texts: Iterable[str]) -> Tokenizer:
         path = path / FILES[kind]
     if not path.is_file():
         raise UserError(f"data.tokenizer.path: there is no file {path}")
-    return TOKENIZERS[kind](path.read_bytes(), str(path))
+    return TOKENIZERS[kind](read_model(path), str(path))
+
+
+def read_model(path: Path) -> bytes:
+    """The bytes of a tokenizer's file, as they were written where their checksum lies beside it."""
+    model, listed = path.read_bytes(), path.with_name(path.name + SUM)
+    if listed.is_file() and listed.read_bytes().decode(errors="replace").strip() != sha256(model):
+        raise UserError(
+            f"{path} is damaged: its bytes are not those that were written (see {listed.name})"
+        )
+    return model
+
+
+def sha256(model: bytes) -> str:
+    return hashlib.sha256(model).hexdigest()
 
 
 def sentencepiece_tokenizer(model: bytes, path: str = "the model") -> Tokenizer:

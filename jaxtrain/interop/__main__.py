@@ -4,14 +4,13 @@ python -m jaxtrain.interop import PATH_OR_REPO RUN_DIR
 python -m jaxtrain.interop export RUN OUT [--family NAME] [--dtype bfloat16] [--shard-bytes N]
 """
 
-import argparse
 import sys
 from pathlib import Path
 
 import numpy as np
 
 from jaxtrain.commands import command_of
-from jaxtrain.config import Config, to_yaml, validate
+from jaxtrain.config import Config, save_yaml, validate
 from jaxtrain.data import make_chat, make_reader, template_of
 from jaxtrain.data.tokenizer import FILES
 from jaxtrain.interop.companions import (
@@ -32,7 +31,7 @@ from jaxtrain.interop.tensors import DTYPES, SHARD_BYTES, WEIGHTS, metadata_of, 
 from jaxtrain.model import Transformer, split
 from jaxtrain.saved import folder_of, load_saved
 from jaxtrain.scaling import Resolved, resolve
-from jaxtrain.settings import UserError, command
+from jaxtrain.settings import Parser, UserError, command, whole
 
 LENGTH = 2048  # of the rows that an imported model is evaluated on, if its context allows
 
@@ -62,7 +61,7 @@ def import_checkpoint(path_or_repo: str, run_dir: Path) -> Resolved:
     model_dir.mkdir(parents=True)
     tokenizer.save(model_dir)
     carry(source.folder, model_dir / FOLDER)
-    (model_dir / "config.yaml").write_text(to_yaml(c))
+    save_yaml(model_dir / "config.yaml", c)
     metadata = {"format": "pt", "tokenizer": tokenizer.fingerprint} | origin(path_or_repo)
     write(model_dir / WEIGHTS, table, pieces, metadata)
     return c
@@ -146,7 +145,7 @@ NUMPY: dict[str, np.dtype] = {dtype.name: dtype for dtype in DTYPES.values()}
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    parser = argparse.ArgumentParser("jaxtrain.interop", description=(__doc__ or "").split("\n")[0])
+    parser = Parser("jaxtrain.interop", description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     into = commands.add_parser("import", help="a checkpoint becomes a run directory")
     into.add_argument(
@@ -158,7 +157,9 @@ def main(argv: list[str] | None = None) -> int:
     from_.add_argument("out", type=Path, help="folder to write")
     from_.add_argument("--family", choices=sorted(FAMILIES), help="default: the one that fits")
     from_.add_argument("--dtype", choices=sorted(NUMPY), help="default: as imported, or float32")
-    from_.add_argument("--shard-bytes", type=int, default=SHARD_BYTES, help="of one file, at most")
+    from_.add_argument(
+        "--shard-bytes", type=whole(1, 2**63 - 1), default=SHARD_BYTES, help="of one file, at most"
+    )
     a = parser.parse_args(argv)
     if a.command == "import":
         c = import_checkpoint(a.source, a.run)

@@ -37,7 +37,7 @@ INSERTED = ("adapter", "prompt", "prefix")  # what tuning put into a model
 def family_of(config: Json) -> Family:
     """The row of FAMILIES that a config.json belongs to."""
     kind = config.get("model_type")
-    if kind not in FAMILIES:
+    if not isinstance(kind, str) or kind not in FAMILIES:
         raise UserError(
             f"config.json: model_type {kind} is not known; there are {', '.join(sorted(FAMILIES))}"
         )
@@ -85,14 +85,16 @@ class Kind(NamedTuple):
     fits: Callable[[Any], bool]
 
 
-WHOLE = Kind("a whole number above 0", lambda x: type(x) is int and x > 0)
-COUNT = Kind("a whole number", lambda x: type(x) is int and x >= 0)
-NUMBER = Kind("a number above 0", lambda x: type(x) in (int, float) and x > 0)
+MOST = 2**31 - 1
+WHOLE = Kind("a whole number above 0, below 2^31", lambda x: type(x) is int and 0 < x <= MOST)
+COUNT = Kind("a whole number below 2^31", lambda x: type(x) is int and 0 <= x <= MOST)
+NUMBER = Kind("a number above 0, and finite", lambda x: type(x) in (int, float) and 0 < x < 1e300)
 TRUTH = Kind("true or false", lambda x: type(x) is bool)
 SECTION = Kind("an object, {...}, or null", lambda x: isinstance(x, dict))
 LIST = Kind("a list of texts", lambda x: isinstance(x, list) and {*map(type, x)} <= {str})
 # By our names, or by theirs where we have none; all others of `Family.keys` are whole numbers.
 KINDS = {
+    "depth": Kind("a whole number from 1 to 10,000", lambda x: WHOLE.fits(x) and x <= 10**4),
     "norm_eps": NUMBER, "softcap": NUMBER, "attention_softcap": NUMBER, "tied_head": TRUTH,
     "ffn_bias": TRUTH, "vocab_size": WHOLE, "sliding_window": WHOLE, "max_window_layers": COUNT,
     "sliding_window_pattern": WHOLE, "query_pre_attn_scalar": NUMBER, "rope_theta": NUMBER,

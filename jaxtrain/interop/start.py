@@ -7,7 +7,6 @@ from typing import Any
 
 import jax
 import numpy as np
-import yaml
 from pydantic import TypeAdapter, ValidationError
 
 from jaxtrain.data import DEFAULT, chat_sources
@@ -26,6 +25,7 @@ from jaxtrain.interop.load import (
 from jaxtrain.interop.tensors import WEIGHTS, read, read_header
 from jaxtrain.model import ModelConfig, ParamSpec, path_name
 from jaxtrain.model.config import Experts
+from jaxtrain.parsing import read_saved
 from jaxtrain.settings import UserError
 
 
@@ -45,7 +45,7 @@ def sections_of(path: str) -> dict[str, Json]:
         model = open_checkpoint(folder).fields
         check_companions(folder)
     elif (folder / "config.yaml").is_file():
-        model = yaml.safe_load((folder / "config.yaml").read_text())["model"]
+        model = section_of(folder, "model")
     else:
         raise UserError(
             f"train.init_from {path}: no run, no model folder and no checkpoint of Hugging Face "
@@ -59,13 +59,20 @@ def sections_of(path: str) -> dict[str, Json]:
     return {"model": model, "data": {"tokenizer": tokenizer}}
 
 
+def section_of(folder: Path, name: str) -> Json:
+    """A section of the configuration that a model of ours was made from."""
+    section = read_saved(folder / "config.yaml").get(name)
+    if not isinstance(section, dict):
+        raise UserError(f"{folder / 'config.yaml'} is damaged: it has no section {name}")
+    return section
+
+
 def chat_of(path: str) -> tuple[str | None, dict[str, str]]:
     """The chat template of that model, if it has one, and the tokens that templates name."""
     folder = model_folder(path)
     if not is_checkpoint(folder):
-        tree = yaml.safe_load((folder / "config.yaml").read_text())
-        for source in chat_sources(tree["data"]["train"]):
-            return source["template"] or DEFAULT, source["special"]
+        for source in chat_sources(section_of(folder, "data").get("train", {})):
+            return source.get("template") or DEFAULT, source.get("special") or {}
         folder = folder / FOLDER
     return template_in(folder), special_tokens(folder)
 

@@ -6,6 +6,7 @@ tensor among the header's metadata; files of others have none.
 """
 
 import json
+import math
 import zlib
 from collections.abc import Iterable, Iterator, Mapping
 from pathlib import Path
@@ -15,7 +16,7 @@ import ml_dtypes
 import numpy as np
 
 from jaxtrain import sums
-from jaxtrain.settings import UserError, read_object
+from jaxtrain.settings import UserError, is_text, parse_json, read_object
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {
@@ -29,6 +30,7 @@ EXPONENTS = {
     "BF16": (np.uint16, 0x7F80),
     "F32": (np.uint32, 0x7F800000),
 }
+MOST_HEADER = 10**8  # bytes, as the format has it
 SHARD_BYTES = 5 * 10**9
 SUMS = "crc32"  # the key of the metadata: a JSON object, `sums.crc32` of each tensor by its name
 
@@ -51,9 +53,16 @@ def read_headers(folder: Path) -> dict[str, Stored]:
             raise UserError(f"{folder / INDEX}: weight_map must be an object, tensor: file")
         tensors: dict[str, Stored] = {}
         for name in sorted(set(index.values())):
+            if Path(name).name != name or name in ("", "..") or not is_text(name):
+                raise UserError(f"{folder / INDEX} names {name!r}, which is no file beside it")
             if not (folder / name).is_file():
                 raise UserError(f"{folder / INDEX} names the file {name}, which is missing")
-            tensors |= read_header(folder / name)
+            found = read_header(folder / name)
+            if twice := sorted(found.keys() & tensors.keys()):
+                raise UserError(
+                    f"{folder}: {tensors[twice[0]].file.name} and {name} have {twice[0]}"
+                )
+            tensors |= found
         missing = sorted(set(index) - set(tensors))
         if missing:
             raise UserError(
@@ -77,20 +86,58 @@ def other_formats(folder: Path) -> str:
 
 
 def read_header(path: Path) -> dict[str, Stored]:
-    """The tensors of one file."""
+    """The tensors of one file. Raises UserError where they do not fill it, each byte once."""
     header, start = open_header(path)
-    try:
-        crc32 = json.loads((header.pop("__metadata__", None) or {}).get(SUMS, "{}"))
-        end, tensors = path.stat().st_size, {}
-        for name, entry in header.items():
-            first, last = entry["data_offsets"]
-            place = path, entry["dtype"], tuple(entry["shape"]), start + first
-            tensors[name] = Stored(*place, crc32.get(name))
-            if start + last > end:
-                raise UserError(f"{path} is cut off: {name} ends at byte {start + last} of {end}")
-    except (OSError, ValueError, KeyError, AttributeError) as error:
-        raise UserError(f"{path} cannot be read as safetensors: {error}") from error
+    crc32 = checksums(header.pop("__metadata__", {}), path)
+    tensors, places = {}, list[tuple[int, int, str]]()
+    for name, entry in header.items():
+        dtype, shape, first, last = checked_entry(path, name, entry)
+        places.append((first, last, name))
+        tensors[name] = Stored(path, dtype, shape, start + first, crc32.get(name))
+    end, reached, before = path.stat().st_size - start, 0, "the header"
+    for first, last, name in sorted(places):
+        if last > end:
+            raise UserError(
+                f"{path} is cut off: {name} ends at byte {start + last} of {start + end}"
+            )
+        if first != reached:
+            what = "overlap" if first < reached else "have a gap between them"
+            raise UserError(f"{path} is damaged: {before} and {name} {what}")
+        reached, before = last, name
+    if reached != end:
+        raise UserError(f"{path} is damaged: {end - reached} bytes follow its last tensor")
     return tensors
+
+
+def checked_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+    """dtype, shape and byte range of a tensor. Raises UserError for what is none of them."""
+    facts = entry if isinstance(entry, dict) else {}
+    dtype, shape, place = facts.get("dtype"), counts(facts, "shape"), counts(facts, "data_offsets")
+    if isinstance(dtype, str) and shape is not None and place is not None and len(place) == 2:
+        size = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else None
+        if place[0] <= place[1] and size in (None, place[1] - place[0]):
+            return dtype, tuple(shape), place[0], place[1]
+    raise UserError(
+        f"{path} is damaged: its header has {json.dumps(entry)[:200]} for {name}; there must be "
+        "dtype, shape and data_offsets that agree"
+    )
+
+
+def counts(facts: dict[str, Any], key: str) -> list[int] | None:
+    """A list of whole numbers from 0 on; None for anything else."""
+    given = facts.get(key)
+    fits = isinstance(given, list) and all(type(n) is int and n >= 0 for n in given)
+    return given if fits else None
+
+
+def checksums(metadata: Any, path: Path) -> dict[str, Any]:
+    """Those of the tensors, by their names; none in a file that others wrote."""
+    if not isinstance(metadata, dict) or not all(type(x) is str for x in metadata.values()):
+        raise UserError(f"{path} is damaged: __metadata__ of its header must be texts by names")
+    found = parse_json(metadata.get(SUMS, "{}"), f"{path}: {SUMS} of its header")
+    if not isinstance(found, dict):
+        raise UserError(f"{path} is damaged: {SUMS} of its header are no sums by names")
+    return found
 
 
 def metadata_of(path: Path) -> dict[str, str]:
@@ -102,13 +149,31 @@ def open_header(path: Path) -> tuple[dict[str, Any], int]:
     """The header of a file, and the byte at which the tensors begin."""
     try:
         with path.open("rb") as file:
-            length = int.from_bytes(file.read(8), "little")
-            header = json.loads(file.read(length))
+            length, end = int.from_bytes(file.read(8), "little"), path.stat().st_size
+            if 8 + length > min(end, 8 + MOST_HEADER):
+                raise UserError(
+                    f"{path} cannot be read as safetensors: a header of {length} bytes is said to "
+                    f"be in a file of {end}"
+                )
+            text = file.read(length)
     except FileNotFoundError as error:
         raise UserError(f"{path} is missing; {other_formats(path.parent)}") from error
-    except (OSError, ValueError, MemoryError) as error:
+    except OSError as error:
         raise UserError(f"{path} cannot be read as safetensors: {error}") from error
+    header = parse_json(text, f"{path} cannot be read as safetensors: its header", once)
+    if not isinstance(header, dict):
+        raise UserError(f"{path} cannot be read as safetensors: its header is no object")
     return header, 8 + length
+
+
+def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    """A JSON object; ValueError for a name that it has twice."""
+    found = dict(pairs)
+    if len(found) < len(pairs):
+        names = [name for name, _ in pairs]
+        twice = next(name for name in names if names.count(name) > 1)
+        raise ValueError(f"{twice} is in it twice")
+    return found
 
 
 def read(name: str, stored: Stored) -> np.ndarray:

@@ -58,7 +58,12 @@ class ModelConfig(Settings):
     Fields that are None follow from `depth` (`resolve_model`), as in nanochat.
     """
 
-    depth: int = Field(12, ge=1, description="layers; width, heads, batch and rates follow from it")
+    depth: int = Field(
+        12,
+        ge=1,
+        le=10_000,
+        description="layers; width, heads, batch and rates follow from it",
+    )
     width: int | None = Field(
         None,
         ge=1,

@@ -20,7 +20,7 @@ from pydantic import Field
 
 from jaxtrain.parallel.group import LINGER, Group
 from jaxtrain.parallel.secret import Secret, is_loopback
-from jaxtrain.settings import Settings, UserError
+from jaxtrain.settings import Settings, UserError, whole
 
 PORTS = range(61440, 65536)  # of the coordinator by the number of SLURM's job: jobs share nodes
 GRACE = 60  # seconds that JAX's own detection waits longer than ours, which says who is gone
@@ -66,8 +66,8 @@ LAUNCHERS = (
 def add_place(parser: argparse.ArgumentParser) -> None:
     """The arguments that `find_place` takes from the command line."""
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is, of several")
-    parser.add_argument("--processes", type=int, metavar="N", help="how many there are")
-    parser.add_argument("--process", type=int, metavar="I", help="which this is, from 0")
+    parser.add_argument("--processes", type=whole(1), metavar="N", help="how many there are")
+    parser.add_argument("--process", type=whole(0), metavar="I", help="which this is, from 0")
 
 
 def check_alone(command: str, environment: Mapping[str, str] = os.environ) -> None:

@@ -195,7 +195,7 @@ def test_an_adapter_that_does_not_fit_is_named(tmp_path):
 def test_a_damaged_adapter_is_named(tmp_path):
     folder, config = adapter_of(tmp_path / "a", "rslora"), FACTS["rslora"]["config"]
     for text, message in (
-        ("{bad", "adapter_config.json is not JSON"),
+        ("{bad", "adapter_config.json is not valid JSON"),
         ("[]", "adapter_config.json holds a list"),
         (json.dumps({k: v for k, v in config.items() if k != "r"}), "json: r is None, but must be"),
         (json.dumps(config | {"lora_alpha": "8"}), "json: lora_alpha is '8', but must be a number"),

@@ -111,9 +111,9 @@ def test_shards_are_read_and_written(imported, tmp_path):
 def test_a_run_starts_from_it_and_hands_its_files_on(imported, tmp_path, capsys):
     """After a step of rate nothing the parameters are those that it started from."""
     _, run = imported
-    keep = [x for x in run_overrides(tmp_path) if not x.startswith(("model.", "data.tokenizer"))]
-    keep += ["optim.name=adamw", "optim.learning_rate=1e-9", "optim.schedule.warmup_steps=0"]
-    keep += ["train.steps=1", "sample.tokens=2", "data.validation.name=none"]
+    keep = run_overrides(tmp_path, train__steps=1, sample__tokens=2)
+    keep = [x for x in keep if not x.startswith(("model.", "data.tokenizer"))]
+    keep += ["optim.name=adamw", "optim.learning_rate=1e-9", "data.validation.name=none"]
     assert main([*keep, f"train.init_from={run}"]) == 2
     assert "data.train.path: a start from" in capsys.readouterr().err
     keep += ["data.train.path=tinyshakespeare"]
@@ -329,16 +329,16 @@ def test_what_is_no_checkpoint_is_refused(tmp_path, capsys):
 SHARD = "model-00001-of-00002.safetensors"
 FILES = {
     "no object": ("config.json", "[]", "config.json holds a list, but must be an object"),
-    "index": ("model.safetensors.index.json", "{bad", "index.json is not JSON: Expecting"),
+    "index": ("model.safetensors.index.json", "{bad", "index.json is not valid JSON: Expecting"),
     "index empty": ("model.safetensors.index.json", "{}", "weight_map must be an object"),
     "shard": (
         "model.safetensors.index.json", json.dumps({"weight_map": {Q: SHARD}}),
         f"index.json names the file {SHARD}, which is missing",
     ),
-    "tokenizer": ("tokenizer.json", "{bad", "tokenizer.json is not JSON: Expecting"),
+    "tokenizer": ("tokenizer.json", "{bad", "tokenizer.json is not valid JSON: Expecting"),
     "tokenizer list": ("tokenizer.json", "[]", "tokenizer.json holds a list"),
-    "settings": ("tokenizer_config.json", "{bad", "tokenizer_config.json is not JSON"),
-    "generation": ("generation_config.json", "{bad", "generation_config.json is not JSON"),
+    "settings": ("tokenizer_config.json", "{bad", "tokenizer_config.json is not valid JSON"),
+    "generation": ("generation_config.json", "{bad", "generation_config.json is not valid JSON"),
     "pickled": ("pytorch_model.bin", "x", "pytorch_model.bin is pickled, which is not read: open"),
 }  # fmt: skip
 

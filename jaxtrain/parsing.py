@@ -1,0 +1,135 @@
+"""YAML without its surprises: what a reader of the file would not expect is an error."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+import yaml
+
+from jaxtrain.settings import UserError
+
+MOST_VALUES = 100_000  # of a document with its aliases written out
+MOST_DEPTH = 100  # of lists and sections inside of one another
+MOST_SHOWN = 120  # characters of a value in a message
+END = "...\n"  # YAML's mark of the end of a document
+TAG = "tag:yaml.org,2002:"
+EMPTY = "has no value: null is none, '' an empty text, and a space goes behind `key:`"
+
+
+class Loader(yaml.SafeLoader):
+    """Errors are keys that are given twice, values that are left out, numbers beyond 64 bits and
+    aliases that grow without end. 010, 1:30 and 2024-01-01 are texts, not 8, 90 and a date."""
+
+    def get_single_node(self) -> Any:
+        node = super().get_single_node()
+        if node is not None:
+            _size(node, {}, 0)
+        return node
+
+    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+        seen = set()
+        for key, value in node.value:
+            if isinstance(key, yaml.ScalarNode) and key.tag != f"{TAG}merge":
+                if key.value in seen:
+                    raise _error(f"{key.value} is given twice", key)
+                seen.add(key.value)
+                if value.tag == f"{TAG}null" and not value.value:
+                    raise _error(f"{key.value} {EMPTY}", key)
+        found = super().construct_mapping(node, deep)
+        if others := [key for key in found if not isinstance(key, str)]:
+            raise _error(f"the key {others[0]!r} is no text: quote it", node)
+        return found
+
+    def construct_sequence(self, node: Any, deep: bool = False) -> list[Any]:
+        for value in node.value:
+            if value.tag == f"{TAG}null" and not value.value:
+                raise _error(f"an entry of a list {EMPTY}", value)
+        return super().construct_sequence(node, deep)
+
+    def construct_yaml_int(self, node: Any) -> int:
+        if len(node.value) < 80 and abs(number := int(node.value.replace("_", ""), 0)) < 2**64:
+            return number
+        raise _error("a whole number is beyond 64 bits", node)
+
+
+def _error(what: str, node: Any) -> yaml.YAMLError:
+    return yaml.constructor.ConstructorError(None, None, what, node.start_mark)
+
+
+def _size(node: Any, known: dict[Any, int | None], depth: int) -> int:
+    """How many values a node stands for, its aliases written out."""
+    if node in known:
+        if (size := known[node]) is None:
+            raise _error("an alias stands for what it is part of", node)
+        return size
+    known[node] = None
+    parts = [] if isinstance(node, yaml.ScalarNode) else node.value
+    parts = [one for part in parts for one in (part if isinstance(part, tuple) else (part,))]
+    size = 1 + sum(_size(part, known, depth + 1) for part in parts)
+    if depth > MOST_DEPTH or size > MOST_VALUES:
+        raise _error(f"more than {MOST_VALUES:,} values, or {MOST_DEPTH} levels", node)
+    known[node] = size
+    return size
+
+
+PLAIN = {
+    f"{TAG}int": re.compile(r"[-+]?(0|[1-9][0-9_]*|0x[0-9a-fA-F]+)\Z"),
+    f"{TAG}float": re.compile(
+        r"[-+]?([0-9][0-9_]*\.[0-9_]*([eE][-+][0-9]+)?|\.[0-9]+([eE][-+][0-9]+)?|\.(inf|Inf|INF))\Z"
+        r"|\.(nan|NaN|NAN)\Z"
+    ),
+}
+Loader.yaml_implicit_resolvers = {
+    first: [(tag, PLAIN.get(tag, rule)) for tag, rule in rules if tag != f"{TAG}timestamp"]
+    for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
+}
+Loader.add_constructor(f"{TAG}int", Loader.construct_yaml_int)
+
+
+def parse_yaml(text: str, where: str) -> Any:
+    """The value of a YAML document; UserError, of one line, that begins with `where`."""
+    try:
+        return yaml.load(text, Loader)
+    except RecursionError:
+        raise UserError(f"{where}: not readable as YAML: it is nested too deep") from None
+    except yaml.MarkedYAMLError as error:
+        mark = error.problem_mark or error.context_mark
+        place = f" (line {mark.line + 1}, column {mark.column + 1})" if mark else ""
+        reason = ", ".join(filter(None, (error.context, error.problem)))
+        raise UserError(f"{where}: not readable as YAML: {reason}{place}") from error
+    except (yaml.YAMLError, ValueError) as error:
+        raise UserError(f"{where}: not readable as YAML: {' '.join(str(error).split())}") from error
+
+
+def read_yaml(path: Path) -> Any:
+    """The value of a YAML file. Raises UserError, as `parse_yaml`."""
+    try:
+        return parse_yaml(path.read_text(encoding="utf-8"), str(path))
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: not readable as YAML: {error}") from error
+
+
+def read_saved(path: Path) -> dict[str, Any]:
+    """The sections of a saved configuration, whose last line is END.
+
+    Raises UserError for a file that is cut or damaged.
+    """
+    try:
+        text = path.read_text(encoding="utf-8")
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path} is damaged: {error}") from error
+    if not text.endswith(END):
+        raise UserError(
+            f"{path} is cut short: its last line must be {END.strip()!r} (if it is whole, written "
+            "by an older version, add that line); a run's stands in its model/config.yaml as well"
+        )
+    tree = parse_yaml(text, str(path))
+    if not isinstance(tree, dict):
+        raise UserError(f"{path} is damaged: it holds no sections")
+    return tree
+
+
+def shown(value: Any) -> str:
+    """A value in a message, its middle left out where it is long."""
+    text = repr(value)
+    return text if len(text) <= MOST_SHOWN else f"{text[:60]} ... {text[-20:]}"
