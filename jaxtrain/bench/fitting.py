@@ -13,12 +13,13 @@ from typing import Any
 
 import jax
 import psutil
-import yaml
 
 from jaxtrain.bench.preflight import preflight, virtual_devices
-from jaxtrain.config import Config, apply_overrides, find_config, load_config
+from jaxtrain.config import Config, find_config, load_config
 from jaxtrain.metrics import format_bytes
+from jaxtrain.overrides import apply_overrides
 from jaxtrain.parallel.group import Group
+from jaxtrain.parsing import read_saved, read_yaml
 from jaxtrain.run import check_text
 from jaxtrain.settings import UserError, read_object
 
@@ -76,7 +77,7 @@ def estimated(one: Record, whole: Record, rows: int) -> bool:
 def given(name: str | None, overrides: Sequence[str]) -> tuple[int | None, str | None]:
     """(rows, remat) as the configuration's file and the command line have them, without defaults
     and without those of the model that the run starts from."""
-    tree = yaml.safe_load(find_config(name).read_text()) or {} if name else {}
+    tree = read_yaml(find_config(name)) or {} if name else {}
     apply_overrides(tree, overrides)
     train, model = ({} if tree.get(name) is None else tree[name] for name in ("train", "model"))
     return train.get("device_batch_size"), model.get("remat")
@@ -109,9 +110,9 @@ def choice_of(run_dir: Path) -> dict[str, Any]:
     if not all(file.is_file() for file in files) or not (run_dir / "checkpoints").is_dir():
         return {}
     try:
-        tree, env = yaml.safe_load(files[0].read_text()), read_object(files[1])
+        tree, env = read_saved(files[0]), read_object(files[1])
         train, remat = tree["train"], tree["model"]["remat"]
-    except (yaml.YAMLError, KeyError, TypeError):
+    except (KeyError, TypeError):
         return {}
     here = jax.devices()[0].device_kind, jax.device_count()
     if not train.get("fit") or (env.get("device_kind"), env.get("device_count")) != here:
