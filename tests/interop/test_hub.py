@@ -23,7 +23,7 @@ def hub(tmp_path, monkeypatch):
     write_tokenizer(folder)
     files = {path.name: path.read_bytes() for path in folder.iterdir()}
     hub = Hub()
-    lines = "".join(json.dumps({"text": "To be, or not to be"}) + "\n" for _ in range(200))
+    lines = "".join(json.dumps({"text": f"To be, or not to be {i}"}) + "\n" for i in range(200))
     hub.first = hub.commit("models/owner/small", files)
     hub.last = hub.commit("models/owner/small", files | {"README.json": b"{}"})
     hub.data = hub.commit("datasets/owner/plays", {"one.jsonl": lines.encode()})
@@ -42,7 +42,7 @@ def test_what_names_a_repository(tmp_path, monkeypatch):
 
 def test_a_run_keeps_the_commits_that_it_began_from(hub, tmp_path, capsys):
     tune = {"train.init_from": "owner/small", "finetune.name": "lora", "train.steps": 1}
-    tune |= {"data.train.name": "jsonl", "data.validation.name": "documents"}
+    tune |= {"data.train.name": "jsonl", "data.validation.name": "none"}
     tune |= {"data.train.path": "hf://datasets/owner/plays/*.jsonl"}
     drop = ("model.", "data.tokenizer")
     arguments = [a for a in run_overrides(tmp_path, **tune) if not a.startswith(drop)]
