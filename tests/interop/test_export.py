@@ -128,7 +128,9 @@ def test_a_field_that_is_free_changes_nothing_that_is_exported(field, tmp_path):
         source = open_checkpoint(folder)
         _, other, declared = build(source)
         tokens, seen = prompts(), logits_of(other, load(source, declared), prompts())
-        np.testing.assert_allclose(logits_of(graphdef, params, tokens), seen, rtol=0, atol=1e-4)
+        # States that begin in bfloat16 are rounded before their first norm.
+        atol = 1e-2 if field == "embedding_dtype" else 1e-4
+        np.testing.assert_allclose(logits_of(graphdef, params, tokens), seen, rtol=0, atol=atol)
 
 
 def test_a_soft_cap_of_the_scores_goes_to_the_family_that_computes_it():
