@@ -87,33 +87,42 @@ class Arrays:
 
     @cached_property
     def _sums(self) -> np.ndarray:
-        powers = _powers(len(self.data), BASE)
-        terms = (self.data.astype(np.uint64) + np.uint64(1)) * powers
-        return np.concatenate([np.zeros(1, np.uint64), np.cumsum(terms)])
+        sums = np.zeros(len(self.data) + 1, np.uint64)
+        terms = np.add(self.data, 1, out=sums[1:], dtype=np.uint64)
+        terms *= _powers(len(self.data), BASE)
+        np.cumsum(terms, out=terms)
+        return sums
 
     def _spans(self, starts: np.ndarray, stops: np.ndarray) -> Spans:
-        texts = np.searchsorted(self.ends, starts, side="right")
+        until = np.searchsorted(starts, self.ends)
+        texts = np.repeat(np.arange(self.count), np.diff(until, prepend=0))
         sums = (self._sums[stops] - self._sums[starts]) * _powers(len(self.data), INVERSE)[starts]
         return Spans(starts, stops, texts, mixed(sums))
 
 
 def ngrams(spans: Spans, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Hashes of n spans in a row of the same text, uint64, and where each begins in `spans`."""
+    total = joined(spans, n)
+    first = np.flatnonzero(spans.texts[: len(total)] == spans.texts[n - 1 :][: len(total)])
+    return mixed(total[first]), first
+
+
+def joined(spans: Spans, n: int) -> np.ndarray:
+    """uint64: a number for each n spans in a row, which may be of two texts."""
     count = max(len(spans.hashes) - n + 1, 0)
     total = spans.hashes[:count].copy()
     for offset in range(1, n):
         total *= BASE
         total += spans.hashes[offset : offset + count]
-    first = np.flatnonzero(spans.texts[:count] == spans.texts[n - 1 :][:count])
-    return mixed(total[first]), first
+    return total
 
 
-def ngrams_at(spans: Spans, n: int, first: np.ndarray) -> np.ndarray:
-    """The hashes that `ngrams` has of the sequences that begin at these spans."""
+def joined_at(spans: Spans, n: int, first: np.ndarray) -> np.ndarray:
+    """What `joined` says of the n spans from each of these on."""
     total = spans.hashes[first]
     for offset in range(1, n):
         total = total * BASE + spans.hashes[first + offset]
-    return mixed(total)
+    return total
 
 
 def groups(hashes: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
@@ -141,9 +150,12 @@ def seen_before(hashes: np.ndarray, texts: np.ndarray) -> np.ndarray:
 
 def mixed(values: np.ndarray) -> np.ndarray:
     """Spreads each of 64 bits over all (splitmix64)."""
-    values = (values ^ values >> np.uint64(30)) * np.uint64(0xBF58476D1CE4E5B9)
-    values = (values ^ values >> np.uint64(27)) * np.uint64(0x94D049BB133111EB)
-    return values ^ values >> np.uint64(31)
+    values = values ^ values >> np.uint64(30)
+    values *= np.uint64(0xBF58476D1CE4E5B9)
+    values ^= values >> np.uint64(27)
+    values *= np.uint64(0x94D049BB133111EB)
+    values ^= values >> np.uint64(31)
+    return values
 
 
 def share(part: np.ndarray, whole: np.ndarray) -> np.ndarray:

@@ -11,7 +11,7 @@ import numpy as np
 from pydantic import Field
 
 from jaxtrain.data.prompts import prompt_of
-from jaxtrain.data.quality.arrays import Spans, ngrams, ngrams_at
+from jaxtrain.data.quality.arrays import BASE, Spans, joined, joined_at, ngrams
 from jaxtrain.data.quality.batch import Batch, Judged, Kind
 from jaxtrain.data.tasks import Bundle, Task, open_bundle
 from jaxtrain.settings import Settings, UserError
@@ -19,6 +19,7 @@ from jaxtrain.settings import Settings, UserError
 TOGETHER = 1 << 19  # characters of evaluation text that are hashed at once
 START = 3  # words of a short text that are looked for first
 SLOTS = 16  # places in the table for one sequence: the others are looked up in it in vain
+ROOM = 1 << 17  # places at least, which the cache of a core holds
 
 
 class Decontaminate(Settings):
@@ -103,17 +104,17 @@ def _together(texts: Iterable[str]) -> Iterator[list[str]]:
 
 
 def _hashes(texts: list[str], ngram: int) -> Iterator[tuple[str, np.ndarray]]:
-    """Hashes of the sequences of `ngram` words (`long`); for texts of fewer words, `whole` and
-    their number, of all of them, and `start` and theirs, of the first of them."""
+    """Hashes of the sequences of `ngram` words (`long`); for texts of fewer words, of all of them
+    (`whole`) and of the first one, two or three (`start` and the number)."""
     words = Batch(texts, [{}] * len(texts)).folded.folded_words
     yield "long", ngrams(words, ngram)[0]
     counts = np.bincount(words.texts, minlength=len(texts))
     for count in np.unique(counts[(counts > 0) & (counts < ngram)]).tolist():
         here = Spans(*(values[counts[words.texts] == count] for values in words))
-        yield f"whole{count}", ngrams(here, count)[0]
         first = np.flatnonzero(np.diff(here.texts, prepend=-1))
+        yield "whole", joined_at(here, count, first)
         start = min(count, START)
-        yield f"start{start}", ngrams_at(here, start, first)
+        yield f"start{start}", joined_at(here, start, first)
 
 
 def judge(config: Decontaminate, batch: Batch) -> Judged:
@@ -124,15 +125,24 @@ def judge(config: Decontaminate, batch: Batch) -> Judged:
     found = np.bincount(words.texts[hits], minlength=len(batch.texts)) >= config.min_hits
     for start in range(1, START + 1):
         if f"start{start}" in known:
-            hashes, first = ngrams(words, start)
-            first = first[known[f"start{start}"].places(hashes)]
-            for count in range(start, config.ngram if start == START else start + 1):
-                if f"whole{count}" in known:
-                    begins = first[first + count <= len(words.texts)]
-                    begins = begins[words.texts[begins] == words.texts[begins + count - 1]]
-                    hits = known[f"whole{count}"].places(ngrams_at(words, count, begins))
-                    found[words.texts[begins[hits]]] = True
+            begins = known[f"start{start}"].places(joined(words, start))
+            found[words.texts[begins[_is_whole(words, begins, config.ngram, known["whole"])]]] = (
+                True
+            )
     return Judged(found.astype(np.uint8))
+
+
+def _is_whole(words: Spans, begins: np.ndarray, ngram: int, whole: "Known") -> np.ndarray:
+    """bool [B]: whether one of the known texts of fewer words begins with each of these words."""
+    left = np.searchsorted(words.texts, words.texts[begins], side="right") - begins
+    numbers = np.arange(1, ngram)
+    total, all_BN = np.zeros(len(begins), np.uint64), np.zeros((len(begins), ngram - 1), np.uint64)
+    for number in numbers:
+        place = np.minimum(begins + number - 1, len(words.hashes) - 1)
+        total = all_BN[:, number - 1] = total * BASE + words.hashes[place]
+    is_known = np.zeros(all_BN.size, bool)
+    is_known[whole.places(all_BN.ravel())] = True
+    return (is_known.reshape(all_BN.shape) & (numbers <= left[:, None])).any(1)
 
 
 class Known(NamedTuple):
@@ -156,7 +166,7 @@ def _known(path: str) -> dict[str, Known]:
 
 
 def _table(hashes: np.ndarray) -> Known:
-    bits = max(10, (SLOTS * len(hashes)).bit_length())
+    bits = max(ROOM, SLOTS * len(hashes)).bit_length()
     shift = np.uint64(64 - bits)
     table = np.zeros(1 << bits, bool)
     table[hashes >> shift] = True
