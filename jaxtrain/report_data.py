@@ -12,6 +12,7 @@ from jaxtrain.data import in_words
 
 WIDTH, HEIGHT, BASE = 480, 170, 150  # of a histogram, in SVG units; BASE is its x axis
 LEAST_BARS = 8
+EPOCH = ("epochs", "cropped in the last whole one", "its padding", "documents left out")
 Row = dict[str, Any]
 
 
@@ -68,18 +69,31 @@ def _skipped(sources: dict[str, Row]) -> list[str]:
 
 def _table(sources: dict[str, Row], last: Row) -> str:
     names = ["source", "documents", "tokens", "bytes per token", "tokens per document"]
-    names += ["share of rows", "epochs"] if len(sources) > 1 else []
+    several, epochs = len(sources) > 1, any(key.startswith("data_epochs") for key in last)
+    names += ["share of rows"] * several + [*EPOCH] * epochs
     head = "".join(f"<th>{name}</th>" for name in names)
     lines = [f"<table><tr>{head}</tr>"]
     for name, source in sources.items():
         documents, tokens = source["documents"], source["tokens"]
         cells = [f"{documents:,}", f"{tokens:,}", f"{source['bytes'] / tokens:.2f}"]
         cells.append(f"{tokens / documents:,.0f}")
-        if len(sources) > 1:
-            share, epochs = (last.get(f"data_{kind}_{name}", 0.0) for kind in ("share", "epochs"))
-            cells += [f"{share:.1%}", f"{epochs:.3g}"]
+        tail = f"_{name}" if several else ""
+        if several:
+            cells.append(f"{last.get(f'data_share{tail}', 0.0):.1%}")
+        if epochs:
+            cells += _epoch(last, tail)
         lines.append(f"<tr><th>{escape(name)}</th>{_cells(cells)}</tr>")
     return "\n".join([*lines, "</table>"])
+
+
+def _epoch(last: Row, tail: str) -> list[str]:
+    """How many epochs of a source there were, and what packing did in the last whole one."""
+    cells = [f"{last.get(f'data_epochs{tail}', 0.0):.3g}"]
+    if f"data_epoch_crop{tail}" not in last:
+        return cells + ["-"] * (len(EPOCH) - 1)
+    kinds = ("cropped", "crop", "fill", "left_out")
+    cropped, crop, fill, left = (last[f"data_epoch_{kind}{tail}"] for kind in kinds)
+    return [*cells, f"{cropped:,.0f} ({crop:.2%} of tokens)", f"{1 - fill:.2%}", f"{left:,.0f}"]
 
 
 def _filters(name: str, report: Row) -> str:

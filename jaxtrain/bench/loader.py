@@ -23,7 +23,7 @@ PACKINGS: dict[str, dict[str, Any]] = {
     "concat": {"name": "concat"},
     "best_fit": {"name": "best_fit"},
     "best_fit, buffer 10000": {"name": "best_fit", "buffer": 10_000},
-    "best_fit, carry_tails": {"name": "best_fit", "carry_tails": True},
+    "best_fit, cropping": {"name": "best_fit", "carry_tails": False},
     "best_fit, crop": {"name": "best_fit", "long_documents": "crop"},
     "padded": {"name": "padded"},
 }

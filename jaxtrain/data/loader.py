@@ -15,13 +15,15 @@ import numpy as np
 from jaxtrain.data.augment import Augment
 from jaxtrain.data.config import DataConfig
 from jaxtrain.data.conversations import fitting, shares
-from jaxtrain.data.mixture import Plan, Planned, spans, weights_of
-from jaxtrain.data.packing import PACKINGS, Batch, PaddedConfig, Planner, Stream, assemble, padded
+from jaxtrain.data.mixture import Plan, Planned, last_epoch, packed, spans, weights_of
+from jaxtrain.data.packing import PACKINGS, Batch, PaddedConfig, assemble, padded
 from jaxtrain.data.pairs import PairBatch, References, judged, texts_of_pairs
+from jaxtrain.data.planning import Planner, Stream
 from jaxtrain.data.store import TokenStore
 from jaxtrain.settings import UserError
 
 READ_THREADS = 2
+ORDER = 2  # of the documents; another one for each change of what is planned from the same data
 
 Stores = TokenStore | Mapping[str, TokenStore]  # one, or those of a mixture by name
 
@@ -69,16 +71,27 @@ class Loader(Iterator[Batch | PairBatch]):
 
     def statistics(self) -> dict[str, float]:
         """`data_crop` and `data_fill`: the parts of the tokens met so far that packing dropped,
-        and of the rows that are no padding; of a mixture also the share of the rows and the epochs
-        of each source, `data_share_NAME` and `data_epochs_NAME`; of conversations `data_truncated`
-        and `data_left_out`, the parts of them that lose their end and that are not used."""
+        and of the rows that are no padding; `data_epochs`, the passes over the source; once there
+        is a whole one, of the last: `data_epoch_crop`, `data_epoch_fill`, and how many documents
+        lost their end and were left out, `data_epoch_cropped` and `data_epoch_left_out`. Of a
+        mixture these names end in _NAME of the source, and there is its share of the rows,
+        `data_share_NAME`. Of conversations `data_truncated` and `data_left_out`, the parts of them
+        that lose their end and that `too_long` does not let in."""
         return self._plan.statistics(self._position) | shares(self.conversations)
 
     def ended(self) -> list[str]:
-        """What to say of each source that had its last epoch before the last batch was full."""
-        names = [n for n in self._position["spent"] if n not in self._before["spent"]]
+        """What to say of each source of which an epoch, or its last one, ended in the last batch.
+
+        Epochs 1 to 9 are told, then 10, 20, ..., 90, then 100, 200 and so on.
+        """
+        said = []
+        for name, state in self._position["sources"].items():
+            whole, before = state["whole"], self._before["sources"][name]["whole"]
+            if any(int(str(n)[1:] or 0) == 0 for n in range(before + 1, whole + 1)):
+                said.append(f"{name}: epoch {whole} is over: {packed(last_epoch(state))}")
         limits = self._identity.get("max_epochs", {})
-        return [
+        names = [n for n in self._position["spent"] if n not in self._before["spent"]]
+        return said + [
             f"source {name} has had its max_epochs, {limits[name]:g}; the others take its share"
             for name in names
         ]
@@ -143,6 +156,7 @@ def train_batches(
     batches = iter(data)
     identity = {
         "packing": config.packing.model_dump(),
+        "order": ORDER,
         "seed": config.seed,
         "batch_size": batch_size,
         "sequence_length": sequence_length,
@@ -230,7 +244,7 @@ def _validation_conversations(
     """Every conversation once, whole or cut to a row, apart from the others in its row."""
     planner = padded(store, PaddedConfig(buffer=store.documents), length, 0, max_epochs=1.0)
     rows = list(chain.from_iterable(iter(planner.unit, None)))
-    # Planned from the longest down: a validation that looks at a part shall see all lengths.
+    # The last ones are of what fitted nowhere: a validation that looks at a part shall see all.
     rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
     for first in range(0, len(rows), batch_size):
         mine = [first + row for row in share]

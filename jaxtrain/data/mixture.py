@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from jaxtrain.data.packing import Planner, Row
+from jaxtrain.data.planning import Counts, Planner, Row
 from jaxtrain.data.quality.duplicates import Duplicates
 from jaxtrain.data.sources import Source
 from jaxtrain.settings import Settings, UserError
@@ -223,13 +223,40 @@ class Plan:
 
     def statistics(self, state: dict[str, Any]) -> dict[str, float]:
         """Of the stream up to a state: parts of the tokens dropped and of the rows filled; of
-        several sources also the share of the rows and the epochs of each."""
-        parts = state["sources"].values()
-        used, dropped, padding = (sum(p[k] for p in parts) for k in ("used", "dropped", "padding"))
-        found = {"data_crop": dropped / max(used + dropped, 1)}
-        found["data_fill"] = used / max(used + padding, 1)
-        rows = max(sum(state["units"].values()), 1)
-        for name, planner in self.planners.items() if len(self.planners) > 1 else ():
-            found[f"data_share_{name}"] = state["units"][name] / rows
-            found[f"data_epochs_{name}"] = state["sources"][name]["drawn"] / planner.count
+        each source its epochs and what packing did in the last whole one, and, of several, its
+        share of the rows."""
+        parts = state["sources"]
+        whole = Counts(*map(sum, zip(*(part["counts"] for part in parts.values()))))
+        found = {f"data_{kind}": share for kind, share in shares_of(whole).items()}
+        rows, several = max(sum(state["units"].values()), 1), len(parts) > 1
+        for name, planner in self.planners.items():
+            tail = f"_{name}" if several else ""
+            if several:
+                found[f"data_share{tail}"] = state["units"][name] / rows
+            found[f"data_epochs{tail}"] = planner.epochs(parts[name])
+            if parts[name]["whole"]:
+                epoch = last_epoch(parts[name])
+                found |= {f"data_epoch_{kind}{tail}": x for kind, x in shares_of(epoch).items()}
+                found[f"data_epoch_cropped{tail}"] = epoch.cropped
+                found[f"data_epoch_left_out{tail}"] = epoch.left_out
         return found
+
+
+def last_epoch(state: dict[str, Any]) -> Counts:
+    """Of a source's state: what packing did in the last whole epoch."""
+    return Counts(*state["began"]) - Counts(*state["before"])
+
+
+def shares_of(counts: Counts) -> dict[str, float]:
+    """`crop`, the part of the tokens that are in no row, and `fill`, of the rows that is text."""
+    used, dropped, padding = counts[:3]
+    return {"crop": dropped / max(used + dropped, 1), "fill": used / max(used + padding, 1)}
+
+
+def packed(counts: Counts) -> str:
+    """What packing did, as a phrase."""
+    share = shares_of(counts)
+    return (
+        f"{counts.cropped:,} cropped ({share['crop']:.2%} of the tokens), "
+        f"{counts.left_out:,} left out, {1 - share['fill']:.2%} of the rows is padding"
+    )

@@ -13,7 +13,8 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxtrain.data.encode import without_marks
-from jaxtrain.data.packing import Batch, PaddedConfig, Piece, Row, assemble, padded
+from jaxtrain.data.packing import Batch, PaddedConfig, assemble, padded
+from jaxtrain.data.planning import Piece, Row
 from jaxtrain.data.preferences import TEXTS
 from jaxtrain.data.store import Pairs, TokenStore
 from jaxtrain.settings import UserError
@@ -116,7 +117,7 @@ def every_pair(
     config = PaddedConfig(buffer=view.documents)
     planner = padded(view, config, sequence_length, 0, max_epochs=1.0)
     rows: list[Row] = list(chain.from_iterable(iter(planner.unit, None)))
-    # Planned from the longest down: a validation that looks at a part shall see all lengths.
+    # The last ones are of what fitted nowhere: a validation that looks at a part shall see all.
     rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
     rows += [[] for _ in range(-len(rows) % batch_size)]
     for first in range(0, len(rows), batch_size):

@@ -16,12 +16,16 @@ from jaxtrain.data.config import DataConfig
 from jaxtrain.data.conversations import fitting, in_words
 from jaxtrain.data.corpus import left_out
 from jaxtrain.data.loader import make_plan, stores_of
-from jaxtrain.data.packing import Batch, Row, assemble
+from jaxtrain.data.mixture import Plan, last_epoch, packed
+from jaxtrain.data.packing import Batch, assemble
 from jaxtrain.data.pairs import texts_of_pairs
+from jaxtrain.data.planning import Row
 from jaxtrain.data.prepare import Prepared
 from jaxtrain.data.store import TokenStore
 from jaxtrain.data.tokenizer import Tokenizer, text_of
 from jaxtrain.settings import visible
+
+PLANNED = 20_000_000  # tokens of a source that are planned to tell what an epoch loses
 
 
 def show(
@@ -58,7 +62,7 @@ def show(
         yield ""
         yield f"== row {number}, {name}: {_fill(batch)}"
         yield from _row(texts, row, batch, tokenizer, names, characters)
-    state, epochs = plan.get_state(), {name: p.count for name, p in plan.planners.items()}
+    state = plan.get_state()
     figures = plan.statistics(state)
     yield ""
     steps = f"{step + 1} step{'s' * (step > 0)}"
@@ -70,12 +74,13 @@ def show(
     )
     total = sum(state["units"].values())
     for name, store in stores.items():
-        drawn = state["sources"][name]["drawn"] / epochs[name]
+        drawn = plan.planners[name].epochs(state["sources"][name])
         yield (
             f"{name:{wide}}  {state['units'][name] / total:6.1%}  {drawn:8.4f}  "
             f"{store.documents:11,}  {store.tokens:15,}  {store.bytes / store.tokens:11.2f}  "
             f"{int(np.median(store.lengths)):13,}"
         )
+    yield from _epochs(make_plan(stores, config, batch_size, sequence_length), stores)
     yield from left_out(prepared)
     for name, count in counted.items():
         mine = [texts_of_pairs(stores[name], row) for of, row in planned.rows if of == name]
@@ -83,6 +88,18 @@ def show(
             share = _learned(assemble(mine, length, segments=True))
             yield f"{name}: of the tokens of this step {share:.1%} are learned"
         yield f"{name}: {in_words(count)}"
+
+
+def _epochs(plan: Plan, stores: dict[str, TokenStore]) -> Iterator[str]:
+    """What packing does in an epoch of each source that is soon planned, in the last length."""
+    for name, planner in plan.planners.items():
+        if stores[name].tokens > PLANNED:
+            continue
+        rows = planner.unit(plan.spans[-1].cut)
+        while rows is not None and not planner.get_state()["whole"]:
+            rows = planner.unit(plan.spans[-1].cut)
+        if planner.get_state()["whole"]:
+            yield f"{name}: of an epoch's documents {packed(last_epoch(planner.get_state()))}"
 
 
 def _learned(batch: Batch) -> float:

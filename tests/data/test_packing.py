@@ -5,19 +5,14 @@ from hypothesis import strategies as st
 
 from jaxtrain.data.packing import (
     PACKINGS,
-    BestFit,
     BestFitConfig,
-    Concat,
     ConcatConfig,
-    Fragment,
     PaddedConfig,
-    Piece,
-    Stream,
     assemble,
     best_fit,
     padded,
-    permute,
 )
+from jaxtrain.data.planning import BestFit, Concat, Fragment, Piece, Stream, permute
 from jaxtrain.settings import UserError
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(lambda x: sum(x) > 0)
@@ -58,16 +53,15 @@ def test_a_window_is_the_stream_read_in_a_circle(store_of, lengths, start, count
 
 
 @given(lengths=LENGTHS, length=st.integers(1, 30), epoch=st.integers(0, 2))
-def test_concat_predicts_each_token_at_most_once_an_epoch(store_of, lengths, length, epoch):
+def test_concat_predicts_each_token_once_an_epoch(store_of, lengths, length, epoch):
     store = store_of(lengths)
-    plan = Concat(store, ConcatConfig(), length, 3)
-    plan.set_state({"drawn": epoch * plan.count})
-    rows = [row for _ in range(plan.count) for row in plan.unit()]
+    plan = Concat(store, length, 3)
+    units = -(-(epoch + 1) * plan.tape // length)
+    rows = [row for _ in range(units) for row in plan.unit()]
     batch = assemble([(store, row) for row in rows], length, segments=False)
-    targets = batch.targets_BT[batch.targets_BT != BOS]
-    if plan.stream.size >= length:
-        assert len(set(targets)) == len(targets)
-        assert plan.stream.size - batch.targets_BT.size < length
+    for tokens in (batch.tokens_BT, batch.targets_BT):
+        uses = np.bincount(tokens.ravel(), minlength=sum(lengths) + 1)[1:]
+        assert epoch + 1 <= uses.min() and uses.max() <= -(-units * length // plan.tape)
     assert (batch.weights_BT == 1).all()
 
 
@@ -103,12 +97,12 @@ def test_best_fit_loses_only_what_it_counts(
         assert all(size(row) == capacity if fill else 0 < size(row) <= capacity for row in unit)
         rows += unit
     # What was drawn is in the rows, was dropped, or still waits.
-    drawn = make()
-    for _ in range(plan.drawn):
-        drawn._draw()
+    source, drawn = make(), []
+    while source.drawn < plan.drawn:
+        drawn += drawn_one(source)
     placed = sum(piece.stop - piece.start for row in rows for piece in row)
     assert plan.used == sum(map(size, rows))
-    assert held(drawn._fragments()) == placed + plan.dropped + held(plan._fragments())
+    assert held(drawn) == placed + plan.dropped + held(plan.waiting.values())
     assert plan.used + plan.padding == sum(length + cut for cut in cuts)
     if split and (carry or not fill):
         assert plan.dropped == 0
@@ -124,28 +118,51 @@ def test_the_bits_place_as_a_linear_scan_does(store_of, lengths, length, buffer,
     for _ in range(20):
         room, want = length + 1, []
         while room:
-            while len(waiting) < count:
-                source._draw()
-                waiting += source._fragments()
-                source._empty()
+            if len(waiting) <= plan.low:
+                while len(waiting) < count and not (waiting and source.drawn % source.count == 0):
+                    waiting += drawn_one(source)
             sizes = [1 + f.stop - f.start for f in waiting]
-            best = max((n for n in sizes if n <= room), default=min(sizes))
-            document, start, stop, _ = waiting.pop(sizes.index(best))
+            best = chosen(sizes, room, length + 1)
+            document, start, stop, _ = waiting[sizes.index(best)]
             end = min(stop, start + room - 1)
             want.append((document, True, start, end))
-            if carry and end < stop:
-                waiting.append(Fragment(document, end, stop, 0))
+            if room > 1 or best == 1:
+                waiting.pop(sizes.index(best))
+                if carry and end < stop:
+                    waiting.append(Fragment(document, end, stop, 0))
             room -= 1 + end - start
         assert plan.unit() == [want]
+
+
+def drawn_one(source):
+    """The next part of the order of a plan whose buffer is empty, which it is again."""
+    source.buffer_size = 1
+    source._refill()
+    found = list(source.waiting.values())
+    source._empty()
+    return found
+
+
+def chosen(sizes, room, row):
+    """Which size is placed: `BestFit`'s rules, as they are said."""
+    oldest, fitting = sizes[0], [n for n in sizes if n <= room]
+    if not fitting:
+        return min(sizes)
+    if oldest <= room and room / 2 > sum(sizes) / len(sizes):
+        return oldest
+    if room in sizes and (room < row or oldest == row):
+        return room
+    pairs = [a for i, a in enumerate(sizes) for b in sizes[:i] + sizes[i + 1 :] if a + b == room]
+    return max(pairs) if pairs else oldest if oldest <= room else max(fitting)
 
 
 @given(lengths=LENGTHS, length=st.integers(1, 30))
 def test_split_parts_are_the_documents(store_of, lengths, length):
     store = store_of(lengths)
     plan = BestFit(store, 4, length, 0, fill=True, split=True)
-    for _ in range(plan.count):
-        plan._draw()
-    pieces = [Piece(d, True, start, stop) for d, start, stop, _ in sorted(plan._fragments())]
+    plan.buffer_size = plan.count
+    plan._refill()
+    pieces = [Piece(d, True, start, stop) for d, start, stop, _ in sorted(plan.waiting.values())]
     batch = assemble([(store, [piece]) for piece in pieces], length, segments=False)
     seen = [t for ids, n in zip(full_rows(batch), pieces) for t in ids[1 : 1 + n.stop - n.start]]
     assert seen == list(range(1, sum(lengths) + 1))
@@ -156,18 +173,24 @@ def full_rows(batch):
 
 
 @pytest.mark.parametrize("carry", [False, True])
-def test_the_largest_that_fits_is_taken_and_the_shortest_is_cropped(store_of, carry):
-    plan = BestFit(store_of([4, 9, 2, 6]), 4, 9, 0, fill=True, split=False, carry=carry)
-    # Sizes with BOS are 5, 10, 3, 7; the row holds 10. The buffer is never refilled.
-    assert [piece.document for piece in plan.unit()[0]] == [1]
-    plan.buffer_size = 0
-    plan._empty()
-    plan._put([Fragment(0, 0, 4, 0), Fragment(2, 0, 2, 0), Fragment(3, 0, 5, 1)])
-    (row,) = plan.unit()  # 6, then 3 fits in 4, then 1 is left for the shortest, 5
-    assert [piece.document for piece in row] == [3, 2, 0]
-    assert row[2].stop - row[2].start == 0
-    assert (plan.used, plan.dropped) == (20, 1 if carry else 5)
-    assert plan._fragments() == ([Fragment(0, 0, 4, 0)] if carry else [])
+def test_rows_are_filled_exactly_or_the_shortest_is_cut(store_of, carry):
+    plan = BestFit(store_of([9] * 20), 20, 9, 0, fill=True, split=False, carry=carry)
+
+    def row_of(*lengths):
+        plan._empty()
+        plan._put([Fragment(i, 0, length, 0) for i, length in enumerate(lengths)])
+        plan.low = -1  # nothing is drawn
+        return [(piece.document, piece.stop) for piece in plan.unit()[0]]
+
+    # A row holds 10 tokens, and each document has a BOS.
+    assert row_of(5, 6, 2) == [(1, 6), (2, 2)]  # two that fill it
+    assert row_of(1, 9, 2, 7, 8) == [(3, 7), (0, 1)]  # before one that does, which waits its turn
+    assert row_of(2, 1, 4, 1) == [(0, 2), (1, 1), (2, 4)]  # small ones as they came; an exact one
+    assert row_of(8, 9, 9) == [(0, 8), (1, 0)]  # one place: a BOS, and nothing is lost
+    assert plan.dropped == 0 and len(plan.waiting) == 2
+    assert row_of(6, 8, 7) == [(0, 6), (2, 2)]  # the shortest of those that do not fit
+    assert plan.dropped == (0 if carry else 5)
+    assert [f.stop - f.start for f in plan.waiting.values()] == ([8, 5] if carry else [8])
 
 
 def test_long_documents_do_not_wait_forever(store_of):
@@ -202,7 +225,7 @@ def test_the_epochs_of_a_corpus_may_be_limited(store_of, packing, buffer):
 
 
 def test_a_corpus_larger_than_the_list_is_covered_once_too(store_of, monkeypatch):
-    monkeypatch.setattr("jaxtrain.data.packing.LISTED", 10)
+    monkeypatch.setattr("jaxtrain.data.planning.LISTED", 10)
     plan = BestFit(store_of([3] * 50), 5, 15, 0, fill=False, split=False, max_epochs=1.0)
     documents = [p.document for unit in iter(plan.unit, None) for row in unit for p in row]
     assert sorted(documents) == list(range(50)) != documents

@@ -39,10 +39,12 @@ def test_rows_show_their_documents_cuts_and_padding(mixed):
     assert "(end not in this row)" in text[long:].split("\n\n")[0]
     # Documents of six or seven bytes and their BOS.
     row = text[short:].split("\n\n")[0]
-    assert "documents, " in row and "of padding" in row and "without label" in row
+    assert " documents, " in row and "without label" not in row
     assert row.count("<bos>klmno") == row.count("-- [")
     assert "long     25.0%" in text and "short    75.0%" in text
     assert "bytes/token" in text and "crop " in text
+    assert "long: of an epoch's documents 50 cropped (66.11% of the tokens), 0 left out" in text
+    assert "short: of an epoch's documents 0 cropped (0.00% of the tokens), 0 left out" in text
 
 
 def test_a_later_step_and_a_stage_of_short_rows(mixed):

@@ -17,7 +17,8 @@ from tiny import begin, mesh_of, run_overrides, stacked
 from jaxtrain import generate
 from jaxtrain.config import load_config
 from jaxtrain.data import DEFAULT, prepare
-from jaxtrain.data.packing import Piece, assemble
+from jaxtrain.data.packing import assemble
+from jaxtrain.data.planning import Piece
 from jaxtrain.interop import load, open_checkpoint
 from jaxtrain.interop.__main__ import main as interop
 from jaxtrain.main import main
