@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from tiny import CACHE
 
-from jaxtrain.bench import data, filters, soak
+from jaxtrain.bench import data, filters, packing, soak
 from jaxtrain.bench.__main__ import main
 from jaxtrain.settings import UserError
 
@@ -128,3 +128,32 @@ def test_memory_counts_the_children():
         assert child.stdout.readline()
         assert soak.resident_mib() - before > 60
         child.stdin.close()
+
+
+def test_packing_is_measured_beside_a_simulation_of_nanochats(tmp_path, monkeypatch, capsys):
+    for name, value in (("DOCUMENTS", 1000), ("LENGTHS", (512,)), ("EPOCHS", 1.0), ("TIMED", 5)):
+        monkeypatch.setattr(packing, name, value)
+    assert main(["packing", "--record", "--out", str(tmp_path)]) == 0
+    assert "never used" in capsys.readouterr().out
+    (path,) = tmp_path.glob("packing-random-*.json")
+    rows = json.loads(path.read_text())["rows"]
+    for shape in {row["shape"] for row in rows if row["name"].startswith("nanochat")}:
+        same = {row["name"]: row for row in rows if row["shape"] == shape}
+        assert same["best_fit"]["crop"] == same["concat"]["crop"] == 0
+        assert all(row.get("unused", 0) < 0.03 for row in same.values())
+    assert rows[-1]["farthest"] < 3
+
+
+@pytest.mark.parametrize(
+    ("kind", "length"),
+    [
+        pytest.param(kind, length, marks=[pytest.mark.slow] * (length > 512 or kind != "short"))
+        for kind in ("short", "all", "long")
+        for length in packing.LENGTHS
+    ],
+)
+def test_best_fit_crops_no_more_than_nanochats_packer(kind, length):
+    lengths = packing.random_lengths()
+    lengths = {"short": lengths[lengths <= 512], "all": lengths, "long": lengths[lengths > 1024]}
+    found = packing.ours(lengths[kind], packing.PACKINGS["best_fit, cropping"], length)
+    assert found["crop"] < 0.5 * packing.peer(lengths[kind], length)["crop"]

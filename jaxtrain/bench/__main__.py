@@ -24,6 +24,7 @@ from jaxtrain.bench.kernels import bench_loss
 from jaxtrain.bench.matmuls import bench_matmuls
 from jaxtrain.bench.memory import bench_longest, bench_techniques
 from jaxtrain.bench.optimizers import bench_optimizers
+from jaxtrain.bench.packing import bench_packing
 from jaxtrain.bench.peers import nanochat_step
 from jaxtrain.bench.preflight import add_preflight, given, preflight_of, report
 from jaxtrain.bench.race import SAME, draw, race
@@ -52,6 +53,7 @@ WHAT = {
     "loss": "linear + cross-entropy backends over the benchmark shapes: loss [NAME ...]",
     "matmul": "float8, ReLU^2 and symmetric matmuls over the benchmark shapes: matmul [NAME ...]",
     "rows": "the passes over activations over the benchmark shapes: rows [NAME ...]",
+    "packing": "what packing crops, pads, never uses, beside nanochat's: packing [data.train...]",
     "memory": "what a step needs: here, or on --devices N virtual ones; --techniques, --longest",
     "optim": "an update of every optimizer on a configuration's parameters: optim [NAME ...]",
     "race": "runs compared that differ in their optimizer alone: race RUN [RUN ...]",
@@ -154,6 +156,8 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield bench_data(a.overrides, a.variant)
     elif a.what == "loader":
         yield bench_loader(a.overrides, a.variant, 10 if a.minutes is None else a.minutes)
+    elif a.what == "packing":
+        yield bench_packing(a.overrides, a.variant)
     elif a.what == "filters":
         yield bench_filters(a.overrides, a.variant)
     elif a.what == "race":

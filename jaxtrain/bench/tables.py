@@ -101,6 +101,13 @@ LOADER: Columns = {
     "tokens_per_s": rounded(",.0f"),
     "epochs": rounded(",.0f"),
 }
+PACKED: Columns = {
+    "crop": rounded(".2%"),
+    "cuts": rounded(".3f"),
+    "padding": rounded(".2%"),
+    "unused": rounded(".1%"),
+    "plan_tokens_per_cpu_s": rounded(",.0f"),
+}
 FILTERS: Columns = {
     "documents": rounded(",.0f"),
     "of_documents": rounded(".2%"),
@@ -162,6 +169,8 @@ TITLES = {
     "mb_per_s": "MB/s",
     "mb_per_cpu_s": "MB/CPU s",
     "of_raw": "of library",
+    "cuts": "cuts a row",
+    "unused": "never used",
     "tokens_per_cpu_s": "tokens/CPU s",
     "plan_tokens_per_cpu_s": "planned tokens/CPU s",
     "first_mib": "MiB, first minute",
@@ -185,7 +194,12 @@ def tabulate(
         return figures(STEP if bench == "step" else MEMORY, records, peers)
     columns = {"optim": OPTIMIZER, "attention": ATTENTION, "decode": DECODE, "import": IMPORT}
     columns |= {"data": DATA, "loader": LOADER, "rows": DECODE, "tasks": TASKS, "matmul": MATMUL}
-    columns |= {"filters": FILTERS, "techniques": TECHNIQUES, "finetune": TECHNIQUES}
+    columns |= {
+        "packing": PACKED,
+        "filters": FILTERS,
+        "techniques": TECHNIQUES,
+        "finetune": TECHNIQUES,
+    }
     columns = columns.get(bench, KERNEL)
     return listed(columns, records, peers)
 
