@@ -152,7 +152,9 @@ def test_packing_is_measured_beside_a_simulation_of_nanochats(tmp_path, monkeypa
         for length in packing.LENGTHS
     ],
 )
-def test_best_fit_crops_no_more_than_nanochats_packer(kind, length):
+def test_best_fit_crops_no_more_than_nanochats_packer(monkeypatch, kind, length):
+    monkeypatch.setattr(packing, "EPOCHS", 2.0)
+    monkeypatch.setattr(packing, "REPEATS", 1)
     lengths = packing.random_lengths()
     lengths = {"short": lengths[lengths <= 512], "all": lengths, "long": lengths[lengths > 1024]}
     found = packing.ours(lengths[kind], packing.PACKINGS["best_fit, cropping"], length)
