@@ -1,11 +1,15 @@
 """Checkpoints through orbax: asynchronous, atomic, restored onto any mesh."""
 
+import errno
 import json
 import logging
+import os
+import shutil
 import sys
+import time
 from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, NoReturn
 
 import jax
 import orbax.checkpoint as ocp
@@ -13,11 +17,13 @@ from etils import epath
 from pydantic import Field
 
 from jaxtrain import sums
+from jaxtrain.disk import disk_full, write_whole
 from jaxtrain.settings import Settings, UserError, read_object
 
 # Of an array that several devices hold whole, each sends the host a part of at least this size, by
 # a program of its own. Orbax's default, parts of any size, has a first save wait for hundreds.
 PART_BYTES = 2**26
+PATIENCE = 3.0  # seconds that threads which write have to end when one of them has failed
 
 
 class CheckpointConfig(Settings):
@@ -108,6 +114,19 @@ def handlers() -> Any:
     return found
 
 
+class Failures(logging.Filter):
+    """Keeps the errors that orbax's threads log, with a traceback each, before they are raised."""
+
+    found: Exception | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if record.levelno < logging.ERROR or not isinstance(error, Exception):
+            return True
+        self.found = self.found or error
+        return False
+
+
 class Checkpointer:
     """The checkpoints of one run directory: `checkpoints/STEP/{params,rest,position}`.
 
@@ -119,6 +138,8 @@ class Checkpointer:
 
     def __init__(self, run_dir: Path, config: CheckpointConfig):
         self.directory = run_dir.resolve() / "checkpoints"
+        self.failures, self.broken = Failures(), False
+        logging.getLogger("absl").addFilter(self.failures)
         send_in_large_parts()
         options = ocp.CheckpointManagerOptions(
             max_to_keep=config.keep,
@@ -138,15 +159,49 @@ class Checkpointer:
         return sorted(self.manager.all_steps())
 
     def save(self, step: int, params: Any, rest: Any, position: dict[str, Any]) -> None:
-        """Copy to the host and write in the background; a checkpoint is whole or not there."""
+        """Copy to the host and write in the background; a checkpoint is whole or not there.
+
+        UserError where the disk has no room for it, or had none for the one before.
+        """
         if step in self.steps():
             return
+        self.wait()
+        self._check_room(sum(x.nbytes for x in jax.tree.leaves((params, rest))))
         args = ocp.args.Composite(
             params=ocp.args.StandardSave(params),
             rest=ocp.args.StandardSave(rest),
             position=ocp.args.JsonSave(position),
         )
-        self.manager.save(step, args=args, force=True)
+        try:
+            self.manager.save(step, args=args, force=True)
+        except Exception as error:
+            self._given_up(error)
+
+    def check(self) -> None:
+        """UserError if what is written in the background has failed; waits for nothing."""
+        if self.failures.found is not None:
+            self.wait()
+
+    def _check_room(self, needed: int) -> None:
+        free = shutil.disk_usage(self.directory).free
+        if free < needed:
+            self._given_up(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed, free)
+
+    def _given_up(self, error: Exception, *sizes: int) -> NoReturn:
+        """Raise what is wrong with a save; where the disk is full, leave nothing half-written."""
+        said = disk_full(error) or disk_full(self.failures.found)
+        if said is None:
+            raise error
+        self.broken = True
+        until = time.monotonic() + PATIENCE  # that writers may take to see it
+        while remains := list(self.directory.glob("*orbax-checkpoint-tmp*")):
+            for folder in remains:
+                shutil.rmtree(folder, ignore_errors=True)
+            if time.monotonic() > until:
+                break
+            time.sleep(0.1)
+        more = ": a checkpoint needs {:,} bytes, and {:,} are free".format(*sizes) if sizes else ""
+        raise UserError(no_room(self.directory.parent, said + more)) from error
 
     def delete_after(self, step: int) -> None:
         """Without the checkpoints of later steps, which the run has taken back."""
@@ -205,12 +260,28 @@ class Checkpointer:
         return f"checkpoint {self.directory / str(step)} cannot be read ({first}); {offer}"
 
     def wait(self) -> None:
-        """Until everything saved so far is on disk."""
-        self.manager.wait_until_finished()
+        """Until everything saved so far is on disk; UserError if that had no room for it."""
+        if self.broken:
+            return
+        begun: float | None = None  # when it was seen to have failed
+        while self.manager.is_saving_in_progress():
+            if self.failures.found is not None:
+                begun = begun or time.monotonic()
+                if time.monotonic() > begun + PATIENCE:
+                    self._given_up(self.failures.found)
+            time.sleep(0.01)
+        try:
+            self.manager.wait_until_finished()
+        except Exception as error:
+            self._given_up(error)
 
     def close(self) -> None:
-        self.wait()
-        self.manager.close()
+        try:
+            self.wait()
+            if not self.broken:
+                self.manager.close()
+        finally:
+            logging.getLogger("absl").removeFilter(self.failures)
 
     def __enter__(self) -> "Checkpointer":
         return self
@@ -219,8 +290,13 @@ class Checkpointer:
         self.close()
 
 
+def no_room(run_dir: Path, said: str) -> str:
+    """A line on a disk that is full, with the newest whole checkpoint."""
+    steps = [int(p.name) for p in (run_dir / "checkpoints").glob("*") if p.name.isdigit()]
+    saved = f"the newest whole one is {max(steps)}" if steps else "there is none yet"
+    return f"{run_dir}: {said}; of checkpoints, {saved}. Free space, and the same command goes on"
+
+
 def write_json(path: Path, value: Any) -> None:
     """Write atomically: a reader sees the old file or the new one."""
-    part = path.with_suffix(path.suffix + ".part")
-    part.write_text(json.dumps(value, indent=2) + "\n")
-    part.replace(path)
+    write_whole(path, json.dumps(value, indent=2) + "\n")

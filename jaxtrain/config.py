@@ -17,6 +17,7 @@ from pydantic.fields import FieldInfo
 
 from jaxtrain.checkpoint import CheckpointConfig
 from jaxtrain.data import DataConfig, fill_in_chat
+from jaxtrain.disk import write_whole
 from jaxtrain.finetune import FinetuneConfig, fill_in
 from jaxtrain.finetune.config import FullConfig
 from jaxtrain.finetune.preference import NextTokenConfig, ObjectiveConfig
@@ -368,9 +369,7 @@ def to_yaml(config: BaseModel) -> str:
 
 def save_yaml(path: Path, config: BaseModel) -> None:
     """Write a configuration atomically, with YAML's mark of an end: it can be seen to be whole."""
-    part = path.with_name(f"{path.name}.part")
-    part.write_text(to_yaml(config) + END, encoding="utf-8")
-    part.replace(path)
+    write_whole(path, to_yaml(config) + END)
 
 
 def json_schema() -> str:

@@ -20,6 +20,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrain.chat import talk
 from jaxtrain.data import Chat, Tokenizer, make_chat
+from jaxtrain.disk import write_whole
 from jaxtrain.interop import Prompting
 from jaxtrain.model import Cache, cast
 from jaxtrain.model.config import round_up
@@ -206,7 +207,8 @@ def write_samples(
         return
     gap = "\n> " if chat else ""
     path.parent.mkdir(exist_ok=True)
-    path.write_text(visible("\n---\n".join(p + gap + x for p, x in zip(c.sample.prompts, texts))))
+    texts = (p + gap + x for p, x in zip(c.sample.prompts, texts))
+    write_whole(path, visible("\n---\n".join(texts)))
 
 
 @jit("cublas", static_argnames=("graphdef", "capacity", "top_k", "cache_dtype"))

@@ -8,7 +8,6 @@ import importlib
 import importlib.metadata
 import json
 import math
-import os
 import platform
 import time
 import zlib
@@ -26,6 +25,7 @@ from rich.live import Live
 from rich.text import Text
 from tensorboardX import SummaryWriter
 
+from jaxtrain.disk import write_whole
 from jaxtrain.environment import memory_bytes, peak_flops
 from jaxtrain.parsing import read_yaml
 from jaxtrain.settings import Settings, UserError
@@ -318,9 +318,7 @@ def _rewind(path: Path, step: int) -> Number:
     """Keep the rows up to `step` (none for 0); the `time` of the last one, in seconds."""
     rows = read_rows(path) if step and path.exists() else []
     rows = [row for row in rows if row["step"] <= step]
-    fresh = path.with_suffix(".tmp")
-    fresh.write_text("".join(json.dumps(row) + "\n" for row in rows), encoding="utf-8")
-    os.replace(fresh, path)
+    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
     return rows[-1]["time"] if rows else 0.0
 
 

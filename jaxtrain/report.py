@@ -9,6 +9,7 @@ from html import escape
 from pathlib import Path
 from statistics import median
 
+from jaxtrain.disk import write_whole
 from jaxtrain.metrics import Number, Row, format_bytes, format_duration, read_rows
 from jaxtrain.report_charts import Series, bars, chart, format_count, smoothed, y_range
 from jaxtrain.report_data import data_section
@@ -46,9 +47,8 @@ def write_report(run_dir: Path) -> Path:
     if env:
         sections.append(f'<h2>Environment</h2><div class="wide">{_table(env)}</div>')
     page = PAGE.replace("{title}", escape(name)).replace("{body}", "\n".join(sections))
-    fresh = run_dir / "report.tmp"
-    fresh.write_text(page, encoding="utf-8")
-    return fresh.replace(run_dir / "report.html")
+    write_whole(run_dir / "report.html", page)
+    return run_dir / "report.html"
 
 
 def _read_run(run_dir: Path) -> list[Row]:

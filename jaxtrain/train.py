@@ -11,9 +11,10 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from jaxtrain import data, report
-from jaxtrain.checkpoint import Checkpointer, write_json
+from jaxtrain.checkpoint import Checkpointer, no_room, write_json
 from jaxtrain.config import Config
 from jaxtrain.data.progress import show_progress
+from jaxtrain.disk import full_disk_explained
 from jaxtrain.evaluate import compile_scorer, held_out_batches, make_scorer, validate
 from jaxtrain.finetune import make_parts, plus, trained_by_matrix
 from jaxtrain.generate import compile_samples, write_samples
@@ -70,7 +71,8 @@ def train(config: Config, group: Group | None = None) -> dict[str, float]:
     """
     group = group or Group()
     check_writable(config.run_dir)
-    with held(config.run_dir, group, config.processes.heartbeat_timeout):
+    lock = held(config.run_dir, group, config.processes.heartbeat_timeout)
+    with full_disk_explained(functools.partial(no_room, config.run_dir)), lock:
         return train_alone(config, group)
 
 
@@ -267,6 +269,7 @@ def train_alone(config: Config, group: Group) -> dict[str, float]:
                 for text in batches.ended():
                     metrics.write(step, "event", {"data": text})
                 saving = due(c.checkpoint.every, step)
+                checkpoints.check()
                 if back := guard.look(metrics, wait=saving or step == t.steps):
                     batches.close()
                     state, position = guard.go_back(back, state, metrics, group)

@@ -232,7 +232,7 @@ def test_skip_leaves_out_an_update_and_gives_up_after_so_many(tmp_path, poison, 
     assert "the last good checkpoint is 3" in error
 
 
-SPIKE = "{window: 8, deviations: 4, back: 3, batches: 5, action: rollback}"
+SPIKE = "{window: 8, deviations: 2, back: 3, batches: 5, action: rollback}"
 SPIKED = {"train__steps": 16, "checkpoint__every": 4, "checkpoint__keep": 9,
           "sample__prompts": "['']", "sample__tokens": 8}  # fmt: skip
 
@@ -240,12 +240,12 @@ SPIKED = {"train__steps": 16, "checkpoint__every": 4, "checkpoint__keep": 9,
 @pytest.mark.slow
 def test_a_spike_goes_back_and_leaves_out_the_batches_around_it(tmp_path, poison, capfd):
     """Seen at step 12, from checkpoint 8 on: batches 9 are trained again, 10 to 14 are not."""
+    asked = SPIKED | {"train__loss_spike": SPIKE}
     poison.bad = dict.fromkeys(range(10, 15), "gone")
-    assert main(run_overrides(tmp_path / "without", **SPIKED)) == 0
+    assert main(run_overrides(tmp_path / "without", **asked)) == 0
     without = tmp_path / "without" / "tiny"
 
     poison.bad = {12: "odd"}
-    asked = SPIKED | {"train__loss_spike": SPIKE}
     assert main(run_overrides(tmp_path / "back", **asked)) == 0
     back = tmp_path / "back" / "tiny"
     assert_same_run(back, without)
@@ -264,7 +264,11 @@ def test_a_spike_goes_back_and_leaves_out_the_batches_around_it(tmp_path, poison
 @pytest.mark.slow
 def test_the_update_of_a_spike_is_left_out(tmp_path, poison):
     poison.bad = {12: "odd"}
-    asked = SPIKED | {"train__loss_spike": SPIKE.replace("rollback", "skip")}
+    asked = SPIKED | {
+        "train__loss_spike": SPIKE.replace("rollback", "skip").replace(
+            "deviations: 2", "deviations: 6"
+        )
+    }
     assert main(run_overrides(tmp_path, **asked)) == 0
     run_dir = tmp_path / "tiny"
     skipped = [row["skipped"] for row in rows_of(run_dir)]

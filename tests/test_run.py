@@ -3,14 +3,19 @@
 import io
 import json
 import shlex
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
-from tiny import run_overrides
+from tiny import run_overrides, steps_of
 
 from jaxtrain import generate
+from jaxtrain.data import corpus
 from jaxtrain.main import main
 from jaxtrain.run import check_writable
+
+ROOT = Path(__file__).parents[1]
 
 
 @pytest.mark.parametrize("place", ["file/runs", "/proc/runs"])
@@ -30,6 +35,44 @@ def test_a_run_directory_that_can_be_is_not_made_yet(tmp_path, monkeypatch):
     check_writable(Path("a/b"))
     check_writable(tmp_path)
     assert list(tmp_path.iterdir()) == []
+
+
+def test_a_full_cache_is_one_line(tmp_path, capfd, monkeypatch):
+    def full(*_, **__):  # as array_record says it
+        raise RuntimeError("write() failed: No space left on device; writing /x; at byte 9")
+
+    monkeypatch.setattr(corpus, "prepare_source", full)
+    assert main(run_overrides(tmp_path, data__cache_dir=tmp_path / "cache")) == 2
+    (line,) = [x for x in capfd.readouterr().err.splitlines() if x.startswith("error: ")]
+    where = f"error: data.cache_dir: {tmp_path / 'cache' / 'data'}: No space left on device; free "
+    assert line.startswith(where) and "the same command goes on" in line
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("size", ["2m", "3m"])
+def test_a_real_disk_that_is_full_is_one_line(tmp_path, size):
+    """Whatever is written when it fills up: nothing half-written stays, and the command goes on."""
+    mount = ["mount", "-t", "tmpfs", "-o", f"size={size}", "none", str(tmp_path)]
+    if subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting needs root")
+    more = {"train__steps": 30, "checkpoint__every": 10, "checkpoint__keep": 9, "model__width": 128}
+    more |= {"metrics__tensorboard": True}
+    command = [sys.executable, "-m", "jaxtrain.main", *run_overrides(tmp_path, **more)]
+    try:
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 2 and "Traceback" not in done.stderr + done.stdout, done.stderr
+        (line,) = [x for x in done.stderr.splitlines() if x.startswith("error: ")]
+        run_dir = tmp_path / "tiny"
+        steps = steps_of(run_dir) if (run_dir / "checkpoints").is_dir() else []
+        newest = f"the newest whole one is {max(steps)}" if steps else "there is none yet"
+        assert f"{run_dir}: No space left on device" in line and newest in line
+        left = [p.name for p in tmp_path.rglob("*") if ".part" in p.name or "tmp" in p.name]
+        assert left == []
+        subprocess.run(["mount", "-o", "remount,size=64m", str(tmp_path)], check=True)
+        done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+        assert done.returncode == 0, done.stderr
+    finally:
+        subprocess.run(["umount", str(tmp_path)], check=True)
 
 
 @pytest.mark.slow

@@ -28,6 +28,7 @@ from jaxtrain.data.prepare import prepare as prepare_source
 from jaxtrain.data.sources import Source, content_hash, revisions_of
 from jaxtrain.data.store import TokenStore
 from jaxtrain.data.tokenizer import build_tokenizer
+from jaxtrain.disk import full_disk_explained
 from jaxtrain.settings import UserError
 
 HISTOGRAM = [2**power for power in range(1, 21)]  # upper ends, in tokens
@@ -47,7 +48,18 @@ def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prep
     Sources that have filters go through them first. Each source of a mixture has a cache entry of
     its own, as if it were the only one with that tokenizer. A tokenizer that is to be trained sees
     as many bytes of each. The validation split is that of all sources, one after the other.
+    UserError where the cache's disk is full.
     """
+    cache = cache_directory(config)
+    explain = lambda said: (
+        f"data.cache_dir: {cache}: {said}; free some space, or name another folder. What is "
+        "prepared by now stays, and the same command goes on"
+    )
+    with full_disk_explained(explain):
+        return _prepare(config, progress)
+
+
+def _prepare(config: DataConfig, progress: Progress) -> Prepared:
     config, reports = filtered(config, progress)
     train = config.train
     if train.name != "mixture":

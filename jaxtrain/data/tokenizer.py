@@ -30,6 +30,7 @@ from jaxtrain.data.train_tokenizer import (
     train_nanochat,
     train_sentencepiece,
 )
+from jaxtrain.disk import write_whole
 from jaxtrain.settings import Settings, UserError
 
 WORDS = 1 << 19  # whose tokens are remembered: 120 MB at most
@@ -153,8 +154,8 @@ class Tokenizer:
     def save(self, directory: Path) -> None:
         directory.mkdir(parents=True, exist_ok=True)
         path = directory / FILES[self.name]
-        path.write_bytes(self.model)
-        path.with_name(path.name + SUM).write_text(self.fingerprint + "\n")
+        write_whole(path, self.model)
+        write_whole(path.with_name(path.name + SUM), self.fingerprint + "\n")
 
 
 def load_tokenizer(directory: Path) -> Tokenizer:

@@ -9,6 +9,7 @@ import tokenizers
 
 from jaxtrain.data import Tokenizer, load_tokenizer
 from jaxtrain.data.tokenizer import FILES, huggingface_tokenizer
+from jaxtrain.disk import write_whole
 from jaxtrain.interop.configs import Json
 from jaxtrain.interop.tokenizer_json import bos_name, tokenizer_json, with_bos
 from jaxtrain.settings import UserError, read_object
@@ -120,7 +121,7 @@ def special_tokens(folder: Path) -> dict[str, str]:
 def chat_files(template: str, special: dict[str, str], end: int, out: Path) -> None:
     """Write into an exported checkpoint the template that it was trained with, and the token that
     ends an answer."""
-    (out / "chat_template.jinja").write_text(template, encoding="utf-8")
+    write_whole(out / "chat_template.jinja", template)
     settings = read_json(out / "tokenizer_config.json")
     settings.pop("chat_template", None)
     write_json(out / "tokenizer_config.json", settings | special)
@@ -147,7 +148,7 @@ def tokenizer_files(tokenizer: Tokenizer, model_dir: Path, out: Path) -> None:
         if settings.get("add_bos_token", True):
             text = with_bos(text, bos, tokenizer.bos_id)
         settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
-    (out / "tokenizer.json").write_text(text, encoding="utf-8")
+    write_whole(out / "tokenizer.json", text)
     write_json(out / "tokenizer_config.json", settings)
     if not (out / "generation_config.json").is_file():
         ids = {"bos_token_id": tokenizer.bos_id, "eos_token_id": tokenizer.bos_id}
@@ -160,4 +161,4 @@ def _listed(ids: Any) -> list[int]:
 
 
 def write_json(path: Path, value: Json) -> None:
-    path.write_text(json.dumps(value, indent=2, ensure_ascii=False) + "\n", encoding="utf-8")
+    write_whole(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -251,18 +251,22 @@ def write(
     blank = {name: "0" * sums.length(x.stop - x.start) for name, x in places.items()}
     head = header_of(table, places, metadata, blank)
     part = path.with_name(path.name + ".part")
-    with part.open("w+b") as file:
-        file.write(head)
-        for piece in pieces:
-            np.ascontiguousarray(piece).tofile(file)
-        written = file.tell() - len(head)
-        assert written == at, (path, written, at)
-        file.flush()
-        data = sums.file_bytes(part)[len(head) :]
-        found = {name: sums.crc32(data[place]) for name, place in places.items()}
-        file.seek(0)
-        file.write(header_of(table, places, metadata, found))
-    part.replace(path)
+    try:
+        with part.open("w+b") as file:
+            file.write(head)
+            for piece in pieces:  # `tofile` would not say that the disk is full
+                file.write(np.ascontiguousarray(piece).reshape(-1).view(np.uint8).data)
+            written = file.tell() - len(head)
+            assert written == at, (path, written, at)
+            file.flush()
+            data = sums.file_bytes(part)[len(head) :]
+            found = {name: sums.crc32(data[place]) for name, place in places.items()}
+            file.seek(0)
+            file.write(header_of(table, places, metadata, found))
+        part.replace(path)
+    except OSError:
+        part.unlink(missing_ok=True)
+        raise
 
 
 def header_of(
