@@ -250,7 +250,7 @@ def fill_names(tree: dict[str, Any], model: type[BaseModel]) -> None:
         if len(variants) > 1 and "name" not in node and default is not None:
             node["name"] = default.name
         chosen = (
-            variants.get(node.get("name"))
+            variants.get(str(node.get("name")))
             if len(variants) > 1
             else next(iter(variants.values()), None)
         )

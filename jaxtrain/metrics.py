@@ -302,16 +302,29 @@ def read_rows(path: Path) -> list[Row]:
     for number, line in enumerate(lines, 1):
         try:
             row = json.loads(line)
-            if not row.keys() >= {"step", "kind", "time"}:
+            if not _is_row(row):
                 raise ValueError
             rows.append(row)
-        except (ValueError, AttributeError):
+        except (ValueError, AttributeError, RecursionError):
             if number < len(lines):
                 raise UserError(
                     f"{path}, line {number} is not a metrics row (a JSON object with step, kind "
                     "and time): repair or delete that line"
                 ) from None
     return rows
+
+
+def _is_row(row: Any) -> bool:
+    """Whether values are what a row has: of training and validation numbers, lists and null."""
+    number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
+    if not isinstance(row, dict) or not all(number(row.get(key)) for key in ("step", "time")):
+        return False
+    if type(row.get("kind")) is not str:
+        return False
+    if row["kind"] not in ("train", "validation"):
+        return True
+    values = (value for name, value in row.items() if name != "kind")
+    return all(number(value) or value is None or isinstance(value, list) for value in values)
 
 
 def _rewind(path: Path, step: int) -> Number:

@@ -1,9 +1,8 @@
 """One self-contained HTML page about a run, finished or not: `python -m jaxtrain.report RUN`."""
 
-import json
 import re
 import sys
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import suppress
 from html import escape
 from pathlib import Path
@@ -14,7 +13,7 @@ from jaxtrain.metrics import Number, Row, format_bytes, format_duration, read_ro
 from jaxtrain.report_charts import Series, bars, chart, format_count, smoothed, y_range
 from jaxtrain.report_data import data_section
 from jaxtrain.report_tasks import tasks_section
-from jaxtrain.settings import Parser, UserError, command, visible
+from jaxtrain.settings import Parser, UserError, command, read_object, visible
 
 MAX_SAMPLES, MAX_SAMPLE_CHARS = 40, 6000
 
@@ -28,27 +27,35 @@ def write_report(run_dir: Path) -> Path:
     name = run_dir.resolve().name
     config = run_dir / "config.yaml"
     env: Row = {}
-    with suppress(OSError, ValueError):  # not written yet, or torn by a crash
-        env = json.loads((run_dir / "env.json").read_text("utf-8"))
+    with suppress(UserError):  # not written yet, or torn by a crash
+        env = read_object(run_dir / "env.json")
     status = _status(rows)
     sections = [
         f"<header><h1>{escape(name)}</h1>",
         f'<p class="status {re.split(r"\W", status)[0]}">{escape(status)}</p></header>',
-        f'<div class="tiles">{_tiles(rows, env)}</div>',
+        f'<div class="tiles">{_part("env.json", lambda: _tiles(rows, env))}</div>',
         *_warnings(rows),
-        f'<div class="charts">{_charts(rows)}</div>',
-        data_section(run_dir, rows),
-        tasks_section(run_dir),
+        f'<div class="charts">{_part("metrics.jsonl", lambda: _charts(rows))}</div>',
+        _part("data.json", lambda: data_section(run_dir, rows)),
+        _part("tasks.json", lambda: tasks_section(run_dir)),
         _samples(run_dir / "samples"),
     ]
     if config.exists():
-        text = escape(config.read_text("utf-8"), quote=False)
+        text = escape(config.read_text("utf-8", errors="replace"), quote=False)
         sections.append(f"<h2>Configuration</h2><pre>{text}</pre>")
     if env:
         sections.append(f'<h2>Environment</h2><div class="wide">{_table(env)}</div>')
     page = PAGE.replace("{title}", escape(name)).replace("{body}", "\n".join(sections))
     write_whole(run_dir / "report.html", page)
     return run_dir / "report.html"
+
+
+def _part(file: str, make: Callable[[], str]) -> str:
+    """A part of the page; a warning in its place, where the file that it shows is damaged."""
+    try:
+        return make()
+    except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
+        return f'<p class="warning">{file} is damaged: what it says is left out here</p>'
 
 
 def _read_run(run_dir: Path) -> list[Row]:

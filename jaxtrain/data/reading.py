@@ -8,6 +8,7 @@ import gzip
 import io
 import json
 import lzma
+import zlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
@@ -150,8 +151,11 @@ def blocks_of_file(file: File, at: Position, cut: Callable[[bytes], int]) -> Ite
             else:
                 raw.seek(at.at)
                 yield from cut_stream(raw, file, at, cut, raw.tell)
-        except (gzip.BadGzipFile, lzma.LZMAError, zstandard.ZstdError, EOFError) as error:
+        except (*DAMAGED, EOFError) as error:
             raise UserError(f"{file.url} cannot be decompressed, it is damaged: {error}") from error
+
+
+DAMAGED = (gzip.BadGzipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError)
 
 
 def _skip(stream: Any, count: int) -> None:
@@ -311,8 +315,9 @@ def _parquet_records(
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     table = _parquet_file(source, block.file)
     there = [field for field in fields if field in table.schema_arrow.names]
-    for batch in table.iter_batches(row_groups=[block.start], columns=[source.column, *there]):
-        for record in batch.to_pylist():
+    batches = table.iter_batches(row_groups=[block.start], columns=[source.column, *there])
+    while records := _whole(block.file, lambda: next(batches, None)):
+        for record in _whole(block.file, records.to_pylist):
             yield record[source.column], {field: record[field] for field in there}
 
 
@@ -326,14 +331,11 @@ def other_columns(source: Any, file: File) -> tuple[str, ...]:
 
 @lru_cache(maxsize=4)
 def _parquet_file(source: Any, file: File) -> Any:
-    import pyarrow as pa
     import pyarrow.parquet as pq
 
-    try:
-        table = pq.ParquetFile(file.url if is_local(file.url) else open_file(file))
-    except pa.ArrowInvalid as error:
-        raise UserError(f"{file.url} is not a Parquet file: {error}") from error
-    schema = table.schema_arrow
+    place = file.url if is_local(file.url) else open_file(file)
+    table = _whole(file, lambda: pq.ParquetFile(place))
+    schema = _whole(file, lambda: table.schema_arrow)
     if source.column not in schema.names:
         has = ", ".join(schema.names)
         raise UserError(f"{file.url} has no column '{source.column}'; it has: {has}")
@@ -341,6 +343,19 @@ def _parquet_file(source: Any, file: File) -> Any:
     if not _is_text(kind):
         raise UserError(f"{file.url}: column '{source.column}' is {kind}, not text")
     return table
+
+
+def _whole[T](file: File, read: Callable[[], T]) -> T:
+    """What `read` finds in a Parquet file. Raises UserError where it is damaged."""
+    import pyarrow as pa
+
+    try:
+        return read()
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the disk or the network, not of what is in the file
+        reason = " ".join(str(error).split())
+        raise UserError(f"{file.url} is not a Parquet file, or damaged: {reason}") from error
 
 
 def _is_text(kind: Any) -> bool:

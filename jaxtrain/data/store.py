@@ -26,7 +26,7 @@ from array_record.python.array_record_module import ArrayRecordWriter
 
 from jaxtrain.data.encode import Encoded, token_type
 from jaxtrain.data.tokenizer import Tokenizer
-from jaxtrain.settings import UserError
+from jaxtrain.settings import UserError, read_object
 
 FORMAT = 2
 RECORD_TOKENS = 8192
@@ -178,16 +178,18 @@ def open_store(
 
 def _read_manifest(directory: Path, tokenizer: str | None) -> tuple[str, dict[str, Any]]:
     try:
-        text = (directory / "manifest.json").read_text()
+        text = (directory / "manifest.json").read_text(errors="replace")
     except FileNotFoundError as error:
         raise UserError(f"{directory} is not a token store: it has no manifest.json") from error
     again = _again(directory)
-    try:
-        manifest = json.loads(text)
-    except json.JSONDecodeError as error:
-        raise UserError(f"{directory / 'manifest.json'} is damaged; {again}") from error
-    if manifest["format"] != FORMAT:
-        raise UserError(f"{directory} has format {manifest['format']}, not {FORMAT}; {again}")
+    manifest: dict[str, Any] = {}
+    with suppress(UserError):
+        manifest = read_object(directory / "manifest.json")
+    if (written := manifest.get("format", FORMAT)) != FORMAT:
+        raise UserError(f"{directory} has format {written}, not {FORMAT}; {again}")
+    whole = manifest.get("sha256") in (None, manifest_sum(manifest))
+    if not whole or not {"tokenizer", "files"} <= manifest.keys():
+        raise UserError(f"{directory / 'manifest.json'} is damaged; {again}")
     if tokenizer is not None and manifest["tokenizer"] != tokenizer:
         raise UserError(
             f"{directory} was written with tokenizer {manifest['tokenizer'][:12]}, but this run "
@@ -365,6 +367,7 @@ def publish(
         **({} if start is None else {"marked": True, "left_out": dict(left_out)}),
         "files": {kind: describe_file(partial / kind) for kind in columns} | entries,
     }
+    manifest["sha256"] = manifest_sum(manifest)
     (partial / "manifest.json").write_text(json.dumps(manifest, indent=1) + "\n")
     for name in (*columns, "manifest.json", "."):
         sync(partial / name)
@@ -387,6 +390,12 @@ def write_store(directory: Path, texts: Iterable[str], tokenizer: Tokenizer) -> 
             writer.close()
     writer.close()
     publish(writer.directory, directory, tokenizer)
+
+
+def manifest_sum(manifest: Mapping[str, Any]) -> str:
+    """SHA-256 of what a manifest says, its own sum left out."""
+    said = {key: value for key, value in manifest.items() if key != "sha256"}
+    return hashlib.sha256(json.dumps(said, sort_keys=True).encode()).hexdigest()
 
 
 def describe_file(path: Path) -> dict[str, Any]:

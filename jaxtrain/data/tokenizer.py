@@ -33,6 +33,7 @@ from jaxtrain.data.train_tokenizer import (
 from jaxtrain.disk import write_whole
 from jaxtrain.settings import Settings, UserError
 
+MOST_TOKENS = 1 << 24
 WORDS = 1 << 19  # whose tokens are remembered: 120 MB at most
 # A word with what stands before it: a new one begins at each space after a letter or sign.
 WORD = re.compile(r"(?: |\A)\s*\S*(?:[^\S ]\s*\S*)*")
@@ -217,7 +218,7 @@ def sentencepiece_tokenizer(model: bytes, path: str = "the model") -> Tokenizer:
     """A tokenizer from the bytes of a sentencepiece .model file."""
     try:
         processor = sentencepiece.SentencePieceProcessor(model_proto=model)
-    except RuntimeError as error:
+    except (RuntimeError, UnicodeDecodeError) as error:
         raise UserError(f"{path} is not a sentencepiece model") from error
     if processor.bos_id() < 0:
         raise UserError(f"{path} has no BOS token, which starts every document")
@@ -267,12 +268,19 @@ def huggingface_tokenizer(model: bytes, path: str = "tokenizer.json") -> Tokeniz
     else:
         raise UserError(f"{path} is neither byte-level nor sentencepiece-style: bytes are unknown")
     added = inner.get_added_tokens_decoder()
-    pieces = [b""] * (max(vocabulary.values()) + 1)
+    if (last := max(vocabulary.values())) >= MOST_TOKENS:
+        raise UserError(f"{path} has a token of number {last}; {MOST_TOKENS:,} are the most")
+    pieces = [b""] * (last + 1)
     for piece, index in vocabulary.items():
         if index in added:
             pieces[index] = b"" if added[index].special else piece.encode()
-        else:
+            continue
+        try:
             pieces[index] = to_bytes(piece)
+        except (KeyError, UnicodeEncodeError) as error:
+            raise UserError(
+                f"{path} is damaged: its token {piece!r} stands for no bytes"
+            ) from error
 
     def encode(texts: list[str]) -> list[list[int]]:
         return [one.ids for one in inner.encode_batch_fast(texts, add_special_tokens=False)]

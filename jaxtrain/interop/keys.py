@@ -87,7 +87,9 @@ def check_keys(family: Family, config: Json) -> None:
     """UserError for the first key that is neither read nor known to change nothing."""
     read = read_keys(family)
     known = {**NEUTRAL, **family.neutral}
-    if family.windows == "none" and config.get("layer_types") == [FULL] * depth(family, config):
+    types = config.get("layer_types")
+    whole = isinstance(types, list) and len(types) == depth(family, config)
+    if family.windows == "none" and whole and all(kind == FULL for kind in types):
         known["layer_types"] = None
     check_against(read, known, config, f"of {family.model_type}")
 

@@ -110,7 +110,10 @@ def test_no_documents_is_an_error(tmp_path):
 
 
 def test_another_tokenizer_is_refused(store):
-    with pytest.raises(UserError, match=r"was written with tokenizer .* uses abcdef; delete"):
+    with pytest.raises(
+        UserError,
+        match=r"was written with tokenizer .* uses abcdef: one of them is damaged; delete",
+    ):
         open_store(store.directory, tokenizer="abcdef")
 
 
