@@ -46,7 +46,7 @@ def write_report(run_dir: Path) -> Path:
     if env:
         sections.append(f'<h2>Environment</h2><div class="wide">{_table(env)}</div>')
     page = PAGE.replace("{title}", escape(name)).replace("{body}", "\n".join(sections))
-    write_whole(run_dir / "report.html", page)
+    write_whole(run_dir / "report.html", page.encode(errors="replace"))
     return run_dir / "report.html"
 
 
