@@ -247,8 +247,8 @@ class BestFit:
         self._put(Fragment(*four) for four in zip(numbers, numbers, numbers, numbers))
 
     def epochs(self, state: dict[str, Any]) -> float:
-        """Passes over the corpus up to a state."""
-        return state["drawn"] / self.count
+        """Passes over the corpus up to a state, to within the ends that wait."""
+        return max(state["drawn"] - len(state["waiting"]) // len(Fragment._fields), 0) / self.count
 
     @property
     def counts(self) -> Counts:
