@@ -14,6 +14,7 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
+from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -109,12 +110,16 @@ class MetricsWriter:
             self._live.start()
         facts: Row = {"total_steps": total_steps, "tokens_per_step": tokens_per_step}
         facts |= {"flops_per_token": flops_per_token, "parameters": parameters}
+        facts["every"] = config.every
         self._log(self._row(start_step, "event") | {"event": "start"} | facts | {**(more or {})})
+        if self._missing:
+            self.write(start_step, "event", {"missing": self._missing})
 
     def _open(self, step: int, tensorboard: bool) -> Number:
         """Open the files behind the rows up to `step`; the `time` of the last, in seconds."""
         path = self._run_dir / "metrics.jsonl"
-        seconds = _rewind(path, step)
+        rows = _rewind(path, step)
+        self._missing = missing_rows(rows, step, self._every)
         self._file = path.open("a", encoding="utf-8")
         if tensorboard:
             self._tensorboard = SummaryWriter(
@@ -122,7 +127,7 @@ class MetricsWriter:
                 purge_step=step + 1 if step else 0,
                 filename_suffix=f".{step}",
             )
-        return seconds
+        return rows[-1]["time"] if rows else 0.0
 
     def rewind(self, step: int) -> None:
         """The run has gone back to `step`: forget the rows of later steps, as a resume does."""
@@ -327,12 +332,29 @@ def _is_row(row: Any) -> bool:
     return all(number(value) or value is None or isinstance(value, list) for value in values)
 
 
-def _rewind(path: Path, step: int) -> Number:
-    """Keep the rows up to `step` (none for 0); the `time` of the last one, in seconds."""
+def missing_rows(rows: Sequence[Row], step: int, every: int) -> str | None:
+    """What to say of a history up to `step` that has lost its beginning or its end; else None.
+
+    every: steps between rows, where the rows do not say it themselves.
+    """
+    steps = [row["step"] for row in rows if row["kind"] == "train"]
+    said = [row["every"] for row in rows if isinstance(row.get("every"), int)]
+    every = max([*said[-1:], *(b - a for a, b in pairwise(steps[-2:]))], default=every)
+    if step and not steps:
+        return f"the rows of steps 1 to {step} are gone from metrics.jsonl"
+    if step and step - steps[-1] >= every:
+        return f"the rows of steps {steps[-1] + 1} to {step} are gone from metrics.jsonl"
+    if step and steps[0] > 1:
+        return f"the rows before step {steps[0]} are gone from metrics.jsonl"
+    return None
+
+
+def _rewind(path: Path, step: int) -> list[Row]:
+    """Keep the rows up to `step` (none for 0), and return them."""
     rows = read_rows(path) if step and path.exists() else []
     rows = [row for row in rows if row["step"] <= step]
     write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
-    return rows[-1]["time"] if rows else 0.0
+    return rows
 
 
 def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

@@ -3,6 +3,9 @@
 import json
 import re
 import shutil
+import subprocess
+import sys
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -34,6 +37,8 @@ from jaxtrain.parallel import place_batch
 from jaxtrain.settings import UserError
 from jaxtrain.spikes import Checks, LossSpike, from_plain, judged, no_spikes, to_plain
 from jaxtrain.step import make_step
+
+ROOT = Path(__file__).parents[1]
 
 # ---- in the step -------------------------------------------------------------------------------
 
@@ -230,6 +235,24 @@ def test_skip_leaves_out_an_update_and_gives_up_after_so_many(tmp_path, poison, 
     error = capfd.readouterr().err
     assert "2 steps before it were left out, one after the other" in error
     assert "the last good checkpoint is 3" in error
+
+
+@pytest.mark.slow
+def test_processes_go_back_together(tmp_path):
+    """Of a rate that no return can help: both go back twice, and end with the same line."""
+    asked = {"train__on_nonfinite": "rollback", "train__max_consecutive_skips": 2}
+    asked |= {"checkpoint__every": 1, "train__steps": 20, "optim__name": "adamw"}
+    asked |= {"optim__learning_rate": 1e30, "model__softcap": "null"}
+    command = [sys.executable, "-m", "jaxtrain.launch", "--processes", "2"]
+    command += ["--devices-per-process", "1", "--", *run_overrides(tmp_path, **asked)]
+    done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
+    assert done.returncode == 2, done.stdout
+    said = re.findall(
+        r"\[(.)\] error: .*the run went back to checkpoint \d 2 times already", done.stdout
+    )
+    assert said, done.stdout
+    assert len(re.findall(r"back to checkpoint \d, and on without ", done.stdout)) == 2
+    assert "Traceback" not in done.stdout
 
 
 SPIKE = "{window: 8, deviations: 2, back: 3, batches: 5, action: rollback}"

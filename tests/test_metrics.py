@@ -359,3 +359,31 @@ def test_wandb_gets_rows_and_config(tmp_path, monkeypatch):
     assert calls[0]["config"] == {"model": {"depth": 4}}
     assert any(call[0] == 1 and call[1].get("train/loss") == 1.5 for call in calls[2:-2])
     assert calls[-1] == 0
+
+
+@pytest.mark.parametrize(
+    ("keep", "said"),
+    [
+        (lambda rows: rows, None),
+        (lambda rows: [], "the rows of steps 1 to 17 are gone from metrics.jsonl"),
+        (lambda rows: rows[:3], "the rows of steps 6 to 17 are gone from metrics.jsonl"),
+        (lambda rows: rows[:1] + rows[3:], "the rows before step 10 are gone from metrics.jsonl"),
+        (None, "the rows of steps 1 to 17 are gone from metrics.jsonl"),
+    ],
+    ids=["whole", "empty", "cut", "beginning", "no file"],
+)
+def test_a_history_that_was_cut_is_said(tmp_path, capsys, keep, said):
+    """Of rows at steps 1, 5, 10 and 15, before a checkpoint of step 17."""
+    with open_writer(tmp_path, every=5, total_steps=40) as writer:
+        for step in range(1, 18):
+            writer.push(step, {"loss": 1.0})
+    path = tmp_path / "metrics.jsonl"
+    lines = path.read_text().splitlines(keepends=True)
+    path.write_text("".join(keep(lines))) if keep else path.unlink()
+    capsys.readouterr()
+    # Rows at other steps now: what counts is when those before were due.
+    with open_writer(tmp_path, every=2, total_steps=40, start_step=17) as writer:
+        writer.push(18, {"loss": 1.0})
+    found = [row["missing"] for row in stored(tmp_path, "event") if "missing" in row]
+    assert found == ([said] if said else [])
+    assert (said or "step") in capsys.readouterr().out
