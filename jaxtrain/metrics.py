@@ -14,7 +14,6 @@ import zlib
 from collections import deque
 from collections.abc import Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
-from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
@@ -26,12 +25,11 @@ from rich.live import Live
 from rich.text import Text
 from tensorboardX import SummaryWriter
 
-from jaxtrain.disk import write_whole
 from jaxtrain.environment import memory_bytes, peak_flops
+from jaxtrain.history import Row, missing_rows, rewound
 from jaxtrain.parsing import read_yaml
 from jaxtrain.settings import Settings, UserError
 
-Row = dict[str, Any]
 Number = float | int
 MAX_IN_FLIGHT = 8  # steps the host may run ahead before `push` waits for the oldest
 # A row holds the last value of what begins so, and the mean of all others.
@@ -118,7 +116,7 @@ class MetricsWriter:
     def _open(self, step: int, tensorboard: bool) -> Number:
         """Open the files behind the rows up to `step`; the `time` of the last, in seconds."""
         path = self._run_dir / "metrics.jsonl"
-        rows = _rewind(path, step)
+        rows = rewound(path, step)
         self._missing = missing_rows(rows, step, self._every)
         self._file = path.open("a", encoding="utf-8")
         if tensorboard:
@@ -295,66 +293,6 @@ class MetricsWriter:
                     self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
         if self._wandb:
             self._wandb.log({f"{kind}/{name}": v for name, v in values.items()}, step=step)
-
-
-def read_rows(path: Path) -> list[Row]:
-    """The rows of a metrics.jsonl; a torn last line (the writer was killed) is left out.
-
-    Raises UserError for a line before the last that is not a JSON object.
-    """
-    lines = path.read_text(encoding="utf-8", errors="replace").splitlines()
-    rows = []
-    for number, line in enumerate(lines, 1):
-        try:
-            row = json.loads(line)
-            if not _is_row(row):
-                raise ValueError
-            rows.append(row)
-        except (ValueError, AttributeError, RecursionError):
-            if number < len(lines):
-                raise UserError(
-                    f"{path}, line {number} is not a metrics row (a JSON object with step, kind "
-                    "and time): repair or delete that line"
-                ) from None
-    return rows
-
-
-def _is_row(row: Any) -> bool:
-    """Whether values are what a row has: of training and validation numbers, lists and null."""
-    number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
-    if not isinstance(row, dict) or not all(number(row.get(key)) for key in ("step", "time")):
-        return False
-    if type(row.get("kind")) is not str:
-        return False
-    if row["kind"] not in ("train", "validation"):
-        return True
-    values = (value for name, value in row.items() if name != "kind")
-    return all(number(value) or value is None or isinstance(value, list) for value in values)
-
-
-def missing_rows(rows: Sequence[Row], step: int, every: int) -> str | None:
-    """What to say of a history up to `step` that has lost its beginning or its end; else None.
-
-    every: steps between rows, where the rows do not say it themselves.
-    """
-    steps = [row["step"] for row in rows if row["kind"] == "train"]
-    said = [row["every"] for row in rows if isinstance(row.get("every"), int)]
-    every = max([*said[-1:], *(b - a for a, b in pairwise(steps[-2:]))], default=every)
-    if step and not steps:
-        return f"the rows of steps 1 to {step} are gone from metrics.jsonl"
-    if step and step - steps[-1] >= every:
-        return f"the rows of steps {steps[-1] + 1} to {step} are gone from metrics.jsonl"
-    if step and steps[0] > 1:
-        return f"the rows before step {steps[0]} are gone from metrics.jsonl"
-    return None
-
-
-def _rewind(path: Path, step: int) -> list[Row]:
-    """Keep the rows up to `step` (none for 0), and return them."""
-    rows = read_rows(path) if step and path.exists() else []
-    rows = [row for row in rows if row["step"] <= step]
-    write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
-    return rows
 
 
 def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:

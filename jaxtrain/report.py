@@ -9,7 +9,8 @@ from pathlib import Path
 from statistics import median
 
 from jaxtrain.disk import write_whole
-from jaxtrain.metrics import Number, Row, format_bytes, format_duration, read_rows
+from jaxtrain.history import Row, read_rows
+from jaxtrain.metrics import Number, format_bytes, format_duration
 from jaxtrain.report_charts import Series, bars, chart, format_count, smoothed, y_range
 from jaxtrain.report_data import data_section
 from jaxtrain.report_tasks import tasks_section

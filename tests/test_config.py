@@ -26,8 +26,8 @@ from jaxtrain.config import (
     to_yaml,
     variants_of,
 )
+from jaxtrain.history import read_rows
 from jaxtrain.main import main
-from jaxtrain.metrics import read_rows
 from jaxtrain.optim import MuonConfig
 from jaxtrain.scaling import Resolved, override, resolve
 from jaxtrain.settings import UserError, command

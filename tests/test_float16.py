@@ -18,8 +18,8 @@ from tiny import (
 
 from jaxtrain import step as step_module
 from jaxtrain.guard import Taken, overflowed
+from jaxtrain.history import read_rows
 from jaxtrain.main import main
-from jaxtrain.metrics import read_rows
 from jaxtrain.model import path_name
 from jaxtrain.model.layers import layer_norm, rms_norm
 from jaxtrain.settings import UserError

@@ -10,7 +10,7 @@ ROOT = Path(__file__).parents[1]
 LAYERS = (
     ("jaxtrain.settings", "jaxtrain.commands"),
     ("jaxtrain.parsing", "jaxtrain.sums", "jaxtrain.disk"),
-    ("jaxtrain.overrides",),
+    ("jaxtrain.overrides", "jaxtrain.history"),
     ("jaxtrain.parallel",),
     ("jaxtrain.data", "jaxtrain.model", "jaxtrain.optim"),
     ("jaxtrain.finetune", "jaxtrain.compress", "jaxtrain.interop"),

@@ -12,7 +12,8 @@ from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
 from jaxtrain import environment, metrics
-from jaxtrain.metrics import MAX_IN_FLIGHT, MetricsConfig, MetricsWriter, format_row, read_rows
+from jaxtrain.history import read_rows
+from jaxtrain.metrics import MAX_IN_FLIGHT, MetricsConfig, MetricsWriter, format_row
 from jaxtrain.settings import UserError
 
 

@@ -12,9 +12,9 @@ from jaxtrain.bench import preflight
 from jaxtrain.bench.traffic import device_named, rates_of
 from jaxtrain.config import load_config
 from jaxtrain.environment import peak_flops
+from jaxtrain.history import read_rows
 from jaxtrain.main import main
 from jaxtrain.memory import memory_advice
-from jaxtrain.metrics import read_rows
 from jaxtrain.run import check_text
 from jaxtrain.scaling import resolve
 from jaxtrain.settings import UserError

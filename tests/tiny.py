@@ -11,7 +11,7 @@ from safetensors.numpy import load_file
 from jaxtrain.config import load_config
 from jaxtrain.data import Batch
 from jaxtrain.data.tokenizer import byte_tokenizer
-from jaxtrain.metrics import read_rows
+from jaxtrain.history import read_rows
 from jaxtrain.model import ModelConfig, Transformer, resolve_model, split
 from jaxtrain.optim import AdamWConfig, make_optimizer
 from jaxtrain.parallel import MeshConfig, make_mesh

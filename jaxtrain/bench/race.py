@@ -20,7 +20,8 @@ from matplotlib.figure import Figure
 
 from jaxtrain.bench.record import describe
 from jaxtrain.config import Config, tag_of, variants_of
-from jaxtrain.metrics import Number, Row, read_rows
+from jaxtrain.history import Row, read_rows
+from jaxtrain.metrics import Number
 from jaxtrain.parsing import read_yaml
 from jaxtrain.settings import UserError
 

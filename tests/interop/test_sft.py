@@ -19,10 +19,10 @@ from jaxtrain.config import load_config
 from jaxtrain.data import DEFAULT, prepare
 from jaxtrain.data.packing import assemble
 from jaxtrain.data.planning import Piece
+from jaxtrain.history import read_rows
 from jaxtrain.interop import load, open_checkpoint
 from jaxtrain.interop.__main__ import main as interop
 from jaxtrain.main import main
-from jaxtrain.metrics import read_rows
 from jaxtrain.model import Transformer, resolve_model, split
 from jaxtrain.optim import make_optimizer
 from jaxtrain.saved import load_saved
