@@ -88,8 +88,7 @@ def check_keys(family: Family, config: Json) -> None:
     read = read_keys(family)
     known = {**NEUTRAL, **family.neutral}
     types = config.get("layer_types")
-    whole = isinstance(types, list) and len(types) == depth(family, config)
-    if family.windows == "none" and whole and all(kind == FULL for kind in types):
+    if family.windows == "none" and types == [FULL] * depth(family, config):
         known["layer_types"] = None
     check_against(read, known, config, f"of {family.model_type}")
 

@@ -268,6 +268,8 @@ def command(directory, start, pairs, name, **changes):
         "optim__schedule__warmup_steps": 0, "optim__learning_rate": 0.003,
         "train__sequence_length": 128, "train__batch_size": 8,
     } | changes  # fmt: skip
+    if "data__validation" in changes:  # the whole section
+        del changes["data__validation__name"]
     given = run_overrides(directory, **changes)
     return [x for x in given if not x.startswith(("model.", "data.tokenizer"))]
 
