@@ -136,7 +136,7 @@ ARGUMENTS = {
         "--fit -3 --config quickstart": WHOLE, "--memory nan --dry-run": "must be a number above",
         "--processes 2": "missing", "--process 0 --processes 0 --coordinator a:1": WHOLE,
         "--process 5 --processes 2 --coordinator a:1": "must be 0 to 1",
-        "--dry-run --config quickstart --device T4000": "invalid choice", "\udcff": "no UTF-8",
+        "--dry-run --config quickstart --device T4000": "has no figures", "\udcff": "no UTF-8",
     },
     "prepare": {"--nope": "unrecognized", "x": "key.path=value", "\udcff=1": "no UTF-8"},
     "generate": {

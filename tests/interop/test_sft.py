@@ -181,7 +181,7 @@ def test_a_template_of_ones_own_is_exported_too(own_model, tmp_path):
     tree = yaml.safe_load((folder / "config.yaml").read_text())
     tree["data"] |= {"packing": {"name": "padded"}, "validation": {"name": "documents"}}
     tree["data"]["train"] = {"name": "chat", "path": "x.jsonl"}
-    (folder / "config.yaml").write_text(yaml.safe_dump(tree))
+    (folder / "config.yaml").write_text(yaml.safe_dump(tree, explicit_end=True))
     assert interop(["export", str(folder), str(tmp_path / "out")]) == 0
     assert (tmp_path / "out" / "chat_template.jinja").read_text() == DEFAULT
     ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
