@@ -58,7 +58,7 @@ def fields():
         yield case("main", [*SHOW, f"{field}=.inf"], FINITE)
         yield case("main", [*SHOW, f"{field}=false"], BOOLEAN)
         yield case("main", [*SHOW, f"{field}=-1"], "greater than")
-    for name in ("../../escape", "/tmp/escape", "..", ".", "a/../../b", '""'):
+    for name in ("../../escape", "/escape", "..", ".", "a/../../b", '""'):
         yield case("main", [*SHOW, f"run.name={name}"], "run.name")
     for text, words in OVERRIDES.items():
         yield case("main", [*SHOW, *(text if type(text) is tuple else (text,))], words)
