@@ -7,17 +7,17 @@ import argparse
 import sys
 from pathlib import Path
 
-from jaxtrain.bench.fitting import choose, fitted
-from jaxtrain.bench.preflight import (
+from jaxtrain.cluster.processes import add_place, find_place, joined
+from jaxtrain.config import find_config, help_text, load_config
+from jaxtrain.config.overrides import check_once
+from jaxtrain.estimate.dry_run import (
     add_preflight,
     check_dry,
     dry_overrides,
     preflight_of,
     report,
 )
-from jaxtrain.config import find_config, help_text, load_config
-from jaxtrain.overrides import check_once
-from jaxtrain.parallel.processes import add_place, find_place, joined
+from jaxtrain.estimate.fit import choose, fitted
 from jaxtrain.settings import Parser, command
 
 FIRST = """
@@ -68,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
         overrides = dry_overrides(arguments)
         config = load_config(path, overrides)
         if arguments.print_config:
-            from jaxtrain.scaling import resolved_text
+            from jaxtrain.config.resolve import resolved_text
 
             print(resolved_text(config), flush=True)
             return 0
@@ -77,9 +77,9 @@ def main(argv: list[str] | None = None) -> int:
             record = preflight_of(arguments, arguments.config, overrides, one)
             print(report(record))
             return 0 if record["metrics"]["fits"] else 1
-        from jaxtrain.parallel.runtime import start
-        from jaxtrain.run import facts
-        from jaxtrain.train import train
+        from jaxtrain.cluster.runtime import start
+        from jaxtrain.runs.job import facts
+        from jaxtrain.train.loop import train
 
         place = find_place(arguments.coordinator, arguments.processes, arguments.process)
         start(quiet=place is not None and place.index > 0)

@@ -3,10 +3,12 @@
 from typing import NamedTuple
 
 COMMANDS = {
-    "main": "jaxtrain.main", "prepare": "jaxtrain.prepare", "generate": "jaxtrain.generate",
-    "evaluate": "jaxtrain.evaluate", "score": "jaxtrain.score", "harness": "jaxtrain.harness",
-    "report": "jaxtrain.report", "launch": "jaxtrain.launch", "data": "jaxtrain.data.__main__",
-    "interop": "jaxtrain.interop.__main__", "bench": "jaxtrain.bench.__main__",
+    "main": "jaxtrain.main", "prepare": "jaxtrain.train.prepare",
+    "generate": "jaxtrain.inference.generate", "evaluate": "jaxtrain.evaluation.evaluate",
+    "score": "jaxtrain.evaluation.score", "harness": "jaxtrain.evaluation.lm_eval",
+    "report": "jaxtrain.runs.report", "launch": "jaxtrain.cluster.launch",
+    "data": "jaxtrain.data.__main__", "interop": "jaxtrain.interop.__main__",
+    "bench": "benchmarks.__main__",
 }  # fmt: skip
 
 

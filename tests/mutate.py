@@ -30,21 +30,23 @@ class Mutation(NamedTuple):
 J, K = "jaxtrain/", "kernels/jaxtrain_kernels/"
 MUTATIONS = {
     "accumulation": Mutation(
-        J + "step.py", "lambda t, x: t + x.astype(t.dtype)", "lambda t, x: x.astype(t.dtype)",
+        J + "train/step.py", "lambda t, x: t + x.astype(t.dtype)", "lambda t, x: x.astype(t.dtype)",
         "test_step.py",
     ),
     "clip": Mutation(
-        J + "step.py", "shrink = jnp.minimum(1.0, ", "shrink = jnp.maximum(1.0, ", "test_step.py"
+        J + "train/step.py",
+        "shrink = jnp.minimum(1.0, ", "shrink = jnp.maximum(1.0, ", "test_step.py"
     ),
     "loss scale": Mutation(
-        J + "step.py", "g.astype(jnp.float32) / scale.scale", "g.astype(jnp.float32)",
+        J + "train/step.py", "g.astype(jnp.float32) / scale.scale", "g.astype(jnp.float32)",
         "test_float16.py test_step.py",
     ),
     "diloco": Mutation(
-        J + "local.py", "c.outer_lr * (way + c.outer_momentum * v)", "0.0 * way", "test_local.py"
+        J + "train/local_sgd.py",
+        "c.outer_lr * (way + c.outer_momentum * v)", "0.0 * way", "test_local.py"
     ),
     "gossip": Mutation(
-        J + "local.py", 'total += jax.lax.ppermute(x, "data", shift(by))', "total += x",
+        J + "train/local_sgd.py", 'total += jax.lax.ppermute(x, "data", shift(by))', "total += x",
         "test_local.py",
     ),
     "remat": Mutation(
@@ -71,23 +73,23 @@ MUTATIONS = {
         "= start[f\"{name}/magnitude\"]", "finetune",
     ),
     "nf4": Mutation(
-        J + "model/packed.py", "jnp.asarray(NF4)[codes] * most[:, None]",
+        J + "weights/packed.py", "jnp.asarray(NF4)[codes] * most[:, None]",
         "jnp.asarray(NF4)[codes] * w.mean", "finetune",
     ),
     "dpo": Mutation(
-        J + "finetune/preference.py", "return Judged(-(1 - smooth) * right_N - smooth * wrong_N,",
+        J + "objectives/preference.py", "return Judged(-(1 - smooth) * right_N - smooth * wrong_N,",
         "return Judged(-(1 - smooth) * right_N,", "finetune/test_preference.py",
     ),
     "kto": Mutation(
-        J + "finetune/preference.py", "gain_N = reward_N2[..., 0] - c.beta * divergence",
+        J + "objectives/preference.py", "gain_N = reward_N2[..., 0] - c.beta * divergence",
         "gain_N = reward_N2[..., 0]", "finetune/test_preference.py",
     ),
     "sft": Mutation(
-        J + "data/chat.py", "answers.append((len(begun), len(text)))",
+        J + "data/chat/chat.py", "answers.append((len(begun), len(text)))",
         "answers.append((0, len(text)))", "data/test_chat.py",
     ),
     "float8": Mutation(
-        J + "model/fp8.py", "most_L = jnp.max(past_HL, axis=0)", "most_L = past_HL[-1]",
+        J + "weights/float8.py", "most_L = jnp.max(past_HL, axis=0)", "most_L = past_HL[-1]",
         "model/test_fp8_delayed.py",
     ),
     "experts": Mutation(
@@ -110,11 +112,11 @@ MUTATIONS = {
         "without = None", "parallel/test_mesh.py test_step.py",
     ),
     "masking": Mutation(
-        J + "data/augment.py", "hidden &= random.random(len(hidden)) < config.rate", "pass",
+        J + "data/batches/augment.py", "hidden &= random.random(len(hidden)) < config.rate", "pass",
         "data/test_augment.py",
     ),
     "fill in the middle": Mutation(
-        J + "data/augment.py", "order = [prefix, suffix, after, middle, before, between]",
+        J + "data/batches/augment.py", "order = [prefix, suffix, after, middle, before, between]",
         "order = [prefix, suffix, after, middle, between, before]", "data/test_augment.py",
     ),
     "decontaminate": Mutation(
@@ -122,14 +124,17 @@ MUTATIONS = {
         "data/test_quality.py data/test_filtered.py",
     ),
     "core": Mutation(
-        J + "scoring.py", "- label_N\n        new", "+ label_N\n        new", "test_tasks.py"
+        J + "evaluation/log_likelihood.py",
+        "- label_N\n        new", "+ label_N\n        new", "test_tasks.py"
     ),
     "el2n": Mutation(
-        J + "measures.py", "error_NV = jnp.exp(logits_NV - top_N[:, None]) - hot_NV",
+        J + "evaluation/document_scores.py",
+        "error_NV = jnp.exp(logits_NV - top_N[:, None]) - hot_NV",
         "error_NV = jnp.exp(logits_NV - top_N[:, None])", "test_score.py",
     ),
     "sampling": Mutation(
-        J + "generate.py", "scaled_BV = jnp.where(scaled_BV < least_B1, -jnp.inf, scaled_BV)",
+        J + "inference/generate.py",
+        "scaled_BV = jnp.where(scaled_BV < least_B1, -jnp.inf, scaled_BV)",
         "pass", "test_generate.py",
     ),
     "int8 cache": Mutation(
@@ -141,7 +146,7 @@ MUTATIONS = {
         "lambda x, h: x.astype(np.float32)", "interop",
     ),
     "resume": Mutation(
-        J + "train.py", "segments=c.model.document_mask, state=position,",
+        J + "train/loop.py", "segments=c.model.document_mask, state=position,",
         "segments=c.model.document_mask, state=None,", "test_train.py",
     ),
     "flash backward": Mutation(

@@ -7,15 +7,15 @@ import numpy as np
 import pytest
 from jaxtrain_kernels.shapes import LOSS_BENCH
 
-from jaxtrain.bench import kernels, profile, record, tables, timing
-from jaxtrain.bench import memory as memory_module
-from jaxtrain.bench import step as step_module
-from jaxtrain.bench.costs import Cost, in_order, read_costs
-from jaxtrain.bench.step import floors_ms, muon_flops
-from jaxtrain.bench.workload import load_workload, random_batch
+from benchmarks import kernels, profile, record, tables, timing
+from benchmarks import memory as memory_module
+from benchmarks import step as step_module
+from benchmarks.step import floors_ms, muon_flops
+from jaxtrain.estimate.costs import Cost, in_order, read_costs
+from jaxtrain.estimate.workload import load_workload, random_batch
 from jaxtrain.settings import UserError
 
-command = importlib.import_module("jaxtrain.bench.__main__")
+command = importlib.import_module("benchmarks.__main__")
 main = command.main
 TINY = ["train.batch_size=8", "train.sequence_length=32", "model.depth=1", "model.width=32",
         "model.head_dim=8", "data.tokenizer.vocab_size=300"]  # fmt: skip
@@ -394,7 +394,7 @@ def test_kinds(name, kind):
 
 def test_page_is_current():
     page = tables.PAGE.read_text()
-    assert page == tables.render(page, record.read_results()), "python -m jaxtrain.bench table"
+    assert page == tables.render(page, record.read_results()), "python -m benchmarks table"
 
 
 def test_render_puts_ours_the_floor_and_the_peers():

@@ -11,9 +11,9 @@ import pytest
 from jaxtrain_kernels.attention import BACKENDS, reference, table, xla
 from jaxtrain_kernels.shapes import ATTENTION_BENCH, ATTENTION_SMALL, ATTENTION_TUNE
 
-from jaxtrain.bench import attention, timing, tune
+from benchmarks import attention, timing, tune
 
-main = importlib.import_module("jaxtrain.bench.__main__").main
+main = importlib.import_module("benchmarks.__main__").main
 PACKED = next(s for s in ATTENTION_BENCH if s.documents)
 
 

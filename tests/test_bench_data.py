@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 from tiny import CACHE
 
-from jaxtrain.bench import data, filters, packing, soak
-from jaxtrain.bench.__main__ import main
+from benchmarks import data, filters, packing, soak
+from benchmarks.__main__ import main
 from jaxtrain.settings import UserError
 
 
@@ -37,7 +37,7 @@ def test_every_stage_from_text_to_batches_is_measured(tmp_path, monkeypatch, cap
         assert part["prepare"]["tokens_per_s"] > 0 and part["read at random"]["tokens_per_s"] > 0
     with pytest.raises(UserError, match="data.train is a chat: name one source of text"):
         data.bench_data(["data.train.name=chat", "data.train.path=x"])
-    monkeypatch.setattr("jaxtrain.bench.__main__.bench_data", lambda *_: record)
+    monkeypatch.setattr("benchmarks.__main__.bench_data", lambda *_: record)
     assert main(["data", "--record", "--out", str(tmp_path)]) == 0
     assert "MB/CPU s" in capsys.readouterr().out
     assert list(tmp_path.glob("data-*.json"))
@@ -54,7 +54,7 @@ def test_each_filter_has_a_row_and_so_have_all_together(tmp_path, monkeypatch, c
     assert sum(rows["gopher_quality"]["reasons"].values()) == rows["gopher_quality"]["documents"]
     assert 0 < rows["c4"]["of_bytes"] < rows["all"]["of_bytes"] < 1
     assert all(row["mb_per_s"] > 0 and row["mb_per_cpu_s"] > 0 for row in record["rows"])
-    monkeypatch.setattr("jaxtrain.bench.__main__.bench_filters", lambda *_: record)
+    monkeypatch.setattr("benchmarks.__main__.bench_filters", lambda *_: record)
     assert main(["filters", "--record", "--out", str(tmp_path)]) == 0
     assert "documents lost" in capsys.readouterr().out
     assert list(tmp_path.glob("filters-text-plays-*.json"))

@@ -7,9 +7,9 @@ import jax.numpy as jnp
 import pytest
 from jaxtrain_kernels.shapes import DECODE_BENCH
 
-from jaxtrain.bench import decode, timing
+from benchmarks import decode, timing
 
-main = importlib.import_module("jaxtrain.bench.__main__").main
+main = importlib.import_module("benchmarks.__main__").main
 
 
 @pytest.mark.slow

@@ -4,8 +4,8 @@ import json
 
 import pytest
 
-from jaxtrain.bench import finetune
-from jaxtrain.bench.__main__ import main
+from benchmarks import finetune
+from benchmarks.__main__ import main
 
 TINY = [
     "model.depth=1", "model.width=64", "model.head_dim=16", "model.hidden=128",

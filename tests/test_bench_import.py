@@ -3,7 +3,7 @@
 import importlib
 import json
 
-main = importlib.import_module("jaxtrain.bench.__main__").main
+main = importlib.import_module("benchmarks.__main__").main
 
 
 def test_import_rows(tmp_path, capsys):

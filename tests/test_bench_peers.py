@@ -7,9 +7,9 @@ import jax
 import pytest
 from jaxtrain_kernels.shapes import ATTENTION_BENCH, AttentionShape
 
-from jaxtrain.bench import attention, peers, tables
+from benchmarks import attention, peers, tables
 
-command = importlib.import_module("jaxtrain.bench.__main__")
+command = importlib.import_module("benchmarks.__main__")
 PACKED = AttentionShape("packed", 3, 64, 1, 1, 8, documents=(30, 1, 20))
 NOISE = "print('a line of its own')\n"
 ECHO = "import json, sys\nprint(json.dumps({'got': sys.argv[1:]}), flush=True)\n"

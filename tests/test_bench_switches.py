@@ -3,8 +3,8 @@
 import pytest
 from jaxtrain_kernels.dispatch import on_target
 
-from jaxtrain.bench import switches
-from jaxtrain.bench.__main__ import main
+from benchmarks import switches
+from benchmarks.__main__ import main
 from jaxtrain.config import find_config, load_config
 
 

@@ -12,10 +12,11 @@ import pytest
 from jax.sharding import NamedSharding, PartitionSpec
 from orbax.checkpoint._src.serialization import serialization
 
-from jaxtrain import checkpoint
-from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
-from jaxtrain.disk import full_disk_explained, write_whole
+from jaxtrain.runs import checkpoint
+from jaxtrain.runs.checkpoint import Checkpointer
+from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.settings import UserError
+from jaxtrain.storage.disk import full_disk_explained, write_whole
 
 
 def compiled_by(save):

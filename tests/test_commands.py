@@ -10,8 +10,9 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from jaxtrain import commands, launch
-from jaxtrain.commands import TYPED, command_line, command_of
+from jaxtrain.cluster import launch
+from jaxtrain.cluster import started_by as commands
+from jaxtrain.cluster.started_by import TYPED, command_line, command_of
 
 ARGUMENTS = ["--config", "quickstart", "run.name=my run", "data.train.path=*.txt"]
 QUOTED = "--config quickstart 'run.name=my run' 'data.train.path=*.txt'"
@@ -43,19 +44,20 @@ def started(monkeypatch):
 )
 def test_what_uv_run_has_started_is_printed_with_uv_run_and_its_options(parent, options, started):
     started(parent)
-    expected = f"uv run{options} python -m jaxtrain.generate 'runs/my run' --prompt ..."
+    expected = f"uv run{options} jaxtrain generate 'runs/my run' --prompt ..."
     assert command_of("generate", Path("runs/my run"), "--prompt", "...") == expected
     assert command_line() == f"uv {parent.partition(' ')[2]} {QUOTED}"
 
 
-def test_without_uv_it_is_the_python_that_runs(started, monkeypatch, tmp_path):
+def test_without_uv_it_is_the_command_of_the_python_that_runs(started, monkeypatch, tmp_path):
     started("bash -c x")
     monkeypatch.setattr(sys, "executable", "/venv/bin/python3")
     monkeypatch.setattr(shutil, "which", lambda name: f"/venv/bin/{name}")
-    assert command_of("report", "runs/a") == "/venv/bin/python3 -m jaxtrain.report runs/a"
+    monkeypatch.setattr(sys, "executable", "/other/bin/python3")
+    assert command_of("report", "runs/a") == "/other/bin/python3 -m jaxtrain.cli report runs/a"
     monkeypatch.setattr(sys, "executable", "/venv/bin/python")
-    assert command_of("report", "runs/a") == "python -m jaxtrain.report runs/a"
-    assert command_line() == f"python -m jaxtrain.main {QUOTED}"
+    assert command_of("report", "runs/a") == "jaxtrain report runs/a"
+    assert command_line() == f"jaxtrain train {QUOTED}"
     monkeypatch.setenv("UV_RUN_RECURSION_DEPTH", "1")  # a script inside `uv run`
     assert command_of("report").startswith("/venv/bin/python -m ")
     monkeypatch.setattr(sys, "executable", f"{tmp_path}/.venv/bin/python")
@@ -73,11 +75,15 @@ def test_the_installed_command_is_printed_as_it_is_found(started, monkeypatch):
 
 def test_processes_of_launch_print_what_started_launch(started, monkeypatch):
     options = ["--processes", "2", "--", "--config", "gpt_d12"]
-    started("uv run python -m jaxtrain.launch", script="/x/jaxtrain/launch.py", arguments=options)
+    started(
+        "uv run jaxtrain launch",
+        script="/x/jaxtrain/cluster/launch.py",
+        arguments=options,
+    )
     seen = []
     monkeypatch.setattr(launch, "run", lambda lines, environments: seen.append(environments) or 0)
     assert launch.main(options) == 0
-    typed = "uv run python -m jaxtrain.launch --processes 2 -- --config gpt_d12"
+    typed = "uv run jaxtrain launch --processes 2 -- --config gpt_d12"
     assert [variables[TYPED] for variables in seen[0]] == [typed] * 2
     monkeypatch.setenv(TYPED, typed)
     assert command_line() == typed
@@ -87,7 +93,7 @@ def test_processes_of_launch_print_what_started_launch(started, monkeypatch):
 def test_a_printed_command_runs_where_it_was_printed(tmp_path):
     """From a shell whose python has no jaxtrain, as after `pip install uv`."""
     root = Path(commands.__file__).parents[1]
-    code = "from jaxtrain.commands import *; print(command_of('settings', 'a b'))"
+    code = "from jaxtrain.cluster.started_by import *; print(command_of('report', '--help'))"
     uv = [shutil.which("uv"), "run", "--no-sync", "--project", str(root), "--offline"]
     shell = {k: v for k, v in os.environ.items() if not k.startswith(("UV", "VIRTUAL_ENV"))}
     shell["PATH"] = os.pathsep.join(
@@ -95,5 +101,5 @@ def test_a_printed_command_runs_where_it_was_printed(tmp_path):
     )
     run = lambda line, **how: subprocess.run(line, cwd=tmp_path, env=shell, text=True, **how)
     done = run([*uv, "python", "-c", code], capture_output=True, check=True)
-    assert done.stdout == f"{' '.join(['uv', *uv[1:]])} python -m jaxtrain.settings 'a b'\n"
+    assert done.stdout == f"{' '.join(['uv', *uv[1:]])} jaxtrain report --help\n"
     run(done.stdout, shell=True, check=True)

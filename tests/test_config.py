@@ -26,11 +26,15 @@ from jaxtrain.config import (
     to_yaml,
     variants_of,
 )
-from jaxtrain.history import read_rows
+from jaxtrain.config.resolve import Resolved, override, resolve
+from jaxtrain.evaluation.config import EvalConfig
+from jaxtrain.inference.config import SampleConfig
 from jaxtrain.main import main
 from jaxtrain.optim import MuonConfig
-from jaxtrain.scaling import Resolved, override, resolve
+from jaxtrain.runs.config import RunConfig
+from jaxtrain.runs.history import read_rows
 from jaxtrain.settings import UserError, command
+from jaxtrain.train.config import TrainConfig
 
 ROOT = Path(jaxtrain.__file__).parents[1]
 SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
@@ -230,7 +234,7 @@ def test_no_device_is_an_error_not_a_run(capsys):
 
 @pytest.mark.parametrize("stray", ["--devices 8", "--device T4", "--memory"])
 def test_options_of_the_dry_run_alone_are_no_run(stray, capsys, monkeypatch):
-    monkeypatch.setattr("jaxtrain.train.train", lambda *_: pytest.fail("a run begins"))
+    monkeypatch.setattr("jaxtrain.train.loop.train", lambda *_: pytest.fail("a run begins"))
     value = ["16"] * (stray == "--memory")
     assert main(["--config", "quickstart", *stray.split(), *value]) == 2
     assert capsys.readouterr().err == f"error: {stray} is for --dry-run (or --fit N)\n"
@@ -411,7 +415,8 @@ def test_no_class_shadows_a_field_of_its_base():
 # ---- no dead field ---------------------------------------------------------------------------
 
 SOURCES = [p for p in (ROOT / "jaxtrain").rglob("*.py") if p.name != "config.py"]
-SOURCES += [ROOT / "jaxtrain" / "config.py", ROOT / "jaxtrain" / "model" / "config.py"]
+SOURCES += [ROOT / "jaxtrain" / "model" / "config.py"]
+ELSEWHERE = (RunConfig, TrainConfig, EvalConfig, SampleConfig)  # read as c.SECTION.FIELD
 
 
 def reads(source):
@@ -441,16 +446,15 @@ def dead_fields(model, sources):
 
     def walk(model, section):
         module = sys.modules[model.__module__].__file__
-        folder = Path(module).parent if Path(module).parent.name != "jaxtrain" else Path(module)
-        near = {name for path, pairs in found.items() if folder in (path, path.parent)
+        folder = ROOT / "jaxtrain" / Path(module).relative_to(ROOT / "jaxtrain").parts[0]
+        near = {name for path, pairs in found.items() if folder in path.parents
                 for _, name in pairs}  # fmt: skip
         for name, field in model.model_fields.items():
             parts = [v for v in variants_of(field) if issubclass(v, BaseModel)]
             for part in parts:
                 yield from walk(part, name)
             wanted = (section, name) in everything
-            # Those of config.py itself are read elsewhere, as c.SECTION.FIELD.
-            if not (parts or wanted or (name in near and folder.name != "config.py")):
+            if not (parts or wanted or (name in near and model not in ELSEWHERE)):
                 yield f"{section}.{name}"
 
     return sorted(set(walk(model, "")))
@@ -471,8 +475,10 @@ def test_a_field_that_nobody_reads_is_found(sources):
         assert text in sources[path]
         return sources | {path: sources[path].replace(text, instead)}
 
-    assert dead_fields(Config, without("generate.py", "c.sample.top_p", "None")) == ["sample.top_p"]
-    dead = dead_fields(Config, without("checkpoint.py", "config.keep_every", "None"))
+    assert dead_fields(Config, without("inference/generate.py", "c.sample.top_p", "None")) == [
+        "sample.top_p"
+    ]
+    dead = dead_fields(Config, without("runs/checkpoint.py", "config.keep_every", "None"))
     assert dead == ["checkpoint.keep_every"]
 
 

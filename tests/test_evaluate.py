@@ -3,8 +3,8 @@
 import jax
 import numpy as np
 
-from jaxtrain import evaluate
 from jaxtrain.data import Batch
+from jaxtrain.evaluation import evaluate
 from jaxtrain.objectives import Sums
 from jaxtrain.parallel import make_mesh
 from jaxtrain.parallel.mesh import MeshConfig

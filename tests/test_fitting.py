@@ -7,10 +7,10 @@ import pytest
 import yaml
 from tiny import run_overrides
 
-from jaxtrain.bench import fitting
+from jaxtrain.cluster.coordinator import Group
 from jaxtrain.config import load_config
+from jaxtrain.estimate import fit as fitting
 from jaxtrain.main import main
-from jaxtrain.parallel.group import Group
 from jaxtrain.settings import UserError
 
 FIXED, LIMIT = 100, 1000

@@ -16,15 +16,15 @@ from tiny import (
     run_overrides,
 )
 
-from jaxtrain import step as step_module
-from jaxtrain.guard import Taken, overflowed
-from jaxtrain.history import read_rows
 from jaxtrain.main import main
 from jaxtrain.model import path_name
 from jaxtrain.model.layers import layer_norm, rms_norm
+from jaxtrain.runs.history import read_rows
 from jaxtrain.settings import UserError
-from jaxtrain.spikes import Checks
-from jaxtrain.step import LossScale, make_step, train_step
+from jaxtrain.train import step as step_module
+from jaxtrain.train.guard import Taken, overflowed
+from jaxtrain.train.spikes import Checks
+from jaxtrain.train.step import LossScale, make_step, train_step
 
 
 def names_of(task):

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.generate import pick
+from jaxtrain.inference.generate import pick
 
 P_V = np.array([0.4, 0.3, 0.2, 0.07, 0.03])
 

@@ -27,16 +27,17 @@ from tiny import (
 )
 
 from jaxtrain import data
-from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
-from jaxtrain.config import TrainConfig
-from jaxtrain.guard import Guard, Taken, culprit
-from jaxtrain.local import DiLoCo, local_task
 from jaxtrain.main import main
-from jaxtrain.metrics import MetricsConfig, MetricsWriter
 from jaxtrain.parallel import place_batch
+from jaxtrain.runs.checkpoint import Checkpointer
+from jaxtrain.runs.config import CheckpointConfig, MetricsConfig
+from jaxtrain.runs.metrics import MetricsWriter
 from jaxtrain.settings import UserError
-from jaxtrain.spikes import Checks, LossSpike, from_plain, judged, no_spikes, to_plain
-from jaxtrain.step import make_step
+from jaxtrain.train.config import DiLoCo, LossSpike, TrainConfig
+from jaxtrain.train.guard import Guard, Taken, culprit
+from jaxtrain.train.local_sgd import local_task
+from jaxtrain.train.spikes import Checks, from_plain, judged, no_spikes, to_plain
+from jaxtrain.train.step import make_step
 
 ROOT = Path(__file__).parents[1]
 
@@ -243,7 +244,7 @@ def test_processes_go_back_together(tmp_path):
     asked = {"train__on_nonfinite": "rollback", "train__max_consecutive_skips": 2}
     asked |= {"checkpoint__every": 1, "train__steps": 20, "optim__name": "adamw"}
     asked |= {"optim__learning_rate": 1e30, "model__softcap": "null"}
-    command = [sys.executable, "-m", "jaxtrain.launch", "--processes", "2"]
+    command = [sys.executable, "-m", "jaxtrain.cluster.launch", "--processes", "2"]
     command += ["--devices-per-process", "1", "--", *run_overrides(tmp_path, **asked)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
     assert done.returncode == 2, done.stdout

@@ -14,7 +14,7 @@ from tiny import LLAMA, random_run
 
 from jaxtrain.interop.__main__ import main as interop
 from jaxtrain.main import main
-from jaxtrain.prepare import main as prepare
+from jaxtrain.train.prepare import main as prepare
 
 SECONDS = 10.0  # of the processor, for an answer
 
@@ -84,9 +84,12 @@ def test_there_are_cases_of_every_command():
 @pytest.mark.parametrize("start", ["-c", "-m"])
 def test_a_process_says_the_same(start, here):
     """As a user starts it: no traceback, no warning beside the line."""
-    program = ["-m", "jaxtrain.generate"]
+    program = ["-m", "jaxtrain.inference.generate"]
     if start == "-c":
-        program = ["-c", "import sys; from jaxtrain.generate import main; sys.exit(main())"]
+        program = [
+            "-c",
+            "import sys; from jaxtrain.inference.generate import main; sys.exit(main())",
+        ]
     (here / "run" / "model" / "config.yaml").write_text("run: {}\n")
     found = subprocess.run([sys.executable, *program, "run"], capture_output=True, text=True)
     assert (found.returncode, found.stdout) == (2, "")

@@ -10,7 +10,7 @@ from flax import nnx
 from jaxtrain_kernels import Quantized
 from tiny import T, build, tokens
 
-from jaxtrain import generate
+from jaxtrain.inference import generate
 
 
 def test_decoding_from_int8_stays_close():

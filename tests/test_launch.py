@@ -15,12 +15,13 @@ import pytest
 import yaml
 from tiny import rows_of, run_overrides
 
-from jaxtrain import data, launch
+from jaxtrain import data
+from jaxtrain.cluster import launch
+from jaxtrain.cluster.processes import Place, find_place
 from jaxtrain.config import load_config
-from jaxtrain.evaluate import main as evaluate
-from jaxtrain.generate import main as generate
+from jaxtrain.evaluation.evaluate import main as evaluate
+from jaxtrain.inference.generate import main as generate
 from jaxtrain.main import main
-from jaxtrain.parallel.processes import Place, find_place
 from jaxtrain.settings import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -64,7 +65,14 @@ class Job:
 
 
 def launched(log, processes, devices, arguments, *options):
-    command = [sys.executable, "-m", "jaxtrain.launch", "--processes", str(processes), *options]
+    command = [
+        sys.executable,
+        "-m",
+        "jaxtrain.cluster.launch",
+        "--processes",
+        str(processes),
+        *options,
+    ]
     return Job([*command, "--devices-per-process", str(devices), "--", *arguments], log)
 
 
@@ -185,7 +193,7 @@ def test_two_processes_evaluate_as_one(whole, tmp_path, capsys):
 def test_generate_is_one_process(whole, capsys, monkeypatch):
     monkeypatch.setenv("SLURM_STEP_NUM_TASKS", "2")
     assert generate([str(whole)]) == 2
-    message = "error: jaxtrain.generate is one process, and SLURM_STEP_NUM_TASKS says 2: start it"
+    message = "error: jaxtrain generate is one process, and SLURM_STEP_NUM_TASKS says 2: start it"
     assert message in capsys.readouterr().err
 
 
@@ -308,7 +316,7 @@ def test_ray(tmp_path):
     assert len(lines) == 2
 
 
-# ---- python -m jaxtrain.launch ---------------------------------------------------------------
+# ---- jaxtrain launch ---------------------------------------------------------------
 
 
 def start(*codes):

@@ -24,11 +24,18 @@ from tiny import (
     same,
 )
 
-from jaxtrain import train
-from jaxtrain.bench.traffic import collectives
-from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
-from jaxtrain.local import (
-    LocalConfig,
+from jaxtrain.estimate.traffic import collectives
+from jaxtrain.main import main
+from jaxtrain.optim import OptimConfig
+from jaxtrain.optim.adamw8bit import Adam8bitState, decode, encode
+from jaxtrain.optim.param_groups import Moment
+from jaxtrain.parallel import place_batch
+from jaxtrain.runs.checkpoint import Checkpointer
+from jaxtrain.runs.config import CheckpointConfig
+from jaxtrain.settings import UserError
+from jaxtrain.train import loop as train
+from jaxtrain.train.config import LocalConfig
+from jaxtrain.train.local_sgd import (
     LocalState,
     Replica,
     as_saved,
@@ -40,15 +47,9 @@ from jaxtrain.local import (
     take,
     wire_bytes,
 )
-from jaxtrain.main import main
-from jaxtrain.model import fp8 as model_fp8
-from jaxtrain.optim import OptimConfig
-from jaxtrain.optim.adamw8bit import Adam8bitState, decode, encode
-from jaxtrain.optim.groups import Moment
-from jaxtrain.parallel import place_batch
-from jaxtrain.run import new_or_resumed, rest_of
-from jaxtrain.settings import UserError
-from jaxtrain.step import init_state, make_step, state_shardings
+from jaxtrain.train.run import new_or_resumed, rest_of
+from jaxtrain.train.step import init_state, make_step, state_shardings
+from jaxtrain.weights import float8 as model_fp8
 
 pytestmark = pytest.mark.slow
 

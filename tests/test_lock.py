@@ -14,10 +14,10 @@ import psutil
 import pytest
 from tiny import run_overrides
 
-from jaxtrain import lock
-from jaxtrain.lock import RunLock, held, locks_in, myself
+from jaxtrain.cluster.coordinator import Group
 from jaxtrain.main import main
-from jaxtrain.parallel.group import Group
+from jaxtrain.runs import lock
+from jaxtrain.runs.lock import RunLock, held, locks_in, myself
 from jaxtrain.settings import UserError
 
 ROOT = Path(__file__).parents[1]
@@ -25,7 +25,7 @@ ROOT = Path(__file__).parents[1]
 HOLD = """
 import sys, time
 from pathlib import Path
-from jaxtrain.lock import RunLock
+from jaxtrain.runs.lock import RunLock
 from jaxtrain.settings import UserError
 print("ready", flush=True)
 sys.stdin.readline()

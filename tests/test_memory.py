@@ -5,10 +5,11 @@ import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
 
-from jaxtrain.bench import memory, preflight
-from jaxtrain.bench.liveness import peak_bytes
-from jaxtrain.bench.traffic import collectives, group_of_first, rates_of, step_seconds
-from jaxtrain.bench.workload import idle, kinds_of, load_workload
+from benchmarks import memory
+from jaxtrain.estimate import dry_run as preflight
+from jaxtrain.estimate.liveness import peak_bytes
+from jaxtrain.estimate.traffic import collectives, group_of_first, rates_of, step_seconds
+from jaxtrain.estimate.workload import idle, kinds_of, load_workload
 from jaxtrain.main import main
 from jaxtrain.parallel.mesh import AXES
 from jaxtrain.settings import UserError

@@ -11,9 +11,10 @@ import pytest
 from rich.console import Console
 from tensorboardX.proto.event_pb2 import Event
 
-from jaxtrain import environment, metrics
-from jaxtrain.history import read_rows
-from jaxtrain.metrics import MAX_IN_FLIGHT, MetricsConfig, MetricsWriter, format_row
+from jaxtrain.runs import environment, metrics
+from jaxtrain.runs.config import MetricsConfig
+from jaxtrain.runs.history import read_rows
+from jaxtrain.runs.metrics import MAX_IN_FLIGHT, MetricsWriter, format_row
 from jaxtrain.settings import UserError
 
 

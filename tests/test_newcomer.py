@@ -7,21 +7,21 @@ import pytest
 import yaml
 from tiny import run_overrides
 
-from jaxtrain import prepare
-from jaxtrain.bench import preflight
-from jaxtrain.bench.traffic import device_named, rates_of
 from jaxtrain.config import load_config
-from jaxtrain.environment import peak_flops
-from jaxtrain.history import read_rows
+from jaxtrain.config.resolve import resolve
+from jaxtrain.estimate import dry_run as preflight
+from jaxtrain.estimate.traffic import device_named, rates_of
 from jaxtrain.main import main
-from jaxtrain.memory import memory_advice
-from jaxtrain.run import check_text
-from jaxtrain.scaling import resolve
+from jaxtrain.runs.environment import peak_flops
+from jaxtrain.runs.history import read_rows
 from jaxtrain.settings import UserError
+from jaxtrain.train import prepare
+from jaxtrain.train.memory_advice import memory_advice
+from jaxtrain.train.run import check_text
 
 
 def test_no_arguments_show_what_to_begin_with(capsys, monkeypatch):
-    monkeypatch.setattr("jaxtrain.train.train", lambda *_: pytest.fail("a run begins"))
+    monkeypatch.setattr("jaxtrain.train.loop.train", lambda *_: pytest.fail("a run begins"))
     assert main([]) == 2
     out, err = capsys.readouterr()
     assert out.startswith("usage: jaxtrain") and "--config quickstart" in out and "--help" in out

@@ -13,15 +13,16 @@ import pytest
 from tiny import CACHE, random_params
 
 import jaxtrain
+from jaxtrain.cli import main as cli
 from jaxtrain.config import find_config, load_config
-from jaxtrain.data.tokenizer import byte_tokenizer
+from jaxtrain.config.resolve import resolve
+from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
 from jaxtrain.model import Transformer, split
-from jaxtrain.saved import save_model
-from jaxtrain.scaling import resolve
+from jaxtrain.runs.saved import save_model
 
 FOLDER = Path(jaxtrain.__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
-COMMAND = re.compile(r"^!python (-m (?P<module>[\w.]+)|-c) ?(?P<rest>.*)$")
+COMMAND = re.compile(r"^!(python -c|jaxtrain (?P<command>[\w-]+)) ?(?P<rest>.*)$")
 
 
 def cells_of(name):
@@ -60,16 +61,10 @@ def run_notebook(name, shell, changes=None):
 
 
 def parsed(line):
-    """(module, arguments) of a command."""
+    """(command, arguments) of a line; no command: Python."""
     match = COMMAND.match(line)
     assert match, f"no command that a test can run: {line}"
-    return match["module"], shlex.split(match["rest"])
-
-
-def main_of(name):
-    """What `python -m NAME` calls."""
-    module = importlib.import_module(name)
-    return getattr(module, "main", None) or importlib.import_module(f"{name}.__main__").main
+    return match["command"], shlex.split(match["rest"])
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
@@ -92,15 +87,15 @@ def test_every_cell_compiles_and_every_command_is_one(name, tmp_path, monkeypatc
                 read = (n for n in ast.walk(node) if isinstance(n, ast.Name))
                 if {n.id for n in read if isinstance(n.ctx, ast.Load)} <= space.keys():
                     exec(compile(ast.Module([node], []), name, "exec"), space)
-    written = "".join(source for _, source in cells_of(name)).count("!python ")
+    written = len(re.findall("!(python|jaxtrain) ", "".join(s for _, s in cells_of(name))))
     assert len(commands) == written
-    modules = [module for module, _ in map(parsed, commands)]
-    assert modules.count("jaxtrain.main") >= 1 and "jaxtrain.generate" in modules
-    for module, arguments in map(parsed, commands):
-        if module == "jaxtrain.main":
+    names = [command for command, _ in map(parsed, commands)]
+    assert names.count("train") >= 1 and "generate" in names
+    for command, arguments in map(parsed, commands):
+        if command == "train":
             check_training(arguments)
-        elif module:  # well-formed, but there is no such run here
-            assert main_of(module)(arguments) == 2
+        elif command:  # well-formed, but there is no such run here
+            assert cli([command, *arguments]) == 2
             assert "is not a run directory" in capsys.readouterr().err
         else:
             compile(arguments[0], name, "exec")
@@ -144,9 +139,9 @@ def test_the_install_cell_takes_the_release_file_or_the_checkout(name, tmp_path,
 
 def in_process(line):
     """A command as the shell would run it; it has to succeed."""
-    module, arguments = parsed(line)
-    if module:
-        assert main_of(module)(arguments) == 0, line
+    command, arguments = parsed(line)
+    if command:
+        assert cli([command, *arguments]) == 0, line
     else:
         exec(arguments[0], {})
 

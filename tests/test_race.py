@@ -8,14 +8,14 @@ import pytest
 import yaml
 from tiny import run_overrides
 
-from jaxtrain.bench import race as module
-from jaxtrain.bench import record as record_module
-from jaxtrain.bench import tables
-from jaxtrain.bench.race import best_of_arms, draw, race, settings_of, training_seconds
+from benchmarks import race as module
+from benchmarks import record as record_module
+from benchmarks import tables
+from benchmarks.race import best_of_arms, draw, race, settings_of, training_seconds
 from jaxtrain.main import main as train
 from jaxtrain.settings import UserError
 
-main = importlib.import_module("jaxtrain.bench.__main__").main
+main = importlib.import_module("benchmarks.__main__").main
 TOKENS = 64 * 2048  # of a step
 STEPS = 400
 

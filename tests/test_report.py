@@ -6,8 +6,8 @@ from html.parser import HTMLParser
 
 import pytest
 
-from jaxtrain import report, report_charts
-from jaxtrain.report_data import _histogram
+from jaxtrain.runs import report, report_charts
+from jaxtrain.runs.report_data import _histogram
 from jaxtrain.settings import UserError, visible
 
 VOID = {"meta", "rect", "circle", "path"}

@@ -4,9 +4,11 @@ import numpy as np
 import pytest
 from tiny import rows_of, same
 
-from jaxtrain import data, evaluate, generate
 from jaxtrain.config import load_config
-from jaxtrain.saved import load_saved
+from jaxtrain.data.tokenizer.tokenizer import build_tokenizer
+from jaxtrain.evaluation import evaluate
+from jaxtrain.inference import generate
+from jaxtrain.runs.saved import load_saved
 
 
 def test_the_last_model_is_the_last_checkpoint(whole):
@@ -88,6 +90,6 @@ def test_evaluate_takes_overrides_and_refuses_another_tokenizer(whole, capsys, t
 def test_a_model_with_another_tokenizer_beside_it_is_refused(copy, capsys):
     (copy / "model" / "tokenizer.model").unlink()
     bytes_config = load_config(None, ["data.tokenizer.name=bytes"]).data.tokenizer
-    data.tokenizer.build_tokenizer(bytes_config, ()).save(copy / "model")
+    build_tokenizer(bytes_config, ()).save(copy / "model")
     assert generate.main([str(copy)]) == 2
     assert "was trained with another tokenizer than the one beside it" in capsys.readouterr().err

@@ -6,9 +6,9 @@ import pytest
 import yaml
 
 from jaxtrain.config import Config, find_config, load_config
+from jaxtrain.config.resolve import Resolved, decay_line, resolve, resolved_text
 from jaxtrain.main import main
 from jaxtrain.model import Transformer, flops_per_token, resolve_model, sizes, split
-from jaxtrain.scaling import Resolved, decay_line, resolve, resolved_text
 from jaxtrain.settings import UserError
 
 VOCAB = 32768

@@ -13,13 +13,14 @@ import zstandard
 from flax import nnx
 from tiny import random_run
 
-from jaxtrain import measures, score
+from jaxtrain.config.resolve import override
 from jaxtrain.data import DataConfig, prepare
-from jaxtrain.data.branches import RowShape, pack
-from jaxtrain.measures import make_measurer
-from jaxtrain.prototypes import distances, find_prototypes
-from jaxtrain.saved import load_saved
-from jaxtrain.scaling import override
+from jaxtrain.data.evaluation.branches import RowShape, pack
+from jaxtrain.evaluation import document_scores as measures
+from jaxtrain.evaluation import score
+from jaxtrain.evaluation.document_scores import make_measurer
+from jaxtrain.evaluation.prototypes import distances, find_prototypes
+from jaxtrain.runs.saved import load_saved
 
 T = 48  # the context, in bytes
 FIELDS = [
@@ -142,7 +143,7 @@ def test_no_batch_changes_a_number(model, monkeypatch):
     """Other rows at a time, other chunks of the head and another order."""
     expected = make_measurer(model, model.config, states=True).measure(documents())
     for rows, chunk, order in ((16, 8, slice(None, None, -1)), (24, 1 << 20, slice(None))):
-        monkeypatch.setattr("jaxtrain.scoring.HEAD_ROWS", chunk)
+        monkeypatch.setattr("jaxtrain.evaluation.log_likelihood.HEAD_ROWS", chunk)
         config = override(model.config, [f"eval.batch_size={rows}"])
         found = make_measurer(model, config, states=True).measure(documents()[order])
         for name, values in zip(expected._fields, found):
@@ -235,8 +236,8 @@ def test_a_parquet_file_keeps_its_columns(run, tmp_path):
 
 @pytest.mark.parametrize("seconds", [0.0, 1e9])
 def test_a_killed_scoring_goes_on(run, corpus, tmp_path, monkeypatch, capsys, seconds):
-    monkeypatch.setattr("jaxtrain.data.reading.BLOCK", 500)
-    monkeypatch.setattr("jaxtrain.data.encode.BATCH", 500)
+    monkeypatch.setattr("jaxtrain.data.files.reading.BLOCK", 500)
+    monkeypatch.setattr("jaxtrain.data.store.encode.BATCH", 500)
     monkeypatch.setattr(score, "JOB_BATCHES", 1)
     monkeypatch.setattr(score, "SAVE_SECONDS", seconds)
     assert command(run, corpus, tmp_path / "whole.jsonl.zst") == 0

@@ -12,7 +12,7 @@ import pytest
 from tiny import SAMPLES, assert_same_run, rows_of, run_overrides, steps_of, whole_overrides
 
 from jaxtrain.main import main
-from jaxtrain.metrics import MetricsWriter
+from jaxtrain.runs.metrics import MetricsWriter
 
 ROOT = Path(__file__).parents[1]
 
@@ -23,7 +23,7 @@ LONG = {"train__steps": 30, "eval__every": "null", "sample__every": "null"} | SA
 SLOWLY = """
 import sys, time
 from jaxtrain.main import main
-from jaxtrain.metrics import MetricsWriter
+from jaxtrain.runs.metrics import MetricsWriter
 real = MetricsWriter.push
 MetricsWriter.push = lambda *given: time.sleep(0.5) or real(*given)
 raise SystemExit(main(sys.argv[1:]))

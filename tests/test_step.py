@@ -19,12 +19,13 @@ from tiny import (
     same,
 )
 
-from jaxtrain import step as step_module
-from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
 from jaxtrain.optim import OptimConfig
 from jaxtrain.parallel import place_batch
-from jaxtrain.run import new_or_resumed, rest_of
-from jaxtrain.step import (
+from jaxtrain.runs.checkpoint import Checkpointer
+from jaxtrain.runs.config import CheckpointConfig
+from jaxtrain.train import step as step_module
+from jaxtrain.train.run import new_or_resumed, rest_of
+from jaxtrain.train.step import (
     LossScale,
     adjust_scale,
     make_step,

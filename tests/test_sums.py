@@ -15,14 +15,17 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny import WHOLE, run_overrides
 
-from jaxtrain import evaluate, generate, sums
-from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
+from jaxtrain.evaluation import evaluate
+from jaxtrain.inference import generate
 from jaxtrain.interop.__main__ import main as interop
 from jaxtrain.interop.tensors import read, read_header, write
 from jaxtrain.main import main
-from jaxtrain.preference import read_references
-from jaxtrain.saved import load_saved
+from jaxtrain.runs.checkpoint import Checkpointer
+from jaxtrain.runs.config import CheckpointConfig
+from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
+from jaxtrain.storage import checksums as sums
+from jaxtrain.train.preference import read_references
 
 
 def flip(path, at, bit=0):

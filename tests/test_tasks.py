@@ -18,16 +18,17 @@ import yaml
 from flax import nnx
 from tiny import random_run
 
-from jaxtrain import data, evaluate, tasks
-from jaxtrain.bench import tasks as bench
+from benchmarks import tasks as bench
+from jaxtrain import data
 from jaxtrain.data import Scored
-from jaxtrain.data.branches import pack
-from jaxtrain.data.prompts import questions
-from jaxtrain.data.tasks import Bundle, Rules, Task, read_examples
-from jaxtrain.data.tokenizer import byte_tokenizer
-from jaxtrain.report_tasks import tasks_section
-from jaxtrain.saved import load_saved
-from jaxtrain.scoring import make_scorer, scores
+from jaxtrain.data.evaluation.branches import pack
+from jaxtrain.data.evaluation.prompts import questions
+from jaxtrain.data.evaluation.tasks import Bundle, Rules, Task, read_examples
+from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
+from jaxtrain.evaluation import evaluate, tasks
+from jaxtrain.evaluation.log_likelihood import make_scorer, scores
+from jaxtrain.runs.report_tasks import tasks_section
+from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
 
 T = 96  # the context, in bytes
@@ -461,9 +462,9 @@ def test_the_harness_model_answers_as_the_plain_model(model, alone, monkeypatch)
     modules = {"lm_eval": package, "lm_eval.api": package, "lm_eval.api.model": api}
     for name, module in modules.items():
         monkeypatch.setitem(sys.modules, name, module)
-    monkeypatch.delitem(sys.modules, "jaxtrain.harness", raising=False)
-    harness = importlib.import_module("jaxtrain.harness")
-    del sys.modules["jaxtrain.harness"]
+    monkeypatch.delitem(sys.modules, "jaxtrain.evaluation.lm_eval", raising=False)
+    harness = importlib.import_module("jaxtrain.evaluation.lm_eval")
+    del sys.modules["jaxtrain.evaluation.lm_eval"]
     lm = harness.HarnessModel(model)
     assert isinstance(lm, LM) and lm._world_size == 1
 
@@ -497,7 +498,7 @@ def test_the_harness_model_answers_as_the_plain_model(model, alone, monkeypatch)
 
 
 def test_the_harness_is_named_when_it_is_missing(model, capsys):
-    harness = importlib.import_module("jaxtrain.harness")
+    harness = importlib.import_module("jaxtrain.evaluation.lm_eval")
     if harness.INSTALLED:
         pytest.skip("it is installed")
     assert harness.main([str(model.tokenizer_dir.parent), "--tasks", "mmlu"]) == 2

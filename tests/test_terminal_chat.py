@@ -8,11 +8,11 @@ import pytest
 from chat_cases import PLAIN, TEMPLATES, make_tokenizer
 from tiny import build
 
-from jaxtrain.chat import stream as print_stream
-from jaxtrain.chat import talk
 from jaxtrain.data import make_chat
-from jaxtrain.data.tokenizer import byte_tokenizer, huggingface_tokenizer
-from jaxtrain.generate import complete, stream
+from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer, huggingface_tokenizer
+from jaxtrain.inference.chat import stream as print_stream
+from jaxtrain.inference.chat import talk
+from jaxtrain.inference.generate import complete, stream
 
 TOKENIZER = huggingface_tokenizer(make_tokenizer().encode())
 CHAT = make_chat(TEMPLATES["qwen2"], PLAIN, TOKENIZER)

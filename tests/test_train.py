@@ -23,14 +23,17 @@ from tiny import (
     whole_overrides,
 )
 
-from jaxtrain import data, run
-from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
+from jaxtrain import data
 from jaxtrain.config import load_config
+from jaxtrain.data.tokenizer.tokenizer import build_tokenizer
 from jaxtrain.main import main
-from jaxtrain.metrics import MetricsWriter
-from jaxtrain.saved import load_saved
+from jaxtrain.runs.checkpoint import Checkpointer
+from jaxtrain.runs.config import CheckpointConfig
+from jaxtrain.runs.metrics import MetricsWriter
+from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
-from jaxtrain.train import train
+from jaxtrain.train import run
+from jaxtrain.train.loop import train
 
 ROOT = Path(__file__).parents[1]
 
@@ -138,7 +141,7 @@ def test_a_finished_run_is_not_trained_again(whole, copy, capfd):
 def test_the_model_is_saved_before_the_last_sample(copy, monkeypatch):
     """Sampling may take long, and be stopped."""
     shutil.rmtree(copy / "model")
-    module = sys.modules["jaxtrain.train"]
+    module = sys.modules["jaxtrain.train.loop"]
 
     def stopped(*_):
         raise RuntimeError("stopped")
@@ -207,7 +210,7 @@ def test_of_many_differences_six_are_listed(copy, capfd):
 def test_another_tokenizer_is_refused(copy, capfd):
     (copy / "tokenizer" / "tokenizer.model").unlink()
     bytes_config = load_config(None, ["data.tokenizer.name=bytes"]).data.tokenizer
-    data.tokenizer.build_tokenizer(bytes_config, ()).save(copy / "tokenizer")
+    build_tokenizer(bytes_config, ()).save(copy / "tokenizer")
     assert "was trained with another tokenizer; set run.name" in refused(
         capfd, whole_overrides(copy)
     )
@@ -383,7 +386,7 @@ def test_stages_of_the_data_change_the_rows_of_a_step(tmp_path, capfd, monkeypat
         "checkpoint__every": 1, "checkpoint__keep": 9, "train__steps": 3,
         "train__device_batch_size": 4, "train__batch_size": 32,
     }  # fmt: skip
-    module, shapes = sys.modules["jaxtrain.train"], []
+    module, shapes = sys.modules["jaxtrain.train.loop"], []
     real = module.compile_step
     note = lambda step, state, batch, *rest: (
         shapes.append(batch.tokens_BT.shape) or real(step, state, batch, *rest)

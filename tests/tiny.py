@@ -9,15 +9,15 @@ import numpy as np
 from safetensors.numpy import load_file
 
 from jaxtrain.config import load_config
+from jaxtrain.config.resolve import resolve
 from jaxtrain.data import Batch
-from jaxtrain.data.tokenizer import byte_tokenizer
-from jaxtrain.history import read_rows
+from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
 from jaxtrain.model import ModelConfig, Transformer, resolve_model, split
 from jaxtrain.optim import AdamWConfig, make_optimizer
 from jaxtrain.parallel import MeshConfig, make_mesh
-from jaxtrain.saved import save_model
-from jaxtrain.scaling import resolve
-from jaxtrain.step import Task, init_state, state_shardings
+from jaxtrain.runs.history import read_rows
+from jaxtrain.runs.saved import save_model
+from jaxtrain.train.step import Task, init_state, state_shardings
 
 VOCAB, T = 61, 32
 CACHE = Path(__file__).parents[1] / ".cache" / "data-tests"  # prepared once, as compiled programs

@@ -1,22 +1,22 @@
 """Data: text sources -> tokenizer -> token store -> packed batches. Host code only, no jax."""
 
-from jaxtrain.data.augment import make_augment
-from jaxtrain.data.chat import Chat, make_chat, make_reader
+from jaxtrain.data.batches.augment import make_augment
+from jaxtrain.data.batches.loader import Loader, stores_of, train_batches, validation_batches
+from jaxtrain.data.batches.mixture import check_lengths, named, sources_of
+from jaxtrain.data.batches.packing import PACKINGS, Batch
+from jaxtrain.data.chat.chat import Chat, make_chat, make_reader
+from jaxtrain.data.chat.conversations import fitting, held_out_pairs, in_words, template_of
+from jaxtrain.data.chat.defaults import chat_sources, fill_in_chat
+from jaxtrain.data.chat.template import DEFAULT
 from jaxtrain.data.config import DataConfig
-from jaxtrain.data.conversations import fitting, held_out_pairs, in_words, template_of
-from jaxtrain.data.corpus import describe, left_out, prepare, revisions
-from jaxtrain.data.defaults import chat_sources, fill_in_chat
-from jaxtrain.data.loader import Loader, stores_of, train_batches, validation_batches
-from jaxtrain.data.mixture import check_lengths, named, sources_of
-from jaxtrain.data.packing import PACKINGS, Batch
-from jaxtrain.data.pairs import PairBatch, References, every_pair
-from jaxtrain.data.prepare import Prepared
-from jaxtrain.data.prompts import Scored, questions
-from jaxtrain.data.reading import SOURCES, documents
-from jaxtrain.data.store import TokenStore, open_store, write_store
-from jaxtrain.data.tasks import open_bundle
-from jaxtrain.data.template import DEFAULT
-from jaxtrain.data.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
+from jaxtrain.data.evaluation.prompts import Scored, questions
+from jaxtrain.data.evaluation.tasks import open_bundle
+from jaxtrain.data.files.reading import SOURCES, documents
+from jaxtrain.data.preference.pairs import PairBatch, References, every_pair
+from jaxtrain.data.store.corpus import describe, left_out, prepare, revisions
+from jaxtrain.data.store.prepare import Prepared
+from jaxtrain.data.store.store import TokenStore, open_store, write_store
+from jaxtrain.data.tokenizer.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
 
 __all__ = [
     "DEFAULT",

@@ -1,7 +1,7 @@
 """Look at the data of a configuration, or filter it.
 
-python -m jaxtrain.data show CONFIG [key=value ...] [--rows N] [--step N] [--characters N]
-python -m jaxtrain.data filter CONFIG [key=value ...] --out DIR [--samples N]
+jaxtrain show-data CONFIG [key=value ...] [--rows N] [--step N] [--characters N]
+jaxtrain filter CONFIG [key=value ...] --out DIR [--samples N]
 """
 
 import sys
@@ -10,19 +10,19 @@ from pathlib import Path
 from rich.console import Console
 
 from jaxtrain.config import find_config, load_config
-from jaxtrain.data.corpus import prepare
-from jaxtrain.data.filtered import filter_into, report_lines
-from jaxtrain.data.progress import show_progress
+from jaxtrain.config.overrides import check_once
+from jaxtrain.config.resolve import resolve, vocab_size_of
+from jaxtrain.data.filters.filtered import filter_into, report_lines
 from jaxtrain.data.show import show
-from jaxtrain.overrides import check_once
-from jaxtrain.scaling import resolve, vocab_size_of
+from jaxtrain.data.store.corpus import prepare
+from jaxtrain.data.store.progress import show_progress
 from jaxtrain.settings import Parser, UserError, command, whole
 
 
 @command
 def main(argv: list[str] | None = None) -> int:
     """Prints packed rows of a run; prepares the data first if it has to."""
-    parser = Parser("python -m jaxtrain.data", description="Look at the data of a configuration.")
+    parser = Parser("jaxtrain", description="Look at the data of a configuration.")
     parser.add_argument(
         "what",
         choices=["show", "filter"],

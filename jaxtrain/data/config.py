@@ -4,11 +4,11 @@ from typing import Annotated, Literal
 
 from pydantic import Field, model_validator
 
-from jaxtrain.data.augment import AugmentConfig, NoAugment
-from jaxtrain.data.mixture import MixtureSource, Stage, check_stages, sources_of, weights_of
-from jaxtrain.data.packing import ConcatConfig, PackingConfig
-from jaxtrain.data.sources import Source, TalkSource, TextSource
-from jaxtrain.data.tokenizer import SentencePieceConfig, TokenizerConfig
+from jaxtrain.data.batches.augment import AugmentConfig, NoAugment
+from jaxtrain.data.batches.mixture import MixtureSource, Stage, check_stages, sources_of, weights_of
+from jaxtrain.data.batches.packing import ConcatConfig, PackingConfig
+from jaxtrain.data.files.sources import Source, TalkSource, TextSource
+from jaxtrain.data.tokenizer.tokenizer import SentencePieceConfig, TokenizerConfig
 from jaxtrain.settings import Settings
 
 

@@ -10,19 +10,19 @@ from itertools import groupby
 
 import numpy as np
 
-from jaxtrain.data.augment import make_augment
-from jaxtrain.data.chat import special_names
+from jaxtrain.data.batches.augment import make_augment
+from jaxtrain.data.batches.loader import make_plan, stores_of
+from jaxtrain.data.batches.mixture import Plan, last_epoch, packed
+from jaxtrain.data.batches.packing import Batch, assemble
+from jaxtrain.data.batches.planning import Row
+from jaxtrain.data.chat.chat import special_names
+from jaxtrain.data.chat.conversations import fitting, in_words
 from jaxtrain.data.config import DataConfig
-from jaxtrain.data.conversations import fitting, in_words
-from jaxtrain.data.corpus import left_out
-from jaxtrain.data.loader import make_plan, stores_of
-from jaxtrain.data.mixture import Plan, last_epoch, packed
-from jaxtrain.data.packing import Batch, assemble
-from jaxtrain.data.pairs import texts_of_pairs
-from jaxtrain.data.planning import Row
-from jaxtrain.data.prepare import Prepared
-from jaxtrain.data.store import TokenStore
-from jaxtrain.data.tokenizer import Tokenizer, text_of
+from jaxtrain.data.preference.pairs import texts_of_pairs
+from jaxtrain.data.store.corpus import left_out
+from jaxtrain.data.store.prepare import Prepared
+from jaxtrain.data.store.store import TokenStore
+from jaxtrain.data.tokenizer.tokenizer import Tokenizer, text_of
 from jaxtrain.settings import visible
 
 PLANNED = 20_000_000  # tokens of a source that are planned to tell what an epoch loses

@@ -14,7 +14,7 @@ from jaxtrain.finetune.config import (
     adapter_folder,
     fill_in,
 )
-from jaxtrain.finetune.factors import ia3
+from jaxtrain.finetune.ia3 import ia3
 from jaxtrain.finetune.lora import lora, plus
 from jaxtrain.finetune.partition import (
     Parts,

@@ -1,4 +1,4 @@
-"""Prompt and prefix tuning: virtual tokens in front of every text train (`model/virtual.py`)."""
+"""Prompt and prefix tuning: virtual tokens in front of every text train (`model/prefix.py`)."""
 
 import math
 from typing import Any

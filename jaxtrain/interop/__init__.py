@@ -1,4 +1,4 @@
-"""Hugging Face checkpoints in and out; `python -m jaxtrain.interop` is the command."""
+"""Hugging Face checkpoints in and out; `jaxtrain import` is the command."""
 
 from jaxtrain.interop.companions import Prompting, chat_template, prompting, special_tokens
 from jaxtrain.interop.configs import fitting_family, model_fields, to_config
@@ -15,7 +15,7 @@ from jaxtrain.interop.load import (
 )
 from jaxtrain.interop.peft import check_adapter, read_adapter, write_adapter
 from jaxtrain.interop.peft_virtual import read_virtual, write_virtual
-from jaxtrain.interop.start import carry_on, holds, load_start, take_over
+from jaxtrain.interop.pretrained import carry_on, holds, load_start, take_over
 
 __all__ = [
     "FAMILIES", "Family", "Prompting", "Source", "carry_on", "chat_template", "check_adapter",

@@ -1,7 +1,7 @@
 """Hugging Face checkpoints into run directories, and runs into checkpoints.
 
-python -m jaxtrain.interop import PATH_OR_REPO RUN_DIR
-python -m jaxtrain.interop export RUN OUT [--family NAME] [--dtype bfloat16] [--shard-bytes N]
+jaxtrain import PATH_OR_REPO RUN_DIR
+jaxtrain export RUN OUT [--family NAME] [--dtype bfloat16] [--shard-bytes N]
 """
 
 import sys
@@ -9,10 +9,11 @@ from pathlib import Path
 
 import numpy as np
 
-from jaxtrain.commands import command_of
+from jaxtrain.cluster.started_by import command_of
 from jaxtrain.config import Config, save_yaml, validate
+from jaxtrain.config.resolve import Resolved, resolve
 from jaxtrain.data import make_chat, make_reader, template_of
-from jaxtrain.data.tokenizer import FILES
+from jaxtrain.data.tokenizer.tokenizer import FILES
 from jaxtrain.interop.companions import (
     FOLDER,
     carry,
@@ -29,8 +30,7 @@ from jaxtrain.interop.keys import text_part
 from jaxtrain.interop.load import find_folder, open_checkpoint, origin, pinned, stored_form
 from jaxtrain.interop.tensors import DTYPES, SHARD_BYTES, WEIGHTS, metadata_of, write
 from jaxtrain.model import Transformer, split
-from jaxtrain.saved import folder_of, load_saved
-from jaxtrain.scaling import Resolved, resolve
+from jaxtrain.runs.saved import folder_of, load_saved
 from jaxtrain.settings import Parser, UserError, command, whole
 
 LENGTH = 2048  # of the rows that an imported model is evaluated on, if its context allows
@@ -145,7 +145,7 @@ NUMPY: dict[str, np.dtype] = {dtype.name: dtype for dtype in DTYPES.values()}
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser("jaxtrain.interop", description=(__doc__ or "").split("\n")[0])
+    parser = Parser("jaxtrain", description=(__doc__ or "").split("\n")[0])
     commands = parser.add_subparsers(dest="command", required=True)
     into = commands.add_parser("import", help="a checkpoint becomes a run directory")
     into.add_argument(

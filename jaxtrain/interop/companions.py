@@ -8,11 +8,11 @@ from typing import Any, NamedTuple
 import tokenizers
 
 from jaxtrain.data import Tokenizer, load_tokenizer
-from jaxtrain.data.tokenizer import FILES, huggingface_tokenizer
-from jaxtrain.disk import write_whole
+from jaxtrain.data.tokenizer.tokenizer import FILES, huggingface_tokenizer
 from jaxtrain.interop.configs import Json
 from jaxtrain.interop.tokenizer_json import bos_name, tokenizer_json, with_bos
 from jaxtrain.settings import UserError, read_object
+from jaxtrain.storage.disk import write_whole
 
 FOLDER = "huggingface"  # inside model/: what a checkpoint brought along
 CARRIED = (

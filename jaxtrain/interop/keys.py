@@ -88,8 +88,8 @@ def check_keys(family: Family, config: Json) -> None:
     read = read_keys(family)
     known = {**NEUTRAL, **family.neutral}
     types = config.get("layer_types")
-    every_full = isinstance(types, list) and all(one == FULL for one in types)
-    if family.windows == "none" and every_full and len(types) == depth(family, config):
+    every_full = isinstance(types, list) and set(map(str, types)) == {FULL}
+    if family.windows == "none" and every_full and len(types or ()) == depth(family, config):
         known["layer_types"] = None
     check_against(read, known, config, f"of {family.model_type}")
 

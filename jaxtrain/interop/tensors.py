@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from jaxtrain import sums
 from jaxtrain.settings import UserError, is_text, parse_json, read_object
+from jaxtrain.storage import checksums as sums
 
 WEIGHTS, INDEX = "model.safetensors", "model.safetensors.index.json"
 DTYPES = {

@@ -11,8 +11,8 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.sentencepiece_model import ModelFacts, facts_of, proto_of
-from jaxtrain.data.tokenizer import BYTES_BOS, SPACE, byte_alphabet
+from jaxtrain.data.tokenizer.sentencepiece_model import ModelFacts, facts_of, proto_of
+from jaxtrain.data.tokenizer.tokenizer import BYTES_BOS, SPACE, byte_alphabet
 from jaxtrain.interop.odd_texts import odd_texts
 from jaxtrain.settings import UserError
 

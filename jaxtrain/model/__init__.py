@@ -1,11 +1,13 @@
 """The Transformer and what is known about it before any array exists."""
 
-from jaxtrain.model.adapted import Adapted, column_norms, is_special, whole
 from jaxtrain.model.config import ModelConfig, ResolvedModel, resolve_model
 from jaxtrain.model.flops import active, flops_per_token, sizes
-from jaxtrain.model.fp8 import check_fp8, fp8_weights, with_fp8
-from jaxtrain.model.packed import Packed, pack
-from jaxtrain.model.params import (
+from jaxtrain.model.plan import LayerSpec, make_plan, segments
+from jaxtrain.model.transformer import Cache, Transformer
+from jaxtrain.weights.adapted import Adapted, column_norms, is_special, whole
+from jaxtrain.weights.float8 import check_fp8, fp8_weights, with_fp8
+from jaxtrain.weights.packed import Packed, pack
+from jaxtrain.weights.params import (
     Params,
     ParamSpec,
     abstract,
@@ -15,8 +17,6 @@ from jaxtrain.model.params import (
     path_name,
     split,
 )
-from jaxtrain.model.plan import LayerSpec, make_plan, segments
-from jaxtrain.model.transformer import Cache, Transformer
 
 __all__ = [
     "Adapted", "Cache", "LayerSpec", "ModelConfig", "Packed", "ParamSpec", "Params",

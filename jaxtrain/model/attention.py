@@ -12,13 +12,13 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrain import parallel
 from jaxtrain.model.config import ResolvedModel
-from jaxtrain.model.fp8 import dense
+from jaxtrain.model.fused_ops import rope_norm
 from jaxtrain.model.init import SCHEMES, constant, uniform
 from jaxtrain.model.layers import Rotary, declare_bias, lookup, rms_norm, rotate, shifted
-from jaxtrain.model.params import declare
 from jaxtrain.model.plan import LayerSpec
-from jaxtrain.model.rows import rope_norm
 from jaxtrain.parallel import constrain
+from jaxtrain.weights.float8 import dense
+from jaxtrain.weights.params import declare
 
 GATE_CHANNELS = 12
 

@@ -9,13 +9,13 @@ from jaxtrain import parallel
 from jaxtrain.model import remat
 from jaxtrain.model.attention import Attend, Attention, Kept, LayerCache, ValueEmbedding
 from jaxtrain.model.config import ResolvedModel
+from jaxtrain.model.fused_ops import PLAIN, Rows, join
 from jaxtrain.model.init import SCHEMES, constant
 from jaxtrain.model.layers import Adapter, FeedForward, Rotary, layer_norm, rms_norm
 from jaxtrain.model.moe import Mixture
-from jaxtrain.model.params import declare
 from jaxtrain.model.plan import LayerSpec
-from jaxtrain.model.rows import PLAIN, Rows, join
 from jaxtrain.parallel import constrain
+from jaxtrain.weights.params import declare
 
 
 class Block(nnx.Module):

@@ -5,8 +5,8 @@ from typing import Literal
 from jaxtrain_kernels.attention import BACKENDS
 from pydantic import Field, ValidationError, model_validator
 
+from jaxtrain.model.fused_ops import FASTEST, Rows, fits_norm, fits_rope
 from jaxtrain.model.rope import RopeScaling
-from jaxtrain.model.rows import FASTEST, Rows, fits_norm, fits_rope
 from jaxtrain.settings import Settings, UserError
 
 Remat = Literal["none", "attention", "ffn", "dots", "block", "offload"]

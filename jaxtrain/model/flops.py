@@ -5,8 +5,8 @@ from typing import Any
 import jax
 
 from jaxtrain.model.config import ResolvedModel
-from jaxtrain.model.params import count
 from jaxtrain.model.plan import make_plan
+from jaxtrain.weights.params import count
 
 
 def flops_per_token(

@@ -9,7 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 
 from jaxtrain.model.config import ResolvedModel
-from jaxtrain.model.params import Initializer
+from jaxtrain.weights.params import Initializer
 
 
 def normal(std: float) -> Initializer:

@@ -8,12 +8,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxtrain.model.config import ResolvedModel
-from jaxtrain.model.fp8 import Fp8Weight, dense, feed_forward_fp8
+from jaxtrain.model.fused_ops import relu2
 from jaxtrain.model.init import SCHEMES, constant, normal
-from jaxtrain.model.params import declare
 from jaxtrain.model.rope import RopeScaling, frequencies
-from jaxtrain.model.rows import relu2
 from jaxtrain.parallel import constrain, feed_forward_relu2, row_sums, rows_at
+from jaxtrain.weights.float8 import Fp8Weight, dense, feed_forward_fp8
+from jaxtrain.weights.params import declare
 
 
 def rms_norm(

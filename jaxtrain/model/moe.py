@@ -19,7 +19,7 @@ from jaxtrain.model import remat
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.init import SCHEMES, constant
 from jaxtrain.model.layers import ACTIVATIONS, GATED, FeedForward
-from jaxtrain.model.params import declare
+from jaxtrain.weights.params import declare
 
 LOADS = ("router_bias", "router_load")  # groups whose gradient is a load
 

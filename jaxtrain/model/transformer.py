@@ -16,19 +16,19 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxtrain import parallel
-from jaxtrain.model import remat, virtual
+from jaxtrain.model import prefix, remat
 from jaxtrain.model.attention import Attend, Kept, LayerCache, ValueEmbedding, kept_from
 from jaxtrain.model.block import Block, declare_norm, normed
 from jaxtrain.model.branches import Branches, branched_attention, take_before
 from jaxtrain.model.config import ResolvedModel, round_up
+from jaxtrain.model.fused_ops import PLAIN, Rows, Stream, enter, fastest, leave
 from jaxtrain.model.init import SCHEMES, constant, uniform
 from jaxtrain.model.layers import FeedForward, Rotary, lookup, rms_norm, rotary
 from jaxtrain.model.moe import Mixture
-from jaxtrain.model.params import declare
 from jaxtrain.model.plan import LayerSpec, Plan, make_plan, segments
-from jaxtrain.model.rows import PLAIN, Rows, Stream, enter, fastest, leave
 from jaxtrain.model.stack import part_sizes, sources, take
 from jaxtrain.parallel import constrain
+from jaxtrain.weights.params import declare
 
 SMEAR_CHANNELS = 24
 CACHE_MULTIPLE = 128  # of the tokens that a cache has room for, so that it can be split
@@ -100,7 +100,7 @@ class Transformer(nnx.Module):
             if c.prompt
             else None
         )
-        self.prefix = virtual.Prefix(c) if c.prefix else None
+        self.prefix = prefix.Prefix(c) if c.prefix else None
         self.head = (
             None if c.tied_head else declare((D, vocab), ("embed", "vocab"), scheme.head, "head")
         )
@@ -222,16 +222,16 @@ class Transformer(nnx.Module):
             rows_BTD = rows_BTD * self.config.embed_scale
         return rms_norm(rows_BTD, eps=self.config.norm_eps) if self.config.embed_norm else rows_BTD
 
-    def virtual_tokens(self) -> virtual.KeysValues | None:
-        """k_LPKH and v_LPKH of the virtual tokens, if there are any (`model/virtual.py`)."""
+    def virtual_tokens(self) -> prefix.KeysValues | None:
+        """k_LPKH and v_LPKH of the virtual tokens, if there are any (`model/prefix.py`)."""
         if self.prefix is not None:
             return self.prefix.heads(self.config.head_dim)
         if self.prompt is None:
             return None
         x_1PD = self.with_positions(self.embedded(self.prompt[...][None]), None)
-        inputs = self.layer_inputs(x_1PD, None, None, None, virtual.alone, PLAIN)
+        inputs = self.layer_inputs(x_1PD, None, None, None, prefix.alone, PLAIN)
         runs = [(self.plan, 1)]
-        return virtual.stacked(self.run_some((x_1PD, x_1PD), runs, *self.stacks(), inputs)[1])
+        return prefix.stacked(self.run_some((x_1PD, x_1PD), runs, *self.stacks(), inputs)[1])
 
     def run_layers(
         self,
@@ -256,14 +256,14 @@ class Transformer(nnx.Module):
         begin = self.virtual_tokens() if cache is None else None
         if begin is not None:
             layers["virtual"] = begin
-            positions_BT = virtual.moved(positions_BT, x_BTD.shape[1], c.virtual)
+            positions_BT = prefix.moved(positions_BT, x_BTD.shape[1], c.virtual)
         x_BTD = self.with_positions(x_BTD, positions_BT)
         inputs = self.layer_inputs(x_BTD, tokens_BT, positions_BT, segments_BT, attend, rows)
         runs = segments(self.plan) if c.scan_layers and not kept else [(self.plan, 1)]
         start = x_BTD, x_BTD
         both, kv, balance_B = self.run_some(start, runs, layers, parts, inputs, cache)
         if begin is not None and keep_kv:
-            kv = virtual.in_front(begin, kv)
+            kv = prefix.in_front(begin, kv)
         return self.last_states(*both), kv, balance_B
 
     def with_positions(self, x_BTD: Array, positions_BT: Array | None) -> Array:
@@ -428,7 +428,7 @@ class Transformer(nnx.Module):
             valued = spec.value_embed and inputs.tokens_BT is not None
             value = (own["value_embed"], inputs.tokens_BT) if valued else None
             rope = inputs.short_rope if spec.short_rope else inputs.rope
-            attend = virtual.behind(layer.get("virtual"), inputs.attend, inputs.positions_BT)
+            attend = prefix.behind(layer.get("virtual"), inputs.attend, inputs.positions_BT)
             x_BTD, y_BTD, kept, more_B = block(
                 x_BTD, spec, rope, value, inputs.segments_BT, cache, attend, rows, h_BTD,
                 own.get(spec.ffn),

@@ -7,12 +7,12 @@ from pydantic import Field
 from jaxtrain.optim.adafactor import AdafactorConfig, adafactor
 from jaxtrain.optim.adamw import AdamWConfig, adamw
 from jaxtrain.optim.adamw8bit import AdamW8bitConfig, adamw8bit
-from jaxtrain.optim.groups import Optimizer, build
 from jaxtrain.optim.lamb import LAMBConfig, lamb
 from jaxtrain.optim.lars import LARSConfig, lars
 from jaxtrain.optim.lion import LionConfig, lion
-from jaxtrain.optim.mean import mean_of_stack, mean_of_states, merges
+from jaxtrain.optim.merge_states import mean_of_stack, mean_of_states, merges
 from jaxtrain.optim.muon import DECAY, MuonConfig, Scale, muon, resolve_muon
+from jaxtrain.optim.param_groups import Optimizer, build
 from jaxtrain.optim.schedule import shortened
 from jaxtrain.optim.schedule_free import ScheduleFreeConfig, schedule_free
 from jaxtrain.optim.sgd import SGDConfig, sgd

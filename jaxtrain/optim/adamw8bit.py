@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, UInt8
 from pydantic import Field
 
 from jaxtrain.optim.adamw import make_adamw
-from jaxtrain.optim.groups import Group, Hyper, Moment, OptimizerConfig
-from jaxtrain.optim.mean import mean_of_stack
+from jaxtrain.optim.merge_states import mean_of_stack
+from jaxtrain.optim.param_groups import Group, Hyper, Moment, OptimizerConfig
 from jaxtrain.settings import UserError
 
 DECADES = 7  # the code reaches down to a few 1e-7 of a block's maximum

@@ -6,7 +6,7 @@ import optax
 from pydantic import Field
 
 from jaxtrain.optim.adamw import make_adamw
-from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig, one_rate, per_matrix
+from jaxtrain.optim.param_groups import Group, Hyper, OptimizerConfig, one_rate, per_matrix
 
 
 class LAMBConfig(OptimizerConfig):

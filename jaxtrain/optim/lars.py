@@ -5,7 +5,7 @@ from typing import Literal
 import optax
 from pydantic import Field
 
-from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig, one_rate, per_matrix
+from jaxtrain.optim.param_groups import Group, Hyper, OptimizerConfig, one_rate, per_matrix
 from jaxtrain.optim.sgd import make_sgd
 
 

@@ -10,7 +10,7 @@ import optax
 from pydantic import Field
 
 from jaxtrain.optim.adamw import make_adamw
-from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig
+from jaxtrain.optim.param_groups import Group, Hyper, OptimizerConfig
 
 
 class LionConfig(OptimizerConfig):

@@ -17,10 +17,10 @@ from jaxtrain_kernels.dispatch import target
 from jaxtyping import Array, Float
 from pydantic import Field
 
+from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.optim.adamw import make_adamw
-from jaxtrain.optim.groups import Adjust, Group, Hyper, OptimizerConfig
+from jaxtrain.optim.param_groups import Adjust, Group, Hyper, OptimizerConfig
 from jaxtrain.parallel import over_matrices
-from jaxtrain.parallel.runtime import compute_dtype
 
 # Amsel et al. 2025 (Polar Express): degree-5 odd polynomials for 5 iterations, safety 2e-2.
 POLAR_EXPRESS = (

@@ -10,7 +10,7 @@ import optax
 import optax.contrib
 from pydantic import Field
 
-from jaxtrain.optim.groups import CommonConfig, Group, Hyper, one_rate
+from jaxtrain.optim.param_groups import CommonConfig, Group, Hyper, one_rate
 from jaxtrain.optim.schedule import Constant, Schedule
 
 

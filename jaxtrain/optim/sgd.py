@@ -6,7 +6,7 @@ from typing import Literal
 import optax
 from pydantic import Field
 
-from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig, one_rate
+from jaxtrain.optim.param_groups import Group, Hyper, OptimizerConfig, one_rate
 
 
 class SGDConfig(OptimizerConfig):

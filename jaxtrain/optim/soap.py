@@ -15,8 +15,8 @@ from jaxtyping import Array, Float
 from pydantic import Field
 
 from jaxtrain.optim.adamw import make_adamw
-from jaxtrain.optim.groups import Group, Hyper, OptimizerConfig
-from jaxtrain.optim.mean import mean_of_stack
+from jaxtrain.optim.merge_states import mean_of_stack
+from jaxtrain.optim.param_groups import Group, Hyper, OptimizerConfig
 
 
 class SOAPConfig(OptimizerConfig):

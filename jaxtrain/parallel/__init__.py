@@ -13,7 +13,6 @@ from jaxtrain.parallel.axes import (
 )
 from jaxtrain.parallel.context import check_pieces, previous, spread
 from jaxtrain.parallel.experts import feed_experts
-from jaxtrain.parallel.flags import SETS, check_options, known_options
 from jaxtrain.parallel.kernels import (
     attention,
     by_rows,
@@ -25,20 +24,16 @@ from jaxtrain.parallel.kernels import (
 )
 from jaxtrain.parallel.mesh import MeshConfig, make_mesh, place_batch
 from jaxtrain.parallel.pipeline import bubble, check_stages, cut, padded, pipeline_ways, pipelined
-from jaxtrain.parallel.processes import ProcessesConfig
 from jaxtrain.parallel.stacks import over_matrices
 
 __all__ = [
     "BATCH",
     "RULES",
-    "SETS",
     "MeshConfig",
-    "ProcessesConfig",
     "attention",
     "axes_of_copies",
     "bubble",
     "by_rows",
-    "check_options",
     "check_pieces",
     "check_stages",
     "constrain",
@@ -46,7 +41,6 @@ __all__ = [
     "cut",
     "feed_experts",
     "feed_forward_relu2",
-    "known_options",
     "linear_cross_entropy",
     "make_mesh",
     "over_devices",

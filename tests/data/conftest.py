@@ -3,7 +3,7 @@
 import numpy as np
 import pytest
 
-from jaxtrain.data.store import RECORD_TOKENS, TokenStore
+from jaxtrain.data.store.store import RECORD_TOKENS, TokenStore
 
 BOS = 0
 

@@ -7,8 +7,8 @@ from test_quality import prose
 
 from jaxtrain.data import DataConfig, documents, prepare
 from jaxtrain.data.__main__ import main
-from jaxtrain.data.filtered import filtered, report_lines
-from jaxtrain.data.quality import across, filtering, work
+from jaxtrain.data.filters import across, filtering, work
+from jaxtrain.data.filters.filtered import filtered, report_lines
 from jaxtrain.settings import UserError
 
 BASE = [prose(60, seed) for seed in range(16)]
@@ -107,8 +107,8 @@ def test_after_the_filters_of_a_source_itself(tmp_path, sources):
 
 
 def test_the_bytes_do_not_depend_on_interruptions(tmp_path, sources, monkeypatch):
-    monkeypatch.setattr("jaxtrain.data.reading.BLOCK", 1000)
-    monkeypatch.setattr("jaxtrain.data.encode.BATCH", 1500)
+    monkeypatch.setattr("jaxtrain.data.files.reading.BLOCK", 1000)
+    monkeypatch.setattr("jaxtrain.data.store.encode.BATCH", 1500)
     monkeypatch.setattr(filtering, "COMMIT_SECONDS", 0)
     monkeypatch.setattr(filtering, "SHARD", 100)
     texts = {name: part.source for name, part in config(tmp_path, sources).train.sources.items()}

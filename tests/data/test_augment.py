@@ -7,8 +7,8 @@ import pytest
 
 from jaxtrain.data import DataConfig, make_augment, train_batches
 from jaxtrain.data.__main__ import main
-from jaxtrain.data.augment import FILL_IN, MASK, Row, parts
-from jaxtrain.data.tokenizer import (
+from jaxtrain.data.batches.augment import FILL_IN, MASK, Row, parts
+from jaxtrain.data.tokenizer.tokenizer import (
     build_tokenizer,
     byte_tokenizer,
     load_tokenizer,

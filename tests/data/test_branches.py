@@ -8,9 +8,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtrain.data import Scored
-from jaxtrain.data.branches import RowShape, pack
-from jaxtrain.data.prompts import Encoder, Prompt
-from jaxtrain.data.tokenizer import (
+from jaxtrain.data.evaluation.branches import RowShape, pack
+from jaxtrain.data.evaluation.prompts import Encoder, Prompt
+from jaxtrain.data.tokenizer.tokenizer import (
     byte_tokenizer,
     huggingface_tokenizer,
     sentencepiece_tokenizer,

@@ -20,15 +20,15 @@ from chat_cases import (
 )
 
 from jaxtrain.data import DataConfig, make_chat, prepare, train_batches, validation_batches
-from jaxtrain.data.chat import make_reader, special_names
-from jaxtrain.data.conversations import fitting
-from jaxtrain.data.corpus import join
-from jaxtrain.data.encode import token_type, with_marks, without_marks
-from jaxtrain.data.loader import stores_of
-from jaxtrain.data.messages import conversation, conversations
+from jaxtrain.data.batches.loader import stores_of
+from jaxtrain.data.chat.chat import make_reader, special_names
+from jaxtrain.data.chat.conversations import fitting
+from jaxtrain.data.chat.messages import conversation, conversations
+from jaxtrain.data.chat.template import DEFAULT
 from jaxtrain.data.show import show
-from jaxtrain.data.template import DEFAULT
-from jaxtrain.data.tokenizer import (
+from jaxtrain.data.store.corpus import join
+from jaxtrain.data.store.encode import token_type, with_marks, without_marks
+from jaxtrain.data.tokenizer.tokenizer import (
     byte_tokenizer,
     huggingface_tokenizer,
     sentencepiece_tokenizer,

@@ -12,10 +12,10 @@ from test_quality import prose
 
 from jaxtrain.data import DataConfig, describe, documents, prepare, stores_of
 from jaxtrain.data.__main__ import main
-from jaxtrain.data.filtered import filtered, report_lines
-from jaxtrain.data.quality import filtering, work
-from jaxtrain.data.sources import JsonlSource
-from jaxtrain.report_data import data_section
+from jaxtrain.data.files.sources import JsonlSource
+from jaxtrain.data.filters import filtering, work
+from jaxtrain.data.filters.filtered import filtered, report_lines
+from jaxtrain.runs.report_data import data_section
 from jaxtrain.settings import UserError
 
 FILTERS = [
@@ -50,8 +50,8 @@ def written(folder):
 
 def small_blocks(monkeypatch):
     """Each document or two is a group of its own, and each group is written down."""
-    monkeypatch.setattr("jaxtrain.data.reading.BLOCK", 1000)
-    monkeypatch.setattr("jaxtrain.data.encode.BATCH", 1500)
+    monkeypatch.setattr("jaxtrain.data.files.reading.BLOCK", 1000)
+    monkeypatch.setattr("jaxtrain.data.store.encode.BATCH", 1500)
     monkeypatch.setattr(filtering, "COMMIT_SECONDS", 0)
     monkeypatch.setattr(filtering, "SHARD", 600)
 

@@ -4,7 +4,7 @@ from dataclasses import replace
 import numpy as np
 import pytest
 
-from jaxtrain.bench import loader as bench
+from benchmarks import loader as bench
 from jaxtrain.data import DataConfig, train_batches, validation_batches
 from jaxtrain.settings import UserError
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxtrain.config import Config, load_config, validate
 from jaxtrain.data import DataConfig, prepare, stores_of, train_batches
-from jaxtrain.data.mixture import Stage, spans, turn
+from jaxtrain.data.batches.mixture import Stage, spans, turn
 from jaxtrain.settings import UserError
 
 NAMES = ("web", "books", "code")

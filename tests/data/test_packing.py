@@ -3,7 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from jaxtrain.data.packing import (
+from jaxtrain.data.batches.packing import (
     PACKINGS,
     BestFitConfig,
     ConcatConfig,
@@ -12,7 +12,7 @@ from jaxtrain.data.packing import (
     best_fit,
     padded,
 )
-from jaxtrain.data.planning import BestFit, Concat, Fragment, Piece, Stream, permute
+from jaxtrain.data.batches.planning import BestFit, Concat, Fragment, Piece, Stream, permute
 from jaxtrain.settings import UserError
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(lambda x: sum(x) > 0)
@@ -225,7 +225,7 @@ def test_the_epochs_of_a_corpus_may_be_limited(store_of, packing, buffer):
 
 
 def test_a_corpus_larger_than_the_list_is_covered_once_too(store_of, monkeypatch):
-    monkeypatch.setattr("jaxtrain.data.planning.LISTED", 10)
+    monkeypatch.setattr("jaxtrain.data.batches.planning.LISTED", 10)
     plan = BestFit(store_of([3] * 50), 5, 15, 0, fill=False, split=False, max_epochs=1.0)
     documents = [p.document for unit in iter(plan.unit, None) for row in unit for p in row]
     assert sorted(documents) == list(range(50)) != documents

@@ -7,12 +7,12 @@ import pytest
 from chat_cases import PLAIN, SPECIALS, TEMPLATES, make_tokenizer, said, talk_config
 
 from jaxtrain.data import DataConfig, fitting, held_out_pairs, prepare, train_batches
-from jaxtrain.data.chat import make_chat
-from jaxtrain.data.loader import stores_of
-from jaxtrain.data.pairs import every_pair, most_pairs
-from jaxtrain.data.preferences import preferences, spoken, texts_of_preferences
+from jaxtrain.data.batches.loader import stores_of
+from jaxtrain.data.chat.chat import make_chat
+from jaxtrain.data.preference.pairs import every_pair, most_pairs
+from jaxtrain.data.preference.preferences import preferences, spoken, texts_of_preferences
 from jaxtrain.data.show import show
-from jaxtrain.data.tokenizer import huggingface_tokenizer
+from jaxtrain.data.tokenizer.tokenizer import huggingface_tokenizer
 from jaxtrain.settings import UserError
 
 TOKENIZER = huggingface_tokenizer(make_tokenizer().encode())

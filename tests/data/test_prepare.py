@@ -13,8 +13,8 @@ import psutil
 import pytest
 
 from jaxtrain.data import DataConfig, describe, documents, left_out, prepare
-from jaxtrain.data.prepare import _locked, first_texts, training_texts
-from jaxtrain.data.sources import SHAKESPEARE, TextSource
+from jaxtrain.data.files.sources import SHAKESPEARE, TextSource
+from jaxtrain.data.store.prepare import _locked, first_texts, training_texts
 from jaxtrain.settings import UserError
 
 
@@ -48,7 +48,7 @@ def test_what_is_cached_is_not_done_again(tmp_path, monkeypatch):
     assert set(stages) == {"tokenizer", "tokens"}
     stages.clear()
     with monkeypatch.context() as patch:
-        module = sys.modules["jaxtrain.data.prepare"]  # the function hides it in the package
+        module = sys.modules["jaxtrain.data.store.prepare"]  # the function hides it in the package
         patch.setattr(module, "build_tokenizer", None)
         patch.setattr(module, "workers", None)
         moved = path.rename(tmp_path / "b.txt")
@@ -155,10 +155,10 @@ def test_a_vocabulary_that_learns_the_text_by_heart_is_refused(tmp_path):
 # ---- many processes --------------------------------------------------------------------------
 
 SMALL = {
-    "jaxtrain.data.prepare.ALONE": 0,
-    "jaxtrain.data.store.SHARD_TOKENS": 4000,
-    "jaxtrain.data.reading.BLOCK": 700,
-    "jaxtrain.data.encode.BATCH": 1500,
+    "jaxtrain.data.store.prepare.ALONE": 0,
+    "jaxtrain.data.store.store.SHARD_TOKENS": 4000,
+    "jaxtrain.data.files.reading.BLOCK": 700,
+    "jaxtrain.data.store.encode.BATCH": 1500,
 }
 
 
@@ -215,9 +215,9 @@ def test_an_interrupted_preparation_goes_on_after_its_last_commit(
 ):
     """At the end of a shard, and inside of one when it is time."""
     options, _ = corpus
-    monkeypatch.setattr("jaxtrain.data.store.SHARD_TOKENS", shard)
+    monkeypatch.setattr("jaxtrain.data.store.store.SHARD_TOKENS", shard)
     expected = files_of(prepare(config(tmp_path / "whole", **options, prepare_workers=1)))
-    module = sys.modules["jaxtrain.data.prepare"]
+    module = sys.modules["jaxtrain.data.store.prepare"]
     commit, sizes, done = module._commit, [], []
 
     def note(note, writers, state, full):
@@ -243,7 +243,8 @@ def test_what_was_killed_goes_on_and_leaves_no_process_behind(tmp_path, small, c
     options |= {"cache_dir": str(tmp_path / "cache"), "prepare_workers": 2}
     script = f"""
 import importlib, os, psutil
-from jaxtrain.data import DataConfig, prepare
+from jaxtrain.data import DataConfig
+from jaxtrain.data import prepare
 for name, value in {SMALL!r}.items():
     module, _, attribute = name.rpartition(".")
     setattr(importlib.import_module(module), attribute, value)
@@ -276,8 +277,8 @@ def test_a_kill_loses_seconds_of_a_small_text(tmp_path, corpus, monkeypatch):
     """0.7 GB once were a shard, before whose end nothing was kept."""
     options, _ = corpus
     options |= {"cache_dir": str(tmp_path / "cache"), "prepare_workers": 1}
-    module = sys.modules["jaxtrain.data.prepare"]
-    for name in ("jaxtrain.data.reading.BLOCK", "jaxtrain.data.encode.BATCH"):
+    module = sys.modules["jaxtrain.data.store.prepare"]
+    for name in ("jaxtrain.data.files.reading.BLOCK", "jaxtrain.data.store.encode.BATCH"):
         monkeypatch.setattr(name, 700)
     clock = iter(range(0, 10**6, 3))  # a batch takes 3 seconds
     monkeypatch.setattr(module.time, "monotonic", lambda: float(next(clock)))
@@ -343,7 +344,7 @@ def test_nanochats_vocabulary_is_trained_on_the_beginnings_of_documents(tmp_path
 
 def test_a_vocabulary_too_large_is_refused_before_it_is_trained(tmp_path, corpus, monkeypatch):
     options, _ = corpus
-    monkeypatch.setattr("jaxtrain.data.tokenizer.train_bpe", None)
+    monkeypatch.setattr("jaxtrain.data.tokenizer.tokenizer.train_bpe", None)
     options["tokenizer"] = {"name": "huggingface", "vocab_size": 20_000}
     with pytest.raises(UserError, match=r"20000 is larger than .* it has \d+ bytes; use at most"):
         prepare(config(tmp_path, **options))

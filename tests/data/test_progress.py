@@ -4,8 +4,8 @@ from types import SimpleNamespace
 import pytest
 from rich.console import Console
 
-from jaxtrain.data.progress import described, show_progress
-from jaxtrain.prepare import main
+from jaxtrain.data.store.progress import described, show_progress
+from jaxtrain.train.prepare import main
 
 
 @pytest.fixture
@@ -13,7 +13,7 @@ def clock(monkeypatch):
     """The time, to be set; rich keeps its own."""
     now = SimpleNamespace(seconds=0.0)
     module = SimpleNamespace(monotonic=lambda: now.seconds)
-    monkeypatch.setattr("jaxtrain.data.progress.time", module)
+    monkeypatch.setattr("jaxtrain.data.store.progress.time", module)
     return now
 
 

@@ -11,11 +11,11 @@ from hypothesis import example, given
 from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
-from jaxtrain.data.quality import FILTERS, Filter
-from jaxtrain.data.quality.arrays import Arrays, groups, ngrams, seen_before
-from jaxtrain.data.quality.batch import Batch
-from jaxtrain.data.quality.duplicates import clusters
-from jaxtrain.data.quality.fold import changed, compatible
+from jaxtrain.data.filters import FILTERS, Filter
+from jaxtrain.data.filters.arrays import Arrays, groups, ngrams, seen_before
+from jaxtrain.data.filters.batch import Batch
+from jaxtrain.data.filters.duplicates import clusters
+from jaxtrain.data.filters.fold import changed, compatible
 from jaxtrain.settings import UserError
 
 VOCABULARY = (

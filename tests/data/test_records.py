@@ -6,11 +6,11 @@ import pytest
 from chat_cases import PLAIN, SPECIALS, TEMPLATES, make_tokenizer, said, talk_config
 
 from jaxtrain.data import DataConfig, fitting, in_words, make_chat, prepare
-from jaxtrain.data.conversations import shares
-from jaxtrain.data.loader import stores_of
-from jaxtrain.data.messages import conversation, talk_of
-from jaxtrain.data.preferences import preferences, texts_of_preferences
-from jaxtrain.data.tokenizer import huggingface_tokenizer
+from jaxtrain.data.batches.loader import stores_of
+from jaxtrain.data.chat.conversations import shares
+from jaxtrain.data.chat.messages import conversation, talk_of
+from jaxtrain.data.preference.preferences import preferences, texts_of_preferences
+from jaxtrain.data.tokenizer.tokenizer import huggingface_tokenizer
 from jaxtrain.settings import UserError
 
 TOKENIZER = huggingface_tokenizer(make_tokenizer().encode())
@@ -326,6 +326,6 @@ def test_where_pairs_and_judged_answers_meet_is_named(tmp_path, monkeypatch):
     (tmp_path / "records2.jsonl").write_text("\n\n" + "\n".join(map(json.dumps, judged)))
     both = config.train.model_copy(update={"path": str(tmp_path / "records*.jsonl")})
     for batch in (1 << 20, 1):  # in one group of blocks, and in two
-        monkeypatch.setattr("jaxtrain.data.encode.BATCH", batch)
+        monkeypatch.setattr("jaxtrain.data.store.encode.BATCH", batch)
         with pytest.raises(UserError, match="records2.jsonl" + named):
             prepare(config.model_copy(update={"train": both}))

@@ -15,9 +15,16 @@ import pyarrow.parquet as pq
 import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
-from jaxtrain.data import DataConfig, prepare, remote
-from jaxtrain.data.reading import blocks, documents, texts_of
-from jaxtrain.data.sources import JsonlSource, ParquetSource, TextSource, content_hash, find_files
+from jaxtrain.data import DataConfig, prepare
+from jaxtrain.data.files import remote
+from jaxtrain.data.files.reading import blocks, documents, texts_of
+from jaxtrain.data.files.sources import (
+    JsonlSource,
+    ParquetSource,
+    TextSource,
+    content_hash,
+    find_files,
+)
 from jaxtrain.settings import UserError
 
 LINES = [f"line {i} " + "x" * (i % 90) for i in range(4000)]
@@ -88,7 +95,7 @@ def server():
 def waits(monkeypatch):
     """No time is lost in tests; what would have been waited is noted."""
     found = []
-    monkeypatch.setattr("jaxtrain.data.remote.time.sleep", found.append)
+    monkeypatch.setattr("jaxtrain.data.files.remote.time.sleep", found.append)
     return found
 
 
@@ -180,7 +187,7 @@ def test_numbered_shards_and_their_hash(server, tmp_path):
 
 
 def test_reading_goes_on_in_the_middle_with_one_request(server, monkeypatch):
-    monkeypatch.setattr("jaxtrain.data.reading.BLOCK", 30_000)
+    monkeypatch.setattr("jaxtrain.data.files.reading.BLOCK", 30_000)
     server.files["/a.jsonl"] = b"".join(b'{"text": "%s"}\n' % line.encode() for line in LINES)
     source = JsonlSource(path=server.url + "/a.jsonl")
     files = find_files(source)

@@ -9,10 +9,14 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxtrain.data import sentencepiece_model
-from jaxtrain.data.reading import documents
-from jaxtrain.data.sources import TextSource
-from jaxtrain.data.tokenizer import byte_alphabet, huggingface_tokenizer, sentencepiece_tokenizer
+from jaxtrain.data.files.reading import documents
+from jaxtrain.data.files.sources import TextSource
+from jaxtrain.data.tokenizer import sentencepiece_model
+from jaxtrain.data.tokenizer.tokenizer import (
+    byte_alphabet,
+    huggingface_tokenizer,
+    sentencepiece_tokenizer,
+)
 from jaxtrain.interop.odd_texts import odd_texts
 from jaxtrain.interop.tokenizer_json import tokenizer_json
 from jaxtrain.settings import UserError

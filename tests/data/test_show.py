@@ -3,10 +3,10 @@ from dataclasses import replace
 
 import pytest
 
-from jaxtrain import report
 from jaxtrain.data import DataConfig, describe, prepare
 from jaxtrain.data.__main__ import main
 from jaxtrain.data.show import shorten, show
+from jaxtrain.runs import report
 
 
 @pytest.fixture(scope="module")

@@ -7,9 +7,9 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 
-from jaxtrain.data import reading
-from jaxtrain.data.reading import SOURCES, blocks, documents, texts_of
-from jaxtrain.data.sources import (
+from jaxtrain.data.files import reading
+from jaxtrain.data.files.reading import SOURCES, blocks, documents, texts_of
+from jaxtrain.data.files.sources import (
     SHAKESPEARE,
     ChatSource,
     CodeSource,
@@ -305,7 +305,7 @@ def test_content_hash_follows_the_content_only(tmp_path):
 
 
 def test_a_large_file_is_hashed_once(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxtrain.data.sources.HASH_ALWAYS_BELOW", 3)
+    monkeypatch.setattr("jaxtrain.data.files.sources.HASH_ALWAYS_BELOW", 3)
     path = tmp_path / "a.txt"
     path.write_text("large")
     source = TextSource(path=str(path))

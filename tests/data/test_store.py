@@ -5,8 +5,8 @@ import numpy as np
 import pytest
 
 from jaxtrain.data.pool import workers
-from jaxtrain.data.store import RECORD_TOKENS, open_store, write_store
-from jaxtrain.data.tokenizer import byte_tokenizer
+from jaxtrain.data.store.store import RECORD_TOKENS, open_store, write_store
+from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
 from jaxtrain.settings import UserError
 
 TEXTS = ["one", "two \u00e9", "x" * (2 * RECORD_TOKENS + 5), "", "end"]
@@ -40,7 +40,7 @@ def test_parts_of_long_documents_come_back(tmp_path):
 @pytest.fixture
 def shards(tmp_path, monkeypatch):
     """A store of three shards, a document of 8,000 tokens in each."""
-    monkeypatch.setattr("jaxtrain.data.store.SHARD_TOKENS", 10)
+    monkeypatch.setattr("jaxtrain.data.store.store.SHARD_TOKENS", 10)
     write_store(tmp_path / "train", [letter * 8000 for letter in "abc"], TOKENIZER)
     return tmp_path / "train"
 

@@ -9,9 +9,9 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtrain.data.reading import documents
-from jaxtrain.data.sources import TextSource
-from jaxtrain.data.tokenizer import (
+from jaxtrain.data.files.reading import documents
+from jaxtrain.data.files.sources import TextSource
+from jaxtrain.data.tokenizer.tokenizer import (
     FILES,
     TOKENIZERS,
     BytesConfig,
@@ -148,7 +148,7 @@ def test_a_tokenizer_whose_tokens_cross_words_is_given_whole_texts():
 
 
 def test_what_is_remembered_is_bounded(tokenizer, monkeypatch):
-    monkeypatch.setattr("jaxtrain.data.tokenizer.WORDS", 3)
+    monkeypatch.setattr("jaxtrain.data.tokenizer.tokenizer.WORDS", 3)
     expected = [tokenizer.encode(text) for text in AWKWARD]
     for text, ids in zip(AWKWARD * 2, expected * 2):
         np.testing.assert_array_equal(tokenizer.encode(text), ids)

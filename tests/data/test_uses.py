@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.data import DataConfig, train_batches
-from jaxtrain.data.loader import make_plan
+from jaxtrain.data.batches.loader import make_plan
 
 PACKINGS = [
     {"name": "concat"},

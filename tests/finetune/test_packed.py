@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.model.packed import DYNAMIC, NF4, nearest, pack, product, unpacked
+from jaxtrain.weights.packed import DYNAMIC, NF4, nearest, pack, product, unpacked
 
 GOLDEN = np.load(Path(__file__).with_name("golden.npz"))
 

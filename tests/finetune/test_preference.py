@@ -25,15 +25,15 @@ from tiny import (
     stacked,
 )
 
-from jaxtrain import evaluate
 from jaxtrain.data import PairBatch, make_chat
-from jaxtrain.finetune.preference import LOSSES, Answers, ObjectiveConfig, reference_point
+from jaxtrain.evaluation import evaluate
 from jaxtrain.main import main
 from jaxtrain.model import Transformer, split
 from jaxtrain.objectives import answer_logps, make_objective
+from jaxtrain.objectives.preference import LOSSES, Answers, ObjectiveConfig, reference_point
 from jaxtrain.parallel import place_batch
-from jaxtrain.saved import load_saved, template_for
-from jaxtrain.step import gradients
+from jaxtrain.runs.saved import load_saved, template_for
+from jaxtrain.train.step import gradients
 
 T, SLOTS, LONGEST = 32, 8, 9
 CASES = {

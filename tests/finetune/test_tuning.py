@@ -21,19 +21,20 @@ from tiny import (
     same,
 )
 
-from jaxtrain import evaluate, generate
 from jaxtrain.config import load_config
+from jaxtrain.config.resolve import resolve
+from jaxtrain.evaluation import evaluate
 from jaxtrain.finetune import FinetuneConfig, make_parts, plus
 from jaxtrain.finetune.partition import flatten, map_named
+from jaxtrain.inference import generate
 from jaxtrain.main import main
 from jaxtrain.model import Transformer, split
 from jaxtrain.optim import AdamWConfig, make_optimizer
 from jaxtrain.parallel import place_batch
-from jaxtrain.run import check_run
-from jaxtrain.saved import load_saved
-from jaxtrain.scaling import resolve
+from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
-from jaxtrain.step import init_state, make_step
+from jaxtrain.train.run import check_run
+from jaxtrain.train.step import init_state, make_step
 
 LORA = {"finetune.name": "lora", "finetune.rank": 2, "optim.learning_rate": 0.01}
 

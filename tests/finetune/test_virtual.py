@@ -15,16 +15,16 @@ from safetensors.numpy import load_file, save_file
 from test_peft import PYTHON, SCRIPT
 from tiny import LLAMA, T, build, close, mesh_of, rows_of, run_overrides, same, tokens
 
-from jaxtrain import generate
 from jaxtrain.config import load_config
+from jaxtrain.config.resolve import resolve
 from jaxtrain.finetune import keys_values, make_parts
 from jaxtrain.finetune.config import PrefixConfig, PromptConfig, of_adapter
+from jaxtrain.inference import generate
 from jaxtrain.interop import load, open_checkpoint, read_virtual, write_virtual
 from jaxtrain.interop.peft_virtual import as_theirs
 from jaxtrain.main import main
 from jaxtrain.model import ModelConfig, Transformer, resolve_model, split
 from jaxtrain.model.branches import Branches
-from jaxtrain.scaling import resolve
 from jaxtrain.settings import UserError
 
 from hf_cases import prompts  # isort: skip  (test_peft puts tests/interop on the path)

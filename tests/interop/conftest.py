@@ -4,10 +4,10 @@ import pytest
 from tiny import random_params
 
 from jaxtrain.config import Config, validate
-from jaxtrain.data.tokenizer import byte_tokenizer
+from jaxtrain.config.resolve import resolve
+from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
 from jaxtrain.model import Transformer, split
-from jaxtrain.saved import save_model
-from jaxtrain.scaling import resolve
+from jaxtrain.runs.saved import save_model
 
 PLAIN = {
     "depth": 2, "width": 32, "head_dim": 8, "hidden": 48, "window_pattern": "L", "qk_scale": 1.0,

@@ -18,9 +18,9 @@ from pathlib import Path
 
 import sentencepiece
 
-from jaxtrain.data.reading import documents
-from jaxtrain.data.sources import TextSource
-from jaxtrain.data.tokenizer import sentencepiece_tokenizer
+from jaxtrain.data.files.reading import documents
+from jaxtrain.data.files.sources import TextSource
+from jaxtrain.data.tokenizer.tokenizer import sentencepiece_tokenizer
 from jaxtrain.interop.companions import tokenizer_files
 from jaxtrain.interop.odd_texts import odd_texts
 

@@ -12,9 +12,10 @@ from test_families import FACTS, build, logits_of
 from tiny import random_params
 
 from jaxtrain.config import Config, validate
+from jaxtrain.config.resolve import resolve
 from jaxtrain.data import fill_in_chat
-from jaxtrain.data.template import make_render
-from jaxtrain.data.tokenizer import byte_tokenizer, huggingface_tokenizer
+from jaxtrain.data.chat.template import make_render
+from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer, huggingface_tokenizer
 from jaxtrain.interop import (
     export_weights,
     fitting_family,
@@ -28,8 +29,7 @@ from jaxtrain.interop.families import LLAMA
 from jaxtrain.interop.keys import FULL
 from jaxtrain.interop.peft import rows_of
 from jaxtrain.model import ModelConfig, Transformer, resolve_model, split
-from jaxtrain.saved import save_model
-from jaxtrain.scaling import resolve
+from jaxtrain.runs.saved import save_model
 from jaxtrain.settings import UserError
 
 LLAMA_FIELDS = model_fields(FACTS["llama"]["config"])

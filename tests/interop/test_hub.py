@@ -9,7 +9,7 @@ from test_families import write_checkpoint
 from test_runs import write_tokenizer
 from tiny import run_overrides
 
-from jaxtrain import data
+from jaxtrain.data.files import sources
 from jaxtrain.interop.__main__ import main as interop
 from jaxtrain.interop.load import hub_of, pinned
 from jaxtrain.interop.tensors import metadata_of
@@ -76,6 +76,6 @@ def test_a_revision_can_be_named(hub, tmp_path, capsys):
     error = capsys.readouterr().err
     assert "no folder owner/small@none, and huggingface.co does not give it" in error
     url = f"hf://datasets/owner/plays@{hub.data}/one.jsonl"
-    assert data.sources.revisions_of([data.sources.JsonlSource(path=url)]) == {
+    assert sources.revisions_of([sources.JsonlSource(path=url)]) == {
         "hf://datasets/owner/plays": hub.data
     }

@@ -17,7 +17,7 @@ from test_families import ARRAYS, build, logits_of, write_checkpoint
 
 from jaxtrain.interop import export_weights, fitting_family, load, open_checkpoint
 from jaxtrain.interop.__main__ import main as interop
-from jaxtrain.saved import load_saved
+from jaxtrain.runs.saved import load_saved
 
 SCRIPT = Path(__file__).with_name("run_transformers.py")
 HERE = all(importlib.util.find_spec(name) for name in ("torch", "transformers"))

@@ -13,9 +13,10 @@ from test_families import FACTS, write_checkpoint
 from tiny import CACHE, close, mesh_of, random_run, run_overrides, same
 from tokenizers import decoders, models, pre_tokenizers, processors
 
-from jaxtrain import evaluate, generate
 from jaxtrain.config import load_config
-from jaxtrain.data.tokenizer import byte_alphabet, byte_tokenizer
+from jaxtrain.data.tokenizer.tokenizer import byte_alphabet, byte_tokenizer
+from jaxtrain.evaluation import evaluate
+from jaxtrain.inference import generate
 from jaxtrain.interop import chat_template, load_start
 from jaxtrain.interop.__main__ import main as interop
 from jaxtrain.interop.companions import prompting
@@ -23,7 +24,7 @@ from jaxtrain.interop.tokenizer_json import tokenizer_json
 from jaxtrain.main import main
 from jaxtrain.model import Transformer, resolve_model, split
 from jaxtrain.parallel import shardings
-from jaxtrain.saved import load_saved
+from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
 
 TEMPLATE = "{% for m in messages %}{{ m.content }}{% endfor %}"

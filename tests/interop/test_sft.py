@@ -14,20 +14,20 @@ from hf_cases import weights
 from safetensors.numpy import save_file
 from tiny import begin, mesh_of, run_overrides, stacked
 
-from jaxtrain import generate
 from jaxtrain.config import load_config
 from jaxtrain.data import DEFAULT, prepare
-from jaxtrain.data.packing import assemble
-from jaxtrain.data.planning import Piece
-from jaxtrain.history import read_rows
+from jaxtrain.data.batches.packing import assemble
+from jaxtrain.data.batches.planning import Piece
+from jaxtrain.inference import generate
 from jaxtrain.interop import load, open_checkpoint
 from jaxtrain.interop.__main__ import main as interop
 from jaxtrain.main import main
 from jaxtrain.model import Transformer, resolve_model, split
 from jaxtrain.optim import make_optimizer
-from jaxtrain.saved import load_saved
+from jaxtrain.runs.history import read_rows
+from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
-from jaxtrain.step import Task, train_step
+from jaxtrain.train.step import Task, train_step
 
 pytestmark = pytest.mark.slow
 

@@ -10,12 +10,12 @@ from make_golden_tokenizers import CASES, GOLDEN, TEXTS, hash_of, read, train, w
 from tiny import random_params
 
 from jaxtrain.config import Config, validate
-from jaxtrain.data.tokenizer import sentencepiece_tokenizer
+from jaxtrain.config.resolve import resolve
+from jaxtrain.data.tokenizer.tokenizer import sentencepiece_tokenizer
 from jaxtrain.interop.__main__ import main as interop
 from jaxtrain.interop.companions import tokenizer_files
 from jaxtrain.model import Transformer, split
-from jaxtrain.saved import save_model
-from jaxtrain.scaling import resolve
+from jaxtrain.runs.saved import save_model
 
 FACTS = json.loads(GOLDEN.read_text())
 PYTHON = os.environ.get("JAXTRAIN_TORCH_PYTHON")

@@ -22,7 +22,7 @@ from jaxtrain_kernels.dispatch import Target, on_target
 from jaxtrain_kernels.matmul import fp8, fp8_mosaic, fp8_reference, fp8_xla
 from jaxtrain_kernels.matmul.fp8_functions import itself, relu2, relu2_grad
 
-from jaxtrain.parallel import known_options
+from jaxtrain.cluster.xla_flags import known_options
 
 E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
 # Half of the last place, relative; and half of the smallest number, where that is more.

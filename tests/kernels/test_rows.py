@@ -16,7 +16,7 @@ from jaxtrain_kernels.rows import mosaic, reference, xla
 from tiny import batch, build
 
 from jaxtrain.model.config import ModelConfig
-from jaxtrain.model.rows import Rows, fastest
+from jaxtrain.model.fused_ops import Rows, fastest
 from jaxtrain.objectives import next_token
 
 # The mode that knows bar.sync, a named barrier of the hardware.

@@ -11,10 +11,10 @@ from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain_kernels.dispatch import on_target
 from tiny import batch, make_task, mesh_of, random_params, resolved
 
-from jaxtrain import objectives
-from jaxtrain.model import fp8 as model_fp8
+from jaxtrain.objectives import losses as objectives
 from jaxtrain.settings import UserError
-from jaxtrain.step import gradients
+from jaxtrain.train.step import gradients
+from jaxtrain.weights import float8 as model_fp8
 
 SHAPE = {"depth": 2, "width": 128, "head_dim": 32, "hidden": 256, "value_embeddings": False}
 ALONE = {"attention": "xla", "rows": {"norm": "xla", "rope": "xla", "loss": "xla"}, "fp8": "blocks"}

@@ -6,12 +6,13 @@ import numpy as np
 import pytest
 from tiny import batch, begin, make_task, mesh_of, random_params, resolved, run_overrides, same
 
-from jaxtrain.checkpoint import CheckpointConfig, Checkpointer
 from jaxtrain.main import main
-from jaxtrain.model import fp8 as model_fp8
 from jaxtrain.parallel import place_batch
-from jaxtrain.run import new_or_resumed, rest_of
-from jaxtrain.step import gradients, make_step, state_shardings
+from jaxtrain.runs.checkpoint import Checkpointer
+from jaxtrain.runs.config import CheckpointConfig
+from jaxtrain.train.run import new_or_resumed, rest_of
+from jaxtrain.train.step import gradients, make_step, state_shardings
+from jaxtrain.weights import float8 as model_fp8
 
 FACTOR = jnp.float32(2.0**-8)
 INPUTS = ["attention/embed", "attention/heads", "ffn/embed", "ffn/hidden"]

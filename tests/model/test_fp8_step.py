@@ -11,13 +11,13 @@ from jax.extend.core import jaxprs_in_params
 from jaxtrain_kernels.dispatch import on_target
 from tiny import batch, begin, build, make_task, mesh_of, random_params, resolved, run_overrides
 
-from jaxtrain import objectives
 from jaxtrain.main import main
 from jaxtrain.model import ModelConfig, Transformer, fp8_weights, path_name, resolve_model, split
-from jaxtrain.model import fp8 as model_fp8
+from jaxtrain.objectives import losses as objectives
 from jaxtrain.parallel import place_batch
 from jaxtrain.settings import UserError
-from jaxtrain.step import gradients, make_step
+from jaxtrain.train.step import gradients, make_step
+from jaxtrain.weights import float8 as model_fp8
 
 MATRICES = ["attention/k", "attention/out", "attention/q", "attention/v", "ffn/down", "ffn/up"]
 

@@ -14,7 +14,7 @@ from jaxtrain.model import ModelConfig, Transformer, initialize, path_name, spli
 from jaxtrain.model import init as schemes
 from jaxtrain.model.init import SCHEMES, Scheme
 from jaxtrain.optim import AdamWConfig
-from jaxtrain.step import make_step
+from jaxtrain.train.step import make_step
 
 NORM_FREE = ("fixup", "tfixup", "rezero", "skipinit")
 PLAIN = {

@@ -17,8 +17,8 @@ import jaxtrain
 from jaxtrain.finetune import LoRAConfig, make_parts
 from jaxtrain.finetune.partition import flatten, in_blocks, map_named
 from jaxtrain.model import Adapted, Transformer, attention, block, pack, split, whole
-from jaxtrain.model import fp8 as model_fp8
 from jaxtrain.model.config import ResolvedModel
+from jaxtrain.weights import float8 as model_fp8
 
 README = Path(jaxtrain.__file__).parents[1] / "README.md"
 FORMS = ("lora", "nf4", "int8", "float8")

@@ -19,13 +19,13 @@ from tiny import (
     tokens,
 )
 
-from jaxtrain.bench.traffic import collectives
+from jaxtrain.estimate.traffic import collectives
 from jaxtrain.model import active, cast, moe, split
 from jaxtrain.model.moe import Mixture, balance_loss
 from jaxtrain.model.plan import make_plan
 from jaxtrain.optim import OPTIMIZERS, OptimConfig
 from jaxtrain.parallel import constrain, place_batch
-from jaxtrain.step import make_step
+from jaxtrain.train.step import make_step
 
 MOE = {"experts": 4, "top_k": 2, "hidden": 24, "shared": 1, "every": 2}
 SMALL = LLAMA | {"depth": 4, "ffn": "relu2", "window_pattern": "SL", "moe": MOE}

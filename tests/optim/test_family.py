@@ -22,7 +22,7 @@ from jaxtrain.optim.sgd import make_sgd
 from jaxtrain.optim.soap import make_soap
 from jaxtrain.parallel import place_batch
 from jaxtrain.settings import UserError
-from jaxtrain.step import make_step
+from jaxtrain.train.step import make_step
 
 ADAM = {"learning_rate": 0.01, "weight_decay": 0.1, "b1": 0.9, "b2": 0.95, "eps": 1e-8}
 MOMENTUM = {"learning_rate": 0.1, "weight_decay": 0.01, "momentum": 0.9}

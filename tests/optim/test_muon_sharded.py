@@ -10,10 +10,10 @@ import numpy as np
 import pytest
 from tiny import close, mesh_of
 
-from jaxtrain.model.params import Initializer, ParamSpec
 from jaxtrain.optim import MuonConfig, make_optimizer
 from jaxtrain.parallel import over_matrices, shardings
-from jaxtrain.step import Task, init_state, state_shardings
+from jaxtrain.train.step import Task, init_state, state_shardings
+from jaxtrain.weights.params import Initializer, ParamSpec
 
 NORMAL = Initializer(lambda key, shape: jax.random.normal(key, shape))
 

@@ -20,14 +20,15 @@ from tiny import (
     same,
 )
 
-from jaxtrain.local import Gossip, local_task
 from jaxtrain.main import main
-from jaxtrain.model.params import Initializer, ParamSpec
 from jaxtrain.optim import OptimConfig, make_optimizer, offload
 from jaxtrain.parallel import place_batch
-from jaxtrain.run import StopSignal
 from jaxtrain.settings import UserError
-from jaxtrain.step import LossScale, make_step
+from jaxtrain.train.config import Gossip
+from jaxtrain.train.local_sgd import local_task
+from jaxtrain.train.run import StopSignal
+from jaxtrain.train.step import LossScale, make_step
+from jaxtrain.weights.params import Initializer, ParamSpec
 
 
 @pytest.fixture(autouse=True)

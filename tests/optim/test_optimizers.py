@@ -10,10 +10,10 @@ from tiny import LLAMA, VOCAB, batch, begin, make_task, mesh_of, random_params, 
 
 from jaxtrain.model import Transformer, path_name, split
 from jaxtrain.optim import OPTIMIZERS, OptimConfig, make_optimizer
-from jaxtrain.optim.groups import Group, OptimizerConfig, build
+from jaxtrain.optim.param_groups import Group, OptimizerConfig, build
 from jaxtrain.optim.schedule import Constant
 from jaxtrain.settings import UserError
-from jaxtrain.step import init_state, make_step, state_shardings
+from jaxtrain.train.step import init_state, make_step, state_shardings
 
 RATES = {
     "muon": {},

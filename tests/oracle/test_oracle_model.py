@@ -7,8 +7,8 @@ import pytest
 from flax import nnx
 from golden import Golden, model_of, to_ours
 
-from jaxtrain import objectives
 from jaxtrain.data import Batch
+from jaxtrain.objectives import losses as objectives
 
 GOLDEN = Golden("golden_model")
 CONFIG = GOLDEN.facts("config")

@@ -8,10 +8,10 @@ from golden import Golden, model_of, to_ours
 
 from jaxtrain.model import path_name
 from jaxtrain.model.init import constant
-from jaxtrain.model.params import ParamSpec
 from jaxtrain.optim import MuonConfig, Scale, make_optimizer, resolve_optimizer
 from jaxtrain.optim.muon import adjust, muon
 from jaxtrain.optim.schedule import multiplier, schedule_values
+from jaxtrain.weights.params import ParamSpec
 
 GOLDEN = Golden("golden_optim")
 FACTS = GOLDEN.facts("facts")

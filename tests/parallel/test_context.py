@@ -8,10 +8,11 @@ import numpy as np
 import pytest
 from tiny import LLAMA, T, batch, build, close, mesh_of
 
-from jaxtrain import objectives, parallel
+from jaxtrain import parallel
 from jaxtrain.config import Config
+from jaxtrain.config.resolve import resolve
+from jaxtrain.objectives import losses as objectives
 from jaxtrain.parallel.context import exchanges
-from jaxtrain.scaling import resolve
 from jaxtrain.settings import UserError
 
 # Over four devices a piece of the text is 4 tokens.

@@ -4,13 +4,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from jaxtrain.bench.flags import bench_flags
+from benchmarks.flags import bench_flags
+from jaxtrain.cluster.xla_flags import SETS, check_options, complaint, known_options
 from jaxtrain.config import load_config
-from jaxtrain.parallel import SETS, check_options, known_options
-from jaxtrain.parallel.flags import complaint
-from jaxtrain.run import compile_step
-from jaxtrain.scaling import resolve
+from jaxtrain.config.resolve import resolve
 from jaxtrain.settings import UserError
+from jaxtrain.train.run import compile_step
 
 
 def test_every_option_of_the_sets_is_known_here():

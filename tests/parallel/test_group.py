@@ -10,10 +10,10 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.launch import free_port
-from jaxtrain.parallel import peer
-from jaxtrain.parallel.group import Group
-from jaxtrain.parallel.secret import Secret
+from jaxtrain.cluster import peer
+from jaxtrain.cluster.coordinator import Group
+from jaxtrain.cluster.launch import free_port
+from jaxtrain.cluster.secret import Secret
 from jaxtrain.settings import UserError
 
 SECRET = Secret(Path("nowhere"), "", {"JAXTRAIN_SECRET": "of this test's job"})

@@ -10,13 +10,13 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from tiny import LLAMA, batch, begin, make_task, mesh_of, random_params, resolved
 
-from jaxtrain import step
-from jaxtrain.bench.traffic import collectives
+from jaxtrain.estimate.traffic import collectives
 from jaxtrain.model.layers import lookup
 from jaxtrain.parallel import MeshConfig, constrain, partition_spec, place_batch
 from jaxtrain.parallel.mesh import AXES, axis_sizes, grid
 from jaxtrain.settings import UserError
-from jaxtrain.step import compute_copy, gradients, state_shardings
+from jaxtrain.train import step
+from jaxtrain.train.step import compute_copy, gradients, state_shardings
 
 
 def sizes(devices=8, **axes):

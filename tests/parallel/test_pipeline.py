@@ -17,13 +17,13 @@ from tiny import (
     stacked,
 )
 
-from jaxtrain import objectives
 from jaxtrain.config import Config
+from jaxtrain.config.resolve import resolved_text
 from jaxtrain.model import LayerSpec, cast
+from jaxtrain.objectives import losses as objectives
 from jaxtrain.parallel import bubble, check_stages, cut, padded, pipelined, place_batch
-from jaxtrain.scaling import resolved_text
 from jaxtrain.settings import UserError
-from jaxtrain.step import gradients, make_step
+from jaxtrain.train.step import gradients, make_step
 
 GPT = {"depth": 4, "kv_heads": 2, "window_pattern": "SL", "document_mask": True}
 

@@ -3,9 +3,9 @@
 import jax
 import pytest
 
+from jaxtrain.cluster.processes import Place, find_place, first_host
 from jaxtrain.parallel import MeshConfig, make_mesh
 from jaxtrain.parallel.mesh import batch_share
-from jaxtrain.parallel.processes import Place, find_place, first_host
 from jaxtrain.settings import UserError
 
 SLURM = {

@@ -8,8 +8,8 @@ import jax
 import pytest
 from jaxtrain_kernels.dispatch import on_target
 
-from jaxtrain.parallel import runtime
-from jaxtrain.parallel.runtime import show_kernel_choices, take_memory
+from jaxtrain.cluster import runtime
+from jaxtrain.cluster.runtime import show_kernel_choices, take_memory
 
 
 @pytest.fixture

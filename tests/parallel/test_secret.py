@@ -12,11 +12,11 @@ from contextlib import suppress
 import psutil
 import pytest
 
-from jaxtrain.launch import free_port
-from jaxtrain.parallel import meeting
-from jaxtrain.parallel.group import Group
-from jaxtrain.parallel.peer import Peer
-from jaxtrain.parallel.secret import HELLO_BYTES, Secret, is_loopback, key_of, nonces
+from jaxtrain.cluster import meeting
+from jaxtrain.cluster.coordinator import Group
+from jaxtrain.cluster.launch import free_port
+from jaxtrain.cluster.peer import Peer
+from jaxtrain.cluster.secret import HELLO_BYTES, Secret, is_loopback, key_of, nonces
 from jaxtrain.settings import UserError
 
 KNOWN = {"JAXTRAIN_SECRET": "of this test's job"}
@@ -60,7 +60,7 @@ def test_another_secret_is_refused_and_the_job_begins_without_it(tmp_path, capfd
 
 def test_the_file_is_this_users_and_there_while_they_meet(tmp_path, monkeypatch):
     """Also where an earlier job's was left behind, and is read first."""
-    monkeypatch.setattr("jaxtrain.parallel.group.RETRY", 0.01)
+    monkeypatch.setattr("jaxtrain.cluster.coordinator.RETRY", 0.01)
     port, folder = free_port(), tmp_path / "runs"
     keys = [secret(folder, {}) for _ in range(2)]
     keys[0].make()
@@ -80,7 +80,7 @@ def test_the_file_is_this_users_and_there_while_they_meet(tmp_path, monkeypatch)
 
 
 def test_processes_that_share_no_folder_are_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxtrain.parallel.group.RETRY", 0.02)
+    monkeypatch.setattr("jaxtrain.cluster.coordinator.RETRY", 0.02)
     address = f"localhost:{free_port()}"
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(Group(0, 2).meet, address, 2.0, secret(tmp_path / "a", {}))

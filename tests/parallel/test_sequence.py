@@ -9,11 +9,12 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny import LLAMA, T, batch, build, close, mesh_of
 
-from jaxtrain import objectives, parallel
-from jaxtrain.bench.traffic import collectives
+from jaxtrain import parallel
+from jaxtrain.estimate.traffic import collectives
+from jaxtrain.model.fused_ops import relu2, rope_norm
 from jaxtrain.model.layers import Rotary
 from jaxtrain.model.remat import tiled
-from jaxtrain.model.rows import relu2, rope_norm
+from jaxtrain.objectives import losses as objectives
 from jaxtrain.parallel import partition_spec
 from jaxtrain.parallel.axes import over_devices, summed
 

@@ -1,6 +1,6 @@
 """Which backend is fastest for a shape on a device, and with which tiling, as measured.
 
-`table.json` holds one row for each backend, kind of shape and device; `python -m jaxtrain.bench
+`table.json` holds one row for each backend, kind of shape and device; `python -m benchmarks
 attention --tune` measures them anew. Choosing is a pure function of the rows.
 """
 

@@ -1,0 +1,234 @@
+"""python -m benchmarks step --config gpt_d12 --record
+
+Measures on random data and prints one table: ours, the floor, the peers. No corpus is needed.
+"""
+
+import argparse
+import functools
+import itertools
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from benchmarks.attention import bench_attention
+from benchmarks.data import bench_data
+from benchmarks.decode import bench_decode
+from benchmarks.filters import bench_filters
+from benchmarks.finetune import bench_finetune
+from benchmarks.flags import bench_flags
+from benchmarks.importing import bench_import
+from benchmarks.kernels import bench_loss
+from benchmarks.matmuls import bench_matmuls
+from benchmarks.memory import bench_longest, bench_techniques
+from benchmarks.optimizers import bench_optimizers
+from benchmarks.packing import bench_packing
+from benchmarks.peers import nanochat_step
+from benchmarks.race import SAME, draw, race
+from benchmarks.record import BENCHMARKS, RESULTS, stem, write
+from benchmarks.rows import bench_rows
+from benchmarks.soak import bench_loader
+from benchmarks.step import bench_memory, bench_step
+from benchmarks.switches import bench_switches
+from benchmarks.tables import screen, table_of, update_page
+from benchmarks.tasks import bench_tasks
+from benchmarks.tune import tune_attention
+from jaxtrain.cluster.runtime import take_memory
+from jaxtrain.config.overrides import check_once
+from jaxtrain.estimate.dry_run import add_preflight, given, preflight_of, report
+from jaxtrain.settings import TINY, Parser, UserError, command, real
+
+WHAT = {
+    "step": "the train step of a configuration, one microbatch a step",
+    "attention": "attention backends and peers over the benchmark shapes: attention [NAME ...]",
+    "data": "tokenizers, preparing, reading, packing: data data.train.path=... (text, JSONL, ...)",
+    "decode": "one query a row against a key/value cache: decode [NAME ...]",
+    "filters": "what each filter removes of a text, and its speed: filters data.train.path=...",
+    "finetune": "LoRA and QLoRA on random weights, beside peft: finetune --config llama_8b",
+    "import": "a synthetic Hugging Face checkpoint read: import [NAME], default llama_8b",
+    "kernels": "loss, matmul and rows, one after another",
+    "loader": "the loader's memory over --minutes of reading: loader data.train.path=...",
+    "loss": "linear + cross-entropy backends over the benchmark shapes: loss [NAME ...]",
+    "matmul": "float8, ReLU^2 and symmetric matmuls over the benchmark shapes: matmul [NAME ...]",
+    "rows": "the passes over activations over the benchmark shapes: rows [NAME ...]",
+    "packing": "what packing crops, pads, never uses, beside nanochat's: packing [data.train...]",
+    "memory": "what a step needs: here, or on --devices N virtual ones; --techniques, --longest",
+    "optim": "an update of every optimizer on a configuration's parameters: optim [NAME ...]",
+    "race": "runs compared that differ in their optimizer alone: race RUN [RUN ...]",
+    "tasks": "the shapes of CORE: packed rows against one example per forward",
+    "table": "regenerate the tables in BENCHMARKS.md from benchmarks/results/",
+}
+
+# The benchmark that each option is for; --record, --out, --variant and --config are for several.
+ONLY = {
+    "attention": ("tune",),
+    "step": ("profile", "switches", "flags", "peer"),
+    "loader": ("minutes",),
+    "memory": ("techniques", "longest", "devices", "device", "memory", "fit"),
+    "race": ("baseline", "differ"),
+}
+
+
+def parse(argv: list[str] | None) -> argparse.Namespace:
+    lines = [f"  {name:10s} {what}" for name, what in WHAT.items()]
+    parser = Parser(
+        "python -m benchmarks",
+        description="Measure on random data, beside the peers and the physical floor.",
+        epilog="\n".join(["benchmarks:", *lines]),
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+    )
+    parser.add_argument("what", choices=WHAT, help="benchmark, see below")
+    parser.add_argument(
+        "--config", action="append", help="YAML or bare name; may be given again (gpt_d12)"
+    )
+    parser.add_argument("--record", action="store_true", help="write the figures as JSON")
+    parser.add_argument("--variant", help="name of what is special about these figures (bf16)")
+    parser.add_argument(
+        "--tune",
+        action="store_true",
+        help="attention: measure tilings too, and renew the table that backends are chosen by",
+    )
+    parser.add_argument("--profile", action="store_true", help="step: trace it, list its kernels")
+    parser.add_argument(
+        "--switches",
+        action="store_true",
+        help="step: with all our kernels, without, with each alone, in float8; or one --variant",
+    )
+    parser.add_argument(
+        "--flags",
+        action="store_true",
+        help="step: with each set of XLA's options (cluster/xla_flags.py), or one --variant",
+    )
+    parser.add_argument(
+        "--peer",
+        type=Path,
+        metavar="CHECKOUT",
+        help="step: nanochat's own step is timed first, by a process of its own (needs torch)",
+    )
+    parser.add_argument(
+        "--out",
+        type=Path,
+        help="folder of what is written; default benchmarks/results, runs/bench for a profile, "
+        "the package for --tune",
+    )
+    parser.add_argument(
+        "--minutes", type=real(TINY, "above 0"), help="loader: how long it reads, default 10"
+    )
+    parser.add_argument(
+        "--techniques", action="store_true", help="memory: each technique's bytes and rate"
+    )
+    parser.add_argument(
+        "--longest", action="store_true", help="memory: the longest row that a device trains on"
+    )
+    add_preflight(parser)
+    parser.add_argument("--baseline", help="race: name of the run to beat; default the best AdamW")
+    parser.add_argument(
+        "--differ", action="append", default=[], choices=SAME,
+        help="race: the runs may differ in this section too, as kernels do in model",
+    )  # fmt: skip
+    parser.add_argument(
+        "overrides",
+        nargs="*",
+        metavar="key.path=value | RUN | NAME",
+        help="override a field; race: a run directory; optim: an optimizer; kernels: a shape or "
+        "backend",
+    )
+    return parser.parse_intermixed_args(argv)
+
+
+def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
+    """The records of a command line, each as soon as it is measured; a long one as it grows."""
+    step = {"loss": bench_loss, "matmul": bench_matmuls, "rows": bench_rows}
+    kernels = step | {"attention": bench_attention, "decode": bench_decode}
+    whole = {"optim": bench_optimizers, "finetune": bench_finetune, "tasks": bench_tasks}
+    if a.tune and a.what == "attention":
+        yield tune_attention(a.out, a.variant, a.overrides)
+    elif a.what in kernels:
+        yield from kernels[a.what](a.variant, a.overrides)
+    elif a.what == "kernels":
+        for bench in step.values():
+            yield from bench(a.variant)
+    elif a.what == "import":
+        yield bench_import(a.variant, a.overrides)
+    elif a.what == "data":
+        yield bench_data(a.overrides, a.variant)
+    elif a.what == "loader":
+        yield bench_loader(a.overrides, a.variant, 10 if a.minutes is None else a.minutes)
+    elif a.what == "packing":
+        yield bench_packing(a.overrides, a.variant)
+    elif a.what == "filters":
+        yield bench_filters(a.overrides, a.variant)
+    elif a.what == "race":
+        yield race([Path(run) for run in a.overrides], a.baseline, a.differ)
+    else:
+        for config in a.config or ["gpt_d12"]:
+            if a.what == "step":
+                folder = (a.out or Path("runs/bench")) if a.profile else None
+                if a.switches:
+                    yield from bench_switches(config, a.overrides, a.variant, folder)
+                elif a.flags:
+                    yield from bench_flags(config, a.overrides, a.variant)
+                else:
+                    beside = nanochat_step(a.peer, config, a.overrides) if a.peer else []
+                    for record in bench_step(config, a.overrides, a.variant, folder):
+                        yield record | ({"beside": beside} if beside else {})
+            elif a.what in whole:
+                yield from whole[a.what](config, a.overrides, a.variant)
+            elif a.techniques:
+                yield from bench_techniques(config, a.overrides, a.variant)
+            else:
+                yield memory_of(a)(config, a.overrides, a.variant)
+
+
+def check_options(a: argparse.Namespace) -> None:
+    """Raises UserError for an option that nothing would read."""
+    for what, options in ONLY.items():
+        stray = given(a, *options)
+        if stray and a.what != what:
+            raise UserError(f"{stray} is for bench {what}, not for bench {a.what}")
+    if a.peer and (a.switches or a.flags):
+        raise UserError("--peer is for bench step alone, without --switches or --flags")
+    stray = given(a, "device", *(() if a.longest else ("memory",)))
+    if stray and a.devices is None and a.fit is None:
+        raise UserError(f"{stray} is for --devices N or --fit N, not for what is here")
+
+
+def memory_of(a: argparse.Namespace) -> Callable[..., dict[str, Any]]:
+    """The benchmark that `memory` stands for: (config, overrides, variant) -> record."""
+    if a.devices is not None or a.fit is not None:
+        return lambda config, overrides, variant: preflight_of(a, config, overrides)
+    if a.longest:
+        limit = int(a.memory * 2**30) if a.memory else None
+        return functools.partial(bench_longest, memory=limit)
+    return bench_memory
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 after one line about what the user can fix."""
+    arguments = parse(argv)
+    check_options(arguments)
+    check_once([one for one in arguments.overrides if "=" in one])
+    console = screen()
+    if arguments.what == "table":
+        console.print(update_page(), "is current")
+        return 0
+    for _, same in itertools.groupby(measure(arguments), stem):
+        for record in same:
+            if arguments.record:
+                path = write(record, arguments.out or RESULTS)
+                record["file"] = path.name
+        if arguments.record and arguments.what == "race":
+            figure = f"{record['bench']}-{record['config']}.png"
+            draw(record, (arguments.out or BENCHMARKS) / figure)
+        console.print(report(record) if record["bench"] == "preflight" else table_of(record))
+    return 0
+
+
+if __name__ == "__main__":
+    # A step's compile time counts: programs kept from an earlier run would hide it.
+    jax.config.update("jax_enable_compilation_cache", False)
+    take_memory()
+    sys.exit(main())

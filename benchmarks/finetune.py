@@ -1,0 +1,115 @@
+"""LoRA and QLoRA on a model of random weights: memory and rate, beside Hugging Face's peft."""
+
+import gc
+import itertools
+import os
+import sys
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+from pydantic import TypeAdapter
+
+from benchmarks.memory import needs, random_frozen, rate
+from benchmarks.peers import rows_of
+from benchmarks.record import describe
+from benchmarks.step import compiled_step
+from benchmarks.timing import COMPILERS
+from jaxtrain.estimate.workload import Workload, load_workload
+from jaxtrain.finetune import FinetuneConfig, make_parts, plus
+from jaxtrain.optim import make_optimizer
+from jaxtrain.settings import UserError
+
+LORA: dict[str, Any] = {"name": "lora", "rank": 16, "alpha": 32.0}
+# What is tuned, and with which of the memory techniques; all recompute the blocks. The first lot is
+# measured, then the peer, then the second.
+METHODS: tuple[dict[str, tuple[dict[str, Any], list[str]]], ...] = (
+    {"LoRA r16": (LORA, [])},
+    {
+        "QLoRA r16, nf4": (LORA | {"base": "nf4"}, []),
+        "LoRA r16, offload": (LORA, ["model.remat=offload"]),
+        "LoRA r16, ffn in 8 tiles": (LORA, ["model.ffn_tiles=8"]),
+        "LoRA r16, int8 base": (LORA | {"base": "int8"}, []),
+    },
+)
+SHAPES = ((2048, 4), (8192, 1))  # tokens of a row, rows of a step
+
+
+def bench_finetune(
+    name: str, overrides: Sequence[str], variant: str | None
+) -> Iterator[dict[str, Any]]:
+    """The record, with one row more each time it is yielded: for each method and shape the bytes of
+    a step and, on a GPU, its time; peft's behind those of LoRA.
+
+    The peer runs in a process of its own, where torch and peft are installed.
+    """
+    os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # room for the peer's memory
+    overrides = ["mesh={data: 1, fsdp: 1}", *overrides]
+    w = load_workload(name, overrides, jax.devices()[:1])
+    record = describe("finetune", w.name, variant or w.precision, workload=w.facts())
+    rows: list[dict[str, Any]] = []
+    running = jax.default_backend() == "gpu"
+    for methods in METHODS:
+        peers = peer_rows(name) if methods is METHODS[0] else ()
+        for row in itertools.chain(measured(name, overrides, methods, running), peers):
+            rows.append(row)
+            print(f"  {row}", file=sys.stderr, flush=True)
+            yield record | {"rows": list(rows)}
+
+
+def measured(
+    name: str, overrides: Sequence[str], methods: dict[str, Any], running: bool
+) -> Iterator[dict[str, Any]]:
+    """Our rows of some methods: compiled together, on random weights that are made once a base."""
+    kind, frozen = "none yet", None
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        jobs = {
+            (method, shape): pool.submit(compiled, name, overrides, shape, *methods[method])
+            for method, shape in itertools.product(methods, SHAPES)
+        }
+    for (method, (T, batch)), job in jobs.items():
+        row: dict[str, Any] = {"name": method, "shape": f"T {T}, batch {batch}"}
+        try:
+            w, step = job.result()
+            row |= needs(step)
+            if running:
+                base = methods[method][0].get("base")
+                if base != kind:
+                    frozen = None
+                    gc.collect()
+                    kind, frozen = base, random_frozen(w)
+                row |= rate(w, step, frozen)
+        except UserError as error:
+            row |= {"ms": None, "failed": str(error).partition(";")[0]}
+        yield row | {"backend": "jaxtrain"}
+    jax.clear_caches()
+
+
+def compiled(
+    name: str, overrides: Sequence[str], shape: tuple[int, int], tuning: Any, changes: list[str]
+) -> tuple[Workload, Any]:
+    """A method's step on rows of such a length."""
+    T, batch = shape
+    size = [f"train.sequence_length={T}", f"train.batch_size={batch}"]
+    size += [f"train.device_batch_size={batch}", "optim={name: adamw}", "model.remat=block"]
+    w = tuned(load_workload(name, [*size, *overrides, *changes], jax.devices()[:1]), tuning)
+    return w, compiled_step(w)
+
+
+def tuned(w: Workload, tuning: dict[str, Any]) -> Workload:
+    """The workload with a part of its model trained."""
+    finetune: Any = TypeAdapter(FinetuneConfig).validate_python(tuning)
+    parts = make_parts(finetune, w.parts.base, w.task.dtype)
+    optimizer = make_optimizer(plus(w.config.optim, finetune), parts.trainable, 100, w.tokens)
+    task = w.task._replace(specs=parts.trainable, optimizer=optimizer, join=parts.join)
+    return w._replace(task=task, parts=parts)
+
+
+def peer_rows(name: str) -> Iterator[dict[str, Any]]:
+    """peft's rows, in a process of its own."""
+    if name != "llama_8b":
+        print("  no peer: it is for llama_8b", file=sys.stderr)
+        return
+    shapes = (f"{T}x{batch}" for T, batch in SHAPES)
+    yield from rows_of("peer_finetune.py", *shapes, needs=("torch", "peft", "transformers"))

@@ -1,0 +1,265 @@
+"""Matmuls that are more than one call of cuBLAS: float8, ReLU^2 in the epilogue, symmetric ones,
+and groups of rows with a matrix each."""
+
+import functools
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxtrain_kernels as kernels
+from jaxtrain_kernels import feed_forward, matmul
+from jaxtrain_kernels.dispatch import target
+from jaxtrain_kernels.grouped_matmul import BACKENDS as GROUPED_BACKENDS
+
+from benchmarks.casts import casts
+from benchmarks.kernels import Row, chosen, error_of, growing, measured, sized
+from benchmarks.timing import rotating
+from jaxtrain.cluster.runtime import compute_dtype
+from jaxtrain.cluster.xla_flags import known_options
+from jaxtrain.optim.muon import POLAR_EXPRESS, orthogonalize, orthogonalize_flops
+
+Arrays = tuple[Any, ...]
+
+
+class Dense(NamedTuple):
+    """x [M, K] times w [K, N]; of a feed-forward network, the way up."""
+
+    name: str
+    M: int
+    K: int
+    N: int
+
+
+class Grouped(NamedTuple):
+    """x [M, K] in E groups of rows, each times its w [K, N]: experts, on the way up."""
+
+    name: str
+    M: int
+    K: int
+    N: int
+    E: int
+
+
+class Stacks(NamedTuple):
+    """The matrices of a model that Muon makes orthogonal: [L, rows, columns] each."""
+
+    name: str
+    shapes: tuple[tuple[int, int, int], ...]
+
+
+DENSE = (
+    Dense("m65536_k1536_n6144", 65536, 1536, 6144),
+    Dense("m65536_k768_n3072", 65536, 768, 3072),
+)
+GROUPED = (
+    Grouped("m65536_k1536_n3072_e8", 65536, 1536, 3072, 8),
+    Grouped("m131072_k768_n768_e64", 131072, 768, 768, 64),
+)
+STACKS = (
+    Stacks("gpt_d12", ((48, 768, 768), (12, 768, 3072), (12, 3072, 768))),
+    Stacks("gpt_d24", ((96, 1536, 1536), (24, 1536, 6144), (24, 6144, 1536))),
+)
+# plain: matmuls in sixteen bits and nothing else; fp8_delayed: scaled by earlier maxima;
+# fp8_xla, fp8_delayed_xla: cast by XLA. xla and mosaic are of the other ops.
+BACKENDS = ("plain", "fp8", "fp8_xla", "fp8_delayed", "fp8_delayed_xla", "xla", "mosaic", "tokamax")
+
+
+def bench_matmuls(
+    variant: str | None = None, names: Sequence[str] = ()
+) -> Iterator[dict[str, Any]]:
+    """TF/s of the products that the plain matmuls would do, casts and activations counted in ms.
+
+    names: of the shapes and backends to measure; default all.
+    """
+    dtype = compute_dtype("auto")
+    yield from growing("matmul", dtype, variant, matmul_rows(names, dtype))
+
+
+def matmul_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
+    known = [s.name for s in (*DENSE, *GROUPED, *STACKS)]
+    shapes, backends = chosen("matmul", names, known, BACKENDS)
+    for part, all_shapes, small in (
+        (dense, DENSE, small_dense), (hidden_casts, DENSE, small_dense),
+        (grouped, GROUPED, small_grouped), (muon, STACKS, small_stacks),
+    ):  # fmt: skip
+        for shape in map(sized(small), [s for s in all_shapes if s.name in shapes]):
+            yield from part(shape, backends, dtype)
+
+
+def dense(s: Dense, backends: set[str], dtype: Any) -> Iterator[Row]:
+    """A linear layer and a feed-forward network, each forward and backward."""
+    layers = {
+        "plain": with_gradients(jnp.matmul), "fp8": with_gradients(kernels.fp8_matmul),
+        "fp8_xla": with_gradients(functools.partial(kernels.fp8_matmul, implementation="xla")),
+        "fp8_delayed": delayed(None), "fp8_delayed_xla": delayed("xla"),
+    }  # fmt: skip
+    networks = {b: with_gradients(network(b)) for b in feed_forward.BACKENDS if b != "reference"}
+    networks |= {"fp8": with_gradients(kernels.fp8_feed_forward_relu2)}
+    networks |= {"fp8_delayed": delayed_network()}
+    for op, functions, flops in (
+        ("linear", layers, 6.0 * s.M * s.K * s.N),
+        ("feed_forward_relu2", networks, 12.0 * s.M * s.K * s.N),
+    ):
+        make = lambda key, s, op=op: dense_inputs(op, s, dtype, key)
+        inputs = rotating(lambda key, make=make: make(key, s))
+        tested = make(jax.random.key(1), small_dense(s))
+        reference = with_gradients(jnp.matmul if op == "linear" else network("reference"))
+        for backend in [b for b in BACKENDS if b in functions and b in backends]:
+            fn = functions[backend]
+            # As a step in float8 is compiled (jaxtrain/train/run.py).
+            options = known_options(("cublas",)) if backend.startswith("fp8") else {}
+            figures = measured(fn, inputs, flops, compiler_options=options)
+            if figures is not None:
+                row = {"name": op, "shape": s.name, "backend": backend}
+                error = error_of(lambda *a, fn=fn: fn(*a)[:2], reference, tested, options)
+                yield row | figures | {"error": error}
+        del inputs
+
+
+def network(backend: str) -> Callable[..., Any]:
+    return lambda x, up, down: kernels.feed_forward_relu2(x, up, down, implementation=backend)
+
+
+def with_gradients(f: Callable[..., Any]) -> Callable[..., Any]:
+    """(cotangent, *arguments) -> the result and all gradients, in a later pass."""
+
+    def run(dy: Any, *arguments: Any) -> Any:
+        y, pull = jax.vjp(f, *arguments)
+        y, dy = jax.lax.optimization_barrier((y, dy))
+        return y, pull(dy)
+
+    return run
+
+
+def delayed(cast: str | None) -> Callable[..., Any]:
+    """`with_gradients` of a float8 product with delayed scaling; third, the maxima that it saw."""
+    matmul = lambda x, w, amax_2: kernels.fp8_matmul(x, w, amax_2=amax_2, implementation=cast)
+
+    def run(dy: Any, x: Any, w: Any) -> Any:
+        most_2 = jnp.full(2, 6.0)  # of normal values
+        y, (dx, dw, seen_2) = with_gradients(matmul)(dy, x, w, most_2)
+        return y, (dx, dw), seen_2
+
+    return run
+
+
+def delayed_network() -> Callable[..., Any]:
+    """The same of a feed-forward network whose casts hold the squared ReLU."""
+    f = lambda x, up, down, amax_22: kernels.fp8_feed_forward_relu2(x, up, down, amax_22=amax_22)
+
+    def run(dy: Any, *arguments: Any) -> Any:
+        most_22 = jnp.array([[6.0, 64.0], [36.0, 6.0]])
+        y, (*gradients, seen_22) = with_gradients(f)(dy, *arguments, most_22)
+        return y, tuple(gradients), seen_22
+
+    return run
+
+
+def hidden_casts(s: Dense, backends: set[str], dtype: Any) -> Iterator[Row]:
+    """The casts of a hidden layer's size."""
+    return casts(s.name, (s.M, s.N), backends, dtype)
+
+
+def dense_inputs(op: str, s: Dense, dtype: Any, key: jax.Array) -> Arrays:
+    """A cotangent, x, and the weights at the scale that keeps variances."""
+    keys = jax.random.split(key, 4)
+    shapes = [(s.K, s.N), (s.N, s.K)][: 1 if op == "linear" else 2]
+    x = jax.random.normal(keys[0], (s.M, s.K), dtype)
+    dy = jax.random.normal(keys[1], (s.M, shapes[-1][1]), dtype)
+    weights = [jax.random.normal(k, w, dtype) * w[0] ** -0.5 for k, w in zip(keys[2:], shapes)]
+    return dy, x, *(w.astype(dtype) for w in weights)
+
+
+def grouped(s: Grouped, backends: set[str], dtype: Any) -> Iterator[Row]:
+    """Forward and backward, with groups as a balanced router makes them."""
+    inputs = rotating(lambda key: grouped_inputs(s, dtype, key))
+    tested = grouped_inputs(small_grouped(s), dtype, jax.random.key(1))
+    for backend in [b for b in BACKENDS if b in GROUPED_BACKENDS and b in backends]:
+        fn = grouped_with_gradients(backend)
+        figures = measured(fn, inputs, 6.0 * s.M * s.K * s.N)
+        if figures is not None:
+            error = error_of(fn, grouped_with_gradients("reference"), tested)
+            row = {"name": "grouped_matmul", "shape": s.name, "backend": backend}
+            yield row | figures | {"error": error}
+
+
+def grouped_with_gradients(backend: str) -> Callable[..., Any]:
+    def run(dy: Any, x: Any, w: Any, sizes_E: Any) -> Any:
+        f = lambda x, w: kernels.grouped_matmul(x, w, sizes_E, implementation=backend)
+        return with_gradients(f)(dy, x, w)
+
+    return run
+
+
+def grouped_inputs(s: Grouped, dtype: Any, key: jax.Array) -> Arrays:
+    keys = jax.random.split(key, 4)
+    dy, x, w = (
+        jax.random.normal(k, shape, dtype)
+        for k, shape in zip(keys, ((s.M, s.N), (s.M, s.K), (s.E, s.K, s.N)))
+    )
+    expert_M = jax.random.randint(keys[3], (s.M,), 0, s.E)
+    return dy, x, (w * s.K**-0.5).astype(dtype), jnp.bincount(expert_M, length=s.E)
+
+
+def muon(s: Stacks, backends: set[str], dtype: Any) -> Iterator[Row]:
+    """Polar Express on all matrices of a model; mosaic computes one triangle of what is symmetric.
+
+    FLOPs are those of the whole products.
+    """
+
+    def flops_of(m: int, n: int) -> int:
+        return orthogonalize_flops(min(m, n), max(m, n), len(POLAR_EXPRESS), gram=True)
+
+    flops = float(sum(L * flops_of(m, n) for L, m, n in s.shapes))
+    make = lambda key, s: tuple(
+        jax.random.normal(k, shape, jnp.float32) / (shape[1] * shape[2]) ** 0.5
+        for k, shape in zip(jax.random.split(key, len(s.shapes)), s.shapes)
+    )
+    inputs = rotating(lambda key: make(key, s))
+    tested = make(jax.random.key(1), small_stacks(s))
+    symmetric = {"xla": False, "mosaic": True}
+    for backend in [b for b in BACKENDS if b in symmetric and b in backends]:
+        if backend == "mosaic" and unserved(inputs[0]):
+            continue
+        fn = iterated(symmetric[backend])
+        figures = measured(fn, inputs, flops)
+        if figures is not None:
+            row = {"name": "orthogonalize", "shape": s.name, "backend": backend}
+            yield row | figures | {"error": error_of(fn, exactly, tested)}
+
+
+def unserved(matrices: Arrays) -> bool:
+    """Whether there is no kernel for one triangle of these."""
+    return any(matmul.mosaic.supports(target(), x.astype(jnp.bfloat16)) for x in matrices)
+
+
+def iterated(symmetric: bool) -> Callable[..., Any]:
+    return lambda *matrices: [orthogonalize(x, POLAR_EXPRESS, True, symmetric) for x in matrices]
+
+
+def exactly(*matrices: Any) -> list[Any]:
+    """The iteration as it is written, in the dtype of the matrices."""
+    results = []
+    for x in matrices:
+        tall = x.shape[-2] > x.shape[-1]
+        x = x.mT if tall else x
+        for a, b, c in POLAR_EXPRESS:
+            gram = x @ x.mT
+            x = a * x + (b * gram + c * gram @ gram) @ x
+        results.append(x.mT if tall else x)
+    return results
+
+
+def small_dense(s: Dense) -> Dense:
+    return s._replace(name=f"{s.name}_small", M=256, K=128, N=512)
+
+
+def small_grouped(s: Grouped) -> Grouped:
+    return s._replace(name=f"{s.name}_small", M=512, K=128, N=128, E=4)
+
+
+def small_stacks(s: Stacks) -> Stacks:
+    return s._replace(
+        name=f"{s.name}_small", shapes=tuple((2, m // 4, n // 4) for _, m, n in s.shapes)
+    )

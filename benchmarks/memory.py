@@ -1,0 +1,213 @@
+"""The memory techniques beside each other, and the longest rows that a device can train on."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.record import describe
+from benchmarks.step import compiled_step
+from benchmarks.timing import COMPILERS, median_ms
+from jaxtrain.estimate.workload import (
+    Workload,
+    at_depth,
+    load_workload,
+    new_knobs,
+    new_state,
+    random_base,
+    random_batch,
+)  # fmt: skip
+from jaxtrain.model import initialize
+from jaxtrain.runs.metrics import format_bytes
+from jaxtrain.settings import UserError
+from jaxtrain.train.run import memory_needed
+from jaxtrain.train.step import gradients
+
+SCANNED = ["model.scan_layers=true"]
+TECHNIQUES: dict[str, list[str]] = {
+    "none": [],
+    "remat attention": ["model.remat=attention"],
+    "remat ffn": ["model.remat=ffn"],
+    "remat dots": ["model.remat=dots"],
+    "remat block": ["model.remat=block"],
+    "remat block, scanned": ["model.remat=block", *SCANNED],
+    "offload, scanned": ["model.remat=offload", *SCANNED],
+    "ffn in 8 tiles": ["model.ffn_tiles=8"],
+    "bfloat16 states": ["optim.state_dtype=bfloat16"],
+    "states on the host": ["optim.offload=true"],
+}
+# Lengths of rows are multiples of STEP; so many are looked at besides the first two.
+STEP, FIRST, REFINED = 2048, (4096, 8192), 4
+# Small enough to be exact in float32, deep enough for a scan that could go wrong.
+SMALL = [
+    "train.sequence_length=256", "train.batch_size=1", "train.device_batch_size=1",
+    "train.precision=float32", "model.attention=xla", "mesh.data=1", "mesh.fsdp=1",
+]  # fmt: skip
+
+
+def bench_techniques(
+    name: str, overrides: Sequence[str], variant: str | None = None
+) -> Iterator[dict[str, Any]]:
+    """The record, with one technique more each time it is yielded.
+
+    A row has the bytes of a step and, on a GPU, its rate and its gradients' error.
+    """
+    rows: list[dict[str, Any]] = []
+    running = jax.default_backend() == "gpu"
+    w = load_workload(name, overrides)
+    record = describe("techniques", w.name, variant or w.precision, workload=w.facts())
+    expected = small_gradients(name, overrides) if running else None
+    for technique, changes in TECHNIQUES.items():
+        row: dict[str, Any] = {"name": technique, "shape": f"T {w.config.train.sequence_length}"}
+        given = [*overrides, *changes]
+        # One after the other: XLA tries kernels on the GPU while it compiles, and kernels of our
+        # own are compiled one at a time whatever the threads.
+        try:
+            with ThreadPoolExecutor(COMPILERS) as pool:
+                compiled = pool.submit(compiled_workload, name, given)
+                small = pool.submit(small_gradients, name, given) if running else None
+            tried, step = compiled.result()
+            row |= needs(step)
+            if small is not None:
+                row |= rate(tried, step, random_frozen(tried))
+                row["error"] = difference(small.result(), expected)
+        except UserError as error:
+            row |= {"ms": None, "failed": str(error).partition(";")[0]}
+        rows.append(row)
+        print(f"  {row}", file=sys.stderr, flush=True)
+        yield record | {"rows": list(rows)}
+
+
+def compiled_workload(name: str, overrides: Sequence[str]) -> tuple[Workload, Any]:
+    """A configuration and its step."""
+    w = load_workload(name, overrides)
+    return w, compiled_step(w)
+
+
+def figures(w: Workload, running: bool) -> dict[str, Any]:
+    """Bytes of a step by the compiler and, if it is to run, the time of a single one."""
+    compiled = compiled_step(w)
+    return needs(compiled) | (rate(w, compiled, random_frozen(w), once=True) if running else {})
+
+
+def needs(compiled: Any) -> dict[str, int]:
+    """The device's and the host's bytes."""
+    m = compiled.memory_analysis()
+    host = m.host_temp_size_in_bytes + m.host_argument_size_in_bytes
+    return {"total_bytes": memory_needed(compiled), "host_bytes": host}
+
+
+def random_frozen(w: Workload) -> Any:
+    """What the step only reads."""
+    with jax.set_mesh(w.mesh):
+        return random_base(w)
+
+
+def rate(w: Workload, compiled: Any, frozen: Any, once: bool = False) -> dict[str, float]:
+    """Of a compiled step on random batches; frozen: of `random_frozen`.
+
+    once: of its first call, as a step on a very long row takes minutes.
+    """
+    with jax.set_mesh(w.mesh):
+        state, knobs = new_state(w), new_knobs(w)
+
+        def step(batch: Any) -> jax.Array:
+            nonlocal state
+            state, values = compiled(state, batch, knobs, frozen)
+            return values["loss"]
+
+        batches = [(random_batch(w, i),) for i in range(1 if once else 2)]
+        ms = first_ms(step, *batches) if once else median_ms(step, batches, calls=3, windows=2)
+    return {"ms": ms, "tokens_per_s": 1e3 * w.tokens / ms}
+
+
+def first_ms(step: Callable[..., jax.Array], batch: tuple[Any]) -> float:
+    """Milliseconds of one call, nothing before it."""
+    jax.block_until_ready(batch)
+    begin = time.perf_counter()
+    jax.block_until_ready(step(*batch))
+    return 1e3 * (time.perf_counter() - begin)
+
+
+def small_gradients(name: str, overrides: Sequence[str]) -> Any:
+    """Gradients of the first layers on one row."""
+    w = load_workload(name, [*overrides, *SMALL], jax.devices()[:1])
+    w = at_depth(w, min(w.config.model.depth, 12))
+    with jax.set_mesh(w.mesh):
+        params = jax.jit(lambda: initialize(w.task.specs, 0))()
+        # Of matrices that start at zero the others' gradients would be zero as well.
+        params = jax.tree.map(
+            lambda p: p + 0.02 * jnp.sin(jnp.arange(p.size)).reshape(p.shape), params
+        )
+        run = jax.jit(lambda p, b: gradients(w.task, p, b, jnp.float32(1 / w.tokens))[1])
+        return jax.device_get(run(params, random_batch(w, 0)))
+
+
+def difference(found: Any, expected: Any) -> float:
+    """|found - expected| / |expected| of the parameter that is farthest off."""
+    norm = lambda x: float(jnp.linalg.norm(x.astype(jnp.float32).ravel()))
+    each = jax.tree.map(lambda f, e: norm(f - e) / max(norm(e), 1e-20), found, expected)
+    return max(jax.tree.leaves(each))
+
+
+def bench_longest(
+    name: str, overrides: Sequence[str], variant: str | None = None, memory: int | None = None
+) -> dict[str, Any]:
+    """The longest row, one a step, that fits this device; on a GPU it is trained on as well.
+
+    A step's memory is nearly a line in the length: two lengths give a third one, the two nearest
+    to the limit the next, until it is within a twentieth. memory: bytes to fit, where the device
+    does not say what it has.
+    """
+    limit = memory or (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit is None:
+        raise UserError("bench memory --longest: the device does not say its memory; use --memory")
+
+    def at(length: int, run: bool = False) -> dict[str, Any]:
+        size = [f"train.sequence_length={length}", "train.batch_size=1"]
+        w = load_workload(name, [*overrides, *size, "train.device_batch_size=1"])
+        row: dict[str, Any] = {"name": "longest row", "shape": f"T {length}"} | figures(w, run)
+        print(f"  {row}", file=sys.stderr, flush=True)
+        return row
+
+    with ThreadPoolExecutor(COMPILERS) as pool:
+        rows: dict[int, dict[str, Any]] = dict(zip(FIRST, pool.map(at, FIRST)))
+    for _ in range(REFINED):
+        length = next_length({n: row["total_bytes"] for n, row in rows.items()}, 0.97 * limit)
+        if length is None:
+            break
+        rows[length] = at(length)
+    fit = [n for n, row in rows.items() if row["total_bytes"] < 0.97 * limit]
+    if not fit:
+        first = rows[FIRST[0]]["total_bytes"]
+        raise UserError(
+            f"bench memory --longest: a row of {FIRST[0]} already needs {format_bytes(first)} of "
+            f"{format_bytes(limit)}; try optim.name=adamw8bit"
+        )
+    length = max(fit)
+    while jax.default_backend() == "gpu" and length > STEP:
+        try:
+            rows[length] = at(length, run=True)
+            break
+        except UserError as error:
+            print(f"  T {length}: {error}", file=sys.stderr, flush=True)
+            length = int(0.9 * length) // STEP * STEP
+    record = describe("techniques", name, variant or "longest", workload={"batch_size": 1})
+    return record | {"rows": list(rows.values()), "longest": length}
+
+
+def next_length(needed: dict[int, int], limit: float) -> int | None:
+    """The length to look at next, of the bytes that some need; None where the longest that fits is
+    within a twentieth of the limit, or of one that does not."""
+    fit = [n for n, size in needed.items() if size < limit]
+    over = sorted(n for n, size in needed.items() if size >= limit)
+    if not fit or (over and over[0] <= 1.05 * max(fit)) or needed[max(fit)] > 0.95 * limit:
+        return None
+    one, two = (max(fit), over[0]) if over else sorted(needed)[-2:]
+    slope = (needed[two] - needed[one]) / (two - one)
+    length = int((limit - needed[one]) / slope + one) // STEP * STEP
+    return length if length > max(fit) and length not in needed else None

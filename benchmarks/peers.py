@@ -1,0 +1,78 @@
+"""Peers in other frameworks, in the same call: scripts of `benchmarks/`, each a process."""
+
+import importlib.util
+import json
+import subprocess
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+from jaxtrain_kernels.shapes import AttentionShape
+
+from benchmarks.record import BENCHMARKS
+from jaxtrain.config import find_config, load_config
+from jaxtrain.config.resolve import vocab_size_of
+from jaxtrain.settings import UserError
+
+FLASH_ATTENTION = "FA4 (torch)"
+VOCABULARY = 32768  # of peer_nanochat.py
+
+
+def rows_of(script: str, *arguments: str, needs: Sequence[str]) -> Iterator[dict[str, Any]]:
+    """What a script prints as JSON, a line each, as it comes; nothing where it cannot run.
+
+    needs: the packages that must be there. A script that fails ends the rows, and says why itself.
+    """
+    missing = [name for name in needs if importlib.util.find_spec(name) is None]
+    path = BENCHMARKS / script
+    if missing or not path.exists():
+        print(f"  no peer: {', '.join(missing) or script} is missing", file=sys.stderr)
+        return
+    line = [sys.executable, str(path), *arguments]
+    with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as peer:
+        yield from (json.loads(row) for row in peer.stdout or () if row.startswith("{"))
+
+
+def nanochat_step(checkout: Path, name: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
+    """nanochat's train step at a configuration's depth, rows and tokens, by its own code.
+
+    On one GPU; call it before JAX takes its memory. Raises UserError for what is no checkout of
+    nanochat (github.com/karpathy/nanochat), and for what the two would not do alike.
+    """
+    if not (checkout / "nanochat" / "gpt.py").is_file():
+        raise UserError(f"--peer {checkout}: no checkout of nanochat, it has no nanochat/gpt.py")
+    c = load_config(find_config(name), overrides)
+    depth, rows = c.model.depth, c.train.device_batch_size
+    if c.model.ffn != "relu2" or not rows:
+        raise UserError(f"--peer: {name} is no gpt with train.device_batch_size, as nanochat has")
+    if (vocab_size := vocab_size_of(c.data)) != VOCABULARY or c.model.width:
+        raise UserError(
+            f"--peer: {name} has a vocabulary of {vocab_size} or a width of its own; nanochat's "
+            f"script takes {VOCABULARY} and the width that follows from model.depth"
+        )
+    if c.train.batch_size not in (None, rows):
+        raise UserError(f"--peer: train.batch_size is {c.train.batch_size}, of one step of {rows}")
+    sizes = map(str, (depth, rows, c.train.sequence_length))
+    more = ("fp8",) if c.model.fp8 else ()
+    path = str(checkout.resolve())
+    return list(rows_of("peer_nanochat.py", path, *sizes, *more, needs=("torch",)))
+
+
+def flash_attention(shapes: Sequence[AttentionShape]) -> Iterator[dict[str, Any]]:
+    """Milliseconds of FlashAttention 4 for each shape, forward, and forward and backward."""
+    settings = [
+        s._asdict() | {"lengths": lengths(s) if s.documents else None}
+        for s in shapes
+        if s.softcap is None
+    ]
+    needs = ("torch", "flash_attn")
+    yield from rows_of("peer_attention.py", json.dumps(settings), needs=needs)
+
+
+def lengths(s: AttentionShape) -> list[list[int]]:
+    """Tokens of each document (and of the padding behind them), row by row."""
+    ids_BT = s.segment_ids_BT()
+    assert ids_BT is not None
+    return [np.diff(np.flatnonzero(np.diff(row, prepend=-1, append=-1))).tolist() for row in ids_BT]

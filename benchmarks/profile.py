@@ -1,0 +1,255 @@
+"""Where a step's time goes: a profiler trace of a few steps as a table of kernels."""
+
+import json
+import re
+import tempfile
+import warnings
+import zipfile
+from collections import defaultdict
+from collections.abc import Callable, Iterator, Sequence
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+
+from benchmarks.tables import screen, to_rich
+from benchmarks.timing import Ceilings
+from jaxtrain.estimate.costs import Cost, in_order, read_costs
+from jaxtrain.estimate.traffic import collectives
+
+STEPS = 3
+SHOWN = 30  # kernels on the screen; the JSON has them all
+
+# The first pattern found in a kernel's name counts.
+KINDS = {
+    "collective": r"nccl|all_?reduce|all_?gather|all_?to_?all|reduce_?scatter|collective",
+    "attention": r"sdpa|flash|fmha|attention",
+    "matmul": r"nvjet|gemm|cutlass|xmma|matmul|cublas|convolution|(^|[_\W])dot($|[_\W])",
+    "scatter/gather": r"scatter|gather",
+    "reduction": r"reduc|norm|softmax|cumsum|sort|argmax",
+    "copy/transpose": r"copy|transpose|memcpy|memset",
+    "elementwise": r"fusion|wrapped|broadcast|convert|multiply|add|iota|slice|pad|concat|select",
+}
+LIBRARY = re.compile(r"nvjet|cutlass|xmma|.*gemm(?!_fusion)(?!.*splitK)")  # cuBLAS's matmuls
+NESTED = re.compile(r"while|call|conditional")  # their bodies' operations have events of their own
+
+
+class Event(NamedTuple):
+    """One execution of a kernel; `op` is the compiled program's instruction, '' if unknown."""
+
+    name: str
+    op: str
+    start_ns: float
+    duration_ns: float
+
+
+def profile(
+    step: Callable[..., Any],
+    inputs: Sequence[tuple[Any, ...]],
+    compiled: Any,
+    target: Path,
+    limits: Ceilings,
+    mesh_shape: dict[str, int],
+    branch: float = 0.0,
+) -> dict[str, float]:
+    """Trace three steps; milliseconds of a step by kind of kernel.
+
+    Prints the tables, on several devices what they send (branch: as of `collectives`) and how much
+    of that is hidden behind other work, and writes TARGET-profile.json (all kernels) and
+    TARGET-profile.zip (the trace for Perfetto or xprof, and the compiled program).
+    """
+    options = jax.profiler.ProfileOptions()
+    options.python_tracer_level = 0
+    hlo = compiled.as_text()
+    with tempfile.TemporaryDirectory() as folder:
+        with jax.profiler.trace(folder, profiler_options=options):
+            for i in range(STEPS):
+                result = step(*inputs[i % len(inputs)])
+            jax.block_until_ready(result)
+        files = [path for path in Path(folder).rglob("*") if path.is_file()]
+        events = list(read_events(next(p for p in files if p.name.endswith(".xplane.pb"))))
+        target.parent.mkdir(parents=True, exist_ok=True)
+        with zipfile.ZipFile(f"{target}-profile.zip", "w", zipfile.ZIP_DEFLATED) as archive:
+            for path in files:
+                archive.write(path, path.name.partition(".")[2])
+            archive.writestr("hlo.txt", hlo)
+    source = sources(hlo)
+    table = summarize(events, source, read_costs(hlo), limits)
+    if prod(mesh_shape.values()) > 1:
+        sent = [c._asdict() for c in collectives(hlo, mesh_shape, branch)]
+        table["exchanges"] = {"sent": sent, **hidden(events, source)}
+    Path(f"{target}-profile.json").write_text(json.dumps(table, indent=1) + "\n")
+    show(table)
+    return {kind["kind"]: kind["ms"] for kind in table["kinds"]}
+
+
+def read_events(path: Path) -> Iterator[Event]:
+    """The kernels that the first device ran (on a CPU: the operations of XLA's thread pool)."""
+    with warnings.catch_warnings():
+        # The reader's first use defines types that Python 3.12 warns of.
+        warnings.simplefilter("ignore", DeprecationWarning)
+        planes = {p.name: p for p in jax.profiler.ProfileData.from_file(str(path)).planes}
+        devices = sorted(name for name in planes if re.fullmatch(r"/device:[GT]PU:\d+", name))
+        plane = devices[0] if devices else "/host:CPU"
+        # A device also has lines that show the same time by module, step and framework op.
+        wanted = "Stream" if "GPU" in plane else "XLA Ops" if "TPU" in plane else ""
+        for line in planes[plane].lines:
+            if not line.name.startswith(wanted):
+                continue
+            for event in line.events:
+                op = str(dict(event.stats).get("hlo_op", ""))
+                if devices or (op and event.duration_ns and not NESTED.match(op)):
+                    yield Event(event.name, op, event.start_ns, event.duration_ns)
+
+
+def sources(hlo: str) -> dict[str, str]:
+    """Instruction -> the line of the Python program and the operation that it came from."""
+    head, _, body = hlo.partition("\nStackFrames")
+    files = dict(re.findall(r'^(\d+) "(.*)"$', head.partition("\nFunctionNames")[0], re.MULTILINE))
+    lines = {
+        at: f"{'/'.join(Path(files[file]).parts[-2:])}:{line} "
+        for at, file, line in re.findall(r"^(\d+) \{file_name_id=(\d+).*? line=(\d+)", head, re.M)
+    }
+    frames = dict(re.findall(r"^(\d+) \{file_location_id=(\d+)", body, re.MULTILINE))
+    instruction = r'^\s*(?:ROOT )?%?([\w.-]+) = .*?op_name="([^"]*)"(?: stack_frame_id=(\d+))?'
+    return {
+        plain(name): f"{lines.get(frames.get(frame, ''), '')}{op.rpartition('/')[2]}"
+        + (" backward" if "transpose(jvp" in op else "")
+        for name, op, frame in re.findall(instruction, body, re.MULTILINE)
+    }
+
+
+def plain(name: str) -> str:
+    """A kernel is called like its instruction, but for the characters that C does not have."""
+    return re.sub(r"\W", "_", name)
+
+
+def origin_of(event: Event, source: dict[str, str]) -> str:
+    """What `sources` says of an event; '' if nothing."""
+    return source.get(plain(event.op)) or source.get(plain(event.name), "")
+
+
+def kind_of(name: str, origin: str) -> str:
+    """By the kernel's name, or, where that says nothing, by what it came from."""
+    text = origin if re.match(r"(ynn_)?fusion", name) else name.lower()
+    return next((kind for kind, pattern in KINDS.items() if re.search(pattern, text)), "other")
+
+
+def summarize(
+    events: Sequence[Event], source: dict[str, str], costs: Sequence[Cost], limits: Ceilings
+) -> dict[str, Any]:
+    """Kernels of one step (their `calls`, `ms`, `share` of all kernels' time) and their kinds.
+
+    Where the compiled program says what a kernel moves and multiplies, a row has `bytes`, `flops`
+    and `floor`, the share of its time that these take at the device's measured rates. Kernels that
+    differ by a number only and come from the same line of the model are one row.
+    """
+    kernels: dict[tuple[str, str], list[tuple[float, Cost | None]]] = defaultdict(list)
+    kinds: dict[str, float] = defaultdict(float)
+    for event, cost in zip(events, costs_of(events, costs), strict=True):
+        origin = origin_of(event, source)
+        row = kernels[re.sub(r"([._]\d+)+$", "", event.name), origin]
+        row.append((event.duration_ns, cost))
+        kinds[kind_of(event.name, origin)] += event.duration_ns
+    busy = sum(kinds.values())
+    first = min((e.start_ns for e in events), default=0.0)
+    last = max((e.start_ns + e.duration_ns for e in events), default=0.0)
+    rows = [
+        {
+            "name": name,
+            "kind": kind_of(name, origin),
+            "from": origin,
+            "calls": len(calls) / STEPS,
+            "ms": sum(ns for ns, _ in calls) / STEPS / 1e6,
+            "share": sum(ns for ns, _ in calls) / busy,
+            **work(calls, limits),
+        }
+        for (name, origin), calls in kernels.items()
+    ]
+    return {
+        "steps": STEPS,
+        "ms_busy": busy / STEPS / 1e6,
+        "ms_span": (last - first) / STEPS / 1e6,
+        "kinds": [
+            {"kind": kind, "ms": ns / STEPS / 1e6, "share": ns / busy}
+            for kind, ns in sorted(kinds.items(), key=lambda item: -item[1])
+        ],
+        "kernels": sorted(rows, key=lambda row: -row["ms"]),
+    }
+
+
+def hidden(events: Sequence[Event], source: dict[str, str]) -> dict[str, float]:
+    """Of a step, the milliseconds in which something is exchanged (`ms`), and those of them in
+    which the device does nothing else (`ms_alone`)."""
+    ends: list[tuple[float, int, int]] = []  # (when, +1 or -1, whether of an exchange)
+    for e in events:
+        exchange = int(kind_of(e.name, origin_of(e, source)) == "collective")
+        ends += [(e.start_ns, 1, exchange), (e.start_ns + e.duration_ns, -1, exchange)]
+    running, since, total, alone = [0, 0], 0.0, 0.0, 0.0
+    for when, change, exchange in sorted(ends):
+        if running[1]:
+            total += when - since
+            alone += when - since if not running[0] else 0.0
+        running[exchange] += change
+        since = when
+    return {"ms": total / STEPS / 1e6, "ms_alone": alone / STEPS / 1e6}
+
+
+def costs_of(events: Sequence[Event], costs: Sequence[Cost]) -> list[Cost | None]:
+    """What each event had to do. A fusion's kernel has its name; a library's matmuls are told by
+    their order, provided that there are as many as the program asks for."""
+    named = {plain(cost.name): cost for cost in costs if not cost.matmul}
+    found = [named.get(plain(e.name)) or named.get(plain(e.op)) for e in events]
+    library = [i for i in range(len(events)) if LIBRARY.match(events[i].name)]
+    library.sort(key=lambda i: events[i].start_ns)
+    expected = in_order(costs) * STEPS
+    if len(library) == len(expected):
+        for i, cost in zip(library, expected):
+            found[i] = cost
+    return found
+
+
+def work(calls: Sequence[tuple[float, Cost | None]], limits: Ceilings) -> dict[str, float]:
+    known = [cost for _, cost in calls if cost is not None]
+    if not calls or len(known) < len(calls):
+        return {}
+    floors = [max(c.bytes / limits.copy_gbps, c.flops / limits.matmul_tflops / 1e3) for c in known]
+    return {
+        "bytes": sum(c.bytes for c in known) / STEPS,
+        "flops": sum(c.flops for c in known) / STEPS,
+        "floor": sum(floors) / sum(ns for ns, _ in calls),
+    }
+
+
+KERNEL_COLUMNS = ["kernel", "from", "calls", "ms", "share", "GB", "TF/s", "floor"]
+
+
+def show(table: dict[str, Any]) -> None:
+    console = screen()
+    kinds = [[k["kind"], f"{k['ms']:.3f}", f"{k['share']:.1%}"] for k in table["kinds"]]
+    title = f"a step by kind: {table['ms_busy']:.2f} ms busy of {table['ms_span']:.2f} ms"
+    console.print(to_rich(title, ["kind", "ms", "share"], kinds))
+    kernels = [
+        [
+            k["name"][:60],
+            k["from"][-60:],
+            f"{k['calls']:.1f}",
+            f"{k['ms']:.3f}",
+            f"{k['share']:.1%}",
+            f"{k['bytes'] / 1e9:.2f}" if "bytes" in k else "-",
+            f"{k['flops'] / 1e9 / k['ms']:.0f}" if k.get("flops") else "-",
+            f"{k['floor']:.0%}" if "floor" in k else "-",
+        ]
+        for k in table["kernels"][:SHOWN]
+    ]
+    console.print(to_rich("kernels", KERNEL_COLUMNS, kernels))
+    if exchanges := table.get("exchanges"):
+        title = (
+            f"exchanges: {exchanges['ms']:.2f} ms, {exchanges['ms_alone']:.2f} with nothing else"
+        )
+        rows = [
+            [c["kind"], " x ".join(c["axes"]), f"{c['times']:.0f}", f"{c['bytes'] / 1e9:.2f}"]
+            for c in exchanges["sent"]
+        ]
+        console.print(to_rich(title, ["kind", "over", "times", "GB sent"], rows))

@@ -1,0 +1,286 @@
+"""Races: runs of one model over one order of the data, which differ in their optimizer alone.
+
+A run is called ARM_RATE (`adamw_1e-3`, `muon_plain_0.01`): runs of one arm differ in their rates,
+and the best of them stands for it. Runs are compared at their lowest bits per byte on held-out
+text: over several epochs a run may learn its training text by heart, and end above it. The
+speed-up to equal loss of a run is what the baseline took to its lowest over what the run needed to
+come to the same, by straight lines between its validations. So validate on the same tokens
+throughout: `eval.tokens=null`.
+"""
+
+import argparse
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from benchmarks.record import describe
+from jaxtrain.config import Config, tag_of, variants_of
+from jaxtrain.runs.history import Row, read_rows
+from jaxtrain.runs.metrics import Number
+from jaxtrain.settings import UserError
+from jaxtrain.storage.strict_yaml import read_yaml
+
+SAME = ("model", "data", "train", "mesh", "eval")  # sections that runs of a race share
+FREE = ("data.cache_dir", "data.prefetch", "data.prepare_workers", "data.skip_damaged")
+RATES = ("learning_rate", "lr", "weight_decay")  # a setting that ends so is always of interest
+MAX_POINTS = 200  # of a training curve
+EARLY = 0.15  # share of the tokens that may fall out of the figure
+
+
+class Run(NamedTuple):
+    """What a run directory holds. `config` and `env` are plain trees."""
+
+    name: str
+    config: dict[str, Any]
+    env: dict[str, Any]
+    rows: list[Row]
+
+
+def race(
+    run_dirs: Sequence[Path], baseline: str | None = None, differ: Sequence[str] = ()
+) -> dict[str, Any]:
+    """The record of a race. `baseline`: the name of a run; default the best AdamW run.
+
+    differ: sections of the configuration besides `optim` in which the runs may differ; the record
+    is then one of `curves`, and its baseline the first run by default. Raises UserError for a
+    folder that is not a run, and for runs that cannot be compared.
+    """
+    runs = [read_run(run_dir) for run_dir in run_dirs]
+    if not runs:
+        raise UserError(
+            "race: name the run directories, as in `race runs/adamw_1e-3 runs/lion_1e-4`"
+        )
+    check_comparable(runs, differ)
+    entries = sorted(map(entry, runs), key=lambda e: (e["bpb"] is None, e["lowest"], e["label"]))
+    base = choose(entries, baseline or (runs[0].name if differ else None))
+    for e in entries:
+        e["to_baseline"] = reached(e["curve"], *lowest_point(base))
+    env, train = runs[0].env, runs[0].config["train"]
+    workload = {key: train[key] for key in ("batch_size", "sequence_length", "steps")}
+    bench = "curves" if differ else "race"
+    record = describe(bench, config_name(runs[0]), "", workload, env["device_count"], env)
+    return record | {"baseline": base["label"], "runs": entries}
+
+
+# ---- reading ---------------------------------------------------------------------------------
+
+
+def read_run(run_dir: Path) -> Run:
+    """The run of a directory."""
+    for name in ("config.yaml", "env.json", "metrics.jsonl"):
+        if not (run_dir / name).is_file():
+            raise UserError(f"{run_dir} is not a run directory: it has no {name}")
+    config = read_yaml(run_dir / "config.yaml")
+    env = json.loads((run_dir / "env.json").read_text("utf-8"))
+    return Run(run_dir.resolve().name, config, env, read_rows(run_dir / "metrics.jsonl"))
+
+
+def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree by its dotted paths."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= (
+            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
+    return found
+
+
+def check_comparable(runs: Sequence[Run], differ: Sequence[str] = ()) -> None:
+    """Runs must differ in their optimizer alone (and in the sections `differ`), and stand under
+    different names."""
+    same = [section for section in (*SAME, "env") if section not in differ]
+    first, *others = runs
+    machine = lambda run: {f"env.{key}": run.env[key] for key in ("device_kind", "device_count")}
+    facts = lambda run: flat(run.config) | machine(run)
+    for run in others:
+        a, b = facts(first), facts(run)
+        for key in a | b:
+            if key.split(".")[0] in same and key not in FREE and a.get(key) != b.get(key):
+                raise UserError(
+                    f"race: {run.name} has {key}={b.get(key)}, but {first.name} has {a.get(key)}; "
+                    "runs of a race differ in `optim` alone; --differ names a section besides"
+                )
+    names = [run.name for run in runs]
+    if twice := {name for name in names if names.count(name) > 1}:
+        raise UserError(f"race: {', '.join(sorted(twice))} is given more than once")
+
+
+def config_name(run: Run) -> str:
+    """The name of the configuration that the run was started with, or its depth."""
+    parser = argparse.ArgumentParser(add_help=False, allow_abbrev=False)
+    parser.add_argument("--config")
+    path = parser.parse_known_args(run.env["command"])[0].config
+    return Path(path).stem if path else f"d{run.config['model']['depth']}"
+
+
+def settings_of(optim: dict[str, Any]) -> dict[str, Any]:
+    """All rates of an optimizer, and what else is not its default."""
+    kind = {tag_of(c): c for c in variants_of(Config.model_fields["optim"])}[optim["name"]]
+    defaults = flat(kind.model_validate({"name": optim["name"]}).model_dump(mode="json"))
+    return {
+        key: value
+        for key, value in flat(optim).items()
+        if key != "name" and (key.endswith(RATES) or key not in defaults or defaults[key] != value)
+    }
+
+
+def training_seconds(rows: Sequence[Row], tokens_per_step: int) -> tuple[list[int], list[float]]:
+    """Steps, and the seconds of training up to each.
+
+    A row's `time` holds validations; its `tokens_per_s` leaves them out, and is over all steps
+    since the row before: their time is tokens / tokens_per_s. The first step of a run has no rate
+    of its own, and counts as the median one.
+    """
+    rates = [row["tokens_per_s"] for row in rows if "tokens_per_s" in row]
+    steps, seconds = [0], [0.0]
+    for row in rows:
+        tokens = (row["step"] - steps[-1]) * tokens_per_step
+        seconds.append(seconds[-1] + tokens / row.get("tokens_per_s", median(rates)))
+        steps.append(row["step"])
+    return steps, seconds
+
+
+def entry(run: Run) -> dict[str, Any]:
+    """What the record says about one run; `bpb` and `loss` are None where it did not finish."""
+    train = [row for row in run.rows if row["kind"] == "train"]
+    checks = [row for row in run.rows if row["kind"] == "validation"]
+    if not checks or not any("tokens_per_s" in row for row in train):
+        raise UserError(f"race: {run.name} has no validation, or no step after its first")
+    tokens_per_step = run.config["train"]["batch_size"] * run.config["train"]["sequence_length"]
+    steps, seconds = training_seconds(train, tokens_per_step)
+    at = lambda step: round(float(np.interp(step, steps, seconds)), 3)
+    curve = [
+        [row["step"], row["step"] * tokens_per_step, at(row["step"]), round(row["bpb"], 6)]
+        for row in checks
+        if row.get("bpb") is not None
+    ]
+    losses = [[row["step"], round(row["loss"], 5)] for row in train if row.get("loss") is not None]
+    thin = -(-len(losses) // MAX_POINTS)
+    sent = [row["sent_bytes"] for row in run.rows if "sent_bytes" in row]
+    plain = [row["sent_bytes_plain"] for row in run.rows if "sent_bytes_plain" in row]
+    ends = [row["status"] for row in run.rows if row.get("event") == "end"]
+    finished = bool(curve) and curve[-1][0] == run.config["train"]["steps"]
+    return {
+        "label": run.name,
+        "arm": run.name.rpartition("_")[0] or run.name,
+        "optimizer": run.config["optim"]["name"],
+        "settings": settings_of(run.config["optim"]),
+        "status": "finished" if finished else (ends or ["killed"])[-1],
+        "steps": steps[-1],
+        "tokens": steps[-1] * tokens_per_step,
+        "seconds": round(seconds[-1], 3),
+        "tokens_per_s": round(median(r["tokens_per_s"] for r in train if "tokens_per_s" in r)),
+        "bpb": curve[-1][3] if finished else None,
+        "lowest": min(bpb for *_, bpb in curve) if finished else None,
+        "loss": round(checks[-1]["loss"], 6) if finished else None,
+        # Of replicas (train.local), a step and a device; and of plain data parallelism.
+        **({"sent_bytes": sent[-1], "sent_bytes_plain": plain[-1]} if sent else {}),
+        "curve": curve,
+        "train": losses[::-1][::thin][::-1],
+    }
+
+
+# ---- comparing -------------------------------------------------------------------------------
+
+
+def choose(entries: Sequence[dict[str, Any]], name: str | None) -> dict[str, Any]:
+    """The baseline among entries in the order of their lowest bits per byte."""
+    finished = [e for e in entries if e["bpb"] is not None]
+    wanted = [
+        e for e in finished if e["label"] == name or (name is None and e["optimizer"] == "adamw")
+    ]
+    if not wanted:
+        what = f"called {name}" if name else "of AdamW; name one with --baseline"
+        raise UserError(
+            f"race: there is no finished run {what} (finished: "
+            f"{', '.join(e['label'] for e in finished) or 'none'})"
+        )
+    return wanted[0]
+
+
+def lowest_point(e: dict[str, Any]) -> tuple[Number, Number, Number]:
+    """Bits per byte, step and second where a run's held-out text is told best."""
+    step, _, second, bpb = min(e["curve"], key=lambda point: point[3])
+    return bpb, step, second
+
+
+def reached(
+    curve: Sequence[Sequence[Number]], target: Number, base_steps: Number, base_seconds: Number
+) -> dict[str, Number] | None:
+    """Steps and seconds to the target, and the speed-ups over the baseline; None if never."""
+    if not curve:
+        return None
+    before = curve[0]
+    for point in curve:
+        (step, _, second, bpb), (next_step, _, next_second, lower) = before, point
+        if lower <= target:
+            share = (bpb - target) / (bpb - lower) if bpb > lower else 0.0
+            steps = step + share * (next_step - step)
+            seconds = second + share * (next_second - second)
+            return {
+                "steps": round(steps, 1),
+                "seconds": round(seconds, 3),
+                "speedup_steps": round(base_steps / steps, 4),
+                "speedup_seconds": round(base_seconds / seconds, 4),
+            }
+        before = point
+    return None
+
+
+def best_of_arms(record: dict[str, Any]) -> list[dict[str, Any]]:
+    """The best run of each arm, best first. An arm without a finished run has none."""
+    best: dict[str, dict[str, Any]] = {}
+    for e in record["runs"]:
+        if e["bpb"] is not None:
+            best.setdefault(e["arm"], e)
+    return list(best.values())
+
+
+# ---- the figure ------------------------------------------------------------------------------
+
+
+def draw(record: dict[str, Any], path: Path) -> Path:
+    """Write a PNG: bits per byte by tokens and by seconds, the best run of each arm in bold.
+
+    Curves of runs that differ in more than their rates: all are bold, each in a colour of its own.
+    """
+    curves = record["bench"] == "curves"
+    best, arm = (record["runs"], "label") if curves else (best_of_arms(record), "arm")
+    arms = list(dict.fromkeys([e[arm] for e in best] + [e[arm] for e in record["runs"]]))
+    figure = Figure(figsize=(11, 4.6), layout="constrained", dpi=150)
+    by_tokens, by_seconds = figure.subplots(1, 2, sharey=True)
+    for e in reversed(record["runs"]):  # the best on top
+        bold = e in best
+        look: dict[str, Any] = {"color": f"C{arms.index(e[arm])}"}
+        look |= {"linewidth": 2.2} if bold else {"linewidth": 0.9, "alpha": 0.55}
+        _, tokens, seconds, bpb = zip(*e["curve"]) if e["curve"] else [()] * 4
+        by_tokens.plot([n / 1e6 for n in tokens], bpb, **look)
+        label = f"{e['label']}: {min(bpb):.4f}" if bold else None
+        by_seconds.plot(seconds, bpb, label=label, **look)
+    shown = [p[3] for e in best for p in e["curve"] if p[1] >= EARLY * e["tokens"]]
+    low, high = min(shown), max(shown)
+    by_tokens.set_ylim(low - 0.04 * (high - low), high)
+    target = next(e["lowest"] for e in record["runs"] if e["label"] == record["baseline"])
+    for axes, label in (
+        (by_tokens, "training tokens (millions)"),
+        (by_seconds, "seconds of training"),
+    ):
+        axes.axhline(target, color="0.4", linewidth=0.9, linestyle=":", zorder=0)
+        axes.set_xlabel(label, fontsize=11)
+        axes.set_xlim(left=0)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    by_tokens.set_ylabel("validation bits per byte", fontsize=11)
+    handles, labels = by_seconds.get_legend_handles_labels()
+    title = "lowest bits per byte" if curves else "best of each arm: lowest bits per byte"
+    look = {"framealpha": 0.85, "edgecolor": "none", "fontsize": 10}
+    by_seconds.legend(handles[::-1], labels[::-1], title=title, **look)
+    figure.suptitle(f"{record['config']}, {record['device']}; dotted: best of {record['baseline']}")
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path

@@ -1,0 +1,59 @@
+"""A figure on disk: one JSON a benchmark, with what it was measured on and beside what."""
+
+import json
+import re
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.runs import measurement
+from jaxtrain.runs.measurement import stem
+
+BENCHMARKS = Path(__file__).parent
+RESULTS = BENCHMARKS / "results"
+
+
+def describe(
+    bench: str,
+    config: str,
+    variant: str,
+    workload: dict[str, Any] | None = None,
+    devices: int | None = None,
+    env: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A record without its figures, with the peers' figures of this benchmark.
+
+    devices: used; default all. env: of the process that made the figures; default this one.
+    """
+    record = measurement.describe(bench, config, variant, workload, devices, env)
+    return record | {"peers": peers_of(bench, config, record["device"])}
+
+
+def write(record: dict[str, Any], directory: Path) -> Path:
+    directory.mkdir(parents=True, exist_ok=True)
+    path = directory / f"{stem(record)}.json"
+    text = json.dumps(record, indent=1)
+    # The points of a curve stand on one line each.
+    text = re.sub(r"\[\s+([^][{}\"]*?)\s+\]", lambda m: f"[{' '.join(m[1].split())}]", text)
+    path.write_text(text + "\n")
+    return path
+
+
+def read_results(directory: Path = RESULTS) -> list[dict[str, Any]]:
+    """All recorded figures, in the order of their file names; `file` is the name."""
+    paths = sorted(p for p in directory.glob("*.json") if not p.stem.endswith("-profile"))
+    return [json.loads(path.read_text()) | {"file": path.name} for path in paths]
+
+
+def read_peers() -> list[dict[str, Any]]:
+    """Peers' figures measured elsewhere; none in an installation without the checkout."""
+    path = BENCHMARKS / "peers.json"
+    return json.loads(path.read_text())["peers"] if path.is_file() else []
+
+
+def peers_of(bench: str, config: str, device: str | None = None) -> list[dict[str, Any]]:
+    """Peers of one benchmark, on one kind of device or on any."""
+    return [
+        peer
+        for peer in read_peers()
+        if (peer["bench"], peer["config"]) == (bench, config) and device in (None, peer["device"])
+    ]

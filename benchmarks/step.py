@@ -1,0 +1,214 @@
+"""The train step of a configuration: its time, its parts, its memory."""
+
+import sys
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from benchmarks.profile import profile
+from benchmarks.record import describe, stem
+from benchmarks.timing import ceilings, median_ms
+from jaxtrain.estimate.workload import (
+    Workload,
+    abstract_frozen,
+    abstract_state,
+    batch_shapes,
+    branch_share,
+    load_workload,
+    new_knobs,
+    new_state,
+    random_base,
+    random_batch,
+)
+from jaxtrain.model import active, cast
+from jaxtrain.optim import MuonConfig
+from jaxtrain.optim.muon import COEFFICIENTS, orthogonalize_flops
+from jaxtrain.runs.environment import peak_flops
+from jaxtrain.settings import UserError
+from jaxtrain.train.run import compile_step, memory_needed
+from jaxtrain.train.step import State, gradients, make_step, state_shardings
+
+BATCHES = 16  # on the device, in rotation: so few steps do not learn them by heart
+STEPS = 10  # of a window, fewer where they would take longer than this:
+WINDOW_SECONDS = 3.0
+WINDOWS = 3
+
+
+def bench_step(
+    name: str,
+    overrides: Sequence[str],
+    variant: str | None = None,
+    profile_dir: Path | None = None,
+    parts: bool = True,
+) -> Iterator[dict[str, Any]]:
+    """The record of a configuration's step; with `profile_dir`, its kernels are written there.
+
+    parts: yield it once more with the times of forward + backward and of the optimizer alone, which
+    are programs of their own: a large model's take minutes to compile.
+    """
+    w = load_workload(name, overrides)
+    limits = ceilings(w.task.dtype)
+    with jax.set_mesh(w.mesh):
+        batches, knobs = [(random_batch(w, i),) for i in range(BATCHES)], new_knobs(w)
+        begin = time.perf_counter()
+        compiled = compiled_step(w)
+        metrics: dict[str, Any] = {"compile_s": time.perf_counter() - begin}
+        before = peak_bytes()
+        state, frozen = new_state(w), random_base(w)
+
+        def step(batch: Any) -> jax.Array:
+            nonlocal state
+            state, values = compiled(state, batch, knobs, frozen)
+            return values["loss"]
+
+        calls = steps_of_a_window(step, batches)
+        ms = median_ms(step, batches[: 2 * calls], calls=calls, windows=WINDOWS)
+        # The allocator's peak is the process's: an earlier, larger one hides that of this step.
+        after = peak_bytes()
+        metrics["peak_bytes"] = after if after > before else memory_needed(compiled)
+        metrics |= {"ms": ms, "tokens_per_s": 1e3 * w.tokens / ms, "mfu": mfu(w, ms)}
+        metrics |= memory(compiled) | {"loss": float(step(*batches[0]))}
+        if not jnp.isfinite(metrics["loss"]):
+            raise UserError(f"{w.name}: the loss became {metrics['loss']} while it was timed")
+        record = describe("step", w.name, variant or w.precision, workload=w.facts())
+        if profile_dir is not None:
+            spread = dict(w.mesh.shape), branch_share(w)
+            target = profile_dir / stem(record)
+            record["kinds"] = profile(step, batches, compiled, target, limits, *spread)
+        record |= {
+            "metrics": metrics,
+            "floor": limits._asdict() | floors_ms(w, limits.matmul_tflops),
+        }
+        del compiled
+        print(
+            f"  {ms:.1f} ms, {metrics['tokens_per_s']:,.0f} tokens/s", file=sys.stderr, flush=True
+        )
+        yield record
+        if parts:
+            metrics = metrics | parts_ms(w, state, batches[: 2 * calls], knobs, frozen, calls)
+            yield record | {"metrics": metrics}
+
+
+def steps_of_a_window(step: Callable[..., jax.Array], batches: Sequence[tuple[Any, ...]]) -> int:
+    """How many of these steps fill a window: at least 2, at most STEPS."""
+    jax.block_until_ready(step(*batches[0]))
+    begin = time.perf_counter()
+    jax.block_until_ready(step(*batches[1]))
+    return max(2, min(STEPS, round(WINDOW_SECONDS / (time.perf_counter() - begin))))
+
+
+def compiled_step(w: Workload) -> Any:
+    """For this device. Raises UserError for what does not fit; several threads may call it."""
+    with jax.set_mesh(w.mesh):
+        return compile_step(
+            make_step(w.task, w.mesh), abstract_state(w), batch_shapes(w), new_knobs(w), w.config,
+            abstract_frozen(w),
+        )  # fmt: skip
+
+
+def parts_ms(
+    w: Workload, state: State, batches: Any, knobs: Any, frozen: Any, calls: int
+) -> dict[str, float]:
+    """Gradients (with the cast) alone, and the optimizer alone. Uses up the state's memory."""
+    task, factor = w.task, jnp.float32(1 / w.tokens)
+
+    def forward_backward(state: State, frozen: Any, batch: Any) -> Any:
+        params = cast(state.params, task.specs, task.dtype)
+        return gradients(task, params, batch, factor, frozen, past=state.maxima)
+
+    compute = jax.jit(forward_backward)
+    inputs = [(state, frozen, *batch) for batch in batches]
+    gradient_ms = median_ms(compute, inputs, calls=calls, windows=WINDOWS)
+    grads = compute(*inputs[0])[1]
+    return {"ms_forward_backward": gradient_ms, "ms_optimizer": update_ms(w, state, grads, knobs)}
+
+
+def update_ms(w: Workload, state: State, grads: Any, knobs: Any) -> float:
+    """Milliseconds of the optimizer alone, in place as the step does it. Uses the state up.
+
+    What is not done at each step (SOAP's new basis) counts by its share.
+    """
+
+    def update(params: Any, opt: Any, grads: Any, step: jax.Array, knobs: Any) -> Any:
+        return w.task.optimizer.apply(grads, opt, params, step, knobs)
+
+    where = state_shardings(w.task, w.mesh)
+    compiled = jax.jit(update, donate_argnums=(0, 1), out_shardings=(where.params, where.optimizer))
+    held = state.params, state.optimizer
+
+    def one() -> Any:
+        nonlocal held
+        held = compiled(*held, grads, state.step, knobs)
+        return held
+
+    every = getattr(w.config.optim, "precondition_every", None)
+    return median_ms(one, [()], calls=every, windows=1 if every else 5)
+
+
+def bench_memory(name: str, overrides: Sequence[str], variant: str | None = None) -> dict[str, Any]:
+    """What a configuration's step needs, without running it."""
+    w = load_workload(name, overrides)
+    with jax.set_mesh(w.mesh):
+        begin = time.perf_counter()
+        lowered = make_step(w.task, w.mesh).lower(
+            abstract_state(w), batch_shapes(w), new_knobs(w), abstract_frozen(w)
+        )
+        compiled = lowered.compile()
+        seconds = time.perf_counter() - begin
+    record = describe("memory", w.name, variant or w.precision, workload=w.facts())
+    device = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    record["metrics"] = memory(compiled) | {"device_bytes": device, "compile_s": seconds}
+    return record
+
+
+def memory(compiled: Any) -> dict[str, int]:
+    """Bytes on one device by the compiler's analysis."""
+    m = compiled.memory_analysis()
+    return {
+        "arguments_bytes": m.argument_size_in_bytes,
+        "temp_bytes": m.temp_size_in_bytes,
+        "total_bytes": memory_needed(compiled),
+    }
+
+
+def peak_bytes() -> int:
+    """The fullest local device's peak since the process began; 0 where unknown (CPU)."""
+    return max((d.memory_stats() or {}).get("peak_bytes_in_use", 0) for d in jax.local_devices())
+
+
+def mfu(w: Workload, ms: float) -> float | None:
+    """Share of the devices' bf16 peak, in nanochat's convention; None for an unknown device."""
+    peak = peak_flops(jax.devices()[0].device_kind)
+    if peak is None:
+        return None
+    return w.flops_per_token * w.tokens / (ms / 1e3) / (peak * w.mesh.size)
+
+
+# ---- floors ----------------------------------------------------------------------------------
+
+
+def floors_ms(w: Workload, matmul_tflops: float) -> dict[str, float]:
+    """The step's matmuls, 6 FLOPs a token and weight that it meets, and Muon's, at the measured
+    matmul rate."""
+    rate = matmul_tflops * 1e9 * w.mesh.size
+    c = w.config
+    return {
+        "ms": 6 * active(c.model, w.task.specs) * w.tokens / rate,
+        "ms_optimizer": muon_flops(c.optim, w.task.specs) / rate,
+    }
+
+
+def muon_flops(c: Any, specs: Any) -> int:
+    """One orthogonalisation of all matrices."""
+    if not isinstance(c, MuonConfig):
+        return 0
+    total, steps = 0, len(COEFFICIENTS[c.orthogonalize])
+    for spec in jax.tree.leaves(specs):
+        if spec.role == "matrix":
+            short, long = sorted(spec.shape[-2:])
+            total += spec.size // (short * long) * orthogonalize_flops(short, long, steps, c.gram)
+    return total

@@ -1,0 +1,337 @@
+"""Records as tables, on the screen and in BENCHMARKS.md, so that prose never holds a number."""
+
+import re
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from benchmarks.race import best_of_arms
+from benchmarks.record import BENCHMARKS, peers_of, read_results
+from jaxtrain.runs.metrics import format_bytes
+
+PAGE = BENCHMARKS.parent / "BENCHMARKS.md"
+MARKERS = re.compile(r"(<!-- table (\w+) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+Record = dict[str, Any]
+Columns = dict[str, Callable[[Any], str]]
+
+
+def size(x: Any) -> str:
+    return "-" if x is None else format_bytes(x)
+
+
+def rounded(format: str) -> Callable[[Any], str]:
+    return lambda x: "-" if x is None else f"{x:{format}}"
+
+
+STEP: Columns = {
+    "tokens_per_s": rounded(",.0f"),
+    "ms": rounded(".1f"),
+    "ms_forward_backward": rounded(".1f"),
+    "ms_optimizer": rounded(".1f"),
+    "mfu": rounded(".3f"),
+    "peak_bytes": size,
+    "compile_s": rounded(".0f"),
+}
+MEMORY: Columns = {
+    "arguments_bytes": size,
+    "temp_bytes": size,
+    "total_bytes": size,
+    "device_bytes": size,
+    "compile_s": rounded(".0f"),
+}
+TECHNIQUES: Columns = {
+    "total_bytes": size,
+    "host_bytes": size,
+    "ms": rounded(",.1f"),
+    "tokens_per_s": rounded(",.0f"),
+    "error": rounded(".1e"),
+}
+KERNEL: Columns = {
+    "ms": rounded(".3f"),
+    "floor_ms": rounded(".3f"),
+    "tflops": rounded(".3g"),
+    "error": rounded(".1e"),
+}
+MATMUL: Columns = {
+    "ms": rounded(".3f"),
+    "floor_ms": rounded(".3f"),
+    "tflops": rounded(".3g"),
+    "gbps": rounded(",.0f"),
+    "of_copy": rounded(".0%"),
+    "error": rounded(".1e"),
+}
+ATTENTION: Columns = {
+    "ms": rounded(".3f"),
+    "tflops": rounded(".3g"),
+    "tflops_visited": rounded(".3g"),
+    "error": rounded(".1e"),
+    "naive_error": rounded(".1e"),
+    "exact": lambda x: "-" if x is None else ("yes" if x else "NO"),
+}
+DECODE: Columns = {
+    "ms": rounded(".3f"),
+    "gbps": rounded(",.0f"),
+    "of_copy": rounded(".0%"),
+    "error": rounded(".1e"),
+    "naive_error": rounded(".1e"),
+}
+IMPORT: Columns = {
+    "seconds": rounded(".1f"),
+    "gbps": rounded(".2f"),
+    "checkpoint_bytes": size,
+    "host_bytes": size,
+}
+DATA: Columns = {
+    "seconds": rounded(".1f"),
+    "mb_per_s": rounded(".1f"),
+    "mb_per_cpu_s": rounded(".1f"),
+    "of_raw": rounded(".2f"),
+    "tokens_per_s": rounded(",.0f"),
+    "tokens_per_cpu_s": rounded(",.0f"),
+    "plan_tokens_per_cpu_s": rounded(",.0f"),
+    "crop": rounded(".1%"),
+}
+LOADER: Columns = {
+    "first_mib": rounded(",.1f"),
+    "last_mib": rounded(",.1f"),
+    "growth_mib_per_minute": rounded(".3f"),
+    "tokens_per_s": rounded(",.0f"),
+    "epochs": rounded(",.0f"),
+}
+PACKED: Columns = {
+    "crop": rounded(".2%"),
+    "cuts": rounded(".3f"),
+    "padding": rounded(".2%"),
+    "unused": rounded(".1%"),
+    "plan_tokens_per_cpu_s": rounded(",.0f"),
+}
+FILTERS: Columns = {
+    "documents": rounded(",.0f"),
+    "of_documents": rounded(".2%"),
+    "bytes": size,
+    "of_bytes": rounded(".2%"),
+    "seconds": rounded(".1f"),
+    "mb_per_s": rounded(".1f"),
+    "mb_per_cpu_s": rounded(".1f"),
+}
+TASKS: Columns = {
+    "seconds": rounded(".1f"),
+    "examples_per_s": rounded(",.0f"),
+    "speedup": rounded(".1f"),
+}
+OPTIMIZER: Columns = {
+    "ms": rounded(".2f"),
+    "state_bytes": size,
+    "floor_matmul_ms": rounded(".2f"),
+    "floor_bytes_ms": rounded(".2f"),
+}
+RACE: Columns = {
+    "lowest": rounded(".4f"),
+    "bpb": rounded(".4f"),
+    "tokens_per_s": rounded(",.0f"),
+    "seconds": rounded(",.0f"),
+    "speedup_steps": rounded(".2f"),
+    "speedup_seconds": rounded(".2f"),
+}
+TITLES = {
+    "lowest": "lowest bits per byte",
+    "bpb": "final bits per byte",
+    "seconds": "seconds",
+    "speedup_steps": "speed-up, steps",
+    "speedup_seconds": "speed-up, time",
+    "tokens_per_s": "tokens/s",
+    "examples_per_s": "examples/s",
+    "speedup": "speed-up",
+    "ms": "ms",
+    "floor_ms": "floor ms",
+    "ms_forward_backward": "fwd+bwd ms",
+    "ms_optimizer": "optimizer ms",
+    "mfu": "MFU",
+    "peak_bytes": "peak memory",
+    "compile_s": "compile s",
+    "arguments_bytes": "state and batch",
+    "temp_bytes": "scratch",
+    "total_bytes": "needs",
+    "device_bytes": "device has",
+    "tflops": "TF/s",
+    "tflops_visited": "TF/s visited",
+    "gbps": "GB/s",
+    "of_copy": "of copy rate",
+    "naive_error": "naive error",
+    "exact": "below 2x naive",
+    "documents": "documents lost",
+    "of_documents": "share",
+    "bytes": "text lost",
+    "of_bytes": "share of text",
+    "mb_per_s": "MB/s",
+    "mb_per_cpu_s": "MB/CPU s",
+    "of_raw": "of library",
+    "cuts": "cuts a row",
+    "unused": "never used",
+    "tokens_per_cpu_s": "tokens/CPU s",
+    "plan_tokens_per_cpu_s": "planned tokens/CPU s",
+    "first_mib": "MiB, first minute",
+    "last_mib": "MiB, last minute",
+    "growth_mib_per_minute": "MiB/minute",
+    "state_bytes": "state",
+    "checkpoint_bytes": "checkpoint",
+    "host_bytes": "host memory",
+    "floor_matmul_ms": "matmul floor ms",
+    "floor_bytes_ms": "bytes floor ms",
+}
+
+
+def tabulate(
+    bench: str, records: Sequence[Record], peers: Sequence[Record]
+) -> tuple[list[str], list[list[str]]]:
+    """Header and rows of all records of one benchmark and configuration, and of its peers."""
+    if bench in ("race", "race_runs", "curves"):
+        return raced(records, every=bench != "race")
+    if bench in ("step", "memory"):
+        return figures(STEP if bench == "step" else MEMORY, records, peers)
+    columns = {"optim": OPTIMIZER, "attention": ATTENTION, "decode": DECODE, "import": IMPORT}
+    columns |= {"data": DATA, "loader": LOADER, "rows": DECODE, "tasks": TASKS, "matmul": MATMUL}
+    columns |= {
+        "packing": PACKED,
+        "filters": FILTERS,
+        "techniques": TECHNIQUES,
+        "finetune": TECHNIQUES,
+    }
+    columns = columns.get(bench, KERNEL)
+    return listed(columns, records, peers)
+
+
+def figures(
+    columns: Columns, records: Sequence[Record], peers: Sequence[Record]
+) -> tuple[list[str], list[list[str]]]:
+    """One row a record, and one for its floor below the last that has the same."""
+    cells = lambda values: [show(values.get(key)) for key, show in columns.items()]
+    rows, floors = [], [*(record.get("floor") for record in records), None]
+    for i, record in enumerate(records):
+        batch = record["workload"]["batch_size"]
+        name = f"jaxtrain, {record['variant']}, batch {batch}"
+        rows.append([name, device(record), *cells(record["metrics"]), source(record)])
+        if (floor := floors[i]) and floor != floors[i + 1]:
+            rate = f"floor: matmuls at {floor['matmul_tflops']:.3g} TF/s"
+            rows.append([rate, device(record), *cells(floor), source(record)])
+        for peer in record.get("beside", ()):  # measured in the same call
+            name = f"{peer['peer']}, same call"
+            rows.append([name, device(record), *cells(peer["metrics"]), source(record)])
+    for peer in peers:
+        rows.append([peer["peer"], device(peer), *cells(peer["metrics"]), "peers.json"])
+    return ["stack", "device", *(TITLES.get(key, key) for key in columns), "figures"], rows
+
+
+def listed(
+    columns: Columns, records: Sequence[Record], peers: Sequence[Record]
+) -> tuple[list[str], list[list[str]]]:
+    """One row for each row of the records and peers, equal shapes together."""
+    entries = [(row, record) for record in records for row in record["rows"]]
+    entries += [(row | {"backend": peer["peer"]}, peer) for peer in peers for row in peer["rows"]]
+    # Stable: within a name and shape ours come first, then the peers, as they were recorded.
+    order = list(dict.fromkeys((row["name"], row.get("shape")) for row, _ in entries))
+    entries.sort(key=lambda entry: order.index((entry[0]["name"], entry[0].get("shape"))))
+    header = ["name", "shape", "backend", "variant", "device"]
+    rows = [
+        [row["name"], row.get("shape", ""), row.get("backend", "jaxtrain")]
+        + [owner.get("variant", ""), device(owner)]
+        + [row["failed"] if key == "ms" and "failed" in row else show(row.get(key))
+           for key, show in columns.items()]
+        + [source(owner)]
+        for row, owner in entries
+    ]  # fmt: skip
+    keep = [i for i in range(len(header)) if i == 0 or any(row[i] for row in rows)]
+    keep += range(len(header), len(header) + len(columns) + 1)
+    header += [*(TITLES.get(key, key) for key in columns), "figures"]
+    return [header[i] for i in keep], [[row[i] for i in keep] for row in rows]
+
+
+def raced(records: Sequence[Record], every: bool) -> tuple[list[str], list[list[str]]]:
+    """One row for the best run of each arm, or for every run that took part, best first."""
+    rows = []
+    for record in records:
+        for e in record["runs"] if every else best_of_arms(record):
+            values = e | (e["to_baseline"] or {}) | {"seconds": e["seconds"]}
+            cells = [show(values.get(key)) for key, show in RACE.items()]
+            if e["bpb"] is None:
+                cells[0] = f"{e['status']} (step {e['steps']})"
+            name = e["label"] + (" (baseline)" if e["label"] == record["baseline"] else "")
+            rows.append([name, settings(e, record), *cells, device(record), source(record)])
+    return ["run", "settings", *(TITLES[key] for key in RACE), "device", "figures"], rows
+
+
+def settings(e: Record, record: Record) -> str:
+    """A run's main rate and decay, and what sets it apart from others of the same optimizer."""
+    peers = [other["settings"] for other in record["runs"] if other["optimizer"] == e["optimizer"]]
+    apart = [
+        key
+        for key, value in e["settings"].items()
+        # What rates other groups have beside the main one is a long list: the JSON has it.
+        if "multipliers." not in key and any(other.get(key) != value for other in peers)
+    ]
+    main = [k for k in ("learning_rate", "matrix_lr", "weight_decay") if k in e["settings"]]
+    return ", ".join(f"{k} {plain(e['settings'][k])}" for k in dict.fromkeys(main + apart))
+
+
+def plain(x: Any) -> str:
+    return f"{x:g}" if isinstance(x, float) else str(x)
+
+
+def device(record: Record) -> str:
+    count = record["device_count"]
+    return record["device"] + (f" x{count}" if count > 1 else "")
+
+
+def source(record: Record) -> str:
+    """The file that the figures stand in."""
+    return record.get("file", "peers.json" if "peer" in record else "this run")
+
+
+def screen() -> Console:
+    """Wide where the output is a file, so that tables keep their lines."""
+    console = Console()
+    return console if console.is_terminal else Console(width=180)
+
+
+def to_rich(title: str, header: list[str], rows: list[list[str]]) -> Table:
+    table = Table(title=title, title_justify="left")
+    for name in header:
+        table.add_column(name, overflow="fold")
+    for row in rows:
+        table.add_row(*row)
+    return table
+
+
+def to_markdown(header: list[str], rows: list[list[str]]) -> str:
+    lines = [header, ["--"] * len(header), *rows]
+    return "".join(f"| {' | '.join(line)} |\n" for line in lines)
+
+
+def table_of(record: Record) -> Table:
+    """One record beside its peers, for the screen."""
+    title = f"{record['bench']} {record['config']}"
+    bench = "race_runs" if record["bench"] == "race" else record["bench"]
+    return to_rich(title, *tabulate(bench, [record], record["peers"]))
+
+
+def render(page: str, results: Sequence[Record]) -> str:
+    """The page with every table between its markers made anew from the records and the peers."""
+
+    def table(match: re.Match[str]) -> str:
+        begin, bench, config, end = match.groups()
+        name = bench.removesuffix("_runs")  # of a race there are two tables
+        records = [r for r in results if (r["bench"], r["config"]) == (name, config)]
+        header, rows = tabulate(bench, records, peers_of(bench, config))
+        body = to_markdown(header, rows) if rows else "Not measured yet.\n"
+        return begin + body + end
+
+    return MARKERS.sub(table, page)
+
+
+def update_page(page: Path = PAGE) -> Path:
+    """Regenerate the tables of BENCHMARKS.md."""
+    page.write_text(render(page.read_text(), read_results()))
+    return page

@@ -1,0 +1,157 @@
+"""Several processes on this host, as one job: what SLURM, Kubernetes or Ray do on many.
+
+jaxtrain launch --processes 2 [--devices-per-process 4] -- --config gpt_d12 key=value ...
+jaxtrain launch --processes 2 --command evaluate -- runs/NAME --tasks core
+
+Everything after `--` goes to `python -m jaxtrain.main`, or to what --command names. Lines are
+shown with the process they are of; signals are passed on; when a process dies, all end, with its
+exit code.
+"""
+
+import os
+import secrets
+import signal
+import socket
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Mapping
+from typing import IO
+
+from jaxtrain.cluster.started_by import TYPED, command_line
+from jaxtrain.settings import Parser, UserError, command, whole
+
+COMMANDS = ("main", "evaluate")  # those that work together; the others are one process
+GRACE = 10.0  # seconds that the others have to end by themselves when one has died
+# Seconds that a killed process may take to be gone after its connections have closed, of which the
+# others hear at once, and end.
+DYING = 1.0
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code of the job."""
+    arguments = sys.argv[1:] if argv is None else argv
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    parser = Parser(
+        "jaxtrain launch",
+        usage="%(prog)s --processes N [--devices-per-process K] [--command evaluate] -- ARGUMENTS",
+        description=(__doc__ or "").split("\n")[0],
+    )
+    parser.add_argument("--processes", type=whole(1, 4096), required=True, help="how many")
+    parser.add_argument(
+        "--devices-per-process",
+        type=whole(1, 4096),
+        help="GPUs of each, or virtual devices on a CPU",
+    )
+    parser.add_argument(
+        "--command", default="main", choices=COMMANDS, help="which module of jaxtrain's they run"
+    )
+    parser.add_argument(
+        "--port", type=whole(1, 65535), help="of the coordinator; default a free one"
+    )
+    asked = parser.parse_args(arguments[:cut])
+    outer = os.environ | {TYPED: command_line("launch")}
+    environments = [
+        environment(i, asked.processes, asked.devices_per_process, outer)
+        for i in range(asked.processes)
+    ]
+    given = os.environ.get("JAXTRAIN_SECRET")  # by which the processes know each other
+    secret = {"JAXTRAIN_SECRET": given or secrets.token_hex(32)}
+    environments = [one | secret for one in environments]
+    place = ["--coordinator", f"localhost:{asked.port or free_port()}"]
+    place += ["--processes", str(asked.processes), "--process"]
+    line = [sys.executable, "-u", "-m", f"jaxtrain.{asked.command}", *arguments[cut + 1 :], *place]
+    return run([[*line, str(i)] for i in range(asked.processes)], environments)
+
+
+def environment(
+    index: int, count: int, devices: int | None, outer: Mapping[str, str]
+) -> dict[str, str]:
+    """The variables of process `index`: which GPUs it sees, or how many devices its CPU plays."""
+    gpus = visible_gpus(outer)
+    if not gpus:
+        return dict(outer) | ({} if devices is None else {"JAX_NUM_CPU_DEVICES": str(devices)})
+    each = devices or len(gpus) // count
+    if not each or each * count > len(gpus):
+        raise UserError(f"{count} processes of {max(each, 1)} GPUs, but there are {len(gpus)}")
+    mine = gpus[index * each : (index + 1) * each]
+    return dict(outer) | {"CUDA_VISIBLE_DEVICES": ",".join(mine)}
+
+
+def visible_gpus(outer: Mapping[str, str]) -> list[str]:
+    if outer.get("JAX_PLATFORMS") == "cpu":
+        return []
+    if "CUDA_VISIBLE_DEVICES" in outer:
+        return [name for name in outer["CUDA_VISIBLE_DEVICES"].split(",") if name]
+    try:
+        return [str(i) for i in range(len(os.listdir("/proc/driver/nvidia/gpus")))]
+    except OSError:
+        return []
+
+
+def free_port() -> int:
+    with socket.create_server(("localhost", 0)) as server:
+        return server.getsockname()[1]
+
+
+def run(commands: list[list[str]], environments: list[dict[str, str]]) -> int:
+    """Start the commands and wait for all; the exit code of the first that failed, else 0."""
+    jobs = [
+        # Sessions of their own: Ctrl-C in a terminal would reach them twice otherwise.
+        subprocess.Popen(
+            line, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+            start_new_session=True,
+        )
+        for line, variables in zip(commands, environments)
+    ]  # fmt: skip
+    outputs = [job.stdout for job in jobs if job.stdout]
+    readers = [threading.Thread(target=show, args=item) for item in enumerate(outputs)]
+    pass_on = lambda number, _: [job.send_signal(number) for job in jobs if job.poll() is None]
+    before = {n: signal.signal(n, pass_on) for n in (signal.SIGTERM, signal.SIGINT)}
+    try:
+        for reader in readers:
+            reader.start()
+        return wait(jobs)
+    finally:
+        for job in jobs:
+            job.kill()
+            job.wait()
+        for reader in readers:
+            reader.join()
+        for number, handler in before.items():
+            signal.signal(number, handler)
+
+
+def show(index: int, lines: IO[bytes]) -> None:
+    """Copy the output of a process, a whole line at a time, with its number in front."""
+    with lines:
+        for line in lines:
+            if line.startswith(b"[Gloo] Rank"):  # one for each communicator that XLA makes
+                continue
+            sys.stdout.write(f"[{index}] {line.decode(errors='replace').rstrip()}\n")
+            sys.stdout.flush()
+
+
+def wait(jobs: list[subprocess.Popen[bytes]]) -> int:
+    """Until all have ended, or some time after the first has failed."""
+    failed: dict[int, float] = {}  # when each was seen to have
+    while True:
+        codes, now = [job.poll() for job in jobs], time.monotonic()
+        failed |= {i: now for i, code in enumerate(codes) if code and i not in failed}
+        if None not in codes or (failed and now > min(failed.values()) + GRACE):
+            break
+        time.sleep(0.05)
+    if not failed:
+        return 0
+    first = [i for i, seen in failed.items() if seen <= min(failed.values()) + DYING]
+    culprit = min(first, key=lambda i: jobs[i].returncode > 0)
+    code = jobs[culprit].returncode
+    how = f"was killed by {signal.Signals(-code).name}" if code < 0 else f"ended with code {code}"
+    print(f"launch: process {culprit} {how}; the job has ended", file=sys.stderr, flush=True)
+    return 128 - code if code < 0 else code
+
+
+if __name__ == "__main__":
+    sys.exit(main())

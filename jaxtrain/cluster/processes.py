@@ -1,0 +1,192 @@
+"""One job of many processes: who this one is, and how it joins the others and JAX's runtime.
+
+SLURM's and Open MPI's launchers say it in the environment; by hand, and in the templates for
+Kubernetes and Ray, it is said by --coordinator, --processes and --process.
+"""
+
+import argparse
+import contextlib
+import os
+import re
+import sys
+import time
+import traceback
+from collections.abc import Iterator, Mapping
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+from pydantic import Field
+
+from jaxtrain.cluster.coordinator import LINGER, Group
+from jaxtrain.cluster.secret import Secret, is_loopback
+from jaxtrain.settings import Settings, UserError, whole
+
+PORTS = range(61440, 65536)  # of the coordinator by the number of SLURM's job: jobs share nodes
+GRACE = 60  # seconds that JAX's own detection waits longer than ours, which says who is gone
+
+
+class ProcessesConfig(Settings):
+    """How the processes of a job wait for each other; none of it matters to one process."""
+
+    start_timeout: float = Field(
+        300, gt=0, description="seconds to wait at the start until all processes are there"
+    )
+    heartbeat_timeout: float = Field(
+        100, gt=0, description="seconds of silence after which a process counts as lost"
+    )
+    step_timeout: float | None = Field(
+        1800,
+        gt=0,
+        description="seconds without a new step (a validation or a save may lie between) after "
+        "which the job counts as hung and ends; null: never",
+    )
+
+
+class Place(NamedTuple):
+    """Which process of the job this is."""
+
+    index: int
+    count: int
+    coordinator: str  # host:port
+    devices: tuple[int, ...] | None = None  # of this host, that this process takes; None: all
+
+
+# The variables of the launchers that number their processes: number, index, index and number on
+# this host. SLURM's are those of a step (srun): a batch script itself is one process.
+LAUNCHERS = (
+    ("SLURM_STEP_NUM_TASKS", "SLURM_PROCID", "SLURM_LOCALID", "SLURM_STEP_TASKS_PER_NODE"),
+    (
+        "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_RANK",
+        "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
+    ),
+)  # fmt: skip
+
+
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `find_place` takes from the command line."""
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is, of several")
+    parser.add_argument("--processes", type=whole(1), metavar="N", help="how many there are")
+    parser.add_argument("--process", type=whole(0), metavar="I", help="which this is, from 0")
+
+
+def check_alone(command: str, environment: Mapping[str, str] = os.environ) -> None:
+    """Raise UserError where a launcher has started several of what is one process."""
+    for name, *_ in LAUNCHERS:
+        if int(environment.get(name, 1)) > 1:
+            raise UserError(
+                f"{command} is one process, and {name} says {environment[name]}: start it without "
+                "the launcher, or with one task"
+            )
+
+
+def find_place(
+    coordinator: str | None = None,
+    processes: int | None = None,
+    process: int | None = None,
+    environment: Mapping[str, str] = os.environ,
+) -> Place | None:
+    """What the command line says, and for the rest the launcher; None: a process alone.
+
+    Raises UserError if they leave something open.
+    """
+    count, index, devices = processes, process, None
+    for names in LAUNCHERS:
+        if names[0] in environment and names[1] in environment:
+            count = int(environment[names[0]]) if count is None else count
+            index = int(environment[names[1]]) if index is None else index
+            rank, ranks = environment.get(names[2]), environment.get(names[3])
+            devices = local_devices(rank, ranks, environment)
+            break
+    if coordinator is None and processes is None and process is None and count in (None, 1):
+        return None
+    if coordinator is None and "SLURM_STEP_NODELIST" in environment:
+        port = PORTS.start + int(environment.get("SLURM_JOB_ID", 0)) % len(PORTS)
+        coordinator = f"{first_host(environment['SLURM_STEP_NODELIST'])}:{port}"
+    given = {"--coordinator": coordinator, "--processes": count, "--process": index}
+    missing = [name for name, value in given.items() if value is None]
+    if coordinator is None or count is None or index is None:
+        raise UserError(
+            f"{' and '.join(missing)} missing: processes that no launcher numbers need "
+            "--coordinator HOST:PORT --processes N --process I"
+        )
+    if not 0 <= index < count:
+        raise UserError(f"--process {index}: must be 0 to {count - 1}, for --processes {count}")
+    return Place(index, count, coordinator, devices)
+
+
+def local_devices(
+    rank: str | None, ranks: str | None, environment: Mapping[str, str]
+) -> tuple[int, ...] | None:
+    """One device for each of several processes of a host, unless the launcher has dealt them."""
+    visible = environment.get("CUDA_VISIBLE_DEVICES", "").split(",")
+    several = re.match(r"\d+", ranks or "")  # SLURM writes 4(x2) for four on each of two
+    if rank is None or not several or several[0] == "1" or (len(visible) == 1 and visible[0]):
+        return None
+    return (int(rank),)
+
+
+def first_host(nodes: str) -> str:
+    """The first of SLURM's list of nodes: `a[003-4,7],b1` -> `a003`."""
+    match = re.match(r"([^,\[]+)(?:\[([^,\-\]]+))?", nodes)
+    return "".join(filter(None, match.groups())) if match else nodes
+
+
+@contextlib.contextmanager
+def joined(
+    place: Place | None, config: ProcessesConfig, facts: Mapping[str, str], folder: Path
+) -> Iterator[Group]:
+    """The group of all processes, connected and of one mind, under `jax.distributed`.
+
+    facts: what all must have in common. folder: one that all share, for the secret of the job
+    while they meet, unless JAXTRAIN_SECRET is set. Raises UserError if one is missing or differs.
+    An error that leaves the context ends all processes; this one at once, since it would wait in
+    vain for the others to shut down.
+    """
+    if place is None or place.count == 1:
+        yield Group()
+        return
+    group = Group(
+        place.index,
+        place.count,
+        heartbeat_timeout=config.heartbeat_timeout,
+        step_timeout=config.step_timeout,
+    )
+    secret = Secret(folder, place.coordinator)
+    group.meet(place.coordinator, config.start_timeout, secret)
+    here = is_loopback(place.coordinator.rpartition(":")[0].strip("[]"))
+    try:
+        group.compare(facts, "all processes need the same code, packages and configuration")
+        jax.config.update("jax_enable_preemption_service", False)  # the group agrees on the stop
+        jax.distributed.initialize(
+            place.coordinator,
+            place.count,
+            place.index,
+            place.devices,
+            cluster_detection_method="deactivate",
+            coordinator_bind_address=place.coordinator if here else None,
+            initialization_timeout=int(config.start_timeout) + 1,
+            heartbeat_timeout_seconds=int(config.heartbeat_timeout) + GRACE,
+        )
+        yield group
+        group.leave()
+        jax.distributed.shutdown()
+    except BaseException as error:
+        sys.stdout.flush()
+        if not isinstance(error, UserError | KeyboardInterrupt):
+            time.sleep(LINGER)  # if it is another's death, the group says so and ends this one
+        code, text = told(error)
+        group.fail(text, code)
+        os._exit(code)
+
+
+def told(error: BaseException) -> tuple[int, str]:
+    """Exit code and one line for an error, after it was shown here."""
+    if isinstance(error, UserError):
+        print(f"error: {error}", file=sys.stderr, flush=True)
+        return 2, str(error)
+    if isinstance(error, KeyboardInterrupt):
+        print("interrupted; the same command goes on from its last checkpoint", file=sys.stderr)
+        return 130, "interrupted"
+    traceback.print_exception(error)
+    return 1, f"{type(error).__name__}: {error}".splitlines()[0]

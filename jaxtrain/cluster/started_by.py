@@ -1,0 +1,63 @@
+"""Commands that a run prints to be pasted: with what came before `python` when it was started."""
+
+import os
+import re
+import shlex
+import shutil
+import sys
+from pathlib import Path
+
+import psutil
+
+TYPED = "JAXTRAIN_COMMAND"  # what was typed, for processes that `jaxtrain launch` starts
+PYTHON = re.compile(r"python[\d.]*")
+
+
+def command_of(command: str, *arguments: object) -> str:
+    """A shell command that runs `jaxtrain COMMAND` in this process's environment."""
+    return shlex.join([*program(), command, *map(str, arguments)])
+
+
+def command_line(command: str = "train") -> str:
+    """The command that started this process, `jaxtrain COMMAND`, to be typed again."""
+    if typed := os.environ.get(TYPED):
+        return typed
+    if words := uv_run():
+        return shlex.join(words)
+    script = Path(sys.argv[0])
+    if script.name != "jaxtrain":  # the installed one
+        return command_of(command, *sys.argv[1:])
+    found = shutil.which(script.name)
+    first = script.name if found and Path(found) == script.absolute() else str(script)
+    return shlex.join([first, *sys.argv[1:]])
+
+
+def program() -> list[str]:
+    """The words that start `jaxtrain` from the shell that this process was started from."""
+    if words := uv_run():
+        words = words[: len(words) - len(sys.argv[1:])]
+        starts = lambda word: (
+            word in ("-m", "--module", "jaxtrain") or PYTHON.fullmatch(Path(word).name)
+        )
+        options = next((i for i, word in enumerate(words) if starts(word)), len(words) - 1)
+        return [*words[:options], "jaxtrain"]
+    here, found = Path(sys.executable), shutil.which("jaxtrain")
+    # Inside `uv run`, but not by it: what it has put first in PATH, the user's shell has not.
+    if found and Path(found).parent == here.parent and "UV_RUN_RECURSION_DEPTH" not in os.environ:
+        return ["jaxtrain"]
+    near = here.relative_to(Path.cwd()) if here.is_relative_to(Path.cwd()) else here
+    return [str(near), "-m", "jaxtrain.cli"]
+
+
+def uv_run() -> list[str]:
+    """`uv run ...` as it was typed, where that has started this process; else nothing."""
+    try:
+        parent = psutil.Process().parent()
+        words = parent.cmdline() if parent else []
+    except psutil.Error:
+        return []
+    arguments = sys.argv[1:]
+    program = words[: len(words) - len(arguments)]
+    if len(program) < 3 or Path(program[0]).stem != "uv" or "run" not in program:
+        return []
+    return ["uv", *words[1:]] if words[len(program) :] == arguments else []

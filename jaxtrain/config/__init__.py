@@ -1,0 +1,23 @@
+"""The configuration: the tree of its sections, loading, and what follows from the depth dial.
+
+Each section's model lives in the folder of the code that it drives, in `config.py`.
+`python -m jaxtrain.config > configs/schema.json` writes the schema for editors.
+"""
+
+from jaxtrain.config.fields import fields, tag_of, variants_of
+from jaxtrain.config.load import (
+    find_config,
+    help_text,
+    json_schema,
+    load_config,
+    locate,
+    save_yaml,
+    to_yaml,
+    validate,
+)
+from jaxtrain.config.tree import Config, Sections
+
+__all__ = [
+    "Config", "Sections", "fields", "find_config", "help_text", "json_schema", "load_config",
+    "locate", "save_yaml", "tag_of", "to_yaml", "validate", "variants_of",
+]  # fmt: skip

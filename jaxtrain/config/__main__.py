@@ -1,0 +1,5 @@
+"""The schema of the configuration, for editors."""
+
+from jaxtrain.config import json_schema
+
+print(json_schema(), end="")

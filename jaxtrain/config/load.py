@@ -1,0 +1,188 @@
+"""A configuration loaded: YAML, dotted overrides, validation; and saved.
+
+A wrong key or value is one line: where, what was given, what is allowed.
+"""
+
+import difflib
+import json
+from collections.abc import Sequence
+from pathlib import Path
+from types import UnionType
+from typing import Any, Union, get_origin
+
+import yaml
+from pydantic import BaseModel, ValidationError
+
+from jaxtrain.config.fields import fields, tag_of, variants_of
+from jaxtrain.config.overrides import apply_overrides
+from jaxtrain.config.tree import Config, Sections
+from jaxtrain.data import fill_in_chat
+from jaxtrain.finetune import fill_in
+from jaxtrain.interop import take_over
+from jaxtrain.settings import NOT_MEANT, UserError
+from jaxtrain.storage.disk import write_whole
+from jaxtrain.storage.strict_yaml import END, read_yaml, shown
+
+
+def find_config(name: str) -> Path:
+    """A path, or the bare name of a shipped config."""
+    here = Path(__file__).parents[1]
+    places = [
+        Path(name),
+        *(d / f"{Path(name).stem}.yaml" for d in (here / "configs", here.parent / "configs")),
+    ]
+    for place in places[:1] if Path(name).parent != Path(".") else places:
+        if place.is_file():
+            return place
+    shipped = sorted({p.stem for d in places[1:] for p in d.parent.glob("*.yaml")})
+    close = difflib.get_close_matches(Path(name).stem, shipped, n=1)
+    hint = f"did you mean {close[0]}?" if close else f"shipped: {', '.join(shipped)}"
+    raise UserError(f"--config {name}: no such file; {hint}")
+
+
+def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
+    """The configuration of a YAML file (None: the defaults) with `key.path=value` overrides."""
+    tree: Any = {}
+    if path is not None:
+        tree = read_yaml(path)
+        tree = {} if tree is None else tree
+        if not isinstance(tree, dict):
+            raise UserError(f"{path}: expected `section: {{field: value}}`, got {shown(tree)}")
+    apply_overrides(tree, overrides)
+    talks = fill_in_chat(tree)
+    if isinstance(tree.get("train"), dict) and tree["train"].get("init_from"):
+        take_over(tree, str(tree["train"]["init_from"]))
+    fill_in(tree, talks)
+    return validate(Config, tree)
+
+
+def validate[Tree: Sections](model: type[Tree], tree: dict[str, Any]) -> Tree:
+    """A plain tree as configuration; all that is wrong with it as UserError, a line each."""
+    fill_names(tree, model)
+    try:
+        return model.model_validate(tree)
+    except ValidationError as error:
+        # A field such as `int | "auto"` has an error for each alternative: show the first.
+        lines = {locate(located(e)["loc"])[0]: explain(e) for e in reversed(error.errors())}
+        raise UserError(*reversed(lines.values())) from None
+
+
+def fill_names(tree: dict[str, Any], model: type[BaseModel]) -> None:
+    """A section with variants that names none is of its default variant."""
+    for key, node in tree.items():
+        field = model.model_fields.get(key)
+        if field is None or not isinstance(node, dict):
+            continue
+        variants = {tag_of(v): v for v in variants_of(field)}
+        default = field.get_default(call_default_factory=True)
+        if len(variants) > 1 and "name" not in node and default is not None:
+            node["name"] = default.name
+        chosen = (
+            variants.get(str(node.get("name")))
+            if len(variants) > 1
+            else next(iter(variants.values()), None)
+        )
+        if chosen:
+            fill_names(node, chosen)
+
+
+# ---- messages --------------------------------------------------------------------------------
+
+
+def explain(error: Any) -> str:
+    """One line for one validation error."""
+    error = located(error)
+    where, model = locate(error["loc"])
+    given = error["input"]
+    if error["type"] == "extra_forbidden":
+        key = str(error["loc"][-1])
+        names = list(model.model_fields) if model else []
+        close = difflib.get_close_matches(key, names, n=1)
+        twins = [(p, variant) for p, _, variant in fields(Config) if p.split(".")[-1] == key]
+        other = next((variant for path, variant in twins if path == where), None)
+        if other:
+            hint = f"it belongs to {where.removesuffix(key)}name={other}"
+        elif close:
+            hint = f"did you mean {'.'.join([*where.split('.')[:-1], close[0]])}?"
+        elif twins:
+            hint = f"did you mean {twins[0][0]}?"
+        else:
+            hint = f"there are {', '.join(names)}"
+        return f"{where}: no such field; {hint}"
+    if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
+        allowed = error["ctx"].get("expected_tags", "")
+        if not allowed:
+            return f"{where}.name: field required, it says which variant this is; see --help"
+        return f"{where}.name: got {shown(error['ctx']['tag'])}, allowed are {allowed}"
+    if error["type"] in ("model_type", "model_attributes_type"):
+        return (
+            f"{where}: got {shown(given)}, but it is a section: set its fields, {where}.KEY=value"
+        )
+    if error["type"] == "tuple_type":
+        return f"{where}: got {shown(given)}, but it is a list: {where}='[..., ...]'"
+    message = error["msg"].removeprefix("Value error, ")
+    got = "" if isinstance(given, (dict, BaseModel)) else f"got {shown(given)}: "
+    return f"{where}: {got}{message[0].lower() + message[1:]}"
+
+
+def located(error: Any) -> Any:
+    """A validation error where it is: one that `Settings` raises names its field itself."""
+    if error["type"] != NOT_MEANT:
+        return error
+    name = error["ctx"]["field"]
+    return error | {"loc": (*error["loc"], name), "input": error["input"][name]}
+
+
+def locate(loc: tuple[Any, ...]) -> tuple[str, type[BaseModel] | None]:
+    """A pydantic location as a dotted path (union tags left out), and the model it fell in."""
+    model: type[BaseModel] | None = Config
+    path: list[str] = []
+    name, keyed = "", False  # the field that we are in; whether a place in its list is passed
+    for part in loc:
+        field = model.model_fields.get(name) if model else None
+        if field and not keyed and get_origin(field.annotation) in (tuple, dict):
+            path.append(str(part))
+            keyed = True
+            continue
+        variants = variants_of(field) if field else []
+        tagged = [v for v in variants if tag_of(v) == part]
+        if tagged and len(variants) > 1:
+            model = tagged[0]
+            continue
+        if field and not variants and get_origin(field.annotation) in (Union, UnionType):
+            break  # `part` is the alternative that was tried, as int of int | "auto"
+        if len(variants) == 1:
+            model = variants[0]
+        path.append(str(part))
+        name, keyed = str(part), False
+    return ".".join(path), model
+
+
+# ---- output ----------------------------------------------------------------------------------
+
+
+def to_yaml(config: BaseModel) -> str:
+    return yaml.safe_dump(config.model_dump(mode="json"), sort_keys=False, width=100)
+
+
+def save_yaml(path: Path, config: BaseModel) -> None:
+    """Write a configuration atomically, with YAML's mark of an end: it can be seen to be whole."""
+    write_whole(path, to_yaml(config) + END)
+
+
+def json_schema() -> str:
+    """For editors: completes and checks the YAML files."""
+    return json.dumps(Config.model_json_schema(), indent=1) + "\n"
+
+
+def help_text() -> str:
+    """Every field with its type, default and description, for --help."""
+    lines = ["fields (a section with a `name` has variants; null means derived or off):"]
+    for path, field, variant in fields(Config):
+        kind = str(field.annotation).replace("typing.", "").replace("NoneType", "None")
+        kind = field.annotation.__name__ if isinstance(field.annotation, type) else kind
+        default = "required" if field.is_required() else f"default {field.get_default()!r}"
+        of = f"[{variant}] " if variant else ""
+        text = field.description or "selects this variant"
+        lines.append(f"  {path}  {of}{kind}, {default}\n      {text}")
+    return "\n".join(lines)

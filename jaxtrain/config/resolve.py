@@ -1,0 +1,291 @@
+"""What follows from the depth and the token budget; anything set by hand wins."""
+
+import math
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+from pydantic import BaseModel
+
+from jaxtrain.config import Config, Sections, to_yaml, validate
+from jaxtrain.config.overrides import apply_overrides, check_once
+from jaxtrain.data import DataConfig
+from jaxtrain.data.tokenizer.tokenizer import build_tokenizer
+from jaxtrain.finetune import PrefixConfig, VirtualConfig
+from jaxtrain.model import (
+    ModelConfig,
+    ResolvedModel,
+    Transformer,
+    active,
+    make_plan,
+    resolve_model,
+    split,
+)
+from jaxtrain.optim import DECAY, MuonConfig, Scale, resolve_optimizer, shortened
+from jaxtrain.parallel import BATCH, bubble, check_pieces, check_stages
+from jaxtrain.parallel.mesh import batch_ways, check_divides, make_mesh
+from jaxtrain.settings import UserError
+from jaxtrain.train.config import TrainConfig
+
+REFERENCE_DEPTH = 12  # the model whose batch and rates the rules start from
+MOST_PARAMETERS = 10**14
+MOST_STEP_TOKENS = 2**28  # some times the largest that anyone has trained with
+BATCH_POWER = 0.383  # how the best batch grows with the horizon (Bergsma et al. 2025)
+
+
+class ResolvedTrain(TrainConfig):
+    """Train settings with nothing left open."""
+
+    batch_size: int
+    device_batch_size: int
+    steps: int
+
+
+class Resolved(Sections):
+    """A configuration with nothing left open: what a run is made from, and saved with."""
+
+    model: ResolvedModel
+    train: ResolvedTrain
+
+
+def vocab_size_of(data: DataConfig) -> int:
+    """The vocabulary that the tokenizer has or will have."""
+    if data.tokenizer.name != "bytes" and data.tokenizer.path is None:
+        return data.tokenizer.vocab_size
+    return build_tokenizer(data.tokenizer, ()).vocab_size
+
+
+def horizon(model: ResolvedModel, vocab_size: int, ratio: float) -> float:
+    """Training tokens: ratio x (matrices + head), nanochat's scaling parameters.
+
+    Of the experts count those that a token meets.
+    """
+    return ratio * active(model, split(Transformer(model, vocab_size))[1])
+
+
+def check_size(model: ResolvedModel, vocab_size: int) -> None:
+    """Raises UserError for a model that is larger than any machine, before numbers overflow."""
+    specs = split(Transformer(model, vocab_size))[1]
+    count = sum(math.prod(spec.shape) for spec in jax.tree.leaves(specs))
+    if count > MOST_PARAMETERS:
+        raise UserError(
+            f"model: it has {count:.3g} parameters (depth {model.depth}, width {model.width}, "
+            f"hidden {model.hidden}); more than {MOST_PARAMETERS:.0e} fit nowhere"
+        )
+
+
+def reference_model(c: ModelConfig, sequence_length: int) -> ResolvedModel:
+    """The d12 of the same family."""
+    sizes = {"depth": REFERENCE_DEPTH, "width": None, "heads": None, "kv_heads": None}
+    return resolve_model(c.model_copy(update={**sizes, "hidden": None}), sequence_length)
+
+
+def batch_tokens(tokens: float, reference: float) -> int:
+    """Tokens of a step for this many training tokens: the reference's batch grown by the power."""
+    return 2 ** round(math.log2(Scale().batch_tokens * (tokens / reference) ** BATCH_POWER))
+
+
+def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) -> Resolved:
+    """Fill in every open field of the configuration."""
+    t = c.train
+    if c.model.fp8 and c.finetune.name != "full":
+        raise UserError(
+            f"model.fp8 is for training all matrices; finetune.name={c.finetune.name} leaves them "
+            "frozen: set model.fp8=null (finetune.base=int8 or nf4 makes them smaller)"
+        )
+    model = resolve_model(c.model.model_copy(update=inserted(c)), t.sequence_length)
+    check_size(model, vocab_size)
+    tokens = horizon(model, vocab_size, t.tokens_per_parameter)
+    reference = horizon(
+        reference_model(c.model, t.sequence_length), vocab_size, t.tokens_per_parameter
+    )
+    mesh = make_mesh(c.mesh, devices)
+    for stage in (None, *c.data.stages):
+        length = (stage and stage.sequence_length) or t.sequence_length
+        what = "data.stages: sequence_length" if stage else "train.sequence_length"
+        windows = (spec.window for spec in make_plan(model))
+        check_pieces(mesh.shape["context"], what, length, windows)
+    if mesh.shape["pipeline"] > 1:
+        if model.fp8_history:
+            raise UserError("model.fp8_history needs one call of each layer: set mesh.pipeline=1")
+        repeats, context = c.mesh.pipeline_repeats, mesh.shape["context"]
+        check_stages(mesh.shape["pipeline"], repeats, make_plan(model), context)
+    check_shapes(mesh, model, t.sequence_length)
+    ways = batch_ways(mesh)
+    rows = max(ways, batch_tokens(tokens, reference) // t.sequence_length)
+    batch = t.batch_size or rows
+    if batch % ways:
+        raise UserError(
+            f"train.batch_size {batch} does not divide over {ways} devices "
+            f"(mesh {' x '.join(BATCH)}); use {max(ways, batch // ways * ways)}"
+        )
+    device_batch = t.device_batch_size or batch // ways
+    if batch % (ways * device_batch):
+        would = (n for n in range(1, min(device_batch, batch // ways) + 1) if not batch // ways % n)
+        raise UserError(
+            f"train.batch_size {batch} is not a multiple of {ways} devices x "
+            f"train.device_batch_size {device_batch}; use {max(would)}"
+        )
+    step_tokens = batch * t.sequence_length
+    if step_tokens > MOST_STEP_TOKENS:
+        raise UserError(
+            f"train.batch_size {batch} x train.sequence_length {t.sequence_length} are "
+            f"{step_tokens:.3g} tokens a step, and at most {MOST_STEP_TOKENS:,} can be: lower one"
+        )
+    steps = t.steps or max(1, int(tokens // step_tokens))
+    # muP takes the rates from its base width to this one by itself.
+    width = model.base_width if model.init == "mup" else model.width
+    scale = Scale(width, step_tokens, tokens / reference)
+    train = {"batch_size": batch, "device_batch_size": device_batch, "steps": steps}
+    optim = resolve_optimizer(c.optim, scale)
+    optim = optim.model_copy(update={"schedule": shortened(optim.schedule, steps)})
+    derived = {
+        "model": model.model_dump(),
+        "train": {**t.model_dump(), **train},
+        "optim": optim.model_dump(),
+    }
+    return Resolved.model_validate({**c.model_dump(), **derived})
+
+
+def inserted(c: Config) -> dict[str, int]:
+    """What tuning puts into the model. UserError where the model has other such parts already."""
+    if c.finetune.name == "adapter":
+        size, field, before = c.finetune.width, "width", c.model.adapter
+    elif isinstance(c.finetune, VirtualConfig):
+        before = c.model.prompt if c.finetune.name == "prompt" else c.model.prefix
+        size, field = c.finetune.tokens, "tokens"
+    else:
+        return {}
+    name = c.finetune.name
+    if before and isinstance(c.finetune, PrefixConfig) and c.finetune.projection:
+        raise UserError(
+            "finetune.projection: the model that the run starts from has a prefix already, and not "
+            "the MLP that made it; set finetune.projection=null to go on with it"
+        )
+    if before not in (None, size):
+        raise UserError(
+            f"finetune.{field} {size}: the model that the run starts from has model.{name} "
+            f"{before}; say finetune.{field}={before} to go on with those"
+        )
+    other = {"prompt": "prefix", "prefix": "prompt"}.get(name)
+    if other and getattr(c.model, other):
+        raise UserError(
+            f"finetune.name={name}: the model that the run starts from has a {other} already; "
+            f"start from the model that it was made for, or go on with finetune.name={other}"
+        )
+    return {name: size}
+
+
+def check_shapes(mesh: Mesh, model: ResolvedModel, sequence_length: int) -> None:
+    """Raises UserError for a mesh axis that does not divide what it splits.
+
+    Key/value heads are free: fewer than the devices of `tensor` stay whole.
+    """
+    dims = {
+        "tensor": {"model.heads": model.heads, "model.hidden": model.hidden},
+        "fsdp": {"model.width": model.width},
+    }
+    for axis in ("context", "pipeline"):
+        if model.virtual and mesh.shape[axis] > 1:
+            raise UserError(f"virtual tokens (prompt, prefix) need whole texts: set mesh.{axis}=1")
+    if model.moe:
+        dims["expert"] = {"model.moe.experts": model.moe.experts}
+    elif mesh.shape["expert"] > 1:
+        raise UserError(
+            f"mesh.expert={mesh.shape['expert']} splits the experts of model.moe, which is null; "
+            "set mesh.expert=1 (mesh.data splits batch rows)"
+        )
+    for axis, sizes in dims.items():
+        check_divides(f"mesh.{axis}", mesh.shape[axis], sizes)
+    check_divides("model.ffn_tiles", model.ffn_tiles, {"train.sequence_length": sequence_length})
+
+
+def override(c: Resolved, overrides: Sequence[str], used: Sequence[str] = ("",)) -> Resolved:
+    """A resolved configuration with `key.path=value` overrides; nothing is derived again.
+
+    used: what the fields begin with that will be read. Raises UserError for one of no use.
+    """
+    check_once(overrides)
+    for given in overrides:
+        key = given.partition("=")[0].strip()
+        if "=" in given and not any(f"{key}.".startswith(f"{one}.") or not one for one in used):
+            raise UserError(
+                f"{key}: of a trained model's configuration this command takes other values of "
+                f"{', '.join(used)} alone"
+            )
+    tree = c.model_dump(mode="json")
+    apply_overrides(tree, overrides)
+    return validate(Resolved, tree)
+
+
+def rules(c: BaseModel, resolved: BaseModel, prefix: str = "") -> dict[str, str]:
+    """Path -> rule of each field that was open and is not any more.
+
+    The rule is what the field's description says its default is.
+    """
+    found: dict[str, str] = {}
+    for name, field in type(c).model_fields.items():
+        before, after = getattr(c, name), getattr(resolved, name)
+        if isinstance(before, BaseModel):
+            found |= rules(before, after, f"{prefix}{name}.")
+        elif before is None and after is not None:
+            found[prefix + name] = (field.description or "").partition("default ")[2]
+    return found
+
+
+def resolved_text(c: Config) -> str:
+    """The resolved tree as YAML for --print-config, the rule behind each derived value."""
+    vocab_size = vocab_size_of(c.data)
+    r = resolve(c, vocab_size)
+    found, path, lines = rules(c, r), [], [summary(r, vocab_size)]
+    lines += [f"# {line}" for line in [warmup_line(c, r)] if line]
+    for line in to_yaml(r).splitlines():
+        depth = (len(line) - len(line.lstrip())) // 2
+        path[depth:] = [line.strip().partition(":")[0]]
+        rule = found.get(".".join(path))
+        lines.append(f"{line}  # {rule}" if rule else line)
+    return "\n".join(lines)
+
+
+def decay_line(c: Config, r: Resolved) -> str | None:
+    """What a run says of a decay that was derived and is not the d12's."""
+    before, after = c.optim, r.optim
+    if not isinstance(before, MuonConfig) or not isinstance(after, MuonConfig):
+        return None
+    if before.weight_decay is not None or after.weight_decay in (None, DECAY):
+        return None
+    return (
+        f"decay    optim.weight_decay {after.weight_decay:.4g} ({DECAY} for depth "
+        f"{REFERENCE_DEPTH} with {Scale().batch_tokens:,} tokens a step)"
+    )
+
+
+def warmup_line(c: Config, r: Resolved) -> str | None:
+    """What a run says of a warm-up that was longer than the run."""
+    before, after = c.optim.schedule.warmup_steps, r.optim.schedule.warmup_steps
+    if before == after:
+        return None
+    return (
+        f"warm-up  optim.schedule.warmup_steps {before} -> {after}: the run has {r.train.steps} "
+        f"step{'s' * (r.train.steps > 1)}"
+    )
+
+
+def summary(r: Resolved, vocab_size: int) -> str:
+    """A comment line: parameters, tokens, and how a step is accumulated."""
+    t = r.train
+    mesh = make_mesh(r.mesh)
+    ways, stages = batch_ways(mesh), mesh.shape["pipeline"]
+    micro = t.batch_size // (ways * t.device_batch_size)
+    repeats, piped = r.mesh.pipeline_repeats, ""
+    if stages > 1:
+        chunks = f" x {repeats} chunks" if repeats > 1 else ""
+        idle = bubble(stages, micro, repeats, r.model.depth)
+        piped = f"; {stages} stages{chunks}, idle {idle:.0%} of the time"
+    return (
+        f"# {horizon(r.model, vocab_size, 1.0):,.0f} parameters in matrices and head; "
+        f"{t.steps * t.batch_size * t.sequence_length:,} tokens, "
+        f"{t.batch_size * t.sequence_length:,} a step: "
+        f"{micro} microbatches x {t.device_batch_size} rows x {ways} devices{piped}"
+    )

@@ -1,0 +1,51 @@
+"""The configuration tree; each section's model lives beside the code that it drives."""
+
+from pathlib import Path
+from typing import Any
+
+from pydantic import BaseModel, Field
+
+from jaxtrain.cluster.processes import ProcessesConfig
+from jaxtrain.data import DataConfig
+from jaxtrain.evaluation.config import EvalConfig
+from jaxtrain.finetune import FinetuneConfig
+from jaxtrain.finetune.config import FullConfig
+from jaxtrain.inference.config import SampleConfig
+from jaxtrain.model import ModelConfig
+from jaxtrain.objectives.preference import NextTokenConfig, ObjectiveConfig
+from jaxtrain.optim import MuonConfig, OptimConfig
+from jaxtrain.parallel import MeshConfig
+from jaxtrain.runs.config import CheckpointConfig, MetricsConfig, RunConfig
+from jaxtrain.settings import Settings
+from jaxtrain.train.config import TrainConfig
+
+
+def section(model: type[BaseModel]) -> Any:
+    return Field(default_factory=model)
+
+
+class Sections(Settings):
+    """What a configuration and its resolved form have in common."""
+
+    run: RunConfig = section(RunConfig)
+    data: DataConfig = section(DataConfig)
+    optim: OptimConfig = section(MuonConfig)
+    finetune: FinetuneConfig = section(FullConfig)
+    objective: ObjectiveConfig = section(NextTokenConfig)
+    mesh: MeshConfig = section(MeshConfig)
+    eval: EvalConfig = section(EvalConfig)
+    sample: SampleConfig = section(SampleConfig)
+    checkpoint: CheckpointConfig = section(CheckpointConfig)
+    metrics: MetricsConfig = section(MetricsConfig)
+    processes: ProcessesConfig = section(ProcessesConfig)
+
+    @property
+    def run_dir(self) -> Path:
+        return Path(self.run.directory) / self.run.name
+
+
+class Config(Sections):
+    """Everything about a run; nothing in it is required."""
+
+    model: ModelConfig = section(ModelConfig)
+    train: TrainConfig = section(TrainConfig)

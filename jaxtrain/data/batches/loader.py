@@ -1,0 +1,305 @@
+"""Batches from a token store: a grain pipeline whose stream depends on (seed, step) alone."""
+
+import time
+import zlib
+from collections.abc import Iterator, Mapping
+from concurrent.futures import ThreadPoolExecutor
+from functools import partial
+from itertools import chain
+from pathlib import Path
+from typing import Any
+
+import grain
+import numpy as np
+
+from jaxtrain.data.batches.augment import Augment
+from jaxtrain.data.batches.mixture import Plan, Planned, last_epoch, packed, spans, weights_of
+from jaxtrain.data.batches.packing import PACKINGS, Batch, PaddedConfig, assemble, padded
+from jaxtrain.data.batches.planning import Planner, Stream
+from jaxtrain.data.chat.conversations import fitting, shares
+from jaxtrain.data.config import DataConfig
+from jaxtrain.data.preference.pairs import PairBatch, References, judged, texts_of_pairs
+from jaxtrain.data.store.store import TokenStore
+from jaxtrain.settings import UserError
+
+READ_THREADS = 2
+ORDER = 2  # of the documents; another one for each change of what is planned from the same data
+
+Stores = TokenStore | Mapping[str, TokenStore]  # one, or those of a mixture by name
+
+
+class Loader(Iterator[Batch | PairBatch]):
+    """Endless batches of this process's rows, read ahead by threads.
+
+    `get_state` is small JSON, the same on every process, and says what the consumer has seen:
+    passed as `state` to `train_batches` it continues with the next batch, bit for bit, on any
+    number of processes. Use it in a `with`, or call `close`.
+    """
+
+    def __init__(
+        self,
+        batches: grain.DatasetIterator,
+        plan: Plan,
+        identity: dict[str, Any],
+        readers: ThreadPoolExecutor | None,
+        conversations: dict[str, dict[str, int]],
+    ):
+        self._batches: grain.DatasetIterator | None = batches
+        self._plan, self._identity, self._readers = plan, identity, readers
+        self._position = batches.get_state()
+        self._before = self._position  # that of the last batch
+        self.wait_s = 0.0  # that the last batch was waited for
+        self.conversations = conversations  # of each source: their number, and what was left out
+
+    def __next__(self) -> Batch | PairBatch:
+        if self._batches is None:
+            raise StopIteration
+        begin = time.perf_counter()
+        batch = next(self._batches)
+        self.wait_s = time.perf_counter() - begin
+        self._before, self._position = self._position, self._batches.get_state()
+        return batch
+
+    def __enter__(self) -> "Loader":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def get_state(self) -> dict[str, Any]:
+        return {**self._identity, "position": self._position}
+
+    def statistics(self) -> dict[str, float]:
+        """`data_crop` and `data_fill`: the parts of the tokens met so far that packing dropped,
+        and of the rows that are no padding; `data_epochs`, the passes over the source; once there
+        is a whole one, of the last: `data_epoch_crop`, `data_epoch_fill`, and how many documents
+        lost their end and were left out, `data_epoch_cropped` and `data_epoch_left_out`. Of a
+        mixture these names end in _NAME of the source, and there is its share of the rows,
+        `data_share_NAME`. Of conversations `data_truncated` and `data_left_out`, the parts of them
+        that lose their end and that `too_long` does not let in."""
+        return self._plan.statistics(self._position) | shares(self.conversations)
+
+    def ended(self) -> list[str]:
+        """What to say of each source of which an epoch, or its last one, ended in the last batch.
+
+        Epochs 1 to 9 are told, then 10, 20, ..., 90, then 100, 200 and so on.
+        """
+        said = []
+        for name, state in self._position["sources"].items():
+            whole, before = state["whole"], self._before["sources"][name]["whole"]
+            if any(int(str(n)[1:] or 0) == 0 for n in range(before + 1, whole + 1)):
+                said.append(f"{name}: epoch {whole} is over: {packed(last_epoch(state))}")
+        limits = self._identity.get("max_epochs", {})
+        names = [n for n in self._position["spent"] if n not in self._before["spent"]]
+        return said + [
+            f"source {name} has had its max_epochs, {limits[name]:g}; the others take its share"
+            for name in names
+        ]
+
+    def close(self) -> None:
+        """Stops reading ahead; the state stays readable."""
+        if self._batches is not None:
+            self._batches.close()
+            self._batches = None
+        if self._readers is not None:
+            self._readers.shutdown(cancel_futures=True)
+
+
+def train_batches(
+    train: Stores,
+    *,
+    config: DataConfig,
+    batch_size: int,
+    sequence_length: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    segments: bool = False,
+    state: dict[str, Any] | None = None,
+    augment: Augment | None = None,
+    references: References | None = None,
+) -> Loader:
+    """Training batches of `batch_size` rows over all processes, each process a contiguous part.
+
+    Of preferences they are `pairs.PairBatch`, with these references if there are any.
+
+    In a stage whose rows are shorter, T/k, there are k times as many. `segments` adds segments_BT
+    and positions_BT, for attention within documents; padded packing always has them. `augment` is
+    what `make_augment` makes of the configuration. Raises
+    UserError if a corpus is smaller than one row, if the rows cannot be dealt evenly, or if `state`
+    belongs to another stream.
+    """
+    stores, counted = fitting(stores_of(train), config, sequence_length)
+    share = _share_of_process(batch_size, process_index, process_count)
+    plan = make_plan(stores, config, batch_size, sequence_length)
+    segments = segments or config.packing.name == "padded"
+    readers = ThreadPoolExecutor(config.workers) if config.workers > 1 else None
+
+    def batch(planned: Planned) -> Batch | PairBatch:
+        mine = planned.rows[share.start * planned.cut : share.stop * planned.cut]
+        rows = [texts_of_pairs(stores[name], row) for name, row in mine]
+        length = sequence_length // planned.cut
+        options: dict[str, Any] = {}
+        if readers is not None:
+            options = {"workers": config.workers, "mapped": readers.map}
+        if augment is not None:
+            options["change"] = partial(augment, planned.step, share.start * planned.cut)
+        found = assemble(rows, length, segments=segments, **options)
+        if next(iter(stores.values())).pairs is None:
+            return found
+        return judged(found, [(stores[name], row, name) for name, row in mine], references)
+
+    data = _PlannedBatches(plan).map(batch)
+    if config.workers:
+        data = grain.experimental.ThreadPrefetchIterDataset(
+            data, prefetch_buffer_size=config.prefetch
+        )
+    batches = iter(data)
+    identity = {
+        "packing": config.packing.model_dump(),
+        "order": ORDER,
+        "seed": config.seed,
+        "batch_size": batch_size,
+        "sequence_length": sequence_length,
+        "augment": config.augment.model_dump(),
+        "stages": [stage.model_dump() for stage in config.stages],
+        "data": {name: store.fingerprint for name, store in stores.items()},
+    }
+    if config.train.name == "mixture":
+        limits = {name: part.max_epochs for name, part in config.train.sources.items()}
+        identity |= {"weights": weights_of(config.train), "max_epochs": limits}
+    if state is not None:
+        _check_state(state, identity, stores)
+        batches.set_state(state["position"])
+    return Loader(batches, plan, identity, readers, counted)
+
+
+def stores_of(train: Stores) -> dict[str, TokenStore]:
+    """By name; a single store is named train."""
+    return {"train": train} if isinstance(train, TokenStore) else dict(train)
+
+
+def make_plan(
+    stores: dict[str, TokenStore], config: DataConfig, batch_size: int, sequence_length: int
+) -> Plan:
+    """What decides the rows of every batch."""
+    planners: dict[str, Planner] = {}
+    for name, store in stores.items():
+        if store.tokens + store.documents < sequence_length + 1 and not store.marked:
+            of = "the training split" if len(stores) == 1 else f"the source {name}"
+            raise UserError(
+                f"{of} has {store.tokens} tokens, fewer than one row of "
+                f"sequence_length {sequence_length}; use more text or a shorter sequence"
+            )
+        # The order of a source must not depend on the others, nor be theirs.
+        key, limit = (config.seed,), None
+        if config.train.name == "mixture":
+            key += (zlib.crc32(name.encode()),)
+            limit = config.train.sources[name].max_epochs
+        make = PACKINGS[config.packing.name]
+        planners[name] = make(store, config.packing, sequence_length, *key, max_epochs=limit)
+    step_tokens = batch_size * sequence_length
+    stages = spans(config.stages, weights_of(config.train), sequence_length, step_tokens)
+    return Plan(planners, stages, batch_size)
+
+
+def validation_batches(
+    store: TokenStore,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    process_index: int = 0,
+    process_count: int = 1,
+    segments: bool = False,
+) -> Iterator[Batch]:
+    """The whole split once, in order: row i predicts tokens iT+1 .. iT+T of the stream.
+
+    Every token but the first BOS is a target of weight 1 exactly once; what fills up the last row
+    and the last batch has weight 0. All processes get the same number of batches.
+    """
+    share = _share_of_process(batch_size, process_index, process_count)
+    if store.marked:
+        yield from _validation_conversations(store, batch_size, share, sequence_length)
+        return
+    stream = Stream(store)
+    last = stream.size - 1  # the last token is only a target
+    count = -(-last // sequence_length)
+
+    def batch(step: int) -> Batch:
+        starts = [(step * batch_size + row) * sequence_length for row in share]
+        sizes = [max(0, min(sequence_length + 1, stream.size - start)) for start in starts]
+        rows = [(store, stream.window(start, size)) for start, size in zip(starts, sizes)]
+        return assemble(rows, sequence_length, segments=segments)
+
+    steps = grain.MapDataset.range(-(-count // batch_size)).map(batch)
+    batches = iter(steps.to_iter_dataset(grain.ReadOptions(READ_THREADS, 4)))
+    try:
+        yield from batches
+    finally:
+        batches.close()
+
+
+def _validation_conversations(
+    store: TokenStore, batch_size: int, share: range, length: int
+) -> Iterator[Batch]:
+    """Every conversation once, whole or cut to a row, apart from the others in its row."""
+    planner = padded(store, PaddedConfig(buffer=store.documents), length, 0, max_epochs=1.0)
+    rows = list(chain.from_iterable(iter(planner.unit, None)))
+    # The last ones are of what fitted nowhere: a validation that looks at a part shall see all.
+    rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
+    for first in range(0, len(rows), batch_size):
+        mine = [first + row for row in share]
+        planned = [(store, rows[i] if i < len(rows) else []) for i in mine]
+        yield assemble(planned, length, segments=True)
+
+
+class _PlannedBatches(grain.IterDataset):
+    """The rows of each whole batch, planned in order; to be iterated once."""
+
+    def __init__(self, plan: Plan):
+        super().__init__()
+        self._plan = plan
+
+    def __iter__(self) -> "_PlannedBatchesIterator":
+        return _PlannedBatchesIterator(self._plan)
+
+
+class _PlannedBatchesIterator(grain.DatasetIterator):
+    def __init__(self, plan: Plan):
+        super().__init__()
+        self._plan = plan
+
+    def __next__(self) -> Planned:
+        return self._plan.next_batch()
+
+    def get_state(self) -> dict[str, Any]:
+        return self._plan.get_state()
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self._plan.set_state(state)
+
+
+def _share_of_process(batch_size: int, process_index: int, process_count: int) -> range:
+    if batch_size % process_count:
+        raise UserError(
+            f"a batch of {batch_size} rows cannot be shared by {process_count} processes"
+        )
+    share = batch_size // process_count
+    return range(process_index * share, (process_index + 1) * share)
+
+
+def _check_state(
+    state: dict[str, Any], identity: dict[str, Any], stores: dict[str, TokenStore]
+) -> None:
+    for key, value in identity.items():
+        if state.get(key) == value:
+            continue
+        lost = [path for store in stores.values() for path in store.skipped]
+        if key == "data" and lost:
+            raise UserError(
+                f"a run that began with the whole data cannot go on without {', '.join(lost)}; "
+                f"delete {Path(lost[0]).parent} to have it prepared again, or set run.name to "
+                "start another run"
+            )
+        raise UserError(
+            f"the data position was saved with {key} {state.get(key)}, but this run has {value}"
+        )

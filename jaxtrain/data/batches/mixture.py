@@ -1,0 +1,262 @@
+"""Several sources in exact proportions, in stages: which source gives each row of every step.
+
+A source's turns are chosen by how far it is behind its share (Tijdeman 1980, "The chairman
+assignment problem"), not at random: after any number of rows each source has had its share of them
+to within one row. Each source keeps a plan and an order of its own.
+"""
+
+from bisect import bisect_right
+from collections.abc import Mapping, Sequence
+from itertools import accumulate
+from typing import Any, Literal, NamedTuple
+
+from pydantic import Field, model_validator
+
+from jaxtrain.data.batches.planning import Counts, Planner, Row
+from jaxtrain.data.files.sources import Source
+from jaxtrain.data.filters.duplicates import Duplicates
+from jaxtrain.settings import Settings, UserError
+
+
+class MixturePart(Settings):
+    """One source of a mixture."""
+
+    source: Source = Field(description="Where its text comes from")
+    weight: float = Field(
+        default=1.0, ge=0, description="Its share of the rows, relative to the other sources"
+    )
+    max_epochs: float | None = Field(
+        default=None,
+        gt=0,
+        description="Passes over this source after which the others take its share; null: no limit",
+    )
+
+
+class MixtureSource(Settings):
+    """Several named sources, each with its share of the rows."""
+
+    name: Literal["mixture"] = "mixture"
+    sources: dict[str, MixturePart] = Field(min_length=1, description="The parts by name")
+    filters: tuple[Duplicates, ...] = Field(
+        default=(),
+        description="exact_duplicates or near_duplicates of all sources together, after their own "
+        "filters: the copy in the first source stays. Conversations are left alone",
+    )
+    first: str | None = Field(
+        default=None,
+        description="Source that keeps its copy before all others; default the order of `sources`",
+    )
+
+    @model_validator(mode="after")
+    def _first_is_a_source(self) -> "MixtureSource":
+        if self.first is not None and self.first not in self.sources:
+            raise ValueError(
+                f"first names {self.first!r}, but the sources are {', '.join(self.sources)}"
+            )
+        return self
+
+
+class Stage(Settings):
+    """A part of the run with a mixture and a sequence length of its own."""
+
+    tokens: int | None = Field(
+        default=None,
+        gt=0,
+        description="Training tokens of this stage, to the nearest step; null: to the end",
+    )
+    sequence_length: int | None = Field(
+        default=None,
+        ge=2,
+        description="Tokens in a row, which divides train.sequence_length; there are so many more "
+        "rows that a step keeps its tokens; default train.sequence_length",
+    )
+    weights: dict[str, float] | None = Field(
+        default=None,
+        description="Shares of the rows by source, none for those not named; default their weight",
+    )
+
+
+class Span(NamedTuple):
+    """A stage as the planner sees it."""
+
+    first_step: int
+    weights: dict[str, float]
+    cut: int  # rows to a unit of T tokens
+
+
+def weights_of(train: Source | MixtureSource) -> dict[str, float]:
+    """The share of each named source; a single one is named train."""
+    if train.name != "mixture":
+        return {"train": 1.0}
+    return {name: part.weight for name, part in train.sources.items()}
+
+
+def sources_of(train: Source | MixtureSource) -> dict[str, Source]:
+    """The sources by name; a single one is named train."""
+    if train.name != "mixture":
+        return {"train": train}
+    return {name: part.source for name, part in train.sources.items()}
+
+
+def named(train: Source | MixtureSource, most: int = 4) -> str:
+    """Where the text comes from, for the screen: the path of each source, at most so many."""
+    paths = [source.path for source in sources_of(train).values()]
+    more = f" and {len(paths) - most} more" if len(paths) > most else ""
+    return ", ".join(paths[:most]) + more
+
+
+def check_stages(stages: Sequence[Stage], sources: Sequence[str], weights: Sequence[float]) -> None:
+    """Raises ValueError for stages that contradict each other or the sources."""
+    for number, stage in enumerate(stages, 1):
+        if stage.tokens is None and number < len(stages):
+            raise ValueError(f"stage {number} of {len(stages)} needs tokens: it is not the last")
+        for name, weight in (stage.weights or {}).items():
+            if name not in sources:
+                raise ValueError(
+                    f"stage {number} weighs {name!r}, but the sources are {', '.join(sources)}"
+                )
+            if weight < 0:
+                raise ValueError(f"stage {number} gives {name!r} the weight {weight}, below 0")
+        if not any(weights if stage.weights is None else stage.weights.values()):
+            raise ValueError(f"stage {number} gives every source the weight 0")
+    if not stages and not any(weights):
+        raise ValueError("every source has the weight 0")
+
+
+def check_lengths(stages: Sequence[Stage], sequence_length: int) -> None:
+    """Raises UserError for a stage whose sequence length does not divide that of the run."""
+    for number, stage in enumerate(stages, 1):
+        if sequence_length % (stage.sequence_length or sequence_length):
+            raise UserError(
+                f"data.stages: stage {number} has sequence_length {stage.sequence_length}, which "
+                f"does not divide train.sequence_length {sequence_length}"
+            )
+
+
+def spans(
+    stages: Sequence[Stage], weights: dict[str, float], sequence_length: int, step_tokens: int
+) -> list[Span]:
+    """The stages by their first step. Raises UserError for a length that does not divide T."""
+    firsts = accumulate((round((s.tokens or 0) / step_tokens) for s in stages), initial=0)
+    check_lengths(stages, sequence_length)
+    found = []
+    for first, stage in zip(firsts, stages or [Stage()]):
+        given = weights if stage.weights is None else stage.weights
+        live = {name: given[name] for name in weights if given.get(name)}
+        length = stage.sequence_length or sequence_length
+        found.append(Span(first, live, sequence_length // length))
+    return found
+
+
+def turn(weights: Mapping[str, float], counts: Mapping[str, int]) -> str:
+    """Whose turn it is, where `counts` says how many each has had of the turns so far.
+
+    Of those that are due, the one that would be late first; every share is then kept to
+    1 - 1/(2k-2) turns for k names (Tijdeman 1980).
+    """
+    if len(weights) == 1:
+        return next(iter(weights))
+    total = sum(weights.values())
+    turns = 1 + sum(counts[name] for name in weights)
+    slack = 1 / (2 * len(weights) - 2)
+    behind = {name: weight / total * turns - counts[name] for name, weight in weights.items()}
+    due = [name for name in weights if behind[name] >= slack - 1e-9]
+    return min(due, key=lambda name: (1 - slack - behind[name]) / weights[name])
+
+
+class Planned(NamedTuple):
+    """The rows of one batch, each with the name of its source; units of `cut` rows."""
+
+    rows: list[tuple[str, Row]]
+    cut: int
+    step: int
+
+
+class Plan:
+    """Plans whole batches of `batch_size` units, one after the other."""
+
+    def __init__(self, planners: dict[str, Planner], spans: list[Span], batch_size: int):
+        self.planners, self.spans, self.batch_size = planners, spans, batch_size
+        self.firsts = [span.first_step for span in spans]
+        self.step = 0
+        self.turns = dict.fromkeys(planners, 0)  # since the shares last changed
+        self.units = dict.fromkeys(planners, 0)
+        self.spent: list[str] = []  # sources that have had their last epoch
+
+    def next_batch(self) -> Planned:
+        span = self.spans[bisect_right(self.firsts, self.step) - 1]
+        if span.first_step == self.step:
+            self.turns = dict.fromkeys(self.planners, 0)
+        rows = [row for _ in range(self.batch_size) for row in self._unit(span)]
+        self.step += 1
+        return Planned(rows, span.cut, self.step - 1)
+
+    def _unit(self, span: Span) -> list[tuple[str, Row]]:
+        while live := {n: w for n, w in span.weights.items() if n not in self.spent}:
+            name = turn(live, self.turns)
+            rows = self.planners[name].unit(span.cut)
+            if rows is not None:
+                self.turns[name] += 1
+                self.units[name] += 1
+                return [(name, row) for row in rows]
+            self.spent.append(name)
+            self.turns = dict.fromkeys(self.planners, 0)
+        raise UserError(
+            f"step {self.step + 1}: all sources of this stage have reached their max_epochs "
+            f"({', '.join(span.weights)}); allow more epochs, add text or take fewer steps"
+        )
+
+    def get_state(self) -> dict[str, Any]:
+        return {
+            "step": self.step,
+            "turns": dict(self.turns),
+            "units": dict(self.units),
+            "spent": list(self.spent),
+            "sources": {name: p.get_state() for name, p in self.planners.items()},
+        }
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.step, self.spent = state["step"], list(state["spent"])
+        self.turns, self.units = dict(state["turns"]), dict(state["units"])
+        for name, planner in self.planners.items():
+            planner.set_state(state["sources"][name])
+
+    def statistics(self, state: dict[str, Any]) -> dict[str, float]:
+        """Of the stream up to a state: parts of the tokens dropped and of the rows filled; of
+        each source its epochs and what packing did in the last whole one, and, of several, its
+        share of the rows."""
+        parts = state["sources"]
+        whole = Counts(*map(sum, zip(*(part["counts"] for part in parts.values()))))
+        found = {f"data_{kind}": share for kind, share in shares_of(whole).items()}
+        rows, several = max(sum(state["units"].values()), 1), len(parts) > 1
+        for name, planner in self.planners.items():
+            tail = f"_{name}" if several else ""
+            if several:
+                found[f"data_share{tail}"] = state["units"][name] / rows
+            found[f"data_epochs{tail}"] = planner.epochs(parts[name])
+            if parts[name]["whole"]:
+                epoch = last_epoch(parts[name])
+                found |= {f"data_epoch_{kind}{tail}": x for kind, x in shares_of(epoch).items()}
+                found[f"data_epoch_cropped{tail}"] = epoch.cropped
+                found[f"data_epoch_left_out{tail}"] = epoch.left_out
+        return found
+
+
+def last_epoch(state: dict[str, Any]) -> Counts:
+    """Of a source's state: what packing did in the last whole epoch."""
+    return Counts(*state["began"]) - Counts(*state["before"])
+
+
+def shares_of(counts: Counts) -> dict[str, float]:
+    """`crop`, the part of the tokens that are in no row, and `fill`, of the rows that is text."""
+    used, dropped, padding = counts[:3]
+    return {"crop": dropped / max(used + dropped, 1), "fill": used / max(used + padding, 1)}
+
+
+def packed(counts: Counts) -> str:
+    """What packing did, as a phrase."""
+    share = shares_of(counts)
+    return (
+        f"{counts.cropped:,} cropped ({share['crop']:.2%} of the tokens), "
+        f"{counts.left_out:,} left out, {1 - share['fill']:.2%} of the rows is padding"
+    )

@@ -1,0 +1,175 @@
+"""How documents fill the rows of a batch: the packings, and their rows as arrays of tokens."""
+
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Annotated, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from jaxtrain.data.batches import augment
+from jaxtrain.data.batches.planning import BestFit, Concat, Planner, Row
+from jaxtrain.data.store.encode import without_marks
+from jaxtrain.data.store.store import TokenStore
+from jaxtrain.settings import Settings, UserError
+
+MOST_CUT = 0.75  # of all tokens; more means that the documents do not suit the packing
+BUFFER = "Documents to choose those that fit from"
+
+
+class ConcatConfig(Settings):
+    """All documents as one stream, cut into rows that may start inside a document."""
+
+    name: Literal["concat"] = "concat"
+
+
+class BestFitConfig(Settings):
+    """Every row starts with BOS and is full: documents that fit, then the beginning of the shortest
+    that waits, whose end waits for a later row."""
+
+    name: Literal["best_fit"] = "best_fit"
+    buffer: int = Field(default=1000, gt=0, description=BUFFER)
+    long_documents: Literal["split", "crop"] = Field(
+        default="split",
+        description="A document longer than a row becomes several, or loses its end",
+    )
+    carry_tails: bool = Field(
+        default=True,
+        description="The end of a document that is cut waits, after a BOS of its own, for a later "
+        "row; false, as in nanochat: it is lost for this epoch, which takes most from the shortest",
+    )
+
+
+class PaddedConfig(Settings):
+    """Whole documents that fit, cropped to a row; what stays free is padding of weight 0."""
+
+    name: Literal["padded"] = "padded"
+    buffer: int = Field(default=1000, gt=0, description=BUFFER)
+
+
+PackingConfig = Annotated[ConcatConfig | BestFitConfig | PaddedConfig, Field(discriminator="name")]
+
+
+class Batch(NamedTuple):
+    """One process's part of a batch, as numpy arrays [B, T]; no weight: no label at that place."""
+
+    tokens_BT: np.ndarray  # int32
+    targets_BT: np.ndarray  # int32, the token that follows
+    weights_BT: np.ndarray  # float32, 1 for a target that counts, else 0
+    segments_BT: np.ndarray | None  # int32, documents of the row from 1; 0 is padding
+    positions_BT: np.ndarray | None  # int32, from 0 in every segment
+
+
+def concat(
+    store: TokenStore,
+    config: ConcatConfig,
+    length: int,
+    *key: int,
+    max_epochs: float | None = None,
+) -> Concat:
+    return Concat(store, length, *key, max_epochs=max_epochs)
+
+
+def best_fit(
+    store: TokenStore,
+    config: BestFitConfig,
+    length: int,
+    *key: int,
+    max_epochs: float | None = None,
+) -> BestFit:
+    split = config.long_documents == "split"
+    if not split:
+        _check_documents_fit(store, "best_fit, long_documents crop,", length)
+    options = {"fill": True, "split": split, "carry": config.carry_tails}
+    return BestFit(store, config.buffer, length, *key, **options, max_epochs=max_epochs)
+
+
+def padded(
+    store: TokenStore,
+    config: PaddedConfig,
+    length: int,
+    *key: int,
+    max_epochs: float | None = None,
+) -> BestFit:
+    _check_documents_fit(store, "padded", length)
+    options = {"fill": False, "split": False}
+    return BestFit(store, config.buffer, length, *key, **options, max_epochs=max_epochs)
+
+
+# One row a packing: (store, its config, T, *seeds, max_epochs=) -> what plans the rows.
+PACKINGS: dict[str, Callable[..., Planner]] = {
+    "concat": concat,
+    "best_fit": best_fit,
+    "padded": padded,
+}
+
+
+def assemble(
+    rows: list[tuple[TokenStore, Row]],
+    length: int,
+    *,
+    segments: bool,
+    workers: int = 1,
+    mapped: Callable[..., Iterable[None]] = map,
+    change: Callable[[int, augment.Row], None] | None = None,
+) -> Batch:
+    """Reads the tokens of planned rows of at most T+1 tokens and lays them out as [B, T] arrays.
+
+    The rows are shared by `workers` calls of a function that is `mapped` over them. `change`, if
+    there is one, is called with each row and its number.
+    """
+    shape = (len(rows), length)
+    tokens_BT, targets_BT = np.empty(shape, np.int32), np.empty(shape, np.int32)
+    weights_BT = np.zeros(shape, np.float32)
+    segments_BT = positions_BT = None
+    if segments:
+        segments_BT, positions_BT = np.zeros(shape, np.int32), np.zeros(shape, np.int32)
+    place = np.arange(length, dtype=np.int32)
+
+    def lay_all(indices: Sequence[int]) -> None:
+        stores = {id(rows[index][0]): rows[index][0] for index in indices}
+        parts: dict[int, list[tuple[int, int, int]]] = {key: [] for key in stores}
+        for index in indices:
+            parts[id(rows[index][0])] += [(p.document, p.start, p.stop) for p in rows[index][1]]
+        read = {key: store.read_many(parts[key]) for key, store in stores.items()}
+        for index in indices:
+            lay(index, read[id(rows[index][0])])
+
+    def lay(index: int, read: Iterator[np.ndarray]) -> None:
+        (store, row), at = rows[index], 0
+        ids, pieces = np.full(length + 1, store.bos_id, np.int32), []
+        learned = np.zeros(length + 1, np.float32)
+        for number, (_, bos, start, stop) in enumerate(row, 1):
+            first, at = at, at + bos + stop - start
+            tokens = next(read)
+            if store.marked:
+                tokens, learned[first + bos : at] = without_marks(tokens)
+            ids[first + bos : at] = tokens
+            pieces.append((first + bos, at))
+            if segments_BT is not None and positions_BT is not None:
+                segments_BT[index, first:at] = number
+                positions_BT[index, first:at] = place[: min(at, length) - first]
+        if not store.marked:
+            learned[1:at] = 1
+        tokens_BT[index], weights_BT[index] = ids[:-1], learned[1:]
+        if change is not None:
+            change(index, augment.Row(ids, weights_BT[index], pieces, tokens_BT[index]))
+        targets_BT[index] = ids[1:]
+
+    shares = [range(len(rows))[start::workers] for start in range(min(workers, len(rows)))]
+    deque(mapped(lay_all, shares), 0)
+    return Batch(tokens_BT, targets_BT, weights_BT, segments_BT, positions_BT)
+
+
+def _check_documents_fit(store: TokenStore, packing: str, length: int) -> None:
+    cut = float(np.maximum(store.lengths.astype(np.int64) - length, 0).sum()) / store.tokens
+    if cut > MOST_CUT:
+        if store.marked:
+            raise UserError(
+                f"train.sequence_length {length} would cut {cut:.0%} of the tokens off the "
+                f"conversations: half of them are longer than {int(np.median(store.lengths))}"
+            )
+        raise UserError(
+            f"data.packing {packing} would drop {cut:.0%} of the tokens, because the documents are "
+            f"longer than sequence_length {length}; use concat, or cut the text into paragraphs"
+        )

@@ -1,0 +1,424 @@
+"""Which tokens make up each training row, decided from document lengths alone.
+
+A row of T+1 tokens is a list of `Piece`s. Since no token is read to plan, every process plans the
+same rows and then reads only its own: the stream depends on the seed and the row, not on workers.
+Rows are planned in units of T tokens: one row, or `cut` rows of T/cut while the sequence length of
+a run warms up; what has been seen of a corpus does not depend on how the units were cut.
+
+An epoch is placed to its last document before the next begins, in the same row if there is room:
+every document has been used as often as any other, or once less, whenever a row ends.
+"""
+
+from collections import OrderedDict, deque
+from collections.abc import Iterable
+from functools import lru_cache
+from itertools import chain
+from typing import Any, NamedTuple
+
+import numpy as np
+from grain.experimental import index_shuffle
+
+from jaxtrain.data.store.store import TokenStore
+
+LISTED = 1 << 16  # below, a list is faster than grain's cipher, which slows down as 1 / count
+DRAWN_AT_ONCE = 1024  # parts whose place in the corpus is looked up together
+REFILL = 7 / 8  # one by one costs time, and as new documents come alone they fit less often
+GOLDEN = (5**0.5 - 1) / 2  # steps of it around a circle are spread evenly, however many there are
+
+
+class Piece(NamedTuple):
+    """Tokens start..stop of a document, after BOS if `bos`."""
+
+    document: int
+    bos: bool
+    start: int
+    stop: int
+
+
+class Fragment(NamedTuple):
+    """Tokens start..stop of a document that wait for a row; `lost` of them were left out before."""
+
+    document: int
+    start: int
+    stop: int
+    lost: int
+
+
+Row = list[Piece]
+
+
+class Counts(NamedTuple):
+    """What became of the documents of some rows."""
+
+    used: int = 0  # tokens in rows, each BOS among them
+    dropped: int = 0  # tokens in no row
+    padding: int = 0  # places of rows without a token
+    cropped: int = 0  # documents, or parts of them, that lost their end
+    left_out: int = 0  # documents of which nothing was used
+
+    def __sub__(self, other: "Counts") -> "Counts":
+        return Counts(*(a - b for a, b in zip(self, other)))
+
+
+@lru_cache(maxsize=64)
+def draw(*key: int) -> int:
+    """32 random bits that are a function of `key`."""
+    return int(np.random.SeedSequence(key).generate_state(1)[0])
+
+
+def permute(index: int, count: int, *key: int) -> int:
+    """Element `index` of a permutation of range(count) that is a function of `key`."""
+    if count <= LISTED:
+        return int(_permutation(count, *key)[index])
+    return index_shuffle(index, count - 1, draw(*key), 4)
+
+
+@lru_cache(maxsize=16)
+def _permutation(count: int, *key: int) -> np.ndarray:
+    return np.argsort(np.random.SeedSequence(key).generate_state(count, np.uint64))
+
+
+class Stream:
+    """All documents in stored order, each after its BOS, as one circular sequence of tokens."""
+
+    def __init__(self, store: TokenStore):
+        self.ends = np.cumsum(store.lengths.astype(np.int64) + 1)
+        self.size = int(self.ends[-1])
+
+    def window(self, start: int, count: int) -> Row:
+        """The pieces of tokens start..start+count, going on at the beginning after the end."""
+        start %= self.size
+        document = int(np.searchsorted(self.ends, start, side="right"))
+        pieces = []
+        while count:
+            begin = int(self.ends[document - 1]) if document else 0
+            stop = min(start + count, int(self.ends[document]))
+            first = start - begin  # 0 is the BOS
+            pieces.append(Piece(document, first == 0, max(first - 1, 0), stop - begin - 1))
+            count -= stop - start
+            document = (document + 1) % len(self.ends)
+            start = stop if document else 0
+        return pieces
+
+
+class Concat:
+    """Unit u, for any u: a window of the stream, in an order of its own in every epoch.
+
+    An epoch is a tape: a BOS, then the whole circle from an offset drawn for the epoch, so that
+    documents are cut at other places each time. The tapes of all epochs, end to end, are cut into
+    windows of T tokens, which overlap by the one token that is only a target. The windows inside an
+    epoch are shuffled; the one across its end stays between it and the next.
+    """
+
+    def __init__(self, store: TokenStore, length: int, *key: int, max_epochs: float | None = None):
+        self.stream, self.length, self.key, self.drawn = Stream(store), length, key, 0
+        self.tape = self.stream.size + 1
+        self.allowed = None if max_epochs is None else int(max_epochs * self.tape)
+
+    def unit(self, cut: int = 1) -> list[Row] | None:
+        """`cut` rows of T/cut + 1 tokens; None when the last epoch is over."""
+        if self._over():
+            return None
+        start, part = self._start(self.drawn), self.length // cut
+        self.drawn += 1
+        return [self._window(start + i * part, part + 1) for i in range(cut)]
+
+    def get_state(self) -> dict[str, Any]:
+        used = self.drawn * self.length
+        left = self.allowed - used if self.allowed is not None and self._over() else 0
+        ends = used // self.tape * self.tape, max(used // self.tape - 1, 0) * self.tape
+        counts = {"counts": Counts(used, left), "began": Counts(ends[0]), "before": Counts(ends[1])}
+        state = {"drawn": self.drawn, "whole": used // self.tape}
+        return state | {name: [*count] for name, count in counts.items()}
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.drawn = state["drawn"]
+
+    def epochs(self, state: dict[str, Any]) -> float:
+        """Passes over the corpus up to a state."""
+        return state["drawn"] * self.length / self.tape
+
+    def _over(self) -> bool:
+        return self.allowed is not None and (self.drawn + 1) * self.length > self.allowed
+
+    def _start(self, unit: int) -> int:
+        """Where on the tapes the window stands that is unit number `unit`."""
+        epoch = unit * self.length // self.tape
+        first = -(-epoch * self.tape // self.length)  # window inside the epoch
+        count = (epoch + 1) * self.tape // self.length - first
+        if unit < first + count:
+            unit = first + permute(unit - first, count, *self.key, epoch)
+        return unit * self.length
+
+    def _window(self, start: int, count: int) -> Row:
+        """The pieces of places start..start+count of the tapes."""
+        row: Row = []
+        while count:
+            epoch, at = divmod(start, self.tape)
+            taken = min(count, self.tape - at)
+            start, count = start + taken, count - taken
+            offset = self.stream.size * draw(*self.key, epoch, 1) >> 32
+            if at:
+                row += self.stream.window(offset + at - 1, taken)
+                continue
+            first, *rest = self.stream.window(offset, max(taken - 1, 1))
+            if taken == 1 or first.bos:
+                row.append(Piece(first.document, True, first.start, first.start))
+            if taken > 1:
+                row += [first._replace(bos=True), *rest]
+        return row
+
+
+class BestFit:
+    """Plans rows one after the other from a buffer of shuffled documents.
+
+    While a row has room for more than two documents of middle size, the one that waits longest is
+    placed, so that the order stays a random one. Then one that fills the row exactly, or two that
+    do together; else the one that waits longest, or the largest that fits. When none fits, the
+    row is closed (`fill` off), or the shortest fills it exactly and loses its end, as in nanochat;
+    or the end goes back to the buffer (`carry`). Unlike there, a document longer than a row is
+    split into parts, or cropped, before it enters the buffer: nanochat keeps such documents until
+    nothing else is left, and never uses the longest. One place that is left is a BOS, of nothing.
+
+    The buffer is a queue for each size and a set of the sizes there are, as the bits of an integer:
+    finding what fits is a few operations on T bits, whatever the buffer holds. The same bits in
+    reverse, shifted by the room, meet them where two sizes fill it.
+    """
+
+    def __init__(
+        self,
+        store: TokenStore,
+        buffer: int,
+        length: int,
+        *key: int,
+        fill: bool,
+        split: bool,
+        carry: bool = False,
+        max_epochs: float | None = None,
+    ):
+        self.lengths, self.length, self.key = store.lengths, length, key
+        self.fill, self.split, self.carry = fill, split, carry
+        parts = -(-self.lengths.astype(np.int64) // length) if split else np.ones_like(self.lengths)
+        parts = np.maximum(parts, 1)
+        self.ends = np.cumsum(parts, dtype=np.int64)  # parts up to each document
+        self.weights, self.weighed = store.weights, np.empty(0)
+        if self.weights is not None:
+            self.weighed = np.cumsum(self.weights * parts)  # what they weigh together
+        self.count = int(self.ends[-1])  # parts of an epoch
+        self.limit = None if max_epochs is None else int(max_epochs * self.count)
+        self.buffer_size = min(buffer, self.count)
+        self.low = self.buffer_size * REFILL  # of so few documents the buffer is filled up again
+        self.cut = 1
+        self.waiting: OrderedDict[int, Fragment] = OrderedDict()  # by number, as they came
+        self.queues: dict[int, deque[int]] = {}  # numbers by size, which is tokens with BOS
+        self.came = self.held = 0  # fragments that ever came; tokens of those that wait
+        self.sizes = self.reverse = 0  # bit n, and bit T+1 - n: there is a queue of size n
+        self.drawn = self.used = self.dropped = self.padding = self.cropped = self.left_out = 0
+        self.whole = 0  # epochs that are over
+        self.began = self.before = Counts()  # up to this epoch, and up to the one before
+        self._next: deque[Fragment] = deque()  # what `drawn` counts up to, looked up ahead
+
+    def unit(self, cut: int = 1) -> list[Row] | None:
+        """`cut` rows of at most T/cut + 1 tokens; None when the last epoch is over."""
+        if cut != self.cut:
+            self.cut, before = cut, list(self.waiting.values())
+            self._empty()
+            self._put(before)
+        capacity = self.length // cut + 1
+        rows, rooms = zip(*(self._row(capacity) for _ in range(cut)))
+        if not any(rows) or (self.fill and any(rooms)):  # the epochs ended before the unit was full
+            self._take_back(rows, capacity)
+            return None
+        return list(rows)
+
+    def get_state(self) -> dict[str, Any]:
+        counts = {name: [*getattr(self, name)] for name in ("counts", "began", "before")}
+        waiting = list(chain.from_iterable(self.waiting.values()))
+        names = ("drawn", "whole", "cut")
+        return {name: getattr(self, name) for name in names} | {"waiting": waiting} | counts
+
+    def set_state(self, state: dict[str, Any]) -> None:
+        self.drawn, self.whole, self.cut = state["drawn"], state["whole"], state["cut"]
+        self.used, self.dropped, self.padding, self.cropped, self.left_out = state["counts"]
+        self.began, self.before = Counts(*state["began"]), Counts(*state["before"])
+        self._empty()
+        self._next.clear()
+        numbers = iter(state["waiting"])
+        self._put(Fragment(*four) for four in zip(numbers, numbers, numbers, numbers))
+
+    def epochs(self, state: dict[str, Any]) -> float:
+        """Passes over the corpus up to a state, to within the ends that wait."""
+        return max(state["drawn"] - len(state["waiting"]) // len(Fragment._fields), 0) / self.count
+
+    @property
+    def counts(self) -> Counts:
+        """Up to now."""
+        return Counts(self.used, self.dropped, self.padding, self.cropped, self.left_out)
+
+    def _row(self, room: int) -> tuple[Row, int]:
+        """A row, and how many tokens of room it has left."""
+        row: Row = []
+        queues, waiting = self.queues, self.waiting
+        while room:
+            if len(waiting) <= self.low:
+                self._refill()
+            size = self._fitting(room)
+            if size == 0 and self.fill and waiting:
+                size = (self.sizes & -self.sizes).bit_length() - 1  # the smallest of all
+                if room == 1:
+                    document, start, _, _ = waiting[queues[size][0]]
+                    row.append(Piece(document, True, start, start))
+                    self.used, room = self.used + 1, 0
+                    break
+            if size == 0:
+                break
+            document, start, stop, lost = self._take(size)
+            end = stop if size <= room else start + room - 1
+            row.append(Piece(document, True, start, end))
+            if end < stop and self.carry:
+                self._put([Fragment(document, end, stop, lost)])
+            elif lost or end < stop:
+                self.dropped += lost + stop - end
+                self.cropped += 1
+            room -= 1 + end - start
+            self.used += 1 + end - start
+        self.padding += room
+        if not waiting and self.drawn % self.count == 0:
+            self._end_epoch()
+        return row, room
+
+    def _fitting(self, room: int) -> int:
+        """The size of what is placed next in a row with so much room; 0 if nothing fits."""
+        largest = (self.sizes & (2 << room) - 1).bit_length() - 1
+        if largest < 0:
+            return 0
+        _, start, stop, _ = self.waiting[next(iter(self.waiting))]
+        oldest = 1 + stop - start
+        if oldest <= room and room * len(self.waiting) > 2 * self.held:
+            return oldest
+        top = self.length // self.cut + 1  # of an empty row, which what fills it waits its turn for
+        if largest == room and (oldest == room or room < top):
+            return room
+        pair = (self.sizes & self.reverse >> top - room).bit_length() - 1  # the larger of the two
+        if pair > 0 and (2 * pair != room or len(self.queues[pair]) > 1):
+            return pair
+        return oldest if oldest <= room else largest
+
+    def _take(self, size: int) -> Fragment:
+        """Out of the buffer, what waits longest of a size."""
+        queue = self.queues[size]
+        fragment = self.waiting.pop(queue.popleft())
+        self.held -= size
+        if not queue:
+            del self.queues[size]
+            self.sizes ^= 1 << size
+            self.reverse ^= 1 << self.length // self.cut + 1 - size
+        return fragment
+
+    def _refill(self) -> None:
+        """Moves the next parts of the epoch's order into the buffer; none while an epoch is drawn
+        but not placed yet, nor after the last one."""
+        while len(self.waiting) < self.buffer_size:
+            if not self._next:
+                if self.drawn % self.count == 0:
+                    if self.waiting:
+                        return
+                    self._end_epoch()
+                self._look_up()
+                if not self._next:
+                    return
+            count = min(self.buffer_size - len(self.waiting), len(self._next))
+            self.drawn += count
+            self._put([self._next.popleft() for _ in range(count)])
+
+    def _end_epoch(self) -> None:
+        """Counts an epoch whose documents are all placed; once."""
+        whole = self.drawn // self.count
+        if whole > self.whole:
+            if self.weights is not None:
+                self.left_out += len(self.lengths) - self._drawn_in(whole - 1)
+            self.whole, self.before, self.began = whole, self.began, self.counts
+
+    def _take_back(self, rows: Iterable[Row], capacity: int) -> None:
+        """Counts rows that no one gets: the epochs ended before the unit was full."""
+        pieces = list(chain.from_iterable(rows))
+        placed = sum(1 + piece.stop - piece.start for piece in pieces)
+        self.used, self.dropped = self.used - placed, self.dropped + placed
+        self.padding -= capacity * self.cut - placed
+        self.left_out += sum(piece.start == 0 for piece in pieces)
+        if self.drawn % self.count == 0:
+            self.began = self.counts
+
+    def _look_up(self) -> None:
+        epoch, first = divmod(self.drawn, self.count)
+        last = min(first + DRAWN_AT_ONCE, self.count)
+        if self.limit is not None:
+            last = min(last, first + self.limit - self.drawn)
+        key = (*self.key, epoch)
+        if self.count <= LISTED:
+            parts = _permutation(self.count, *key)[first:last]
+        else:
+            shuffled = [permute(i, self.count, *key) for i in range(first, last)]
+            parts = np.array(shuffled, np.int64)
+        if self.weights is not None:
+            parts = self._weighted(parts, self.weights, epoch)
+        documents = np.searchsorted(self.ends, parts, side="right")
+        lengths = self.lengths[documents].astype(np.int64)
+        firsts = np.where(documents > 0, self.ends[documents - 1], 0)
+        starts = (parts - firsts) * self.length
+        stops = np.minimum(lengths, starts + self.length)
+        lost = np.zeros_like(stops) if self.split else lengths - stops
+        columns = (column.tolist() for column in (documents, starts, stops, lost))
+        self._next.extend(map(Fragment, *columns))
+
+    def _weighted(self, numbers: np.ndarray, weights: np.ndarray, epoch: int) -> np.ndarray:
+        """The parts that stand at places as far from each other along the weights.
+
+        An epoch has each part count x weight / total times, rounded up or down (systematic
+        sampling), all of them in the order of the `numbers`. The places begin at another offset in
+        each epoch, a golden section on, so that the roundings of many epochs even out.
+        """
+        places, documents = self._places(numbers, epoch)
+        firsts = np.where(documents > 0, self.ends[documents - 1], 0)
+        within = places - np.where(documents > 0, self.weighed[documents - 1], 0.0)
+        index = (within / weights[documents]).astype(np.int64)
+        return firsts + np.clip(index, 0, self.ends[documents] - firsts - 1)
+
+    def _places(self, numbers: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
+        """Where draws of an epoch stand along the weights, and whose documents' they are."""
+        offset = (draw(*self.key, 0, 1) / 2**32 + epoch * GOLDEN) % 1
+        total = self.weighed[-1]
+        places = np.minimum((numbers + offset) / self.count * total, np.nextafter(total, 0))
+        return places, np.searchsorted(self.weighed, places, side="right")
+
+    def _drawn_in(self, epoch: int) -> int:
+        """How many documents an epoch has drawn at least once."""
+        _, documents = self._places(np.arange(self.count), epoch)
+        return 1 + int(np.count_nonzero(np.diff(documents)))
+
+    def _put(self, fragments: Iterable[Fragment]) -> None:
+        limit = self.length // self.cut
+        for document, start, stop, lost in fragments:
+            if not self.split and stop - start > limit:
+                stop, lost = start + limit, lost + stop - start - limit
+            while True:
+                end = min(stop, start + limit)
+                size = 1 + end - start
+                queue = self.queues.get(size)
+                if queue is None:
+                    queue = self.queues[size] = deque()
+                    self.sizes |= 1 << size
+                    self.reverse |= 1 << limit + 1 - size
+                queue.append(self.came)
+                self.waiting[self.came] = Fragment(document, start, end, lost)
+                self.came, self.held = self.came + 1, self.held + size
+                start = end
+                if end == stop:
+                    break
+
+    def _empty(self) -> None:
+        self.queues, self.sizes, self.reverse, self.held = {}, 0, 0, 0
+        self.waiting.clear()
+
+
+Planner = Concat | BestFit

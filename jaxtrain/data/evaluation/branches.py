@@ -1,0 +1,179 @@
+"""Scored sequences packed into rows of one shape; what sequences share is in a row once.
+
+A row is a trunk of T tokens, filled with texts, and R tokens of branches behind it: the ends of
+sequences whose common beginning is in the trunk (see `jaxtrain.model.branches`). Texts do not see
+each other, so the numbers are those of each sequence alone.
+"""
+
+from bisect import bisect_left, insort
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxtrain.data.evaluation.prompts import Scored, common
+
+BUFFERED = 4  # batches of texts that are packed together
+BRANCH_SHARE = 4  # a trunk has this many tokens for one token of branches
+
+
+class RowShape(NamedTuple):
+    """What the compiled program takes."""
+
+    rows: int
+    trunk: int  # tokens
+    branch: int  # tokens
+    ways: int = 1  # that rows are split over devices in equal parts
+
+    def holding(self, tokens: int) -> "RowShape":
+        """Fewer and longer rows for a text of so many tokens; 2, 4, 8, ... times as long."""
+        if tokens <= self.trunk:
+            return self
+        times = 1 << (-(-tokens // self.trunk) - 1).bit_length()
+        rows = -(-max(1, self.rows // times) // self.ways) * self.ways
+        return RowShape(rows, self.trunk * times, self.branch * times, self.ways)
+
+
+class Rows(NamedTuple):
+    """A batch as numpy arrays of int32; T is trunk and branches, M the labels of a row."""
+
+    tokens_BT: np.ndarray
+    positions_BT: np.ndarray  # from 0 in every sequence
+    segments_BT: np.ndarray  # from 1 in each row; 0 is padding
+    parents_BR: np.ndarray  # segment that a branch token continues
+    before_BR: np.ndarray  # place of the token before it
+    places_BM: np.ndarray  # whose state predicts the label
+    labels_BM: np.ndarray  # -1 is padding
+
+
+class Text(NamedTuple):
+    """A piece of a trunk with its branches, and the labels that are predicted in it."""
+
+    tokens: np.ndarray
+    branches: list[np.ndarray]
+    asked: list[tuple[int, Scored]]  # number and sequence; branch i belongs to the i-th
+
+
+class Row(NamedTuple):
+    """What is left of a row while it is filled."""
+
+    texts: list[Text]
+    free: list[int]  # tokens of the trunk, of the branches, labels
+
+
+def pack(
+    questions: Iterable[Sequence[Scored]], shape: RowShape
+) -> Iterator[tuple[Rows, np.ndarray]]:
+    """Batches that ask for all sequences, and whose label each is: owners_BM, -1 for none.
+
+    Sequences are numbered through, over all questions. Where all but the last token of a sequence
+    do not fit into a trunk, the question goes into longer rows, which have a program of their own.
+    A batch without branches has none of their tokens (R = 0).
+    """
+    piles: dict[RowShape, list[Text]] = {}
+    waiting: dict[RowShape, int] = {}
+    number = 0
+    for question in questions:
+        fit = shape.holding(max(len(scored.tokens) for scored in question) - 1)
+        new = texts_of(question, number, fit)
+        number += len(question)
+        piles.setdefault(fit, []).extend(new)
+        waiting[fit] = waiting.get(fit, 0) + sum(len(text.tokens) for text in new)
+        if waiting[fit] >= BUFFERED * fit.rows * fit.trunk:
+            rows = filled(piles[fit], fit)
+            whole = (len(rows) - 1) // fit.rows * fit.rows
+            for begin in range(0, whole, fit.rows):
+                yield laid_out(rows[begin : begin + fit.rows], fit)
+            # The last rows are the emptiest: their texts wait for better company.
+            piles[fit] = [text for row in rows[whole:] for text in row.texts]
+            waiting[fit] = sum(len(text.tokens) for text in piles[fit])
+    for fit, texts in piles.items():
+        rows = filled(texts, fit)
+        for begin in range(0, len(rows), fit.rows):
+            yield laid_out(rows[begin : begin + fit.rows], fit)
+
+
+def filled(texts: Sequence[Text], shape: RowShape) -> list[Row]:
+    """The texts in rows: the longest first, each where it leaves the least of the trunk free."""
+    rows: list[Row] = []
+    order: list[tuple[int, int]] = []  # (free in the trunk, row), sorted
+    for text in sorted(texts, key=lambda text: -len(text.tokens)):
+        needs = needs_of(text)
+        for at in range(bisect_left(order, (needs[0], 0)), len(order)):
+            if all(f >= n for f, n in zip(rows[order[at][1]].free, needs)):
+                number = order.pop(at)[1]
+                break
+        else:
+            number = len(rows)
+            rows.append(Row([], [shape.trunk, shape.branch, shape.trunk]))
+        row = rows[number]
+        row.texts.append(text)
+        row.free[:] = [free - need for free, need in zip(row.free, needs)]
+        insort(order, (row.free[0], number))
+    return rows
+
+
+def texts_of(question: Sequence[Scored], number: int, shape: RowShape) -> list[Text]:
+    """One text with branches if that saves enough, else each sequence as a text of its own.
+
+    The last token of a sequence is only a label. If the sequences differ in nothing else, a text
+    without branches answers them all.
+    """
+    inputs = [scored.tokens[:-1] for scored in question]
+    asked = list(enumerate(question, number))
+    shared = common(inputs)
+    branches = [tokens[shared:] for tokens in inputs]
+    together = Text(inputs[0][:shared], branches, asked)
+    need = needs_of(together)
+    if BRANCH_SHARE * need[1] <= shared and need[1] <= shape.branch and need[2] <= shape.trunk:
+        return [together]
+    return [Text(tokens, [tokens[:0]], [pair]) for tokens, pair in zip(inputs, asked)]
+
+
+def needs_of(text: Text) -> tuple[int, int, int]:
+    """What a text takes of a row: tokens of the trunk, of the branches, labels."""
+    labels = sum(len(scored.tokens) - scored.start for _, scored in text.asked)
+    return len(text.tokens), sum(map(len, text.branches)), labels
+
+
+def laid_out(rows: Sequence[Row], shape: RowShape) -> tuple[Rows, np.ndarray]:
+    """The arrays of a batch."""
+    branched = any(len(branch) for row in rows for text in row.texts for branch in text.branches)
+    B, R = shape.rows, shape.branch if branched else 0
+    T = shape.trunk + R
+    zeros = lambda width: np.zeros((B, width), np.int32)
+    out = Rows(*(zeros(width) for width in (T, T, T, R, R, T, T)))
+    out.labels_BM[:] = -1
+    owners_BM = np.full((B, T), -1, np.int32)
+    for b, row in enumerate(rows):
+        at, branch_at, label_at, segment = 0, shape.trunk, 0, 0
+        for text in row.texts:
+            parent = segment = segment + 1
+            length = len(text.tokens)
+            put(out, b, at, text.tokens, 0, parent)
+            for branch, (number, scored) in zip(text.branches, text.asked):
+                places = np.arange(scored.start - 1, len(scored.tokens) - 1, dtype=np.int32)
+                inside = places < length
+                places += np.where(inside, at, branch_at - length).astype(np.int32)
+                if len(branch):
+                    segment += 1
+                    put(out, b, branch_at, branch, length, segment)
+                    r = slice(branch_at - shape.trunk, branch_at - shape.trunk + len(branch))
+                    out.parents_BR[b, r] = parent
+                    out.before_BR[b, r] = np.arange(branch_at - 1, branch_at + len(branch) - 1)
+                    out.before_BR[b, r.start] = at + length - 1
+                    branch_at += len(branch)
+                m = slice(label_at, label_at + len(places))
+                out.places_BM[b, m], owners_BM[b, m] = places, number
+                out.labels_BM[b, m] = scored.tokens[scored.start :]
+                label_at += len(places)
+            at += length
+    return out, owners_BM
+
+
+def put(rows: Rows, b: int, at: int, tokens: np.ndarray, position: int, segment: int) -> None:
+    """Write a piece of text into row b."""
+    here = slice(at, at + len(tokens))
+    rows.tokens_BT[b, here] = tokens
+    rows.positions_BT[b, here] = np.arange(position, position + len(tokens))
+    rows.segments_BT[b, here] = segment

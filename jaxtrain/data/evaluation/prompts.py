@@ -1,0 +1,216 @@
+"""Examples of evaluation tasks as token sequences: shots, then the question with each answer.
+
+The rules are nanochat's (`core_eval.py`): the shots of example i are drawn by `Random(1234 + i)`
+from all other examples that are asked; every sequence starts with BOS; a sequence that is longer
+than the context is read whole, up to ten times the context, which is what its GPT takes, but loses
+its beginning where positions are learned. Two rules stand in for an assertion there: an answer
+begins at the latest at the last token of the shortest sequence, and what two tokenisations of a
+text with and without its answer share ends where they first differ.
+"""
+
+import random
+import re
+from collections.abc import Iterable, Iterator, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxtrain.data.evaluation.tasks import Example, Loaded, Task
+from jaxtrain.data.tokenizer.tokenizer import Tokenizer
+from jaxtrain.data.tokenizer.train_tokenizer import SPACE
+from jaxtrain.settings import UserError
+
+SHOT_SEED = 1234
+WORD_START = re.compile(r"(?<=\S) ")  # where a tokenizer that cuts at words always cuts
+REACH = 10  # times the context: nanochat's GPT has rotary positions for so many
+TOGETHER = 256  # examples that are tokenized at once
+
+
+class Scored(NamedTuple):
+    """Asks for the log-likelihood of tokens[start:] after tokens[:start]; start >= 1."""
+
+    tokens: np.ndarray  # int32
+    start: int
+
+
+class Prompt(NamedTuple):
+    """The texts that an example asks to compare: `shared` joined, then one of `endings`."""
+
+    shared: list[str]
+    endings: list[str]
+
+
+def questions(loaded: Loaded, tokenizer: Tokenizer, context: int) -> Iterator[list[Scored]]:
+    """What each example asks for: one sequence an answer (a language-modeling task: one).
+
+    context: tokens. Raises UserError for a sequence of more than REACH times as many; with
+    `rules.crop` they have at most `context`.
+    """
+    most = context if loaded.rules.crop else None
+    encoder = Encoder(tokenizer)
+    kind = loaded.task.icl_task_type
+    for begin in range(0, loaded.asked, TOGETHER):
+        indices = range(begin, min(begin + TOGETHER, loaded.asked))
+        prompts = [prompt_of(loaded.task, loaded.examples, index) for index in indices]
+        for sequences in encoder(prompts):
+            found = LOCATE[kind](sequences)
+            longest = max(len(scored.tokens) for scored in found)
+            if most is None and longest > REACH * context:
+                raise UserError(
+                    f"{loaded.task.label} asks for {longest} tokens at once, more than {REACH} "
+                    f"times the {context} that the model was trained on at a time: --crop keeps "
+                    "the last of them"
+                )
+            yield [cropped(scored, most) for scored in found]
+
+
+# ---- texts -----------------------------------------------------------------------------------
+
+
+def shots_of(task: Task, examples: Sequence[Example], index: int) -> list[Example]:
+    """The examples that are shown, with their answers, before example `index`."""
+    if not task.shots:
+        return []
+    # What `sample` draws depends on the length of the population alone.
+    drawn = random.Random(SHOT_SEED + index).sample(range(len(examples) - 1), task.shots)
+    return [examples[i + (i >= index)] for i in drawn]
+
+
+def prompt_of(task: Task, examples: Sequence[Example], index: int) -> Prompt:
+    """The texts of example `index`."""
+    between, end = task.continuation_delimiter, task.example_delimiter
+    kind, asked = task.icl_task_type, examples[index]
+    shared = []
+    for shot in shots_of(task, examples, index):
+        shared += [question(kind, shot) + between, answer(kind, shot) + end]
+    if kind == "multiple_choice":
+        return Prompt([*shared, asked["query"] + between], asked["choices"])
+    if kind == "schema":
+        after = between + asked["continuation"]
+        return Prompt(shared, [context + after for context in asked["context_options"]])
+    context = asked["context"].strip() + between
+    # The text without its answer must not end in a space: it would belong to the answer's token.
+    return Prompt(shared, [context.rstrip(), context + asked["continuation"]])
+
+
+def question(kind: str, example: Example) -> str:
+    if kind == "multiple_choice":
+        return example["query"]
+    if kind == "schema":
+        return example["context_options"][example["gold"]]
+    return example["context"].strip()
+
+
+def answer(kind: str, example: Example) -> str:
+    if kind == "multiple_choice":
+        return example["choices"][example["gold"]]
+    return example["continuation"]
+
+
+# ---- tokens ----------------------------------------------------------------------------------
+
+
+class Cut(NamedTuple):
+    """A text up to its first whole word, the tokens of its whole words, and the rest."""
+
+    head: str
+    middle: np.ndarray
+    tail: str  # empty: there was no place to cut, all is head
+
+
+class Encoder:
+    """Prompts to tokens. What prompts share is tokenized once, if the tokenizer cuts at words."""
+
+    def __init__(self, tokenizer: Tokenizer):
+        self.tokenizer = tokenizer
+        self.bos = np.array([tokenizer.bos_id], np.int32)
+        self.known: dict[str, Cut] = {}
+
+    def __call__(self, prompts: Sequence[Prompt]) -> list[list[np.ndarray]]:
+        """The tokens of each prompt's texts, after BOS."""
+        # The sign for a space is one to some tokenizers, so that words end elsewhere.
+        signs = (SPACE in text for p in prompts for text in (*p.shared, *p.endings))
+        if self.tokenizer.by_word and not any(signs):
+            return self.by_word(prompts)
+        texts = ["".join(p.shared) + ending for p in prompts for ending in p.endings]
+        encoded = iter(self.tokenizer.encode_batch(texts))
+        return [[np.concatenate([self.bos, next(encoded)]) for _ in p.endings] for p in prompts]
+
+    def by_word(self, prompts: Sequence[Prompt]) -> list[list[np.ndarray]]:
+        """A text's tokens are those of its words: only words across two parts are still unknown."""
+        self.learn({part for p in prompts for part in p.shared}.difference(self.known))
+        between: list[str] = []  # texts across the parts
+        whole: list[list[np.ndarray]] = []  # of each prompt, what stands behind each of them
+        for prompt in prompts:
+            begun, middles = "", []
+            for head, middle, tail in map(self.known.__getitem__, prompt.shared):
+                begun += head
+                if tail:
+                    between.append(begun)
+                    middles.append(middle)
+                    begun = tail
+            between += [begun + ending for ending in prompt.endings]
+            whole.append(middles)
+        encoded, out = iter(self.tokenizer.encode_batch(between)), []
+        for prompt, middles in zip(prompts, whole):
+            shared = [self.bos, *(x for middle in middles for x in (next(encoded), middle))]
+            start = np.concatenate(shared)
+            out.append([np.concatenate([start, next(encoded)]) for _ in prompt.endings])
+        return out
+
+    def learn(self, texts: Iterable[str]) -> None:
+        """Cut texts, and tokenize the words inside."""
+        cuts = []
+        for text in texts:
+            first = WORD_START.search(text)
+            begin = end = len(text)
+            if first is not None:
+                begin, end = first.start(), text.rfind(" ")
+                while text[end - 1].isspace():
+                    end = text.rfind(" ", 0, end)
+            cuts.append((text, begin, end))
+        middles = self.tokenizer.encode_batch([text[begin:end] for text, begin, end in cuts])
+        for (text, begin, end), middle in zip(cuts, middles):
+            self.known[text] = Cut(text[:begin], middle, text[end:])
+
+
+def common(sequences: Sequence[np.ndarray]) -> int:
+    """Tokens that all sequences begin with."""
+    length = min(map(len, sequences))
+    first = sequences[0][:length]
+    differs = np.zeros(length, bool)
+    for other in sequences[1:]:
+        differs |= first != other[:length]
+    return int(differs.argmax()) if differs.any() else length
+
+
+def after_common_start(sequences: list[np.ndarray]) -> list[Scored]:
+    """Answers to one question: each from where they differ."""
+    start = min(common(sequences), min(map(len, sequences)) - 1)
+    return [Scored(tokens, max(start, 1)) for tokens in sequences]
+
+
+def common_end(sequences: list[np.ndarray]) -> list[Scored]:
+    """One answer to several questions: the tokens that all end with."""
+    length = common([tokens[::-1] for tokens in sequences])
+    length = min(max(length, 1), min(map(len, sequences)) - 1)
+    return [Scored(tokens, len(tokens) - length) for tokens in sequences]
+
+
+def after_first(sequences: list[np.ndarray]) -> list[Scored]:
+    """The text without its answer, and with it."""
+    start = min(common(sequences), len(sequences[1]) - 1)
+    return [Scored(sequences[1], start)]
+
+
+LOCATE = {
+    "multiple_choice": after_common_start,
+    "schema": common_end,
+    "language_modeling": after_first,
+}
+
+
+def cropped(scored: Scored, most: int | None) -> Scored:
+    """The last `most` tokens, or all."""
+    lost = max(0, len(scored.tokens) - (most or len(scored.tokens)))
+    return Scored(scored.tokens[lost:], max(1, scored.start - lost))

@@ -1,0 +1,1 @@
+"""Text files, local and remote, of every format, as records."""

@@ -1,0 +1,386 @@
+"""Files to documents, in two steps: one process cuts files into blocks, many turn blocks into text.
+
+A block ends where a document ends. Where it ends depends on where it starts and on nothing else, so
+that reading can begin at any block and finds the same ones from there on.
+"""
+
+import gzip
+import io
+import json
+import lzma
+import zlib
+from collections.abc import Callable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import zstandard
+
+from jaxtrain.data.chat.messages import conversations
+from jaxtrain.data.files.remote import File, is_local, open_file
+from jaxtrain.data.files.sources import (
+    CodeSource,
+    JsonlSource,
+    Source,
+    TextSource,
+    find_files,
+    where,
+)
+from jaxtrain.data.preference.preferences import preferences
+from jaxtrain.settings import UserError
+
+BLOCK = 1 << 22  # bytes of text, unless a document is longer
+
+
+class Position(NamedTuple):
+    """Where reading goes on: a byte of the decompressed file, or a row group of Parquet."""
+
+    file: int = 0
+    at: int = 0
+    line: int = 1
+    stored: int = 0  # bytes read so far of the files as they are stored
+
+
+START = Position()
+
+
+class Block(NamedTuple):
+    """Some whole documents of one file."""
+
+    file: File
+    line: int  # the number of its first line, from 1
+    start: int  # a byte of the decompressed file, or a row group
+    size: int  # bytes of text
+    data: bytes | None  # None: who needs it reads row group `start`
+    after: Position
+
+
+def documents(source: Source) -> Iterator[str]:
+    """Yields the documents of every file of `source` in the order of the file names, streamed.
+
+    Raises UserError for a missing file, a source without text, text that is not UTF-8, and bad
+    records.
+    """
+    found = False
+    for block in blocks(source, find_files(source)):
+        for text in texts_of(source, block):
+            found = True
+            yield text
+    if not found:
+        raise UserError(f"{where(source)} holds no text")
+
+
+def blocks(source: Source, files: list[File], begin: Position = START) -> Iterator[Block]:
+    """The blocks of `files` in order from `begin` on."""
+    stored = sum(file.size or 0 for file in files[: begin.file])
+    for number in range(begin.file, len(files)):
+        at = begin if number == begin.file else Position(number)
+        yield from SOURCES[source.name].blocks(source, files[number], at._replace(stored=stored))
+        stored += files[number].size or 0
+
+
+def texts_of(source: Source, block: Block) -> Iterator[str]:
+    """The documents of a block that are not empty. Raises UserError where the text is bad."""
+    return (text for text in SOURCES[source.name].texts(source, block) if text)
+
+
+def records_of(
+    source: Source, block: Block, fields: tuple[str, ...] = ()
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    """The documents of a block with what else their line of JSONL says, or with these columns."""
+    records = SOURCES[source.name].records
+    if records is None:
+        return ((text, {}) for text in texts_of(source, block))
+    return (pair for pair in records(source, block, fields) if pair[0])
+
+
+def cut_stream(
+    stream: Any, file: File, at: Position, cut: Callable[[bytes], int], stored: Callable[[], int]
+) -> Iterator[Block]:
+    """Blocks of a stream of text that stands at byte `at.at`; `cut` finds the end of a document.
+
+    `stored()` tells how many bytes have been read of the file as it is stored.
+    """
+    place, held, ended = at, b"", False
+    while True:
+        end, wanted = 0, BLOCK
+        while not end:
+            if len(held) < wanted and not ended:
+                held += stream.read(wanted - len(held))
+                ended = len(held) < wanted
+            if ended and len(held) <= wanted:
+                end = len(held)
+                break
+            end = cut(held[:wanted])
+            wanted *= 2
+        if not end:
+            return
+        data, held = held[:end], held[end:]
+        after = Position(
+            at.file, place.at + end, place.line + data.count(b"\n"), at.stored + stored()
+        )
+        yield Block(file, place.line, place.at, end, data, after)
+        place = after
+
+
+def _text_blocks(source: TextSource, file: File, at: Position) -> Iterator[Block]:
+    return blocks_of_file(file, at, CUTS[source.document])
+
+
+def _jsonl_blocks(source: JsonlSource, file: File, at: Position) -> Iterator[Block]:
+    return blocks_of_file(file, at, CUTS["line"])
+
+
+def _chat_blocks(source: Any, file: File, at: Position) -> Iterator[Block]:
+    whole = ".json" in Path(file.url).suffixes  # it may be one array
+    return blocks_of_file(file, at, CUTS["file" if whole else "line"])
+
+
+def _code_blocks(source: CodeSource, file: File, at: Position) -> Iterator[Block]:
+    return blocks_of_file(file, at, CUTS["file"])
+
+
+def blocks_of_file(file: File, at: Position, cut: Callable[[bytes], int]) -> Iterator[Block]:
+    with open_file(file) as raw:
+        ending = Path(file.url).suffix.lower()
+        try:
+            if ending in DECOMPRESSORS:
+                with DECOMPRESSORS[ending](raw) as stream:
+                    _skip(stream, at.at)
+                    yield from cut_stream(stream, file, at, cut, raw.tell)
+            else:
+                raw.seek(at.at)
+                yield from cut_stream(raw, file, at, cut, raw.tell)
+        except (*DAMAGED, EOFError) as error:
+            raise UserError(f"{file.url} cannot be decompressed, it is damaged: {error}") from error
+
+
+DAMAGED = (gzip.BadGzipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError)
+
+
+def _skip(stream: Any, count: int) -> None:
+    while count and (data := stream.read(min(count, 1 << 20))):
+        count -= len(data)
+
+
+class _Zstandard(io.RawIOBase):
+    """Frames of Zstandard; unlike the library's reader it notices a file that was cut short."""
+
+    def __init__(self, file: Any):
+        self._file, self._inside, self._data, self._left = file, None, b"", memoryview(b"")
+
+    def readable(self) -> bool:
+        return True
+
+    def readinto(self, buffer: Any) -> int:
+        while not self._left:
+            self._data = self._data or self._file.read(1 << 17)
+            if not self._data:
+                if self._inside:
+                    raise EOFError("the file ends inside a frame")
+                return 0
+            self._inside = self._inside or zstandard.ZstdDecompressor().decompressobj()
+            self._left = memoryview(self._inside.decompress(self._data))
+            self._data = self._inside.unused_data
+            if self._inside.eof:
+                self._inside = None
+        size = min(len(buffer), len(self._left))
+        buffer[:size], self._left = self._left[:size], self._left[size:]
+        return size
+
+
+DECOMPRESSORS: dict[str, Callable[[Any], Any]] = {
+    ".gz": lambda file: io.BufferedReader(gzip.GzipFile(fileobj=file), 1 << 20),
+    ".xz": lzma.open,
+    ".zst": lambda file: io.BufferedReader(_Zstandard(file), 1 << 20),
+}
+
+
+def _after_blank_line(data: bytes) -> int:
+    ends = [data.rfind(blank) + len(blank) for blank in (b"\n\n", b"\n\r\n") if blank in data]
+    return max(ends, default=0)
+
+
+# What ends a document: (bytes) -> the end of the last one that is known to be whole, or 0.
+CUTS: dict[str, Callable[[bytes], int]] = {
+    "file": lambda data: 0,
+    "line": lambda data: data.rfind(b"\n") + 1,
+    "paragraph": _after_blank_line,
+}
+
+
+def _decoded(block: Block) -> str:
+    data = block.data or b""
+    try:
+        return _without_mark(data.decode(), block)
+    except UnicodeDecodeError as error:
+        offset = block.start + error.start
+        raise UserError(
+            f"{block.file.url} is not UTF-8 text: bad byte at offset {offset}"
+        ) from error
+
+
+def _without_mark(text: str, block: Block) -> str:
+    """A byte order mark at the start of a file is no part of its text."""
+    return text.removeprefix("\ufeff") if block.start == 0 else text
+
+
+def _text(source: TextSource, block: Block) -> Iterator[str]:
+    text = _decoded(block)
+    if source.document == "file":
+        yield text
+        return
+    paragraph = ""
+    for line in io.StringIO(text, newline="\n"):
+        blank = not line.strip()
+        if source.document == "line" and not blank:
+            yield line.rstrip("\r\n")
+        elif source.document == "paragraph" and not blank:
+            paragraph += line
+        elif paragraph:
+            yield paragraph
+            paragraph = ""
+    yield paragraph
+
+
+def _jsonl(source: JsonlSource, block: Block) -> Iterator[str]:
+    return (text for text, _ in _jsonl_records(source, block))
+
+
+def _jsonl_records(
+    source: JsonlSource, block: Block, fields: tuple[str, ...] = ()
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    for number, line in enumerate(_decoded(block).split("\n"), block.line):
+        if not line.strip():
+            continue
+        place = f"{block.file.url} line {number}"
+        try:
+            record = json.loads(line)
+        except (ValueError, RecursionError) as error:
+            raise UserError(f"{place} is not valid JSON: {error}") from error
+        if not isinstance(record, dict):
+            raise UserError(f"{place} is not a JSON object: {line.strip()[:60]}")
+        if source.field not in record:
+            has = ", ".join(record)
+            raise UserError(f"{place} has no field '{source.field}'; it has: {has}")
+        text = record[source.field]
+        if not isinstance(text, str):
+            kind = type(text).__name__
+            raise UserError(f"{place}: field '{source.field}' is {kind}, not a string")
+        try:
+            text.encode()
+        except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
+            raise UserError(f"{place} has a character that is no Unicode") from error
+        yield text, record
+
+
+def _chat(source: Any, block: Block) -> Iterator[str]:
+    return (text for text, _ in talk_of_block(source, block))
+
+
+def talk_of_block(source: Any, block: Block) -> Iterator[tuple[str, str]]:
+    """The conversations or preferences of a block as JSON, each with its place."""
+    read = preferences if source.name == "preference" else conversations
+    return read(_decoded(block), block.file.url, block.line)
+
+
+def _code(source: CodeSource, block: Block) -> Iterator[str]:
+    data = block.data or b""
+    if b"\0" in data:
+        return
+    try:
+        text = _without_mark(data.decode(), block)
+    except UnicodeDecodeError:
+        return
+    if text.strip():
+        header = source.header
+        yield text if header is None else header.replace("{path}", block.file.name) + "\n" + text
+
+
+def _parquet_blocks(source: Any, file: File, at: Position) -> Iterator[Block]:
+    table = _parquet_file(source, file)
+    groups = table.metadata.num_row_groups
+    for group in range(at.at, groups):
+        stored = at.stored + (file.size or 0) * (group + 1) // groups
+        size = table.metadata.row_group(group).total_byte_size
+        yield Block(file, 1, group, size, None, Position(at.file, group + 1, 1, stored))
+
+
+def _parquet(source: Any, block: Block) -> Iterator[str]:
+    return (text for text, _ in _parquet_records(source, block) if text)
+
+
+def _parquet_records(
+    source: Any, block: Block, fields: tuple[str, ...] = ()
+) -> Iterator[tuple[str, dict[str, Any]]]:
+    table = _parquet_file(source, block.file)
+    there = [field for field in fields if field in table.schema_arrow.names]
+    batches = table.iter_batches(row_groups=[block.start], columns=[source.column, *there])
+    while records := _whole(block.file, lambda: next(batches, None)):
+        for record in _whole(block.file, records.to_pylist):
+            yield record[source.column], {field: record[field] for field in there}
+
+
+def other_columns(source: Any, file: File) -> tuple[str, ...]:
+    """The columns of a Parquet file beside the text; of JSONL none, a record has all it says."""
+    if source.name != "parquet":
+        return ()
+    names = _parquet_file(source, file).schema_arrow.names
+    return tuple(name for name in names if name != source.column)
+
+
+@lru_cache(maxsize=4)
+def _parquet_file(source: Any, file: File) -> Any:
+    import pyarrow.parquet as pq
+
+    place = file.url if is_local(file.url) else open_file(file)
+    table = _whole(file, lambda: pq.ParquetFile(place))
+    schema = _whole(file, lambda: table.schema_arrow)
+    if source.column not in schema.names:
+        has = ", ".join(schema.names)
+        raise UserError(f"{file.url} has no column '{source.column}'; it has: {has}")
+    kind = schema.field(source.column).type
+    if not _is_text(kind):
+        raise UserError(f"{file.url}: column '{source.column}' is {kind}, not text")
+    return table
+
+
+def _whole[T](file: File, read: Callable[[], T]) -> T:
+    """What `read` finds in a Parquet file. Raises UserError where it is damaged."""
+    import pyarrow as pa
+
+    try:
+        return read()
+    except (pa.ArrowException, OSError, UnicodeDecodeError) as error:
+        if isinstance(error, OSError) and error.errno is not None:
+            raise  # of the disk or the network, not of what is in the file
+        reason = " ".join(str(error).split())
+        raise UserError(f"{file.url} is not a Parquet file, or damaged: {reason}") from error
+
+
+def _is_text(kind: Any) -> bool:
+    """Whether a column of Arrow holds strings, however it stores them, or nothing but null."""
+    import pyarrow.types as t
+
+    if t.is_dictionary(kind):
+        return _is_text(kind.value_type)
+    checks = (t.is_string, t.is_large_string, t.is_string_view, t.is_null)
+    return any(check(kind) for check in checks)
+
+
+class Kind(NamedTuple):
+    """How a kind of source is read."""
+
+    blocks: Callable[[Any, File, Position], Iterator[Block]]
+    texts: Callable[[Any, Block], Iterator[str]]
+    records: Callable[..., Iterator[tuple[str, dict[str, Any]]]] | None = None  # with other fields
+
+
+SOURCES: dict[str, Kind] = {
+    "text": Kind(_text_blocks, _text),
+    "jsonl": Kind(_jsonl_blocks, _jsonl, _jsonl_records),
+    "parquet": Kind(_parquet_blocks, _parquet, _parquet_records),
+    "code": Kind(_code_blocks, _code),
+    "chat": Kind(_chat_blocks, _chat),
+    "preference": Kind(_chat_blocks, _chat),
+}

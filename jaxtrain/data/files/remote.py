@@ -1,0 +1,280 @@
+"""Files on this machine or far away: opened by URL, read on through failures of the network.
+
+fsspec opens the URLs, and a lost connection is taken up again at the byte that was reached. http(s)
+is read by the standard library: one request streams a whole file, and no further package is needed.
+"""
+
+import io
+import random
+import re
+import sys
+import time
+import urllib.error
+import urllib.request
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import fsspec
+from fsspec.spec import AbstractFileSystem
+
+from jaxtrain.data.files.local import local_path
+from jaxtrain.settings import UserError
+
+TRIES = 8
+FIRST_WAIT = 0.5  # seconds; doubled for every further try, so that all last a minute
+TIMEOUT = 60.0  # seconds in which a server must say something
+AHEAD = 1 << 23  # bytes that fsspec asks an object store for at a time
+# Another try would not help; all else is taken for a failure that passes.
+FINAL = (NotADirectoryError, IsADirectoryError, ImportError, TypeError, AttributeError)
+FINAL += (NotImplementedError, UserError)
+HTTP = ("http", "https")
+CHAIN = re.compile(r"::(/|[^:/]+://)")  # of file systems, as zip://*.jsonl::s3://bucket/a.zip
+PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
+PACKAGES |= {"az": "adlfs", "abfs": "adlfs", "ssh": "paramiko", "sftp": "paramiko"}
+
+
+class File(NamedTuple):
+    """A file of a source."""
+
+    url: str  # a plain path if it is local
+    size: int | None  # bytes, as it is stored
+    version: str  # changes with the content, where the storage tells
+    name: str  # its path below the folder of the source
+
+
+def filesystem_of(url: str) -> tuple[Any, str]:
+    """The file system that a URL belongs to, and its path there."""
+    if url.startswith(("http://", "https://")):
+        return HttpFileSystem(), url
+    try:
+        if CHAIN.search(url):
+            return fsspec.url_to_fs(url)
+        # fsspec takes any :: for a chain, and no name has a NUL.
+        filesystem, path = fsspec.url_to_fs(url.replace("::", "\0"))
+        return filesystem, path.replace("\0", "::")
+    except ImportError as error:
+        package = PACKAGES.get(url.split("://")[0])
+        hint = f"{package} is not installed: pip install {package}" if package else str(error)
+        raise UserError(f"cannot open {url}: {hint}") from error
+    except ValueError as error:
+        raise UserError(f"cannot open {url}: {error}") from error
+
+
+def revision_of(url: str) -> tuple[str, str] | None:
+    """(repository, commit) that a URL of huggingface.co is read from; None for all others.
+
+    hf://datasets/OWNER/NAME@REVISION/... names a branch, tag or commit; else it is the main branch.
+    """
+    if not url.startswith("hf://"):
+        return None
+    filesystem, path = filesystem_of(url)
+
+    def ask() -> tuple[str, str] | None:
+        place = filesystem.resolve_path(path)
+        if not hasattr(place, "repo_id"):  # a bucket, which has no revisions
+            return None
+        kind = place.repo_type
+        found = huggingface_hub.HfApi(endpoint=filesystem.endpoint).repo_info(
+            place.repo_id, repo_type=kind, revision=place.revision
+        )
+        prefix = "" if kind == "model" else f"{kind}s/"
+        return f"hf://{prefix}{place.repo_id}", str(found.sha)
+
+    import huggingface_hub
+
+    return retried(url, ask)
+
+
+def is_local(url: str) -> bool:
+    return url.startswith(("file://", "local://")) or "://" not in url
+
+
+def retried[T](url: str, action: Callable[[], T], what: str = "failed") -> T:
+    """The value of `action`, which is tried again, ever later, after an error that may pass.
+
+    Each wait is a line on stderr; `what` says in it what has happened to the file. Raises UserError
+    for a file that is not there or may not be read, and after the last try.
+    """
+    for attempt in range(TRIES):
+        try:
+            return action()
+        except FileNotFoundError as error:
+            raise UserError(f"there is no file or folder {url}") from error
+        except PermissionError as error:
+            raise UserError(f"{url} may not be read, check the credentials: {error}") from error
+        except FINAL:
+            raise
+        except Exception as error:
+            reason = f"{type(error).__name__}: {error}".splitlines()[0]
+            if attempt + 1 == TRIES:
+                raise UserError(
+                    f"cannot read {url}: {TRIES} tries failed, last {reason}"
+                ) from error
+            wait = FIRST_WAIT * 2**attempt * random.uniform(0.75, 1.25)
+            again = f"attempt {attempt + 2} of {TRIES} in {wait:.1f} s"
+            print(f"{url}: {what} ({reason}), {again}", file=sys.stderr, flush=True)
+            time.sleep(wait)
+    raise AssertionError("unreachable")
+
+
+def open_file(file: File) -> io.BufferedReader:
+    """A file for reading, from its start; a remote one reads on through failures."""
+    if is_local(file.url):
+        try:
+            return open(local_path(file.url), "rb")
+        except OSError as error:
+            raise UserError(f"cannot read {file.url}: {error.strerror}") from error
+    return io.BufferedReader(_Resumed(*filesystem_of(file.url), file), 1 << 20)
+
+
+class NothingThere(Exception):
+    """The range that was asked for begins at the end of the file."""
+
+
+class _Resumed(io.RawIOBase):
+    """A remote file that is opened again at the byte that was reached, when reading fails."""
+
+    def __init__(self, filesystem: Any, path: str, file: File):
+        self._filesystem, self._path, self._file = filesystem, path, file
+        self._stream: Any = None
+        self._at = 0
+
+    def readinto(self, buffer: Any) -> int:
+        lost = f"connection lost at byte {self._at}"
+        data = retried(self._file.url, lambda: self._read(len(buffer)), lost)
+        buffer[: len(data)] = data
+        self._at += len(data)
+        return len(data)
+
+    def _read(self, size: int) -> bytes:
+        try:
+            if self._at >= (self._file.size or self._at + 1):
+                return b""  # a request for nothing is refused
+            if self._stream is None:
+                self._stream = self._open()
+            data = self._stream.read(size)
+            if not data and self._at < (self._file.size or 0):
+                raise ConnectionError(f"the file ends at byte {self._at} of {self._file.size}")
+            if not data and self._file.size is None:
+                if not self._ended():
+                    raise ConnectionError("the server had more to send")
+                self._file = self._file._replace(size=self._at)
+            return data
+        except NothingThere as error:
+            if self._file.size is None:
+                return b""
+            raise UserError(f"{self._file.url} changed while it was read; start again") from error
+        except BaseException:
+            self._drop()
+            raise
+
+    def _open(self) -> Any:
+        if isinstance(self._filesystem, HttpFileSystem):
+            return self._filesystem.stream(self._path, self._at, self._file.version)
+        options = {"block_size": AHEAD, "cache_type": "readahead"}
+        stream = self._filesystem.open(self._path, "rb", **options)
+        stream.seek(self._at)
+        return stream
+
+    def _ended(self) -> bool:
+        """Whether a stream of unknown length that says no more was whole."""
+        if not isinstance(self._filesystem, HttpFileSystem):
+            return True
+        return self._filesystem.ended(self._stream, self._path, self._at, self._file.version)
+
+    def _drop(self) -> None:
+        if self._stream is not None:
+            self._stream.close()
+            self._stream = None
+
+    def readable(self) -> bool:
+        return True
+
+    def seekable(self) -> bool:
+        return True
+
+    def tell(self) -> int:
+        return self._at
+
+    def seek(self, offset: int, whence: int = io.SEEK_SET) -> int:
+        base = {io.SEEK_SET: 0, io.SEEK_CUR: self._at, io.SEEK_END: self._file.size or 0}[whence]
+        if base + offset != self._at:
+            self._drop()
+            self._at = base + offset
+        return self._at
+
+    def close(self) -> None:
+        self._drop()
+        super().close()
+
+
+class HttpFileSystem(AbstractFileSystem):
+    """Single files of web servers; they have no folders that could be listed."""
+
+    protocol = HTTP
+
+    def info(self, path: str, **_: Any) -> dict[str, Any]:
+        with _request(path) as response:  # not HEAD, which signed URLs refuse
+            size = response.headers.get("Content-Length")
+            return {
+                "name": path,
+                "size": None if size is None else int(size),
+                "type": "file",
+                "version": _version(response.headers),
+            }
+
+    def ukey(self, path: str) -> str:
+        return str(self.info(path))
+
+    def unstrip_protocol(self, name: str) -> str:
+        return name
+
+    def stream(self, url: str, start: int, version: str) -> Any:
+        """The bytes from `start` on, also of a server that sends only whole files."""
+        headers = {"Range": f"bytes={start}-"} if start else {}
+        response = _request(url, headers)
+        if _version(response.headers) != version:
+            response.close()
+            raise UserError(f"{url} changed while it was read; start again")
+        left = start if response.status == 200 else 0
+        while left and (skipped := response.read(min(left, 1 << 20))):
+            left -= len(skipped)
+        if left:
+            response.close()
+            raise ConnectionError(f"the file ends {left} bytes before byte {start}")
+        return response
+
+    def ended(self, response: Any, url: str, at: int, version: str) -> bool:
+        """Whether a response that says no more was whole, `at` bytes of the file.
+
+        An answer with neither a length nor chunks ends when the connection does, for whatever
+        reason: a second request, for what comes after, finds out.
+        """
+        if response.chunked or response.length is not None:
+            return not response.length  # a chunk that is missing has raised an error
+        try:
+            with self.stream(url, at, version) as rest:
+                return not rest.read(1)
+        except NothingThere:
+            return True
+
+
+def _request(url: str, headers: dict[str, str] | None = None) -> Any:
+    ask = {"User-Agent": "jaxtrain", "Accept-Encoding": "identity"} | (headers or {})
+    try:
+        return urllib.request.urlopen(urllib.request.Request(url, headers=ask), timeout=TIMEOUT)
+    except urllib.error.HTTPError as error:
+        error.close()
+        if error.code in (404, 410):
+            raise FileNotFoundError(url) from error
+        if error.code in (401, 403):
+            raise PermissionError(f"the server says {error.code} {error.reason}") from error
+        if error.code == 416:
+            raise NothingThere(url) from error
+        if 400 <= error.code < 500 and error.code not in (408, 425, 429):
+            raise UserError(f"cannot read {url}: {error.code} {error.reason}") from error
+        raise ConnectionError(f"the server says {error.code} {error.reason}") from error
+
+
+def _version(headers: Any) -> str:
+    return headers.get("ETag") or headers.get("Last-Modified") or ""

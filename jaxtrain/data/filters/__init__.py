@@ -1,0 +1,42 @@
+"""Filters of documents: one file and one row of FILTERS each."""
+
+from typing import Annotated
+
+from pydantic import Field
+
+from jaxtrain.data.filters import (
+    c4,
+    decontaminate,
+    duplicates,
+    fineweb,
+    gopher,
+    language,
+    score,
+)
+from jaxtrain.data.filters.batch import Kind
+
+Filter = Annotated[
+    duplicates.ExactDuplicates
+    | duplicates.NearDuplicates
+    | gopher.GopherQuality
+    | gopher.GopherRepetition
+    | c4.C4
+    | fineweb.FineWeb
+    | language.LanguageFilter
+    | language.ScriptFilter
+    | score.ScoreFilter
+    | decontaminate.Decontaminate,
+    Field(discriminator="name"),
+]
+FILTERS: dict[str, Kind] = {
+    "exact_duplicates": duplicates.EXACT,
+    "near_duplicates": duplicates.NEAR,
+    "gopher_quality": gopher.QUALITY,
+    "gopher_repetition": gopher.REPETITION,
+    "c4": c4.KIND,
+    "fineweb": fineweb.KIND,
+    "language": language.LANGUAGE,
+    "script": language.SCRIPT,
+    "score": score.KIND,
+    "decontaminate": decontaminate.KIND,
+}

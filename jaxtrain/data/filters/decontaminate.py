@@ -1,0 +1,203 @@
+"""Evaluation sets kept out of the training text, by the word sequences that they share with it."""
+
+import hashlib
+import json
+from collections.abc import Iterable, Iterator
+from functools import lru_cache
+from pathlib import Path
+from typing import Any, Literal, NamedTuple
+
+import numpy as np
+from pydantic import Field
+
+from jaxtrain.data.evaluation.prompts import prompt_of
+from jaxtrain.data.evaluation.tasks import Bundle, Task, open_bundle
+from jaxtrain.data.filters.arrays import BASE, Spans, joined, joined_at, ngrams
+from jaxtrain.data.filters.batch import Batch, Judged, Kind
+from jaxtrain.settings import Settings, UserError
+
+TOGETHER = 1 << 19  # characters of evaluation text that are hashed at once
+START = 3  # words of a short text that are looked for first
+SLOTS = 16  # places in the table for one sequence: the others are looked up in it in vain
+ROOM = 1 << 17  # places at least, which the cache of a core holds
+
+
+class Decontaminate(Settings):
+    """Removes documents that share words in a row with an evaluation set (GPT-3, arXiv:2005.14165).
+
+    Case, punctuation, kinds of spaces and forms of a letter (NFKC) do not count. A text of fewer
+    words is looked for as a whole, and removes a document whatever `min_hits` says.
+    """
+
+    name: Literal["decontaminate"] = "decontaminate"
+    against: tuple[str, ...] = Field(
+        default=("core",),
+        min_length=1,
+        description="core (the bundle at $JAXTRAIN_CORE), names of its tasks, YAML files of tasks, "
+        "or JSONL files, of which all texts count",
+    )
+    spare: tuple[str, ...] = Field(
+        default=(),
+        description="Tasks of `against` that are left out, as those made from Wikipedia are",
+    )
+    ngram: int = Field(default=13, gt=0, description="Words in a row")
+    min_hits: int = Field(
+        default=1, gt=0, description="Such sequences in a document, above which it is removed"
+    )
+
+
+def texts_of(config: Decontaminate) -> Iterator[str]:
+    """Every text that may not be trained on; of a question, with each of its answers."""
+    for bundle, task, folder in _tasks(config):
+        loaded, alone = bundle.load(task, folder), task.model_copy(update={"num_fewshot": (0,)})
+        # The first of two endings has no answer: alone it may be as little as "It follows".
+        whole = 1 if task.icl_task_type == "language_modeling" else 0
+        for index in range(loaded.asked):
+            prompt = prompt_of(alone, loaded.examples, index)
+            yield from ("".join(prompt.shared) + ending for ending in prompt.endings[whole:])
+    for name in config.against:
+        if name.endswith(".jsonl"):
+            for number, line in enumerate(_read(name).splitlines(), 1):
+                try:
+                    yield from _strings(json.loads(line) if line.strip() else None)
+                except ValueError as error:
+                    raise UserError(f"{name} line {number} is not valid JSON: {error}") from error
+
+
+def identity(config: Decontaminate) -> str:
+    """A hash of the files that are read."""
+    total = hashlib.sha256()
+    for bundle, task, folder in _tasks(config):
+        total.update(task.model_dump_json().encode())
+        total.update(bundle.data_file(task, folder).read_bytes())
+    for name in config.against:
+        if name.endswith(".jsonl"):
+            total.update(_read(name))
+    return total.hexdigest()
+
+
+def ready(config: Decontaminate, folder: Path) -> Decontaminate:
+    """Writes the hashes of all sequences, which `judge` then reads instead of the texts."""
+    path = folder / f"ngrams-{identity(config)[:16]}-{config.ngram}.npz"
+    if not path.is_file():
+        found: dict[str, list[np.ndarray]] = {"long": [np.empty(0, np.uint64)]}
+        for texts in _together(texts_of(config)):
+            for name, hashes in _hashes(texts, config.ngram):
+                found.setdefault(name, []).append(hashes)
+        folder.mkdir(parents=True, exist_ok=True)
+        known = {name: np.unique(np.concatenate(hashes)) for name, hashes in found.items()}
+        with path.with_suffix(".tmp").open("wb") as file:
+            np.savez(file, allow_pickle=False, **known)
+        path.with_suffix(".tmp").rename(path)
+    return config.model_copy(update={"against": (str(path),)})
+
+
+def _together(texts: Iterable[str]) -> Iterator[list[str]]:
+    some, size = [], 0
+    for text in texts:
+        some.append(text)
+        size += len(text)
+        if size >= TOGETHER:
+            yield some
+            some, size = [], 0
+    yield some
+
+
+def _hashes(texts: list[str], ngram: int) -> Iterator[tuple[str, np.ndarray]]:
+    """Hashes of the sequences of `ngram` words (`long`); for texts of fewer words, of all of them
+    (`whole`) and of the first one, two or three (`start` and the number)."""
+    words = Batch(texts, [{}] * len(texts)).folded.folded_words
+    yield "long", ngrams(words, ngram)[0]
+    counts = np.bincount(words.texts, minlength=len(texts))
+    for count in np.unique(counts[(counts > 0) & (counts < ngram)]).tolist():
+        here = Spans(*(values[counts[words.texts] == count] for values in words))
+        first = np.flatnonzero(np.diff(here.texts, prepend=-1))
+        yield "whole", joined_at(here, count, first)
+        start = min(count, START)
+        yield f"start{start}", joined_at(here, start, first)
+
+
+def judge(config: Decontaminate, batch: Batch) -> Judged:
+    known = _known(config.against[0])
+    words = batch.folded.folded_words
+    hashes, first = ngrams(words, config.ngram)
+    hits = first[known["long"].places(hashes)]
+    found = np.bincount(words.texts[hits], minlength=len(batch.texts)) >= config.min_hits
+    for start in range(1, START + 1):
+        if f"start{start}" in known:
+            begins = known[f"start{start}"].places(joined(words, start))
+            found[words.texts[begins[_is_whole(words, begins, config.ngram, known["whole"])]]] = (
+                True
+            )
+    return Judged(found.astype(np.uint8))
+
+
+def _is_whole(words: Spans, begins: np.ndarray, ngram: int, whole: "Known") -> np.ndarray:
+    """bool [B]: whether one of the known texts of fewer words begins with each of these words."""
+    left = np.searchsorted(words.texts, words.texts[begins], side="right") - begins
+    numbers = np.arange(1, ngram)
+    total, all_BN = np.zeros(len(begins), np.uint64), np.zeros((len(begins), ngram - 1), np.uint64)
+    for number in numbers:
+        place = np.minimum(begins + number - 1, len(words.hashes) - 1)
+        total = all_BN[:, number - 1] = total * BASE + words.hashes[place]
+    is_known = np.zeros(all_BN.size, bool)
+    is_known[whole.places(all_BN.ravel())] = True
+    return (is_known.reshape(all_BN.shape) & (numbers <= left[:, None])).any(1)
+
+
+class Known(NamedTuple):
+    """Hashes, sorted, and a table of the beginnings that one of them may have."""
+
+    hashes: np.ndarray
+    table: np.ndarray
+    shift: np.uint64
+
+    def places(self, hashes: np.ndarray) -> np.ndarray:
+        """Where the known ones are among others."""
+        maybe = np.flatnonzero(self.table[hashes >> self.shift])
+        place = np.minimum(np.searchsorted(self.hashes, hashes[maybe]), len(self.hashes) - 1)
+        return maybe[self.hashes[place] == hashes[maybe]] if len(self.hashes) else maybe
+
+
+@lru_cache(maxsize=4)
+def _known(path: str) -> dict[str, Known]:
+    with np.load(path) as arrays:
+        return {name: _table(arrays[name]) for name in arrays}
+
+
+def _table(hashes: np.ndarray) -> Known:
+    bits = max(ROOM, SLOTS * len(hashes)).bit_length()
+    shift = np.uint64(64 - bits)
+    table = np.zeros(1 << bits, bool)
+    table[hashes >> shift] = True
+    return Known(hashes, table, shift)
+
+
+def _tasks(config: Decontaminate) -> list[tuple[Bundle, Task, Path]]:
+    """The tasks to keep out, with the bundle and the folder of their data."""
+    names = [name for name in config.against if not name.endswith(".jsonl")]
+    if not names:
+        return []
+    bundle = open_bundle(names=names)
+    found = bundle.find(names)
+    return [(bundle, task, at) for task, at in found if task.label not in config.spare]
+
+
+def _read(name: str) -> bytes:
+    try:
+        return Path(name).expanduser().read_bytes()
+    except OSError as error:
+        raise UserError(
+            f"data.train.filters: decontaminate cannot read {name}: {error.strerror}"
+        ) from error
+
+
+def _strings(value: Any) -> Iterator[str]:
+    if isinstance(value, str):
+        yield value
+    elif isinstance(value, (list, dict)):
+        for part in value.values() if isinstance(value, dict) else value:
+            yield from _strings(part)
+
+
+KIND = Kind(("found in an evaluation set",), judge=judge, ready=ready, identity=identity)

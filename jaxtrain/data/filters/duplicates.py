@@ -1,0 +1,123 @@
+"""Documents that are there already: the same text, or nearly. The first of each is kept."""
+
+import hashlib
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import Field
+
+from jaxtrain.data.filters.arrays import Spans, mixed, ngrams
+from jaxtrain.data.filters.batch import Batch, Kind
+from jaxtrain.settings import Settings
+
+
+class ExactDuplicates(Settings):
+    """Removes a document whose text is that of an earlier one."""
+
+    name: Literal["exact_duplicates"] = "exact_duplicates"
+
+
+class NearDuplicates(Settings):
+    """Removes a document that shares most of its words with an earlier one (MinHash, Broder 1997).
+
+    Two are near if all `rows` hashes of one of the `bands` are equal: of two that share a part s of
+    their n-grams with probability 1 - (1 - s^rows)^bands, which is 1/2 at s = 0.69 with the
+    defaults, those of FineWeb (arXiv:2406.17557). What is near a third that is near counts too.
+    """
+
+    name: Literal["near_duplicates"] = "near_duplicates"
+    ngram: int = Field(default=5, gt=0, description="Words in a shingle")
+    bands: int = Field(default=14, gt=0, description="Groups of hashes, one of which must agree")
+    rows: int = Field(default=8, gt=0, description="Hashes of a group")
+
+
+Duplicates = Annotated[ExactDuplicates | NearDuplicates, Field(discriminator="name")]
+
+
+def exact_marks(config: ExactDuplicates, batch: Batch) -> np.ndarray:
+    """uint64 [documents]: a hash of the text."""
+    digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in batch.texts)
+    return np.frombuffer(b"".join(digests), np.uint64)
+
+
+def exact_choose(config: ExactDuplicates, marks_D: np.ndarray) -> np.ndarray:
+    reasons = np.ones(len(marks_D), np.uint8)
+    reasons[np.unique(marks_D, return_index=True)[1]] = 0
+    return reasons
+
+
+def near_marks(config: NearDuplicates, batch: Batch) -> np.ndarray:
+    """uint64 [documents, bands]: a hash of each band; 0 for a document without words."""
+    arrays = batch.folded
+    words = arrays.folded_words
+    counts = np.bincount(words.texts, minlength=arrays.count)
+    found = [_shingles(words, config.ngram)]
+    for count in np.unique(counts[(counts > 0) & (counts < config.ngram)]):
+        # A text of fewer words than a shingle has one of all its words.
+        here = counts[words.texts] == count
+        found.append(_shingles(Spans(*(values[here] for values in words)), int(count)))
+    hashes, texts = map(np.concatenate, zip(*found))
+    if len(found) > 1:
+        order = np.argsort(texts, kind="stable")
+        hashes, texts = hashes[order], texts[order]
+    there, starts = np.unique(texts, return_index=True)
+    marks = np.zeros((arrays.count, config.bands), np.uint64)
+    if not len(there):
+        return marks
+    small = (hashes >> np.uint64(32)).astype(np.uint32)
+    multiply, add = _permutations(config.bands * config.rows)
+    room = np.empty_like(small)
+    for number, (m, a) in enumerate(zip(multiply, add)):
+        np.multiply(small, m, out=room)
+        room += a
+        lowest = np.minimum.reduceat(room, starts)
+        band = number // config.rows
+        marks[there, band] = mixed(marks[there, band] + lowest + np.uint64(1))
+    return marks
+
+
+def _shingles(words: Spans, n: int) -> tuple[np.ndarray, np.ndarray]:
+    """Hashes of n words in a row, and the text of each."""
+    hashes, first = ngrams(words, n)
+    return hashes, words.texts[first]
+
+
+def near_choose(config: NearDuplicates, marks_DB: np.ndarray) -> np.ndarray:
+    return (clusters(marks_DB) != np.arange(len(marks_DB))).astype(np.uint8)
+
+
+def first_of(marks: np.ndarray) -> np.ndarray:
+    """int64 [documents]: of the marks of either filter, the first document that each is like."""
+    return clusters(marks.reshape(len(marks), -1))
+
+
+def clusters(keys_DB: np.ndarray) -> np.ndarray:
+    """int64 [documents]: the first document of the cluster that each is in.
+
+    Documents with an equal key in a column are in one cluster; the key 0 is that of none.
+    """
+    pairs = [np.empty((2, 0), np.int64)]
+    for keys in keys_DB.T:
+        order = np.argsort(keys, kind="stable")
+        ordered = keys[order]
+        same = (ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)
+        pairs.append(np.stack([order[:-1][same], order[1:][same]]))
+    a, b = np.unique(np.concatenate(pairs, axis=1), axis=1)
+    root = np.arange(len(keys_DB))
+    while True:
+        low, high = np.minimum(root[a], root[b]), np.maximum(root[a], root[b])
+        if (low == high).all():
+            return root
+        np.minimum.at(root, high, low)
+        while (root[root] != root).any():
+            root = root[root]
+
+
+def _permutations(count: int) -> tuple[np.ndarray, np.ndarray]:
+    """x -> multiply x + add modulo 2^32 is a permutation if `multiply` is odd."""
+    drawn = np.random.SeedSequence(1).generate_state(2 * count, np.uint32)
+    return drawn[:count] | np.uint32(1), drawn[count:]
+
+
+EXACT = Kind(("duplicate",), mark=exact_marks, choose=exact_choose)
+NEAR = Kind(("near duplicate",), mark=near_marks, choose=near_choose)

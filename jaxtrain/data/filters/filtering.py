@@ -1,0 +1,290 @@
+"""A source through its filters to JSONL, in two readings, on all cores.
+
+In the first, processes say what the filters think of each document and note what those need that
+decide when they have seen all (duplicates, a share of the best). In the second what is left is
+written, in the order of the text: the bytes are a function of the text and the filters, whatever
+the number of processes and however often the work was interrupted.
+"""
+
+import hashlib
+import json
+import os
+import shutil
+import time
+from collections.abc import Callable, Iterator, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Any, BinaryIO
+
+import numpy as np
+
+from jaxtrain.data.files.reading import START, Block, Position, blocks
+from jaxtrain.data.files.remote import File
+from jaxtrain.data.files.sources import Source, content_hash, find_files, where
+from jaxtrain.data.filters import FILTERS
+from jaxtrain.data.filters.work import Found, Job, Sample, judge, lowest, write
+from jaxtrain.data.pool import Map, cores, workers
+from jaxtrain.data.store.encode import batched
+from jaxtrain.settings import UserError
+
+Progress = Callable[[str, int, int | None], None]
+COMMIT_SECONDS = 10  # the batch in hand and those behind it add less than 5 to what a kill loses
+SHARD = 1 << 28  # compressed bytes of a file
+ALONE = 1 << 22  # stored bytes; less is filtered before other processes would have started
+FORMAT = 3
+
+
+def filter_source(
+    source: Source,
+    directory: Path,
+    *,
+    key: str,
+    processes: int | None = None,
+    progress: Progress = lambda *_: None,
+) -> dict[str, Any]:
+    """Writes what the filters of a source leave of it, and returns the report, which lies beside.
+
+    `directory` appears when all is done; until then the work is in a folder of its own, and goes on
+    there after an interruption. key: of the text and the filters. Raises UserError if nothing is
+    left, and if the directory holds something else.
+    """
+    if directory.exists():
+        return report_of(directory, key)
+    partly = directory.with_name(f"{directory.name}.partial-{key[:16]}")
+    partly.mkdir(parents=True, exist_ok=True)
+    filters = [
+        filter if (ready := FILTERS[filter.name].ready) is None else ready(filter, partly)
+        for filter in source.filters
+    ]
+    job, files = Job(source, tuple(filters)), find_files(source)
+    small = sum(file.size or 0 for file in files) < ALONE
+    with workers(1 if small else processes or cores()) as mapped:
+        groups = judge_all(job, files, partly, mapped, progress)
+        _decide(job, groups)
+        samples = write_all(job, files, groups, partly, mapped, progress)
+    result = {"key": key, **report(job, groups, samples)}
+    if not result["kept"]["documents"]:
+        shutil.rmtree(partly)
+        raise UserError(f"the filters of {where(source)} leave no document; {_most(result)}")
+    clean(partly)
+    report_path(directory).write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+    partly.rename(directory)
+    return result
+
+
+def report_path(directory: Path) -> Path:
+    """Beside the text, so that the folder holds nothing else."""
+    return directory.with_name(f"{directory.name}.filters.json")
+
+
+def key_of(source: Source, cache: Path) -> str:
+    """A hash of all that decides what the filters leave."""
+    settings = source.model_dump() | {"path": content_hash(source, cache), "format": FORMAT}
+    for filter, row in zip(source.filters, settings["filters"]):
+        identity = FILTERS[filter.name].identity
+        if identity is not None:
+            row["against"] = identity(filter)
+    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
+
+
+def report_of(directory: Path, key: str) -> dict[str, Any]:
+    """The report beside a folder. Raises UserError if the folder is of another key."""
+    path = report_path(directory)
+    result = json.loads(path.read_text()) if path.is_file() else {}
+    if result.get("key") != key:
+        raise UserError(
+            f"{directory} holds something else than these filters leave of this text; name a new "
+            "folder, or delete it"
+        )
+    return result
+
+
+# ---- the first reading -------------------------------------------------------------------------
+
+
+def judge_all(
+    job: Job, files: list[File], folder: Path, mapped: Map, progress: Progress
+) -> list[Found]:
+    """What the filters say of each group of blocks; taken from `folder` as far as it is there."""
+    found = [one for path in sorted(folder.glob("found-*.npz")) for one in _load(path)]
+    after, total = (found[-1].after if found else START), sum(file.size or 0 for file in files)
+    size = sum(one.size for one in found)
+    saved, committed = len(found), time.monotonic()
+    for one in mapped(partial(judge, job), batched(blocks(job.source, files, after))):
+        found.append(one)
+        size += one.size
+        progress("filter", size, _estimate(size, one.after, total))
+        if time.monotonic() - committed >= COMMIT_SECONDS:
+            _save(folder / f"found-{saved:08d}.npz", found[saved:])
+            saved, committed = len(found), time.monotonic()
+    if found[saved:]:
+        _save(folder / f"found-{saved:08d}.npz", found[saved:])
+    if not size:
+        shutil.rmtree(folder)
+        raise UserError(f"{where(job.source)} holds no text")
+    return found
+
+
+def _decide(job: Job, groups: list[Found]) -> None:
+    """Lets the filters that look at all documents choose, each among those that reach it."""
+    ends = np.cumsum([len(one.removed_D) for one in groups])[:-1]
+    removed = np.concatenate([one.removed_D for one in groups])
+    reasons = np.concatenate([one.reasons_D for one in groups])
+    for number, filter in enumerate(job.filters):
+        choose = FILTERS[filter.name].choose
+        if choose is None:
+            continue
+        here = np.flatnonzero((removed == 0) | (removed > number + 1))
+        marks = np.concatenate([one.marks[number] for one in groups])[here]
+        of = choose(filter, marks)
+        removed[here[of > 0]], reasons[here[of > 0]] = number + 1, of[of > 0]
+    parts = zip(np.split(removed, ends), np.split(reasons, ends))
+    for place, (removed_D, reasons_D) in enumerate(parts):
+        groups[place] = groups[place]._replace(removed_D=removed_D, reasons_D=reasons_D, marks={})
+
+
+def _save(path: Path, found: Sequence[Found]) -> None:
+    """The groups as one file of arrays, which appears when it is complete."""
+    arrays = {
+        "counts": np.array([len(one.removed_D) for one in found]),
+        "after": np.array([one.after for one in found]),
+    }
+    for name in ("removed_D", "reasons_D", "sizes_DF"):
+        arrays[name] = np.concatenate([getattr(one, name) for one in found])
+    for number in found[0].marks:
+        arrays[f"marks{number}"] = np.concatenate([one.marks[number] for one in found])
+    with path.with_suffix(".tmp").open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+        os.fsync(file.fileno())
+    path.with_suffix(".tmp").rename(path)
+
+
+def _load(path: Path) -> Iterator[Found]:
+    with np.load(path) as arrays:
+        ends = np.cumsum(arrays["counts"])[:-1]
+        parts = {name: np.split(arrays[name], ends) for name in arrays if name[-2:] in ("_D", "DF")}
+        marks = {int(n[5:]): np.split(arrays[n], ends) for n in arrays if n.startswith("marks")}
+        for place, after in enumerate(arrays["after"].tolist()):
+            one = {name: part[place] for name, part in parts.items()}
+            size = int(one["sizes_DF"][:, 0].sum())
+            some = {number: part[place] for number, part in marks.items()}
+            yield Found(**one, marks=some, size=size, after=Position(*after))
+
+
+# ---- the second reading ------------------------------------------------------------------------
+
+
+def write_all(
+    job: Job,
+    files: list[File],
+    groups: list[Found],
+    folder: Path,
+    mapped: Map,
+    progress: Progress,
+) -> list[Sample]:
+    """Writes numbered files of JSONL; an interrupted writing goes on after its last commit."""
+    note, state = folder / "written.json", {"files": 0, "bytes": 0, "groups": 0, "samples": []}
+    if note.is_file():
+        state |= json.loads(note.read_text())
+    number, at, done = state["files"], state["bytes"], state["groups"]
+    samples = [Sample(*sample) for sample in state["samples"]]
+    after = groups[done - 1].after if done else START
+    size, total = sum(one.size for one in groups[:done]), sum(one.size for one in groups)
+
+    def tasks() -> Iterator[tuple[list[Block], np.ndarray, np.ndarray]]:
+        found = batched(blocks(job.source, files, after))
+        for one, group in zip(groups[done:], found, strict=True):
+            yield group, one.removed_D, one.reasons_D
+
+    answers, finished = iter(mapped(partial(write, job), tasks())), False
+    while not finished:
+        with _shard(folder, number).open("ab") as file:
+            file.truncate(at)
+            committed = time.monotonic()
+            for kept in answers:
+                file.write(kept.data)
+                samples, done = lowest(samples + kept.samples), done + 1
+                size += kept.size
+                progress("write", size, total)
+                if file.tell() >= SHARD:
+                    break
+                if time.monotonic() - committed >= COMMIT_SECONDS:
+                    _commit(note, file, number, file.tell(), done, samples)
+                    committed = time.monotonic()
+            else:
+                finished = True
+            number, at = number + 1, 0
+            _commit(note, file, number, at, done, samples)
+    if not _shard(folder, number - 1).stat().st_size:
+        _shard(folder, number - 1).unlink()
+    return samples
+
+
+def _commit(
+    note: Path, file: BinaryIO, number: int, at: int, done: int, samples: list[Sample]
+) -> None:
+    """Notes that `done` groups are on the disk: the files before `number`, and `at` bytes of it."""
+    file.flush()
+    os.fsync(file.fileno())
+    unnamed = note.with_suffix(".tmp")
+    state = {"files": number, "bytes": at, "groups": done, "samples": samples}
+    unnamed.write_text(json.dumps(state))
+    unnamed.rename(note)
+
+
+def clean(folder: Path) -> None:
+    """Leave nothing but text."""
+    for path in folder.iterdir():
+        if not path.name.endswith(".jsonl.zst"):
+            path.unlink()
+
+
+def _shard(folder: Path, number: int) -> Path:
+    return folder / f"{number:05d}.jsonl.zst"
+
+
+def _estimate(done: int, after: Position, stored: int) -> int | None:
+    return done * max(stored, after.stored) // after.stored if after.stored else None
+
+
+# ---- what was removed --------------------------------------------------------------------------
+
+
+def report(
+    job: Job,
+    groups: list[Found],
+    samples: list[Sample],
+    reasons_of: Callable[[str], Sequence[str]] = lambda name: FILTERS[name].reasons,
+) -> dict[str, Any]:
+    """Documents and bytes that were read, that each filter removed and why, and that are left."""
+    removed = np.concatenate([one.removed_D for one in groups])
+    reasons = np.concatenate([one.reasons_D for one in groups])
+    sizes = np.concatenate([one.sizes_DF for one in groups]).astype(np.int64)
+    rows = []
+    for number, filter in enumerate(job.filters):
+        names = reasons_of(filter.name)
+        here = removed == number + 1
+        passed = (removed == 0) | (removed > number + 1)
+        counts = np.bincount(reasons[here], minlength=len(names) + 1)[1:].tolist()
+        shown = [sample for sample in samples if sample.filter == number + 1]
+        rows.append(
+            {
+                "name": filter.name,
+                "documents": int(here.sum()),
+                "bytes": int(sizes[here, number].sum()),
+                "cut_bytes": int((sizes[passed, number] - sizes[passed, number + 1]).sum()),
+                "reasons": {name: count for name, count in zip(names, counts) if count},
+                "samples": [{"reason": names[s.reason - 1], "text": s.text} for s in shown],
+            }
+        )
+    kept = removed == 0
+    return {
+        "read": {"documents": len(removed), "bytes": int(sizes[:, 0].sum())},
+        "kept": {"documents": int(kept.sum()), "bytes": int(sizes[kept, -1].sum())},
+        "filters": rows,
+    }
+
+
+def _most(result: dict[str, Any]) -> str:
+    row = max(result["filters"], key=lambda row: row["documents"])
+    return f"{row['name']} removes {row['documents']:,} of {result['read']['documents']:,}"

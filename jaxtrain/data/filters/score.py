@@ -1,0 +1,71 @@
+"""A number that a document already has: the perplexity of a model, the score of a classifier."""
+
+from typing import Literal
+
+import numpy as np
+from pydantic import Field, model_validator
+
+from jaxtrain.data.filters.batch import Batch, Kind
+from jaxtrain.settings import Settings, UserError
+
+
+class ScoreFilter(Settings):
+    """Keeps documents by a field of JSONL or a column of Parquet; those without a number go."""
+
+    name: Literal["score"] = "score"
+    field: str = Field(description="The key or column that holds the number")
+    minimum: float | None = Field(default=None, description="The number at least; null: no bound")
+    maximum: float | None = Field(default=None, description="The number at most; null: no bound")
+    keep_fraction: float | None = Field(
+        default=None, gt=0, le=1, description="Share of the documents that stay; null: all"
+    )
+    keep: Literal["highest", "lowest", "middle"] = Field(
+        default="highest", description="Which share stays"
+    )
+
+    @model_validator(mode="after")
+    def _removes_something(self) -> "ScoreFilter":
+        if self.minimum is None and self.maximum is None and self.keep_fraction is None:
+            raise ValueError("a score filter needs minimum, maximum or keep_fraction")
+        return self
+
+
+def mark(config: ScoreFilter, batch: Batch) -> np.ndarray:
+    """float64 [documents]; NaN for none. Raises UserError for what is no number."""
+    values = [record.get(config.field) for record in batch.records]
+    for value in values:
+        if not (value is None or isinstance(value, (int, float))):
+            raise UserError(
+                f"data.train.filters: score reads a number from '{config.field}', not {value!r}"
+            )
+    return np.array([np.nan if value is None else value for value in values], np.float64)
+
+
+def choose(config: ScoreFilter, scores_D: np.ndarray) -> np.ndarray:
+    """Bounds first, then the share of what is left; of equal scores the earlier documents stay."""
+    if len(scores_D) and np.isnan(scores_D).all():
+        raise UserError(f"data.train.filters: no document has a field '{config.field}'")
+    reasons = np.where(np.isnan(scores_D), 1, 0).astype(np.uint8)
+    if config.minimum is not None:
+        reasons[scores_D < config.minimum] = 2
+    if config.maximum is not None:
+        reasons[scores_D > config.maximum] = 3
+    if config.keep_fraction is not None:
+        left = np.flatnonzero(reasons == 0)
+        order = {"lowest": scores_D[left], "highest": -scores_D[left]}.get(config.keep)
+        if order is None:
+            order = np.abs(_ranks(scores_D[left]) - (len(left) - 1) / 2)
+        ranked = left[np.argsort(order, kind="stable")]
+        reasons[ranked[round(config.keep_fraction * len(left)) :]] = 4
+    return reasons
+
+
+def _ranks(values: np.ndarray) -> np.ndarray:
+    ranks = np.empty(len(values))
+    ranks[np.argsort(values, kind="stable")] = np.arange(len(values))
+    return ranks
+
+
+KIND = Kind(
+    ("no score", "below minimum", "above maximum", "not in the share"), mark=mark, choose=choose
+)

@@ -1,0 +1,153 @@
+"""What each process of a filtering does with some blocks of text."""
+
+import hashlib
+import json
+from base64 import b64encode
+from collections.abc import Mapping, Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+import zstandard
+
+from jaxtrain.data.files.reading import Block, Position, other_columns, records_of
+from jaxtrain.data.files.sources import field_of
+from jaxtrain.data.filters import FILTERS
+from jaxtrain.data.filters.batch import Batch
+
+SAMPLES = 3  # documents that are shown of each reason
+SHOWN = 400  # characters of each
+LEVEL = 3  # of Zstandard
+PART = 1 << 19  # bytes of text that go through the filters together
+
+
+class Job(NamedTuple):
+    """What is read, and what it goes through; `ready` filters need no other files."""
+
+    source: Any
+    filters: tuple[Any, ...]
+
+    @property
+    def fields(self) -> tuple[str, ...]:
+        scores = [f.field for f in self.filters if f.name == "score"]
+        return (*scores, *([self.source.sample_by] if self.source.sample_by else []))
+
+
+class Found(NamedTuple):
+    """What the filters say of a group of blocks, D documents."""
+
+    removed_D: np.ndarray  # uint8: the number of the filter that removes each, from 1; 0: none
+    reasons_D: np.ndarray  # uint8: of that filter
+    sizes_DF: np.ndarray  # uint32: bytes that reach each filter, and last what leaves them all
+    marks: dict[int, np.ndarray]  # [D, ...] of each filter that decides when it has seen all
+    size: int
+    after: Position
+
+
+class Sample(NamedTuple):
+    """A removed document, and the hash that it was drawn by."""
+
+    hash: int
+    filter: int
+    reason: int
+    text: str
+
+
+class Kept(NamedTuple):
+    """The documents of a group that are left, as JSONL, and some of those that are not."""
+
+    data: bytes  # a frame of Zstandard
+    size: int
+    samples: list[Sample]
+    after: Position
+
+
+def judge(job: Job, group: Sequence[Block]) -> Found:
+    """Runs the filters over a group of blocks, in order."""
+    batch = read(job, group)
+    ends = np.cumsum(batch.sizes())
+    # Arrays that stay in the cache of a core are twice as fast.
+    cuts = np.flatnonzero(np.diff(ends // PART, append=-1)) + 1
+    parts = [
+        _judge_part(job, batch.take(np.arange(start, stop)))
+        for start, stop in zip([0, *cuts.tolist()], cuts.tolist())
+    ]
+    if not parts:
+        parts = [_judge_part(job, batch)]
+    removed, reasons, sizes, marks = zip(*parts)
+    together = {number: np.concatenate([some[number] for some in marks]) for number in marks[0]}
+    size = int(ends[-1]) if len(ends) else 0
+    removed_D, reasons_D, sizes_DF = map(np.concatenate, (removed, reasons, sizes))
+    return Found(removed_D, reasons_D, sizes_DF, together, size, group[-1].after)
+
+
+def _judge_part(
+    job: Job, batch: Batch
+) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[int, np.ndarray]]:
+    """The first four fields of `Found`."""
+    count, left = len(batch.texts), np.arange(len(batch.texts))
+    removed, reasons = np.zeros(count, np.uint8), np.zeros(count, np.uint8)
+    sizes, marks = np.zeros((count, len(job.filters) + 1), np.uint32), {}
+    for number, filter in enumerate(job.filters):
+        kind = FILTERS[filter.name]
+        sizes[left, number] = batch.sizes()
+        if kind.mark is not None:
+            some = kind.mark(filter, batch)
+            marks[number] = np.zeros((count, *some.shape[1:]), some.dtype)
+            marks[number][left] = some
+        if kind.judge is not None:
+            of, texts = kind.judge(filter, batch)
+            reasons[left] = of
+            removed[left[of > 0]] = number + 1
+            stay = np.flatnonzero(of == 0)
+            left, batch = left[stay], batch.take(stay, texts)
+    sizes[left, -1] = batch.sizes()
+    return removed, reasons, sizes, marks
+
+
+def write(job: Job, task: tuple[Sequence[Block], np.ndarray, np.ndarray]) -> Kept:
+    """The documents of a group that no filter removed, as the filters leave them."""
+    group, removed, reasons = task
+    batch = read(job, group, whole=True)
+    samples: dict[tuple[int, int], list[Sample]] = {}
+    for place in np.flatnonzero(removed):
+        text, why = batch.texts[place], (int(removed[place]), int(reasons[place]))
+        digest = hashlib.blake2b(text.encode(), digest_size=6).digest()
+        samples.setdefault(why, []).append(Sample(int.from_bytes(digest), *why, text[:SHOWN]))
+    size = sum(batch.sizes())
+    kept = batch.take(np.flatnonzero(removed == 0))
+    for filter in job.filters:
+        kind = FILTERS[filter.name]
+        if kind.edits and kind.judge is not None:
+            texts = kind.judge(filter, kept).texts
+            kept = kept.take(np.arange(len(kept.texts)), texts)
+    lines = [line(job.source, text, record) for text, record in zip(kept.texts, kept.records)]
+    data = zstandard.ZstdCompressor(level=LEVEL).compress("".join(lines).encode()) if lines else b""
+    return Kept(data, size, lowest([s for some in samples.values() for s in some]), group[-1].after)
+
+
+def lowest(samples: list[Sample]) -> list[Sample]:
+    """The samples of each reason whose hash is lowest, so that no order of work shows in them."""
+    some: list[Sample] = []
+    counts: dict[tuple[int, int], int] = {}
+    for sample in sorted(samples):
+        why = (sample.filter, sample.reason)
+        counts[why] = counts.get(why, 0) + 1
+        if counts[why] <= SAMPLES:
+            some.append(sample)
+    return some
+
+
+def read(job: Job, group: Sequence[Block], whole: bool = False) -> Batch:
+    """The documents of a group with the fields that the filters look at, or with all."""
+    fields = lambda block: other_columns(job.source, block.file) if whole else job.fields
+    pairs = [pair for block in group for pair in records_of(job.source, block, fields(block))]
+    return Batch([text for text, _ in pairs], [record for _, record in pairs])
+
+
+def line(source: Any, text: str, record: Mapping[str, Any]) -> str:
+    """A document as JSONL with all fields of its record, each under the name that it has there.
+
+    Of what JSON has no type for, bytes become base64, and dates and the like a string.
+    """
+    plain = lambda value: b64encode(value).decode() if isinstance(value, bytes) else str(value)
+    return json.dumps({**record, field_of(source): text}, ensure_ascii=False, default=plain) + "\n"

@@ -1,0 +1,1 @@
+"""Preference pairs: records, stores and batches."""

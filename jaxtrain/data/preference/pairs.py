@@ -1,0 +1,129 @@
+"""Pairs of texts in the rows of a batch: the two of a pair stand side by side, as two segments.
+
+A row is planned as if a pair were one document, so that it holds whole pairs only. The segments of
+a row count from 1: those of pair p are 2p + 1 (chosen) and 2p + 2 (rejected, or the text that a
+judged answer is compared with).
+"""
+
+import dataclasses
+from collections.abc import Iterator, Sequence
+from itertools import chain
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxtrain.data.batches.packing import Batch, PaddedConfig, assemble, padded
+from jaxtrain.data.batches.planning import Piece, Row
+from jaxtrain.data.preference.preferences import TEXTS
+from jaxtrain.data.store.encode import without_marks
+from jaxtrain.data.store.store import Pairs, TokenStore
+from jaxtrain.settings import UserError
+
+References = dict[str, np.ndarray]  # of each source: float32 [preferences, 2], log-probs
+
+
+class PairBatch(NamedTuple):
+    """A `Batch` of pairs, and what is known of each: P is the most that a row can have."""
+
+    tokens_BT: np.ndarray
+    targets_BT: np.ndarray
+    weights_BT: np.ndarray
+    segments_BT: np.ndarray
+    positions_BT: np.ndarray
+    notes_BP: np.ndarray  # int32, as stored (`preferences.PAIR` ...); -1: no pair
+    references_BP2: np.ndarray  # float32, log-probs of the reference; 0 where there is none
+
+
+def fit_pairs(
+    store: TokenStore, rule: str, length: int, split: str = "train"
+) -> tuple[TokenStore, dict[str, int]]:
+    """A view of a store of preferences as pairs that fit a row, and how many there are, lost
+    their end, and were left out. Raises UserError if none is left."""
+    stored = store.lengths.reshape(-1, TEXTS).astype(np.int64)
+    lengths_P2, notes_P = stored[:, :2], stored[:, 2]
+    long = lengths_P2.sum(1) + 1 > length
+    kept, cut = ~long, long & (rule == "truncate")
+    if cut.any():
+        room = np.maximum(length - 1 - lengths_P2.min(1), (length - 1) // 2)[:, None]
+        lengths_P2 = np.minimum(lengths_P2, room)
+        some = np.flatnonzero(cut)
+        heads = store.read_many(
+            (TEXTS * int(pair) + i, 0, int(lengths_P2[pair, i])) for pair in some for i in (0, 1)
+        )
+        answered = np.array([without_marks(tokens)[1].any() for tokens in heads])
+        kept[some] = answered.reshape(-1, 2).all(1)
+    if not kept.any():
+        raise UserError(
+            f"data.{split}: none of the {len(kept)} preferences is left: they are longer than "
+            f"train.sequence_length {length} (the shortest pair has {stored[:, :2].sum(1).min()} "
+            f"tokens) and too_long is {rule}"
+        )
+    pairs = Pairs(store, np.flatnonzero(kept), lengths_P2[kept], notes_P[kept])
+    lengths = (pairs.lengths_P2.sum(1) + 1).astype(np.uint32)  # the second text has a BOS as well
+    view = dataclasses.replace(store, lengths=lengths, tokens=int(lengths.sum()), pairs=pairs)
+    dropped = 0 if rule == "truncate" else int(long.sum())
+    counts = {"preferences": len(kept), "truncated": int((kept & cut).sum()), "dropped": dropped}
+    return view, counts | {"unanswered": int((~kept).sum()) - dropped}
+
+
+def texts_of_pairs(store: TokenStore, row: Row) -> tuple[TokenStore, Row]:
+    """A row of pairs as a row of their texts; of other stores as it is."""
+    if store.pairs is None:
+        return store, row
+    texts = [
+        Piece(TEXTS * int(store.pairs.numbers_P[piece.document]) + i, True, 0, int(length))
+        for piece in row
+        for i, length in enumerate(store.pairs.lengths_P2[piece.document])
+    ]
+    return store.pairs.store, texts
+
+
+def judged(
+    batch: Batch, rows: Sequence[tuple[TokenStore, Row, str]], references: References | None
+) -> PairBatch:
+    """A batch of texts with what is known of its pairs. rows: of pairs, with their source."""
+    slots = most_pairs(batch.tokens_BT.shape[1])
+    notes_BP = np.full((len(rows), slots), -1, np.int32)
+    references_BP2 = np.zeros((len(rows), slots, 2), np.float32)
+    for i, (store, row, name) in enumerate(rows):
+        assert store.pairs is not None
+        numbers = [piece.document for piece in row]
+        notes_BP[i, : len(row)] = store.pairs.notes_P[numbers]
+        if references is not None:
+            references_BP2[i, : len(row)] = references[name][store.pairs.numbers_P[numbers]]
+    texts = batch.tokens_BT, batch.targets_BT, batch.weights_BT
+    segments_BT, positions_BT = batch.segments_BT, batch.positions_BT
+    assert segments_BT is not None and positions_BT is not None
+    return PairBatch(*texts, segments_BT, positions_BT, notes_BP, references_BP2)
+
+
+def most_pairs(length: int) -> int:
+    """How many pairs a row can have: each of their texts is a BOS and a token at least."""
+    return max(1, (length + 1) // 4)
+
+
+def every_pair(
+    view: TokenStore,
+    name: str,
+    *,
+    batch_size: int,
+    sequence_length: int,
+    share: range,
+    references: References | None = None,
+) -> Iterator[tuple[PairBatch, list[list[int]]]]:
+    """Each pair once: batches of the rows `share` of `batch_size`, and for all of these rows the
+    numbers of their preferences."""
+    assert view.pairs is not None
+    config = PaddedConfig(buffer=view.documents)
+    planner = padded(view, config, sequence_length, 0, max_epochs=1.0)
+    rows: list[Row] = list(chain.from_iterable(iter(planner.unit, None)))
+    # The last ones are of what fitted nowhere: a validation that looks at a part shall see all.
+    rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
+    rows += [[] for _ in range(-len(rows) % batch_size)]
+    for first in range(0, len(rows), batch_size):
+        some = rows[first : first + batch_size]
+        mine = [(view, some[i], name) for i in share]
+        texts = [texts_of_pairs(view, row) for _, row, _ in mine]
+        batch = assemble(texts, sequence_length, segments=True)
+        numbers = [view.pairs.numbers_P[[piece.document for piece in row]] for row in some]
+        yield judged(batch, mine, references), [one.tolist() for one in numbers]

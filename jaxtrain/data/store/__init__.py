@@ -1,0 +1,1 @@
+"""The token store: documents encoded, written, opened, described."""

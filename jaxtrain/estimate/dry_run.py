@@ -1,0 +1,443 @@
+"""What a step needs on a mesh that is not there: memory, exchanges and time, from virtual devices.
+
+The step is compiled by the CPU's compiler for as many virtual devices. Weights, states and
+gradients are exact; activations and scratch are an estimate (see `liveness`), for the compiler of a
+GPU fuses otherwise. A deep model is compiled at two small depths, and their difference tells the
+rest.
+"""
+
+import argparse
+import re
+import sys
+import time
+from collections import Counter
+from collections.abc import Callable, Sequence
+from math import ceil, lcm
+from types import SimpleNamespace
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+
+from jaxtrain.config import find_config, load_config
+from jaxtrain.estimate.fake_attention import outlined
+from jaxtrain.estimate.liveness import peak_bytes
+from jaxtrain.estimate.traffic import (
+    RATES,
+    Collective,
+    collectives,
+    device_named,
+    rates_of,
+    step_seconds,
+)
+from jaxtrain.estimate.workload import (
+    Workload,
+    abstract_frozen,
+    abstract_state,
+    at_depth,
+    batch_shapes,
+    branch_share,
+    idle,
+    kinds_of,
+    load_workload,
+    new_knobs,
+)  # fmt: skip
+from jaxtrain.parallel import partition_spec
+from jaxtrain.parallel.axes import ZERO
+from jaxtrain.parallel.mesh import AXES, grid
+from jaxtrain.runs.measurement import describe
+from jaxtrain.runs.metrics import format_bytes
+from jaxtrain.settings import TINY, UserError, real, whole
+from jaxtrain.train.local_sgd import local_task
+from jaxtrain.train.memory_advice import memory_advice
+from jaxtrain.train.step import make_step
+
+# Nothing is fused, and nothing is optimised below that: the text is all that is wanted. Weights are
+# gathered in each round of a loop over microbatches, as the compiler of a GPU has it.
+OPTIONS: dict[str, Any] = {
+    "xla_disable_hlo_passes": "fusion,cpu-instruction-fusion,cpu-multi-output-fusion,ynn-fusion,"
+    "library-rewriter,dot-library-rewriter,all-reduce-promotion,while-loop-invariant-code-motion",
+    "xla_backend_optimization_level": 0,
+    "xla_llvm_disable_expensive_passes": True,
+}
+# What a step may take of a device's memory, for the estimate of the activations may be too low.
+USABLE = 0.9
+
+
+class Facts(NamedTuple):
+    """Of one compiled program."""
+
+    live: float  # bytes of activations, gradients and scratch at the worst moment
+    sent: list[Collective]
+
+
+def virtual_devices(count: int) -> None:
+    """Give this process so many CPU devices. Raises UserError if it has started with fewer."""
+    try:
+        jax.config.update("jax_platforms", "cpu")
+        jax.config.update("jax_num_cpu_devices", count)
+    except RuntimeError:  # jax has started already
+        pass
+    if len(jax.devices("cpu")) < count:
+        raise UserError(
+            f"this process has started with {len(jax.devices('cpu'))} devices; {count} virtual "
+            "ones need a fresh one"
+        )
+
+
+def preflight(
+    name: str | None, overrides: Sequence[str], devices: int, kind: str, memory: int | None = None
+) -> dict[str, Any]:
+    """The record of a configuration on `devices` virtual devices, as if of this kind."""
+    rates, begin = rates_of(kind), time.perf_counter()
+    path = find_config(name) if name else None
+    if kind == "CPU" and load_config(path, overrides).train.precision == "auto":
+        overrides = [*overrides, "train.precision=float32"]
+    with outlined(f"NVIDIA {kind}", rates.capability) as backend:
+        attention, pretended = backend if rates.flash else "xla", jax.devices("cpu")[:devices]
+        w = with_replicas(plain_workload(name, overrides, pretended, attention))
+        facts = measured(w)
+    exact = exact_bytes(w)
+    rest = max(0.0, facts.live - exact["gradients"] - exact["copy"])
+    held = exact["frozen"] + exact["parameters"] + exact["states"]
+    total = held + max(facts.live, exact["gradients"] + exact["copy"])
+    across = hosts_of(w.mesh, rates.per_host)
+    seconds = step_seconds(w.flops_per_token * w.tokens / devices, facts.sent, kind, across)
+    metrics = {f"{k}_bytes": v for k, v in exact.items()} | {
+        "activations_bytes": round(rest),
+        "total_bytes": round(total),
+        "device_bytes": memory or rates.memory,
+        "fits": total < USABLE * (memory or rates.memory),
+        "compute_ms": 1e3 * seconds[0] / (1 - idle(w, w.config.model.depth)),
+        "near_ms": 1e3 * seconds[1],
+        "far_ms": 1e3 * seconds[2],
+        "compile_s": time.perf_counter() - begin,
+    }
+    record = describe("preflight", w.name, w.precision, w.facts(), devices)
+    sizes = {axis: ways for axis, ways in w.mesh.shape.items() if ways > 1}
+    record["workload"] |= {"mesh": sizes, "zero": w.task.zero, "remat": w.config.model.remat}
+    advice = (
+        None if metrics["fits"] else memory_advice(w.config, round(total), metrics["device_bytes"])
+    )
+    return record | {
+        "device": kind,
+        "advice": advice,
+        "metrics": metrics,
+        "collectives": [c._asdict() for c in facts.sent],
+    }
+
+
+def plain_workload(
+    name: str | None, overrides: Sequence[str], devices: Sequence[Any], attention: str
+) -> Workload:
+    """The workload without what a CPU cannot compile; with a backend of attention that it can."""
+    plain = ["model.rows=xla", "model.fp8=null", "model.fp8_history=null"]
+    plain += [f"model.attention={attention}"]
+    load = lambda *more: load_workload(name, [*overrides, *plain, *more], devices, True)
+    w, more = load(), []
+    if w.config.model.document_mask and w.mesh.shape["context"] > 1:  # which XLA's alone takes
+        more += ["model.attention=xla"]
+    return load(*more) if more else w
+
+
+def measured(w: Workload) -> Facts:
+    """Of the whole depth: compiled, or carried on from two small depths."""
+    c = w.config.model
+    chunks = w.mesh.shape["pipeline"] * w.task.repeats
+    every = c.moe.every if c.moe else 1
+    period = lcm(len(c.window_pattern), 2 if c.value_embeddings else 1, every) * chunks
+    small = period * ceil(4 / period)
+    if sum(map(len, kinds_of(w))) <= 2 * small:  # layers that are compiled
+        return facts_of(w)
+    one, two = (facts_of(with_replicas(at_depth(w, n * small))) for n in (1, 2))
+    more = (c.depth - 2 * small) / small
+    carry = lambda a, b: b + (b - a) * more
+    before = {s[:3]: s for s in one.sent}
+    sent = []
+    for s in two.sent:
+        old = before.get(s[:3], s._replace(times=0, bytes=0))
+        sent.append(
+            s._replace(times=round(carry(old.times, s.times)), bytes=carry(old.bytes, s.bytes))
+        )
+    return Facts(carry(one.live, two.live), sorted(sent, key=lambda s: -s.bytes))
+
+
+def with_replicas(w: Workload) -> Workload:
+    """With the step of train.local, if the configuration has it."""
+    local = w.config.train.local
+    return w._replace(task=local_task(w.task, local, w.mesh)) if local else w
+
+
+def facts_of(w: Workload) -> Facts:
+    with jax.set_mesh(w.mesh):
+        traced = make_step(w.task, w.mesh).trace(
+            abstract_state(w), batch_shapes(w), new_knobs(w), abstract_frozen(w)
+        )
+        hlo = traced.lower().compile(compiler_options=OPTIONS).as_text()
+    return Facts(peak_bytes(hlo), collectives(hlo, dict(w.mesh.shape), branch_share(w)))
+
+
+def exact_bytes(w: Workload) -> dict[str, int]:
+    """Bytes on one device of what the shapes and the rules decide.
+
+    copy: the weights in the compute dtype. gradients: in that, or summed up in float32.
+    """
+    state = abstract_state(w)
+    accumulated = batch_shapes(w).tokens_BT.shape[0] > 1
+    width = w.task.dtype.itemsize
+
+    def split(kind: str, widths: Any) -> int:
+        without = None if kind in ZERO[w.task.zero] else "fsdp"
+        total = 0
+        for s in jax.tree.leaves(w.task.specs):
+            where = NamedSharding(w.mesh, partition_spec(s.axes, s.shape, w.mesh, without))
+            total += shard_bytes(s.shape, where, widths(s))
+        return total
+
+    own = lambda s: 4 if s.role in ("gain", "scalar") else width
+    copied = w.task.zero < 3 or w.task.dtype != jnp.float32
+    frozen = abstract_frozen(w)
+    return {
+        "frozen": tree_bytes(frozen),
+        "parameters": tree_bytes(state.params),
+        "states": tree_bytes(state.optimizer),
+        "copy": split("parameters", own) if copied else 0,
+        "gradients": split("gradients", (lambda s: 4) if accumulated else own),
+    }
+
+
+def tree_bytes(tree: Any) -> int:
+    """Of one device's parts, without what waits in the host's memory."""
+    return sum(
+        shard_bytes(x.shape, x.sharding, x.dtype.itemsize)
+        for x in jax.tree.leaves(tree)
+        if x.sharding.memory_kind != "pinned_host"
+    )
+
+
+def shard_bytes(shape: tuple[int, ...], where: NamedSharding, width: int) -> int:
+    size = width
+    for n in where.shard_shape(shape):
+        size *= n
+    return size
+
+
+def hosts_of(mesh: Mesh, per_host: int) -> dict[str, int]:
+    """Over how many hosts each axis of the mesh goes: the fewest that have equally many devices,
+    at most so many each."""
+    count = next(n for n in range(ceil(mesh.size / per_host), mesh.size + 1) if mesh.size % n == 0)
+    each = mesh.size // count
+    devices = [
+        SimpleNamespace(id=n, process_index=n // each, platform="cpu", device_kind="cpu")
+        for n in range(mesh.size)
+    ]
+    hosts = grid(dict(mesh.shape), devices)
+    across = {}
+    for at, axis in enumerate(AXES):
+        line: Any = hosts.transpose(at, *(i for i in range(hosts.ndim) if i != at))
+        line = line.reshape(mesh.shape[axis], -1)[:, 0]
+        across[axis] = len({device.process_index for device in line})
+    return across
+
+
+# ---- the first mesh that fits ------------------------------------------------------------------
+
+
+def candidates(devices: int, per_host: int, experts: bool) -> list[list[str]]:
+    """Overrides to try, those that cost least time first. experts: whether the model has some.
+
+    data exchanges gradients once a step; fsdp also weights, by each stage of ZeRO more often, and
+    less between hosts where data goes over these and fsdp over a host's devices.
+    model.remat=block exchanges nothing and computes layers twice. The other axes exchange
+    activations within layers: expert the tokens of layers with experts, context keys and values,
+    tensor the whole stream, four times a layer. pipeline sends little, but its stages wait for
+    each other. expert, context and tensor go over no more devices than a host has.
+    """
+    whole, sharded = ["mesh.data=auto", "mesh.fsdp=1"], ["mesh.data=1", "mesh.fsdp=auto"]
+    both = [["mesh.data=auto", f"mesh.fsdp={n}"] for n in shares(devices, per_host)]
+    stages = [[*sharded, f"mesh.zero={stage}"] for stage in (1, 2, 3) if devices > 1]
+    several = devices > per_host
+    before = 1 if several else len(stages)
+    found = [whole, *stages[:before], *both, *stages[before:]]
+    tight = [*both, sharded] if several else [sharded, *both]
+    found += [[*base, "model.remat=block"] for base in (tight if devices > 1 else [whole])]
+    ways = [n for n in range(2, 9) if devices % n == 0]
+    near = [n for n in ways if n <= per_host]
+    split = {"expert": near} if experts else {}
+    split |= {"context": near, "tensor": near, "pipeline": ways}
+    for axis, sizes in split.items():
+        for n in sizes:
+            bases = [whole, sharded] if axis == "expert" and n < devices else [sharded]
+            found += [[*base, f"mesh.{axis}={n}", "model.remat=block"] for base in bases]
+    return found
+
+
+def shares(devices: int, per_host: int) -> list[int]:
+    """Sizes of fsdp beside data: a host's devices, or the most that divide the count; and the most
+    that are a power of two, which divides a model's width more often."""
+    few = [n for n in range(2, min(per_host, devices - 1) + 1) if devices % n == 0]
+    twos = [n for n in few if n & (n - 1) == 0]
+    return list(dict.fromkeys([*few[-1:], *twos[-1:]]))
+
+
+def first_fit(
+    name: str | None,
+    overrides: Sequence[str],
+    devices: int,
+    kind: str,
+    memory: int | None,
+    say: Callable[[str], None],
+) -> dict[str, Any]:
+    """The record of the first candidate that fits. Raises UserError if none does, or if none is a
+    mesh of this configuration at all: with the reasons."""
+    least, refused = None, []
+    path = find_config(name) if name else None
+    experts = load_config(path, overrides).model.moe is not None
+    for tried in candidates(devices, rates_of(kind).per_host, experts):
+        try:
+            record = preflight(name, [*overrides, *tried], devices, kind, memory)
+        except UserError as error:  # an axis that does not divide what it splits
+            refused.append(str(error))
+            continue
+        record["overrides"] = tried
+        m = record["metrics"]
+        say(f"  {' '.join(tried)}: {format_bytes(m['total_bytes'])}")
+        if least is None or m["total_bytes"] < least["metrics"]["total_bytes"] or m["fits"]:
+            least = record
+        if m["fits"]:
+            break
+    if least is None:
+        raise UserError(f"no mesh of {devices} x {kind} to try: {'; '.join(main_reasons(refused))}")
+    if refused:
+        say(f"  left out: {len(refused)} that this configuration does not take, as {refused[0]}")
+    if least["metrics"]["fits"]:
+        return least
+    raise UserError(
+        f"no mesh of {devices} x {kind} ({format_bytes(memory or rates_of(kind).memory)}) holds "
+        f"{least['config']}: {' '.join(least['overrides'])} comes closest; {least['advice']}"
+    )
+
+
+def main_reasons(refused: Sequence[str]) -> list[str]:
+    """The first of each kind of reason, of the three that most meshes were refused for.
+
+    A reason begins with the key that it is about."""
+    key = lambda reason: re.split("[= :]", reason, maxsplit=1)[0]
+    kinds = Counter(map(key, refused)).most_common(3)
+    return [next(reason for reason in refused if key(reason) == kind) for kind, _ in kinds]
+
+
+def often(times: float) -> str:
+    return f"{times:,.0f} times" if times >= 1 else f"every {1 / times:,.0f} steps"
+
+
+def report(record: dict[str, Any]) -> str:
+    """The record as lines for the screen."""
+    m, w = record["metrics"], record["workload"]
+    tuned = f" and {w['trained']:,} that train" if "trained" in w else ""
+    mesh = " x ".join(f"{axis} {n}" for axis, n in w["mesh"].items()) or "one device"
+    lines = [
+        f"{record['config']}: {w['parameters']:,} parameters{tuned}, {record['variant']}, "
+        f"{w['batch_size']} x {w['sequence_length']} tokens a step, {w['device_batch_size']} rows "
+        f"a device at once, remat {w['remat']}",
+        f"on {record['device_count']} x {record['device']}: {mesh}, ZeRO-{w['zero']}",
+        "a device holds",
+    ]
+    names = {"frozen": "frozen weights"} if m["frozen_bytes"] else {}
+    names |= {
+        "parameters": "float32 weights", "states": "optimizer states",
+        "copy": "weights in the compute dtype", "gradients": "gradients",
+        "activations": "activations and scratch (estimate)", "total": "in all",
+    }  # fmt: skip
+    lines += [f"  {format_bytes(m[f'{k}_bytes']):>10s}  {text}" for k, text in names.items()]
+    fits = "fits" if m["fits"] else "does NOT fit"
+    lines[-1] += f" of {format_bytes(m['device_bytes'])}: {fits} ({USABLE:.0%} may be taken)"
+    lines += ["a device sends in a step"]
+    lines += [
+        f"  {format_bytes(c['bytes']):>10s}  {c['kind']} over {', '.join(c['axes'])} "
+        f"({c['ways']} devices), {often(c['times'])}"
+        for c in record["collectives"]
+    ] or ["  nothing"]
+    apart = m["compute_ms"] + m["near_ms"] + m["far_ms"]
+    together = max(m["compute_ms"], m["near_ms"] + m["far_ms"])
+    lines += [
+        f"a step takes {together:,.0f} ms if all exchanges are hidden, {apart:,.0f} ms if none is "
+        f"(estimate: compute {m['compute_ms']:,.0f}, within hosts {m['near_ms']:,.0f}, between "
+        f"hosts {m['far_ms']:,.0f})"
+    ]
+    return "\n".join(lines + [record["advice"]] * (record["advice"] is not None))
+
+
+# ---- on the command line -----------------------------------------------------------------------
+
+
+def add_preflight(parser: argparse.ArgumentParser) -> None:
+    parser.add_argument(
+        "--device", type=device_named, help=f"dry run: what they are (H200): {', '.join(RATES)}"
+    )
+    parser.add_argument(
+        "--devices", type=whole(0, 2**16), help="dry run: how many devices are pretended (1)"
+    )
+    parser.add_argument(
+        "--memory", type=real(TINY, "above 0"), help="dry run: GiB of one device, if not its own"
+    )
+    parser.add_argument(
+        "--fit",
+        type=whole(0, 2**16),
+        metavar="N",
+        help="dry run: the first mesh of N devices that fits",
+    )
+
+
+def given(a: argparse.Namespace, *options: str) -> str | None:
+    """The first of these options that a command line has. Each is nothing by default."""
+    for name in options:
+        value = getattr(a, name)
+        if value not in (None, False, []):
+            return f"--{name} {value}" if type(value) in (int, str) else f"--{name}"
+    return None
+
+
+def has(overrides: Sequence[str], key: str) -> bool:
+    return key in {line.partition("=")[0].strip() for line in overrides}
+
+
+def dry_overrides(a: argparse.Namespace) -> list[str]:
+    """Those of a command line; steps, which tuning asks for, take no memory."""
+    alone = (
+        not a.config and (a.dry_run or a.fit is not None) and not has(a.overrides, "train.steps")
+    )
+    return [*a.overrides, *["train.steps=1"] * alone]
+
+
+def check_dry(a: argparse.Namespace) -> None:
+    """Raises UserError for an option of the dry run where none is asked for."""
+    stray = given(a, "devices", "device", "memory")
+    if stray and not a.dry_run and a.fit is None:
+        raise UserError(f"{stray} is for --dry-run (or --fit N)")
+
+
+def preflight_of(
+    a: argparse.Namespace,
+    name: str | None,
+    overrides: Sequence[str],
+    one: Callable[..., dict[str, Any]] | None = None,
+) -> dict[str, Any]:
+    """The record that a command line asks for; one: what makes it in the place of `preflight`."""
+    if name is None and not has(overrides, "train.init_from"):
+        raise UserError(
+            "--dry-run: say of which configuration, as in --config gpt_d12, or of which model, as "
+            "in train.init_from=runs/NAME"
+        )
+    if a.fit is not None and a.devices is not None:
+        raise UserError(f"--devices {a.devices}: --fit {a.fit} says how many; give one of them")
+    count = next(n for n in (a.fit, a.devices, 1) if n is not None)
+    if count < 1:
+        raise UserError(f"--dry-run on {count} devices: there has to be one")
+    virtual_devices(count)
+    kind, memory = a.device or "H200", int(a.memory * 2**30) if a.memory else None
+    if a.fit is None:
+        return (one or preflight)(name, overrides, count, kind, memory)
+    say = lambda line: print(line, file=sys.stderr, flush=True)
+    return first_fit(name, overrides, count, kind, memory, say)

@@ -1,0 +1,224 @@
+"""What a step is measured on: a configuration's model and optimizer, and random tokens."""
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain.cluster.runtime import compute_dtype
+from jaxtrain.config import find_config, load_config
+from jaxtrain.config.resolve import Resolved, override, resolve, vocab_size_of
+from jaxtrain.data import Batch
+from jaxtrain.finetune import Parts, flatten, make_parts, nested, plus
+from jaxtrain.model import (
+    LayerSpec,
+    Transformer,
+    flops_per_token,
+    initialize,
+    make_plan,
+    sizes,
+    split,
+)
+from jaxtrain.optim import make_optimizer
+from jaxtrain.parallel import BATCH, bubble, cut, make_mesh, shardings
+from jaxtrain.parallel.mesh import batch_ways
+from jaxtrain.train.step import State, Task, init_state, state_shardings
+
+SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
+DOCUMENTS = 4  # of a row, where the configuration masks documents
+
+
+class Workload(NamedTuple):
+    """A configuration ready to be compiled."""
+
+    name: str
+    config: Resolved
+    mesh: Mesh
+    task: Task
+    vocab_size: int
+    parts: Parts  # what of the model trains
+
+    @property
+    def tokens(self) -> int:
+        """Tokens of one step, over all devices."""
+        return self.config.train.batch_size * self.config.train.sequence_length
+
+    @property
+    def precision(self) -> str:
+        return "fp8" if self.task.fp8 else SHORT[self.task.dtype.name]
+
+    @property
+    def flops_per_token(self) -> float:
+        """In nanochat's convention, for the MFU."""
+        c = self.config
+        specs = split(Transformer(c.model, self.vocab_size))[1]
+        return flops_per_token(c.model, specs, c.train.sequence_length, self.parts.trainable)
+
+    def facts(self) -> dict[str, Any]:
+        """The size of the work, for the record."""
+        t = self.config.train
+        return {
+            "batch_size": t.batch_size,
+            "device_batch_size": t.device_batch_size,
+            "sequence_length": t.sequence_length,
+            "vocab_size": self.vocab_size,
+            "parameters": sizes(self.parts.base)["total"],
+            "optimizer": self.config.optim.name,
+        } | ({"trained": sizes(self.task.specs)["total"]} if self.parts.split else {})
+
+
+def load_workload(
+    name: str | None,
+    overrides: Sequence[str] = (),
+    devices: Sequence[Any] | None = None,
+    accumulated: bool = False,
+) -> Workload:
+    """A configuration (path, bare name, None: the defaults) with overrides. No corpus is needed.
+
+    The batch is one microbatch a step, as the peers are measured: `train.device_batch_size` rows a
+    device where the configuration sets it, unless `train.batch_size` is among the overrides.
+    accumulated: it is what a run of the configuration has, with all its microbatches.
+    """
+    path = find_config(name) if name else None
+    c = load_config(path, overrides)
+    mesh = make_mesh(c.mesh, devices)
+    given = {line.partition("=")[0].strip() for line in overrides}
+    if c.train.device_batch_size and "train.batch_size" not in given and not accumulated:
+        rows = c.train.device_batch_size * batch_ways(mesh)
+        c = load_config(path, [*overrides, f"train.batch_size={rows}"])
+    vocab_size = vocab_size_of(c.data)
+    named = path.stem if path else Path(c.train.init_from or "defaults").name
+    return make_workload(named, resolve(c, vocab_size, devices), mesh, vocab_size)
+
+
+def make_workload(name: str, r: Resolved, mesh: Mesh, vocab_size: int) -> Workload:
+    graphdef, specs = split(Transformer(r.model, vocab_size))
+    dtype, tokens = compute_dtype(r.train.precision), r.train.batch_size * r.train.sequence_length
+    parts = make_parts(r.finetune, specs, dtype)
+    optim = plus(r.optim, r.finetune)
+    task = Task(
+        graphdef,
+        parts.trainable,
+        make_optimizer(optim, parts.trainable, r.train.steps, tokens),
+        dtype,
+        jnp.ones((vocab_size,)),
+        r.optim.clip_norm,
+        r.train.z_loss,
+        r.model.fp8,
+        parts.join,
+        r.mesh.zero,
+        repeats=r.mesh.pipeline_repeats,
+        fp8_history=r.model.fp8_history,
+    )
+    return Workload(name, r, mesh, task, vocab_size, parts)
+
+
+def at_depth(w: Workload, depth: int) -> Workload:
+    """The same model with fewer layers, all else as it was."""
+    c = override(w.config, [f"model.depth={depth}"])
+    return make_workload(w.name, c, w.mesh, w.vocab_size)
+
+
+def batch_shapes(w: Workload) -> Batch:
+    """Shapes and placement of a batch `[microbatches, rows, T]`."""
+    t = w.config.train
+    rows = t.device_batch_size * batch_ways(w.mesh)
+    shape = (t.batch_size // rows, rows, t.sequence_length)
+    where = NamedSharding(w.mesh, PartitionSpec(None, BATCH))
+    ints = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
+    floats = jax.ShapeDtypeStruct(shape, jnp.float32, sharding=where)
+    packed = ints if w.config.model.document_mask else None
+    fields: Any = (ints, ints, floats, packed, packed)
+    return Batch(*fields)
+
+
+def random_batch(w: Workload, seed: int) -> Batch:
+    """Uniform token ids made on the device, every label counting."""
+    like = batch_shapes(w)
+    shape = like.tokens_BT.shape
+
+    def make() -> Batch:
+        longer = jax.random.randint(
+            jax.random.key(seed), (*shape[:2], shape[2] + 1), 0, w.vocab_size
+        )
+        length = -(-shape[2] // DOCUMENTS)
+        place = jnp.broadcast_to(jnp.arange(shape[2]), shape)
+        segments = None if like.segments_BT is None else place // length + 1
+        positions = None if like.positions_BT is None else place % length
+        weights = jnp.ones(shape, jnp.float32)
+        fields: Any = (longer[..., :-1], longer[..., 1:], weights, segments, positions)
+        return Batch(*fields)
+
+    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, like))()
+
+
+def abstract_state(w: Workload) -> State:
+    """Shapes and placement of the state, for compiling before anything is allocated."""
+    return jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        jax.eval_shape(lambda: init_state(w.task, 0)),
+        state_shardings(w.task, w.mesh),
+    )
+
+
+def random_base(w: Workload) -> Any:
+    """What is frozen, of initial values: a parameter at a time, as a checkpoint is loaded. None if
+    all trains."""
+    if w.parts.split is None:
+        return None
+    where, base = flatten(shardings(w.parts.base, w.mesh)), {}
+    for name, spec in flatten(w.parts.base).items():
+        make = lambda name=name, spec=spec: flatten(initialize(nested({name: spec}), 0))[name]
+        base[name] = w.parts.store(name, jax.jit(make, out_shardings=where[name])())
+    return w.parts.split(nested(base), 0)[0]
+
+
+def abstract_frozen(w: Workload) -> Any:
+    """Its shapes; and the placement of what is kept as it was declared."""
+    where = {
+        (spec.shape, spec.dtype): place
+        for spec, place in zip(
+            jax.tree.leaves(w.parts.base), jax.tree.leaves(shardings(w.parts.base, w.mesh))
+        )
+    }
+    whole = NamedSharding(w.mesh, PartitionSpec())  # of packed matrices
+
+    def like(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        place = where.get((x.shape, x.dtype.name), whole)
+        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+
+    return jax.tree.map(like, jax.eval_shape(lambda: random_base(w)))
+
+
+def new_state(w: Workload) -> State:
+    create = jax.jit(lambda: init_state(w.task, 0), out_shardings=state_shardings(w.task, w.mesh))
+    return create()
+
+
+def new_knobs(w: Workload) -> Any:
+    return jax.device_put(w.task.optimizer.knobs, NamedSharding(w.mesh, PartitionSpec()))
+
+
+# ---- the pipeline ------------------------------------------------------------------------------
+
+
+def kinds_of(w: Workload) -> list[tuple[LayerSpec, ...]]:
+    """The kinds of the pipeline's chunks; without one, the plan of all layers."""
+    chunks = cut(make_plan(w.config.model), w.mesh.shape["pipeline"] * w.task.repeats)
+    return list(dict.fromkeys(chunks))
+
+
+def idle(w: Workload, layers: int | None = None) -> float:
+    """The share of a step's ticks that a stage waits; layers: of its time, if they are as many."""
+    microbatches = batch_shapes(w).tokens_BT.shape[0]
+    return bubble(w.mesh.shape["pipeline"], microbatches, w.task.repeats, layers)
+
+
+def branch_share(w: Workload) -> float:
+    """How often a device runs a branch: a meeting of replicas, a chunk of the pipeline."""
+    if w.mesh.shape["pipeline"] > 1:
+        return (1 - idle(w)) / len(kinds_of(w))
+    return 1 / w.config.train.local.every if w.config.train.local else 0.0

@@ -1,0 +1,205 @@
+"""Validation: loss, perplexity and bits per byte of a whole split; or in-context tasks.
+
+jaxtrain evaluate RUN [--step N] [--tasks core] [key=value ...]
+
+Several processes (`jaxtrain launch --command evaluate`) share the rows of each batch.
+"""
+
+import argparse
+import math
+import sys
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh
+from rich.console import Console
+
+from jaxtrain import data
+from jaxtrain.cluster.processes import add_place, find_place, joined
+from jaxtrain.cluster.runtime import compute_dtype, start
+from jaxtrain.config.resolve import Resolved, override
+from jaxtrain.data.evaluation.tasks import Rules
+from jaxtrain.evaluation.log_likelihood import FIELDS
+from jaxtrain.evaluation.tasks import run_tasks, table_of
+from jaxtrain.finetune import join_all
+from jaxtrain.model import cast
+from jaxtrain.objectives import losses as objectives
+from jaxtrain.parallel import make_mesh, place_batch, shardings
+from jaxtrain.parallel.mesh import batch_share, batch_ways, spread_from_host
+from jaxtrain.runs.job import facts
+from jaxtrain.runs.report import write_report
+from jaxtrain.runs.saved import Saved, folder_of, load_resolved, load_saved
+from jaxtrain.settings import Parser, UserError, command, whole
+
+# Batches in the devices' queue. Hundreds of programs that exchange with other processes wait for
+# one another for ever on CPUs: each holds a thread until its partner's has one.
+AHEAD = 4
+ASKED = ("step", "tasks", "limit", "all_shots", "crop")  # arguments that processes share
+# Fields of a saved model's configuration that validation reads, and a command line may change.
+VALIDATED = (
+    "data.train", "data.validation", "data.tokenizer", "data.cache_dir", "data.prepare_workers",
+    "data.skip_damaged", "eval.batch_size", "mesh", "train.precision", "processes",
+)  # fmt: skip
+
+
+def make_scorer(
+    graphdef: Any, specs: Any, dtype: jnp.dtype, bytes_V: Any, join: Callable[..., Any] = join_all
+) -> Callable[..., Any]:
+    """(params, batch, sums) -> sums with the batch added, compiled; `frozen` as a keyword."""
+
+    def add_batch(params, batch, sums, frozen=None):
+        params = join(cast(params, specs, dtype), frozen)
+        return objectives.add(sums, objectives.score(graphdef, params, batch, bytes_V))
+
+    return jax.jit(add_batch)
+
+
+def compile_scorer(
+    scorer: Any, params: Any, frozen: Any, batches: Iterator[data.Batch], mesh: Mesh
+) -> None:
+    """What `validate` will run on such batches, so that it need not be waited for."""
+    for batch in batches:
+        sums = objectives.zero_sums()
+        scorer.lower(params, place_batch(batch, mesh), sums, frozen=frozen).compile()
+        return
+
+
+def validate(
+    scorer: Callable[..., Any],
+    params: Any,
+    batches: Iterable[data.Batch],
+    mesh: Mesh,
+    max_tokens: int | None = None,
+) -> dict[str, float]:
+    """Mean loss in nats per token, perplexity, and bits per byte of text.
+
+    The sums stay on the device until the last batch; BOS tokens count in the loss only.
+    """
+    sums, seen, queued = objectives.zero_sums(), 0, deque[objectives.Sums]()
+    for batch in batches:
+        sums = scorer(params, place_batch(batch, mesh), sums)
+        queued.append(sums)
+        if len(queued) > AHEAD:
+            jax.block_until_ready(queued.popleft())
+        seen += batch.tokens_BT.size * batch_share(mesh)[1]
+        if max_tokens is not None and seen >= max_tokens:
+            break
+    loss, weight, nats, text_bytes = (float(x) for x in sums)
+    if not weight:
+        raise UserError("validation: no token has a label")
+    return {
+        "loss": loss / weight,
+        "perplexity": math.exp(min(loss / weight, 700.0)),
+        "bpb": nats / (math.log(2) * max(text_bytes, 1.0)),
+    }
+
+
+def held_out_batches(store: data.TokenStore, c: Resolved, mesh: Mesh) -> Iterator[data.Batch]:
+    """The validation split once, in rows as in training, as many as `eval` says: this process's."""
+    share, shares = batch_share(mesh)
+    rows = c.eval.batch_size or c.train.device_batch_size
+    return data.validation_batches(
+        store,
+        batch_size=-(-rows // batch_ways(mesh)) * batch_ways(mesh),
+        sequence_length=c.train.sequence_length,
+        process_index=share,
+        process_count=shares,
+        segments=c.model.document_mask,
+    )
+
+
+def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
+    """Validate a saved model on the validation split of `config.data`."""
+    if saved.config.objective.name != "next_token":
+        raise UserError(
+            f"{saved.config.run.name} was trained on preferences, and how it does on those that "
+            "are held out stands in its metrics.jsonl; ask it --tasks"
+        )
+    prepared = data.prepare(data_for(saved, config))
+    for line in data.left_out(prepared):
+        print(line, file=sys.stderr)
+    if prepared.tokenizer.fingerprint != saved.tokenizer.fingerprint:
+        raise UserError("data.tokenizer makes another tokenizer than the model was trained with")
+    if prepared.validation is None:
+        raise UserError("data.validation is none: name a split or a source to evaluate on")
+    mesh = make_mesh(config.mesh)
+    with jax.set_mesh(mesh):
+        scorer = make_scorer(
+            saved.graphdef,
+            saved.specs,
+            compute_dtype(config.train.precision),
+            jnp.asarray(saved.tokenizer.token_bytes()),
+        )
+        trained = saved.config.model_copy(update={"eval": config.eval})
+        batches = held_out_batches(prepared.validation, trained, mesh)
+        params = spread_from_host(saved.params, shardings(saved.specs, mesh))
+        return validate(scorer, params, batches, mesh)
+
+
+def data_for(saved: Saved, config: Resolved) -> data.DataConfig:
+    """The data to evaluate on. Other text than in training must not train another tokenizer."""
+    tokenizer = config.data.tokenizer
+    if config.data == saved.config.data or tokenizer != saved.config.data.tokenizer:
+        return config.data
+    if tokenizer.name != "bytes":
+        tokenizer = tokenizer.model_copy(update={"path": str(saved.tokenizer_dir)})
+    return config.data.model_copy(update={"tokenizer": tokenizer})
+
+
+def answer_tasks(saved: Saved, config: Resolved, arguments: argparse.Namespace) -> None:
+    """What --tasks asks for: a table on the screen, figures in --out."""
+    names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
+    name = "tasks.json" if arguments.step is None else f"tasks_step_{arguments.step:06d}.json"
+    out = arguments.out or arguments.run / name
+    bundle = data.open_bundle(arguments.bundle, names)
+    rules = Rules(arguments.limit, arguments.all_shots, arguments.crop)
+    result = run_tasks(saved, config, bundle, names, out, rules)
+    if jax.process_index() > 0:
+        return
+    if (arguments.run / "metrics.jsonl").is_file():
+        write_report(arguments.run)
+    Console(width=120).print(table_of(result), f"\n{out}", highlight=False)
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser("jaxtrain evaluate", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("run", type=Path, help="run directory or model folder")
+    parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
+    parser.add_argument("--tasks", help="core, names of its tasks, or FILE.yaml: comma-separated")
+    parser.add_argument("--bundle", type=Path, help="of the tasks; default $JAXTRAIN_CORE")
+    parser.add_argument("--limit", type=whole(1), help="examples of each task; default all")
+    parser.add_argument(
+        "--all-shots", action="store_true", help="draw shots from beyond --limit too"
+    )
+    parser.add_argument(
+        "--crop", action="store_true", help="cut prompts longer than the context at their beginning"
+    )
+    parser.add_argument("--out", type=Path, help="results of tasks; RUN/tasks[_step_N].json")
+    parser.add_argument("overrides", nargs="*", help="data.validation.name=documents ...")
+    add_place(parser)
+    a = parser.parse_intermixed_args(argv)
+    place = find_place(a.coordinator, a.processes, a.process)
+    config = load_resolved(folder_of(a.run) / "config.yaml")
+    config = override(config, a.overrides, (*FIELDS, "processes") if a.tasks else VALIDATED)
+    start(quiet=place is not None and place.index > 0)
+    asked = {f"--{name}": str(getattr(a, name)) for name in ASKED}
+    same = facts(config) | asked if place else {}
+    with joined(place, config.processes, same, a.run) as group:
+        saved = load_saved(a.run, a.step)
+        if a.tasks:
+            answer_tasks(saved, config, a)
+            return 0
+        figures = evaluate(saved, config)
+        if group.index == 0:
+            for name, value in figures.items():
+                print(f"{name:12s} {value:.4f}")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,196 @@
+"""Any task of EleutherAI's lm-evaluation-harness on one of our models (extra `eval`).
+
+jaxtrain lm-eval RUN --tasks mmlu,gsm8k [--num-fewshot 5] [--limit 100]
+
+`HarnessModel(load_saved(path))` is what `lm_eval.simple_evaluate(model=...)` takes.
+"""
+
+import importlib
+import importlib.util
+import os
+import sys
+import urllib.error
+import urllib.request
+from collections.abc import Iterator, Sequence
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.cluster.runtime import compute_dtype, start
+from jaxtrain.config.resolve import override
+from jaxtrain.data import Scored
+from jaxtrain.evaluation.log_likelihood import FIELDS, make_scorer, scores
+from jaxtrain.inference.generate import complete
+from jaxtrain.model import cast
+from jaxtrain.runs.checkpoint import write_json
+from jaxtrain.runs.saved import Saved, load_saved
+from jaxtrain.settings import Parser, UserError, command, whole
+
+INSTALLED = importlib.util.find_spec("lm_eval") is not None
+Base: Any = importlib.import_module("lm_eval.api.model").LM if INSTALLED else object
+HUB = os.environ.get("HF_ENDPOINT", "https://huggingface.co")
+PATIENCE = 4.0  # seconds that the hub has to answer
+NEW_TOKENS = 256  # that an answer may have if a task does not say
+
+
+class HarnessModel(Base):
+    """The harness's interface. Every text begins with BOS, and keeps its end where it is too long.
+
+    A request is lm_eval's `Instance`: what it asks for is in `args`.
+    """
+
+    def __init__(self, saved: Saved, overrides: Sequence[str] = ()):
+        super().__init__()
+        self.saved, self.config = saved, override(saved.config, overrides, (*FIELDS, "run.seed"))
+        self.scorer = make_scorer(saved, self.config)
+        self.bos = np.array([saved.tokenizer.bos_id], np.int32)
+
+    def loglikelihood(self, requests: list[Any], **options: Any) -> list[tuple[float, bool]]:
+        """args (context, continuation) -> its log-likelihood in nats, and whether it is greedy.
+
+        Requests in a row with one context are the answers to one question.
+        """
+        asked = groupby((request.args for request in requests), key=lambda args: args[0])
+        questions = ([self.pair(*args) for args in group] for _, group in asked)
+        (found,) = scores(self.scorer, [questions])
+        return [(-float(nll), bool(greedy)) for nll, greedy in zip(found.nll, found.greedy)]
+
+    def loglikelihood_rolling(self, requests: list[Any], **options: Any) -> list[float]:
+        """args (text,) -> its log-likelihood after BOS.
+
+        Each token is asked for once; of a longer text than the context, in windows of that size.
+        """
+        texts = [list(self.windows(self.encode(request.args[0]))) for request in requests]
+        (found,) = scores(self.scorer, [([part] for text in texts for part in text)])
+        ends = np.cumsum([len(text) for text in texts])
+        return [-float(found.nll[end - len(x) : end].sum()) for end, x in zip(ends, texts)]
+
+    def generate_until(self, requests: list[Any], **options: Any) -> list[str]:
+        """args (context, settings) -> text up to the first of `until`, which is not part of it.
+
+        Settings beside `until`: max_gen_toks, and with do_sample temperature, top_p, top_k.
+        """
+        answers = [""] * len(requests)
+        order = sorted(range(len(requests)), key=lambda i: repr(requests[i].args[1]))
+        for _, same in groupby(order, key=lambda i: repr(requests[i].args[1])):
+            batch = sorted(same, key=lambda i: len(requests[i].args[0]))
+            for begin in range(0, len(batch), self.scorer.shape.rows):
+                some = batch[begin : begin + self.scorer.shape.rows]
+                texts = [requests[i].args[0] for i in some]
+                for i, answer in zip(some, self.generate(texts, requests[some[0]].args[1])):
+                    answers[i] = answer
+        return answers
+
+    @cached_property
+    def params(self) -> Any:
+        """For generation, which runs on one device."""
+        dtype = compute_dtype(self.config.train.precision)
+        return cast(jax.device_put(self.saved.params), self.saved.specs, dtype)
+
+    def encode(self, text: str) -> np.ndarray:
+        return np.concatenate([self.bos, self.saved.tokenizer.encode(text)]).astype(np.int32)
+
+    def pair(self, context: str, continuation: str) -> Scored:
+        """Spaces at the context's end belong to the continuation's first token."""
+        tokens = self.encode(context + continuation)
+        first = min(len(self.encode(context.rstrip())), len(tokens) - 1)
+        lost = max(0, len(tokens) - self.scorer.context - 1)
+        return Scored(tokens[lost:], max(1, first - lost))
+
+    def windows(self, tokens: np.ndarray) -> Iterator[Scored]:
+        """All tokens but the first, in pieces; the last piece sees a whole context too."""
+        context = self.scorer.context
+        for begin in range(1, len(tokens), context):
+            end = min(begin + context, len(tokens))
+            first = max(0, end - context - 1)
+            yield Scored(tokens[first:end], begin - first)
+
+    def generate(self, texts: Sequence[str], settings: dict[str, Any]) -> list[str]:
+        """Continuations of texts with the same settings."""
+        new = min(int(settings.get("max_gen_toks", NEW_TOKENS)), self.scorer.context // 2)
+        room = self.scorer.context - new
+        ids = [self.encode(text)[-room:] for text in texts]
+        ids += [self.bos] * (self.scorer.shape.rows - len(ids))  # one program for all batches
+        width = min(room, 1 << (max(map(len, ids)) - 1).bit_length())
+        padded = np.stack([np.pad(x, (0, width - len(x))) for x in ids])
+        sample = settings.get("do_sample", False)
+        out = complete(
+            self.saved.graphdef, self.params, jnp.asarray(padded),
+            jnp.asarray([len(x) for x in ids], jnp.int32), jax.random.key(self.config.run.seed),
+            jnp.float32(settings.get("temperature", 1.0) if sample else 0.0),
+            jnp.float32(settings.get("top_p", 1.0)), new=new, top_k=settings.get("top_k"),
+            stop=self.saved.prompting.stops,
+        )  # fmt: skip
+        until = settings.get("until") or []
+        until = [until] if isinstance(until, str) else until
+        return [self.text(row, until) for row in np.asarray(out)[: len(texts)].tolist()]
+
+    def text(self, row: list[int], until: Sequence[str]) -> str:
+        """The text of new tokens, up to what ends it."""
+        stops = self.saved.prompting.stops
+        end = next((i for i, token in enumerate(row) if token in stops), len(row))
+        text = self.saved.tokenizer.decode(row[:end])
+        for stop in filter(None, until):
+            text = text.split(stop)[0]
+        return text
+
+
+def reachable() -> bool:
+    """Whether the hub of data sets answers, through a proxy if there is one."""
+    try:
+        urllib.request.urlopen(urllib.request.Request(HUB, method="HEAD"), timeout=PATIENCE).close()
+    except urllib.error.HTTPError:
+        return True
+    except OSError:
+        return False
+    return True
+
+
+def stay_offline() -> None:
+    """Have the libraries of the hub, which would try for a minute, look into their caches alone."""
+    os.environ["HF_HUB_OFFLINE"] = os.environ["HF_DATASETS_OFFLINE"] = "1"
+    for name in ("huggingface_hub.constants", "datasets.config"):  # read when they are imported
+        if module := sys.modules.get(name):
+            vars(module)["HF_HUB_OFFLINE"] = True
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser("jaxtrain lm-eval", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("run", type=Path, help="run directory or model folder")
+    parser.add_argument("--tasks", required=True, help="names of the harness, comma-separated")
+    parser.add_argument("--num-fewshot", type=whole(0), help="shots; default what each task says")
+    parser.add_argument("--limit", type=whole(1), help="examples of each task; default all")
+    parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
+    parser.add_argument("--out", type=Path, help="results as JSON; default RUN/harness.json")
+    parser.add_argument("overrides", nargs="*", help="eval.batch_size=16 ...")
+    a = parser.parse_intermixed_args(argv)
+    if not INSTALLED:
+        raise UserError(
+            "lm-evaluation-harness is not installed: pip install lm_eval, or uv sync --extra eval"
+        )
+    start()
+    model = HarnessModel(load_saved(a.run, a.step), a.overrides)
+    why = "" if reachable() else f"; {HUB} cannot be reached, and only what is in its cache is used"
+    if why:
+        stay_offline()
+    lm_eval = importlib.import_module("lm_eval")
+    try:
+        found = lm_eval.simple_evaluate(
+            model, tasks=a.tasks.split(","), num_fewshot=a.num_fewshot, limit=a.limit
+        )
+    except (OSError, KeyError, ValueError) as error:  # of its tasks, and of their data
+        first = (str(error).strip().splitlines() or [type(error).__name__])[0]
+        raise UserError(f"--tasks {a.tasks}: the harness has no such data: {first}{why}") from error
+    print(importlib.import_module("lm_eval.utils").make_table(found))
+    write_json(a.out or a.run / "harness.json", found["results"])
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,346 @@
+"""Scores of a text by a trained model, as columns to filter, to sample or to order it by.
+
+jaxtrain score RUN --score el2n,perplexity --out scored.jsonl.zst [key=value ...]
+"""
+
+import argparse
+import hashlib
+import json
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxtrain import data
+from jaxtrain.cluster.runtime import start
+from jaxtrain.config.resolve import Resolved, override
+from jaxtrain.data.files.reading import START, Position
+from jaxtrain.data.files.remote import File
+from jaxtrain.data.files.sources import TALK, Source, content_hash, find_files, where
+from jaxtrain.data.filters.filtered import filtered
+from jaxtrain.data.filters.scored import Group, frames, groups
+from jaxtrain.data.pool import Map, cores, workers
+from jaxtrain.data.store.prepare import Progress, cache_directory
+from jaxtrain.data.store.progress import show_progress
+from jaxtrain.evaluation.document_scores import MEASURES, Measured, make_measurer
+from jaxtrain.evaluation.log_likelihood import FIELDS
+from jaxtrain.evaluation.prototypes import distances, find_prototypes
+from jaxtrain.evaluation.tasks import identity
+from jaxtrain.runs.saved import Saved, load_saved
+from jaxtrain.settings import Parser, UserError, command, whole
+
+SCORES = {
+    "perplexity": "e to the mean negative log-likelihood of a token",
+    "el2n": "mean L2 norm of softmax - label",
+    "grad_norm": "mean norm of the gradient of a token's loss by the head",
+    "prototypicality": "cosine distance of the mean last state to the nearest of --clusters",
+}
+ALONE = 1 << 24  # stored bytes; less is tokenized before other processes would have started
+JOB_BATCHES = 16  # of the model, at least, that are packed together
+SAVE_SECONDS = 30.0
+QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
+ENDING, WRITTEN = ".jsonl.zst", "written"
+TEXT = (
+    "data.train",
+    "data.validation",
+    "data.cache_dir",
+    "data.prepare_workers",
+)  # fields that may be changed
+SAMPLE = 1 << 17  # documents that prototypes are found from
+FORMAT = 1
+
+
+def score(
+    saved: Saved,
+    config: Resolved,
+    names: Sequence[str],
+    out: Path,
+    clusters: int = 100,
+    progress: Progress = lambda *_: None,
+) -> dict[str, Any]:
+    """Write the text of `config.data.train`, each document with its scores, as JSONL to `out`.
+
+    What has been measured is kept in a folder beside it until all is written. Returns the summary,
+    which stays beside `out`. Raises UserError for a source that cannot be scored, and if `out`
+    holds something else.
+    """
+    check(names, out, clusters, config.data)
+    source, states = filtered(config.data, progress)[0].train, "prototypicality" in names
+    assert source.name != "mixture"
+    facts = identity(saved, config) | source.model_dump() | {"format": FORMAT, "states": states}
+    facts["path"] = content_hash(source, cache_directory(config.data))
+    key = digest(facts | {"scores": names, "clusters": clusters if states else None})
+    if out.exists():
+        return done(out, key)
+    folder = out.with_name(f"{out.name}.partial-{digest(facts)[:16]}")
+    folder.mkdir(parents=True, exist_ok=True)
+    files = find_files(source)
+    small = sum(file.size or 0 for file in files) < ALONE
+    with workers(1 if small else config.data.prepare_workers or cores()) as mapped:
+        measure_all(saved, config, source, files, folder, states, mapped, progress)
+        columns = columns_of(folder, names, clusters)
+        write(source, files, folder, columns, mapped, progress)
+    result = {"key": key, "documents": len(columns[names[0]]), "scores": summary(columns)}
+    summary_path(out).write_text(json.dumps(result, indent=1) + "\n")
+    (folder / WRITTEN).rename(out)
+    shutil.rmtree(folder)
+    return result
+
+
+def check(names: Sequence[str], out: Path, clusters: int, config: data.DataConfig) -> None:
+    for name in names:
+        if name not in SCORES:
+            raise UserError(
+                f"--score {name}: there is no such score; there are {', '.join(SCORES)}"
+            )
+    if not names:
+        raise UserError(f"--score names none of {', '.join(SCORES)}")
+    if not out.name.endswith(ENDING):
+        raise UserError(f"--out {out}: the name has to end in {ENDING}, which is what is written")
+    if config.train.name in ("mixture", *TALK):
+        raise UserError(
+            f"data.train is a {config.train.name}, but scores are of the documents of one source "
+            "of text: name it with data.train.name=jsonl data.train.path=FILES"
+        )
+
+
+# ---- measuring ---------------------------------------------------------------------------------
+
+
+class Part(NamedTuple):
+    """What is known of some groups of documents in a row."""
+
+    counts: np.ndarray  # int64 [groups], documents of each
+    size: int  # bytes of text
+    after: Position
+    measured: Measured  # of all their documents
+
+
+def measure_all(
+    saved: Saved,
+    config: Resolved,
+    source: Source,
+    files: list[File],
+    folder: Path,
+    states: bool,
+    mapped: Map,
+    progress: Progress,
+) -> None:
+    """Measure what `folder` does not know yet, and write it there now and then."""
+    known = [(part.size, part.after) for part in map(load, parts(folder))]
+    size, after = sum(size for size, _ in known), known[-1][1] if known else START
+    stored = sum(file.size or 0 for file in files)
+    measurer = make_measurer(saved, config, states)
+    read = groups(source, files, saved.tokenizer, saved.tokenizer_dir, after, mapped)
+    found: list[Part] = []
+    begun, number = time.monotonic(), len(known)
+    try:
+        for job in together(read, JOB_BATCHES * measurer.tokens):
+            measured = measurer.measure([tokens for group in job for tokens in group.documents])
+            counts, after = np.array([len(group.documents) for group in job]), job[-1].after
+            found.append(Part(counts, sum(group.size for group in job), after, measured))
+            size += found[-1].size
+            progress("score", size, size * max(stored, after.stored) // max(after.stored, 1))
+            if time.monotonic() - begun >= SAVE_SECONDS:
+                save(folder / f"{number:08d}.npz", found)
+                found, number, begun = [], number + 1, time.monotonic()
+    finally:  # also when it is interrupted
+        if found:
+            save(folder / f"{number:08d}.npz", found)
+
+
+def together(read: Iterable[Group], tokens: int) -> Iterator[list[Group]]:
+    """Groups whose documents have so many tokens at least; the last may have fewer."""
+    some: list[Group] = []
+    for group in read:
+        some.append(group)
+        if sum(len(document) for one in some for document in one.documents) >= tokens:
+            yield some
+            some = []
+    if some:
+        yield some
+
+
+def save(path: Path, found: Sequence[Part]) -> None:
+    """The parts as one file of arrays, which appears when it is complete."""
+    arrays = {
+        "counts": np.concatenate([part.counts for part in found]),
+        "size": np.array(sum(part.size for part in found)),
+        "after": np.array(found[-1].after),
+    }
+    for name in Measured._fields:
+        values = [getattr(part.measured, name) for part in found]
+        if values[0] is not None:
+            arrays[name] = np.concatenate(values)
+    unnamed = path.with_suffix(".tmp")
+    with unnamed.open("wb") as file:
+        np.savez(file, allow_pickle=False, **arrays)
+        os.fsync(file.fileno())
+    unnamed.rename(path)
+
+
+def load(path: Path) -> Part:
+    with np.load(path) as arrays:
+        measured = Measured(*(arrays.get(name) for name in Measured._fields))
+        after = Position(*arrays["after"].tolist())
+        return Part(arrays["counts"], int(arrays["size"]), after, measured)
+
+
+def parts(folder: Path) -> list[Path]:
+    return sorted(folder.glob("*.npz"))
+
+
+# ---- columns -----------------------------------------------------------------------------------
+
+
+def columns_of(folder: Path, names: Sequence[str], clusters: int) -> dict[str, np.ndarray]:
+    """float64 [documents] of each score; NaN for a document without tokens."""
+    columns: dict[str, np.ndarray] = {}
+    if files := parts(folder):
+        means_Nm = np.concatenate([load(path).measured.means_Nm for path in files])
+        columns |= dict(zip(MEASURES, means_Nm.T))
+        columns["perplexity"] = np.exp(np.minimum(columns["nll"], 700.0))
+        if "prototypicality" in names:
+            columns["prototypicality"] = unusual(files, clusters)
+    return {name: columns.get(name, np.empty(0)) for name in names}
+
+
+def unusual(files: Sequence[Path], clusters: int) -> np.ndarray:
+    """float64 [documents]: the distance of each mean state to the nearest of the prototypes.
+
+    Those are found from SAMPLE of the documents at most; the states are read a file at a time.
+    """
+    there = np.concatenate([load(path).measured.tokens_N > 0 for path in files])
+    numbers = np.flatnonzero(there)
+    if len(numbers) <= clusters:
+        raise UserError(
+            f"--clusters {clusters} needs more documents than that, but there are {len(numbers)}: "
+            "take fewer; what has been measured is kept"
+        )
+    if len(numbers) > SAMPLE:
+        numbers = np.sort(np.random.default_rng(0).choice(numbers, SAMPLE, replace=False))
+    first, sample = 0, []
+    for path in files:
+        states_ND = states_of(path)
+        some = numbers[(numbers >= first) & (numbers < first + len(states_ND))]
+        sample.append(states_ND[some - first])
+        first += len(states_ND)
+    prototypes_CD = find_prototypes(np.concatenate(sample), clusters)
+    found = [np.asarray(distances(states_of(path), prototypes_CD), np.float64) for path in files]
+    return np.concatenate(found)
+
+
+def states_of(path: Path) -> np.ndarray:
+    states_ND = load(path).measured.states_ND
+    assert states_ND is not None
+    return states_ND
+
+
+def write(
+    source: Source,
+    files: list[File],
+    folder: Path,
+    columns: dict[str, np.ndarray],
+    mapped: Map,
+    progress: Progress,
+) -> None:
+    """The text with its columns, as `folder`/WRITTEN. Raises UserError if there is no text."""
+    known = [load(path) for path in parts(folder)]
+    total, size = sum(part.size for part in known), 0
+    if not total:
+        shutil.rmtree(folder)
+        raise UserError(f"{where(source)} holds no text")
+    counts = np.concatenate([part.counts for part in known]).tolist()
+    with (folder / WRITTEN).open("wb") as file:
+        for frame, more in frames(source, files, counts, columns, mapped):
+            file.write(frame)
+            size += more
+            progress("write", size, total)
+        file.flush()
+        os.fsync(file.fileno())
+
+
+# ---- what is said of it ------------------------------------------------------------------------
+
+
+def digest(facts: Any) -> str:
+    return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
+
+
+def summary_path(out: Path) -> Path:
+    return out.with_name(out.name.removesuffix(ENDING) + ".scores.json")
+
+
+def done(out: Path, key: str) -> dict[str, Any]:
+    """The summary of what is there."""
+    with suppress(OSError, ValueError):
+        result = json.loads(summary_path(out).read_text())
+        if result["key"] == key:
+            return result
+    raise UserError(
+        f"{out} holds something else than these scores of this text by this model; name a new "
+        "file, or delete it"
+    )
+
+
+def summary(columns: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
+    """How each score is distributed; of all documents that have it."""
+    found = {}
+    for name, column in columns.items():
+        there = column[~np.isnan(column)]
+        values = np.quantile(there, QUANTILES).tolist() if len(there) else []
+        found[name] = {f"{100 * q:g}%": value for q, value in zip(QUANTILES, values)}
+    return found
+
+
+def table_of(result: dict[str, Any]) -> Table:
+    """The distribution of each score, for a console."""
+    table = Table(box=None, header_style="bold")
+    table.add_column(f"{result['documents']:,} documents")
+    for quantile in QUANTILES:
+        table.add_column(f"{100 * quantile:g}%", justify="right")
+    for name, values in result["scores"].items():
+        table.add_row(name, *(f"{value:.4g}" for value in values.values()))
+    return table
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser(
+        "jaxtrain score",
+        description=(__doc__ or "").split("\n")[0],
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(f"{name:16s} {what}" for name, what in SCORES.items()),
+    )
+    parser.add_argument("run", type=Path, help="run directory or model folder")
+    parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
+    parser.add_argument("--score", required=True, help="names from below, comma-separated")
+    parser.add_argument("--out", type=Path, required=True, help=f"file to write, NAME{ENDING}")
+    parser.add_argument("--clusters", type=whole(1), default=100, help="prototypes (100)")
+    parser.add_argument("overrides", nargs="*", help="data.train.path=corpus.jsonl ...")
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        start()
+        names = [name.strip() for name in arguments.score.split(",") if name.strip()]
+        saved = load_saved(arguments.run, arguments.step)
+        config = override(saved.config, arguments.overrides, (*FIELDS[:-1], *TEXT))
+        console = Console(width=120)
+        with show_progress(console) as progress:
+            result = score(saved, config, names, arguments.out, arguments.clusters, progress)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on after what it saved", file=sys.stderr)
+        return 130
+    console.print(table_of(result), f"\n{arguments.out}", highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

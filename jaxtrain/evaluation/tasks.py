@@ -1,0 +1,192 @@
+"""In-context tasks: how many examples a model answers right, and CORE, their centred mean.
+
+CORE (DCLM, arXiv:2406.11794) is the mean over 22 tasks of (accuracy - chance) / (1 - chance). An
+example counts as right as in nanochat: of several answers, or several beginnings, the likeliest by
+mean token is the right one; of a single answer each token is the likeliest.
+"""
+
+import json
+import math
+import time
+import zlib
+from collections.abc import Iterator, Sequence
+from contextlib import suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from rich.console import Console
+from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+from rich.table import Table
+
+from jaxtrain import data
+from jaxtrain.config.resolve import Resolved
+from jaxtrain.data.evaluation.tasks import NANOCHAT, Bundle, Loaded, Rules
+from jaxtrain.evaluation.log_likelihood import Scorer, Scores, make_scorer, scores
+from jaxtrain.runs.checkpoint import write_json
+from jaxtrain.runs.saved import Saved
+from jaxtrain.settings import UserError
+
+Result = dict[str, Any]
+FORMAT = 3  # of the file; an older one is written anew
+
+
+def run_tasks(
+    saved: Saved,
+    config: Resolved,
+    bundle: Bundle,
+    names: Sequence[str],
+    out: Path,
+    rules: Rules = NANOCHAT,
+) -> Result:
+    """Answer tasks and write what `out` then holds, after each of them; returns it.
+
+    What `out` already has of this model and these questions is kept. `core` is in it if all tasks
+    of CORE are, by the same rules. Raises UserError for a model that gives no numbers.
+    """
+    if config.model.positions == "learned":  # there are none beyond the context
+        rules = rules._replace(crop=True)
+    found = bundle.find(names)
+    model = identity(saved, config)
+    result: Result = {"model": model, "tasks": kept(out, model)}
+    few = None if rules.limit is None else 1 << (rules.limit - 1).bit_length()
+    waiting = []
+    for task, folder in found:
+        loaded = bundle.load(task, folder, rules)
+        if result["tasks"].get(task.label, {}).get("questions") != loaded.fingerprint:
+            waiting.append(loaded)
+    scorer = make_scorer(saved, config, few) if waiting else None
+    with progress_bar() as bar:
+        for loaded, entry in answer_all(scorer, saved.tokenizer, waiting, bar) if scorer else ():
+            result["tasks"][loaded.task.label] = entry
+            save(out, result)
+            text = f"{loaded.task.label:34s} {entry['accuracy']:.4f}  {entry['seconds']:.1f} s"
+            bar.console.print(text, highlight=False)
+    of_core = [result["tasks"][label] for label in bundle.core if label in result["tasks"]]
+    if of_core and len(of_core) == len(bundle.core) and alike(of_core):
+        result["core"] = sum(entry["centered"] for entry in of_core) / len(of_core)
+    save(out, result)
+    chosen = {task.label: result["tasks"][task.label] for task, _ in found}
+    return result | {"tasks": chosen}
+
+
+def alike(entries: Sequence[Result]) -> bool:
+    """Whether the same rules could have given them all; a limit above a task's examples is none."""
+    limited = [entry for entry in entries if entry["examples"] < entry["of"]]
+    cut = {(entry["examples"], entry["all_shots"]) for entry in limited}
+    most = min((examples for examples, _ in cut), default=math.inf)
+    crop = {entry["crop"] for entry in entries}
+    return max(len(cut), len(crop)) < 2 and all(entry["examples"] <= most for entry in entries)
+
+
+def answer_all(
+    scorer: Scorer, tokenizer: data.Tokenizer, tasks: Sequence[Loaded], bar: Progress
+) -> Iterator[tuple[Loaded, Result]]:
+    """Each task with its figures, as soon as they are known."""
+    number = bar.add_task("examples", total=sum(loaded.asked for loaded in tasks))
+    jobs = (data.questions(loaded, tokenizer, scorer.context) for loaded in tasks)
+    begin = time.perf_counter()
+    results = scores(scorer, jobs, lambda n: bar.advance(number, n))
+    for loaded, found in zip(tasks, results, strict=True):
+        now = time.perf_counter()
+        yield loaded, figures(loaded, right(loaded, found)) | {"seconds": round(now - begin, 3)}
+        begin = now
+
+
+def right(loaded: Loaded, found: Scores) -> np.ndarray:
+    """bool [examples]: which of them are answered right. The first of equals is the answer."""
+    if not np.isfinite(found.nll).all():
+        raise UserError(
+            f"{loaded.task.label}: the model's log-likelihoods are not finite: its weights are "
+            "not, or train.precision=float16 is too narrow for it"
+        )
+    if loaded.task.icl_task_type == "language_modeling":
+        return found.greedy
+    mean = found.nll / found.tokens
+    ends = np.cumsum(found.sizes)
+    choices = [int(np.argmin(mean[end - size : end])) for end, size in zip(ends, found.sizes)]
+    return np.array([c == e["gold"] for c, e in zip(choices, loaded.examples)])
+
+
+def figures(loaded: Loaded, correct: np.ndarray) -> Result:
+    """What is known of a task."""
+    accuracy, chance = float(correct.mean()), loaded.chance
+    return {
+        "accuracy": accuracy,
+        "centered": (accuracy - chance) / (1 - chance),
+        "error": math.sqrt(accuracy * (1 - accuracy) / len(correct)),
+        "chance": chance,
+        "examples": len(correct),
+        "of": loaded.total,
+        "shots": loaded.task.shots,
+        "kind": loaded.task.icl_task_type,
+        "file": loaded.file.name,
+        "questions": loaded.fingerprint,
+        "crop": loaded.rules.crop,
+        "all_shots": loaded.rules.all_shots,
+    }
+
+
+# ---- the file ----------------------------------------------------------------------------------
+
+
+def identity(saved: Saved, config: Resolved) -> Result:
+    """What the answers depend on besides the questions."""
+    digest = 0
+    for leaf in jax.tree.leaves(saved.params):
+        digest = zlib.crc32(np.ascontiguousarray(leaf).view(np.uint8).reshape(-1), digest)
+    settings = json.dumps(config.model.model_dump(mode="json"), sort_keys=True)
+    return {
+        "format": FORMAT,
+        "weights": f"{digest:08x}",
+        "model": f"{zlib.crc32(settings.encode()):08x}",
+        "tokenizer": saved.tokenizer.fingerprint,
+        "precision": config.train.precision,
+    }
+
+
+def kept(path: Path, model: Result) -> Result:
+    """The tasks that a file has of this model."""
+    with suppress(OSError, ValueError, AttributeError):
+        written = json.loads(path.read_text())
+        if written.get("model") == model:
+            return written["tasks"]
+    return {}
+
+
+def save(path: Path, result: Result) -> None:
+    if jax.process_index() == 0:
+        path.parent.mkdir(parents=True, exist_ok=True)
+        write_json(path, result)
+
+
+# ---- the screen --------------------------------------------------------------------------------
+
+
+def progress_bar() -> Progress:
+    columns = (BarColumn(), MofNCompleteColumn(), TextColumn("examples"), TimeRemainingColumn())
+    quiet = jax.process_index() > 0
+    console = Console(stderr=True, quiet=quiet)
+    return Progress(*columns, console=console, transient=True, disable=quiet)
+
+
+def table_of(result: Result) -> Table:
+    """The tasks, and CORE or else their centred mean, for a console."""
+    table = Table(box=None, header_style="bold")
+    table.add_column("task")
+    for name in ("shots", "examples", "accuracy", "+-", "chance", "centered", "seconds"):
+        table.add_column(name, justify="right")
+    for label, r in result["tasks"].items():
+        table.add_row(
+            label, f"{r['shots']}", f"{r['examples']:,}", f"{r['accuracy']:.4f}",
+            f"{r['error']:.4f}", f"{r['chance']:.3f}", f"{r['centered']:.4f}",
+            f"{r['seconds']:.1f}",
+        )  # fmt: skip
+    rows = result["tasks"].values()
+    mean = sum(r["centered"] for r in rows) / len(rows)
+    whole = "core" in result and result["core"] == mean
+    seconds = sum(r["seconds"] for r in rows)
+    cells = ("CORE" if whole else "mean", *[""] * 5, f"{mean:.4f}", f"{seconds:.1f}")
+    table.add_row(*cells, style="bold")
+    return table

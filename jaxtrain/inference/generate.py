@@ -1,0 +1,361 @@
+"""Text from a trained model: one prefill, then a decode loop that stays on the device.
+
+jaxtrain generate RUN --prompt "ROMEO:" [--tokens 256] [--temperature 0.8] ...
+jaxtrain generate RUN --chat [--system "Be brief."] [--prompt "Hello!"]
+"""
+
+import argparse
+import itertools
+import logging
+import sys
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float, Int
+
+from jaxtrain.cluster.processes import check_alone
+from jaxtrain.cluster.runtime import compute_dtype, start
+from jaxtrain.cluster.xla_flags import jit
+from jaxtrain.config.resolve import Resolved
+from jaxtrain.data import Chat, Tokenizer, make_chat
+from jaxtrain.inference.chat import talk
+from jaxtrain.interop import Prompting
+from jaxtrain.model import Cache, cast
+from jaxtrain.model.config import round_up
+from jaxtrain.model.transformer import CACHE_MULTIPLE
+from jaxtrain.parallel.mesh import gathered
+from jaxtrain.runs.saved import Saved, load_saved, template_for
+from jaxtrain.settings import (
+    SEEDS,
+    TINY,
+    Parser,
+    UserError,
+    command,
+    real,
+    visible,
+    whole,
+)
+from jaxtrain.storage.disk import write_whole
+
+TOKENS = 256
+PROMPT_MULTIPLE = 32  # prompts are padded to a multiple, so that few lengths are compiled
+
+
+def pick(
+    logits_BV: Float[Array, "B V"],
+    key: Array,
+    temperature: Float[Array, ""],
+    top_p: Float[Array, ""],
+    top_k: int | None,
+) -> Int[Array, "B"]:
+    """Sample a token per row; temperature 0 takes the best one.
+
+    top_p keeps the smallest set of best tokens with that much probability (Holtzman et al. 2020).
+    """
+    if top_k is not None:
+        least_B1 = jax.lax.top_k(logits_BV, min(top_k, logits_BV.shape[1]))[0][:, -1:]
+        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
+    scaled_BV = logits_BV / jnp.maximum(temperature, 1e-6)
+    ordered_BV = jnp.sort(scaled_BV, axis=-1, descending=True)
+    before_BV = jnp.cumsum(jax.nn.softmax(ordered_BV, axis=-1), axis=-1)
+    kept_B1 = jnp.sum(
+        before_BV - jax.nn.softmax(ordered_BV, axis=-1) < top_p, axis=-1, keepdims=True
+    )
+    least_B1 = jnp.take_along_axis(ordered_BV, jnp.maximum(kept_B1 - 1, 0), axis=-1)
+    scaled_BV = jnp.where(scaled_BV < least_B1, -jnp.inf, scaled_BV)
+    sampled_B = jax.random.categorical(key, scaled_BV, axis=-1)
+    return jnp.where(temperature == 0, jnp.argmax(logits_BV, axis=-1), sampled_B)
+
+
+@jit("cublas", static_argnames=("graphdef", "new", "top_k", "stop", "cache_dtype"))
+def complete(
+    graphdef: Any,
+    params: Any,
+    tokens_BT: Int[Array, "B T"],
+    lengths_B: Int[Array, "B"],
+    key: Array,
+    temperature: Float[Array, ""],
+    top_p: Float[Array, ""],
+    *,
+    new: int,
+    top_k: int | None = None,
+    stop: tuple[int, ...] = (),
+    cache_dtype: str | None = None,
+) -> Int[Array, "B new"]:
+    """Continue prompts (padded on the right) by up to `new` tokens, or to one in `stop`.
+
+    The first of `stop` fills ended rows.
+    """
+    model = nnx.merge(graphdef, params)
+    B = tokens_BT.shape[0]
+    capacity = round_up(tokens_BT.shape[1] + new, CACHE_MULTIPLE)
+    x_BD, cache = model.prefill(tokens_BT, lengths_B, capacity, cache_dtype)
+    first_B = pick(model.logits(x_BD), jax.random.fold_in(key, 0), temperature, top_p, top_k)
+    out_Bn = jnp.full((B, new), stop[0] if stop else 0, jnp.int32).at[:, 0].set(first_B)
+    ends = lambda token_B: jnp.isin(token_B, jnp.array(stop, jnp.int32))
+    ended_B = ends(first_B)
+
+    def going(carry):
+        i, _, _, ended_B = carry
+        return (i < new) & ~jnp.all(ended_B)
+
+    def one(carry):
+        i, out_Bn, cache, ended_B = carry
+        x_BD, cache = model.decode(out_Bn[:, i - 1], cache)
+        token_B = pick(model.logits(x_BD), jax.random.fold_in(key, i), temperature, top_p, top_k)
+        if stop:
+            token_B = jnp.where(ended_B, stop[0], token_B)
+            ended_B = ended_B | ends(token_B)
+        return i + 1, out_Bn.at[:, i].set(token_B), cache, ended_B
+
+    return jax.lax.while_loop(going, one, (jnp.int32(1), out_Bn, cache, ended_B))[1]
+
+
+class Request(NamedTuple):
+    """What `complete` is called with beside the model."""
+
+    arrays: tuple[Any, ...]
+    static: dict[str, Any]
+
+
+def request(
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    *,
+    tokens: int = TOKENS,
+    temperature: float = 0.8,
+    top_k: int | None = None,
+    top_p: float | None = None,
+    seed: int = 0,
+    cache_dtype: str | None = None,
+    prompting: Prompting | None = None,
+    chat: Chat | None = None,
+    system: str | None = None,
+) -> Request:
+    """Of a batch of prompts; the arguments are those of `generate`."""
+    begins, stop = prompting or Prompting(True, (tokenizer.bos_id,))
+    bos = [tokenizer.bos_id]
+    first = [{"role": "system", "content": system}] if system else []
+    ids = [
+        (
+            chat.prompt([*first, {"role": "user", "content": p}])
+            if chat and p
+            else np.concatenate([bos if begins or not p else [], tokenizer.encode(p)])
+        ).astype(np.int32)
+        for p in prompts
+    ]
+    stop += (chat.end,) if chat and chat.end not in stop else ()
+    lengths = np.array([len(x) for x in ids], np.int32)
+    width = round_up(int(lengths.max()), PROMPT_MULTIPLE)
+    padded = np.stack([np.pad(x, (0, width - len(x))) for x in ids])
+    arrays = (
+        jnp.asarray(padded), jnp.asarray(lengths), jax.random.key(seed),
+        jnp.float32(temperature), jnp.float32(1.0 if top_p is None else top_p),
+    )  # fmt: skip
+    return Request(arrays, dict(new=tokens, top_k=top_k, stop=stop, cache_dtype=cache_dtype))
+
+
+def generate(
+    graphdef: Any, params: Any, tokenizer: Tokenizer, prompts: Sequence[str], **how: Any
+) -> list[str]:
+    """Continuations of a batch of prompts (without the prompts); a document's end stops a row.
+
+    how: `request`'s arguments. tokens, at most, of each row; temperature, top_k, top_p and seed of
+    the sampling. prompting: how its checkpoint begins and ends texts; default BOS for both. chat:
+    the prompts are what users say, after a system message; an empty one is no question.
+    cache_dtype: of the keys and values that are kept: int8, or None for the parameters' dtype.
+    """
+    asked = request(tokenizer, prompts, **how)
+    rows = [row.tolist() for row in gathered(complete(graphdef, params, *asked[0], **asked[1]))]
+    ends = [next((i for i, t in enumerate(r) if t in asked.static["stop"]), len(r)) for r in rows]
+    return [tokenizer.decode(row[:end]) for row, end in zip(rows, ends)]
+
+
+def sampling(c: Resolved, chat: Chat | None) -> dict[str, Any]:
+    """A run's settings as `request`'s arguments."""
+    return dict(
+        tokens=c.sample.tokens, temperature=c.sample.temperature, top_k=c.sample.top_k,
+        top_p=c.sample.top_p, seed=c.run.seed, cache_dtype=c.sample.cache_dtype, chat=chat,
+    )  # fmt: skip
+
+
+def compile_samples(
+    graphdef: Any, params: Any, tokenizer: Tokenizer, c: Resolved, chat: Chat | None
+) -> None:
+    """What `write_samples` will run with the same arguments, so that it need not be waited for."""
+    asked = request(tokenizer, c.sample.prompts, **sampling(c, chat))
+    complete.lower(graphdef, params, *asked.arrays, **asked.static).compile()
+
+
+def write_samples(
+    path: Path, graphdef: Any, params: Any, tokenizer: Tokenizer, c: Resolved, chat: Chat | None
+) -> None:
+    """A file of what follows the prompts of `sample`; all processes compute it, the first writes.
+
+    Control characters are symbols there: the run shows the last file on the terminal.
+    params: in the compute dtype. Without prompts there is no file.
+    """
+    if not c.sample.prompts:
+        return
+    texts = generate(graphdef, params, tokenizer, c.sample.prompts, **sampling(c, chat))
+    if jax.process_index():
+        return
+    gap = "\n> " if chat else ""
+    path.parent.mkdir(exist_ok=True)
+    texts = (p + gap + x for p, x in zip(c.sample.prompts, texts))
+    write_whole(path, visible("\n---\n".join(texts)))
+
+
+@jit("cublas", static_argnames=("graphdef", "capacity", "top_k", "cache_dtype"))
+def read_prompt(
+    graphdef: Any,
+    params: Any,
+    tokens_BT: Int[Array, "B T"],
+    lengths_B: Int[Array, "B"],
+    key: Array,
+    temperature: Float[Array, ""],
+    top_p: Float[Array, ""],
+    *,
+    capacity: int,
+    top_k: int | None,
+    cache_dtype: str | None,
+) -> tuple[Int[Array, "B"], Cache]:
+    """The first token after prompts that are padded on the right, and the cache."""
+    model = nnx.merge(graphdef, params)
+    x_BD, cache = model.prefill(tokens_BT, lengths_B, capacity, cache_dtype)
+    return pick(model.logits(x_BD), jax.random.fold_in(key, 0), temperature, top_p, top_k), cache
+
+
+@jit("cublas", static_argnames=("graphdef", "top_k"), donate_argnames="cache")
+def next_of(
+    graphdef: Any,
+    params: Any,
+    token_B: Int[Array, "B"],
+    cache: Cache,
+    key: Array,
+    temperature: Float[Array, ""],
+    top_p: Float[Array, ""],
+    *,
+    top_k: int | None,
+) -> tuple[Int[Array, "B"], Cache]:
+    """The token after `token_B`, and the cache one token longer."""
+    model = nnx.merge(graphdef, params)
+    x_BD, cache = model.decode(token_B, cache)
+    return pick(model.logits(x_BD), key, temperature, top_p, top_k), cache
+
+
+def stream(
+    graphdef: Any,
+    params: Any,
+    prompt: np.ndarray,
+    *,
+    tokens: int,
+    temperature: float,
+    top_k: int | None,
+    top_p: float | None,
+    seed: int,
+    stop: tuple[int, ...],
+    cache_dtype: str | None = None,
+) -> Iterator[int]:
+    """The tokens after a prompt of token ids, one by one, up to one in `stop`; those of `generate`.
+
+    Widths and capacities are powers of two, so that a conversation compiles few programs.
+    """
+    width = max(PROMPT_MULTIPLE, 1 << (len(prompt) - 1).bit_length())
+    capacity = max(CACHE_MULTIPLE, 1 << (width + tokens - 1).bit_length())
+    padded = np.pad(prompt.astype(np.int32), (0, width - len(prompt)))[None]
+    key = jax.random.key(seed)
+    how = jnp.float32(temperature), jnp.float32(1.0 if top_p is None else top_p)
+    token, cache = read_prompt(
+        graphdef, params, jnp.asarray(padded), jnp.array([len(prompt)], jnp.int32), key, *how,
+        capacity=capacity, top_k=top_k, cache_dtype=cache_dtype,
+    )  # fmt: skip
+    for i in range(1, tokens + 1):
+        found = int(token[0])
+        if found in stop:
+            return
+        yield found
+        if i < tokens:
+            token, cache = next_of(
+                graphdef, params, token, cache, jax.random.fold_in(key, i), *how, top_k=top_k
+            )
+
+
+def converse(saved: Saved, params: Any, chat: Chat, a: argparse.Namespace) -> None:
+    """Talk in the terminal, the options from the command line."""
+    logging.getLogger("jaxtrain_kernels").setLevel(logging.WARNING)  # it would write between turns
+    stop = tuple({chat.end, *saved.prompting.stops})
+    turns = itertools.count(a.seed)
+    context = saved.config.model.context
+    tokens = a.tokens or min(TOKENS, context // 2)
+    answer = lambda prompt: stream(
+        saved.graphdef, params, prompt, tokens=tokens, temperature=a.temperature, top_k=a.top_k,
+        top_p=a.top_p, seed=next(turns), stop=stop, cache_dtype=a.cache_dtype,
+    )  # fmt: skip
+    room = context - tokens
+    if room < 1:
+        raise UserError(f"--tokens {tokens} leaves no room in a context of {context}; give fewer")
+    talk(chat, saved.tokenizer, answer, room=room, system=a.system, typed=sys.stdin, out=sys.stdout)
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    parser = Parser("jaxtrain generate", description=(__doc__ or "").split("\n")[0])
+    parser.add_argument("run", type=Path, help="run directory or model folder")
+    parser.add_argument("--prompt", action="append", help="text to continue; may be given often")
+    parser.add_argument(
+        "--chat", action="store_true", help="talk in the terminal; with --prompt: answer that"
+    )
+    parser.add_argument("--system", help="with --chat: the system message")
+    parser.add_argument(
+        "--tokens",
+        type=whole(1, 2**20),
+        help=f"new tokens (default {TOKENS}; in a talk half its context)",
+    )
+    parser.add_argument(
+        "--temperature", type=real(0.0, "from 0 on"), default=0.8, help="0 takes the best token"
+    )
+    parser.add_argument("--top-k", type=whole(1), help="sample among this many best tokens")
+    parser.add_argument(
+        "--top-p", type=real(TINY, "above 0 and at most 1", 1.0),
+        help="sample among this much probability",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cache-dtype", choices=["int8"], help="of the cache; default the compute dtype"
+    )
+    parser.add_argument("--seed", type=whole(0, SEEDS), default=0)
+    parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
+    a = parser.parse_args(argv)
+    check_alone("jaxtrain generate")
+    try:
+        start()
+        saved = load_saved(a.run, a.step)
+        dtype = compute_dtype(saved.config.train.precision)
+        params = cast(jax.device_put(saved.params), saved.specs, dtype)
+        if a.system and not a.chat:
+            raise UserError("--system belongs to --chat")
+        chat = make_chat(*template_for(saved), saved.tokenizer) if a.chat else None
+        if chat and not a.prompt:
+            converse(saved, params, chat, a)
+            return 0
+        prompts = a.prompt or [""]
+        texts = generate(
+            saved.graphdef, params, saved.tokenizer, prompts, tokens=a.tokens or TOKENS,
+            temperature=a.temperature, top_k=a.top_k, top_p=a.top_p, seed=a.seed,
+            cache_dtype=a.cache_dtype, prompting=saved.prompting, chat=chat, system=a.system,
+        )  # fmt: skip
+    except KeyboardInterrupt:  # while nothing is being answered
+        print()
+        return 130
+    gap = "\n> " if chat else ""
+    print(visible("\n---\n".join(prompt + gap + text for prompt, text in zip(prompts, texts))))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

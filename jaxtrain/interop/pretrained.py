@@ -1,0 +1,216 @@
+"""Starting a run from another model: one of our runs or model folders, or a checkpoint."""
+
+import math
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from pydantic import TypeAdapter, ValidationError
+
+from jaxtrain.data import DEFAULT, chat_sources
+from jaxtrain.data.tokenizer.tokenizer import FILES
+from jaxtrain.interop.companions import FOLDER, carry, check_companions, special_tokens, template_in
+from jaxtrain.interop.configs import EXECUTION, INSERTED, Json
+from jaxtrain.interop.load import (
+    find_folder,
+    flatten,
+    is_checkpoint,
+    load,
+    open_checkpoint,
+    owned,
+    pinned,
+)
+from jaxtrain.interop.tensors import WEIGHTS, read, read_header
+from jaxtrain.model import ModelConfig, ParamSpec, path_name
+from jaxtrain.model.config import Experts
+from jaxtrain.settings import UserError
+from jaxtrain.storage.strict_yaml import read_saved
+
+
+def model_folder(path: str) -> Path:
+    """The folder with the weights of a run, a model folder, a checkpoint or a repository."""
+    folder = find_folder(path)
+    return folder / "model" if (folder / "model" / "config.yaml").is_file() else folder
+
+
+def sections_of(path: str) -> dict[str, Json]:
+    """What a configuration takes over from the model that it starts from: model and tokenizer."""
+    try:
+        folder = model_folder(path)
+    except UserError as error:
+        raise UserError(f"train.init_from: {error}") from error
+    if is_checkpoint(folder):
+        model = open_checkpoint(folder).fields
+        check_companions(folder)
+    elif (folder / "config.yaml").is_file():
+        model = section_of(folder, "model")
+    else:
+        raise UserError(
+            f"train.init_from {path}: no run, no model folder and no checkpoint of Hugging Face "
+            "(there is neither config.yaml nor config.json)"
+        )
+    names = ("huggingface", "sentencepiece", "bytes")
+    kind = next((name for name in names if (folder / FILES[name]).is_file()), None)
+    if kind is None:
+        raise UserError(f"train.init_from {path}: {folder} has no tokenizer")
+    tokenizer = {"name": kind} | ({} if kind == "bytes" else {"path": str(folder / FILES[kind])})
+    return {"model": model, "data": {"tokenizer": tokenizer}}
+
+
+def section_of(folder: Path, name: str) -> Json:
+    """A section of the configuration that a model of ours was made from."""
+    section = read_saved(folder / "config.yaml").get(name)
+    if not isinstance(section, dict):
+        raise UserError(f"{folder / 'config.yaml'} is damaged: it has no section {name}")
+    return section
+
+
+def chat_of(path: str) -> tuple[str | None, dict[str, str]]:
+    """The chat template of that model, if it has one, and the tokens that templates name."""
+    folder = model_folder(path)
+    if not is_checkpoint(folder):
+        for source in chat_sources(section_of(folder, "data").get("train", {})):
+            return source.get("template") or DEFAULT, source.get("special") or {}
+        folder = folder / FOLDER
+    return template_in(folder), special_tokens(folder)
+
+
+# Of a mixture of experts, what training adds and how it runs.
+FREE_OF_EXPERTS = {"aux_loss", "z_loss", "remat"}
+# What may differ from the model that a run starts from: how it runs, how far it looks back and
+# stretches its positions to do so, and what tuning puts in (`scaling.inserted` checks that).
+MAY_DIFFER = EXECUTION | {"context", "rope_scaling", "vocab_multiple", *INSERTED}
+
+
+def joined(theirs: Json, given: Json) -> Json:
+    """A section with what is given in it; a section in it that is of the same kind, likewise."""
+
+    def one(before: Any, now: Any) -> Any:
+        sections = isinstance(before, dict) and isinstance(now, dict)
+        same_kind = sections and now.get("name", before.get("name")) == before.get("name")
+        return before | now if same_kind else now
+
+    return theirs | {key: one(theirs.get(key), value) for key, value in given.items()}
+
+
+def conflicts(theirs: Json, given: Json, whole_rows: bool) -> list[str]:
+    """Given fields of a model that would compute something else with the weights of `theirs`.
+
+    whole_rows: the rows of its vocabulary are `vocab_multiple`. Values that are not valid are left
+    to the validation that follows.
+    """
+    try:
+        model = ModelConfig.model_validate(theirs)
+    except ValidationError:
+        return []
+    derived = {"hidden": model.hidden or 4 * (model.width or 0)}
+    found = []
+    for name, value in given.items():
+        has = derived.get(name, getattr(model, name, None))
+        try:
+            kind: Any = ModelConfig.model_fields[name].annotation
+            now = TypeAdapter(kind).validate_python(value)
+        except (KeyError, ValidationError):
+            continue
+        if name == "vocab_multiple" and whole_rows:
+            differs = now > 0 and has % now > 0
+        elif name == "rope_scaling":
+            differs = now is None and has is not None
+        else:
+            differs = name not in MAY_DIFFER and not same(name, has, now, model)
+        if differs:
+            found.append(f"model.{name} {has} (given: {value})")
+    return found
+
+
+def same(name: str, has: Any, now: Any, model: ModelConfig) -> bool:
+    """Whether two values of a field are the same function of the model."""
+    says_nothing = {
+        "qk_scale": not model.qk_norm,
+        "rope_base": model.positions == "learned",
+        "short_window": "S" not in model.window_pattern,
+    }
+    if name == "window_pattern":
+        has, now = ((pattern * model.depth)[: model.depth] for pattern in (has, now))
+    if isinstance(has, Experts) and isinstance(now, Experts):
+        has, now = (experts.model_dump(exclude=FREE_OF_EXPERTS) for experts in (has, now))
+    if isinstance(has, float) and isinstance(now, float) and math.isclose(has, now, rel_tol=1e-6):
+        return True
+    return has == now or says_nothing.get(name, False)
+
+
+LENGTH = 2048  # of rows by default, train.sequence_length
+
+
+def take_over(tree: Json, path: str) -> None:
+    """Fill a plain configuration in with those sections; what it says itself wins.
+
+    A repository gets the commit that it is at: the run that goes on shall be the one that began.
+    Sources of conversations take over the chat template and the special tokens. Raises UserError
+    for a `model` that is another function than the weights were trained for.
+    """
+    tree["train"]["init_from"] = path = pinned(path)
+    sections = sections_of(path)
+    given = tree.get("model") or {}
+    if isinstance(given, dict):
+        tree["model"] = joined(sections["model"], given)
+        asked = {name: tree["model"][name] for name in given}
+        if found := conflicts(sections["model"], asked, is_checkpoint(model_folder(path))):
+            more = f" and {len(found) - 6} more" if len(found) > 6 else ""
+            raise UserError(
+                f"train.init_from {path} is a model with {', '.join(found[:6])}{more}: leave out "
+                "what is given there, the model section is taken over from it"
+            )
+    train, context = tree["train"], sections["model"].get("context")
+    if isinstance(context, int) and context < LENGTH:
+        train.setdefault("sequence_length", context)
+    data = tree.setdefault("data", {})
+    data.setdefault("tokenizer", sections["data"]["tokenizer"])
+    for source in chat_sources(data):
+        template, special = chat_of(path)
+        source["template"] = source.get("template") or template
+        source["special"] = special | (source.get("special") or {})
+
+
+def load_start(
+    path: str, specs: Any, shardings: Any, store: Callable[[str, Any], Any] = lambda name, x: x
+) -> Any:
+    """The parameters to start from, on the mesh, in the declared dtypes.
+
+    store(name, array) may give each another form as soon as it is there.
+    """
+    folder = model_folder(path)
+    if is_checkpoint(folder):
+        return load(open_checkpoint(folder), specs, shardings, store=store)
+    stored = read_header(folder / WEIGHTS)
+    for name, spec in flatten(specs).items():
+        if name not in stored or stored[name].shape != spec.shape:
+            got = stored[name].shape if name in stored else "nothing"
+            raise UserError(
+                f"train.init_from {path}: the model needs {name} of shape {spec.shape}, there is "
+                f"{got}; leave the model section and the tokenizer to that model"
+            )
+
+    def value(at: tuple[Any, ...], spec: ParamSpec, sharding: Any) -> Any:
+        x = read(path_name(at), stored[path_name(at)])
+        return store(path_name(at), owned(np.asarray(x).astype(spec.dtype, copy=False), sharding))
+
+    return jax.tree_util.tree_map_with_path(value, specs, shardings)
+
+
+def holds(path: str, specs: Any) -> bool:
+    """Whether a model of ours has parameters of these names."""
+    folder = model_folder(path)
+    return (
+        not is_checkpoint(folder) and flatten(specs).keys() <= read_header(folder / WEIGHTS).keys()
+    )
+
+
+def carry_on(path: str, model_dir: Path) -> None:
+    """What a checkpoint brought along goes with the model that was trained from it."""
+    folder = model_folder(path)
+    source = folder if is_checkpoint(folder) else folder / FOLDER
+    if source.is_dir():
+        carry(source, model_dir / FOLDER)

@@ -1,0 +1,291 @@
+"""Checkpoints through orbax: asynchronous, atomic, restored onto any mesh."""
+
+import errno
+import json
+import logging
+import os
+import shutil
+import sys
+import time
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import Any, NoReturn
+
+import jax
+import orbax.checkpoint as ocp
+from etils import epath
+from pydantic import Field
+
+from jaxtrain.storage import checksums as sums
+from jaxtrain.storage.disk import disk_full, write_whole
+from jaxtrain.runs.config import CheckpointConfig
+from jaxtrain.settings import Settings, UserError, read_object
+
+# Of an array that several devices hold whole, each sends the host a part of at least this size, by
+# a program of its own. Orbax's default, parts of any size, has a first save wait for hundreds.
+PART_BYTES = 2**26
+PATIENCE = 3.0  # seconds that threads which write have to end when one of them has failed
+
+
+def send_in_large_parts() -> None:
+    """Arrays are sent to the host in parts of `PART_BYTES` and more, in this process."""
+    arrays = ocp.type_handlers.ArrayHandler(min_slice_bytes_for_replica_parallel=PART_BYTES)
+    before = logging.root.manager.disable
+    logging.disable(logging.WARNING)  # that it takes the place of orbax's own
+    ocp.type_handlers.register_type_handler(jax.Array, arrays, override=True)
+    logging.disable(before)
+
+
+class Summed:
+    """A commit of one item, and then the checksums of what this process has written of it.
+
+    Orbax waits for it in its background thread, and for that of all processes before the first
+    of them finalizes the item and the checkpoint gets its name.
+    """
+
+    def __init__(self, folder: Path, commits: Sequence[Any]):
+        self.folder, self.commits = folder, commits
+
+    def result(self, timeout: float | None = None) -> None:
+        for commit in self.commits:
+            commit.result(timeout)
+        if index := jax.process_index():
+            mine = sums.files_below(self.folder / f"ocdbt.process_{index}")
+            files = {f"ocdbt.process_{index}/{name}": path for name, path in mine.items()}
+            sums.write_list(self.folder / f"{index}.{sums.LIST}", files, {})
+
+    def cancel(self) -> None:
+        for commit in self.commits:
+            commit.cancel()
+
+
+def list_sums(folder: Path) -> None:
+    """The checksums of an item: those that the processes have left, and of what is not in them."""
+    known = {}
+    for path in [folder / f"{i}.{sums.LIST}" for i in range(1, jax.process_count())]:
+        if path.is_file():
+            known |= read_object(path)
+            path.unlink()
+    files = {name: file for name, file in sums.files_below(folder).items() if name not in known}
+    sums.write_list(folder / sums.LIST, files, known)
+
+
+class TreeHandler(ocp.StandardCheckpointHandler):
+    """Trees of arrays, with checksums."""
+
+    async def async_save(self, directory: Any, *args: Any, **kwargs: Any) -> list[Any]:
+        commits = await super().async_save(directory, *args, **kwargs)
+        return [Summed(Path(directory), commits or [])]
+
+    def finalize(self, directory: Any) -> None:
+        super().finalize(directory)
+        list_sums(Path(directory))
+
+
+class JsonHandler(ocp.JsonCheckpointHandler):
+    """A JSON value, with checksums."""
+
+    def finalize(self, directory: Any) -> None:
+        super().finalize(directory)
+        list_sums(Path(directory))
+
+
+def handlers() -> Any:
+    """Who writes and reads the items of a checkpoint."""
+    found = ocp.handlers.DefaultCheckpointHandlerRegistry()
+    for item in ("params", "rest"):
+        trees = TreeHandler()
+        found.add(item, ocp.args.StandardSave, trees)
+        found.add(item, ocp.args.StandardRestore, trees)
+    values = JsonHandler()
+    found.add("position", ocp.args.JsonSave, values)
+    found.add("position", ocp.args.JsonRestore, values)
+    return found
+
+
+class Failures(logging.Filter):
+    """Keeps the errors that orbax's threads log, with a traceback each, before they are raised."""
+
+    found: Exception | None = None
+
+    def filter(self, record: logging.LogRecord) -> bool:
+        error = record.exc_info[1] if record.exc_info else None
+        if record.levelno < logging.ERROR or not isinstance(error, Exception):
+            return True
+        self.found = self.found or error
+        return False
+
+
+class Checkpointer:
+    """The checkpoints of one run directory: `checkpoints/STEP/{params,rest,position}`.
+
+    Each of the three has the checksums of its files in `sums.json`, compared when it is read.
+
+    `params` and `rest` (optimizer, counters, loss scale, keys) are trees of arrays; `position` is a
+    small JSON value, the data stream's.
+    """
+
+    def __init__(self, run_dir: Path, config: CheckpointConfig):
+        self.directory = run_dir.resolve() / "checkpoints"
+        self.failures, self.broken = Failures(), False
+        logging.getLogger("absl").addFilter(self.failures)
+        send_in_large_parts()
+        options = ocp.CheckpointManagerOptions(
+            max_to_keep=config.keep,
+            keep_period=config.keep_every,
+            enable_async_checkpointing=True,
+            cleanup_tmp_directories=True,
+            create=True,
+        )
+        self.manager = ocp.CheckpointManager(
+            epath.Path(self.directory), options=options, handler_registry=handlers()
+        )
+
+    def latest(self) -> int | None:
+        return self.manager.latest_step()
+
+    def steps(self) -> list[int]:
+        return sorted(self.manager.all_steps())
+
+    def save(self, step: int, params: Any, rest: Any, position: dict[str, Any]) -> None:
+        """Copy to the host and write in the background; a checkpoint is whole or not there.
+
+        UserError where the disk has no room for it, or had none for the one before.
+        """
+        if step in self.steps():
+            return
+        self.wait()
+        self._check_room(sum(x.nbytes for x in jax.tree.leaves((params, rest))))
+        args = ocp.args.Composite(
+            params=ocp.args.StandardSave(params),
+            rest=ocp.args.StandardSave(rest),
+            position=ocp.args.JsonSave(position),
+        )
+        try:
+            self.manager.save(step, args=args, force=True)
+        except Exception as error:
+            self._given_up(error)
+
+    def check(self) -> None:
+        """UserError if what is written in the background has failed; waits for nothing."""
+        if self.failures.found is not None:
+            self.wait()
+
+    def _check_room(self, needed: int) -> None:
+        free = shutil.disk_usage(self.directory).free
+        if free < needed:
+            self._given_up(OSError(errno.ENOSPC, os.strerror(errno.ENOSPC)), needed, free)
+
+    def _given_up(self, error: Exception, *sizes: int) -> NoReturn:
+        """Raise what is wrong with a save; where the disk is full, leave nothing half-written."""
+        said = disk_full(error) or disk_full(self.failures.found)
+        if said is None:
+            raise error
+        self.broken = True
+        until = time.monotonic() + PATIENCE  # that writers may take to see it
+        while remains := list(self.directory.glob("*orbax-checkpoint-tmp*")):
+            for folder in remains:
+                shutil.rmtree(folder, ignore_errors=True)
+            if time.monotonic() > until:
+                break
+            time.sleep(0.1)
+        more = ": a checkpoint needs {:,} bytes, and {:,} are free".format(*sizes) if sizes else ""
+        raise UserError(no_room(self.directory.parent, said + more)) from error
+
+    def delete_after(self, step: int) -> None:
+        """Without the checkpoints of later steps, which the run has taken back."""
+        self.wait()
+        for later in [s for s in self.steps() if s > step]:
+            self.manager.delete(later)
+
+    def restore(self, step: int, params: Any, rest: Any) -> tuple[Any, Any, dict[str, Any]]:
+        """Parameters, rest and position; the arguments give shapes, dtypes and placement."""
+        items = self._read(
+            step,
+            params=ocp.args.StandardRestore(params),
+            rest=ocp.args.StandardRestore(rest),
+            position=ocp.args.JsonRestore(),
+        )
+        return items["params"], items["rest"], items["position"]
+
+    def shapes(self, step: int) -> Any:
+        """`rest` as nested dicts of what has a `.shape`: that of each array in the checkpoint."""
+        path = epath.Path(self.directory) / str(step) / "rest"
+        return ocp.StandardCheckpointHandler().metadata(path)
+
+    def restore_params(self, step: int, params: Any) -> Any:
+        """The parameters alone."""
+        return self._read(step, params=ocp.args.StandardRestore(params))["params"]
+
+    def _read(self, step: int, **items: Any) -> Any:
+        try:
+            self._check(step, items)
+            return self.manager.restore(step, args=ocp.args.Composite(**items))
+        except Exception as error:
+            raise UserError(self._damage(step, error)) from error
+
+    def _check(self, step: int, items: Iterable[str]) -> None:
+        """Raise UserError if a file of these items is not as it was written.
+
+        Of several processes each looks at some of the files, and a fault of one ends all.
+        """
+        share = slice(jax.process_index(), None, jax.process_count())
+        for folder in [self.directory / str(step) / item for item in items]:
+            if (folder / sums.LIST).is_file():
+                sums.check(folder, share)
+            else:
+                print(f"{folder} has no {sums.LIST}: read unchecked", file=sys.stderr, flush=True)
+
+    def _damage(self, step: int, error: Exception) -> str:
+        first = (
+            str(error).strip().splitlines()[0][:200] if str(error).strip() else type(error).__name__
+        )
+        earlier = [s for s in self.steps() if s < step]
+        offer = (
+            f"delete that folder to go on from step {max(earlier)}"
+            if earlier
+            else "there is none before it: start again in another run directory"
+        )
+        return f"checkpoint {self.directory / str(step)} cannot be read ({first}); {offer}"
+
+    def wait(self) -> None:
+        """Until everything saved so far is on disk; UserError if that had no room for it."""
+        if self.broken:
+            return
+        begun: float | None = None  # when it was seen to have failed
+        while self.manager.is_saving_in_progress():
+            if self.failures.found is not None:
+                begun = begun or time.monotonic()
+                if time.monotonic() > begun + PATIENCE:
+                    self._given_up(self.failures.found)
+            time.sleep(0.01)
+        try:
+            self.manager.wait_until_finished()
+        except Exception as error:
+            self._given_up(error)
+
+    def close(self) -> None:
+        try:
+            self.wait()
+            if not self.broken:
+                self.manager.close()
+        finally:
+            logging.getLogger("absl").removeFilter(self.failures)
+
+    def __enter__(self) -> "Checkpointer":
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+
+def no_room(run_dir: Path, said: str) -> str:
+    """A line on a disk that is full, with the newest whole checkpoint."""
+    steps = [int(p.name) for p in (run_dir / "checkpoints").glob("*") if p.name.isdigit()]
+    saved = f"the newest whole one is {max(steps)}" if steps else "there is none yet"
+    return f"{run_dir}: {said}; of checkpoints, {saved}. Free space, and the same command goes on"
+
+
+def write_json(path: Path, value: Any) -> None:
+    """Write atomically: a reader sees the old file or the new one."""
+    write_whole(path, json.dumps(value, indent=2) + "\n")

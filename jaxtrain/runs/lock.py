@@ -1,0 +1,221 @@
+"""One run directory, one job: a lock that names its holder and outlives no dead one.
+
+The lock is a file `lock.N` in the run directory, made by `link`, which is atomic on local disks and
+on NFS alike (where O_EXCL and flock have not always been); where there are no links, by O_EXCL. The
+file with the largest N holds. Its holder touches it every few seconds. A lock whose holder is dead
+is not removed, which two could do at once, each the other's, but followed: whoever makes `lock.N+1`
+has it, and only one can. On the holder's own machine a lock is stale as soon as its process is
+gone; elsewhere when it has not been touched for so many seconds, by the clock of the file server,
+which is asked by a file made there. A start waits until it knows: a job that its scheduler puts on
+another machine goes on by itself, and `kill -9` leaves nothing that a person has to remove.
+"""
+
+import errno
+import json
+import os
+import secrets
+import socket
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from contextlib import contextmanager, suppress
+from datetime import UTC, datetime
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import psutil
+
+from jaxtrain.cluster.coordinator import Group, end_process
+from jaxtrain.settings import UserError
+
+BEATS = 20  # touches within the time after which a silent holder counts as gone
+LOOK = 0.5  # seconds between two looks at a lock of another machine
+NO_LINKS = (errno.EPERM, errno.EOPNOTSUPP, errno.ENOSYS, errno.EMLINK)
+
+
+class Holder(NamedTuple):
+    """Who has the lock, and how it is told that it is alive."""
+
+    host: str
+    pid: int
+    started: str  # UTC, to the second
+    machine: str  # its boot and its space of pids: the same pid means the same process there only
+    created: float  # when its process began, in seconds: pids are given again
+    timeout: float  # seconds of silence after which it counts as gone
+    token: str
+
+
+def myself(timeout: float) -> Holder:
+    """This process as a holder."""
+    now = datetime.now(UTC).isoformat(timespec="seconds").replace("+00:00", "Z")
+    created = psutil.Process().create_time()
+    host = socket.gethostname()
+    return Holder(host, os.getpid(), now, machine(), created, timeout, secrets.token_hex(8))
+
+
+def machine() -> str:
+    """Of one running system, with its namespace of pids (containers have their own)."""
+    try:
+        boot = Path("/proc/sys/kernel/random/boot_id").read_text().strip()
+        return f"{boot} {os.readlink('/proc/self/ns/pid')}"
+    except OSError:
+        return f"{socket.gethostname()} {psutil.boot_time():.0f}"
+
+
+def known_gone(holder: Holder) -> bool | None:
+    """Whether the process of a lock is gone; None on another machine, where only time tells."""
+    if holder.machine != machine():
+        return None
+    try:
+        process = psutil.Process(holder.pid)
+        same = abs(process.create_time() - holder.created) < 1
+        return not same or process.status() == psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return True
+
+
+def locks_in(run_dir: Path) -> list[int]:
+    """The numbers of the lock files, rising."""
+    names = [p.name.partition(".")[2] for p in run_dir.glob("lock.*")]
+    return sorted(int(name) for name in names if name.isdigit())
+
+
+def read_holder(path: Path) -> Holder | None:
+    """None for a file that was not written to its end, or is gone."""
+    with suppress(OSError, ValueError, TypeError):
+        return Holder(**json.loads(path.read_text()))
+    return None
+
+
+class RunLock:
+    """The lock of a run directory, held from `take` to `release`.
+
+    timeout: seconds without a touch after which others may take this process for gone.
+    end(message, code): what to do when another has the lock all the same (this process was stopped
+    for so long): nothing may be written any more.
+    """
+
+    def __init__(self, run_dir: Path, timeout: float, end: Callable[[str, int], Any] = end_process):
+        self.run_dir, self.timeout, self.end = run_dir, timeout, end
+        self.me = myself(timeout)
+        self.path: Path | None = None
+        self.over = threading.Event()
+
+    def take(self) -> None:
+        """UserError with the holder's name if there is one."""
+        draft = self.run_dir / f"lock-{self.me.host}-{self.me.pid}-{self.me.token}"
+        try:
+            draft.write_text(json.dumps(self.me._asdict()))
+            while True:
+                number = self._free(draft)
+                mine = self.run_dir / f"lock.{number}"
+                if not made(mine, draft):
+                    continue
+                if locks_in(self.run_dir)[-1:] == [number]:
+                    break
+                mine.unlink(missing_ok=True)  # what was read of the directory was old
+        finally:
+            draft.unlink(missing_ok=True)
+        self.path = mine
+        for older in locks_in(self.run_dir):
+            if older < number:
+                (self.run_dir / f"lock.{older}").unlink(missing_ok=True)
+        threading.Thread(target=self._beat, name="lock", daemon=True).start()
+
+    def _free(self, draft: Path) -> int:
+        """The number after the last lock's, when nobody holds that one any more."""
+        seen: dict[Path, int] = {}  # the locks waited for, and when each was last touched
+        while numbers := locks_in(self.run_dir):
+            path = self.run_dir / f"lock.{numbers[-1]}"
+            try:
+                touched = path.stat().st_mtime_ns
+                holder = read_holder(path)
+            except FileNotFoundError:  # released just now
+                continue
+            gone = known_gone(holder) if holder else None
+            os.utime(draft)  # by the file server's clock
+            silence = (draft.stat().st_mtime_ns - touched) / 1e9
+            if gone is None and silence > (holder or self.me).timeout:
+                gone = True
+            if gone:
+                return numbers[-1] + 1
+            if holder and (gone is False or touched != seen.get(path, touched)):
+                raise UserError(
+                    f"{self.run_dir} is in use by process {holder.pid} on {holder.host}, which "
+                    f"began at {holder.started}: wait until it has ended, stop it, or set "
+                    "run.name to start another run"
+                )
+            if path not in seen:
+                seen[path] = touched
+                self._say_wait(path, holder, silence)
+            time.sleep(LOOK)
+        return 1
+
+    def _say_wait(self, path: Path, holder: Holder | None, silence: float) -> None:
+        left = (holder or self.me).timeout - silence
+        who = f"process {holder.pid} on {holder.host}" if holder else "a process"
+        text = f"lock     {path} is of {who}: waiting for a sign of life, {left:.0f} s at most"
+        print(text, file=sys.stderr, flush=True)
+
+    def _beat(self) -> None:
+        assert self.path is not None
+        while not self.over.wait(self.timeout / BEATS):
+            try:
+                os.utime(self.path)
+                numbers = locks_in(self.run_dir)
+            except FileNotFoundError:
+                numbers = []
+            except OSError:
+                continue  # the file server is away; it may come back
+            mine = int(self.path.suffix[1:])
+            if self.over.is_set() or (numbers and numbers[-1] == mine):
+                continue
+            who = read_holder(self.run_dir / f"lock.{numbers[-1]}") if numbers else None
+            by = f"process {who.pid} on {who.host} has it" if who else "its lock is gone"
+            self.end(f"{self.run_dir} was taken from this process: {by}", 2)
+            return
+
+    def release(self) -> None:
+        self.over.set()
+        if self.path is not None:
+            self.path.unlink(missing_ok=True)
+
+
+def made(path: Path, draft: Path) -> bool:
+    """Whether `path` was made, with the draft's content, by this call and by no other."""
+    try:
+        os.link(draft, path)
+        return True
+    except FileExistsError:
+        # Of a call that was sent again because the answer was lost, the first has made it.
+        return draft.stat().st_nlink == 2 and path.exists() and path.samefile(draft)
+    except OSError as error:
+        if error.errno not in NO_LINKS:
+            raise
+    try:
+        with path.open("x") as file:
+            file.write(draft.read_text())
+        return True
+    except FileExistsError:
+        return False
+
+
+@contextmanager
+def held(run_dir: Path, group: Group, timeout: float) -> Iterator[None]:
+    """The run directory, held by process 0 for the job; folders made for it go if nothing is in
+    them in the end. UserError if another job holds it."""
+    if group.index:
+        yield
+        return
+    absent = [p for p in (run_dir, *run_dir.absolute().parents) if not p.exists()]
+    lock = RunLock(run_dir, timeout)
+    try:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        lock.take()
+        yield
+    finally:
+        lock.release()
+        with suppress(OSError):
+            for folder in absent:
+                folder.rmdir()

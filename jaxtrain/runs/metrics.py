@@ -1,0 +1,392 @@
+"""What a run tells the world: metrics.jsonl, TensorBoard, W&B and the progress line.
+
+Device scalars are pushed every step and fetched when they are ready, so that logging never makes
+the host wait for the device (except to stop it from running away).
+"""
+
+import importlib
+import importlib.metadata
+import json
+import math
+import platform
+import time
+import zlib
+from collections import deque
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from pydantic import Field
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+from tensorboardX import SummaryWriter
+
+from jaxtrain.runs.environment import memory_bytes, peak_flops
+from jaxtrain.runs.history import Row, missing_rows, rewound
+from jaxtrain.storage.strict_yaml import read_yaml
+from jaxtrain.runs.config import MetricsConfig
+from jaxtrain.settings import Settings, UserError
+
+Number = float | int
+MAX_IN_FLIGHT = 8  # steps the host may run ahead before `push` waits for the oldest
+# A row holds the last value of what begins so, and the mean of all others.
+STATES = ("lr", "loss_scale", "tokens", "data_")
+
+
+class MetricsWriter:
+    """Owns the metrics of one run directory; a context manager that records how the run ended.
+
+    Opening at `start_step` > 0 resumes: rows of later steps are dropped (0 starts afresh), and
+    `time` goes on from the last row kept. A process with `primary=False` writes and prints nothing,
+    but its `push` holds the host back in the same way.
+
+    total_steps, tokens_per_step: of the whole run, over all devices. flops_per_token: of the model,
+    forward and backward, for the MFU over `devices` (default: all). parameters: for the report.
+    more: facts of the run, for its first row.
+    """
+
+    def __init__(
+        self,
+        run_dir: Path,
+        config: MetricsConfig,
+        *,
+        total_steps: int,
+        tokens_per_step: int,
+        start_step: int = 0,
+        flops_per_token: Number | None = None,
+        parameters: int | None = None,
+        devices: Sequence[Any] | None = None,
+        primary: bool = True,
+        console: Console | None = None,
+        more: Mapping[str, Any] | None = None,
+    ):
+        devices = jax.devices() if devices is None else devices
+        peak = peak_flops(devices[0].device_kind)
+        self._peak_tokens_per_s = (
+            peak * len(devices) / flops_per_token if peak and flops_per_token else None
+        )
+        self._total, self._every = total_steps, config.every
+        self._tokens_per_step = tokens_per_step
+        self._pending: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._sums: dict[str, float] = {}
+        self._count = 0  # steps summed since the last row
+        self._step = start_step
+        self._stamp: float | None = (
+            None  # when the last step was seen to end; None before the first
+        )
+        self._begin = (
+            0.0,
+            start_step,
+        )  # (time, step) at the end of the first step: compiling is out
+        self._timed, self._seconds = 0, 0.0  # steps and seconds since the last row, pauses left out
+        self._values = ["compiling"]  # of the live line, from the last row
+        self._file = self._tensorboard = self._wandb = self._live = None
+        self._zero = time.perf_counter()
+        if not primary:
+            return
+        run_dir.mkdir(parents=True, exist_ok=True)
+        if config.wandb:
+            self._wandb = _start_wandb(run_dir)
+        self._run_dir = run_dir
+        self._zero -= self._open(start_step, config.tensorboard)
+        self._console = console or Console()
+        if self._console.is_terminal:
+            self._live = Live(console=self._console, get_renderable=self._live_line, transient=True)
+            self._live.start()
+        facts: Row = {"total_steps": total_steps, "tokens_per_step": tokens_per_step}
+        facts |= {"flops_per_token": flops_per_token, "parameters": parameters}
+        facts["every"] = config.every
+        self._log(self._row(start_step, "event") | {"event": "start"} | facts | {**(more or {})})
+        if self._missing:
+            self.write(start_step, "event", {"missing": self._missing})
+
+    def _open(self, step: int, tensorboard: bool) -> Number:
+        """Open the files behind the rows up to `step`; the `time` of the last, in seconds."""
+        path = self._run_dir / "metrics.jsonl"
+        rows = rewound(path, step)
+        self._missing = missing_rows(rows, step, self._every)
+        self._file = path.open("a", encoding="utf-8")
+        if tensorboard:
+            self._tensorboard = SummaryWriter(
+                str(self._run_dir / "tensorboard"),
+                purge_step=step + 1 if step else 0,
+                filename_suffix=f".{step}",
+            )
+        return rows[-1]["time"] if rows else 0.0
+
+    def rewind(self, step: int) -> None:
+        """The run has gone back to `step`: forget the rows of later steps, as a resume does."""
+        self._pending.clear()
+        self._sums, self._count, self._timed, self._seconds = {}, 0, 0, 0.0
+        self._step, self._stamp, self._begin = step, None, (0.0, step)
+        if self._file:
+            self._file.close()
+            if self._tensorboard:
+                self._tensorboard.close()
+            self._open(step, self._tensorboard is not None)
+
+    def __enter__(self) -> "MetricsWriter":
+        return self
+
+    def __exit__(self, kind, error: BaseException | None, traceback):
+        if error is None:
+            self.flush()
+            return self.close("finished" if self._step >= self._total else "stopped")
+        with suppress(Exception):  # the steps in flight may carry the error that brought us here
+            self.flush()
+        self._pending.clear()
+        if isinstance(error, KeyboardInterrupt):
+            return self.close("interrupted")
+        self.close(f"failed: {type(error).__name__}: {error}".splitlines()[0])
+
+    def push(self, step: int, values: Mapping[str, Any]) -> list[Row]:
+        """Take the scalars (numbers, or jax arrays that no later step donates) of step 1, 2, ...
+
+        Returns the rows that became complete: one every `every` steps, and at the first and last
+        step. A row holds means over the steps since the row before (of lr, loss_scale and tokens:
+        the last value), and adds tokens, tokens_per_s, mfu (a fraction) and memory_bytes; the time
+        waited for batches, `wait_s`, becomes data_wait, the share of the time.
+        """
+        for value in values.values():
+            if isinstance(value, jax.Array):
+                value.copy_to_host_async()
+        self._pending.append((step, values))
+        rows = []
+        while self._pending and (
+            len(self._pending) > MAX_IN_FLIGHT or _is_ready(self._pending[0][1])
+        ):
+            rows += self._fetch()
+        return rows
+
+    def flush(self) -> list[Row]:
+        """Wait for all steps pushed so far; returns the rows that became complete."""
+        rows = []
+        while self._pending:
+            rows += self._fetch()
+        return rows
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        """Leave what runs inside (validation, sampling, checkpoints) out of tokens/s and MFU."""
+        self.flush()
+        yield
+        if self._stamp is not None:
+            self._stamp = time.perf_counter()
+
+    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> Row:
+        """Write and print one row of kind `validation`, `sample` or `event` now.
+
+        Values are scalars (jax arrays or numbers) or strings. Steps in flight are waited for, so
+        that rows stay in order.
+        """
+        self.flush()
+        row = self._row(step, kind) | {name: _plain(value) for name, value in values.items()}
+        self._log(row)
+        if self._file:
+            self._print(row)
+        return row
+
+    def close(self, status: str = "finished"):
+        """Wait for the steps in flight, record `status` as the run's end and close all files."""
+        try:
+            self.flush()
+            self._log(self._row(self._step, "event") | {"event": "end", "status": status})
+        finally:
+            if self._live:
+                self._live.stop()
+            if self._tensorboard:
+                self._tensorboard.close()
+            if self._wandb:
+                self._wandb.finish(exit_code=int(status.startswith("failed")))
+            if self._file:
+                self._file.close()
+
+    def _row(self, step: int, kind: str) -> Row:
+        return {"step": step, "kind": kind, "time": round(time.perf_counter() - self._zero, 3)}
+
+    def _fetch(self) -> list[Row]:
+        """Convert the oldest step in flight (waits until it is done); its row, if one is due."""
+        step, values = self._pending.popleft()
+        numbers = dict(_scalars(values))
+        now = time.perf_counter()
+        if self._stamp is None:
+            self._begin = (now, step)
+        else:
+            self._timed += 1
+            self._seconds += now - self._stamp
+        self._stamp = now
+        self._step = step
+        self._count += 1
+        for name, value in numbers.items():
+            before = 0.0 if name.startswith(STATES) else self._sums.get(name, 0.0)
+            self._sums[name] = before + value
+        if step % self._every and step not in (1, self._total):
+            return []
+        return [self._finish_row(step)]
+
+    def _finish_row(self, step: int) -> Row:
+        row = self._row(step, "train")
+        for name, total in self._sums.items():
+            row[name] = total if name.startswith(STATES) else total / self._count
+        row["tokens"] = int(row.get("tokens", step * self._tokens_per_step))
+        waited = row.pop("wait_s", None)
+        if self._timed:
+            if waited is not None:
+                row["data_wait"] = min(waited * self._timed / self._seconds, 1.0)
+            row["tokens_per_s"] = self._timed * self._tokens_per_step / self._seconds
+            if self._peak_tokens_per_s:
+                row["mfu"] = row["tokens_per_s"] / self._peak_tokens_per_s
+        row["memory_bytes"] = memory_bytes()
+        self._sums, self._count, self._timed, self._seconds = {}, 0, 0, 0.0
+        self._log(row)
+        if self._file:
+            self._values = _format_values(row)
+            self._print(row, self._eta())
+        return row
+
+    def _eta(self) -> Number | None:
+        """Seconds to the end at the pace so far, pauses and all; None before the second step."""
+        began, first = self._begin
+        done = self._step - first
+        left = self._total - self._step
+        return ((self._stamp or began) - began) * left / done if done > 0 else None
+
+    def _live_line(self) -> Text:
+        """What stays under the rows of a terminal; it never takes more than one line."""
+        begin = [f"step {self._step}/{self._total}", *_format_eta(self._eta())]
+        bar = _bar(self._step / self._total, ascii_only=self._console.options.ascii_only)
+        line = _fit([*begin, bar, *self._values], self._console.width, " ")
+        return Text(line, no_wrap=True, overflow="crop")
+
+    def _print(self, row: Row, eta: Number | None = None):
+        width = self._console.width if self._live else None
+        line = format_row(row, self._total, eta, width)
+        self._console.print(line, soft_wrap=True, markup=False, highlight=False)
+
+    def _log(self, row: Row):
+        if not self._file:
+            return
+        bad = [name for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
+        valid = row | dict.fromkeys(bad) | ({"nonfinite": bad} if bad else {})
+        self._file.write(json.dumps(valid, allow_nan=False) + "\n")
+        self._file.flush()
+        step, kind = row["step"], row["kind"]
+        values = {k: v for k, v in row.items() if k not in ("step", "kind", "time")}
+        if self._tensorboard:
+            for name, value in values.items():
+                if isinstance(value, str):
+                    self._tensorboard.add_text(f"{kind}/{name}", value, step)
+                elif value is not None and kind != "event":
+                    self._tensorboard.add_scalar(f"{kind}/{name}", value, step)
+        if self._wandb:
+            self._wandb.log({f"{kind}/{name}": v for name, v in values.items()}, step=step)
+
+
+def _scalars(values: Mapping[str, Any]) -> Iterator[tuple[str, float]]:
+    """Names and numbers; a vector's elements are NAME_0, NAME_1, ..."""
+    for name, value in values.items():
+        if np.ndim(value):
+            yield from ((f"{name}_{i}", float(x)) for i, x in enumerate(np.asarray(value)))
+        else:
+            yield name, float(value)
+
+
+def _is_ready(values: Mapping[str, Any]) -> bool:
+    return all(v.is_ready() for v in values.values() if hasattr(v, "is_ready"))
+
+
+def _plain(value: Any) -> Any:
+    """A string, int or None as it is; any other scalar as a float."""
+    return value if isinstance(value, str | int | None) else float(value)
+
+
+def _start_wandb(run_dir: Path) -> Any:
+    try:
+        wandb = importlib.import_module("wandb")
+    except ImportError:
+        raise UserError(
+            "metrics.wandb=true needs the package wandb, which is not installed: "
+            "uv sync --extra wandb, or pip install wandb; or set metrics.wandb=false"
+        ) from None
+    saved = run_dir / "config.yaml"
+    config = read_yaml(saved) if saved.exists() else None
+    # The same directory on the same host is the same W&B run, so that a resumed run continues it.
+    name = run_dir.resolve().name
+    identity = f"{zlib.crc32(f'{platform.node()}:{run_dir.resolve()}'.encode()):08x}"
+    return wandb.init(
+        project="jaxtrain", name=name, id=identity, resume="allow", dir=str(run_dir), config=config
+    )
+
+
+def _bar(share: float, ascii_only: bool, width: int = 12) -> str:
+    done = round(width * share)
+    full, empty = "#-" if ascii_only else "\u2501\u2500"  # a heavy and a light line
+    return full * done + empty * (width - done)
+
+
+def _fit(parts: Sequence[str], width: int | None, gap: str, whole: int = 1) -> str:
+    """The parts in one line, as many from the left as the width holds, and at least so many."""
+    kept = list(parts)
+    while width is not None and len(kept) > whole and len(gap.join(kept).rstrip()) > width:
+        kept.pop()
+    return gap.join(kept).rstrip()
+
+
+def format_bytes(count: Number) -> str:
+    """1288490189 -> '1.2 GiB'."""
+    power = min(4, max(0, int(math.log2(count) // 10))) if count >= 1 else 0
+    return f"{count / 1024**power:.{int(power > 0)}f} {('B', 'KiB', 'MiB', 'GiB', 'TiB')[power]}"
+
+
+def format_duration(seconds: Number) -> str:
+    """92 -> '1m32s'; the two largest of days, hours, minutes and seconds."""
+    minutes, seconds = divmod(round(seconds), 60)
+    hours, minutes = divmod(minutes, 60)
+    if hours >= 24:
+        return f"{hours // 24}d{hours % 24:02d}h"
+    if hours:
+        return f"{hours}h{minutes:02d}m"
+    return f"{minutes}m{seconds:02d}s" if minutes else f"{seconds}s"
+
+
+FORMATS = {
+    "loss": lambda x: f"loss {x:.4f}",
+    "bpb": lambda x: f"bpb {x:.3f}",
+    "accuracy": lambda x: f"acc {x:.1%}",
+    "reward_margin": lambda x: f"margin {x:.3f}",
+    "perplexity": lambda x: f"ppl {x:.2f}",
+    "lr": lambda x: f"lr {x:#.3g}",
+    "loss_scale": lambda x: f"scale {x:g}",
+    "skipped": lambda x: f"skipped {x:.0%}",
+    "tokens_per_s": lambda x: f"{x:,.0f} tok/s",
+    "mfu": lambda x: f"mfu {x:.1%}",
+    "memory_bytes": lambda x: f"mem {format_bytes(x)}",
+}
+
+
+def _format_values(row: Row) -> list[str]:
+    return [form(row[name]) for name, form in FORMATS.items() if row.get(name) is not None]
+
+
+def _format_eta(eta: Number | None) -> list[str]:
+    return [] if eta is None else [f"eta {format_duration(eta)}"]
+
+
+def format_row(
+    row: Row, total_steps: int, eta: Number | None = None, width: int | None = None
+) -> str:
+    """One line for a terminal or a log file: step, time left, any strings, the values of `FORMATS`.
+
+    width: columns of the terminal, for which values are left out from the right; texts never are.
+    """
+    head = [f"step {row['step']:>5}/{total_steps}"]
+    if row["kind"] != "train":
+        head.append(row["kind"])
+    head += [v for name, v in row.items() if isinstance(v, str) and name != "kind"]
+    # The time left has one width, so that what follows stands in columns.
+    values = [*(f"{part:<10}" for part in _format_eta(eta)), *_format_values(row)]
+    return _fit([*head, *values], width, "  ", whole=len(head))

@@ -1,0 +1,197 @@
+"""A trained model on disk: `model/` holds safetensors, the resolved config and the tokenizer."""
+
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.runs.checkpoint import Checkpointer
+from jaxtrain.runs.config import CheckpointConfig
+from jaxtrain.config import save_yaml, validate
+from jaxtrain.data import Tokenizer, load_tokenizer, template_of
+from jaxtrain.finetune import PEFT, Parts, keys_values, make_parts
+from jaxtrain.interop import (
+    Prompting,
+    carry_on,
+    chat_template,
+    load_start,
+    origin,
+    prompting,
+    special_tokens,
+    write_adapter,
+    write_virtual,
+)
+from jaxtrain.interop.companions import FOLDER
+from jaxtrain.interop.tensors import metadata_of, read, read_header, write
+from jaxtrain.model import ParamSpec, Transformer, path_name, split
+from jaxtrain.parallel.mesh import gathered
+from jaxtrain.cluster.runtime import compute_dtype
+from jaxtrain.storage.strict_yaml import read_saved
+from jaxtrain.config.resolve import Resolved
+from jaxtrain.settings import UserError
+
+WEIGHTS = "model.safetensors"
+
+
+class Saved(NamedTuple):
+    """A model that is ready to evaluate or to generate."""
+
+    config: Resolved
+    graphdef: Any
+    specs: Any
+    params: Any
+    tokenizer: Tokenizer
+    tokenizer_dir: Path
+    prompting: Prompting
+
+
+def save_result(
+    directory: Path, config: Resolved, parts: Parts, trained: Any, frozen: Any, tokenizer: Tokenizer
+) -> None:
+    """Write what a run leaves to others: the whole model, a tuned part as an adapter as well, and
+    what lay beside the checkpoint that it started from."""
+    save_model(directory, config, parts.plain(trained, frozen), tokenizer)
+    if config.finetune.name in PEFT:
+        save_adapter(directory / "adapter", config, trained)
+    if config.train.init_from and jax.process_index() == 0:
+        carry_on(config.train.init_from, directory)
+
+
+def save_model(directory: Path, config: Resolved, params: Any, tokenizer: Tokenizer) -> None:
+    """Write all that a friend needs; the weights last and atomically. By process 0, of several."""
+    flat = {path_name(p): x for p, x in jax.tree_util.tree_flatten_with_path(params)[0]}
+    flat = gathered(flat)
+    if jax.process_index():
+        return
+    directory.mkdir(parents=True, exist_ok=True)
+    tokenizer.save(directory)
+    save_yaml(directory / "config.yaml", config)
+    arrays = {name: np.asarray(x) for name, x in flat.items()}
+    table = {name: (x.dtype, x.shape) for name, x in arrays.items()}
+    metadata = {"format": "pt", "tokenizer": tokenizer.fingerprint}
+    metadata |= origin(config.train.init_from)
+    write(directory / WEIGHTS, table, arrays.values(), metadata)
+
+
+def save_adapter(directory: Path, config: Resolved, params: Any) -> None:
+    """Write what LoRA, or a prompt or prefix, trained as an adapter of peft's."""
+    said = origin(config.train.init_from)
+    base = said.get("base_model", config.train.init_from), said.get("base_model_revision")
+    if config.finetune.name in ("prompt", "prefix"):
+        shown = keys_values(params) if config.finetune.name == "prefix" else params
+        write_virtual(directory, config.model, shown, *base)
+        return
+    facts = config.finetune.model_dump(include={"rank", "alpha", "rslora", "dora"})
+    facts |= dict(zip(("base", "revision"), base))
+    write_adapter(directory, config.model, params, facts)
+
+
+def load_saved(path: Path, step: int | None = None) -> Saved:
+    """A run directory or a `model/` folder; `step` takes that checkpoint instead of the end."""
+    folder = folder_of(path)
+    config = load_resolved(folder / "config.yaml")
+    tokenizer_dir = folder if (folder / WEIGHTS).is_file() else path / "tokenizer"
+    tokenizer = load_tokenizer(tokenizer_dir)
+    graphdef, specs = split(Transformer(config.model, tokenizer.vocab_size))
+    if step is None and (folder / WEIGHTS).is_file():
+        params = read_weights(folder / WEIGHTS, specs, tokenizer)
+    else:
+        params = read_run(path, config, specs, step)
+    ends = prompting(tokenizer_dir, tokenizer)
+    return Saved(config, graphdef, specs, params, tokenizer, tokenizer_dir, ends)
+
+
+def folder_of(path: Path) -> Path:
+    """Where the configuration of a model is: `model/`, of a run that has ended."""
+    folder = path / "model" if (path / "model" / "config.yaml").is_file() else path
+    if not (folder / "config.yaml").is_file():
+        raise UserError(f"{path} is not a run directory or a model folder: it has no config.yaml")
+    return folder
+
+
+def template_for(saved: Saved) -> tuple[str, dict[str, str]]:
+    """The chat template of a model and the tokens that it names: what it was trained on, or what
+    its checkpoint brought along. Raises UserError if there is neither."""
+    trained = template_of(saved.config.data)
+    template = chat_template(saved.tokenizer_dir)
+    if trained is None and template is None:
+        raise UserError(
+            f"{saved.tokenizer_dir} has no chat template: it was not trained on conversations, and "
+            "none came along with its checkpoint"
+        )
+    return trained or (template or "", special_tokens(saved.tokenizer_dir / FOLDER))
+
+
+def load_resolved(path: Path) -> Resolved:
+    """The resolved configuration that a run was made from. Raises UserError that names the file."""
+    tree = read_saved(path)
+    try:
+        return validate(Resolved, tree)
+    except UserError as error:
+        raise UserError(f"{path} is damaged: {error.args[0]}") from None
+
+
+def read_weights(path: Path, specs: Any, tokenizer: Tokenizer) -> Any:
+    """Parameters from a safetensors file, each checked against its declaration and checksum.
+
+    Raises UserError naming the tensor that is missing, of another shape, damaged or not finite.
+    """
+    flat = read_header(path)
+    if metadata_of(path).get("tokenizer") != tokenizer.fingerprint:
+        raise UserError(f"{path} was trained with another tokenizer than the one beside it")
+
+    def take(key_path: tuple[Any, ...], spec: ParamSpec) -> np.ndarray:
+        name = path_name(key_path)
+        if name not in flat:
+            raise UserError(
+                f"{path} has no tensor {name}, which the model of its config.yaml needs"
+            )
+        if flat[name].shape != spec.shape:
+            raise UserError(f"{path}: {name} is {flat[name].shape}, the model needs {spec.shape}")
+        return read(name, flat[name])
+
+    return jax.tree_util.tree_map_with_path(take, specs)
+
+
+def read_run(run_dir: Path, config: Resolved, specs: Any, step: int | None) -> Any:
+    """The model of a run's checkpoint, joined with what the run did not train."""
+    parts = make_parts(config.finetune, specs, compute_dtype(config.train.precision))
+    trained = read_checkpoint(run_dir, parts.trainable, step)
+    if parts.split is None:
+        return trained
+    here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+    where = jax.tree.map(lambda spec: here, parts.base)
+    base = load_start(config.train.init_from or "", parts.base, where, parts.store)
+    return parts.plain(trained, parts.split(base, config.run.seed)[0])
+
+
+def check_finite(params: Any, path: Path) -> None:
+    """Raise UserError naming the first parameter that holds NaN or infinity."""
+    fine = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))(params)
+    for key_path, x in jax.tree_util.tree_flatten_with_path(jax.device_get(fine))[0]:
+        if not x:
+            raise UserError(
+                f"{path}: {path_name(key_path)} holds NaN or infinite values; take an earlier "
+                "checkpoint with --step"
+            )
+
+
+def read_checkpoint(run_dir: Path, specs: Any, step: int | None) -> Any:
+    """The parameters of a run's checkpoint (default: the newest)."""
+    if not (run_dir / "checkpoints").is_dir():
+        raise UserError(f"{run_dir} has neither model/ nor checkpoints/: nothing was saved yet")
+    checkpointer = Checkpointer(run_dir, CheckpointConfig.model_validate({}))
+    try:
+        wanted = checkpointer.latest() if step is None else step
+        if wanted is None or wanted not in checkpointer.steps():
+            steps = ", ".join(map(str, checkpointer.steps())) or "none"
+            raise UserError(f"{run_dir}: no checkpoint of step {wanted}; there are {steps}")
+        here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
+        like = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=here), specs)
+        params = checkpointer.restore_params(wanted, like)
+        check_finite(params, checkpointer.directory / str(wanted))
+        return params
+    finally:
+        checkpointer.close()

@@ -1,0 +1,4 @@
+"""Training: the loop, the step and its transforms, guards, local SGD, preparing ahead.
+
+Losses are in `objectives/`, optimizers in `optim/`, files of a run in `runs/`.
+"""

@@ -1,0 +1,137 @@
+"""Size and length of the training steps, and what guards and synchronises them."""
+
+from typing import Annotated, Literal
+
+from pydantic import Field
+
+from jaxtrain.settings import Settings
+
+
+class DiLoCo(Settings):
+    """DiLoCo (Douillard et al. 2023): every H steps, and at the last, Nesterov on the replicas'
+    mean way."""
+
+    name: Literal["diloco"] = "diloco"
+    every: int = Field(50, ge=1, description="inner steps H between two meetings")
+    outer_lr: float = Field(0.7, gt=0, description="outer learning rate")
+    outer_momentum: float = Field(0.9, ge=0, lt=1, description="outer Nesterov momentum")
+    compress: Literal["int8", "fp8"] | None = Field(
+        None, description="of what the replicas exchange, a scale for each 256; default float32"
+    )
+    fragments: int = Field(
+        1, ge=1, description="parts of the parameters, which meet one after the other (streaming)"
+    )
+
+
+class Gossip(Settings):
+    """Each replica averages with its two neighbours on a ring (of two replicas, with the other);
+    there is no meeting of all."""
+
+    name: Literal["gossip"] = "gossip"
+    every: int = Field(1, ge=1, description="steps between two averages")
+
+
+LocalConfig = Annotated[DiLoCo | Gossip, Field(discriminator="name")]
+
+
+class LossSpike(Settings):
+    """What is a spike of the loss, and what is done about it."""
+
+    action: Literal["rollback", "skip"] = Field(
+        "rollback",
+        description="rollback: go back to a checkpoint and leave out the batches around the spike "
+        "(PaLM); skip: leave out the update of a step whose loss or gradient norm is a spike "
+        "(OLMo, MaxText)",
+    )
+    deviations: float = Field(
+        6.0, gt=0, description="standard deviations above the window's mean that make a spike"
+    )
+    window: int = Field(
+        128, ge=4, description="last steps that count; half of them must be there for a first spike"
+    )
+    back: int = Field(
+        100, ge=1, description="rollback: steps before the spike that the checkpoint is, at least"
+    )
+    batches: int = Field(
+        200,
+        ge=1,
+        description="rollback: batches that are left out, from `back` steps before the spike on; "
+        "the spike's own at least",
+    )
+
+
+class TrainConfig(Settings):
+    """Size and length of the training steps."""
+
+    sequence_length: int = Field(
+        2048,
+        ge=2,
+        le=2**27,
+        description="tokens of context in a row, T; "
+        "that of the model that the run starts from, if shorter",
+    )
+    batch_size: int | None = Field(
+        None,
+        ge=1,
+        le=2**27,
+        description="rows of one step over all devices; "
+        "default 2^round(log2(2^19 x (tokens / d12 tokens)^0.383)) / sequence_length",
+    )
+    device_batch_size: int | None = Field(
+        None,
+        ge=1,
+        description="rows a device takes at once, the rest of its rows are accumulated; "
+        "default all its rows",
+    )
+    fit: bool = Field(
+        False,
+        description="the command chooses device_batch_size and model.remat, where they are not "
+        "given, so that a step fits the device by the dry run's estimate",
+    )
+    steps: int | None = Field(
+        None,
+        ge=1,
+        le=2**31 - 1,
+        description="optimizer steps; "
+        "default tokens_per_parameter x (matrices + head) / batch tokens",
+    )
+    tokens_per_parameter: float = Field(
+        12.0,
+        gt=0,
+        le=1e9,
+        description="training tokens for each parameter of matrices and head",
+    )
+    init_from: str | None = Field(
+        None,
+        description="run, model folder or Hugging Face checkpoint (a folder, OWNER/NAME or "
+        "OWNER/NAME@REVISION; the commit is kept in the run's configuration) to start from; "
+        "its model and tokenizer are the default",
+    )
+    precision: Literal["auto", "bfloat16", "float16", "float32"] = Field(
+        "auto", description="of the compute: bfloat16 or float16 as the GPU can, float32 on a CPU"
+    )
+    z_loss: float = Field(0.0, ge=0, description="weight of log(Z)^2 in the loss (PaLM: 1e-4)")
+    on_nonfinite: Literal["stop", "skip", "rollback"] = Field(
+        "stop",
+        description="when a loss, a gradient or an updated parameter is nan or inf: stop; skip: "
+        "leave out the update of that step (where the loss and gradients are finite and the "
+        "update is not, stop); rollback: go back to the newest checkpoint and leave out the "
+        "batches since",
+    )
+    max_consecutive_skips: int = Field(
+        10,
+        ge=1,
+        description="updates left out one after the other, or returns to one checkpoint, after "
+        "which the run stops (on_nonfinite, loss_spike)",
+    )
+    loss_spike: LossSpike | None = Field(
+        None, description="what to do about a sudden high loss; default nothing"
+    )
+    compiler_options: dict[str, bool | int | str] = Field(
+        {}, description="options of XLA's for the step's compilation, xla_gpu_...: value"
+    )
+    local: LocalConfig | None = Field(
+        None,
+        description="devices along mesh.data train replicas that meet now and then; "
+        "default all take each step together",
+    )

@@ -1,0 +1,265 @@
+"""What guards a run: no step that is not sound is built upon, saved, or left unsaid.
+
+The step says of itself whether it is sound (`train/spikes.py`). The answer is read when the metrics
+of that step have been fetched anyway, a fixed number of steps later, so that nothing waits for the
+device and all processes read it at the same step. What is then done depends on the steps alone:
+a run that was interrupted goes the same way.
+"""
+
+from collections import deque
+from collections.abc import Iterator
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from jaxtrain.cluster.coordinator import Group
+from jaxtrain.model import path_name
+from jaxtrain.runs.checkpoint import Checkpointer
+from jaxtrain.runs.metrics import MAX_IN_FLIGHT, MetricsWriter
+from jaxtrain.settings import UserError
+from jaxtrain.train.config import LossSpike, TrainConfig
+from jaxtrain.train.run import outline, restored
+from jaxtrain.train.spikes import Checks, from_plain, to_plain
+from jaxtrain.train.step import State
+
+ADVICE = "Lower the learning rate or set optim.clip_norm=1.0"
+
+
+class Taken(NamedTuple):
+    """A step that was taken and not looked at yet."""
+
+    step: int
+    drawn: int  # the number of its batch, from 1
+    loss: Any
+    checks: Checks
+    scale: Any  # float16's of that step, if it has one
+
+
+class Return(NamedTuple):
+    """Where to go back to, and why."""
+
+    step: int  # a checkpoint's
+    why: str
+
+
+class Guard:
+    """Judges the steps taken, and says which batches are left out.
+
+    saved: what `position` put into the checkpoint that the run goes on from.
+    """
+
+    def __init__(
+        self,
+        train: TrainConfig,
+        specs: Any,
+        checkpoints: Checkpointer,
+        saved: dict[str, Any] | None,
+    ):
+        self.train, self.checkpoints = train, checkpoints
+        self.names = [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(specs)[0]]
+        self.pending: deque[Taken] = deque()
+        self.back: int | None = None  # the checkpoint gone back to
+        self.returns = 0  # to that one, one after the other
+        self.left_out: list[tuple[int, int]] = []  # batches, first and last
+        self.marks: dict[int, int] = {}  # by checkpoint, the batches drawn until then
+        self._take_up(saved)
+
+    def _take_up(self, saved: dict[str, Any] | None) -> None:
+        mine = (saved or {}).get("guard", {})
+        self.drawn: int = mine.get("drawn", 0)  # batches, with those left out
+        self.skips: int = mine.get("skips", 0)  # updates left out, one after the other
+        self.spikes: dict[str, Any] | None = mine.get("spikes")
+        self.left_out = sorted({*self.left_out, *map(tuple, mine.get("left_out", []))})
+        self.used = self.drawn  # the number of the last step's batch
+        if mine:
+            self.marks[mine["step"]] = self.drawn
+
+    # ---- the data ----------------------------------------------------------------------------
+
+    def draw(self, batches: Iterator[Any]) -> Any:
+        """The next batch that is not left out."""
+        while True:
+            batch = next(batches)
+            self.drawn += 1
+            if not any(first <= self.drawn <= last for first, last in self.left_out):
+                return batch
+
+    def position(self, data: dict[str, Any], step: int, state: State) -> dict[str, Any]:
+        """The place in the data with what to leave out there: small JSON for a checkpoint."""
+        self.marks[step] = self.used
+        mine = {"step": step, "drawn": self.used, "left_out": self.left_out, "skips": self.skips}
+        spikes = None if state.spikes is None else to_plain(state.spikes)
+        return {**data, "guard": mine | {"spikes": spikes}}
+
+    def with_window(self, state: State) -> State:
+        """The state with the last steps' losses as they were saved."""
+        if self.train.loss_spike is None:
+            return state._replace(spikes=None)
+        where = jax.tree.map(lambda x: x.sharding, state.step)
+        spikes = from_plain(self.spikes, self.train.loss_spike.window)
+        return state._replace(spikes=jax.device_put(jax.tree.map(np.asarray, spikes), where))
+
+    # ---- judging -------------------------------------------------------------------------------
+
+    def push(self, step: int, values: dict[str, Any]) -> None:
+        """Takes from a step's metrics what is not to be logged."""
+        checks: Checks = values.pop("checks")
+        for value in (checks.finite, checks.spike):
+            if isinstance(value, jax.Array):
+                value.copy_to_host_async()
+        self.used = self.drawn
+        taken = Taken(step, self.drawn, values["loss"], checks, values.get("loss_scale"))
+        self.pending.append(taken)
+
+    def look(self, metrics: MetricsWriter, wait: bool = False) -> Return | None:
+        """Judge the steps that are done by now (wait: all of them); where to go back to, if at all.
+
+        What was left out is an event in the metrics. Raises UserError where the run cannot go on.
+        """
+        while self.pending and (wait or len(self.pending) > MAX_IN_FLIGHT):
+            taken = self.pending.popleft()
+            finite = float(taken.checks.finite) == 1
+            spike = None if taken.checks.spike is None else np.asarray(taken.checks.spike)
+            if finite and (spike is None or not spike[0]):
+                self.skips = 0
+                continue
+            if finite and spike is not None and self.train.loss_spike:
+                found = self._spike(taken, spike, self.train.loss_spike)
+            elif overflow := overflowed(self.names, taken, self.train.on_nonfinite):
+                metrics.write(taken.step, "event", {"overflow": overflow})
+                continue
+            else:
+                found = self._nonfinite(taken)
+            if isinstance(found, Return):
+                self.pending.clear()
+                return found
+            metrics.write(taken.step, "event", {"skip": found})
+        return None
+
+    def _nonfinite(self, taken: Taken) -> str | Return:
+        what, where = culprit(self.names, taken)
+        good, policy = self._newest(), self.train.on_nonfinite
+        if policy == "rollback" and good is not None:
+            return self._return(good, f"{what}; {where}", self.marks[good] + 1, taken.drawn)
+        if policy == "skip" and not np.asarray(taken.checks.nonfinite).any():
+            return self._skipped(f"{what}; {where}")
+        advice = ADVICE
+        if policy == "stop":
+            advice += ", or train.on_nonfinite=rollback to go on without the batches since"
+        raise UserError(f"{what}; {last_good(good)}; {where}. {advice}")
+
+    def _spike(self, taken: Taken, spike: np.ndarray, loss_spike: LossSpike) -> str | Return:
+        what = (
+            f"step {taken.step}: the loss is {float(taken.loss):.4g}, {spike[1]:.1f} standard "
+            f"deviations above the mean of the last {loss_spike.window} steps, and the gradient "
+            f"norm {spike[2]:.1f}"
+        )
+        if loss_spike.action == "skip":
+            return self._skipped(what)
+        self.checkpoints.wait()
+        steps = [s for s in self.checkpoints.steps() if s < taken.step]
+        if not steps:
+            return f"{what}; there is no checkpoint before it to go back to, so training goes on"
+        old = [s for s in steps if s <= taken.step - loss_spike.back]
+        first = max(1, taken.drawn - loss_spike.back + 1)
+        last = max(taken.drawn, first + loss_spike.batches - 1)
+        return self._return(max(old) if old else min(steps), what, first, last)
+
+    def _skipped(self, what: str) -> str:
+        self.skips += 1
+        most = self.train.max_consecutive_skips
+        if self.skips > most:
+            raise UserError(
+                f"{what}; {most} steps before it were left out, one after the other "
+                f"(train.max_consecutive_skips); {last_good(self._newest())}. {ADVICE}"
+            )
+        return f"{what}; its update is left out"
+
+    def _return(self, step: int, what: str, first: int, last: int) -> Return:
+        """To a checkpoint, and without the batches of these numbers from now on."""
+        self.returns = self.returns + 1 if step == self.back else 1
+        self.back, most = step, self.train.max_consecutive_skips
+        if self.returns > most:
+            raise UserError(
+                f"{what}; the run went back to checkpoint {step} {most} times already "
+                f"(train.max_consecutive_skips). {ADVICE}"
+            )
+        self.left_out = sorted({*self.left_out, (first, last)})
+        without = (
+            f"without the batches {first} to {last}" if last > first else f"without batch {first}"
+        )
+        return Return(step, f"{what}; back to checkpoint {step}, and on {without}")
+
+    def _newest(self) -> int | None:
+        """The newest checkpoint; each was sound when it was saved."""
+        self.checkpoints.wait()
+        return self.checkpoints.latest()
+
+    # ---- going back ----------------------------------------------------------------------------
+
+    def go_back(
+        self, to: Return, state: State, metrics: MetricsWriter, group: Group
+    ) -> tuple[State, dict[str, Any]]:
+        """The state and the position of a checkpoint; those after it, and their rows, go.
+
+        The state given is lost: there is room for one.
+        """
+        group.begin(to.step)
+        group.compare({"the checkpoint to go back to": str(to.step)}, "a process has gone astray")
+        self.checkpoints.delete_after(to.step)
+        like = outline(state._replace(spikes=None))
+        jax.tree.map(lambda x: x.delete(), state)
+        state, position = restored(self.checkpoints, to.step, like, lambda line: None)
+        self._take_up(position)
+        metrics.rewind(to.step)
+        metrics.write(to.step + 1, "event", {"rollback": to.why})
+        return self.with_window(state), position
+
+
+# ---- what is said ------------------------------------------------------------------------------
+
+
+def last_good(step: int | None) -> str:
+    return "no checkpoint was saved yet" if step is None else f"the last good checkpoint is {step}"
+
+
+def culprit(names: list[str], taken: Taken) -> tuple[str, str]:
+    """What of a step is not finite (the loss, else gradients, else the update), and where."""
+    loss, squares = float(taken.loss), np.asarray(taken.checks.gradient_squares)
+    norms, bad = np.sqrt(squares), np.asarray(taken.checks.nonfinite)
+    worst = int(np.argmax(np.where(np.isfinite(norms), norms, np.inf)))
+    where = f"the largest gradient is that of {names[worst]} (norm {norms[worst]:.3g})"
+    if not np.isfinite(loss):
+        return f"step {taken.step}: the loss is {loss}", where
+    if not np.isfinite(squares).all():
+        count = int((~np.isfinite(squares)).sum())
+        what = f"{count} of {len(names)} gradients are not finite (the loss is {loss:.4g})"
+        return f"step {taken.step}: {what}", where
+    worst = int(np.argmax(bad))
+    what = f"the update made {int((bad > 0).sum())} of {len(names)} parameters nan or inf"
+    return f"step {taken.step}: {what} (the loss is {loss:.4g})", f"most values of {names[worst]}"
+
+
+def overflowed(names: list[str], taken: Taken, policy: str) -> str | None:
+    """What to say of a float16 step that its loss scale takes care of; None for any other.
+
+    Raises UserError where no smaller scale would help.
+    """
+    over = [
+        n for n, x in zip(names, np.asarray(taken.checks.gradient_squares)) if not np.isfinite(x)
+    ]
+    if taken.scale is None or not over or np.asarray(taken.checks.nonfinite).any():
+        return None
+    scale, loss = float(taken.scale), float(taken.loss)
+    if not np.isfinite(loss) and policy != "stop":
+        return None
+    more = f" and of {len(over) - 1} others" if len(over) > 1 else ""
+    what = f"step {taken.step}: the gradient of {over[0]}{more} overflowed float16"
+    if scale <= 1 or not np.isfinite(loss):
+        why = "at loss scale 1" if np.isfinite(loss) else f"and the loss is {loss}"
+        raise UserError(
+            f"{what} {why}: it holds no number above 65504, and the model has some; set "
+            "train.precision=bfloat16, or float32 where the device has no bfloat16"
+        )
+    return f"{what} at loss scale {scale:g}; skipped, and the scale halved"

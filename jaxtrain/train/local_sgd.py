@@ -1,0 +1,394 @@
+"""Low-communication training: replicas that train by themselves and meet now and then.
+
+Each device group along the mesh axis `data`, the slow one, is a replica with parameters and an
+optimizer state of its own. The step's `State` stays what it is: its `params` are the shared
+weights, its `optimizer` a `LocalState` with the replicas stacked in front, split over `data`.
+A run goes on with any number of them (`regroup`).
+"""
+
+import functools
+from math import prod
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.sharding import Mesh, NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+
+from jaxtrain.optim import Optimizer, mean_of_stack, mean_of_states, merges
+from jaxtrain.parallel import over_devices, partition_spec, shardings
+from jaxtrain.settings import UserError
+from jaxtrain.train.config import DiLoCo, Gossip
+from jaxtrain.train.spikes import nonfinite_values, with_values
+from jaxtrain.train.step import State, Task, train_step
+
+BLOCK = 256  # elements that share a scale when compressed
+WIRE = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
+
+
+class Replica(NamedTuple):
+    """What each replica has of its own, stacked [R, ...]."""
+
+    params: Any
+    optimizer: Any
+
+
+class LocalState(NamedTuple):
+    """In the place of the optimizer's state."""
+
+    replicas: Replica
+    momentum: Any  # of the outer step; None for gossip
+
+
+def local_task(task: Task, c: DiLoCo | Gossip, mesh: Mesh, resumed: bool = False) -> Task:
+    """The task with replicas along `data`: its optimizer's state and its step are those of c.
+
+    resumed: the last replica of a run may go on alone, on several devices. UserError for what has
+    no replicas.
+    """
+    if task.dtype == jnp.float16:
+        raise UserError(
+            "train.local: float16's loss scale would differ between replicas; use "
+            "train.precision=bfloat16 or float32"
+        )
+    if mesh.shape["data"] == 1 < mesh.size and not resumed:
+        raise UserError(
+            "train.local: replicas lie along mesh.data, which is 1; set mesh.data=auto, and what "
+            "each of them splits to fewer devices"
+        )
+    if mesh.shape["pipeline"] > 1:
+        raise UserError("train.local: a replica is no pipeline; set mesh.pipeline=1")
+    if task.optimizer.offload:
+        raise UserError("train.local: each replica keeps its own states; set optim.offload=false")
+    if isinstance(c, DiLoCo) and c.fragments > c.every:
+        raise UserError(
+            f"train.local.fragments={c.fragments} cannot meet one after the other within "
+            f"train.local.every={c.every} steps; give at most that many"
+        )
+    inner, replicas = task.optimizer, mesh.shape["data"]
+
+    def init(params: Any) -> LocalState:
+        own = stacked(Replica(params, inner.init(params)), replicas)
+        outer = isinstance(c, DiLoCo)
+        zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params) if outer else None
+        return LocalState(own, zeros)
+
+    def eval_params(params: Any, state: LocalState) -> Any:
+        """The shared weights; of gossip, the replicas' mean."""
+        own = state.replicas
+        if isinstance(c, Gossip):
+            weights = jax.vmap(inner.eval_params)(own.params, own.optimizer)
+            return jax.tree.map(mean_of_stack, weights)
+        return params
+
+    step = functools.partial(local_step, config=c, inner=inner, mesh=mesh)
+    mean = functools.partial(over_replicas, jax.lax.pmean)
+    optimizer = inner._replace(init=init, eval_params=eval_params)
+    return task._replace(optimizer=optimizer, step=step, agreed=mean)
+
+
+def local_step(
+    task: Task,
+    state: State,
+    batch: Any,
+    knobs: Any,
+    frozen: Any = None,
+    *,
+    config: DiLoCo | Gossip,
+    inner: Optimizer,
+    mesh: Mesh,
+) -> tuple[State, dict[str, Any]]:
+    """One inner step of every replica on its own rows, and what is due of the exchange.
+
+    Metrics are means over the replicas.
+    """
+    own_task = task._replace(optimizer=inner, step=None)
+    shared = state._replace(optimizer=state.optimizer.momentum)
+    due = functools.partial(meet, task.specs, config) if isinstance(config, DiLoCo) else None
+
+    def one(shared: State, replicas: Replica, batch: Any, knobs: Any, frozen: Any) -> Any:
+        own = jax.tree.map(lambda x: x[0], replicas)
+        before = shared._replace(params=own.params, optimizer=own.optimizer)
+        after, metrics = train_step(own_task, before, batch, knobs, frozen)
+        params, momentum, mine = shared.params, shared.optimizer, after.params
+        if due is None:
+            mine = every(config.every, after.step, ring_mean, mine)
+        else:
+            end = knobs["schedule"]["total_steps"]
+            params, momentum, mine = due(after.step, end, params, momentum, mine)
+        # What the exchange made, too, is looked at; of one bad replica, all learn.
+        bad = nonfinite_values(mine) + nonfinite_values(params)
+        metrics["checks"] = with_values(metrics["checks"], bad)
+        most = over_replicas(jax.lax.pmax, after.maxima)
+        new = after._replace(params=params, optimizer=momentum, maxima=most)
+        own = jax.tree.map(lambda x: x[None], Replica(mine, after.optimizer))
+        return new, own, over_replicas(jax.lax.pmean, metrics)
+
+    split = jax.shard_map(
+        one, mesh=mesh, in_specs=(P(), P("data"), P(None, "data"), P(), P()),
+        out_specs=(P(), P("data"), P()), axis_names={"data"}, check_vma=False,
+    )  # fmt: skip
+    new, replicas, metrics = split(shared, state.optimizer.replicas, batch, knobs, frozen)
+    return new._replace(optimizer=LocalState(replicas, new.optimizer)), metrics
+
+
+def over_replicas(reduce: Any, tree: Any) -> Any:
+    """`reduce`, as pmean, of all replicas' trees. One alone has nothing to exchange, and XLA's
+    partitioner takes no exchange along an axis of one device beside others that it splits."""
+    return tree if jax.lax.axis_size("data") == 1 else reduce(tree, "data")
+
+
+def every(
+    steps: int, step: Array, work: Any, tree: Any, offset: int = 0, end: Array | None = None
+) -> Any:
+    """work(tree) if the step, counted from 1, is due or the end; else the tree."""
+    if steps == 1:
+        return work(tree)
+    due = (step + offset) % steps == 0
+    due = due if end is None else due | (step == end)
+    return jax.lax.cond(due, work, lambda x: x, tree)
+
+
+# ---- another number of replicas ------------------------------------------------------------------
+
+
+def replicas_in(stacked: Any) -> int:
+    """How many replicas there are in a tree of what has a shape [R, ...]."""
+    return jax.tree.leaves(stacked)[0].shape[0]
+
+
+def as_saved(like: LocalState, replicas: int) -> LocalState:
+    """The shapes and places to read a checkpoint of so many replicas into.
+
+    like: the shapes and places of the state in the end. Each device reads a part of the replicas'
+    arrays: they are split over `data` along the first dim that it divides, the one of the replicas
+    if it does. Only what it divides no dim of is whole on each.
+    """
+
+    def place(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
+        mesh, shape = x.sharding.mesh, (replicas, *x.shape[1:])
+        spec = [entry or () for entry in (None, *x.sharding.spec[1:])]
+        spec = [e if isinstance(e, tuple) else (e,) for e in spec] + [()] * (len(shape) - len(spec))
+        for i, size in enumerate(shape):
+            if size % prod(mesh.shape[name] for name in (*spec[i], "data")) == 0:
+                spec[i] = (*spec[i], "data")
+                break
+        return jax.ShapeDtypeStruct(shape, x.dtype, sharding=NamedSharding(mesh, P(*spec)))
+
+    return like._replace(replicas=jax.tree.map(place, like.replicas))
+
+
+def regroup(saved: LocalState, like: LocalState) -> LocalState:
+    """The state of a run that goes on with another number of replicas; saved is given away.
+
+    Shared weights and outer momentum are one for all and stay. Each new replica starts from the
+    mean of all the old ones, in parameters and in the inner optimizer's state. So nothing that they
+    learned since they met is lost: shared - mean(mine), the way that DiLoCo's next meeting will
+    take, is what it was (but for rounding) whatever the numbers are, of each fragment by itself;
+    and gossip's are the weights that were validated and kept. To pair old ones with new ones would
+    keep that mean only where one number divides the other, and buys nothing: the rows of a batch
+    are dealt out anew in any case. That replicas may come and go is DiLoCo's own finding (Douillard
+    et al. 2023, arXiv:2311.08105, robustness to an adaptive compute pool: what counts is the total
+    compute), where newcomers start from the shared weights, at a meeting.
+
+    Array by array, as the old and the new ones together would need the memory of both.
+    """
+
+    def change(old: Any, new: Any) -> Any:
+        places = jax.tree.map(lambda x: x.sharding, new)
+        spread = jax.jit(mean_for_each, static_argnums=1, out_shardings=places)
+        done = spread(old, replicas_in(new))
+        jax.tree.map(lambda x: x.delete(), old)
+        return done
+
+    own = jax.tree.map(change, saved.replicas, like.replicas, is_leaf=merges)
+    return saved._replace(replicas=own)
+
+
+def mean_for_each(old: Any, replicas: int) -> Any:
+    """[R, ...] -> the mean, once for each new replica."""
+    return stacked(mean_of_states(old), replicas)
+
+
+def stacked(tree: Any, replicas: int) -> Any:
+    """The same for each replica, in front."""
+    return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (replicas, *x.shape)), tree)
+
+
+# ---- gossip ------------------------------------------------------------------------------------
+
+
+def ring_mean(params: Any) -> Any:
+    """A third each of mine and of both neighbours' on the ring of `data`; of two replicas, half
+    each of mine and the other's."""
+    ways = jax.lax.axis_size("data")
+
+    def mean(x: Array) -> Array:
+        shift = lambda by: [(i, (i + by) % ways) for i in range(ways)]
+        total = x.astype(jnp.float32)
+        for by in steps_round(ways):
+            total += jax.lax.ppermute(x, "data", shift(by))
+        return (total / (1 + len(steps_round(ways)))).astype(x.dtype)
+
+    return jax.tree.map(mean, params)
+
+
+def steps_round(ways: int) -> list[int]:
+    """How far along a ring of so many replicas the neighbours are that a replica sends to."""
+    return sorted({1 % ways, -1 % ways} - {0})
+
+
+# ---- DiLoCo ------------------------------------------------------------------------------------
+
+
+def meet(
+    specs: Any, c: DiLoCo, step: Array, end: Array, params: Any, momentum: Any, mine: Any
+) -> tuple[Any, Any, Any]:
+    """The outer step of what is due: shared weights, momentum, and my own parameters.
+
+    Fragment p meets p H / fragments steps before the others' turn comes round: at any time, only a
+    part of the parameters is on the wire (Douillard et al. 2025, "Streaming DiLoCo"). At the end of
+    the run all meet: what the replicas learned since would be lost.
+    """
+
+    def outer(axes: list[Any], parts: Any) -> Any:
+        """Lists of arrays -> the same after Nesterov on the mean of shared - mine."""
+        shared, velocity, own = parts
+        f32 = lambda x: x.astype(jnp.float32)
+        ways = mean_of([f32(s) - f32(o) for s, o in zip(shared, own)], axes, c.compress)
+        velocity = [c.outer_momentum * v + way for v, way in zip(velocity, ways)]
+        moves = [c.outer_lr * (way + c.outer_momentum * v) for way, v in zip(ways, velocity)]
+        shared = [(f32(s) - move).astype(s.dtype) for s, move in zip(shared, moves)]
+        return shared, velocity, shared
+
+    trees = (params, momentum, mine)
+    for p in range(c.fragments):
+        parts = tuple(take(tree, specs, p, c.fragments) for tree in trees)
+        work = functools.partial(outer, axes_of(specs, p, c.fragments))
+        parts = every(c.every, step, work, parts, p * c.every // c.fragments, end)
+        trees = tuple(put(t, specs, p, c.fragments, part) for t, part in zip(trees, parts))
+    return trees
+
+
+def layered(spec: Any, fragments: int) -> bool:
+    """Whether a parameter is a stack that has a layer for each fragment."""
+    return spec.axes[:1] == ("layers",) and spec.shape[0] >= fragments
+
+
+def take(tree: Any, specs: Any, p: int, fragments: int) -> list[Array]:
+    """Fragment p: of stacks every so many layers one, of the rest every so many arrays one."""
+    pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(specs))
+    found = []
+    for i, (x, spec) in enumerate(pairs):
+        if layered(spec, fragments):
+            found.append(x[p::fragments])
+        elif i % fragments == p:
+            found.append(x)
+    return found
+
+
+def axes_of(specs: Any, p: int, fragments: int) -> list[tuple[str | None, ...]]:
+    """The logical axes of what `take` takes."""
+    leaves = enumerate(jax.tree.leaves(specs))
+    return [s.axes for i, s in leaves if layered(s, fragments) or i % fragments == p]
+
+
+def put(tree: Any, specs: Any, p: int, fragments: int, part: list[Array]) -> Any:
+    """The tree with fragment p in its place."""
+    leaves, treedef = jax.tree.flatten(tree)
+    rest = iter(part)
+    for i, spec in enumerate(jax.tree.leaves(specs)):
+        if layered(spec, fragments):
+            new = next(rest)
+            leaves[i] = new if fragments == 1 else leaves[i].at[p::fragments].set(new)
+        elif i % fragments == p:
+            leaves[i] = next(rest)
+    return treedef.unflatten(leaves)
+
+
+def mean_of(arrays: list[Array], axes: list[Any], compress: str | None) -> list[Array]:
+    """The mean of each array over the replicas, in float32."""
+    if compress is None or jax.lax.axis_size("data") == 1:
+        return [over_replicas(jax.lax.pmean, x) for x in arrays]
+    mesh = jax.sharding.get_abstract_mesh()
+    places = [partition_spec(a, x.shape, mesh) for a, x in zip(axes, arrays)]
+    # Of a replica's several devices, each sends its own parts.
+    return over_devices(functools.partial(joined_mean, compress), (places,), places)(arrays)
+
+
+def joined_mean(compress: str, arrays: list[Array]) -> list[Array]:
+    flat_N = jnp.concatenate([x.reshape(-1) for x in arrays])
+    mean_N, at, found = compressed_mean(flat_N, compress), 0, []
+    for x in arrays:
+        found.append(mean_N[at : at + x.size].reshape(x.shape))
+        at += x.size
+    return found
+
+
+def compressed_mean(x_N: Float[Array, "N"], compress: str) -> Float[Array, "N"]:
+    """The mean over the replicas: each averages its share of all and sends it round, in 8 bits.
+
+    Rounded twice, to the nearest, with a scale for each BLOCK: 2 (R-1)/R bytes an element instead
+    of the 8 (R-1)/R of a ring all-reduce in float32.
+    """
+    ways = jax.lax.axis_size("data")
+    padded = jnp.pad(x_N, (0, -len(x_N) % (ways * BLOCK)))
+    sent = quantize(padded.reshape(ways, -1, BLOCK), compress)
+    got = [jax.lax.all_to_all(x, "data", 0, 0, tiled=True) for x in sent]
+    mine_bK = jnp.mean(dequantize(*got), axis=0)
+    round_trip = [jax.lax.all_gather(x, "data") for x in quantize(mine_bK, compress)]
+    return dequantize(*round_trip).reshape(-1)[: len(x_N)]
+
+
+def quantize(x: Float[Array, "*n K"], kind: str) -> tuple[Array, Array]:
+    """8-bit codes and the float32 scale of each row."""
+    dtype, top = WIRE[kind]
+    scale = jnp.max(jnp.abs(x), axis=-1, keepdims=True) / top
+    codes = x / jnp.where(scale == 0, 1, scale)
+    return (jnp.round(codes) if kind == "int8" else codes).astype(dtype), scale
+
+
+def dequantize(codes: Array, scale: Array) -> Array:
+    return codes.astype(jnp.float32) * scale
+
+
+# ---- bytes -------------------------------------------------------------------------------------
+
+
+def wire_bytes(
+    parameters: int, ways: int, c: DiLoCo | Gossip | None, gradient_bytes: int = 4
+) -> float:
+    """Bytes that a device sends along `data` in a step, on average; c None: plain data parallel.
+
+    parameters: those that the device has. A ring all-reduce sends 2 (R-1)/R times what it sums:
+    gradients in the dtype of the compute each step, or the replicas' way in float32 or 8 bits (and
+    its scales) each H steps.
+    """
+    ring = 2 * (ways - 1) / ways * parameters
+    if c is None:
+        return ring * gradient_bytes
+    if isinstance(c, Gossip):
+        return len(steps_round(ways)) * parameters * 4 / c.every
+    return ring * (4 if c.compress is None else 1 + 4 / BLOCK) / c.every
+
+
+def local_facts(c: DiLoCo | Gossip, specs: Any, mesh: Mesh, dtype: jnp.dtype) -> dict[str, float]:
+    """What a device sends in a step, and would with plain data parallelism, in bytes.
+
+    specs: of the parameters that train. A replica's devices have a part of them each.
+    """
+    leaves = zip(jax.tree.leaves(specs), jax.tree.leaves(shardings(specs, mesh)))
+    parameters, ways = sum(prod(p.shard_shape(s.shape)) for s, p in leaves), mesh.shape["data"]
+    plain = wire_bytes(parameters, ways, None, dtype.itemsize)
+    return {"sent_bytes": wire_bytes(parameters, ways, c), "sent_bytes_plain": plain}
+
+
+def local_summary(c: DiLoCo | Gossip, facts: dict[str, float], mesh: Mesh) -> str:
+    """A line for the screen: the replicas, and what they send beside plain data parallel."""
+    ours, plain = (1e-6 * facts[key] for key in ("sent_bytes", "sent_bytes_plain"))
+    ways = mesh.shape["data"]
+    return (
+        f"local    {ways} replica{'s' * (ways > 1)}, {c.name} each {c.every} steps: a device sends "
+        f"{ours:.3g} MB a step, data parallel {plain:.3g} MB"
+    )

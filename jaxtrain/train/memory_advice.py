@@ -1,0 +1,22 @@
+"""What to say where a step does not fit the device's memory."""
+
+from jaxtrain.config.resolve import Resolved
+from jaxtrain.finetune.config import PartConfig
+from jaxtrain.runs.metrics import format_bytes
+
+
+def memory_advice(c: Resolved, needed: int, limit: int | None) -> str:
+    """One line: the bytes that a step needs, those that there are, and what makes it smaller."""
+    has = f", the device has {format_bytes(limit)}" if limit else ""
+    rows = c.train.device_batch_size
+    ways = [f"lower train.device_batch_size (now {rows})"] * (rows > 1)
+    ways += ["set model.remat=block"] * (c.model.remat not in ("block", "offload"))
+    if len(ways) < 2 and isinstance(c.finetune, PartConfig) and not c.finetune.base:
+        ways.append("set finetune.base=nf4")
+    if len(ways) < 2 and not c.optim.offload:
+        ways.append("set optim.offload=true")
+    if len(ways) < 2:
+        ways.append(
+            "shorten train.sequence_length, or take more devices (mesh.data=1 mesh.fsdp=auto)"
+        )
+    return f"out of device memory: a step needs {format_bytes(needed)}{has}; {' or '.join(ways)}"

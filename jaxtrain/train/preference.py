@@ -1,0 +1,184 @@
+"""Preference training around the step: the reference's log-probs, once, and validation."""
+
+import zipfile
+from collections.abc import Callable, Iterable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
+
+from jaxtrain import data
+from jaxtrain.config.resolve import Resolved
+from jaxtrain.data.batches.mixture import sources_of
+from jaxtrain.data.preference.preferences import WANTED
+from jaxtrain.model import cast
+from jaxtrain.objectives import answer_logps
+from jaxtrain.objectives.preference import has_reference
+from jaxtrain.parallel import place_batch
+from jaxtrain.parallel.mesh import batch_share, batch_ways
+from jaxtrain.settings import UserError
+from jaxtrain.train.step import Task
+
+UNREADABLE = (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile)
+HELD_OUT = "held out"  # the validation split among the sources
+LINES = {True: "prompt, completion and label", False: "prompt, chosen and rejected"}
+
+
+def check_objective(c: Resolved) -> None:
+    """Raises UserError for data and settings that do not go with the objective."""
+    name, source = c.objective.name, next(iter(sources_of(c.data.train).values())).name
+    if (name == "next_token") == (source == "preference"):
+        raise UserError(
+            f"objective.name={name} does not go with data.train.name={source}: dpo, ipo, orpo and "
+            "kto train on data.train.name=preference, next_token on all others"
+        )
+    needs = {
+        "model.document_mask=true": c.model.document_mask,
+        "mesh.pipeline=1": c.mesh.pipeline == 1,
+        "train.local=null": c.train.local is None,
+        "train.z_loss=0": c.train.z_loss == 0,
+        "model.fp8=null": c.model.fp8 is None,
+    }
+    for need, given in needs.items():
+        if name != "next_token" and not given:
+            raise UserError(f"objective.name={name} needs {need}")
+
+
+def views_of(prepared: data.Prepared, c: Resolved) -> dict[str, data.TokenStore]:
+    """The pairs by source, those of the validation as HELD_OUT; empty for other data.
+
+    Raises UserError where they are not of the kind that the objective is for.
+    """
+    if c.objective.name == "next_token":
+        return {}
+    length = c.train.sequence_length
+    views = data.fitting(data.stores_of(prepared.train), c.data, length)[0]
+    held_out = data.held_out_pairs(prepared.validation, c.data, length)
+    views |= {} if held_out is None else {HELD_OUT: held_out}
+    judged, labels = c.objective.name == "kto", set()
+    for name, view in views.items():
+        assert view.pairs is not None
+        if ((view.pairs.notes_P > 0) != judged).any():
+            raise UserError(
+                f"objective.name={c.objective.name} trains on lines of {LINES[judged]}, but "
+                f"data.train has lines of {LINES[not judged]}"
+            )
+        if name != HELD_OUT:  # which may be small
+            labels |= set(view.pairs.notes_P.tolist())
+    if judged and len(labels) == 1:
+        known, missing = ("true", "false") if labels == {WANTED} else ("false", "true")
+        raise UserError(
+            f"every line of data.train has label {known}: objective.name=kto needs answers with "
+            f"label {missing} as well"
+        )
+    return views
+
+
+def references_of(
+    task: Task,
+    start: Any,
+    frozen: Any,
+    views: dict[str, data.TokenStore],
+    c: Resolved,
+    mesh: Mesh,
+    file: Path,
+    say: Callable[[str], None],
+) -> data.References | None:
+    """What the model that training starts from says of each answer; None if nothing needs it.
+
+    start: the parameters at step 0, or None in a run that goes on: it reads `file`, which a new
+    one writes. The model is not kept: a tuned part has no second copy, nor has a whole model.
+    """
+    if not views or not has_reference(c.objective):
+        return None
+    if start is None:
+        return read_references(file, views)
+
+    def logps(params: Any, batch: Any, frozen: Any) -> Any:
+        params = task.join(cast(params, task.specs, task.dtype), frozen)
+        return answer_logps(task.graphdef, params, batch)[0]
+
+    score = jax.jit(logps, out_shardings=NamedSharding(mesh, PartitionSpec()))
+    say(f"refer    {sum(len(v.lengths) for v in views.values()):,} pairs, before the first step")
+    found = {}
+    for name, view in views.items():
+        assert view.pairs is not None
+        found[name] = np.zeros((view.pairs.numbers_P.max() + 1, 2), np.float32)
+        for batch, numbers in batches(view, name, c, mesh):
+            got_BP2 = np.asarray(score(start, place_batch(batch, mesh), frozen))
+            for row, pairs in zip(got_BP2, numbers):
+                found[name][pairs] = row[: len(pairs)]
+    if jax.process_index() == 0:
+        unnamed = file.with_suffix(".tmp.npz")
+        np.savez(unnamed, allow_pickle=False, **found)
+        unnamed.rename(file)
+    return found
+
+
+def read_references(file: Path, sources: Iterable[str]) -> data.References:
+    """The log-probs of a run that goes on; the file, a zip archive, has a CRC-32 of each array."""
+    where = "the log-probs that this run compares with; set run.name to start another run"
+    if not file.is_file():
+        raise UserError(f"{file} is missing, {where}")
+    try:
+        with file.open("rb") as raw, np.load(raw) as stored:
+            return {name: stored[name] for name in sources}
+    except UNREADABLE as error:
+        raise UserError(f"{file} is damaged ({error}), {where}") from error
+
+
+def make_validation(
+    task: Task,
+    views: dict[str, data.TokenStore],
+    references: data.References | None,
+    c: Resolved,
+    mesh: Mesh,
+) -> Callable[..., dict[str, float]]:
+    """(params, frozen, max_tokens) -> the objective's figures over the pairs that are held out.
+
+    KTO's reference point is that of each batch.
+    """
+    objective = task.objective
+
+    def add(params: Any, batch: Any, totals: Any, frozen: Any) -> Any:
+        params = task.join(cast(params, task.specs, task.dtype), frozen)
+        one = jax.tree.map(lambda x: x[None], batch)
+        shared = objective.share(task.graphdef, params, one)
+        found = objective.loss(task.graphdef, params, batch, shared)
+        return jax.tree.map(jnp.add, totals, (*found, objective.count(batch, task.bytes_V)[0]))
+
+    scorer = jax.jit(add)
+
+    def validate(params: Any, frozen: Any, max_tokens: int | None) -> dict[str, float]:
+        zero, seen = jnp.zeros((), jnp.float32), 0
+        totals = zero, dict.fromkeys(objective.sums, zero), zero
+        for batch, _ in batches(views[HELD_OUT], HELD_OUT, c, mesh, references):
+            totals = scorer(params, place_batch(batch, mesh), totals, frozen)
+            seen += batch.tokens_BT.size * batch_share(mesh)[1]
+            if max_tokens is not None and seen >= max_tokens:
+                break
+        loss, sums, pairs = totals
+        figures = objective.figures(loss, pairs, zero, sums, None)
+        return {name: float(value) for name, value in figures.items()}
+
+    return validate
+
+
+def batches(
+    view: data.TokenStore,
+    name: str,
+    c: Resolved,
+    mesh: Mesh,
+    references: data.References | None = None,
+) -> Iterator[tuple[data.PairBatch, list[list[int]]]]:
+    """`data.every_pair` of a source, in the rows of a validation."""
+    ways, (index, shares) = batch_ways(mesh), batch_share(mesh)
+    rows = -(-(c.eval.batch_size or c.train.device_batch_size) // ways)
+    mine = rows * ways // shares
+    return data.every_pair(
+        view, name, batch_size=rows * ways, sequence_length=c.train.sequence_length,
+        share=range(mine * index, mine * (index + 1)), references=references,
+    )  # fmt: skip

@@ -1,0 +1,57 @@
+"""Text to token stores, ahead of the training that would do it by itself.
+
+jaxtrain prepare --config configs/gpt_d12.yaml data.train.path='corpus/*.jsonl.zst'
+"""
+
+import sys
+import time
+
+from rich.console import Console
+
+from jaxtrain import data
+from jaxtrain.config import find_config, load_config
+from jaxtrain.config.overrides import check_once
+from jaxtrain.data.store.progress import show_progress
+from jaxtrain.settings import Parser, command
+from jaxtrain.train.run import check_text
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 after one line about what the user can fix."""
+    parser = Parser(
+        "jaxtrain prepare",
+        description="Tokenize the data of a configuration. The same command again goes on.",
+    )
+    parser.add_argument("--config", help="a YAML file, or the bare name of a shipped config")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
+    arguments = parser.parse_intermixed_args(argv)
+    try:
+        check_once(arguments.overrides)
+        path = find_config(arguments.config) if arguments.config is not None else None
+        whole = load_config(path, arguments.overrides)
+        check_text(whole)
+        config = whole.data
+        console, begin = Console(), time.monotonic()
+        with show_progress(console) as progress:
+            prepared = data.prepare(config, progress=progress)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on after the last whole shard", file=sys.stderr)
+        return 130
+    stores = data.stores_of(prepared.train)
+    if prepared.validation is not None:
+        stores = {**stores, "validation": prepared.validation}
+    for name, store in stores.items():
+        print(
+            f"{name:12s} {store.documents:,} documents, {store.tokens:,} tokens, "
+            f"{store.bytes / max(store.tokens, 1):.2f} bytes a token, {store.directory or ''}"
+        )
+    for line in data.left_out(prepared):
+        print(f"{'left out':12s} {line}")
+    print(f"{'vocabulary':12s} {prepared.tokenizer.vocab_size:,} tokens")
+    print(f"{'ready after':12s} {time.monotonic() - begin:.1f} s")
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,177 @@
+"""Linear layers in float8: which matrices, their copies made once a step, and the product.
+
+A training step puts `Fp8Weight` in the place of the matrices that it computes in float8; who
+evaluates or generates passes the plain arrays, and `dense` multiplies those as they are.
+
+Delayed scaling (Transformer Engine's `DelayedScaling`): what a matrix is multiplied with is scaled
+by its largest magnitude in the last steps, so that the cast need not wait for a pass over the
+tensor. The step passes those magnitudes as `Maxima` and gets the new ones in the place of their
+gradient.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxtrain_kernels as kernels
+from flax import nnx
+from jaxtyping import Array, DTypeLike, Float
+
+from jaxtrain.parallel.axes import constrain, in_force
+from jaxtrain.settings import UserError
+from jaxtrain.weights.adapted import Adapted, adapted_dense
+from jaxtrain.weights.packed import product
+from jaxtrain.weights.params import ParamSpec, path_name
+
+# Smaller products take longer to quantise than they save (nanochat's bound); and cuBLASLt's
+# float8 needs multiples of 16.
+SMALLEST, MULTIPLE = 128, 16
+
+
+class Maxima(NamedTuple):
+    """Largest magnitudes of each layer: [L] of one step, or a history [H, L], the newest first.
+
+    Gradients are those of a loss that is the sum over tokens: whatever a step divides it by, they
+    compare, and their scale before the first step can be 1.
+    """
+
+    inputs: dict[str, Array]  # of what matrices read, by `reads`
+    gradients: dict[str, Array]  # with respect to what a matrix puts out, by its name
+
+
+class Fp8Weight(NamedTuple):
+    """A matrix, or a stack of them: the array that receives the gradient, and its float8 copy.
+
+    maxima: where scaling is delayed, of the input and of the output's gradient.
+    """
+
+    w_KN: Array
+    fp8: kernels.Fp8
+    maxima: tuple[Array, Array] | None = None
+
+
+def dense(x: Float[Array, "*B K"], weight: nnx.Param) -> Float[Array, "*B N"]:
+    """x w; in float8, unpacked, or with a change beside it where the step has given w so."""
+    w = weight.get_value()
+    if isinstance(w, Adapted):
+        return adapted_dense(x, w)
+    if not isinstance(w, Fp8Weight):
+        return product(x, w)
+    amax_2 = None if w.maxima is None else jnp.stack(w.maxima)
+    y_MN = kernels.fp8_matmul(
+        x.reshape(-1, x.shape[-1]), w.w_KN, w_fp8=w.fp8, amax_2=amax_2, implementation=casts()
+    )
+    return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
+
+
+def feed_forward_fp8(
+    x_BTD: Float[Array, "B T D"], up: Fp8Weight, down: Fp8Weight, implementation: str | None = None
+) -> Float[Array, "B T D"]:
+    """relu(x W_up)^2 W_down with the activation in the casts (see `jaxtrain_kernels`).
+
+    Raises UserError if the backend that was asked for cannot serve.
+    """
+    amax_22 = None
+    if up.maxima is not None and down.maxima is not None:
+        amax_22 = jnp.stack([jnp.stack(up.maxima), jnp.stack(down.maxima)])
+    try:
+        return kernels.fp8_feed_forward_relu2(
+            x_BTD, up.w_KN, down.w_KN, copies=(up.fp8, down.fp8), amax_22=amax_22,
+            constrain=pinned, implementation=casts() or implementation,
+        )  # fmt: skip
+    except NotImplementedError as error:
+        raise UserError(f"model.rows.ffn: {error}; xla takes XLA's") from None
+
+
+def pinned(h_BTF: Array) -> Array:
+    return constrain(h_BTF, "batch", "tokens", "hidden")
+
+
+def casts() -> str | None:
+    """The backend of casts: XLA's under a mesh, where a maximum is that of all devices."""
+    return None if in_force() is None else "xla"
+
+
+def in_fp8(spec: ParamSpec) -> bool:
+    """Whether float8 pays for this parameter: the large matrices of the blocks."""
+    sides = spec.shape[-2:]
+    large = min(sides, default=0) >= SMALLEST and not any(side % MULTIPLE for side in sides)
+    return spec.role == spec.group == "matrix" and large  # not routers, not experts
+
+
+def fp8_weights(params: Any, specs: Any) -> Any:
+    """Float8 copies of the matrices, each layer with its own scale; None where there is none.
+
+    Raises UserError on a device without float8, as `check_fp8` does.
+    """
+    check_fp8()
+    stack = jax.vmap(functools.partial(kernels.fp8_quantize, implementation="xla"))
+    return jax.tree.map(lambda p, s: stack(p) if in_fp8(s) else None, params, specs)
+
+
+def with_fp8(params: Any, copies: Any, specs: Any, maxima: Maxima | None = None) -> Any:
+    """The parameters with Fp8Weight in place of those that have a copy.
+
+    Of matrices with the same input one reports its maximum: gradients of several would add up.
+    """
+    reported = set()
+
+    def put(path: tuple[Any, ...], param: Array, spec: ParamSpec, copy: Any) -> Any:
+        if copy is None or maxima is None:
+            return param if copy is None else Fp8Weight(param, copy)
+        name = path_name(path)
+        tensor = reads(name, spec)
+        most_L = maxima.inputs[tensor]
+        most_L = jax.lax.stop_gradient(most_L) if tensor in reported else most_L
+        reported.add(tensor)
+        return Fp8Weight(param, copy, (most_L, maxima.gradients[name]))
+
+    return jax.tree_util.tree_map_with_path(put, params, specs, copies)
+
+
+# ---- delayed scaling ---------------------------------------------------------------------------
+
+
+def reads(name: str, spec: ParamSpec) -> str:
+    """The tensor that a matrix reads: those of one module with the same in axis share it."""
+    return f"{name.rpartition('/')[0]}/{spec.axes[-2]}"
+
+
+def no_maxima(specs: Any, history: int) -> Maxima:
+    """An empty history: zeros [H, L]."""
+    pairs = jax.tree_util.tree_flatten_with_path(specs)[0]
+    stacks = {path_name(path): spec for path, spec in pairs if in_fp8(spec)}
+    zeros = lambda spec: jnp.zeros((history, spec.shape[0]), jnp.float32)
+    return Maxima(
+        {reads(name, spec): zeros(spec) for name, spec in stacks.items()},
+        {name: zeros(spec) for name, spec in stacks.items()},
+    )
+
+
+def expected(past: Maxima, factor: Array) -> Maxima:
+    """What to scale by in a step, [L], of the loss times the factor: the history's maximum.
+
+    Where it has none (the first step, or a gradient that was zero), the scale is 1, or the factor.
+    """
+
+    def most(past_HL: Array, dtype: DTypeLike) -> Array:
+        most_L = jnp.max(past_HL, axis=0)
+        return jnp.where(most_L > 0, most_L, float(jnp.finfo(dtype).max))
+
+    return Maxima(
+        jax.tree.map(lambda x: most(x, kernels.E4M3), past.inputs),
+        jax.tree.map(lambda x: factor * most(x, kernels.E5M2), past.gradients),
+    )
+
+
+def remember(past: Maxima, seen: Maxima, factor: Array) -> Maxima:
+    """The history with a step's maxima [L] in front, and its oldest forgotten."""
+    seen = seen._replace(gradients=jax.tree.map(lambda x: x / factor, seen.gradients))
+    return jax.tree.map(lambda x, new: jnp.concatenate([new[None], x[:-1]]), past, seen)
+
+
+def check_fp8() -> None:
+    """Raise UserError if the device has no float8 matmuls."""
+    if reason := kernels.fp8_unsupported():
+        raise UserError(f"model.fp8: {reason}; leave it out to train in 16 bits")
