@@ -14,12 +14,11 @@ from typing import Any, NoReturn
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
-from pydantic import Field
 
+from jaxtrain.runs.config import CheckpointConfig
+from jaxtrain.settings import UserError, read_object
 from jaxtrain.storage import checksums as sums
 from jaxtrain.storage.disk import disk_full, write_whole
-from jaxtrain.runs.config import CheckpointConfig
-from jaxtrain.settings import Settings, UserError, read_object
 
 # Of an array that several devices hold whole, each sends the host a part of at least this size, by
 # a program of its own. Orbax's default, parts of any size, has a first save wait for hundreds.

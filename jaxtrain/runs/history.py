@@ -6,8 +6,8 @@ from itertools import pairwise
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.storage.disk import write_whole
 from jaxtrain.settings import UserError
+from jaxtrain.storage.disk import write_whole
 
 Row = dict[str, Any]
 

@@ -19,17 +19,16 @@ from typing import Any
 
 import jax
 import numpy as np
-from pydantic import Field
 from rich.console import Console
 from rich.live import Live
 from rich.text import Text
 from tensorboardX import SummaryWriter
 
+from jaxtrain.runs.config import MetricsConfig
 from jaxtrain.runs.environment import memory_bytes, peak_flops
 from jaxtrain.runs.history import Row, missing_rows, rewound
+from jaxtrain.settings import UserError
 from jaxtrain.storage.strict_yaml import read_yaml
-from jaxtrain.runs.config import MetricsConfig
-from jaxtrain.settings import Settings, UserError
 
 Number = float | int
 MAX_IN_FLIGHT = 8  # steps the host may run ahead before `push` waits for the oldest

@@ -8,13 +8,13 @@ from html import escape
 from pathlib import Path
 from statistics import median
 
-from jaxtrain.storage.disk import write_whole
 from jaxtrain.runs.history import Row, read_rows
 from jaxtrain.runs.metrics import Number, format_bytes, format_duration
 from jaxtrain.runs.report_charts import Series, bars, chart, format_count, smoothed, y_range
 from jaxtrain.runs.report_data import data_section
 from jaxtrain.runs.report_tasks import tasks_section
 from jaxtrain.settings import Parser, UserError, command, read_object, visible
+from jaxtrain.storage.disk import write_whole
 
 MAX_SAMPLES, MAX_SAMPLE_CHARS = 40, 6000
 

@@ -7,9 +7,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.runs.checkpoint import Checkpointer
-from jaxtrain.runs.config import CheckpointConfig
+from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config import save_yaml, validate
+from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import Tokenizer, load_tokenizer, template_of
 from jaxtrain.finetune import PEFT, Parts, keys_values, make_parts
 from jaxtrain.interop import (
@@ -27,10 +27,10 @@ from jaxtrain.interop.companions import FOLDER
 from jaxtrain.interop.tensors import metadata_of, read, read_header, write
 from jaxtrain.model import ParamSpec, Transformer, path_name, split
 from jaxtrain.parallel.mesh import gathered
-from jaxtrain.cluster.runtime import compute_dtype
-from jaxtrain.storage.strict_yaml import read_saved
-from jaxtrain.config.resolve import Resolved
+from jaxtrain.runs.checkpoint import Checkpointer
+from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.settings import UserError
+from jaxtrain.storage.strict_yaml import read_saved
 
 WEIGHTS = "model.safetensors"
 

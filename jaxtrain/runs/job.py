@@ -1,0 +1,37 @@
+"""What the processes of one job must have in common: code, versions, configuration."""
+
+import hashlib
+import os
+import platform
+from pathlib import Path
+from typing import Any
+
+import jaxtrain_kernels
+
+from jaxtrain.config import Sections
+from jaxtrain.runs.environment import commit, versions
+
+
+def facts(config: Sections) -> dict[str, str]:
+    """What the processes of a job must have in common, before anything is computed."""
+    roots = Path(__file__).parents[1], Path(jaxtrain_kernels.__path__[0])
+    files = [path for root in roots for path in sorted(root.rglob("*.py"))]
+    code = hashlib.sha256(b"".join(p.read_bytes() for p in files))
+    tree = config.model_dump(mode="json")
+    tree["data"].pop("cache_dir")  # may be a disk of the host
+    return {
+        "the commit": str(commit()),
+        "source code of digest": code.hexdigest()[:12],
+        "Python": platform.python_version(),
+        "XLA_FLAGS": os.environ.get("XLA_FLAGS", ""),
+        **versions(),
+        **leaves(tree),
+    }
+
+
+def leaves(tree: Any, path: str = "") -> dict[str, str]:
+    """A nested value as `key.path: text`."""
+    if not isinstance(tree, dict) or not tree:
+        return {path: str(tree)}
+    nested = (leaves(value, f"{path}.{k}" if path else str(k)) for k, value in tree.items())
+    return {key: text for part in nested for key, text in part.items()}
