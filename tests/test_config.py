@@ -119,8 +119,8 @@ BAD = {
     "optim.schedule.name=cosin": "optim.schedule.name: got 'cosin', allowed are "
     f"{tags(MuonConfig, 'schedule')}",
     "sample.prompts=[a, 1]": "sample.prompts.1: got 1: input should be a valid string",
-    "optim.schedule.warmup=3": "optim.schedule.warmup: no such field; did you mean "
-    "optim.schedule.warmup_steps?",
+    "optim.schedule.warmup=3": "optim.schedule.warmup: jaxtrain calls it "
+    "optim.schedule.warmup_steps",
     "data.tokenizer.name=bpe": "data.tokenizer.name: got 'bpe', allowed are 'sentencepiece', "
     "'huggingface', 'nanochat', 'bytes'",
     "data.train.name=jsonl": "data.train.path: field required",

@@ -4,17 +4,20 @@ A wrong key or value is one line: where, what was given, what is allowed.
 """
 
 import difflib
+import functools
 import json
 from collections.abc import Sequence
+from itertools import chain, islice
 from pathlib import Path
 from types import UnionType
-from typing import Any, Union, get_origin
+from typing import Any, Union, get_args, get_origin
 
 import yaml
 from pydantic import BaseModel, ValidationError
 
+from jaxtrain.config.aliases import Known, right_key, same_name
 from jaxtrain.config.fields import fields, tag_of, variants_of
-from jaxtrain.config.overrides import apply_overrides
+from jaxtrain.config.overrides import apply_overrides, paths_of
 from jaxtrain.config.tree import Config, Sections
 from jaxtrain.data import fill_in_chat
 from jaxtrain.finetune import fill_in
@@ -63,8 +66,8 @@ def validate[Tree: Sections](model: type[Tree], tree: dict[str, Any]) -> Tree:
         return model.model_validate(tree)
     except ValidationError as error:
         # A field such as `int | "auto"` has an error for each alternative: show the first.
-        lines = {locate(located(e)["loc"])[0]: explain(e) for e in reversed(error.errors())}
-        raise UserError(*reversed(lines.values())) from None
+        lines = {locate(located(e)["loc"])[0]: explain(e, tree) for e in reversed(error.errors())}
+        raise UserError(*chain.from_iterable(reversed(lines.values()))) from None
 
 
 def fill_names(tree: dict[str, Any], model: type[BaseModel]) -> None:
@@ -89,26 +92,78 @@ def fill_names(tree: dict[str, Any], model: type[BaseModel]) -> None:
 # ---- messages --------------------------------------------------------------------------------
 
 
-def explain(error: Any) -> str:
-    """One line for one validation error."""
+def explain(error: Any, tree: dict[str, Any]) -> list[str]:
+    """The lines for one validation error of a plain tree; more than one for an unknown section."""
     error = located(error)
     where, model = locate(error["loc"])
-    given = error["input"]
     if error["type"] == "extra_forbidden":
-        key = str(error["loc"][-1])
-        names = list(model.model_fields) if model else []
-        close = difflib.get_close_matches(key, names, n=1)
-        twins = [(p, variant) for p, _, variant in fields(Config) if p.split(".")[-1] == key]
-        other = next((variant for path, variant in twins if path == where), None)
-        if other:
-            hint = f"it belongs to {where.removesuffix(key)}name={other}"
-        elif close:
-            hint = f"did you mean {'.'.join([*where.split('.')[:-1], close[0]])}?"
-        elif twins:
-            hint = f"did you mean {twins[0][0]}?"
+        return unknown_key(where, error["input"], list(model.model_fields) if model else [], tree)
+    return [explain_value(error, where)]
+
+
+def unknown_key(where: str, given: Any, names: Sequence[str], tree: dict[str, Any]) -> list[str]:
+    """The lines for a path that is no field: the right key of the aliases, or else a near one.
+
+    given: its value; of a section that there is not, each key has a line. names: of its siblings.
+    """
+    known, chosen = known_fields(), chosen_variants(tree)
+    lines: dict[str, str] = {}
+    for path in islice(paths_of(given, where), 100):
+        twins = same_name(path, known)
+        if answer := right_key(path, known, chosen):
+            lines[path] = answer
+        elif path != where and len(twins) == 1:
+            lines[path] = f"no such field; did you mean {twins[0]}?"
+        elif path != where and (answer := right_key(where, known, chosen)):
+            lines[where] = answer
         else:
-            hint = f"there are {', '.join(names)}"
-        return f"{where}: no such field; {hint}"
+            lines[path] = "no such field"
+    if set(lines.values()) != {"no such field"}:
+        return [f"{path}: {answer}" for path, answer in lines.items()]
+    return [f"{where}: no such field; {nearest(where, names, known)}"]
+
+
+def nearest(where: str, names: Sequence[str], known: Known) -> str:
+    """What an unknown path, which the aliases lack, may have meant."""
+    key, twins = where.split(".")[-1], same_name(where, known)
+    close = difflib.get_close_matches(key, names, n=1)
+    if known.get(where):
+        return f"it belongs to {where.removesuffix(key)}name={next(iter(known[where]))}"
+    if close and len(twins) != 1:
+        return f"did you mean {'.'.join([*where.split('.')[:-1], close[0]])}?"
+    if twins:
+        return f"did you mean {' or '.join(twins[:3])}?"
+    return f"there are {', '.join(names)}"
+
+
+@functools.cache
+def known_fields() -> Known:
+    """Every field's dotted path, with the variants that have it (a `name`: its section's)."""
+    known: dict[str, dict[str, None]] = {}
+    for path, field, variant in fields(Config):
+        tags = get_args(field.annotation) if path.endswith(".name") else (variant,)
+        known.setdefault(path, {}).update({tag: None for tag in tags if isinstance(tag, str)})
+    return {path: tuple(tags) for path, tags in known.items()}
+
+
+def chosen_variants(tree: dict[str, Any]) -> dict[str, str]:
+    """The variant of each section: the tree's, or the default; the optimizer's only if given."""
+    chosen: dict[str, str] = {}
+    default = Config().model_dump(exclude={"optim"})
+    for section in (
+        path.removesuffix(".name") for path in known_fields() if path.endswith(".name")
+    ):
+        for node in (default, tree):
+            for part in section.split("."):
+                node = node.get(part) if isinstance(node, dict) else None
+            if isinstance(node, dict) and isinstance(node.get("name"), str):
+                chosen[section] = node["name"]
+    return chosen
+
+
+def explain_value(error: Any, where: str) -> str:
+    """The line for the value of a field that is not what it must be."""
+    given = error["input"]
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
         allowed = error["ctx"].get("expected_tags", "")
         if not allowed:
