@@ -20,9 +20,9 @@ import tokenizers
 from benchmarks.loader import loader_rows
 from benchmarks.record import describe
 from jaxtrain.config import load_config
-from jaxtrain.data import DataConfig, Tokenizer, TokenStore, documents, prepare
-from jaxtrain.data.files.sources import TALK
-from jaxtrain.data.pool import cores, workers
+from jaxtrain.data import DataConfig, Tokenizer, TokenStore, prepare, read_documents
+from jaxtrain.data.files.sources import CHAT_TEMPLATE_SOURCES
+from jaxtrain.data.pool import cores, process_pool
 from jaxtrain.data.store.prepare import training_texts
 from jaxtrain.data.tokenizer.tokenizer import build_tokenizer
 from jaxtrain.settings import UserError
@@ -47,9 +47,9 @@ def bench_data(overrides: Sequence[str], variant: str | None = None) -> dict[str
     """
     workload = {"cores": cores(), "load": os.getloadavg()[0]}  # before there is any of ours
     config = load_config(None, [*overrides, "data.validation.name=none"]).data
-    if config.train.name == "mixture" or config.train.name in TALK:
+    if config.train.name == "mixture" or config.train.name in CHAT_TEMPLATE_SOURCES:
         raise UserError(f"data.train is a {config.train.name}: name one source of text to measure")
-    texts = _first(documents(config.train), RAW_BYTES)
+    texts = _first(read_documents(config.train), RAW_BYTES)
     rows = []
     for kind in TOKENIZERS:
         rows += tokenizer_rows(config, kind, texts)
@@ -68,7 +68,7 @@ def tokenizer_rows(
     whole = DataConfig.model_validate(config.model_dump() | {"tokenizer": settings})
     rows: list[dict[str, Any]] = []
     with tempfile.TemporaryDirectory() as folder:
-        with timed_row(rows, f"{name}: train") as row, workers(cores()) as mapped:
+        with timed_row(rows, f"{name}: train") as row, process_pool(cores()) as mapped:
             sample = training_texts(whole, TRAIN_BYTES, mapped)
             tokenizer = build_tokenizer(whole.tokenizer, sample)
         row["mb"] = _size(sample) / 1e6

@@ -13,10 +13,10 @@ from jaxtrain.config import load_config
 from jaxtrain.data.files.reading import blocks
 from jaxtrain.data.files.sources import find_files
 from jaxtrain.data.filters import FILTERS
-from jaxtrain.data.filters.filtering import filter_source, key_of
-from jaxtrain.data.filters.work import Job, judge
+from jaxtrain.data.filters.filtering import filter_key, filter_source
+from jaxtrain.data.filters.work import FilterJob, apply_filters
 from jaxtrain.data.pool import cores
-from jaxtrain.data.store.encode import batched
+from jaxtrain.data.store.encode import batch_blocks
 
 ALL = (
     "exact_duplicates", "script", "language", "gopher_quality", "gopher_repetition", "c4",
@@ -41,16 +41,18 @@ def bench_filters(overrides: Sequence[str], variant: str | None = None) -> dict[
     with tempfile.TemporaryDirectory() as folder:
         out = Path(folder) / "text"
         with timed_row(rows, "all", "") as whole:
-            report = filter_source(source, out, key=key_of(source, Path(folder)), processes=None)
+            report = filter_source(
+                source, out, key=filter_key(source, Path(folder)), processes=None
+            )
         read, left = report["read"], report["kept"]
         whole |= {"mb": read["bytes"] / 1e6}
         whole |= shares({name: read[name] - left[name] for name in read}, read)
-        some = list(islice(batched(blocks(source, find_files(source))), GROUPS))
+        some = list(islice(batch_blocks(blocks(source, find_files(source))), GROUPS))
         for filter, found in zip(source.filters, report["filters"]):
-            ready = FILTERS[filter.name].ready
-            job = Job(source, (filter if ready is None else ready(filter, Path(folder)),))
+            ready = FILTERS[filter.name].prepare
+            job = FilterJob(source, (filter if ready is None else ready(filter, Path(folder)),))
             with timed_row(rows, filter.name, "") as row:
-                row["mb"] = sum(judge(job, group).size for group in some) / 1e6
+                row["mb"] = sum(apply_filters(job, group).size for group in some) / 1e6
             lost = {"documents": found["documents"], "bytes": found["bytes"] + found["cut_bytes"]}
             row |= shares(lost, read) | {"reasons": found["reasons"]}
     shape = f"{Path(source.path).name.partition('.')[0]}, {read['bytes'] / 1e6:.0f} MB"

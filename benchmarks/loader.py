@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 
 from jaxtrain.data import DataConfig, TokenStore, open_store, train_batches
-from jaxtrain.data.batches.loader import make_plan
+from jaxtrain.data.batches.loader import make_batch_plan
 from jaxtrain.data.store.store import write_store
 from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
 
@@ -53,7 +53,7 @@ def random_store(directory: Path, documents: int) -> TokenStore:
 
 def measure(store: TokenStore, packing: dict[str, Any], *, segments: bool) -> dict[str, float]:
     config = DataConfig.model_validate({"packing": packing, "workers": 0})
-    plan = make_plan({"train": store}, config, ROWS, SEQUENCE)
+    plan = make_batch_plan({"train": store}, config, ROWS, SEQUENCE)
     sizes = {"batch_size": ROWS, "sequence_length": SEQUENCE, "segments": segments}
     with train_batches(store, config=config, **sizes) as batches:
         plan.next_batch()

@@ -17,8 +17,8 @@ import numpy as np
 from benchmarks.record import describe
 from jaxtrain.config import load_config
 from jaxtrain.data import DataConfig, TokenStore, prepare, stores_of
-from jaxtrain.data.batches.loader import make_plan
-from jaxtrain.data.chat.conversations import fitting
+from jaxtrain.data.batches.loader import make_batch_plan
+from jaxtrain.data.chat.conversations import fit_stores
 from jaxtrain.settings import UserError
 
 DOCUMENTS, MEDIAN, SPREAD = 20_000, 400, 1.1  # lengths: median tokens, sigma of their logarithm
@@ -76,7 +76,7 @@ def ours(lengths: np.ndarray, packing: dict[str, Any], length: int) -> dict[str,
     fields = {"packing": packing, "workers": 0}
     config, store = DataConfig.model_validate(fields), lengths_only(lengths)
     try:
-        plan = make_plan({"train": store}, config, 1, length)
+        plan = make_batch_plan({"train": store}, config, 1, length)
     except UserError:  # it would crop most of the text
         return {"crop": float(np.maximum(lengths - length, 0).sum() / lengths.sum())}
     epoch = (int(lengths.sum()) + len(lengths)) // (length + 1)
@@ -110,7 +110,7 @@ def weighted() -> dict[str, float]:
     lengths, weights = random_lengths()[:FEW], random.lognormal(0, 1.5, FEW)
     config = DataConfig.model_validate({"packing": PACKINGS["padded"], "workers": 0})
     store = replace(lengths_only(lengths), weights=weights)
-    plan = make_plan({"train": store}, config, 1, SHORT)
+    plan = make_batch_plan({"train": store}, config, 1, SHORT)
     uses, epochs = np.zeros(FEW, np.int64), 20
     while uses.sum() < epochs * FEW:
         for _, row in plan.next_batch().rows:
@@ -153,7 +153,7 @@ def _store(config: DataConfig, length: int) -> TokenStore:
     """What is trained on of the only source, in rows of this length."""
     if config.train.name == "mixture":
         raise UserError("data.train is a mixture: name one source of text to measure")
-    stores, _ = fitting(stores_of(prepare(config).train), config, length)
+    stores, _ = fit_stores(stores_of(prepare(config).train), config, length)
     return stores["train"]
 
 

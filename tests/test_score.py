@@ -15,7 +15,7 @@ from tiny import random_run
 
 from jaxtrain.config.resolve import override
 from jaxtrain.data import DataConfig, prepare
-from jaxtrain.data.evaluation.branches import RowShape, pack
+from jaxtrain.data.evaluation.branches import RowShape, pack_branches
 from jaxtrain.evaluation import document_scores as measures
 from jaxtrain.evaluation import score
 from jaxtrain.evaluation.document_scores import make_measurer
@@ -154,7 +154,9 @@ def test_no_batch_changes_a_number(model, monkeypatch):
 
 def test_logits_are_never_there_of_a_whole_row(model):
     T = model.config.model.context
-    rows = next(pack([[piece] for piece in measures.cut(documents(), T)[0]], RowShape(4, T, 0)))[0]
+    rows = next(
+        pack_branches([[piece] for piece in measures.cut(documents(), T)[0]], RowShape(4, T, 0))
+    )[0]
     made = jax.make_jaxpr(measures.measure_rows, static_argnums=(0, 4))
     text = str(made(model.graphdef, model.params, rows, np.int32(3), 6))
     heights = {int(a) for a in re.findall(r"f32\[(\d+),(?:257|320)\]", text)}

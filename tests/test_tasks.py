@@ -21,7 +21,7 @@ from tiny import random_run
 from benchmarks import tasks as bench
 from jaxtrain import data
 from jaxtrain.data import Scored
-from jaxtrain.data.evaluation.branches import pack
+from jaxtrain.data.evaluation.branches import pack_branches
 from jaxtrain.data.evaluation.prompts import questions
 from jaxtrain.data.evaluation.tasks import Bundle, Rules, Task, read_examples
 from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
@@ -140,7 +140,7 @@ def hard_questions(alone):
 def test_packed_scores_are_those_of_each_sequence_alone(model, alone):
     asked = list(hard_questions(alone))
     scorer = make_scorer(model, model.config)
-    widths = {rows.parents_BR.shape[1] for rows, _ in pack(asked, scorer.shape)}
+    widths = {rows.parents_BR.shape[1] for rows, _ in pack_branches(asked, scorer.shape)}
     assert scorer.shape.branch in widths, "no row has branches"
     plain = [[q[0]] for q in asked]
     found, again = scores(scorer, [asked, plain])

@@ -19,7 +19,7 @@ from jaxtrain.config.aliases import Known, right_key, same_name
 from jaxtrain.config.fields import fields, tag_of, variants_of
 from jaxtrain.config.overrides import apply_overrides, paths_of
 from jaxtrain.config.tree import Config, Sections
-from jaxtrain.data import fill_in_chat
+from jaxtrain.data import apply_chat_defaults
 from jaxtrain.finetune import fill_in
 from jaxtrain.interop import take_over
 from jaxtrain.settings import NOT_MEANT, UserError
@@ -52,7 +52,7 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
         if not isinstance(tree, dict):
             raise UserError(f"{path}: expected `section: {{field: value}}`, got {shown(tree)}")
     apply_overrides(tree, overrides)
-    talks = fill_in_chat(tree)
+    talks = apply_chat_defaults(tree)
     if isinstance(tree.get("train"), dict) and tree["train"].get("init_from"):
         take_over(tree, str(tree["train"]["init_from"]))
     fill_in(tree, talks)

@@ -13,7 +13,7 @@ from jaxtrain.config import find_config, load_config
 from jaxtrain.config.overrides import check_once
 from jaxtrain.config.resolve import resolve, vocab_size_of
 from jaxtrain.data.filters.filtered import filter_into, report_lines
-from jaxtrain.data.show import show
+from jaxtrain.data.show import show_rows
 from jaxtrain.data.store.corpus import prepare
 from jaxtrain.data.store.progress import show_progress
 from jaxtrain.settings import Parser, UserError, command, whole
@@ -57,7 +57,7 @@ def main(argv: list[str] | None = None) -> int:
         rows, steps = resolved.batch_size, resolved.steps
     if steps is not None and a.step >= steps:
         raise UserError(f"--step {a.step}: the run has {steps} steps, 0 to {steps - 1}")
-    for line in show(
+    for line in show_rows(
         prepare(config.data),
         config.data,
         batch_size=rows,

@@ -5,9 +5,15 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from jaxtrain.data.batches.augment import AugmentConfig, NoAugment
-from jaxtrain.data.batches.mixture import MixtureSource, Stage, check_stages, sources_of, weights_of
+from jaxtrain.data.batches.mixture import (
+    MixtureSource,
+    Stage,
+    check_data_stages,
+    sources_of,
+    weights_of,
+)
 from jaxtrain.data.batches.packing import ConcatConfig, PackingConfig
-from jaxtrain.data.files.sources import Source, TalkSource, TextSource
+from jaxtrain.data.files.sources import ChatTemplateSource, Source, TextSource
 from jaxtrain.data.tokenizer.tokenizer import SentencePieceConfig, TokenizerConfig
 from jaxtrain.settings import Settings
 
@@ -98,7 +104,7 @@ class DataConfig(Settings):
     @model_validator(mode="after")
     def _stages_and_sources_agree(self) -> "DataConfig":
         weights = weights_of(self.train)
-        check_stages(self.stages, list(weights), list(weights.values()))
+        check_data_stages(self.stages, list(weights), list(weights.values()))
         if self.packing.name == "concat":
             for name, source in sources_of(self.train).items():
                 if source.sample_by is not None:
@@ -108,7 +114,7 @@ class DataConfig(Settings):
                     )
         sources = list(sources_of(self.train).values())
         names = [source.name for source in sources]
-        talk = any(isinstance(source, TalkSource) for source in sources)
+        talk = any(isinstance(source, ChatTemplateSource) for source in sources)
         if talk and self.packing.name != "padded":
             raise ValueError("conversations are packed whole and apart: set packing.name: padded")
         if "preference" in names and set(names) != {"preference"}:

@@ -40,7 +40,7 @@ def cores() -> int:
 
 
 @contextmanager
-def workers(count: int) -> Iterator[Map]:
+def process_pool(count: int) -> Iterator[Map]:
     """A `map` over `count` processes, or in this one if `count` is 1; it takes things as it goes.
 
     Functions and things are pickled. A UserError that a function raises is raised here too; a

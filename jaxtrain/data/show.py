@@ -11,15 +11,15 @@ from itertools import groupby
 import numpy as np
 
 from jaxtrain.data.batches.augment import make_augment
-from jaxtrain.data.batches.loader import make_plan, stores_of
-from jaxtrain.data.batches.mixture import Plan, last_epoch, packed
+from jaxtrain.data.batches.loader import make_batch_plan, stores_of
+from jaxtrain.data.batches.mixture import BatchPlan, last_epoch, packing_phrase
 from jaxtrain.data.batches.packing import Batch, assemble
-from jaxtrain.data.batches.planning import Row
+from jaxtrain.data.batches.planning import PlannedRow
 from jaxtrain.data.chat.chat import special_names
-from jaxtrain.data.chat.conversations import fitting, in_words
+from jaxtrain.data.chat.conversations import counts_phrase, fit_stores
 from jaxtrain.data.config import DataConfig
 from jaxtrain.data.preference.pairs import texts_of_pairs
-from jaxtrain.data.store.corpus import left_out
+from jaxtrain.data.store.corpus import damaged_shards
 from jaxtrain.data.store.prepare import Prepared
 from jaxtrain.data.store.store import TokenStore
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer, text_of
@@ -28,7 +28,7 @@ from jaxtrain.settings import visible
 PLANNED = 20_000_000  # tokens of a source that are planned to tell what an epoch loses
 
 
-def show(
+def show_rows(
     prepared: Prepared,
     config: DataConfig,
     *,
@@ -42,8 +42,8 @@ def show(
 
     Of every document at most `characters` are shown, half from its beginning and half from its end.
     """
-    stores, counted = fitting(stores_of(prepared.train), config, sequence_length)
-    plan = make_plan(stores, config, batch_size, sequence_length)
+    stores, counted = fit_stores(stores_of(prepared.train), config, sequence_length)
+    plan = make_batch_plan(stores, config, batch_size, sequence_length)
     for _ in range(step):
         plan.next_batch()
     planned = plan.next_batch()
@@ -80,17 +80,17 @@ def show(
             f"{store.documents:11,}  {store.tokens:15,}  {store.bytes / store.tokens:11.2f}  "
             f"{int(np.median(store.lengths)):13,}"
         )
-    yield from _epochs(make_plan(stores, config, batch_size, sequence_length), stores)
-    yield from left_out(prepared)
+    yield from _epochs(make_batch_plan(stores, config, batch_size, sequence_length), stores)
+    yield from damaged_shards(prepared)
     for name, count in counted.items():
         mine = [texts_of_pairs(stores[name], row) for of, row in planned.rows if of == name]
         if mine:
             share = _learned(assemble(mine, length, segments=True))
             yield f"{name}: of the tokens of this step {share:.1%} are learned"
-        yield f"{name}: {in_words(count)}"
+        yield f"{name}: {counts_phrase(count)}"
 
 
-def _epochs(plan: Plan, stores: dict[str, TokenStore]) -> Iterator[str]:
+def _epochs(plan: BatchPlan, stores: dict[str, TokenStore]) -> Iterator[str]:
     """What packing does in an epoch of each source that is soon planned, in the last length."""
     for name, planner in plan.planners.items():
         if stores[name].tokens > PLANNED:
@@ -99,7 +99,8 @@ def _epochs(plan: Plan, stores: dict[str, TokenStore]) -> Iterator[str]:
         while rows is not None and not planner.get_state()["whole"]:
             rows = planner.unit(plan.spans[-1].cut)
         if planner.get_state()["whole"]:
-            yield f"{name}: of an epoch's documents {packed(last_epoch(planner.get_state()))}"
+            epoch = last_epoch(planner.get_state())
+            yield f"{name}: of an epoch's documents {packing_phrase(epoch)}"
 
 
 def _learned(batch: Batch) -> float:
@@ -127,7 +128,7 @@ def _fill(batch: Batch) -> str:
 
 def _row(
     store: TokenStore,
-    row: Row,
+    row: PlannedRow,
     batch: Batch,
     tokenizer: Tokenizer,
     names: dict[int, str],

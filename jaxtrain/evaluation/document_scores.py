@@ -19,7 +19,7 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import Scored
-from jaxtrain.data.evaluation.branches import Rows, pack
+from jaxtrain.data.evaluation.branches import BranchBatch, pack_branches
 from jaxtrain.evaluation.log_likelihood import AHEAD, place
 from jaxtrain.model import Transformer
 from jaxtrain.parallel import place_batch
@@ -52,7 +52,7 @@ def make_measurer(saved: Saved, config: Resolved, states: bool) -> Measurer:
     )
     pool = jax.jit(summed, static_argnums=2, out_shardings=whole)
 
-    def run(rows: Rows, owners_BT: np.ndarray) -> tuple[np.ndarray, Any]:
+    def run(rows: BranchBatch, owners_BT: np.ndarray) -> tuple[np.ndarray, Any]:
         """The pieces of a batch, and what they sum to, which the device still works on."""
         pieces, own_BT = np.unique(owners_BT, return_inverse=True)
         count = 1 << (len(pieces) - 1).bit_length()  # few programs serve all batches
@@ -66,7 +66,7 @@ def make_measurer(saved: Saved, config: Resolved, states: bool) -> Measurer:
         found: list[tuple[np.ndarray, Any]] = []
         pieces, owners = cut(documents, shape.trunk)
         pending: deque[tuple[np.ndarray, Any]] = deque()
-        for rows, owners_BT in pack(([piece] for piece in pieces), shape):
+        for rows, owners_BT in pack_branches(([piece] for piece in pieces), shape):
             pending.append(run(rows, owners_BT))
             if len(pending) > AHEAD:
                 found.append(jax.device_get(pending.popleft()))

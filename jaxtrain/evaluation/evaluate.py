@@ -120,7 +120,7 @@ def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
             "are held out stands in its metrics.jsonl; ask it --tasks"
         )
     prepared = data.prepare(data_for(saved, config))
-    for line in data.left_out(prepared):
+    for line in data.damaged_shards(prepared):
         print(line, file=sys.stderr)
     if prepared.tokenizer.fingerprint != saved.tokenizer.fingerprint:
         raise UserError("data.tokenizer makes another tokenizer than the model was trained with")

@@ -19,7 +19,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import Scored
-from jaxtrain.data.evaluation.branches import BRANCH_SHARE, Rows, RowShape, pack
+from jaxtrain.data.evaluation.branches import BRANCH_SHARE, BranchBatch, RowShape, pack_branches
 from jaxtrain.model import cast
 from jaxtrain.model.branches import Branches
 from jaxtrain.parallel import make_mesh, place_batch, shardings
@@ -44,7 +44,7 @@ class Placed(NamedTuple):
 class Scorer(NamedTuple):
     """A model on its devices, ready to score."""
 
-    score: Callable[[Rows], tuple[Any, Any]]  # nll and greedy, [B, M], still on the device
+    score: Callable[[BranchBatch], tuple[Any, Any]]  # nll and greedy, [B, M], still on the device
     shape: RowShape
     context: int  # tokens that the model was trained on at a time
 
@@ -86,12 +86,12 @@ def make_scorer(saved: Saved, config: Resolved, most_rows: int | None = None) ->
         out_shardings=NamedSharding(mesh, PartitionSpec()),
     )
 
-    def score(rows: Rows) -> tuple[Any, Any]:
+    def score(rows: BranchBatch) -> tuple[Any, Any]:
         mine = len(rows.tokens_BT) // shares  # of this process
         part = slice(share * mine, (share + 1) * mine)
         chunks = -(-int((rows.labels_BM >= 0).sum(1).max()) // chunk)
         with jax.set_mesh(mesh):
-            placed = place_batch(Rows(*(x[part] for x in rows)), mesh)
+            placed = place_batch(BranchBatch(*(x[part] for x in rows)), mesh)
             return program(params, placed, np.int32(chunks))
 
     return Scorer(score, shape, shape.trunk)
@@ -100,7 +100,7 @@ def make_scorer(saved: Saved, config: Resolved, most_rows: int | None = None) ->
 def score_rows(
     graphdef: Any, params: Any, rows: Any, chunks: Any, chunk: int
 ) -> tuple[jax.Array, jax.Array]:
-    """(nll_BM in float32, greedy_BM) of the labels of `Rows`; beyond chunks * chunk they are 0.
+    """(nll_BM in float32, greedy_BM) of the labels of a `BranchBatch`; 0 beyond chunks * chunk.
 
     In texts longer than the context no layer looks back further than that, as in nanochat's GPT.
     """
@@ -142,7 +142,7 @@ def scores(
     pending: deque[tuple[Job, np.ndarray | None, Any]] = deque()
     for questions in jobs:
         job = Job()
-        for rows, owners_BM in pack(job.counted(questions, progress), scorer.shape):
+        for rows, owners_BM in pack_branches(job.counted(questions, progress), scorer.shape):
             pending.append((job, owners_BM, scorer.score(rows)))
             while len(pending) > AHEAD:
                 yield from fetch(*pending.popleft())

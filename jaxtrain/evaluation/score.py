@@ -24,10 +24,16 @@ from jaxtrain.cluster.runtime import start
 from jaxtrain.config.resolve import Resolved, override
 from jaxtrain.data.files.reading import START, Position
 from jaxtrain.data.files.remote import File
-from jaxtrain.data.files.sources import TALK, Source, content_hash, find_files, where
-from jaxtrain.data.filters.filtered import filtered
-from jaxtrain.data.filters.scored import Group, frames, groups
-from jaxtrain.data.pool import Map, cores, workers
+from jaxtrain.data.files.sources import (
+    CHAT_TEMPLATE_SOURCES,
+    Source,
+    content_hash,
+    find_files,
+    source_path,
+)
+from jaxtrain.data.filters.filtered import filter_sources
+from jaxtrain.data.filters.scored import DocumentGroup, document_groups, frames
+from jaxtrain.data.pool import Map, cores, process_pool
 from jaxtrain.data.store.prepare import Progress, cache_directory
 from jaxtrain.data.store.progress import show_progress
 from jaxtrain.evaluation.document_scores import MEASURES, Measured, make_measurer
@@ -73,7 +79,7 @@ def score(
     holds something else.
     """
     check(names, out, clusters, config.data)
-    source, states = filtered(config.data, progress)[0].train, "prototypicality" in names
+    source, states = filter_sources(config.data, progress)[0].train, "prototypicality" in names
     assert source.name != "mixture"
     facts = identity(saved, config) | source.model_dump() | {"format": FORMAT, "states": states}
     facts["path"] = content_hash(source, cache_directory(config.data))
@@ -84,7 +90,7 @@ def score(
     folder.mkdir(parents=True, exist_ok=True)
     files = find_files(source)
     small = sum(file.size or 0 for file in files) < ALONE
-    with workers(1 if small else config.data.prepare_workers or cores()) as mapped:
+    with process_pool(1 if small else config.data.prepare_workers or cores()) as mapped:
         measure_all(saved, config, source, files, folder, states, mapped, progress)
         columns = columns_of(folder, names, clusters)
         write(source, files, folder, columns, mapped, progress)
@@ -105,7 +111,7 @@ def check(names: Sequence[str], out: Path, clusters: int, config: data.DataConfi
         raise UserError(f"--score names none of {', '.join(SCORES)}")
     if not out.name.endswith(ENDING):
         raise UserError(f"--out {out}: the name has to end in {ENDING}, which is what is written")
-    if config.train.name in ("mixture", *TALK):
+    if config.train.name in ("mixture", *CHAT_TEMPLATE_SOURCES):
         raise UserError(
             f"data.train is a {config.train.name}, but scores are of the documents of one source "
             "of text: name it with data.train.name=jsonl data.train.path=FILES"
@@ -139,7 +145,7 @@ def measure_all(
     size, after = sum(size for size, _ in known), known[-1][1] if known else START
     stored = sum(file.size or 0 for file in files)
     measurer = make_measurer(saved, config, states)
-    read = groups(source, files, saved.tokenizer, saved.tokenizer_dir, after, mapped)
+    read = document_groups(source, files, saved.tokenizer, saved.tokenizer_dir, after, mapped)
     found: list[Part] = []
     begun, number = time.monotonic(), len(known)
     try:
@@ -157,9 +163,9 @@ def measure_all(
             save(folder / f"{number:08d}.npz", found)
 
 
-def together(read: Iterable[Group], tokens: int) -> Iterator[list[Group]]:
+def together(read: Iterable[DocumentGroup], tokens: int) -> Iterator[list[DocumentGroup]]:
     """Groups whose documents have so many tokens at least; the last may have fewer."""
-    some: list[Group] = []
+    some: list[DocumentGroup] = []
     for group in read:
         some.append(group)
         if sum(len(document) for one in some for document in one.documents) >= tokens:
@@ -257,7 +263,7 @@ def write(
     total, size = sum(part.size for part in known), 0
     if not total:
         shutil.rmtree(folder)
-        raise UserError(f"{where(source)} holds no text")
+        raise UserError(f"{source_path(source)} holds no text")
     counts = np.concatenate([part.counts for part in known]).tolist()
     with (folder / WRITTEN).open("wb") as file:
         for frame, more in frames(source, files, counts, columns, mapped):

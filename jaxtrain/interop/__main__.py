@@ -12,7 +12,7 @@ import numpy as np
 from jaxtrain.cluster.started_by import command_of
 from jaxtrain.config import Config, save_yaml, validate
 from jaxtrain.config.resolve import Resolved, resolve
-from jaxtrain.data import make_chat, make_reader, template_of
+from jaxtrain.data import make_chat, make_reader, training_template
 from jaxtrain.data.tokenizer.tokenizer import FILES
 from jaxtrain.interop.companions import (
     FOLDER,
@@ -96,7 +96,7 @@ def export_run(
             f"one of {', '.join(sorted(NUMPY))}"
         )
     tokenizer_files(saved.tokenizer, model_dir, out)
-    if talk := template_of(saved.config.data):
+    if talk := training_template(saved.config.data):
         template, special = talk
         # With the names of the tokenizer where the base has none, as `make_chat` renders.
         known = make_reader(saved.tokenizer).special | special

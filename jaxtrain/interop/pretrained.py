@@ -9,7 +9,7 @@ import jax
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from jaxtrain.data import DEFAULT, chat_sources
+from jaxtrain.data import DEFAULT_TEMPLATE, chat_sources
 from jaxtrain.data.tokenizer.tokenizer import FILES
 from jaxtrain.interop.companions import FOLDER, carry, check_companions, special_tokens, template_in
 from jaxtrain.interop.configs import EXECUTION, INSERTED, Json
@@ -72,7 +72,7 @@ def chat_of(path: str) -> tuple[str | None, dict[str, str]]:
     folder = model_folder(path)
     if not is_checkpoint(folder):
         for source in chat_sources(section_of(folder, "data").get("train", {})):
-            return source.get("template") or DEFAULT, source.get("special") or {}
+            return source.get("template") or DEFAULT_TEMPLATE, source.get("special") or {}
         folder = folder / FOLDER
     return template_in(folder), special_tokens(folder)
 

@@ -11,7 +11,7 @@ import tokenizers
 from tokenizers import AddedToken, Regex, decoders, models, normalizers, pre_tokenizers, processors
 
 from jaxtrain.data import Tokenizer
-from jaxtrain.data.tokenizer.sentencepiece_model import ModelFacts, facts_of, proto_of
+from jaxtrain.data.tokenizer.sentencepiece_model import ModelFacts, proto_of, sentencepiece_facts
 from jaxtrain.data.tokenizer.tokenizer import BYTES_BOS, SPACE, byte_alphabet
 from jaxtrain.interop.odd_texts import odd_texts
 from jaxtrain.settings import UserError
@@ -61,7 +61,7 @@ def from_bytes() -> tokenizers.Tokenizer:
 
 def from_sentencepiece(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     """The same ids for every text, special tokens in it aside; UserError where there is no way."""
-    facts = facts_of(tokenizer.model)
+    facts = sentencepiece_facts(tokenizer.model)
     if reason := unlike(facts, tokenizer.model):
         raise refused(reason)
     processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model)

@@ -8,7 +8,7 @@ from pathlib import Path
 from statistics import median
 from typing import Any
 
-from jaxtrain.data import in_words
+from jaxtrain.data import counts_phrase
 
 WIDTH, HEIGHT, BASE = 480, 170, 150  # of a histogram, in SVG units; BASE is its x axis
 LEAST_BARS = 8
@@ -56,7 +56,7 @@ def _waited(rows: Sequence[Row]) -> str:
 
 def _conversations(sources: dict[str, Row]) -> list[str]:
     talk = {name: source for name, source in sources.items() if "unanswered" in source}
-    return [f"<p>{escape(name)}: {in_words(source)}.</p>" for name, source in talk.items()]
+    return [f"<p>{escape(name)}: {counts_phrase(source)}.</p>" for name, source in talk.items()]
 
 
 def _skipped(sources: dict[str, Row]) -> list[str]:

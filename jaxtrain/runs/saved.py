@@ -10,7 +10,7 @@ import numpy as np
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config import save_yaml, validate
 from jaxtrain.config.resolve import Resolved
-from jaxtrain.data import Tokenizer, load_tokenizer, template_of
+from jaxtrain.data import Tokenizer, load_tokenizer, training_template
 from jaxtrain.finetune import PEFT, Parts, keys_values, make_parts
 from jaxtrain.interop import (
     Prompting,
@@ -114,7 +114,7 @@ def folder_of(path: Path) -> Path:
 def template_for(saved: Saved) -> tuple[str, dict[str, str]]:
     """The chat template of a model and the tokens that it names: what it was trained on, or what
     its checkpoint brought along. Raises UserError if there is neither."""
-    trained = template_of(saved.config.data)
+    trained = training_template(saved.config.data)
     template = chat_template(saved.tokenizer_dir)
     if trained is None and template is None:
         raise UserError(

@@ -16,7 +16,7 @@ TAG = "tag:yaml.org,2002:"
 EMPTY = "has no value: null is none, '' an empty text, and a space goes behind `key:`"
 
 
-class Loader(yaml.SafeLoader):
+class StrictLoader(yaml.SafeLoader):
     """Errors are keys that are given twice, values that are left out, numbers beyond 64 bits and
     aliases that grow without end. 010, 1:30 and 2024-01-01 are texts, not 8, 90 and a date."""
 
@@ -79,17 +79,17 @@ PLAIN = {
         r"|\.(nan|NaN|NAN)\Z"
     ),
 }
-Loader.yaml_implicit_resolvers = {
+StrictLoader.yaml_implicit_resolvers = {
     first: [(tag, PLAIN.get(tag, rule)) for tag, rule in rules if tag != f"{TAG}timestamp"]
     for first, rules in yaml.SafeLoader.yaml_implicit_resolvers.items()
 }
-Loader.add_constructor(f"{TAG}int", Loader.construct_yaml_int)
+StrictLoader.add_constructor(f"{TAG}int", StrictLoader.construct_yaml_int)
 
 
 def parse_yaml(text: str, where: str) -> Any:
     """The value of a YAML document; UserError, of one line, that begins with `where`."""
     try:
-        return yaml.load(text, Loader)
+        return yaml.load(text, StrictLoader)
     except RecursionError:
         raise UserError(f"{where}: not readable as YAML: it is nested too deep") from None
     except yaml.MarkedYAMLError as error:

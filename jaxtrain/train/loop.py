@@ -115,14 +115,14 @@ def train_alone(config: Config, group: Group) -> dict[str, float]:
     with show_progress(console) as progress:
         prepared = data.prepare(config.data, progress=progress)
     tokenizer = prepared.tokenizer
-    corpus = data.describe(data.stores_of(prepared.train), prepared.filters)
+    corpus = data.describe_stores(data.stores_of(prepared.train), prepared.filters)
     total = sum(source["tokens"] for source in corpus.values())
-    where = data.named(config.data.train)
+    where = data.source_names(config.data.train)
     say(f"data     {where}: {total:,} training tokens, vocabulary {tokenizer.vocab_size:,}")
-    for line in data.left_out(prepared):
+    for line in data.damaged_shards(prepared):
         say(f"data     {line}")
     views = views_of(prepared, c)
-    template = data.template_of(c.data)
+    template = data.training_template(c.data)
     chat = data.make_chat(*template, tokenizer) if template else None
     run_dir = open_run(c, tokenizer, corpus, group)
     bytes_V = jnp.asarray(tokenizer.token_bytes())
@@ -165,7 +165,7 @@ def train_alone(config: Config, group: Group) -> dict[str, float]:
         )  # fmt: skip
         batches = batches_from(state=position)
         for name, count in batches.conversations.items():
-            say(f"data     {name}: {data.in_words(count)}")
+            say(f"data     {name}: {data.counts_phrase(count)}")
             corpus[name] |= count
         if primary:
             write_json(run_dir / "data.json", corpus)

@@ -55,8 +55,8 @@ def views_of(prepared: data.Prepared, c: Resolved) -> dict[str, data.TokenStore]
     if c.objective.name == "next_token":
         return {}
     length = c.train.sequence_length
-    views = data.fitting(data.stores_of(prepared.train), c.data, length)[0]
-    held_out = data.held_out_pairs(prepared.validation, c.data, length)
+    views = data.fit_stores(data.stores_of(prepared.train), c.data, length)[0]
+    held_out = data.validation_pairs(prepared.validation, c.data, length)
     views |= {} if held_out is None else {HELD_OUT: held_out}
     judged, labels = c.objective.name == "kto", set()
     for name, view in views.items():
@@ -178,7 +178,7 @@ def batches(
     ways, (index, shares) = batch_ways(mesh), batch_share(mesh)
     rows = -(-(c.eval.batch_size or c.train.device_batch_size) // ways)
     mine = rows * ways // shares
-    return data.every_pair(
+    return data.iterate_pairs(
         view, name, batch_size=rows * ways, sequence_length=c.train.sequence_length,
         share=range(mine * index, mine * (index + 1)), references=references,
     )  # fmt: skip

@@ -46,7 +46,7 @@ def main(argv: list[str] | None = None) -> int:
             f"{name:12s} {store.documents:,} documents, {store.tokens:,} tokens, "
             f"{store.bytes / max(store.tokens, 1):.2f} bytes a token, {store.directory or ''}"
         )
-    for line in data.left_out(prepared):
+    for line in data.damaged_shards(prepared):
         print(f"{'left out':12s} {line}")
     print(f"{'vocabulary':12s} {prepared.tokenizer.vocab_size:,} tokens")
     print(f"{'ready after':12s} {time.monotonic() - begin:.1f} s")

@@ -107,7 +107,7 @@ def check_writable(run_dir: Path) -> None:
 def open_run(c: Resolved, tokenizer: Tokenizer, corpus: Any, group: Group) -> Path:
     """Create the run directory, or check that the one there goes with this tokenizer.
 
-    corpus: what `data.describe` says of the training data; all processes must have the same.
+    corpus: what `data.describe_stores` says of the training data; all processes must have the same.
     """
     run_dir = c.run_dir
     if check_run(c) and load_tokenizer(run_dir / "tokenizer").fingerprint != tokenizer.fingerprint:

@@ -5,10 +5,10 @@ import json
 import pytest
 from test_quality import prose
 
-from jaxtrain.data import DataConfig, documents, prepare
+from jaxtrain.data import DataConfig, prepare, read_documents
 from jaxtrain.data.__main__ import main
 from jaxtrain.data.filters import across, filtering, work
-from jaxtrain.data.filters.filtered import filtered, report_lines
+from jaxtrain.data.filters.filtered import filter_sources, report_lines
 from jaxtrain.settings import UserError
 
 BASE = [prose(60, seed) for seed in range(16)]
@@ -45,9 +45,9 @@ def config(folder, sources, **options):
 
 def left(c):
     """The texts of each source, and the reports."""
-    found, reports = filtered(c, lambda *_: None)
+    found, reports = filter_sources(c, lambda *_: None)
     parts = found.train.sources.items()
-    return {name: list(documents(part.source)) for name, part in parts}, reports
+    return {name: list(read_documents(part.source)) for name, part in parts}, reports
 
 
 def pairs(reports):
@@ -98,7 +98,7 @@ def test_after_the_filters_of_a_source_itself(tmp_path, sources):
     rows = {row["name"]: row["documents"] for row in reports["web"]["filters"]}
     assert rows == {"gopher_quality": 1, "exact_duplicates": 1, "near_duplicates": 0}
     assert reports["web"]["read"]["documents"] == 9 and reports["web"]["kept"]["documents"] == 7
-    assert filtered(c, lambda *_: None)[0].train.sources["web"].source.sample_by == "id"
+    assert filter_sources(c, lambda *_: None)[0].train.sources["web"].source.sample_by == "id"
     plain = config(tmp_path, sources | {"web": {"source": {"name": "jsonl", "path": str(path)}}})
     prepared = prepare(plain)
     assert {name: store.documents for name, store in prepared.train.items()} == {
@@ -127,7 +127,7 @@ def test_the_bytes_do_not_depend_on_interruptions(tmp_path, sources, monkeypatch
 
         return called
 
-    for name in ("judge", "write"):
+    for name in ("apply_filters", "write_kept"):
         monkeypatch.setattr(filtering, name, failing(name))
     while stops < 40:
         try:
@@ -154,6 +154,6 @@ def test_the_command_and_what_is_wrong(tmp_path, sources, capsys):
     assert "holds something else" in capsys.readouterr().err
     (tmp_path / "wiki.jsonl").write_text(json.dumps({"text": BASE[0]}) + "\n")
     with pytest.raises(UserError, match="leave no document of wiki: the sources before it have"):
-        filtered(config(tmp_path, sources), lambda *_: None)
+        filter_sources(config(tmp_path, sources), lambda *_: None)
     with pytest.raises(ValueError, match="data.validation.name=documents"):
         DataConfig(train=config(tmp_path, sources).train, validation={"name": "tail"})

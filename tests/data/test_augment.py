@@ -7,7 +7,7 @@ import pytest
 
 from jaxtrain.data import DataConfig, make_augment, train_batches
 from jaxtrain.data.__main__ import main
-from jaxtrain.data.batches.augment import FILL_IN, MASK, Row, parts
+from jaxtrain.data.batches.augment import FILL_IN, MASK, AugmentRow, random_parts
 from jaxtrain.data.tokenizer.tokenizer import (
     build_tokenizer,
     byte_tokenizer,
@@ -47,7 +47,7 @@ def changed(config, step=0, number=0, pieces=((1, 201), (202, T + 1)), ids=None)
     for begin, end in pieces:
         before[begin:end] = 257 + np.random.default_rng(begin).integers(0, 25, end - begin)
     before = before if ids is None else ids
-    row = Row(before.copy(), np.ones(T, np.float32), pieces, before[:-1].copy())
+    row = AugmentRow(before.copy(), np.ones(T, np.float32), pieces, before[:-1].copy())
     make_augment(config, tokenizer(), 0)(step, 0, number, row)
     return before, row
 
@@ -95,7 +95,7 @@ def test_spans_are_hidden_and_asked_for():
     assert abs(np.mean(shares) - 0.15) < 0.01
     before, row = changed(settings(name="span_corruption"), pieces=((1, 4), (5, T + 1)))
     assert (row.ids[1:4] == before[1:4]).all() and not row.weights[:3].any()
-    drawn = parts(np.random.default_rng(0), 20, 6)
+    drawn = random_parts(np.random.default_rng(0), 20, 6)
     assert drawn.sum() == 20 and len(drawn) == 6 and drawn.min() > 0
 
 

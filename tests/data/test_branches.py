@@ -8,7 +8,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from jaxtrain.data import Scored
-from jaxtrain.data.evaluation.branches import RowShape, pack
+from jaxtrain.data.evaluation.branches import RowShape, pack_branches
 from jaxtrain.data.evaluation.prompts import Encoder, Prompt
 from jaxtrain.data.tokenizer.tokenizer import (
     byte_tokenizer,
@@ -35,7 +35,7 @@ def test_each_label_stands_behind_its_own_text(draw):
         asked.append([Scored(x, int(generator.integers(1, len(x)))) for x in texts])
     flat = [scored for question in asked for scored in question]
     seen = []
-    for rows, owners_BM in pack(asked, shape):
+    for rows, owners_BM in pack_branches(asked, shape):
         for b, m in zip(*np.nonzero(owners_BM >= 0)):
             owner, place = owners_BM[b, m], rows.places_BM[b, m]
             path = text_before(rows, b, place, shape.trunk)

@@ -22,12 +22,12 @@ from chat_cases import (
 from jaxtrain.data import DataConfig, make_chat, prepare, train_batches, validation_batches
 from jaxtrain.data.batches.loader import stores_of
 from jaxtrain.data.chat.chat import make_reader, special_names
-from jaxtrain.data.chat.conversations import fitting
+from jaxtrain.data.chat.conversations import fit_stores
 from jaxtrain.data.chat.messages import conversation, conversations
-from jaxtrain.data.chat.template import DEFAULT
-from jaxtrain.data.show import show
-from jaxtrain.data.store.corpus import join
-from jaxtrain.data.store.encode import token_type, with_marks, without_marks
+from jaxtrain.data.chat.template import DEFAULT_TEMPLATE
+from jaxtrain.data.show import show_rows
+from jaxtrain.data.store.corpus import join_stores
+from jaxtrain.data.store.encode import pack_loss_mask, token_type, unpack_loss_mask
 from jaxtrain.data.tokenizer.tokenizer import (
     byte_tokenizer,
     huggingface_tokenizer,
@@ -172,7 +172,7 @@ def test_a_prompt_ends_where_the_answer_begins():
 def test_the_built_in_template_serves_every_tokenizer():
     model = train_sentencepiece([SHAKESPEARE], 280, 10_000)
     for tokenizer in (byte_tokenizer(), sentencepiece_tokenizer(model), TOKENIZER):
-        chat = make_chat(DEFAULT, {}, tokenizer)
+        chat = make_chat(DEFAULT_TEMPLATE, {}, tokenizer)
         names = {i: name for name, i in special_names(tokenizer).items()}
         bos = names[tokenizer.bos_id]
         for messages in [*CONVERSATIONS, WITH_SYSTEM]:
@@ -201,7 +201,7 @@ def test_a_tokenizer_is_called_once_for_many_conversations():
         calls.append(len(texts))
         return model.encode_batch(texts)
 
-    chat = make_chat(DEFAULT, {}, dataclasses.replace(model, encode_batch=encode_batch))
+    chat = make_chat(DEFAULT_TEMPLATE, {}, dataclasses.replace(model, encode_batch=encode_batch))
     texts = [json.dumps(messages) for messages in CONVERSATIONS]
     alone = [chat.documents([text])[0] for text in texts]
     calls.clear()
@@ -286,7 +286,7 @@ def test_marks_are_the_highest_bit():
     for vocab, kind in ((257, "<u2"), (32768, "<u2"), (32769, "<u4"), (151_936, "<u4")):
         dtype = token_type(vocab, marked=True)
         ids, marks = np.array([0, vocab - 1, vocab - 1]), np.array([True, False, True])
-        back = without_marks(with_marks(ids, marks, dtype))
+        back = unpack_loss_mask(pack_loss_mask(ids, marks, dtype))
         assert dtype == np.dtype(kind)
         assert back[0].tolist() == ids.tolist() and back[1].tolist() == marks.tolist()
 
@@ -332,7 +332,7 @@ def test_long_conversations_are_cut_or_left_out_and_counted(tmp_path):
     for rule, expected in (("truncate", (1, 0, 1)), ("drop", (0, 2, 0))):
         config = config_of(tmp_path, [long, short, silent], too_long=rule)
         stores = stores_of(prepare(config).train)
-        found = fitting(stores, config, 64)[1]["train"]
+        found = fit_stores(stores, config, 64)[1]["train"]
         assert found["conversations"] == 3
         assert (found["truncated"], found["dropped"], found["unanswered"]) == expected
         with train_batches(stores, config=config, batch_size=4, sequence_length=64) as loader:
@@ -408,12 +408,12 @@ def test_a_tokenizer_is_trained_on_what_is_said(tmp_path):
 def test_conversations_and_text_do_not_share_a_validation_split(tmp_path, store_of):
     store = prepare(config_of(tmp_path)).train
     with pytest.raises(UserError, match="give data.validation a source of its own"):
-        join([store, store_of([3, 4])])
+        join_stores([store, store_of([3, 4])])
 
 
 def test_show_marks_what_is_learned(tmp_path):
     config = config_of(tmp_path, [*CONVERSATIONS, said("Q " * 300, "A.")])
-    lines = "\n".join(show(prepare(config), config, batch_size=1, sequence_length=480))
+    lines = "\n".join(show_rows(prepare(config), config, batch_size=1, sequence_length=480))
     answer = "<|end_header|>\n\n{+Two!<|eot|>+}<|start_header|>user"
     assert answer in lines and "<|begin|><|start_header|>user" in lines
     assert "% are learned" in lines and "4 conversations: 0 lose their end" in lines

@@ -10,11 +10,11 @@ import pytest
 import zstandard
 from test_quality import prose
 
-from jaxtrain.data import DataConfig, describe, documents, prepare, stores_of
+from jaxtrain.data import DataConfig, describe_stores, prepare, read_documents, stores_of
 from jaxtrain.data.__main__ import main
 from jaxtrain.data.files.sources import JsonlSource
 from jaxtrain.data.filters import filtering, work
-from jaxtrain.data.filters.filtered import filtered, report_lines
+from jaxtrain.data.filters.filtered import filter_sources, report_lines
 from jaxtrain.runs.report_data import data_section
 from jaxtrain.settings import UserError
 
@@ -83,11 +83,11 @@ def test_what_is_left_is_what_is_tokenized(tmp_path, corpus):
     assert "near_duplicates   -2 documents (4.55%)" in told and "[too few words] too short" in told
     page = tmp_path / "run"
     page.mkdir()
-    corpus_of = describe(stores_of(prepared.train), prepared.filters)
+    corpus_of = describe_stores(stores_of(prepared.train), prepared.filters)
     (page / "data.json").write_text(json.dumps(corpus_of))
     section = data_section(page, [])
     assert "near_duplicates" in section and "4.55%" in section and "too few words 1" in section
-    again = filtered(c, lambda *_: pytest.fail("filtered again"))[1]
+    again = filter_sources(c, lambda *_: pytest.fail("filtered again"))[1]
     assert again == prepared.filters
 
 
@@ -121,9 +121,9 @@ def test_columns_of_parquet_and_fields_of_jsonl_keep_their_names(tmp_path):
         source = {"name": name, "path": str(tmp_path / f"t.{name}"), field: "body"}
         train = source | {"filters": [{"name": "gopher_quality"}]}
         c = config(tmp_path, None, train=train)
-        left = filtered(c, lambda *_: None)[0].train
+        left = filter_sources(c, lambda *_: None)[0].train
         assert rows_of(Path(left.path)) == rows
-        assert list(documents(left)) == [row["body"] for row in rows]
+        assert list(read_documents(left)) == [row["body"] for row in rows]
 
 
 def rows_of(folder):
@@ -162,12 +162,15 @@ def test_the_bytes_do_not_depend_on_processes_nor_on_interruptions(tmp_path, cor
     source = config(tmp_path, corpus).train
     whole = filtering.filter_source(source, tmp_path / "whole", key="k", processes=1)
     files = written(tmp_path / "whole")
-    assert len(files) > 3 and list(documents(JsonlSource(path=str(tmp_path / "whole")))) == EXPECTED
+    assert (
+        len(files) > 3
+        and list(read_documents(JsonlSource(path=str(tmp_path / "whole")))) == EXPECTED
+    )
     monkeypatch.setattr(filtering, "ALONE", 0)
     many = filtering.filter_source(source, tmp_path / "many", key="k", processes=3)
     assert many == whole and written(tmp_path / "many") == files
     monkeypatch.setattr(filtering, "ALONE", 1 << 22)
-    begun = {"judge": [], "write": []}
+    begun = {"apply_filters": [], "write_kept": []}
     for fail_after in range(3, 60, 7):
         calls = iter(range(fail_after))
 
@@ -207,10 +210,10 @@ def test_scores_of_parquet_and_sources_of_a_mixture(tmp_path, corpus):
         train={"name": "mixture", "sources": parts},
         validation={"name": "source", "source": held},
     )
-    left, reports = filtered(c, lambda *_: None)
-    assert list(documents(left.train.sources["a"].source)) == TEXTS[15:20]
+    left, reports = filter_sources(c, lambda *_: None)
+    assert list(read_documents(left.train.sources["a"].source)) == TEXTS[15:20]
     assert left.train.sources["b"] == c.train.sources["b"]
-    assert list(documents(left.validation.source)) == EXPECTED
+    assert list(read_documents(left.validation.source)) == EXPECTED
     assert reports["a"]["filters"][0]["reasons"] == {"not in the share": 15}
     assert set(reports) == {"a", "validation"}
 

@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from jaxtrain.config import Config, load_config, validate
 from jaxtrain.data import DataConfig, prepare, stores_of, train_batches
-from jaxtrain.data.batches.mixture import Stage, spans, turn
+from jaxtrain.data.batches.mixture import Stage, next_source, spans
 from jaxtrain.settings import UserError
 
 NAMES = ("web", "books", "code")
@@ -47,7 +47,7 @@ def test_every_share_is_kept_to_within_a_turn_at_any_time(weights):
     shares = {str(i): weight for i, weight in enumerate(weights)}
     counts, total = dict.fromkeys(shares, 0), sum(weights)
     for turns in range(1, 200):
-        counts[turn(shares, counts)] += 1
+        counts[next_source(shares, counts)] += 1
         for name, weight in shares.items():
             assert abs(counts[name] - turns * weight / total) < 1
 

@@ -9,10 +9,17 @@ from jaxtrain.data.batches.packing import (
     ConcatConfig,
     PaddedConfig,
     assemble,
-    best_fit,
-    padded,
+    make_best_fit,
+    make_padded,
 )
-from jaxtrain.data.batches.planning import BestFit, Concat, Fragment, Piece, Stream, permute
+from jaxtrain.data.batches.planning import (
+    BestFit,
+    Concat,
+    Fragment,
+    Piece,
+    TokenStream,
+    shuffled_index,
+)
 from jaxtrain.settings import UserError
 
 LENGTHS = st.lists(st.integers(0, 40), min_size=1, max_size=30).filter(lambda x: sum(x) > 0)
@@ -34,18 +41,18 @@ def test_every_packing_is_in_the_table():
 
 @given(count=st.integers(1, 300), seed=st.integers(0, 2**40), epoch=st.integers(0, 9))
 def test_permute_covers_everything_once(count, seed, epoch):
-    assert sorted(permute(i, count, seed, epoch) for i in range(count)) == list(range(count))
+    assert sorted(shuffled_index(i, count, seed, epoch) for i in range(count)) == list(range(count))
 
 
 def test_permute_depends_on_seed_and_epoch():
-    orders = {tuple(permute(i, 50, s, e) for i in range(50)) for s in (0, 1) for e in (0, 1)}
+    orders = {tuple(shuffled_index(i, 50, s, e) for i in range(50)) for s in (0, 1) for e in (0, 1)}
     assert len(orders) == 4
 
 
 @given(lengths=LENGTHS, start=st.integers(0, 2000), count=st.integers(1, 100))
 def test_a_window_is_the_stream_read_in_a_circle(store_of, lengths, start, count):
     store, stream = store_of(lengths), reference_stream(lengths)
-    row = Stream(store).window(start, count)
+    row = TokenStream(store).window(start, count)
     batch = assemble([(store, row)], count - 1, segments=False)
     want = [stream[(start + i) % len(stream)] for i in range(count)]
     assert [*batch.tokens_BT[0], batch.targets_BT[0, -1]] == want if count > 1 else True
@@ -234,7 +241,9 @@ def test_a_corpus_larger_than_the_list_is_covered_once_too(store_of, monkeypatch
 @given(lengths=LENGTHS, length=st.integers(2, 30))
 def test_segments_positions_and_weights(store_of, lengths, length):
     store = store_of(lengths)
-    plan = padded(store_of([min(n, length) for n in lengths]), PaddedConfig(buffer=5), length, 0)
+    plan = make_padded(
+        store_of([min(n, length) for n in lengths]), PaddedConfig(buffer=5), length, 0
+    )
     rows = [plan.unit()[0] for _ in range(4)]
     batch = assemble([(store, row) for row in rows], length, segments=True)
     for row, segments, positions, weights in zip(
@@ -251,7 +260,7 @@ def test_segments_positions_and_weights(store_of, lengths, length):
 
 def test_a_window_that_begins_inside_a_document_has_segments_from_one(store_of):
     store = store_of([4, 3])
-    batch = assemble([(store, Stream(store).window(2, 8))], 7, segments=True)
+    batch = assemble([(store, TokenStream(store).window(2, 8))], 7, segments=True)
     assert batch.tokens_BT.tolist() == [[2, 3, 4, BOS, 5, 6, 7]]
     assert batch.targets_BT.tolist() == [[3, 4, BOS, 5, 6, 7, BOS]]
     assert batch.segments_BT.tolist() == [[1, 1, 1, 2, 2, 2, 2]]
@@ -262,9 +271,9 @@ def test_a_window_that_begins_inside_a_document_has_segments_from_one(store_of):
 def test_documents_much_longer_than_a_row_are_refused_where_they_would_be_cut(store_of):
     store = store_of([1000])
     for make, config in (
-        (padded, PaddedConfig()),
-        (best_fit, BestFitConfig(long_documents="crop")),
+        (make_padded, PaddedConfig()),
+        (make_best_fit, BestFitConfig(long_documents="crop")),
     ):
         with pytest.raises(UserError, match=r"would drop 90% of the tokens.*sequence_length 100"):
             make(store, config, 100, 0)
-    assert size(best_fit(store, BestFitConfig(), 100, 0).unit()[0]) == 101
+    assert size(make_best_fit(store, BestFitConfig(), 100, 0).unit()[0]) == 101

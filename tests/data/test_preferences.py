@@ -6,12 +6,12 @@ import numpy as np
 import pytest
 from chat_cases import PLAIN, SPECIALS, TEMPLATES, make_tokenizer, said, talk_config
 
-from jaxtrain.data import DataConfig, fitting, held_out_pairs, prepare, train_batches
+from jaxtrain.data import DataConfig, fit_stores, prepare, train_batches, validation_pairs
 from jaxtrain.data.batches.loader import stores_of
 from jaxtrain.data.chat.chat import make_chat
-from jaxtrain.data.preference.pairs import every_pair, most_pairs
-from jaxtrain.data.preference.preferences import preferences, spoken, texts_of_preferences
-from jaxtrain.data.show import show
+from jaxtrain.data.preference.pairs import iterate_pairs, most_pairs
+from jaxtrain.data.preference.preferences import preference_text, preferences, texts_of_preferences
+from jaxtrain.data.show import show_rows
 from jaxtrain.data.tokenizer.tokenizer import huggingface_tokenizer
 from jaxtrain.settings import UserError
 
@@ -115,7 +115,7 @@ def test_only_the_last_answers_are_learned(name):
         talk = json.dumps([*before, dict(role="assistant", content=answer)])
         whole = chat.documents([talk])[0][-1]
         np.testing.assert_array_equal(document.ids, whole.ids)
-    assert spoken(text) == "q\n\nearly\n\nr\n\nthe good\n\nno"
+    assert preference_text(text) == "q\n\nearly\n\nr\n\nthe good\n\nno"
 
 
 # ---- rows --------------------------------------------------------------------------------------
@@ -177,9 +177,9 @@ def test_rows_hold_whole_pairs_with_their_references(tmp_path):
 
 def test_every_pair_comes_once(tmp_path):
     config = config_of(tmp_path, [pair(i, 2 + i % 3) for i in range(9)])
-    views, _ = fitting(stores_of(prepare(config).train), config, 64)
+    views, _ = fit_stores(stores_of(prepare(config).train), config, 64)
     found = [
-        list(every_pair(views["train"], "train", batch_size=2, sequence_length=64, share=share))
+        list(iterate_pairs(views["train"], "train", batch_size=2, sequence_length=64, share=share))
         for share in (range(2), range(1), range(1, 2))
     ]
     numbers = [number for _, rows in found[0] for row in rows for number in row]
@@ -196,7 +196,7 @@ def test_long_pairs_are_dropped_or_cut_and_counted(tmp_path, rule):
     long, asked = pair(1, 40), pair(2) | {"prompt": "x" * 200}
     config = config_of(tmp_path, [pair(0), long, asked, pair(3)], too_long=rule)
     store = prepare(config).train
-    views, counted = fitting(stores_of(store), config, 64)
+    views, counted = fit_stores(stores_of(store), config, 64)
     left = {"drop": [0, 3], "truncate": [0, 1, 3]}[rule]
     pairs = views["train"].pairs
     assert pairs is not None and pairs.numbers_P.tolist() == left
@@ -207,7 +207,7 @@ def test_long_pairs_are_dropped_or_cut_and_counted(tmp_path, rule):
         "unanswered": int(rule == "truncate"),
         "refused": 0,
     }
-    for batch, numbers in every_pair(
+    for batch, numbers in iterate_pairs(
         views["train"], "train", batch_size=1, sequence_length=64, share=range(1)
     ):
         assert (batch.segments_BT > 0).sum() <= 64 and batch.weights_BT.any()
@@ -215,15 +215,15 @@ def test_long_pairs_are_dropped_or_cut_and_counted(tmp_path, rule):
             used = [(batch.segments_BT == i).sum() for i in (1, 2)]
             assert sum(used) == 64 and abs(used[0] - used[1]) <= 1
     with pytest.raises(UserError, match="none of the 4 preferences is left: .* too_long is "):
-        fitting(stores_of(store), config, 8)
+        fit_stores(stores_of(store), config, 8)
     with pytest.raises(UserError, match="data.validation: none of the 4 preferences is left"):
-        held_out_pairs(store, config, 8)
+        validation_pairs(store, config, 8)
     assert most_pairs(64) == 16
 
 
 def test_show_has_both_texts(tmp_path):
     config = config_of(tmp_path, [pair(i) for i in range(3)])
-    lines = "\n".join(show(prepare(config), config, batch_size=1, sequence_length=128))
+    lines = "\n".join(show_rows(prepare(config), config, batch_size=1, sequence_length=128))
     assert "{+ 000</s>+}" in lines and "{+ nonono</s>+}" in lines
     assert "3 preferences: 0 lose their end" in lines
 

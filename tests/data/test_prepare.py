@@ -12,7 +12,7 @@ from pathlib import Path
 import psutil
 import pytest
 
-from jaxtrain.data import DataConfig, describe, documents, left_out, prepare
+from jaxtrain.data import DataConfig, damaged_shards, describe_stores, prepare, read_documents
 from jaxtrain.data.files.sources import SHAKESPEARE, TextSource
 from jaxtrain.data.store.prepare import _locked, first_texts, training_texts
 from jaxtrain.settings import UserError
@@ -48,9 +48,9 @@ def test_what_is_cached_is_not_done_again(tmp_path, monkeypatch):
     assert set(stages) == {"tokenizer", "tokens"}
     stages.clear()
     with monkeypatch.context() as patch:
-        module = sys.modules["jaxtrain.data.store.prepare"]  # the function hides it in the package
+        module = sys.modules["jaxtrain.data.store.prepare"]
         patch.setattr(module, "build_tokenizer", None)
-        patch.setattr(module, "workers", None)
+        patch.setattr(module, "process_pool", None)
         moved = path.rename(tmp_path / "b.txt")
         options["train"] = {"name": "text", "path": str(moved)}
         again = prepare(config(tmp_path, seed=5, **options), progress=note)
@@ -304,11 +304,11 @@ def test_an_error_of_another_process_and_its_death_are_one_line(tmp_path, small,
     (tmp_path / "c.jsonl").write_text('{"txt": 1}\n')
     with pytest.raises(UserError, match=r"c.jsonl line 1 has no field 'text'; it has: txt"):
         prepare(config(tmp_path, **options, prepare_workers=2))
-    from jaxtrain.data.pool import workers
+    from jaxtrain.data.pool import process_pool
 
     with (
         pytest.raises(UserError, match="a process that prepares data died with exit code 3"),
-        workers(2) as mapped,
+        process_pool(2) as mapped,
     ):
         list(mapped(sys.exit, [3]))
 
@@ -324,7 +324,7 @@ def test_a_vocabulary_is_trained_on_a_random_part_of_the_text(tmp_path, small, c
     assert min(places) < 20 and max(places) > 40  # not the first bytes
     assert training_texts(DataConfig(**options), 6000) == some
     whole = training_texts(DataConfig(validation={"name": "none"}), 10**7)
-    assert "".join(whole) == next(documents(TextSource()))
+    assert "".join(whole) == next(read_documents(TextSource()))
 
 
 def test_nanochats_vocabulary_is_trained_on_the_beginnings_of_documents(tmp_path, small, corpus):
@@ -368,9 +368,11 @@ def test_damaged_shards_are_an_error_or_left_out_and_counted(tmp_path, small, co
     (path, lost), *_ = left.train.skipped.items()
     assert lost > 0 and left.train.documents == whole.train.documents - lost
     line = f"{path} is damaged: its {lost} documents are left out"
-    assert path.endswith("00001.array_record") and left_out(left) == [line]
-    assert left_out(whole) == []
-    assert describe({"train": left.train})["train"]["skipped"] == {"00001.array_record": lost}
+    assert path.endswith("00001.array_record") and damaged_shards(left) == [line]
+    assert damaged_shards(whole) == []
+    assert describe_stores({"train": left.train})["train"]["skipped"] == {
+        "00001.array_record": lost
+    }
 
 
 def test_a_process_that_waits_for_another_says_so(tmp_path):

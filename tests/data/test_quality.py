@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from pydantic import TypeAdapter
 
 from jaxtrain.data.filters import FILTERS, Filter
-from jaxtrain.data.filters.arrays import Arrays, groups, ngrams, seen_before
-from jaxtrain.data.filters.batch import Batch
+from jaxtrain.data.filters.arrays import TextArrays, group_equal, ngrams, seen_before
+from jaxtrain.data.filters.batch import TextBatch
 from jaxtrain.data.filters.duplicates import clusters
 from jaxtrain.data.filters.fold import changed, compatible
 from jaxtrain.settings import UserError
@@ -44,11 +44,11 @@ def config_of(name, **options):
 def reasons(name, texts, records=None, **options):
     """Why a filter removes each text, None where it stays."""
     config, kind = config_of(name, **options), FILTERS[name]
-    batch = Batch(texts, records or [{}] * len(texts))
-    if kind.judge is not None:
-        found = kind.judge(config, batch).reasons
+    batch = TextBatch(texts, records or [{}] * len(texts))
+    if kind.apply is not None:
+        found = kind.apply(config, batch).reasons
     else:
-        found = kind.choose(config, kind.mark(config, batch))
+        found = kind.decide(config, kind.features(config, batch))
     return [kind.reasons[number - 1] if number else None for number in found.tolist()]
 
 
@@ -133,11 +133,11 @@ def test_c4_takes_lines_away():
     bad = ["No end of a sentence here", "Too short.", "Enable JavaScript to read this page.",
            "Our privacy policy has been changed today."]  # fmt: skip
     text = "\n".join([good, *bad, '"So it is with all letters," he said to her.[12]'])
-    judged = FILTERS["c4"].judge(config_of("c4"), Batch([text], [{}]))
+    judged = FILTERS["c4"].apply(config_of("c4"), TextBatch([text], [{}]))
     assert judged.reasons.tolist() == [0]
     assert judged.texts == [good + '\n"So it is with all letters," he said to her.']
     loose = config_of("c4", terminal_punctuation=False, min_line_words=0, curly_brackets=False)
-    judged = FILTERS["c4"].judge(loose, Batch([text + "\n{}"], [{}]))
+    judged = FILTERS["c4"].apply(loose, TextBatch([text + "\n{}"], [{}]))
     assert judged.reasons.tolist() == [0] and bad[0] in judged.texts[0]
     assert bad[2] not in judged.texts[0]
 
@@ -152,7 +152,7 @@ def spelled(arrays, spans):
 def test_words_lines_and_paragraphs_are_cut_as_python_does():
     quoted = "\u201cDon\u2019t\u201d \u2014 \u4e2d\u6587\u3002a"
     texts = ["A b,\n c\u00e9d\n\n\nx", "", " \x1f", quoted, "last"]
-    arrays = Arrays(texts)
+    arrays = TextArrays(texts)
     assert spelled(arrays, arrays.words) == [word for text in texts for word in text.split()]
     lines = [line for text in texts for line in text.split("\n") if line]
     assert spelled(arrays, arrays.lines) == lines
@@ -166,7 +166,7 @@ def test_words_lines_and_paragraphs_are_cut_as_python_does():
 def test_equal_words_have_equal_hashes_wherever_they_stand():
     draw = random.Random(0)
     words = ["".join(draw.choices("ab", k=draw.randint(1, 9))) for _ in range(3000)]
-    spans = Arrays([" ".join(words[:2000]), " ".join(words[2000:])]).words
+    spans = TextArrays([" ".join(words[:2000]), " ".join(words[2000:])]).words
     assert len(set(spans.hashes.tolist())) == len(set(words))
     assert dict(zip(words, spans.hashes.tolist())) == dict(
         zip(words[::-1], spans.hashes[::-1].tolist())
@@ -179,7 +179,7 @@ def test_equal_words_have_equal_hashes_wherever_they_stand():
         again.append((text, gram) in seen)
         seen.add((text, gram))
     assert seen_before(hashes, spans.texts[first]).tolist() == again
-    places, same = groups(hashes, spans.texts[first])
+    places, same = group_equal(hashes, spans.texts[first])
     assert sorted(places.tolist()) == list(range(len(first))) and same.sum() == sum(again)
 
 
@@ -202,16 +202,16 @@ def test_a_space_of_another_kind_is_a_space(name):
     texts = [GOOD, *(text for (of, _), text in BROKEN.items() if of == name)]
     odd = [with_odd_spaces(text) for text in texts]
     assert reasons(name, odd) == reasons(name, texts)
-    assert Batch(odd, [{}] * len(odd)).spaced == [re.sub(r"[^\S\n]", " ", t) for t in texts]
+    assert TextBatch(odd, [{}] * len(odd)).spaced == [re.sub(r"[^\S\n]", " ", t) for t in texts]
 
 
 def test_documents_stay_as_they_were_written():
     text = with_odd_spaces("The river runs to the harbor today.\nNo end of this sentence\n" * 3)
-    judged = FILTERS["c4"].judge(config_of("c4"), Batch([text], [{}]))
+    judged = FILTERS["c4"].apply(config_of("c4"), TextBatch([text], [{}]))
     assert judged.reasons.tolist() == [0]
     assert judged.texts == ["\n".join(text.split("\n")[::2][:3])]
     bad = "Please read our privacy\u00a0policy before you go."
-    judged = FILTERS["c4"].judge(config_of("c4"), Batch([f"{text}\n{bad}"], [{}]))
+    judged = FILTERS["c4"].apply(config_of("c4"), TextBatch([f"{text}\n{bad}"], [{}]))
     assert bad not in judged.texts[0]
 
 
@@ -231,7 +231,7 @@ def test_documents_are_compared_whatever_their_spaces_and_letters():
 def test_texts_are_folded_as_unicode_says(texts):
     """Many texts at once as one after the other by the whole table."""
     texts = [text.encode(errors="ignore").decode() for text in texts]
-    found = changed(texts, Arrays(texts), compatible())
+    found = changed(texts, TextArrays(texts), compatible())
     plain = [unicodedata.normalize("NFKC", text) for text in texts]
     plain = ["".join(" " if c.isspace() and c > "\x7f" else c for c in text) for text in plain]
     assert found == [re.sub("[\u00ad\u2060\ufeff]", "", text) for text in plain]
@@ -334,8 +334,10 @@ def evaluation(tmp_path):
 
 def found_in(folder, texts, **options):
     config = config_of("decontaminate", **options)
-    ready = FILTERS["decontaminate"].ready(config, folder / "cache")
-    return FILTERS["decontaminate"].judge(ready, Batch(texts, [{}] * len(texts))).reasons.tolist()
+    ready = FILTERS["decontaminate"].prepare(config, folder / "cache")
+    return (
+        FILTERS["decontaminate"].apply(ready, TextBatch(texts, [{}] * len(texts))).reasons.tolist()
+    )
 
 
 def test_what_an_evaluation_asks_is_found(evaluation, monkeypatch):
@@ -354,7 +356,7 @@ def test_what_an_evaluation_asks_is_found(evaluation, monkeypatch):
     (evaluation / "mine.jsonl").write_text(json.dumps({"a": [{"b": GOOD}], "c": 3}) + "\n")
     mine = {"against": [str(evaluation / "mine.jsonl")]}
     assert found_in(evaluation, [GOOD, crossing], **mine) == [1, 0]
-    identity = FILTERS["decontaminate"].identity
+    identity = FILTERS["decontaminate"].input_hash
     first = identity(config_of("decontaminate"))
     (evaluation / "two.jsonl").write_text("")
     assert identity(config_of("decontaminate")) != first

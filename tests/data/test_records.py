@@ -5,10 +5,10 @@ import json
 import pytest
 from chat_cases import PLAIN, SPECIALS, TEMPLATES, make_tokenizer, said, talk_config
 
-from jaxtrain.data import DataConfig, fitting, in_words, make_chat, prepare
+from jaxtrain.data import DataConfig, counts_phrase, fit_stores, make_chat, prepare
 from jaxtrain.data.batches.loader import stores_of
-from jaxtrain.data.chat.conversations import shares
-from jaxtrain.data.chat.messages import conversation, talk_of
+from jaxtrain.data.chat.conversations import dropped_shares
+from jaxtrain.data.chat.messages import conversation, parse_conversation
 from jaxtrain.data.preference.preferences import preferences, texts_of_preferences
 from jaxtrain.data.tokenizer.tokenizer import huggingface_tokenizer
 from jaxtrain.settings import UserError
@@ -84,10 +84,12 @@ def test_conversations_without_a_learned_answer_are_left_out_and_counted(tmp_pat
     stores = stores_of(prepare(config).train)
     assert stores["train"].documents == 1
     for _ in range(2):  # from the cache the second time
-        count = fitting(stores_of(prepare(config).train), config, 512)[1]["train"]
+        count = fit_stores(stores_of(prepare(config).train), config, 512)[1]["train"]
         assert count["conversations"] == 3 and count["unanswered"] == 2
         assert (count["truncated"], count["dropped"], count["refused"]) == (0, 0, 0)
-    assert "3 conversations: " in in_words(count) and "2 because no answer" in in_words(count)
+    assert "3 conversations: " in counts_phrase(count) and "2 because no answer" in counts_phrase(
+        count
+    )
     config = talk_config(tmp_path, [silent, silent])
     with pytest.raises(UserError, match=r"records.jsonl: none of its 2 conversations is left: 2 h"):
         prepare(config)
@@ -126,7 +128,7 @@ def test_the_template_is_told_of_the_tools():
     chat = chat_of(CALLING)
     for tools in (TOOLS, json.dumps(TOOLS)):
         text = conversation({"messages": TALK, "tools": tools}, "here")
-        assert talk_of(text) == (TALK, TOOLS)
+        assert parse_conversation(text) == (TALK, TOOLS)
         (document,) = chat.documents([text])[0]
         assert "Tools: " + json.dumps(TOOLS) in TOKENIZER.decode(document.ids)
         assert "Tools" not in TOKENIZER.decode(document.ids[document.marks])
@@ -174,7 +176,7 @@ def test_prompts_and_completions_are_conversations_whose_completion_is_learned()
         assert json.loads(conversation(record, "here")) == TALK[:2]
     record = {"prompt": TALK[:3], "completion": TALK[3:], "system": "s", "tools": TOOLS}
     assert learned(chat, record) == ["second"]
-    messages, tools = talk_of(conversation(record, "here"))
+    messages, tools = parse_conversation(conversation(record, "here"))
     assert [m["content"] for m in messages] == ["s", "q", "first", "r", "second"] and tools == TOOLS
     assert json.loads(conversation({"prompt": "q", "messages": TALK}, "here")) == TALK
 
@@ -245,11 +247,11 @@ def test_what_a_template_refuses_is_named_or_left_out_and_counted(tmp_path):
         prepare(talk_config(tmp_path, records, **options))
     config = talk_config(tmp_path, records, **options, refused="drop")
     stores = stores_of(prepare(config).train)
-    count = fitting(stores, config, 512)[1]["train"]
+    count = fit_stores(stores, config, 512)[1]["train"]
     assert stores["train"].documents == 2
     assert (count["conversations"], count["refused"], count["unanswered"]) == (3, 1, 0)
-    assert in_words(count).endswith(", 1 because the chat template refuses them")
-    assert shares({"train": count})["data_left_out"] == pytest.approx(1 / 3)
+    assert counts_phrase(count).endswith(", 1 because the chat template refuses them")
+    assert dropped_shares({"train": count})["data_left_out"] == pytest.approx(1 / 3)
     with pytest.raises(UserError, match="none of its 1 conversations is left: .* refuses 1"):
         prepare(talk_config(tmp_path, records[1:2], **options, refused="drop"))
 
@@ -261,7 +263,7 @@ def test_pairs_that_a_template_refuses_are_named_or_left_out_and_counted(tmp_pat
     with pytest.raises(UserError, match=r"records.jsonl line 2: .* Roles must alternate"):
         prepare(talk_config(tmp_path, [pair, bad, pair], **options))
     config = talk_config(tmp_path, [pair, bad, pair | {"chosen": "c"}], **options, refused="drop")
-    views, counted = fitting(stores_of(prepare(config).train), config, 512)
+    views, counted = fit_stores(stores_of(prepare(config).train), config, 512)
     assert views["train"].documents == 2
     assert (counted["train"]["preferences"], counted["train"]["refused"]) == (3, 1)
 

@@ -17,7 +17,7 @@ from fsspec.implementations.memory import MemoryFileSystem
 
 from jaxtrain.data import DataConfig, prepare
 from jaxtrain.data.files import remote
-from jaxtrain.data.files.reading import blocks, documents, texts_of
+from jaxtrain.data.files.reading import blocks, read_documents, texts_of
 from jaxtrain.data.files.sources import (
     JsonlSource,
     ParquetSource,
@@ -100,7 +100,7 @@ def waits(monkeypatch):
 
 
 def read(url, **options):
-    return list(documents(TextSource(path=url, **options)))
+    return list(read_documents(TextSource(path=url, **options)))
 
 
 def test_a_connection_that_drops_is_taken_up_at_the_byte_it_reached(server, capsys):
@@ -208,7 +208,7 @@ def test_parquet_of_a_web_server_reads_its_end_first(server):
     files = find_files(source)
     found = list(blocks(source, files))
     assert [block.start for block in found] == [0, 1, 2, 3]
-    assert list(documents(source)) == LINES
+    assert list(read_documents(source)) == LINES
     assert list(blocks(source, files, found[1].after)) == found[2:]
 
 

@@ -9,7 +9,7 @@ import sentencepiece
 import tokenizers
 from tokenizers import decoders, models, pre_tokenizers
 
-from jaxtrain.data.files.reading import documents
+from jaxtrain.data.files.reading import read_documents
 from jaxtrain.data.files.sources import TextSource
 from jaxtrain.data.tokenizer import sentencepiece_model
 from jaxtrain.data.tokenizer.tokenizer import (
@@ -21,7 +21,7 @@ from jaxtrain.interop.odd_texts import odd_texts
 from jaxtrain.interop.tokenizer_json import tokenizer_json
 from jaxtrain.settings import UserError
 
-SHAKESPEARE = next(documents(TextSource()))
+SHAKESPEARE = next(read_documents(TextSource()))
 TEXTS = odd_texts(1000, ("<sep>", "of the", "\u2581x"))
 RULES = ("identity", "nfkc", "nfkc_cf", "nmt_nfkc", "nmt_nfkc_cf")
 LETTERS = "<>/|[]_unkpsx0123456789ABCDEFabcdef"

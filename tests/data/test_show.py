@@ -3,9 +3,9 @@ from dataclasses import replace
 
 import pytest
 
-from jaxtrain.data import DataConfig, describe, prepare
+from jaxtrain.data import DataConfig, describe_stores, prepare
 from jaxtrain.data.__main__ import main
-from jaxtrain.data.show import shorten, show
+from jaxtrain.data.show import shorten, show_rows
 from jaxtrain.runs import report
 
 
@@ -27,7 +27,7 @@ def mixed(tmp_path_factory):
 def lines_of(fields, packing, **options):
     config = DataConfig.model_validate(fields | {"packing": packing})
     sizes = {"batch_size": 8, "sequence_length": 40, **options}
-    return "\n".join(show(prepare(config), config, **sizes))
+    return "\n".join(show_rows(prepare(config), config, **sizes))
 
 
 def test_rows_show_their_documents_cuts_and_padding(mixed):
@@ -72,7 +72,7 @@ def test_the_command_line(mixed, tmp_path, capsys):
 
 def test_the_report_has_a_section_on_the_data(mixed, tmp_path):
     prepared = prepare(DataConfig.model_validate(mixed))
-    (tmp_path / "data.json").write_text(json.dumps(describe(prepared.train)))
+    (tmp_path / "data.json").write_text(json.dumps(describe_stores(prepared.train)))
     row = {"step": 1, "kind": "train", "time": 1.0, "data_crop": 0.125, "data_fill": 0.75}
     row |= {"data_share_long": 0.25, "data_share_short": 0.75, "data_wait": 0.0012}
     (tmp_path / "metrics.jsonl").write_text(json.dumps(row) + "\n")
@@ -85,7 +85,7 @@ def test_the_report_has_a_section_on_the_data(mixed, tmp_path):
     assert ">256</text>" in page and page.count("<rect x=") == 2
     assert "is damaged" not in page
     lost = replace(prepared.train["long"], skipped={"/cache/00001.array_record": 3})
-    (tmp_path / "data.json").write_text(json.dumps(describe({"long": lost})))
+    (tmp_path / "data.json").write_text(json.dumps(describe_stores({"long": lost})))
     page = report.write_report(tmp_path).read_text()
     assert "00001.array_record is damaged: its 3 documents are left out" in page
     (tmp_path / "data.json").write_text("{")

@@ -8,7 +8,7 @@ import pytest
 import zstandard
 
 from jaxtrain.data.files import reading
-from jaxtrain.data.files.reading import SOURCES, blocks, documents, texts_of
+from jaxtrain.data.files.reading import SOURCES, blocks, read_documents, texts_of
 from jaxtrain.data.files.sources import (
     SHAKESPEARE,
     ChatSource,
@@ -31,7 +31,7 @@ LINES = "one\n\ntwo \u00e9\r\nthree\n \n\nfour"
 
 
 def read(source):
-    return list(documents(source))
+    return list(read_documents(source))
 
 
 def refuses(source, *parts):

@@ -4,7 +4,7 @@ import shutil
 import numpy as np
 import pytest
 
-from jaxtrain.data.pool import workers
+from jaxtrain.data.pool import process_pool
 from jaxtrain.data.store.store import RECORD_TOKENS, open_store, write_store
 from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
 from jaxtrain.settings import UserError
@@ -99,7 +99,7 @@ def total(directory):
 def test_many_processes_read_a_store_that_cannot_be_written(shards):
     for file in (*shards.iterdir(), shards):
         file.chmod(0o555 if file.is_dir() else 0o444)
-    with workers(2) as mapped:
+    with process_pool(2) as mapped:
         assert list(mapped(total, [shards] * 6)) == [8000 * sum(b"abc")] * 6
 
 

@@ -9,7 +9,7 @@ import tokenizers
 from hypothesis import given
 from hypothesis import strategies as st
 
-from jaxtrain.data.files.reading import documents
+from jaxtrain.data.files.reading import read_documents
 from jaxtrain.data.files.sources import TextSource
 from jaxtrain.data.tokenizer.tokenizer import (
     FILES,
@@ -25,7 +25,7 @@ from jaxtrain.data.tokenizer.tokenizer import (
 )
 from jaxtrain.settings import UserError
 
-SHAKESPEARE = next(documents(TextSource()))
+SHAKESPEARE = next(read_documents(TextSource()))
 AWKWARD = [
     "",
     "a",

@@ -10,7 +10,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from jaxtrain.data import DataConfig, train_batches
-from jaxtrain.data.batches.loader import make_plan
+from jaxtrain.data.batches.loader import make_batch_plan
 
 PACKINGS = [
     {"name": "concat"},
@@ -106,7 +106,7 @@ def test_in_a_mixture_with_stages_too(store_of, lengths, packing, buffer, weight
     train = {"name": "mixture", "sources": dict(zip("ab", map(part, weights)))}
     config = config_of(packing, buffer, stages=stages, train=train)
     stores = {name: store_of(own) for name, own in zip("ab", lengths)}
-    plan = make_plan(stores, config, B, T)
+    plan = make_batch_plan(stores, config, B, T)
     uses = {name: np.zeros(sum(own) + 1, int) for name, own in zip("ab", lengths)}
     starts = {name: np.cumsum([1, *own]) for name, own in zip("ab", lengths)}
     loses = packing["name"] == "padded" or not packing.get("carry_tails", True)
@@ -115,7 +115,7 @@ def test_in_a_mixture_with_stages_too(store_of, lengths, packing, buffer, weight
     for step in range(STEPS):
         if step == middle:
             state = json.loads(json.dumps(plan.get_state()))
-            plan = make_plan(stores, config, B, T)
+            plan = make_batch_plan(stores, config, B, T)
             plan.set_state(state)
         for name, row in plan.next_batch().rows:
             last = len(row) - 1 if config.packing.name == "concat" else None
@@ -134,7 +134,7 @@ def test_documents_drawn_by_weight_have_what_is_due_to_them(store_of, documents)
     weights = random.lognormal(0, 1.5, documents)
     store = replace(store_of(lengths), weights=weights)
     config = config_of({"name": "padded"}, 1000)
-    plan = make_plan({"train": store}, config, B, 64)
+    plan = make_batch_plan({"train": store}, config, B, 64)
     uses = Counter()
     while plan.get_state()["sources"]["train"]["whole"] < 20:
         uses.update(piece.document for _, row in plan.next_batch().rows for piece in row)

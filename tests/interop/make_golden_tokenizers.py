@@ -18,7 +18,7 @@ from pathlib import Path
 
 import sentencepiece
 
-from jaxtrain.data.files.reading import documents
+from jaxtrain.data.files.reading import read_documents
 from jaxtrain.data.files.sources import TextSource
 from jaxtrain.data.tokenizer.tokenizer import sentencepiece_tokenizer
 from jaxtrain.interop.companions import tokenizer_files
@@ -42,7 +42,7 @@ CASES = {
 
 
 def train(**options):
-    model, text = io.BytesIO(), next(documents(TextSource()))
+    model, text = io.BytesIO(), next(read_documents(TextSource()))
     sentencepiece.SentencePieceTrainer.train(
         sentence_iterator=(text[i : i + 200] for i in range(0, 20_000, 200)), model_writer=model,
         vocab_size=420, minloglevel=2, hard_vocab_limit=False, **PLAIN | options,

@@ -13,7 +13,7 @@ from tiny import random_params
 
 from jaxtrain.config import Config, validate
 from jaxtrain.config.resolve import resolve
-from jaxtrain.data import fill_in_chat
+from jaxtrain.data import apply_chat_defaults
 from jaxtrain.data.chat.template import make_render
 from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer, huggingface_tokenizer
 from jaxtrain.interop import (
@@ -226,7 +226,7 @@ def test_an_exported_template_renders_what_was_trained_on(named, tmp_path):
     source["special"] = {key: token for key, token in named.items() if token}
     tree = {"model": LLAMA_FIELDS | {"vocab_multiple": 320}, "train": {"sequence_length": 32}}
     tree |= {"data": {"train": source, "tokenizer": {"name": "huggingface", "path": "x"}}}
-    fill_in_chat(tree)
+    apply_chat_defaults(tree)
     c = resolve(validate(Config, tree), tokenizer.vocab_size)
     _, specs = split(Transformer(c.model, tokenizer.vocab_size))
     save_model(folder, c, random_params(specs), tokenizer)

@@ -15,7 +15,7 @@ from safetensors.numpy import save_file
 from tiny import begin, mesh_of, run_overrides, stacked
 
 from jaxtrain.config import load_config
-from jaxtrain.data import DEFAULT, prepare
+from jaxtrain.data import DEFAULT_TEMPLATE, prepare
 from jaxtrain.data.batches.packing import assemble
 from jaxtrain.data.batches.planning import Piece
 from jaxtrain.inference import generate
@@ -183,6 +183,6 @@ def test_a_template_of_ones_own_is_exported_too(own_model, tmp_path):
     tree["data"]["train"] = {"name": "chat", "path": "x.jsonl"}
     (folder / "config.yaml").write_text(yaml.safe_dump(tree, explicit_end=True))
     assert interop(["export", str(folder), str(tmp_path / "out")]) == 0
-    assert (tmp_path / "out" / "chat_template.jinja").read_text() == DEFAULT
+    assert (tmp_path / "out" / "chat_template.jinja").read_text() == DEFAULT_TEMPLATE
     ends = json.loads((tmp_path / "out" / "generation_config.json").read_text())["eos_token_id"]
     assert ends == [256] and PLAIN

@@ -78,7 +78,7 @@ AugmentConfig = Annotated[
 ]
 
 
-class Row(NamedTuple):
+class AugmentRow(NamedTuple):
     """A row as it was laid out, to be changed in place."""
 
     ids: np.ndarray  # int32 [T+1]: the tokens, and what follows the last
@@ -87,8 +87,10 @@ class Row(NamedTuple):
     inputs: np.ndarray  # int32 [T]: what the model sees; ids[:-1], once all is done
 
 
-Change = Callable[[np.random.Generator, Row], None]
-Augment = Callable[[int, int, int, Row], None]  # (step, first row of the process, which, the row)
+Change = Callable[[np.random.Generator, AugmentRow], None]
+Augment = Callable[
+    [int, int, int, AugmentRow], None
+]  # (step, first row of the process, which, the row)
 
 
 def make_augment(config: AugmentConfig, tokenizer: Tokenizer, seed: int) -> Augment | None:
@@ -100,17 +102,17 @@ def make_augment(config: AugmentConfig, tokenizer: Tokenizer, seed: int) -> Augm
         return None
     change = AUGMENTS[config.name](config, tokenizer)
 
-    def augment(step: int, first: int, number: int, row: Row) -> None:
+    def augment(step: int, first: int, number: int, row: AugmentRow) -> None:
         change(np.random.default_rng((seed, STREAM, step, first + number)), row)
 
     return augment
 
 
 def masking(config: Masking, tokenizer: Tokenizer) -> Change:
-    mask = special(tokenizer, MASK)
+    mask = special_id(tokenizer, MASK)
     text = np.flatnonzero(tokenizer.token_bytes() > 0).astype(np.int32)
 
-    def change(random: np.random.Generator, row: Row) -> None:
+    def change(random: np.random.Generator, row: AugmentRow) -> None:
         hidden = np.zeros(len(row.ids), bool)
         for begin, end in row.pieces:
             hidden[begin:end] = True
@@ -127,9 +129,9 @@ def masking(config: Masking, tokenizer: Tokenizer) -> Change:
 
 
 def span_corruption(config: SpanCorruption, tokenizer: Tokenizer) -> Change:
-    mask = special(tokenizer, MASK)
+    mask = special_id(tokenizer, MASK)
 
-    def change(random: np.random.Generator, row: Row) -> None:
+    def change(random: np.random.Generator, row: AugmentRow) -> None:
         for begin, end in row.pieces:
             size = end - begin
             spans = round(size * config.rate / (config.span + 2 * config.rate))
@@ -139,7 +141,7 @@ def span_corruption(config: SpanCorruption, tokenizer: Tokenizer) -> Change:
                 row.weights[max(begin - 1, 0) : end - 1] = 0
                 continue
             # Noise and the rest in as many parts each: the text begins with the rest.
-            rest, hidden = (parts(random, n, spans) for n in (len(text) - noise, noise))
+            rest, hidden = (random_parts(random, n, spans) for n in (len(text) - noise, noise))
             edges = np.cumsum(np.stack([rest, hidden], 1).ravel())
             chunks = np.split(text, edges[:-1])
             marked = [np.array([mask], np.int32)] * spans
@@ -153,16 +155,16 @@ def span_corruption(config: SpanCorruption, tokenizer: Tokenizer) -> Change:
     return change
 
 
-def parts(random: np.random.Generator, total: int, count: int) -> np.ndarray:
+def random_parts(random: np.random.Generator, total: int, count: int) -> np.ndarray:
     """int64 [count]: positive numbers that add up to `total`."""
     cuts = np.sort(random.choice(total - 1, count - 1, replace=False)) + 1
     return np.diff(cuts, prepend=0, append=total)
 
 
 def fill_in_the_middle(config: FillInTheMiddle, tokenizer: Tokenizer) -> Change:
-    prefix, suffix, middle = ([special(tokenizer, name)] for name in FILL_IN)
+    prefix, suffix, middle = ([special_id(tokenizer, name)] for name in FILL_IN)
 
-    def change(random: np.random.Generator, row: Row) -> None:
+    def change(random: np.random.Generator, row: AugmentRow) -> None:
         for begin, end in row.pieces:
             chosen, turned = random.random(2) < (config.rate, config.suffix_first)
             if not chosen or end - begin < 2 * len(FILL_IN):
@@ -182,7 +184,7 @@ def fill_in_the_middle(config: FillInTheMiddle, tokenizer: Tokenizer) -> Change:
 def subword_splits(config: SubwordSplits, tokenizer: Tokenizer) -> Change:
     firsts, lefts, rights = splits(tokenizer)
 
-    def change(random: np.random.Generator, row: Row) -> None:
+    def change(random: np.random.Generator, row: AugmentRow) -> None:
         for begin, end in row.pieces:
             text = row.ids[begin:end]
             ways = firsts[text + 1] - firsts[text]
@@ -215,7 +217,7 @@ def splits(tokenizer: Tokenizer) -> tuple[np.ndarray, np.ndarray, np.ndarray]:
     return np.array(counts, np.int64) + 1, lefts, rights
 
 
-def special(tokenizer: Tokenizer, name: str) -> int:
+def special_id(tokenizer: Tokenizer, name: str) -> int:
     """The id of a special token."""
     if name not in tokenizer.specials:
         has = ", ".join(tokenizer.specials) or "none"

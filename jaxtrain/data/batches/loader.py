@@ -13,12 +13,19 @@ import grain
 import numpy as np
 
 from jaxtrain.data.batches.augment import Augment
-from jaxtrain.data.batches.mixture import Plan, Planned, last_epoch, packed, spans, weights_of
-from jaxtrain.data.batches.packing import PACKINGS, Batch, PaddedConfig, assemble, padded
-from jaxtrain.data.batches.planning import Planner, Stream
-from jaxtrain.data.chat.conversations import fitting, shares
+from jaxtrain.data.batches.mixture import (
+    BatchPlan,
+    PlannedBatch,
+    last_epoch,
+    packing_phrase,
+    spans,
+    weights_of,
+)
+from jaxtrain.data.batches.packing import PACKINGS, Batch, PaddedConfig, assemble, make_padded
+from jaxtrain.data.batches.planning import Planner, TokenStream
+from jaxtrain.data.chat.conversations import dropped_shares, fit_stores
 from jaxtrain.data.config import DataConfig
-from jaxtrain.data.preference.pairs import PairBatch, References, judged, texts_of_pairs
+from jaxtrain.data.preference.pairs import PairBatch, References, texts_of_pairs, with_pair_labels
 from jaxtrain.data.store.store import TokenStore
 from jaxtrain.settings import UserError
 
@@ -39,7 +46,7 @@ class Loader(Iterator[Batch | PairBatch]):
     def __init__(
         self,
         batches: grain.DatasetIterator,
-        plan: Plan,
+        plan: BatchPlan,
         identity: dict[str, Any],
         readers: ThreadPoolExecutor | None,
         conversations: dict[str, dict[str, int]],
@@ -77,7 +84,7 @@ class Loader(Iterator[Batch | PairBatch]):
         mixture these names end in _NAME of the source, and there is its share of the rows,
         `data_share_NAME`. Of conversations `data_truncated` and `data_left_out`, the parts of them
         that lose their end and that `too_long` does not let in."""
-        return self._plan.statistics(self._position) | shares(self.conversations)
+        return self._plan.statistics(self._position) | dropped_shares(self.conversations)
 
     def ended(self) -> list[str]:
         """What to say of each source of which an epoch, or its last one, ended in the last batch.
@@ -88,7 +95,7 @@ class Loader(Iterator[Batch | PairBatch]):
         for name, state in self._position["sources"].items():
             whole, before = state["whole"], self._before["sources"][name]["whole"]
             if any(int(str(n)[1:] or 0) == 0 for n in range(before + 1, whole + 1)):
-                said.append(f"{name}: epoch {whole} is over: {packed(last_epoch(state))}")
+                said.append(f"{name}: epoch {whole} is over: {packing_phrase(last_epoch(state))}")
         limits = self._identity.get("max_epochs", {})
         names = [n for n in self._position["spent"] if n not in self._before["spent"]]
         return said + [
@@ -128,13 +135,13 @@ def train_batches(
     UserError if a corpus is smaller than one row, if the rows cannot be dealt evenly, or if `state`
     belongs to another stream.
     """
-    stores, counted = fitting(stores_of(train), config, sequence_length)
+    stores, counted = fit_stores(stores_of(train), config, sequence_length)
     share = _share_of_process(batch_size, process_index, process_count)
-    plan = make_plan(stores, config, batch_size, sequence_length)
+    plan = make_batch_plan(stores, config, batch_size, sequence_length)
     segments = segments or config.packing.name == "padded"
     readers = ThreadPoolExecutor(config.workers) if config.workers > 1 else None
 
-    def batch(planned: Planned) -> Batch | PairBatch:
+    def batch(planned: PlannedBatch) -> Batch | PairBatch:
         mine = planned.rows[share.start * planned.cut : share.stop * planned.cut]
         rows = [texts_of_pairs(stores[name], row) for name, row in mine]
         length = sequence_length // planned.cut
@@ -146,7 +153,9 @@ def train_batches(
         found = assemble(rows, length, segments=segments, **options)
         if next(iter(stores.values())).pairs is None:
             return found
-        return judged(found, [(stores[name], row, name) for name, row in mine], references)
+        return with_pair_labels(
+            found, [(stores[name], row, name) for name, row in mine], references
+        )
 
     data = _PlannedBatches(plan).map(batch)
     if config.workers:
@@ -178,9 +187,9 @@ def stores_of(train: Stores) -> dict[str, TokenStore]:
     return {"train": train} if isinstance(train, TokenStore) else dict(train)
 
 
-def make_plan(
+def make_batch_plan(
     stores: dict[str, TokenStore], config: DataConfig, batch_size: int, sequence_length: int
-) -> Plan:
+) -> BatchPlan:
     """What decides the rows of every batch."""
     planners: dict[str, Planner] = {}
     for name, store in stores.items():
@@ -199,7 +208,7 @@ def make_plan(
         planners[name] = make(store, config.packing, sequence_length, *key, max_epochs=limit)
     step_tokens = batch_size * sequence_length
     stages = spans(config.stages, weights_of(config.train), sequence_length, step_tokens)
-    return Plan(planners, stages, batch_size)
+    return BatchPlan(planners, stages, batch_size)
 
 
 def validation_batches(
@@ -220,7 +229,7 @@ def validation_batches(
     if store.marked:
         yield from _validation_conversations(store, batch_size, share, sequence_length)
         return
-    stream = Stream(store)
+    stream = TokenStream(store)
     last = stream.size - 1  # the last token is only a target
     count = -(-last // sequence_length)
 
@@ -242,7 +251,7 @@ def _validation_conversations(
     store: TokenStore, batch_size: int, share: range, length: int
 ) -> Iterator[Batch]:
     """Every conversation once, whole or cut to a row, apart from the others in its row."""
-    planner = padded(store, PaddedConfig(buffer=store.documents), length, 0, max_epochs=1.0)
+    planner = make_padded(store, PaddedConfig(buffer=store.documents), length, 0, max_epochs=1.0)
     rows = list(chain.from_iterable(iter(planner.unit, None)))
     # The last ones are of what fitted nowhere: a validation that looks at a part shall see all.
     rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
@@ -255,7 +264,7 @@ def _validation_conversations(
 class _PlannedBatches(grain.IterDataset):
     """The rows of each whole batch, planned in order; to be iterated once."""
 
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: BatchPlan):
         super().__init__()
         self._plan = plan
 
@@ -264,11 +273,11 @@ class _PlannedBatches(grain.IterDataset):
 
 
 class _PlannedBatchesIterator(grain.DatasetIterator):
-    def __init__(self, plan: Plan):
+    def __init__(self, plan: BatchPlan):
         super().__init__()
         self._plan = plan
 
-    def __next__(self) -> Planned:
+    def __next__(self) -> PlannedBatch:
         return self._plan.next_batch()
 
     def get_state(self) -> dict[str, Any]:

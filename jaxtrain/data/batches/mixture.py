@@ -12,7 +12,7 @@ from typing import Any, Literal, NamedTuple
 
 from pydantic import Field, model_validator
 
-from jaxtrain.data.batches.planning import Counts, Planner, Row
+from jaxtrain.data.batches.planning import Counts, PlannedRow, Planner
 from jaxtrain.data.files.sources import Source
 from jaxtrain.data.filters.duplicates import Duplicates
 from jaxtrain.settings import Settings, UserError
@@ -98,14 +98,16 @@ def sources_of(train: Source | MixtureSource) -> dict[str, Source]:
     return {name: part.source for name, part in train.sources.items()}
 
 
-def named(train: Source | MixtureSource, most: int = 4) -> str:
+def source_names(train: Source | MixtureSource, most: int = 4) -> str:
     """Where the text comes from, for the screen: the path of each source, at most so many."""
     paths = [source.path for source in sources_of(train).values()]
     more = f" and {len(paths) - most} more" if len(paths) > most else ""
     return ", ".join(paths[:most]) + more
 
 
-def check_stages(stages: Sequence[Stage], sources: Sequence[str], weights: Sequence[float]) -> None:
+def check_data_stages(
+    stages: Sequence[Stage], sources: Sequence[str], weights: Sequence[float]
+) -> None:
     """Raises ValueError for stages that contradict each other or the sources."""
     for number, stage in enumerate(stages, 1):
         if stage.tokens is None and number < len(stages):
@@ -148,7 +150,7 @@ def spans(
     return found
 
 
-def turn(weights: Mapping[str, float], counts: Mapping[str, int]) -> str:
+def next_source(weights: Mapping[str, float], counts: Mapping[str, int]) -> str:
     """Whose turn it is, where `counts` says how many each has had of the turns so far.
 
     Of those that are due, the one that would be late first; every share is then kept to
@@ -164,15 +166,15 @@ def turn(weights: Mapping[str, float], counts: Mapping[str, int]) -> str:
     return min(due, key=lambda name: (1 - slack - behind[name]) / weights[name])
 
 
-class Planned(NamedTuple):
+class PlannedBatch(NamedTuple):
     """The rows of one batch, each with the name of its source; units of `cut` rows."""
 
-    rows: list[tuple[str, Row]]
+    rows: list[tuple[str, PlannedRow]]
     cut: int
     step: int
 
 
-class Plan:
+class BatchPlan:
     """Plans whole batches of `batch_size` units, one after the other."""
 
     def __init__(self, planners: dict[str, Planner], spans: list[Span], batch_size: int):
@@ -183,17 +185,17 @@ class Plan:
         self.units = dict.fromkeys(planners, 0)
         self.spent: list[str] = []  # sources that have had their last epoch
 
-    def next_batch(self) -> Planned:
+    def next_batch(self) -> PlannedBatch:
         span = self.spans[bisect_right(self.firsts, self.step) - 1]
         if span.first_step == self.step:
             self.turns = dict.fromkeys(self.planners, 0)
         rows = [row for _ in range(self.batch_size) for row in self._unit(span)]
         self.step += 1
-        return Planned(rows, span.cut, self.step - 1)
+        return PlannedBatch(rows, span.cut, self.step - 1)
 
-    def _unit(self, span: Span) -> list[tuple[str, Row]]:
+    def _unit(self, span: Span) -> list[tuple[str, PlannedRow]]:
         while live := {n: w for n, w in span.weights.items() if n not in self.spent}:
-            name = turn(live, self.turns)
+            name = next_source(live, self.turns)
             rows = self.planners[name].unit(span.cut)
             if rows is not None:
                 self.turns[name] += 1
@@ -253,7 +255,7 @@ def shares_of(counts: Counts) -> dict[str, float]:
     return {"crop": dropped / max(used + dropped, 1), "fill": used / max(used + padding, 1)}
 
 
-def packed(counts: Counts) -> str:
+def packing_phrase(counts: Counts) -> str:
     """What packing did, as a phrase."""
     share = shares_of(counts)
     return (

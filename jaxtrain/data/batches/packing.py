@@ -8,8 +8,8 @@ import numpy as np
 from pydantic import Field
 
 from jaxtrain.data.batches import augment
-from jaxtrain.data.batches.planning import BestFit, Concat, Planner, Row
-from jaxtrain.data.store.encode import without_marks
+from jaxtrain.data.batches.planning import BestFit, Concat, PlannedRow, Planner
+from jaxtrain.data.store.encode import unpack_loss_mask
 from jaxtrain.data.store.store import TokenStore
 from jaxtrain.settings import Settings, UserError
 
@@ -60,7 +60,7 @@ class Batch(NamedTuple):
     positions_BT: np.ndarray | None  # int32, from 0 in every segment
 
 
-def concat(
+def make_concat(
     store: TokenStore,
     config: ConcatConfig,
     length: int,
@@ -70,7 +70,7 @@ def concat(
     return Concat(store, length, *key, max_epochs=max_epochs)
 
 
-def best_fit(
+def make_best_fit(
     store: TokenStore,
     config: BestFitConfig,
     length: int,
@@ -84,7 +84,7 @@ def best_fit(
     return BestFit(store, config.buffer, length, *key, **options, max_epochs=max_epochs)
 
 
-def padded(
+def make_padded(
     store: TokenStore,
     config: PaddedConfig,
     length: int,
@@ -98,20 +98,20 @@ def padded(
 
 # One row a packing: (store, its config, T, *seeds, max_epochs=) -> what plans the rows.
 PACKINGS: dict[str, Callable[..., Planner]] = {
-    "concat": concat,
-    "best_fit": best_fit,
-    "padded": padded,
+    "concat": make_concat,
+    "best_fit": make_best_fit,
+    "padded": make_padded,
 }
 
 
 def assemble(
-    rows: list[tuple[TokenStore, Row]],
+    rows: list[tuple[TokenStore, PlannedRow]],
     length: int,
     *,
     segments: bool,
     workers: int = 1,
     mapped: Callable[..., Iterable[None]] = map,
-    change: Callable[[int, augment.Row], None] | None = None,
+    change: Callable[[int, augment.AugmentRow], None] | None = None,
 ) -> Batch:
     """Reads the tokens of planned rows of at most T+1 tokens and lays them out as [B, T] arrays.
 
@@ -143,7 +143,7 @@ def assemble(
             first, at = at, at + bos + stop - start
             tokens = next(read)
             if store.marked:
-                tokens, learned[first + bos : at] = without_marks(tokens)
+                tokens, learned[first + bos : at] = unpack_loss_mask(tokens)
             ids[first + bos : at] = tokens
             pieces.append((first + bos, at))
             if segments_BT is not None and positions_BT is not None:
@@ -153,7 +153,7 @@ def assemble(
             learned[1:at] = 1
         tokens_BT[index], weights_BT[index] = ids[:-1], learned[1:]
         if change is not None:
-            change(index, augment.Row(ids, weights_BT[index], pieces, tokens_BT[index]))
+            change(index, augment.AugmentRow(ids, weights_BT[index], pieces, tokens_BT[index]))
         targets_BT[index] = ids[1:]
 
     shares = [range(len(rows))[start::workers] for start in range(min(workers, len(rows)))]

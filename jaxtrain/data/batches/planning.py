@@ -44,7 +44,7 @@ class Fragment(NamedTuple):
     lost: int
 
 
-Row = list[Piece]
+PlannedRow = list[Piece]
 
 
 class Counts(NamedTuple):
@@ -61,16 +61,16 @@ class Counts(NamedTuple):
 
 
 @lru_cache(maxsize=64)
-def draw(*key: int) -> int:
+def random_bits(*key: int) -> int:
     """32 random bits that are a function of `key`."""
     return int(np.random.SeedSequence(key).generate_state(1)[0])
 
 
-def permute(index: int, count: int, *key: int) -> int:
+def shuffled_index(index: int, count: int, *key: int) -> int:
     """Element `index` of a permutation of range(count) that is a function of `key`."""
     if count <= LISTED:
         return int(_permutation(count, *key)[index])
-    return index_shuffle(index, count - 1, draw(*key), 4)
+    return index_shuffle(index, count - 1, random_bits(*key), 4)
 
 
 @lru_cache(maxsize=16)
@@ -78,14 +78,14 @@ def _permutation(count: int, *key: int) -> np.ndarray:
     return np.argsort(np.random.SeedSequence(key).generate_state(count, np.uint64))
 
 
-class Stream:
+class TokenStream:
     """All documents in stored order, each after its BOS, as one circular sequence of tokens."""
 
     def __init__(self, store: TokenStore):
         self.ends = np.cumsum(store.lengths.astype(np.int64) + 1)
         self.size = int(self.ends[-1])
 
-    def window(self, start: int, count: int) -> Row:
+    def window(self, start: int, count: int) -> PlannedRow:
         """The pieces of tokens start..start+count, going on at the beginning after the end."""
         start %= self.size
         document = int(np.searchsorted(self.ends, start, side="right"))
@@ -111,11 +111,11 @@ class Concat:
     """
 
     def __init__(self, store: TokenStore, length: int, *key: int, max_epochs: float | None = None):
-        self.stream, self.length, self.key, self.drawn = Stream(store), length, key, 0
+        self.stream, self.length, self.key, self.drawn = TokenStream(store), length, key, 0
         self.tape = self.stream.size + 1
         self.allowed = None if max_epochs is None else int(max_epochs * self.tape)
 
-    def unit(self, cut: int = 1) -> list[Row] | None:
+    def unit(self, cut: int = 1) -> list[PlannedRow] | None:
         """`cut` rows of T/cut + 1 tokens; None when the last epoch is over."""
         if self._over():
             return None
@@ -147,17 +147,17 @@ class Concat:
         first = -(-epoch * self.tape // self.length)  # window inside the epoch
         count = (epoch + 1) * self.tape // self.length - first
         if unit < first + count:
-            unit = first + permute(unit - first, count, *self.key, epoch)
+            unit = first + shuffled_index(unit - first, count, *self.key, epoch)
         return unit * self.length
 
-    def _window(self, start: int, count: int) -> Row:
+    def _window(self, start: int, count: int) -> PlannedRow:
         """The pieces of places start..start+count of the tapes."""
-        row: Row = []
+        row: PlannedRow = []
         while count:
             epoch, at = divmod(start, self.tape)
             taken = min(count, self.tape - at)
             start, count = start + taken, count - taken
-            offset = self.stream.size * draw(*self.key, epoch, 1) >> 32
+            offset = self.stream.size * random_bits(*self.key, epoch, 1) >> 32
             if at:
                 row += self.stream.window(offset + at - 1, taken)
                 continue
@@ -218,7 +218,7 @@ class BestFit:
         self.began = self.before = Counts()  # up to this epoch, and up to the one before
         self._next: deque[Fragment] = deque()  # what `drawn` counts up to, looked up ahead
 
-    def unit(self, cut: int = 1) -> list[Row] | None:
+    def unit(self, cut: int = 1) -> list[PlannedRow] | None:
         """`cut` rows of at most T/cut + 1 tokens; None when the last epoch is over."""
         if cut != self.cut:
             self.cut, before = cut, list(self.waiting.values())
@@ -255,9 +255,9 @@ class BestFit:
         """Up to now."""
         return Counts(self.used, self.dropped, self.padding, self.cropped, self.left_out)
 
-    def _row(self, room: int) -> tuple[Row, int]:
+    def _row(self, room: int) -> tuple[PlannedRow, int]:
         """A row, and how many tokens of room it has left."""
-        row: Row = []
+        row: PlannedRow = []
         queues, waiting = self.queues, self.waiting
         while room:
             if len(waiting) <= self.low:
@@ -339,7 +339,7 @@ class BestFit:
                 self.left_out += len(self.lengths) - self._drawn_in(whole - 1)
             self.whole, self.before, self.began = whole, self.began, self.counts
 
-    def _take_back(self, rows: Iterable[Row], capacity: int) -> None:
+    def _take_back(self, rows: Iterable[PlannedRow], capacity: int) -> None:
         """Counts rows that no one gets: the epochs ended before the unit was full."""
         pieces = list(chain.from_iterable(rows))
         placed = sum(1 + piece.stop - piece.start for piece in pieces)
@@ -358,7 +358,7 @@ class BestFit:
         if self.count <= LISTED:
             parts = _permutation(self.count, *key)[first:last]
         else:
-            shuffled = [permute(i, self.count, *key) for i in range(first, last)]
+            shuffled = [shuffled_index(i, self.count, *key) for i in range(first, last)]
             parts = np.array(shuffled, np.int64)
         if self.weights is not None:
             parts = self._weighted(parts, self.weights, epoch)
@@ -386,7 +386,7 @@ class BestFit:
 
     def _places(self, numbers: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Where draws of an epoch stand along the weights, and whose documents' they are."""
-        offset = (draw(*self.key, 0, 1) / 2**32 + epoch * GOLDEN) % 1
+        offset = (random_bits(*self.key, 0, 1) / 2**32 + epoch * GOLDEN) % 1
         total = self.weighed[-1]
         places = np.minimum((numbers + offset) / self.count * total, np.nextafter(total, 0))
         return places, np.searchsorted(self.weighed, places, side="right")

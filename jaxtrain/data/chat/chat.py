@@ -15,9 +15,9 @@ import numpy as np
 import sentencepiece
 import tokenizers
 
-from jaxtrain.data.chat.messages import BEGIN, END, Message, Tools, talk_of
-from jaxtrain.data.chat.template import Refused, Render, make_render
-from jaxtrain.data.tokenizer.sentencepiece_model import facts_of, places
+from jaxtrain.data.chat.messages import BEGIN, END, Message, Tools, parse_conversation
+from jaxtrain.data.chat.template import Render, TemplateRefused, make_render
+from jaxtrain.data.tokenizer.sentencepiece_model import piece_offsets, sentencepiece_facts
 from jaxtrain.data.tokenizer.tokenizer import BYTES_BOS, Tokenizer
 from jaxtrain.settings import UserError
 
@@ -94,10 +94,10 @@ def check_tool_calls(messages: Sequence[Message], render: Render) -> None:
     bare = [{k: v for k, v in one.items() if k != "tool_calls"} for one in messages]
     try:
         ignored = render(bare, False) == whole
-    except Refused:  # it looks at them
+    except TemplateRefused:  # it looks at them
         return
     if ignored:
-        raise Refused(
+        raise TemplateRefused(
             "the chat template leaves out the tool_calls of the conversation that begins "
             f"{messages[0]['content'][:60]!r}: use one that writes them"
         )
@@ -171,7 +171,7 @@ def make_reader(tokenizer: Tokenizer) -> Reader:
     special = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     split = re.compile(f"({special})")
     name = next(name for name, index in names.items() if index == tokenizer.bos_id)
-    plain = tokenizer.name == "bytes" or facts_of(tokenizer.model).plain
+    plain = tokenizer.name == "bytes" or sentencepiece_facts(tokenizer.model).plain
     sizes_V = tokenizer.token_bytes().astype(np.int64) if plain else None
     placed = partial(_placed, tokenizer.model)
     return Reader(
@@ -196,7 +196,7 @@ def special_names(tokenizer: Tokenizer) -> dict[str, int]:
 
 def _placed(model: bytes, text: str) -> Pieces:
     """The tokens of a text, and where they stand in its bytes, as sentencepiece says."""
-    return Pieces(*(np.array(x, np.int64) for x in places(_processor(model), text)))
+    return Pieces(*(np.array(x, np.int64) for x in piece_offsets(_processor(model), text)))
 
 
 @lru_cache(maxsize=2)
@@ -248,12 +248,15 @@ def _encode_between(
 def marks_of(pieces: Pieces, spans: Sequence[Span], tokenizer: Tokenizer) -> np.ndarray:
     """bool [tokens]: those of the answers; what follows an end of turn is no part of one."""
     marks = np.zeros(len(pieces.ids), bool)
-    for start, stop in spans:
-        places = np.flatnonzero((pieces.ends > start) & (pieces.starts < stop))
-        special = [i for i in places if not tokenizer.pieces[pieces.ids[i]]]
-        if special and not tokenizer.decode(pieces.ids[special[-1] + 1 : places[-1] + 1]).strip():
-            places = places[places <= special[-1]]
-        marks[places] = True
+    for start, raise_error in spans:
+        piece_offsets = np.flatnonzero((pieces.ends > start) & (pieces.starts < raise_error))
+        special = [i for i in piece_offsets if not tokenizer.pieces[pieces.ids[i]]]
+        if (
+            special
+            and not tokenizer.decode(pieces.ids[special[-1] + 1 : piece_offsets[-1] + 1]).strip()
+        ):
+            piece_offsets = piece_offsets[piece_offsets <= special[-1]]
+        marks[piece_offsets] = True
     return marks
 
 
@@ -268,9 +271,9 @@ class Document(NamedTuple):
     size: int
 
 
-def _no_answer(messages: Sequence[Message]) -> Refused:
+def _no_answer(messages: Sequence[Message]) -> TemplateRefused:
     first = messages[0]["content"][:60]
-    return Refused(
+    return TemplateRefused(
         "nothing is learned of the last answer in the conversation that begins "
         f"{first!r}: the chat template leaves it out, or it has weight 0 or train false"
     )
@@ -282,7 +285,7 @@ Asked = tuple[Sequence[Message], int, Tools]  # a conversation, how long its pro
 OnError = Callable[[int, UserError], None]  # which of several texts cannot be used, and why
 
 
-def stop(number: int, error: UserError) -> None:
+def raise_error(number: int, error: UserError) -> None:
     raise error
 
 
@@ -351,8 +354,12 @@ def make_chat(template: str, special: dict[str, str], tokenizer: Tokenizer) -> C
             for (ids, marks, skip), (whole, _) in zip(skips, texts)
         ]
 
-    def documents(conversations: Sequence[str], on_error: OnError = stop) -> list[list[Document]]:
-        rendered = _each(conversations, lambda text: all_answers(*talk_of(text)), on_error)
+    def documents(
+        conversations: Sequence[str], on_error: OnError = raise_error
+    ) -> list[list[Document]]:
+        rendered = _each(
+            conversations, lambda text: all_answers(*parse_conversation(text)), on_error
+        )
         rendered = [texts or [] for texts in rendered]
         found = iter(read_documents([one for texts in rendered for one in texts]))
         several = [[next(found) for _ in texts] for texts in rendered]
@@ -374,7 +381,7 @@ def make_chat(template: str, special: dict[str, str], tokenizer: Tokenizer) -> C
         begun = len(_common(before, whole))
         return whole, [span for span in spans if span[1] > begun]
 
-    def answers(asked: Sequence[Asked], on_error: OnError = stop) -> list[Document | None]:
+    def answers(asked: Sequence[Asked], on_error: OnError = raise_error) -> list[Document | None]:
         rendered = _each(asked, lambda one: last_answers(*one), on_error)
         read_ = iter(read_documents([one for one in rendered if one is not None]))
         found = [None if one is None else next(read_) for one in rendered]

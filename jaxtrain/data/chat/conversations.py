@@ -8,9 +8,9 @@ import numpy as np
 from jaxtrain.data.batches.mixture import sources_of
 from jaxtrain.data.chat.template import read_template
 from jaxtrain.data.config import DataConfig
-from jaxtrain.data.files.sources import TalkSource
+from jaxtrain.data.files.sources import ChatTemplateSource
 from jaxtrain.data.preference.pairs import fit_pairs
-from jaxtrain.data.store.encode import without_marks
+from jaxtrain.data.store.encode import unpack_loss_mask
 from jaxtrain.data.store.store import TokenStore
 from jaxtrain.settings import UserError
 
@@ -27,7 +27,7 @@ class Fit(NamedTuple):
     unanswered: int
 
 
-def fit(store: TokenStore, too_long: str, length: int) -> Fit:
+def fit_conversations(store: TokenStore, too_long: str, length: int) -> Fit:
     """What the rule `too_long` of a source makes of its store; reads the long documents only."""
     long = np.flatnonzero(store.lengths > length)
     kept = np.ones(store.documents, bool)
@@ -37,12 +37,12 @@ def fit(store: TokenStore, too_long: str, length: int) -> Fit:
     for first in range(0, len(long), AT_ONCE):
         some = long[first : first + AT_ONCE]
         heads = store.read_many((int(document), 0, length) for document in some)
-        kept[some] = [without_marks(tokens)[1].any() for tokens in heads]
+        kept[some] = [unpack_loss_mask(tokens)[1].any() for tokens in heads]
     left = int(kept[long].sum())
     return Fit(kept, left, 0, len(long) - left)
 
 
-def fitting(
+def fit_stores(
     stores: dict[str, TokenStore], config: DataConfig, length: int
 ) -> tuple[dict[str, TokenStore], dict[str, dict[str, int]]]:
     """The stores without the conversations that the rule leaves out; and of each source of
@@ -55,7 +55,7 @@ def fitting(
             store, counts = fit_pairs(store, rules[name], length)
             counted[name] = _with_earlier(counts, before)
         elif store.marked:
-            kept, *numbers = fit(store, rules[name], length)
+            kept, *numbers = fit_conversations(store, rules[name], length)
             counts = {"conversations": store.documents} | dict(zip(Fit._fields[1:], numbers))
             counted[name] = _with_earlier(counts, store.left_out)
             if not kept.any():
@@ -76,7 +76,7 @@ def _with_earlier(counts: dict[str, int], left_out: dict[str, int]) -> dict[str,
     return counts | {total: counts[total] + sum(left_out.values())} | reasons
 
 
-def shares(counted: dict[str, dict[str, int]]) -> dict[str, float]:
+def dropped_shares(counted: dict[str, dict[str, int]]) -> dict[str, float]:
     """Parts of all conversations that lose their end and that are left out, for the metrics."""
     if not counted:
         return {}
@@ -84,7 +84,7 @@ def shares(counted: dict[str, dict[str, int]]) -> dict[str, float]:
     return {"data_truncated": cut / total, "data_left_out": sum(out) / total}
 
 
-def in_words(count: dict[str, int]) -> str:
+def counts_phrase(count: dict[str, int]) -> str:
     """One source's counts as a phrase."""
     noun = next(name for name in ("conversations", "preferences") if name in count)
     text = (
@@ -97,7 +97,9 @@ def in_words(count: dict[str, int]) -> str:
     return text
 
 
-def held_out_pairs(store: TokenStore | None, config: DataConfig, length: int) -> TokenStore | None:
+def validation_pairs(
+    store: TokenStore | None, config: DataConfig, length: int
+) -> TokenStore | None:
     """The validation split of preferences as pairs; None for other data, or without one."""
     source = next(iter(sources_of(config.train).values()))
     if store is None or source.name != "preference":
@@ -108,10 +110,10 @@ def held_out_pairs(store: TokenStore | None, config: DataConfig, length: int) ->
     return fit_pairs(store, source.too_long, length, "validation")[0]
 
 
-def template_of(config: DataConfig) -> tuple[str, dict[str, str]] | None:
+def training_template(config: DataConfig) -> tuple[str, dict[str, str]] | None:
     """The template that conversations are trained on with, and the tokens that it names."""
     for source in sources_of(config.train).values():
-        if isinstance(source, TalkSource):
+        if isinstance(source, ChatTemplateSource):
             return read_template(source.template), source.special
     return None
 
@@ -119,7 +121,9 @@ def template_of(config: DataConfig) -> tuple[str, dict[str, str]] | None:
 def _rules(config: DataConfig) -> dict[str, str]:
     """The rule of each source of conversations, by its name."""
     named = sources_of(config.train).items()
-    return {name: source.too_long for name, source in named if isinstance(source, TalkSource)}
+    return {
+        name: source.too_long for name, source in named if isinstance(source, ChatTemplateSource)
+    }
 
 
 def _only(store: TokenStore, kept: np.ndarray) -> TokenStore:

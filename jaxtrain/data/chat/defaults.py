@@ -4,12 +4,12 @@ from collections.abc import Iterator
 from typing import Any
 
 from jaxtrain.data.chat.template import read_template
-from jaxtrain.data.files.sources import TALK
+from jaxtrain.data.files.sources import CHAT_TEMPLATE_SOURCES
 
 Tree = dict[str, Any]
 
 
-def fill_in_chat(tree: Tree) -> bool:
+def apply_chat_defaults(tree: Tree) -> bool:
     """Fill a plain configuration in, if it trains on conversations; what it says itself wins.
 
     Returns whether it does.
@@ -38,7 +38,7 @@ def fill_in_chat(tree: Tree) -> bool:
 def chat_sources(node: Any) -> Iterator[Tree]:
     """The sources of conversations in a plain section."""
     if isinstance(node, dict):
-        if node.get("name") in TALK:
+        if node.get("name") in CHAT_TEMPLATE_SOURCES:
             yield node
         for value in node.values():
             yield from chat_sources(value)

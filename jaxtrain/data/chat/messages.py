@@ -39,7 +39,7 @@ def records(text: str, file: str, line: int) -> Iterator[tuple[Any, str]]:
 
 
 def conversation(record: Any, place: str) -> str:
-    """JSON of the messages of a record, for `talk_of`.
+    """JSON of the messages of a record, for `parse_conversation`.
 
     Shapes: {messages: [{role, content}]}, ShareGPT's {conversations: [{from, value}]}, Alpaca's
     {instruction, input, output, history}, Dolly's {instruction, context, response}, and TRL's
@@ -69,7 +69,7 @@ def conversation(record: Any, place: str) -> str:
     return checked(kept if tools is None else {"messages": kept, "tools": tools}, place)
 
 
-def talk_of(text: str) -> tuple[list[Message], Tools]:
+def parse_conversation(text: str) -> tuple[list[Message], Tools]:
     """The messages of a conversation (its JSON), and the tools that a template tells of."""
     found = json.loads(text)
     return (found, None) if isinstance(found, list) else (found["messages"], found["tools"])
@@ -87,9 +87,9 @@ def checked(value: Any, place: str) -> str:
     return text
 
 
-def plain(text: str) -> str:
+def chat_text(text: str) -> str:
     """What is said in a conversation (JSON of its messages), for a tokenizer to train on."""
-    return "\n\n".join(message["content"] for message in talk_of(text)[0])
+    return "\n\n".join(message["content"] for message in parse_conversation(text)[0])
 
 
 # ---- what a record has beside its messages -----------------------------------------------------

@@ -12,12 +12,12 @@ from jaxtrain.settings import UserError
 Render = Callable[..., str]  # (messages, begin an answer?, tools=None) -> text
 
 
-class Refused(UserError):
+class TemplateRefused(UserError):
     """A conversation that the template does not write."""
 
 
 # For models without a template of their own: an answer ends with the end of a text.
-DEFAULT = (
+DEFAULT_TEMPLATE = (
     "{{ bos_token }}{% for message in messages %}"
     "{{ '### ' + message['role'] | capitalize + '\\n' + message['content'] }}"
     "{{ eos_token if message['role'] == 'assistant' else '\\n\\n' }}{% endfor %}"
@@ -30,7 +30,7 @@ DATE = datetime(2024, 7, 26)  # templates that ask for today's would make other 
 def read_template(given: str | None) -> str:
     """The Jinja text of a template that is given as text, as a file, or not at all."""
     if given is None or "{" in given:
-        return given or DEFAULT
+        return given or DEFAULT_TEMPLATE
     if not Path(given).expanduser().is_file():
         raise UserError(f"template {given!r} is neither Jinja text nor a file")
     try:
@@ -120,7 +120,7 @@ def make_render(template: str, special: dict[str, str]) -> Render:
             first = messages[0]["content"][:60] if messages else ""
             own = isinstance(error, jinja2.TemplateError)
             reason = str(error) if own else f"{type(error).__name__}: {error}"
-            raise Refused(
+            raise TemplateRefused(
                 f"the chat template refuses the conversation that begins {first!r}: {reason}"
             ) from error
 

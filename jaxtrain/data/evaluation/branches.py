@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.data.evaluation.prompts import Scored, common
+from jaxtrain.data.evaluation.prompts import Scored, common_prefix
 
 BUFFERED = 4  # batches of texts that are packed together
 BRANCH_SHARE = 4  # a trunk has this many tokens for one token of branches
@@ -34,7 +34,7 @@ class RowShape(NamedTuple):
         return RowShape(rows, self.trunk * times, self.branch * times, self.ways)
 
 
-class Rows(NamedTuple):
+class BranchBatch(NamedTuple):
     """A batch as numpy arrays of int32; T is trunk and branches, M the labels of a row."""
 
     tokens_BT: np.ndarray
@@ -46,7 +46,7 @@ class Rows(NamedTuple):
     labels_BM: np.ndarray  # -1 is padding
 
 
-class Text(NamedTuple):
+class TrunkText(NamedTuple):
     """A piece of a trunk with its branches, and the labels that are predicted in it."""
 
     tokens: np.ndarray
@@ -54,58 +54,58 @@ class Text(NamedTuple):
     asked: list[tuple[int, Scored]]  # number and sequence; branch i belongs to the i-th
 
 
-class Row(NamedTuple):
+class OpenRow(NamedTuple):
     """What is left of a row while it is filled."""
 
-    texts: list[Text]
+    texts: list[TrunkText]
     free: list[int]  # tokens of the trunk, of the branches, labels
 
 
-def pack(
+def pack_branches(
     questions: Iterable[Sequence[Scored]], shape: RowShape
-) -> Iterator[tuple[Rows, np.ndarray]]:
+) -> Iterator[tuple[BranchBatch, np.ndarray]]:
     """Batches that ask for all sequences, and whose label each is: owners_BM, -1 for none.
 
     Sequences are numbered through, over all questions. Where all but the last token of a sequence
     do not fit into a trunk, the question goes into longer rows, which have a program of their own.
     A batch without branches has none of their tokens (R = 0).
     """
-    piles: dict[RowShape, list[Text]] = {}
+    piles: dict[RowShape, list[TrunkText]] = {}
     waiting: dict[RowShape, int] = {}
     number = 0
     for question in questions:
         fit = shape.holding(max(len(scored.tokens) for scored in question) - 1)
-        new = texts_of(question, number, fit)
+        new = trunk_texts(question, number, fit)
         number += len(question)
         piles.setdefault(fit, []).extend(new)
         waiting[fit] = waiting.get(fit, 0) + sum(len(text.tokens) for text in new)
         if waiting[fit] >= BUFFERED * fit.rows * fit.trunk:
-            rows = filled(piles[fit], fit)
+            rows = fill_rows(piles[fit], fit)
             whole = (len(rows) - 1) // fit.rows * fit.rows
             for begin in range(0, whole, fit.rows):
-                yield laid_out(rows[begin : begin + fit.rows], fit)
+                yield layout(rows[begin : begin + fit.rows], fit)
             # The last rows are the emptiest: their texts wait for better company.
             piles[fit] = [text for row in rows[whole:] for text in row.texts]
             waiting[fit] = sum(len(text.tokens) for text in piles[fit])
     for fit, texts in piles.items():
-        rows = filled(texts, fit)
+        rows = fill_rows(texts, fit)
         for begin in range(0, len(rows), fit.rows):
-            yield laid_out(rows[begin : begin + fit.rows], fit)
+            yield layout(rows[begin : begin + fit.rows], fit)
 
 
-def filled(texts: Sequence[Text], shape: RowShape) -> list[Row]:
+def fill_rows(texts: Sequence[TrunkText], shape: RowShape) -> list[OpenRow]:
     """The texts in rows: the longest first, each where it leaves the least of the trunk free."""
-    rows: list[Row] = []
+    rows: list[OpenRow] = []
     order: list[tuple[int, int]] = []  # (free in the trunk, row), sorted
     for text in sorted(texts, key=lambda text: -len(text.tokens)):
-        needs = needs_of(text)
+        needs = row_needs(text)
         for at in range(bisect_left(order, (needs[0], 0)), len(order)):
             if all(f >= n for f, n in zip(rows[order[at][1]].free, needs)):
                 number = order.pop(at)[1]
                 break
         else:
             number = len(rows)
-            rows.append(Row([], [shape.trunk, shape.branch, shape.trunk]))
+            rows.append(OpenRow([], [shape.trunk, shape.branch, shape.trunk]))
         row = rows[number]
         row.texts.append(text)
         row.free[:] = [free - need for free, need in zip(row.free, needs)]
@@ -113,7 +113,7 @@ def filled(texts: Sequence[Text], shape: RowShape) -> list[Row]:
     return rows
 
 
-def texts_of(question: Sequence[Scored], number: int, shape: RowShape) -> list[Text]:
+def trunk_texts(question: Sequence[Scored], number: int, shape: RowShape) -> list[TrunkText]:
     """One text with branches if that saves enough, else each sequence as a text of its own.
 
     The last token of a sequence is only a label. If the sequences differ in nothing else, a text
@@ -121,28 +121,28 @@ def texts_of(question: Sequence[Scored], number: int, shape: RowShape) -> list[T
     """
     inputs = [scored.tokens[:-1] for scored in question]
     asked = list(enumerate(question, number))
-    shared = common(inputs)
+    shared = common_prefix(inputs)
     branches = [tokens[shared:] for tokens in inputs]
-    together = Text(inputs[0][:shared], branches, asked)
-    need = needs_of(together)
+    together = TrunkText(inputs[0][:shared], branches, asked)
+    need = row_needs(together)
     if BRANCH_SHARE * need[1] <= shared and need[1] <= shape.branch and need[2] <= shape.trunk:
         return [together]
-    return [Text(tokens, [tokens[:0]], [pair]) for tokens, pair in zip(inputs, asked)]
+    return [TrunkText(tokens, [tokens[:0]], [pair]) for tokens, pair in zip(inputs, asked)]
 
 
-def needs_of(text: Text) -> tuple[int, int, int]:
+def row_needs(text: TrunkText) -> tuple[int, int, int]:
     """What a text takes of a row: tokens of the trunk, of the branches, labels."""
     labels = sum(len(scored.tokens) - scored.start for _, scored in text.asked)
     return len(text.tokens), sum(map(len, text.branches)), labels
 
 
-def laid_out(rows: Sequence[Row], shape: RowShape) -> tuple[Rows, np.ndarray]:
+def layout(rows: Sequence[OpenRow], shape: RowShape) -> tuple[BranchBatch, np.ndarray]:
     """The arrays of a batch."""
     branched = any(len(branch) for row in rows for text in row.texts for branch in text.branches)
     B, R = shape.rows, shape.branch if branched else 0
     T = shape.trunk + R
     zeros = lambda width: np.zeros((B, width), np.int32)
-    out = Rows(*(zeros(width) for width in (T, T, T, R, R, T, T)))
+    out = BranchBatch(*(zeros(width) for width in (T, T, T, R, R, T, T)))
     out.labels_BM[:] = -1
     owners_BM = np.full((B, T), -1, np.int32)
     for b, row in enumerate(rows):
@@ -150,14 +150,14 @@ def laid_out(rows: Sequence[Row], shape: RowShape) -> tuple[Rows, np.ndarray]:
         for text in row.texts:
             parent = segment = segment + 1
             length = len(text.tokens)
-            put(out, b, at, text.tokens, 0, parent)
+            write_segment(out, b, at, text.tokens, 0, parent)
             for branch, (number, scored) in zip(text.branches, text.asked):
                 places = np.arange(scored.start - 1, len(scored.tokens) - 1, dtype=np.int32)
                 inside = places < length
                 places += np.where(inside, at, branch_at - length).astype(np.int32)
                 if len(branch):
                     segment += 1
-                    put(out, b, branch_at, branch, length, segment)
+                    write_segment(out, b, branch_at, branch, length, segment)
                     r = slice(branch_at - shape.trunk, branch_at - shape.trunk + len(branch))
                     out.parents_BR[b, r] = parent
                     out.before_BR[b, r] = np.arange(branch_at - 1, branch_at + len(branch) - 1)
@@ -171,7 +171,9 @@ def laid_out(rows: Sequence[Row], shape: RowShape) -> tuple[Rows, np.ndarray]:
     return out, owners_BM
 
 
-def put(rows: Rows, b: int, at: int, tokens: np.ndarray, position: int, segment: int) -> None:
+def write_segment(
+    rows: BranchBatch, b: int, at: int, tokens: np.ndarray, position: int, segment: int
+) -> None:
     """Write a piece of text into row b."""
     here = slice(at, at + len(tokens))
     rows.tokens_BT[b, here] = tokens

@@ -174,7 +174,7 @@ class Encoder:
             self.known[text] = Cut(text[:begin], middle, text[end:])
 
 
-def common(sequences: Sequence[np.ndarray]) -> int:
+def common_prefix(sequences: Sequence[np.ndarray]) -> int:
     """Tokens that all sequences begin with."""
     length = min(map(len, sequences))
     first = sequences[0][:length]
@@ -186,20 +186,20 @@ def common(sequences: Sequence[np.ndarray]) -> int:
 
 def after_common_start(sequences: list[np.ndarray]) -> list[Scored]:
     """Answers to one question: each from where they differ."""
-    start = min(common(sequences), min(map(len, sequences)) - 1)
+    start = min(common_prefix(sequences), min(map(len, sequences)) - 1)
     return [Scored(tokens, max(start, 1)) for tokens in sequences]
 
 
 def common_end(sequences: list[np.ndarray]) -> list[Scored]:
     """One answer to several questions: the tokens that all end with."""
-    length = common([tokens[::-1] for tokens in sequences])
+    length = common_prefix([tokens[::-1] for tokens in sequences])
     length = min(max(length, 1), min(map(len, sequences)) - 1)
     return [Scored(tokens, len(tokens) - length) for tokens in sequences]
 
 
 def after_first(sequences: list[np.ndarray]) -> list[Scored]:
     """The text without its answer, and with it."""
-    start = min(common(sequences), len(sequences[1]) - 1)
+    start = min(common_prefix(sequences), len(sequences[1]) - 1)
     return [Scored(sequences[1], start)]
 
 

@@ -11,7 +11,7 @@ from typing import NamedTuple
 from jaxtrain.settings import UserError
 
 
-class Entry(NamedTuple):
+class LocalFile(NamedTuple):
     """A file: the path that it was found at, which may be a link; bytes; when it was changed."""
 
     path: str
@@ -29,7 +29,7 @@ def is_folder(path: str) -> bool:
     return stat.S_ISDIR(_status(path).st_mode)
 
 
-def files_at(paths: list[str], *, strict: bool = True) -> list[Entry]:
+def files_at(paths: list[str], *, strict: bool = True) -> list[LocalFile]:
     """Those of the paths that are files; sockets and the like are not.
 
     Raises UserError for a link to nothing or in a loop, which is left out if not `strict`.
@@ -43,13 +43,13 @@ def files_at(paths: list[str], *, strict: bool = True) -> list[Entry]:
                 raise
             continue
         if stat.S_ISREG(status.st_mode):
-            found.append(Entry(path, status.st_size, status.st_mtime))
+            found.append(LocalFile(path, status.st_size, status.st_mtime))
     return found
 
 
-def files_below(
+def files_under(
     folder: str, endings: tuple[str, ...], *, not_entered: Collection[str] = (), strict: bool = True
-) -> list[Entry]:
+) -> list[LocalFile]:
     """The files of a folder and of its folders whose names end so.
 
     Raises UserError for a folder that cannot be read; if `strict`, for a link to nothing and for
@@ -60,10 +60,10 @@ def files_below(
     return files_at(paths, strict=strict)
 
 
-def files_like(pattern: str, *, strict: bool = True) -> list[Entry]:
+def files_like(pattern: str, *, strict: bool = True) -> list[LocalFile]:
     """The files that match an absolute path with *, ?, [...], and ** for any folders.
 
-    Brackets stand for themselves where something has that very name. Raises as `files_below`.
+    Brackets stand for themselves where something has that very name. Raises as `files_under`.
     """
     paths, parts = ["/"], [part for part in pattern.split("/") if part]
     for part in parts[:-1]:

@@ -24,7 +24,7 @@ from jaxtrain.data.files.sources import (
     Source,
     TextSource,
     find_files,
-    where,
+    source_path,
 )
 from jaxtrain.data.preference.preferences import preferences
 from jaxtrain.settings import UserError
@@ -44,7 +44,7 @@ class Position(NamedTuple):
 START = Position()
 
 
-class Block(NamedTuple):
+class TextBlock(NamedTuple):
     """Some whole documents of one file."""
 
     file: File
@@ -55,7 +55,7 @@ class Block(NamedTuple):
     after: Position
 
 
-def documents(source: Source) -> Iterator[str]:
+def read_documents(source: Source) -> Iterator[str]:
     """Yields the documents of every file of `source` in the order of the file names, streamed.
 
     Raises UserError for a missing file, a source without text, text that is not UTF-8, and bad
@@ -67,10 +67,10 @@ def documents(source: Source) -> Iterator[str]:
             found = True
             yield text
     if not found:
-        raise UserError(f"{where(source)} holds no text")
+        raise UserError(f"{source_path(source)} holds no text")
 
 
-def blocks(source: Source, files: list[File], begin: Position = START) -> Iterator[Block]:
+def blocks(source: Source, files: list[File], begin: Position = START) -> Iterator[TextBlock]:
     """The blocks of `files` in order from `begin` on."""
     stored = sum(file.size or 0 for file in files[: begin.file])
     for number in range(begin.file, len(files)):
@@ -79,13 +79,13 @@ def blocks(source: Source, files: list[File], begin: Position = START) -> Iterat
         stored += files[number].size or 0
 
 
-def texts_of(source: Source, block: Block) -> Iterator[str]:
+def texts_of(source: Source, block: TextBlock) -> Iterator[str]:
     """The documents of a block that are not empty. Raises UserError where the text is bad."""
     return (text for text in SOURCES[source.name].texts(source, block) if text)
 
 
 def records_of(
-    source: Source, block: Block, fields: tuple[str, ...] = ()
+    source: Source, block: TextBlock, fields: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The documents of a block with what else their line of JSONL says, or with these columns."""
     records = SOURCES[source.name].records
@@ -96,7 +96,7 @@ def records_of(
 
 def cut_stream(
     stream: Any, file: File, at: Position, cut: Callable[[bytes], int], stored: Callable[[], int]
-) -> Iterator[Block]:
+) -> Iterator[TextBlock]:
     """Blocks of a stream of text that stands at byte `at.at`; `cut` finds the end of a document.
 
     `stored()` tells how many bytes have been read of the file as it is stored.
@@ -119,28 +119,28 @@ def cut_stream(
         after = Position(
             at.file, place.at + end, place.line + data.count(b"\n"), at.stored + stored()
         )
-        yield Block(file, place.line, place.at, end, data, after)
+        yield TextBlock(file, place.line, place.at, end, data, after)
         place = after
 
 
-def _text_blocks(source: TextSource, file: File, at: Position) -> Iterator[Block]:
+def _text_blocks(source: TextSource, file: File, at: Position) -> Iterator[TextBlock]:
     return blocks_of_file(file, at, CUTS[source.document])
 
 
-def _jsonl_blocks(source: JsonlSource, file: File, at: Position) -> Iterator[Block]:
+def _jsonl_blocks(source: JsonlSource, file: File, at: Position) -> Iterator[TextBlock]:
     return blocks_of_file(file, at, CUTS["line"])
 
 
-def _chat_blocks(source: Any, file: File, at: Position) -> Iterator[Block]:
+def _chat_blocks(source: Any, file: File, at: Position) -> Iterator[TextBlock]:
     whole = ".json" in Path(file.url).suffixes  # it may be one array
     return blocks_of_file(file, at, CUTS["file" if whole else "line"])
 
 
-def _code_blocks(source: CodeSource, file: File, at: Position) -> Iterator[Block]:
+def _code_blocks(source: CodeSource, file: File, at: Position) -> Iterator[TextBlock]:
     return blocks_of_file(file, at, CUTS["file"])
 
 
-def blocks_of_file(file: File, at: Position, cut: Callable[[bytes], int]) -> Iterator[Block]:
+def blocks_of_file(file: File, at: Position, cut: Callable[[bytes], int]) -> Iterator[TextBlock]:
     with open_file(file) as raw:
         ending = Path(file.url).suffix.lower()
         try:
@@ -209,7 +209,7 @@ CUTS: dict[str, Callable[[bytes], int]] = {
 }
 
 
-def _decoded(block: Block) -> str:
+def _decoded(block: TextBlock) -> str:
     data = block.data or b""
     try:
         return _without_mark(data.decode(), block)
@@ -220,12 +220,12 @@ def _decoded(block: Block) -> str:
         ) from error
 
 
-def _without_mark(text: str, block: Block) -> str:
+def _without_mark(text: str, block: TextBlock) -> str:
     """A byte order mark at the start of a file is no part of its text."""
     return text.removeprefix("\ufeff") if block.start == 0 else text
 
 
-def _text(source: TextSource, block: Block) -> Iterator[str]:
+def _text(source: TextSource, block: TextBlock) -> Iterator[str]:
     text = _decoded(block)
     if source.document == "file":
         yield text
@@ -243,12 +243,12 @@ def _text(source: TextSource, block: Block) -> Iterator[str]:
     yield paragraph
 
 
-def _jsonl(source: JsonlSource, block: Block) -> Iterator[str]:
+def _jsonl(source: JsonlSource, block: TextBlock) -> Iterator[str]:
     return (text for text, _ in _jsonl_records(source, block))
 
 
 def _jsonl_records(
-    source: JsonlSource, block: Block, fields: tuple[str, ...] = ()
+    source: JsonlSource, block: TextBlock, fields: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     for number, line in enumerate(_decoded(block).split("\n"), block.line):
         if not line.strip():
@@ -274,17 +274,17 @@ def _jsonl_records(
         yield text, record
 
 
-def _chat(source: Any, block: Block) -> Iterator[str]:
-    return (text for text, _ in talk_of_block(source, block))
+def _chat(source: Any, block: TextBlock) -> Iterator[str]:
+    return (text for text, _ in chat_records(source, block))
 
 
-def talk_of_block(source: Any, block: Block) -> Iterator[tuple[str, str]]:
+def chat_records(source: Any, block: TextBlock) -> Iterator[tuple[str, str]]:
     """The conversations or preferences of a block as JSON, each with its place."""
     read = preferences if source.name == "preference" else conversations
     return read(_decoded(block), block.file.url, block.line)
 
 
-def _code(source: CodeSource, block: Block) -> Iterator[str]:
+def _code(source: CodeSource, block: TextBlock) -> Iterator[str]:
     data = block.data or b""
     if b"\0" in data:
         return
@@ -297,21 +297,21 @@ def _code(source: CodeSource, block: Block) -> Iterator[str]:
         yield text if header is None else header.replace("{path}", block.file.name) + "\n" + text
 
 
-def _parquet_blocks(source: Any, file: File, at: Position) -> Iterator[Block]:
+def _parquet_blocks(source: Any, file: File, at: Position) -> Iterator[TextBlock]:
     table = _parquet_file(source, file)
     groups = table.metadata.num_row_groups
     for group in range(at.at, groups):
         stored = at.stored + (file.size or 0) * (group + 1) // groups
         size = table.metadata.row_group(group).total_byte_size
-        yield Block(file, 1, group, size, None, Position(at.file, group + 1, 1, stored))
+        yield TextBlock(file, 1, group, size, None, Position(at.file, group + 1, 1, stored))
 
 
-def _parquet(source: Any, block: Block) -> Iterator[str]:
+def _parquet(source: Any, block: TextBlock) -> Iterator[str]:
     return (text for text, _ in _parquet_records(source, block) if text)
 
 
 def _parquet_records(
-    source: Any, block: Block, fields: tuple[str, ...] = ()
+    source: Any, block: TextBlock, fields: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     table = _parquet_file(source, block.file)
     there = [field for field in fields if field in table.schema_arrow.names]
@@ -368,19 +368,19 @@ def _is_text(kind: Any) -> bool:
     return any(check(kind) for check in checks)
 
 
-class Kind(NamedTuple):
+class SourceReader(NamedTuple):
     """How a kind of source is read."""
 
-    blocks: Callable[[Any, File, Position], Iterator[Block]]
-    texts: Callable[[Any, Block], Iterator[str]]
+    blocks: Callable[[Any, File, Position], Iterator[TextBlock]]
+    texts: Callable[[Any, TextBlock], Iterator[str]]
     records: Callable[..., Iterator[tuple[str, dict[str, Any]]]] | None = None  # with other fields
 
 
-SOURCES: dict[str, Kind] = {
-    "text": Kind(_text_blocks, _text),
-    "jsonl": Kind(_jsonl_blocks, _jsonl, _jsonl_records),
-    "parquet": Kind(_parquet_blocks, _parquet, _parquet_records),
-    "code": Kind(_code_blocks, _code),
-    "chat": Kind(_chat_blocks, _chat),
-    "preference": Kind(_chat_blocks, _chat),
+SOURCES: dict[str, SourceReader] = {
+    "text": SourceReader(_text_blocks, _text),
+    "jsonl": SourceReader(_jsonl_blocks, _jsonl, _jsonl_records),
+    "parquet": SourceReader(_parquet_blocks, _parquet, _parquet_records),
+    "code": SourceReader(_code_blocks, _code),
+    "chat": SourceReader(_chat_blocks, _chat),
+    "preference": SourceReader(_chat_blocks, _chat),
 }

@@ -11,8 +11,8 @@ from pydantic import Field, model_validator
 
 from jaxtrain.data.files.local import (
     files_at,
-    files_below,
     files_like,
+    files_under,
     fixed_part,
     is_folder,
     local_path,
@@ -111,7 +111,7 @@ class CodeSource(Filtered):
     )
 
 
-class TalkSource(Settings):
+class ChatTemplateSource(Settings):
     """What a chat template writes. A .json file may hold the records as one array."""
 
     filters: ClassVar[tuple[Filter, ...]] = ()  # they judge text, and this is JSON of messages
@@ -134,7 +134,7 @@ class TalkSource(Settings):
     )
 
 
-class ChatSource(TalkSource):
+class ChatSource(ChatTemplateSource):
     """Conversations, one JSON object a line; the loss counts what the assistant says.
 
     Shapes: messages; ShareGPT's conversations; Alpaca's instruction, input, output, history;
@@ -150,7 +150,7 @@ class ChatSource(TalkSource):
     )
 
 
-class PreferenceSource(TalkSource):
+class PreferenceSource(ChatTemplateSource):
     """Preferred and other answers, one JSON object a line, for `objective`.
 
     Shapes: prompt, chosen and rejected; the two with the prompt in them; prompt, completion and
@@ -165,7 +165,7 @@ class PreferenceSource(TalkSource):
     )
 
 
-TALK = ("chat", "preference")  # sources that a chat template writes
+CHAT_TEMPLATE_SOURCES = ("chat", "preference")  # sources that a chat template writes
 Source = Annotated[
     TextSource | JsonlSource | ParquetSource | CodeSource | ChatSource | PreferenceSource,
     Field(discriminator="name"),
@@ -188,7 +188,7 @@ PATTERN = re.compile(r"[*?\[]")
 GENERATED = re.compile(r"(\.min\.(js|css)|[-.]bundle\.js|_pb2(_grpc)?\.py|\.pb\.(go|cc|h))$")
 
 
-def where(source: Source) -> str:
+def source_path(source: Source) -> str:
     """The path of a source, with the built-in one spelled out."""
     built_in = source.name == "text" and source.path == "tinyshakespeare"
     return str(SHAKESPEARE) if built_in else source.path
@@ -222,7 +222,7 @@ def find_files(source: Source) -> list[File]:
 
     Raises UserError if there is none.
     """
-    found = [file for url in _spelled_out(where(source)) for file in _found(source, url)]
+    found = [file for url in _spelled_out(source_path(source)) for file in _found(source, url)]
     files = {file.url: file for file in found}
     far = {url for url in files if not is_local(url)}
     return [files[url] for url in sorted([*far, *without_copies(files.keys() - far)])]
@@ -230,7 +230,7 @@ def find_files(source: Source) -> list[File]:
 
 def revisions_of(sources: Iterable[Source]) -> dict[str, str]:
     """The commit of each repository of huggingface.co that sources are read from, by its URL."""
-    urls = (_spelled_out(where(source))[0] for source in sources)
+    urls = (_spelled_out(source_path(source))[0] for source in sources)
     return dict(found for url in urls if (found := revision_of(url)))
 
 
@@ -255,7 +255,7 @@ def _found_here(source: Source, url: str) -> list[File]:
         root, entries = fixed_part(path), files_like(path, strict=not code)
     elif is_folder(path):
         skipped = NOT_ENTERED if code else ()
-        entries = files_below(path, _endings(source), not_entered=skipped, strict=not code)
+        entries = files_under(path, _endings(source), not_entered=skipped, strict=not code)
     else:
         root, entries = os.path.dirname(path), files_at([path])
         if not entries:

@@ -13,7 +13,7 @@ from jaxtrain.data.filters import (
     language,
     score,
 )
-from jaxtrain.data.filters.batch import Kind
+from jaxtrain.data.filters.batch import FilterFunctions
 
 Filter = Annotated[
     duplicates.ExactDuplicates
@@ -28,15 +28,15 @@ Filter = Annotated[
     | decontaminate.Decontaminate,
     Field(discriminator="name"),
 ]
-FILTERS: dict[str, Kind] = {
+FILTERS: dict[str, FilterFunctions] = {
     "exact_duplicates": duplicates.EXACT,
     "near_duplicates": duplicates.NEAR,
     "gopher_quality": gopher.QUALITY,
     "gopher_repetition": gopher.REPETITION,
-    "c4": c4.KIND,
-    "fineweb": fineweb.KIND,
+    "c4": c4.FUNCTIONS,
+    "fineweb": fineweb.FUNCTIONS,
     "language": language.LANGUAGE,
     "script": language.SCRIPT,
-    "score": score.KIND,
-    "decontaminate": decontaminate.KIND,
+    "score": score.FUNCTIONS,
+    "decontaminate": decontaminate.FUNCTIONS,
 }

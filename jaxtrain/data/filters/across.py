@@ -20,15 +20,15 @@ from jaxtrain.data.filters.filtering import (
     FORMAT,
     Progress,
     clean,
-    judge_all,
-    key_of,
-    report,
-    report_of,
+    filter_key,
+    filter_report,
+    read_report,
     report_path,
-    write_all,
+    run_filters,
+    write_filtered,
 )
-from jaxtrain.data.filters.work import Found, Job
-from jaxtrain.data.pool import cores, workers
+from jaxtrain.data.filters.work import FilterJob, Found
+from jaxtrain.data.pool import cores, process_pool
 from jaxtrain.settings import UserError
 
 
@@ -48,20 +48,20 @@ def filter_across(
     after an interruption. Raises UserError if nothing is left of a source.
     """
     if directory.exists():
-        return report_of(directory, key)["sources"]
+        return read_report(directory, key)["sources"]
     partly = directory.with_name(f"{directory.name}.partial-{key[:16]}")
-    jobs = {name: Job(source, tuple(filters)) for name, source in sources.items()}
+    jobs = {name: FilterJob(source, tuple(filters)) for name, source in sources.items()}
     files = {name: find_files(source) for name, source in sources.items()}
     told = {name: lambda s, *rest, name=name: progress(f"{name}: {s}", *rest) for name in sources}
     found: dict[str, list[Found]] = {}
     reports: dict[str, dict[str, Any]] = {}
     reasons = tuple(f"in {name}" for name in sources)
     small = sum(file.size or 0 for some in files.values() for file in some) < filtering.ALONE
-    with workers(1 if small else processes or cores()) as mapped:
+    with process_pool(1 if small else processes or cores()) as mapped:
         for name, job in jobs.items():
             (partly / name).mkdir(parents=True, exist_ok=True)
-            found[name] = judge_all(job, files[name], partly / name, mapped, told[name])
-        decide(filters, found)
+            found[name] = run_filters(job, files[name], partly / name, mapped, told[name])
+        mark_duplicates(filters, found)
         for name, job in jobs.items():
             groups = found[name]
             if all(one.removed_D.all() for one in groups):
@@ -70,8 +70,8 @@ def filter_across(
                     f"data.train.filters leave no document of {name}: the sources before it have "
                     "all of them; leave it out, or name it in data.train.first"
                 )
-            samples = write_all(job, files[name], groups, partly / name, mapped, told[name])
-            reports[name] = report(job, groups, samples, lambda _: reasons)
+            samples = write_filtered(job, files[name], groups, partly / name, mapped, told[name])
+            reports[name] = filter_report(job, groups, samples, lambda _: reasons)
     for name in sources:
         clean(partly / name)
     result = {"key": key, "sources": reports}
@@ -80,7 +80,7 @@ def filter_across(
     return reports
 
 
-def decide(filters: Sequence[Any], found: dict[str, list[Found]]) -> None:
+def mark_duplicates(filters: Sequence[Any], found: dict[str, list[Found]]) -> None:
     """Mark what each filter removes of all sources; the reason is the source of the first copy."""
     groups = [one for some in found.values() for one in some]
     counts = [sum(len(one.removed_D) for one in some) for some in found.values()]
@@ -104,6 +104,6 @@ def decide(filters: Sequence[Any], found: dict[str, list[Found]]) -> None:
 
 def key_across(sources: Mapping[str, Source], filters: Sequence[Any], cache: Path) -> str:
     """A hash of all that decides what is left of each source."""
-    keys = [(name, key_of(source, cache)) for name, source in sources.items()]
+    keys = [(name, filter_key(source, cache)) for name, source in sources.items()]
     settings = [FORMAT, keys, [filter.model_dump() for filter in filters]]
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()

@@ -25,7 +25,7 @@ class Spans(NamedTuple):
     hashes: np.ndarray  # uint64 [N], of their bytes
 
 
-class Arrays:
+class TextArrays:
     """The UTF-8 bytes of some texts, one after the other."""
 
     def __init__(self, texts: list[str]):
@@ -102,12 +102,12 @@ class Arrays:
 
 def ngrams(spans: Spans, n: int) -> tuple[np.ndarray, np.ndarray]:
     """Hashes of n spans in a row of the same text, uint64, and where each begins in `spans`."""
-    total = joined(spans, n)
+    total = rolling_hashes(spans, n)
     first = np.flatnonzero(spans.texts[: len(total)] == spans.texts[n - 1 :][: len(total)])
     return mixed(total[first]), first
 
 
-def joined(spans: Spans, n: int) -> np.ndarray:
+def rolling_hashes(spans: Spans, n: int) -> np.ndarray:
     """uint64: a number for each n spans in a row, which may be of two texts."""
     count = max(len(spans.hashes) - n + 1, 0)
     total = spans.hashes[:count].copy()
@@ -117,15 +117,15 @@ def joined(spans: Spans, n: int) -> np.ndarray:
     return total
 
 
-def joined_at(spans: Spans, n: int, first: np.ndarray) -> np.ndarray:
-    """What `joined` says of the n spans from each of these on."""
+def rolling_hashes_at(spans: Spans, n: int, first: np.ndarray) -> np.ndarray:
+    """What `rolling_hashes` says of the n spans from each of these on."""
     total = spans.hashes[first]
     for offset in range(1, n):
         total = total * BASE + spans.hashes[first + offset]
     return total
 
 
-def groups(hashes: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
+def group_equal(hashes: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     """Orders the places of equal things of one text side by side, the first of each first.
 
     Returns the places int64 [N], and where each of them is like the one before: bool [N].
@@ -142,7 +142,7 @@ def groups(hashes: np.ndarray, texts: np.ndarray) -> tuple[np.ndarray, np.ndarra
 
 def seen_before(hashes: np.ndarray, texts: np.ndarray) -> np.ndarray:
     """bool [N]: whether an equal one stands earlier in the same text."""
-    places, same = groups(hashes, texts)
+    places, same = group_equal(hashes, texts)
     seen = np.zeros(len(hashes), bool)
     seen[places[same]] = True
     return seen

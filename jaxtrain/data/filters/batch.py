@@ -7,11 +7,11 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxtrain.data.filters.arrays import Arrays
+from jaxtrain.data.filters.arrays import TextArrays
 from jaxtrain.data.filters.fold import changed, compatible, spaces
 
 
-class Batch:
+class TextBatch:
     """Some documents; what filters need of them is worked out when it is first asked for."""
 
     def __init__(self, texts: list[str], records: Sequence[Mapping[str, Any]]):
@@ -23,23 +23,23 @@ class Batch:
         return changed(self.texts, self._written, spaces())
 
     @cached_property
-    def arrays(self) -> Arrays:
+    def arrays(self) -> TextArrays:
         """Of the texts with plain spaces."""
-        return self._written if self.spaced is self.texts else Arrays(self.spaced)
+        return self._written if self.spaced is self.texts else TextArrays(self.spaced)
 
     @cached_property
-    def folded(self) -> Arrays:
+    def folded(self) -> TextArrays:
         """Of the texts as they are compared: small letters, one form of each character."""
         lowered = [text.lower() for text in self.texts]
-        arrays = Arrays(lowered)
+        arrays = TextArrays(lowered)
         texts = changed(lowered, arrays, compatible())
         if texts is lowered:
             return arrays
-        return Arrays([new if new is old else new.lower() for new, old in zip(texts, lowered)])
+        return TextArrays([new if new is old else new.lower() for new, old in zip(texts, lowered)])
 
     @cached_property
-    def _written(self) -> Arrays:
-        return Arrays(self.texts)
+    def _written(self) -> TextArrays:
+        return TextArrays(self.texts)
 
     def sizes(self) -> list[int]:
         """UTF-8 bytes of each."""
@@ -50,29 +50,30 @@ class Batch:
         if len(which) == len(self.texts) and texts is None:
             return self
         texts = texts or self.texts
-        return Batch([texts[i] for i in which], [self.records[i] for i in which])
+        return TextBatch([texts[i] for i in which], [self.records[i] for i in which])
 
 
-class Judged(NamedTuple):
-    """What a filter thinks of each document."""
+class FilterVerdict(NamedTuple):
+    """Which documents a filter removes, and how it leaves the others."""
 
     reasons: np.ndarray  # uint8 [documents]: 0 keeps it, else the number of a reason, from 1
     texts: list[str] | None = None  # all documents as the filter leaves them; None: unchanged
 
 
-class Kind(NamedTuple):
-    """A kind of filter. It looks at each document alone (`judge`), or at what it noted of all.
+class FilterFunctions(NamedTuple):
+    """The functions of one filter; the first argument of each is the filter's configuration.
 
-    `mark` notes some numbers for each document, `choose` decides once those of all are there.
+    A filter of single documents has `apply`. A filter that compares documents has `features`
+    (numbers for each document) and `decide`, which gets those of all documents.
     """
 
     reasons: tuple[str, ...]
-    judge: Callable[[Any, Batch], Judged] | None = None
-    mark: Callable[[Any, Batch], np.ndarray] | None = None
-    choose: Callable[[Any, np.ndarray], np.ndarray] | None = None  # uint8 [documents], as `reasons`
-    edits: bool = False  # whether `judge` may change a text
-    ready: Callable[[Any, Path], Any] | None = None  # what is worked out once, into a folder
-    identity: Callable[[Any], str] | None = None  # of the files that the filter reads
+    apply: Callable[[Any, TextBatch], FilterVerdict] | None = None
+    features: Callable[[Any, TextBatch], np.ndarray] | None = None
+    decide: Callable[[Any, np.ndarray], np.ndarray] | None = None  # uint8 [documents], as `reasons`
+    edits: bool = False  # whether `apply` may change a text
+    prepare: Callable[[Any, Path], Any] | None = None  # runs once; may write files into the folder
+    input_hash: Callable[[Any], str] | None = None  # of the files that the filter reads
 
 
 def first_reason(*rules: np.ndarray) -> np.ndarray:

@@ -7,7 +7,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from jaxtrain.data.filters.batch import Batch, Judged, Kind
+from jaxtrain.data.filters.batch import FilterFunctions, FilterVerdict, TextBatch
 from jaxtrain.settings import Settings
 
 TERMINAL = (".", "!", "?", '"', "\u201d")
@@ -35,7 +35,7 @@ class C4(Settings):
     curly_brackets: bool = Field(default=True, description="Remove documents with a {, as code")
 
 
-def judge(config: C4, batch: Batch) -> Judged:
+def filter_c4(config: C4, batch: TextBatch) -> FilterVerdict:
     reasons, texts = np.zeros(len(batch.texts), np.uint8), []
     for number, (text, spaced) in enumerate(zip(batch.texts, batch.spaced)):
         if config.curly_brackets and "{" in text:
@@ -48,7 +48,7 @@ def judge(config: C4, batch: Batch) -> Judged:
             if len(SENTENCE.findall(text)) < config.min_sentences or not text:
                 reasons[number] = SHORT
         texts.append(text)
-    return Judged(reasons, texts)
+    return FilterVerdict(reasons, texts)
 
 
 def lines_kept(config: C4, text: str, spaced: str, bad: tuple[str, ...]) -> list[str]:
@@ -73,4 +73,6 @@ def _lines(text: str) -> list[str]:
     return (CITATION.sub("", text) if "[" in text else text).split("\n")
 
 
-KIND = Kind(("curly bracket", "lorem ipsum", "too few sentences"), judge=judge, edits=True)
+FUNCTIONS = FilterFunctions(
+    ("curly bracket", "lorem ipsum", "too few sentences"), apply=filter_c4, edits=True
+)

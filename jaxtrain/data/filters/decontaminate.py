@@ -12,8 +12,8 @@ from pydantic import Field
 
 from jaxtrain.data.evaluation.prompts import prompt_of
 from jaxtrain.data.evaluation.tasks import Bundle, Task, open_bundle
-from jaxtrain.data.filters.arrays import BASE, Spans, joined, joined_at, ngrams
-from jaxtrain.data.filters.batch import Batch, Judged, Kind
+from jaxtrain.data.filters.arrays import BASE, Spans, ngrams, rolling_hashes, rolling_hashes_at
+from jaxtrain.data.filters.batch import FilterFunctions, FilterVerdict, TextBatch
 from jaxtrain.settings import Settings, UserError
 
 TOGETHER = 1 << 19  # characters of evaluation text that are hashed at once
@@ -46,7 +46,7 @@ class Decontaminate(Settings):
     )
 
 
-def texts_of(config: Decontaminate) -> Iterator[str]:
+def evaluation_texts(config: Decontaminate) -> Iterator[str]:
     """Every text that may not be trained on; of a question, with each of its answers."""
     for bundle, task, folder in _tasks(config):
         loaded, alone = bundle.load(task, folder), task.model_copy(update={"num_fewshot": (0,)})
@@ -64,7 +64,7 @@ def texts_of(config: Decontaminate) -> Iterator[str]:
                     raise UserError(f"{name} line {number} is not valid JSON: {error}") from error
 
 
-def identity(config: Decontaminate) -> str:
+def evaluation_hash(config: Decontaminate) -> str:
     """A hash of the files that are read."""
     total = hashlib.sha256()
     for bundle, task, folder in _tasks(config):
@@ -76,12 +76,12 @@ def identity(config: Decontaminate) -> str:
     return total.hexdigest()
 
 
-def ready(config: Decontaminate, folder: Path) -> Decontaminate:
-    """Writes the hashes of all sequences, which `judge` then reads instead of the texts."""
-    path = folder / f"ngrams-{identity(config)[:16]}-{config.ngram}.npz"
+def write_ngrams(config: Decontaminate, folder: Path) -> Decontaminate:
+    """Writes the hashes of all n-grams; `filter_contaminated` reads them instead of the texts."""
+    path = folder / f"ngrams-{evaluation_hash(config)[:16]}-{config.ngram}.npz"
     if not path.is_file():
         found: dict[str, list[np.ndarray]] = {"long": [np.empty(0, np.uint64)]}
-        for texts in _together(texts_of(config)):
+        for texts in _together(evaluation_texts(config)):
             for name, hashes in _hashes(texts, config.ngram):
                 found.setdefault(name, []).append(hashes)
         folder.mkdir(parents=True, exist_ok=True)
@@ -106,18 +106,18 @@ def _together(texts: Iterable[str]) -> Iterator[list[str]]:
 def _hashes(texts: list[str], ngram: int) -> Iterator[tuple[str, np.ndarray]]:
     """Hashes of the sequences of `ngram` words (`long`); for texts of fewer words, of all of them
     (`whole`) and of the first one, two or three (`start` and the number)."""
-    words = Batch(texts, [{}] * len(texts)).folded.folded_words
+    words = TextBatch(texts, [{}] * len(texts)).folded.folded_words
     yield "long", ngrams(words, ngram)[0]
     counts = np.bincount(words.texts, minlength=len(texts))
     for count in np.unique(counts[(counts > 0) & (counts < ngram)]).tolist():
         here = Spans(*(values[counts[words.texts] == count] for values in words))
         first = np.flatnonzero(np.diff(here.texts, prepend=-1))
-        yield "whole", joined_at(here, count, first)
+        yield "whole", rolling_hashes_at(here, count, first)
         start = min(count, START)
-        yield f"start{start}", joined_at(here, start, first)
+        yield f"start{start}", rolling_hashes_at(here, start, first)
 
 
-def judge(config: Decontaminate, batch: Batch) -> Judged:
+def filter_contaminated(config: Decontaminate, batch: TextBatch) -> FilterVerdict:
     known = _known(config.against[0])
     words = batch.folded.folded_words
     hashes, first = ngrams(words, config.ngram)
@@ -125,11 +125,11 @@ def judge(config: Decontaminate, batch: Batch) -> Judged:
     found = np.bincount(words.texts[hits], minlength=len(batch.texts)) >= config.min_hits
     for start in range(1, START + 1):
         if f"start{start}" in known:
-            begins = known[f"start{start}"].places(joined(words, start))
+            begins = known[f"start{start}"].places(rolling_hashes(words, start))
             found[words.texts[begins[_is_whole(words, begins, config.ngram, known["whole"])]]] = (
                 True
             )
-    return Judged(found.astype(np.uint8))
+    return FilterVerdict(found.astype(np.uint8))
 
 
 def _is_whole(words: Spans, begins: np.ndarray, ngram: int, whole: "Known") -> np.ndarray:
@@ -200,4 +200,9 @@ def _strings(value: Any) -> Iterator[str]:
             yield from _strings(part)
 
 
-KIND = Kind(("found in an evaluation set",), judge=judge, ready=ready, identity=identity)
+FUNCTIONS = FilterFunctions(
+    ("found in an evaluation set",),
+    apply=filter_contaminated,
+    prepare=write_ngrams,
+    input_hash=evaluation_hash,
+)

@@ -7,7 +7,7 @@ import numpy as np
 from pydantic import Field
 
 from jaxtrain.data.filters.arrays import Spans, mixed, ngrams
-from jaxtrain.data.filters.batch import Batch, Kind
+from jaxtrain.data.filters.batch import FilterFunctions, TextBatch
 from jaxtrain.settings import Settings
 
 
@@ -34,19 +34,19 @@ class NearDuplicates(Settings):
 Duplicates = Annotated[ExactDuplicates | NearDuplicates, Field(discriminator="name")]
 
 
-def exact_marks(config: ExactDuplicates, batch: Batch) -> np.ndarray:
+def text_hashes(config: ExactDuplicates, batch: TextBatch) -> np.ndarray:
     """uint64 [documents]: a hash of the text."""
     digests = (hashlib.blake2b(text.encode(), digest_size=8).digest() for text in batch.texts)
     return np.frombuffer(b"".join(digests), np.uint64)
 
 
-def exact_choose(config: ExactDuplicates, marks_D: np.ndarray) -> np.ndarray:
+def filter_exact(config: ExactDuplicates, marks_D: np.ndarray) -> np.ndarray:
     reasons = np.ones(len(marks_D), np.uint8)
     reasons[np.unique(marks_D, return_index=True)[1]] = 0
     return reasons
 
 
-def near_marks(config: NearDuplicates, batch: Batch) -> np.ndarray:
+def minhash_bands(config: NearDuplicates, batch: TextBatch) -> np.ndarray:
     """uint64 [documents, bands]: a hash of each band; 0 for a document without words."""
     arrays = batch.folded
     words = arrays.folded_words
@@ -82,7 +82,7 @@ def _shingles(words: Spans, n: int) -> tuple[np.ndarray, np.ndarray]:
     return hashes, words.texts[first]
 
 
-def near_choose(config: NearDuplicates, marks_DB: np.ndarray) -> np.ndarray:
+def filter_near(config: NearDuplicates, marks_DB: np.ndarray) -> np.ndarray:
     return (clusters(marks_DB) != np.arange(len(marks_DB))).astype(np.uint8)
 
 
@@ -119,5 +119,5 @@ def _permutations(count: int) -> tuple[np.ndarray, np.ndarray]:
     return drawn[:count] | np.uint32(1), drawn[count:]
 
 
-EXACT = Kind(("duplicate",), mark=exact_marks, choose=exact_choose)
-NEAR = Kind(("near duplicate",), mark=near_marks, choose=near_choose)
+EXACT = FilterFunctions(("duplicate",), features=text_hashes, decide=filter_exact)
+NEAR = FilterFunctions(("near duplicate",), features=minhash_bands, decide=filter_near)

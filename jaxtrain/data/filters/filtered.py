@@ -6,17 +6,17 @@ from typing import Any
 
 from jaxtrain.data.batches.mixture import sources_of
 from jaxtrain.data.config import DataConfig
-from jaxtrain.data.files.sources import TALK, JsonlSource, Source, field_of
+from jaxtrain.data.files.sources import CHAT_TEMPLATE_SOURCES, JsonlSource, Source, field_of
 from jaxtrain.data.filters import FILTERS
 from jaxtrain.data.filters.across import filter_across, key_across
-from jaxtrain.data.filters.filtering import filter_source, key_of
+from jaxtrain.data.filters.filtering import filter_key, filter_source
 from jaxtrain.data.store.prepare import Progress, _locked, cache_directory
 from jaxtrain.settings import UserError
 
 Reports = dict[str, dict[str, Any]]  # what filters removed, by the name of the source
 
 
-def filtered(config: DataConfig, progress: Progress) -> tuple[DataConfig, Reports]:
+def filter_sources(config: DataConfig, progress: Progress) -> tuple[DataConfig, Reports]:
     """The configuration with each source that has filters replaced by what they leave of it.
 
     That is JSONL in the cache, by a hash of the text and the filters; it is written if it is not
@@ -30,7 +30,7 @@ def filtered(config: DataConfig, progress: Progress) -> tuple[DataConfig, Report
         for name, source in sources_of(train).items()
     }
     if train.name == "mixture" and train.filters:
-        texts = in_order(left, train.first)
+        texts = priority_order(left, train.first)
         key = key_across(texts, train.filters, cache)
         directory = cache / f"{key[:24]}-filtered"
         with _locked(directory, progress):
@@ -55,7 +55,7 @@ def _left(
     if not source.filters:
         return source
     cache = cache_directory(config)
-    key = key_of(source, cache)
+    key = filter_key(source, cache)
     directory = cache / f"{key[:24]}-filtered"
     report = lambda stage, *rest: progress(f"{name}: {stage}", *rest)
     with _locked(directory, report):
@@ -75,10 +75,12 @@ def _written(directory: Path, source: Source) -> JsonlSource:
     return JsonlSource(path=str(directory), field=field, sample_by=weight)
 
 
-def in_order(sources: dict[str, Source], first: str | None) -> dict[str, Source]:
+def priority_order(sources: dict[str, Source], first: str | None) -> dict[str, Source]:
     """The sources of text, and the one that is named before all others."""
     names = sorted(sources, key=lambda name: name != first)
-    return {name: sources[name] for name in names if sources[name].name not in TALK}
+    return {
+        name: sources[name] for name in names if sources[name].name not in CHAT_TEMPLATE_SOURCES
+    }
 
 
 def _across(
@@ -120,7 +122,7 @@ def filter_into(config: DataConfig, out: Path, progress: Progress) -> Reports:
     out.parent.mkdir(parents=True, exist_ok=True)
     if train.name == "mixture" and train.filters:
         left = {n: _left(n, source, config, reports, progress) for n, source in sources.items()}
-        texts = in_order(left, train.first)
+        texts = priority_order(left, train.first)
         _across(config, texts, out, key_across(texts, train.filters, cache), reports, progress)
         return reports
     for name, source in sources.items():
@@ -129,7 +131,7 @@ def filter_into(config: DataConfig, out: Path, progress: Progress) -> Reports:
             reports[name] = filter_source(
                 source,
                 into[name],
-                key=key_of(source, cache),
+                key=filter_key(source, cache),
                 processes=config.prepare_workers,
                 progress=progress,
             )

@@ -18,13 +18,13 @@ from typing import Any, BinaryIO
 
 import numpy as np
 
-from jaxtrain.data.files.reading import START, Block, Position, blocks
+from jaxtrain.data.files.reading import START, Position, TextBlock, blocks
 from jaxtrain.data.files.remote import File
-from jaxtrain.data.files.sources import Source, content_hash, find_files, where
+from jaxtrain.data.files.sources import Source, content_hash, find_files, source_path
 from jaxtrain.data.filters import FILTERS
-from jaxtrain.data.filters.work import Found, Job, Sample, judge, lowest, write
-from jaxtrain.data.pool import Map, cores, workers
-from jaxtrain.data.store.encode import batched
+from jaxtrain.data.filters.work import FilterJob, Found, Sample, apply_filters, lowest, write_kept
+from jaxtrain.data.pool import Map, cores, process_pool
+from jaxtrain.data.store.encode import batch_blocks
 from jaxtrain.settings import UserError
 
 Progress = Callable[[str, int, int | None], None]
@@ -49,23 +49,23 @@ def filter_source(
     left, and if the directory holds something else.
     """
     if directory.exists():
-        return report_of(directory, key)
+        return read_report(directory, key)
     partly = directory.with_name(f"{directory.name}.partial-{key[:16]}")
     partly.mkdir(parents=True, exist_ok=True)
     filters = [
-        filter if (ready := FILTERS[filter.name].ready) is None else ready(filter, partly)
+        filter if (prepare := FILTERS[filter.name].prepare) is None else prepare(filter, partly)
         for filter in source.filters
     ]
-    job, files = Job(source, tuple(filters)), find_files(source)
+    job, files = FilterJob(source, tuple(filters)), find_files(source)
     small = sum(file.size or 0 for file in files) < ALONE
-    with workers(1 if small else processes or cores()) as mapped:
-        groups = judge_all(job, files, partly, mapped, progress)
+    with process_pool(1 if small else processes or cores()) as mapped:
+        groups = run_filters(job, files, partly, mapped, progress)
         _decide(job, groups)
-        samples = write_all(job, files, groups, partly, mapped, progress)
-    result = {"key": key, **report(job, groups, samples)}
+        samples = write_filtered(job, files, groups, partly, mapped, progress)
+    result = {"key": key, **filter_report(job, groups, samples)}
     if not result["kept"]["documents"]:
         shutil.rmtree(partly)
-        raise UserError(f"the filters of {where(source)} leave no document; {_most(result)}")
+        raise UserError(f"the filters of {source_path(source)} leave no document; {_most(result)}")
     clean(partly)
     report_path(directory).write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
     partly.rename(directory)
@@ -77,17 +77,17 @@ def report_path(directory: Path) -> Path:
     return directory.with_name(f"{directory.name}.filters.json")
 
 
-def key_of(source: Source, cache: Path) -> str:
+def filter_key(source: Source, cache: Path) -> str:
     """A hash of all that decides what the filters leave."""
     settings = source.model_dump() | {"path": content_hash(source, cache), "format": FORMAT}
     for filter, row in zip(source.filters, settings["filters"]):
-        identity = FILTERS[filter.name].identity
-        if identity is not None:
-            row["against"] = identity(filter)
+        input_hash = FILTERS[filter.name].input_hash
+        if input_hash is not None:
+            row["against"] = input_hash(filter)
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
-def report_of(directory: Path, key: str) -> dict[str, Any]:
+def read_report(directory: Path, key: str) -> dict[str, Any]:
     """The report beside a folder. Raises UserError if the folder is of another key."""
     path = report_path(directory)
     result = json.loads(path.read_text()) if path.is_file() else {}
@@ -102,15 +102,15 @@ def report_of(directory: Path, key: str) -> dict[str, Any]:
 # ---- the first reading -------------------------------------------------------------------------
 
 
-def judge_all(
-    job: Job, files: list[File], folder: Path, mapped: Map, progress: Progress
+def run_filters(
+    job: FilterJob, files: list[File], folder: Path, mapped: Map, progress: Progress
 ) -> list[Found]:
     """What the filters say of each group of blocks; taken from `folder` as far as it is there."""
     found = [one for path in sorted(folder.glob("found-*.npz")) for one in _load(path)]
     after, total = (found[-1].after if found else START), sum(file.size or 0 for file in files)
     size = sum(one.size for one in found)
     saved, committed = len(found), time.monotonic()
-    for one in mapped(partial(judge, job), batched(blocks(job.source, files, after))):
+    for one in mapped(partial(apply_filters, job), batch_blocks(blocks(job.source, files, after))):
         found.append(one)
         size += one.size
         progress("filter", size, _estimate(size, one.after, total))
@@ -121,22 +121,22 @@ def judge_all(
         _save(folder / f"found-{saved:08d}.npz", found[saved:])
     if not size:
         shutil.rmtree(folder)
-        raise UserError(f"{where(job.source)} holds no text")
+        raise UserError(f"{source_path(job.source)} holds no text")
     return found
 
 
-def _decide(job: Job, groups: list[Found]) -> None:
-    """Lets the filters that look at all documents choose, each among those that reach it."""
+def _decide(job: FilterJob, groups: list[Found]) -> None:
+    """Runs the filters that compare documents, each on the documents that reach it."""
     ends = np.cumsum([len(one.removed_D) for one in groups])[:-1]
     removed = np.concatenate([one.removed_D for one in groups])
     reasons = np.concatenate([one.reasons_D for one in groups])
     for number, filter in enumerate(job.filters):
-        choose = FILTERS[filter.name].choose
-        if choose is None:
+        decide = FILTERS[filter.name].decide
+        if decide is None:
             continue
         here = np.flatnonzero((removed == 0) | (removed > number + 1))
         marks = np.concatenate([one.marks[number] for one in groups])[here]
-        of = choose(filter, marks)
+        of = decide(filter, marks)
         removed[here[of > 0]], reasons[here[of > 0]] = number + 1, of[of > 0]
     parts = zip(np.split(removed, ends), np.split(reasons, ends))
     for place, (removed_D, reasons_D) in enumerate(parts):
@@ -174,8 +174,8 @@ def _load(path: Path) -> Iterator[Found]:
 # ---- the second reading ------------------------------------------------------------------------
 
 
-def write_all(
-    job: Job,
+def write_filtered(
+    job: FilterJob,
     files: list[File],
     groups: list[Found],
     folder: Path,
@@ -191,12 +191,12 @@ def write_all(
     after = groups[done - 1].after if done else START
     size, total = sum(one.size for one in groups[:done]), sum(one.size for one in groups)
 
-    def tasks() -> Iterator[tuple[list[Block], np.ndarray, np.ndarray]]:
-        found = batched(blocks(job.source, files, after))
+    def tasks() -> Iterator[tuple[list[TextBlock], np.ndarray, np.ndarray]]:
+        found = batch_blocks(blocks(job.source, files, after))
         for one, group in zip(groups[done:], found, strict=True):
             yield group, one.removed_D, one.reasons_D
 
-    answers, finished = iter(mapped(partial(write, job), tasks())), False
+    answers, finished = iter(mapped(partial(write_kept, job), tasks())), False
     while not finished:
         with _shard(folder, number).open("ab") as file:
             file.truncate(at)
@@ -250,8 +250,8 @@ def _estimate(done: int, after: Position, stored: int) -> int | None:
 # ---- what was removed --------------------------------------------------------------------------
 
 
-def report(
-    job: Job,
+def filter_report(
+    job: FilterJob,
     groups: list[Found],
     samples: list[Sample],
     reasons_of: Callable[[str], Sequence[str]] = lambda name: FILTERS[name].reasons,

@@ -12,7 +12,7 @@ import numpy as np
 from pydantic import Field
 
 from jaxtrain.data.filters.arrays import seen_before, share
-from jaxtrain.data.filters.batch import Batch, Judged, Kind, first_reason
+from jaxtrain.data.filters.batch import FilterFunctions, FilterVerdict, TextBatch, first_reason
 from jaxtrain.data.filters.gopher import total
 from jaxtrain.settings import Settings
 
@@ -61,10 +61,10 @@ class FineWeb(Settings):
     )
 
 
-def judge(config: FineWeb, batch: Batch) -> Judged:
+def filter_fineweb(config: FineWeb, batch: TextBatch) -> FilterVerdict:
     if config.preset == "datatrove":
-        reasons = [judge_as_datatrove(config, text) for text in batch.texts]
-        return Judged(np.array(reasons, np.uint8))
+        reasons = [datatrove_reason(config, text) for text in batch.texts]
+        return FilterVerdict(np.array(reasons, np.uint8))
     arrays = batch.arrays
     lines = arrays.lines
     count = np.bincount(lines.texts, minlength=arrays.count)
@@ -73,7 +73,7 @@ def judge(config: FineWeb, batch: Batch) -> Judged:
     again = seen_before(lines.hashes, lines.texts)
     short = total(size <= config.short_line, lines, arrays)
     repeated = share(total(size * again, lines, arrays), arrays.sizes)
-    return Judged(
+    return FilterVerdict(
         first_reason(
             share(np.array(ends), count) <= config.min_line_ends,
             repeated >= (0.1 if config.max_repeated is None else config.max_repeated),
@@ -82,7 +82,7 @@ def judge(config: FineWeb, batch: Batch) -> Judged:
     )
 
 
-def judge_as_datatrove(config: FineWeb, text: str) -> int:
+def datatrove_reason(config: FineWeb, text: str) -> int:
     """The number of the reason, or 0. Words are cut from punctuation, about as there."""
     lines = [line for line in text.split("\n") if line.strip()]
     if sum(line[-1] in sentence_ends() for line in lines) < config.min_line_ends * len(lines):
@@ -104,4 +104,6 @@ def sentence_ends() -> frozenset[str]:
     return frozenset(chr(code) for some in codes for code in some)
 
 
-KIND = Kind(("ends of lines", "repeated lines", "short lines", "line breaks"), judge=judge)
+FUNCTIONS = FilterFunctions(
+    ("ends of lines", "repeated lines", "short lines", "line breaks"), apply=filter_fineweb
+)

@@ -11,7 +11,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.data.filters.arrays import Arrays
+from jaxtrain.data.filters.arrays import TextArrays
 
 LAST = 0x30000  # beyond it no character has another form
 # These join words or are not seen: what a text looks like does not change without them.
@@ -42,7 +42,7 @@ def compatible() -> Change:
     return _change(to | spaces().to | dict.fromkeys(UNSEEN, ""), joining)
 
 
-def changed(texts: list[str], arrays: Arrays, change: Change) -> list[str]:
+def changed(texts: list[str], arrays: TextArrays, change: Change) -> list[str]:
     """The texts in that form; the very same where they are in it. arrays: of the texts."""
     first = np.flatnonzero(arrays.data >= 0xC2)  # where a character begins that is not ASCII
     codes = _code_points(arrays.data, first)

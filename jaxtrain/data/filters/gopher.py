@@ -8,14 +8,14 @@ from pydantic import Field
 
 from jaxtrain.data.filters.arrays import (
     LETTERS,
-    Arrays,
     Spans,
-    groups,
+    TextArrays,
+    group_equal,
     ngrams,
     seen_before,
     share,
 )
-from jaxtrain.data.filters.batch import Batch, Judged, Kind, first_reason
+from jaxtrain.data.filters.batch import FilterFunctions, FilterVerdict, TextBatch, first_reason
 from jaxtrain.settings import Settings
 
 STOP_WORDS = frozenset(("the", "be", "to", "of", "and", "that", "have", "with"))
@@ -71,7 +71,7 @@ class GopherRepetition(Settings):
     )
 
 
-def judge_quality(config: GopherQuality, batch: Batch) -> Judged:
+def filter_quality(config: GopherQuality, batch: TextBatch) -> FilterVerdict:
     arrays, words = batch.arrays, batch.arrays.words
     count = np.bincount(words.texts, minlength=arrays.count)
     characters = total(arrays.characters(words.starts, words.stops), words, arrays)
@@ -85,7 +85,7 @@ def judge_quality(config: GopherQuality, batch: Batch) -> Judged:
     bullets = np.array([sum(line.startswith(BULLETS) for line in of) for of in lines])
     cut_off = np.array([sum(line.endswith(ELLIPSES) for line in of) for of in lines])
     found = [stop_words(text, config.min_stop_words) for text in batch.texts]
-    return Judged(
+    return FilterVerdict(
         first_reason(
             count < config.min_words,
             count > config.max_words,
@@ -108,7 +108,7 @@ def stop_words(text: str, enough: int) -> int:
     return found
 
 
-def judge_repetition(config: GopherRepetition, batch: Batch) -> Judged:
+def filter_repetition(config: GopherRepetition, batch: TextBatch) -> FilterVerdict:
     arrays, broken = batch.arrays, []
     for spans, most, most_characters in (
         (arrays.lines, config.max_lines, config.max_line_characters),
@@ -123,14 +123,14 @@ def judge_repetition(config: GopherRepetition, batch: Batch) -> Judged:
            for n, most in enumerate(config.max_top_ngrams, 2)]  # fmt: skip
     broken.append(np.any([*top, np.zeros(arrays.count, bool)], axis=0))
     broken.append(_repeats(config, batch))
-    return Judged(first_reason(*broken))
+    return FilterVerdict(first_reason(*broken))
 
 
-def top_ngram(arrays: Arrays, n: int) -> np.ndarray:
+def top_ngram(arrays: TextArrays, n: int) -> np.ndarray:
     """int64 [texts]: characters in all places of the n words that stand together most often."""
     words = arrays.words
     hashes, first = ngrams(words, n)
-    places, same = groups(hashes, words.texts[first])
+    places, same = group_equal(hashes, words.texts[first])
     begins = np.flatnonzero(~same)
     times = np.diff(np.append(begins, len(same)))
     often = times > 1
@@ -141,7 +141,7 @@ def top_ngram(arrays: Arrays, n: int) -> np.ndarray:
     return (best >> 32) * (best & 0xFFFFFFFF)
 
 
-def repeated(arrays: Arrays, n: int) -> np.ndarray:
+def repeated(arrays: TextArrays, n: int) -> np.ndarray:
     """int64 [texts]: characters of words in a sequence of n that stood before, each once."""
     words = arrays.words
     hashes, first = ngrams(words, n)
@@ -153,7 +153,7 @@ def repeated(arrays: Arrays, n: int) -> np.ndarray:
     return total(size * (np.cumsum(change)[:-1] > 0), words, arrays)
 
 
-def _repeats(config: GopherRepetition, batch: Batch) -> np.ndarray:
+def _repeats(config: GopherRepetition, batch: TextBatch) -> np.ndarray:
     """Whether too much is repeated; what no sequence of 5 covers, no longer one does."""
     broken = np.zeros(len(batch.texts), bool)
     left = np.arange(len(batch.texts))
@@ -170,18 +170,18 @@ def _repeats(config: GopherRepetition, batch: Batch) -> np.ndarray:
     return broken
 
 
-def total(values: np.ndarray, spans: Spans, arrays: Arrays) -> np.ndarray:
+def total(values: np.ndarray, spans: Spans, arrays: TextArrays) -> np.ndarray:
     """The sum of a value of each span over the spans of a text."""
     return np.bincount(spans.texts, weights=values, minlength=arrays.count).astype(np.int64)
 
 
-QUALITY = Kind(
+QUALITY = FilterFunctions(
     ("too few words", "too many words", "length of the words", "hash signs", "ellipses",
      "bullets", "lines that break off", "words without letters", "no stop words"),
-    judge=judge_quality,
+    apply=filter_quality,
 )  # fmt: skip
-REPETITION = Kind(
+REPETITION = FilterFunctions(
     ("lines", "characters of lines", "paragraphs", "characters of paragraphs",
      "most frequent words", "sequences of words"),
-    judge=judge_repetition,
+    apply=filter_repetition,
 )  # fmt: skip

@@ -7,8 +7,8 @@ from typing import Literal
 import numpy as np
 from pydantic import Field
 
-from jaxtrain.data.filters.arrays import Arrays, share
-from jaxtrain.data.filters.batch import Batch, Judged, Kind
+from jaxtrain.data.filters.arrays import TextArrays, share
+from jaxtrain.data.filters.batch import FilterFunctions, FilterVerdict, TextBatch
 from jaxtrain.settings import Settings
 
 # Short words that texts of a language are full of, as `Arrays.folded_words` cuts them.
@@ -92,15 +92,15 @@ class ScriptFilter(Settings):
     )
 
 
-def judge_language(config: LanguageFilter, batch: Batch) -> Judged:
+def filter_language(config: LanguageFilter, batch: TextBatch) -> FilterVerdict:
     shares_LD = stop_word_shares(batch.folded)
     best, highest = shares_LD.argmax(0), shares_LD.max(0)
     kept = np.isin(best, [LANGUAGES.index(name) for name in config.keep])
     reasons = np.where(highest < config.min_stop_words, 2, np.where(kept, 0, 1))
-    return Judged(reasons.astype(np.uint8))
+    return FilterVerdict(reasons.astype(np.uint8))
 
 
-def stop_word_shares(arrays: Arrays) -> np.ndarray:
+def stop_word_shares(arrays: TextArrays) -> np.ndarray:
     """float64 [languages, texts]: the share of a text's words that are stop words of each."""
     words, (known, of_LW) = arrays.folded_words, _known_words()
     place = np.minimum(np.searchsorted(known, words.hashes), len(known) - 1)
@@ -114,15 +114,17 @@ def stop_word_shares(arrays: Arrays) -> np.ndarray:
 @cache
 def _known_words() -> tuple[np.ndarray, np.ndarray]:
     """The hashes of all stop words, sorted, and which of them each language has."""
-    hashes = {name: Arrays(words.split()).folded_words.hashes for name, words in STOP_WORDS.items()}
+    hashes = {
+        name: TextArrays(words.split()).folded_words.hashes for name, words in STOP_WORDS.items()
+    }
     known = np.unique(np.concatenate(list(hashes.values())))
     return known, np.stack([np.isin(known, of) for of in hashes.values()])
 
 
-def judge_script(config: ScriptFilter, batch: Batch) -> Judged:
+def filter_script(config: ScriptFilter, batch: TextBatch) -> FilterVerdict:
     shares = np.array([script_shares(text, config.keep) for text in batch.texts]).reshape(-1, 2)
     few, other = shares[:, 1] < config.min_letters, shares[:, 0] < config.min_share
-    return Judged(np.where(few, 2, np.where(other, 1, 0)).astype(np.uint8))
+    return FilterVerdict(np.where(few, 2, np.where(other, 1, 0)).astype(np.uint8))
 
 
 def script_shares(text: str, scripts: tuple[str, ...]) -> tuple[float, float]:
@@ -148,5 +150,5 @@ def _script_of() -> np.ndarray:
     return table
 
 
-LANGUAGE = Kind(("another language", "no known language"), judge=judge_language)
-SCRIPT = Kind(("another script", "few letters"), judge=judge_script)
+LANGUAGE = FilterFunctions(("another language", "no known language"), apply=filter_language)
+SCRIPT = FilterFunctions(("another script", "few letters"), apply=filter_script)

@@ -5,7 +5,7 @@ from typing import Literal
 import numpy as np
 from pydantic import Field, model_validator
 
-from jaxtrain.data.filters.batch import Batch, Kind
+from jaxtrain.data.filters.batch import FilterFunctions, TextBatch
 from jaxtrain.settings import Settings, UserError
 
 
@@ -30,7 +30,7 @@ class ScoreFilter(Settings):
         return self
 
 
-def mark(config: ScoreFilter, batch: Batch) -> np.ndarray:
+def document_scores(config: ScoreFilter, batch: TextBatch) -> np.ndarray:
     """float64 [documents]; NaN for none. Raises UserError for what is no number."""
     values = [record.get(config.field) for record in batch.records]
     for value in values:
@@ -41,7 +41,7 @@ def mark(config: ScoreFilter, batch: Batch) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in values], np.float64)
 
 
-def choose(config: ScoreFilter, scores_D: np.ndarray) -> np.ndarray:
+def filter_by_rank(config: ScoreFilter, scores_D: np.ndarray) -> np.ndarray:
     """Bounds first, then the share of what is left; of equal scores the earlier documents stay."""
     if len(scores_D) and np.isnan(scores_D).all():
         raise UserError(f"data.train.filters: no document has a field '{config.field}'")
@@ -66,6 +66,8 @@ def _ranks(values: np.ndarray) -> np.ndarray:
     return ranks
 
 
-KIND = Kind(
-    ("no score", "below minimum", "above maximum", "not in the share"), mark=mark, choose=choose
+FUNCTIONS = FilterFunctions(
+    ("no score", "below minimum", "above maximum", "not in the share"),
+    features=document_scores,
+    decide=filter_by_rank,
 )

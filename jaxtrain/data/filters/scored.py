@@ -8,16 +8,16 @@ from typing import Any, NamedTuple
 import numpy as np
 import zstandard
 
-from jaxtrain.data.files.reading import Block, Position, blocks, other_columns, records_of
+from jaxtrain.data.files.reading import Position, TextBlock, blocks, other_columns, records_of
 from jaxtrain.data.files.remote import File
 from jaxtrain.data.files.sources import Source
-from jaxtrain.data.filters.work import LEVEL, line
+from jaxtrain.data.filters.work import LEVEL, jsonl_line
 from jaxtrain.data.pool import Map
-from jaxtrain.data.store.encode import Job, batched, encode, token_type
+from jaxtrain.data.store.encode import EncodeJob, batch_blocks, encode_blocks, token_type
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer
 
 
-class Group(NamedTuple):
+class DocumentGroup(NamedTuple):
     """Some documents in a row."""
 
     documents: list[np.ndarray]  # tokens of each, after BOS, int32
@@ -25,21 +25,21 @@ class Group(NamedTuple):
     after: Position
 
 
-def groups(
+def document_groups(
     source: Source,
     files: list[File],
     tokenizer: Tokenizer,
     folder: Path,
     begin: Position,
     mapped: Map,
-) -> Iterator[Group]:
+) -> Iterator[DocumentGroup]:
     """The documents of a source from `begin` on, a few MB at a time. `folder`: the tokenizer's."""
-    job, dtype = Job(source, folder, 0), token_type(tokenizer.vocab_size)
-    for answer in mapped(partial(encode, job), batched(blocks(source, files, begin))):
+    job, dtype = EncodeJob(source, folder, 0), token_type(tokenizer.vocab_size)
+    for answer in mapped(partial(encode_blocks, job), batch_blocks(blocks(source, files, begin))):
         ids, lengths = np.frombuffer(answer.train.ids, dtype), answer.train.lengths
         parts = np.split(ids.astype(np.int32), np.cumsum(lengths)[:-1]) if len(lengths) else []
         documents = [np.insert(part, 0, tokenizer.bos_id) for part in parts]
-        yield Group(documents, answer.size, answer.after)
+        yield DocumentGroup(documents, answer.size, answer.after)
 
 
 def frames(
@@ -56,17 +56,17 @@ def frames(
     ends = np.cumsum(counts)[:-1]
     parts = {name: np.split(column, ends) for name, column in columns.items()}
     numbers = ({name: part[i] for name, part in parts.items()} for i in range(len(counts)))
-    tasks = zip(batched(blocks(source, files)), numbers, strict=True)
+    tasks = zip(batch_blocks(blocks(source, files)), numbers, strict=True)
     return mapped(partial(_frame, source), tasks)
 
 
-def _frame(source: Source, task: tuple[Sequence[Block], Mapping[str, np.ndarray]]) -> Any:
+def _frame(source: Source, task: tuple[Sequence[TextBlock], Mapping[str, np.ndarray]]) -> Any:
     group, columns = task
     records = (records_of(source, b, other_columns(source, b.file)) for b in group)
     pairs = [pair for some in records for pair in some]
-    rows = zip(*(rounded(column) for column in columns.values()), strict=True)
+    rows = zip(*(round_scores(column) for column in columns.values()), strict=True)
     lines = [
-        line(source, text, {**record, **dict(zip(columns, row))})
+        jsonl_line(source, text, {**record, **dict(zip(columns, row))})
         for (text, record), row in zip(pairs, rows, strict=True)
     ]
     text = "".join(lines).encode()
@@ -74,6 +74,6 @@ def _frame(source: Source, task: tuple[Sequence[Block], Mapping[str, np.ndarray]
     return zstandard.ZstdCompressor(level=LEVEL).compress(text), size
 
 
-def rounded(column: np.ndarray) -> list[float | None]:
+def round_scores(column: np.ndarray) -> list[float | None]:
     """Seven digits of each number, the precision of float32; None for NaN."""
     return [None if value != value else float(f"{value:.7g}") for value in column.tolist()]

@@ -9,10 +9,10 @@ from typing import Any, NamedTuple
 import numpy as np
 import zstandard
 
-from jaxtrain.data.files.reading import Block, Position, other_columns, records_of
+from jaxtrain.data.files.reading import Position, TextBlock, other_columns, records_of
 from jaxtrain.data.files.sources import field_of
 from jaxtrain.data.filters import FILTERS
-from jaxtrain.data.filters.batch import Batch
+from jaxtrain.data.filters.batch import TextBatch
 
 SAMPLES = 3  # documents that are shown of each reason
 SHOWN = 400  # characters of each
@@ -20,8 +20,8 @@ LEVEL = 3  # of Zstandard
 PART = 1 << 19  # bytes of text that go through the filters together
 
 
-class Job(NamedTuple):
-    """What is read, and what it goes through; `ready` filters need no other files."""
+class FilterJob(NamedTuple):
+    """A source and its filters, each already prepared (`FilterFunctions.prepare`)."""
 
     source: Any
     filters: tuple[Any, ...]
@@ -61,18 +61,18 @@ class Kept(NamedTuple):
     after: Position
 
 
-def judge(job: Job, group: Sequence[Block]) -> Found:
+def apply_filters(job: FilterJob, group: Sequence[TextBlock]) -> Found:
     """Runs the filters over a group of blocks, in order."""
-    batch = read(job, group)
+    batch = read_batch(job, group)
     ends = np.cumsum(batch.sizes())
     # Arrays that stay in the cache of a core are twice as fast.
     cuts = np.flatnonzero(np.diff(ends // PART, append=-1)) + 1
     parts = [
-        _judge_part(job, batch.take(np.arange(start, stop)))
+        _filter_part(job, batch.take(np.arange(start, stop)))
         for start, stop in zip([0, *cuts.tolist()], cuts.tolist())
     ]
     if not parts:
-        parts = [_judge_part(job, batch)]
+        parts = [_filter_part(job, batch)]
     removed, reasons, sizes, marks = zip(*parts)
     together = {number: np.concatenate([some[number] for some in marks]) for number in marks[0]}
     size = int(ends[-1]) if len(ends) else 0
@@ -80,8 +80,8 @@ def judge(job: Job, group: Sequence[Block]) -> Found:
     return Found(removed_D, reasons_D, sizes_DF, together, size, group[-1].after)
 
 
-def _judge_part(
-    job: Job, batch: Batch
+def _filter_part(
+    job: FilterJob, batch: TextBatch
 ) -> tuple[np.ndarray, np.ndarray, np.ndarray, dict[int, np.ndarray]]:
     """The first four fields of `Found`."""
     count, left = len(batch.texts), np.arange(len(batch.texts))
@@ -90,12 +90,12 @@ def _judge_part(
     for number, filter in enumerate(job.filters):
         kind = FILTERS[filter.name]
         sizes[left, number] = batch.sizes()
-        if kind.mark is not None:
-            some = kind.mark(filter, batch)
+        if kind.features is not None:
+            some = kind.features(filter, batch)
             marks[number] = np.zeros((count, *some.shape[1:]), some.dtype)
             marks[number][left] = some
-        if kind.judge is not None:
-            of, texts = kind.judge(filter, batch)
+        if kind.apply is not None:
+            of, texts = kind.apply(filter, batch)
             reasons[left] = of
             removed[left[of > 0]] = number + 1
             stay = np.flatnonzero(of == 0)
@@ -104,10 +104,10 @@ def _judge_part(
     return removed, reasons, sizes, marks
 
 
-def write(job: Job, task: tuple[Sequence[Block], np.ndarray, np.ndarray]) -> Kept:
+def write_kept(job: FilterJob, task: tuple[Sequence[TextBlock], np.ndarray, np.ndarray]) -> Kept:
     """The documents of a group that no filter removed, as the filters leave them."""
     group, removed, reasons = task
-    batch = read(job, group, whole=True)
+    batch = read_batch(job, group, whole=True)
     samples: dict[tuple[int, int], list[Sample]] = {}
     for place in np.flatnonzero(removed):
         text, why = batch.texts[place], (int(removed[place]), int(reasons[place]))
@@ -117,10 +117,10 @@ def write(job: Job, task: tuple[Sequence[Block], np.ndarray, np.ndarray]) -> Kep
     kept = batch.take(np.flatnonzero(removed == 0))
     for filter in job.filters:
         kind = FILTERS[filter.name]
-        if kind.edits and kind.judge is not None:
-            texts = kind.judge(filter, kept).texts
+        if kind.edits and kind.apply is not None:
+            texts = kind.apply(filter, kept).texts
             kept = kept.take(np.arange(len(kept.texts)), texts)
-    lines = [line(job.source, text, record) for text, record in zip(kept.texts, kept.records)]
+    lines = [jsonl_line(job.source, text, record) for text, record in zip(kept.texts, kept.records)]
     data = zstandard.ZstdCompressor(level=LEVEL).compress("".join(lines).encode()) if lines else b""
     return Kept(data, size, lowest([s for some in samples.values() for s in some]), group[-1].after)
 
@@ -137,14 +137,14 @@ def lowest(samples: list[Sample]) -> list[Sample]:
     return some
 
 
-def read(job: Job, group: Sequence[Block], whole: bool = False) -> Batch:
+def read_batch(job: FilterJob, group: Sequence[TextBlock], whole: bool = False) -> TextBatch:
     """The documents of a group with the fields that the filters look at, or with all."""
     fields = lambda block: other_columns(job.source, block.file) if whole else job.fields
     pairs = [pair for block in group for pair in records_of(job.source, block, fields(block))]
-    return Batch([text for text, _ in pairs], [record for _, record in pairs])
+    return TextBatch([text for text, _ in pairs], [record for _, record in pairs])
 
 
-def line(source: Any, text: str, record: Mapping[str, Any]) -> str:
+def jsonl_line(source: Any, text: str, record: Mapping[str, Any]) -> str:
     """A document as JSONL with all fields of its record, each under the name that it has there.
 
     Of what JSON has no type for, bytes become base64, and dates and the like a string.

@@ -12,10 +12,10 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.data.batches.packing import Batch, PaddedConfig, assemble, padded
-from jaxtrain.data.batches.planning import Piece, Row
+from jaxtrain.data.batches.packing import Batch, PaddedConfig, assemble, make_padded
+from jaxtrain.data.batches.planning import Piece, PlannedRow
 from jaxtrain.data.preference.preferences import TEXTS
-from jaxtrain.data.store.encode import without_marks
+from jaxtrain.data.store.encode import unpack_loss_mask
 from jaxtrain.data.store.store import Pairs, TokenStore
 from jaxtrain.settings import UserError
 
@@ -50,7 +50,7 @@ def fit_pairs(
         heads = store.read_many(
             (TEXTS * int(pair) + i, 0, int(lengths_P2[pair, i])) for pair in some for i in (0, 1)
         )
-        answered = np.array([without_marks(tokens)[1].any() for tokens in heads])
+        answered = np.array([unpack_loss_mask(tokens)[1].any() for tokens in heads])
         kept[some] = answered.reshape(-1, 2).all(1)
     if not kept.any():
         raise UserError(
@@ -66,7 +66,7 @@ def fit_pairs(
     return view, counts | {"unanswered": int((~kept).sum()) - dropped}
 
 
-def texts_of_pairs(store: TokenStore, row: Row) -> tuple[TokenStore, Row]:
+def texts_of_pairs(store: TokenStore, row: PlannedRow) -> tuple[TokenStore, PlannedRow]:
     """A row of pairs as a row of their texts; of other stores as it is."""
     if store.pairs is None:
         return store, row
@@ -78,8 +78,8 @@ def texts_of_pairs(store: TokenStore, row: Row) -> tuple[TokenStore, Row]:
     return store.pairs.store, texts
 
 
-def judged(
-    batch: Batch, rows: Sequence[tuple[TokenStore, Row, str]], references: References | None
+def with_pair_labels(
+    batch: Batch, rows: Sequence[tuple[TokenStore, PlannedRow, str]], references: References | None
 ) -> PairBatch:
     """A batch of texts with what is known of its pairs. rows: of pairs, with their source."""
     slots = most_pairs(batch.tokens_BT.shape[1])
@@ -102,7 +102,7 @@ def most_pairs(length: int) -> int:
     return max(1, (length + 1) // 4)
 
 
-def every_pair(
+def iterate_pairs(
     view: TokenStore,
     name: str,
     *,
@@ -115,8 +115,8 @@ def every_pair(
     numbers of their preferences."""
     assert view.pairs is not None
     config = PaddedConfig(buffer=view.documents)
-    planner = padded(view, config, sequence_length, 0, max_epochs=1.0)
-    rows: list[Row] = list(chain.from_iterable(iter(planner.unit, None)))
+    planner = make_padded(view, config, sequence_length, 0, max_epochs=1.0)
+    rows: list[PlannedRow] = list(chain.from_iterable(iter(planner.unit, None)))
     # The last ones are of what fitted nowhere: a validation that looks at a part shall see all.
     rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
     rows += [[] for _ in range(-len(rows) % batch_size)]
@@ -126,4 +126,4 @@ def every_pair(
         texts = [texts_of_pairs(view, row) for _, row, _ in mine]
         batch = assemble(texts, sequence_length, segments=True)
         numbers = [view.pairs.numbers_P[[piece.document for piece in row]] for row in some]
-        yield judged(batch, mine, references), [one.tolist() for one in numbers]
+        yield with_pair_labels(batch, mine, references), [one.tolist() for one in numbers]

@@ -12,7 +12,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from jaxtrain.data.chat.chat import Chat, Document, OnError, stop
+from jaxtrain.data.chat.chat import Chat, Document, OnError, raise_error
 from jaxtrain.data.chat.messages import (
     Message,
     Tools,
@@ -24,7 +24,7 @@ from jaxtrain.data.chat.messages import (
     tools_of,
     with_system,
 )
-from jaxtrain.data.chat.template import Refused
+from jaxtrain.data.chat.template import TemplateRefused
 from jaxtrain.settings import UserError
 
 PAIR, WANTED, UNWANTED = 0, 1, 2  # what the note says
@@ -37,14 +37,14 @@ KINDS = {
 }
 
 
-class Kind(NamedTuple):
+class RecordKind(NamedTuple):
     """Whether a preference is a judged answer or a pair, and where it stands."""
 
     judged: bool
     place: str
 
 
-class Judged(NamedTuple):
+class KTOExample(NamedTuple):
     """A prompt and an answer, what was said of it, and where it stands."""
 
     prompt: list[Message]
@@ -61,11 +61,11 @@ def preferences(text: str, file: str, line: int) -> Iterator[tuple[str, str]]:
     asked: messages that both have, the prompt. file, line: where the text stands. Raises UserError
     for what is no preference.
     """
-    judged: list[Judged] = []
-    first: Kind | None = None
+    judged: list[KTOExample] = []
+    first: RecordKind | None = None
     for record, place in records(text, file, line):
         alone = isinstance(record, dict) and "label" in record and not {*KEYS} & record.keys()
-        first = same_kind(first, Kind(alone, place))
+        first = same_kind(first, RecordKind(alone, place))
         if alone:
             judged.append(_judged(record, place))
         else:
@@ -81,7 +81,7 @@ def preferences(text: str, file: str, line: int) -> Iterator[tuple[str, str]]:
         yield _json(texts, len(one.prompt), one.note, one.tools, one.place), one.place
 
 
-def same_kind(first: Kind | None, this: Kind) -> Kind:
+def same_kind(first: RecordKind | None, this: RecordKind) -> RecordKind:
     """The first of several preferences. Raises UserError if this one is of another kind."""
     if first is not None and first.judged != this.judged:
         raise UserError(
@@ -91,14 +91,14 @@ def same_kind(first: Kind | None, this: Kind) -> Kind:
     return first or this
 
 
-def spoken(text: str) -> str:
+def preference_text(text: str) -> str:
     """What is said in a preference (its JSON), for a tokenizer to train on."""
     first, second = json.loads(text)["texts"]
     return "\n\n".join(message["content"] for message in [*first, second[-1]])
 
 
 def texts_of_preferences(
-    chat: Chat, texts: Sequence[str], on_error: OnError = stop
+    chat: Chat, texts: Sequence[str], on_error: OnError = raise_error
 ) -> list[list[Document]]:
     """The documents of each preference (its JSON): the two texts, and the note as its length; none
     where `on_error` lets a text pass that cannot be used."""
@@ -127,7 +127,7 @@ def _says_something(number: int, record: dict[str, Any], on_error: OnError) -> b
         reason = "prompt and answer are empty"
     else:
         return True
-    on_error(number, Refused(f"{reason} (the prompt begins {first[0]['content'][:60]!r})"))
+    on_error(number, TemplateRefused(f"{reason} (the prompt begins {first[0]['content'][:60]!r})"))
     return False
 
 
@@ -162,7 +162,7 @@ KEYS = ("chosen", "rejected")
 PROMPTS = ("prompt", "question", "messages", "conversations", "instruction")
 
 
-def _judged(record: dict[str, Any], place: str) -> Judged:
+def _judged(record: dict[str, Any], place: str) -> KTOExample:
     refuse_media(record, place)
     prompt, label = _prompt(record, place), record["label"]
     if prompt is None:
@@ -177,7 +177,7 @@ def _judged(record: dict[str, Any], place: str) -> Judged:
         if last["role"] != "assistant" or not prompt:
             raise _no_preference(record, place)
     note = WANTED if label else UNWANTED
-    return Judged(prompt, answer, note, tools_of(record, place), place)
+    return KTOExample(prompt, answer, note, tools_of(record, place), place)
 
 
 def _prompt(record: dict[str, Any], place: str) -> list[Message] | None:

@@ -14,8 +14,8 @@ from jaxtrain.data.batches.loader import stores_of
 from jaxtrain.data.batches.mixture import sources_of
 from jaxtrain.data.config import DataConfig, NoValidation
 from jaxtrain.data.files.sources import Source, content_hash, revisions_of
-from jaxtrain.data.filters.filtered import Reports, filtered
-from jaxtrain.data.pool import cores, workers
+from jaxtrain.data.filters.filtered import Reports, filter_sources
+from jaxtrain.data.pool import cores, process_pool
 from jaxtrain.data.store.prepare import (
     Prepared,
     Progress,
@@ -25,7 +25,7 @@ from jaxtrain.data.store.prepare import (
     cached_tokenizer,
     tokenizer_texts,
 )
-from jaxtrain.data.store.prepare import prepare as prepare_source
+from jaxtrain.data.store.prepare import prepare_source as prepare_source
 from jaxtrain.data.store.store import TokenStore
 from jaxtrain.data.tokenizer.tokenizer import build_tokenizer
 from jaxtrain.settings import UserError
@@ -60,7 +60,7 @@ def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prep
 
 
 def _prepare(config: DataConfig, progress: Progress) -> Prepared:
-    config, reports = filtered(config, progress)
+    config, reports = filter_sources(config, progress)
     train = config.train
     if train.name != "mixture":
         return dataclasses.replace(prepare_source(config, progress=progress), filters=reports)
@@ -81,14 +81,14 @@ def _prepare(config: DataConfig, progress: Progress) -> Prepared:
     first = next(iter(prepared.values()))
     return Prepared(
         {name: stores_of(p.train)["train"] for name, p in prepared.items()},
-        join(validation) if validation else None,
+        join_stores(validation) if validation else None,
         first.tokenizer,
         directory or first.directory,
         reports,
     )
 
 
-def join(stores: Sequence[TokenStore]) -> TokenStore:
+def join_stores(stores: Sequence[TokenStore]) -> TokenStore:
     """The documents of several stores of one tokenizer as one store."""
     if len(stores) == 1:
         return stores[0]
@@ -130,7 +130,9 @@ class _Records:
         return found
 
 
-def describe(stores: dict[str, TokenStore], filters: Reports | None = None) -> dict[str, dict]:
+def describe_stores(
+    stores: dict[str, TokenStore], filters: Reports | None = None
+) -> dict[str, dict]:
     """Of each source, for people: documents, tokens, bytes, how many documents have at most
     2, 4, 8, ... tokens and more than half of that, the documents of each damaged shard that are
     left out, and what filters removed."""
@@ -147,7 +149,7 @@ def describe(stores: dict[str, TokenStore], filters: Reports | None = None) -> d
     }
 
 
-def left_out(prepared: Prepared) -> list[str]:
+def damaged_shards(prepared: Prepared) -> list[str]:
     """A line for each damaged shard that `data.skip_damaged` leaves out of a split."""
     splits = [*stores_of(prepared.train).values(), prepared.validation]
     lost = (item for store in splits if store is not None for item in store.skipped.items())
@@ -181,7 +183,7 @@ def _train_tokenizer(config: DataConfig, progress: Progress) -> Path:
     directory = cache / hashlib.sha256(text.encode()).hexdigest()[:24]
     with _locked(directory, progress):
         if not (directory / "tokenizer").is_dir():
-            with workers(config.prepare_workers or cores()) as mapped:
+            with process_pool(config.prepare_workers or cores()) as mapped:
                 texts = chain.from_iterable(
                     tokenizer_texts(_alone(config, source), mapped, progress, len(sources))
                     for source in sources

@@ -24,21 +24,35 @@ from typing import Any, NamedTuple
 
 from jaxtrain.data.chat.template import read_template
 from jaxtrain.data.config import DataConfig
-from jaxtrain.data.files.reading import CUTS, START, Block, Position, blocks, cut_stream, documents
+from jaxtrain.data.files.reading import (
+    CUTS,
+    START,
+    Position,
+    TextBlock,
+    blocks,
+    cut_stream,
+    read_documents,
+)
 from jaxtrain.data.files.remote import File
-from jaxtrain.data.files.sources import Source, TalkSource, content_hash, find_files, where
-from jaxtrain.data.pool import Map, cores, workers
-from jaxtrain.data.preference.preferences import Kind, same_kind
+from jaxtrain.data.files.sources import (
+    ChatTemplateSource,
+    Source,
+    content_hash,
+    find_files,
+    source_path,
+)
+from jaxtrain.data.pool import Map, cores, process_pool
+from jaxtrain.data.preference.preferences import RecordKind, same_kind
 from jaxtrain.data.store import store as stores
 from jaxtrain.data.store.encode import (
-    LEFT_OUT,
-    Drawn,
-    Job,
-    batched,
+    DROP_REASONS,
+    EncodeJob,
+    SampledPiece,
+    batch_blocks,
     beginnings,
-    chat_of,
-    draw,
-    encode,
+    chat_of_source,
+    encode_blocks,
+    sample_pieces,
     token_type,
 )
 from jaxtrain.data.store.store import TokenStore, Writer, open_store, publish, sync
@@ -68,21 +82,21 @@ class Prepared:
     filters: dict[str, dict[str, Any]] = field(default_factory=dict)  # reports by source
 
 
-class Text(NamedTuple):
+class SplitText(NamedTuple):
     """Text to be tokenized into the stores of `splits`."""
 
     source: Source
     splits: tuple[str, ...]
     held_out: float  # the fraction of the documents that the second split takes
     files: list[File]
-    blocks: Callable[[Position], Iterator[Block]]
+    blocks: Callable[[Position], Iterator[TextBlock]]
 
     @property
     def stored(self) -> int:
         return sum(file.size or 0 for file in self.files)
 
 
-def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prepared:
+def prepare_source(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prepared:
     """Trains or loads the tokenizer and tokenizes both splits, unless the cache has them.
 
     The cache is keyed by the content of the files and the settings that matter. A lock lets the
@@ -130,10 +144,10 @@ def training_texts(
     All of it, if there is no more. Of very much text only a part is looked through, of some files.
     """
     order, text = _in_drawn_order(_texts(config)[0])
-    job = Job(text.source, None, _limit(text))
+    job = EncodeJob(text.source, None, _limit(text))
     limit, kept, held, seen = 1 << 64, [], 0, 0
-    tasks = ((limit, group) for group in batched(text.blocks(START)))
-    for found, looked, after in mapped(partial(draw, job), tasks):
+    tasks = ((limit, group) for group in batch_blocks(text.blocks(START)))
+    for found, looked, after in mapped(partial(sample_pieces, job), tasks):
         kept += found
         held += sum(len(piece.text.encode()) for piece in found)
         seen += looked
@@ -159,9 +173,11 @@ def first_texts(
     Files come in an order drawn at random, their documents as they stand; none is kept.
     """
     _, text = _in_drawn_order(_texts(config)[0])
-    job = Job(text.source, None, _limit(text))
+    job = EncodeJob(text.source, None, _limit(text))
     taken = seen = 0
-    for found, looked, after in mapped(partial(beginnings, each, job), batched(text.blocks(START))):
+    for found, looked, after in mapped(
+        partial(beginnings, each, job), batch_blocks(text.blocks(START))
+    ):
         seen += looked
         progress("tokenizer", seen, _estimate(seen, after, text))
         for one in found:
@@ -182,7 +198,7 @@ def tokenizer_texts(
     return training_texts(config, c.train_bytes // sources, mapped, progress)
 
 
-def _in_drawn_order(text: Text) -> tuple[list[int], Text]:
+def _in_drawn_order(text: SplitText) -> tuple[list[int], SplitText]:
     """A text with its files in an order drawn at random, and that order."""
     order = list(range(len(text.files)))
     if len(order) > 1:
@@ -192,7 +208,7 @@ def _in_drawn_order(text: Text) -> tuple[list[int], Text]:
     return order, text
 
 
-def _lowest(pieces: list[Drawn], size: int) -> list[Drawn]:
+def _lowest(pieces: list[SampledPiece], size: int) -> list[SampledPiece]:
     """The pieces of the lowest hash that have `size` bytes together."""
     ordered = sorted(pieces, key=lambda piece: (piece.hash, piece.place))
     for count, piece in enumerate(ordered, 1):
@@ -206,14 +222,14 @@ def _fill(config: DataConfig, directory: Path, progress: Progress) -> None:
     """Makes what `directory` lacks."""
     texts = _texts(config)
     small = sum(text.stored for text in texts) < ALONE
-    with workers(1 if small else config.prepare_workers or cores()) as mapped:
+    with process_pool(1 if small else config.prepare_workers or cores()) as mapped:
         if not (directory / "tokenizer").is_dir():
             sample: Iterable[str] = []
             if config.tokenizer.name != "bytes" and config.tokenizer.path is None:
                 found = iter(tokenizer_texts(config, mapped, progress))
                 first = list(islice(found, 1))
                 if not first:
-                    raise UserError(f"{where(texts[0].source)} holds no text")
+                    raise UserError(f"{source_path(texts[0].source)} holds no text")
                 sample = chain(first, found)
             progress("tokenizer", 0, None)
             _save_tokenizer(build_tokenizer(config.tokenizer, sample), directory)
@@ -222,7 +238,7 @@ def _fill(config: DataConfig, directory: Path, progress: Progress) -> None:
                 _tokenize(text, directory, mapped, progress)
 
 
-def _tokenize(text: Text, directory: Path, mapped: Map, progress: Progress) -> None:
+def _tokenize(text: SplitText, directory: Path, mapped: Map, progress: Progress) -> None:
     """Writes the stores of a text. Every COMMIT_SECONDS the block that was reached is noted: there
     the work goes on after an interruption. All shards end at the same block."""
     tokenizer = cached_tokenizer(directory)
@@ -233,19 +249,19 @@ def _tokenize(text: Text, directory: Path, mapped: Map, progress: Progress) -> N
     if note.is_file():
         state |= json.loads(note.read_text())
     start = None
-    if isinstance(text.source, TalkSource):
-        start = chat_of(text.source, directory / "tokenizer").start
+    if isinstance(text.source, ChatTemplateSource):
+        start = chat_of_source(text.source, directory / "tokenizer").start
     dtype = token_type(tokenizer.vocab_size, start is not None)
     if not state["finished"]:
         writers = [
-            Writer(partial_stores / split, dtype, state["shards"], documents)
-            for split, documents in zip(text.splits, state["documents"])
+            Writer(partial_stores / split, dtype, state["shards"], read_documents)
+            for split, read_documents in zip(text.splits, state["documents"])
         ]
         counts = [Counter(some) for some in state["counts"]]
         size, after = state["size"], Position(*state["after"])
-        job = Job(text.source, directory / "tokenizer", _limit(text))
+        job = EncodeJob(text.source, directory / "tokenizer", _limit(text))
         committed = time.monotonic()
-        for answer in mapped(partial(encode, job), batched(text.blocks(after))):
+        for answer in mapped(partial(encode_blocks, job), batch_blocks(text.blocks(after))):
             for writer, count, found in zip(writers, counts, (answer.train, answer.validation)):
                 writer.add(found)
                 count.update(found.counts)
@@ -254,7 +270,7 @@ def _tokenize(text: Text, directory: Path, mapped: Map, progress: Progress) -> N
             state |= {"after": after, "size": size, "counts": counts}
             if answer.kind is not None:
                 first = state.get("kind")
-                state["kind"] = same_kind(Kind(*first) if first else None, answer.kind)
+                state["kind"] = same_kind(RecordKind(*first) if first else None, answer.kind)
             full = sum(writer.tokens for writer in writers) >= stores.SHARD_TOKENS
             if full or time.monotonic() - committed >= COMMIT_SECONDS:
                 _commit(note, writers, state, full)
@@ -266,24 +282,24 @@ def _tokenize(text: Text, directory: Path, mapped: Map, progress: Progress) -> N
     _check_splits(text, state["counts"])
     for split, count in zip(text.splits, state["counts"]):
         if not (directory / split).is_dir():
-            left_out = {reason: count.get(reason, 0) for reason in LEFT_OUT}
+            left_out = {reason: count.get(reason, 0) for reason in DROP_REASONS}
             publish(partial_stores / split, directory / split, tokenizer, start, left_out)
     shutil.rmtree(partial_stores)
 
 
 def _nothing_left(source: Source, counts: Counter[str]) -> UserError:
     if not counts["read"]:
-        return UserError(f"{where(source)} holds no text")
+        return UserError(f"{source_path(source)} holds no text")
     return UserError(
-        f"{where(source)}: none of its {counts['read']} conversations is left: "
+        f"{source_path(source)}: none of its {counts['read']} conversations is left: "
         f"{counts['unanswered']} have no answer that says something and is to be learned (weight 0 "
         f"and train false leave it out), and the chat template refuses {counts['refused']}"
     )
 
 
-def _check_splits(text: Text, counts: Sequence[Mapping[str, int]]) -> None:
+def _check_splits(text: SplitText, counts: Sequence[Mapping[str, int]]) -> None:
     """Raises UserError if a split of the documents takes none of them, or all."""
-    kept = [c.get("read", 0) - sum(c.get(reason, 0) for reason in LEFT_OUT) for c in counts]
+    kept = [c.get("read", 0) - sum(c.get(reason, 0) for reason in DROP_REASONS) for c in counts]
     total = sum(kept)
     if all(kept) or not total:
         return
@@ -293,7 +309,7 @@ def _check_splits(text: Text, counts: Sequence[Mapping[str, int]]) -> None:
     if not kept[0] or fair <= text.held_out:
         other = "a source of its own for data.validation"
     raise UserError(
-        f"{where(text.source)}: the {text.splits[kept.index(0)]} split has no documents: "
+        f"{source_path(text.source)}: the {text.splits[kept.index(0)]} split has no documents: "
         f"{share} of {total} {noun} is {'none' if kept[0] else 'all'}: set {other}, or "
         "data.validation.name=none"
     )
@@ -313,16 +329,16 @@ def _commit(note: Path, writers: Sequence[Writer], state: dict[str, Any], full: 
         writer.clean()
 
 
-def _estimate(done: int, after: Position, text: Text) -> int | None:
+def _estimate(done: int, after: Position, text: SplitText) -> int | None:
     """Bytes of text in all, if the rest of the files is like what has been read of them."""
     return done * max(text.stored, after.stored) // after.stored if after.stored else None
 
 
-def _limit(text: Text) -> int:
+def _limit(text: SplitText) -> int:
     return int(text.held_out * 2**64)
 
 
-def _texts(config: DataConfig) -> list[Text]:
+def _texts(config: DataConfig) -> list[SplitText]:
     """What there is to tokenize. Raises UserError if the source cannot be split that way."""
     assert config.train.name != "mixture", "corpus.prepare takes a mixture apart"
     how = config.validation
@@ -336,18 +352,18 @@ def _texts(config: DataConfig) -> list[Text]:
     return texts
 
 
-def _text(source: Source, splits: tuple[str, ...], held_out: float = 0.0) -> Text:
+def _text(source: Source, splits: tuple[str, ...], held_out: float = 0.0) -> SplitText:
     files = find_files(source)
-    return Text(source, splits, held_out, files, partial(blocks, source, files))
+    return SplitText(source, splits, held_out, files, partial(blocks, source, files))
 
 
-def _tail_split(source: Source, fraction: float) -> list[Text]:
+def _tail_split(source: Source, fraction: float) -> list[SplitText]:
     if source.name != "text":
         raise UserError(
             f"data.validation tail needs a text source, not {source.name}; use "
             "data.validation.name=documents"
         )
-    files = list(islice(documents(source.model_copy(update={"document": "file"})), 2))
+    files = list(islice(read_documents(source.model_copy(update={"document": "file"})), 2))
     if len(files) != 1:
         raise UserError(
             f"data.validation tail needs a single file, but {source.path} has more; "
@@ -358,15 +374,15 @@ def _tail_split(source: Source, fraction: float) -> list[Text]:
     return [_end_of_file(source, split, text.encode()) for split, text in ends.items()]
 
 
-def _end_of_file(source: Any, split: str, data: bytes) -> Text:
+def _end_of_file(source: Any, split: str, data: bytes) -> SplitText:
     file = File(source.path, len(data), "", source.path)
 
-    def cut(begin: Position) -> Iterator[Block]:
+    def cut(begin: Position) -> Iterator[TextBlock]:
         stream = io.BytesIO(data)
         stream.seek(begin.at)
         return cut_stream(stream, file, begin, CUTS[source.document], stream.tell)
 
-    return Text(source, (split,), 0.0, [file], cut)
+    return SplitText(source, (split,), 0.0, [file], cut)
 
 
 def _check_vocabulary(config: DataConfig, train: TokenStore) -> None:
@@ -383,8 +399,8 @@ def _check_weights(config: DataConfig, train: TokenStore) -> None:
     assert config.train.name != "mixture"
     if train.weights is not None and not train.weights.any():
         raise UserError(
-            f"data.train.sample_by: no document of {where(config.train)} has a number above 0 in "
-            f"'{config.train.sample_by}'"
+            f"data.train.sample_by: no document of {source_path(config.train)} has a number above "
+            f"0 in '{config.train.sample_by}'"
         )
 
 
@@ -406,7 +422,9 @@ def _key(config: DataConfig, cache: Path) -> str:
 def _contents(source: Source, cache: Path) -> dict[str, Any]:
     """The fields of a source as what they stand for."""
     fields: dict[str, Any] = {"path": content_hash(source, cache)}
-    if isinstance(source, TalkSource):  # how long a row is, is not known when a store is written
+    if isinstance(
+        source, ChatTemplateSource
+    ):  # how long a row is, is not known when a store is written
         fields |= {"template": read_template(source.template), "rules": RULES}
         fields |= {"too_long": None, "refused": None}
     return fields

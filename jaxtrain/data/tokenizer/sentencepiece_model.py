@@ -39,7 +39,7 @@ def proto_of(model: bytes) -> Any:
     return vars(model_pb2)["ModelProto"].FromString(model)
 
 
-def facts_of(model: bytes) -> ModelFacts:
+def sentencepiece_facts(model: bytes) -> ModelFacts:
     proto = proto_of(model)
     normal, trained = proto.normalizer_spec, proto.trainer_spec
     name = (normal.name or "unnamed") if normal.precompiled_charsmap else "identity"
@@ -69,7 +69,7 @@ def cut_encoder(
     Only a BPE model that leaves the text as it is can be cut, where no piece has the two characters
     in succession: no merge goes across such a place.
     """
-    facts = facts_of(model)
+    facts = sentencepiece_facts(model)
     size = processor.get_piece_size()
     pieces = [processor.id_to_piece(i) for i in range(size) if not processor.is_control(i)]
     pairs = {piece[i : i + 2] for piece in pieces for i in range(len(piece) - 1)}
@@ -98,11 +98,11 @@ def chunks(text: str, pairs: set[str]) -> list[str]:
     out, begin = [], 0
     while len(text) - begin > CHUNK:
         end = begin + CHUNK
-        places = range(end, end - LOOK, -1)
-        cut = next((i for i in places if written[i - 1 : i + 1] not in pairs), None)
+        piece_offsets = range(end, end - LOOK, -1)
+        cut = next((i for i in piece_offsets if written[i - 1 : i + 1] not in pairs), None)
         if cut is None:  # a place further on
-            places = range(end + 1, len(text))
-            cut = next((i for i in places if written[i - 1 : i + 1] not in pairs), len(text))
+            piece_offsets = range(end + 1, len(text))
+            cut = next((i for i in piece_offsets if written[i - 1 : i + 1] not in pairs), len(text))
         out.append(text[begin:cut])
         begin = cut
     return [*out, text[begin:]]
@@ -115,7 +115,7 @@ def piece_bytes(piece: str) -> bytes:
     return piece.replace(SPACE, " ").encode()
 
 
-def places(
+def piece_offsets(
     processor: sentencepiece.SentencePieceProcessor, text: str
 ) -> tuple[list[int], list[int], list[int]]:
     """The ids of a text, and where each begins and ends in its UTF-8 bytes, as the library says.

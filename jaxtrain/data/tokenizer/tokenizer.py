@@ -21,7 +21,11 @@ import sentencepiece
 import tokenizers
 from pydantic import Field
 
-from jaxtrain.data.tokenizer.sentencepiece_model import cut_encoder, facts_of, piece_bytes
+from jaxtrain.data.tokenizer.sentencepiece_model import (
+    cut_encoder,
+    piece_bytes,
+    sentencepiece_facts,
+)
 from jaxtrain.data.tokenizer.train_tokenizer import (
     BOS_NAMES,
     SPACE,
@@ -222,7 +226,7 @@ def sentencepiece_tokenizer(model: bytes, path: str = "the model") -> Tokenizer:
         raise UserError(f"{path} is not a sentencepiece model") from error
     if processor.bos_id() < 0:
         raise UserError(f"{path} has no BOS token, which starts every document")
-    size, facts = processor.get_piece_size(), facts_of(model)
+    size, facts = processor.get_piece_size(), sentencepiece_facts(model)
     special = [processor.is_control(i) or processor.is_unknown(i) for i in range(size)]
     names = [processor.id_to_piece(i) for i in range(size)]
     pieces = tuple(b"" if no else piece_bytes(name) for no, name in zip(special, names))

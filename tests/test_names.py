@@ -1,0 +1,61 @@
+"""One name, one meaning: no class and no public function is defined twice in the project."""
+
+import ast
+from collections import defaultdict
+from pathlib import Path
+
+ROOT = Path(__file__).parents[1]
+MODULES = [
+    path
+    for root in ("jaxtrain", "kernels/jaxtrain_kernels")
+    for path in sorted((ROOT / root).rglob("*.py"))
+]
+# Functions that several modules define on purpose: each module is one implementation of a seam.
+SEAMS = {
+    "main": "entry point of a command",
+    "declare": "the parameters of a layer",
+}
+# A layer of `parallel/` has the name of the kernel that it wraps in `shard_map`.
+WRAPPERS = ROOT / "jaxtrain" / "parallel" / "kernels.py"
+MOST_CLASSES = 12  # names that have two meanings yet: both figures go down, never up
+MOST_FUNCTIONS = 54
+
+
+def definitions(kind, paths=MODULES):
+    """Where each top-level name of a kind is defined, of those that more than one module defines.
+
+    In `jaxtrain_kernels` the backends of an operation implement the same functions, so that all of
+    its files count as one module there.
+    """
+    found = defaultdict(set)
+    for path in paths:
+        parts = path.relative_to(ROOT).parts
+        for node in ast.parse(path.read_text()).body:
+            if isinstance(node, kind) and not node.name.startswith("_"):
+                backend = parts[0] == "kernels" and len(parts) > 3 and kind is ast.FunctionDef
+                wrapper = path == WRAPPERS and kind is ast.FunctionDef
+                found[node.name].add("kernels" if backend or wrapper else "/".join(parts))
+    return {name: sorted(places) for name, places in found.items() if len(places) > 1}
+
+
+def listed(found):
+    return "\n".join(f"{name}: {', '.join(places)}" for name, places in sorted(found.items()))
+
+
+def test_a_class_has_one_meaning():
+    found = definitions(ast.ClassDef)
+    assert len(found) <= MOST_CLASSES, listed(found)
+
+
+def test_a_public_function_has_one_meaning():
+    found = {n: p for n, p in definitions(ast.FunctionDef).items() if n not in SEAMS}
+    assert len(found) <= MOST_FUNCTIONS, listed(found)
+
+
+def test_a_name_with_two_meanings_is_found(tmp_path, monkeypatch):
+    monkeypatch.setitem(globals(), "ROOT", tmp_path)
+    for name in ("a", "b"):
+        (tmp_path / f"{name}.py").write_text("class Twice: ...\nclass _Inner: ...\n")
+    paths = sorted(tmp_path.glob("*.py"))
+    assert definitions(ast.ClassDef, paths) == {"Twice": ["a.py", "b.py"]}
+    assert definitions(ast.FunctionDef, paths) == {}
