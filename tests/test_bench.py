@@ -313,7 +313,13 @@ def test_what_is_exchanged_while_nothing_else_runs_is_counted_apart(capsys):
     found = profile.hidden(events, {})
     assert found == {"ms": pytest.approx(7), "ms_alone": pytest.approx(4)}
     assert profile.hidden(events[:1], {}) == {"ms": 0.0, "ms_alone": 0.0}
-    sent = {"kind": "all-gather", "axes": ("data", "fsdp"), "ways": 4, "times": 2.0, "bytes": 3e9}
+    sent = {
+        "kind": "all-gather",
+        "axes": ("data", "fsdp"),
+        "group_size": 4,
+        "times": 2.0,
+        "bytes": 3e9,
+    }
     table = profile.summarize(events, {}, [], timing.Ceilings(100.0, 1000.0))
     profile.show(table | {"exchanges": {"sent": [sent], **found}})
     said = capsys.readouterr().out

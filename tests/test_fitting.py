@@ -7,7 +7,7 @@ import pytest
 import yaml
 from tiny import run_overrides
 
-from jaxtrain.cluster.coordinator import Group
+from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.config import load_config
 from jaxtrain.estimate import fit as fitting
 from jaxtrain.main import main
@@ -66,11 +66,11 @@ def test_what_is_given_wins_and_nothing_is_asked(monkeypatch, tmp_path):
     monkeypatch.setattr(fitting, "ask", lambda *_: pytest.fail("a dry run begins"))
     both = ["train.fit=true", "train.device_batch_size=2", "model.remat=ffn"]
     config = load_config(None, both)
-    assert fitting.fitted(None, both, config, Group()) is config
+    assert fitting.fitted(None, both, config, Coordinator()) is config
     file = tmp_path / "c.yaml"
     file.write_text("train: {fit: true, device_batch_size: 2}\nmodel: {remat: ffn}\n")
     config = load_config(file)
-    assert fitting.fitted(str(file), [], config, Group()) is config
+    assert fitting.fitted(str(file), [], config, Coordinator()) is config
 
 
 def test_a_run_says_what_was_chosen_and_keeps_it_when_it_goes_on(tmp_path, monkeypatch, capfd):

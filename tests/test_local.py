@@ -218,10 +218,10 @@ def test_two_replicas_are_one_neighbour_to_each_other(task):
 BITS = {"f32": 4, "s8": 1, "u8": 1, "f8e4m3fn": 1}
 
 
-def sent(text, ways):
+def sent(text, replicas):
     """Bytes that a device sends in the collectives of a compiled program, metrics left out."""
-    share = {"all-reduce": 2 * (ways - 1) / ways, "all-to-all": (ways - 1) / ways,
-             "all-gather": (ways - 1) / ways, "collective-permute": 1}  # fmt: skip
+    share = {"all-reduce": 2 * (replicas - 1) / replicas, "all-to-all": (replicas - 1) / replicas,
+             "all-gather": (replicas - 1) / replicas, "collective-permute": 1}  # fmt: skip
     total = 0.0
     for shapes, kind in re.findall(
         r"= (\S.*?) (all-reduce|all-to-all|all-gather|collective-permute)\(", text
@@ -232,14 +232,14 @@ def sent(text, ways):
 
 
 @pytest.mark.parametrize(
-    ("config", "ways"),
+    ("config", "replicas"),
     [(None, 4), ({"name": "diloco", "every": 1}, 4),
      ({"name": "diloco", "every": 1, "compress": "int8"}, 4),
      ({"name": "gossip"}, 4), ({"name": "gossip"}, 2)],
     ids=["plain", "float32", "int8", "gossip", "gossip of two"],
 )  # fmt: skip
-def test_bytes_are_those_of_the_compiled_collectives(task, config, ways):
-    mesh, (task, knobs) = mesh_of(data=ways), task
+def test_bytes_are_those_of_the_compiled_collectives(task, config, replicas):
+    mesh, (task, knobs) = mesh_of(data=replicas), task
     config = config and local(**config)
     task = local_task(task, config, mesh) if config else task
     with jax.set_mesh(mesh):
@@ -248,12 +248,12 @@ def test_bytes_are_those_of_the_compiled_collectives(task, config, ways):
         placed = place_batch(whole_batch(0), mesh, batch_dim=1)
         text = make_step(task, mesh).lower(state, placed, knobs).compile().as_text()
     parameters = sum(s.size for s in jax.tree.leaves(task.specs))
-    expected = wire_bytes(parameters, ways, config)
+    expected = wire_bytes(parameters, replicas, config)
     if config is None:  # XLA may send more: a tied embedding's two gradients, say
-        assert sent(text, ways) > 0.95 * expected
+        assert sent(text, replicas) > 0.95 * expected
     else:
         # A few numbers for each array, which are checked to be finite, come on top.
-        assert sent(text, ways) == pytest.approx(expected, rel=0.06)
+        assert sent(text, replicas) == pytest.approx(expected, rel=0.06)
 
 
 def test_each_device_of_a_replica_sends_its_own_part():
@@ -284,7 +284,7 @@ def test_a_run_says_what_it_sends():
     assert facts == {"sent_bytes": 1.5 * 4 * 1000 / 50, "sent_bytes_plain": 1.5 * 2 * 1000}
     said = local_summary(config, facts, mesh)
     assert "4 replicas" in said and "0.00012 MB a step, data parallel 0.003 MB" in said
-    one, two, four = (wire_bytes(1000, ways, local(name="gossip")) for ways in (1, 2, 4))
+    one, two, four = (wire_bytes(1000, replicas, local(name="gossip")) for replicas in (1, 2, 4))
     assert (one, two, four) == (0, 4000, 8000)
 
 

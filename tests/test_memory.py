@@ -237,11 +237,11 @@ def test_meshes_to_try_begin_with_those_that_cost_least():
         *([*sharded, f"mesh.{a}={n}", block] for a in (*near, "pipeline") for n in (2, 4)),
     ]  # fmt: skip
     assert len(preflight.candidates(1, 8, experts=True)) == 2
-    for devices, few, ways in ((12, (2, 3, 4), (2, 3, 4, 6)), (7, (), (7,))):
+    for devices, few, divisors in ((12, (2, 3, 4), (2, 3, 4, 6)), (7, (), (7,))):
         tried = preflight.candidates(devices, 4, experts=False)
         tried = [line[2] for line in tried if block in line[3:]]
         found = [f"mesh.{a}={n}" for a in near for n in few]
-        assert tried == found + [f"mesh.pipeline={n}" for n in ways]
+        assert tried == found + [f"mesh.pipeline={n}" for n in divisors]
 
 
 def test_of_several_hosts_data_goes_over_the_hosts_and_fsdp_over_a_hosts_devices():

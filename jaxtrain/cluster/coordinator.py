@@ -18,7 +18,7 @@ from collections.abc import Callable, Mapping
 from contextlib import suppress
 
 from jaxtrain.cluster.meeting import introduce, listen, proved
-from jaxtrain.cluster.peer import Message, Peer, said_late
+from jaxtrain.cluster.peer import Message, Peer, warn_if_slow
 from jaxtrain.cluster.secret import Secret
 from jaxtrain.settings import UserError
 
@@ -33,7 +33,7 @@ def end_process(message: str, code: int) -> None:
     os._exit(code)
 
 
-class Group:
+class Coordinator:
     """This process among the others; alone, every question is answered at once.
 
     heartbeat_timeout: seconds of silence after which a process counts as lost. step_timeout:
@@ -80,7 +80,7 @@ class Group:
         if not host or not port.isdigit():
             raise UserError(f"--coordinator {address}: expected HOST:PORT, as in node0:7777")
         until, host = time.monotonic() + timeout, host.strip("[]")
-        with said_late(lambda: self._waits_for(address, until)):
+        with warn_if_slow(lambda: self._waits_for(address, until)):
             if self.index == 0:
                 known = secret.make()
                 try:
@@ -187,7 +187,7 @@ class Group:
             self.step = step
         self._beat()
 
-    def stop_here(self, step: int, wanted: bool) -> bool:
+    def should_stop(self, step: int, wanted: bool) -> bool:
         """Whether all stop after `step`; else the next step counts as begun.
 
         A wish of any process makes all hold, each before its next step; the furthest step that one

@@ -80,7 +80,7 @@ def first_line(peer: Peer, until: float) -> Message | None:
 
 
 @contextmanager
-def said_late(what: Callable[[], str]) -> Iterator[None]:
+def warn_if_slow(what: Callable[[], str]) -> Iterator[None]:
     """One line on stderr, what(), if what is done inside takes longer than PATIENCE.
 
     From a thread: looking up a name, or a firewall, may hold a single attempt for a minute.

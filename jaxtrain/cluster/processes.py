@@ -18,7 +18,7 @@ from typing import NamedTuple
 import jax
 from pydantic import Field
 
-from jaxtrain.cluster.coordinator import LINGER, Group
+from jaxtrain.cluster.coordinator import LINGER, Coordinator
 from jaxtrain.cluster.secret import Secret, is_loopback
 from jaxtrain.settings import Settings, UserError, whole
 
@@ -135,7 +135,7 @@ def first_host(nodes: str) -> str:
 @contextlib.contextmanager
 def joined(
     place: Place | None, config: ProcessesConfig, facts: Mapping[str, str], folder: Path
-) -> Iterator[Group]:
+) -> Iterator[Coordinator]:
     """The group of all processes, connected and of one mind, under `jax.distributed`.
 
     facts: what all must have in common. folder: one that all share, for the secret of the job
@@ -144,9 +144,9 @@ def joined(
     vain for the others to shut down.
     """
     if place is None or place.count == 1:
-        yield Group()
+        yield Coordinator()
         return
-    group = Group(
+    group = Coordinator(
         place.index,
         place.count,
         heartbeat_timeout=config.heartbeat_timeout,

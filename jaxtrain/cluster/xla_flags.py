@@ -52,7 +52,9 @@ SETS: dict[str, dict[str, Option]] = {
 def known_options(names: tuple[str, ...]) -> dict[str, Option]:
     """The options of these sets, without those that this XLA does not know."""
     options = {option: value for name in names for option, value in SETS[name].items()}
-    return {option: value for option, value in options.items() if not complaint(option, value)}
+    return {
+        option: value for option, value in options.items() if not why_unsupported(option, value)
+    }
 
 
 class Jitted:
@@ -82,12 +84,12 @@ def jit(*names: str, **options: Any) -> Callable[[Callable[..., Any]], Jitted]:
 def check_options(options: Mapping[str, Option]) -> None:
     """Raise UserError for the first of a user's options that this XLA would not take."""
     for option, value in options.items():
-        if why := complaint(option, value):
+        if why := why_unsupported(option, value):
             raise UserError(f"train.compiler_options: {why}")
 
 
 @functools.cache
-def complaint(option: str, value: Option) -> str:
+def why_unsupported(option: str, value: Option) -> str:
     """Why this XLA does not take an option; empty if it does. It is asked to compile a constant."""
     lowered = jax.jit(lambda: 0).lower()
     try:

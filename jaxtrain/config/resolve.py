@@ -23,8 +23,8 @@ from jaxtrain.model import (
     split,
 )
 from jaxtrain.optim import DECAY, MuonConfig, Scale, resolve_optimizer, shortened
-from jaxtrain.parallel import BATCH, bubble, check_pieces, check_stages
-from jaxtrain.parallel.mesh import batch_ways, check_divides, make_mesh
+from jaxtrain.parallel import BATCH, bubble_fraction, check_context_chunks, check_stages
+from jaxtrain.parallel.mesh import check_divides, make_mesh, num_batch_shards
 from jaxtrain.settings import UserError
 from jaxtrain.train.config import TrainConfig
 
@@ -105,26 +105,28 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
         length = (stage and stage.sequence_length) or t.sequence_length
         what = "data.stages: sequence_length" if stage else "train.sequence_length"
         windows = (spec.window for spec in make_plan(model))
-        check_pieces(mesh.shape["context"], what, length, windows)
+        check_context_chunks(mesh.shape["context"], what, length, windows)
     if mesh.shape["pipeline"] > 1:
         if model.fp8_history:
             raise UserError("model.fp8_history needs one call of each layer: set mesh.pipeline=1")
         repeats, context = c.mesh.pipeline_repeats, mesh.shape["context"]
         check_stages(mesh.shape["pipeline"], repeats, make_plan(model), context)
     check_shapes(mesh, model, t.sequence_length)
-    ways = batch_ways(mesh)
-    rows = max(ways, batch_tokens(tokens, reference) // t.sequence_length)
+    shards = num_batch_shards(mesh)
+    rows = max(shards, batch_tokens(tokens, reference) // t.sequence_length)
     batch = t.batch_size or rows
-    if batch % ways:
+    if batch % shards:
         raise UserError(
-            f"train.batch_size {batch} does not divide over {ways} devices "
-            f"(mesh {' x '.join(BATCH)}); use {max(ways, batch // ways * ways)}"
+            f"train.batch_size {batch} does not divide over {shards} devices "
+            f"(mesh {' x '.join(BATCH)}); use {max(shards, batch // shards * shards)}"
         )
-    device_batch = t.device_batch_size or batch // ways
-    if batch % (ways * device_batch):
-        would = (n for n in range(1, min(device_batch, batch // ways) + 1) if not batch // ways % n)
+    device_batch = t.device_batch_size or batch // shards
+    if batch % (shards * device_batch):
+        would = (
+            n for n in range(1, min(device_batch, batch // shards) + 1) if not batch // shards % n
+        )
         raise UserError(
-            f"train.batch_size {batch} is not a multiple of {ways} devices x "
+            f"train.batch_size {batch} is not a multiple of {shards} devices x "
             f"train.device_batch_size {device_batch}; use {max(would)}"
         )
     step_tokens = batch * t.sequence_length
@@ -276,16 +278,16 @@ def summary(r: Resolved, vocab_size: int) -> str:
     """A comment line: parameters, tokens, and how a step is accumulated."""
     t = r.train
     mesh = make_mesh(r.mesh)
-    ways, stages = batch_ways(mesh), mesh.shape["pipeline"]
-    micro = t.batch_size // (ways * t.device_batch_size)
+    shards, stages = num_batch_shards(mesh), mesh.shape["pipeline"]
+    micro = t.batch_size // (shards * t.device_batch_size)
     repeats, piped = r.mesh.pipeline_repeats, ""
     if stages > 1:
         chunks = f" x {repeats} chunks" if repeats > 1 else ""
-        idle = bubble(stages, micro, repeats, r.model.depth)
+        idle = bubble_fraction(stages, micro, repeats, r.model.depth)
         piped = f"; {stages} stages{chunks}, idle {idle:.0%} of the time"
     return (
         f"# {horizon(r.model, vocab_size, 1.0):,.0f} parameters in matrices and head; "
         f"{t.steps * t.batch_size * t.sequence_length:,} tokens, "
         f"{t.batch_size * t.sequence_length:,} a step: "
-        f"{micro} microbatches x {t.device_batch_size} rows x {ways} devices{piped}"
+        f"{micro} microbatches x {t.device_batch_size} rows x {shards} devices{piped}"
     )

@@ -45,7 +45,7 @@ from jaxtrain.estimate.workload import (
 )  # fmt: skip
 from jaxtrain.parallel import partition_spec
 from jaxtrain.parallel.axes import ZERO
-from jaxtrain.parallel.mesh import AXES, grid
+from jaxtrain.parallel.mesh import AXES, device_grid
 from jaxtrain.runs.measurement import describe
 from jaxtrain.runs.metrics import format_bytes
 from jaxtrain.settings import TINY, UserError, real, whole
@@ -115,7 +115,7 @@ def preflight(
         "compile_s": time.perf_counter() - begin,
     }
     record = describe("preflight", w.name, w.precision, w.facts(), devices)
-    sizes = {axis: ways for axis, ways in w.mesh.shape.items() if ways > 1}
+    sizes = {axis: size for axis, size in w.mesh.shape.items() if size > 1}
     record["workload"] |= {"mesh": sizes, "zero": w.task.zero, "remat": w.config.model.remat}
     advice = (
         None if metrics["fits"] else memory_advice(w.config, round(total), metrics["device_bytes"])
@@ -232,7 +232,7 @@ def hosts_of(mesh: Mesh, per_host: int) -> dict[str, int]:
         SimpleNamespace(id=n, process_index=n // each, platform="cpu", device_kind="cpu")
         for n in range(mesh.size)
     ]
-    hosts = grid(dict(mesh.shape), devices)
+    hosts = device_grid(dict(mesh.shape), devices)
     across = {}
     for at, axis in enumerate(AXES):
         line: Any = hosts.transpose(at, *(i for i in range(hosts.ndim) if i != at))
@@ -262,10 +262,10 @@ def candidates(devices: int, per_host: int, experts: bool) -> list[list[str]]:
     found = [whole, *stages[:before], *both, *stages[before:]]
     tight = [*both, sharded] if several else [sharded, *both]
     found += [[*base, "model.remat=block"] for base in (tight if devices > 1 else [whole])]
-    ways = [n for n in range(2, 9) if devices % n == 0]
-    near = [n for n in ways if n <= per_host]
+    divisors = [n for n in range(2, 9) if devices % n == 0]
+    near = [n for n in divisors if n <= per_host]
     split = {"expert": near} if experts else {}
-    split |= {"context": near, "tensor": near, "pipeline": ways}
+    split |= {"context": near, "tensor": near, "pipeline": divisors}
     for axis, sizes in split.items():
         for n in sizes:
             bases = [whole, sharded] if axis == "expert" and n < devices else [sharded]
@@ -356,7 +356,7 @@ def report(record: dict[str, Any]) -> str:
     lines += ["a device sends in a step"]
     lines += [
         f"  {format_bytes(c['bytes']):>10s}  {c['kind']} over {', '.join(c['axes'])} "
-        f"({c['ways']} devices), {often(c['times'])}"
+        f"({c['group_size']} devices), {often(c['times'])}"
         for c in record["collectives"]
     ] or ["  nothing"]
     apart = m["compute_ms"] + m["near_ms"] + m["far_ms"]

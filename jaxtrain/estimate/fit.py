@@ -14,7 +14,7 @@ from typing import Any
 import jax
 import psutil
 
-from jaxtrain.cluster.coordinator import Group
+from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.config import Config, find_config, load_config
 from jaxtrain.config.overrides import apply_overrides
 from jaxtrain.estimate.dry_run import preflight, virtual_devices
@@ -83,7 +83,9 @@ def given(name: str | None, overrides: Sequence[str]) -> tuple[int | None, str |
     return train.get("device_batch_size"), model.get("remat")
 
 
-def fitted(name: str | None, overrides: Sequence[str], config: Config, group: Group) -> Config:
+def fitted(
+    name: str | None, overrides: Sequence[str], config: Config, group: Coordinator
+) -> Config:
     """The configuration with rows and remat that fit the devices of this process.
 
     A run that goes on with the same number of the same devices keeps what it has.

@@ -89,7 +89,7 @@ class Collective(NamedTuple):
 
     kind: str
     axes: tuple[str, ...]
-    ways: int
+    group_size: int  # devices that exchange with each other
     times: float
     bytes: float  # that a device sends, by ring algorithms
 
@@ -102,8 +102,8 @@ def collectives(hlo: str, mesh_shape: dict[str, int], branch: float = 0.0) -> li
     """
     computations, entry = computations_of(hlo)
     total: dict[tuple[str, tuple[str, ...], int], list[float]] = {}
-    for kind, axes, ways, times, sent in _walk(computations, entry, 1.0, mesh_shape, branch):
-        row = total.setdefault((kind, axes, ways), [0.0, 0.0])
+    for kind, axes, group_size, times, sent in _walk(computations, entry, 1.0, mesh_shape, branch):
+        row = total.setdefault((kind, axes, group_size), [0.0, 0.0])
         row[0] += times
         row[1] += times * sent
     found = [Collective(*key, *row) for key, row in total.items() if row[1]]
@@ -150,18 +150,18 @@ def _walk(
             if kind == "all-reduce" and prod(mesh_shape[a] for a in axes) == len(group):
                 taken = _taken(computations, i, place, size, users)
                 steps = _in_two_steps(axes, mesh_shape, taken, float(size))
-            for step, along, ways, part in steps:
-                sizes[step, along, ways] += part
-        for (step, along, ways), size in sizes.items():
-            yield step, along, ways, times, size * factor(step, ways)
+            for step, along, group_size, part in steps:
+                sizes[step, along, group_size] += part
+        for (step, along, group_size), size in sizes.items():
+            yield step, along, group_size, times, size * factor(step, group_size)
 
 
 def _in_two_steps(
     axes: tuple[str, ...], mesh_shape: dict[str, int], taken: int, size: float
 ) -> list[tuple[str, tuple[str, ...], int, float]]:
-    """(kind, axes, ways, bytes) that the compiler of a GPU makes of a sum, of which each device
-    takes one part of so many: a reduce-scatter over the axes that part it, then the sum of a part
-    over the others. The CPU's leaves all of it to a sum and a slice."""
+    """(kind, axes, group_size, bytes) that the compiler of a GPU makes of a sum, of which each
+    device takes one part of so many: a reduce-scatter over the axes that part it, then the sum of a
+    part over the others. The CPU's leaves all of it to a sum and a slice."""
     first = sorted(axes, key=lambda axis: axis != "fsdp")
     for count in range(1, len(axes) + 1):
         for inner in combinations(first, count):

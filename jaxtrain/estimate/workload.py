@@ -23,8 +23,8 @@ from jaxtrain.model import (
     split,
 )
 from jaxtrain.optim import make_optimizer
-from jaxtrain.parallel import BATCH, bubble, cut, make_mesh, shardings
-from jaxtrain.parallel.mesh import batch_ways
+from jaxtrain.parallel import BATCH, bubble_fraction, make_mesh, shardings
+from jaxtrain.parallel.mesh import num_batch_shards
 from jaxtrain.train.step import State, Task, init_state, state_shardings
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
@@ -87,7 +87,7 @@ def load_workload(
     mesh = make_mesh(c.mesh, devices)
     given = {line.partition("=")[0].strip() for line in overrides}
     if c.train.device_batch_size and "train.batch_size" not in given and not accumulated:
-        rows = c.train.device_batch_size * batch_ways(mesh)
+        rows = c.train.device_batch_size * num_batch_shards(mesh)
         c = load_config(path, [*overrides, f"train.batch_size={rows}"])
     vocab_size = vocab_size_of(c.data)
     named = path.stem if path else Path(c.train.init_from or "defaults").name
@@ -125,7 +125,7 @@ def at_depth(w: Workload, depth: int) -> Workload:
 def batch_shapes(w: Workload) -> Batch:
     """Shapes and placement of a batch `[microbatches, rows, T]`."""
     t = w.config.train
-    rows = t.device_batch_size * batch_ways(w.mesh)
+    rows = t.device_batch_size * num_batch_shards(w.mesh)
     shape = (t.batch_size // rows, rows, t.sequence_length)
     where = NamedSharding(w.mesh, PartitionSpec(None, BATCH))
     ints = jax.ShapeDtypeStruct(shape, jnp.int32, sharding=where)
@@ -214,7 +214,7 @@ def kinds_of(w: Workload) -> list[tuple[LayerSpec, ...]]:
 def idle(w: Workload, layers: int | None = None) -> float:
     """The share of a step's ticks that a stage waits; layers: of its time, if they are as many."""
     microbatches = batch_shapes(w).tokens_BT.shape[0]
-    return bubble(w.mesh.shape["pipeline"], microbatches, w.task.repeats, layers)
+    return bubble_fraction(w.mesh.shape["pipeline"], microbatches, w.task.repeats, layers)
 
 
 def branch_share(w: Workload) -> float:

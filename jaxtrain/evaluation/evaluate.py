@@ -29,7 +29,7 @@ from jaxtrain.finetune import join_all
 from jaxtrain.model import cast
 from jaxtrain.objectives import losses as objectives
 from jaxtrain.parallel import make_mesh, place_batch, shardings
-from jaxtrain.parallel.mesh import batch_share, batch_ways, spread_from_host
+from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard, shard_from_host
 from jaxtrain.runs.job import facts
 from jaxtrain.runs.report import write_report
 from jaxtrain.runs.saved import Saved, folder_of, load_resolved, load_saved
@@ -85,7 +85,7 @@ def validate(
         queued.append(sums)
         if len(queued) > AHEAD:
             jax.block_until_ready(queued.popleft())
-        seen += batch.tokens_BT.size * batch_share(mesh)[1]
+        seen += batch.tokens_BT.size * process_batch_shard(mesh)[1]
         if max_tokens is not None and seen >= max_tokens:
             break
     loss, weight, nats, text_bytes = (float(x) for x in sums)
@@ -100,11 +100,11 @@ def validate(
 
 def held_out_batches(store: data.TokenStore, c: Resolved, mesh: Mesh) -> Iterator[data.Batch]:
     """The validation split once, in rows as in training, as many as `eval` says: this process's."""
-    share, shares = batch_share(mesh)
+    share, shares = process_batch_shard(mesh)
     rows = c.eval.batch_size or c.train.device_batch_size
     return data.validation_batches(
         store,
-        batch_size=-(-rows // batch_ways(mesh)) * batch_ways(mesh),
+        batch_size=-(-rows // num_batch_shards(mesh)) * num_batch_shards(mesh),
         sequence_length=c.train.sequence_length,
         process_index=share,
         process_count=shares,
@@ -136,7 +136,7 @@ def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
         )
         trained = saved.config.model_copy(update={"eval": config.eval})
         batches = held_out_batches(prepared.validation, trained, mesh)
-        params = spread_from_host(saved.params, shardings(saved.specs, mesh))
+        params = shard_from_host(saved.params, shardings(saved.specs, mesh))
         return validate(scorer, params, batches, mesh)
 
 

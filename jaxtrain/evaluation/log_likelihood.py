@@ -23,7 +23,7 @@ from jaxtrain.data.evaluation.branches import BRANCH_SHARE, BranchBatch, RowShap
 from jaxtrain.model import cast
 from jaxtrain.model.branches import Branches
 from jaxtrain.parallel import make_mesh, place_batch, shardings
-from jaxtrain.parallel.mesh import batch_share, batch_ways, spread_from_host
+from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard, shard_from_host
 from jaxtrain.runs.saved import Saved
 
 # Fields of a saved model's configuration that a command line may change, of those read here.
@@ -64,15 +64,15 @@ def place(saved: Saved, config: Resolved, most_rows: int | None = None) -> Place
     most_rows: fewer, for a few questions.
     """
     mesh = make_mesh(config.mesh)
-    ways = batch_ways(mesh)
-    rows = config.eval.batch_size or config.train.device_batch_size * ways
+    shards = num_batch_shards(mesh)
+    rows = config.eval.batch_size or config.train.device_batch_size * shards
     rows = min(rows, most_rows or rows)
     context = config.model.context
-    shape = RowShape(-(-rows // ways) * ways, context, context // BRANCH_SHARE, ways)
+    shape = RowShape(-(-rows // shards) * shards, context, context // BRANCH_SHARE, shards)
     dtype = compute_dtype(config.train.precision)
-    chunk = max(1, min(context // 16, HEAD_ROWS * ways // shape.rows))
+    chunk = max(1, min(context // 16, HEAD_ROWS * shards // shape.rows))
     with jax.set_mesh(mesh):
-        params = spread_from_host(saved.params, shardings(saved.specs, mesh))
+        params = shard_from_host(saved.params, shardings(saved.specs, mesh))
         params = jax.jit(lambda p: cast(p, saved.specs, dtype))(params)
     return Placed(mesh, params, shape, chunk)
 
@@ -80,7 +80,7 @@ def place(saved: Saved, config: Resolved, most_rows: int | None = None) -> Place
 def make_scorer(saved: Saved, config: Resolved, most_rows: int | None = None) -> Scorer:
     """A saved model, ready to score; the arguments are those of `place`."""
     mesh, params, shape, chunk = place(saved, config, most_rows)
-    share, shares = batch_share(mesh)
+    share, shares = process_batch_shard(mesh)
     program = jax.jit(
         lambda params, rows, chunks: score_rows(saved.graphdef, params, rows, chunks, chunk),
         out_shardings=NamedSharding(mesh, PartitionSpec()),

@@ -28,7 +28,7 @@ from jaxtrain.interop import Prompting
 from jaxtrain.model import Cache, cast
 from jaxtrain.model.config import round_up
 from jaxtrain.model.transformer import CACHE_MULTIPLE
-from jaxtrain.parallel.mesh import gathered
+from jaxtrain.parallel.mesh import gather_to_host
 from jaxtrain.runs.saved import Saved, load_saved, template_for
 from jaxtrain.settings import (
     SEEDS,
@@ -171,7 +171,9 @@ def generate(
     cache_dtype: of the keys and values that are kept: int8, or None for the parameters' dtype.
     """
     asked = request(tokenizer, prompts, **how)
-    rows = [row.tolist() for row in gathered(complete(graphdef, params, *asked[0], **asked[1]))]
+    rows = [
+        row.tolist() for row in gather_to_host(complete(graphdef, params, *asked[0], **asked[1]))
+    ]
     ends = [next((i for i, t in enumerate(r) if t in asked.static["stop"]), len(r)) for r in rows]
     return [tokenizer.decode(row[:end]) for row, end in zip(rows, ends)]
 

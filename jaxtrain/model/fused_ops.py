@@ -102,7 +102,7 @@ def enter(
             return x_BTD, None, x0_BTD
         return *join(x_BTD, branch_BTD, eps, norm), x0_BTD
     run = lambda *arrays: kernels.mixed_norm(*arrays, eps=eps, implementation=norm)
-    return parallel.by_rows(run, x_BTD, branch_BTD, x0_BTD, *scales)
+    return parallel.shard_map_tokens(run, x_BTD, branch_BTD, x0_BTD, *scales)
 
 
 def join(
@@ -110,7 +110,7 @@ def join(
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
     """The stream with a branch added, and its RMS norm."""
     run = lambda *arrays: kernels.residual_norm(*arrays, eps=eps, implementation=norm)
-    return parallel.by_rows(run, x_BTD, y_BTD)
+    return parallel.shard_map_tokens(run, x_BTD, y_BTD)
 
 
 def leave(
@@ -132,7 +132,7 @@ def rope_norm(
     """Queries and keys rotated and normed; rope: a `Rotary`."""
     cos_BTH, sin_BTH = (jax.lax.squeeze(x, [2]) for x in rope)
     run = lambda *arrays: kernels.rope_norm(*arrays, eps=eps, implementation=by)
-    return parallel.by_rows(
+    return parallel.shard_map_tokens(
         run, q_BTNH, k_BTKH, cos_BTH, sin_BTH, tokens="tokens", columns=("heads", "kv_heads")
     )
 
@@ -140,4 +140,4 @@ def rope_norm(
 def relu2(x_BTF: Float[Array, "B T F"], by: str) -> Float[Array, "B T F"]:
     """max(x, 0)^2."""
     run = lambda x: kernels.relu2(x, implementation=by)
-    return parallel.by_rows(run, x_BTF, tokens="tokens", columns=("hidden",))
+    return parallel.shard_map_tokens(run, x_BTF, tokens="tokens", columns=("hidden",))

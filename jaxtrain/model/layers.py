@@ -11,7 +11,7 @@ from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.fused_ops import relu2
 from jaxtrain.model.init import SCHEMES, constant, normal
 from jaxtrain.model.rope import RopeScaling, frequencies
-from jaxtrain.parallel import constrain, feed_forward_relu2, row_sums, rows_at
+from jaxtrain.parallel import constrain, embedding_grad, embedding_lookup, feed_forward_relu2
 from jaxtrain.weights.float8 import Fp8Weight, dense, feed_forward_fp8
 from jaxtrain.weights.params import declare
 
@@ -60,16 +60,16 @@ def lookup(table_VD: Float[Array, "V D"], tokens_BT: Int[Array, "B T"]) -> Float
     A frequent token gathers thousands of rows: in bfloat16 their sum would stop growing. (Sums of
     several devices are then added in the table's dtype, as all gradients are.)
     """
-    return rows_at(table_VD, tokens_BT)
+    return embedding_lookup(table_VD, tokens_BT)
 
 
 def _lookup_forward(table_VD: Array, tokens_BT: Array) -> tuple[Array, tuple[Array, Array]]:
-    return rows_at(table_VD, tokens_BT), (table_VD[:, :0], tokens_BT)
+    return embedding_lookup(table_VD, tokens_BT), (table_VD[:, :0], tokens_BT)
 
 
 def _lookup_backward(saved: tuple[Array, Array], g_BTD: Array) -> tuple[Array, None]:
     like_V0, tokens_BT = saved
-    return row_sums(g_BTD, tokens_BT, len(like_V0), like_V0.dtype), None
+    return embedding_grad(g_BTD, tokens_BT, len(like_V0), like_V0.dtype), None
 
 
 lookup.defvjp(_lookup_forward, _lookup_backward)

@@ -73,7 +73,7 @@ class Mixture(nnx.Module):
         x_BTD = gathered(x_BTD)
         route = self.route(x_BTD)
         ups = (self.up[...],) if self.gate is None else (self.gate[...], self.up[...])
-        y_BTD, sizes_E = parallel.feed_experts(
+        y_BTD, sizes_E = parallel.moe_dispatch_combine(
             self.network, x_BTD, route.chosen_BTk, route.weights_BTk, ups, self.down[...],
             self.tiles,
         )  # fmt: skip
@@ -94,7 +94,7 @@ class Mixture(nnx.Module):
             ranked_BTE += jax.lax.stop_gradient(self.bias[...])[None, None]
         best = lambda r_BTE: jax.lax.top_k(r_BTE, c.top_k)[1]
         # Left to XLA, each device would rank the tokens of all.
-        chosen_BTk = parallel.by_rows(best, ranked_BTE, tokens="tokens")
+        chosen_BTk = parallel.shard_map_tokens(best, ranked_BTE, tokens="tokens")
         picked_BTk = jnp.take_along_axis(scores_BTE, chosen_BTk, axis=-1)
         weights_BTk = picked_BTk / jnp.sum(picked_BTk, axis=-1, keepdims=True)
         balance_B = balance_loss(scores_BTE, chosen_BTk)

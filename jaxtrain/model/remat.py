@@ -13,7 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain_kernels.attention import RESULT
 from jaxtrain_kernels.dispatch import target
 
-from jaxtrain.parallel import constrain, ways_of
+from jaxtrain.parallel import constrain, num_shards
 from jaxtrain.settings import UserError
 
 INPUT = "block_input"
@@ -90,8 +90,8 @@ def tiled(run: Callable[[jax.Array], jax.Array], x_BTD: jax.Array, tiles: int) -
     B, T, D = x_BTD.shape
     if tiles == 1 or T % tiles:
         return run(x_BTD)
-    ways = ways_of("sequence", T // tiles)
-    parts = jnp.moveaxis(x_BTD.reshape(B, ways, tiles, -1, D), 2, 0).reshape(tiles, B, -1, D)
+    shards = num_shards("sequence", T // tiles)
+    parts = jnp.moveaxis(x_BTD.reshape(B, shards, tiles, -1, D), 2, 0).reshape(tiles, B, -1, D)
     parts = jax.lax.map(jax.checkpoint(run), constrain(parts, None, "batch", "sequence", None))
-    parts = constrain(parts, None, "batch", "sequence", None).reshape(tiles, B, ways, -1, D)
+    parts = constrain(parts, None, "batch", "sequence", None).reshape(tiles, B, shards, -1, D)
     return jnp.moveaxis(parts, 0, 2).reshape(B, T, D)

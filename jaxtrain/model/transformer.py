@@ -131,16 +131,16 @@ class Transformer(nnx.Module):
         positions_BT: Int[Array, "b T"] | None = None,
         segments_BT: Int[Array, "B T"] | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B"] | None]:
-        """The same of a text spread over the mesh: the states are in the order of `spread`.
+        """The same of a text sharded over the mesh: the states are in the order of `zigzag_shard`.
 
         And each row's sum of the experts' balance losses (None without experts).
         """
         if positions_BT is None:
             positions_BT = jnp.arange(tokens_BT.shape[1], dtype=jnp.int32)[None]
         segments_BT = segments_BT if self.config.document_mask else None
-        inputs = parallel.spread((tokens_BT, positions_BT, segments_BT))
-        x_BTD, _ = self.embed_tokens(inputs[0], None, inputs[2], spread=True)
-        attend = functools.partial(parallel.attention, spread=True)
+        inputs = parallel.zigzag_shard((tokens_BT, positions_BT, segments_BT))
+        x_BTD, _ = self.embed_tokens(inputs[0], None, inputs[2], zigzag=True)
+        attend = functools.partial(parallel.attention, zigzag=True)
         x_BTD, _, balance_B = self.run_layers(x_BTD, *inputs, attend=attend)
         return x_BTD, balance_B
 
@@ -192,7 +192,7 @@ class Transformer(nnx.Module):
         previous_BD: Float[Array, "B D"] | None,
         segments_BT: Int[Array, "B T"] | None = None,
         branches: Branches | None = None,
-        spread: bool = False,
+        zigzag: bool = False,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
         """Embeddings with and without the smear; `previous_BD` stands before the first token.
 
@@ -204,9 +204,11 @@ class Transformer(nnx.Module):
         if not c.smear:
             return plain_BTD, plain_BTD
         if previous_BD is None:
-            before_BTD = parallel.previous(plain_BTD, spread)
+            before_BTD = parallel.previous_token(plain_BTD, zigzag)
             if segments_BT is not None:
-                before_BTD *= (segments_BT == parallel.previous(segments_BT, spread))[..., None]
+                before_BTD *= (segments_BT == parallel.previous_token(segments_BT, zigzag))[
+                    ..., None
+                ]
             if branches is not None:
                 before_BTD = take_before(before_BTD, plain_BTD, branches)
         else:
@@ -356,7 +358,7 @@ class Transformer(nnx.Module):
         repeats: chunks of layers of a stage.
         """
         c = self.config
-        attend = functools.partial(parallel.attention, spread=True)
+        attend = functools.partial(parallel.attention, zigzag=True)
         segments_MBT = segments_MBT if self.config.document_mask else None
         if positions_MBT is None:
             places = jnp.arange(tokens_MBT.shape[2], dtype=jnp.int32)
@@ -365,7 +367,7 @@ class Transformer(nnx.Module):
 
         def embed(texts):
             tokens_BT, positions_BT, segments_BT = texts
-            x_BTD, _ = self.embed_tokens(tokens_BT, None, segments_BT, spread=True)
+            x_BTD, _ = self.embed_tokens(tokens_BT, None, segments_BT, zigzag=True)
             return self.with_positions(x_BTD, positions_BT)
 
         def stage(plan, stacks, states, one):
@@ -377,16 +379,16 @@ class Transformer(nnx.Module):
             both, _, more_B = self.run_some(states[:2], runs, layers, parts, inputs)
             return (*both, *(balance_B + more_B for balance_B in states[2:]))
 
-        texts = jax.vmap(parallel.spread)(texts)
+        texts = jax.vmap(parallel.zigzag_shard)(texts)
         micro = (jax.vmap(embed)(texts), *texts)
-        plans = parallel.cut(self.plan, parallel.pipeline_ways() * repeats)
+        plans = parallel.split_layers(self.plan, parallel.pipeline_size() * repeats)
         layers, parts = self.stacks()
         count = lambda name: [part_sizes(plan, [name])[name] for plan in plans]
-        layers = parallel.padded(layers, [len(plan) for plan in plans])
-        stacks = layers, {name: parallel.padded(parts[name], count(name)) for name in parts}
+        layers = parallel.pad_chunks(layers, [len(plan) for plan in plans])
+        stacks = layers, {name: parallel.pad_chunks(parts[name], count(name)) for name in parts}
         zeros = lambda x_BTD: [jnp.zeros(len(x_BTD), jnp.float32)] if c.moe else []
         first = lambda one: (one[0], one[0], *zeros(one[0]))
-        x_MBTD, middle_MBTD, *balance = parallel.pipelined(
+        x_MBTD, middle_MBTD, *balance = parallel.run_pipeline(
             stage, plans, first, stacks, micro, repeats, loads=c.moe is not None
         )
         return self.last_states(x_MBTD, middle_MBTD), balance[0] if balance else None

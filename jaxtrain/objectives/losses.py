@@ -69,9 +69,9 @@ def next_token(
     labels, balance_B = (batch.targets_BT, batch.weights_BT), None
     if batch.tokens_BT.ndim == 3:
         x_BTD, balance_B = model.hidden_staged(*texts, repeats=repeats)
-        labels = jax.vmap(parallel.spread)(labels)
+        labels = jax.vmap(parallel.zigzag_shard)(labels)
     else:
-        (x_BTD, balance_B), labels = model.hidden_spread(*texts), parallel.spread(labels)
+        (x_BTD, balance_B), labels = model.hidden_spread(*texts), parallel.zigzag_shard(labels)
     loss = parallel.linear_cross_entropy(
         x_BTD,
         model.head_DV().astype(x_BTD.dtype),
@@ -110,7 +110,7 @@ def score(graphdef: Any, params: Any, batch: Any, bytes_V: Array) -> Sums:
     """Evaluation sums of a batch. Special tokens count in `loss`, not in bits per byte."""
     model: Transformer = nnx.merge(graphdef, params)
     x_BTD, _ = model.hidden_spread(batch.tokens_BT, batch.positions_BT, batch.segments_BT)
-    targets_BT, weights_BT = parallel.spread((batch.targets_BT, batch.weights_BT))
+    targets_BT, weights_BT = parallel.zigzag_shard((batch.targets_BT, batch.weights_BT))
     nll_N = kernels.linear_cross_entropy_per_token(
         x_BTD.reshape(-1, x_BTD.shape[-1]),
         model.head_DV().astype(x_BTD.dtype),
@@ -150,7 +150,7 @@ def answer_logps(
     model: Transformer = nnx.merge(graphdef, params)
     x_BTD, _ = model.hidden_spread(batch.tokens_BT, batch.positions_BT, batch.segments_BT)
     labels = batch.targets_BT, batch.weights_BT, batch.segments_BT
-    targets_BT, weights_BT, segments_BT = parallel.spread(labels)
+    targets_BT, weights_BT, segments_BT = parallel.zigzag_shard(labels)
     nll_BT = parallel.token_losses(
         x_BTD,
         model.head_DV().astype(x_BTD.dtype),

@@ -20,7 +20,7 @@ from pydantic import Field
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.optim.adamw import make_adamw
 from jaxtrain.optim.param_groups import Adjust, Group, Hyper, OptimizerConfig
-from jaxtrain.parallel import over_matrices
+from jaxtrain.parallel import distribute_matrices
 
 # Amsel et al. 2025 (Polar Express): degree-5 odd polynomials for 5 iterations, safety 2e-2.
 POLAR_EXPRESS = (
@@ -306,7 +306,11 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
         u = mu * m + (1 - mu) * g if c.nesterov else m
         b2 = h["b2"]
         alone = spec is None
-        u, v = direction(b2, u, v) if alone else over_matrices(direction, spec.axes, u, v, rate=b2)
+        u, v = (
+            direction(b2, u, v)
+            if alone
+            else distribute_matrices(direction, spec.axes, u, v, rate=b2)
+        )
         decayed = p * (u * p >= 0) if c.cautious_decay else p
         rate = h["learning_rate"] * math.sqrt(max(1.0, g.shape[-1] / g.shape[-2]))
         return -rate * (u + h["weight_decay"] * decayed), m, v

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
-from jaxtrain.parallel.axes import in_force, partition_spec
+from jaxtrain.parallel.axes import current_mesh, partition_spec
 from jaxtrain.settings import UserError
 
 LEAST = 2**20  # bytes; a smaller state is not worth a copy
@@ -80,7 +80,7 @@ def portions(params: dict[str, jax.Array], specs: dict[str, Any], whole: bool) -
     Stacks of as many layers go layer by layer; other arrays by themselves, in rows where the
     update works on each row by itself (not `whole`). A dim that is split over devices is not cut.
     """
-    mesh = in_force()
+    mesh = current_mesh()
     sets: dict[tuple[Any, ...], list[str]] = {}
     sizes: dict[str, int] = {}
     for name, p in params.items():

@@ -3,58 +3,65 @@
 from jaxtrain.parallel.axes import (
     BATCH,
     RULES,
-    axes_of_copies,
     constrain,
     constrain_tree,
-    over_devices,
+    num_shards,
     partition_spec,
+    replicated_axes,
+    shard_map,
     shardings,
-    ways_of,
 )
-from jaxtrain.parallel.context import check_pieces, previous, spread
-from jaxtrain.parallel.experts import feed_experts
+from jaxtrain.parallel.context import check_context_chunks, previous_token, zigzag_shard
+from jaxtrain.parallel.experts import moe_dispatch_combine
 from jaxtrain.parallel.kernels import (
     attention,
-    by_rows,
+    embedding_grad,
+    embedding_lookup,
     feed_forward_relu2,
     linear_cross_entropy,
-    row_sums,
-    rows_at,
+    shard_map_tokens,
     token_losses,
 )
 from jaxtrain.parallel.mesh import MeshConfig, make_mesh, place_batch
-from jaxtrain.parallel.pipeline import bubble, check_stages, cut, padded, pipeline_ways, pipelined
-from jaxtrain.parallel.stacks import over_matrices
+from jaxtrain.parallel.pipeline import (
+    bubble_fraction,
+    check_stages,
+    pad_chunks,
+    pipeline_size,
+    run_pipeline,
+    split_layers,
+)
+from jaxtrain.parallel.stacks import distribute_matrices
 
 __all__ = [
     "BATCH",
     "RULES",
     "MeshConfig",
     "attention",
-    "axes_of_copies",
-    "bubble",
-    "by_rows",
-    "check_pieces",
+    "bubble_fraction",
+    "check_context_chunks",
     "check_stages",
     "constrain",
     "constrain_tree",
-    "cut",
-    "feed_experts",
+    "distribute_matrices",
+    "embedding_grad",
+    "embedding_lookup",
     "feed_forward_relu2",
     "linear_cross_entropy",
     "make_mesh",
-    "over_devices",
-    "over_matrices",
-    "padded",
+    "moe_dispatch_combine",
+    "num_shards",
+    "pad_chunks",
     "partition_spec",
-    "pipeline_ways",
-    "pipelined",
+    "pipeline_size",
     "place_batch",
-    "previous",
-    "row_sums",
-    "rows_at",
+    "previous_token",
+    "replicated_axes",
+    "run_pipeline",
+    "shard_map",
+    "shard_map_tokens",
     "shardings",
-    "spread",
+    "split_layers",
     "token_losses",
-    "ways_of",
+    "zigzag_shard",
 ]

@@ -46,15 +46,15 @@ def partition_spec(
     for axis, size in zip(axes, shape, strict=True):
         rule = RULES[axis] if axis else None
         names = (rule,) if isinstance(rule, str) else rule or ()
-        names = tuple(name for name in names if name not in (*taken_axes(mesh), without))
-        ways = lambda names: prod(mesh.shape[name] for name in names)
-        while size % ways(names):
+        names = tuple(name for name in names if name not in (*manual_axes(mesh), without))
+        count = lambda names: prod(mesh.shape[name] for name in names)
+        while size % count(names):
             names = names[:-1]
-        entries.append(None if ways(names) == 1 else rule if isinstance(rule, str) else names)
+        entries.append(None if count(names) == 1 else rule if isinstance(rule, str) else names)
     return PartitionSpec(*entries)
 
 
-def names_in(entry: Any) -> tuple[str, ...]:
+def mesh_axes_in(entry: Any) -> tuple[str, ...]:
     """The mesh axes of an entry of a PartitionSpec."""
     return (entry,) if isinstance(entry, str) else entry or ()
 
@@ -64,51 +64,53 @@ def shardings(specs: Any, mesh: Mesh) -> Any:
     return jax.tree.map(lambda s: NamedSharding(mesh, partition_spec(s.axes, s.shape, mesh)), specs)
 
 
-def taken_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
+def manual_axes(mesh: Mesh | AbstractMesh) -> tuple[str, ...]:
     """The axes along which a surrounding shard_map has split everything already."""
     return mesh.manual_axes if isinstance(mesh, AbstractMesh) else ()
 
 
-def in_force() -> AbstractMesh | None:
+def current_mesh() -> AbstractMesh | None:
     """The mesh of `jax.set_mesh`, if it has several devices along the axes that are not taken."""
     mesh = jax.sharding.get_abstract_mesh()
-    free = [ways for name, ways in mesh.shape.items() if name not in taken_axes(mesh)]
+    free = [size for name, size in mesh.shape.items() if name not in manual_axes(mesh)]
     return None if prod(free) == 1 else mesh
 
 
-def ways_of(axis: str, size: int) -> int:
+def num_shards(axis: str, size: int) -> int:
     """In how many parts the mesh in force splits a dim of that logical axis and size."""
-    mesh = in_force()
+    mesh = current_mesh()
     if mesh is None:
         return 1
     (entry,) = partition_spec((axis,), (size,), mesh)
-    return prod(mesh.shape[name] for name in names_in(entry))
+    return prod(mesh.shape[name] for name in mesh_axes_in(entry))
 
 
-def axes_of_copies(zero: int) -> tuple[str, ...]:
+def replicated_axes(zero: int) -> tuple[str, ...]:
     """The mesh axes with several devices, if each has all weights and gradients, at this stage of
     ZeRO, and batch rows of its own; () where anything else is split.
     """
-    mesh = in_force()
+    mesh = current_mesh()
     if mesh is None:
         return ()
-    split = [name for name, ways in mesh.shape.items() if ways > 1 and name not in taken_axes(mesh)]
+    split = [
+        name for name, size in mesh.shape.items() if size > 1 and name not in manual_axes(mesh)
+    ]
     whole = ("data", "fsdp") if zero == 1 else ("data",)
     return tuple(split) if set(split) <= set(whole) else ()
 
 
-def over_devices(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def shard_map(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
     """`function` run by each device of the mesh in force on its own parts of the arrays."""
     mesh = jax.sharding.get_abstract_mesh()
-    names = set(mesh.axis_names) - set(taken_axes(mesh))
+    names = set(mesh.axis_names) - set(manual_axes(mesh))
     return jax.shard_map(
         function, in_specs=in_specs, out_specs=out_specs, axis_names=names, check_vma=False
     )
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(1,))
-def summed(x: jax.Array, axis: str) -> jax.Array:
-    """The sum over a mesh axis, in `over_devices`, whose results are the same along it.
+def psum_replicated_grad(x: jax.Array, axis: str) -> jax.Array:
+    """The sum over a mesh axis, in `shard_map`, whose results are the same along it.
 
     Such a result's gradient comes to each device in equal shares, so that it is there already.
     That of `jax.lax.psum` sends them all the same.
@@ -116,15 +118,15 @@ def summed(x: jax.Array, axis: str) -> jax.Array:
     return jax.lax.psum(x, axis)
 
 
-summed.defvjp(
-    lambda x, axis: (summed(x, axis), None),
+psum_replicated_grad.defvjp(
+    lambda x, axis: (psum_replicated_grad(x, axis), None),
     lambda axis, _, g: (g * jax.lax.axis_size(axis),),
 )
 
 
 def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     """Pin an activation's placement under the mesh in force (`jax.set_mesh`); free without one."""
-    mesh = in_force()
+    mesh = current_mesh()
     if mesh is None:
         return x
     return jax.lax.with_sharding_constraint(x, partition_spec(axes, x.shape, mesh))
@@ -132,7 +134,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
 
 def constrain_tree(kind: str, tree: Any, specs: Any, zero: int) -> Any:
     """Pin parameters or gradients (`kind`) as this stage of ZeRO has them; free without a mesh."""
-    mesh = in_force()
+    mesh = current_mesh()
     if mesh is None:
         return tree
     without = None if kind in ZERO[zero] else "fsdp"

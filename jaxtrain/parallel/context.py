@@ -1,12 +1,12 @@
 """Context parallelism: each device of the axis `context` holds a part of every sequence.
 
-The text is cut into 2C pieces, and device i of C holds the pieces i and 2C-1-i, an early one and a
+The text is cut into 2C chunks, and device i of C holds the chunks i and 2C-1-i, an early one and a
 late one: under a causal mask every device then has the same work (Brandon et al. 2023, Striped
-Attention, and Llama 3 balance so). Attention sends keys and values round, a piece at a time, and
-merges what each piece gives by its log-sum-exp (Liu et al. 2023, Ring Attention). Every product of
-two pieces is a square that is either seen whole or causal, which is all that it asks of a kernel.
+Attention, and Llama 3 balance so). Attention sends keys and values round, a chunk at a time, and
+merges what each chunk gives by its log-sum-exp (Liu et al. 2023, Ring Attention). Every product of
+two chunks is a square that is either seen whole or causal, which is all that it asks of a kernel.
 
-A layer with a window gets the pieces that its window reaches back to, and no more.
+A layer with a window gets the chunks that its window reaches back to, and no more.
 """
 
 import functools
@@ -20,27 +20,27 @@ import numpy as np
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float, Int
 
-from jaxtrain.parallel.axes import in_force, over_devices, partition_spec
+from jaxtrain.parallel.axes import current_mesh, partition_spec, shard_map
 from jaxtrain.settings import UserError
 
 AXIS = "context"
-HIDDEN = 1e30  # the log-sum-exp of a row that a product of pieces must leave alone
+HIDDEN = 1e30  # the log-sum-exp of a row that a product of chunks must leave alone
 
 
 class Options(NamedTuple):
     """What is static in one call; `kernel`: further arguments of `jaxtrain_kernels.attention`."""
 
-    ways: int
+    shards: int
     window: int | None
     kernel: tuple[tuple[str, Any], ...]
 
 
-class Exchange(NamedTuple):
-    """Products of pieces: on device i, in slot s, half queries[i, s] sees piece keys[i, s] or, if
+class RingStep(NamedTuple):
+    """Products of chunks: on device i, in slot s, half queries[i, s] sees chunk keys[i, s] or, if
     that is negative, nothing.
 
     Slots are more rows of the batch.
-    edge: how many tokens the window reaches into the piece, if it does not reach through it: the
+    edge: how many tokens the window reaches into the chunk, if it does not reach through it: the
     first so many queries see the last so many keys, each one key less than the one before.
     """
 
@@ -52,98 +52,103 @@ class Exchange(NamedTuple):
 # ---- how the text lies -----------------------------------------------------------------------
 
 
-def context_ways() -> int:
+def context_size() -> int:
     """Over how many devices of the mesh in force a sequence is spread."""
-    mesh = in_force()
+    mesh = current_mesh()
     return 1 if mesh is None else mesh.shape.get(AXIS, 1)
 
 
-def check_pieces(ways: int, what: str, length: int, windows: Iterable[int | None] = ()) -> None:
-    """Raises UserError if a sequence cannot be cut into an early and a late piece a device, or one
-    of the windows ends inside a piece other than the one before."""
-    if ways == 1:
+def check_context_chunks(
+    shards: int, what: str, length: int, windows: Iterable[int | None] = ()
+) -> None:
+    """Raises UserError if a sequence cannot be cut into an early and a late chunk a device, or one
+    of the windows ends inside a chunk other than the one before."""
+    if shards == 1:
         return
-    if length % (2 * ways):
-        down = length // (2 * ways) * 2 * ways
+    if length % (2 * shards):
+        down = length // (2 * shards) * 2 * shards
         raise UserError(
-            f"{what} {length} does not divide over mesh.context={ways}: each device takes an early "
-            f"and a late piece of it, so use a multiple of {2 * ways} (say {down or 2 * ways})"
+            f"{what} {length} does not divide over mesh.context={shards}: each device takes an "
+            f"early and a late chunk of it, so use a multiple of {2 * shards} (say "
+            f"{down or 2 * shards})"
         )
-    piece = length // (2 * ways)
+    chunk = length // (2 * shards)
     for window in windows:
-        if window is not None and piece < window < length - 1 and window % piece:
-            down = window // piece * piece
+        if window is not None and chunk < window < length - 1 and window % chunk:
+            down = window // chunk * chunk
             raise UserError(
-                f"model.short_window {window}: {what} {length} over mesh.context={ways} is in "
-                f"pieces of {piece} tokens, and a window longer than one must be a multiple of "
-                f"that; use {down} or {down + piece}"
+                f"model.short_window {window}: {what} {length} over mesh.context={shards} is in "
+                f"chunks of {chunk} tokens, and a window longer than one must be a multiple of "
+                f"that; use {down} or {down + chunk}"
             )
 
 
-def spread(tree: Any) -> Any:
+def zigzag_shard(tree: Any) -> Any:
     """Arrays [B, T, ...] in the order in which the devices hold the text; None leaves stay."""
-    ways = context_ways()
-    if ways == 1:
+    shards = context_size()
+    if shards == 1:
         return tree
 
     def place(x: Any) -> Any:
-        check_pieces(ways, "a sequence of", x.shape[1])
-        halves = x.reshape(x.shape[0], 2, ways, -1, *x.shape[2:])
+        check_context_chunks(shards, "a sequence of", x.shape[1])
+        halves = x.reshape(x.shape[0], 2, shards, -1, *x.shape[2:])
         return jnp.stack([halves[:, 0], halves[:, 1, ::-1]], 2).reshape(x.shape)
 
     return jax.tree.map(place, tree)
 
 
-def piece(device: int, half: int, ways: int) -> int:
-    return device if half == 0 else 2 * ways - 1 - device
+def chunk_of(device: int, half: int, shards: int) -> int:
+    return device if half == 0 else 2 * shards - 1 - device
 
 
-def owner(number: int, ways: int) -> tuple[int, int]:
-    """(device, half) of a piece."""
-    return (number, 0) if number < ways else (2 * ways - 1 - number, 1)
+def chunk_owner(number: int, shards: int) -> tuple[int, int]:
+    """(device, half) of a chunk."""
+    return (number, 0) if number < shards else (2 * shards - 1 - number, 1)
 
 
-def back(ways: int, pieces: int) -> np.ndarray:
-    """[C, 2]: the piece that lies so many before each device's own; negative: there is none."""
-    return np.array([[piece(i, half, ways) - pieces for half in (0, 1)] for i in range(ways)])
+def chunk_before(shards: int, chunks: int) -> np.ndarray:
+    """[C, 2]: the chunk that lies so many before each device's own; negative: there is none."""
+    return np.array(
+        [[chunk_of(i, half, shards) - chunks for half in (0, 1)] for i in range(shards)]
+    )
 
 
-# ---- exchanges -------------------------------------------------------------------------------
+# ---- ring steps -------------------------------------------------------------------------------
 
 
-def exchanges(ways: int, window: int | None, length: int) -> list[Exchange]:
-    """All products of pieces of this length, but for those of a device's own."""
-    device = np.arange(ways)
+def ring_steps(shards: int, window: int | None, length: int) -> list[RingStep]:
+    """All products of chunks of this length, but for those of a device's own."""
+    device = np.arange(shards)
     if window is None:
-        # Of the device that is r before (round the ring) the late half sees the early piece; and
-        # whichever is in the past: its early piece for the early half, or its late for the late.
+        # Of the device that is r before (round the ring) the late half sees the early chunk; and
+        # whichever is in the past: its early chunk for the early half, or its late for the late.
         found = []
-        for r in range(1, ways):
-            source = (device - r) % ways
+        for r in range(1, shards):
+            source = (device - r) % shards
             past = source < device
-            keys = np.where(past, source, 2 * ways - 1 - source)
+            keys = np.where(past, source, 2 * shards - 1 - source)
             queries = np.where(past, 0, 1)
             late = np.ones_like(device)
-            found.append(Exchange(np.stack([late, queries], 1), np.stack([source, keys], 1)))
+            found.append(RingStep(np.stack([late, queries], 1), np.stack([source, keys], 1)))
         return found
-    own = np.tile([0, 1], (ways, 1))
+    own = np.tile([0, 1], (shards, 1))
     reach = -(-window // length)
-    found = [Exchange(own, back(ways, k)) for k in range(1, reach)]
-    found.append(Exchange(own, back(ways, reach), window - (reach - 1) * length))
+    found = [RingStep(own, chunk_before(shards, k)) for k in range(1, reach)]
+    found.append(RingStep(own, chunk_before(shards, reach), window - (reach - 1) * length))
     some = [(e.keys >= 0).any(0) for e in found]
-    return [Exchange(e.queries[:, s], e.keys[:, s], e.edge) for e, s in zip(found, some)]
+    return [RingStep(e.queries[:, s], e.keys[:, s], e.edge) for e, s in zip(found, some)]
 
 
-def choose(table: np.ndarray, first: jax.Array, second: jax.Array) -> jax.Array:
+def select_by_device(table: np.ndarray, first: jax.Array, second: jax.Array) -> jax.Array:
     """`second` on the devices where the table [C] is true, `first` elsewhere."""
     if table.all() or not table.any():
         return second if table.all() else first
     return jnp.where(jnp.asarray(table)[jax.lax.axis_index(AXIS)], second, first)
 
 
-def fetch(x_B2: jax.Array, keys: np.ndarray) -> list[jax.Array]:
-    """The pieces that each device wants, of arrays [B, 2, ...]: one [B, ...] a slot, 0 for none."""
-    ways = len(keys)
+def ppermute_chunks(x_B2: jax.Array, keys: np.ndarray) -> list[jax.Array]:
+    """The chunks that each device wants, of arrays [B, 2, ...]: one [B, ...] a slot, 0 for none."""
+    shards = len(keys)
     sent: list[tuple[int, dict[int, int], jax.Array]] = []
 
     def receive(half: int, wanted: dict[int, int]) -> jax.Array:
@@ -156,31 +161,35 @@ def fetch(x_B2: jax.Array, keys: np.ndarray) -> list[jax.Array]:
 
     slots = []
     for column in keys.T:
-        owners = {i: owner(k, ways) for i, k in enumerate(column.tolist()) if k >= 0}
+        owners = {i: chunk_owner(k, shards) for i, k in enumerate(column.tolist()) if k >= 0}
         parts = []
         for half in (0, 1):
             wanted = {i: source for i, (source, h) in owners.items() if h == half}
             if wanted:
-                parts.append((np.array([i in wanted for i in range(ways)]), receive(half, wanted)))
+                parts.append(
+                    (np.array([i in wanted for i in range(shards)]), receive(half, wanted))
+                )
         (_, x), *late = parts
-        slots.append(choose(late[0][0], x, late[0][1]) if late else x)
+        slots.append(select_by_device(late[0][0], x, late[0][1]) if late else x)
     return slots
 
 
-def of_queries(e: Exchange, x_B2: jax.Array, axis: int = 1) -> jax.Array:
+def query_chunks(e: RingStep, x_B2: jax.Array, axis: int = 1) -> jax.Array:
     """What each slot's queries have of an array [B, 2, ...]: [S B, ...], tokens at `axis`."""
-    x = jnp.concatenate([choose(column == 1, x_B2[:, 0], x_B2[:, 1]) for column in e.queries.T])
+    x = jnp.concatenate(
+        [select_by_device(column == 1, x_B2[:, 0], x_B2[:, 1]) for column in e.queries.T]
+    )
     if e.edge is None:
         return x
-    # Seen from the end, what a window leaves of the piece before is a causal square.
+    # Seen from the end, what a window leaves of the chunk before is a causal square.
     return jnp.flip(jax.lax.slice_in_dim(x, 0, e.edge, axis=axis), axis)
 
 
-def of_keys(e: Exchange, x_B2: jax.Array) -> jax.Array:
+def key_chunks(e: RingStep, x_B2: jax.Array) -> jax.Array:
     """The same of the keys, from the devices that hold them."""
     if e.edge is None:
-        return jnp.concatenate(fetch(x_B2, e.keys))
-    return jnp.flip(jnp.concatenate(fetch(x_B2[:, :, -e.edge :], e.keys)), 1)
+        return jnp.concatenate(ppermute_chunks(x_B2, e.keys))
+    return jnp.flip(jnp.concatenate(ppermute_chunks(x_B2[:, :, -e.edge :], e.keys)), 1)
 
 
 # ---- attention -------------------------------------------------------------------------------
@@ -195,15 +204,16 @@ def attention(
     segments_BT: Int[Array, "B T"] | None = None,
     **kernel: Any,
 ) -> Float[Array, "B T N H"]:
-    """`parallel.attention` of texts in the order of `spread`, split over rows and heads as well.
+    """`parallel.attention` of texts in the order of `zigzag_shard`, also split over rows and heads.
 
     kernel: further arguments of `jaxtrain_kernels.attention`. Raises UserError if the backend that
-    was asked for cannot serve, or for a window that the pieces do not divide (`check_pieces`).
+    was asked for cannot serve, or for a window that the chunks do not
+    divide (`check_context_chunks`).
     """
-    mesh = in_force()
+    mesh = current_mesh()
     assert mesh is not None, "one device has the whole text"
     length = q_BTNH.shape[1] // (2 * mesh.shape[AXIS])
-    check_pieces(mesh.shape[AXIS], "a sequence of", q_BTNH.shape[1], (window,))
+    check_context_chunks(mesh.shape[AXIS], "a sequence of", q_BTNH.shape[1], (window,))
     window = None if window is None or window >= q_BTNH.shape[1] - 1 else window
     options = Options(mesh.shape[AXIS], window, tuple(kernel.items()))
     spec = partition_spec(("batch", "tokens", "kv_heads", None), k_BSKH.shape, mesh)
@@ -218,7 +228,7 @@ def attention(
             raise UserError(f"model.{error}; model.attention=null takes one that can") from None
         return out.reshape(q.shape)
 
-    return over_devices(local, specs, spec)(q_BTNH, k_BSKH, v_BSKH, segments_BT)
+    return shard_map(local, specs, spec)(q_BTNH, k_BSKH, v_BSKH, segments_BT)
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
@@ -237,7 +247,7 @@ def _forward(o: Options, q_B2, k_B2, v_B2, ids_B2):
     out, lse = call(*arrays, window=o.window, segment_ids_BT=own(ids_B2))
     out, lse = out.reshape(q_B2.shape).astype(lse.dtype), _own_lse_back(o, lse, q_B2)
     halves = [(out[:, half], lse[:, half]) for half in (0, 1)]
-    for e in exchanges(o.ways, o.window, q_B2.shape[2]):
+    for e in ring_steps(o.shards, o.window, q_B2.shape[2]):
         part, part_lse = call(*_operands(e, q_B2, k_B2, v_B2), **_masks(e, ids_B2))
         halves = _merge(e, halves, part, part_lse)
     out, lse = (jnp.stack(x, 1) for x in zip(*halves))
@@ -253,9 +263,9 @@ def _backward(o: Options, residuals, dout_B2):
     arrays = own(q_B2), own(k_B2), own(v_B2), own(out_B2), _own_lse(o, lse_B2), own(dout_B2)
     parts = call(*arrays, window=o.window, segment_ids_BT=own(ids_B2))
     totals = [g.reshape(x.shape).astype(lse_B2.dtype) for g, x in zip(parts, (q_B2, k_B2, v_B2))]
-    for e in exchanges(o.ways, o.window, q_B2.shape[2]):
+    for e in ring_steps(o.shards, o.window, q_B2.shape[2]):
         operands, send_back = jax.vjp(functools.partial(_operands, e), q_B2, k_B2, v_B2)
-        rows = of_queries(e, out_B2), _rows_lse(e, lse_B2), of_queries(e, dout_B2)
+        rows = query_chunks(e, out_B2), _rows_lse(e, lse_B2), query_chunks(e, dout_B2)
         parts = send_back(call(*operands, *rows, **_masks(e, ids_B2)))
         totals = [total + part.astype(total.dtype) for total, part in zip(totals, parts)]
     return *(t.astype(x.dtype) for t, x in zip(totals, (q_B2, k_B2, v_B2))), None
@@ -287,26 +297,29 @@ def _own_lse_back(o: Options, lse, q_B2):
     return lse.reshape(B, 2, N, length)
 
 
-def _operands(e: Exchange, q_B2, k_B2, v_B2):
-    return of_queries(e, q_B2), of_keys(e, k_B2), of_keys(e, v_B2)
+def _operands(e: RingStep, q_B2, k_B2, v_B2):
+    return query_chunks(e, q_B2), key_chunks(e, k_B2), key_chunks(e, v_B2)
 
 
-def _masks(e: Exchange, ids_B2) -> dict[str, Any]:
+def _masks(e: RingStep, ids_B2) -> dict[str, Any]:
     masks: dict[str, Any] = {"causal": e.edge is not None}
     if ids_B2 is not None:
-        masks |= {"segment_ids_BT": of_queries(e, ids_B2), "key_segment_ids_BS": of_keys(e, ids_B2)}
+        masks |= {
+            "segment_ids_BT": query_chunks(e, ids_B2),
+            "key_segment_ids_BS": key_chunks(e, ids_B2),
+        }
     return masks
 
 
-def _rows_lse(e: Exchange, lse_B2):
+def _rows_lse(e: RingStep, lse_B2):
     """The slots' log-sum-exp [S B, N, tokens]; HIDDEN on the devices where one sees nothing."""
-    slots = jnp.split(of_queries(e, lse_B2, axis=2), e.keys.shape[1])
-    hide = lambda keys, x: choose(keys < 0, x, jnp.full_like(x, HIDDEN))
+    slots = jnp.split(query_chunks(e, lse_B2, axis=2), e.keys.shape[1])
+    hide = lambda keys, x: select_by_device(keys < 0, x, jnp.full_like(x, HIDDEN))
     return jnp.concatenate([hide(keys, x) for keys, x in zip(e.keys.T, slots)])
 
 
-def _merge(e: Exchange, halves, part, part_lse):
-    """The outputs (out_BTNH, lse_BNT) of both halves, with what an exchange adds to them."""
+def _merge(e: RingStep, halves, part, part_lse):
+    """The outputs (out_BTNH, lse_BNT) of both halves, with what an ring step adds to them."""
     if e.edge is not None:
         part, part_lse = jnp.flip(part, 1), jnp.flip(part_lse, 2)
     n, halves, slots = part.shape[1], list(halves), e.keys.shape[1]
@@ -316,7 +329,7 @@ def _merge(e: Exchange, halves, part, part_lse):
             if not here.any():
                 continue
             old, old_lse = halves[half]
-            new_lse = choose(here, jnp.full_like(lse, -jnp.inf), lse)
+            new_lse = select_by_device(here, jnp.full_like(lse, -jnp.inf), lse)
             total = jnp.logaddexp(old_lse[..., :n], new_lse)
             seen = jnp.where(total == -jnp.inf, 0.0, total)  # rows without any key stay 0
             share = lambda l, seen=seen: jnp.exp(l - seen).swapaxes(1, 2)[..., None]
@@ -329,20 +342,20 @@ def _merge(e: Exchange, halves, part, part_lse):
 # ---- the token before ------------------------------------------------------------------------
 
 
-def previous(x_BT: Array, is_spread: bool) -> Array:
+def previous_token(x_BT: Array, zigzag: bool) -> Array:
     """[B, T, ...] -> what stands one token earlier in the text; zeros before the first.
 
-    is_spread: whether the text is in the order of `spread`.
+    zigzag: whether the text is in the order of `zigzag_shard`.
     """
-    mesh = in_force()
-    if mesh is None or mesh.shape[AXIS] == 1 or not is_spread:
+    mesh = current_mesh()
+    if mesh is None or mesh.shape[AXIS] == 1 or not zigzag:
         return jnp.pad(x_BT[:, :-1], ((0, 0), (1, 0), *((0, 0) for _ in x_BT.shape[2:])))
-    ways = mesh.shape[AXIS]
+    shards = mesh.shape[AXIS]
     spec = partition_spec(("batch", "tokens", *(None for _ in x_BT.shape[2:])), x_BT.shape, mesh)
 
     def local(x):
         x_B2 = x.reshape(x.shape[0], 2, -1, *x.shape[2:])
-        before = jnp.stack(fetch(x_B2[:, :, -1:], back(ways, 1)), 1)
+        before = jnp.stack(ppermute_chunks(x_B2[:, :, -1:], chunk_before(shards, 1)), 1)
         return jnp.concatenate([before, x_B2[:, :, :-1]], 2).reshape(x.shape)
 
-    return over_devices(local, (spec,), spec)(x_BT)
+    return shard_map(local, (spec,), spec)(x_BT)

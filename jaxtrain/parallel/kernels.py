@@ -21,11 +21,11 @@ from jaxtyping import Array, Float, Int
 from jaxtrain.parallel import context
 from jaxtrain.parallel.axes import (
     constrain,
-    in_force,
-    over_devices,
+    current_mesh,
+    manual_axes,
     partition_spec,
-    summed,
-    taken_axes,
+    psum_replicated_grad,
+    shard_map,
 )
 from jaxtrain.settings import UserError
 
@@ -41,13 +41,13 @@ def attention(
     scale: float | None = None,
     implementation: str | None = None,
     deterministic: bool = False,
-    spread: bool = False,
+    zigzag: bool = False,
     return_lse: bool = False,
 ) -> Any:
     """Causal attention, split over batch rows and heads (see `jaxtrain_kernels.attention`).
 
     Returns [B, T, N, H]; with return_lse also its log-sum-exp [B, N, T], of a whole text only.
-    spread: the text is in the order of `spread`, so it is also split over the axis `context`.
+    zigzag: the text is in the order of `zigzag_shard`, so it is also split over the axis `context`.
     Raises UserError if the backend that was asked for cannot serve.
     """
 
@@ -61,10 +61,10 @@ def attention(
         except NotImplementedError as error:
             raise UserError(f"model.{error}; model.attention=null takes one that can") from None
 
-    mesh = in_force()
+    mesh = current_mesh()
     if mesh is None:
         return local(q_BTNH, k_BSKH, v_BSKH, segments_BT)
-    if spread and context.context_ways() > 1:
+    if zigzag and context.context_size() > 1:
         return context.attention(
             q_BTNH, k_BSKH, v_BSKH, window=window, segments_BT=segments_BT, softcap=softcap,
             scale=scale, implementation=implementation, deterministic=deterministic,
@@ -73,7 +73,7 @@ def attention(
     rows = partition_spec(("batch", None, "kv_heads", None), k_BSKH.shape, mesh)
     specs = (rows, rows, rows, None if segments_BT is None else P(rows[0], None))
     out = (rows, P(rows[0], rows[2], None)) if return_lse else rows
-    return over_devices(local, specs, out)(q_BTNH, k_BSKH, v_BSKH, segments_BT)
+    return shard_map(local, specs, out)(q_BTNH, k_BSKH, v_BSKH, segments_BT)
 
 
 def linear_cross_entropy(
@@ -92,14 +92,14 @@ def linear_cross_entropy(
         arrays = x.reshape(-1, x.shape[-1]), w, labels.reshape(-1), weights.reshape(-1)
         return kernels.linear_cross_entropy(*arrays, **options)
 
-    mesh = in_force()
+    mesh = current_mesh()
     if mesh is None:
         return loss(x_BTD, w_DV, labels_BT, weights_BT)
     axes = ("micro", "batch", "sequence")[-labels_BT.ndim :]
     rows = partition_spec(axes, labels_BT.shape, mesh)
     names = [entry if isinstance(entry, tuple) else (entry,) for entry in rows if entry]
     local = lambda *arrays: jax.lax.psum(loss(*arrays), sum(names, ()))
-    return over_devices(local, (P(*rows, None), P(), rows, rows), P())(
+    return shard_map(local, (P(*rows, None), P(), rows, rows), P())(
         x_BTD, w_DV, labels_BT, weights_BT
     )
 
@@ -113,32 +113,34 @@ def token_losses(
         flat = x.reshape(-1, x.shape[-1]), w, labels.reshape(-1)
         return kernels.linear_cross_entropy_per_token(*flat, **options).reshape(labels.shape)
 
-    mesh = in_force()
+    mesh = current_mesh()
     if mesh is None:
         return losses(x_BTD, w_DV, labels_BT)
     rows = partition_spec(("batch", "sequence"), labels_BT.shape, mesh)
-    return over_devices(losses, (P(*rows, None), P(), rows), rows)(x_BTD, w_DV, labels_BT)
+    return shard_map(losses, (P(*rows, None), P(), rows), rows)(x_BTD, w_DV, labels_BT)
 
 
-def table_split(shape: tuple[int, ...]) -> P | None:
+def embedding_spec(shape: tuple[int, ...]) -> P | None:
     """Where an embedding's parts lie on a mesh with `fsdp` and another axis; None on any other.
 
     With `fsdp` alone XLA looks up a device's columns of all rows and exchanges the results. With
     one more axis it makes the table whole on every device, or fails (where a surrounding shard_map
     has taken `data`): there devices do it by hand.
     """
-    mesh = in_force()
-    if mesh is None or mesh.shape["fsdp"] == 1 or "fsdp" in taken_axes(mesh):
+    mesh = current_mesh()
+    if mesh is None or mesh.shape["fsdp"] == 1 or "fsdp" in manual_axes(mesh):
         return None
-    others = set(mesh.axis_names) - {*taken_axes(mesh), "data", "fsdp"}
+    others = set(mesh.axis_names) - {*manual_axes(mesh), "data", "fsdp"}
     if all(mesh.shape[name] == 1 for name in others):
         return None
     return partition_spec(("vocab", "embed"), shape, mesh)
 
 
-def rows_at(table_VD: Float[Array, "V D"], places_BT: Int[Array, "*B T"]) -> Float[Array, "*B T D"]:
+def embedding_lookup(
+    table_VD: Float[Array, "V D"], places_BT: Int[Array, "*B T"]
+) -> Float[Array, "*B T D"]:
     """Rows of an embedding."""
-    split, mesh = table_split(table_VD.shape), in_force()
+    split, mesh = embedding_spec(table_VD.shape), current_mesh()
     if split is None or mesh is None or places_BT.ndim != 2:
         return table_VD[places_BT]
     rows, columns = split
@@ -153,10 +155,10 @@ def rows_at(table_VD: Float[Array, "V D"], places_BT: Int[Array, "*B T"]) -> Flo
         return jax.lax.psum(jnp.where(mine[..., None], table[jnp.where(mine, places, 0)], 0), rows)
 
     texts = partition_spec(("batch", "tokens"), places_BT.shape, mesh)
-    return over_devices(local, (split, texts), P(*texts, None))(table_VD, places_BT)
+    return shard_map(local, (split, texts), P(*texts, None))(table_VD, places_BT)
 
 
-def row_sums(
+def embedding_grad(
     rows_BTD: Float[Array, "*M B T D"], places_BT: Int[Array, "*M B T"], size: int, dtype: Any
 ) -> Float[Array, "V D"]:
     """V = size sums of the rows at each place: in float32 on a device, then in `dtype`.
@@ -168,20 +170,20 @@ def row_sums(
         zeros_VD = jnp.zeros((size, rows.shape[-1]), jnp.float32)
         return zeros_VD.at[places].add(rows.astype(jnp.float32)).astype(dtype)
 
-    mesh, split = in_force(), table_split((size, rows_BTD.shape[-1]))
+    mesh, split = current_mesh(), embedding_spec((size, rows_BTD.shape[-1]))
     if mesh is not None and split is not None and places_BT.ndim == 2:
-        return row_sums_apart(rows_BTD, places_BT, size, dtype, split)
+        return sharded_embedding_grad(rows_BTD, places_BT, size, dtype, split)
     if mesh is None or mesh.shape["data"] != mesh.size or places_BT.ndim != 2:
         return sums(rows_BTD, places_BT)  # XLA splits it as the table is split
     (batch,) = partition_spec(("batch",), places_BT.shape[:1], mesh)
     local = lambda *arrays: jax.lax.psum(sums(*arrays), batch) if batch else sums(*arrays)
-    return over_devices(local, (P(batch), P(batch)), P())(rows_BTD, places_BT)
+    return shard_map(local, (P(batch), P(batch)), P())(rows_BTD, places_BT)
 
 
-def row_sums_apart(
+def sharded_embedding_grad(
     rows_BTD: Float[Array, "B T D"], places_BT: Int[Array, "B T"], size: int, dtype: Any, split: P
 ) -> Float[Array, "V D"]:
-    """`row_sums` of each device's own texts, then of all; split: of `table_split`."""
+    """`embedding_grad` of each device's own texts, then of all; split: of `embedding_spec`."""
     rows, columns = split
     mesh = jax.sharding.get_abstract_mesh()
     texts = partition_spec(("batch", "tokens"), places_BT.shape, mesh)
@@ -204,10 +206,10 @@ def row_sums_apart(
         width = g.shape[-1] // mesh.shape[columns]
         return jax.lax.dynamic_slice_in_dim(sums, jax.lax.axis_index(columns) * width, width, 1)
 
-    return over_devices(local, (P(*texts, None), texts), split)(rows_BTD, places_BT)
+    return shard_map(local, (P(*texts, None), texts), split)(rows_BTD, places_BT)
 
 
-def by_rows(
+def shard_map_tokens(
     kernel: Callable[..., Any],
     *arrays: Any,
     tokens: str = "sequence",
@@ -220,7 +222,7 @@ def by_rows(
     the kernel takes by itself; of each of these there is a result. What has none is gathered, and
     the results are as the first array.
     """
-    mesh = in_force()
+    mesh = current_mesh()
     if mesh is None:
         return kernel(*arrays)
 
@@ -233,7 +235,7 @@ def by_rows(
     split = [place(x, column) for x, column in zip(arrays, columns)]
     specs = (*split, *(place(x) for x in arrays[len(split) :]))
     results = tuple(split) if len(split) > 1 else specs[0]
-    return over_devices(kernel, specs, results)(*arrays)
+    return shard_map(kernel, specs, results)(*arrays)
 
 
 def feed_forward_relu2(
@@ -246,14 +248,14 @@ def feed_forward_relu2(
 
     Raises UserError if the backend that was asked for cannot serve.
     """
-    mesh = in_force()
+    mesh = current_mesh()
     if mesh is not None:
         (hidden,) = partition_spec(("hidden",), w_down_FD.shape[:1], mesh)
         rows = partition_spec(("batch", "tokens", None), x_BTD.shape, mesh)
         if implementation is None and hidden is None:
             names = [() if e is None else e if isinstance(e, tuple) else (e,) for e in rows]
-            ways = [prod(mesh.shape[name] for name in group) for group in names]
-            here = tuple(size // n for size, n in zip(x_BTD.shape, ways))
+            counts = [prod(mesh.shape[name] for name in group) for group in names]
+            here = tuple(size // n for size, n in zip(x_BTD.shape, counts))
             arrays = jax.ShapeDtypeStruct(here, x_BTD.dtype), w_up_DF, w_down_FD
             ours = FEED_FORWARD["mosaic"].supports(target(), *arrays) is None
             implementation = "mosaic" if ours else None
@@ -274,7 +276,7 @@ def feed_forward_relu2(
 
     def part(x, w_up, w_down):
         y = local(x, w_up, w_down)
-        return y if hidden is None else summed(y, hidden)
+        return y if hidden is None else psum_replicated_grad(y, hidden)
 
     specs = rows, P(None, hidden), P(hidden, None)
-    return over_devices(part, specs, rows)(x_BTD, w_up_DF, w_down_FD)
+    return shard_map(part, specs, rows)(x_BTD, w_up_DF, w_down_FD)

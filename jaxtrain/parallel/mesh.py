@@ -15,24 +15,24 @@ from jaxtrain.settings import Settings, UserError
 
 # Outer first: the axes of the largest and most frequent exchanges are between the nearest devices.
 AXES = ("pipeline", "data", "fsdp", "expert", "context", "tensor")
-Ways = Annotated[int, Field(ge=1)] | Literal["auto"]
+AxisSize = Annotated[int, Field(ge=1)] | Literal["auto"]
 
 
 class MeshConfig(Settings):
     """How many devices each axis takes. One axis may be `auto`: what the others leave."""
 
-    data: Ways = Field("auto", description="devices that hold different batch rows")
-    fsdp: Ways = Field(
+    data: AxisSize = Field("auto", description="devices that hold different batch rows")
+    fsdp: AxisSize = Field(
         1, description="devices that split parameters and states (see zero) as well as batch rows"
     )
-    tensor: Ways = Field(
+    tensor: AxisSize = Field(
         1, description="devices that split heads, hidden units and vocabulary of each layer"
     )
-    expert: Ways = Field(
+    expert: AxisSize = Field(
         1, description="devices that split the experts of model.moe as well as batch rows"
     )
-    context: Ways = Field(1, description="devices that split each sequence, for long texts")
-    pipeline: Ways = Field(1, description="stages, each with some of the layers")
+    context: AxisSize = Field(1, description="devices that split each sequence, for long texts")
+    pipeline: AxisSize = Field(1, description="stages, each with some of the layers")
     pipeline_repeats: int = Field(
         1,
         ge=1,
@@ -50,7 +50,7 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
     """Mesh with the axes of AXES over `devices` (default: all)."""
     devices = jax.devices() if devices is None else list(devices)
     sizes = axis_sizes(config, len(devices))
-    return Mesh(grid(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
+    return Mesh(device_grid(sizes, devices), AXES, axis_types=(AxisType.Auto,) * len(AXES))
 
 
 def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
@@ -70,11 +70,11 @@ def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     fixed = prod(asked.values())
     if devices % fixed or (not autos and fixed != devices):
         given = asked if autos else {"data": sizes["data"]} | asked  # auto by default, so 1 is too
-        raise UserError(misfit(given, devices, bool(autos)))
+        raise UserError(mesh_size_error(given, devices, bool(autos)))
     return {axis: devices // fixed if size == "auto" else size for axis, size in sizes.items()}
 
 
-def misfit(given: dict[str, int], devices: int, auto: bool) -> str:
+def mesh_size_error(given: dict[str, int], devices: int, auto: bool) -> str:
     """What is wrong with sizes that are not of so many devices, and which would be right.
 
     auto: another axis takes what they leave.
@@ -91,17 +91,17 @@ def misfit(given: dict[str, int], devices: int, auto: bool) -> str:
     return f"{names}: {fixed} {has}; {right}"
 
 
-def check_divides(name: str, ways: int, dims: dict[str, int], of: str = "") -> None:
-    """Raises UserError, with what would do, unless `ways` divides each of these sizes."""
+def check_divides(name: str, shards: int, dims: dict[str, int], of: str = "") -> None:
+    """Raises UserError, with what would do, unless `shards` divides each of these sizes."""
     for dim, size in dims.items():
-        if size % ways:
+        if size % shards:
             most = gcd(*dims.values())
             would = ", ".join(str(n) for n in range(1, min(most, 512) + 1) if most % n == 0)
             what = f"{of} {dim}, {size}" if of else f"{dim} {size}"
-            raise UserError(f"{name}={ways} does not divide {what}; these would: {would}")
+            raise UserError(f"{name}={shards} does not divide {what}; these would: {would}")
 
 
-def grid(sizes: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
+def device_grid(sizes: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
     """The devices in the order of the axes: neighbours on a host inside, hosts outside.
 
     Of several hosts the outer axes take as many as they can, so that what crosses the network is
@@ -121,12 +121,12 @@ def grid(sizes: dict[str, int], devices: Sequence[Any]) -> np.ndarray:
     )
 
 
-def batch_ways(mesh: Mesh) -> int:
+def num_batch_shards(mesh: Mesh) -> int:
     """Over how many devices the batch dim is split."""
     return prod(mesh.shape[axis] for axis in BATCH)
 
 
-def batch_share(mesh: Mesh) -> tuple[int, int]:
+def process_batch_shard(mesh: Mesh) -> tuple[int, int]:
     """(i, n): this process holds part i of n of the rows of a batch.
 
     Processes hold the same rows where an axis that does not split the batch spans them.
@@ -134,25 +134,25 @@ def batch_share(mesh: Mesh) -> tuple[int, int]:
     parts: dict[int, list[int]] = {}
     places = [mesh.axis_names.index(axis) for axis in BATCH]  # a pipeline's stages lie outside
     devices = np.moveaxis(mesh.devices, places, range(len(places)))
-    for part, row in enumerate(devices.reshape(batch_ways(mesh), -1)):
-        for process in {owner(device) for device in row}:
+    for part, row in enumerate(devices.reshape(num_batch_shards(mesh), -1)):
+        for process in {process_of(device) for device in row}:
             parts.setdefault(process, []).append(part)
     size = len(parts[jax.process_index()])
     for process, mine in parts.items():
         if len(mine) != size or mine[0] % size or mine[-1] - mine[0] != size - 1:
             raise UserError(
-                f"mesh: process {process} would hold the parts {mine} of {batch_ways(mesh)} of the "
-                "batch: give all processes as many devices, and let mesh.tensor divide that number "
-                "or be a multiple of it"
+                f"mesh: process {process} would hold the parts {mine} of {num_batch_shards(mesh)} "
+                "of the batch: give all processes as many devices, and let mesh.tensor divide that "
+                "number or be a multiple of it"
             )
-    return parts[jax.process_index()][0] // size, batch_ways(mesh) // size
+    return parts[jax.process_index()][0] // size, num_batch_shards(mesh) // size
 
 
-def owner(device: Any) -> int:
+def process_of(device: Any) -> int:
     return device.process_index
 
 
-def gathered(tree: Any) -> Any:
+def gather_to_host(tree: Any) -> Any:
     """Arrays on the mesh in force as whole NumPy arrays in every process, one after the other."""
 
     def one(x: Any) -> np.ndarray:
@@ -163,7 +163,7 @@ def gathered(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def spread_from_host(tree: Any, where: Any) -> Any:
+def shard_from_host(tree: Any, where: Any) -> Any:
     """Arrays that every process has whole -> the same on the mesh, each process its parts."""
     if jax.process_count() == 1:
         return jax.device_put(tree, where)

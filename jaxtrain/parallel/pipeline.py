@@ -25,7 +25,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.axes import taken_axes
+from jaxtrain.parallel.axes import manual_axes
 from jaxtrain.settings import UserError
 
 AXIS = "pipeline"
@@ -34,32 +34,34 @@ AXIS = "pipeline"
 Stage = Callable[[Any, Any, Any, Any], Any]
 
 
-def pipeline_ways() -> int:
+def pipeline_size() -> int:
     """The stages of the mesh of `jax.set_mesh`, within a stage as well."""
     return jax.sharding.get_abstract_mesh().shape.get(AXIS, 1)
 
 
-def ticks(stages: int, microbatches: int, repeats: int) -> int:
+def num_ticks(stages: int, microbatches: int, repeats: int) -> int:
     """Until the last microbatch leaves the last stage. A group smaller than S waits as if full."""
     groups = (microbatches - 1) // stages
     rest = microbatches - groups * stages
     return groups * stages * repeats + (repeats - 1) * stages + rest + stages - 1
 
 
-def due(since: Any, stages: int, repeats: int) -> tuple[Any, Any]:
+def schedule_at(since: Any, stages: int, repeats: int) -> tuple[Any, Any]:
     """(Round, microbatch) of a stage, so many ticks after the first microbatch came to it."""
     group, place = jnp.divmod(since, stages * repeats)
     turn, member = jnp.divmod(place, stages)
     return turn, group * stages + member
 
 
-def bubble(stages: int, microbatches: int, repeats: int = 1, layers: int | None = None) -> float:
+def bubble_fraction(
+    stages: int, microbatches: int, repeats: int = 1, layers: int | None = None
+) -> float:
     """The share of its time in which a stage is idle: (S-1) / (vM+S-1) if S divides M or v is 1,
     and the layers, where they are given, are divided by vS: a tick is as long as its longest chunk.
     """
     chunks = stages * repeats
     busy = 1 if layers is None else layers / (chunks * -(-layers // chunks))
-    return 1 - busy * repeats * microbatches / ticks(stages, microbatches, repeats)
+    return 1 - busy * repeats * microbatches / num_ticks(stages, microbatches, repeats)
 
 
 def check_stages(stages: int, repeats: int, plan: Sequence[Hashable], context: int = 1) -> None:
@@ -67,9 +69,9 @@ def check_stages(stages: int, repeats: int, plan: Sequence[Hashable], context: i
     chunks are alike."""
     layers, chunks = len(plan), stages * repeats
     times = f" x mesh.pipeline_repeats={repeats}" if repeats > 1 else ""
-    alike = lambda ways: len(set(cut(plan, ways))) == 1
+    alike = lambda chunks: len(set(split_layers(plan, chunks))) == 1
     if chunks <= layers and context > 1 and not alike(chunks):
-        can = ", ".join(str(ways) for ways in range(1, layers + 1) if alike(ways))
+        can = ", ".join(str(n) for n in range(1, layers + 1) if alike(n))
         raise UserError(
             f"mesh.pipeline={stages}{times} has chunks of unlike layers (model.window_pattern, "
             f"value_embeddings, moe.every), which do not go with mesh.context={context}; there can "
@@ -84,13 +86,13 @@ def check_stages(stages: int, repeats: int, plan: Sequence[Hashable], context: i
     )
 
 
-def cut[Kind: Hashable](plan: Sequence[Kind], chunks: int) -> list[tuple[Kind, ...]]:
+def split_layers[Kind: Hashable](plan: Sequence[Kind], chunks: int) -> list[tuple[Kind, ...]]:
     """A plan of layers in chunks one after the other, the first ones a layer longer if need be."""
     ends = np.cumsum([len(part) for part in np.array_split(np.arange(len(plan)), chunks)]).tolist()
     return [tuple(plan[start:end]) for start, end in zip([0, *ends], ends)]
 
 
-def padded(stack: Any, counts: Sequence[int]) -> Any:
+def pad_chunks(stack: Any, counts: Sequence[int]) -> Any:
     """Arrays [sum of counts, ...] -> [chunks x the most of them, ...], so that chunks are alike.
 
     A chunk that has fewer has something of another's behind its own, which nothing reads.
@@ -107,7 +109,7 @@ def at(tree: Any, index: Any) -> Any:
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
 
-def lanes_of(stages: int, repeats: int) -> np.ndarray:
+def interleave_permutation(stages: int, repeats: int) -> np.ndarray:
     """In which of v permutations chunk c goes from its place to its stage: [v, S], by round, stage.
 
     Chunk c lies on stage c // v and works on stage c % S, in round c // S. A permutation takes one
@@ -118,7 +120,7 @@ def lanes_of(stages: int, repeats: int) -> np.ndarray:
     return ((chunk + shift) % repeats).reshape(repeats, stages)
 
 
-def dealt(held: jax.Array, lanes: np.ndarray, here: jax.Array) -> jax.Array:
+def permute_chunks(held: jax.Array, lanes: np.ndarray, here: jax.Array) -> jax.Array:
     """The chunks [v, ...] that lie on this stage -> those that work on it, in lanes' order."""
     repeats, stages = lanes.shape
 
@@ -131,36 +133,40 @@ def dealt(held: jax.Array, lanes: np.ndarray, here: jax.Array) -> jax.Array:
 
 
 @jax.custom_vjp
-def with_sum(weight: jax.Array, total: jax.Array) -> jax.Array:
+def accumulate_grad_fp32(weight: jax.Array, total: jax.Array) -> jax.Array:
     """The weight; its gradient goes to the total, in the total's dtype, as a part of a sum."""
     return weight
 
 
-with_sum.defvjp(
+accumulate_grad_fp32.defvjp(
     lambda weight, total: (weight, total[:0]),
     lambda like, g: (None, g.astype(like.dtype)),
 )
 
 
-def with_sums(stacks: Any, totals: Any) -> Any:
-    """`with_sum` of those that have another dtype than their total."""
-    one = lambda weight, total: weight if weight.dtype == total.dtype else with_sum(weight, total)
+def accumulate_grads_fp32(stacks: Any, totals: Any) -> Any:
+    """`accumulate_grad_fp32` of those that have another dtype than their total."""
+    one = lambda weight, total: (
+        weight if weight.dtype == total.dtype else accumulate_grad_fp32(weight, total)
+    )
     return jax.tree.map(one, stacks, totals)
 
 
 @jax.custom_vjp
-def without_gradient(x: jax.Array, where: jax.Array) -> jax.Array:
+def zero_grad_where(x: jax.Array, where: jax.Array) -> jax.Array:
     """x; its gradient is zero where the scalar is true, whatever comes back."""
     return x
 
 
-without_gradient.defvjp(
+zero_grad_where.defvjp(
     lambda x, where: (x, where),
     lambda where, g: (g if g.dtype == jax.float0 else jnp.where(where, jnp.zeros_like(g), g), None),
 )
 
 
-def one_of(functions: Sequence[Callable[..., Any]], index: jax.Array, *arrays: Any) -> Any:
+def switch_with_remat(
+    functions: Sequence[Callable[..., Any]], index: jax.Array, *arrays: Any
+) -> Any:
     """functions[index](*arrays). Its gradient is of that one alone, computed from the arrays again:
     that of a switch would keep for each what any of them needs.
     """
@@ -196,11 +202,11 @@ def run_stage(
     stacks: Any,
     micro: Any,
 ) -> Any:
-    """What stage index[0] does, with its part of the stacks; see `pipelined`."""
-    stages, count, here = pipeline_ways(), len(jax.tree.leaves(micro)[0]), index[0]
+    """What stage index[0] does, with its part of the stacks; see `run_pipeline`."""
+    stages, count, here = pipeline_size(), len(jax.tree.leaves(micro)[0]), index[0]
     context = jax.sharding.get_abstract_mesh().shape["context"]
     onwards = [(i, (i + 1) % stages) for i in range(stages if repeats > 1 else stages - 1)]
-    lanes = lanes_of(stages, repeats)
+    lanes = interleave_permutation(stages, repeats)
     distinct = list(dict.fromkeys(kinds))
     kind_at = np.array([distinct.index(kind) for kind in kinds]).reshape(repeats, stages)
     waiting = lambda stacks, given, one: given
@@ -212,17 +218,17 @@ def run_stage(
         start = (here == 0) & (turn == 0)
         given = jax.tree.map(lambda a, b: jnp.where(start, a, b), first(one), received)
         place = jnp.asarray(lanes)[turn, here]
-        chunk = with_sums(at(stacks, place), at(totals, place))
+        chunk = accumulate_grads_fp32(at(stacks, place), at(totals, place))
         if len(distinct) == 1 and (not loads or context > 1):
             if loads:
-                chunk = jax.tree.map(lambda x: without_gradient(x, waits), chunk)
+                chunk = jax.tree.map(lambda x: zero_grad_where(x, waits), chunk)
             return stage(kinds[0], chunk, given, one)
         branch = jnp.where(waits, len(distinct), jnp.asarray(kind_at)[turn, here])
-        return one_of(branches, branch, chunk, given, one)
+        return switch_with_remat(branches, branch, chunk, given, one)
 
     def tick(carry: tuple[Any, Any], t: jax.Array) -> tuple[Any, None]:
         received, done = carry
-        turn, number = due(t - here, stages, repeats)
+        turn, number = schedule_at(t - here, stages, repeats)
         waits = (number < 0) | (number >= count)
         number = jnp.clip(number, 0, count - 1)
         made = work(received, turn, number, waits)
@@ -233,7 +239,7 @@ def run_stage(
 
     stacks = jax.tree.map(lambda x: x.reshape(repeats, -1, *x.shape[1:]), stacks)
     if repeats > 1:
-        stacks = jax.tree.map(lambda x: dealt(x, lanes, here), stacks)
+        stacks = jax.tree.map(lambda x: permute_chunks(x, lanes, here), stacks)
     # Nothing reads the totals: they are there for the sum of their gradients over the ticks, and
     # the weights are cast once for all of them.
     narrow = lambda x: x.dtype in (jnp.bfloat16, jnp.float16)
@@ -241,14 +247,14 @@ def run_stage(
     stacks = jax.tree.map(lambda x: jax.lax.stop_gradient(x) if narrow(x) else x, stacks)
     like = jax.eval_shape(lambda m: first(at(m, 0)), micro)
     zeros = lambda *dims: jax.tree.map(lambda x: jnp.zeros((*dims, *x.shape), x.dtype), like)
-    times = jnp.arange(ticks(stages, count, repeats))
+    times = jnp.arange(num_ticks(stages, count, repeats))
     done = jax.lax.scan(tick, (zeros(), zeros(count)), times)[0][1]
     last = lambda x: jnp.where(here == stages - 1, x, 0)
     share = jax.lax.psum if count % stages else functools.partial(jax.lax.psum_scatter, tiled=True)
     return jax.tree.map(lambda x: share(last(x), AXIS), done)
 
 
-def pipelined(
+def run_pipeline(
     stage: Stage,
     kinds: Sequence[Hashable],
     first: Callable[[Any], Any],
@@ -261,7 +267,7 @@ def pipelined(
 
     stage: (kind of chunk, a chunk of the stacks, what the chunk before made, the microbatch) ->
     what it makes, of the same shapes. kinds: that of each chunk. first: (a microbatch) -> what the
-    first chunk gets. stacks: arrays [chunks x layers of one, ...] (see `padded`); micro: arrays
+    first chunk gets. stacks: arrays [chunks x layers of one, ...] (see `pad_chunks`); micro: arrays
     [M, rows, ...], whole on every stage. The results lie spread over the stages by M if M is a
     multiple of their number, so that what follows is shared as well. loads: some gradients are not
     of the result (the loads of experts), so that a stage that waits has to give none: it runs
@@ -274,15 +280,15 @@ def pipelined(
     times as often.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    stages, ways = pipeline_ways(), 1 if "data" in taken_axes(mesh) else mesh.shape["data"]
+    stages, replicas = pipeline_size(), 1 if "data" in manual_axes(mesh) else mesh.shape["data"]
     even = len(jax.tree.leaves(micro)[0]) % stages == 0
     # Each device of `data` sums the gradients of its own rows over the ticks; they meet once.
-    rows = lambda size: "data" if ways > 1 and size % ways == 0 else None
+    rows = lambda size: "data" if replicas > 1 and size % replicas == 0 else None
     made = jax.eval_shape(lambda m: first(at(m, 0)), micro)
     return jax.shard_map(
         functools.partial(run_stage, stage, kinds, first, repeats, loads),
         in_specs=(P(AXIS), P(AXIS), jax.tree.map(lambda x: P(None, rows(x.shape[1])), micro)),
         out_specs=jax.tree.map(lambda x: P(AXIS if even else None, rows(x.shape[0])), made),
-        axis_names={AXIS, "data"} - set(taken_axes(mesh)),
+        axis_names={AXIS, "data"} - set(manual_axes(mesh)),
         check_vma=False,
     )(jnp.arange(stages), stacks, micro)

@@ -13,10 +13,10 @@ import jax.numpy as jnp
 from jax.sharding import AbstractMesh
 from jax.sharding import PartitionSpec as P
 
-from jaxtrain.parallel.axes import in_force, over_devices, partition_spec, taken_axes
+from jaxtrain.parallel.axes import current_mesh, manual_axes, partition_spec, shard_map
 
 
-def over_matrices(
+def distribute_matrices(
     work: Callable[..., tuple[Any, ...]], axes: Sequence[str | None], *stacks: Any, rate: Any
 ) -> tuple[Any, ...]:
     """`work(rate, *stacks)`, the stacks' matrices dealt out over all devices of the mesh in force.
@@ -28,52 +28,54 @@ def over_matrices(
     exchange parts (two all-to-alls); along axes that hold copies, each device takes its share, and
     the results are gathered.
     """
-    mesh = in_force()
+    mesh = current_mesh()
     if mesh is None:
         return work(rate, *stacks)
     specs = tuple(P() if x is None else partition_spec(axes, x.shape, mesh) for x in stacks)
 
     def local(rate: Any, *parts: Any) -> tuple[Any, ...]:
-        results = work(rate, *(x if x is None else deal(x, s, mesh) for x, s in zip(parts, specs)))
+        results = work(
+            rate, *(x if x is None else scatter_matrices(x, s, mesh) for x, s in zip(parts, specs))
+        )
         return tuple(
-            x if x is None else collect(x, s, mesh, part.shape)
+            x if x is None else gather_matrices(x, s, mesh, part.shape)
             for x, s, part in zip(results, specs, parts)
         )
 
-    return over_devices(local, (P(), *specs), specs)(rate, *stacks)
+    return shard_map(local, (P(), *specs), specs)(rate, *stacks)
 
 
-def exchanges(spec: P, mesh: AbstractMesh) -> list[tuple[str, int | None]]:
+def distribution_axes(spec: P, mesh: AbstractMesh) -> list[tuple[str, int | None]]:
     """The mesh axes to deal along, in order, each with the matrix dim (1 or 2) that it splits."""
     names = [entry if isinstance(entry, tuple) else (entry,) for entry in spec]
     stacked = [name for entry in names[:-2] for name in entry]
     dims = {name: dim for dim, entry in enumerate(names[-2:], 1) for name in entry}
     return [
         (name, dims.get(name))
-        for name, ways in mesh.shape.items()
-        if ways > 1 and name not in (*stacked, *taken_axes(mesh))
+        for name, size in mesh.shape.items()
+        if size > 1 and name not in (*stacked, *manual_axes(mesh))
     ]
 
 
-def deal(x: jax.Array, spec: P, mesh: AbstractMesh) -> jax.Array:
+def scatter_matrices(x: jax.Array, spec: P, mesh: AbstractMesh) -> jax.Array:
     """This device's part of a stack -> its own whole matrices `[n, in, out]`."""
     x = x.reshape(-1, *x.shape[-2:])
-    steps = exchanges(spec, mesh)
-    ways = [mesh.shape[name] for name, _ in steps]
-    share = -(-len(x) // prod(ways))
-    x = jnp.pad(x, ((0, share * prod(ways) - len(x)), (0, 0), (0, 0)))
-    for (name, dim), way in zip(steps, ways):
+    steps = distribution_axes(spec, mesh)
+    sizes = [mesh.shape[name] for name, _ in steps]
+    share = -(-len(x) // prod(sizes))
+    x = jnp.pad(x, ((0, share * prod(sizes) - len(x)), (0, 0), (0, 0)))
+    for (name, dim), count in zip(steps, sizes):
         if dim is not None:
             x = jax.lax.all_to_all(x, name, 0, dim, tiled=True)
         else:
-            size = len(x) // way
+            size = len(x) // count
             x = jax.lax.dynamic_slice_in_dim(x, jax.lax.axis_index(name) * size, size)
     return x
 
 
-def collect(x: jax.Array, spec: P, mesh: AbstractMesh, shape: tuple[int, ...]) -> jax.Array:
+def gather_matrices(x: jax.Array, spec: P, mesh: AbstractMesh, shape: tuple[int, ...]) -> jax.Array:
     """Whole matrices `[n, in, out]` -> this device's part, of this shape, of the stack."""
-    for name, dim in reversed(exchanges(spec, mesh)):
+    for name, dim in reversed(distribution_axes(spec, mesh)):
         if dim is not None:
             x = jax.lax.all_to_all(x, name, dim, 0, tiled=True)
         else:

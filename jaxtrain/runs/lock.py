@@ -26,7 +26,7 @@ from typing import Any, NamedTuple
 
 import psutil
 
-from jaxtrain.cluster.coordinator import Group, end_process
+from jaxtrain.cluster.coordinator import Coordinator, end_process
 from jaxtrain.settings import UserError
 
 BEATS = 20  # touches within the time after which a silent holder counts as gone
@@ -202,7 +202,7 @@ def made(path: Path, draft: Path) -> bool:
 
 
 @contextmanager
-def held(run_dir: Path, group: Group, timeout: float) -> Iterator[None]:
+def held(run_dir: Path, group: Coordinator, timeout: float) -> Iterator[None]:
     """The run directory, held by process 0 for the job; folders made for it go if nothing is in
     them in the end. UserError if another job holds it."""
     if group.index:

@@ -26,7 +26,7 @@ from jaxtrain.interop import (
 from jaxtrain.interop.companions import FOLDER
 from jaxtrain.interop.tensors import metadata_of, read, read_header, write
 from jaxtrain.model import ParamSpec, Transformer, path_name, split
-from jaxtrain.parallel.mesh import gathered
+from jaxtrain.parallel.mesh import gather_to_host
 from jaxtrain.runs.checkpoint import Checkpointer
 from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.settings import UserError
@@ -62,7 +62,7 @@ def save_result(
 def save_model(directory: Path, config: Resolved, params: Any, tokenizer: Tokenizer) -> None:
     """Write all that a friend needs; the weights last and atomically. By process 0, of several."""
     flat = {path_name(p): x for p, x in jax.tree_util.tree_flatten_with_path(params)[0]}
-    flat = gathered(flat)
+    flat = gather_to_host(flat)
     if jax.process_index():
         return
     directory.mkdir(parents=True, exist_ok=True)

@@ -13,7 +13,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 
-from jaxtrain.cluster.coordinator import Group
+from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.model import path_name
 from jaxtrain.runs.checkpoint import Checkpointer
 from jaxtrain.runs.metrics import MAX_IN_FLIGHT, MetricsWriter
@@ -199,7 +199,7 @@ class Guard:
     # ---- going back ----------------------------------------------------------------------------
 
     def go_back(
-        self, to: Return, state: State, metrics: MetricsWriter, group: Group
+        self, to: Return, state: State, metrics: MetricsWriter, group: Coordinator
     ) -> tuple[State, dict[str, Any]]:
         """The state and the position of a checkpoint; those after it, and their rows, go.
 

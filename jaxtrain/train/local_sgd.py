@@ -17,7 +17,7 @@ from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
 from jaxtrain.optim import Optimizer, mean_of_stack, mean_of_states, merges
-from jaxtrain.parallel import over_devices, partition_spec, shardings
+from jaxtrain.parallel import partition_spec, shard_map, shardings
 from jaxtrain.settings import UserError
 from jaxtrain.train.config import DiLoCo, Gossip
 from jaxtrain.train.spikes import nonfinite_values, with_values
@@ -222,21 +222,21 @@ def stacked(tree: Any, replicas: int) -> Any:
 def ring_mean(params: Any) -> Any:
     """A third each of mine and of both neighbours' on the ring of `data`; of two replicas, half
     each of mine and the other's."""
-    ways = jax.lax.axis_size("data")
+    replicas = jax.lax.axis_size("data")
 
     def mean(x: Array) -> Array:
-        shift = lambda by: [(i, (i + by) % ways) for i in range(ways)]
+        shift = lambda by: [(i, (i + by) % replicas) for i in range(replicas)]
         total = x.astype(jnp.float32)
-        for by in steps_round(ways):
+        for by in steps_round(replicas):
             total += jax.lax.ppermute(x, "data", shift(by))
-        return (total / (1 + len(steps_round(ways)))).astype(x.dtype)
+        return (total / (1 + len(steps_round(replicas)))).astype(x.dtype)
 
     return jax.tree.map(mean, params)
 
 
-def steps_round(ways: int) -> list[int]:
+def steps_round(replicas: int) -> list[int]:
     """How far along a ring of so many replicas the neighbours are that a replica sends to."""
-    return sorted({1 % ways, -1 % ways} - {0})
+    return sorted({1 % replicas, -1 % replicas} - {0})
 
 
 # ---- DiLoCo ------------------------------------------------------------------------------------
@@ -314,7 +314,7 @@ def mean_of(arrays: list[Array], axes: list[Any], compress: str | None) -> list[
     mesh = jax.sharding.get_abstract_mesh()
     places = [partition_spec(a, x.shape, mesh) for a, x in zip(axes, arrays)]
     # Of a replica's several devices, each sends its own parts.
-    return over_devices(functools.partial(joined_mean, compress), (places,), places)(arrays)
+    return shard_map(functools.partial(joined_mean, compress), (places,), places)(arrays)
 
 
 def joined_mean(compress: str, arrays: list[Array]) -> list[Array]:
@@ -332,9 +332,9 @@ def compressed_mean(x_N: Float[Array, "N"], compress: str) -> Float[Array, "N"]:
     Rounded twice, to the nearest, with a scale for each BLOCK: 2 (R-1)/R bytes an element instead
     of the 8 (R-1)/R of a ring all-reduce in float32.
     """
-    ways = jax.lax.axis_size("data")
-    padded = jnp.pad(x_N, (0, -len(x_N) % (ways * BLOCK)))
-    sent = quantize(padded.reshape(ways, -1, BLOCK), compress)
+    replicas = jax.lax.axis_size("data")
+    padded = jnp.pad(x_N, (0, -len(x_N) % (replicas * BLOCK)))
+    sent = quantize(padded.reshape(replicas, -1, BLOCK), compress)
     got = [jax.lax.all_to_all(x, "data", 0, 0, tiled=True) for x in sent]
     mine_bK = jnp.mean(dequantize(*got), axis=0)
     round_trip = [jax.lax.all_gather(x, "data") for x in quantize(mine_bK, compress)]
@@ -357,7 +357,7 @@ def dequantize(codes: Array, scale: Array) -> Array:
 
 
 def wire_bytes(
-    parameters: int, ways: int, c: DiLoCo | Gossip | None, gradient_bytes: int = 4
+    parameters: int, replicas: int, c: DiLoCo | Gossip | None, gradient_bytes: int = 4
 ) -> float:
     """Bytes that a device sends along `data` in a step, on average; c None: plain data parallel.
 
@@ -365,11 +365,11 @@ def wire_bytes(
     gradients in the dtype of the compute each step, or the replicas' way in float32 or 8 bits (and
     its scales) each H steps.
     """
-    ring = 2 * (ways - 1) / ways * parameters
+    ring = 2 * (replicas - 1) / replicas * parameters
     if c is None:
         return ring * gradient_bytes
     if isinstance(c, Gossip):
-        return len(steps_round(ways)) * parameters * 4 / c.every
+        return len(steps_round(replicas)) * parameters * 4 / c.every
     return ring * (4 if c.compress is None else 1 + 4 / BLOCK) / c.every
 
 
@@ -379,16 +379,16 @@ def local_facts(c: DiLoCo | Gossip, specs: Any, mesh: Mesh, dtype: jnp.dtype) ->
     specs: of the parameters that train. A replica's devices have a part of them each.
     """
     leaves = zip(jax.tree.leaves(specs), jax.tree.leaves(shardings(specs, mesh)))
-    parameters, ways = sum(prod(p.shard_shape(s.shape)) for s, p in leaves), mesh.shape["data"]
-    plain = wire_bytes(parameters, ways, None, dtype.itemsize)
-    return {"sent_bytes": wire_bytes(parameters, ways, c), "sent_bytes_plain": plain}
+    parameters, replicas = sum(prod(p.shard_shape(s.shape)) for s, p in leaves), mesh.shape["data"]
+    plain = wire_bytes(parameters, replicas, None, dtype.itemsize)
+    return {"sent_bytes": wire_bytes(parameters, replicas, c), "sent_bytes_plain": plain}
 
 
 def local_summary(c: DiLoCo | Gossip, facts: dict[str, float], mesh: Mesh) -> str:
     """A line for the screen: the replicas, and what they send beside plain data parallel."""
     ours, plain = (1e-6 * facts[key] for key in ("sent_bytes", "sent_bytes_plain"))
-    ways = mesh.shape["data"]
+    replicas = mesh.shape["data"]
     return (
-        f"local    {ways} replica{'s' * (ways > 1)}, {c.name} each {c.every} steps: a device sends "
-        f"{ours:.3g} MB a step, data parallel {plain:.3g} MB"
+        f"local    {replicas} replica{'s' * (replicas > 1)}, {c.name} each {c.every} steps: a "
+        f"device sends {ours:.3g} MB a step, data parallel {plain:.3g} MB"
     )

@@ -11,7 +11,7 @@ import jax.numpy as jnp
 from rich.console import Console
 
 from jaxtrain import data
-from jaxtrain.cluster.coordinator import Group
+from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config import Config
 from jaxtrain.config.resolve import decay_line, resolve, vocab_size_of, warmup_line
@@ -23,7 +23,7 @@ from jaxtrain.model import Transformer, cast, check_fp8, flops_per_token, sizes,
 from jaxtrain.objectives import make_objective
 from jaxtrain.optim import make_optimizer
 from jaxtrain.parallel import make_mesh
-from jaxtrain.parallel.mesh import batch_share, batch_ways
+from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard
 from jaxtrain.runs import report
 from jaxtrain.runs.checkpoint import Checkpointer, no_room, write_json
 from jaxtrain.runs.lock import held
@@ -64,20 +64,20 @@ def due(every: int | None, step: int) -> bool:
     return every is not None and step % every == 0
 
 
-def train(config: Config, group: Group | None = None) -> dict[str, float]:
+def train(config: Config, group: Coordinator | None = None) -> dict[str, float]:
     """Train, or go on with, the run of a configuration; returns the last validation's figures.
 
     group: the processes of the job (`parallel.processes`); default this one alone. Files and the
     screen are process 0's. UserError if another job has the run directory.
     """
-    group = group or Group()
+    group = group or Coordinator()
     check_writable(config.run_dir)
     lock = held(config.run_dir, group, config.processes.heartbeat_timeout)
     with full_disk_explained(functools.partial(no_room, config.run_dir)), lock:
         return train_alone(config, group)
 
 
-def train_alone(config: Config, group: Group) -> dict[str, float]:
+def train_alone(config: Config, group: Coordinator) -> dict[str, float]:
     """`train`, in a run directory that no other job uses."""
     primary = group.index == 0
     console = Console(quiet=not primary)
@@ -85,7 +85,7 @@ def train_alone(config: Config, group: Group) -> dict[str, float]:
 
     # ---- mesh, sizes, model, optimizer: all that can be wrong before the data is prepared --------
     mesh = make_mesh(config.mesh)
-    share, shares = batch_share(mesh)
+    share, shares = process_batch_shard(mesh)
     vocab_size = vocab_size_of(config.data)
     c = resolve(config, vocab_size)
     t = c.train
@@ -172,7 +172,7 @@ def train_alone(config: Config, group: Group) -> dict[str, float]:
 
         def place(batch: Any) -> Any:
             """On the mesh; a stage of shorter rows has so many more of them."""
-            rows = t.device_batch_size * batch_ways(mesh)
+            rows = t.device_batch_size * num_batch_shards(mesh)
             return microbatches(batch, rows * t.sequence_length // batch.tokens_BT.shape[1], mesh)
 
         knobs = jax.device_put(optimizer.knobs, jax.sharding.NamedSharding(mesh, jax.P()))

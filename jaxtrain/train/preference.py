@@ -18,7 +18,7 @@ from jaxtrain.model import cast
 from jaxtrain.objectives import answer_logps
 from jaxtrain.objectives.preference import has_reference
 from jaxtrain.parallel import place_batch
-from jaxtrain.parallel.mesh import batch_share, batch_ways
+from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard
 from jaxtrain.settings import UserError
 from jaxtrain.train.step import Task
 
@@ -157,7 +157,7 @@ def make_validation(
         totals = zero, dict.fromkeys(objective.sums, zero), zero
         for batch, _ in batches(views[HELD_OUT], HELD_OUT, c, mesh, references):
             totals = scorer(params, place_batch(batch, mesh), totals, frozen)
-            seen += batch.tokens_BT.size * batch_share(mesh)[1]
+            seen += batch.tokens_BT.size * process_batch_shard(mesh)[1]
             if max_tokens is not None and seen >= max_tokens:
                 break
         loss, sums, pairs = totals
@@ -175,10 +175,10 @@ def batches(
     references: data.References | None = None,
 ) -> Iterator[tuple[data.PairBatch, list[list[int]]]]:
     """`data.every_pair` of a source, in the rows of a validation."""
-    ways, (index, shares) = batch_ways(mesh), batch_share(mesh)
-    rows = -(-(c.eval.batch_size or c.train.device_batch_size) // ways)
-    mine = rows * ways // shares
+    shards, (index, shares) = num_batch_shards(mesh), process_batch_shard(mesh)
+    rows = -(-(c.eval.batch_size or c.train.device_batch_size) // shards)
+    mine = rows * shards // shares
     return data.iterate_pairs(
-        view, name, batch_size=rows * ways, sequence_length=c.train.sequence_length,
+        view, name, batch_size=rows * shards, sequence_length=c.train.sequence_length,
         share=range(mine * index, mine * (index + 1)), references=references,
     )  # fmt: skip

@@ -14,7 +14,7 @@ import numpy as np
 from jax.sharding import Mesh
 
 from jaxtrain import data
-from jaxtrain.cluster.coordinator import Group
+from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.cluster.started_by import TYPED, command_line, command_of
 from jaxtrain.cluster.xla_flags import check_options, known_options
 from jaxtrain.config import Config, save_yaml
@@ -30,7 +30,7 @@ from jaxtrain.interop import (
     read_virtual,
 )
 from jaxtrain.parallel import place_batch, shardings
-from jaxtrain.parallel.mesh import batch_share
+from jaxtrain.parallel.mesh import process_batch_shard
 from jaxtrain.runs.checkpoint import Checkpointer, write_json
 from jaxtrain.runs.environment import environment
 from jaxtrain.runs.job import leaves
@@ -104,7 +104,7 @@ def check_writable(run_dir: Path) -> None:
         ) from error
 
 
-def open_run(c: Resolved, tokenizer: Tokenizer, corpus: Any, group: Group) -> Path:
+def open_run(c: Resolved, tokenizer: Tokenizer, corpus: Any, group: Coordinator) -> Path:
     """Create the run directory, or check that the one there goes with this tokenizer.
 
     corpus: what `data.describe_stores` says of the training data; all processes must have the same.
@@ -168,7 +168,7 @@ def new_or_resumed(
     checkpoints: Checkpointer,
     seed: int,
     start: Any = None,
-    group: Group | None = None,
+    group: Coordinator | None = None,
     say: Callable[[str], Any] = lambda line: None,
 ) -> tuple[State, Any]:
     """The initial state, or that of the newest checkpoint with its place in the data.
@@ -177,7 +177,7 @@ def new_or_resumed(
     replicas of train.local are not as many as those of the checkpoint.
     """
     newest = checkpoints.latest()
-    (group or Group()).compare(
+    (group or Coordinator()).compare(
         {f"the newest checkpoint in {checkpoints.directory}": str(newest)},
         "run.directory must be one that all processes share",
     )
@@ -253,12 +253,12 @@ class StopSignal:
     Of several processes, all stop after the same step, whichever was asked.
     """
 
-    def __init__(self, group: Group) -> None:
+    def __init__(self, group: Coordinator) -> None:
         self.wanted, self.group = False, group
 
     def after(self, step: int) -> bool:
         """Whether to stop after `step`; if not, the next one has begun."""
-        return self.group.stop_here(step, self.wanted)
+        return self.group.should_stop(step, self.wanted)
 
     def __enter__(self) -> "StopSignal":
         self.before = {s: signal.signal(s, self._ask) for s in (signal.SIGTERM, signal.SIGINT)}
@@ -351,7 +351,7 @@ def out_of_memory_explained(c: Resolved, compiled: Any) -> Iterator[None]:
 
 def microbatches(batch: Any, rows: int, mesh: Mesh) -> Any:
     """This process's rows [B, T] as global microbatches [A, rows, T] over the mesh."""
-    local = rows // batch_share(mesh)[1]
+    local = rows // process_batch_shard(mesh)[1]
     return place_batch(
         jax.tree.map(lambda x: x.reshape(-1, local, *x.shape[1:]), batch), mesh, batch_dim=1
     )

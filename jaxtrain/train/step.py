@@ -17,11 +17,11 @@ from jaxtrain.objectives import losses as objectives
 from jaxtrain.optim import Optimizer
 from jaxtrain.optim.offload import host_sharding, waits
 from jaxtrain.parallel import (
-    axes_of_copies,
     constrain_tree,
-    over_devices,
     partition_spec,
-    pipeline_ways,
+    pipeline_size,
+    replicated_axes,
+    shard_map,
 )
 from jaxtrain.train.config import LossSpike
 from jaxtrain.train.spikes import Checks, Spikes, judged, no_spikes, nonfinite_values
@@ -144,11 +144,11 @@ def gradients(
     copies = fp8_weights(params, task.specs) if task.fp8 else None
     maxima = None if past is None else expected(past, factor)
     fixed = Fixed(params, copies, maxima, factor, frozen, shared)
-    if pipeline_ways() > 1:
+    if pipeline_size() > 1:
         sums, grads, seen = of_microbatch(task, fixed, batch)
     elif batch.tokens_BT.shape[0] == 1:
         sums, grads, seen = of_microbatch(task, fixed, jax.tree.map(lambda x: x[0], batch))
-    elif axes := axes_of_copies(task.zero):
+    elif axes := replicated_axes(task.zero):
         sums, grads, seen = met_once(task, fixed, batch, axes)
     else:
         sums, grads, seen = accumulated(task, fixed, batch)
@@ -217,7 +217,7 @@ def met_once(task: Task, fixed: Fixed, batch: Any, axes: tuple[str, ...]) -> Any
         grads = jax.tree.map(summed, grads, fixed.params, places)
         return jax.lax.psum(sums, axes), grads, jax.lax.pmax(seen, axes)
 
-    return over_devices(own, (P(), P(None, axes)), (P(), places, P()))(fixed, batch)
+    return shard_map(own, (P(), P(None, axes)), (P(), places, P()))(fixed, batch)
 
 
 def train_step(

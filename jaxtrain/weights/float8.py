@@ -18,7 +18,7 @@ import jaxtrain_kernels as kernels
 from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
-from jaxtrain.parallel.axes import constrain, in_force
+from jaxtrain.parallel.axes import constrain, current_mesh
 from jaxtrain.settings import UserError
 from jaxtrain.weights.adapted import Adapted, adapted_dense
 from jaxtrain.weights.packed import product
@@ -90,7 +90,7 @@ def pinned(h_BTF: Array) -> Array:
 
 def casts() -> str | None:
     """The backend of casts: XLA's under a mesh, where a maximum is that of all devices."""
-    return None if in_force() is None else "xla"
+    return None if current_mesh() is None else "xla"
 
 
 def in_fp8(spec: ParamSpec) -> bool:

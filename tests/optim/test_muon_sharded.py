@@ -11,7 +11,7 @@ import pytest
 from tiny import close, mesh_of
 
 from jaxtrain.optim import MuonConfig, make_optimizer
-from jaxtrain.parallel import over_matrices, shardings
+from jaxtrain.parallel import distribute_matrices, shardings
 from jaxtrain.train.step import Task, init_state, state_shardings
 from jaxtrain.weights.params import Initializer, ParamSpec
 
@@ -100,7 +100,9 @@ def test_the_update_exchanges_parts_and_gathers_nothing_large(task):
 def test_without_it_whole_matrices_are_gathered(task, monkeypatch):
     """What the test above can see."""
     muon = sys.modules["jaxtrain.optim.muon"]
-    monkeypatch.setattr(muon, "over_matrices", lambda work, _, *stacks, rate: work(rate, *stacks))
+    monkeypatch.setattr(
+        muon, "distribute_matrices", lambda work, _, *stacks, rate: work(rate, *stacks)
+    )
     mesh = mesh_of(fsdp=8)
     with jax.set_mesh(mesh):
         found = collectives(placed(task, mesh)[2])
@@ -141,6 +143,6 @@ def test_each_device_gets_whole_matrices(layers):
     x = np.random.default_rng(0).normal(size=(layers, 4, 6)).astype(np.float32)
     with jax.set_mesh(mesh):
         axes = None, "embed", "hidden"
-        out, none = jax.jit(lambda r, x: over_matrices(work, axes, x, None, rate=r))(2.0, x)
+        out, none = jax.jit(lambda r, x: distribute_matrices(work, axes, x, None, rate=r))(2.0, x)
     assert shares == [(-(-layers // 8), 4, 6)] and none is None
     np.testing.assert_array_equal(out, 2 * x * x.max((-2, -1), keepdims=True))

@@ -12,10 +12,10 @@ from jaxtrain import parallel
 from jaxtrain.config import Config
 from jaxtrain.config.resolve import resolve
 from jaxtrain.objectives import losses as objectives
-from jaxtrain.parallel.context import exchanges
+from jaxtrain.parallel.context import ring_steps
 from jaxtrain.settings import UserError
 
-# Over four devices a piece of the text is 4 tokens.
+# Over four devices a chunk of the text is 4 tokens.
 
 
 def arrays(kv_heads, seed=0):
@@ -25,7 +25,7 @@ def arrays(kv_heads, seed=0):
 
 
 def documents(rows=2, seed=0):
-    """Segment ids of documents of any length, some across pieces, and padding at the end."""
+    """Segment ids of documents of any length, some across chunks, and padding at the end."""
     ends = np.random.default_rng(seed).integers(1, T - 3, (rows, 3))
     ids = 1 + (np.arange(T)[None, :, None] >= ends[:, None]).sum(-1)
     return np.where(np.arange(T) < T - 3, ids, 0).astype(np.int32)
@@ -44,14 +44,14 @@ def test_attention_of_a_spread_text(window, softcap, segments):
     weights = np.cos(np.arange(2 * T * 16)).reshape(2, T, 4, 4)
     options = dict(window=window, softcap=softcap, scale=0.3)
 
-    def total(spread, *qkv):
+    def total(zigzag, *qkv):
         given = (*qkv, ids, weights)
-        *qkv, own_ids, own_weights = parallel.spread(given) if spread else given
+        *qkv, own_ids, own_weights = parallel.zigzag_shard(given) if zigzag else given
         return jnp.sum(
-            own_weights * parallel.attention(*qkv, segments_BT=own_ids, spread=spread, **options)
+            own_weights * parallel.attention(*qkv, segments_BT=own_ids, zigzag=zigzag, **options)
         )
 
-    run = lambda spread: jax.jit(jax.value_and_grad(functools.partial(total, spread), (0, 1, 2)))(
+    run = lambda zigzag: jax.jit(jax.value_and_grad(functools.partial(total, zigzag), (0, 1, 2)))(
         *arrays(kv_heads=2)
     )
     expected = run(False)
@@ -59,19 +59,21 @@ def test_attention_of_a_spread_text(window, softcap, segments):
         close(run(True), expected, atol=3e-6)
 
 
-@pytest.mark.parametrize("ways", [2, 4, 8])
-def test_every_device_has_the_same_work_and_no_key_comes_twice(ways):
-    """All (query piece, key piece) pairs of a causal mask, each once; as many a device."""
+@pytest.mark.parametrize("shards", [2, 4, 8])
+def test_every_device_has_the_same_work_and_no_key_comes_twice(shards):
+    """All (query chunk, key chunk) pairs of a causal mask, each once; as many a device."""
     seen = set()
-    for e in exchanges(ways, None, 1):
-        for device in range(ways):
+    for e in ring_steps(shards, None, 1):
+        for device in range(shards):
             for slot in (0, 1):
                 half = e.queries[device, slot]
-                query = device if half == 0 else 2 * ways - 1 - device
+                query = device if half == 0 else 2 * shards - 1 - device
                 assert (query, e.keys[device, slot]) not in seen
                 seen.add((query, e.keys[device, slot]))
-    own = {(p, p) for p in range(2 * ways)} | {(2 * ways - 1 - i, i) for i in range(ways)}
-    assert seen | own == {(q, k) for q in range(2 * ways) for k in range(q + 1)} and not seen & own
+    own = {(p, p) for p in range(2 * shards)} | {(2 * shards - 1 - i, i) for i in range(shards)}
+    assert (
+        seen | own == {(q, k) for q in range(2 * shards) for k in range(q + 1)} and not seen & own
+    )
 
 
 def test_a_window_sends_what_it_sees():
@@ -79,7 +81,7 @@ def test_a_window_sends_what_it_sees():
     q, k, v = arrays(kv_heads=2)
 
     def sent(window):
-        f = lambda q, k, v: parallel.attention(q, k, v, window=window, spread=True)
+        f = lambda q, k, v: parallel.attention(q, k, v, window=window, zigzag=True)
         text = jax.jit(f).lower(q, k, v).compile().as_text()
         return sum(
             np.prod([int(n) for n in line.split("f32[")[1].split("]")[0].split(",")])
@@ -89,7 +91,7 @@ def test_a_window_sends_what_it_sees():
 
     with jax.set_mesh(mesh_of(context=4)):
         token = 2 * 2 * 2 * 4  # of K and of V, in 2 rows of 2 heads of 4 channels
-        assert sent(3) == 3 * 3 * token  # early pieces, late ones, and the one in the middle
+        assert sent(3) == 3 * 3 * token  # early chunks, late ones, and the one in the middle
         assert sent(None) <= 2 * T * token
 
 
@@ -166,12 +168,12 @@ def test_a_length_that_does_not_divide_says_what_would():
     with pytest.raises(
         UserError, match=r"length 36 .* mesh.context=4: .* multiple of 8 \(say 32\)"
     ):
-        parallel.check_pieces(4, "a sequence of length", 36)
+        parallel.check_context_chunks(4, "a sequence of length", 36)
 
 
 def test_a_window_that_ends_inside_a_piece_says_what_would_do():
     with pytest.raises(UserError, match=r"short_window 6: .* mesh.context=4 .* 4 tokens.* 4 or 8"):
-        parallel.check_pieces(4, "train.sequence_length", T, (None, 3, 4, 12, 31, 6))
+        parallel.check_context_chunks(4, "train.sequence_length", T, (None, 3, 4, 12, 31, 6))
 
 
 def test_the_configuration_is_checked_before_the_run():

@@ -8,7 +8,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from tiny import close, mesh_of
 
-from jaxtrain.parallel import experts, feed_experts
+from jaxtrain.parallel import experts, moe_dispatch_combine
 
 B, T, D, F, E, K = 8, 4, 6, 10, 8, 3
 
@@ -50,11 +50,11 @@ def by_loop(x, chosen, weights, ups, down, g):
 
 
 def ours(args, mesh, tiles=1, network=network):
-    """The same of `feed_experts` in float32."""
+    """The same of `moe_dispatch_combine` in float32."""
     x, chosen, weights, ups, down, g = jax.tree.map(jnp.asarray, args)
 
     def loss(x, weights, ups, down):
-        y, sizes = feed_experts(network, x, chosen, weights, ups, down, tiles=tiles)
+        y, sizes = moe_dispatch_combine(network, x, chosen, weights, ups, down, tiles=tiles)
         return jnp.sum(y * g), (y, sizes)
 
     with jax.set_mesh(mesh):
@@ -113,7 +113,7 @@ def test_an_axis_that_is_taken_is_left_alone():
     x, weights, ups, down = jax.tree.map(lambda a: a.astype(jnp.float32), (x, weights, ups, down))
 
     def one(x, chosen, weights):
-        y, sizes = feed_experts(network, x, chosen, weights, ups, down)
+        y, sizes = moe_dispatch_combine(network, x, chosen, weights, ups, down)
         return y, sizes[None]
 
     split = jax.shard_map(
@@ -172,7 +172,7 @@ def test_what_an_expert_made_is_not_made_again_for_the_backward_pass(sizes, loop
     itself, and nothing else is recomputed)."""
     x, chosen, *weights = jax.tree.map(jnp.asarray, arguments())[:-1]
     x, *weights = jax.tree.map(lambda a: a.astype(jnp.float32), (x, *weights))
-    run = jax.checkpoint(lambda x, *weights: feed_experts(network, x, chosen, *weights)[0])
+    run = jax.checkpoint(lambda x, *weights: moe_dispatch_combine(network, x, chosen, *weights)[0])
     with jax.set_mesh(mesh_of(**sizes)):
         grads = jax.grad(lambda *given: jnp.sum(run(*given)), argnums=(0, 1, 2, 3))
         text = str(jax.make_jaxpr(grads)(x, *weights))
@@ -193,7 +193,7 @@ def test_gradients_in_bfloat16_are_summed_over_rounds_in_float32(monkeypatch):
     _, (*_, expected) = by_loop(*args)
 
     def loss(down):
-        y, _ = feed_experts(network, narrow(x), chosen, narrow(weights), narrow(ups), down)
+        y, _ = moe_dispatch_combine(network, narrow(x), chosen, narrow(weights), narrow(ups), down)
         return jnp.sum(y * g)
 
     with jax.set_mesh(mesh_of(expert=2)):

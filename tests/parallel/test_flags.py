@@ -5,7 +5,7 @@ from types import SimpleNamespace
 import pytest
 
 from benchmarks.flags import bench_flags
-from jaxtrain.cluster.xla_flags import SETS, check_options, complaint, known_options
+from jaxtrain.cluster.xla_flags import SETS, check_options, known_options, why_unsupported
 from jaxtrain.config import load_config
 from jaxtrain.config.resolve import resolve
 from jaxtrain.settings import UserError
@@ -21,7 +21,7 @@ def test_an_option_that_this_xla_does_not_know_is_left_out(monkeypatch):
     known = {"xla_gpu_enable_latency_hiding_scheduler": True}
     monkeypatch.setitem(SETS, "newer", known | {"xla_gpu_of_another_version": True})
     assert known_options(("newer",)) == known
-    assert "No such compile option" in complaint("xla_gpu_of_another_version", True)
+    assert "No such compile option" in why_unsupported("xla_gpu_of_another_version", True)
 
 
 def test_a_users_unknown_option_is_an_error():

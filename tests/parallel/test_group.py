@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 
 from jaxtrain.cluster import peer
-from jaxtrain.cluster.coordinator import Group
+from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.cluster.launch import free_port
 from jaxtrain.cluster.secret import Secret
 from jaxtrain.settings import UserError
@@ -25,7 +25,7 @@ def together(count, work, timeout=30.0, **options):
 
     def one(index):
         end = lambda message, code: ends.put((index, message, code))
-        group = Group(index, count, end=end, **options)
+        group = Coordinator(index, count, end=end, **options)
         try:
             group.meet(address, timeout, SECRET)
             return work(group)
@@ -54,7 +54,7 @@ def test_the_port_is_free_for_the_coordinator_once_they_have_met():
     port = free_port()
 
     def work(index):
-        group = Group(index, 2)
+        group = Coordinator(index, 2)
         group.meet(f"localhost:{port}", 30.0, SECRET)
         if index == 0:
             with socket.create_server(("", port)):
@@ -78,7 +78,7 @@ def test_a_difference_is_named_everywhere():
 
 def test_who_is_missing_is_named():
     address = f"localhost:{free_port()}"
-    present = lambda index: Group(index, 4, end=lambda *_: None).meet(address, 3.0, SECRET)
+    present = lambda index: Coordinator(index, 4, end=lambda *_: None).meet(address, 3.0, SECRET)
 
     def one(index):
         with pytest.raises(UserError) as error:
@@ -100,7 +100,7 @@ def re_missing(message):
 def test_a_coordinator_that_is_not_there():
     address = f"localhost:{free_port()}"
     with pytest.raises(UserError, match=rf"process 1 of 2 did not reach .* {address} in 0.5 s \("):
-        Group(1, 2).meet(address, 0.5, SECRET)
+        Coordinator(1, 2).meet(address, 0.5, SECRET)
 
 
 def test_a_long_wait_for_the_coordinator_is_told_while_it_lasts(monkeypatch, capsys):
@@ -123,7 +123,7 @@ def test_a_long_wait_for_the_coordinator_is_told_while_it_lasts(monkeypatch, cap
     monkeypatch.setattr(peer, "PATIENCE", 0.6)
     monkeypatch.setattr(socket, "create_connection", hangs)
     with pytest.raises(Enough) as said:
-        Group(1, 2).meet("node0:7777", 60.0, SECRET)
+        Coordinator(1, 2).meet("node0:7777", 60.0, SECRET)
     assert re.fullmatch(
         r"waiting  for process 0 at node0:7777 \(Temporary failure in name resolution\), "
         r"5\d s more at most: process 1 of 2\n",
@@ -135,10 +135,10 @@ def test_process_0_tells_whom_it_waits_for(monkeypatch, capsys):
     monkeypatch.setattr(peer, "PATIENCE", 0.2)
     address = f"localhost:{free_port()}"
     with pytest.raises(UserError, match="2 of 3 processes did not reach"):
-        Group(0, 3).meet(address, 1.5, SECRET)
+        Coordinator(0, 3).meet(address, 1.5, SECRET)
     expected = rf"waiting  for 2 of 3 processes to reach {address}, \d s more at most: 1, 2\n"
     assert re.fullmatch(expected, capsys.readouterr().err)
-    with peer.said_late(lambda: "it took long"):
+    with peer.warn_if_slow(lambda: "it took long"):
         pass
     time.sleep(0.4)
     assert capsys.readouterr().err == ""
@@ -147,14 +147,14 @@ def test_process_0_tells_whom_it_waits_for(monkeypatch, capsys):
 @pytest.mark.parametrize("address", ["node0", "node0:", ":7777", "node0:http"])
 def test_an_address_is_host_and_port(address):
     with pytest.raises(UserError, match="expected HOST:PORT"):
-        Group(0, 2).meet(address, 1.0, SECRET)
+        Coordinator(0, 2).meet(address, 1.0, SECRET)
 
 
 def test_a_port_that_is_taken():
     with socket.create_server(("", 0)) as server:
         port = server.getsockname()[1]
         with pytest.raises(UserError, match=f"process 0 cannot listen at port {port}: "):
-            Group(0, 2).meet(f"localhost:{port}", 1.0, SECRET)
+            Coordinator(0, 2).meet(f"localhost:{port}", 1.0, SECRET)
 
 
 @pytest.mark.parametrize(
@@ -166,9 +166,9 @@ def test_a_port_that_is_taken():
 )
 def test_processes_that_do_not_belong_together(index, count, message):
     port = free_port()
-    other, until = Group(index, count), time.monotonic() + 30
+    other, until = Coordinator(index, count), time.monotonic() + 30
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(Group(0, 2).meet, f"localhost:{port}", 30.0, SECRET)
+        first = threads.submit(Coordinator(0, 2).meet, f"localhost:{port}", 30.0, SECRET)
         second = threads.submit(other._connect, "localhost", port, "there", until, 30.0, SECRET)
         for result in (first, second):
             with pytest.raises(UserError, match=message):
@@ -177,7 +177,7 @@ def test_processes_that_do_not_belong_together(index, count, message):
 
 def test_a_stranger_at_the_port_is_sent_away():
     port = free_port()
-    groups = [Group(0, 2), Group(1, 2)]
+    groups = [Coordinator(0, 2), Coordinator(1, 2)]
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(groups[0].meet, f"localhost:{port}", 30.0, SECRET)
         while True:
@@ -203,7 +203,7 @@ def test_all_stop_after_the_same_step_and_none_waits_for_a_step_that_is_not_begu
     def work(group):
         group.begin(0)
         step = 0
-        while not group.stop_here(step, group.index in asked and step >= 20):
+        while not group.should_stop(step, group.index in asked and step >= 20):
             step += 1
             begun[step].append(group.index)
             if len(begun[step]) == 3:  # the device ends a step when all have begun it
@@ -219,7 +219,7 @@ def test_all_stop_after_the_same_step_and_none_waits_for_a_step_that_is_not_begu
 
 
 def test_alone_a_wish_is_a_stop():
-    assert Group().stop_here(3, True) and not Group().stop_here(3, False)
+    assert Coordinator().should_stop(3, True) and not Coordinator().should_stop(3, False)
 
 
 @pytest.mark.parametrize("dead", [0, 1])
@@ -268,7 +268,7 @@ def test_a_hang_names_the_process_that_is_behind(capfd):
     def work(group):
         group.begin(0)
         for step in range(3 if group.index == 1 else 6):
-            group.stop_here(step, False)
+            group.should_stop(step, False)
 
     _, ends = together(3, work, step_timeout=2.0)
     found = ended(ends, 3)

@@ -152,7 +152,7 @@ def test_accumulated_gradients_meet_once(one_device, axes, zero, monkeypatch):
     task, mesh = one_device[0]._replace(zero=zero), mesh_of(**axes)
     one, two = sent(task, mesh, 8), sent(task, mesh, 4)
     assert two < 1.1 * one
-    monkeypatch.setattr(step, "axes_of_copies", lambda zero: ())
+    monkeypatch.setattr(step, "replicated_axes", lambda zero: ())
     assert sent(task, mesh, 4) > 1.3 * two
 
 

@@ -21,7 +21,13 @@ from jaxtrain.config import Config
 from jaxtrain.config.resolve import resolved_text
 from jaxtrain.model import LayerSpec, cast
 from jaxtrain.objectives import losses as objectives
-from jaxtrain.parallel import bubble, check_stages, cut, padded, pipelined, place_batch
+from jaxtrain.parallel import (
+    bubble_fraction,
+    check_stages,
+    pad_chunks,
+    place_batch,
+    run_pipeline,
+)
 from jaxtrain.settings import UserError
 from jaxtrain.train.step import gradients, make_step
 
@@ -103,7 +109,7 @@ def test_each_microbatch_goes_through_all_chunks_in_order(stages, repeats, count
         square = lambda w, m: jnp.sum(through(w, m) ** 2 * jnp.arange(1, count + 1)[:, None, None])
         return jax.value_and_grad(square, (0, 1))
 
-    piped = total(lambda w, m: pipelined(chunk, kinds, lambda one: one, w, m, repeats))
+    piped = total(lambda w, m: run_pipeline(chunk, kinds, lambda one: one, w, m, repeats))
     plainly = total(lambda w, m: jax.vmap(lambda one: plain(w, one, one))(m))
     with jax.set_mesh(mesh_of(pipeline=stages)):
         result = jax.device_get(jax.jit(piped)(weights, micro))
@@ -157,9 +163,15 @@ def test_gradients_in_bfloat16_are_summed_in_float32():
 
 
 def test_the_bubble_shrinks_with_more_microbatches_and_more_repeats():
-    assert bubble(4, 1) == 3 / 4 and bubble(4, 9) == 1 / 4 and bubble(1, 5) == 0
-    assert bubble(4, 4, 1, 6) == pytest.approx(1 - 4 / 7 * 6 / 8)
-    assert bubble(4, 8, 2) == pytest.approx(3 / 19) and bubble(2, 3, 2) == pytest.approx(2 / 8)
+    assert (
+        bubble_fraction(4, 1) == 3 / 4
+        and bubble_fraction(4, 9) == 1 / 4
+        and bubble_fraction(1, 5) == 0
+    )
+    assert bubble_fraction(4, 4, 1, 6) == pytest.approx(1 - 4 / 7 * 6 / 8)
+    assert bubble_fraction(4, 8, 2) == pytest.approx(3 / 19) and bubble_fraction(
+        2, 3, 2
+    ) == pytest.approx(2 / 8)
     fields = {"model": {"depth": 4, "value_embeddings": False, "window_pattern": "L"}}
     fields |= {"mesh": {"pipeline": 2, "data": 4}, "data": {"tokenizer": {"name": "bytes"}}}
     fields |= {"train": {"batch_size": 12, "device_batch_size": 1, "steps": 1}}
@@ -174,9 +186,9 @@ def test_layers_are_cut_evenly_and_what_some_have_is_padded():
     assert cut([A, A, B, A, B], 3) == [(A, A), (B, A), (B,)]
     assert cut([A, B] * 2, 2) == [(A, B)] * 2
     stack = {"w": np.arange(5)}
-    assert padded(stack, [1, 3, 1])["w"].tolist() == [0, 1, 2, 1, 2, 3, 4, 4, 4]
-    assert padded({"w": np.arange(3)}, [0, 2, 1])["w"].tolist() == [0, 1, 0, 1, 2, 2]
-    assert padded(stack, [5]) is stack
+    assert pad_chunks(stack, [1, 3, 1])["w"].tolist() == [0, 1, 2, 1, 2, 3, 4, 4, 4]
+    assert pad_chunks({"w": np.arange(3)}, [0, 2, 1])["w"].tolist() == [0, 1, 0, 1, 2, 2]
+    assert pad_chunks(stack, [5]) is stack
 
 
 @pytest.mark.parametrize(

@@ -5,7 +5,7 @@ import pytest
 
 from jaxtrain.cluster.processes import Place, find_place, first_host
 from jaxtrain.parallel import MeshConfig, make_mesh
-from jaxtrain.parallel.mesh import batch_share
+from jaxtrain.parallel.mesh import process_batch_shard
 from jaxtrain.settings import UserError
 
 SLURM = {
@@ -80,7 +80,7 @@ def test_the_rows_of_a_process(monkeypatch, sizes, each, share):
     owner = {d: i // each for i, d in enumerate(jax.devices())}
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr("jaxtrain.parallel.mesh.owner", lambda d: owner[d])
-    assert batch_share(mesh) == share
+    assert process_batch_shard(mesh) == share
 
 
 def test_rows_that_no_process_holds_together(monkeypatch):
@@ -88,4 +88,4 @@ def test_rows_that_no_process_holds_together(monkeypatch):
     monkeypatch.setattr(jax, "process_index", lambda: 1)
     monkeypatch.setattr("jaxtrain.parallel.mesh.owner", lambda d: min(d.id // 3, 2))
     with pytest.raises(UserError, match=r"process \d would hold the parts .* of 2 of the batch"):
-        batch_share(mesh)
+        process_batch_shard(mesh)

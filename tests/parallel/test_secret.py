@@ -13,7 +13,7 @@ import psutil
 import pytest
 
 from jaxtrain.cluster import meeting
-from jaxtrain.cluster.coordinator import Group
+from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.cluster.launch import free_port
 from jaxtrain.cluster.peer import Peer
 from jaxtrain.cluster.secret import HELLO_BYTES, Secret, is_loopback, key_of, nonces
@@ -44,11 +44,11 @@ def leave(groups):
 
 def test_another_secret_is_refused_and_the_job_begins_without_it(tmp_path, capfd):
     address = f"localhost:{free_port()}"
-    groups = [Group(0, 2), Group(1, 2)]
+    groups = [Coordinator(0, 2), Coordinator(1, 2)]
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(groups[0].meet, address, 30.0, secret(tmp_path))
         with pytest.raises(UserError, match="did not accept the secret of process 1; give all"):
-            Group(1, 2).meet(address, 30.0, secret(tmp_path, OTHER))
+            Coordinator(1, 2).meet(address, 30.0, secret(tmp_path, OTHER))
         groups[1].meet(address, 30.0, secret(tmp_path))
         first.result()
     leave(groups)
@@ -71,7 +71,7 @@ def test_the_file_is_this_users_and_there_while_they_meet(tmp_path, monkeypatch)
         return old if len(reads) < 3 else keys[1].file.read_bytes()
 
     monkeypatch.setattr(keys[1], "read", read)
-    groups = [Group(0, 2), Group(1, 2)]
+    groups = [Coordinator(0, 2), Coordinator(1, 2)]
     with ThreadPoolExecutor(2) as threads:
         jobs = [threads.submit(g.meet, f"localhost:{port}", 30.0, k) for g, k in zip(groups, keys)]
         [job.result() for job in jobs]
@@ -83,9 +83,9 @@ def test_processes_that_share_no_folder_are_told(tmp_path, monkeypatch):
     monkeypatch.setattr("jaxtrain.cluster.coordinator.RETRY", 0.02)
     address = f"localhost:{free_port()}"
     with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(Group(0, 2).meet, address, 2.0, secret(tmp_path / "a", {}))
+        first = threads.submit(Coordinator(0, 2).meet, address, 2.0, secret(tmp_path / "a", {}))
         with pytest.raises(UserError) as error:
-            Group(1, 2).meet(address, 1.0, secret(tmp_path / "b", {}))
+            Coordinator(1, 2).meet(address, 1.0, secret(tmp_path / "b", {}))
         where = re.escape(f"(there is no secret of the job in {tmp_path / 'b'}; all processes must")
         assert re.search(where, str(error.value))
         with pytest.raises(UserError, match="1 of 2 processes did not reach"):
@@ -162,7 +162,7 @@ def proxy(port, upstream, seen):
 def test_a_recording_of_a_meeting_opens_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(meeting, "PROVING", 1.0)
     ports, seen = [free_port(), free_port()], []
-    groups = [Group(0, 2), Group(1, 2)]
+    groups = [Coordinator(0, 2), Coordinator(1, 2)]
     with ThreadPoolExecutor(3) as threads:
         threads.submit(proxy, ports[1], ports[0], seen)
         jobs = [
@@ -176,7 +176,7 @@ def test_a_recording_of_a_meeting_opens_no_other(tmp_path, monkeypatch):
     assert re.match(rb"jaxtrain [0-9a-f]{64}\n[0-9a-f]{64} \{", b"".join(seen))
     port = free_port()
     with ThreadPoolExecutor(1) as threads:
-        again = threads.submit(Group(0, 2).meet, f"localhost:{port}", 2.0, secret(tmp_path))
+        again = threads.submit(Coordinator(0, 2).meet, f"localhost:{port}", 2.0, secret(tmp_path))
         with connected(port) as stranger:
             stranger.sendall(b"".join(seen))
             assert stranger.recv(74).startswith(b"jaxtrain ")
@@ -188,7 +188,7 @@ def test_a_recording_of_a_meeting_opens_no_other(tmp_path, monkeypatch):
 
 def test_strangers_that_say_nothing_or_too_much_hold_nobody_up(tmp_path):
     port = free_port()
-    groups = [Group(0, 2), Group(1, 2)]
+    groups = [Coordinator(0, 2), Coordinator(1, 2)]
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(groups[0].meet, f"localhost:{port}", 30.0, secret(tmp_path))
         strangers = [connected(port) for _ in range(20)]
@@ -219,7 +219,7 @@ def test_who_plays_process_0_is_not_believed(tmp_path):
     with ThreadPoolExecutor(1) as threads:
         job = threads.submit(play)
         with pytest.raises(UserError, match="process 0 did not accept the secret of process 1"):
-            Group(1, 2).meet(f"localhost:{port}", 10.0, secret(tmp_path))
+            Coordinator(1, 2).meet(f"localhost:{port}", 10.0, secret(tmp_path))
         job.result()
 
 

@@ -16,7 +16,7 @@ from jaxtrain.model.layers import Rotary
 from jaxtrain.model.remat import tiled
 from jaxtrain.objectives import losses as objectives
 from jaxtrain.parallel import partition_spec
-from jaxtrain.parallel.axes import over_devices, summed
+from jaxtrain.parallel.axes import psum_replicated_grad, shard_map
 
 
 def test_norms_are_split_over_the_tensor_devices():
@@ -56,8 +56,10 @@ def test_heads_are_turned_and_hidden_layers_squared_where_they_are(kv_heads, sen
 
 def test_the_gradient_of_a_sum_over_devices_is_there_already():
     mesh, (x, w, g) = mesh_of(tensor=4, data=2), jax.random.normal(jax.random.key(0), (3, 8, 8))
-    product = over_devices(
-        lambda x, w: summed(x @ w, "tensor"), (P("data", "tensor"), P("tensor")), P("data")
+    product = shard_map(
+        lambda x, w: psum_replicated_grad(x @ w, "tensor"),
+        (P("data", "tensor"), P("tensor")),
+        P("data"),
     )
     with jax.set_mesh(mesh):
         spread = lambda x, *names: jax.device_put(x, jax.NamedSharding(mesh, P(*names)))

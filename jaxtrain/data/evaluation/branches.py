@@ -23,15 +23,15 @@ class RowShape(NamedTuple):
     rows: int
     trunk: int  # tokens
     branch: int  # tokens
-    ways: int = 1  # that rows are split over devices in equal parts
+    num_shards: int = 1  # the devices that share the rows, in equal parts
 
     def holding(self, tokens: int) -> "RowShape":
         """Fewer and longer rows for a text of so many tokens; 2, 4, 8, ... times as long."""
         if tokens <= self.trunk:
             return self
         times = 1 << (-(-tokens // self.trunk) - 1).bit_length()
-        rows = -(-max(1, self.rows // times) // self.ways) * self.ways
-        return RowShape(rows, self.trunk * times, self.branch * times, self.ways)
+        rows = -(-max(1, self.rows // times) // self.num_shards) * self.num_shards
+        return RowShape(rows, self.trunk * times, self.branch * times, self.num_shards)
 
 
 class BranchBatch(NamedTuple):
