@@ -27,10 +27,10 @@ LORA: dict[str, Any] = {"name": "lora", "rank": 16, "alpha": 32.0}
 METHODS: tuple[dict[str, tuple[dict[str, Any], list[str]]], ...] = (
     {"LoRA r16": (LORA, [])},
     {
-        "QLoRA r16, nf4": (LORA | {"base": "nf4"}, []),
+        "QLoRA r16, nf4": (LORA | {"base_quantization": "nf4"}, []),
         "LoRA r16, offload": (LORA, ["model.remat=offload"]),
         "LoRA r16, ffn in 8 tiles": (LORA, ["model.ffn_tiles=8"]),
-        "LoRA r16, int8 base": (LORA | {"base": "int8"}, []),
+        "LoRA r16, int8 base": (LORA | {"base_quantization": "int8"}, []),
     },
 )
 SHAPES = ((2048, 4), (8192, 1))  # tokens of a row, rows of a step
@@ -74,7 +74,7 @@ def measured(
             w, step = job.result()
             row |= needs(step)
             if running:
-                base = methods[method][0].get("base")
+                base = methods[method][0].get("base_quantization")
                 if base != kind:
                     frozen = None
                     gc.collect()

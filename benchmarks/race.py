@@ -178,7 +178,7 @@ def entry(run: Run) -> dict[str, Any]:
         "bpb": curve[-1][3] if finished else None,
         "lowest": min(bpb for *_, bpb in curve) if finished else None,
         "loss": round(checks[-1]["loss"], 6) if finished else None,
-        # Of replicas (train.local), a step and a device; and of plain data parallelism.
+        # Of replicas (train.local_sgd), a step and a device; and of plain data parallelism.
         **({"sent_bytes": sent[-1], "sent_bytes_plain": plain[-1]} if sent else {}),
         "curve": curve,
         "train": losses[::-1][::thin][::-1],

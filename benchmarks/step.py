@@ -145,7 +145,7 @@ def update_ms(w: Workload, state: State, grads: Any, knobs: Any) -> float:
         held = compiled(*held, grads, state.step, knobs)
         return held
 
-    every = getattr(w.config.optim, "precondition_every", None)
+    every = getattr(w.config.optim, "precondition_frequency", None)
     return median_ms(one, [()], calls=every, windows=1 if every else 5)
 
 
@@ -210,5 +210,9 @@ def muon_flops(c: Any, specs: Any) -> int:
     for spec in jax.tree.leaves(specs):
         if spec.role == "matrix":
             short, long = sorted(spec.shape[-2:])
-            total += spec.size // (short * long) * orthogonalize_flops(short, long, steps, c.gram)
+            total += (
+                spec.size
+                // (short * long)
+                * orthogonalize_flops(short, long, steps, c.gram_newton_schulz)
+            )
     return total

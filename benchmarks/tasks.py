@@ -85,7 +85,7 @@ def peer_seconds(w: Workload) -> float | None:
     if jax.default_backend() != "gpu":
         print("  no peer: it needs a GPU", file=sys.stderr)
         return None
-    most = w.config.model.context
+    most = w.config.model.context_length
     sizes = {n: f"{s.choices}x{min(s.shared + s.tail, most)}" for n, s in CORE.items()}
     arguments = (str(w.config.model.depth), *dict.fromkeys(sizes.values()))
     ms = {}
@@ -113,7 +113,7 @@ def packed_seconds(w: Workload, params: Any) -> float:
 
 def questions(w: Workload, shape: Shape, seed: int) -> Iterator[list[Scored]]:
     """Random examples of a task, from 0.7 to 1.3 times its median length."""
-    generator, context = np.random.default_rng(seed), w.config.model.context
+    generator, context = np.random.default_rng(seed), w.config.model.context_length
     for _ in range(math.ceil(shape.examples / SHARE)):
         length = min(round(shape.shared * generator.uniform(0.7, 1.3)), context - shape.tail)
         start = generator.integers(0, w.vocab_size, max(length, 1))
@@ -140,7 +140,8 @@ def one_by_one_seconds(w: Workload, params: Any) -> float:
 
     lengths = {name: -(-(s.shared + s.tail) // MULTIPLE) * MULTIPLE for name, s in CORE.items()}
     sizes = {
-        name: (s.choices, min(lengths[name], w.config.model.context)) for name, s in CORE.items()
+        name: (s.choices, min(lengths[name], w.config.model.context_length))
+        for name, s in CORE.items()
     }
     like = lambda size: jax.ShapeDtypeStruct(size, np.int32)
     distinct = list(dict.fromkeys(sizes.values()))

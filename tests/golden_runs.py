@@ -72,13 +72,14 @@ GPT = {"model.depth": 2, "model.width": 32, "model.head_dim": 8, "model.hidden":
 LLAMA = GPT | {
     "model.kv_heads": 2, "model.ffn": "swiglu", "model.qk_norm": False,
     "model.window_pattern": "L", "model.norm_gain": True, "model.embed_norm": False,
-    "model.tied_head": True, "model.softcap": None, "model.value_embeddings": False,
+    "model.tied_head": True, "model.logit_softcap": None, "model.value_embeddings": False,
     "model.residual_scales": False, "model.smear": False, "model.backout": False,
     "model.init": "gpt2",
 }  # fmt: skip
 GPT2 = LLAMA | {
-    "model.kv_heads": 4, "model.ffn": "gelu", "model.norm": "layer", "model.positions": "learned",
-    "model.qkv_bias": True, "model.out_bias": True, "model.ffn_bias": True,
+    "model.kv_heads": 4, "model.ffn": "gelu", "model.norm": "layer",
+    "model.position_embedding": "learned", "model.qkv_bias": True,
+    "model.out_bias": True, "model.ffn_bias": True,
 }  # fmt: skip
 MOE = GPT | {"model.moe": {"experts": 4, "hidden": 32, "every": 2, "aux_loss": 0.01}}
 FP8 = GPT | {"model.width": 128, "model.hidden": 128, "model.head_dim": 32}
@@ -175,7 +176,8 @@ for _name, _changes in {
     "rope_scaling": {"model.rope_scaling": {"name": "linear", "factor": 2.0}},
     "moe": MOE,
     "moe_softmax_shared": {"model.moe": {
-        "experts": 4, "hidden": 32, "shared": 1, "scores": "softmax", "balance_bias": False}},
+        "experts": 4, "hidden": 32, "shared_experts": 1, "score_function": "softmax",
+        "balance_bias": False}},
     "fp8_blocks": FP8 | {"model.fp8": "blocks"},
     "fp8_all": FP8 | {"model.fp8": "all"},
     "fp8_history": FP8 | {"model.fp8": "blocks", "model.fp8_history": 2} | THREE,
@@ -208,11 +210,11 @@ for _name in ("muon", "adamw", "adafactor", "adamw8bit", "lamb", "lars", "lion",
     pretrain(f"optim/{_name}", THREE, {"optim.name": _name, "optim.schedule.warmup_steps": 1})
 for _name, _changes in {
     "muon_plain": {"optim.normuon": False, "optim.cautious_decay": False, "optim.nesterov": False,
-                   "optim.orthogonalize": "newton_schulz", "optim.gram": False},
+                   "optim.orthogonalize": "newton_schulz", "optim.gram_newton_schulz": False},
     "muon_equilibrate": {"optim.equilibrate": True, "optim.renormalize": True},
     "adamw_bfloat16_states": {"optim.name": "adamw", "optim.state_dtype": "bfloat16"},
     "adamw8bit_blocks": {"optim.name": "adamw8bit", "optim.min_size": 16, "optim.block_size": 32},
-    "soap_often": {"optim.name": "soap", "optim.precondition_every": 1},
+    "soap_often": {"optim.name": "soap", "optim.precondition_frequency": 1},
     "adamw_groups": {"optim.name": "adamw", "optim.multipliers": {"embedding": 0.5},
                      "optim.decay_multipliers": {"head": 0.0},
                      "optim.batch_scaling.rule": "sqrt"},
@@ -228,20 +230,21 @@ for _name, _changes in {
     "lora_dora": LORA | {"finetune.dora": True},
     "lora_plus": LORA | {"finetune.lora_plus_ratio": 16},
     "lora_rslora_targets": LORA | {"finetune.rslora": True, "finetune.targets": ["q", "down"]},
-    "lora_nf4": LORA | {"finetune.base": "nf4"},
-    "lora_int8": LORA | {"finetune.base": "int8"},
+    "lora_nf4": LORA | {"finetune.base_quantization": "nf4"},
+    "lora_int8": LORA | {"finetune.base_quantization": "int8"},
     "lora_from_adapter": LORA | {"finetune.init_adapter": "RUN:finetune/lora"},
     "lora_chat": LORA | CHAT,
-    "freeze": TUNED | RATE | {"finetune.name": "freeze", "finetune.train": ["ffn", "gain"],
+    "freeze": TUNED | RATE | {"finetune.name": "freeze", "finetune.trainable": ["ffn", "gain"],
                               "finetune.last_layers": 1},
-    "freeze_int8": TUNED | RATE | {"finetune.name": "freeze", "finetune.train": ["embed", "gain"],
-                                   "finetune.base": "int8"},
+    "freeze_int8": TUNED | RATE | {"finetune.name": "freeze",
+                                   "finetune.trainable": ["embed", "gain"],
+                                   "finetune.base_quantization": "int8"},
     "bitfit": TUNED_BIASES | RATE | {"finetune.name": "bitfit"},
     "ia3": TUNED | RATE | {"finetune.name": "ia3"},
     "adapter": TUNED | RATE | {"finetune.name": "adapter", "finetune.width": 4},
-    "prompt": TUNED | RATE | {"finetune.name": "prompt", "finetune.tokens": 3},
-    "prefix": TUNED | RATE | {"finetune.name": "prefix", "finetune.tokens": 3},
-    "prefix_projection": TUNED | RATE | {"finetune.name": "prefix", "finetune.tokens": 3,
+    "prompt": TUNED | RATE | {"finetune.name": "prompt", "finetune.virtual_tokens": 3},
+    "prefix": TUNED | RATE | {"finetune.name": "prefix", "finetune.virtual_tokens": 3},
+    "prefix_projection": TUNED | RATE | {"finetune.name": "prefix", "finetune.virtual_tokens": 3,
                                          "finetune.projection": 5},
 }.items():  # fmt: skip
     tune(f"finetune/{_name}", THREE, _changes)
@@ -278,12 +281,12 @@ for _name, _changes in {
         "model.moe": {"experts": 4, "hidden": 32}, "train.device_batch_size": 4},
     "fsdp_adamw8bit": {"mesh.data": 1, "mesh.fsdp": 8, "optim.name": "adamw8bit",
                        "optim.min_size": 16, "optim.block_size": 32},
-    "diloco": THREE | {"train.local": {"name": "diloco", "every": 2}},
-    "diloco_int8": THREE | {"train.local": {"name": "diloco", "every": 2, "compress": "int8"}},
-    "diloco_fp8": THREE | {"train.local": {"name": "diloco", "every": 2, "compress": "fp8"}},
-    "diloco_fragments": THREE | {"train.local": {"name": "diloco", "every": 2, "fragments": 2},
+    "diloco": THREE | {"train.local_sgd": {"name": "diloco", "every": 2}},
+    "diloco_int8": THREE | {"train.local_sgd": {"name": "diloco", "every": 2, "compress": "int8"}},
+    "diloco_fp8": THREE | {"train.local_sgd": {"name": "diloco", "every": 2, "compress": "fp8"}},
+    "diloco_fragments": THREE | {"train.local_sgd": {"name": "diloco", "every": 2, "fragments": 2},
                                  "mesh.data": 4, "mesh.fsdp": 2},
-    "gossip": THREE | {"train.local": {"name": "gossip"}},
+    "gossip": THREE | {"train.local_sgd": {"name": "gossip"}},
 }.items():  # fmt: skip
     pretrain(f"mesh/{_name}", EIGHT, _changes, devices=8)
 

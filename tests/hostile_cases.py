@@ -44,7 +44,7 @@ WHOLE_FIELDS = (
 REAL_FIELDS = (
     "sample.temperature", "sample.top_p", "optim.matrix_lr", "optim.weight_decay",
     "train.tokens_per_parameter", "train.z_loss", "model.norm_eps", "model.rope_base",
-    "model.softcap", "data.validation.fraction", "processes.start_timeout", "optim.clip_norm",
+    "model.logit_softcap", "data.validation.fraction", "processes.start_timeout", "optim.clip_norm",
 )  # fmt: skip
 
 

@@ -37,18 +37,19 @@ dataloader_num_workers=data.workers dataloader_prefetch_factor=data.prefetch
 resume_from_checkpoint=run.directory num_train_epochs=train.steps fsdp=mesh.fsdp
 deepspeed=mesh.zero per_device_eval_batch_size=eval.batch_size max_length=train.sequence_length
 dataset_text_field=data.train.field model_name_or_path=train.init_from torch_dtype=train.precision
-attn_implementation=model.attention load_in_4bit=finetune.base=nf4 load_in_8bit=finetune.base=int8
+attn_implementation=model.attention load_in_4bit=finetune.base_quantization=nf4
+load_in_8bit=finetune.base_quantization=int8
 use_peft=finetune.name=lora assistant_only_loss=data.train.name=chat beta=objective.beta
 loss_type=objective.name num_hidden_layers=model.depth hidden_act=model.ffn
-max_position_embeddings=model.context rms_norm_eps=model.norm_eps
+max_position_embeddings=model.context_length rms_norm_eps=model.norm_eps
 tie_word_embeddings=model.tied_head rope_theta=model.rope_base attention_bias=model.qkv_bias
 mlp_bias=model.ffn_bias attention_dropout=data.augment sliding_window=model.short_window
 num_local_experts=model.moe.experts num_experts_per_tok=model.moe.top_k
-moe_intermediate_size=model.moe.hidden n_shared_experts=model.moe.shared
-router_aux_loss_coef=model.moe.aux_loss final_logit_softcapping=model.softcap
+moe_intermediate_size=model.moe.hidden n_shared_experts=model.moe.shared_experts
+router_aux_loss_coef=model.moe.aux_loss final_logit_softcapping=model.logit_softcap
 layer_types=model.window_pattern r=finetune.rank lora_r=finetune.rank lora_alpha=finetune.alpha
 lora_dropout=finetune.rank target_modules=finetune.targets use_dora=finetune.dora
-use_rslora=finetune.rslora num_virtual_tokens=finetune.tokens""",
+use_rslora=finetune.rslora num_virtual_tokens=finetune.virtual_tokens""",
     "torchtitan": """
 training.seq_len=train.sequence_length training.local_batch_size=train.device_batch_size
 training.global_batch_size=train.batch_size training.steps=train.steps
@@ -56,7 +57,7 @@ training.max_norm=optim.clip_norm training.dataset=data.train.path
 training.dataset_path=data.train.path optimizer.lr=optim.matrix_lr optimizer.eps=optim.eps
 optimizer.beta2=optim.b2 optimizer.name=optim.name
 lr_scheduler.decay_ratio=optim.schedule.decay_fraction
-lr_scheduler.min_lr_factor=optim.schedule.final
+lr_scheduler.min_lr_factor=optim.schedule.final_fraction
 lr_scheduler.warmup_steps=optim.schedule.warmup_steps
 parallelism.tensor_parallel_degree=mesh.tensor parallelism.data_parallel_shard_degree=mesh.fsdp
 parallelism.data_parallel_replicate_degree=mesh.data
@@ -71,7 +72,7 @@ comm.train_timeout_seconds=processes.step_timeout""",
     "nanochat": """
 device_batch_size=train.device_batch_size total_batch_size=train.batch_size
 unembedding_lr=optim.head_lr matrix_lr=optim.matrix_lr
-warmdown_ratio=optim.schedule.decay_fraction final_lr_frac=optim.schedule.final
+warmdown_ratio=optim.schedule.decay_fraction final_lr_frac=optim.schedule.final_fraction
 target_param_data_ratio=train.tokens_per_parameter max_seq_len=train.sequence_length
 eval_every=eval.every eval_tokens=eval.tokens sample_every=sample.every
 save_every=checkpoint.every model_tag=run.name aspect_ratio=model.width depth=model.depth
@@ -232,7 +233,8 @@ def test_a_former_key_answers_once_its_rename_is_done(old):
     assert exists(old, known) != exists(OLD[old], known)
     answer = right_key(old, known, {})
     assert (answer == f"its name is now {OLD[old]}") == exists(OLD[old], known)
-    done = {OLD[old] + path.removeprefix(old) if path.startswith(old) else path for path in known}
+    of_old = lambda path: path == old or path.startswith(f"{old}.")
+    done = {OLD[old] + path.removeprefix(old) if of_old(path) else path for path in known}
     renamed = {path: () for path in done}
     assert right_key(old, renamed, {}) == f"its name is now {OLD[old]}"
 

@@ -100,7 +100,12 @@ def test_techniques_are_recorded_one_by_one(tmp_path, monkeypatch):
 def test_memory_and_optimizers(tmp_path):
     memory = recorded(tmp_path / "m", "memory", "--config", "quickstart", *TINY)["metrics"]
     assert memory["total_bytes"] >= memory["arguments_bytes"] + memory["temp_bytes"] > 0
-    lora = ["finetune.name=lora", "finetune.rank=2", "optim.name=adamw", "finetune.base=int8"]
+    lora = [
+        "finetune.name=lora",
+        "finetune.rank=2",
+        "optim.name=adamw",
+        "finetune.base_quantization=int8",
+    ]
     lora += ["optim.schedule.name=constant"]
     tuned = recorded(tmp_path / "l", "memory", "--config", "quickstart", *TINY, *lora)
     assert tuned["workload"]["trained"] < tuned["workload"]["parameters"] / 8

@@ -40,7 +40,7 @@ def test_steps_run_on_weights_that_are_made_once_a_base(monkeypatch):
     made, real = [], finetune.random_frozen
     monkeypatch.setattr(finetune, "random_frozen", lambda w: made.append(w) or real(w))
     monkeypatch.setattr(finetune, "SHAPES", ((64, 2), (32, 2)))
-    methods = {"int8": (finetune.LORA | {"base": "int8"}, [])}
+    methods = {"int8": (finetune.LORA | {"base_quantization": "int8"}, [])}
     overrides = ["mesh={data: 1, fsdp: 1}", *TINY]
     rows = list(finetune.measured("llama_tiny", overrides, methods, running=True))
     assert [row["tokens_per_s"] for row in rows] == [

@@ -145,7 +145,8 @@ BAD = {
     "model.moe.remat=all": "model.moe.remat: got 'all': input should be 'none', 'attention', "
     "'ffn', 'dots', 'block' or 'offload'",
     "model.moe.top_k=9": "model.moe: top_k 9 is more than the 8 experts",
-    "train.local.name=easgd": "train.local.name: got 'easgd', allowed are 'diloco', 'gossip'",
+    "train.local_sgd.name=easgd": "train.local_sgd.name: got 'easgd', allowed are 'diloco', "
+    "'gossip'",
     "mesh.fsdp=auto": "mesh: only one axis can be auto, but data and fsdp are",
     "model=3": "model: got 3, but it is a section: set its fields, model.KEY=value",
     "optim=adamw": "optim: got 'adamw', but it is a section: set its fields, optim.KEY=value",
@@ -342,7 +343,7 @@ def test_print_config_shows_the_resolved_tree(capsys):
     resolved = Resolved.model_validate(tree)
     assert resolved.train.batch_size == 24 and resolved.train.device_batch_size == 3
     open_still = {key for key, value in tree["train"].items() if value is None}
-    assert open_still == {"init_from", "local", "loss_spike"}
+    assert open_still == {"init_from", "local_sgd", "loss_spike"}
     assert tree["model"]["heads"] * tree["model"]["head_dim"] == tree["model"]["width"]
 
 

@@ -256,7 +256,7 @@ def test_processes_go_back_together(tmp_path):
     assert "Traceback" not in done.stdout
 
 
-SPIKE = "{window: 8, deviations: 2, back: 3, batches: 5, action: rollback}"
+SPIKE = "{window: 8, deviations: 2, rollback_steps: 3, skip_batches: 5, action: rollback}"
 SPIKED = {"train__steps": 16, "checkpoint__every": 4, "checkpoint__keep": 9,
           "sample__prompts": "['']", "sample__tokens": 8}  # fmt: skip
 

@@ -185,7 +185,7 @@ def test_gradients_of_a_pipelines_rows_meet_once():
 def test_replicas_that_meet_each_fourth_step():
     """Their own weights and states count, and what is sent where they meet, a quarter of it."""
     mesh = ["mesh.data=2", "mesh.fsdp=2", "train.batch_size=4", "train.precision=float32"]
-    local = ["train.local.name=diloco", "train.local.every=4"]
+    local = ["train.local_sgd.name=diloco", "train.local_sgd.every=4"]
     record = preflight.preflight("quickstart", [*MODEL, *mesh, *local], 4, "H200")
     m = record["metrics"]
     assert m["states_bytes"] == pytest.approx(4 * m["parameters_bytes"], rel=0.02)
@@ -196,10 +196,12 @@ def test_replicas_that_meet_each_fourth_step():
 
 
 def test_no_mesh_to_try_is_one_line(capsys):
-    learned = ["model.positions=learned", "model.context=8"]
+    learned = ["model.position_embedding=learned", "model.context_length=8"]
     assert main(["--config", "quickstart", "--fit", "4", *learned]) == 2
     error = capsys.readouterr().err.splitlines()[-1]
-    assert error.startswith("error: no mesh of 4 x H200 to try: model.context: positions are ")
+    assert error.startswith(
+        "error: no mesh of 4 x H200 to try: model.context_length: positions are "
+    )
 
 
 @pytest.mark.default_tier
@@ -340,7 +342,7 @@ def test_what_is_frozen_counts_in_the_dtype_that_it_is_kept_in():
     tuned += ["finetune.rank=2", "train.precision=float16", "train.batch_size=1"]
     tuned += ["train.sequence_length=64", "optim.name=adamw", "optim.schedule.name=constant"]
     whole, packed = (
-        preflight.preflight("quickstart", [*tuned, f"finetune.base={base}"], 1, "T4")
+        preflight.preflight("quickstart", [*tuned, f"finetune.base_quantization={base}"], 1, "T4")
         for base in ("null", "nf4")
     )
     lora = 2 * 2 * (4 * (64 + 64) + 2 * (64 + 256))  # layers x rank x (in + out)

@@ -88,7 +88,7 @@ def test_advice_names_what_is_still_open():
     assert advice(one) == "set model.remat=block or set optim.offload=true"
     block = [one, "model.remat=block"]
     assert advice(*block, "finetune.name=lora") == (
-        "set finetune.base=nf4 or set optim.offload=true"
+        "set finetune.base_quantization=nf4 or set optim.offload=true"
     )
     assert advice(*block, "optim.offload=true") == (
         "shorten train.sequence_length, or take more devices (mesh.data=1 mesh.fsdp=auto)"

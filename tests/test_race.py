@@ -147,10 +147,10 @@ def test_training_curves_are_thinned_to_their_end(tmp_path, monkeypatch):
 
 
 def test_settings_are_the_rates_and_what_is_not_the_default():
-    given = {**adamw(0.001), "b2": 0.95, "schedule": {"name": "cosine", "final": 0.1}}
+    given = {**adamw(0.001), "b2": 0.95, "schedule": {"name": "cosine", "final_fraction": 0.1}}
     assert settings_of(given) == {
         "learning_rate": 0.001, "weight_decay": 0.1,
-        "schedule.name": "cosine", "schedule.final": 0.1,
+        "schedule.name": "cosine", "schedule.final_fraction": 0.1,
     }  # fmt: skip
     assert settings_of(muon(normuon=False, cautious_decay=True)) == {
         "matrix_lr": 0.01, "weight_decay": 0.28, "normuon": False,

@@ -25,7 +25,7 @@ from jaxtrain.runs.saved import load_saved
 T = 48  # the context, in bytes
 FIELDS = [
     "model.depth=2", "model.width=32", "model.head_dim=8", "model.kv_heads=2", "model.hidden=48",
-    "model.window_pattern=SL", "model.short_window=7", "model.softcap=3",
+    "model.window_pattern=SL", "model.short_window=7", "model.logit_softcap=3",
     f"train.sequence_length={T}", "train.batch_size=8", "train.device_batch_size=1",
     "train.steps=1", "data.tokenizer.name=bytes",
 ]  # fmt: skip
@@ -153,7 +153,7 @@ def test_no_batch_changes_a_number(model, monkeypatch):
 
 
 def test_logits_are_never_there_of_a_whole_row(model):
-    T = model.config.model.context
+    T = model.config.model.context_length
     rows = next(
         pack_branches([[piece] for piece in measures.cut(documents(), T)[0]], RowShape(4, T, 0))
     )[0]

@@ -268,7 +268,7 @@ def test_long_prompts_look_back_one_context(model):
 
 
 def test_learned_positions_crop(bundle, tmp_path):
-    learned = [*FIELDS, "model.positions=learned"]
+    learned = [*FIELDS, "model.position_embedding=learned"]
     other = load_saved(random_run(tmp_path, learned))
     result = tasks.run_tasks(other, other.config, Bundle(bundle), ["sums"], tmp_path / "t.json")
     assert result["tasks"]["sums"]["crop"] is True

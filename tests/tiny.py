@@ -26,7 +26,7 @@ SMALL = {"depth": 4, "width": 32, "head_dim": 8, "short_window": 5, "vocab_multi
 LLAMA = {
     **SMALL, "depth": 2, "kv_heads": 2, "hidden": 48, "ffn": "swiglu", "qk_norm": False,
     "window_pattern": "L", "norm_gain": True, "embed_norm": False, "tied_head": True,
-    "softcap": None, "value_embeddings": False, "residual_scales": False, "smear": False,
+    "logit_softcap": None, "value_embeddings": False, "residual_scales": False, "smear": False,
     "backout": False, "init": "gpt2",
 }  # fmt: skip
 

@@ -56,7 +56,7 @@ SAME = {
     "scheduler lr_decay_style lr_schedule",
     "optim.schedule.warmup_steps": "warmup_steps num_warmup_steps warmup_iters warmup lr_warmup "
     "lr_warmup_steps lr_warmup_iters",
-    "optim.schedule.final": "final_lr_frac min_lr_ratio min_lr_factor cosine_min_lr_ratio "
+    "optim.schedule.final_fraction": "final_lr_frac min_lr_ratio min_lr_factor cosine_min_lr_ratio "
     "cosine_learning_rate_final_fraction learning_rate_final_fraction min_lr_rate",
     "optim.schedule.decay_fraction": "warmdown_ratio decay_ratio cooldown_frac cooldown_fraction "
     "cooldown_ratio wsd_decay_steps_fraction",
@@ -68,9 +68,9 @@ SAME = {
     "finetune.dora": "use_dora peft_use_dora",
     "finetune.lora_plus_ratio": "loraplus_lr_ratio",
     "finetune.init_adapter": "lora_model_dir adapter_name_or_path adapter_path lora_path",
-    "finetune.train": "unfrozen_parameters trainable_parameters unfreeze",
+    "finetune.trainable": "unfrozen_parameters trainable_parameters unfreeze",
     "finetune.last_layers": "freeze_trainable_layers num_trainable_layers",
-    "finetune.tokens": "num_virtual_tokens prompt_length prefix_length",
+    "finetune.virtual_tokens": "num_virtual_tokens prompt_length prefix_length",
     "finetune.projection": "encoder_hidden_size prefix_projection",
     "finetune.width": "bottleneck_size adapter_dim",
     "objective.name": "rl loss_type rlhf_method preference_loss objective_name",
@@ -101,7 +101,7 @@ SAME = {
     "sample.every": "sample_every generate_every generate_steps",
     "sample.tokens": "max_new_tokens max_generated_tokens max_tokens",
     "sample.prompts": "prompt sample_prompts",
-    "sample.cache_dtype": "kv_cache_dtype kv_quant_dtype",
+    "sample.kv_cache_dtype": "kv_cache_dtype kv_quant_dtype",
     "checkpoint.every": "save_steps save_every save_interval checkpoint_period checkpoint.interval "
     "checkpoint.steps checkpoint.freq checkpoint_interval checkpoint_every ckpt_interval save_freq",
     "checkpoint.keep": "save_total_limit keep_latest_k max_num_checkpoints_to_keep "
@@ -128,14 +128,15 @@ SAME = {
     "model.moe.top_k": "num_experts_per_tok num_experts_per_token moe_top_k moe_router_topk "
     "model.top_k experts_per_token",
     "model.moe.hidden": "moe_intermediate_size base_moe_mlp_dim moe_ffn_hidden_size moe_mlp_dim",
-    "model.moe.shared": "n_shared_experts num_shared_experts shared_experts",
+    "model.moe.shared_experts": "n_shared_experts num_shared_experts shared_experts",
     "model.moe.every": "decoder_sparse_step interleave_moe_layer_step moe_layer_freq",
-    "model.moe.scores": "scoring_func score_func score_function moe_router_score_function",
+    "model.moe.score_function": "scoring_func score_func score_function moe_router_score_function",
     "model.moe.aux_loss": "router_aux_loss_coef load_balance_loss_weight moe_aux_loss_coeff "
     "aux_loss_coef aux_loss_alpha",
     "model.moe.z_loss": "router_z_loss_coef moe_z_loss_coeff router_z_loss",
     "model.vocab_multiple": "pad_vocab_size_to make_vocab_size_divisible_by pad_to_multiple_of",
-    "model.positions": "position_embedding_type position_embedding pos_emb positional_encoding",
+    "model.position_embedding": "position_embedding_type position_embedding pos_emb "
+    "positional_encoding",
     "model.rope_base": "rope_theta rotary_base rope_max_timescale rotary_emb_base",
     "model.rope_base_short": "rope_local_base_freq local_rope_theta",
     "model.rope_scaling": "rope_parameters rope_config",
@@ -145,14 +146,14 @@ SAME = {
     "model.ffn_bias": "mlp_bias use_mlp_bias",
     "model.window_pattern": "layer_types sliding_window_pattern attention_pattern",
     "model.short_window": "sliding_window sliding_window_size window_size attention_window",
-    "model.context": "max_position_embeddings n_positions n_ctx",
+    "model.context_length": "max_position_embeddings n_positions n_ctx",
     "model.norm": "norm_type normalization layernorm_type",
     "model.norm_eps": "rms_norm_eps layer_norm_eps layer_norm_epsilon layernorm_epsilon "
     "normalization_layer_epsilon",
     "model.post_norm": "use_post_attn_norm use_post_ffw_norm sandwich_norm",
     "model.tied_head": "tie_word_embeddings tie_embeddings tied_embeddings weight_tying "
     "tie_weights logits_via_embedding enable_weight_tying",
-    "model.softcap": "final_logit_softcapping final_logits_soft_cap logit_softcap logits_soft_cap "
+    "model.logit_softcap": "final_logit_softcapping final_logits_soft_cap logits_soft_cap "
     "logit_cap",
     "model.attention_softcap": "attn_logit_softcapping attn_logits_soft_cap attn_softcap",
     "model.document_mask": "intra_document_masking attn_mask_type doc_mask",
@@ -181,10 +182,10 @@ SAME = {
     "train.z_loss": "z_loss z_loss_multiplier z_loss_weight z_loss_coef",
     "train.compiler_options": "xla_flags compiler_flags xla_options",
     "train.loss_spike": "loss_watchdog_threshold spike_detection",
-    "train.local": "diloco local_sgd use_diloco enable_diloco",
-    "train.local.every": "sync_every diloco_sync_period inner_steps",
-    "train.local.outer_lr": "diloco_outer_lr outer_learning_rate",
-    "train.local.outer_momentum": "diloco_outer_momentum",
+    "train.local_sgd": "diloco local_sgd use_diloco enable_diloco",
+    "train.local_sgd.every": "sync_every diloco_sync_period inner_steps",
+    "train.local_sgd.outer_lr": "diloco_outer_lr outer_learning_rate",
+    "train.local_sgd.outer_momentum": "diloco_outer_momentum",
 }  # fmt: skip
 
 # What has another unit or other values, or no key at all -> its spellings. Each dotted path is a
@@ -203,7 +204,7 @@ SENTENCES = {
     "max_train_tokens train_tokens total_tokens num_tokens target_flops",
     "jaxtrain calls it optim.schedule.warmup_steps, in steps: ratio x train.steps":
     "warmup_ratio warmup_fraction warmup_steps_fraction lr_warmup_fraction pct_start",
-    "jaxtrain calls it optim.schedule.final, a fraction of the peak learning rate: "
+    "jaxtrain calls it optim.schedule.final_fraction, a fraction of the peak learning rate: "
     "minimum / peak": "min_lr lr_min end_lr lr_end minimum_learning_rate eta_min",
     "there is no such key; every schedule ends with train.steps":
     "lr_decay_iters lr_decay_steps learning_rate_schedule_steps lr_scheduler_steps",
@@ -234,9 +235,9 @@ SENTENCES = {
     "jaxtrain calls it data.packing.name: concat, best_fit or padded (one document a row)":
     "packing sample_packing pack pad_to_sequence_len group_by_length eval_packing packing_strategy "
     "pack_sequences",
-    "jaxtrain calls it finetune.base; set finetune.name=lora finetune.base=nf4": "load_in_4bit "
+    "set finetune.name=lora finetune.base_quantization=nf4": "load_in_4bit "
     "qlora use_qlora bnb_4bit_quant_type quantization_config",
-    "jaxtrain calls it finetune.base; set finetune.name=lora finetune.base=int8": "load_in_8bit",
+    "set finetune.name=lora finetune.base_quantization=int8": "load_in_8bit",
     "set finetune.name=lora, with finetune.rank and finetune.alpha": "use_peft use_lora lora "
     "peft_config lora_config enable_lora peft",
     "there is no such key; data.train.name=chat trains on the assistant's tokens alone":
@@ -270,7 +271,7 @@ SENTENCES = {
     "mesh_shape ici_parallelism dcn_parallelism",
     "there is no such key; set model.width (nanochat's ratio is model.width / model.depth)":
     "aspect_ratio",
-    "jaxtrain calls it model.score_scale, the factor itself: 1 / sqrt(scalar)":
+    "jaxtrain calls it model.attention_scale, the factor itself: 1 / sqrt(scalar)":
     "query_pre_attn_scalar",
     "there is no such key; train.init_from takes a checkpoint's shape, and --config a shipped one":
     "model.name model.flavor model_name model_type model_size model_config",
@@ -304,7 +305,7 @@ OLD = {
     "finetune.tokens": "finetune.virtual_tokens",
     "optim.gram": "optim.gram_newton_schulz",
     "optim.trust": "optim.trust_coefficient",
-    "optim.plain_lr": "optim.adam_lr",
+    "optim.plain_lr": "optim.scalar_lr",
     "optim.adamw_decay": "optim.adamw_weight_decay",
     "optim.factor_decay": "optim.shampoo_beta",
     "optim.precondition_every": "optim.precondition_frequency",

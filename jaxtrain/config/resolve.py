@@ -92,7 +92,7 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
     if c.model.fp8 and c.finetune.name != "full":
         raise UserError(
             f"model.fp8 is for training all matrices; finetune.name={c.finetune.name} leaves them "
-            "frozen: set model.fp8=null (finetune.base=int8 or nf4 makes them smaller)"
+            "frozen: set model.fp8=null (finetune.base_quantization=int8 or nf4 makes them smaller)"
         )
     model = resolve_model(c.model.model_copy(update=inserted(c)), t.sequence_length)
     check_size(model, vocab_size)
@@ -156,7 +156,7 @@ def inserted(c: Config) -> dict[str, int]:
         size, field, before = c.finetune.width, "width", c.model.adapter
     elif isinstance(c.finetune, VirtualConfig):
         before = c.model.prompt if c.finetune.name == "prompt" else c.model.prefix
-        size, field = c.finetune.tokens, "tokens"
+        size, field = c.finetune.virtual_tokens, "virtual_tokens"
     else:
         return {}
     name = c.finetune.name

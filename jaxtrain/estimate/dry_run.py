@@ -164,8 +164,8 @@ def measured(w: Workload) -> Facts:
 
 
 def with_replicas(w: Workload) -> Workload:
-    """With the step of train.local, if the configuration has it."""
-    local = w.config.train.local
+    """With the step of train.local_sgd, if the configuration has it."""
+    local = w.config.train.local_sgd
     return w._replace(task=local_task(w.task, local, w.mesh)) if local else w
 
 

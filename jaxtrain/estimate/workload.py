@@ -221,4 +221,4 @@ def branch_share(w: Workload) -> float:
     """How often a device runs a branch: a meeting of replicas, a chunk of the pipeline."""
     if w.mesh.shape["pipeline"] > 1:
         return (1 - idle(w)) / len(kinds_of(w))
-    return 1 / w.config.train.local.every if w.config.train.local else 0.0
+    return 1 / w.config.train.local_sgd.every if w.config.train.local_sgd else 0.0

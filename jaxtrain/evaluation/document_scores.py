@@ -119,7 +119,7 @@ def of_labels(
     error_NV = jnp.exp(logits_NV - top_N[:, None]) - hot_NV
     nll_N = top_N - jnp.sum(logits_NV * hot_NV, axis=1)
     norm = lambda y_Na: jnp.sqrt(jnp.sum(jnp.square(y_Na.astype(jnp.float32)), axis=1))
-    cap = model.config.softcap
+    cap = model.config.logit_softcap
     slope_NV = 1.0 if cap is None else 1.0 - jnp.square(logits_NV / cap)
     grad_N = norm(error_NV * slope_NV) * norm(x_ND)
     return jnp.stack([nll_N, norm(error_NV), grad_N], axis=1)

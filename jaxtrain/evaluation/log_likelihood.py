@@ -27,7 +27,13 @@ from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard, shard_
 from jaxtrain.runs.saved import Saved
 
 # Fields of a saved model's configuration that a command line may change, of those read here.
-FIELDS = ("eval.batch_size", "mesh", "train.precision", "train.device_batch_size", "model.context")
+FIELDS = (
+    "eval.batch_size",
+    "mesh",
+    "train.precision",
+    "train.device_batch_size",
+    "model.context_length",
+)
 AHEAD = 8  # batches that the device is given before the first one's numbers are waited for
 HEAD_ROWS = 1024  # places a device computes logits of at a time
 
@@ -67,7 +73,7 @@ def place(saved: Saved, config: Resolved, most_rows: int | None = None) -> Place
     shards = num_batch_shards(mesh)
     rows = config.eval.batch_size or config.train.device_batch_size * shards
     rows = min(rows, most_rows or rows)
-    context = config.model.context
+    context = config.model.context_length
     shape = RowShape(-(-rows // shards) * shards, context, context // BRANCH_SHARE, shards)
     dtype = compute_dtype(config.train.precision)
     chunk = max(1, min(context // 16, HEAD_ROWS * shards // shape.rows))
@@ -105,7 +111,7 @@ def score_rows(
     In texts longer than the context no layer looks back further than that, as in nanochat's GPT.
     """
     model = nnx.merge(graphdef, params)
-    context = model.config.context
+    context = model.config.context_length
     if rows.tokens_BT.shape[1] - rows.parents_BR.shape[1] > context:
         model.plan = tuple(replace(s, window=s.window or context) for s in model.plan)
     branches = None

@@ -45,7 +45,7 @@ def run_tasks(
     What `out` already has of this model and these questions is kept. `core` is in it if all tasks
     of CORE are, by the same rules. Raises UserError for a model that gives no numbers.
     """
-    if config.model.positions == "learned":  # there are none beyond the context
+    if config.model.position_embedding == "learned":  # there are none beyond the context
         rules = rules._replace(crop=True)
     found = bundle.find(names)
     model = identity(saved, config)

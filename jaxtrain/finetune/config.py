@@ -21,7 +21,7 @@ class FullConfig(Settings):
 class PartConfig(Settings):
     """What all have in common that leave most of the model as it is."""
 
-    base: Base | None = Field(
+    base_quantization: Base | None = Field(
         None,
         description="storage of the frozen matrices of the blocks: nf4 (4.13 bits a parameter, "
         "QLoRA) or int8; default the compute dtype",
@@ -71,7 +71,7 @@ class FreezeConfig(PartConfig):
     """Some parameters train, the others stay as they are."""
 
     name: Literal["freeze"] = "freeze"
-    train: tuple[str, ...] = Field(
+    trainable: tuple[str, ...] = Field(
         min_length=1,
         description="what trains: a part of a parameter's path (ffn, q), a role (gain, head), or "
         "a pattern such as blocks/*/q",
@@ -103,7 +103,9 @@ class AdapterConfig(PartConfig):
 class VirtualConfig(PartConfig):
     """Virtual tokens in front of every text, and nothing else."""
 
-    tokens: int = Field(20, ge=1, description="virtual tokens; becomes model.prompt or .prefix")
+    virtual_tokens: int = Field(
+        20, ge=1, description="virtual tokens; becomes model.prompt or .prefix"
+    )
     init_adapter: str | None = Field(
         None,
         description="adapter to start from, a folder of peft's or a run of the same kind; "
@@ -223,7 +225,7 @@ def of_adapter(folder: Path, kind: str = "lora") -> dict[str, Any]:
         if not isinstance(c.get(key), type_) or c[key] <= 0:
             raise UserError(f"{file}: {key} is {c.get(key)!r}, but must be a number above 0")
     if kind != "lora":
-        return {"tokens": c["num_virtual_tokens"]}
+        return {"virtual_tokens": c["num_virtual_tokens"]}
     # Modules of lower ranks are filled up with zeros; alpha keeps the factor of those without one
     # in the patterns, and `interop.peft` that of the others.
     most = max(c["r"], *(c.get("rank_pattern") or {"": 0}).values())

@@ -64,7 +64,7 @@ def some(c: Any, specs: Any, dtype: jnp.dtype) -> Parts:
     """Those parameters train that the patterns name; of the blocks, maybe the last layers only."""
     patterns, last, field = ("bias",), None, "finetune bitfit"
     if c.name == "freeze":
-        patterns, last, field = c.train, c.last_layers, "finetune.train"
+        patterns, last, field = c.trainable, c.last_layers, "finetune.trainable"
     chosen, flat = matching(specs, patterns, field), flatten(specs)
     cut = {name: first_trained(flat[name], last) for name in chosen}
     base = map_named(lambda n, s: s if n in chosen else as_computed(s, dtype), specs)
@@ -108,16 +108,17 @@ def packing(c: Any, specs: Any, trained: Sequence[str] = ()) -> Callable[[str, A
 
     Raises UserError for a matrix that has no whole number of blocks.
     """
-    if c.base is None:
+    if c.base_quantization is None:
         return lambda name, x: x
     packs = [name for name in in_blocks(specs) if name not in trained]
     for name in packs:
         rows, columns = flatten(specs)[name].shape[-2:]
-        if c.base == "nf4" and rows * columns % 64:
+        if c.base_quantization == "nf4" and rows * columns % 64:
             raise UserError(
-                f"finetune.base nf4: {name} is {rows} x {columns}, no multiple of 64 values"
+                f"finetune.base_quantization=nf4 packs 64 values at a time, but {name} has "
+                f"{rows} x {columns}; set finetune.base_quantization=int8"
             )
-    return lambda name, x: pack(x, c.base) if name in packs else x
+    return lambda name, x: pack(x, c.base_quantization) if name in packs else x
 
 
 def in_blocks(specs: Any) -> dict[str, ParamSpec]:

@@ -18,7 +18,7 @@ def virtual(c: Any, specs: Any, dtype: jnp.dtype) -> Parts:
 
     def from_vocabulary(base: Any, seed: int) -> tuple[Any, Any]:
         table_VD = base["embed"]
-        rows_P = jax.random.randint(jax.random.key(seed), (c.tokens,), 0, len(table_VD))
+        rows_P = jax.random.randint(jax.random.key(seed), (c.virtual_tokens,), 0, len(table_VD))
         return base, {"prompt": table_VD[rows_P].astype(jnp.float32)}
 
     if c.name == "prompt":

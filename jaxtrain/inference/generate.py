@@ -182,7 +182,7 @@ def sampling(c: Resolved, chat: Chat | None) -> dict[str, Any]:
     """A run's settings as `request`'s arguments."""
     return dict(
         tokens=c.sample.tokens, temperature=c.sample.temperature, top_k=c.sample.top_k,
-        top_p=c.sample.top_p, seed=c.run.seed, cache_dtype=c.sample.cache_dtype, chat=chat,
+        top_p=c.sample.top_p, seed=c.run.seed, cache_dtype=c.sample.kv_cache_dtype, chat=chat,
     )  # fmt: skip
 
 
@@ -293,7 +293,7 @@ def converse(saved: Saved, params: Any, chat: Chat, a: argparse.Namespace) -> No
     logging.getLogger("jaxtrain_kernels").setLevel(logging.WARNING)  # it would write between turns
     stop = tuple({chat.end, *saved.prompting.stops})
     turns = itertools.count(a.seed)
-    context = saved.config.model.context
+    context = saved.config.model.context_length
     tokens = a.tokens or min(TOKENS, context // 2)
     answer = lambda prompt: stream(
         saved.graphdef, params, prompt, tokens=tokens, temperature=a.temperature, top_k=a.top_k,

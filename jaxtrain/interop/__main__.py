@@ -52,7 +52,7 @@ def import_checkpoint(path_or_repo: str, run_dir: Path) -> Resolved:
     tree = {
         "run": {"name": run_dir.name, "directory": str(run_dir.parent)},
         "model": source.fields,
-        "train": {"sequence_length": min(LENGTH, source.fields["context"])},
+        "train": {"sequence_length": min(LENGTH, source.fields["context_length"])},
         "data": {"tokenizer": kind | {"path": str((model_dir / FILES[tokenizer.name]).resolve())}},
     }
     c = resolve(validate(Config, tree), tokenizer.vocab_size)

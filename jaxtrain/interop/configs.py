@@ -27,8 +27,8 @@ EXECUTION = {
 }  # fmt: skip
 # Those that a family may spell in another way: `differences` compares what they come to.
 DERIVED = {
-    "vocab_multiple", "context", "window_pattern", "short_window", "last_layer_full", "qk_scale",
-    "score_scale", "rope_base_short",
+    "vocab_multiple", "context_length", "window_pattern", "short_window", "last_layer_full",
+    "qk_scale", "attention_scale", "rope_base_short",
 }  # fmt: skip
 FREE = EXECUTION | DERIVED
 INSERTED = ("adapter", "prompt", "prefix")  # what tuning put into a model
@@ -67,12 +67,12 @@ def model_fields(config: Json) -> Json:
     if family.embed_root:
         fields["embed_scale"] = math.sqrt(fields["width"])
     if family.scale_key:
-        fields["score_scale"] = given[family.scale_key] ** -0.5
+        fields["attention_scale"] = given[family.scale_key] ** -0.5
     fields |= window_fields(family, given)
     if family.rope_base is not None:
         fields |= rope_fields(family, given)
     fields["vocab_multiple"] = given["vocab_size"]  # all its rows, whatever the tokenizer has
-    return {k: v for k, v in fields.items() if v is not None or k in ("softcap",)}
+    return {k: v for k, v in fields.items() if v is not None or k in ("logit_softcap",)}
 
 
 # ---- values ----------------------------------------------------------------------------------
@@ -95,7 +95,7 @@ LIST = Kind("a list of texts", lambda x: isinstance(x, list) and {*map(type, x)}
 # By our names, or by theirs where we have none; all others of `Family.keys` are whole numbers.
 KINDS = {
     "depth": Kind("a whole number from 1 to 10,000", lambda x: WHOLE.fits(x) and x <= 10**4),
-    "norm_eps": NUMBER, "softcap": NUMBER, "attention_softcap": NUMBER, "tied_head": TRUTH,
+    "norm_eps": NUMBER, "logit_softcap": NUMBER, "attention_softcap": NUMBER, "tied_head": TRUTH,
     "ffn_bias": TRUTH, "vocab_size": WHOLE, "sliding_window": WHOLE, "max_window_layers": COUNT,
     "sliding_window_pattern": WHOLE, "query_pre_attn_scalar": NUMBER, "rope_theta": NUMBER,
     "rope_local_base_freq": NUMBER, "layer_types": LIST, "rope_scaling": SECTION,
@@ -103,7 +103,7 @@ KINDS = {
 }  # fmt: skip
 WINDOWS = {"sliding_window", "max_window_layers", "sliding_window_pattern", "layer_types"}
 NEVER_NULL = {
-    "depth", "width", "heads", "context", "norm_eps", "tied_head", "vocab_size",
+    "depth", "width", "heads", "context_length", "norm_eps", "tied_head", "vocab_size",
     "query_pre_attn_scalar",
 }  # fmt: skip
 
@@ -275,7 +275,7 @@ def to_config(c: ResolvedModel, family: Family, vocab_size: int) -> Json:
     if family.biases:
         config["attention_bias"] = c.qkv_bias
     if family.scale_key:
-        config[family.scale_key] = max(1, round(score_scale(c) ** -2))  # has to be whole
+        config[family.scale_key] = max(1, round(attention_scale(c) ** -2))  # has to be whole
     plan = make_plan(c)
     windows = [spec.window for spec in plan if spec.window is not None]
     if family.windows != "none":
@@ -300,7 +300,7 @@ def to_config(c: ResolvedModel, family: Family, vocab_size: int) -> Json:
 def read_again(config: Json, c: ResolvedModel) -> ResolvedModel:
     """The model that is read from a config.json, for texts as long as those of c."""
     try:
-        return resolve_model(ModelConfig.model_validate(model_fields(config)), c.context)
+        return resolve_model(ModelConfig.model_validate(model_fields(config)), c.context_length)
     except ValidationError as error:
         why = error.errors()[0]["msg"].removeprefix("Value error, ")
         raise UserError(f"the family {config['model_type']} has no such model: {why}") from None
@@ -335,25 +335,27 @@ def rope_of_4(rope: Json) -> Json:
     return found | ({"rope_local_base_freq": short["rope_theta"]} if short else {})
 
 
-def score_scale(c: ResolvedModel) -> float:
+def attention_scale(c: ResolvedModel) -> float:
     """The factor on attention scores that a configuration comes to."""
-    return c.score_scale or (c.qk_scale**2 if c.qk_norm else 1.0) / math.sqrt(c.head_dim)
+    return c.attention_scale or (c.qk_scale**2 if c.qk_norm else 1.0) / math.sqrt(c.head_dim)
 
 
 def differences(a: ResolvedModel, b: ResolvedModel) -> list[str]:
     """`field value` of a where b computes something else."""
     names = [name for name in ResolvedModel.model_fields if name not in FREE]
-    if a.positions == b.positions == "learned":
+    if a.position_embedding == b.position_embedding == "learned":
         names = [name for name in names if not name.startswith("rope_")]
     lost = [f"{n} {getattr(a, n)}" for n in names if not alike(getattr(a, n), getattr(b, n))]
-    if not math.isclose(score_scale(a), score_scale(b), rel_tol=1e-6):
-        lost.append(f"factor {score_scale(a):.6g} on the scores (it has {score_scale(b):.6g})")
+    if not math.isclose(attention_scale(a), attention_scale(b), rel_tol=1e-6):
+        lost.append(
+            f"factor {attention_scale(a):.6g} on the scores (it has {attention_scale(b):.6g})"
+        )
     if [s.window for s in make_plan(a)] != [s.window for s in make_plan(b)]:
         lost.append("such windows (window_pattern, short_window, last_layer_full)")
     bases = [
         [c.rope_base_short if s.short_rope else c.rope_base for s in make_plan(c)] for c in (a, b)
     ]
-    if a.positions == "rotary" and bases[0] != bases[1]:
+    if a.position_embedding == "rotary" and bases[0] != bases[1]:
         lost.append(f"rope_base_short {a.rope_base_short}")
     return lost
 

@@ -52,7 +52,8 @@ class Family(NamedTuple):
 
 # Everything that a plain decoder has not, as fields of ModelConfig.
 PLAIN = {
-    "ffn": "swiglu", "qk_norm": False, "norm_gain": True, "embed_norm": False, "softcap": None,
+    "ffn": "swiglu", "qk_norm": False, "norm_gain": True, "embed_norm": False,
+    "logit_softcap": None,
     "value_embeddings": False, "residual_scales": False, "smear": False, "backout": False,
     "init": "gpt2",
 }  # fmt: skip
@@ -60,9 +61,9 @@ KEYS = {
     "depth": "num_hidden_layers", "width": "hidden_size", "heads": "num_attention_heads",
     "kv_heads": "num_key_value_heads", "head_dim": "head_dim", "hidden": "intermediate_size",
     "norm_eps": "rms_norm_eps", "tied_head": "tie_word_embeddings",
-    "context": "max_position_embeddings",
+    "context_length": "max_position_embeddings",
 }  # fmt: skip
-CAPS = {"softcap": "final_logit_softcapping", "attention_softcap": "attn_logit_softcapping"}
+CAPS = {"logit_softcap": "final_logit_softcapping", "attention_softcap": "attn_logit_softcapping"}
 
 
 def defaults(
@@ -209,7 +210,7 @@ GEMMA2 = GEMMA._replace(
 GEMMA3 = GEMMA2._replace(
     model_type="gemma3_text", architecture="Gemma3ForCausalLM",
     fixed=GEMMA2.fixed | {"qk_norm": True, "qk_norm_gain": True, "qk_scale": 1.0},
-    keys=KEYS | {"softcap": CAPS["softcap"]},
+    keys=KEYS | {"logit_softcap": CAPS["logit_softcap"]},
     defaults={k: v for k, v in GEMMA2.defaults.items() if k != CAPS["attention_softcap"]}
     | {"vocab_size": 262208, "max_position_embeddings": 131072, "final_logit_softcapping": None},
     rope_base=1_000_000.0, per_type_rope=True, pattern=6,
@@ -219,11 +220,11 @@ GEMMA3 = GEMMA2._replace(
 )  # fmt: skip
 GPT2 = Family(
     "gpt2", "GPT2LMHeadModel",
-    PLAIN | {"ffn": "gelu", "norm": "layer", "positions": "learned", "qkv_bias": True}
+    PLAIN | {"ffn": "gelu", "norm": "layer", "position_embedding": "learned", "qkv_bias": True}
     | {"out_bias": True, "ffn_bias": True},
     {"depth": "n_layer", "width": "n_embd", "heads": "n_head", "hidden": "n_inner"}
     | {"norm_eps": "layer_norm_epsilon", "tied_head": "tie_word_embeddings"}
-    | {"context": "n_positions"},
+    | {"context_length": "n_positions"},
     {"vocab_size": 50257, "n_embd": 768, "n_layer": 12, "n_head": 12, "n_positions": 1024}
     | {"layer_norm_epsilon": 1e-5, "tie_word_embeddings": True, "n_inner": None}
     | {"activation_function": TANH_GELU[1]},
@@ -241,7 +242,7 @@ NANOCHAT = Family(
     "nanochat", "NanoChatForCausalLM",
     PLAIN | {"ffn": "relu2", "qk_norm": True, "qk_scale": 1.0, "norm_gain": False}
     | {"embed_norm": True, "init": "speedrun"},
-    KEYS | {"softcap": "final_logit_softcapping"},
+    KEYS | {"logit_softcap": "final_logit_softcapping"},
     defaults(50304, 768, 8192, 12, 6, None, 2048)
     | {"final_logit_softcapping": 15.0, "hidden_act": "relu2"},
     NANOCHAT_ROWS, activation=("hidden_act", ("relu2",)), neutral={**NO_BIAS, **NO_WINDOW},

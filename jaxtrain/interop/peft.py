@@ -118,7 +118,7 @@ def config_of(c: ResolvedModel, ranks: dict[str, int], facts: Json) -> Json:
         "base_model_name_or_path": facts["base"], "revision": facts.get("revision"),
         "r": rank, "lora_alpha": alpha,
         "use_rslora": facts["rslora"], "use_dora": facts["dora"], "lora_dropout": 0.0,
-        "fan_in_fan_out": c.positions == "learned",  # GPT-2 stores [in, out]
+        "fan_in_fan_out": c.position_embedding == "learned",  # GPT-2 stores [in, out]
         "target_modules": sorted(ranks), "modules_to_save": None,
         "rank_pattern": wide, "alpha_pattern": {n: alpha * grown(r) for n, r in wide.items()},
     }  # fmt: skip

@@ -81,7 +81,7 @@ def chat_of(path: str) -> tuple[str | None, dict[str, str]]:
 FREE_OF_EXPERTS = {"aux_loss", "z_loss", "remat"}
 # What may differ from the model that a run starts from: how it runs, how far it looks back and
 # stretches its positions to do so, and what tuning puts in (`scaling.inserted` checks that).
-MAY_DIFFER = EXECUTION | {"context", "rope_scaling", "vocab_multiple", *INSERTED}
+MAY_DIFFER = EXECUTION | {"context_length", "rope_scaling", "vocab_multiple", *INSERTED}
 
 
 def joined(theirs: Json, given: Json) -> Json:
@@ -129,7 +129,7 @@ def same(name: str, has: Any, now: Any, model: ModelConfig) -> bool:
     """Whether two values of a field are the same function of the model."""
     says_nothing = {
         "qk_scale": not model.qk_norm,
-        "rope_base": model.positions == "learned",
+        "rope_base": model.position_embedding == "learned",
         "short_window": "S" not in model.window_pattern,
     }
     if name == "window_pattern":
@@ -163,7 +163,7 @@ def take_over(tree: Json, path: str) -> None:
                 f"train.init_from {path} is a model with {', '.join(found[:6])}{more}: leave out "
                 "what is given there, the model section is taken over from it"
             )
-    train, context = tree["train"], sections["model"].get("context")
+    train, context = tree["train"], sections["model"].get("context_length")
     if isinstance(context, int) and context < LENGTH:
         train.setdefault("sequence_length", context)
     data = tree.setdefault("data", {})

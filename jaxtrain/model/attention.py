@@ -124,7 +124,7 @@ class Attention(nnx.Module):
             q_BTNH, k_BTKH = rope_norm(q_BTNH, k_BTKH, rope, c.norm_eps, rope_by)
         # The factor on queries and on keys is one factor on their product.
         scale = (c.qk_scale**2 if c.qk_norm else 1.0) / math.sqrt(c.head_dim)
-        scale = c.score_scale or scale
+        scale = c.attention_scale or scale
         if cache is None:
             q_BTNH = constrain(q_BTNH, "batch", "tokens", "heads", None)
             y_BTNH = attend(
@@ -139,7 +139,7 @@ class Attention(nnx.Module):
                 k_BTKH,
                 v_BTKH,
                 cache,
-                spec.window or c.context + c.virtual - 1,
+                spec.window or c.context_length + c.virtual - 1,
                 c.attention_softcap,
                 scale,
             )

@@ -23,11 +23,13 @@ class Experts(Settings):
     hidden: int | None = Field(
         None, ge=1, description="width F of one expert; default model.hidden / top_k"
     )
-    shared: int = Field(0, ge=0, description="experts of that width that every token goes to")
+    shared_experts: int = Field(
+        0, ge=0, description="experts of that width that every token goes to"
+    )
     every: int = Field(
         1, ge=1, description="each so many layers one has experts, the last included"
     )
-    scores: Literal["sigmoid", "softmax"] = Field(
+    score_function: Literal["sigmoid", "softmax"] = Field(
         "sigmoid", description="of the router's logits; the chosen ones are scaled to sum to 1"
     )
     balance_bias: bool = Field(
@@ -82,7 +84,7 @@ class ModelConfig(Settings):
     vocab_multiple: int = Field(
         64, ge=1, description="embedding and head rows are padded up to a multiple of this"
     )
-    positions: Literal["rotary", "learned"] = Field(
+    position_embedding: Literal["rotary", "learned"] = Field(
         "rotary", description="turns of queries and keys, or a table of `context` embeddings"
     )
     rope_base: float = Field(100_000.0, gt=0, description="base of the rotary frequencies")
@@ -97,7 +99,7 @@ class ModelConfig(Settings):
     qk_norm_gain: bool = Field(
         False, description="learned gains in qk_norm, which then comes before the rotation"
     )
-    score_scale: float | None = Field(
+    attention_scale: float | None = Field(
         None, gt=0, description="factor on the scores; default qk_scale^2 / sqrt(head_dim)"
     )
     qkv_bias: bool = Field(False, description="learned shifts of queries, keys and values")
@@ -116,7 +118,7 @@ class ModelConfig(Settings):
         ge=1,
         description="keys left of the query in S layers; default T/4 up to a 128 multiple",
     )
-    context: int | None = Field(
+    context_length: int | None = Field(
         None, ge=2, description="tokens that decoding looks back over; default the training length"
     )
     norm: Literal["rms", "layer"] = Field(
@@ -130,7 +132,9 @@ class ModelConfig(Settings):
     embed_scale: float = Field(1.0, gt=0, description="factor on the token embedding")
     embed_norm: bool = Field(True, description="RMS-normalise the token embedding")
     tied_head: bool = Field(False, description="the head is the embedding, transposed")
-    softcap: float | None = Field(15.0, gt=0, description="logits are cap x tanh(logits / cap)")
+    logit_softcap: float | None = Field(
+        15.0, gt=0, description="logits are cap x tanh(logits / cap)"
+    )
     attention_softcap: float | None = Field(None, gt=0, description="the same, attention scores")
     value_embeddings: bool = Field(
         True, description="gated token embeddings added to the values on alternating layers"
@@ -227,7 +231,9 @@ class ModelConfig(Settings):
         if named(self.rows.norm) and not fits_norm(self):
             raise ValueError("rows.norm needs norm: rms, norm_gain: false and block_norm: true")
         if named(self.rows.rope) and not fits_rope(self):
-            raise ValueError("rows.rope needs positions: rotary and qk_norm without qk_norm_gain")
+            raise ValueError(
+                "rows.rope needs position_embedding: rotary and qk_norm without qk_norm_gain"
+            )
         if self.rows.relu2 and self.ffn != "relu2":
             raise ValueError(f"rows.relu2 needs ffn: relu2, not {self.ffn}")
         if named(self.rows.ffn) and (self.ffn != "relu2" or self.ffn_bias or self.rows.relu2):
@@ -259,7 +265,7 @@ class ResolvedModel(ModelConfig):
     kv_heads: int
     hidden: int
     short_window: int
-    context: int
+    context_length: int
 
     @property
     def virtual(self) -> int:
@@ -274,11 +280,12 @@ def round_up(value: int, multiple: int) -> int:
 def resolve_model(c: ModelConfig, sequence_length: int) -> ResolvedModel:
     """Fill in what follows from the depth and the context length; anything set by hand wins."""
     length = sequence_length + (c.prompt or c.prefix or 0)
-    if c.positions == "learned" and (c.context or length) < length:
+    if c.position_embedding == "learned" and (c.context_length or length) < length:
         behind = f" behind {length - sequence_length} virtual tokens"
         raise UserError(
-            f"model.context: positions are learned up to {c.context}, but train.sequence_length is "
-            f"{sequence_length}{behind if length > sequence_length else ''}"
+            f"model.context_length: positions are learned up to {c.context_length}, but "
+            f"train.sequence_length is {sequence_length}"
+            f"{behind if length > sequence_length else ''}"
         )
     width = c.width or round_up(64 * c.depth, c.head_dim)
     heads = c.heads or width // c.head_dim
@@ -292,7 +299,8 @@ def resolve_model(c: ModelConfig, sequence_length: int) -> ResolvedModel:
         "hidden": hidden,
         "moe": moe,
         "short_window": c.short_window or round_up(-(-sequence_length // 4), 128),
-        "context": c.context or (length if c.positions == "learned" else sequence_length),
+        "context_length": c.context_length
+        or (length if c.position_embedding == "learned" else sequence_length),
     }
     try:
         return ResolvedModel.model_validate({**c.model_dump(), **derived})

@@ -64,7 +64,7 @@ def fits_norm(c: Any) -> bool:
 
 def fits_rope(c: Any) -> bool:
     """Whether the kernels' rotation with a norm is this model's."""
-    return c.qk_norm and not c.qk_norm_gain and c.positions == "rotary"
+    return c.qk_norm and not c.qk_norm_gain and c.position_embedding == "rotary"
 
 
 class Stream(NamedTuple):

@@ -56,8 +56,8 @@ class Mixture(nnx.Module):
             (L, E, F, D), ("layers", "experts", "hidden", "embed"), scheme.down, "matrix",
             group="experts",
         )  # fmt: skip
-        wide = c.model_copy(update={"hidden": moe.shared * F})
-        self.shared = FeedForward(wide, layers) if moe.shared else None
+        wide = c.model_copy(update={"hidden": moe.shared_experts * F})
+        self.shared = FeedForward(wide, layers) if moe.shared_experts else None
 
     def __call__(
         self, x_BTD: Float[Array, "B T D"], relu2_by: str | None = None, by: str | None = None
@@ -87,7 +87,7 @@ class Mixture(nnx.Module):
         """Choose by score plus bias, weigh by score."""
         c = self.config
         logits_BTE = router_logits(x_BTD, self.router[...])
-        score = jax.nn.sigmoid if c.scores == "sigmoid" else jax.nn.softmax
+        score = jax.nn.sigmoid if c.score_function == "sigmoid" else jax.nn.softmax
         scores_BTE = score(logits_BTE)
         ranked_BTE = jax.lax.stop_gradient(scores_BTE)
         if c.balance_bias:

@@ -90,9 +90,13 @@ class Transformer(nnx.Module):
         self.final_gain, self.final_shift = declare_norm(c, ())
         self.position_embed = (
             declare(
-                (c.context, D), (None, "embed"), scheme.embed, "embedding", dtype=c.embedding_dtype
+                (c.context_length, D),
+                (None, "embed"),
+                scheme.embed,
+                "embedding",
+                dtype=c.embedding_dtype,
             )
-            if c.positions == "learned"
+            if c.position_embedding == "learned"
             else None
         )
         self.prompt = (
@@ -112,7 +116,7 @@ class Transformer(nnx.Module):
     def logits(self, x_BD: Float[Array, "B D"]) -> Float[Array, "B v"]:
         """Float32 logits of a few states (generation); v is the vocabulary without padding."""
         logits_BV = (x_BD @ self.head_DV())[:, : self.vocab_size].astype(jnp.float32)
-        cap = self.config.softcap
+        cap = self.config.logit_softcap
         return logits_BV if cap is None else cap * jnp.tanh(logits_BV / cap)
 
     def hidden(

@@ -76,7 +76,7 @@ def next_token(
         x_BTD,
         model.head_DV().astype(x_BTD.dtype),
         *labels,
-        softcap=model.config.softcap,
+        softcap=model.config.logit_softcap,
         valid_vocab=model.vocab_size,
         z_loss=z_loss,
         implementation=implementation or model.config.rows.loss,
@@ -115,7 +115,7 @@ def score(graphdef: Any, params: Any, batch: Any, bytes_V: Array) -> Sums:
         x_BTD.reshape(-1, x_BTD.shape[-1]),
         model.head_DV().astype(x_BTD.dtype),
         targets_BT.reshape(-1),
-        softcap=model.config.softcap,
+        softcap=model.config.logit_softcap,
         valid_vocab=model.vocab_size,
     )
     weights_N, bytes_N = weights_BT.reshape(-1), bytes_V[targets_BT.reshape(-1)]
@@ -155,7 +155,7 @@ def answer_logps(
         x_BTD,
         model.head_DV().astype(x_BTD.dtype),
         targets_BT,
-        softcap=model.config.softcap,
+        softcap=model.config.logit_softcap,
         valid_vocab=model.vocab_size,
     )
     shape = batch.references_BP2.shape

@@ -18,10 +18,10 @@ class AdafactorConfig(OptimizerConfig):
     decay_power: float = Field(
         0.8, gt=0, lt=1, description="the second moment decays by 1 - step^-power"
     )
-    clip_rms: float = Field(
+    clipping_threshold: float = Field(
         1.0, gt=0, description="root mean square that a matrix's step is cut to"
     )
-    relative: bool = Field(
+    multiply_by_parameter_scale: bool = Field(
         False, description="rates are relative to the weights' root mean square, as in the paper"
     )
 
@@ -30,7 +30,7 @@ def make_adafactor(relative: bool) -> Callable[[Hyper], optax.GradientTransforma
     def make(h: Hyper) -> optax.GradientTransformation:
         return optax.chain(
             optax.scale_by_factored_rms(decay_rate=h["decay_power"]),
-            per_matrix(optax.clip_by_block_rms(h["clip_rms"])),
+            per_matrix(optax.clip_by_block_rms(h["clipping_threshold"])),
             per_matrix(optax.scale_by_param_block_rms()) if relative else optax.identity(),
             optax.add_decayed_weights(h["weight_decay"]),
             optax.scale(-h["learning_rate"]),
@@ -40,6 +40,10 @@ def make_adafactor(relative: bool) -> Callable[[Hyper], optax.GradientTransforma
 
 
 def adafactor(c: AdafactorConfig) -> dict[str, Group]:
-    peaks = c.model_dump(include={"learning_rate", "weight_decay", "decay_power", "clip_rms"})
-    transfer = None if c.relative else "adam"
-    return one_rate(make_adafactor(c.relative), peaks, transfer=transfer, by_rows=False)
+    peaks = c.model_dump(
+        include={"learning_rate", "weight_decay", "decay_power", "clipping_threshold"}
+    )
+    transfer = None if c.multiply_by_parameter_scale else "adam"
+    return one_rate(
+        make_adafactor(c.multiply_by_parameter_scale), peaks, transfer=transfer, by_rows=False
+    )

@@ -14,7 +14,7 @@ class LAMBConfig(OptimizerConfig):
 
     name: Literal["lamb"] = "lamb"
     learning_rate: float = Field(5e-3, gt=0, description="peak learning rate, relative")
-    plain_lr: float = Field(1e-3, gt=0, description="peak rate of gains and scalars, by Adam")
+    scalar_lr: float = Field(1e-3, gt=0, description="peak rate of gains and scalars, by Adam")
     weight_decay: float = Field(0.1, ge=0, description="decay, inside the scaled update")
     b1: float = Field(0.9, ge=0, lt=1, description="decay of the first moment")
     b2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
@@ -32,5 +32,5 @@ def make_lamb(h: Hyper) -> optax.GradientTransformation:
 
 def lamb(c: LAMBConfig) -> dict[str, Group]:
     peaks = c.model_dump(include={"learning_rate", "weight_decay", "b1", "b2", "eps"})
-    plain = {**peaks, "learning_rate": c.plain_lr, "weight_decay": 0.0}
+    plain = {**peaks, "learning_rate": c.scalar_lr, "weight_decay": 0.0}
     return one_rate(make_lamb, peaks, Group(make_adamw, plain), transfer=None, by_rows=False)

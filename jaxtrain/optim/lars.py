@@ -14,22 +14,24 @@ class LARSConfig(OptimizerConfig):
 
     name: Literal["lars"] = "lars"
     learning_rate: float = Field(3.0, gt=0, description="peak learning rate, relative")
-    plain_lr: float = Field(0.03, gt=0, description="peak rate of gains and scalars, by SGD")
+    scalar_lr: float = Field(0.03, gt=0, description="peak rate of gains and scalars, by SGD")
     weight_decay: float = Field(1e-4, ge=0, description="decay, joined to the gradient")
     momentum: float = Field(0.9, ge=0, lt=1, description="decay of the summed updates")
-    trust: float = Field(1e-3, gt=0, description="share of the weights' norm that rate 1 moves")
+    trust_coefficient: float = Field(
+        1e-3, gt=0, description="share of the weights' norm that rate 1 moves"
+    )
 
 
 def make_lars(h: Hyper) -> optax.GradientTransformation:
     return optax.chain(
         optax.add_decayed_weights(h["weight_decay"]),
-        per_matrix(optax.scale_by_trust_ratio(trust_coefficient=h["trust"])),
+        per_matrix(optax.scale_by_trust_ratio(trust_coefficient=h["trust_coefficient"])),
         optax.trace(h["momentum"]),
         optax.scale(-h["learning_rate"]),
     )
 
 
 def lars(c: LARSConfig) -> dict[str, Group]:
-    peaks = c.model_dump(include={"learning_rate", "weight_decay", "momentum", "trust"})
-    plain = {"learning_rate": c.plain_lr, "weight_decay": 0.0, "momentum": c.momentum}
+    peaks = c.model_dump(include={"learning_rate", "weight_decay", "momentum", "trust_coefficient"})
+    plain = {"learning_rate": c.scalar_lr, "weight_decay": 0.0, "momentum": c.momentum}
     return one_rate(make_lars, peaks, Group(make_sgd(False), plain), transfer=None, by_rows=False)

@@ -22,7 +22,7 @@ class LionConfig(OptimizerConfig):
     b1: float = Field(0.9, ge=0, lt=1, description="momentum in the sign")
     b2: float = Field(0.99, ge=0, lt=1, description="decay of the stored momentum")
     adamw_lr: float = Field(1e-3, gt=0, description="peak learning rate of what is no matrix")
-    adamw_decay: float = Field(
+    adamw_weight_decay: float = Field(
         0.1, ge=0, description="decoupled decay of embeddings and head, times adamw_lr"
     )
 
@@ -36,7 +36,7 @@ def make_lion(h: Hyper) -> optax.GradientTransformation:
 
 
 def lion(c: LionConfig) -> dict[str, Group]:
-    adam = {"learning_rate": c.adamw_lr, "weight_decay": c.adamw_decay}
+    adam = {"learning_rate": c.adamw_lr, "weight_decay": c.adamw_weight_decay}
     adam |= {"b1": 0.9, "b2": 0.95, "eps": 1e-10}
     decayed, plain = Group(make_adamw, adam), Group(make_adamw, {**adam, "weight_decay": 0.0})
     peaks = c.model_dump(include={"learning_rate", "weight_decay", "b1", "b2"})

@@ -66,7 +66,7 @@ class MuonConfig(OptimizerConfig):
     orthogonalize: Literal["polar_express", "newton_schulz"] = Field(
         "polar_express", description="polynomial iteration towards the nearest orthogonal matrix"
     )
-    gram: bool = Field(
+    gram_newton_schulz: bool = Field(
         True, description="iterate on the Gram matrix of long matrices, in float16 on a GPU"
     )
     symmetric: bool = Field(
@@ -286,7 +286,7 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
     def direction(b2: Any, u: jax.Array, v: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
         shape, axis = u.shape, second_axis(u.shape)
         u = normalize(u, c.equilibrate)
-        u = orthogonalize(u, COEFFICIENTS[c.orthogonalize], c.gram, c.symmetric)
+        u = orthogonalize(u, COEFFICIENTS[c.orthogonalize], c.gram_newton_schulz, c.symmetric)
         # All norms below follow from one pass over the result in sixteen bits.
         squares = jnp.sum(jnp.square(u.astype(jnp.float32)), axis=axis, keepdims=True)
         norm = jnp.sqrt(jnp.sum(squares, axis=(-2, -1), keepdims=True))

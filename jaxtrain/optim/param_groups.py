@@ -80,7 +80,9 @@ class OptimizerConfig(CommonConfig):
     """What all optimizers have in common whose rate falls towards the end of a run."""
 
     schedule: Schedule = Field(
-        default_factory=lambda: Trapezoid.model_validate({"warmup_steps": 40, "final": 0.05}),
+        default_factory=lambda: Trapezoid.model_validate(
+            {"warmup_steps": 40, "final_fraction": 0.05}
+        ),
         description="learning rate over the run",
     )
 

@@ -21,7 +21,7 @@ class Warmup(Settings):
 
 
 class Final(Warmup):
-    final: float = Field(0.0, ge=0, le=1, description="multiplier at the last step")
+    final_fraction: float = Field(0.0, ge=0, le=1, description="multiplier at the last step")
 
 
 class Constant(Warmup):
@@ -60,9 +60,9 @@ class OneCycle(Warmup):
     """Half a cosine up from `initial`, then half a cosine down to `final` (Smith & Topin 2018)."""
 
     name: Literal["onecycle"] = "onecycle"
-    initial: float = Field(0.04, ge=0, le=1, description="multiplier at the first step")
-    final: float = Field(4e-6, ge=0, le=1, description="multiplier at the last step")
-    rise_fraction: float = Field(0.3, gt=0, lt=1, description="share of the run that goes up")
+    initial_fraction: float = Field(0.04, ge=0, le=1, description="multiplier at the first step")
+    final_fraction: float = Field(4e-6, ge=0, le=1, description="multiplier at the last step")
+    warmup_fraction: float = Field(0.3, gt=0, lt=1, description="share of the run that goes up")
 
 
 class InverseSqrt(Warmup):
@@ -107,7 +107,7 @@ def multiplier(c: Schedule, v: Values, step: jax.Array) -> jax.Array:
     if isinstance(c, Trapezoid):
         start = v["total_steps"] - v["decay_steps"]
     elif isinstance(c, OneCycle):
-        start = v["rise_fraction"] * v["total_steps"]
+        start = v["warmup_fraction"] * v["total_steps"]
     progress = jnp.clip((step - start) / jnp.maximum(v["total_steps"] - start, 1), 0.0, 1.0)
     if isinstance(c, Cosine | OneCycle):
         left = 0.5 * (1 + jnp.cos(math.pi * progress))
@@ -117,8 +117,8 @@ def multiplier(c: Schedule, v: Values, step: jax.Array) -> jax.Array:
         left = 1 - progress
     if isinstance(c, OneCycle):
         risen = 0.5 * (1 - jnp.cos(math.pi * jnp.clip(step / start, 0.0, 1.0)))
-        warm = warm * (v["initial"] + (1 - v["initial"]) * risen)
-    value = v["final"] + (1 - v["final"]) * left
+        warm = warm * (v["initial_fraction"] + (1 - v["initial_fraction"]) * risen)
+    value = v["final_fraction"] + (1 - v["final_fraction"]) * left
     if isinstance(c, Trapezoid):
         return jnp.where(step < v["warmup_steps"], warm, value)
     return warm * value

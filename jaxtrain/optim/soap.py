@@ -28,8 +28,10 @@ class SOAPConfig(OptimizerConfig):
     b1: float = Field(0.95, ge=0, lt=1, description="decay of the first moment")
     b2: float = Field(0.95, ge=0, lt=1, description="decay of the second moment")
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
-    factor_decay: float = Field(0.95, ge=0, lt=1, description="decay of Shampoo's factors")
-    precondition_every: int = Field(10, ge=1, description="steps between updates of the eigenbasis")
+    shampoo_beta: float = Field(0.95, ge=0, lt=1, description="decay of Shampoo's factors")
+    precondition_frequency: int = Field(
+        10, ge=1, description="steps between updates of the eigenbasis"
+    )
     max_dim: int = Field(4096, ge=1, description="larger dims keep their own basis")
 
 
@@ -92,8 +94,8 @@ def next_basis(side: Side, v: Array, dim: int) -> tuple[Array, Array]:
 
 def refresh(h: Hyper, side: Side, v: Array, count: Array, gram: Array, dim: int):
     """The side with a gradient's outer product averaged in, and the second moment of its basis."""
-    factor = h["factor_decay"] * side.factor + (1 - h["factor_decay"]) * gram
-    due = count % h["precondition_every"] == 0
+    factor = h["shampoo_beta"] * side.factor + (1 - h["shampoo_beta"]) * gram
+    due = count % h["precondition_frequency"] == 0
     which = jnp.where(count == 0, 2, jnp.where(due, 1, 0))
     keep = lambda side, v: (side.basis, v)
     branches = [keep, lambda s, v: next_basis(s, v, dim), lambda s, v: first_basis(s, v, dim)]
@@ -152,7 +154,7 @@ def make_soap(max_dim: int) -> Callable[[Hyper], optax.GradientTransformation]:
 
 def soap(c: SOAPConfig) -> dict[str, Group]:
     adam = c.model_dump(include={"learning_rate", "weight_decay", "b1", "b2", "eps"})
-    rates = adam | c.model_dump(include={"factor_decay", "precondition_every"})
+    rates = adam | c.model_dump(include={"shampoo_beta", "precondition_frequency"})
     decayed, plain = Group(make_adamw, adam), Group(make_adamw, {**adam, "weight_decay": 0.0})
     return {
         "matrix": Group(make_soap(c.max_dim), rates, matrices=True),

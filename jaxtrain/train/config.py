@@ -49,14 +49,14 @@ class LossSpike(Settings):
     window: int = Field(
         128, ge=4, description="last steps that count; half of them must be there for a first spike"
     )
-    back: int = Field(
+    rollback_steps: int = Field(
         100, ge=1, description="rollback: steps before the spike that the checkpoint is, at least"
     )
-    batches: int = Field(
+    skip_batches: int = Field(
         200,
         ge=1,
-        description="rollback: batches that are left out, from `back` steps before the spike on; "
-        "the spike's own at least",
+        description="rollback: batches that are left out, from `rollback_steps` steps before the "
+        "spike on; the spike's own at least",
     )
 
 
@@ -130,7 +130,7 @@ class TrainConfig(Settings):
     compiler_options: dict[str, bool | int | str] = Field(
         {}, description="options of XLA's for the step's compilation, xla_gpu_...: value"
     )
-    local: LocalConfig | None = Field(
+    local_sgd: LocalConfig | None = Field(
         None,
         description="devices along mesh.data train replicas that meet now and then; "
         "default all take each step together",

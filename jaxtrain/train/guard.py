@@ -161,9 +161,9 @@ class Guard:
         steps = [s for s in self.checkpoints.steps() if s < taken.step]
         if not steps:
             return f"{what}; there is no checkpoint before it to go back to, so training goes on"
-        old = [s for s in steps if s <= taken.step - loss_spike.back]
-        first = max(1, taken.drawn - loss_spike.back + 1)
-        last = max(taken.drawn, first + loss_spike.batches - 1)
+        old = [s for s in steps if s <= taken.step - loss_spike.rollback_steps]
+        first = max(1, taken.drawn - loss_spike.rollback_steps + 1)
+        last = max(taken.drawn, first + loss_spike.skip_batches - 1)
         return self._return(max(old) if old else min(steps), what, first, last)
 
     def _skipped(self, what: str) -> str:

@@ -49,22 +49,24 @@ def local_task(task: Task, c: DiLoCo | Gossip, mesh: Mesh, resumed: bool = False
     """
     if task.dtype == jnp.float16:
         raise UserError(
-            "train.local: float16's loss scale would differ between replicas; use "
+            "train.local_sgd: float16's loss scale would differ between replicas; use "
             "train.precision=bfloat16 or float32"
         )
     if mesh.shape["data"] == 1 < mesh.size and not resumed:
         raise UserError(
-            "train.local: replicas lie along mesh.data, which is 1; set mesh.data=auto, and what "
-            "each of them splits to fewer devices"
+            "train.local_sgd: replicas lie along mesh.data, which is 1; set mesh.data=auto, and "
+            "what each of them splits to fewer devices"
         )
     if mesh.shape["pipeline"] > 1:
-        raise UserError("train.local: a replica is no pipeline; set mesh.pipeline=1")
+        raise UserError("train.local_sgd: a replica is no pipeline; set mesh.pipeline=1")
     if task.optimizer.offload:
-        raise UserError("train.local: each replica keeps its own states; set optim.offload=false")
+        raise UserError(
+            "train.local_sgd: each replica keeps its own states; set optim.offload=false"
+        )
     if isinstance(c, DiLoCo) and c.fragments > c.every:
         raise UserError(
-            f"train.local.fragments={c.fragments} cannot meet one after the other within "
-            f"train.local.every={c.every} steps; give at most that many"
+            f"train.local_sgd.fragments={c.fragments} cannot meet one after the other within "
+            f"train.local_sgd.every={c.every} steps; give at most that many"
         )
     inner, replicas = task.optimizer, mesh.shape["data"]
 

@@ -134,11 +134,11 @@ def train_alone(config: Config, group: Coordinator) -> dict[str, float]:
     )  # fmt: skip
 
     sent = {}
-    if t.local:
-        task = local_task(task, t.local, mesh, resumed)
+    if t.local_sgd:
+        task = local_task(task, t.local_sgd, mesh, resumed)
         optimizer = task.optimizer
-        sent = local_facts(t.local, parts.trainable, mesh, dtype)
-        say(local_summary(t.local, sent, mesh))
+        sent = local_facts(t.local_sgd, parts.trainable, mesh, dtype)
+        say(local_summary(t.local_sgd, sent, mesh))
 
     with jax.set_mesh(mesh), Checkpointer(run_dir, c.checkpoint) as checkpoints:
         # ---- state: new, or where the run stopped ----------------------------------------------
@@ -236,7 +236,7 @@ def train_alone(config: Config, group: Coordinator) -> dict[str, float]:
 
         def save() -> None:
             with metrics.pause():
-                params = weights(state.params, state.optimizer) if t.local else state.params
+                params = weights(state.params, state.optimizer) if t.local_sgd else state.params
                 where = guard.position(position or {}, step, state)
                 checkpoints.save(step, params, rest_of(state), where)
 

@@ -38,7 +38,7 @@ def check_objective(c: Resolved) -> None:
     needs = {
         "model.document_mask=true": c.model.document_mask,
         "mesh.pipeline=1": c.mesh.pipeline == 1,
-        "train.local=null": c.train.local is None,
+        "train.local_sgd=null": c.train.local_sgd is None,
         "train.z_loss=0": c.train.z_loss == 0,
         "model.fp8=null": c.model.fp8 is None,
     }

@@ -174,7 +174,7 @@ def new_or_resumed(
     """The initial state, or that of the newest checkpoint with its place in the data.
 
     start: the parameters that a new run begins with; default initial values. say: is told when the
-    replicas of train.local are not as many as those of the checkpoint.
+    replicas of train.local_sgd are not as many as those of the checkpoint.
     """
     newest = checkpoints.latest()
     (group or Coordinator()).compare(

@@ -99,23 +99,25 @@ def test_what_comes_out_is_a_model_and_an_adapter(tuned, tmp_path, capsys):
 
 CASES = {
     "lora": ({"name": "lora", "rank": 4, "lora_plus_ratio": 4.0}, "/a /b"),
-    "dora int8": ({"name": "lora", "rank": 4, "dora": True, "base": "int8"}, "/a /b /magnitude"),
-    "freeze": ({"name": "freeze", "train": ("ffn", "q", "final_gain")}, "ffn /q final"),
+    "dora int8": ({"name": "lora", "rank": 4, "dora": True, "base_quantization": "int8"},
+                  "/a /b /magnitude"),
+    "freeze": ({"name": "freeze", "trainable": ("ffn", "q", "final_gain")}, "ffn /q final"),
     "last layers nf4": (
-        {"name": "freeze", "train": ("attention",), "last_layers": 1, "base": "nf4"}, "attention"
+        {"name": "freeze", "trainable": ("attention",), "last_layers": 1,
+         "base_quantization": "nf4"}, "attention",
     ),
     "bitfit": ({"name": "bitfit"}, "_bias"),
-    "ia3": ({"name": "ia3", "base": "nf4"}, "/factor"),
-    "adapter": ({"name": "adapter", "width": 8, "base": "nf4"}, "_adapter"),
-    "prompt": ({"name": "prompt", "tokens": 4, "base": "nf4"}, "prompt"),
-    "prefix": ({"name": "prefix", "tokens": 4}, "prefix"),
+    "ia3": ({"name": "ia3", "base_quantization": "nf4"}, "/factor"),
+    "adapter": ({"name": "adapter", "width": 8, "base_quantization": "nf4"}, "_adapter"),
+    "prompt": ({"name": "prompt", "virtual_tokens": 4, "base_quantization": "nf4"}, "prompt"),
+    "prefix": ({"name": "prefix", "virtual_tokens": 4}, "prefix"),
 }  # fmt: skip
 
 
 def part_of(case):
     """(task, frozen, state, knobs) of a small llama of which a part is tuned."""
     tuning = TypeAdapter(FinetuneConfig).validate_python(CASES[case][0])
-    sizes = {"adapter": "width", "prompt": "tokens", "prefix": "tokens"}
+    sizes = {"adapter": "width", "prompt": "virtual_tokens", "prefix": "virtual_tokens"}
     inserted = {n: getattr(tuning, size) for n, size in sizes.items() if n == tuning.name}
     c = resolved(**LLAMA, qkv_bias=True, ffn_bias=True, **inserted)
     _, specs = split(Transformer(c, VOCAB))

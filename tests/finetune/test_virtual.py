@@ -67,7 +67,7 @@ def opened(tmp_path, name):
     (folder / "adapter_config.json").write_text(json.dumps(FACTS[name]["config"]))
     save_file({TENSOR: GOLDEN[f"{name}/tensor"]}, folder / "adapter_model.safetensors")
     tuning = KINDS[kind].model_validate(of_adapter(folder, kind))
-    fields = source.fields | {kind: tuning.tokens}
+    fields = source.fields | {kind: tuning.virtual_tokens}
     c = resolve_model(ModelConfig.model_validate(fields), 24)
     graphdef, specs = split(Transformer(c, source.config["vocab_size"]))
     parts = make_parts(tuning, specs, jnp.dtype(jnp.float32))
@@ -97,7 +97,7 @@ def test_pefts_projection_gives_its_keys_and_values_here(tmp_path):
     """Trained, written and saved as plain keys and values; all of it has gradients."""
     name = "prefix projected"
     c, graphdef, _, frozen, plain, _ = opened(tmp_path, name)
-    tuning = PrefixConfig(tokens=5, projection=7)
+    tuning = PrefixConfig(virtual_tokens=5, projection=7)
     parts = make_parts(tuning, split(Transformer(c, 64))[1], jnp.dtype(jnp.float32))
     w = {key.split("/")[-1]: GOLDEN[key] for key in GOLDEN.files if f"{name}/weights" in key}
     matrices = w["transform.2.weight"].reshape(c.depth, 2, -1, 7).swapaxes(2, 3)
@@ -152,7 +152,7 @@ GPT |= {"attention_softcap": 5.0}
 MODELS = {
     "prompt gpt": GPT | {"prompt": 6},
     "prefix gpt": GPT | {"prefix": 6},
-    "prompt learned": LLAMA | {"positions": "learned", "prompt": 3},
+    "prompt learned": LLAMA | {"position_embedding": "learned", "prompt": 3},
 }
 
 
@@ -255,13 +255,20 @@ def test_a_run_is_a_model_an_adapter_and_a_start(kind, whole, tmp_path, capsys):
 def test_what_cannot_be(tmp_path, whole):
     start = [f"train.init_from={whole}", "train.steps=2"]
     for given, message in (
-        (["finetune.name=prompt", "model.prompt=8"], r"finetune.tokens 20: .* model.prompt 8; say"),
+        (
+            ["finetune.name=prompt", "model.prompt=8"],
+            r"finetune.virtual_tokens 20: .* model.prompt 8; say",
+        ),
         (["finetune.name=prompt", "model.prefix=8"], "has a prefix already"),
         (["finetune.name=prefix", "model.prefix=20", "finetune.projection=8"], "projection=null"),
         (["finetune.name=prefix", "mesh.context=2"], r"virtual tokens .* set mesh.context=1"),
     ):
         with pytest.raises(UserError, match=message):
             resolve(load_config(None, [*start, *given, "train.sequence_length=32"]), 512)
-    learned = ["finetune.name=prefix", "model.positions=learned", "model.context=32"]
+    learned = [
+        "finetune.name=prefix",
+        "model.position_embedding=learned",
+        "model.context_length=32",
+    ]
     with pytest.raises(UserError, match="20 virtual"):
         resolve(load_config(None, [*start[1:], *learned, "train.sequence_length=32"]), 512)

@@ -71,10 +71,14 @@ def test_of_a_picture_model_what_is_left_out_is_the_family_s_and_the_head_is_tie
     outer |= {"mm_tokens_per_image": 256, "vision_config": {"hidden_size": 1152}}
     fields = model_fields(text_part(outer | {"text_config": text | {"sliding_window": 1024}}))
     assert (fields["heads"], fields["kv_heads"], fields["head_dim"]) == (8, 4, 256)
-    assert (fields["width"], fields["vocab_multiple"], fields["context"]) == (2560, 262208, 131072)
+    assert (fields["width"], fields["vocab_multiple"], fields["context_length"]) == (
+        2560,
+        262208,
+        131072,
+    )
     assert (fields["rope_base"], fields["rope_base_short"]) == (1e6, 1e4)
     assert (fields["short_window"], fields["window_pattern"][:6]) == (1023, "SSSSSL")
-    assert fields["tied_head"] and fields["softcap"] is None
+    assert fields["tied_head"] and fields["logit_softcap"] is None
     inner = outer | {"text_config": text | {"tie_word_embeddings": False}}
     assert model_fields(text_part(inner))["tied_head"]
     assert not model_fields(text_part(inner | {"tie_word_embeddings": False}))["tied_head"]
@@ -215,7 +219,7 @@ def test_a_model_finds_its_family_by_itself(name):
         ({"value_embeddings": True}, "no value_embeddings True"),
         ({"smear": True, "backout": True}, "no smear True, no backout True"),
         ({"post_norm": True}, "no post_norm True"),
-        ({"score_scale": 1.0}, "no factor 1 on the scores"),
+        ({"attention_scale": 1.0}, "no factor 1 on the scores"),
         ({"window_pattern": "SL", "short_window": 5}, "no such windows"),
         ({"window_pattern": "S", "last_layer_full": False}, "no such windows"),
         ({"window_pattern": "SL", "rope_base_short": 5.0}, "no rope_base_short 5.0"),

@@ -49,10 +49,11 @@ FLIPPED = (
 # Of each field of a model, another value than any of the golden cases has.
 CHANGED = dict.fromkeys(FLIPPED, "flipped") | {
     "depth": 1, "width": 64, "head_dim": 4, "heads": 8, "kv_heads": 1, "hidden": 80,
-    "ffn": "relu2", "moe": {"experts": 2}, "vocab_multiple": 7, "positions": "learned",
+    "ffn": "relu2", "moe": {"experts": 2}, "vocab_multiple": 7, "position_embedding": "learned",
     "rope_base": 77.0, "rope_base_short": 55.0, "rope_scaling": {"name": "linear", "factor": 3.0},
-    "qk_scale": 2.0, "score_scale": 0.5, "window_pattern": "SL", "short_window": 3, "context": 48,
-    "norm": "layer", "norm_eps": 1e-3, "embed_scale": 3.0, "softcap": 7.0,
+    "qk_scale": 2.0, "attention_scale": 0.5, "window_pattern": "SL", "short_window": 3,
+    "context_length": 48,
+    "norm": "layer", "norm_eps": 1e-3, "embed_scale": 3.0, "logit_softcap": 7.0,
     "attention_softcap": 7.0, "init": "orthogonal", "base_width": 64, "adapter": 4, "prompt": 3,
     "prefix": 3, "embedding_dtype": "bfloat16", "attention": "xla", "rows": {"loss": "xla"},
     "fp8": "blocks", "fp8_history": 2, "remat": "block", "remat_short": "block", "ffn_tiles": 2,
@@ -60,7 +61,7 @@ CHANGED = dict.fromkeys(FLIPPED, "flipped") | {
 NEEDS = {"fp8_history": {"fp8": "blocks"}}
 # What a message says in the place of the field.
 SAYS = dict.fromkeys(("window_pattern", "short_window", "last_layer_full"), "windows")
-SAYS |= dict.fromkeys(("qk_scale", "score_scale"), "factor")
+SAYS |= dict.fromkeys(("qk_scale", "attention_scale"), "factor")
 SAYS |= {
     "qkv_bias": "(qkv|out)_bias",
     "width": "width|head_dim|embed_scale",
@@ -100,7 +101,7 @@ def test_every_field_is_written_or_refused_by_name(case):
             assert re.search(SAYS.get(field, field), str(error)), f"{field}: {error}"
             continue
         again = resolve_model(ModelConfig.model_validate(model_fields(config)), 24)
-        unused = c.positions == "learned" and field.startswith("rope_")
+        unused = c.position_embedding == "learned" and field.startswith("rope_")
         if field not in FREE and not unused:
             done += ["written"]
             assert getattr(again, field) == getattr(c, field), field
@@ -163,7 +164,7 @@ def test_heads_that_do_not_divide_the_width_and_scales_that_are_not_whole_are_re
         c = resolve_model(ModelConfig.model_validate(fields), 24)
         with pytest.raises(UserError, match="no width 36 with 5 heads"):
             fitting_family(c, VOCAB, CASES[case][0])
-    c = changed("gemma2", "score_scale").model_copy(update={"score_scale": 24.5**-0.5})
+    c = changed("gemma2", "attention_scale").model_copy(update={"attention_scale": 24.5**-0.5})
     with pytest.raises(UserError, match=r"no factor 0\.202"):
         fitting_family(c, VOCAB, "gemma2")
 

@@ -159,7 +159,7 @@ OTHER = {
     "model.rope_base=500": "model.rope_base 10000.0 (given: 500)",
     "model.norm_eps=1e-3": "model.norm_eps 1e-06 (given: 1e-3)",
     "model.window_pattern=SL": "model.window_pattern L (given: SL)",
-    "model.softcap=15": "model.softcap None (given: 15)",
+    "model.logit_softcap=15": "model.logit_softcap None (given: 15)",
     "model.qkv_bias=true": "model.qkv_bias False (given: True)",
 }
 
@@ -183,12 +183,13 @@ def test_what_is_the_same_or_free_may_be_given(imported):
     same_or_free = [
         "model.depth=2", "model.norm_eps=1e-6", "model.window_pattern=LL", "model.short_window=9",
         "model.qk_scale=1.0", "model.remat=block", "model.scan_layers=true", "model.rows=xla",
-        "model.document_mask=true", "model.ffn_tiles=2", "model.init=mup", "model.context=256",
+        "model.document_mask=true", "model.ffn_tiles=2", "model.init=mup",
+        "model.context_length=256",
         "model.rope_scaling={name: linear, factor: 4}", "model.hidden=48", "model.rope_base=1e4",
     ]  # fmt: skip
     for start in imported:
         c = load_config(None, [f"train.init_from={start}", *same_or_free])
-        assert (c.model.context, c.model.rope_scaling.factor) == (256, 4.0)
+        assert (c.model.context_length, c.model.rope_scaling.factor) == (256, 4.0)
 
 
 def test_experts_keep_their_number_when_the_loss_beside_them_changes(tmp_path):

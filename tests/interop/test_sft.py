@@ -162,7 +162,9 @@ def test_it_talks_in_the_terminal(tuned, monkeypatch, capsys):
     assert lines == f"{answer.rstrip(chr(10))}\n> a new conversation\n> "
     assert generate.main([str(tuned), "--system", "x"]) == 2
     assert "--system belongs to --chat" in capsys.readouterr().err
-    context = load_saved(tuned).config.model.context  # the model's, not the length of its rows
+    context = load_saved(
+        tuned
+    ).config.model.context_length  # the model's, not the length of its rows
     assert generate.main([str(tuned), "--chat", "--tokens", str(context)]) == 2
     assert f"leaves no room in a context of {context}" in capsys.readouterr().err
 

@@ -18,7 +18,8 @@ from jaxtrain.train.step import make_step
 
 NORM_FREE = ("fixup", "tfixup", "rezero", "skipinit")
 PLAIN = {
-    "ffn": "gelu", "qk_norm": False, "window_pattern": "L", "embed_norm": False, "softcap": None,
+    "ffn": "gelu", "qk_norm": False, "window_pattern": "L", "embed_norm": False,
+    "logit_softcap": None,
     "value_embeddings": False, "residual_scales": False, "smear": False, "backout": False,
 }  # fmt: skip
 

@@ -27,7 +27,7 @@ from jaxtrain.optim import OPTIMIZERS, OptimConfig
 from jaxtrain.parallel import constrain, place_batch
 from jaxtrain.train.step import make_step
 
-MOE = {"experts": 4, "top_k": 2, "hidden": 24, "shared": 1, "every": 2}
+MOE = {"experts": 4, "top_k": 2, "hidden": 24, "shared_experts": 1, "every": 2}
 SMALL = LLAMA | {"depth": 4, "ffn": "relu2", "window_pattern": "SL", "moe": MOE}
 STEP = LLAMA | {"depth": 1, "moe": MOE | {"every": 1, "experts": 8}}
 
@@ -46,7 +46,7 @@ def relu2(x):
 
 @pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
 def test_a_layer_is_what_a_loop_over_tokens_says(scores):
-    c = resolved(moe=MOE | {"scores": scores})
+    c = resolved(moe=MOE | {"score_function": scores})
     graphdef, specs = split(Mixture(c, 1))
     random = np.random.default_rng(0)
     draw = lambda s: (

@@ -217,7 +217,13 @@ def test_matrix_views_are_declared():
 
 def test_what_follows_from_the_depth_and_what_is_set_by_hand():
     c = resolve_model(ModelConfig(depth=3), 1000)
-    assert (c.width, c.heads, c.hidden, c.short_window, c.context) == (256, 2, 1024, 256, 1000)
+    assert (c.width, c.heads, c.hidden, c.short_window, c.context_length) == (
+        256,
+        2,
+        1024,
+        256,
+        1000,
+    )
     c = resolve_model(ModelConfig(depth=3, width=384, kv_heads=1, hidden=99, short_window=7), 1000)
     assert (c.width, c.heads, c.kv_heads, c.hidden, c.short_window) == (384, 3, 1, 99, 7)
 

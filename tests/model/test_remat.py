@@ -64,7 +64,7 @@ def test_recomputed_is_kept(plain, changes):
 
 # ---- experts ---------------------------------------------------------------------------------
 
-MOE = {"experts": 4, "top_k": 2, "hidden": 24, "shared": 1, "every": 2, "aux_loss": 0.1}
+MOE = {"experts": 4, "top_k": 2, "hidden": 24, "shared_experts": 1, "every": 2, "aux_loss": 0.1}
 MIXED = {**DEEP, "depth": 2, "window_pattern": "L", "moe": MOE}
 
 
@@ -99,7 +99,7 @@ def test_only_layers_with_experts_are_computed_again(mixed):
 def test_a_tile_of_experts_keeps_its_tokens_alone():
     """Wider experts: more weights are kept, no more activations."""
     sizes = []
-    for moe in (MOE, MOE | {"hidden": 64, "shared": 2}):
+    for moe in (MOE, MOE | {"hidden": 64, "shared_experts": 2}):
         _, graphdef, _, params = build(**MIXED | {"moe": moe}, ffn_tiles=4)
         sizes.append(kept(graphdef, params) - sum(x.nbytes for x in jax.tree.leaves(params)))
     assert sizes[0] == sizes[1]
@@ -115,7 +115,7 @@ def test_a_tile_of_experts_keeps_its_tokens_alone():
 def test_matmuls_results_are_those_of_attention_too(monkeypatch, attention, forward):
     """Its forward pass is in the program of a step as often as with nothing computed again."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91400)
-    small = {"depth": 1, "width": 128, "head_dim": 64, "rows": "xla", "softcap": None}
+    small = {"depth": 1, "width": 128, "head_dim": 64, "rows": "xla", "logit_softcap": None}
 
     def times(remat):
         _, graphdef, _, params = build(**small, attention=attention, remat=remat)

@@ -19,12 +19,12 @@ FAMILIES = {
     "gqa": {"kv_heads": 2, "ffn": "geglu", "attention_softcap": 5.0},
     "llama": LLAMA,
     "gemma3": LLAMA | {
-        "qk_norm": True, "qk_norm_gain": True, "post_norm": True, "score_scale": 0.3,
+        "qk_norm": True, "qk_norm_gain": True, "post_norm": True, "attention_scale": 0.3,
         "window_pattern": "SLS", "last_layer_full": False, "rope_base_short": 100.0,
         "rope_scaling": {"name": "linear", "factor": 2.0}, "embed_scale": 3.0,
     },
     "gpt2": LLAMA | {
-        "ffn": "gelu", "norm": "layer", "positions": "learned", "qkv_bias": True,
+        "ffn": "gelu", "norm": "layer", "position_embedding": "learned", "qkv_bias": True,
         "out_bias": True, "ffn_bias": True,
     },
 }  # fmt: skip
@@ -153,7 +153,7 @@ def test_decode_is_the_full_forward(changes):
 
 def test_decoding_looks_back_no_further_than_the_context():
     """In text longer than the training length, full layers see that length."""
-    _, graphdef, _, params = build(depth=1, context=8)
+    _, graphdef, _, params = build(depth=1, context_length=8)
     model, rows = nnx.merge(graphdef, params), jnp.asarray(tokens(2))
     prefill = jax.jit(lambda t, n: model.prefill(t, n, 20))
     _, cache = prefill(rows[:, :16], jnp.array([16, 16]))
@@ -186,7 +186,7 @@ SWITCHES = {
     "norm_eps": {"norm_eps": 0.1},
     "embed_norm": {"embed_norm": False},
     "tied_head": {"tied_head": True},
-    "softcap": {"softcap": None},
+    "logit_softcap": {"logit_softcap": None},
     "attention_softcap": {"attention_softcap": 0.5},
     "value_embeddings": {"value_embeddings": False},
     "residual_scales": {"residual_scales": False},
@@ -233,7 +233,7 @@ def test_padded_vocabulary_is_not_in_the_logits():
 
 
 def test_softcap_bounds_the_logits():
-    _, graphdef, _, params = build(softcap=2.0)
+    _, graphdef, _, params = build(logit_softcap=2.0)
     out = nnx.merge(graphdef, params).logits(100 * jnp.ones((1, 32)))
     assert np.abs(out).max() <= 2.0
 

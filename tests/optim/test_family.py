@@ -73,7 +73,10 @@ def test_sgd_by_hand(nesterov):
     ("ours", "theirs"),
     [
         (make_lamb(ADAM), optax.lamb(0.01, 0.9, 0.95, 1e-8, weight_decay=0.1)),
-        (make_lars({**MOMENTUM, "trust": 0.02}), optax.lars(0.1, 0.01, trust_coefficient=0.02)),
+        (
+            make_lars({**MOMENTUM, "trust_coefficient": 0.02}),
+            optax.lars(0.1, 0.01, trust_coefficient=0.02),
+        ),
     ],
     ids=["lamb", "lars"],
 )
@@ -88,7 +91,12 @@ def test_trust_ratios_are_of_each_matrix_of_a_stack(ours, theirs):
 
 @pytest.mark.parametrize("relative", [False, True])
 def test_adafactor_is_optaxs_and_keeps_sums_of_large_matrices(relative):
-    rates = {"learning_rate": 0.01, "weight_decay": 0.0, "decay_power": 0.8, "clip_rms": 1.0}
+    rates = {
+        "learning_rate": 0.01,
+        "weight_decay": 0.0,
+        "decay_power": 0.8,
+        "clipping_threshold": 1.0,
+    }
     p = 0.02 * arrays(128, 160)
     theirs = optax.adafactor(0.01, multiply_by_parameter_scale=relative)
     path, state = walk(make_adafactor(relative)(rates), p, gradients(128, 160))
@@ -137,7 +145,7 @@ def test_eval_params_of_the_optimizer():
 
 # ---- SOAP ----------------------------------------------------------------------------------------
 
-SOAP = {**ADAM, "weight_decay": 0.0, "factor_decay": 0.9, "precondition_every": 3.0}
+SOAP = {**ADAM, "weight_decay": 0.0, "shampoo_beta": 0.9, "precondition_frequency": 3.0}
 
 
 def rotation(n, seed):
@@ -177,7 +185,7 @@ def test_soaps_basis_converges_to_the_eigenvectors():
     """The gradients keep their directions: power iterations find them, largest first."""
     u, scales = rotation(5, 1), jnp.float32([5, 4, 3, 2, 1])
     grads = [u @ jnp.diag(scales) @ arrays(5, 5, seed=i) for i in range(60)]
-    state = walk(make_soap(8)({**SOAP, "factor_decay": 0.99}), arrays(5, 5), grads)[1]
+    state = walk(make_soap(8)({**SOAP, "shampoo_beta": 0.99}), arrays(5, 5), grads)[1]
     side = state.leaves.left
     vectors = np.linalg.eigh(side.factor)[1]
     np.testing.assert_allclose(np.abs(vectors[:, ::-1].T @ side.basis), np.eye(5), atol=0.15)

@@ -51,7 +51,7 @@ def test_the_mean_is_of_what_8_bit_codes_stand_for():
 
 @pytest.mark.slow
 def test_an_eigenbasis_stays_one():
-    rates = RATES | {"factor_decay": 0.9, "precondition_every": 10}
+    rates = RATES | {"shampoo_beta": 0.9, "precondition_frequency": 10}
     old = states_of(make_soap(20)(rates), {"up": P["up"]})
     new = jax.jit(mean_of_states)(old)
     leaf, had = new.leaves["up"], old.leaves["up"]

@@ -25,8 +25,8 @@ RATES = {
     "adafactor": {"learning_rate": 1e-2},
     "sgd": {"learning_rate": 2.0},
     # relative to weights that start at 0, most of them
-    "lamb": {"learning_rate": 0.2, "plain_lr": 0.05, "weight_decay": 0.0},
-    "lars": {"learning_rate": 60.0, "plain_lr": 0.1},
+    "lamb": {"learning_rate": 0.2, "scalar_lr": 0.05, "weight_decay": 0.0},
+    "lars": {"learning_rate": 60.0, "scalar_lr": 0.1},
 }
 STEPS = 40
 

@@ -25,11 +25,20 @@ def curve(total=100, **fields):
         ({"name": "constant"}, {0: 1, 100: 1}),
         ({"name": "constant", "warmup_steps": 10}, {0: 0.1, 4: 0.5, 9: 1, 100: 1}),
         ({"name": "linear"}, {0: 1, 25: 0.75, 100: 0}),
-        ({"name": "linear", "warmup_steps": 20, "final": 0.2}, {9: 0.5, 20: 1, 60: 0.6, 100: 0.2}),
+        (
+            {"name": "linear", "warmup_steps": 20, "final_fraction": 0.2},
+            {9: 0.5, 20: 1, 60: 0.6, 100: 0.2},
+        ),
         ({"name": "cosine"}, {0: 1, 50: 0.5, 100: 0}),
-        ({"name": "cosine", "warmup_steps": 20, "final": 0.1}, {20: 1, 60: 0.55, 100: 0.1}),
+        (
+            {"name": "cosine", "warmup_steps": 20, "final_fraction": 0.1},
+            {20: 1, 60: 0.55, 100: 0.1},
+        ),
         ({"name": "trapezoid", "decay_fraction": 0.4}, {0: 1, 60: 1, 80: 0.5, 100: 0}),
-        ({"name": "trapezoid", "decay_fraction": 1.0, "final": 0.5}, {0: 1, 50: 0.75, 100: 0.5}),
+        (
+            {"name": "trapezoid", "decay_fraction": 1.0, "final_fraction": 0.5},
+            {0: 1, 50: 0.75, 100: 0.5},
+        ),
         (
             {"name": "trapezoid", "decay_fraction": 0.4, "decay": "sqrt"},
             {60: 1, 70: 0.5, 100: 0},
@@ -57,7 +66,7 @@ def nanochats(step, total, warmup=40, fraction=0.65, final=0.05):
 def test_the_trapezoid_is_nanochats(total):
     """Also where the warm-up reaches into the decay, and where 65% is no whole number of steps."""
     c = TypeAdapter(Schedule).validate_python(
-        {"name": "trapezoid", "warmup_steps": 40, "final": 0.05}
+        {"name": "trapezoid", "warmup_steps": 40, "final_fraction": 0.05}
     )
     steps = np.arange(total)
     values = multiplier(c, schedule_values(c, total), jnp.asarray(steps))
@@ -73,7 +82,7 @@ def test_the_trapezoid_is_nanochats(total):
 )
 def test_up_then_down_and_never_out_of_bounds(name, total, warmup, final):
     warmup = min(warmup, total - 1)
-    values = curve(total, name=name, warmup_steps=warmup, final=final)
+    values = curve(total, name=name, warmup_steps=warmup, final_fraction=final)
     assert (values > 0).all() or final < 1e-6
     assert values.max() <= 1 + 1e-6
     assert (np.diff(values[warmup:]) <= 1e-6).all()

@@ -16,10 +16,10 @@ from jaxtrain.settings import UserError
 TOTAL = 100
 ALL = [
     {"name": "constant"},
-    {"name": "linear", "final": 0.1},
-    {"name": "cosine", "final": 0.1},
-    {"name": "trapezoid", "final": 0.1},
-    {"name": "trapezoid", "final": 0.1, "decay": "sqrt"},
+    {"name": "linear", "final_fraction": 0.1},
+    {"name": "cosine", "final_fraction": 0.1},
+    {"name": "trapezoid", "final_fraction": 0.1},
+    {"name": "trapezoid", "final_fraction": 0.1, "decay": "sqrt"},
     {"name": "onecycle"},
     {"name": "inverse_sqrt"},
 ]
@@ -47,11 +47,13 @@ def test_all_but_constant_end_where_they_should(fields):
     assert curve(**fields)[-1] == pytest.approx(ends.get(fields["name"], 0.1), rel=1e-3)
 
 
-@pytest.mark.parametrize("fields", [{}, {"rise_fraction": 0.5, "initial": 0.1, "final": 0.02}])
+@pytest.mark.parametrize(
+    "fields", [{}, {"warmup_fraction": 0.5, "initial_fraction": 0.1, "final_fraction": 0.02}]
+)
 def test_onecycle_is_optaxs(fields):
-    start, end = fields.get("initial", 0.04), fields.get("final", 4e-6)
+    start, end = fields.get("initial_fraction", 0.04), fields.get("final_fraction", 4e-6)
     theirs = optax.cosine_onecycle_schedule(
-        TOTAL, 1.0, fields.get("rise_fraction", 0.3), 1 / start, start / end
+        TOTAL, 1.0, fields.get("warmup_fraction", 0.3), 1 / start, start / end
     )
     expected = [float(theirs(step)) for step in range(TOTAL + 1)]
     np.testing.assert_allclose(curve(name="onecycle", **fields), expected, rtol=1e-4, atol=1e-6)

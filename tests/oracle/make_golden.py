@@ -28,7 +28,7 @@ VARIANTS = {
     "no value embeddings": {"value_embeddings": False},
     "no residual scales": {"residual_scales": False},
     "no qk norm": {"qk_norm": False},
-    "no softcap": {"softcap": None},
+    "no softcap": {"logit_softcap": None},
     "attention softcap": {"attention_softcap": 2.0},
     "full context": {"depth": 4, "window_pattern": "L"},
     "other windows": {"window_pattern": "LS", "short_window": 1},
@@ -43,7 +43,7 @@ VARIANTS = {
     "document mask": {"document_mask": True},
     "llama": {
         "smear": False, "backout": False, "value_embeddings": False, "residual_scales": False,
-        "qk_norm": False, "softcap": None, "window_pattern": "L", "ffn": "swiglu",
+        "qk_norm": False, "logit_softcap": None, "window_pattern": "L", "ffn": "swiglu",
         "tied_head": True, "norm_gain": True, "embed_norm": False, "kv_heads": 2,
         "rope_base": 10_000.0,
     },

@@ -15,7 +15,7 @@ EPS = 1e-6  # torch's own default is finfo(dtype).eps
 DEFAULTS = {
     "depth": 4, "width": 32, "head_dim": 8, "kv_heads": 4, "hidden": 128, "vocab_rows": 64,
     "short_window": 5, "window_pattern": "SSSL", "rope_base": 100_000.0, "ffn": "relu2",
-    "qk_norm": True, "qk_scale": 1.2, "softcap": 15.0, "attention_softcap": None,
+    "qk_norm": True, "qk_scale": 1.2, "logit_softcap": 15.0, "attention_softcap": None,
     "tied_head": False, "norm_gain": False, "embed_norm": True, "value_embeddings": True,
     "residual_scales": True, "smear": True, "backout": True, "document_mask": False,
 }  # fmt: skip
@@ -141,7 +141,9 @@ def logits(w, tokens, c, vocab_size, documents=None):
         x = x - w["backout_lambda"] * middle
     x = norm(x, w.get("norm"))
     z = (x @ (w["wte"] if c["tied_head"] else w["lm_head"]).T)[..., :vocab_size]
-    return z if c["softcap"] is None else c["softcap"] * torch.tanh(z / c["softcap"])
+    return (
+        z if c["logit_softcap"] is None else c["logit_softcap"] * torch.tanh(z / c["logit_softcap"])
+    )
 
 
 def loss_and_gradients(weights, tokens, targets, c, vocab_size, documents=None):

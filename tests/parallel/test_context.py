@@ -134,7 +134,7 @@ def check_over(sizes, built, plain=None, **limits):
 
 
 # Weights of the balance losses at which a row that is not whole would show.
-MOE = {"experts": 4, "top_k": 2, "hidden": 24, "shared": 1, "aux_loss": 0.5, "z_loss": 0.1}
+MOE = {"experts": 4, "top_k": 2, "hidden": 24, "shared_experts": 1, "aux_loss": 0.5, "z_loss": 0.1}
 MIXED = LLAMA | {"depth": 1, "moe": MOE}
 CASES = [
     (dict(context=2), False, 1), (dict(context=2), True, 4),
