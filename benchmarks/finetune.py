@@ -17,7 +17,7 @@ from benchmarks.record import describe
 from benchmarks.step import compiled_step
 from benchmarks.timing import COMPILERS
 from jaxtrain.estimate.workload import Workload, load_workload
-from jaxtrain.finetune import FinetuneConfig, make_parts, plus
+from jaxtrain.finetune import FinetuneConfig, apply_lora_plus, make_partition
 from jaxtrain.optim import make_optimizer
 from jaxtrain.settings import UserError
 
@@ -100,10 +100,12 @@ def compiled(
 def tuned(w: Workload, tuning: dict[str, Any]) -> Workload:
     """The workload with a part of its model trained."""
     finetune: Any = TypeAdapter(FinetuneConfig).validate_python(tuning)
-    parts = make_parts(finetune, w.parts.base, w.task.dtype)
-    optimizer = make_optimizer(plus(w.config.optim, finetune), parts.trainable, 100, w.tokens)
-    task = w.task._replace(specs=parts.trainable, optimizer=optimizer, join=parts.join)
-    return w._replace(task=task, parts=parts)
+    partition = make_partition(finetune, w.partition.base, w.task.dtype)
+    optimizer = make_optimizer(
+        apply_lora_plus(w.config.optim, finetune), partition.trainable, 100, w.tokens
+    )
+    task = w.task._replace(specs=partition.trainable, optimizer=optimizer, join=partition.join)
+    return w._replace(task=task, partition=partition)
 
 
 def peer_rows(name: str) -> Iterator[dict[str, Any]]:

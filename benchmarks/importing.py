@@ -15,7 +15,7 @@ import numpy as np
 from benchmarks.record import describe
 from jaxtrain.estimate.workload import SHORT
 from jaxtrain.interop.configs import family_of, model_fields
-from jaxtrain.interop.load import expected, flatten, load, open_checkpoint, stored_form
+from jaxtrain.interop.load import expected, flatten, load, open_checkpoint, our_file_layout
 from jaxtrain.interop.tensors import INDEX, WEIGHTS, shards, write
 from jaxtrain.model import ModelConfig, Transformer, resolve_model, split
 from jaxtrain.parallel import MeshConfig, make_mesh, shardings
@@ -50,7 +50,7 @@ def bench_import(variant: str | None = None, names: Sequence[str] = ()) -> dict[
         size = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
         rows: list[dict[str, Any]] = []
         with measured(rows, "into a run's file", name, size):
-            table, pieces = stored_form(source, specs)
+            table, pieces = our_file_layout(source, specs)
             write(Path(folder) / "run.safetensors", table, pieces, {})
         placed = shardings(specs, make_mesh(MeshConfig.model_validate({"fsdp": "auto", "data": 1})))
         with measured(rows, "onto the devices", name, size):

@@ -16,7 +16,7 @@ from jaxtrain.estimate.workload import (
     Workload,
     at_depth,
     load_workload,
-    new_knobs,
+    new_hyperparams,
     new_state,
     random_base,
     random_batch,
@@ -113,11 +113,11 @@ def rate(w: Workload, compiled: Any, frozen: Any, once: bool = False) -> dict[st
     once: of its first call, as a step on a very long row takes minutes.
     """
     with jax.set_mesh(w.mesh):
-        state, knobs = new_state(w), new_knobs(w)
+        state, hyperparams = new_state(w), new_hyperparams(w)
 
         def step(batch: Any) -> jax.Array:
             nonlocal state
-            state, values = compiled(state, batch, knobs, frozen)
+            state, values = compiled(state, batch, hyperparams, frozen)
             return values["loss"]
 
         batches = [(random_batch(w, i),) for i in range(1 if once else 2)]

@@ -10,7 +10,7 @@ from benchmarks.kernels import chosen
 from benchmarks.record import describe
 from benchmarks.step import muon_flops, update_ms
 from benchmarks.timing import ceilings
-from jaxtrain.estimate.workload import Workload, load_workload, new_knobs, new_state
+from jaxtrain.estimate.workload import Workload, load_workload, new_hyperparams, new_state
 from jaxtrain.model import cast
 from jaxtrain.optim import OPTIMIZERS
 
@@ -42,14 +42,14 @@ def bench_optimizers(
 
 def optimizer_row(w: Workload, matmul_tflops: float) -> dict[str, Any]:
     """moved_bytes: on each device, gradients read, parameters and state read and written."""
-    state, knobs = new_state(w), new_knobs(w)
+    state, hyperparams = new_state(w), new_hyperparams(w)
     grads = random_gradients(w, state.params)
     size = lambda tree: sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(tree))
     state_bytes = size(state.optimizer)
     moved = size(grads) + 2 * (size(state.params) + state_bytes)
     rate = matmul_tflops * 1e9 * w.mesh.size
     return {
-        "ms": update_ms(w, state, grads, knobs),
+        "ms": update_ms(w, state, grads, hyperparams),
         "state_bytes": state_bytes,
         "moved_bytes": moved,
         "floor_matmul_ms": muon_flops(w.config.optim, w.task.specs) / rate,

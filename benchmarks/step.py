@@ -19,7 +19,7 @@ from jaxtrain.estimate.workload import (
     batch_shapes,
     branch_share,
     load_workload,
-    new_knobs,
+    new_hyperparams,
     new_state,
     random_base,
     random_batch,
@@ -53,7 +53,7 @@ def bench_step(
     w = load_workload(name, overrides)
     limits = ceilings(w.task.dtype)
     with jax.set_mesh(w.mesh):
-        batches, knobs = [(random_batch(w, i),) for i in range(BATCHES)], new_knobs(w)
+        batches, hyperparams = [(random_batch(w, i),) for i in range(BATCHES)], new_hyperparams(w)
         begin = time.perf_counter()
         compiled = compiled_step(w)
         metrics: dict[str, Any] = {"compile_s": time.perf_counter() - begin}
@@ -62,7 +62,7 @@ def bench_step(
 
         def step(batch: Any) -> jax.Array:
             nonlocal state
-            state, values = compiled(state, batch, knobs, frozen)
+            state, values = compiled(state, batch, hyperparams, frozen)
             return values["loss"]
 
         calls = steps_of_a_window(step, batches)
@@ -89,7 +89,7 @@ def bench_step(
         )
         yield record
         if parts:
-            metrics = metrics | parts_ms(w, state, batches[: 2 * calls], knobs, frozen, calls)
+            metrics = metrics | parts_ms(w, state, batches[: 2 * calls], hyperparams, frozen, calls)
             yield record | {"metrics": metrics}
 
 
@@ -105,13 +105,13 @@ def compiled_step(w: Workload) -> Any:
     """For this device. Raises UserError for what does not fit; several threads may call it."""
     with jax.set_mesh(w.mesh):
         return compile_step(
-            make_step(w.task, w.mesh), abstract_state(w), batch_shapes(w), new_knobs(w), w.config,
-            abstract_frozen(w),
+            make_step(w.task, w.mesh), abstract_state(w), batch_shapes(w), new_hyperparams(w),
+            w.config, abstract_frozen(w),
         )  # fmt: skip
 
 
 def parts_ms(
-    w: Workload, state: State, batches: Any, knobs: Any, frozen: Any, calls: int
+    w: Workload, state: State, batches: Any, hyperparams: Any, frozen: Any, calls: int
 ) -> dict[str, float]:
     """Gradients (with the cast) alone, and the optimizer alone. Uses up the state's memory."""
     task, factor = w.task, jnp.float32(1 / w.tokens)
@@ -124,17 +124,20 @@ def parts_ms(
     inputs = [(state, frozen, *batch) for batch in batches]
     gradient_ms = median_ms(compute, inputs, calls=calls, windows=WINDOWS)
     grads = compute(*inputs[0])[1]
-    return {"ms_forward_backward": gradient_ms, "ms_optimizer": update_ms(w, state, grads, knobs)}
+    return {
+        "ms_forward_backward": gradient_ms,
+        "ms_optimizer": update_ms(w, state, grads, hyperparams),
+    }
 
 
-def update_ms(w: Workload, state: State, grads: Any, knobs: Any) -> float:
+def update_ms(w: Workload, state: State, grads: Any, hyperparams: Any) -> float:
     """Milliseconds of the optimizer alone, in place as the step does it. Uses the state up.
 
     What is not done at each step (SOAP's new basis) counts by its share.
     """
 
-    def update(params: Any, opt: Any, grads: Any, step: jax.Array, knobs: Any) -> Any:
-        return w.task.optimizer.apply(grads, opt, params, step, knobs)
+    def update(params: Any, opt: Any, grads: Any, step: jax.Array, hyperparams: Any) -> Any:
+        return w.task.optimizer.apply(grads, opt, params, step, hyperparams)
 
     where = state_shardings(w.task, w.mesh)
     compiled = jax.jit(update, donate_argnums=(0, 1), out_shardings=(where.params, where.optimizer))
@@ -142,7 +145,7 @@ def update_ms(w: Workload, state: State, grads: Any, knobs: Any) -> float:
 
     def one() -> Any:
         nonlocal held
-        held = compiled(*held, grads, state.step, knobs)
+        held = compiled(*held, grads, state.step, hyperparams)
         return held
 
     every = getattr(w.config.optim, "precondition_frequency", None)
@@ -155,7 +158,7 @@ def bench_memory(name: str, overrides: Sequence[str], variant: str | None = None
     with jax.set_mesh(w.mesh):
         begin = time.perf_counter()
         lowered = make_step(w.task, w.mesh).lower(
-            abstract_state(w), batch_shapes(w), new_knobs(w), abstract_frozen(w)
+            abstract_state(w), batch_shapes(w), new_hyperparams(w), abstract_frozen(w)
         )
         compiled = lowered.compile()
         seconds = time.perf_counter() - begin

@@ -395,7 +395,7 @@ def lower_program(name):
     with p.on_target(*H200):
         w = p.workload.load_workload(config, overrides, jax.devices()[:1], accumulated=True)
         given = p.workload.abstract_state(w), p.workload.batch_shapes(w)
-        given = *given, p.workload.new_knobs(w), p.workload.abstract_frozen(w)
+        given = *given, p.workload.new_hyperparams(w), p.workload.abstract_frozen(w)
         with jax.set_mesh(w.mesh):
             traced = p.make_step(w.task, w.mesh).trace(*given)
             lowered = traced.lower(lowering_platforms=("cuda",))

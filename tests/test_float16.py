@@ -37,18 +37,18 @@ def scaled(state, scale):
 
 @pytest.fixture(scope="module")
 def half():
-    task, knobs = make_task(resolved(**LLAMA | {"depth": 1}), dtype=jnp.float16)
-    return task, knobs, make_step(task, mesh_of())
+    task, hyperparams = make_task(resolved(**LLAMA | {"depth": 1}), dtype=jnp.float16)
+    return task, hyperparams, make_step(task, mesh_of())
 
 
 @pytest.mark.slow
 def test_from_a_scale_far_too_high_training_finds_one_that_fits(half):
-    task, knobs, step = half
+    task, hyperparams, step = half
     state = scaled(begin_random(task, mesh_of()), 2.0**30)
     first = jax.device_get(state.params)
     skipped, losses, said = [], [], []
     for i in range(1, 41):
-        state, metrics = step(state, batch(micro=8), knobs)
+        state, metrics = step(state, batch(micro=8), hyperparams)
         skipped.append(float(metrics["skipped"]))
         losses.append(float(metrics["loss"]))
         taken = Taken(i, i, metrics["loss"], metrics["checks"], metrics["loss_scale"])
@@ -109,9 +109,11 @@ def equations(jaxpr):
     ("changes", "more"), [(LLAMA, {"reduce_sum"}), ({"depth": 2}, set())], ids=["llama", "speedrun"]
 )
 def test_norms_softmax_loss_and_optimizer_compute_in_float32(changes, more):
-    task, knobs = make_task(resolved(**changes), dtype=jnp.float16)
+    task, hyperparams = make_task(resolved(**changes), dtype=jnp.float16)
     state = jax.eval_shape(lambda: step_module.init_state(task, 0))
-    closed = jax.make_jaxpr(lambda s, b, k: train_step(task, s, b, k))(state, batch(micro=8), knobs)
+    closed = jax.make_jaxpr(lambda s, b, k: train_step(task, s, b, k))(
+        state, batch(micro=8), hyperparams
+    )
     found, half, products = set(), jnp.dtype(jnp.float16), 0
     for e in equations(closed.jaxpr):
         of_half = any(getattr(v.aval, "dtype", None) == half for v in e.invars)

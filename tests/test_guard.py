@@ -44,14 +44,14 @@ ROOT = Path(__file__).parents[1]
 # ---- in the step -------------------------------------------------------------------------------
 
 
-def stepped(task, knobs, mesh, weights, start=None):
+def stepped(task, hyperparams, mesh, weights, start=None):
     """(state before, state after, metrics) of a step; `weights` change those of the batch."""
     with jax.set_mesh(mesh):
         before = start or begin_random(task, mesh)
         kept = jax.device_get(before)
         one = batch(8, micro=8)
         one = one._replace(weights_BT=np.array(weights(one.weights_BT)))
-        after, metrics = make_step(task, mesh)(before, place_batch(one, mesh, 1), knobs)
+        after, metrics = make_step(task, mesh)(before, place_batch(one, mesh, 1), hyperparams)
     return kept, jax.device_get(after), jax.device_get(metrics)
 
 
@@ -67,23 +67,23 @@ def small():
 
 
 def test_a_step_that_is_not_finite_is_found_and_left_out_bit_for_bit(small):
-    task, knobs = small
+    task, hyperparams = small
     for skip in (False, True):
         asked = task._replace(skip_nonfinite=skip)
-        before, after, metrics = stepped(asked, knobs, mesh_of(), with_nan)
+        before, after, metrics = stepped(asked, hyperparams, mesh_of(), with_nan)
         assert metrics["checks"].finite == 0 and after.step == 1
         assert metrics["checks"].nonfinite.any() != skip
         if skip:
             same((after.params, after.optimizer), (before.params, before.optimizer))
             assert metrics["skipped"] == 1
-        before, after, metrics = stepped(asked, knobs, mesh_of(), lambda w: w)
+        before, after, metrics = stepped(asked, hyperparams, mesh_of(), lambda w: w)
         assert metrics["checks"].finite == 1 and not metrics["checks"].nonfinite.any()
         assert (after.params["embed"] != before.params["embed"]).any()
 
 
 def test_an_update_that_is_not_finite_is_found(small):
-    task, knobs = small
-    wild = jax.tree.map(lambda x: x, knobs)
+    task, hyperparams = small
+    wild = jax.tree.map(lambda x: x, hyperparams)
     wild["groups"]["head" if "head" in wild["groups"] else "embedding"]["learning_rate"] = jnp.inf
     _, after, metrics = stepped(task, wild, mesh_of(), lambda w: w)
     checks = metrics["checks"]
@@ -94,14 +94,14 @@ def test_an_update_that_is_not_finite_is_found(small):
 
 
 def test_all_replicas_leave_out_what_one_of_them_cannot_use(small):
-    task, knobs = small
+    task, hyperparams = small
     mesh = mesh_of(data=4)
     task = local_task(task._replace(skip_nonfinite=True), DiLoCo(every=1), mesh)
-    before, after, metrics = stepped(task, knobs, mesh, with_nan)
+    before, after, metrics = stepped(task, hyperparams, mesh, with_nan)
     same(after.optimizer.replicas.optimizer, before.optimizer.replicas.optimizer)
     assert metrics["checks"].finite < 1 and metrics["skipped"] == 1
     assert all(np.isfinite(x).all() for x in jax.tree.leaves(after))
-    _, _, metrics = stepped(task, knobs, mesh, lambda w: w)
+    _, _, metrics = stepped(task, hyperparams, mesh, lambda w: w)
     assert metrics["checks"].finite == 1 and metrics["skipped"] == 0
 
 

@@ -72,7 +72,7 @@ def whole_batch(seed, rows=8):
     return one._replace(weights_BT=np.ones_like(one.weights_BT))
 
 
-def run(task, knobs, mesh, config=None, steps=3, rows=8):
+def run(task, hyperparams, mesh, config=None, steps=3, rows=8):
     """States and losses after each step."""
     task = local_task(task, config, mesh) if config else task
     with jax.set_mesh(mesh):
@@ -83,17 +83,17 @@ def run(task, knobs, mesh, config=None, steps=3, rows=8):
             own = own._replace(params=jax.tree.map(spread, state.params, own.params))
             state = state._replace(optimizer=state.optimizer._replace(replicas=own))
             state = jax.device_put(state, state_shardings(task, mesh))
-        return go_on(task, knobs, mesh, state, range(steps), rows)
+        return go_on(task, hyperparams, mesh, state, range(steps), rows)
 
 
-def go_on(task, knobs, mesh, state, seeds, rows=8):
+def go_on(task, hyperparams, mesh, state, seeds, rows=8):
     """States and losses after each step, on the batch of each seed, of a task as `local_task`'s."""
     states, losses = [], []
     with jax.set_mesh(mesh):
         step = make_step(task, mesh)
         for seed in seeds:
             placed = place_batch(whole_batch(seed, rows), mesh, batch_dim=1)
-            state, metrics = step(state, placed, knobs)
+            state, metrics = step(state, placed, hyperparams)
             states.append(jax.device_get(state))
             losses.append(float(metrics["loss"]))
     return states, losses
@@ -239,14 +239,14 @@ def sent(text, replicas):
     ids=["plain", "float32", "int8", "gossip", "gossip of two"],
 )  # fmt: skip
 def test_bytes_are_those_of_the_compiled_collectives(task, config, replicas):
-    mesh, (task, knobs) = mesh_of(data=replicas), task
+    mesh, (task, hyperparams) = mesh_of(data=replicas), task
     config = config and local(**config)
     task = local_task(task, config, mesh) if config else task
     with jax.set_mesh(mesh):
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
                              begin(task, mesh))  # fmt: skip
         placed = place_batch(whole_batch(0), mesh, batch_dim=1)
-        text = make_step(task, mesh).lower(state, placed, knobs).compile().as_text()
+        text = make_step(task, mesh).lower(state, placed, hyperparams).compile().as_text()
     parameters = sum(s.size for s in jax.tree.leaves(task.specs))
     expected = wire_bytes(parameters, replicas, config)
     if config is None:  # XLA may send more: a tied embedding's two gradients, say
@@ -260,14 +260,14 @@ def test_each_device_of_a_replica_sends_its_own_part():
     """In 8 bits as well, and with Muon, whose exchanges stay within the replica."""
     config, mesh = local(name="diloco", every=1, compress="int8"), mesh_of(data=2, fsdp=2)
     optim = TypeAdapter(OptimConfig).validate_python({"name": "muon"})
-    task, knobs = make_task(resolved(**LLAMA | {"depth": 1}), optim)
+    task, hyperparams = make_task(resolved(**LLAMA | {"depth": 1}), optim)
     task = local_task(task, config, mesh)
     with jax.set_mesh(mesh):
         like = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
         shapes = jax.eval_shape(lambda: init_state(task, 0))
         state = jax.tree.map(like, shapes, state_shardings(task, mesh))
         placed = place_batch(whole_batch(0), mesh, batch_dim=1)
-        text = make_step(task, mesh).lower(state, placed, knobs).compile().as_text()
+        text = make_step(task, mesh).lower(state, placed, hyperparams).compile().as_text()
     found = collectives(text, dict(mesh.shape))
     over_data = sum(c.bytes for c in found if "data" in c.axes)
     said = local_facts(config, task.specs, mesh, jnp.dtype(jnp.float32))["sent_bytes"]

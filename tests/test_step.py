@@ -41,14 +41,14 @@ def optim(name="adamw", **fields):
     return TypeAdapter(OptimConfig).validate_python({"name": name, **fields})
 
 
-def run(task, knobs, mesh=None, micro=ROWS, steps=2, rows=ROWS):
+def run(task, hyperparams, mesh=None, micro=ROWS, steps=2, rows=ROWS):
     """Parameters and metrics after some steps."""
     mesh = mesh or mesh_of()
     with jax.set_mesh(mesh):
         step, state, history = make_step(task, mesh), begin_random(task, mesh), []
         for seed in range(steps):
             placed = place_batch(batch(rows, seed=seed, micro=micro), mesh, batch_dim=1)
-            state, metrics = step(state, placed, knobs)
+            state, metrics = step(state, placed, hyperparams)
             history.append(metrics)
     return jax.device_get(state), jax.device_get(history)
 
@@ -56,8 +56,8 @@ def run(task, knobs, mesh=None, micro=ROWS, steps=2, rows=ROWS):
 @pytest.fixture(scope="module")
 def speedrun():
     """A task of every feature, and what one device makes of it in one piece."""
-    task, knobs = make_task(resolved(depth=2), optim("muon"), steps=10)
-    return task, knobs, run(task, knobs)
+    task, hyperparams = make_task(resolved(depth=2), optim("muon"), steps=10)
+    return task, hyperparams, run(task, hyperparams)
 
 
 # ---- accumulation ----------------------------------------------------------------------------
@@ -65,10 +65,10 @@ def speedrun():
 
 def test_accumulated_is_one_big_batch(speedrun):
     """Weights differ from row to row: a mean of means would not be the mean."""
-    task, knobs, (state, metrics) = speedrun
+    task, hyperparams, (state, metrics) = speedrun
     counts = batch(ROWS, micro=2).weights_BT.sum((1, 2))
     assert len(set(counts.tolist())) > 1
-    accumulated, others = run(task, knobs, micro=2)
+    accumulated, others = run(task, hyperparams, micro=2)
     close(others, metrics, rtol=1e-4)
     close(accumulated.params, state.params, rtol=1e-3, atol=1e-5)
 
@@ -87,7 +87,7 @@ def by_hand(speedrun):
 
 
 def test_metrics_are_what_they_say(speedrun, by_hand):
-    task, knobs, (_, (first, second)) = speedrun
+    task, hyperparams, (_, (first, second)) = speedrun
     assert set(first) == {"loss", "bpb", "grad_norm", "lr", "checks"}
     assert first["loss"] == pytest.approx(by_hand[0], rel=1e-5)
     # two bytes a token here
@@ -95,14 +95,14 @@ def test_metrics_are_what_they_say(speedrun, by_hand):
     assert first["grad_norm"] == pytest.approx(
         np.sqrt(first["checks"].gradient_squares.sum()), rel=1e-5
     )
-    assert first["lr"] == second["lr"] == knobs["groups"]["matrix"]["learning_rate"]
+    assert first["lr"] == second["lr"] == hyperparams["groups"]["matrix"]["learning_rate"]
     assert len(first["checks"].gradient_squares) == len(jax.tree.leaves(task.specs))
 
 
 @pytest.mark.slow
 def test_z_loss_is_added(speedrun, by_hand):
-    task, knobs, _ = speedrun
-    _, (with_z,) = run(task._replace(z_loss=0.1), knobs, steps=1)
+    task, hyperparams, _ = speedrun
+    _, (with_z,) = run(task._replace(z_loss=0.1), hyperparams, steps=1)
     assert with_z["loss"] == pytest.approx(by_hand[0] + 0.1 * by_hand[1], rel=1e-5)
 
 
@@ -114,8 +114,8 @@ MESHES = [(2, 2, 2), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in 
 
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_sharded_is_one_device(speedrun, sizes):
-    task, knobs, (state, metrics) = speedrun
-    sharded, others = run(task, knobs, mesh_of(*sizes))
+    task, hyperparams, (state, metrics) = speedrun
+    sharded, others = run(task, hyperparams, mesh_of(*sizes))
     close(others, metrics, rtol=1e-3, atol=1e-5)
     close(sharded.params, state.params, rtol=1e-2, atol=1e-4)
     close(sharded.optimizer, state.optimizer, rtol=1e-2, atol=1e-4)
@@ -124,9 +124,9 @@ def test_sharded_is_one_device(speedrun, sizes):
 @pytest.mark.slow
 def test_fewer_kv_heads_than_tensor_devices():
     """Llama's shape: two key/value heads over four devices, tied head, accumulated as well."""
-    task, knobs = make_task(resolved(**LLAMA), optim("adamw"), steps=10)
-    state, metrics = run(task, knobs)
-    sharded, others = run(task, knobs, mesh_of(1, 2, 4), micro=4)
+    task, hyperparams = make_task(resolved(**LLAMA), optim("adamw"), steps=10)
+    state, metrics = run(task, hyperparams)
+    sharded, others = run(task, hyperparams, mesh_of(1, 2, 4), micro=4)
     close(others, metrics, rtol=1e-3, atol=1e-5)
     close(sharded.params, state.params, rtol=1e-2, atol=1e-4)
 
@@ -147,17 +147,19 @@ def test_parameters_and_states_are_split_over_the_mesh(speedrun):
 
 @pytest.fixture(scope="module")
 def half():
-    task, knobs = make_task(resolved(**LLAMA | {"depth": 1}), optim("adamw"), dtype=jnp.float16)
-    return task, knobs, make_step(task, mesh_of())
+    task, hyperparams = make_task(
+        resolved(**LLAMA | {"depth": 1}), optim("adamw"), dtype=jnp.float16
+    )
+    return task, hyperparams, make_step(task, mesh_of())
 
 
 def scaled_step(half, scale):
-    task, knobs, step = half
+    task, hyperparams, step = half
     before = begin_random(task, mesh_of())._replace(
         loss_scale=LossScale(jnp.float32(scale), jnp.int32(7))
     )
     kept = jax.device_get(before)
-    after, metrics = step(before, batch(micro=8), knobs)
+    after, metrics = step(before, batch(micro=8), hyperparams)
     return kept, jax.device_get(after), metrics
 
 
@@ -167,8 +169,8 @@ def test_float16_trains_with_a_scale_that_does_not_show(half):
     assert after.loss_scale == (2.0**10, 8)
     assert (after.params["embed"] != before.params["embed"]).any()
     # the norm is that of the unscaled gradient
-    task, knobs = make_task(resolved(**LLAMA | {"depth": 1}), optim("adamw"))
-    _, (exact,) = run(task, knobs, steps=1)
+    task, hyperparams = make_task(resolved(**LLAMA | {"depth": 1}), optim("adamw"))
+    _, (exact,) = run(task, hyperparams, steps=1)
     assert metrics["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.01)
     assert metrics["loss"] == pytest.approx(exact["loss"], rel=1e-3)
 
@@ -209,10 +211,12 @@ def test_the_scale_grows_after_enough_good_steps_and_stays_above_one():
 
 def test_other_dtypes_have_no_scale_and_bfloat16_computes_in_it(speedrun):
     assert speedrun[2][0].loss_scale is None
-    task, knobs = make_task(resolved(depth=1), optim("adamw"), dtype=jnp.bfloat16)
+    task, hyperparams = make_task(resolved(depth=1), optim("adamw"), dtype=jnp.bfloat16)
     state = begin(task, mesh_of())
     text = str(
-        jax.make_jaxpr(lambda s, b, k: train_step(task, s, b, k))(state, batch(micro=8), knobs)
+        jax.make_jaxpr(lambda s, b, k: train_step(task, s, b, k))(
+            state, batch(micro=8), hyperparams
+        )
     )
     assert state.loss_scale is None and text.count("bf16") > 50
 
@@ -222,8 +226,8 @@ def test_clip_norm_shrinks_to_the_norm_and_leaves_small_gradients_alone():
     """Seen in Adam's first moment: (1 - b1) x the gradient after one step."""
 
     def moments(clip):
-        task, knobs = make_task(resolved(depth=1), optim("adamw", clip_norm=clip))
-        state, (metrics,) = run(task, knobs, steps=1)
+        task, hyperparams = make_task(resolved(depth=1), optim("adamw", clip_norm=clip))
+        state, (metrics,) = run(task, hyperparams, steps=1)
         first = [
             leaf
             for path, leaf in jax.tree_util.tree_leaves_with_path(state.optimizer)
@@ -240,7 +244,7 @@ def test_clip_norm_shrinks_to_the_norm_and_leaves_small_gradients_alone():
 
 
 def test_the_same_step_twice_is_the_same_bit_for_bit(speedrun):
-    task, knobs, (state, metrics) = speedrun
-    again, others = run(task, knobs)
+    task, hyperparams, (state, metrics) = speedrun
+    again, others = run(task, hyperparams)
     same(again, state)
     same(others, metrics)

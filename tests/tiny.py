@@ -85,14 +85,14 @@ def stacked(one, micro):
 
 
 def make_task(c=None, optim=None, steps=100, dtype=jnp.float32, **changes):
-    """A Task over the small model; returns it with the optimizer's knobs."""
+    """A Task over the small model; returns it with the optimizer's hyperparams."""
     c = c or resolved(**changes)
     graphdef, specs = split(Transformer(c, VOCAB))
     optim = optim or AdamWConfig.model_validate({"schedule": {"name": "constant"}})
     optimizer = make_optimizer(optim, specs, steps)
     bytes_V = jnp.full(VOCAB, 2.0)
     task = Task(graphdef, specs, optimizer, jnp.dtype(dtype), bytes_V, optim.clip_norm, 0.0, c.fp8)
-    return task._replace(fp8_history=c.fp8_history), optimizer.knobs
+    return task._replace(fp8_history=c.fp8_history), optimizer.hyperparams
 
 
 def begin(task, mesh, seed=0):

@@ -20,8 +20,8 @@ from jaxtrain.config.fields import fields, tag_of, variants_of
 from jaxtrain.config.overrides import apply_overrides, paths_of
 from jaxtrain.config.tree import Config, Sections
 from jaxtrain.data import apply_chat_defaults
-from jaxtrain.finetune import fill_in
-from jaxtrain.interop import take_over
+from jaxtrain.finetune import apply_finetune_defaults
+from jaxtrain.interop import inherit_config
 from jaxtrain.settings import NOT_MEANT, UserError
 from jaxtrain.storage.disk import write_whole
 from jaxtrain.storage.strict_yaml import END, read_yaml, shown
@@ -54,8 +54,8 @@ def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
     apply_overrides(tree, overrides)
     talks = apply_chat_defaults(tree)
     if isinstance(tree.get("train"), dict) and tree["train"].get("init_from"):
-        take_over(tree, str(tree["train"]["init_from"]))
-    fill_in(tree, talks)
+        inherit_config(tree, str(tree["train"]["init_from"]))
+    apply_finetune_defaults(tree, talks)
     return validate(Config, tree)
 
 

@@ -12,7 +12,7 @@ from jaxtrain.config import Config, Sections, to_yaml, validate
 from jaxtrain.config.overrides import apply_overrides, check_once
 from jaxtrain.data import DataConfig
 from jaxtrain.data.tokenizer.tokenizer import build_tokenizer
-from jaxtrain.finetune import PrefixConfig, VirtualConfig
+from jaxtrain.finetune import PrefixConfig, PromptLearningConfig
 from jaxtrain.model import (
     ModelConfig,
     ResolvedModel,
@@ -22,7 +22,7 @@ from jaxtrain.model import (
     resolve_model,
     split,
 )
-from jaxtrain.optim import DECAY, MuonConfig, Scale, resolve_optimizer, shortened
+from jaxtrain.optim import DECAY, MuonConfig, Scale, resolve_optimizer, shorten_warmup
 from jaxtrain.parallel import BATCH, bubble_fraction, check_context_chunks, check_stages
 from jaxtrain.parallel.mesh import check_divides, make_mesh, num_batch_shards
 from jaxtrain.settings import UserError
@@ -141,7 +141,7 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
     scale = Scale(width, step_tokens, tokens / reference)
     train = {"batch_size": batch, "device_batch_size": device_batch, "steps": steps}
     optim = resolve_optimizer(c.optim, scale)
-    optim = optim.model_copy(update={"schedule": shortened(optim.schedule, steps)})
+    optim = optim.model_copy(update={"schedule": shorten_warmup(optim.schedule, steps)})
     derived = {
         "model": model.model_dump(),
         "train": {**t.model_dump(), **train},
@@ -154,7 +154,7 @@ def inserted(c: Config) -> dict[str, int]:
     """What tuning puts into the model. UserError where the model has other such parts already."""
     if c.finetune.name == "adapter":
         size, field, before = c.finetune.width, "width", c.model.adapter
-    elif isinstance(c.finetune, VirtualConfig):
+    elif isinstance(c.finetune, PromptLearningConfig):
         before = c.model.prompt if c.finetune.name == "prompt" else c.model.prefix
         size, field = c.finetune.virtual_tokens, "virtual_tokens"
     else:

@@ -41,7 +41,7 @@ from jaxtrain.estimate.workload import (
     idle,
     kinds_of,
     load_workload,
-    new_knobs,
+    new_hyperparams,
 )  # fmt: skip
 from jaxtrain.parallel import partition_spec
 from jaxtrain.parallel.axes import ZERO
@@ -172,7 +172,7 @@ def with_replicas(w: Workload) -> Workload:
 def facts_of(w: Workload) -> Facts:
     with jax.set_mesh(w.mesh):
         traced = make_step(w.task, w.mesh).trace(
-            abstract_state(w), batch_shapes(w), new_knobs(w), abstract_frozen(w)
+            abstract_state(w), batch_shapes(w), new_hyperparams(w), abstract_frozen(w)
         )
         hlo = traced.lower().compile(compiler_options=OPTIONS).as_text()
     return Facts(peak_bytes(hlo), collectives(hlo, dict(w.mesh.shape), branch_share(w)))

@@ -12,7 +12,7 @@ from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config import find_config, load_config
 from jaxtrain.config.resolve import Resolved, override, resolve, vocab_size_of
 from jaxtrain.data import Batch
-from jaxtrain.finetune import Parts, flatten, make_parts, nested, plus
+from jaxtrain.finetune import Partition, apply_lora_plus, flatten, make_partition, unflatten
 from jaxtrain.model import (
     LayerSpec,
     Transformer,
@@ -39,7 +39,7 @@ class Workload(NamedTuple):
     mesh: Mesh
     task: Task
     vocab_size: int
-    parts: Parts  # what of the model trains
+    partition: Partition  # what of the model trains
 
     @property
     def tokens(self) -> int:
@@ -55,7 +55,7 @@ class Workload(NamedTuple):
         """In nanochat's convention, for the MFU."""
         c = self.config
         specs = split(Transformer(c.model, self.vocab_size))[1]
-        return flops_per_token(c.model, specs, c.train.sequence_length, self.parts.trainable)
+        return flops_per_token(c.model, specs, c.train.sequence_length, self.partition.trainable)
 
     def facts(self) -> dict[str, Any]:
         """The size of the work, for the record."""
@@ -65,9 +65,9 @@ class Workload(NamedTuple):
             "device_batch_size": t.device_batch_size,
             "sequence_length": t.sequence_length,
             "vocab_size": self.vocab_size,
-            "parameters": sizes(self.parts.base)["total"],
+            "parameters": sizes(self.partition.base)["total"],
             "optimizer": self.config.optim.name,
-        } | ({"trained": sizes(self.task.specs)["total"]} if self.parts.split else {})
+        } | ({"trained": sizes(self.task.specs)["total"]} if self.partition.init else {})
 
 
 def load_workload(
@@ -97,23 +97,23 @@ def load_workload(
 def make_workload(name: str, r: Resolved, mesh: Mesh, vocab_size: int) -> Workload:
     graphdef, specs = split(Transformer(r.model, vocab_size))
     dtype, tokens = compute_dtype(r.train.precision), r.train.batch_size * r.train.sequence_length
-    parts = make_parts(r.finetune, specs, dtype)
-    optim = plus(r.optim, r.finetune)
+    partition = make_partition(r.finetune, specs, dtype)
+    optim = apply_lora_plus(r.optim, r.finetune)
     task = Task(
         graphdef,
-        parts.trainable,
-        make_optimizer(optim, parts.trainable, r.train.steps, tokens),
+        partition.trainable,
+        make_optimizer(optim, partition.trainable, r.train.steps, tokens),
         dtype,
         jnp.ones((vocab_size,)),
         r.optim.clip_norm,
         r.train.z_loss,
         r.model.fp8,
-        parts.join,
+        partition.join,
         r.mesh.zero,
         repeats=r.mesh.pipeline_repeats,
         fp8_history=r.model.fp8_history,
     )
-    return Workload(name, r, mesh, task, vocab_size, parts)
+    return Workload(name, r, mesh, task, vocab_size, partition)
 
 
 def at_depth(w: Workload, depth: int) -> Workload:
@@ -167,13 +167,13 @@ def abstract_state(w: Workload) -> State:
 def random_base(w: Workload) -> Any:
     """What is frozen, of initial values: a parameter at a time, as a checkpoint is loaded. None if
     all trains."""
-    if w.parts.split is None:
+    if w.partition.init is None:
         return None
-    where, base = flatten(shardings(w.parts.base, w.mesh)), {}
-    for name, spec in flatten(w.parts.base).items():
-        make = lambda name=name, spec=spec: flatten(initialize(nested({name: spec}), 0))[name]
-        base[name] = w.parts.store(name, jax.jit(make, out_shardings=where[name])())
-    return w.parts.split(nested(base), 0)[0]
+    where, base = flatten(shardings(w.partition.base, w.mesh)), {}
+    for name, spec in flatten(w.partition.base).items():
+        make = lambda name=name, spec=spec: flatten(initialize(unflatten({name: spec}), 0))[name]
+        base[name] = w.partition.store(name, jax.jit(make, out_shardings=where[name])())
+    return w.partition.init(unflatten(base), 0)[0]
 
 
 def abstract_frozen(w: Workload) -> Any:
@@ -181,7 +181,7 @@ def abstract_frozen(w: Workload) -> Any:
     where = {
         (spec.shape, spec.dtype): place
         for spec, place in zip(
-            jax.tree.leaves(w.parts.base), jax.tree.leaves(shardings(w.parts.base, w.mesh))
+            jax.tree.leaves(w.partition.base), jax.tree.leaves(shardings(w.partition.base, w.mesh))
         )
     }
     whole = NamedSharding(w.mesh, PartitionSpec())  # of packed matrices
@@ -198,8 +198,8 @@ def new_state(w: Workload) -> State:
     return create()
 
 
-def new_knobs(w: Workload) -> Any:
-    return jax.device_put(w.task.optimizer.knobs, NamedSharding(w.mesh, PartitionSpec()))
+def new_hyperparams(w: Workload) -> Any:
+    return jax.device_put(w.task.optimizer.hyperparams, NamedSharding(w.mesh, PartitionSpec()))
 
 
 # ---- the pipeline ------------------------------------------------------------------------------

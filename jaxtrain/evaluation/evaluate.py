@@ -25,7 +25,7 @@ from jaxtrain.config.resolve import Resolved, override
 from jaxtrain.data.evaluation.tasks import Rules
 from jaxtrain.evaluation.log_likelihood import FIELDS
 from jaxtrain.evaluation.tasks import run_tasks, table_of
-from jaxtrain.finetune import join_all
+from jaxtrain.finetune import join_full
 from jaxtrain.model import cast
 from jaxtrain.objectives import losses as objectives
 from jaxtrain.parallel import make_mesh, place_batch, shardings
@@ -47,7 +47,7 @@ VALIDATED = (
 
 
 def make_scorer(
-    graphdef: Any, specs: Any, dtype: jnp.dtype, bytes_V: Any, join: Callable[..., Any] = join_all
+    graphdef: Any, specs: Any, dtype: jnp.dtype, bytes_V: Any, join: Callable[..., Any] = join_full
 ) -> Callable[..., Any]:
     """(params, batch, sums) -> sums with the batch added, compiled; `frozen` as a keyword."""
 

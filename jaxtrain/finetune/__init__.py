@@ -5,42 +5,56 @@ from typing import Any
 import jax.numpy as jnp
 
 from jaxtrain.finetune.config import (
-    INSERTED,
+    ADDED_MODULES,
     PEFT,
     FinetuneConfig,
     LoRAConfig,
     PrefixConfig,
-    VirtualConfig,
+    PromptLearningConfig,
     adapter_folder,
-    fill_in,
+    apply_finetune_defaults,
 )
 from jaxtrain.finetune.ia3 import ia3
-from jaxtrain.finetune.lora import lora, plus
+from jaxtrain.finetune.lora import apply_lora_plus, lora
 from jaxtrain.finetune.partition import (
-    Parts,
-    everything,
+    Partition,
+    added_modules,
     flatten,
-    inserted,
-    join_all,
-    nested,
-    some,
-    trained_by_matrix,
+    full,
+    join_full,
+    select_by_name,
+    trainable_by_matrix,
+    unflatten,
 )
-from jaxtrain.finetune.virtual import keys_values, virtual
+from jaxtrain.finetune.prefix_tuning import prefix_keys_values, prompt_learning
 
 METHODS = {
-    "full": everything, "lora": lora, "freeze": some, "bitfit": some, "ia3": ia3,
-    "adapter": inserted, "prompt": virtual, "prefix": virtual,
+    "full": full, "lora": lora, "freeze": select_by_name, "bitfit": select_by_name, "ia3": ia3,
+    "adapter": added_modules, "prompt": prompt_learning, "prefix": prompt_learning,
 }  # fmt: skip
 
 
-def make_parts(c: Any, specs: Any, dtype: jnp.dtype) -> Parts:
+def make_partition(c: Any, specs: Any, dtype: jnp.dtype) -> Partition:
     """The parts of a model that is declared so; the compute is in `dtype`."""
     return METHODS[c.name](c, specs, dtype)
 
 
 __all__ = [
-    "INSERTED", "PEFT", "FinetuneConfig", "LoRAConfig", "Parts", "PrefixConfig", "VirtualConfig",
-    "adapter_folder", "everything", "fill_in", "flatten",
-    "join_all", "keys_values", "make_parts", "nested", "plus", "trained_by_matrix",
+    "ADDED_MODULES",
+    "PEFT",
+    "FinetuneConfig",
+    "LoRAConfig",
+    "Partition",
+    "PrefixConfig",
+    "PromptLearningConfig",
+    "adapter_folder",
+    "apply_finetune_defaults",
+    "apply_lora_plus",
+    "flatten",
+    "full",
+    "join_full",
+    "make_partition",
+    "prefix_keys_values",
+    "trainable_by_matrix",
+    "unflatten",
 ]  # fmt: skip

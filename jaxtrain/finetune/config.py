@@ -9,7 +9,7 @@ from pydantic import Field, field_validator
 from jaxtrain.optim import AdamWConfig, MuonConfig
 from jaxtrain.settings import Settings, UserError, read_object
 
-Base = Literal["nf4", "int8"]
+BaseStorage = Literal["nf4", "int8"]
 
 
 class FullConfig(Settings):
@@ -18,17 +18,17 @@ class FullConfig(Settings):
     name: Literal["full"] = "full"
 
 
-class PartConfig(Settings):
+class FrozenBaseConfig(Settings):
     """What all have in common that leave most of the model as it is."""
 
-    base_quantization: Base | None = Field(
+    base_quantization: BaseStorage | None = Field(
         None,
         description="storage of the frozen matrices of the blocks: nf4 (4.13 bits a parameter, "
         "QLoRA) or int8; default the compute dtype",
     )
 
 
-class LoRAConfig(PartConfig):
+class LoRAConfig(FrozenBaseConfig):
     """Low-rank changes of frozen matrices (Hu et al. 2021)."""
 
     name: Literal["lora"] = "lora"
@@ -62,12 +62,13 @@ class LoRAConfig(PartConfig):
         if not isinstance(targets, (list, tuple)):
             return targets
         found = (
-            MODULES.get(name, (name,)) if isinstance(name, str) else (name,) for name in targets
+            PEFT_MODULES.get(name, (name,)) if isinstance(name, str) else (name,)
+            for name in targets
         )
         return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
-class FreezeConfig(PartConfig):
+class FreezeConfig(FrozenBaseConfig):
     """Some parameters train, the others stay as they are."""
 
     name: Literal["freeze"] = "freeze"
@@ -81,26 +82,26 @@ class FreezeConfig(PartConfig):
     )
 
 
-class BitFitConfig(PartConfig):
+class BitFitConfig(FrozenBaseConfig):
     """The biases alone (Ben Zaken et al. 2021)."""
 
     name: Literal["bitfit"] = "bitfit"
 
 
-class IA3Config(PartConfig):
+class IA3Config(FrozenBaseConfig):
     """Factors on keys, values and the hidden channels (Liu et al. 2022)."""
 
     name: Literal["ia3"] = "ia3"
 
 
-class AdapterConfig(PartConfig):
+class AdapterConfig(FrozenBaseConfig):
     """Small networks behind each attention and feed-forward (Houlsby et al. 2019)."""
 
     name: Literal["adapter"] = "adapter"
     width: int = Field(64, ge=1, description="channels of each; becomes model.adapter")
 
 
-class VirtualConfig(PartConfig):
+class PromptLearningConfig(FrozenBaseConfig):
     """Virtual tokens in front of every text, and nothing else."""
 
     virtual_tokens: int = Field(
@@ -113,13 +114,13 @@ class VirtualConfig(PartConfig):
     )
 
 
-class PromptConfig(VirtualConfig):
+class PromptConfig(PromptLearningConfig):
     """Their embeddings train (prompt tuning, Lester et al. 2021)."""
 
     name: Literal["prompt"] = "prompt"
 
 
-class PrefixConfig(VirtualConfig):
+class PrefixConfig(PromptLearningConfig):
     """Their keys and values in every layer train (prefix tuning, Li & Liang 2021)."""
 
     name: Literal["prefix"] = "prefix"
@@ -145,13 +146,14 @@ RATES = {
 # Of those, where a model that answers already learns which answer is better: 5e-7 for all of it and
 # 5e-6 with LoRA are the alignment handbook's for Zephyr 7B; ORPO, which learns to answer as well,
 # has 8e-6 for all of it in its paper (Hong et al. 2024).
-OF_PREFERENCES = {"dpo": 1 / 40, "ipo": 1 / 40, "kto": 1 / 40, "orpo": 2 / 5}
-INSERTED = ("adapter", "prompt", "prefix")  # become model.NAME
-PROJECTED = 1e-3  # of a prefix that an MLP makes; Li & Liang's 5e-5 hardly moves one in 400 steps
-ROWS = 16  # of a step, QLoRA's
+PREFERENCE_RATE_FACTORS = {"dpo": 1 / 40, "ipo": 1 / 40, "kto": 1 / 40, "orpo": 2 / 5}
+ADDED_MODULES = ("adapter", "prompt", "prefix")  # become model.NAME
+# Of a prefix that an MLP makes; Li & Liang's 5e-5 hardly moves one in 400 steps.
+PROJECTION_RATE = 1e-3
+BATCH_SIZE = 16  # of a step, QLoRA's
 PEFT = {"lora": "LORA", "prompt": "PROMPT_TUNING", "prefix": "PREFIX_TUNING"}  # what peft reads
 # peft's names of modules -> ours
-MODULES = {
+PEFT_MODULES = {
     "q_proj": ("q",), "k_proj": ("k",), "v_proj": ("v",), "o_proj": ("out",), "up_proj": ("up",),
     "gate_proj": ("gate",), "down_proj": ("down",), "fc1": ("up",), "fc2": ("down",),
     "c_attn": ("q", "k", "v"), "c_fc": ("up",), "attn.c_proj": ("out",), "mlp.c_proj": ("down",),
@@ -159,7 +161,7 @@ MODULES = {
 }  # fmt: skip
 
 
-def fill_in(tree: dict[str, Any], talks: bool = False) -> None:
+def apply_finetune_defaults(tree: dict[str, Any], talks: bool = False) -> None:
     """The defaults of tuning, in a plain configuration that asks for it; what it says wins.
 
     talks: it trains on conversations, which tunes the model that it starts from also where all of
@@ -175,10 +177,10 @@ def fill_in(tree: dict[str, Any], talks: bool = False) -> None:
         return
     if not train.get("steps"):
         raise UserError(f"train.steps: finetune.name={kind} needs it, how long to tune the model")
-    train.setdefault("batch_size", ROWS)
+    train.setdefault("batch_size", BATCH_SIZE)
     if finetune.get("init_adapter"):
         folder = adapter_folder(str(finetune["init_adapter"]))
-        tree["finetune"] = of_adapter(folder, kind) | finetune
+        tree["finetune"] = adapter_settings(folder, kind) | finetune
         if finetune.get("projection"):
             raise UserError(
                 f"finetune.projection: {folder} has keys and values, not the MLP that made them; "
@@ -194,8 +196,8 @@ def fill_in(tree: dict[str, Any], talks: bool = False) -> None:
         )
     if optim.get("name", "adamw") == "adamw":
         warmup = min(20, int(train["steps"]) // 10)
-        rate = PROJECTED if finetune.get("projection") else RATES[kind]
-        rate = float(f"{rate * OF_PREFERENCES.get(objective.get('name'), 1):.2g}")
+        rate = PROJECTION_RATE if finetune.get("projection") else RATES[kind]
+        rate = float(f"{rate * PREFERENCE_RATE_FACTORS.get(objective.get('name'), 1):.2g}")
         rates = {"name": "adamw", "learning_rate": rate, "weight_decay": 0.0, "b2": 0.999}
         rates |= {"clip_norm": 1.0, "schedule": {"name": "linear", "warmup_steps": warmup}}
         tree["optim"] = rates | optim
@@ -210,7 +212,7 @@ def adapter_folder(path: str) -> Path:
     raise UserError(f"finetune.init_adapter {path}: there is no adapter_config.json, no adapter")
 
 
-def of_adapter(folder: Path, kind: str = "lora") -> dict[str, Any]:
+def adapter_settings(folder: Path, kind: str = "lora") -> dict[str, Any]:
     """The fields of `finetune` that an adapter of peft's was made with."""
     file = folder / "adapter_config.json"
     c = read_object(file)
@@ -234,16 +236,18 @@ def of_adapter(folder: Path, kind: str = "lora") -> dict[str, Any]:
     fields |= {"rslora": bool(c.get("use_rslora")), "dora": bool(c.get("use_dora"))}
     modules = c.get("target_modules")
     if isinstance(modules, list):
-        fields["targets"] = sorted({ours for name in modules for ours in matrices(name, folder)})
+        fields["targets"] = sorted(
+            {ours for name in modules for ours in matrices_of_module(name, folder)}
+        )
     return fields
 
 
-def matrices(module: str, folder: Path) -> tuple[str, ...]:
+def matrices_of_module(module: str, folder: Path) -> tuple[str, ...]:
     """Our names of what a module of peft's is, by the last parts of its path."""
     parts = module.split(".")
     for name in (".".join(parts[-2:]), parts[-1]):
-        if name in MODULES:
-            return MODULES[name]
-    if (parts[-1],) in MODULES.values():  # of a model that only we have
+        if name in PEFT_MODULES:
+            return PEFT_MODULES[name]
+    if (parts[-1],) in PEFT_MODULES.values():  # of a model that only we have
         return (parts[-1],)
     raise UserError(f"{folder}: target_modules {module} has no matrix here")

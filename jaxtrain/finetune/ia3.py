@@ -10,18 +10,25 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.finetune.config import IA3Config
-from jaxtrain.finetune.partition import Parts, as_computed, flatten, map_named, nested, packing
+from jaxtrain.finetune.partition import (
+    Partition,
+    base_storage,
+    flatten,
+    in_compute_dtype,
+    map_named,
+    unflatten,
+)
 from jaxtrain.model import Adapted, ParamSpec, initialize
 from jaxtrain.model.init import constant
 
-COLUMNS, ROWS = ("blocks/attention/k", "blocks/attention/v"), ("blocks/ffn/down",)
+KEYS_VALUES, FFN_INPUTS = ("blocks/attention/k", "blocks/attention/v"), ("blocks/ffn/down",)
 
 
-def ia3(c: IA3Config, specs: Any, dtype: jnp.dtype) -> Parts:
+def ia3(c: IA3Config, specs: Any, dtype: jnp.dtype) -> Partition:
     """The base is frozen as a whole; the factors are the parameters."""
     flat = flatten(specs)
     trainable = {}
-    for names, dim in ((COLUMNS, 2), (ROWS, 1)):
+    for names, dim in ((KEYS_VALUES, 2), (FFN_INPUTS, 1)):
         for name in names:
             shape, axes = flat[name].shape, flat[name].axes
             trainable[f"{name}/factor"] = ParamSpec(
@@ -32,18 +39,18 @@ def ia3(c: IA3Config, specs: Any, dtype: jnp.dtype) -> Parts:
         factors = flatten(params)
 
         def changed(name: str, w: Any) -> Any:
-            if name in COLUMNS:
+            if name in KEYS_VALUES:
                 return Adapted(w, columns=factors[f"{name}/factor"])
-            if name in ROWS:
+            if name in FFN_INPUTS:
                 return Adapted(w, rows=factors[f"{name}/factor"])
-            if name.removesuffix("_bias") in COLUMNS:
+            if name.removesuffix("_bias") in KEYS_VALUES:
                 return w * factors[f"{name.removesuffix('_bias')}/factor"]
             return w
 
         return map_named(changed, frozen)
 
-    def split(base: Any, seed: int) -> tuple[Any, Any]:
-        return base, initialize(nested(trainable), seed)
+    def init(base: Any, seed: int) -> tuple[Any, Any]:
+        return base, initialize(unflatten(trainable), seed)
 
-    base = jax.tree.map(lambda spec: as_computed(spec, dtype), specs)
-    return Parts(nested(trainable), base, join, split, packing(c, specs))
+    base = jax.tree.map(lambda spec: in_compute_dtype(spec, dtype), specs)
+    return Partition(unflatten(trainable), base, join, init, base_storage(c, specs))

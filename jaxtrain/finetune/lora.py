@@ -12,29 +12,31 @@ import jax.numpy as jnp
 
 from jaxtrain.finetune.config import LoRAConfig
 from jaxtrain.finetune.partition import (
-    Parts,
-    as_computed,
+    Partition,
+    base_storage,
+    block_matrices,
     flatten,
-    in_blocks,
+    in_compute_dtype,
     map_named,
-    matching,
-    nested,
-    packing,
+    select_names,
+    unflatten,
 )
 from jaxtrain.model import Adapted, Params, ParamSpec, column_norms, initialize
 from jaxtrain.model.init import constant, uniform
 from jaxtrain.settings import UserError
 
 
-def lora(c: LoRAConfig, specs: Any, dtype: jnp.dtype) -> Parts:
+def lora(c: LoRAConfig, specs: Any, dtype: jnp.dtype) -> Partition:
     """The base is frozen as a whole; the adapters are the parameters."""
-    names, flat, scale = targets(c, specs), flatten(specs), scale_of(c)
-    trainable = nested({k: s for name in names for k, s in declared(c, name, flat[name]).items()})
+    names, flat, scale = target_matrices(c, specs), flatten(specs), lora_scale(c)
+    trainable = unflatten(
+        {k: s for name in names for k, s in lora_specs(c, name, flat[name]).items()}
+    )
 
     def join(params: Any, frozen: Any) -> Any:
         change = flatten(params)
 
-        def beside(name: str, w: Any) -> Any:
+        def adapt(name: str, w: Any) -> Any:
             if name not in names:
                 return w
             a, b, m = (change.get(f"{name}/{part}") for part in ("a", "b", "magnitude"))
@@ -42,20 +44,20 @@ def lora(c: LoRAConfig, specs: Any, dtype: jnp.dtype) -> Parts:
                 m = m / column_norms(w, *map(jax.lax.stop_gradient, (a, b)), scale)
             return Adapted(w, a, b, columns=m, scale=scale)
 
-        return map_named(beside, frozen)
+        return map_named(adapt, frozen)
 
-    def split(base: Params, seed: int) -> tuple[Any, Any]:
+    def init(base: Params, seed: int) -> tuple[Any, Any]:
         start, matrices = flatten(initialize(trainable, seed)), flatten(base)
         for name in names if c.dora else ():
             a, b = start[f"{name}/a"], start[f"{name}/b"]
             start[f"{name}/magnitude"] = column_norms(matrices[name], a, b, scale)
-        return base, nested(start)
+        return base, unflatten(start)
 
-    base = jax.tree.map(lambda spec: as_computed(spec, dtype), specs)
-    return Parts(trainable, base, join, split, packing(c, specs))
+    base = jax.tree.map(lambda spec: in_compute_dtype(spec, dtype), specs)
+    return Partition(trainable, base, join, init, base_storage(c, specs))
 
 
-def plus(optim: Any, c: Any) -> Any:
+def apply_lora_plus(optim: Any, c: Any) -> Any:
     """The optimizer with LoRA+'s ratio of the two rates."""
     if not isinstance(c, LoRAConfig) or c.lora_plus_ratio == 1:
         return optim
@@ -63,15 +65,15 @@ def plus(optim: Any, c: Any) -> Any:
     return optim.model_copy(update={"multipliers": rates})
 
 
-def scale_of(c: LoRAConfig) -> float:
+def lora_scale(c: LoRAConfig) -> float:
     """The factor on A B."""
     return c.alpha / (math.sqrt(c.rank) if c.rslora else c.rank)
 
 
-def targets(c: LoRAConfig, specs: Any) -> list[str]:
+def target_matrices(c: LoRAConfig, specs: Any) -> list[str]:
     """Names of the matrices that get an adapter."""
-    able = in_blocks(specs)
-    names = matching(nested(able), c.targets, "finetune.targets")
+    able = block_matrices(specs)
+    names = select_names(unflatten(able), c.targets, "finetune.targets")
     # A narrow matrix among them (a gate, the keys of one head) is changed in full, as with peft.
     if all(c.rank > min(able[name].shape[-2:]) for name in names):
         raise UserError(
@@ -80,7 +82,7 @@ def targets(c: LoRAConfig, specs: Any) -> list[str]:
     return names
 
 
-def declared(c: LoRAConfig, name: str, spec: ParamSpec) -> dict[str, ParamSpec]:
+def lora_specs(c: LoRAConfig, name: str, spec: ParamSpec) -> dict[str, ParamSpec]:
     """The declarations of a matrix's adapter; they are placed as the matrix is.
 
     A starts uniform in +-1/sqrt(in), as in peft; B at zero, so that nothing is changed at first.

@@ -19,62 +19,66 @@ from jaxtrain.settings import UserError
 IN_BLOCKS = ("blocks/attention/", "blocks/ffn/")  # whose matrices go through `model.fp8.dense`
 
 
-def join_all(params: Any, frozen: Any) -> Any:
+def join_full(params: Any, frozen: Any) -> Any:
     """All parameters train: they are the model."""
     return params
 
 
-class Parts(NamedTuple):
-    """How a model is parted. Where `split` is None, all of it trains.
+class Partition(NamedTuple):
+    """How a model is parted. Where `init` is None, all of it trains.
 
-    A joined tree may hold packed and adapted matrices; `plain` makes arrays of them.
+    A joined tree may hold packed and adapted matrices; `merge` makes arrays of them.
     """
 
     trainable: Any  # declarations
     base: Any  # declarations of all that is loaded to begin with
-    join: Callable[[Any, Any], Any] = join_all  # (trainable, frozen) -> the model's parameters
-    split: Callable[[Params, int], tuple[Any, Any]] | None = None  # (base, seed) -> frozen, start
+    join: Callable[[Any, Any], Any] = join_full  # (trainable, frozen) -> the model's parameters
+    init: Callable[[Params, int], tuple[Any, Any]] | None = None  # (base, seed) -> frozen, start
     store: Callable[[str, Any], Any] = lambda name, x: x  # how a parameter of the base is kept
 
-    def plain(self, params: Any, frozen: Any) -> Params:
+    def merge(self, params: Any, frozen: Any) -> Params:
         """The joined tree as arrays, a parameter at a time to the host where it was special."""
         get = lambda leaf: jax.device_get(whole(leaf)) if is_special(leaf) else leaf
         return jax.tree.map(get, self.join(params, frozen), is_leaf=is_special)
 
 
-def trained_by_matrix(parts: Parts) -> dict[str, list[int]]:
+def trainable_by_matrix(partition: Partition) -> dict[str, list[int]]:
     """[parameters that train, parameters that it has] of each parameter of the base, and of what
     was put in beside them; {} where all train."""
-    if parts.split is None:
+    if partition.init is None:
         return {}
     count = lambda spec: math.prod(spec.shape)
-    found = {name: [0, count(spec)] for name, spec in flatten(parts.base).items()}
-    for name, spec in flatten(parts.trainable).items():
+    found = {name: [0, count(spec)] for name, spec in flatten(partition.base).items()}
+    for name, spec in flatten(partition.trainable).items():
         of = name if name in found else name.rpartition("/")[0]  # LoRA's are below their matrix
         found.setdefault(of if of in found else name, [0, 0])[0] += count(spec)
     return found
 
 
-def everything(c: Any, specs: Any, dtype: jnp.dtype) -> Parts:
+def full(c: Any, specs: Any, dtype: jnp.dtype) -> Partition:
     """All parameters train."""
-    return Parts(specs, specs)
+    return Partition(specs, specs)
 
 
-def some(c: Any, specs: Any, dtype: jnp.dtype) -> Parts:
+def select_by_name(c: Any, specs: Any, dtype: jnp.dtype) -> Partition:
     """Those parameters train that the patterns name; of the blocks, maybe the last layers only."""
     patterns, last, field = ("bias",), None, "finetune bitfit"
     if c.name == "freeze":
         patterns, last, field = c.trainable, c.last_layers, "finetune.trainable"
-    chosen, flat = matching(specs, patterns, field), flatten(specs)
+    chosen, flat = select_names(specs, patterns, field), flatten(specs)
     cut = {name: first_trained(flat[name], last) for name in chosen}
-    base = map_named(lambda n, s: s if n in chosen else as_computed(s, dtype), specs)
+    base = map_named(lambda n, s: s if n in chosen else in_compute_dtype(s, dtype), specs)
     trainable = {name: from_layer(flat[name], cut[name]) for name in chosen}
 
-    def split(params: Params, seed: int) -> tuple[Any, Any]:
+    def init(params: Params, seed: int) -> tuple[Any, Any]:
         values = flatten(params)
         kept = {n: x for n, x in values.items() if n not in chosen}
-        kept |= {n: values[n][: cut[n]].astype(computed(flat[n], dtype)) for n in chosen if cut[n]}
-        return nested(kept), nested(
+        kept |= {
+            n: values[n][: cut[n]].astype(compute_dtype_of(flat[n], dtype))
+            for n in chosen
+            if cut[n]
+        }
+        return unflatten(kept), unflatten(
             {n: values[n][cut[n] :] if cut[n] else values[n] for n in chosen}
         )
 
@@ -83,51 +87,51 @@ def some(c: Any, specs: Any, dtype: jnp.dtype) -> Parts:
         for name, x in flatten(params).items():
             below = joined.get(name)
             joined[name] = x if below is None else jnp.concatenate([below.astype(x.dtype), x])
-        return nested(joined)
+        return unflatten(joined)
 
-    return Parts(nested(trainable), base, join, split, packing(c, specs, chosen))
+    return Partition(unflatten(trainable), base, join, init, base_storage(c, specs, chosen))
 
 
-def inserted(c: Any, specs: Any, dtype: jnp.dtype) -> Parts:
+def added_modules(c: Any, specs: Any, dtype: jnp.dtype) -> Partition:
     """What was put into the model trains, the parameters of the group of that name."""
     flat = flatten(specs)
-    new = nested({name: spec for name, spec in flat.items() if spec.group == c.name})
-    old = {n: as_computed(spec, dtype) for n, spec in flat.items() if spec.group != c.name}
+    new = unflatten({name: spec for name, spec in flat.items() if spec.group == c.name})
+    old = {n: in_compute_dtype(spec, dtype) for n, spec in flat.items() if spec.group != c.name}
 
     def join(params: Any, frozen: Any) -> Any:
-        return nested(flatten(frozen) | flatten(params))
+        return unflatten(flatten(frozen) | flatten(params))
 
-    def split(base: Params, seed: int) -> tuple[Any, Any]:
+    def init(base: Params, seed: int) -> tuple[Any, Any]:
         return base, initialize(new, seed)
 
-    return Parts(new, nested(old), join, split, packing(c, specs))
+    return Partition(new, unflatten(old), join, init, base_storage(c, specs))
 
 
-def packing(c: Any, specs: Any, trained: Sequence[str] = ()) -> Callable[[str, Any], Any]:
+def base_storage(c: Any, specs: Any, trained: Sequence[str] = ()) -> Callable[[str, Any], Any]:
     """How a frozen parameter is kept: the blocks' matrices in few bits if `base` says so.
 
     Raises UserError for a matrix that has no whole number of blocks.
     """
     if c.base_quantization is None:
         return lambda name, x: x
-    packs = [name for name in in_blocks(specs) if name not in trained]
-    for name in packs:
+    quantized = [name for name in block_matrices(specs) if name not in trained]
+    for name in quantized:
         rows, columns = flatten(specs)[name].shape[-2:]
         if c.base_quantization == "nf4" and rows * columns % 64:
             raise UserError(
                 f"finetune.base_quantization=nf4 packs 64 values at a time, but {name} has "
                 f"{rows} x {columns}; set finetune.base_quantization=int8"
             )
-    return lambda name, x: pack(x, c.base_quantization) if name in packs else x
+    return lambda name, x: pack(x, c.base_quantization) if name in quantized else x
 
 
-def in_blocks(specs: Any) -> dict[str, ParamSpec]:
+def block_matrices(specs: Any) -> dict[str, ParamSpec]:
     """The matrices of the blocks."""
     flat = flatten(specs).items()
     return {n: s for n, s in flat if s.role == "matrix" and n.startswith(IN_BLOCKS)}
 
 
-def matching(specs: Any, patterns: Sequence[str], field: str) -> list[str]:
+def select_names(specs: Any, patterns: Sequence[str], field: str) -> list[str]:
     """Names of the parameters that a pattern names, in the tree's order.
 
     A pattern is a part of the path, a role, a group, or a glob of the path. UserError for one that
@@ -161,13 +165,13 @@ def from_layer(spec: ParamSpec, start: int) -> ParamSpec:
     return dataclasses.replace(spec, shape=(spec.shape[0] - start, *spec.shape[1:]))
 
 
-def computed(spec: ParamSpec, dtype: jnp.dtype) -> str:
+def compute_dtype_of(spec: ParamSpec, dtype: jnp.dtype) -> str:
     """The dtype that a step computes a parameter in (`model.cast`)."""
     return spec.dtype if spec.role in ("gain", "scalar") else jnp.dtype(dtype).name
 
 
-def as_computed(spec: ParamSpec, dtype: jnp.dtype) -> ParamSpec:
-    return dataclasses.replace(spec, dtype=computed(spec, dtype))
+def in_compute_dtype(spec: ParamSpec, dtype: jnp.dtype) -> ParamSpec:
+    return dataclasses.replace(spec, dtype=compute_dtype_of(spec, dtype))
 
 
 # ---- trees by name ---------------------------------------------------------------------------
@@ -179,7 +183,7 @@ def flatten(tree: Any) -> dict[str, Any]:
     return {path_name(path): leaf for path, leaf in pairs}
 
 
-def nested(flat: dict[str, Any]) -> dict[str, Any]:
+def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
     """The tree of names such as a/b/c."""
     tree: dict[str, Any] = {}
     for name, leaf in flat.items():

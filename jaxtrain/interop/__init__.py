@@ -11,16 +11,37 @@ from jaxtrain.interop.load import (
     load,
     open_checkpoint,
     origin,
-    stored_form,
+    our_file_layout,
 )
 from jaxtrain.interop.peft import check_adapter, read_adapter, write_adapter
-from jaxtrain.interop.peft_virtual import read_virtual, write_virtual
-from jaxtrain.interop.pretrained import carry_on, holds, load_start, take_over
+from jaxtrain.interop.peft_prompt import read_prompt_adapter, write_prompt_adapter
+from jaxtrain.interop.pretrained import copy_aux_files, has_params, inherit_config, load_init_params
 
 __all__ = [
-    "FAMILIES", "Family", "Prompting", "Source", "carry_on", "chat_template", "check_adapter",
-    "export_weights", "find_folder", "fitting_family", "holds", "is_checkpoint", "load",
-    "load_start", "model_fields", "open_checkpoint", "origin", "prompting", "read_adapter",
-    "read_virtual", "special_tokens", "stored_form", "take_over", "to_config", "write_adapter",
-    "write_virtual",
+    "FAMILIES",
+    "Family",
+    "Prompting",
+    "Source",
+    "chat_template",
+    "check_adapter",
+    "copy_aux_files",
+    "export_weights",
+    "find_folder",
+    "fitting_family",
+    "has_params",
+    "inherit_config",
+    "is_checkpoint",
+    "load",
+    "load_init_params",
+    "model_fields",
+    "open_checkpoint",
+    "origin",
+    "our_file_layout",
+    "prompting",
+    "read_adapter",
+    "read_prompt_adapter",
+    "special_tokens",
+    "to_config",
+    "write_adapter",
+    "write_prompt_adapter",
 ]  # fmt: skip

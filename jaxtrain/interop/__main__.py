@@ -16,9 +16,9 @@ from jaxtrain.data import make_chat, make_reader, training_template
 from jaxtrain.data.tokenizer.tokenizer import FILES
 from jaxtrain.interop.companions import (
     FOLDER,
-    carry,
     chat_files,
-    check_companions,
+    check_aux_files,
+    copy_files,
     read_json,
     tokenizer_files,
     tokenizer_of,
@@ -27,7 +27,7 @@ from jaxtrain.interop.configs import family_of, fitting_family
 from jaxtrain.interop.export import export_weights
 from jaxtrain.interop.families import FAMILIES
 from jaxtrain.interop.keys import text_part
-from jaxtrain.interop.load import find_folder, open_checkpoint, origin, pinned, stored_form
+from jaxtrain.interop.load import find_folder, open_checkpoint, origin, our_file_layout, pinned
 from jaxtrain.interop.tensors import DTYPES, SHARD_BYTES, WEIGHTS, metadata_of, write
 from jaxtrain.model import Transformer, split
 from jaxtrain.runs.saved import folder_of, load_saved
@@ -46,7 +46,7 @@ def import_checkpoint(path_or_repo: str, run_dir: Path) -> Resolved:
         raise UserError(f"{model_dir} is there already; name another run directory")
     path_or_repo = pinned(path_or_repo)
     source = open_checkpoint(find_folder(path_or_repo))
-    check_companions(source.folder)
+    check_aux_files(source.folder)
     tokenizer = tokenizer_of(source.folder, source.config["vocab_size"])
     kind = {"name": tokenizer.name}
     tree = {
@@ -57,10 +57,10 @@ def import_checkpoint(path_or_repo: str, run_dir: Path) -> Resolved:
     }
     c = resolve(validate(Config, tree), tokenizer.vocab_size)
     _, specs = split(Transformer(c.model, tokenizer.vocab_size))
-    table, pieces = stored_form(source, specs)
+    table, pieces = our_file_layout(source, specs)
     model_dir.mkdir(parents=True)
     tokenizer.save(model_dir)
-    carry(source.folder, model_dir / FOLDER)
+    copy_files(source.folder, model_dir / FOLDER)
     save_yaml(model_dir / "config.yaml", c)
     metadata = {"format": "pt", "tokenizer": tokenizer.fingerprint} | origin(path_or_repo)
     write(model_dir / WEIGHTS, table, pieces, metadata)
@@ -81,7 +81,7 @@ def export_run(
     if (out / "config.json").exists():
         raise UserError(f"{out} holds a checkpoint already; name another folder")
     saved = load_saved(run)
-    check_whole(saved.config, run)
+    check_exportable(saved.config, run)
     model_dir = saved.tokenizer_dir
     came = text_part(read_json(model_dir / FOLDER / "config.json"))
     rows = came.get("vocab_size", saved.tokenizer.vocab_size)
@@ -103,12 +103,12 @@ def export_run(
         chat_files(template, known, make_chat(*talk, saved.tokenizer).end, out)
     export_weights(
         out, row, config | kept, saved.specs, saved.params, NUMPY[kind],
-        saved.config.model.head_dim, shard_bytes, said_of(run, saved.config),
+        saved.config.model.head_dim, shard_bytes, base_model_metadata(run, saved.config),
     )  # fmt: skip
     return row.model_type
 
 
-def said_of(run: Path, c: Resolved) -> dict[str, str]:
+def base_model_metadata(run: Path, c: Resolved) -> dict[str, str]:
     """The repository and commit that a run's model began from, if it was one."""
     file = folder_of(run) / WEIGHTS
     if c.train.init_from or not file.is_file():
@@ -116,7 +116,7 @@ def said_of(run: Path, c: Resolved) -> dict[str, str]:
     return {k: v for k, v in metadata_of(file).items() if k.startswith("base_model")}
 
 
-def check_whole(c: Resolved, run: Path) -> None:
+def check_exportable(c: Resolved, run: Path) -> None:
     """UserError for a model with parts that no checkpoint has a place for."""
     for name in ("prompt", "prefix"):
         if tokens := getattr(c.model, name):

@@ -15,7 +15,7 @@ from jaxtrain.settings import UserError, read_object
 from jaxtrain.storage.disk import write_whole
 
 FOLDER = "huggingface"  # inside model/: what a checkpoint brought along
-CARRIED = (
+AUX_FILES = (
     "config.json", "generation_config.json", "tokenizer_config.json", "special_tokens_map.json",
     "added_tokens.json", "chat_template.jinja", "chat_template.json",
 )  # fmt: skip
@@ -28,10 +28,10 @@ class Prompting(NamedTuple):
     stops: tuple[int, ...]  # tokens that end a text, BOS among them
 
 
-def carry(source: Path, target: Path) -> None:
+def copy_files(source: Path, target: Path) -> None:
     """Copy those files that a checkpoint folder has to another folder."""
     target.mkdir(parents=True, exist_ok=True)
-    for name in CARRIED:
+    for name in AUX_FILES:
         if (source / name).is_file():
             shutil.copyfile(source / name, target / name)
 
@@ -41,9 +41,9 @@ def read_json(path: Path) -> Json:
     return read_object(path) if path.is_file() else {}
 
 
-def check_companions(folder: Path) -> None:
+def check_aux_files(folder: Path) -> None:
     """UserError for one of those files that cannot be read, before the model is put to use."""
-    for name in CARRIED:
+    for name in AUX_FILES:
         if name.endswith(".json"):
             read_json(folder / name)
 
@@ -136,7 +136,7 @@ def tokenizer_files(tokenizer: Tokenizer, model_dir: Path, out: Path) -> None:
     Raises UserError, before anything is written, for one that has no tokenizer.json.
     """
     text, bos = tokenizer_json(tokenizer), bos_name(tokenizer)
-    carry(model_dir / FOLDER, out)
+    copy_files(model_dir / FOLDER, out)
     (out / "config.json").unlink(missing_ok=True)
     settings = read_json(out / "tokenizer_config.json")
     if not settings:

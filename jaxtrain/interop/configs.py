@@ -31,7 +31,7 @@ DERIVED = {
     "qk_scale", "attention_scale", "rope_base_short",
 }  # fmt: skip
 FREE = EXECUTION | DERIVED
-INSERTED = ("adapter", "prompt", "prefix")  # what tuning put into a model
+ADDED_MODULES = ("adapter", "prompt", "prefix")  # what tuning put into a model
 
 
 def family_of(config: Json) -> Family:
@@ -306,9 +306,9 @@ def read_again(config: Json, c: ResolvedModel) -> ResolvedModel:
         raise UserError(f"the family {config['model_type']} has no such model: {why}") from None
 
 
-def without_inserted(c: ResolvedModel) -> ResolvedModel:
+def without_added_modules(c: ResolvedModel) -> ResolvedModel:
     """The model as it was before something was put into it."""
-    return c.model_copy(update=dict.fromkeys(INSERTED))
+    return c.model_copy(update=dict.fromkeys(ADDED_MODULES))
 
 
 def rope_parameters(c: ResolvedModel, family: Family) -> Json:

@@ -29,11 +29,11 @@ def export_weights(
     dtype: np.dtype,
     head_dim: int,
     shard_bytes: int = SHARD_BYTES,
-    said: Mapping[str, str] | None = None,
+    metadata: Mapping[str, str] | None = None,
 ) -> None:
     """Write config.json and model.safetensors, or shards of at most so many bytes and their index.
 
-    said: what the files' metadata shall say.
+    metadata: entries of the files' `__metadata__`, beside the format.
     params: arrays as `specs` declares them; rows of the vocabulary beyond config's are left out.
     Raises UserError, before anything is written, for a parameter that the family has no tensor for.
     """
@@ -65,8 +65,8 @@ def export_weights(
     for i, names in enumerate(groups):
         file = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" if groups[1:] else WEIGHTS
         pieces = (tensor(*rows[name]).astype(dtype, copy=False) for name in names)
-        metadata = {"format": "pt"} | dict(said or {})
-        write(folder / file, {name: table[name] for name in names}, pieces, metadata)
+        facts = {"format": "pt"} | dict(metadata or {})
+        write(folder / file, {name: table[name] for name in names}, pieces, facts)
         index |= dict.fromkeys(names, file)
     if groups[1:]:
         total = sum(int(np.prod(shape)) * dtype.itemsize for _, shape in table.values())

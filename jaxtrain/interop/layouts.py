@@ -17,7 +17,7 @@ class Layout(NamedTuple):
     write: Change
 
 
-def turned(x_DC: np.ndarray, head_dim: int) -> np.ndarray:
+def swap_rotary_halves(x_DC: np.ndarray, head_dim: int) -> np.ndarray:
     """The halves of each head's channels exchanged.
 
     NanoChat rotates by minus the angle: the same function with the halves of q and k exchanged.
@@ -31,7 +31,8 @@ LAYOUTS = {
     # PyTorch's Linear stores [out, in].
     "linear": Layout(lambda x, h: transposed(x), lambda x, h: transposed(x)),
     "turned linear": Layout(
-        lambda x, h: turned(transposed(x), h), lambda x, h: transposed(turned(x, h))
+        lambda x, h: swap_rotary_halves(transposed(x), h),
+        lambda x, h: transposed(swap_rotary_halves(x, h)),
     ),
     # Gemma's norms multiply by 1 + weight.
     "plus one": Layout(

@@ -234,7 +234,7 @@ def load(
         kind = spec.dtype if dtype is None or spec.role in ("gain", "scalar") else dtype
         layers = layers_of(source, where[path_name(path)], spec)
         if not is_stacked(spec):
-            one = owned(np.asarray(next(layers)).astype(kind, copy=False), sharding)
+            one = device_copy(np.asarray(next(layers)).astype(kind, copy=False), sharding)
             return store(path_name(path), one)
         stack = jnp.zeros(spec.shape, kind, device=sharding)
         for i, layer in enumerate(layers):
@@ -245,7 +245,7 @@ def load(
     return jax.tree_util.tree_map_with_path(value, *trees)
 
 
-def owned(x: np.ndarray, sharding: Any) -> jax.Array:
+def device_copy(x: np.ndarray, sharding: Any) -> jax.Array:
     """On the device, in memory of its own: a CPU's array could else be the file's mapped pages,
     which nothing may be written to when it is donated."""
     return jax.device_put(x, sharding, may_alias=False)
@@ -264,7 +264,7 @@ def of_one_layer(sharding: Any) -> Any:
     return NamedSharding(sharding.mesh, PartitionSpec(*sharding.spec[1:]))
 
 
-def stored_form(
+def our_file_layout(
     source: Source, specs: Any
 ) -> tuple[dict[str, tuple[np.dtype, tuple[int, ...]]], Iterator[np.ndarray]]:
     """Our model file's table, and its pieces in that order: in the checkpoint's dtype."""

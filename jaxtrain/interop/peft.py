@@ -12,9 +12,9 @@ import jax
 import numpy as np
 
 from jaxtrain.interop.companions import write_json
-from jaxtrain.interop.configs import Json, fitting_family, without_inserted
+from jaxtrain.interop.configs import Json, fitting_family, without_added_modules
 from jaxtrain.interop.families import Row
-from jaxtrain.interop.layouts import turned
+from jaxtrain.interop.layouts import swap_rotary_halves
 from jaxtrain.interop.tensors import read, read_header, write
 from jaxtrain.model import ResolvedModel, path_name
 from jaxtrain.settings import UserError, read_object
@@ -26,7 +26,7 @@ KINDS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitud
 def rows_of(c: ResolvedModel, names: set[str]) -> list[Row]:
     """Where the matrices of these names lie in a checkpoint of the base."""
     try:
-        rows = fitting_family(without_inserted(c), c.vocab_multiple, None)[0].rows
+        rows = fitting_family(without_added_modules(c), c.vocab_multiple, None)[0].rows
     except UserError:
         own = {n: "blocks.{}." + n.removeprefix("blocks/").replace("/", ".") for n in names}
         rows = tuple(Row((name,), f"{theirs}.weight", "linear") for name, theirs in own.items())
@@ -93,12 +93,16 @@ def write_adapter(folder: Path, c: ResolvedModel, params: Any, facts: Json) -> N
                 whole[:, tuned] = up
                 up = whole
             if row.layout == "turned linear":
-                up = turned(up, c.head_dim)
+                up = swap_rotary_halves(up, c.head_dim)
             tensors[f"{where}.{KINDS['a']}"] = down.T
             tensors[f"{where}.{KINDS['b']}"] = up.T
             if facts["dora"]:
                 m = np.concatenate([part(name, "magnitude") for name in some])
-                m = turned(m[None], c.head_dim)[0] if row.layout == "turned linear" else m
+                m = (
+                    swap_rotary_halves(m[None], c.head_dim)[0]
+                    if row.layout == "turned linear"
+                    else m
+                )
                 tensors[f"{where}.{KINDS['magnitude']}"] = m
         ranks[module.rpartition("{}.")[2]] = down.shape[1]
     folder.mkdir(parents=True, exist_ok=True)
@@ -134,7 +138,7 @@ def block_diagonal(parts: list[np.ndarray]) -> np.ndarray:
     return out
 
 
-def of_pattern(facts: Json, name: str, kind: str, x: np.ndarray) -> np.ndarray:
+def apply_rank_pattern(facts: Json, name: str, kind: str, x: np.ndarray) -> np.ndarray:
     """`a` or `b` of a module with a rank or alpha of its own, as one with those of all others:
     zeros up to the highest rank, and the rest of its factor in `b`."""
     module = name.rpartition(".lora_")[0]
@@ -169,9 +173,9 @@ def read_adapter(folder: Path, c: ResolvedModel, like: Any) -> Any:
         used.add(name)
         x = np.asarray(read(name, stored[name]), np.float32)
         if kind != "magnitude":
-            x = of_pattern(facts, name.removeprefix(PREFIX), kind, x.T)
+            x = apply_rank_pattern(facts, name.removeprefix(PREFIX), kind, x.T)
         turn = row.layout == "turned linear" and kind != "a"
-        return turned(np.atleast_2d(x), c.head_dim).reshape(x.shape) if turn else x
+        return swap_rotary_halves(np.atleast_2d(x), c.head_dim).reshape(x.shape) if turn else x
 
     for row in rows_of(c, names):
         for kind in sorted({name.rpartition("/")[2] for name in wanted}):

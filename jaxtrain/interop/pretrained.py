@@ -11,15 +11,21 @@ from pydantic import TypeAdapter, ValidationError
 
 from jaxtrain.data import DEFAULT_TEMPLATE, chat_sources
 from jaxtrain.data.tokenizer.tokenizer import FILES
-from jaxtrain.interop.companions import FOLDER, carry, check_companions, special_tokens, template_in
-from jaxtrain.interop.configs import EXECUTION, INSERTED, Json
+from jaxtrain.interop.companions import (
+    FOLDER,
+    check_aux_files,
+    copy_files,
+    special_tokens,
+    template_in,
+)
+from jaxtrain.interop.configs import ADDED_MODULES, EXECUTION, Json
 from jaxtrain.interop.load import (
+    device_copy,
     find_folder,
     flatten,
     is_checkpoint,
     load,
     open_checkpoint,
-    owned,
     pinned,
 )
 from jaxtrain.interop.tensors import WEIGHTS, read, read_header
@@ -43,7 +49,7 @@ def sections_of(path: str) -> dict[str, Json]:
         raise UserError(f"train.init_from: {error}") from error
     if is_checkpoint(folder):
         model = open_checkpoint(folder).fields
-        check_companions(folder)
+        check_aux_files(folder)
     elif (folder / "config.yaml").is_file():
         model = section_of(folder, "model")
     else:
@@ -78,13 +84,13 @@ def chat_of(path: str) -> tuple[str | None, dict[str, str]]:
 
 
 # Of a mixture of experts, what training adds and how it runs.
-FREE_OF_EXPERTS = {"aux_loss", "z_loss", "remat"}
+MOE_TRAINING_FIELDS = {"aux_loss", "z_loss", "remat"}
 # What may differ from the model that a run starts from: how it runs, how far it looks back and
 # stretches its positions to do so, and what tuning puts in (`scaling.inserted` checks that).
-MAY_DIFFER = EXECUTION | {"context_length", "rope_scaling", "vocab_multiple", *INSERTED}
+MAY_DIFFER = EXECUTION | {"context_length", "rope_scaling", "vocab_multiple", *ADDED_MODULES}
 
 
-def joined(theirs: Json, given: Json) -> Json:
+def merge_sections(theirs: Json, given: Json) -> Json:
     """A section with what is given in it; a section in it that is of the same kind, likewise."""
 
     def one(before: Any, now: Any) -> Any:
@@ -135,7 +141,7 @@ def same(name: str, has: Any, now: Any, model: ModelConfig) -> bool:
     if name == "window_pattern":
         has, now = ((pattern * model.depth)[: model.depth] for pattern in (has, now))
     if isinstance(has, Experts) and isinstance(now, Experts):
-        has, now = (experts.model_dump(exclude=FREE_OF_EXPERTS) for experts in (has, now))
+        has, now = (experts.model_dump(exclude=MOE_TRAINING_FIELDS) for experts in (has, now))
     if isinstance(has, float) and isinstance(now, float) and math.isclose(has, now, rel_tol=1e-6):
         return True
     return has == now or says_nothing.get(name, False)
@@ -144,7 +150,7 @@ def same(name: str, has: Any, now: Any, model: ModelConfig) -> bool:
 LENGTH = 2048  # of rows by default, train.sequence_length
 
 
-def take_over(tree: Json, path: str) -> None:
+def inherit_config(tree: Json, path: str) -> None:
     """Fill a plain configuration in with those sections; what it says itself wins.
 
     A repository gets the commit that it is at: the run that goes on shall be the one that began.
@@ -155,7 +161,7 @@ def take_over(tree: Json, path: str) -> None:
     sections = sections_of(path)
     given = tree.get("model") or {}
     if isinstance(given, dict):
-        tree["model"] = joined(sections["model"], given)
+        tree["model"] = merge_sections(sections["model"], given)
         asked = {name: tree["model"][name] for name in given}
         if found := conflicts(sections["model"], asked, is_checkpoint(model_folder(path))):
             more = f" and {len(found) - 6} more" if len(found) > 6 else ""
@@ -174,7 +180,7 @@ def take_over(tree: Json, path: str) -> None:
         source["special"] = special | (source.get("special") or {})
 
 
-def load_start(
+def load_init_params(
     path: str, specs: Any, shardings: Any, store: Callable[[str, Any], Any] = lambda name, x: x
 ) -> Any:
     """The parameters to start from, on the mesh, in the declared dtypes.
@@ -195,12 +201,14 @@ def load_start(
 
     def value(at: tuple[Any, ...], spec: ParamSpec, sharding: Any) -> Any:
         x = read(path_name(at), stored[path_name(at)])
-        return store(path_name(at), owned(np.asarray(x).astype(spec.dtype, copy=False), sharding))
+        return store(
+            path_name(at), device_copy(np.asarray(x).astype(spec.dtype, copy=False), sharding)
+        )
 
     return jax.tree_util.tree_map_with_path(value, specs, shardings)
 
 
-def holds(path: str, specs: Any) -> bool:
+def has_params(path: str, specs: Any) -> bool:
     """Whether a model of ours has parameters of these names."""
     folder = model_folder(path)
     return (
@@ -208,9 +216,9 @@ def holds(path: str, specs: Any) -> bool:
     )
 
 
-def carry_on(path: str, model_dir: Path) -> None:
+def copy_aux_files(path: str, model_dir: Path) -> None:
     """What a checkpoint brought along goes with the model that was trained from it."""
     folder = model_folder(path)
     source = folder if is_checkpoint(folder) else folder / FOLDER
     if source.is_dir():
-        carry(source, model_dir / FOLDER)
+        copy_files(source, model_dir / FOLDER)

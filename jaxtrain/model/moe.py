@@ -19,9 +19,7 @@ from jaxtrain.model import remat
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.init import SCHEMES, constant
 from jaxtrain.model.layers import ACTIVATIONS, GATED, FeedForward
-from jaxtrain.weights.params import declare
-
-LOADS = ("router_bias", "router_load")  # groups whose gradient is a load
+from jaxtrain.weights.params import BALANCE_GROUPS, declare
 
 
 class Route(NamedTuple):
@@ -44,7 +42,7 @@ class Mixture(nnx.Module):
         self.router = declare(
             (L, D, E), ("layers", "embed", None), scheme.up, "matrix", group="router"
         )
-        group = "router_bias" if moe.balance_bias else "router_load"
+        group = BALANCE_GROUPS[not moe.balance_bias]
         self.bias = declare((L, E), ("layers", None), constant(0.0), "scalar", group=group)
         up = lambda: declare(
             (L, E, D, F), ("layers", "experts", "embed", "hidden"), scheme.up, "matrix",
@@ -163,10 +161,10 @@ gathered.defvjp(
 )
 
 
-def load_metrics(grads: Any, tokens: int) -> dict[str, Array]:
-    """Loads over their mean, of each expert and the extremes of all layers; what share was dropped.
+def load_metrics(grads: Any) -> dict[str, Array]:
+    """Tokens of each expert over its layer's mean: averaged over the layers, and the extremes.
 
-    Empty without experts. tokens: of the step that made the gradients.
+    Empty without experts.
     """
     if "experts" not in grads:
         return {}
@@ -176,5 +174,4 @@ def load_metrics(grads: Any, tokens: int) -> dict[str, Array]:
         "expert_load": jnp.mean(share_LE, axis=0),
         "expert_load_max": jnp.max(share_LE),
         "expert_load_min": jnp.min(share_LE),
-        "dropped": 1 - jnp.sum(load_LE) / (tokens * len(load_LE)),
     }

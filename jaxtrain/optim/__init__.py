@@ -10,10 +10,10 @@ from jaxtrain.optim.adamw8bit import AdamW8bitConfig, adamw8bit
 from jaxtrain.optim.lamb import LAMBConfig, lamb
 from jaxtrain.optim.lars import LARSConfig, lars
 from jaxtrain.optim.lion import LionConfig, lion
-from jaxtrain.optim.merge_states import mean_of_stack, mean_of_states, merges
+from jaxtrain.optim.merge_states import is_mergeable, mean_over_replicas, merge_states
 from jaxtrain.optim.muon import DECAY, MuonConfig, Scale, muon, resolve_muon
-from jaxtrain.optim.param_groups import Optimizer, build
-from jaxtrain.optim.schedule import shortened
+from jaxtrain.optim.param_groups import Optimizer, build_optimizer
+from jaxtrain.optim.schedule import shorten_warmup
 from jaxtrain.optim.schedule_free import ScheduleFreeConfig, schedule_free
 from jaxtrain.optim.sgd import SGDConfig, sgd
 from jaxtrain.optim.soap import SOAPConfig, soap
@@ -57,12 +57,29 @@ def make_optimizer(
 
     `batch_tokens` of a step are for `optim.batch_scaling`; None leaves the rates as they are given.
     """
-    return build(c, c.schedule, OPTIMIZERS[c.name](c), specs, total_steps, batch_tokens)
+    return build_optimizer(c, c.schedule, OPTIMIZERS[c.name](c), specs, total_steps, batch_tokens)
 
 
 __all__ = [
-    "DECAY", "OPTIMIZERS", "AdafactorConfig", "AdamW8bitConfig", "AdamWConfig", "LAMBConfig",
-    "LARSConfig", "LionConfig", "MuonConfig", "OptimConfig", "Optimizer", "SGDConfig", "SOAPConfig",
-    "Scale", "ScheduleFreeConfig", "make_optimizer", "mean_of_stack", "mean_of_states", "merges",
-    "resolve_optimizer", "shortened",
+    "DECAY",
+    "OPTIMIZERS",
+    "AdafactorConfig",
+    "AdamW8bitConfig",
+    "AdamWConfig",
+    "LAMBConfig",
+    "LARSConfig",
+    "LionConfig",
+    "MuonConfig",
+    "OptimConfig",
+    "Optimizer",
+    "SGDConfig",
+    "SOAPConfig",
+    "Scale",
+    "ScheduleFreeConfig",
+    "is_mergeable",
+    "make_optimizer",
+    "mean_over_replicas",
+    "merge_states",
+    "resolve_optimizer",
+    "shorten_warmup",
 ]  # fmt: skip

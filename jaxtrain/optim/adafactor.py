@@ -6,7 +6,13 @@ from typing import Literal
 import optax
 from pydantic import Field
 
-from jaxtrain.optim.param_groups import Group, Hyper, OptimizerConfig, one_rate, per_matrix
+from jaxtrain.optim.param_groups import (
+    Hyper,
+    OptimizerConfig,
+    ParamGroup,
+    per_matrix,
+    single_rate_groups,
+)
 
 
 class AdafactorConfig(OptimizerConfig):
@@ -39,11 +45,11 @@ def make_adafactor(relative: bool) -> Callable[[Hyper], optax.GradientTransforma
     return make
 
 
-def adafactor(c: AdafactorConfig) -> dict[str, Group]:
+def adafactor(c: AdafactorConfig) -> dict[str, ParamGroup]:
     peaks = c.model_dump(
         include={"learning_rate", "weight_decay", "decay_power", "clipping_threshold"}
     )
-    transfer = None if c.multiply_by_parameter_scale else "adam"
-    return one_rate(
-        make_adafactor(c.multiply_by_parameter_scale), peaks, transfer=transfer, by_rows=False
+    mup_rule = None if c.multiply_by_parameter_scale else "adam"
+    return single_rate_groups(
+        make_adafactor(c.multiply_by_parameter_scale), peaks, mup_rule=mup_rule, by_rows=False
     )

@@ -5,7 +5,7 @@ from typing import Literal
 import optax
 from pydantic import Field
 
-from jaxtrain.optim.param_groups import Group, Hyper, OptimizerConfig, one_rate
+from jaxtrain.optim.param_groups import Hyper, OptimizerConfig, ParamGroup, single_rate_groups
 
 
 class AdamWConfig(OptimizerConfig):
@@ -28,6 +28,6 @@ def make_adamw(h: Hyper) -> optax.GradientTransformation:
     )
 
 
-def adamw(c: AdamWConfig) -> dict[str, Group]:
+def adamw(c: AdamWConfig) -> dict[str, ParamGroup]:
     peaks = c.model_dump(include={"learning_rate", "weight_decay", "b1", "b2", "eps"})
-    return one_rate(make_adamw, peaks)
+    return single_rate_groups(make_adamw, peaks)

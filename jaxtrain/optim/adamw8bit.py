@@ -15,8 +15,8 @@ from jaxtyping import Array, Float, UInt8
 from pydantic import Field
 
 from jaxtrain.optim.adamw import make_adamw
-from jaxtrain.optim.merge_states import mean_of_stack
-from jaxtrain.optim.param_groups import Group, Hyper, Moment, OptimizerConfig
+from jaxtrain.optim.merge_states import mean_over_replicas
+from jaxtrain.optim.param_groups import Hyper, Moment, OptimizerConfig, ParamGroup
 from jaxtrain.settings import UserError
 
 DECADES = 7  # the code reaches down to a few 1e-7 of a block's maximum
@@ -106,20 +106,20 @@ class Adam8bitState(NamedTuple):
     v: Any
     block: Array  # no values: its length says which block size the codes were made with
 
-    def merged(self) -> "Adam8bitState":
+    def merge(self) -> "Adam8bitState":
         """Of states stacked [R, ...], the mean of what the codes stand for, in codes again."""
         size = self.block.shape[-1]
 
         def mean(m: Moment, signed: bool) -> Moment:
             if m.scale is None:
-                return Moment(mean_of_stack(m.values), None)
-            values = mean_of_stack(decode(m.values, m.scale, size, signed))
+                return Moment(mean_over_replicas(m.values), None)
+            values = mean_over_replicas(decode(m.values, m.scale, size, signed))
             return Moment(*encode(values, size, signed))
 
         is_moment = lambda x: isinstance(x, Moment)
         m = jax.tree.map(lambda x: mean(x, True), self.m, is_leaf=is_moment)
         v = jax.tree.map(lambda x: mean(x, False), self.v, is_leaf=is_moment)
-        return Adam8bitState(mean_of_stack(self.count), m, v, self.block[0])
+        return Adam8bitState(mean_over_replicas(self.count), m, v, self.block[0])
 
 
 def make_adamw8bit(block: int, min_size: int) -> Callable[[Hyper], optax.GradientTransformation]:
@@ -172,13 +172,13 @@ def make_adamw8bit(block: int, min_size: int) -> Callable[[Hyper], optax.Gradien
     return make
 
 
-def adamw8bit(c: AdamW8bitConfig) -> dict[str, Group]:
+def adamw8bit(c: AdamW8bitConfig) -> dict[str, ParamGroup]:
     peaks = c.model_dump(include={"learning_rate", "weight_decay", "b1", "b2", "eps"})
-    small = Group(make_adamw8bit(c.block_size, c.min_size), peaks)
-    plain = Group(make_adamw, {**peaks, "weight_decay": 0.0})
+    small = ParamGroup(make_adamw8bit(c.block_size, c.min_size), peaks)
+    plain = ParamGroup(make_adamw, {**peaks, "weight_decay": 0.0})
     return {
         "matrix": small,
-        "embedding": Group(make_adamw, peaks),
+        "embedding": ParamGroup(make_adamw, peaks),
         "head": small,
         "gain": plain,
         "scalar": plain,

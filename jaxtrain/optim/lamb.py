@@ -6,7 +6,13 @@ import optax
 from pydantic import Field
 
 from jaxtrain.optim.adamw import make_adamw
-from jaxtrain.optim.param_groups import Group, Hyper, OptimizerConfig, one_rate, per_matrix
+from jaxtrain.optim.param_groups import (
+    Hyper,
+    OptimizerConfig,
+    ParamGroup,
+    per_matrix,
+    single_rate_groups,
+)
 
 
 class LAMBConfig(OptimizerConfig):
@@ -30,7 +36,9 @@ def make_lamb(h: Hyper) -> optax.GradientTransformation:
     )
 
 
-def lamb(c: LAMBConfig) -> dict[str, Group]:
+def lamb(c: LAMBConfig) -> dict[str, ParamGroup]:
     peaks = c.model_dump(include={"learning_rate", "weight_decay", "b1", "b2", "eps"})
     plain = {**peaks, "learning_rate": c.scalar_lr, "weight_decay": 0.0}
-    return one_rate(make_lamb, peaks, Group(make_adamw, plain), transfer=None, by_rows=False)
+    return single_rate_groups(
+        make_lamb, peaks, ParamGroup(make_adamw, plain), mup_rule=None, by_rows=False
+    )

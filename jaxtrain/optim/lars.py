@@ -5,7 +5,13 @@ from typing import Literal
 import optax
 from pydantic import Field
 
-from jaxtrain.optim.param_groups import Group, Hyper, OptimizerConfig, one_rate, per_matrix
+from jaxtrain.optim.param_groups import (
+    Hyper,
+    OptimizerConfig,
+    ParamGroup,
+    per_matrix,
+    single_rate_groups,
+)
 from jaxtrain.optim.sgd import make_sgd
 
 
@@ -31,7 +37,9 @@ def make_lars(h: Hyper) -> optax.GradientTransformation:
     )
 
 
-def lars(c: LARSConfig) -> dict[str, Group]:
+def lars(c: LARSConfig) -> dict[str, ParamGroup]:
     peaks = c.model_dump(include={"learning_rate", "weight_decay", "momentum", "trust_coefficient"})
     plain = {"learning_rate": c.scalar_lr, "weight_decay": 0.0, "momentum": c.momentum}
-    return one_rate(make_lars, peaks, Group(make_sgd(False), plain), transfer=None, by_rows=False)
+    return single_rate_groups(
+        make_lars, peaks, ParamGroup(make_sgd(False), plain), mup_rule=None, by_rows=False
+    )

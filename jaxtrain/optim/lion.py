@@ -10,7 +10,7 @@ import optax
 from pydantic import Field
 
 from jaxtrain.optim.adamw import make_adamw
-from jaxtrain.optim.param_groups import Group, Hyper, OptimizerConfig
+from jaxtrain.optim.param_groups import Hyper, OptimizerConfig, ParamGroup
 
 
 class LionConfig(OptimizerConfig):
@@ -35,10 +35,13 @@ def make_lion(h: Hyper) -> optax.GradientTransformation:
     )
 
 
-def lion(c: LionConfig) -> dict[str, Group]:
+def lion(c: LionConfig) -> dict[str, ParamGroup]:
     adam = {"learning_rate": c.adamw_lr, "weight_decay": c.adamw_weight_decay}
     adam |= {"b1": 0.9, "b2": 0.95, "eps": 1e-10}
-    decayed, plain = Group(make_adamw, adam), Group(make_adamw, {**adam, "weight_decay": 0.0})
+    decayed, plain = (
+        ParamGroup(make_adamw, adam),
+        ParamGroup(make_adamw, {**adam, "weight_decay": 0.0}),
+    )
     peaks = c.model_dump(include={"learning_rate", "weight_decay", "b1", "b2"})
     rest = {"embedding": decayed, "head": decayed, "gain": plain, "scalar": plain}
-    return {"matrix": Group(make_lion, peaks)} | rest
+    return {"matrix": ParamGroup(make_lion, peaks)} | rest

@@ -8,16 +8,16 @@ from jaxtyping import Array, Shaped
 
 
 @runtime_checkable
-class Merging(Protocol):
+class Mergeable(Protocol):
     """A state whose arrays mean something only together: codes with their scales, an eigenbasis
     with what is measured in it."""
 
-    def merged(self) -> Any:
+    def merge(self) -> Any:
         """Of states stacked [R, ...], the one that stands for all R of them."""
         ...
 
 
-def mean_of_stack(x_R: Shaped[Array, "R *S"]) -> Shaped[Array, "*S"]:
+def mean_over_replicas(x_R: Shaped[Array, "R *S"]) -> Shaped[Array, "*S"]:
     """The mean over R, summed up in float32, in the array's dtype; the first of integers, which
     are counts and alike in all."""
     if not jnp.issubdtype(x_R.dtype, jnp.floating):
@@ -25,12 +25,12 @@ def mean_of_stack(x_R: Shaped[Array, "R *S"]) -> Shaped[Array, "*S"]:
     return jnp.mean(x_R.astype(jnp.float32), axis=0).astype(x_R.dtype)
 
 
-def merges(x: Any) -> bool:
+def is_mergeable(x: Any) -> bool:
     """Whether a node of a state's tree is to be merged by its own rule, as a whole."""
-    return isinstance(x, Merging)
+    return isinstance(x, Mergeable)
 
 
-def mean_of_states(states: Any) -> Any:
+def merge_states(states: Any) -> Any:
     """Of a tree of states or parameters stacked [R, ...], their mean, without the R."""
-    one = lambda x: x.merged() if isinstance(x, Merging) else mean_of_stack(x)
-    return jax.tree.map(one, states, is_leaf=merges)
+    one = lambda x: x.merge() if isinstance(x, Mergeable) else mean_over_replicas(x)
+    return jax.tree.map(one, states, is_leaf=is_mergeable)

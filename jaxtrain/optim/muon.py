@@ -19,7 +19,7 @@ from pydantic import Field
 
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.optim.adamw import make_adamw
-from jaxtrain.optim.param_groups import Adjust, Group, Hyper, OptimizerConfig
+from jaxtrain.optim.param_groups import Adjust, Hyper, OptimizerConfig, ParamGroup
 from jaxtrain.parallel import distribute_matrices
 
 # Amsel et al. 2025 (Polar Express): degree-5 odd polynomials for 5 iterations, safety 2e-2.
@@ -208,7 +208,7 @@ def orthogonalize(
     """Push all singular values, at most 1 at first, of each matrix towards 1.
 
     X <- (aI + bA + cA^2) X with A = X X^T, on the shorter side. The result is in the dtype of the
-    matmuls. `gram`: long matrices by `through_gram`, which is the same with fewer FLOPs.
+    matmuls. `gram`: long matrices by `gram_newton_schulz`, which is the same with fewer FLOPs.
     `symmetric`: products that are symmetric by the fastest kernel for such, else by XLA.
     """
     short, long = sorted(x_in_out.shape[-2:])
@@ -219,13 +219,13 @@ def orthogonalize(
     x = x.reshape(-1, *x.shape[-2:])
     if x.shape[-2] > x.shape[-1]:
         x = x.mT
-    through = through_gram if by_gram else through_itself
+    through = gram_newton_schulz if by_gram else newton_schulz
     x = through(x, coefficients, None if symmetric else "xla")
     x = x.mT if x_in_out.shape[-2] > x_in_out.shape[-1] else x
     return x.reshape(x_in_out.shape)
 
 
-def through_itself(
+def newton_schulz(
     x: jax.Array, coefficients: Sequence[tuple[float, float, float]], implementation: str | None
 ) -> jax.Array:
     for polynomial in coefficients:
@@ -234,7 +234,7 @@ def through_itself(
     return x
 
 
-def through_gram(
+def gram_newton_schulz(
     x: jax.Array, coefficients: Sequence[tuple[float, float, float]], implementation: str | None
 ) -> jax.Array:
     """The iteration on the small A alone: A <- PAP, Q <- PQ, and X <- QX at the end.
@@ -265,7 +265,7 @@ def orthogonalize_flops(short: int, long: int, steps: int, gram: bool) -> int:
     return len(parts) * 4 * short**2 * long + small * short**3
 
 
-def second_axis(shape: tuple[int, ...]) -> int:
+def second_moment_axis(shape: tuple[int, ...]) -> int:
     """NorMuon averages over the inputs where there are as many outputs or more, else over these."""
     return -2 if shape[-1] >= shape[-2] else -1
 
@@ -280,11 +280,11 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
         if not c.normuon:
             return None
         shape = list(p.shape)
-        shape[second_axis(p.shape)] = 1
+        shape[second_moment_axis(p.shape)] = 1
         return jnp.zeros(shape, p.dtype)
 
     def direction(b2: Any, u: jax.Array, v: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
-        shape, axis = u.shape, second_axis(u.shape)
+        shape, axis = u.shape, second_moment_axis(u.shape)
         u = normalize(u, c.equilibrate)
         u = orthogonalize(u, COEFFICIENTS[c.orthogonalize], c.gram_newton_schulz, c.symmetric)
         # All norms below follow from one pass over the result in sixteen bits.
@@ -353,11 +353,11 @@ def adjust(c: MuonConfig) -> Adjust:
     return now
 
 
-def muon(c: MuonConfig) -> dict[str, Group]:
+def muon(c: MuonConfig) -> dict[str, ParamGroup]:
     """nanochat's groups: rates, betas and decays by role. Open rates are the reference's."""
     c = resolve_muon(c)
 
-    def adam(rate: float, b1: float, b2: float, weight_decay: float) -> Group:
+    def adam(rate: float, b1: float, b2: float, weight_decay: float) -> ParamGroup:
         peaks = {
             "learning_rate": rate,
             "weight_decay": weight_decay,
@@ -365,7 +365,7 @@ def muon(c: MuonConfig) -> dict[str, Group]:
             "b2": b2,
             "eps": 1e-10,
         }
-        return Group(make_adamw, peaks)
+        return ParamGroup(make_adamw, peaks)
 
     matrix = {
         "learning_rate": c.matrix_lr,
@@ -377,7 +377,7 @@ def muon(c: MuonConfig) -> dict[str, Group]:
         "b2": c.normuon_b2,
     }
     return {
-        "matrix": Group(make_muon(c), matrix, adjust(c), transfer="spectral", matrices=True),
+        "matrix": ParamGroup(make_muon(c), matrix, adjust(c), mup_rule="spectral", matrices=True),
         "embedding": adam(c.embedding_lr, 0.8, 0.995, 0.001),
         "value_embedding": adam(c.value_embedding_lr, 0.8, 0.995, 0.01),
         "head": adam(c.head_lr, 0.8, 0.96, 0.01),

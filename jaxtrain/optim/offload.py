@@ -17,11 +17,13 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain.parallel.axes import current_mesh, partition_spec
 from jaxtrain.settings import UserError
 
-LEAST = 2**20  # bytes; a smaller state is not worth a copy
-PART = 2**28  # bytes of the parameters, on one device, that are updated at once if it can be helped
+MIN_BYTES = 2**20  # bytes; a smaller state is not worth a copy
+CHUNK_BYTES = (
+    2**28
+)  # bytes of the parameters, on one device, that are updated at once if it can be helped
 
 
-class Portion(NamedTuple):
+class OffloadChunk(NamedTuple):
     """Parameters whose arrays are as long; they are updated together, in so many parts."""
 
     names: set[str]
@@ -46,9 +48,9 @@ def masked(tree: Any, names: set[str]) -> Any:
     return jax.tree_util.tree_map_with_path(hide, tree)
 
 
-def waits(state: jax.ShapeDtypeStruct) -> bool:
+def is_offloaded(state: jax.ShapeDtypeStruct) -> bool:
     """Whether this state of a parameter is kept in the host's memory."""
-    return len(state.shape) > 1 and state.size * state.dtype.itemsize >= LEAST
+    return len(state.shape) > 1 and state.size * state.dtype.itemsize >= MIN_BYTES
 
 
 def host_sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
@@ -67,14 +69,16 @@ def on_host(x: jax.Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
-def fetched(tree: Any) -> Any:
+def to_device(tree: Any) -> Any:
     """All of it on the device."""
     return jax.tree.map(
         lambda x: jax.device_put(x, jax.memory.Space.Device) if on_host(x) else x, tree
     )
 
 
-def portions(params: dict[str, jax.Array], specs: dict[str, Any], whole: bool) -> list[Portion]:
+def offload_chunks(
+    params: dict[str, jax.Array], specs: dict[str, Any], whole: bool
+) -> list[OffloadChunk]:
     """What is updated together, and in how many parts.
 
     Stacks of as many layers go layer by layer; other arrays by themselves, in rows where the
@@ -102,11 +106,13 @@ def portions(params: dict[str, jax.Array], specs: dict[str, Any], whole: bool) -
         cuts = [n for n in range(2, length + 1) if length % n == 0]
         cuts = [n for n in cuts if not whole or share(n) <= share(1)] or [1]
         total = sum(sizes[name] for name in names)
-        found.append(Portion(set(names), next((n for n in cuts if total / n <= PART), cuts[-1])))
+        found.append(
+            OffloadChunk(set(names), next((n for n in cuts if total / n <= CHUNK_BYTES), cuts[-1]))
+        )
     return found
 
 
-def update_in_parts(
+def update_offloaded(
     tx: Any,
     hyper: Any,
     grads: Any,
@@ -127,20 +133,20 @@ def update_in_parts(
     arrays = {name_of(path): p for path, p in leaves}
     declared = dict(zip(arrays, jax.tree.leaves(specs)))
     away = {owner_of(path, arrays) for path, leaf in paths if on_host(leaf)}
-    found = portions({n: p for n, p in arrays.items() if n in away}, declared, whole)
+    found = offload_chunks({n: p for n, p in arrays.items() if n in away}, declared, whole)
     new = dict(table)
-    here = Portion(set(arrays) - away, 1)
+    here = OffloadChunk(set(arrays) - away, 1)
     for portion in [here, *found] if here.names else found:
         names = portion.names
         given = masked(grads, names), masked(params, names), masked(specs, names)
-        moved, states = update_portion(tx, hyper, *given, table, portion.parts, finite)
+        moved, states = update_chunk(tx, hyper, *given, table, portion.parts, finite)
         arrays |= {name_of(path): p for path, p in jax.tree_util.tree_leaves_with_path(moved)}
         new |= states
     done = jax.tree.unflatten(jax.tree.structure(params), arrays.values())
     return done, treedef.unflatten(new.values())
 
 
-def update_portion(
+def update_chunk(
     tx: Any,
     hyper: Any,
     grads: Any,
@@ -176,7 +182,7 @@ def update_portion(
         ]
 
     if parts == 1:
-        params, states = update(grads, params, fetched(before))
+        params, states = update(grads, params, to_device(before))
         return params, dict(zip(keys, send(states)))
 
     def part(i: Any, carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
@@ -188,7 +194,7 @@ def update_portion(
         )
         params, states = carry
         mine = [take(x) if c else b for x, b, c in zip(states, before, cut)]
-        moved, new = update(jax.tree.map(take, grads), jax.tree.map(take, params), fetched(mine))
+        moved, new = update(jax.tree.map(take, grads), jax.tree.map(take, params), to_device(mine))
         states = [put(x, n) if c else n for x, n, c in zip(states, send(new), cut)]
         return jax.tree.map(put, params, moved), states
 

@@ -13,9 +13,10 @@ import jax.numpy as jnp
 import optax
 from pydantic import Field
 
-from jaxtrain.optim.offload import fetched, update_in_parts
+from jaxtrain.optim.offload import to_device, update_offloaded
 from jaxtrain.optim.schedule import Schedule, Trapezoid, multiplier, schedule_values
 from jaxtrain.settings import Settings, UserError
+from jaxtrain.weights.params import BALANCE_GROUPS
 
 Hyper = dict[str, Any]  # learning_rate, weight_decay, b1, ...: floats, or traced in the step
 Adjust = Callable[[Hyper, jax.Array, Hyper], Hyper]  # (peaks, step, schedule's values) -> now
@@ -23,7 +24,7 @@ Adjust = Callable[[Hyper, jax.Array, Hyper], Hyper]  # (peaks, step, schedule's 
 
 # How a rate follows the width (Yang et al. 2022, "Tensor Programs V", table 3), from how many times
 # wider the in and out dims are than the base model's. Orthogonal updates need nothing (Muon).
-TRANSFER: dict[str, Callable[[float, float], float]] = {
+MUP_RULES: dict[str, Callable[[float, float], float]] = {
     "adam": lambda wider_in, wider_out: 1 / wider_in,
     "sgd": lambda wider_in, wider_out: wider_out / wider_in,
     "spectral": lambda wider_in, wider_out: 1.0,
@@ -87,10 +88,10 @@ class OptimizerConfig(CommonConfig):
     )
 
 
-class Group(NamedTuple):
+class ParamGroup(NamedTuple):
     """`make` builds the transformation from the rates in force; `peaks` are their peak values.
 
-    `transfer` is the row of TRANSFER (None: rates of another kind, there is no rule). `matrices`:
+    `mup_rule` is the row of TRANSFER (None: rates of another kind, there is no rule). `matrices`:
     it works on declared `[..., in, out]`. `by_rows`: on each row of any other array by itself, and
     so on each layer of a stack. `eval_params(state, params)` are the weights to evaluate,
     where these are not the ones that train.
@@ -99,41 +100,43 @@ class Group(NamedTuple):
     make: Callable[[Hyper], optax.GradientTransformation]
     peaks: dict[str, float]
     adjust: Adjust = lambda hyper, step, schedule: hyper
-    transfer: str | None = "adam"
+    mup_rule: str | None = "adam"
     matrices: bool = False
     by_rows: bool = True
     eval_params: Callable[[Any, Any], Any] | None = None
 
 
 class Optimizer(NamedTuple):
-    """init(params) -> state; update(grads, state, params, step, knobs) -> updates, state.
+    """The optimizer of a run, as pure functions.
 
-    `apply(grads, state, params, step, knobs, finite)` -> new parameters, state; nothing changes
-    where `finite` is False. With `offload` it is the only way, since large states are then on the
-    host (`optim/offload.py`): `state_shardings` puts them there.
-    `rate(step, knobs)` is the matrices' learning rate if there are any, for the record. `knobs`
-    holds every number of the run's optimizer (peaks and schedule); pass it to the compiled step as
-    an argument.
-    `eval_params(params, state)` are the weights to validate, sample and keep.
+    `init(params)` gives the state.
+    `update(grads, state, params, step, hyperparams)` gives the updates and the new state.
+    `apply(grads, state, params, step, hyperparams, finite)` gives the new parameters and state;
+    both stay as they are where `finite` is False. With `offload` only `apply` works, because large
+    states are then in the host's memory (`optim/offload.py`).
+    `rate(step, hyperparams)` is the learning rate to log: that of the matrices, if there are any.
+    `hyperparams` holds every number of the optimizer (peak rates and schedule). Pass it to the
+    compiled step as an argument, so that a changed rate does not recompile.
+    `eval_params(params, state)` are the weights to validate, sample and export.
     """
 
     init: Callable[[Any], Any]
     update: Callable[[Any, Any, Any, jax.Array, Any], tuple[Any, Any]]
     rate: Callable[[jax.Array, Any], jax.Array]
-    knobs: dict[str, Any]
+    hyperparams: dict[str, Any]
     eval_params: Callable[[Any, Any], Any]
     apply: Callable[..., tuple[Any, Any]]
     offload: bool
 
 
-def one_rate(
+def single_rate_groups(
     make: Callable[[Hyper], optax.GradientTransformation],
     peaks: dict[str, float],
-    plain: Group | None = None,
+    plain: ParamGroup | None = None,
     **traits: Any,
-) -> dict[str, Group]:
+) -> dict[str, ParamGroup]:
     """The table of an optimizer with one rate: gains and scalars `plain`, or not decayed."""
-    decayed = Group(make, peaks, **traits)
+    decayed = ParamGroup(make, peaks, **traits)
     plain = plain or decayed._replace(peaks={**peaks, "weight_decay": 0.0})
     return {"matrix": decayed, "embedding": decayed, "head": decayed} | {
         "gain": plain, "scalar": plain
@@ -199,16 +202,16 @@ def make_balance(h: Hyper) -> optax.GradientTransformation:
     return optax.stateless(lambda loads, params: jax.tree.map(rise, loads))
 
 
-# Of a mixture of experts, in every optimizer: no loss's gradients, but loads (`model/moe.py`).
-LOADS = {
-    "router_bias": Group(make_balance, {"learning_rate": 1e-3, "weight_decay": 0.0}),
-    "router_load": Group(
+# In every optimizer: `router_bias` follows the load, `router_load` only carries it to the metrics.
+BALANCE_ROWS = {
+    BALANCE_GROUPS[0]: ParamGroup(make_balance, {"learning_rate": 1e-3, "weight_decay": 0.0}),
+    BALANCE_GROUPS[1]: ParamGroup(
         lambda h: optax.set_to_zero(), {"learning_rate": 0.0, "weight_decay": 0.0}
     ),
 }
 
 
-def label_of(path: tuple[Any, ...], spec: Any, table: dict[str, Group]) -> tuple[str, float]:
+def label_of(path: tuple[Any, ...], spec: Any, table: dict[str, ParamGroup]) -> tuple[str, float]:
     """The row that a parameter belongs to, and the factor on its rate from its width."""
     name = "/".join(str(key.key) for key in path)
     label = spec.group if spec.group in table else spec.role
@@ -225,17 +228,17 @@ def label_of(path: tuple[Any, ...], spec: Any, table: dict[str, Group]) -> tuple
         )
     if spec.wider == (1.0, 1.0):
         return label, 1.0
-    if group.transfer is None:
+    if group.mup_rule is None:
         raise UserError(
             f"model.init mup: this optimizer's rates for {name} (group {label}) have no rule that "
             f"follows the width; use adamw, lion, muon, soap or sgd"
         )
-    return label, TRANSFER[group.transfer](*spec.wider)
+    return label, MUP_RULES[group.mup_rule](*spec.wider)
 
 
 def with_multipliers(
-    c: CommonConfig, table: dict[str, Group], specs: Any, factor: float
-) -> dict[str, Group]:
+    c: CommonConfig, table: dict[str, ParamGroup], specs: Any, factor: float
+) -> dict[str, ParamGroup]:
     """The table with the configured factors on its peak rates and decays.
 
     A group that parameters declare, but that has no row, gets its role's.
@@ -251,7 +254,7 @@ def with_multipliers(
     rows = {n: table[n] if n in table else table[roles[n]] for n in names
             if n in table or n in given}  # fmt: skip
 
-    def scaled(name: str, group: Group) -> Group:
+    def scaled(name: str, group: ParamGroup) -> ParamGroup:
         rate = group.peaks["learning_rate"] * factor * c.multipliers.get(name, 1.0)
         peaks = {**group.peaks, "learning_rate": rate}
         if name in c.decay_multipliers:
@@ -261,10 +264,10 @@ def with_multipliers(
     return {name: scaled(name, group) for name, group in rows.items()}
 
 
-def build(
+def build_optimizer(
     c: CommonConfig,
     schedule: Schedule,
-    table: dict[str, Group],
+    table: dict[str, ParamGroup],
     specs: Any,
     total_steps: int,
     batch_tokens: int | None = None,
@@ -275,7 +278,7 @@ def build(
             f"optim.schedule.warmup_steps is {schedule.warmup_steps}, but the run has "
             f"{total_steps} steps: give at most that many"
         )
-    table = with_multipliers(c, table | LOADS, specs, c.batch_scaling.factor(batch_tokens))
+    table = with_multipliers(c, table | BALANCE_ROWS, specs, c.batch_scaling.factor(batch_tokens))
     pairs = jax.tree_util.tree_map_with_path(lambda p, s: label_of(p, s, table), specs)
     is_pair = lambda x: isinstance(x, tuple)
     name = lambda pair: pair[0] if pair[1] == 1 else f"{pair[0]} x {pair[1]:g}"
@@ -291,54 +294,54 @@ def build(
         mask_compatible_extra_args=True,  # of `specs`, a group sees its own
     )
     wholes = {n: table[row].matrices or not table[row].by_rows for n, (row, _) in used.items()}
-    knobs = {
+    hyperparams = {
         "schedule": schedule_values(schedule, total_steps),
         "groups": {row: table[row].peaks for row, _ in used.values()},
     }
 
-    def rates(step, knobs):
-        factor = multiplier(schedule, knobs["schedule"], step)
+    def rates(step, hyperparams):
+        factor = multiplier(schedule, hyperparams["schedule"], step)
         hyper = {}
         for name, (row, wider) in used.items():
-            now = table[row].adjust(knobs["groups"][row], step, knobs["schedule"])
-            hyper[name] = transferred(
+            now = table[row].adjust(hyperparams["groups"][row], step, hyperparams["schedule"])
+            hyper[name] = apply_mup_multiplier(
                 {**now, "learning_rate": now["learning_rate"] * factor}, wider
             )
         return hyper
 
-    def update(grads, state, params, step, knobs):
-        hyper = rates(step, knobs)
+    def update(grads, state, params, step, hyperparams):
+        hyper = rates(step, hyperparams)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         return tx.update(grads, state, params, hyper=hyper, specs=specs)
 
-    def apply(grads, state, params, step, knobs, finite=None):
+    def apply(grads, state, params, step, hyperparams, finite=None):
         if c.offload:
-            trees, hyper = (grads, state, params, specs), rates(step, knobs)
-            return apply_in_parts(transforms, wholes, labels, hyper, trees, finite)
-        updates, new = update(grads, state, params, step, knobs)
+            trees, hyper = (grads, state, params, specs), rates(step, hyperparams)
+            return apply_offloaded(transforms, wholes, labels, hyper, trees, finite)
+        updates, new = update(grads, state, params, step, hyperparams)
         done = optax.apply_updates(params, updates), new
         if finite is None:
             return done
         return jax.tree.map(lambda n, o: jnp.where(finite, n, o), done, (params, state))
 
-    def rate(step, knobs):
-        groups = knobs["groups"]
+    def rate(step, hyperparams):
+        groups = hyperparams["groups"]
         shown = groups.get("matrix") or groups[min(groups)]  # a tuned part may have no matrix
-        return shown["learning_rate"] * multiplier(schedule, knobs["schedule"], step)
+        return shown["learning_rate"] * multiplier(schedule, hyperparams["schedule"], step)
 
     def eval_params(params, state):
         for name, (row, _) in used.items():
             if average := table[row].eval_params:
                 mine = jax.tree.map(functools.partial(only, name), labels, params)
-                mine = average(fetched(state.inner_states[name].inner_state), mine)
+                mine = average(to_device(state.inner_states[name].inner_state), mine)
                 params = jax.tree.map(functools.partial(replace, name), labels, params, mine)
         return params
 
-    knobs = jax.tree.map(jnp.float32, knobs)
-    return Optimizer(tx.init, update, rate, knobs, eval_params, apply, c.offload)
+    hyperparams = jax.tree.map(jnp.float32, hyperparams)
+    return Optimizer(tx.init, update, rate, hyperparams, eval_params, apply, c.offload)
 
 
-def apply_in_parts(
+def apply_offloaded(
     transforms: dict[str, Any],
     wholes: dict[str, bool],
     labels: Any,
@@ -354,7 +357,7 @@ def apply_in_parts(
     for name, tx in transforms.items():
         pick = functools.partial(jax.tree.map, functools.partial(only, name), labels)
         given = pick(grads), inner[name].inner_state, pick(params), pick(specs)
-        mine, new = update_in_parts(tx, hyper, *given, wholes[name], finite)
+        mine, new = update_offloaded(tx, hyper, *given, wholes[name], finite)
         params = jax.tree.map(functools.partial(replace, name), labels, params, mine)
         inner[name] = inner[name]._replace(inner_state=new)
     return params, state._replace(inner_states=inner)
@@ -369,7 +372,7 @@ def replace(name: str, label: str, param: Any, mine: Any) -> Any:
     return mine.astype(param.dtype) if label == name else param
 
 
-def transferred(hyper: Hyper, factor: float) -> Hyper:
+def apply_mup_multiplier(hyper: Hyper, factor: float) -> Hyper:
     """The rate times a factor of the width; rate x decay stays as it is."""
     if factor == 1:
         return hyper

@@ -80,7 +80,7 @@ Schedule = Annotated[
 ]
 
 
-def shortened(c: Schedule, total_steps: int) -> Schedule:
+def shorten_warmup(c: Schedule, total_steps: int) -> Schedule:
     """With a warm-up of a tenth of the run, where it would be longer than the whole run."""
     if c.warmup_steps <= total_steps:
         return c

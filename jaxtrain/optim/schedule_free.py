@@ -10,7 +10,7 @@ import optax
 import optax.contrib
 from pydantic import Field
 
-from jaxtrain.optim.param_groups import CommonConfig, Group, Hyper, one_rate
+from jaxtrain.optim.param_groups import CommonConfig, Hyper, ParamGroup, single_rate_groups
 from jaxtrain.optim.schedule import Constant, Schedule
 
 
@@ -50,7 +50,7 @@ def make_schedule_free(h: Hyper) -> optax.GradientTransformation:
     return optax.GradientTransformation(init, update)
 
 
-def schedule_free(c: ScheduleFreeConfig) -> dict[str, Group]:
+def schedule_free(c: ScheduleFreeConfig) -> dict[str, ParamGroup]:
     peaks = c.model_dump(include={"learning_rate", "weight_decay", "b1", "b2", "eps"})
     average = optax.contrib.schedule_free_eval_params
-    return one_rate(make_schedule_free, peaks, eval_params=average)
+    return single_rate_groups(make_schedule_free, peaks, eval_params=average)

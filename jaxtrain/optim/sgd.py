@@ -6,7 +6,7 @@ from typing import Literal
 import optax
 from pydantic import Field
 
-from jaxtrain.optim.param_groups import Group, Hyper, OptimizerConfig, one_rate
+from jaxtrain.optim.param_groups import Hyper, OptimizerConfig, ParamGroup, single_rate_groups
 
 
 class SGDConfig(OptimizerConfig):
@@ -30,6 +30,6 @@ def make_sgd(nesterov: bool) -> Callable[[Hyper], optax.GradientTransformation]:
     return make
 
 
-def sgd(c: SGDConfig) -> dict[str, Group]:
+def sgd(c: SGDConfig) -> dict[str, ParamGroup]:
     peaks = c.model_dump(include={"learning_rate", "weight_decay", "momentum"})
-    return one_rate(make_sgd(c.nesterov), peaks, transfer="sgd")
+    return single_rate_groups(make_sgd(c.nesterov), peaks, mup_rule="sgd")

@@ -15,8 +15,8 @@ from jaxtyping import Array, Float
 from pydantic import Field
 
 from jaxtrain.optim.adamw import make_adamw
-from jaxtrain.optim.merge_states import mean_of_stack
-from jaxtrain.optim.param_groups import Group, Hyper, OptimizerConfig
+from jaxtrain.optim.merge_states import mean_over_replicas
+from jaxtrain.optim.param_groups import Hyper, OptimizerConfig, ParamGroup
 
 
 class SOAPConfig(OptimizerConfig):
@@ -35,31 +35,31 @@ class SOAPConfig(OptimizerConfig):
     max_dim: int = Field(4096, ge=1, description="larger dims keep their own basis")
 
 
-class Side(NamedTuple):
+class Preconditioner(NamedTuple):
     """One factor of a matrix and its eigenvectors, the largest eigenvalue first."""
 
     factor: Array  # [..., n, n]
     basis: Array
 
 
-class Leaf(NamedTuple):
+class SOAPLeaf(NamedTuple):
     """State of one stack; a side is None where its dim is above max_dim."""
 
     m: Array
     v: Array
-    left: Side | None
-    right: Side | None
+    left: Preconditioner | None
+    right: Preconditioner | None
 
-    def merged(self) -> "Leaf":
+    def merge(self) -> "Leaf":
         """Of states stacked [R, ...], the mean of what is in the parameter's own basis; the
         eigenvectors, of which a mean would be no basis, and v, which is seen from them, are the
         first state's. The power iteration turns them to the mean factors as it goes on."""
 
-        def side(s: Side | None) -> Side | None:
-            return None if s is None else Side(mean_of_stack(s.factor), s.basis[0])
+        def side(s: Preconditioner | None) -> Preconditioner | None:
+            return None if s is None else Preconditioner(mean_over_replicas(s.factor), s.basis[0])
 
-        v = mean_of_stack(self.v) if self.left is self.right is None else self.v[0]
-        return Leaf(mean_of_stack(self.m), v, side(self.left), side(self.right))
+        v = mean_over_replicas(self.v) if self.left is self.right is None else self.v[0]
+        return SOAPLeaf(mean_over_replicas(self.m), v, side(self.left), side(self.right))
 
 
 class SOAPState(NamedTuple):
@@ -67,8 +67,11 @@ class SOAPState(NamedTuple):
     leaves: Any
 
 
-def turn(
-    x: Float[Array, "*L i o"], left: Side | None, right: Side | None, back: bool = False
+def to_eigenbasis(
+    x: Float[Array, "*L i o"],
+    left: Preconditioner | None,
+    right: Preconditioner | None,
+    back: bool = False,
 ) -> Float[Array, "*L i o"]:
     """Into the eigenbasis, or back out of it."""
     if left is not None:
@@ -80,11 +83,11 @@ def turn(
     return x
 
 
-def first_basis(side: Side, v: Array, dim: int) -> tuple[Array, Array]:
+def init_basis(side: Preconditioner, v: Array, dim: int) -> tuple[Array, Array]:
     return jnp.linalg.eigh(side.factor)[1][..., ::-1], v
 
 
-def next_basis(side: Side, v: Array, dim: int) -> tuple[Array, Array]:
+def power_iteration_basis(side: Preconditioner, v: Array, dim: int) -> tuple[Array, Array]:
     """One power iteration, orthogonalised by QR; the second moment moves with its eigenvectors."""
     seen = side.factor @ side.basis
     order = jnp.argsort(-jnp.sum(side.basis * seen, axis=-2), axis=-1)
@@ -92,49 +95,55 @@ def next_basis(side: Side, v: Array, dim: int) -> tuple[Array, Array]:
     return basis, jnp.take_along_axis(v, jnp.expand_dims(order, -1 if dim == -2 else -2), axis=dim)
 
 
-def refresh(h: Hyper, side: Side, v: Array, count: Array, gram: Array, dim: int):
+def update_preconditioner(
+    h: Hyper, side: Preconditioner, v: Array, count: Array, gram: Array, dim: int
+):
     """The side with a gradient's outer product averaged in, and the second moment of its basis."""
     factor = h["shampoo_beta"] * side.factor + (1 - h["shampoo_beta"]) * gram
     due = count % h["precondition_frequency"] == 0
     which = jnp.where(count == 0, 2, jnp.where(due, 1, 0))
     keep = lambda side, v: (side.basis, v)
-    branches = [keep, lambda s, v: next_basis(s, v, dim), lambda s, v: first_basis(s, v, dim)]
+    branches = [
+        keep,
+        lambda s, v: power_iteration_basis(s, v, dim),
+        lambda s, v: init_basis(s, v, dim),
+    ]
     basis, v = jax.lax.switch(which, branches, side._replace(factor=factor), v)
-    return Side(factor, basis), v
+    return Preconditioner(factor, basis), v
 
 
-def step(h: Hyper, count: Array, g: Array, s: Leaf, p: Array) -> tuple[Array, Leaf]:
+def step(h: Hyper, count: Array, g: Array, s: SOAPLeaf, p: Array) -> tuple[Array, SOAPLeaf]:
     """Update and state of one stack. The first gradient only makes the basis, nothing moves:
     in the eigenbasis of itself it is diagonal, and Adam would raise the rounding beside it."""
     g = g.astype(jnp.float32)
     moved = count > 0
     m = jnp.where(moved, h["b1"] * s.m + (1 - h["b1"]) * g, s.m)
-    g_turned, m_turned = turn(g, s.left, s.right), turn(m, s.left, s.right)
+    g_turned, m_turned = to_eigenbasis(g, s.left, s.right), to_eigenbasis(m, s.left, s.right)
     v = jnp.where(moved, h["b2"] * s.v + (1 - h["b2"]) * jnp.square(g_turned), s.v)
     steps = jnp.maximum(count, 1)
     m_hat, v_hat = m_turned / (1 - h["b1"] ** steps), v / (1 - h["b2"] ** steps)
-    u = turn(m_hat / (jnp.sqrt(v_hat) + h["eps"]), s.left, s.right, back=True)
+    u = to_eigenbasis(m_hat / (jnp.sqrt(v_hat) + h["eps"]), s.left, s.right, back=True)
     u = jnp.where(moved, -h["learning_rate"] * (u + h["weight_decay"] * p), 0.0)
     left, right = s.left, s.right
     if left is not None:
-        left, v = refresh(h, left, v, count, g @ g.mT, -2)
+        left, v = update_preconditioner(h, left, v, count, g @ g.mT, -2)
     if right is not None:
-        right, v = refresh(h, right, v, count, g.mT @ g, -1)
-    return u, Leaf(m, v, left, right)
+        right, v = update_preconditioner(h, right, v, count, g.mT @ g, -1)
+    return u, SOAPLeaf(m, v, left, right)
 
 
 def make_soap(max_dim: int) -> Callable[[Hyper], optax.GradientTransformation]:
     """The transformation of a tree of matrices `[..., in, out]`, from the rates in force."""
 
-    def side(p: jax.Array, n: int) -> Side | None:
+    def side(p: jax.Array, n: int) -> Preconditioner | None:
         if n > max_dim:
             return None
         shape = (*p.shape[:-2], n, n)
-        return Side(jnp.zeros(shape), jnp.broadcast_to(jnp.eye(n), shape))
+        return Preconditioner(jnp.zeros(shape), jnp.broadcast_to(jnp.eye(n), shape))
 
-    def leaf(p: jax.Array) -> Leaf:
+    def leaf(p: jax.Array) -> SOAPLeaf:
         zeros = jnp.zeros(p.shape, jnp.float32)
-        return Leaf(zeros, zeros, side(p, p.shape[-2]), side(p, p.shape[-1]))
+        return SOAPLeaf(zeros, zeros, side(p, p.shape[-2]), side(p, p.shape[-1]))
 
     def make(h: Hyper) -> optax.GradientTransformation:
         def init(params):
@@ -152,12 +161,15 @@ def make_soap(max_dim: int) -> Callable[[Hyper], optax.GradientTransformation]:
     return make
 
 
-def soap(c: SOAPConfig) -> dict[str, Group]:
+def soap(c: SOAPConfig) -> dict[str, ParamGroup]:
     adam = c.model_dump(include={"learning_rate", "weight_decay", "b1", "b2", "eps"})
     rates = adam | c.model_dump(include={"shampoo_beta", "precondition_frequency"})
-    decayed, plain = Group(make_adamw, adam), Group(make_adamw, {**adam, "weight_decay": 0.0})
+    decayed, plain = (
+        ParamGroup(make_adamw, adam),
+        ParamGroup(make_adamw, {**adam, "weight_decay": 0.0}),
+    )
     return {
-        "matrix": Group(make_soap(c.max_dim), rates, matrices=True),
+        "matrix": ParamGroup(make_soap(c.max_dim), rates, matrices=True),
         "embedding": decayed,
         "head": decayed,
         "gain": plain,

@@ -11,17 +11,17 @@ from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config import save_yaml, validate
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import Tokenizer, load_tokenizer, training_template
-from jaxtrain.finetune import PEFT, Parts, keys_values, make_parts
+from jaxtrain.finetune import PEFT, Partition, make_partition, prefix_keys_values
 from jaxtrain.interop import (
     Prompting,
-    carry_on,
     chat_template,
-    load_start,
+    copy_aux_files,
+    load_init_params,
     origin,
     prompting,
     special_tokens,
     write_adapter,
-    write_virtual,
+    write_prompt_adapter,
 )
 from jaxtrain.interop.companions import FOLDER
 from jaxtrain.interop.tensors import metadata_of, read, read_header, write
@@ -48,15 +48,20 @@ class Saved(NamedTuple):
 
 
 def save_result(
-    directory: Path, config: Resolved, parts: Parts, trained: Any, frozen: Any, tokenizer: Tokenizer
+    directory: Path,
+    config: Resolved,
+    partition: Partition,
+    trained: Any,
+    frozen: Any,
+    tokenizer: Tokenizer,
 ) -> None:
     """Write what a run leaves to others: the whole model, a tuned part as an adapter as well, and
     what lay beside the checkpoint that it started from."""
-    save_model(directory, config, parts.plain(trained, frozen), tokenizer)
+    save_model(directory, config, partition.merge(trained, frozen), tokenizer)
     if config.finetune.name in PEFT:
         save_adapter(directory / "adapter", config, trained)
     if config.train.init_from and jax.process_index() == 0:
-        carry_on(config.train.init_from, directory)
+        copy_aux_files(config.train.init_from, directory)
 
 
 def save_model(directory: Path, config: Resolved, params: Any, tokenizer: Tokenizer) -> None:
@@ -80,8 +85,8 @@ def save_adapter(directory: Path, config: Resolved, params: Any) -> None:
     said = origin(config.train.init_from)
     base = said.get("base_model", config.train.init_from), said.get("base_model_revision")
     if config.finetune.name in ("prompt", "prefix"):
-        shown = keys_values(params) if config.finetune.name == "prefix" else params
-        write_virtual(directory, config.model, shown, *base)
+        shown = prefix_keys_values(params) if config.finetune.name == "prefix" else params
+        write_prompt_adapter(directory, config.model, shown, *base)
         return
     facts = config.finetune.model_dump(include={"rank", "alpha", "rslora", "dora"})
     facts |= dict(zip(("base", "revision"), base))
@@ -157,14 +162,14 @@ def read_weights(path: Path, specs: Any, tokenizer: Tokenizer) -> Any:
 
 def read_run(run_dir: Path, config: Resolved, specs: Any, step: int | None) -> Any:
     """The model of a run's checkpoint, joined with what the run did not train."""
-    parts = make_parts(config.finetune, specs, compute_dtype(config.train.precision))
-    trained = read_checkpoint(run_dir, parts.trainable, step)
-    if parts.split is None:
+    partition = make_partition(config.finetune, specs, compute_dtype(config.train.precision))
+    trained = read_checkpoint(run_dir, partition.trainable, step)
+    if partition.init is None:
         return trained
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
-    where = jax.tree.map(lambda spec: here, parts.base)
-    base = load_start(config.train.init_from or "", parts.base, where, parts.store)
-    return parts.plain(trained, parts.split(base, config.run.seed)[0])
+    where = jax.tree.map(lambda spec: here, partition.base)
+    base = load_init_params(config.train.init_from or "", partition.base, where, partition.store)
+    return partition.merge(trained, partition.init(base, config.run.seed)[0])
 
 
 def check_finite(params: Any, path: Path) -> None:

@@ -16,7 +16,7 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
-from jaxtrain.optim import Optimizer, mean_of_stack, mean_of_states, merges
+from jaxtrain.optim import Optimizer, is_mergeable, mean_over_replicas, merge_states
 from jaxtrain.parallel import partition_spec, shard_map, shardings
 from jaxtrain.settings import UserError
 from jaxtrain.train.config import DiLoCo, Gossip
@@ -81,7 +81,7 @@ def local_task(task: Task, c: DiLoCo | Gossip, mesh: Mesh, resumed: bool = False
         own = state.replicas
         if isinstance(c, Gossip):
             weights = jax.vmap(inner.eval_params)(own.params, own.optimizer)
-            return jax.tree.map(mean_of_stack, weights)
+            return jax.tree.map(mean_over_replicas, weights)
         return params
 
     step = functools.partial(local_step, config=c, inner=inner, mesh=mesh)
@@ -94,7 +94,7 @@ def local_step(
     task: Task,
     state: State,
     batch: Any,
-    knobs: Any,
+    hyperparams: Any,
     frozen: Any = None,
     *,
     config: DiLoCo | Gossip,
@@ -109,15 +109,15 @@ def local_step(
     shared = state._replace(optimizer=state.optimizer.momentum)
     due = functools.partial(meet, task.specs, config) if isinstance(config, DiLoCo) else None
 
-    def one(shared: State, replicas: Replica, batch: Any, knobs: Any, frozen: Any) -> Any:
+    def one(shared: State, replicas: Replica, batch: Any, hyperparams: Any, frozen: Any) -> Any:
         own = jax.tree.map(lambda x: x[0], replicas)
         before = shared._replace(params=own.params, optimizer=own.optimizer)
-        after, metrics = train_step(own_task, before, batch, knobs, frozen)
+        after, metrics = train_step(own_task, before, batch, hyperparams, frozen)
         params, momentum, mine = shared.params, shared.optimizer, after.params
         if due is None:
             mine = every(config.every, after.step, ring_mean, mine)
         else:
-            end = knobs["schedule"]["total_steps"]
+            end = hyperparams["schedule"]["total_steps"]
             params, momentum, mine = due(after.step, end, params, momentum, mine)
         # What the exchange made, too, is looked at; of one bad replica, all learn.
         bad = nonfinite_values(mine) + nonfinite_values(params)
@@ -131,7 +131,7 @@ def local_step(
         one, mesh=mesh, in_specs=(P(), P("data"), P(None, "data"), P(), P()),
         out_specs=(P(), P("data"), P()), axis_names={"data"}, check_vma=False,
     )  # fmt: skip
-    new, replicas, metrics = split(shared, state.optimizer.replicas, batch, knobs, frozen)
+    new, replicas, metrics = split(shared, state.optimizer.replicas, batch, hyperparams, frozen)
     return new._replace(optimizer=LocalState(replicas, new.optimizer)), metrics
 
 
@@ -204,13 +204,13 @@ def regroup(saved: LocalState, like: LocalState) -> LocalState:
         jax.tree.map(lambda x: x.delete(), old)
         return done
 
-    own = jax.tree.map(change, saved.replicas, like.replicas, is_leaf=merges)
+    own = jax.tree.map(change, saved.replicas, like.replicas, is_leaf=is_mergeable)
     return saved._replace(replicas=own)
 
 
 def mean_for_each(old: Any, replicas: int) -> Any:
     """[R, ...] -> the mean, once for each new replica."""
-    return stacked(mean_of_states(old), replicas)
+    return stacked(merge_states(old), replicas)
 
 
 def stacked(tree: Any, replicas: int) -> Any:

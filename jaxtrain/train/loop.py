@@ -17,7 +17,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.resolve import decay_line, resolve, vocab_size_of, warmup_line
 from jaxtrain.data.store.progress import show_progress
 from jaxtrain.evaluation.evaluate import compile_scorer, held_out_batches, make_scorer, validate
-from jaxtrain.finetune import make_parts, plus, trained_by_matrix
+from jaxtrain.finetune import apply_lora_plus, make_partition, trainable_by_matrix
 from jaxtrain.inference.generate import compile_samples, write_samples
 from jaxtrain.model import Transformer, cast, check_fp8, flops_per_token, sizes, split
 from jaxtrain.objectives import make_objective
@@ -91,12 +91,14 @@ def train_alone(config: Config, group: Coordinator) -> dict[str, float]:
     t = c.train
     graphdef, specs = split(Transformer(c.model, vocab_size))
     dtype, parameters = compute_dtype(t.precision), sizes(specs)["total"]
-    parts = make_parts(c.finetune, specs, dtype)  # what trains, what is frozen
-    rates = plus(c.optim, c.finetune)
-    optimizer = make_optimizer(rates, parts.trainable, t.steps, t.batch_size * t.sequence_length)
+    partition = make_partition(c.finetune, specs, dtype)  # what trains, what is frozen
+    rates = apply_lora_plus(c.optim, c.finetune)
+    optimizer = make_optimizer(
+        rates, partition.trainable, t.steps, t.batch_size * t.sequence_length
+    )
     check_text(config)
     resumed = check_run(c)
-    check_tuned(c, parts)
+    check_tuned(c, partition)
     check_objective(c)
     data.check_lengths(c.data.stages, t.sequence_length)
     if c.model.fp8:
@@ -105,8 +107,8 @@ def train_alone(config: Config, group: Coordinator) -> dict[str, float]:
         f"model    {parameters:,} parameters, depth {c.model.depth}, width {c.model.width}, "
         f"{dtype.name} on {len(mesh.devices.flat)} x {mesh.devices.flat[0].device_kind}"
     )
-    if parts.split:
-        say(f"tune     {c.finetune.name}: {sizes(parts.trainable)['total']:,} parameters train")
+    if partition.init:
+        say(f"tune     {c.finetune.name}: {sizes(partition.trainable)['total']:,} parameters train")
     for line in (decay_line(config, c), warmup_line(config, c)):
         if line:
             say(line)
@@ -127,8 +129,8 @@ def train_alone(config: Config, group: Coordinator) -> dict[str, float]:
     run_dir = open_run(c, tokenizer, corpus, group)
     bytes_V = jnp.asarray(tokenizer.token_bytes())
     task = Task(
-        graphdef, parts.trainable, optimizer, dtype, bytes_V, c.optim.clip_norm, t.z_loss,
-        c.model.fp8, parts.join, c.mesh.zero, objective=make_objective(c.objective),
+        graphdef, partition.trainable, optimizer, dtype, bytes_V, c.optim.clip_norm, t.z_loss,
+        c.model.fp8, partition.join, c.mesh.zero, objective=make_objective(c.objective),
         repeats=c.mesh.pipeline_repeats, fp8_history=c.model.fp8_history,
         skip_nonfinite=t.on_nonfinite == "skip", loss_spike=t.loss_spike,
     )  # fmt: skip
@@ -137,18 +139,18 @@ def train_alone(config: Config, group: Coordinator) -> dict[str, float]:
     if t.local_sgd:
         task = local_task(task, t.local_sgd, mesh, resumed)
         optimizer = task.optimizer
-        sent = local_facts(t.local_sgd, parts.trainable, mesh, dtype)
+        sent = local_facts(t.local_sgd, partition.trainable, mesh, dtype)
         say(local_summary(t.local_sgd, sent, mesh))
 
     with jax.set_mesh(mesh), Checkpointer(run_dir, c.checkpoint) as checkpoints:
         # ---- state: new, or where the run stopped ----------------------------------------------
         shardings = state_shardings(task, mesh)
-        frozen, begin = start_of(parts, c, mesh, checkpoints.latest() is not None)
+        frozen, begin = start_of(partition, c, mesh, checkpoints.latest() is not None)
         state, position = new_or_resumed(
             task, shardings, checkpoints, c.run.seed, begin, group, say
         )
         del begin  # given away, or not needed
-        guard, start = Guard(t, parts.trainable, checkpoints, position), int(state.step)
+        guard, start = Guard(t, partition.trainable, checkpoints, position), int(state.step)
         state = guard.with_window(state)
         say(f"{'resume' if start else 'train':8s} {run_dir}: steps {start} to {t.steps}")
 
@@ -175,13 +177,15 @@ def train_alone(config: Config, group: Coordinator) -> dict[str, float]:
             rows = t.device_batch_size * num_batch_shards(mesh)
             return microbatches(batch, rows * t.sequence_length // batch.tokens_BT.shape[1], mesh)
 
-        knobs = jax.device_put(optimizer.knobs, jax.sharding.NamedSharding(mesh, jax.P()))
+        hyperparams = jax.device_put(
+            optimizer.hyperparams, jax.sharding.NamedSharding(mesh, jax.P())
+        )
         held = guard.draw(batches), batches.get_state()  # compiled against, and trained on first
         prepare_step = lambda batch: (
-            compile_step(make_step(task, mesh), state, place(batch), knobs, c, frozen),
+            compile_step(make_step(task, mesh), state, place(batch), hyperparams, c, frozen),
             batch.tokens_BT.shape,
         )
-        score = make_scorer(graphdef, parts.trainable, dtype, bytes_V, parts.join)
+        score = make_scorer(graphdef, partition.trainable, dtype, bytes_V, partition.join)
         scorer = functools.partial(score, frozen=frozen)
         judge = make_validation(task, views, references, c, mesh)
         # What is evaluated: the trained weights, or an average that the optimizer keeps of them.
@@ -202,7 +206,7 @@ def train_alone(config: Config, group: Coordinator) -> dict[str, float]:
                 given = outline(shown), outline(frozen), held_out, mesh
                 yield "validation", functools.partial(compile_scorer, score, *given)
             if c.sample.prompts:
-                whole = outline(parts.join(cast(shown, parts.trainable, dtype), frozen))
+                whole = outline(partition.join(cast(shown, partition.trainable, dtype), frozen))
                 given = whole, tokenizer, c, chat
                 yield "samples", functools.partial(compile_samples, graphdef, *given)
 
@@ -231,8 +235,8 @@ def train_alone(config: Config, group: Coordinator) -> dict[str, float]:
             path = run_dir / "samples" / f"step_{step:06d}.txt"
             with metrics.pause():
                 compiled.wait("samples")
-                shown = cast(weights(state.params, state.optimizer), parts.trainable, dtype)
-                write_samples(path, graphdef, parts.join(shown, frozen), tokenizer, c, chat)
+                shown = cast(weights(state.params, state.optimizer), partition.trainable, dtype)
+                write_samples(path, graphdef, partition.join(shown, frozen), tokenizer, c, chat)
 
         def save() -> None:
             with metrics.pause():
@@ -249,8 +253,10 @@ def train_alone(config: Config, group: Coordinator) -> dict[str, float]:
             MetricsWriter(
                 run_dir, c.metrics, total_steps=t.steps, start_step=start, parameters=parameters,
                 tokens_per_step=t.batch_size * t.sequence_length, primary=primary,
-                more=sent | {"compile_s": compile_s, "trained": trained_by_matrix(parts)},
-                flops_per_token=flops_per_token(c.model, specs, t.sequence_length, parts.trainable),
+                more=sent | {"compile_s": compile_s, "trained": trainable_by_matrix(partition)},
+                flops_per_token=flops_per_token(
+                    c.model, specs, t.sequence_length, partition.trainable
+                ),
             ) as metrics,
         ):  # fmt: skip
             stack.callback(lambda: batches.close())
@@ -263,7 +269,7 @@ def train_alone(config: Config, group: Coordinator) -> dict[str, float]:
                 if batch.tokens_BT.shape != shape:  # the data is in another stage
                     with metrics.pause():
                         step_fn, shape = prepare_step(batch)
-                state, values = step_fn(state, place(batch), knobs, frozen)
+                state, values = step_fn(state, place(batch), hyperparams, frozen)
                 guard.push(step, values)
                 values |= batches.statistics() | {"wait_s": batches.wait_s}
                 metrics.push(step, values)
@@ -290,7 +296,7 @@ def train_alone(config: Config, group: Coordinator) -> dict[str, float]:
             if step == t.steps:
                 check(full=True)
                 shown = weights(state.params, state.optimizer)
-                save_result(run_dir / "model", c, parts, shown, frozen, tokenizer)
+                save_result(run_dir / "model", c, partition, shown, frozen, tokenizer)
                 sample()
         checkpoints.wait()
     if primary:

@@ -1,7 +1,7 @@
 """What to say where a step does not fit the device's memory."""
 
 from jaxtrain.config.resolve import Resolved
-from jaxtrain.finetune.config import PartConfig
+from jaxtrain.finetune.config import FrozenBaseConfig
 from jaxtrain.runs.metrics import format_bytes
 
 
@@ -11,7 +11,11 @@ def memory_advice(c: Resolved, needed: int, limit: int | None) -> str:
     rows = c.train.device_batch_size
     ways = [f"lower train.device_batch_size (now {rows})"] * (rows > 1)
     ways += ["set model.remat=block"] * (c.model.remat not in ("block", "offload"))
-    if len(ways) < 2 and isinstance(c.finetune, PartConfig) and not c.finetune.base_quantization:
+    if (
+        len(ways) < 2
+        and isinstance(c.finetune, FrozenBaseConfig)
+        and not c.finetune.base_quantization
+    ):
         ways.append("set finetune.base_quantization=nf4")
     if len(ways) < 2 and not c.optim.offload:
         ways.append("set optim.offload=true")

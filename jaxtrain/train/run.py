@@ -20,14 +20,20 @@ from jaxtrain.cluster.xla_flags import check_options, known_options
 from jaxtrain.config import Config, save_yaml
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import Tokenizer, load_tokenizer, sources_of
-from jaxtrain.finetune import INSERTED, LoRAConfig, Parts, VirtualConfig, adapter_folder
+from jaxtrain.finetune import (
+    ADDED_MODULES,
+    LoRAConfig,
+    Partition,
+    PromptLearningConfig,
+    adapter_folder,
+)
 from jaxtrain.interop import (
     check_adapter,
-    holds,
-    load_start,
+    has_params,
+    load_init_params,
     origin,
     read_adapter,
-    read_virtual,
+    read_prompt_adapter,
 )
 from jaxtrain.parallel import place_batch, shardings
 from jaxtrain.parallel.mesh import process_batch_shard
@@ -86,10 +92,10 @@ def check_text(c: Config) -> None:
             )
 
 
-def check_tuned(c: Resolved, parts: Parts) -> None:
+def check_tuned(c: Resolved, partition: Partition) -> None:
     """Raises UserError for what could not be written in the end."""
     if isinstance(c.finetune, LoRAConfig):
-        check_adapter(c.model, parts.trainable, c.finetune.dora)
+        check_adapter(c.model, partition.trainable, c.finetune.dora)
 
 
 def check_writable(run_dir: Path) -> None:
@@ -139,27 +145,29 @@ def differences(old: Any, new: Any, path: str = "") -> list[str]:
     return [f"{path}: {old} -> {new}"]
 
 
-def start_of(parts: Parts, c: Resolved, mesh: Mesh, resumed: bool) -> tuple[Any, Any]:
+def start_of(partition: Partition, c: Resolved, mesh: Mesh, resumed: bool) -> tuple[Any, Any]:
     """(what is frozen, the parameters that a new run begins with), from train.init_from.
 
     None for nothing frozen, and for initial values or a checkpoint's.
     """
-    if c.train.init_from is None or (resumed and parts.split is None):
+    if c.train.init_from is None or (resumed and partition.init is None):
         return None, None
-    place = shardings(parts.base, mesh)
-    base = load_start(c.train.init_from, parts.base, place, parts.store)
-    if parts.split is None:
+    place = shardings(partition.base, mesh)
+    base = load_init_params(c.train.init_from, partition.base, place, partition.store)
+    if partition.init is None:
         return None, base
-    frozen, begin = parts.split(base, c.run.seed)
+    frozen, begin = partition.init(base, c.run.seed)
     adapter = None
-    if isinstance(c.finetune, LoRAConfig | VirtualConfig):
+    if isinstance(c.finetune, LoRAConfig | PromptLearningConfig):
         adapter = c.finetune.init_adapter
     if adapter and not resumed:
-        read = read_adapter if c.finetune.name == "lora" else read_virtual
+        read = read_adapter if c.finetune.name == "lora" else read_prompt_adapter
         begin = read(adapter_folder(adapter), c.model, begin)
-    elif c.finetune.name in INSERTED and holds(c.train.init_from, parts.trainable):
-        begin = load_start(c.train.init_from, parts.trainable, shardings(parts.trainable, mesh))
-    return frozen, jax.device_put(begin, shardings(parts.trainable, mesh))
+    elif c.finetune.name in ADDED_MODULES and has_params(c.train.init_from, partition.trainable):
+        begin = load_init_params(
+            c.train.init_from, partition.trainable, shardings(partition.trainable, mesh)
+        )
+    return frozen, jax.device_put(begin, shardings(partition.trainable, mesh))
 
 
 def new_or_resumed(
@@ -288,14 +296,16 @@ def check_labels(weights_BT: np.ndarray, step: int, run_dir: Path) -> None:
 
 
 def compile_step(
-    step: Any, state: Any, batch: Any, knobs: Any, c: Resolved, frozen: Any = None
+    step: Any, state: Any, batch: Any, hyperparams: Any, c: Resolved, frozen: Any = None
 ) -> Any:
     """Compile ahead of the loop, and refuse what the device cannot do or hold."""
     check_options(c.train.compiler_options)
     names = ("cublas",) * bool(c.model.fp8) + ("once",) * c.model.scan_layers
     options = known_options(names) | c.train.compiler_options
     try:
-        compiled = step.lower(state, batch, knobs, frozen).compile(compiler_options=options or None)
+        compiled = step.lower(state, batch, hyperparams, frozen).compile(
+            compiler_options=options or None
+        )
     except NotImplementedError as error:  # a backend asked for by name
         raise UserError(f"model.attention={c.model.attention}: {error}") from error
     limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")

@@ -10,12 +10,12 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
-from jaxtrain.finetune import join_all
+from jaxtrain.finetune import join_full
 from jaxtrain.model import cast, fp8_weights, initialize, path_name, with_fp8
-from jaxtrain.model.moe import LOADS, load_metrics
+from jaxtrain.model.moe import load_metrics
 from jaxtrain.objectives import losses as objectives
 from jaxtrain.optim import Optimizer
-from jaxtrain.optim.offload import host_sharding, waits
+from jaxtrain.optim.offload import host_sharding, is_offloaded
 from jaxtrain.parallel import (
     constrain_tree,
     partition_spec,
@@ -26,6 +26,7 @@ from jaxtrain.parallel import (
 from jaxtrain.train.config import LossSpike
 from jaxtrain.train.spikes import Checks, Spikes, judged, no_spikes, nonfinite_values
 from jaxtrain.weights.float8 import Maxima, expected, no_maxima, remember
+from jaxtrain.weights.params import BALANCE_GROUPS
 
 FIRST_SCALE = 2.0**15  # of float16's loss
 GROWTH_INTERVAL = 2000  # good steps before the loss scale doubles (Micikevicius et al. 2018)
@@ -61,7 +62,7 @@ class Task(NamedTuple):
     clip_norm: float | None = None
     z_loss: float = 0.0
     fp8: str | None = None  # "blocks", or "all" with the head
-    join: Callable[[Any, Any], Any] = join_all  # (trained, frozen) -> the model's parameters
+    join: Callable[[Any, Any], Any] = join_full  # (trained, frozen) -> the model's parameters
     zero: int = 3  # stage of ZeRO: which trees are split over the mesh's fsdp axis
     step: Callable[..., Any] | None = None  # in the place of `train_step`
     objective: objectives.Objective = objectives.NEXT_TOKEN
@@ -114,7 +115,7 @@ def state_shardings(task: Task, mesh: Mesh) -> State:
             if spec and len(spec.shape) == len(shape):
                 place = P(*front, *partition_spec(spec.axes, shape, mesh))
                 state = getattr(path[0], "name", "") == "optimizer"
-                if state and task.optimizer.offload and waits(leaf):
+                if state and task.optimizer.offload and is_offloaded(leaf):
                     return host_sharding(mesh, place)
                 return NamedSharding(mesh, place)
         return NamedSharding(mesh, P(*front))
@@ -221,7 +222,7 @@ def met_once(task: Task, fixed: Fixed, batch: Any, axes: tuple[str, ...]) -> Any
 
 
 def train_step(
-    task: Task, state: State, batch: Any, knobs: Any, frozen: Any = None
+    task: Task, state: State, batch: Any, hyperparams: Any, frozen: Any = None
 ) -> tuple[State, dict[str, Any]]:
     """One optimizer step on a batch `[microbatches, rows, T]`; metrics stay on the device.
 
@@ -237,13 +238,16 @@ def train_step(
     (loss, sums), grads, maxima = gradients(
         task, compute, batch, factor, frozen, shared, state.maxima
     )
-    load = load_metrics(grads, batch.tokens_BT.size)
+    load = load_metrics(grads)
     if scale is not None:
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale.scale, grads)
     leaves = zip(jax.tree.leaves(grads), jax.tree.leaves(task.specs))
     # What is no gradient (an expert's load) counts nothing.
     squares = jnp.stack(
-        [jnp.sum(jnp.square(g.astype(jnp.float32))) * (s.group not in LOADS) for g, s in leaves]
+        [
+            jnp.sum(jnp.square(g.astype(jnp.float32))) * (s.group not in BALANCE_GROUPS)
+            for g, s in leaves
+        ]
     )
     norm = jnp.sqrt(jnp.sum(squares))
     if task.clip_norm is not None:
@@ -258,11 +262,11 @@ def train_step(
         good = finite & (spike[0] == 0) if task.loss_spike.action == "skip" else finite
     skips = scale is not None or task.skip_nonfinite or good is not finite
     params, optimizer = task.optimizer.apply(
-        grads, state.optimizer, state.params, state.step, knobs, good if skips else None
+        grads, state.optimizer, state.params, state.step, hyperparams, good if skips else None
     )
     bad = nonfinite_values(params)
     checks = Checks((finite & (jnp.sum(bad) == 0)).astype(jnp.float32), squares, bad, spike)
-    rate = task.optimizer.rate(state.step, knobs)
+    rate = task.optimizer.rate(state.step, hyperparams)
     metrics = {**figures, "grad_norm": norm, "lr": rate, "checks": checks, **load}
     if skips:
         metrics["skipped"] = 1.0 - good

@@ -12,6 +12,8 @@ from flax import nnx
 
 Role = Literal["matrix", "embedding", "head", "gain", "scalar"]
 Params = dict[str, Any]
+# Of a mixture of experts: groups whose "gradient" is the number of tokens that each expert got.
+BALANCE_GROUPS = ("router_bias", "router_load")
 
 
 @dataclass(frozen=True)

@@ -13,8 +13,8 @@ import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
 
-from jaxtrain.finetune import make_parts
-from jaxtrain.finetune.config import LoRAConfig, of_adapter
+from jaxtrain.finetune import make_partition
+from jaxtrain.finetune.config import LoRAConfig, adapter_settings
 from jaxtrain.interop import load, open_checkpoint, read_adapter, write_adapter
 from jaxtrain.interop.peft import FILE
 from jaxtrain.interop.tensors import read_header
@@ -48,24 +48,24 @@ def adapter_of(folder, name):
 
 
 def opened(tmp_path, name, **changes):
-    """(config of LoRA, model's config, graphdef, parts, frozen, trained) of a case."""
+    """(config of LoRA, model's config, graphdef, partition, frozen, trained) of a case."""
     source = open_checkpoint(write_checkpoint(tmp_path / "base", FACTS[name]["base"]))
     c, graphdef, specs = build(source)
     folder = adapter_of(tmp_path / "adapter", name)
-    lora = LoRAConfig.model_validate(of_adapter(folder) | changes)
-    parts = make_parts(lora, specs, jnp.dtype(jnp.float32))
-    base = load(source, parts.base, store=parts.store)
-    frozen, start = parts.split(base, 0)
-    return lora, c, graphdef, parts, frozen, read_adapter(folder, c, start)
+    lora = LoRAConfig.model_validate(adapter_settings(folder) | changes)
+    partition = make_partition(lora, specs, jnp.dtype(jnp.float32))
+    base = load(source, partition.base, store=partition.store)
+    frozen, start = partition.init(base, 0)
+    return lora, c, graphdef, partition, frozen, read_adapter(folder, c, start)
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_pefts_adapter_gives_its_logits_here_and_goes_back(name, tmp_path):
-    lora, c, graphdef, parts, frozen, trained = opened(tmp_path, name)
-    join = jax.jit(parts.join)
+    lora, c, graphdef, partition, frozen, trained = opened(tmp_path, name)
+    join = jax.jit(partition.join)
     logits = logits_of(graphdef, join(trained, frozen), prompts())
     np.testing.assert_allclose(logits, GOLDEN[f"{name}/logits"], rtol=0, atol=1e-4)
-    merged = logits_of(graphdef, parts.plain(trained, frozen), prompts())
+    merged = logits_of(graphdef, partition.merge(trained, frozen), prompts())
     np.testing.assert_allclose(merged, logits, rtol=0, atol=1e-4)
     facts = lora.model_dump(include={"rank", "alpha", "rslora", "dora"}) | {"base": "x"}
     write_adapter(tmp_path / "out", c, trained, facts)
@@ -83,10 +83,10 @@ def reopened(tmp_path, name, folder):
     """Logits of a case's base with the adapter of a folder, as a run takes it over."""
     source = open_checkpoint(write_checkpoint(tmp_path / "again", FACTS[name]["base"]))
     c, graphdef, specs = build(source)
-    lora = LoRAConfig.model_validate(of_adapter(folder))
-    parts = make_parts(lora, specs, jnp.dtype(jnp.float32))
-    frozen, start = parts.split(load(source, parts.base, store=parts.store), 0)
-    return logits_of(graphdef, parts.join(read_adapter(folder, c, start), frozen), prompts())
+    lora = LoRAConfig.model_validate(adapter_settings(folder))
+    partition = make_partition(lora, specs, jnp.dtype(jnp.float32))
+    frozen, start = partition.init(load(source, partition.base, store=partition.store), 0)
+    return logits_of(graphdef, partition.join(read_adapter(folder, c, start), frozen), prompts())
 
 
 def test_modules_have_ranks_and_alphas_of_their_own(tmp_path):
@@ -132,35 +132,35 @@ def test_peft_reads_what_we_write(name, tmp_path):
 
 
 def part_of_gpt2(tmp_path, dora=False):
-    """(model's config, graphdef, base, parts, random adapter) of q and v, a part of c_attn."""
+    """(model's config, graphdef, base, partition, random adapter) of q and v, a part of c_attn."""
     source = open_checkpoint(write_checkpoint(tmp_path / "base", "gpt2"))
     c, graphdef, specs = build(source)
     lora = LoRAConfig(rank=4, alpha=8.0, targets=("q", "v"), dora=dora)
-    parts = make_parts(lora, specs, jnp.dtype(jnp.float32))
-    frozen, start = parts.split(load(source, parts.base, store=parts.store), 0)
+    partition = make_partition(lora, specs, jnp.dtype(jnp.float32))
+    frozen, start = partition.init(load(source, partition.base, store=partition.store), 0)
     random = np.random.default_rng(0)
     trained = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), start)
-    return c, graphdef, frozen, parts, trained
+    return c, graphdef, frozen, partition, trained
 
 
 def test_a_part_of_a_matrix_is_written_with_zeros_and_comes_back(tmp_path):
-    c, graphdef, frozen, parts, trained = part_of_gpt2(tmp_path)
+    c, graphdef, frozen, partition, trained = part_of_gpt2(tmp_path)
     facts = {"rank": 4, "alpha": 8.0, "rslora": False, "dora": False, "base": "x"}
     write_adapter(tmp_path / "out", c, trained, facts)
     table = load_file(tmp_path / "out" / FILE)
     up = table["base_model.model.transformer.h.1.attn.c_attn.lora_B.weight"]
     assert up.shape == (3 * 32, 8) and not up[32:64].any() and up[:32].any() and up[64:].any()
-    expected = logits_of(graphdef, parts.join(trained, frozen), prompts())
+    expected = logits_of(graphdef, partition.join(trained, frozen), prompts())
     source = open_checkpoint(tmp_path / "base")
     _, _, specs = build(source)
     for given in ({}, {"targets": ("q", "v")}):  # all of c_attn, and the part alone
-        lora = LoRAConfig.model_validate(of_adapter(tmp_path / "out") | given)
-        again = make_parts(lora, specs, jnp.dtype(jnp.float32))
-        base, start = again.split(load(source, again.base, store=again.store), 0)
+        lora = LoRAConfig.model_validate(adapter_settings(tmp_path / "out") | given)
+        again = make_partition(lora, specs, jnp.dtype(jnp.float32))
+        base, start = again.init(load(source, again.base, store=again.store), 0)
         found = again.join(read_adapter(tmp_path / "out", c, start), base)
         np.testing.assert_allclose(logits_of(graphdef, found, prompts()), expected, atol=1e-4)
-    lora = LoRAConfig.model_validate(of_adapter(tmp_path / "out") | {"targets": ("q",)})
-    start = make_parts(lora, specs, jnp.dtype(jnp.float32)).split(base, 0)[1]
+    lora = LoRAConfig.model_validate(adapter_settings(tmp_path / "out") | {"targets": ("q",)})
+    start = make_partition(lora, specs, jnp.dtype(jnp.float32)).init(base, 0)[1]
     with pytest.raises(UserError, match="changes blocks/attention/v too, which finetune.targets"):
         read_adapter(tmp_path / "out", c, start)
 
@@ -202,10 +202,10 @@ def test_a_damaged_adapter_is_named(tmp_path):
     ):
         (folder / "adapter_config.json").write_text(text)
         with pytest.raises(UserError, match=message):
-            of_adapter(folder)
+            adapter_settings(folder)
     with pytest.raises(UserError, match="num_virtual_tokens is None, but must be a number"):
         (folder / "adapter_config.json").write_text(json.dumps({"peft_type": "PROMPT_TUNING"}))
-        of_adapter(folder, "prompt")
+        adapter_settings(folder, "prompt")
     (folder / FILE).rename(folder / "adapter_model.bin")
     with pytest.raises(UserError, match=f"{FILE} is missing; adapter_model.bin is pickled.*peft"):
         read_header(folder / FILE)

@@ -24,7 +24,7 @@ from tiny import (
 from jaxtrain.config import load_config
 from jaxtrain.config.resolve import resolve
 from jaxtrain.evaluation import evaluate
-from jaxtrain.finetune import FinetuneConfig, make_parts, plus
+from jaxtrain.finetune import FinetuneConfig, apply_lora_plus, make_partition
 from jaxtrain.finetune.partition import flatten, map_named
 from jaxtrain.inference import generate
 from jaxtrain.main import main
@@ -115,22 +115,22 @@ CASES = {
 
 
 def part_of(case):
-    """(task, frozen, state, knobs) of a small llama of which a part is tuned."""
+    """(task, frozen, state, hyperparams) of a small llama of which a part is tuned."""
     tuning = TypeAdapter(FinetuneConfig).validate_python(CASES[case][0])
     sizes = {"adapter": "width", "prompt": "virtual_tokens", "prefix": "virtual_tokens"}
     inserted = {n: getattr(tuning, size) for n, size in sizes.items() if n == tuning.name}
     c = resolved(**LLAMA, qkv_bias=True, ffn_bias=True, **inserted)
     _, specs = split(Transformer(c, VOCAB))
-    parts = make_parts(tuning, specs, jnp.dtype(jnp.float32))
-    base = map_named(parts.store, random_params(parts.base))
-    frozen, start = parts.split(base, 0)
-    optim = plus(
+    partition = make_partition(tuning, specs, jnp.dtype(jnp.float32))
+    base = map_named(partition.store, random_params(partition.base))
+    frozen, start = partition.init(base, 0)
+    optim = apply_lora_plus(
         AdamWConfig(learning_rate=0.02, weight_decay=0.0, schedule={"name": "constant"}), tuning
     )
-    optimizer = make_optimizer(optim, parts.trainable, 100)
+    optimizer = make_optimizer(optim, partition.trainable, 100)
     task, _ = make_task(c)
-    task = task._replace(specs=parts.trainable, optimizer=optimizer, join=parts.join)
-    return parts, task, frozen, init_state(task, 0, start), optimizer.knobs
+    task = task._replace(specs=partition.trainable, optimizer=optimizer, join=partition.join)
+    return partition, task, frozen, init_state(task, 0, start), optimizer.hyperparams
 
 
 SLOW = ("freeze", "bitfit", "prefix", "adapter", "ia3", "prompt")
@@ -140,13 +140,13 @@ SOME = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CAS
 @pytest.mark.parametrize("case", SOME)
 def test_a_part_trains_alone_and_fits_a_batch(case):
     """Nothing but the part is in the gradient and in the optimizer's state."""
-    parts, task, frozen, state, knobs = part_of(case)
-    names = list(flatten(parts.trainable))
+    partition, task, frozen, state, hyperparams = part_of(case)
+    names = list(flatten(partition.trainable))
     assert names and all(any(word in n for word in CASES[case][1].split()) for n in names)
     trained = sum(x.nbytes for x in jax.tree.leaves(state.params))
     moments = sum(x.nbytes for x in jax.tree.leaves(state.optimizer) if x.ndim)
     assert moments == 2 * trained
-    assert trained < sum(s.size * 4 for s in jax.tree.leaves(parts.base)) * 0.75
+    assert trained < sum(s.size * 4 for s in jax.tree.leaves(partition.base)) * 0.75
     before = jax.tree.map(np.asarray, frozen)
     start = jax.tree.map(np.asarray, state.params)
     mesh = mesh_of()
@@ -154,7 +154,7 @@ def test_a_part_trains_alone_and_fits_a_batch(case):
         step = make_step(task, mesh)
         rows, losses = place_batch(batch(4, micro=4), mesh, batch_dim=1), []
         for _ in range(12):
-            state, metrics = step(state, rows, knobs, frozen)
+            state, metrics = step(state, rows, hyperparams, frozen)
             losses.append(float(metrics["loss"]))
     assert losses[-1] < losses[0] - 0.1, losses
     assert len(metrics["checks"].gradient_squares) == len(names)
@@ -225,7 +225,7 @@ def test_targets_take_the_names_of_peft():
 def test_lora_plus_is_a_ratio_of_rates():
     c = TypeAdapter(FinetuneConfig).validate_python({"name": "lora", "lora_plus_ratio": 16.0})
     optim = AdamWConfig(learning_rate=1e-3)
-    assert plus(optim, c).multipliers == {"lora_b": 16.0}
-    assert plus(optim.model_copy(update={"multipliers": {"lora_b": 2.0}}), c).multipliers == {
-        "lora_b": 2.0
-    }
+    assert apply_lora_plus(optim, c).multipliers == {"lora_b": 16.0}
+    assert apply_lora_plus(
+        optim.model_copy(update={"multipliers": {"lora_b": 2.0}}), c
+    ).multipliers == {"lora_b": 2.0}

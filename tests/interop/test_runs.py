@@ -17,7 +17,7 @@ from jaxtrain.config import load_config
 from jaxtrain.data.tokenizer.tokenizer import byte_alphabet, byte_tokenizer
 from jaxtrain.evaluation import evaluate
 from jaxtrain.inference import generate
-from jaxtrain.interop import chat_template, load_start
+from jaxtrain.interop import chat_template, load_init_params
 from jaxtrain.interop.__main__ import main as interop
 from jaxtrain.interop.companions import prompting
 from jaxtrain.interop.tokenizer_json import tokenizer_json
@@ -135,7 +135,7 @@ def test_a_run_or_a_checkpoint_to_start_from(imported):
         assert (c.model.heads, c.model.kv_heads, c.model.remat) == (4, 2, "block")
         assert c.data.tokenizer.model_dump()["path"].startswith(str(start))
         specs = load_saved(run).specs
-        params.append(load_start(str(start), specs, shardings(specs, mesh)))
+        params.append(load_init_params(str(start), specs, shardings(specs, mesh)))
     same(*params)
     assert params[0]["embed"].sharding.spec[0] == "tensor"
     with pytest.raises(UserError, match="no run, no model folder and no checkpoint"):
@@ -143,10 +143,10 @@ def test_a_run_or_a_checkpoint_to_start_from(imported):
     other = c.model.model_copy(update={"hidden": 64})
     _, specs = split(Transformer(resolve_model(other, 32), 90))
     with pytest.raises(UserError, match=r"needs blocks/ffn/down of shape \(2, 64, 32\)"):
-        load_start(str(run), specs, shardings(specs, mesh))
+        load_init_params(str(run), specs, shardings(specs, mesh))
     _, specs = split(Transformer(resolve_model(c.model.model_copy(update={"prompt": 3}), 32), 90))
     with pytest.raises(UserError, match="has no prompt, which the model section of the run asks"):
-        load_start(str(folder), specs, shardings(specs, mesh))
+        load_init_params(str(folder), specs, shardings(specs, mesh))
 
 
 OTHER = {

@@ -78,7 +78,7 @@ def test_the_loss_is_that_of_transformers_packed_or_not_and_accumulated_or_not(
     bytes_V = jnp.ones(source.config["vocab_size"])
     task = Task(graphdef, specs, optimizer, jnp.dtype("float32"), bytes_V)
     state = begin(task, mesh_of())._replace(params=jax.tree.map(jnp.asarray, load(source, specs)))
-    step = jax.jit(lambda batch: train_step(task, state, batch, optimizer.knobs)[1])
+    step = jax.jit(lambda batch: train_step(task, state, batch, optimizer.hyperparams)[1])
     pieces = [Piece(i, True, 0, int(n)) for i, n in enumerate(store.lengths)]
     packed = assemble([(store, pieces)], 256, segments=True)
     alone = assemble([*((store, [piece]) for piece in pieces), (store, [])], 128, segments=True)

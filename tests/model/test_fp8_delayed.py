@@ -105,7 +105,7 @@ def test_microbatches_scan_and_remat_change_nothing(settled):
 # ---- whole steps -------------------------------------------------------------------------------
 
 
-def trained(task, knobs, mesh):
+def trained(task, hyperparams, mesh):
     """A function (state or None, steps) -> (state, losses) on one batch."""
     with jax.set_mesh(mesh):
         step, placed = make_step(task, mesh), place_batch(batch(8, micro=8), mesh, batch_dim=1)
@@ -115,7 +115,7 @@ def trained(task, knobs, mesh):
         with jax.set_mesh(mesh):
             state = state or begin(task, mesh)
             for _ in range(steps):
-                state, metrics = step(state, placed, knobs)
+                state, metrics = step(state, placed, hyperparams)
                 losses.append(float(metrics["loss"]))
         return state, losses
 

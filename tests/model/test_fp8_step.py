@@ -112,13 +112,13 @@ def test_scan_and_remat_change_nothing():
 @pytest.mark.usefixtures("small")
 def test_a_model_learns_as_it_does_without():
     def losses(fp8):
-        task, knobs = make_task(resolved(depth=1, fp8=fp8))
+        task, hyperparams = make_task(resolved(depth=1, fp8=fp8))
         mesh, out = mesh_of(), []
         with jax.set_mesh(mesh):
             step, state = make_step(task, mesh), begin(task, mesh)
             placed = place_batch(batch(8, micro=8), mesh, batch_dim=1)
             for _ in range(40):
-                state, metrics = step(state, placed, knobs)
+                state, metrics = step(state, placed, hyperparams)
                 out.append(float(metrics["loss"]))
         return np.array(out)
 

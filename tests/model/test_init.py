@@ -154,11 +154,11 @@ def train(init, steps=50, lr=1e-3, **changes):
     optim = AdamWConfig.model_validate(
         {"learning_rate": lr, "schedule": {"name": "constant"}, "clip_norm": 1.0}
     )
-    task, knobs = make_task(config(init, scan_layers=True, **changes), optim, steps)
+    task, hyperparams = make_task(config(init, scan_layers=True, **changes), optim, steps)
     step, state, rows = make_step(task, mesh_of()), begin(task, mesh_of()), batch(4, 16, micro=4)
     losses = []
     for _ in range(steps):
-        state, metrics = step(state, rows, knobs)
+        state, metrics = step(state, rows, hyperparams)
         losses.append(metrics["loss"])
     return np.array([float(loss) for loss in losses])
 
@@ -190,7 +190,7 @@ def test_48_layers_without_norms_or_a_scheme_do_not(monkeypatch):
 def moved_logits(init, width):
     """Root mean square change of the logits in a few steps at a high rate."""
     optim = AdamWConfig.model_validate({"learning_rate": 1e-2, "schedule": {"name": "constant"}})
-    task, knobs = make_task(config(init, depth=1, width=width, base_width=32), optim)
+    task, hyperparams = make_task(config(init, depth=1, width=width, base_width=32), optim)
     step, state, rows = make_step(task, mesh_of()), begin(task, mesh_of()), batch(4, 16, micro=4)
 
     @jax.jit
@@ -200,7 +200,7 @@ def moved_logits(init, width):
 
     before = logits(state.params)
     for _ in range(4):
-        state, _ = step(state, rows, knobs)
+        state, _ = step(state, rows, hyperparams)
     return float(jnp.sqrt(jnp.mean(jnp.square(logits(state.params) - before))))
 
 

@@ -14,7 +14,7 @@ from test_transformer import FAMILIES, logits
 from tiny import VOCAB, random_params, resolved, tokens
 
 import jaxtrain
-from jaxtrain.finetune import LoRAConfig, make_parts
+from jaxtrain.finetune import LoRAConfig, make_partition
 from jaxtrain.finetune.partition import flatten, in_blocks, map_named
 from jaxtrain.model import Adapted, Transformer, attention, block, pack, split, whole
 from jaxtrain.model.config import ResolvedModel
@@ -103,5 +103,5 @@ def test_a_change_beside_any_matrix_learns(name, monkeypatch):
 def test_a_narrow_matrix_is_a_target_of_lora_whatever_the_rank(monkeypatch):
     """The gate has as many columns as there are heads, here 4."""
     _, specs = split(Transformer(one_layer("README", monkeypatch), VOCAB))
-    parts = make_parts(LoRAConfig(rank=16), specs, jnp.dtype(jnp.float32))
-    assert flatten(parts.trainable)["blocks/attention/gate/b"].shape == (1, 16, 4)
+    partition = make_partition(LoRAConfig(rank=16), specs, jnp.dtype(jnp.float32))
+    assert flatten(partition.trainable)["blocks/attention/gate/b"].shape == (1, 16, 4)

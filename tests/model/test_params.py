@@ -8,7 +8,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import LLAMA, VOCAB, resolved, same
 
-from jaxtrain.finetune import make_parts
+from jaxtrain.finetune import make_partition
 from jaxtrain.finetune.config import FreezeConfig, FullConfig, LoRAConfig
 from jaxtrain.model import (
     LayerSpec,
@@ -70,7 +70,7 @@ def test_a_frozen_weight_counts_4_flops_a_token():
     c = resolved(**LLAMA)
     specs = split(Transformer(c, VOCAB))[1]
     flops = lambda tuning: flops_per_token(
-        c, specs, 32, make_parts(tuning, specs, jnp.dtype(jnp.float32)).trainable
+        c, specs, 32, make_partition(tuning, specs, jnp.dtype(jnp.float32)).trainable
     )
     full, weights = flops_per_token(c, specs, 32), active(c, specs)
     assert flops(FullConfig()) == full

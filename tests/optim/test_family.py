@@ -129,7 +129,7 @@ def test_eval_params_of_the_optimizer():
     optimizer = make_optimizer(config("schedule_free", learning_rate=0.1), specs, 10)
     state, update = optimizer.init(params), jax.jit(optimizer.update)
     for step in range(2):
-        updates, state = update(grads, state, params, jnp.int32(step), optimizer.knobs)
+        updates, state = update(grads, state, params, jnp.int32(step), optimizer.hyperparams)
         params = optax.apply_updates(params, updates)
     average = jax.jit(optimizer.eval_params)(params, state)
     for x, p in zip(jax.tree.leaves(average), jax.tree.leaves(params), strict=True):
@@ -314,7 +314,7 @@ def test_bfloat16_states_leave_the_scales_of_8_bits_in_float32():
         optimizer = make_optimizer(config("adamw8bit", state_dtype=dtype), specs, 10)
         state, update = optimizer.init(params), jax.jit(optimizer.update)
         for step in range(3):
-            updates, state = update(grads, state, params, jnp.int32(step), optimizer.knobs)
+            updates, state = update(grads, state, params, jnp.int32(step), optimizer.hyperparams)
         ends.append((updates["blocks"]["ffn"]["up"], state))
     np.testing.assert_allclose(ends[0][0], ends[1][0], rtol=1e-6)  # float32's last bits
     kinds = {"blocks": set(), "embed": set()}
@@ -348,14 +348,14 @@ TOLERANCES = {"adamw8bit": 1e-2, "lamb": 1e-4, "lars": 1e-4, "soap": 1e-2}
 def test_eight_devices_train_as_one(name, tolerance):
     """What looks beyond single values: norms, blocks, eigenvectors."""
     fields = {"min_size": 256, "block_size": 16} if name == "adamw8bit" else {}
-    task, knobs = make_task(resolved(**LLAMA | {"depth": 1}), config(name, **fields))
+    task, hyperparams = make_task(resolved(**LLAMA | {"depth": 1}), config(name, **fields))
     losses = []
     for mesh in (mesh_of(), mesh_of(2, 2, 2)):
         with jax.set_mesh(mesh):
             step, state = make_step(task, mesh), begin_random(task, mesh)
             rows = place_batch(batch(8, micro=8), mesh, batch_dim=1)
             for _ in range(4):
-                state, metrics = step(state, rows, knobs)
+                state, metrics = step(state, rows, hyperparams)
             losses.append(float(metrics["loss"]))
     assert losses[0] == pytest.approx(losses[1], rel=tolerance)
 
@@ -378,7 +378,7 @@ def moves(optimizer, specs):
     params = random_params(specs)
     ones = jax.tree.map(jnp.ones_like, params)
     updates, _ = optimizer.update(
-        ones, optimizer.init(params), params, jnp.int32(0), optimizer.knobs
+        ones, optimizer.init(params), params, jnp.int32(0), optimizer.hyperparams
     )
     flat = jax.tree_util.tree_leaves_with_path(updates)
     return {path_name(p): float(jnp.abs(u).mean()) for p, u in flat}
@@ -412,7 +412,7 @@ def test_the_decay_does_not_follow_the_width():
     params = random_params(specs)
     zeros = jax.tree.map(jnp.zeros_like, params)
     updates, _ = optimizer.update(
-        zeros, optimizer.init(params), params, jnp.int32(0), optimizer.knobs
+        zeros, optimizer.init(params), params, jnp.int32(0), optimizer.hyperparams
     )
     np.testing.assert_allclose(updates["head"], -1e-3 * 0.1 * params["head"], rtol=1e-5, atol=1e-9)
 

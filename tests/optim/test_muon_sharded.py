@@ -49,7 +49,7 @@ def placed(task, mesh):
         for i, (name, spec) in enumerate(SPECS.items())
     }
     grads = [jax.device_put(random(seed), where) for seed in (1, 2)]
-    args = grads[0], state.optimizer, state.params, jnp.int32(0), task.optimizer.knobs
+    args = grads[0], state.optimizer, state.params, jnp.int32(0), task.optimizer.hyperparams
     out = where, state_shardings(task, mesh).optimizer
     update = jax.jit(lambda *args: task.optimizer.update(*args), out_shardings=out)  # traced anew
     return state, grads, update.lower(*args).compile()
@@ -60,7 +60,9 @@ def two_steps(task, mesh):
         state, grads, update = placed(task, mesh)
         params, optimizer = state.params, state.optimizer
         for step, g in enumerate(grads):
-            updates, optimizer = update(g, optimizer, params, jnp.int32(step), task.optimizer.knobs)
+            updates, optimizer = update(
+                g, optimizer, params, jnp.int32(step), task.optimizer.hyperparams
+            )
             params = jax.tree.map(jnp.add, params, updates)
     return params, optimizer
 

@@ -34,8 +34,8 @@ from jaxtrain.weights.params import Initializer, ParamSpec
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Even the smallest state waits on the host, and comes in as many parts as can be."""
-    monkeypatch.setattr(offload, "LEAST", 0)
-    monkeypatch.setattr(offload, "PART", 1)
+    monkeypatch.setattr(offload, "MIN_BYTES", 0)
+    monkeypatch.setattr(offload, "CHUNK_BYTES", 1)
 
 
 def config(name, **fields):
@@ -85,7 +85,7 @@ def walk(c, steps=2):
     start = random_params(SPECS)
     for i in range(steps):
         grads = jax.tree.map(lambda p, i=i: jnp.sin(9 * p + i), start)
-        params, state = apply(params, state, grads, jnp.int32(i), optimizer.knobs)
+        params, state = apply(params, state, grads, jnp.int32(i), optimizer.hyperparams)
     return params, state
 
 
@@ -117,11 +117,11 @@ def test_the_update_in_parts_is_the_same_bit_for_bit(name):
 
 
 def trained(c, mesh, steps=2, dtype=jnp.float32, **model):
-    task, knobs = make_task(optim=c, dtype=dtype, **LLAMA | model)
+    task, hyperparams = make_task(optim=c, dtype=dtype, **LLAMA | model)
     with jax.set_mesh(mesh):
         state, step = begin_random(task, mesh), make_step(task, mesh)
         for i in range(steps):
-            state, _ = step(state, place_batch(batch(micro=8, seed=i), mesh, 1), knobs)
+            state, _ = step(state, place_batch(batch(micro=8, seed=i), mesh, 1), hyperparams)
     return state
 
 
@@ -140,34 +140,34 @@ def test_sharded_states_stay_on_the_host_and_train_the_same():
 
 @pytest.mark.slow
 def test_an_overflow_in_float16_leaves_them_as_they_were():
-    task, knobs = make_task(optim=config("adamw", offload=True), dtype=jnp.float16, depth=1)
+    task, hyperparams = make_task(optim=config("adamw", offload=True), dtype=jnp.float16, depth=1)
     mesh = mesh_of()
     with jax.set_mesh(mesh):
         before, step = begin_random(task, mesh), make_step(task, mesh)
         before = before._replace(loss_scale=before.loss_scale._replace(scale=jnp.float32(1e30)))
         kept = jax.device_get((before.params, before.optimizer))
-        skipped, _ = step(before, batch(micro=8), knobs)
+        skipped, _ = step(before, batch(micro=8), hyperparams)
         same((skipped.params, skipped.optimizer), kept)
         good, metrics = step(skipped._replace(loss_scale=LossScale(jnp.float32(8), jnp.int32(0))),
-                             batch(micro=8), knobs)  # fmt: skip
+                             batch(micro=8), hyperparams)  # fmt: skip
     assert metrics["skipped"] == 0 and good.step == 2
     moments = [x for x in jax.tree.leaves(good.optimizer) if offload.on_host(x)]
     assert moments and any(np.any(x) for x in moments)
 
 
 def test_stacks_go_by_layers_and_other_arrays_by_rows_of_a_bounded_size(monkeypatch):
-    monkeypatch.setattr(offload, "PART", 2 * 2 * 8 * 8 * 4)  # two layers of two stacks
+    monkeypatch.setattr(offload, "CHUNK_BYTES", 2 * 2 * 8 * 8 * 4)  # two layers of two stacks
     specs = {"down": SPECS["blocks"]["down"], "up": SPECS["blocks"]["up"], "embed": SPECS["embed"]}
     params = {name: jnp.zeros(s.shape) for name, s in specs.items()}
     stacks, embed = {"down", "up"}, {"embed"}
-    assert offload.portions(params, specs, False) == [(stacks, 2), (embed, 2)]
-    monkeypatch.setattr(offload, "PART", 1)
-    assert offload.portions(params, specs, False) == [(stacks, 4), (embed, 2)]
-    assert offload.portions(params, specs, True) == [(stacks, 4), (embed, 1)]
+    assert offload.offload_chunks(params, specs, False) == [(stacks, 2), (embed, 2)]
+    monkeypatch.setattr(offload, "CHUNK_BYTES", 1)
+    assert offload.offload_chunks(params, specs, False) == [(stacks, 4), (embed, 2)]
+    assert offload.offload_chunks(params, specs, True) == [(stacks, 4), (embed, 1)]
     with jax.set_mesh(mesh_of(fsdp=2)):  # matrices are dealt out
-        assert offload.portions(params, specs, True) == [(stacks, 2), (embed, 1)]
+        assert offload.offload_chunks(params, specs, True) == [(stacks, 2), (embed, 1)]
     with jax.set_mesh(mesh_of(pipeline=2)):  # the layers are
-        assert {parts for _, parts in offload.portions(params, specs, False)} == {1, 2}
+        assert {parts for _, parts in offload.offload_chunks(params, specs, False)} == {1, 2}
 
 
 @pytest.mark.slow

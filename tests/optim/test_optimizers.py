@@ -10,7 +10,7 @@ from tiny import LLAMA, VOCAB, batch, begin, make_task, mesh_of, random_params, 
 
 from jaxtrain.model import Transformer, path_name, split
 from jaxtrain.optim import OPTIMIZERS, OptimConfig, make_optimizer
-from jaxtrain.optim.param_groups import Group, OptimizerConfig, build
+from jaxtrain.optim.param_groups import OptimizerConfig, ParamGroup, build_optimizer
 from jaxtrain.optim.schedule import Constant
 from jaxtrain.settings import UserError
 from jaxtrain.train.step import init_state, make_step, state_shardings
@@ -43,17 +43,17 @@ EACH = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in OPT
 
 @pytest.fixture(scope="module", params=EACH)
 def trained(request):
-    """(task, knobs, compiled step, state, losses) after some steps on one batch."""
+    """(task, hyperparams, compiled step, state, losses) after some steps on one batch."""
     # every role is there, in few arrays
     plain = {"depth": 1, "value_embeddings": False, "smear": False, "backout": False}
     c = resolved(**plain, norm_gain=True)
-    task, knobs = make_task(c, config(request.param), STEPS)
+    task, hyperparams = make_task(c, config(request.param), STEPS)
     step, state = make_step(task, mesh_of()), begin(task, mesh_of())
     rows, losses = batch(micro=8), []
     for _ in range(STEPS):
-        state, metrics = step(state, rows, knobs)
+        state, metrics = step(state, rows, hyperparams)
         losses.append(metrics["loss"])
-    return task, knobs, step, state, [float(loss) for loss in losses]
+    return task, hyperparams, step, state, [float(loss) for loss in losses]
 
 
 def test_overfits_a_batch(trained):
@@ -70,9 +70,9 @@ def moved_by_the_rate(state):
 
 
 def test_a_changed_rate_does_not_recompile_and_counts(trained):
-    _, knobs, step, state, _ = trained
+    _, hyperparams, step, state, _ = trained
     before = jax.tree.map(jnp.copy, state)
-    halted = jax.tree.map(jnp.copy, knobs)
+    halted = jax.tree.map(jnp.copy, hyperparams)
     for rates in halted["groups"].values():
         rates["learning_rate"] = jnp.float32(0.0)
     halted["schedule"]["total_steps"] = jnp.float32(1e6)
@@ -83,24 +83,24 @@ def test_a_changed_rate_does_not_recompile_and_counts(trained):
 
 
 def test_resumes_bit_for_bit_through_the_host(trained):
-    task, knobs, step, state, _ = trained
+    task, hyperparams, step, state, _ = trained
     ends = []
     for start in (
         jax.tree.map(jnp.copy, state),
         jax.device_put(jax.device_get(state), state_shardings(task, mesh_of())),
     ):
         for seed in (1, 2):
-            start, metrics = step(start, batch(micro=8, seed=seed), knobs)
+            start, metrics = step(start, batch(micro=8, seed=seed), hyperparams)
         ends.append((start, metrics))
     same(*ends)
 
 
 def test_zero_gradients_are_no_nan(trained):
-    task, knobs, _, state, _ = trained
+    task, hyperparams, _, state, _ = trained
     zeros = jax.tree.map(jnp.zeros_like, state.params)
     update = jax.jit(task.optimizer.update)
     for optimizer in (jax.jit(task.optimizer.init)(zeros), state.optimizer):
-        updates, new = update(zeros, optimizer, state.params, jnp.int32(0), knobs)
+        updates, new = update(zeros, optimizer, state.params, jnp.int32(0), hyperparams)
         for leaf in jax.tree.leaves((updates, new)):
             assert np.isfinite(leaf).all()
 
@@ -138,10 +138,10 @@ def test_every_parameter_is_covered(name, changes):
 
 
 def test_an_uncovered_parameter_is_named():
-    group = Group(lambda h: optax.scale(-1.0), {"learning_rate": 1.0})
+    group = ParamGroup(lambda h: optax.scale(-1.0), {"learning_rate": 1.0})
     table = {"matrix": group, "embedding": group, "scalar": group}
     with pytest.raises(UserError, match=r"no group covers head \(role head\); there are matrix, "):
-        build(OptimizerConfig(), Constant(), table, specs_of(), 100)
+        build_optimizer(OptimizerConfig(), Constant(), table, specs_of(), 100)
 
 
 def test_the_finer_group_wins_over_the_role():
@@ -149,16 +149,16 @@ def test_the_finer_group_wins_over_the_role():
     specs = specs_of(depth=2)
     move = lambda h: optax.scale(-h["learning_rate"])
     table = {
-        name: Group(move, {"learning_rate": float(rate)})
+        name: ParamGroup(move, {"learning_rate": float(rate)})
         for rate, name in enumerate(
             ("matrix", "embedding", "value_embedding", "head", "scalar", "x0_scale"), start=1
         )
     }
     c = OptimizerConfig.model_validate({"schedule": {"name": "constant"}})
-    optimizer, params = build(c, c.schedule, table, specs, 10), random_params(specs)
+    optimizer, params = build_optimizer(c, c.schedule, table, specs, 10), random_params(specs)
     ones = jax.tree.map(jnp.ones_like, params)
     updates, _ = optimizer.update(
-        ones, optimizer.init(params), params, jnp.int32(0), optimizer.knobs
+        ones, optimizer.init(params), params, jnp.int32(0), optimizer.hyperparams
     )
     moved = {
         path_name(p): -float(u.ravel()[0]) for p, u in jax.tree_util.tree_leaves_with_path(updates)
@@ -206,6 +206,6 @@ def test_adamw_and_lion_are_optaxs_and_gains_and_scalars_do_not_decay(name, refe
     update, update_theirs = jax.jit(ours.update), jax.jit(theirs.update)
     for step in range(2):
         expected, other = update_theirs(grads, other, params)
-        updates, mine = update(grads, mine, params, jnp.int32(step), ours.knobs)
+        updates, mine = update(grads, mine, params, jnp.int32(step), ours.hyperparams)
         for a, b in zip(jax.tree.leaves(updates), jax.tree.leaves(expected), strict=True):
             np.testing.assert_allclose(a, b, rtol=1e-5, atol=1e-8)

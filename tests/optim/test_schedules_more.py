@@ -75,7 +75,7 @@ def specs_of(**changes):
 
 def peaks(c, batch_tokens=None, of="learning_rate"):
     optimizer = make_optimizer(c, specs_of(), 100, batch_tokens)
-    return {n: float(h[of]) for n, h in optimizer.knobs["groups"].items()}
+    return {n: float(h[of]) for n, h in optimizer.hyperparams["groups"].items()}
 
 
 def adamw(**fields):

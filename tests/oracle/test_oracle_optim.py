@@ -24,7 +24,7 @@ def trajectory(config, specs, params, gradients):
     optimizer = make_optimizer(resolve_optimizer(config, SCALE), specs, FACTS["steps"])
     state, update, path = optimizer.init(params), jax.jit(optimizer.update), []
     for step, g in zip(FACTS["at"], gradients, strict=True):
-        updates, state = update(g, state, params, jnp.int32(step), optimizer.knobs)
+        updates, state = update(g, state, params, jnp.int32(step), optimizer.hyperparams)
         params = jax.tree.map(jnp.add, params, updates)
         path.append(params)
     return path

@@ -119,12 +119,12 @@ def test_each_microbatch_goes_through_all_chunks_in_order(stages, repeats, count
 def test_a_step_holds_a_stage_of_the_layers_and_equals_one_device():
     """Parameters and states of other stages' layers are on other devices, in the layers' order
     however many chunks a stage has."""
-    task, knobs = make_task(resolved(**LLAMA | {"depth": 4}))
+    task, hyperparams = make_task(resolved(**LLAMA | {"depth": 4}))
 
     def run(mesh, repeats):
         with jax.set_mesh(mesh):
             placed = place_batch(batch(8, micro=2), mesh, batch_dim=1)
-            given = begin_random(task, mesh), placed, knobs
+            given = begin_random(task, mesh), placed, hyperparams
             traced = make_step(task._replace(repeats=repeats), mesh).trace(*given)
             return traced.lower().compile()(*given), str(traced.jaxpr)
 

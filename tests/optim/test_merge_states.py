@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.optim import mean_of_states
+from jaxtrain.optim import merge_states
 from jaxtrain.optim.adamw8bit import decode, make_adamw8bit
 from jaxtrain.optim.soap import make_soap
 
@@ -29,7 +29,7 @@ def states_of(tx, params, count=3):
 
 def test_values_are_averaged_in_float32_and_counts_stay():
     x_RN = jnp.asarray([[256.0, 1.0], [1.0, 1.0], [1.0, 4.0]], jnp.bfloat16)
-    got = mean_of_states({"m": x_RN, "count": jnp.asarray([7, 7, 7]), "none": None})
+    got = merge_states({"m": x_RN, "count": jnp.asarray([7, 7, 7]), "none": None})
     assert got["m"].dtype == jnp.bfloat16 and got["none"] is None
     np.testing.assert_array_equal(got["m"], jnp.asarray([86.0, 2.0], jnp.bfloat16))  # in 16: 85.5
     assert got["count"] == 7 and got["count"].dtype == jnp.int32
@@ -38,7 +38,7 @@ def test_values_are_averaged_in_float32_and_counts_stay():
 @pytest.mark.slow
 def test_the_mean_is_of_what_8_bit_codes_stand_for():
     old = states_of(make_adamw8bit(64, 16)(RATES), P)
-    new = jax.jit(mean_of_states)(old)
+    new = jax.jit(merge_states)(old)
     assert new.count == 2 and new.block.shape == (64,)
     for signed, moments, had in ((True, new.m, old.m), (False, new.v, old.v)):
         codes, expected = moments["up"], decode(*had["up"], 64, signed).mean(0)
@@ -53,7 +53,7 @@ def test_the_mean_is_of_what_8_bit_codes_stand_for():
 def test_an_eigenbasis_stays_one():
     rates = RATES | {"shampoo_beta": 0.9, "precondition_frequency": 10}
     old = states_of(make_soap(20)(rates), {"up": P["up"]})
-    new = jax.jit(mean_of_states)(old)
+    new = jax.jit(merge_states)(old)
     leaf, had = new.leaves["up"], old.leaves["up"]
     assert new.count == 2 and leaf.right is None  # 100 is above 20
     np.testing.assert_allclose(leaf.m, had.m.mean(0), rtol=1e-6, atol=1e-9)
@@ -62,5 +62,5 @@ def test_an_eigenbasis_stays_one():
     turned = leaf.left.basis.mT @ leaf.left.basis
     np.testing.assert_allclose(turned, np.broadcast_to(np.eye(12), turned.shape), atol=1e-5)
     whole = states_of(make_soap(4)(rates), {"up": P["up"]})  # Adam, as no dim is that small
-    v = jax.jit(mean_of_states)(whole).leaves["up"].v
+    v = jax.jit(merge_states)(whole).leaves["up"].v
     np.testing.assert_allclose(v, whole.leaves["up"].v.mean(0), rtol=1e-6)

@@ -12,7 +12,7 @@ import numpy as np
 
 from jaxtrain.interop.companions import write_json
 from jaxtrain.interop.configs import Json
-from jaxtrain.interop.layouts import turned
+from jaxtrain.interop.layouts import swap_rotary_halves
 from jaxtrain.interop.peft import FILE, rows_of
 from jaxtrain.interop.tensors import read, read_header, write
 from jaxtrain.model import ResolvedModel
@@ -21,15 +21,15 @@ from jaxtrain.settings import UserError
 TENSOR, KEYS = "prompt_embeddings", "blocks/attention/k"
 
 
-def as_theirs(c: ResolvedModel, keys_LPC: np.ndarray) -> np.ndarray:
+def to_checkpoint_order(c: ResolvedModel, keys_LPC: np.ndarray) -> np.ndarray:
     """Keys in a checkpoint's order of channels, or back."""
     rows = rows_of(c, {KEYS})
     if rows[0].layout != "turned linear":
         return keys_LPC
-    return np.stack([turned(x, c.head_dim) for x in keys_LPC])
+    return np.stack([swap_rotary_halves(x, c.head_dim) for x in keys_LPC])
 
 
-def write_virtual(
+def write_prompt_adapter(
     folder: Path, c: ResolvedModel, params: Any, base: str | None, revision: str | None = None
 ) -> None:
     """Write the parameters of `finetune.prompt` or `finetune.prefix` in float32."""
@@ -40,7 +40,7 @@ def write_virtual(
         sizes |= {"token_dim": c.width, "num_attention_heads": c.heads}
     else:
         k, v = (np.asarray(params["prefix"][name], np.float32) for name in "kv")
-        both = np.stack([as_theirs(c, k), v], axis=1)  # [L, 2, P, KH]
+        both = np.stack([to_checkpoint_order(c, k), v], axis=1)  # [L, 2, P, KH]
         table = both.transpose(2, 0, 1, 3).reshape(k.shape[1], -1)
         special = {"peft_type": "PREFIX_TUNING", "prefix_projection": False}
         special |= {"encoder_hidden_size": c.kv_heads * c.head_dim}  # of no use here
@@ -53,7 +53,7 @@ def write_virtual(
     write_json(folder / "adapter_config.json", special | config | sizes)
 
 
-def read_virtual(folder: Path, c: ResolvedModel, like: Any) -> Any:
+def read_prompt_adapter(folder: Path, c: ResolvedModel, like: Any) -> Any:
     """An adapter of virtual tokens as the parameters of a run, whose shapes `like` gives.
 
     Raises UserError for another tensor or shape.
@@ -69,5 +69,5 @@ def read_virtual(folder: Path, c: ResolvedModel, like: Any) -> Any:
         found: Json = {"prompt": table / c.embed_scale}
     else:
         k, v = table.reshape(P, c.depth, 2, -1).transpose(2, 1, 0, 3)
-        found = {"prefix": {"k": as_theirs(c, k), "v": v}}
+        found = {"prefix": {"k": to_checkpoint_order(c, k), "v": v}}
     return jax.tree.map(lambda x, y: y.reshape(x.shape), like, found)

@@ -17,11 +17,11 @@ from tiny import LLAMA, T, build, close, mesh_of, rows_of, run_overrides, same, 
 
 from jaxtrain.config import load_config
 from jaxtrain.config.resolve import resolve
-from jaxtrain.finetune import keys_values, make_parts
-from jaxtrain.finetune.config import PrefixConfig, PromptConfig, of_adapter
+from jaxtrain.finetune import make_partition, prefix_keys_values
+from jaxtrain.finetune.config import PrefixConfig, PromptConfig, adapter_settings
 from jaxtrain.inference import generate
-from jaxtrain.interop import load, open_checkpoint, read_virtual, write_virtual
-from jaxtrain.interop.peft_virtual import as_theirs
+from jaxtrain.interop import load, open_checkpoint, read_prompt_adapter, write_prompt_adapter
+from jaxtrain.interop.peft_prompt import to_checkpoint_order
 from jaxtrain.main import main
 from jaxtrain.model import ModelConfig, Transformer, resolve_model, split
 from jaxtrain.model.branches import Branches
@@ -30,7 +30,7 @@ from jaxtrain.settings import UserError
 from hf_cases import prompts  # isort: skip  (test_peft puts tests/interop on the path)
 from test_families import write_checkpoint  # isort: skip
 
-GOLDEN = np.load(Path(__file__).with_name("golden_virtual.npz"))
+GOLDEN = np.load(Path(__file__).with_name("golden_prefix_tuning.npz"))
 FACTS = json.loads(str(GOLDEN["facts"]))
 CASES = sorted(set(FACTS) - {"versions"})
 KINDS = {"prompt": PromptConfig, "prefix": PrefixConfig}
@@ -60,28 +60,28 @@ def decoded(graphdef, params, tokens_BT, start):
 
 
 def opened(tmp_path, name):
-    """(model's config, graphdef, parts, frozen, trained, folder) of a case."""
+    """(model's config, graphdef, partition, frozen, trained, folder) of a case."""
     source = open_checkpoint(write_checkpoint(tmp_path / "base", FACTS[name]["base"]))
     folder, kind = tmp_path / "adapter", name.split()[0]
     folder.mkdir()
     (folder / "adapter_config.json").write_text(json.dumps(FACTS[name]["config"]))
     save_file({TENSOR: GOLDEN[f"{name}/tensor"]}, folder / "adapter_model.safetensors")
-    tuning = KINDS[kind].model_validate(of_adapter(folder, kind))
+    tuning = KINDS[kind].model_validate(adapter_settings(folder, kind))
     fields = source.fields | {kind: tuning.virtual_tokens}
     c = resolve_model(ModelConfig.model_validate(fields), 24)
     graphdef, specs = split(Transformer(c, source.config["vocab_size"]))
-    parts = make_parts(tuning, specs, jnp.dtype(jnp.float32))
-    frozen, start = parts.split(load(source, parts.base), 0)
-    return c, graphdef, parts, frozen, read_virtual(folder, c, start), folder
+    partition = make_partition(tuning, specs, jnp.dtype(jnp.float32))
+    frozen, start = partition.init(load(source, partition.base), 0)
+    return c, graphdef, partition, frozen, read_prompt_adapter(folder, c, start), folder
 
 
 @pytest.mark.parametrize("name", CASES)
 def test_pefts_virtual_tokens_give_its_logits_here_and_go_back(name, tmp_path):
-    c, graphdef, parts, frozen, trained, _ = opened(tmp_path, name)
-    params, row = parts.plain(trained, frozen), prompts()[:1]
+    c, graphdef, partition, frozen, trained, _ = opened(tmp_path, name)
+    params, row = partition.merge(trained, frozen), prompts()[:1]
     expected = GOLDEN[f"{name}/logits"]
     np.testing.assert_allclose(logits(graphdef, params, row), expected, rtol=0, atol=1e-4)
-    write_virtual(tmp_path / "out", c, trained, "x")
+    write_prompt_adapter(tmp_path / "out", c, trained, "x")
     written = load_file(tmp_path / "out" / "adapter_model.safetensors")
     np.testing.assert_allclose(written.pop(TENSOR), GOLDEN[f"{name}/tensor"], rtol=1e-6)
     assert not written
@@ -98,25 +98,26 @@ def test_pefts_projection_gives_its_keys_and_values_here(tmp_path):
     name = "prefix projected"
     c, graphdef, _, frozen, plain, _ = opened(tmp_path, name)
     tuning = PrefixConfig(virtual_tokens=5, projection=7)
-    parts = make_parts(tuning, split(Transformer(c, 64))[1], jnp.dtype(jnp.float32))
+    partition = make_partition(tuning, split(Transformer(c, 64))[1], jnp.dtype(jnp.float32))
     w = {key.split("/")[-1]: GOLDEN[key] for key in GOLDEN.files if f"{name}/weights" in key}
     matrices = w["transform.2.weight"].reshape(c.depth, 2, -1, 7).swapaxes(2, 3)
     biases = w["transform.2.bias"].reshape(c.depth, 2, 1, -1)
     prefix = {
         "embed": w["embedding.weight"], "up": w["transform.0.weight"].T,
-        "up_bias": w["transform.0.bias"], "k": as_theirs(c, matrices[:, 0]), "v": matrices[:, 1],
-        "k_bias": as_theirs(c, biases[:, 0])[:, 0], "v_bias": biases[:, 1, 0],
+        "up_bias": w["transform.0.bias"], "k": to_checkpoint_order(c, matrices[:, 0]),
+        "v": matrices[:, 1],
+        "k_bias": to_checkpoint_order(c, biases[:, 0])[:, 0], "v_bias": biases[:, 1, 0],
     }  # fmt: skip
     trained = {"prefix": jax.tree.map(jnp.asarray, prefix)}
     shapes = lambda tree: jax.tree.map(lambda x: x.shape, tree)
-    assert shapes(trained) == shapes(parts.trainable)
-    close(keys_values(trained), plain, rtol=1e-5, atol=1e-5)
+    assert shapes(trained) == shapes(partition.trainable)
+    close(prefix_keys_values(trained), plain, rtol=1e-5, atol=1e-5)
     row, expected = prompts()[:1], GOLDEN[f"{name}/logits"]
-    params = parts.plain(trained, frozen)
+    params = partition.merge(trained, frozen)
     np.testing.assert_allclose(logits(graphdef, params, row), expected, rtol=0, atol=1e-4)
-    square = lambda p: sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(keys_values(p)))
+    square = lambda p: sum(jnp.sum(jnp.square(x)) for x in jax.tree.leaves(prefix_keys_values(p)))
     assert all(jnp.any(g != 0) for g in jax.tree.leaves(jax.grad(square)(trained)))
-    start = parts.split({}, 0)[1]["prefix"]
+    start = partition.init({}, 0)[1]["prefix"]
     bound = 1 / np.sqrt(7)
     assert bound * 0.9 < np.abs(start["k"]).max() <= bound and 0.5 < np.std(start["embed"]) < 1.5
     c = load_config(None, ["train.steps=9", "finetune.name=prefix", "finetune.projection=7"])
@@ -127,7 +128,7 @@ def test_pefts_projection_gives_its_keys_and_values_here(tmp_path):
 @pytest.mark.parametrize("name", ["prompt gemma3", "prefix nanochat"])
 def test_peft_reads_what_we_write(name, tmp_path):
     c, _, _, _, trained, _ = opened(tmp_path, name)
-    write_virtual(tmp_path / "out", c, trained, "x")
+    write_prompt_adapter(tmp_path / "out", c, trained, "x")
     np.save(tmp_path / "tokens.npy", prompts()[:1])
     command = [PYTHON, str(SCRIPT), *map(str, (tmp_path / "tokens.npy", tmp_path / "base"))]
     subprocess.run([*command, str(tmp_path / "out")], check=True, timeout=280, env=os.environ)
@@ -138,10 +139,10 @@ def test_peft_reads_what_we_write(name, tmp_path):
 def test_another_adapter_is_named(tmp_path):
     c, _, _, _, trained, folder = opened(tmp_path, "prefix llama")
     with pytest.raises(UserError, match="peft_type PREFIX_TUNING is not supported, only LORA"):
-        of_adapter(folder)
+        adapter_settings(folder)
     save_file({TENSOR: np.zeros((5, 32), np.float32)}, folder / "adapter_model.safetensors")
     with pytest.raises(UserError, match=r"\(5, 32\).*the run needs prompt_embeddings .*\(5, 64\)"):
-        read_virtual(folder, c, trained)
+        read_prompt_adapter(folder, c, trained)
 
 
 # ---- what must change nothing ------------------------------------------------------------------

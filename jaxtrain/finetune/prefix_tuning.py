@@ -6,15 +6,15 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.finetune.partition import Parts, inserted
+from jaxtrain.finetune.partition import Partition, added_modules
 from jaxtrain.model import Params, ParamSpec, initialize
 from jaxtrain.model.init import normal, uniform
 
 
-def virtual(c: Any, specs: Any, dtype: jnp.dtype) -> Parts:
+def prompt_learning(c: Any, specs: Any, dtype: jnp.dtype) -> Partition:
     """The base is frozen as a whole. A prompt starts as the embeddings of random tokens, as in the
     paper; a prefix as it is declared, or as its projection gives it."""
-    parts = inserted(c, specs, dtype)
+    partition = added_modules(c, specs, dtype)
 
     def from_vocabulary(base: Any, seed: int) -> tuple[Any, Any]:
         table_VD = base["embed"]
@@ -22,18 +22,18 @@ def virtual(c: Any, specs: Any, dtype: jnp.dtype) -> Parts:
         return base, {"prompt": table_VD[rows_P].astype(jnp.float32)}
 
     if c.name == "prompt":
-        return parts._replace(split=from_vocabulary)
+        return partition._replace(init=from_vocabulary)
     if c.projection is None:
-        return parts
-    declared = projection(c.projection, parts.trainable["prefix"]["k"])
-    return parts._replace(
+        return partition
+    declared = prefix_projection(c.projection, partition.trainable["prefix"]["k"])
+    return partition._replace(
         trainable={"prefix": declared},
-        join=lambda params, frozen: parts.join(keys_values(params), frozen),
-        split=lambda base, seed: (base, initialize({"prefix": declared}, seed)),
+        join=lambda params, frozen: partition.join(prefix_keys_values(params), frozen),
+        init=lambda base, seed: (base, initialize({"prefix": declared}, seed)),
     )
 
 
-def projection(hidden: int, table: ParamSpec) -> dict[str, ParamSpec]:
+def prefix_projection(hidden: int, table: ParamSpec) -> dict[str, ParamSpec]:
     """An MLP that makes tables such as the declared one [L, P, C], of keys and of values.
 
     Sizes and initial values are peft's (PrefixEncoder): embeddings N(0, 1), uniform matrices and
@@ -57,7 +57,7 @@ def projection(hidden: int, table: ParamSpec) -> dict[str, ParamSpec]:
     return found
 
 
-def keys_values(params: Params) -> Params:
+def prefix_keys_values(params: Params) -> Params:
     """What trains of a prefix as the model's keys and values; the projection is computed."""
     p = params["prefix"]
     if "embed" not in p:

@@ -1,8 +1,8 @@
-"""Writes golden_virtual.npz beside it: prompts and prefixes as peft makes and reads them, on the
-tiny models of tests/interop.
+"""Writes golden_prefix_tuning.npz beside it: prompts and prefixes as peft makes and
+reads them, on the tiny models of tests/interop.
 
 In the environment of make_golden.py:
-    PYTHONPATH=tests/interop:tests/finetune python tests/finetune/make_golden_virtual.py
+    PYTHONPATH=tests/interop:tests/finetune python tests/finetune/make_golden_prefix_tuning.py
 
 Each case: adapter_config.json, its tensor (random, float32), and the logits of the model with the
 adapter for the prompts of hf_cases; and of a prefix with a projection the weights that train.
@@ -53,7 +53,7 @@ def main():
         print(name, np.abs(logits).max(), arrays[f"{name}/tensor"].shape)
     versions = f"torch {torch.__version__}, transformers {transformers.__version__}"
     facts["versions"] = f"{versions}, peft {peft.__version__}"
-    file = HERE / "golden_virtual.npz"
+    file = HERE / "golden_prefix_tuning.npz"
     np.savez_compressed(file, facts=json.dumps(facts), **arrays)
     print(facts["versions"], file.stat().st_size)
 
