@@ -13,7 +13,7 @@ from tiny import LLAMA, batch, begin, make_task, mesh_of, random_params, resolve
 from jaxtrain.estimate.traffic import collectives
 from jaxtrain.model.layers import lookup
 from jaxtrain.parallel import MeshConfig, constrain, partition_spec, place_batch
-from jaxtrain.parallel.mesh import AXES, axis_sizes, grid
+from jaxtrain.parallel.mesh import AXES, axis_sizes, device_grid
 from jaxtrain.settings import UserError
 from jaxtrain.train import step
 from jaxtrain.train.step import compute_copy, gradients, state_shardings
@@ -61,7 +61,7 @@ def hosts_along(axis, devices=32, per_host=8, **axes):
         SimpleNamespace(id=n, process_index=n // per_host, platform="cpu", device_kind="cpu")
         for n in range(devices)
     ]
-    placed = grid(sizes(devices, **axes), fake)
+    placed = device_grid(sizes(devices, **axes), fake)
     assert sorted(device.id for device in placed.ravel()) == list(range(devices))
     lines = np.moveaxis(placed, AXES.index(axis), -1).reshape(-1, placed.shape[AXES.index(axis)])
     return {len({device.process_index for device in line}) for line in lines}

@@ -79,13 +79,13 @@ def test_the_rows_of_a_process(monkeypatch, sizes, each, share):
     mesh = make_mesh(MeshConfig.model_validate({"data": 1} | sizes))
     owner = {d: i // each for i, d in enumerate(jax.devices())}
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr("jaxtrain.parallel.mesh.owner", lambda d: owner[d])
+    monkeypatch.setattr("jaxtrain.parallel.mesh.process_of", lambda d: owner[d])
     assert process_batch_shard(mesh) == share
 
 
 def test_rows_that_no_process_holds_together(monkeypatch):
     mesh = make_mesh(MeshConfig(data=2, tensor=4))
     monkeypatch.setattr(jax, "process_index", lambda: 1)
-    monkeypatch.setattr("jaxtrain.parallel.mesh.owner", lambda d: min(d.id // 3, 2))
+    monkeypatch.setattr("jaxtrain.parallel.mesh.process_of", lambda d: min(d.id // 3, 2))
     with pytest.raises(UserError, match=r"process \d would hold the parts .* of 2 of the batch"):
         process_batch_shard(mesh)
