@@ -15,14 +15,14 @@ from jaxtrain.settings import UserError
 
 NONE = (
     "model.attention=cudnn",
-    "model.rows={norm: xla, rope: xla, ffn: xla, loss: xla}",
+    "model.kernels={norm: xla, rope: xla, ffn: xla, loss: xla}",
     "optim.symmetric=false",
 )
 # What each switch adds to none; a later override of a key wins.
 ALONE = {
     "attention": ("model.attention=mosaic",),
-    "rows": ("model.rows.loss=mosaic", "model.rows.norm=mosaic", "model.rows.rope=mosaic"),
-    "ffn": ("model.rows.ffn=mosaic",),
+    "rows": ("model.kernels.loss=mosaic", "model.kernels.norm=mosaic", "model.kernels.rope=mosaic"),
+    "ffn": ("model.kernels.ffn=mosaic",),
     "symmetric": ("optim.symmetric=true",),
 }
 

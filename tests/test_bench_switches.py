@@ -14,14 +14,14 @@ def test_each_variant_switches_what_it_says():
         for name, lines in switches.variants().items()
     }
     xla = configs["xla"]
-    assert (xla.model.attention, xla.model.rows.norm, xla.optim.symmetric) == (
+    assert (xla.model.attention, xla.model.kernels.norm, xla.optim.symmetric) == (
         "cudnn", "xla", False,
     )  # fmt: skip
     assert configs["bf16"].model.attention is None and configs["bf16"].optim.symmetric
     assert configs["xla and attention"].model.attention == "mosaic"
-    rows = configs["xla and rows"].model.rows
-    assert (rows.loss, rows.norm, rows.rope, rows.ffn) == ("mosaic", "mosaic", "mosaic", "xla")
-    assert configs["xla and ffn"].model.rows.ffn == "mosaic"
+    ops = configs["xla and rows"].model.kernels
+    assert (ops.loss, ops.norm, ops.rope, ops.ffn) == ("mosaic", "mosaic", "mosaic", "xla")
+    assert configs["xla and ffn"].model.kernels.ffn == "mosaic"
     assert configs["xla and symmetric"].optim.symmetric
     assert (configs["fp8"].model.fp8, configs["fp8"].model.fp8_history) == ("blocks", None)
     delayed = configs["fp8_delayed"].model

@@ -524,7 +524,7 @@ def test_a_shipped_config_takes_two_steps_when_shrunk(name, tmp_path, capfd):
 
 
 def test_a_part_of_what_was_given_whole_is_an_error():
-    with pytest.raises(UserError, match="model.rows is 'xla' as a whole already"):
-        load_config(None, ["model.rows=xla", "model.rows.ffn=mosaic"])
-    c = load_config(None, ["model.rows={norm: xla}", "model.rows.rope=xla"])
-    assert (c.model.rows.norm, c.model.rows.rope) == ("xla", "xla")
+    with pytest.raises(UserError, match="model.kernels is 'xla' as a whole already"):
+        load_config(None, ["model.kernels=xla", "model.kernels.ffn=mosaic"])
+    c = load_config(None, ["model.kernels={norm: xla}", "model.kernels.rope=xla"])
+    assert (c.model.kernels.norm, c.model.kernels.rope) == ("xla", "xla")

@@ -96,7 +96,7 @@ def measure_rows(
     `chunk` places of a row at a time.
     """
     model = nnx.merge(graphdef, params)
-    x_BTD = model.hidden_apart(rows.tokens_BT, rows.positions_BT, rows.segments_BT)
+    x_BTD = model.hidden_with_segments(rows.tokens_BT, rows.positions_BT, rows.segments_BT)
     B, T, D = x_BTD.shape
 
     def add(i, out_BTm):

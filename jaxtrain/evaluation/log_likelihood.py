@@ -117,7 +117,9 @@ def score_rows(
     branches = None
     if rows.parents_BR.shape[1]:
         branches = Branches(rows.parents_BR, rows.before_BR, rows.positions_BT)
-    x_BTD = model.hidden_apart(rows.tokens_BT, rows.positions_BT, rows.segments_BT, branches)
+    x_BTD = model.hidden_with_segments(
+        rows.tokens_BT, rows.positions_BT, rows.segments_BT, branches
+    )
     B, _, D = x_BTD.shape
 
     def add(i, out):

@@ -14,7 +14,7 @@ from jaxtrain import parallel
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.fused_ops import rope_norm
 from jaxtrain.model.init import SCHEMES, constant, uniform
-from jaxtrain.model.layers import Rotary, declare_bias, lookup, rms_norm, rotate, shifted
+from jaxtrain.model.layers import Rotary, add_bias, declare_bias, lookup, rms_norm, rotate
 from jaxtrain.model.plan import LayerSpec
 from jaxtrain.parallel import constrain
 from jaxtrain.weights.float8 import dense
@@ -23,25 +23,27 @@ from jaxtrain.weights.params import declare
 GATE_CHANNELS = 12
 
 
-Kept = Array | kernels.Quantized
+CacheArray = Array | kernels.Quantized
 Attend = Callable[..., Array]  # `parallel.attention` or another with its arguments
 
 
 class LayerCache(NamedTuple):
     """Keys and values of one layer; row b is valid below lengths_B[b], this token included."""
 
-    k_BSKH: Kept
-    v_BSKH: Kept
+    k_BSKH: CacheArray
+    v_BSKH: CacheArray
     lengths_B: Array
 
 
-def kept_from(x_BTKH: Float[Array, "B T K H"], capacity: int, dtype: str | None) -> Kept:
+def init_kv_cache(x_BTKH: Float[Array, "B T K H"], capacity: int, dtype: str | None) -> CacheArray:
     """The start of a cache with room for `capacity` tokens; dtype: int8, or None as it is."""
     x_BSKH = jnp.pad(x_BTKH, ((0, 0), (0, capacity - x_BTKH.shape[1]), (0, 0), (0, 0)))
     return x_BSKH if dtype is None else kernels.quantize(x_BSKH)
 
 
-def append(cache: Kept, x_B1KH: Float[Array, "B 1 K H"], lengths_B: Int[Array, "B"]) -> Kept:
+def append(
+    cache: CacheArray, x_B1KH: Float[Array, "B 1 K H"], lengths_B: Int[Array, "B"]
+) -> CacheArray:
     """The cache with one more token a row, its last."""
     new = kernels.quantize(x_B1KH) if isinstance(cache, kernels.Quantized) else x_B1KH
     rows = jnp.arange(x_B1KH.shape[0])
@@ -105,20 +107,20 @@ class Attention(nnx.Module):
         cache: LayerCache | None,
         attend: Attend = parallel.attention,
         rope_by: str | None = "xla",
-    ) -> tuple[Float[Array, "B T D"], tuple[Kept, Kept]]:
+    ) -> tuple[Float[Array, "B T D"], tuple[CacheArray, CacheArray]]:
         """Returns the output and the keys and values: of these tokens, or the updated cache."""
         c = self.config
         B, T, _ = x_BTD.shape
-        q_BTNH = shifted(dense(x_BTD, self.q), self.q_bias).reshape(B, T, c.heads, c.head_dim)
-        k_BTKH = shifted(dense(x_BTD, self.k), self.k_bias).reshape(B, T, c.kv_heads, c.head_dim)
-        v_BTC = shifted(dense(x_BTD, self.v), self.v_bias)
+        q_BTNH = add_bias(dense(x_BTD, self.q), self.q_bias).reshape(B, T, c.heads, c.head_dim)
+        k_BTKH = add_bias(dense(x_BTD, self.k), self.k_bias).reshape(B, T, c.kv_heads, c.head_dim)
+        v_BTC = add_bias(dense(x_BTD, self.v), self.v_bias)
         if value_BTC is not None:
             v_BTC = v_BTC + value_BTC
         v_BTKH = v_BTC.reshape(B, T, c.kv_heads, c.head_dim)
         if rope_by == "xla":
             q_BTNH, k_BTKH = (
-                self.place(q_BTNH, rope, self.q_gain),
-                self.place(k_BTKH, rope, self.k_gain),
+                self.norm_and_rope(q_BTNH, rope, self.q_gain),
+                self.norm_and_rope(k_BTKH, rope, self.k_gain),
             )
         else:
             q_BTNH, k_BTKH = rope_norm(q_BTNH, k_BTKH, rope, c.norm_eps, rope_by)
@@ -143,9 +145,9 @@ class Attention(nnx.Module):
                 c.attention_softcap,
                 scale,
             )
-        return shifted(dense(y_BTNH.reshape(B, T, -1), self.out), self.out_bias), kept
+        return add_bias(dense(y_BTNH.reshape(B, T, -1), self.out), self.out_bias), kept
 
-    def place(
+    def norm_and_rope(
         self, x_BTNH: Float[Array, "B T N H"], rope: Rotary | None, gain: nnx.Param | None
     ) -> Float[Array, "B T N H"]:
         """Queries or keys normed and rotated. A gain is per channel: it comes before the turn."""
@@ -164,7 +166,7 @@ def decode(
     window: int,
     softcap: float | None,
     scale: float,
-) -> tuple[Float[Array, "B 1 N H"], tuple[Kept, Kept]]:
+) -> tuple[Float[Array, "B 1 N H"], tuple[CacheArray, CacheArray]]:
     """Append one token a row to the cache and attend to the last `window` tokens and itself.
 
     No layer looks back further than the trained context, so that text of any length stays stable.

@@ -7,12 +7,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrain import parallel
 from jaxtrain.model import remat
-from jaxtrain.model.attention import Attend, Attention, Kept, LayerCache, ValueEmbedding
+from jaxtrain.model.attention import Attend, Attention, CacheArray, LayerCache, ValueEmbedding
 from jaxtrain.model.config import ResolvedModel
-from jaxtrain.model.fused_ops import PLAIN, Rows, join
+from jaxtrain.model.fused_ops import PLAIN, FusedOps, add_norm
 from jaxtrain.model.init import SCHEMES, constant
 from jaxtrain.model.layers import Adapter, FeedForward, Rotary, layer_norm, rms_norm
-from jaxtrain.model.moe import Mixture
+from jaxtrain.model.moe import MixtureOfExperts
 from jaxtrain.model.plan import LayerSpec
 from jaxtrain.parallel import constrain
 from jaxtrain.weights.params import declare
@@ -50,47 +50,53 @@ class Block(nnx.Module):
         segments_BT: Int[Array, "B T"] | None,
         cache: LayerCache | None = None,
         attend: Attend = parallel.attention,
-        rows: Rows = PLAIN,
+        fused: FusedOps = PLAIN,
         h_BTD: Float[Array, "B T D"] | None = None,
-        ffn: FeedForward | Mixture | None = None,
-    ) -> tuple[Array, Array, tuple[Kept, Kept], Array | None]:
+        ffn: FeedForward | MixtureOfExperts | None = None,
+    ) -> tuple[Array, Array, tuple[CacheArray, CacheArray], Array | None]:
         """The stream after attention, what the feed-forward adds to it, and keys and values.
 
         h_BTD: the normed stream, where it is known. ffn: the network, where the block has none;
-        of a Mixture comes the balance loss of each row as well.
+        of a MixtureOfExperts comes the balance loss of each row as well.
         """
         if h_BTD is None:
-            h_BTD = self.read(x_BTD, self.attention_gain, self.attention_shift)
+            h_BTD = self.pre_norm(x_BTD, self.attention_gain, self.attention_shift)
         value_BTC = None if value is None else value[0](h_BTD, value[1])
         see = lambda h_BTD: self.attention(
-            h_BTD, spec, rope, value_BTC, segments_BT, cache, attend, rows.rope
+            h_BTD, spec, rope, value_BTC, segments_BT, cache, attend, fused.rope
         )
-        y_BTD, kept = remat.half("attention", see, spec.remat)(h_BTD)
+        y_BTD, kept = remat.checkpoint_sublayer("attention", see, spec.remat)(h_BTD)
         y_BTD = y_BTD if self.attention_adapter is None else self.attention_adapter(y_BTD)
-        y_BTD = self.put(y_BTD, self.attention_post_gain, self.attention_post_shift)
+        y_BTD = self.post_norm(y_BTD, self.attention_post_gain, self.attention_post_shift)
         y_BTD = scaled(y_BTD, self.attention_scale)
-        if rows.norm == "xla":
+        if fused.norm == "xla":
             x_BTD = constrain(x_BTD + y_BTD, "batch", "sequence", None)
-            h_BTD = self.read(x_BTD, self.ffn_gain, self.ffn_shift)
+            h_BTD = self.pre_norm(x_BTD, self.ffn_gain, self.ffn_shift)
         else:
-            x_BTD, h_BTD = join(x_BTD, y_BTD, self.config.norm_eps, rows.norm)
+            x_BTD, h_BTD = add_norm(x_BTD, y_BTD, self.config.norm_eps, fused.norm)
         network = ffn or self.ffn
         assert network is not None
-        feed = remat.half("ffn", lambda h: network(h, rows.relu2, rows.ffn), spec.remat)
+        feed = remat.checkpoint_sublayer(
+            "ffn", lambda h: network(h, fused.relu2, fused.ffn), spec.remat
+        )
         balance_B = None
-        if isinstance(network, Mixture):
+        if isinstance(network, MixtureOfExperts):
             y_BTD, balance_B = feed(h_BTD)
         else:
             y_BTD = remat.tiled(feed, h_BTD, self.config.ffn_tiles)
         y_BTD = y_BTD if self.ffn_adapter is None else self.ffn_adapter(y_BTD)
-        y_BTD = self.put(y_BTD, self.ffn_post_gain, self.ffn_post_shift)
+        y_BTD = self.post_norm(y_BTD, self.ffn_post_gain, self.ffn_post_shift)
         return x_BTD, scaled(y_BTD, self.ffn_scale), kept, balance_B
 
-    def read(self, x_BTD: Float[Array, "B T D"], gain: Any, shift: Any) -> Float[Array, "B T D"]:
+    def pre_norm(
+        self, x_BTD: Float[Array, "B T D"], gain: Any, shift: Any
+    ) -> Float[Array, "B T D"]:
         """What a branch sees of the stream."""
         return normed(self.config, x_BTD, gain, shift) if self.config.block_norm else x_BTD
 
-    def put(self, y_BTD: Float[Array, "B T D"], gain: Any, shift: Any) -> Float[Array, "B T D"]:
+    def post_norm(
+        self, y_BTD: Float[Array, "B T D"], gain: Any, shift: Any
+    ) -> Float[Array, "B T D"]:
         """What a branch adds to the stream."""
         return normed(self.config, y_BTD, gain, shift) if self.config.post_norm else y_BTD
 

@@ -5,7 +5,7 @@ from typing import Literal
 from jaxtrain_kernels.attention import BACKENDS
 from pydantic import Field, ValidationError, model_validator
 
-from jaxtrain.model.fused_ops import FASTEST, Rows, fits_norm, fits_rope
+from jaxtrain.model.fused_ops import FASTEST, FusedOps, fits_norm, fits_rope
 from jaxtrain.model.rope import RopeScaling
 from jaxtrain.settings import Settings, UserError
 
@@ -186,7 +186,7 @@ class ModelConfig(Settings):
         description="attention's gradients are the same bits on every run; cuDNN cannot, mosaic "
         "takes 7 products a block instead of 5, xla and triton always are",
     )
-    rows: Rows = Field(FASTEST, description="backends of the fused passes over activations")
+    kernels: FusedOps = Field(FASTEST, description="backends of the fused passes over activations")
     scan_layers: bool = Field(
         False, description="scan over repeated layers: compiles faster, runs a little slower"
     )
@@ -228,16 +228,16 @@ class ModelConfig(Settings):
         if self.norm_gain and not self.block_norm:
             raise ValueError("norm_gain needs block_norm: there are no norms for the gains")
         named = lambda backend: backend not in (None, "xla")
-        if named(self.rows.norm) and not fits_norm(self):
-            raise ValueError("rows.norm needs norm: rms, norm_gain: false and block_norm: true")
-        if named(self.rows.rope) and not fits_rope(self):
+        if named(self.kernels.norm) and not fits_norm(self):
+            raise ValueError("kernels.norm needs norm: rms, norm_gain: false and block_norm: true")
+        if named(self.kernels.rope) and not fits_rope(self):
             raise ValueError(
-                "rows.rope needs position_embedding: rotary and qk_norm without qk_norm_gain"
+                "kernels.rope needs position_embedding: rotary and qk_norm without qk_norm_gain"
             )
-        if self.rows.relu2 and self.ffn != "relu2":
-            raise ValueError(f"rows.relu2 needs ffn: relu2, not {self.ffn}")
-        if named(self.rows.ffn) and (self.ffn != "relu2" or self.ffn_bias or self.rows.relu2):
-            raise ValueError("rows.ffn needs ffn: relu2, ffn_bias: false and no rows.relu2")
+        if self.kernels.relu2 and self.ffn != "relu2":
+            raise ValueError(f"kernels.relu2 needs ffn: relu2, not {self.ffn}")
+        if named(self.kernels.ffn) and (self.ffn != "relu2" or self.ffn_bias or self.kernels.relu2):
+            raise ValueError("kernels.ffn needs ffn: relu2, ffn_bias: false and no kernels.relu2")
         if self.fp8_history and not self.fp8:
             raise ValueError("fp8_history needs fp8: there is nothing to scale")
         if self.fp8_history and (self.ffn_tiles > 1 or self.prompt):

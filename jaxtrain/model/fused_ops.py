@@ -12,9 +12,9 @@ from jaxtrain.parallel import constrain
 from jaxtrain.settings import Settings
 
 
-class Rows(Settings):
+class FusedOps(Settings):
     """Backends of the fused passes in training: mosaic; xla, which leaves them to XLA's fusion; or
-    reference. None is the fastest that serves. A name alone, `rows: xla`, is for all of them.
+    reference. None is the fastest that serves. A name alone, `kernels: xla`, is for all of them.
     """
 
     norm: str | None = Field(None, description="residual additions with the RMS norm after them")
@@ -40,21 +40,21 @@ class Rows(Settings):
         return name
 
 
-FASTEST = Rows.model_validate({})
-PLAIN = Rows.model_validate("xla")
+FASTEST = FusedOps.model_validate({})
+PLAIN = FusedOps.model_validate("xla")
 
 
-def fastest(rows: Rows, c: Any, x_BTD: Any) -> Rows:
-    """`rows` with the norm and the rope of a model `c` left to XLA where no kernel serves them."""
+def fastest(fused: FusedOps, c: Any, x_BTD: Any) -> FusedOps:
+    """`fused` with the norm and the rope of a model `c` left to XLA where no kernel serves them."""
     serves = lambda op, *shape: kernels.serves(op, jax.ShapeDtypeStruct(shape, x_BTD.dtype))
     changes = {}
-    if rows.norm is None and not (fits_norm(c) and serves("mixed_norm", *x_BTD.shape)):
+    if fused.norm is None and not (fits_norm(c) and serves("mixed_norm", *x_BTD.shape)):
         changes["norm"] = "xla"
-    if rows.rope is None and not (
+    if fused.rope is None and not (
         fits_rope(c) and serves("rope_norm", *x_BTD.shape[:2], c.heads, c.head_dim)
     ):
         changes["rope"] = "xla"
-    return rows.model_copy(update=changes)
+    return fused.model_copy(update=changes)
 
 
 def fits_norm(c: Any) -> bool:
@@ -84,7 +84,7 @@ class Stream(NamedTuple):
         return self.x_BTD if self.branch_BTD is None else self.x_BTD + self.branch_BTD
 
 
-def enter(
+def prenorm(
     stream: Stream, x0_BTD: Array, scales: tuple[Array, Array] | None, eps: float, norm: str | None
 ) -> tuple[Array, Array | None, Array | None]:
     """A layer's first pass: (x, its RMS norm, x0) of x scaled, with x0 mixed in.
@@ -100,12 +100,12 @@ def enter(
     if scales is None:
         if branch_BTD is None:
             return x_BTD, None, x0_BTD
-        return *join(x_BTD, branch_BTD, eps, norm), x0_BTD
+        return *add_norm(x_BTD, branch_BTD, eps, norm), x0_BTD
     run = lambda *arrays: kernels.mixed_norm(*arrays, eps=eps, implementation=norm)
     return parallel.shard_map_tokens(run, x_BTD, branch_BTD, x0_BTD, *scales)
 
 
-def join(
+def add_norm(
     x_BTD: Float[Array, "B T D"], y_BTD: Float[Array, "B T D"], eps: float, norm: str | None
 ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
     """The stream with a branch added, and its RMS norm."""
@@ -113,7 +113,7 @@ def join(
     return parallel.shard_map_tokens(run, x_BTD, y_BTD)
 
 
-def leave(
+def residual_out(
     x_BTD: Array, y_BTD: Array, x0_BTD: Array | None, balance_B: Array | None = None
 ) -> Stream:
     """After a layer's last branch; with x0 the addition is left to the next layer."""

@@ -46,7 +46,7 @@ def declare_bias(layers: int, size: int, axis: str | None) -> nnx.Param:
     return declare((layers, size), ("layers", axis), constant(0.0), "gain", group="bias")
 
 
-def shifted(y: Float[Array, "*B D"], bias: nnx.Param | None) -> Float[Array, "*B D"]:
+def add_bias(y: Float[Array, "*B D"], bias: nnx.Param | None) -> Float[Array, "*B D"]:
     """y + bias in y's dtype, or y."""
     if bias is None:
         return y
@@ -157,16 +157,16 @@ class FeedForward(nnx.Module):
         w_up, w_down = self.up.get_value(), self.down.get_value()
         if self.kind == "relu2" and self.up_bias is None and relu2_by is None:
             if isinstance(w_up, jax.Array) and isinstance(w_down, jax.Array):
-                return shifted(feed_forward_relu2(x_BTD, w_up, w_down, by), self.down_bias)
+                return add_bias(feed_forward_relu2(x_BTD, w_up, w_down, by), self.down_bias)
             if isinstance(w_up, Fp8Weight) and isinstance(w_down, Fp8Weight):
                 y_BTD = feed_forward_fp8(x_BTD, w_up, w_down, by)
-                return shifted(y_BTD, self.down_bias)
+                return add_bias(y_BTD, self.down_bias)
         act = ACTIVATIONS[self.kind]
         up_BTF = constrain(dense(x_BTD, self.up), "batch", "tokens", "hidden")
-        up_BTF = shifted(up_BTF, self.up_bias)
+        up_BTF = add_bias(up_BTF, self.up_bias)
         if self.kind in GATED:
             gate_BTF = constrain(dense(x_BTD, self.gate), "batch", "tokens", "hidden")
-            h_BTF = act(shifted(gate_BTF, self.gate_bias)) * up_BTF
+            h_BTF = act(add_bias(gate_BTF, self.gate_bias)) * up_BTF
         else:
             h_BTF = act(up_BTF) if relu2_by is None else relu2(up_BTF, relu2_by)
-        return shifted(dense(h_BTF, self.down), self.down_bias)
+        return add_bias(dense(h_BTF, self.down), self.down_bias)

@@ -30,7 +30,7 @@ class Route(NamedTuple):
     loss_B: Array  # balance and z loss of each row, weighted
 
 
-class Mixture(nnx.Module):
+class MixtureOfExperts(nnx.Module):
     """Experts of `model.moe.hidden` units each; the kinds are those of FeedForward."""
 
     def __init__(self, c: ResolvedModel, layers: int):

@@ -57,7 +57,7 @@ def ffn_of(c: ResolvedModel, i: int) -> Literal["own", "dense", "experts"]:
     return "dense" if (c.depth - 1 - i) % c.moe.every else "experts"
 
 
-def segments(plan: Plan) -> list[tuple[Plan, int]]:
+def scan_groups(plan: Plan) -> list[tuple[Plan, int]]:
     """The plan as runs of (period, repeats); their concatenation is the plan.
 
     Twelve SSSL layers are one period of four, three times; what repeats nothing has one repeat.

@@ -53,30 +53,30 @@ def stacked(kv: list[Any]) -> KeysValues:
     return jnp.concatenate(k), jnp.concatenate(v)
 
 
-def in_front(virtual: KeysValues, kv: list[Any]) -> list[Any]:
+def prepend_kv(virtual: KeysValues, kv: list[Any]) -> list[Any]:
     """The virtual tokens' keys and values in front of each layer's [B, T, K, H]."""
 
-    def join(own_PKH: Array, x_BTKH: Array) -> Array:
+    def prepend(own_PKH: Array, x_BTKH: Array) -> Array:
         rows = jnp.broadcast_to(own_PKH.astype(x_BTKH.dtype), (len(x_BTKH), *own_PKH.shape))
         return jnp.concatenate([rows, x_BTKH], axis=1)
 
     layers = zip(*virtual, kv, strict=True)
-    return [(join(k, pair[0]), join(v, pair[1])) for k, v, pair in layers]
+    return [(prepend(k, pair[0]), prepend(v, pair[1])) for k, v, pair in layers]
 
 
-def alone(*arrays: Array, implementation: str | None, **options: Any) -> Array:
+def self_attention_only(*arrays: Array, implementation: str | None, **options: Any) -> Array:
     """`parallel.attention` of the virtual tokens' own row, which is too short for most kernels."""
     return parallel.attention(*arrays, implementation="xla", **options)
 
 
-def moved(positions_BT: Array | None, T: int, count: int) -> Array:
+def offset_positions(positions_BT: Array | None, T: int, count: int) -> Array:
     """The positions of a text of T tokens behind so many virtual ones; None: from 0."""
     if positions_BT is None:
         positions_BT = jnp.arange(T, dtype=jnp.int32)[None]
     return positions_BT + count
 
 
-def behind(own: KeysValues | None, attend: Any, positions_BT: Array) -> Any:
+def with_prefix_kv(own: KeysValues | None, attend: Any, positions_BT: Array) -> Any:
     """`attend` with a layer's virtual tokens, if there are any, in front of every text."""
     if own is None:
         return attend

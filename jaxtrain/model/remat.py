@@ -75,7 +75,7 @@ def layer(run: Callable[..., Any], remat: str, scanned: bool = False) -> Callabl
     return jax.checkpoint(named, policy=POLICIES[remat], prevent_cse=not scanned)
 
 
-def half(name: str, run: Callable[..., Any], remat: str) -> Callable[..., Any]:
+def checkpoint_sublayer(name: str, run: Callable[..., Any], remat: str) -> Callable[..., Any]:
     """A layer's half of this name, recomputed if `remat` names it."""
     return jax.checkpoint(run) if remat == name else run
 

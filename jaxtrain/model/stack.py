@@ -22,7 +22,7 @@ def take(stack: Any, start: int, repeats: int, size: int) -> Any:
     return jax.tree.map(part, stack)
 
 
-def sources(period: Plan, stack: Any, scanned: bool) -> Iterator[tuple[Any, Any]]:
+def layer_weights(period: Plan, stack: Any, scanned: bool) -> Iterator[tuple[Any, Any]]:
     """For each layer of a period, (source, pick): pick(source) is what it takes, and its parts.
 
     stack: (what all layers take, {part: what some do}), each stacked over those of the period. A

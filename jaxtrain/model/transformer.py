@@ -17,16 +17,16 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrain import parallel
 from jaxtrain.model import prefix, remat
-from jaxtrain.model.attention import Attend, Kept, LayerCache, ValueEmbedding, kept_from
+from jaxtrain.model.attention import Attend, CacheArray, LayerCache, ValueEmbedding, init_kv_cache
 from jaxtrain.model.block import Block, declare_norm, normed
 from jaxtrain.model.branches import Branches, branched_attention, take_before
 from jaxtrain.model.config import ResolvedModel, round_up
-from jaxtrain.model.fused_ops import PLAIN, Rows, Stream, enter, fastest, leave
+from jaxtrain.model.fused_ops import PLAIN, FusedOps, Stream, fastest, prenorm, residual_out
 from jaxtrain.model.init import SCHEMES, constant, uniform
 from jaxtrain.model.layers import FeedForward, Rotary, lookup, rms_norm, rotary
-from jaxtrain.model.moe import Mixture
-from jaxtrain.model.plan import LayerSpec, Plan, make_plan, segments
-from jaxtrain.model.stack import part_sizes, sources, take
+from jaxtrain.model.moe import MixtureOfExperts
+from jaxtrain.model.plan import LayerSpec, Plan, make_plan, scan_groups
+from jaxtrain.model.stack import layer_weights, part_sizes, take
 from jaxtrain.parallel import constrain
 from jaxtrain.weights.params import declare
 
@@ -37,7 +37,7 @@ CACHE_MULTIPLE = 128  # of the tokens that a cache has room for, so that it can 
 class Cache(NamedTuple):
     """What decoding keeps: keys and values per layer, and the last embedding (for the smear)."""
 
-    kv: tuple[tuple[Kept, Kept], ...]  # k_BSKH, v_BSKH of each layer
+    kv: tuple[tuple[CacheArray, CacheArray], ...]  # k_BSKH, v_BSKH of each layer
     lengths_B: Array
     last_BD: Array
 
@@ -52,7 +52,7 @@ class LayerInputs(NamedTuple):
     short_rope: Rotary | None
     segments_BT: Array | None
     attend: Attend
-    rows: Rows
+    fused: FusedOps
 
 
 class Transformer(nnx.Module):
@@ -71,7 +71,7 @@ class Transformer(nnx.Module):
         self.value_embed = ValueEmbedding(c, vocab, valued) if valued else None
         dense, mixed = (sum(s.ffn == kind for s in self.plan) for kind in ("dense", "experts"))
         self.dense = FeedForward(c, dense) if dense else None
-        self.experts = Mixture(c, mixed) if mixed else None
+        self.experts = MixtureOfExperts(c, mixed) if mixed else None
         if c.residual_scales:
             ramp = np.arange(L) / max(L - 1, 1)
             stack = lambda start, fall, group: declare(
@@ -127,9 +127,9 @@ class Transformer(nnx.Module):
     ) -> Float[Array, "B T D"]:
         """Normed last states; what the loss multiplies with the head."""
         segments_BT = segments_BT if self.config.document_mask else None
-        return self.hidden_apart(tokens_BT, positions_BT, segments_BT)
+        return self.hidden_with_segments(tokens_BT, positions_BT, segments_BT)
 
-    def hidden_spread(
+    def hidden_sharded(
         self,
         tokens_BT: Int[Array, "B T"],
         positions_BT: Int[Array, "b T"] | None = None,
@@ -148,7 +148,7 @@ class Transformer(nnx.Module):
         x_BTD, _, balance_B = self.run_layers(x_BTD, *inputs, attend=attend)
         return x_BTD, balance_B
 
-    def hidden_apart(
+    def hidden_with_segments(
         self,
         tokens_BT: Int[Array, "B T"],
         positions_BT: Int[Array, "b T"] | None,
@@ -177,7 +177,7 @@ class Transformer(nnx.Module):
         x_BTD, plain_BTD = self.embed_tokens(tokens_BT, None)
         x_BTD, kv, _ = self.run_layers(x_BTD, tokens_BT, keep_kv=True)
         capacity += round_up(self.config.virtual, CACHE_MULTIPLE)
-        keep = lambda x: kept_from(x, capacity, cache_dtype)
+        keep = lambda x: init_kv_cache(x, capacity, cache_dtype)
         layers = tuple((keep(k), keep(v)) for k, v in kv)
         lengths_B = lengths_B + self.config.virtual
         return x_BTD[rows, ends], Cache(layers, lengths_B, plain_BTD[rows, ends])
@@ -235,7 +235,7 @@ class Transformer(nnx.Module):
         if self.prompt is None:
             return None
         x_1PD = self.with_positions(self.embedded(self.prompt[...][None]), None)
-        inputs = self.layer_inputs(x_1PD, None, None, None, prefix.alone, PLAIN)
+        inputs = self.layer_inputs(x_1PD, None, None, None, prefix.self_attention_only, PLAIN)
         runs = [(self.plan, 1)]
         return prefix.stacked(self.run_some((x_1PD, x_1PD), runs, *self.stacks(), inputs)[1])
 
@@ -248,7 +248,9 @@ class Transformer(nnx.Module):
         cache: Cache | None = None,
         keep_kv: bool = False,
         attend: Attend = parallel.attention,
-    ) -> tuple[Float[Array, "B T D"], list[tuple[Kept, Kept]], Float[Array, "B"] | None]:
+    ) -> tuple[
+        Float[Array, "B T D"], list[tuple[CacheArray, CacheArray]], Float[Array, "B"] | None
+    ]:
         """All layers and the last norm; also each layer's keys and values when unrolled.
 
         And each row's sum of the experts' balance losses.
@@ -257,19 +259,19 @@ class Transformer(nnx.Module):
         """
         kept = cache is not None or keep_kv
         c = self.config
-        rows = PLAIN if kept else fastest(c.rows, c, x_BTD)  # prompts are of any length
+        fused = PLAIN if kept else fastest(c.kernels, c, x_BTD)  # prompts are of any length
         layers, parts = self.stacks()
         begin = self.virtual_tokens() if cache is None else None
         if begin is not None:
             layers["virtual"] = begin
-            positions_BT = prefix.moved(positions_BT, x_BTD.shape[1], c.virtual)
+            positions_BT = prefix.offset_positions(positions_BT, x_BTD.shape[1], c.virtual)
         x_BTD = self.with_positions(x_BTD, positions_BT)
-        inputs = self.layer_inputs(x_BTD, tokens_BT, positions_BT, segments_BT, attend, rows)
-        runs = segments(self.plan) if c.scan_layers and not kept else [(self.plan, 1)]
+        inputs = self.layer_inputs(x_BTD, tokens_BT, positions_BT, segments_BT, attend, fused)
+        runs = scan_groups(self.plan) if c.scan_layers and not kept else [(self.plan, 1)]
         start = x_BTD, x_BTD
         both, kv, balance_B = self.run_some(start, runs, layers, parts, inputs, cache)
         if begin is not None and keep_kv:
-            kv = prefix.in_front(begin, kv)
+            kv = prefix.prepend_kv(begin, kv)
         return self.last_states(*both), kv, balance_B
 
     def with_positions(self, x_BTD: Array, positions_BT: Array | None) -> Array:
@@ -287,7 +289,7 @@ class Transformer(nnx.Module):
         positions_BT: Array | None,
         segments_BT: Array | None,
         attend: Attend,
-        rows: Rows,
+        fused: FusedOps,
     ) -> LayerInputs:
         c = self.config
         if positions_BT is None:
@@ -298,7 +300,7 @@ class Transformer(nnx.Module):
         if c.rope_base_short is not None:
             short_rope = rotary(positions_BT, c.head_dim, c.rope_base_short)
         places = positions_BT, rope, short_rope, segments_BT
-        return LayerInputs(x0_BTD, tokens_BT, *places, attend, rows)
+        return LayerInputs(x0_BTD, tokens_BT, *places, attend, fused)
 
     def run_some(
         self,
@@ -308,7 +310,7 @@ class Transformer(nnx.Module):
         parts: dict[str, Any],
         inputs: LayerInputs,
         cache: Cache | None = None,
-    ) -> tuple[tuple[Array, Array], list[tuple[Kept, Kept]], Array | None]:
+    ) -> tuple[tuple[Array, Array], list[tuple[CacheArray, CacheArray]], Array | None]:
         """(stream, middle layer's output) after these layers, keys and values of the unrolled, and
         the balance losses.
 
@@ -326,7 +328,9 @@ class Transformer(nnx.Module):
             def run_period(carry, stack, period=period, scanned=repeats > 1):
                 x, middle_BTD = carry
                 kept = []
-                for i, (spec, source) in enumerate(zip(period, sources(period, stack, scanned))):
+                for i, (spec, source) in enumerate(
+                    zip(period, layer_weights(period, stack, scanned))
+                ):
                     layer_cache = cache and LayerCache(*cache.kv[len(kept)], cache.lengths_B)
                     x, pair = self.run_layer(x, spec, *source, inputs, layer_cache, scanned)
                     if c.backout:
@@ -350,14 +354,14 @@ class Transformer(nnx.Module):
             x_BTD = (x_BTD - self.backout_scale[...] * middle_BTD).astype(x_BTD.dtype)
         return normed(self.config, x_BTD, self.final_gain, self.final_shift)
 
-    def hidden_staged(
+    def hidden_pipelined(
         self,
         tokens_MBT: Int[Array, "M B T"],
         positions_MBT: Int[Array, "M B T"] | None = None,
         segments_MBT: Int[Array, "M B T"] | None = None,
         repeats: int = 1,
     ) -> tuple[Float[Array, "M B T D"], Float[Array, "M B"] | None]:
-        """`hidden_spread` of microbatches, the layers in stages over the mesh's pipeline.
+        """`hidden_sharded` of microbatches, the layers in stages over the mesh's pipeline.
 
         repeats: chunks of layers of a stage.
         """
@@ -376,9 +380,9 @@ class Transformer(nnx.Module):
 
         def stage(plan, stacks, states, one):
             x0_BTD, tokens_BT, positions_BT, segments_BT = one
-            rows = fastest(c.rows, c, x0_BTD)
-            inputs = self.layer_inputs(x0_BTD, tokens_BT, positions_BT, segments_BT, attend, rows)
-            runs = segments(plan) if c.scan_layers else [(plan, 1)]
+            fused = fastest(c.kernels, c, x0_BTD)
+            inputs = self.layer_inputs(x0_BTD, tokens_BT, positions_BT, segments_BT, attend, fused)
+            runs = scan_groups(plan) if c.scan_layers else [(plan, 1)]
             layers, parts = stacks
             both, _, more_B = self.run_some(states[:2], runs, layers, parts, inputs)
             return (*both, *(balance_B + more_B for balance_B in states[2:]))
@@ -416,31 +420,31 @@ class Transformer(nnx.Module):
         inputs: LayerInputs,
         cache: LayerCache | None,
         scanned: bool,
-    ) -> tuple[Stream, tuple[Kept, Kept]]:
+    ) -> tuple[Stream, tuple[CacheArray, CacheArray]]:
         """One layer: scale the stream, add the embedding back in, run the block.
 
         pick: of source, what the layer takes and the parts that only some layers have.
         """
-        c, rows = self.config, inputs.rows
+        c, fused = self.config, inputs.fused
         # A layer that is scanned or recomputed keeps one array, not the stream and a branch.
-        whole = rows.norm == "xla" or c.scan_layers or spec.remat in remat.POLICIES
+        whole = fused.norm == "xla" or c.scan_layers or spec.remat in remat.POLICIES
 
         def run(stream, source):
             layer, parts = pick(source)
             scales = (layer["residual_scale"], layer["x0_scale"]) if c.residual_scales else None
-            x_BTD, h_BTD, x0_BTD = enter(stream, inputs.x0_BTD, scales, c.norm_eps, rows.norm)
+            x_BTD, h_BTD, x0_BTD = prenorm(stream, inputs.x0_BTD, scales, c.norm_eps, fused.norm)
             block = nnx.merge(nnx.graphdef(self.blocks), layer["block"])
             own = {n: nnx.merge(nnx.graphdef(getattr(self, n)), p) for n, p in parts.items()}
             valued = spec.value_embed and inputs.tokens_BT is not None
             value = (own["value_embed"], inputs.tokens_BT) if valued else None
             rope = inputs.short_rope if spec.short_rope else inputs.rope
-            attend = prefix.behind(layer.get("virtual"), inputs.attend, inputs.positions_BT)
+            attend = prefix.with_prefix_kv(layer.get("virtual"), inputs.attend, inputs.positions_BT)
             x_BTD, y_BTD, kept, more_B = block(
-                x_BTD, spec, rope, value, inputs.segments_BT, cache, attend, rows, h_BTD,
+                x_BTD, spec, rope, value, inputs.segments_BT, cache, attend, fused, h_BTD,
                 own.get(spec.ffn),
             )  # fmt: skip
             balance_B = stream.balance_B if more_B is None else stream.balance_B + more_B
-            return leave(x_BTD, y_BTD, None if whole else x0_BTD, balance_B), kept
+            return residual_out(x_BTD, y_BTD, None if whole else x0_BTD, balance_B), kept
 
         if cache is None:
             run = remat.layer(run, spec.remat, scanned)

@@ -68,10 +68,10 @@ def next_token(
     texts = batch.tokens_BT, batch.positions_BT, batch.segments_BT
     labels, balance_B = (batch.targets_BT, batch.weights_BT), None
     if batch.tokens_BT.ndim == 3:
-        x_BTD, balance_B = model.hidden_staged(*texts, repeats=repeats)
+        x_BTD, balance_B = model.hidden_pipelined(*texts, repeats=repeats)
         labels = jax.vmap(parallel.zigzag_shard)(labels)
     else:
-        (x_BTD, balance_B), labels = model.hidden_spread(*texts), parallel.zigzag_shard(labels)
+        (x_BTD, balance_B), labels = model.hidden_sharded(*texts), parallel.zigzag_shard(labels)
     loss = parallel.linear_cross_entropy(
         x_BTD,
         model.head_DV().astype(x_BTD.dtype),
@@ -79,7 +79,7 @@ def next_token(
         softcap=model.config.logit_softcap,
         valid_vocab=model.vocab_size,
         z_loss=z_loss,
-        implementation=implementation or model.config.rows.loss,
+        implementation=implementation or model.config.kernels.loss,
     )
     if balance_B is None:
         return loss
@@ -109,7 +109,7 @@ NEXT_TOKEN = Objective(
 def score(graphdef: Any, params: Any, batch: Any, bytes_V: Array) -> Sums:
     """Evaluation sums of a batch. Special tokens count in `loss`, not in bits per byte."""
     model: Transformer = nnx.merge(graphdef, params)
-    x_BTD, _ = model.hidden_spread(batch.tokens_BT, batch.positions_BT, batch.segments_BT)
+    x_BTD, _ = model.hidden_sharded(batch.tokens_BT, batch.positions_BT, batch.segments_BT)
     targets_BT, weights_BT = parallel.zigzag_shard((batch.targets_BT, batch.weights_BT))
     nll_N = kernels.linear_cross_entropy_per_token(
         x_BTD.reshape(-1, x_BTD.shape[-1]),
@@ -148,7 +148,7 @@ def answer_logps(
 ) -> tuple[Float[Array, "B P 2"], Float[Array, "B P 2"]]:
     """Log-probs of the two answers of each pair of a `data.PairBatch`, and their tokens."""
     model: Transformer = nnx.merge(graphdef, params)
-    x_BTD, _ = model.hidden_spread(batch.tokens_BT, batch.positions_BT, batch.segments_BT)
+    x_BTD, _ = model.hidden_sharded(batch.tokens_BT, batch.positions_BT, batch.segments_BT)
     labels = batch.targets_BT, batch.weights_BT, batch.segments_BT
     targets_BT, weights_BT, segments_BT = parallel.zigzag_shard(labels)
     nll_BT = parallel.token_losses(

@@ -269,7 +269,7 @@ def feed_forward_relu2(
         try:
             return kernels.feed_forward_relu2(x, w_up, w_down, implementation=implementation)
         except NotImplementedError as error:
-            raise UserError(f"model.rows.ffn: {error}; xla takes XLA's") from None
+            raise UserError(f"model.kernels.ffn: {error}; xla takes XLA's") from None
 
     if mesh is None:
         return local(x_BTD, w_up_DF, w_down_FD)

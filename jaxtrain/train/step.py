@@ -25,7 +25,12 @@ from jaxtrain.parallel import (
 )
 from jaxtrain.train.config import LossSpike
 from jaxtrain.train.spikes import Checks, Spikes, judged, no_spikes, nonfinite_values
-from jaxtrain.weights.float8 import Maxima, expected, no_maxima, remember
+from jaxtrain.weights.float8 import (
+    AmaxHistory,
+    amax_from_history,
+    init_amax_history,
+    update_amax_history,
+)
 from jaxtrain.weights.params import BALANCE_GROUPS
 
 FIRST_SCALE = 2.0**15  # of float16's loss
@@ -47,7 +52,7 @@ class State(NamedTuple):
     step: Array  # optimizer steps done
     key: Array  # raw PRNG key of what a step may draw
     loss_scale: LossScale | None
-    maxima: Maxima | None = None  # the history that delayed scaling to float8 goes by
+    maxima: AmaxHistory | None = None  # the history that delayed scaling to float8 goes by
     spikes: Spikes | None = None  # the last steps' losses; saved with the position in the data
 
 
@@ -92,7 +97,7 @@ def init_state(task: Task, seed: int, params: Any = None) -> State:
         scale = LossScale(jnp.float32(FIRST_SCALE), jnp.zeros((), jnp.int32))
     key = jax.random.key_data(jax.random.key(seed))
     step, optimizer = jnp.zeros((), jnp.int32), task.optimizer.init(params)
-    maxima = no_maxima(task.specs, task.fp8_history) if task.fp8_history else None
+    maxima = init_amax_history(task.specs, task.fp8_history) if task.fp8_history else None
     spikes = no_spikes(task.loss_spike.window) if task.loss_spike else None
     return State(params, optimizer, step, key, scale, maxima, spikes)
 
@@ -136,14 +141,14 @@ def gradients(
     factor: Array,
     frozen: Any = None,
     shared: Any = None,
-    past: Maxima | None = None,
-) -> tuple[tuple[Array, dict[str, Array]], Any, Maxima | None]:
+    past: AmaxHistory | None = None,
+) -> tuple[tuple[Array, dict[str, Array]], Any, AmaxHistory | None]:
     """(Sum of the losses, the objective's other sums) and factor x the gradient of the first, over
     the microbatches [A, B, T] of a batch. shared: what the objective shares among them.
 
     past: the history to scale to float8 by; the third result is that with this batch's maxima."""
     copies = fp8_weights(params, task.specs) if task.fp8 else None
-    maxima = None if past is None else expected(past, factor)
+    maxima = None if past is None else amax_from_history(past, factor)
     fixed = Fixed(params, copies, maxima, factor, frozen, shared)
     if pipeline_size() > 1:
         sums, grads, seen = of_microbatch(task, fixed, batch)
@@ -153,7 +158,7 @@ def gradients(
         sums, grads, seen = met_once(task, fixed, batch, axes)
     else:
         sums, grads, seen = accumulated(task, fixed, batch)
-    return sums, grads, None if past is None else remember(past, seen, factor)
+    return sums, grads, None if past is None else update_amax_history(past, seen, factor)
 
 
 def of_microbatch(

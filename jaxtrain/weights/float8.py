@@ -5,8 +5,8 @@ evaluates or generates passes the plain arrays, and `dense` multiplies those as 
 
 Delayed scaling (Transformer Engine's `DelayedScaling`): what a matrix is multiplied with is scaled
 by its largest magnitude in the last steps, so that the cast need not wait for a pass over the
-tensor. The step passes those magnitudes as `Maxima` and gets the new ones in the place of their
-gradient.
+tensor. The step passes those magnitudes as an `AmaxHistory` and gets the new ones in the place of
+their gradient.
 """
 
 import functools
@@ -29,7 +29,7 @@ from jaxtrain.weights.params import ParamSpec, path_name
 SMALLEST, MULTIPLE = 128, 16
 
 
-class Maxima(NamedTuple):
+class AmaxHistory(NamedTuple):
     """Largest magnitudes of each layer: [L] of one step, or a history [H, L], the newest first.
 
     Gradients are those of a loss that is the sum over tokens: whatever a step divides it by, they
@@ -43,12 +43,12 @@ class Maxima(NamedTuple):
 class Fp8Weight(NamedTuple):
     """A matrix, or a stack of them: the array that receives the gradient, and its float8 copy.
 
-    maxima: where scaling is delayed, of the input and of the output's gradient.
+    amax: where scaling is delayed, of the input and of the output's gradient.
     """
 
     w_KN: Array
     fp8: kernels.Fp8
-    maxima: tuple[Array, Array] | None = None
+    amax: tuple[Array, Array] | None = None
 
 
 def dense(x: Float[Array, "*B K"], weight: nnx.Param) -> Float[Array, "*B N"]:
@@ -58,9 +58,13 @@ def dense(x: Float[Array, "*B K"], weight: nnx.Param) -> Float[Array, "*B N"]:
         return adapted_dense(x, w)
     if not isinstance(w, Fp8Weight):
         return product(x, w)
-    amax_2 = None if w.maxima is None else jnp.stack(w.maxima)
+    amax_2 = None if w.amax is None else jnp.stack(w.amax)
     y_MN = kernels.fp8_matmul(
-        x.reshape(-1, x.shape[-1]), w.w_KN, w_fp8=w.fp8, amax_2=amax_2, implementation=casts()
+        x.reshape(-1, x.shape[-1]),
+        w.w_KN,
+        w_fp8=w.fp8,
+        amax_2=amax_2,
+        implementation=cast_backend(),
     )
     return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
 
@@ -73,22 +77,22 @@ def feed_forward_fp8(
     Raises UserError if the backend that was asked for cannot serve.
     """
     amax_22 = None
-    if up.maxima is not None and down.maxima is not None:
-        amax_22 = jnp.stack([jnp.stack(up.maxima), jnp.stack(down.maxima)])
+    if up.amax is not None and down.amax is not None:
+        amax_22 = jnp.stack([jnp.stack(up.amax), jnp.stack(down.amax)])
     try:
         return kernels.fp8_feed_forward_relu2(
             x_BTD, up.w_KN, down.w_KN, copies=(up.fp8, down.fp8), amax_22=amax_22,
-            constrain=pinned, implementation=casts() or implementation,
+            constrain=pinned, implementation=cast_backend() or implementation,
         )  # fmt: skip
     except NotImplementedError as error:
-        raise UserError(f"model.rows.ffn: {error}; xla takes XLA's") from None
+        raise UserError(f"model.kernels.ffn: {error}; xla takes XLA's") from None
 
 
 def pinned(h_BTF: Array) -> Array:
     return constrain(h_BTF, "batch", "tokens", "hidden")
 
 
-def casts() -> str | None:
+def cast_backend() -> str | None:
     """The backend of casts: XLA's under a mesh, where a maximum is that of all devices."""
     return None if current_mesh() is None else "xla"
 
@@ -110,7 +114,7 @@ def fp8_weights(params: Any, specs: Any) -> Any:
     return jax.tree.map(lambda p, s: stack(p) if in_fp8(s) else None, params, specs)
 
 
-def with_fp8(params: Any, copies: Any, specs: Any, maxima: Maxima | None = None) -> Any:
+def with_fp8(params: Any, copies: Any, specs: Any, amax: AmaxHistory | None = None) -> Any:
     """The parameters with Fp8Weight in place of those that have a copy.
 
     Of matrices with the same input one reports its maximum: gradients of several would add up.
@@ -118,14 +122,14 @@ def with_fp8(params: Any, copies: Any, specs: Any, maxima: Maxima | None = None)
     reported = set()
 
     def put(path: tuple[Any, ...], param: Array, spec: ParamSpec, copy: Any) -> Any:
-        if copy is None or maxima is None:
+        if copy is None or amax is None:
             return param if copy is None else Fp8Weight(param, copy)
         name = path_name(path)
         tensor = reads(name, spec)
-        most_L = maxima.inputs[tensor]
+        most_L = amax.inputs[tensor]
         most_L = jax.lax.stop_gradient(most_L) if tensor in reported else most_L
         reported.add(tensor)
-        return Fp8Weight(param, copy, (most_L, maxima.gradients[name]))
+        return Fp8Weight(param, copy, (most_L, amax.gradients[name]))
 
     return jax.tree_util.tree_map_with_path(put, params, specs, copies)
 
@@ -138,18 +142,18 @@ def reads(name: str, spec: ParamSpec) -> str:
     return f"{name.rpartition('/')[0]}/{spec.axes[-2]}"
 
 
-def no_maxima(specs: Any, history: int) -> Maxima:
+def init_amax_history(specs: Any, history: int) -> AmaxHistory:
     """An empty history: zeros [H, L]."""
     pairs = jax.tree_util.tree_flatten_with_path(specs)[0]
     stacks = {path_name(path): spec for path, spec in pairs if in_fp8(spec)}
     zeros = lambda spec: jnp.zeros((history, spec.shape[0]), jnp.float32)
-    return Maxima(
+    return AmaxHistory(
         {reads(name, spec): zeros(spec) for name, spec in stacks.items()},
         {name: zeros(spec) for name, spec in stacks.items()},
     )
 
 
-def expected(past: Maxima, factor: Array) -> Maxima:
+def amax_from_history(past: AmaxHistory, factor: Array) -> AmaxHistory:
     """What to scale by in a step, [L], of the loss times the factor: the history's maximum.
 
     Where it has none (the first step, or a gradient that was zero), the scale is 1, or the factor.
@@ -159,14 +163,14 @@ def expected(past: Maxima, factor: Array) -> Maxima:
         most_L = jnp.max(past_HL, axis=0)
         return jnp.where(most_L > 0, most_L, float(jnp.finfo(dtype).max))
 
-    return Maxima(
+    return AmaxHistory(
         jax.tree.map(lambda x: most(x, kernels.E4M3), past.inputs),
         jax.tree.map(lambda x: factor * most(x, kernels.E5M2), past.gradients),
     )
 
 
-def remember(past: Maxima, seen: Maxima, factor: Array) -> Maxima:
-    """The history with a step's maxima [L] in front, and its oldest forgotten."""
+def update_amax_history(past: AmaxHistory, seen: AmaxHistory, factor: Array) -> AmaxHistory:
+    """The history with a step's amax [L] in front, and its oldest forgotten."""
     seen = seen._replace(gradients=jax.tree.map(lambda x: x / factor, seen.gradients))
     return jax.tree.map(lambda x, new: jnp.concatenate([new[None], x[:-1]]), past, seen)
 

@@ -205,7 +205,7 @@ def test_branches_see_the_virtual_tokens():
     row, R, whole = jnp.asarray(tokens(1)), 6, jnp.arange(T)[None]
     segments = jnp.where(whole < T - R, 1, 2)
     parents, before = jnp.ones((1, R), int), whole[:, T - R - 1 : T - 1]
-    hidden = jax.jit(lambda *texts: nnx.merge(graphdef, params).hidden_apart(row, *texts))
+    hidden = jax.jit(lambda *texts: nnx.merge(graphdef, params).hidden_with_segments(row, *texts))
     found = hidden(whole, segments, Branches(parents, before, whole))
     close(found, hidden(None, None), rtol=1e-4, atol=1e-4)
 

@@ -182,7 +182,7 @@ def test_what_is_the_same_or_free_may_be_given(imported):
     """How the model runs, a longer context, and what the model has already."""
     same_or_free = [
         "model.depth=2", "model.norm_eps=1e-6", "model.window_pattern=LL", "model.short_window=9",
-        "model.qk_scale=1.0", "model.remat=block", "model.scan_layers=true", "model.rows=xla",
+        "model.qk_scale=1.0", "model.remat=block", "model.scan_layers=true", "model.kernels=xla",
         "model.document_mask=true", "model.ffn_tiles=2", "model.init=mup",
         "model.context_length=256",
         "model.rope_scaling={name: linear, factor: 4}", "model.hidden=48", "model.rope_base=1e4",

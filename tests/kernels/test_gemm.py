@@ -154,7 +154,9 @@ def test_a_mesh_changes_nothing(implementation, monkeypatch):
 
 def test_asking_a_cpu_for_the_kernel_is_one_clear_error():
     x, w_up, w_down, _ = network(jnp.float32)
-    with pytest.raises(UserError, match=r"model\.rows\.ffn: .* needs an NVIDIA GPU, this is cpu"):
+    with pytest.raises(
+        UserError, match=r"model\.kernels\.ffn: .* needs an NVIDIA GPU, this is cpu"
+    ):
         parallel.feed_forward_relu2(x, w_up, w_down, "mosaic")
 
 

@@ -16,7 +16,7 @@ from jaxtrain_kernels.rows import mosaic, reference, xla
 from tiny import batch, build
 
 from jaxtrain.model.config import ModelConfig
-from jaxtrain.model.fused_ops import Rows, fastest
+from jaxtrain.model.fused_ops import FusedOps, fastest
 from jaxtrain.objectives import next_token
 
 # The mode that knows bar.sync, a named barrier of the hardware.
@@ -247,7 +247,7 @@ def test_a_vocabulary_that_loss_rows_cannot_serve_goes_to_xla(V, dtype, reason):
 
 # ---- in the model ----------------------------------------------------------------------------
 
-ALL = {name: "reference" for name in Rows.model_fields if name != "ffn"}  # or relu2: not both
+ALL = {name: "reference" for name in FusedOps.model_fields if name != "ffn"}  # or relu2: not both
 
 
 def test_the_switches_change_neither_the_loss_nor_its_gradient():
@@ -258,7 +258,7 @@ def test_the_switches_change_neither_the_loss_nor_its_gradient():
         )
 
     plain = run()
-    other = run(rows=ALL, scan_layers=True, remat="block")
+    other = run(kernels=ALL, scan_layers=True, remat="block")
     for x, y in zip(jax.tree.leaves(other), jax.tree.leaves(plain), strict=True):
         np.testing.assert_allclose(x, y, atol=2e-5 * max(1.0, float(jnp.abs(y).max())))
 
@@ -268,29 +268,29 @@ def test_kernels_are_the_default_where_they_serve():
     x = jax.ShapeDtypeStruct((2, 256, 256), BF16)
     resolved = SimpleNamespace(**{**c.__dict__, "heads": 2})
     with on_target(*HOPPER):
-        assert fastest(c.rows, resolved, x) == c.rows
+        assert fastest(c.kernels, resolved, x) == c.kernels
         odd = jax.ShapeDtypeStruct((2, 255, 250), BF16)
-        left = fastest(c.rows, resolved, odd)
+        left = fastest(c.kernels, resolved, odd)
         assert (left.norm, left.rope) == ("xla", "xla")
         resolved.norm_gain = resolved.qk_norm_gain = True
-        left = fastest(c.rows, resolved, x)
+        left = fastest(c.kernels, resolved, x)
         assert (left.norm, left.rope) == ("xla", "xla")
-        named = Rows.model_validate({"norm": "mosaic", "rope": "reference"})
+        named = FusedOps.model_validate({"norm": "mosaic", "rope": "reference"})
         assert fastest(named, resolved, x) == named
     with on_target("cuda", (8, 0)):
-        left = fastest(c.rows, SimpleNamespace(**{**c.__dict__, "heads": 2}), x)
+        left = fastest(c.kernels, SimpleNamespace(**{**c.__dict__, "heads": 2}), x)
         assert (left.norm, left.rope, left.ffn, left.loss) == ("xla", "xla", None, None)
 
 
 def test_one_name_is_for_all_passes():
-    c = ModelConfig.model_validate({"rows": "xla"})
-    assert c.rows.model_dump() == {
+    c = ModelConfig.model_validate({"kernels": "xla"})
+    assert c.kernels.model_dump() == {
         "norm": "xla", "rope": "xla", "relu2": None, "ffn": "xla", "loss": "xla",
     }  # fmt: skip
     with pytest.raises(ValueError, match="there is no backend fast"):
-        ModelConfig.model_validate({"rows": "fast"})
-    with pytest.raises(ValueError, match="rows.norm needs norm: rms"):
-        ModelConfig.model_validate({"rows": {"norm": "mosaic"}, "norm_gain": True})
+        ModelConfig.model_validate({"kernels": "fast"})
+    with pytest.raises(ValueError, match="kernels.norm needs norm: rms"):
+        ModelConfig.model_validate({"kernels": {"norm": "mosaic"}, "norm_gain": True})
 
 
 def test_layers_share_one_lowered_kernel():

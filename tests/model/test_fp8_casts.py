@@ -17,13 +17,14 @@ from jaxtrain.train.step import gradients
 from jaxtrain.weights import float8 as model_fp8
 
 SHAPE = {"depth": 2, "width": 128, "head_dim": 32, "hidden": 256, "value_embeddings": False}
-ALONE = {"attention": "xla", "rows": {"norm": "xla", "rope": "xla", "loss": "xla"}, "fp8": "blocks"}
+PLAIN = {"norm": "xla", "rope": "xla", "loss": "xla"}
+ALONE = {"attention": "xla", "kernels": PLAIN, "fp8": "blocks"}
 
 
 def traced(mesh=None, micro=4, **changes):
     """A batch's gradients on Hopper, lowered: what is cast by our kernel, and the text."""
     task, _ = make_task(resolved(**SHAPE, **ALONE, window_pattern="L", **changes))
-    past = model_fp8.no_maxima(task.specs, 2) if task.fp8_history else None
+    past = model_fp8.init_amax_history(task.specs, 2) if task.fp8_history else None
     run = lambda p, b: gradients(task, p, b, jnp.float32(1), past=past)
     given = random_params(task.specs), batch(4, micro=micro)
     place = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype)
@@ -82,13 +83,13 @@ def test_the_activation_in_the_casts_is_the_one_before_them(monkeypatch):
         task, _ = make_task(resolved(depth=1, fp8="blocks", **changes))
         params, past = random_params(task.specs), None
         if task.fp8_history:  # as the true maxima would be, but larger
-            past = jax.tree.map(lambda x: x + 64, model_fp8.no_maxima(task.specs, 1))
+            past = jax.tree.map(lambda x: x + 64, model_fp8.init_amax_history(task.specs, 1))
         slopes = lambda p, b: gradients(task, p, b, jnp.float32(1), past=past)
         return jax.jit(slopes)(params, batch(4, micro=4))
 
     for scaling in ({}, {"fp8_history": 1}):
         (loss, _), grads, maxima = run(**scaling)
-        (apart, _), others, others_seen = run(rows={"relu2": "xla"}, **scaling)
+        (apart, _), others, others_seen = run(kernels={"relu2": "xla"}, **scaling)
         np.testing.assert_allclose(loss, apart, rtol=1e-4)
         pairs = jax.tree.leaves((grads, maxima)), jax.tree.leaves((others, others_seen))
         for a, b in zip(*pairs, strict=True):
@@ -107,7 +108,7 @@ def test_evaluation_is_the_same_computation_without_it():
 
 
 def test_a_backend_that_cannot_serve_is_one_clear_error():
-    task, _ = make_task(resolved(**SHAPE, fp8="blocks", rows={"ffn": "mosaic"}))
+    task, _ = make_task(resolved(**SHAPE, fp8="blocks", kernels={"ffn": "mosaic"}))
     given = random_params(task.specs), batch(1, micro=1)
-    with pytest.raises(UserError, match=r"model.rows.ffn: fp8_quantize: mosaic cannot .* xla"):
+    with pytest.raises(UserError, match=r"model.kernels.ffn: fp8_quantize: mosaic cannot .* xla"):
         jax.eval_shape(lambda p, b: gradients(task, p, b, jnp.float32(1)), *given)

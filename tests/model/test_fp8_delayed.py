@@ -45,7 +45,7 @@ def settled(small):
     """(task, its gradients' function, a batch, the history after some steps of it)."""
     task, _ = fp8_task(3)
     run, one = slopes(task), batch(4, micro=4)
-    past = model_fp8.no_maxima(task.specs, 3)
+    past = model_fp8.init_amax_history(task.specs, 3)
     for _ in range(6):
         past = run(one, past)[2]
     return task, run, one, past
@@ -69,7 +69,7 @@ def test_with_the_true_maxima_it_is_current_scaling(settled):
     most = past.inputs["blocks/attention/embed"]
     assert ((most > 2) & (most <= 32**0.5)).all()
     # Before there is a history, values are cast as they are.
-    assert run(one, model_fp8.no_maxima(task.specs, 3))[0][0] != sums[0]
+    assert run(one, model_fp8.init_amax_history(task.specs, 3))[0][0] != sums[0]
 
 
 def test_gradients_are_remembered_whatever_the_loss_is_divided_by(settled):
@@ -86,7 +86,7 @@ def test_a_history_holds_the_last_steps_and_its_largest_counts(settled):
     after = run(one, twice)[2]
     for old, new in zip(jax.tree.leaves(twice), jax.tree.leaves(after)):
         np.testing.assert_array_equal(new[1:], old[:-1])
-    most = model_fp8.expected(twice, jnp.float32(0.5))
+    most = model_fp8.amax_from_history(twice, jnp.float32(0.5))
     same(most.inputs, {name: 2 * x[0] for name, x in past.inputs.items()})
     same(most.gradients, {name: x[0] for name, x in past.gradients.items()})
 

@@ -31,7 +31,8 @@ def gate(monkeypatch):
     (example,) = re.findall(r"```python\n(    attention_gate:.*?)```", README.read_text(), re.S)
     field, declared, used = example.split("\n\n")
     source = inspect.getsource(attention.Attention)
-    for anchor, lines in (("        self.config = c\n", declared), ("        return sh", used)):
+    places = ("        self.config = c\n", declared), ("        return add_bias(", used)
+    for anchor, lines in places:
         assert source.count(anchor) == 1
         source = source.replace(anchor, f"{lines.rstrip()}\n{anchor}")
     names = dict(vars(attention))

@@ -21,7 +21,7 @@ from tiny import (
 
 from jaxtrain.estimate.traffic import collectives
 from jaxtrain.model import active, cast, moe, split
-from jaxtrain.model.moe import Mixture, balance_loss
+from jaxtrain.model.moe import MixtureOfExperts, balance_loss
 from jaxtrain.model.plan import make_plan
 from jaxtrain.optim import OPTIMIZERS, OptimConfig
 from jaxtrain.parallel import constrain, place_batch
@@ -47,7 +47,7 @@ def relu2(x):
 @pytest.mark.parametrize("scores", ["sigmoid", "softmax"])
 def test_a_layer_is_what_a_loop_over_tokens_says(scores):
     c = resolved(moe=MOE | {"score_function": scores})
-    graphdef, specs = split(Mixture(c, 1))
+    graphdef, specs = split(MixtureOfExperts(c, 1))
     random = np.random.default_rng(0)
     draw = lambda s: (
         random.normal(size=s.shape[1:]) / s.shape[-2 if len(s.shape) > 2 else -1] ** 0.5
@@ -90,7 +90,7 @@ def test_an_even_load_has_a_balance_loss_of_one():
 def model():
     """(config, graphdef, specs, params), and a function of the last states."""
     c, graphdef, specs, params = build(**SMALL)
-    run = jax.jit(lambda p, t: nnx.merge(graphdef, p).hidden_spread(t))
+    run = jax.jit(lambda p, t: nnx.merge(graphdef, p).hidden_sharded(t))
     return c, graphdef, specs, params, run
 
 
@@ -105,7 +105,7 @@ def test_layers_alternate_and_scan_and_remat_change_nothing(model):
 
     def grads(graphdef):
         def loss(p):
-            x_BTD, balance_B = nnx.merge(graphdef, p).hidden_spread(jnp.asarray(rows))
+            x_BTD, balance_B = nnx.merge(graphdef, p).hidden_sharded(jnp.asarray(rows))
             return jnp.mean(jnp.square(x_BTD * jnp.arange(32.0)[None, None])) + jnp.sum(balance_B)
 
         return jax.jit(jax.value_and_grad(loss))(params)
@@ -219,7 +219,7 @@ def test_metrics_tell_the_load_and_the_norm_is_of_gradients_alone(one_device):
 
 def test_each_device_routes_and_feeds_its_own_tokens():
     """Along data and context only sums are exchanged: no tokens, and no scores of them."""
-    graphdef, specs = split(Mixture(resolved(moe=MOE, ffn="swiglu"), 1))
+    graphdef, specs = split(MixtureOfExperts(resolved(moe=MOE, ffn="swiglu"), 1))
     mesh = mesh_of(data=2, context=2, tensor=2)
 
     def loss(p, x_BTD):

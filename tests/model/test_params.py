@@ -21,7 +21,6 @@ from jaxtrain.model import (
     initialize,
     make_plan,
     resolve_model,
-    segments,
     sizes,
     split,
 )
@@ -96,20 +95,20 @@ plans = st.one_of(
 
 @given(plans)
 def test_segments_are_the_plan(plan):
-    runs = segments(plan)
+    runs = scan_groups(plan)
     assert sum((period * times for period, times in runs), ()) == plan
     assert all(period and times >= 1 for period, times in runs)
 
 
 @given(st.lists(specs_of_layers, min_size=1, max_size=4), st.integers(2, 6))
 def test_a_repeated_period_is_one_run_of_its_smallest_period(period, times):
-    ((found, repeats),) = segments(tuple(period * times))
+    ((found, repeats),) = scan_groups(tuple(period * times))
     assert repeats >= times and len(found) <= len(period)
 
 
 def test_twelve_layers_of_sssl():
     c = resolve_model(ModelConfig(depth=12), 2048)
-    ((period, repeats),) = segments(make_plan(c))
+    ((period, repeats),) = scan_groups(make_plan(c))
     assert repeats == 3
     assert [spec.window for spec in period] == [512, 512, 512, None]
 

@@ -19,7 +19,7 @@ DEEP = {"depth": 4, "window_pattern": "SL", "attention": "xla"}
 
 def loss_of(graphdef, tokens_BT):
     def loss(p):
-        x_BTD, balance_B = nnx.merge(graphdef, p).hidden_spread(jnp.asarray(tokens_BT))
+        x_BTD, balance_B = nnx.merge(graphdef, p).hidden_sharded(jnp.asarray(tokens_BT))
         return jnp.mean(jnp.square(x_BTD)) + (0 if balance_B is None else jnp.sum(balance_B))
 
     return loss
@@ -115,7 +115,7 @@ def test_a_tile_of_experts_keeps_its_tokens_alone():
 def test_matmuls_results_are_those_of_attention_too(monkeypatch, attention, forward):
     """Its forward pass is in the program of a step as often as with nothing computed again."""
     monkeypatch.setattr(fused_attention_stablehlo, "check_cudnn_version", lambda: 91400)
-    small = {"depth": 1, "width": 128, "head_dim": 64, "rows": "xla", "logit_softcap": None}
+    small = {"depth": 1, "width": 128, "head_dim": 64, "kernels": "xla", "logit_softcap": None}
 
     def times(remat):
         _, graphdef, _, params = build(**small, attention=attention, remat=remat)
