@@ -100,12 +100,12 @@ def compiled(
 def tuned(w: Workload, tuning: dict[str, Any]) -> Workload:
     """The workload with a part of its model trained."""
     finetune: Any = TypeAdapter(FinetuneConfig).validate_python(tuning)
-    partition = make_partition(finetune, w.partition.base, w.task.dtype)
+    partition = make_partition(finetune, w.partition.base, w.spec.dtype)
     optimizer = make_optimizer(
         apply_lora_plus(w.config.optim, finetune), partition.trainable, 100, w.tokens
     )
-    task = w.task._replace(specs=partition.trainable, optimizer=optimizer, join=partition.join)
-    return w._replace(task=task, partition=partition)
+    task = w.spec._replace(specs=partition.trainable, optimizer=optimizer, join=partition.join)
+    return w._replace(spec=task, partition=partition)
 
 
 def peer_rows(name: str) -> Iterator[dict[str, Any]]:

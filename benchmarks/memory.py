@@ -24,7 +24,7 @@ from jaxtrain.estimate.workload import (
 from jaxtrain.model import initialize
 from jaxtrain.runs.metrics import format_bytes
 from jaxtrain.settings import UserError
-from jaxtrain.train.run import memory_needed
+from jaxtrain.train.program import memory_needed
 from jaxtrain.train.step import gradients
 
 SCANNED = ["model.scan_layers=true"]
@@ -138,12 +138,12 @@ def small_gradients(name: str, overrides: Sequence[str]) -> Any:
     w = load_workload(name, [*overrides, *SMALL], jax.devices()[:1])
     w = at_depth(w, min(w.config.model.depth, 12))
     with jax.set_mesh(w.mesh):
-        params = jax.jit(lambda: initialize(w.task.specs, 0))()
+        params = jax.jit(lambda: initialize(w.spec.specs, 0))()
         # Of matrices that start at zero the others' gradients would be zero as well.
         params = jax.tree.map(
             lambda p: p + 0.02 * jnp.sin(jnp.arange(p.size)).reshape(p.shape), params
         )
-        run = jax.jit(lambda p, b: gradients(w.task, p, b, jnp.float32(1 / w.tokens))[1])
+        run = jax.jit(lambda p, b: gradients(w.spec, p, b, jnp.float32(1 / w.tokens))[1])
         return jax.device_get(run(params, random_batch(w, 0)))
 
 

@@ -32,7 +32,7 @@ def bench_optimizers(
         if optimizer not in wanted:
             continue
         w = load_workload(name, [*fields, f"optim.name={optimizer}"])
-        limits = ceilings(w.task.dtype)
+        limits = ceilings(w.spec.dtype)
         with jax.set_mesh(w.mesh):
             rows.append({"name": optimizer} | optimizer_row(w, limits.matmul_tflops))
         rows[-1]["floor_bytes_ms"] = rows[-1].pop("moved_bytes") / limits.copy_gbps / 1e6
@@ -52,7 +52,7 @@ def optimizer_row(w: Workload, matmul_tflops: float) -> dict[str, Any]:
         "ms": update_ms(w, state, grads, hyperparams),
         "state_bytes": state_bytes,
         "moved_bytes": moved,
-        "floor_matmul_ms": muon_flops(w.config.optim, w.task.specs) / rate,
+        "floor_matmul_ms": muon_flops(w.config.optim, w.spec.specs) / rate,
     }
 
 
@@ -63,6 +63,6 @@ def random_gradients(w: Workload, params: Any) -> Any:
         leaves, tree = jax.tree.flatten(params)
         keys = jax.random.split(jax.random.key(1), len(leaves))
         normal = [1e-3 * jax.random.normal(k, p.shape, jnp.float32) for k, p in zip(keys, leaves)]
-        return cast(tree.unflatten(normal), w.task.specs, w.task.dtype)
+        return cast(tree.unflatten(normal), w.spec.specs, w.spec.dtype)
 
     return jax.jit(make, out_shardings=jax.tree.map(lambda p: p.sharding, params))()

@@ -29,7 +29,7 @@ from jaxtrain.optim import MuonConfig
 from jaxtrain.optim.muon import COEFFICIENTS, orthogonalize_flops
 from jaxtrain.runs.environment import peak_flops
 from jaxtrain.settings import UserError
-from jaxtrain.train.run import compile_step, memory_needed
+from jaxtrain.train.program import compile_step, memory_needed
 from jaxtrain.train.step import State, gradients, make_step, state_shardings
 
 BATCHES = 16  # on the device, in rotation: so few steps do not learn them by heart
@@ -51,7 +51,7 @@ def bench_step(
     are programs of their own: a large model's take minutes to compile.
     """
     w = load_workload(name, overrides)
-    limits = ceilings(w.task.dtype)
+    limits = ceilings(w.spec.dtype)
     with jax.set_mesh(w.mesh):
         batches, hyperparams = [(random_batch(w, i),) for i in range(BATCHES)], new_hyperparams(w)
         begin = time.perf_counter()
@@ -105,7 +105,7 @@ def compiled_step(w: Workload) -> Any:
     """For this device. Raises UserError for what does not fit; several threads may call it."""
     with jax.set_mesh(w.mesh):
         return compile_step(
-            make_step(w.task, w.mesh), abstract_state(w), batch_shapes(w), new_hyperparams(w),
+            make_step(w.spec, w.mesh), abstract_state(w), batch_shapes(w), new_hyperparams(w),
             w.config, abstract_frozen(w),
         )  # fmt: skip
 
@@ -114,11 +114,11 @@ def parts_ms(
     w: Workload, state: State, batches: Any, hyperparams: Any, frozen: Any, calls: int
 ) -> dict[str, float]:
     """Gradients (with the cast) alone, and the optimizer alone. Uses up the state's memory."""
-    task, factor = w.task, jnp.float32(1 / w.tokens)
+    task, factor = w.spec, jnp.float32(1 / w.tokens)
 
     def forward_backward(state: State, frozen: Any, batch: Any) -> Any:
         params = cast(state.params, task.specs, task.dtype)
-        return gradients(task, params, batch, factor, frozen, past=state.maxima)
+        return gradients(task, params, batch, factor, frozen, extras=state.extras)
 
     compute = jax.jit(forward_backward)
     inputs = [(state, frozen, *batch) for batch in batches]
@@ -137,9 +137,9 @@ def update_ms(w: Workload, state: State, grads: Any, hyperparams: Any) -> float:
     """
 
     def update(params: Any, opt: Any, grads: Any, step: jax.Array, hyperparams: Any) -> Any:
-        return w.task.optimizer.apply(grads, opt, params, step, hyperparams)
+        return w.spec.optimizer.apply(grads, opt, params, step, hyperparams)
 
-    where = state_shardings(w.task, w.mesh)
+    where = state_shardings(w.spec, w.mesh)
     compiled = jax.jit(update, donate_argnums=(0, 1), out_shardings=(where.params, where.optimizer))
     held = state.params, state.optimizer
 
@@ -157,7 +157,7 @@ def bench_memory(name: str, overrides: Sequence[str], variant: str | None = None
     w = load_workload(name, overrides)
     with jax.set_mesh(w.mesh):
         begin = time.perf_counter()
-        lowered = make_step(w.task, w.mesh).lower(
+        lowered = make_step(w.spec, w.mesh).lower(
             abstract_state(w), batch_shapes(w), new_hyperparams(w), abstract_frozen(w)
         )
         compiled = lowered.compile()
@@ -200,8 +200,8 @@ def floors_ms(w: Workload, matmul_tflops: float) -> dict[str, float]:
     rate = matmul_tflops * 1e9 * w.mesh.size
     c = w.config
     return {
-        "ms": 6 * active(c.model, w.task.specs) * w.tokens / rate,
-        "ms_optimizer": muon_flops(c.optim, w.task.specs) / rate,
+        "ms": 6 * active(c.model, w.spec.specs) * w.tokens / rate,
+        "ms_optimizer": muon_flops(c.optim, w.spec.specs) / rate,
     }
 
 

@@ -100,7 +100,7 @@ def peer_seconds(w: Workload) -> float | None:
 def packed_seconds(w: Workload, params: Any) -> float:
     """As `evaluate --tasks` runs it, the compiling left out, and counted up to all examples."""
     ends = Prompting(True, ())
-    saved = Saved(w.config, w.task.graphdef, w.task.specs, params, byte_tokenizer(), Path(), ends)
+    saved = Saved(w.config, w.spec.graphdef, w.spec.specs, params, byte_tokenizer(), Path(), ends)
     scorer = make_scorer(saved, w.config)
     jobs = [list(questions(w, shape, seed)) for seed, shape in enumerate(CORE.values())]
     list(scores(scorer, [job[:1] for job in jobs]))  # with and without branches
@@ -125,11 +125,11 @@ def questions(w: Workload, shape: Shape, seed: int) -> Iterator[list[Scored]]:
 
 def one_by_one_seconds(w: Workload, params: Any) -> float:
     """An example's sequences as a batch, whole logits, and a wait for its numbers; compiled."""
-    params = jax.jit(lambda p: cast(p, w.task.specs, w.task.dtype))(params)
+    params = jax.jit(lambda p: cast(p, w.spec.specs, w.spec.dtype))(params)
 
     @jax.jit
     def alone(params, tokens_CT):
-        model = nnx.merge(w.task.graphdef, params)
+        model = nnx.merge(w.spec.graphdef, params)
         x_CTD = model.hidden(tokens_CT)
         C, T, D = x_CTD.shape
         logits_CTV = model.logits(x_CTD.reshape(-1, D)).reshape(C, T, -1)

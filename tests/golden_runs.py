@@ -397,7 +397,7 @@ def lower_program(name):
         given = p.workload.abstract_state(w), p.workload.batch_shapes(w)
         given = *given, p.workload.new_hyperparams(w), p.workload.abstract_frozen(w)
         with jax.set_mesh(w.mesh):
-            traced = p.make_step(w.task, w.mesh).trace(*given)
+            traced = p.make_step(w.spec, w.mesh).trace(*given)
             lowered = traced.lower(lowering_platforms=("cuda",))
     return normalized(lowered)
 

@@ -38,7 +38,7 @@ MUTATIONS = {
         "shrink = jnp.minimum(1.0, ", "shrink = jnp.maximum(1.0, ", "test_step.py"
     ),
     "loss scale": Mutation(
-        J + "train/step.py", "g.astype(jnp.float32) / scale.scale", "g.astype(jnp.float32)",
+        J + "train/step.py", "g.astype(jnp.float32) / loss_scale", "g.astype(jnp.float32)",
         "test_float16.py test_step.py",
     ),
     "diloco": Mutation(
@@ -77,11 +77,12 @@ MUTATIONS = {
         "jnp.asarray(NF4)[codes] * w.mean", "finetune",
     ),
     "dpo": Mutation(
-        J + "objectives/preference.py", "return Judged(-(1 - smooth) * right_N - smooth * wrong_N,",
-        "return Judged(-(1 - smooth) * right_N,", "finetune/test_preference.py",
+        J + "objectives/dpo.py",
+        "return PreferenceLoss(-(1 - smooth) * right_N - smooth * wrong_N,",
+        "return PreferenceLoss(-(1 - smooth) * right_N,", "finetune/test_preference.py",
     ),
     "kto": Mutation(
-        J + "objectives/preference.py", "gain_N = reward_N2[..., 0] - c.beta * divergence",
+        J + "objectives/kto.py", "gain_N = reward_N2[..., 0] - c.beta * divergence",
         "gain_N = reward_N2[..., 0]", "finetune/test_preference.py",
     ),
     "sft": Mutation(
@@ -146,8 +147,8 @@ MUTATIONS = {
         "lambda x, h: x.astype(np.float32)", "interop",
     ),
     "resume": Mutation(
-        J + "train/loop.py", "segments=c.model.document_mask, state=position,",
-        "segments=c.model.document_mask, state=None,", "test_train.py",
+        J + "train/feed.py", "self._loader = self._open(state=position)\n        self._next:",
+        "self._loader = self._open(state=None)\n        self._next:", "test_train.py",
     ),
     "flash backward": Mutation(
         K + "attention/xla.py", "out.astype(lse.dtype) * dout.astype(lse.dtype), -1) - dlse",

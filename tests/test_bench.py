@@ -243,7 +243,7 @@ def test_floors_of_the_reference_models():
     assert met(w) == pytest.approx(729.8, abs=0.05)
     mixture = load_workload("gpt_d24", ["model.moe.experts=16", "model.moe.top_k=2"])
     assert met(mixture) == pytest.approx(729.8 + 24 * 1536 * 16 / 1e6, abs=0.05)  # and routers
-    one = {"w": w.task.specs["blocks"]["ffn"]["up"]}
+    one = {"w": w.spec.specs["blocks"]["ffn"]["up"]}
     assert one["w"].shape == (24, 1536, 6144)
     assert muon_flops(w.config.optim, one) == 24 * 60 * 1536**3
 

@@ -5,7 +5,6 @@ import numpy as np
 
 from jaxtrain.data import Batch
 from jaxtrain.evaluation import evaluate
-from jaxtrain.objectives import Sums
 from jaxtrain.parallel import make_mesh
 from jaxtrain.parallel.mesh import MeshConfig
 

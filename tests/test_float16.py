@@ -9,7 +9,7 @@ from tiny import (
     LLAMA,
     batch,
     begin_random,
-    make_task,
+    make_spec,
     mesh_of,
     resolved,
     rows_of,
@@ -22,9 +22,10 @@ from jaxtrain.model.layers import layer_norm, rms_norm
 from jaxtrain.runs.history import read_rows
 from jaxtrain.settings import UserError
 from jaxtrain.train import step as step_module
+from jaxtrain.train.checks import Checks
 from jaxtrain.train.guard import Taken, overflowed
-from jaxtrain.train.spikes import Checks
-from jaxtrain.train.step import LossScale, make_step, train_step
+from jaxtrain.train.loss_scale import LossScale
+from jaxtrain.train.step import make_step, train_step
 
 
 def names_of(task):
@@ -37,7 +38,7 @@ def scaled(state, scale):
 
 @pytest.fixture(scope="module")
 def half():
-    task, hyperparams = make_task(resolved(**LLAMA | {"depth": 1}), dtype=jnp.float16)
+    task, hyperparams = make_spec(resolved(**LLAMA | {"depth": 1}), dtype=jnp.float16)
     return task, hyperparams, make_step(task, mesh_of())
 
 
@@ -57,7 +58,7 @@ def test_from_a_scale_far_too_high_training_finds_one_that_fits(half):
             break
     count = int(sum(skipped))
     assert count > 2 and skipped == [1.0] * count + [0.0] * 6  # once there, it stays
-    assert float(state.loss_scale.scale) == 2.0 ** (30 - count)
+    assert float(state.extras["loss_scale"].scale) == 2.0 ** (30 - count)
     assert losses[-1] < losses[0] and np.isfinite(losses).all()
     assert all((np.asarray(a) != b).any() for a, b in zip(
         jax.tree.leaves(state.params), jax.tree.leaves(first)
@@ -109,7 +110,7 @@ def equations(jaxpr):
     ("changes", "more"), [(LLAMA, {"reduce_sum"}), ({"depth": 2}, set())], ids=["llama", "speedrun"]
 )
 def test_norms_softmax_loss_and_optimizer_compute_in_float32(changes, more):
-    task, hyperparams = make_task(resolved(**changes), dtype=jnp.float16)
+    task, hyperparams = make_spec(resolved(**changes), dtype=jnp.float16)
     state = jax.eval_shape(lambda: step_module.init_state(task, 0))
     closed = jax.make_jaxpr(lambda s, b, k: train_step(task, s, b, k))(
         state, batch(micro=8), hyperparams

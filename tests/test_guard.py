@@ -16,7 +16,7 @@ from tiny import (
     assert_same_run,
     batch,
     begin_random,
-    make_task,
+    make_spec,
     mesh_of,
     resolved,
     rows_of,
@@ -33,11 +33,12 @@ from jaxtrain.runs.checkpoint import Checkpointer
 from jaxtrain.runs.config import CheckpointConfig, MetricsConfig
 from jaxtrain.runs.metrics import MetricsWriter
 from jaxtrain.settings import UserError
+from jaxtrain.train.checks import Checks, SkipNonfinite
 from jaxtrain.train.config import DiLoCo, LossSpike, TrainConfig
 from jaxtrain.train.guard import Guard, Taken, culprit
-from jaxtrain.train.local_sgd import local_task
-from jaxtrain.train.spikes import Checks, from_plain, judged, no_spikes, to_plain
-from jaxtrain.train.step import make_step
+from jaxtrain.train.local_sgd import replicate_step
+from jaxtrain.train.loss_spikes import from_plain, judged, no_spikes, to_plain
+from jaxtrain.train.step import StepSpec, make_step
 
 ROOT = Path(__file__).parents[1]
 
@@ -63,13 +64,13 @@ def with_nan(weights):
 
 @pytest.fixture(scope="module")
 def small():
-    return make_task(resolved(**LLAMA | {"depth": 1}))
+    return make_spec(resolved(**LLAMA | {"depth": 1}))
 
 
 def test_a_step_that_is_not_finite_is_found_and_left_out_bit_for_bit(small):
     task, hyperparams = small
     for skip in (False, True):
-        asked = task._replace(skip_nonfinite=skip)
+        asked = task._replace(transforms=(SkipNonfinite(),) * skip)
         before, after, metrics = stepped(asked, hyperparams, mesh_of(), with_nan)
         assert metrics["checks"].finite == 0 and after.step == 1
         assert metrics["checks"].nonfinite.any() != skip
@@ -96,7 +97,7 @@ def test_an_update_that_is_not_finite_is_found(small):
 def test_all_replicas_leave_out_what_one_of_them_cannot_use(small):
     task, hyperparams = small
     mesh = mesh_of(data=4)
-    task = local_task(task._replace(skip_nonfinite=True), DiLoCo(every=1), mesh)
+    task = replicate_step(task._replace(transforms=(SkipNonfinite(),)), DiLoCo(every=1), mesh)
     before, after, metrics = stepped(task, hyperparams, mesh, with_nan)
     same(after.optimizer.replicas.optimizer, before.optimizer.replicas.optimizer)
     assert metrics["checks"].finite < 1 and metrics["skipped"] == 1
@@ -243,7 +244,7 @@ def test_processes_go_back_together(tmp_path):
     """Of a rate that no return can help: both go back twice, and end with the same line."""
     asked = {"train__on_nonfinite": "rollback", "train__max_consecutive_skips": 2}
     asked |= {"checkpoint__every": 1, "train__steps": 20, "optim__name": "adamw"}
-    asked |= {"optim__learning_rate": 1e30, "model__softcap": "null"}
+    asked |= {"optim__learning_rate": 1e30, "model__logit_softcap": "null"}
     command = [sys.executable, "-m", "jaxtrain.cluster.launch", "--processes", "2"]
     command += ["--devices-per-process", "1", "--", *run_overrides(tmp_path, **asked)]
     done = subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=240)
@@ -332,7 +333,8 @@ def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tmp_path):
         tmp_path, MetricsConfig(tensorboard=False), total_steps=9, tokens_per_step=1, primary=False
     )
     with Checkpointer(tmp_path, CheckpointConfig()) as checkpoints:
-        guard = Guard(c, {"a": 0, "b": 0}, checkpoints, None)
+        spec = StepSpec(None, {"a": 0, "b": 0}, None, jnp.dtype("float32"), jnp.ones(1))
+        guard = Guard(c, spec, checkpoints, None)
         guard.pending.append(taken(loss=np.nan))
         with pytest.raises(UserError, match="no checkpoint was saved yet"):
             guard.look(writer, wait=True)

@@ -16,7 +16,7 @@ from tiny import (
     begin,
     begin_random,
     close,
-    make_task,
+    make_spec,
     mesh_of,
     resolved,
     rows_of,
@@ -39,15 +39,15 @@ from jaxtrain.train.local_sgd import (
     LocalState,
     Replica,
     as_saved,
+    comm_stats,
+    comm_summary,
     compressed_mean,
-    local_facts,
-    local_summary,
-    local_task,
-    regroup,
+    replicate_step,
+    resize_replicas,
     take,
     wire_bytes,
 )
-from jaxtrain.train.run import new_or_resumed, rest_of
+from jaxtrain.train.restore import init_or_restore, non_param_state
 from jaxtrain.train.step import init_state, make_step, state_shardings
 from jaxtrain.weights import float8 as model_fp8
 
@@ -64,7 +64,7 @@ def local(**fields):
 @pytest.fixture(scope="module")
 def task():
     optim = TypeAdapter(OptimConfig).validate_python(SGD)
-    return make_task(resolved(**LLAMA | {"depth": 1}), optim)
+    return make_spec(resolved(**LLAMA | {"depth": 1}), optim)
 
 
 def whole_batch(seed, rows=8):
@@ -74,7 +74,7 @@ def whole_batch(seed, rows=8):
 
 def run(task, hyperparams, mesh, config=None, steps=3, rows=8):
     """States and losses after each step."""
-    task = local_task(task, config, mesh) if config else task
+    task = replicate_step(task, config, mesh) if config else task
     with jax.set_mesh(mesh):
         state = begin_random(task, mesh)
         if config:
@@ -87,7 +87,7 @@ def run(task, hyperparams, mesh, config=None, steps=3, rows=8):
 
 
 def go_on(task, hyperparams, mesh, state, seeds, rows=8):
-    """States and losses after each step, on the batch of each seed, of a task as `local_task`'s."""
+    """States and losses after each step, on the batch of each seed."""
     states, losses = [], []
     with jax.set_mesh(mesh):
         step = make_step(task, mesh)
@@ -102,9 +102,11 @@ def go_on(task, hyperparams, mesh, state, seeds, rows=8):
 def test_maxima_of_delayed_scaling_are_those_of_all_replicas(monkeypatch):
     monkeypatch.setattr(model_fp8, "SMALLEST", 16)
     fields = LLAMA | {"depth": 1, "fp8": "blocks", "fp8_history": 2}
-    states, _ = run(*make_task(resolved(**fields)), mesh_of(data=2), local(name="gossip"), steps=1)
-    alone, _ = run(*make_task(resolved(**fields)), mesh_of(data=2), steps=1)
-    for x, expected in zip(*(jax.tree.leaves(s[0].maxima.inputs) for s in (states, alone))):
+    states, _ = run(*make_spec(resolved(**fields)), mesh_of(data=2), local(name="gossip"), steps=1)
+    alone, _ = run(*make_spec(resolved(**fields)), mesh_of(data=2), steps=1)
+    for x, expected in zip(
+        *(jax.tree.leaves(s[0].extras["amax_history"].inputs) for s in (states, alone))
+    ):
         np.testing.assert_allclose(x, expected, rtol=1e-4)
 
 
@@ -148,7 +150,7 @@ def test_replicas_part_and_meet_by_nesterov(task):
 
 
 def test_fragments_cover_every_parameter_once_and_meet_in_turn(task):
-    specs = make_task(resolved(**LLAMA | {"depth": 3}))[0].specs
+    specs = make_spec(resolved(**LLAMA | {"depth": 3}))[0].specs
     ones = jax.tree.map(lambda s: jnp.ones(s.shape), specs)
     sizes = [sum(x.size for x in take(ones, specs, p, 3)) for p in range(3)]
     assert sum(sizes) == sum(s.size for s in jax.tree.leaves(specs)) and min(sizes) > 0
@@ -163,7 +165,7 @@ def test_fragments_cover_every_parameter_once_and_meet_in_turn(task):
 def test_all_meet_at_the_end():
     """A run of three steps that meets each second, one fragment after the other."""
     optim = TypeAdapter(OptimConfig).validate_python(SGD)
-    task = make_task(resolved(**LLAMA | {"depth": 1}), optim, steps=3)
+    task = make_spec(resolved(**LLAMA | {"depth": 1}), optim, steps=3)
     config = local(name="diloco", every=2, fragments=2)
     states, _ = run(*task, mesh_of(data=2), config)
     for mine, shared in zip(*map(jax.tree.leaves, (states[2].optimizer.replicas.params,
@@ -197,7 +199,7 @@ def test_gossip_averages_with_the_neighbours_and_keeps_the_mean(task):
     x, y = (s.optimizer.replicas.params["embed"] for s in (idle, states[0]))
     assert np.abs(x[0] - x[1]).max() > 1e-4
     np.testing.assert_allclose(y, (x + np.roll(x, 1, 0) + np.roll(x, -1, 0)) / 3, atol=1e-6)
-    gossip = local_task(task[0], local(name="gossip"), mesh_of(data=4))
+    gossip = replicate_step(task[0], local(name="gossip"), mesh_of(data=4))
     own = jax.tree.map(jnp.asarray, states[0].optimizer)
     kept = gossip.optimizer.eval_params(states[0].params, own)
     np.testing.assert_allclose(kept["embed"], x.mean(0), atol=1e-6)
@@ -241,7 +243,7 @@ def sent(text, replicas):
 def test_bytes_are_those_of_the_compiled_collectives(task, config, replicas):
     mesh, (task, hyperparams) = mesh_of(data=replicas), task
     config = config and local(**config)
-    task = local_task(task, config, mesh) if config else task
+    task = replicate_step(task, config, mesh) if config else task
     with jax.set_mesh(mesh):
         state = jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding),
                              begin(task, mesh))  # fmt: skip
@@ -260,8 +262,8 @@ def test_each_device_of_a_replica_sends_its_own_part():
     """In 8 bits as well, and with Muon, whose exchanges stay within the replica."""
     config, mesh = local(name="diloco", every=1, compress="int8"), mesh_of(data=2, fsdp=2)
     optim = TypeAdapter(OptimConfig).validate_python({"name": "muon"})
-    task, hyperparams = make_task(resolved(**LLAMA | {"depth": 1}), optim)
-    task = local_task(task, config, mesh)
+    task, hyperparams = make_spec(resolved(**LLAMA | {"depth": 1}), optim)
+    task = replicate_step(task, config, mesh)
     with jax.set_mesh(mesh):
         like = lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where)
         shapes = jax.eval_shape(lambda: init_state(task, 0))
@@ -270,7 +272,7 @@ def test_each_device_of_a_replica_sends_its_own_part():
         text = make_step(task, mesh).lower(state, placed, hyperparams).compile().as_text()
     found = collectives(text, dict(mesh.shape))
     over_data = sum(c.bytes for c in found if "data" in c.axes)
-    said = local_facts(config, task.specs, mesh, jnp.dtype(jnp.float32))["sent_bytes"]
+    said = comm_stats(config, task.specs, mesh, jnp.dtype(jnp.float32))["sent_bytes"]
     assert over_data == pytest.approx(said, rel=0.06)
     whole = wire_bytes(sum(s.size for s in jax.tree.leaves(task.specs)), 2, config)
     assert said == pytest.approx(whole / 2, rel=0.05)
@@ -280,9 +282,9 @@ def test_a_run_says_what_it_sends():
     """1000 parameters, 4 replicas: a ring sends 1.5 times the bytes; float32 each 50 steps."""
     config, mesh = local(name="diloco", every=50), mesh_of(data=4)
     specs = {"up": SimpleNamespace(shape=(10, 100), axes=("embed", "hidden"))}
-    facts = local_facts(config, specs, mesh, jnp.dtype(jnp.bfloat16))
+    facts = comm_stats(config, specs, mesh, jnp.dtype(jnp.bfloat16))
     assert facts == {"sent_bytes": 1.5 * 4 * 1000 / 50, "sent_bytes_plain": 1.5 * 2 * 1000}
-    said = local_summary(config, facts, mesh)
+    said = comm_summary(config, facts, mesh)
     assert "4 replicas" in said and "0.00012 MB a step, data parallel 0.003 MB" in said
     one, two, four = (wire_bytes(1000, replicas, local(name="gossip")) for replicas in (1, 2, 4))
     assert (one, two, four) == (0, 4000, 8000)
@@ -295,7 +297,7 @@ def test_a_run_says_what_it_sends():
 )  # fmt: skip
 def test_what_cannot_be_replicas(task, sizes, message):
     with pytest.raises(UserError, match=message):
-        local_task(task[0], local(name="gossip"), mesh_of(**sizes))
+        replicate_step(task[0], local(name="gossip"), mesh_of(**sizes))
 
 
 # ---- resuming ----------------------------------------------------------------------------------
@@ -303,13 +305,13 @@ def test_what_cannot_be_replicas(task, sizes, message):
 
 def resume(task, config, mesh, folder, saved, said=None):
     """The state of a run that goes on, on this mesh, from a saved one."""
-    spread = local_task(task, config, mesh, resumed=True)
+    spread = replicate_step(task, config, mesh, resumed=True)
     say = (lambda line: None) if said is None else said.append
     with jax.set_mesh(mesh), Checkpointer(folder, CheckpointConfig()) as checkpoints:
-        checkpoints.save(int(saved.step), saved.params, rest_of(saved), {})
+        checkpoints.save(int(saved.step), saved.params, non_param_state(saved), {})
         checkpoints.wait()
         where = state_shardings(spread, mesh)
-        state, _ = new_or_resumed(spread, where, checkpoints, seed=0, say=say)
+        state, _ = init_or_restore(spread, where, checkpoints, seed=0, say=say)
     return spread, state
 
 
@@ -326,7 +328,7 @@ def test_resumed_between_meetings_is_uninterrupted_bit_for_bit(task, tmp_path):
 def adam():
     """Whose inner state has counts and moments of every parameter."""
     optim = {"name": "adamw", "learning_rate": 0.01, "schedule": {"name": "constant"}}
-    return make_task(
+    return make_spec(
         resolved(**LLAMA | {"depth": 1}), TypeAdapter(OptimConfig).validate_python(optim)
     )
 
@@ -376,7 +378,7 @@ def test_another_number_of_replicas_goes_on_from_their_mean(adam, fields, before
 def test_no_device_reads_all_replicas_whole(adam):
     """They lie split along the first dim that the new ones divide: their own, or another."""
     mesh = mesh_of(data=2, fsdp=2)
-    spread = local_task(adam[0], local(name="gossip"), mesh)
+    spread = replicate_step(adam[0], local(name="gossip"), mesh)
     like = jax.tree.map(lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
                         jax.eval_shape(lambda: init_state(spread, 0)),
                         state_shardings(spread, mesh)).optimizer  # fmt: skip
@@ -402,7 +404,7 @@ def test_regrouped_8_bit_states_are_decoded_first():
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct((2, *x.shape[1:]), x.dtype, sharding=where), saved
     )
-    own = regroup(saved, like).replicas
+    own = resize_replicas(saved, like).replicas
     for mine in range(2):
         np.testing.assert_allclose(own.params["up"][mine], expected[0], rtol=1e-6)
         got = decode(

@@ -17,7 +17,7 @@ from jaxtrain.runs.history import read_rows
 from jaxtrain.settings import UserError
 from jaxtrain.train import prepare
 from jaxtrain.train.memory_advice import memory_advice
-from jaxtrain.train.run import check_text
+from jaxtrain.train.run_directory import check_text
 
 
 def test_no_arguments_show_what_to_begin_with(capsys, monkeypatch):

@@ -268,7 +268,7 @@ def test_curves_of_runs_that_differ_in_more(tmp_path, monkeypatch):
 def test_what_replicas_send_is_kept(tmp_path):
     plain = make_run(tmp_path, "plain", muon(), [2.0, 1.5, 1.2, 1.1])
     replicas = make_run(
-        tmp_path, "diloco", muon(), [2.0, 1.6, 1.3, 1.2], train__local={"every": 50}
+        tmp_path, "diloco", muon(), [2.0, 1.6, 1.3, 1.2], train__local_sgd={"every": 50}
     )
     rows = (replicas / "metrics.jsonl").read_text().splitlines()
     first = json.loads(rows[0]) | {"sent_bytes": 10.0, "sent_bytes_plain": 500.0}

@@ -13,7 +13,7 @@ from tiny import run_overrides, steps_of
 from jaxtrain.data.store import corpus
 from jaxtrain.inference import generate
 from jaxtrain.main import main
-from jaxtrain.train.run import check_writable
+from jaxtrain.train.run_directory import check_writable
 
 ROOT = Path(__file__).parents[1]
 

@@ -12,22 +12,22 @@ from tiny import (
     begin,
     begin_random,
     close,
-    make_task,
+    make_spec,
     mesh_of,
     random_params,
     resolved,
     same,
 )
 
+from jaxtrain.objectives import LossOptions
+from jaxtrain.objectives.next_token import make_next_token
 from jaxtrain.optim import OptimConfig
 from jaxtrain.parallel import place_batch
 from jaxtrain.runs.checkpoint import Checkpointer
 from jaxtrain.runs.config import CheckpointConfig
-from jaxtrain.train import step as step_module
-from jaxtrain.train.run import new_or_resumed, rest_of
+from jaxtrain.train.loss_scale import GROWTH_INTERVAL, LossScale, adjust_scale
+from jaxtrain.train.restore import init_or_restore, non_param_state
 from jaxtrain.train.step import (
-    LossScale,
-    adjust_scale,
     make_step,
     state_shardings,
     train_step,
@@ -56,7 +56,7 @@ def run(task, hyperparams, mesh=None, micro=ROWS, steps=2, rows=ROWS):
 @pytest.fixture(scope="module")
 def speedrun():
     """A task of every feature, and what one device makes of it in one piece."""
-    task, hyperparams = make_task(resolved(depth=2), optim("muon"), steps=10)
+    task, hyperparams = make_spec(resolved(depth=2), optim("muon"), steps=10)
     return task, hyperparams, run(task, hyperparams)
 
 
@@ -102,7 +102,11 @@ def test_metrics_are_what_they_say(speedrun, by_hand):
 @pytest.mark.slow
 def test_z_loss_is_added(speedrun, by_hand):
     task, hyperparams, _ = speedrun
-    _, (with_z,) = run(task._replace(z_loss=0.1), hyperparams, steps=1)
+    _, (with_z,) = run(
+        task._replace(objective=make_next_token(options=LossOptions(z_loss=0.1))),
+        hyperparams,
+        steps=1,
+    )
     assert with_z["loss"] == pytest.approx(by_hand[0] + 0.1 * by_hand[1], rel=1e-5)
 
 
@@ -124,7 +128,7 @@ def test_sharded_is_one_device(speedrun, sizes):
 @pytest.mark.slow
 def test_fewer_kv_heads_than_tensor_devices():
     """Llama's shape: two key/value heads over four devices, tied head, accumulated as well."""
-    task, hyperparams = make_task(resolved(**LLAMA), optim("adamw"), steps=10)
+    task, hyperparams = make_spec(resolved(**LLAMA), optim("adamw"), steps=10)
     state, metrics = run(task, hyperparams)
     sharded, others = run(task, hyperparams, mesh_of(1, 2, 4), micro=4)
     close(others, metrics, rtol=1e-3, atol=1e-5)
@@ -147,7 +151,7 @@ def test_parameters_and_states_are_split_over_the_mesh(speedrun):
 
 @pytest.fixture(scope="module")
 def half():
-    task, hyperparams = make_task(
+    task, hyperparams = make_spec(
         resolved(**LLAMA | {"depth": 1}), optim("adamw"), dtype=jnp.float16
     )
     return task, hyperparams, make_step(task, mesh_of())
@@ -156,7 +160,7 @@ def half():
 def scaled_step(half, scale):
     task, hyperparams, step = half
     before = begin_random(task, mesh_of())._replace(
-        loss_scale=LossScale(jnp.float32(scale), jnp.int32(7))
+        extras={"loss_scale": LossScale(jnp.float32(scale), jnp.int32(7))}
     )
     kept = jax.device_get(before)
     after, metrics = step(before, batch(micro=8), hyperparams)
@@ -166,10 +170,10 @@ def scaled_step(half, scale):
 def test_float16_trains_with_a_scale_that_does_not_show(half):
     before, after, metrics = scaled_step(half, 2.0**10)
     assert metrics["loss_scale"] == 2.0**10
-    assert after.loss_scale == (2.0**10, 8)
+    assert after.extras["loss_scale"] == (2.0**10, 8)
     assert (after.params["embed"] != before.params["embed"]).any()
     # the norm is that of the unscaled gradient
-    task, hyperparams = make_task(resolved(**LLAMA | {"depth": 1}), optim("adamw"))
+    task, hyperparams = make_spec(resolved(**LLAMA | {"depth": 1}), optim("adamw"))
     _, (exact,) = run(task, hyperparams, steps=1)
     assert metrics["grad_norm"] == pytest.approx(exact["grad_norm"], rel=0.01)
     assert metrics["loss"] == pytest.approx(exact["loss"], rel=1e-3)
@@ -181,7 +185,7 @@ def test_an_overflow_halves_the_scale_and_skips_the_update(half):
     assert np.isfinite(metrics["loss"])
     same(after.params, before.params)
     same(after.optimizer, before.optimizer)
-    assert after.loss_scale == (2.0**59, 0)
+    assert after.extras["loss_scale"] == (2.0**59, 0)
     assert after.step == before.step + 1
 
 
@@ -189,16 +193,16 @@ def test_a_state_comes_back_from_a_checkpoint_bit_for_bit(half, tmp_path):
     task, where = half[0], state_shardings(half[0], mesh_of())
     _, state, _ = scaled_step(half, 2.0**9)
     with Checkpointer(tmp_path, CheckpointConfig()) as checkpoints:
-        checkpoints.save(1, state.params, rest_of(state), {"at": 7})
+        checkpoints.save(1, state.params, non_param_state(state), {"at": 7})
         checkpoints.wait()
-        restored, position = new_or_resumed(task, where, checkpoints, seed=0)
+        restored, position = init_or_restore(task, where, checkpoints, seed=0)
     assert jax.tree.structure(restored) == jax.tree.structure(state)
     same(restored, state)
-    assert restored.loss_scale == (2.0**9, 8) and position == {"at": 7}
+    assert restored.extras["loss_scale"] == (2.0**9, 8) and position == {"at": 7}
 
 
 def test_the_scale_grows_after_enough_good_steps_and_stays_above_one():
-    interval = step_module.GROWTH_INTERVAL
+    interval = GROWTH_INTERVAL
 
     def after(scale, good, finite):
         return adjust_scale(LossScale(jnp.float32(scale), jnp.int32(good)), jnp.bool(finite))
@@ -210,15 +214,15 @@ def test_the_scale_grows_after_enough_good_steps_and_stays_above_one():
 
 
 def test_other_dtypes_have_no_scale_and_bfloat16_computes_in_it(speedrun):
-    assert speedrun[2][0].loss_scale is None
-    task, hyperparams = make_task(resolved(depth=1), optim("adamw"), dtype=jnp.bfloat16)
+    assert speedrun[2][0].extras == {}
+    task, hyperparams = make_spec(resolved(depth=1), optim("adamw"), dtype=jnp.bfloat16)
     state = begin(task, mesh_of())
     text = str(
         jax.make_jaxpr(lambda s, b, k: train_step(task, s, b, k))(
             state, batch(micro=8), hyperparams
         )
     )
-    assert state.loss_scale is None and text.count("bf16") > 50
+    assert state.extras == {} and text.count("bf16") > 50
 
 
 # ---- clipping, determinism -------------------------------------------------------------------
@@ -226,7 +230,7 @@ def test_clip_norm_shrinks_to_the_norm_and_leaves_small_gradients_alone():
     """Seen in Adam's first moment: (1 - b1) x the gradient after one step."""
 
     def moments(clip):
-        task, hyperparams = make_task(resolved(depth=1), optim("adamw", clip_norm=clip))
+        task, hyperparams = make_spec(resolved(depth=1), optim("adamw", clip_norm=clip))
         state, (metrics,) = run(task, hyperparams, steps=1)
         first = [
             leaf

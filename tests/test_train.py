@@ -32,7 +32,7 @@ from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.runs.metrics import MetricsWriter
 from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
-from jaxtrain.train import run
+from jaxtrain.train import program
 from jaxtrain.train.loop import train
 
 ROOT = Path(__file__).parents[1]
@@ -101,7 +101,7 @@ def test_what_fails_beside_the_steps_is_left_to_its_turn():
         "fails": lambda: done.append(1 / len(done)),
         "waits": lambda: done.append(go_on.wait(5)),
     }
-    beside = run.Beside(mesh_of(), jobs)
+    beside = program.BackgroundCompiler(mesh_of(), jobs)
     beside.wait("fails")
     beside.wait("nothing of that name")
     assert not done and isinstance(beside.done["fails"].exception(), ZeroDivisionError)
@@ -141,7 +141,7 @@ def test_a_finished_run_is_not_trained_again(whole, copy, capfd):
 def test_the_model_is_saved_before_the_last_sample(copy, monkeypatch):
     """Sampling may take long, and be stopped."""
     shutil.rmtree(copy / "model")
-    module = sys.modules["jaxtrain.train.loop"]
+    module = sys.modules["jaxtrain.train.evaluator"]
 
     def stopped(*_):
         raise RuntimeError("stopped")
@@ -243,7 +243,7 @@ def test_a_nan_names_step_checkpoint_and_gradient(tmp_path, capfd):
         capfd,
         run_overrides(
             tmp_path, train__steps=20, checkpoint__every=1, optim__name="adamw",
-            optim__learning_rate=1e30, optim__schedule__warmup_steps=2, model__softcap="null",
+            optim__learning_rate=1e30, optim__schedule__warmup_steps=2, model__logit_softcap="null",
         ),
     )  # fmt: skip
     step, saved = re.match(
@@ -308,7 +308,7 @@ def test_a_run_that_saved_nothing_does_not_bind_its_directory(tmp_path, monkeypa
 
 def test_what_can_be_known_before_the_data_is_prepared_leaves_nothing(tmp_path, capfd):
     cache = {"data__cache_dir": tmp_path / "cache"}
-    learned = {"model__positions": "learned", "model__context": 8}
+    learned = {"model__position_embedding": "learned", "model__context_length": 8}
     message = refused(capfd, run_overrides(tmp_path, **cache, **learned))
     assert "positions are learned up to 8, but train.sequence_length is 32" in message
     assert list(tmp_path.iterdir()) == []
@@ -331,7 +331,7 @@ def test_a_step_that_does_not_fit_is_refused_before_it_runs(tmp_path, capfd, mon
     device = SimpleNamespace(
         platform="cpu", device_kind="cpu", memory_stats=lambda: {"bytes_limit": 2**14}
     )
-    monkeypatch.setattr(run.jax, "local_devices", lambda: [device])
+    monkeypatch.setattr(program.jax, "local_devices", lambda: [device])
     message = refused(capfd, run_overrides(tmp_path))
     needed = re.match(
         r"out of device memory: a step needs (.*), the device has 16.0 KiB; ", message
@@ -354,7 +354,7 @@ def test_memory_that_runs_out_later_is_explained(tmp_path, capfd, monkeypatch):
 def test_train_returns_the_last_validation(whole, copy):
     last = rows_of(whole, "validation")[-1]
     config = load_config(None, whole_overrides(copy))
-    assert train(config) == {name: last[name] for name in ("loss", "perplexity", "bpb")}
+    assert train(config).metrics == {name: last[name] for name in ("loss", "perplexity", "bpb")}
 
 
 def test_old_checkpoints_go_and_some_are_kept(tmp_path):

@@ -13,11 +13,15 @@ from jaxtrain.config.resolve import resolve
 from jaxtrain.data import Batch
 from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
 from jaxtrain.model import ModelConfig, Transformer, resolve_model, split
+from jaxtrain.objectives import LossOptions
+from jaxtrain.objectives.next_token import make_next_token
 from jaxtrain.optim import AdamWConfig, make_optimizer
 from jaxtrain.parallel import MeshConfig, make_mesh
 from jaxtrain.runs.history import read_rows
 from jaxtrain.runs.saved import save_model
-from jaxtrain.train.step import Task, init_state, state_shardings
+from jaxtrain.train.float8_scaling import Float8
+from jaxtrain.train.loss_scale import DynamicLossScale
+from jaxtrain.train.step import StepSpec, init_state, state_shardings
 
 VOCAB, T = 61, 32
 CACHE = Path(__file__).parents[1] / ".cache" / "data-tests"  # prepared once, as compiled programs
@@ -84,15 +88,21 @@ def stacked(one, micro):
     return jax.tree.map(lambda x: x.reshape(-1, micro, *x.shape[1:]), one)
 
 
-def make_task(c=None, optim=None, steps=100, dtype=jnp.float32, **changes):
-    """A Task over the small model; returns it with the optimizer's hyperparams."""
+def make_spec(c=None, optim=None, steps=100, dtype=jnp.float32, **changes):
+    """A StepSpec over the small model; returns it with the optimizer's hyperparams."""
     c = c or resolved(**changes)
     graphdef, specs = split(Transformer(c, VOCAB))
     optim = optim or AdamWConfig.model_validate({"schedule": {"name": "constant"}})
     optimizer = make_optimizer(optim, specs, steps)
     bytes_V = jnp.full(VOCAB, 2.0)
-    task = Task(graphdef, specs, optimizer, jnp.dtype(dtype), bytes_V, optim.clip_norm, 0.0, c.fp8)
-    return task._replace(fp8_history=c.fp8_history), optimizer.hyperparams
+    transforms = [Float8(c.fp8_history)] if c.fp8 else []
+    transforms += [DynamicLossScale()] if dtype == jnp.float16 else []
+    objective = make_next_token(options=LossOptions(head="fp8" if c.fp8 == "all" else None))
+    spec = StepSpec(
+        graphdef, specs, optimizer, jnp.dtype(dtype), bytes_V, optim.clip_norm,
+        objective=objective, transforms=tuple(transforms),
+    )  # fmt: skip
+    return spec, optimizer.hyperparams
 
 
 def begin(task, mesh, seed=0):

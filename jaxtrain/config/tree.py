@@ -12,7 +12,7 @@ from jaxtrain.finetune import FinetuneConfig
 from jaxtrain.finetune.config import FullConfig
 from jaxtrain.inference.config import SampleConfig
 from jaxtrain.model import ModelConfig
-from jaxtrain.objectives.preference import NextTokenConfig, ObjectiveConfig
+from jaxtrain.objectives import NextTokenConfig, ObjectiveConfig
 from jaxtrain.optim import MuonConfig, OptimConfig
 from jaxtrain.parallel import MeshConfig
 from jaxtrain.runs.config import CheckpointConfig, MetricsConfig, RunConfig

@@ -49,7 +49,7 @@ from jaxtrain.parallel.mesh import AXES, device_grid
 from jaxtrain.runs.measurement import describe
 from jaxtrain.runs.metrics import format_bytes
 from jaxtrain.settings import TINY, UserError, real, whole
-from jaxtrain.train.local_sgd import local_task
+from jaxtrain.train.features import wrap_step
 from jaxtrain.train.memory_advice import memory_advice
 from jaxtrain.train.step import make_step
 
@@ -115,8 +115,8 @@ def preflight(
         "compile_s": time.perf_counter() - begin,
     }
     record = describe("preflight", w.name, w.precision, w.facts(), devices)
-    sizes = {axis: size for axis, size in w.mesh.shape.items() if size > 1}
-    record["workload"] |= {"mesh": sizes, "zero": w.task.zero, "remat": w.config.model.remat}
+    sizes = {axis: ways for axis, ways in w.mesh.shape.items() if ways > 1}
+    record["workload"] |= {"mesh": sizes, "zero": w.spec.zero, "remat": w.config.model.remat}
     advice = (
         None if metrics["fits"] else memory_advice(w.config, round(total), metrics["device_bytes"])
     )
@@ -144,7 +144,7 @@ def plain_workload(
 def measured(w: Workload) -> Facts:
     """Of the whole depth: compiled, or carried on from two small depths."""
     c = w.config.model
-    chunks = w.mesh.shape["pipeline"] * w.task.repeats
+    chunks = w.mesh.shape["pipeline"] * w.config.mesh.pipeline_repeats
     every = c.moe.every if c.moe else 1
     period = lcm(len(c.window_pattern), 2 if c.value_embeddings else 1, every) * chunks
     small = period * ceil(4 / period)
@@ -164,14 +164,13 @@ def measured(w: Workload) -> Facts:
 
 
 def with_replicas(w: Workload) -> Workload:
-    """With the step of train.local_sgd, if the configuration has it."""
-    local = w.config.train.local_sgd
-    return w._replace(task=local_task(w.task, local, w.mesh)) if local else w
+    """With the step's wrappers, as replicas."""
+    return w._replace(spec=wrap_step(w.spec, w.config, w.mesh))
 
 
 def facts_of(w: Workload) -> Facts:
     with jax.set_mesh(w.mesh):
-        traced = make_step(w.task, w.mesh).trace(
+        traced = make_step(w.spec, w.mesh).trace(
             abstract_state(w), batch_shapes(w), new_hyperparams(w), abstract_frozen(w)
         )
         hlo = traced.lower().compile(compiler_options=OPTIONS).as_text()
@@ -185,18 +184,18 @@ def exact_bytes(w: Workload) -> dict[str, int]:
     """
     state = abstract_state(w)
     accumulated = batch_shapes(w).tokens_BT.shape[0] > 1
-    width = w.task.dtype.itemsize
+    width = w.spec.dtype.itemsize
 
     def split(kind: str, widths: Any) -> int:
-        without = None if kind in ZERO[w.task.zero] else "fsdp"
+        without = None if kind in ZERO[w.spec.zero] else "fsdp"
         total = 0
-        for s in jax.tree.leaves(w.task.specs):
+        for s in jax.tree.leaves(w.spec.specs):
             where = NamedSharding(w.mesh, partition_spec(s.axes, s.shape, w.mesh, without))
             total += shard_bytes(s.shape, where, widths(s))
         return total
 
     own = lambda s: 4 if s.role in ("gain", "scalar") else width
-    copied = w.task.zero < 3 or w.task.dtype != jnp.float32
+    copied = w.spec.zero < 3 or w.spec.dtype != jnp.float32
     frozen = abstract_frozen(w)
     return {
         "frozen": tree_bytes(frozen),
@@ -208,7 +207,7 @@ def exact_bytes(w: Workload) -> dict[str, int]:
 
 
 def tree_bytes(tree: Any) -> int:
-    """Of one device's parts, without what waits in the host's memory."""
+    """Of one device's partition, without what waits in the host's memory."""
     return sum(
         shard_bytes(x.shape, x.sharding, x.dtype.itemsize)
         for x in jax.tree.leaves(tree)
@@ -262,10 +261,10 @@ def candidates(devices: int, per_host: int, experts: bool) -> list[list[str]]:
     found = [whole, *stages[:before], *both, *stages[before:]]
     tight = [*both, sharded] if several else [sharded, *both]
     found += [[*base, "model.remat=block"] for base in (tight if devices > 1 else [whole])]
-    divisors = [n for n in range(2, 9) if devices % n == 0]
-    near = [n for n in divisors if n <= per_host]
+    ways = [n for n in range(2, 9) if devices % n == 0]
+    near = [n for n in ways if n <= per_host]
     split = {"expert": near} if experts else {}
-    split |= {"context": near, "tensor": near, "pipeline": divisors}
+    split |= {"context": near, "tensor": near, "pipeline": ways}
     for axis, sizes in split.items():
         for n in sizes:
             bases = [whole, sharded] if axis == "expert" and n < devices else [sharded]
@@ -356,7 +355,7 @@ def report(record: dict[str, Any]) -> str:
     lines += ["a device sends in a step"]
     lines += [
         f"  {format_bytes(c['bytes']):>10s}  {c['kind']} over {', '.join(c['axes'])} "
-        f"({c['group_size']} devices), {often(c['times'])}"
+        f"({c['ways']} devices), {often(c['times'])}"
         for c in record["collectives"]
     ] or ["  nothing"]
     apart = m["compute_ms"] + m["near_ms"] + m["far_ms"]

@@ -21,7 +21,7 @@ from jaxtrain.estimate.dry_run import preflight, virtual_devices
 from jaxtrain.runs.metrics import format_bytes
 from jaxtrain.settings import UserError, read_object
 from jaxtrain.storage.strict_yaml import read_saved, read_yaml
-from jaxtrain.train.run import check_text
+from jaxtrain.train.run_directory import check_text
 
 Record = dict[str, Any]
 ROWS, REMAT = "train.device_batch_size", "model.remat"

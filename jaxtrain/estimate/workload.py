@@ -22,10 +22,12 @@ from jaxtrain.model import (
     sizes,
     split,
 )
+from jaxtrain.objectives import NextTokenConfig
 from jaxtrain.optim import make_optimizer
-from jaxtrain.parallel import BATCH, bubble_fraction, make_mesh, shardings
+from jaxtrain.parallel import BATCH, bubble_fraction, make_mesh, shardings, split_layers
 from jaxtrain.parallel.mesh import num_batch_shards
-from jaxtrain.train.step import State, Task, init_state, state_shardings
+from jaxtrain.train.features import make_step_spec
+from jaxtrain.train.step import State, StepSpec, init_state, state_shardings
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 DOCUMENTS = 4  # of a row, where the configuration masks documents
@@ -37,7 +39,7 @@ class Workload(NamedTuple):
     name: str
     config: Resolved
     mesh: Mesh
-    task: Task
+    spec: StepSpec
     vocab_size: int
     partition: Partition  # what of the model trains
 
@@ -48,7 +50,7 @@ class Workload(NamedTuple):
 
     @property
     def precision(self) -> str:
-        return "fp8" if self.task.fp8 else SHORT[self.task.dtype.name]
+        return "fp8" if self.config.model.fp8 else SHORT[self.spec.dtype.name]
 
     @property
     def flops_per_token(self) -> float:
@@ -67,7 +69,7 @@ class Workload(NamedTuple):
             "vocab_size": self.vocab_size,
             "parameters": sizes(self.partition.base)["total"],
             "optimizer": self.config.optim.name,
-        } | ({"trained": sizes(self.task.specs)["total"]} if self.partition.init else {})
+        } | ({"trained": sizes(self.spec.specs)["total"]} if self.partition.init else {})
 
 
 def load_workload(
@@ -99,21 +101,11 @@ def make_workload(name: str, r: Resolved, mesh: Mesh, vocab_size: int) -> Worklo
     dtype, tokens = compute_dtype(r.train.precision), r.train.batch_size * r.train.sequence_length
     partition = make_partition(r.finetune, specs, dtype)
     optim = apply_lora_plus(r.optim, r.finetune)
-    task = Task(
-        graphdef,
-        partition.trainable,
-        make_optimizer(optim, partition.trainable, r.train.steps, tokens),
-        dtype,
-        jnp.ones((vocab_size,)),
-        r.optim.clip_norm,
-        r.train.z_loss,
-        r.model.fp8,
-        partition.join,
-        r.mesh.zero,
-        repeats=r.mesh.pipeline_repeats,
-        fp8_history=r.model.fp8_history,
-    )
-    return Workload(name, r, mesh, task, vocab_size, partition)
+    optimizer = make_optimizer(optim, partition.trainable, r.train.steps, tokens)
+    # Random rows have labels, not pairs of answers.
+    plain = r.model_copy(update={"objective": NextTokenConfig()})
+    spec = make_step_spec(plain, graphdef, partition, optimizer, dtype, jnp.ones((vocab_size,)))
+    return Workload(name, r, mesh, spec, vocab_size, partition)
 
 
 def at_depth(w: Workload, depth: int) -> Workload:
@@ -159,8 +151,8 @@ def abstract_state(w: Workload) -> State:
     """Shapes and placement of the state, for compiling before anything is allocated."""
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-        jax.eval_shape(lambda: init_state(w.task, 0)),
-        state_shardings(w.task, w.mesh),
+        jax.eval_shape(lambda: init_state(w.spec, 0)),
+        state_shardings(w.spec, w.mesh),
     )
 
 
@@ -194,12 +186,12 @@ def abstract_frozen(w: Workload) -> Any:
 
 
 def new_state(w: Workload) -> State:
-    create = jax.jit(lambda: init_state(w.task, 0), out_shardings=state_shardings(w.task, w.mesh))
+    create = jax.jit(lambda: init_state(w.spec, 0), out_shardings=state_shardings(w.spec, w.mesh))
     return create()
 
 
 def new_hyperparams(w: Workload) -> Any:
-    return jax.device_put(w.task.optimizer.hyperparams, NamedSharding(w.mesh, PartitionSpec()))
+    return jax.device_put(w.spec.optimizer.hyperparams, NamedSharding(w.mesh, PartitionSpec()))
 
 
 # ---- the pipeline ------------------------------------------------------------------------------
@@ -207,14 +199,18 @@ def new_hyperparams(w: Workload) -> Any:
 
 def kinds_of(w: Workload) -> list[tuple[LayerSpec, ...]]:
     """The kinds of the pipeline's chunks; without one, the plan of all layers."""
-    chunks = cut(make_plan(w.config.model), w.mesh.shape["pipeline"] * w.task.repeats)
+    chunks = split_layers(
+        make_plan(w.config.model), w.mesh.shape["pipeline"] * w.config.mesh.pipeline_repeats
+    )
     return list(dict.fromkeys(chunks))
 
 
 def idle(w: Workload, layers: int | None = None) -> float:
     """The share of a step's ticks that a stage waits; layers: of its time, if they are as many."""
     microbatches = batch_shapes(w).tokens_BT.shape[0]
-    return bubble_fraction(w.mesh.shape["pipeline"], microbatches, w.task.repeats, layers)
+    return bubble_fraction(
+        w.mesh.shape["pipeline"], microbatches, w.config.mesh.pipeline_repeats, layers
+    )
 
 
 def branch_share(w: Workload) -> float:

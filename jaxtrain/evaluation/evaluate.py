@@ -27,7 +27,7 @@ from jaxtrain.evaluation.log_likelihood import FIELDS
 from jaxtrain.evaluation.tasks import run_tasks, table_of
 from jaxtrain.finetune import join_full
 from jaxtrain.model import cast
-from jaxtrain.objectives import losses as objectives
+from jaxtrain.objectives import next_token as objectives
 from jaxtrain.parallel import make_mesh, place_batch, shardings
 from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard, shard_from_host
 from jaxtrain.runs.job import facts
@@ -53,7 +53,9 @@ def make_scorer(
 
     def add_batch(params, batch, sums, frozen=None):
         params = join(cast(params, specs, dtype), frozen)
-        return objectives.add(sums, objectives.score(graphdef, params, batch, bytes_V))
+        return objectives.add_sums(
+            sums, objectives.evaluation_sums(graphdef, params, batch, bytes_V)
+        )
 
     return jax.jit(add_batch)
 
@@ -79,7 +81,7 @@ def validate(
 
     The sums stay on the device until the last batch; BOS tokens count in the loss only.
     """
-    sums, seen, queued = objectives.zero_sums(), 0, deque[objectives.Sums]()
+    sums, seen, queued = objectives.zero_sums(), 0, deque[objectives.EvaluationSums]()
     for batch in batches:
         sums = scorer(params, place_batch(batch, mesh), sums)
         queued.append(sums)

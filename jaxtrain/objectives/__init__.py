@@ -1,15 +1,46 @@
-"""Objectives: (model, params, batch) -> sums of losses. One file an objective, one table.
+"""Objectives: (model, params, batch, step, key) -> sums of losses; a file each, and one table.
 
-Optimizers are in `optim/`; what a step does with the sums is in `train/step.py`.
+Optimizers are in `optim/`; what a step does with the sums is in `train/step.py`. A new objective is
+a file with its configuration and its maker, and a row in `OBJECTIVES` and `ObjectiveConfig`.
 """
 
-from jaxtrain.objectives.losses import (
-    NEXT_TOKEN,
-    Objective,
-    Sums,
-    answer_logps,
-    make_objective,
-    next_token,
-)
+from collections.abc import Callable
+from typing import Annotated, Any
 
-__all__ = ["NEXT_TOKEN", "Objective", "Sums", "answer_logps", "make_objective", "next_token"]
+from pydantic import Field
+
+from jaxtrain.objectives.base import LossOptions, Objective
+from jaxtrain.objectives.dpo import DPOConfig, dpo_loss
+from jaxtrain.objectives.ipo import IPOConfig, ipo_loss
+from jaxtrain.objectives.kto import KTOConfig, kto_loss, kto_reference_point
+from jaxtrain.objectives.multi_token import MultiTokenConfig, make_multi_token
+from jaxtrain.objectives.next_token import NEXT_TOKEN, NextTokenConfig, make_next_token
+from jaxtrain.objectives.orpo import ORPOConfig, orpo_loss
+from jaxtrain.objectives.preference import PreferenceMethod, answer_logps, make_preference
+
+ObjectiveConfig = Annotated[
+    NextTokenConfig | MultiTokenConfig | DPOConfig | IPOConfig | ORPOConfig | KTOConfig,
+    Field(discriminator="name"),
+]
+PREFERENCES: dict[str, PreferenceMethod] = {
+    "dpo": PreferenceMethod(dpo_loss),
+    "ipo": PreferenceMethod(ipo_loss),
+    "orpo": PreferenceMethod(orpo_loss, has_reference=False),
+    "kto": PreferenceMethod(kto_loss, is_labelled=True, share=kto_reference_point),
+}
+OBJECTIVES: dict[str, Callable[[Any, LossOptions], Objective]] = {
+    "next_token": make_next_token,
+    "multi_token": make_multi_token,
+    **dict.fromkeys(PREFERENCES, lambda c, options: make_preference(c, PREFERENCES[c.name])),
+}
+
+
+def make_objective(c: Any, options: LossOptions = LossOptions()) -> Objective:  # noqa: B008
+    """The objective of that configuration."""
+    return OBJECTIVES[c.name](c, options)
+
+
+__all__ = [
+    "NEXT_TOKEN", "OBJECTIVES", "PREFERENCES", "LossOptions", "NextTokenConfig", "Objective",
+    "ObjectiveConfig", "answer_logps", "make_objective",
+]  # fmt: skip

@@ -1,70 +1,25 @@
-"""Losses of preference training, as functions of the log-probs of whole answers, in nats.
+"""Preference objectives: losses of the log-probs of whole answers, in nats.
 
-DPO (Rafailov et al. 2023, arXiv:2305.18290; with label smoothing, cDPO, Mitchell 2023), IPO (Azar
-et al. 2023, arXiv:2310.12036), ORPO (Hong et al. 2024, arXiv:2403.07691) and KTO (Ethayarajh et al.
-2024, arXiv:2402.01306).
+A file an objective (`dpo.py`, ...) has its configuration and its loss; here is what they share.
 """
 
 from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Any, NamedTuple
 
-import jax
 import jax.numpy as jnp
+from flax import nnx
 from jaxtyping import Array, Bool, Float
-from pydantic import Field
 
-from jaxtrain.settings import Settings
+from jaxtrain import parallel
+from jaxtrain.data.preference.preferences import WANTED
+from jaxtrain.model import Transformer
+from jaxtrain.objectives.base import Objective, SumsByName
+from jaxtrain.weights.params import Params
 
-
-class NextTokenConfig(Settings):
-    """The next token: pretraining, and answers of conversations."""
-
-    name: Literal["next_token"] = "next_token"
-
-
-class DPOConfig(Settings):
-    """Direct preference optimization."""
-
-    name: Literal["dpo"] = "dpo"
-    beta: float = Field(
-        0.1, gt=0, description="strength of the pull to the reference; a reward is beta x log-ratio"
-    )
-    label_smoothing: float = Field(
-        0.0, ge=0, lt=0.5, description="part of the pairs that are labelled the wrong way (cDPO)"
-    )
-
-
-class IPOConfig(Settings):
-    """Identity preference optimization: the margin is drawn to 1 / (2 beta), not to infinity."""
-
-    name: Literal["ipo"] = "ipo"
-    beta: float = Field(0.1, gt=0, description="the paper's tau")
-    per_token: bool = Field(
-        True, description="mean log-probs of a token, as in TRL; false: their sums, as in the paper"
-    )
-
-
-class ORPOConfig(Settings):
-    """Odds ratio preference optimization: fine-tuning and preference at once, no reference."""
-
-    name: Literal["orpo"] = "orpo"
-    beta: float = Field(0.1, gt=0, description="the paper's lambda, weight of the odds ratio")
-
-
-class KTOConfig(Settings):
-    """Kahneman-Tversky optimization, of answers that are judged one by one."""
-
-    name: Literal["kto"] = "kto"
-    beta: float = Field(
-        0.1, gt=0, description="strength of the pull to the reference; a reward is beta x log-ratio"
-    )
-    desirable_weight: float = Field(1.0, gt=0, description="of the losses of wanted answers")
-    undesirable_weight: float = Field(1.0, gt=0, description="of the losses of unwanted answers")
-
-
-ObjectiveConfig = Annotated[
-    NextTokenConfig | DPOConfig | IPOConfig | ORPOConfig | KTOConfig, Field(discriminator="name")
-]
+SUMS = (
+    "chosen", "rejected", "right", "reward_chosen", "reward_rejected", "logp_chosen",
+    "logp_rejected",
+)  # fmt: skip
 
 
 class Answers(NamedTuple):
@@ -76,64 +31,114 @@ class Answers(NamedTuple):
     logp_N2: Float[Array, "*n 2"]
     reference_N2: Float[Array, "*n 2"]
     tokens_N2: Float[Array, "*n 2"]
-    wanted_N: Bool[Array, "*n"]  # of judged answers
+    desirable_N: Bool[Array, "*n"]  # of judged answers
 
 
-class Judged(NamedTuple):
+class PreferenceLoss(NamedTuple):
     """The loss of each pair, and the rewards of its two answers."""
 
     loss_N: Float[Array, "*n"]
     reward_N2: Float[Array, "*n 2"]
 
 
-def dpo(c: DPOConfig, a: Answers, divergence: Array | None = None) -> Judged:
-    """-log sigmoid(beta x margin of the log-ratios), DPO's equation 7."""
-    reward_N2 = c.beta * (a.logp_N2 - a.reference_N2)
-    margin_N = _margin(reward_N2)
-    right_N, wrong_N = jax.nn.log_sigmoid(margin_N), jax.nn.log_sigmoid(-margin_N)
-    smooth = c.label_smoothing
-    return Judged(-(1 - smooth) * right_N - smooth * wrong_N, reward_N2)
+class PreferenceMethod(NamedTuple):
+    """One preference objective: (config, answers, shared) -> the loss of each pair."""
+
+    loss: Callable[..., PreferenceLoss]
+    has_reference: bool = True  # it compares with the model that training starts from
+    is_labelled: bool = False  # each answer has a label of its own, as KTO's
+    share: Callable[[Any, Any, Any], Any] | None = None  # see `Objective`
 
 
-def ipo(c: IPOConfig, a: Answers, divergence: Array | None = None) -> Judged:
-    """(margin of the log-ratios - 1 / (2 tau))^2, IPO's equation 17."""
-    ratio_N2 = a.logp_N2 - a.reference_N2
-    ratio_N2 = ratio_N2 / a.tokens_N2 if c.per_token else ratio_N2
-    return Judged((_margin(ratio_N2) - 1 / (2 * c.beta)) ** 2, c.beta * ratio_N2)
+def make_preference(c: Any, method: PreferenceMethod) -> Objective:
+    """The objective of a method and its configuration."""
+
+    def loss(
+        graphdef: nnx.GraphDef, params: Params, batch: Any, shared: Array | None, **step: Any
+    ) -> tuple[Array, SumsByName]:
+        return preference_loss(c, method, graphdef, params, batch, shared)
+
+    objective = Objective(loss, count_pairs, pair_metrics, SUMS)
+    return objective if method.share is None else objective._replace(share=method.share)
 
 
-def orpo(c: ORPOConfig, a: Answers, divergence: Array | None = None) -> Judged:
-    """The chosen answer's loss a token - lambda log sigmoid(log odds ratio), equations 6 and 7."""
-    mean_N2 = a.logp_N2 / a.tokens_N2
-    # 1 - p vanishes only for an answer that is certain; its gradient shall stay finite.
-    odds_N2 = mean_N2 - jnp.log(jnp.maximum(-jnp.expm1(mean_N2), 1e-7))
-    ratio_N = jax.nn.log_sigmoid(_margin(odds_N2))
-    return Judged(-mean_N2[..., 0] - c.beta * ratio_N, c.beta * mean_N2)
+def answer_logps(
+    graphdef: nnx.GraphDef, params: Params, batch: Any
+) -> tuple[Float[Array, "B P 2"], Float[Array, "B P 2"]]:
+    """Log-probs of the two answers of each pair of a `data.PairBatch`, and their tokens."""
+    model: Transformer = nnx.merge(graphdef, params)
+    x_BTD, _ = model.hidden_sharded(batch.tokens_BT, batch.positions_BT, batch.segments_BT)
+    labels = batch.targets_BT, batch.weights_BT, batch.segments_BT
+    targets_BT, weights_BT, segments_BT = parallel.zigzag_shard(labels)
+    nll_BT = parallel.token_losses(
+        x_BTD,
+        model.head_DV().astype(x_BTD.dtype),
+        targets_BT,
+        softcap=model.config.logit_softcap,
+        valid_vocab=model.vocab_size,
+    )
+    shape = batch.references_BP2.shape
+    # A reduction, not a scatter: its order, and so its rounding, is the same in every run.
+    own_BTS = segments_BT[:, :, None] == jnp.arange(1, 2 * shape[1] + 1)[None, None]
+    total = lambda x_BT: jnp.sum(jnp.where(own_BTS, x_BT[:, :, None], 0), axis=1).reshape(shape)
+    return total(-nll_BT * weights_BT), total(weights_BT)
 
 
-def kto(c: KTOConfig, a: Answers, divergence: Array) -> Judged:
-    """lambda_y - value of the log-ratio. divergence: z0, `reference_point` of the step."""
-    reward_N2 = c.beta * (a.logp_N2 - a.reference_N2)
-    gain_N = reward_N2[..., 0] - c.beta * divergence
-    wanted_N = c.desirable_weight * jax.nn.sigmoid(-gain_N)
-    unwanted_N = c.undesirable_weight * jax.nn.sigmoid(gain_N)
-    return Judged(jnp.where(a.wanted_N, wanted_N, unwanted_N), reward_N2)
+def compared_answers(graphdef: nnx.GraphDef, params: Params, batch: Any) -> Answers:
+    """The answers of a `data.PairBatch` [B, T] with their reference, [B, P, 2]."""
+    logp_BP2, tokens_BP2 = answer_logps(graphdef, params, batch)
+    desirable_BP = batch.notes_BP == WANTED
+    return Answers(logp_BP2, batch.references_BP2, jnp.maximum(tokens_BP2, 1), desirable_BP)
 
 
-def reference_point(ratio_sum: Array, answers: Array) -> Array:
-    """KTO's z0: the mean log-ratio of the other answers, not below zero; it has no gradient."""
-    return jnp.maximum(0.0, ratio_sum / jnp.maximum(answers, 1))
+def preference_loss(
+    c: Any,
+    method: PreferenceMethod,
+    graphdef: nnx.GraphDef,
+    params: Params,
+    batch: Any,
+    divergence: Array | None,
+) -> tuple[Array, dict[str, Array]]:
+    """Sum over pairs of the loss of that configuration, and the sums of the usual figures.
+
+    Of labelled answers (KTO) the desirable ones count as chosen, the others as rejected; right is
+    one whose reward is on its side of the reference point.
+    """
+    there_BP = (batch.notes_BP >= 0).astype(jnp.float32)
+    a = compared_answers(graphdef, params, batch)
+    loss_BP, reward_BP2 = method.loss(c, a, divergence)
+    logps, rewards = (jnp.moveaxis(x, -1, 0) for x in (a.logp_N2, reward_BP2))
+    chosen_BP = rejected_BP = there_BP
+    if method.is_labelled:
+        chosen_BP, rejected_BP = there_BP * a.desirable_N, there_BP * ~a.desirable_N
+        logps, rewards = (logps[0], logps[0]), (rewards[0], rewards[0])
+        right_BP = (rewards[0] > c.beta * divergence) == a.desirable_N
+    else:
+        right_BP = rewards[0] > rewards[1]
+    sums = (
+        chosen_BP, rejected_BP, right_BP * there_BP,
+        rewards[0] * chosen_BP, rewards[1] * rejected_BP,
+        logps[0] * chosen_BP, logps[1] * rejected_BP,
+    )  # fmt: skip
+    return jnp.sum(loss_BP * there_BP), dict(zip(SUMS, map(jnp.sum, sums)))
 
 
-def _margin(x_N2: Array) -> Array:
+def count_pairs(batch: Any, bytes_V: Array) -> tuple[Array, Array]:
+    return jnp.sum(batch.notes_BP >= 0).astype(jnp.float32), jnp.zeros(())
+
+
+def pair_metrics(
+    loss: Array, pairs: Array, text_bytes: Array, sums: SumsByName, divergence: Array | None
+) -> dict[str, Array]:
+    """Means over the pairs: rewards, how often the order is right, and log-probs of answers."""
+    of = lambda name, part: sums[f"{name}_{part}"] / jnp.maximum(sums[part], 1)
+    metrics = {f"{n}_{p}": of(n, p) for n in ("reward", "logp") for p in ("chosen", "rejected")}
+    metrics["reward_margin"] = metrics["reward_chosen"] - metrics["reward_rejected"]
+    metrics |= {"accuracy": sums["right"] / pairs, "pairs": pairs}
+    metrics |= {} if divergence is None else {"divergence": divergence}
+    return {"loss": loss / pairs} | metrics
+
+
+def margin(x_N2: Float[Array, "*n 2"]) -> Float[Array, "*n"]:
+    """The first answer's value minus the second's."""
     return x_N2[..., 0] - x_N2[..., 1]
-
-
-LOSSES: dict[str, Callable[..., Judged]] = {
-    "dpo": dpo, "ipo": ipo, "orpo": orpo, "kto": kto,
-}  # fmt: skip
-
-
-def has_reference(c: Any) -> bool:
-    """Whether an objective compares with the model that training starts from."""
-    return c.name in LOSSES and c.name != "orpo"

@@ -257,7 +257,7 @@ def for_each_round(one: Callable[[ExchangeRound, Any], Any], plan: DispatchPlan,
 
 def uninitialized(rows: int, like: Array) -> Array:
     """Not zeros: XLA makes those of all layers in one place, where they wait."""
-    return jax.lax.uninitialized((rows, like.shape[1]), like.dtype)
+    return jax.lax.empty((rows, like.shape[1]), like.dtype)
 
 
 def _chunked_forward(network: Network, *given: Any) -> tuple[Array, Any]:

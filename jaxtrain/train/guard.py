@@ -18,10 +18,12 @@ from jaxtrain.model import path_name
 from jaxtrain.runs.checkpoint import Checkpointer
 from jaxtrain.runs.metrics import MAX_IN_FLIGHT, MetricsWriter
 from jaxtrain.settings import UserError
+from jaxtrain.train.checks import Checks
 from jaxtrain.train.config import LossSpike, TrainConfig
-from jaxtrain.train.run import outline, restored
-from jaxtrain.train.spikes import Checks, from_plain, to_plain
-from jaxtrain.train.step import State
+from jaxtrain.train.loss_spikes import LossSpikes, from_plain, to_plain
+from jaxtrain.train.program import shape_dtype_structs
+from jaxtrain.train.restore import restored, saved_part
+from jaxtrain.train.step import State, StepSpec
 
 ADVICE = "Lower the learning rate or set optim.clip_norm=1.0"
 
@@ -52,12 +54,13 @@ class Guard:
     def __init__(
         self,
         train: TrainConfig,
-        specs: Any,
+        spec: StepSpec,
         checkpoints: Checkpointer,
         saved: dict[str, Any] | None,
     ):
-        self.train, self.checkpoints = train, checkpoints
-        self.names = [path_name(path) for path, _ in jax.tree_util.tree_flatten_with_path(specs)[0]]
+        self.train, self.spec, self.checkpoints = train, spec, checkpoints
+        paths = jax.tree_util.tree_flatten_with_path(spec.specs)[0]
+        self.names = [path_name(path) for path, _ in paths]
         self.pending: deque[Taken] = deque()
         self.back: int | None = None  # the checkpoint gone back to
         self.returns = 0  # to that one, one after the other
@@ -89,16 +92,18 @@ class Guard:
         """The place in the data with what to leave out there: small JSON for a checkpoint."""
         self.marks[step] = self.used
         mine = {"step": step, "drawn": self.used, "left_out": self.left_out, "skips": self.skips}
-        spikes = None if state.spikes is None else to_plain(state.spikes)
+        window = state.extras.get(LossSpikes.name)
+        spikes = None if window is None else to_plain(window)
         return {**data, "guard": mine | {"spikes": spikes}}
 
     def with_window(self, state: State) -> State:
         """The state with the last steps' losses as they were saved."""
         if self.train.loss_spike is None:
-            return state._replace(spikes=None)
+            return state
         where = jax.tree.map(lambda x: x.sharding, state.step)
         spikes = from_plain(self.spikes, self.train.loss_spike.window)
-        return state._replace(spikes=jax.device_put(jax.tree.map(np.asarray, spikes), where))
+        window = jax.device_put(jax.tree.map(np.asarray, spikes), where)
+        return state._replace(extras={**state.extras, LossSpikes.name: window})
 
     # ---- judging -------------------------------------------------------------------------------
 
@@ -208,7 +213,7 @@ class Guard:
         group.begin(to.step)
         group.compare({"the checkpoint to go back to": str(to.step)}, "a process has gone astray")
         self.checkpoints.delete_after(to.step)
-        like = outline(state._replace(spikes=None))
+        like = shape_dtype_structs(saved_part(state, self.spec))
         jax.tree.map(lambda x: x.delete(), state)
         state, position = restored(self.checkpoints, to.step, like, lambda line: None)
         self._take_up(position)

@@ -3,7 +3,7 @@
 Each device group along the mesh axis `data`, the slow one, is a replica with parameters and an
 optimizer state of its own. The step's `State` stays what it is: its `params` are the shared
 weights, its `optimizer` a `LocalState` with the replicas stacked in front, split over `data`.
-A run goes on with any number of them (`regroup`).
+A run goes on with any number of them (`resize_replicas`).
 """
 
 import functools
@@ -16,12 +16,13 @@ from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array, Float
 
+from jaxtrain.config.resolve import Resolved
 from jaxtrain.optim import Optimizer, is_mergeable, mean_over_replicas, merge_states
 from jaxtrain.parallel import partition_spec, shard_map, shardings
 from jaxtrain.settings import UserError
+from jaxtrain.train.checks import nonfinite_values, with_values
 from jaxtrain.train.config import DiLoCo, Gossip
-from jaxtrain.train.spikes import nonfinite_values, with_values
-from jaxtrain.train.step import State, Task, train_step
+from jaxtrain.train.step import State, StepSpec, train_step
 
 BLOCK = 256  # elements that share a scale when compressed
 WIRE = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
@@ -41,13 +42,25 @@ class LocalState(NamedTuple):
     momentum: Any  # of the outer step; None for gossip
 
 
-def local_task(task: Task, c: DiLoCo | Gossip, mesh: Mesh, resumed: bool = False) -> Task:
-    """The task with replicas along `data`: its optimizer's state and its step are those of c.
+def replicas(spec: StepSpec, c: Resolved, mesh: Mesh, resumed: bool = False) -> StepSpec:
+    """The step with what `train.local_sgd` asks for; the step itself where that is nothing."""
+    local = c.train.local_sgd
+    if local is None:
+        return spec
+    found = replicate_step(spec, local, mesh, resumed)
+    sent = comm_stats(local, spec.specs, mesh, spec.dtype)
+    return found._replace(facts=spec.facts | sent, summary=comm_summary(local, sent, mesh))
+
+
+def replicate_step(
+    spec: StepSpec, c: DiLoCo | Gossip, mesh: Mesh, resumed: bool = False
+) -> StepSpec:
+    """The step with replicas along `data`: its optimizer state and its step are those of c.
 
     resumed: the last replica of a run may go on alone, on several devices. UserError for what has
     no replicas.
     """
-    if task.dtype == jnp.float16:
+    if spec.dtype == jnp.float16:
         raise UserError(
             "train.local_sgd: float16's loss scale would differ between replicas; use "
             "train.precision=bfloat16 or float32"
@@ -59,7 +72,7 @@ def local_task(task: Task, c: DiLoCo | Gossip, mesh: Mesh, resumed: bool = False
         )
     if mesh.shape["pipeline"] > 1:
         raise UserError("train.local_sgd: a replica is no pipeline; set mesh.pipeline=1")
-    if task.optimizer.offload:
+    if spec.optimizer.offload:
         raise UserError(
             "train.local_sgd: each replica keeps its own states; set optim.offload=false"
         )
@@ -68,7 +81,7 @@ def local_task(task: Task, c: DiLoCo | Gossip, mesh: Mesh, resumed: bool = False
             f"train.local_sgd.fragments={c.fragments} cannot meet one after the other within "
             f"train.local_sgd.every={c.every} steps; give at most that many"
         )
-    inner, replicas = task.optimizer, mesh.shape["data"]
+    inner, replicas = spec.optimizer, mesh.shape["data"]
 
     def init(params: Any) -> LocalState:
         own = stacked(Replica(params, inner.init(params)), replicas)
@@ -87,11 +100,13 @@ def local_task(task: Task, c: DiLoCo | Gossip, mesh: Mesh, resumed: bool = False
     step = functools.partial(local_step, config=c, inner=inner, mesh=mesh)
     mean = functools.partial(over_replicas, jax.lax.pmean)
     optimizer = inner._replace(init=init, eval_params=eval_params)
-    return task._replace(optimizer=optimizer, step=step, agreed=mean)
+    shared = jax.jit(eval_params)
+    saved = lambda state: shared(state.params, state.optimizer)
+    return spec._replace(optimizer=optimizer, step=step, agreed=mean, saved_params=saved)
 
 
 def local_step(
-    task: Task,
+    spec: StepSpec,
     state: State,
     batch: Any,
     hyperparams: Any,
@@ -105,14 +120,14 @@ def local_step(
 
     Metrics are means over the replicas.
     """
-    own_task = task._replace(optimizer=inner, step=None)
+    own_spec = spec._replace(optimizer=inner, step=None)
     shared = state._replace(optimizer=state.optimizer.momentum)
-    due = functools.partial(meet, task.specs, config) if isinstance(config, DiLoCo) else None
+    due = functools.partial(outer_step, spec.specs, config) if isinstance(config, DiLoCo) else None
 
     def one(shared: State, replicas: Replica, batch: Any, hyperparams: Any, frozen: Any) -> Any:
         own = jax.tree.map(lambda x: x[0], replicas)
         before = shared._replace(params=own.params, optimizer=own.optimizer)
-        after, metrics = train_step(own_task, before, batch, hyperparams, frozen)
+        after, metrics = train_step(own_spec, before, batch, hyperparams, frozen)
         params, momentum, mine = shared.params, shared.optimizer, after.params
         if due is None:
             mine = every(config.every, after.step, ring_mean, mine)
@@ -122,8 +137,10 @@ def local_step(
         # What the exchange made, too, is looked at; of one bad replica, all learn.
         bad = nonfinite_values(mine) + nonfinite_values(params)
         metrics["checks"] = with_values(metrics["checks"], bad)
-        most = over_replicas(jax.lax.pmax, after.maxima)
-        new = after._replace(params=params, optimizer=momentum, maxima=most)
+        shared_by = {t.name: t.over_replicas for t in spec.transforms}
+        pmax = functools.partial(over_replicas, jax.lax.pmax)
+        extras = {name: shared_by[name](x, pmax) for name, x in after.extras.items()}
+        new = after._replace(params=params, optimizer=momentum, extras=extras)
         own = jax.tree.map(lambda x: x[None], Replica(mine, after.optimizer))
         return new, own, over_replicas(jax.lax.pmean, metrics)
 
@@ -181,7 +198,7 @@ def as_saved(like: LocalState, replicas: int) -> LocalState:
     return like._replace(replicas=jax.tree.map(place, like.replicas))
 
 
-def regroup(saved: LocalState, like: LocalState) -> LocalState:
+def resize_replicas(saved: LocalState, like: LocalState) -> LocalState:
     """The state of a run that goes on with another number of replicas; saved is given away.
 
     Shared weights and outer momentum are one for all and stay. Each new replica starts from the
@@ -244,7 +261,7 @@ def steps_round(replicas: int) -> list[int]:
 # ---- DiLoCo ------------------------------------------------------------------------------------
 
 
-def meet(
+def outer_step(
     specs: Any, c: DiLoCo, step: Array, end: Array, params: Any, momentum: Any, mine: Any
 ) -> tuple[Any, Any, Any]:
     """The outer step of what is due: shared weights, momentum, and my own parameters.
@@ -375,7 +392,7 @@ def wire_bytes(
     return ring * (4 if c.compress is None else 1 + 4 / BLOCK) / c.every
 
 
-def local_facts(c: DiLoCo | Gossip, specs: Any, mesh: Mesh, dtype: jnp.dtype) -> dict[str, float]:
+def comm_stats(c: DiLoCo | Gossip, specs: Any, mesh: Mesh, dtype: jnp.dtype) -> dict[str, float]:
     """What a device sends in a step, and would with plain data parallelism, in bytes.
 
     specs: of the parameters that train. A replica's devices have a part of them each.
@@ -386,7 +403,7 @@ def local_facts(c: DiLoCo | Gossip, specs: Any, mesh: Mesh, dtype: jnp.dtype) ->
     return {"sent_bytes": wire_bytes(parameters, replicas, c), "sent_bytes_plain": plain}
 
 
-def local_summary(c: DiLoCo | Gossip, facts: dict[str, float], mesh: Mesh) -> str:
+def comm_summary(c: DiLoCo | Gossip, facts: dict[str, float], mesh: Mesh) -> str:
     """A line for the screen: the replicas, and what they send beside plain data parallel."""
     ours, plain = (1e-6 * facts[key] for key in ("sent_bytes", "sent_bytes_plain"))
     replicas = mesh.shape["data"]

@@ -15,12 +15,12 @@ from jaxtrain.config.resolve import Resolved
 from jaxtrain.data.batches.mixture import sources_of
 from jaxtrain.data.preference.preferences import WANTED
 from jaxtrain.model import cast
-from jaxtrain.objectives import answer_logps
-from jaxtrain.objectives.preference import has_reference
+from jaxtrain.objectives import PREFERENCES, answer_logps
 from jaxtrain.parallel import place_batch
 from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard
 from jaxtrain.settings import UserError
-from jaxtrain.train.step import Task
+from jaxtrain.train.step import StepSpec
+from jaxtrain.weights.params import Params
 
 UNREADABLE = (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile)
 HELD_OUT = "held out"  # the validation split among the sources
@@ -30,10 +30,10 @@ LINES = {True: "prompt, completion and label", False: "prompt, chosen and reject
 def check_objective(c: Resolved) -> None:
     """Raises UserError for data and settings that do not go with the objective."""
     name, source = c.objective.name, next(iter(sources_of(c.data.train).values())).name
-    if (name == "next_token") == (source == "preference"):
+    if (name in PREFERENCES) != (source == "preference"):
         raise UserError(
-            f"objective.name={name} does not go with data.train.name={source}: dpo, ipo, orpo and "
-            "kto train on data.train.name=preference, next_token on all others"
+            f"objective.name={name} does not go with data.train.name={source}: "
+            f"{', '.join(PREFERENCES)} train on data.train.name=preference, others on all others"
         )
     needs = {
         "model.document_mask=true": c.model.document_mask,
@@ -43,32 +43,30 @@ def check_objective(c: Resolved) -> None:
         "model.fp8=null": c.model.fp8 is None,
     }
     for need, given in needs.items():
-        if name != "next_token" and not given:
+        if name in PREFERENCES and not given:
             raise UserError(f"objective.name={name} needs {need}")
 
 
-def views_of(prepared: data.Prepared, c: Resolved) -> dict[str, data.TokenStore]:
-    """The pairs by source, those of the validation as HELD_OUT; empty for other data.
+def preference_stores(prepared: data.Prepared, c: Resolved) -> dict[str, data.TokenStore]:
+    """The pairs by source, those of the validation as HELD_OUT.
 
     Raises UserError where they are not of the kind that the objective is for.
     """
-    if c.objective.name == "next_token":
-        return {}
     length = c.train.sequence_length
     views = data.fit_stores(data.stores_of(prepared.train), c.data, length)[0]
     held_out = data.validation_pairs(prepared.validation, c.data, length)
     views |= {} if held_out is None else {HELD_OUT: held_out}
-    judged, labels = c.objective.name == "kto", set()
+    labelled, labels = PREFERENCES[c.objective.name].is_labelled, set()
     for name, view in views.items():
         assert view.pairs is not None
-        if ((view.pairs.notes_P > 0) != judged).any():
+        if ((view.pairs.notes_P > 0) != labelled).any():
             raise UserError(
-                f"objective.name={c.objective.name} trains on lines of {LINES[judged]}, but "
-                f"data.train has lines of {LINES[not judged]}"
+                f"objective.name={c.objective.name} trains on lines of {LINES[labelled]}, but "
+                f"data.train has lines of {LINES[not labelled]}"
             )
         if name != HELD_OUT:  # which may be small
             labels |= set(view.pairs.notes_P.tolist())
-    if judged and len(labels) == 1:
+    if labelled and len(labels) == 1:
         known, missing = ("true", "false") if labels == {WANTED} else ("false", "true")
         raise UserError(
             f"every line of data.train has label {known}: objective.name=kto needs answers with "
@@ -77,32 +75,32 @@ def views_of(prepared: data.Prepared, c: Resolved) -> dict[str, data.TokenStore]
     return views
 
 
-def references_of(
-    task: Task,
-    start: Any,
+def reference_logprobs(
+    spec: StepSpec,
+    start: Params | None,
     frozen: Any,
     views: dict[str, data.TokenStore],
     c: Resolved,
     mesh: Mesh,
     file: Path,
-    say: Callable[[str], None],
+    log: Callable[[str], None],
 ) -> data.References | None:
-    """What the model that training starts from says of each answer; None if nothing needs it.
+    """The log-probs that the model of step 0 gives each answer; None if the loss needs none.
 
     start: the parameters at step 0, or None in a run that goes on: it reads `file`, which a new
     one writes. The model is not kept: a tuned part has no second copy, nor has a whole model.
     """
-    if not views or not has_reference(c.objective):
+    if not PREFERENCES[c.objective.name].has_reference:
         return None
     if start is None:
         return read_references(file, views)
 
     def logps(params: Any, batch: Any, frozen: Any) -> Any:
-        params = task.join(cast(params, task.specs, task.dtype), frozen)
-        return answer_logps(task.graphdef, params, batch)[0]
+        params = spec.join(cast(params, spec.specs, spec.dtype), frozen)
+        return answer_logps(spec.graphdef, params, batch)[0]
 
     score = jax.jit(logps, out_shardings=NamedSharding(mesh, PartitionSpec()))
-    say(f"refer    {sum(len(v.lengths) for v in views.values()):,} pairs, before the first step")
+    log(f"refer    {sum(len(v.lengths) for v in views.values()):,} pairs, before the first step")
     found = {}
     for name, view in views.items():
         assert view.pairs is not None
@@ -131,7 +129,7 @@ def read_references(file: Path, sources: Iterable[str]) -> data.References:
 
 
 def make_validation(
-    task: Task,
+    spec: StepSpec,
     views: dict[str, data.TokenStore],
     references: data.References | None,
     c: Resolved,
@@ -141,14 +139,14 @@ def make_validation(
 
     KTO's reference point is that of each batch.
     """
-    objective = task.objective
+    objective = spec.objective
 
     def add(params: Any, batch: Any, totals: Any, frozen: Any) -> Any:
-        params = task.join(cast(params, task.specs, task.dtype), frozen)
+        params = spec.join(cast(params, spec.specs, spec.dtype), frozen)
         one = jax.tree.map(lambda x: x[None], batch)
-        shared = objective.share(task.graphdef, params, one)
-        found = objective.loss(task.graphdef, params, batch, shared)
-        return jax.tree.map(jnp.add, totals, (*found, objective.count(batch, task.bytes_V)[0]))
+        shared = objective.share(spec.graphdef, params, one)
+        found = objective.loss(spec.graphdef, params, batch, shared)
+        return jax.tree.map(jnp.add, totals, (*found, objective.count(batch, spec.bytes_V)[0]))
 
     scorer = jax.jit(add)
 
@@ -161,7 +159,7 @@ def make_validation(
             if max_tokens is not None and seen >= max_tokens:
                 break
         loss, sums, pairs = totals
-        figures = objective.figures(loss, pairs, zero, sums, None)
+        figures = objective.metrics(loss, pairs, zero, sums, None)
         return {name: float(value) for name, value in figures.items()}
 
     return validate
@@ -174,7 +172,7 @@ def batches(
     mesh: Mesh,
     references: data.References | None = None,
 ) -> Iterator[tuple[data.PairBatch, list[list[int]]]]:
-    """`data.every_pair` of a source, in the rows of a validation."""
+    """`data.iterate_pairs` of a source, in the rows of a validation."""
     shards, (index, shares) = num_batch_shards(mesh), process_batch_shard(mesh)
     rows = -(-(c.eval.batch_size or c.train.device_batch_size) // shards)
     mine = rows * shards // shares

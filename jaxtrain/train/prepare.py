@@ -13,7 +13,7 @@ from jaxtrain.config import find_config, load_config
 from jaxtrain.config.overrides import check_once
 from jaxtrain.data.store.progress import show_progress
 from jaxtrain.settings import Parser, command
-from jaxtrain.train.run import check_text
+from jaxtrain.train.run_directory import check_text
 
 
 @command

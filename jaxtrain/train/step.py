@@ -1,19 +1,24 @@
-"""One training step: cast once, microbatches, gradients, optimizer. Pure, jitted, donated."""
+"""One training step: cast once, microbatches, gradients, optimizer. Pure, jitted, donated.
+
+What a feature adds stands in its own file, behind the hooks of `StepTransform`; replicas take the
+place of `train_step` whole (`local_sgd.py`).
+"""
 
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import Array
 
 from jaxtrain.finetune import join_full
-from jaxtrain.model import cast, fp8_weights, initialize, path_name, with_fp8
+from jaxtrain.model import cast, initialize, path_name
 from jaxtrain.model.moe import load_metrics
-from jaxtrain.objectives import losses as objectives
+from jaxtrain.objectives import NEXT_TOKEN, Objective
 from jaxtrain.optim import Optimizer
 from jaxtrain.optim.offload import host_sharding, is_offloaded
 from jaxtrain.parallel import (
@@ -23,92 +28,72 @@ from jaxtrain.parallel import (
     replicated_axes,
     shard_map,
 )
-from jaxtrain.train.config import LossSpike
-from jaxtrain.train.spikes import Checks, Spikes, judged, no_spikes, nonfinite_values
-from jaxtrain.weights.float8 import (
-    AmaxHistory,
-    amax_from_history,
-    init_amax_history,
-    update_amax_history,
-)
-from jaxtrain.weights.params import BALANCE_GROUPS
+from jaxtrain.train.checks import Checks, nonfinite_values
+from jaxtrain.train.transforms import StepOutcome, StepTransform
+from jaxtrain.weights.params import BALANCE_GROUPS, Params, Specs
 
-FIRST_SCALE = 2.0**15  # of float16's loss
-GROWTH_INTERVAL = 2000  # good steps before the loss scale doubles (Micikevicius et al. 2018)
-
-
-class LossScale(NamedTuple):
-    """Dynamic scale of float16 gradients."""
-
-    scale: Array
-    good_steps: Array
+Sums = tuple[Array, dict[str, Array]]  # of the losses, and the objective's others
 
 
 class State(NamedTuple):
     """All that a step changes: what a checkpoint holds."""
 
-    params: Any
+    params: Params
     optimizer: Any
     step: Array  # optimizer steps done
     key: Array  # raw PRNG key of what a step may draw
-    loss_scale: LossScale | None
-    maxima: AmaxHistory | None = None  # the history that delayed scaling to float8 goes by
-    spikes: Spikes | None = None  # the last steps' losses; saved with the position in the data
+    extras: dict[str, Any]  # of each transform that has a state, by its name
 
 
-class Task(NamedTuple):
+class StepSpec(NamedTuple):
     """All that a step needs and does not change."""
 
-    graphdef: Any
-    specs: Any  # of the parameters that train
+    graphdef: nnx.GraphDef
+    specs: Specs  # of the parameters that train
     optimizer: Optimizer
-    dtype: jnp.dtype
+    dtype: jnp.dtype  # of the compute
     bytes_V: Array  # bytes of text of each token
     clip_norm: float | None = None
-    z_loss: float = 0.0
-    fp8: str | None = None  # "blocks", or "all" with the head
-    join: Callable[[Any, Any], Any] = join_full  # (trained, frozen) -> the model's parameters
+    join: Callable[[Params, Any], Params] = join_full  # (trained, frozen) -> the model's parameters
     zero: int = 3  # stage of ZeRO: which trees are split over the mesh's fsdp axis
+    objective: Objective = NEXT_TOKEN
+    transforms: tuple[StepTransform, ...] = ()
+    draws: bool = False  # the objective or the model is given a PRNG key
     step: Callable[..., Any] | None = None  # in the place of `train_step`
-    objective: objectives.Objective = objectives.NEXT_TOKEN
-    repeats: int = 1  # rounds of a microbatch through the mesh's pipeline
-    fp8_history: int | None = None  # steps whose maxima scale to float8; None: the tensor's own
-    skip_nonfinite: bool = False  # leave out an update whose loss or gradients are not finite
-    loss_spike: LossSpike | None = None
     agreed: Callable[[Any], Any] = lambda tree: tree  # the mean over replicas that decide alike
+    facts: dict[str, float] = {}  # noqa: RUF012 - of the features, for the run's first row
+    summary: str | None = None  # of the features, a line for the screen
+    saved_params: Callable[[State], Params] = lambda state: state.params  # of a checkpoint
 
 
-class Fixed(NamedTuple):
+class MicrobatchInputs(NamedTuple):
     """What the microbatches of a step share."""
 
-    params: Any  # as the step computes with them
-    copies: Any  # of the weights in float8
-    maxima: Any  # that float8 is scaled by
-    factor: Array  # of the gradients
+    params: Params  # as the step computes with them
+    prepared: dict[str, Any]  # of each transform
+    statistics: dict[str, Any]  # of each transform; differentiated
+    grad_scale: Array
     frozen: Any
     shared: Any  # the objective's
+    step: Array
 
 
-def init_state(task: Task, seed: int, params: Any = None) -> State:
-    """Initial parameters (or those given) and optimizer state."""
-    params = initialize(task.specs, seed) if params is None else params
-    scale = None
-    if task.dtype == jnp.float16:
-        scale = LossScale(jnp.float32(FIRST_SCALE), jnp.zeros((), jnp.int32))
+def init_state(spec: StepSpec, seed: int, params: Params | None = None) -> State:
+    """Initial parameters (or those given), optimizer state, and the transforms' states."""
+    params = initialize(spec.specs, seed) if params is None else params
     key = jax.random.key_data(jax.random.key(seed))
-    step, optimizer = jnp.zeros((), jnp.int32), task.optimizer.init(params)
-    maxima = init_amax_history(task.specs, task.fp8_history) if task.fp8_history else None
-    spikes = no_spikes(task.loss_spike.window) if task.loss_spike else None
-    return State(params, optimizer, step, key, scale, maxima, spikes)
+    step, optimizer = jnp.zeros((), jnp.int32), spec.optimizer.init(params)
+    extras = {t.name: t.init(params, spec.specs) for t in spec.transforms if t.has_state}
+    return State(params, optimizer, step, key, extras)
 
 
-def state_shardings(task: Task, mesh: Mesh) -> State:
+def state_shardings(spec: StepSpec, mesh: Mesh) -> State:
     """Parameters by the rules; an optimizer state as the parameter that its path ends in.
 
     With `optim.offload` that is in the host's memory; UserError where there is none.
     """
     specs = {
-        path_name(path): spec for path, spec in jax.tree_util.tree_flatten_with_path(task.specs)[0]
+        path_name(path): leaf for path, leaf in jax.tree_util.tree_flatten_with_path(spec.specs)[0]
     }
 
     def place(path: tuple[Any, ...], leaf: jax.ShapeDtypeStruct) -> NamedSharding:
@@ -116,100 +101,127 @@ def state_shardings(task: Task, mesh: Mesh) -> State:
         # Replicas (`jaxtrain.train.local_sgd`) are stacked in front, each on its own devices.
         front = ("data",) * any(getattr(key, "name", "") == "replicas" for key in path)
         for start in range(len(keys)):
-            spec, shape = specs.get("/".join(keys[start:])), leaf.shape[len(front) :]
-            if spec and len(spec.shape) == len(shape):
-                place = P(*front, *partition_spec(spec.axes, shape, mesh))
+            own, shape = specs.get("/".join(keys[start:])), leaf.shape[len(front) :]
+            if own and len(own.shape) == len(shape):
+                place = P(*front, *partition_spec(own.axes, shape, mesh))
                 state = getattr(path[0], "name", "") == "optimizer"
-                if state and task.optimizer.offload and is_offloaded(leaf):
+                if state and spec.optimizer.offload and is_offloaded(leaf):
                     return host_sharding(mesh, place)
                 return NamedSharding(mesh, place)
         return NamedSharding(mesh, P(*front))
 
-    shapes = jax.eval_shape(functools.partial(init_state, task, 0))
+    shapes = jax.eval_shape(functools.partial(init_state, spec, 0))
     return jax.tree_util.tree_map_with_path(place, shapes)
 
 
-def compute_copy(task: Task, params: Any) -> Any:
+def cast_params(spec: StepSpec, params: Params) -> Params:
     """The weights in the dtype and the places that a step computes with."""
-    return constrain_tree("parameters", cast(params, task.specs, task.dtype), task.specs, task.zero)
+    return constrain_tree("parameters", cast(params, spec.specs, spec.dtype), spec.specs, spec.zero)
 
 
 def gradients(
-    task: Task,
-    params: Any,
+    spec: StepSpec,
+    params: Params,
     batch: Any,
-    factor: Array,
+    grad_scale: Array,
     frozen: Any = None,
     shared: Any = None,
-    past: AmaxHistory | None = None,
-) -> tuple[tuple[Array, dict[str, Array]], Any, AmaxHistory | None]:
-    """(Sum of the losses, the objective's other sums) and factor x the gradient of the first, over
-    the microbatches [A, B, T] of a batch. shared: what the objective shares among them.
+    extras: dict[str, Any] | None = None,
+    key: Array | None = None,
+    step: Array | int = 0,
+) -> tuple[Sums, Params, dict[str, Any]]:
+    """((loss sum, the objective's other sums), grad_scale * grad(loss sum), extras), of the
+    microbatches [A, B, T] of a batch.
 
-    past: the history to scale to float8 by; the third result is that with this batch's maxima."""
-    copies = fp8_weights(params, task.specs) if task.fp8 else None
-    maxima = None if past is None else amax_from_history(past, factor)
-    fixed = Fixed(params, copies, maxima, factor, frozen, shared)
+    shared: what the objective shares among them. extras: the transforms' states; returned with
+    what the step has seen. key: for what the model or the objective draws.
+    """
+    extras = extras or {}
+    state_of = lambda t: extras.get(t.name)
+    inputs = MicrobatchInputs(
+        params,
+        {t.name: t.prepare(params, spec.specs) for t in spec.transforms},
+        {t.name: t.statistics(state_of(t), grad_scale) for t in spec.transforms},
+        grad_scale,
+        frozen,
+        shared,
+        jnp.asarray(step),
+    )
+    accumulation = batch.tokens_BT.shape[0]
     if pipeline_size() > 1:
-        sums, grads, seen = of_microbatch(task, fixed, batch)
-    elif batch.tokens_BT.shape[0] == 1:
-        sums, grads, seen = of_microbatch(task, fixed, jax.tree.map(lambda x: x[0], batch))
-    elif axes := replicated_axes(task.zero):
-        sums, grads, seen = met_once(task, fixed, batch, axes)
+        found = microbatch_gradients(spec, inputs, batch, key)
+    elif accumulation == 1:
+        found = microbatch_gradients(spec, inputs, jax.tree.map(lambda x: x[0], batch), key)
     else:
-        sums, grads, seen = accumulated(task, fixed, batch)
-    return sums, grads, None if past is None else update_amax_history(past, seen, factor)
+        keys = None if key is None else jax.random.split(key, accumulation)
+        if axes := replicated_axes(spec.zero):
+            found = accumulate_then_reduce(spec, inputs, batch, keys, axes)
+        else:
+            found = accumulate_gradients(spec, inputs, batch, keys)
+    sums, grads, seen = found
+    after = lambda t: t.after_gradients(extras[t.name], seen[t.name], grad_scale)
+    return sums, grads, {t.name: after(t) for t in spec.transforms if t.name in extras}
 
 
-def of_microbatch(
-    task: Task, fixed: Fixed, microbatch: Any
-) -> tuple[tuple[Array, dict[str, Array]], Any, Any]:
-    """The sums, factor x the gradients, and the maxima seen, of a microbatch [B, T]."""
+def microbatch_gradients(
+    spec: StepSpec, inputs: MicrobatchInputs, microbatch: Any, key: Array | None
+) -> tuple[Sums, Params, dict[str, Any]]:
+    """The sums, the scaled gradients and the statistics seen, of a microbatch [B, T]."""
 
-    def scaled(p: Any, most: Any) -> tuple[Array, tuple[Array, dict[str, Array]]]:
-        p = p if fixed.copies is None else with_fp8(p, fixed.copies, task.specs, most)
-        head = "fp8" if task.fp8 == "all" else None
-        loss, sums = task.objective.loss(
-            task.graphdef,
-            task.join(p, fixed.frozen),
+    def scaled(p: Params, statistics: dict[str, Any]) -> tuple[Array, Sums]:
+        for t in spec.transforms:
+            p = t.wrap_params(p, spec.specs, inputs.prepared[t.name], statistics[t.name])
+        loss, sums = spec.objective.loss(
+            spec.graphdef,
+            spec.join(p, inputs.frozen),
             microbatch,
-            fixed.shared,
-            z_loss=task.z_loss,
-            implementation=head,
-            repeats=task.repeats,
+            inputs.shared,
+            step=inputs.step,
+            key=key,
         )
-        return loss * fixed.factor, (loss, sums)
+        return loss * inputs.grad_scale, (loss, sums)
 
-    (grads, seen), sums = jax.grad(scaled, (0, 1), has_aux=True)(fixed.params, fixed.maxima)
-    return sums, constrain_tree("gradients", grads, task.specs, task.zero), seen
+    grads_of = jax.grad(scaled, (0, 1), has_aux=True)
+    (grads, seen), sums = grads_of(inputs.params, inputs.statistics)
+    return sums, constrain_tree("gradients", grads, spec.specs, spec.zero), seen
 
 
-def accumulated(task: Task, fixed: Fixed, batch: Any) -> Any:
-    """`of_microbatch` summed over the microbatches [A, B, T], in float32."""
+def accumulate_gradients(
+    spec: StepSpec, inputs: MicrobatchInputs, batch: Any, keys: Array | None
+) -> tuple[Sums, Params, dict[str, Any]]:
+    """`microbatch_gradients` summed over the microbatches [A, B, T], in float32."""
 
-    def body(total: Any, microbatch: Any) -> tuple[Any, None]:
-        *parts, seen = of_microbatch(task, fixed, microbatch)
+    def body(total: Any, one: Any) -> tuple[Any, None]:
+        *parts, seen = microbatch_gradients(spec, inputs, *one)
         added = jax.tree.map(lambda t, x: t + x.astype(t.dtype), total[:2], tuple(parts))
         return (*added, jax.tree.map(jnp.maximum, total[2], seen)), None
 
-    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), fixed.params)
-    zeros = constrain_tree("gradients", zeros, task.specs, task.zero)
+    zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), inputs.params)
+    zeros = constrain_tree("gradients", zeros, spec.specs, spec.zero)
     zero = jnp.zeros((), jnp.float32)
-    start = (zero, dict.fromkeys(task.objective.sums, zero)), zeros
-    return jax.lax.scan(body, (*start, jax.tree.map(jnp.zeros_like, fixed.maxima)), batch)[0]
+    start = (zero, dict.fromkeys(spec.objective.sums, zero)), zeros
+    seen = jax.tree.map(jnp.zeros_like, inputs.statistics)
+    return jax.lax.scan(body, (*start, seen), (batch, keys))[0]
 
 
-def met_once(task: Task, fixed: Fixed, batch: Any, axes: tuple[str, ...]) -> Any:
-    """`accumulated` by each device on its own rows; their sums meet after the last microbatch.
+def accumulate_then_reduce(
+    spec: StepSpec,
+    inputs: MicrobatchInputs,
+    batch: Any,
+    keys: Array | None,
+    axes: tuple[str, ...],
+) -> tuple[Sums, Params, dict[str, Any]]:
+    """`accumulate_gradients` by each device on its own rows; one reduction after the last
+    microbatch, as DDP's `no_sync`.
 
-    Left to itself XLA adds up a gradient over the devices wherever it is made, so once for each
-    microbatch. Devices exchange it in the weights' dtype, as without accumulation, and each keeps
-    the part that its states are of.
+    Left to itself XLA reduces a gradient wherever it is made, so once for each microbatch. Devices
+    exchange it in the weights' dtype, as without accumulation, and each keeps the part that its
+    optimizer states are of.
     """
     mesh = jax.sharding.get_abstract_mesh()
-    places = jax.tree.map(lambda s: partition_spec(s.axes, s.shape, mesh), task.specs)
+    places = jax.tree.map(lambda s: partition_spec(s.axes, s.shape, mesh), spec.specs)
 
-    def summed(g: Array, p: Array, place: P) -> Array:
+    def reduced(g: Array, p: Array, place: P) -> Array:
         g = g.astype(p.dtype)
         for axis in reversed(axes):
             if axis in place:
@@ -218,84 +230,94 @@ def met_once(task: Task, fixed: Fixed, batch: Any, axes: tuple[str, ...]) -> Any
                 g = jax.lax.psum(g, axis)
         return g
 
-    def own(fixed: Fixed, batch: Any) -> Any:
-        sums, grads, seen = accumulated(task, fixed, batch)
-        grads = jax.tree.map(summed, grads, fixed.params, places)
+    def own(inputs: MicrobatchInputs, batch: Any, keys: Array | None) -> Any:
+        sums, grads, seen = accumulate_gradients(spec, inputs, batch, keys)
+        grads = jax.tree.map(reduced, grads, inputs.params, places)
         return jax.lax.psum(sums, axes), grads, jax.lax.pmax(seen, axes)
 
-    return shard_map(own, (P(), P(None, axes)), (P(), places, P()))(fixed, batch)
+    split = shard_map(own, (P(), P(None, axes), P()), (P(), places, P()))
+    return split(inputs, batch, keys)
 
 
 def train_step(
-    task: Task, state: State, batch: Any, hyperparams: Any, frozen: Any = None
+    spec: StepSpec, state: State, batch: Any, hyperparams: Any, frozen: Any = None
 ) -> tuple[State, dict[str, Any]]:
     """One optimizer step on a batch `[microbatches, rows, T]`; metrics stay on the device.
 
     The loss is the sum over all tokens (or pairs) of all microbatches divided by their number once,
-    so that accumulation changes nothing. `frozen` is what of the model does not train. What is left
-    out (see `Task.skip_nonfinite`, `loss_spike`) changes no parameter and no state, bit for bit.
+    so that accumulation changes nothing. `frozen` is what of the model does not train. A step that
+    a transform does not accept changes no parameter and no optimizer state, bit for bit.
     """
-    count, text_bytes = task.objective.count(batch, task.bytes_V)
-    scale = state.loss_scale
-    factor = (1.0 if scale is None else scale.scale) / count
-    compute = compute_copy(task, state.params)
-    shared = task.objective.share(task.graphdef, task.join(compute, frozen), batch)
-    (loss, sums), grads, maxima = gradients(
-        task, compute, batch, factor, frozen, shared, state.maxima
+    extras = state.extras
+    key = None
+    if spec.draws:
+        key = jax.random.fold_in(jax.random.wrap_key_data(state.key), state.step)
+    count, text_bytes = spec.objective.count(batch, spec.bytes_V)
+    scales = [t.grad_scale(extras[t.name]) for t in spec.transforms if t.name in extras]
+    loss_scale = next((s for s in scales if s is not None), None)
+    grad_scale = (1.0 if loss_scale is None else loss_scale) / count
+    compute = cast_params(spec, state.params)
+    shared = spec.objective.share(spec.graphdef, spec.join(compute, frozen), batch)
+    (loss, sums), grads, after = gradients(
+        spec, compute, batch, grad_scale, frozen, shared, extras, key, state.step
     )
     load = load_metrics(grads)
-    if scale is not None:
-        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / scale.scale, grads)
-    leaves = zip(jax.tree.leaves(grads), jax.tree.leaves(task.specs))
-    # What is no gradient (an expert's load) counts nothing.
-    squares = jnp.stack(
+    if loss_scale is not None:
+        grads = jax.tree.map(lambda g: g.astype(jnp.float32) / loss_scale, grads)
+    squares = squared_norms(grads, spec.specs)
+    norm = jnp.sqrt(jnp.sum(squares))
+    if spec.clip_norm is not None:
+        shrink = jnp.minimum(1.0, spec.clip_norm / jnp.maximum(norm, 1e-12))
+        grads = jax.tree.map(lambda g: (g * shrink).astype(g.dtype), grads)
+    metrics = spec.objective.metrics(loss, count, text_bytes, sums, shared)
+
+    seen_loss, seen_norm = spec.agreed((metrics["loss"], norm))
+    finite = jnp.isfinite(seen_loss) & jnp.isfinite(seen_norm)
+    outcome = StepOutcome(seen_loss, seen_norm, finite)
+    states = {t.name: after.get(t.name) for t in spec.transforms}
+    verdicts = {t.name: t.judge(states[t.name], outcome) for t in spec.transforms}
+    accept = all_of([v.accept for v in verdicts.values()])
+    params, optimizer = spec.optimizer.apply(
+        grads, state.optimizer, state.params, state.step, hyperparams, accept
+    )
+    bad = nonfinite_values(params)
+    report = next((v.report for v in verdicts.values() if v.report is not None), None)
+    checks = Checks((finite & (jnp.sum(bad) == 0)).astype(jnp.float32), squares, bad, report)
+    rate = spec.optimizer.rate(state.step, hyperparams)
+    metrics = {**metrics, "grad_norm": norm, "lr": rate, "checks": checks, **load}
+    for t in spec.transforms:
+        metrics |= t.metrics(extras[t.name]) if t.name in extras else {}
+    new = {name: verdicts[name].state for name in extras}
+    if accept is not None:
+        metrics["skipped"] = 1.0 - accept
+        kept = functools.partial(jnp.where, accept)
+        for name in [t.name for t in spec.transforms if t.rewinds and t.name in extras]:
+            new[name] = jax.tree.map(kept, new[name], extras[name])
+    return State(params, optimizer, state.step + 1, state.key, new), metrics
+
+
+def all_of(opinions: Sequence[Array | None]) -> Array | None:
+    """Whether all accept; None if none has an opinion."""
+    given = [opinion for opinion in opinions if opinion is not None]
+    return functools.reduce(jnp.logical_and, given) if given else None
+
+
+def squared_norms(grads: Params, specs: Specs) -> Array:
+    """The squared norm of each parameter's gradient. What is no gradient (an expert's load) counts
+    nothing."""
+    leaves = zip(jax.tree.leaves(grads), jax.tree.leaves(specs))
+    return jnp.stack(
         [
             jnp.sum(jnp.square(g.astype(jnp.float32))) * (s.group not in BALANCE_GROUPS)
             for g, s in leaves
         ]
     )
-    norm = jnp.sqrt(jnp.sum(squares))
-    if task.clip_norm is not None:
-        shrink = jnp.minimum(1.0, task.clip_norm / jnp.maximum(norm, 1e-12))
-        grads = jax.tree.map(lambda g: (g * shrink).astype(g.dtype), grads)
-    figures = task.objective.figures(loss, count, text_bytes, sums, shared)
-    seen_loss, seen_norm = task.agreed((figures["loss"], norm))
-    finite = jnp.isfinite(seen_loss) & jnp.isfinite(seen_norm)
-    good, spike, spikes = finite, None, state.spikes
-    if task.loss_spike and spikes is not None:
-        spike, spikes = judged(spikes, seen_loss, seen_norm, task.loss_spike)
-        good = finite & (spike[0] == 0) if task.loss_spike.action == "skip" else finite
-    skips = scale is not None or task.skip_nonfinite or good is not finite
-    params, optimizer = task.optimizer.apply(
-        grads, state.optimizer, state.params, state.step, hyperparams, good if skips else None
-    )
-    bad = nonfinite_values(params)
-    checks = Checks((finite & (jnp.sum(bad) == 0)).astype(jnp.float32), squares, bad, spike)
-    rate = task.optimizer.rate(state.step, hyperparams)
-    metrics = {**figures, "grad_norm": norm, "lr": rate, "checks": checks, **load}
-    if skips:
-        metrics["skipped"] = 1.0 - good
-        maxima = jax.tree.map(lambda n, o: jnp.where(good, n, o), maxima, state.maxima)
-    scale_next = None
-    if scale is not None:
-        metrics["loss_scale"], scale_next = scale.scale, adjust_scale(scale, finite)
-    after = State(params, optimizer, state.step + 1, state.key, scale_next, maxima, spikes)
-    return after, metrics
 
 
-def adjust_scale(old: LossScale, finite: Array) -> LossScale:
-    """Halve the scale when a float16 gradient overflowed; else grow it at times."""
-    scale, good = old
-    grow = finite & (good + 1 >= GROWTH_INTERVAL)
-    scale = jnp.where(finite, jnp.where(grow, scale * 2, scale), jnp.maximum(scale / 2, 1.0))
-    good = jnp.where(finite & ~grow, good + 1, 0)
-    return LossScale(scale, good)
-
-
-def make_step(task: Task, mesh: Mesh) -> Any:
+def make_step(spec: StepSpec, mesh: Mesh) -> Any:
     """`train_step` compiled for the mesh; the old state's memory is reused."""
     return jax.jit(
-        functools.partial(task.step or train_step, task),
+        functools.partial(spec.step or train_step, spec),
         donate_argnums=0,
-        out_shardings=(state_shardings(task, mesh), NamedSharding(mesh, P())),
+        out_shardings=(state_shardings(spec, mesh), NamedSharding(mesh, P())),
     )

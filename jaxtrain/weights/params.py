@@ -11,7 +11,8 @@ import numpy as np
 from flax import nnx
 
 Role = Literal["matrix", "embedding", "head", "gain", "scalar"]
-Params = dict[str, Any]
+Params = dict[str, Any]  # a tree of arrays, by the names of modules and parameters
+Specs = dict[str, Any]  # the same tree, of `ParamSpec`
 # Of a mixture of experts: groups whose "gradient" is the number of tokens that each expert got.
 BALANCE_GROUPS = ("router_bias", "router_load")
 

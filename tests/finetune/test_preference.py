@@ -15,7 +15,7 @@ from tiny import (
     LLAMA,
     VOCAB,
     close,
-    make_task,
+    make_spec,
     mesh_of,
     random_params,
     resolved,
@@ -29,8 +29,9 @@ from jaxtrain.data import PairBatch, make_chat
 from jaxtrain.evaluation import evaluate
 from jaxtrain.main import main
 from jaxtrain.model import Transformer, split
-from jaxtrain.objectives import answer_logps, make_objective
-from jaxtrain.objectives.preference import LOSSES, Answers, ObjectiveConfig, reference_point
+from jaxtrain.objectives import PREFERENCES, ObjectiveConfig, answer_logps, make_objective
+from jaxtrain.objectives.kto import reference_point
+from jaxtrain.objectives.preference import Answers
 from jaxtrain.parallel import place_batch
 from jaxtrain.runs.saved import load_saved, template_for
 from jaxtrain.train.step import gradients
@@ -159,7 +160,7 @@ def test_losses_and_their_slopes_are_those_of_the_papers(truth, case):
         z = reference_point(ratio[:, 1].sum(), jnp.float32(len(pairs)))
         z = jax.lax.stop_gradient(z)
         answers = Answers(logp, references, jnp.asarray(tokens), jnp.asarray(wanted))
-        return LOSSES[c.name](c, answers, z).loss_N.mean()
+        return PREFERENCES[c.name].loss(c, answers, z).loss_N.mean()
 
     with jax.enable_x64(True):
         loss, slopes = jax.value_and_grad(ours)(jnp.asarray(logp))
@@ -186,7 +187,7 @@ def test_a_step_is_that_of_all_logits_however_accumulated(model, truth, case):
         jnp, c, plain_logps(graphdef, p, pairs, jnp), references.astype(np.float32), tokens, wanted
     )
     slopes = jax.jit(jax.grad(plain))(params)
-    task, _ = make_task(config)
+    task, _ = make_spec(config)
     task = task._replace(objective=make_objective(c))
 
     @jax.jit
@@ -194,7 +195,7 @@ def test_a_step_is_that_of_all_logits_however_accumulated(model, truth, case):
         count, _ = task.objective.count(batch, task.bytes_V)
         shared = task.objective.share(graphdef, params, batch)
         (loss, sums), grads, _ = gradients(task, params, batch, 1 / count, None, shared)
-        return task.objective.figures(loss, count, count, sums, shared), grads
+        return task.objective.metrics(loss, count, count, sums, shared), grads
 
     for micro in (2, 4)[: 2 if case == "dpo" else 1]:
         figures, grads = run(stacked(batch, micro))

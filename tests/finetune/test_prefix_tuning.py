@@ -223,7 +223,7 @@ def tuning(directory, start, name, **changes):
 def test_a_run_is_a_model_an_adapter_and_a_start(kind, whole, tmp_path, capsys):
     first = {"finetune__projection": 8} if "projected" in kind else {}
     kind = kind.split()[-1]
-    more = {"finetune__name": kind, "finetune__tokens": 3, "train__steps": 2} | first
+    more = {"finetune__name": kind, "finetune__virtual_tokens": 3, "train__steps": 2} | first
     assert main(tuning(tmp_path, whole, "a", **more)) == 0, capsys.readouterr().err
     run = tmp_path / "a"
     table = load_file(run / "model" / "model.safetensors")
@@ -240,7 +240,7 @@ def test_a_run_is_a_model_an_adapter_and_a_start(kind, whole, tmp_path, capsys):
     assert capsys.readouterr().out == text
     # From the run, and from the adapter on the run's own start: both go on where it ended.
     still = {"finetune__name": kind, "train__steps": 1, "optim__learning_rate": 1e-9}
-    again = tuning(tmp_path, run, "b", **still, finetune__tokens=3)
+    again = tuning(tmp_path, run, "b", **still, finetune__virtual_tokens=3)
     assert main(again) == 0, capsys.readouterr().err
     assert main(tuning(tmp_path, whole, "c", **still, finetune__init_adapter=run)) == 0
     if first:

@@ -12,7 +12,7 @@ from tiny import (
     LLAMA,
     VOCAB,
     batch,
-    make_task,
+    make_spec,
     mesh_of,
     random_params,
     resolved,
@@ -33,7 +33,7 @@ from jaxtrain.optim import AdamWConfig, make_optimizer
 from jaxtrain.parallel import place_batch
 from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
-from jaxtrain.train.run import check_run
+from jaxtrain.train.run_directory import check_run
 from jaxtrain.train.step import init_state, make_step
 
 LORA = {"finetune.name": "lora", "finetune.rank": 2, "optim.learning_rate": 0.01}
@@ -51,7 +51,7 @@ def tuned(whole, tmp_path_factory):
     """A run of LoRA with norms (DoRA) on 4-bit matrices, from the run `whole`."""
     directory = tmp_path_factory.mktemp("tuned")
     more = {k.replace(".", "__"): v for k, v in LORA.items()}
-    more |= {"finetune__dora": True, "finetune__base": "nf4", "eval__every": 3}
+    more |= {"finetune__dora": True, "finetune__base_quantization": "nf4", "eval__every": 3}
     arguments = tuning(directory, whole, "lora", **more)
     assert main(arguments) == 0
     return directory / "lora", arguments
@@ -85,7 +85,11 @@ def test_what_comes_out_is_a_model_and_an_adapter(tuned, tmp_path, capsys):
     loss = float(capsys.readouterr().out.split()[1])
     assert loss == pytest.approx(rows_of(run, "validation")[-1]["loss"], abs=2e-3)
     base = load_saved(run).config.train.init_from
-    more = {"finetune__name": "lora", "finetune__init_adapter": run, "finetune__base": "nf4"}
+    more = {
+        "finetune__name": "lora",
+        "finetune__init_adapter": run,
+        "finetune__base_quantization": "nf4",
+    }
     again = tuning(tmp_path, base, "again", **more, train__steps=1, optim__learning_rate=1e-9)
     assert main(again) == 0, capsys.readouterr().err
     c = load_saved(tmp_path / "again").config.finetune
@@ -128,7 +132,7 @@ def part_of(case):
         AdamWConfig(learning_rate=0.02, weight_decay=0.0, schedule={"name": "constant"}), tuning
     )
     optimizer = make_optimizer(optim, partition.trainable, 100)
-    task, _ = make_task(c)
+    task, _ = make_spec(c)
     task = task._replace(specs=partition.trainable, optimizer=optimizer, join=partition.join)
     return partition, task, frozen, init_state(task, 0, start), optimizer.hyperparams
 

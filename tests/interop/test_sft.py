@@ -27,7 +27,7 @@ from jaxtrain.optim import make_optimizer
 from jaxtrain.runs.history import read_rows
 from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
-from jaxtrain.train.step import Task, train_step
+from jaxtrain.train.step import StepSpec, train_step
 
 pytestmark = pytest.mark.slow
 
@@ -76,7 +76,7 @@ def test_the_loss_is_that_of_transformers_packed_or_not_and_accumulated_or_not(
     graphdef, specs = split(Transformer(model, source.config["vocab_size"]))
     optimizer = make_optimizer(config.optim, specs, 10)
     bytes_V = jnp.ones(source.config["vocab_size"])
-    task = Task(graphdef, specs, optimizer, jnp.dtype("float32"), bytes_V)
+    task = StepSpec(graphdef, specs, optimizer, jnp.dtype("float32"), bytes_V)
     state = begin(task, mesh_of())._replace(params=jax.tree.map(jnp.asarray, load(source, specs)))
     step = jax.jit(lambda batch: train_step(task, state, batch, optimizer.hyperparams)[1])
     pieces = [Piece(i, True, 0, int(n)) for i, n in enumerate(store.lengths)]

@@ -17,7 +17,7 @@ from tiny import batch, build
 
 from jaxtrain.model.config import ModelConfig
 from jaxtrain.model.fused_ops import FusedOps, fastest
-from jaxtrain.objectives import next_token
+from jaxtrain.objectives.next_token import next_token_loss
 
 # The mode that knows bar.sync, a named barrier of the hardware.
 INTERPRET = plgpu.InterpretGPUParams(
@@ -253,7 +253,7 @@ ALL = {name: "reference" for name in FusedOps.model_fields if name != "ffn"}  # 
 def test_the_switches_change_neither_the_loss_nor_its_gradient():
     def run(**changes):
         _, graphdef, _, params = build(depth=2, window_pattern="SL", **changes)
-        return jax.jit(jax.value_and_grad(next_token, 1), static_argnums=0)(
+        return jax.jit(jax.value_and_grad(next_token_loss, 1), static_argnums=0)(
             graphdef, params, batch(4)
         )
 

@@ -9,9 +9,9 @@ import pytest
 from jax.extend.core import jaxprs_in_params
 from jax.sharding import NamedSharding, PartitionSpec
 from jaxtrain_kernels.dispatch import on_target
-from tiny import batch, make_task, mesh_of, random_params, resolved
+from tiny import batch, make_spec, mesh_of, random_params, resolved
 
-from jaxtrain.objectives import losses as objectives
+from jaxtrain.objectives import next_token as objectives
 from jaxtrain.settings import UserError
 from jaxtrain.train.step import gradients
 from jaxtrain.weights import float8 as model_fp8
@@ -23,9 +23,9 @@ ALONE = {"attention": "xla", "kernels": PLAIN, "fp8": "blocks"}
 
 def traced(mesh=None, micro=4, **changes):
     """A batch's gradients on Hopper, lowered: what is cast by our kernel, and the text."""
-    task, _ = make_task(resolved(**SHAPE, **ALONE, window_pattern="L", **changes))
-    past = model_fp8.init_amax_history(task.specs, 2) if task.fp8_history else None
-    run = lambda p, b: gradients(task, p, b, jnp.float32(1), past=past)
+    task, _ = make_spec(resolved(**SHAPE, **ALONE, window_pattern="L", **changes))
+    past = {t.name: t.init({}, task.specs) for t in task.transforms if t.has_state}
+    run = lambda p, b: gradients(task, p, b, jnp.float32(1), extras=past)
     given = random_params(task.specs), batch(4, micro=micro)
     place = lambda x, dtype: jax.ShapeDtypeStruct(x.shape, dtype)
     if mesh is not None:
@@ -80,11 +80,11 @@ def test_the_activation_in_the_casts_is_the_one_before_them(monkeypatch):
     monkeypatch.setattr(model_fp8, "SMALLEST", 16)
 
     def run(**changes):
-        task, _ = make_task(resolved(depth=1, fp8="blocks", **changes))
-        params, past = random_params(task.specs), None
-        if task.fp8_history:  # as the true maxima would be, but larger
-            past = jax.tree.map(lambda x: x + 64, model_fp8.init_amax_history(task.specs, 1))
-        slopes = lambda p, b: gradients(task, p, b, jnp.float32(1), past=past)
+        task, _ = make_spec(resolved(depth=1, fp8="blocks", **changes))
+        params = random_params(task.specs)
+        past = {t.name: t.init({}, task.specs) for t in task.transforms if t.has_state}
+        past = jax.tree.map(lambda x: x + 64, past)  # as the true maxima would be, but larger
+        slopes = lambda p, b: gradients(task, p, b, jnp.float32(1), extras=past)
         return jax.jit(slopes)(params, batch(4, micro=4))
 
     for scaling in ({}, {"fp8_history": 1}):
@@ -99,8 +99,8 @@ def test_the_activation_in_the_casts_is_the_one_before_them(monkeypatch):
 
 def test_evaluation_is_the_same_computation_without_it():
     def jaxpr_of(fp8):
-        task, _ = make_task(resolved(**SHAPE, fp8=fp8))
-        run = lambda p, b: objectives.score(task.graphdef, p, b, jnp.ones(61))
+        task, _ = make_spec(resolved(**SHAPE, fp8=fp8))
+        run = lambda p, b: objectives.evaluation_sums(task.graphdef, p, b, jnp.ones(61))
         text = str(jax.make_jaxpr(run)(random_params(task.specs), batch(2)))
         return [line.split(" at 0x")[0] for line in text.splitlines()]
 
@@ -108,7 +108,7 @@ def test_evaluation_is_the_same_computation_without_it():
 
 
 def test_a_backend_that_cannot_serve_is_one_clear_error():
-    task, _ = make_task(resolved(**SHAPE, fp8="blocks", kernels={"ffn": "mosaic"}))
+    task, _ = make_spec(resolved(**SHAPE, fp8="blocks", kernels={"ffn": "mosaic"}))
     given = random_params(task.specs), batch(1, micro=1)
     with pytest.raises(UserError, match=r"model.kernels.ffn: fp8_quantize: mosaic cannot .* xla"):
         jax.eval_shape(lambda p, b: gradients(task, p, b, jnp.float32(1)), *given)

@@ -4,13 +4,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import batch, begin, make_task, mesh_of, random_params, resolved, run_overrides, same
+from tiny import batch, begin, make_spec, mesh_of, random_params, resolved, run_overrides, same
 
 from jaxtrain.main import main
 from jaxtrain.parallel import place_batch
 from jaxtrain.runs.checkpoint import Checkpointer
 from jaxtrain.runs.config import CheckpointConfig
-from jaxtrain.train.run import new_or_resumed, rest_of
+from jaxtrain.train.restore import init_or_restore, non_param_state
 from jaxtrain.train.step import gradients, make_step, state_shardings
 from jaxtrain.weights import float8 as model_fp8
 
@@ -30,14 +30,20 @@ def small():
 def fp8_task(history, **changes):
     alike = {"depth": 2, "window_pattern": "L", "value_embeddings": False}
     alike |= {"smear": False, "backout": False, "residual_scales": False}
-    return make_task(resolved(**alike | changes, fp8="blocks", fp8_history=history))
+    return make_spec(resolved(**alike | changes, fp8="blocks", fp8_history=history))
 
 
 def slopes(task):
     """(batch, history, factor) -> sums, gradients, history, compiled."""
     params = random_params(task.specs)
-    run = jax.jit(lambda b, past, factor: gradients(task, params, b, factor, past=past))
-    return lambda b, past, factor=FACTOR: run(b, past, factor)
+
+    def run(b, past, factor):
+        extras = {} if past is None else {"amax_history": past}
+        sums, grads, seen = gradients(task, params, b, factor, extras=extras)
+        return sums, grads, seen.get("amax_history")
+
+    compiled = jax.jit(run)
+    return lambda b, past, factor=FACTOR: compiled(b, past, factor)
 
 
 @pytest.fixture(scope="module")
@@ -129,7 +135,7 @@ def whole(small, tmp_path_factory):
     state, first = run(None, 5)
     early = jax.device_get(state)
     with Checkpointer(folder, CheckpointConfig.model_validate({})) as checkpoints:
-        checkpoints.save(5, state.params, rest_of(state), {})
+        checkpoints.save(5, state.params, non_param_state(state), {})
     state, rest = run(state, 35)
     return run, early, folder, state, first + rest
 
@@ -143,10 +149,12 @@ def test_a_model_learns_as_it_does_with_current_scaling(whole):
 
 def test_resumed_is_uninterrupted_bit_for_bit(whole):
     run, early, folder, last, losses = whole
-    assert all((x[:5] > 0).all() and not x[5:].any() for x in early.maxima.inputs.values())
+    assert all(
+        (x[:5] > 0).all() and not x[5:].any() for x in early.extras["amax_history"].inputs.values()
+    )
     (task, _), mesh = fp8_task(16, depth=1), mesh_of()
     with jax.set_mesh(mesh), Checkpointer(folder, CheckpointConfig.model_validate({})) as saved:
-        state, _ = new_or_resumed(task, state_shardings(task, mesh), saved, seed=1)
+        state, _ = init_or_restore(task, state_shardings(task, mesh), saved, seed=1)
     same(state, early)
     state, rest = run(state, 35)
     same((state, rest), (last, losses[5:]))
@@ -157,7 +165,10 @@ def test_sharded_is_one_device(whole):
     mesh = mesh_of(data=2, fsdp=2, tensor=2)
     state, losses = trained(*fp8_task(16, depth=1), mesh)(None, 5)
     np.testing.assert_allclose(losses, whole[-1][:5], rtol=1e-3)
-    for x, expected in zip(jax.tree.leaves(state.maxima), jax.tree.leaves(whole[1].maxima)):
+    for x, expected in zip(
+        jax.tree.leaves(state.extras["amax_history"]),
+        jax.tree.leaves(whole[1].extras["amax_history"]),
+    ):
         np.testing.assert_allclose(x, expected, rtol=0.1)
 
 

@@ -9,11 +9,11 @@ import numpy as np
 import pytest
 from jax.extend.core import jaxprs_in_params
 from jaxtrain_kernels.dispatch import on_target
-from tiny import batch, begin, build, make_task, mesh_of, random_params, resolved, run_overrides
+from tiny import batch, begin, build, make_spec, mesh_of, random_params, resolved, run_overrides
 
 from jaxtrain.main import main
 from jaxtrain.model import ModelConfig, Transformer, fp8_weights, path_name, resolve_model, split
-from jaxtrain.objectives import losses as objectives
+from jaxtrain.objectives import next_token as objectives
 from jaxtrain.parallel import place_batch
 from jaxtrain.settings import UserError
 from jaxtrain.train.step import gradients, make_step
@@ -56,7 +56,7 @@ def test_the_large_matrices_of_the_blocks_are_cast_and_nothing_else():
 
 def traced(fp8, micro=8, **changes):
     """The jaxpr of a batch's gradients."""
-    task, _ = make_task(resolved(depth=2, fp8=fp8, **changes))
+    task, _ = make_spec(resolved(depth=2, fp8=fp8, **changes))
     params = random_params(task.specs)
     run = lambda p, b: gradients(task, p, b, jnp.float32(1))
     return jax.make_jaxpr(run)(params, batch(8, micro=micro)).jaxpr
@@ -86,7 +86,7 @@ def test_matrices_are_cast_once_a_step_not_once_a_microbatch():
 @pytest.mark.usefixtures("small")
 def test_evaluation_has_no_float8():
     _, graphdef, _, params = build(depth=2, fp8="all", fp8_history=2)
-    run = lambda p, b: objectives.score(graphdef, p, b, jnp.ones(61))
+    run = lambda p, b: objectives.evaluation_sums(graphdef, p, b, jnp.ones(61))
     jaxpr = jax.make_jaxpr(run)(params, batch(2)).jaxpr
     assert not any(is_fp8(v) for e in equations(jaxpr) for v in e.outvars)
 
@@ -96,7 +96,7 @@ def test_evaluation_has_no_float8():
 def test_scan_and_remat_change_nothing():
     def losses(**changes):
         fields = {"depth": 2, "window_pattern": "L", "value_embeddings": False, "fp8": "blocks"}
-        task, _ = make_task(resolved(**fields, **changes))
+        task, _ = make_spec(resolved(**fields, **changes))
         run = jax.jit(lambda p, b: gradients(task, p, b, jnp.float32(1)))
         return run(random_params(task.specs), batch(4, micro=4))
 
@@ -112,7 +112,7 @@ def test_scan_and_remat_change_nothing():
 @pytest.mark.usefixtures("small")
 def test_a_model_learns_as_it_does_without():
     def losses(fp8):
-        task, hyperparams = make_task(resolved(depth=1, fp8=fp8))
+        task, hyperparams = make_spec(resolved(depth=1, fp8=fp8))
         mesh, out = mesh_of(), []
         with jax.set_mesh(mesh):
             step, state = make_step(task, mesh), begin(task, mesh)

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from flax import nnx
 from pydantic import ValidationError
-from tiny import VOCAB, batch, begin, make_task, mesh_of, resolved, tokens
+from tiny import VOCAB, batch, begin, make_spec, mesh_of, resolved, tokens
 
 from jaxtrain.model import ModelConfig, Transformer, initialize, path_name, split
 from jaxtrain.model import init as schemes
@@ -154,7 +154,7 @@ def train(init, steps=50, lr=1e-3, **changes):
     optim = AdamWConfig.model_validate(
         {"learning_rate": lr, "schedule": {"name": "constant"}, "clip_norm": 1.0}
     )
-    task, hyperparams = make_task(config(init, scan_layers=True, **changes), optim, steps)
+    task, hyperparams = make_spec(config(init, scan_layers=True, **changes), optim, steps)
     step, state, rows = make_step(task, mesh_of()), begin(task, mesh_of()), batch(4, 16, micro=4)
     losses = []
     for _ in range(steps):
@@ -190,7 +190,7 @@ def test_48_layers_without_norms_or_a_scheme_do_not(monkeypatch):
 def moved_logits(init, width):
     """Root mean square change of the logits in a few steps at a high rate."""
     optim = AdamWConfig.model_validate({"learning_rate": 1e-2, "schedule": {"name": "constant"}})
-    task, hyperparams = make_task(config(init, depth=1, width=width, base_width=32), optim)
+    task, hyperparams = make_spec(config(init, depth=1, width=width, base_width=32), optim)
     step, state, rows = make_step(task, mesh_of()), begin(task, mesh_of()), batch(4, 16, micro=4)
 
     @jax.jit

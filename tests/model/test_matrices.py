@@ -15,7 +15,7 @@ from tiny import VOCAB, random_params, resolved, tokens
 
 import jaxtrain
 from jaxtrain.finetune import LoRAConfig, make_partition
-from jaxtrain.finetune.partition import flatten, in_blocks, map_named
+from jaxtrain.finetune.partition import block_matrices, flatten, map_named
 from jaxtrain.model import Adapted, Transformer, attention, block, pack, split, whole
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.weights import float8 as model_fp8
@@ -77,7 +77,7 @@ TABLE = [
 def test_a_matrix_of_a_block_works_in_every_form(name, form, monkeypatch):
     """Packed or changed, it is the whole matrix that it stands for; float8 rounds."""
     graphdef, specs = split(Transformer(one_layer(name, monkeypatch), VOCAB))
-    params, matrices = random_params(specs), in_blocks(specs)
+    params, matrices = random_params(specs), block_matrices(specs)
     assert len(matrices) >= 4 and (name != "README" or "blocks/attention/gate" in matrices)
     given = {n: in_form(form, n, x) for n, x in flatten(params).items() if n in matrices}
     changed = map_named(lambda n, x: given.get(n, x), params)
@@ -92,7 +92,7 @@ def test_a_matrix_of_a_block_works_in_every_form(name, form, monkeypatch):
 @pytest.mark.parametrize("name", ["README", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_a_change_beside_any_matrix_learns(name, monkeypatch):
     graphdef, specs = split(Transformer(one_layer(name, monkeypatch), VOCAB))
-    matrices = in_blocks(specs)
+    matrices = block_matrices(specs)
     put = lambda n, x: in_form("lora", n, x) if n in matrices else x
     changed = map_named(put, random_params(specs))
     loss = lambda p: jnp.mean(jnp.square(logits(graphdef, p, tokens(2))))

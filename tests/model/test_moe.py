@@ -13,7 +13,7 @@ from tiny import (
     begin_random,
     build,
     close,
-    make_task,
+    make_spec,
     mesh_of,
     resolved,
     tokens,
@@ -171,7 +171,7 @@ def run_steps(task, hyperparams, mesh, micro=8, steps=2):
 
 @pytest.fixture(scope="module")
 def one_device():
-    task, hyperparams = make_task(resolved(**STEP), optim("sgd"))
+    task, hyperparams = make_spec(resolved(**STEP), optim("sgd"))
     return task, hyperparams, run_steps(task, hyperparams, mesh_of())
 
 
@@ -262,7 +262,7 @@ def test_the_routers_states_are_not_kept_in_float32():
 def test_the_bias_moves_against_the_load_with_every_optimizer(one_device, name):
     """By the rate of group router_bias, whatever the optimizer; all other states fit the stacks."""
     specs = one_device[0].specs
-    task, hyperparams = make_task(resolved(**STEP), optim(name))
+    task, hyperparams = make_spec(resolved(**STEP), optim(name))
     params = jax.tree.map(lambda s: jnp.ones(s.shape, s.dtype), specs)
     load_LE = jnp.broadcast_to(jnp.array([3.0, 1, 1, 1, 1, 1, 0, 0]), (1, 8))
     grads = jax.tree.map(lambda p: 1e-3 * p, params)
@@ -279,7 +279,7 @@ def test_the_bias_moves_against_the_load_with_every_optimizer(one_device, name):
 
 @pytest.mark.slow
 def test_without_the_bias_nothing_is_added_and_the_load_is_still_told():
-    task, hyperparams = make_task(
+    task, hyperparams = make_spec(
         resolved(**STEP | {"moe": MOE | {"every": 1, "balance_bias": False}})
     )
     state, (first, _) = run_steps(task, hyperparams, mesh_of())

@@ -8,7 +8,7 @@ import numpy as np
 import optax
 import pytest
 from pydantic import TypeAdapter
-from tiny import LLAMA, VOCAB, batch, begin_random, make_task, mesh_of, random_params, resolved
+from tiny import LLAMA, VOCAB, batch, begin_random, make_spec, mesh_of, random_params, resolved
 
 from jaxtrain.model import Transformer, path_name, split
 from jaxtrain.optim import OptimConfig, make_optimizer
@@ -348,7 +348,7 @@ TOLERANCES = {"adamw8bit": 1e-2, "lamb": 1e-4, "lars": 1e-4, "soap": 1e-2}
 def test_eight_devices_train_as_one(name, tolerance):
     """What looks beyond single values: norms, blocks, eigenvectors."""
     fields = {"min_size": 256, "block_size": 16} if name == "adamw8bit" else {}
-    task, hyperparams = make_task(resolved(**LLAMA | {"depth": 1}), config(name, **fields))
+    task, hyperparams = make_spec(resolved(**LLAMA | {"depth": 1}), config(name, **fields))
     losses = []
     for mesh in (mesh_of(), mesh_of(2, 2, 2)):
         with jax.set_mesh(mesh):

@@ -12,7 +12,7 @@ from tiny import close, mesh_of
 
 from jaxtrain.optim import MuonConfig, make_optimizer
 from jaxtrain.parallel import distribute_matrices, shardings
-from jaxtrain.train.step import Task, init_state, state_shardings
+from jaxtrain.train.step import StepSpec, init_state, state_shardings
 from jaxtrain.weights.params import Initializer, ParamSpec
 
 NORMAL = Initializer(lambda key, shape: jax.random.normal(key, shape))
@@ -37,7 +37,7 @@ SPECS = {
 def task():
     config = MuonConfig.model_validate({"matrix_lr": 0.1, "schedule": {"name": "constant"}})
     optimizer = make_optimizer(config, SPECS, 10)
-    return Task(None, SPECS, optimizer, jnp.dtype(jnp.float32), jnp.ones(1))
+    return StepSpec(None, SPECS, optimizer, jnp.dtype(jnp.float32), jnp.ones(1))
 
 
 def placed(task, mesh):

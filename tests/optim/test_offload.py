@@ -12,7 +12,7 @@ from tiny import (
     batch,
     begin_random,
     close,
-    make_task,
+    make_spec,
     mesh_of,
     random_params,
     rows_of,
@@ -25,9 +25,10 @@ from jaxtrain.optim import OptimConfig, make_optimizer, offload
 from jaxtrain.parallel import place_batch
 from jaxtrain.settings import UserError
 from jaxtrain.train.config import Gossip
-from jaxtrain.train.local_sgd import local_task
-from jaxtrain.train.run import StopSignal
-from jaxtrain.train.step import LossScale, make_step
+from jaxtrain.train.local_sgd import replicate_step
+from jaxtrain.train.loss_scale import LossScale
+from jaxtrain.train.step import make_step
+from jaxtrain.train.stop_signal import StopSignal
 from jaxtrain.weights.params import Initializer, ParamSpec
 
 
@@ -117,7 +118,7 @@ def test_the_update_in_parts_is_the_same_bit_for_bit(name):
 
 
 def trained(c, mesh, steps=2, dtype=jnp.float32, **model):
-    task, hyperparams = make_task(optim=c, dtype=dtype, **LLAMA | model)
+    task, hyperparams = make_spec(optim=c, dtype=dtype, **LLAMA | model)
     with jax.set_mesh(mesh):
         state, step = begin_random(task, mesh), make_step(task, mesh)
         for i in range(steps):
@@ -140,16 +141,18 @@ def test_sharded_states_stay_on_the_host_and_train_the_same():
 
 @pytest.mark.slow
 def test_an_overflow_in_float16_leaves_them_as_they_were():
-    task, hyperparams = make_task(optim=config("adamw", offload=True), dtype=jnp.float16, depth=1)
+    task, hyperparams = make_spec(optim=config("adamw", offload=True), dtype=jnp.float16, depth=1)
     mesh = mesh_of()
     with jax.set_mesh(mesh):
         before, step = begin_random(task, mesh), make_step(task, mesh)
-        before = before._replace(loss_scale=before.loss_scale._replace(scale=jnp.float32(1e30)))
+        before = before._replace(
+            extras={"loss_scale": before.extras["loss_scale"]._replace(scale=jnp.float32(1e30))}
+        )
         kept = jax.device_get((before.params, before.optimizer))
         skipped, _ = step(before, batch(micro=8), hyperparams)
         same((skipped.params, skipped.optimizer), kept)
-        good, metrics = step(skipped._replace(loss_scale=LossScale(jnp.float32(8), jnp.int32(0))),
-                             batch(micro=8), hyperparams)  # fmt: skip
+        small = {"loss_scale": LossScale(jnp.float32(8), jnp.int32(0))}
+        good, metrics = step(skipped._replace(extras=small), batch(micro=8), hyperparams)
     assert metrics["skipped"] == 0 and good.step == 2
     moments = [x for x in jax.tree.leaves(good.optimizer) if offload.on_host(x)]
     assert moments and any(np.any(x) for x in moments)
@@ -187,9 +190,9 @@ def test_where_it_cannot_be(monkeypatch):
     def none(mesh, spec, memory_kind):
         raise ValueError(f"Could not find memory addressable by device with {memory_kind}")
 
-    task, _ = make_task(optim=config("adamw", offload=True))
+    task, _ = make_spec(optim=config("adamw", offload=True))
     with pytest.raises(UserError, match="each replica keeps its own states; set optim.offload=f"):
-        local_task(task, Gossip(every=2), mesh_of(data=2))
+        replicate_step(task, Gossip(every=2), mesh_of(data=2))
     monkeypatch.setattr(offload, "NamedSharding", none)
     with pytest.raises(UserError, match="optim.offload: a cpu has no pinned memory of the host's"):
         offload.host_sharding(mesh_of(), jax.P())

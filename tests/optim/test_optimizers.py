@@ -6,7 +6,7 @@ import numpy as np
 import optax
 import pytest
 from pydantic import TypeAdapter
-from tiny import LLAMA, VOCAB, batch, begin, make_task, mesh_of, random_params, resolved, same
+from tiny import LLAMA, VOCAB, batch, begin, make_spec, mesh_of, random_params, resolved, same
 
 from jaxtrain.model import Transformer, path_name, split
 from jaxtrain.optim import OPTIMIZERS, OptimConfig, make_optimizer
@@ -47,7 +47,7 @@ def trained(request):
     # every role is there, in few arrays
     plain = {"depth": 1, "value_embeddings": False, "smear": False, "backout": False}
     c = resolved(**plain, norm_gain=True)
-    task, hyperparams = make_task(c, config(request.param), STEPS)
+    task, hyperparams = make_spec(c, config(request.param), STEPS)
     step, state = make_step(task, mesh_of()), begin(task, mesh_of())
     rows, losses = batch(micro=8), []
     for _ in range(STEPS):

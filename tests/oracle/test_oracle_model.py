@@ -8,7 +8,7 @@ from flax import nnx
 from golden import Golden, model_of, to_ours
 
 from jaxtrain.data import Batch
-from jaxtrain.objectives import losses as objectives
+from jaxtrain.objectives import next_token as objectives
 
 GOLDEN = Golden("golden_model")
 CONFIG = GOLDEN.facts("config")
@@ -35,7 +35,7 @@ def loss_and_gradients(config, weights):
     def loss(w):
         params = to_ours(w, c)
         jax.tree.map(lambda p, s: p.shape == s.shape or pytest.fail(f"{s}"), params, specs)
-        return objectives.next_token(graphdef, params, batch) / batch.weights_BT.sum()
+        return objectives.next_token_loss(graphdef, params, batch) / batch.weights_BT.sum()
 
     return jax.jit(jax.value_and_grad(loss))({k: np.float32(w) for k, w in weights.items()})
 

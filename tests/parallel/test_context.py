@@ -11,7 +11,7 @@ from tiny import LLAMA, T, batch, build, close, mesh_of
 from jaxtrain import parallel
 from jaxtrain.config import Config
 from jaxtrain.config.resolve import resolve
-from jaxtrain.objectives import losses as objectives
+from jaxtrain.objectives import next_token as objectives
 from jaxtrain.parallel.context import ring_steps
 from jaxtrain.settings import UserError
 
@@ -99,7 +99,7 @@ def test_a_window_sends_what_it_sees():
 
 
 def loss_and_gradients(graphdef, params, rows, mesh=None):
-    f = jax.value_and_grad(lambda p, b: objectives.next_token(graphdef, p, b))
+    f = jax.value_and_grad(lambda p, b: objectives.next_token_loss(graphdef, p, b))
     if mesh is None:
         return jax.device_get(jax.jit(f)(params, rows))
     with jax.set_mesh(mesh):

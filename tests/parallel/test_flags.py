@@ -9,7 +9,7 @@ from jaxtrain.cluster.xla_flags import SETS, check_options, known_options, why_u
 from jaxtrain.config import load_config
 from jaxtrain.config.resolve import resolve
 from jaxtrain.settings import UserError
-from jaxtrain.train.run import compile_step
+from jaxtrain.train.program import compile_step
 
 
 def test_every_option_of_the_sets_is_known_here():

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
-from tiny import LLAMA, batch, begin, make_task, mesh_of, random_params, resolved
+from tiny import LLAMA, batch, begin, make_spec, mesh_of, random_params, resolved
 
 from jaxtrain.estimate.traffic import collectives
 from jaxtrain.model.layers import lookup
@@ -16,7 +16,7 @@ from jaxtrain.parallel import MeshConfig, constrain, partition_spec, place_batch
 from jaxtrain.parallel.mesh import AXES, axis_sizes, device_grid
 from jaxtrain.settings import UserError
 from jaxtrain.train import step
-from jaxtrain.train.step import compute_copy, gradients, state_shardings
+from jaxtrain.train.step import cast_params, gradients, state_shardings
 
 
 def sizes(devices=8, **axes):
@@ -100,7 +100,7 @@ def program(task, mesh, micro=4):
     params = jax.device_put(random_params(task.specs), where)
 
     def run(params, placed):
-        copy = compute_copy(task, params)
+        copy = cast_params(task, params)
         (loss, _), grads, _ = gradients(task, copy, placed, jnp.float32(1 / 200))
         return copy, loss, grads
 
@@ -122,7 +122,7 @@ def sent(task, mesh, micro):
 
 @pytest.fixture(scope="module")
 def one_device():
-    task, _ = make_task(resolved(**LLAMA | {"depth": 1}), steps=10)
+    task, _ = make_spec(resolved(**LLAMA | {"depth": 1}), steps=10)
     return task, jax.device_get(results(task, mesh_of())[1:])
 
 

@@ -10,7 +10,7 @@ from tiny import (
     begin_random,
     build,
     close,
-    make_task,
+    make_spec,
     mesh_of,
     random_params,
     resolved,
@@ -20,17 +20,21 @@ from tiny import (
 from jaxtrain.config import Config
 from jaxtrain.config.resolve import resolved_text
 from jaxtrain.model import LayerSpec, cast
-from jaxtrain.objectives import losses as objectives
+from jaxtrain.objectives import LossOptions
+from jaxtrain.objectives import next_token as objectives
+from jaxtrain.objectives.next_token import make_next_token
 from jaxtrain.parallel import (
     bubble_fraction,
     check_stages,
     pad_chunks,
     place_batch,
     run_pipeline,
+    split_layers,
 )
 from jaxtrain.settings import UserError
 from jaxtrain.train.step import gradients, make_step
 
+goes_round = lambda repeats: LossOptions(pipeline_repeats=repeats)
 GPT = {"depth": 4, "kv_heads": 2, "window_pattern": "SL", "document_mask": True}
 
 
@@ -79,7 +83,9 @@ def test_stages_are_one_device(family, sizes, micro, repeats):
     _, graphdef, _, params = build(**family)
     rows = batch(8)
     rows = jax.tree.map(jnp.asarray, rows._replace(segments_BT=documents(rows)))
-    f = jax.value_and_grad(lambda p, b: objectives.next_token(graphdef, p, b, repeats=repeats))
+    f = jax.value_and_grad(
+        lambda p, b: objectives.next_token_loss(graphdef, p, b, goes_round(repeats))
+    )
     expected = jax.device_get(jax.jit(f)(params, rows))
     mesh = mesh_of(**sizes)
     with jax.set_mesh(mesh):
@@ -119,13 +125,15 @@ def test_each_microbatch_goes_through_all_chunks_in_order(stages, repeats, count
 def test_a_step_holds_a_stage_of_the_layers_and_equals_one_device():
     """Parameters and states of other stages' layers are on other devices, in the layers' order
     however many chunks a stage has."""
-    task, hyperparams = make_task(resolved(**LLAMA | {"depth": 4}))
+    task, hyperparams = make_spec(resolved(**LLAMA | {"depth": 4}))
 
     def run(mesh, repeats):
         with jax.set_mesh(mesh):
             placed = place_batch(batch(8, micro=2), mesh, batch_dim=1)
             given = begin_random(task, mesh), placed, hyperparams
-            traced = make_step(task._replace(repeats=repeats), mesh).trace(*given)
+            traced = make_step(
+                task._replace(objective=make_next_token(options=goes_round(repeats))), mesh
+            ).trace(*given)
             return traced.lower().compile()(*given), str(traced.jaxpr)
 
     ((state, metrics), text), ((one, expected), _) = run(mesh_of(pipeline=2), 2), run(mesh_of(), 1)
@@ -139,7 +147,7 @@ def test_a_step_holds_a_stage_of_the_layers_and_equals_one_device():
 @pytest.mark.slow
 def test_gradients_in_bfloat16_are_summed_in_float32():
     """Those of 64 microbatches are as near to float32's as without a pipeline."""
-    task, _ = make_task(resolved(**LLAMA))
+    task, _ = make_spec(resolved(**LLAMA))
     narrow = jax.device_get(cast(random_params(task.specs), task.specs, jnp.dtype(jnp.bfloat16)))
     wide = jax.tree.map(lambda x: x.astype(np.float32), narrow)
     rows, factor = batch(64), jnp.float32(1 / 64)
@@ -183,8 +191,8 @@ def test_the_bubble_shrinks_with_more_microbatches_and_more_repeats():
 
 def test_layers_are_cut_evenly_and_what_some_have_is_padded():
     A, B = LayerSpec(8, False), LayerSpec(None, False)
-    assert cut([A, A, B, A, B], 3) == [(A, A), (B, A), (B,)]
-    assert cut([A, B] * 2, 2) == [(A, B)] * 2
+    assert split_layers([A, A, B, A, B], 3) == [(A, A), (B, A), (B,)]
+    assert split_layers([A, B] * 2, 2) == [(A, B)] * 2
     stack = {"w": np.arange(5)}
     assert pad_chunks(stack, [1, 3, 1])["w"].tolist() == [0, 1, 2, 1, 2, 3, 4, 4, 4]
     assert pad_chunks({"w": np.arange(3)}, [0, 2, 1])["w"].tolist() == [0, 1, 0, 1, 2, 2]

@@ -14,7 +14,7 @@ from jaxtrain.estimate.traffic import collectives
 from jaxtrain.model.fused_ops import relu2, rope_norm
 from jaxtrain.model.layers import Rotary
 from jaxtrain.model.remat import tiled
-from jaxtrain.objectives import losses as objectives
+from jaxtrain.objectives import next_token as objectives
 from jaxtrain.parallel import partition_spec
 from jaxtrain.parallel.axes import psum_replicated_grad, shard_map
 
@@ -24,7 +24,7 @@ def test_norms_are_split_over_the_tensor_devices():
     _, graphdef, _, params = build(**LLAMA)
     rows = jax.tree.map(jnp.asarray, batch(4))
     with jax.set_mesh(mesh_of(tensor=4, data=2)):
-        f = jax.value_and_grad(lambda p, b: objectives.next_token(graphdef, p, b))
+        f = jax.value_and_grad(lambda p, b: objectives.next_token_loss(graphdef, p, b))
         text = jax.jit(f).lower(params, parallel.place_batch(rows, mesh_of(tensor=4, data=2)))
         shapes = re.findall(r"= f32\[([\d,]*)\]\S* rsqrt\(", text.compile().as_text())
     sizes = {tuple(int(n) for n in shape.split(",") if n != "1") for shape in shapes}

@@ -1,8 +1,8 @@
-"""Is a step sound? Found on the device, as part of the step, so that nothing waits for the answer.
+"""Loss spikes: a loss, or a gradient norm, far above those of the steps before.
 
-A spike is a loss, or a gradient norm, far above those of the steps before. Two ways to treat one:
-leave its update out (OLMo 2, arXiv:2501.00656; MaxText's skip_step_on_spikes), or go back to a
-checkpoint before it and leave out the batches around it (PaLM, arXiv:2204.02311, section 5.1).
+Two ways to treat one: leave its update out (OLMo 2, arXiv:2501.00656; MaxText's
+skip_step_on_spikes), or go back to a checkpoint before it and leave out the batches around it
+(PaLM, arXiv:2204.02311, section 5.1).
 """
 
 from typing import Any, NamedTuple
@@ -12,7 +12,10 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
+from jaxtrain.config.resolve import Resolved
 from jaxtrain.train.config import LossSpike
+from jaxtrain.train.transforms import StepOutcome, StepTransform, Verdict
+from jaxtrain.weights.params import Params, Specs
 
 
 class Spikes(NamedTuple):
@@ -23,13 +26,24 @@ class Spikes(NamedTuple):
     count: Array  # steps seen
 
 
-class Checks(NamedTuple):
-    """What a step says of itself, beside its metrics."""
+class LossSpikes(StepTransform):
+    """Knows a spike by the window of the last steps; says so in `Checks.spike`, and leaves the
+    update out if `action` is skip. The window is saved with the position in the data."""
 
-    finite: Array  # 1.0 if the loss, all gradients and all updated parameters are
-    gradient_squares: Array  # of each parameter's gradient
-    nonfinite: Array  # values of each updated parameter that are not finite
-    spike: Array | None = None  # 1.0 for a spike; deviations above the mean: loss, gradient norm
+    name = "loss_spikes"
+    has_state = True
+    is_saved = False
+
+    def __init__(self, config: LossSpike):
+        self.config = config
+
+    def init(self, params: Params, specs: Specs) -> Spikes:
+        return no_spikes(self.config.window)
+
+    def judge(self, state: Spikes, outcome: StepOutcome) -> Verdict:
+        spike, window = judged(state, outcome.loss, outcome.grad_norm, self.config)
+        calm = outcome.finite & (spike[0] == 0)
+        return Verdict(window, calm if self.config.action == "skip" else None, spike)
 
 
 def no_spikes(window: int) -> Spikes:
@@ -65,18 +79,6 @@ def judged(spikes: Spikes, loss: Array, norm: Array, c: LossSpike) -> tuple[Arra
     return jnp.concatenate([spike.astype(jnp.float32)[None], far]), new
 
 
-def nonfinite_values(params: Any) -> Array:
-    """How many values of each parameter are not finite; one pass over them, fused with the update
-    where XLA can."""
-    leaves = jax.tree.leaves(params)
-    return jnp.stack([jnp.sum(~jnp.isfinite(p), dtype=jnp.float32) for p in leaves])
-
-
-def with_values(checks: Any, bad: Array) -> Checks:
-    """The checks of a step after which these parameters' values are not finite."""
-    return checks._replace(finite=checks.finite * (jnp.sum(bad) == 0), nonfinite=bad)
-
-
 def to_plain(spikes: Spikes) -> dict[str, Any]:
     """For a checkpoint's position: small JSON, exact."""
     lists = {"losses": spikes.losses_W, "norms": spikes.norms_W}
@@ -90,3 +92,7 @@ def from_plain(saved: dict[str, Any] | None, window: int) -> Spikes:
         return no_spikes(window)
     losses_W, norms_W = (jnp.asarray(saved[name], jnp.float32) for name in ("losses", "norms"))
     return Spikes(losses_W, norms_W, jnp.asarray(saved["count"], jnp.int32))
+
+
+def loss_spikes(c: Resolved, dtype: jnp.dtype) -> LossSpikes | None:
+    return LossSpikes(c.train.loss_spike) if c.train.loss_spike else None

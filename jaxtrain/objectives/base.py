@@ -1,0 +1,34 @@
+"""The contract of an objective: sums over microbatches, divided once by what was counted."""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+from jaxtyping import Array
+
+SumsByName = dict[str, Array]
+
+
+class Objective(NamedTuple):
+    """What a step minimises.
+
+    loss: (model, params, microbatch [B, T], shared, step=, key=) -> the loss's sum in nats
+    (float32), and the other sums by name. step: optimizer steps done. key: a PRNG key, or None
+    where the run draws nothing.
+    """
+
+    loss: Callable[..., tuple[Array, SumsByName]]
+    # (batch [A, B, T], bytes_V) -> what the loss is divided by (tokens, pairs), bytes of text
+    count: Callable[[Any, Array], tuple[Array, Array]]
+    # (loss's sum, count, bytes of text, other sums, shared) -> metrics
+    metrics: Callable[..., dict[str, Array]]
+    sums: tuple[str, ...] = ()  # names of the other sums
+    # (model, params, batch [A, B, T]) -> what the losses of all microbatches read
+    share: Callable[[Any, Any, Any], Any] = lambda model, params, batch: None
+
+
+class LossOptions(NamedTuple):
+    """What a run adds to an objective's own configuration."""
+
+    z_loss: float = 0.0  # weight of log(Z)^2 (PaLM: 1e-4)
+    head: str | None = None  # backend of the head and loss; default the model's
+    pipeline_repeats: int = 1  # times that a microbatch goes through the mesh's pipeline

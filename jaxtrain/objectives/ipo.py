@@ -1,0 +1,26 @@
+"""Identity preference optimization (Azar et al. 2023, arXiv:2310.12036)."""
+
+from typing import Literal
+
+from jaxtyping import Array
+from pydantic import Field
+
+from jaxtrain.objectives.preference import Answers, PreferenceLoss, margin
+from jaxtrain.settings import Settings
+
+
+class IPOConfig(Settings):
+    """Identity preference optimization: the margin is drawn to 1 / (2 beta), not to infinity."""
+
+    name: Literal["ipo"] = "ipo"
+    beta: float = Field(0.1, gt=0, description="the paper's tau")
+    per_token: bool = Field(
+        True, description="mean log-probs of a token, as in TRL; false: their sums, as in the paper"
+    )
+
+
+def ipo_loss(c: IPOConfig, a: Answers, divergence: Array | None = None) -> PreferenceLoss:
+    """(margin of the log-ratios - 1 / (2 tau))^2, IPO's equation 17."""
+    ratio_N2 = a.logp_N2 - a.reference_N2
+    ratio_N2 = ratio_N2 / a.tokens_N2 if c.per_token else ratio_N2
+    return PreferenceLoss((margin(ratio_N2) - 1 / (2 * c.beta)) ** 2, c.beta * ratio_N2)

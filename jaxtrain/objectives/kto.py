@@ -1,0 +1,54 @@
+"""Kahneman-Tversky optimization (Ethayarajh et al. 2024, arXiv:2402.01306).
+
+Answers are labelled one by one: desirable or not.
+"""
+
+from typing import Any, Literal
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+from pydantic import Field
+
+from jaxtrain.objectives.preference import Answers, PreferenceLoss, compared_answers
+from jaxtrain.settings import Settings
+from jaxtrain.weights.params import Params
+
+
+class KTOConfig(Settings):
+    """Kahneman-Tversky optimization, of answers that are judged one by one."""
+
+    name: Literal["kto"] = "kto"
+    beta: float = Field(
+        0.1, gt=0, description="strength of the pull to the reference; a reward is beta x log-ratio"
+    )
+    desirable_weight: float = Field(1.0, gt=0, description="of the losses of wanted answers")
+    undesirable_weight: float = Field(1.0, gt=0, description="of the losses of unwanted answers")
+
+
+def kto_loss(c: KTOConfig, a: Answers, divergence: Array) -> PreferenceLoss:
+    """lambda_y - value of the log-ratio. divergence: z0, `reference_point` of the step."""
+    reward_N2 = c.beta * (a.logp_N2 - a.reference_N2)
+    gain_N = reward_N2[..., 0] - c.beta * divergence
+    desirable_N = c.desirable_weight * jax.nn.sigmoid(-gain_N)
+    undesirable_N = c.undesirable_weight * jax.nn.sigmoid(gain_N)
+    return PreferenceLoss(jnp.where(a.desirable_N, desirable_N, undesirable_N), reward_N2)
+
+
+def kto_reference_point(graphdef: nnx.GraphDef, params: Params, batch: Any) -> Array:
+    """KTO's reference point of a whole step, from the second answers of microbatches [A, B, T]."""
+
+    def one(microbatch: Any) -> tuple[Array, Array]:
+        a = compared_answers(graphdef, params, microbatch)
+        there_BP = (microbatch.notes_BP >= 0).astype(jnp.float32)
+        ratio_BP = (a.logp_N2 - a.reference_N2)[..., 1]
+        return jnp.sum(ratio_BP * there_BP), jnp.sum(there_BP)
+
+    ratio_sum, answers = jax.tree.map(jnp.sum, jax.lax.map(one, batch))
+    return reference_point(ratio_sum, answers)
+
+
+def reference_point(ratio_sum: Array, answers: Array) -> Array:
+    """KTO's z0: the mean log-ratio of the other answers, not below zero; it has no gradient."""
+    return jnp.maximum(0.0, ratio_sum / jnp.maximum(answers, 1))

@@ -1,0 +1,164 @@
+"""The next token: pretraining, and answers of conversations."""
+
+from typing import Any, Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import jaxtrain_kernels as kernels
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxtrain import parallel
+from jaxtrain.model import Transformer
+from jaxtrain.objectives.base import LossOptions, Objective, SumsByName
+from jaxtrain.settings import Settings
+from jaxtrain.weights.params import Params
+
+PLAIN = LossOptions()
+
+
+class NextTokenConfig(Settings):
+    """The next token: pretraining, and answers of conversations."""
+
+    name: Literal["next_token"] = "next_token"
+
+
+def make_next_token(c: NextTokenConfig | None = None, options: LossOptions = PLAIN) -> Objective:
+    """The mean negative log-likelihood of the next token, in nats."""
+
+    def loss(
+        graphdef: nnx.GraphDef, params: Params, batch: Any, shared: None, **step: Any
+    ) -> tuple[Array, SumsByName]:
+        return next_token_loss(graphdef, params, batch, options, step.get("key")), {}
+
+    return Objective(loss, count_tokens, token_metrics)
+
+
+class Hidden(NamedTuple):
+    """The model's last hidden states and their labels, as the devices have them."""
+
+    model: Transformer
+    x_BTD: Array
+    targets_BT: Array
+    weights_BT: Array
+    balance_loss: Array | float  # of experts: rows' balance losses, each times the row's labels
+
+
+def hidden_states(
+    graphdef: nnx.GraphDef,
+    params: Params,
+    batch: Any,
+    options: LossOptions = PLAIN,
+    key: Array | None = None,
+) -> Hidden:
+    """Microbatches [M, B, T] go through the mesh's pipeline together.
+
+    key: a PRNG key for layers that draw, as stochastic depth.
+    """
+    model: Transformer = nnx.merge(graphdef, params)
+    texts = batch.tokens_BT, batch.positions_BT, batch.segments_BT
+    draws: dict[str, Any] = {} if key is None else {"key": key}
+    if batch.tokens_BT.ndim == 3:
+        repeats = options.pipeline_repeats
+        x_BTD, balance_B = model.hidden_pipelined(*texts, repeats=repeats, **draws)
+    else:
+        x_BTD, balance_B = model.hidden_sharded(*texts, **draws)
+    balance = 0.0
+    if balance_B is not None:
+        balance = jnp.sum(balance_B * jnp.sum(batch.weights_BT, axis=-1))
+    labels = sharded_labels(batch.targets_BT, batch.weights_BT)
+    return Hidden(model, x_BTD, *labels, balance)
+
+
+def sharded_labels(targets_BT: Array, weights_BT: Array) -> tuple[Array, Array]:
+    """[B, T] or [M, B, T], along T as the mesh's context axis has the hidden states."""
+    labels = targets_BT, weights_BT
+    shard = parallel.zigzag_shard
+    return jax.vmap(shard)(labels) if targets_BT.ndim == 3 else shard(labels)
+
+
+def head_loss(h: Hidden, targets_BT: Array, weights_BT: Array, options: LossOptions) -> Array:
+    """Sum over tokens of weight x negative log-likelihood of the target, in float32."""
+    return parallel.linear_cross_entropy(
+        h.x_BTD,
+        h.model.head_DV().astype(h.x_BTD.dtype),
+        targets_BT,
+        weights_BT,
+        softcap=h.model.config.logit_softcap,
+        valid_vocab=h.model.vocab_size,
+        z_loss=options.z_loss,
+        implementation=options.head or h.model.config.kernels.loss,
+    )
+
+
+def next_token_loss(
+    graphdef: nnx.GraphDef,
+    params: Params,
+    batch: Any,
+    options: LossOptions = PLAIN,
+    key: Array | None = None,
+) -> Float[Array, ""]:
+    """Sum over tokens of weight x negative log-likelihood of the next token, in nats, float32.
+
+    Experts add their rows' balance losses, each times the row's labels.
+    """
+    h = hidden_states(graphdef, params, batch, options, key)
+    loss = head_loss(h, h.targets_BT, h.weights_BT, options)
+    return loss if isinstance(h.balance_loss, float) else loss + h.balance_loss
+
+
+def count_tokens(batch: Any, bytes_V: Array) -> tuple[Array, Array]:
+    """Labels of a batch, and the bytes of text that they stand for (both weighted, float32)."""
+    return jnp.sum(batch.weights_BT), jnp.sum(bytes_V[batch.targets_BT] * batch.weights_BT)
+
+
+def token_metrics(
+    loss: Array, tokens: Array, text_bytes: Array, sums: SumsByName, shared: None
+) -> dict[str, Array]:
+    """Mean loss in nats a token, and bits per byte of text."""
+    return {"loss": loss / tokens, "bpb": loss / (jnp.log(2.0) * text_bytes)}
+
+
+NEXT_TOKEN = make_next_token()
+
+
+# ---- evaluation ------------------------------------------------------------------------------
+
+
+class EvaluationSums(NamedTuple):
+    """Totals over tokens; ratios are taken once, at the end, never a mean of means."""
+
+    loss: Array  # nats
+    weight: Array  # labels that count
+    nats: Array  # nats of labels that stand for text
+    text_bytes: Array  # UTF-8 bytes of those labels
+
+
+def evaluation_sums(
+    graphdef: nnx.GraphDef, params: Params, batch: Any, bytes_V: Array
+) -> EvaluationSums:
+    """Evaluation sums of a batch. Special tokens count in `loss`, not in bits per byte."""
+    model: Transformer = nnx.merge(graphdef, params)
+    x_BTD, _ = model.hidden_sharded(batch.tokens_BT, batch.positions_BT, batch.segments_BT)
+    targets_BT, weights_BT = parallel.zigzag_shard((batch.targets_BT, batch.weights_BT))
+    nll_N = kernels.linear_cross_entropy_per_token(
+        x_BTD.reshape(-1, x_BTD.shape[-1]),
+        model.head_DV().astype(x_BTD.dtype),
+        targets_BT.reshape(-1),
+        softcap=model.config.logit_softcap,
+        valid_vocab=model.vocab_size,
+    )
+    weights_N, bytes_N = weights_BT.reshape(-1), bytes_V[targets_BT.reshape(-1)]
+    text_N = weights_N * (bytes_N > 0)
+    return EvaluationSums(
+        jnp.sum(nll_N * weights_N), jnp.sum(weights_N), jnp.sum(nll_N * text_N),
+        jnp.sum(bytes_N * text_N),
+    )  # fmt: skip
+
+
+def zero_sums() -> EvaluationSums:
+    return EvaluationSums(*(jnp.zeros((), jnp.float32) for _ in EvaluationSums._fields))
+
+
+def add_sums(a: EvaluationSums, b: EvaluationSums) -> EvaluationSums:
+    return jax.tree.map(jnp.add, a, b)

@@ -1,0 +1,102 @@
+"""What is made of the weights beside training them: validation, samples, the saved model."""
+
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain.inference.generate import compile_samples, write_samples
+from jaxtrain.model import cast
+from jaxtrain.runs.saved import save_result
+from jaxtrain.train.plan import Plan, TrainingData
+from jaxtrain.train.program import BackgroundCompiler, shape_dtype_structs
+from jaxtrain.train.recipes import Recipe
+from jaxtrain.train.step import State, StepSpec
+from jaxtrain.weights.params import Params
+
+
+class Evaluator:
+    """Validates, samples and saves the weights to evaluate: the trained ones, or an average that
+    the optimizer keeps of them."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        training_data: TrainingData,
+        recipe: Recipe,
+        spec: StepSpec,
+        frozen: Any,
+        run_dir: Path,
+    ):
+        self.plan, self.data, self.recipe = plan, training_data, recipe
+        self.spec, self.frozen, self.run_dir = spec, frozen, run_dir
+        self._weights = jax.jit(spec.optimizer.eval_params)
+        self._validate = recipe.validation(spec)
+        self._programs: BackgroundCompiler | None = None
+        self.last: dict[str, float] = {}  # figures of the last validation
+
+    def compile_in_background(self, state: State) -> None:
+        """Compile what comes to its turn later, while steps run.
+
+        On one device: a program that is loaded on one of several waits for what runs there, and
+        that for the others, whose next kernels may wait for the loading.
+        """
+        one = self.plan.mesh.size == 1
+        self._programs = BackgroundCompiler(self.plan.mesh, dict(self._later(state)) if one else {})
+
+    def _later(self, state: State) -> Iterator[tuple[str, Callable[[], None]]]:
+        params, c = self.params(state), self.plan.config
+        shapes = shape_dtype_structs(params), shape_dtype_structs(self.frozen)
+        if job := self.recipe.compile_validation(self.spec, *shapes):
+            yield "validation", job
+        if c.sample.prompts:
+            whole = shape_dtype_structs(self._computed(params))
+            yield (
+                "samples",
+                functools.partial(
+                    compile_samples,
+                    self.spec.graphdef,
+                    whole,
+                    self.data.tokenizer,
+                    c,
+                    self.data.chat,
+                ),
+            )
+
+    def _compiled(self, name: str) -> None:
+        if self._programs is not None:
+            self._programs.wait(name)
+
+    def params(self, state: State) -> Params:
+        """The weights to evaluate."""
+        return self._weights(state.params, state.optimizer)
+
+    def _computed(self, params: Params) -> Params:
+        """The whole model in the dtype of the compute."""
+        return self.spec.join(cast(params, self.spec.specs, self.spec.dtype), self.frozen)
+
+    def validate(self, state: State, max_tokens: int | None = None) -> dict[str, float]:
+        """Figures of the held-out split, of all its tokens or so many; {} where there is none."""
+        if self._validate is None:
+            return {}
+        self._compiled("validation")
+        self.last = self._validate(self.params(state), self.frozen, max_tokens)
+        return self.last
+
+    def sample(self, state: State, step: int) -> None:
+        """A file of texts that the model writes."""
+        path = self.run_dir / "samples" / f"step_{step:06d}.txt"
+        self._compiled("samples")
+        whole = self._computed(self.params(state))
+        write_samples(
+            path, self.spec.graphdef, whole, self.data.tokenizer, self.plan.config, self.data.chat
+        )
+
+    def save_model(self, state: State) -> Params:
+        """`model/`, for generate, serve, export and a friend; returns the weights saved."""
+        params, plan = self.params(state), self.plan
+        folder = self.run_dir / "model"
+        save_result(folder, plan.config, plan.partition, params, self.frozen, self.data.tokenizer)
+        return params

@@ -1,0 +1,102 @@
+"""What happens every N steps of a run, and at its end; a feature is a class here or in its file."""
+
+from collections.abc import Callable
+
+from jaxtrain.config.resolve import Resolved
+from jaxtrain.runs.metrics import MetricsWriter
+from jaxtrain.train.evaluator import Evaluator
+from jaxtrain.train.step import State
+
+
+class Event:
+    """every: steps between two; None: only at the end. Never at the last step, which has an end."""
+
+    must_be_sound = False  # the steps before it are looked at first
+
+    def __init__(self, every: int | None):
+        self.every = every
+
+    def is_due(self, step: int, total_steps: int) -> bool:
+        return self.every is not None and step % self.every == 0 and step < total_steps
+
+    def run(self, step: int, state: State) -> None:
+        """Between two steps."""
+
+    def at_end(self, step: int, state: State, finished: bool, sound: bool) -> None:
+        """After the last step. finished: of the run, not only of this process's part of it. sound:
+        no step is to be taken back."""
+
+
+class Checkpoint(Event):
+    """Saves the state."""
+
+    must_be_sound = True
+
+    def __init__(self, every: int | None, save: Callable[[int, State], None]):
+        super().__init__(every)
+        self.save = save
+
+    def run(self, step: int, state: State) -> None:
+        self.save(step, state)
+
+    def at_end(self, step: int, state: State, finished: bool, sound: bool) -> None:
+        if sound:
+            self.run(step, state)
+
+
+class Validation(Event):
+    """Figures of the held-out split: of `eval.tokens`, and at the end of all its tokens."""
+
+    def __init__(self, c: Resolved, evaluator: Evaluator, metrics: MetricsWriter):
+        super().__init__(c.eval.every)
+        self.tokens, self.evaluator, self.metrics = c.eval.tokens, evaluator, metrics
+
+    def run(self, step: int, state: State) -> None:
+        self._write(step, state, self.tokens)
+
+    def at_end(self, step: int, state: State, finished: bool, sound: bool) -> None:
+        if finished:
+            self._write(step, state, None)
+
+    def _write(self, step: int, state: State, max_tokens: int | None) -> None:
+        if figures := self.evaluator.validate(state, max_tokens):
+            self.metrics.write(step, "validation", figures)
+
+
+class SavedModel(Event):
+    """Writes `model/` at the end."""
+
+    def __init__(self, evaluator: Evaluator):
+        super().__init__(None)
+        self.evaluator = evaluator
+
+    def at_end(self, step: int, state: State, finished: bool, sound: bool) -> None:
+        if finished:
+            self.evaluator.save_model(state)
+
+
+class Samples(Event):
+    """Texts that the model writes."""
+
+    def __init__(self, every: int | None, evaluator: Evaluator):
+        super().__init__(every)
+        self.evaluator = evaluator
+
+    def run(self, step: int, state: State) -> None:
+        self.evaluator.sample(state, step)
+
+    def at_end(self, step: int, state: State, finished: bool, sound: bool) -> None:
+        if finished:
+            self.run(step, state)
+
+
+def make_events(
+    c: Resolved, save: Callable[[int, State], None], evaluator: Evaluator, metrics: MetricsWriter
+) -> list[Event]:
+    """The events of a run, in the order in which those of one step happen."""
+    return [
+        Checkpoint(c.checkpoint.every, save),
+        Validation(c, evaluator, metrics),
+        SavedModel(evaluator),
+        Samples(c.sample.every, evaluator),
+    ]

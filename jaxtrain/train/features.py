@@ -1,0 +1,74 @@
+"""Which features of a configuration take part in a step: the tables of transforms and wrappers.
+
+A feature is a row here and a file of its own; the loop and the step know none by name.
+"""
+
+from collections.abc import Callable, Sequence
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from jaxtyping import Array
+
+from jaxtrain.config.resolve import Resolved
+from jaxtrain.finetune import Partition
+from jaxtrain.objectives import LossOptions, make_objective
+from jaxtrain.optim import Optimizer
+from jaxtrain.train.checks import skip_nonfinite
+from jaxtrain.train.float8_scaling import float8
+from jaxtrain.train.local_sgd import replicas
+from jaxtrain.train.loss_scale import dynamic_loss_scale
+from jaxtrain.train.loss_spikes import loss_spikes
+from jaxtrain.train.step import StepSpec
+from jaxtrain.train.transforms import StepTransform
+
+# (configuration, dtype of the compute) -> the feature's part of a step; None where it is off.
+TRANSFORMS: Sequence[Callable[[Resolved, jnp.dtype], StepTransform | None]] = (
+    float8,
+    dynamic_loss_scale,
+    loss_spikes,
+    skip_nonfinite,
+)
+# (step, configuration, mesh, resumed) -> the step with the feature around it, or the step itself.
+WRAPPERS: Sequence[Callable[[StepSpec, Resolved, Mesh, bool], StepSpec]] = (replicas,)
+
+
+def make_transforms(c: Resolved, dtype: jnp.dtype) -> tuple[StepTransform, ...]:
+    """The transforms that a configuration asks for, in the table's order."""
+    found = (make(c, dtype) for make in TRANSFORMS)
+    return tuple(transform for transform in found if transform is not None)
+
+
+def make_step_spec(
+    c: Resolved,
+    graphdef: nnx.GraphDef,
+    partition: Partition,
+    optimizer: Optimizer,
+    dtype: jnp.dtype,
+    bytes_V: Array,
+) -> StepSpec:
+    """The step of a configuration, before `wrap_step`.
+
+    bytes_V: bytes of text of each token. dtype: of the compute.
+    """
+    head = "fp8" if c.model.fp8 == "all" else None
+    options = LossOptions(c.train.z_loss, head, c.mesh.pipeline_repeats)
+    return StepSpec(
+        graphdef,
+        partition.trainable,
+        optimizer,
+        dtype,
+        bytes_V,
+        c.optim.clip_norm,
+        partition.join,
+        c.mesh.zero,
+        make_objective(c.objective, options),
+        make_transforms(c, dtype),
+    )
+
+
+def wrap_step(spec: StepSpec, c: Resolved, mesh: Mesh, resumed: bool = False) -> StepSpec:
+    """The step with the wrappers that the configuration asks for. UserError for what cannot be."""
+    for wrap in WRAPPERS:
+        spec = wrap(spec, c, mesh, resumed)
+    return spec

@@ -1,0 +1,71 @@
+"""The batches of a run: drawn in order, some left out by the guard, resumable at each step."""
+
+import functools
+from typing import Any
+
+from jaxtrain import data
+from jaxtrain.parallel.mesh import process_batch_shard
+from jaxtrain.train.guard import Guard
+from jaxtrain.train.plan import Plan, TrainingData
+from jaxtrain.train.recipes import Recipe
+
+Position = dict[str, Any]  # in the data: small JSON, in each checkpoint
+
+
+class Feed:
+    """Batches of this process, and the position behind the last one."""
+
+    def __init__(
+        self,
+        plan: Plan,
+        training_data: TrainingData,
+        recipe: Recipe,
+        guard: Guard,
+        position: Position | None,
+    ):
+        c, (share, shares) = plan.config, process_batch_shard(plan.mesh)
+        tokenizer = training_data.tokenizer
+        self._open = functools.partial(
+            data.train_batches, training_data.prepared.train, config=c.data,
+            batch_size=c.train.batch_size, sequence_length=c.train.sequence_length,
+            process_index=share, process_count=shares, segments=c.model.document_mask,
+            references=recipe.references,
+            augment=data.make_augment(c.data.augment, tokenizer, c.data.seed),
+        )  # fmt: skip
+        self._guard = guard
+        self.position: Position = position or {}
+        self._loader = self._open(state=position)
+        self._next: tuple[Any, Position] | None = None
+        for name, count in self._loader.conversations.items():
+            plan.log(f"data     {name}: {data.counts_phrase(count)}")
+            training_data.corpus[name] |= count
+
+    def peek(self) -> Any:
+        """The next batch, which stays the next."""
+        if self._next is None:
+            self._next = self._guard.draw(self._loader), self._loader.get_state()
+        return self._next[0]
+
+    def take(self) -> Any:
+        """The next batch; `position` is behind it."""
+        batch = self.peek()
+        assert self._next is not None
+        self.position, self._next = self._next[1], None
+        return batch
+
+    def rewind(self, position: Position) -> None:
+        """Go on from the position of an earlier step."""
+        self._loader.close()
+        self.position, self._next = position, None
+        self._loader = self._open(state=position)
+
+    def statistics(self) -> dict[str, float]:
+        """Of the data so far, and the seconds that the last batch was waited for."""
+        return self._loader.statistics() | {"wait_s": self._loader.wait_s}
+
+    def ended(self) -> list[str]:
+        """What to log of each source that has just ended an epoch."""
+        return self._loader.ended()
+
+    def close(self) -> None:
+        self._loader.close()

@@ -1,0 +1,56 @@
+"""Float8 matrices in a training step: their copies, made once a step, and delayed scaling.
+
+The product itself, and which matrices it is for, is in `weights/float8.py`.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+
+from jaxtrain.config.resolve import Resolved
+from jaxtrain.train.transforms import StepTransform
+from jaxtrain.weights.float8 import (
+    AmaxHistory,
+    amax_from_history,
+    fp8_weights,
+    init_amax_history,
+    update_amax_history,
+    with_fp8,
+)
+from jaxtrain.weights.params import Params, Specs
+
+
+class Float8(StepTransform):
+    """history: steps whose largest magnitudes the scales come from; None: each tensor's own."""
+
+    name = "amax_history"
+    rewinds = True
+
+    def __init__(self, history: int | None = None):
+        self.history = history
+        self.has_state = history is not None
+
+    def init(self, params: Params, specs: Specs) -> AmaxHistory | None:
+        return init_amax_history(specs, self.history) if self.history else None
+
+    def prepare(self, params: Params, specs: Specs) -> Any:
+        return fp8_weights(params, specs)
+
+    def statistics(self, state: AmaxHistory | None, grad_scale: jax.Array) -> AmaxHistory | None:
+        return None if state is None else amax_from_history(state, grad_scale)
+
+    def wrap_params(self, params: Params, specs: Specs, prepared: Any, statistics: Any) -> Params:
+        return with_fp8(params, prepared, specs, statistics)
+
+    def after_gradients(
+        self, state: AmaxHistory | None, seen: Any, grad_scale: jax.Array
+    ) -> AmaxHistory | None:
+        return None if state is None else update_amax_history(state, seen, grad_scale)
+
+    def over_replicas(self, state: Any, pmax: Any) -> Any:
+        return pmax(state)
+
+
+def float8(c: Resolved, dtype: jnp.dtype) -> Float8 | None:
+    return Float8(c.model.fp8_history) if c.model.fp8 else None

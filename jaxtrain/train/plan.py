@@ -1,0 +1,122 @@
+"""What a run is, before any data is read: all that can be wrong with it is found here."""
+
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import Mesh
+from rich.console import Console
+
+from jaxtrain import data
+from jaxtrain.cluster.coordinator import Coordinator
+from jaxtrain.cluster.runtime import compute_dtype
+from jaxtrain.config import Config
+from jaxtrain.config.resolve import Resolved, decay_line, resolve, vocab_size_of, warmup_line
+from jaxtrain.data.store.progress import show_progress
+from jaxtrain.finetune import Partition, apply_lora_plus, make_partition, trainable_by_matrix
+from jaxtrain.model import Transformer, check_fp8, flops_per_token, sizes, split
+from jaxtrain.optim import Optimizer, make_optimizer
+from jaxtrain.parallel import make_mesh
+from jaxtrain.runs.metrics import MetricsWriter
+from jaxtrain.train.run_directory import check_run, check_text, check_tuned
+from jaxtrain.weights.params import Specs
+
+
+class RunLog:
+    """Lines on the screen of the job's first process."""
+
+    def __init__(self, group: Coordinator):
+        self.console = Console(quiet=group.index > 0)
+
+    def __call__(self, line: str | None) -> None:
+        if line:
+            self.console.print(line, markup=False, highlight=False, soft_wrap=True)
+
+
+class Plan(NamedTuple):
+    """A resolved configuration on a mesh."""
+
+    config: Resolved
+    mesh: Mesh
+    graphdef: nnx.GraphDef
+    specs: Specs  # of the whole model
+    partition: Partition  # what trains, what is frozen
+    optimizer: Optimizer
+    dtype: jnp.dtype  # of the compute
+    resumed: bool
+    group: Coordinator
+    log: Callable[[str | None], None]
+
+
+class TrainingData(NamedTuple):
+    """What `data.prepare` has made, and how a chat is put into words."""
+
+    prepared: data.Prepared
+    corpus: dict[str, dict[str, float]]  # what the report says of each source
+    chat: data.Chat | None
+
+    @property
+    def tokenizer(self) -> data.Tokenizer:
+        return self.prepared.tokenizer
+
+
+def make_plan(config: Config, group: Coordinator, log: RunLog) -> Plan:
+    """Raises UserError for what cannot be trained, before the data is prepared."""
+    mesh = make_mesh(config.mesh)
+    vocab_size = vocab_size_of(config.data)
+    c = resolve(config, vocab_size)
+    t = c.train
+    graphdef, specs = split(Transformer(c.model, vocab_size))
+    dtype = compute_dtype(t.precision)
+    partition = make_partition(c.finetune, specs, dtype)
+    optim = apply_lora_plus(c.optim, c.finetune)
+    optimizer = make_optimizer(
+        optim, partition.trainable, t.steps, t.batch_size * t.sequence_length
+    )
+    check_text(config)
+    resumed = check_run(c)
+    check_tuned(c, partition)
+    data.check_lengths(c.data.stages, t.sequence_length)
+    if c.model.fp8:
+        check_fp8()
+    log(
+        f"model    {sizes(specs)['total']:,} parameters, depth {c.model.depth}, width "
+        f"{c.model.width}, {dtype.name} on {len(mesh.devices.flat)} x "
+        f"{mesh.devices.flat[0].device_kind}"
+    )
+    if partition.init:
+        log(f"tune     {c.finetune.name}: {sizes(partition.trainable)['total']:,} parameters train")
+    log(decay_line(config, c))
+    log(warmup_line(config, c))
+    return Plan(c, mesh, graphdef, specs, partition, optimizer, dtype, resumed, group, log)
+
+
+def prepare_data(config: Config, plan: Plan, log: RunLog) -> TrainingData:
+    """Text to token stores, or those of before."""
+    with show_progress(log.console) as progress:
+        prepared = data.prepare(config.data, progress=progress)
+    corpus = data.describe_stores(data.stores_of(prepared.train), prepared.filters)
+    total = sum(source["tokens"] for source in corpus.values())
+    log(
+        f"data     {data.source_names(config.data.train)}: {total:,} training tokens, vocabulary "
+        f"{prepared.tokenizer.vocab_size:,}"
+    )
+    for line in data.damaged_shards(prepared):
+        log(f"data     {line}")
+    template = data.training_template(plan.config.data)
+    chat = data.make_chat(*template, prepared.tokenizer) if template else None
+    return TrainingData(prepared, corpus, chat)
+
+
+def open_metrics(plan: Plan, run_dir: Path, start: int, facts: dict[str, Any]) -> MetricsWriter:
+    """The metrics of the run directory from step `start` on. facts: for the first row."""
+    c, t, partition = plan.config, plan.config.train, plan.partition
+    flops = flops_per_token(c.model, plan.specs, t.sequence_length, partition.trainable)
+    return MetricsWriter(
+        run_dir, c.metrics, total_steps=t.steps, start_step=start,
+        parameters=sizes(plan.specs)["total"], tokens_per_step=t.batch_size * t.sequence_length,
+        primary=plan.group.index == 0, more=facts | {"trained": trainable_by_matrix(partition)},
+        flops_per_token=flops,
+    )  # fmt: skip

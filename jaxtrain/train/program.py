@@ -1,0 +1,138 @@
+"""All that is compiled for a part of a run; nothing else in the loop knows shapes."""
+
+import contextlib
+from collections.abc import Callable, Iterator
+from concurrent.futures import ThreadPoolExecutor, wait
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+from jax.sharding import Mesh
+
+from jaxtrain.cluster.started_by import command_of
+from jaxtrain.cluster.xla_flags import check_options, known_options
+from jaxtrain.config.resolve import Resolved
+from jaxtrain.parallel import place_batch
+from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard
+from jaxtrain.settings import UserError
+from jaxtrain.train.memory_advice import memory_advice
+from jaxtrain.train.plan import Plan
+from jaxtrain.train.step import State, StepSpec, make_step
+
+
+def compile_step(
+    step: Any, state: Any, batch: Any, hyperparams: Any, c: Resolved, frozen: Any = None
+) -> Any:
+    """Compile ahead of the loop, and refuse what the device cannot do or hold."""
+    check_options(c.train.compiler_options)
+    names = ("cublas",) * bool(c.model.fp8) + ("once",) * c.model.scan_layers
+    options = known_options(names) | c.train.compiler_options
+    try:
+        compiled = step.lower(state, batch, hyperparams, frozen).compile(
+            compiler_options=options or None
+        )
+    except NotImplementedError as error:  # a backend asked for by name
+        raise UserError(f"model.attention={c.model.attention}: {error}") from error
+    limit = (jax.local_devices()[0].memory_stats() or {}).get("bytes_limit")
+    if limit and memory_needed(compiled) > limit:
+        raise UserError(memory_advice(c, memory_needed(compiled), limit))
+    return compiled
+
+
+def memory_needed(compiled: Any) -> int:
+    """Bytes a device needs for a compiled step: arguments, results that do not alias, scratch."""
+    m = compiled.memory_analysis()
+    results = m.output_size_in_bytes - m.alias_size_in_bytes
+    return m.argument_size_in_bytes + results + m.temp_size_in_bytes
+
+
+@contextlib.contextmanager
+def out_of_memory_explained(c: Resolved, compiled: Any) -> Iterator[None]:
+    """The runtime's out-of-memory as advice."""
+    try:
+        yield
+    except jax.errors.JaxRuntimeError as error:
+        if "RESOURCE_EXHAUSTED" not in str(error):
+            raise
+        raise UserError(memory_advice(c, memory_needed(compiled), None)) from error
+
+
+def microbatches(batch: Any, rows: int, mesh: Mesh) -> Any:
+    """This process's rows [B, T] as global microbatches [A, rows, T] over the mesh."""
+    local = rows // process_batch_shard(mesh)[1]
+    return place_batch(
+        jax.tree.map(lambda x: x.reshape(-1, local, *x.shape[1:]), batch), mesh, batch_dim=1
+    )
+
+
+def check_labels(weights_BT: np.ndarray, step: int, run_dir: Path) -> None:
+    """Raises UserError if no token of a batch is a target."""
+    if not weights_BT.any():
+        command = command_of("show-data", run_dir / "config.yaml", "--step", step - 1)
+        raise UserError(
+            f"step {step}: no token of the batch has a label, so there is nothing to learn: look "
+            f"at what is marked as learned with `{command}`, at the chat template and at how long "
+            "the conversations are"
+        )
+
+
+def shape_dtype_structs(tree: Any) -> Any:
+    """Shapes and places of arrays that a later step may give away."""
+    return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
+
+
+class BackgroundCompiler:
+    """Jobs that a thread of its own does one after the other; each can be waited for."""
+
+    def __init__(self, mesh: Mesh, jobs: dict[str, Callable[[], None]]):
+        def do(job: Callable[[], None]) -> None:
+            with jax.set_mesh(mesh):
+                job()
+
+        pool = ThreadPoolExecutor(1)
+        self.done = {name: pool.submit(do, job) for name, job in jobs.items()}
+        pool.shutdown(wait=False)
+
+    def wait(self, name: str) -> None:
+        """Until that one is done, if there is one. What failed there (for want of memory beside a
+        step, say) is tried again in its turn, and raises then.
+        """
+        wait([self.done[name]] if name in self.done else [])
+
+
+class Program:
+    """The step compiled for a phase: for one model structure, and one length and number of rows.
+
+    A phase with other shapes (shorter rows, of which there are as many more) compiles its own.
+    """
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        plan: Plan,
+        state: State,
+        batch: Any,
+        hyperparams: Any,
+        frozen: Any,
+    ):
+        self.plan, self.hyperparams, self.frozen = plan, hyperparams, frozen
+        self.shape = batch.tokens_BT.shape
+        step = make_step(spec, plan.mesh)
+        self.compiled = compile_step(
+            step, state, self.place(batch), hyperparams, plan.config, frozen
+        )
+
+    def fits(self, batch: Any) -> bool:
+        """Whether it is compiled for such a batch."""
+        return batch.tokens_BT.shape == self.shape
+
+    def place(self, batch: Any) -> Any:
+        """Rows [B, T] of this process as microbatches [A, rows, T] on the mesh."""
+        c, mesh = self.plan.config, self.plan.mesh
+        tokens = c.train.device_batch_size * num_batch_shards(mesh) * c.train.sequence_length
+        return microbatches(batch, tokens // batch.tokens_BT.shape[1], mesh)
+
+    def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
+        """The next state, and the step's metrics on the device. The state given is used up."""
+        return self.compiled(state, self.place(batch), self.hyperparams, self.frozen)

@@ -1,0 +1,126 @@
+"""What an objective needs around the step: its data, what it compares with, its validation."""
+
+import functools
+from collections.abc import Callable
+from pathlib import Path
+from typing import Any, Protocol, runtime_checkable
+
+from jaxtrain import data
+from jaxtrain.evaluation.evaluate import compile_scorer, held_out_batches, make_scorer, validate
+from jaxtrain.objectives import PREFERENCES
+from jaxtrain.train.plan import Plan, TrainingData
+from jaxtrain.train.preference import (
+    HELD_OUT,
+    check_objective,
+    make_validation,
+    preference_stores,
+    reference_logprobs,
+)
+from jaxtrain.train.step import StepSpec
+from jaxtrain.weights.params import Params
+
+
+@runtime_checkable
+class Validation(Protocol):
+    """(params, frozen, max_tokens) -> the figures of the held-out split; None: all its tokens."""
+
+    def __call__(self, params: Params, frozen: Any, max_tokens: int | None) -> dict[str, float]: ...
+
+
+@runtime_checkable
+class Recipe(Protocol):
+    """How a kind of objective is trained. `start` and `validation` run on the mesh."""
+
+    @property
+    def references(self) -> data.References | None:
+        """Log-probs that the batches carry."""
+        ...
+
+    def open(self, training_data: TrainingData) -> None:
+        """Take what was prepared. UserError for data of another kind."""
+        ...
+
+    def start(self, spec: StepSpec, params: Params | None, frozen: Any, run_dir: Path) -> None:
+        """Before the first step. params: the initial ones; None in a run that is resumed."""
+        ...
+
+    def validation(self, spec: StepSpec) -> Validation | None:
+        """None where nothing is held out."""
+        ...
+
+    def compile_validation(
+        self, spec: StepSpec, params: Params, frozen: Any
+    ) -> Callable[[], None] | None:
+        """Compiles, from shapes, what `validation` runs; None: when it is called."""
+        ...
+
+
+class CausalLM:
+    """The next tokens of documents and conversations."""
+
+    references = None
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+
+    def open(self, training_data: TrainingData) -> None:
+        self.store = training_data.prepared.validation
+
+    def start(self, spec: StepSpec, params: Params | None, frozen: Any, run_dir: Path) -> None:
+        self.scorer = make_scorer(spec.graphdef, spec.specs, spec.dtype, spec.bytes_V, spec.join)
+
+    def validation(self, spec: StepSpec) -> Validation | None:
+        store, config, mesh = self.store, self.plan.config, self.plan.mesh
+        if store is None:
+            return None
+
+        def run(params: Params, frozen: Any, max_tokens: int | None) -> dict[str, float]:
+            scorer = functools.partial(self.scorer, frozen=frozen)
+            held_out = held_out_batches(store, config, mesh)
+            return validate(scorer, params, held_out, mesh, max_tokens)
+
+        return run
+
+    def compile_validation(
+        self, spec: StepSpec, params: Params, frozen: Any
+    ) -> Callable[[], None] | None:
+        if self.store is None:
+            return None
+        held_out = held_out_batches(self.store, self.plan.config, self.plan.mesh)
+        return functools.partial(
+            compile_scorer, self.scorer, params, frozen, held_out, self.plan.mesh
+        )
+
+
+class Preference:
+    """Pairs of answers, or answers with a label (KTO)."""
+
+    references: data.References | None = None
+
+    def __init__(self, plan: Plan):
+        self.plan = plan
+
+    def open(self, training_data: TrainingData) -> None:
+        self.stores = preference_stores(training_data.prepared, self.plan.config)
+
+    def start(self, spec: StepSpec, params: Params | None, frozen: Any, run_dir: Path) -> None:
+        plan, file = self.plan, run_dir / "reference.npz"
+        self.references = reference_logprobs(
+            spec, params, frozen, self.stores, plan.config, plan.mesh, file, plan.log
+        )
+
+    def validation(self, spec: StepSpec) -> Validation | None:
+        if HELD_OUT not in self.stores:
+            return None
+        return make_validation(spec, self.stores, self.references, self.plan.config, self.plan.mesh)
+
+    def compile_validation(
+        self, spec: StepSpec, params: Params, frozen: Any
+    ) -> Callable[[], None] | None:
+        return None
+
+
+def make_recipe(plan: Plan) -> Recipe:
+    """Raises UserError for data and settings that do not go with the objective."""
+    check_objective(plan.config)
+    return Preference(plan) if plan.config.objective.name in PREFERENCES else CausalLM(plan)

@@ -1,0 +1,119 @@
+"""The state that a run begins with: initial, pretrained, or restored from a checkpoint."""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+from jax.sharding import Mesh
+
+from jaxtrain.cluster.coordinator import Coordinator
+from jaxtrain.config.resolve import Resolved
+from jaxtrain.finetune import (
+    ADDED_MODULES,
+    LoRAConfig,
+    Partition,
+    PromptLearningConfig,
+    adapter_folder,
+)
+from jaxtrain.interop import has_params, load_init_params, read_adapter, read_prompt_adapter
+from jaxtrain.parallel import shardings
+from jaxtrain.runs.checkpoint import Checkpointer
+from jaxtrain.train.local_sgd import LocalState, as_saved, replicas_in, resize_replicas
+from jaxtrain.train.step import State, StepSpec, init_state
+from jaxtrain.weights.params import Params
+
+
+def load_pretrained(
+    partition: Partition, c: Resolved, mesh: Mesh, resumed: bool
+) -> tuple[Params | None, Params | None]:
+    """(what is frozen, the parameters that a new run begins with), from train.init_from.
+
+    None for nothing frozen, and for initial values or a checkpoint's.
+    """
+    if c.train.init_from is None or (resumed and partition.init is None):
+        return None, None
+    place = shardings(partition.base, mesh)
+    base = load_init_params(c.train.init_from, partition.base, place, partition.store)
+    if partition.init is None:
+        return None, base
+    frozen, begin = partition.init(base, c.run.seed)
+    adapter = None
+    if isinstance(c.finetune, LoRAConfig | PromptLearningConfig):
+        adapter = c.finetune.init_adapter
+    if adapter and not resumed:
+        read = read_adapter if c.finetune.name == "lora" else read_prompt_adapter
+        begin = read(adapter_folder(adapter), c.model, begin)
+    elif c.finetune.name in ADDED_MODULES and has_params(c.train.init_from, partition.trainable):
+        begin = load_init_params(
+            c.train.init_from, partition.trainable, shardings(partition.trainable, mesh)
+        )
+    return frozen, jax.device_put(begin, shardings(partition.trainable, mesh))
+
+
+def init_or_restore(
+    spec: StepSpec,
+    shardings: State,
+    checkpoints: Checkpointer,
+    seed: int,
+    start: Params | None = None,
+    group: Coordinator | None = None,
+    log: Callable[[str], Any] = lambda line: None,
+) -> tuple[State, Any]:
+    """The initial state, or that of the newest checkpoint with its place in the data.
+
+    start: the parameters that a new run begins with; default initial values. log: is told
+    when the replicas are not as many as those of the checkpoint.
+    """
+    newest = checkpoints.latest()
+    (group or Coordinator()).compare(
+        {f"the newest checkpoint in {checkpoints.directory}": str(newest)},
+        "run.directory must be one that all processes share",
+    )
+    create = jax.jit(lambda: init_state(spec, seed), out_shardings=shardings)
+    if newest is None and start is not None:
+        begin = jax.jit(
+            lambda p: init_state(spec, seed, p), donate_argnums=0, out_shardings=shardings
+        )
+        return begin(start), None
+    if newest is None:
+        return create(), None
+    like = jax.tree.map(
+        lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+        jax.eval_shape(create),
+        shardings,
+    )
+    return restored(checkpoints, newest, saved_part(like, spec), log)
+
+
+def restored(
+    checkpoints: Checkpointer, step: int, like: State, log: Callable[[str], Any]
+) -> tuple[State, Any]:
+    """A checkpoint's state, in the shapes and places of `like`, and its place in the data."""
+    read, had, asked = like, 0, 0
+    if isinstance(like.optimizer, LocalState):
+        had = replicas_in(checkpoints.shapes(step)["optimizer"]["replicas"])
+        asked = replicas_in(like.optimizer.replicas)
+    if had != asked:
+        read = like._replace(optimizer=as_saved(like.optimizer, had))
+    params, rest, position = checkpoints.restore(step, read.params, non_param_state(read))
+    own = [rest.pop(name) for name in ("optimizer", "step", "key")]
+    state = State(params, *own, extras=rest)
+    if had != asked:
+        log(
+            f"local    from {had} replica{'s' * (had > 1)} to {asked}: each starts from the mean "
+            "of those before, in parameters and in the optimizer's state"
+        )
+        state = state._replace(optimizer=resize_replicas(state.optimizer, like.optimizer))
+    return state, position
+
+
+def saved_part(state: State, spec: StepSpec) -> State:
+    """The state without what its feature saves otherwise."""
+    left_out = {t.name for t in spec.transforms if not t.is_saved}
+    extras = {name: x for name, x in state.extras.items() if name not in left_out}
+    return state._replace(extras=extras)
+
+
+def non_param_state(state: State) -> dict[str, Any]:
+    """The state without its parameters, as a checkpoint stores it."""
+    return {"optimizer": state.optimizer, "step": state.step, "key": state.key, **state.extras}

@@ -1,0 +1,138 @@
+"""The run directory of a training: which configuration it has_params, and what is left there."""
+
+import os
+import tempfile
+from pathlib import Path
+from typing import Any
+
+import jax
+
+from jaxtrain import data
+from jaxtrain.cluster.coordinator import Coordinator
+from jaxtrain.cluster.started_by import TYPED, command_line, command_of
+from jaxtrain.config import Config, save_yaml
+from jaxtrain.config.resolve import Resolved
+from jaxtrain.data import Tokenizer, load_tokenizer, sources_of
+from jaxtrain.finetune import LoRAConfig, Partition
+from jaxtrain.interop import check_adapter, origin
+from jaxtrain.runs.checkpoint import write_json
+from jaxtrain.runs.environment import environment
+from jaxtrain.runs.job import leaves
+from jaxtrain.settings import UserError
+from jaxtrain.storage.strict_yaml import read_saved
+
+# What says how a run is executed, not what it computes, is free to change when it is resumed.
+MUTABLE_ON_RESUME = (
+    "run.", "mesh.", "processes.", "eval.", "sample.", "checkpoint.", "metrics.", "data.cache_dir",
+    "data.prefetch", "data.workers", "data.prepare_workers", "data.skip_damaged",
+    "train.device_batch_size", "train.fit", "train.compiler_options", "train.on_nonfinite",
+    "train.max_consecutive_skips", "train.loss_spike", "model.attention=",
+    "model.scan_layers", "model.remat", "model.moe.remat", "optim.offload",
+)  # fmt: skip
+
+
+def check_run(c: Resolved) -> bool:
+    """Whether the run directory holds a run; an error if that is one of another configuration, or
+    if there is nothing to start a tuned part from."""
+    if c.finetune.name != "full" and not c.train.init_from:
+        raise UserError(
+            f"train.init_from: finetune.name={c.finetune.name} needs it, the model to tune"
+        )
+    file = c.run_dir / "config.yaml"
+    saved = [p for p in (c.run_dir / "checkpoints").glob("*") if p.name.isdigit()]
+    if not file.is_file() or not (saved or (c.run_dir / "model").is_dir()):
+        return False
+    changed = differences(read_saved(file), c.model_dump(mode="json"))
+    if changed:
+        more = f"; and {len(changed) - 6} more" if len(changed) > 6 else ""
+        raise UserError(
+            f"{c.run_dir} is a run of another configuration: {'; '.join(changed[:6])}{more}. "
+            f"Set run.name to start another run, or undo the change to resume this one"
+        )
+    return True
+
+
+def check_text(c: Config) -> None:
+    """Raises UserError for a start from another model on text that nobody has named."""
+    if not c.train.init_from:
+        return
+    for source in sources_of(c.data.train).values():
+        if "path" not in source.model_fields_set:
+            raise UserError(
+                f"data.train.path: a start from {c.train.init_from} needs it, the text to train "
+                f"on; data.train.path={source.path} is the one that comes with jaxtrain"
+            )
+
+
+def check_tuned(c: Resolved, partition: Partition) -> None:
+    """Raises UserError for what could not be written in the end."""
+    if isinstance(c.finetune, LoRAConfig):
+        check_adapter(c.model, partition.trainable, c.finetune.dora)
+
+
+def check_writable(run_dir: Path) -> None:
+    """Raises UserError if a run directory cannot be made and written in; leaves nothing there."""
+    there = next(p for p in (run_dir, *run_dir.absolute().parents) if p.exists())
+    try:
+        tempfile.TemporaryFile(dir=there).close()
+    except OSError as error:
+        raise UserError(
+            f"run.directory: {run_dir} cannot be written ({there}: {error.strerror}); name a "
+            "folder that can"
+        ) from error
+
+
+def open_run(c: Resolved, tokenizer: Tokenizer, corpus: Any, group: Coordinator) -> Path:
+    """Create the run directory, or check that the one there goes with this tokenizer.
+
+    corpus: what `data.describe_stores` says of the training data; all processes must have the same.
+    """
+    run_dir = c.run_dir
+    if check_run(c) and load_tokenizer(run_dir / "tokenizer").fingerprint != tokenizer.fingerprint:
+        raise UserError(f"{run_dir} was trained with another tokenizer; set run.name")
+    # Before process 0 writes what the others have just read.
+    group.compare(
+        leaves({"the tokenizer": tokenizer.fingerprint, "the data": corpus}),
+        "all processes need the same files",
+    )
+    if jax.process_index() == 0:
+        run_dir.mkdir(parents=True, exist_ok=True)
+        tokenizer.save(run_dir / "tokenizer")
+        save_yaml(run_dir / "config.yaml", c)
+        revisions = data.revisions(c.data)
+        if said := origin(c.train.init_from):
+            revisions[said["base_model"]] = said["base_model_revision"]
+        write_json(run_dir / "env.json", environment() | {"revisions": revisions})
+    return run_dir
+
+
+def differences(old: Any, new: Any, path: str = "") -> list[str]:
+    """`field: before -> now` for each leaf that differs and is not free to."""
+    if isinstance(old, dict) and isinstance(new, dict):
+        keys = [*new, *(key for key in old if key not in new)]
+        partition = (
+            differences(old.get(k), new.get(k), f"{path}.{k}" if path else k) for k in keys
+        )
+        return [line for part in partition for line in part]
+    if old == new or any(f"{path}=".startswith(free) for free in MUTABLE_ON_RESUME):
+        return []
+    return [f"{path}: {old} -> {new}"]
+
+
+def final_message(c: Resolved, step: int, page: Path, talks: bool) -> str:
+    """What a run says in the end: how to go on with it, or what it has made.
+
+    page: its report. talks: it was trained on conversations.
+    """
+    if step < c.train.steps:
+        again = " the same command on each host"
+        if jax.process_count() == 1 or TYPED in os.environ:
+            again = f"\n  {command_line()}"
+        return f"stopped  at step {step} of {c.train.steps}, saved; go on with:{again}"
+    path = c.run_dir / "samples" / f"step_{step:06d}.txt"
+    sample = path.read_text() + "\n" if path.is_file() else ""
+    how = ["--chat"] if talks else ["--prompt", "..."]
+    return (
+        f"{sample}report   {page}\nmodel    {c.run_dir / 'model'}\n"
+        f"more     {command_of('generate', c.run_dir, *how)}"
+    )

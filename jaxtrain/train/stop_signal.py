@@ -1,0 +1,31 @@
+"""Stopping on a signal, after the same step on all processes."""
+
+import signal
+
+from jaxtrain.cluster.coordinator import Coordinator
+
+
+class StopSignal:
+    """SIGTERM and SIGINT become a wish to stop after the step in hand; a second one is final.
+
+    Of several processes, all stop after the same step, whichever was asked.
+    """
+
+    def __init__(self, group: Coordinator) -> None:
+        self.wanted, self.group = False, group
+
+    def after(self, step: int) -> bool:
+        """Whether to stop after `step`; if not, the next one has begun."""
+        return self.group.should_stop(step, self.wanted)
+
+    def __enter__(self) -> "StopSignal":
+        self.before = {s: signal.signal(s, self._ask) for s in (signal.SIGTERM, signal.SIGINT)}
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        for number, handler in self.before.items():
+            signal.signal(number, handler)
+
+    def _ask(self, number: int, frame: object) -> None:
+        self.wanted = True
+        signal.signal(number, self.before[signal.Signals(number)])

@@ -1,0 +1,73 @@
+"""Step transforms: what a feature adds to a training step, in that feature's file.
+
+`train_step` calls the hooks of each transform of its `StepSpec`, in their order. A hook that a
+feature has no use for keeps the default, which changes nothing, and a run without the feature has
+no transform of it at all. The state of a transform is `State.extras[name]`.
+"""
+
+from typing import Any, NamedTuple
+
+from jaxtyping import Array
+
+from jaxtrain.weights.params import Params, Specs
+
+
+class StepOutcome(NamedTuple):
+    """What a step knows before its update: of the loss and of the gradients' norm, scalars."""
+
+    loss: Array  # the mean, in nats; of replicas that decide alike, their mean
+    grad_norm: Array
+    finite: Array  # bool: both are
+
+
+class Verdict(NamedTuple):
+    """What a transform says of a step before its update."""
+
+    state: Any  # its own, for the next step
+    accept: Array | None = None  # bool: take the update; None: no opinion
+    report: Array | None = None  # for `Checks.spike`
+
+
+class StepTransform:
+    """A feature's part of a step; the methods are pure functions of arrays."""
+
+    name = ""  # of its state
+    has_state = False
+    is_saved = True  # with the checkpoint's state; else its feature saves it otherwise
+    rewinds = False  # its state goes back with a step that is left out
+
+    def init(self, params: Params, specs: Specs) -> Any:
+        """The state before the first step."""
+        return None
+
+    def grad_scale(self, state: Any) -> Array | None:
+        """What the loss is multiplied by before it is differentiated; None: nothing."""
+        return None
+
+    def prepare(self, params: Params, specs: Specs) -> Any:
+        """Made once a step from the parameters that the step computes with."""
+        return None
+
+    def statistics(self, state: Any, grad_scale: Array) -> Any:
+        """What the forward pass reads; its gradient is what the step has seen."""
+        return None
+
+    def wrap_params(self, params: Params, specs: Specs, prepared: Any, statistics: Any) -> Params:
+        """The parameters as the model is given them."""
+        return params
+
+    def after_gradients(self, state: Any, seen: Any, grad_scale: Array) -> Any:
+        """The state with what the step has seen."""
+        return state
+
+    def judge(self, state: Any, outcome: StepOutcome) -> Verdict:
+        """Whether the update is taken, and the state for the next step."""
+        return Verdict(state)
+
+    def metrics(self, state: Any) -> dict[str, Array]:
+        """Of the state at the beginning of the step."""
+        return {}
+
+    def over_replicas(self, state: Any, pmax: Any) -> Any:
+        """The state that replicas share, from each one's own; pmax: over them."""
+        return state
