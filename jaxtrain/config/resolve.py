@@ -11,6 +11,7 @@ from pydantic import BaseModel
 from jaxtrain.config import Config, Sections, to_yaml, validate
 from jaxtrain.config.overrides import apply_overrides, check_once
 from jaxtrain.data import DataConfig
+from jaxtrain.data.batches.length_ramp import ramp_stages
 from jaxtrain.data.tokenizer.tokenizer import build_tokenizer
 from jaxtrain.finetune import PrefixConfig, PromptLearningConfig
 from jaxtrain.model import (
@@ -88,6 +89,7 @@ def batch_tokens(tokens: float, reference: float) -> int:
 
 def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) -> Resolved:
     """Fill in every open field of the configuration."""
+    c = with_length_ramp(c)
     t = c.train
     if c.model.fp8 and c.finetune.name != "full":
         raise UserError(
@@ -148,6 +150,19 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
         "optim": optim.model_dump(),
     }
     return Resolved.model_validate({**c.model_dump(), **derived})
+
+
+def with_length_ramp(c: Config) -> Config:
+    """With the stages that `data.length_ramp` stands for."""
+    if c.data.length_ramp is None:
+        return c
+    stages = ramp_stages(c.data.length_ramp, c.train.sequence_length)
+    if c.data.stages not in ((), stages):
+        raise UserError(
+            "data.length_ramp makes the stages of the data: set data.stages=[] or "
+            "data.length_ramp=null"
+        )
+    return c.model_copy(update={"data": c.data.model_copy(update={"stages": stages})})
 
 
 def inserted(c: Config) -> dict[str, int]:

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from jaxtrain.data.batches.augment import AugmentConfig, NoAugment
+from jaxtrain.data.batches.length_ramp import LengthRamp
 from jaxtrain.data.batches.mixture import (
     MixtureSource,
     Stage,
@@ -68,6 +69,10 @@ class DataConfig(Settings):
         default=(),
         description="Parts of the run, in order, with mixtures and sequence lengths of their own; "
         "the last goes on to the end",
+    )
+    length_ramp: LengthRamp | None = Field(
+        default=None,
+        description="Short rows first, doubled phase by phase; null: train.sequence_length always",
     )
     validation: Validation = Field(default=TailValidation(), description="What text is held out")
     tokenizer: TokenizerConfig = Field(
