@@ -7,7 +7,6 @@ import pytest
 from pydantic import TypeAdapter
 from tiny import batch, begin_random, build, make_spec, mesh_of, resolved, run_overrides
 
-from jaxtrain.data import Batch
 from jaxtrain.main import main
 from jaxtrain.objectives import LossOptions, ObjectiveConfig, make_objective
 from jaxtrain.objectives.multi_token import ahead
@@ -37,7 +36,7 @@ def test_the_loss_is_the_weighted_sum_over_distances(documents):
     one = jax.tree.map(jnp.asarray, batch(4))
     if documents:
         segments = jnp.repeat(jnp.array([[1] * 11 + [2] * 21]), 4, axis=0)
-        one = Batch(one.tokens_BT, one.targets_BT, one.weights_BT, None, segments)
+        one = one._replace(segments_BT=segments)
     objective = make_objective(CONFIG, LossOptions())
     loss, sums = objective.loss(graphdef, params, one, None, step=0, key=None)
     expected = 0.0
@@ -45,7 +44,7 @@ def test_the_loss_is_the_weighted_sum_over_distances(documents):
         targets, weights = ahead(one.targets_BT, one.weights_BT, one.segments_BT, distance)
         if distance == 0:
             targets, weights = one.targets_BT, one.weights_BT
-        moved = Batch(one.tokens_BT, targets, weights, None, one.segments_BT)
+        moved = one._replace(targets_BT=targets, weights_BT=weights)
         part = next_token_loss(graphdef, params, moved)
         name = "next" if distance == 0 else f"loss_ahead_{distance + 1}"
         np.testing.assert_allclose(sums[name], part, rtol=1e-6)
