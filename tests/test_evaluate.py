@@ -15,7 +15,7 @@ def test_few_batches_are_in_the_queue_at_once(monkeypatch):
 
     def scorer(params, batch, sums):
         most.append(int(sums.weight) + 1 - len(done))
-        return Sums(*(np.float32(x + 1) for x in sums))
+        return EvaluationSums(*(np.float32(x + 1) for x in sums))
 
     monkeypatch.setattr(evaluate.jax, "block_until_ready", done.append)
     mesh = make_mesh(MeshConfig.model_validate({"data": 1}), jax.devices()[:1])
