@@ -18,7 +18,7 @@ from jaxtrain.finetune.partition import (
     map_named,
     unflatten,
 )
-from jaxtrain.model import Adapted, ParamSpec, initialize
+from jaxtrain.model import AdaptedWeight, ParamSpec, initialize
 from jaxtrain.model.init import constant
 
 KEYS_VALUES, FFN_INPUTS = ("blocks/attention/k", "blocks/attention/v"), ("blocks/ffn/down",)
@@ -40,9 +40,9 @@ def ia3(c: IA3Config, specs: Any, dtype: jnp.dtype) -> Partition:
 
         def changed(name: str, w: Any) -> Any:
             if name in KEYS_VALUES:
-                return Adapted(w, columns=factors[f"{name}/factor"])
+                return AdaptedWeight(w, columns=factors[f"{name}/factor"])
             if name in FFN_INPUTS:
-                return Adapted(w, rows=factors[f"{name}/factor"])
+                return AdaptedWeight(w, rows=factors[f"{name}/factor"])
             if name.removesuffix("_bias") in KEYS_VALUES:
                 return w * factors[f"{name.removesuffix('_bias')}/factor"]
             return w

@@ -21,7 +21,7 @@ from jaxtrain.finetune.partition import (
     select_names,
     unflatten,
 )
-from jaxtrain.model import Adapted, Params, ParamSpec, column_norms, initialize
+from jaxtrain.model import AdaptedWeight, Params, ParamSpec, column_norms, initialize
 from jaxtrain.model.init import constant, uniform
 from jaxtrain.settings import UserError
 
@@ -42,7 +42,7 @@ def lora(c: LoRAConfig, specs: Any, dtype: jnp.dtype) -> Partition:
             a, b, m = (change.get(f"{name}/{part}") for part in ("a", "b", "magnitude"))
             if m is not None:  # the norms are constants to the gradient, as in the paper
                 m = m / column_norms(w, *map(jax.lax.stop_gradient, (a, b)), scale)
-            return Adapted(w, a, b, columns=m, scale=scale)
+            return AdaptedWeight(w, a, b, columns=m, scale=scale)
 
         return map_named(adapt, frozen)
 

@@ -13,7 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.model import Params, ParamSpec, initialize, is_special, pack, path_name, whole
+from jaxtrain.model import (
+    Params,
+    ParamSpec,
+    initialize,
+    is_weight,
+    merge_weights,
+    path_name,
+    quantize,
+)
 from jaxtrain.settings import UserError
 
 IN_BLOCKS = ("blocks/attention/", "blocks/ffn/")  # whose matrices go through `model.fp8.dense`
@@ -38,8 +46,8 @@ class Partition(NamedTuple):
 
     def merge(self, params: Any, frozen: Any) -> Params:
         """The joined tree as arrays, a parameter at a time to the host where it was special."""
-        get = lambda leaf: jax.device_get(whole(leaf)) if is_special(leaf) else leaf
-        return jax.tree.map(get, self.join(params, frozen), is_leaf=is_special)
+        get = lambda leaf: jax.device_get(merge_weights(leaf)) if is_weight(leaf) else leaf
+        return jax.tree.map(get, self.join(params, frozen), is_leaf=is_weight)
 
 
 def trainable_by_matrix(partition: Partition) -> dict[str, list[int]]:
@@ -122,7 +130,7 @@ def base_storage(c: Any, specs: Any, trained: Sequence[str] = ()) -> Callable[[s
                 f"finetune.base_quantization=nf4 packs 64 values at a time, but {name} has "
                 f"{rows} x {columns}; set finetune.base_quantization=int8"
             )
-    return lambda name, x: pack(x, c.base_quantization) if name in quantized else x
+    return lambda name, x: quantize(x, c.base_quantization) if name in quantized else x
 
 
 def block_matrices(specs: Any) -> dict[str, ParamSpec]:
@@ -179,7 +187,7 @@ def in_compute_dtype(spec: ParamSpec, dtype: jnp.dtype) -> ParamSpec:
 
 def flatten(tree: Any) -> dict[str, Any]:
     """name -> leaf, in the tree's order; a packed matrix is a leaf."""
-    pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_special)[0]
+    pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_weight)[0]
     return {path_name(path): leaf for path, leaf in pairs}
 
 
@@ -198,4 +206,4 @@ def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
 def map_named(change: Callable[[str, Any], Any], tree: Any) -> Any:
     """change(name, leaf) of every leaf; a packed matrix is a leaf."""
     named = lambda path, leaf: change(path_name(path), leaf)
-    return jax.tree_util.tree_map_with_path(named, tree, is_leaf=is_special)
+    return jax.tree_util.tree_map_with_path(named, tree, is_leaf=is_weight)

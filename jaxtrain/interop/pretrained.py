@@ -87,7 +87,13 @@ def chat_of(path: str) -> tuple[str | None, dict[str, str]]:
 MOE_TRAINING_FIELDS = {"aux_loss", "z_loss", "remat"}
 # What may differ from the model that a run starts from: how it runs, how far it looks back and
 # stretches its positions to do so, and what tuning puts in (`scaling.inserted` checks that).
-MAY_DIFFER = EXECUTION | {"context_length", "rope_scaling", "vocab_multiple", *ADDED_MODULES}
+MAY_DIFFER = EXECUTION | {
+    "context_length",
+    "rope_scaling",
+    "vocab_multiple",
+    "weight_form",
+    *ADDED_MODULES,
+}
 
 
 def merge_sections(theirs: Json, given: Json) -> Json:

@@ -4,9 +4,9 @@ from jaxtrain.model.config import ModelConfig, ResolvedModel, resolve_model
 from jaxtrain.model.flops import active, flops_per_token, sizes
 from jaxtrain.model.plan import LayerSpec, make_plan, scan_groups
 from jaxtrain.model.transformer import Cache, Transformer
-from jaxtrain.weights.adapted import Adapted, column_norms, is_special, whole
+from jaxtrain.weights.adapted import AdaptedWeight, column_norms, merge_weights
+from jaxtrain.weights.contract import is_weight
 from jaxtrain.weights.float8 import check_fp8, fp8_weights, with_fp8
-from jaxtrain.weights.packed import Packed, pack
 from jaxtrain.weights.params import (
     Params,
     ParamSpec,
@@ -17,10 +17,11 @@ from jaxtrain.weights.params import (
     path_name,
     split,
 )
+from jaxtrain.weights.quantized import quantize
 
 __all__ = [
-    "Adapted", "Cache", "LayerSpec", "ModelConfig", "Packed", "ParamSpec", "Params",
-    "ResolvedModel", "Transformer", "abstract", "active", "cast", "check_fp8", "column_norms",
-    "count", "flops_per_token", "fp8_weights", "initialize", "is_special", "make_plan", "pack",
-    "path_name", "resolve_model", "scan_groups", "sizes", "split", "whole", "with_fp8",
+    "AdaptedWeight", "Cache", "LayerSpec", "ModelConfig", "ParamSpec", "Params", "ResolvedModel",
+    "Transformer", "abstract", "active", "cast", "check_fp8", "column_norms", "count",
+    "flops_per_token", "fp8_weights", "initialize", "is_weight", "make_plan", "merge_weights",
+    "path_name", "quantize", "resolve_model", "scan_groups", "sizes", "split", "with_fp8",
 ]  # fmt: skip

@@ -1,8 +1,7 @@
 """Attention: project, rotate, normalise, attend, project back; with a cache when decoding."""
 
 import math
-from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
@@ -12,19 +11,70 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrain import parallel
 from jaxtrain.model.config import ResolvedModel
-from jaxtrain.model.fused_ops import rope_norm
+from jaxtrain.model.fused_ops import FusedOps, rope_norm
 from jaxtrain.model.init import SCHEMES, constant, uniform
 from jaxtrain.model.layers import Rotary, add_bias, declare_bias, lookup, rms_norm, rotate
 from jaxtrain.model.plan import LayerSpec
 from jaxtrain.parallel import constrain
-from jaxtrain.weights.float8 import dense
+from jaxtrain.weights.contract import dense, dequantize
 from jaxtrain.weights.params import declare
 
 GATE_CHANNELS = 12
 
 
 CacheArray = Array | kernels.Quantized
-Attend = Callable[..., Array]  # `parallel.attention` or another with its arguments
+
+
+class AttentionOptions(NamedTuple):
+    """How scores are masked and computed: what every backend of attention takes.
+
+    window: keys left of the query that stay visible; None is all. softcap: scores become
+    softcap x tanh(score / softcap). scale: factor on q k. implementation: a backend's name.
+    """
+
+    window: int | None
+    segments_BT: Array | None
+    softcap: float | None
+    scale: float
+    implementation: str | None
+    deterministic: bool
+
+
+@runtime_checkable
+class Attend(Protocol):
+    """Causal attention of q [B, T, N, H] over k, v [B, T, K, H]; with return_lse also [B, N, T]."""
+
+    def __call__(
+        self, q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, options: AttentionOptions,
+        *, return_lse: bool = False,
+    ) -> Any: ...  # fmt: skip
+
+
+def attend_rows(
+    q_BTNH: Array,
+    k_BTKH: Array,
+    v_BTKH: Array,
+    options: AttentionOptions,
+    *,
+    return_lse: bool = False,
+    zigzag: bool = False,
+) -> Any:
+    """`parallel.attention`; zigzag: the text is split over the mesh's axis `context`."""
+    more = dict(options._asdict(), zigzag=zigzag, return_lse=return_lse)
+    return parallel.attention(q_BTNH, k_BTKH, v_BTKH, **more)
+
+
+class LayerInputs(NamedTuple):
+    """What every layer reads besides the residual stream."""
+
+    x0_BTD: Array
+    tokens_BT: Array | None  # of virtual tokens, none
+    positions_BT: Array
+    rope: Rotary | None
+    short_rope: Rotary | None
+    segments_BT: Array | None
+    attend: Attend
+    fused: FusedOps
 
 
 class LayerCache(NamedTuple):
@@ -71,7 +121,7 @@ class ValueEmbedding(nnx.Module):
     def __call__(
         self, x_BTD: Float[Array, "B T D"], tokens_BT: Int[Array, "B T"]
     ) -> Float[Array, "B T KH"]:
-        gate_cK = self.gate[...]
+        gate_cK = dequantize(self.gate.get_value())
         gate_BTK = 3 * jax.nn.sigmoid(x_BTD[..., : gate_cK.shape[0]] @ gate_cK)
         rows = lookup(self.table[...], tokens_BT)
         split = rows.reshape(*rows.shape[:2], gate_cK.shape[1], -1)
@@ -101,12 +151,9 @@ class Attention(nnx.Module):
         self,
         x_BTD: Float[Array, "B T D"],
         spec: LayerSpec,
-        rope: Rotary | None,
+        inputs: LayerInputs,
         value_BTC: Float[Array, "B T C"] | None,
-        segments_BT: Int[Array, "B T"] | None,
         cache: LayerCache | None,
-        attend: Attend = parallel.attention,
-        rope_by: str | None = "xla",
     ) -> tuple[Float[Array, "B T D"], tuple[CacheArray, CacheArray]]:
         """Returns the output and the keys and values: of these tokens, or the updated cache."""
         c = self.config
@@ -117,35 +164,27 @@ class Attention(nnx.Module):
         if value_BTC is not None:
             v_BTC = v_BTC + value_BTC
         v_BTKH = v_BTC.reshape(B, T, c.kv_heads, c.head_dim)
-        if rope_by == "xla":
-            q_BTNH, k_BTKH = (
-                self.norm_and_rope(q_BTNH, rope, self.q_gain),
-                self.norm_and_rope(k_BTKH, rope, self.k_gain),
-            )
+        rope = inputs.short_rope if spec.short_rope else inputs.rope
+        if inputs.fused.rope == "xla":
+            q_BTNH = self.norm_and_rope(q_BTNH, rope, self.q_gain)
+            k_BTKH = self.norm_and_rope(k_BTKH, rope, self.k_gain)
         else:
-            q_BTNH, k_BTKH = rope_norm(q_BTNH, k_BTKH, rope, c.norm_eps, rope_by)
+            q_BTNH, k_BTKH = rope_norm(q_BTNH, k_BTKH, rope, c.norm_eps, inputs.fused.rope)
         # The factor on queries and on keys is one factor on their product.
         scale = (c.qk_scale**2 if c.qk_norm else 1.0) / math.sqrt(c.head_dim)
         scale = c.attention_scale or scale
+        options = AttentionOptions(
+            spec.window, inputs.segments_BT, c.attention_softcap, scale, c.attention,
+            c.deterministic_attention,
+        )  # fmt: skip
         if cache is None:
             q_BTNH = constrain(q_BTNH, "batch", "tokens", "heads", None)
-            y_BTNH = attend(
-                q_BTNH, k_BTKH, v_BTKH, window=spec.window, segments_BT=segments_BT,
-                softcap=c.attention_softcap, scale=scale, implementation=c.attention,
-                deterministic=c.deterministic_attention,
-            )  # fmt: skip
-            kept = (k_BTKH, v_BTKH)
+            y_BTNH, kv = inputs.attend(q_BTNH, k_BTKH, v_BTKH, options), (k_BTKH, v_BTKH)
         else:
-            y_BTNH, kept = decode(
-                q_BTNH,
-                k_BTKH,
-                v_BTKH,
-                cache,
-                spec.window or c.context_length + c.virtual - 1,
-                c.attention_softcap,
-                scale,
-            )
-        return add_bias(dense(y_BTNH.reshape(B, T, -1), self.out), self.out_bias), kept
+            # No layer looks back further than the trained context: text of any length stays stable.
+            window = spec.window or c.context_length + c.virtual - 1
+            y_BTNH, kv = decode(q_BTNH, k_BTKH, v_BTKH, cache, options._replace(window=window))
+        return add_bias(dense(y_BTNH.reshape(B, T, -1), self.out), self.out_bias), kv
 
     def norm_and_rope(
         self, x_BTNH: Float[Array, "B T N H"], rope: Rotary | None, gain: nnx.Param | None
@@ -163,17 +202,14 @@ def decode(
     k_B1KH: Float[Array, "B 1 K H"],
     v_B1KH: Float[Array, "B 1 K H"],
     cache: LayerCache,
-    window: int,
-    softcap: float | None,
-    scale: float,
+    options: AttentionOptions,
 ) -> tuple[Float[Array, "B 1 N H"], tuple[CacheArray, CacheArray]]:
-    """Append one token a row to the cache and attend to the last `window` tokens and itself.
-
-    No layer looks back further than the trained context, so that text of any length stays stable.
-    """
+    """Append one token a row to the cache; attend to the last `window` tokens and itself."""
     k_BSKH = append(cache.k_BSKH, k_B1KH, cache.lengths_B)
     v_BSKH = append(cache.v_BSKH, v_B1KH, cache.lengths_B)
+    assert options.window is not None
     y_BNH = kernels.decode_attention(
-        q_B1NH[:, 0], k_BSKH, v_BSKH, cache.lengths_B, window=window, softcap=softcap, scale=scale
-    )
+        q_B1NH[:, 0], k_BSKH, v_BSKH, cache.lengths_B, window=options.window,
+        softcap=options.softcap, scale=options.scale,
+    )  # fmt: skip
     return y_BNH[:, None], (k_BSKH, v_BSKH)

@@ -1,21 +1,34 @@
 """One layer: attention and feed-forward, each on the normed stream and added to it."""
 
-from typing import Any
+from typing import Any, NamedTuple
 
 from flax import nnx
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
-from jaxtrain import parallel
 from jaxtrain.model import remat
-from jaxtrain.model.attention import Attend, Attention, CacheArray, LayerCache, ValueEmbedding
+from jaxtrain.model.attention import Attention, CacheArray, LayerCache, LayerInputs, ValueEmbedding
 from jaxtrain.model.config import ResolvedModel
-from jaxtrain.model.fused_ops import PLAIN, FusedOps, add_norm
+from jaxtrain.model.fused_ops import add_norm
 from jaxtrain.model.init import SCHEMES, constant
-from jaxtrain.model.layers import Adapter, FeedForward, Rotary, layer_norm, rms_norm
+from jaxtrain.model.layers import Adapter, FeedForward, layer_norm, rms_norm
 from jaxtrain.model.moe import MixtureOfExperts
 from jaxtrain.model.plan import LayerSpec
 from jaxtrain.parallel import constrain
 from jaxtrain.weights.params import declare
+
+
+class BlockOutput(NamedTuple):
+    """What a layer hands on.
+
+    x_BTD: the stream after attention. branch_BTD: what the feed-forward network adds to it. kv:
+    keys and values of these tokens, or the updated cache. balance_B: the experts' balance loss of
+    each row, None without experts.
+    """
+
+    x_BTD: Array
+    branch_BTD: Array
+    kv: tuple[CacheArray, CacheArray]
+    balance_B: Array | None = None
 
 
 class Block(nnx.Module):
@@ -45,27 +58,23 @@ class Block(nnx.Module):
         self,
         x_BTD: Float[Array, "B T D"],
         spec: LayerSpec,
-        rope: Rotary | None,
-        value: tuple[ValueEmbedding, Array] | None,
-        segments_BT: Int[Array, "B T"] | None,
+        inputs: LayerInputs,
+        value: ValueEmbedding | None = None,
         cache: LayerCache | None = None,
-        attend: Attend = parallel.attention,
-        fused: FusedOps = PLAIN,
         h_BTD: Float[Array, "B T D"] | None = None,
         ffn: FeedForward | MixtureOfExperts | None = None,
-    ) -> tuple[Array, Array, tuple[CacheArray, CacheArray], Array | None]:
-        """The stream after attention, what the feed-forward adds to it, and keys and values.
+    ) -> BlockOutput:
+        """h_BTD: the normed stream, where it is known. ffn: the network, where the block has none.
 
-        h_BTD: the normed stream, where it is known. ffn: the network, where the block has none;
-        of a MixtureOfExperts comes the balance loss of each row as well.
+        value: the layer's value embedding, if it has one; virtual tokens (no tokens_BT) skip it.
         """
+        fused = inputs.fused
         if h_BTD is None:
             h_BTD = self.pre_norm(x_BTD, self.attention_gain, self.attention_shift)
-        value_BTC = None if value is None else value[0](h_BTD, value[1])
-        see = lambda h_BTD: self.attention(
-            h_BTD, spec, rope, value_BTC, segments_BT, cache, attend, fused.rope
-        )
-        y_BTD, kept = remat.checkpoint_sublayer("attention", see, spec.remat)(h_BTD)
+        tokens_BT = inputs.tokens_BT
+        value_BTC = None if value is None or tokens_BT is None else value(h_BTD, tokens_BT)
+        see = lambda h_BTD: self.attention(h_BTD, spec, inputs, value_BTC, cache)
+        y_BTD, kv = remat.checkpoint_sublayer("attention", see, spec.remat)(h_BTD)
         y_BTD = y_BTD if self.attention_adapter is None else self.attention_adapter(y_BTD)
         y_BTD = self.post_norm(y_BTD, self.attention_post_gain, self.attention_post_shift)
         y_BTD = scaled(y_BTD, self.attention_scale)
@@ -86,7 +95,7 @@ class Block(nnx.Module):
             y_BTD = remat.tiled(feed, h_BTD, self.config.ffn_tiles)
         y_BTD = y_BTD if self.ffn_adapter is None else self.ffn_adapter(y_BTD)
         y_BTD = self.post_norm(y_BTD, self.ffn_post_gain, self.ffn_post_shift)
-        return x_BTD, scaled(y_BTD, self.ffn_scale), kept, balance_B
+        return BlockOutput(x_BTD, scaled(y_BTD, self.ffn_scale), kv, balance_B)
 
     def pre_norm(
         self, x_BTD: Float[Array, "B T D"], gain: Any, shift: Any

@@ -12,7 +12,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
-from jaxtrain import parallel
+from jaxtrain.model.attention import AttentionOptions, attend_rows
 
 FLOOR = -1e30  # finite, so that padding, which sees nothing, gives no NaN
 
@@ -29,23 +29,18 @@ def branched_attention(
     q_BTNH: Float[Array, "B T N H"],
     k_BTKH: Float[Array, "B T K H"],
     v_BTKH: Float[Array, "B T K H"],
+    options: AttentionOptions,
     *,
     branches: Branches,
-    window: int | None,
-    segments_BT: Int[Array, "B T"] | None,
-    softcap: float | None,
-    scale: float,
-    implementation: str | None,
-    deterministic: bool,
     return_lse: bool = False,
 ) -> Any:
-    """As `parallel.attention`: its kernel for the trunk, plain matmuls for the branches."""
+    """As `attend_rows`: its kernel for the trunk, plain matmuls for the branches."""
+    window, segments_BT, softcap, scale, *_ = options
     assert segments_BT is not None, "what is a branch's parent without segments"
     split = q_BTNH.shape[1] - branches.parents_BR.shape[1]
-    trunk = parallel.attention(
-        q_BTNH[:, :split], k_BTKH[:, :split], v_BTKH[:, :split], window=window,
-        segments_BT=segments_BT[:, :split], softcap=softcap, scale=scale,
-        implementation=implementation, deterministic=deterministic, return_lse=return_lse,
+    trunk = attend_rows(
+        q_BTNH[:, :split], k_BTKH[:, :split], v_BTKH[:, :split],
+        options._replace(segments_BT=segments_BT[:, :split]), return_lse=return_lse,
     )  # fmt: skip
     seen_BRT = visible(branches, segments_BT, window)
     B, R, (K, H) = len(q_BTNH), seen_BRT.shape[1], k_BTKH.shape[2:]

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 from jaxtrain.model.fused_ops import FASTEST, FusedOps, fits_norm, fits_rope
 from jaxtrain.model.rope import RopeScaling
 from jaxtrain.settings import Settings, UserError
+from jaxtrain.weights import LAYER_FORMS
 
 Remat = Literal["none", "attention", "ffn", "dots", "block", "offload"]
 
@@ -194,6 +195,11 @@ class ModelConfig(Settings):
         None,
         description="training's matmuls in float8: of the blocks' matrices, or of the head as well",
     )
+    weight_form: str | None = Field(
+        None,
+        description="quantization-aware training: each use of a block's matrix rounds it to the "
+        "grid of fake_int8 or fake_int4, a scale an output channel; default none",
+    )
     fp8_history: int | None = Field(
         None,
         ge=1,
@@ -242,6 +248,12 @@ class ModelConfig(Settings):
             raise ValueError("fp8_history needs fp8: there is nothing to scale")
         if self.fp8_history and (self.ffn_tiles > 1 or self.prompt):
             raise ValueError("fp8_history needs ffn_tiles: 1 and no prompt: one call of a matrix")
+        if self.weight_form not in (None, *LAYER_FORMS):
+            raise ValueError(
+                f"weight_form has no {self.weight_form}; it has {', '.join(LAYER_FORMS)}"
+            )
+        if self.weight_form and self.fp8:
+            raise ValueError("weight_form needs fp8: null: a matrix has one form")
         if self.prompt and self.prefix:
             raise ValueError("prompt and prefix: take one of the two")
         if self.moe and self.ffn_bias:

@@ -12,7 +12,8 @@ from jaxtrain.model.fused_ops import relu2
 from jaxtrain.model.init import SCHEMES, constant, normal
 from jaxtrain.model.rope import RopeScaling, frequencies
 from jaxtrain.parallel import constrain, embedding_grad, embedding_lookup, feed_forward_relu2
-from jaxtrain.weights.float8 import Fp8Weight, dense, feed_forward_fp8
+from jaxtrain.weights.contract import dense
+from jaxtrain.weights.float8 import Fp8Weight, feed_forward_fp8
 from jaxtrain.weights.params import declare
 
 

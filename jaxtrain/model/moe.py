@@ -19,6 +19,7 @@ from jaxtrain.model import remat
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.init import SCHEMES, constant
 from jaxtrain.model.layers import ACTIVATIONS, GATED, FeedForward
+from jaxtrain.weights.contract import dequantize
 from jaxtrain.weights.params import BALANCE_GROUPS, declare
 
 
@@ -70,9 +71,10 @@ class MixtureOfExperts(nnx.Module):
         here = lambda y_BTD: parallel.constrain(y_BTD, "batch", "tokens", None)
         x_BTD = gathered(x_BTD)
         route = self.route(x_BTD)
-        ups = (self.up[...],) if self.gate is None else (self.gate[...], self.up[...])
+        array = lambda param: dequantize(param.get_value())  # the kernel groups rows by expert
+        ups = tuple(array(p) for p in (self.gate, self.up) if p is not None)
         y_BTD, sizes_E = parallel.moe_dispatch_combine(
-            self.network, x_BTD, route.chosen_BTk, route.weights_BTk, ups, self.down[...],
+            self.network, x_BTD, route.chosen_BTk, route.weights_BTk, ups, array(self.down),
             self.tiles,
         )  # fmt: skip
         y_BTD = with_load(y_BTD, self.bias[...], sizes_E / self.config.top_k)

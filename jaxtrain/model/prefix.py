@@ -19,7 +19,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
-from jaxtrain import parallel
+from jaxtrain.model.attention import Attend, AttentionOptions, attend_rows
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.init import normal
 from jaxtrain.weights.params import declare
@@ -64,9 +64,11 @@ def prepend_kv(virtual: KeysValues, kv: list[Any]) -> list[Any]:
     return [(prepend(k, pair[0]), prepend(v, pair[1])) for k, v, pair in layers]
 
 
-def self_attention_only(*arrays: Array, implementation: str | None, **options: Any) -> Array:
-    """`parallel.attention` of the virtual tokens' own row, which is too short for most kernels."""
-    return parallel.attention(*arrays, implementation="xla", **options)
+def self_attention_only(
+    q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, options: AttentionOptions, **more: Any
+) -> Any:
+    """`attend_rows` of the virtual tokens' own row, which is too short for most kernels."""
+    return attend_rows(q_BTNH, k_BTKH, v_BTKH, options._replace(implementation="xla"), **more)
 
 
 def offset_positions(positions_BT: Array | None, T: int, count: int) -> Array:
@@ -76,7 +78,7 @@ def offset_positions(positions_BT: Array | None, T: int, count: int) -> Array:
     return positions_BT + count
 
 
-def with_prefix_kv(own: KeysValues | None, attend: Any, positions_BT: Array) -> Any:
+def with_prefix_kv(own: KeysValues | None, attend: Attend, positions_BT: Array) -> Any:
     """`attend` with a layer's virtual tokens, if there are any, in front of every text."""
     if own is None:
         return attend
@@ -87,21 +89,18 @@ def attention(
     q_BTNH: Float[Array, "B T N H"],
     k_BTKH: Float[Array, "B T K H"],
     v_BTKH: Float[Array, "B T K H"],
+    options: AttentionOptions,
     *,
-    attend: Any,
+    attend: Attend,
     virtual: KeysValues,
     positions_BT: Int[Array, "b T"],
-    window: int | None,
-    softcap: float | None,
-    scale: float,
-    **options: Any,
 ) -> Float[Array, "B T N H"]:
     """`attend` over the text and the virtual tokens: two softmaxes, joined by what they sum to.
 
     virtual: k_PKH, v_PKH. positions_BT: of the queries, virtual tokens counted.
     """
-    more = dict(window=window, softcap=softcap, scale=scale, return_lse=True, **options)
-    y_BTNH, lse_BNT = attend(q_BTNH, k_BTKH, v_BTKH, **more)
+    y_BTNH, lse_BNT = attend(q_BTNH, k_BTKH, v_BTKH, options, return_lse=True)
+    window, _, softcap, scale, *_ = options
     k_PKH, v_PKH = (x.astype(q_BTNH.dtype) for x in virtual)
     (B, T, N, H), (P, K, _) = q_BTNH.shape, k_PKH.shape
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)

@@ -6,14 +6,42 @@ from typing import Any
 
 import jax
 import numpy as np
+from flax import nnx
 
 from jaxtrain.model.plan import Plan
 from jaxtrain.model.remat import POLICIES
+from jaxtrain.settings import UserError
+from jaxtrain.weights import WEIGHTS
+from jaxtrain.weights.contract import is_weight
+from jaxtrain.weights.params import path_name
 
 
 def part_sizes(period: Plan, parts: Iterable[str]) -> dict[str, int]:
     """How many layers of a period have each part."""
     return {name: sum(name in spec.parts for spec in period) for name in parts}
+
+
+def in_form(state: Any, form: str | None) -> Any:
+    """A layer's parameters, its matrices in a form of WEIGHTS. Routers and adapters stay arrays.
+
+    Raises UserError where a matrix has another form already.
+    """
+    if form is None:
+        return state
+
+    def encode(path: Any, param: nnx.Param) -> nnx.Param:
+        if param.get_metadata()["spec"].group not in ("matrix", "experts"):
+            return param
+        w = param.get_value()
+        if is_weight(w):
+            raise UserError(
+                f"model.weight_form={form}: {path_name(path)} is a {type(w).__name__} already; "
+                "leave out model.weight_form, or finetune.base_quantization and LoRA or IA3"
+            )
+        return param.replace(WEIGHTS[form].encode(w))
+
+    is_param = lambda leaf: isinstance(leaf, nnx.Param)
+    return jax.tree_util.tree_map_with_path(encode, state, is_leaf=is_param)
 
 
 def take(stack: Any, start: int, repeats: int, size: int) -> Any:

@@ -17,16 +17,24 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrain import parallel
 from jaxtrain.model import prefix, remat
-from jaxtrain.model.attention import Attend, CacheArray, LayerCache, ValueEmbedding, init_kv_cache
+from jaxtrain.model.attention import (
+    Attend,
+    CacheArray,
+    LayerCache,
+    LayerInputs,
+    ValueEmbedding,
+    attend_rows,
+    init_kv_cache,
+)
 from jaxtrain.model.block import Block, declare_norm, normed
 from jaxtrain.model.branches import Branches, branched_attention, take_before
 from jaxtrain.model.config import ResolvedModel, round_up
 from jaxtrain.model.fused_ops import PLAIN, FusedOps, Stream, fastest, prenorm, residual_out
 from jaxtrain.model.init import SCHEMES, constant, uniform
-from jaxtrain.model.layers import FeedForward, Rotary, lookup, rms_norm, rotary
+from jaxtrain.model.layers import FeedForward, lookup, rms_norm, rotary
 from jaxtrain.model.moe import MixtureOfExperts
 from jaxtrain.model.plan import LayerSpec, Plan, make_plan, scan_groups
-from jaxtrain.model.stack import layer_weights, part_sizes, take
+from jaxtrain.model.stack import in_form, layer_weights, part_sizes, take
 from jaxtrain.parallel import constrain
 from jaxtrain.weights.params import declare
 
@@ -40,19 +48,6 @@ class Cache(NamedTuple):
     kv: tuple[tuple[CacheArray, CacheArray], ...]  # k_BSKH, v_BSKH of each layer
     lengths_B: Array
     last_BD: Array
-
-
-class LayerInputs(NamedTuple):
-    """What every layer reads besides the stream."""
-
-    x0_BTD: Array
-    tokens_BT: Array | None  # of virtual tokens, none
-    positions_BT: Array
-    rope: Rotary | None
-    short_rope: Rotary | None
-    segments_BT: Array | None
-    attend: Attend
-    fused: FusedOps
 
 
 class Transformer(nnx.Module):
@@ -144,7 +139,7 @@ class Transformer(nnx.Module):
         segments_BT = segments_BT if self.config.document_mask else None
         inputs = parallel.zigzag_shard((tokens_BT, positions_BT, segments_BT))
         x_BTD, _ = self.embed_tokens(inputs[0], None, inputs[2], zigzag=True)
-        attend = functools.partial(parallel.attention, zigzag=True)
+        attend = functools.partial(attend_rows, zigzag=True)
         x_BTD, _, balance_B = self.run_layers(x_BTD, *inputs, attend=attend)
         return x_BTD, balance_B
 
@@ -156,7 +151,7 @@ class Transformer(nnx.Module):
         branches: Branches | None = None,
     ) -> Float[Array, "B T D"]:
         """The same, with the segments kept apart whatever `document_mask` says."""
-        attend = parallel.attention
+        attend: Attend = attend_rows
         if branches is not None:
             attend = functools.partial(branched_attention, branches=branches)
         x_BTD, _ = self.embed_tokens(tokens_BT, None, segments_BT, branches)
@@ -247,7 +242,7 @@ class Transformer(nnx.Module):
         segments_BT: Int[Array, "B T"] | None = None,
         cache: Cache | None = None,
         keep_kv: bool = False,
-        attend: Attend = parallel.attention,
+        attend: Attend = attend_rows,
     ) -> tuple[
         Float[Array, "B T D"], list[tuple[CacheArray, CacheArray]], Float[Array, "B"] | None
     ]:
@@ -366,7 +361,7 @@ class Transformer(nnx.Module):
         repeats: chunks of layers of a stage.
         """
         c = self.config
-        attend = functools.partial(parallel.attention, zigzag=True)
+        attend = functools.partial(attend_rows, zigzag=True)
         segments_MBT = segments_MBT if self.config.document_mask else None
         if positions_MBT is None:
             places = jnp.arange(tokens_MBT.shape[2], dtype=jnp.int32)
@@ -433,18 +428,21 @@ class Transformer(nnx.Module):
             layer, parts = pick(source)
             scales = (layer["residual_scale"], layer["x0_scale"]) if c.residual_scales else None
             x_BTD, h_BTD, x0_BTD = prenorm(stream, inputs.x0_BTD, scales, c.norm_eps, fused.norm)
-            block = nnx.merge(nnx.graphdef(self.blocks), layer["block"])
-            own = {n: nnx.merge(nnx.graphdef(getattr(self, n)), p) for n, p in parts.items()}
-            valued = spec.value_embed and inputs.tokens_BT is not None
-            value = (own["value_embed"], inputs.tokens_BT) if valued else None
-            rope = inputs.short_rope if spec.short_rope else inputs.rope
+            block = nnx.merge(nnx.graphdef(self.blocks), in_form(layer["block"], c.weight_form))
+            forms = {name: None if name == "value_embed" else c.weight_form for name in parts}
+            own = {
+                name: nnx.merge(nnx.graphdef(getattr(self, name)), in_form(part, forms[name]))
+                for name, part in parts.items()
+            }
             attend = prefix.with_prefix_kv(layer.get("virtual"), inputs.attend, inputs.positions_BT)
-            x_BTD, y_BTD, kept, more_B = block(
-                x_BTD, spec, rope, value, inputs.segments_BT, cache, attend, fused, h_BTD,
+            out = block(
+                x_BTD, spec, inputs._replace(attend=attend), own.get("value_embed"), cache, h_BTD,
                 own.get(spec.ffn),
             )  # fmt: skip
-            balance_B = stream.balance_B if more_B is None else stream.balance_B + more_B
-            return residual_out(x_BTD, y_BTD, None if whole else x0_BTD, balance_B), kept
+            balance_B = stream.balance_B
+            balance_B = balance_B if out.balance_B is None else balance_B + out.balance_B
+            x0_BTD = None if whole else x0_BTD
+            return residual_out(out.x_BTD, out.branch_BTD, x0_BTD, balance_B), out.kv
 
         if cache is None:
             run = remat.layer(run, spec.remat, scanned)

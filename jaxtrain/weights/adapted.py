@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxtrain.weights.packed import Packed, product, unpacked
+from jaxtrain.weights.contract import Weight, dequantize, matmul
 
 
 @functools.partial(
@@ -17,31 +17,40 @@ from jaxtrain.weights.packed import Packed, product, unpacked
     meta_fields=["scale"],
 )
 @dataclasses.dataclass(frozen=True)
-class Adapted:
+class AdaptedWeight(Weight):
     """rows x (w + scale x a b) x columns, one matrix or a stack: w [.., K, N], a [.., K, r],
     b [.., r, N]. The factors rows [.., K] and columns [.., N] are float32; None is no change.
     """
 
-    w: Any  # an array, or packed
+    w: Any  # an array, or quantized
     a: Any = None
     b: Any = None
     columns: Any = None
     rows: Any = None
     scale: float = 1.0
 
+    def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        """x times the changed matrix, which is never made.
 
-def adapted_dense(x: Float[Array, "*B K"], m: Adapted) -> Float[Array, "*B N"]:
-    """x times the changed matrix, which is never made.
+        Forward and backward, a low-rank branch takes 6 r (K + N) FLOPs a token; with x (w + a b)
+        the gradient of the product alone would take 2 K N, more for any rank below
+        K N / 3 (K + N).
+        """
+        over = lambda gain, y: (jnp.expand_dims(gain, range(y.ndim - 1)) * y).astype(y.dtype)
+        x = x if self.rows is None else over(self.rows, x)
+        y = matmul(x, self.w)
+        if self.a is not None:
+            y = y + (self.scale * (x @ self.a)).astype(x.dtype) @ self.b
+        return y if self.columns is None else over(self.columns, y)
 
-    Forward and backward, a low-rank branch takes 6 r (K + N) FLOPs a token; with x (w + a b) the
-    gradient of the product alone would take 2 K N, more for any rank below K N / 3 (K + N).
-    """
-    over = lambda gain, y: (jnp.expand_dims(gain, range(y.ndim - 1)) * y).astype(y.dtype)
-    x = x if m.rows is None else over(m.rows, x)
-    y = product(x, m.w)
-    if m.a is not None:
-        y = y + (m.scale * (x @ m.a)).astype(x.dtype) @ m.b
-    return y if m.columns is None else over(m.columns, y)
+    def dequantize(self) -> Float[Array, "K N"]:
+        """The changed matrix; changes are added in float32."""
+        w = dequantize(self.w)
+        y = w.astype(jnp.float32)
+        if self.a is not None:
+            y = y + self.scale * (self.a.astype(jnp.float32) @ self.b.astype(jnp.float32))
+        y = y if self.rows is None else self.rows[:, None] * y
+        return (y if self.columns is None else y * self.columns[None]).astype(w.dtype)
 
 
 @functools.partial(jax.jit, static_argnums=3)
@@ -51,29 +60,13 @@ def column_norms(
     """Norms [L, N] of the columns of w + scale x a b in float32; a layer's matrix at a time."""
 
     def one(wab: Any) -> Array:
-        w32 = unpacked(wab[0]).astype(jnp.float32)
+        w32 = dequantize(wab[0]).astype(jnp.float32)
         return jnp.linalg.norm(w32 + scale * (wab[1] @ wab[2]).astype(jnp.float32), axis=0)
 
     return jax.lax.map(one, (w, a, b))
 
 
 @jax.jit
-def whole(m: Any) -> Array:
-    """A stack of packed or adapted matrices [L, K, N] as an array; changes are added in float32."""
-
-    def one(m: Any) -> Array:
-        if not isinstance(m, Adapted):
-            return unpacked(m)
-        w = unpacked(m.w)
-        y = w.astype(jnp.float32)
-        if m.a is not None:
-            y = y + m.scale * (m.a.astype(jnp.float32) @ m.b.astype(jnp.float32))
-        y = y if m.rows is None else m.rows[:, None] * y
-        return (y if m.columns is None else y * m.columns[None]).astype(w.dtype)
-
-    return jax.lax.map(one, m)
-
-
-def is_special(leaf: Any) -> bool:
-    """Whether a leaf of the parameters is no array."""
-    return isinstance(leaf, (Adapted, Packed))
+def merge_weights(stack: Any) -> Array:
+    """A stack of matrices [L, K, N] in any form as an array, a layer at a time."""
+    return jax.lax.map(dequantize, stack)

@@ -1,6 +1,6 @@
 """Linear layers in float8: which matrices, their copies made once a step, and the product.
 
-A training step puts `Fp8Weight` in the place of the matrices that it computes in float8; who
+A training step puts an `Fp8Weight` in the place of the matrices that it computes in float8; who
 evaluates or generates passes the plain arrays, and `dense` multiplies those as they are.
 
 Delayed scaling (Transformer Engine's `DelayedScaling`): what a matrix is multiplied with is scaled
@@ -9,19 +9,18 @@ tensor. The step passes those magnitudes as an `AmaxHistory` and gets the new on
 their gradient.
 """
 
+import dataclasses
 import functools
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import jaxtrain_kernels as kernels
-from flax import nnx
 from jaxtyping import Array, DTypeLike, Float
 
 from jaxtrain.parallel.axes import constrain, current_mesh
 from jaxtrain.settings import UserError
-from jaxtrain.weights.adapted import Adapted, adapted_dense
-from jaxtrain.weights.packed import product
+from jaxtrain.weights.contract import Weight
 from jaxtrain.weights.params import ParamSpec, path_name
 
 # Smaller products take longer to quantise than they save (nanochat's bound); and cuBLASLt's
@@ -40,33 +39,36 @@ class AmaxHistory(NamedTuple):
     gradients: dict[str, Array]  # with respect to what a matrix puts out, by its name
 
 
-class Fp8Weight(NamedTuple):
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["w_KN", "fp8", "amax"], meta_fields=[]
+)
+@dataclasses.dataclass(frozen=True)
+class Fp8Weight(Weight):
     """A matrix, or a stack of them: the array that receives the gradient, and its float8 copy.
 
     amax: where scaling is delayed, of the input and of the output's gradient.
     """
 
-    w_KN: Array
-    fp8: kernels.Fp8
-    amax: tuple[Array, Array] | None = None
+    w_KN: Any
+    fp8: Any  # a kernels.Fp8
+    amax: Any = None
+
+    def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        amax_2 = None if self.amax is None else jnp.stack(self.amax)
+        y_MN = kernels.fp8_matmul(
+            x.reshape(-1, x.shape[-1]), self.w_KN, w_fp8=self.fp8, amax_2=amax_2,
+            implementation=cast_backend(),
+        )  # fmt: skip
+        return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
+
+    def dequantize(self) -> Float[Array, "K N"]:
+        """The array itself: float8 is how it is multiplied, not how it is stored."""
+        return self.w_KN
 
 
-def dense(x: Float[Array, "*B K"], weight: nnx.Param) -> Float[Array, "*B N"]:
-    """x w; in float8, unpacked, or with a change beside it where the step has given w so."""
-    w = weight.get_value()
-    if isinstance(w, Adapted):
-        return adapted_dense(x, w)
-    if not isinstance(w, Fp8Weight):
-        return product(x, w)
-    amax_2 = None if w.amax is None else jnp.stack(w.amax)
-    y_MN = kernels.fp8_matmul(
-        x.reshape(-1, x.shape[-1]),
-        w.w_KN,
-        w_fp8=w.fp8,
-        amax_2=amax_2,
-        implementation=cast_backend(),
-    )
-    return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
+def quantize_float8(w_LKN: Float[Array, "L K N"]) -> Fp8Weight:
+    """A stack with its float8 copy, each layer with its own scale."""
+    return Fp8Weight(w_LKN, float8_copies(w_LKN))
 
 
 def feed_forward_fp8(
@@ -110,8 +112,12 @@ def fp8_weights(params: Any, specs: Any) -> Any:
     Raises UserError on a device without float8, as `check_fp8` does.
     """
     check_fp8()
-    stack = jax.vmap(functools.partial(kernels.fp8_quantize, implementation="xla"))
-    return jax.tree.map(lambda p, s: stack(p) if in_fp8(s) else None, params, specs)
+    return jax.tree.map(lambda p, s: float8_copies(p) if in_fp8(s) else None, params, specs)
+
+
+def float8_copies(w_LKN: Float[Array, "L K N"]) -> kernels.Fp8:
+    """Float8 copies of a stack, each layer with its own scale."""
+    return jax.vmap(functools.partial(kernels.fp8_quantize, implementation="xla"))(w_LKN)
 
 
 def with_fp8(params: Any, copies: Any, specs: Any, amax: AmaxHistory | None = None) -> Any:

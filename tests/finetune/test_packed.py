@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.weights.packed import DYNAMIC, NF4, nearest, pack, product, unpacked
+from jaxtrain.weights.contract import dequantize, matmul
+from jaxtrain.weights.quantized import DYNAMIC, NF4, nearest, quantize
 
 GOLDEN = np.load(Path(__file__).with_name("golden.npz"))
 
@@ -35,28 +36,28 @@ def test_halfway_the_lower_value_is_taken(values):
 def test_the_codes_and_scales_are_those_of_bitsandbytes():
     """Its matrices are [out, in]; 272 blocks, so that the second 256 of the scales is not full."""
     w = matrix(272, 64)
-    packed = pack(jnp.asarray(w.T)[None], "nf4")
+    packed = quantize(jnp.asarray(w.T)[None], "nf4")
     np.testing.assert_array_equal(packed.codes[0], GOLDEN["nf4/codes"])
     np.testing.assert_array_equal(packed.scales[0], GOLDEN["nf4/scales"])
     np.testing.assert_allclose(packed.steps[0], GOLDEN["nf4/steps"], rtol=1e-6)
     np.testing.assert_allclose(packed.mean[0], GOLDEN["nf4/mean"], rtol=1e-6)
     back = jax.tree.map(lambda x: x[0], packed)
-    np.testing.assert_allclose(unpacked(back).T[::8], GOLDEN["nf4/whole"], atol=1e-6)
+    np.testing.assert_allclose(dequantize(back).T[::8], GOLDEN["nf4/whole"], atol=1e-6)
 
 
 @pytest.mark.parametrize(("kind", "bits", "error"), [("nf4", 4.127, 0.12), ("int8", 8.02, 0.01)])
 def test_bits_error_product_and_gradient(kind, bits, error):
     """The gradient of x is that through the whole matrix; a layer of zeros stays zero."""
     w = np.stack([matrix(2048, 256), np.zeros((2048, 256), np.float32)])
-    packed = pack(jnp.asarray(w), kind)
+    packed = quantize(jnp.asarray(w), kind)
     size = sum(x.nbytes for x in jax.tree.leaves(packed))
     assert 8 * size / w.size == pytest.approx(bits, abs=0.005)
     first, second = (jax.tree.map(lambda x, i=i: x[i], packed) for i in range(2))
-    whole = unpacked(first)
+    whole = dequantize(first)
     assert np.sqrt(np.mean((whole - w[0]) ** 2)) < error
-    assert not np.asarray(unpacked(second)).any()
+    assert not np.asarray(dequantize(second)).any()
     x, dy = matrix(3, 2048, seed=1), matrix(3, 256, seed=2)
-    y, back = jax.vjp(lambda x: product(x, first), jnp.asarray(x))
+    y, back = jax.vjp(lambda x: matmul(x, first), jnp.asarray(x))
     np.testing.assert_allclose(y, x @ whole, rtol=1e-4, atol=1e-3)
     np.testing.assert_allclose(back(jnp.asarray(dy))[0], dy @ whole.T, rtol=1e-4, atol=1e-3)
 
@@ -64,11 +65,11 @@ def test_bits_error_product_and_gradient(kind, bits, error):
 def test_no_whole_matrix_is_kept_for_the_gradient():
     """Of many layers one is whole at a time, not all from the forward to the backward pass."""
     L, D = 24, 256
-    packed = pack(jnp.asarray(matrix(L, D, D)), "nf4")
+    packed = quantize(jnp.asarray(matrix(L, D, D)), "nf4")
 
     def loss(x, packed):
         for i in range(L):
-            x = jnp.tanh(product(x, jax.tree.map(lambda p, i=i: p[i], packed)))
+            x = jnp.tanh(matmul(x, jax.tree.map(lambda p, i=i: p[i], packed)))
         return jnp.sum(x)
 
     kept = jax.tree.leaves(jax.vjp(lambda x: loss(x, packed), jnp.ones((4, D)))[1])

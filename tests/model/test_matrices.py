@@ -1,7 +1,6 @@
 """Every matrix of a block goes through `dense`: it may be packed, have a change beside it, or be in
 float8. README's example of a new matrix is held to it as well."""
 
-import functools
 import inspect
 import re
 from pathlib import Path
@@ -16,12 +15,20 @@ from tiny import VOCAB, random_params, resolved, tokens
 import jaxtrain
 from jaxtrain.finetune import LoRAConfig, make_partition
 from jaxtrain.finetune.partition import block_matrices, flatten, map_named
-from jaxtrain.model import Adapted, Transformer, attention, block, pack, split, whole
+from jaxtrain.model import (
+    AdaptedWeight,
+    Transformer,
+    attention,
+    block,
+    merge_weights,
+    split,
+)
 from jaxtrain.model.config import ResolvedModel
-from jaxtrain.weights import float8 as model_fp8
+from jaxtrain.settings import UserError
+from jaxtrain.weights import LAYER_FORMS, WEIGHTS
 
 README = Path(jaxtrain.__file__).parents[1] / "README.md"
-FORMS = ("lora", "nf4", "int8", "float8")
+FORMS = ("lora", *(name for name, form in WEIGHTS.items() if form.place != "layer"))
 GATED = {"attention_gate": True}
 CASES = FAMILIES | {"experts": {"moe": {"experts": 2, "every": 2}, "depth": 2}, "README": GATED}
 
@@ -46,15 +53,12 @@ def gate(monkeypatch):
 
 def in_form(form, name, w_LKN):
     """A stack of matrices as a step may have it."""
-    if form in ("nf4", "int8"):
-        return pack(w_LKN, form)
-    if form == "float8":
-        quantize = functools.partial(model_fp8.kernels.fp8_quantize, implementation="xla")
-        return model_fp8.Fp8Weight(w_LKN, jax.vmap(quantize)(w_LKN))
+    if form in WEIGHTS:
+        return WEIGHTS[form].encode(w_LKN)
     L, K, N = w_LKN.shape
     random = np.random.default_rng(len(name))
     a, b = random.normal(size=(L, K, 2)), random.normal(size=(L, 2, N))
-    return Adapted(w_LKN, jnp.float32(a), jnp.float32(b), scale=0.1)
+    return AdaptedWeight(w_LKN, jnp.float32(a), jnp.float32(b), scale=0.1)
 
 
 def one_layer(name, monkeypatch):
@@ -83,7 +87,7 @@ def test_a_matrix_of_a_block_works_in_every_form(name, form, monkeypatch):
     changed = map_named(lambda n, x: given.get(n, x), params)
     out, plain = logits(graphdef, changed, tokens(2)), params
     if form != "float8":
-        plain = map_named(lambda n, x: whole(given[n]) if n in given else x, params)
+        plain = map_named(lambda n, x: merge_weights(given[n]) if n in given else x, params)
     expected = np.asarray(logits(graphdef, plain, tokens(2)))
     error = np.linalg.norm(out - expected) / np.linalg.norm(expected)
     assert error < (0.2 if form == "float8" else 1e-4)
@@ -106,3 +110,54 @@ def test_a_narrow_matrix_is_a_target_of_lora_whatever_the_rank(monkeypatch):
     _, specs = split(Transformer(one_layer("README", monkeypatch), VOCAB))
     partition = make_partition(LoRAConfig(rank=16), specs, jnp.dtype(jnp.float32))
     assert flatten(partition.trainable)["blocks/attention/gate/b"].shape == (1, 16, 4)
+
+
+# ---- fake quantization ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
+@pytest.mark.parametrize("form", LAYER_FORMS)
+def test_a_form_of_the_layer_is_that_of_every_matrix(form, scan):
+    """The model with the switch is the model of the rounded matrices, and no other parameter."""
+    changes = {"moe": {"experts": 2, "every": 2}, "depth": 4, "scan_layers": scan}
+    graphdef, specs = split(Transformer(resolved(**changes), VOCAB))
+    params, chosen = random_params(specs), []
+
+    def rounded(name, w):
+        spec = flatten(specs)[name]
+        if spec.role != "matrix" or spec.group == "router" or name.startswith("value_embed"):
+            return w
+        chosen.append(name)
+        return WEIGHTS[form].encode(w)
+
+    expected = logits(graphdef, map_named(rounded, params), tokens(2))
+    assert {name.split("/")[0] for name in chosen} == {"blocks", "dense", "experts"}
+    switched, _ = split(Transformer(resolved(**changes, weight_form=form), VOCAB))
+    found = logits(switched, params, tokens(2))
+    np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
+    assert np.abs(found - logits(graphdef, params, tokens(2))).max() > 1e-3
+
+
+@pytest.mark.parametrize(("form", "most"), [("fake_int8", 127), ("fake_int4", 7)])
+def test_fake_quantization_by_hand(form, most):
+    """Values are whole steps of a scale an output channel; the gradient passes through."""
+    w = np.random.default_rng(0).normal(size=(2, 6, 3)).astype(np.float32)
+    w[0, :, 1] = 0
+    scale = np.abs(w).max(axis=1, keepdims=True) / most
+    expected = np.round(w / np.where(scale > 0, scale, 1)) * scale
+    encode = WEIGHTS[form].encode
+    np.testing.assert_allclose(encode(jnp.asarray(w)), expected, rtol=1e-6, atol=1e-7)
+    assert len(np.unique(np.round(expected[1, :, 0] / scale[1, 0, 0]))) <= 2 * most + 1
+    dy = np.arange(w.size, dtype=np.float32).reshape(w.shape)
+    gradient = jax.grad(lambda w: jnp.sum(encode(w) * dy))(jnp.asarray(w))
+    np.testing.assert_array_equal(gradient, dy)
+
+
+@pytest.mark.parametrize("form", ["nf4", "lora"])
+def test_a_matrix_has_one_form(form):
+    graphdef, specs = split(Transformer(resolved(depth=1, weight_form="fake_int8"), VOCAB))
+    put = lambda n, x: in_form(form, n, x) if n == "blocks/attention/q" else x
+    with pytest.raises(UserError, match="model.weight_form=fake_int8: attention/q is a .* already"):
+        logits(graphdef, map_named(put, random_params(specs)), tokens(2))
+    with pytest.raises(ValueError, match="weight_form needs fp8: null"):
+        resolved(weight_form="fake_int8", fp8="blocks")

@@ -14,6 +14,8 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxtrain.weights.contract import Weight
+
 BLOCK, SCALES = 64, 256
 # fmt: off
 NF4 = np.array([
@@ -44,7 +46,7 @@ DYNAMIC = dynamic_values()
     meta_fields=["shape", "dtype"],
 )
 @dataclasses.dataclass(frozen=True)
-class Packed4:
+class NF4Weight(Weight):
     """codes uint8 [.., K N / 2], scales uint8 [.., blocks], steps float32 [.., blocks / 256],
     mean float32 [..]; shape is one matrix's (K, N)."""
 
@@ -55,20 +57,33 @@ class Packed4:
     shape: tuple[int, int]
     dtype: str
 
+    def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        return frozen_matmul(x, self)
+
+    def dequantize(self) -> Float[Array, "K N"]:
+        K, N = self.shape
+        steps = jnp.repeat(self.steps, SCALES)[: self.scales.shape[0]]
+        most = jnp.asarray(DYNAMIC)[self.scales] * steps + self.mean
+        codes = jnp.stack([self.codes >> 4, self.codes & 15], axis=-1).reshape(-1, BLOCK)
+        return (jnp.asarray(NF4)[codes] * most[:, None]).astype(self.dtype).reshape(N, K).T
+
 
 @functools.partial(
     jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=["dtype"]
 )
 @dataclasses.dataclass(frozen=True)
-class Packed8:
+class Int8Weight(Weight):
     """codes int8 [.., K, N], scales float32 [.., N]: a column's largest value is 127."""
 
     codes: Any
     scales: Any
     dtype: str
 
+    def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        return frozen_matmul(x, self)
 
-Packed = Packed4 | Packed8
+    def dequantize(self) -> Float[Array, "K N"]:
+        return (self.codes * self.scales[None]).astype(self.dtype)
 
 
 def nearest(x: Array, values: np.ndarray) -> Array:
@@ -86,7 +101,7 @@ def nearest(x: Array, values: np.ndarray) -> Array:
     return index
 
 
-def pack4(w_KN: Float[Array, "K N"]) -> Packed4:
+def quantize_nf4(w_KN: Float[Array, "K N"]) -> NF4Weight:
     """One matrix in 4 bits; K N is a multiple of 64."""
     blocks = w_KN.T.astype(jnp.float32).reshape(-1, BLOCK)
     most = jnp.max(jnp.abs(blocks), axis=1)
@@ -97,58 +112,40 @@ def pack4(w_KN: Float[Array, "K N"]) -> Packed4:
     scales = nearest(rest / jnp.where(steps > 0, steps, 1.0)[:, None], DYNAMIC)
     packed = codes[:, 0] << 4 | codes[:, 1]
     K, N = w_KN.shape
-    return Packed4(packed, scales.reshape(-1)[: len(most)], steps, mean, (K, N), w_KN.dtype.name)
+    return NF4Weight(packed, scales.reshape(-1)[: len(most)], steps, mean, (K, N), w_KN.dtype.name)
 
 
-def pack8(w_KN: Float[Array, "K N"]) -> Packed8:
+def quantize_int8(w_KN: Float[Array, "K N"]) -> Int8Weight:
     """One matrix in 8 bits, a scale a column."""
     scales = jnp.max(jnp.abs(w_KN.astype(jnp.float32)), axis=0) / 127
     codes = jnp.round(w_KN / jnp.where(scales > 0, scales, 1.0)[None]).astype(jnp.int8)
-    return Packed8(codes, scales, w_KN.dtype.name)
+    return Int8Weight(codes, scales, w_KN.dtype.name)
 
 
-PACKERS = {"nf4": pack4, "int8": pack8}
+QUANTIZERS = {"nf4": quantize_nf4, "int8": quantize_int8}
 
 
 @functools.partial(jax.jit, static_argnums=1)
-def pack(w_LKN: Float[Array, "L K N"], kind: Literal["nf4", "int8"]) -> Packed:
+def quantize(w_LKN: Float[Array, "L K N"], kind: Literal["nf4", "int8"]) -> NF4Weight | Int8Weight:
     """A stack, a matrix at a time."""
-    return jax.lax.map(PACKERS[kind], w_LKN)
-
-
-def unpacked(w: Any) -> Array:
-    """One matrix [K, N] in the dtype of the compute; an array is returned as it is."""
-    if isinstance(w, Packed8):
-        return (w.codes * w.scales[None]).astype(w.dtype)
-    if not isinstance(w, Packed4):
-        return w
-    K, N = w.shape
-    steps = jnp.repeat(w.steps, SCALES)[: w.scales.shape[0]]
-    most = jnp.asarray(DYNAMIC)[w.scales] * steps + w.mean
-    codes = jnp.stack([w.codes >> 4, w.codes & 15], axis=-1).reshape(-1, BLOCK)
-    return (jnp.asarray(NF4)[codes] * most[:, None]).astype(w.dtype).reshape(N, K).T
+    return jax.lax.map(QUANTIZERS[kind], w_LKN)
 
 
 @jax.custom_vjp
-def packed_product(x: Array, w: Packed) -> Array:
+def frozen_matmul(x: Array, w: Weight) -> Array:
     """x w. What is kept for the gradient is the packed matrix: the whole one would stay in memory
     from the forward to the backward pass, of every layer."""
     x, w = jax.lax.optimization_barrier((x, w))  # whole when it is its turn, not all at the start
-    return x @ unpacked(w)
+    return x @ w.dequantize()
 
 
-def _forward(x: Array, w: Packed) -> tuple[Array, Packed]:
-    return packed_product(x, w), w
+def _forward(x: Array, w: Weight) -> tuple[Array, Weight]:
+    return frozen_matmul(x, w), w
 
 
-def _backward(w: Packed, dy: Array) -> tuple[Array, None]:
+def _backward(w: Weight, dy: Array) -> tuple[Array, None]:
     w, dy = jax.lax.optimization_barrier((w, dy))  # else XLA would keep the forward pass's
-    return dy @ unpacked(w).T, None
+    return dy @ w.dequantize().T, None
 
 
-packed_product.defvjp(_forward, _backward)
-
-
-def product(x: Array, w: Any) -> Array:
-    """x times a matrix, packed or not."""
-    return packed_product(x, w) if isinstance(w, Packed) else x @ w
+frozen_matmul.defvjp(_forward, _backward)

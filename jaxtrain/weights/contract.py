@@ -1,0 +1,48 @@
+"""The contract of a matrix: how it is multiplied, and which array it stands for.
+
+A parameter's value is an array or a `Weight`: a stored form such as nf4, float8 or LoRA. Layers
+call `dense`, or `dequantize` where a kernel needs the array, and know no form by name. What turns
+an array into each form is in the table `jaxtrain.weights.WEIGHTS`.
+"""
+
+import abc
+from typing import Any
+
+from flax import nnx
+from jaxtyping import Array, Float
+
+
+class Weight(abc.ABC):
+    """A matrix [K, N] in another form than an array.
+
+    A subclass is a dataclass registered with jax. Its leaves may all have a dim L in front: layers
+    of a stack are sliced, scanned and placed like those of an array.
+    """
+
+    @abc.abstractmethod
+    def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        """x times the matrix, with the gradient that this form defines."""
+
+    @abc.abstractmethod
+    def dequantize(self) -> Float[Array, "K N"]:
+        """The array that the matrix stands for, in the dtype of the compute."""
+
+
+def matmul(x: Float[Array, "*B K"], weight: Array | Weight) -> Float[Array, "*B N"]:
+    """x times a matrix in any form."""
+    return weight.matmul(x) if isinstance(weight, Weight) else x @ weight
+
+
+def dense(x: Float[Array, "*B K"], param: nnx.Param) -> Float[Array, "*B N"]:
+    """x times a module's matrix, in whatever form the step or the fine-tuning has put it."""
+    return matmul(x, param.get_value())
+
+
+def dequantize(weight: Array | Weight) -> Array:
+    """The array of a matrix in any form; an array is returned as it is."""
+    return weight.dequantize() if isinstance(weight, Weight) else weight
+
+
+def is_weight(leaf: Any) -> bool:
+    """Whether a leaf of the parameters is no array but a `Weight`."""
+    return isinstance(leaf, Weight)
