@@ -10,7 +10,7 @@ from jaxtrain.model.rope import RopeScaling
 from jaxtrain.settings import Settings, UserError
 from jaxtrain.weights import LAYER_FORMS
 
-Remat = Literal["none", "attention", "ffn", "dots", "block", "offload"]
+Remat = Literal["none", "attention", "ffn", "dots", "block", "int8", "offload"]
 
 
 class Experts(Settings):
@@ -210,7 +210,8 @@ class ModelConfig(Settings):
         "none",
         description="what the backward pass computes again to save memory: attention, ffn (that "
         "half of each layer), dots (all but the results of matmuls and attention), block (all but "
-        "layers' inputs), offload (as block, and the inputs wait in the host's memory; a GPU with "
+        "layers' inputs), int8 (as block, with layers' inputs in 8 bits: gradients of a point "
+        "nearby), offload (as block, and the inputs wait in the host's memory; a GPU with "
         "scan_layers)",
     )
     remat_short: Remat | None = Field(None, description="the same in S layers; default remat")

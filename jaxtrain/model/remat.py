@@ -13,6 +13,7 @@ from jax.ad_checkpoint import checkpoint_name
 from jaxtrain_kernels.attention import RESULT
 from jaxtrain_kernels.dispatch import target
 
+from jaxtrain.model.saved_activations import save_int8
 from jaxtrain.parallel import constrain, num_shards
 from jaxtrain.settings import UserError
 
@@ -37,6 +38,7 @@ def all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
 # Of a layer that is computed again: what is kept all the same.
 POLICIES: dict[str, Any] = {
     "block": None,
+    "int8": None,
     "dots": matmuls,
     # The layer's input is named, not its output: of a scan's output nothing would be moved.
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -61,6 +63,8 @@ def layer(run: Callable[..., Any], remat: str, scanned: bool = False) -> Callabl
         return jax.checkpoint(run, policy=all_but_slices, prevent_cse=False)
     if remat not in POLICIES:
         return run
+    if remat == "int8":
+        return save_int8(run, scanned)
     if remat != "offload":
         return jax.checkpoint(run, policy=POLICIES[remat], prevent_cse=not scanned)
     if target().platform not in ("cuda", "tpu"):

@@ -29,7 +29,7 @@ def in_form(state: Any, form: str | None) -> Any:
     if form is None:
         return state
 
-    def encode(path: Any, param: nnx.Param) -> nnx.Param:
+    def encode(path: Any, param: nnx.Param) -> Any:
         if param.get_metadata()["spec"].group not in ("matrix", "experts"):
             return param
         w = param.get_value()

@@ -4,6 +4,7 @@ float8. README's example of a new matrix is held to it as well."""
 import inspect
 import re
 from pathlib import Path
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -108,7 +109,9 @@ def test_a_change_beside_any_matrix_learns(name, monkeypatch):
 def test_a_narrow_matrix_is_a_target_of_lora_whatever_the_rank(monkeypatch):
     """The gate has as many columns as there are heads, here 4."""
     _, specs = split(Transformer(one_layer("README", monkeypatch), VOCAB))
-    partition = make_partition(LoRAConfig(rank=16), specs, jnp.dtype(jnp.float32))
+    partition = make_partition(
+        LoRAConfig.model_validate({"rank": 16}), specs, jnp.dtype(jnp.float32)
+    )
     assert flatten(partition.trainable)["blocks/attention/gate/b"].shape == (1, 16, 4)
 
 
@@ -145,7 +148,7 @@ def test_fake_quantization_by_hand(form, most):
     w[0, :, 1] = 0
     scale = np.abs(w).max(axis=1, keepdims=True) / most
     expected = np.round(w / np.where(scale > 0, scale, 1)) * scale
-    encode = WEIGHTS[form].encode
+    encode: Any = WEIGHTS[form].encode
     np.testing.assert_allclose(encode(jnp.asarray(w)), expected, rtol=1e-6, atol=1e-7)
     assert len(np.unique(np.round(expected[1, :, 0] / scale[1, 0, 0]))) <= 2 * most + 1
     dy = np.arange(w.size, dtype=np.float32).reshape(w.shape)
