@@ -23,7 +23,7 @@ from jaxtrain.cluster.started_by import TYPED, command_line
 from jaxtrain.settings import Parser, UserError, command, whole
 
 COMMANDS = ("main", "evaluate")  # those that work together; the others are one process
-GRACE = 10.0  # seconds that the others have to end by themselves when one has died
+GRACE = 20.0  # seconds that the others have to notice a death, name it and end
 # Seconds that a killed process may take to be gone after its connections have closed, of which the
 # others hear at once, and end.
 DYING = 1.0

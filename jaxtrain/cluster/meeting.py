@@ -1,42 +1,115 @@
-"""How the connections of a job begin: who knows its secret is let in, strangers are sent away."""
+"""How the processes of a job meet: each proves to process 0 that it knows the job's secret.
 
+These are our only sockets. JAX's coordination service takes over once all have met. It cannot do
+this part (measured with jax 0.11.2): `connect()` of its client aborts with a C++ stack trace when
+another process is missing, its key-value store answers nobody before `connect()` has returned, its
+callback on a lost process ends in std::bad_cast, and it knows no shared secret. A connection lasts
+until JAX's clients are connected, so that a death in between is noticed as well.
+"""
+
+import errno
+import json
 import queue
+import selectors
 import socket
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
 
-from jaxtrain.cluster.peer import Message, Peer, first_line
-from jaxtrain.cluster.secret import Secret, is_loopback, key_of, nonces
+from jaxtrain.cluster.secret import Secret, is_loopback, is_right, key_of, mac, nonces
 from jaxtrain.settings import UserError
 
+RETRY = 0.2  # seconds between attempts to connect
 PROVING = 5.0  # seconds in which a connection must have shown that it knows the secret
 MOST = 256  # connections that may be at it at a time
+LINE_BYTES = 4096
+
+Message = dict[str, str | int]
 
 
-def listen(host: str, port: int) -> socket.socket:
-    """Where process 0 is reached: from this host alone if that is its address, else from all."""
+class Link:
+    """A connection between process 0 and another: JSON objects, a line each, with its HMAC.
+
+    first: whether this end is process 0's. index, host: of the other end.
+    """
+
+    def __init__(self, link: socket.socket, key: bytes, *, first: bool):
+        self.socket, self.key, self.index, self.host = link, key, 0, "?"
+        self.ends = (b"0", b"1") if first else (b"1", b"0")  # ours, theirs
+        self.sent = self.taken = 0  # messages
+        self.buffer = b""
+
+    def send(self, message: Mapping[str, str | int]) -> None:
+        text = json.dumps(message).encode()
+        with suppress(OSError):  # that it is gone shows where it is read
+            proof = mac(self.key, self.ends[0], self.sent, text)
+            self.sent += 1
+            self.socket.sendall(proof + b" " + text + b"\n")
+
+    def receive(self, until: float) -> Message | None:
+        """The next message; None if the other end has gone, is late, or has not written it."""
+        try:
+            while b"\n" not in self.buffer and len(self.buffer) <= LINE_BYTES:
+                self.socket.settimeout(max(0.001, until - time.monotonic()))
+                data = self.socket.recv(LINE_BYTES)
+                if not data:
+                    return None
+                self.buffer += data
+        except OSError:
+            return None
+        line, _, self.buffer = self.buffer.partition(b"\n")
+        proof, _, text = line.partition(b" ")
+        wanted = mac(self.key, self.ends[1], self.taken, text)
+        if len(line) > LINE_BYTES or not is_right(proof, wanted):
+            return None
+        self.taken += 1
+        return json.loads(text)
+
+
+def listen(host: str, port: int, until: float) -> socket.socket:
+    """Where process 0 is reached: from this host alone if that is its address, else from all.
+
+    Waits while the port is taken: the service of a job that has just ended goes after seconds.
+    """
     six = socket.has_dualstack_ipv6()
-    try:
-        if is_loopback(host):
-            family = socket.AF_INET6 if ":" in host else socket.AF_INET
-            return socket.create_server((host, port), family=family)
-        family = socket.AF_INET6 if six else socket.AF_INET
-        return socket.create_server(("", port), family=family, dualstack_ipv6=six)
-    except OSError as error:
-        raise UserError(f"process 0 cannot listen at port {port}: {error.strerror}") from None
+    while True:
+        try:
+            if is_loopback(host):
+                family = socket.AF_INET6 if ":" in host else socket.AF_INET
+                return socket.create_server((host, port), family=family)
+            family = socket.AF_INET6 if six else socket.AF_INET
+            return socket.create_server(("", port), family=family, dualstack_ipv6=six)
+        except OSError as error:
+            if error.errno != errno.EADDRINUSE or time.monotonic() + RETRY > until:
+                why = error.strerror
+                raise UserError(f"process 0 cannot listen at port {port}: {why}") from None
+        time.sleep(RETRY)
 
 
-def proved(server: socket.socket, secret: bytes, until: float) -> Iterator[tuple[Peer, Message]]:
+def proved(server: socket.socket, secret: bytes, until: float) -> Iterator[tuple[Link, Message]]:
     """Who connects and knows the secret, each with its first message, till `until`.
 
     Each connection has a thread of its own: a stranger at the port must not stop the job.
     """
-    found: queue.SimpleQueue[tuple[Peer, Message]] = queue.SimpleQueue()
+    found: queue.SimpleQueue[tuple[Link, Message]] = queue.SimpleQueue()
     refused: set[str] = set()
     proving: list[threading.Thread] = []
+
+    def admit(link: socket.socket, name: str) -> None:
+        end = time.monotonic() + PROVING
+        if both := nonces(link, end):
+            peer = Link(link, key_of(secret, *both), first=True)
+            hello = peer.receive(end)
+            if hello is not None and hello.keys() >= {"process", "of", "host"}:
+                return found.put((peer, hello))
+        link.close()
+        if name not in refused:
+            refused.add(name)
+            line = f"refused  a connection from {name}, which does not know the secret of the job"
+            print(line, file=sys.stderr, flush=True)
+
     while time.monotonic() < until:
         with suppress(queue.Empty):
             yield found.get_nowait()
@@ -50,56 +123,60 @@ def proved(server: socket.socket, secret: bytes, until: float) -> Iterator[tuple
         except OSError:  # nobody came, or more than there is room for
             time.sleep(0.01)
             continue
-        job = lambda link=link, name=name: admit(link, name, secret, found, refused)
-        proving.append(threading.Thread(target=job, daemon=True))
+        proving.append(threading.Thread(target=admit, args=(link, name), daemon=True))
         proving[-1].start()
 
 
-def admit(
-    link: socket.socket,
-    name: str,
-    secret: bytes,
-    found: "queue.SimpleQueue[tuple[Peer, Message]]",
-    refused: set[str],
-) -> None:
-    """Put a connection into `found`, or close it, and say so once of each address."""
-    until = time.monotonic() + PROVING
-    if both := nonces(link, until):
-        peer = Peer(link, key_of(secret, *both), first=True)
-        hello = first_line(peer, until)
-        if hello is not None and hello.keys() >= {"process", "of", "host"}:
-            link.settimeout(None)
-            return found.put((peer, hello))
-    link.close()
-    if name not in refused:
-        refused.add(name)
-        line = f"refused  a connection from {name}, which does not know the secret of the job"
-        print(line, file=sys.stderr, flush=True)
-
-
 def introduce(
-    link: socket.socket, hello: Message, until: float, secret: Secret
-) -> tuple[Peer, Message] | str:
-    """Prove to process 0 that this one knows the secret, and have it do the same.
+    address: tuple[str, int], hello: Message, until: float, secret: Secret
+) -> tuple[Link, Message] | str:
+    """Connect to process 0, and prove each to the other that it knows the secret.
 
     Returns its answer, or what is wrong where that may pass: a file may hold an earlier job's
     secret still. Raises UserError for a secret that differs for good.
     """
+    try:
+        link = socket.create_connection(address, max(0.1, until - time.monotonic()))
+    except OSError as error:
+        return error.strerror or str(error)
     both, known = nonces(link, min(until, time.monotonic() + PROVING)), secret.read()
-    if both is None:
-        return "what answers there is none of this job"
-    if known is None:
-        return f"there is no secret of the job in {secret.file.parent}; {secret.advice()}"
-    ours, theirs = both
-    peer = Peer(link, key_of(known, theirs, ours), first=False)
-    peer.send(hello)
-    reply = first_line(peer, until + PROVING)
-    if reply is not None:
-        link.settimeout(None)
-        return peer, reply
-    if secret.given:
+    if both is None or known is None:
         link.close()
+        if both is None:
+            return "what answers there is none of this job"
+        return f"there is no secret of the job in {secret.file.parent}; {secret.advice()}"
+    peer = Link(link, key_of(known, both[1], both[0]), first=False)
+    peer.send(hello)
+    reply = peer.receive(until + PROVING)
+    if reply is not None:
+        return peer, reply
+    link.close()
+    if secret.given:
         raise UserError(
             f"process 0 did not accept the secret of process {hello['process']}; {secret.advice()}"
         )
     return f"it did not accept the secret in {secret.file.parent}; {secret.advice()}"
+
+
+def watch(links: list[Link], done: threading.Event, fail: Callable[[str], None]) -> None:
+    """Until each link has brought {"connected": ...}; fail(why) for one that has not.
+
+    done: this end has sent its own, so that the links can be closed.
+    """
+    with selectors.DefaultSelector() as ready:
+        for link in links:
+            ready.register(link.socket, selectors.EVENT_READ, link)
+        while ready.get_map():
+            for key, _ in ready.select():
+                link = key.data
+                ready.unregister(link.socket)
+                message = link.receive(time.monotonic() + PROVING)
+                if message is None:
+                    message = {
+                        "failed": f"process {link.index} ({link.host}) has died at the start"
+                    }
+                if "failed" in message:
+                    return fail(str(message["failed"]))
+    done.wait()
+    for link in links:
+        link.socket.close()

@@ -19,11 +19,10 @@ import jax
 from pydantic import Field
 
 from jaxtrain.cluster.coordinator import LINGER, Coordinator
-from jaxtrain.cluster.secret import Secret, is_loopback
+from jaxtrain.cluster.secret import Secret
 from jaxtrain.settings import Settings, UserError, whole
 
 PORTS = range(61440, 65536)  # of the coordinator by the number of SLURM's job: jobs share nodes
-GRACE = 60  # seconds that JAX's own detection waits longer than ours, which says who is gone
 
 
 class ProcessesConfig(Settings):
@@ -33,7 +32,7 @@ class ProcessesConfig(Settings):
         300, gt=0, description="seconds to wait at the start until all processes are there"
     )
     heartbeat_timeout: float = Field(
-        100, gt=0, description="seconds of silence after which a process counts as lost"
+        10, ge=1, description="seconds without a heartbeat after which a process counts as lost"
     )
     step_timeout: float | None = Field(
         1800,
@@ -136,7 +135,7 @@ def first_host(nodes: str) -> str:
 def joined(
     place: Place | None, config: ProcessesConfig, facts: Mapping[str, str], folder: Path
 ) -> Iterator[Coordinator]:
-    """The group of all processes, connected and of one mind, under `jax.distributed`.
+    """All processes, connected and of one configuration, with their coordinator.
 
     facts: what all must have in common. folder: one that all share, for the secret of the job
     while they meet, unless JAXTRAIN_SECRET is set. Raises UserError if one is missing or differs.
@@ -154,27 +153,19 @@ def joined(
     )
     secret = Secret(folder, place.coordinator)
     group.meet(place.coordinator, config.start_timeout, secret)
-    here = is_loopback(place.coordinator.rpartition(":")[0].strip("[]"))
     try:
         group.compare(facts, "all processes need the same code, packages and configuration")
         jax.config.update("jax_enable_preemption_service", False)  # the group agrees on the stop
-        jax.distributed.initialize(
-            place.coordinator,
-            place.count,
-            place.index,
-            place.devices,
-            cluster_detection_method="deactivate",
-            coordinator_bind_address=place.coordinator if here else None,
-            initialization_timeout=int(config.start_timeout) + 1,
-            heartbeat_timeout_seconds=int(config.heartbeat_timeout) + GRACE,
-        )
+        if place.devices is not None:
+            jax.config.update("jax_cuda_visible_devices", ",".join(map(str, place.devices)))
+        group.share_with_jax()
         yield group
         group.leave()
-        jax.distributed.shutdown()
     except BaseException as error:
         sys.stdout.flush()
         if not isinstance(error, UserError | KeyboardInterrupt):
-            time.sleep(LINGER)  # if it is another's death, the group says so and ends this one
+            # If it is the death of another, the group says so in this time, and ends this process.
+            time.sleep(config.heartbeat_timeout + LINGER)
         code, text = told(error)
         group.fail(text, code)
         os._exit(code)

@@ -3,11 +3,10 @@
 Each end of a connection first sends 32 random bytes, its nonce; from both and the secret follows
 the key of this one connection. Every message then carries an HMAC-SHA256 under that key of who
 sends it, of its number and of its text: what somebody else has made, or recorded here or in another
-connection, is no message. Each and not only the first, so that nobody can slip one into a
-connection that stands; it costs 2 microseconds at each end, of a message every few seconds.
+connection, is no message.
 
-Nothing is encrypted: steps, host names and configurations can be read on the way. And it is about
-these connections only: those of XLA and NCCL know no authentication (SECURITY.md).
+Nothing is encrypted, and it is about the meeting alone: the ports of JAX's service, XLA and NCCL
+know no such secret (SECURITY.md).
 """
 
 import hashlib
@@ -25,9 +24,7 @@ from jaxtrain.settings import UserError
 VARIABLE = "JAXTRAIN_SECRET"
 LEAST = 16  # characters of it
 GREETING = re.compile(rb"jaxtrain ([0-9a-f]{64})\n")
-GREETING_BYTES = 74  # all that is read of a peer before it has proved anything, and then HELLO
-HELLO_BYTES = 4096
-MAC_BYTES = 64  # hexadecimal
+GREETING_BYTES = 74  # all that is read of a peer before it has proved anything, and then a line
 
 
 class Secret:

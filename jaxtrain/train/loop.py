@@ -49,7 +49,7 @@ def train(config: Config, group: Coordinator | None = None) -> TrainResult:
     """
     group = group or Coordinator()
     check_writable(config.run_dir)
-    lock = held(config.run_dir, group, config.processes.heartbeat_timeout)
+    lock = held(config.run_dir, group, max(100.0, config.processes.heartbeat_timeout))
     with full_disk_explained(functools.partial(no_room, config.run_dir)), lock:
         return train_locked(config, group)
 

@@ -1,4 +1,7 @@
-"""Processes that meet, compare, stop together and notice each other's end; here in threads."""
+"""Processes that meet, compare, stop together and notice each other's end; here in threads.
+
+The deaths are of real processes, in tests/test_launch.py.
+"""
 
 import queue
 import re
@@ -10,7 +13,7 @@ from pathlib import Path
 
 import pytest
 
-from jaxtrain.cluster import peer
+from jaxtrain.cluster import coordinator
 from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.cluster.launch import free_port
 from jaxtrain.cluster.secret import Secret
@@ -50,21 +53,6 @@ def test_they_meet_compare_and_leave():
     assert found == [None] * 4 and ends.empty()
 
 
-def test_the_port_is_free_for_the_coordinator_once_they_have_met():
-    port = free_port()
-
-    def work(index):
-        group = Coordinator(index, 2)
-        group.meet(f"localhost:{port}", 30.0, SECRET)
-        if index == 0:
-            with socket.create_server(("", port)):
-                pass
-        group.leave()
-
-    with ThreadPoolExecutor(2) as threads:
-        list(threads.map(work, range(2)))
-
-
 def test_a_difference_is_named_everywhere():
     def work(group):
         facts = {"jax": "0.11.2", "optim.matrix_lr": "0.01" if group.index == 2 else "0.02"}
@@ -76,25 +64,20 @@ def test_a_difference_is_named_everywhere():
     assert found == [f"{line} equal"] * 3
 
 
-def test_who_is_missing_is_named():
+def test_who_is_missing_is_named_everywhere():
     address = f"localhost:{free_port()}"
-    present = lambda index: Coordinator(index, 4, end=lambda *_: None).meet(address, 3.0, SECRET)
 
     def one(index):
         with pytest.raises(UserError) as error:
-            present(index)
+            Coordinator(index, 4).meet(address, 3.0, SECRET)
         return str(error.value)
 
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(one, 0)
-        other = threads.submit(present, 2)
-        assert re_missing(first.result())
-        other.result()
-
-
-def re_missing(message):
-    start, _, end = message.partition(" did not reach process 0 (")
-    return start == "2 of 4 processes" and end.endswith("in 3 s: 1, 3")
+        first, other = threads.map(one, (0, 2))
+    assert first == other
+    assert re.fullmatch(
+        r"2 of 4 processes did not reach process 0 \(.*, port \d+\) in 3 s: 1, 3", first
+    )
 
 
 def test_a_coordinator_that_is_not_there():
@@ -120,7 +103,7 @@ def test_a_long_wait_for_the_coordinator_is_told_while_it_lasts(monkeypatch, cap
             said += capsys.readouterr().err
         raise Enough(said)
 
-    monkeypatch.setattr(peer, "PATIENCE", 0.6)
+    monkeypatch.setattr(coordinator, "PATIENCE", 0.6)
     monkeypatch.setattr(socket, "create_connection", hangs)
     with pytest.raises(Enough) as said:
         Coordinator(1, 2).meet("node0:7777", 60.0, SECRET)
@@ -132,13 +115,13 @@ def test_a_long_wait_for_the_coordinator_is_told_while_it_lasts(monkeypatch, cap
 
 
 def test_process_0_tells_whom_it_waits_for(monkeypatch, capsys):
-    monkeypatch.setattr(peer, "PATIENCE", 0.2)
+    monkeypatch.setattr(coordinator, "PATIENCE", 0.2)
     address = f"localhost:{free_port()}"
     with pytest.raises(UserError, match="2 of 3 processes did not reach"):
         Coordinator(0, 3).meet(address, 1.5, SECRET)
     expected = rf"waiting  for 2 of 3 processes to reach {address}, \d s more at most: 1, 2\n"
     assert re.fullmatch(expected, capsys.readouterr().err)
-    with peer.warn_if_slow(lambda: "it took long"):
+    with coordinator.warn_if_slow(lambda: "it took long"):
         pass
     time.sleep(0.4)
     assert capsys.readouterr().err == ""
@@ -166,10 +149,12 @@ def test_a_port_that_is_taken():
 )
 def test_processes_that_do_not_belong_together(index, count, message):
     port = free_port()
-    other, until = Coordinator(index, count), time.monotonic() + 30
+    other = Coordinator(index, count)
+    attend = lambda: other._attend(("localhost", port), "there", {}, until, 30.0, SECRET)
+    until = time.monotonic() + 30
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(Coordinator(0, 2).meet, f"localhost:{port}", 30.0, SECRET)
-        second = threads.submit(other._connect, "localhost", port, "there", until, 30.0, SECRET)
+        second = threads.submit(attend)
         for result in (first, second):
             with pytest.raises(UserError, match=message):
                 result.result()
@@ -222,46 +207,28 @@ def test_alone_a_wish_is_a_stop():
     assert Coordinator().should_stop(3, True) and not Coordinator().should_stop(3, False)
 
 
-@pytest.mark.parametrize("dead", [0, 1])
-def test_a_death_is_noticed_at_once(dead):
-    known = threading.Semaphore(0)  # a closed connection may take unread news of a step with it
+def test_a_process_without_heartbeats_is_named():
+    """As after kill -9 or SIGSTOP: its client is gone, and nobody has said goodbye."""
 
     def work(group):
         group.begin(5)
         group.compare({}, "")
-        if dead in group.peers:
-            while group.stands.get(dead, (None,))[0] != 5:
-                time.sleep(0.01)
-            known.release()
-        if group.index == dead:
-            assert all(known.acquire(timeout=30) for _ in group.peers)
-            group.over = True  # a dead process notices nothing
-            for peer in list(group.peers.values()):
-                peer.link.shutdown(socket.SHUT_RDWR)
-
-    start = time.monotonic()
-    _, ends = together(3, work)
-    found = ended(ends, 2)
-    assert [index for index, _, _ in found] == [i for i in range(3) if i != dead]
-    assert time.monotonic() - start < 50  # silence would be noticed after 100
-    for _, message, code in found:
-        assert message.startswith(f"process {dead} (") and code == 1
-        assert re.search(r"\) has died: its connection closed \(step 5 began \d+ s ago\)", message)
-        assert message.endswith("; the same command goes on from the last checkpoint")
-
-
-def test_silence_is_noticed_in_time():
-    def work(group):
-        group.begin(7)
+        while [step for _, step in group.client.key_value_dir_get("step/")] != ["5"] * 3:
+            time.sleep(0.01)
         group.compare({}, "")
         if group.index == 1:
-            group._beat = lambda: None  # as if it were stopped
+            group.over = True  # a dead process notices nothing
+            group.client = None
 
-    start = time.monotonic()
-    _, ends = together(2, work, heartbeat_timeout=2.0)
-    index, message, _ = ends.get(timeout=30)
-    assert index == 0 and re.search(r"\) has not been heard of for \d+ s \(step 7 began", message)
-    assert time.monotonic() - start >= 2
+    _, ends = together(3, work, heartbeat_timeout=2.0)
+    found = ended(ends, 2)
+    assert [index for index, _, _ in found] == [0, 2]
+    for _, message, code in found:
+        silent = (
+            rf"process 1 \({socket.gethostname()}\) has not been heard of for 2 s \(in step 5\)"
+        )
+        assert re.match(silent, message) and code == 1
+        assert message.endswith("; the same command goes on from the last checkpoint")
 
 
 def test_a_hang_names_the_process_that_is_behind(capfd):

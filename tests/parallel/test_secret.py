@@ -15,8 +15,8 @@ import pytest
 from jaxtrain.cluster import meeting
 from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.cluster.launch import free_port
-from jaxtrain.cluster.peer import Peer
-from jaxtrain.cluster.secret import HELLO_BYTES, Secret, is_loopback, key_of, nonces
+from jaxtrain.cluster.meeting import LINE_BYTES, Link
+from jaxtrain.cluster.secret import Secret, is_loopback, key_of, nonces
 from jaxtrain.settings import UserError
 
 KNOWN = {"JAXTRAIN_SECRET": "of this test's job"}
@@ -60,7 +60,7 @@ def test_another_secret_is_refused_and_the_job_begins_without_it(tmp_path, capfd
 
 def test_the_file_is_this_users_and_there_while_they_meet(tmp_path, monkeypatch):
     """Also where an earlier job's was left behind, and is read first."""
-    monkeypatch.setattr("jaxtrain.cluster.coordinator.RETRY", 0.01)
+    monkeypatch.setattr("jaxtrain.cluster.meeting.RETRY", 0.01)
     port, folder = free_port(), tmp_path / "runs"
     keys = [secret(folder, {}) for _ in range(2)]
     keys[0].make()
@@ -80,7 +80,7 @@ def test_the_file_is_this_users_and_there_while_they_meet(tmp_path, monkeypatch)
 
 
 def test_processes_that_share_no_folder_are_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxtrain.cluster.coordinator.RETRY", 0.02)
+    monkeypatch.setattr("jaxtrain.cluster.meeting.RETRY", 0.02)
     address = f"localhost:{free_port()}"
     with ThreadPoolExecutor(1) as threads:
         first = threads.submit(Coordinator(0, 2).meet, address, 2.0, secret(tmp_path / "a", {}))
@@ -106,8 +106,8 @@ def pair():
     links = socket.socketpair()
     with links[0], links[1]:
         yield lambda key=b"k" * 32, other=None: (
-            Peer(links[0], key, first=True),
-            Peer(links[1], other or key, first=False),
+            Link(links[0], key, first=True),
+            Link(links[1], other or key, first=False),
         )
 
 
@@ -117,19 +117,20 @@ def pair():
 def test_a_message_that_the_other_end_has_not_written_ends_the_connection(pair, what):
     here, there = pair(other=b"x" * 32 if what == "another key" else None)
     there.send({"stop": True})
-    line = here.link.recv(1 << 16)
+    line = here.socket.recv(1 << 16)
     replies = {
         "changed": line.replace(b"true", b"null"),
         "repeated": line + line,
         "another key": line,
-        "long": b"a" * (HELLO_BYTES + 1),
+        "long": b"a" * (LINE_BYTES + 1),
         "none": b"\n",
     }
     if what == "reflected":
         here.send({"stop": True})
-        replies[what] = there.link.recv(1 << 16)
-    there.link.sendall(replies[what])
-    assert here.receive() is None
+        replies[what] = there.socket.recv(1 << 16)
+    there.socket.sendall(replies[what])
+    until = time.monotonic() + 1
+    assert [here.receive(until), here.receive(until)][what == "repeated"] is None
 
 
 def test_a_message_that_it_has_written_is_taken(pair):
@@ -137,9 +138,9 @@ def test_a_message_that_it_has_written_is_taken(pair):
     for i in range(3):
         there.send({"step": i})
     here.send({"host": "a"})
-    assert here.receive() == [{"step": i} for i in range(3)]
-    assert there.receive() == [{"host": "a"}]
-    assert here.limit > HELLO_BYTES  # trusted from now on
+    until = time.monotonic() + 10
+    assert [here.receive(until) for _ in range(3)] == [{"step": i} for i in range(3)]
+    assert there.receive(until) == {"host": "a"}
 
 
 def proxy(port, upstream, seen):
@@ -161,16 +162,19 @@ def proxy(port, upstream, seen):
 
 def test_a_recording_of_a_meeting_opens_no_other(tmp_path, monkeypatch):
     monkeypatch.setattr(meeting, "PROVING", 1.0)
-    ports, seen = [free_port(), free_port()], []
-    groups = [Coordinator(0, 2), Coordinator(1, 2)]
-    with ThreadPoolExecutor(3) as threads:
+    ports, seen, until = [free_port(), free_port()], [], time.monotonic() + 30
+    known = KNOWN["JAXTRAIN_SECRET"].encode()
+    with ThreadPoolExecutor(3) as threads, meeting.listen("localhost", ports[0], until) as server:
         threads.submit(proxy, ports[1], ports[0], seen)
-        jobs = [
-            threads.submit(group.meet, f"localhost:{port}", 30.0, secret(tmp_path))
-            for group, port in zip(groups, ports)
-        ]
-        [job.result() for job in jobs]
-    leave(groups)
+        job = threads.submit(lambda: next(meeting.proved(server, known, until)))
+        attend = lambda: meeting.introduce(
+            ("localhost", ports[1]), HELLO, time.monotonic() + 5, secret(tmp_path)
+        )
+        other = threads.submit(lambda: next(x for x in iter(attend, None) if isinstance(x, tuple)))
+        link, hello = job.result()
+        link.send({"host": "here"})
+        assert hello == HELLO and other.result()[1] == {"host": "here"}
+        link.socket.close(), other.result()[0].socket.close()
     for link in seen.pop(0):
         link.close()
     assert re.match(rb"jaxtrain [0-9a-f]{64}\n[0-9a-f]{64} \{", b"".join(seen))
@@ -211,7 +215,7 @@ def test_who_plays_process_0_is_not_believed(tmp_path):
         with socket.create_server(("localhost", port)) as server:
             link, _ = server.accept()
             ours, theirs = nonces(link, time.monotonic() + 10)
-            peer = Peer(link, key_of(b"a guess at the secret", ours, theirs), first=True)
+            peer = Link(link, key_of(b"a guess at the secret", ours, theirs), first=True)
             link.recv(1 << 16)
             peer.send({"host": "here"})
             link.close()
@@ -235,7 +239,7 @@ def outer_address():
 def test_under_localhost_no_other_host_reaches_the_port():
     port, outer = free_port(), outer_address()
     for host, reached in (("localhost", False), ("127.0.0.1", False), ("node0", True)):
-        with meeting.listen(host, port):
+        with meeting.listen(host, port, time.monotonic()):
             socket.create_connection(("127.0.0.1", port), 5).close()
             if reached:
                 socket.create_connection((outer, port), 5).close()
@@ -254,5 +258,5 @@ def test_what_is_not_this_host_alone(host):
 def test_nothing_of_the_secret_is_in_a_message(pair):
     here, there = pair(key_of(KNOWN["JAXTRAIN_SECRET"].encode(), b"a", b"b"))
     there.send(HELLO)
-    proof, _, text = here.link.recv(1 << 16).partition(b" ")
+    proof, _, text = here.socket.recv(1 << 16).partition(b" ")
     assert len(proof) == 64 and json.loads(text) == HELLO
