@@ -22,12 +22,11 @@ from typing import IO
 
 import jax
 from jax._src.distributed import global_state
-from jaxlib import _jax
 
 from jaxtrain.cluster import meeting
 from jaxtrain.cluster.meeting import Link
 from jaxtrain.cluster.secret import Secret, is_loopback
-from jaxtrain.cluster.service import start_service
+from jaxtrain.cluster.service import ServiceClient, make_client, start_service
 from jaxtrain.settings import UserError
 
 BEAT = 0.5  # seconds between two questions who is live
@@ -63,7 +62,7 @@ class Coordinator:
         self.heartbeat_timeout, self.step_timeout, self.end = heartbeat_timeout, step_timeout, end
         self.hosts = {index: self.host}
         self.trouble = "no answer yet"  # why the last attempt to reach process 0 failed
-        self.client: _jax.DistributedRuntimeClient | None = None
+        self.client: ServiceClient | None = None
         self.service: IO[bytes] | None = None  # of process 0
         self.rounds = 0  # comparisons
         self.changed = threading.Condition()  # guards all that follows
@@ -192,16 +191,9 @@ class Coordinator:
         done = threading.Event()
         args = list(links.values()), done, fail
         threading.Thread(target=meeting.watch, args=args, daemon=True).start()
-        self.client = _jax.get_distributed_runtime_client(
-            address,
-            self.index,
-            init_timeout=int(timeout) + 1,
-            heartbeat_timeout=max(1, int(self.heartbeat_timeout)),
-            shutdown_timeout=1,
-            shutdown_on_destruction=False,
-            use_compression=True,
-        )
-        self.client.connect()
+        beat = max(1, int(self.heartbeat_timeout))
+        client = self.client = make_client(address, self.index, beat, int(timeout) + 1)
+        client.connect()
         self._tell(links, {"connected": self.index})
         done.set()
         self._set(f"host/{self.index}", self.host)
@@ -322,14 +314,14 @@ class Coordinator:
                     f"JAX's coordination service of {where} is gone: {error}"[:300] + AGAIN, 1
                 )
 
-    def _lost(self, index: int, client: _jax.DistributedRuntimeClient) -> None:
+    def _lost(self, index: int, client: ServiceClient) -> None:
         step = dict(client.key_value_dir_get("step/")).get(f"step/{index}", "None")
         when = "before a step" if step == "None" else f"in step {step}"
         host = self.hosts.get(index) or client.key_value_try_get(f"host/{index}")
         silent = f"has not been heard of for {self.heartbeat_timeout:g} s"
         self._end(f"process {index} ({host}) {silent} ({when}); it was killed or hangs" + AGAIN, 1)
 
-    def _agree_on_stop(self, client: _jax.DistributedRuntimeClient, news: dict[str, str]) -> None:
+    def _agree_on_stop(self, client: ServiceClient, news: dict[str, str]) -> None:
         """Hold once somebody wishes to stop; when all hold, the furthest step is the last."""
         if "job/stop" not in news or self.last is not None:
             return
@@ -345,7 +337,7 @@ class Coordinator:
 
     def _check_steps(
         self,
-        client: _jax.DistributedRuntimeClient,
+        client: ServiceClient,
         seen: dict[int, tuple[str, float]],
         limit: float,
     ) -> None:

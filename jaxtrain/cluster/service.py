@@ -1,4 +1,4 @@
-"""JAX's coordination service in a process of its own, a child of process 0.
+"""JAX's coordination service, in a process of its own that is a child of process 0; its client.
 
 JAX starts it inside process 0. There it dies with process 0, and every other process aborts with a
 C++ stack trace before it can say who is gone. Here it outlives process 0 for as long as the others
@@ -6,11 +6,13 @@ need to notice: the child ends `linger` seconds after its standard input is clos
 second when "done" was written there.
 """
 
+import importlib
 import subprocess
 import sys
 import threading
 import time
-from typing import IO
+from collections.abc import Sequence
+from typing import IO, Protocol, runtime_checkable
 
 from jaxtrain.settings import UserError
 
@@ -53,3 +55,29 @@ def start_service(
         if time.monotonic() > until:
             raise UserError(f"JAX's coordination service cannot listen at {address}")
         time.sleep(0.2)
+
+
+@runtime_checkable
+class ServiceClient(Protocol):
+    """What is used of jaxlib's DistributedRuntimeClient. Errors are JaxRuntimeError."""
+
+    def connect(self) -> None: ...
+    def shutdown(self) -> None: ...
+    def key_value_set(self, key: str, value: str, allow_overwrite: bool = False) -> None: ...
+    def key_value_dir_get(self, key: str) -> list[tuple[str, str]]: ...
+    def key_value_try_get(self, key: str) -> str: ...
+    def blocking_key_value_get(self, key: str, timeout_in_ms: int) -> str: ...
+    def get_live_nodes(self, process_ids: Sequence[int]) -> dict[int, int]: ...
+
+
+def make_client(address: str, index: int, heartbeat_timeout: int, timeout: int) -> ServiceClient:
+    """The client of process `index`; not connected yet. Both timeouts are in seconds."""
+    return importlib.import_module("jaxlib._jax").get_distributed_runtime_client(
+        address,
+        index,
+        init_timeout=timeout,
+        heartbeat_timeout=heartbeat_timeout,
+        shutdown_timeout=1,
+        shutdown_on_destruction=False,
+        use_compression=True,
+    )

@@ -1,12 +1,27 @@
-"""Context parallelism: each device of the axis `context` holds a part of every sequence.
+"""Context parallelism: each device of the mesh axis `context` holds a part of every sequence.
 
-The text is cut into 2C chunks, and device i of C holds the chunks i and 2C-1-i, an early one and a
-late one: under a causal mask every device then has the same work (Brandon et al. 2023, Striped
-Attention, and Llama 3 balance so). Attention sends keys and values round, a chunk at a time, and
-merges what each chunk gives by its log-sum-exp (Liu et al. 2023, Ring Attention). Every product of
-two chunks is a square that is either seen whole or causal, which is all that it asks of a kernel.
+Zigzag sharding: the sequence is cut into 2C chunks, and device i of C holds the chunks i and
+2C-1-i, an early and a late one. Under a causal mask every device then has the same work (Brandon et
+al. 2023, Striped Attention; Llama 3 balances so). With C = 4:
 
-A layer with a window gets the chunks that its window reaches back to, and no more.
+    tokens    |  0  |  1  |  2  |  3  |  4  |  5  |  6  |  7  |
+    device       0     1     2     3     3     2     1     0
+
+Ring attention (Liu et al. 2023): keys and values go round, a chunk at a time, and the results of
+the chunks are merged by their log-sum-exp. In ring step r, device i receives chunks of device
+i - r. Its late queries see that device's early chunk; and its early queries that early chunk, if it
+lies before them, or else its late queries the late chunk as well:
+
+    step   device 0 (0, 7)   device 1 (1, 6)   device 2 (2, 5)   device 3 (3, 4)
+    own    0->0  7->0 7->7   1->1  6->1 6->6   2->2  5->2 5->5   3->3  4->3 4->4
+    r = 1  7->3  7->4        6->0  1->0        5->1  2->1        4->2  3->2
+    r = 2  7->2  7->5        6->3  6->4        5->0  2->0        4->1  3->1
+    r = 3  7->1  7->6        6->2  6->5        5->3  5->4        4->0  3->0
+    (query chunk -> key chunk)
+
+Every such product is a square that is either seen whole or causal, which is all that it asks of an
+attention kernel. With a sliding window a device receives the chunks that the window reaches, and
+no more.
 """
 
 import functools

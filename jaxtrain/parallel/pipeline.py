@@ -1,18 +1,31 @@
-"""Pipeline parallelism: each device of the axis `pipeline` holds some of the layers, a stage.
+"""Pipeline parallelism: each device of the mesh axis `pipeline` holds some of the layers, a stage.
 
-Microbatches go from stage to stage, one further a tick, so that after S - 1 ticks all S stages are
-at work, each on another microbatch (Huang et al. 2019, GPipe): of M + S - 1 ticks, S - 1 are idle.
-With v repeats a stage holds v chunks of layers, every S-th one, and microbatches go v times round
-the ring of stages, in groups of S (the interleaved schedule of Narayanan et al. 2021, Megatron-LM,
-arXiv:2104.04473; the ring as in praxis): a tick is a v-th as long, and still only S - 1 are idle.
-The gradient is that of the loop, the same schedule backwards. What a tick gets is all that is kept
-of it, and its chunk is computed once more in the backward pass.
+Microbatches go from stage to stage, one further each tick (Huang et al. 2019, GPipe). With S stages
+and M microbatches there are M + S - 1 ticks, and a stage is idle in S - 1 of them. S = 3, M = 4:
 
-Chunks need not be alike: each kind of them is then a branch of its own, and a stage runs that of
-its own chunk, or none while it waits. What stages exchange within must be among groups of devices
-that are in one stage each. XLA has a collective-permute wait for all devices, those of the other
-stages too, which are in other branches: so chunks must be alike where layers have one (`context`),
-and a stage that waits computes for nothing.
+    tick      0    1    2    3    4    5
+    stage 0   m0   m1   m2   m3   .    .
+    stage 1   .    m0   m1   m2   m3   .
+    stage 2   .    .    m0   m1   m2   m3     (. idle)
+
+The interleaved schedule (Narayanan et al. 2021, Megatron-LM, arXiv:2104.04473; the ring as in
+praxis): with v repeats a stage holds v chunks of layers, every S-th one, and microbatches go v
+times round the ring of stages, in groups of S. A tick is 1/v as long, and still only S - 1 are
+idle.
+S = 2, v = 2, M = 4; chunks 0 and 2 are on stage 0, chunks 1 and 3 on stage 1:
+
+    tick      0     1     2     3     4     5     6     7     8
+    stage 0   m0.0  m1.0  m0.2  m1.2  m2.0  m3.0  m2.2  m3.2  .
+    stage 1   .     m0.1  m1.1  m0.3  m1.3  m2.1  m3.1  m2.3  m3.3
+
+The backward pass is the gradient of that loop: the same schedule in reverse order. Each tick keeps
+the input of its chunk and nothing else; the backward pass computes the chunk once more.
+
+Chunks need not be alike: each kind of chunk is a branch, and a stage runs the branch of its own
+chunk, or an empty one while it is idle. Collectives inside a branch must be among devices of one
+stage. XLA has a collective-permute wait for all devices, also for those of stages in other
+branches. So where layers contain one (`context`), all chunks must be alike, and an idle stage
+computes without using the result.
 """
 
 import functools

@@ -214,8 +214,9 @@ def test_who_plays_process_0_is_not_believed(tmp_path):
     def play():
         with socket.create_server(("localhost", port)) as server:
             link, _ = server.accept()
-            ours, theirs = nonces(link, time.monotonic() + 10)
-            peer = Link(link, key_of(b"a guess at the secret", ours, theirs), first=True)
+            both = nonces(link, time.monotonic() + 10)
+            assert both is not None
+            peer = Link(link, key_of(b"a guess at the secret", *both), first=True)
             link.recv(1 << 16)
             peer.send({"host": "here"})
             link.close()
