@@ -37,7 +37,8 @@ from benchmarks.tasks import bench_tasks
 from benchmarks.tune import tune_attention
 from jaxtrain.cluster.runtime import take_memory
 from jaxtrain.config.overrides import check_once
-from jaxtrain.estimate.dry_run import add_preflight, given, preflight_of, report
+from jaxtrain.estimate.arguments import add_preflight
+from jaxtrain.estimate.dry_run import given, preflight_of, report
 from jaxtrain.settings import TINY, Parser, UserError, command, real
 
 WHAT = {

@@ -9,36 +9,25 @@ throughout: `eval.tokens=null`.
 """
 
 import argparse
-import json
 from collections.abc import Sequence
 from pathlib import Path
 from statistics import median
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
 
 from benchmarks.record import describe
 from jaxtrain.config import Config, tag_of, variants_of
-from jaxtrain.runs.history import Row, read_rows
+from jaxtrain.runs.compare import Curve, Run, flatten, read_run, training_seconds
 from jaxtrain.runs.metrics import Number
 from jaxtrain.settings import UserError
-from jaxtrain.storage.strict_yaml import read_yaml
 
 SAME = ("model", "data", "train", "mesh", "eval")  # sections that runs of a race share
 FREE = ("data.cache_dir", "data.prefetch", "data.prepare_workers", "data.skip_damaged")
 RATES = ("learning_rate", "lr", "weight_decay")  # a setting that ends so is always of interest
 MAX_POINTS = 200  # of a training curve
 EARLY = 0.15  # share of the tokens that may fall out of the figure
-
-
-class Run(NamedTuple):
-    """What a run directory holds. `config` and `env` are plain trees."""
-
-    name: str
-    config: dict[str, Any]
-    env: dict[str, Any]
-    rows: list[Row]
 
 
 def race(
@@ -70,33 +59,13 @@ def race(
 # ---- reading ---------------------------------------------------------------------------------
 
 
-def read_run(run_dir: Path) -> Run:
-    """The run of a directory."""
-    for name in ("config.yaml", "env.json", "metrics.jsonl"):
-        if not (run_dir / name).is_file():
-            raise UserError(f"{run_dir} is not a run directory: it has no {name}")
-    config = read_yaml(run_dir / "config.yaml")
-    env = json.loads((run_dir / "env.json").read_text("utf-8"))
-    return Run(run_dir.resolve().name, config, env, read_rows(run_dir / "metrics.jsonl"))
-
-
-def flat(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A tree by its dotted paths."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= (
-            flat(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
-    return found
-
-
 def check_comparable(runs: Sequence[Run], differ: Sequence[str] = ()) -> None:
     """Runs must differ in their optimizer alone (and in the sections `differ`), and stand under
     different names."""
     same = [section for section in (*SAME, "env") if section not in differ]
     first, *others = runs
     machine = lambda run: {f"env.{key}": run.env[key] for key in ("device_kind", "device_count")}
-    facts = lambda run: flat(run.config) | machine(run)
+    facts = lambda run: flatten(run.config) | machine(run)
     for run in others:
         a, b = facts(first), facts(run)
         for key in a | b:
@@ -121,28 +90,12 @@ def config_name(run: Run) -> str:
 def settings_of(optim: dict[str, Any]) -> dict[str, Any]:
     """All rates of an optimizer, and what else is not its default."""
     kind = {tag_of(c): c for c in variants_of(Config.model_fields["optim"])}[optim["name"]]
-    defaults = flat(kind.model_validate({"name": optim["name"]}).model_dump(mode="json"))
+    defaults = flatten(kind.model_validate({"name": optim["name"]}).model_dump(mode="json"))
     return {
         key: value
-        for key, value in flat(optim).items()
+        for key, value in flatten(optim).items()
         if key != "name" and (key.endswith(RATES) or key not in defaults or defaults[key] != value)
     }
-
-
-def training_seconds(rows: Sequence[Row], tokens_per_step: int) -> tuple[list[int], list[float]]:
-    """Steps, and the seconds of training up to each.
-
-    A row's `time` holds validations; its `tokens_per_s` leaves them out, and is over all steps
-    since the row before: their time is tokens / tokens_per_s. The first step of a run has no rate
-    of its own, and counts as the median one.
-    """
-    rates = [row["tokens_per_s"] for row in rows if "tokens_per_s" in row]
-    steps, seconds = [0], [0.0]
-    for row in rows:
-        tokens = (row["step"] - steps[-1]) * tokens_per_step
-        seconds.append(seconds[-1] + tokens / row.get("tokens_per_s", median(rates)))
-        steps.append(row["step"])
-    return steps, seconds
 
 
 def entry(run: Run) -> dict[str, Any]:
@@ -213,23 +166,14 @@ def reached(
     curve: Sequence[Sequence[Number]], target: Number, base_steps: Number, base_seconds: Number
 ) -> dict[str, Number] | None:
     """Steps and seconds to the target, and the speed-ups over the baseline; None if never."""
-    if not curve:
-        return None
-    before = curve[0]
-    for point in curve:
-        (step, _, second, bpb), (next_step, _, next_second, lower) = before, point
-        if lower <= target:
-            share = (bpb - target) / (bpb - lower) if bpb > lower else 0.0
-            steps = step + share * (next_step - step)
-            seconds = second + share * (next_second - second)
-            return {
-                "steps": round(steps, 1),
-                "seconds": round(seconds, 3),
-                "speedup_steps": round(base_steps / steps, 4),
-                "speedup_seconds": round(base_seconds / seconds, 4),
-            }
-        before = point
-    return None
+    steps, _, seconds, losses = map(list, zip(*curve)) if curve else ([],) * 4
+    found = Curve(steps, seconds, losses).reaches(target)
+    return found and {
+        "steps": round(found[0], 1),
+        "seconds": round(found[1], 3),
+        "speedup_steps": round(base_steps / found[0], 4),
+        "speedup_seconds": round(base_seconds / found[1], 4),
+    }
 
 
 def best_of_arms(record: dict[str, Any]) -> list[dict[str, Any]]:

@@ -1,33 +1,222 @@
-"""`jaxtrain COMMAND`: one table, command -> module; a module is imported when it is called."""
+"""`jaxtrain COMMAND`: one table, command -> module; a module is imported when it is called.
 
+What is imported here, and the `arguments.py` of each folder, imports no JAX: help is at once there.
+"""
+
+import difflib
 import importlib
+import os
 import sys
+from collections.abc import Callable
+from typing import Any, NamedTuple
 
-# Command -> (module, the words that come first in its arguments, summary).
+from jaxtrain import __version__
+from jaxtrain.settings import Parser, UserError, command
+from jaxtrain.train.field_help import all_fields, read_schema, section_help, shipped_configs
+
+SHELLS = ("bash", "zsh", "fish")
+
+
+class Command(NamedTuple):
+    """A command's place. `main` and `parser` are MODULE:FUNCTION below `jaxtrain.`."""
+
+    group: str
+    main: str
+    parser: str
+    summary: str
+    first: tuple[str, ...] = ()  # arguments in front of those that are typed
+
+
 COMMANDS = {
-    "train": ("jaxtrain.main", (), "train a language model, or resume a run"),
-    "prepare": ("jaxtrain.train.prepare", (), "text to token stores, ahead of training"),
-    "show-data": ("jaxtrain.data.__main__", ("show",), "rows of a configuration's batches"),
-    "filter": ("jaxtrain.data.__main__", ("filter",), "filter a text and write what is kept"),
-    "score": ("jaxtrain.evaluation.score", (), "score documents by a trained model"),
-    "generate": ("jaxtrain.inference.generate", (), "continue a prompt, or chat"),
-    "evaluate": ("jaxtrain.evaluation.evaluate", (), "validation loss, or CORE and other tasks"),
-    "lm-eval": ("jaxtrain.evaluation.lm_eval", (), "tasks of EleutherAI's lm-eval"),
-    "report": ("jaxtrain.runs.report", (), "one HTML page about a run"),
-    "import": ("jaxtrain.interop.__main__", ("import",), "a Hugging Face checkpoint as a run"),
-    "export": ("jaxtrain.interop.__main__", ("export",), "a run as a Hugging Face checkpoint"),
-    "launch": ("jaxtrain.cluster.launch", (), "several processes on this host as one job"),
-}
+    "train": Command(
+        "train", "main:main", "main:train_parser", "train a language model, or resume a run"
+    ),
+    "estimate": Command(
+        "", "main:main", "main:estimate_parser",
+        "memory, exchanges and time of a step, without a GPU", ("--dry-run",),
+    ),
+    "launch": Command(
+        "", "cluster.launch:main", "cluster.launch:launch_parser",
+        "several processes on this host, as one job",
+    ),
+    "config": Command(
+        "", "cli:show_config", "cli:config_parser", "shipped configs, one resolved, or the schema"
+    ),
+    "prepare": Command(
+        "data", "train.prepare:main", "train.arguments:prepare_parser",
+        "text to token stores, ahead of training",
+    ),
+    "show-data": Command(
+        "", "train.show_data:main", "train.arguments:show_data_parser",
+        "rows of a run's batches, decoded",
+    ),
+    "filter": Command(
+        "", "train.filter_data:main", "train.arguments:filter_parser",
+        "filter a text, write what is kept",
+    ),
+    "score": Command(
+        "", "evaluation.score:main", "evaluation.arguments:score_parser",
+        "score documents by a trained model",
+    ),
+    "generate": Command(
+        "model", "inference.generate:main", "inference.arguments:generate_parser",
+        "continue a prompt",
+    ),
+    "chat": Command(
+        "", "inference.generate:main", "inference.arguments:chat_parser", "talk in the terminal",
+        ("--chat",),
+    ),
+    "evaluate": Command(
+        "", "evaluation.evaluate:main", "evaluation.arguments:evaluate_parser",
+        "validation loss, or CORE and other tasks",
+    ),
+    "lm-eval": Command(
+        "", "evaluation.lm_eval:main", "evaluation.arguments:lm_eval_parser",
+        "tasks of EleutherAI's lm-evaluation-harness",
+    ),
+    "import": Command(
+        "", "runs.convert:import_main", "runs.arguments:import_parser",
+        "a Hugging Face checkpoint becomes a run",
+    ),
+    "export": Command(
+        "", "runs.convert:export_main", "runs.arguments:export_parser",
+        "a run becomes a Hugging Face checkpoint",
+    ),
+    "report": Command(
+        "runs", "runs.report:main", "runs.arguments:report_parser", "one HTML page about a run"
+    ),
+    "compare": Command(
+        "", "runs.compare:main", "runs.arguments:compare_parser", "runs side by side: table, plot"
+    ),
+    "completion": Command(
+        "shell", "cli:show_completion", "cli:completion_parser",
+        "a script that completes commands and fields",
+    ),
+}  # fmt: skip
+EXAMPLES = """
+  jaxtrain train --config quickstart data.train.path=book.txt
+  jaxtrain chat runs/quickstart
+  jaxtrain train --help optim           the fields of a section"""
 
 
+def overview() -> str:
+    """One screen: the commands by group, and how to begin."""
+    lines = [f"jaxtrain {__version__}: jaxtrain COMMAND ...; jaxtrain COMMAND --help says more"]
+    for name, one in COMMANDS.items():
+        lines.append(f"  {one.group:6s} {name:11s} {one.summary}")
+    return "\n".join(lines) + EXAMPLES
+
+
+def find(place: str) -> Callable[..., Any]:
+    """MODULE:FUNCTION below `jaxtrain.`."""
+    module, _, function = place.partition(":")
+    return getattr(importlib.import_module(f"jaxtrain.{module}"), function)
+
+
+@command
 def main(argv: list[str] | None = None) -> int:
     """Runs one command; returns its exit code. `jaxtrain --config ...` is `jaxtrain train ...`."""
     words = sys.argv[1:] if argv is None else argv
+    if "_ARGCOMPLETE" in os.environ:
+        complete()
     name = words[0] if words else ""
-    if name in COMMANDS:
-        module, first, _ = COMMANDS[name]
-        return importlib.import_module(module).main([*first, *words[1:]])
-    return importlib.import_module("jaxtrain.main").main(words)
+    if name in ("", "-h", "--help"):
+        topic = words[1] if len(words) > 1 else ""
+        if topic in COMMANDS:
+            return main([topic, "--help"])
+        print(section_help(topic) if topic else overview())
+        return 0 if words else 2
+    if name == "--version":
+        print(f"jaxtrain {__version__}")
+        return 0
+    if name.startswith("-") or "=" in name:
+        name, words = "train", ["train", *words]
+    if name not in COMMANDS:
+        near = difflib.get_close_matches(name, COMMANDS, n=1)
+        hint = f"did you mean {near[0]}?" if near else f"there are {', '.join(COMMANDS)}"
+        raise UserError(f"jaxtrain {name}: no such command; {hint}")
+    one, arguments = COMMANDS[name], words[1:]
+    own = arguments[: arguments.index("--")] if "--" in arguments else arguments
+    if not {"-h", "--help"}.isdisjoint(own):  # before anything heavy is imported
+        find(one.parser)().parse_args(own)
+    return find(one.main)([*one.first, *arguments])
+
+
+# ---- the commands that stand here --------------------------------------------------------------
+
+
+def config_parser() -> Parser:
+    """Of `jaxtrain config`."""
+    parser = Parser(
+        "jaxtrain config",
+        description="The shipped configurations; with a NAME that one, resolved.",
+    )
+    parser.add_argument("config", nargs="?", metavar="NAME", help="a shipped config or a YAML file")
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
+    parser.add_argument("--schema", action="store_true", help="print the JSON schema, for editors")
+    return parser
+
+
+@command
+def show_config(argv: list[str] | None = None) -> int:
+    """Print the schema, a resolved configuration, or the list of those that are shipped."""
+    a = config_parser().parse_intermixed_args(argv)
+    if a.schema:
+        return print(find("config:json_schema")(), end="") or 0
+    if a.config:
+        return find("main:main")(["--config", a.config, *a.overrides, "--print-config"])
+    for name, path in shipped_configs().items():
+        first = path.read_text().partition("\n")[0].lstrip("# ")
+        print(f"{name:18s} {first}")
+    return 0
+
+
+def completion_parser() -> Parser:
+    """Of `jaxtrain completion`."""
+    parser = Parser(
+        "jaxtrain completion",
+        description="Print the script that completes `jaxtrain` in a shell: in bash, "
+        'eval "$(jaxtrain completion bash)".',
+    )
+    parser.add_argument("shell", choices=SHELLS)
+    return parser
+
+
+@command
+def show_completion(argv: list[str] | None = None) -> int:
+    """Print argcomplete's script for a shell."""
+    a = completion_parser().parse_args(argv)
+    print(importlib.import_module("argcomplete").shellcode(["jaxtrain"], shell=a.shell))
+    return 0
+
+
+def complete() -> None:
+    """Answer the shell's question, which argcomplete reads from the environment, and exit."""
+    argcomplete = importlib.import_module("argcomplete")
+    argparse = importlib.import_module("argparse")
+    parser = argparse.ArgumentParser("jaxtrain")
+    commands = parser.add_subparsers(dest="command")
+    for name, one in COMMANDS.items():
+        commands.add_parser(name, parents=[find(one.parser)()], add_help=False, help=one.summary)
+    argcomplete.autocomplete(parser, default_completer=candidates)
+
+
+def candidates(prefix: str, action: Any, **_: Any) -> list[str]:
+    """What an argument may be: names of configs, fields, values of a field, or files."""
+    if action.dest == "config":
+        return [*shipped_configs(), *files(prefix)]
+    if action.dest != "overrides":
+        return files(prefix)
+    fields = list(all_fields(read_schema()))
+    key, equals, _ = prefix.partition("=")
+    if not equals:
+        return list(dict.fromkeys(f"{f.path}=" for f in fields if "NAME" not in f.path))
+    values = [value for f in fields if f.path == key for value in f.type.split(" | ")]
+    return [f"{key}={value}" for value in dict.fromkeys(values) if " " not in value]
+
+
+def files(prefix: str) -> list[str]:
+    return importlib.import_module("argcomplete.completers").FilesCompleter()(prefix)
 
 
 if __name__ == "__main__":

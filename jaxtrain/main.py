@@ -1,97 +1,150 @@
-"""The command line: argv -> Config -> training. `jaxtrain --help` lists every field.
+"""`jaxtrain train`: argv -> Config -> training. `python -m jaxtrain.main` is the same.
 
 python -m jaxtrain.main --config configs/quickstart.yaml optim.matrix_lr=0.01
 """
 
 import argparse
+import functools
 import sys
 from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
-from jaxtrain.cluster.processes import add_place, find_place, joined
-from jaxtrain.config import find_config, help_text, load_config
-from jaxtrain.config.overrides import check_once
-from jaxtrain.estimate.dry_run import (
-    add_preflight,
-    check_dry,
-    dry_overrides,
-    preflight_of,
-    report,
-)
-from jaxtrain.estimate.fit import choose, fitted
+from jaxtrain.cluster.arguments import add_place
+from jaxtrain.estimate.arguments import add_preflight
 from jaxtrain.settings import Parser, command
+from jaxtrain.train.arguments import add_overrides
+from jaxtrain.train.field_help import read_schema, section_help, sections_line
+
+if TYPE_CHECKING:
+    from jaxtrain.config import Config
 
 FIRST = """
 Train a language model. The same command again resumes the run. To begin with:
 
-  --config quickstart                            a small GPT, in minutes on a CPU
-  --config quickstart data.train.path=book.txt   the same on your own text
+  --config quickstart               a small GPT, in minutes on a CPU
+  --config quickstart data.train.path=book.txt
+                                    the same on your own text
   --config lora_chat train.init_from=OWNER/NAME data.train.path=chat.jsonl
-                                                 LoRA on a checkpoint, with conversations
+                                    LoRA on a checkpoint, with conversations
   --config continue train.init_from=OWNER/NAME data.train.path=corpus.jsonl
-                                                 go on with a checkpoint's pretraining
-  ... --dry-run --device RTX-4090                what a step would need there, and stop
-  ... --print-config                             the resolved configuration, and stop
-  --help                                         all options and every field
+                                    go on with a checkpoint's pretraining
+  ... --dry-run --device RTX-4090   what a step would need there, and stop
+  ... --print-config                the resolved configuration, and stop
+  --help                            all options; --help SECTION its fields
 """
+
+
+class Help(argparse.Action):
+    """`--help`: the options. `--help SECTION`: the fields of a section."""
+
+    def __call__(self, parser: Any, namespace: Any, values: Any, option: Any = None) -> None:
+        print(section_help(values) if values else parser.format_help(), end="\n" * bool(values))
+        parser.exit()
+
+
+def train_parser() -> Parser:
+    """Of `jaxtrain train`."""
+    parser = Parser(
+        "jaxtrain train",
+        usage="%(prog)s [--config NAME] [key.path=value ...]",
+        description="Train a language model. The same command again resumes the run.",
+        epilog=sections_line(read_schema()),
+        formatter_class=functools.partial(
+            argparse.RawDescriptionHelpFormatter, max_help_position=27
+        ),
+        add_help=False,
+    )
+    parser.add_argument(
+        "-h",
+        "--help",
+        nargs="?",
+        metavar="SECTION",
+        action=Help,
+        help="this, or the fields of a section",
+    )
+    add_config(parser)
+    parser.add_argument(
+        "--print-config", action="store_true", help="show the resolved tree and stop"
+    )
+    parser.add_argument("--dry-run", action="store_true", help="say what a step needs and stop")
+    add_preflight(parser)
+    add_place(parser)
+    return parser
+
+
+def estimate_parser() -> Parser:
+    """Of `jaxtrain estimate`, which is `jaxtrain train --dry-run`."""
+    parser = Parser(
+        "jaxtrain estimate",
+        description="What a step needs on devices that are not here: memory, exchanges, time.",
+    )
+    add_config(parser)
+    add_preflight(parser)
+    return parser
+
+
+def add_config(parser: Parser) -> None:
+    """--config and overrides."""
+    parser.add_argument("--config", help="a YAML file, or the bare name of a shipped config")
+    add_overrides(parser)
 
 
 @command
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, 1 where a dry run says that it does not fit, or 2 after one line
     about what the user can fix."""
-    parser = Parser(
-        "jaxtrain",
-        description="Train a language model. The same command again resumes the run.",
-        epilog=help_text(),
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-    )
-    parser.add_argument("--config", help="a YAML file, or the bare name of a shipped config")
-    parser.add_argument(
-        "--print-config", action="store_true", help="show the resolved tree and stop"
-    )
-    parser.add_argument(
-        "--dry-run",
-        action="store_true",
-        help="say what a step needs on --devices N (no accelerator, no data) and stop",
-    )
-    add_preflight(parser)
-    add_place(parser)
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
+    parser = train_parser()
     if not (sys.argv[1:] if argv is None else argv):
         print(f"{parser.format_usage()}{FIRST}")
         return 2  # a script whose arguments are missing should notice
     try:
-        arguments = parser.parse_intermixed_args(argv)
-        check_dry(arguments)
-        check_once(arguments.overrides)
-        path = find_config(arguments.config) if arguments.config is not None else None
-        overrides = dry_overrides(arguments)
-        config = load_config(path, overrides)
-        if arguments.print_config:
-            from jaxtrain.config.resolve import resolved_text
-
-            print(resolved_text(config), flush=True)
-            return 0
-        if arguments.dry_run or arguments.fit is not None:
-            one = (lambda *asked: choose(*asked)[1]) if config.train.fit else None
-            record = preflight_of(arguments, arguments.config, overrides, one)
-            print(report(record))
-            return 0 if record["metrics"]["fits"] else 1
-        from jaxtrain.cluster.runtime import start
-        from jaxtrain.runs.job import facts
-        from jaxtrain.train.loop import train
-
-        place = find_place(arguments.coordinator, arguments.processes, arguments.process)
-        start(quiet=place is not None and place.index > 0)
-        same, folder = facts(config) if place else {}, Path(config.run.directory)
-        with joined(place, config.processes, same, folder) as group:
-            if config.train.fit:
-                config = fitted(arguments.config, overrides, config, group)
-            train(config, group)
+        return run(parser.parse_intermixed_args(argv))
     except KeyboardInterrupt:  # outside the loop, which saves and stops by itself, or the second
         print("interrupted; the same command goes on from its last checkpoint", file=sys.stderr)
         return 130
+
+
+def run(a: argparse.Namespace) -> int:
+    """Train, or what the options ask for in its place; JAX is imported here."""
+    from jaxtrain.config import find_config, load_config
+    from jaxtrain.config.overrides import check_once
+    from jaxtrain.estimate.dry_run import check_dry, dry_overrides, preflight_of, report
+    from jaxtrain.estimate.fit import choose
+
+    check_dry(a)
+    check_once(a.overrides)
+    path = find_config(a.config) if a.config is not None else None
+    overrides = dry_overrides(a)
+    config = load_config(path, overrides)
+    if a.print_config:
+        from jaxtrain.config.resolve import resolved_text
+
+        print(resolved_text(config), flush=True)
+        return 0
+    if a.dry_run or a.fit is not None:
+        one = (lambda *asked: choose(*asked)[1]) if config.train.fit else None
+        record = preflight_of(a, a.config, overrides, one)
+        print(report(record))
+        return 0 if record["metrics"]["fits"] else 1
+    train_as_job(a, config, overrides)
     return 0
+
+
+def train_as_job(a: argparse.Namespace, config: "Config", overrides: list[str]) -> None:
+    """Train, alone or as one of the processes that the options or a launcher say."""
+    from jaxtrain.cluster.processes import find_place, joined
+    from jaxtrain.cluster.runtime import start
+    from jaxtrain.estimate.fit import fitted
+    from jaxtrain.runs.job import facts
+    from jaxtrain.train.loop import train
+
+    place = find_place(a.coordinator, a.processes, a.process)
+    start(quiet=place is not None and place.index > 0)
+    same, folder = facts(config) if place else {}, Path(config.run.directory)
+    with joined(place, config.processes, same, folder) as group:
+        if config.train.fit:
+            config = fitted(a.config, overrides, config, group)
+        train(config, group)
 
 
 if __name__ == "__main__":

@@ -19,7 +19,6 @@ from jaxtrain.config import (
     Config,
     fields,
     find_config,
-    help_text,
     json_schema,
     load_config,
     tag_of,
@@ -347,16 +346,10 @@ def test_print_config_shows_the_resolved_tree(capsys):
     assert tree["model"]["heads"] * tree["model"]["head_dim"] == tree["model"]["width"]
 
 
-def test_help_lists_every_field(capsys):
-    with pytest.raises(SystemExit) as stop:
-        main(["--help"])
-    assert stop.value.code == 0
-    text = capsys.readouterr().out
+def test_every_field_has_a_description():
     for path, field, _ in fields(Config):
-        assert f"  {path}  " in text
         if not path.endswith(".name") or path == "run.name":  # the others select a variant
-            assert field.description and field.description in text, f"{path} has no description"
-    assert help_text() in text
+            assert field.description, path
 
 
 def test_the_shipped_schema_is_current_and_accepts_what_is_shipped():

@@ -12,7 +12,7 @@ from hostile_cases import COMMANDS
 from hostile_files import CASES, flipped
 from tiny import LLAMA, random_run
 
-from jaxtrain.interop.__main__ import main as interop
+from jaxtrain.cli import main as interop
 from jaxtrain.main import main
 from jaxtrain.train.prepare import main as prepare
 

@@ -24,10 +24,10 @@ LAYERS = (
     ),
     ("jaxtrain.config",),
     ("jaxtrain.runs",),
-    ("jaxtrain.inference", "jaxtrain.interop.__main__"),
+    ("jaxtrain.inference",),
     ("jaxtrain.evaluation",),
     ("jaxtrain.train",),
-    ("jaxtrain.estimate", "jaxtrain.data.__main__"),
+    ("jaxtrain.estimate",),
     ("jaxtrain.main",),
     ("jaxtrain.cli",),
 )
@@ -60,6 +60,8 @@ def imported(source):
 
 def forbidden(module, name):
     package, target = name.split(".")[0], module_of(name)
+    if name == "jaxtrain.__version__":
+        return False
     if package == "jaxtrain":
         return target != module and RANK.get(target, len(RANK)) >= RANK[module]
     return package == "configs" or (module == "jaxtrain.data" and package in ("jax", "jaxlib"))

@@ -11,8 +11,9 @@ from tiny import run_overrides
 from benchmarks import race as module
 from benchmarks import record as record_module
 from benchmarks import tables
-from benchmarks.race import best_of_arms, draw, race, settings_of, training_seconds
+from benchmarks.race import best_of_arms, draw, race, settings_of
 from jaxtrain.main import main as train
+from jaxtrain.runs.compare import training_seconds
 from jaxtrain.settings import UserError
 
 main = importlib.import_module("benchmarks.__main__").main

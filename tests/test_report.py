@@ -8,7 +8,7 @@ import pytest
 
 from jaxtrain.runs import report, report_charts
 from jaxtrain.runs.report_data import _histogram
-from jaxtrain.settings import UserError, visible
+from jaxtrain.settings import visible
 
 VOID = {"meta", "rect", "circle", "path"}
 
@@ -134,15 +134,6 @@ def test_the_command_line(tmp_path, capsys):
     assert report.main([str(tmp_path)]) == 2
     error = capsys.readouterr().err
     assert "is not a run: it has no metrics.jsonl" in error and error.count("\n") == 1
-
-
-def test_plot_curves(tmp_path):
-    runs = [write_run(tmp_path / "a", steps=60), write_run(tmp_path / "b", steps=10)]
-    path = report.plot_curves(runs, tmp_path / "curves.png")
-    assert path.read_bytes().startswith(b"\x89PNG")
-    assert path.stat().st_size > 20_000
-    with pytest.raises(UserError, match="is not a run"):
-        report.plot_curves([tmp_path], tmp_path / "none.png")
 
 
 def test_ticks_are_round_and_inside():

@@ -15,9 +15,9 @@ import pytest
 from safetensors.numpy import load_file, save_file
 from tiny import WHOLE, run_overrides
 
+from jaxtrain.cli import main as interop
 from jaxtrain.evaluation import evaluate
 from jaxtrain.inference import generate
-from jaxtrain.interop.__main__ import main as interop
 from jaxtrain.interop.tensors import read, read_header, write
 from jaxtrain.main import main
 from jaxtrain.runs.checkpoint import Checkpointer

@@ -3,7 +3,7 @@
 jaxtrain launch --processes 2 [--devices-per-process 4] -- --config gpt_d12 key=value ...
 jaxtrain launch --processes 2 --command evaluate -- runs/NAME --tasks core
 
-Everything after `--` goes to `python -m jaxtrain.main`, or to what --command names. Lines are
+Everything after `--` goes to `jaxtrain train`, or to what --command names. Lines are
 shown with the process they are of; signals are passed on; when a process dies, all end, with its
 exit code.
 """
@@ -22,18 +22,16 @@ from typing import IO
 from jaxtrain.cluster.started_by import TYPED, command_line
 from jaxtrain.settings import Parser, UserError, command, whole
 
-COMMANDS = ("main", "evaluate")  # those that work together; the others are one process
+# The commands that work together, and their modules; the others are one process.
+COMMANDS = {"train": "jaxtrain.main", "evaluate": "jaxtrain.evaluation.evaluate"}
 GRACE = 20.0  # seconds that the others have to notice a death, name it and end
 # Seconds that a killed process may take to be gone after its connections have closed, of which the
 # others hear at once, and end.
 DYING = 1.0
 
 
-@command
-def main(argv: list[str] | None = None) -> int:
-    """Returns the exit code of the job."""
-    arguments = sys.argv[1:] if argv is None else argv
-    cut = arguments.index("--") if "--" in arguments else len(arguments)
+def launch_parser() -> Parser:
+    """Of `jaxtrain launch`, up to the `--`."""
     parser = Parser(
         "jaxtrain launch",
         usage="%(prog)s --processes N [--devices-per-process K] [--command evaluate] -- ARGUMENTS",
@@ -46,12 +44,20 @@ def main(argv: list[str] | None = None) -> int:
         help="GPUs of each, or virtual devices on a CPU",
     )
     parser.add_argument(
-        "--command", default="main", choices=COMMANDS, help="which module of jaxtrain's they run"
+        "--command", default="train", choices=list(COMMANDS), help="what they run (train)"
     )
     parser.add_argument(
         "--port", type=whole(1, 65535), help="of the coordinator; default a free one"
     )
-    asked = parser.parse_args(arguments[:cut])
+    return parser
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code of the job."""
+    arguments = sys.argv[1:] if argv is None else argv
+    cut = arguments.index("--") if "--" in arguments else len(arguments)
+    asked = launch_parser().parse_args(arguments[:cut])
     outer = os.environ | {TYPED: command_line("launch")}
     environments = [
         environment(i, asked.processes, asked.devices_per_process, outer)
@@ -62,7 +68,7 @@ def main(argv: list[str] | None = None) -> int:
     environments = [one | secret for one in environments]
     place = ["--coordinator", f"localhost:{asked.port or free_port()}"]
     place += ["--processes", str(asked.processes), "--process"]
-    line = [sys.executable, "-u", "-m", f"jaxtrain.{asked.command}", *arguments[cut + 1 :], *place]
+    line = [sys.executable, "-u", "-m", COMMANDS[asked.command], *arguments[cut + 1 :], *place]
     return run([[*line, str(i)] for i in range(asked.processes)], environments)
 
 

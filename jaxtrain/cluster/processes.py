@@ -4,7 +4,6 @@ SLURM's and Open MPI's launchers say it in the environment; by hand, and in the 
 Kubernetes and Ray, it is said by --coordinator, --processes and --process.
 """
 
-import argparse
 import contextlib
 import os
 import re
@@ -20,7 +19,7 @@ from pydantic import Field
 
 from jaxtrain.cluster.coordinator import LINGER, Coordinator
 from jaxtrain.cluster.secret import Secret
-from jaxtrain.settings import Settings, UserError, whole
+from jaxtrain.settings import Settings, UserError
 
 PORTS = range(61440, 65536)  # of the coordinator by the number of SLURM's job: jobs share nodes
 
@@ -60,13 +59,6 @@ LAUNCHERS = (
         "OMPI_COMM_WORLD_LOCAL_RANK", "OMPI_COMM_WORLD_LOCAL_SIZE",
     ),
 )  # fmt: skip
-
-
-def add_place(parser: argparse.ArgumentParser) -> None:
-    """The arguments that `find_place` takes from the command line."""
-    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is, of several")
-    parser.add_argument("--processes", type=whole(1), metavar="N", help="how many there are")
-    parser.add_argument("--process", type=whole(0), metavar="I", help="which this is, from 0")
 
 
 def check_alone(command: str, environment: Mapping[str, str] = os.environ) -> None:

@@ -7,7 +7,6 @@ Each section's model lives in the folder of the code that it drives, in `config.
 from jaxtrain.config.fields import fields, tag_of, variants_of
 from jaxtrain.config.load import (
     find_config,
-    help_text,
     json_schema,
     load_config,
     locate,
@@ -18,6 +17,6 @@ from jaxtrain.config.load import (
 from jaxtrain.config.tree import Config, Sections
 
 __all__ = [
-    "Config", "Sections", "fields", "find_config", "help_text", "json_schema", "load_config",
+    "Config", "Sections", "fields", "find_config", "json_schema", "load_config",
     "locate", "save_yaml", "tag_of", "to_yaml", "validate", "variants_of",
 ]  # fmt: skip

@@ -228,16 +228,3 @@ def save_yaml(path: Path, config: BaseModel) -> None:
 def json_schema() -> str:
     """For editors: completes and checks the YAML files."""
     return json.dumps(Config.model_json_schema(), indent=1) + "\n"
-
-
-def help_text() -> str:
-    """Every field with its type, default and description, for --help."""
-    lines = ["fields (a section with a `name` has variants; null means derived or off):"]
-    for path, field, variant in fields(Config):
-        kind = str(field.annotation).replace("typing.", "").replace("NoneType", "None")
-        kind = field.annotation.__name__ if isinstance(field.annotation, type) else kind
-        default = "required" if field.is_required() else f"default {field.get_default()!r}"
-        of = f"[{variant}] " if variant else ""
-        text = field.description or "selects this variant"
-        lines.append(f"  {path}  {of}{kind}, {default}\n      {text}")
-    return "\n".join(lines)

@@ -6,6 +6,7 @@ from typing import Any
 from pydantic import BaseModel, Field
 
 from jaxtrain.cluster.processes import ProcessesConfig
+from jaxtrain.config.fields import tag_of
 from jaxtrain.data import DataConfig
 from jaxtrain.evaluation.config import EvalConfig
 from jaxtrain.finetune import FinetuneConfig
@@ -21,7 +22,11 @@ from jaxtrain.train.config import TrainConfig
 
 
 def section(model: type[BaseModel]) -> Any:
-    return Field(default_factory=model)
+    """A section that is `model` by default; the schema names its variant."""
+    tag = tag_of(model)
+    return Field(
+        default_factory=model, json_schema_extra={"default": {"name": tag}} if tag else None
+    )
 
 
 class Sections(Settings):

@@ -24,7 +24,6 @@ from jaxtrain.config import find_config, load_config
 from jaxtrain.estimate.fake_attention import outlined
 from jaxtrain.estimate.liveness import peak_bytes
 from jaxtrain.estimate.traffic import (
-    RATES,
     Collective,
     collectives,
     device_named,
@@ -48,7 +47,7 @@ from jaxtrain.parallel.axes import ZERO
 from jaxtrain.parallel.mesh import AXES, device_grid
 from jaxtrain.runs.measurement import describe
 from jaxtrain.runs.metrics import format_bytes
-from jaxtrain.settings import TINY, UserError, real, whole
+from jaxtrain.settings import UserError
 from jaxtrain.train.features import wrap_step
 from jaxtrain.train.memory_advice import memory_advice
 from jaxtrain.train.step import make_step
@@ -371,24 +370,6 @@ def report(record: dict[str, Any]) -> str:
 # ---- on the command line -----------------------------------------------------------------------
 
 
-def add_preflight(parser: argparse.ArgumentParser) -> None:
-    parser.add_argument(
-        "--device", type=device_named, help=f"dry run: what they are (H200): {', '.join(RATES)}"
-    )
-    parser.add_argument(
-        "--devices", type=whole(0, 2**16), help="dry run: how many devices are pretended (1)"
-    )
-    parser.add_argument(
-        "--memory", type=real(TINY, "above 0"), help="dry run: GiB of one device, if not its own"
-    )
-    parser.add_argument(
-        "--fit",
-        type=whole(0, 2**16),
-        metavar="N",
-        help="dry run: the first mesh of N devices that fits",
-    )
-
-
 def given(a: argparse.Namespace, *options: str) -> str | None:
     """The first of these options that a command line has. Each is nothing by default."""
     for name in options:
@@ -435,7 +416,8 @@ def preflight_of(
     if count < 1:
         raise UserError(f"--dry-run on {count} devices: there has to be one")
     virtual_devices(count)
-    kind, memory = a.device or "H200", int(a.memory * 2**30) if a.memory else None
+    kind = device_named(a.device) if a.device else "H200"
+    memory = int(a.memory * 2**30) if a.memory else None
     if a.fit is None:
         return (one or preflight)(name, overrides, count, kind, memory)
     say = lambda line: print(line, file=sys.stderr, flush=True)

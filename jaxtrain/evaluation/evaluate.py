@@ -10,7 +10,6 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -19,10 +18,11 @@ from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxtrain import data
-from jaxtrain.cluster.processes import add_place, find_place, joined
+from jaxtrain.cluster.processes import find_place, joined
 from jaxtrain.cluster.runtime import compute_dtype, start
 from jaxtrain.config.resolve import Resolved, override
 from jaxtrain.data.evaluation.tasks import Rules
+from jaxtrain.evaluation.arguments import evaluate_parser
 from jaxtrain.evaluation.log_likelihood import FIELDS
 from jaxtrain.evaluation.tasks import run_tasks, table_of
 from jaxtrain.finetune import join_full
@@ -33,7 +33,7 @@ from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard, shard_
 from jaxtrain.runs.job import facts
 from jaxtrain.runs.report import write_report
 from jaxtrain.runs.saved import Saved, folder_of, load_resolved, load_saved
-from jaxtrain.settings import Parser, UserError, command, whole
+from jaxtrain.settings import UserError, command
 
 # Batches in the devices' queue. Hundreds of programs that exchange with other processes wait for
 # one another for ever on CPUs: each holds a thread until its partner's has one.
@@ -169,22 +169,7 @@ def answer_tasks(saved: Saved, config: Resolved, arguments: argparse.Namespace) 
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser("jaxtrain evaluate", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("run", type=Path, help="run directory or model folder")
-    parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
-    parser.add_argument("--tasks", help="core, names of its tasks, or FILE.yaml: comma-separated")
-    parser.add_argument("--bundle", type=Path, help="of the tasks; default $JAXTRAIN_CORE")
-    parser.add_argument("--limit", type=whole(1), help="examples of each task; default all")
-    parser.add_argument(
-        "--all-shots", action="store_true", help="draw shots from beyond --limit too"
-    )
-    parser.add_argument(
-        "--crop", action="store_true", help="cut prompts longer than the context at their beginning"
-    )
-    parser.add_argument("--out", type=Path, help="results of tasks; RUN/tasks[_step_N].json")
-    parser.add_argument("overrides", nargs="*", help="data.validation.name=documents ...")
-    add_place(parser)
-    a = parser.parse_intermixed_args(argv)
+    a = evaluate_parser().parse_intermixed_args(argv)
     place = find_place(a.coordinator, a.processes, a.process)
     config = load_resolved(folder_of(a.run) / "config.yaml")
     config = override(config, a.overrides, (*FIELDS, "processes") if a.tasks else VALIDATED)

@@ -14,7 +14,6 @@ import urllib.request
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 from itertools import groupby
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,12 +23,13 @@ import numpy as np
 from jaxtrain.cluster.runtime import compute_dtype, start
 from jaxtrain.config.resolve import override
 from jaxtrain.data import Scored
+from jaxtrain.evaluation.arguments import lm_eval_parser
 from jaxtrain.evaluation.log_likelihood import FIELDS, make_scorer, scores
 from jaxtrain.inference.generate import complete
 from jaxtrain.model import cast
 from jaxtrain.runs.checkpoint import write_json
 from jaxtrain.runs.saved import Saved, load_saved
-from jaxtrain.settings import Parser, UserError, command, whole
+from jaxtrain.settings import UserError, command
 
 INSTALLED = importlib.util.find_spec("lm_eval") is not None
 Base: Any = importlib.import_module("lm_eval.api.model").LM if INSTALLED else object
@@ -161,15 +161,7 @@ def stay_offline() -> None:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser("jaxtrain lm-eval", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("run", type=Path, help="run directory or model folder")
-    parser.add_argument("--tasks", required=True, help="names of the harness, comma-separated")
-    parser.add_argument("--num-fewshot", type=whole(0), help="shots; default what each task says")
-    parser.add_argument("--limit", type=whole(1), help="examples of each task; default all")
-    parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
-    parser.add_argument("--out", type=Path, help="results as JSON; default RUN/harness.json")
-    parser.add_argument("overrides", nargs="*", help="eval.batch_size=16 ...")
-    a = parser.parse_intermixed_args(argv)
+    a = lm_eval_parser().parse_intermixed_args(argv)
     if not INSTALLED:
         raise UserError(
             "lm-evaluation-harness is not installed: pip install lm_eval, or uv sync --extra eval"

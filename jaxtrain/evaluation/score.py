@@ -3,7 +3,6 @@
 jaxtrain score RUN --score el2n,perplexity --out scored.jsonl.zst [key=value ...]
 """
 
-import argparse
 import hashlib
 import json
 import os
@@ -36,24 +35,19 @@ from jaxtrain.data.filters.scored import DocumentGroup, document_groups, frames
 from jaxtrain.data.pool import Map, cores, process_pool
 from jaxtrain.data.store.prepare import Progress, cache_directory
 from jaxtrain.data.store.progress import show_progress
+from jaxtrain.evaluation.arguments import ENDING, SCORES, score_parser
 from jaxtrain.evaluation.document_scores import MEASURES, Measured, make_measurer
 from jaxtrain.evaluation.log_likelihood import FIELDS
 from jaxtrain.evaluation.prototypes import distances, find_prototypes
 from jaxtrain.evaluation.tasks import identity
 from jaxtrain.runs.saved import Saved, load_saved
-from jaxtrain.settings import Parser, UserError, command, whole
+from jaxtrain.settings import UserError, command
 
-SCORES = {
-    "perplexity": "e to the mean negative log-likelihood of a token",
-    "el2n": "mean L2 norm of softmax - label",
-    "grad_norm": "mean norm of the gradient of a token's loss by the head",
-    "prototypicality": "cosine distance of the mean last state to the nearest of --clusters",
-}
 ALONE = 1 << 24  # stored bytes; less is tokenized before other processes would have started
 JOB_BATCHES = 16  # of the model, at least, that are packed together
 SAVE_SECONDS = 30.0
 QUANTILES = (0.0, 0.1, 0.5, 0.9, 1.0)
-ENDING, WRITTEN = ".jsonl.zst", "written"
+WRITTEN = "written"
 TEXT = (
     "data.train",
     "data.validation",
@@ -320,19 +314,7 @@ def table_of(result: dict[str, Any]) -> Table:
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser(
-        "jaxtrain score",
-        description=(__doc__ or "").split("\n")[0],
-        formatter_class=argparse.RawDescriptionHelpFormatter,
-        epilog="\n".join(f"{name:16s} {what}" for name, what in SCORES.items()),
-    )
-    parser.add_argument("run", type=Path, help="run directory or model folder")
-    parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
-    parser.add_argument("--score", required=True, help="names from below, comma-separated")
-    parser.add_argument("--out", type=Path, required=True, help=f"file to write, NAME{ENDING}")
-    parser.add_argument("--clusters", type=whole(1), default=100, help="prototypes (100)")
-    parser.add_argument("overrides", nargs="*", help="data.train.path=corpus.jsonl ...")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = score_parser().parse_intermixed_args(argv)
     try:
         start()
         names = [name.strip() for name in arguments.score.split(",") if name.strip()]

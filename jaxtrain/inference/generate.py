@@ -23,6 +23,7 @@ from jaxtrain.cluster.runtime import compute_dtype, start
 from jaxtrain.cluster.xla_flags import jit
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import Chat, Tokenizer, make_chat
+from jaxtrain.inference.arguments import TOKENS, generate_parser
 from jaxtrain.inference.chat import talk
 from jaxtrain.interop import Prompting
 from jaxtrain.model import Cache, cast
@@ -30,19 +31,9 @@ from jaxtrain.model.config import round_up
 from jaxtrain.model.transformer import CACHE_MULTIPLE
 from jaxtrain.parallel.mesh import gather_to_host
 from jaxtrain.runs.saved import Saved, load_saved, template_for
-from jaxtrain.settings import (
-    SEEDS,
-    TINY,
-    Parser,
-    UserError,
-    command,
-    real,
-    visible,
-    whole,
-)
+from jaxtrain.settings import UserError, command, visible
 from jaxtrain.storage.disk import write_whole
 
-TOKENS = 256
 PROMPT_MULTIPLE = 32  # prompts are padded to a multiple, so that few lengths are compiled
 
 
@@ -307,32 +298,7 @@ def converse(saved: Saved, params: Any, chat: Chat, a: argparse.Namespace) -> No
 
 @command
 def main(argv: list[str] | None = None) -> int:
-    parser = Parser("jaxtrain generate", description=(__doc__ or "").split("\n")[0])
-    parser.add_argument("run", type=Path, help="run directory or model folder")
-    parser.add_argument("--prompt", action="append", help="text to continue; may be given often")
-    parser.add_argument(
-        "--chat", action="store_true", help="talk in the terminal; with --prompt: answer that"
-    )
-    parser.add_argument("--system", help="with --chat: the system message")
-    parser.add_argument(
-        "--tokens",
-        type=whole(1, 2**20),
-        help=f"new tokens (default {TOKENS}; in a talk half its context)",
-    )
-    parser.add_argument(
-        "--temperature", type=real(0.0, "from 0 on"), default=0.8, help="0 takes the best token"
-    )
-    parser.add_argument("--top-k", type=whole(1), help="sample among this many best tokens")
-    parser.add_argument(
-        "--top-p", type=real(TINY, "above 0 and at most 1", 1.0),
-        help="sample among this much probability",
-    )  # fmt: skip
-    parser.add_argument(
-        "--cache-dtype", choices=["int8"], help="of the cache; default the compute dtype"
-    )
-    parser.add_argument("--seed", type=whole(0, SEEDS), default=0)
-    parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
-    a = parser.parse_args(argv)
+    a = generate_parser().parse_args(argv)
     check_alone("jaxtrain generate")
     try:
         start()

@@ -8,12 +8,13 @@ from html import escape
 from pathlib import Path
 from statistics import median
 
+from jaxtrain.runs.arguments import report_parser
 from jaxtrain.runs.history import Row, read_rows
 from jaxtrain.runs.metrics import Number, format_bytes, format_duration
-from jaxtrain.runs.report_charts import Series, bars, chart, format_count, smoothed, y_range
+from jaxtrain.runs.report_charts import Series, bars, chart, format_count
 from jaxtrain.runs.report_data import data_section
 from jaxtrain.runs.report_tasks import tasks_section
-from jaxtrain.settings import Parser, UserError, command, read_object, visible
+from jaxtrain.settings import UserError, command, read_object, visible
 from jaxtrain.storage.disk import write_whole
 
 MAX_SAMPLES, MAX_SAMPLE_CHARS = 40, 6000
@@ -285,52 +286,10 @@ th { text-align: left; font-weight: 500; color: var(--soft); padding: 6px 18px 6
 """
 
 
-def plot_curves(run_dirs: Sequence[Path], path: Path) -> Path:
-    """Write a PNG with the loss curves of some runs, by step and by time; returns `path`.
-
-    Raises UserError for a folder that is not a run.
-    """
-    runs = [(run_dir.resolve().name, _read_run(run_dir)) for run_dir in run_dirs]
-    from matplotlib.figure import Figure  # two seconds to import, and only for pictures
-
-    figure = Figure(figsize=(10, 4), layout="constrained", dpi=150)
-    by_step, by_time = figure.subplots(1, 2, sharey=True)
-    drawn: list[Series] = []
-    for i, (name, rows) in enumerate(runs):
-        for kind in ("train", "validation"):
-            some = _values(rows, kind, "loss")
-            losses = [row["loss"] for row in some]
-            drawn += [Series(kind, [], losses)] if some else []
-            smooth = smoothed(losses) if len(losses) > 40 else losses
-            for axes, xs in (
-                (by_step, [row["step"] for row in some]),
-                (by_time, [row["time"] / 60 for row in some]),
-            ):
-                if kind == "train":
-                    axes.plot(xs, losses, color=f"C{i}", alpha=0.25, linewidth=0.8)
-                    axes.plot(xs, smooth, color=f"C{i}", linewidth=1.6, label=name)
-                else:
-                    label = f"{name} (validation)"
-                    axes.plot(xs, losses, "o--", color=f"C{i}", markersize=3.5, label=label)
-    for axes, label in ((by_step, "step"), (by_time, "minutes")):
-        axes.set_xlabel(label)
-        axes.grid(alpha=0.25)
-        axes.spines[["top", "right"]].set_visible(False)
-    pairs = any(_values(rows, "train", "accuracy") for _, rows in runs)
-    by_step.set_ylabel("loss (nats)" if pairs else "loss (nats per token)")
-    if drawn:
-        by_step.set_ylim(*y_range(drawn, from_zero=False))
-        by_time.legend(frameon=False)
-    figure.savefig(path)
-    return path
-
-
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line: prints the report's path; 2 and one line on stderr for a UserError."""
-    parser = Parser(prog="jaxtrain report", description=__doc__)
-    parser.add_argument("run", type=Path, help="a run directory, such as runs/NAME")
-    print(write_report(parser.parse_args(argv).run))
+    print(write_report(report_parser().parse_args(argv).run))
     return 0
 
 

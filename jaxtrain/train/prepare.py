@@ -12,20 +12,15 @@ from jaxtrain import data
 from jaxtrain.config import find_config, load_config
 from jaxtrain.config.overrides import check_once
 from jaxtrain.data.store.progress import show_progress
-from jaxtrain.settings import Parser, command
+from jaxtrain.settings import command
+from jaxtrain.train.arguments import prepare_parser
 from jaxtrain.train.run_directory import check_text
 
 
 @command
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 after one line about what the user can fix."""
-    parser = Parser(
-        "jaxtrain prepare",
-        description="Tokenize the data of a configuration. The same command again goes on.",
-    )
-    parser.add_argument("--config", help="a YAML file, or the bare name of a shipped config")
-    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")
-    arguments = parser.parse_intermixed_args(argv)
+    arguments = prepare_parser().parse_intermixed_args(argv)
     try:
         check_once(arguments.overrides)
         path = find_config(arguments.config) if arguments.config is not None else None

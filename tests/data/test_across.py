@@ -5,8 +5,8 @@ import json
 import pytest
 from test_quality import prose
 
+from jaxtrain.cli import main
 from jaxtrain.data import DataConfig, prepare, read_documents
-from jaxtrain.data.__main__ import main
 from jaxtrain.data.filters import across, filtering, work
 from jaxtrain.data.filters.filtered import filter_sources, report_lines
 from jaxtrain.settings import UserError

@@ -5,8 +5,8 @@ import dataclasses
 import numpy as np
 import pytest
 
+from jaxtrain.cli import main
 from jaxtrain.data import DataConfig, make_augment, train_batches
-from jaxtrain.data.__main__ import main
 from jaxtrain.data.batches.augment import FILL_IN, MASK, AugmentRow, random_parts
 from jaxtrain.data.tokenizer.tokenizer import (
     build_tokenizer,
@@ -211,5 +211,5 @@ def test_special_tokens_are_of_the_vocabulary(tmp_path):
 def test_show_shows_what_the_model_sees(tmp_path, capsys):
     options = [f"data.cache_dir={tmp_path}", "data.augment.name=masking", "data.augment.rate=0.5"]
     options += ["data.tokenizer.special_tokens=['<mask>']", "train.sequence_length=64"]
-    assert main(["show", "quickstart", "--rows", "1", *options]) == 0
+    assert main(["show-data", "quickstart", "--rows", "1", *options]) == 0
     assert capsys.readouterr().out.count("<mask>") > 8

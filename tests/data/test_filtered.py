@@ -10,8 +10,8 @@ import pytest
 import zstandard
 from test_quality import prose
 
+from jaxtrain.cli import main
 from jaxtrain.data import DataConfig, describe_stores, prepare, read_documents, stores_of
-from jaxtrain.data.__main__ import main
 from jaxtrain.data.files.sources import JsonlSource
 from jaxtrain.data.filters import filtering, work
 from jaxtrain.data.filters.filtered import filter_sources, report_lines
@@ -143,7 +143,7 @@ def written_config(folder, path):
 def test_the_command_says_what_is_wrong(tmp_path, corpus, capsys):
     file = str(written_config(tmp_path, corpus))
     out = ["--out", str(tmp_path / "o")]
-    assert main(["filter", file]) == 2 and "filter needs --out" in capsys.readouterr().err
+    assert main(["filter", file]) == 2 and "required: --out" in capsys.readouterr().err
     assert main(["filter", file, "data.train.filters=[]", *out]) == 2
     assert "data.train.filters is empty" in capsys.readouterr().err
     assert main(["filter", file, *out]) == 0 and main(["filter", file, *out]) == 0

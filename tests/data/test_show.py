@@ -3,8 +3,8 @@ from dataclasses import replace
 
 import pytest
 
+from jaxtrain.cli import main
 from jaxtrain.data import DataConfig, describe_stores, prepare
-from jaxtrain.data.__main__ import main
 from jaxtrain.data.show import shorten, show_rows
 from jaxtrain.runs import report
 
@@ -63,10 +63,10 @@ def test_long_texts_keep_both_ends():
 def test_the_command_line(mixed, tmp_path, capsys):
     path = tmp_path / "mixed.yaml"
     path.write_text(json.dumps({"data": mixed, "train": {"sequence_length": 40, "batch_size": 4}}))
-    assert main(["show", str(path), "data.packing.name=best_fit", "--rows", "2"]) == 0
+    assert main(["show-data", str(path), "data.packing.name=best_fit", "--rows", "2"]) == 0
     out = capsys.readouterr().out
     assert out.count("== row") == 2 and "packing best_fit" in out
-    assert main(["show", str(path), "data.train.sources.short.weight=-1"]) == 2
+    assert main(["show-data", str(path), "data.train.sources.short.weight=-1"]) == 2
     assert "data.train.sources.short.weight" in capsys.readouterr().err
 
 

@@ -11,6 +11,7 @@ from pydantic import ValidationError
 from test_families import FACTS, build, logits_of
 from tiny import random_params
 
+from jaxtrain.cli import main as interop
 from jaxtrain.config import Config, validate
 from jaxtrain.config.resolve import resolve
 from jaxtrain.data import apply_chat_defaults
@@ -23,7 +24,6 @@ from jaxtrain.interop import (
     model_fields,
     open_checkpoint,
 )
-from jaxtrain.interop.__main__ import main as interop
 from jaxtrain.interop.configs import FREE
 from jaxtrain.interop.families import LLAMA
 from jaxtrain.interop.keys import FULL

@@ -9,8 +9,8 @@ from test_families import write_checkpoint
 from test_runs import write_tokenizer
 from tiny import run_overrides
 
+from jaxtrain.cli import main as interop
 from jaxtrain.data.files import sources
-from jaxtrain.interop.__main__ import main as interop
 from jaxtrain.interop.load import hub_of, pinned
 from jaxtrain.interop.tensors import metadata_of
 from jaxtrain.main import main

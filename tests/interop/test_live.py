@@ -15,8 +15,8 @@ import pytest
 from hf_cases import CASES, VOCAB, prompts
 from test_families import ARRAYS, build, logits_of, write_checkpoint
 
+from jaxtrain.cli import main as interop
 from jaxtrain.interop import export_weights, fitting_family, load, open_checkpoint
-from jaxtrain.interop.__main__ import main as interop
 from jaxtrain.runs.saved import load_saved
 
 SCRIPT = Path(__file__).with_name("run_transformers.py")

@@ -13,12 +13,12 @@ from test_families import FACTS, write_checkpoint
 from tiny import CACHE, close, mesh_of, random_run, run_overrides, same
 from tokenizers import decoders, models, pre_tokenizers, processors
 
+from jaxtrain.cli import main as interop
 from jaxtrain.config import load_config
 from jaxtrain.data.tokenizer.tokenizer import byte_alphabet, byte_tokenizer
 from jaxtrain.evaluation import evaluate
 from jaxtrain.inference import generate
 from jaxtrain.interop import chat_template, load_init_params
-from jaxtrain.interop.__main__ import main as interop
 from jaxtrain.interop.companions import prompting
 from jaxtrain.interop.tokenizer_json import tokenizer_json
 from jaxtrain.main import main

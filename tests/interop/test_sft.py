@@ -14,13 +14,13 @@ from hf_cases import weights
 from safetensors.numpy import save_file
 from tiny import begin, mesh_of, run_overrides, stacked
 
+from jaxtrain.cli import main as interop
 from jaxtrain.config import load_config
 from jaxtrain.data import DEFAULT_TEMPLATE, prepare
 from jaxtrain.data.batches.packing import assemble
 from jaxtrain.data.batches.planning import Piece
 from jaxtrain.inference import generate
 from jaxtrain.interop import load, open_checkpoint
-from jaxtrain.interop.__main__ import main as interop
 from jaxtrain.main import main
 from jaxtrain.model import Transformer, resolve_model, split
 from jaxtrain.optim import make_optimizer

@@ -9,10 +9,10 @@ import pytest
 from make_golden_tokenizers import CASES, GOLDEN, TEXTS, hash_of, read, train, written
 from tiny import random_params
 
+from jaxtrain.cli import main as interop
 from jaxtrain.config import Config, validate
 from jaxtrain.config.resolve import resolve
 from jaxtrain.data.tokenizer.tokenizer import sentencepiece_tokenizer
-from jaxtrain.interop.__main__ import main as interop
 from jaxtrain.interop.companions import tokenizer_files
 from jaxtrain.model import Transformer, split
 from jaxtrain.runs.saved import save_model

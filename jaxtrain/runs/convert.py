@@ -1,10 +1,6 @@
-"""Hugging Face checkpoints into run directories, and runs into checkpoints.
+"""Hugging Face checkpoints become run directories (`jaxtrain import`), runs become checkpoints
+(`jaxtrain export`)."""
 
-jaxtrain import PATH_OR_REPO RUN_DIR
-jaxtrain export RUN OUT [--family NAME] [--dtype bfloat16] [--shard-bytes N]
-"""
-
-import sys
 from pathlib import Path
 
 import numpy as np
@@ -25,13 +21,13 @@ from jaxtrain.interop.companions import (
 )
 from jaxtrain.interop.configs import family_of, fitting_family
 from jaxtrain.interop.export import export_weights
-from jaxtrain.interop.families import FAMILIES
 from jaxtrain.interop.keys import text_part
 from jaxtrain.interop.load import find_folder, open_checkpoint, origin, our_file_layout, pinned
 from jaxtrain.interop.tensors import DTYPES, SHARD_BYTES, WEIGHTS, metadata_of, write
 from jaxtrain.model import Transformer, split
+from jaxtrain.runs.arguments import export_parser, import_parser
 from jaxtrain.runs.saved import folder_of, load_saved
-from jaxtrain.settings import Parser, UserError, command, whole
+from jaxtrain.settings import UserError, command
 
 LENGTH = 2048  # of the rows that an imported model is evaluated on, if its context allows
 
@@ -144,32 +140,19 @@ NUMPY: dict[str, np.dtype] = {dtype.name: dtype for dtype in DTYPES.values()}
 
 
 @command
-def main(argv: list[str] | None = None) -> int:
-    parser = Parser("jaxtrain", description=(__doc__ or "").split("\n")[0])
-    commands = parser.add_subparsers(dest="command", required=True)
-    into = commands.add_parser("import", help="a checkpoint becomes a run directory")
-    into.add_argument(
-        "source", help="folder of a checkpoint, or OWNER/NAME[@REVISION] of huggingface.co"
-    )
-    into.add_argument("run", type=Path, help="run directory to write")
-    from_ = commands.add_parser("export", help="a run's model becomes a checkpoint")
-    from_.add_argument("run", type=Path, help="run directory or model folder")
-    from_.add_argument("out", type=Path, help="folder to write")
-    from_.add_argument("--family", choices=sorted(FAMILIES), help="default: the one that fits")
-    from_.add_argument("--dtype", choices=sorted(NUMPY), help="default: as imported, or float32")
-    from_.add_argument(
-        "--shard-bytes", type=whole(1, 2**63 - 1), default=SHARD_BYTES, help="of one file, at most"
-    )
-    a = parser.parse_args(argv)
-    if a.command == "import":
-        c = import_checkpoint(a.source, a.run)
-        print(f"imported {a.run}: depth {c.model.depth}, width {c.model.width}")
-        print(f"more     {command_of('generate', a.run, '--prompt', '...')}")
-    else:
-        name = export_run(a.run, a.out, a.family, a.dtype, a.shard_bytes)
-        print(f"exported {a.out} as {name}")
+def import_main(argv: list[str] | None = None) -> int:
+    """`jaxtrain import`: 0, or 2 after one line about what the user can fix."""
+    a = import_parser().parse_args(argv)
+    c = import_checkpoint(a.source, a.run)
+    print(f"imported {a.run}: depth {c.model.depth}, width {c.model.width}")
+    print(f"more     {command_of('generate', a.run, '--prompt', '...')}")
     return 0
 
 
-if __name__ == "__main__":
-    sys.exit(main())
+@command
+def export_main(argv: list[str] | None = None) -> int:
+    """`jaxtrain export`: 0, or 2 after one line about what the user can fix."""
+    a = export_parser().parse_args(argv)
+    name = export_run(a.run, a.out, a.family, a.dtype, a.shard_bytes or SHARD_BYTES)
+    print(f"exported {a.out} as {name}")
+    return 0

@@ -1,0 +1,12 @@
+"""Arguments of commands that several processes run together; nothing here imports JAX."""
+
+import argparse
+
+from jaxtrain.settings import whole
+
+
+def add_place(parser: argparse.ArgumentParser) -> None:
+    """The arguments that `find_place` takes from the command line."""
+    parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is, of several")
+    parser.add_argument("--processes", type=whole(1), metavar="N", help="how many there are")
+    parser.add_argument("--process", type=whole(0), metavar="I", help="which this is, from 0")

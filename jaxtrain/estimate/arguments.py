@@ -1,0 +1,30 @@
+"""Arguments of the dry run, which several commands take; nothing here imports JAX."""
+
+import argparse
+
+from jaxtrain.settings import TINY, real, whole
+
+
+def add_preflight(parser: argparse.ArgumentParser) -> None:
+    """--device, --devices, --memory and --fit, which `preflight_of` reads."""
+    parser.add_argument(
+        "--device", metavar="NAME", help="dry run: what a device is, as T4 or RTX-4090 (H200)"
+    )
+    parser.add_argument(
+        "--devices",
+        type=whole(0, 2**16),
+        metavar="N",
+        help="dry run: how many devices are pretended (1)",
+    )
+    parser.add_argument(
+        "--memory",
+        type=real(TINY, "above 0"),
+        metavar="GIB",
+        help="dry run: memory of one device, if not its own",
+    )
+    parser.add_argument(
+        "--fit",
+        type=whole(0, 2**16),
+        metavar="N",
+        help="dry run: the first mesh of N devices that fits",
+    )

@@ -1,0 +1,73 @@
+"""The command lines of `evaluate`, `score` and `lm-eval`; nothing here imports JAX."""
+
+import argparse
+from pathlib import Path
+
+from jaxtrain.cluster.arguments import add_place
+from jaxtrain.settings import Parser, whole
+
+SCORES = {
+    "perplexity": "e to the mean negative log-likelihood of a token",
+    "el2n": "mean L2 norm of softmax - label",
+    "grad_norm": "mean norm of the gradient of a token's loss by the head",
+    "prototypicality": "cosine distance of the mean last state to the nearest of --clusters",
+}
+ENDING = ".jsonl.zst"  # of the file that `score` writes
+
+
+def evaluate_parser() -> Parser:
+    """Of `jaxtrain evaluate`: validation, or in-context tasks."""
+    parser = Parser(
+        "jaxtrain evaluate",
+        description="Validation loss, perplexity and bits per byte of a split; or tasks.",
+    )
+    add_model(parser)
+    parser.add_argument("--tasks", help="core, names of its tasks, or FILE.yaml: comma-separated")
+    parser.add_argument("--bundle", type=Path, help="of the tasks; default $JAXTRAIN_CORE")
+    parser.add_argument("--limit", type=whole(1), help="examples of each task; default all")
+    parser.add_argument(
+        "--all-shots", action="store_true", help="draw shots from beyond --limit too"
+    )
+    parser.add_argument(
+        "--crop", action="store_true", help="cut prompts longer than the context at their beginning"
+    )
+    parser.add_argument("--out", type=Path, help="results of tasks; RUN/tasks[_step_N].json")
+    parser.add_argument("overrides", nargs="*", help="data.validation.name=documents ...")
+    add_place(parser)
+    return parser
+
+
+def score_parser() -> Parser:
+    """Of `jaxtrain score`: columns of scores beside the text."""
+    parser = Parser(
+        "jaxtrain score",
+        description="Score the documents of a text by a trained model, to filter or sample it by.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(f"{name:16s} {what}" for name, what in SCORES.items()),
+    )
+    add_model(parser)
+    parser.add_argument("--score", required=True, help="names from below, comma-separated")
+    parser.add_argument("--out", type=Path, required=True, help=f"file to write, NAME{ENDING}")
+    parser.add_argument("--clusters", type=whole(1), default=100, help="prototypes (100)")
+    parser.add_argument("overrides", nargs="*", help="data.train.path=corpus.jsonl ...")
+    return parser
+
+
+def lm_eval_parser() -> Parser:
+    """Of `jaxtrain lm-eval`: tasks of EleutherAI's lm-evaluation-harness."""
+    parser = Parser(
+        "jaxtrain lm-eval", description="Any task of EleutherAI's lm-evaluation-harness."
+    )
+    add_model(parser)
+    parser.add_argument("--tasks", required=True, help="names of the harness, comma-separated")
+    parser.add_argument("--num-fewshot", type=whole(0), help="shots; default what each task says")
+    parser.add_argument("--limit", type=whole(1), help="examples of each task; default all")
+    parser.add_argument("--out", type=Path, help="results as JSON; default RUN/harness.json")
+    parser.add_argument("overrides", nargs="*", help="eval.batch_size=16 ...")
+    return parser
+
+
+def add_model(parser: Parser) -> None:
+    """RUN and --step: which model."""
+    parser.add_argument("run", type=Path, help="run directory or model folder")
+    parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")

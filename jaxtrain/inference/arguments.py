@@ -1,0 +1,42 @@
+"""The command lines of `generate` and `chat`; nothing here imports JAX."""
+
+from pathlib import Path
+
+from jaxtrain.settings import SEEDS, TINY, Parser, real, whole
+
+TOKENS = 256  # new tokens by default
+
+
+def generate_parser(program: str = "jaxtrain generate") -> Parser:
+    """Of `jaxtrain generate`: a prompt is continued, or answered."""
+    parser = Parser(program, description="Text from a trained model.")
+    parser.add_argument("run", type=Path, help="run directory or model folder")
+    parser.add_argument("--prompt", action="append", help="text to continue; may be given often")
+    parser.add_argument(
+        "--chat", action="store_true", help="talk in the terminal; with --prompt: answer that"
+    )
+    parser.add_argument("--system", help="with --chat: the system message")
+    parser.add_argument(
+        "--tokens",
+        type=whole(1, 2**20),
+        help=f"new tokens (default {TOKENS}; in a talk half its context)",
+    )
+    parser.add_argument(
+        "--temperature", type=real(0.0, "from 0 on"), default=0.8, help="0 takes the best token"
+    )
+    parser.add_argument("--top-k", type=whole(1), help="sample among this many best tokens")
+    parser.add_argument(
+        "--top-p", type=real(TINY, "above 0 and at most 1", 1.0),
+        help="sample among this much probability",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cache-dtype", choices=["int8"], help="of the cache; default the compute dtype"
+    )
+    parser.add_argument("--seed", type=whole(0, SEEDS), default=0)
+    parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
+    return parser
+
+
+def chat_parser() -> Parser:
+    """Of `jaxtrain chat`, which is `jaxtrain generate --chat`."""
+    return generate_parser("jaxtrain chat")

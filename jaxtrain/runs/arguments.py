@@ -1,0 +1,54 @@
+"""The command lines of `report`, `compare`, `import` and `export`; nothing here imports JAX."""
+
+from pathlib import Path
+
+from jaxtrain.settings import Parser, whole
+
+# Of what is exported: the keys of `interop.families.FAMILIES`, and dtypes of safetensors (a test).
+FAMILIES = (
+    "llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2",
+    "nanochat",
+)  # fmt: skip
+DTYPES = ("bfloat16", "float16", "float32", "float64")
+
+
+def report_parser() -> Parser:
+    """Of `jaxtrain report`: one HTML page about a run."""
+    parser = Parser("jaxtrain report", description="One HTML page about a run, RUN/report.html.")
+    parser.add_argument("run", type=Path, help="a run directory, such as runs/NAME")
+    return parser
+
+
+def compare_parser() -> Parser:
+    """Of `jaxtrain compare`: a table and a plot of several runs."""
+    parser = Parser(
+        "jaxtrain compare",
+        description="Compare runs: loss at equal steps, tokens per second, seconds to equal loss, "
+        "and the settings that differ. The first run is the baseline.",
+    )
+    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
+    parser.add_argument("--plot", type=Path, metavar="FILE.png", help="their curves as a picture")
+    return parser
+
+
+def import_parser() -> Parser:
+    """Of `jaxtrain import`: a checkpoint becomes a run directory."""
+    parser = Parser("jaxtrain import", description="A Hugging Face checkpoint becomes a run.")
+    parser.add_argument(
+        "source", help="folder of a checkpoint, or OWNER/NAME[@REVISION] of huggingface.co"
+    )
+    parser.add_argument("run", type=Path, help="run directory to write")
+    return parser
+
+
+def export_parser() -> Parser:
+    """Of `jaxtrain export`: a run's model becomes a checkpoint."""
+    parser = Parser("jaxtrain export", description="A run becomes a Hugging Face checkpoint.")
+    parser.add_argument("run", type=Path, help="run directory or model folder")
+    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("--family", choices=FAMILIES, help="default: the one that fits")
+    parser.add_argument("--dtype", choices=DTYPES, help="default: as imported, or float32")
+    parser.add_argument(
+        "--shard-bytes", type=whole(1, 2**63 - 1), help="of one file, at most (5 GB)"
+    )
+    return parser

@@ -1,0 +1,255 @@
+"""`jaxtrain compare RUN RUN ...`: runs side by side, from what their directories hold.
+
+Losses are compared at equal steps and by the seconds of training to an equal loss, by straight
+lines between the points of each curve.
+"""
+
+import json
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from statistics import median
+from typing import Any, NamedTuple
+
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from jaxtrain.runs.arguments import compare_parser
+from jaxtrain.runs.history import Row, read_rows
+from jaxtrain.settings import UserError, command
+from jaxtrain.storage.strict_yaml import read_yaml
+
+# What curves are made of: the first that every run has. (kind of row, name, title)
+MEASURES = (
+    ("validation", "bpb", "validation bits per byte"),
+    ("validation", "loss", "validation loss, nats per token"),
+    ("train", "loss", "training loss, nats per token"),
+)
+SAME_RUN = ("run.", "data.cache_dir")  # settings that say where, not what
+SMOOTHED = 20  # training losses that are averaged into one point
+
+
+class Run(NamedTuple):
+    """What a run directory holds; `config` and `env` are plain trees."""
+
+    name: str
+    config: dict[str, Any]
+    env: dict[str, Any]
+    rows: list[Row]
+
+
+def read_run(run_dir: Path) -> Run:
+    """The run of a directory."""
+    for name in ("config.yaml", "env.json", "metrics.jsonl"):
+        if not (run_dir / name).is_file():
+            raise UserError(f"{run_dir} is not a run directory: it has no {name}")
+    config = read_yaml(run_dir / "config.yaml")
+    env = json.loads((run_dir / "env.json").read_text("utf-8"))
+    return Run(run_dir.resolve().name, config, env, read_rows(run_dir / "metrics.jsonl"))
+
+
+def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
+    """A tree by its dotted paths."""
+    found: dict[str, Any] = {}
+    for key, value in tree.items():
+        found |= (
+            flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
+        )
+    return found
+
+
+class Curve(NamedTuple):
+    """A measure of one run."""
+
+    steps: list[int]
+    seconds: list[float]  # of training, without validations, up to each step
+    losses: list[float]
+
+    def at(self, step: int) -> float | None:
+        """The loss at a step; None before the first point."""
+        return None if step < self.steps[0] else float(np.interp(step, self.steps, self.losses))
+
+    def reaches(self, target: float) -> tuple[float, float] | None:
+        """(step, seconds) where the curve first comes to `target` or below; None if never."""
+        last = next((i for i, loss in enumerate(self.losses) if loss <= target), None)
+        if last is None:
+            return None
+        first = max(0, last - 1)
+        high, low = self.losses[first], self.losses[last]
+        share = (high - target) / (high - low) if high > low else 0.0
+        between = lambda x: x[first] + share * (x[last] - x[first])
+        return between(self.steps), between(self.seconds)
+
+
+class Compared(NamedTuple):
+    """One run beside the others."""
+
+    name: str
+    device: str
+    steps: int
+    tokens_per_s: float | None  # median over the rows of the log
+    lowest: float  # of the measure
+    at_step: float | None  # the measure at the last step that all runs have
+    seconds: float | None  # of training to the target
+    speedup: float | None  # the first run's seconds over this one's
+
+
+class Comparison(NamedTuple):
+    """Several runs, compared by one measure."""
+
+    measure: str
+    step: int  # the last that all runs have
+    target: float  # the lowest value that all runs came to
+    runs: list[Compared]
+    curves: dict[str, Curve]
+    differences: dict[str, list[Any]]  # setting -> its value in each run
+
+
+def compare(run_dirs: Sequence[Path]) -> Comparison:
+    """Compare runs, the first is the baseline.
+
+    Raises UserError for fewer than two, for a folder that is not a run, and for runs that have no
+    measure in common.
+    """
+    if len(run_dirs) < 2:
+        raise UserError("compare: name two runs or more, as in `compare runs/a runs/b`")
+    runs = [read_run(run_dir) for run_dir in run_dirs]
+    names = [run.name for run in runs]
+    if len(set(names)) < len(names):  # of different folders
+        names = [str(run_dir) for run_dir in run_dirs]
+    for kind, name, measure in MEASURES:  # noqa: B007
+        curves = [curve_of(run, kind, name) for run in runs]
+        if all(curve.steps for curve in curves):
+            break
+    else:
+        raise UserError(f"compare: {' and '.join(names)} have no loss in common yet")
+    step = min(curve.steps[-1] for curve in curves)
+    target = max(min(curve.losses) for curve in curves)
+    reached = [curve.reaches(target) for curve in curves]
+    seconds = [None if found is None else found[1] for found in reached]
+    compared = [
+        Compared(
+            name, f"{run.env.get('device_count', 1)} x {run.env.get('device_kind', '?')}",
+            max(row["step"] for row in run.rows), rate_of(run.rows), min(curve.losses),
+            curve.at(step), needed, seconds[0] / needed if seconds[0] and needed else None,
+        )
+        for name, run, curve, needed in zip(names, runs, curves, seconds)
+    ]  # fmt: skip
+    return Comparison(measure, step, target, compared, dict(zip(names, curves)), differing(runs))
+
+
+def curve_of(run: Run, kind: str, name: str) -> Curve:
+    """The finite values of a measure; of training losses, means of a few."""
+    train = [row for row in run.rows if row["kind"] == "train"]
+    size = run.config["train"]["batch_size"] * run.config["train"]["sequence_length"]
+    known, seconds = training_seconds(train, size)
+    rows = [row for row in run.rows if row["kind"] == kind and row.get(name) is not None]
+    width = max(1, min(SMOOTHED, len(rows) // 10)) if kind == "train" else 1
+    parts = [rows[i : i + width] for i in range(0, len(rows) - width + 1, width)]
+    steps = [part[-1]["step"] for part in parts]
+    losses = [sum(row[name] for row in part) / len(part) for part in parts]
+    return Curve(steps, np.interp(steps, known, seconds).tolist(), losses)
+
+
+def training_seconds(rows: Sequence[Row], tokens_per_step: int) -> tuple[list[int], list[float]]:
+    """Steps, and the seconds of training up to each.
+
+    A row's `time` holds validations; its `tokens_per_s` leaves them out, and is over all steps
+    since the row before: their time is tokens / tokens_per_s. The first step of a run has no rate
+    of its own, and counts as the median one.
+    """
+    usual = rate_of(rows)
+    steps, seconds = [0], [0.0]
+    for row in rows:
+        tokens, rate = (row["step"] - steps[-1]) * tokens_per_step, row.get("tokens_per_s", usual)
+        seconds.append(seconds[-1] + tokens / rate if rate else row["time"])
+        steps.append(row["step"])
+    return steps, seconds
+
+
+def rate_of(rows: Sequence[Row]) -> float | None:
+    """The median of the tokens per second that rows report."""
+    rates = [row["tokens_per_s"] for row in rows if row.get("tokens_per_s")]
+    return median(rates) if rates else None
+
+
+def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
+    """The settings, and facts of the environment, that are not the same in all runs."""
+    facts = [
+        flatten(run.config)
+        | {f"env.{key}": run.env.get(key) for key in ("device_kind", "device_count", "commit")}
+        | flatten(run.env.get("versions", {}), "env.versions.")
+        for run in runs
+    ]
+    keys = dict.fromkeys(key for one in facts for key in one if not key.startswith(SAME_RUN))
+    found = {key: [one.get(key) for one in facts] for key in keys}
+    return {key: values for key, values in found.items() if any(v != values[0] for v in values)}
+
+
+# ---- for people --------------------------------------------------------------------------------
+
+
+def tables_of(c: Comparison) -> list[Table]:
+    """The figures, and the settings that differ, for a console."""
+    figures = Table(box=None, header_style="bold", title=c.measure, title_justify="left")
+    figures.add_column("run", overflow="fold")
+    for head in (
+        "device", "steps", "tokens/s", "lowest", f"at step {c.step:,}",
+        f"seconds to {c.target:.4f}", "speed-up",
+    ):  # fmt: skip
+        figures.add_column(head, justify="right")
+    show = lambda value, form: "-" if value is None else format(value, form)
+    for run in c.runs:
+        figures.add_row(
+            run.name, run.device, f"{run.steps:,}", show(run.tokens_per_s, ",.0f"),
+            f"{run.lowest:.4f}", show(run.at_step, ".4f"), show(run.seconds, ",.1f"),
+            show(run.speedup, ".2f"),
+        )  # fmt: skip
+    settings = Table(box=None, header_style="bold", title="differences", title_justify="left")
+    for head in ("setting", *(run.name for run in c.runs)):
+        settings.add_column(head, overflow="fold")
+    for key, values in c.differences.items():
+        settings.add_row(key, *map(str, values))
+    return [figures, settings] if c.differences else [figures]
+
+
+def draw(c: Comparison, path: Path) -> Path:
+    """Write a PNG of the curves, by step and by seconds of training; returns `path`."""
+    from matplotlib.figure import Figure  # two seconds to import, and only for pictures
+
+    figure = Figure(figsize=(10, 4), layout="constrained", dpi=150)
+    by_step, by_time = figure.subplots(1, 2, sharey=True)
+    for name, curve in c.curves.items():
+        for axes, xs in ((by_step, curve.steps), (by_time, curve.seconds)):
+            axes.plot(xs, curve.losses, linewidth=1.6, marker=".", markersize=4, label=name)
+    for axes, label in ((by_step, "step"), (by_time, "seconds of training")):
+        axes.axhline(c.target, color="0.4", linewidth=0.9, linestyle=":", zorder=0)
+        axes.set_xlabel(label)
+        axes.grid(alpha=0.25)
+        axes.spines[["top", "right"]].set_visible(False)
+    by_step.set_ylabel(c.measure)
+    late = [x for curve in c.curves.values() for x in curve.losses[len(curve.losses) // 10 :]]
+    low, high = min(late), max(late)
+    by_step.set_ylim(low - 0.05 * (high - low or 1.0), high + 0.05 * (high - low or 1.0))
+    by_time.legend(frameon=False)
+    path.parent.mkdir(parents=True, exist_ok=True)
+    figure.savefig(path)
+    return path
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Prints the tables; 2 and one line on stderr for a UserError."""
+    a = compare_parser().parse_args(argv)
+    found = compare(a.runs)
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    for table in tables_of(found):
+        console.print(table, highlight=False)
+    if a.plot:
+        console.print(draw(found, a.plot), highlight=False)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,53 @@
+"""The command lines of `prepare`, `show-data` and `filter`; nothing here imports JAX."""
+
+from pathlib import Path
+
+from jaxtrain.settings import Parser, whole
+
+
+def prepare_parser() -> Parser:
+    """Of `jaxtrain prepare`: text becomes token stores."""
+    parser = Parser(
+        "jaxtrain prepare",
+        description="Tokenize the data of a configuration. The same command again goes on.",
+    )
+    parser.add_argument("--config", help="a YAML file, or the bare name of a shipped config")
+    add_overrides(parser)
+    return parser
+
+
+def show_data_parser() -> Parser:
+    """Of `jaxtrain show-data`: decoded rows, as they are packed."""
+    parser = Parser(
+        "jaxtrain show-data",
+        description="Decoded rows of a run's batches, as they are packed; prepares the data first.",
+    )
+    parser.add_argument("config", help="a YAML file or the bare name of a shipped config")
+    add_overrides(parser)
+    parser.add_argument("--rows", type=whole(1), default=4, help="rows that are shown (4)")
+    parser.add_argument("--step", type=whole(0), default=0, help="step that they belong to (0)")
+    parser.add_argument(
+        "--characters", type=whole(0), default=400, help="of each document that are shown (400)"
+    )
+    return parser
+
+
+def filter_parser() -> Parser:
+    """Of `jaxtrain filter`: the text that data.train.filters leave, as files."""
+    parser = Parser(
+        "jaxtrain filter",
+        description="Write what data.train.filters leave of the text as JSONL, and report what "
+        "they removed.",
+    )
+    parser.add_argument("config", help="a YAML file or the bare name of a shipped config")
+    add_overrides(parser)
+    parser.add_argument("--out", type=Path, required=True, help="folder to write")
+    parser.add_argument(
+        "--samples", type=whole(0), default=1, help="removed documents shown of each reason (1)"
+    )
+    return parser
+
+
+def add_overrides(parser: Parser) -> None:
+    """key.path=value, any number of them."""
+    parser.add_argument("overrides", nargs="*", metavar="key.path=value", help="override a field")

@@ -1,0 +1,40 @@
+"""`jaxtrain show-data CONFIG [key=value ...]`: packed rows of a run, decoded."""
+
+import sys
+
+from jaxtrain.config import find_config, load_config
+from jaxtrain.config.overrides import check_once
+from jaxtrain.config.resolve import resolve, vocab_size_of
+from jaxtrain.data.show import show_rows
+from jaxtrain.data.store.corpus import prepare
+from jaxtrain.settings import UserError, command
+from jaxtrain.train.arguments import show_data_parser
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 after one line about what the user can fix."""
+    a = show_data_parser().parse_intermixed_args(argv)
+    check_once(a.overrides)
+    config = load_config(find_config(a.config), a.overrides)
+    rows, steps = config.train.batch_size, config.train.steps
+    if rows is None or (a.step and steps is None):
+        resolved = resolve(config, vocab_size_of(config.data)).train
+        rows, steps = resolved.batch_size, resolved.steps
+    if steps is not None and a.step >= steps:
+        raise UserError(f"--step {a.step}: the run has {steps} steps, 0 to {steps - 1}")
+    for line in show_rows(
+        prepare(config.data),
+        config.data,
+        batch_size=rows,
+        sequence_length=config.train.sequence_length,
+        step=a.step,
+        rows=a.rows,
+        characters=a.characters,
+    ):
+        print(line)
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
