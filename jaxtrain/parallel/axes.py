@@ -54,7 +54,7 @@ def partition_spec(
     return PartitionSpec(*entries)
 
 
-def mesh_axes_in(entry: Any) -> tuple[str, ...]:
+def mesh_axes_in(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     """The mesh axes of an entry of a PartitionSpec."""
     return (entry,) if isinstance(entry, str) else entry or ()
 
@@ -132,7 +132,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition_spec(axes, x.shape, mesh))
 
 
-def constrain_tree(kind: str, tree: Any, specs: Any, zero: int) -> Any:
+def constrain_tree[Tree](kind: str, tree: Tree, specs: Any, zero: int) -> Tree:
     """Pin parameters or gradients (`kind`) as this stage of ZeRO has them; free without a mesh."""
     mesh = current_mesh()
     if mesh is None:

@@ -98,13 +98,13 @@ def check_context_chunks(
             )
 
 
-def zigzag_shard(tree: Any) -> Any:
+def zigzag_shard[Tree](tree: Tree) -> Tree:
     """Arrays [B, T, ...] in the order in which the devices hold the text; None leaves stay."""
     shards = context_size()
     if shards == 1:
         return tree
 
-    def place(x: Any) -> Any:
+    def place(x: Any) -> jax.Array:
         check_context_chunks(shards, "a sequence of", x.shape[1])
         halves = x.reshape(x.shape[0], 2, shards, -1, *x.shape[2:])
         return jnp.stack([halves[:, 0], halves[:, 1, ::-1]], 2).reshape(x.shape)

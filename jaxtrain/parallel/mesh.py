@@ -152,7 +152,7 @@ def process_of(device: Any) -> int:
     return device.process_index
 
 
-def gather_to_host(tree: Any) -> Any:
+def gather_to_host[Tree](tree: Tree) -> Tree:
     """Arrays on the mesh in force as whole NumPy arrays in every process, one after the other."""
 
     def one(x: Any) -> np.ndarray:
@@ -163,14 +163,14 @@ def gather_to_host(tree: Any) -> Any:
     return jax.tree.map(one, tree)
 
 
-def shard_from_host(tree: Any, where: Any) -> Any:
+def shard_from_host[Tree](tree: Tree, where: Any) -> Tree:
     """Arrays that every process has whole -> the same on the mesh, each process its parts."""
     if jax.process_count() == 1:
         return jax.device_put(tree, where)
     return jax.device_put(jax.tree.map(np.asarray, tree), where)
 
 
-def place_batch(batch: Any, mesh: Mesh, batch_dim: int = 0) -> Any:
+def place_batch[Tree](batch: Tree, mesh: Mesh, batch_dim: int = 0) -> Tree:
     """Host rows of this process -> global arrays split over the batch axes (None leaves stay)."""
     spec = [None] * batch_dim + [BATCH]
     sharding = NamedSharding(mesh, PartitionSpec(*spec))

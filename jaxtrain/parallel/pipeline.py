@@ -59,7 +59,7 @@ def num_ticks(stages: int, microbatches: int, repeats: int) -> int:
     return groups * stages * repeats + (repeats - 1) * stages + rest + stages - 1
 
 
-def schedule_at(since: Any, stages: int, repeats: int) -> tuple[Any, Any]:
+def schedule_at(since: jax.Array | int, stages: int, repeats: int) -> tuple[jax.Array, jax.Array]:
     """(Round, microbatch) of a stage, so many ticks after the first microbatch came to it."""
     group, place = jnp.divmod(since, stages * repeats)
     turn, member = jnp.divmod(place, stages)
@@ -105,7 +105,7 @@ def split_layers[Kind: Hashable](plan: Sequence[Kind], chunks: int) -> list[tupl
     return [tuple(plan[start:end]) for start, end in zip([0, *ends], ends)]
 
 
-def pad_chunks(stack: Any, counts: Sequence[int]) -> Any:
+def pad_chunks[Tree](stack: Tree, counts: Sequence[int]) -> Tree:
     """Arrays [sum of counts, ...] -> [chunks x the most of them, ...], so that chunks are alike.
 
     A chunk that has fewer has something of another's behind its own, which nothing reads.
@@ -117,7 +117,7 @@ def pad_chunks(stack: Any, counts: Sequence[int]) -> Any:
     return jax.tree.map(lambda x: x[places], stack)
 
 
-def at(tree: Any, index: Any) -> Any:
+def at[Tree](tree: Tree, index: jax.Array | int) -> Tree:
     """Each array's entry at a traced index."""
     return jax.tree.map(lambda x: jax.lax.dynamic_index_in_dim(x, index, keepdims=False), tree)
 
@@ -157,7 +157,7 @@ accumulate_grad_fp32.defvjp(
 )
 
 
-def accumulate_grads_fp32(stacks: Any, totals: Any) -> Any:
+def accumulate_grads_fp32[Tree](stacks: Tree, totals: Tree) -> Tree:
     """`accumulate_grad_fp32` of those that have another dtype than their total."""
     one = lambda weight, total: (
         weight if weight.dtype == total.dtype else accumulate_grad_fp32(weight, total)

@@ -17,7 +17,10 @@ from jaxtrain.parallel.axes import current_mesh, manual_axes, partition_spec, sh
 
 
 def distribute_matrices(
-    work: Callable[..., tuple[Any, ...]], axes: Sequence[str | None], *stacks: Any, rate: Any
+    work: Callable[..., tuple[Any, ...]],
+    axes: Sequence[str | None],
+    *stacks: jax.Array | None,
+    rate: jax.Array | float,
 ) -> tuple[Any, ...]:
     """`work(rate, *stacks)`, the stacks' matrices dealt out over all devices of the mesh in force.
 
