@@ -1,4 +1,9 @@
-"""Data: text sources -> tokenizer -> token store -> packed batches. Host code only, no jax."""
+"""Data: text sources -> tokenizer -> token store -> packed batches. Host code only, no jax.
+
+A folder for each step: files/, filters/, chat/ and preference/, tokenizer/, store/, batches/;
+evaluation/ makes rows of benchmark tasks. `records.py` has the records that pass between them,
+`config.py` the section of the configuration, `pool.py` worker processes, `show.py` decoded rows.
+"""
 
 from jaxtrain.data.batches.augment import make_augment
 from jaxtrain.data.batches.loader import Loader, stores_of, train_batches, validation_batches

@@ -106,7 +106,7 @@ def _ask(process: subprocess.Popen, function: Callable[[Any], Any], thing: Any) 
 
 
 def serve() -> None:
-    """What a process of the pool does: answers tasks until its parent closes the pipe."""
+    """The loop of a worker process: answers tasks until its parent closes the pipe."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # the parent decides what Ctrl-C means
     inbox, outbox = sys.stdin.buffer, os.fdopen(os.dup(1), "wb")
     os.dup2(2, 1)  # what a library prints is no answer

@@ -1,4 +1,4 @@
-"""What a model will read, for people: decoded rows, where documents begin, and shares by source.
+"""Decoded rows of a run for people: documents in each row, and shares by source.
 
 Of conversations what is learned stands between {+ and +}, special tokens by their names.
 """
@@ -91,7 +91,7 @@ def show_rows(
 
 
 def _epochs(plan: BatchPlan, stores: dict[str, TokenStore]) -> Iterator[str]:
-    """What packing does in an epoch of each source that is soon planned, in the last length."""
+    """Packing of one epoch of each small source (PLANNED), at the last stage's length."""
     for name, planner in plan.planners.items():
         if stores[name].tokens > PLANNED:
             continue
@@ -134,7 +134,7 @@ def _row(
     names: dict[int, str],
     characters: int,
 ) -> Iterator[str]:
-    """Each document of a row: which part of which, and its text as the batch has it."""
+    """The documents of a row: number, range of tokens, and the text as the batch has it."""
     assert batch.segments_BT is not None
     for segment, (document, bos, start, stop) in enumerate(row, 1):
         inside = batch.segments_BT[0] == segment

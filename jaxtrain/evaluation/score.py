@@ -33,8 +33,8 @@ from jaxtrain.data.files.sources import (
 from jaxtrain.data.filters.filtered import filter_sources
 from jaxtrain.data.filters.scored import DocumentGroup, document_groups, frames
 from jaxtrain.data.pool import Map, cores, process_pool
-from jaxtrain.data.store.prepare import Progress, cache_directory
-from jaxtrain.data.store.progress import show_progress
+from jaxtrain.data.store.prepare import cache_directory
+from jaxtrain.data.store.progress import Progress, show_progress
 from jaxtrain.evaluation.arguments import ENDING, SCORES, score_parser
 from jaxtrain.evaluation.document_scores import MEASURES, Measured, make_measurer
 from jaxtrain.evaluation.log_likelihood import FIELDS

@@ -41,7 +41,7 @@ def kto_reference_point(graphdef: nnx.GraphDef, params: Params, batch: Any) -> A
 
     def one(microbatch: Any) -> tuple[Array, Array]:
         a = compared_answers(graphdef, params, microbatch)
-        there_BP = (microbatch.notes_BP >= 0).astype(jnp.float32)
+        there_BP = (microbatch.kto_labels_BP >= 0).astype(jnp.float32)
         ratio_BP = (a.logp_N2 - a.reference_N2)[..., 1]
         return jnp.sum(ratio_BP * there_BP), jnp.sum(there_BP)
 

@@ -11,7 +11,7 @@ from flax import nnx
 from jaxtyping import Array, Bool, Float
 
 from jaxtrain import parallel
-from jaxtrain.data.preference.preferences import WANTED
+from jaxtrain.data.records import DESIRABLE
 from jaxtrain.model import Transformer
 from jaxtrain.objectives.base import Objective, SumsByName
 from jaxtrain.weights.params import Params
@@ -87,7 +87,7 @@ def answer_logps(
 def compared_answers(graphdef: nnx.GraphDef, params: Params, batch: Any) -> Answers:
     """The answers of a `data.PairBatch` [B, T] with their reference, [B, P, 2]."""
     logp_BP2, tokens_BP2 = answer_logps(graphdef, params, batch)
-    desirable_BP = batch.notes_BP == WANTED
+    desirable_BP = batch.kto_labels_BP == DESIRABLE
     return Answers(logp_BP2, batch.references_BP2, jnp.maximum(tokens_BP2, 1), desirable_BP)
 
 
@@ -104,7 +104,7 @@ def preference_loss(
     Of labelled answers (KTO) the desirable ones count as chosen, the others as rejected; right is
     one whose reward is on its side of the reference point.
     """
-    there_BP = (batch.notes_BP >= 0).astype(jnp.float32)
+    there_BP = (batch.kto_labels_BP >= 0).astype(jnp.float32)
     a = compared_answers(graphdef, params, batch)
     loss_BP, reward_BP2 = method.loss(c, a, divergence)
     logps, rewards = (jnp.moveaxis(x, -1, 0) for x in (a.logp_N2, reward_BP2))
@@ -124,7 +124,7 @@ def preference_loss(
 
 
 def count_pairs(batch: Any, bytes_V: Array) -> tuple[Array, Array]:
-    return jnp.sum(batch.notes_BP >= 0).astype(jnp.float32), jnp.zeros(())
+    return jnp.sum(batch.kto_labels_BP >= 0).astype(jnp.float32), jnp.zeros(())
 
 
 def pair_metrics(

@@ -13,7 +13,7 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from jaxtrain import data
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data.batches.mixture import sources_of
-from jaxtrain.data.preference.preferences import WANTED
+from jaxtrain.data.records import DESIRABLE
 from jaxtrain.model import cast
 from jaxtrain.objectives import PREFERENCES, answer_logps
 from jaxtrain.parallel import place_batch
@@ -59,15 +59,15 @@ def preference_stores(prepared: data.Prepared, c: Resolved) -> dict[str, data.To
     labelled, labels = PREFERENCES[c.objective.name].is_labelled, set()
     for name, view in views.items():
         assert view.pairs is not None
-        if ((view.pairs.notes_P > 0) != labelled).any():
+        if ((view.pairs.kto_labels_P > 0) != labelled).any():
             raise UserError(
                 f"objective.name={c.objective.name} trains on lines of {LINES[labelled]}, but "
                 f"data.train has lines of {LINES[not labelled]}"
             )
         if name != HELD_OUT:  # which may be small
-            labels |= set(view.pairs.notes_P.tolist())
+            labels |= set(view.pairs.kto_labels_P.tolist())
     if labelled and len(labels) == 1:
-        known, missing = ("true", "false") if labels == {WANTED} else ("false", "true")
+        known, missing = ("true", "false") if labels == {DESIRABLE} else ("false", "true")
         raise UserError(
             f"every line of data.train has label {known}: objective.name=kto needs answers with "
             f"label {missing} as well"

@@ -25,6 +25,7 @@ from jaxtrain.data.chat.chat import make_reader, special_names
 from jaxtrain.data.chat.conversations import fit_stores
 from jaxtrain.data.chat.messages import conversation, conversations
 from jaxtrain.data.chat.template import DEFAULT_TEMPLATE
+from jaxtrain.data.records import Conversation
 from jaxtrain.data.show import show_rows
 from jaxtrain.data.store.corpus import join_stores
 from jaxtrain.data.store.encode import pack_loss_mask, token_type, unpack_loss_mask
@@ -53,7 +54,7 @@ def written(ids, tokenizer=TOKENIZER, names=NAMES):
 def learned(chat, messages, tokenizer=TOKENIZER, names=NAMES):
     """The texts of a conversation, and of each the runs of marked tokens."""
     found = []
-    for document in chat.documents([json.dumps(messages)])[0]:
+    for document in chat.documents([Conversation(messages)])[0]:
         edges = np.flatnonzero(np.diff(np.concatenate([[0], document.marks, [0]])))
         runs = [document.ids[a:b] for a, b in zip(edges[::2], edges[1::2])]
         found.append([written(run, tokenizer, names) for run in runs])
@@ -66,7 +67,7 @@ def learned(chat, messages, tokenizer=TOKENIZER, names=NAMES):
 def test_all_shapes_become_messages():
     both = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
     system = {"role": "system", "content": "s"}
-    of = lambda record: json.loads(conversation(record, "here"))
+    of = lambda record: conversation(record, "here").messages
     assert of({"messages": both}) == both
     human = [{"from": "human", "value": "a"}, {"from": "gpt", "value": "b"}]
     assert of({"conversations": [{"from": "system", "value": "s"}, *human]}) == [system, *both]
@@ -116,9 +117,9 @@ def test_texts_and_tokens_are_those_of_transformers(name):
     for messages, expected in zip([*CONVERSATIONS, WITH_SYSTEM], GOLDEN[name]):
         if expected is None:
             with pytest.raises(UserError, match="template refuses the conversation that begins"):
-                chat.documents([json.dumps(messages)])
+                chat.documents([Conversation(messages)])
             continue
-        ids = chat.documents([json.dumps(messages)])[0][-1].ids.tolist()
+        ids = chat.documents([Conversation(messages)])[0][-1].ids.tolist()
         begin = [] if expected["ids"][0] != chat.start else [chat.start]
         assert begin + ids == expected["ids"]
         assert written(begin + ids) == expected["text"]
@@ -146,7 +147,7 @@ def test_answers_and_their_ends_are_learned_and_nothing_else(name):
 def test_a_template_that_forgets_thoughts_makes_a_text_of_each_answer():
     chat = chat_of("qwen3")
     first, second = "<think>\nhm\n</think>\n\nSo.", "<think>\nwell\n</think>\n\nYes."
-    texts = [document.ids for document in chat.documents([json.dumps(CONVERSATIONS[2])])[0]]
+    texts = [document.ids for document in chat.documents([Conversation(CONVERSATIONS[2])])[0]]
     assert learned(chat, CONVERSATIONS[2]) == [[first + "<|im_end|>"], [second + "<|im_end|>"]]
     assert "hm" in written(texts[0]) and "hm" not in written(texts[1])
     assert "assistant\nSo.<|im_end|>" in written(texts[1])
@@ -155,14 +156,14 @@ def test_a_template_that_forgets_thoughts_makes_a_text_of_each_answer():
 def test_the_mask_is_that_of_transformers():
     chat = chat_of("generation")
     for messages, mask in zip(CONVERSATIONS, GOLDEN["llama"]["masks"]):
-        ((document,),) = chat.documents([json.dumps(messages)])
+        ((document,),) = chat.documents([Conversation(messages)])
         assert [0, *document.marks] == mask
 
 
 def test_a_prompt_ends_where_the_answer_begins():
     for name in ANSWERS:
         chat = chat_of(name)
-        ((document,),) = chat.documents([json.dumps(CONVERSATIONS[0])])
+        ((document,),) = chat.documents([Conversation(CONVERSATIONS[0])])
         prompt = chat.prompt(CONVERSATIONS[0][:1])
         begins = 1 + int(np.argmax(document.marks))
         assert prompt.tolist() == [chat.start, *document.ids][:begins]
@@ -202,7 +203,7 @@ def test_a_tokenizer_is_called_once_for_many_conversations():
         return model.encode_batch(texts)
 
     chat = make_chat(DEFAULT_TEMPLATE, {}, dataclasses.replace(model, encode_batch=encode_batch))
-    texts = [json.dumps(messages) for messages in CONVERSATIONS]
+    texts = [Conversation(messages) for messages in CONVERSATIONS]
     alone = [chat.documents([text])[0] for text in texts]
     calls.clear()
     together = chat.documents(texts)
@@ -260,7 +261,7 @@ def test_a_template_that_changes_questions_is_refused():
     )
     chat = make_chat(nemo, PLAIN, TOKENIZER)
     with pytest.raises(UserError, match="in another way once they are answered"):
-        chat.documents([json.dumps(WITH_SYSTEM)])
+        chat.documents([Conversation(WITH_SYSTEM)])
 
 
 def test_answers_are_found_where_the_tokenizer_changes_the_text():

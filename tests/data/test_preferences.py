@@ -10,7 +10,15 @@ from jaxtrain.data import DataConfig, fit_stores, prepare, train_batches, valida
 from jaxtrain.data.batches.loader import stores_of
 from jaxtrain.data.chat.chat import make_chat
 from jaxtrain.data.preference.pairs import iterate_pairs, most_pairs
-from jaxtrain.data.preference.preferences import preference_text, preferences, texts_of_preferences
+from jaxtrain.data.preference.preferences import encode_preferences, preferences
+from jaxtrain.data.records import (
+    DESIRABLE,
+    PAIR,
+    UNDESIRABLE,
+    Conversation,
+    KTOExample,
+    PreferencePair,
+)
 from jaxtrain.data.show import show_rows
 from jaxtrain.data.tokenizer.tokenizer import huggingface_tokenizer
 from jaxtrain.settings import UserError
@@ -22,14 +30,15 @@ OTHER = [dict(role="assistant", content="b")]
 
 def read(*records):
     text = "\n".join(json.dumps(record) for record in records)
-    return [json.loads(one) for one, _ in preferences(text, "f", 1)]
+    return [one for one, _ in preferences(text, "f", 1)]
 
 
 # ---- shapes ------------------------------------------------------------------------------------
 
 
 def test_all_shapes_of_pairs_become_two_conversations():
-    expected = {"texts": [ASKED + ANSWERED, ASKED + OTHER], "asked": 1, "note": 0}
+    expected = PreferencePair(ASKED, ANSWERED, OTHER)
+    assert expected.texts == (ASKED + ANSWERED, ASKED + OTHER)
     for record in (
         {"prompt": "q", "chosen": "a", "rejected": "b", "score": 3},
         {"question": "q", "chosen": "a", "rejected": "b"},
@@ -47,14 +56,14 @@ def test_all_shapes_of_pairs_become_two_conversations():
         assert read(record) == [expected]
     system = {"system": "s", "prompt": "q", "chosen": "a", "rejected": "b"}
     (one,) = read(system)
-    assert one["asked"] == 2 and one["texts"][0][0] == {"role": "system", "content": "s"}
+    assert len(one.prompt) == 2 and one.prompt[0] == {"role": "system", "content": "s"}
     (one,) = read({"instruction": "q", "input": "i", "chosen": "a", "rejected": "b"})
-    assert one["texts"][0][0]["content"] == "q\n\ni"
+    assert one.prompt[0]["content"] == "q\n\ni"
     longer = said("q", "a", "r", "c")
     (one,) = read({"chosen": longer, "rejected": [*longer[:3], *OTHER]})
-    assert one["asked"] == 3
+    assert len(one.prompt) == 3
     (one,) = read({"chosen": longer, "rejected": longer})  # nothing to learn, and no harm
-    assert one["asked"] == 3
+    assert len(one.prompt) == 3
 
 
 def test_a_judged_answer_has_the_next_one_beside_it():
@@ -62,9 +71,10 @@ def test_a_judged_answer_has_the_next_one_beside_it():
     found = read(*lines)
     told = [{"messages": said(f"q{i}", f"a{i}"), "label": i != 1} for i in range(3)]
     assert read(*told) == found
-    assert [one["note"] for one in found] == [1, 2, 1]
+    assert [one.label for one in found] == [True, False, True]
     for i, one in enumerate(found):
-        first, second = one["texts"]
+        assert isinstance(one, KTOExample)
+        first, second = one.texts
         assert first[:1] == second[:1] == [{"role": "user", "content": f"q{i}"}]
         assert (first[1]["content"], second[1]["content"]) == (f"a{i}", f"a{(i + 1) % 3}")
 
@@ -104,18 +114,17 @@ def test_only_the_last_answers_are_learned(name):
     chat = make_chat(TEMPLATES[name], SPECIALS.get(name, PLAIN), TOKENIZER)
     before = said("q", "early", "r")
     record = {"prompt": before, "chosen": "the good", "rejected": "no"}
-    ((text, place),) = preferences(json.dumps(record), "f", 1)
+    ((pair, place),) = preferences(json.dumps(record), "f", 1)
     assert place == "f line 1"
-    ((first, second, note),) = texts_of_preferences(chat, [text])
-    assert len(note.ids) == 0
+    ((first, second),) = encode_preferences(chat, [pair])
     for document, answer in ((first, "the good"), (second, "no")):
         learned = TOKENIZER.decode(document.ids[document.marks])
         assert learned.strip().endswith(answer) and "early" not in learned and "r" not in learned
         assert document.ids[document.marks][-1] == chat.end
-        talk = json.dumps([*before, dict(role="assistant", content=answer)])
-        whole = chat.documents([talk])[0][-1]
+        messages = [*before, dict(role="assistant", content=answer)]
+        whole = chat.documents([Conversation(messages)])[0][-1]
         np.testing.assert_array_equal(document.ids, whole.ids)
-    assert preference_text(text) == "q\n\nearly\n\nr\n\nthe good\n\nno"
+    assert pair.chat_text() == "q\n\nearly\n\nr\n\nthe good\n\nno"
 
 
 # ---- rows --------------------------------------------------------------------------------------
@@ -143,7 +152,7 @@ def test_rows_hold_whole_pairs_with_their_references(tmp_path):
         for _ in range(6):
             batch, position = next(batches), batches.get_state()
             for row in range(4):
-                there = np.flatnonzero(batch.notes_BP[row] >= 0)
+                there = np.flatnonzero(batch.kto_labels_BP[row] >= 0)
                 assert len(there) >= 1 and batch.segments_BT[row].max() == 2 * len(there)
                 for slot in there:
                     number = int(batch.references_BP2[row, slot, 0]) // 2
@@ -175,6 +184,22 @@ def test_rows_hold_whole_pairs_with_their_references(tmp_path):
             np.testing.assert_array_equal(one, np.concatenate(parts))
 
 
+@pytest.mark.parametrize("kto", [False, True])
+def test_labels_are_a_column_of_the_store(tmp_path, kto):
+    """The store has the texts alone; a label is no document, and no length."""
+    lines = [{"prompt": f"q{i}", "completion": f"a{i}", "label": i != 1} for i in range(4)]
+    config = config_of(tmp_path, lines if kto else [pair(i) for i in range(4)])
+    store = prepare(config).train
+    assert store.documents == 8 and store.lengths.min() > 2
+    if kto:
+        assert store.labels.tolist() == [1, 1, 0, 0, 1, 1, 1, 1]
+    else:
+        assert store.labels is None
+    views, _ = fit_stores(stores_of(store), config, 64)
+    expected = [DESIRABLE, UNDESIRABLE, DESIRABLE, DESIRABLE] if kto else [PAIR] * 4
+    assert views["train"].pairs.kto_labels_P.tolist() == expected
+
+
 def test_every_pair_comes_once(tmp_path):
     config = config_of(tmp_path, [pair(i, 2 + i % 3) for i in range(9)])
     views, _ = fit_stores(stores_of(prepare(config).train), config, 64)
@@ -186,7 +211,7 @@ def test_every_pair_comes_once(tmp_path):
     assert sorted(numbers) == list(range(9))
     for whole, first, second in zip(*found):
         assert whole[1] == first[1] == second[1]
-        assert [len(row) for row in whole[1]] == (whole[0].notes_BP >= 0).sum(1).tolist()
+        assert [len(row) for row in whole[1]] == (whole[0].kto_labels_BP >= 0).sum(1).tolist()
         for a, b, c in zip(whole[0], first[0], second[0]):
             np.testing.assert_array_equal(a, np.concatenate([b, c]))
 

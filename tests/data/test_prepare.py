@@ -14,7 +14,8 @@ import pytest
 
 from jaxtrain.data import DataConfig, damaged_shards, describe_stores, prepare, read_documents
 from jaxtrain.data.files.sources import SHAKESPEARE, TextSource
-from jaxtrain.data.store.prepare import _locked, first_texts, training_texts
+from jaxtrain.data.store.prepare import _locked
+from jaxtrain.data.store.tokenizer_sample import first_texts, training_texts
 from jaxtrain.settings import UserError
 
 

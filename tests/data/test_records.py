@@ -8,8 +8,9 @@ from chat_cases import PLAIN, SPECIALS, TEMPLATES, make_tokenizer, said, talk_co
 from jaxtrain.data import DataConfig, counts_phrase, fit_stores, make_chat, prepare
 from jaxtrain.data.batches.loader import stores_of
 from jaxtrain.data.chat.conversations import dropped_shares
-from jaxtrain.data.chat.messages import conversation, parse_conversation
-from jaxtrain.data.preference.preferences import preferences, texts_of_preferences
+from jaxtrain.data.chat.messages import conversation
+from jaxtrain.data.preference.preferences import encode_preferences, preferences
+from jaxtrain.data.records import Conversation
 from jaxtrain.data.tokenizer.tokenizer import huggingface_tokenizer
 from jaxtrain.settings import UserError
 
@@ -99,7 +100,7 @@ def test_a_judged_answer_with_weight_0_is_refused():
     record = {"prompt": "q", "chosen": [TALK[1] | {"weight": 0}], "rejected": "b"}
     texts = [text for text, _ in preferences(json.dumps(record), "f", 1)]
     with pytest.raises(UserError, match="nothing is learned of the last answer .* weight 0"):
-        texts_of_preferences(chat_of("qwen2"), texts)
+        encode_preferences(chat_of("qwen2"), texts)
 
 
 # ---- system, tools, history --------------------------------------------------------------------
@@ -113,32 +114,32 @@ def test_a_system_beside_the_messages_is_the_first_of_them(key):
         {key: [system, *TALK], "system": "s"},
         {key: [system, *TALK], "system": None},
     ):
-        assert json.loads(conversation(record, "here")) == [system, *TALK]
-    assert json.loads(conversation({key: TALK, "system": ""}, "here")) == TALK
+        assert conversation(record, "here").messages == [system, *TALK]
+    assert conversation({key: TALK, "system": ""}, "here").messages == TALK
     with pytest.raises(UserError, match="here has a field system and a system message"):
         conversation({key: [system, *TALK], "system": "t"}, "here")
     with pytest.raises(UserError, match="here: system is int, not a string"):
         conversation({key: TALK, "system": 3}, "here")
     whole = {"chosen": TALK, "rejected": [*TALK[:3], TALK[1]], "system": "s"}
-    ((text, _),) = preferences(json.dumps(whole), "f", 1)
-    assert json.loads(text)["asked"] == 4 and json.loads(text)["texts"][0][0] == system
+    ((pair, _),) = preferences(json.dumps(whole), "f", 1)
+    assert len(pair.prompt) == 4 and pair.prompt[0] == system
 
 
 def test_the_template_is_told_of_the_tools():
     chat = chat_of(CALLING)
     for tools in (TOOLS, json.dumps(TOOLS)):
         text = conversation({"messages": TALK, "tools": tools}, "here")
-        assert parse_conversation(text) == (TALK, TOOLS)
+        assert text == Conversation(TALK, TOOLS)
         (document,) = chat.documents([text])[0]
         assert "Tools: " + json.dumps(TOOLS) in TOKENIZER.decode(document.ids)
         assert "Tools" not in TOKENIZER.decode(document.ids[document.marks])
         pair = {"prompt": "q", "chosen": "a", "rejected": "b", "tools": tools}
         texts = [text for text, _ in preferences(json.dumps(pair), "f", 1)]
-        ((one, other, _),) = texts_of_preferences(chat, texts)
+        ((one, other),) = encode_preferences(chat, texts)
         for document in (one, other):
             assert "weather" in TOKENIZER.decode(document.ids)
     for tools in (None, [], "[]", ""):
-        assert json.loads(conversation({"messages": TALK, "tools": tools}, "here")) == TALK
+        assert conversation({"messages": TALK, "tools": tools}, "here").messages == TALK
     for tools in ("weather", "{", ["weather"], {"name": "weather"}):
         with pytest.raises(UserError, match="here: tools "):
             conversation({"messages": TALK, "tools": tools}, "here")
@@ -156,8 +157,8 @@ def test_tool_calls_are_learned_or_refused():
 
 def test_history_is_what_was_said_before():
     record = {"instruction": "r", "input": "", "output": "second", "history": [["q", "first"]]}
-    assert json.loads(conversation(record, "here")) == TALK
-    assert json.loads(conversation(record | {"history": None}, "here")) == TALK[2:]
+    assert conversation(record, "here").messages == TALK
+    assert conversation(record | {"history": None}, "here").messages == TALK[2:]
     for history in ("q", ["q"], [["q"]], [["q", None]], [["q", "a", "r"]]):
         with pytest.raises(UserError, match="here: history must be a list of pairs of strings"):
             conversation(record | {"history": history}, "here")
@@ -173,12 +174,12 @@ def test_prompts_and_completions_are_conversations_whose_completion_is_learned()
         {"prompt": TALK[:1], "completion": TALK[1:2]},
         {"prompt": TALK[0], "completion": "first", "label": None},
     ):
-        assert json.loads(conversation(record, "here")) == TALK[:2]
+        assert conversation(record, "here").messages == TALK[:2]
     record = {"prompt": TALK[:3], "completion": TALK[3:], "system": "s", "tools": TOOLS}
     assert learned(chat, record) == ["second"]
-    messages, tools = parse_conversation(conversation(record, "here"))
+    messages, tools = conversation(record, "here")
     assert [m["content"] for m in messages] == ["s", "q", "first", "r", "second"] and tools == TOOLS
-    assert json.loads(conversation({"prompt": "q", "messages": TALK}, "here")) == TALK
+    assert conversation({"prompt": "q", "messages": TALK}, "here").messages == TALK
 
 
 @pytest.mark.parametrize(
@@ -200,9 +201,9 @@ def test_a_prompt_or_a_completion_that_is_none_is_named(record, reason):
 
 def test_dollys_context_is_part_of_what_is_asked():
     record = {"instruction": "q", "context": "c", "response": "a", "category": "closed_qa"}
-    assert json.loads(conversation(record, "here")) == said("q\n\nc", "a")
+    assert conversation(record, "here").messages == said("q\n\nc", "a")
     for context in ("", None):
-        assert json.loads(conversation(record | {"context": context}, "here")) == said("q", "a")
+        assert conversation(record | {"context": context}, "here").messages == said("q", "a")
     with pytest.raises(UserError, match="here: response is null, not a string"):
         conversation(record | {"response": None}, "here")
 

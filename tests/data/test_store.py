@@ -129,8 +129,8 @@ def test_damage_is_named(store):
         open_store(directory, verify=True)
     manifest = directory / "manifest.json"
     text = manifest.read_text()
-    manifest.write_text(text.replace('"format": 2', '"format": 99'))
-    with pytest.raises(UserError, match="has format 99, not 2; delete"):
+    manifest.write_text(text.replace('"format": 3', '"format": 2'))
+    with pytest.raises(UserError, match="has format 2, not 3; delete .* to have it prepared again"):
         open_store(directory)
     manifest.write_text(text[:20])
     with pytest.raises(UserError, match=r"manifest.json is damaged; delete"):

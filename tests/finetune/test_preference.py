@@ -237,7 +237,7 @@ def test_answers_and_gradients_are_the_same_on_a_mesh(model, truth):
         (_, got), on_mesh = f(params, place_batch(batch, mesh))
     close(got, expected)
     close(on_mesh, gradients, rtol=1e-4, atol=1e-5)
-    there = batch.notes_BP >= 0
+    there = batch.kto_labels_BP >= 0
     order = np.argsort(batch.references_BP2[there][:, 0])
     alone = logp[np.argsort(references[:, 0])]
     np.testing.assert_allclose(np.asarray(got[0])[there][order], alone, rtol=1e-5)

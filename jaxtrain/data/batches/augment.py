@@ -94,7 +94,7 @@ Augment = Callable[
 
 
 def make_augment(config: AugmentConfig, tokenizer: Tokenizer, seed: int) -> Augment | None:
-    """What changes a row in place; None if nothing does.
+    """The function that changes a row in place; None for no augmentation.
 
     Raises UserError if the tokenizer lacks a special token.
     """

@@ -87,7 +87,7 @@ class Loader(Iterator[Batch | PairBatch]):
         return self._plan.statistics(self._position) | dropped_shares(self.conversations)
 
     def ended(self) -> list[str]:
-        """What to say of each source of which an epoch, or its last one, ended in the last batch.
+        """Messages on sources whose epoch, or whose last epoch, ended in the last batch.
 
         Epochs 1 to 9 are told, then 10, 20, ..., 90, then 100, 200 and so on.
         """
@@ -190,7 +190,7 @@ def stores_of(train: Stores) -> dict[str, TokenStore]:
 def make_batch_plan(
     stores: dict[str, TokenStore], config: DataConfig, batch_size: int, sequence_length: int
 ) -> BatchPlan:
-    """What decides the rows of every batch."""
+    """The plan of the rows of every batch."""
     planners: dict[str, Planner] = {}
     for name, store in stores.items():
         if store.tokens + store.documents < sequence_length + 1 and not store.marked:

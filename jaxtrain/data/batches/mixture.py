@@ -151,7 +151,7 @@ def spans(
 
 
 def next_source(weights: Mapping[str, float], counts: Mapping[str, int]) -> str:
-    """Whose turn it is, where `counts` says how many each has had of the turns so far.
+    """The source of the next row. counts: rows that each source has given so far.
 
     Of those that are due, the one that would be late first; every share is then kept to
     1 - 1/(2k-2) turns for k names (Tijdeman 1980).
@@ -245,7 +245,7 @@ class BatchPlan:
 
 
 def last_epoch(state: dict[str, Any]) -> Counts:
-    """Of a source's state: what packing did in the last whole epoch."""
+    """Counts of the last whole epoch, from a source's state."""
     return Counts(*state["began"]) - Counts(*state["before"])
 
 
@@ -256,7 +256,7 @@ def shares_of(counts: Counts) -> dict[str, float]:
 
 
 def packing_phrase(counts: Counts) -> str:
-    """What packing did, as a phrase."""
+    """Counts of packing as a phrase."""
     share = shares_of(counts)
     return (
         f"{counts.cropped:,} cropped ({share['crop']:.2%} of the tokens), "

@@ -48,13 +48,13 @@ PlannedRow = list[Piece]
 
 
 class Counts(NamedTuple):
-    """What became of the documents of some rows."""
+    """Counts of packing: tokens used, dropped and padded, documents cropped and left out."""
 
     used: int = 0  # tokens in rows, each BOS among them
     dropped: int = 0  # tokens in no row
     padding: int = 0  # places of rows without a token
     cropped: int = 0  # documents, or parts of them, that lost their end
-    left_out: int = 0  # documents of which nothing was used
+    left_out: int = 0  # documents without a token in any row
 
     def __sub__(self, other: "Counts") -> "Counts":
         return Counts(*(a - b for a, b in zip(self, other)))

@@ -15,8 +15,9 @@ import numpy as np
 import sentencepiece
 import tokenizers
 
-from jaxtrain.data.chat.messages import BEGIN, END, Message, Tools, parse_conversation
+from jaxtrain.data.chat.messages import BEGIN, END
 from jaxtrain.data.chat.template import Render, TemplateRefused, make_render
+from jaxtrain.data.records import Conversation, Message, Tools
 from jaxtrain.data.tokenizer.sentencepiece_model import piece_offsets, sentencepiece_facts
 from jaxtrain.data.tokenizer.tokenizer import BYTES_BOS, Tokenizer
 from jaxtrain.settings import UserError
@@ -104,7 +105,7 @@ def check_tool_calls(messages: Sequence[Message], render: Render) -> None:
 
 
 def _common(a: str, b: str) -> str:
-    """What two texts begin with."""
+    """The common prefix of two texts."""
     low, high = 0, min(len(a), len(b))
     while low < high:
         middle = (low + high + 1) // 2
@@ -150,7 +151,7 @@ class Reader(NamedTuple):
 
 
 def make_reader(tokenizer: Tokenizer) -> Reader:
-    """How a tokenizer reads what a template writes."""
+    """A `Reader` of rendered templates for a tokenizer."""
     if tokenizer.name == "huggingface":
         # A byte-level post-processor would leave spaces out of where tokens stand.
         model = json.loads(tokenizer.model) | {"post_processor": None}
@@ -182,7 +183,7 @@ def make_reader(tokenizer: Tokenizer) -> Reader:
 
 
 def special_names(tokenizer: Tokenizer) -> dict[str, int]:
-    """How the tokens that stand for no text are written."""
+    """The ids of the special tokens by their names."""
     if tokenizer.name == "bytes":
         return {BYTES_BOS: tokenizer.bos_id}
     if tokenizer.name == "huggingface":
@@ -290,7 +291,7 @@ def raise_error(number: int, error: UserError) -> None:
 
 
 def _each(things: Sequence[Any], read: Callable[[Any], Any], on_error: OnError) -> list[Any]:
-    """What each thing becomes; None for what cannot be read, if `on_error` does not raise."""
+    """read(thing) of each thing; None where it raised UserError and `on_error` returned."""
 
     def attempt(number: int) -> Any:
         try:
@@ -302,19 +303,19 @@ def _each(things: Sequence[Any], read: Callable[[Any], Any], on_error: OnError) 
 
 
 class Chat(NamedTuple):
-    """How a model talks.
+    """A chat template with a tokenizer: conversations as token ids.
 
-    `start` begins every text, `end` every answer's end; `documents(conversations)` are what is
-    trained on of each (its JSON; none if nothing in it is learned); `prompt(messages)` are the
-    tokens up to where the assistant answers; of `answers(messages, asked, tools of each)` only what
-    it says after the first `asked` messages is marked. Both call a second argument, an `OnError`,
-    for what cannot be used: where it does not raise, there is none of it.
+    `documents` and `answers` call their second argument for a conversation that cannot be used; it
+    is left out if that call returns.
     """
 
-    start: int
-    end: int
+    start: int  # the token before every text, BOS for most
+    end: int  # the token after every answer
+    # (conversations, on_error) -> the texts to train on of each; none without a learned answer
     documents: Callable[..., list[list[Document]]]
+    # messages -> the tokens up to the answer of the assistant
     prompt: Callable[[Sequence[Message]], np.ndarray]
+    # (what is asked, on_error) -> each conversation, marked after its prompt alone
     answers: Callable[..., list[Document | None]]
 
 
@@ -355,11 +356,9 @@ def make_chat(template: str, special: dict[str, str], tokenizer: Tokenizer) -> C
         ]
 
     def documents(
-        conversations: Sequence[str], on_error: OnError = raise_error
+        conversations: Sequence[Conversation], on_error: OnError = raise_error
     ) -> list[list[Document]]:
-        rendered = _each(
-            conversations, lambda text: all_answers(*parse_conversation(text)), on_error
-        )
+        rendered = _each(conversations, lambda one: all_answers(*one), on_error)
         rendered = [texts or [] for texts in rendered]
         found = iter(read_documents([one for texts in rendered for one in texts]))
         several = [[next(found) for _ in texts] for texts in rendered]

@@ -1,4 +1,4 @@
-"""Which conversations of a marked store are trained on, once the length of a row is known."""
+"""Applies `too_long` (truncate or drop) to the conversations of a store."""
 
 import dataclasses
 from typing import NamedTuple
@@ -18,17 +18,16 @@ AT_ONCE = 1024  # long conversations that are read together
 
 
 class Fit(NamedTuple):
-    """`kept`: bool [documents]; how many conversations lost their end, and were left out because
-    they are too long, or because nothing of an answer would remain."""
+    """The conversations that are trained on, and counts of the others."""
 
-    kept: np.ndarray
-    truncated: int
-    dropped: int
-    unanswered: int
+    kept: np.ndarray  # bool [documents]
+    truncated: int  # conversations that lost their end
+    dropped: int  # left out: longer than a row
+    unanswered: int  # left out: cut to a row they would have no learned answer
 
 
 def fit_conversations(store: TokenStore, too_long: str, length: int) -> Fit:
-    """What the rule `too_long` of a source makes of its store; reads the long documents only."""
+    """Applies the rule `too_long` to a store; reads its long documents only."""
     long = np.flatnonzero(store.lengths > length)
     kept = np.ones(store.documents, bool)
     if too_long == "drop":

@@ -1,4 +1,4 @@
-"""What a configuration with conversations means by default."""
+"""Defaults of a configuration that trains on conversations."""
 
 from collections.abc import Iterator
 from typing import Any
@@ -35,7 +35,7 @@ def apply_chat_defaults(tree: Tree) -> bool:
     return True
 
 
-def chat_sources(node: Any) -> Iterator[Tree]:
+def chat_sources(node: object) -> Iterator[Tree]:
     """The sources of conversations in a plain section."""
     if isinstance(node, dict):
         if node.get("name") in CHAT_TEMPLATE_SOURCES:

@@ -1,13 +1,10 @@
 """Conversations as people store them -> messages, each with a role and a content."""
 
-import json
 from collections.abc import Iterator
 from typing import Any
 
+from jaxtrain.data.records import Conversation, Message, Record, Tools
 from jaxtrain.settings import UserError, parse_json
-
-Message = dict[str, Any]
-Tools = list[dict[str, Any]] | None
 
 ROLES = {
     "human": "user", "user": "user", "gpt": "assistant", "assistant": "assistant",
@@ -19,13 +16,13 @@ MEDIA = ("image", "images", "audio", "audios", "video", "videos")
 BEGIN, END = "\ufdd0", "\ufdd1"  # no characters: free to mark what a template's blocks put out
 
 
-def conversations(text: str, file: str, line: int) -> Iterator[tuple[str, str]]:
-    """Each conversation of a text as JSON, with its place; arguments as in `records`."""
+def conversations(text: str, file: str, line: int) -> Iterator[tuple[Conversation, str]]:
+    """Each conversation of a text, with its place; arguments as in `records`."""
     return ((conversation(record, place), place) for record, place in records(text, file, line))
 
 
 def records(text: str, file: str, line: int) -> Iterator[tuple[Any, str]]:
-    """What a text holds, one object a line or a JSON array, each with the name of its place.
+    """The JSON values of a text, one a line or in an array, each with the name of its place.
 
     file, line: where the text stands. Raises UserError for what is not JSON.
     """
@@ -38,8 +35,8 @@ def records(text: str, file: str, line: int) -> Iterator[tuple[Any, str]]:
             yield parse_json(one, f"{file} line {number}"), f"{file} line {number}"
 
 
-def conversation(record: Any, place: str) -> str:
-    """JSON of the messages of a record, for `parse_conversation`.
+def conversation(record: object, place: str) -> Conversation:
+    """The conversation that a JSON value says.
 
     Shapes: {messages: [{role, content}]}, ShareGPT's {conversations: [{from, value}]}, Alpaca's
     {instruction, input, output, history}, Dolly's {instruction, context, response}, and TRL's
@@ -50,7 +47,7 @@ def conversation(record: Any, place: str) -> str:
     without an answer.
     """
     turns = _turns(record, place) if isinstance(record, dict) else None
-    if not isinstance(turns, list):
+    if not isinstance(record, dict) or not isinstance(turns, list):
         has = ", ".join(record) if isinstance(record, dict) else type(record).__name__
         raise UserError(
             f"{place} is no conversation: expected messages, conversations, instruction and output "
@@ -65,31 +62,19 @@ def conversation(record: Any, place: str) -> str:
             kept.append(message)
     if not any(message["role"] == "assistant" for message in kept):
         raise UserError(f"{place} has no answer of the assistant: there is nothing to learn")
-    tools = tools_of(record, place)
-    return checked(kept if tools is None else {"messages": kept, "tools": tools}, place)
+    return check_characters(Conversation(kept, tools_of(record, place)), place)
 
 
-def parse_conversation(text: str) -> tuple[list[Message], Tools]:
-    """The messages of a conversation (its JSON), and the tools that a template tells of."""
-    found = json.loads(text)
-    return (found, None) if isinstance(found, list) else (found["messages"], found["tools"])
-
-
-def checked(value: Any, place: str) -> str:
-    """A value as JSON. Raises UserError for characters that no text or template may have."""
+def check_characters[R: Record](record: R, place: str) -> R:
+    """The record. Raises UserError for characters that no text or template may have."""
+    text = record.canonical_json()
     try:
-        text = json.dumps(value, ensure_ascii=False)
         text.encode()
     except UnicodeEncodeError as error:  # JSON can escape half of a surrogate pair
         raise UserError(f"{place} has a character that is no Unicode") from error
     if BEGIN in text or END in text:
         raise UserError(f"{place} has U+FDD0 or U+FDD1, which are no characters")
-    return text
-
-
-def chat_text(text: str) -> str:
-    """What is said in a conversation (JSON of its messages), for a tokenizer to train on."""
-    return "\n\n".join(message["content"] for message in parse_conversation(text)[0])
+    return record
 
 
 # ---- what a record has beside its messages -----------------------------------------------------
@@ -137,7 +122,7 @@ def string_of(record: dict[str, Any], key: str, place: str, *, optional: bool = 
     return value
 
 
-def kind_of(value: Any) -> str:
+def kind_of(value: object) -> str:
     """The type of a JSON value in words."""
     return "null" if value is None else type(value).__name__
 
@@ -172,13 +157,13 @@ def _prompted(record: dict[str, Any], place: str) -> list[Message]:
 
 
 def instruction_of(record: dict[str, Any], place: str) -> str:
-    """What `instruction` asks, with Alpaca's `input` or Dolly's `context`."""
+    """The field `instruction`, with Alpaca's `input` or Dolly's `context` behind it."""
     more = [string_of(record, key, place, optional=True) for key in ("input", "context")]
     return "\n\n".join([string_of(record, "instruction", place), *filter(None, more)])
 
 
 def _history(record: dict[str, Any], place: str) -> list[str]:
-    """What was said before Alpaca's `instruction`: of [[user, answer], ...] one after the other."""
+    """Alpaca's `history`, [[user, answer], ...], as one list of texts."""
     history = record.get("history") or []
     if not isinstance(history, list) or not all(
         isinstance(pair, list) and [type(said) for said in pair] == [str, str] for pair in history
@@ -187,7 +172,7 @@ def _history(record: dict[str, Any], place: str) -> list[str]:
     return [said for pair in history for said in pair]
 
 
-def messages_of(given: Any, role: str, place: str) -> list[Message]:
+def messages_of(given: object, role: str, place: str) -> list[Message]:
     """A string as a message of that role, a message, or a list of them; an answer is the last."""
     turns = [{"role": role, "content": given}] if isinstance(given, str) else given
     turns = [turns] if isinstance(turns, dict) else turns
@@ -199,7 +184,7 @@ def messages_of(given: Any, role: str, place: str) -> list[Message]:
     return messages
 
 
-def message_of(turn: Any, place: str) -> Message:
+def message_of(turn: object, place: str) -> Message:
     """One message in any of the spellings; `train` is in it, and false, if it is an answer that is
     not to be learned. Raises UserError, which names the place."""
     if not isinstance(turn, dict):

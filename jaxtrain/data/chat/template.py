@@ -6,7 +6,8 @@ from datetime import datetime
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.data.chat.messages import BEGIN, END, Message, Tools
+from jaxtrain.data.chat.messages import BEGIN, END
+from jaxtrain.data.records import Message, Tools
 from jaxtrain.settings import UserError
 
 Render = Callable[..., str]  # (messages, begin an answer?, tools=None) -> text
@@ -43,7 +44,7 @@ def read_template(given: str | None) -> str:
 
 
 def make_render(template: str, special: dict[str, str]) -> Render:
-    """How messages become text. special: the tokens that the template names, as eos_token.
+    """The function that renders messages. special: the tokens that the template names (eos_token).
 
     Sandboxed, with transformers' filters, functions and generation blocks: what these put out
     stands between BEGIN and END. Raises UserError for a template that is no Jinja, and Refused when

@@ -18,7 +18,7 @@ BRANCH_SHARE = 4  # a trunk has this many tokens for one token of branches
 
 
 class RowShape(NamedTuple):
-    """What the compiled program takes."""
+    """The shape of a batch that the program is compiled for."""
 
     rows: int
     trunk: int  # tokens
@@ -55,7 +55,7 @@ class TrunkText(NamedTuple):
 
 
 class OpenRow(NamedTuple):
-    """What is left of a row while it is filled."""
+    """A row while it is filled: its texts, and its free places."""
 
     texts: list[TrunkText]
     free: list[int]  # tokens of the trunk, of the branches, labels
@@ -131,7 +131,7 @@ def trunk_texts(question: Sequence[Scored], number: int, shape: RowShape) -> lis
 
 
 def row_needs(text: TrunkText) -> tuple[int, int, int]:
-    """What a text takes of a row: tokens of the trunk, of the branches, labels."""
+    """Places that a text needs in a row: tokens of the trunk, of the branches, labels."""
     labels = sum(len(scored.tokens) - scored.start for _, scored in text.asked)
     return len(text.tokens), sum(map(len, text.branches)), labels
 

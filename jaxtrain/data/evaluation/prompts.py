@@ -41,7 +41,7 @@ class Prompt(NamedTuple):
 
 
 def questions(loaded: Loaded, tokenizer: Tokenizer, context: int) -> Iterator[list[Scored]]:
-    """What each example asks for: one sequence an answer (a language-modeling task: one).
+    """The sequences to score for each example: one an answer (a language-modeling task: one).
 
     context: tokens. Raises UserError for a sequence of more than REACH times as many; with
     `rules.crop` they have at most `context`.

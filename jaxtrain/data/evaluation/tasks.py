@@ -38,7 +38,7 @@ DAMAGED = (
     NotImplementedError,
 )
 SHUFFLE_SEED = 1337
-# What an example of each kind has, and of which type.
+# The fields of an example of each kind, with their types.
 FIELDS: dict[str, dict[str, type]] = {
     "multiple_choice": {"query": str, "choices": list, "gold": int},
     "schema": {"context_options": list, "continuation": str, "gold": int},
@@ -253,13 +253,14 @@ def read_examples(path: Path, task: Task) -> list[Example]:
     return examples
 
 
-def fault_of(example: Any, kind: str) -> str | None:
-    """What an example lacks, if it lacks something."""
+def fault_of(example: object, kind: str) -> str | None:
+    """The first fault of an example as a phrase; None for a good one."""
     for name, wanted in FIELDS[kind].items():
         value = example.get(name) if isinstance(example, dict) else None
         if not isinstance(value, wanted) or value == [] or isinstance(value, bool):
             names = ", ".join(f"{n} ({t.__name__})" for n, t in FIELDS[kind].items())
             return f"{name} is missing or wrong; a {kind} example has {names}"
+    assert isinstance(example, dict)
     if kind == "language_modeling":
         return None if example["continuation"].strip() else "continuation is empty"
     options = example[OPTIONS[kind]]

@@ -95,7 +95,7 @@ def without_copies(paths: Iterable[str]) -> list[str]:
 
 
 def _matches(folder: str, part: str, strict: bool) -> list[str]:
-    """What a part of a pattern stands for in a folder; ** for it too."""
+    """The paths that match a part of a pattern in a folder; ** matches the folder too."""
     if part == "**":
         return [folder, *(path for path, _ in _walk(folder, (), strict))]
     if not re.search(r"[*?\[]", part):

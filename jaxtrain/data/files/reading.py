@@ -12,21 +12,24 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, BinaryIO, NamedTuple
 
 import zstandard
 
 from jaxtrain.data.chat.messages import conversations
 from jaxtrain.data.files.remote import File, is_local, open_file
 from jaxtrain.data.files.sources import (
+    ChatSource,
     CodeSource,
     JsonlSource,
+    PreferenceSource,
     Source,
     TextSource,
     find_files,
     source_path,
 )
 from jaxtrain.data.preference.preferences import preferences
+from jaxtrain.data.records import Record
 from jaxtrain.settings import UserError
 
 BLOCK = 1 << 22  # bytes of text, unless a document is longer
@@ -95,7 +98,11 @@ def records_of(
 
 
 def cut_stream(
-    stream: Any, file: File, at: Position, cut: Callable[[bytes], int], stored: Callable[[], int]
+    stream: BinaryIO,
+    file: File,
+    at: Position,
+    cut: Callable[[bytes], int],
+    stored: Callable[[], int],
 ) -> Iterator[TextBlock]:
     """Blocks of a stream of text that stands at byte `at.at`; `cut` finds the end of a document.
 
@@ -275,11 +282,13 @@ def _jsonl_records(
 
 
 def _chat(source: Any, block: TextBlock) -> Iterator[str]:
-    return (text for text, _ in chat_records(source, block))
+    return (record.chat_text() for record, _ in chat_records(source, block))
 
 
-def chat_records(source: Any, block: TextBlock) -> Iterator[tuple[str, str]]:
-    """The conversations or preferences of a block as JSON, each with its place."""
+def chat_records(
+    source: ChatSource | PreferenceSource, block: TextBlock
+) -> Iterator[tuple[Record, str]]:
+    """The conversations or preferences of a block, each with its place."""
     read = preferences if source.name == "preference" else conversations
     return read(_decoded(block), block.file.url, block.line)
 
@@ -321,7 +330,7 @@ def _parquet_records(
             yield record[source.column], {field: record[field] for field in there}
 
 
-def other_columns(source: Any, file: File) -> tuple[str, ...]:
+def other_columns(source: Source, file: File) -> tuple[str, ...]:
     """The columns of a Parquet file beside the text; of JSONL none, a record has all it says."""
     if source.name != "parquet":
         return ()
@@ -346,7 +355,7 @@ def _parquet_file(source: Any, file: File) -> Any:
 
 
 def _whole[T](file: File, read: Callable[[], T]) -> T:
-    """What `read` finds in a Parquet file. Raises UserError where it is damaged."""
+    """The result of `read`, which reads a Parquet file. Raises UserError if the file is damaged."""
     import pyarrow as pa
 
     try:
@@ -369,7 +378,7 @@ def _is_text(kind: Any) -> bool:
 
 
 class SourceReader(NamedTuple):
-    """How a kind of source is read."""
+    """The functions that read one kind of source."""
 
     blocks: Callable[[Any, File, Position], Iterator[TextBlock]]
     texts: Callable[[Any, TextBlock], Iterator[str]]

@@ -12,6 +12,7 @@ import time
 import urllib.error
 import urllib.request
 from collections.abc import Callable
+from http.client import HTTPResponse
 from typing import Any, NamedTuple
 
 import fsspec
@@ -229,7 +230,7 @@ class HttpFileSystem(AbstractFileSystem):
     def unstrip_protocol(self, name: str) -> str:
         return name
 
-    def stream(self, url: str, start: int, version: str) -> Any:
+    def stream(self, url: str, start: int, version: str) -> HTTPResponse:
         """The bytes from `start` on, also of a server that sends only whole files."""
         headers = {"Range": f"bytes={start}-"} if start else {}
         response = _request(url, headers)
@@ -244,7 +245,7 @@ class HttpFileSystem(AbstractFileSystem):
             raise ConnectionError(f"the file ends {left} bytes before byte {start}")
         return response
 
-    def ended(self, response: Any, url: str, at: int, version: str) -> bool:
+    def ended(self, response: HTTPResponse, url: str, at: int, version: str) -> bool:
         """Whether a response that says no more was whole, `at` bytes of the file.
 
         An answer with neither a length nor chunks ends when the connection does, for whatever
@@ -259,7 +260,7 @@ class HttpFileSystem(AbstractFileSystem):
             return True
 
 
-def _request(url: str, headers: dict[str, str] | None = None) -> Any:
+def _request(url: str, headers: dict[str, str] | None = None) -> HTTPResponse:
     ask = {"User-Agent": "jaxtrain", "Accept-Encoding": "identity"} | (headers or {})
     try:
         return urllib.request.urlopen(urllib.request.Request(url, headers=ask), timeout=TIMEOUT)

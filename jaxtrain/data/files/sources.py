@@ -112,7 +112,7 @@ class CodeSource(Filtered):
 
 
 class ChatTemplateSource(Settings):
-    """What a chat template writes. A .json file may hold the records as one array."""
+    """Records that a chat template turns into text. A .json file may hold them as one array."""
 
     filters: ClassVar[tuple[Filter, ...]] = ()  # they judge text, and this is JSON of messages
     sample_by: ClassVar[str | None] = None

@@ -1,4 +1,8 @@
-"""Filters of documents: one file and one row of FILTERS each."""
+"""Filters of documents: one file and one row of FILTERS each.
+
+Here: the filters, and running them over sources (on all cores, resumable) with a report. Not here:
+tokenizing what is left (store/), and models that score documents (`jaxtrain/evaluation/score.py`).
+"""
 
 from typing import Annotated
 

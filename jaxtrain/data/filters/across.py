@@ -18,7 +18,6 @@ from jaxtrain.data.filters import filtering
 from jaxtrain.data.filters.duplicates import first_of
 from jaxtrain.data.filters.filtering import (
     FORMAT,
-    Progress,
     clean,
     filter_key,
     filter_report,
@@ -29,6 +28,7 @@ from jaxtrain.data.filters.filtering import (
 )
 from jaxtrain.data.filters.work import FilterJob, Found
 from jaxtrain.data.pool import cores, process_pool
+from jaxtrain.data.store.progress import Progress
 from jaxtrain.settings import UserError
 
 

@@ -36,7 +36,7 @@ class TextArrays:
 
     @cached_property
     def words(self) -> Spans:
-        """What stands between spaces."""
+        """Runs of characters between spaces."""
         return self._spans(*_runs(~SPACES[self.data]))
 
     @cached_property
@@ -63,7 +63,7 @@ class TextArrays:
 
     @cached_property
     def paragraphs(self) -> Spans:
-        """What stands between empty lines."""
+        """Runs of lines between empty lines."""
         gaps = self.data == ord("\n")
         single = gaps.copy()
         single[1:] &= ~gaps[:-1]
@@ -118,7 +118,7 @@ def rolling_hashes(spans: Spans, n: int) -> np.ndarray:
 
 
 def rolling_hashes_at(spans: Spans, n: int, first: np.ndarray) -> np.ndarray:
-    """What `rolling_hashes` says of the n spans from each of these on."""
+    """`rolling_hashes` at the spans `first` alone."""
     total = spans.hashes[first]
     for offset in range(1, n):
         total = total * BASE + spans.hashes[first + offset]

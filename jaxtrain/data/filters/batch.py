@@ -1,4 +1,4 @@
-"""What a filter is given and gives back."""
+"""The interface of a filter: its input, its verdict, its functions."""
 
 from collections.abc import Callable, Mapping, Sequence
 from functools import cached_property

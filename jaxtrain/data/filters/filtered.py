@@ -10,7 +10,8 @@ from jaxtrain.data.files.sources import CHAT_TEMPLATE_SOURCES, JsonlSource, Sour
 from jaxtrain.data.filters import FILTERS
 from jaxtrain.data.filters.across import filter_across, key_across
 from jaxtrain.data.filters.filtering import filter_key, filter_source
-from jaxtrain.data.store.prepare import Progress, _locked, cache_directory
+from jaxtrain.data.store.prepare import _locked, cache_directory
+from jaxtrain.data.store.progress import Progress
 from jaxtrain.settings import UserError
 
 Reports = dict[str, dict[str, Any]]  # what filters removed, by the name of the source
@@ -70,7 +71,7 @@ def _left(
 
 
 def _written(directory: Path, source: Source) -> JsonlSource:
-    """What the filters wrote of a source."""
+    """The source that reads the filtered text of another."""
     field, weight = field_of(source), source.sample_by
     return JsonlSource(path=str(directory), field=field, sample_by=weight)
 

@@ -25,9 +25,9 @@ from jaxtrain.data.filters import FILTERS
 from jaxtrain.data.filters.work import FilterJob, Found, Sample, apply_filters, lowest, write_kept
 from jaxtrain.data.pool import Map, cores, process_pool
 from jaxtrain.data.store.encode import batch_blocks
+from jaxtrain.data.store.progress import Progress
 from jaxtrain.settings import UserError
 
-Progress = Callable[[str, int, int | None], None]
 COMMIT_SECONDS = 10  # the batch in hand and those behind it add less than 5 to what a kill loses
 SHARD = 1 << 28  # compressed bytes of a file
 ALONE = 1 << 22  # stored bytes; less is filtered before other processes would have started
@@ -105,7 +105,7 @@ def read_report(directory: Path, key: str) -> dict[str, Any]:
 def run_filters(
     job: FilterJob, files: list[File], folder: Path, mapped: Map, progress: Progress
 ) -> list[Found]:
-    """What the filters say of each group of blocks; taken from `folder` as far as it is there."""
+    """The verdicts on each group of blocks; those that `folder` has are not computed again."""
     found = [one for path in sorted(folder.glob("found-*.npz")) for one in _load(path)]
     after, total = (found[-1].after if found else START), sum(file.size or 0 for file in files)
     size = sum(one.size for one in found)

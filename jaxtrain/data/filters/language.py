@@ -1,4 +1,4 @@
-"""What language a text is in, as far as its letters and its most frequent words tell."""
+"""Filters by language and script, told from letters and the most frequent words."""
 
 import sys
 from functools import cache

@@ -1,4 +1,4 @@
-"""What each process of a filtering does with some blocks of text."""
+"""The filter workers: blocks of text -> verdicts, and the documents that stay."""
 
 import hashlib
 import json
@@ -10,7 +10,7 @@ import numpy as np
 import zstandard
 
 from jaxtrain.data.files.reading import Position, TextBlock, other_columns, records_of
-from jaxtrain.data.files.sources import field_of
+from jaxtrain.data.files.sources import Source, field_of
 from jaxtrain.data.filters import FILTERS
 from jaxtrain.data.filters.batch import TextBatch
 
@@ -33,7 +33,7 @@ class FilterJob(NamedTuple):
 
 
 class Found(NamedTuple):
-    """What the filters say of a group of blocks, D documents."""
+    """The verdicts on a group of blocks, D documents."""
 
     removed_D: np.ndarray  # uint8: the number of the filter that removes each, from 1; 0: none
     reasons_D: np.ndarray  # uint8: of that filter
@@ -144,7 +144,7 @@ def read_batch(job: FilterJob, group: Sequence[TextBlock], whole: bool = False) 
     return TextBatch([text for text, _ in pairs], [record for _, record in pairs])
 
 
-def jsonl_line(source: Any, text: str, record: Mapping[str, Any]) -> str:
+def jsonl_line(source: Source, text: str, record: Mapping[str, Any]) -> str:
     """A document as JSONL with all fields of its record, each under the name that it has there.
 
     Of what JSON has no type for, bytes become base64, and dates and the like a string.

@@ -15,6 +15,7 @@ import numpy as np
 from jaxtrain.data.batches.packing import Batch, PaddedConfig, assemble, make_padded
 from jaxtrain.data.batches.planning import Piece, PlannedRow
 from jaxtrain.data.preference.preferences import TEXTS
+from jaxtrain.data.records import DESIRABLE, PAIR, UNDESIRABLE
 from jaxtrain.data.store.encode import unpack_loss_mask
 from jaxtrain.data.store.store import Pairs, TokenStore
 from jaxtrain.settings import UserError
@@ -30,7 +31,7 @@ class PairBatch(NamedTuple):
     weights_BT: np.ndarray
     segments_BT: np.ndarray
     positions_BT: np.ndarray
-    notes_BP: np.ndarray  # int32, as stored (`preferences.PAIR` ...); -1: no pair
+    kto_labels_BP: np.ndarray  # int32, `records.PAIR`, DESIRABLE or UNDESIRABLE; -1: no pair
     references_BP2: np.ndarray  # float32, log-probs of the reference; 0 where there is none
 
 
@@ -39,8 +40,10 @@ def fit_pairs(
 ) -> tuple[TokenStore, dict[str, int]]:
     """A view of a store of preferences as pairs that fit a row, and how many there are, lost
     their end, and were left out. Raises UserError if none is left."""
-    stored = store.lengths.reshape(-1, TEXTS).astype(np.int64)
-    lengths_P2, notes_P = stored[:, :2], stored[:, 2]
+    stored_P2 = store.lengths.reshape(-1, TEXTS).astype(np.int64)
+    lengths_P2, kto_labels_P = stored_P2, np.full(len(stored_P2), PAIR, np.int32)
+    if store.labels is not None:
+        kto_labels_P = np.where(store.labels[::TEXTS], DESIRABLE, UNDESIRABLE).astype(np.int32)
     long = lengths_P2.sum(1) + 1 > length
     kept, cut = ~long, long & (rule == "truncate")
     if cut.any():
@@ -55,10 +58,10 @@ def fit_pairs(
     if not kept.any():
         raise UserError(
             f"data.{split}: none of the {len(kept)} preferences is left: they are longer than "
-            f"train.sequence_length {length} (the shortest pair has {stored[:, :2].sum(1).min()} "
+            f"train.sequence_length {length} (the shortest pair has {stored_P2.sum(1).min()} "
             f"tokens) and too_long is {rule}"
         )
-    pairs = Pairs(store, np.flatnonzero(kept), lengths_P2[kept], notes_P[kept])
+    pairs = Pairs(store, np.flatnonzero(kept), lengths_P2[kept], kto_labels_P[kept])
     lengths = (pairs.lengths_P2.sum(1) + 1).astype(np.uint32)  # the second text has a BOS as well
     view = dataclasses.replace(store, lengths=lengths, tokens=int(lengths.sum()), pairs=pairs)
     dropped = 0 if rule == "truncate" else int(long.sum())
@@ -83,18 +86,18 @@ def with_pair_labels(
 ) -> PairBatch:
     """A batch of texts with what is known of its pairs. rows: of pairs, with their source."""
     slots = most_pairs(batch.tokens_BT.shape[1])
-    notes_BP = np.full((len(rows), slots), -1, np.int32)
+    kto_labels_BP = np.full((len(rows), slots), -1, np.int32)
     references_BP2 = np.zeros((len(rows), slots, 2), np.float32)
     for i, (store, row, name) in enumerate(rows):
         assert store.pairs is not None
         numbers = [piece.document for piece in row]
-        notes_BP[i, : len(row)] = store.pairs.notes_P[numbers]
+        kto_labels_BP[i, : len(row)] = store.pairs.kto_labels_P[numbers]
         if references is not None:
             references_BP2[i, : len(row)] = references[name][store.pairs.numbers_P[numbers]]
     texts = batch.tokens_BT, batch.targets_BT, batch.weights_BT
     segments_BT, positions_BT = batch.segments_BT, batch.positions_BT
     assert segments_BT is not None and positions_BT is not None
-    return PairBatch(*texts, segments_BT, positions_BT, notes_BP, references_BP2)
+    return PairBatch(*texts, segments_BT, positions_BT, kto_labels_BP, references_BP2)
 
 
 def most_pairs(length: int) -> int:

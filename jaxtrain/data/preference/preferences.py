@@ -1,22 +1,17 @@
-"""Preferences as people store them -> two conversations with one beginning, and a note.
+"""Preference files -> pairs of answers (`PreferencePair`), or labelled answers (`KTOExample`).
 
 A pair is a prompt, the answer that was chosen and the one that was rejected; the prompt may be
-ShareGPT's `conversations` up to there, or Alpaca's `instruction` and `input`. A judged answer (KTO,
-arXiv:2402.01306) is a prompt, a completion and whether it was wanted; the second conversation is
-then the same prompt with the completion of the next line, which KTO compares with.
+ShareGPT's `conversations` up to there, or Alpaca's `instruction` and `input`. An example of KTO
+(arXiv:2402.01306) is a prompt, a completion and a label; its unrelated answer is the completion of
+the next line.
 """
 
-import json
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
-import numpy as np
-
 from jaxtrain.data.chat.chat import Chat, Document, OnError, raise_error
 from jaxtrain.data.chat.messages import (
-    Message,
-    Tools,
-    checked,
+    check_characters,
     instruction_of,
     messages_of,
     records,
@@ -25,11 +20,10 @@ from jaxtrain.data.chat.messages import (
     with_system,
 )
 from jaxtrain.data.chat.template import TemplateRefused
+from jaxtrain.data.records import KTOExample, Message, Preference, PreferencePair
 from jaxtrain.settings import UserError
 
-PAIR, WANTED, UNWANTED = 0, 1, 2  # what the note says
-TEXTS = 3  # documents that a preference is stored as: two texts, and as many tokens as the note is
-
+TEXTS = 2  # documents that a preference is stored as
 
 KINDS = {
     False: "a pair (prompt, chosen and rejected)",
@@ -38,131 +32,104 @@ KINDS = {
 
 
 class RecordKind(NamedTuple):
-    """Whether a preference is a judged answer or a pair, and where it stands."""
+    """Whether a record is an example of KTO or a pair, and its place."""
 
-    judged: bool
+    is_kto: bool
     place: str
 
 
-class KTOExample(NamedTuple):
-    """A prompt and an answer, what was said of it, and where it stands."""
+def preferences(text: str, file: str, line: int) -> Iterator[tuple[Preference, str]]:
+    """Each preference of a text, with its place. They are of one kind.
 
-    prompt: list[Message]
-    said: list[Message]
-    note: int
-    tools: Tools
-    place: str
-
-
-def preferences(text: str, file: str, line: int) -> Iterator[tuple[str, str]]:
-    """Each preference of a text as JSON of {texts: [messages, messages], asked, note, tools}, with
-    its place. They are of one kind.
-
-    asked: messages that both have, the prompt. file, line: where the text stands. Raises UserError
-    for what is no preference.
+    file, line: where the text stands. Raises UserError for what is no preference.
     """
-    judged: list[KTOExample] = []
+    examples: list[tuple[KTOExample, str]] = []
     first: RecordKind | None = None
     for record, place in records(text, file, line):
-        alone = isinstance(record, dict) and "label" in record and not {*KEYS} & record.keys()
-        first = same_kind(first, RecordKind(alone, place))
-        if alone:
-            judged.append(_judged(record, place))
+        is_kto = isinstance(record, dict) and "label" in record and not {*KEYS} & record.keys()
+        first = same_kind(first, RecordKind(is_kto, place))
+        if is_kto:
+            examples.append((_kto_example(record, place), place))
         else:
-            texts, asked = _pair(record, place)
-            yield _json(texts, asked, PAIR, tools_of(record, place), place), place
-    if len(judged) == 1:
+            yield check_characters(_pair(record, place), place), place
+    if len(examples) == 1:
         raise UserError(
-            f"{judged[0].place}: a judged answer is compared with the next one of the file, and "
+            f"{examples[0][1]}: a judged answer is compared with the next one of the file, and "
             "there is no other"
         )
-    for one, other in zip(judged, judged[1:] + judged[:1]):
-        texts = [one.prompt + one.said, one.prompt + other.said]
-        yield _json(texts, len(one.prompt), one.note, one.tools, one.place), one.place
+    for (one, place), (other, _) in zip(examples, examples[1:] + examples[:1]):
+        yield check_characters(one._replace(unrelated=other.completion), place), place
 
 
 def same_kind(first: RecordKind | None, this: RecordKind) -> RecordKind:
-    """The first of several preferences. Raises UserError if this one is of another kind."""
-    if first is not None and first.judged != this.judged:
+    """The first of several records. Raises UserError if this one is of another kind."""
+    if first is not None and first.is_kto != this.is_kto:
         raise UserError(
-            f"{this.place} is {KINDS[this.judged]}, but {first.place} is {KINDS[first.judged]}: "
+            f"{this.place} is {KINDS[this.is_kto]}, but {first.place} is {KINDS[first.is_kto]}: "
             "the files of a source hold one kind"
         )
     return first or this
 
 
-def preference_text(text: str) -> str:
-    """What is said in a preference (its JSON), for a tokenizer to train on."""
-    first, second = json.loads(text)["texts"]
-    return "\n\n".join(message["content"] for message in [*first, second[-1]])
-
-
-def texts_of_preferences(
-    chat: Chat, texts: Sequence[str], on_error: OnError = raise_error
+def encode_preferences(
+    chat: Chat, records: Sequence[Preference], on_error: OnError = raise_error
 ) -> list[list[Document]]:
-    """The documents of each preference (its JSON): the two texts, and the note as its length; none
-    where `on_error` lets a text pass that cannot be used."""
-    records = [json.loads(text) for text in texts]
-    kept = [i for i, record in enumerate(records) if _says_something(i, record, on_error)]
+    """The two texts of each preference; none of one for which `on_error` was called."""
+    kept = [i for i, record in enumerate(records) if _has_signal(i, record, on_error)]
     both = [
-        (messages, records[i]["asked"], records[i].get("tools"))
+        (messages, len(records[i].prompt), records[i].tools)
         for i in kept
-        for messages in records[i]["texts"]
+        for messages in records[i].texts
     ]
     found = chat.answers(both, lambda number, error: on_error(kept[number // 2], error))
     documents: list[list[Document]] = [[] for _ in records]
     for i, one, other in zip(kept, found[::2], found[1::2], strict=True):
         if one is not None and other is not None:
-            note = np.zeros(records[i]["note"], np.int64)
-            documents[i] = [one, other, Document(note, note.astype(bool), 0)]
+            documents[i] = [one, other]
     return documents
 
 
-def _says_something(number: int, record: dict[str, Any], on_error: OnError) -> bool:
-    """Whether there is anything to learn from a preference; if not, `on_error` is told."""
-    first, second = record["texts"]
-    if record["note"] == PAIR and first == second:
+def _has_signal(number: int, record: Preference, on_error: OnError) -> bool:
+    """Whether a preference can teach anything; calls `on_error` if not."""
+    first, second = record.texts
+    if isinstance(record, PreferencePair) and first == second:
         reason = "chosen and rejected are the same answer, so that neither is better"
     elif not any(message["content"].strip() or len(message) > 2 for message in first):
         reason = "prompt and answer are empty"
     else:
         return True
-    on_error(number, TemplateRefused(f"{reason} (the prompt begins {first[0]['content'][:60]!r})"))
+    prompt = first[0]["content"][:60]
+    on_error(number, TemplateRefused(f"{reason} (the prompt begins {prompt!r})"))
     return False
 
 
-def _json(texts: list[list[Message]], asked: int, note: int, tools: Tools, place: str) -> str:
-    told = {} if tools is None else {"tools": tools}
-    return checked({"texts": texts, "asked": asked, "note": note} | told, place)
-
-
-def _pair(record: Any, place: str) -> tuple[list[list[Message]], int]:
-    """The two conversations of a pair, and how many messages their prompt has."""
+def _pair(record: Any, place: str) -> PreferencePair:
     if not isinstance(record, dict) or not {"chosen", "rejected"} <= record.keys():
         raise _no_preference(record, place)
     refuse_media(record, place)
-    prompt = _prompt(record, place)
-    answers = [messages_of(record[key], "assistant", f"{place}, {key}") for key in KEYS]
-    if all(_continues(answer) for answer in answers):
+    prompt, tools = _prompt(record, place), tools_of(record, place)
+    chosen, rejected = (messages_of(record[key], "assistant", f"{place}, {key}") for key in KEYS)
+    if _continues(chosen) and _continues(rejected):
         if prompt is None:
             raise _no_preference(record, place)
-        return [prompt + answer for answer in answers], len(prompt)
-    if any(map(_continues, answers)):
+        return PreferencePair(prompt, chosen, rejected, tools)
+    if _continues(chosen) or _continues(rejected):
         raise UserError(f"{place}: one of chosen and rejected has the prompt in it, the other not")
-    answers = [with_system(answer, record, place) for answer in answers]
-    asked, most = 0, min(map(len, answers)) - 1
-    while asked < most and answers[0][asked] == answers[1][asked]:
+    chosen, rejected = (with_system(answer, record, place) for answer in (chosen, rejected))
+    asked, most = 0, min(len(chosen), len(rejected)) - 1
+    while asked < most and chosen[asked] == rejected[asked]:
         asked += 1
     if not asked:
         raise UserError(f"{place}: chosen and rejected do not begin with the same message")
-    return answers, asked
+    return PreferencePair(chosen[:asked], chosen[asked:], rejected[asked:], tools)
 
 
 KEYS = ("chosen", "rejected")
 PROMPTS = ("prompt", "question", "messages", "conversations", "instruction")
 
 
-def _judged(record: dict[str, Any], place: str) -> KTOExample:
+def _kto_example(record: dict[str, Any], place: str) -> KTOExample:
+    """The example without its unrelated answer."""
     refuse_media(record, place)
     prompt, label = _prompt(record, place), record["label"]
     if prompt is None:
@@ -176,8 +143,7 @@ def _judged(record: dict[str, Any], place: str) -> KTOExample:
         answer = [last]
         if last["role"] != "assistant" or not prompt:
             raise _no_preference(record, place)
-    note = WANTED if label else UNWANTED
-    return KTOExample(prompt, answer, note, tools_of(record, place), place)
+    return KTOExample(prompt, answer, bool(label), [], tools_of(record, place))
 
 
 def _prompt(record: dict[str, Any], place: str) -> list[Message] | None:

@@ -18,15 +18,15 @@ from jaxtrain.data.filters.filtered import Reports, filter_sources
 from jaxtrain.data.pool import cores, process_pool
 from jaxtrain.data.store.prepare import (
     Prepared,
-    Progress,
     _locked,
     _save_tokenizer,
     cache_directory,
     cached_tokenizer,
-    tokenizer_texts,
 )
 from jaxtrain.data.store.prepare import prepare_source as prepare_source
+from jaxtrain.data.store.progress import Progress
 from jaxtrain.data.store.store import TokenStore
+from jaxtrain.data.store.tokenizer_sample import tokenizer_texts
 from jaxtrain.data.tokenizer.tokenizer import build_tokenizer
 from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import full_disk_explained
@@ -110,6 +110,7 @@ def join_stores(stores: Sequence[TokenStore]) -> TokenStore:
         fingerprint=hashlib.sha256(names.encode()).hexdigest(),
         first_record=np.concatenate([*firsts, offsets[-1:]]),
         weights=None,
+        labels=None,
         skipped={path: count for store in stores for path, count in store.skipped.items()},
         records=_Records([store.records for store in stores], offsets.tolist()),
     )

@@ -1,4 +1,4 @@
-"""What each process of a preparation does with some blocks of text."""
+"""The tokenizer workers of a preparation: blocks of text -> arrays of tokens."""
 
 import hashlib
 import math
@@ -12,28 +12,22 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxtrain.data.chat.chat import Chat, make_chat
-from jaxtrain.data.chat.messages import chat_text
 from jaxtrain.data.chat.template import TemplateRefused, read_template
 from jaxtrain.data.files.reading import Position, TextBlock, chat_records, records_of, texts_of
-from jaxtrain.data.files.sources import CHAT_TEMPLATE_SOURCES
-from jaxtrain.data.preference.preferences import (
-    RecordKind,
-    preference_text,
-    same_kind,
-    texts_of_preferences,
-)
+from jaxtrain.data.files.sources import CHAT_TEMPLATE_SOURCES, ChatTemplateSource
+from jaxtrain.data.preference.preferences import RecordKind, encode_preferences, same_kind
+from jaxtrain.data.records import Conversation, KTOExample, Preference
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 from jaxtrain.settings import UserError
 
 BATCH = 3 << 20  # bytes of text that a process takes at a time: a block, or many short files
-SAID = {"chat": chat_text, "preference": preference_text}  # the text of what is stored as JSON
 # Why a conversation is not in a store: nothing in it is learned, or the template refuses it.
 DROP_REASONS = ("unanswered", "refused")
 PIECE = 1 << 16  # characters of a document that are drawn together, a multiple of a training chunk
 
 
 class EncodeJob(NamedTuple):
-    """How blocks become tokens."""
+    """The settings of a tokenizer worker."""
 
     source: Any
     tokenizer: Path | None  # the folder it is in; None: there is none yet
@@ -47,7 +41,8 @@ class Encoded(NamedTuple):
     lengths: np.ndarray  # int64 [documents], in tokens
     sizes: np.ndarray  # int64 [documents], in UTF-8 bytes
     weights: np.ndarray | None = None  # float64 [documents], of a source with sample_by
-    counts: Mapping[str, int] = MappingProxyType({})  # texts read, and of LEFT_OUT
+    counts: Mapping[str, int] = MappingProxyType({})  # texts read, and of DROP_REASONS
+    labels: np.ndarray | None = None  # uint8 [documents], 1 for desirable; of examples of KTO
 
 
 class EncodedSplits(NamedTuple):
@@ -98,22 +93,31 @@ def unpack_loss_mask(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return tokens & tokens.dtype.type((1 << bit) - 1), tokens >> bit
 
 
-class EncodedText(NamedTuple):
-    """A text, what it is stored as, and why it is left out, if it is (one of LEFT_OUT)."""
+class EncodedDocument(NamedTuple):
+    """A document of a store."""
 
-    text: str
-    documents: list[tuple[np.ndarray, int, float]]  # tokens, UTF-8 bytes, weight
-    left_out: str | None = None
+    ids: np.ndarray
+    size: int  # UTF-8 bytes
+    weight: float = 1.0
+    label: bool | None = None  # of an example of KTO
+
+
+class EncodedRecord(NamedTuple):
+    """The documents that a text, or a record of a chat file, is stored as."""
+
+    key: str  # its hash decides the split
+    documents: list[EncodedDocument]
+    drop_reason: str | None = None  # one of DROP_REASONS, if it is left out
     kind: RecordKind | None = None  # of a preference
 
 
 def encode_blocks(job: EncodeJob, group: list[TextBlock]) -> EncodedSplits:
     """The tokens of a group of blocks."""
     assert job.tokenizer is not None
-    tokenizer, talk = _tokenizer(job.tokenizer), job.source.name in CHAT_TEMPLATE_SOURCES
-    dtype = token_type(tokenizer.vocab_size, talk)
-    read = _read_talk(job, group, dtype) if talk else _read(job, group, tokenizer)
-    held = [bool(job.held_out) and text_hash(one.text) < job.held_out for one in read]
+    tokenizer, has_chat = _tokenizer(job.tokenizer), job.source.name in CHAT_TEMPLATE_SOURCES
+    dtype = token_type(tokenizer.vocab_size, has_chat)
+    read = _encode_chat(job, group, dtype) if has_chat else _encode_text(job, group, tokenizer)
+    held = [_is_held_out(job, one.key) for one in read]
     train, validation = (
         _packed([one for one, h in zip(read, held) if h == split], dtype) for split in (False, True)
     )
@@ -124,20 +128,22 @@ def encode_blocks(job: EncodeJob, group: list[TextBlock]) -> EncodedSplits:
     return EncodedSplits(train, validation, size, group[-1].after, kind)
 
 
-def _read(job: EncodeJob, group: list[TextBlock], tokenizer: Tokenizer) -> list[EncodedText]:
+def _encode_text(
+    job: EncodeJob, group: list[TextBlock], tokenizer: Tokenizer
+) -> list[EncodedRecord]:
     pairs = [pair for block in group for pair in _weighted(job.source, block)]
     encoded = tokenizer.encode_batch([text for text, _ in pairs])
     return [
-        EncodedText(text, [(ids, len(text.encode()), weight)])
+        EncodedRecord(text, [EncodedDocument(ids, len(text.encode()), weight)])
         for ids, (text, weight) in zip(encoded, pairs, strict=True)
     ]
 
 
-def _read_talk(job: EncodeJob, group: list[TextBlock], dtype: np.dtype) -> list[EncodedText]:
-    """Conversations or preferences; those that the template refuses stop it, or are left out."""
+def _encode_chat(job: EncodeJob, group: list[TextBlock], dtype: np.dtype) -> list[EncodedRecord]:
+    """Conversations or preferences. What the template refuses is an error, or is left out."""
     assert job.tokenizer is not None
     pairs = [pair for block in group for pair in chat_records(job.source, block)]
-    chat, texts = chat_of_source(job.source, job.tokenizer), [text for text, _ in pairs]
+    chat, records = chat_of_source(job.source, job.tokenizer), [record for record, _ in pairs]
     refused = set()
 
     def on_error(number: int, error: UserError) -> None:
@@ -151,17 +157,23 @@ def _read_talk(job: EncodeJob, group: list[TextBlock], dtype: np.dtype) -> list[
         refused.add(number)
 
     if job.source.name == "preference":
-        found = texts_of_preferences(chat, texts, on_error)
+        preferences = [record for record in records if isinstance(record, Preference)]
+        found = encode_preferences(chat, preferences, on_error)
     else:
-        found = chat.documents(texts, on_error)
-    read = []
-    for number, (text, some) in enumerate(zip(texts, found, strict=True)):
-        rows = [(pack_loss_mask(d.ids, d.marks, dtype), d.size, 1.0) for d in some]
+        conversations = [record for record in records if isinstance(record, Conversation)]
+        found = chat.documents(conversations, on_error)
+    encoded = []
+    for number, ((record, place), some) in enumerate(zip(pairs, found, strict=True)):
+        label = record.label if isinstance(record, KTOExample) else None
+        documents = [
+            EncodedDocument(pack_loss_mask(d.ids, d.marks, dtype), d.size, label=label)
+            for d in some
+        ]
         reason = None if some else "refused" if number in refused else "unanswered"
-        pair = some if job.source.name == "preference" else []
-        kind = RecordKind(len(pair[2].ids) > 0, pairs[number][1]) if pair else None
-        read.append(EncodedText(text, rows, reason, kind))
-    return read
+        is_preference = bool(some) and isinstance(record, Preference)
+        kind = RecordKind(label is not None, place) if is_preference else None
+        encoded.append(EncodedRecord(record.canonical_json(), documents, reason, kind))
+    return encoded
 
 
 def sample_pieces(
@@ -171,16 +183,15 @@ def sample_pieces(
     limit, group = task
     found, size = [], 0
     for block in group:
-        for number, text in enumerate(texts_of(job.source, block)):
-            size += len(text.encode())
-            if job.held_out and text_hash(text) < job.held_out:
+        for number, (key, text) in enumerate(_keys_and_texts(job.source, block)):
+            size += len(key.encode())
+            if _is_held_out(job, key):
                 continue
-            text = SAID.get(job.source.name, str)(text)
             for index, start in enumerate(range(0, len(text), PIECE)):
                 piece = text[start : start + PIECE]
                 place = (block.after.file, block.start, number, index)
-                if (key := text_hash(piece)) < limit:
-                    found.append(SampledPiece(key, place, piece))
+                if (hashed := text_hash(piece)) < limit:
+                    found.append(SampledPiece(hashed, place, piece))
     return found, size, group[-1].after
 
 
@@ -190,11 +201,23 @@ def beginnings(
     """The first characters of training documents, and the bytes looked through."""
     found, size = [], 0
     for block in group:
-        for text in texts_of(job.source, block):
-            size += len(text.encode())
-            if not (job.held_out and text_hash(text) < job.held_out):
-                found.append(SAID.get(job.source.name, str)(text)[:characters])
+        for key, text in _keys_and_texts(job.source, block):
+            size += len(key.encode())
+            if not _is_held_out(job, key):
+                found.append(text[:characters])
     return found, size, group[-1].after
+
+
+def _keys_and_texts(source: Any, block: TextBlock) -> Iterator[tuple[str, str]]:
+    """Each document of a block: the text whose hash decides its split, and that to train on."""
+    if source.name in CHAT_TEMPLATE_SOURCES:
+        records = (record for record, _ in chat_records(source, block))
+        return ((record.canonical_json(), record.chat_text()) for record in records)
+    return ((text, text) for text in texts_of(source, block))
+
+
+def _is_held_out(job: EncodeJob, key: str) -> bool:
+    return bool(job.held_out) and text_hash(key) < job.held_out
 
 
 def text_hash(text: str) -> int:
@@ -202,8 +225,8 @@ def text_hash(text: str) -> int:
     return int.from_bytes(hashlib.blake2b(text.encode(), digest_size=8).digest())
 
 
-def chat_of_source(source: Any, tokenizer: Path) -> Chat:
-    """How a source of conversations is read with the tokenizer of a folder."""
+def chat_of_source(source: ChatTemplateSource, tokenizer: Path) -> Chat:
+    """The template of a source with the tokenizer of a folder."""
     return _chat(read_template(source.template), tuple(source.special.items()), tokenizer)
 
 
@@ -217,15 +240,18 @@ def _tokenizer(directory: Path) -> Tokenizer:
     return load_tokenizer(directory)
 
 
-def _packed(read: list[EncodedText], dtype: np.dtype) -> Encoded:
+def _packed(read: list[EncodedRecord], dtype: np.dtype) -> Encoded:
     documents = [document for one in read for document in one.documents]
-    ids = np.concatenate([np.empty(0, dtype), *(one.astype(dtype) for one, _, _ in documents)])
-    lengths = np.array([len(one) for one, _, _ in documents], np.int64)
-    sizes = np.array([size for _, size, _ in documents], np.int64)
-    weights = np.array([weight for _, _, weight in documents], np.float64)
+    ids = np.concatenate([np.empty(0, dtype), *(one.ids.astype(dtype) for one in documents)])
+    lengths = np.array([len(one.ids) for one in documents], np.int64)
+    sizes = np.array([one.size for one in documents], np.int64)
+    weights = np.array([one.weight for one in documents], np.float64)
+    labels = None
+    if any(one.label is not None for one in documents):
+        labels = np.array([bool(one.label) for one in documents], np.uint8)
     counts = Counter({"read": len(read)})
-    counts.update(one.left_out for one in read if one.left_out)
-    return Encoded(ids.tobytes(), lengths, sizes, weights, counts)
+    counts.update(one.drop_reason for one in read if one.drop_reason)
+    return Encoded(ids.tobytes(), lengths, sizes, weights, counts, labels)
 
 
 def _weighted(source: Any, block: TextBlock) -> Iterator[tuple[str, float]]:

@@ -7,38 +7,29 @@ the text, whatever the number of processes and however often the work was interr
 
 import fcntl
 import hashlib
-import io
 import json
 import os
-import random
 import shutil
 import time
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from dataclasses import dataclass, field
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any
 
 from jaxtrain.data.chat.template import read_template
 from jaxtrain.data.config import DataConfig
 from jaxtrain.data.files.reading import (
-    CUTS,
     START,
     Position,
-    TextBlock,
-    blocks,
-    cut_stream,
-    read_documents,
 )
-from jaxtrain.data.files.remote import File
 from jaxtrain.data.files.sources import (
     ChatTemplateSource,
     Source,
     content_hash,
-    find_files,
     source_path,
 )
 from jaxtrain.data.pool import Map, cores, process_pool
@@ -47,20 +38,18 @@ from jaxtrain.data.store import store as stores
 from jaxtrain.data.store.encode import (
     DROP_REASONS,
     EncodeJob,
-    SampledPiece,
     batch_blocks,
-    beginnings,
     chat_of_source,
     encode_blocks,
-    sample_pieces,
     token_type,
 )
+from jaxtrain.data.store.progress import Progress
+from jaxtrain.data.store.splits import SplitText, estimated_bytes, held_out_limit, split_texts
 from jaxtrain.data.store.store import TokenStore, Writer, open_store, publish, sync
+from jaxtrain.data.store.tokenizer_sample import tokenizer_texts
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from jaxtrain.settings import UserError
 
-# (stage, UTF-8 bytes done, an estimate of the bytes in all or None if unknown)
-Progress = Callable[[str, int, int | None], None]
 ALONE = 1 << 24  # stored bytes; less text is tokenized before other processes would have started
 COMMIT_SECONDS = 10  # the batch in hand and those behind it add less than 5 to what a kill loses
 RULES = 2  # goes up when conversations are read in another way: stores of before are not theirs
@@ -68,32 +57,17 @@ IDS = 2  # goes up when sentencepiece models read text in another way
 NOUNS = {"chat": "conversations", "preference": "preferences"}  # of other sources: documents
 FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # to hold out; HELD_OUT documents, if there are
 HELD_OUT = 5
-LOOK_THROUGH = 64  # times the text that a tokenizer trains on, at most, to draw it from
 
 
 @dataclass(frozen=True)
 class Prepared:
-    """What training needs; `directory` holds the stores and the tokenizer."""
+    """Stores and tokenizer of a configuration; both are in `directory`."""
 
     train: TokenStore | dict[str, TokenStore]  # of a mixture: by the name of the source
     validation: TokenStore | None
     tokenizer: Tokenizer
     directory: Path
     filters: dict[str, dict[str, Any]] = field(default_factory=dict)  # reports by source
-
-
-class SplitText(NamedTuple):
-    """Text to be tokenized into the stores of `splits`."""
-
-    source: Source
-    splits: tuple[str, ...]
-    held_out: float  # the fraction of the documents that the second split takes
-    files: list[File]
-    blocks: Callable[[Position], Iterator[TextBlock]]
-
-    @property
-    def stored(self) -> int:
-        return sum(file.size or 0 for file in self.files)
 
 
 def prepare_source(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prepared:
@@ -136,91 +110,9 @@ def cache_directory(config: DataConfig) -> Path:
     return Path(config.cache_dir or default).expanduser() / "data"
 
 
-def training_texts(
-    config: DataConfig, size: int, mapped: Map = map, progress: Progress = lambda *_: None
-) -> list[str]:
-    """`size` bytes of the training split, drawn at random by the hash of the text, in its order.
-
-    All of it, if there is no more. Of very much text only a part is looked through, of some files.
-    """
-    order, text = _in_drawn_order(_texts(config)[0])
-    job = EncodeJob(text.source, None, _limit(text))
-    limit, kept, held, seen = 1 << 64, [], 0, 0
-    tasks = ((limit, group) for group in batch_blocks(text.blocks(START)))
-    for found, looked, after in mapped(partial(sample_pieces, job), tasks):
-        kept += found
-        held += sum(len(piece.text.encode()) for piece in found)
-        seen += looked
-        if held > 2 * size:
-            kept = _lowest(kept, size)
-            limit, held = kept[-1].hash, size
-        progress("tokenizer", seen, _estimate(seen, after, text))
-        if seen >= LOOK_THROUGH * size:
-            break
-    kept = _lowest(kept, size)
-    return [p.text for p in sorted(kept, key=lambda p: (order[p.place[0]], *p.place[1:]))]
-
-
-def first_texts(
-    config: DataConfig,
-    size: int,
-    each: int,
-    mapped: Map = map,
-    progress: Progress = lambda *_: None,
-) -> Iterator[str]:
-    """Beginnings of training documents, of `each` characters at most, until there are `size`.
-
-    Files come in an order drawn at random, their documents as they stand; none is kept.
-    """
-    _, text = _in_drawn_order(_texts(config)[0])
-    job = EncodeJob(text.source, None, _limit(text))
-    taken = seen = 0
-    for found, looked, after in mapped(
-        partial(beginnings, each, job), batch_blocks(text.blocks(START))
-    ):
-        seen += looked
-        progress("tokenizer", seen, _estimate(seen, after, text))
-        for one in found:
-            yield one
-            taken += len(one)
-            if taken >= size:
-                return
-
-
-def tokenizer_texts(
-    config: DataConfig, mapped: Map, progress: Progress, sources: int = 1
-) -> Iterable[str]:
-    """What a tokenizer is trained on, of one of several sources."""
-    c = config.tokenizer
-    assert c.name != "bytes"
-    if c.name == "nanochat":
-        return first_texts(config, c.max_chars // sources, c.document_chars, mapped, progress)
-    return training_texts(config, c.train_bytes // sources, mapped, progress)
-
-
-def _in_drawn_order(text: SplitText) -> tuple[list[int], SplitText]:
-    """A text with its files in an order drawn at random, and that order."""
-    order = list(range(len(text.files)))
-    if len(order) > 1:
-        random.Random(0).shuffle(order)
-        shuffled = [text.files[number] for number in order]
-        text = text._replace(files=shuffled, blocks=partial(blocks, text.source, shuffled))
-    return order, text
-
-
-def _lowest(pieces: list[SampledPiece], size: int) -> list[SampledPiece]:
-    """The pieces of the lowest hash that have `size` bytes together."""
-    ordered = sorted(pieces, key=lambda piece: (piece.hash, piece.place))
-    for count, piece in enumerate(ordered, 1):
-        size -= len(piece.text.encode())
-        if size <= 0:
-            return ordered[:count]
-    return ordered
-
-
 def _fill(config: DataConfig, directory: Path, progress: Progress) -> None:
     """Makes what `directory` lacks."""
-    texts = _texts(config)
+    texts = split_texts(config)
     small = sum(text.stored for text in texts) < ALONE
     with process_pool(1 if small else config.prepare_workers or cores()) as mapped:
         if not (directory / "tokenizer").is_dir():
@@ -254,19 +146,19 @@ def _tokenize(text: SplitText, directory: Path, mapped: Map, progress: Progress)
     dtype = token_type(tokenizer.vocab_size, start is not None)
     if not state["finished"]:
         writers = [
-            Writer(partial_stores / split, dtype, state["shards"], read_documents)
-            for split, read_documents in zip(text.splits, state["documents"])
+            Writer(partial_stores / split, dtype, state["shards"], documents)
+            for split, documents in zip(text.splits, state["documents"])
         ]
         counts = [Counter(some) for some in state["counts"]]
         size, after = state["size"], Position(*state["after"])
-        job = EncodeJob(text.source, directory / "tokenizer", _limit(text))
+        job = EncodeJob(text.source, directory / "tokenizer", held_out_limit(text))
         committed = time.monotonic()
         for answer in mapped(partial(encode_blocks, job), batch_blocks(text.blocks(after))):
             for writer, count, found in zip(writers, counts, (answer.train, answer.validation)):
                 writer.add(found)
                 count.update(found.counts)
             size, after = size + answer.size, answer.after
-            progress("tokens", size, _estimate(size, after, text))
+            progress("tokens", size, estimated_bytes(size, after, text))
             state |= {"after": after, "size": size, "counts": counts}
             if answer.kind is not None:
                 first = state.get("kind")
@@ -329,62 +221,6 @@ def _commit(note: Path, writers: Sequence[Writer], state: dict[str, Any], full: 
         writer.clean()
 
 
-def _estimate(done: int, after: Position, text: SplitText) -> int | None:
-    """Bytes of text in all, if the rest of the files is like what has been read of them."""
-    return done * max(text.stored, after.stored) // after.stored if after.stored else None
-
-
-def _limit(text: SplitText) -> int:
-    return int(text.held_out * 2**64)
-
-
-def _texts(config: DataConfig) -> list[SplitText]:
-    """What there is to tokenize. Raises UserError if the source cannot be split that way."""
-    assert config.train.name != "mixture", "corpus.prepare takes a mixture apart"
-    how = config.validation
-    if how.name == "tail":
-        return _tail_split(config.train, how.fraction)
-    if how.name == "documents":
-        return [_text(config.train, ("train", "validation"), how.fraction)]
-    texts = [_text(config.train, ("train",))]
-    if how.name == "source":
-        texts.append(_text(how.source, ("validation",)))
-    return texts
-
-
-def _text(source: Source, splits: tuple[str, ...], held_out: float = 0.0) -> SplitText:
-    files = find_files(source)
-    return SplitText(source, splits, held_out, files, partial(blocks, source, files))
-
-
-def _tail_split(source: Source, fraction: float) -> list[SplitText]:
-    if source.name != "text":
-        raise UserError(
-            f"data.validation tail needs a text source, not {source.name}; use "
-            "data.validation.name=documents"
-        )
-    files = list(islice(read_documents(source.model_copy(update={"document": "file"})), 2))
-    if len(files) != 1:
-        raise UserError(
-            f"data.validation tail needs a single file, but {source.path} has more; "
-            "use data.validation.name=documents"
-        )
-    cut = int(len(files[0]) * (1 - fraction))
-    ends = {"train": files[0][:cut], "validation": files[0][cut:]}
-    return [_end_of_file(source, split, text.encode()) for split, text in ends.items()]
-
-
-def _end_of_file(source: Any, split: str, data: bytes) -> SplitText:
-    file = File(source.path, len(data), "", source.path)
-
-    def cut(begin: Position) -> Iterator[TextBlock]:
-        stream = io.BytesIO(data)
-        stream.seek(begin.at)
-        return cut_stream(stream, file, begin, CUTS[source.document], stream.tell)
-
-    return SplitText(source, (split,), 0.0, [file], cut)
-
-
 def _check_vocabulary(config: DataConfig, train: TokenStore) -> None:
     """A trained vocabulary with more pieces than the text has tokens was learned by heart."""
     c = config.tokenizer
@@ -439,7 +275,7 @@ def _save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
 
 @contextmanager
 def _locked(directory: Path, progress: Progress = lambda *_: None) -> Iterator[None]:
-    """Of all processes one at a time; says so if it is another's turn."""
+    """Holds the lock of a folder of the cache; reports that it waits for another process."""
     try:
         directory.mkdir(parents=True, exist_ok=True)
         lock = (directory / "lock").open("w")

@@ -1,15 +1,15 @@
-"""How far a preparation is: a bar on a terminal, a line now and then in a file."""
+"""Progress of a preparation: a bar on a terminal, a line now and then in a file."""
 
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
 from rich.console import Console
 from rich.progress import BarColumn, TextColumn
 from rich.progress import Progress as Bar
 
-from jaxtrain.data.store.prepare import Progress
-
+# (stage, UTF-8 bytes done, an estimate of the bytes in all or None if unknown)
+Progress = Callable[[str, int, int | None], None]
 EVERY = 10.0  # seconds from line to line
 
 

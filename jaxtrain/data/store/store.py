@@ -1,10 +1,11 @@
 """The token store: the tokens of a corpus on disk, with random access to every document.
 
 A store is a directory of ArrayRecord shards (token ids, little-endian, without BOS), `lengths.npy`
-(uint32, tokens of each document), for a source with sample_by `weights.npy` (float64), and
-`manifest.json` (counts, the tokenizer's fingerprint, sizes and checksums). A document longer than
-RECORD_TOKENS takes several records, so that reading a few tokens from the middle of a book stays
-cheap. A store never changes: reading it needs no lock.
+(uint32, tokens of each document) and `manifest.json` (counts, the tokenizer's fingerprint, sizes
+and checksums); a source with sample_by adds `weights.npy` (float64), examples of KTO `labels.npy`
+(uint8, 1 for desirable). A document longer than RECORD_TOKENS takes several records, so that
+reading a few tokens from the middle of a book stays cheap. A store never changes: reading it needs
+no lock.
 """
 
 import bisect
@@ -28,20 +29,21 @@ from jaxtrain.data.store.encode import Encoded, token_type
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer
 from jaxtrain.settings import UserError, read_object
 
-FORMAT = 2
+FORMAT = 3
 RECORD_TOKENS = 8192
-COLUMNS = ("lengths.npy", "weights.npy")
+COLUMNS = ("lengths.npy", "weights.npy", "labels.npy")
 SHARD_TOKENS = 1 << 27
-OPEN = (".ids", ".counts", ".weights")  # of the documents of a shard that is not full yet
+OPTIONAL = {".weights": np.dtype("<f8"), ".labels": np.dtype("u1")}  # columns, and their types
+OPEN = (".ids", ".counts", *OPTIONAL)  # of the documents of a shard that is not full yet
 
 
 class Pairs(NamedTuple):
-    """What a view of a store of preferences holds in the place of documents."""
+    """The pairs of texts that stand for the documents in a view of a store of preferences."""
 
-    store: "TokenStore"  # of the texts, three documents a preference (`data.preferences`)
-    numbers_P: np.ndarray  # which preference each pair is
-    lengths_P2: np.ndarray  # tokens that are used of its two texts
-    notes_P: np.ndarray
+    store: "TokenStore"  # of the texts, two documents a preference
+    numbers_P: np.ndarray  # int64, the number of the preference in the store
+    lengths_P2: np.ndarray  # int64, tokens that are used of its two texts
+    kto_labels_P: np.ndarray  # int32, `records.PAIR`, DESIRABLE or UNDESIRABLE
 
 
 @dataclass(frozen=True)
@@ -61,6 +63,7 @@ class TokenStore:
     dtype: np.dtype
     skipped: dict[str, int] = field(default_factory=dict)  # path of a damaged shard: its documents
     weights: np.ndarray | None = None  # float64 [documents], by which they are drawn; None: equal
+    labels: np.ndarray | None = None  # uint8 [documents], 1 for desirable; of examples of KTO
     marked: bool = False  # the highest bit of a token says that it is learned; the others are not
     left_out: dict[str, int] = field(default_factory=dict)  # conversations it lacks, by the reason
     pairs: Pairs | None = None
@@ -79,7 +82,7 @@ class TokenStore:
         return next(self.read_many([(document, start, stop)]))
 
     def read_many(self, parts: Iterable[tuple[int, int, int]]) -> Iterator[np.ndarray]:
-        """The same for each (document, start, stop), all read before the first is yielded.
+        """`read` for each (document, start, stop); reads all before it yields the first.
 
         ArrayRecord takes longer to find a record the more its shard has, but finds many at once:
         131 us for one of 120,000, 6 us each for 1,000 of them.
@@ -153,9 +156,11 @@ def open_store(
         parts = dict(zip(shards, np.split(numbers, ends[:-1])))
         return np.concatenate([parts[name] for name in left])
 
-    lengths, weights = left_of(lengths), None
-    if "weights.npy" in manifest["files"]:
-        weights = left_of(np.load(directory / "weights.npy"))
+    lengths = left_of(lengths)
+    weights, labels = (
+        left_of(np.load(directory / name)) if name in manifest["files"] else None
+        for name in ("weights.npy", "labels.npy")
+    )
     first_record = np.concatenate([[0], np.cumsum(_records_of(lengths))])
     return TokenStore(
         directory=directory,
@@ -171,6 +176,7 @@ def open_store(
         dtype=np.dtype(manifest["dtype"]),
         skipped={str(directory / name): shards[name]["documents"] for name in damaged},
         weights=weights,
+        labels=labels,
         marked=manifest.get("marked", False),
         left_out=manifest.get("left_out", {}),
     )
@@ -200,7 +206,7 @@ def _read_manifest(directory: Path, tokenizer: str | None) -> tuple[str, dict[st
 
 
 def _damaged(directory: Path, manifest: dict[str, Any], verify: bool) -> dict[str, str]:
-    """What is wrong with each file that is not as it was written."""
+    """The files that differ from the manifest, each with the reason."""
     written = (directory / "manifest.json").stat().st_mtime_ns
     damaged, changed = {}, False
     for name, expected in manifest["files"].items():
@@ -254,8 +260,9 @@ class Writer:
         counts_D2 = np.stack([encoded.lengths, encoded.sizes], axis=1)
         self._append(".ids", encoded.ids)
         self._append(".counts", counts_D2.astype("<i8").tobytes())
-        if encoded.weights is not None:
-            self._append(".weights", encoded.weights.astype("<f8").tobytes())
+        for suffix, column in ((".weights", encoded.weights), (".labels", encoded.labels)):
+            if column is not None:
+                self._append(suffix, column.astype(OPTIONAL[suffix]).tobytes())
         self.documents += len(encoded.lengths)
         self.tokens += int(encoded.lengths.sum())
 
@@ -280,10 +287,11 @@ class Writer:
             }
             path.with_suffix(".json").write_text(json.dumps(entry))
             suffixes = [".array_record", ".lengths.npy", ".json"]
-            if self._path(".weights").is_file():
-                weights = np.fromfile(self._path(".weights"), "<f8")
-                np.save(path.with_suffix(".weights.npy"), weights)
-                suffixes.append(".weights.npy")
+            for suffix, dtype in OPTIONAL.items():
+                if self._path(suffix).is_file():
+                    column = np.fromfile(self._path(suffix), dtype)
+                    np.save(path.with_suffix(f"{suffix}.npy"), column)
+                    suffixes.append(f"{suffix}.npy")
             for suffix in suffixes:
                 sync(path.with_suffix(suffix))
         self.shards, self.documents, self.tokens = self.shards + 1, 0, 0
@@ -318,8 +326,9 @@ class Writer:
             lengths = np.fromfile(counts, "<i8", count=2 * self.documents)[::2]
             self.tokens = int(lengths.sum())
             sizes[".ids"] = self.tokens * self.dtype.itemsize
-        if self._path(".weights").is_file():
-            sizes[".weights"] = 8 * self.documents
+        for suffix, dtype in OPTIONAL.items():
+            if self._path(suffix).is_file():
+                sizes[suffix] = dtype.itemsize * self.documents
         for suffix, size in sizes.items():
             path = self._path(suffix)
             if not path.is_file() or path.stat().st_size < size:

@@ -1,4 +1,4 @@
-"""What a sentencepiece .model says of itself, and texts in parts that have the ids of the whole."""
+"""Facts of a sentencepiece .model, and encoding of long texts in parts with the same ids."""
 
 import re
 from collections.abc import Callable
