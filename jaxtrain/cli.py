@@ -208,7 +208,7 @@ def candidates(prefix: str, action: Any, **_: Any) -> list[str]:
     if action.dest != "overrides":
         return files(prefix)
     fields = list(all_fields(read_schema()))
-    key, equals, _ = prefix.partition("=")
+    key, equals, _rest = prefix.partition("=")
     if not equals:
         return list(dict.fromkeys(f"{f.path}=" for f in fields if "NAME" not in f.path))
     values = [value for f in fields if f.path == key for value in f.type.split(" | ")]

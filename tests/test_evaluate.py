@@ -5,6 +5,7 @@ import numpy as np
 
 from jaxtrain.data import Batch
 from jaxtrain.evaluation import evaluate
+from jaxtrain.objectives.next_token import EvaluationSums
 from jaxtrain.parallel import make_mesh
 from jaxtrain.parallel.mesh import MeshConfig
 

@@ -23,7 +23,7 @@ from jaxtrain import data
 from jaxtrain.data import Scored
 from jaxtrain.data.evaluation.branches import pack_branches
 from jaxtrain.data.evaluation.prompts import questions
-from jaxtrain.data.evaluation.tasks import Bundle, Rules, read_examples
+from jaxtrain.data.evaluation.tasks import Bundle, Rules, Task, read_examples
 from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
 from jaxtrain.evaluation import evaluate, tasks
 from jaxtrain.evaluation.log_likelihood import make_scorer, scores
@@ -388,7 +388,7 @@ def test_a_task_of_ones_own_needs_no_bundle(bundle, tmp_path, monkeypatch):
 def test_a_broken_line_is_named(tmp_path, kind, line, message):
     good = {"multiple_choice": MC, "schema": SCHEMA, "language_modeling": LM}[kind][0]
     (tmp_path / "x.jsonl").write_text(f"{json.dumps(good)}\n{line}\n")
-    task = StepSpec(label="x", dataset_uri="x.jsonl", num_fewshot=(0,), icl_task_type=kind)
+    task = Task(label="x", dataset_uri="x.jsonl", num_fewshot=(0,), icl_task_type=kind)
     with pytest.raises(UserError, match=message):
         read_examples(tmp_path / "x.jsonl", task)
 

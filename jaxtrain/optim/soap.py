@@ -50,7 +50,7 @@ class SOAPLeaf(NamedTuple):
     left: Preconditioner | None
     right: Preconditioner | None
 
-    def merge(self) -> "Leaf":
+    def merge(self) -> "SOAPLeaf":
         """Of states stacked [R, ...], the mean of what is in the parameter's own basis; the
         eigenvectors, of which a mean would be no basis, and v, which is seen from them, are the
         first state's. The power iteration turns them to the mean factors as it goes on."""

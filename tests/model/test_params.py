@@ -21,6 +21,7 @@ from jaxtrain.model import (
     initialize,
     make_plan,
     resolve_model,
+    scan_groups,
     sizes,
     split,
 )
@@ -74,7 +75,7 @@ def test_a_frozen_weight_counts_4_flops_a_token():
     full, weights = flops_per_token(c, specs, 32), active(c, specs)
     assert flops(FullConfig()) == full
     q = specs["blocks"]["attention"]["q"].size
-    assert flops(FreezeConfig(train=("q",))) == full - 2 * (weights - q)
+    assert flops(FreezeConfig(trainable=("q",))) == full - 2 * (weights - q)
     lora = 2 * 3 * (c.width + c.heads * c.head_dim)  # layers x rank x (in + out)
     assert flops(LoRAConfig(rank=3, targets=("q",))) == full - 2 * weights + 6 * lora
 

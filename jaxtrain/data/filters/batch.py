@@ -45,7 +45,7 @@ class TextBatch:
         """UTF-8 bytes of each."""
         return [len(text.encode()) for text in self.texts]
 
-    def take(self, which: np.ndarray, texts: list[str] | None = None) -> "Batch":
+    def take(self, which: np.ndarray, texts: list[str] | None = None) -> "TextBatch":
         """Some of the documents, perhaps changed: `texts` are of all."""
         if len(which) == len(self.texts) and texts is None:
             return self
