@@ -111,6 +111,8 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
     if mesh.shape["pipeline"] > 1:
         if model.fp8_history:
             raise UserError("model.fp8_history needs one call of each layer: set mesh.pipeline=1")
+        if model.stochastic_depth:
+            raise UserError("model.stochastic_depth does not reach stages: set mesh.pipeline=1")
         repeats, context = c.mesh.pipeline_repeats, mesh.shape["context"]
         check_stages(mesh.shape["pipeline"], repeats, make_plan(model), context)
     check_shapes(mesh, model, t.sequence_length)

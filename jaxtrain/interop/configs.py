@@ -23,7 +23,8 @@ from jaxtrain.settings import UserError
 # Fields that say how a model starts or runs, not what it computes.
 EXECUTION = {
     "init", "base_width", "embedding_dtype", "attention", "deterministic_attention", "kernels",
-    "scan_layers", "fp8", "fp8_history", "remat", "remat_short", "ffn_tiles", "document_mask",
+    "scan_layers", "fp8", "fp8_history", "remat", "remat_short", "stochastic_depth",
+    "ffn_tiles", "document_mask",
 }  # fmt: skip
 # Those that a family may spell in another way: `differences` compares what they come to.
 DERIVED = {

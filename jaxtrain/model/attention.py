@@ -75,6 +75,7 @@ class LayerInputs(NamedTuple):
     segments_BT: Array | None
     attend: Attend
     fused: FusedOps
+    key: Array | None = None  # of the step; None in evaluation
 
 
 class LayerCache(NamedTuple):
@@ -83,6 +84,14 @@ class LayerCache(NamedTuple):
     k_BSKH: CacheArray
     v_BSKH: CacheArray
     lengths_B: Array
+
+
+class Cache(NamedTuple):
+    """What decoding keeps: keys and values per layer, and the last embedding (for the smear)."""
+
+    kv: tuple[tuple[CacheArray, CacheArray], ...]  # k_BSKH, v_BSKH of each layer
+    lengths_B: Array
+    last_BD: Array
 
 
 def init_kv_cache(x_BTKH: Float[Array, "B T K H"], capacity: int, dtype: str | None) -> CacheArray:

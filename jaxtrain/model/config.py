@@ -215,6 +215,13 @@ class ModelConfig(Settings):
         "scan_layers)",
     )
     remat_short: Remat | None = Field(None, description="the same in S layers; default remat")
+    stochastic_depth: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="probability that a training step skips the last layer; of layer i of L, i/L "
+        "of it. What a layer adds is divided by the probability that it is kept",
+    )
     ffn_tiles: int = Field(
         1,
         ge=1,
@@ -257,6 +264,8 @@ class ModelConfig(Settings):
             raise ValueError("weight_form needs fp8: null: a matrix has one form")
         if self.prompt and self.prefix:
             raise ValueError("prompt and prefix: take one of the two")
+        if self.stochastic_depth and (self.moe or self.fp8_history):
+            raise ValueError("stochastic_depth needs no moe and no fp8_history: loads and maxima")
         if self.moe and self.ffn_bias:
             raise ValueError("moe needs ffn_bias: false: experts have no shifts")
         if self.moe and self.moe.every > self.depth:

@@ -7,7 +7,7 @@ head is applied by the loss (never the whole logits) or, for a few positions, by
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -19,6 +19,7 @@ from jaxtrain import parallel
 from jaxtrain.model import prefix, remat
 from jaxtrain.model.attention import (
     Attend,
+    Cache,
     CacheArray,
     LayerCache,
     LayerInputs,
@@ -35,19 +36,12 @@ from jaxtrain.model.layers import FeedForward, lookup, rms_norm, rotary
 from jaxtrain.model.moe import MixtureOfExperts
 from jaxtrain.model.plan import LayerSpec, Plan, make_plan, scan_groups
 from jaxtrain.model.stack import in_form, layer_weights, part_sizes, take
+from jaxtrain.model.stochastic_depth import keep_probabilities, skippable
 from jaxtrain.parallel import constrain
 from jaxtrain.weights.params import declare
 
 SMEAR_CHANNELS = 24
 CACHE_MULTIPLE = 128  # of the tokens that a cache has room for, so that it can be split
-
-
-class Cache(NamedTuple):
-    """What decoding keeps: keys and values per layer, and the last embedding (for the smear)."""
-
-    kv: tuple[tuple[CacheArray, CacheArray], ...]  # k_BSKH, v_BSKH of each layer
-    lengths_B: Array
-    last_BD: Array
 
 
 class Transformer(nnx.Module):
@@ -129,6 +123,7 @@ class Transformer(nnx.Module):
         tokens_BT: Int[Array, "B T"],
         positions_BT: Int[Array, "b T"] | None = None,
         segments_BT: Int[Array, "B T"] | None = None,
+        key: Array | None = None,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B"] | None]:
         """The same of a text sharded over the mesh: the states are in the order of `zigzag_shard`.
 
@@ -140,7 +135,7 @@ class Transformer(nnx.Module):
         inputs = parallel.zigzag_shard((tokens_BT, positions_BT, segments_BT))
         x_BTD, _ = self.embed_tokens(inputs[0], None, inputs[2], zigzag=True)
         attend = functools.partial(attend_rows, zigzag=True)
-        x_BTD, _, balance_B = self.run_layers(x_BTD, *inputs, attend=attend)
+        x_BTD, _, balance_B = self.run_layers(x_BTD, *inputs, attend=attend, key=key)
         return x_BTD, balance_B
 
     def hidden_with_segments(
@@ -243,12 +238,10 @@ class Transformer(nnx.Module):
         cache: Cache | None = None,
         keep_kv: bool = False,
         attend: Attend = attend_rows,
-    ) -> tuple[
-        Float[Array, "B T D"], list[tuple[CacheArray, CacheArray]], Float[Array, "B"] | None
-    ]:
-        """All layers and the last norm; also each layer's keys and values when unrolled.
-
-        And each row's sum of the experts' balance losses.
+        key: Array | None = None,
+    ) -> tuple[Float[Array, "B T D"], list[Any], Float[Array, "B"] | None]:
+        """All layers and the last norm; each layer's keys and values when unrolled; and each row's
+        sum of the experts' balance losses.
 
         Runs of equal periods are scanned if the configuration says so and no cache is wanted.
         """
@@ -262,6 +255,7 @@ class Transformer(nnx.Module):
             positions_BT = prefix.offset_positions(positions_BT, x_BTD.shape[1], c.virtual)
         x_BTD = self.with_positions(x_BTD, positions_BT)
         inputs = self.layer_inputs(x_BTD, tokens_BT, positions_BT, segments_BT, attend, fused)
+        inputs = inputs._replace(key=key)
         runs = scan_groups(self.plan) if c.scan_layers and not kept else [(self.plan, 1)]
         start = x_BTD, x_BTD
         both, kv, balance_B = self.run_some(start, runs, layers, parts, inputs, cache)
@@ -305,7 +299,7 @@ class Transformer(nnx.Module):
         parts: dict[str, Any],
         inputs: LayerInputs,
         cache: Cache | None = None,
-    ) -> tuple[tuple[Array, Array], list[tuple[CacheArray, CacheArray]], Array | None]:
+    ) -> tuple[tuple[Array, Array], list[Any], Array | None]:
         """(stream, middle layer's output) after these layers, keys and values of the unrolled, and
         the balance losses.
 
@@ -355,6 +349,7 @@ class Transformer(nnx.Module):
         positions_MBT: Int[Array, "M B T"] | None = None,
         segments_MBT: Int[Array, "M B T"] | None = None,
         repeats: int = 1,
+        key: Array | None = None,
     ) -> tuple[Float[Array, "M B T D"], Float[Array, "M B"] | None]:
         """`hidden_sharded` of microbatches, the layers in stages over the mesh's pipeline.
 
@@ -400,6 +395,8 @@ class Transformer(nnx.Module):
         """What each layer takes, stacked over layers; and the parts that only some layers have."""
         layers: dict[str, Any] = {"index": np.arange(self.config.depth)}
         layers["block"] = nnx.split(self.blocks)[1]
+        if self.config.stochastic_depth:
+            layers["keep"] = keep_probabilities(self.config)
         if self.config.residual_scales:
             layers["residual_scale"] = self.residual_scale[...]
             layers["x0_scale"] = self.x0_scale[...]
@@ -415,7 +412,7 @@ class Transformer(nnx.Module):
         inputs: LayerInputs,
         cache: LayerCache | None,
         scanned: bool,
-    ) -> tuple[Stream, tuple[CacheArray, CacheArray]]:
+    ) -> tuple[Stream, tuple[CacheArray, CacheArray] | None]:
         """One layer: scale the stream, add the embedding back in, run the block.
 
         pick: of source, what the layer takes and the parts that only some layers have.
@@ -423,6 +420,7 @@ class Transformer(nnx.Module):
         c, fused = self.config, inputs.fused
         # A layer that is scanned or recomputed keeps one array, not the stream and a branch.
         whole = fused.norm == "xla" or c.scan_layers or spec.remat in remat.POLICIES
+        key = inputs.key if c.stochastic_depth else None
 
         def run(stream, source):
             layer, parts = pick(source)
@@ -441,9 +439,11 @@ class Transformer(nnx.Module):
             )  # fmt: skip
             balance_B = stream.balance_B
             balance_B = balance_B if out.balance_B is None else balance_B + out.balance_B
-            x0_BTD = None if whole else x0_BTD
+            x0_BTD = None if whole or key is not None else x0_BTD
             return residual_out(out.x_BTD, out.branch_BTD, x0_BTD, balance_B), out.kv
 
         if cache is None:
             run = remat.layer(run, spec.remat, scanned)
+        if key is not None:
+            return skippable(run, key, lambda source: pick(source)[0])(stream, source)
         return run(stream, source)
