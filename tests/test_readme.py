@@ -1,36 +1,37 @@
-"""The README's commands can be pasted into bash and zsh."""
+"""The README is a front page; its commands are tested with the manual's (tests/test_docs.py)."""
 
 import re
 from pathlib import Path
 
-import pytest
-
 import jaxtrain
 
-README = (Path(jaxtrain.__file__).parents[1] / "README.md").read_text()
-# Starts of lines that are commands; "..." stands for one that is printed above it.
-STARTS = ("uv ", "pip ", "python ", "sbatch ", "kubectl ", "JAXTRAIN_", "HOSTS=", "jaxtrain ")
+ROOT = Path(jaxtrain.__file__).parents[1]
+README = (ROOT / "README.md").read_text()
+TOUR = re.compile(r"<!-- tour -->.*?<!-- end -->", re.DOTALL)
 
 
-def commands():
-    """Indented lines of the README, with their continuation lines."""
-    text = re.sub(r"<!-- quickstart output -->.*?<!-- end -->", "", README, flags=re.DOTALL)
-    lines = re.findall(r"^    ((?:[^\n]*\\\n)*[^\n]+)$", text, flags=re.MULTILINE)
-    return [line for line in lines if line.startswith(STARTS)]
+def test_its_length():
+    text = re.sub(r"\]\([^)]*\)", " ", TOUR.sub("", README))  # without targets of links
+    words = [word for word in text.split() if re.search(r"\w", word)]
+    assert 900 <= len(words) <= 1200, len(words)
 
 
-def unquoted(command):
-    """What is left of a command outside its quotes."""
-    return re.sub(r"'[^']*'|\"[^\"]*\"", "''", command)
+def test_it_begins_with_one_sentence_and_one_picture():
+    title, sentence, picture = README.split("\n\n")[:3]
+    assert title == "# jaxtrain" and sentence.count(".") == 1
+    assert picture.startswith("![") and README.count("![") == 1
 
 
-def test_there_are_commands():
-    assert len(commands()) > 20 and any("\\\n" in command for command in commands())
+def test_its_links_lead_somewhere():
+    for target in re.findall(r"\]\((?!https?:|#)([^)#]+)\)", README):
+        assert (ROOT / target).exists(), target
 
 
-@pytest.mark.parametrize("command", commands())
-def test_a_command_can_be_pasted(command):
-    """zsh takes an unquoted * ? [ { ~ ^ for a pattern, fails where no file matches, and knows no
-    comments when it is interactive."""
-    assert not re.search(r"[*?\[\]{}~^#!<>]", unquoted(command)), command
-    assert not re.search(r"\b(NAME|RUN|CONFIG|DIR|I|OWNER|PATH)\b", unquoted(command)), command
+def test_its_example_of_an_optimizer_is_the_manuals():
+    [code] = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
+    assert code in (ROOT / "docs" / "explanation" / "extend.md").read_text()
+
+
+def test_its_table_of_figures_has_six_rows():
+    rows = README.split("| question | jaxtrain | other |\n")[1].split("\n\n")[0].splitlines()
+    assert len(rows) == 1 + 6

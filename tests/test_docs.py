@@ -1,0 +1,286 @@
+"""The manual: its commands are parsed by the real parsers, its Python runs, its tables are true."""
+
+import argparse
+import importlib
+import re
+import shlex
+import sys
+import types
+from pathlib import Path
+
+import pytest
+import tour
+import yaml
+from pydantic import TypeAdapter
+from tiny import batch, begin, make_spec, mesh_of
+
+import jaxtrain
+from jaxtrain import cli
+from jaxtrain.config import Config, find_config, load_config
+from jaxtrain.data.files.reading import START
+from jaxtrain.data.files.remote import File
+from jaxtrain.objectives import LossOptions
+from jaxtrain.optim import OPTIMIZERS
+from jaxtrain.settings import Parser, UserError
+from jaxtrain.train.step import make_step
+
+ROOT = Path(jaxtrain.__file__).parents[1]
+PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)
+FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
+OTHERS = (
+    "pip install",
+    "sbatch ",
+    "kubectl ",
+    "HOSTS=",
+    "python launch/",
+    "uv run pytest",
+    "uv run python -m jaxtrain.config",
+)
+
+
+def blocks(path, *kinds):
+    """The fenced blocks of a page, of these languages."""
+    return [text for kind, text in FENCE.findall(path.read_text()) if kind in kinds]
+
+
+def commands_of(path):
+    lines = "".join(blocks(path, "bash")).replace("\\\n", " ").splitlines()
+    return [" ".join(line.split()) for line in lines if line.strip()]
+
+
+COMMANDS = [
+    pytest.param(command, id=f"{path.stem}: {command}"[:100])
+    for path in [*PAGES, ROOT / "README.md"]
+    for command in commands_of(path)
+]
+
+
+class Parsed(BaseException):
+    """The arguments of a command, in the place of doing what they ask for."""
+
+
+@pytest.fixture
+def parse(monkeypatch):
+    """(command line as words) -> what the command's own parser made of it."""
+
+    def instead(method):
+        def parse_and_stop(self, *arguments):
+            raise Parsed(method(self, *arguments))
+
+        return parse_and_stop
+
+    for name in ("parse_args", "parse_intermixed_args"):
+        monkeypatch.setattr(Parser, name, instead(getattr(argparse.ArgumentParser, name)))
+
+    def run(main, words):
+        try:
+            code = main(words)
+        except Parsed as found:
+            return found.args[0]
+        raise AssertionError(f"exit code {code}, and nothing was parsed: {words}")
+
+    return run
+
+
+def check(parse, words):
+    """A command of ours: the program, its options, and every field that it sets."""
+    if words[:3] == ["python", "-m", "benchmarks"]:
+        return parse(importlib.import_module("benchmarks.__main__").main, words[3:])
+    assert words[0] == "jaxtrain" and words[1] in cli.COMMANDS, words
+    if words[-1] in ("--help", "-h"):
+        return None
+    if words[1] == "launch":
+        first = words.index("--")
+        command = words[words.index("--command") + 1] if "--command" in words else "train"
+        return check(parse, ["jaxtrain", command, *words[first + 1 :]])
+    arguments = parse(cli.main, words[1:])
+    fields = [word for word in words[2:] if re.match(r"[a-z_]+(\.\w+)+=", word)]
+    given = ("train.init_from=", "finetune.init_adapter=")  # may be what nobody has here
+    local = [word for word in fields if not word.startswith(given)]
+    if len(local) < len(fields) and getattr(arguments, "config", "") == "continue":
+        local += ["train.init_from=null"]
+    config = getattr(arguments, "config", None)
+    path = None
+    if config and not config.startswith("configs/mine"):
+        path = find_config(config)
+    load_config(path, local)
+    return arguments
+
+
+@pytest.mark.parametrize("command", COMMANDS)
+def test_a_command_is_one_and_can_be_pasted(command, parse, monkeypatch):
+    """Options are parsed, configurations and fields looked up; nothing runs.
+
+    zsh takes an unquoted * ? [ { ~ ^ for a pattern, fails where no file matches, and knows no
+    comments when it is interactive.
+    """
+    outside = re.sub(r"'[^']*'|\"[^\"]*\"| > [\w./-]+$", "''", command)
+    assert not re.search(r"[*?\[\]{}~^#!<>]", outside), command
+    assert not re.search(r"\b(NAME|RUN|CONFIG|DIR|I|OWNER|PATH|FOLDER)\b", outside), command
+    if f"{command}\n".startswith(OTHERS):
+        named = [word for word in shlex.split(command) if word.startswith(("launch/", "tests/"))]
+        assert all((ROOT / word).exists() for word in named)
+        return
+    monkeypatch.chdir(ROOT)
+    words = shlex.split(command)
+    words = words[words.index("jaxtrain") :] if words[0] in ("uv", "pip") else words
+    check(parse, words)
+
+
+def test_the_parsing_notices_what_is_wrong(parse, monkeypatch, capsys):
+    monkeypatch.chdir(ROOT)
+    with pytest.raises(UserError, match=r"train\.stepps"):
+        check(parse, shlex.split("jaxtrain train --config quickstart train.stepps=3"))
+    with pytest.raises(UserError, match="no_such"):
+        check(parse, shlex.split("jaxtrain train --config no_such"))
+    with pytest.raises(AssertionError, match="exit code 2"):
+        check(parse, shlex.split("jaxtrain generate runs/quickstart --temprature 1"))
+    assert len(COMMANDS) > 60 and capsys.readouterr().err
+
+
+@pytest.mark.parametrize("path", PAGES, ids=lambda path: path.stem)
+def test_yaml_blocks_are_configurations(path):
+    for text in blocks(path, "yaml"):
+        tree = yaml.safe_load(text)
+        Config.model_validate(tree)
+
+
+@pytest.mark.parametrize("path", [*PAGES, ROOT / "README.md"], ids=lambda path: path.stem)
+def test_fields_in_the_text_exist(path):
+    """`section.field` and `section.field=value` in backticks."""
+    sections = "|".join(Config.model_fields)
+    for name in re.findall(rf"`((?:{sections})(?:\.[a-z_0-9]+)+)(?:=[^`]*)?`", path.read_text()):
+        if name not in ("model.n_layer", "metrics.jsonl"):  # another stack, a file
+            assert exists(Config, name.split(".")), f"{path.name}: {name}"
+
+
+def exists(model, parts):
+    """Whether some variant of the section has that field."""
+    from jaxtrain.config.fields import variants_of
+
+    if parts[0] not in model.model_fields:
+        return False
+    variants = variants_of(model.model_fields[parts[0]])
+    if len(parts) == 1 or not variants:
+        return True  # the rest are keys of a dictionary
+    return any(exists(variant, parts[1:]) for variant in variants)
+
+
+# What a practitioner types into the search box.
+TERMS = """tensor parallel|sequence parallel|data parallel|pipeline parallel|context parallel
+ring attention|expert parallel|FSDP|ZeRO|gradient accumulation|activation checkpointing
+gradient checkpointing|KV cache|sequence packing|loss masking|LoRA|QLoRA|DoRA|IA3|prefix tuning
+prompt tuning|DPO|KTO|ORPO|IPO|mixture of experts|low-communication|DiLoCo|float8|FP8
+delayed scaling|loss scaling|mixed precision|bfloat16|supervised fine-tuning|chat template
+continued pretraining|deduplication|MinHash|decontaminat|tokenizer|learning rate|warmup|Muon
+AdamW|perplexity|bits per byte|lm-evaluation-harness|Hugging Face|safetensors|checkpoint
+out of memory|NaN|SLURM|Kubernetes|multi-node|fault tolerance|CPU offload|curriculum|MFU
+few-shot|streaming|fill in the middle|importance sampling|gradient norm|sliding window"""
+
+
+@pytest.mark.parametrize("term", re.split(r"[|\n]", TERMS))
+def test_a_standard_term_is_in_the_manual(term):
+    pages = [path for path in PAGES if "fields" not in path.parts]
+    assert any(term.lower() in " ".join(path.read_text().lower().split()) for path in pages), term
+
+
+@pytest.mark.parametrize("page", tour.PAGES)
+def test_the_tour_is_true(page):
+    text = (ROOT / page).read_text()
+    assert tour.MARKERS.search(text)
+    assert text == tour.renewed(page), "stale: uv run python tests/tour.py"
+
+
+def test_every_page_is_reached_and_every_link_leads_somewhere():
+    for path in PAGES:
+        for name in re.findall(r"\{doc\}`(?:[^`<]*<)?([^`>]+)>?`", path.read_text()):
+            target = (path.parent / name).resolve()
+            notebook = ROOT / "notebooks" / f"{target.name}.ipynb"
+            assert target.with_suffix(".md").is_file() or notebook.is_file(), f"{path}: {name}"
+
+
+# ---- the recipes of explanation/extend.md -------------------------------------------------------
+
+
+def recipe(heading, name="recipe"):
+    """The Python below a heading, as a module."""
+    text = (ROOT / "docs" / "explanation" / "extend.md").read_text()
+    section = re.split(r"^## ", text.split(f"## {heading}\n")[1], flags=re.MULTILINE)[0]
+    module = types.ModuleType(name)
+    for kind, code in FENCE.findall(section):
+        if kind == "python":
+            exec(compile(code, heading, "exec"), module.__dict__)
+    return module
+
+
+def losses_of(spec, hyperparams):
+    """The metrics of some steps on one batch."""
+    step, state = make_step(spec, mesh_of()), begin(spec, mesh_of())
+    rows, found = batch(micro=8), []
+    for _ in range(20):
+        state, metrics = step(state, rows, hyperparams)
+        found.append({name: float(value) for name, value in metrics.items() if value.ndim == 0})
+    return found
+
+
+def test_the_recipe_of_an_optimizer_learns(monkeypatch):
+    module = recipe("An optimizer")
+    monkeypatch.setitem(OPTIMIZERS, "signum", module.signum)
+    fields = {"learning_rate": 5e-3, "schedule": {"name": "constant"}}
+    config = TypeAdapter(module.SignumConfig).validate_python(fields)
+    found = losses_of(*make_spec(None, config, 20, depth=1))
+    assert found[-1]["loss"] < 0.7 * found[0]["loss"]
+
+
+def test_the_recipe_of_an_objective_learns():
+    module = recipe("An objective")
+    spec, hyperparams = make_spec(depth=1, smear=False, backout=False)
+    objective = module.make_quiet(module.QuietConfig(weight=0.1), LossOptions())
+    plain = losses_of(spec, hyperparams)
+    found = losses_of(spec._replace(objective=objective), hyperparams)
+    assert found[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-5)
+    assert found[-1]["loss"] < found[0]["loss"] and found[0]["square"] > 0
+
+
+def test_the_recipe_of_a_data_source_reads(tmp_path):
+    module, path = recipe("A data source"), tmp_path / "a.txt"
+    path.write_text("one\n---\ntwo\nlines\n---\nthree")
+    source, file = module.DashedSource(path=str(path)), File(str(path), None, "", "a.txt")
+    found = [text for block in module.DASHED.blocks(source, file, START)
+             for text in module.DASHED.texts(source, block)]  # fmt: skip
+    assert found == ["one", "two\nlines", "three"]
+
+
+def test_the_recipe_of_a_kernel_backend_equals_the_reference():
+    import jax.numpy as jnp
+    import numpy as np
+    from jaxtrain_kernels.attention import Call, reference
+
+    module = recipe("A kernel backend")
+    random = np.random.default_rng(0)
+    q, k, v = (jnp.asarray(random.normal(size=(1, 16, 2, 8)), jnp.float32) for _ in range(3))
+    call = Call(window=4, scale=0.3)
+    assert module.supports(None, q, call) is None
+    out, _ = module.attention(q, k, v, call)
+    right, _ = reference.attention(q, k, v, call)
+    np.testing.assert_allclose(out, right, atol=1e-5)
+
+
+# ---- the pages that are generated ----------------------------------------------------------------
+
+
+def test_the_reference_of_the_configuration_has_every_field(monkeypatch):
+    monkeypatch.syspath_prepend(str(ROOT / "docs" / "_ext"))
+    pytest.importorskip("docutils")
+    from config_reference import of_section
+
+    from jaxtrain.config import fields
+
+    for section in Config.model_fields:
+        text = "\n".join(of_section(section))
+        page = ROOT / "docs" / "reference" / "fields" / f"{section}.md"
+        assert f"{{config-reference}} {section}" in page.read_text()
+        for path, field, _ in fields(Config):
+            if path.startswith(f"{section}.") and field.description:
+                assert f".{path.rsplit('.', 1)[1]}`" in text, path
+    sys.modules.pop("config_reference")
