@@ -32,7 +32,7 @@ from benchmarks.rows import bench_rows
 from benchmarks.soak import bench_loader
 from benchmarks.step import bench_memory, bench_step
 from benchmarks.switches import bench_switches
-from benchmarks.tables import screen, table_of, update_page
+from benchmarks.tables import screen, table_of, update_pages
 from benchmarks.tasks import bench_tasks
 from benchmarks.tune import tune_attention
 from jaxtrain.cluster.runtime import take_memory
@@ -59,7 +59,7 @@ WHAT = {
     "optim": "an update of every optimizer on a configuration's parameters: optim [NAME ...]",
     "race": "runs compared that differ in their optimizer alone: race RUN [RUN ...]",
     "tasks": "the shapes of CORE: packed rows against one example per forward",
-    "table": "regenerate the tables in BENCHMARKS.md from benchmarks/results/",
+    "table": "regenerate the tables in docs/benchmarks/ from benchmarks/results/",
 }
 
 # The benchmark that each option is for; --record, --out, --variant and --config are for several.
@@ -214,7 +214,7 @@ def main(argv: list[str] | None = None) -> int:
     check_once([one for one in arguments.overrides if "=" in one])
     console = screen()
     if arguments.what == "table":
-        console.print(update_page(), "is current")
+        console.print(*(page.name for page in update_pages()), "are current")
         return 0
     for _, same in itertools.groupby(measure(arguments), stem):
         for record in same:

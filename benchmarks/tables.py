@@ -1,4 +1,4 @@
-"""Records as tables, on the screen and in BENCHMARKS.md, so that prose never holds a number."""
+"""Records as tables, on the screen and in docs/benchmarks/, so that prose never holds a number."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -12,8 +12,10 @@ from benchmarks.race import best_of_arms
 from benchmarks.record import BENCHMARKS, peers_of, read_results
 from jaxtrain.runs.metrics import format_bytes
 
-PAGE = BENCHMARKS.parent / "BENCHMARKS.md"
-MARKERS = re.compile(r"(<!-- table (\w+) (\w+) -->\n).*?(<!-- end -->)", re.DOTALL)
+PAGES = sorted((BENCHMARKS.parent / "docs" / "benchmarks").glob("*.md"))
+# table BENCH CONFIG [VARIANT ...]: these variants alone, in this order.
+MARKERS = re.compile(r"(<!-- table (\w+) (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
+MOST_ROWS = 10
 Record = dict[str, Any]
 Columns = dict[str, Callable[[Any], str]]
 
@@ -321,17 +323,32 @@ def render(page: str, results: Sequence[Record]) -> str:
     """The page with every table between its markers made anew from the records and the peers."""
 
     def table(match: re.Match[str]) -> str:
-        begin, bench, config, end = match.groups()
+        begin, bench, config, variants, end = match.groups()
         name = bench.removesuffix("_runs")  # of a race there are two tables
         records = [r for r in results if (r["bench"], r["config"]) == (name, config)]
+        asked = variants.split()
+        if asked:
+            named = {file_variant(record): record for record in records}
+            records = [named[variant] for variant in asked]
         header, rows = tabulate(bench, records, peers_of(bench, config))
-        body = to_markdown(header, rows) if rows else "Not measured yet.\n"
+        body = to_markdown(header, rows[:MOST_ROWS]) if rows else "Not measured yet.\n"
+        if len(rows) > MOST_ROWS:
+            body += f"\n{len(rows) - MOST_ROWS} more rows are in the JSON files.\n\n"
         return begin + body + end
 
     return MARKERS.sub(table, page)
 
 
-def update_page(page: Path = PAGE) -> Path:
-    """Regenerate the tables of BENCHMARKS.md."""
-    page.write_text(render(page.read_text(), read_results()))
-    return page
+def file_variant(record: Record) -> str:
+    """The variant as the record's file names it, with the devices where they are several."""
+    count = record["device_count"]
+    name = re.sub(r"\W+", "_", record["variant"])
+    return name if count == 1 else f"{name}_x{count}"
+
+
+def update_pages(pages: Sequence[Path] = PAGES) -> Sequence[Path]:
+    """Regenerate the tables of docs/benchmarks/."""
+    results = read_results()
+    for page in pages:
+        page.write_text(render(page.read_text(), results))
+    return pages
