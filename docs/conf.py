@@ -1,4 +1,4 @@
-"""Sphinx builds the manual with this: `uv run --group docs sphinx-build -W docs docs/_build`."""
+"""Sphinx builds the manual: `uv run --group docs sphinx-build -W docs docs/_build/html`."""
 
 import shutil
 import sys
