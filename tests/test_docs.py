@@ -219,7 +219,13 @@ def losses_of(spec, hyperparams):
     rows, found = batch(micro=8), []
     for _ in range(20):
         state, metrics = step(state, rows, hyperparams)
-        found.append({name: float(value) for name, value in metrics.items() if value.ndim == 0})
+        found.append(
+            {
+                name: float(value)
+                for name, value in metrics.items()
+                if getattr(value, "ndim", 1) == 0
+            }
+        )
     return found
 
 
