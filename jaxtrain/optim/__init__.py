@@ -1,4 +1,4 @@
-"""Optimizers: one file and one row of OPTIMIZERS each."""
+"""Optimizers, one file and one row of OPTIMIZERS each; wrappers of any of them, in WRAPPERS."""
 
 from typing import Annotated, Any
 
@@ -17,6 +17,7 @@ from jaxtrain.optim.schedule import shorten_warmup
 from jaxtrain.optim.schedule_free import ScheduleFreeConfig, schedule_free
 from jaxtrain.optim.sgd import SGDConfig, sgd
 from jaxtrain.optim.soap import SOAPConfig, soap
+from jaxtrain.optim.wrappers import WRAPPERS, WrapperConfig
 
 OPTIMIZERS = {
     "muon": muon,
@@ -63,6 +64,7 @@ def make_optimizer(
 __all__ = [
     "DECAY",
     "OPTIMIZERS",
+    "WRAPPERS",
     "AdafactorConfig",
     "AdamW8bitConfig",
     "AdamWConfig",
@@ -76,10 +78,11 @@ __all__ = [
     "SOAPConfig",
     "Scale",
     "ScheduleFreeConfig",
+    "WrapperConfig",
     "is_mergeable",
     "make_optimizer",
     "mean_over_replicas",
     "merge_states",
     "resolve_optimizer",
     "shorten_warmup",
-]  # fmt: skip
+]

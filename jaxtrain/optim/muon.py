@@ -19,7 +19,8 @@ from pydantic import Field
 
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.optim.adamw import make_adamw
-from jaxtrain.optim.param_groups import Adjust, Hyper, OptimizerConfig, ParamGroup
+from jaxtrain.optim.param_groups import Hyper, OptimizerConfig, ParamGroup
+from jaxtrain.optim.types import Adjust
 from jaxtrain.parallel import distribute_matrices
 
 # Amsel et al. 2025 (Polar Express): degree-5 odd polynomials for 5 iterations, safety 2e-2.

@@ -1,12 +1,12 @@
 """Parameter groups: each role or group of parameters gets its own transformation and rates.
 
-An optimizer is a table `group -> Group`. A parameter belongs to the row of its declared group, or
-else of its role. Rates are arguments of the compiled step (`hyper`), never constants in it.
+An optimizer is a table `group -> ParamGroup`. A parameter belongs to the row of its declared
+group, or else of its role. Rates are arguments of the compiled step (`hyper`), never constants.
 """
 
 import functools
-from collections.abc import Callable
-from typing import Annotated, Any, Literal, NamedTuple
+from collections.abc import Callable, Hashable, Mapping
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -15,12 +15,19 @@ from pydantic import Field
 
 from jaxtrain.optim.offload import to_device, update_offloaded
 from jaxtrain.optim.schedule import Schedule, Trapezoid, multiplier, schedule_values
+from jaxtrain.optim.types import (
+    Hyper,
+    Hyperparams,
+    Make,
+    OptState,
+    ParamGroup,
+    Specs,
+    Transformation,
+    Updates,
+)
+from jaxtrain.optim.wrappers import WrapperConfig, make_wrappers
 from jaxtrain.settings import Settings, UserError
-from jaxtrain.weights.params import BALANCE_GROUPS
-
-Hyper = dict[str, Any]  # learning_rate, weight_decay, b1, ...: floats, or traced in the step
-Adjust = Callable[[Hyper, jax.Array, Hyper], Hyper]  # (peaks, step, schedule's values) -> now
-
+from jaxtrain.weights.params import BALANCE_GROUPS, Params, ParamSpec
 
 # How a rate follows the width (Yang et al. 2022, "Tensor Programs V", table 3), from how many times
 # wider the in and out dims are than the base model's. Orthogonal updates need nothing (Muon).
@@ -71,6 +78,11 @@ class CommonConfig(Settings):
         description="states of matrices and embeddings wait in the host's memory between steps, "
         "and come to the device layer by layer; changes the numbers by rounding at most",
     )
+    wrappers: tuple[WrapperConfig, ...] = Field(
+        (),
+        description="what goes around the optimizer, the innermost first: "
+        "[{name: cautious}, {name: ema, decay: 0.999}]",
+    )
     batch_scaling: BatchScaling = Field(
         default_factory=lambda: BatchScaling.model_validate({}),
         description="how the rates follow the batch",
@@ -88,24 +100,6 @@ class OptimizerConfig(CommonConfig):
     )
 
 
-class ParamGroup(NamedTuple):
-    """`make` builds the transformation from the rates in force; `peaks` are their peak values.
-
-    `mup_rule` is the row of TRANSFER (None: rates of another kind, there is no rule). `matrices`:
-    it works on declared `[..., in, out]`. `by_rows`: on each row of any other array by itself, and
-    so on each layer of a stack. `eval_params(state, params)` are the weights to evaluate,
-    where these are not the ones that train.
-    """
-
-    make: Callable[[Hyper], optax.GradientTransformation]
-    peaks: dict[str, float]
-    adjust: Adjust = lambda hyper, step, schedule: hyper
-    mup_rule: str | None = "adam"
-    matrices: bool = False
-    by_rows: bool = True
-    eval_params: Callable[[Any, Any], Any] | None = None
-
-
 class Optimizer(NamedTuple):
     """The optimizer of a run, as pure functions.
 
@@ -120,17 +114,17 @@ class Optimizer(NamedTuple):
     `eval_params(params, state)` are the weights to validate, sample and export.
     """
 
-    init: Callable[[Any], Any]
-    update: Callable[[Any, Any, Any, jax.Array, Any], tuple[Any, Any]]
-    rate: Callable[[jax.Array, Any], jax.Array]
-    hyperparams: dict[str, Any]
-    eval_params: Callable[[Any, Any], Any]
-    apply: Callable[..., tuple[Any, Any]]
+    init: Callable[[Params], OptState]
+    update: Callable[[Params, OptState, Params, jax.Array, Hyperparams], tuple[Updates, OptState]]
+    rate: Callable[[jax.Array, Hyperparams], jax.Array]
+    hyperparams: Hyperparams
+    eval_params: Callable[[Params, OptState], Params]
+    apply: Callable[..., tuple[Params, OptState]]
     offload: bool
 
 
 def single_rate_groups(
-    make: Callable[[Hyper], optax.GradientTransformation],
+    make: Make,
     peaks: dict[str, float],
     plain: ParamGroup | None = None,
     **traits: Any,
@@ -164,10 +158,10 @@ class Moment(NamedTuple):
 
 def with_hyper(
     label: str,
-    make: Callable[[Hyper], optax.GradientTransformation],
+    make: Make,
     peaks: dict[str, float],
     state_dtype: str = "float32",
-) -> optax.GradientTransformationExtraArgs:
+) -> Transformation:
     """A transformation rebuilt at each update from the rates in force.
 
     state_dtype: what float32 states of two dims and more are kept in between updates. States in
@@ -211,7 +205,9 @@ BALANCE_ROWS = {
 }
 
 
-def label_of(path: tuple[Any, ...], spec: Any, table: dict[str, ParamGroup]) -> tuple[str, float]:
+def label_of(
+    path: tuple[Any, ...], spec: ParamSpec, table: dict[str, ParamGroup]
+) -> tuple[str, float]:
     """The row that a parameter belongs to, and the factor on its rate from its width."""
     name = "/".join(str(key.key) for key in path)
     label = spec.group if spec.group in table else spec.role
@@ -237,7 +233,7 @@ def label_of(path: tuple[Any, ...], spec: Any, table: dict[str, ParamGroup]) -> 
 
 
 def with_multipliers(
-    c: CommonConfig, table: dict[str, ParamGroup], specs: Any, factor: float
+    c: CommonConfig, table: dict[str, ParamGroup], specs: Specs, factor: float
 ) -> dict[str, ParamGroup]:
     """The table with the configured factors on its peak rates and decays.
 
@@ -264,11 +260,41 @@ def with_multipliers(
     return {name: scaled(name, group) for name, group in rows.items()}
 
 
+def with_wrappers(c: CommonConfig, table: dict[str, ParamGroup]) -> dict[str, ParamGroup]:
+    """The table with the configured wrappers around each group."""
+    averages = any(group.eval_params for group in table.values())
+    wrappers = make_wrappers(c.wrappers, averages)
+    if not wrappers:
+        return table
+    peaks = {name: rate for wrapper in wrappers for name, rate in wrapper.peaks.items()}
+    by_rows = all(wrapper.by_rows for wrapper in wrappers)
+    return {
+        name: group._replace(
+            peaks=group.peaks | peaks,
+            by_rows=group.by_rows and by_rows,
+            eval_params=wrappers[-1].eval_params or group.eval_params,
+            wrappers=tuple(wrappers),
+        )
+        for name, group in table.items()
+    }
+
+
+def make_transform(label: str, group: ParamGroup, state_dtype: str) -> Transformation:
+    """The transformation of one group, in its wrappers.
+
+    Their states are outside of `state_dtype`: bfloat16 would round a slow average's steps away.
+    """
+    tx = with_hyper(label, group.make, group.peaks, state_dtype)
+    for wrapper in group.wrappers:
+        tx = wrapper.wrap(tx, label)
+    return tx
+
+
 def build_optimizer(
     c: CommonConfig,
     schedule: Schedule,
     table: dict[str, ParamGroup],
-    specs: Any,
+    specs: Specs,
     total_steps: int,
     batch_tokens: int | None = None,
 ) -> Optimizer:
@@ -278,15 +304,15 @@ def build_optimizer(
             f"optim.schedule.warmup_steps is {schedule.warmup_steps}, but the run has "
             f"{total_steps} steps: give at most that many"
         )
-    table = with_multipliers(c, table | BALANCE_ROWS, specs, c.batch_scaling.factor(batch_tokens))
+    table = with_wrappers(c, table) | BALANCE_ROWS
+    table = with_multipliers(c, table, specs, c.batch_scaling.factor(batch_tokens))
     pairs = jax.tree_util.tree_map_with_path(lambda p, s: label_of(p, s, table), specs)
     is_pair = lambda x: isinstance(x, tuple)
     name = lambda pair: pair[0] if pair[1] == 1 else f"{pair[0]} x {pair[1]:g}"
     labels = jax.tree.map(name, pairs, is_leaf=is_pair)
     used = {name(pair): pair for pair in sorted(set(jax.tree.leaves(pairs, is_leaf=is_pair)))}
-    transforms: dict[Any, Any] = {
-        name: with_hyper(name, table[row].make, table[row].peaks, c.state_dtype)
-        for name, (row, _) in used.items()
+    transforms: dict[Hashable, Transformation] = {
+        name: make_transform(name, table[row], c.state_dtype) for name, (row, _) in used.items()
     }
     tx = optax.partition(
         transforms,
@@ -299,7 +325,7 @@ def build_optimizer(
         "groups": {row: table[row].peaks for row, _ in used.values()},
     }
 
-    def rates(step, hyperparams):
+    def rates(step: jax.Array, hyperparams: Hyperparams) -> dict[str, Hyper]:
         factor = multiplier(schedule, hyperparams["schedule"], step)
         hyper = {}
         for name, (row, wider) in used.items():
@@ -309,27 +335,36 @@ def build_optimizer(
             )
         return hyper
 
-    def update(grads, state, params, step, hyperparams):
+    def update(
+        grads: Params, state: OptState, params: Params, step: jax.Array, hyperparams: Hyperparams
+    ) -> tuple[Updates, OptState]:
         hyper = rates(step, hyperparams)
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         return tx.update(grads, state, params, hyper=hyper, specs=specs)
 
-    def apply(grads, state, params, step, hyperparams, finite=None):
+    def apply(
+        grads: Params,
+        state: OptState,
+        params: Params,
+        step: jax.Array,
+        hyperparams: Hyperparams,
+        finite: jax.Array | None = None,
+    ) -> tuple[Params, OptState]:
         if c.offload:
             trees, hyper = (grads, state, params, specs), rates(step, hyperparams)
             return apply_offloaded(transforms, wholes, labels, hyper, trees, finite)
         updates, new = update(grads, state, params, step, hyperparams)
-        done = optax.apply_updates(params, updates), new
+        done = cast(Params, optax.apply_updates(params, updates)), new
         if finite is None:
             return done
         return jax.tree.map(lambda n, o: jnp.where(finite, n, o), done, (params, state))
 
-    def rate(step, hyperparams):
+    def rate(step: jax.Array, hyperparams: Hyperparams) -> jax.Array:
         groups = hyperparams["groups"]
         shown = groups.get("matrix") or groups[min(groups)]  # a tuned part may have no matrix
         return shown["learning_rate"] * multiplier(schedule, hyperparams["schedule"], step)
 
-    def eval_params(params, state):
+    def eval_params(params: Params, state: Any) -> Params:
         for name, (row, _) in used.items():
             if average := table[row].eval_params:
                 mine = jax.tree.map(functools.partial(only, name), labels, params)
@@ -342,7 +377,7 @@ def build_optimizer(
 
 
 def apply_offloaded(
-    transforms: dict[str, Any],
+    transforms: Mapping[Hashable, Transformation],
     wholes: dict[str, bool],
     labels: Any,
     hyper: Hyper,

@@ -1,0 +1,62 @@
+"""What optimizers and their wrappers are made of: named trees, parameter groups, wrappers."""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import jax
+import optax
+
+from jaxtrain.weights.params import Params, ParamSpec
+
+Number = float | jax.Array  # a peak of the configuration, or a value traced in the step
+Hyper = dict[str, Number]  # of one group: learning_rate, weight_decay, b1, ...
+Hyperparams = dict[str, dict[str, Any]]  # of the run: "schedule" and, by group, "groups"
+Specs = dict[str, Any]  # a tree of ParamSpec, nested as Params
+OptState = optax.OptState
+Updates = optax.Updates
+Transformation = optax.GradientTransformationExtraArgs
+Make = Callable[[Hyper], optax.GradientTransformation]
+Adjust = Callable[[Hyper, jax.Array, Hyper], Hyper]  # (peaks, step, schedule's values) -> now
+EvalParams = Callable[[OptState, Params], Params]
+
+
+class Wrapper(NamedTuple):
+    """A change of any optimizer: each group's transformation becomes another one.
+
+    `wrap(tx, label)`: the new transformation. Its `update` gets `specs=`, the declarations of the
+    group's parameters, and `hyper=`; `hyper[label]` are the group's rates with those of `peaks`.
+    `by_rows`: False if it takes means or norms over whole arrays.
+    `eval_params(state, params)`: the weights to evaluate, where they are not the trained ones.
+    A wrapper that has them comes last.
+    """
+
+    wrap: Callable[[Transformation, str], Transformation]
+    peaks: Mapping[str, float] = {}
+    by_rows: bool = True
+    eval_params: EvalParams | None = None
+
+
+class ParamGroup(NamedTuple):
+    """How the parameters of one role or group are updated.
+
+    `make(hyper)` builds the transformation from the rates in force; `peaks` are their peak values.
+    `adjust` changes other rates than the learning rate over the run.
+    `mup_rule` is the row of MUP_RULES; None where no rule is known.
+    `matrices`: it works on declared matrices [..., in, out].
+    `by_rows`: it works on each row of any other array alone, and so on each layer of a stack.
+    `eval_params(state, params)` are the weights to evaluate, where they are not the trained ones.
+    """
+
+    make: Make
+    peaks: dict[str, float]
+    adjust: Adjust = lambda hyper, step, schedule: hyper
+    mup_rule: str | None = "adam"
+    matrices: bool = False
+    by_rows: bool = True
+    eval_params: EvalParams | None = None
+    wrappers: tuple[Wrapper, ...] = ()  # the innermost first
+
+
+def is_layer_stack(spec: ParamSpec) -> bool:
+    """Whether the first dim of a parameter counts layers, each a parameter of its own."""
+    return spec.axes[:1] == ("layers",)

@@ -1,0 +1,176 @@
+"""Wrappers go around any optimizer: reference updates, sharding, resuming, replicas, errors."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pydantic import TypeAdapter
+from tiny import LLAMA, batch, begin, close, make_task, mesh_of, resolved, same
+
+from jaxtrain.model import ParamSpec
+from jaxtrain.model.init import constant
+from jaxtrain.optim import OPTIMIZERS, WRAPPERS, OptimConfig, make_optimizer, merge_states
+from jaxtrain.parallel import place_batch
+from jaxtrain.settings import UserError
+from jaxtrain.train.step import make_step, state_shardings
+
+CAUTIOUS, EMA = {"name": "cautious"}, {"name": "ema", "decay": 0.5}
+
+
+def config(name, *wrappers, **fields):
+    fields = {"schedule": {"name": "constant"}, "wrappers": wrappers, **fields}
+    return TypeAdapter(OptimConfig).validate_python({"name": name, **fields})
+
+
+def small_specs():
+    """A stack of two layers, an embedding and a gain."""
+    spec = lambda shape, axes, role: ParamSpec(
+        shape, axes, constant(1.0), role, ins=(len(shape) - 2,), outs=(len(shape) - 1,)
+    )
+    return {
+        "w": spec((2, 8, 4), ("layers", None, None), "matrix"),
+        "embed": spec((6, 4), (None, None), "embedding"),
+        "gain": spec((2, 4), ("layers", None), "gain"),
+    }
+
+
+def arrays(seed, specs):
+    random = np.random.default_rng(seed)
+    return {n: jnp.float32(random.normal(size=s.shape)) for n, s in specs.items()}
+
+
+def updates_of(optimizer, params, seeds=(1, 2, 3)):
+    """The updates of some steps, and the weights after each."""
+    state, found = jax.jit(optimizer.init)(params), []
+    for step, seed in enumerate(seeds):
+        grads = arrays(seed, params)
+        updates, state = jax.jit(optimizer.update)(
+            grads, state, params, jnp.int32(step), optimizer.hyperparams
+        )
+        params = jax.tree.map(jnp.add, params, updates)
+        found.append((grads, updates, params))
+    return found, state
+
+
+@pytest.mark.parametrize("name", OPTIMIZERS)
+def test_cautious_drops_what_goes_up_the_gradient_and_rescales_the_rest(name):
+    """The second update of any optimizer, masked by numpy; its state is the optimizer's own."""
+    specs = small_specs()
+    params, grads = arrays(0, specs), arrays(2, specs)
+    plain, wrapped = (
+        make_optimizer(config(name, *wrappers), specs, 10) for wrappers in ((), (CAUTIOUS,))
+    )
+    [(_, _, params)], state = updates_of(plain, params, (1,))
+    after = [
+        jax.jit(o.update)(grads, state, params, jnp.int32(1), o.hyperparams)
+        for o in (plain, wrapped)
+    ]
+    same(after[0][1], after[1][1])
+    for key, u in after[0][0].items():
+        u, g = np.asarray(u), np.asarray(grads[key])
+        mask = (u * g < 0).astype(np.float32)
+        assert key == "gain" or 0 < mask.mean() < 1
+        layers = tuple(range(int(key != "embed"), u.ndim))
+        expected = u * mask / np.maximum(mask.mean(layers, keepdims=True), 1e-3)
+        np.testing.assert_allclose(after[1][0][key], expected, rtol=1e-4, atol=1e-7)
+
+
+@pytest.mark.parametrize("name", [n for n in OPTIMIZERS if n != "schedule_free"])
+def test_ema_is_the_average_of_the_path_and_the_updates_stay(name):
+    specs = small_specs()
+    params = arrays(0, specs)
+    plain, _ = updates_of(make_optimizer(config(name), specs, 10), params)
+    average = {n: np.asarray(x) for n, x in params.items()}
+    optimizer = make_optimizer(config(name, EMA), specs, 10)
+    found, state = updates_of(optimizer, params)
+    for count, (_, updates, now) in enumerate(found, start=1):
+        d = min(0.5, (1 + count) / (10 + count))
+        average = {n: d * average[n] + (1 - d) * np.asarray(now[n]) for n in average}
+        close(updates, plain[count - 1][1])
+    close(optimizer.eval_params(found[-1][2], state), average)
+
+
+def test_an_average_keeps_float32_where_states_have_16_bits():
+    specs = small_specs()
+    optimizer = make_optimizer(config("adamw", EMA, state_dtype="bfloat16"), specs, 10)
+    params = arrays(0, specs)
+    shown = optimizer.eval_params(params, optimizer.init(params))
+    assert all(x.dtype == jnp.float32 for x in jax.tree.leaves(shown))
+
+
+def test_a_changed_decay_is_a_value_of_the_compiled_step():
+    specs = small_specs()
+    rates = make_optimizer(config("adamw", EMA), specs, 10).hyperparams["groups"]
+    assert {float(r["ema_decay"]) for r in rates.values()} == {0.5}
+
+
+BOTH = CAUTIOUS, EMA
+
+
+@pytest.fixture(scope="module")
+def trained():
+    """(task, hyperparams, state after two steps on one device)."""
+    c = resolved(**LLAMA | {"depth": 2})
+    task, hyperparams = make_task(c, config("adamw", *BOTH))
+    return task, hyperparams, steps(task, hyperparams, mesh_of(), begin(task, mesh_of()), (0, 1))
+
+
+def steps(task, hyperparams, mesh, state, seeds):
+    with jax.set_mesh(mesh):
+        step = make_step(task, mesh)
+        for seed in seeds:
+            placed = place_batch(batch(micro=8, seed=seed), mesh, 1)
+            state, _ = step(state, placed, hyperparams)
+    return state
+
+
+def test_sharded_equals_one_device_and_the_average_lies_as_its_parameters(trained):
+    task, hyperparams, one = trained
+    mesh = mesh_of(data=2, fsdp=2, tensor=2)
+    many = steps(task, hyperparams, mesh, begin(task, mesh), (0, 1))
+    close(many.params, one.params, rtol=1e-4, atol=1e-5)
+    shown = task.optimizer.eval_params(many.params, many.optimizer)
+    close(shown, task.optimizer.eval_params(one.params, one.optimizer), rtol=1e-4, atol=1e-5)
+    for average, param in zip(jax.tree.leaves(shown), jax.tree.leaves(many.params)):
+        assert average.sharding.is_equivalent_to(param.sharding, param.ndim)
+        assert average.dtype == param.dtype
+
+
+def test_resumed_is_uninterrupted_bit_for_bit(trained):
+    task, hyperparams, state = trained
+    mesh = mesh_of()
+    again = jax.device_put(jax.device_get(state), state_shardings(task, mesh))
+    kept = jax.tree.map(jnp.copy, state)
+    ends = [steps(task, hyperparams, mesh, start, (2, 3)) for start in (kept, again)]
+    same(*ends)
+
+
+def test_replicas_merge_into_the_mean_of_their_averages():
+    specs = small_specs()
+    optimizer = make_optimizer(config("adamw", *BOTH), specs, 10)
+    ends = []
+    for seed in (0, 5):
+        params = arrays(seed, specs)
+        found, state = updates_of(optimizer, params, (seed + 1, seed + 2))
+        ends.append((found[-1][2], state))
+    stacked = jax.tree.map(lambda *x: jnp.stack(x), *(state for _, state in ends))
+    got = optimizer.eval_params(ends[0][0], merge_states(stacked))
+    shown = [optimizer.eval_params(*end) for end in ends]
+    close(got, jax.tree.map(lambda a, b: (a + b) / 2, *shown))
+
+
+@pytest.mark.parametrize(
+    ("name", "wrappers", "message"),
+    [
+        ("adamw", (EMA, CAUTIOUS), "name it last"),
+        ("adamw", (CAUTIOUS, CAUTIOUS), "cautious is there twice"),
+        ("schedule_free", (EMA,), "averages its weights itself; leave ema out"),
+    ],
+)
+def test_wrappers_that_do_not_go_together_are_refused(name, wrappers, message):
+    with pytest.raises(UserError, match=message):
+        make_optimizer(config(name, *wrappers), small_specs(), 10)
+
+
+def test_every_wrapper_is_tried_here():
+    assert {"cautious", "ema"} == set(WRAPPERS)
