@@ -173,7 +173,10 @@ def abstract_frozen(w: Workload) -> Any:
     where = {
         (spec.shape, spec.dtype): place
         for spec, place in zip(
-            jax.tree.leaves(w.partition.base), jax.tree.leaves(shardings(w.partition.base, w.mesh))
+            jax.tree.leaves((w.partition.base, w.partition.extras)),
+            jax.tree.leaves(
+                (shardings(w.partition.base, w.mesh), shardings(w.partition.extras, w.mesh))
+            ),
         )
     }
     whole = NamedSharding(w.mesh, PartitionSpec())  # of packed matrices

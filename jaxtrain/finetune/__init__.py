@@ -17,6 +17,7 @@ from jaxtrain.finetune.config import (
 from jaxtrain.finetune.ia3 import ia3
 from jaxtrain.finetune.lora import apply_lora_plus, lora
 from jaxtrain.finetune.partition import (
+    EXTRAS,
     Partition,
     added_modules,
     flatten,
@@ -41,6 +42,7 @@ def make_partition(c: Any, specs: Any, dtype: jnp.dtype) -> Partition:
 
 __all__ = [
     "ADDED_MODULES",
+    "EXTRAS",
     "PEFT",
     "FinetuneConfig",
     "LoRAConfig",

@@ -49,6 +49,11 @@ class LoRAConfig(FrozenBaseConfig):
     lora_plus_ratio: float = Field(
         1.0, gt=0, description="learning rate of B over that of A (Hayou et al. 2024: 16)"
     )
+    freeze_a: bool = Field(
+        False,
+        description="A keeps its random value and only B trains (LoRA-FA, Zhang et al. 2023): "
+        "fewer activations are kept",
+    )
     init_adapter: str | None = Field(
         None,
         description="adapter to start from, a folder of peft's or a run with LoRA; "
@@ -181,6 +186,11 @@ def apply_finetune_defaults(tree: dict[str, Any], talks: bool = False) -> None:
     if finetune.get("init_adapter"):
         folder = adapter_folder(str(finetune["init_adapter"]))
         tree["finetune"] = adapter_settings(folder, kind) | finetune
+        if finetune.get("freeze_a"):
+            raise UserError(
+                "finetune.freeze_a: A is the seed's, not an adapter's; leave one of freeze_a and "
+                "init_adapter out"
+            )
         if finetune.get("projection"):
             raise UserError(
                 f"finetune.projection: {folder} has keys and values, not the MLP that made them; "

@@ -16,6 +16,7 @@ from jaxtrain.finetune.partition import (
     flatten,
     in_compute_dtype,
     map_named,
+    refuse_other_matrices,
     unflatten,
 )
 from jaxtrain.model import AdaptedWeight, ParamSpec, initialize
@@ -26,6 +27,7 @@ KEYS_VALUES, FFN_INPUTS = ("blocks/attention/k", "blocks/attention/v"), ("blocks
 
 def ia3(c: IA3Config, specs: Any, dtype: jnp.dtype) -> Partition:
     """The base is frozen as a whole; the factors are the parameters."""
+    refuse_other_matrices(specs, "finetune.name=ia3", "use lora with finetune.targets=[attention]")
     flat = flatten(specs)
     trainable = {}
     for names, dim in ((KEYS_VALUES, 2), (FFN_INPUTS, 1)):

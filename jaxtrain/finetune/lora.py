@@ -1,7 +1,8 @@
-"""LoRA (Hu et al. 2021), with rsLoRA's scale, DoRA's norms and LoRA+'s rates.
+"""LoRA (Hu et al. 2021), with rsLoRA's scale, DoRA's norms, LoRA+'s rates and LoRA-FA's fixed A.
 
 The parameters that train are `NAME/a` [L, in, r], `NAME/b` [L, r, out] and, for DoRA,
-`NAME/magnitude` [L, out] of every matrix NAME that is a target.
+`NAME/magnitude` [L, out] of every matrix NAME that is a target. With `freeze_a` A is frozen
+(LoRA-FA, Zhang et al. 2023): then the inputs of the matrices need not be kept for its gradient.
 """
 
 import math
@@ -12,14 +13,17 @@ import jax.numpy as jnp
 
 from jaxtrain.finetune.config import LoRAConfig
 from jaxtrain.finetune.partition import (
+    EXTRAS,
     Partition,
     base_storage,
     block_matrices,
     flatten,
     in_compute_dtype,
     map_named,
+    refuse_other_matrices,
     select_names,
     unflatten,
+    without_extras,
 )
 from jaxtrain.model import AdaptedWeight, Params, ParamSpec, column_norms, initialize
 from jaxtrain.model.init import constant, uniform
@@ -29,12 +33,12 @@ from jaxtrain.settings import UserError
 def lora(c: LoRAConfig, specs: Any, dtype: jnp.dtype) -> Partition:
     """The base is frozen as a whole; the adapters are the parameters."""
     names, flat, scale = target_matrices(c, specs), flatten(specs), lora_scale(c)
-    trainable = unflatten(
-        {k: s for name in names for k, s in lora_specs(c, name, flat[name]).items()}
-    )
+    every = {k: s for name in names for k, s in lora_specs(c, name, flat[name]).items()}
+    fixed = {k: in_compute_dtype(s, dtype) for k, s in every.items() if is_frozen(c, k)}
+    trainable = unflatten({k: s for k, s in every.items() if k not in fixed})
 
-    def join(params: Any, frozen: Any) -> Any:
-        change = flatten(params)
+    def join(params: Params, frozen: Params) -> Params:
+        change = flatten(params) | flatten(frozen.get(EXTRAS, {}))
 
         def adapt(name: str, w: Any) -> Any:
             if name not in names:
@@ -44,17 +48,25 @@ def lora(c: LoRAConfig, specs: Any, dtype: jnp.dtype) -> Partition:
                 m = m / column_norms(w, *map(jax.lax.stop_gradient, (a, b)), scale)
             return AdaptedWeight(w, a, b, columns=m, scale=scale)
 
-        return map_named(adapt, frozen)
+        return map_named(adapt, without_extras(frozen))
 
-    def init(base: Params, seed: int) -> tuple[Any, Any]:
+    def init(base: Params, seed: int) -> tuple[Params, Params]:
         start, matrices = flatten(initialize(trainable, seed)), flatten(base)
+        extras = initialize(unflatten(fixed), seed)
+        a_of = start | flatten(extras)
         for name in names if c.dora else ():
-            a, b = start[f"{name}/a"], start[f"{name}/b"]
+            a, b = a_of[f"{name}/a"], start[f"{name}/b"]
             start[f"{name}/magnitude"] = column_norms(matrices[name], a, b, scale)
-        return base, unflatten(start)
+        return base | ({EXTRAS: extras} if fixed else {}), unflatten(start)
 
     base = jax.tree.map(lambda spec: in_compute_dtype(spec, dtype), specs)
-    return Partition(trainable, base, join, init, base_storage(c, specs))
+    store = base_storage(c, specs)
+    return Partition(trainable, base, join, init, store, extras=unflatten(fixed) or None)
+
+
+def is_frozen(c: LoRAConfig, name: str) -> bool:
+    """Whether a parameter of the adapters keeps its initial value: A of LoRA-FA does."""
+    return c.freeze_a and name.endswith("/a")
 
 
 def apply_lora_plus(optim: Any, c: Any) -> Any:
@@ -72,6 +84,8 @@ def lora_scale(c: LoRAConfig) -> float:
 
 def target_matrices(c: LoRAConfig, specs: Any) -> list[str]:
     """Names of the matrices that get an adapter."""
+    if {"ffn", "up", "gate", "down"} & set(c.targets):
+        refuse_other_matrices(specs, "finetune.name=lora", "set finetune.targets=[attention]")
     able = block_matrices(specs)
     names = select_names(unflatten(able), c.targets, "finetune.targets")
     # A narrow matrix among them (a gate, the keys of one head) is changed in full, as with peft.

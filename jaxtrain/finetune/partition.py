@@ -24,30 +24,54 @@ from jaxtrain.model import (
 )
 from jaxtrain.settings import UserError
 
-IN_BLOCKS = ("blocks/attention/", "blocks/ffn/")  # whose matrices go through `model.fp8.dense`
+IN_BLOCKS = ("blocks/attention/", "blocks/ffn/")  # whose matrices go through `weights.float8`
+# Stacks of a mixture of experts, which are multiplied in groups.
+OTHER_LAYERS = ("dense/", "experts/")
+EXTRAS = "extras"  # the key of a frozen tree for what is not in the base
+Specs = dict[str, Any]  # a tree of ParamSpec, nested as Params
+Join = Callable[[Params, Any], Params]  # (trainable, frozen or None) -> the model's parameters
+Store = Callable[[str, Any], Any]  # (name, array) -> the array, or a packed matrix
 
 
-def join_full(params: Any, frozen: Any) -> Any:
+def join_full(params: Params, frozen: Any) -> Params:
     """All parameters train: they are the model."""
     return params
 
 
 class Partition(NamedTuple):
-    """How a model is parted. Where `init` is None, all of it trains.
+    """How the parameters of a model are divided into trainable and frozen ones.
 
-    A joined tree may hold packed and adapted matrices; `merge` makes arrays of them.
+    `trainable`, `base`: declarations of what trains, and of what is loaded to begin with.
+    `join(params, frozen)`: the model's parameters; packed and adapted matrices among them.
+    `init(base, seed)`: (frozen, trainable) values to begin with. None: all parameters train, and
+    nothing is frozen.
+    `store(name, x)`: how a parameter of the base is kept, quantized or as it is.
+    `extras`: declarations of what is frozen beside the base, as LoRA-FA's A. Their values follow
+    from the seed. `init` puts them into the frozen tree under the key EXTRAS.
     """
 
-    trainable: Any  # declarations
-    base: Any  # declarations of all that is loaded to begin with
-    join: Callable[[Any, Any], Any] = join_full  # (trainable, frozen) -> the model's parameters
-    init: Callable[[Params, int], tuple[Any, Any]] | None = None  # (base, seed) -> frozen, start
-    store: Callable[[str, Any], Any] = lambda name, x: x  # how a parameter of the base is kept
+    trainable: Specs
+    base: Specs
+    join: Join = join_full
+    init: Callable[[Params, int], tuple[Params, Params]] | None = None
+    store: Store = lambda name, x: x
+    extras: Specs | None = None
+
+    def export(self, params: Params, frozen: Params) -> Params:
+        """What an adapter file holds: the trained parameters, and the frozen extras."""
+        if not self.extras:
+            return params
+        return unflatten(flatten(params) | flatten(frozen[EXTRAS]))
 
     def merge(self, params: Any, frozen: Any) -> Params:
         """The joined tree as arrays, a parameter at a time to the host where it was special."""
         get = lambda leaf: jax.device_get(merge_weights(leaf)) if is_weight(leaf) else leaf
         return jax.tree.map(get, self.join(params, frozen), is_leaf=is_weight)
+
+
+def without_extras(frozen: Params) -> Params:
+    """The base alone."""
+    return {name: x for name, x in frozen.items() if name != EXTRAS}
 
 
 def trainable_by_matrix(partition: Partition) -> dict[str, list[int]]:
@@ -122,6 +146,9 @@ def base_storage(c: Any, specs: Any, trained: Sequence[str] = ()) -> Callable[[s
     """
     if c.base_quantization is None:
         return lambda name, x: x
+    refuse_other_matrices(
+        specs, f"finetune.base_quantization={c.base_quantization}", "set it to null", trained
+    )
     quantized = [name for name in block_matrices(specs) if name not in trained]
     for name in quantized:
         rows, columns = flatten(specs)[name].shape[-2:]
@@ -137,6 +164,17 @@ def block_matrices(specs: Any) -> dict[str, ParamSpec]:
     """The matrices of the blocks."""
     flat = flatten(specs).items()
     return {n: s for n, s in flat if s.role == "matrix" and n.startswith(IN_BLOCKS)}
+
+
+def refuse_other_matrices(specs: Specs, field: str, fix: str, trained: Sequence[str] = ()) -> None:
+    """UserError if a layer has frozen matrices that no packed or adapted form can replace."""
+    others = [
+        name
+        for name, spec in flatten(specs).items()
+        if spec.role == "matrix" and name.startswith(OTHER_LAYERS) and name not in trained
+    ]
+    if others:
+        raise UserError(f"{field} does not reach {', '.join(others)}: {fix}")
 
 
 def select_names(specs: Any, patterns: Sequence[str], field: str) -> list[str]:

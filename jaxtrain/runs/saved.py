@@ -59,7 +59,7 @@ def save_result(
     what lay beside the checkpoint that it started from."""
     save_model(directory, config, partition.merge(trained, frozen), tokenizer)
     if config.finetune.name in PEFT:
-        save_adapter(directory / "adapter", config, trained)
+        save_adapter(directory / "adapter", config, partition.export(trained, frozen))
     if config.train.init_from and jax.process_index() == 0:
         copy_aux_files(config.train.init_from, directory)
 

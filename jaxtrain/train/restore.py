@@ -10,6 +10,7 @@ from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.finetune import (
     ADDED_MODULES,
+    EXTRAS,
     LoRAConfig,
     Partition,
     PromptLearningConfig,
@@ -37,6 +38,8 @@ def load_pretrained(
     if partition.init is None:
         return None, base
     frozen, begin = partition.init(base, c.run.seed)
+    if partition.extras:
+        frozen[EXTRAS] = jax.device_put(frozen[EXTRAS], shardings(partition.extras, mesh))
     adapter = None
     if isinstance(c.finetune, LoRAConfig | PromptLearningConfig):
         adapter = c.finetune.init_adapter

@@ -12,9 +12,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file, save_file
+from tiny import same
 
 from jaxtrain.finetune import make_partition
 from jaxtrain.finetune.config import LoRAConfig, adapter_settings
+from jaxtrain.finetune.partition import flatten
 from jaxtrain.interop import load, open_checkpoint, read_adapter, write_adapter
 from jaxtrain.interop.peft import FILE
 from jaxtrain.interop.tensors import read_header
@@ -77,6 +79,34 @@ def test_pefts_adapter_gives_its_logits_here_and_goes_back(name, tmp_path):
     again = json.loads((tmp_path / "out" / "adapter_config.json").read_text())
     keys = ("r", "lora_alpha", "use_rslora", "use_dora", "fan_in_fan_out", "task_type", "bias")
     assert {k: again[k] for k in keys} == {k: FACTS[name]["config"][k] for k in keys}
+
+
+def test_lora_fa_trains_b_alone_and_exports_the_frozen_a(tmp_path):
+    """The frozen A is that of LoRA of the same seed; peft's file has both, and gives the logits."""
+    source = open_checkpoint(write_checkpoint(tmp_path / "base", FACTS["plain"]["base"]))
+    c, graphdef, specs = build(source)
+    lora = LoRAConfig(rank=4, targets=("q", "down"))
+    whole, half = (
+        make_partition(lora.model_copy(update={"freeze_a": f}), specs, jnp.dtype(jnp.float32))
+        for f in (False, True)
+    )
+    base = load(source, half.base)
+    _, both = whole.init(base, 3)
+    frozen, start = half.init(base, 3)
+    names = {"blocks/attention/q/b", "blocks/ffn/down/b"}
+    assert flatten(start).keys() == flatten(half.trainable).keys() == names
+    assert {n.removesuffix("/a") + "/b" for n in flatten(half.extras)} == names
+    same(half.export(start, frozen), both)
+    trained = jax.tree.map(lambda x: jax.random.normal(jax.random.key(0), x.shape), start)
+    logits = logits_of(graphdef, half.join(trained, frozen), prompts())
+    assert np.abs(logits - logits_of(graphdef, base, prompts())).max() > 0.01
+    merged = half.merge(trained, frozen)
+    assert flatten(merged).keys() == flatten(specs).keys()
+    np.testing.assert_allclose(logits_of(graphdef, merged, prompts()), logits, rtol=0, atol=1e-4)
+    facts = {"rank": 4, "alpha": 32.0, "rslora": False, "dora": False, "base": "x"}
+    write_adapter(tmp_path / "out", c, half.export(trained, frozen), facts)
+    found = reopened(tmp_path, "plain", tmp_path / "out")
+    np.testing.assert_allclose(found, logits, rtol=0, atol=1e-4)
 
 
 def reopened(tmp_path, name, folder):

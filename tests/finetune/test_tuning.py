@@ -103,6 +103,7 @@ def test_what_comes_out_is_a_model_and_an_adapter(tuned, tmp_path, capsys):
 
 CASES = {
     "lora": ({"name": "lora", "rank": 4, "lora_plus_ratio": 4.0}, "/a /b"),
+    "lora-fa": ({"name": "lora", "rank": 4, "freeze_a": True}, "/b"),
     "dora int8": ({"name": "lora", "rank": 4, "dora": True, "base_quantization": "int8"},
                   "/a /b /magnitude"),
     "freeze": ({"name": "freeze", "trainable": ("ffn", "q", "final_gain")}, "ffn /q final"),
