@@ -1,6 +1,6 @@
 """Fine-tuning: what trains, what is frozen, and how a step joins the two."""
 
-from typing import Any
+from collections.abc import Callable
 
 import jax.numpy as jnp
 
@@ -28,14 +28,15 @@ from jaxtrain.finetune.partition import (
     unflatten,
 )
 from jaxtrain.finetune.prefix_tuning import prefix_keys_values, prompt_learning
+from jaxtrain.weights.params import Specs
 
-METHODS = {
+METHODS: dict[str, Callable[..., Partition]] = {
     "full": full, "lora": lora, "freeze": select_by_name, "bitfit": select_by_name, "ia3": ia3,
     "adapter": added_modules, "prompt": prompt_learning, "prefix": prompt_learning,
 }  # fmt: skip
 
 
-def make_partition(c: Any, specs: Any, dtype: jnp.dtype) -> Partition:
+def make_partition(c: FinetuneConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
     """The parts of a model that is declared so; the compute is in `dtype`."""
     return METHODS[c.name](c, specs, dtype)
 

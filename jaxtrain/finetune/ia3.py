@@ -19,13 +19,14 @@ from jaxtrain.finetune.partition import (
     refuse_other_matrices,
     unflatten,
 )
-from jaxtrain.model import AdaptedWeight, ParamSpec, initialize
+from jaxtrain.model import AdaptedWeight, Params, ParamSpec, initialize
 from jaxtrain.model.init import constant
+from jaxtrain.weights.params import Specs
 
 KEYS_VALUES, FFN_INPUTS = ("blocks/attention/k", "blocks/attention/v"), ("blocks/ffn/down",)
 
 
-def ia3(c: IA3Config, specs: Any, dtype: jnp.dtype) -> Partition:
+def ia3(c: IA3Config, specs: Specs, dtype: jnp.dtype) -> Partition:
     """The base is frozen as a whole; the factors are the parameters."""
     refuse_other_matrices(specs, "finetune.name=ia3", "use lora with finetune.targets=[attention]")
     flat = flatten(specs)
@@ -37,7 +38,7 @@ def ia3(c: IA3Config, specs: Any, dtype: jnp.dtype) -> Partition:
                 (shape[0], shape[dim]), (axes[0], axes[dim]), constant(1.0), "gain", group="ia3"
             )
 
-    def join(params: Any, frozen: Any) -> Any:
+    def join(params: Params, frozen: Params) -> Params:
         factors = flatten(params)
 
         def changed(name: str, w: Any) -> Any:
@@ -51,7 +52,7 @@ def ia3(c: IA3Config, specs: Any, dtype: jnp.dtype) -> Partition:
 
         return map_named(changed, frozen)
 
-    def init(base: Any, seed: int) -> tuple[Any, Any]:
+    def init(base: Params, seed: int) -> tuple[Params, Params]:
         return base, initialize(unflatten(trainable), seed)
 
     base = jax.tree.map(lambda spec: in_compute_dtype(spec, dtype), specs)

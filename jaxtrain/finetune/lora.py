@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.finetune.config import LoRAConfig
+from jaxtrain.finetune.config import FinetuneConfig, LoRAConfig
 from jaxtrain.finetune.partition import (
     EXTRAS,
     Partition,
@@ -27,10 +27,12 @@ from jaxtrain.finetune.partition import (
 )
 from jaxtrain.model import AdaptedWeight, Params, ParamSpec, column_norms, initialize
 from jaxtrain.model.init import constant, uniform
+from jaxtrain.optim import OptimConfig
 from jaxtrain.settings import UserError
+from jaxtrain.weights.params import Specs
 
 
-def lora(c: LoRAConfig, specs: Any, dtype: jnp.dtype) -> Partition:
+def lora(c: LoRAConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
     """The base is frozen as a whole; the adapters are the parameters."""
     names, flat, scale = target_matrices(c, specs), flatten(specs), lora_scale(c)
     every = {k: s for name in names for k, s in lora_specs(c, name, flat[name]).items()}
@@ -69,7 +71,7 @@ def is_frozen(c: LoRAConfig, name: str) -> bool:
     return c.freeze_a and name.endswith("/a")
 
 
-def apply_lora_plus(optim: Any, c: Any) -> Any:
+def apply_lora_plus(optim: OptimConfig, c: FinetuneConfig) -> OptimConfig:
     """The optimizer with LoRA+'s ratio of the two rates."""
     if not isinstance(c, LoRAConfig) or c.lora_plus_ratio == 1:
         return optim
@@ -82,7 +84,7 @@ def lora_scale(c: LoRAConfig) -> float:
     return c.alpha / (math.sqrt(c.rank) if c.rslora else c.rank)
 
 
-def target_matrices(c: LoRAConfig, specs: Any) -> list[str]:
+def target_matrices(c: LoRAConfig, specs: Specs) -> list[str]:
     """Names of the matrices that get an adapter."""
     if {"ffn", "up", "gate", "down"} & set(c.targets):
         refuse_other_matrices(specs, "finetune.name=lora", "set finetune.targets=[attention]")

@@ -13,6 +13,15 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.finetune.config import (
+    AdapterConfig,
+    BitFitConfig,
+    FreezeConfig,
+    FrozenBaseConfig,
+    FullConfig,
+    PrefixConfig,
+    PromptConfig,
+)
 from jaxtrain.model import (
     Params,
     ParamSpec,
@@ -23,17 +32,17 @@ from jaxtrain.model import (
     quantize,
 )
 from jaxtrain.settings import UserError
+from jaxtrain.weights.params import Specs
 
 IN_BLOCKS = ("blocks/attention/", "blocks/ffn/")  # whose matrices go through `weights.float8`
 # Stacks of a mixture of experts, which are multiplied in groups.
 OTHER_LAYERS = ("dense/", "experts/")
 EXTRAS = "extras"  # the key of a frozen tree for what is not in the base
-Specs = dict[str, Any]  # a tree of ParamSpec, nested as Params
-Join = Callable[[Params, Any], Params]  # (trainable, frozen or None) -> the model's parameters
+Join = Callable[..., Params]  # (trainable, frozen or None) -> the model's parameters
 Store = Callable[[str, Any], Any]  # (name, array) -> the array, or a packed matrix
 
 
-def join_full(params: Params, frozen: Any) -> Params:
+def join_full(params: Params, frozen: Params | None) -> Params:
     """All parameters train: they are the model."""
     return params
 
@@ -63,7 +72,7 @@ class Partition(NamedTuple):
             return params
         return unflatten(flatten(params) | flatten(frozen[EXTRAS]))
 
-    def merge(self, params: Any, frozen: Any) -> Params:
+    def merge(self, params: Params, frozen: Params) -> Params:
         """The joined tree as arrays, a parameter at a time to the host where it was special."""
         get = lambda leaf: jax.device_get(merge_weights(leaf)) if is_weight(leaf) else leaf
         return jax.tree.map(get, self.join(params, frozen), is_leaf=is_weight)
@@ -87,12 +96,12 @@ def trainable_by_matrix(partition: Partition) -> dict[str, list[int]]:
     return found
 
 
-def full(c: Any, specs: Any, dtype: jnp.dtype) -> Partition:
+def full(c: FullConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
     """All parameters train."""
     return Partition(specs, specs)
 
 
-def select_by_name(c: Any, specs: Any, dtype: jnp.dtype) -> Partition:
+def select_by_name(c: FreezeConfig | BitFitConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
     """Those parameters train that the patterns name; of the blocks, maybe the last layers only."""
     patterns, last, field = ("bias",), None, "finetune bitfit"
     if c.name == "freeze":
@@ -114,7 +123,7 @@ def select_by_name(c: Any, specs: Any, dtype: jnp.dtype) -> Partition:
             {n: values[n][cut[n] :] if cut[n] else values[n] for n in chosen}
         )
 
-    def join(params: Any, frozen: Any) -> Params:
+    def join(params: Params, frozen: Params) -> Params:
         joined = flatten(frozen)
         for name, x in flatten(params).items():
             below = joined.get(name)
@@ -124,13 +133,15 @@ def select_by_name(c: Any, specs: Any, dtype: jnp.dtype) -> Partition:
     return Partition(unflatten(trainable), base, join, init, base_storage(c, specs, chosen))
 
 
-def added_modules(c: Any, specs: Any, dtype: jnp.dtype) -> Partition:
+def added_modules(
+    c: AdapterConfig | PromptConfig | PrefixConfig, specs: Specs, dtype: jnp.dtype
+) -> Partition:
     """What was put into the model trains, the parameters of the group of that name."""
     flat = flatten(specs)
     new = unflatten({name: spec for name, spec in flat.items() if spec.group == c.name})
     old = {n: in_compute_dtype(spec, dtype) for n, spec in flat.items() if spec.group != c.name}
 
-    def join(params: Any, frozen: Any) -> Any:
+    def join(params: Params, frozen: Params) -> Params:
         return unflatten(flatten(frozen) | flatten(params))
 
     def init(base: Params, seed: int) -> tuple[Any, Any]:
@@ -139,7 +150,7 @@ def added_modules(c: Any, specs: Any, dtype: jnp.dtype) -> Partition:
     return Partition(new, unflatten(old), join, init, base_storage(c, specs))
 
 
-def base_storage(c: Any, specs: Any, trained: Sequence[str] = ()) -> Callable[[str, Any], Any]:
+def base_storage(c: FrozenBaseConfig, specs: Specs, trained: Sequence[str] = ()) -> Store:
     """How a frozen parameter is kept: the blocks' matrices in few bits if `base` says so.
 
     Raises UserError for a matrix that has no whole number of blocks.
@@ -160,7 +171,7 @@ def base_storage(c: Any, specs: Any, trained: Sequence[str] = ()) -> Callable[[s
     return lambda name, x: quantize(x, c.base_quantization) if name in quantized else x
 
 
-def block_matrices(specs: Any) -> dict[str, ParamSpec]:
+def block_matrices(specs: Specs) -> dict[str, ParamSpec]:
     """The matrices of the blocks."""
     flat = flatten(specs).items()
     return {n: s for n, s in flat if s.role == "matrix" and n.startswith(IN_BLOCKS)}
@@ -177,7 +188,7 @@ def refuse_other_matrices(specs: Specs, field: str, fix: str, trained: Sequence[
         raise UserError(f"{field} does not reach {', '.join(others)}: {fix}")
 
 
-def select_names(specs: Any, patterns: Sequence[str], field: str) -> list[str]:
+def select_names(specs: Specs, patterns: Sequence[str], field: str) -> list[str]:
     """Names of the parameters that a pattern names, in the tree's order.
 
     A pattern is a part of the path, a role, a group, or a glob of the path. UserError for one that
@@ -223,7 +234,7 @@ def in_compute_dtype(spec: ParamSpec, dtype: jnp.dtype) -> ParamSpec:
 # ---- trees by name ---------------------------------------------------------------------------
 
 
-def flatten(tree: Any) -> dict[str, Any]:
+def flatten(tree: Params | Specs) -> dict[str, Any]:
     """name -> leaf, in the tree's order; a packed matrix is a leaf."""
     pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_weight)[0]
     return {path_name(path): leaf for path, leaf in pairs}
@@ -241,7 +252,7 @@ def unflatten(flat: dict[str, Any]) -> dict[str, Any]:
     return tree
 
 
-def map_named(change: Callable[[str, Any], Any], tree: Any) -> Any:
+def map_named(change: Callable[[str, Any], Any], tree: Params | Specs) -> Params:
     """change(name, leaf) of every leaf; a packed matrix is a leaf."""
     named = lambda path, leaf: change(path_name(path), leaf)
     return jax.tree_util.tree_map_with_path(named, tree, is_leaf=is_weight)

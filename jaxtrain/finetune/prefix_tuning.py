@@ -6,17 +6,19 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from jaxtrain.finetune.config import PrefixConfig, PromptConfig
 from jaxtrain.finetune.partition import Partition, added_modules
 from jaxtrain.model import Params, ParamSpec, initialize
 from jaxtrain.model.init import normal, uniform
+from jaxtrain.weights.params import Specs
 
 
-def prompt_learning(c: Any, specs: Any, dtype: jnp.dtype) -> Partition:
+def prompt_learning(c: PromptConfig | PrefixConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
     """The base is frozen as a whole. A prompt starts as the embeddings of random tokens, as in the
     paper; a prefix as it is declared, or as its projection gives it."""
     partition = added_modules(c, specs, dtype)
 
-    def from_vocabulary(base: Any, seed: int) -> tuple[Any, Any]:
+    def from_vocabulary(base: Params, seed: int) -> tuple[Params, Params]:
         table_VD = base["embed"]
         rows_P = jax.random.randint(jax.random.key(seed), (c.virtual_tokens,), 0, len(table_VD))
         return base, {"prompt": table_VD[rows_P].astype(jnp.float32)}

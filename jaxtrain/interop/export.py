@@ -3,7 +3,6 @@
 import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -14,8 +13,9 @@ from jaxtrain.interop.families import Family, Row
 from jaxtrain.interop.layouts import LAYOUTS
 from jaxtrain.interop.load import expected, flatten, is_stacked, places
 from jaxtrain.interop.tensors import INDEX, SHARD_BYTES, WEIGHTS, shards, write
-from jaxtrain.model import ParamSpec, path_name
+from jaxtrain.model import Params, ParamSpec, path_name
 from jaxtrain.settings import UserError
+from jaxtrain.weights.params import Specs
 
 VOCABULARY = {"embed": 0, "head": 1}  # the dim that has padding
 
@@ -24,8 +24,8 @@ def export_weights(
     folder: Path,
     family: Family,
     config: Json,
-    specs: Any,
-    params: Any,
+    specs: Specs,
+    params: Params,
     dtype: np.dtype,
     head_dim: int,
     shard_bytes: int = SHARD_BYTES,

@@ -15,15 +15,17 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding, PartitionSpec
+from jax.sharding import NamedSharding, PartitionSpec, Sharding
+from jaxtyping import DTypeLike
 
 from jaxtrain.interop.configs import Json, family_of, model_fields
 from jaxtrain.interop.families import Family, Row
 from jaxtrain.interop.keys import text_part
 from jaxtrain.interop.layouts import LAYOUTS
 from jaxtrain.interop.tensors import DTYPES, Stored, read, read_headers
-from jaxtrain.model import ParamSpec, path_name
+from jaxtrain.model import Params, ParamSpec, path_name
 from jaxtrain.settings import UserError, read_object
+from jaxtrain.weights.params import Specs
 
 # Buffers that old checkpoints hold, and what sees pictures in Gemma 3.
 IGNORED = re.compile(
@@ -32,6 +34,10 @@ IGNORED = re.compile(
 AHEAD = 4  # layers that are prepared while one is used
 REPOSITORY = re.compile(r"([\w.-]+/[\w.-]+)(?:@([\w./-]+))?")
 PATTERNS = ["*.safetensors", "*.json", "*.jinja", "tokenizer.model"]
+
+
+Shardings = dict[str, Any]  # one of jax's for each parameter
+Store = Callable[[str, Any], Any]  # (name, array) -> the array, or another form of it
 
 
 class Source(NamedTuple):
@@ -128,7 +134,7 @@ def own_name(name: str, family: Family) -> str:
 # ---- where everything lies -------------------------------------------------------------------
 
 
-def flatten(specs: Any) -> dict[str, ParamSpec]:
+def flatten(specs: Specs) -> dict[str, ParamSpec]:
     return {path_name(p): spec for p, spec in jax.tree_util.tree_flatten_with_path(specs)[0]}
 
 
@@ -214,11 +220,11 @@ def layers_of(source: Source, place: Place, spec: ParamSpec) -> Iterator[np.ndar
 
 def load(
     source: Source,
-    specs: Any,
-    shardings: Any = None,
-    dtype: Any = None,
-    store: Callable[[str, Any], Any] = lambda name, x: x,
-) -> Any:
+    specs: Specs,
+    shardings: Shardings | None = None,
+    dtype: DTypeLike | None = None,
+    store: Store = lambda name, x: x,
+) -> Params:
     """The parameters on their devices, in the declared dtypes (or `dtype`, of all but gains).
 
     shardings: a tree as `specs`; None: the first device. store(name, array) may give each another
@@ -245,7 +251,7 @@ def load(
     return jax.tree_util.tree_map_with_path(value, *trees)
 
 
-def device_copy(x: np.ndarray, sharding: Any) -> jax.Array:
+def device_copy(x: np.ndarray, sharding: Sharding) -> jax.Array:
     """On the device, in memory of its own: a CPU's array could else be the file's mapped pages,
     which nothing may be written to when it is donated."""
     return jax.device_put(x, sharding, may_alias=False)
@@ -257,7 +263,7 @@ def put_layer(stack: jax.Array, layer: jax.Array, at: jax.Array) -> jax.Array:
     return jax.lax.dynamic_update_index_in_dim(stack, layer.astype(stack.dtype), at, 0)
 
 
-def of_one_layer(sharding: Any) -> Any:
+def of_one_layer(sharding: Sharding) -> Sharding:
     """The placement of a layer of a stack."""
     if not isinstance(sharding, NamedSharding):
         return sharding
@@ -265,7 +271,7 @@ def of_one_layer(sharding: Any) -> Any:
 
 
 def our_file_layout(
-    source: Source, specs: Any
+    source: Source, specs: Specs
 ) -> tuple[dict[str, tuple[np.dtype, tuple[int, ...]]], Iterator[np.ndarray]]:
     """Our model file's table, and its pieces in that order: in the checkpoint's dtype."""
     flat = flatten(specs)

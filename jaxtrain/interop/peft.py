@@ -16,7 +16,7 @@ from jaxtrain.interop.configs import Json, fitting_family, without_added_modules
 from jaxtrain.interop.families import Row
 from jaxtrain.interop.layouts import swap_rotary_halves
 from jaxtrain.interop.tensors import read, read_header, write
-from jaxtrain.model import ResolvedModel, path_name
+from jaxtrain.model import Params, ResolvedModel, path_name
 from jaxtrain.settings import UserError, read_object
 
 FILE, PREFIX = "adapter_model.safetensors", "base_model.model."
@@ -33,7 +33,7 @@ def rows_of(c: ResolvedModel, names: set[str]) -> list[Row]:
     return [row for row in rows if names & set(row.ours)]
 
 
-def flat_of(tree: Any) -> dict[str, Any]:
+def flat_of(tree: Params) -> dict[str, Any]:
     return {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
@@ -51,7 +51,7 @@ def columns(c: ResolvedModel, row: Row) -> dict[str, slice]:
     return {name: slice(*map(int, ends[i : i + 2])) for i, name in enumerate(row.ours)}
 
 
-def check_adapter(c: ResolvedModel, params: Any, dora: bool) -> None:
+def check_adapter(c: ResolvedModel, params: Params, dora: bool) -> None:
     """UserError for targets whose adapter has no form in peft's format, before they are trained.
 
     params: of `finetune.lora`, or their declarations.
@@ -67,7 +67,7 @@ def check_adapter(c: ResolvedModel, params: Any, dora: bool) -> None:
             )
 
 
-def write_adapter(folder: Path, c: ResolvedModel, params: Any, facts: Json) -> None:
+def write_adapter(folder: Path, c: ResolvedModel, params: Params, facts: Json) -> None:
     """Write the parameters of `finetune.lora` in float32.
 
     facts: rank, alpha, rslora, dora, base and revision of the run. Matrices that a checkpoint keeps
@@ -157,7 +157,7 @@ def apply_rank_pattern(facts: Json, name: str, kind: str, x: np.ndarray) -> np.n
     return np.pad(x, ((0, missing), (0, 0))) * np.float32(factor)
 
 
-def read_adapter(folder: Path, c: ResolvedModel, like: Any) -> Any:
+def read_adapter(folder: Path, c: ResolvedModel, like: Params) -> Params:
     """An adapter as the parameters of `finetune.lora`, whose shapes `like` gives.
 
     Raises UserError for a tensor that is missing, of another shape, or has no place.

@@ -5,7 +5,6 @@ Of a prefix it is [tokens, layers x 2 x kv_heads x head_dim], a layer's keys bef
 """
 
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
@@ -15,7 +14,7 @@ from jaxtrain.interop.configs import Json
 from jaxtrain.interop.layouts import swap_rotary_halves
 from jaxtrain.interop.peft import FILE, rows_of
 from jaxtrain.interop.tensors import read, read_header, write
-from jaxtrain.model import ResolvedModel
+from jaxtrain.model import Params, ResolvedModel
 from jaxtrain.settings import UserError
 
 TENSOR, KEYS = "prompt_embeddings", "blocks/attention/k"
@@ -30,7 +29,7 @@ def to_checkpoint_order(c: ResolvedModel, keys_LPC: np.ndarray) -> np.ndarray:
 
 
 def write_prompt_adapter(
-    folder: Path, c: ResolvedModel, params: Any, base: str | None, revision: str | None = None
+    folder: Path, c: ResolvedModel, params: Params, base: str | None, revision: str | None = None
 ) -> None:
     """Write the parameters of `finetune.prompt` or `finetune.prefix` in float32."""
     sizes = {"num_layers": c.depth, "num_transformer_submodules": 1}
@@ -53,7 +52,7 @@ def write_prompt_adapter(
     write_json(folder / "adapter_config.json", special | config | sizes)
 
 
-def read_prompt_adapter(folder: Path, c: ResolvedModel, like: Any) -> Any:
+def read_prompt_adapter(folder: Path, c: ResolvedModel, like: Params) -> Params:
     """An adapter of virtual tokens as the parameters of a run, whose shapes `like` gives.
 
     Raises UserError for another tensor or shape.

@@ -1,7 +1,6 @@
 """Starting a run from another model: one of our runs or model folders, or a checkpoint."""
 
 import math
-from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -20,6 +19,8 @@ from jaxtrain.interop.companions import (
 )
 from jaxtrain.interop.configs import ADDED_MODULES, EXECUTION, Json
 from jaxtrain.interop.load import (
+    Shardings,
+    Store,
     device_copy,
     find_folder,
     flatten,
@@ -29,10 +30,11 @@ from jaxtrain.interop.load import (
     pinned,
 )
 from jaxtrain.interop.tensors import WEIGHTS, read, read_header
-from jaxtrain.model import ModelConfig, ParamSpec, path_name
+from jaxtrain.model import ModelConfig, Params, ParamSpec, path_name
 from jaxtrain.model.config import Experts
 from jaxtrain.settings import UserError
 from jaxtrain.storage.strict_yaml import read_saved
+from jaxtrain.weights.params import Specs
 
 
 def model_folder(path: str) -> Path:
@@ -187,8 +189,8 @@ def inherit_config(tree: Json, path: str) -> None:
 
 
 def load_init_params(
-    path: str, specs: Any, shardings: Any, store: Callable[[str, Any], Any] = lambda name, x: x
-) -> Any:
+    path: str, specs: Specs, shardings: Shardings, store: Store = lambda name, x: x
+) -> Params:
     """The parameters to start from, on the mesh, in the declared dtypes.
 
     store(name, array) may give each another form as soon as it is there.
@@ -214,7 +216,7 @@ def load_init_params(
     return jax.tree_util.tree_map_with_path(value, specs, shardings)
 
 
-def has_params(path: str, specs: Any) -> bool:
+def has_params(path: str, specs: Specs) -> bool:
     """Whether a model of ours has parameters of these names."""
     folder = model_folder(path)
     return (

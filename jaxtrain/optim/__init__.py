@@ -1,6 +1,7 @@
 """Optimizers, one file and one row of OPTIMIZERS each; wrappers of any of them, in WRAPPERS."""
 
-from typing import Annotated, Any
+from collections.abc import Callable
+from typing import Annotated
 
 from pydantic import Field
 
@@ -12,14 +13,15 @@ from jaxtrain.optim.lars import LARSConfig, lars
 from jaxtrain.optim.lion import LionConfig, lion
 from jaxtrain.optim.merge_states import is_mergeable, mean_over_replicas, merge_states
 from jaxtrain.optim.muon import DECAY, MuonConfig, Scale, muon, resolve_muon
-from jaxtrain.optim.param_groups import Optimizer, build_optimizer
+from jaxtrain.optim.param_groups import Optimizer, ParamGroup, build_optimizer
 from jaxtrain.optim.schedule import shorten_warmup
 from jaxtrain.optim.schedule_free import ScheduleFreeConfig, schedule_free
 from jaxtrain.optim.sgd import SGDConfig, sgd
 from jaxtrain.optim.soap import SOAPConfig, soap
 from jaxtrain.optim.wrappers import WRAPPERS, WrapperConfig
+from jaxtrain.weights.params import Specs
 
-OPTIMIZERS = {
+OPTIMIZERS: dict[str, Callable[..., dict[str, ParamGroup]]] = {
     "muon": muon,
     "adamw": adamw,
     "adamw8bit": adamw8bit,
@@ -46,13 +48,13 @@ OptimConfig = Annotated[
 ]
 
 
-def resolve_optimizer(c: Any, scale: Scale) -> Any:
+def resolve_optimizer(c: OptimConfig, scale: Scale) -> OptimConfig:
     """The configuration with the rates that follow from the scale of the run."""
     return resolve_muon(c, scale) if isinstance(c, MuonConfig) else c
 
 
 def make_optimizer(
-    c: Any, specs: Any, total_steps: int, batch_tokens: int | None = None
+    c: OptimConfig, specs: Specs, total_steps: int, batch_tokens: int | None = None
 ) -> Optimizer:
     """The configured optimizer for a tree of parameter declarations.
 

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 import optax
 from jaxtrain_kernels import matmul
 from jaxtrain_kernels.dispatch import target
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float
 from pydantic import Field
 
 from jaxtrain.cluster.runtime import compute_dtype
@@ -172,7 +172,7 @@ class MuonState(NamedTuple):
     second: Any
 
 
-def matmul_dtype(wanted: Any = jnp.bfloat16) -> jnp.dtype:
+def matmul_dtype(wanted: DTypeLike = jnp.bfloat16) -> jnp.dtype:
     """The wanted sixteen bits where matrix units have both kinds, else what the device has.
 
     A TPU has bfloat16 only, a GPU before Ampere float16; a CPU is faster and exact in float32.

@@ -6,6 +6,7 @@ overlap with those of the others and with the updates. Operation by operation it
 for bit (but for the order of a matrix product, Muon's); compiled, it rounds where XLA has it.
 """
 
+from collections.abc import Container
 from math import prod
 from typing import Any, NamedTuple
 
@@ -14,8 +15,10 @@ import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxtrain.optim.types import Hyper, OptState, Transformation
 from jaxtrain.parallel.axes import current_mesh, partition_spec
 from jaxtrain.settings import UserError
+from jaxtrain.weights.params import Params, Specs
 
 MIN_BYTES = 2**20  # bytes; a smaller state is not worth a copy
 CHUNK_BYTES = (
@@ -35,14 +38,14 @@ def name_of(path: tuple[Any, ...]) -> str:
     return "/".join(str(key.key) for key in path)
 
 
-def owner_of(path: tuple[Any, ...], names: Any) -> str | None:
+def owner_of(path: tuple[Any, ...], names: Container[str]) -> str | None:
     """The parameter that a path in a state ends in, None for what all share."""
     keys = [str(key.key) for key in path if isinstance(key, jax.tree_util.DictKey)]
     ends = ("/".join(keys[start:]) for start in range(len(keys)))
     return next((name for name in ends if name in names), None)
 
 
-def masked(tree: Any, names: set[str]) -> Any:
+def masked(tree: Params | Specs, names: set[str]) -> Params:
     """A tree of parameters, or of what there is one of for each, without those of other names."""
     hide = lambda path, x: x if name_of(path) in names else optax.MaskedNode()
     return jax.tree_util.tree_map_with_path(hide, tree)
@@ -69,7 +72,7 @@ def on_host(x: jax.Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
-def to_device(tree: Any) -> Any:
+def to_device(tree: OptState) -> OptState:
     """All of it on the device."""
     return jax.tree.map(
         lambda x: jax.device_put(x, jax.memory.Space.Device) if on_host(x) else x, tree
@@ -113,15 +116,15 @@ def offload_chunks(
 
 
 def update_offloaded(
-    tx: Any,
-    hyper: Any,
-    grads: Any,
-    state: Any,
-    params: Any,
-    specs: Any,
+    tx: Transformation,
+    hyper: dict[str, Hyper],
+    grads: Params,
+    state: OptState,
+    params: Params,
+    specs: Specs,
     whole: bool,
-    finite: Any = None,
-) -> tuple[Any, Any]:
+    finite: jax.Array | None = None,
+) -> tuple[Params, OptState]:
     """(new parameters, new state) of a group; what of the state waits on the host stays there.
 
     tx: init(params) and update(grads, state, params, hyper=, specs=). finite: False leaves all as
@@ -147,15 +150,15 @@ def update_offloaded(
 
 
 def update_chunk(
-    tx: Any,
-    hyper: Any,
-    grads: Any,
-    params: Any,
-    specs: Any,
-    table: dict[str, Any],
+    tx: Transformation,
+    hyper: dict[str, Hyper],
+    grads: Params,
+    params: Params,
+    specs: Specs,
+    table: dict[str, jax.Array],
     parts: int,
-    finite: Any,
-) -> tuple[Any, dict[str, Any]]:
+    finite: jax.Array | None,
+) -> tuple[Params, dict[str, jax.Array]]:
     """(new parameters, their states by path). The rest of the trees is masked."""
     lengths = {name_of(p): len(x) for p, x in jax.tree_util.tree_leaves_with_path(params) if x.ndim}
     paths, treedef = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, params))

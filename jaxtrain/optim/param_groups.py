@@ -21,13 +21,12 @@ from jaxtrain.optim.types import (
     Make,
     OptState,
     ParamGroup,
-    Specs,
     Transformation,
     Updates,
 )
 from jaxtrain.optim.wrappers import WrapperConfig, make_wrappers
 from jaxtrain.settings import Settings, UserError
-from jaxtrain.weights.params import BALANCE_GROUPS, Params, ParamSpec
+from jaxtrain.weights.params import BALANCE_GROUPS, Params, ParamSpec, Specs
 
 # How a rate follows the width (Yang et al. 2022, "Tensor Programs V", table 3), from how many times
 # wider the in and out dims are than the base model's. Orthogonal updates need nothing (Muon).
@@ -379,11 +378,11 @@ def build_optimizer(
 def apply_offloaded(
     transforms: Mapping[Hashable, Transformation],
     wholes: dict[str, bool],
-    labels: Any,
-    hyper: Hyper,
-    trees: tuple[Any, Any, Any, Any],
+    labels: dict[str, Any],
+    hyper: dict[str, Hyper],
+    trees: tuple[Params, Any, Params, Specs],
     finite: jax.Array | None,
-) -> tuple[Any, Any]:
+) -> tuple[Params, OptState]:
     """(new parameters, state) from gradients, state, parameters and specs, group by group."""
     grads, state, params, specs = trees
     # Not before all gradients are there: until then, the device's memory is full.

@@ -11,7 +11,6 @@ from jaxtrain.weights.params import Params, ParamSpec
 Number = float | jax.Array  # a peak of the configuration, or a value traced in the step
 Hyper = dict[str, Number]  # of one group: learning_rate, weight_decay, b1, ...
 Hyperparams = dict[str, dict[str, Any]]  # of the run: "schedule" and, by group, "groups"
-Specs = dict[str, Any]  # a tree of ParamSpec, nested as Params
 OptState = optax.OptState
 Updates = optax.Updates
 Transformation = optax.GradientTransformationExtraArgs

@@ -10,7 +10,7 @@ from tiny import resolved
 
 from jaxtrain.finetune import ADDED_MODULES, FinetuneConfig, make_partition
 from jaxtrain.finetune.partition import flatten
-from jaxtrain.model import ModelConfig, Transformer, is_special, split
+from jaxtrain.model import ModelConfig, Transformer, is_weight, split
 from jaxtrain.settings import UserError
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "interop"))
@@ -50,7 +50,7 @@ def test_every_field_keeps_every_matrix_in_reach_or_is_refused(case):
             continue
         assert {n.removesuffix("/a") for n in flatten(adapted) if n.endswith("/a")} == matrices
         one = jnp.ones((1, 8, 8))
-        assert all(is_special(store(name, one)) for name in matrices), field
+        assert all(is_weight(store(name, one)) for name in matrices), field
         reached += 1
     assert reached >= 20 and refused == 1
 
