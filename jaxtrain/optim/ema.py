@@ -14,7 +14,7 @@ from jaxtrain.weights.params import Params
 
 
 class EMAConfig(Settings):
-    """Validation, samples and the exported model use the average in place of the trained weights.
+    """Validation and samples use the average in place of the trained weights.
 
     Checkpoints keep both. The first steps average over fewer steps, so that a short run forgets
     its initial values as well.
@@ -23,6 +23,12 @@ class EMAConfig(Settings):
     name: Literal["ema"] = "ema"
     decay: float = Field(
         0.999, ge=0, lt=1, description="of the average in a step; 1 / (1 - decay) steps count"
+    )
+    validate_trained: bool = Field(
+        False, description="validate the trained weights as well, as trained_loss and so on"
+    )
+    export: Literal["average", "trained"] = Field(
+        "average", description="weights of the model that a run ends with"
     )
 
 
@@ -42,6 +48,7 @@ def ema(c: EMAConfig) -> Wrapper:
             )
 
         def update(updates, state, params=None, **extra):
+            assert params is not None
             updates, inner = tx.update(updates, state.inner, params, **extra)
             count = state.count + 1
             d = jnp.minimum(extra["hyper"][label]["ema_decay"], (1 + count) / (10 + count))
@@ -51,4 +58,10 @@ def ema(c: EMAConfig) -> Wrapper:
 
         return optax.GradientTransformationExtraArgs(init, update)
 
-    return Wrapper(wrap, {"ema_decay": c.decay}, eval_params=lambda state, params: state.average)
+    return Wrapper(
+        wrap,
+        {"ema_decay": c.decay},
+        eval_params=lambda state, params: state.average,
+        validate_trained=c.validate_trained,
+        export_trained=c.export == "trained",
+    )

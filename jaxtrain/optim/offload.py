@@ -72,7 +72,7 @@ def on_host(x: jax.Array) -> bool:
     return jax.typeof(x).memory_space == jax.memory.Space.Host
 
 
-def to_device(tree: OptState) -> OptState:
+def to_device[T](tree: T) -> T:
     """All of it on the device."""
     return jax.tree.map(
         lambda x: jax.device_put(x, jax.memory.Space.Device) if on_host(x) else x, tree
@@ -174,8 +174,8 @@ def update_chunk(
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         updates, new = tx.update(grads, treedef.unflatten(states), params, hyper=hyper, specs=specs)
         done = optax.apply_updates(params, updates), jax.tree.leaves(new)
-        if finite is not None:
-            done = jax.tree.map(lambda n, o: jnp.where(finite, n, o), done, (params, states))
+        if (keep := finite) is not None:
+            done = jax.tree.map(lambda n, o: jnp.where(keep, n, o), done, (params, states))
         return done
 
     def send(new: list[Any]) -> list[Any]:

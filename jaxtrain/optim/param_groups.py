@@ -5,7 +5,7 @@ group, or else of its role. Rates are arguments of the compiled step (`hyper`), 
 """
 
 import functools
-from collections.abc import Callable, Hashable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import jax
@@ -23,6 +23,7 @@ from jaxtrain.optim.types import (
     ParamGroup,
     Transformation,
     Updates,
+    Wrapper,
 )
 from jaxtrain.optim.wrappers import WrapperConfig, make_wrappers
 from jaxtrain.settings import Settings, UserError
@@ -111,6 +112,8 @@ class Optimizer(NamedTuple):
     `hyperparams` holds every number of the optimizer (peak rates and schedule). Pass it to the
     compiled step as an argument, so that a changed rate does not recompile.
     `eval_params(params, state)` are the weights to validate, sample and export.
+    `averages`: a wrapper keeps an average of them in the state.
+    `validate_trained`: validate the trained weights beside them. `export_trained`: export those.
     """
 
     init: Callable[[Params], OptState]
@@ -120,6 +123,9 @@ class Optimizer(NamedTuple):
     eval_params: Callable[[Params, OptState], Params]
     apply: Callable[..., tuple[Params, OptState]]
     offload: bool
+    averages: bool = False
+    validate_trained: bool = False
+    export_trained: bool = False
 
 
 def single_rate_groups(
@@ -259,10 +265,10 @@ def with_multipliers(
     return {name: scaled(name, group) for name, group in rows.items()}
 
 
-def with_wrappers(c: CommonConfig, table: dict[str, ParamGroup]) -> dict[str, ParamGroup]:
-    """The table with the configured wrappers around each group."""
-    averages = any(group.eval_params for group in table.values())
-    wrappers = make_wrappers(c.wrappers, averages)
+def with_wrappers(
+    wrappers: Sequence[Wrapper], table: dict[str, ParamGroup]
+) -> dict[str, ParamGroup]:
+    """The table with wrappers around each group, the first the innermost."""
     if not wrappers:
         return table
     peaks = {name: rate for wrapper in wrappers for name, rate in wrapper.peaks.items()}
@@ -303,14 +309,15 @@ def build_optimizer(
             f"optim.schedule.warmup_steps is {schedule.warmup_steps}, but the run has "
             f"{total_steps} steps: give at most that many"
         )
-    table = with_wrappers(c, table) | BALANCE_ROWS
+    wrappers = make_wrappers(c.wrappers, any(group.eval_params for group in table.values()))
+    table = with_wrappers(wrappers, table) | BALANCE_ROWS
     table = with_multipliers(c, table, specs, c.batch_scaling.factor(batch_tokens))
     pairs = jax.tree_util.tree_map_with_path(lambda p, s: label_of(p, s, table), specs)
     is_pair = lambda x: isinstance(x, tuple)
     name = lambda pair: pair[0] if pair[1] == 1 else f"{pair[0]} x {pair[1]:g}"
     labels = jax.tree.map(name, pairs, is_leaf=is_pair)
     used = {name(pair): pair for pair in sorted(set(jax.tree.leaves(pairs, is_leaf=is_pair)))}
-    transforms: dict[Hashable, Transformation] = {
+    transforms: dict[Any, Transformation] = {
         name: make_transform(name, table[row], c.state_dtype) for name, (row, _) in used.items()
     }
     tx = optax.partition(
@@ -372,11 +379,22 @@ def build_optimizer(
         return params
 
     hyperparams = jax.tree.map(jnp.float32, hyperparams)
-    return Optimizer(tx.init, update, rate, hyperparams, eval_params, apply, c.offload)
+    return Optimizer(
+        tx.init,
+        update,
+        rate,
+        hyperparams,
+        eval_params,
+        apply,
+        c.offload,
+        any(wrapper.eval_params for wrapper in wrappers),
+        any(wrapper.validate_trained for wrapper in wrappers),
+        any(wrapper.export_trained for wrapper in wrappers),
+    )
 
 
 def apply_offloaded(
-    transforms: Mapping[Hashable, Transformation],
+    transforms: Mapping[Any, Transformation],
     wholes: dict[str, bool],
     labels: dict[str, Any],
     hyper: dict[str, Hyper],

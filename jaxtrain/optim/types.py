@@ -26,13 +26,16 @@ class Wrapper(NamedTuple):
     group's parameters, and `hyper=`; `hyper[label]` are the group's rates with those of `peaks`.
     `by_rows`: False if it takes means or norms over whole arrays.
     `eval_params(state, params)`: the weights to evaluate, where they are not the trained ones.
-    A wrapper that has them comes last.
+    A wrapper that has them comes last; `validate_trained` and `export_trained` say where the
+    trained weights are wanted as well.
     """
 
     wrap: Callable[[Transformation, str], Transformation]
     peaks: Mapping[str, float] = {}
     by_rows: bool = True
     eval_params: EvalParams | None = None
+    validate_trained: bool = False
+    export_trained: bool = False
 
 
 class ParamGroup(NamedTuple):

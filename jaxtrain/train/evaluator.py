@@ -83,6 +83,9 @@ class Evaluator:
             return {}
         self._compiled("validation")
         self.last = self._validate(self.params(state), self.frozen, max_tokens)
+        if self.spec.optimizer.validate_trained:
+            trained = self._validate(self.spec.saved_params(state), self.frozen, max_tokens)
+            self.last |= {f"trained_{name}": value for name, value in trained.items()}
         return self.last
 
     def sample(self, state: State, step: int) -> None:
@@ -97,6 +100,8 @@ class Evaluator:
     def save_model(self, state: State) -> Params:
         """`model/`, for generate, serve, export and a friend; returns the weights saved."""
         params, plan = self.params(state), self.plan
+        if self.spec.optimizer.export_trained:
+            params = self.spec.saved_params(state)
         folder = self.run_dir / "model"
         save_result(folder, plan.config, plan.partition, params, self.frozen, self.data.tokenizer)
         return params

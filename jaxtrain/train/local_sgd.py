@@ -47,6 +47,11 @@ def replicas(spec: StepSpec, c: Resolved, mesh: Mesh, resumed: bool = False) -> 
     local = c.train.local_sgd
     if local is None:
         return spec
+    if isinstance(local, Gossip) and spec.optimizer.averages:
+        raise UserError(
+            "train.local_sgd: gossip evaluates the mean of the replicas already; leave ema out of "
+            "optim.wrappers"
+        )
     found = replicate_step(spec, local, mesh, resumed)
     sent = comm_stats(local, spec.specs, mesh, spec.dtype)
     return found._replace(facts=spec.facts | sent, summary=comm_summary(local, sent, mesh))
@@ -90,9 +95,9 @@ def replicate_step(
         return LocalState(own, zeros)
 
     def eval_params(params: Any, state: LocalState) -> Any:
-        """The shared weights; of gossip, the replicas' mean."""
+        """The shared weights; of gossip, or where each replica keeps an average, their mean."""
         own = state.replicas
-        if isinstance(c, Gossip):
+        if isinstance(c, Gossip) or inner.averages:
             weights = jax.vmap(inner.eval_params)(own.params, own.optimizer)
             return jax.tree.map(mean_over_replicas, weights)
         return params
@@ -102,6 +107,8 @@ def replicate_step(
     optimizer = inner._replace(init=init, eval_params=eval_params)
     shared = jax.jit(eval_params)
     saved = lambda state: shared(state.params, state.optimizer)
+    if isinstance(c, DiLoCo):
+        saved = lambda state: state.params
     return spec._replace(optimizer=optimizer, step=step, agreed=mean, saved_params=saved)
 
 

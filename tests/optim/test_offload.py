@@ -98,6 +98,14 @@ def test_the_update_in_parts_is_the_same():
     assert moments and all(x.sharding.memory_kind == "pinned_host" for x in moments)
 
 
+def test_wrappers_see_whole_layers_and_their_states_wait_as_well():
+    wrappers = [{"name": "cautious"}, {"name": "ema", "decay": 0.5}]
+    plain, there = (walk(config("adamw", offload=o, wrappers=wrappers), 3) for o in (False, True))
+    close(there, plain, rtol=1e-5, atol=1e-7)
+    average = there[1].inner_states["matrix"].inner_state.average["blocks"]["up"]
+    assert average.sharding.memory_kind == "pinned_host"
+
+
 SLOW = [
     pytest.param(name, marks=pytest.mark.slow)
     for name in ("adamw8bit", "schedule_free", "soap", "lamb")
