@@ -9,6 +9,7 @@ from jax.sharding import Mesh
 from pydantic import BaseModel
 
 from jaxtrain.config import Config, Sections, to_yaml, validate
+from jaxtrain.config.compatible import check_compatible
 from jaxtrain.config.overrides import apply_overrides, check_once
 from jaxtrain.data import DataConfig
 from jaxtrain.data.batches.length_ramp import ramp_stages
@@ -91,11 +92,6 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
     """Fill in every open field of the configuration."""
     c = with_length_ramp(c)
     t = c.train
-    if c.model.fp8 and c.finetune.name != "full":
-        raise UserError(
-            f"model.fp8 is for training all matrices; finetune.name={c.finetune.name} leaves them "
-            "frozen: set model.fp8=null (finetune.base_quantization=int8 or nf4 makes them smaller)"
-        )
     model = resolve_model(c.model.model_copy(update=inserted(c)), t.sequence_length)
     check_size(model, vocab_size)
     tokens = horizon(model, vocab_size, t.tokens_per_parameter)
@@ -103,16 +99,13 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
         reference_model(c.model, t.sequence_length), vocab_size, t.tokens_per_parameter
     )
     mesh = make_mesh(c.mesh, devices)
+    check_compatible(c.model_copy(update={"model": model}), mesh.shape)
     for stage in (None, *c.data.stages):
         length = (stage and stage.sequence_length) or t.sequence_length
         what = "data.stages: sequence_length" if stage else "train.sequence_length"
         windows = (spec.window for spec in make_plan(model))
         check_context_chunks(mesh.shape["context"], what, length, windows)
     if mesh.shape["pipeline"] > 1:
-        if model.fp8_history:
-            raise UserError("model.fp8_history needs one call of each layer: set mesh.pipeline=1")
-        if model.stochastic_depth:
-            raise UserError("model.stochastic_depth does not reach stages: set mesh.pipeline=1")
         repeats, context = c.mesh.pipeline_repeats, mesh.shape["context"]
         check_stages(mesh.shape["pipeline"], repeats, make_plan(model), context)
     check_shapes(mesh, model, t.sequence_length)
@@ -205,16 +198,8 @@ def check_shapes(mesh: Mesh, model: ResolvedModel, sequence_length: int) -> None
         "tensor": {"model.heads": model.heads, "model.hidden": model.hidden},
         "fsdp": {"model.width": model.width},
     }
-    for axis in ("context", "pipeline"):
-        if model.virtual and mesh.shape[axis] > 1:
-            raise UserError(f"virtual tokens (prompt, prefix) need whole texts: set mesh.{axis}=1")
     if model.moe:
         dims["expert"] = {"model.moe.experts": model.moe.experts}
-    elif mesh.shape["expert"] > 1:
-        raise UserError(
-            f"mesh.expert={mesh.shape['expert']} splits the experts of model.moe, which is null; "
-            "set mesh.expert=1 (mesh.data splits batch rows)"
-        )
     for axis, sizes in dims.items():
         check_divides(f"mesh.{axis}", mesh.shape[axis], sizes)
     check_divides("model.ffn_tiles", model.ffn_tiles, {"train.sequence_length": sequence_length})

@@ -235,12 +235,6 @@ class ModelConfig(Settings):
             raise ValueError(f"width {self.width} is not a multiple of head_dim {self.head_dim}")
         if self.heads and self.kv_heads and self.heads % self.kv_heads:
             raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
-        if self.init == "mup" and self.tied_head:
-            raise ValueError("init mup scales the head unlike the embedding: set tied_head: false")
-        if self.qk_norm_gain and not self.qk_norm:
-            raise ValueError("qk_norm_gain needs qk_norm: there is no norm for the gains")
-        if self.norm_gain and not self.block_norm:
-            raise ValueError("norm_gain needs block_norm: there are no norms for the gains")
         named = lambda backend: backend not in (None, "xla")
         if named(self.kernels.norm) and not fits_norm(self):
             raise ValueError("kernels.norm needs norm: rms, norm_gain: false and block_norm: true")
@@ -252,22 +246,10 @@ class ModelConfig(Settings):
             raise ValueError(f"kernels.relu2 needs ffn: relu2, not {self.ffn}")
         if named(self.kernels.ffn) and (self.ffn != "relu2" or self.ffn_bias or self.kernels.relu2):
             raise ValueError("kernels.ffn needs ffn: relu2, ffn_bias: false and no kernels.relu2")
-        if self.fp8_history and not self.fp8:
-            raise ValueError("fp8_history needs fp8: there is nothing to scale")
-        if self.fp8_history and (self.ffn_tiles > 1 or self.prompt):
-            raise ValueError("fp8_history needs ffn_tiles: 1 and no prompt: one call of a matrix")
         if self.weight_form not in (None, *LAYER_FORMS):
             raise ValueError(
                 f"weight_form has no {self.weight_form}; it has {', '.join(LAYER_FORMS)}"
             )
-        if self.weight_form and self.fp8:
-            raise ValueError("weight_form needs fp8: null: a matrix has one form")
-        if self.prompt and self.prefix:
-            raise ValueError("prompt and prefix: take one of the two")
-        if self.stochastic_depth and (self.moe or self.fp8_history):
-            raise ValueError("stochastic_depth needs no moe and no fp8_history: loads and maxima")
-        if self.moe and self.ffn_bias:
-            raise ValueError("moe needs ffn_bias: false: experts have no shifts")
         if self.moe and self.moe.every > self.depth:
             raise ValueError(f"moe.every {self.moe.every} is more than the {self.depth} layers")
         if self.head_dim % 2:

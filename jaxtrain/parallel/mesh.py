@@ -55,11 +55,6 @@ def make_mesh(config: MeshConfig, devices: Sequence[Any] | None = None) -> Mesh:
 
 def axis_sizes(config: MeshConfig, devices: int) -> dict[str, int]:
     """Devices of each axis, `auto` resolved. Raises UserError if they do not fit."""
-    if config.pipeline == 1 < config.pipeline_repeats:
-        raise UserError(
-            f"mesh.pipeline_repeats={config.pipeline_repeats} is of the stages of a pipeline, and "
-            "mesh.pipeline is 1; set mesh.pipeline to 2 or more, or mesh.pipeline_repeats=1"
-        )
     sizes = {axis: getattr(config, axis) for axis in AXES}
     asked = {axis: size for axis, size in sizes.items() if size not in (1, "auto")}
     autos = [axis for axis in MeshConfig.model_fields if sizes.get(axis) == "auto"]

@@ -1,0 +1,286 @@
+"""One table of what goes with what: every pair of features that is refused, and the fix.
+
+FEATURES says how each feature is read off a configuration and which devices it runs on; REFUSALS
+lists the pairs. `check_compatible` raises for a configuration, `jaxtrain.config.support_matrix`
+writes the manual's table, and a test tries each cell. Whoever adds a feature adds its fields here.
+
+Checks elsewhere need more than two settings: sizes that must divide (`config.resolve`,
+`parallel.mesh`), the layer plan (`parallel.pipeline`), a device or a kernel (`weights.float8`,
+`model.remat`, `optim.offload`), the state of a run (`train`), one section (its own model).
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from pydantic import BaseModel
+
+from jaxtrain.cluster.runtime import compute_dtype
+from jaxtrain.config.tree import Sections
+from jaxtrain.data import sources_of
+from jaxtrain.objectives import PREFERENCES
+from jaxtrain.optim import OPTIMIZERS
+from jaxtrain.settings import UserError
+
+AXES = ("data", "fsdp", "tensor", "context", "pipeline", "expert")
+EVERY_DEVICE = "CPU, GPU, TPU"
+
+
+class Feature(NamedTuple):
+    """What a configuration has or has not."""
+
+    label: str  # in the support matrix; "" for the absence of something, which has no row there
+    key: str
+    active: Callable[[Any], bool]  # of the value at `key`; None where there is no such value
+    example: str = ""  # overrides that switch it on
+    devices: str = EVERY_DEVICE
+
+
+class Refusal(NamedTuple):
+    """Two features that exclude each other."""
+
+    feature: str
+    other: str
+    why: str
+    fix: str  # key=value
+
+
+def more_than_one(value: Any) -> bool:
+    return value is not None and value > 1
+
+
+def given(value: Any) -> bool:
+    return value not in (None, False, 0)
+
+
+def absent(value: Any) -> bool:
+    return not given(value)
+
+
+def equals(name: str) -> Callable[[Any], bool]:
+    return lambda value: value == name
+
+
+def axis(name: str, example: str = "") -> Feature:
+    return Feature(
+        f"mesh.{name}", f"mesh.{name}", more_than_one, f"mesh.{name}=2 {example}".strip()
+    )
+
+
+def optimizer(name: str) -> Feature:
+    return Feature(f"optimizer {name}", "optim.name", equals(name), f"optim.name={name}")
+
+
+def tuning(label: str, name: str, more: str = "") -> Feature:
+    example = f"finetune.name={name} train.steps=2 {more}".strip()
+    return Feature(label, "finetune.name", equals(name), example)
+
+
+def objective(name: str) -> Feature:
+    example = f"objective.name={name} {PAIRS}"
+    return Feature(f"objective {name}", "objective.name", equals(name), example)
+
+
+PAIRS = (
+    "data.train={name: preference, path: pairs.jsonl} data.packing.name=padded "
+    "model.document_mask=true"
+)
+MOE = "model.moe.experts=4"
+GPU_OR_TPU = "GPU, TPU"
+FEATURES = {
+    # ---- the mesh
+    "data": axis("data"),
+    "fsdp": axis("fsdp", "mesh.data=1"),
+    "tensor": axis("tensor", "mesh.data=1"),
+    "context": axis("context", "mesh.data=1"),
+    "pipeline": axis("pipeline", "mesh.data=1"),
+    "expert": axis("expert", f"mesh.data=1 {MOE}"),
+    "no pipeline": Feature("", "mesh.pipeline", lambda stages: stages == 1, "mesh.pipeline=1"),
+    "interleaved stages": Feature("", "mesh.pipeline_repeats", more_than_one,
+                                  "mesh.pipeline_repeats=2"),
+    "zero 1": Feature("ZeRO 1", "mesh.zero", lambda stage: stage == 1, "mesh.zero=1"),
+    "zero 2": Feature("ZeRO 2", "mesh.zero", lambda stage: stage == 2, "mesh.zero=2"),
+    # ---- the model
+    "moe": Feature("mixture of experts", "model.moe.experts", given, MOE),
+    "no moe": Feature("", "model.moe.experts", absent, "model.moe=null"),
+    "swiglu": Feature("gated FFN (swiglu, geglu)", "model.ffn",
+                      lambda kind: kind in ("swiglu", "geglu"), "model.ffn=swiglu"),
+    "ffn_bias": Feature("FFN biases", "model.ffn_bias", given, "model.ffn_bias=true"),
+    "learned positions": Feature("learned positions", "model.position_embedding",
+                                 equals("learned"), "model.position_embedding=learned"),
+    "qk_norm_gain": Feature("QK-norm with gains", "model.qk_norm_gain", given,
+                            "model.qk_norm_gain=true"),
+    "no qk_norm": Feature("", "model.qk_norm", absent, "model.qk_norm=false"),
+    "norm_gain": Feature("norms with gains", "model.norm_gain", given, "model.norm_gain=true"),
+    "no block_norm": Feature("", "model.block_norm", absent, "model.block_norm=false"),
+    "tied_head": Feature("tied head", "model.tied_head", given, "model.tied_head=true"),
+    "mup": Feature("muP", "model.init", equals("mup"), "model.init=mup"),
+    "document_mask": Feature("document mask", "model.document_mask", given,
+                             "model.document_mask=true"),
+    "no document_mask": Feature("", "model.document_mask", absent, "model.document_mask=false"),
+    "fp8": Feature("float8 matmuls", "model.fp8", given, "model.fp8=all", "GPU (Hopper or later)"),
+    "no fp8": Feature("", "model.fp8", absent, "model.fp8=null"),
+    "fp8_history": Feature("float8 with delayed scaling", "model.fp8_history", given,
+                           "model.fp8_history=2 model.fp8=blocks", "GPU (Hopper or later)"),
+    "scan_layers": Feature("scanned layers", "model.scan_layers", given, "model.scan_layers=true"),
+    "remat": Feature("activation checkpointing", "model.remat",
+                     lambda kind: kind not in (None, "none", "offload"), "model.remat=block"),
+    "remat offload": Feature("activation offload", "model.remat", equals("offload"),
+                             "model.remat=offload model.scan_layers=true", GPU_OR_TPU),
+    "ffn_tiles": Feature("tiled FFN", "model.ffn_tiles", more_than_one, "model.ffn_tiles=2"),
+    "adapter": tuning("adapters", "adapter"),
+    "prompt": Feature("prompt tuning", "model.prompt", given,
+                      "finetune.name=prompt train.steps=2 finetune.virtual_tokens=4 "
+                      "model.prompt=4"),
+    "prefix": Feature("prefix tuning", "model.prefix", given,
+                      "finetune.name=prefix train.steps=2 finetune.virtual_tokens=4 "
+                      "model.prefix=4"),
+    # ---- what trains
+    "tuning": Feature("", "finetune.name", lambda name: name != "full",
+                      "finetune.name=lora train.steps=2"),
+    "lora": tuning("LoRA", "lora"),
+    "dora": Feature("DoRA", "finetune.dora", given,
+                    "finetune.dora=true finetune.name=lora train.steps=2"),
+    "qlora": Feature("QLoRA (nf4)", "finetune.base_quantization", given,
+                     "finetune.base_quantization=nf4 finetune.name=lora train.steps=2"),
+    "freeze": tuning("frozen parts", "freeze", "finetune.trainable=[ffn]"),
+    "bitfit": tuning("BitFit", "bitfit", "model.qkv_bias=true"),
+    "ia3": tuning("IA3", "ia3"),
+    # ---- the objective
+    "preference": Feature("", "objective.name", lambda name: name in PREFERENCES,
+                          f"objective.name=dpo {PAIRS}"),
+    "language modeling": Feature("", "objective.name", lambda name: name not in PREFERENCES,
+                                 "objective.name=next_token"),
+    "multi_token": Feature("multi-token prediction", "objective.name", equals("multi_token"),
+                           "objective.name=multi_token"),
+    **{name: objective(name) for name in PREFERENCES},
+    "preference data": Feature("", "data.train.name", equals("preference"), PAIRS),
+    "other data": Feature("", "data.train.name", lambda name: name != "preference",
+                          "data.train={name: text, path: corpus.txt}"),
+    "z_loss": Feature("z-loss", "train.z_loss", given, "train.z_loss=0.1"),
+    # ---- the step
+    "local_sgd": Feature("DiLoCo, gossip", "train.local_sgd.name", given,
+                         "train.local_sgd.name=diloco mesh.data=2"),
+    "float16": Feature("float16 with loss scaling", "train.precision", equals("float16"),
+                       "train.precision=float16"),
+    "offload": Feature("optimizer offload", "optim.offload", given, "optim.offload=true",
+                       GPU_OR_TPU),
+    **{name: optimizer(name) for name in OPTIMIZERS},
+}  # fmt: skip
+
+ONE_CALL = "delayed scaling measures one call of each matrix a step"
+WHOLE_TEXT = "virtual tokens stand in front of a whole text on one device"
+NOT_FOR_PREFERENCES = "preference training does not have it yet"
+REFUSALS = (
+    Refusal("interleaved stages", "no pipeline", "there are no stages to interleave",
+            "mesh.pipeline_repeats=1"),
+    Refusal("expert", "no moe", "there are no experts to divide", "mesh.expert=1"),
+    Refusal("prompt", "context", WHOLE_TEXT, "mesh.context=1"),
+    Refusal("prompt", "pipeline", WHOLE_TEXT, "mesh.pipeline=1"),
+    Refusal("prefix", "context", WHOLE_TEXT, "mesh.context=1"),
+    Refusal("prefix", "pipeline", WHOLE_TEXT, "mesh.pipeline=1"),
+    Refusal("fp8", "tuning", "float8 is for training all matrices, and these are frozen "
+            "(finetune.base_quantization=int8 makes them smaller)", "model.fp8=null"),
+    Refusal("fp8_history", "no fp8", "there is nothing to scale", "model.fp8_history=null"),
+    Refusal("fp8_history", "ffn_tiles", ONE_CALL, "model.ffn_tiles=1"),
+    Refusal("fp8_history", "prompt", ONE_CALL, "model.fp8_history=null"),
+    Refusal("fp8_history", "pipeline", ONE_CALL, "mesh.pipeline=1"),
+    Refusal("prompt", "prefix", "both stand in front of the text", "model.prefix=null"),
+    Refusal("moe", "ffn_bias", "experts have no biases", "model.ffn_bias=false"),
+    Refusal("mup", "tied_head", "muP scales the head unlike the embedding",
+            "model.tied_head=false"),
+    Refusal("qk_norm_gain", "no qk_norm", "there is no norm for the gains",
+            "model.qk_norm_gain=false"),
+    Refusal("norm_gain", "no block_norm", "there are no norms for the gains",
+            "model.norm_gain=false"),
+    Refusal("local_sgd", "pipeline", "a replica is not divided into stages", "mesh.pipeline=1"),
+    Refusal("local_sgd", "float16", "each replica would have a loss scale of its own",
+            "train.precision=bfloat16"),
+    Refusal("local_sgd", "offload", "each replica keeps its own states", "optim.offload=false"),
+    Refusal("preference", "other data", "dpo, ipo, orpo and kto learn from preferences",
+            "objective.name=next_token"),
+    Refusal("language modeling", "preference data", "it is for text, not for answers to compare", "objective.name=dpo"),
+    Refusal("preference", "no document_mask", "the answers of a pair share a row",
+            "model.document_mask=true"),
+    Refusal("preference", "pipeline", NOT_FOR_PREFERENCES,
+            "mesh.pipeline=1"),
+    Refusal("preference", "local_sgd", NOT_FOR_PREFERENCES,
+            "train.local_sgd=null"),
+    Refusal("preference", "z_loss", "the loss is of answers, not of tokens", "train.z_loss=0"),
+    Refusal("preference", "fp8", NOT_FOR_PREFERENCES, "model.fp8=null"),
+)  # fmt: skip
+
+# Sizes, rates and switches inside one layer: they go with every axis and every feature. section ->
+# its fields.
+EVERYWHERE = {
+    "finetune": "rank alpha rslora targets lora_plus_ratio init_adapter trainable last_layers "
+    "width virtual_tokens projection",
+    "model": "depth width head_dim heads kv_heads hidden vocab_multiple rope_base "
+    "rope_base_short qk_scale attention_scale qkv_bias out_bias window_pattern "
+    "last_layer_full short_window context_length norm norm_eps post_norm embed_scale "
+    "embed_norm logit_softcap attention_softcap value_embeddings residual_scales "
+    "smear backout base_width adapter embedding_dtype attention "
+    "deterministic_attention remat_short",
+    "model.moe": "top_k hidden shared_experts every score_function balance_bias aux_loss z_loss "
+    "remat",
+    "model.rope_scaling": "name factor low_freq_factor high_freq_factor original_context beta_fast "
+    "beta_slow attention_factor truncate",
+    "model.kernels": "norm rope relu2 ffn loss",
+    "objective": "weights beta label_smoothing per_token desirable_weight undesirable_weight",
+    "optim": "clip_norm multipliers decay_multipliers state_dtype matrix_lr weight_decay "
+    "weight_decay_schedule momentum momentum_start momentum_end momentum_warmup_steps "
+    "nesterov orthogonalize gram_newton_schulz symmetric equilibrate renormalize "
+    "normuon normuon_b2 cautious_decay embedding_lr value_embedding_lr head_lr "
+    "residual_scale_lr x0_scale_lr scalar_lr gain_lr learning_rate b1 b2 eps "
+    "block_size min_size adamw_lr adamw_weight_decay shampoo_beta "
+    "precondition_frequency max_dim decay_power clipping_threshold "
+    "multiply_by_parameter_scale trust_coefficient",
+    "optim.batch_scaling": "rule reference_tokens",
+    "optim.schedule": "warmup_steps name final_fraction decay_fraction decay initial_fraction "
+    "warmup_fraction timescale",
+    "train": "sequence_length batch_size device_batch_size fit steps tokens_per_parameter "
+    "init_from on_nonfinite max_consecutive_skips compiler_options",
+    "train.local_sgd": "every outer_lr outer_momentum compress fragments",
+    "train.loss_spike": "action deviations window rollback_steps skip_batches",
+}  # fmt: skip
+
+
+def check_compatible(c: Sections, mesh_shape: Mapping[str, int]) -> None:
+    """Raises UserError, a line for each refused pair of features, with the fix.
+
+    c: a configuration, resolved or not. mesh_shape: devices of each axis, `auto` resolved.
+    """
+    lines = [shown(c, mesh_shape, refusal) for refusal in refusals(c, mesh_shape)]
+    if lines:
+        raise UserError(*lines)
+
+
+def refusals(c: Sections, mesh_shape: Mapping[str, int]) -> list[Refusal]:
+    """The rows of the table that a configuration breaks."""
+    has = {name: f.active(value_at(c, mesh_shape, f.key)) for name, f in FEATURES.items()}
+    return [refusal for refusal in REFUSALS if has[refusal.feature] and has[refusal.other]]
+
+
+def shown(c: Sections, mesh_shape: Mapping[str, int], refusal: Refusal) -> str:
+    one, other = (setting(c, mesh_shape, FEATURES[name].key) for name in refusal[:2])
+    return f"{one} does not go with {other}: {refusal.why}; set {refusal.fix}"
+
+
+def setting(c: Sections, mesh_shape: Mapping[str, int], key: str) -> str:
+    """`key=value` as a command line has it."""
+    value = value_at(c, mesh_shape, key)
+    if value is None or isinstance(value, bool):
+        value = "null" if value is None else str(value).lower()
+    return f"{key}={value}"
+
+
+def value_at(c: Sections, mesh_shape: Mapping[str, int], key: str) -> Any:
+    """The value of a dotted path; None where its section has no such field, or there is none."""
+    section, _, name = key.rpartition(".")
+    if section == "mesh" and name in mesh_shape:
+        return mesh_shape[name]
+    if key == "data.train.name":  # a mixture's sources are all preferences, or none is
+        return next(iter(sources_of(c.data.train).values())).name
+    found: Any = c
+    for part in key.split("."):
+        found = getattr(found, part, None) if isinstance(found, BaseModel) else None
+    return compute_dtype(found).name if key == "train.precision" else found

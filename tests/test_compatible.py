@@ -1,0 +1,122 @@
+"""The table of what goes with what: each fix helps, each supported cell compiles."""
+
+from functools import reduce
+from math import prod
+from pathlib import Path
+
+import jax
+import pytest
+
+from jaxtrain.config import Config, fields, load_config, tag_of, variants_of
+from jaxtrain.config.compatible import AXES, EVERYWHERE, FEATURES, REFUSALS, refusals
+from jaxtrain.config.resolve import resolve
+from jaxtrain.config.support_matrix import cell, overrides_of, page, rows, split_example
+from jaxtrain.estimate.dry_run import facts_of, with_replicas
+from jaxtrain.estimate.workload import load_workload
+from jaxtrain.objectives import PREFERENCES
+from jaxtrain.settings import UserError
+
+TINY = [
+    "data.tokenizer.name=bytes", "model.depth=2", "model.width=32", "model.head_dim=8",
+    "model.hidden=64", "model.window_pattern=L", "model.value_embeddings=false",
+    "train.sequence_length=32", "train.batch_size=8", "train.device_batch_size=2",
+    "train.steps=2", "optim.schedule.warmup_steps=0",
+]  # fmt: skip
+CELLS = [(name, axis) for name in rows() for axis in AXES]
+SUPPORTED = [one for one in CELLS if not cell(*one)]
+REFUSED = [one for one in CELLS if cell(*one)]
+REPRESENTATIVES = [
+    ("lora", "fsdp"), ("document_mask", "context"), ("moe", "expert"), ("remat", "pipeline"),
+]  # fmt: skip
+
+
+def devices_of(overrides):
+    """As many as the mesh asks for."""
+    mesh = load_config(None, overrides).mesh.model_dump(include=set(AXES))
+    return jax.devices()[: prod(size for size in mesh.values() if size != "auto")]
+
+
+def tried(feature, axis):
+    """Compile the step of a tiny model; what resolving refuses is an error."""
+    overrides = [*TINY, *overrides_of(feature, axis)]
+    devices = devices_of(overrides)
+    if "CPU" not in FEATURES[feature].devices or feature in PREFERENCES:
+        # Not on this machine; and tests/finetune/test_preference.py has the batches of preferences.
+        resolve(load_config(None, overrides), 257, devices)
+        return
+    facts_of(with_replicas(load_workload(None, overrides, devices, accumulated=True)))
+
+
+@pytest.mark.parametrize(("feature", "axis"), REPRESENTATIVES)
+def test_what_the_table_supports_compiles(feature, axis):
+    assert (feature, axis) in SUPPORTED
+    tried(feature, axis)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize(
+    ("feature", "axis"), [one for one in SUPPORTED if one not in REPRESENTATIVES]
+)
+def test_every_supported_cell_compiles(feature, axis):
+    tried(feature, axis)
+
+
+@pytest.mark.parametrize(("feature", "axis"), REFUSED)
+def test_every_refused_cell_is_accepted_once_its_fixes_are_applied(feature, axis):
+    overrides = [*TINY, *overrides_of(feature, axis)]
+    with pytest.raises(UserError) as stop:
+        resolve(load_config(None, overrides), 257, devices_of(overrides))
+    lines, fixes = str(stop.value).splitlines(), [r.fix for r in cell(feature, axis)]
+    assert [line.rpartition("; set ")[2] for line in lines] == fixes
+    fixed = [*overrides, *fixes]
+    resolve(load_config(None, fixed), 257, devices_of(fixed))
+
+
+def broken(overrides):
+    c = load_config(None, overrides)
+    shape = {axis: 1 if (n := getattr(c.mesh, axis)) == "auto" else n for axis in AXES}
+    return refusals(c, shape)
+
+
+@pytest.mark.parametrize("refusal", REFUSALS, ids=lambda r: f"{r.feature}-{r.other}")
+def test_each_refusal_is_met_and_its_fix_helps(refusal):
+    both = split_example(FEATURES[refusal.feature].example)
+    both += split_example(FEATURES[refusal.other].example)
+    found = broken(both)
+    assert refusal in found
+    assert refusal not in broken([*both, refusal.fix])
+    assert not broken(reduce(lambda given, r: [*given, r.fix], found, both))
+
+
+def test_no_pair_is_refused_twice():
+    pairs = [frozenset(refusal[:2]) for refusal in REFUSALS]
+    assert len(set(pairs)) == len(pairs)
+
+
+# ---- fail-closed ------------------------------------------------------------------------------
+
+SECTIONS = ("model", "train", "optim", "finetune", "objective", "mesh")
+
+
+def test_every_field_says_what_it_goes_with():
+    """A new field is a key of FEATURES, or goes with everything: then EVERYWHERE has its name."""
+    everywhere = [f"{section}.{name}" for section, t in EVERYWHERE.items() for name in t.split()]
+    keys = {feature.key for feature in FEATURES.values()}
+    paths = {path for path, *_ in fields(Config) if path.split(".")[0] in SECTIONS}
+    assert paths - keys == set(everywhere)
+    assert len(set(everywhere)) == len(everywhere)
+    assert keys - paths == {"data.train.name"}
+
+
+@pytest.mark.parametrize("section", ["optim", "finetune", "objective"])
+def test_every_variant_has_a_row(section):
+    """A new optimizer, fine-tuning method or objective states its mesh axes."""
+    tags = {tag_of(variant) for variant in variants_of(Config.model_fields[section])}
+    examples = [split_example(FEATURES[name].example) for name in rows()]
+    for tag in tags - {"full", "next_token"}:
+        assert any(f"{section}.name={tag}" in example for example in examples), tag
+
+
+def test_the_page_of_the_manual_is_current():
+    path = Path(__file__).parents[1] / "docs" / "reference" / "support-matrix.md"
+    assert path.read_text() == page(), f"python -m jaxtrain.config.support_matrix > {path}"
