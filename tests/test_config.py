@@ -133,12 +133,12 @@ BAD = {
     "mesh.data=3": "mesh.data=3 does not divide the number of devices, 8; these would: 1, 2, 4, 8",
     "mesh.data=4": "mesh.data=4: 4 of 8 devices; give mesh.data=8, or auto",
     "mesh.data=1": "mesh.data=1: 1 of 8 devices; give mesh.data=8, or auto",
-    "mesh.pipeline_repeats=2": "mesh.pipeline_repeats=2 is of the stages of a pipeline, and "
-    "mesh.pipeline is 1; set mesh.pipeline to 2 or more, or mesh.pipeline_repeats=1",
+    "mesh.pipeline_repeats=2": "mesh.pipeline_repeats=2 does not go with mesh.pipeline=1: there "
+    "are no stages to interleave; set mesh.pipeline_repeats=1",
     "mesh.tensor=4 model.heads=6": "mesh.tensor=4 does not divide model.heads 6; these would: 1, "
     "2, 3, 6",
-    "mesh.expert=2 mesh.data=4": "mesh.expert=2 splits the experts of model.moe, which is null; "
-    "set mesh.expert=1 (mesh.data splits batch rows)",
+    "mesh.expert=2 mesh.data=4": "mesh.expert=2 does not go with model.moe.experts=null: there are "
+    "no experts to divide; set mesh.expert=1",
     "mesh.expert=8 mesh.data=1 model.moe.experts=6": "mesh.expert=8 does not divide "
     "model.moe.experts 6; these would: 1, 2, 3, 6",
     "model.moe.remat=all": "model.moe.remat: got 'all': input should be 'none', 'attention', "

@@ -65,21 +65,12 @@ def replicate_step(
     resumed: the last replica of a run may go on alone, on several devices. UserError for what has
     no replicas.
     """
-    if spec.dtype == jnp.float16:
-        raise UserError(
-            "train.local_sgd: float16's loss scale would differ between replicas; use "
-            "train.precision=bfloat16 or float32"
-        )
+    # What excludes local_sgd is in `config.compatible`, but whether one replica may train alone
+    # depends on the run: the last of several may.
     if mesh.shape["data"] == 1 < mesh.size and not resumed:
         raise UserError(
-            "train.local_sgd: replicas lie along mesh.data, which is 1; set mesh.data=auto, and "
-            "what each of them splits to fewer devices"
-        )
-    if mesh.shape["pipeline"] > 1:
-        raise UserError("train.local_sgd: a replica is no pipeline; set mesh.pipeline=1")
-    if spec.optimizer.offload:
-        raise UserError(
-            "train.local_sgd: each replica keeps its own states; set optim.offload=false"
+            "train.local_sgd needs at least 2 replicas along mesh.data, which is 1: set "
+            "mesh.data=auto and shrink the other axes"
         )
     if isinstance(c, DiLoCo) and c.fragments > c.every:
         raise UserError(

@@ -12,7 +12,6 @@ from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain import data
 from jaxtrain.config.resolve import Resolved
-from jaxtrain.data.batches.mixture import sources_of
 from jaxtrain.data.records import DESIRABLE
 from jaxtrain.model import cast
 from jaxtrain.objectives import PREFERENCES, answer_logps
@@ -25,26 +24,6 @@ from jaxtrain.weights.params import Params
 UNREADABLE = (OSError, ValueError, KeyError, EOFError, RuntimeError, zipfile.BadZipFile)
 HELD_OUT = "held out"  # the validation split among the sources
 LINES = {True: "prompt, completion and label", False: "prompt, chosen and rejected"}
-
-
-def check_objective(c: Resolved) -> None:
-    """Raises UserError for data and settings that do not go with the objective."""
-    name, source = c.objective.name, next(iter(sources_of(c.data.train).values())).name
-    if (name in PREFERENCES) != (source == "preference"):
-        raise UserError(
-            f"objective.name={name} does not go with data.train.name={source}: "
-            f"{', '.join(PREFERENCES)} train on data.train.name=preference, others on all others"
-        )
-    needs = {
-        "model.document_mask=true": c.model.document_mask,
-        "mesh.pipeline=1": c.mesh.pipeline == 1,
-        "train.local_sgd=null": c.train.local_sgd is None,
-        "train.z_loss=0": c.train.z_loss == 0,
-        "model.fp8=null": c.model.fp8 is None,
-    }
-    for need, given in needs.items():
-        if name in PREFERENCES and not given:
-            raise UserError(f"objective.name={name} needs {need}")
 
 
 def preference_stores(prepared: data.Prepared, c: Resolved) -> dict[str, data.TokenStore]:

@@ -371,8 +371,11 @@ def test_all_parameters_learn_the_order(whole, tmp_path, name):
     [
         ({"objective__name": "next_token"}, "next_token does not go with data.train.name=pref"),
         ({"objective__name": "kto"}, "kto trains on lines of prompt, completion and label, but"),
-        ({"model__document_mask": False}, "objective.name=dpo needs model.document_mask=true"),
-        ({"train__z_loss": 0.1}, "objective.name=dpo needs train.z_loss=0"),
+        (
+            {"model__document_mask": False},
+            "objective.name=dpo does not go with model.document_mask=false: ",
+        ),
+        ({"train__z_loss": 0.1}, "objective.name=dpo does not go with train.z_loss=0.1: "),
         ({"train__sequence_length": 16}, "none of the 4 preferences is left"),
         ({"data__train__name": "chat"}, "dpo does not go with data.train.name=chat"),
     ],

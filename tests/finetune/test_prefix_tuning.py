@@ -262,7 +262,10 @@ def test_what_cannot_be(tmp_path, whole):
         ),
         (["finetune.name=prompt", "model.prefix=8"], "has a prefix already"),
         (["finetune.name=prefix", "model.prefix=20", "finetune.projection=8"], "projection=null"),
-        (["finetune.name=prefix", "mesh.context=2"], r"virtual tokens .* set mesh.context=1"),
+        (
+            ["finetune.name=prefix", "mesh.context=2"],
+            r"mesh.context=2: virtual tokens .* set mesh.context=1",
+        ),
     ):
         with pytest.raises(UserError, match=message):
             resolve(load_config(None, [*start, *given, "train.sequence_length=32"]), 512)

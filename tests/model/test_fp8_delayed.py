@@ -177,9 +177,9 @@ def test_sharded_is_one_device(whole):
 
 @pytest.mark.parametrize(
     ("changes", "message"),
-    [({"model__fp8": "null"}, "fp8_history needs fp8"),
-     ({"model__ffn_tiles": 2}, "fp8_history needs ffn_tiles: 1"),
-     ({"mesh__pipeline": 2, "model__depth": 2}, "fp8_history needs one call of each layer")],
+    [({"model__fp8": "null"}, "model.fp8_history=16 does not go with model.fp8=null: "),
+     ({"model__ffn_tiles": 2}, "fp8_history=16 does not go with model.ffn_tiles=2: "),
+     ({"mesh__pipeline": 2, "model__depth": 2}, "does not go with mesh.pipeline=2: ")],
 )  # fmt: skip
 def test_what_it_does_not_go_with_is_one_clear_error(changes, message, tmp_path, capsys):
     given = {"model__fp8": "blocks", "model__fp8_history": 16} | changes

@@ -136,8 +136,6 @@ def test_without_block_norm_the_branches_read_the_stream(block_norm):
 @pytest.mark.parametrize(
     ("changes", "message"),
     [
-        ({"init": "mup", "tied_head": True}, "tied_head: false"),
-        ({"block_norm": False, "norm_gain": True}, "norm_gain needs block_norm"),
         ({"init": "he"}, "'speedrun', 'gpt2'"),
     ],
 )

@@ -162,5 +162,3 @@ def test_a_matrix_has_one_form(form):
     put = lambda n, x: in_form(form, n, x) if n == "blocks/attention/q" else x
     with pytest.raises(UserError, match="model.weight_form=fake_int8: attention/q is a .* already"):
         logits(graphdef, map_named(put, random_params(specs)), tokens(2))
-    with pytest.raises(ValueError, match="weight_form needs fp8: null"):
-        resolved(weight_form="fake_int8", fp8="blocks")

@@ -24,8 +24,6 @@ from jaxtrain.main import main
 from jaxtrain.optim import OptimConfig, make_optimizer, offload
 from jaxtrain.parallel import place_batch
 from jaxtrain.settings import UserError
-from jaxtrain.train.config import Gossip
-from jaxtrain.train.local_sgd import replicate_step
 from jaxtrain.train.loss_scale import LossScale
 from jaxtrain.train.step import make_step
 from jaxtrain.train.stop_signal import StopSignal
@@ -198,9 +196,6 @@ def test_where_it_cannot_be(monkeypatch):
     def none(mesh, spec, memory_kind):
         raise ValueError(f"Could not find memory addressable by device with {memory_kind}")
 
-    task, _ = make_spec(optim=config("adamw", offload=True))
-    with pytest.raises(UserError, match="each replica keeps its own states; set optim.offload=f"):
-        replicate_step(task, Gossip(every=2), mesh_of(data=2))
     monkeypatch.setattr(offload, "NamedSharding", none)
     with pytest.raises(UserError, match="optim.offload: a cpu has no pinned memory of the host's"):
         offload.host_sharding(mesh_of(), jax.P())
