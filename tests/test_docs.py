@@ -188,7 +188,8 @@ def test_a_standard_term_is_in_the_manual(term):
 def test_the_tour_is_true(page):
     text = (ROOT / page).read_text()
     assert tour.MARKERS.search(text)
-    shown, true = (re.findall(r"\| \**([\d,]+)\** \|", t) for t in (text, tour.renewed(page)))
+    tables = (tour.MARKERS.search(found)[0] for found in (text, tour.renewed(page)))
+    shown, true = (re.findall(r"\| \**([\d,]+)\** \|", table) for table in tables)
     number = lambda digits: int(digits.replace(",", ""))
     assert len(shown) == len(true) == len(tour.TOUR) + 1
     for old, new in zip(shown, true, strict=True):  # a patch of some lines need not renew it
