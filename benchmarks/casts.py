@@ -7,7 +7,7 @@ import jax
 import jax.numpy as jnp
 from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.matmul import fp8
-from jaxtrain_kernels.matmul.fp8_functions import itself, relu2, relu2_grad
+from jaxtrain_kernels.matmul.fp8.functions import itself, relu2, relu2_grad
 
 from benchmarks.decode import bandwidth
 from benchmarks.kernels import error_of

@@ -231,7 +231,7 @@ def muon(s: Stacks, backends: set[str], dtype: Any) -> Iterator[Row]:
 
 def unserved(matrices: Arrays) -> bool:
     """Whether there is no kernel for one triangle of these."""
-    return any(matmul.mosaic.supports(target(), x.astype(jnp.bfloat16)) for x in matrices)
+    return any(matmul.hopper.supports(target(), x.astype(jnp.bfloat16)) for x in matrices)
 
 
 def iterated(symmetric: bool) -> Callable[..., Any]:

@@ -46,7 +46,7 @@ def bench_switches(
     every = variants()
     if only is not None and only not in every:
         raise UserError(f"there is no variant {only}; there are {', '.join(every)}")
-    if reason := hopper.refuses(target()):
+    if reason := hopper.unsupported_reason(target()):
         raise UserError(f"--switches compares the kernels for Hopper: {reason}")
     optim = load_config(find_config(name), overrides).optim.name
     for variant, lines in every.items():

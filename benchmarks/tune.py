@@ -38,7 +38,7 @@ def tune_attention(
     path = table.PATH if out is None else out / table.PATH.name
     ours = [name for name in BACKENDS if name != "reference"]
     shapes, wanted = chosen("attention", names, [s.name for s in ATTENTION_TUNE], ours)
-    rows = list(table.read())
+    rows = list(table.read_table())
     for shape in map(sized(small_attention), [s for s in ATTENTION_TUNE if s.name in shapes]):
         inputs = rotating(lambda key, s=shape: attention_inputs(s, dtype, key))
         for backend in [name for name in ours if name in wanted]:
@@ -47,13 +47,13 @@ def tune_attention(
             rows += [table_row(shape, dtype, best)] if best else []
         # After each shape: a run that is cut short keeps what it has measured.
         path.parent.mkdir(parents=True, exist_ok=True)
-        table.write(rows, path)
-    table.read.cache_clear()
+        table.write_table(rows, path)
+    table.read_table.cache_clear()
     return finished("attention", dtype, variant, figures) | {"config": "tune", "peers": []}
 
 
 def table_row(shape: AttentionShape, dtype: Any, best: dict[str, Any]) -> table.Row:
-    kind = table.Kind(
+    kind = table.TableKey(
         dtype=dtype.name,
         head_dim=shape.H,
         causal=shape.causal,

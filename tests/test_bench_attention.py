@@ -113,8 +113,8 @@ def fake_backend():
 
 def test_tuning_keeps_the_fastest_right_tiling(tmp_path, monkeypatch):
     monkeypatch.setitem(BACKENDS, "fake", fake_backend())
-    monkeypatch.setattr(table, "read", table.read.__wrapped__)
-    monkeypatch.setattr(table.read, "cache_clear", lambda: None, raising=False)
+    monkeypatch.setattr(table, "read_table", table.read_table.__wrapped__)
+    monkeypatch.setattr(table.read_table, "cache_clear", lambda: None, raising=False)
     speed = {"fast": 2.0, "ok": 3.0, "wrong": 4.0, "more": 0.5}
     tried = []
     original, make = tune.rate, tune.our_attention
@@ -128,7 +128,7 @@ def test_tuning_keeps_the_fastest_right_tiling(tmp_path, monkeypatch):
     monkeypatch.setattr(tune, "rate", rate)
     monkeypatch.setattr(tune, "our_attention", lambda b, t=None: tried.append(t) or make(b, t))
     result = recorded(tmp_path, "--tune", "fake", ATTENTION_TUNE[0].name)
-    (row,) = (r for r in table.read(tmp_path / "table.json") if r["device"] == "cpu")
+    (row,) = (r for r in table.read_table(tmp_path / "table.json") if r["device"] == "cpu")
     assert row["backend"] == "fake"
     assert row["tiling"] == {"forward": "fast", "backward": "ok", "last": "more"}
     assert (row["tflops_forward"], row["tflops_forward_backward"]) == (3.0, 6.5)
@@ -139,7 +139,7 @@ def test_tuning_keeps_the_fastest_right_tiling(tmp_path, monkeypatch):
 
 def test_tuning_writes_what_dispatch_reads(tmp_path):
     recorded(tmp_path, "--tune", "xla", PACKED.name)
-    (row,) = (r for r in table.read(tmp_path / "table.json") if r["device"] == "cpu")
+    (row,) = (r for r in table.read_table(tmp_path / "table.json") if r["device"] == "cpu")
     assert row["backend"] == "xla" and row["segments"] and row["tflops_forward"] > 0
     assert xla.candidates(ATTENTION_BENCH[0])[0] == {"block": 256}
     assert jax.default_backend() == "cpu"

@@ -59,7 +59,7 @@ def target() -> Target:
     return Target("cuda", (int(major), int(minor)), device.device_kind)
 
 
-def choose(
+def choose_backend(
     op: str, reasons: Mapping[str, str | None], implementation: str | None, signature: str
 ) -> str:
     """The backend's name; `reasons` has, fastest first, why each cannot serve (None = it can).

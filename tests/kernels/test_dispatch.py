@@ -9,7 +9,7 @@ import pytest
 from jaxtrain_kernels import dispatch
 from jaxtrain_kernels.attention import BACKENDS, Call, attention, cudnn, table
 from jaxtrain_kernels.cross_entropy import linear_cross_entropy
-from jaxtrain_kernels.dispatch import Target, choose, on_target, target
+from jaxtrain_kernels.dispatch import Target, choose_backend, on_target, target
 
 HOPPER, AMPERE, TURING = (Target("cuda", cc) for cc in ((9, 0), (8, 0), (7, 5)))
 # Without the tests' check of the annotations, as a user calls it.
@@ -21,18 +21,18 @@ def qkv(dtype=jnp.float32, H=8):
 
 
 def test_the_first_that_can_serve_is_chosen():
-    assert choose("op", {"a": "no", "b": None, "c": None}, None, "") == "b"
-    assert choose("op", {"a": None, "b": None}, "b", "") == "b"
+    assert choose_backend("op", {"a": "no", "b": None, "c": None}, None, "") == "b"
+    assert choose_backend("op", {"a": None, "b": None}, "b", "") == "b"
 
 
 def test_refusals_name_what_is_missing():
     reasons = {"a": "needs X", "b": "needs Y"}
     with pytest.raises(NotImplementedError, match="a: needs X; b: needs Y"):
-        choose("op", reasons, None, "sig")
+        choose_backend("op", reasons, None, "sig")
     with pytest.raises(NotImplementedError, match="a cannot serve sig: needs X"):
-        choose("op", reasons, "a", "sig")
+        choose_backend("op", reasons, "a", "sig")
     with pytest.raises(ValueError, match="no backend 'c'; it has a, b"):
-        choose("op", reasons, "c", "sig")
+        choose_backend("op", reasons, "c", "sig")
 
 
 def test_ops_raise_for_a_named_backend_that_cannot_serve():
@@ -107,7 +107,7 @@ def test_ops_lower_for_cuda_without_a_gpu():
 
 
 H200 = Target("cuda", (9, 0), "NVIDIA H200")
-KIND = table.Kind("bfloat16", 128, True, False, False, False, 1, 2048)
+KIND = table.TableKey("bfloat16", 128, True, False, False, False, 1, 2048)
 
 
 def rows(*entries):
@@ -150,28 +150,30 @@ MEASURED = rows(
 )
 def test_the_nearest_measured_kind_orders_the_backends(device, change, expected):
     wanted = KIND._replace(**change)
-    assert table.preference(MEASURED, device, wanted, ("a", "b", "c")) == expected
+    assert table.preferred_backends(MEASURED, device, wanted, ("a", "b", "c")) == expected
 
 
 def test_a_devices_own_rows_come_before_its_relatives():
     own = table.make_row(Target("cuda", (9, 0), "NVIDIA H100"), KIND, "a", None, 1.0, 1.0)
-    order = table.preference([*MEASURED, own], HOPPER._replace(kind="NVIDIA H100"), KIND, "ab")
+    order = table.preferred_backends(
+        [*MEASURED, own], HOPPER._replace(kind="NVIDIA H100"), KIND, "ab"
+    )
     assert order[0] == ("a", None)
 
 
 def test_the_table_is_written_and_read_again(tmp_path):
     path = tmp_path / "table.json"
     newer = table.make_row(H200, KIND._replace(T=2100), "a", {"block": 9}, 7.0, 1234.567)
-    table.write([*MEASURED, newer], path)
-    again = table.read(path)
+    table.write_table([*MEASURED, newer], path)
+    again = table.read_table(path)
     assert len(again) == len(MEASURED) and newer in again and MEASURED[0] not in again
     assert newer["T"] == 2048 and newer["tflops_forward_backward"] == 1235.0
 
 
 def test_shipped_rows_name_backends_and_kinds():
-    for row in table.read():
+    for row in table.read_table():
         assert row["backend"] in BACKENDS and row["tflops_forward_backward"] > 0
-        assert {*table.Kind._fields, "device", "tiling"} <= set(row)
+        assert {*table.TableKey._fields, "device", "tiling"} <= set(row)
 
 
 def test_attention_follows_the_table(monkeypatch):
@@ -179,7 +181,7 @@ def test_attention_follows_the_table(monkeypatch):
     cpu = table.make_row(target(), KIND._replace(dtype="float32"), "xla", block, 1.0, 1.0)
     slower = cpu | {"backend": "reference", "tflops_forward_backward": 0.5, "tiling": None}
     seen = []
-    monkeypatch.setattr(table, "read", lambda: (slower, cpu))
+    monkeypatch.setattr(table, "read_table", lambda: (slower, cpu))
     for name in ("xla", "reference"):
         original = BACKENDS[name].attention
         monkeypatch.setattr(

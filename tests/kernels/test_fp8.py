@@ -19,8 +19,11 @@ from jaxtrain_kernels import (
 )
 from jaxtrain_kernels.cross_entropy import reference as loss_reference
 from jaxtrain_kernels.dispatch import Target, on_target
-from jaxtrain_kernels.matmul import fp8, fp8_mosaic, fp8_reference, fp8_xla
-from jaxtrain_kernels.matmul.fp8_functions import itself, relu2, relu2_grad
+from jaxtrain_kernels.matmul import fp8
+from jaxtrain_kernels.matmul.fp8 import hopper as fp8_hopper
+from jaxtrain_kernels.matmul.fp8 import reference as fp8_reference
+from jaxtrain_kernels.matmul.fp8 import xla as fp8_xla
+from jaxtrain_kernels.matmul.fp8.functions import itself, relu2, relu2_grad
 
 from jaxtrain.cluster.xla_flags import known_options
 
@@ -275,8 +278,8 @@ def test_mosaics_cast_is_xlas_and_the_references_without_races(
     interpret = plgpu.InterpretGPUParams(detect_races=True)
     bits = lambda outs: [np.asarray(out).view(np.uint8) for out in outs]
     given = arrays, factor, dtype, function
-    outs = fp8_mosaic.cast(*given, saturate=saturate, interpret=interpret)
-    *measured, seen = fp8_mosaic.cast_measured(*given, interpret=interpret)
+    outs = fp8_hopper.cast(*given, saturate=saturate, interpret=interpret)
+    *measured, seen = fp8_hopper.cast_measured(*given, interpret=interpret)
     largest = float(jnp.abs(measured[0].astype(jnp.float32)).max())
     assert seen == most and (largest == LARGEST[dtype]) == saturate
     for backend in (fp8_xla, fp8_reference):

@@ -13,7 +13,8 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jax.extend.core import jaxprs_in_params
 from jaxtrain_kernels import fp8_feed_forward_relu2, fp8_quantize
 from jaxtrain_kernels.dispatch import on_target
-from jaxtrain_kernels.matmul import fp8, fp8_mosaic
+from jaxtrain_kernels.matmul import fp8
+from jaxtrain_kernels.matmul.fp8 import hopper
 
 LARGEST = {ml_dtypes.float8_e4m3fn: 448.0, ml_dtypes.float8_e5m2: 57344.0}
 B, T, D, F = 2, 64, 128, 256
@@ -91,7 +92,7 @@ def test_delayed_scaling_takes_the_maxima_given_and_returns_those_seen():
 @pytest.mark.parametrize("delayed", [False, True])
 def test_mosaics_casts_are_the_references_bit_for_bit(delayed, monkeypatch):
     interpret = functools.partial(functools.partial, interpret=plgpu.InterpretGPUParams())
-    casts = interpret(fp8_mosaic.cast), interpret(fp8_mosaic.cast_measured)
+    casts = interpret(hopper.cast), interpret(hopper.cast_measured)
     interpreted = SimpleNamespace(
         supports=lambda target, *arrays: None, cast=casts[0], cast_measured=casts[1]
     )

@@ -10,9 +10,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtrain_kernels import feed_forward, feed_forward_relu2
 from jaxtrain_kernels.dispatch import on_target
-from jaxtrain_kernels.feed_forward import matmul_relu2_grad, mosaic, reference, relu2_matmul, xla
-from jaxtrain_kernels.matmul import mosaic_gemm
-from jaxtrain_kernels.matmul.mosaic_gemm import GemmTiling
+from jaxtrain_kernels.feed_forward import hopper, matmul_relu2_grad, reference, relu2_matmul, xla
+from jaxtrain_kernels.matmul.hopper import gemm
+from jaxtrain_kernels.matmul.hopper.gemm import GemmTiling
 
 from jaxtrain import parallel
 from jaxtrain.parallel import MeshConfig, make_mesh
@@ -39,8 +39,8 @@ def assert_equals_reference(M, K, N, tiling, dtype=BF16):
     x, w, dy, w_NK, h = arrays(M, K, N, dtype)
     wide = lambda *given: [a.astype(jnp.float32) for a in given]
     ours = (
-        mosaic.relu2_matmul(x, w, tiling=tiling, interpret=INTERPRET),
-        mosaic.matmul_relu2_grad(dy, w_NK, h, tiling=tiling, interpret=INTERPRET),
+        hopper.relu2_matmul(x, w, tiling=tiling, interpret=INTERPRET),
+        hopper.matmul_relu2_grad(dy, w_NK, h, tiling=tiling, interpret=INTERPRET),
     )
     expected = (
         reference.relu2_matmul(*wide(x, w)),
@@ -69,10 +69,8 @@ def test_mosaic_equals_reference_without_races(M, K, N, dtype, tiling, capfd):
 def test_each_tile_is_worked_on_once():
     for down, across, group in ((5, 3, 2), (4, 4, 8), (1, 6, 1)):
         tiling = TURNS._replace(group=group)
-        plan = mosaic_gemm.Plan(
-            64 * down, 64 * across, 64, BF16, False, lambda x: x, False, tiling, 1
-        )
-        seen = [mosaic_gemm.tile_of(plan, np.int32(n)) for n in range(down * across)]
+        plan = gemm.GemmPlan(64 * down, 64 * across, 64, BF16, False, lambda x: x, False, tiling, 1)
+        seen = [gemm.tile_of(plan, np.int32(n)) for n in range(down * across)]
         expected = [(i, j) for i in range(down) for j in range(across)]
         assert sorted((int(i), int(j)) for i, j in seen) == expected
 

@@ -8,7 +8,9 @@ import functools
 import jax
 import jax.numpy as jnp
 import pytest
-from jaxtrain_kernels.attention import attention, mosaic, mosaic_backward, mosaic_forward
+from jaxtrain_kernels.attention import attention, hopper
+from jaxtrain_kernels.attention.hopper import backward as backward_kernel
+from jaxtrain_kernels.attention.hopper import forward as forward_kernel
 from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.shapes import ATTENTION_BENCH
 
@@ -72,12 +74,12 @@ def test_a_scale_of_zero_is_refused_and_a_negative_one_is_not():
 
 def test_candidates_are_tilings_with_the_default_among_them():
     for shape in ATTENTION_BENCH:
-        tilings = mosaic.candidates(shape)
+        tilings = hopper.candidates(shape)
         forward = [t["forward"] for t in tilings if "forward" in t]
         backward = [t["backward"] for t in tilings if "backward" in t]
-        default = mosaic_forward.default_tiling(shape.H, bool(shape.documents))
-        assert mosaic_forward.ForwardTiling(**forward[0]) == default
-        assert mosaic_backward.BackwardTiling(**backward[0]) == mosaic_backward.default_tiling(
+        default = forward_kernel.default_tiling(shape.H, bool(shape.documents))
+        assert forward_kernel.ForwardTiling(**forward[0]) == default
+        assert backward_kernel.BackwardTiling(**backward[0]) == backward_kernel.default_tiling(
             shape.H
         )
         assert len(forward) + len(backward) == len(tilings) > 4

@@ -8,10 +8,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtrain_kernels.attention import Call, mosaic_backward, reference
-from jaxtrain_kernels.attention.mosaic_backward_plan import BackwardTiling, KeyPlan, QueryTiling
-from jaxtrain_kernels.attention.mosaic_backward_stats import NO_KEYS, row_stats
-from jaxtrain_kernels.attention.mosaic_common import Mask
+from jaxtrain_kernels.attention import Call, reference
+from jaxtrain_kernels.attention.hopper import backward
+from jaxtrain_kernels.attention.hopper.backward_plan import BackwardTiling, KeyPlan, QueryTiling
+from jaxtrain_kernels.attention.hopper.backward_stats import NO_KEYS, row_stats
+from jaxtrain_kernels.attention.hopper.common import Mask
 from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.shapes import AttentionShape
 
@@ -78,7 +79,7 @@ def assert_equals_reference(shape, tiling, ids=None, dtype: Any = jnp.bfloat16, 
     dlse = jnp.where(lse == -jnp.inf, 0, dlse)
     expected = pull((dout.astype(jnp.float32), dlse))
     run = functools.partial(
-        mosaic_backward.backward, tiling=tiling, interpret=INTERPRET, **options(shape), **more
+        backward.backward, tiling=tiling, interpret=INTERPRET, **options(shape), **more
     )
     run, arrays = jax.jit(run), (q, k, v, ids, out.astype(dtype), lse, dout, dlse)
     got = run(*arrays)
@@ -134,8 +135,8 @@ def test_query_ranges_cover_what_is_visible(mask, documents):
     ids = shape.segment_ids_BT()
     q = jnp.zeros((2, 333, 1, 64))
     tiling = BackwardTiling(block_q=64, block_kv=128)
-    plan = mosaic_backward.make_plan(KeyPlan, q, q, ids, mask, None, 1.0, tiling, False)
-    ranges = mosaic_backward.query_ranges(plan, None if ids is None else jnp.asarray(ids))
+    plan = backward.make_backward_plan(KeyPlan, q, q, ids, mask, None, 1.0, tiling, False)
+    ranges = backward.query_ranges(plan, None if ids is None else jnp.asarray(ids))
     ranges = np.broadcast_to(ranges, (2, 3, 4))
     t, s = np.arange(384)[:, None], np.arange(384)[None]
     seen = np.broadcast_to((s < 333) & ((s <= t) | (not mask.causal)), (2, 384, 384)).copy()
@@ -173,7 +174,7 @@ def test_lowers_for_hopper(shape, head_dim):
         q, k = (struct((shape.B, shape.T, n, head_dim), dtype) for n in (shape.N, shape.K))
         lse = struct((shape.B, shape.N, shape.T), jnp.float32)
         ids = struct((shape.B, shape.T), jnp.int32) if shape.documents else None
-        run = functools.partial(mosaic_backward.backward, **options(shape))
+        run = functools.partial(backward.backward, **options(shape))
         with on_target("cuda", (9, 0)):
             traced = jax.jit(run).trace(q, k, k, ids, q, lse, q, lse)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
@@ -186,7 +187,7 @@ def test_deterministic_lowers_to_two_kernels_without_a_float32_dq(head_dim):
     q, k = (struct((2, 264, n, head_dim), jnp.bfloat16) for n in (4, 2))
     lse, ids = struct((2, 4, 264), jnp.float32), struct((2, 264), jnp.int32)
     run = functools.partial(
-        mosaic_backward.backward,
+        backward.backward,
         causal=True,
         window=100,
         softcap=15.0,
@@ -230,7 +231,7 @@ def test_row_stats(H, T, with_dlse):
 def test_warpgroups_that_cannot_share_dq_are_refused(block_q):
     q = jnp.zeros((1, 512, 1, 64))
     tiling = BackwardTiling(block_q=block_q)
-    plan = mosaic_backward.make_plan(
+    plan = backward.make_backward_plan(
         KeyPlan, q, q, None, Mask(True, None), None, 1.0, tiling, False
     )
     with pytest.raises(ValueError, match=f"block_q={block_q}: 2 warpgroups"):

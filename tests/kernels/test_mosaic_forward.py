@@ -8,9 +8,10 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jaxtrain_kernels.attention import Call, mosaic_forward, reference
-from jaxtrain_kernels.attention.mosaic_common import Mask, block_ranges
-from jaxtrain_kernels.attention.mosaic_forward import ForwardTiling
+from jaxtrain_kernels.attention import Call, reference
+from jaxtrain_kernels.attention.hopper import forward
+from jaxtrain_kernels.attention.hopper.common import Mask, block_ranges
+from jaxtrain_kernels.attention.hopper.forward import ForwardTiling
 from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.shapes import AttentionShape
 
@@ -64,9 +65,7 @@ def options(shape):
 def assert_equals_reference(shape, tiling, ids=None, interpret=INTERPRET, dtype=jnp.bfloat16):
     q, k, v, shape_ids = inputs(shape, dtype)
     ids = shape_ids if ids is None else ids
-    run = functools.partial(
-        mosaic_forward.forward, tiling=tiling, interpret=interpret, **options(shape)
-    )
+    run = functools.partial(forward.forward, tiling=tiling, interpret=interpret, **options(shape))
     out, lse = jax.jit(run)(q, k, v, ids)
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
     expected, expected_lse = reference.attention(*wide, Call(segment_ids_BT=ids, **options(shape)))
@@ -109,9 +108,7 @@ def test_growing_maxima_rescale():
     shape = AttentionShape("", 1, 256, 1, 1, 64, causal=False)
     q, k, v, _ = inputs(shape)
     k = (k * jnp.linspace(40, 1, 256)[None, :, None, None]).astype(k.dtype)
-    run = functools.partial(
-        mosaic_forward.forward, tiling=SMALL, interpret=INTERPRET, **options(shape)
-    )
+    run = functools.partial(forward.forward, tiling=SMALL, interpret=INTERPRET, **options(shape))
     out, lse = jax.jit(run)(q, k, v)
     wide = [x.astype(jnp.float32) for x in (q, k, v)]
     expected, expected_lse = reference.attention(*wide, Call(**options(shape)))
@@ -162,7 +159,7 @@ def test_lowers_for_hopper(shape, head_dim):
             (shape.B, shape.T, heads, head_dim), dtype
         )
         ids = jax.ShapeDtypeStruct((shape.B, shape.T), jnp.int32) if shape.documents else None
-        run = functools.partial(mosaic_forward.forward, **options(shape))
+        run = functools.partial(forward.forward, **options(shape))
         with on_target("cuda", (9, 0)):
             traced = jax.jit(run).trace(array(shape.N), array(shape.K), array(shape.K), ids)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()

@@ -10,9 +10,10 @@ import numpy as np
 import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtrain_kernels import rows
-from jaxtrain_kernels.cross_entropy import linear_cross_entropy, mosaic_rows
+from jaxtrain_kernels.cross_entropy import linear_cross_entropy
+from jaxtrain_kernels.cross_entropy.hopper.rows import loss_rows
 from jaxtrain_kernels.dispatch import on_target
-from jaxtrain_kernels.rows import mosaic, reference, xla
+from jaxtrain_kernels.rows import hopper, reference, xla
 from tiny import batch, build
 
 from jaxtrain.model.config import ModelConfig
@@ -93,7 +94,7 @@ def test_mosaic_equals_reference_without_races(name, capfd):
     make, arguments = case(name, BF16)
     wide = [x.astype(jnp.float32) for x in arguments]
     expected = results(make, reference, wide)
-    got = results(make, mosaic, arguments, interpret=INTERPRET)
+    got = results(make, hopper, arguments, interpret=INTERPRET)
     # The scales' gradients are sums over all elements, each off by a rounding.
     factor = 2.0 if name.startswith("mixed") else 1.0
     assert_close(got, expected, float(jnp.finfo(BF16).eps), factor)
@@ -118,7 +119,7 @@ def test_the_gradient_of_x0_is_summed_through_the_layers():
 
 def test_mosaic_keeps_one_activation_for_the_squared_relu():
     x = jnp.ones((1, 8, 512), BF16)
-    saved = jax.eval_shape(lambda x: jax.vjp(functools.partial(mosaic.relu2), x)[1], x)
+    saved = jax.eval_shape(lambda x: jax.vjp(functools.partial(hopper.relu2), x)[1], x)
     assert [leaf.shape for leaf in jax.tree.leaves(saved)] == [x.shape]
 
 
@@ -206,7 +207,7 @@ def test_loss_rows_equal_the_reference_without_races(C, V, softcap, z_loss, vali
         return jnp.sum(weights * (nll + z_loss * lse**2))
 
     expected, gradient = jax.value_and_grad(loss)(logits.astype(jnp.float32))
-    run = functools.partial(mosaic_rows.loss_rows, blocks=blocks, interpret=INTERPRET, **options)
+    run = functools.partial(loss_rows, blocks=blocks, interpret=INTERPRET, **options)
     nll, lse, got = jax.jit(run)(logits, labels, weights)
     assert got.dtype == BF16
     np.testing.assert_allclose(jnp.sum(weights * (nll + z_loss * lse**2)), expected, rtol=1e-5)

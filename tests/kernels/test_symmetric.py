@@ -11,8 +11,9 @@ import pytest
 from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtrain_kernels import matmul
 from jaxtrain_kernels.dispatch import on_target
-from jaxtrain_kernels.matmul import mosaic, reference, xla
-from jaxtrain_kernels.matmul.mosaic import Tiling
+from jaxtrain_kernels.matmul import reference, xla
+from jaxtrain_kernels.matmul.hopper import symmetric
+from jaxtrain_kernels.matmul.hopper.symmetric import Tiling
 
 from jaxtrain.optim.muon import POLAR_EXPRESS, orthogonalize
 
@@ -39,7 +40,7 @@ def arguments(op: str, L: int, M: int, K: int, dtype: Any = jnp.bfloat16):
 
 def assert_equals_reference(op, L, M, K, dtype, tiling):
     given = arguments(op, L, M, K, dtype)
-    run = functools.partial(getattr(mosaic, op), tiling=tiling, interpret=INTERPRET)
+    run = functools.partial(getattr(symmetric, op), tiling=tiling, interpret=INTERPRET)
     out = run(*given)
     wide = [x.astype(jnp.float32) if isinstance(x, jax.Array) else x for x in given]
     expected = getattr(reference, op)(*wide)
@@ -89,15 +90,17 @@ def test_references_say_what_they_should():
 def test_the_tiles_are_the_upper_triangle():
     for rows in range(1, 8):
         tiling = Tiling(blocks=3)
-        plan = mosaic.Plan(2, rows * tiling.tile, 64, jnp.bfloat16, True, False, tiling, 3)
-        seen = [mosaic.tile_of(plan, np.int32(n)) for n in range(plan.n_tiles)]
+        plan = symmetric.SymmetricPlan(
+            2, rows * tiling.tile, 64, jnp.bfloat16, True, False, tiling, 3
+        )
+        seen = [symmetric.tile_of(plan, np.int32(n)) for n in range(plan.n_tiles)]
         expected = [(n, i, j) for n in range(2) for i in range(rows) for j in range(i, rows)]
         assert sorted(tuple(int(x) for x in tile) for tile in seen) == expected
 
 
 def test_tiles_fit_the_matrix():
-    assert mosaic.default_tiling(1536).warpgroups == 3
-    assert mosaic.default_tiling(256).warpgroups == 2
+    assert symmetric.default_tiling(1536).warpgroups == 3
+    assert symmetric.default_tiling(256).warpgroups == 2
 
 
 @pytest.mark.parametrize("op", OPS)

@@ -10,8 +10,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jaxtrain_kernels.attention import Call, reference
-from jaxtrain_kernels.attention import triton_flash as triton
+from jaxtrain_kernels.attention import Call, reference, triton
 from jaxtrain_kernels.dispatch import Target, on_target
 from jaxtrain_kernels.shapes import AttentionShape
 from test_attention import everything, inputs, mean_error, truth
@@ -69,7 +68,7 @@ def test_what_it_serves(monkeypatch, device, dtype, H, version, reason):
 
 def test_importing_it_imports_no_triton():
     code = """
-import sys, jaxtrain_kernels.attention.triton_flash
+import sys, jaxtrain_kernels.attention.triton
 assert not {"triton", "jax_triton"} & set(sys.modules)
 """
     path = {"PYTHONPATH": os.pathsep.join(sys.path)}
@@ -88,7 +87,7 @@ def seen(shape):
 
 
 def ranges_of(causal, window, ids, T, rows, columns, by_key):
-    plan = triton.Plan(*[None] * len(triton.Plan._fields))
+    plan = triton.TritonPlan(*[None] * len(triton.TritonPlan._fields))
     plan = plan._replace(causal=causal, window=window)
     ids_BT = None if ids is None else jnp.asarray(ids)
     return np.asarray(triton.block_ranges(plan, T, rows, columns, ids_BT, by_key))

@@ -4,18 +4,18 @@ from typing import Any
 
 from jaxtyping import Array, Float, Int
 
-from jaxtrain_kernels.attention import cudnn, mosaic, reference, table, triton_flash, xla
+from jaxtrain_kernels.attention import cudnn, hopper, reference, table, triton, xla
 from jaxtrain_kernels.attention.call import RESULT as RESULT
 from jaxtrain_kernels.attention.call import Call as Call
 from jaxtrain_kernels.attention.decode import Quantized as Quantized
 from jaxtrain_kernels.attention.decode import decode_attention as decode_attention
 from jaxtrain_kernels.attention.decode import quantize as quantize
-from jaxtrain_kernels.dispatch import choose, target
+from jaxtrain_kernels.dispatch import choose_backend, target
 
 # The order of preference where the table has no measured rows (documents, softcap): the fastest of
 # those that it has, and then what its GPU tests have run on.
 BACKENDS = {
-    "cudnn": cudnn, "mosaic": mosaic, "xla": xla, "triton": triton_flash, "reference": reference,
+    "cudnn": cudnn, "mosaic": hopper, "xla": xla, "triton": triton, "reference": reference,
 }  # fmt: skip
 
 
@@ -123,7 +123,7 @@ def _choose(
     """The backend, and the call as it gets it, with its measured tiling if there is one."""
     call, q_BTNH, K = _checked(*arrays, call), arrays[0], arrays[1].shape[2]
     T, N, H = q_BTNH.shape[1:]
-    kind = table.Kind(
+    kind = table.TableKey(
         dtype=q_BTNH.dtype.name,
         head_dim=H,
         causal=call.causal,
@@ -133,7 +133,7 @@ def _choose(
         group=N // K,
         T=T,
     )
-    tilings = dict(table.preference(table.read(), target(), kind, tuple(BACKENDS)))
+    tilings = dict(table.preferred_backends(table.read_table(), target(), kind, tuple(BACKENDS)))
     reasons = {name: BACKENDS[name].supports(target(), q_BTNH, call) for name in tilings}
     for name in reasons:
         if not hasattr(BACKENDS[name], function):
@@ -145,6 +145,6 @@ def _choose(
     options += [flag for flag, given in flags.items() if given]
     signature = f"{q_BTNH.dtype}{list(q_BTNH.shape)} kv_heads={K} {' '.join(options)}".rstrip()
     op = "attention" if function == "attention" else f"attention's {function}"
-    name = choose(op, reasons, implementation, signature)
+    name = choose_backend(op, reasons, implementation, signature)
     tiling = tilings[name] if call.tiling is None else call.tiling
     return BACKENDS[name], call._replace(tiling=tiling or None)

@@ -14,7 +14,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int, Int8
 
 from jaxtrain_kernels.attention import reference
-from jaxtrain_kernels.dispatch import choose
+from jaxtrain_kernels.dispatch import choose_backend
 
 # Of a product's output: as many as a GPU has multiprocessors keep it busy.
 TILE_COLUMNS, TILES, SMALLEST_SPLIT = 128, 128, 128
@@ -65,7 +65,7 @@ def decode_attention(
     (B, N, H), (S, K) = q_BNH.shape, values.shape[1:3]
     signature = f"{q_BNH.dtype}{list(q_BNH.shape)} cache={values.dtype}{list(values.shape)}"
     names = dict.fromkeys([*BACKENDS, "reference"])
-    name = choose("decode_attention", names, implementation, signature)
+    name = choose_backend("decode_attention", names, implementation, signature)
     scale = H**-0.5 if scale is None else scale
     if name == "reference":
         k, v = _dequantized(k_BSKH), _dequantized(v_BSKH)

@@ -17,7 +17,7 @@ PATH = Path(__file__).with_name("table.json")
 Row = dict[str, Any]
 
 
-class Kind(NamedTuple):
+class TableKey(NamedTuple):
     """What the best choice depends on; `group`: query heads for each key/value head, N/K."""
 
     dtype: str
@@ -31,14 +31,14 @@ class Kind(NamedTuple):
 
 
 @functools.cache
-def read(path: Path = PATH) -> tuple[Row, ...]:
+def read_table(path: Path = PATH) -> tuple[Row, ...]:
     """The measured rows."""
     return tuple(json.loads(path.read_text())["rows"])
 
 
 def make_row(
     target: Target,
-    kind: Kind,
+    kind: TableKey,
     backend: str,
     tiling: dict[str, Any] | None,
     forward: float,
@@ -56,7 +56,7 @@ def make_row(
     }
 
 
-def write(rows: Iterable[Row], path: Path) -> None:
+def write_table(rows: Iterable[Row], path: Path) -> None:
     """One row a line; a later row replaces an earlier one of the same device, kind and backend."""
     latest = {(r["device"], *_kind(r), r["backend"]): r for r in rows}
     keys = sorted(latest, key=lambda key: tuple(map(str, key)))
@@ -64,8 +64,8 @@ def write(rows: Iterable[Row], path: Path) -> None:
     path.write_text('{"rows": [\n' + lines + "\n]}\n")
 
 
-def preference(
-    rows: Sequence[Row], target: Target, kind: Kind, backends: Sequence[str]
+def preferred_backends(
+    rows: Sequence[Row], target: Target, kind: TableKey, backends: Sequence[str]
 ) -> list[tuple[str, dict[str, Any] | None]]:
     """The backends, fastest first, each with its tiling (None: the backend's own).
 
@@ -84,24 +84,24 @@ def preference(
     return [(name, _tiling(here, kind, name)) for name in ordered]
 
 
-def _tiling(rows: Sequence[Row], kind: Kind, backend: str) -> dict[str, Any] | None:
+def _tiling(rows: Sequence[Row], kind: TableKey, backend: str) -> dict[str, Any] | None:
     # What fits a GPU's shared memory depends on the head dim.
     own = [r for r in rows if r["backend"] == backend and r["head_dim"] == kind.head_dim]
     return min(own, key=lambda r: _distance(_kind(r), kind))["tiling"] if own else None
 
 
-def _kind(row: Row) -> Kind:
-    return Kind(*(row[name] for name in Kind._fields))
+def _kind(row: Row) -> TableKey:
+    return TableKey(*(row[name] for name in TableKey._fields))
 
 
-def _comparable(measured: Kind, wanted: Kind) -> bool:
+def _comparable(measured: TableKey, wanted: TableKey) -> bool:
     """Whether the same backends can serve both at about the same relative speed."""
     if (measured.segments, measured.softcap) != (wanted.segments, wanted.softcap):
         return False
     return (measured.dtype == "float32") == (wanted.dtype == "float32")
 
 
-def _distance(a: Kind, b: Kind) -> tuple[float | bool, ...]:
+def _distance(a: TableKey, b: TableKey) -> tuple[float | bool, ...]:
     """What separates two kinds, the weightiest first."""
     apart = lambda x, y: abs(math.log2(x) - math.log2(y))
     return (

@@ -37,7 +37,7 @@ CPU_BLOCKING = Blocking(query_blocks=4, smallest=64, largest=256, most_unrolled=
 ACCELERATOR_BLOCKING = Blocking(query_blocks=4, smallest=128, largest=1024, most_unrolled=8)
 
 
-class Plan(NamedTuple):
+class ChunkPlan(NamedTuple):
     """What is static in one call: `rows` of the batch are worked on at a time."""
 
     causal: bool
@@ -84,14 +84,14 @@ def gradients(q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT, dout_BTNH, call: Call):
     return _by_tokens(dq), dk.transpose(0, 2, 1, 3), dv.transpose(0, 2, 1, 3)
 
 
-def _plan(q_BTNH, call: Call) -> Plan:
+def _plan(q_BTNH, call: Call) -> ChunkPlan:
     B, T, N, _ = q_BTNH.shape
     on_cpu = target().platform == "cpu"
     blocking = CPU_BLOCKING if on_cpu else ACCELERATOR_BLOCKING
     block = min(T, call.tiling["block"] if call.tiling else _default_block(T, blocking))
     rows = _rows_in_cache(B, N * block * T) if on_cpu else B
     unroll = T <= blocking.most_unrolled * block
-    return Plan(call.causal, call.window, call.softcap, call.scale, T, block, rows, unroll)
+    return ChunkPlan(call.causal, call.window, call.softcap, call.scale, T, block, rows, unroll)
 
 
 def _pair(call: Call) -> Any:

@@ -2,11 +2,11 @@
 
 from jaxtyping import Array, Float, Int
 
-from jaxtrain_kernels.cross_entropy import fp8, mosaic, reference, xla
-from jaxtrain_kernels.dispatch import choose, target
+from jaxtrain_kernels.cross_entropy import fp8, hopper, reference, xla
+from jaxtrain_kernels.dispatch import choose_backend, target
 
 # The first that can serve is the default.
-BACKENDS = {"mosaic": mosaic, "xla": xla, "fp8": fp8, "reference": reference}
+BACKENDS = {"mosaic": hopper, "xla": xla, "fp8": fp8, "reference": reference}
 PER_TOKEN = {"xla": xla.per_token, "reference": reference.per_token}
 
 
@@ -35,7 +35,7 @@ def linear_cross_entropy(
     call = dict(softcap=softcap, z_loss=z_loss, valid_vocab=valid_vocab, chunk=chunk)
     options = " ".join(f"{name}={value}" for name, value in call.items() if value)
     signature = f"{x_ND.dtype}{list(x_ND.shape)} V={w_DV.shape[1]} {options}".rstrip()
-    backend = BACKENDS[choose("linear_cross_entropy", reasons, implementation, signature)]
+    backend = BACKENDS[choose_backend("linear_cross_entropy", reasons, implementation, signature)]
     return backend.linear_cross_entropy(x_ND, w_DV, labels_N, weights_N, **call)
 
 
@@ -56,5 +56,5 @@ def linear_cross_entropy_per_token(
     """
     signature = f"{x_ND.dtype}{list(x_ND.shape)} V={w_DV.shape[1]}"
     reasons = dict.fromkeys(PER_TOKEN)
-    name = choose("linear_cross_entropy_per_token", reasons, implementation, signature)
+    name = choose_backend("linear_cross_entropy_per_token", reasons, implementation, signature)
     return PER_TOKEN[name](x_ND, w_DV, labels_N, softcap, valid_vocab, chunk)

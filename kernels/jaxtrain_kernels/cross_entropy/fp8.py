@@ -33,7 +33,7 @@ def supports(target: Target, x_ND, w_DV) -> str | None:
 def linear_cross_entropy(x_ND, w_DV, labels_N, weights_N, *, softcap, z_loss, valid_vocab, chunk):
     """As the public function, with float8's rounding of x, w and the logits' gradient."""
     chunk = chunk or xla.default_chunk(len(x_ND), len(w_DV.T))
-    options = xla.Options(softcap, z_loss, valid_vocab, chunk)
+    options = xla.CrossEntropyOptions(softcap, z_loss, valid_vocab, chunk)
     return _loss(options, *xla._vary_alike(x_ND, w_DV, labels_N, weights_N))
 
 

@@ -26,7 +26,7 @@ FLOAT16_SCALE = 1024.0
 SOFTCAP_AS_MAXIMUM = 30.0
 
 
-class Options(NamedTuple):
+class CrossEntropyOptions(NamedTuple):
     """row_pass: a kernel in place of `row_pass` below; None = that."""
 
     softcap: float | None
@@ -43,15 +43,17 @@ def supports(target: Target, x_ND, w_DV) -> None:
 def linear_cross_entropy(
     x_ND, w_DV, labels_N, weights_N, *, softcap, z_loss, valid_vocab, chunk, row_pass=None
 ):
-    """As the public function; row_pass: `mosaic_rows.loss_rows` or another kernel like it."""
+    """As the public function; row_pass: `hopper.rows.loss_rows` or another kernel like it."""
     chunk = chunk or default_chunk(len(x_ND), len(w_DV.T))
-    options = Options(softcap, z_loss, valid_vocab, chunk, row_pass)
+    options = CrossEntropyOptions(softcap, z_loss, valid_vocab, chunk, row_pass)
     return _loss(options, *_vary_alike(x_ND, w_DV, labels_N, weights_N))
 
 
 def per_token(x_ND, w_DV, labels_N, softcap, valid_vocab, chunk):
     """As the public `linear_cross_entropy_per_token`."""
-    options = Options(softcap, 0.0, valid_vocab, chunk or default_chunk(len(x_ND), len(w_DV.T)))
+    options = CrossEntropyOptions(
+        softcap, 0.0, valid_vocab, chunk or default_chunk(len(x_ND), len(w_DV.T))
+    )
     return _nll(options, *_vary_alike(x_ND, w_DV, labels_N))
 
 
@@ -144,7 +146,7 @@ def row_pass(logits_CV, labels_C, weights_C, *, softcap, z_loss, valid_vocab):
     The logits are in the inputs' dtype, as a plain linear layer would give them: the two passes
     over them are bound by memory.
     """
-    options = Options(softcap, z_loss, valid_vocab, len(labels_C))
+    options = CrossEntropyOptions(softcap, z_loss, valid_vocab, len(labels_C))
     nll_C, lse_C = _row_losses(options, logits_CV, labels_C)
     # Without the barrier XLA would keep the capped logits in memory, in float32, for this pass.
     logits_CV, lse_C = lax.optimization_barrier((logits_CV, lse_C))

@@ -14,11 +14,11 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
-from jaxtrain_kernels.dispatch import choose, target
-from jaxtrain_kernels.feed_forward import mosaic, reference, xla
+from jaxtrain_kernels.dispatch import choose_backend, target
+from jaxtrain_kernels.feed_forward import hopper, reference, xla
 
 # The first that can serve is the default.
-BACKENDS = {"mosaic": mosaic, "xla": xla, "reference": reference}
+BACKENDS = {"mosaic": hopper, "xla": xla, "reference": reference}
 
 
 def relu2_matmul(
@@ -92,4 +92,4 @@ def _weight_gradient(x: Array, dy: Array) -> Array:
 def _choose(op: str, implementation: str | None, *arrays: Any) -> str:
     reasons = {name: b.supports(target(), *arrays) for name, b in BACKENDS.items()}
     signature = " ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
-    return choose(op, reasons, implementation, signature)
+    return choose_backend(op, reasons, implementation, signature)

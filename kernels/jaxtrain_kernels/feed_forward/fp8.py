@@ -19,7 +19,7 @@ from jaxtrain_kernels.matmul.fp8 import (
     fp8_quantize,
     fp8_quantize_function,
 )
-from jaxtrain_kernels.matmul.fp8_functions import itself, relu2, relu2_grad
+from jaxtrain_kernels.matmul.fp8.functions import itself, relu2, relu2_grad
 
 
 def fp8_feed_forward_relu2(

@@ -2,7 +2,7 @@
 
 from jaxtyping import Array, Float, Int
 
-from jaxtrain_kernels.dispatch import choose, target
+from jaxtrain_kernels.dispatch import choose_backend, target
 from jaxtrain_kernels.grouped_matmul import reference, tokamax, xla
 
 # Fastest first: the first that can serve is the default.
@@ -23,5 +23,5 @@ def grouped_matmul(
     """
     reasons = {name: b.supports(target(), x_MK, w_EKN) for name, b in BACKENDS.items()}
     signature = f"{x_MK.dtype}{list(x_MK.shape)} {list(w_EKN.shape)}"
-    backend = BACKENDS[choose("grouped_matmul", reasons, implementation, signature)]
+    backend = BACKENDS[choose_backend("grouped_matmul", reasons, implementation, signature)]
     return backend.grouped_matmul(x_MK, w_EKN, sizes_E)

@@ -8,11 +8,11 @@ from typing import Any
 
 from jaxtyping import Array, Float
 
-from jaxtrain_kernels.dispatch import choose, target
-from jaxtrain_kernels.rows import mosaic, reference, xla
+from jaxtrain_kernels.dispatch import choose_backend, target
+from jaxtrain_kernels.rows import hopper, reference, xla
 
 # The first that can serve is the default.
-BACKENDS = {"mosaic": mosaic, "xla": xla, "reference": reference}
+BACKENDS = {"mosaic": hopper, "xla": xla, "reference": reference}
 
 
 def residual_norm(
@@ -72,10 +72,10 @@ def relu2(
 
 def serves(op: str, *arrays: Any) -> bool:
     """Whether there is more than XLA's own fusion for arrays of these shapes on this device."""
-    return mosaic.supports(target(), op, *arrays) is None
+    return hopper.supports(target(), op, *arrays) is None
 
 
 def _backend(op: str, implementation: str | None, *arrays: Any) -> Any:
     reasons = {name: b.supports(target(), op, *arrays) for name, b in BACKENDS.items()}
     signature = " ".join(f"{x.dtype}{list(x.shape)}" for x in arrays)
-    return BACKENDS[choose(op, reasons, implementation, signature)]
+    return BACKENDS[choose_backend(op, reasons, implementation, signature)]

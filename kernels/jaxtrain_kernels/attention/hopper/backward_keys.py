@@ -1,0 +1,284 @@
+"""The Hopper backward kernel that owns blocks of keys: dK, dV and, unless that is apart, dQ.
+
+One warpgroup loads by TMA, the others own 64 keys each. They compute the transposed scores K Q^T,
+so that P^T and dS^T leave the tensor cores in the layout in which they are the left operands of
+dV += P^T dO and dK += dS^T Q, straight from registers; only dS goes to shared memory, for
+dQ = dS K, whose sum over key blocks is built in float32 in device memory (as FlashAttention-3
+does, arXiv:2407.08608).
+
+The order of a step, whose two warpgroups meet once, when all of dS is there:
+
+    issue S, dP;     send the last step's dQ off       while S runs
+    wait S;          P = exp2(S)                       while dP runs
+    issue dV;        wait dP; dS, to shared memory     while dV runs
+    meet;            issue dQ, dK; wait dQ; put it in shared memory   while dK runs
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtrain_kernels import hopper
+from jaxtrain_kernels.attention.hopper import backward_dq as dqs
+from jaxtrain_kernels.attention.hopper import backward_inline as inline
+from jaxtrain_kernels.attention.hopper import backward_tiles as tiles
+from jaxtrain_kernels.attention.hopper.backward_load import (
+    KeyMemory,
+    KeyWork,
+    load,
+    query_block,
+    steps,
+)
+from jaxtrain_kernels.attention.hopper.backward_plan import KeyPlan
+from jaxtrain_kernels.attention.hopper.backward_scores import (
+    accumulator,
+    finished,
+    narrow,
+    probabilities,
+    score_gradient,
+    visible_keys,
+)
+from jaxtrain_kernels.attention.hopper.backward_tiles import BackwardArrays
+from jaxtrain_kernels.hopper import COLUMNS, ROWS
+
+
+def call(plan: KeyPlan, arrays: list, zeros: Any, interpret: Any) -> tuple[Any, Any, Any]:
+    """(dq in float32 without the scale, or None if it is apart; dk; dv). zeros: for dq, or None."""
+
+    def attention_backward(refs, memory):
+        q, k, v, do, stats, ranges, *rest = refs
+        ids = rest.pop(0) if plan.segments else None
+        dq = rest.pop(0) if plan.with_dq else None
+        _block(
+            plan, BackwardArrays(q, k, v, do, stats, ranges, ids, dq, *rest), KeyMemory(**memory)
+        )
+
+    out_type = [jax.ShapeDtypeStruct(arrays[1].shape, plan.dtype)] * 2
+    launch = lambda *more: tiles.launch(
+        plan, attention_backward, _scratch(plan), out_type, [*arrays, *more], interpret
+    )
+    if not plan.with_dq:
+        return None, *launch()
+    shape = dqs.sums_shape(plan, arrays[0].shape)
+    if zeros is None or plan.interpret:
+        zeros = jnp.zeros(shape, jnp.float32)
+    sums = jax.new_ref(zeros.reshape(shape))
+    dk, dv = launch(sums)
+    dq = jax.freeze(sums)
+    return dq.sum(0) if plan.interpret else dq, dk, dv
+
+
+def _scratch(plan: KeyPlan) -> dict[str, Any]:
+    tiling, warpgroups = plan.tiling, plan.warpgroups
+    bq, bk, stages = tiling.block_q, tiling.block_kv, tiling.stages
+    # For more of large heads, or beside more stages, there is no room.
+    width = 64 if tiling.split == "dims" else plan.H
+    buffers = 1 if tiling.split == "dims" or plan.H * stages > 256 else 2
+    output = hopper.tiles((warpgroups, 64, width), plan.dtype)
+    ds = hopper.tiles((2, bk, bq), plan.dtype) if plan.with_dq else dqs.memory(plan)
+    scratch: dict[str, Any] = dict(
+        k=hopper.tiles((bk, plan.H), plan.dtype),
+        v=hopper.tiles((bk, plan.H), plan.dtype),
+        q=hopper.tiles((stages, bq, plan.H), plan.dtype),
+        do=hopper.tiles((stages, bq, plan.H), plan.dtype),
+        stats=plgpu.SMEM((stages, 2, bq), jnp.float32),
+        own=plgpu.RefUnion([ds, dqs.memory(plan)], [output] * buffers),
+        tile=tiles.memory(),
+        k_full=plgpu.Barrier(num_barriers=1, num_arrivals=2 if plan.segments else 1),
+        v_full=plgpu.Barrier(num_barriers=1),
+        q_full=plgpu.Barrier(num_barriers=stages, num_arrivals=3 if plan.segments else 2),
+        do_full=plgpu.Barrier(num_barriers=stages),
+    )
+    if plan.segments:
+        scratch["k_ids"] = plgpu.SMEM((bk,), jnp.int32)
+        scratch["q_ids"] = plgpu.SMEM((stages, bq), jnp.int32)
+    if plan.interpret:
+        scratch["registers"] = hopper.tiles((warpgroups, 64, bq), plan.dtype)
+    return scratch
+
+
+def _block(plan: KeyPlan, arrays: BackwardArrays, memory: KeyMemory):
+    """One CUDA block."""
+    counter = tiles.counter(plan)
+    hopper.specialize_warpgroups(
+        plan.warpgroups,
+        lambda: load(plan, arrays, memory, counter),
+        lambda warpgroup: _compute(plan, arrays, memory, warpgroup),
+    )
+
+
+def _compute(plan: KeyPlan, arrays: BackwardArrays, memory: KeyMemory, warpgroup: Any):
+    """A computing warpgroup: its part of each tile."""
+    everyone = plan.warpgroups + 1
+    hopper.bar_arrive(plan.barrier("kv"), everyone)
+    for stage in range(plan.tiling.stages):
+        hopper.bar_arrive(plan.barrier("stage") + stage, everyone)
+
+    def compute_tile(used, tile):
+        _compute_tile(KeyWork(plan, arrays, memory, warpgroup, used, tile))
+        return used + steps(plan, tile)
+
+    tiles.compute_tiles(memory.tile, memory.k_full.at[0], compute_tile)
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _compute_tile(work: KeyWork):
+    plan, n_steps = work.plan, steps(work.plan, work.tile)
+
+    def sums(dk, dv):
+        step = _step if plan.with_dq else _step_without_dq
+        lax.fori_loop(0, n_steps, lambda t, _: step(work.afresh(), t, dk, dv), None)
+        if plan.with_dq:
+            dqs.send(work.afresh(), n_steps - 1)
+        work.free("kv")
+        return narrow(plan, lax.optimization_barrier(dk[...]) * plan.scale), narrow(plan, dv[...])
+
+    sum_ = accumulator(64, plan.columns)
+    dk, dv = pl.run_scoped(sums, sum_, sum_)
+    _finish(work, dk, dv)
+
+
+def _step(work: KeyWork, t: Any, dk: Any, dv: Any):
+    """The five products of query block t."""
+    plan, slot, bq = work.plan, work.slot(t), work.plan.tiling.block_q
+    q = work.memory.q.at[slot]
+    plgpu.barrier_wait(work.memory.q_full.at[slot])
+
+    def to_ds(scores, dp):
+        _issue_scores(work, t, scores, dp)
+        pl.when(t > 0)(lambda: dqs.send(work.afresh(), t - 1))
+        return _ds(work, t, scores, dp, dv)
+
+    # (All registers at once: between two of these it would wait for the first product.)
+    ds = pl.run_scoped(to_ds, accumulator(64, bq), accumulator(64, bq))
+    # The tile before has left this memory.
+    pl.when(t == 0)(lambda: _await_stores(work))
+    _store_ds(work, t, ds)
+    inline.fence()
+    work.meet()
+
+    def to_dq(dq):
+        dqs.issue(work, t, dq)
+        plgpu.wgmma(dk, work.left(ds), q.at[:, work.columns()])
+        dqs.store_dq(work.afresh(), finished(dq, pending=1))
+
+    pl.run_scoped(to_dq, accumulator(*dqs.shape(plan)))
+    plgpu.wgmma_wait(0)
+    work.free("stage", slot)
+
+
+def _step_without_dq(work: KeyWork, t: Any, dk: Any, dv: Any):
+    """Four of them."""
+    slot, bq = work.slot(t), work.plan.tiling.block_q
+    q = work.memory.q.at[slot]
+    plgpu.barrier_wait(work.memory.q_full.at[slot])
+
+    def to_ds(scores, dp):
+        _issue_scores(work, t, scores, dp)
+        return _ds(work, t, scores, dp, dv)
+
+    ds = pl.run_scoped(to_ds, accumulator(64, bq), accumulator(64, bq))
+    plgpu.wgmma(dk, work.left(ds), q.at[:, work.columns()])
+    plgpu.wgmma_wait(0)
+    work.free("stage", slot)
+
+
+def _issue_scores(work: KeyWork, t: Any, scores: Any, dp: Any):
+    memory, slot, keys = work.memory, work.slot(t), work.keys()
+    plgpu.wgmma(scores, memory.k.at[keys], memory.q.at[slot].T)
+    pl.when(t == 0)(lambda: plgpu.barrier_wait(memory.v_full.at[0]))
+    plgpu.barrier_wait(memory.do_full.at[slot])
+    plgpu.wgmma(dp, memory.v.at[keys], memory.do.at[slot].T)
+
+
+def _ds(work: KeyWork, t: Any, scores: Any, dp: Any, dv: Any) -> Any:
+    """dS; dV is issued on the way."""
+    plan = work.plan
+    do = work.memory.do.at[work.slot(t), :, work.columns()]
+    if plan.tiling.block_q > 64:
+        # There are no registers for what is loaded early, nor for P in float32.
+        s = finished(scores, pending=1)
+        p, slope = _probabilities(work, t, _stats(work, t, 0), s)
+        plgpu.wgmma(dv, work.left(p), do)
+        slope, dp = p if plan.softcap is None else slope, finished(dp, pending=1)
+        return score_gradient(plan, slope, dp, _stats(work, t, 1), transposed=True)
+    lse = _stats(work, t, 0)
+    p, slope = _probabilities(work, t, lse, finished(scores, pending=1))
+    plgpu.wgmma(dv, work.left(p), do)
+    delta = _stats(work, t, 1)
+    return score_gradient(plan, slope, finished(dp, pending=1), delta, transposed=True)
+
+
+def _probabilities(work: KeyWork, t: Any, lse: Any, s: Any) -> tuple[Any, Any]:
+    plan, memory, tile = work.plan, work.memory, work.tile
+    _, block = query_block(plan, tile, t)
+
+    def mask():
+        keys, ids = work.keys(), None
+        if plan.segments:
+            ids = plgpu.load(memory.k_ids.at[keys], layout=ROWS)
+            ids = ids, plgpu.load(memory.q_ids.at[work.slot(t)], layout=COLUMNS)
+        s0 = tile.block * plan.tiling.block_kv + keys.start
+        t0 = block * plan.tiling.block_q
+        return visible_keys(plan, t0, s0, plan.tiling.block_q, ids, transposed=True)
+
+    return probabilities(plan, s, lse, tile.masked(block), mask, transposed=True)
+
+
+def _stats(work: KeyWork, t: Any, which: int) -> Any:
+    """Log-sum-exps (0) or deltas (1), for the columns of transposed scores."""
+    plan, slot = work.plan, work.slot(t)
+    if plan.interpret:
+        return plgpu.load(work.memory.stats.at[slot, which], layout=COLUMNS)
+    return inline.load_for_columns(work.memory.stats, 2 * slot + which, plan.tiling.block_q)
+
+
+def _store_ds(work: KeyWork, t: Any, ds: Any):
+    plan, keys = work.plan, work.keys()
+
+    def store():
+        if plan.interpret:
+            work.ds()[lax.rem(t, 2), keys] = ds
+            return
+        transforms = hopper.tiles((plan.tiling.block_q,), plan.dtype).transforms
+        at = lax.rem(t, 2) * (plan.tiling.block_kv // 64) + lax.div(keys.start, 64)
+        inline.store_rows(work.ds(), transforms, at, ds)
+
+    if plan.tiling.split == "dims":
+        pl.when(work.warpgroup == 0)(store)
+    else:
+        store()
+
+
+def _await_stores(work: KeyWork):
+    """All warpgroups' stores have read shared memory."""
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+    work.meet()
+
+
+def _finish(work: KeyWork, dk: Any, dv: Any):
+    """Stores dk and dv through the memory of ds and dq."""
+    work = work.afresh()
+    plan, tile, arrays = work.plan, work.tile, work.arrays
+    _await_stores(work)
+    keys = work.keys()
+    rows = pl.ds(tile.block * plan.tiling.block_kv + keys.start, keys.size)
+    buffers = work.memory.own[1]
+    width = buffers[0].shape[-1]
+    pieces = [
+        (array, x, at)
+        for array, x in ((arrays.dk, dk), (arrays.dv, dv))
+        for at in range(0, plan.columns, width)
+    ]
+    for i, (array, x, at) in enumerate(pieces):
+        if i >= len(buffers):
+            plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        staged = buffers[i % len(buffers)].at[work.warpgroup]
+        staged[...] = x[:, at : at + width]
+        plgpu.commit_smem()
+        columns = pl.ds(work.columns().start + at, width)
+        plgpu.copy_smem_to_gmem(staged, array.at[tile.b, rows, tile.head, columns])

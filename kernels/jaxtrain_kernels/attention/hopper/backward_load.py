@@ -1,0 +1,143 @@
+"""The kernel of key blocks: its shared memory, its order of steps, and the warpgroup that loads."""
+
+from typing import Any, NamedTuple
+
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtrain_kernels import hopper
+from jaxtrain_kernels.attention.hopper import backward_inline as inline
+from jaxtrain_kernels.attention.hopper import backward_tiles as tiles
+from jaxtrain_kernels.attention.hopper.backward_plan import KeyPlan
+from jaxtrain_kernels.attention.hopper.backward_tiles import BackwardArrays, BackwardTile
+
+
+class KeyMemory(NamedTuple):
+    """Shared memory. stats: log-sum-exp and delta. *_full: loaded; that one is free, barriers."""
+
+    k: Any
+    v: Any
+    q: Any
+    do: Any
+    stats: Any
+    own: Any  # ((ds, dq), (dk, dv)): the second pair takes the place of the first
+    tile: Any
+    k_full: Any
+    v_full: Any
+    q_full: Any
+    do_full: Any
+    k_ids: Any = None
+    q_ids: Any = None
+    registers: Any = None
+
+
+def steps(plan: KeyPlan, tile: BackwardTile) -> Any:
+    return (tile.hi - tile.lo) * (plan.N // plan.K)
+
+
+def query_block(plan: KeyPlan, tile: BackwardTile, t: Any) -> tuple[Any, Any]:
+    """(head, query block) of a tile's step t."""
+    width = tile.hi - tile.lo
+    shared = plan.N // plan.K
+    if shared == 1:
+        return tile.head, tile.lo + t
+    return tile.head * shared + lax.div(t, width), tile.lo + lax.rem(t, width)
+
+
+class KeyWork(NamedTuple):
+    """A warpgroup's part of a tile. used: query blocks of this CUDA block's earlier tiles."""
+
+    plan: KeyPlan
+    arrays: BackwardArrays
+    memory: KeyMemory
+    warpgroup: Any
+    used: Any
+    tile: BackwardTile
+
+    def afresh(self) -> "KeyWork":
+        """The same; but addresses computed from it are not kept in registers all the time."""
+        if self.plan.interpret:
+            return self
+        return self._replace(warpgroup=inline.opaque(self.warpgroup))
+
+    def slot(self, t: Any) -> Any:
+        return lax.rem(self.used + t, self.plan.tiling.stages)
+
+    def keys(self) -> Any:
+        """Of the key block, those whose scores the warpgroup computes."""
+        return pl.ds(0 if self.plan.tiling.split == "dims" else self.warpgroup * 64, 64)
+
+    def columns(self) -> Any:
+        """Of dk and dv, those that the warpgroup sums up."""
+        if self.plan.tiling.split == "dims":
+            return pl.ds(self.warpgroup * self.plan.columns, self.plan.columns)
+        return pl.ds(0, self.plan.columns)
+
+    def ds(self) -> Any:
+        return self.memory.own[0][0]
+
+    def free(self, name: str, slot: Any = 0):
+        if self.plan.interpret:
+            plgpu.commit_smem()  # its reads are ordinary loads, which wgmma's are not
+        hopper.bar_arrive(self.plan.barrier(name) + slot, self.plan.warpgroups + 1)
+
+    def meet(self):
+        """The computing warpgroups wait for each other, and for the stores of their last dq."""
+        if not self.plan.interpret:
+            inline.await_reads()
+        hopper.bar_sync(self.plan.barrier("ds"), self.plan.warpgroups)
+
+    def left(self, x: Any) -> Any:
+        """x as the left operand of a product: itself, in registers."""
+        if not self.plan.interpret:
+            return x
+        ref = self.memory.registers.at[self.warpgroup]
+        ref[...] = x
+        return ref
+
+
+def load(plan: KeyPlan, arrays: BackwardArrays, memory: KeyMemory, counter: Any):
+    """The loader: for each tile its keys and values, and its query blocks in visiting order."""
+    tiling, everyone = plan.tiling, plan.warpgroups + 1
+    bq, bk = tiling.block_q, tiling.block_kv
+
+    def load_queries(used, tile, t):
+        slot = lax.rem(used + t, tiling.stages)
+        head, block = query_block(plan, tile, t)
+        rows, full = pl.ds(block * bq, bq), memory.q_full.at[slot]
+        hopper.bar_sync(plan.barrier("stage") + slot, everyone)
+        plgpu.copy_gmem_to_smem(arrays.q.at[tile.b, rows, head], memory.q.at[slot], full)
+        stats = arrays.stats.at[tile.b, head, :, rows]
+        plgpu.copy_gmem_to_smem(stats, memory.stats.at[slot], full)
+        if plan.segments:
+            plgpu.copy_gmem_to_smem(arrays.ids.at[tile.b, rows], memory.q_ids.at[slot], full)
+
+    def load_douts(used, tile, t):
+        slot = lax.rem(used + t, tiling.stages)
+        head, block = query_block(plan, tile, t)
+        rows, full = pl.ds(block * bq, bq), memory.do_full.at[slot]
+        plgpu.copy_gmem_to_smem(arrays.do.at[tile.b, rows, head], memory.do.at[slot], full)
+
+    def load_tile(used, tile):
+        load_queries(used, tile, 0)
+        keys, full = pl.ds(tile.block * bk, bk), memory.k_full.at[0]
+        hopper.bar_sync(plan.barrier("kv"), everyone)
+        tiles.tell_tile(memory.tile, tile)
+        plgpu.copy_gmem_to_smem(arrays.k.at[tile.b, keys, tile.head], memory.k, full)
+        if plan.segments:
+            plgpu.copy_gmem_to_smem(arrays.ids.at[tile.b, keys], memory.k_ids, full)
+        load_douts(used, tile, 0)
+        full = memory.v_full.at[0]
+        plgpu.copy_gmem_to_smem(arrays.v.at[tile.b, keys, tile.head], memory.v, full)
+
+        def load_both(t, _):
+            load_queries(used, tile, t)
+            load_douts(used, tile, t)
+
+        lax.fori_loop(1, steps(plan, tile), load_both, None)
+        return used + steps(plan, tile)
+
+    tiles.load_tiles(plan, arrays.ranges, memory.tile, counter, load_tile)
+    hopper.bar_sync(plan.barrier("kv"), everyone)
+    tiles.tell_end(memory.tile, memory.k_full.at[0], 2 if plan.segments else 1)

@@ -1,0 +1,94 @@
+"""From scores to probabilities in the Hopper backward kernels, on one warpgroup's registers.
+
+The kernel of key blocks has its scores transposed [keys, queries], that of query blocks has not.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtrain_kernels.attention.hopper import backward_inline as inline
+from jaxtrain_kernels.attention.hopper.backward_plan import BackwardPlan
+from jaxtrain_kernels.attention.hopper.common import LOG2E
+from jaxtrain_kernels.hopper import MATRIX
+
+
+def accumulator(rows: int, columns: int) -> Any:
+    return plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)
+
+
+def finished(product: Any, pending: int) -> Any:
+    """A product's value, when at most the `pending` last ones still run."""
+    return lax.optimization_barrier(plgpu.wgmma_accumulator_load(product, wait_n=pending))
+
+
+def narrow(plan: BackwardPlan, x: Any) -> Any:
+    """In 16 bits. The barrier makes all uses share the packed registers."""
+    return lax.optimization_barrier(x.astype(plan.dtype))
+
+
+def broadcast_rows(x: Any, like: Any, transposed: bool) -> Any:
+    """A value a query over the matrix of scores."""
+    return lax.broadcast_in_dim(x, like.shape, [1 if transposed else 0])
+
+
+def probabilities(
+    plan: BackwardPlan, s: Any, lse: Any, masked: Any, visible_keys: Callable, transposed: bool
+) -> tuple[Any, Any]:
+    """(p, p times the derivative of the softcap) of scores: the first in 16 bits.
+
+    lse: in units of log 2, a query. masked: whether visible(), a mask, is needed.
+    """
+    factor = plan.scale * LOG2E
+    if plan.softcap is not None:
+        s = jnp.tanh(s * (plan.scale / plan.softcap))
+        factor = plan.softcap * LOG2E
+    capped = s
+    if plan.mask.causal or plan.segments or plan.T % plan.tiling.block_kv:
+        s = lax.cond(masked, lambda s: jnp.where(visible_keys(), s, -jnp.inf), lambda s: s, s)
+    p = jnp.exp2(s * factor - broadcast_rows(lse, s, transposed))
+    if plan.softcap is None:
+        return narrow(plan, p), p
+    slope = p * (1 - capped * capped)
+    return narrow(plan, p), narrow(plan, slope)
+
+
+def score_gradient(plan: BackwardPlan, slope: Any, dp: Any, delta: Any, transposed: bool) -> Any:
+    """ds in 16 bits, without the scale."""
+    return (slope.astype(jnp.float32) * (dp - broadcast_rows(delta, dp, transposed))).astype(
+        plan.dtype
+    )
+
+
+def visible_keys(
+    plan: BackwardPlan, t0: Any, s0: Any, width: int, ids: Any, transposed: bool
+) -> Any:
+    """Which of the queries t0.. see which of the keys s0..: bool [64, width].
+
+    ids: (of the rows, of the columns) where there are segments.
+    """
+    # Queries beyond the sequence, of no document or without keys have p = 0 through their lse.
+    shape, conditions = (64, width), []
+    if plan.mask.causal:
+        ahead = _column_less_row(plan, shape, t0 - s0 if transposed else s0 - t0)
+        conditions.append(ahead >= 0 if transposed else ahead <= 0)
+        if (window := plan.mask.window) is not None:
+            conditions.append(ahead <= window if transposed else ahead >= -window)
+    elif plan.T % plan.tiling.block_kv:
+        key = plgpu.broadcasted_iota(jnp.int32, shape, 0 if transposed else 1, layout=MATRIX)
+        conditions.append(key < plan.T - s0)
+    if plan.segments:
+        rows, columns = (lax.broadcast_in_dim(x, shape, [d]) for d, x in enumerate(ids))
+        conditions.append(rows == columns)
+    return functools.reduce(jnp.logical_and, conditions)
+
+
+def _column_less_row(plan: BackwardPlan, shape: tuple[int, int], start: Any) -> Any:
+    if not plan.interpret:
+        return inline.column_less_row(shape, start)
+    row, column = (lax.broadcasted_iota(jnp.int32, shape, d) for d in range(2))
+    return start + column - row

@@ -1,0 +1,144 @@
+"""How the Hopper backward kernels hand out their tiles, and how they are launched.
+
+A tile is one block of keys (or of queries) of one head. CUDA blocks are persistent, and their
+loader tells the computing warpgroups through shared memory which tile comes next.
+"""
+
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtrain_kernels import hopper
+from jaxtrain_kernels.attention.hopper.backward_plan import BackwardPlan
+
+
+class BackwardArrays(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    do: Any
+    stats: Any
+    ranges: Any
+    ids: Any
+    dq: Any = None
+    dk: Any = None
+    dv: Any = None
+
+
+class BackwardTile(NamedTuple):
+    """Block `block` of a head; it visits [lo, hi), of which [full_lo, full_hi) need no mask."""
+
+    b: Any
+    head: Any
+    block: Any
+    lo: Any
+    full_lo: Any
+    full_hi: Any
+    hi: Any
+
+    def masked(self, visited: Any) -> Any:
+        return (visited < self.full_lo) | (visited >= self.full_hi)
+
+
+# The shared memory by which tiles are handed out: a Tile, and place for what the counter said.
+def memory() -> Any:
+    return plgpu.SMEM((2, 8), jnp.int32)
+
+
+def counter(plan: BackwardPlan) -> Any:
+    """Of tiles handed out, in device memory; None where each block knows its own."""
+    if plan.tiling.dynamic and not plan.interpret and plan.blocks < plan.n_tiles:
+        return pl.get_global(plgpu.SemaphoreType.REGULAR)
+    return None
+
+
+def load_tiles(plan: BackwardPlan, ranges: Any, memory: Any, count: Any, every: Callable) -> None:
+    """The loader's loop: used = every(used, tile) for each tile.
+
+    used: steps of this CUDA block's earlier tiles.
+    """
+
+    def load_tile(carry):
+        used, number, tile = carry
+        used = every(used, tile)
+        # Not before: a tile that is taken early waits for a long one's end. The others have two
+        # more steps to do, time enough.
+        if count is None:
+            number += plan.blocks
+        else:
+            number = plan.blocks + hopper.take_number(count, memory.at[1, 0])
+        return used, number, _read_tile(plan, ranges, jnp.minimum(number, plan.n_tiles - 1))
+
+    number = lax.axis_index("block")
+    start = jnp.int32(0), number, _read_tile(plan, ranges, number)
+    lax.while_loop(lambda carry: carry[1] < plan.n_tiles, load_tile, start)
+
+
+def _read_tile(plan: BackwardPlan, ranges: Any, number: Any) -> BackwardTile:
+    """Tiles are numbered by group of heads, then from the heaviest block, then by head."""
+    in_group = plan.group * plan.tile_blocks
+    group, rest = lax.div(number, in_group), lax.rem(number, in_group)
+    block = lax.div(rest, plan.group)
+    if plan.last_first:
+        block = plan.tile_blocks - 1 - block
+    head = group * plan.group + lax.rem(rest, plan.group)
+    b = lax.div(head, plan.heads)
+    limits = [ranges[b if plan.segments else 0, block, i] for i in range(4)]
+    return BackwardTile(b, lax.rem(head, plan.heads), block, *limits)
+
+
+def tell_tile(memory: Any, tile: BackwardTile) -> None:
+    """Before the loads whose barrier the others wait on."""
+    for i, x in enumerate(tile):
+        memory[0, i] = x
+
+
+def tell_end(memory: Any, loaded: Any, arrivals: int) -> None:
+    """There is no more tile; loaded: the barrier on which the others wait for one."""
+    memory[0, 0] = -1
+    for _ in range(arrivals):
+        plgpu.barrier_arrive(loaded)
+
+
+def compute_tiles(memory: Any, loaded: Any, compute: Callable) -> None:
+    """The others' loop: used = compute(used, tile), from the used steps before to those after."""
+
+    def following():
+        plgpu.barrier_wait(loaded)
+        return BackwardTile(*(memory[0, i] for i in range(len(BackwardTile._fields))))
+
+    def compute_tile(carry):
+        used = compute(*carry)
+        return used, following()
+
+    lax.while_loop(lambda carry: carry[1].b >= 0, compute_tile, (jnp.int32(0), following()))
+
+
+def launch(
+    plan: BackwardPlan, body: Callable, scratch: dict, out_type: Any, arrays: list, interpret: Any
+):
+    """Results of the kernel `body`(references to arrays and results, scratch memory by name)."""
+
+    def kernel(*refs):
+        run = lambda **memory: body(refs, memory)
+        pl.run_scoped(run, collective_axes="warpgroup", **scratch)
+
+    kernel.__name__ = body.__name__
+    mesh = plgpu.Mesh(
+        grid=(plan.blocks,),
+        grid_names=("block",),
+        num_threads=plan.warpgroups + 1,
+        thread_name="warpgroup",
+    )
+    call: Any = pl.kernel(
+        kernel,
+        out_type=out_type,
+        mesh=mesh,
+        compiler_params=hopper.compiler_params(),
+        interpret=interpret,
+    )
+    return call(*arrays)

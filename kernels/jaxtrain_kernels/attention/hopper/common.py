@@ -1,0 +1,107 @@
+"""What the Mosaic GPU attention kernels share: the mask, and which blocks it leaves."""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtrain_kernels import hopper
+
+LOG2E = math.log2(math.e)
+# Where a row's maximum starts: finite, so that a row without keys has p = exp2(-inf - FLOOR) = 0
+# instead of NaN; and far below any score, so that exp2(FLOOR - maximum) = 0.
+FLOOR = -1e30
+
+
+class Mask(NamedTuple):
+    """Key s is visible to query t if s <= t (causal) and s >= t - window (None = all)."""
+
+    causal: bool
+    window: int | None
+
+
+def rows_to(x_T: Any, like: Any) -> Any:
+    """A value per row, spread over the matrix."""
+    return lax.broadcast_in_dim(x_T, like.shape, [0])
+
+
+def is_visible(mask: Mask, t0: Any, s0: Any, shape: tuple[int, int], length: int | None, ids: Any):
+    """Which of the keys s0.. the queries t0.. see: bool [queries, keys] in wgmma's layout.
+
+    length: of the sequence, where a block may reach beyond it; ids: (queries', keys') or None.
+    """
+    t = plgpu.broadcasted_iota(jnp.int32, shape, 0, layout=hopper.MATRIX)
+    s = plgpu.broadcasted_iota(jnp.int32, shape, 1, layout=hopper.MATRIX)
+    conditions = []
+    if mask.causal:
+        conditions.append(t + (t0 - s0) >= s)
+    if mask.window is not None:
+        conditions.append(t + (t0 - s0 - mask.window) <= s)
+    if length is not None:
+        conditions.append(s < length - s0)
+    if ids is not None:
+        row_ids, column_ids = (lax.broadcast_in_dim(x, shape, [d]) for d, x in enumerate(ids))
+        conditions += [row_ids == column_ids, row_ids > 0]
+    return functools.reduce(jnp.logical_and, conditions)
+
+
+class BlockRanges(NamedTuple):
+    """Key blocks of a query block: visits [lo, hi), of which [full_lo, full_hi) need no mask."""
+
+    lo: Any
+    full_lo: Any
+    full_hi: Any
+    hi: Any
+
+
+def block_ranges(mask: Mask, length: int, rows: int, columns: int, ids_BT: Any) -> BlockRanges:
+    """Per block of `rows` queries, in blocks of `columns` keys: int32 [B or 1, query blocks].
+
+    At least one block is visited, always as if it needed the mask (hi - 1 is not in the full
+    range). Without ids numpy computes it, so that it is known while tracing. With ids a block is
+    passed over where the smallest and largest id of its keys and of the queries do not overlap:
+    always right, and tight where ids grow along the row.
+    """
+    n_rows, n_columns = -(-length // rows), -(-length // columns)
+    first = np.arange(n_rows, dtype=np.int32)[None] * rows
+    last = np.minimum(first + rows, length) - 1
+    window = length if mask.window is None else mask.window
+    hi = last // columns + 1 if mask.causal else np.full_like(first, n_columns)
+    lo = np.maximum(0, first - window) // columns
+    full_hi = (first + 1 if mask.causal else np.full_like(first, length)) // columns
+    full_lo = -(-np.maximum(0, last - window) // columns)
+    xp: Any = np
+    if ids_BT is not None:
+        xp = jnp
+        some, full = _block_ids(ids_BT, length, rows, columns)
+        j = jnp.arange(n_columns)[None, None]
+        inside = some & (lo[..., None] <= j) & (j < hi[..., None])
+        hi = jnp.maximum(jnp.where(inside, j + 1, 0).max(-1), 1)
+        lo = jnp.minimum(jnp.where(inside, j, n_columns).min(-1), hi - 1)
+        full &= (full_lo[..., None] <= j) & (j < full_hi[..., None]) & (j < hi[..., None] - 1)
+        full_hi = jnp.where(full, j + 1, 0).max(-1)
+        # The last run of full blocks.
+        full_lo = jnp.where(~full & (j < full_hi[..., None]), j + 1, 0).max(-1)
+    full_hi = xp.clip(full_hi, lo, hi - 1)
+    full_lo = xp.clip(full_lo, lo, full_hi)
+    return BlockRanges(*(xp.asarray(x, xp.int32) for x in (lo, full_lo, full_hi, hi)))
+
+
+def _block_ids(ids_BT: Any, length: int, rows: int, columns: int) -> tuple[Any, Any]:
+    """bool [B, query blocks, key blocks]: may share an id; have one and the same id throughout."""
+
+    def bounds(size):
+        blocks = jnp.pad(ids_BT, ((0, 0), (0, -length % size))).reshape(len(ids_BT), -1, size)
+        smallest = jnp.where(blocks > 0, blocks, jnp.iinfo(jnp.int32).max).min(-1)
+        return smallest, blocks.max(-1), blocks.min(-1)
+
+    row_lo, row_hi, row_all = (x[:, :, None] for x in bounds(rows))
+    column_lo, column_hi, column_all = (x[:, None] for x in bounds(columns))
+    some = (row_lo <= column_hi) & (column_lo <= row_hi)
+    # `all` counts padding too: a block is of one id where its least entry is that id.
+    full = (row_all == row_hi) & (column_all == column_hi) & (row_hi == column_hi) & (row_hi > 0)
+    return some, full

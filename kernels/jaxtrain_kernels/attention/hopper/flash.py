@@ -1,0 +1,100 @@
+"""The differentiable function made of the forward and the backward kernel."""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.custom_batching import custom_vmap
+
+from jaxtrain_kernels.attention.call import Call, kept
+from jaxtrain_kernels.attention.hopper import backward, forward
+from jaxtrain_kernels.attention.hopper.backward import BackwardTiling
+from jaxtrain_kernels.attention.hopper.forward import ForwardTiling
+
+
+class FlashOptions(NamedTuple):
+    """What is static in one call."""
+
+    causal: bool
+    window: int | None
+    softcap: float | None
+    scale: float
+    deterministic: bool
+    forward: ForwardTiling | None
+    backward: BackwardTiling | None
+
+
+def options(call: Call) -> FlashOptions:
+    tiling = call.tiling or {}
+    forward = ForwardTiling(**tiling["forward"]) if "forward" in tiling else None
+    backward = BackwardTiling(**tiling["backward"]) if "backward" in tiling else None
+    same = call.causal, call.window, call.softcap, call.scale, call.deterministic
+    return FlashOptions(*same, forward, backward)
+
+
+def flash(o: FlashOptions, q_BTNH, k_BSKH, v_BSKH, ids_BT):
+    """(out_BTNH, lse_BNT); a negative scale is a negative q, as maxima are taken before it."""
+    if o.scale < 0:
+        q_BTNH, o = -q_BTNH, o._replace(scale=-o.scale)
+    return _flash(o, q_BTNH, k_BSKH, v_BSKH, ids_BT)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _flash(options: FlashOptions, q_BTNH, k_BSKH, v_BSKH, ids_BT):
+    return _flash_fwd(options, q_BTNH, k_BSKH, v_BSKH, ids_BT)[0]
+
+
+def _flash_fwd(o: FlashOptions, q_BTNH, k_BSKH, v_BSKH, ids_BT):
+    def run(q, k, v, ids):
+        return forward.forward(
+            q, k, v, ids, causal=o.causal, window=o.window, softcap=o.softcap, scale=o.scale,
+            tiling=o.forward,
+        )  # fmt: skip
+
+    out_BTNH, lse_BNT = kept(*folding(run)(q_BTNH, k_BSKH, v_BSKH, ids_BT))
+    return (out_BTNH, lse_BNT), (q_BTNH, k_BSKH, v_BSKH, ids_BT, out_BTNH, lse_BNT)
+
+
+def _flash_bwd(o: FlashOptions, residuals, cotangents):
+    def run(q, k, v, ids, out, lse, dout, dlse):
+        return backward.backward(
+            q, k, v, ids, out, lse, dout, dlse, causal=o.causal, window=o.window,
+            softcap=o.softcap, scale=o.scale, deterministic=o.deterministic, tiling=o.backward,
+        )  # fmt: skip
+
+    dq_BTNH, dk_BSKH, dv_BSKH = folding(run)(*residuals, *cotangents)
+    return dq_BTNH, dk_BSKH, dv_BSKH, None
+
+
+_flash.defvjp(_flash_fwd, _flash_bwd)
+
+
+def gradients(o: FlashOptions, q_BTNH, k_BSKH, v_BSKH, ids_BT, out_BTNH, lse_BNT, dout_BTNH):
+    """(dq, dk, dv) from the output and the LSE, which may be those of more keys than these."""
+    sign = -1 if o.scale < 0 else 1
+    o = o._replace(scale=sign * o.scale)
+    residuals = sign * q_BTNH, k_BSKH, v_BSKH, ids_BT, out_BTNH, lse_BNT
+    dq_BTNH, dk_BSKH, dv_BSKH, _ = _flash_bwd(o, residuals, (dout_BTNH, jnp.zeros_like(lse_BNT)))
+    return sign * dq_BTNH, dk_BSKH, dv_BSKH
+
+
+def folding(function: Callable[..., Any]) -> Callable[..., Any]:
+    """Under vmap, `function` of arrays [B, ...] takes the mapped axis as more rows of B.
+
+    The kernels hand out their tiles by a counter, which a batch of kernels would share.
+    """
+    folded = custom_vmap(function)
+
+    @folded.def_vmap
+    def rule(axis_size, in_batched, *arrays):
+        def rows(x, batched):
+            x = x if batched else jnp.broadcast_to(x, (axis_size, *x.shape))
+            return x.reshape(-1, *x.shape[2:])
+
+        results = folded(*jax.tree.map(rows, arrays, tuple(in_batched)))
+        split = lambda x: x.reshape(axis_size, -1, *x.shape[1:])
+        return jax.tree.map(split, results), jax.tree.map(lambda _: True, results)
+
+    return folded

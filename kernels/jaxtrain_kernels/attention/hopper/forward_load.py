@@ -1,0 +1,215 @@
+"""The Hopper forward kernel's plan, shared memory, and the warpgroup that loads tiles by TMA."""
+
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtrain_kernels import hopper
+from jaxtrain_kernels.attention.hopper.common import Mask
+
+# What the loader tells the others about a tile, as int32 in shared memory. runs: whether each id
+# of that batch row fills one run of tokens.
+TILE = ("batch", "head", "row", "lo", "full_lo", "full_hi", "hi", "runs")
+
+
+class ForwardTiling(NamedTuple):
+    """block_kv: keys a step; warpgroups: that compute, of 64 query rows each.
+
+    k_stages, v_stages, q_stages: tiles of each that are in shared memory at once.
+    turns: whether warpgroups take turns at issuing products.
+    blocks: CUDA blocks; None = one a multiprocessor, 0 = one a tile of work.
+    dynamic: whether a block takes the next tile from a counter, or every `blocks`-th tile.
+    l2_bytes: of keys and values that the tiles in flight should share.
+    ahead: whether the next tile's first product is issued before the epilogue of this one (if there
+        are two q_stages).
+    halves: whether the diagonal's block, and the one at a window's edge, are worked on 64 keys at a
+        time, and only where seen.
+    lazy: by how many powers of two a row's scores may pass the maximum that they are taken
+        relative to, before the output is rescaled to a new one.
+    polynomial: one in how many groups of 8 keys is exponentiated without the exponential unit.
+    """
+
+    block_kv: int = 128
+    warpgroups: int = 2
+    k_stages: int = 3
+    v_stages: int = 2
+    q_stages: int = 2
+    turns: bool = False
+    blocks: int | None = None
+    dynamic: bool = True
+    l2_bytes: int = 24 << 20
+    ahead: bool = True
+    halves: bool = True
+    lazy: float = 8.0
+    polynomial: int | None = None
+
+
+class ForwardPlan(NamedTuple):
+    """Everything that is known while tracing."""
+
+    B: int
+    T: int
+    N: int
+    K: int
+    H: int
+    dtype: Any
+    mask: Mask
+    softcap: float | None
+    scale: float
+    segments: bool
+    tiling: ForwardTiling
+    blocks: int
+    group: int  # heads that are worked on together
+    extra_masked: bool  # some tile has more blocks to mask than the first it visits
+    interpret: bool
+
+    @property
+    def rows(self) -> int:
+        return 64 * self.tiling.warpgroups
+
+    @property
+    def row_blocks(self) -> int:
+        return -(-self.T // self.rows)
+
+    @property
+    def n_tiles(self) -> int:
+        return self.B * self.N * self.row_blocks
+
+    @property
+    def halves(self) -> bool:
+        return self.tiling.halves and self.mask.causal and self.tiling.block_kv == self.rows
+
+    @property
+    def halves_left(self) -> bool:
+        """Also of the block at the window's edge, which then is the only other to mask."""
+        window, block = self.mask.window, self.tiling.block_kv
+        aligned = window is not None and window % block == 0 and window >= 2 * block
+        return self.halves and aligned and not self.segments
+
+    @property
+    def ahead(self) -> bool:
+        return self.tiling.ahead and self.tiling.q_stages > 1
+
+    @property
+    def first_keys(self) -> int:
+        """How many keys a tile's first product is with."""
+        return 64 if self.halves else self.tiling.block_kv
+
+    def barrier(self, name: str) -> int:
+        """Hardware barriers: 0 is CUDA's, and 1 up to the number of warpgroups Mosaic's."""
+        sizes = {"turn": self.tiling.warpgroups, "k": self.tiling.k_stages}
+        sizes |= {"v": self.tiling.v_stages, "q": self.tiling.q_stages}
+        at = self.tiling.warpgroups + 2
+        for key, size in sizes.items():
+            if key == name:
+                return at
+            at += size
+        return at
+
+
+class ForwardMemory(NamedTuple):
+    """Shared memory. *_full: loaded; that one is free, named barriers.
+
+    q: also for the output. tile: see TILE. limits: of the keys that a row sees, and its id.
+    """
+
+    q: Any
+    k: Any
+    v: Any
+    lse: Any
+    tile: Any
+    q_full: Any
+    k_full: Any
+    v_full: Any
+    limits: Any = None
+    k_ids: Any = None
+
+
+class ForwardArrays(NamedTuple):
+    q: Any
+    k: Any
+    v: Any
+    ranges: Any
+    limits: Any
+    ids: Any
+    out: Any
+    lse: Any
+
+
+def key_block(t: Any, tile: dict) -> Any:
+    """The t-th key block visited: those to mask from the right, then from the left, then others."""
+    right = tile["hi"] - tile["full_hi"]
+    masked = right + tile["full_lo"] - tile["lo"]
+    from_left = tile["full_lo"] - 1 - (t - right)
+    others = tile["full_hi"] - 1 - (t - masked)
+    return jnp.where(t < right, tile["hi"] - 1 - t, jnp.where(t < masked, from_left, others))
+
+
+def load(plan: ForwardPlan, arrays: ForwardArrays, memory: ForwardMemory, counter: Any):
+    """The loader: for each tile its queries, then its key and value blocks in visiting order."""
+    tiling = plan.tiling
+    width, everyone = tiling.block_kv, tiling.warpgroups + 1
+
+    def load_tile(carry):
+        step, loaded, number, tile = carry
+        stage = lax.rem(step, tiling.q_stages)
+        b, head, rows = tile["batch"], tile["head"], pl.ds(tile["row"], plan.rows)
+        hopper.bar_sync(plan.barrier("q") + stage, everyone)
+        for i, name in enumerate(TILE):
+            memory.tile[stage, i] = tile[name]
+        full = memory.q_full.at[stage]
+        plgpu.copy_gmem_to_smem(arrays.q.at[b, rows, head], memory.q.at[stage], full)
+        if plan.segments:
+            plgpu.copy_gmem_to_smem(arrays.limits.at[b, :, rows], memory.limits.at[stage], full)
+        kv_head = lax.div(head, plan.N // plan.K)
+
+        def load_block(t, _):
+            slot = lax.rem(loaded + t, tiling.k_stages)
+            keys = pl.ds(key_block(t, tile) * width, width)
+            full = memory.k_full.at[slot]
+            hopper.bar_sync(plan.barrier("k") + slot, everyone)
+            plgpu.copy_gmem_to_smem(arrays.k.at[b, keys, kv_head], memory.k.at[slot], full)
+            if plan.segments:
+                plgpu.copy_gmem_to_smem(arrays.ids.at[b, keys], memory.k_ids.at[slot], full)
+            slot = lax.rem(loaded + t, tiling.v_stages)
+            full = memory.v_full.at[slot]
+            hopper.bar_sync(plan.barrier("v") + slot, everyone)
+            plgpu.copy_gmem_to_smem(arrays.v.at[b, keys, kv_head], memory.v.at[slot], full)
+
+        load_block(0, None)
+        # The first block is on its way: time to find out about the next tile.
+        number = _next_tile(plan, memory, counter, number)
+        following = _read_tile(plan, arrays, jnp.minimum(number, plan.n_tiles - 1))
+        blocks = tile["hi"] - tile["lo"]
+        lax.fori_loop(1, blocks, load_block, None)
+        return step + 1, loaded + blocks, number, following
+
+    number = lax.axis_index("block")
+    start = jnp.int32(0), jnp.int32(0), number, _read_tile(plan, arrays, number)
+    step, *_ = lax.while_loop(lambda carry: carry[2] < plan.n_tiles, load_tile, start)
+    stage = lax.rem(step, tiling.q_stages)
+    hopper.bar_sync(plan.barrier("q") + stage, everyone)
+    memory.tile[stage, 0] = -1  # no more tiles
+    for _ in range(2 if plan.segments else 1):
+        plgpu.barrier_arrive(memory.q_full.at[stage])
+
+
+def _read_tile(plan: ForwardPlan, arrays: ForwardArrays, number: Any) -> dict:
+    """Tiles are numbered by group of heads, then from the last rows, then by head."""
+    in_group = plan.group * plan.row_blocks
+    group, rest = lax.div(number, in_group), lax.rem(number, in_group)
+    block = plan.row_blocks - 1 - lax.div(rest, plan.group)
+    head = group * plan.group + lax.rem(rest, plan.group)
+    b = lax.div(head, plan.N)
+    row = (b if plan.segments else 0, block)
+    ranges = [arrays.ranges[*row, i] for i in range(5)]
+    return dict(zip(TILE, (b, lax.rem(head, plan.N), block * plan.rows, *ranges), strict=True))
+
+
+def _next_tile(plan: ForwardPlan, memory: ForwardMemory, counter: Any, number: Any) -> Any:
+    if counter is None:
+        return number + plan.blocks
+    return plan.blocks + hopper.take_number(counter, memory.tile.at[plan.tiling.q_stages, 0])

@@ -1,0 +1,286 @@
+"""The online softmax of the Hopper forward kernel, on one warpgroup's scores in registers."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax.numpy as jnp
+import numpy as np
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import arith, scf, vector
+
+from jaxtrain_kernels import hopper
+from jaxtrain_kernels.attention.hopper import common
+from jaxtrain_kernels.attention.hopper.common import FLOOR, LOG2E, Mask
+from jaxtrain_kernels.attention.hopper.forward_load import ForwardMemory, ForwardPlan, key_block
+from jaxtrain_kernels.hopper import MATRIX, ROWS
+
+GROUP = 8  # neighbouring columns, of which a thread holds two
+# 2^x = 2^round(x) * 2^f for f in [-1/2, 1/2], with least-squares coefficients; relative error 1e-4.
+EXP2 = (0.05517, 0.24261, 0.69325, 0.99992)
+# Adding it rounds a float of less than 2^22 to an integer, which is then in the low bits.
+ROUND = 1.5 * 2**23
+
+
+class Keys(NamedTuple):
+    """Keys offset .. offset + width of a tile's t-th key block."""
+
+    t: Any
+    offset: Any
+    width: int
+
+    def slice(self) -> Any:
+        return pl.ds(self.offset, self.width)
+
+
+class ForwardWork(NamedTuple):
+    """A warpgroup's part of a tile. used: key blocks of this CUDA block's earlier tiles."""
+
+    plan: ForwardPlan
+    memory: ForwardMemory
+    warpgroup: Any
+    stage: Any
+    used: Any
+    tile: dict
+
+    def blocks(self) -> Any:
+        return self.tile["hi"] - self.tile["lo"]
+
+    def rows(self) -> Any:
+        return pl.ds(self.warpgroup * 64, 64)
+
+    def k_slot(self, t: Any) -> Any:
+        return lax.rem(self.used + t, self.plan.tiling.k_stages)
+
+    def v_slot(self, t: Any) -> Any:
+        return lax.rem(self.used + t, self.plan.tiling.v_stages)
+
+    def q(self) -> Any:
+        return self.memory.q.at[self.stage, self.rows()]
+
+    def k(self, keys: Keys) -> Any:
+        return self.memory.k.at[self.k_slot(keys.t), keys.slice()]
+
+    def v(self, keys: Keys) -> Any:
+        return self.memory.v.at[self.v_slot(keys.t), keys.slice()]
+
+    def first(self) -> Keys:
+        """The keys of the tile's first product: those of the diagonal, or the whole block."""
+        halves = self.plan.halves
+        return Keys(0, self.warpgroup * 64 if halves else 0, self.plan.first_keys)
+
+    def all(self, t: Any) -> Keys:
+        return Keys(t, 0, self.plan.tiling.block_kv)
+
+    def await_keys(self, t: Any):
+        """Key block t has been loaded, if the tile has it."""
+        loaded = self.memory.k_full.at[self.k_slot(t)]
+        pl.when(t < self.blocks())(lambda: plgpu.barrier_wait(loaded))
+
+    def await_values(self, t: Any):
+        plgpu.barrier_wait(self.memory.v_full.at[self.v_slot(t)])
+
+    def free(self, name: str, t: Any):
+        if self.plan.interpret:
+            plgpu.commit_smem()  # its reads are ordinary loads, which wgmma's are not
+        slot = self.k_slot(t) if name == "k" else self.v_slot(t)
+        hopper.bar_arrive(self.plan.barrier(name) + slot, self.plan.tiling.warpgroups + 1)
+
+
+class SoftmaxState(NamedTuple):
+    """The online softmax. p: of the last keys, whose values are still to be added to `out`.
+
+    peak: what the scores are taken relative to, in units of log 2: a row's maximum so far, or up to
+    `lazy` less; total: sums of p, over every eighth key.
+    """
+
+    out: Any
+    p: Any
+    peak: Any
+    total: Any
+
+
+def no_state(plan: ForwardPlan) -> SoftmaxState:
+    zeros = lambda *shape: plgpu.layout_cast(jnp.zeros(shape, jnp.float32), MATRIX)
+    peak = plgpu.layout_cast(jnp.full((64,), FLOOR, jnp.float32), ROWS)
+    return SoftmaxState(zeros(64, plan.H), None, peak, zeros(64, GROUP))
+
+
+def softmax(
+    work: ForwardWork, scores, keys: Keys, state: SoftmaxState, mask: Mask | None, free: bool = True
+):
+    """(p in float32, new peak, new total, factor for what was summed up before, `shrinks` of it).
+
+    mask: what of the kernel's hides some of these keys. free: the key block, as soon as nothing
+    needs it.
+    """
+    plan = work.plan
+    factor = plan.scale * LOG2E
+    if plan.softcap is not None:
+        scores = jnp.tanh(scores * (plan.scale / plan.softcap))
+        factor = plan.softcap * LOG2E
+    reads_ids = mask is not None and plan.segments
+    if free and not reads_ids:
+        work.free("k", keys.t)
+    if mask is not None:
+        scores = _masked(work, scores, keys, mask)
+    if free and reads_ids:
+        work.free("k", keys.t)
+    peak = scores.max(axis=1) * factor
+    if plan.tiling.lazy:
+        peak = jnp.where(peak > state.peak + plan.tiling.lazy, peak, state.peak)
+    else:
+        peak = jnp.maximum(peak, state.peak)
+    shrink = jnp.exp2(state.peak - peak)
+    p = _exp2(scores * factor - common.rows_to(peak, scores), plan if mask is None else None)
+    # Sums over a row need other threads' values: once a tile is enough.
+    parts = _groups(p)
+    while len(parts) > 1:
+        odd = parts[len(parts) // 2 * 2 :]
+        parts = [a + b for a, b in zip(parts[::2], parts[1::2])] + odd
+    total = state.total * common.rows_to(shrink, state.total) + parts[0]
+    return p, peak, total, shrink, shrinks(plan, shrink)
+
+
+def rescaled(plan: ForwardPlan, out, shrink, anywhere):
+    """`out`, its rows times `shrink`, which is not 1 `anywhere` (see `shrinks`)."""
+    if not plan.tiling.lazy or plan.interpret:
+        return out * common.rows_to(shrink, out)
+
+    @plgpu.inline_mgpu(
+        arg_types=(MATRIX, ROWS, plgpu.Layout.WG_SPLAT),
+        return_type=plgpu.ShapeDtypeStruct(out.shape, jnp.float32, MATRIX),
+    )
+    def scale(_, out, shrink, anywhere):
+        registers = out.registers.flatten()
+        zero: Any = mgpu.utils.c(0, ir.IntegerType.get_signless(32))
+        taken = arith.cmpi(arith.CmpIPredicate.ne, anywhere.registers.flat[0], zero)
+        branch: Any = scf.IfOp(taken, [x.type for x in registers], has_else=True)
+        with ir.InsertionPoint(branch.then_block):
+            product = out * shrink.broadcast_in_dim(out.shape, (0,), out.layout)
+            scf.yield_(list(product.registers.flatten()))
+        with ir.InsertionPoint(branch.else_block):
+            scf.yield_(list(registers))
+        results = np.asarray(list(branch.results), dtype=object).reshape(out.registers.shape)
+        return mgpu.FragmentedArray(_registers=results, _layout=out.layout, _is_signed=None)
+
+    scaled: Any = scale
+    return scaled(out, shrink, anywhere)
+
+
+def shrinks(plan: ForwardPlan, shrink) -> Any:
+    """int32: whether some row of a warp's shrinks, the same in all of its threads."""
+    if not plan.tiling.lazy or plan.interpret:
+        return jnp.int32(1)
+
+    @plgpu.inline_mgpu(
+        arg_types=(ROWS,),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
+    )
+    def vote(_, shrink):
+        i32 = ir.IntegerType.get_signless(32)
+        one: Any = mgpu.utils.c(1.0, shrink.mlir_dtype)
+        factors = [vector.extract(x, [], [0]) for x in shrink.registers.flatten()]
+        changes = [arith.cmpf(arith.CmpFPredicate.UNE, x, one) for x in factors]
+        change = functools.reduce(arith.ori, changes)
+        ptx = (
+            "{ .reg .pred p; setp.ne.b32 p, $1, 0; vote.sync.any.pred p, p, 0xffffffff;"
+            " selp.b32 $0, 1, 0, p; }"
+        )
+        anywhere: Any = mgpu.utils.inline_ptx(
+            ptx, arith.extui(i32, change), result_types=i32, convergent=True
+        )
+        return mgpu.FragmentedArray.splat(anywhere, shape=(), is_signed=True)
+
+    anywhere: Any = vote
+    return anywhere(shrink)
+
+
+def _groups(x) -> list:
+    return [x[:, i : i + GROUP] for i in range(0, x.shape[1], GROUP)]
+
+
+def _exp2(x, plan: ForwardPlan | None):
+    """2^x, with a part of it by polynomial if there is a plan."""
+    if plan is None or plan.tiling.polynomial is None:
+        return jnp.exp2(x)
+    every = plan.tiling.polynomial
+    groups = [
+        _exp2_polynomial(part, plan) if i % every == every - 1 else jnp.exp2(part)
+        for i, part in enumerate(_groups(x))
+    ]
+    return jnp.concatenate(groups, axis=1)
+
+
+def _exp2_polynomial(x, plan: ForwardPlan):
+    """2^x on the units that multiply and add, for x < 128 (2^-126 for what is smaller)."""
+    x = jnp.maximum(x, -126.0)
+    rounded = x + ROUND
+    if plan.interpret:
+        rounded = lax.optimization_barrier(rounded)  # XLA would add the two constants up
+    fraction = x - (rounded - ROUND)
+    y = jnp.full_like(x, EXP2[0])
+    for coefficient in EXP2[1:]:
+        y = y * fraction + coefficient
+    exponent = lax.bitcast_convert_type(rounded, jnp.int32) << 23
+    return lax.bitcast_convert_type(lax.bitcast_convert_type(y, jnp.int32) + exponent, jnp.float32)
+
+
+def _masked(work: ForwardWork, scores, keys: Keys, mask: Mask):
+    """`scores`, -inf for what a query does not see."""
+    plan = work.plan
+    t0 = work.tile["row"] + work.warpgroup * 64
+    s0 = key_block(keys.t, work.tile) * plan.tiling.block_kv + keys.offset
+    if not plan.segments:
+        return _within(scores, *_limits(plan, mask, t0, s0))
+
+    def by_limits(scores):
+        start, end = (_load_rows(work, i) - s0 for i in (0, 1))
+        return _within(scores, *(common.rows_to(x, _columns()) for x in (start, end)))
+
+    def by_ids(scores):
+        key_ids = work.memory.k_ids.at[work.k_slot(keys.t), keys.slice()]
+        ids = _load_rows(work, 2), plgpu.load(key_ids, layout=hopper.COLUMNS)
+        # Beyond the sequence there is no id.
+        seen = common.is_visible(plan.mask, t0, s0, scores.shape, None, ids)
+        return jnp.where(seen, scores, -jnp.inf)
+
+    return lax.cond(work.tile["runs"] != 0, by_limits, by_ids, scores)
+
+
+def _load_rows(work: ForwardWork, i: int) -> Any:
+    return plgpu.load(work.memory.limits.at[work.stage, i, work.rows()], layout=ROWS)
+
+
+def _columns() -> Any:
+    return plgpu.broadcasted_iota(jnp.int32, (64, GROUP), 1, layout=MATRIX)
+
+
+def _limits(plan: ForwardPlan, mask: Mask, t0: Any, s0: Any) -> tuple[Any, Any]:
+    """Of the keys s0.. a row sees those from the first to before the second; None = no such."""
+    t = plgpu.broadcasted_iota(jnp.int32, (64, GROUP), 0, layout=MATRIX) + (t0 - s0)
+    start = None if mask.window is None else t - mask.window
+    if mask.causal:
+        return start, t + 1
+    # The last block may reach beyond the sequence (causal rows inside it never see that far).
+    ragged = plan.T % plan.tiling.block_kv and not plan.mask.causal
+    return start, jnp.full_like(t, plan.T - s0) if ragged else None
+
+
+def _within(scores, start, end):
+    """-inf before column `start` and from column `end` on; both of shape [64, GROUP] or None."""
+    # A thread's columns in a group differ from those in the first by a constant: a comparison is
+    # one instruction.
+    before = None if start is None else _columns() - start
+    after = None if end is None else _columns() - end
+    parts = []
+    for i, part in enumerate(_groups(scores)):
+        if before is not None:
+            part = jnp.where(before >= -GROUP * i, part, -jnp.inf)
+        if after is not None:
+            part = jnp.where(after < -GROUP * i, part, -jnp.inf)
+        parts.append(part)
+    return jnp.concatenate(parts, axis=1)

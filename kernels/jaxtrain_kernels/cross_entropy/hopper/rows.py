@@ -1,0 +1,261 @@
+"""The loss's pass over a chunk of logits for Hopper, in Pallas Mosaic GPU: one read, one write.
+
+A block of threads takes whole rows: each warpgroup has a part of the row in shared memory (by TMA),
+sums e = exp(logit - peak) over it and keeps the numerators of the gradient in registers; the parts'
+sums meet in shared memory; then the part is overwritten with the gradient, and TMA stores it where
+the logits were. Blocks are persistent: the next rows arrive and the last one leaves meanwhile.
+
+Arithmetic decides whether that runs at the memory's rate: a hardware tanh and one exponential an
+element, some ten instructions in all (XLA's two passes need three of the former kind each).
+"""
+
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxtyping import Array, Float, Int
+
+from jaxtrain_kernels import hopper
+
+LOG2E = math.log2(math.e)
+WARPGROUPS = 4  # of 128 threads; each has a quarter of a row
+WIDTH = 256  # TMA's longest line
+STEP = 4 * WIDTH  # elements that a warpgroup takes at a time: 8 a thread, a warp has a line
+STAGES = 3  # rows in shared memory: one arrives, one is computed, one leaves
+SMEM_BYTES = 224 * 1024
+# As in the XLA pass: exp(-2 * softcap) must not underflow if the softcap stands for the maximum.
+SOFTCAP_AS_MAXIMUM = 30.0
+# A warp has a line of a step, a thread 8 neighbours of it.
+LAYOUT = plgpu.Layout.TILED(plgpu.Tiling(((4, WIDTH), (8,))), (-3,), (-2,), -1)
+# Hardware barriers: 0 is CUDA's, and 1 up to the number of warpgroups Mosaic's.
+ROW_BARRIER = WARPGROUPS + 1
+OWN_BARRIER = WARPGROUPS + 2  # and one for each warpgroup from here
+
+
+class LossPlan(NamedTuple):
+    """Everything that is known while tracing."""
+
+    rows: int
+    V: int
+    dtype: Any
+    softcap: float | None
+    z_loss: float
+    valid_vocab: int
+    blocks: int
+
+    @property
+    def part(self) -> int:
+        """Columns of a warpgroup."""
+        return self.V // WARPGROUPS
+
+    @property
+    def capped(self) -> bool:
+        """The softcap stands for the row's maximum."""
+        return self.softcap is not None and self.softcap <= SOFTCAP_AS_MAXIMUM
+
+
+class Refs(NamedTuple):
+    """Arrays; and shared memory: parts [STAGES, WARPGROUPS, ...], partial [2, warps], full."""
+
+    labels: Any
+    weights: Any
+    logits: Any
+    nll: Any
+    lse: Any
+    parts: Any
+    partial: Any
+    full: Any
+
+
+class LossRow(NamedTuple):
+    """What is known of a row before its logits are."""
+
+    label: Any
+    weight: Any
+
+
+def unsupported_reason(V: int, dtype: Any) -> str | None:
+    """Why a vocabulary of V columns cannot be served; None = it can."""
+    if dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs bfloat16 or float16, got {dtype}"
+    if V % (WARPGROUPS * STEP):
+        return f"needs a vocabulary in multiples of {WARPGROUPS * STEP}, got {V}"
+    if STAGES * V * 2 > SMEM_BYTES:
+        return f"needs {STAGES} rows in {SMEM_BYTES} bytes of shared memory, a vocabulary of {V}"
+    return None
+
+
+def loss_rows(
+    logits_CV: Float[Array, "C V"],
+    labels_C: Int[Array, "C"],
+    weights_C: Float[Array, "C"],
+    *,
+    softcap: float | None,
+    z_loss: float,
+    valid_vocab: int | None,
+    blocks: int | None = None,
+    interpret: Any = False,
+) -> tuple[Float[Array, "C"], Float[Array, "C"], Float[Array, "C V"]]:
+    """(nll_C, lse_C) in float32, and the logits' gradient, which replaces them in memory.
+
+    The gradient is that of sum_n weights_n * (nll_n + z_loss * lse_n^2) to the logits before the
+    softcap. What is served: `unsupported_reason`. blocks: of threads; None = one a
+    multiprocessor. interpret: plgpu.InterpretGPUParams, on a CPU.
+    """
+    C, V = logits_CV.shape
+    blocks = min(blocks or hopper.sm_count(), C)
+    plan = LossPlan(C, V, logits_CV.dtype, softcap, z_loss, valid_vocab or V, blocks)
+    lines = (WARPGROUPS, plan.part // WIDTH, WIDTH)
+
+    def loss_rows(labels, weights, logits, nll, lse, **memory):
+        _block(plan, Refs(labels, weights, logits, nll, lse, **memory))
+
+    logits = jax.new_ref(logits_CV.reshape(C, *lines))
+    nll_C, lse_C = plgpu.kernel(
+        loss_rows,
+        out_type=[jax.ShapeDtypeStruct((C,), jnp.float32)] * 2,
+        scratch_types=dict(
+            parts=plgpu.SMEM((STAGES, *lines), plan.dtype),
+            partial=plgpu.SMEM((2, 4 * WARPGROUPS), jnp.float32),
+            full=plgpu.Barrier(num_barriers=STAGES * WARPGROUPS),
+        ),
+        grid=(blocks,),
+        grid_names=("block",),
+        num_threads=WARPGROUPS,
+        thread_name="warpgroup",
+        compiler_params=hopper.compiler_params(),
+        interpret=interpret,
+    )(labels_C.astype(jnp.int32), weights_C.astype(jnp.float32), logits)
+    return nll_C, lse_C, jax.freeze(logits).reshape(C, V)
+
+
+def _block(plan: LossPlan, refs: Refs):
+    """One CUDA block: its rows, one after another."""
+    block, warpgroup = lax.axis_index("block"), lax.axis_index("warpgroup")
+    rows = lax.div(plan.rows - 1 - block, plan.blocks) + 1
+
+    def load(t):
+        @pl.when(t < rows)
+        def _():
+            slot = lax.rem(t, STAGES)
+            plgpu.copy_gmem_to_smem(
+                refs.logits.at[block + t * plan.blocks, warpgroup],
+                refs.parts.at[slot, warpgroup],
+                refs.full.at[slot * WARPGROUPS + warpgroup],
+            )
+
+    def read(t):
+        row = block + jnp.minimum(t, rows - 1) * plan.blocks
+        return LossRow(refs.labels[row], refs.weights[row])
+
+    def visit(t, row):
+        after = read(t + 1)  # a row ahead: nothing waits for it
+        slot = lax.rem(t, STAGES)
+        part, at = refs.parts.at[slot, warpgroup], block + t * plan.blocks
+        plgpu.barrier_wait(refs.full.at[slot * WARPGROUPS + warpgroup])
+        _row(plan, refs, part, row, at, lax.rem(t, 2))
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(part, refs.logits.at[at, warpgroup])
+        plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the row before has left
+        load(t + STAGES - 1)
+        return after
+
+    for t in range(STAGES - 1):
+        load(t)
+    lax.fori_loop(0, rows, visit, read(0))
+    plgpu.wait_smem_to_gmem(0)
+
+
+def _row(plan: LossPlan, refs: Refs, part: Any, row: LossRow, at: Any, parity: Any):
+    """Turns a warpgroup's part of a row into its gradient."""
+    warpgroup = lax.axis_index("warpgroup")
+    label = jnp.clip(row.label, 0, plan.V - 1)
+    place = jnp.clip(label - warpgroup * plan.part, 0, plan.part - 1)
+    line, column = lax.div(place, WIDTH), lax.rem(place, WIDTH)
+    # Read before the warpgroups meet: after that the part is overwritten.
+    label_raw = part[line, column].astype(jnp.float32)
+    peak: Any = plan.softcap
+    if not plan.capped:
+        peak = _over_row(refs, _largest(plan, part), jnp.maximum, 0)
+        parity = 1
+        peak = _cap(plan, peak)
+    kept, sums = _numerators(plan, part, peak)
+    total = _over_row(refs, sums, jnp.add, parity)
+    lse = jnp.log(total) + peak
+    factor = row.weight * (1 + 2 * plan.z_loss * lse) / total
+    for n, numerator in enumerate(kept):
+        part[pl.ds(4 * n, 4)] = (numerator * factor).astype(plan.dtype)
+
+    @pl.when((label >= warpgroup * plan.part) & (label < (warpgroup + 1) * plan.part))
+    def _():
+        e, slope = _exponential(plan, label_raw, peak)
+        gradient = slope * (e * factor - jnp.where(row.label == label, row.weight, 0.0))
+        hopper.bar_sync(OWN_BARRIER + warpgroup, 1)  # after the stores above
+        part[line, column] = gradient.astype(plan.dtype)
+        refs.nll[at] = lse - _cap(plan, label_raw)
+        refs.lse[at] = lse
+
+
+def _numerators(plan: LossPlan, part: Any, peak: Any) -> tuple[list, Any]:
+    """d logit times exp(logit - peak), a step at a time; and the sums of the latter by warp."""
+    kept: list = []
+    total: Any = None
+    for n in range(plan.part // STEP):
+        e, slope = _exponential(plan, plgpu.load(part.at[pl.ds(4 * n, 4)], layout=LAYOUT), peak)
+        if (inside := _inside(plan, n)) is not None:
+            e = jnp.where(inside, e, 0.0)
+        total = e if total is None else total + e
+        kept.append(e if plan.softcap is None else e * slope)
+    return kept, jnp.sum(total, 1)
+
+
+def _largest(plan: LossPlan, part: Any) -> Any:
+    """The largest logit before the softcap, which keeps the order, by warp."""
+    most: Any = None
+    for n in range(plan.part // STEP):
+        x = plgpu.load(part.at[pl.ds(4 * n, 4)], layout=LAYOUT).astype(jnp.float32)
+        if (inside := _inside(plan, n)) is not None:
+            x = jnp.where(inside, x, -jnp.inf)
+        most = x if most is None else jnp.maximum(most, x)
+    return jnp.max(most, 1)
+
+
+def _exponential(plan: LossPlan, raw: Any, peak: Any) -> tuple[Any, Any]:
+    """exp(logit after the softcap - peak) in float32, and the softcap's derivative."""
+    x = raw.astype(jnp.float32)
+    if plan.softcap is None:
+        return jnp.exp2(x * LOG2E - peak * LOG2E), 1.0
+    t = jnp.tanh(x * (1 / plan.softcap))
+    return jnp.exp2(t * (plan.softcap * LOG2E) - peak * LOG2E), 1 - t * t
+
+
+def _cap(plan: LossPlan, x: Any) -> Any:
+    return x if plan.softcap is None else plan.softcap * jnp.tanh(x / plan.softcap)
+
+
+def _inside(plan: LossPlan, n: int) -> Any:
+    """Which columns of a warpgroup's step are no padding; None where it cannot have any."""
+    first = (WARPGROUPS - 1) * plan.part + n * STEP  # of the last warpgroup
+    if first + STEP <= plan.valid_vocab:
+        return None
+    shape = (4, WIDTH)
+    line, column = (plgpu.broadcasted_iota(jnp.int32, shape, d, layout=LAYOUT) for d in (0, 1))
+    begin = lax.axis_index("warpgroup") * plan.part + n * STEP
+    return line * WIDTH + column < plan.valid_vocab - begin
+
+
+def _over_row(refs: Refs, by_warp: Any, operation: Any, which: Any) -> Any:
+    """One number a warp (4 of a warpgroup) -> that of the whole row, for all threads.
+
+    which: of two buffers; the next but one call may take the same again.
+    """
+    refs.partial[which, pl.ds(4 * lax.axis_index("warpgroup"), 4)] = by_warp
+    hopper.bar_sync(ROW_BARRIER, WARPGROUPS)
+    parts = [refs.partial[which, n] for n in range(4 * WARPGROUPS)]
+    while len(parts) > 1:
+        parts = [operation(a, b) for a, b in zip(parts[::2], parts[1::2])]
+    return parts[0]

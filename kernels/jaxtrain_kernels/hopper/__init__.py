@@ -1,0 +1,142 @@
+"""What the kernels for Hopper in Pallas Mosaic GPU share: memory, barriers, how they start."""
+
+import functools
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.mosaic import gpu as mgpu
+from jax.experimental.pallas import mosaic_gpu as plgpu
+from jaxlib.mlir import ir
+from jaxlib.mlir.dialects import llvm
+
+from jaxtrain_kernels.dispatch import Target
+
+MATRIX = plgpu.Layout.WGMMA
+ROWS = plgpu.Layout.WGMMA.reduce(1)
+COLUMNS = plgpu.Layout.WGMMA.reduce(0)
+_TRANSFORMS: Any = plgpu.TilingTransform, plgpu.SwizzleTransform
+
+
+def unsupported_reason(target: Target, *arrays: Any) -> str | None:
+    """Why a kernel for Hopper cannot run there or take arrays of these dtypes; None = it can."""
+    if target.platform != "cuda":
+        return f"needs an NVIDIA GPU, this is {target.platform}"
+    if target.compute_capability != (9, 0):
+        return f"needs compute capability 9.0 (H100, H200), this is {target.compute_capability}"
+    for x in arrays:
+        if x.dtype not in (jnp.bfloat16, jnp.float16):
+            return f"needs bfloat16 or float16, got {x.dtype}"
+    return None
+
+
+def jit_kernel(*static: str) -> Callable[[Callable], Any]:
+    """Decorates what calls a kernel: traced and lowered once for the same shapes and `static`.
+
+    Else each of a model's layers would be: 0.2 s for each of some hundred calls.
+    """
+    return functools.partial(jax.jit, static_argnames=static)
+
+
+def compiler_params(approx_math: bool = True, scratch_bytes: int = 0) -> plgpu.CompilerParams:
+    """Each thread's code is written out, and the barriers are ours.
+
+    scratch_bytes: of shared memory for reductions across warps.
+    """
+    return plgpu.CompilerParams(
+        lowering_semantics=plgpu.LoweringSemantics.Lane,
+        approx_math=approx_math,
+        unsafe_no_auto_barriers=True,
+        reduction_scratch_bytes=scratch_bytes,
+    )
+
+
+def specialize_warpgroups(
+    warpgroups: int, load: Callable[[], None], compute: Callable[[Any], None]
+) -> None:
+    """`warpgroups` compute(their number), with many registers; the one behind them loads."""
+    warpgroup = lax.axis_index("warpgroup")
+    # Registers of 64 Ki in all, in multiples of 8 a thread.
+    few, many = (24, 240) if warpgroups <= 2 else (32, 160)
+
+    def loading():
+        plgpu.set_max_registers(few, action="decrease")
+        load()
+
+    def computing():
+        plgpu.set_max_registers(many, action="increase")
+        compute(warpgroup)
+
+    lax.cond(warpgroup < warpgroups, computing, loading)
+
+
+def tiles(shape: tuple[int, ...], dtype: Any) -> Any:
+    """Shared memory for matrices [..., rows, columns] that TMA writes and wgmma reads."""
+    size = jnp.dtype(dtype).itemsize
+    swizzle = plgpu.find_swizzle(shape[-1] * 8 * size)
+    tiling, swizzling = _TRANSFORMS
+    return plgpu.SMEM(shape, dtype, transforms=(tiling((8, swizzle // size)), swizzling(swizzle)))
+
+
+def sm_count() -> int:
+    """Multiprocessors of this GPU; an H200's when lowering without one."""
+    device = jax.devices()[0]
+    return device.core_count if device.platform == "gpu" else 132
+
+
+def _named_barrier(operation: str, barrier_id: Any, num_threads: int) -> None:
+    # Pallas's interpret mode knows the operation by its name, bar_op, and these variables. (Not a
+    # def, which a checker of types may wrap.)
+    if isinstance(barrier_id, int):
+        bar_op = lambda _: mgpu.utils.inline_ptx(f"bar.{operation} {barrier_id}, {num_threads};")
+        arguments, types = (), ()
+    else:
+        bar_op = lambda _, number: mgpu.utils.inline_ptx(
+            f"bar.{operation} $0, {num_threads};", number.registers[()]
+        )
+        arguments, types = (barrier_id,), (plgpu.Layout.WG_SPLAT,)
+    bar_op.__qualname__ = "bar_op"
+    plgpu.inline_mgpu(arg_types=types)(bar_op)(*arguments)
+
+
+def bar_arrive(barrier_id: Any, warpgroups: int) -> None:
+    """Signals the hardware barrier, which releases its waiters once `warpgroups` have come."""
+    _named_barrier("arrive", barrier_id, 128 * warpgroups)
+
+
+def bar_sync(barrier_id: Any, warpgroups: int) -> None:
+    """Signals the barrier and waits on it."""
+    _named_barrier("sync", barrier_id, 128 * warpgroups)
+
+
+def take_number(counter: Any, shared: Any) -> Any:
+    """What a counter in device memory stands at, before this warpgroup moves it on by one.
+
+    shared: an int32 in shared memory.
+    """
+
+    @plgpu.inline_mgpu(
+        arg_types=(plgpu.RefType(), plgpu.RefType()),
+        return_type=plgpu.ShapeDtypeStruct((), jnp.int32, plgpu.Layout.WG_SPLAT),
+    )
+    def count(_, counter, shared):
+        # One thread of the warpgroup counts; the others read its number from shared memory.
+        one = mgpu.utils.single_thread_predicate(mgpu.utils.ThreadSubset.WARPGROUP)
+        pointers = mgpu.utils.memref_ptr(counter), mgpu.utils.memref_ptr(shared)
+        llvm.inline_asm(
+            ir.Type.parse("!llvm.void"),
+            [*pointers, one],
+            "{ .reg .pred p; .reg .b32 n; setp.ne.b32 p, $2, 0;"
+            " @p atom.global.add.u32 n, [$0], 1; @p st.shared.b32 [$1], n; }",
+            "l,r,r",
+            has_side_effects=True,
+        )
+        mgpu.utils.warpgroup_barrier()
+        ptx, i32 = "ld.shared.b32 $0, [$1];", ir.IntegerType.get_signless(32)
+        n: Any = mgpu.utils.inline_ptx(ptx, pointers[1], result_types=i32, has_side_effects=True)
+        return mgpu.FragmentedArray.splat(n, shape=(), is_signed=True)
+
+    counted: Any = count
+    return counted(counter, shared)

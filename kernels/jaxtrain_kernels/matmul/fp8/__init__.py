@@ -1,0 +1,188 @@
+"""Matmuls of a training step in float8 (Micikevicius et al. 2022, arXiv:2209.05433).
+
+All three products of a linear layer are in 8 bits: y = x w of e4m3 by e4m3, dx = dy w^T and
+dw = x^T dy of e5m2 by e4m3, since gradients ask for range. A tensor has one scale, a power of two
+from its largest magnitude: it is exact in any dtype, so that scaling never rounds, and costs no
+accuracy but at most one bit of range.
+
+On Hopper both operands of a product must lie along the summed dim, hence a matrix and its
+transpose in `Fp8`. XLA turns a dot of float8 arrays into cuBLASLt's float8 matmul
+(`__cublas$lt$matmul$f8`) with the factor on its result as the scale.
+"""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, DTypeLike, Float
+
+from jaxtrain_kernels.dispatch import Target, choose_backend, target
+from jaxtrain_kernels.matmul.fp8 import hopper, reference, xla
+from jaxtrain_kernels.matmul.fp8.functions import Function, itself
+from jaxtrain_kernels.matmul.fp8.xla import fp8_amax
+
+E4M3, E5M2 = jnp.float8_e4m3fn, jnp.float8_e5m2
+# Of the pass that scales, casts and transposes; the first that can serve is the default. XLA's is
+# one kernel too, and it computes the tensor on the way (a norm, say), but slower; where it finds
+# the maximum as well, the transpose is a second kernel. It alone knows meshes and `jax.vmap`.
+BACKENDS = {"mosaic": hopper, "xla": xla, "reference": reference}
+
+
+class Fp8(NamedTuple):
+    """A matrix as q x scale, in both layouts; scale is a power of two."""
+
+    q_MK: Array
+    q_KM: Array
+    scale: Array
+
+
+def fp8_unsupported(where: Target | None = None) -> str | None:
+    """Why the device has no float8 matmuls; None if it has, or (a CPU) emulates them for tests."""
+    platform, capability, _ = where or target()
+    if platform == "cpu" or (platform == "cuda" and capability and capability >= (8, 9)):
+        return None
+    this = f"{platform} {'.'.join(map(str, capability))}" if capability else platform
+    return (
+        "float8 matmuls need an NVIDIA GPU of compute capability 8.9 or later (L4, RTX 4090, "
+        f"H100, H200, B200), this is {this}: its tensor cores have no float8"
+    )
+
+
+def fp8_quantize(
+    x_MK: Float[Array, "M K"],
+    dtype: DTypeLike = E4M3,
+    *,
+    amax: Float[Array, ""] | None = None,
+    implementation: str | None = None,
+) -> Fp8:
+    """x in float8 and its transpose, in one pass after the one that finds the maximum.
+
+    amax: the largest magnitude to scale by where it is known already, which leaves that pass out;
+    what is larger saturates, and 0 stands for a scale of 1. Without it x's own: nothing finite
+    saturates, and inf and nan do not spread to other values.
+    Raises NotImplementedError on a device without float8 matmuls.
+    """
+    if amax is None:
+        return fp8_quantize_function(itself, (x_MK,), dtype, None, implementation)[0]
+    scale = _given_scale(amax, dtype)
+    backend = _backend((x_MK,), dtype, implementation)
+    q_MK, q_KM = backend.cast((x_MK,), 1 / scale, dtype, itself, saturate=True)
+    return Fp8(q_MK, q_KM, scale)
+
+
+def fp8_quantize_delayed(
+    x_MK: Float[Array, "M K"],
+    dtype: DTypeLike,
+    amax: Float[Array, ""],
+    *,
+    implementation: str | None = None,
+) -> tuple[Fp8, Float[Array, ""]]:
+    """`fp8_quantize` by an earlier amax, and x's own, which the pass that casts finds as well."""
+    return fp8_quantize_function(itself, (x_MK,), dtype, amax, implementation)
+
+
+def fp8_quantize_function(
+    function: Function,
+    arrays_MK: tuple[Array, ...],
+    dtype: DTypeLike,
+    amax: Array | None,
+    implementation: str | None,
+) -> tuple[Fp8, Any]:
+    """function(*arrays), one of `fp8.functions`, in float8 and, where an earlier amax is given to
+    scale by, its own. Nothing is written in the arrays' dtype.
+    """
+    backend = _backend(arrays_MK, dtype, implementation)
+    if amax is None:
+        scale = fp8_scale(fp8_amax(*arrays_MK, function=function), dtype)
+        q_MK, q_KM = backend.cast(arrays_MK, 1 / scale, dtype, function, saturate=False)
+        return Fp8(q_MK, q_KM, scale), None
+    scale = _given_scale(amax, dtype)
+    q_MK, q_KM, seen = backend.cast_measured(arrays_MK, 1 / scale, dtype, function)
+    return Fp8(q_MK, q_KM, scale), seen
+
+
+def _backend(arrays_MK: tuple[Any, ...], dtype: DTypeLike, implementation: str | None) -> Any:
+    if reason := fp8_unsupported():
+        raise NotImplementedError(reason)
+    reasons = {name: b.supports(target(), *arrays_MK) for name, b in BACKENDS.items()}
+    given = " ".join(f"{x.dtype}{list(x.shape)}" for x in arrays_MK)
+    signature = f"{given} to {jnp.dtype(dtype)}"
+    return BACKENDS[choose_backend("fp8_quantize", reasons, implementation, signature)]
+
+
+def _given_scale(amax: Array, dtype: DTypeLike) -> Array:
+    return jnp.where(amax > 0, fp8_scale(amax, dtype), 1.0)
+
+
+def fp8_scale(amax: Float[Array, "*L"], dtype: DTypeLike) -> Float[Array, "*L"]:
+    """The smallest power of two by which values up to amax are divided to fit the dtype.
+
+    Bounded, so that the product of two scales is a normal number, and so that neither zeros nor
+    inf and nan make a scale that would spread them to other values.
+    """
+    largest = float(jnp.finfo(jnp.float32).max)
+    amax = jnp.where(jnp.isfinite(amax), jnp.maximum(amax, 2.0**-48), largest)
+    ratio = float(jnp.finfo(dtype).max) / amax
+    exponent = lax.bitcast_convert_type(ratio, jnp.uint32) & jnp.uint32(0xFF800000)
+    return 1 / lax.bitcast_convert_type(exponent, jnp.float32)
+
+
+def fp8_matmul(
+    x_MK: Float[Array, "M K"],
+    w_KN: Float[Array, "K N"],
+    *,
+    w_fp8: Fp8 | None = None,
+    amax_2: Float[Array, "2"] | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "M N"]:
+    """x w in x's dtype, accumulated in float32, with all three products in float8.
+
+    w_fp8: of w in e4m3, made once for many calls; w itself then only receives the gradient.
+    amax_2: delayed scaling: the largest magnitudes of x and of y's gradient in earlier steps, to
+    scale by (0 = no scale yet). What stands in for its gradient is these magnitudes in this call:
+    a history of them is kept by whoever holds the training state.
+    implementation: of `fp8_quantize`. Raises NotImplementedError on a device without float8.
+    """
+    if w_fp8 is None:
+        w_fp8 = fp8_quantize(lax.stop_gradient(w_KN), E4M3, implementation=implementation)
+    return _matmul(implementation, x_MK, w_KN, w_fp8, amax_2)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def _matmul(implementation, x_MK, w_KN, w_fp8, amax_2):
+    return _forward(implementation, x_MK, w_KN, w_fp8, amax_2)[0]
+
+
+def _forward(implementation, x_MK, w_KN, w_fp8, amax_2):
+    amax = None if amax_2 is None else amax_2[0]
+    x_fp8, seen = fp8_quantize_function(itself, (x_MK,), E4M3, amax, implementation)
+    y_MN = fp8_product(x_fp8.q_MK, w_fp8.q_KM, x_fp8.scale * w_fp8.scale, x_MK.dtype)
+    # Of x the backward needs the transpose alone; an empty array carries w's dtype.
+    return y_MN, (x_fp8.q_KM, x_fp8.scale, w_KN[:0], w_fp8.q_MK, w_fp8.scale, amax_2, seen)
+
+
+def _backward(implementation, saved, dy_MN):
+    x_KM, x_scale, like_w, w_KN, w_scale, amax_2, seen = saved
+    amax = None if amax_2 is None else amax_2[1]
+    dy, seen_dy = fp8_quantize_function(itself, (dy_MN,), E5M2, amax, implementation)
+    dx_MK = fp8_product(dy.q_MK, w_KN, dy.scale * w_scale, dy_MN.dtype, exact=True)
+    dw_KN = fp8_product(x_KM, dy.q_KM, x_scale * dy.scale, like_w.dtype, exact=True)
+    maxima = None if amax_2 is None else jnp.stack([seen, seen_dy])
+    return dx_MK, dw_KN, None, maxima
+
+
+_matmul.defvjp(_forward, _backward)
+
+
+def fp8_product(a_MK: Any, b_NK: Any, scale: Any, dtype: Any, exact: bool = False) -> Any:
+    """a b^T x scale. exact: adds up in float32 where the tensor cores' own sum has fewer bits.
+
+    The scale is in the result's dtype, which XLA needs to see it as cuBLASLt's.
+    """
+    y_MN = lax.dot_general(
+        a_MK, b_NK, (((1,), (1,)), ((), ())), preferred_element_type=dtype,
+        precision=lax.Precision.HIGHEST if exact else lax.Precision.DEFAULT,
+    )  # fmt: skip
+    return y_MN * scale.astype(dtype)

@@ -1,0 +1,44 @@
+"""The cast to float8 on any device. On a GPU, XLA makes it one kernel with the transpose."""
+
+import jax.numpy as jnp
+from jax import lax
+from jaxtyping import Array, Float
+
+from jaxtrain_kernels.dispatch import Target
+from jaxtrain_kernels.matmul.fp8.functions import Function, itself
+
+
+def supports(target: Target, *arrays) -> None:
+    return None
+
+
+def cast(arrays, multiplier, dtype, function, *, saturate: bool):
+    """function(*arrays) * multiplier in dtype, and its transpose.
+
+    A power of two is exact in bfloat16. In float32 XLA would keep x in memory before its rounding
+    to bfloat16 (excess precision), in twice the bytes.
+    """
+    x_MK = function(*arrays)
+    wide = x_MK.astype(jnp.float32) if x_MK.dtype == jnp.float16 else x_MK
+    scaled = wide * multiplier.astype(wide.dtype)
+    if saturate:
+        largest = float(jnp.finfo(dtype).max)
+        scaled = jnp.clip(scaled, -largest, largest)
+    q_MK = scaled.astype(dtype)
+    return q_MK, q_MK.T
+
+
+def cast_measured(arrays, multiplier, dtype, function):
+    """The same, saturating, and the function's largest magnitude.
+
+    XLA puts a maximum into one kernel with a cast, but not with a transpose: that comes after, from
+    one byte a value. So x is computed or read once, not twice.
+    """
+    q_MK, _ = cast(arrays, multiplier, dtype, function, saturate=True)
+    q_MK, seen = lax.optimization_barrier((q_MK, fp8_amax(*arrays, function=function)))
+    return q_MK, q_MK.T, seen
+
+
+def fp8_amax(*arrays: Array, function: Function = itself) -> Float[Array, ""]:
+    """The largest magnitude of a function of the arrays, in float32; it only reads them."""
+    return jnp.max(jnp.abs(function(*arrays))).astype(jnp.float32)

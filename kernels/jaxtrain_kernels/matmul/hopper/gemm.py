@@ -1,0 +1,360 @@
+"""A matmul with something done to its result on the way out, for Hopper, in Pallas Mosaic GPU.
+
+One warpgroup of a CUDA block loads 64 columns of both operands at a time by TMA, two multiply.
+Blocks are persistent. The two take turns, each with a tile of its own: while one stores its tile
+(through shared memory, 64 x 64 at a time), the other multiplies, since the operands come in one
+queue and those of the next tile are behind those of this one. Or they share a tile, which asks
+least of the L2 cache and of shared memory, but then the tensor cores wait for both to store it.
+
+A second input of the result's shape arrives in the 64 x 64 buffers that the result leaves from.
+"""
+
+import functools
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtrain_kernels import hopper
+from jaxtrain_kernels.dispatch import Target
+
+STEP = 64  # columns of a and b that a step multiplies: a swizzled row of 128 bytes
+PART = 64  # rows and columns of the result that are stored at once
+WARPGROUPS = 2  # that multiply
+
+
+def supports(target: Target, *arrays) -> str | None:
+    """Why not; arrays: the inputs, whose dims but the last are rows."""
+    if reason := hopper.unsupported_reason(target):
+        return reason
+    for x in arrays:
+        if x.dtype not in (jnp.bfloat16, jnp.float16) or x.dtype != arrays[0].dtype:
+            return f"needs bfloat16 or float16 throughout, got {[str(x.dtype) for x in arrays]}"
+        if x.shape[-1] % STEP or not x.size:
+            return f"needs a last dim in multiples of {STEP}, got {list(x.shape)}"
+    return None
+
+
+class GemmTiling(NamedTuple):
+    """rows, columns: of a warpgroup's tile.
+
+    shared: whether the warpgroups' tiles lie one below the other and are worked on together.
+    stages: steps whose operands are in shared memory at once. parts: of the result that a
+    warpgroup has there. cluster: CUDA blocks with tiles one below the other, which load their
+    columns of b together. group: rows of tiles (of a cluster) that are worked on together, for the
+    L2 cache. blocks: CUDA blocks; None = one a multiprocessor.
+    """
+
+    rows: int = 128
+    columns: int = 192
+    shared: bool = False
+    stages: int = 4
+    parts: int = 3
+    cluster: int = 2
+    group: int = 8
+    blocks: int | None = None
+
+    @property
+    def block_rows(self) -> int:
+        return self.rows * (WARPGROUPS if self.shared else 1)
+
+
+class GemmPlan(NamedTuple):
+    """Everything that is known while tracing."""
+
+    M: int
+    N: int
+    K: int
+    dtype: Any
+    b_is_NK: bool
+    epilogue: Callable[..., Any]
+    other: bool
+    tiling: GemmTiling
+    clusters: int
+
+    @property
+    def steps(self) -> int:
+        return -(-self.K // STEP)
+
+    @property
+    def grid(self) -> tuple[int, int]:
+        """Tiles of a cluster, down and across."""
+        tiling = self.tiling
+        return -(-self.M // (tiling.block_rows * tiling.cluster)), -(-self.N // tiling.columns)
+
+    @property
+    def users(self) -> int:
+        """Warpgroups that multiply a step."""
+        return WARPGROUPS if self.tiling.shared else 1
+
+    @property
+    def places(self) -> list[tuple[int, int]]:
+        """Where the parts of a warpgroup's tile are in it."""
+        tiling = self.tiling
+        return [(r, c) for r in range(0, tiling.rows, PART) for c in range(0, tiling.columns, PART)]
+
+
+class GemmArrays(NamedTuple):
+    a: Any
+    b: Any
+    other: Any
+    out: Any
+
+
+class GemmMemory(NamedTuple):
+    """Shared memory. a, b: by stage; parts: by warpgroup.
+
+    full: by user of a step and by stage, so that a warpgroup awaits each use of a barrier.
+    arrived: of the other input's parts.
+    """
+
+    a: Any
+    b: Any
+    parts: Any
+    full: Any
+    free: Any
+    arrived: Any = None
+
+
+@hopper.jit_kernel("epilogue", "b_is_NK", "tiling", "interpret")
+def matmul(
+    a_MK,
+    b,
+    other_MN=None,
+    *,
+    epilogue: Callable[..., Any] = lambda product: product,
+    b_is_NK: bool = False,
+    tiling: GemmTiling | None = None,
+    interpret: Any = False,
+):
+    """epilogue(a b) in a's dtype, or epilogue(a b, other); b is [K, N], or [N, K] (b_is_NK).
+
+    The epilogue gets float32, 64 x 64 at a time. interpret: plgpu.InterpretGPUParams, on a CPU.
+    """
+    tiling = tiling or GemmTiling()
+    (M, K), N = a_MK.shape, b.shape[0 if b_is_NK else 1]
+    plan = GemmPlan(M, N, K, a_MK.dtype, b_is_NK, epilogue, other_MN is not None, tiling, 0)
+    blocks = tiling.blocks or hopper.sm_count()
+    tiling = tiling._replace(parts=min(tiling.parts, len(plan.places)))
+    clusters = min(blocks // tiling.cluster, plan.grid[0] * plan.grid[1])
+    plan = plan._replace(tiling=tiling, clusters=clusters)
+
+    def fused_matmul(*refs, **memory):
+        a, b, *other, out = refs
+        _block(plan, GemmArrays(a, b, other[0] if other else None, out), GemmMemory(**memory))
+
+    stages, users = tiling.stages, WARPGROUPS // plan.users
+    b_tile = (tiling.columns, STEP) if b_is_NK else (STEP, tiling.columns)
+    scratch = dict(
+        a=hopper.tiles((stages, tiling.block_rows, STEP), plan.dtype),
+        b=hopper.tiles((stages, *b_tile), plan.dtype),
+        parts=hopper.tiles((WARPGROUPS, tiling.parts, PART, PART), plan.dtype),
+        full=plgpu.Barrier(num_barriers=users * stages, num_arrivals=2),
+        free=plgpu.ClusterBarrier(
+            num_barriers=stages, num_arrivals=plan.users, collective_axes=("peer",)
+        ),
+    )
+    if plan.other:
+        scratch["arrived"] = plgpu.Barrier(num_barriers=WARPGROUPS * tiling.parts)
+    return plgpu.kernel(
+        fused_matmul,
+        out_type=jax.ShapeDtypeStruct((M, N), plan.dtype),
+        scratch_types=scratch,
+        grid=(plan.clusters,),
+        grid_names=("cluster",),
+        cluster=(tiling.cluster,),
+        cluster_names=("peer",),
+        num_threads=WARPGROUPS + 1,
+        thread_name="warpgroup",
+        compiler_params=hopper.compiler_params(),
+        interpret=interpret,
+    )(*[x for x in (a_MK, b, other_MN) if x is not None])
+
+
+def _block(plan: GemmPlan, arrays: GemmArrays, memory: GemmMemory):
+    """One CUDA block."""
+    hopper.specialize_warpgroups(
+        WARPGROUPS,
+        lambda: _load(plan, arrays, memory),
+        lambda warpgroup: _compute(GemmWork(plan, arrays, memory, warpgroup)),
+    )
+
+
+def _rounds(plan: GemmPlan) -> Any:
+    """How many tiles this cluster works on."""
+    down, across = plan.grid
+    return lax.div(down * across - 1 - lax.axis_index("cluster"), plan.clusters) + 1
+
+
+def _place(plan: GemmPlan, t: Any) -> tuple[Any, Any]:
+    """First row and column of the block's t-th tile."""
+    row, column = tile_of(plan, lax.axis_index("cluster") + t * plan.clusters)
+    tiling = plan.tiling
+    row = row * tiling.cluster + lax.axis_index("peer")
+    return row * tiling.block_rows, column * tiling.columns
+
+
+def tile_of(plan: GemmPlan, number: Any) -> tuple[Any, Any]:
+    """(row, column) of a cluster's tile: down a group of rows, then the next column."""
+    (down, across), group = plan.grid, plan.tiling.group
+    first = lax.div(number, group * across) * group
+    height = jnp.minimum(down - first, group)
+    rest = lax.rem(number, group * across)
+    return first + lax.rem(rest, height), lax.div(rest, height)
+
+
+def _full(plan: GemmPlan, memory: GemmMemory, t: Any, slot: Any) -> Any:
+    """The barrier of a step's operands: each warpgroup has its own where they take turns."""
+    user = 0 if plan.tiling.shared else lax.rem(t, WARPGROUPS)
+    return memory.full.at[user * plan.tiling.stages + slot]
+
+
+def _load(plan: GemmPlan, arrays: GemmArrays, memory: GemmMemory):
+    """The loader: the operands of each tile's steps."""
+    tiling = plan.tiling
+
+    def load_tile(t, _):
+        row, column = _place(plan, t)
+        rows, columns = pl.ds(row, tiling.block_rows), pl.ds(column, tiling.columns)
+
+        def load_step(k, _):
+            slot = lax.rem(t * plan.steps + k, tiling.stages)
+            full, at = _full(plan, memory, t, slot), pl.ds(k * STEP, STEP)
+            plgpu.barrier_wait(memory.free.at[slot])
+            plgpu.copy_gmem_to_smem(arrays.a.at[rows, at], memory.a.at[slot], full)
+            b = arrays.b.at[columns, at] if plan.b_is_NK else arrays.b.at[at, columns]
+            plgpu.copy_gmem_to_smem(b, memory.b.at[slot], full, collective_axes=("peer",))
+
+        lax.fori_loop(0, plan.steps, load_step, None)
+
+    rounds = _rounds(plan)
+    lax.fori_loop(0, rounds, load_tile, None)
+
+    # A block of a cluster must be there until the others have told it what they freed.
+    def drain(step, _):
+        plgpu.barrier_wait(memory.free.at[lax.rem(step, tiling.stages)])
+
+    lax.fori_loop(rounds * plan.steps, rounds * plan.steps + tiling.stages, drain, None)
+
+
+class GemmWork(NamedTuple):
+    plan: GemmPlan
+    arrays: GemmArrays
+    memory: GemmMemory
+    warpgroup: Any
+
+    def own(self, row: Any) -> Any:
+        """The first row of a warpgroup's tile in one of the block."""
+        return row + self.warpgroup * self.plan.tiling.rows if self.plan.tiling.shared else row
+
+    def part(self, place: Any) -> Any:
+        return self.memory.parts.at[self.warpgroup, place]
+
+    def fetch(self, t: Any, n: int, used: Any):
+        """Has part n of tile t's other input brought; used: parts before this tile."""
+        tiling, (r, c) = self.plan.tiling, self.plan.places[n]
+        row, column = _place(self.plan, t)
+        place = lax.rem(used + n, tiling.parts)
+        plgpu.copy_gmem_to_smem(
+            self.arrays.other.at[pl.ds(self.own(row) + r, PART), pl.ds(column + c, PART)],
+            self.part(place),
+            self.memory.arrived.at[self.warpgroup * tiling.parts + place],
+        )
+
+
+def _compute(work: GemmWork):
+    """A multiplying warpgroup: each of its tiles."""
+    plan, memory = work.plan, work.memory
+    turns = 1 if plan.tiling.shared else WARPGROUPS
+    rounds, first = _rounds(plan), 0 if plan.tiling.shared else work.warpgroup
+    rounds = lax.div(rounds - first + turns - 1, turns)
+
+    def free_all():
+        for slot in range(plan.tiling.stages):
+            plgpu.barrier_arrive(memory.free.at[slot])
+
+    if plan.tiling.shared:
+        free_all()
+    else:
+        pl.when(work.warpgroup == 0)(free_all)
+
+    def fetch_first():
+        for n in range(_ahead(plan)):
+            work.fetch(first, n, 0)
+
+    if plan.other:
+        pl.when(rounds > 0)(fetch_first)
+
+    def tile(i, _):
+        t = first + turns * i
+        product = pl.run_scoped(
+            lambda acc: _multiply(work, t, i, acc),
+            plgpu.WGMMAAccumulatorRef((plan.tiling.rows, plan.tiling.columns), jnp.float32),
+        )
+        plgpu.barrier_arrive(memory.free.at[lax.rem((t + 1) * plan.steps - 1, plan.tiling.stages)])
+        _store(work, t, turns, i, i + 1 < rounds, product)
+
+    lax.fori_loop(0, rounds, tile, None)
+    plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+
+
+def _ahead(plan: GemmPlan) -> int:
+    """Parts of the other input that the epilogue of the tile before has brought."""
+    return plan.tiling.parts - 1
+
+
+def _multiply(work: GemmWork, t: Any, i: Any, acc: Any):
+    """The sum over a tile's steps; the last step's slot is still taken."""
+    plan, memory = work.plan, work.memory
+    tiling = plan.tiling
+
+    def step(k, first: bool = False):
+        slot = lax.rem(t * plan.steps + k, tiling.stages)
+        plgpu.barrier_wait(_full(plan, memory, t, slot))
+        rows = pl.ds(work.warpgroup * tiling.rows, tiling.rows) if tiling.shared else slice(None)
+        b = memory.b.at[slot]
+        plgpu.wgmma(acc, memory.a.at[slot, rows], b.T if plan.b_is_NK else b)
+        plgpu.wgmma_wait(1)
+        if not first:
+            last = lax.rem(t * plan.steps + k - 1, tiling.stages)
+            plgpu.barrier_arrive(memory.free.at[last])
+
+    step(0, first=True)
+    if plan.other:
+        # All of the last tile has left, or will have soon: the products go on meanwhile.
+        plgpu.wait_smem_to_gmem(0, wait_read_only=True)
+        work.fetch(t, _ahead(plan), i * len(plan.places))
+    lax.fori_loop(1, plan.steps, lambda k, _: step(k), None)
+    return acc[...]
+
+
+def _store(work: GemmWork, t: Any, turns: int, i: Any, more: Any, product: Any):
+    """A tile's parts, through the epilogue and shared memory to where they belong."""
+    plan, tiling = work.plan, work.plan.tiling
+    row, column = _place(plan, t)
+    used = i * len(plan.places)
+    for n, (r, c) in enumerate(plan.places):
+        place = lax.rem(used + n, tiling.parts)
+        part, inputs = work.part(place), [product[r : r + PART, c : c + PART]]
+        if plan.other:
+            plgpu.barrier_wait(work.memory.arrived.at[work.warpgroup * tiling.parts + place])
+            inputs.append(plgpu.load(part, layout=hopper.MATRIX).astype(jnp.float32))
+        else:
+            plgpu.wait_smem_to_gmem(tiling.parts - 1, wait_read_only=True)
+        part[...] = plan.epilogue(*inputs).astype(plan.dtype)
+        plgpu.commit_smem()
+        plgpu.copy_smem_to_gmem(
+            part, work.arrays.out.at[pl.ds(work.own(row) + r, PART), pl.ds(column + c, PART)]
+        )
+        if plan.other and n > 0:
+            plgpu.wait_smem_to_gmem(1, wait_read_only=True)  # the part before has left
+            following, count = n + _ahead(plan), len(plan.places)
+            if following < count:
+                work.fetch(t, following, used)
+            else:
+                fetch = functools.partial(work.fetch, t + turns, following - count, used + count)
+                pl.when(more)(fetch)

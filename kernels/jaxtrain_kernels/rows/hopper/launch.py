@@ -1,0 +1,61 @@
+"""How the row kernels for Hopper run: small blocks of threads, straight from and to global memory.
+
+No shared memory and no TMA: a warp reads its rows in vectors of 16 bytes into registers, reduces
+them by shuffles and writes the result. A block of one warpgroup needs some 40 to 80 registers a
+thread, so that a multiprocessor holds 6 to 12 of them, whose loads in flight (100 KiB and more)
+cover the memory's latency and whose phases cover each other.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental.pallas import mosaic_gpu as plgpu
+
+from jaxtrain_kernels import hopper
+
+
+def launch(body: Any, out_types: list, blocks: int, *arrays: Any, interpret: Any = False) -> Any:
+    """body(block, *input and output refs) in `blocks` blocks of 128 threads; a list of arrays."""
+
+    def kernel(*refs):
+        body(lax.axis_index("block"), *refs)
+
+    kernel.__name__ = body.__name__
+    return plgpu.kernel(
+        kernel,
+        out_type=out_types,
+        grid=(blocks,),
+        grid_names=("block",),
+        compiler_params=hopper.compiler_params(),
+        interpret=interpret,
+    )(*arrays)
+
+
+def like(x: jax.Array) -> jax.ShapeDtypeStruct:
+    return jax.ShapeDtypeStruct(x.shape, x.dtype)
+
+
+def rows_layout(columns: int) -> Any:
+    """A row a warp, 16 bytes of 16-bit values a thread (8 where the columns are few)."""
+    vector = 8 if columns % 256 == 0 else 4
+    return plgpu.Layout.TILED(plgpu.Tiling(((4, 32 * vector), (vector,))), (-3,), (-2,), -1)
+
+
+def lanes_layout(columns: int) -> Any:
+    """Several short rows a warp: 8 values a thread, columns / 8 threads a row."""
+    lanes = columns // 8
+    rows = 32 // lanes
+    tiling = plgpu.Tiling(((4 * rows, columns), (rows, columns), (8,)))
+    return plgpu.Layout.TILED(tiling, (-5,), (-3, -2), -1)
+
+
+def load(ref: Any, layout: Any) -> Any:
+    """Global memory as float32."""
+    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+
+
+def broadcast_lanes(x_R: Any, like: Any, layout: Any) -> Any:
+    """A number a row over its columns."""
+    return plgpu.layout_cast(lax.broadcast_in_dim(x_R, like.shape, [0]), layout)

@@ -1,0 +1,132 @@
+"""Residual addition or mixing with the RMS norm after it, forward and backward in one pass each."""
+
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax import lax
+from jax.experimental import pallas as pl
+
+from jaxtrain_kernels import hopper
+from jaxtrain_kernels.rows.hopper.launch import broadcast_lanes, launch, like, load, rows_layout
+
+ROWS = 4  # of a block: one a warp
+
+
+class NormOptions(NamedTuple):
+    eps: float
+    interpret: Any
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def residual_norm(options, x_BTD, y_BTD):
+    """As the public function."""
+    return tuple(_forward(options, x_BTD, y_BTD, None, None))
+
+
+def _residual_fwd(options, x_BTD, y_BTD):
+    s_BTD, h_BTD = _forward(options, x_BTD, y_BTD, None, None)
+    return (s_BTD, h_BTD), s_BTD
+
+
+def _residual_bwd(options, s_BTD, cotangents):
+    ds_BTD, dh_BTD = cotangents
+    (dx_BTD,) = _backward(options, s_BTD, ds_BTD, dh_BTD, None, None, None)
+    return dx_BTD, dx_BTD
+
+
+residual_norm.defvjp(_residual_fwd, _residual_bwd)
+
+
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0,))
+def mixed_norm(options, x_BTD, y_BTD, x0_BTD, a, b):
+    """As the public function."""
+    s_BTD, h_BTD = _forward(options, x_BTD, y_BTD, x0_BTD, _pair(a, b))
+    return s_BTD, h_BTD, x0_BTD
+
+
+def _mixed_fwd(options, x_BTD, y_BTD, x0_BTD, a, b):
+    s_BTD, h_BTD = _forward(options, x_BTD, y_BTD, x0_BTD, _pair(a, b))
+    return (s_BTD, h_BTD, x0_BTD), (s_BTD, x0_BTD, a, b, None if y_BTD is None else y_BTD[:0])
+
+
+def _mixed_bwd(options, saved, cotangents):
+    s_BTD, x0_BTD, a, b, like_y = saved
+    ds_BTD, dh_BTD, dx0_BTD = cotangents
+    dx_BTD, dx0_BTD, ds_R, d0_R = _backward(
+        options, s_BTD, ds_BTD, dh_BTD, x0_BTD, dx0_BTD, _pair(a, b)
+    )
+    # <g, s> and <g, x0> of g = d loss / d s. x + y was not kept: it is (s - b x0) / a.
+    of_s, of_x0 = jnp.sum(ds_R), jnp.sum(d0_R)
+    da = ((of_s - b.astype(jnp.float32) * of_x0) / a.astype(jnp.float32)).astype(a.dtype)
+    return dx_BTD, None if like_y is None else dx_BTD, dx0_BTD, da, of_x0.astype(b.dtype)
+
+
+mixed_norm.defvjp(_mixed_fwd, _mixed_bwd)
+
+
+def _pair(a, b):
+    return jnp.stack([a.astype(jnp.float32), b.astype(jnp.float32)])
+
+
+@hopper.jit_kernel("options")
+def _forward(options, x_BTD, y_BTD, x0_BTD, scales_2):
+    """[s, h]: reads x, y, x0 and writes both, each once."""
+    D = x_BTD.shape[-1]
+    layout = rows_layout(D)
+    given = {"x": x_BTD, "y": y_BTD, "x0": x0_BTD, "scales": scales_2}
+    given = {name: x for name, x in given.items() if x is not None}
+
+    def norm_forward(block, *refs):
+        arrays, (s_ref, h_ref) = dict(zip(given, refs)), refs[-2:]
+        here = pl.ds(block * ROWS, ROWS)
+        values = {name: load(arrays[name].at[here], layout) for name in given if name != "scales"}
+        s = values["x"] + values["y"] if "y" in values else values["x"]
+        if "scales" in given:
+            s = arrays["scales"][0] * s + arrays["scales"][1] * values["x0"]
+        s = s.astype(x_BTD.dtype)
+        s_ref[here] = s
+        s = s.astype(jnp.float32)
+        scale = lax.rsqrt(jnp.sum(s * s, 1) * (1 / D) + options.eps)
+        h_ref[here] = (s * broadcast_lanes(scale, s, layout)).astype(x_BTD.dtype)
+
+    flat = [x if name == "scales" else x.reshape(-1, D) for name, x in given.items()]
+    blocks = flat[0].shape[0] // ROWS
+    out = launch(norm_forward, [like(flat[0])] * 2, blocks, *flat, interpret=options.interpret)
+    return [x.reshape(x_BTD.shape) for x in out]
+
+
+@hopper.jit_kernel("options")
+def _backward(options, s_BTD, ds_BTD, dh_BTD, x0_BTD, dx0_BTD, scales_2):
+    """With g = d loss / d s: [g]; with scales [a g, dx0 + b g, each row's <g, s> and <g, x0>]."""
+    D = s_BTD.shape[-1]
+    layout = rows_layout(D)
+    mixed = scales_2 is not None
+
+    def norm_backward(block, s_ref, ds_ref, dh_ref, *more):
+        here = pl.ds(block * ROWS, ROWS)
+        s, dh, ds = (load(ref.at[here], layout) for ref in (s_ref, dh_ref, ds_ref))
+        if mixed:
+            x0_ref, acc_ref, scales, dx_ref, dx0_ref, by_s_ref, by_x0_ref = more
+            x0, acc = load(x0_ref.at[here], layout), load(acc_ref.at[here], layout)
+        scale = lax.rsqrt(jnp.sum(s * s, 1) * (1 / D) + options.eps)
+        along = jnp.sum(dh * s, 1) * (-1 / D) * scale * scale * scale
+        g = ds + dh * broadcast_lanes(scale, s, layout) + s * broadcast_lanes(along, s, layout)
+        if not mixed:
+            more[0][here] = g.astype(s_BTD.dtype)
+            return
+        dx_ref[here] = (scales[0] * g).astype(s_BTD.dtype)
+        dx0_ref[here] = (acc + scales[1] * g).astype(s_BTD.dtype)
+        by_s_ref[here] = jnp.sum(g * s, 1)
+        by_x0_ref[here] = jnp.sum(g * x0, 1)
+
+    arrays = [x.reshape(-1, D) for x in (s_BTD, ds_BTD, dh_BTD)]
+    out_types = [like(arrays[0])]
+    if mixed:
+        sums_R = jax.ShapeDtypeStruct(arrays[0].shape[:1], jnp.float32)
+        out_types += [like(arrays[0]), sums_R, sums_R]
+        arrays += [x0_BTD.reshape(-1, D), dx0_BTD.reshape(-1, D), scales_2]
+    blocks = arrays[0].shape[0] // ROWS
+    out = launch(norm_backward, out_types, blocks, *arrays, interpret=options.interpret)
+    return [x.reshape(s_BTD.shape) if x.ndim == 2 else x for x in out]
