@@ -225,7 +225,7 @@ REFUSALS = (
 # its fields.
 EVERYWHERE = {
     "finetune": "rank alpha rslora targets lora_plus_ratio init_adapter trainable last_layers "
-    "width virtual_tokens projection",
+    "width virtual_tokens projection freeze_a",
     "model": "depth width head_dim heads kv_heads hidden vocab_multiple rope_base "
     "rope_base_short qk_scale attention_scale qkv_bias out_bias window_pattern "
     "last_layer_full short_window context_length norm norm_eps post_norm embed_scale "
@@ -249,6 +249,7 @@ EVERYWHERE = {
     "optim.batch_scaling": "rule reference_tokens",
     "optim.schedule": "warmup_steps name final_fraction decay_fraction decay initial_fraction "
     "warmup_fraction timescale",
+    "optim.wrappers[]": "name decay validate_trained export",
     "train": "sequence_length batch_size device_batch_size fit steps tokens_per_parameter "
     "init_from on_nonfinite max_consecutive_skips compiler_options",
     "train.local_sgd": "every outer_lr outer_momentum compress fragments",
