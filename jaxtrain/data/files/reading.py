@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, BinaryIO, NamedTuple
+from typing import Any, NamedTuple
 
 import zstandard
 
@@ -98,7 +98,7 @@ def records_of(
 
 
 def cut_stream(
-    stream: BinaryIO,
+    stream: io.BufferedIOBase,
     file: File,
     at: Position,
     cut: Callable[[bytes], int],
