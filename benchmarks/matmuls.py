@@ -8,9 +8,10 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import jaxtrain_kernels as kernels
-from jaxtrain_kernels import feed_forward, matmul
+from jaxtrain_kernels import feed_forward
 from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.grouped_matmul import BACKENDS as GROUPED_BACKENDS
+from jaxtrain_kernels.matmul import hopper
 
 from benchmarks.casts import casts
 from benchmarks.kernels import Row, chosen, error_of, growing, measured, sized
@@ -231,7 +232,7 @@ def muon(s: Stacks, backends: set[str], dtype: Any) -> Iterator[Row]:
 
 def unserved(matrices: Arrays) -> bool:
     """Whether there is no kernel for one triangle of these."""
-    return any(matmul.hopper.supports(target(), x.astype(jnp.bfloat16)) for x in matrices)
+    return any(hopper.supports(target(), x.astype(jnp.bfloat16)) for x in matrices)
 
 
 def iterated(symmetric: bool) -> Callable[..., Any]:

@@ -12,7 +12,7 @@ import zlib
 from collections.abc import Callable, Iterator
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import zstandard
 
@@ -97,8 +97,15 @@ def records_of(
     return (pair for pair in records(source, block, fields) if pair[0])
 
 
+@runtime_checkable
+class ByteStream(Protocol):
+    """What bytes are read from: a file, a decompressor, bytes in memory."""
+
+    def read(self, size: int, /) -> bytes: ...
+
+
 def cut_stream(
-    stream: io.BufferedIOBase,
+    stream: ByteStream,
     file: File,
     at: Position,
     cut: Callable[[bytes], int],
@@ -334,7 +341,8 @@ def other_columns(source: Source, file: File) -> tuple[str, ...]:
     """The columns of a Parquet file beside the text; of JSONL none, a record has all it says."""
     if source.name != "parquet":
         return ()
-    names = _parquet_file(source, file).schema_arrow.names
+    hashable: Any = source  # frozen, which its type does not say
+    names = _parquet_file(hashable, file).schema_arrow.names
     return tuple(name for name in names if name != source.column)
 
 
