@@ -76,8 +76,7 @@ def violations(module, source):
 def test_imports_point_down(file):
     dotted = ".".join(file.relative_to(ROOT).with_suffix("").parts)
     if dotted == "jaxtrain.__init__":
-        assert not list(imported(file.read_text())), "importing jaxtrain imports nothing else"
-        return
+        return  # test_api.py: it imports nothing until a name is asked for
     module = dotted if dotted in RANK else module_of(dotted)
     assert module in RANK, f"say in LAYERS where {module} stands"
     assert violations(module, file.read_text()) == []

@@ -3,6 +3,7 @@
 A wrong key or value is one line: where, what was given, what is allowed.
 """
 
+import copy
 import difflib
 import functools
 import json
@@ -43,10 +44,17 @@ def find_config(name: str) -> Path:
     raise UserError(f"--config {name}: no such file; {hint}")
 
 
-def load_config(path: Path | None, overrides: Sequence[str] = ()) -> Config:
-    """The configuration of a YAML file (None: the defaults) with `key.path=value` overrides."""
-    tree: Any = {}
-    if path is not None:
+def load_config(
+    source: Path | str | dict[str, Any] | None = None, overrides: Sequence[str] = ()
+) -> Config:
+    """A configuration with `key.path=value` overrides.
+
+    source: a YAML file, the bare name of a shipped config, a plain tree, or None for the defaults.
+    Raises UserError with a line for each thing that is wrong.
+    """
+    tree: Any = copy.deepcopy(source) if isinstance(source, dict) else {}
+    if isinstance(source, (str, Path)):
+        path = find_config(source) if isinstance(source, str) else source
         tree = read_yaml(path)
         tree = {} if tree is None else tree
         if not isinstance(tree, dict):

@@ -11,8 +11,7 @@ import os
 import sys
 import urllib.error
 import urllib.request
-from collections.abc import Iterator, Sequence
-from functools import cached_property
+from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
@@ -20,13 +19,12 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from jaxtrain.cluster.runtime import compute_dtype, start
+from jaxtrain.cluster.runtime import start
 from jaxtrain.config.resolve import override
-from jaxtrain.data import Scored
 from jaxtrain.evaluation.arguments import lm_eval_parser
-from jaxtrain.evaluation.log_likelihood import FIELDS, make_scorer, scores
+from jaxtrain.evaluation.log_likelihood import FIELDS
+from jaxtrain.evaluation.model import Model
 from jaxtrain.inference.generate import complete
-from jaxtrain.model import cast
 from jaxtrain.runs.checkpoint import write_json
 from jaxtrain.runs.saved import Saved, load_saved
 from jaxtrain.settings import UserError, command
@@ -47,17 +45,12 @@ class HarnessModel(Base):
     def __init__(self, saved: Saved, overrides: Sequence[str] = ()):
         super().__init__()
         self.saved, self.config = saved, override(saved.config, overrides, (*FIELDS, "run.seed"))
-        self.scorer = make_scorer(saved, self.config)
-        self.bos = np.array([saved.tokenizer.bos_id], np.int32)
+        self.model = Model(saved, self.config)
+        self.scorer = self.model.scorer
 
     def loglikelihood(self, requests: list[Any], **options: Any) -> list[tuple[float, bool]]:
-        """args (context, continuation) -> its log-likelihood in nats, and whether it is greedy.
-
-        Requests in a row with one context are the answers to one question.
-        """
-        asked = groupby((request.args for request in requests), key=lambda args: args[0])
-        questions = ([self.pair(*args) for args in group] for _, group in asked)
-        (found,) = scores(self.scorer, [questions])
+        """args (context, continuation) -> its log-likelihood in nats, and whether it is greedy."""
+        found = self.model.answers(request.args for request in requests)
         return [(-float(nll), bool(greedy)) for nll, greedy in zip(found.nll, found.greedy)]
 
     def loglikelihood_rolling(self, requests: list[Any], **options: Any) -> list[float]:
@@ -65,10 +58,7 @@ class HarnessModel(Base):
 
         Each token is asked for once; of a longer text than the context, in windows of that size.
         """
-        texts = [list(self.windows(self.encode(request.args[0]))) for request in requests]
-        (found,) = scores(self.scorer, [([part] for text in texts for part in text)])
-        ends = np.cumsum([len(text) for text in texts])
-        return [-float(found.nll[end - len(x) : end].sum()) for end, x in zip(ends, texts)]
+        return self.model.log_likelihood(request.args[0] for request in requests).tolist()
 
     def generate_until(self, requests: list[Any], **options: Any) -> list[str]:
         """args (context, settings) -> text up to the first of `until`, which is not part of it.
@@ -86,41 +76,19 @@ class HarnessModel(Base):
                     answers[i] = answer
         return answers
 
-    @cached_property
-    def params(self) -> Any:
-        """For generation, which runs on one device."""
-        dtype = compute_dtype(self.config.train.precision)
-        return cast(jax.device_put(self.saved.params), self.saved.specs, dtype)
-
-    def encode(self, text: str) -> np.ndarray:
-        return np.concatenate([self.bos, self.saved.tokenizer.encode(text)]).astype(np.int32)
-
-    def pair(self, context: str, continuation: str) -> Scored:
-        """Spaces at the context's end belong to the continuation's first token."""
-        tokens = self.encode(context + continuation)
-        first = min(len(self.encode(context.rstrip())), len(tokens) - 1)
-        lost = max(0, len(tokens) - self.scorer.context - 1)
-        return Scored(tokens[lost:], max(1, first - lost))
-
-    def windows(self, tokens: np.ndarray) -> Iterator[Scored]:
-        """All tokens but the first, in pieces; the last piece sees a whole context too."""
-        context = self.scorer.context
-        for begin in range(1, len(tokens), context):
-            end = min(begin + context, len(tokens))
-            first = max(0, end - context - 1)
-            yield Scored(tokens[first:end], begin - first)
-
     def generate(self, texts: Sequence[str], settings: dict[str, Any]) -> list[str]:
         """Continuations of texts with the same settings."""
         new = min(int(settings.get("max_gen_toks", NEW_TOKENS)), self.scorer.context // 2)
         room = self.scorer.context - new
-        ids = [self.encode(text)[-room:] for text in texts]
-        ids += [self.bos] * (self.scorer.shape.rows - len(ids))  # one program for all batches
+        ids = [self.model.encode(text)[-room:] for text in texts]
+        ids += [self.model.encode("")] * (
+            self.scorer.shape.rows - len(ids)
+        )  # one program for all batches
         width = min(room, 1 << (max(map(len, ids)) - 1).bit_length())
         padded = np.stack([np.pad(x, (0, width - len(x))) for x in ids])
         sample = settings.get("do_sample", False)
         out = complete(
-            self.saved.graphdef, self.params, jnp.asarray(padded),
+            self.saved.graphdef, self.model.compute_params, jnp.asarray(padded),
             jnp.asarray([len(x) for x in ids], jnp.int32), jax.random.key(self.config.run.seed),
             jnp.float32(settings.get("temperature", 1.0) if sample else 0.0),
             jnp.float32(settings.get("top_p", 1.0)), new=new, top_k=settings.get("top_k"),

@@ -1,0 +1,218 @@
+"""A language model in Python: logits, log-likelihoods, text, chat, saving and exporting."""
+
+import shutil
+import tempfile
+from collections.abc import Iterable, Iterator, Mapping, Sequence
+from functools import cached_property
+from itertools import groupby
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxtrain import data
+from jaxtrain.cluster.runtime import compute_dtype
+from jaxtrain.config import Config
+from jaxtrain.config.resolve import Resolved, resolve
+from jaxtrain.data import Chat, Scored, make_chat
+from jaxtrain.evaluation.log_likelihood import Scorer, Scores, make_scorer, scores
+from jaxtrain.inference.arguments import TOKENS
+from jaxtrain.inference.generate import generate, stream
+from jaxtrain.interop.companions import FOLDER, prompting
+from jaxtrain.model import Transformer, cast, initialize, split
+from jaxtrain.runs.convert import export_run, import_checkpoint
+from jaxtrain.runs.saved import Saved, load_saved, save_model, template_for
+from jaxtrain.settings import UserError
+
+Message = Mapping[str, str]  # {"role": "user", "content": "..."}
+
+
+class Model:
+    """A model with its tokenizer, on this process's devices.
+
+    config: the resolved configuration. params: the float32 weights, a tree. tokenizer: `encode`
+    and `decode`. Made by `load` and `build`.
+    """
+
+    def __init__(self, saved: Saved, config: Resolved | None = None, keep: Any = None):
+        self.saved, self.config, self.tokenizer = saved, config or saved.config, saved.tokenizer
+        self.folder = keep  # a temporary folder that lives as long as the model
+
+    @property
+    def params(self) -> Any:
+        """The float32 weights."""
+        return self.saved.params
+
+    @params.setter
+    def params(self, params: Any) -> None:
+        self.saved = self.saved._replace(params=params)
+        for name in ("compute_params", "scorer"):
+            self.__dict__.pop(name, None)
+
+    @cached_property
+    def compute_params(self) -> Any:
+        """The weights on one device, in the dtype of `train.precision`."""
+        dtype = compute_dtype(self.config.train.precision)
+        return cast(jax.device_put(self.params), self.saved.specs, dtype)
+
+    @cached_property
+    def scorer(self) -> Scorer:
+        """What log-likelihoods are computed with, on the mesh of the configuration."""
+        return make_scorer(self.saved, self.config)
+
+    @cached_property
+    def template(self) -> Chat:
+        """How conversations are put into words. Raises UserError if the model has no template."""
+        return make_chat(*template_for(self.saved), self.tokenizer)
+
+    def logits(self, tokens_BT: Any) -> Float[Array, "B T V"]:
+        """Float32 logits of the token after each of `tokens_BT`, int [B, T] (or [T], for B = 1)."""
+        ids = jnp.atleast_2d(jnp.asarray(tokens_BT, jnp.int32))
+        return _logits(self.saved.graphdef, self.compute_params, ids)
+
+    # ---- log-likelihoods -----------------------------------------------------------------------
+
+    def log_likelihood(self, texts: Iterable[str | tuple[str, str]]) -> np.ndarray:
+        """float64 [N], nats, negative: of each text after BOS, or of each pair's second part after
+        its first. A text longer than the context is taken in windows, a pair loses its beginning.
+        """
+        asked = [list(self.parts(x)) for x in texts]
+        found = self.score([part] for parts in asked for part in parts)
+        ends = np.cumsum([len(parts) for parts in asked])
+        return np.array([-found.nll[e - len(p) : e].sum() for e, p in zip(ends, asked)])
+
+    def answers(self, pairs: Iterable[tuple[str, str]]) -> Scores:
+        """The numbers of (context, continuation) pairs: nats, and whether each is the likeliest.
+
+        Pairs in a row with one context are answers to one question, whose context is read once.
+        """
+        groups = groupby(pairs, key=lambda pair: pair[0])
+        return self.score([self.pair(*pair) for pair in group] for _, group in groups)
+
+    def score(self, questions: Iterable[Sequence[Scored]]) -> Scores:
+        """The numbers of sequences; those of a question share a beginning."""
+        (found,) = scores(self.scorer, [questions])
+        return found
+
+    def parts(self, text: str | tuple[str, str]) -> Iterator[Scored]:
+        """What to score of a text, or of a pair."""
+        if isinstance(text, str):
+            yield from self.windows(self.encode(text))
+        else:
+            yield self.pair(*text)
+
+    def encode(self, text: str) -> np.ndarray:
+        """int32 [T], with BOS in front."""
+        ids = [[self.tokenizer.bos_id], self.tokenizer.encode(text)]
+        return np.concatenate(ids).astype(np.int32)
+
+    def pair(self, context: str, continuation: str) -> Scored:
+        """Spaces at the context's end belong to the continuation's first token."""
+        tokens = self.encode(context + continuation)
+        first = min(len(self.encode(context.rstrip())), len(tokens) - 1)
+        lost = max(0, len(tokens) - self.scorer.context - 1)
+        return Scored(tokens[lost:], max(1, first - lost))
+
+    def windows(self, tokens: np.ndarray) -> Iterator[Scored]:
+        """All tokens but the first, in pieces; the last piece sees a whole context too."""
+        context = self.scorer.context
+        for begin in range(1, len(tokens), context):
+            end = min(begin + context, len(tokens))
+            first = max(0, end - context - 1)
+            yield Scored(tokens[first:end], begin - first)
+
+    # ---- text ----------------------------------------------------------------------------------
+
+    def generate(self, prompts: str | Sequence[str], **sampling: Any) -> Any:
+        """The continuation of a prompt (str), or of several (list[str]), without the prompts.
+
+        sampling: tokens (256, at most), temperature (0.8; 0 takes the best), top_k, top_p, seed,
+        cache_dtype ("int8" or None).
+        """
+        many = [prompts] if isinstance(prompts, str) else list(prompts)
+        how = {"prompting": self.saved.prompting} | sampling
+        found = generate(self.saved.graphdef, self.compute_params, self.tokenizer, many, **how)
+        return found[0] if isinstance(prompts, str) else found
+
+    def chat(
+        self,
+        messages: Sequence[Message],
+        *,
+        tokens: int = TOKENS,
+        temperature: float = 0.8,
+        top_k: int | None = None,
+        top_p: float | None = None,
+        seed: int = 0,
+    ) -> str:
+        """The answer to a conversation of {"role": ..., "content": ...}.
+
+        Raises UserError if the model has no chat template.
+        """
+        ids = stream(
+            self.saved.graphdef, self.compute_params, self.template.prompt(list(messages)),
+            tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+            stop=tuple({self.template.end, *self.saved.prompting.stops}),
+        )  # fmt: skip
+        return self.tokenizer.decode(list(ids)).strip()
+
+    # ---- files ---------------------------------------------------------------------------------
+
+    def save(self, folder: str | Path) -> Path:
+        """Write FOLDER/model/, which `load` and every command take; returns the folder.
+
+        Raises UserError if there is one already.
+        """
+        target = Path(folder) / "model"
+        if target.exists():
+            raise UserError(f"{target} is there already; name another folder")
+        save_model(target, self.config, self.params, self.tokenizer)
+        if (self.saved.tokenizer_dir / FOLDER).is_dir():  # of the checkpoint it comes from
+            shutil.copytree(self.saved.tokenizer_dir / FOLDER, target / FOLDER)
+        return Path(folder)
+
+    def export(
+        self, folder: str | Path, family: str | None = None, dtype: str | None = None
+    ) -> str:
+        """Write a Hugging Face checkpoint; returns its family, by default the one that fits.
+
+        Raises UserError for a model that no family can hold.
+        """
+        with tempfile.TemporaryDirectory() as scratch:
+            return export_run(self.save(scratch), Path(folder), family, dtype)
+
+
+@jax.jit(static_argnums=0)
+def _logits(graphdef: Any, params: Any, tokens_BT: Array) -> Array:
+    model = nnx.merge(graphdef, params)
+    return model.logits(model.hidden(tokens_BT)).astype(jnp.float32)
+
+
+def load(source: str | Path, step: int | None = None) -> Model:
+    """The model of a run directory, a saved folder, or a Hugging Face checkpoint: a folder, or
+    OWNER/NAME[@REVISION].
+
+    step: that checkpoint of a run in the place of the end. Raises UserError for anything else.
+    """
+    path = Path(source).expanduser()
+    if path.is_dir() and not (path / "config.json").is_file():
+        return Model(load_saved(path, step))
+    scratch = tempfile.TemporaryDirectory(prefix="jaxtrain-")
+    run = Path(scratch.name) / "imported"
+    import_checkpoint(str(source), run)
+    return Model(load_saved(run), keep=scratch)
+
+
+def build(config: Config) -> Model:
+    """A model with the initial values of `run.seed`. Prepares the data where the tokenizer has to
+    be trained on it."""
+    tokenizer = data.prepare(config.data).tokenizer
+    c = resolve(config, tokenizer.vocab_size)
+    graphdef, specs = split(Transformer(c.model, tokenizer.vocab_size))
+    params = initialize(specs, c.run.seed)
+    nowhere = Path(c.run.directory) / c.run.name / "model"
+    ends = prompting(nowhere, tokenizer)
+    return Model(Saved(c, graphdef, specs, params, tokenizer, nowhere, ends))

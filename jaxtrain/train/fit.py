@@ -1,0 +1,89 @@
+"""Training with one's own loss and batches: `fit`. The step is that of `train`."""
+
+from collections.abc import Callable, Iterable
+from itertools import islice
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+from pydantic import TypeAdapter, ValidationError
+
+from jaxtrain.cluster.runtime import compute_dtype
+from jaxtrain.config.resolve import Resolved
+from jaxtrain.evaluation.model import Model
+from jaxtrain.model import Transformer
+from jaxtrain.objectives import Objective
+from jaxtrain.optim import OptimConfig, Optimizer, make_optimizer
+from jaxtrain.parallel import make_mesh, place_batch
+from jaxtrain.parallel.mesh import gather_to_host
+from jaxtrain.settings import UserError
+from jaxtrain.train.step import StepSpec, init_state, make_step
+
+Loss = Callable[[Transformer, Any], Float[Array, ""]]
+
+
+class OwnBatch(NamedTuple):
+    """A batch of any arrays as a step takes it: one microbatch."""
+
+    tokens_BT: Array  # [1], for the number of microbatches
+    arrays: Any  # [1, B, ...]
+
+
+def fit(
+    model: Model,
+    *,
+    loss: Loss,
+    batches: Iterable[Any],
+    steps: int,
+    optimizer: dict[str, Any] | None = None,
+) -> list[float]:
+    """Train a model in memory; returns the loss of each step, and leaves the weights in the model.
+
+    loss: (network, batch) -> a scalar mean; `network.hidden(tokens_BT)` gives the states [B, T, D],
+    and `network.logits(states)` the logits. batches: trees of numpy arrays [B, ...], of one shape.
+    optimizer: a section such as {"name": "adamw", "learning_rate": 1e-3}; default `optim` of the
+    model's configuration. Raises UserError for a section that is wrong, and if batches run out.
+    """
+    saved, c = model.saved, model.config
+    mesh = make_mesh(c.mesh)
+    spec = StepSpec(
+        saved.graphdef, saved.specs, optimizer_of(c, optimizer, saved.specs, steps),
+        compute_dtype(c.train.precision), jnp.zeros(1), objective=own_objective(loss),
+        clip_norm=c.optim.clip_norm,
+    )  # fmt: skip
+    seen: list[Array] = []
+    with jax.set_mesh(mesh):
+        state = init_state(spec, c.run.seed, jax.tree.map(jnp.array, model.params))
+        step = make_step(spec, mesh)
+        for arrays in islice(batches, steps):
+            rows = place_batch(jax.tree.map(lambda x: x[None], arrays), mesh, batch_dim=1)
+            own = OwnBatch(jnp.zeros(1, jnp.int32), rows)
+            state, values = step(state, own, spec.optimizer.hyperparams, None)
+            seen.append(values["loss"])
+    model.params = gather_to_host(spec.optimizer.eval_params(state.params, state.optimizer))
+    if len(seen) < steps:
+        raise UserError(f"fit: batches ended after {len(seen)} of {steps} steps")
+    return [float(x) for x in seen]
+
+
+def own_objective(loss: Loss) -> Objective:
+    """An objective that is the mean which `loss` gives."""
+
+    def one(graphdef: Any, params: Any, batch: OwnBatch, shared: Any, **_: Any) -> Any:
+        return loss(nnx.merge(graphdef, params), batch.arrays).astype(jnp.float32), {}
+
+    count = lambda batch, bytes_V: (jnp.float32(1), jnp.float32(1))
+    return Objective(one, count, lambda total, *rest: {"loss": total})
+
+
+def optimizer_of(c: Resolved, section: dict[str, Any] | None, specs: Any, steps: int) -> Optimizer:
+    """That of a section, or of the configuration."""
+    if section is None:
+        return make_optimizer(c.optim, specs, steps)
+    try:
+        return make_optimizer(TypeAdapter(OptimConfig).validate_python(section), specs, steps)
+    except ValidationError as error:
+        first = error.errors()[0]
+        raise UserError(f"optimizer {section}: {first['msg']} ({first['loc'][-1]})") from None
