@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.inference.generate import pick
+from jaxtrain.inference.generate import sample_token
 
 P_V = np.array([0.4, 0.3, 0.2, 0.07, 0.03])
 
@@ -14,7 +14,7 @@ def shares(temperature=1.0, top_p=1.0, top_k=None, draws=4000):
     """How often each token is drawn."""
     logits_BV = jnp.tile(jnp.log(jnp.asarray(P_V, jnp.float32)), (draws, 1))
     key = jax.random.key(0)
-    tokens_B = pick(logits_BV, key, jnp.float32(temperature), jnp.float32(top_p), top_k)
+    tokens_B = sample_token(logits_BV, key, jnp.float32(temperature), jnp.float32(top_p), top_k)
     return np.bincount(tokens_B, minlength=len(P_V)) / draws
 
 

@@ -42,7 +42,7 @@ def test_text_from_int8_is_nearly_the_same():
     _, graphdef, _, params = build()
     prompts = jnp.asarray(tokens(4))[:, :16]
     call = functools.partial(
-        generate.complete, graphdef, params, prompts, jnp.full(4, 16), jax.random.key(0),
+        generate.decode_tokens, graphdef, params, prompts, jnp.full(4, 16), jax.random.key(0),
         jnp.float32(0.0), jnp.float32(1.0), new=8,
     )  # fmt: skip
     plain, int8 = (np.asarray(call(cache_dtype=dtype)) for dtype in (None, "int8"))

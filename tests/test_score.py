@@ -155,7 +155,9 @@ def test_no_batch_changes_a_number(model, monkeypatch):
 def test_logits_are_never_there_of_a_whole_row(model):
     T = model.config.model.context_length
     rows = next(
-        pack_branches([[piece] for piece in measures.cut(documents(), T)[0]], RowShape(4, T, 0))
+        pack_branches(
+            [[piece] for piece in measures.split_to_context(documents(), T)[0]], RowShape(4, T, 0)
+        )
     )[0]
     made = jax.make_jaxpr(measures.measure_rows, static_argnums=(0, 4))
     text = str(made(model.graphdef, model.params, rows, np.int32(3), 6))

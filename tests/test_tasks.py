@@ -308,8 +308,8 @@ def test_the_command_saves_and_takes_up_what_is_there(model, bundle, capsys, mon
     assert evaluate.main([whole[0], "--tasks", "words", *command[3:]]) == 0
     assert "core" not in json.loads((run / "tasks.json").read_text())
     other = model._replace(params=jax.tree.map(lambda x: x + 1, model.params))
-    assert tasks.kept(run / "tasks.json", tasks.identity(other, model.config)) == {}
-    assert len(tasks.kept(run / "tasks.json", tasks.identity(model, model.config))) == 3
+    assert tasks.previous_results(run / "tasks.json", tasks.identity(other, model.config)) == {}
+    assert len(tasks.previous_results(run / "tasks.json", tasks.identity(model, model.config))) == 3
 
 
 def test_another_step_has_a_file_of_its_own(model, bundle, monkeypatch):
@@ -325,9 +325,9 @@ def test_a_model_without_numbers_has_no_accuracy(model, bundle):
     loaded = asked.load(*asked.find(["words"])[0], Rules(2))
     found = scores(make_scorer(model, model.config, 2), [questions(loaded, byte_tokenizer(), T)])
     found = next(iter(found))
-    assert tasks.right(loaded, found).shape == (2,)
+    assert tasks.is_correct(loaded, found).shape == (2,)
     with pytest.raises(UserError, match="words: the model's log-likelihoods are not finite"):
-        tasks.right(loaded, found._replace(nll=found.nll * np.nan))
+        tasks.is_correct(loaded, found._replace(nll=found.nll * np.nan))
 
 
 def test_an_archive_and_a_rebuilt_file_will_do(bundle, tmp_path, monkeypatch):

@@ -10,9 +10,8 @@ from tiny import build
 
 from jaxtrain.data import make_chat
 from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer, huggingface_tokenizer
-from jaxtrain.inference.chat import stream as print_stream
-from jaxtrain.inference.chat import talk
-from jaxtrain.inference.generate import complete, stream
+from jaxtrain.inference.chat import chat_loop, print_stream
+from jaxtrain.inference.generate import decode_tokens, stream_tokens
 
 TOKENIZER = huggingface_tokenizer(make_tokenizer().encode())
 CHAT = make_chat(TEMPLATES["qwen2"], PLAIN, TOKENIZER)
@@ -39,7 +38,7 @@ def converse(lines, answer="Yes.", room=10_000, system=None):
         yield from TOKENIZER.encode(answer).tolist()
 
     typed = (f"{line}\n" for line in lines)
-    talk(CHAT, TOKENIZER, reply, room=room, system=system, typed=typed, out=screen)
+    chat_loop(CHAT, TOKENIZER, reply, room=room, system=system, typed=typed, out=screen)
     return screen, prompts
 
 
@@ -82,7 +81,7 @@ def test_ctrl_c_ends_an_answer_not_the_conversation():
         raise KeyboardInterrupt
 
     screen = Screen()
-    talk(CHAT, TOKENIZER, reply, room=999, typed=["a\n", "b\n"], out=screen)
+    chat_loop(CHAT, TOKENIZER, reply, room=999, typed=["a\n", "b\n"], out=screen)
     assert screen.getvalue().count("Well ...\n") == 2
 
 
@@ -91,11 +90,14 @@ def test_streamed_tokens_are_those_of_generate(temperature):
     _, graphdef, _, params = build()
     prompt = np.arange(1, 12)
     how = {"tokens": 7, "temperature": temperature, "top_k": 5, "top_p": 0.9, "seed": 3}
-    ids = list(stream(graphdef, params, prompt, **how, stop=()))
+    ids = list(stream_tokens(graphdef, params, prompt, **how, stop=()))
     padded = np.pad(prompt.astype(np.int32), (0, 21))[None]
-    whole = complete(
+    whole = decode_tokens(
         graphdef, params, padded, np.array([11], np.int32), jax.random.key(3),
         np.float32(temperature), np.float32(0.9), new=7, top_k=5,
     )  # fmt: skip
     assert ids == np.asarray(whole)[0].tolist()
-    assert list(stream(graphdef, params, prompt, **how, stop=(ids[3],))) == ids[: ids.index(ids[3])]
+    assert (
+        list(stream_tokens(graphdef, params, prompt, **how, stop=(ids[3],)))
+        == ids[: ids.index(ids[3])]
+    )

@@ -20,7 +20,7 @@ from jaxtyping import Array, Float, Int
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import Scored
 from jaxtrain.data.evaluation.branches import BranchBatch, pack_branches
-from jaxtrain.evaluation.log_likelihood import AHEAD, place
+from jaxtrain.evaluation.log_likelihood import AHEAD, shard_model
 from jaxtrain.model import Transformer
 from jaxtrain.parallel import place_batch
 from jaxtrain.runs.saved import Saved
@@ -45,12 +45,12 @@ class Measurer(NamedTuple):
 
 def make_measurer(saved: Saved, config: Resolved, states: bool) -> Measurer:
     """states: whether the mean last states are wanted too."""
-    mesh, params, shape, chunk = place(saved, config)
+    mesh, params, shape, chunk = shard_model(saved, config)
     whole = NamedSharding(mesh, PartitionSpec())
     program = jax.jit(
         lambda params, rows, chunks: measure_rows(saved.graphdef, params, rows, chunks, chunk)
     )
-    pool = jax.jit(summed, static_argnums=2, out_shardings=whole)
+    pool = jax.jit(sum_by_document, static_argnums=2, out_shardings=whole)
 
     def run(rows: BranchBatch, owners_BT: np.ndarray) -> tuple[np.ndarray, Any]:
         """The pieces of a batch, and what they sum to, which the device still works on."""
@@ -64,19 +64,21 @@ def make_measurer(saved: Saved, config: Resolved, states: bool) -> Measurer:
 
     def measure(documents: Sequence[np.ndarray]) -> Measured:
         found: list[tuple[np.ndarray, Any]] = []
-        pieces, owners = cut(documents, shape.trunk)
+        pieces, owners = split_to_context(documents, shape.trunk)
         pending: deque[tuple[np.ndarray, Any]] = deque()
         for rows, owners_BT in pack_branches(([piece] for piece in pieces), shape):
             pending.append(run(rows, owners_BT))
             if len(pending) > AHEAD:
                 found.append(jax.device_get(pending.popleft()))
         found += jax.device_get(list(pending))
-        return gathered(documents, np.array(owners, np.int64), found)
+        return per_document(documents, np.array(owners, np.int64), found)
 
     return Measurer(measure, shape.rows * shape.trunk)
 
 
-def cut(documents: Sequence[np.ndarray], length: int) -> tuple[list[Scored], list[int]]:
+def split_to_context(
+    documents: Sequence[np.ndarray], length: int
+) -> tuple[list[Scored], list[int]]:
     """Pieces of at most length + 1 tokens in which each token but the first is a label once."""
     places = [
         (number, begin)
@@ -125,7 +127,7 @@ def of_labels(
     return jnp.stack([nll_N, norm(error_NV), grad_N], axis=1)
 
 
-def summed(values: Any, owners_BT: Int[Array, "B T"], count: int) -> Any:
+def sum_by_document(values: Any, owners_BT: Int[Array, "B T"], count: int) -> Any:
     """Each array [B, T, a] summed in float32 over the places of an owner: [count, a]."""
     owners_N = owners_BT.reshape(-1)
 
@@ -136,7 +138,7 @@ def summed(values: Any, owners_BT: Int[Array, "B T"], count: int) -> Any:
     return jax.tree.map(one, values)
 
 
-def gathered(
+def per_document(
     documents: Sequence[np.ndarray],
     owners: np.ndarray,
     found: Sequence[tuple[np.ndarray, Any]],

@@ -24,7 +24,7 @@ from jaxtrain.config.resolve import override
 from jaxtrain.evaluation.arguments import lm_eval_parser
 from jaxtrain.evaluation.log_likelihood import FIELDS
 from jaxtrain.evaluation.model import Model
-from jaxtrain.inference.generate import complete
+from jaxtrain.inference.generate import decode_tokens
 from jaxtrain.runs.checkpoint import write_json
 from jaxtrain.runs.saved import Saved, load_saved
 from jaxtrain.settings import UserError, command
@@ -87,7 +87,7 @@ class HarnessModel(Base):
         width = min(room, 1 << (max(map(len, ids)) - 1).bit_length())
         padded = np.stack([np.pad(x, (0, width - len(x))) for x in ids])
         sample = settings.get("do_sample", False)
-        out = complete(
+        out = decode_tokens(
             self.saved.graphdef, self.model.compute_params, jnp.asarray(padded),
             jnp.asarray([len(x) for x in ids], jnp.int32), jax.random.key(self.config.run.seed),
             jnp.float32(settings.get("temperature", 1.0) if sample else 0.0),

@@ -38,7 +38,7 @@ AHEAD = 8  # batches that the device is given before the first one's numbers are
 HEAD_ROWS = 1024  # places a device computes logits of at a time
 
 
-class Placed(NamedTuple):
+class ShardedModel(NamedTuple):
     """A model on its devices, and what it is given at once."""
 
     mesh: Mesh
@@ -64,7 +64,7 @@ class Scores(NamedTuple):
     sizes: list[int]  # sequences of each question
 
 
-def place(saved: Saved, config: Resolved, most_rows: int | None = None) -> Placed:
+def shard_model(saved: Saved, config: Resolved, most_rows: int | None = None) -> ShardedModel:
     """Put a saved model on the mesh of `config`, which also says how many rows go at once.
 
     most_rows: fewer, for a few questions.
@@ -80,12 +80,12 @@ def place(saved: Saved, config: Resolved, most_rows: int | None = None) -> Place
     with jax.set_mesh(mesh):
         params = shard_from_host(saved.params, shardings(saved.specs, mesh))
         params = jax.jit(lambda p: cast(p, saved.specs, dtype))(params)
-    return Placed(mesh, params, shape, chunk)
+    return ShardedModel(mesh, params, shape, chunk)
 
 
 def make_scorer(saved: Saved, config: Resolved, most_rows: int | None = None) -> Scorer:
-    """A saved model, ready to score; the arguments are those of `place`."""
-    mesh, params, shape, chunk = place(saved, config, most_rows)
+    """A saved model, ready to score; the arguments are those of `shard_model`."""
+    mesh, params, shape, chunk = shard_model(saved, config, most_rows)
     share, shares = process_batch_shard(mesh)
     program = jax.jit(
         lambda params, rows, chunks: score_rows(saved.graphdef, params, rows, chunks, chunk),
@@ -147,19 +147,19 @@ def scores(
     What sequences of a question begin with is computed once. While the device works, the host
     reads ahead, into the next job too. progress: is told of questions that went to the device.
     """
-    pending: deque[tuple[Job, np.ndarray | None, Any]] = deque()
+    pending: deque[tuple[ScoringJob, np.ndarray | None, Any]] = deque()
     for questions in jobs:
-        job = Job()
+        job = ScoringJob()
         for rows, owners_BM in pack_branches(job.counted(questions, progress), scorer.shape):
             pending.append((job, owners_BM, scorer.score(rows)))
             while len(pending) > AHEAD:
-                yield from fetch(*pending.popleft())
+                yield from collect(*pending.popleft())
         pending.append((job, None, None))
     while pending:
-        yield from fetch(*pending.popleft())
+        yield from collect(*pending.popleft())
 
 
-class Job:
+class ScoringJob:
     """The numbers of a job while they come in."""
 
     def __init__(self):
@@ -184,7 +184,7 @@ class Job:
         return Scores(sums, misses == 0, np.array(self.lengths, np.int64), self.sizes)
 
 
-def fetch(job: Job, owners_BM: np.ndarray | None, out: Any) -> Iterator[Scores]:
+def collect(job: ScoringJob, owners_BM: np.ndarray | None, out: Any) -> Iterator[Scores]:
     """Wait for a batch's numbers; behind its last batch, the job's."""
     if owners_BM is None:
         yield job.finished()

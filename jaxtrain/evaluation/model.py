@@ -21,7 +21,7 @@ from jaxtrain.config.resolve import Resolved, resolve
 from jaxtrain.data import Chat, Scored, make_chat
 from jaxtrain.evaluation.log_likelihood import Scorer, Scores, make_scorer, scores
 from jaxtrain.inference.arguments import TOKENS
-from jaxtrain.inference.generate import generate, stream
+from jaxtrain.inference.generate import generate, stream_tokens
 from jaxtrain.interop.companions import FOLDER, prompting
 from jaxtrain.model import Transformer, cast, initialize, split
 from jaxtrain.runs.convert import export_run, import_checkpoint
@@ -152,7 +152,7 @@ class Model:
 
         Raises UserError if the model has no chat template.
         """
-        ids = stream(
+        ids = stream_tokens(
             self.saved.graphdef, self.compute_params, self.template.prompt(list(messages)),
             tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
             stop=tuple({self.template.end, *self.saved.prompting.stops}),

@@ -72,14 +72,14 @@ def score(
     which stays beside `out`. Raises UserError for a source that cannot be scored, and if `out`
     holds something else.
     """
-    check(names, out, clusters, config.data)
+    check_arguments(names, out, clusters, config.data)
     source, states = filter_sources(config.data, progress)[0].train, "prototypicality" in names
     assert source.name != "mixture"
     facts = identity(saved, config) | source.model_dump() | {"format": FORMAT, "states": states}
     facts["path"] = content_hash(source, cache_directory(config.data))
     key = digest(facts | {"scores": names, "clusters": clusters if states else None})
     if out.exists():
-        return done(out, key)
+        return existing_summary(out, key)
     folder = out.with_name(f"{out.name}.partial-{digest(facts)[:16]}")
     folder.mkdir(parents=True, exist_ok=True)
     files = find_files(source)
@@ -87,7 +87,7 @@ def score(
     with process_pool(1 if small else config.data.prepare_workers or cores()) as mapped:
         measure_all(saved, config, source, files, folder, states, mapped, progress)
         columns = columns_of(folder, names, clusters)
-        write(source, files, folder, columns, mapped, progress)
+        write_scored(source, files, folder, columns, mapped, progress)
     result = {"key": key, "documents": len(columns[names[0]]), "scores": summary(columns)}
     summary_path(out).write_text(json.dumps(result, indent=1) + "\n")
     (folder / WRITTEN).rename(out)
@@ -95,7 +95,9 @@ def score(
     return result
 
 
-def check(names: Sequence[str], out: Path, clusters: int, config: data.DataConfig) -> None:
+def check_arguments(
+    names: Sequence[str], out: Path, clusters: int, config: data.DataConfig
+) -> None:
     for name in names:
         if name not in SCORES:
             raise UserError(
@@ -115,7 +117,7 @@ def check(names: Sequence[str], out: Path, clusters: int, config: data.DataConfi
 # ---- measuring ---------------------------------------------------------------------------------
 
 
-class Part(NamedTuple):
+class MeasuredPart(NamedTuple):
     """What is known of some groups of documents in a row."""
 
     counts: np.ndarray  # int64 [groups], documents of each
@@ -135,29 +137,29 @@ def measure_all(
     progress: Progress,
 ) -> None:
     """Measure what `folder` does not know yet, and write it there now and then."""
-    known = [(part.size, part.after) for part in map(load, parts(folder))]
+    known = [(part.size, part.after) for part in map(load_part, part_files(folder))]
     size, after = sum(size for size, _ in known), known[-1][1] if known else START
     stored = sum(file.size or 0 for file in files)
     measurer = make_measurer(saved, config, states)
     read = document_groups(source, files, saved.tokenizer, saved.tokenizer_dir, after, mapped)
-    found: list[Part] = []
+    found: list[MeasuredPart] = []
     begun, number = time.monotonic(), len(known)
     try:
-        for job in together(read, JOB_BATCHES * measurer.tokens):
+        for job in group_by_tokens(read, JOB_BATCHES * measurer.tokens):
             measured = measurer.measure([tokens for group in job for tokens in group.documents])
             counts, after = np.array([len(group.documents) for group in job]), job[-1].after
-            found.append(Part(counts, sum(group.size for group in job), after, measured))
+            found.append(MeasuredPart(counts, sum(group.size for group in job), after, measured))
             size += found[-1].size
             progress("score", size, size * max(stored, after.stored) // max(after.stored, 1))
             if time.monotonic() - begun >= SAVE_SECONDS:
-                save(folder / f"{number:08d}.npz", found)
+                save_part(folder / f"{number:08d}.npz", found)
                 found, number, begun = [], number + 1, time.monotonic()
     finally:  # also when it is interrupted
         if found:
-            save(folder / f"{number:08d}.npz", found)
+            save_part(folder / f"{number:08d}.npz", found)
 
 
-def together(read: Iterable[DocumentGroup], tokens: int) -> Iterator[list[DocumentGroup]]:
+def group_by_tokens(read: Iterable[DocumentGroup], tokens: int) -> Iterator[list[DocumentGroup]]:
     """Groups whose documents have so many tokens at least; the last may have fewer."""
     some: list[DocumentGroup] = []
     for group in read:
@@ -169,7 +171,7 @@ def together(read: Iterable[DocumentGroup], tokens: int) -> Iterator[list[Docume
         yield some
 
 
-def save(path: Path, found: Sequence[Part]) -> None:
+def save_part(path: Path, found: Sequence[MeasuredPart]) -> None:
     """The parts as one file of arrays, which appears when it is complete."""
     arrays = {
         "counts": np.concatenate([part.counts for part in found]),
@@ -187,14 +189,14 @@ def save(path: Path, found: Sequence[Part]) -> None:
     unnamed.rename(path)
 
 
-def load(path: Path) -> Part:
+def load_part(path: Path) -> MeasuredPart:
     with np.load(path) as arrays:
         measured = Measured(*(arrays.get(name) for name in Measured._fields))
         after = Position(*arrays["after"].tolist())
-        return Part(arrays["counts"], int(arrays["size"]), after, measured)
+        return MeasuredPart(arrays["counts"], int(arrays["size"]), after, measured)
 
 
-def parts(folder: Path) -> list[Path]:
+def part_files(folder: Path) -> list[Path]:
     return sorted(folder.glob("*.npz"))
 
 
@@ -204,21 +206,21 @@ def parts(folder: Path) -> list[Path]:
 def columns_of(folder: Path, names: Sequence[str], clusters: int) -> dict[str, np.ndarray]:
     """float64 [documents] of each score; NaN for a document without tokens."""
     columns: dict[str, np.ndarray] = {}
-    if files := parts(folder):
-        means_Nm = np.concatenate([load(path).measured.means_Nm for path in files])
+    if files := part_files(folder):
+        means_Nm = np.concatenate([load_part(path).measured.means_Nm for path in files])
         columns |= dict(zip(MEASURES, means_Nm.T))
         columns["perplexity"] = np.exp(np.minimum(columns["nll"], 700.0))
         if "prototypicality" in names:
-            columns["prototypicality"] = unusual(files, clusters)
+            columns["prototypicality"] = prototypicality(files, clusters)
     return {name: columns.get(name, np.empty(0)) for name in names}
 
 
-def unusual(files: Sequence[Path], clusters: int) -> np.ndarray:
+def prototypicality(files: Sequence[Path], clusters: int) -> np.ndarray:
     """float64 [documents]: the distance of each mean state to the nearest of the prototypes.
 
     Those are found from SAMPLE of the documents at most; the states are read a file at a time.
     """
-    there = np.concatenate([load(path).measured.tokens_N > 0 for path in files])
+    there = np.concatenate([load_part(path).measured.tokens_N > 0 for path in files])
     numbers = np.flatnonzero(there)
     if len(numbers) <= clusters:
         raise UserError(
@@ -239,12 +241,12 @@ def unusual(files: Sequence[Path], clusters: int) -> np.ndarray:
 
 
 def states_of(path: Path) -> np.ndarray:
-    states_ND = load(path).measured.states_ND
+    states_ND = load_part(path).measured.states_ND
     assert states_ND is not None
     return states_ND
 
 
-def write(
+def write_scored(
     source: Source,
     files: list[File],
     folder: Path,
@@ -253,7 +255,7 @@ def write(
     progress: Progress,
 ) -> None:
     """The text with its columns, as `folder`/WRITTEN. Raises UserError if there is no text."""
-    known = [load(path) for path in parts(folder)]
+    known = [load_part(path) for path in part_files(folder)]
     total, size = sum(part.size for part in known), 0
     if not total:
         shutil.rmtree(folder)
@@ -279,7 +281,7 @@ def summary_path(out: Path) -> Path:
     return out.with_name(out.name.removesuffix(ENDING) + ".scores.json")
 
 
-def done(out: Path, key: str) -> dict[str, Any]:
+def existing_summary(out: Path, key: str) -> dict[str, Any]:
     """The summary of what is there."""
     with suppress(OSError, ValueError):
         result = json.loads(summary_path(out).read_text())

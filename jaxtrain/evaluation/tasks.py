@@ -49,7 +49,7 @@ def run_tasks(
         rules = rules._replace(crop=True)
     found = bundle.find(names)
     model = identity(saved, config)
-    result: Result = {"model": model, "tasks": kept(out, model)}
+    result: Result = {"model": model, "tasks": previous_results(out, model)}
     few = None if rules.limit is None else 1 << (rules.limit - 1).bit_length()
     waiting = []
     for task, folder in found:
@@ -64,14 +64,14 @@ def run_tasks(
             text = f"{loaded.task.label:34s} {entry['accuracy']:.4f}  {entry['seconds']:.1f} s"
             bar.console.print(text, highlight=False)
     of_core = [result["tasks"][label] for label in bundle.core if label in result["tasks"]]
-    if of_core and len(of_core) == len(bundle.core) and alike(of_core):
+    if of_core and len(of_core) == len(bundle.core) and same_rules(of_core):
         result["core"] = sum(entry["centered"] for entry in of_core) / len(of_core)
     save(out, result)
     chosen = {task.label: result["tasks"][task.label] for task, _ in found}
     return result | {"tasks": chosen}
 
 
-def alike(entries: Sequence[Result]) -> bool:
+def same_rules(entries: Sequence[Result]) -> bool:
     """Whether the same rules could have given them all; a limit above a task's examples is none."""
     limited = [entry for entry in entries if entry["examples"] < entry["of"]]
     cut = {(entry["examples"], entry["all_shots"]) for entry in limited}
@@ -90,11 +90,14 @@ def answer_all(
     results = scores(scorer, jobs, lambda n: bar.advance(number, n))
     for loaded, found in zip(tasks, results, strict=True):
         now = time.perf_counter()
-        yield loaded, figures(loaded, right(loaded, found)) | {"seconds": round(now - begin, 3)}
+        yield (
+            loaded,
+            figures(loaded, is_correct(loaded, found)) | {"seconds": round(now - begin, 3)},
+        )
         begin = now
 
 
-def right(loaded: Loaded, found: Scores) -> np.ndarray:
+def is_correct(loaded: Loaded, found: Scores) -> np.ndarray:
     """bool [examples]: which of them are answered right. The first of equals is the answer."""
     if not np.isfinite(found.nll).all():
         raise UserError(
@@ -146,7 +149,7 @@ def identity(saved: Saved, config: Resolved) -> Result:
     }
 
 
-def kept(path: Path, model: Result) -> Result:
+def previous_results(path: Path, model: Result) -> Result:
     """The tasks that a file has of this model."""
     with suppress(OSError, ValueError, AttributeError):
         written = json.loads(path.read_text())

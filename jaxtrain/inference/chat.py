@@ -13,7 +13,7 @@ HELP = "/reset begins a new conversation, /quit ends"
 Answer = Callable[[np.ndarray], Iterator[int]]  # tokens of a prompt -> tokens of its answer
 
 
-def talk(
+def chat_loop(
     chat: Chat,
     tokenizer: Tokenizer,
     answer: Answer,
@@ -30,30 +30,30 @@ def talk(
     """
     start = [{"role": "system", "content": system}] if system else []
     messages = list(start)
-    say(out, f"{HELP}\n> ")
+    write_text(out, f"{HELP}\n> ")
     for line in typed:
         text = line.strip()
         if text == "/quit":
             return
         if text == "/reset":
             messages = list(start)
-            say(out, "a new conversation\n")
+            write_text(out, "a new conversation\n")
         elif text.startswith("/"):
-            say(out, f"{text} is no command; {HELP}\n")
+            write_text(out, f"{text} is no command; {HELP}\n")
         elif text:
             asked = [*messages, {"role": "user", "content": text}]
-            prompt, kept = fit(chat, asked, len(start), room)
+            prompt, kept = fit_to_context(chat, asked, len(start), room)
             if len(prompt) > room:
-                say(out, f"[too long: {len(prompt)} tokens, at most {room}]\n")
+                write_text(out, f"[too long: {len(prompt)} tokens, at most {room}]\n")
             else:
                 if forgotten := len(asked) - len(kept):
-                    say(out, f"[{forgotten} messages forgotten: they no longer fit]\n")
-                reply = stream(answer(prompt), tokenizer, out)
+                    write_text(out, f"[{forgotten} messages forgotten: they no longer fit]\n")
+                reply = print_stream(answer(prompt), tokenizer, out)
                 messages = [*kept, {"role": "assistant", "content": reply}]
-        say(out, "> ")
+        write_text(out, "> ")
 
 
-def fit(chat: Chat, messages: list, fixed: int, room: int) -> tuple[np.ndarray, list]:
+def fit_to_context(chat: Chat, messages: list, fixed: int, room: int) -> tuple[np.ndarray, list]:
     """A prompt of at most `room` tokens if that can be, and the messages that are left in it.
 
     The first `fixed` and the last stay; questions go with their answers, the oldest first.
@@ -65,7 +65,7 @@ def fit(chat: Chat, messages: list, fixed: int, room: int) -> tuple[np.ndarray, 
     return prompt, messages
 
 
-def stream(ids: Iterator[int], tokenizer: Tokenizer, out: Any) -> str:
+def print_stream(ids: Iterator[int], tokenizer: Tokenizer, out: Any) -> str:
     """Print the text of tokens as they come; a character waits until all its bytes are there."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     text, before = "", tokenizer.prefix
@@ -73,7 +73,7 @@ def stream(ids: Iterator[int], tokenizer: Tokenizer, out: Any) -> str:
     def put(piece: str) -> None:
         nonlocal text
         text += piece
-        say(out, visible(piece))
+        write_text(out, visible(piece))
 
     try:
         for i in ids:
@@ -84,10 +84,10 @@ def stream(ids: Iterator[int], tokenizer: Tokenizer, out: Any) -> str:
     except KeyboardInterrupt:
         put(" ...")
     put(decoder.decode(b"", final=True))
-    say(out, "\n")
+    write_text(out, "\n")
     return text.strip()
 
 
-def say(out: Any, text: str) -> None:
+def write_text(out: Any, text: str) -> None:
     out.write(text)
     out.flush()

@@ -24,7 +24,7 @@ from jaxtrain.cluster.xla_flags import jit
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import Chat, Tokenizer, make_chat
 from jaxtrain.inference.arguments import TOKENS, generate_parser
-from jaxtrain.inference.chat import talk
+from jaxtrain.inference.chat import chat_loop
 from jaxtrain.interop import Prompting
 from jaxtrain.model import Cache, cast
 from jaxtrain.model.config import round_up
@@ -37,7 +37,7 @@ from jaxtrain.storage.disk import write_whole
 PROMPT_MULTIPLE = 32  # prompts are padded to a multiple, so that few lengths are compiled
 
 
-def pick(
+def sample_token(
     logits_BV: Float[Array, "B V"],
     key: Array,
     temperature: Float[Array, ""],
@@ -64,7 +64,7 @@ def pick(
 
 
 @jit("cublas", static_argnames=("graphdef", "new", "top_k", "stop", "cache_dtype"))
-def complete(
+def decode_tokens(
     graphdef: Any,
     params: Any,
     tokens_BT: Int[Array, "B T"],
@@ -86,7 +86,9 @@ def complete(
     B = tokens_BT.shape[0]
     capacity = round_up(tokens_BT.shape[1] + new, CACHE_MULTIPLE)
     x_BD, cache = model.prefill(tokens_BT, lengths_B, capacity, cache_dtype)
-    first_B = pick(model.logits(x_BD), jax.random.fold_in(key, 0), temperature, top_p, top_k)
+    first_B = sample_token(
+        model.logits(x_BD), jax.random.fold_in(key, 0), temperature, top_p, top_k
+    )
     out_Bn = jnp.full((B, new), stop[0] if stop else 0, jnp.int32).at[:, 0].set(first_B)
     ends = lambda token_B: jnp.isin(token_B, jnp.array(stop, jnp.int32))
     ended_B = ends(first_B)
@@ -98,7 +100,9 @@ def complete(
     def one(carry):
         i, out_Bn, cache, ended_B = carry
         x_BD, cache = model.decode(out_Bn[:, i - 1], cache)
-        token_B = pick(model.logits(x_BD), jax.random.fold_in(key, i), temperature, top_p, top_k)
+        token_B = sample_token(
+            model.logits(x_BD), jax.random.fold_in(key, i), temperature, top_p, top_k
+        )
         if stop:
             token_B = jnp.where(ended_B, stop[0], token_B)
             ended_B = ended_B | ends(token_B)
@@ -107,14 +111,14 @@ def complete(
     return jax.lax.while_loop(going, one, (jnp.int32(1), out_Bn, cache, ended_B))[1]
 
 
-class Request(NamedTuple):
-    """What `complete` is called with beside the model."""
+class GenerationInputs(NamedTuple):
+    """What `decode_tokens` is called with beside the model."""
 
     arrays: tuple[Any, ...]
     static: dict[str, Any]
 
 
-def request(
+def generation_inputs(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     *,
@@ -127,7 +131,7 @@ def request(
     prompting: Prompting | None = None,
     chat: Chat | None = None,
     system: str | None = None,
-) -> Request:
+) -> GenerationInputs:
     """Of a batch of prompts; the arguments are those of `generate`."""
     begins, stop = prompting or Prompting(True, (tokenizer.bos_id,))
     bos = [tokenizer.bos_id]
@@ -148,7 +152,9 @@ def request(
         jnp.asarray(padded), jnp.asarray(lengths), jax.random.key(seed),
         jnp.float32(temperature), jnp.float32(1.0 if top_p is None else top_p),
     )  # fmt: skip
-    return Request(arrays, dict(new=tokens, top_k=top_k, stop=stop, cache_dtype=cache_dtype))
+    return GenerationInputs(
+        arrays, dict(new=tokens, top_k=top_k, stop=stop, cache_dtype=cache_dtype)
+    )
 
 
 def generate(
@@ -156,21 +162,23 @@ def generate(
 ) -> list[str]:
     """Continuations of a batch of prompts (without the prompts); a document's end stops a row.
 
-    how: `request`'s arguments. tokens, at most, of each row; temperature, top_k, top_p and seed of
-    the sampling. prompting: how its checkpoint begins and ends texts; default BOS for both. chat:
-    the prompts are what users say, after a system message; an empty one is no question.
+    how: the arguments of `generation_inputs`. tokens: new tokens of each row, at most. temperature,
+    top_k, top_p, seed: of sampling. prompting: how its checkpoint begins and ends texts; default
+    BOS for both. chat: the prompts are user messages, after the message `system`; an empty prompt
+    is continued without a question.
     cache_dtype: of the keys and values that are kept: int8, or None for the parameters' dtype.
     """
-    asked = request(tokenizer, prompts, **how)
+    asked = generation_inputs(tokenizer, prompts, **how)
     rows = [
-        row.tolist() for row in gather_to_host(complete(graphdef, params, *asked[0], **asked[1]))
+        row.tolist()
+        for row in gather_to_host(decode_tokens(graphdef, params, *asked[0], **asked[1]))
     ]
     ends = [next((i for i, t in enumerate(r) if t in asked.static["stop"]), len(r)) for r in rows]
     return [tokenizer.decode(row[:end]) for row, end in zip(rows, ends)]
 
 
-def sampling(c: Resolved, chat: Chat | None) -> dict[str, Any]:
-    """A run's settings as `request`'s arguments."""
+def sampling_options(c: Resolved, chat: Chat | None) -> dict[str, Any]:
+    """A run's settings as `generation_inputs`' arguments."""
     return dict(
         tokens=c.sample.tokens, temperature=c.sample.temperature, top_k=c.sample.top_k,
         top_p=c.sample.top_p, seed=c.run.seed, cache_dtype=c.sample.kv_cache_dtype, chat=chat,
@@ -181,8 +189,8 @@ def compile_samples(
     graphdef: Any, params: Any, tokenizer: Tokenizer, c: Resolved, chat: Chat | None
 ) -> None:
     """What `write_samples` will run with the same arguments, so that it need not be waited for."""
-    asked = request(tokenizer, c.sample.prompts, **sampling(c, chat))
-    complete.lower(graphdef, params, *asked.arrays, **asked.static).compile()
+    asked = generation_inputs(tokenizer, c.sample.prompts, **sampling_options(c, chat))
+    decode_tokens.lower(graphdef, params, *asked.arrays, **asked.static).compile()
 
 
 def write_samples(
@@ -195,7 +203,7 @@ def write_samples(
     """
     if not c.sample.prompts:
         return
-    texts = generate(graphdef, params, tokenizer, c.sample.prompts, **sampling(c, chat))
+    texts = generate(graphdef, params, tokenizer, c.sample.prompts, **sampling_options(c, chat))
     if jax.process_index():
         return
     gap = "\n> " if chat else ""
@@ -205,7 +213,7 @@ def write_samples(
 
 
 @jit("cublas", static_argnames=("graphdef", "capacity", "top_k", "cache_dtype"))
-def read_prompt(
+def prefill(
     graphdef: Any,
     params: Any,
     tokens_BT: Int[Array, "B T"],
@@ -221,11 +229,13 @@ def read_prompt(
     """The first token after prompts that are padded on the right, and the cache."""
     model = nnx.merge(graphdef, params)
     x_BD, cache = model.prefill(tokens_BT, lengths_B, capacity, cache_dtype)
-    return pick(model.logits(x_BD), jax.random.fold_in(key, 0), temperature, top_p, top_k), cache
+    return sample_token(
+        model.logits(x_BD), jax.random.fold_in(key, 0), temperature, top_p, top_k
+    ), cache
 
 
 @jit("cublas", static_argnames=("graphdef", "top_k"), donate_argnames="cache")
-def next_of(
+def decode_step(
     graphdef: Any,
     params: Any,
     token_B: Int[Array, "B"],
@@ -239,10 +249,10 @@ def next_of(
     """The token after `token_B`, and the cache one token longer."""
     model = nnx.merge(graphdef, params)
     x_BD, cache = model.decode(token_B, cache)
-    return pick(model.logits(x_BD), key, temperature, top_p, top_k), cache
+    return sample_token(model.logits(x_BD), key, temperature, top_p, top_k), cache
 
 
-def stream(
+def stream_tokens(
     graphdef: Any,
     params: Any,
     prompt: np.ndarray,
@@ -264,7 +274,7 @@ def stream(
     padded = np.pad(prompt.astype(np.int32), (0, width - len(prompt)))[None]
     key = jax.random.key(seed)
     how = jnp.float32(temperature), jnp.float32(1.0 if top_p is None else top_p)
-    token, cache = read_prompt(
+    token, cache = prefill(
         graphdef, params, jnp.asarray(padded), jnp.array([len(prompt)], jnp.int32), key, *how,
         capacity=capacity, top_k=top_k, cache_dtype=cache_dtype,
     )  # fmt: skip
@@ -274,26 +284,28 @@ def stream(
             return
         yield found
         if i < tokens:
-            token, cache = next_of(
+            token, cache = decode_step(
                 graphdef, params, token, cache, jax.random.fold_in(key, i), *how, top_k=top_k
             )
 
 
-def converse(saved: Saved, params: Any, chat: Chat, a: argparse.Namespace) -> None:
+def chat_in_terminal(saved: Saved, params: Any, chat: Chat, a: argparse.Namespace) -> None:
     """Talk in the terminal, the options from the command line."""
     logging.getLogger("jaxtrain_kernels").setLevel(logging.WARNING)  # it would write between turns
     stop = tuple({chat.end, *saved.prompting.stops})
     turns = itertools.count(a.seed)
     context = saved.config.model.context_length
     tokens = a.tokens or min(TOKENS, context // 2)
-    answer = lambda prompt: stream(
+    answer = lambda prompt: stream_tokens(
         saved.graphdef, params, prompt, tokens=tokens, temperature=a.temperature, top_k=a.top_k,
         top_p=a.top_p, seed=next(turns), stop=stop, cache_dtype=a.cache_dtype,
     )  # fmt: skip
     room = context - tokens
     if room < 1:
         raise UserError(f"--tokens {tokens} leaves no room in a context of {context}; give fewer")
-    talk(chat, saved.tokenizer, answer, room=room, system=a.system, typed=sys.stdin, out=sys.stdout)
+    chat_loop(
+        chat, saved.tokenizer, answer, room=room, system=a.system, typed=sys.stdin, out=sys.stdout
+    )
 
 
 @command
@@ -309,7 +321,7 @@ def main(argv: list[str] | None = None) -> int:
             raise UserError("--system belongs to --chat")
         chat = make_chat(*template_for(saved), saved.tokenizer) if a.chat else None
         if chat and not a.prompt:
-            converse(saved, params, chat, a)
+            chat_in_terminal(saved, params, chat, a)
             return 0
         prompts = a.prompt or [""]
         texts = generate(

@@ -16,7 +16,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxtrain.runs.arguments import compare_parser
-from jaxtrain.runs.history import Row, read_rows
+from jaxtrain.runs.history import MetricsRow, read_rows
 from jaxtrain.settings import UserError, command
 from jaxtrain.storage.strict_yaml import read_yaml
 
@@ -36,7 +36,7 @@ class Run(NamedTuple):
     name: str
     config: dict[str, Any]
     env: dict[str, Any]
-    rows: list[Row]
+    rows: list[MetricsRow]
 
 
 def read_run(run_dir: Path) -> Run:
@@ -152,7 +152,9 @@ def curve_of(run: Run, kind: str, name: str) -> Curve:
     return Curve(steps, np.interp(steps, known, seconds).tolist(), losses)
 
 
-def training_seconds(rows: Sequence[Row], tokens_per_step: int) -> tuple[list[int], list[float]]:
+def training_seconds(
+    rows: Sequence[MetricsRow], tokens_per_step: int
+) -> tuple[list[int], list[float]]:
     """Steps, and the seconds of training up to each.
 
     A row's `time` holds validations; its `tokens_per_s` leaves them out, and is over all steps
@@ -168,7 +170,7 @@ def training_seconds(rows: Sequence[Row], tokens_per_step: int) -> tuple[list[in
     return steps, seconds
 
 
-def rate_of(rows: Sequence[Row]) -> float | None:
+def rate_of(rows: Sequence[MetricsRow]) -> float | None:
     """The median of the tokens per second that rows report."""
     rates = [row["tokens_per_s"] for row in rows if row.get("tokens_per_s")]
     return median(rates) if rates else None

@@ -9,10 +9,10 @@ from typing import Any
 from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import write_whole
 
-Row = dict[str, Any]
+MetricsRow = dict[str, Any]
 
 
-def read_rows(path: Path) -> list[Row]:
+def read_rows(path: Path) -> list[MetricsRow]:
     """The rows of a metrics.jsonl; a torn last line (the writer was killed) is left out.
 
     Raises UserError for a line before the last that is not a JSON object.
@@ -47,7 +47,7 @@ def _is_row(row: Any) -> bool:
     return all(number(value) or value is None or isinstance(value, list) for value in values)
 
 
-def missing_rows(rows: Sequence[Row], step: int, every: int) -> str | None:
+def missing_rows(rows: Sequence[MetricsRow], step: int, every: int) -> str | None:
     """What to say of a history up to `step` that has lost its beginning or its end; else None.
 
     every: steps between rows, where the rows do not say it themselves.
@@ -64,7 +64,7 @@ def missing_rows(rows: Sequence[Row], step: int, every: int) -> str | None:
     return None
 
 
-def rewound(path: Path, step: int) -> list[Row]:
+def rewound(path: Path, step: int) -> list[MetricsRow]:
     """Keep the rows up to `step` (none for 0), and return them."""
     rows = read_rows(path) if step and path.exists() else []
     rows = [row for row in rows if row["step"] <= step]

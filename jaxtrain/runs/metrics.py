@@ -26,7 +26,7 @@ from tensorboardX import SummaryWriter
 
 from jaxtrain.runs.config import MetricsConfig
 from jaxtrain.runs.environment import memory_bytes, peak_flops
-from jaxtrain.runs.history import Row, missing_rows, rewound
+from jaxtrain.runs.history import MetricsRow, missing_rows, rewound
 from jaxtrain.settings import UserError
 from jaxtrain.storage.strict_yaml import read_yaml
 
@@ -96,7 +96,7 @@ class MetricsWriter:
         if self._console.is_terminal:
             self._live = Live(console=self._console, get_renderable=self._live_line, transient=True)
             self._live.start()
-        facts: Row = {"total_steps": total_steps, "tokens_per_step": tokens_per_step}
+        facts: MetricsRow = {"total_steps": total_steps, "tokens_per_step": tokens_per_step}
         facts |= {"flops_per_token": flops_per_token, "parameters": parameters}
         facts["every"] = config.every
         self._log(self._row(start_step, "event") | {"event": "start"} | facts | {**(more or {})})
@@ -142,7 +142,7 @@ class MetricsWriter:
             return self.close("interrupted")
         self.close(f"failed: {type(error).__name__}: {error}".splitlines()[0])
 
-    def push(self, step: int, values: Mapping[str, Any]) -> list[Row]:
+    def push(self, step: int, values: Mapping[str, Any]) -> list[MetricsRow]:
         """Take the scalars (numbers, or jax arrays that no later step donates) of step 1, 2, ...
 
         Returns the rows that became complete: one every `every` steps, and at the first and last
@@ -161,7 +161,7 @@ class MetricsWriter:
             rows += self._fetch()
         return rows
 
-    def flush(self) -> list[Row]:
+    def flush(self) -> list[MetricsRow]:
         """Wait for all steps pushed so far; returns the rows that became complete."""
         rows = []
         while self._pending:
@@ -176,7 +176,7 @@ class MetricsWriter:
         if self._stamp is not None:
             self._stamp = time.perf_counter()
 
-    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> Row:
+    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> MetricsRow:
         """Write and print one row of kind `validation`, `sample` or `event` now.
 
         Values are scalars (jax arrays or numbers) or strings. Steps in flight are waited for, so
@@ -204,10 +204,10 @@ class MetricsWriter:
             if self._file:
                 self._file.close()
 
-    def _row(self, step: int, kind: str) -> Row:
+    def _row(self, step: int, kind: str) -> MetricsRow:
         return {"step": step, "kind": kind, "time": round(time.perf_counter() - self._zero, 3)}
 
-    def _fetch(self) -> list[Row]:
+    def _fetch(self) -> list[MetricsRow]:
         """Convert the oldest step in flight (waits until it is done); its row, if one is due."""
         step, values = self._pending.popleft()
         numbers = dict(_scalars(values))
@@ -227,7 +227,7 @@ class MetricsWriter:
             return []
         return [self._finish_row(step)]
 
-    def _finish_row(self, step: int) -> Row:
+    def _finish_row(self, step: int) -> MetricsRow:
         row = self._row(step, "train")
         for name, total in self._sums.items():
             row[name] = total if name.startswith(STATES) else total / self._count
@@ -261,12 +261,12 @@ class MetricsWriter:
         line = _fit([*begin, bar, *self._values], self._console.width, " ")
         return Text(line, no_wrap=True, overflow="crop")
 
-    def _print(self, row: Row, eta: Number | None = None):
+    def _print(self, row: MetricsRow, eta: Number | None = None):
         width = self._console.width if self._live else None
         line = format_row(row, self._total, eta, width)
         self._console.print(line, soft_wrap=True, markup=False, highlight=False)
 
-    def _log(self, row: Row):
+    def _log(self, row: MetricsRow):
         if not self._file:
             return
         bad = [name for name, v in row.items() if isinstance(v, float) and not math.isfinite(v)]
@@ -367,7 +367,7 @@ FORMATS = {
 }
 
 
-def _format_values(row: Row) -> list[str]:
+def _format_values(row: MetricsRow) -> list[str]:
     return [form(row[name]) for name, form in FORMATS.items() if row.get(name) is not None]
 
 
@@ -376,7 +376,7 @@ def _format_eta(eta: Number | None) -> list[str]:
 
 
 def format_row(
-    row: Row, total_steps: int, eta: Number | None = None, width: int | None = None
+    row: MetricsRow, total_steps: int, eta: Number | None = None, width: int | None = None
 ) -> str:
     """One line for a terminal or a log file: step, time left, any strings, the values of `FORMATS`.
 

@@ -9,7 +9,7 @@ from pathlib import Path
 from statistics import median
 
 from jaxtrain.runs.arguments import report_parser
-from jaxtrain.runs.history import Row, read_rows
+from jaxtrain.runs.history import MetricsRow, read_rows
 from jaxtrain.runs.metrics import Number, format_bytes, format_duration
 from jaxtrain.runs.report_charts import Series, bars, chart, format_count
 from jaxtrain.runs.report_data import data_section
@@ -28,7 +28,7 @@ def write_report(run_dir: Path) -> Path:
     rows = _read_run(run_dir)
     name = run_dir.resolve().name
     config = run_dir / "config.yaml"
-    env: Row = {}
+    env: MetricsRow = {}
     with suppress(UserError):  # not written yet, or torn by a crash
         env = read_object(run_dir / "env.json")
     status = _status(rows)
@@ -60,7 +60,7 @@ def _part(file: str, make: Callable[[], str]) -> str:
         return f'<p class="warning">{file} is damaged: what it says is left out here</p>'
 
 
-def _read_run(run_dir: Path) -> list[Row]:
+def _read_run(run_dir: Path) -> list[MetricsRow]:
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
         raise UserError(
@@ -69,19 +69,19 @@ def _read_run(run_dir: Path) -> list[Row]:
     return read_rows(path)
 
 
-def _values(rows: Sequence[Row], kind: str, name: str) -> list[Row]:
+def _values(rows: Sequence[MetricsRow], kind: str, name: str) -> list[MetricsRow]:
     """The rows of one kind where `name` is a finite number."""
     return [row for row in rows if row["kind"] == kind and row.get(name) is not None]
 
 
-def _status(rows: Sequence[Row]) -> str:
+def _status(rows: Sequence[MetricsRow]) -> str:
     marks = [row for row in rows if row.get("event") in ("start", "end")]
     if marks and marks[-1]["event"] == "end":
         return str(marks[-1]["status"])
     return "no end recorded: still running, or killed"
 
 
-def _warnings(rows: Sequence[Row]) -> list[str]:
+def _warnings(rows: Sequence[MetricsRow]) -> list[str]:
     bad = [row for row in rows if row.get("nonfinite")]
     if not bad:
         return []
@@ -90,8 +90,8 @@ def _warnings(rows: Sequence[Row]) -> list[str]:
     return [f'<p class="warning">{escape(text)}{bad[0]["step"]}.</p>']
 
 
-def _tiles(rows: Sequence[Row], env: Row) -> str:
-    start: Row = next((row for row in reversed(rows) if row.get("event") == "start"), {})
+def _tiles(rows: Sequence[MetricsRow], env: MetricsRow) -> str:
+    start: MetricsRow = next((row for row in reversed(rows) if row.get("event") == "start"), {})
     resumes = sum(row.get("event") == "start" for row in rows) - 1
     tiles: list[tuple[str, str, str]] = []
     if kind := env.get("device_kind"):
@@ -130,7 +130,7 @@ def _tiles(rows: Sequence[Row], env: Row) -> str:
     )
 
 
-def _charts(rows: Sequence[Row]) -> str:
+def _charts(rows: Sequence[MetricsRow]) -> str:
     hours = max((row["time"] for row in rows), default=0) / 3600
     scale, unit = (
         (3600, "hours") if hours > 2 else (60, "minutes") if hours > 0.05 else (1, "seconds")
@@ -153,7 +153,7 @@ def _charts(rows: Sequence[Row]) -> str:
         return [Series(name.rpartition("_")[2], xs, ys)] if some else []
 
     of = "pair" if _values(rows, "train", "accuracy") else "token"
-    last: Row = next((row for row in reversed(rows) if "expert_load_0" in row), {})
+    last: MetricsRow = next((row for row in reversed(rows) if "expert_load_0" in row), {})
     loads = {k.rpartition("_")[2]: v for k, v in last.items() if re.match(r"expert_load_\d+$", k)}
     trained = next((row["trained"] for row in reversed(rows) if row.get("trained")), {})
     charts = [
@@ -212,7 +212,7 @@ def _samples(folder: Path) -> str:
     return "\n".join(blocks)
 
 
-def _table(values: Row) -> str:
+def _table(values: MetricsRow) -> str:
     lines = []
     for name, value in values.items():
         if isinstance(value, dict):

@@ -13,15 +13,15 @@ from jaxtrain.data import counts_phrase
 WIDTH, HEIGHT, BASE = 480, 170, 150  # of a histogram, in SVG units; BASE is its x axis
 LEAST_BARS = 8
 EPOCH = ("epochs", "cropped in the last whole one", "its padding", "documents left out")
-Row = dict[str, Any]
+MetricsRow = dict[str, Any]
 
 
-def data_section(run_dir: Path, rows: Sequence[Row]) -> str:
+def data_section(run_dir: Path, rows: Sequence[MetricsRow]) -> str:
     """Sources, crop rate and document lengths, from `data.json` and the training rows.
 
     Empty for a run without a data.json, or with one that a crash has torn.
     """
-    sources: dict[str, Row] = {}
+    sources: dict[str, MetricsRow] = {}
     with suppress(OSError, ValueError):
         sources = json.loads((run_dir / "data.json").read_text("utf-8"))
     if not sources:
@@ -37,7 +37,7 @@ def data_section(run_dir: Path, rows: Sequence[Row]) -> str:
     return "\n".join([*lines, '<div class="charts">', *histograms, "</div>"])
 
 
-def _packing(last: Row) -> str:
+def _packing(last: MetricsRow) -> str:
     if not last:
         return ""
     crop, fill = last["data_crop"], last["data_fill"]
@@ -47,19 +47,19 @@ def _packing(last: Row) -> str:
     )
 
 
-def _waited(rows: Sequence[Row]) -> str:
+def _waited(rows: Sequence[MetricsRow]) -> str:
     shares = [row["data_wait"] for row in rows if "data_wait" in row]
     if not shares:
         return ""
     return f"<p>Steps waited for data in {median(shares):.2%} of their time (median).</p>"
 
 
-def _conversations(sources: dict[str, Row]) -> list[str]:
+def _conversations(sources: dict[str, MetricsRow]) -> list[str]:
     talk = {name: source for name, source in sources.items() if "unanswered" in source}
     return [f"<p>{escape(name)}: {counts_phrase(source)}.</p>" for name, source in talk.items()]
 
 
-def _skipped(sources: dict[str, Row]) -> list[str]:
+def _skipped(sources: dict[str, MetricsRow]) -> list[str]:
     lost = [item for source in sources.values() for item in source.get("skipped", {}).items()]
     return [
         f'<p class="warning">{escape(name)} is damaged: its {count:,} documents are left out.</p>'
@@ -67,7 +67,7 @@ def _skipped(sources: dict[str, Row]) -> list[str]:
     ]
 
 
-def _table(sources: dict[str, Row], last: Row) -> str:
+def _table(sources: dict[str, MetricsRow], last: MetricsRow) -> str:
     names = ["source", "documents", "tokens", "bytes per token", "tokens per document"]
     several, epochs = len(sources) > 1, any(key.startswith("data_epochs") for key in last)
     names += ["share of rows"] * several + [*EPOCH] * epochs
@@ -86,7 +86,7 @@ def _table(sources: dict[str, Row], last: Row) -> str:
     return "\n".join([*lines, "</table>"])
 
 
-def _epoch(last: Row, tail: str) -> list[str]:
+def _epoch(last: MetricsRow, tail: str) -> list[str]:
     """How many epochs of a source there were, and what packing did in the last whole one."""
     cells = [f"{last.get(f'data_epochs{tail}', 0.0):.3g}"]
     if f"data_epoch_crop{tail}" not in last:
@@ -96,7 +96,7 @@ def _epoch(last: Row, tail: str) -> list[str]:
     return [*cells, f"{cropped:,.0f} ({crop:.2%} of tokens)", f"{1 - fill:.2%}", f"{left:,.0f}"]
 
 
-def _filters(name: str, report: Row) -> str:
+def _filters(name: str, report: MetricsRow) -> str:
     """What the filters of a source removed of its documents, each of what those before it left."""
     read, kept = report["read"], report["kept"]
     head = "".join(f"<th>{x}</th>" for x in ("filter", "documents", "share", "MB", "why"))

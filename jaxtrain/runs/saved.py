@@ -103,7 +103,7 @@ def load_saved(path: Path, step: int | None = None) -> Saved:
     if step is None and (folder / WEIGHTS).is_file():
         params = read_weights(folder / WEIGHTS, specs, tokenizer)
     else:
-        params = read_run(path, config, specs, step)
+        params = load_checkpoint_params(path, config, specs, step)
     ends = prompting(tokenizer_dir, tokenizer)
     return Saved(config, graphdef, specs, params, tokenizer, tokenizer_dir, ends)
 
@@ -160,7 +160,7 @@ def read_weights(path: Path, specs: Any, tokenizer: Tokenizer) -> Any:
     return jax.tree_util.tree_map_with_path(take, specs)
 
 
-def read_run(run_dir: Path, config: Resolved, specs: Any, step: int | None) -> Any:
+def load_checkpoint_params(run_dir: Path, config: Resolved, specs: Any, step: int | None) -> Any:
     """The model of a run's checkpoint, joined with what the run did not train."""
     partition = make_partition(config.finetune, specs, compute_dtype(config.train.precision))
     trained = read_checkpoint(run_dir, partition.trainable, step)
