@@ -188,7 +188,9 @@ class Model:
 @jax.jit(static_argnums=0)
 def _logits(graphdef: Any, params: Any, tokens_BT: Array) -> Array:
     model = nnx.merge(graphdef, params)
-    return model.logits(model.hidden(tokens_BT)).astype(jnp.float32)
+    x_BTD = model.hidden(tokens_BT)
+    logits_NV = model.logits(x_BTD.reshape(-1, x_BTD.shape[-1]))
+    return logits_NV.reshape(*tokens_BT.shape, -1).astype(jnp.float32)
 
 
 def load(source: str | Path, step: int | None = None) -> Model:
