@@ -30,7 +30,7 @@ def test_import_loads_no_jax_and_every_name_is_there():
     subprocess.run([sys.executable, "-c", code], check=True)
     for name in jaxtrain.__all__:
         assert getattr(jaxtrain, name) is not None
-    assert dir(jaxtrain) == jaxtrain.__all__
+    assert set(dir(jaxtrain)) == set(jaxtrain.__all__)
     with pytest.raises(AttributeError, match="has no attribute 'nothing'"):
         _ = jaxtrain.nothing
 
@@ -134,7 +134,7 @@ def test_build_fit_export_load(tmp_path):
     again = jaxtrain.load(tmp_path / "hf")
     assert family == "llama"
     np.testing.assert_allclose(again.logits(rows[:1]), model.logits(rows[:1]), atol=2e-4)
-    with pytest.raises(jaxtrain.UserError, match="batches ended after 1 of 2 steps"):
-        jaxtrain.fit(model, loss=loss, batches=[{"tokens": rows}], steps=2)
+    with pytest.raises(jaxtrain.UserError, match="batches ended after 1 of 30 steps"):
+        jaxtrain.fit(model, loss=loss, batches=[{"tokens": rows}], steps=30)
     with pytest.raises(jaxtrain.UserError, match="^optimizer"):
         jaxtrain.fit(model, loss=loss, batches=[], steps=1, optimizer={"name": "adm"})

@@ -2,6 +2,7 @@
 
 import shutil
 import tempfile
+import weakref
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
@@ -38,9 +39,8 @@ class Model:
     and `decode`. Made by `load` and `build`.
     """
 
-    def __init__(self, saved: Saved, config: Resolved | None = None, keep: Any = None):
+    def __init__(self, saved: Saved, config: Resolved | None = None):
         self.saved, self.config, self.tokenizer = saved, config or saved.config, saved.tokenizer
-        self.folder = keep  # a temporary folder that lives as long as the model
 
     @property
     def params(self) -> Any:
@@ -127,14 +127,17 @@ class Model:
 
     # ---- text ----------------------------------------------------------------------------------
 
-    def generate(self, prompts: str | Sequence[str], **sampling: Any) -> Any:
+    def generate(
+        self, prompts: str | Sequence[str], *, temperature: float | int = 0.8, **sampling: Any
+    ) -> Any:
         """The continuation of a prompt (str), or of several (list[str]), without the prompts.
 
-        sampling: tokens (256, at most), temperature (0.8; 0 takes the best), top_k, top_p, seed,
-        cache_dtype ("int8" or None).
+        temperature: 0 takes the likeliest token. sampling: tokens (256, at most), top_k, top_p,
+        seed, cache_dtype ("int8" or None).
         """
         many = [prompts] if isinstance(prompts, str) else list(prompts)
-        how = {"prompting": self.saved.prompting} | sampling
+        how = {"prompting": self.saved.prompting, **sampling}
+        how["temperature"] = float(temperature)
         found = generate(self.saved.graphdef, self.compute_params, self.tokenizer, many, **how)
         return found[0] if isinstance(prompts, str) else found
 
@@ -143,7 +146,7 @@ class Model:
         messages: Sequence[Message],
         *,
         tokens: int = TOKENS,
-        temperature: float = 0.8,
+        temperature: float | int = 0.8,
         top_k: int | None = None,
         top_p: float | None = None,
         seed: int = 0,
@@ -152,9 +155,10 @@ class Model:
 
         Raises UserError if the model has no chat template.
         """
+        asked = self.template.prompt([dict(message) for message in messages])
         ids = stream_tokens(
-            self.saved.graphdef, self.compute_params, self.template.prompt(list(messages)),
-            tokens=tokens, temperature=temperature, top_k=top_k, top_p=top_p, seed=seed,
+            self.saved.graphdef, self.compute_params, asked,
+            tokens=tokens, temperature=float(temperature), top_k=top_k, top_p=top_p, seed=seed,
             stop=tuple({self.template.end, *self.saved.prompting.stops}),
         )  # fmt: skip
         return self.tokenizer.decode(list(ids)).strip()
@@ -188,9 +192,7 @@ class Model:
 @jax.jit(static_argnums=0)
 def _logits(graphdef: Any, params: Any, tokens_BT: Array) -> Array:
     model = nnx.merge(graphdef, params)
-    x_BTD = model.hidden(tokens_BT)
-    logits_NV = model.logits(x_BTD.reshape(-1, x_BTD.shape[-1]))
-    return logits_NV.reshape(*tokens_BT.shape, -1).astype(jnp.float32)
+    return model.logits(model.hidden(tokens_BT))
 
 
 def load(source: str | Path, step: int | None = None) -> Model:
@@ -202,10 +204,12 @@ def load(source: str | Path, step: int | None = None) -> Model:
     path = Path(source).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
         return Model(load_saved(path, step))
-    scratch = tempfile.TemporaryDirectory(prefix="jaxtrain-")
-    run = Path(scratch.name) / "imported"
+    scratch = tempfile.mkdtemp(prefix="jaxtrain-")
+    run = Path(scratch) / "imported"
     import_checkpoint(str(source), run)
-    return Model(load_saved(run), keep=scratch)
+    model = Model(load_saved(run))
+    weakref.finalize(model, shutil.rmtree, scratch, ignore_errors=True)  # its tokenizer is there
+    return model
 
 
 def build(config: Config) -> Model:

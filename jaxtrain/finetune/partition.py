@@ -66,13 +66,13 @@ class Partition(NamedTuple):
     store: Store = lambda name, x: x
     extras: Specs | None = None
 
-    def export(self, params: Params, frozen: Params) -> Params:
+    def export(self, params: Params, frozen: Params | None) -> Params:
         """What an adapter file holds: the trained parameters, and the frozen extras."""
-        if not self.extras:
+        if not self.extras or frozen is None:
             return params
         return unflatten(flatten(params) | flatten(frozen[EXTRAS]))
 
-    def merge(self, params: Params, frozen: Params) -> Params:
+    def merge(self, params: Params, frozen: Params | None) -> Params:
         """The joined tree as arrays, a parameter at a time to the host where it was special."""
         get = lambda leaf: jax.device_get(merge_weights(leaf)) if is_weight(leaf) else leaf
         return jax.tree.map(get, self.join(params, frozen), is_leaf=is_weight)

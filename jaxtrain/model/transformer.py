@@ -102,9 +102,9 @@ class Transformer(nnx.Module):
         """The head's matrix; columns from `vocab_size` on are padding."""
         return self.embed[...].T if self.head is None else self.head[...]
 
-    def logits(self, x_BD: Float[Array, "B D"]) -> Float[Array, "B v"]:
+    def logits(self, x_BD: Float[Array, "*B D"]) -> Float[Array, "*B v"]:
         """Float32 logits of a few states (generation); v is the vocabulary without padding."""
-        logits_BV = (x_BD @ self.head_DV())[:, : self.vocab_size].astype(jnp.float32)
+        logits_BV = (x_BD @ self.head_DV())[..., : self.vocab_size].astype(jnp.float32)
         cap = self.config.logit_softcap
         return logits_BV if cap is None else cap * jnp.tanh(logits_BV / cap)
 

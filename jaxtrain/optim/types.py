@@ -8,7 +8,7 @@ import optax
 
 from jaxtrain.weights.params import Params, ParamSpec
 
-Number = float | jax.Array  # a peak of the configuration, or a value traced in the step
+Number = int | float | jax.Array
 Hyper = dict[str, Number]  # of one group: learning_rate, weight_decay, b1, ...
 Hyperparams = dict[str, dict[str, Any]]  # of the run: "schedule" and, by group, "groups"
 OptState = optax.OptState

@@ -1,4 +1,20 @@
 """Training: the loop, the step and its transforms, guards, local SGD, preparing ahead.
 
-Losses are in `objectives/`, optimizers in `optim/`, files of a run in `runs/`.
+Losses are in `objectives/`, optimizers in `optim/`, files of a run in `runs/`. The folder has the
+name of the public function, so it can be called as well: `jaxtrain.train(config)` is
+`jaxtrain.train.loop.train(config)`, whether or not something has imported this folder before.
 """
+
+import sys
+from types import ModuleType
+from typing import Any
+
+
+class _CallableModule(ModuleType):
+    def __call__(self, *arguments: Any, **options: Any) -> Any:
+        from jaxtrain.train.loop import train
+
+        return train(*arguments, **options)
+
+
+sys.modules[__name__].__class__ = _CallableModule

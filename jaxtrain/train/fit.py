@@ -86,4 +86,5 @@ def optimizer_of(c: Resolved, section: dict[str, Any] | None, specs: Any, steps:
         return make_optimizer(TypeAdapter(OptimConfig).validate_python(section), specs, steps)
     except ValidationError as error:
         first = error.errors()[0]
-        raise UserError(f"optimizer {section}: {first['msg']} ({first['loc'][-1]})") from None
+        where = ".".join(map(str, first["loc"][1:])) or "name"
+        raise UserError(f"optimizer.{where}: {first['msg']}") from None
