@@ -11,7 +11,14 @@ sys.path.insert(0, str(ROOT))
 project = "jaxtrain"
 author = "The jaxtrain authors"
 copyright = author
-extensions = ["myst_nb", "sphinx_copybutton", "config_reference", "command_reference"]
+extensions = [
+    "myst_nb",
+    "sphinx.ext.autodoc",
+    "sphinx_copybutton",
+    "config_reference",
+    "command_reference",
+]
+autodoc_typehints = "none"  # the signatures of jaxtyping are long; the texts name the shapes
 source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 exclude_patterns = ["_build"]
 html_theme = "furo"
