@@ -219,6 +219,8 @@ REFUSALS = (
             "train.local_sgd=null"),
     Refusal("preference", "z_loss", "the loss is of answers, not of tokens", "train.z_loss=0"),
     Refusal("preference", "fp8", NOT_FOR_PREFERENCES, "model.fp8=null"),
+    Refusal("preference", "stochastic_depth", "log-probs of answers are taken of all layers",
+            "model.stochastic_depth=0"),
 )  # fmt: skip
 
 # Sizes, rates and switches inside one layer: they go with every axis and every feature. section ->

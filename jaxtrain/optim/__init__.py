@@ -13,7 +13,7 @@ from jaxtrain.optim.lars import LARSConfig, lars
 from jaxtrain.optim.lion import LionConfig, lion
 from jaxtrain.optim.merge_states import is_mergeable, mean_over_replicas, merge_states
 from jaxtrain.optim.muon import DECAY, MuonConfig, Scale, muon, resolve_muon
-from jaxtrain.optim.param_groups import Optimizer, ParamGroup, build_optimizer
+from jaxtrain.optim.param_groups import Optimizer, OptimizerConfig, ParamGroup, build_optimizer
 from jaxtrain.optim.schedule import shorten_warmup
 from jaxtrain.optim.schedule_free import ScheduleFreeConfig, schedule_free
 from jaxtrain.optim.sgd import SGDConfig, sgd
@@ -54,13 +54,17 @@ def resolve_optimizer(c: OptimConfig, scale: Scale) -> OptimConfig:
 
 
 def make_optimizer(
-    c: OptimConfig, specs: Specs, total_steps: int, batch_tokens: int | None = None
+    c: OptimConfig | OptimizerConfig,
+    specs: Specs,
+    total_steps: int,
+    batch_tokens: int | None = None,
 ) -> Optimizer:
     """The configured optimizer for a tree of parameter declarations.
 
     `batch_tokens` of a step are for `optim.batch_scaling`; None leaves the rates as they are given.
     """
-    return build_optimizer(c, c.schedule, OPTIMIZERS[c.name](c), specs, total_steps, batch_tokens)
+    name = vars(c)["name"]  # each configuration has one, the base class has not
+    return build_optimizer(c, c.schedule, OPTIMIZERS[name](c), specs, total_steps, batch_tokens)
 
 
 __all__ = [
