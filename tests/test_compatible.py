@@ -27,7 +27,7 @@ CELLS = [(name, axis) for name in rows() for axis in AXES]
 SUPPORTED = [one for one in CELLS if not cell(*one)]
 REFUSED = [one for one in CELLS if cell(*one)]
 REPRESENTATIVES = [
-    ("lora", "fsdp"), ("document_mask", "context"), ("moe", "expert"), ("remat", "pipeline"),
+    ("lora", "fsdp"), ("document_mask", "context"),
 ]  # fmt: skip
 
 

@@ -479,7 +479,12 @@ def test_a_field_that_nobody_reads_is_found(sources):
 # ---- shipped configs -------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("name", SHIPPED)
+# One of each kind: a GPT, an adapter on a start, experts.
+QUICK = ("gpt_d12", "lora_chat", "moe_tiny")
+TIERS = [n if n in QUICK else pytest.param(n, marks=pytest.mark.slow) for n in SHIPPED]
+
+
+@pytest.mark.parametrize("name", TIERS)
 def test_a_shipped_config_takes_two_steps_when_shrunk(name, tmp_path, capfd):
     """The whole command, on the shipped corpus, with a model of nothing."""
     changes = {

@@ -72,6 +72,7 @@ def test_a_file_of_others_has_no_checksums(tmp_path):
     assert read("a", read_header(file)["a"]).tolist() == [1, 1, 1]
 
 
+@pytest.mark.slow
 def test_a_model_is_written_byte_for_byte_the_same_by_every_process(tmp_path):
     code = (
         "import sys, pathlib, tiny; "

@@ -1,8 +1,9 @@
 """Every matrix of a block goes through `dense`: it may be packed, have a change beside it, or be in
-float8. README's example of a new matrix is held to it as well."""
+float8. The manual's example of a new matrix is held to it as well."""
 
 import inspect
 import re
+import textwrap
 from pathlib import Path
 from typing import Any
 
@@ -28,16 +29,19 @@ from jaxtrain.model.config import ResolvedModel
 from jaxtrain.settings import UserError
 from jaxtrain.weights import LAYER_FORMS, WEIGHTS
 
-README = Path(jaxtrain.__file__).parents[1] / "README.md"
+MANUAL = Path(jaxtrain.__file__).parents[1] / "docs" / "explanation" / "extend.md"
 FORMS = ("lora", *(name for name, form in WEIGHTS.items() if form.place != "layer"))
 GATED = {"attention_gate": True}
-CASES = FAMILIES | {"experts": {"moe": {"experts": 2, "every": 2}, "depth": 2}, "README": GATED}
+CASES = FAMILIES | {"experts": {"moe": {"experts": 2, "every": 2}, "depth": 2}, "manual": GATED}
 
 
 def gate(monkeypatch):
-    """README's gate in the model, its lines where it says they go; returns the configuration's."""
-    (example,) = re.findall(r"```python\n(    attention_gate:.*?)```", README.read_text(), re.S)
-    field, declared, used = example.split("\n\n")
+    """The manual's gate in the model, where it says its lines go; returns the configuration."""
+    pattern = r"```text\n(attention_gate:.*?)```"
+    (example,) = re.findall(pattern, MANUAL.read_text(), re.S)
+    field, declared, used = (
+        textwrap.indent(lines, " " * by) for lines, by in zip(example.split("\n\n"), (4, 8, 8))
+    )
     source = inspect.getsource(attention.Attention)
     places = ("        self.config = c\n", declared), ("        return add_bias(", used)
     for anchor, lines in places:
@@ -64,7 +68,7 @@ def in_form(form, name, w_LKN):
 
 def one_layer(name, monkeypatch):
     """The configuration of a case, as few layers deep as it can be."""
-    if name == "README":
+    if name == "manual":
         return gate(monkeypatch).model_validate(resolved(depth=1).model_dump() | GATED)
     return resolved(**CASES[name] | {"depth": 2 if name == "experts" else 1})
 
@@ -72,7 +76,7 @@ def one_layer(name, monkeypatch):
 # The rest of the table takes long.
 FAST = {("speedrun", "lora"), ("llama", "nf4"), ("gemma3", "int8"), ("gpt2", "float8")}
 TABLE = [
-    pytest.param(n, f, marks=() if n == "README" or (n, f) in FAST else pytest.mark.slow)
+    pytest.param(n, f, marks=() if n == "manual" or (n, f) in FAST else pytest.mark.slow)
     for n in CASES
     for f in FORMS
 ]
@@ -83,7 +87,7 @@ def test_a_matrix_of_a_block_works_in_every_form(name, form, monkeypatch):
     """Packed or changed, it is the whole matrix that it stands for; float8 rounds."""
     graphdef, specs = split(Transformer(one_layer(name, monkeypatch), VOCAB))
     params, matrices = random_params(specs), block_matrices(specs)
-    assert len(matrices) >= 4 and (name != "README" or "blocks/attention/gate" in matrices)
+    assert len(matrices) >= 4 and (name != "manual" or "blocks/attention/gate" in matrices)
     given = {n: in_form(form, n, x) for n, x in flatten(params).items() if n in matrices}
     changed = map_named(lambda n, x: given.get(n, x), params)
     out, plain = logits(graphdef, changed, tokens(2)), params
@@ -94,7 +98,7 @@ def test_a_matrix_of_a_block_works_in_every_form(name, form, monkeypatch):
     assert error < (0.2 if form == "float8" else 1e-4)
 
 
-@pytest.mark.parametrize("name", ["README", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["manual", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_a_change_beside_any_matrix_learns(name, monkeypatch):
     graphdef, specs = split(Transformer(one_layer(name, monkeypatch), VOCAB))
     matrices = block_matrices(specs)
@@ -108,7 +112,7 @@ def test_a_change_beside_any_matrix_learns(name, monkeypatch):
 
 def test_a_narrow_matrix_is_a_target_of_lora_whatever_the_rank(monkeypatch):
     """The gate has as many columns as there are heads, here 4."""
-    _, specs = split(Transformer(one_layer("README", monkeypatch), VOCAB))
+    _, specs = split(Transformer(one_layer("manual", monkeypatch), VOCAB))
     partition = make_partition(
         LoRAConfig.model_validate({"rank": 16}), specs, jnp.dtype(jnp.float32)
     )
