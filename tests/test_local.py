@@ -33,7 +33,7 @@ from jaxtrain.parallel import place_batch
 from jaxtrain.runs.checkpoint import Checkpointer
 from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.settings import UserError
-from jaxtrain.train import loop as train
+from jaxtrain.train import program
 from jaxtrain.train.config import LocalConfig
 from jaxtrain.train.local_sgd import (
     LocalState,
@@ -306,7 +306,7 @@ def resume(task, config, mesh, folder, saved, said=None):
         checkpoints.save(int(saved.step), saved.params, non_param_state(saved), {})
         checkpoints.wait()
         where = state_shardings(spread, mesh)
-        state, _ = init_or_restore(spread, where, checkpoints, seed=0, say=say)
+        state, _ = init_or_restore(spread, where, checkpoints, seed=0, log=say)
     return spread, state
 
 
@@ -416,15 +416,15 @@ def test_regrouped_8_bit_states_are_decoded_first():
 def test_a_run_goes_on_with_fewer_replicas(tmp_path, capfd, monkeypatch):
     """Eight, stopped between two meetings, go on as four of two devices each, on the same batches
     in the same order."""
-    microbatches, seen = train.microbatches, []
+    microbatches, seen = program.microbatches, []
 
     def watched(batch, rows, mesh):
         placed = microbatches(batch, rows, mesh)
         seen.append(np.asarray(placed.tokens_BT).reshape(8, -1))
         return placed
 
-    monkeypatch.setattr(train, "microbatches", watched)
-    meet = {"train__local__name": "diloco", "train__local__every": 2}
+    monkeypatch.setattr(program, "microbatches", watched)
+    meet = {"train__local_sgd__name": "diloco", "train__local_sgd__every": 2}
     assert main(run_overrides(tmp_path / "eight", **meet, mesh__data=8)) == 0
     whole, copy = (tmp_path / name / "tiny" for name in ("eight", "four"))
     shutil.copytree(whole, copy)

@@ -164,7 +164,7 @@ def test_a_pipeline_is_compiled_too():
     plan = ["model.window_pattern=L", "model.value_embeddings=false"]
     w = load_workload("quickstart", [*MODEL, *mesh, *plan], jax.devices()[:2])
     sent = preflight.facts_of(w).sent
-    assert w.spec.repeats == 2
+    assert w.config.mesh.pipeline_repeats == 2
     assert {("collective-permute", ("pipeline",)), ("all-reduce", ("pipeline",))} <= {
         (c.kind, c.axes) for c in sent
     }

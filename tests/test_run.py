@@ -94,7 +94,7 @@ def test_a_run_on_conversations_ends_with_the_command_that_talks(tmp_path, capfd
     hint = capfd.readouterr().out.splitlines()[-1]
     assert hint.startswith("more     ") and hint.endswith(f"{tmp_path / 'tiny'} --chat")
     words = shlex.split(hint)
-    command = words[words.index("jaxtrain.inference.generate") + 1 :]
+    command = words[words.index("generate") + 1 :]
     assert generate.main([*command, "--prompt", "Hi", "--tokens", "4"]) == 0
     # A talk by the defaults, which leave room in a context of 64.
     monkeypatch.setattr("sys.stdin", io.StringIO("Hi\n"))

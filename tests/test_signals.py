@@ -68,7 +68,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(long, tmp_path):
     hint = out.partition(f"stopped  at step {step} of 30, saved; go on with:\n  ")[2].splitlines()[
         0
     ]
-    assert "-m jaxtrain.main run.directory=" in hint
+    assert " train run.directory=" in hint
     assert f"run.directory={tmp_path}" in out
     assert rows_of(run_dir, "event")[-1]["status"] == "stopped"
     assert (run_dir / "report.html").is_file()

@@ -114,7 +114,7 @@ def preflight(
         "compile_s": time.perf_counter() - begin,
     }
     record = describe("preflight", w.name, w.precision, w.facts(), devices)
-    sizes = {axis: ways for axis, ways in w.mesh.shape.items() if ways > 1}
+    sizes = {axis: size for axis, size in w.mesh.shape.items() if size > 1}
     record["workload"] |= {"mesh": sizes, "zero": w.spec.zero, "remat": w.config.model.remat}
     advice = (
         None if metrics["fits"] else memory_advice(w.config, round(total), metrics["device_bytes"])
@@ -260,10 +260,10 @@ def candidates(devices: int, per_host: int, experts: bool) -> list[list[str]]:
     found = [whole, *stages[:before], *both, *stages[before:]]
     tight = [*both, sharded] if several else [sharded, *both]
     found += [[*base, "model.remat=block"] for base in (tight if devices > 1 else [whole])]
-    ways = [n for n in range(2, 9) if devices % n == 0]
-    near = [n for n in ways if n <= per_host]
+    divisors = [n for n in range(2, 9) if devices % n == 0]
+    near = [n for n in divisors if n <= per_host]
     split = {"expert": near} if experts else {}
-    split |= {"context": near, "tensor": near, "pipeline": ways}
+    split |= {"context": near, "tensor": near, "pipeline": divisors}
     for axis, sizes in split.items():
         for n in sizes:
             bases = [whole, sharded] if axis == "expert" and n < devices else [sharded]
@@ -354,7 +354,7 @@ def report(record: dict[str, Any]) -> str:
     lines += ["a device sends in a step"]
     lines += [
         f"  {format_bytes(c['bytes']):>10s}  {c['kind']} over {', '.join(c['axes'])} "
-        f"({c['ways']} devices), {often(c['times'])}"
+        f"({c['group_size']} devices), {often(c['times'])}"
         for c in record["collectives"]
     ] or ["  nothing"]
     apart = m["compute_ms"] + m["near_ms"] + m["far_ms"]
