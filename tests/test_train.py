@@ -386,7 +386,7 @@ def test_stages_of_the_data_change_the_rows_of_a_step(tmp_path, capfd, monkeypat
         "checkpoint__every": 1, "checkpoint__keep": 9, "train__steps": 3,
         "train__device_batch_size": 4, "train__batch_size": 32,
     }  # fmt: skip
-    module, shapes = sys.modules["jaxtrain.train.loop"], []
+    module, shapes = sys.modules["jaxtrain.train.program"], []
     real = module.compile_step
     note = lambda step, state, batch, *rest: (
         shapes.append(batch.tokens_BT.shape) or real(step, state, batch, *rest)
