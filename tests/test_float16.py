@@ -21,6 +21,7 @@ from jaxtrain.model import path_name
 from jaxtrain.model.layers import layer_norm, rms_norm
 from jaxtrain.runs.history import read_rows
 from jaxtrain.settings import UserError
+from jaxtrain.train import loss_scale
 from jaxtrain.train import step as step_module
 from jaxtrain.train.checks import Checks
 from jaxtrain.train.guard import Taken, overflowed
@@ -33,7 +34,7 @@ def names_of(task):
 
 
 def scaled(state, scale):
-    return state._replace(loss_scale=LossScale(jnp.float32(scale), jnp.int32(0)))
+    return state._replace(extras={"loss_scale": LossScale(jnp.float32(scale), jnp.int32(0))})
 
 
 @pytest.fixture(scope="module")
@@ -139,7 +140,7 @@ def test_statistics_of_numbers_whose_squares_float16_does_not_hold():
 
 @pytest.mark.slow
 def test_a_run_says_what_it_skipped(tmp_path, monkeypatch, capfd):
-    monkeypatch.setattr(step_module, "FIRST_SCALE", 2.0**22)
+    monkeypatch.setattr(loss_scale, "FIRST_SCALE", 2.0**22)
     changes = {"train__precision": "float16", "train__steps": 12, "checkpoint__every": "null"}
     assert main(run_overrides(tmp_path, **changes)) == 0, capfd.readouterr().err
     rows = rows_of(tmp_path / "tiny")

@@ -290,7 +290,7 @@ def test_a_spike_goes_back_and_leaves_out_the_batches_around_it(tmp_path, poison
 def test_the_update_of_a_spike_is_left_out(tmp_path, poison):
     poison.bad = {12: "odd"}
     asked = SPIKED | {
-        "train__loss_spike": SPIKE.replace("rollback", "skip").replace(
+        "train__loss_spike": SPIKE.replace("action: rollback", "action: skip").replace(
             "deviations: 2", "deviations: 6"
         )
     }

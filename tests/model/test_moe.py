@@ -285,4 +285,4 @@ def test_without_the_bias_nothing_is_added_and_the_load_is_still_told():
     state, (first, _) = run_steps(task, hyperparams, mesh_of())
     start = jax.device_get(begin_random(task, mesh_of()).params)
     np.testing.assert_array_equal(state.params["experts"]["bias"], start["experts"]["bias"])
-    assert first["expert_load"].shape == (8,)
+    assert first["expert_load"].shape == (4,)
