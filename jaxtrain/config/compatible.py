@@ -80,6 +80,13 @@ def objective(name: str) -> Feature:
     return Feature(f"objective {name}", "objective.name", equals(name), example)
 
 
+def packs_ffn(c: BaseModel) -> bool:
+    """Whether a `finetune` section keeps the matrices of feed-forward layers in few bits."""
+    trained = " ".join(getattr(c, "trainable", ()))
+    return given(getattr(c, "base_quantization", None)) and "experts" not in trained
+
+
+FFN_TARGETS = {"ffn", "up", "gate", "down"}
 PAIRS = (
     "data.train={name: preference, path: pairs.jsonl} data.packing.name=padded "
     "model.document_mask=true"
@@ -144,6 +151,12 @@ FEATURES = {
     "lora": tuning("LoRA", "lora"),
     "dora": Feature("DoRA", "finetune.dora", given,
                     "finetune.dora=true finetune.name=lora train.steps=2"),
+    "adapted ffn": Feature("", "finetune.targets",
+                           lambda names: bool(FFN_TARGETS & set(names or ())),
+                           "finetune.name=lora finetune.targets=[ffn] train.steps=2"),
+    "packed ffn": Feature("", "finetune", packs_ffn,
+                          "finetune.base_quantization=nf4 finetune.targets=[attention] "
+                          "finetune.name=lora train.steps=2"),
     "qlora": Feature("QLoRA (nf4)", "finetune.base_quantization", given,
                      "finetune.base_quantization=nf4 finetune.name=lora train.steps=2"),
     "freeze": tuning("frozen parts", "freeze", "finetune.trainable=[ffn]"),
@@ -197,6 +210,11 @@ REFUSALS = (
     Refusal("stochastic_depth", "fp8_history", "a skipped layer reports no maxima",
             "model.stochastic_depth=0"),
     Refusal("moe", "ffn_bias", "experts have no biases", "model.ffn_bias=false"),
+    Refusal("adapted ffn", "moe", "experts take no adapters", "finetune.targets=[attention]"),
+    Refusal("packed ffn", "moe", "experts are not kept in few bits",
+            "finetune.base_quantization=null"),
+    Refusal("ia3", "moe", "experts take no factors",
+            "finetune={name: lora, targets: [attention]}"),
     Refusal("mup", "tied_head", "muP scales the head unlike the embedding",
             "model.tied_head=false"),
     Refusal("qk_norm_gain", "no qk_norm", "there is no norm for the gains",
@@ -226,7 +244,7 @@ REFUSALS = (
 # Sizes, rates and switches inside one layer: they go with every axis and every feature. section ->
 # its fields.
 EVERYWHERE = {
-    "finetune": "rank alpha rslora targets lora_plus_ratio init_adapter trainable last_layers "
+    "finetune": "rank alpha rslora lora_plus_ratio init_adapter trainable last_layers "
     "width virtual_tokens projection freeze_a",
     "model": "depth width head_dim heads kv_heads hidden vocab_multiple rope_base "
     "rope_base_short qk_scale attention_scale qkv_bias out_bias window_pattern "
@@ -283,6 +301,12 @@ def shown(c: Sections, mesh_shape: Mapping[str, int], refusal: Refusal) -> str:
 def setting(c: Sections, mesh_shape: Mapping[str, int], key: str) -> str:
     """`key=value` as a command line has it."""
     value = value_at(c, mesh_shape, key)
+    if isinstance(value, BaseModel):
+        changed = {"name"} | value.model_dump(exclude_defaults=True).keys()
+        fields = value.model_dump(mode="json", include=changed).items()
+        return f"{key}={{{', '.join(f'{name}: {field}' for name, field in fields)}}}"
+    if isinstance(value, tuple):
+        return f"{key}=[{', '.join(value)}]"
     if value is None or isinstance(value, bool):
         value = "null" if value is None else str(value).lower()
     return f"{key}={value}"
