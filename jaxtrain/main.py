@@ -141,10 +141,10 @@ def train_as_job(a: argparse.Namespace, config: "Config", overrides: list[str]) 
     place = find_place(a.coordinator, a.processes, a.process)
     start(quiet=place is not None and place.index > 0)
     same, folder = facts(config) if place else {}, Path(config.run.directory)
-    with joined(place, config.processes, same, folder) as group:
+    with joined(place, config.processes, same, folder) as coordinator:
         if config.train.fit:
-            config = fitted(a.config, overrides, config, group)
-        train(config, group)
+            config = fitted(a.config, overrides, config, coordinator)
+        train(config, coordinator)
 
 
 if __name__ == "__main__":

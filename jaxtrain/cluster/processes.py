@@ -137,29 +137,30 @@ def joined(
     if place is None or place.count == 1:
         yield Coordinator()
         return
-    group = Coordinator(
+    coordinator = Coordinator(
         place.index,
         place.count,
         heartbeat_timeout=config.heartbeat_timeout,
         step_timeout=config.step_timeout,
     )
     secret = Secret(folder, place.coordinator)
-    group.meet(place.coordinator, config.start_timeout, secret)
+    coordinator.meet(place.coordinator, config.start_timeout, secret)
     try:
-        group.compare(facts, "all processes need the same code, packages and configuration")
-        jax.config.update("jax_enable_preemption_service", False)  # the group agrees on the stop
+        coordinator.compare(facts, "all processes need the same code, packages and configuration")
+        # The coordinator agrees on the stop instead.
+        jax.config.update("jax_enable_preemption_service", False)
         if place.devices is not None:
             jax.config.update("jax_cuda_visible_devices", ",".join(map(str, place.devices)))
-        group.share_with_jax()
-        yield group
-        group.leave()
+        coordinator.share_with_jax()
+        yield coordinator
+        coordinator.leave()
     except BaseException as error:
         sys.stdout.flush()
         if not isinstance(error, UserError | KeyboardInterrupt):
-            # If it is the death of another, the group says so in this time, and ends this process.
+            # If another process died, the coordinator says so in this time and ends this one.
             time.sleep(config.heartbeat_timeout + LINGER)
         code, text = told(error)
-        group.fail(text, code)
+        coordinator.fail(text, code)
         os._exit(code)
 
 

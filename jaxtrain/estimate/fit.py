@@ -84,7 +84,7 @@ def given(name: str | None, overrides: Sequence[str]) -> tuple[int | None, str |
 
 
 def fitted(
-    name: str | None, overrides: Sequence[str], config: Config, group: Coordinator
+    name: str | None, overrides: Sequence[str], config: Config, coordinator: Coordinator
 ) -> Config:
     """The configuration with rows and remat that fit the devices of this process.
 
@@ -100,8 +100,8 @@ def fitted(
         line = f"{' '.join(more)}, as the run began"
     else:
         more, line = ask(name, overrides, *this_device())
-    group.compare({"rows and remat that fit": " ".join(more)}, "set them by hand")
-    if group.index == 0:
+    coordinator.compare({"rows and remat that fit": " ".join(more)}, "set them by hand")
+    if coordinator.index == 0:
         print(f"fit      {line}", flush=True)
     return load_config(find_config(name) if name else None, [*overrides, *more])
 

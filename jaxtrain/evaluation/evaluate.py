@@ -176,13 +176,13 @@ def main(argv: list[str] | None = None) -> int:
     start(quiet=place is not None and place.index > 0)
     asked = {f"--{name}": str(getattr(a, name)) for name in ASKED}
     same = facts(config) | asked if place else {}
-    with joined(place, config.processes, same, a.run) as group:
+    with joined(place, config.processes, same, a.run) as coordinator:
         saved = load_saved(a.run, a.step)
         if a.tasks:
             answer_tasks(saved, config, a)
             return 0
         figures = evaluate(saved, config)
-        if group.index == 0:
+        if coordinator.index == 0:
             for name, value in figures.items():
                 print(f"{name:12s} {value:.4f}")
     return 0

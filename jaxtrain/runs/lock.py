@@ -202,10 +202,10 @@ def made(path: Path, draft: Path) -> bool:
 
 
 @contextmanager
-def held(run_dir: Path, group: Coordinator, timeout: float) -> Iterator[None]:
+def held(run_dir: Path, coordinator: Coordinator, timeout: float) -> Iterator[None]:
     """The run directory, held by process 0 for the job; folders made for it go if nothing is in
     them in the end. UserError if another job holds it."""
-    if group.index:
+    if coordinator.index:
         yield
         return
     absent = [p for p in (run_dir, *run_dir.absolute().parents) if not p.exists()]

@@ -204,14 +204,16 @@ class Guard:
     # ---- going back ----------------------------------------------------------------------------
 
     def go_back(
-        self, to: Return, state: State, metrics: MetricsWriter, group: Coordinator
+        self, to: Return, state: State, metrics: MetricsWriter, coordinator: Coordinator
     ) -> tuple[State, dict[str, Any]]:
         """The state and the position of a checkpoint; those after it, and their rows, go.
 
         The state given is lost: there is room for one.
         """
-        group.begin(to.step)
-        group.compare({"the checkpoint to go back to": str(to.step)}, "a process has gone astray")
+        coordinator.begin(to.step)
+        coordinator.compare(
+            {"the checkpoint to go back to": str(to.step)}, "a process has gone astray"
+        )
         self.checkpoints.delete_after(to.step)
         like = shape_dtype_structs(saved_part(state, self.spec))
         jax.tree.map(lambda x: x.delete(), state)

@@ -41,29 +41,29 @@ class TrainResult(NamedTuple):
     directory: Path
 
 
-def train(config: Config, group: Coordinator | None = None) -> TrainResult:
+def train(config: Config, coordinator: Coordinator | None = None) -> TrainResult:
     """Train, or go on with, the run of a configuration.
 
-    group: the processes of the job (`cluster/processes.py`); default this one alone. Files and the
-    screen are process 0's. UserError if another job has the run directory.
+    coordinator: of the job's processes (`cluster/processes.py`); default this one alone. Files and
+    the screen are process 0's. UserError if another job has the run directory.
     """
-    group = group or Coordinator()
+    coordinator = coordinator or Coordinator()
     check_writable(config.run_dir)
-    lock = held(config.run_dir, group, max(100.0, config.processes.heartbeat_timeout))
+    lock = held(config.run_dir, coordinator, max(100.0, config.processes.heartbeat_timeout))
     with full_disk_explained(functools.partial(no_room, config.run_dir)), lock:
-        return train_locked(config, group)
+        return train_locked(config, coordinator)
 
 
-def train_locked(config: Config, group: Coordinator) -> TrainResult:
+def train_locked(config: Config, coordinator: Coordinator) -> TrainResult:
     """`train`, in a run directory that no other job uses."""
     # ---- plan: all that can be wrong before the data is prepared ---------------------------------
-    log = RunLog(group)
-    plan = make_plan(config, group, log)
+    log = RunLog(coordinator)
+    plan = make_plan(config, coordinator, log)
     c, t = plan.config, plan.config.train
     recipe = make_recipe(plan)
     data = prepare_data(config, plan, log)
     recipe.open(data)
-    run_dir = open_run(c, data.tokenizer, data.corpus, group)
+    run_dir = open_run(c, data.tokenizer, data.corpus, coordinator)
     token_bytes_V = jax.numpy.asarray(data.tokenizer.token_bytes())
     spec = make_step_spec(
         c, plan.graphdef, plan.partition, plan.optimizer, plan.dtype, token_bytes_V
@@ -77,7 +77,7 @@ def train_locked(config: Config, group: Coordinator) -> TrainResult:
         frozen, pretrained = load_pretrained(plan.partition, c, plan.mesh, resumed)
         places = state_shardings(spec, plan.mesh)
         state, position = init_or_restore(
-            spec, places, checkpoints, c.run.seed, pretrained, group, log
+            spec, places, checkpoints, c.run.seed, pretrained, coordinator, log
         )
         del pretrained  # given away, or not needed
         guard, start = Guard(t, spec, checkpoints, position), int(state.step)
@@ -85,7 +85,7 @@ def train_locked(config: Config, group: Coordinator) -> TrainResult:
         log(f"{'resume' if start else 'train':8s} {run_dir}: steps {start} to {t.steps}")
         recipe.start(spec, None if position else state.params, frozen, run_dir)
         feed = Feed(plan, data, recipe, guard, position)
-        if group.index == 0:
+        if coordinator.index == 0:
             write_json(run_dir / "data.json", data.corpus)
 
         # ---- compile -----------------------------------------------------------------------------
@@ -109,12 +109,12 @@ def train_locked(config: Config, group: Coordinator) -> TrainResult:
         # ---- loop --------------------------------------------------------------------------------
         with (
             contextlib.closing(feed),
-            StopSignal(group) as stop,
+            StopSignal(coordinator) as stop,
             out_of_memory_explained(c, program.compiled),
             open_metrics(plan, run_dir, start, spec.facts | {"compile_s": compile_s}) as metrics,
         ):
             events, step = make_events(c, save, evaluator, metrics), start
-            group.begin(step)
+            coordinator.begin(step)
             while step < t.steps and not stop.after(step):
                 batch, step = feed.take(), step + 1
                 check_labels(batch.weights_BT, step, run_dir)
@@ -130,7 +130,7 @@ def train_locked(config: Config, group: Coordinator) -> TrainResult:
                 due = [event for event in events if event.is_due(step, t.steps)]
                 wait = step == t.steps or any(event.must_be_sound for event in due)
                 if back := guard.look(metrics, wait=wait):
-                    state, position = guard.go_back(back, state, metrics, group)
+                    state, position = guard.go_back(back, state, metrics, coordinator)
                     feed.rewind(position)
                     step = back.step
                     continue
@@ -145,6 +145,6 @@ def train_locked(config: Config, group: Coordinator) -> TrainResult:
                     event.at_end(step, state, finished=step == t.steps, sound=not back)
         checkpoints.wait()
         params = evaluator.params(state)
-    if group.index == 0:
+    if coordinator.index == 0:
         log(final_message(c, step, write_report(run_dir), data.chat is not None))
     return TrainResult(params, evaluator.last, run_dir)

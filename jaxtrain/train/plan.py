@@ -27,8 +27,8 @@ from jaxtrain.weights.params import Specs
 class RunLog:
     """Lines on the screen of the job's first process."""
 
-    def __init__(self, group: Coordinator):
-        self.console = Console(quiet=group.index > 0)
+    def __init__(self, coordinator: Coordinator):
+        self.console = Console(quiet=coordinator.index > 0)
 
     def __call__(self, line: str | None) -> None:
         if line:
@@ -46,7 +46,7 @@ class Plan(NamedTuple):
     optimizer: Optimizer
     dtype: jnp.dtype  # of the compute
     resumed: bool
-    group: Coordinator
+    coordinator: Coordinator
     log: Callable[[str | None], None]
 
 
@@ -62,7 +62,7 @@ class TrainingData(NamedTuple):
         return self.prepared.tokenizer
 
 
-def make_plan(config: Config, group: Coordinator, log: RunLog) -> Plan:
+def make_plan(config: Config, coordinator: Coordinator, log: RunLog) -> Plan:
     """Raises UserError for what cannot be trained, before the data is prepared."""
     mesh = make_mesh(config.mesh)
     vocab_size = vocab_size_of(config.data)
@@ -90,7 +90,7 @@ def make_plan(config: Config, group: Coordinator, log: RunLog) -> Plan:
         log(f"tune     {c.finetune.name}: {sizes(partition.trainable)['total']:,} parameters train")
     log(decay_line(config, c))
     log(warmup_line(config, c))
-    return Plan(c, mesh, graphdef, specs, partition, optimizer, dtype, resumed, group, log)
+    return Plan(c, mesh, graphdef, specs, partition, optimizer, dtype, resumed, coordinator, log)
 
 
 def prepare_data(config: Config, plan: Plan, log: RunLog) -> TrainingData:
@@ -117,6 +117,7 @@ def open_metrics(plan: Plan, run_dir: Path, start: int, facts: dict[str, Any]) -
     return MetricsWriter(
         run_dir, c.metrics, total_steps=t.steps, start_step=start,
         parameters=sizes(plan.specs)["total"], tokens_per_step=t.batch_size * t.sequence_length,
-        primary=plan.group.index == 0, more=facts | {"trained": trainable_by_matrix(partition)},
+        primary=plan.coordinator.index == 0,
+        more=facts | {"trained": trainable_by_matrix(partition)},
         flops_per_token=flops,
     )  # fmt: skip

@@ -59,7 +59,7 @@ def init_or_restore(
     checkpoints: Checkpointer,
     seed: int,
     start: Params | None = None,
-    group: Coordinator | None = None,
+    coordinator: Coordinator | None = None,
     log: Callable[[str], Any] = lambda line: None,
 ) -> tuple[State, Any]:
     """The initial state, or that of the newest checkpoint with its place in the data.
@@ -68,7 +68,7 @@ def init_or_restore(
     when the replicas are not as many as those of the checkpoint.
     """
     newest = checkpoints.latest()
-    (group or Coordinator()).compare(
+    (coordinator or Coordinator()).compare(
         {f"the newest checkpoint in {checkpoints.directory}": str(newest)},
         "run.directory must be one that all processes share",
     )

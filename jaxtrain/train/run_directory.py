@@ -82,7 +82,7 @@ def check_writable(run_dir: Path) -> None:
         ) from error
 
 
-def open_run(c: Resolved, tokenizer: Tokenizer, corpus: Any, group: Coordinator) -> Path:
+def open_run(c: Resolved, tokenizer: Tokenizer, corpus: Any, coordinator: Coordinator) -> Path:
     """Create the run directory, or check that the one there goes with this tokenizer.
 
     corpus: what `data.describe_stores` says of the training data; all processes must have the same.
@@ -91,7 +91,7 @@ def open_run(c: Resolved, tokenizer: Tokenizer, corpus: Any, group: Coordinator)
     if check_run(c) and load_tokenizer(run_dir / "tokenizer").fingerprint != tokenizer.fingerprint:
         raise UserError(f"{run_dir} was trained with another tokenizer; set run.name")
     # Before process 0 writes what the others have just read.
-    group.compare(
+    coordinator.compare(
         leaves({"the tokenizer": tokenizer.fingerprint, "the data": corpus}),
         "all processes need the same files",
     )

@@ -11,12 +11,12 @@ class StopSignal:
     Of several processes, all stop after the same step, whichever was asked.
     """
 
-    def __init__(self, group: Coordinator) -> None:
-        self.wanted, self.group = False, group
+    def __init__(self, coordinator: Coordinator) -> None:
+        self.wanted, self.coordinator = False, coordinator
 
     def after(self, step: int) -> bool:
         """Whether to stop after `step`; if not, the next one has begun."""
-        return self.group.should_stop(step, self.wanted)
+        return self.coordinator.should_stop(step, self.wanted)
 
     def __enter__(self) -> "StopSignal":
         self.before = {s: signal.signal(s, self._ask) for s in (signal.SIGTERM, signal.SIGINT)}

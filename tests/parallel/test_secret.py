@@ -37,21 +37,21 @@ def connected(port):
     raise TimeoutError
 
 
-def leave(groups):
-    with ThreadPoolExecutor(len(groups)) as threads:
-        list(threads.map(lambda group: group.leave(), groups))
+def leave(coordinators):
+    with ThreadPoolExecutor(len(coordinators)) as threads:
+        list(threads.map(lambda coordinator: coordinator.leave(), coordinators))
 
 
 def test_another_secret_is_refused_and_the_job_begins_without_it(tmp_path, capfd):
     address = f"localhost:{free_port()}"
-    groups = [Coordinator(0, 2), Coordinator(1, 2)]
+    coordinators = [Coordinator(0, 2), Coordinator(1, 2)]
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(groups[0].meet, address, 30.0, secret(tmp_path))
+        first = threads.submit(coordinators[0].meet, address, 30.0, secret(tmp_path))
         with pytest.raises(UserError, match="did not accept the secret of process 1; give all"):
             Coordinator(1, 2).meet(address, 30.0, secret(tmp_path, OTHER))
-        groups[1].meet(address, 30.0, secret(tmp_path))
+        coordinators[1].meet(address, 30.0, secret(tmp_path))
         first.result()
-    leave(groups)
+    leave(coordinators)
     said = capfd.readouterr().err
     assert (
         said == "refused  a connection from 127.0.0.1, which does not know the secret of the job\n"
@@ -71,11 +71,13 @@ def test_the_file_is_this_users_and_there_while_they_meet(tmp_path, monkeypatch)
         return old if len(reads) < 3 else keys[1].file.read_bytes()
 
     monkeypatch.setattr(keys[1], "read", read)
-    groups = [Coordinator(0, 2), Coordinator(1, 2)]
+    coordinators = [Coordinator(0, 2), Coordinator(1, 2)]
     with ThreadPoolExecutor(2) as threads:
-        jobs = [threads.submit(g.meet, f"localhost:{port}", 30.0, k) for g, k in zip(groups, keys)]
+        jobs = [
+            threads.submit(c.meet, f"localhost:{port}", 30.0, k) for c, k in zip(coordinators, keys)
+        ]
         [job.result() for job in jobs]
-    leave(groups)
+    leave(coordinators)
     assert reads == [0o600] * 3 and list(folder.iterdir()) == []
 
 
@@ -192,20 +194,20 @@ def test_a_recording_of_a_meeting_opens_no_other(tmp_path, monkeypatch):
 
 def test_strangers_that_say_nothing_or_too_much_hold_nobody_up(tmp_path):
     port = free_port()
-    groups = [Coordinator(0, 2), Coordinator(1, 2)]
+    coordinators = [Coordinator(0, 2), Coordinator(1, 2)]
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(groups[0].meet, f"localhost:{port}", 30.0, secret(tmp_path))
+        first = threads.submit(coordinators[0].meet, f"localhost:{port}", 30.0, secret(tmp_path))
         strangers = [connected(port) for _ in range(20)]
         flood = connected(port)
         with suppress(OSError):  # sent away while it still sends
             flood.sendall(b"jaxtrain " + b"0" * 64 + b"\n" + b"0" * (1 << 22))
         begun = time.monotonic()
-        groups[1].meet(f"localhost:{port}", 30.0, secret(tmp_path))
+        coordinators[1].meet(f"localhost:{port}", 30.0, secret(tmp_path))
         first.result()
         assert time.monotonic() - begun < meeting.PROVING - 1
     for stranger in [*strangers, flood]:
         stranger.close()
-    leave(groups)
+    leave(coordinators)
 
 
 def test_who_plays_process_0_is_not_believed(tmp_path):

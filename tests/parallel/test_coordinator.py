@@ -23,15 +23,15 @@ SECRET = Secret(Path("nowhere"), "", {"JAXTRAIN_SECRET": "of this test's job"})
 
 
 def together(count, work, timeout=30.0, **options):
-    """work(group) in a thread for each process; what they return or raise, and how they ended."""
+    """work(coordinator) in a thread for each process: its result or error, and how it ended."""
     address, ends = f"localhost:{free_port()}", queue.Queue()
 
     def one(index):
         end = lambda message, code: ends.put((index, message, code))
-        group = Coordinator(index, count, end=end, **options)
+        coordinator = Coordinator(index, count, end=end, **options)
         try:
-            group.meet(address, timeout, SECRET)
-            return work(group)
+            coordinator.meet(address, timeout, SECRET)
+            return work(coordinator)
         except UserError as error:
             return str(error)
 
@@ -44,19 +44,19 @@ def ended(ends, count):
 
 
 def test_they_meet_compare_and_leave():
-    def work(group):
-        group.compare({"code": "a"}, "advice")
-        group.compare({"data": "b"}, "advice")
-        group.leave()
+    def work(coordinator):
+        coordinator.compare({"code": "a"}, "advice")
+        coordinator.compare({"data": "b"}, "advice")
+        coordinator.leave()
 
     found, ends = together(4, work)
     assert found == [None] * 4 and ends.empty()
 
 
 def test_a_difference_is_named_everywhere():
-    def work(group):
-        facts = {"jax": "0.11.2", "optim.matrix_lr": "0.01" if group.index == 2 else "0.02"}
-        group.compare(facts, "make them equal")
+    def work(coordinator):
+        facts = {"jax": "0.11.2", "optim.matrix_lr": "0.01" if coordinator.index == 2 else "0.02"}
+        coordinator.compare(facts, "make them equal")
 
     found, _ = together(3, work)
     host = socket.gethostname()
@@ -185,17 +185,17 @@ def test_all_stop_after_the_same_step_and_none_waits_for_a_step_that_is_not_begu
     begun, done, flight = [[] for _ in range(99)], [threading.Event() for _ in range(99)], 4
     done[0].set()
 
-    def work(group):
-        group.begin(0)
+    def work(coordinator):
+        coordinator.begin(0)
         step = 0
-        while not group.should_stop(step, group.index in asked and step >= 20):
+        while not coordinator.should_stop(step, coordinator.index in asked and step >= 20):
             step += 1
-            begun[step].append(group.index)
+            begun[step].append(coordinator.index)
             if len(begun[step]) == 3:  # the device ends a step when all have begun it
                 done[step].set()
-            time.sleep(0.001 * group.index)  # one is ahead, another behind
+            time.sleep(0.001 * coordinator.index)  # one is ahead, another behind
             assert done[max(0, step - flight)].wait(20)
-        group.leave()
+        coordinator.leave()
         return step
 
     found, ends = together(3, work)
@@ -210,15 +210,15 @@ def test_alone_a_wish_is_a_stop():
 def test_a_process_without_heartbeats_is_named():
     """As after kill -9 or SIGSTOP: its client is gone, and nobody has said goodbye."""
 
-    def work(group):
-        group.begin(5)
-        group.compare({}, "")
-        while [step for _, step in group.client.key_value_dir_get("step/")] != ["5"] * 3:
+    def work(coordinator):
+        coordinator.begin(5)
+        coordinator.compare({}, "")
+        while [step for _, step in coordinator.client.key_value_dir_get("step/")] != ["5"] * 3:
             time.sleep(0.01)
-        group.compare({}, "")
-        if group.index == 1:
-            group.over = True  # a dead process notices nothing
-            group.client = None
+        coordinator.compare({}, "")
+        if coordinator.index == 1:
+            coordinator.over = True  # a dead process notices nothing
+            coordinator.client = None
 
     _, ends = together(3, work, heartbeat_timeout=2.0)
     found = ended(ends, 2)
@@ -232,23 +232,23 @@ def test_a_process_without_heartbeats_is_named():
 
 
 def test_a_hang_names_the_process_that_is_behind(capfd):
-    def work(group):
-        group.begin(0)
-        for step in range(3 if group.index == 1 else 6):
-            group.should_stop(step, False)
+    def work(coordinator):
+        coordinator.begin(0)
+        for step in range(3 if coordinator.index == 1 else 6):
+            coordinator.should_stop(step, False)
 
     _, ends = together(3, work, step_timeout=2.0)
     found = ended(ends, 3)
     text = rf"process 1 \({socket.gethostname()}\) is at step 3, the furthest 3"
     assert all(re.match(rf"no step began for \d+ s: {text}", message) for _, message, _ in found)
-    assert "test_group.py" in capfd.readouterr().err  # where each main thread stood
+    assert "test_coordinator.py" in capfd.readouterr().err  # where each main thread stood
 
 
 def test_a_failure_of_one_ends_all_with_its_message():
-    def work(group):
-        group.compare({}, "")
-        if group.index == 1:
-            group.fail("the mesh is wrong", 2)
+    def work(coordinator):
+        coordinator.compare({}, "")
+        if coordinator.index == 1:
+            coordinator.fail("the mesh is wrong", 2)
 
     _, ends = together(3, work)
     message = f"process 1 ({socket.gethostname()}): the mesh is wrong"
