@@ -11,6 +11,10 @@ import jax
 import pytest
 from jaxtyping import install_import_hook
 
+# Where the environment writes no bytecode, each process that a test starts would compile every
+# library anew: seconds each.
+if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
+    os.environ["PYTHONPYCACHEPREFIX"] = str(Path(__file__).parents[1] / ".cache" / "bytecode")
 # What the hook puts in could be written as the packages' own bytecode, when two threads import at
 # once, and a process without the hook would fail on it.
 sys.dont_write_bytecode = True
@@ -44,7 +48,9 @@ hypothesis.settings.register_profile("jaxtrain", deadline=None, derandomize=True
 hypothesis.settings.load_profile("jaxtrain")
 
 
-def pytest_collection_modifyitems(items):
+@pytest.hookimpl(tryfirst=True)
+def pytest_collection_modifyitems(config, items):
+    mark_slow_cases(config, items)
     if jax.default_backend() != "gpu":
         for item in items:
             if "gpu" in item.keywords:
@@ -53,6 +59,22 @@ def pytest_collection_modifyitems(items):
         for item in items:
             if "slow" in item.keywords and "default_tier" not in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="takes long: JAXTRAIN_SLOW=1"))
+
+
+def mark_slow_cases(config, items):
+    """Of a test with `quick(*ids)` the other cases are slow; UsageError for an id that is none."""
+    cases = {}
+    for item in items:
+        if marker := item.get_closest_marker("quick"):
+            cases.setdefault(item.nodeid.split("[")[0], {})[item.callspec.id] = item
+            if item.callspec.id not in marker.args:
+                item.add_marker(pytest.mark.slow)
+    if any("::" in argument for argument in config.args):
+        return  # a case by itself
+    for name, items_of in cases.items():
+        marker = next(iter(items_of.values())).get_closest_marker("quick")
+        if missing := set(marker.args) - items_of.keys():
+            raise pytest.UsageError(f"{name}: quick names cases that are not there: {missing}")
 
 
 def pytest_collection_finish():

@@ -139,6 +139,7 @@ def test_splits_write_the_same_text_with_more_tokens():
 
 
 @pytest.mark.parametrize("augment", AUGMENTS, ids=str)
+@pytest.mark.quick("{'name': 'masking'}", "{'name': 'subword_splits'}")
 def test_a_change_depends_on_seed_step_and_row_alone(augment, store_of):
     store = store_of([150, 90, 400, 33, 220, 81, 64] * 3)
     store = dataclasses.replace(store, bos_id=256)

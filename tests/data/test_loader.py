@@ -38,6 +38,7 @@ def assert_same(left, right):
 
 
 @each_packing
+@pytest.mark.quick("concat", "best_fit-7", "padded-7")
 def test_resumed_is_uninterrupted(store_of, packing):
     store = store_of(LENGTHS)
     with loader(store, packing) as whole:
@@ -51,6 +52,7 @@ def test_resumed_is_uninterrupted(store_of, packing):
 
 
 @each_packing
+@pytest.mark.quick("concat", "best_fit-7-False")
 def test_processes_hold_parts_of_the_same_batches(store_of, packing):
     store = store_of(LENGTHS)
     with loader(store, packing) as one:
@@ -72,6 +74,7 @@ def test_processes_hold_parts_of_the_same_batches(store_of, packing):
 
 
 @each_packing
+@pytest.mark.quick("concat", "best_fit-7")
 def test_workers_change_nothing(store_of, packing):
     store = store_of(LENGTHS)
     want = None
@@ -88,6 +91,7 @@ def joined(batches):
 
 
 @each_packing
+@pytest.mark.quick("best_fit-7-crop")
 def test_seeds_and_epochs_differ(store_of, packing):
     store = store_of(LENGTHS)
     tokens = []
@@ -99,6 +103,7 @@ def test_seeds_and_epochs_differ(store_of, packing):
 
 
 @each_packing
+@pytest.mark.quick("best_fit-7", "concat")
 def test_no_token_is_left_out_in_the_long_run(store_of, packing):
     lengths = [n % 15 for n in LENGTHS]
     with loader(store_of(lengths), packing) as batches:

@@ -211,6 +211,7 @@ def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path, small, cor
 
 
 @pytest.mark.parametrize("commits, seconds, shard", [(1, 10, 4000), (4, 10, 4000), (5, 0, 9000)])
+@pytest.mark.quick("4-10-4000")
 def test_an_interrupted_preparation_goes_on_after_its_last_commit(
     tmp_path, small, corpus, commits, seconds, shard, monkeypatch
 ):

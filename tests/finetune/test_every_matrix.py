@@ -32,6 +32,7 @@ def matrices_of(specs):
 
 
 @pytest.mark.parametrize("case", ["llama", "nanochat"])
+@pytest.mark.quick("nanochat")
 def test_every_field_keeps_every_matrix_in_reach_or_is_refused(case):
     """One model for each field of the configuration, with another value of it."""
     assert CHANGED.keys() == ModelConfig.model_fields.keys()

@@ -24,6 +24,7 @@ def test_the_values_are_the_published_ones():
 
 
 @pytest.mark.parametrize("values", [NF4, DYNAMIC], ids=["nf4", "dynamic"])
+@pytest.mark.quick("nf4")
 def test_halfway_the_lower_value_is_taken(values):
     between, index = (values[1:] + values[:-1]) / 2, np.arange(len(values))
     np.testing.assert_array_equal(nearest(jnp.asarray(values), values), index)

@@ -323,6 +323,7 @@ def test_the_reference_is_the_model_without_the_adapter(dpo, whole):
             np.testing.assert_allclose(each[document.marks].sum(), logp, rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_resumed_is_uninterrupted(dpo):
     run, arguments = dpo
     rows, held = rows_of(run), rows_of(run, "validation")

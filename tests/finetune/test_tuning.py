@@ -138,11 +138,8 @@ def part_of(case):
     return partition, task, frozen, init_state(task, 0, start), optimizer.hyperparams
 
 
-SLOW = ("freeze", "bitfit", "prefix", "adapter", "ia3", "prompt")
-SOME = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in CASES]
-
-
-@pytest.mark.parametrize("case", SOME)
+@pytest.mark.parametrize("case", CASES)
+@pytest.mark.quick("lora-fa", "last layers nf4")
 def test_a_part_trains_alone_and_fits_a_batch(case):
     """Nothing but the part is in the gradient and in the optimizer's state."""
     partition, task, frozen, state, hyperparams = part_of(case)

@@ -87,6 +87,7 @@ BASES += ("gpt2", "nanochat")
 
 
 @pytest.mark.parametrize("case", BASES)
+@pytest.mark.quick("llama", "gemma2", "nanochat")
 def test_every_field_is_written_or_refused_by_name(case):
     """A field that is new is neither free nor known to a family: it is refused until it is."""
     assert CHANGED.keys() == ModelConfig.model_fields.keys() and set(CHANGED) >= FREE
@@ -109,11 +110,8 @@ def test_every_field_is_written_or_refused_by_name(case):
     assert done.count("written") >= 6 and done.count("refused") >= 10
 
 
-FAST = ("document_mask", "vocab_multiple")
-SOME = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in sorted(FREE)]
-
-
-@pytest.mark.parametrize("field", SOME)
+@pytest.mark.parametrize("field", sorted(FREE))
+@pytest.mark.quick("document_mask")
 def test_a_field_that_is_free_changes_nothing_that_is_exported(field, tmp_path):
     """Where a family takes another value of it, the export gives the model's logits."""
     for case in ("qwen2", "gemma3", "nanochat") if field not in FAST else ("qwen2",):

@@ -7,7 +7,7 @@ import jax
 import numpy as np
 import pytest
 from flax import nnx
-from hf_cases import CASES, MORE, NEW, VOCAB, T, golden, prompts, weights
+from hf_cases import CASES, NEW, VOCAB, T, golden, prompts, weights
 from safetensors.numpy import load_file, save_file
 from tiny import mesh_of
 
@@ -57,10 +57,21 @@ def logits_and_greedy(graphdef, params):
     return first, tokens[:, T:]
 
 
-EACH = [pytest.param(name, marks=pytest.mark.slow if name in MORE else ()) for name in CASES]
-
-
-@pytest.mark.parametrize("name", EACH)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick(
+    "llama",
+    "llama biases mqa wide heads",
+    "llama rope llama3",
+    "mistral window",
+    "ministral",
+    "qwen2",
+    "qwen3",
+    "gemma",
+    "gemma2",
+    "gemma3",
+    "gpt2",
+    "nanochat",
+)
 def test_a_family_is_what_transformers_computes_and_goes_back(name, tmp_path):
     source = open_checkpoint(write_checkpoint(tmp_path / "in", name))
     c, graphdef, specs = build(source)

@@ -63,11 +63,8 @@ def assert_close(got, expected, tolerance):
 
 
 # These cover what the others have one by one.
-EACH = ("causal", "full", "mqa", "packed_full", "all", "ragged_1", "ragged_257", "d96")
-COVER = [s if s.name in EACH else pytest.param(s, marks=pytest.mark.slow) for s in ATTENTION_SMALL]
-
-
-@by_name(COVER)
+@by_name(ATTENTION_SMALL)
+@pytest.mark.quick("mqa", "all", "packed_full", "ragged_1")
 def test_xla_equals_reference(shape):
     got = everything(xla.attention, shape, *inputs(shape, np.float32))
     assert_close(got, truth(shape), 2e-5)
@@ -75,6 +72,7 @@ def test_xla_equals_reference(shape):
 
 @by_name([s for s in ATTENTION_SMALL if s.name in ("all", "ragged_full")])
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.quick("cpu-all", "cuda-ragged_full")
 def test_xla_in_loops_equals_reference(shape, platform):
     """More blocks than are unrolled, with the batch mapped (CPU) and vmapped (GPU)."""
     with on_target(platform):
@@ -88,6 +86,7 @@ def test_xla_in_loops_equals_reference(shape, platform):
     causal_window=st.sampled_from([(True, None), (True, 0), (True, 5), (True, 17), (False, None)]),
     block=st.sampled_from([1, 3, 8]),
 )
+@pytest.mark.slow
 def test_xla_with_any_length_window_and_block(T, causal_window, block):
     shape = AttentionShape("", 1, T, 2, 1, 4, *causal_window)
     got = everything(xla.attention, shape, *inputs(shape, np.float32), tiling={"block": block})
@@ -115,6 +114,7 @@ def test_xla_in_16_bits_is_as_exact_as_the_reference_in_16_bits(shape, dtype):
 
 
 @pytest.mark.parametrize("block", [8, 64])
+@pytest.mark.quick("64")
 def test_scores_beyond_the_largest_float16(block):
     """q k^T before its scale overflows float16; the soft maximum and all gradients do not."""
     shape = AttentionShape("", 1, 48, 2, 1, 64)
@@ -193,6 +193,7 @@ def test_senseless_windows_are_refused(wrong):
 
 
 @pytest.mark.parametrize("platform", ["cpu", "cuda"])
+@pytest.mark.quick("cuda")
 def test_memory_grows_linearly_with_the_length(platform):
     def temporary_bytes(T):
         q = jax.ShapeDtypeStruct((1, T, 1, 8), jnp.float32)

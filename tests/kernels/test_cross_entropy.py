@@ -46,6 +46,7 @@ def truth(shape):
 
 
 @by_name(LOSS_SMALL)
+@pytest.mark.quick("z_loss", "all")
 def test_xla_equals_reference(shape):
     got = loss_and_gradients(shape, *inputs(shape, np.float32), chunk=24)
     for x, y in zip(got, truth(shape)):
@@ -54,6 +55,7 @@ def test_xla_equals_reference(shape):
 
 @by_name([s for s in LOSS_SMALL if s.softcap])
 @pytest.mark.parametrize(("size", "tolerance"), [(1.0, 3e-5), (2000.0, 1e-2)])
+@pytest.mark.quick("1.0-3e-05-softcap", "2000.0-0.01-large_softcap")
 def test_the_softcap_of_a_gpu_is_a_tanh_however_large_the_logits(shape, size, tolerance):
     x, *rest = inputs(shape, np.float32)
     with jax.enable_x64(True):
@@ -66,6 +68,7 @@ def test_the_softcap_of_a_gpu_is_a_tanh_however_large_the_logits(shape, size, to
 
 
 @by_name(LOSS_SMALL)
+@pytest.mark.quick("all", "one_token")
 def test_the_loss_alone_equals_the_differentiated_one(shape):
     arrays = [jnp.asarray(a) for a in inputs(shape, np.float32)]
     loss = jax.jit(functools.partial(linear_cross_entropy, **options(shape)))(*arrays)
@@ -120,6 +123,7 @@ def test_weights_get_no_gradient():
 
 @by_name([s for s in LOSS_SMALL if s.name in ("plain", "all", "one_token")])
 @pytest.mark.parametrize("implementation", [None, "reference"])
+@pytest.mark.quick("None-all", "reference-plain")
 def test_per_token_losses_add_up(shape, implementation):
     x, w, labels, weights = (jnp.asarray(a) for a in inputs(shape, np.float32))
     call = dict(softcap=shape.softcap, valid_vocab=shape.valid_vocab)
@@ -133,6 +137,7 @@ def test_per_token_losses_add_up(shape, implementation):
 
 @by_name([s for s in LOSS_SMALL if not s.z_loss])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float16])
+@pytest.mark.quick("float32-padded_vocab", "float16-softcap")
 def test_per_token_losses_have_the_gradient_of_their_sum(shape, dtype):
     """Cotangents take the part of the weights, whatever their signs."""
     x, w, labels, weights = (jnp.asarray(a) for a in inputs(shape, dtype))

@@ -39,6 +39,14 @@ def restored(cache: Quantized):
 @both
 @pytest.mark.parametrize(("N", "K", "options"), CASES, ids=str)
 @pytest.mark.parametrize("int8", [False, True])
+@pytest.mark.quick(
+    "False-4-2-{'window': 5}-dot",
+    "True-6-1-{'window': 5}-dot",
+    "False-6-1-{'window': 5}-reduce",
+    "True-2-2-{'softcap': 2.0, 'scale': 0.7}-reduce",
+    "False-4-2-{'softcap': 2.0, 'scale': 0.7}-reference",
+    "True-4-2-{'window': 0}-reference",
+)
 def test_decoding_equals_the_last_row_of_attention(implementation, N, K, options, int8):
     q, k, v = arrays(N, K)
     caches = (quantize(k), quantize(v)) if int8 else (k, v)
@@ -58,6 +66,7 @@ def test_decoding_equals_the_last_row_of_attention(implementation, N, K, options
     window=st.sampled_from([None, 0, 1, 4, 20]),
     data=st.data(),
 )
+@pytest.mark.slow
 def test_any_length_window_and_split(S, lengths, window, data):
     splits = data.draw(st.sampled_from([P for P in range(1, S + 1) if S % P == 0]))
     lengths = [min(n, S) for n in lengths]
@@ -68,6 +77,7 @@ def test_any_length_window_and_split(S, lengths, window, data):
 
 @both
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.quick("bfloat16-reduce", "float16-dot")
 def test_16_bits_are_as_exact_as_the_reference_in_16_bits(implementation, dtype):
     q, k, v = arrays(dtype=dtype, H=32)
     lengths = [24, 20, 9, 24, 13]

@@ -232,6 +232,7 @@ def test_a_copy_is_a_pytree_of_arrays():
 
 
 @pytest.mark.parametrize("softcap", [None, 15.0])
+@pytest.mark.quick("15.0")
 def test_the_loss_has_its_three_matmuls_in_float8(softcap):
     tokens, V = 32, 48
     x, w = normal((tokens, 16), 0), normal((16, V), 1, std=0.3)
@@ -267,6 +268,7 @@ def test_the_loss_has_its_three_matmuls_in_float8(softcap):
     ("function", "count", "dtype", "saturate"),
     [(itself, 1, E4M3, False), (relu2, 1, E4M3, True), (relu2_grad, 2, E5M2, True)],
 )  # fmt: skip
+@pytest.mark.quick("relu2_grad-2-float8_e5m2-True")
 def test_mosaics_cast_is_xlas_and_the_references_without_races(
     function, count, dtype, saturate, capfd
 ):

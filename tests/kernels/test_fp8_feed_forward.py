@@ -63,6 +63,7 @@ def in_numpy(x, up, down, dy):
 
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float32])
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
+@pytest.mark.quick("xla-bfloat16", "reference-float32")
 def test_all_six_products_are_numpys(dtype, implementation):
     given = operands(dtype)
     wanted, _ = in_numpy(*given)
@@ -90,6 +91,7 @@ def test_delayed_scaling_takes_the_maxima_given_and_returns_those_seen():
 
 
 @pytest.mark.parametrize("delayed", [False, True])
+@pytest.mark.quick("True")
 def test_mosaics_casts_are_the_references_bit_for_bit(delayed, monkeypatch):
     interpret = functools.partial(functools.partial, interpret=plgpu.InterpretGPUParams())
     casts = interpret(hopper.cast), interpret(hopper.cast_measured)

@@ -61,6 +61,7 @@ def assert_equals_reference(M, K, N, tiling, dtype=BF16):
     ],
     ids=["turns", "shared", "cluster"],
 )
+@pytest.mark.quick("cluster")
 def test_mosaic_equals_reference_without_races(M, K, N, dtype, tiling, capfd):
     assert_equals_reference(M, K, N, tiling, dtype)
     assert "RACE" not in "".join(capfd.readouterr())
@@ -87,6 +88,7 @@ def network(dtype, x_shape=(2, 5, 8)):
 
 @pytest.mark.parametrize("implementation", ["xla", "reference"])
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.float64])
+@pytest.mark.quick("float32-xla", "float64-reference")
 def test_gradients_are_those_of_autodiff(implementation, dtype):
     with jax.enable_x64(dtype == jnp.float64):
         *operands, dy = network(dtype)
@@ -159,6 +161,7 @@ def test_asking_a_cpu_for_the_kernel_is_one_clear_error():
 
 
 @pytest.mark.parametrize(("D", "dtype"), [(768, BF16), (1536, jnp.float16)])
+@pytest.mark.quick("768-bfloat16")
 def test_lowers_for_hopper(D, dtype):
     x = jax.ShapeDtypeStruct((4, 512, D), dtype)
     up, down = jax.ShapeDtypeStruct((D, 4 * D), dtype), jax.ShapeDtypeStruct((4 * D, D), dtype)

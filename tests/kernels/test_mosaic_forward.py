@@ -75,13 +75,8 @@ def assert_equals_reference(shape, tiling, ids=None, interpret=INTERPRET, dtype=
 
 
 # The rest are of the same kinds, and slow in interpret mode.
-EACH = ("full_ragged", "gqa_softcap", "packed_window", "tiny", "halves_narrow", "polynomial")
-COVER = [
-    pytest.param(case, marks=() if case[0].name in EACH else pytest.mark.slow) for case in SHAPES
-]
-
-
-@pytest.mark.parametrize("case", COVER, ids=lambda case: case[0].name)
+@pytest.mark.parametrize("case", SHAPES, ids=lambda case: case[0].name)
+@pytest.mark.quick("gqa_softcap", "packed_window")
 def test_equals_reference_without_races(case, capfd):
     assert_equals_reference(*case)
     assert "RACE" not in "".join(capfd.readouterr())
@@ -92,6 +87,7 @@ def test_float16_equals_reference():
 
 
 @pytest.mark.parametrize("tiling", [SMALL, HALVES])
+@pytest.mark.quick("tiling0")
 def test_ids_in_any_order_equal_reference(tiling):
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 4, (1, 200)), jnp.int32)
     assert_equals_reference(AttentionShape("", 1, 200, 1, 1, 64), tiling, ids)
@@ -142,7 +138,7 @@ def test_block_ranges_cover_what_is_visible(mask, documents):
             assert visited <= max(1, np.ptp(np.append(j[some], -1)[:-1]) + 1 if some.any() else 1)
 
 
-@pytest.mark.parametrize("head_dim", [64, pytest.param(96, marks=pytest.mark.slow), 128, 256])
+@pytest.mark.parametrize("head_dim", [64, 96, 128, 256])
 @pytest.mark.parametrize(
     "shape",
     [
@@ -152,6 +148,7 @@ def test_block_ranges_cover_what_is_visible(mask, documents):
     ],
     ids=lambda shape: shape.name,
 )
+@pytest.mark.quick("all-128")
 def test_lowers_for_hopper(shape, head_dim):
     shape = shape._replace(H=head_dim)
     for dtype in (jnp.bfloat16, jnp.float16):

@@ -90,6 +90,7 @@ def test_xla_equals_reference(name):
 
 
 @pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick("residual", "mixed", "rope_packed", "relu2")
 def test_mosaic_equals_reference_without_races(name, capfd):
     make, arguments = case(name, BF16)
     wide = [x.astype(jnp.float32) for x in arguments]
@@ -187,11 +188,12 @@ def test_the_default_is_xla():
     ("C", "V", "softcap", "z_loss", "valid", "blocks"),
     [
         (5, 4096, 15.0, 0.0, None, 2),
-        pytest.param(3, 8192, None, 0.1, 8001, 1, marks=pytest.mark.slow),
+        (3, 8192, None, 0.1, 8001, 1),
         (2, 4096, 50.0, 0.1, 3000, 1),
     ],
     ids=["softcap", "padded_vocab", "all"],
 )
+@pytest.mark.quick("all")
 def test_loss_rows_equal_the_reference_without_races(C, V, softcap, z_loss, valid, blocks, capfd):
     rng = np.random.default_rng(2)
     logits = jnp.asarray(rng.standard_normal((C, V)) * 4, BF16)

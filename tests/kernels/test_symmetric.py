@@ -55,13 +55,14 @@ def assert_equals_reference(op, L, M, K, dtype, tiling):
 @pytest.mark.parametrize(
     ("L", "M", "K", "dtype", "tiling"),
     [
-        pytest.param(2, 256, 256, jnp.bfloat16, SMALL, marks=pytest.mark.slow),
+        (2, 256, 256, jnp.bfloat16, SMALL),
         (1, 384, 192, jnp.float16, SMALL._replace(stages=2)),
-        pytest.param(1, 192, 64, jnp.float16, SMALL._replace(blocks=1), marks=pytest.mark.slow),
+        (1, 192, 64, jnp.float16, SMALL._replace(blocks=1)),
         (2, 256, 128, jnp.bfloat16, Tiling(blocks=1)),
     ],
     ids=["even", "odd_tiles", "ragged", "three_warpgroups"],
 )
+@pytest.mark.quick("odd_tiles-gram", "three_warpgroups-square_polynomial")
 def test_mosaic_equals_reference_without_races(op, L, M, K, dtype, tiling, capfd):
     assert_equals_reference(op, L, M, K, dtype, tiling)
     assert "RACE" not in "".join(capfd.readouterr())
@@ -106,6 +107,11 @@ def test_tiles_fit_the_matrix():
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("M", [768, 1088])
 @pytest.mark.parametrize("dtype", [jnp.bfloat16, jnp.float16])
+@pytest.mark.quick(
+    "bfloat16-768-gram",
+    "float16-1088-symmetric_product",
+    "bfloat16-1088-square_polynomial",
+)
 def test_lowers_for_hopper(op, M, dtype):
     arrays = [jax.ShapeDtypeStruct((4, M, 4 * M if op == "gram" else M), dtype)]
     arrays += [arrays[0]] if op == "symmetric_product" else []

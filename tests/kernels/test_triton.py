@@ -95,6 +95,7 @@ def ranges_of(causal, window, ids, T, rows, columns, by_key):
 
 @by_name(SHAPES)
 @pytest.mark.parametrize("by_key", [False, True])
+@pytest.mark.quick("False-all", "True-packed_full", "True-window")
 def test_block_ranges_are_what_is_seen(shape, by_key):
     """A program's own rows beyond T are not stored, so a full block may hold them."""
     size, walked = (64, 32) if by_key else (32, 64)

@@ -59,6 +59,7 @@ def casts(jaxpr):
     ("changes", "layers"),
     [({}, 2), ({"fp8_history": 2}, 2), ({"scan_layers": True, "remat": "block", "micro": 2}, 1)],
 )
+@pytest.mark.quick("changes0-2")
 def test_on_one_hopper_tensors_are_cast_by_our_kernel_and_weights_are_not(changes, layers):
     found, text = traced(**changes)
     M = 32 * changes.get("micro", 4)
@@ -76,6 +77,7 @@ def test_on_several_devices_all_casts_are_xlas():
     assert not found and "mosaic_gpu" not in text and "f8E5M2" in text
 
 
+@pytest.mark.slow
 def test_the_activation_in_the_casts_is_the_one_before_them(monkeypatch):
     monkeypatch.setattr(model_fp8, "SMALLEST", 16)
 

@@ -97,6 +97,7 @@ def test_a_history_holds_the_last_steps_and_its_largest_counts(settled):
     same(most.gradients, {name: x[0] for name, x in past.gradients.items()})
 
 
+@pytest.mark.slow
 def test_microbatches_scan_and_remat_change_nothing(settled):
     """Of microbatches, the largest maximum counts; of scanned layers, each has its own."""
     _, run, one, past = settled
@@ -160,6 +161,7 @@ def test_resumed_is_uninterrupted_bit_for_bit(whole):
     same((state, rest), (last, losses[5:]))
 
 
+@pytest.mark.slow
 def test_sharded_is_one_device(whole):
     """The maxima are those of the whole tensors, on every device."""
     mesh = mesh_of(data=2, fsdp=2, tensor=2)

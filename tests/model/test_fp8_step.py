@@ -64,6 +64,7 @@ def traced(fp8, micro=8, **changes):
 
 @pytest.mark.usefixtures("small")
 @pytest.mark.parametrize(("which", "head"), [("blocks", 0), ("all", 3)])
+@pytest.mark.quick("all-3")
 def test_all_three_products_of_each_matrix_are_in_float8(which, head):
     dots = [e for e in equations(traced(which)) if e.primitive.name == "dot_general"]
     of_fp8 = [e for e in dots if all(map(is_fp8, e.invars))]

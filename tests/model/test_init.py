@@ -97,6 +97,7 @@ def test_others_have_no_branch_scales(init):
 
 
 @pytest.mark.parametrize("init", ["fixup", "rezero"])
+@pytest.mark.quick("rezero")
 def test_the_blocks_start_as_the_identity(init):
     graphdef, params = build(init)
     x = nnx.merge(graphdef, params).hidden(jnp.asarray(tokens()))

@@ -74,15 +74,9 @@ def one_layer(name, monkeypatch):
 
 
 # The rest of the table takes long.
-FAST = {("speedrun", "lora"), ("llama", "nf4"), ("gemma3", "int8"), ("gpt2", "float8")}
-TABLE = [
-    pytest.param(n, f, marks=() if n == "manual" or (n, f) in FAST else pytest.mark.slow)
-    for n in CASES
-    for f in FORMS
-]
-
-
-@pytest.mark.parametrize(("name", "form"), TABLE)
+@pytest.mark.parametrize("form", FORMS)
+@pytest.mark.parametrize("name", CASES)
+@pytest.mark.quick("manual-lora", "manual-nf4", "manual-int8", "manual-float8")
 def test_a_matrix_of_a_block_works_in_every_form(name, form, monkeypatch):
     """Packed or changed, it is the whole matrix that it stands for; float8 rounds."""
     graphdef, specs = split(Transformer(one_layer(name, monkeypatch), VOCAB))
@@ -124,6 +118,7 @@ def test_a_narrow_matrix_is_a_target_of_lora_whatever_the_rank(monkeypatch):
 
 @pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", LAYER_FORMS)
+@pytest.mark.quick("fake_int8-False")
 def test_a_form_of_the_layer_is_that_of_every_matrix(form, scan):
     """The model with the switch is the model of the rounded matrices, and no other parameter."""
     changes = {"moe": {"experts": 2, "every": 2}, "depth": 4, "scan_layers": scan}

@@ -186,6 +186,7 @@ def one_device():
     ],
     ids=str,
 )
+@pytest.mark.slow
 def test_sharded_is_one_device(one_device, sizes):
     task, hyperparams, (state, metrics) = one_device
     mesh = mesh_of(**sizes)
@@ -196,6 +197,7 @@ def test_sharded_is_one_device(one_device, sizes):
     assert up.addressable_shards[0].data.shape[1] == 8 // sizes["expert"]
 
 
+@pytest.mark.slow
 def test_accumulated_is_one_big_batch(one_device):
     task, hyperparams, (state, metrics) = one_device
     accumulated, others = run_steps(task, hyperparams, mesh_of(), micro=2)

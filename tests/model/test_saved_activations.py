@@ -14,6 +14,7 @@ DEEP |= {"value_embeddings": False}
 
 
 @pytest.mark.parametrize("scan", [False, True])
+@pytest.mark.quick("False")
 def test_gradients_are_near_and_less_is_kept(scan):
     """An input of a layer takes 1 byte a channel and 4 a group, in the place of 4 a channel."""
     _, graphdef, _, params = build(**DEEP, remat="block", scan_layers=scan)

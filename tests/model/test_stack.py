@@ -22,6 +22,7 @@ def kept_weights(**changes):
 
 
 @pytest.mark.parametrize("pattern", ["L", "SL"])
+@pytest.mark.quick("SL")
 def test_no_weights_are_kept(pattern):
     assert not kept_weights(window_pattern=pattern, remat="block")
     assert not kept_weights(window_pattern=pattern)

@@ -55,6 +55,7 @@ BOTH = pytest.param({"scan_layers": True, "remat": "block"}, marks=pytest.mark.s
 @pytest.mark.parametrize(
     "changes", [{"scan_layers": True}, {"remat": "block"}, BOTH], ids=["scan", "remat", "both"]
 )
+@pytest.mark.quick("scan")
 def test_scan_and_remat_give_the_same_numbers_and_gradients(changes):
     _, plain, _, params = build(**DEEP)
     _, other, _, _ = build(**DEEP, **changes)
@@ -78,6 +79,7 @@ def test_scan_compiles_repeated_layers_once():
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
 @pytest.mark.parametrize("at", [0, 1, 17, T - 1])
+@pytest.mark.quick("17-speedrun", "0-gemma3", "31-gpt2")
 def test_a_token_changes_no_output_before_it(changes, at):
     _, graphdef, _, params = build(**changes)
     before = tokens()
@@ -133,6 +135,7 @@ def test_without_document_mask_segments_do_nothing():
 
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
+@pytest.mark.quick("speedrun", "gemma3")
 def test_decode_is_the_full_forward(changes):
     """Prompts of different lengths in one batch, padded with anything, then token by token."""
     _, graphdef, _, params = build(**changes)
@@ -213,6 +216,25 @@ def run_switched(changes):
 
 
 @pytest.mark.parametrize("changes", SWITCHES.values(), ids=SWITCHES)
+@pytest.mark.quick(
+    "ffn geglu",
+    "hidden",
+    "gqa",
+    "rope_base",
+    "qk_norm",
+    "qk_scale",
+    "window_pattern",
+    "norm_eps",
+    "embed_norm",
+    "logit_softcap",
+    "attention_softcap",
+    "value_embeddings",
+    "residual_scales",
+    "smear",
+    "backout",
+    "norm_gain",
+    "document_mask",
+)
 def test_each_switch_changes_the_output(changes, plain_logits):
     out = run_switched(changes)
     assert out.shape == plain_logits.shape == (2, T, VOCAB)

@@ -78,6 +78,7 @@ def gradient_like(rows, columns):
         ((48, 192), True, jnp.float16, 0.03),
     ],
 )
+@pytest.mark.quick("shape0-False-bfloat16-0.2", "shape2-True-float16-0.03")
 def test_sixteen_bits_are_near_enough(monkeypatch, shape, gram, dtype, error):
     x, exact = gradient_like(*shape)
     module = sys.modules[orthogonalize.__module__]  # jaxtrain.optim.muon is also a function
@@ -90,6 +91,7 @@ def test_sixteen_bits_are_near_enough(monkeypatch, shape, gram, dtype, error):
 
 @pytest.mark.parametrize("shape", [(2, 24, 96), (96, 24), (24, 48)], ids=str)
 @pytest.mark.parametrize("name", COEFFICIENTS)
+@pytest.mark.quick("polar_express-(2, 24, 96)", "newton_schulz-(96, 24)")
 def test_the_gram_matrix_iteration_is_the_same_in_float32(shape, name):
     x = normalize(matrices(*shape))
     plain, gram = (orthogonalize(x, COEFFICIENTS[name], g) for g in (False, True))

@@ -96,6 +96,7 @@ def test_the_update_in_parts_is_the_same():
     assert moments and all(x.sharding.memory_kind == "pinned_host" for x in moments)
 
 
+@pytest.mark.slow
 def test_wrappers_see_whole_layers_and_their_states_wait_as_well():
     wrappers = [{"name": "cautious"}, {"name": "ema", "decay": 0.5}]
     plain, there = (walk(config("adamw", offload=o, wrappers=wrappers), 3) for o in (False, True))
@@ -113,6 +114,7 @@ SLOW = [
 # Each kind of state: of the parameter's shape, in blocks, beside scalars, by matrix, with norms.
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="operations on a host's memory by a CPU")
 @pytest.mark.parametrize("name", ["adamw", "muon", *SLOW])
+@pytest.mark.quick("adamw")
 def test_the_update_in_parts_is_the_same_bit_for_bit(name):
     few = {"min_size": 20, "block_size": 4} if name == "adamw8bit" else {}
     with jax.disable_jit():  # no fusion may round differently here than there

@@ -63,6 +63,7 @@ def nanochats(step, total, warmup=40, fraction=0.65, final=0.05):
 
 
 @pytest.mark.parametrize("total", [50, 100, 114, 507, 2520])
+@pytest.mark.quick("114", "2520")
 def test_the_trapezoid_is_nanochats(total):
     """Also where the warm-up reaches into the decay, and where 65% is no whole number of steps."""
     c = TypeAdapter(Schedule).validate_python(

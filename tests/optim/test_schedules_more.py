@@ -50,6 +50,7 @@ def test_all_but_constant_end_where_they_should(fields):
 @pytest.mark.parametrize(
     "fields", [{}, {"warmup_fraction": 0.5, "initial_fraction": 0.1, "final_fraction": 0.02}]
 )
+@pytest.mark.quick("fields0")
 def test_onecycle_is_optaxs(fields):
     start, end = fields.get("initial_fraction", 0.04), fields.get("final_fraction", 4e-6)
     theirs = optax.cosine_onecycle_schedule(

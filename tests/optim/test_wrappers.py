@@ -142,6 +142,7 @@ def steps(task, hyperparams, mesh, state, seeds):
     return state
 
 
+@pytest.mark.slow
 def test_sharded_equals_one_device_and_the_average_lies_as_its_parameters(trained):
     task, hyperparams, one = trained
     mesh = mesh_of(data=2, fsdp=2, tensor=2)

@@ -14,9 +14,6 @@ GOLDEN = Golden("golden_model")
 CONFIG = GOLDEN.facts("config")
 VOCAB = GOLDEN["logits"].shape[-1]
 VARIANTS = sorted(path.removesuffix("/facts") for path in GOLDEN.arrays if path.endswith("/facts"))
-# Two or three seconds each; a whole model with every switch has a test of its own.
-QUICK = ("shallow", "llama", "grouped queries", "document mask", "other windows", "geglu")
-EACH = [v if v in QUICK else pytest.param(v, marks=pytest.mark.slow) for v in VARIANTS]
 
 
 def golden_batch(document_mask):
@@ -63,7 +60,8 @@ def sketch(x):
     return np.cos(np.arange(1, 5)[:, None] * np.arange(1, x.size + 1)) @ x.ravel()
 
 
-@pytest.mark.parametrize("title", EACH)
+@pytest.mark.parametrize("title", VARIANTS)
+@pytest.mark.quick("other windows", "geglu", "llama")
 def test_each_switch_equals_the_oracle(title):
     facts = GOLDEN.facts(f"{title}/facts")
     weights = GOLDEN.under("weights") | GOLDEN.under("shallow/weights")

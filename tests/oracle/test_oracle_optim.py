@@ -56,6 +56,7 @@ def test_three_steps_of_the_whole_recipe():
 
 
 @pytest.mark.parametrize("title", SWITCHES)
+@pytest.mark.quick("full", "no normuon", "newton schulz")
 def test_three_steps_with_each_switch_of_muon(title):
     transposed = lambda x: jnp.asarray(x, jnp.float32).swapaxes(-1, -2)
     before = {name: transposed(w) for name, w in GOLDEN.under("muon/weights").items()}
@@ -91,6 +92,7 @@ def test_the_switches_of_the_fixture_are_different_optimizers():
 
 
 @pytest.mark.parametrize("steps", [1000, 2520])
+@pytest.mark.quick("2520")
 def test_rate_momentum_and_decay_at_every_step(steps):
     """At 1000 steps the momentum still rises when the rate begins to fall."""
     c = MuonConfig()

@@ -38,6 +38,7 @@ SLOW = [pytest.param(*c, marks=pytest.mark.slow) for c in ((3, 2.0, False), (Non
     ("window", "softcap", "segments"),
     [(None, None, False), (12, 2.0, True), *SLOW],
 )
+@pytest.mark.quick("12-2.0-True")
 def test_attention_of_a_spread_text(window, softcap, segments):
     """Outputs, and the gradients of a sum in which each output has another weight."""
     ids = jnp.asarray(documents()) if segments else None
@@ -154,6 +155,7 @@ def case(sizes, mask, tiles):
 
 
 @pytest.mark.parametrize(("sizes", "mask", "tiles"), [case(*c) for c in CASES])
+@pytest.mark.slow
 def test_experts_over_context_and_in_tiles_are_one_device(sizes, mask, tiles):
     """Loss and gradients, of which that of the bias is the load."""
     plain = build(**MIXED, document_mask=mask)

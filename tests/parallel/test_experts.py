@@ -82,6 +82,7 @@ MESHES = [
 
 
 @pytest.mark.parametrize(("sizes", "tiles"), MESHES)
+@pytest.mark.quick("one-1", "expert4xfsdp2-4", "data2xexpert2xtensor2-1")
 def test_equals_the_loop_over_tokens_with_all_gradients(sizes, tiles):
     args = arguments()
     close(ours(args, mesh_of(**sizes), tiles), by_loop(*args), rtol=1e-5, atol=1e-5)
@@ -94,6 +95,7 @@ def test_equals_the_loop_over_tokens_with_all_gradients(sizes, tiles):
         ({"context": 4}, 4, 2, 1), ({}, 8, B, B * T),
     ],
 )  # fmt: skip
+@pytest.mark.quick("sizes1-4-8-2", "sizes4-8-8-32")
 def test_a_device_takes_its_own_tokens_a_tile_at_a_time(sizes, tiles, rows, taken):
     """taken: tokens of a tile. Two tokens make two tiles of four; rows of four are not cut in 8."""
     seen = set()

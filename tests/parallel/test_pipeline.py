@@ -78,6 +78,7 @@ ALIKE = LLAMA | {"moe": {"experts": 4, "hidden": 32}}
         "tensor",
     ],
 )
+@pytest.mark.slow
 def test_stages_are_one_device(family, sizes, micro, repeats):
     """Four microbatches, two, and one, which the stages cannot share when it comes out."""
     _, graphdef, _, params = build(**family)
@@ -94,6 +95,7 @@ def test_stages_are_one_device(family, sizes, micro, repeats):
 
 
 @pytest.mark.parametrize(("stages", "repeats", "count"), [(2, 2, 4), (4, 2, 6), (4, 3, 2)])
+@pytest.mark.quick("2-2-4")
 def test_each_microbatch_goes_through_all_chunks_in_order(stages, repeats, count):
     """The same for any numbers of them; an incomplete group of microbatches waits."""
     random = np.random.default_rng(0)
