@@ -34,13 +34,13 @@ def test_a_folder_says_what_lives_there(folder):
     assert len(words.split()) >= 8
 
 
-@pytest.mark.parametrize("function", [loop.train, loop.train_locked])
+@pytest.mark.parametrize("function", [loop.train, loop.train_phase])
 def test_train_has_at_most_a_hundred_lines(function):
     assert len(inspect.getsource(function).splitlines()) <= 100
 
 
 def test_train_names_no_technique():
-    source = ast.unparse(ast.parse(inspect.getsource(loop.train_locked)))
+    source = ast.unparse(ast.parse(inspect.getsource(loop.train_phase)))
     words = set(re.findall(r"[a-z0-9]+(?:_[a-z0-9]+)*", source.lower()))
     parts = words | {part for word in words for part in word.split("_")}
     rows = {*METHODS, *OBJECTIVES, *OPTIMIZERS} - {"full"}

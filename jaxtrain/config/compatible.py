@@ -177,6 +177,8 @@ FEATURES = {
     # ---- the step
     "local_sgd": Feature("DiLoCo, gossip", "train.local_sgd.name", given,
                          "train.local_sgd.name=diloco mesh.data=2"),
+    "phases": Feature("phases (progressive stacking)", "train.phases", bool,
+                      "train.phases=[{until: 1, model: {depth: 1}}] model.depth=2"),
     "float16": Feature("float16 with loss scaling", "train.precision", equals("float16"),
                        "train.precision=float16"),
     "offload": Feature("optimizer offload", "optim.offload", given, "optim.offload=true",
@@ -221,6 +223,8 @@ REFUSALS = (
             "model.qk_norm_gain=false"),
     Refusal("norm_gain", "no block_norm", "there are no norms for the gains",
             "model.norm_gain=false"),
+    Refusal("phases", "tuning", "the frozen layers are those of the checkpoint",
+            "train.phases=[]"),
     Refusal("local_sgd", "pipeline", "a replica is not divided into stages", "mesh.pipeline=1"),
     Refusal("local_sgd", "float16", "each replica would have a loss scale of its own",
             "train.precision=bfloat16"),
@@ -273,6 +277,7 @@ EVERYWHERE = {
     "train": "sequence_length batch_size device_batch_size fit steps tokens_per_parameter "
     "init_from on_nonfinite max_consecutive_skips compiler_options",
     "train.local_sgd": "every outer_lr outer_momentum compress fragments",
+    "train.phases[]": "until model grow",
     "train.loss_spike": "action deviations window rollback_steps skip_batches",
 }  # fmt: skip
 

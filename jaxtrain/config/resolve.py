@@ -99,16 +99,7 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
         reference_model(c.model, t.sequence_length), vocab_size, t.tokens_per_parameter
     )
     mesh = make_mesh(c.mesh, devices)
-    check_compatible(c.model_copy(update={"model": model}), mesh.shape)
-    for stage in (None, *c.data.stages):
-        length = (stage and stage.sequence_length) or t.sequence_length
-        what = "data.stages: sequence_length" if stage else "train.sequence_length"
-        windows = (spec.window for spec in make_plan(model))
-        check_context_chunks(mesh.shape["context"], what, length, windows)
-    if mesh.shape["pipeline"] > 1:
-        repeats, context = c.mesh.pipeline_repeats, mesh.shape["context"]
-        check_stages(mesh.shape["pipeline"], repeats, make_plan(model), context)
-    check_shapes(mesh, model, t.sequence_length)
+    check_structure(c, model, mesh)
     shards = num_batch_shards(mesh)
     rows = max(shards, batch_tokens(tokens, reference) // t.sequence_length)
     batch = t.batch_size or rows
@@ -145,6 +136,21 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
         "optim": optim.model_dump(),
     }
     return Resolved.model_validate({**c.model_dump(), **derived})
+
+
+def check_structure(c: Config | Resolved, model: ResolvedModel, mesh: Mesh) -> None:
+    """Raises UserError for a model that does not go with the other sections, or with the mesh."""
+    t = c.train
+    check_compatible(c.model_copy(update={"model": model}), mesh.shape)
+    for stage in (None, *c.data.stages):
+        length = (stage and stage.sequence_length) or t.sequence_length
+        what = "data.stages: sequence_length" if stage else "train.sequence_length"
+        windows = (spec.window for spec in make_plan(model))
+        check_context_chunks(mesh.shape["context"], what, length, windows)
+    if mesh.shape["pipeline"] > 1:
+        repeats, context = c.mesh.pipeline_repeats, mesh.shape["context"]
+        check_stages(mesh.shape["pipeline"], repeats, make_plan(model), context)
+    check_shapes(mesh, model, t.sequence_length)
 
 
 def with_length_ramp(c: Config) -> Config:

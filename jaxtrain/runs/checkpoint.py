@@ -278,10 +278,16 @@ class Checkpointer:
         self.close()
 
 
+def saved_steps(run_dir: Path) -> list[int]:
+    """The steps of a run's whole checkpoints, the newest last."""
+    folders = (run_dir / "checkpoints").glob("*")
+    return sorted(int(folder.name) for folder in folders if folder.name.isdigit())
+
+
 def no_room(run_dir: Path, said: str) -> str:
     """A line on a disk that is full, with the newest whole checkpoint."""
-    steps = [int(p.name) for p in (run_dir / "checkpoints").glob("*") if p.name.isdigit()]
-    saved = f"the newest whole one is {max(steps)}" if steps else "there is none yet"
+    steps = saved_steps(run_dir)
+    saved = f"the newest whole one is {steps[-1]}" if steps else "there is none yet"
     return f"{run_dir}: {said}; of checkpoints, {saved}. Free space, and the same command goes on"
 
 

@@ -9,6 +9,7 @@ import numpy as np
 
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config import save_yaml, validate
+from jaxtrain.config.phases import config_at
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import Tokenizer, load_tokenizer, training_template
 from jaxtrain.finetune import PEFT, Partition, make_partition, prefix_keys_values
@@ -27,7 +28,7 @@ from jaxtrain.interop.companions import FOLDER
 from jaxtrain.interop.tensors import metadata_of, read, read_header, write
 from jaxtrain.model import ParamSpec, Transformer, path_name, split
 from jaxtrain.parallel.mesh import gather_to_host
-from jaxtrain.runs.checkpoint import Checkpointer
+from jaxtrain.runs.checkpoint import Checkpointer, saved_steps
 from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.settings import UserError
 from jaxtrain.storage.strict_yaml import read_saved
@@ -99,8 +100,11 @@ def load_saved(path: Path, step: int | None = None) -> Saved:
     config = load_resolved(folder / "config.yaml")
     tokenizer_dir = folder if (folder / WEIGHTS).is_file() else path / "tokenizer"
     tokenizer = load_tokenizer(tokenizer_dir)
+    finished = step is None and (folder / WEIGHTS).is_file()
+    if not finished:
+        config = config_at(config, max(saved_steps(path), default=0) if step is None else step)
     graphdef, specs = split(Transformer(config.model, tokenizer.vocab_size))
-    if step is None and (folder / WEIGHTS).is_file():
+    if finished:
         params = read_weights(folder / WEIGHTS, specs, tokenizer)
     else:
         params = load_checkpoint_params(path, config, specs, step)

@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field
+from pydantic import Field, JsonValue
 
 from jaxtrain.settings import Settings
 
@@ -57,6 +57,21 @@ class LossSpike(Settings):
         ge=1,
         description="rollback: batches that are left out, from `rollback_steps` steps before the "
         "spike on; the spike's own at least",
+    )
+
+
+class PhaseConfig(Settings):
+    """A part of a run, from its start or the phase before, with other values of the model's
+    fields. What comes after the last one has the run's own."""
+
+    until: int = Field(ge=1, description="step after which the phase ends")
+    model: dict[str, JsonValue] = Field(
+        description="fields of model that are others until then: {depth: 6}",
+    )
+    grow: Literal["stack", "interleave"] = Field(
+        "stack",
+        description="how the phase's layers become the more layers of the next: stack: the whole "
+        "stack again on top (G_stack, Du et al. 2024); interleave: each layer again behind itself",
     )
 
 
@@ -129,6 +144,11 @@ class TrainConfig(Settings):
     )
     compiler_options: dict[str, bool | int | str] = Field(
         {}, description="options of XLA's for the step's compilation, xla_gpu_...: value"
+    )
+    phases: tuple[PhaseConfig, ...] = Field(
+        (),
+        description="parts of the run with another model: progressive stacking, fake-quantized "
+        "weights at the end; the state goes on from one to the next",
     )
     local_sgd: LocalConfig | None = Field(
         None,

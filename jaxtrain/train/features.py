@@ -19,6 +19,7 @@ from jaxtrain.train.float8_scaling import float8
 from jaxtrain.train.local_sgd import replicas
 from jaxtrain.train.loss_scale import dynamic_loss_scale
 from jaxtrain.train.loss_spikes import loss_spikes
+from jaxtrain.train.plan import Plan
 from jaxtrain.train.step import StepSpec
 from jaxtrain.train.transforms import StepTransform
 
@@ -66,6 +67,13 @@ def make_step_spec(
         make_transforms(c, dtype),
         draws=c.model.stochastic_depth > 0,
     )
+
+
+def step_of(plan: Plan, bytes_V: Array) -> StepSpec:
+    """The step of a phase, with all its features. bytes_V: bytes of text of each token."""
+    c = plan.config
+    spec = make_step_spec(c, plan.graphdef, plan.partition, plan.optimizer, plan.dtype, bytes_V)
+    return wrap_step(spec, c, plan.mesh, plan.resumed)
 
 
 def wrap_step(spec: StepSpec, c: Resolved, mesh: Mesh, resumed: bool = False) -> StepSpec:

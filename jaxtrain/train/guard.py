@@ -20,6 +20,7 @@ from jaxtrain.runs.metrics import MAX_IN_FLIGHT, MetricsWriter
 from jaxtrain.settings import UserError
 from jaxtrain.train.checks import Checks
 from jaxtrain.train.config import LossSpike, TrainConfig
+from jaxtrain.train.growth import Growth
 from jaxtrain.train.loss_spikes import LossSpikes, from_plain, to_plain
 from jaxtrain.train.program import shape_dtype_structs
 from jaxtrain.train.restore import restored, saved_part
@@ -48,7 +49,8 @@ class Return(NamedTuple):
 class Guard:
     """Judges the steps taken, and says which batches are left out.
 
-    saved: what `position` put into the checkpoint that the run goes on from.
+    saved: what `position` put into the checkpoint that the run goes on from. growth: of the phase,
+    whose checkpoints alone are gone back to.
     """
 
     def __init__(
@@ -57,8 +59,9 @@ class Guard:
         spec: StepSpec,
         checkpoints: Checkpointer,
         saved: dict[str, Any] | None,
+        growth: Growth | None = None,
     ):
-        self.train, self.spec, self.checkpoints = train, spec, checkpoints
+        self.train, self.spec, self.checkpoints, self.growth = train, spec, checkpoints, growth
         paths = jax.tree_util.tree_flatten_with_path(spec.specs)[0]
         self.names = [path_name(path) for path, _ in paths]
         self.pending: deque[Taken] = deque()
@@ -163,7 +166,8 @@ class Guard:
         if loss_spike.action == "skip":
             return self._skipped(what)
         self.checkpoints.wait()
-        steps = [s for s in self.checkpoints.steps() if s < taken.step]
+        begun = self.growth.step if self.growth else 0
+        steps = [s for s in self.checkpoints.steps() if begun <= s < taken.step]
         if not steps:
             return f"{what}; there is no checkpoint before it to go back to, so training goes on"
         old = [s for s in steps if s <= taken.step - loss_spike.rollback_steps]
@@ -217,7 +221,7 @@ class Guard:
         self.checkpoints.delete_after(to.step)
         like = shape_dtype_structs(saved_part(state, self.spec))
         jax.tree.map(lambda x: x.delete(), state)
-        state, position = restored(self.checkpoints, to.step, like, lambda line: None)
+        state, position = restored(self.checkpoints, to.step, like, lambda line: None, self.growth)
         self._take_up(position)
         metrics.rewind(to.step)
         metrics.write(to.step + 1, "event", {"rollback": to.why})

@@ -20,13 +20,27 @@ from jaxtrain.runs.report import write_report
 from jaxtrain.storage.disk import full_disk_explained
 from jaxtrain.train.evaluator import Evaluator
 from jaxtrain.train.events import make_events
-from jaxtrain.train.features import make_step_spec, wrap_step
+from jaxtrain.train.features import step_of
 from jaxtrain.train.feed import Feed
 from jaxtrain.train.guard import Guard
-from jaxtrain.train.plan import RunLog, make_plan, open_metrics, prepare_data
+from jaxtrain.train.plan import (
+    Plan,
+    RunLog,
+    TrainingData,
+    make_plans,
+    open_metrics,
+    phases_left,
+    prepare_data,
+)
 from jaxtrain.train.program import Program, check_labels, out_of_memory_explained
 from jaxtrain.train.recipes import make_recipe
-from jaxtrain.train.restore import init_or_restore, load_pretrained, non_param_state, saved_part
+from jaxtrain.train.restore import (
+    init_or_restore,
+    load_pretrained,
+    make_growth,
+    non_param_state,
+    saved_part,
+)
 from jaxtrain.train.run_directory import check_writable, final_message, open_run
 from jaxtrain.train.step import State, state_shardings
 from jaxtrain.train.stop_signal import StopSignal
@@ -39,6 +53,8 @@ class TrainResult(NamedTuple):
     params: Params  # that train, as they are evaluated
     metrics: dict[str, float]  # of the last validation
     directory: Path
+    step: int  # the last one taken
+    stopped: bool  # by a signal, before the run's last step
 
 
 def train(config: Config, coordinator: Coordinator | None = None) -> TrainResult:
@@ -51,24 +67,28 @@ def train(config: Config, coordinator: Coordinator | None = None) -> TrainResult
     check_writable(config.run_dir)
     lock = held(config.run_dir, coordinator, max(100.0, config.processes.heartbeat_timeout))
     with full_disk_explained(functools.partial(no_room, config.run_dir)), lock:
-        return train_locked(config, coordinator)
+        log = RunLog(coordinator)
+        plans = make_plans(config, coordinator, log)
+        data = prepare_data(config, plans[-1], log)
+        for plan, before in phases_left(plans, config.run_dir):
+            result = train_phase(plan, before, data)
+            if result.stopped:
+                break
+        if coordinator.index == 0:
+            page = write_report(result.directory)
+            log(final_message(plan.run, result.step, page, data.chat is not None))
+    return result
 
 
-def train_locked(config: Config, coordinator: Coordinator) -> TrainResult:
-    """`train`, in a run directory that no other job uses."""
-    # ---- plan: all that can be wrong before the data is prepared ---------------------------------
-    log = RunLog(coordinator)
-    plan = make_plan(config, coordinator, log)
-    c, t = plan.config, plan.config.train
+def train_phase(plan: Plan, before: Plan | None, data: TrainingData) -> TrainResult:
+    """Train a phase of a run, or the rest of it. before: the phase before, if there is one."""
+    # ---- what a step is --------------------------------------------------------------------------
+    c, t, coordinator, log = plan.config, plan.config.train, plan.coordinator, plan.log
     recipe = make_recipe(plan)
-    data = prepare_data(config, plan, log)
     recipe.open(data)
-    run_dir = open_run(c, data.tokenizer, data.corpus, coordinator)
+    run_dir = open_run(plan.run, data.tokenizer, data.corpus, coordinator)
     token_bytes_V = jax.numpy.asarray(data.tokenizer.token_bytes())
-    spec = make_step_spec(
-        c, plan.graphdef, plan.partition, plan.optimizer, plan.dtype, token_bytes_V
-    )
-    spec = wrap_step(spec, c, plan.mesh, plan.resumed)
+    spec = step_of(plan, token_bytes_V)
     log(spec.summary)
 
     with jax.set_mesh(plan.mesh), Checkpointer(run_dir, c.checkpoint) as checkpoints:
@@ -76,13 +96,15 @@ def train_locked(config: Config, coordinator: Coordinator) -> TrainResult:
         resumed = checkpoints.latest() is not None
         frozen, pretrained = load_pretrained(plan.partition, c, plan.mesh, resumed)
         places = state_shardings(spec, plan.mesh)
+        growth = before and make_growth(step_of(before, token_bytes_V), plan, before)
         state, position = init_or_restore(
-            spec, places, checkpoints, c.run.seed, pretrained, coordinator, log
+            spec, places, checkpoints, c.run.seed, pretrained, coordinator, log, growth
         )
         del pretrained  # given away, or not needed
-        guard, start = Guard(t, spec, checkpoints, position), int(state.step)
+        guard, start = Guard(t, spec, checkpoints, position, growth), int(state.step)
         state = guard.with_window(state)
-        log(f"{'resume' if start else 'train':8s} {run_dir}: steps {start} to {t.steps}")
+        what = "resume" if start > plan.phase.start else "train"
+        log(f"{what:8s} {run_dir}: steps {start} to {plan.phase.end}")
         recipe.start(spec, None if position else state.params, frozen, run_dir)
         feed = Feed(plan, data, recipe, guard, position)
         if coordinator.index == 0:
@@ -115,7 +137,7 @@ def train_locked(config: Config, coordinator: Coordinator) -> TrainResult:
         ):
             events, step = make_events(c, save, evaluator, metrics), start
             coordinator.begin(step)
-            while step < t.steps and not stop.after(step):
+            while step < plan.phase.end and not stop.after(step):
                 batch, step = feed.take(), step + 1
                 check_labels(batch.weights_BT, step, run_dir)
                 if not program.fits(batch):  # the next phase
@@ -128,7 +150,7 @@ def train_locked(config: Config, coordinator: Coordinator) -> TrainResult:
                     metrics.write(step, "event", {"data": text})
                 checkpoints.check()
                 due = [event for event in events if event.is_due(step, t.steps)]
-                wait = step == t.steps or any(event.must_be_sound for event in due)
+                wait = step == plan.phase.end or any(event.must_be_sound for event in due)
                 if back := guard.look(metrics, wait=wait):
                     state, position = guard.go_back(back, state, metrics, coordinator)
                     feed.rewind(position)
@@ -143,8 +165,7 @@ def train_locked(config: Config, coordinator: Coordinator) -> TrainResult:
             for event in events:
                 with metrics.pause():
                     event.at_end(step, state, finished=step == t.steps, sound=not back)
+            stopped = step < plan.phase.end or (step < t.steps and stop.after(step))
         checkpoints.wait()
         params = evaluator.params(state)
-    if coordinator.index == 0:
-        log(final_message(c, step, write_report(run_dir), data.chat is not None))
-    return TrainResult(params, evaluator.last, run_dir)
+    return TrainResult(params, evaluator.last, run_dir, step, stopped)

@@ -1,6 +1,7 @@
 """What a run is, before any data is read: all that can be wrong with it is found here."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
+from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -13,13 +14,16 @@ from jaxtrain import data
 from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config import Config
+from jaxtrain.config.phases import Phase, phases_of
 from jaxtrain.config.resolve import Resolved, decay_line, resolve, vocab_size_of, warmup_line
 from jaxtrain.data.store.progress import show_progress
 from jaxtrain.finetune import Partition, apply_lora_plus, make_partition, trainable_by_matrix
 from jaxtrain.model import Transformer, check_fp8, flops_per_token, sizes, split
 from jaxtrain.optim import Optimizer, make_optimizer
 from jaxtrain.parallel import make_mesh
+from jaxtrain.runs.checkpoint import saved_steps
 from jaxtrain.runs.metrics import MetricsWriter
+from jaxtrain.train.growth import check_optimizer_grows
 from jaxtrain.train.run_directory import check_run, check_text, check_tuned
 from jaxtrain.weights.params import Specs
 
@@ -36,9 +40,11 @@ class RunLog:
 
 
 class Plan(NamedTuple):
-    """A resolved configuration on a mesh."""
+    """A phase of a run on a mesh."""
 
-    config: Resolved
+    config: Resolved  # with the phase's model
+    phase: Phase
+    run: Resolved  # as the run directory keeps it
     mesh: Mesh
     graphdef: nnx.GraphDef
     specs: Specs  # of the whole model
@@ -62,12 +68,39 @@ class TrainingData(NamedTuple):
         return self.prepared.tokenizer
 
 
-def make_plan(config: Config, coordinator: Coordinator, log: RunLog) -> Plan:
-    """Raises UserError for what cannot be trained, before the data is prepared."""
+def make_plans(config: Config, coordinator: Coordinator, log: RunLog) -> list[Plan]:
+    """The phases of a run. UserError for what cannot be trained, before the data is prepared."""
     mesh = make_mesh(config.mesh)
     vocab_size = vocab_size_of(config.data)
     c = resolve(config, vocab_size)
-    t = c.train
+    check_text(config)
+    resumed = check_run(c)
+    data.check_lengths(c.data.stages, c.train.sequence_length)
+    if c.model.fp8:
+        check_fp8()
+    plans = [
+        make_plan(phase, c, mesh, vocab_size, resumed, coordinator, log)
+        for phase in phases_of(c, vocab_size, mesh)
+    ]
+    for before, plan in pairwise(plans):
+        trained = before.partition.trainable, plan.partition.trainable
+        check_optimizer_grows(before.optimizer, plan.optimizer, *trained)
+    log(decay_line(config, c))
+    log(warmup_line(config, c))
+    return plans
+
+
+def make_plan(
+    phase: Phase,
+    run: Resolved,
+    mesh: Mesh,
+    vocab_size: int,
+    resumed: bool,
+    coordinator: Coordinator,
+    log: RunLog,
+) -> Plan:
+    """Of one phase. UserError for a model that cannot be tuned as the configuration asks."""
+    c, t = phase.config, phase.config.train
     graphdef, specs = split(Transformer(c.model, vocab_size))
     dtype = compute_dtype(t.precision)
     partition = make_partition(c.finetune, specs, dtype)
@@ -75,22 +108,18 @@ def make_plan(config: Config, coordinator: Coordinator, log: RunLog) -> Plan:
     optimizer = make_optimizer(
         optim, partition.trainable, t.steps, t.batch_size * t.sequence_length
     )
-    check_text(config)
-    resumed = check_run(c)
     check_tuned(c, partition)
-    data.check_lengths(c.data.stages, t.sequence_length)
-    if c.model.fp8:
-        check_fp8()
+    steps = f", steps {phase.start} to {phase.end}" if t.phases else ""
     log(
         f"model    {sizes(specs)['total']:,} parameters, depth {c.model.depth}, width "
         f"{c.model.width}, {dtype.name} on {len(mesh.devices.flat)} x "
-        f"{mesh.devices.flat[0].device_kind}"
+        f"{mesh.devices.flat[0].device_kind}{steps}"
     )
     if partition.init:
         log(f"tune     {c.finetune.name}: {sizes(partition.trainable)['total']:,} parameters train")
-    log(decay_line(config, c))
-    log(warmup_line(config, c))
-    return Plan(c, mesh, graphdef, specs, partition, optimizer, dtype, resumed, coordinator, log)
+    return Plan(
+        c, phase, run, mesh, graphdef, specs, partition, optimizer, dtype, resumed, coordinator, log
+    )
 
 
 def prepare_data(config: Config, plan: Plan, log: RunLog) -> TrainingData:
@@ -108,6 +137,14 @@ def prepare_data(config: Config, plan: Plan, log: RunLog) -> TrainingData:
     template = data.training_template(plan.config.data)
     chat = data.make_chat(*template, prepared.tokenizer) if template else None
     return TrainingData(prepared, corpus, chat)
+
+
+def phases_left(plans: list[Plan], run_dir: Path) -> Iterator[tuple[Plan, Plan | None]]:
+    """The phases from that of the newest checkpoint on, each with the one before it."""
+    done = max(saved_steps(run_dir), default=0)
+    for before, plan in pairwise([None, *plans]):
+        if plan is not None and (plan.phase.end > done or plan is plans[-1]):
+            yield plan, before
 
 
 def open_metrics(plan: Plan, run_dir: Path, start: int, facts: dict[str, Any]) -> MetricsWriter:

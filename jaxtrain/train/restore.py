@@ -19,8 +19,10 @@ from jaxtrain.finetune import (
 from jaxtrain.interop import has_params, load_init_params, read_adapter, read_prompt_adapter
 from jaxtrain.parallel import shardings
 from jaxtrain.runs.checkpoint import Checkpointer
+from jaxtrain.train.growth import Growth
 from jaxtrain.train.local_sgd import LocalState, as_saved, replicas_in, resize_replicas
-from jaxtrain.train.step import State, StepSpec, init_state
+from jaxtrain.train.plan import Plan
+from jaxtrain.train.step import State, StepSpec, init_state, state_shardings
 from jaxtrain.weights.params import Params
 
 
@@ -61,11 +63,12 @@ def init_or_restore(
     start: Params | None = None,
     coordinator: Coordinator | None = None,
     log: Callable[[str], Any] = lambda line: None,
+    growth: Growth | None = None,
 ) -> tuple[State, Any]:
     """The initial state, or that of the newest checkpoint with its place in the data.
 
     start: the parameters that a new run begins with; default initial values. log: is told
-    when the replicas are not as many as those of the checkpoint.
+    when the replicas are not as many as those of the checkpoint. growth: of the phase.
     """
     newest = checkpoints.latest()
     (coordinator or Coordinator()).compare(
@@ -80,18 +83,36 @@ def init_or_restore(
         return begin(start), None
     if newest is None:
         return create(), None
-    like = jax.tree.map(
+    return restored(checkpoints, newest, saved_part(shapes_of(spec, shardings), spec), log, growth)
+
+
+def shapes_of(spec: StepSpec, shardings: State) -> State:
+    """The state of a step as shapes and places."""
+    return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
-        jax.eval_shape(create),
+        jax.eval_shape(lambda: init_state(spec, 0)),
         shardings,
     )
-    return restored(checkpoints, newest, saved_part(like, spec), log)
+
+
+def make_growth(spec: StepSpec, plan: Plan, before: Plan) -> Growth:
+    """From the phase before. spec: the step of that phase."""
+    old = saved_part(shapes_of(spec, state_shardings(spec, plan.mesh)), spec)
+    depths = before.config.model.depth, plan.config.model.depth
+    return Growth(plan.phase.start, old, depths, plan.phase.grow or "stack")
 
 
 def restored(
-    checkpoints: Checkpointer, step: int, like: State, log: Callable[[str], Any]
+    checkpoints: Checkpointer,
+    step: int,
+    like: State,
+    log: Callable[[str], Any],
+    growth: Growth | None = None,
 ) -> tuple[State, Any]:
     """A checkpoint's state, in the shapes and places of `like`, and its place in the data."""
+    if growth and step == growth.step:
+        state, position = restored(checkpoints, step, growth.before, log)
+        return growth(state, like), position
     read, had, asked = like, 0, 0
     if isinstance(like.optimizer, LocalState):
         had = replicas_in(checkpoints.shapes(step)["optimizer"]["replicas"])

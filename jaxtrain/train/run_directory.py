@@ -1,4 +1,4 @@
-"""The run directory of a training: which configuration it has_params, and what is left there."""
+"""The run directory of a training: which configuration it has, and what is left there."""
 
 import os
 import tempfile
@@ -15,7 +15,7 @@ from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import Tokenizer, load_tokenizer, sources_of
 from jaxtrain.finetune import LoRAConfig, Partition
 from jaxtrain.interop import check_adapter, origin
-from jaxtrain.runs.checkpoint import write_json
+from jaxtrain.runs.checkpoint import saved_steps, write_json
 from jaxtrain.runs.environment import environment
 from jaxtrain.runs.job import leaves
 from jaxtrain.settings import UserError
@@ -39,8 +39,7 @@ def check_run(c: Resolved) -> bool:
             f"train.init_from: finetune.name={c.finetune.name} needs it, the model to tune"
         )
     file = c.run_dir / "config.yaml"
-    saved = [p for p in (c.run_dir / "checkpoints").glob("*") if p.name.isdigit()]
-    if not file.is_file() or not (saved or (c.run_dir / "model").is_dir()):
+    if not file.is_file() or not (saved_steps(c.run_dir) or (c.run_dir / "model").is_dir()):
         return False
     changed = differences(read_saved(file), c.model_dump(mode="json"))
     if changed:

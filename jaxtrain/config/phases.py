@@ -1,0 +1,84 @@
+"""The phases of a run: parts that train different models, whose state goes on from one to the next.
+
+The lengths of rows and the mixtures of a phase are the data's (`data.stages`).
+"""
+
+from collections.abc import Mapping
+from itertools import pairwise
+from typing import NamedTuple
+
+from jax.sharding import Mesh
+from pydantic import JsonValue
+
+from jaxtrain.config.load import validate
+from jaxtrain.config.resolve import Resolved, check_structure
+from jaxtrain.finetune.partition import flatten
+from jaxtrain.model import Transformer, split
+from jaxtrain.settings import UserError
+
+
+class Phase(NamedTuple):
+    """A part of a run that trains one model."""
+
+    config: Resolved  # the run's, with the phase's model
+    start: int  # steps before it
+    end: int  # steps when it is over
+    grow: str | None = None  # how the layers of the phase before become this one's
+
+
+def phases_of(c: Resolved, vocab_size: int, mesh: Mesh) -> list[Phase]:
+    """The phases of a run, at least one.
+
+    Raises UserError for one that cannot be trained, or whose parameters cannot become the next's.
+    """
+    found, start, grow = [], 0, None
+    for number, phase in enumerate(c.train.phases):
+        field = f"train.phases[{number}]"
+        if not start < phase.until < c.train.steps:
+            raise UserError(
+                f"{field}.until={phase.until}: a phase ends after the one before (step {start}) "
+                f"and before the run (train.steps={c.train.steps})"
+            )
+        config = with_model(c, phase.model, field)
+        check_structure(config, config.model, mesh)
+        found.append(Phase(config, start, phase.until, grow))
+        start, grow = phase.until, phase.grow
+    found.append(Phase(c, start, c.train.steps, grow))
+    for number, (one, other) in enumerate(pairwise(found)):
+        check_grows(one.config, other.config, vocab_size, f"train.phases[{number}].model")
+    return found
+
+
+def config_at(c: Resolved, step: int) -> Resolved:
+    """The configuration with the model of the checkpoint of a step."""
+    for number, phase in enumerate(c.train.phases):
+        if step <= phase.until:
+            return with_model(c, phase.model, f"train.phases[{number}]")
+    return c
+
+
+def with_model(c: Resolved, model: Mapping[str, JsonValue], field: str) -> Resolved:
+    """With other values of the model's fields. UserError that begins with `field`."""
+    tree = c.model_dump(mode="json")
+    if unknown := sorted(model.keys() - tree["model"].keys()):
+        raise UserError(f"{field}.model: there is no model.{unknown[0]}")
+    try:
+        return validate(Resolved, {**tree, "model": {**tree["model"], **model}})
+    except UserError as error:
+        raise UserError(f"{field}: {error.args[0]}") from None
+
+
+def check_grows(one: Resolved, other: Resolved, vocab_size: int, field: str) -> None:
+    """Raises UserError unless the parameters of one model differ from those of the next in how
+    many layers they are stacked for, and are fewer."""
+    before, after = (flatten(split(Transformer(c.model, vocab_size))[1]) for c in (one, other))
+    for name in sorted(before.keys() ^ after.keys()):
+        only = "this phase" if name in before else "the next phase"
+        raise UserError(f"{field}: only {only} has {name}; phases share their parameters")
+    for name, spec in before.items():
+        sizes = zip(spec.axes, spec.shape, after[name].shape)
+        if any(a != b and (axis != "layers" or a > b) for axis, a, b in sizes):
+            raise UserError(
+                f"{field}: {name} is {spec.shape} there and {after[name].shape} in the next phase; "
+                "the number of layers alone may grow"
+            )
