@@ -130,7 +130,7 @@ def one_by_one_seconds(w: Workload, params: Any) -> float:
     @jax.jit
     def alone(params, tokens_CT):
         model = nnx.merge(w.spec.graphdef, params)
-        x_CTD = model.hidden(tokens_CT)
+        x_CTD = model(tokens_CT).states
         C, T, D = x_CTD.shape
         logits_CTV = model.logits(x_CTD.reshape(-1, D)).reshape(C, T, -1)
         after_CT1 = jnp.roll(tokens_CT, -1, axis=1)[..., None]

@@ -121,7 +121,7 @@ def test_build_fit_export_load(tmp_path):
 
     # The fifteen lines of the manual: a loss of one's own, batches of one's own.
     def loss(network, batch):
-        logits = network.logits(network.hidden(batch["tokens"]))
+        logits = network.logits(network(batch["tokens"]).states)
         labels = jnp.roll(batch["tokens"], -1, axis=1)
         return optax.softmax_cross_entropy_with_integer_labels(logits, labels).mean()
 

@@ -80,7 +80,7 @@ def alone(model):
     @jax.jit
     def plain(params, tokens_1T):
         merged = nnx.merge(model.graphdef, params)
-        x_TD = merged.hidden(tokens_1T)[0]
+        x_TD = merged(tokens_1T).states[0]
         return merged.logits(x_TD), x_TD
 
     def run(tokens):
@@ -130,7 +130,7 @@ def test_the_gradient_norm_is_that_of_the_head(model):
 
     def loss(params):
         merged = nnx.merge(model.graphdef, params)
-        log_V = jax.nn.log_softmax(merged.logits(merged.hidden(jnp.asarray(tokens[None, :1]))[0]))
+        log_V = jax.nn.log_softmax(merged.logits(merged(jnp.asarray(tokens[None, :1])).states[0]))
         return -log_V[0, 65]
 
     grads = jax.jit(jax.grad(loss))(model.params)

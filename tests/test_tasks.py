@@ -87,7 +87,7 @@ def alone(model):
         merged = nnx.merge(model.graphdef, params)
         if tokens_1T.shape[1] > T:  # nanochat's full layers look back as far as in training
             merged.plan = tuple(replace(spec, window=spec.window or T) for spec in merged.plan)
-        return jax.nn.log_softmax(merged.logits(merged.hidden(tokens_1T)[0]))
+        return jax.nn.log_softmax(merged.logits(merged(tokens_1T).states[0]))
 
     def run(tokens):
         padded = np.zeros((1, -(-len(tokens) // T) * T), np.int32)

@@ -20,6 +20,7 @@ TOUR = {
     "jaxtrain/train/step.py": "one optimizer step: microbatch gradients, accumulate, clip, update",
     "jaxtrain/objectives/next_token.py": "hidden states, then the sum of token losses",
     "jaxtrain/model/transformer.py": "embed, the blocks as the layer plan says, final norm",
+    "jaxtrain/model/run_layers.py": "the layers one after the other, unrolled or scanned",
     "jaxtrain/model/block.py": "one layer: attention and feed-forward with their residuals",
     "jaxtrain/model/attention.py": "project to Q, K, V, rotate (RoPE), attend, project back",
     "jaxtrain/model/layers.py": "norms and feed-forward networks",

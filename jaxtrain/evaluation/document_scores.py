@@ -21,7 +21,7 @@ from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import Scored
 from jaxtrain.data.evaluation.branches import BranchBatch, pack_branches
 from jaxtrain.evaluation.log_likelihood import AHEAD, shard_model
-from jaxtrain.model import Transformer
+from jaxtrain.model import Forward, Transformer
 from jaxtrain.parallel import place_batch
 from jaxtrain.runs.saved import Saved
 
@@ -98,7 +98,8 @@ def measure_rows(
     `chunk` places of a row at a time.
     """
     model = nnx.merge(graphdef, params)
-    x_BTD = model.hidden_with_segments(rows.tokens_BT, rows.positions_BT, rows.segments_BT)
+    texts = rows.tokens_BT, rows.positions_BT, rows.segments_BT
+    x_BTD = model(*texts, Forward(document_mask=True)).states
     B, T, D = x_BTD.shape
 
     def add(i, out_BTm):

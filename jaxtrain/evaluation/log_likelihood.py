@@ -20,7 +20,7 @@ from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import Scored
 from jaxtrain.data.evaluation.branches import BRANCH_SHARE, BranchBatch, RowShape, pack_branches
-from jaxtrain.model import cast
+from jaxtrain.model import Forward, cast
 from jaxtrain.model.branches import Branches
 from jaxtrain.parallel import make_mesh, place_batch, shardings
 from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard, shard_from_host
@@ -117,9 +117,8 @@ def score_rows(
     branches = None
     if rows.parents_BR.shape[1]:
         branches = Branches(rows.parents_BR, rows.before_BR, rows.positions_BT)
-    x_BTD = model.hidden_with_segments(
-        rows.tokens_BT, rows.positions_BT, rows.segments_BT, branches
-    )
+    mode = Forward(document_mask=True, branches=branches)
+    x_BTD = model(rows.tokens_BT, rows.positions_BT, rows.segments_BT, mode).states
     B, _, D = x_BTD.shape
 
     def add(i, out):

@@ -192,7 +192,7 @@ class Model:
 @jax.jit(static_argnums=0)
 def _logits(graphdef: Any, params: Any, tokens_BT: Array) -> Array:
     model = nnx.merge(graphdef, params)
-    return model.logits(model.hidden(tokens_BT))
+    return model.logits(model(tokens_BT).states)
 
 
 def load(source: str | Path, step: int | None = None) -> Model:

@@ -26,7 +26,7 @@ from jaxtrain.data import Chat, Tokenizer, make_chat
 from jaxtrain.inference.arguments import TOKENS, generate_parser
 from jaxtrain.inference.chat import chat_loop
 from jaxtrain.interop import Prompting
-from jaxtrain.model import Cache, cast
+from jaxtrain.model import Cache, Decode, Prefill, cast
 from jaxtrain.model.config import round_up
 from jaxtrain.model.transformer import CACHE_MULTIPLE
 from jaxtrain.parallel.mesh import gather_to_host
@@ -85,7 +85,7 @@ def decode_tokens(
     model = nnx.merge(graphdef, params)
     B = tokens_BT.shape[0]
     capacity = round_up(tokens_BT.shape[1] + new, CACHE_MULTIPLE)
-    x_BD, cache = model.prefill(tokens_BT, lengths_B, capacity, cache_dtype)
+    x_BD, _, cache = model(tokens_BT, mode=Prefill(lengths_B, capacity, cache_dtype))
     first_B = sample_token(
         model.logits(x_BD), jax.random.fold_in(key, 0), temperature, top_p, top_k
     )
@@ -99,7 +99,7 @@ def decode_tokens(
 
     def one(carry):
         i, out_Bn, cache, ended_B = carry
-        x_BD, cache = model.decode(out_Bn[:, i - 1], cache)
+        x_BD, _, cache = model(out_Bn[:, i - 1, None], mode=Decode(cache))
         token_B = sample_token(
             model.logits(x_BD), jax.random.fold_in(key, i), temperature, top_p, top_k
         )
@@ -228,7 +228,7 @@ def prefill(
 ) -> tuple[Int[Array, "B"], Cache]:
     """The first token after prompts that are padded on the right, and the cache."""
     model = nnx.merge(graphdef, params)
-    x_BD, cache = model.prefill(tokens_BT, lengths_B, capacity, cache_dtype)
+    x_BD, _, cache = model(tokens_BT, mode=Prefill(lengths_B, capacity, cache_dtype))
     return sample_token(
         model.logits(x_BD), jax.random.fold_in(key, 0), temperature, top_p, top_k
     ), cache
@@ -248,7 +248,7 @@ def decode_step(
 ) -> tuple[Int[Array, "B"], Cache]:
     """The token after `token_B`, and the cache one token longer."""
     model = nnx.merge(graphdef, params)
-    x_BD, cache = model.decode(token_B, cache)
+    x_BD, _, cache = model(token_B[:, None], mode=Decode(cache))
     return sample_token(model.logits(x_BD), key, temperature, top_p, top_k), cache
 
 

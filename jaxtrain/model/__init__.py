@@ -2,6 +2,7 @@
 
 from jaxtrain.model.config import ModelConfig, ResolvedModel, resolve_model
 from jaxtrain.model.flops import active, flops_per_token, sizes
+from jaxtrain.model.modes import Decode, Forward, Mode, Output, Pipelined, Prefill
 from jaxtrain.model.plan import LayerSpec, make_plan, scan_groups
 from jaxtrain.model.transformer import Cache, Transformer
 from jaxtrain.weights.adapted import AdaptedWeight, column_norms, merge_weights
@@ -20,8 +21,9 @@ from jaxtrain.weights.params import (
 from jaxtrain.weights.quantized import quantize
 
 __all__ = [
-    "AdaptedWeight", "Cache", "LayerSpec", "ModelConfig", "ParamSpec", "Params", "ResolvedModel",
-    "Transformer", "abstract", "active", "cast", "check_fp8", "column_norms", "count",
-    "flops_per_token", "fp8_weights", "initialize", "is_weight", "make_plan", "merge_weights",
-    "path_name", "quantize", "resolve_model", "scan_groups", "sizes", "split", "with_fp8",
+    "AdaptedWeight", "Cache", "Decode", "Forward", "LayerSpec", "Mode", "ModelConfig", "Output",
+    "ParamSpec", "Params", "Pipelined", "Prefill", "ResolvedModel", "Transformer", "abstract",
+    "active", "cast", "check_fp8", "column_norms", "count", "flops_per_token", "fp8_weights",
+    "initialize", "is_weight", "make_plan", "merge_weights", "path_name", "quantize",
+    "resolve_model", "scan_groups", "sizes", "split", "with_fp8",
 ]  # fmt: skip

@@ -57,6 +57,11 @@ def ffn_of(c: ResolvedModel, i: int) -> Literal["own", "dense", "experts"]:
     return "dense" if (c.depth - 1 - i) % c.moe.every else "experts"
 
 
+def make_runs(plan: Plan, scan: bool) -> list[tuple[Plan, int]]:
+    """The plan as (period, repeats); without `scan` one period of all layers."""
+    return scan_groups(plan) if scan else [(plan, 1)]
+
+
 def scan_groups(plan: Plan) -> list[tuple[Plan, int]]:
     """The plan as runs of (period, repeats); their concatenation is the plan.
 

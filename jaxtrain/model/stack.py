@@ -1,8 +1,8 @@
 """Layers of equal shape, stored stacked: parts of a stack, and its layers."""
 
 import functools
-from collections.abc import Iterable, Iterator
-from typing import Any
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import Any, NamedTuple
 
 import jax
 import numpy as np
@@ -14,6 +14,21 @@ from jaxtrain.settings import UserError
 from jaxtrain.weights import WEIGHTS
 from jaxtrain.weights.contract import is_weight
 from jaxtrain.weights.params import path_name
+
+
+class Stack(NamedTuple):
+    """Weights of layers, stacked. layers: what each has, its index and scales too, [L, ...]. parts:
+    modules that only some layers have, each stacked over those."""
+
+    layers: dict[str, Any]
+    parts: dict[str, Any]
+
+
+class LayerWeights(NamedTuple):
+    """The same of one layer."""
+
+    layer: dict[str, Any]
+    parts: dict[str, Any]
 
 
 def part_sizes(period: Plan, parts: Iterable[str]) -> dict[str, int]:
@@ -50,16 +65,28 @@ def take(stack: Any, start: int, repeats: int, size: int) -> Any:
     return jax.tree.map(part, stack)
 
 
-def layer_weights(period: Plan, stack: Any, scanned: bool) -> Iterator[tuple[Any, Any]]:
-    """For each layer of a period, (source, pick): pick(source) is what it takes, and its parts.
+def periods(stack: Stack, runs: Sequence[tuple[Plan, int]]) -> Iterator[tuple[Plan, int, Stack]]:
+    """(period, repeats, its weights [repeats, layers of a period, ...]) of each run in turn."""
+    at, part_at = 0, dict.fromkeys(stack.parts, 0)
+    for period, repeats in runs:
+        sizes = part_sizes(period, stack.parts)
+        parts = {n: take(stack.parts[n], part_at[n], repeats, sizes[n]) for n in stack.parts}
+        yield period, repeats, Stack(take(stack.layers, at, repeats, len(period)), parts)
+        at += len(period) * repeats
+        part_at = {name: begin + sizes[name] * repeats for name, begin in part_at.items()}
 
-    stack: (what all layers take, {part: what some do}), each stacked over those of the period. A
-    layer that is scanned picks from the stack itself, inside of `remat.layer`, which picks again:
+
+def layer_weights(
+    period: Plan, stack: Stack, scanned: bool
+) -> Iterator[tuple[Any, Callable[[Any], LayerWeights]]]:
+    """For each layer of a period, (source, pick): pick(source) is its weights.
+
+    A layer that is scanned picks from the stack itself, inside of `remat.layer`, which picks again:
     of a slice made before it the scan would keep all, a copy of the weights.
     """
-    layers = unstack(stack[0], len(period))
-    sizes = part_sizes(period, stack[1])
-    parts = {name: unstack(stack[1][name], size) for name, size in sizes.items()}
+    layers = unstack(stack.layers, len(period))
+    sizes = part_sizes(period, stack.parts)
+    parts = {name: unstack(stack.parts[name], size) for name, size in sizes.items()}
     seen = dict.fromkeys(sizes, 0)
     for i, spec in enumerate(period):
         places = {name: seen[name] for name in spec.parts}
@@ -68,13 +95,14 @@ def layer_weights(period: Plan, stack: Any, scanned: bool) -> Iterator[tuple[Any
             yield stack, functools.partial(picked, i, places)
         else:
             own = {name: parts[name][place] for name, place in places.items()}
-            yield (layers[i], own), lambda source: source
+            yield LayerWeights(layers[i], own), lambda source: source
 
 
-def picked(i: int, places: dict[str, int], stack: Any) -> tuple[Any, dict[str, Any]]:
+def picked(i: int, places: dict[str, int], stack: Stack) -> LayerWeights:
     """Layer i of a period's stack, and its parts at their places."""
     at = lambda tree, place: jax.tree.map(lambda leaf: leaf[place], tree)
-    return at(stack[0], i), {name: at(stack[1][name], place) for name, place in places.items()}
+    parts = {name: at(stack.parts[name], place) for name, place in places.items()}
+    return LayerWeights(at(stack.layers, i), parts)
 
 
 def unstack(stack: Any, layers: int) -> list[Any]:

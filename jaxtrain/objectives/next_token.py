@@ -9,7 +9,7 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxtrain import parallel
-from jaxtrain.model import Transformer
+from jaxtrain.model import Forward, Pipelined, Transformer
 from jaxtrain.objectives.base import LossOptions, Objective, SumsByName
 from jaxtrain.settings import Settings
 from jaxtrain.weights.params import Params
@@ -57,17 +57,15 @@ def hidden_states(
     """
     model: Transformer = nnx.merge(graphdef, params)
     texts = batch.tokens_BT, batch.positions_BT, batch.segments_BT
-    draws: dict[str, Any] = {} if key is None else {"key": key}
+    mode = Forward(key, zigzag=True)
     if batch.tokens_BT.ndim == 3:
-        repeats = options.pipeline_repeats
-        x_BTD, balance_B = model.hidden_pipelined(*texts, repeats=repeats, **draws)
-    else:
-        x_BTD, balance_B = model.hidden_sharded(*texts, **draws)
+        mode = Pipelined(options.pipeline_repeats)
+    out = model(*texts, mode)
     balance = 0.0
-    if balance_B is not None:
-        balance = jnp.sum(balance_B * jnp.sum(batch.weights_BT, axis=-1))
+    if out.balance_B is not None:
+        balance = jnp.sum(out.balance_B * jnp.sum(batch.weights_BT, axis=-1))
     labels = sharded_labels(batch.targets_BT, batch.weights_BT)
-    return Hidden(model, x_BTD, *labels, balance)
+    return Hidden(model, out.states, *labels, balance)
 
 
 def sharded_labels(targets_BT: Array, weights_BT: Array) -> tuple[Array, Array]:
@@ -139,7 +137,8 @@ def evaluation_sums(
 ) -> EvaluationSums:
     """Evaluation sums of a batch. Special tokens count in `loss`, not in bits per byte."""
     model: Transformer = nnx.merge(graphdef, params)
-    x_BTD, _ = model.hidden_sharded(batch.tokens_BT, batch.positions_BT, batch.segments_BT)
+    texts = batch.tokens_BT, batch.positions_BT, batch.segments_BT
+    x_BTD = model(*texts, Forward(zigzag=True)).states
     targets_BT, weights_BT = parallel.zigzag_shard((batch.targets_BT, batch.weights_BT))
     nll_N = kernels.linear_cross_entropy_per_token(
         x_BTD.reshape(-1, x_BTD.shape[-1]),

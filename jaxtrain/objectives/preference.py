@@ -12,7 +12,7 @@ from jaxtyping import Array, Bool, Float
 
 from jaxtrain import parallel
 from jaxtrain.data.records import DESIRABLE
-from jaxtrain.model import Transformer
+from jaxtrain.model import Forward, Transformer
 from jaxtrain.objectives.base import Objective, SumsByName
 from jaxtrain.weights.params import Params
 
@@ -67,7 +67,8 @@ def answer_logps(
 ) -> tuple[Float[Array, "B P 2"], Float[Array, "B P 2"]]:
     """Log-probs of the two answers of each pair of a `data.PairBatch`, and their tokens."""
     model: Transformer = nnx.merge(graphdef, params)
-    x_BTD, _ = model.hidden_sharded(batch.tokens_BT, batch.positions_BT, batch.segments_BT)
+    texts = batch.tokens_BT, batch.positions_BT, batch.segments_BT
+    x_BTD = model(*texts, Forward(zigzag=True)).states
     labels = batch.targets_BT, batch.weights_BT, batch.segments_BT
     targets_BT, weights_BT, segments_BT = parallel.zigzag_shard(labels)
     nll_BT = parallel.token_losses(

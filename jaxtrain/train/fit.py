@@ -41,8 +41,8 @@ def fit(
 ) -> list[float]:
     """Train a model in memory; returns the loss of each step, and leaves the weights in the model.
 
-    loss: (network, batch) -> a scalar mean; `network.hidden(tokens_BT)` gives the states [B, T, D],
-    and `network.logits(states)` the logits. batches: trees of numpy arrays [B, ...], of one shape.
+    loss: (network, batch) -> a scalar mean; `network(tokens_BT).states` is [B, T, D],
+    `network.logits(states)` the logits. batches: trees of numpy arrays [B, ...], of one shape.
     optimizer: a section such as {"name": "adamw", "learning_rate": 1e-3}; default `optim` of the
     model's configuration. Raises UserError for a section that is wrong, and if batches run out.
     """

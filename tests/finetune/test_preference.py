@@ -107,7 +107,7 @@ def packed(pairs, references, notes, rows=4):
 @functools.partial(jax.jit, static_argnums=0)
 def all_logits(graphdef, params, tokens_BT):
     model = nnx.merge(graphdef, params)
-    return model.hidden(tokens_BT) @ model.head_DV()[:, :VOCAB]
+    return model(tokens_BT).states @ model.head_DV()[:, :VOCAB]
 
 
 def plain_logps(graphdef, params, pairs, xp):
@@ -307,7 +307,7 @@ def test_the_reference_is_the_model_without_the_adapter(dpo, whole):
     base, tuned = load_saved(whole), load_saved(run)
     chat = make_chat(*template_for(tuned), tuned.tokenizer)
     model = nnx.merge(base.graphdef, jax.tree.map(jnp.asarray, base.params))
-    logits_of = jax.jit(lambda ids_1T: model.logits(model.hidden(ids_1T)[0]))
+    logits_of = jax.jit(lambda ids_1T: model.logits(model(ids_1T).states[0]))
     with np.load(run / "reference.npz") as file:
         stored = dict(file)
     assert set(stored) == {"train", "held out"}

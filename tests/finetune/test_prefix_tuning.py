@@ -23,7 +23,15 @@ from jaxtrain.inference import generate
 from jaxtrain.interop import load, open_checkpoint, read_prompt_adapter, write_prompt_adapter
 from jaxtrain.interop.peft_prompt import to_checkpoint_order
 from jaxtrain.main import main
-from jaxtrain.model import ModelConfig, Transformer, resolve_model, split
+from jaxtrain.model import (
+    Decode,
+    Forward,
+    ModelConfig,
+    Prefill,
+    Transformer,
+    resolve_model,
+    split,
+)
 from jaxtrain.model.branches import Branches
 from jaxtrain.settings import UserError
 
@@ -40,18 +48,19 @@ TENSOR = "prompt_embeddings"
 @functools.partial(jax.jit, static_argnums=0)
 def logits(graphdef, params, tokens_BT, positions_BT=None, segments_BT=None):
     model = nnx.merge(graphdef, params)
-    x_BTD = model.hidden(tokens_BT, positions_BT, segments_BT)
+    x_BTD = model(tokens_BT, positions_BT, segments_BT).states
     return model.logits(x_BTD.reshape(-1, x_BTD.shape[-1])).reshape(*tokens_BT.shape, -1)
 
 
 def decoded(graphdef, params, tokens_BT, start):
     """Logits of the tokens from `start` on, one by one behind a prefill that is padded."""
     model, length = nnx.merge(graphdef, params), tokens_BT.shape[1]
-    prefill = jax.jit(lambda tokens, lengths: model.prefill(tokens, lengths, length))
-    x_BD, cache = prefill(tokens_BT, jnp.full(len(tokens_BT), start))
-    found, decode = [model.logits(x_BD)], jax.jit(model.decode)
+    prefill = jax.jit(lambda tokens, n: model(tokens, mode=Prefill(n, length)))
+    x_BD, _, cache = prefill(tokens_BT, jnp.full(len(tokens_BT), start))
+    decode = jax.jit(lambda tokens, cache: model(tokens, mode=Decode(cache)))
+    found = [model.logits(x_BD)]
     for t in range(start, length):
-        x_BD, cache = decode(tokens_BT[:, t], cache)
+        x_BD, _, cache = decode(tokens_BT[:, t, None], cache)
         found.append(model.logits(x_BD))
     return jnp.stack(found, axis=1)
 
@@ -206,9 +215,9 @@ def test_branches_see_the_virtual_tokens():
     row, R, whole = jnp.asarray(tokens(1)), 6, jnp.arange(T)[None]
     segments = jnp.where(whole < T - R, 1, 2)
     parents, before = jnp.ones((1, R), int), whole[:, T - R - 1 : T - 1]
-    hidden = jax.jit(lambda *texts: nnx.merge(graphdef, params).hidden_with_segments(row, *texts))
-    found = hidden(whole, segments, Branches(parents, before, whole))
-    close(found, hidden(None, None), rtol=1e-4, atol=1e-4)
+    model, branches = nnx.merge(graphdef, params), Branches(parents, before, whole)
+    found = model(row, whole, segments, Forward(document_mask=True, branches=branches)).states
+    close(found, model(row).states, rtol=1e-4, atol=1e-4)
 
 
 # ---- runs --------------------------------------------------------------------------------------

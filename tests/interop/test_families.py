@@ -43,7 +43,7 @@ def build(source):
 @functools.partial(jax.jit, static_argnums=0)
 def logits_of(graphdef, params, tokens_BT):
     model = nnx.merge(graphdef, params)
-    x_BTD = model.hidden(tokens_BT)
+    x_BTD = model(tokens_BT).states
     return model.logits(x_BTD.reshape(-1, x_BTD.shape[-1])).reshape(*tokens_BT.shape, -1)
 
 

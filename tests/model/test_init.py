@@ -100,10 +100,10 @@ def test_others_have_no_branch_scales(init):
 @pytest.mark.quick("rezero")
 def test_the_blocks_start_as_the_identity(init):
     graphdef, params = build(init)
-    x = nnx.merge(graphdef, params).hidden(jnp.asarray(tokens()))
+    x = nnx.merge(graphdef, params)(jnp.asarray(tokens())).states
     graphdef, deeper = build(init, depth=1)
     shallow = nnx.merge(graphdef, {**deeper, "embed": params["embed"]})
-    np.testing.assert_allclose(x, shallow.hidden(jnp.asarray(tokens())), rtol=1e-5, atol=1e-6)
+    np.testing.assert_allclose(x, shallow(jnp.asarray(tokens())).states, rtol=1e-5, atol=1e-6)
 
 
 def test_the_scales_multiply_their_branches():
@@ -114,10 +114,10 @@ def test_the_scales_multiply_their_branches():
     plain, _ = build("tfixup")
     blocks = {k: v for k, v in params["blocks"].items() if k not in ones}
     rows = jnp.asarray(tokens())
-    expected = nnx.merge(plain, {**params, "blocks": blocks}).hidden(rows)
-    np.testing.assert_allclose(scaled.hidden(rows), expected, rtol=1e-5, atol=1e-6)
+    expected = nnx.merge(plain, {**params, "blocks": blocks})(rows).states
+    np.testing.assert_allclose(scaled(rows).states, expected, rtol=1e-5, atol=1e-6)
     half = jax.tree.map(lambda x: x.astype(jnp.bfloat16) if x.ndim > 1 else x, params)
-    assert nnx.merge(graphdef, half).hidden(rows).dtype == jnp.bfloat16
+    assert nnx.merge(graphdef, half)(rows).states.dtype == jnp.bfloat16
 
 
 @pytest.mark.parametrize("block_norm", [True, False])
@@ -129,7 +129,7 @@ def test_without_block_norm_the_branches_read_the_stream(block_norm):
 
     def hidden(factor):
         model = nnx.merge(graphdef, {**params, "embed": factor * params["embed"]})
-        return model.hidden(jnp.asarray(tokens()))
+        return model(jnp.asarray(tokens())).states
 
     assert np.allclose(hidden(1.0), hidden(2.0), atol=1e-3) == (not block_norm)
 
@@ -191,7 +191,7 @@ def moved_logits(init, width):
     @jax.jit
     def logits(params):
         model = nnx.merge(task.graphdef, params)
-        return model.logits(model.hidden(jnp.asarray(rows.tokens_BT[0])).reshape(-1, width))
+        return model.logits(model(jnp.asarray(rows.tokens_BT[0])).states.reshape(-1, width))
 
     before = logits(state.params)
     for _ in range(4):

@@ -20,7 +20,7 @@ from tiny import (
 )
 
 from jaxtrain.estimate.traffic import collectives
-from jaxtrain.model import active, cast, moe, split
+from jaxtrain.model import Decode, Forward, Prefill, active, cast, moe, split
 from jaxtrain.model.moe import MixtureOfExperts, balance_loss
 from jaxtrain.model.plan import make_plan
 from jaxtrain.optim import OPTIMIZERS, OptimConfig
@@ -90,7 +90,7 @@ def test_an_even_load_has_a_balance_loss_of_one():
 def model():
     """(config, graphdef, specs, params), and a function of the last states."""
     c, graphdef, specs, params = build(**SMALL)
-    run = jax.jit(lambda p, t: nnx.merge(graphdef, p).hidden_sharded(t))
+    run = jax.jit(lambda p, t: nnx.merge(graphdef, p)(t, mode=Forward(zigzag=True))[:2])
     return c, graphdef, specs, params, run
 
 
@@ -105,7 +105,7 @@ def test_layers_alternate_and_scan_and_remat_change_nothing(model):
 
     def grads(graphdef):
         def loss(p):
-            x_BTD, balance_B = nnx.merge(graphdef, p).hidden_sharded(jnp.asarray(rows))
+            x_BTD, balance_B, _ = nnx.merge(graphdef, p)(jnp.asarray(rows))
             return jnp.mean(jnp.square(x_BTD * jnp.arange(32.0)[None, None])) + jnp.sum(balance_B)
 
         return jax.jit(jax.value_and_grad(loss))(params)
@@ -128,11 +128,12 @@ def test_decode_is_the_full_forward_and_the_future_is_unseen(model):
     rows = jnp.asarray(tokens(2, 12))
     merged = nnx.merge(graphdef, params)
     full_BTD, _ = run(params, rows)
-    state_BD, cache = jax.jit(lambda r: merged.prefill(r, jnp.array([6, 6]), 12))(rows[:, :6])
+    mode = Prefill(jnp.array([6, 6]), 12)
+    state_BD, _, cache = merged(rows[:, :6], mode=mode)
     np.testing.assert_allclose(state_BD, full_BTD[:, 5], rtol=1e-4, atol=1e-5)
-    decode = jax.jit(merged.decode)
+    decode = jax.jit(lambda t, cache: merged(t, mode=Decode(cache)))
     for t in range(6, 9):
-        state_BD, cache = decode(rows[:, t], cache)
+        state_BD, _, cache = decode(rows[:, t, None], cache)
         np.testing.assert_allclose(state_BD, full_BTD[:, t], rtol=1e-4, atol=1e-5)
     changed_BTD, _ = run(params, rows.at[:, 7].add(1))
     np.testing.assert_array_equal(changed_BTD[:, :7], full_BTD[:, :7])

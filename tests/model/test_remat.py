@@ -19,7 +19,7 @@ DEEP = {"depth": 4, "window_pattern": "SL", "attention": "xla"}
 
 def loss_of(graphdef, tokens_BT):
     def loss(p):
-        x_BTD, balance_B = nnx.merge(graphdef, p).hidden_sharded(jnp.asarray(tokens_BT))
+        x_BTD, balance_B, _ = nnx.merge(graphdef, p)(jnp.asarray(tokens_BT))
         return jnp.mean(jnp.square(x_BTD)) + (0 if balance_B is None else jnp.sum(balance_B))
 
     return loss

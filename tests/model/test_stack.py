@@ -14,7 +14,7 @@ def kept_weights(**changes):
     _, graphdef, _, params = build(**LAYERS, **changes)
     matrices = {leaf.shape[1:] for leaf in jax.tree.leaves(params["blocks"]) if leaf.ndim == 3}
     tokens_BT = jnp.asarray(tokens()[:, :24])  # activations end in other sizes than matrices
-    hidden = lambda p: jnp.sum(nnx.merge(graphdef, p).hidden(tokens_BT))
+    hidden = lambda p: jnp.sum(nnx.merge(graphdef, p)(tokens_BT).states)
     eqns = jax.make_jaxpr(jax.grad(hidden))(params).jaxpr.eqns
     forward, _ = [eqn for eqn in eqns if eqn.primitive.name == "scan"]
     shapes = [v.aval.shape for v in forward.outvars]

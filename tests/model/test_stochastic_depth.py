@@ -7,8 +7,10 @@ import pytest
 from flax import nnx
 from tiny import build, tokens
 
+from jaxtrain.model import Forward
 from jaxtrain.model.attention import attend_rows
 from jaxtrain.model.fused_ops import PLAIN
+from jaxtrain.model.run_layers import run_layers
 from jaxtrain.model.stochastic_depth import keep_probabilities
 
 FIELDS = {"depth": 4, "window_pattern": "L", "value_embeddings": False, "backout": False}
@@ -16,8 +18,8 @@ RATE = 0.8
 
 
 def states(params, graphdef, key=None):
-    run = lambda p, key: nnx.merge(graphdef, p).hidden_sharded(jnp.asarray(tokens(2)), key=key)[0]
-    return jax.jit(run)(params, key)
+    run = lambda p, key: nnx.merge(graphdef, p)(jnp.asarray(tokens(2)), mode=Forward(key))
+    return jax.jit(run)(params, key).states
 
 
 def kept_layers(c, key):
@@ -54,7 +56,7 @@ def test_a_skipped_layer_is_absent_and_a_kept_one_weighs_more(model):
     for i, (kept, keep) in enumerate(zip(kept_layers(c, key), keep_probabilities(c), strict=True)):
         if kept:
             x_BTD = x_BTD + (through(one, layer_of(params, i), x_BTD, x0_BTD) - x_BTD) / keep
-    expected = merged.last_states(x_BTD, x_BTD)
+    expected = merged.final_norm(x_BTD, x_BTD)
     np.testing.assert_allclose(states(params, graphdef, key), expected, rtol=1e-4, atol=1e-4)
 
 
@@ -68,7 +70,8 @@ def through(graphdef, params, x_BTD, x0_BTD):
     """The stream after a model's only layer."""
     model = nnx.merge(graphdef, params)
     inputs = model.layer_inputs(x0_BTD, jnp.asarray(tokens(2)), None, None, attend_rows, PLAIN)
-    return model.run_some((x_BTD, x_BTD), [(model.plan, 1)], *model.stacks(), inputs)[0][0]
+    start, runs = (x_BTD, x_BTD), [(model.plan, 1)]
+    return run_layers(model.modules(), model.stack(), runs, start, inputs).x_BTD
 
 
 @pytest.mark.parametrize("changes", [{"scan_layers": True}, {"scan_layers": True, "remat": "int8"}])

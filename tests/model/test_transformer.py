@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from tiny import LLAMA, VOCAB, T, build, close, resolved, tokens
 
-from jaxtrain.model import Transformer, initialize, split
+from jaxtrain.model import Decode, Prefill, Transformer, initialize, split
 from jaxtrain.model.layers import rms_norm
 
 # Five layers: a period of two twice, value embeddings on some, and an odd one at the end.
@@ -33,7 +33,7 @@ FAMILIES = {
 @functools.partial(jax.jit, static_argnums=0)
 def logits(graphdef, params, tokens_BT, positions_BT=None, segments_BT=None):
     model = nnx.merge(graphdef, params)
-    x_BTD = model.hidden(tokens_BT, positions_BT, segments_BT)
+    x_BTD = model(tokens_BT, positions_BT, segments_BT).states
     flat_BV = model.logits(x_BTD.reshape(-1, x_BTD.shape[-1]))
     return flat_BV.reshape(*tokens_BT.shape, -1)
 
@@ -142,14 +142,14 @@ def test_decode_is_the_full_forward(changes):
     rows, lengths = tokens(), np.array([1, 7, 12, 15], np.int32)
     full = np.asarray(logits(graphdef, params, rows))
     model = lambda p: nnx.merge(graphdef, p)
-    prefill = jax.jit(lambda p, t, n: model(p).prefill(t, n, T))
-    decode = jax.jit(lambda p, t, cache: model(p).decode(t, cache))
+    prefill = jax.jit(lambda p, t, n: model(p)(t, mode=Prefill(n, T)))
+    decode = jax.jit(lambda p, t, cache: model(p)(t, mode=Decode(cache)))
     head = jax.jit(lambda p, x: model(p).logits(x))
-    x_BD, cache = prefill(params, rows[:, :16], lengths)
+    x_BD, _, cache = prefill(params, rows[:, :16], lengths)
     every = np.arange(4)
     for _ in range(T - 16):
         close(head(params, x_BD), full[every, lengths - 1], rtol=2e-3, atol=2e-4)
-        x_BD, cache = decode(params, rows[every, lengths], cache)
+        x_BD, _, cache = decode(params, rows[every, lengths][:, None], cache)
         lengths = lengths + 1
         np.testing.assert_array_equal(cache.lengths_B, lengths)
 
@@ -158,14 +158,15 @@ def test_decoding_looks_back_no_further_than_the_context():
     """In text longer than the training length, full layers see that length."""
     _, graphdef, _, params = build(depth=1, context_length=8)
     model, rows = nnx.merge(graphdef, params), jnp.asarray(tokens(2))
-    prefill = jax.jit(lambda t, n: model.prefill(t, n, 20))
-    _, cache = prefill(rows[:, :16], jnp.array([16, 16]))
-    (k_BSKH, v_BSKH), decode = cache.kv[0], jax.jit(model.decode)
-    expected = decode(rows[:, 16], cache)[0]
+    prefill = jax.jit(lambda t, n: model(t, mode=Prefill(n, 20)).cache)
+    cache = prefill(rows[:, :16], jnp.array([16, 16]))
+    k_BSKH, v_BSKH = cache.kv[0]
+    decode = jax.jit(lambda cache: model(rows[:, 16, None], mode=Decode(cache)).states)
+    expected = decode(cache)
 
     def changed(at):
         values = v_BSKH.at[:, at].set(9.0)
-        state = decode(rows[:, 16], cache._replace(kv=((k_BSKH, values),)))[0]
+        state = decode(cache._replace(kv=((k_BSKH, values),)))
         return bool(np.abs(state - expected).max() > 0)
 
     assert [changed(at) for at in (0, 8, 9, 15)] == [False, False, True, True]

@@ -41,7 +41,7 @@ def test_logits_loss_and_every_gradient_equal_the_oracle():
     weights = GOLDEN.under("weights")
     c, graphdef, _ = model_of(CONFIG, VOCAB, GOLDEN["tokens"].shape[1])
     model = nnx.merge(graphdef, to_ours(weights, c))
-    x_BTD = jax.jit(lambda m, tokens: m.hidden(tokens))(model, golden_batch(False).tokens_BT)
+    x_BTD = jax.jit(lambda m, tokens: m(tokens).states)(model, golden_batch(False).tokens_BT)
     logits = model.logits(x_BTD.reshape(-1, c.width)).reshape(GOLDEN["logits"].shape)
     np.testing.assert_allclose(logits, GOLDEN["logits"], rtol=1e-5, atol=1e-5)
     loss, gradients = loss_and_gradients(CONFIG, weights)

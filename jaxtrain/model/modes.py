@@ -1,0 +1,68 @@
+"""What a Transformer is called for: whole rows, stages of a pipeline, a prompt, or one more token.
+
+out = model(tokens_BT, positions_BT, segments_BT)                # Forward: states of all tokens
+out = model(tokens_BT, mode=Prefill(lengths_B, capacity=256))    # prompts; fills a KV cache
+out = model(tokens_B1, mode=Decode(out.cache))                   # one token a row, and so on
+"""
+
+from typing import NamedTuple
+
+from jaxtyping import Array
+
+from jaxtrain.model.attention import Cache
+from jaxtrain.model.branches import Branches
+
+
+class Forward(NamedTuple):
+    """Whole rows at once: training, evaluation, scoring.
+
+    key: of a training step, for layers that draw (stochastic depth); None in evaluation.
+    zigzag: rows are split over the mesh's axis `context`; the states come in the order of
+    `parallel.zigzag_shard`. document_mask: whether tokens attend inside their own segment alone;
+    default `model.document_mask`. branches: what the last tokens of each row continue.
+    """
+
+    key: Array | None = None
+    zigzag: bool = False
+    document_mask: bool | None = None
+    branches: Branches | None = None
+
+
+class Pipelined(NamedTuple):
+    """Microbatches [M, B, T] through the stages of the mesh's axis `pipeline`; as with zigzag.
+
+    repeats: chunks of layers of one stage (`mesh.pipeline_repeats`).
+    """
+
+    repeats: int = 1
+
+
+class Prefill(NamedTuple):
+    """Prompts padded on the right: fill a KV cache with room for `capacity` tokens.
+
+    lengths_B: tokens of each prompt. cache_dtype: int8, or None for that of the computation.
+    """
+
+    lengths_B: Array
+    capacity: int
+    cache_dtype: str | None = None
+
+
+class Decode(NamedTuple):
+    """One more token of each row, [B, 1]; its keys and values are appended to the cache."""
+
+    cache: Cache
+
+
+Mode = Forward | Pipelined | Prefill | Decode
+FORWARD = Forward()
+
+
+class Output(NamedTuple):
+    """states: after the final norm, what the head reads: [B, T, D] (pipelined [M, B, T, D]); of
+    Prefill and Decode [B, D], those of each row's last token. balance_B: each row's sum of the
+    experts' balance losses, None without experts. cache: of Prefill and Decode."""
+
+    states: Array
+    balance_B: Array | None = None
+    cache: Cache | None = None

@@ -1,0 +1,144 @@
+"""The layers one after the other, unrolled or as a scan over repeated periods.
+
+plan   S S S L S S S L S S S L   (`LayerSpec`s: S short window, L full context)
+runs   (SSSL, 3 repeats)         scanned: one period is compiled, `lax.scan` repeats it
+       (SSSLSSSLSSSL, 1)         unrolled: a cache needs each layer's own keys and values
+"""
+
+import functools
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array
+
+from jaxtrain.model import prefix, remat
+from jaxtrain.model.attention import Cache, CacheArray, LayerCache, LayerInputs
+from jaxtrain.model.config import ResolvedModel
+from jaxtrain.model.fused_ops import Stream, prenorm, residual_out
+from jaxtrain.model.plan import LayerSpec, Plan
+from jaxtrain.model.stack import LayerWeights, Stack, in_form, layer_weights, periods
+from jaxtrain.model.stochastic_depth import skippable
+
+KeysValues = tuple[CacheArray, CacheArray]
+Carry = tuple[Stream, Array]  # the residual stream, and the middle layer's output
+
+
+class LayerModules(NamedTuple):
+    """What layers compute: their modules without the parameters, by name (`block`, parts)."""
+
+    config: ResolvedModel
+    graphdefs: dict[str, nnx.GraphDef]
+
+
+class LayersOutput(NamedTuple):
+    """x_BTD: the stream after the last layer. middle_BTD: that after the middle one (backout). kv:
+    keys and values of each layer that is neither scanned nor skippable. balance_B: of each row, the
+    sum of the experts' balance losses."""
+
+    x_BTD: Array
+    middle_BTD: Array
+    kv: list[KeysValues]
+    balance_B: Array | None
+
+
+def run_layers(
+    modules: LayerModules,
+    stack: Stack,
+    runs: Sequence[tuple[Plan, int]],
+    start: tuple[Array, Array],
+    inputs: LayerInputs,
+    cache: Cache | None = None,
+) -> LayersOutput:
+    """start: the stream and the middle layer's output so far. runs: the plan as (period, repeats);
+    a period that repeats is scanned."""
+    x_BTD, middle_BTD = start
+    balance_B = jnp.zeros(len(x_BTD), jnp.float32) if modules.config.moe else None
+    carry: Carry = Stream(x_BTD, balance_B=balance_B), middle_BTD
+    kv: list[KeysValues] = []
+    for period, repeats, weights in periods(stack, runs):
+        run = functools.partial(run_period, modules, period, inputs, cache, repeats > 1)
+        if repeats == 1:
+            carry, kept = run(carry, jax.tree.map(lambda s: s[0], weights))
+            kv += kept
+        else:
+            carry, _ = jax.lax.scan(lambda c, w, run=run: (run(c, w)[0], None), carry, weights)
+    stream, middle_BTD = carry
+    return LayersOutput(stream.total(), middle_BTD, kv, stream.balance_B)
+
+
+def run_period(
+    modules: LayerModules,
+    period: Plan,
+    inputs: LayerInputs,
+    cache: Cache | None,
+    scanned: bool,
+    carry: Carry,
+    stack: Stack,
+) -> tuple[Carry, list[KeysValues]]:
+    """The layers of one period, whose weights are `stack`; the keys and values of each that is not
+    skippable."""
+    c, (stream, middle_BTD) = modules.config, carry
+    kv: list[KeysValues] = []
+    for i, (spec, source) in enumerate(zip(period, layer_weights(period, stack, scanned))):
+        own = None if cache is None else LayerCache(*cache.kv[i], cache.lengths_B)
+        stream, pair = run_layer(modules, spec, *source, inputs, own, scanned, stream)
+        if c.backout:
+            here = stack.layers["index"][i] == c.depth // 2
+            middle_BTD = jnp.where(here, stream.total(), middle_BTD)
+        kv += [] if pair is None else [pair]
+    return (stream, middle_BTD), kv
+
+
+def run_layer(
+    modules: LayerModules,
+    spec: LayerSpec,
+    source: Any,
+    pick: Callable[[Any], LayerWeights],
+    inputs: LayerInputs,
+    cache: LayerCache | None,
+    scanned: bool,
+    stream: Stream,
+) -> tuple[Stream, KeysValues | None]:
+    """One layer, recomputed or skipped as the configuration says. pick: of source, its weights."""
+    c = modules.config
+    key = inputs.key if c.stochastic_depth else None
+    # Such a layer hands on one array, not the stream and a branch for the next one to add.
+    whole = c.scan_layers or spec.remat in remat.POLICIES or key is not None
+    run = functools.partial(apply_layer, modules, spec, pick, inputs, cache, whole)
+    if cache is None:
+        run = remat.layer(run, spec.remat, scanned)
+    if key is not None:
+        run = skippable(run, key, lambda source: pick(source).layer)
+    return run(stream, source)
+
+
+def apply_layer(
+    modules: LayerModules,
+    spec: LayerSpec,
+    pick: Callable[[Any], LayerWeights],
+    inputs: LayerInputs,
+    cache: LayerCache | None,
+    whole: bool,
+    stream: Stream,
+    source: Any,
+) -> tuple[Stream, KeysValues]:
+    """Scale the stream, add the embedding back in, run the block."""
+    c, fused, (layer, parts) = modules.config, inputs.fused, pick(source)
+    scales = (layer["residual_scale"], layer["x0_scale"]) if c.residual_scales else None
+    x_BTD, h_BTD, x0_BTD = prenorm(stream, inputs.x0_BTD, scales, c.norm_eps, fused.norm)
+    module = lambda name, weights, form: nnx.merge(modules.graphdefs[name], in_form(weights, form))
+    block = module("block", layer["block"], c.weight_form)
+    forms = {name: None if name == "value_embed" else c.weight_form for name in parts}
+    own = {name: module(name, part, forms[name]) for name, part in parts.items()}
+    attend = prefix.with_prefix_kv(layer.get("virtual"), inputs.attend, inputs.positions_BT)
+    out = block(
+        x_BTD, spec, inputs._replace(attend=attend), own.get("value_embed"), cache, h_BTD,
+        own.get(spec.ffn),
+    )  # fmt: skip
+    balance_B = stream.balance_B
+    balance_B = balance_B if out.balance_B is None else balance_B + out.balance_B
+    x0_BTD = None if whole or fused.norm == "xla" else x0_BTD
+    return residual_out(out.x_BTD, out.branch_BTD, x0_BTD, balance_B), out.kv
