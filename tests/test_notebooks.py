@@ -2,7 +2,6 @@
 
 import argparse
 import ast
-import importlib
 import json
 import re
 import shlex
@@ -22,6 +21,7 @@ from jaxtrain.runs.saved import save_model
 
 FOLDER = Path(jaxtrain.__file__).parents[1] / "notebooks"
 NOTEBOOKS = sorted(path.stem for path in FOLDER.glob("*.ipynb"))
+WITH_COMMANDS = ["finetune_t4", "quickstart"]  # the others call the Python API
 COMMAND = re.compile(r"^!(python -c|jaxtrain (?P<command>[\w-]+)) ?(?P<rest>.*)$")
 
 
@@ -68,6 +68,31 @@ def parsed(line):
 
 
 @pytest.mark.parametrize("name", NOTEBOOKS)
+def test_only_the_public_api_is_used_and_the_options_are_fields(name):
+    space = {}
+    for tags, source in cells_of(name):
+        tree = ast.parse(as_python(source))
+        for node in ast.walk(tree):
+            if isinstance(node, ast.ImportFrom):
+                assert node.module.split(".")[0] != "jaxtrain"
+            if isinstance(node, ast.Import):
+                assert all(not alias.name.startswith("jaxtrain.") for alias in node.names)
+            if isinstance(node, ast.Attribute) and ast.unparse(node.value) == "jaxtrain":
+                assert node.attr in jaxtrain.__all__
+        if "parameters" in tags:
+            exec(compile(tree, name, "exec"), space)
+    options = [value for key, value in space.items() if key.endswith("OPTIONS")]
+    assert options
+    for given in options:
+        load_config(None, given.split() if isinstance(given, str) else given)
+
+
+def test_every_notebook_is_in_the_manual():
+    page = (FOLDER.parent / "docs" / "tutorials" / "index.md").read_text()
+    assert sorted(re.findall(r"^notebooks/(\w+)$", page, flags=re.MULTILINE)) == NOTEBOOKS
+
+
+@pytest.mark.parametrize("name", WITH_COMMANDS)
 def test_every_cell_compiles_and_every_command_is_one(name, tmp_path, monkeypatch, capsys):
     """With what is in the notebooks: files, configurations and fields are looked up, not run."""
     monkeypatch.chdir(tmp_path)
@@ -75,10 +100,6 @@ def test_every_cell_compiles_and_every_command_is_one(name, tmp_path, monkeypatc
     space = {"shell": commands.append}
     for tags, source in cells_of(name):
         tree = ast.parse(as_python(source))
-        for node in ast.walk(tree):
-            if isinstance(node, ast.ImportFrom) and node.module.startswith("jaxtrain"):
-                module = importlib.import_module(node.module)
-                assert all(hasattr(module, alias.name) for alias in node.names)
         calls = [n for n in tree.body if isinstance(n, ast.Expr) and "shell" in ast.dump(n)]
         if "parameters" in tags:
             exec(compile(tree, name, "exec"), space)
@@ -168,6 +189,55 @@ def test_the_quickstart_runs(tmp_path, monkeypatch, capfd):
     out = capfd.readouterr().out
     assert out.count("ROMEO:") == 2  # the run's own sample, and the notebook's
     assert (tmp_path / "runs" / "notebook" / "report.html").is_file()
+
+
+def test_own_text_runs(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    some = options(data__tokenizer__vocab_size=384, data__validation__fraction=0.3)
+    run_notebook("own_text", in_process, {"FILES": 20, "OPTIONS": some.split()})
+    assert len(plt.gca().lines) == 2
+    plt.close("all")
+    assert "for key of keys:" in capfd.readouterr().out
+    assert (tmp_path / "runs" / "own_text" / "model").is_dir()
+
+
+def test_own_loss_runs(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    small = ["model.depth=1", "model.width=32", "model.head_dim=8"]
+    run_notebook("own_loss", in_process, {"STEPS": 3, "ROWS": 8, "OPTIONS": small})
+    assert [len(line.get_xdata()) for line in plt.gca().lines] == [3, 3]
+    plt.close("all")
+    assert capfd.readouterr().out.count("of the answers are right") == 2
+    assert (tmp_path / "sorter" / "model").is_dir()
+
+
+@pytest.mark.slow
+def test_the_comparison_of_optimizers_runs(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    rates = {"muon": ("matrix_lr", [0.02]), "lion": ("learning_rate", [0.0002, 0.0005])}
+    some = options(data__tokenizer__vocab_size=384, optim__schedule__warmup_steps=0)
+    run_notebook("optimizers", in_process, {"RATES": rates, "OPTIONS": some.split()})
+    assert len(plt.gca().lines) == 2
+    plt.close("all")
+    out = capfd.readouterr().out
+    assert "lion-0.0002" in out and "optim.name" in out
+
+
+@pytest.mark.slow
+def test_preferences_run(tmp_path, monkeypatch, capfd):
+    monkeypatch.chdir(tmp_path)
+    steps = [
+        "train.steps=2",
+        "metrics.every=1",
+        "metrics.tensorboard=false",
+        f"data.cache_dir={CACHE}",
+    ]
+    small = ["model.depth=1", "model.width=32", "model.head_dim=8"]
+    changes = {"ASKED": 2, "SFT_OPTIONS": [*steps, *small], "DPO_OPTIONS": steps}
+    run_notebook("dpo", in_process, changes)
+    assert [len(line.get_xdata()) for line in plt.gca().lines] == [2, 2]
+    plt.close("all")
+    assert capfd.readouterr().out.count("answers are chatty") == 2
 
 
 @pytest.mark.slow
