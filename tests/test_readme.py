@@ -27,9 +27,31 @@ def test_its_links_lead_somewhere():
         assert (ROOT / target).exists(), target
 
 
-def test_its_example_of_an_optimizer_is_the_manuals():
-    [code] = re.findall(r"```python\n(.*?)```", README, flags=re.DOTALL)
-    assert code in (ROOT / "docs" / "explanation" / "extend.md").read_text()
+def python_of(page):
+    return re.findall(r"```python\n(.*?)```", (ROOT / page).read_text(), flags=re.DOTALL)
+
+
+def test_its_python_is_the_manuals():
+    own_loss, optimizer = python_of("README.md")
+    assert own_loss in python_of("docs/reference/api.md")
+    assert optimizer in (ROOT / "docs" / "howto" / "extend.md").read_text()
+
+
+def test_training_with_a_loss_of_ones_own_works_as_printed_in_15_lines(
+    tmp_path, monkeypatch, capsys
+):
+    monkeypatch.chdir(tmp_path)
+    code = python_of("README.md")[0]
+    assert sum(map(bool, code.splitlines())) <= 15
+    changes = {"100": "3", "tokens=40": "tokens=2",
+               '"model.depth=2"': '"model.depth=1", "optim.schedule.warmup_steps=0"'}  # fmt: skip
+    for old, new in changes.items():
+        assert old in code
+        code = code.replace(old, new)
+    space = {}
+    exec(code, space)
+    assert len(space["losses"]) == 3 and space["losses"][-1] < space["losses"][0]
+    assert capsys.readouterr().out
 
 
 def test_its_table_of_figures_has_six_rows():
