@@ -5,24 +5,29 @@ import importlib
 import re
 import shlex
 import sys
-import types
 from pathlib import Path
+from typing import get_args
 
 import pytest
 import tour
 import yaml
-from pydantic import TypeAdapter
-from tiny import batch, begin, make_spec, mesh_of
 
 import jaxtrain
 from jaxtrain import cli
 from jaxtrain.config import Config, find_config, load_config
-from jaxtrain.data.files.reading import START
-from jaxtrain.data.files.remote import File
-from jaxtrain.objectives import LossOptions
+from jaxtrain.finetune import METHODS
+from jaxtrain.model.config import Remat
+from jaxtrain.objectives import OBJECTIVES
 from jaxtrain.optim import OPTIMIZERS
+from jaxtrain.optim.schedule import Schedule
 from jaxtrain.settings import Parser, UserError
-from jaxtrain.train.step import make_step
+from jaxtrain.train.growth import GROWTHS
+
+
+def kinds_of(union):
+    """The names of the variants of a section."""
+    return [vars(kind())["name"] for kind in get_args(get_args(union)[0])]
+
 
 ROOT = Path(jaxtrain.__file__).parents[1]
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)
@@ -166,22 +171,49 @@ def exists(model, parts):
     return any(exists(variant, parts[1:]) for variant in variants)
 
 
-# What a practitioner types into the search box.
-TERMS = """tensor parallel|sequence parallel|data parallel|pipeline parallel|context parallel
-ring attention|expert parallel|FSDP|ZeRO|gradient accumulation|activation checkpointing
-gradient checkpointing|KV cache|sequence packing|loss masking|LoRA|QLoRA|DoRA|IA3|prefix tuning
-prompt tuning|DPO|KTO|ORPO|IPO|mixture of experts|low-communication|DiLoCo|float8|FP8
-delayed scaling|loss scaling|mixed precision|bfloat16|supervised fine-tuning|chat template
-continued pretraining|deduplication|MinHash|decontaminat|tokenizer|learning rate|warmup|Muon
-AdamW|perplexity|bits per byte|lm-evaluation-harness|Hugging Face|safetensors|checkpoint
-out of memory|NaN|SLURM|Kubernetes|multi-node|fault tolerance|CPU offload|curriculum|MFU
-few-shot|streaming|fill in the middle|importance sampling|gradient norm|sliding window"""
+# What a practitioner types into the search box: whole words, in any case.
+TERMS = """tensor parallel(ism)|sequence parallel(ism)|data parallel(ism)|pipeline parallel(ism)
+context parallel(ism)|ring attention|expert parallel(ism)|FSDP|ZeRO|gradient accumulation
+activation checkpointing|gradient checkpointing|KV cache|sequence packing|loss masking|LoRA|QLoRA
+DoRA|IA3|prefix tuning|prompt tuning|DPO|KTO|ORPO|IPO|mixture of experts|low-communication|DiLoCo
+float8|FP8|delayed scaling|loss scaling|mixed precision|bfloat16|supervised fine-tuning
+chat template|continued pretraining|deduplication|MinHash|decontamination|tokenizer
+learning rate schedule|learning rate|warmup|WSD|cosine|weight decay|gradient clipping|EMA
+exponential moving average|Muon|AdamW|perplexity|bits per byte|lm-evaluation-harness|Hugging Face
+safetensors|checkpoint|out of memory|NaN|loss spike(s)|SLURM|Kubernetes|multi-node|fault tolerance
+CPU offload|curriculum|MFU|few-shot|streaming|fill in the middle|importance sampling
+gradient norm|sliding window|stochastic depth|multi-token prediction|quantization-aware training
+z-loss|muP|reference model|TensorBoard|dry run"""
 
 
 @pytest.mark.parametrize("term", re.split(r"[|\n]", TERMS))
 def test_a_standard_term_is_in_the_manual(term):
+    words = re.sub(r"\\\((\w+)\\\)", r"(\1)?", re.escape(term)).replace(r"\ ", r"\s+")
     pages = [path for path in PAGES if "fields" not in path.parts]
-    assert any(term.lower() in " ".join(path.read_text().lower().split()) for path in pages), term
+    found = re.compile(rf"(?<!\w){words}(?!\w)", re.IGNORECASE)
+    assert any(found.search(path.read_text()) for path in pages), term
+
+
+def names_in(page, heading):
+    """The names in the first column of the table below a heading's row."""
+    table = (ROOT / "docs" / page).read_text().split(f"| `{heading}` |")[1].split("\n\n")[0]
+    return re.findall(r"^\| ((?:`\w+`(?:, )?)+)", table, flags=re.MULTILINE)
+
+
+@pytest.mark.parametrize(
+    ("page", "heading", "there_are"),
+    [
+        ("howto/optimizers.md", "optim.name", OPTIMIZERS),
+        ("howto/optimizers.md", "optim.schedule.name", kinds_of(Schedule)),
+        ("howto/lora.md", "finetune.name", METHODS),
+        ("howto/objectives.md", "objective.name", OBJECTIVES),
+        ("howto/memory.md", "model.remat", get_args(Remat)),
+        ("howto/phases.md", "grow", GROWTHS),
+    ],
+)
+def test_a_table_of_kinds_has_all_that_there_are(page, heading, there_are):
+    shown = [name for row in names_in(page, heading) for name in re.findall(r"\w+", row)]
+    assert sorted(shown) == sorted(there_are)
 
 
 @pytest.mark.parametrize("page", tour.PAGES)
@@ -203,79 +235,6 @@ def test_every_page_is_reached_and_every_link_leads_somewhere():
             target = (path.parent / name).resolve()
             notebook = ROOT / "notebooks" / f"{target.name}.ipynb"
             assert target.with_suffix(".md").is_file() or notebook.is_file(), f"{path}: {name}"
-
-
-# ---- the recipes of explanation/extend.md -------------------------------------------------------
-
-
-def recipe(heading, name="recipe"):
-    """The Python below a heading, as a module."""
-    text = (ROOT / "docs" / "explanation" / "extend.md").read_text()
-    section = re.split(r"^## ", text.split(f"## {heading}\n")[1], flags=re.MULTILINE)[0]
-    module = types.ModuleType(name)
-    for kind, code in FENCE.findall(section):
-        if kind == "python":
-            exec(compile(code, heading, "exec"), module.__dict__)
-    return module
-
-
-def losses_of(spec, hyperparams):
-    """The metrics of some steps on one batch."""
-    step, state = make_step(spec, mesh_of()), begin(spec, mesh_of())
-    rows, found = batch(micro=8), []
-    for _ in range(20):
-        state, metrics = step(state, rows, hyperparams)
-        found.append(
-            {
-                name: float(value)
-                for name, value in metrics.items()
-                if getattr(value, "ndim", 1) == 0
-            }
-        )
-    return found
-
-
-def test_the_recipe_of_an_optimizer_learns(monkeypatch):
-    module = recipe("An optimizer")
-    monkeypatch.setitem(OPTIMIZERS, "signum", module.signum)
-    fields = {"learning_rate": 5e-3, "schedule": {"name": "constant"}}
-    config = TypeAdapter(module.SignumConfig).validate_python(fields)
-    found = losses_of(*make_spec(None, config, 20, depth=1))
-    assert found[-1]["loss"] < 0.7 * found[0]["loss"]
-
-
-def test_the_recipe_of_an_objective_learns():
-    module = recipe("An objective")
-    spec, hyperparams = make_spec(depth=1, smear=False, backout=False)
-    objective = module.make_quiet(module.QuietConfig(weight=0.1), LossOptions())
-    plain = losses_of(spec, hyperparams)
-    found = losses_of(spec._replace(objective=objective), hyperparams)
-    assert found[0]["loss"] == pytest.approx(plain[0]["loss"], rel=1e-5)
-    assert found[-1]["loss"] < found[0]["loss"] and found[0]["square"] > 0
-
-
-def test_the_recipe_of_a_data_source_reads(tmp_path):
-    module, path = recipe("A data source"), tmp_path / "a.txt"
-    path.write_text("one\n---\ntwo\nlines\n---\nthree")
-    source, file = module.DashedSource(path=str(path)), File(str(path), None, "", "a.txt")
-    found = [text for block in module.DASHED.blocks(source, file, START)
-             for text in module.DASHED.texts(source, block)]  # fmt: skip
-    assert found == ["one", "two\nlines", "three"]
-
-
-def test_the_recipe_of_a_kernel_backend_equals_the_reference():
-    import jax.numpy as jnp
-    import numpy as np
-    from jaxtrain_kernels.attention import Call, reference
-
-    module = recipe("A kernel backend")
-    random = np.random.default_rng(0)
-    q, k, v = (jnp.asarray(random.normal(size=(1, 16, 2, 8)), jnp.float32) for _ in range(3))
-    call = Call(window=4, scale=0.3)
-    assert module.supports(None, q, call) is None
-    out, _ = module.attention(q, k, v, call)
-    right, _ = reference.attention(q, k, v, call)
-    np.testing.assert_allclose(out, right, atol=1e-5)
 
 
 # ---- the pages that are generated ----------------------------------------------------------------
