@@ -23,7 +23,8 @@ source_suffix = {".md": "myst-nb", ".ipynb": "myst-nb"}
 exclude_patterns = ["_build"]
 html_theme = "furo"
 html_title = "jaxtrain"
-html_static_path = []
+html_static_path = ["_static"]
+html_css_files = ["manual.css"]
 html_theme_options = {
     "source_repository": "https://github.com/jaxtrain/jaxtrain/",
     "source_branch": "main",
