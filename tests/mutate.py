@@ -126,7 +126,7 @@ MUTATIONS = {
     ),
     "core": Mutation(
         J + "evaluation/log_likelihood.py",
-        "- label_N\n        new", "+ label_N\n        new", "test_tasks.py"
+        "- label_N\n        new", "+ label_N\n        new", "evaluation/test_tasks.py"
     ),
     "el2n": Mutation(
         J + "evaluation/document_scores.py",
@@ -213,7 +213,7 @@ MUTATIONS = {
     ),
     "coordinator": Mutation(
         J + "cluster/coordinator.py", "if (lines := differences(told[0], told[i]))",
-        "if (lines := differences(told[0], told[0]))", "parallel/test_group.py",
+        "if (lines := differences(told[0], told[0]))", "parallel/test_coordinator.py",
     ),
     "own loss": Mutation(
         J + "train/fit.py", "return loss(nnx.merge(graphdef, params), batch.arrays)",

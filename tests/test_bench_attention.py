@@ -111,6 +111,7 @@ def fake_backend():
     return SimpleNamespace(supports=lambda *a: None, attention=run, candidates=lambda shape: kinds)
 
 
+@pytest.mark.slow
 def test_tuning_keeps_the_fastest_right_tiling(tmp_path, monkeypatch):
     monkeypatch.setitem(BACKENDS, "fake", fake_backend())
     monkeypatch.setattr(table, "read_table", table.read_table.__wrapped__)

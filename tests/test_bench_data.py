@@ -13,6 +13,7 @@ from benchmarks.__main__ import main
 from jaxtrain.settings import UserError
 
 
+@pytest.mark.slow
 def test_every_stage_from_text_to_batches_is_measured(tmp_path, monkeypatch, capsys):
     seen = []
     monkeypatch.setattr(data, "loader_rows", lambda names: seen.extend(names) or [])
@@ -130,6 +131,7 @@ def test_memory_counts_the_children():
         child.stdin.close()
 
 
+@pytest.mark.slow
 def test_packing_is_measured_beside_a_simulation_of_nanochats(tmp_path, monkeypatch, capsys):
     for name, value in (("DOCUMENTS", 1000), ("LENGTHS", (512,)), ("EPOCHS", 1.0), ("TIMED", 5)):
         monkeypatch.setattr(packing, name, value)
@@ -146,12 +148,9 @@ def test_packing_is_measured_beside_a_simulation_of_nanochats(tmp_path, monkeypa
 
 @pytest.mark.parametrize(
     ("kind", "length"),
-    [
-        pytest.param(kind, length, marks=[pytest.mark.slow] * (length > 512 or kind != "short"))
-        for kind in ("short", "all", "long")
-        for length in packing.LENGTHS
-    ],
+    [(kind, length) for kind in ("short", "all", "long") for length in packing.LENGTHS],
 )
+@pytest.mark.slow
 def test_best_fit_crops_no_more_than_nanochats_packer(monkeypatch, kind, length):
     monkeypatch.setattr(packing, "EPOCHS", 2.0)
     monkeypatch.setattr(packing, "REPEATS", 1)

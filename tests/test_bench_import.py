@@ -6,6 +6,7 @@ import json
 main = importlib.import_module("benchmarks.__main__").main
 
 
+@pytest.mark.slow
 def test_import_rows(tmp_path, capsys):
     assert main(["import", "tiny", "--record", "--out", str(tmp_path)]) == 0
     (file,) = tmp_path.glob("import-tiny-bf16-*.json")

@@ -123,6 +123,7 @@ def test_choices_of_export_are_those_of_the_code():
         ("jaxtrain export a b --family gpt", "gpt2 "),
     ],
 )
+@pytest.mark.quick("jaxtrain train --config quick-quickstart ")
 def test_a_shell_is_answered(line, expected, tmp_path):
     answer = tmp_path / "answer"
     asked = {

@@ -26,9 +26,7 @@ TINY = [
 CELLS = [(name, axis) for name in rows() for axis in AXES]
 SUPPORTED = [one for one in CELLS if not cell(*one)]
 REFUSED = [one for one in CELLS if cell(*one)]
-REPRESENTATIVES = [
-    ("lora", "fsdp"), ("document_mask", "context"),
-]  # fmt: skip
+REPRESENTATIVES = [("lora", "fsdp")]
 
 
 def devices_of(overrides):

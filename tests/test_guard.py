@@ -94,6 +94,7 @@ def test_an_update_that_is_not_finite_is_found(small):
     np.testing.assert_array_equal(checks.nonfinite, [(~np.isfinite(x)).sum() for x in leaves])
 
 
+@pytest.mark.slow
 def test_all_replicas_leave_out_what_one_of_them_cannot_use(small):
     task, hyperparams = small
     mesh = mesh_of(data=4)
@@ -187,17 +188,22 @@ def test_what_is_not_finite_is_never_saved_whatever_is_logged(tmp_path, poison, 
         assert checkpoints.latest() == 2
 
 
-def test_rollback_goes_on_as_if_the_batches_since_had_not_been(tmp_path, poison, capfd):
-    """And a run that was killed on the way goes the same way."""
-    asked = {"train__on_nonfinite": "rollback", "checkpoint__every": 2, "train__steps": 8}
-    asked |= {"checkpoint__keep": 9, "sample__prompts": "['']", "sample__tokens": 8}
-    poison.bad = {5: "gone", 6: "gone"}
-    assert main(run_overrides(tmp_path / "without", **asked)) == 0
-    without = tmp_path / "without" / "tiny"
+ROLLBACK = {"train__on_nonfinite": "rollback", "checkpoint__every": 2, "train__steps": 8}
+ROLLBACK |= {"checkpoint__keep": 9, "sample__prompts": "['']", "sample__tokens": 8}
 
+
+@pytest.fixture
+def rolled_back(tmp_path, poison):
+    """(a run that leaves batches 5 and 6 out, one that comes to do so at a nan in step 6)."""
+    poison.bad = {5: "gone", 6: "gone"}
+    assert main(run_overrides(tmp_path / "without", **ROLLBACK)) == 0
     poison.bad = {6: "nan"}
-    assert main(run_overrides(tmp_path / "back", **asked)) == 0
-    back = tmp_path / "back" / "tiny"
+    assert main(run_overrides(tmp_path / "back", **ROLLBACK)) == 0
+    return tmp_path / "without" / "tiny", tmp_path / "back" / "tiny"
+
+
+def test_rollback_goes_on_as_if_the_batches_since_had_not_been(rolled_back, capfd):
+    without, back = rolled_back
     assert_same_run(back, without)
     ((step, text),) = events_of(back, "rollback")
     assert step == 5 and "step 6: the loss is nan; " in text
@@ -205,11 +211,15 @@ def test_rollback_goes_on_as_if_the_batches_since_had_not_been(tmp_path, poison,
     assert text in capfd.readouterr().out
     assert steps_of(back) == [2, 4, 6, 8]
 
+
+@pytest.mark.slow
+def test_a_run_that_was_killed_behind_a_rollback_goes_the_same_way(rolled_back, tmp_path):
+    without, back = rolled_back
     for checkpoint in (6, 4):  # behind the return, and before it
         for later in range(checkpoint + 2, 10, 2):
             shutil.rmtree(back / "checkpoints" / str(later), ignore_errors=True)
         shutil.rmtree(back / "model")
-        assert main(run_overrides(tmp_path / "back", **asked)) == 0
+        assert main(run_overrides(tmp_path / "back", **ROLLBACK)) == 0
         assert_same_run(back, without)
         assert len(events_of(back, "rollback")) == 1
 

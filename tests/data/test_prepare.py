@@ -240,6 +240,7 @@ def test_an_interrupted_preparation_goes_on_after_its_last_commit(
     assert files_of(again) == expected
 
 
+@pytest.mark.slow
 def test_what_was_killed_goes_on_and_leaves_no_process_behind(tmp_path, small, corpus):
     options, _ = corpus
     options |= {"cache_dir": str(tmp_path / "cache"), "prepare_workers": 2}

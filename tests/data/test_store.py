@@ -96,6 +96,7 @@ def total(directory):
     return sum(int(store.read(i, 0, 8000).sum()) for i in range(store.documents))
 
 
+@pytest.mark.slow
 def test_many_processes_read_a_store_that_cannot_be_written(shards):
     for file in (*shards.iterdir(), shards):
         file.chmod(0o555 if file.is_dir() else 0o444)

@@ -60,7 +60,6 @@ def logits_and_greedy(graphdef, params):
 @pytest.mark.parametrize("name", CASES)
 @pytest.mark.quick(
     "llama",
-    "llama biases mqa wide heads",
     "llama rope llama3",
     "mistral window",
     "ministral",

@@ -40,6 +40,7 @@ def test_what_names_a_repository(tmp_path, monkeypatch):
     assert hub_of("runs/a/b") is None and pinned("runs/a/b") == "runs/a/b"
 
 
+@pytest.mark.slow
 def test_a_run_keeps_the_commits_that_it_began_from(hub, tmp_path, capsys):
     tune = {"train.init_from": "owner/small", "finetune.name": "lora", "train.steps": 1}
     tune |= {"data.train.name": "jsonl", "data.validation.name": "none"}

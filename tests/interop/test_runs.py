@@ -109,6 +109,7 @@ def test_shards_are_read_and_written(imported, tmp_path):
     assert weights_of(tmp_path / "again") == weights_of(run)
 
 
+@pytest.mark.slow
 def test_a_run_starts_from_it_and_hands_its_files_on(imported, tmp_path, capsys):
     """After a step of rate nothing the parameters are those that it started from."""
     _, run = imported

@@ -118,6 +118,7 @@ def test_float16_equals_reference():
     assert_equals_reference(SHAPES[0][0], D64, dtype=jnp.float16)
 
 
+@pytest.mark.slow
 def test_ids_in_any_order_equal_reference():
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 4, (1, 200)), jnp.int32)
     assert_equals_reference(AttentionShape("", 1, 200, 1, 1, 64), D64, ids)

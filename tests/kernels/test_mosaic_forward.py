@@ -82,12 +82,13 @@ def test_equals_reference_without_races(case, capfd):
     assert "RACE" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.slow
 def test_float16_equals_reference():
     assert_equals_reference(SHAPES[0][0], SMALL, dtype=jnp.float16)
 
 
 @pytest.mark.parametrize("tiling", [SMALL, HALVES])
-@pytest.mark.quick("tiling0")
+@pytest.mark.slow
 def test_ids_in_any_order_equal_reference(tiling):
     ids = jnp.asarray(np.random.default_rng(0).integers(0, 4, (1, 200)), jnp.int32)
     assert_equals_reference(AttentionShape("", 1, 200, 1, 1, 64), tiling, ids)

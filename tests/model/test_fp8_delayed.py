@@ -148,6 +148,7 @@ def test_a_model_learns_as_it_does_with_current_scaling(whole):
     np.testing.assert_allclose(whole[-1], losses, rtol=0.01)
 
 
+@pytest.mark.slow
 def test_resumed_is_uninterrupted_bit_for_bit(whole):
     run, early, folder, last, losses = whole
     assert all(

@@ -106,6 +106,7 @@ def test_the_blocks_start_as_the_identity(init):
     np.testing.assert_allclose(x, shallow(jnp.asarray(tokens())).states, rtol=1e-5, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_the_scales_multiply_their_branches():
     """Scales of 1 are the block without them; bfloat16 stays bfloat16."""
     graphdef, params = build("skipinit")

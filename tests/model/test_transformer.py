@@ -135,7 +135,7 @@ def test_without_document_mask_segments_do_nothing():
 
 
 @pytest.mark.parametrize("changes", FAMILIES.values(), ids=FAMILIES)
-@pytest.mark.quick("speedrun", "gemma3")
+@pytest.mark.quick("speedrun")
 def test_decode_is_the_full_forward(changes):
     """Prompts of different lengths in one batch, padded with anything, then token by token."""
     _, graphdef, _, params = build(**changes)

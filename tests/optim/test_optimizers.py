@@ -37,7 +37,7 @@ def config(name, **fields):
 
 
 # Whose like remain; all that is left takes half a minute.
-SLOW = ("schedule_free", "lamb", "lars", "sgd", "adamw8bit", "soap")
+SLOW = set(OPTIMIZERS) - {"adamw", "muon"}
 EACH = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in OPTIMIZERS]
 
 

@@ -61,7 +61,7 @@ def sketch(x):
 
 
 @pytest.mark.parametrize("title", VARIANTS)
-@pytest.mark.quick("other windows", "geglu", "llama")
+@pytest.mark.quick("other windows", "llama")
 def test_each_switch_equals_the_oracle(title):
     facts = GOLDEN.facts(f"{title}/facts")
     weights = GOLDEN.under("weights") | GOLDEN.under("shallow/weights")

@@ -1,0 +1,138 @@
+"""Fields of the configuration: none stands twice, and none is dead."""
+
+import ast
+import functools
+import sys
+from pathlib import Path
+
+import pytest
+from pydantic import BaseModel
+
+import jaxtrain
+from jaxtrain.config import (
+    Config,
+    variants_of,
+)
+from jaxtrain.config.resolve import Resolved
+from jaxtrain.evaluation.config import EvalConfig
+from jaxtrain.inference.config import SampleConfig
+from jaxtrain.optim import MuonConfig
+from jaxtrain.runs.config import RunConfig
+from jaxtrain.train.config import TrainConfig
+
+ROOT = Path(jaxtrain.__file__).parents[1]
+SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
+
+
+# ---- no field twice --------------------------------------------------------------------------
+
+
+def shadowed(section):
+    """Fields that a class declares and a base of it has too: the base's is silently out of use.
+
+    Only a field that was open may be declared again as filled in (`int | None` as `int`).
+    """
+    own = vars(section).get("__annotations__", {})
+    theirs = {
+        name: field
+        for base in reversed(section.__mro__[1:])
+        if issubclass(base, BaseModel)
+        for name, field in base.model_fields.items()
+    }
+
+    def filled(name):
+        mine = section.model_fields[name]
+        return mine.is_required() and mine.annotation | None == theirs[name].annotation
+
+    return [f"{section.__name__}.{n}" for n in own if n in theirs and not filled(n)]
+
+
+def sections(base):
+    return {s for sub in base.__subclasses__() for s in (sub, *sections(sub))}
+
+
+def test_no_class_shadows_a_field_of_its_base():
+    ours = [s for s in sections(BaseModel) if s.__module__.startswith("jaxtrain")]
+    assert len(ours) > 50 and {Config, Resolved, MuonConfig} <= set(ours)
+    assert [line for section in ours for line in shadowed(section)] == []
+
+    class Twice(MuonConfig):
+        clip_norm: float | None = None
+        matrix_lr: float
+
+    assert shadowed(Twice) == ["Twice.clip_norm"]
+
+
+# ---- no dead field ---------------------------------------------------------------------------
+
+SOURCES = [p for p in (ROOT / "jaxtrain").rglob("*.py") if p.name != "config.py"]
+SOURCES += [ROOT / "jaxtrain" / "model" / "config.py"]
+ELSEWHERE = (RunConfig, TrainConfig, EvalConfig, SampleConfig)  # read as c.SECTION.FIELD
+
+
+def reads(source):
+    """Attributes that are read, as (name before the dot or None, name), and string constants."""
+    tree = ast.parse(source)
+    # `t = c.train` makes t another name of a section
+    names = {
+        node.targets[0].id: node.value.attr
+        for node in ast.walk(tree)
+        if isinstance(node, ast.Assign)
+        and isinstance(node.targets[0], ast.Name)
+        and isinstance(node.value, ast.Attribute)
+    }
+    for node in ast.walk(tree):
+        if isinstance(node, ast.Attribute) and isinstance(node.ctx, ast.Load):
+            of = node.value
+            before = of.attr if isinstance(of, ast.Attribute) else getattr(of, "id", None)
+            yield names.get(before, before), node.attr
+        elif isinstance(node, ast.Constant) and isinstance(node.value, str):
+            yield None, node.value
+
+
+@functools.cache
+def all_reads(source):
+    return frozenset(reads(source))
+
+
+def dead_fields(model, sources):
+    """Fields that no source reads: of its section, or in the folder where it is declared."""
+    found = {path: all_reads(text) for path, text in sources.items()}
+    everything = set().union(*found.values())
+
+    def walk(model, section):
+        module = sys.modules[model.__module__].__file__
+        folder = ROOT / "jaxtrain" / Path(module).relative_to(ROOT / "jaxtrain").parts[0]
+        near = {name for path, pairs in found.items() if folder in path.parents
+                for _, name in pairs}  # fmt: skip
+        for name, field in model.model_fields.items():
+            parts = [v for v in variants_of(field) if issubclass(v, BaseModel)]
+            for part in parts:
+                yield from walk(part, name)
+            wanted = (section, name) in everything
+            if not (parts or wanted or (name in near and model not in ELSEWHERE)):
+                yield f"{section}.{name}"
+
+    return sorted(set(walk(model, "")))
+
+
+@pytest.fixture(scope="module")
+def sources():
+    return {path: path.read_text() for path in SOURCES}
+
+
+def test_every_field_is_read(sources):
+    assert dead_fields(Config, sources) == []
+
+
+def test_a_field_that_nobody_reads_is_found(sources):
+    def without(file, text, instead):
+        path = ROOT / "jaxtrain" / file
+        assert text in sources[path]
+        return sources | {path: sources[path].replace(text, instead)}
+
+    assert dead_fields(Config, without("inference/generate.py", "c.sample.top_p", "None")) == [
+        "sample.top_p"
+    ]
+    dead = dead_fields(Config, without("runs/checkpoint.py", "config.keep_every", "None"))
+    assert dead == ["checkpoint.keep_every"]
