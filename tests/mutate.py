@@ -195,7 +195,11 @@ MUTATIONS = {
     ),
     "phases": Mutation(
         J + "train/loop.py", "if not program.fits(batch):", "if False:",
-        "data/test_length_ramp.py test_train.py",
+        "test_phases.py",
+    ),
+    "growing models": Mutation(
+        J + "train/growth.py", "self.copies(old.shape[dim], new.shape[dim])",
+        "np.arange(new.shape[dim]) % old.shape[dim]", "test_phases.py",
     ),
     "aliases": Mutation(
         J + "config/aliases.py", "if spelling in TARGETS:", "if False:", "test_aliases.py"
