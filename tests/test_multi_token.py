@@ -31,6 +31,7 @@ def test_labels_further_on_stay_within_the_row_and_the_document():
 
 
 @pytest.mark.parametrize("documents", [False, True])
+@pytest.mark.quick("True")
 def test_the_loss_is_the_weighted_sum_over_distances(documents):
     _, graphdef, _, params = build(depth=1, document_mask=documents)
     one = jax.tree.map(jnp.asarray, batch(4))
@@ -52,6 +53,7 @@ def test_the_loss_is_the_weighted_sum_over_distances(documents):
     np.testing.assert_allclose(loss, expected, rtol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_step_is_the_same_in_microbatches():
     spec, hyperparams = make_spec(resolved(depth=1))
     spec = spec._replace(objective=make_objective(CONFIG, LossOptions()))

@@ -95,6 +95,7 @@ def test_advice_names_what_is_still_open():
     )
 
 
+@pytest.mark.slow
 def test_a_dry_run_from_a_model_alone(whole, capsys, monkeypatch):
     assert main(["--dry-run", "--device", "L4", f"train.init_from={whole}"]) == 0
     lines = capsys.readouterr().out.splitlines()

@@ -239,6 +239,7 @@ def test_a_parquet_file_keeps_its_columns(run, tmp_path):
 
 
 @pytest.mark.parametrize("seconds", [0.0, 1e9])
+@pytest.mark.quick("0.0")
 def test_a_killed_scoring_goes_on(run, corpus, tmp_path, monkeypatch, capsys, seconds):
     monkeypatch.setattr("jaxtrain.data.files.reading.BLOCK", 500)
     monkeypatch.setattr("jaxtrain.data.store.encode.BATCH", 500)

@@ -86,6 +86,7 @@ def test_ctrl_c_ends_an_answer_not_the_conversation():
 
 
 @pytest.mark.parametrize("temperature", [0.0, 1.0])
+@pytest.mark.quick("0.0")
 def test_streamed_tokens_are_those_of_generate(temperature):
     _, graphdef, _, params = build()
     prompt = np.arange(1, 12)
