@@ -70,7 +70,7 @@ MUTATIONS = {
     ),
     "dora": Mutation(
         J + "finetune/lora.py", "= column_norms(matrices[name], a, b, scale)",
-        "= start[f\"{name}/magnitude\"]", "finetune/test_peft.py",
+        "= start[f\"{name}/magnitude\"]", "finetune/test_tuning.py",
     ),
     "nf4": Mutation(
         J + "weights/quantized.py", "jnp.asarray(NF4)[codes] * most[:, None]",
@@ -106,7 +106,7 @@ MUTATIONS = {
     ),
     "tensor parallel": Mutation(
         J + "parallel/axes.py", "lambda axis, _, g: (g * jax.lax.axis_size(axis),)",
-        "lambda axis, _, g: (g,)", "parallel/test_mesh.py",
+        "lambda axis, _, g: (g,)", "parallel/test_experts.py",
     ),
     "zero": Mutation(
         J + "parallel/axes.py", 'without = None if kind in ZERO[zero] else "fsdp"',

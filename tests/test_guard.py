@@ -192,8 +192,7 @@ ROLLBACK = {"train__on_nonfinite": "rollback", "checkpoint__every": 2, "train__s
 ROLLBACK |= {"checkpoint__keep": 9, "sample__prompts": "['']", "sample__tokens": 8}
 
 
-@pytest.fixture
-def rolled_back(tmp_path, poison):
+def roll_back(tmp_path, poison):
     """(a run that leaves batches 5 and 6 out, one that comes to do so at a nan in step 6)."""
     poison.bad = {5: "gone", 6: "gone"}
     assert main(run_overrides(tmp_path / "without", **ROLLBACK)) == 0
@@ -202,8 +201,8 @@ def rolled_back(tmp_path, poison):
     return tmp_path / "without" / "tiny", tmp_path / "back" / "tiny"
 
 
-def test_rollback_goes_on_as_if_the_batches_since_had_not_been(rolled_back, capfd):
-    without, back = rolled_back
+def test_rollback_goes_on_as_if_the_batches_since_had_not_been(tmp_path, poison, capfd):
+    without, back = roll_back(tmp_path, poison)
     assert_same_run(back, without)
     ((step, text),) = events_of(back, "rollback")
     assert step == 5 and "step 6: the loss is nan; " in text
@@ -213,8 +212,8 @@ def test_rollback_goes_on_as_if_the_batches_since_had_not_been(rolled_back, capf
 
 
 @pytest.mark.slow
-def test_a_run_that_was_killed_behind_a_rollback_goes_the_same_way(rolled_back, tmp_path):
-    without, back = rolled_back
+def test_a_run_that_was_killed_behind_a_rollback_goes_the_same_way(tmp_path, poison):
+    without, back = roll_back(tmp_path, poison)
     for checkpoint in (6, 4):  # behind the return, and before it
         for later in range(checkpoint + 2, 10, 2):
             shutil.rmtree(back / "checkpoints" / str(later), ignore_errors=True)

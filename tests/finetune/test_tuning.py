@@ -28,7 +28,7 @@ from jaxtrain.finetune import FinetuneConfig, apply_lora_plus, make_partition
 from jaxtrain.finetune.partition import flatten, map_named
 from jaxtrain.inference import generate
 from jaxtrain.main import main
-from jaxtrain.model import Transformer, split
+from jaxtrain.model import Transformer, merge_weights, split
 from jaxtrain.optim import AdamWConfig, make_optimizer
 from jaxtrain.parallel import place_batch
 from jaxtrain.runs.saved import load_saved
@@ -163,6 +163,17 @@ def test_a_part_trains_alone_and_fits_a_batch(case):
     same(frozen, before)
     moved = jax.tree.map(lambda a, b: bool((np.asarray(a) != b).any()), state.params, start)
     assert all(jax.tree.leaves(moved))
+
+
+def test_dora_begins_as_the_model_that_it_tunes():
+    """Its magnitudes are the norms of the columns, for B is zero."""
+    partition, _, frozen, state, _ = part_of("dora int8")
+    joined = flatten(partition.join(state.params, frozen))
+    base = flatten(frozen)
+    for name in {key.rpartition("/")[0] for key in flatten(state.params)}:
+        np.testing.assert_allclose(
+            merge_weights(joined[name]), merge_weights(base[name]), rtol=1e-5, atol=1e-6
+        )
 
 
 def test_defaults_of_tuning(whole):
