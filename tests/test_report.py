@@ -7,7 +7,7 @@ from html.parser import HTMLParser
 import pytest
 
 from jaxtrain.runs import report, report_charts
-from jaxtrain.runs.report_data import _histogram
+from jaxtrain.runs.report_data import _lengths
 from jaxtrain.settings import visible
 
 VOID = {"meta", "rect", "circle", "path"}
@@ -202,23 +202,24 @@ def test_an_adapter_has_a_chart_of_its_share(tmp_path):
     parse(page)
     title = "What trains: 30 parameters, 3.00% of the model's 1.00K (here % of each matrix)"
     assert title in titles(page) and page.count('class="bar"') == 2
-    assert ">blocks/attention/q 10<" in page and ">prompt 2<" in page
+    assert "<th>blocks/attention/q</th><td>10</td>" in page and "<th>prompt</th><td>2</td>" in page
     assert "What trains" not in write_rows(tmp_path / "other", [{"loss": 3.0}] * 2, trained={})
 
 
-@pytest.mark.parametrize("lengths", [[0] * 9 + [1], [1] + [0] * 9, [0, 0, 3, 1, 0]])
-def test_the_lengths_of_one_document(lengths):
-    figure = _histogram("text", {str(2 << i): count for i, count in enumerate(lengths)})
+@pytest.mark.parametrize("lengths", [[0] * 9 + [1], [1] + [0] * 9, [0, 0, 3, 0, 1, 0]])
+def test_documents_have_a_bar_for_each_length_up_to_the_longest(lengths):
+    counts = {str(2 << i): count for i, count in enumerate(lengths)}
+    figure = _lengths("text", counts)
     parse(figure)
-    widths = [float(width) for width in re.findall(r'<rect [^>]*width="([\d.]+)"', figure)]
-    assert len(widths) == sum(map(bool, lengths)) and max(widths) < 100
-    assert sum(f">{count}</text>" in figure for count in lengths if count) == sum(
-        map(bool, lengths)
-    )
+    shown = re.findall(r"<th>([\d,]+)</th><td>(\d+)</td>", figure)
+    there = [i for i, count in enumerate(lengths) if count]
+    assert shown == [(f"{2 << i:,}", str(lengths[i])) for i in range(there[0], there[-1] + 1)]
+    widths = [float(width) for width in re.findall(r"width: ([\d.]+)%", figure)]
+    assert widths == pytest.approx([100 * int(n) / max(lengths) for _, n in shown], abs=0.1)
 
 
-def test_no_document_has_no_histogram():
-    assert _histogram("text", {"2": 0, "4": 0}) == ""
+def test_no_document_has_no_chart_of_lengths():
+    assert _lengths("text", {"2": 0, "4": 0}) == ""
 
 
 CONTROL = "a\x00b\x1b[2Jc\x07\x7f\x9b31m\rd\r\n\te"

@@ -1,23 +1,50 @@
 """One self-contained HTML page about a run, finished or not: `jaxtrain report RUN`."""
 
 import re
-import sys
 from collections.abc import Callable, Sequence
 from contextlib import suppress
 from html import escape
 from pathlib import Path
 from statistics import median
+from typing import NamedTuple
 
 from jaxtrain.runs.arguments import report_parser
 from jaxtrain.runs.history import MetricsRow, read_rows
 from jaxtrain.runs.metrics import Number, format_bytes, format_duration
-from jaxtrain.runs.report_charts import Series, bars, chart, format_count
-from jaxtrain.runs.report_data import data_section
-from jaxtrain.runs.report_tasks import tasks_section
+from jaxtrain.runs.report_charts import Series, bars, format_count, html_table, line_chart
+from jaxtrain.runs.report_data import data_section, tasks_section
 from jaxtrain.settings import UserError, command, read_object, visible
 from jaxtrain.storage.disk import write_whole
 
 MAX_SAMPLES, MAX_SAMPLE_CHARS = 40, 6000
+STYLE = Path(__file__).with_name("report.css")
+
+
+class ChartSpec(NamedTuple):
+    """A chart by step: one column of training and validation, or several of training."""
+
+    title: str
+    columns: tuple[str, ...]
+    scale: Number = 1
+    from_zero: bool = True
+    smooth: bool = True
+
+
+CHARTS = (
+    ChartSpec("Bits per byte", ("bpb",), from_zero=False),
+    ChartSpec("Pairs in the right order (%)", ("accuracy",), 100, from_zero=False),
+    ChartSpec("Reward margin, chosen over rejected", ("reward_margin",), from_zero=False),
+    ChartSpec("Rewards", ("reward_chosen", "reward_rejected"), from_zero=False),
+    ChartSpec(
+        "Expert load, of the mean (extremes of all layers)", ("expert_load_max", "expert_load_min")
+    ),
+    ChartSpec("Learning rate", ("lr",), smooth=False),
+    ChartSpec("Tokens per second", ("tokens_per_s",)),
+    ChartSpec("MFU (%)", ("mfu",), 100),
+    ChartSpec("Gradient norm", ("grad_norm",)),
+    ChartSpec("Loss scale (fp16)", ("loss_scale",), smooth=False),
+    ChartSpec("Memory (GiB)", ("memory_bytes",), 2**-30, smooth=False),
+)
 
 
 def write_report(run_dir: Path) -> Path:
@@ -25,30 +52,32 @@ def write_report(run_dir: Path) -> Path:
 
     Raises UserError when the folder is not a run.
     """
-    rows = _read_run(run_dir)
-    name = run_dir.resolve().name
-    config = run_dir / "config.yaml"
+    metrics = run_dir / "metrics.jsonl"
+    if not metrics.is_file():
+        raise UserError(
+            f"{run_dir} is not a run: it has no metrics.jsonl (give a folder such as runs/NAME)"
+        )
+    rows, name = read_rows(metrics), escape(run_dir.resolve().name)
     env: MetricsRow = {}
     with suppress(UserError):  # not written yet, or torn by a crash
         env = read_object(run_dir / "env.json")
-    status = _status(rows)
-    sections = [
-        f"<header><h1>{escape(name)}</h1>",
-        f'<p class="status {re.split(r"\W", status)[0]}">{escape(status)}</p></header>',
-        f'<div class="tiles">{_part("env.json", lambda: _tiles(rows, env))}</div>',
-        *_warnings(rows),
-        f'<div class="charts">{_part("metrics.jsonl", lambda: _charts(rows))}</div>',
+    parts = [
+        _header(name, rows),
+        _part("env.json", lambda: _tiles(rows, env)),
+        _part("metrics.jsonl", lambda: _charts(rows)),
         _part("data.json", lambda: data_section(run_dir, rows)),
         _part("tasks.json", lambda: tasks_section(run_dir)),
         _samples(run_dir / "samples"),
     ]
-    if config.exists():
-        text = escape(config.read_text("utf-8", errors="replace"), quote=False)
-        sections.append(f"<h2>Configuration</h2><pre>{text}</pre>")
+    if (run_dir / "config.yaml").exists():
+        text = (run_dir / "config.yaml").read_text("utf-8", errors="replace")
+        parts.append(f"<h2>Configuration</h2><pre>{escape(text, quote=False)}</pre>")
     if env:
-        sections.append(f'<h2>Environment</h2><div class="wide">{_table(env)}</div>')
-    page = PAGE.replace("{title}", escape(name)).replace("{body}", "\n".join(sections))
-    write_whole(run_dir / "report.html", page.encode(errors="replace"))
+        parts.append(f"<h2>Environment</h2>{_environment(env)}")
+    head = f'<meta charset="utf-8"><title>{name}</title><style>{STYLE.read_text()}</style>'
+    head += '<meta name="viewport" content="width=device-width, initial-scale=1">'
+    page = "\n".join([f'<!doctype html><html lang="en"><head>{head}</head><body>', *parts])
+    write_whole(run_dir / "report.html", f"{page}</body></html>\n".encode(errors="replace"))
     return run_dir / "report.html"
 
 
@@ -60,52 +89,42 @@ def _part(file: str, make: Callable[[], str]) -> str:
         return f'<p class="warning">{file} is damaged: what it says is left out here</p>'
 
 
-def _read_run(run_dir: Path) -> list[MetricsRow]:
-    path = run_dir / "metrics.jsonl"
-    if not path.is_file():
-        raise UserError(
-            f"{run_dir} is not a run: it has no metrics.jsonl (give a folder such as runs/NAME)"
-        )
-    return read_rows(path)
-
-
 def _values(rows: Sequence[MetricsRow], kind: str, name: str) -> list[MetricsRow]:
     """The rows of one kind where `name` is a finite number."""
     return [row for row in rows if row["kind"] == kind and row.get(name) is not None]
 
 
-def _status(rows: Sequence[MetricsRow]) -> str:
+def _header(name: str, rows: Sequence[MetricsRow]) -> str:
+    """The name, how the run ended, and a warning of values that are not finite."""
     marks = [row for row in rows if row.get("event") in ("start", "end")]
-    if marks and marks[-1]["event"] == "end":
-        return str(marks[-1]["status"])
-    return "no end recorded: still running, or killed"
-
-
-def _warnings(rows: Sequence[MetricsRow]) -> list[str]:
-    bad = [row for row in rows if row.get("nonfinite")]
-    if not bad:
-        return []
-    names = ", ".join(sorted({name for row in bad for name in row["nonfinite"]}))
-    text = f"{len(bad)} rows hold values that are not finite ({names}), the first at step "
-    return [f'<p class="warning">{escape(text)}{bad[0]["step"]}.</p>']
+    ended = bool(marks) and marks[-1]["event"] == "end"
+    status = str(marks[-1]["status"]) if ended else "no end recorded: still running, or killed"
+    css = re.split(r"\W", status)[0]
+    found = f'<header><h1>{name}</h1><p class="status {css}">{escape(status)}</p></header>'
+    if bad := [row for row in rows if row.get("nonfinite")]:
+        names = escape(", ".join(sorted({name for row in bad for name in row["nonfinite"]})))
+        found += f'<p class="warning">{len(bad)} rows hold values that are not finite ({names}), '
+        found += f"the first at step {bad[0]['step']}.</p>"
+    return found
 
 
 def _tiles(rows: Sequence[MetricsRow], env: MetricsRow) -> str:
-    start: MetricsRow = next((row for row in reversed(rows) if row.get("event") == "start"), {})
-    resumes = sum(row.get("event") == "start" for row in rows) - 1
+    """The figures that the rows have, each with a note."""
+    starts = [row for row in rows if row.get("event") == "start"]
+    start: MetricsRow = starts[-1] if starts else {}
     tiles: list[tuple[str, str, str]] = []
     if kind := env.get("device_kind"):
         count = env.get("device_count", 1)
         tiles.append(("device", f"{count} x {kind}" if count > 1 else kind, ""))
     if start.get("parameters"):
         tiles.append(("parameters", format_count(start["parameters"]), ""))
-    train = _values(rows, "train", "step")
-    if train:
+    if train := _values(rows, "train", "step"):
         note = f"of {start['total_steps']:,}" if "total_steps" in start else ""
         tiles.append(("steps", f"{train[-1]['step']:,}", note))
         if "tokens" in train[-1]:
             tiles.append(("tokens", format_count(train[-1]["tokens"]), ""))
     if rows:
+        resumes = len(starts) - 1
         note = f"resumed {resumes} time{'s' * (resumes > 1)}" if resumes > 0 else ""
         tiles.append(("time", format_duration(rows[-1]["time"]), note))
     for kind, name, label in (
@@ -117,74 +136,55 @@ def _tiles(rows: Sequence[MetricsRow], env: MetricsRow) -> str:
             best = min(found, key=lambda row: row[name])
             note = f"best {best[name]:.4f} at step {best['step']:,}"
             tiles.append((label, f"{found[-1][name]:.4f}", note if best != found[-1] else ""))
-    if speeds := [row["tokens_per_s"] for row in _values(rows, "train", "tokens_per_s")]:
-        tiles.append(("tokens per second", f"{median(speeds):,.0f}", "median"))
-    if mfus := [row["mfu"] for row in _values(rows, "train", "mfu")]:
-        tiles.append(("MFU", f"{median(mfus):.1%}", "median, of the dense bf16 peak"))
-    if sizes := [row["memory_bytes"] for row in _values(rows, "train", "memory_bytes")]:
-        tiles.append(("peak memory", format_bytes(max(sizes)), ""))
-    return "".join(
+    for name, label, show, note in (
+        ("tokens_per_s", "tokens per second", lambda xs: f"{median(xs):,.0f}", "median"),
+        ("mfu", "MFU", lambda xs: f"{median(xs):.1%}", "median, of the dense bf16 peak"),
+        ("memory_bytes", "peak memory", lambda xs: format_bytes(max(xs)), ""),
+    ):
+        if values := [row[name] for row in _values(rows, "train", name)]:
+            tiles.append((label, show(values), note))
+    shown = "".join(
         f'<div class="tile"><span>{escape(label)}</span><b>{escape(value)}</b>'
         f"<small>{escape(note)}</small></div>"
         for label, value, note in tiles
     )
+    return f'<div class="tiles">{shown}</div>'
 
 
 def _charts(rows: Sequence[MetricsRow]) -> str:
-    hours = max((row["time"] for row in rows), default=0) / 3600
+    seconds = max((row["time"] for row in rows), default=0)
     scale, unit = (
-        (3600, "hours") if hours > 2 else (60, "minutes") if hours > 0.05 else (1, "seconds")
+        (3600, "hours") if seconds > 7200 else (60, "minutes") if seconds > 180 else (1, "seconds")
     )
 
-    def series(
-        name: str, x: str = "step", scale_x: Number = 1, scale_y: Number = 1
-    ) -> list[Series]:
-        found = [(kind, _values(rows, kind, name)) for kind in ("train", "validation")]
-        return [
-            Series(kind, [row[x] / scale_x for row in some], [row[name] * scale_y for row in some])
-            for kind, some in found
-            if some
-        ]
+    def series(kind: str, name: str, label: str, scale_y: Number = 1) -> list[Series]:
+        some = _values(rows, kind, name)
+        xs, ys = [row["step"] for row in some], [row[name] * scale_y for row in some]
+        return [Series(label, xs, ys)] if some else []
 
-    def pair(name: str) -> list[Series]:
-        """One of two quantities in a chart, called by the end of its name."""
-        some = _values(rows, "train", name)
-        xs, ys = [row["step"] for row in some], [row[name] for row in some]
-        return [Series(name.rpartition("_")[2], xs, ys)] if some else []
+    def lines(spec: ChartSpec) -> list[Series]:
+        if len(spec.columns) > 1:
+            return [s for c in spec.columns for s in series("train", c, c.rpartition("_")[2])]
+        return [s for k in ("train", "validation") for s in series(k, *spec.columns, k, spec.scale)]
 
+    by_step = lines(ChartSpec("", ("loss",)))
+    seconds_of = lambda kind: [row["time"] / scale for row in _values(rows, kind, "loss")]
+    by_time = [line._replace(x=seconds_of(line.label)) for line in by_step]
     of = "pair" if _values(rows, "train", "accuracy") else "token"
     last: MetricsRow = next((row for row in reversed(rows) if "expert_load_0" in row), {})
     loads = {k.rpartition("_")[2]: v for k, v in last.items() if re.match(r"expert_load_\d+$", k)}
     trained = next((row["trained"] for row in reversed(rows) if row.get("trained")), {})
     charts = [
-        chart(f"Loss (nats per {of}) by step", "step", series("loss")),
-        chart(f"Loss by time ({unit})", unit, series("loss", "time", scale)),
-        chart("Bits per byte", "step", series("bpb")),
-        chart("Pairs in the right order (%)", "step", series("accuracy", scale_y=100)),
-        chart("Reward margin, chosen over rejected", "step", series("reward_margin")),
-        chart("Rewards", "step", [*pair("reward_chosen"), *pair("reward_rejected")]),
-        chart(
-            "Expert load, of the mean (extremes of all layers)",
-            "step",
-            [*pair("expert_load_max"), *pair("expert_load_min")],
-            from_zero=True,
+        line_chart(f"Loss (nats per {of}) by step", "step", by_step),
+        line_chart(f"Loss by time ({unit})", unit, by_time),
+        *(
+            line_chart(s.title, "step", lines(s), from_zero=s.from_zero, smooth=s.smooth)
+            for s in CHARTS
         ),
         bars("Load of each expert at the end, of the mean (mean of all layers)", loads),
         bars(*_trained(trained)),
-        chart("Learning rate", "step", series("lr"), from_zero=True, smooth=False),
-        chart("Tokens per second", "step", series("tokens_per_s"), from_zero=True),
-        chart("MFU (%)", "step", series("mfu", scale_y=100), from_zero=True),
-        chart("Gradient norm", "step", series("grad_norm"), from_zero=True),
-        chart("Loss scale (fp16)", "step", series("loss_scale"), from_zero=True, smooth=False),
-        chart(
-            "Memory (GiB)",
-            "step",
-            series("memory_bytes", scale_y=2**-30),
-            from_zero=True,
-            smooth=False,
-        ),
     ]
-    return "".join(charts) or "<p>No rows yet.</p>"
+    return f'<div class="charts">{"".join(charts) or "<p>No rows yet.</p>"}</div>'
 
 
 def _trained(parts: dict[str, list[int]]) -> tuple[str, dict[str, Number]]:
@@ -197,11 +197,8 @@ def _trained(parts: dict[str, list[int]]) -> tuple[str, dict[str, Number]]:
 
 
 def _samples(folder: Path) -> str:
-    paths = sorted(folder.glob("*.txt"))[-MAX_SAMPLES:][::-1]
-    if not paths:
-        return ""
-    blocks = ["<h2>Samples</h2>"]
-    for i, path in enumerate(paths):
+    blocks = []
+    for i, path in enumerate(sorted(folder.glob("*.txt"))[-MAX_SAMPLES:][::-1]):
         text = visible(path.read_text("utf-8", errors="replace"))
         more = "\n[...]" if len(text) > MAX_SAMPLE_CHARS else ""
         title = re.sub(r"^step_0*(?=\d)", "step ", path.stem)
@@ -209,11 +206,11 @@ def _samples(folder: Path) -> str:
             f"<details{' open' * (i == 0)}><summary>{escape(title)}</summary>"
             f"<pre>{escape(text[:MAX_SAMPLE_CHARS], quote=False)}{more}</pre></details>"
         )
-    return "\n".join(blocks)
+    return "\n".join(["<h2>Samples</h2>" * bool(blocks), *blocks])
 
 
-def _table(values: MetricsRow) -> str:
-    lines = []
+def _environment(values: MetricsRow) -> str:
+    shown = {}
     for name, value in values.items():
         if isinstance(value, dict):
             value = ", ".join(f"{k} {v}" for k, v in value.items() if v is not None)
@@ -222,68 +219,8 @@ def _table(values: MetricsRow) -> str:
         elif name.endswith("_bytes") and value:
             value = format_bytes(value)
         if value is not None:
-            label = escape(name.removesuffix("_bytes").replace("_", " "))
-            lines.append(f"<tr><th>{label}</th><td>{escape(str(value))}</td></tr>")
-    return f"<table>{''.join(lines)}</table>"
-
-
-PAGE = """<!doctype html>
-<html lang="en"><head><meta charset="utf-8">
-<meta name="viewport" content="width=device-width, initial-scale=1"><title>{title}</title>
-<style>
-:root { color-scheme: light dark; --page: #f6f7f9; --card: #fff; --ink: #1c2128; --soft: #667080;
-  --line: #e3e6eb; --train: #2563eb; --validation: #e8590c; --good: #1a7f4b; --bad: #c92a2a; }
-@media (prefers-color-scheme: dark) { :root { --page: #0f1216; --card: #181c22; --ink: #e4e8ee;
-  --soft: #929cab; --line: #2a3038; --train: #6ea8fe; --validation: #ffa057; --good: #51cf8a;
-  --bad: #ff8787; } }
-* { box-sizing: border-box; }
-body { margin: 0 auto; padding: 28px 20px 60px; max-width: 1120px; background: var(--page);
-  color: var(--ink); font: 15px/1.5 system-ui, -apple-system, "Segoe UI", sans-serif; }
-header { display: flex; flex-wrap: wrap; align-items: baseline; gap: 4px 14px;
-  margin-bottom: 16px; }
-h1 { font-size: 26px; margin: 0; letter-spacing: -.01em; overflow-wrap: anywhere; }
-h2 { font-size: 18px; margin: 34px 0 10px; }
-.status { margin: 0; color: var(--soft); } .status::before { content: "\\25cf"; margin-right: 6px; }
-.finished::before { color: var(--good); }
-.failed::before, .warning { color: var(--bad); }
-.tiles { display: grid; grid-template-columns: repeat(auto-fill, minmax(160px, 1fr)); gap: 10px; }
-.tile, figure, pre, .wide { background: var(--card); border: 1px solid var(--line);
-  border-radius: 10px; }
-.tile { padding: 10px 14px; } .tile span, .tile small { display: block; color: var(--soft);
-  font-size: 12.5px; } .tile b { font-size: 20px; font-weight: 600; overflow-wrap: anywhere; }
-.charts { display: grid; gap: 12px; margin-top: 12px;
-  grid-template-columns: repeat(auto-fit, minmax(min(100%, 400px), 1fr)); }
-figure { margin: 0; padding: 10px 12px 6px; }
-figcaption { font-weight: 600; font-size: 14px; }
-figcaption i { font: 12.5px system-ui; color: var(--soft); margin-left: 14px; }
-figcaption i::before { content: ""; display: inline-block; width: 14px; height: 3px;
-  border-radius: 2px; margin-right: 5px; vertical-align: 3px; background: var(--train); }
-figcaption i.validation::before, figcaption i.rejected::before, figcaption i.min::before {
-  background: var(--validation); }
-svg { display: block; width: 100%; height: auto; }
-svg text { font: 12px system-ui, sans-serif; fill: var(--soft);
-  font-variant-numeric: tabular-nums; }
-.mid { text-anchor: middle; } .end { text-anchor: end; }
-.grid { stroke: var(--line); }
-path.line { fill: none; stroke: var(--train); stroke-width: 1.8; stroke-linejoin: round; }
-path.validation, path.rejected, path.min { stroke: var(--validation); }
-path.faint { opacity: .3; stroke-width: 1; }
-circle.dot, .bar { fill: var(--train); }
-circle.validation, circle.rejected, circle.min { fill: var(--validation); }
-svg g > * { opacity: 0; } svg g:hover > * { opacity: 1; } svg g > rect { fill: transparent; }
-svg g path { stroke: var(--soft); stroke-dasharray: 3 3; } svg g circle { fill: var(--ink); }
-svg g text { fill: var(--ink); }
-pre { margin: 0; padding: 14px 16px; overflow: auto; max-height: 560px; white-space: pre-wrap;
-  overflow-wrap: anywhere; font: 13px/1.5 ui-monospace, SFMono-Regular, Menlo, monospace; }
-details { margin-bottom: 8px; } summary { cursor: pointer; padding: 4px 2px; }
-.wide { padding: 6px 16px; } table { border-collapse: collapse; width: 100%; font-size: 13.5px; }
-tr + tr { border-top: 1px solid var(--line); } td { overflow-wrap: anywhere; padding: 6px 0; }
-th { text-align: left; font-weight: 500; color: var(--soft); padding: 6px 18px 6px 0;
-  vertical-align: top; white-space: nowrap; }
-</style></head><body>
-{body}
-</body></html>
-"""
+            shown[name.removesuffix("_bytes").replace("_", " ")] = value
+    return html_table(shown.items())
 
 
 @command
@@ -291,7 +228,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     """The command line: prints the report's path; 2 and one line on stderr for a UserError."""
     print(write_report(report_parser().parse_args(argv).run))
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

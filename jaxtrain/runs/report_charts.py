@@ -1,10 +1,9 @@
-"""Charts of a run's report as SVG, without a script: lines by step or time, and bars."""
+"""Charts and tables of a run's report as HTML and SVG, without a script."""
 
 import math
 from bisect import bisect_right
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from html import escape
-from itertools import pairwise
 from typing import NamedTuple
 
 import numpy as np
@@ -12,12 +11,10 @@ import numpy as np
 from jaxtrain.runs.metrics import Number
 
 WIDTH, HEIGHT = 480, 250  # of a chart, in SVG units
-LEFT, RIGHT, TOP, BOTTOM = 48, 18, 26, 24  # its margins
+LEFT, RIGHT, TOP, BOTTOM = 48, 462, 26, 226  # edges of its frame
 MAX_POINTS = 250  # drawn per line
-MAX_HOVERS = 100  # places of a chart that show their values under the pointer
-MAX_BARS = 64  # of a chart; more are summed up in the last
-NAMED = 12  # bars that have room for their value, and for a name of more than a few letters
-WIDEST = 60  # of a bar
+MAX_HOVERS = 100  # strips of a chart that show their values under the pointer
+MAX_BARS = 64
 
 
 class Series(NamedTuple):
@@ -26,6 +23,76 @@ class Series(NamedTuple):
     label: str
     x: Sequence[Number]
     y: Sequence[Number]
+
+
+class Frame(NamedTuple):
+    """Maps data to SVG units; x starts at 0."""
+
+    x_high: Number
+    y_low: Number
+    y_high: Number
+
+    def x(self, x: Number) -> Number:
+        return round(LEFT + x / self.x_high * (RIGHT - LEFT), 1)
+
+    def y(self, y: Number) -> Number:
+        return round(BOTTOM - (y - self.y_low) / (self.y_high - self.y_low) * (BOTTOM - TOP), 1)
+
+
+def line_chart(
+    title: str,
+    x_name: str,
+    lines: Sequence[Series],
+    *,
+    from_zero: bool = False,
+    smooth: bool = True,
+) -> str:
+    """A figure of the lines, or nothing where there are none; the values show on hover."""
+    if not lines:
+        return ""
+    frame = Frame(max(line.x[-1] for line in lines) or 1, *y_range(lines, from_zero))
+    parts = []
+    for x in ticks(0, frame.x_high, 6):
+        parts.append(f'<text x="{frame.x(x)}" y="{HEIGHT - 5}" class="mid">{_number(x)}</text>')
+    for y in ticks(frame.y_low, frame.y_high):
+        parts.append(f'<path class="grid" d="M{LEFT} {frame.y(y)}H{RIGHT}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{frame.y(y) + 4}" class="end">{_number(y)}</text>')
+    for line in lines:
+        noisy = smooth and len(line.x) > 40
+        parts.append(_path(frame, line, "line faint" if noisy else "line"))
+        if noisy:
+            parts.append(_path(frame, line._replace(y=smoothed(line.y)), "line"))
+        if len(line.x) <= 30:
+            parts.append(_path(frame, line, "dots"))
+    legend = "".join(f'<i class="{line.label}">{line.label}</i>' for line in lines)
+    caption = f"<figcaption>{escape(title)}{legend if len(lines) > 1 else ''}</figcaption>"
+    drawn = "".join([*parts, *_hovers(frame, x_name, lines)])
+    return f'<figure>{caption}<svg viewBox="0 0 {WIDTH} {HEIGHT}">{drawn}</svg></figure>'
+
+
+def bars(title: str, values: Mapping[str, Number]) -> str:
+    """A figure of a bar from zero for each value, with its name, or nothing."""
+    if not values:
+        return ""
+    most = max(values.values()) or 1
+    rows = "".join(
+        f"<tr><th>{escape(name)}</th><td>{_number(value)}</td>"
+        f'<td><b class="bar" style="width: {100 * max(value, 0) / most:.1f}%"></b></td></tr>'
+        for name, value in list(values.items())[:MAX_BARS]
+    )
+    if len(values) > MAX_BARS:
+        title += f"; {len(values) - MAX_BARS} more are not drawn"
+    caption = f"<figcaption>{escape(title)}</figcaption>"
+    return f'<figure class="bars">{caption}<table>{rows}</table></figure>'
+
+
+def html_table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> str:
+    """A table whose first column names the rows; all cells are text, and are escaped."""
+    lines = [f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>"] if head else []
+    for first, *rest in rows:
+        cells = "".join(f"<td>{escape(str(cell))}</td>" for cell in rest)
+        lines.append(f"<tr><th>{escape(str(first))}</th>{cells}</tr>")
+    return f'<div class="wide"><table>{"".join(lines)}</table></div>'
 
 
 def format_count(count: Number) -> str:
@@ -37,101 +104,12 @@ def format_count(count: Number) -> str:
     return f"{count:g}"
 
 
-class Frame(NamedTuple):
-    """Maps data to SVG units inside the margins of a chart; x starts at 0."""
-
-    x_high: Number
-    y_low: Number
-    y_high: Number
-
-    def x(self, x: Number) -> Number:
-        return round(LEFT + x / self.x_high * (WIDTH - LEFT - RIGHT), 1)
-
-    def y(self, y: Number) -> Number:
-        share = (y - self.y_low) / (self.y_high - self.y_low)
-        return round(HEIGHT - BOTTOM - share * (HEIGHT - TOP - BOTTOM), 1)
-
-
-def chart(title: str, x_name: str, lines: Sequence[Series], *, from_zero=False, smooth=True) -> str:
-    """An SVG figure of the lines, or nothing where there are none; the values show on hover."""
-    if not lines:
-        return ""
-    frame = Frame(max(line.x[-1] for line in lines) or 1, *y_range(lines, from_zero))
-    parts = y_axis(frame)
-    for x in ticks(0, frame.x_high, 6):
-        parts.append(f'<text x="{frame.x(x)}" y="{HEIGHT - 5}" class="mid">{_tick(x)}</text>')
-    x, y, wide, high = LEFT, TOP - 4, WIDTH - LEFT - RIGHT + 4, HEIGHT - TOP - BOTTOM + 8
-    # A nested svg clips what leaves the frame.
-    parts.append(f'<svg x="{x}" y="{y}" width="{wide}" height="{high}" ')
-    parts.append(f'viewBox="{x} {y} {wide} {high}">')
-    for line in lines:
-        if smooth and len(line.x) > 40:
-            parts.append(_path(frame, line.x, line.y, f"{line.label} faint"))
-            parts.append(_path(frame, line.x, smoothed(line.y), line.label))
-        else:
-            parts.append(_path(frame, line.x, line.y, line.label))
-    parts.append("</svg>")
-    parts += _hovers(frame, x_name, lines)
-    legend = "".join(f'<i class="{line.label}">{line.label}</i>' for line in lines)
-    caption = f"<figcaption>{escape(title)}{legend if len(lines) > 1 else ''}</figcaption>"
-    return f'<figure>{caption}<svg viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg></figure>'
-
-
-def bars(title: str, values: Mapping[str, Number]) -> str:
-    """An SVG figure of a bar for each value from zero, or nothing; names and values below hover."""
-    if not values:
-        return ""
-    names, heights = list(values)[:MAX_BARS], list(values.values())[:MAX_BARS]
-    frame = Frame(1, *y_range([Series("", [], heights)], from_zero=True))
-    parts = y_axis(frame)
-    step = (WIDTH - LEFT - RIGHT) / len(names)
-    wide = min(0.8 * step, WIDEST)
-    for i, (name, value) in enumerate(zip(names, heights)):
-        middle, top = LEFT + (i + 0.5) * step, frame.y(max(value, 0))
-        box = f'x="{middle - wide / 2:.1f}" width="{wide:.1f}"'
-        parts.append(f'<rect class="bar" {box} y="{top}" height="{HEIGHT - BOTTOM - top:.1f}"/>')
-        if len(names) <= NAMED or i % math.ceil(len(names) / NAMED) == 0:
-            shown = name.rpartition("/")[2][:9]
-            parts.append(
-                f'<text x="{middle:.1f}" y="{HEIGHT - 5}" class="mid">{escape(shown)}</text>'
-            )
-        parts.append(
-            f'<g><rect x="{LEFT + i * step:.1f}" y="0" width="{step:.1f}" height="{HEIGHT}"/>'
-            f'<text x="{WIDTH - RIGHT}" y="15" class="end">{escape(name)} {_number(value)}</text>'
-            "</g>"
-        )
-    more = len(values) - len(names)
-    title += f"; {more} more are not drawn" if more else ""
-    caption = f"<figcaption>{escape(title)}</figcaption>"
-    return f'<figure>{caption}<svg viewBox="0 0 {WIDTH} {HEIGHT}">{"".join(parts)}</svg></figure>'
-
-
-def y_axis(frame: Frame) -> list[str]:
-    """Lines across, and their values."""
-    parts = []
-    for y in ticks(frame.y_low, frame.y_high):
-        parts.append(f'<path class="grid" d="M{LEFT} {frame.y(y)}H{WIDTH - RIGHT}"/>')
-        parts.append(f'<text x="{LEFT - 6}" y="{frame.y(y) + 4:.1f}" class="end">{_tick(y)}</text>')
-    return parts
-
-
-def _path(frame: Frame, xs: Sequence[Number], ys: Sequence[Number], css: str) -> str:
-    points = [(frame.x(x), frame.y(y)) for x, y in thinned(xs, ys)]
-    dots = points if len(points) <= 30 else []
-    circles = "".join(f'<circle class="dot {css}" cx="{x}" cy="{y}" r="2.5"/>' for x, y in dots)
-    return f'<path class="line {css}" d="M{" ".join(f"{x} {y}" for x, y in points)}"/>{circles}'
-
-
 def thinned(xs: Sequence[Number], ys: Sequence[Number]) -> list[tuple[Number, Number]]:
-    """All points, or the lowest and the highest of each of MAX_POINTS / 2 buckets."""
-    if len(xs) <= MAX_POINTS:
-        return list(zip(xs, ys))
-    points = []
-    for bucket in np.array_split(np.arange(len(xs)), MAX_POINTS // 2):
-        indices = bucket.tolist()
-        picked = {min(indices, key=ys.__getitem__), max(indices, key=ys.__getitem__)}
-        points += [(xs[i], ys[i]) for i in sorted(picked)]
-    return points
+    """The lowest and the highest point of each of at most MAX_POINTS / 2 buckets."""
+    size = math.ceil(len(ys) / (MAX_POINTS // 2))
+    buckets = [range(i, min(i + size, len(ys))) for i in range(0, len(ys), size)]
+    picked = {pick(bucket, key=ys.__getitem__) for bucket in buckets for pick in (min, max)}
+    return [(xs[i], ys[i]) for i in sorted(picked)]
 
 
 def smoothed(ys: Sequence[Number]) -> Sequence[Number]:
@@ -160,33 +138,32 @@ def ticks(low: Number, high: Number, count: int = 5) -> list[Number]:
     return [round(i * step, 12) for i in range(first, math.floor(high / step + 1e-9) + 1)]
 
 
-def _tick(value: Number) -> str:
-    return format_count(value) if value >= 10_000 else f"{value:g}"
+def _path(frame: Frame, line: Series, css: str) -> str:
+    """The points, joined or as dots; what leaves the frame is drawn at its edge."""
+    inside = lambda y: min(max(frame.y(y), TOP - 4), BOTTOM + 4)
+    points = [f"{frame.x(x)} {inside(y)}" for x, y in thinned(line.x, line.y)]
+    path = "M" + ("h0M" if css == "dots" else "L").join(points) + "h0"
+    return f'<path class="{css} {line.label}" d="{path}"/>'
 
 
 def _hovers(frame: Frame, x_name: str, lines: Sequence[Series]) -> list[str]:
-    """One invisible strip at each of up to MAX_HOVERS points; CSS shows its dots and values."""
-    main = max(lines, key=lambda line: len(line.x))
-    indices = np.linspace(0, len(main.x) - 1, min(MAX_HOVERS, len(main.x))).round().astype(int)
-    xs = [main.x[i] for i in indices]
-    middles = [(frame.x(a) + frame.x(b)) / 2 for a, b in pairwise(xs)]
-    edges = [LEFT, *middles, WIDTH - RIGHT]
-    strips = []
-    for x, left, right in zip(xs, edges[:-1], edges[1:]):
-        dots, words = [], [f"{x_name} {_number(x)}"]
-        for line in lines:
-            if at := bisect_right(line.x, x):
-                value = line.y[at - 1]
-                height = min(max(frame.y(value), TOP), HEIGHT - BOTTOM)
-                dots.append(f'<circle cx="{frame.x(line.x[at - 1])}" cy="{height}" r="3.5"/>')
-                words.append(f"{line.label} {_number(value)}")
+    """Strips side by side with the values where each ends, at most MAX_HOVERS."""
+    longest = max((line.x for line in lines), key=len)
+    count = min(MAX_HOVERS, len(longest))
+    width, strips = (RIGHT - LEFT) / count, []
+    for i in range(count):
+        ends = [(line, bisect_right(line.x, frame.x_high * (i + 1) / count)) for line in lines]
+        values = [f"{line.label} {_number(line.y[end - 1])}" for line, end in ends if end]
+        x = max((line.x[end - 1] for line, end in ends if end), default=0)
+        text = ", ".join([f"{x_name} {_number(x)}", *values])
         strips.append(
-            f'<g><rect x="{left:.1f}" y="0" width="{right - left:.1f}" height="{HEIGHT}"/>'
-            f'<path d="M{frame.x(x)} {TOP}V{HEIGHT - BOTTOM}"/>{"".join(dots)}'
-            f'<text x="{WIDTH - RIGHT}" y="15" class="end">{", ".join(words)}</text></g>'
+            f'<g><rect x="{LEFT + i * width:.1f}" y="{TOP}" width="{width:.1f}" height="200"/>'
+            f'<text x="{RIGHT}" y="15" class="end">{text}</text></g>'
         )
     return strips
 
 
 def _number(value: Number) -> str:
+    if value >= 100_000:
+        return format_count(value)
     return f"{value:,.0f}" if value >= 1000 else f"{value:.4g}"

@@ -16,7 +16,7 @@ from jaxtrain.data.evaluation.tasks import Bundle, Rules, Task, read_examples
 from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
 from jaxtrain.evaluation import evaluate, tasks
 from jaxtrain.evaluation.log_likelihood import make_scorer, scores
-from jaxtrain.runs.report_tasks import tasks_section
+from jaxtrain.runs.report_data import tasks_section
 from jaxtrain.settings import UserError
 
 
