@@ -38,7 +38,7 @@ from benchmarks.tune import tune_attention
 from jaxtrain.cluster.runtime import take_memory
 from jaxtrain.config.overrides import check_once
 from jaxtrain.estimate.arguments import add_preflight
-from jaxtrain.estimate.dry_run import given, preflight_of, report
+from jaxtrain.estimate.dry_run import option_given, preflight_of, report
 from jaxtrain.settings import TINY, Parser, UserError, command, real
 
 WHAT = {
@@ -186,12 +186,12 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
 def check_options(a: argparse.Namespace) -> None:
     """Raises UserError for an option that nothing would read."""
     for what, options in ONLY.items():
-        stray = given(a, *options)
+        stray = option_given(a, *options)
         if stray and a.what != what:
             raise UserError(f"{stray} is for bench {what}, not for bench {a.what}")
     if a.peer and (a.switches or a.flags):
         raise UserError("--peer is for bench step alone, without --switches or --flags")
-    stray = given(a, "device", *(() if a.longest else ("memory",)))
+    stray = option_given(a, "device", *(() if a.longest else ("memory",)))
     if stray and a.devices is None and a.fit is None:
         raise UserError(f"{stray} is for --devices N or --fit N, not for what is here")
 

@@ -1,4 +1,4 @@
-"""XLA options for a step: the default, then each set of `cluster/xla_flags.py` alone."""
+"""XLA options for a step: the default, then each of some sets alone."""
 
 import gc
 import json
@@ -6,8 +6,39 @@ from collections.abc import Iterator, Sequence
 from typing import Any
 
 from benchmarks.step import bench_step
-from jaxtrain.cluster.xla_flags import SETS, known_options
+from jaxtrain.cluster import xla_flags
+from jaxtrain.cluster.xla_flags import Option, supported
 from jaxtrain.settings import UserError
+
+GIB = 2**30
+PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
+COMBINED = ("all_reduce", "all_gather", "reduce_scatter")
+# What each is said to do (MaxText's, AXLearn's and NVIDIA's recipes); what it does: BENCHMARKS.md.
+SETS: dict[str, dict[str, Option]] = {
+    # Collectives where they stand, none beside computing: what the scheduler brings.
+    "in_order": {"xla_gpu_enable_latency_hiding_scheduler": False},
+    # Few large collectives; by default they are joined up to 30 MiB.
+    "combined": {f"xla_gpu_{kind}_combine_threshold_bytes": GIB for kind in COMBINED},
+    # Those of a loop's round beside the computing of the next.
+    "pipelined": {
+        "xla_gpu_enable_while_loop_double_buffering": True,
+        **{f"xla_gpu_pipeline_{kind}": PIPELINED for kind in COMBINED},
+    },
+    # Several at once.
+    "parallel": {
+        "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
+        "xla_gpu_experimental_parallel_scale_up_collective_overlap_limit": 4,
+    },
+    # Buffers that NCCL knows, so that it need not copy.
+    "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
+    # The same memory on all devices, where NCCL can gather by copy engines (NCCL_CTA_POLICY=2), so
+    # that matmuls beside it keep their multiprocessors. It lies outside of JAX's pool of memory.
+    "symmetric": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True},
+    # Every kernel launched by itself, none from a CUDA graph.
+    "launched": {"xla_gpu_enable_command_buffer": ""},
+    # Those that runs use.
+    **xla_flags.SETS,
+}
 
 
 def bench_flags(
@@ -17,10 +48,10 @@ def bench_flags(
 
     A set that this XLA knows nothing of is left out. Raises UserError for an unknown one.
     """
-    every = {"default": (), **{set_: (set_,) for set_ in SETS}}
+    every = {"default": dict[str, Option](), **SETS}
     if only is not None and only not in every:
         raise UserError(f"there is no set of flags {only}; there are {', '.join(every)}")
-    sets = {set_: known_options(names) for set_, names in every.items() if only in (None, set_)}
+    sets = {set_: supported(options) for set_, options in every.items() if only in (None, set_)}
     lines = {
         set_: [*overrides, f"train.compiler_options={json.dumps(options)}"]
         for set_, options in sets.items()

@@ -15,11 +15,12 @@ import numpy as np
 from benchmarks.record import describe
 from jaxtrain.estimate.workload import SHORT
 from jaxtrain.interop.configs import family_of, model_fields
-from jaxtrain.interop.load import expected, flatten, load, open_checkpoint, our_file_layout
+from jaxtrain.interop.load import expected, load_checkpoint, open_checkpoint, our_file_layout
 from jaxtrain.interop.tensors import INDEX, WEIGHTS, shards, write
 from jaxtrain.model import ModelConfig, Transformer, resolve_model, split
 from jaxtrain.parallel import MeshConfig, make_mesh, shardings
 from jaxtrain.settings import UserError
+from jaxtrain.weights.contract import flatten
 
 LLAMA_8B = {
     "model_type": "llama", "vocab_size": 128256, "hidden_size": 4096, "intermediate_size": 14336,
@@ -54,7 +55,7 @@ def bench_import(variant: str | None = None, names: Sequence[str] = ()) -> dict[
             write(Path(folder) / "run.safetensors", table, pieces, {})
         placed = shardings(specs, make_mesh(MeshConfig.model_validate({"fsdp": "auto", "data": 1})))
         with measured(rows, "onto the devices", name, size):
-            jax.block_until_ready(load(source, specs, placed, dtype="bfloat16"))
+            jax.block_until_ready(load_checkpoint(source, specs, placed, dtype="bfloat16"))
     return describe("import", name, variant or SHORT["bfloat16"]) | {"rows": rows}
 
 

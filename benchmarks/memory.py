@@ -9,6 +9,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
+from benchmarks.random_inputs import new_state, random_batch
 from benchmarks.record import describe
 from benchmarks.step import compiled_step
 from benchmarks.timing import COMPILERS, median_ms
@@ -17,9 +18,7 @@ from jaxtrain.estimate.workload import (
     at_depth,
     load_workload,
     new_hyperparams,
-    new_state,
     random_base,
-    random_batch,
 )  # fmt: skip
 from jaxtrain.model import initialize
 from jaxtrain.runs.metrics import format_bytes

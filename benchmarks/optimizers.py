@@ -7,10 +7,11 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.kernels import chosen
+from benchmarks.random_inputs import new_state
 from benchmarks.record import describe
 from benchmarks.step import muon_flops, update_ms
 from benchmarks.timing import ceilings
-from jaxtrain.estimate.workload import Workload, load_workload, new_hyperparams, new_state
+from jaxtrain.estimate.workload import Workload, load_workload, new_hyperparams
 from jaxtrain.model import cast
 from jaxtrain.optim import OPTIMIZERS
 

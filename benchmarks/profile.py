@@ -13,9 +13,9 @@ from typing import Any, NamedTuple
 
 import jax
 
+from benchmarks.costs import Cost, in_order, read_costs
 from benchmarks.tables import screen, to_rich
 from benchmarks.timing import Ceilings
-from jaxtrain.estimate.costs import Cost, in_order, read_costs
 from jaxtrain.estimate.traffic import collectives
 
 STEPS = 3

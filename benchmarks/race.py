@@ -19,7 +19,8 @@ from matplotlib.figure import Figure
 
 from benchmarks.record import describe
 from jaxtrain.config import Config, tag_of, variants_of
-from jaxtrain.runs.compare import Curve, Run, flatten, read_run, training_seconds
+from jaxtrain.runs.compare import Curve, Run, read_run, training_seconds
+from jaxtrain.runs.job import leaves
 from jaxtrain.runs.metrics import Number
 from jaxtrain.settings import UserError
 
@@ -65,7 +66,7 @@ def check_comparable(runs: Sequence[Run], differ: Sequence[str] = ()) -> None:
     same = [section for section in (*SAME, "env") if section not in differ]
     first, *others = runs
     machine = lambda run: {f"env.{key}": run.env[key] for key in ("device_kind", "device_count")}
-    facts = lambda run: flatten(run.config) | machine(run)
+    facts = lambda run: leaves(run.config) | machine(run)
     for run in others:
         a, b = facts(first), facts(run)
         for key in a | b:
@@ -90,10 +91,10 @@ def config_name(run: Run) -> str:
 def settings_of(optim: dict[str, Any]) -> dict[str, Any]:
     """All rates of an optimizer, and what else is not its default."""
     kind = {tag_of(c): c for c in variants_of(Config.model_fields["optim"])}[optim["name"]]
-    defaults = flatten(kind.model_validate({"name": optim["name"]}).model_dump(mode="json"))
+    defaults = leaves(kind.model_validate({"name": optim["name"]}).model_dump(mode="json"))
     return {
         key: value
-        for key, value in flatten(optim).items()
+        for key, value in leaves(optim).items()
         if key != "name" and (key.endswith(RATES) or key not in defaults or defaults[key] != value)
     }
 

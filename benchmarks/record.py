@@ -5,8 +5,7 @@ import re
 from pathlib import Path
 from typing import Any
 
-from jaxtrain.runs import measurement
-from jaxtrain.runs.measurement import stem
+from jaxtrain.runs import environment
 
 BENCHMARKS = Path(__file__).parent
 RESULTS = BENCHMARKS / "results"
@@ -24,8 +23,17 @@ def describe(
 
     devices: used; default all. env: of the process that made the figures; default this one.
     """
-    record = measurement.describe(bench, config, variant, workload, devices, env)
+    record = environment.describe(bench, config, variant, workload, devices, env)
     return record | {"peers": peers_of(bench, config, record["device"])}
+
+
+def stem(record: dict[str, Any]) -> str:
+    """`step-gpt_d12-bf16-nvidia_h200`, and `_x8` of eight devices."""
+    count = record["device_count"]
+    device = record["device"] + (f" x{count}" if count > 1 else "")
+    parts = (record["bench"], record["config"], record["variant"], device)
+    plain = (re.sub(r"[^a-z0-9]+", "_", part.lower()).strip("_") for part in parts)
+    return "-".join(part for part in plain if part)
 
 
 def write(record: dict[str, Any], directory: Path) -> Path:

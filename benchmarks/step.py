@@ -10,6 +10,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks.profile import profile
+from benchmarks.random_inputs import new_state, random_batch
 from benchmarks.record import describe, stem
 from benchmarks.timing import ceilings, median_ms
 from jaxtrain.estimate.workload import (
@@ -20,9 +21,7 @@ from jaxtrain.estimate.workload import (
     branch_share,
     load_workload,
     new_hyperparams,
-    new_state,
     random_base,
-    random_batch,
 )
 from jaxtrain.model import active, cast
 from jaxtrain.optim import MuonConfig

@@ -14,14 +14,15 @@ import numpy as np
 from flax import nnx
 
 from benchmarks.peers import rows_of
+from benchmarks.random_inputs import new_state
 from benchmarks.record import describe
 from benchmarks.timing import COMPILERS
 from jaxtrain.cluster.xla_flags import known_options
 from jaxtrain.data import Scored
 from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
-from jaxtrain.estimate.workload import Workload, load_workload, new_state
+from jaxtrain.estimate.workload import Workload, load_workload
 from jaxtrain.evaluation.log_likelihood import make_scorer, scores
-from jaxtrain.interop import Prompting
+from jaxtrain.interop.companions import Prompting
 from jaxtrain.model import cast
 from jaxtrain.runs.saved import Saved
 

@@ -10,9 +10,10 @@ from jaxtrain_kernels.shapes import LOSS_BENCH
 from benchmarks import kernels, profile, record, tables, timing
 from benchmarks import memory as memory_module
 from benchmarks import step as step_module
+from benchmarks.costs import Cost
+from benchmarks.random_inputs import random_batch
 from benchmarks.step import floors_ms, muon_flops
-from jaxtrain.estimate.costs import Cost
-from jaxtrain.estimate.workload import load_workload, random_batch
+from jaxtrain.estimate.workload import load_workload
 from jaxtrain.settings import UserError
 
 command = importlib.import_module("benchmarks.__main__")

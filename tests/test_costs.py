@@ -4,7 +4,7 @@ import jax
 import jax.numpy as jnp
 
 from benchmarks import profile
-from jaxtrain.estimate.costs import Cost, in_order, read_costs
+from benchmarks.costs import Cost, in_order, read_costs
 
 GPU_PROGRAM = """HloModule jit_f, is_scheduled=true
 

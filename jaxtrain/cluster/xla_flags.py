@@ -1,4 +1,4 @@
-"""Options of XLA's for a step's compilation, in sets by name: `bench step --flags` measures each.
+"""Options of XLA's for a step's compilation, in sets by name (`benchmarks/flags.py` measures more).
 
 They go with one compilation, never through XLA_FLAGS, where one unknown flag ends the process. Of a
 set of ours what the installed XLA does not know is left out; of a user's it is an error.
@@ -14,32 +14,7 @@ from jaxtrain.settings import UserError
 
 Option = bool | int | str
 
-GIB = 2**30
-PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
-COMBINED = ("all_reduce", "all_gather", "reduce_scatter")
-# What each is said to do (MaxText's, AXLearn's and NVIDIA's recipes); what it does: BENCHMARKS.md.
 SETS: dict[str, dict[str, Option]] = {
-    # Collectives where they stand, none beside computing: what the scheduler brings.
-    "in_order": {"xla_gpu_enable_latency_hiding_scheduler": False},
-    # Few large collectives; by default they are joined up to 30 MiB.
-    "combined": {f"xla_gpu_{kind}_combine_threshold_bytes": GIB for kind in COMBINED},
-    # Those of a loop's round beside the computing of the next.
-    "pipelined": {
-        "xla_gpu_enable_while_loop_double_buffering": True,
-        **{f"xla_gpu_pipeline_{kind}": PIPELINED for kind in COMBINED},
-    },
-    # Several at once.
-    "parallel": {
-        "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
-        "xla_gpu_experimental_parallel_scale_up_collective_overlap_limit": 4,
-    },
-    # Buffers that NCCL knows, so that it need not copy.
-    "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
-    # The same memory on all devices, where NCCL can gather by copy engines (NCCL_CTA_POLICY=2), so
-    # that matmuls beside it keep their multiprocessors. It lies outside of JAX's pool of memory.
-    "symmetric": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True},
-    # Every kernel launched by itself, none from a CUDA graph.
-    "launched": {"xla_gpu_enable_command_buffer": ""},
     # All matmuls by cuBLAS: no search among Triton's for each matmul with what it is fused with. It
     # takes minutes for float8's, and a third to a half of a decoder's compiling (LOG.md).
     "cublas": {"xla_gpu_enable_triton_gemm": False},
@@ -51,7 +26,11 @@ SETS: dict[str, dict[str, Option]] = {
 
 def known_options(names: tuple[str, ...]) -> dict[str, Option]:
     """The options of these sets, without those that this XLA does not know."""
-    options = {option: value for name in names for option, value in SETS[name].items()}
+    return supported({option: value for name in names for option, value in SETS[name].items()})
+
+
+def supported(options: Mapping[str, Option]) -> dict[str, Option]:
+    """Those of some options that this XLA knows."""
     return {
         option: value for option, value in options.items() if not why_unsupported(option, value)
     }

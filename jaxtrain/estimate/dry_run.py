@@ -45,7 +45,7 @@ from jaxtrain.estimate.workload import (
 from jaxtrain.parallel import partition_spec
 from jaxtrain.parallel.axes import ZERO
 from jaxtrain.parallel.mesh import AXES, device_grid
-from jaxtrain.runs.measurement import describe
+from jaxtrain.runs.environment import describe
 from jaxtrain.runs.metrics import format_bytes
 from jaxtrain.settings import UserError
 from jaxtrain.train.features import wrap_step
@@ -242,7 +242,7 @@ def hosts_of(mesh: Mesh, per_host: int) -> dict[str, int]:
 # ---- the first mesh that fits ------------------------------------------------------------------
 
 
-def candidates(devices: int, per_host: int, experts: bool) -> list[list[str]]:
+def candidate_meshes(devices: int, per_host: int, experts: bool) -> list[list[str]]:
     """Overrides to try, those that cost least time first. experts: whether the model has some.
 
     data exchanges gradients once a step; fsdp also weights, by each stage of ZeRO more often, and
@@ -292,7 +292,7 @@ def first_fit(
     least, refused = None, []
     path = find_config(name) if name else None
     experts = load_config(path, overrides).model.moe is not None
-    for tried in candidates(devices, rates_of(kind).per_host, experts):
+    for tried in candidate_meshes(devices, rates_of(kind).per_host, experts):
         try:
             record = preflight(name, [*overrides, *tried], devices, kind, memory)
         except UserError as error:  # an axis that does not divide what it splits
@@ -370,7 +370,7 @@ def report(record: dict[str, Any]) -> str:
 # ---- on the command line -----------------------------------------------------------------------
 
 
-def given(a: argparse.Namespace, *options: str) -> str | None:
+def option_given(a: argparse.Namespace, *options: str) -> str | None:
     """The first of these options that a command line has. Each is nothing by default."""
     for name in options:
         value = getattr(a, name)
@@ -393,7 +393,7 @@ def dry_overrides(a: argparse.Namespace) -> list[str]:
 
 def check_dry(a: argparse.Namespace) -> None:
     """Raises UserError for an option of the dry run where none is asked for."""
-    stray = given(a, "devices", "device", "memory")
+    stray = option_given(a, "devices", "device", "memory")
     if stray and not a.dry_run and a.fit is None:
         raise UserError(f"{stray} is for --dry-run (or --fit N)")
 

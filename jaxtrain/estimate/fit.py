@@ -37,7 +37,7 @@ def choose(
     The first remat with which one row fits, then as many rows as fit: they are a divisor of the
     device's share of the batch. If nothing fits, what needs least.
     """
-    rows, remat = given(name, overrides)
+    rows, remat = given_fields(name, overrides)
     tried: list[str] = []
     known: dict[tuple[str, ...], Record] = {}
 
@@ -74,7 +74,7 @@ def estimated(one: Record, whole: Record, rows: int) -> bool:
     return a + (b - a) * (rows - 1) / (most - 1) < 0.95 * one["metrics"]["device_bytes"]
 
 
-def given(name: str | None, overrides: Sequence[str]) -> tuple[int | None, str | None]:
+def given_fields(name: str | None, overrides: Sequence[str]) -> tuple[int | None, str | None]:
     """(rows, remat) as the configuration's file and the command line have them, without defaults
     and without those of the model that the run starts from."""
     tree = read_yaml(find_config(name)) or {} if name else {}
@@ -91,11 +91,13 @@ def fitted(
     A run that goes on with the same number of the same devices keeps what it has.
     """
     tuned = config.finetune.name != "full"
-    if None not in given(name, overrides) or (tuned and not config.train.init_from):
+    if None not in given_fields(name, overrides) or (tuned and not config.train.init_from):
         return config  # nothing to choose; or nothing to tune, as the run will say
     check_text(config)
     if kept := choice_of(config.run_dir):
-        open_ = [key for key, value in zip((ROWS, REMAT), given(name, overrides)) if value is None]
+        open_ = [
+            key for key, value in zip((ROWS, REMAT), given_fields(name, overrides)) if value is None
+        ]
         more = [f"{key}={kept[key]}" for key in open_]
         line = f"{' '.join(more)}, as the run began"
     else:

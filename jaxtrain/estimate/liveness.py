@@ -10,7 +10,7 @@ fusion does.
 from itertools import accumulate
 from typing import Any
 
-from jaxtrain.estimate.costs import Instruction, computations_of, size_of
+from jaxtrain.estimate.hlo import Instruction, computations_of, size_of
 
 Computations = dict[str, list[Instruction]]
 Buffers = dict[str, tuple[str, ...]]  # of each instruction, and as name#k of a tuple's elements

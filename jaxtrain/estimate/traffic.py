@@ -9,7 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.estimate.costs import SHAPE, Instruction, computations_of, counts_of, size_of
+from jaxtrain.estimate.hlo import SHAPE, Instruction, computations_of, counts_of, size_of
 from jaxtrain.estimate.liveness import VIEWS
 from jaxtrain.runs.environment import peak_flops
 from jaxtrain.settings import UserError

@@ -30,7 +30,6 @@ from jaxtrain.train.features import make_step_spec
 from jaxtrain.train.step import State, StepSpec, init_state, state_shardings
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
-DOCUMENTS = 4  # of a row, where the configuration masks documents
 
 
 class Workload(NamedTuple):
@@ -127,26 +126,6 @@ def batch_shapes(w: Workload) -> Batch:
     return Batch(*fields)
 
 
-def random_batch(w: Workload, seed: int) -> Batch:
-    """Uniform token ids made on the device, every label counting."""
-    like = batch_shapes(w)
-    shape = like.tokens_BT.shape
-
-    def make() -> Batch:
-        longer = jax.random.randint(
-            jax.random.key(seed), (*shape[:2], shape[2] + 1), 0, w.vocab_size
-        )
-        length = -(-shape[2] // DOCUMENTS)
-        place = jnp.broadcast_to(jnp.arange(shape[2]), shape)
-        segments = None if like.segments_BT is None else place // length + 1
-        positions = None if like.positions_BT is None else place % length
-        weights = jnp.ones(shape, jnp.float32)
-        fields: Any = (longer[..., :-1], longer[..., 1:], weights, segments, positions)
-        return Batch(*fields)
-
-    return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, like))()
-
-
 def abstract_state(w: Workload) -> State:
     """Shapes and placement of the state, for compiling before anything is allocated."""
     return jax.tree.map(
@@ -186,11 +165,6 @@ def abstract_frozen(w: Workload) -> Any:
         return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
     return jax.tree.map(like, jax.eval_shape(lambda: random_base(w)))
-
-
-def new_state(w: Workload) -> State:
-    create = jax.jit(lambda: init_state(w.spec, 0), out_shardings=state_shardings(w.spec, w.mesh))
-    return create()
 
 
 def new_hyperparams(w: Workload) -> Any:

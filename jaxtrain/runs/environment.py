@@ -102,3 +102,32 @@ def _git_commit() -> str | None:
     except (OSError, subprocess.SubprocessError):
         return None
     return done.stdout.strip()
+
+
+def describe(
+    bench: str,
+    config: str,
+    variant: str,
+    workload: dict[str, Any] | None = None,
+    devices: int | None = None,
+    env: dict[str, Any] | None = None,
+) -> dict[str, Any]:
+    """A measurement without its figures (`metrics` or `rows`, `floor`), as JSON.
+
+    devices: used; default all.
+    env: of the process that made the figures, where it is not this one.
+    """
+    here = env or environment()
+    device = here["device_kind"]
+    return {
+        "bench": bench,
+        "config": config,
+        "variant": variant,
+        "device": device,
+        "device_count": devices or jax.device_count(),
+        "workload": workload or {},
+        "peers": [],
+        "versions": here["versions"] | {"python": here["python"], "backend": here["backend"]},
+        "commit": here["commit"],
+        "when": here["when"],
+    }
