@@ -9,7 +9,6 @@ import pytest
 from jaxtrain import __version__, cli
 from jaxtrain.cli import COMMANDS, candidates, find, main, overview
 from jaxtrain.config import Config, fields
-from jaxtrain.interop.families import FAMILIES
 from jaxtrain.interop.tensors import DTYPES
 from jaxtrain.runs import arguments
 from jaxtrain.train.field_help import all_fields, read_schema, section_help
@@ -106,7 +105,6 @@ def test_the_first_arguments_of_a_command_come_in_front(monkeypatch):
 
 
 def test_choices_of_export_are_those_of_the_code():
-    assert set(arguments.FAMILIES) == set(FAMILIES)
     assert set(arguments.DTYPES) == {dtype.name for dtype in DTYPES.values()}
 
 

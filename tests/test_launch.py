@@ -156,7 +156,7 @@ def test_a_job_stops_together_dies_loudly_and_goes_on_with_other_processes(tmp_p
 )
 def test_the_launcher_names_the_process_that_died_first(scripts, code, said, capfd):
     lines = [["bash", "-c", script] for script in scripts]
-    assert launch.run(lines, [dict(os.environ)] * 2) == code
+    assert launch.run_processes(lines, [dict(os.environ)] * 2) == code
     assert capfd.readouterr().err == f"launch: process 1 {said}; the job has ended\n"
 
 
@@ -321,7 +321,7 @@ def test_ray(tmp_path):
 
 def start(*codes):
     commands = [[sys.executable, "-c", code] for code in codes]
-    return launch.run(commands, [dict(os.environ)] * len(codes))
+    return launch.run_processes(commands, [dict(os.environ)] * len(codes))
 
 
 def test_output_is_prefixed_and_codes_are_passed_on(capsys):
@@ -360,11 +360,11 @@ def test_signals_are_passed_on(tmp_path):
     ],
 )
 def test_devices_are_dealt(devices, outer, expected):
-    assert launch.environment(1, 2, devices, outer) == expected
+    assert launch.process_environment(1, 2, devices, outer) == expected
 
 
 def test_more_devices_than_there_are(capsys, monkeypatch):
     with pytest.raises(UserError, match="3 processes of 2 GPUs, but there are 4"):
-        launch.environment(0, 3, 2, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
+        launch.process_environment(0, 3, 2, {"CUDA_VISIBLE_DEVICES": "0,1,2,3"})
     assert launch.main(["--processes", "0", "--", "--config", "gpt_d12"]) == 2
     assert "--processes: got '0', must be a whole number from 1" in capsys.readouterr().err

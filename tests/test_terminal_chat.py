@@ -11,7 +11,7 @@ from tiny import build
 from jaxtrain.data import make_chat
 from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer, huggingface_tokenizer
 from jaxtrain.inference.chat import chat_loop, print_stream
-from jaxtrain.inference.generate import decode_tokens, stream_tokens
+from jaxtrain.inference.generate import Sampling, decode_tokens, stream_tokens
 
 TOKENIZER = huggingface_tokenizer(make_tokenizer().encode())
 CHAT = make_chat(TEMPLATES["qwen2"], PLAIN, TOKENIZER)
@@ -90,8 +90,8 @@ def test_ctrl_c_ends_an_answer_not_the_conversation():
 def test_streamed_tokens_are_those_of_generate(temperature):
     _, graphdef, _, params = build()
     prompt = np.arange(1, 12)
-    how = {"tokens": 7, "temperature": temperature, "top_k": 5, "top_p": 0.9, "seed": 3}
-    ids = list(stream_tokens(graphdef, params, prompt, **how, stop=()))
+    sampling = Sampling(7, temperature, top_k=5, top_p=0.9, seed=3)
+    ids = list(stream_tokens(graphdef, params, prompt, sampling, stop=()))
     padded = np.pad(prompt.astype(np.int32), (0, 21))[None]
     whole = decode_tokens(
         graphdef, params, padded, np.array([11], np.int32), jax.random.key(3),
@@ -99,6 +99,6 @@ def test_streamed_tokens_are_those_of_generate(temperature):
     )  # fmt: skip
     assert ids == np.asarray(whole)[0].tolist()
     assert (
-        list(stream_tokens(graphdef, params, prompt, **how, stop=(ids[3],)))
+        list(stream_tokens(graphdef, params, prompt, sampling, stop=(ids[3],)))
         == ids[: ids.index(ids[3])]
     )

@@ -207,18 +207,20 @@ class Coordinator:
 
     # ---- agreeing ----------------------------------------------------------------------------
 
-    def compare(self, facts: Mapping[str, str], advice: str) -> None:
+    def compare(self, facts: Mapping[str, object], advice: str) -> None:
         """Wait until all processes say the same; UserError with the differences if they do not."""
         if self.client is None:
             return
         self.rounds += 1
-        self._set(f"facts/{self.rounds}/{self.index}", json.dumps(dict(facts)))
+        self._set(
+            f"facts/{self.rounds}/{self.index}", json.dumps({k: str(v) for k, v in facts.items()})
+        )
         if self.index == 0:
             told = [json.loads(self._get(f"facts/{self.rounds}/{i}")) for i in range(self.count)]
             found = [
                 f"process {i} ({self.hosts[i]}) has {'; '.join(lines)}"
                 for i in range(1, self.count)
-                if (lines := differences(told[0], told[i]))
+                if (lines := differing_facts(told[0], told[i]))
             ]
             more = f" (and {len(found) - 1} more)" if len(found) > 1 else ""
             where = f" in process 0 ({self.host}){more}; {advice}"
@@ -390,7 +392,7 @@ class Coordinator:
             self.end(message, code)
 
 
-def differences(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
+def differing_facts(old: Mapping[str, str], new: Mapping[str, str]) -> list[str]:
     """`field: new, not old` for each that differs."""
     keys = [*old, *(key for key in new if key not in old)]
     return [f"{k} {new.get(k)}, not {old.get(k)}" for k in keys if old.get(k) != new.get(k)]

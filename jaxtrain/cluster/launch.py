@@ -60,7 +60,7 @@ def main(argv: list[str] | None = None) -> int:
     asked = launch_parser().parse_args(arguments[:cut])
     outer = os.environ | {TYPED: command_line("launch")}
     environments = [
-        environment(i, asked.processes, asked.devices_per_process, outer)
+        process_environment(i, asked.processes, asked.devices_per_process, outer)
         for i in range(asked.processes)
     ]
     given = os.environ.get("JAXTRAIN_SECRET")  # by which the processes know each other
@@ -69,10 +69,10 @@ def main(argv: list[str] | None = None) -> int:
     place = ["--coordinator", f"localhost:{asked.port or free_port()}"]
     place += ["--processes", str(asked.processes), "--process"]
     line = [sys.executable, "-u", "-m", COMMANDS[asked.command], *arguments[cut + 1 :], *place]
-    return run([[*line, str(i)] for i in range(asked.processes)], environments)
+    return run_processes([[*line, str(i)] for i in range(asked.processes)], environments)
 
 
-def environment(
+def process_environment(
     index: int, count: int, devices: int | None, outer: Mapping[str, str]
 ) -> dict[str, str]:
     """The variables of process `index`: which GPUs it sees, or how many devices its CPU plays."""
@@ -102,7 +102,7 @@ def free_port() -> int:
         return server.getsockname()[1]
 
 
-def run(commands: list[list[str]], environments: list[dict[str, str]]) -> int:
+def run_processes(commands: list[list[str]], environments: list[dict[str, str]]) -> int:
     """Start the commands and wait for all; the exit code of the first that failed, else 0."""
     jobs = [
         # Sessions of their own: Ctrl-C in a terminal would reach them twice otherwise.

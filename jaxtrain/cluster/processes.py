@@ -125,7 +125,7 @@ def first_host(nodes: str) -> str:
 
 @contextlib.contextmanager
 def joined(
-    place: Place | None, config: ProcessesConfig, facts: Mapping[str, str], folder: Path
+    place: Place | None, config: ProcessesConfig, facts: Mapping[str, object], folder: Path
 ) -> Iterator[Coordinator]:
     """All processes, connected and of one configuration, with their coordinator.
 

@@ -22,7 +22,7 @@ from jaxtrain.config.overrides import apply_overrides, paths_of
 from jaxtrain.config.tree import Config, Sections
 from jaxtrain.data import apply_chat_defaults
 from jaxtrain.finetune import apply_finetune_defaults
-from jaxtrain.interop import inherit_config
+from jaxtrain.interop.pretrained import inherit_config
 from jaxtrain.settings import NOT_MEANT, UserError
 from jaxtrain.storage.disk import write_whole
 from jaxtrain.storage.strict_yaml import END, read_yaml, shown

@@ -24,7 +24,7 @@ from jaxtrain.config.resolve import Resolved, override
 from jaxtrain.data.evaluation.tasks import Rules
 from jaxtrain.evaluation.arguments import evaluate_parser
 from jaxtrain.evaluation.log_likelihood import FIELDS
-from jaxtrain.evaluation.tasks import run_tasks, table_of
+from jaxtrain.evaluation.tasks import run_tasks, task_table
 from jaxtrain.finetune import join_full
 from jaxtrain.model import cast
 from jaxtrain.objectives import next_token as objectives
@@ -46,7 +46,7 @@ VALIDATED = (
 )  # fmt: skip
 
 
-def make_scorer(
+def make_validation_step(
     graphdef: Any, specs: Any, dtype: jnp.dtype, bytes_V: Any, join: Callable[..., Any] = join_full
 ) -> Callable[..., Any]:
     """(params, batch, sums) -> sums with the batch added, compiled; `frozen` as a keyword."""
@@ -63,14 +63,14 @@ def make_scorer(
 def compile_scorer(
     scorer: Any, params: Any, frozen: Any, batches: Iterator[data.Batch], mesh: Mesh
 ) -> None:
-    """What `validate` will run on such batches, so that it need not be waited for."""
+    """What `validation_metrics` will run on such batches, so that it need not be waited for."""
     for batch in batches:
         sums = objectives.zero_sums()
         scorer.lower(params, place_batch(batch, mesh), sums, frozen=frozen).compile()
         return
 
 
-def validate(
+def validation_metrics(
     scorer: Callable[..., Any],
     params: Any,
     batches: Iterable[data.Batch],
@@ -130,7 +130,7 @@ def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
         raise UserError("data.validation is none: name a split or a source to evaluate on")
     mesh = make_mesh(config.mesh)
     with jax.set_mesh(mesh):
-        scorer = make_scorer(
+        scorer = make_validation_step(
             saved.graphdef,
             saved.specs,
             compute_dtype(config.train.precision),
@@ -139,7 +139,7 @@ def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
         trained = saved.config.model_copy(update={"eval": config.eval})
         batches = held_out_batches(prepared.validation, trained, mesh)
         params = shard_from_host(saved.params, shardings(saved.specs, mesh))
-        return validate(scorer, params, batches, mesh)
+        return validation_metrics(scorer, params, batches, mesh)
 
 
 def data_for(saved: Saved, config: Resolved) -> data.DataConfig:
@@ -164,7 +164,7 @@ def answer_tasks(saved: Saved, config: Resolved, arguments: argparse.Namespace) 
         return
     if (arguments.run / "metrics.jsonl").is_file():
         write_report(arguments.run)
-    Console(width=120).print(table_of(result), f"\n{out}", highlight=False)
+    Console(width=120).print(task_table(result), f"\n{out}", highlight=False)
 
 
 @command

@@ -15,7 +15,6 @@ from collections.abc import Sequence
 from itertools import groupby
 from typing import Any
 
-import jax
 import jax.numpy as jnp
 import numpy as np
 
@@ -24,10 +23,10 @@ from jaxtrain.config.resolve import override
 from jaxtrain.evaluation.arguments import lm_eval_parser
 from jaxtrain.evaluation.log_likelihood import FIELDS
 from jaxtrain.evaluation.model import Model
-from jaxtrain.inference.generate import decode_tokens
-from jaxtrain.runs.checkpoint import write_json
+from jaxtrain.inference.generate import Sampling, decode_tokens, text_before_stop
 from jaxtrain.runs.saved import Saved, load_saved
 from jaxtrain.settings import UserError, command
+from jaxtrain.storage.disk import write_json
 
 INSTALLED = importlib.util.find_spec("lm_eval") is not None
 Base: Any = importlib.import_module("lm_eval.api.model").LM if INSTALLED else object
@@ -79,33 +78,32 @@ class HarnessModel(Base):
     def generate(self, texts: Sequence[str], settings: dict[str, Any]) -> list[str]:
         """Continuations of texts with the same settings."""
         new = min(int(settings.get("max_gen_toks", NEW_TOKENS)), self.scorer.context // 2)
-        room = self.scorer.context - new
+        room, rows = self.scorer.context - new, self.scorer.shape.rows
         ids = [self.model.encode(text)[-room:] for text in texts]
-        ids += [self.model.encode("")] * (
-            self.scorer.shape.rows - len(ids)
-        )  # one program for all batches
+        ids += [self.model.encode("")] * (rows - len(ids))  # one program for all batches
         width = min(room, 1 << (max(map(len, ids)) - 1).bit_length())
         padded = np.stack([np.pad(x, (0, width - len(x))) for x in ids])
-        sample = settings.get("do_sample", False)
+        lengths = jnp.asarray([len(x) for x in ids], jnp.int32)
+        temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else 0.0
+        top_k, top_p, stops = (
+            settings.get("top_k"),
+            settings.get("top_p"),
+            self.saved.prompting.stops,
+        )
+        sampling = Sampling(new, temperature, top_k, top_p, self.config.run.seed)
         out = decode_tokens(
-            self.saved.graphdef, self.model.compute_params, jnp.asarray(padded),
-            jnp.asarray([len(x) for x in ids], jnp.int32), jax.random.key(self.config.run.seed),
-            jnp.float32(settings.get("temperature", 1.0) if sample else 0.0),
-            jnp.float32(settings.get("top_p", 1.0)), new=new, top_k=settings.get("top_k"),
-            stop=self.saved.prompting.stops,
+            self.saved.graphdef, self.model.compute_params, jnp.asarray(padded), lengths,
+            *sampling.arrays(), new=new, top_k=top_k, stop=stops,
         )  # fmt: skip
         until = settings.get("until") or []
         until = [until] if isinstance(until, str) else until
-        return [self.text(row, until) for row in np.asarray(out)[: len(texts)].tolist()]
-
-    def text(self, row: list[int], until: Sequence[str]) -> str:
-        """The text of new tokens, up to what ends it."""
-        stops = self.saved.prompting.stops
-        end = next((i for i, token in enumerate(row) if token in stops), len(row))
-        text = self.saved.tokenizer.decode(row[:end])
-        for stop in filter(None, until):
-            text = text.split(stop)[0]
-        return text
+        found = []
+        for row in np.asarray(out)[: len(texts)].tolist():
+            text = text_before_stop(row, self.saved.tokenizer, stops)
+            for stop in filter(None, until):
+                text = text.split(stop)[0]
+            found.append(text)
+        return found
 
 
 def reachable() -> bool:
@@ -150,7 +148,3 @@ def main(argv: list[str] | None = None) -> int:
     print(importlib.import_module("lm_eval.utils").make_table(found))
     write_json(a.out or a.run / "harness.json", found["results"])
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -21,8 +21,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.resolve import Resolved, resolve
 from jaxtrain.data import Chat, Scored, make_chat
 from jaxtrain.evaluation.log_likelihood import Scorer, Scores, make_scorer, scores
-from jaxtrain.inference.arguments import TOKENS
-from jaxtrain.inference.generate import generate, stream_tokens
+from jaxtrain.inference.generate import Sampling, generate, stream_tokens
 from jaxtrain.interop.companions import FOLDER, prompting
 from jaxtrain.model import Transformer, cast, initialize, split
 from jaxtrain.runs.convert import export_run, import_checkpoint
@@ -136,31 +135,24 @@ class Model:
         seed, cache_dtype ("int8" or None).
         """
         many = [prompts] if isinstance(prompts, str) else list(prompts)
-        how = {"prompting": self.saved.prompting, **sampling}
-        how["temperature"] = float(temperature)
-        found = generate(self.saved.graphdef, self.compute_params, self.tokenizer, many, **how)
+        found = generate(
+            self.saved.graphdef, self.compute_params, self.tokenizer, many,
+            Sampling(temperature=float(temperature), **sampling), prompting=self.saved.prompting,
+        )  # fmt: skip
         return found[0] if isinstance(prompts, str) else found
 
     def chat(
-        self,
-        messages: Sequence[Message],
-        *,
-        tokens: int = TOKENS,
-        temperature: float | int = 0.8,
-        top_k: int | None = None,
-        top_p: float | None = None,
-        seed: int = 0,
+        self, messages: Sequence[Message], *, temperature: float | int = 0.8, **sampling: Any
     ) -> str:
         """The answer to a conversation of {"role": ..., "content": ...}.
 
-        Raises UserError if the model has no chat template.
+        The other arguments are those of `generate`. Raises UserError if the model has no chat
+        template.
         """
         asked = self.template.prompt([dict(message) for message in messages])
-        ids = stream_tokens(
-            self.saved.graphdef, self.compute_params, asked,
-            tokens=tokens, temperature=float(temperature), top_k=top_k, top_p=top_p, seed=seed,
-            stop=tuple({self.template.end, *self.saved.prompting.stops}),
-        )  # fmt: skip
+        how = Sampling(temperature=float(temperature), **sampling)
+        stop = (self.template.end, *self.saved.prompting.stops)
+        ids = stream_tokens(self.saved.graphdef, self.compute_params, asked, how, stop)
         return self.tokenizer.decode(list(ids)).strip()
 
     # ---- files ---------------------------------------------------------------------------------

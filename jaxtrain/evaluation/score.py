@@ -88,7 +88,7 @@ def score(
         measure_all(saved, config, source, files, folder, states, mapped, progress)
         columns = columns_of(folder, names, clusters)
         write_scored(source, files, folder, columns, mapped, progress)
-    result = {"key": key, "documents": len(columns[names[0]]), "scores": summary(columns)}
+    result = {"key": key, "documents": len(columns[names[0]]), "scores": quantiles_of(columns)}
     summary_path(out).write_text(json.dumps(result, indent=1) + "\n")
     (folder / WRITTEN).rename(out)
     shutil.rmtree(folder)
@@ -293,7 +293,7 @@ def existing_summary(out: Path, key: str) -> dict[str, Any]:
     )
 
 
-def summary(columns: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
+def quantiles_of(columns: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
     """How each score is distributed; of all documents that have it."""
     found = {}
     for name, column in columns.items():
@@ -303,7 +303,7 @@ def summary(columns: dict[str, np.ndarray]) -> dict[str, dict[str, float]]:
     return found
 
 
-def table_of(result: dict[str, Any]) -> Table:
+def score_table(result: dict[str, Any]) -> Table:
     """The distribution of each score, for a console."""
     table = Table(box=None, header_style="bold")
     table.add_column(f"{result['documents']:,} documents")
@@ -328,9 +328,5 @@ def main(argv: list[str] | None = None) -> int:
     except KeyboardInterrupt:
         print("interrupted; the same command goes on after what it saved", file=sys.stderr)
         return 130
-    console.print(table_of(result), f"\n{arguments.out}", highlight=False)
+    console.print(score_table(result), f"\n{arguments.out}", highlight=False)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

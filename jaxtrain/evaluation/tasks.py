@@ -24,9 +24,9 @@ from jaxtrain import data
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data.evaluation.tasks import NANOCHAT, Bundle, Loaded, Rules
 from jaxtrain.evaluation.log_likelihood import Scorer, Scores, make_scorer, scores
-from jaxtrain.runs.checkpoint import write_json
 from jaxtrain.runs.saved import Saved
 from jaxtrain.settings import UserError
+from jaxtrain.storage.disk import write_json
 
 Result = dict[str, Any]
 FORMAT = 3  # of the file; an older one is written anew
@@ -174,7 +174,7 @@ def progress_bar() -> Progress:
     return Progress(*columns, console=console, transient=True, disable=quiet)
 
 
-def table_of(result: Result) -> Table:
+def task_table(result: Result) -> Table:
     """The tasks, and CORE or else their centred mean, for a console."""
     table = Table(box=None, header_style="bold")
     table.add_column("task")

@@ -32,6 +32,7 @@ from jaxtrain.model import (
     quantize,
 )
 from jaxtrain.settings import UserError
+from jaxtrain.weights.contract import flatten
 from jaxtrain.weights.params import Specs
 
 IN_BLOCKS = ("blocks/attention/", "blocks/ffn/")  # whose matrices go through `weights.float8`
@@ -232,12 +233,6 @@ def in_compute_dtype(spec: ParamSpec, dtype: jnp.dtype) -> ParamSpec:
 
 
 # ---- trees by name ---------------------------------------------------------------------------
-
-
-def flatten(tree: Params | Specs) -> dict[str, Any]:
-    """name -> leaf, in the tree's order; a packed matrix is a leaf."""
-    pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_weight)[0]
-    return {path_name(path): leaf for path, leaf in pairs}
 
 
 def unflatten(flat: dict[str, Any]) -> dict[str, Any]:

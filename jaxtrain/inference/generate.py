@@ -25,7 +25,7 @@ from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import Chat, Tokenizer, make_chat
 from jaxtrain.inference.arguments import TOKENS, generate_parser
 from jaxtrain.inference.chat import chat_loop
-from jaxtrain.interop import Prompting
+from jaxtrain.interop.companions import Prompting
 from jaxtrain.model import Cache, Decode, Prefill, cast
 from jaxtrain.model.config import round_up
 from jaxtrain.model.transformer import CACHE_MULTIPLE
@@ -86,29 +86,40 @@ def decode_tokens(
     B = tokens_BT.shape[0]
     capacity = round_up(tokens_BT.shape[1] + new, CACHE_MULTIPLE)
     x_BD, _, cache = model(tokens_BT, mode=Prefill(lengths_B, capacity, cache_dtype))
-    first_B = sample_token(
-        model.logits(x_BD), jax.random.fold_in(key, 0), temperature, top_p, top_k
+    draw = lambda x_BD, i: sample_token(
+        model.logits(x_BD), jax.random.fold_in(key, i), temperature, top_p, top_k
     )
+    first_B = draw(x_BD, 0)
     out_Bn = jnp.full((B, new), stop[0] if stop else 0, jnp.int32).at[:, 0].set(first_B)
     ends = lambda token_B: jnp.isin(token_B, jnp.array(stop, jnp.int32))
-    ended_B = ends(first_B)
-
-    def going(carry):
-        i, _, _, ended_B = carry
-        return (i < new) & ~jnp.all(ended_B)
+    going = lambda carry: (carry[0] < new) & ~jnp.all(carry[3])
 
     def one(carry):
         i, out_Bn, cache, ended_B = carry
         x_BD, _, cache = model(out_Bn[:, i - 1, None], mode=Decode(cache))
-        token_B = sample_token(
-            model.logits(x_BD), jax.random.fold_in(key, i), temperature, top_p, top_k
-        )
+        token_B = draw(x_BD, i)
         if stop:
             token_B = jnp.where(ended_B, stop[0], token_B)
             ended_B = ended_B | ends(token_B)
         return i + 1, out_Bn.at[:, i].set(token_B), cache, ended_B
 
-    return jax.lax.while_loop(going, one, (jnp.int32(1), out_Bn, cache, ended_B))[1]
+    return jax.lax.while_loop(going, one, (jnp.int32(1), out_Bn, cache, ends(first_B)))[1]
+
+
+class Sampling(NamedTuple):
+    """How new tokens are drawn, and how many at most."""
+
+    tokens: int = TOKENS
+    temperature: float = 0.8  # 0 takes the best token
+    top_k: int | None = None
+    top_p: float | None = None
+    seed: int = 0
+    cache_dtype: str | None = None  # of the keys and values kept: int8; None: the parameters' dtype
+
+    def arrays(self) -> tuple[Array, Array, Array]:
+        """key, temperature and top_p, as the compiled functions take them."""
+        top_p = 1.0 if self.top_p is None else self.top_p
+        return jax.random.key(self.seed), jnp.float32(self.temperature), jnp.float32(top_p)
 
 
 class GenerationInputs(NamedTuple):
@@ -121,13 +132,7 @@ class GenerationInputs(NamedTuple):
 def generation_inputs(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
-    *,
-    tokens: int = TOKENS,
-    temperature: float = 0.8,
-    top_k: int | None = None,
-    top_p: float | None = None,
-    seed: int = 0,
-    cache_dtype: str | None = None,
+    sampling: Sampling,
     prompting: Prompting | None = None,
     chat: Chat | None = None,
     system: str | None = None,
@@ -148,48 +153,51 @@ def generation_inputs(
     lengths = np.array([len(x) for x in ids], np.int32)
     width = round_up(int(lengths.max()), PROMPT_MULTIPLE)
     padded = np.stack([np.pad(x, (0, width - len(x))) for x in ids])
-    arrays = (
-        jnp.asarray(padded), jnp.asarray(lengths), jax.random.key(seed),
-        jnp.float32(temperature), jnp.float32(1.0 if top_p is None else top_p),
-    )  # fmt: skip
+    arrays = (jnp.asarray(padded), jnp.asarray(lengths), *sampling.arrays())
     return GenerationInputs(
-        arrays, dict(new=tokens, top_k=top_k, stop=stop, cache_dtype=cache_dtype)
+        arrays,
+        dict(
+            new=sampling.tokens, top_k=sampling.top_k, stop=stop, cache_dtype=sampling.cache_dtype
+        ),
     )
 
 
 def generate(
-    graphdef: Any, params: Any, tokenizer: Tokenizer, prompts: Sequence[str], **how: Any
+    graphdef: Any,
+    params: Any,
+    tokenizer: Tokenizer,
+    prompts: Sequence[str],
+    sampling: Sampling,
+    **how: Any,
 ) -> list[str]:
     """Continuations of a batch of prompts (without the prompts); a document's end stops a row.
 
-    how: the arguments of `generation_inputs`. tokens: new tokens of each row, at most. temperature,
-    top_k, top_p, seed: of sampling. prompting: how its checkpoint begins and ends texts; default
-    BOS for both. chat: the prompts are user messages, after the message `system`; an empty prompt
-    is continued without a question.
-    cache_dtype: of the keys and values that are kept: int8, or None for the parameters' dtype.
+    how: more arguments of `generation_inputs`. prompting: how its checkpoint begins and ends texts;
+    default BOS for both. chat: the prompts are user messages, after the message `system`; an empty
+    prompt is continued without a question.
     """
-    asked = generation_inputs(tokenizer, prompts, **how)
-    rows = [
-        row.tolist()
-        for row in gather_to_host(decode_tokens(graphdef, params, *asked[0], **asked[1]))
-    ]
-    ends = [next((i for i, t in enumerate(r) if t in asked.static["stop"]), len(r)) for r in rows]
-    return [tokenizer.decode(row[:end]) for row, end in zip(rows, ends)]
+    asked = generation_inputs(tokenizer, prompts, sampling, **how)
+    out = gather_to_host(decode_tokens(graphdef, params, *asked.arrays, **asked.static))
+    return [text_before_stop(row.tolist(), tokenizer, asked.static["stop"]) for row in out]
 
 
-def sampling_options(c: Resolved, chat: Chat | None) -> dict[str, Any]:
-    """A run's settings as `generation_inputs`' arguments."""
-    return dict(
-        tokens=c.sample.tokens, temperature=c.sample.temperature, top_k=c.sample.top_k,
-        top_p=c.sample.top_p, seed=c.run.seed, cache_dtype=c.sample.kv_cache_dtype, chat=chat,
-    )  # fmt: skip
+def text_before_stop(tokens: list[int], tokenizer: Tokenizer, stops: Sequence[int]) -> str:
+    """The text of new tokens, up to the first that ends it."""
+    end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
+    return tokenizer.decode(tokens[:end])
+
+
+def sampling_of(c: Resolved) -> Sampling:
+    """A run's settings of its samples."""
+    s = c.sample
+    return Sampling(s.tokens, s.temperature, s.top_k, s.top_p, c.run.seed, s.kv_cache_dtype)
 
 
 def compile_samples(
     graphdef: Any, params: Any, tokenizer: Tokenizer, c: Resolved, chat: Chat | None
 ) -> None:
     """What `write_samples` will run with the same arguments, so that it need not be waited for."""
-    asked = generation_inputs(tokenizer, c.sample.prompts, **sampling_options(c, chat))
+    asked = generation_inputs(tokenizer, c.sample.prompts, sampling_of(c), chat=chat)
     decode_tokens.lower(graphdef, params, *asked.arrays, **asked.static).compile()
 
 
@@ -203,7 +211,7 @@ def write_samples(
     """
     if not c.sample.prompts:
         return
-    texts = generate(graphdef, params, tokenizer, c.sample.prompts, **sampling_options(c, chat))
+    texts = generate(graphdef, params, tokenizer, c.sample.prompts, sampling_of(c), chat=chat)
     if jax.process_index():
         return
     gap = "\n> " if chat else ""
@@ -253,59 +261,55 @@ def decode_step(
 
 
 def stream_tokens(
-    graphdef: Any,
-    params: Any,
-    prompt: np.ndarray,
-    *,
-    tokens: int,
-    temperature: float,
-    top_k: int | None,
-    top_p: float | None,
-    seed: int,
-    stop: tuple[int, ...],
-    cache_dtype: str | None = None,
+    graphdef: Any, params: Any, prompt: np.ndarray, sampling: Sampling, stop: Sequence[int]
 ) -> Iterator[int]:
     """The tokens after a prompt of token ids, one by one, up to one in `stop`; those of `generate`.
 
     Widths and capacities are powers of two, so that a conversation compiles few programs.
     """
     width = max(PROMPT_MULTIPLE, 1 << (len(prompt) - 1).bit_length())
-    capacity = max(CACHE_MULTIPLE, 1 << (width + tokens - 1).bit_length())
+    capacity = max(CACHE_MULTIPLE, 1 << (width + sampling.tokens - 1).bit_length())
     padded = np.pad(prompt.astype(np.int32), (0, width - len(prompt)))[None]
-    key = jax.random.key(seed)
-    how = jnp.float32(temperature), jnp.float32(1.0 if top_p is None else top_p)
+    key, *how = sampling.arrays()
     token, cache = prefill(
         graphdef, params, jnp.asarray(padded), jnp.array([len(prompt)], jnp.int32), key, *how,
-        capacity=capacity, top_k=top_k, cache_dtype=cache_dtype,
+        capacity=capacity, top_k=sampling.top_k, cache_dtype=sampling.cache_dtype,
     )  # fmt: skip
-    for i in range(1, tokens + 1):
+    for i in range(1, sampling.tokens + 1):
         found = int(token[0])
         if found in stop:
             return
         yield found
-        if i < tokens:
+        if i < sampling.tokens:
+            at = jax.random.fold_in(key, i)
             token, cache = decode_step(
-                graphdef, params, token, cache, jax.random.fold_in(key, i), *how, top_k=top_k
+                graphdef, params, token, cache, at, *how, top_k=sampling.top_k
             )
 
 
 def chat_in_terminal(saved: Saved, params: Any, chat: Chat, a: argparse.Namespace) -> None:
     """Talk in the terminal, the options from the command line."""
     logging.getLogger("jaxtrain_kernels").setLevel(logging.WARNING)  # it would write between turns
-    stop = tuple({chat.end, *saved.prompting.stops})
-    turns = itertools.count(a.seed)
+    stop = (chat.end, *saved.prompting.stops)
+    seeds = itertools.count(a.seed)
     context = saved.config.model.context_length
     tokens = a.tokens or min(TOKENS, context // 2)
-    answer = lambda prompt: stream_tokens(
-        saved.graphdef, params, prompt, tokens=tokens, temperature=a.temperature, top_k=a.top_k,
-        top_p=a.top_p, seed=next(turns), stop=stop, cache_dtype=a.cache_dtype,
-    )  # fmt: skip
     room = context - tokens
     if room < 1:
         raise UserError(f"--tokens {tokens} leaves no room in a context of {context}; give fewer")
+
+    def answer(prompt: np.ndarray) -> Iterator[int]:
+        sampling = asked_sampling(a)._replace(tokens=tokens, seed=next(seeds))
+        return stream_tokens(saved.graphdef, params, prompt, sampling, stop)
+
     chat_loop(
         chat, saved.tokenizer, answer, room=room, system=a.system, typed=sys.stdin, out=sys.stdout
     )
+
+
+def asked_sampling(a: argparse.Namespace) -> Sampling:
+    """What a command line asks for."""
+    return Sampling(a.tokens or TOKENS, a.temperature, a.top_k, a.top_p, a.seed, a.cache_dtype)
 
 
 @command
@@ -325,9 +329,8 @@ def main(argv: list[str] | None = None) -> int:
             return 0
         prompts = a.prompt or [""]
         texts = generate(
-            saved.graphdef, params, saved.tokenizer, prompts, tokens=a.tokens or TOKENS,
-            temperature=a.temperature, top_k=a.top_k, top_p=a.top_p, seed=a.seed,
-            cache_dtype=a.cache_dtype, prompting=saved.prompting, chat=chat, system=a.system,
+            saved.graphdef, params, saved.tokenizer, prompts, asked_sampling(a),
+            prompting=saved.prompting, chat=chat, system=a.system,
         )  # fmt: skip
     except KeyboardInterrupt:  # while nothing is being answered
         print()

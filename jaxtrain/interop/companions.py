@@ -12,7 +12,7 @@ from jaxtrain.data.tokenizer.tokenizer import FILES, huggingface_tokenizer
 from jaxtrain.interop.configs import Json
 from jaxtrain.interop.tokenizer_json import bos_name, tokenizer_json, with_bos
 from jaxtrain.settings import UserError, read_object
-from jaxtrain.storage.disk import write_whole
+from jaxtrain.storage.disk import write_json, write_whole
 
 FOLDER = "huggingface"  # inside model/: what a checkpoint brought along
 AUX_FILES = (
@@ -158,7 +158,3 @@ def tokenizer_files(tokenizer: Tokenizer, model_dir: Path, out: Path) -> None:
 def _listed(ids: Any) -> list[int]:
     """Token ids that are given as one, several or none."""
     return [int(i) for i in (ids if isinstance(ids, list) else [ids]) if i is not None]
-
-
-def write_json(path: Path, value: Json) -> None:
-    write_whole(path, json.dumps(value, indent=2, ensure_ascii=False) + "\n")

@@ -26,7 +26,7 @@ EXECUTION = {
     "scan_layers", "fp8", "fp8_history", "remat", "remat_short", "stochastic_depth",
     "ffn_tiles", "document_mask",
 }  # fmt: skip
-# Those that a family may spell in another way: `differences` compares what they come to.
+# Those that a family may spell in another way: `lost_features` compares what they come to.
 DERIVED = {
     "vocab_multiple", "context_length", "window_pattern", "short_window", "last_layer_full",
     "qk_scale", "attention_scale", "rope_base_short",
@@ -290,7 +290,7 @@ def to_config(c: ResolvedModel, family: Family, vocab_size: int) -> Json:
     if family.rope_base is not None:
         config["rope_parameters"] = rope = rope_parameters(c, family)
         config |= rope_of_4(rope)
-    lost = differences(c, read_again(config, c))
+    lost = lost_features(c, read_again(config, c))
     if family.whole_heads and c.width % c.heads:
         lost.append(f"width {c.width} with {c.heads} heads, only multiples")
     if lost:
@@ -341,7 +341,7 @@ def attention_scale(c: ResolvedModel) -> float:
     return c.attention_scale or (c.qk_scale**2 if c.qk_norm else 1.0) / math.sqrt(c.head_dim)
 
 
-def differences(a: ResolvedModel, b: ResolvedModel) -> list[str]:
+def lost_features(a: ResolvedModel, b: ResolvedModel) -> list[str]:
     """`field value` of a where b computes something else."""
     names = [name for name in ResolvedModel.model_fields if name not in FREE]
     if a.position_embedding == b.position_embedding == "learned":

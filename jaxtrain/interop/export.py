@@ -4,17 +4,17 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
-import jax
 import numpy as np
 
-from jaxtrain.interop.companions import write_json
 from jaxtrain.interop.configs import Json
 from jaxtrain.interop.families import Family, Row
 from jaxtrain.interop.layouts import LAYOUTS
-from jaxtrain.interop.load import expected, flatten, is_stacked, places
+from jaxtrain.interop.load import expected, is_stacked, places
 from jaxtrain.interop.tensors import INDEX, SHARD_BYTES, WEIGHTS, shards, write
-from jaxtrain.model import Params, ParamSpec, path_name
+from jaxtrain.model import Params, ParamSpec
 from jaxtrain.settings import UserError
+from jaxtrain.storage.disk import write_json
+from jaxtrain.weights.contract import flatten
 from jaxtrain.weights.params import Specs
 
 VOCABULARY = {"embed": 0, "head": 1}  # the dim that has padding
@@ -43,7 +43,7 @@ def export_weights(
     }
     if lost := sorted(flat.keys() - places(family, flat).keys()):
         raise UserError(f"the family {family.model_type} has no tensor for {', '.join(lost)}")
-    arrays = {path_name(p): x for p, x in jax.tree_util.tree_flatten_with_path(params)[0]}
+    arrays = flatten(params)
     rows = {
         row.theirs.format(i): (row, i)
         for row in family.rows

@@ -25,6 +25,7 @@ from jaxtrain.interop.layouts import LAYOUTS
 from jaxtrain.interop.tensors import DTYPES, Stored, read, read_headers
 from jaxtrain.model import Params, ParamSpec, path_name
 from jaxtrain.settings import UserError, read_object
+from jaxtrain.weights.contract import flatten
 from jaxtrain.weights.params import Specs
 
 # Buffers that old checkpoints hold, and what sees pictures in Gemma 3.
@@ -50,7 +51,7 @@ class Source(NamedTuple):
     tensors: dict[str, Stored]  # by the names of the family
 
 
-class Place(NamedTuple):
+class TensorSlice(NamedTuple):
     """Where one of our parameters lies in a checkpoint: its row, and its columns of it."""
 
     row: Row
@@ -91,7 +92,7 @@ def find_folder(path_or_repo: str) -> Path:
     return Path(folder)
 
 
-def pinned(path: str) -> str:
+def pin_revision(path: str) -> str:
     """A repository with the commit that it is at now, OWNER/NAME@COMMIT; a folder as it is."""
     repository = hub_of(path)
     if repository is None:
@@ -134,10 +135,6 @@ def own_name(name: str, family: Family) -> str:
 # ---- where everything lies -------------------------------------------------------------------
 
 
-def flatten(specs: Specs) -> dict[str, ParamSpec]:
-    return {path_name(p): spec for p, spec in jax.tree_util.tree_flatten_with_path(specs)[0]}
-
-
 def is_stacked(spec: ParamSpec) -> bool:
     return bool(spec.axes) and spec.axes[0] == "layers"
 
@@ -147,7 +144,7 @@ def shape_of(spec: ParamSpec) -> tuple[int, ...]:
     return spec.shape[1:] if is_stacked(spec) else spec.shape
 
 
-def places(family: Family, flat: dict[str, ParamSpec]) -> dict[str, Place]:
+def places(family: Family, flat: dict[str, ParamSpec]) -> dict[str, TensorSlice]:
     """Each of our parameters -> where it lies."""
     found = {}
     for row in family.rows:
@@ -155,7 +152,7 @@ def places(family: Family, flat: dict[str, ParamSpec]) -> dict[str, Place]:
             widths = [shape_of(flat[name])[-1] for name in row.ours]
             for i, name in enumerate(row.ours):
                 whole = len(row.ours) == 1
-                found[name] = Place(row, sum(widths[:i]), None if whole else widths[i])
+                found[name] = TensorSlice(row, sum(widths[:i]), None if whole else widths[i])
     return found
 
 
@@ -176,7 +173,7 @@ def expected(family: Family, flat: dict[str, ParamSpec]) -> dict[str, tuple[int,
     return table
 
 
-def check(source: Source, flat: dict[str, ParamSpec]) -> None:
+def check_tensors(source: Source, flat: dict[str, ParamSpec]) -> None:
     """UserError for the first tensor that is missing, too much, of another shape or quantised."""
     wanted, got = expected(source.family, flat), source.tensors
     of = f"{source.folder}: a {source.family.model_type} model of its config.json"
@@ -198,7 +195,7 @@ def check(source: Source, flat: dict[str, ParamSpec]) -> None:
 # ---- reading ---------------------------------------------------------------------------------
 
 
-def layers_of(source: Source, place: Place, spec: ParamSpec) -> Iterator[np.ndarray]:
+def layers_of(source: Source, place: TensorSlice, spec: ParamSpec) -> Iterator[np.ndarray]:
     """The arrays of one parameter, a layer at a time, in the checkpoint's dtype."""
     layout = LAYOUTS[place.row.layout]
 
@@ -218,7 +215,7 @@ def layers_of(source: Source, place: Place, spec: ParamSpec) -> Iterator[np.ndar
             yield waiting.popleft().result()
 
 
-def load(
+def load_checkpoint(
     source: Source,
     specs: Specs,
     shardings: Shardings | None = None,
@@ -232,7 +229,7 @@ def load(
     is missing, too much, of another shape, quantised or not finite.
     """
     flat = flatten(specs)
-    check(source, flat)
+    check_tensors(source, flat)
     where = places(source.family, flat)
     one_device = jax.sharding.SingleDeviceSharding(jax.devices()[0])
 
@@ -275,7 +272,7 @@ def our_file_layout(
 ) -> tuple[dict[str, tuple[np.dtype, tuple[int, ...]]], Iterator[np.ndarray]]:
     """Our model file's table, and its pieces in that order: in the checkpoint's dtype."""
     flat = flatten(specs)
-    check(source, flat)
+    check_tensors(source, flat)
     where = places(source.family, flat)
     kinds = {}
     for name, spec in flat.items():

@@ -11,13 +11,14 @@ from typing import Any
 import jax
 import numpy as np
 
-from jaxtrain.interop.companions import write_json
 from jaxtrain.interop.configs import Json, fitting_family, without_added_modules
 from jaxtrain.interop.families import Row
 from jaxtrain.interop.layouts import swap_rotary_halves
 from jaxtrain.interop.tensors import read, read_header, write
 from jaxtrain.model import Params, ResolvedModel, path_name
 from jaxtrain.settings import UserError, read_object
+from jaxtrain.storage.disk import write_json
+from jaxtrain.weights.contract import flatten
 
 FILE, PREFIX = "adapter_model.safetensors", "base_model.model."
 KINDS = {"a": "lora_A.weight", "b": "lora_B.weight", "magnitude": "lora_magnitude_vector"}
@@ -31,10 +32,6 @@ def rows_of(c: ResolvedModel, names: set[str]) -> list[Row]:
         own = {n: "blocks.{}." + n.removeprefix("blocks/").replace("/", ".") for n in names}
         rows = tuple(Row((name,), f"{theirs}.weight", "linear") for name, theirs in own.items())
     return [row for row in rows if names & set(row.ours)]
-
-
-def flat_of(tree: Params) -> dict[str, Any]:
-    return {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
 
 
 def modules(flat: dict[str, Any]) -> set[str]:
@@ -56,7 +53,7 @@ def check_adapter(c: ResolvedModel, params: Params, dora: bool) -> None:
 
     params: of `finetune.lora`, or their declarations.
     """
-    names = modules(flat_of(params))
+    names = modules(flatten(params))
     for row in rows_of(c, names) if dora else ():
         if missing := [name for name in row.ours if name not in names]:
             short = lambda some: ", ".join(name.rpartition("/")[2] for name in some)
@@ -73,7 +70,7 @@ def write_adapter(folder: Path, c: ResolvedModel, params: Params, facts: Json) -
     facts: rank, alpha, rslora, dora, base and revision of the run. Matrices that a checkpoint keeps
     side by side have one adapter there: the parts' ranks add up, and what does not train has zeros.
     """
-    flat = {name: np.asarray(x) for name, x in flat_of(params).items()}
+    flat = {name: np.asarray(x) for name, x in flatten(params).items()}
     names = modules(flat)
     tensors: dict[str, np.ndarray] = {}
     ranks: dict[str, int] = {}
@@ -162,7 +159,7 @@ def read_adapter(folder: Path, c: ResolvedModel, like: Params) -> Params:
 
     Raises UserError for a tensor that is missing, of another shape, or has no place.
     """
-    stored, wanted = read_header(folder / FILE), flat_of(like)
+    stored, wanted = read_header(folder / FILE), flatten(like)
     names, found, used = modules(wanted), {}, set[str]()
     facts = read_object(folder / "adapter_config.json")
 

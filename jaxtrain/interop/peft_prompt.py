@@ -9,13 +9,13 @@ from pathlib import Path
 import jax
 import numpy as np
 
-from jaxtrain.interop.companions import write_json
 from jaxtrain.interop.configs import Json
 from jaxtrain.interop.layouts import swap_rotary_halves
 from jaxtrain.interop.peft import FILE, rows_of
 from jaxtrain.interop.tensors import read, read_header, write
 from jaxtrain.model import Params, ResolvedModel
 from jaxtrain.settings import UserError
+from jaxtrain.storage.disk import write_json
 
 TENSOR, KEYS = "prompt_embeddings", "blocks/attention/k"
 

@@ -23,17 +23,17 @@ from jaxtrain.interop.load import (
     Store,
     device_copy,
     find_folder,
-    flatten,
     is_checkpoint,
-    load,
+    load_checkpoint,
     open_checkpoint,
-    pinned,
+    pin_revision,
 )
 from jaxtrain.interop.tensors import WEIGHTS, read, read_header
 from jaxtrain.model import ModelConfig, Params, ParamSpec, path_name
 from jaxtrain.model.config import Experts
 from jaxtrain.settings import UserError
 from jaxtrain.storage.strict_yaml import read_saved
+from jaxtrain.weights.contract import flatten
 from jaxtrain.weights.params import Specs
 
 
@@ -165,7 +165,7 @@ def inherit_config(tree: Json, path: str) -> None:
     Sources of conversations take over the chat template and the special tokens. Raises UserError
     for a `model` that is another function than the weights were trained for.
     """
-    tree["train"]["init_from"] = path = pinned(path)
+    tree["train"]["init_from"] = path = pin_revision(path)
     sections = sections_of(path)
     given = tree.get("model") or {}
     if isinstance(given, dict):
@@ -197,7 +197,7 @@ def load_init_params(
     """
     folder = model_folder(path)
     if is_checkpoint(folder):
-        return load(open_checkpoint(folder), specs, shardings, store=store)
+        return load_checkpoint(open_checkpoint(folder), specs, shardings, store=store)
     stored = read_header(folder / WEIGHTS)
     for name, spec in flatten(specs).items():
         if name not in stored or stored[name].shape != spec.shape:

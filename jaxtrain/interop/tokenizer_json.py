@@ -83,7 +83,7 @@ def from_sentencepiece(tokenizer: Tokenizer) -> tokenizers.Tokenizer:
     inner.add_special_tokens([AddedToken(processor.id_to_piece(i), special=True) for i in special])
     symbols = [AddedToken(symbol) for symbol in facts.user if " " not in symbol]  # else never met
     inner.add_tokens(symbols)
-    check(inner, processor, facts.user)
+    check_ids(inner, processor, facts.user)
     return inner
 
 
@@ -153,7 +153,7 @@ def has_unused(model: bytes) -> bool:
     return any(piece.type == piece.UNUSED for piece in proto_of(model).pieces)
 
 
-def check(
+def check_ids(
     inner: tokenizers.Tokenizer,
     processor: sentencepiece.SentencePieceProcessor,
     symbols: Sequence[str],

@@ -2,14 +2,10 @@
 
 from pathlib import Path
 
+from jaxtrain.interop.families import FAMILIES
 from jaxtrain.settings import Parser, whole
 
-# Of what is exported: the keys of `interop.families.FAMILIES`, and dtypes of safetensors (a test).
-FAMILIES = (
-    "llama", "mistral", "ministral", "qwen2", "qwen3", "gemma", "gemma2", "gemma3_text", "gpt2",
-    "nanochat",
-)  # fmt: skip
-DTYPES = ("bfloat16", "float16", "float32", "float64")
+DTYPES = ("bfloat16", "float16", "float32", "float64")  # those of `interop.tensors` (a test)
 
 
 def report_parser() -> Parser:

@@ -1,7 +1,6 @@
 """Checkpoints through orbax: asynchronous, atomic, restored onto any mesh."""
 
 import errno
-import json
 import logging
 import os
 import shutil
@@ -18,7 +17,7 @@ from etils import epath
 from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.settings import UserError, read_object
 from jaxtrain.storage import checksums as sums
-from jaxtrain.storage.disk import disk_full, write_whole
+from jaxtrain.storage.disk import disk_full
 
 # Of an array that several devices hold whole, each sends the host a part of at least this size, by
 # a program of its own. Orbax's default, parts of any size, has a first save wait for hundreds.
@@ -231,7 +230,7 @@ class Checkpointer:
         share = slice(jax.process_index(), None, jax.process_count())
         for folder in [self.directory / str(step) / item for item in items]:
             if (folder / sums.LIST).is_file():
-                sums.check(folder, share)
+                sums.check_files(folder, share)
             else:
                 print(f"{folder} has no {sums.LIST}: read unchecked", file=sys.stderr, flush=True)
 
@@ -289,8 +288,3 @@ def no_room(run_dir: Path, said: str) -> str:
     steps = saved_steps(run_dir)
     saved = f"the newest whole one is {steps[-1]}" if steps else "there is none yet"
     return f"{run_dir}: {said}; of checkpoints, {saved}. Free space, and the same command goes on"
-
-
-def write_json(path: Path, value: Any) -> None:
-    """Write atomically: a reader sees the old file or the new one."""
-    write_whole(path, json.dumps(value, indent=2) + "\n")

@@ -17,6 +17,7 @@ from rich.table import Table
 
 from jaxtrain.runs.arguments import compare_parser
 from jaxtrain.runs.history import MetricsRow, read_rows
+from jaxtrain.runs.job import leaves
 from jaxtrain.settings import UserError, command
 from jaxtrain.storage.strict_yaml import read_yaml
 
@@ -47,16 +48,6 @@ def read_run(run_dir: Path) -> Run:
     config = read_yaml(run_dir / "config.yaml")
     env = json.loads((run_dir / "env.json").read_text("utf-8"))
     return Run(run_dir.resolve().name, config, env, read_rows(run_dir / "metrics.jsonl"))
-
-
-def flatten(tree: dict[str, Any], prefix: str = "") -> dict[str, Any]:
-    """A tree by its dotted paths."""
-    found: dict[str, Any] = {}
-    for key, value in tree.items():
-        found |= (
-            flatten(value, f"{prefix}{key}.") if isinstance(value, dict) else {prefix + key: value}
-        )
-    return found
 
 
 class Curve(NamedTuple):
@@ -179,9 +170,9 @@ def rate_of(rows: Sequence[MetricsRow]) -> float | None:
 def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
     """The settings, and facts of the environment, that are not the same in all runs."""
     facts = [
-        flatten(run.config)
+        leaves(run.config)
         | {f"env.{key}": run.env.get(key) for key in ("device_kind", "device_count", "commit")}
-        | flatten(run.env.get("versions", {}), "env.versions.")
+        | leaves(run.env.get("versions", {}), "env.versions")
         for run in runs
     ]
     keys = dict.fromkeys(key for one in facts for key in one if not key.startswith(SAME_RUN))
@@ -251,7 +242,3 @@ def main(argv: Sequence[str] | None = None) -> int:
     if a.plot:
         console.print(draw(found, a.plot), highlight=False)
     return 0
-
-
-if __name__ == "__main__":
-    sys.exit(main())

@@ -22,7 +22,13 @@ from jaxtrain.interop.companions import (
 from jaxtrain.interop.configs import family_of, fitting_family
 from jaxtrain.interop.export import export_weights
 from jaxtrain.interop.keys import text_part
-from jaxtrain.interop.load import find_folder, open_checkpoint, origin, our_file_layout, pinned
+from jaxtrain.interop.load import (
+    find_folder,
+    open_checkpoint,
+    origin,
+    our_file_layout,
+    pin_revision,
+)
 from jaxtrain.interop.tensors import DTYPES, SHARD_BYTES, WEIGHTS, metadata_of, write
 from jaxtrain.model import Transformer, split
 from jaxtrain.runs.arguments import export_parser, import_parser
@@ -40,7 +46,7 @@ def import_checkpoint(path_or_repo: str, run_dir: Path) -> Resolved:
     model_dir = run_dir / "model"
     if model_dir.exists():
         raise UserError(f"{model_dir} is there already; name another run directory")
-    path_or_repo = pinned(path_or_repo)
+    path_or_repo = pin_revision(path_or_repo)
     source = open_checkpoint(find_folder(path_or_repo))
     check_aux_files(source.folder)
     tokenizer = tokenizer_of(source.folder, source.config["vocab_size"])

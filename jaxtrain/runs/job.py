@@ -12,7 +12,7 @@ from jaxtrain.config import Sections
 from jaxtrain.runs.environment import commit, versions
 
 
-def facts(config: Sections) -> dict[str, str]:
+def facts(config: Sections) -> dict[str, Any]:
     """What the processes of a job must have in common, before anything is computed."""
     roots = Path(__file__).parents[1], Path(jaxtrain_kernels.__path__[0])
     files = [path for root in roots for path in sorted(root.rglob("*.py"))]
@@ -29,9 +29,9 @@ def facts(config: Sections) -> dict[str, str]:
     }
 
 
-def leaves(tree: Any, path: str = "") -> dict[str, str]:
-    """A nested value as `key.path: text`."""
+def leaves(tree: Any, path: str = "") -> dict[str, Any]:
+    """The values of a nested tree by their dotted paths."""
     if not isinstance(tree, dict) or not tree:
-        return {path: str(tree)}
+        return {path: tree}
     nested = (leaves(value, f"{path}.{k}" if path else str(k)) for k, value in tree.items())
     return {key: text for part in nested for key, text in part.items()}

@@ -74,13 +74,10 @@ class MetricsWriter:
         self._sums: dict[str, float] = {}
         self._count = 0  # steps summed since the last row
         self._step = start_step
-        self._stamp: float | None = (
-            None  # when the last step was seen to end; None before the first
-        )
-        self._begin = (
-            0.0,
-            start_step,
-        )  # (time, step) at the end of the first step: compiling is out
+        # When the last step was seen to end; None before the first.
+        self._stamp: float | None = None
+        # (time, step) at the end of the first step: compiling is out.
+        self._begin = (0.0, start_step)
         self._timed, self._seconds = 0, 0.0  # steps and seconds since the last row, pauses left out
         self._values = ["compiling"]  # of the live line, from the last row
         self._file = self._tensorboard = self._wandb = self._live = None

@@ -13,18 +13,11 @@ from jaxtrain.config.phases import config_at
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import Tokenizer, load_tokenizer, training_template
 from jaxtrain.finetune import PEFT, Partition, make_partition, prefix_keys_values
-from jaxtrain.interop import (
-    Prompting,
-    chat_template,
-    copy_aux_files,
-    load_init_params,
-    origin,
-    prompting,
-    special_tokens,
-    write_adapter,
-    write_prompt_adapter,
-)
-from jaxtrain.interop.companions import FOLDER
+from jaxtrain.interop.companions import FOLDER, Prompting, chat_template, prompting, special_tokens
+from jaxtrain.interop.load import origin
+from jaxtrain.interop.peft import write_adapter
+from jaxtrain.interop.peft_prompt import write_prompt_adapter
+from jaxtrain.interop.pretrained import copy_aux_files, load_init_params
 from jaxtrain.interop.tensors import metadata_of, read, read_header, write
 from jaxtrain.model import ParamSpec, Transformer, path_name, split
 from jaxtrain.parallel.mesh import gather_to_host
@@ -32,6 +25,7 @@ from jaxtrain.runs.checkpoint import Checkpointer, saved_steps
 from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.settings import UserError
 from jaxtrain.storage.strict_yaml import read_saved
+from jaxtrain.weights.contract import flatten
 
 WEIGHTS = "model.safetensors"
 
@@ -67,8 +61,7 @@ def save_result(
 
 def save_model(directory: Path, config: Resolved, params: Any, tokenizer: Tokenizer) -> None:
     """Write all that a friend needs; the weights last and atomically. By process 0, of several."""
-    flat = {path_name(p): x for p, x in jax.tree_util.tree_flatten_with_path(params)[0]}
-    flat = gather_to_host(flat)
+    flat = gather_to_host(flatten(params))
     if jax.process_index():
         return
     directory.mkdir(parents=True, exist_ok=True)

@@ -83,7 +83,7 @@ def write_list(path: Path, files: dict[str, Path], known: dict[str, Entry]) -> N
     part.replace(path)
 
 
-def check(folder: Path, share: slice = slice(None)) -> None:
+def check_files(folder: Path, share: slice = slice(None)) -> None:
     """Compare the files of a folder with LIST in it.
 
     share: those of the list that this process looks at. Raises UserError for the first that is

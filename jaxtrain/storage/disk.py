@@ -1,6 +1,7 @@
 """A disk that is full: files are replaced whole, and the fault is named, whoever raises it."""
 
 import errno
+import json
 import os
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
@@ -18,6 +19,11 @@ def write_whole(path: Path, content: str | bytes) -> None:
     except OSError:
         part.unlink(missing_ok=True)
         raise
+
+
+def write_json(path: Path, value: object) -> None:
+    """Write a JSON value as `write_whole` does."""
+    write_whole(path, json.dumps(value, indent=2) + "\n")
 
 
 FULL = {os.strerror(code): code for code in (errno.ENOSPC, errno.EDQUOT)}

@@ -14,10 +14,10 @@ import jax
 
 from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.config import Config
-from jaxtrain.runs.checkpoint import Checkpointer, no_room, write_json
+from jaxtrain.runs.checkpoint import Checkpointer, no_room
 from jaxtrain.runs.lock import held
 from jaxtrain.runs.report import write_report
-from jaxtrain.storage.disk import full_disk_explained
+from jaxtrain.storage.disk import full_disk_explained, write_json
 from jaxtrain.train.evaluator import Evaluator
 from jaxtrain.train.events import make_events
 from jaxtrain.train.features import step_of

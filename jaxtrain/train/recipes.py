@@ -6,7 +6,12 @@ from pathlib import Path
 from typing import Any, Protocol, runtime_checkable
 
 from jaxtrain import data
-from jaxtrain.evaluation.evaluate import compile_scorer, held_out_batches, make_scorer, validate
+from jaxtrain.evaluation.evaluate import (
+    compile_scorer,
+    held_out_batches,
+    make_validation_step,
+    validation_metrics,
+)
 from jaxtrain.objectives import PREFERENCES
 from jaxtrain.train.plan import Plan, TrainingData
 from jaxtrain.train.preference import (
@@ -66,7 +71,9 @@ class CausalLM:
         self.store = training_data.prepared.validation
 
     def start(self, spec: StepSpec, params: Params | None, frozen: Any, run_dir: Path) -> None:
-        self.scorer = make_scorer(spec.graphdef, spec.specs, spec.dtype, spec.bytes_V, spec.join)
+        self.scorer = make_validation_step(
+            spec.graphdef, spec.specs, spec.dtype, spec.bytes_V, spec.join
+        )
 
     def validation(self, spec: StepSpec) -> Validation | None:
         store, config, mesh = self.store, self.plan.config, self.plan.mesh
@@ -76,7 +83,7 @@ class CausalLM:
         def run(params: Params, frozen: Any, max_tokens: int | None) -> dict[str, float]:
             scorer = functools.partial(self.scorer, frozen=frozen)
             held_out = held_out_batches(store, config, mesh)
-            return validate(scorer, params, held_out, mesh, max_tokens)
+            return validation_metrics(scorer, params, held_out, mesh, max_tokens)
 
         return run
 

@@ -16,7 +16,9 @@ from jaxtrain.finetune import (
     PromptLearningConfig,
     adapter_folder,
 )
-from jaxtrain.interop import has_params, load_init_params, read_adapter, read_prompt_adapter
+from jaxtrain.interop.peft import read_adapter
+from jaxtrain.interop.peft_prompt import read_prompt_adapter
+from jaxtrain.interop.pretrained import has_params, load_init_params
 from jaxtrain.parallel import shardings
 from jaxtrain.runs.checkpoint import Checkpointer
 from jaxtrain.train.growth import Growth

@@ -14,11 +14,13 @@ from jaxtrain.config import Config, save_yaml
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import Tokenizer, load_tokenizer, sources_of
 from jaxtrain.finetune import LoRAConfig, Partition
-from jaxtrain.interop import check_adapter, origin
-from jaxtrain.runs.checkpoint import saved_steps, write_json
+from jaxtrain.interop.load import origin
+from jaxtrain.interop.peft import check_adapter
+from jaxtrain.runs.checkpoint import saved_steps
 from jaxtrain.runs.environment import environment
 from jaxtrain.runs.job import leaves
 from jaxtrain.settings import UserError
+from jaxtrain.storage.disk import write_json
 from jaxtrain.storage.strict_yaml import read_saved
 
 # What says how a run is executed, not what it computes, is free to change when it is resumed.

@@ -8,8 +8,11 @@ an array into each form is in the table `jaxtrain.weights.WEIGHTS`.
 import abc
 from typing import Any
 
+import jax
 from flax import nnx
 from jaxtyping import Array, Float
+
+from jaxtrain.weights.params import Params, Specs, path_name
 
 
 class Weight(abc.ABC):
@@ -46,3 +49,9 @@ def dequantize(weight: Array | Weight) -> Array:
 def is_weight(leaf: Any) -> bool:
     """Whether a leaf of the parameters is no array but a `Weight`."""
     return isinstance(leaf, Weight)
+
+
+def flatten(tree: Params | Specs) -> dict[str, Any]:
+    """name -> leaf, in the tree's order; a packed matrix is a leaf."""
+    pairs = jax.tree_util.tree_flatten_with_path(tree, is_leaf=is_weight)[0]
+    return {path_name(path): leaf for path, leaf in pairs}

@@ -17,8 +17,8 @@ from tiny import same
 from jaxtrain.finetune import make_partition
 from jaxtrain.finetune.config import LoRAConfig, adapter_settings
 from jaxtrain.finetune.partition import flatten
-from jaxtrain.interop import load, open_checkpoint, read_adapter, write_adapter
-from jaxtrain.interop.peft import FILE
+from jaxtrain.interop.load import load_checkpoint, open_checkpoint
+from jaxtrain.interop.peft import FILE, read_adapter, write_adapter
 from jaxtrain.interop.tensors import read_header
 from jaxtrain.main import main
 from jaxtrain.settings import UserError
@@ -56,7 +56,7 @@ def opened(tmp_path, name, **changes):
     folder = adapter_of(tmp_path / "adapter", name)
     lora = LoRAConfig.model_validate(adapter_settings(folder) | changes)
     partition = make_partition(lora, specs, jnp.dtype(jnp.float32))
-    base = load(source, partition.base, store=partition.store)
+    base = load_checkpoint(source, partition.base, store=partition.store)
     frozen, start = partition.init(base, 0)
     return lora, c, graphdef, partition, frozen, read_adapter(folder, c, start)
 
@@ -91,7 +91,7 @@ def test_lora_fa_trains_b_alone_and_exports_the_frozen_a(tmp_path):
         make_partition(lora.model_copy(update={"freeze_a": f}), specs, jnp.dtype(jnp.float32))
         for f in (False, True)
     )
-    base = load(source, half.base)
+    base = load_checkpoint(source, half.base)
     _, both = whole.init(base, 3)
     frozen, start = half.init(base, 3)
     names = {"blocks/attention/q/b", "blocks/ffn/down/b"}
@@ -116,7 +116,9 @@ def reopened(tmp_path, name, folder):
     c, graphdef, specs = build(source)
     lora = LoRAConfig.model_validate(adapter_settings(folder))
     partition = make_partition(lora, specs, jnp.dtype(jnp.float32))
-    frozen, start = partition.init(load(source, partition.base, store=partition.store), 0)
+    frozen, start = partition.init(
+        load_checkpoint(source, partition.base, store=partition.store), 0
+    )
     return logits_of(graphdef, partition.join(read_adapter(folder, c, start), frozen), prompts())
 
 
@@ -168,7 +170,9 @@ def part_of_gpt2(tmp_path, dora=False):
     c, graphdef, specs = build(source)
     lora = LoRAConfig(rank=4, alpha=8.0, targets=("q", "v"), dora=dora)
     partition = make_partition(lora, specs, jnp.dtype(jnp.float32))
-    frozen, start = partition.init(load(source, partition.base, store=partition.store), 0)
+    frozen, start = partition.init(
+        load_checkpoint(source, partition.base, store=partition.store), 0
+    )
     random = np.random.default_rng(0)
     trained = jax.tree.map(lambda x: random.normal(size=x.shape).astype(np.float32), start)
     return c, graphdef, frozen, partition, trained
@@ -187,7 +191,7 @@ def test_a_part_of_a_matrix_is_written_with_zeros_and_comes_back(tmp_path):
     for given in ({}, {"targets": ("q", "v")}):  # all of c_attn, and the part alone
         lora = LoRAConfig.model_validate(adapter_settings(tmp_path / "out") | given)
         again = make_partition(lora, specs, jnp.dtype(jnp.float32))
-        base, start = again.init(load(source, again.base, store=again.store), 0)
+        base, start = again.init(load_checkpoint(source, again.base, store=again.store), 0)
         found = again.join(read_adapter(tmp_path / "out", c, start), base)
         np.testing.assert_allclose(logits_of(graphdef, found, prompts()), expected, atol=1e-4)
     lora = LoRAConfig.model_validate(adapter_settings(tmp_path / "out") | {"targets": ("q",)})

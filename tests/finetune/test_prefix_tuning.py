@@ -20,8 +20,12 @@ from jaxtrain.config.resolve import resolve
 from jaxtrain.finetune import make_partition, prefix_keys_values
 from jaxtrain.finetune.config import PrefixConfig, PromptConfig, adapter_settings
 from jaxtrain.inference import generate
-from jaxtrain.interop import load, open_checkpoint, read_prompt_adapter, write_prompt_adapter
-from jaxtrain.interop.peft_prompt import to_checkpoint_order
+from jaxtrain.interop.load import load_checkpoint, open_checkpoint
+from jaxtrain.interop.peft_prompt import (
+    read_prompt_adapter,
+    to_checkpoint_order,
+    write_prompt_adapter,
+)
 from jaxtrain.main import main
 from jaxtrain.model import (
     Decode,
@@ -80,7 +84,7 @@ def opened(tmp_path, name):
     c = resolve_model(ModelConfig.model_validate(fields), 24)
     graphdef, specs = split(Transformer(c, source.config["vocab_size"]))
     partition = make_partition(tuning, specs, jnp.dtype(jnp.float32))
-    frozen, start = partition.init(load(source, partition.base), 0)
+    frozen, start = partition.init(load_checkpoint(source, partition.base), 0)
     return c, graphdef, partition, frozen, read_prompt_adapter(folder, c, start), folder
 
 

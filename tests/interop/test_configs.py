@@ -7,8 +7,8 @@ import pytest
 from hf_cases import CASES, VOCAB
 from test_families import FACTS
 
-from jaxtrain.interop import FAMILIES, fitting_family, model_fields
-from jaxtrain.interop.configs import family_of
+from jaxtrain.interop.configs import family_of, fitting_family, model_fields
+from jaxtrain.interop.families import FAMILIES
 from jaxtrain.interop.keys import read_keys, text_part
 from jaxtrain.model import ModelConfig, make_plan, resolve_model
 from jaxtrain.settings import UserError

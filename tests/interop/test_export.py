@@ -17,16 +17,11 @@ from jaxtrain.config.resolve import resolve
 from jaxtrain.data import apply_chat_defaults
 from jaxtrain.data.chat.template import make_render
 from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer, huggingface_tokenizer
-from jaxtrain.interop import (
-    export_weights,
-    fitting_family,
-    load,
-    model_fields,
-    open_checkpoint,
-)
-from jaxtrain.interop.configs import FREE
+from jaxtrain.interop.configs import FREE, fitting_family, model_fields
+from jaxtrain.interop.export import export_weights
 from jaxtrain.interop.families import LLAMA
 from jaxtrain.interop.keys import FULL
+from jaxtrain.interop.load import load_checkpoint, open_checkpoint
 from jaxtrain.interop.peft import rows_of
 from jaxtrain.model import ModelConfig, Transformer, resolve_model, split
 from jaxtrain.runs.saved import save_model
@@ -127,7 +122,7 @@ def test_a_field_that_is_free_changes_nothing_that_is_exported(field, tmp_path):
         export_weights(folder, family, config, specs, params, out, c.head_dim)
         source = open_checkpoint(folder)
         _, other, declared = build(source)
-        tokens, seen = prompts(), logits_of(other, load(source, declared), prompts())
+        tokens, seen = prompts(), logits_of(other, load_checkpoint(source, declared), prompts())
         # States that begin in bfloat16 are rounded before their first norm.
         atol = 1e-2 if field == "embedding_dtype" else 1e-4
         np.testing.assert_allclose(logits_of(graphdef, params, tokens), seen, rtol=0, atol=atol)

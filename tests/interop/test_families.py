@@ -11,7 +11,9 @@ from hf_cases import CASES, NEW, VOCAB, T, golden, prompts, weights
 from safetensors.numpy import load_file, save_file
 from tiny import mesh_of
 
-from jaxtrain.interop import export_weights, fitting_family, load, open_checkpoint
+from jaxtrain.interop.configs import fitting_family
+from jaxtrain.interop.export import export_weights
+from jaxtrain.interop.load import load_checkpoint, open_checkpoint
 from jaxtrain.model import ModelConfig, Transformer, resolve_model, split
 from jaxtrain.parallel import shardings
 
@@ -74,7 +76,7 @@ def logits_and_greedy(graphdef, params):
 def test_a_family_is_what_transformers_computes_and_goes_back(name, tmp_path):
     source = open_checkpoint(write_checkpoint(tmp_path / "in", name))
     c, graphdef, specs = build(source)
-    params = load(source, specs)
+    params = load_checkpoint(source, specs)
     assert jax.tree.map(lambda p: (p.shape, p.dtype.name), params) == jax.tree.map(
         lambda s: (s.shape, s.dtype), specs
     )
@@ -128,9 +130,9 @@ def test_a_mesh_holds_the_same_parameters(tmp_path):
     source = open_checkpoint(write_checkpoint(tmp_path, "llama biases mqa wide heads"))
     _, _, specs = build(source)
     mesh = mesh_of(fsdp=2, tensor=2)
-    placed = load(source, specs, shardings(specs, mesh), dtype="bfloat16")
+    placed = load_checkpoint(source, specs, shardings(specs, mesh), dtype="bfloat16")
     q = placed["blocks"]["attention"]["q"]
     assert q.sharding.spec == jax.P(None, "fsdp", "tensor") and q.dtype == "bfloat16"
     assert placed["final_gain"].dtype == "float32"
-    alone = load(source, specs, dtype="bfloat16")
+    alone = load_checkpoint(source, specs, dtype="bfloat16")
     jax.tree.map(np.testing.assert_array_equal, placed, alone)

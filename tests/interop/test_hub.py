@@ -11,7 +11,7 @@ from tiny import run_overrides
 
 from jaxtrain.cli import main as interop
 from jaxtrain.data.files import sources
-from jaxtrain.interop.load import hub_of, pinned
+from jaxtrain.interop.load import hub_of, pin_revision
 from jaxtrain.interop.tensors import metadata_of
 from jaxtrain.main import main
 
@@ -37,7 +37,7 @@ def test_what_names_a_repository(tmp_path, monkeypatch):
     assert hub_of("owner/small") == ("owner/small", None)
     assert hub_of("owner/small@refs/pr/1") == ("owner/small", "refs/pr/1")
     assert hub_of("owner/small@1") is None  # a folder
-    assert hub_of("runs/a/b") is None and pinned("runs/a/b") == "runs/a/b"
+    assert hub_of("runs/a/b") is None and pin_revision("runs/a/b") == "runs/a/b"
 
 
 @pytest.mark.slow

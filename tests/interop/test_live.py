@@ -16,7 +16,9 @@ from hf_cases import CASES, VOCAB, prompts
 from test_families import ARRAYS, build, logits_of, write_checkpoint
 
 from jaxtrain.cli import main as interop
-from jaxtrain.interop import export_weights, fitting_family, load, open_checkpoint
+from jaxtrain.interop.configs import fitting_family
+from jaxtrain.interop.export import export_weights
+from jaxtrain.interop.load import load_checkpoint, open_checkpoint
 from jaxtrain.runs.saved import load_saved
 
 SCRIPT = Path(__file__).with_name("run_transformers.py")
@@ -33,7 +35,7 @@ def test_transformers_opens_what_we_export(own_model, tmp_path):
         c, _, specs = build(source)
         family, config = fitting_family(c, VOCAB, source.family.model_type)
         folder.mkdir()
-        params = load(source, specs)
+        params = load_checkpoint(source, specs)
         export_weights(folder, family, config, specs, params, np.dtype("float32"), c.head_dim, 9999)
     own = tmp_path / "own"
     assert interop(["export", str(own_model), str(own)]) == 0

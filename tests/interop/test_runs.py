@@ -18,8 +18,8 @@ from jaxtrain.config import load_config
 from jaxtrain.data.tokenizer.tokenizer import byte_alphabet, byte_tokenizer
 from jaxtrain.evaluation import evaluate
 from jaxtrain.inference import generate
-from jaxtrain.interop import chat_template, load_init_params
-from jaxtrain.interop.companions import prompting
+from jaxtrain.interop.companions import chat_template, prompting
+from jaxtrain.interop.pretrained import load_init_params
 from jaxtrain.interop.tokenizer_json import tokenizer_json
 from jaxtrain.main import main
 from jaxtrain.model import Transformer, resolve_model, split

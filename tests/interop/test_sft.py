@@ -20,7 +20,7 @@ from jaxtrain.data import DEFAULT_TEMPLATE, prepare
 from jaxtrain.data.batches.packing import assemble
 from jaxtrain.data.batches.planning import Piece
 from jaxtrain.inference import generate
-from jaxtrain.interop import load, open_checkpoint
+from jaxtrain.interop.load import load_checkpoint, open_checkpoint
 from jaxtrain.main import main
 from jaxtrain.model import Transformer, resolve_model, split
 from jaxtrain.optim import make_optimizer
@@ -77,7 +77,9 @@ def test_the_loss_is_that_of_transformers_packed_or_not_and_accumulated_or_not(
     optimizer = make_optimizer(config.optim, specs, 10)
     bytes_V = jnp.ones(source.config["vocab_size"])
     task = StepSpec(graphdef, specs, optimizer, jnp.dtype("float32"), bytes_V)
-    state = begin(task, mesh_of())._replace(params=jax.tree.map(jnp.asarray, load(source, specs)))
+    state = begin(task, mesh_of())._replace(
+        params=jax.tree.map(jnp.asarray, load_checkpoint(source, specs))
+    )
     step = jax.jit(lambda batch: train_step(task, state, batch, optimizer.hyperparams)[1])
     pieces = [Piece(i, True, 0, int(n)) for i, n in enumerate(store.lengths)]
     packed = assemble([(store, pieces)], 256, segments=True)
