@@ -61,10 +61,13 @@ class Coordinator:
         self.index, self.count, self.host = index, count, socket.gethostname()
         self.heartbeat_timeout, self.step_timeout, self.end = heartbeat_timeout, step_timeout, end
         self.hosts = {index: self.host}
+        self.address, self.timeout, self.until = "", 0.0, 0.0  # of `meet`, the last in monotonic s
+        self.links: dict[int, Link] = {}  # to the processes that were met
         self.trouble = "no answer yet"  # why the last attempt to reach process 0 failed
         self.client: ServiceClient | None = None
         self.service: IO[bytes] | None = None  # of process 0
         self.rounds = 0  # comparisons
+        self.steps: dict[int, tuple[str, float]] = {}  # of process 0: the others', and since when
         self.changed = threading.Condition()  # guards all that follows
         self.step: int | None = None  # the last step begun here; None outside the loop
         self.hold = False  # begin no step before `last` is known
@@ -82,119 +85,104 @@ class Coordinator:
         host, _, port = address.rpartition(":")
         if not host or not port.isdigit():
             raise UserError(f"--coordinator {address}: expected HOST:PORT, as in node0:7777")
-        until, links = time.monotonic() + timeout, dict[int, Link]()
+        self.address, self.timeout, self.until = address, timeout, time.monotonic() + timeout
         at = host.strip("[]"), int(port)
-        with warn_if_slow(lambda: self._waits_for(address, links, until)):
+        with warn_if_slow(self._waits_for):
             if self.index == 0:
                 known = secret.make()
                 try:
-                    with meeting.listen(*at, until) as server:
-                        self._gather(server, links, known, until, timeout)
+                    with meeting.listen(*at, self.until) as server:
+                        self._gather(server, known)
                 finally:
                     secret.forget()
                 bound = address if is_loopback(at[0]) else f"[::]:{port}"
                 beat, linger = max(1, int(self.heartbeat_timeout)), self.heartbeat_timeout + LINGER
-                self.service = start_service(bound, self.count, beat, linger, until)
-                self._tell(links, {"host": self.host})
+                self.service = start_service(bound, self.count, beat, linger, self.until)
+                self._tell({"host": self.host})
             else:
-                self._attend(at, address, links, until, timeout, secret)
-        self._connect(address, links, timeout)
+                self._attend(at, secret)
+        self._connect()
 
-    def _waits_for(self, address: str, links: Mapping[int, Link], until: float) -> str:
-        left = f"{max(0.0, until - time.monotonic()):.0f} s more at most"
+    def _waits_for(self) -> str:
+        left = f"{max(0.0, self.until - time.monotonic()):.0f} s more at most"
         if self.index == 0:
-            missing = self._missing(links)
-            who = f"{len(missing)} of {self.count} processes to reach {address}"
+            missing = self._missing()
+            who = f"{len(missing)} of {self.count} processes to reach {self.address}"
             return f"waiting  for {who}, {left}: {', '.join(map(str, missing))}"
         me = f"process {self.index} of {self.count}"
-        return f"waiting  for process 0 at {address} ({self.trouble}), {left}: {me}"
+        return f"waiting  for process 0 at {self.address} ({self.trouble}), {left}: {me}"
 
-    def _missing(self, links: Mapping[int, Link]) -> list[int]:
-        return [i for i in range(1, self.count) if i not in links]
+    def _missing(self) -> list[int]:
+        return [i for i in range(1, self.count) if i not in self.links]
 
-    def _gather(
-        self,
-        server: socket.socket,
-        links: dict[int, Link],
-        secret: bytes,
-        until: float,
-        timeout: float,
-    ) -> None:
-        for link, hello in meeting.proved(server, secret, until):
+    def _gather(self, server: socket.socket, secret: bytes) -> None:
+        """By process 0: until all others have proved that they know the secret."""
+        for link, hello in meeting.proved(server, secret, self.until):
             link.index, link.host, of = int(hello["process"]), str(hello["host"]), hello["of"]
             twin = self.host if link.index == 0 else None
-            if link.index in links:
-                twin, links[-1] = links[link.index].host, link  # so that both hear of it
-            links.setdefault(link.index, link)
+            if link.index in self.links:
+                twin, self.links[-1] = self.links[link.index].host, link  # so that both hear of it
+            self.links.setdefault(link.index, link)
             self.hosts[link.index] = link.host
             if of != self.count:
                 self._refuse(
-                    links,
                     f"process {link.index} ({link.host}) was started as one of {of}, "
-                    f"process 0 ({self.host}) as one of {self.count}",
+                    f"process 0 ({self.host}) as one of {self.count}"
                 )
             if twin:
                 who = f"two processes say that they are process {link.index}"
-                self._refuse(links, f"{who}: on {twin} and {link.host}")
-            if not self._missing(links):
+                self._refuse(f"{who}: on {twin} and {link.host}")
+            if not self._missing():
                 return
-        missing, port = self._missing(links), server.getsockname()[1]
+        missing, port = self._missing(), server.getsockname()[1]
         self._refuse(
-            links,
             f"{len(missing)} of {self.count} processes did not reach process 0 ({self.host}, "
-            f"port {port}) in {timeout:g} s: {', '.join(map(str, missing))}",
+            f"port {port}) in {self.timeout:g} s: {', '.join(map(str, missing))}"
         )
 
-    def _tell(self, links: Mapping[int, Link], message: Mapping[str, str | int]) -> None:
-        for link in links.values():
+    def _tell(self, message: Mapping[str, str | int]) -> None:
+        for link in self.links.values():
             link.send(message)
 
-    def _refuse(self, links: Mapping[int, Link], message: str) -> None:
-        self._tell(links, {"failed": message})
-        for link in links.values():
+    def _refuse(self, message: str) -> None:
+        self._tell({"failed": message})
+        for link in self.links.values():
             link.socket.close()
         raise UserError(message)
 
-    def _attend(
-        self,
-        at: tuple[str, int],
-        address: str,
-        links: dict[int, Link],
-        until: float,
-        timeout: float,
-        secret: Secret,
-    ) -> None:
+    def _attend(self, at: tuple[str, int], secret: Secret) -> None:
+        """By the others: until process 0 has taken this one in."""
         hello = {"process": self.index, "of": self.count, "host": self.host}
-        while time.monotonic() < until:
-            found = meeting.introduce(at, hello, until, secret)
+        while time.monotonic() < self.until:
+            found = meeting.introduce(at, hello, self.until, secret)
             if not isinstance(found, str):
-                links[0], reply = found
+                self.links[0], reply = found
                 if "failed" in reply:
-                    links[0].socket.close()
+                    self.links[0].socket.close()
                     raise UserError(str(reply["failed"]))
-                self.hosts[0] = links[0].host = str(reply["host"])
+                self.hosts[0] = self.links[0].host = str(reply["host"])
                 return
             self.trouble = found
             time.sleep(meeting.RETRY)
         raise UserError(
-            f"process {self.index} of {self.count} did not reach process 0 at {address} in "
-            f"{timeout:g} s ({self.trouble}); is it running there, and not behind a firewall?"
+            f"process {self.index} of {self.count} did not reach process 0 at {self.address} in "
+            f"{self.timeout:g} s ({self.trouble}); is it running there, and not behind a firewall?"
         )
 
-    def _connect(self, address: str, links: Mapping[int, Link], timeout: float) -> None:
+    def _connect(self) -> None:
         """JAX's client; while it connects, the links tell whether all processes are there still."""
 
         def fail(why: str) -> None:
-            self._tell(links, {"failed": why})
+            self._tell({"failed": why})
             self._end(why, 1)
 
         done = threading.Event()
-        args = list(links.values()), done, fail
+        args = list(self.links.values()), done, fail
         threading.Thread(target=meeting.watch, args=args, daemon=True).start()
         beat = max(1, int(self.heartbeat_timeout))
-        client = self.client = make_client(address, self.index, beat, int(timeout) + 1)
+        client = self.client = make_client(self.address, self.index, beat, int(self.timeout) + 1)
         client.connect()
-        self._tell(links, {"connected": self.index})
+        self._tell({"connected": self.index})
         done.set()
         self._set(f"host/{self.index}", self.host)
         for watch in (self._watch_news, self._watch_processes):
@@ -297,7 +285,7 @@ class Coordinator:
 
     def _watch_processes(self) -> None:
         """End when a process is lost or all hang; hold when one wishes to stop."""
-        everybody, seen = set(range(self.count)), dict[int, tuple[str, float]]()
+        everybody = set(range(self.count))
         try:
             while (client := self.client) is not None and not self.over:
                 client.key_value_set(f"step/{self.index}", str(self.step), allow_overwrite=True)
@@ -307,7 +295,7 @@ class Coordinator:
                     return self._lost(lost[0], client)
                 self._agree_on_stop(client, news)
                 if self.index == 0 and self.step_timeout is not None:
-                    self._check_steps(client, seen, self.step_timeout)
+                    self._check_steps(client, self.step_timeout)
                 time.sleep(BEAT)
         except jax.errors.JaxRuntimeError as error:
             if not self.over:
@@ -337,20 +325,15 @@ class Coordinator:
                 self.last = max(held)
                 self.changed.notify_all()
 
-    def _check_steps(
-        self,
-        client: ServiceClient,
-        seen: dict[int, tuple[str, float]],
-        limit: float,
-    ) -> None:
-        """seen: the step of each process, and when (monotonic) process 0 saw it first."""
+    def _check_steps(self, client: ServiceClient, limit: float) -> None:
+        """End all where no process has begun a step for `limit` seconds."""
         now = time.monotonic()
         for key, step in client.key_value_dir_get("step/"):
             index = int(key.removeprefix("step/"))
-            if seen.get(index, ("", 0.0))[0] != step:
-                seen[index] = step, now
-        steps = {i: int(step) for i, (step, _) in seen.items() if step != "None"}
-        quiet = now - max(since for _, since in seen.values())
+            if self.steps.get(index, ("", 0.0))[0] != step:
+                self.steps[index] = step, now
+        steps = {i: int(step) for i, (step, _) in self.steps.items() if step != "None"}
+        quiet = now - max(since for _, since in self.steps.values())
         if not steps or quiet <= limit:
             return
         least = min(steps.values())

@@ -150,8 +150,8 @@ def test_a_port_that_is_taken():
 def test_processes_that_do_not_belong_together(index, count, message):
     port = free_port()
     other = Coordinator(index, count)
-    attend = lambda: other._attend(("localhost", port), "there", {}, until, 30.0, SECRET)
-    until = time.monotonic() + 30
+    other.until = time.monotonic() + 30
+    attend = lambda: other._attend(("localhost", port), SECRET)
     with ThreadPoolExecutor(2) as threads:
         first = threads.submit(Coordinator(0, 2).meet, f"localhost:{port}", 30.0, SECRET)
         second = threads.submit(attend)
