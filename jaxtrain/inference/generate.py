@@ -122,13 +122,6 @@ class Sampling(NamedTuple):
         return jax.random.key(self.seed), jnp.float32(self.temperature), jnp.float32(top_p)
 
 
-class GenerationInputs(NamedTuple):
-    """What `decode_tokens` is called with beside the model."""
-
-    arrays: tuple[Any, ...]
-    static: dict[str, Any]
-
-
 def generation_inputs(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
@@ -136,30 +129,28 @@ def generation_inputs(
     prompting: Prompting | None = None,
     chat: Chat | None = None,
     system: str | None = None,
-) -> GenerationInputs:
-    """Of a batch of prompts; the arguments are those of `generate`."""
+) -> tuple[tuple[Array, ...], dict[str, Any]]:
+    """What `decode_tokens` is called with beside the model: traced arrays, and what is static.
+
+    The arguments are those of `generate`.
+    """
     begins, stop = prompting or Prompting(True, (tokenizer.bos_id,))
-    bos = [tokenizer.bos_id]
     first = [{"role": "system", "content": system}] if system else []
-    ids = [
-        (
-            chat.prompt([*first, {"role": "user", "content": p}])
-            if chat and p
-            else np.concatenate([bos if begins or not p else [], tokenizer.encode(p)])
-        ).astype(np.int32)
-        for p in prompts
-    ]
+
+    def encode(prompt: str) -> np.ndarray:
+        if chat and prompt:
+            return chat.prompt([*first, {"role": "user", "content": prompt}])
+        bos = [tokenizer.bos_id] if begins or not prompt else []
+        return np.concatenate([bos, tokenizer.encode(prompt)])
+
+    ids = [encode(prompt).astype(np.int32) for prompt in prompts]
     stop += (chat.end,) if chat and chat.end not in stop else ()
-    lengths = np.array([len(x) for x in ids], np.int32)
-    width = round_up(int(lengths.max()), PROMPT_MULTIPLE)
-    padded = np.stack([np.pad(x, (0, width - len(x))) for x in ids])
-    arrays = (jnp.asarray(padded), jnp.asarray(lengths), *sampling.arrays())
-    return GenerationInputs(
-        arrays,
-        dict(
-            new=sampling.tokens, top_k=sampling.top_k, stop=stop, cache_dtype=sampling.cache_dtype
-        ),
-    )
+    width = round_up(max(map(len, ids)), PROMPT_MULTIPLE)
+    padded = jnp.asarray(np.stack([np.pad(x, (0, width - len(x))) for x in ids]))
+    lengths = jnp.asarray(np.array([len(x) for x in ids], np.int32))
+    static = {"new": sampling.tokens, "top_k": sampling.top_k, "stop": stop}
+    static["cache_dtype"] = sampling.cache_dtype
+    return (padded, lengths, *sampling.arrays()), static
 
 
 def generate(
@@ -176,9 +167,9 @@ def generate(
     default BOS for both. chat: the prompts are user messages, after the message `system`; an empty
     prompt is continued without a question.
     """
-    asked = generation_inputs(tokenizer, prompts, sampling, **how)
-    out = gather_to_host(decode_tokens(graphdef, params, *asked.arrays, **asked.static))
-    return [text_before_stop(row.tolist(), tokenizer, asked.static["stop"]) for row in out]
+    arrays, static = generation_inputs(tokenizer, prompts, sampling, **how)
+    out = gather_to_host(decode_tokens(graphdef, params, *arrays, **static))
+    return [text_before_stop(row.tolist(), tokenizer, static["stop"]) for row in out]
 
 
 def text_before_stop(tokens: list[int], tokenizer: Tokenizer, stops: Sequence[int]) -> str:
@@ -197,8 +188,8 @@ def compile_samples(
     graphdef: Any, params: Any, tokenizer: Tokenizer, c: Resolved, chat: Chat | None
 ) -> None:
     """What `write_samples` will run with the same arguments, so that it need not be waited for."""
-    asked = generation_inputs(tokenizer, c.sample.prompts, sampling_of(c), chat=chat)
-    decode_tokens.lower(graphdef, params, *asked.arrays, **asked.static).compile()
+    arrays, static = generation_inputs(tokenizer, c.sample.prompts, sampling_of(c), chat=chat)
+    decode_tokens.lower(graphdef, params, *arrays, **static).compile()
 
 
 def write_samples(
