@@ -17,13 +17,13 @@ class Layout(NamedTuple):
     write: Change
 
 
-def swap_rotary_halves(x_DC: np.ndarray, head_dim: int) -> np.ndarray:
-    """The halves of each head's channels exchanged.
+def swap_rotary_halves(x: np.ndarray, head_dim: int) -> np.ndarray:
+    """The halves of each head's channels exchanged; the channels are the last dim of x.
 
     NanoChat rotates by minus the angle: the same function with the halves of q and k exchanged.
     """
-    halves = x_DC.reshape(x_DC.shape[0], -1, 2, head_dim // 2)
-    return halves[:, :, ::-1].reshape(x_DC.shape)
+    halves = x.reshape(*x.shape[:-1], -1, 2, head_dim // 2)
+    return halves[..., ::-1, :].reshape(x.shape)
 
 
 LAYOUTS = {

@@ -48,6 +48,11 @@ def columns(c: ResolvedModel, row: Row) -> dict[str, slice]:
     return {name: slice(*map(int, ends[i : i + 2])) for i, name in enumerate(row.ours)}
 
 
+def channels(c: ResolvedModel, row: Row, x: np.ndarray) -> np.ndarray:
+    """Output channels, the last dim of x, in the order of a checkpoint, or back in ours."""
+    return swap_rotary_halves(x, c.head_dim) if row.layout == "turned linear" else x
+
+
 def check_adapter(c: ResolvedModel, params: Params, dora: bool) -> None:
     """UserError for targets whose adapter has no form in peft's format, before they are trained.
 
@@ -89,18 +94,11 @@ def write_adapter(folder: Path, c: ResolvedModel, params: Params, facts: Json) -
                 whole = np.zeros((len(up), places[row.ours[-1]].stop), np.float32)
                 whole[:, tuned] = up
                 up = whole
-            if row.layout == "turned linear":
-                up = swap_rotary_halves(up, c.head_dim)
             tensors[f"{where}.{KINDS['a']}"] = down.T
-            tensors[f"{where}.{KINDS['b']}"] = up.T
+            tensors[f"{where}.{KINDS['b']}"] = channels(c, row, up).T
             if facts["dora"]:
                 m = np.concatenate([part(name, "magnitude") for name in some])
-                m = (
-                    swap_rotary_halves(m[None], c.head_dim)[0]
-                    if row.layout == "turned linear"
-                    else m
-                )
-                tensors[f"{where}.{KINDS['magnitude']}"] = m
+                tensors[f"{where}.{KINDS['magnitude']}"] = channels(c, row, m)
         ranks[module.rpartition("{}.")[2]] = down.shape[1]
     folder.mkdir(parents=True, exist_ok=True)
     table = {name: (np.dtype(np.float32), x.shape) for name, x in tensors.items()}
@@ -171,8 +169,7 @@ def read_adapter(folder: Path, c: ResolvedModel, like: Params) -> Params:
         x = np.asarray(read(name, stored[name]), np.float32)
         if kind != "magnitude":
             x = apply_rank_pattern(facts, name.removeprefix(PREFIX), kind, x.T)
-        turn = row.layout == "turned linear" and kind != "a"
-        return swap_rotary_halves(np.atleast_2d(x), c.head_dim).reshape(x.shape) if turn else x
+        return x if kind == "a" else channels(c, row, x)
 
     for row in rows_of(c, names):
         for kind in sorted({name.rpartition("/")[2] for name in wanted}):

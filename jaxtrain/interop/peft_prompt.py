@@ -10,22 +10,13 @@ import jax
 import numpy as np
 
 from jaxtrain.interop.configs import Json
-from jaxtrain.interop.layouts import swap_rotary_halves
-from jaxtrain.interop.peft import FILE, rows_of
+from jaxtrain.interop.peft import FILE, channels, rows_of
 from jaxtrain.interop.tensors import read, read_header, write
 from jaxtrain.model import Params, ResolvedModel
 from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import write_json
 
 TENSOR, KEYS = "prompt_embeddings", "blocks/attention/k"
-
-
-def to_checkpoint_order(c: ResolvedModel, keys_LPC: np.ndarray) -> np.ndarray:
-    """Keys in a checkpoint's order of channels, or back."""
-    rows = rows_of(c, {KEYS})
-    if rows[0].layout != "turned linear":
-        return keys_LPC
-    return np.stack([swap_rotary_halves(x, c.head_dim) for x in keys_LPC])
 
 
 def write_prompt_adapter(
@@ -39,7 +30,7 @@ def write_prompt_adapter(
         sizes |= {"token_dim": c.width, "num_attention_heads": c.heads}
     else:
         k, v = (np.asarray(params["prefix"][name], np.float32) for name in "kv")
-        both = np.stack([to_checkpoint_order(c, k), v], axis=1)  # [L, 2, P, KH]
+        both = np.stack([channels(c, rows_of(c, {KEYS})[0], k), v], axis=1)  # [L, 2, P, KH]
         table = both.transpose(2, 0, 1, 3).reshape(k.shape[1], -1)
         special = {"peft_type": "PREFIX_TUNING", "prefix_projection": False}
         special |= {"encoder_hidden_size": c.kv_heads * c.head_dim}  # of no use here
@@ -68,5 +59,5 @@ def read_prompt_adapter(folder: Path, c: ResolvedModel, like: Params) -> Params:
         found: Json = {"prompt": table / c.embed_scale}
     else:
         k, v = table.reshape(P, c.depth, 2, -1).transpose(2, 1, 0, 3)
-        found = {"prefix": {"k": to_checkpoint_order(c, k), "v": v}}
+        found = {"prefix": {"k": channels(c, rows_of(c, {KEYS})[0], k), "v": v}}
     return jax.tree.map(lambda x, y: y.reshape(x.shape), like, found)

@@ -155,7 +155,7 @@ def same(name: str, has: Any, now: Any, model: ModelConfig) -> bool:
     return has == now or says_nothing.get(name, False)
 
 
-LENGTH = 2048  # of rows by default, train.sequence_length
+LENGTH = 2048  # train.sequence_length by default, if the context of the model allows
 
 
 def inherit_config(tree: Json, path: str) -> None:

@@ -29,13 +29,12 @@ from jaxtrain.interop.load import (
     our_file_layout,
     pin_revision,
 )
+from jaxtrain.interop.pretrained import LENGTH
 from jaxtrain.interop.tensors import DTYPES, SHARD_BYTES, WEIGHTS, metadata_of, write
 from jaxtrain.model import Transformer, split
 from jaxtrain.runs.arguments import export_parser, import_parser
 from jaxtrain.runs.saved import folder_of, load_saved
 from jaxtrain.settings import UserError, command
-
-LENGTH = 2048  # of the rows that an imported model is evaluated on, if its context allows
 
 
 def import_checkpoint(path_or_repo: str, run_dir: Path) -> Resolved:

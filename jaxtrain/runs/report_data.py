@@ -83,7 +83,7 @@ def _epoch(last: MetricsRow, tail: str) -> list[str]:
 def _filters(name: str, report: dict[str, Any]) -> str:
     """What the filters of a source removed of its documents, each of what those before it left."""
 
-    def cells(what: str, documents: int, size: float, why: str = "") -> list[str]:
+    def cells(what: str, documents: int, size: int, why: str = "") -> list[str]:
         share = documents / report["read"]["documents"]
         return [what, f"{documents:,}", f"{share:.2%}", f"{size / 1e6:,.1f}", why]
 

@@ -20,12 +20,9 @@ from jaxtrain.config.resolve import resolve
 from jaxtrain.finetune import make_partition, prefix_keys_values
 from jaxtrain.finetune.config import PrefixConfig, PromptConfig, adapter_settings
 from jaxtrain.inference import generate
+from jaxtrain.interop import peft
 from jaxtrain.interop.load import load_checkpoint, open_checkpoint
-from jaxtrain.interop.peft_prompt import (
-    read_prompt_adapter,
-    to_checkpoint_order,
-    write_prompt_adapter,
-)
+from jaxtrain.interop.peft_prompt import KEYS, read_prompt_adapter, write_prompt_adapter
 from jaxtrain.main import main
 from jaxtrain.model import (
     Decode,
@@ -116,11 +113,12 @@ def test_pefts_projection_gives_its_keys_and_values_here(tmp_path):
     w = {key.split("/")[-1]: GOLDEN[key] for key in GOLDEN.files if f"{name}/weights" in key}
     matrices = w["transform.2.weight"].reshape(c.depth, 2, -1, 7).swapaxes(2, 3)
     biases = w["transform.2.bias"].reshape(c.depth, 2, 1, -1)
+    in_order = lambda keys: peft.channels(c, peft.rows_of(c, {KEYS})[0], keys)
     prefix = {
         "embed": w["embedding.weight"], "up": w["transform.0.weight"].T,
-        "up_bias": w["transform.0.bias"], "k": to_checkpoint_order(c, matrices[:, 0]),
+        "up_bias": w["transform.0.bias"], "k": in_order(matrices[:, 0]),
         "v": matrices[:, 1],
-        "k_bias": to_checkpoint_order(c, biases[:, 0])[:, 0], "v_bias": biases[:, 1, 0],
+        "k_bias": in_order(biases[:, 0])[:, 0], "v_bias": biases[:, 1, 0],
     }  # fmt: skip
     trained = {"prefix": jax.tree.map(jnp.asarray, prefix)}
     shapes = lambda tree: jax.tree.map(lambda x: x.shape, tree)
