@@ -245,8 +245,11 @@ def test_a_hang_names_the_process_that_is_behind(capfd):
 
 
 def test_a_failure_of_one_ends_all_with_its_message():
+    compared = threading.Barrier(3)  # else one might end before another has read the answer
+
     def work(coordinator):
         coordinator.compare({}, "")
+        compared.wait(30)
         if coordinator.index == 1:
             coordinator.fail("the mesh is wrong", 2)
 
