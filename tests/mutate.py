@@ -216,8 +216,8 @@ MUTATIONS = {
         J + "train/events.py", "step % self.every == 0", "step % self.every == 1", "test_train.py"
     ),
     "coordinator": Mutation(
-        J + "cluster/coordinator.py", "if (lines := differences(told[0], told[i]))",
-        "if (lines := differences(told[0], told[0]))", "parallel/test_coordinator.py",
+        J + "cluster/coordinator.py", "if (lines := differing_facts(told[0], told[i]))",
+        "if (lines := differing_facts(told[0], told[0]))", "parallel/test_coordinator.py",
     ),
     "own loss": Mutation(
         J + "train/fit.py", "return loss(nnx.merge(graphdef, params), batch.arrays)",

@@ -81,7 +81,9 @@ def test_processes_of_launch_print_what_started_launch(started, monkeypatch):
         arguments=options,
     )
     seen = []
-    monkeypatch.setattr(launch, "run", lambda lines, environments: seen.append(environments) or 0)
+    monkeypatch.setattr(
+        launch, "run_processes", lambda lines, environments: seen.append(environments) or 0
+    )
     assert launch.main(options) == 0
     typed = "uv run jaxtrain launch --processes 2 -- --config gpt_d12"
     assert [variables[TYPED] for variables in seen[0]] == [typed] * 2

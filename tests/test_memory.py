@@ -232,22 +232,22 @@ def test_meshes_to_try_begin_with_those_that_cost_least():
     stages = [[*sharded, f"mesh.zero={stage}"] for stage in (1, 2, 3)]
     plain = [whole, *stages, both, [*sharded, block], [*both, block]]
     near = ("context", "tensor")
-    assert preflight.candidates(4, 8, experts=True) == [
+    assert preflight.candidate_meshes(4, 8, experts=True) == [
         *plain,
         [*whole, "mesh.expert=2", block], [*sharded, "mesh.expert=2", block],
         [*sharded, "mesh.expert=4", block],
         *([*sharded, f"mesh.{a}={n}", block] for a in (*near, "pipeline") for n in (2, 4)),
     ]  # fmt: skip
-    assert len(preflight.candidates(1, 8, experts=True)) == 2
+    assert len(preflight.candidate_meshes(1, 8, experts=True)) == 2
     for devices, few, divisors in ((12, (2, 3, 4), (2, 3, 4, 6)), (7, (), (7,))):
-        tried = preflight.candidates(devices, 4, experts=False)
+        tried = preflight.candidate_meshes(devices, 4, experts=False)
         tried = [line[2] for line in tried if block in line[3:]]
         found = [f"mesh.{a}={n}" for a in near for n in few]
         assert tried == found + [f"mesh.pipeline={n}" for n in divisors]
 
 
 def test_of_several_hosts_data_goes_over_the_hosts_and_fsdp_over_a_hosts_devices():
-    tried = preflight.candidates(32, 8, experts=False)
+    tried = preflight.candidate_meshes(32, 8, experts=False)
     assert tried[2] == ["mesh.data=auto", "mesh.fsdp=8"] and tried[1][-1] == "mesh.zero=1"
     assert [preflight.shares(n, 8) for n in (1, 2, 3, 6, 12, 16)] == [
         [],
@@ -258,7 +258,7 @@ def test_of_several_hosts_data_goes_over_the_hosts_and_fsdp_over_a_hosts_devices
         [8],
     ]
     for devices in (6, 8, 24, 64):
-        assert len(preflight.candidates(devices, 8, experts=True)) <= 32
+        assert len(preflight.candidate_meshes(devices, 8, experts=True)) <= 32
 
 
 def test_hosts_have_equally_many_devices():
