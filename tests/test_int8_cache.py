@@ -11,6 +11,7 @@ from jaxtrain_kernels import Quantized
 from tiny import T, build, tokens
 
 from jaxtrain.inference import generate
+from jaxtrain.model import Decode, Prefill
 
 
 def test_decoding_from_int8_stays_close():
@@ -20,11 +21,12 @@ def test_decoding_from_int8_stays_close():
     lengths = jnp.array([3, 8])
 
     def logits(cache_dtype):
-        prefill = jax.jit(functools.partial(model.prefill, capacity=T, cache_dtype=cache_dtype))
-        x_BD, cache = prefill(rows[:, :8], lengths)
-        decode, head, out = jax.jit(model.decode), jax.jit(model.logits), []
+        mode = Prefill(lengths, T, cache_dtype)
+        cache = jax.jit(lambda tokens: model(tokens, mode=mode))(rows[:, :8]).cache
+        decode = jax.jit(lambda tokens, cache: model(tokens, mode=Decode(cache)))
+        head, out = jax.jit(model.logits), []
         for i in range(8, 20):
-            x_BD, cache = decode(rows[:, i], cache)
+            x_BD, _, cache = decode(rows[:, i, None], cache)
             out.append(head(x_BD))
         return np.stack(out), cache
 

@@ -78,7 +78,7 @@ def by_hand(speedrun):
     """Mean loss and mean squared log of the softmax's denominator, from the whole logits."""
     task, rows = speedrun[0], batch(ROWS)
     model = nnx.merge(task.graphdef, random_params(task.specs))
-    x_BTD = jax.jit(model.hidden)(jnp.asarray(rows.tokens_BT))
+    x_BTD = jax.jit(lambda t: model(t).states)(jnp.asarray(rows.tokens_BT))
     logits_NV = model.logits(x_BTD.reshape(-1, x_BTD.shape[-1]))
     lse_N = jax.nn.logsumexp(logits_NV, axis=-1)
     nll_N = lse_N - logits_NV[np.arange(len(lse_N)), rows.targets_BT.ravel()]

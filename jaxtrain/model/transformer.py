@@ -114,15 +114,15 @@ class Transformer(nnx.Module):
         """
         match mode:
             case Forward():
-                return self.forward(tokens_BT, positions_BT, segments_BT, mode)
+                return self._forward(tokens_BT, positions_BT, segments_BT, mode)
             case Pipelined():
-                return self.pipelined(tokens_BT, positions_BT, segments_BT, mode)
+                return self._pipelined(tokens_BT, positions_BT, segments_BT, mode)
             case Prefill():
-                return self.prefill(tokens_BT, mode)
+                return self._prefill(tokens_BT, mode)
             case Decode():
-                return self.decode(tokens_BT, mode)
+                return self._decode(tokens_BT, mode)
 
-    def forward(
+    def _forward(
         self, tokens_BT: Array, positions_BT: Array | None, segments_BT: Array | None, mode: Forward
     ) -> Output:
         masked = self.config.document_mask if mode.document_mask is None else mode.document_mask
@@ -140,7 +140,7 @@ class Transformer(nnx.Module):
         out = self.all_layers(x_BTD, tokens_BT, positions_BT, segments_BT, attend, mode.key)
         return Output(self.final_norm(out.x_BTD, out.middle_BTD), out.balance_B)
 
-    def prefill(self, tokens_BT: Array, mode: Prefill) -> Output:
+    def _prefill(self, tokens_BT: Array, mode: Prefill) -> Output:
         rows, ends = jnp.arange(tokens_BT.shape[0]), mode.lengths_B - 1
         x_BTD, plain_BTD = self.embed_tokens(tokens_BT, None)
         out = self.all_layers(x_BTD, tokens_BT, keep_kv=True)
@@ -151,7 +151,7 @@ class Transformer(nnx.Module):
         cache = Cache(layers, mode.lengths_B + self.config.virtual, plain_BTD[rows, ends])
         return Output(states_BTD[rows, ends], cache=cache)
 
-    def decode(self, tokens_B1: Array, mode: Decode) -> Output:
+    def _decode(self, tokens_B1: Array, mode: Decode) -> Output:
         lengths_B = mode.cache.lengths_B + 1
         x_B1D, plain_B1D = self.embed_tokens(tokens_B1, mode.cache.last_BD)
         longer = mode.cache._replace(lengths_B=lengths_B)
@@ -159,7 +159,7 @@ class Transformer(nnx.Module):
         states_B1D = self.final_norm(out.x_BTD, out.middle_BTD)
         return Output(states_B1D[:, 0], cache=Cache(tuple(out.kv), lengths_B, plain_B1D[:, 0]))
 
-    def pipelined(
+    def _pipelined(
         self,
         tokens_MBT: Array,
         positions_MBT: Array | None,

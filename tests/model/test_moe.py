@@ -129,7 +129,7 @@ def test_decode_is_the_full_forward_and_the_future_is_unseen(model):
     merged = nnx.merge(graphdef, params)
     full_BTD, _ = run(params, rows)
     mode = Prefill(jnp.array([6, 6]), 12)
-    state_BD, _, cache = merged(rows[:, :6], mode=mode)
+    state_BD, _, cache = jax.jit(lambda r: merged(r, mode=mode))(rows[:, :6])
     np.testing.assert_allclose(state_BD, full_BTD[:, 5], rtol=1e-4, atol=1e-5)
     decode = jax.jit(lambda t, cache: merged(t, mode=Decode(cache)))
     for t in range(6, 9):
