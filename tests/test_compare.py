@@ -51,6 +51,7 @@ def test_runs_without_validation_are_compared_by_smoothed_training_loss(tmp_path
     found = compare([first, make_run(tmp_path, "b", [4.0, 3.0])])
     assert found.measure.startswith("training loss")
     assert len(found.curves["a"].steps) == 10 and found.curves["a"].steps[0] == 20
+    assert found.curves["a"].losses[0] == pytest.approx(5.0 - 0.01 * 9.5)  # the mean of 20
     assert found.runs[1].lowest == 9.0 and found.runs[1].speedup is not None
 
 
