@@ -15,19 +15,11 @@ import yaml
 import jaxtrain
 from jaxtrain import cli
 from jaxtrain.config import Config, find_config, load_config
-from jaxtrain.finetune import METHODS
+from jaxtrain.config.fields import tag_of, variants_of
 from jaxtrain.model.config import Remat
-from jaxtrain.objectives import OBJECTIVES
-from jaxtrain.optim import OPTIMIZERS
-from jaxtrain.optim.schedule import Schedule
+from jaxtrain.parallel.mesh import AXES
 from jaxtrain.settings import Parser, UserError
 from jaxtrain.train.growth import GROWTHS
-
-
-def kinds_of(union):
-    """The names of the variants of a section."""
-    return [vars(kind())["name"] for kind in get_args(get_args(union)[0])]
-
 
 ROOT = Path(jaxtrain.__file__).parents[1]
 PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in path.parts)
@@ -161,8 +153,6 @@ def test_fields_in_the_text_exist(path):
 
 def exists(model, parts):
     """Whether some variant of the section has that field."""
-    from jaxtrain.config.fields import variants_of
-
     if parts[0] not in model.model_fields:
         return False
     variants = variants_of(model.model_fields[parts[0]])
@@ -194,26 +184,47 @@ def test_a_standard_term_is_in_the_manual(term):
     assert any(found.search(path.read_text()) for path in pages), term
 
 
-def names_in(page, heading):
-    """The names in the first column of the table below a heading's row."""
-    table = (ROOT / "docs" / page).read_text().split(f"| `{heading}` |")[1].split("\n\n")[0]
-    return re.findall(r"^\| ((?:`\w+`(?:, )?)+)", table, flags=re.MULTILINE)
+KINDS = re.compile(r"^\| `([a-z_.]+\.name)` .*\n\|[-| ]+\n((?:\|.*\n)+)", re.MULTILINE)
+TABLES = [
+    pytest.param(path, *found, id=f"{path.stem} {found[0]}")
+    for path in PAGES
+    if path.stem != "preferences"  # those objectives alone
+    for found in KINDS.findall(path.read_text())
+]
+
+
+def first_column(rows):
+    """The names in backticks of the first cell of each row."""
+    return [name for row in rows.splitlines() for name in re.findall(r"`(\w+)`", row.split("|")[1])]
+
+
+def kinds_of(path):
+    """What a field a.b.name of some variant may be."""
+    models = [Config]
+    for part in path.split(".")[:-1]:
+        given = [model.model_fields[part] for model in models if part in model.model_fields]
+        models = [variant for field in given for variant in variants_of(field)]
+    return {tag_of(model) for model in models} - {None}
+
+
+@pytest.mark.parametrize(("page", "field", "rows"), TABLES)
+def test_a_table_of_kinds_has_all_that_there_are(page, field, rows):
+    assert sorted(first_column(rows)) == sorted(kinds_of(field))
 
 
 @pytest.mark.parametrize(
     ("page", "heading", "there_are"),
     [
-        ("howto/optimizers.md", "optim.name", OPTIMIZERS),
-        ("howto/optimizers.md", "optim.schedule.name", kinds_of(Schedule)),
-        ("howto/lora.md", "finetune.name", METHODS),
-        ("howto/objectives.md", "objective.name", OBJECTIVES),
-        ("howto/memory.md", "model.remat", get_args(Remat)),
-        ("howto/phases.md", "grow", GROWTHS),
+        ("howto/memory.md", "`model.remat`", get_args(Remat)),
+        ("howto/phases.md", "`grow`", GROWTHS),
+        ("howto/filter.md", "`name`", kinds_of("data.train.filters.name")),
+        ("howto/parallelism.md", "axis", [f"mesh.{axis}" for axis in AXES]),
     ],
 )
-def test_a_table_of_kinds_has_all_that_there_are(page, heading, there_are):
-    shown = [name for row in names_in(page, heading) for name in re.findall(r"\w+", row)]
-    assert sorted(shown) == sorted(there_are)
+def test_a_table_of_choices_has_all_that_there_are(page, heading, there_are):
+    text = (ROOT / "docs" / page).read_text()
+    [rows] = re.findall(rf"^\| {heading} .*\n\|[-| ]+\n((?:\|.*\n)+)", text, flags=re.MULTILINE)
+    assert sorted(re.findall(r"^\| `([\w.]+)`", rows, flags=re.MULTILINE)) == sorted(there_are)
 
 
 @pytest.mark.parametrize("page", tour.PAGES)
