@@ -11,12 +11,13 @@ from typing import NamedTuple
 from jaxtrain.settings import UserError
 
 
-class LocalFile(NamedTuple):
-    """A file: the path that it was found at, which may be a link; bytes; when it was changed."""
+class File(NamedTuple):
+    """A file of a source, local or not."""
 
-    path: str
-    size: int
-    modified: float
+    url: str  # a plain path if it is local, which may be a link
+    size: int | None  # bytes, as it is stored
+    version: str  # changes with the content, where the storage tells
+    name: str = ""  # its path below the folder of the source
 
 
 def local_path(url: str) -> str:
@@ -29,7 +30,7 @@ def is_folder(path: str) -> bool:
     return stat.S_ISDIR(_status(path).st_mode)
 
 
-def files_at(paths: list[str], *, strict: bool = True) -> list[LocalFile]:
+def files_at(paths: list[str], *, strict: bool = True) -> list[File]:
     """Those of the paths that are files; sockets and the like are not.
 
     Raises UserError for a link to nothing or in a loop, which is left out if not `strict`.
@@ -43,13 +44,13 @@ def files_at(paths: list[str], *, strict: bool = True) -> list[LocalFile]:
                 raise
             continue
         if stat.S_ISREG(status.st_mode):
-            found.append(LocalFile(path, status.st_size, status.st_mtime))
+            found.append(File(path, status.st_size, str(status.st_mtime)))
     return found
 
 
 def files_under(
     folder: str, endings: tuple[str, ...], *, not_entered: Collection[str] = (), strict: bool = True
-) -> list[LocalFile]:
+) -> list[File]:
     """The files of a folder and of its folders whose names end so.
 
     Raises UserError for a folder that cannot be read; if `strict`, for a link to nothing and for
@@ -60,7 +61,7 @@ def files_under(
     return files_at(paths, strict=strict)
 
 
-def files_like(pattern: str, *, strict: bool = True) -> list[LocalFile]:
+def files_like(pattern: str, *, strict: bool = True) -> list[File]:
     """The files that match an absolute path with *, ?, [...], and ** for any folders.
 
     Brackets stand for themselves where something has that very name. Raises as `files_under`.

@@ -6,7 +6,6 @@ that reading can begin at any block and finds the same ones from there on.
 
 import gzip
 import io
-import json
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
@@ -14,10 +13,9 @@ from functools import lru_cache
 from pathlib import Path
 from typing import Any, NamedTuple, Protocol, runtime_checkable
 
-import zstandard
-
 from jaxtrain.data.chat.messages import conversations
-from jaxtrain.data.files.remote import File, is_local, open_file
+from jaxtrain.data.files.local import File
+from jaxtrain.data.files.remote import is_local, open_file
 from jaxtrain.data.files.sources import (
     ChatSource,
     CodeSource,
@@ -30,7 +28,7 @@ from jaxtrain.data.files.sources import (
 )
 from jaxtrain.data.preference.preferences import preferences
 from jaxtrain.data.records import Record
-from jaxtrain.settings import UserError
+from jaxtrain.settings import UserError, parse_json
 
 BLOCK = 1 << 22  # bytes of text, unless a document is longer
 
@@ -84,17 +82,17 @@ def blocks(source: Source, files: list[File], begin: Position = START) -> Iterat
 
 def texts_of(source: Source, block: TextBlock) -> Iterator[str]:
     """The documents of a block that are not empty. Raises UserError where the text is bad."""
-    return (text for text in SOURCES[source.name].texts(source, block) if text)
+    return (text for text, _ in records_of(source, block))
 
 
 def records_of(
     source: Source, block: TextBlock, fields: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, dict[str, Any]]]:
     """The documents of a block with what else their line of JSONL says, or with these columns."""
-    records = SOURCES[source.name].records
-    if records is None:
-        return ((text, {}) for text in texts_of(source, block))
-    return (pair for pair in records(source, block, fields) if pair[0])
+    reader = SOURCES[source.name]
+    if reader.records is None:
+        return ((text, {}) for text in reader.texts(source, block) if text)
+    return (pair for pair in reader.records(source, block, fields) if pair[0])
 
 
 @runtime_checkable
@@ -137,21 +135,9 @@ def cut_stream(
         place = after
 
 
-def _text_blocks(source: TextSource, file: File, at: Position) -> Iterator[TextBlock]:
-    return blocks_of_file(file, at, CUTS[source.document])
-
-
-def _jsonl_blocks(source: JsonlSource, file: File, at: Position) -> Iterator[TextBlock]:
-    return blocks_of_file(file, at, CUTS["line"])
-
-
 def _chat_blocks(source: Any, file: File, at: Position) -> Iterator[TextBlock]:
     whole = ".json" in Path(file.url).suffixes  # it may be one array
     return blocks_of_file(file, at, CUTS["file" if whole else "line"])
-
-
-def _code_blocks(source: CodeSource, file: File, at: Position) -> Iterator[TextBlock]:
-    return blocks_of_file(file, at, CUTS["file"])
 
 
 def blocks_of_file(file: File, at: Position, cut: Callable[[bytes], int]) -> Iterator[TextBlock]:
@@ -165,11 +151,14 @@ def blocks_of_file(file: File, at: Position, cut: Callable[[bytes], int]) -> Ite
             else:
                 raw.seek(at.at)
                 yield from cut_stream(raw, file, at, cut, raw.tell)
-        except (*DAMAGED, EOFError) as error:
+        except DAMAGED as error:
+            if isinstance(error, OSError) and error.errno is not None:
+                raise  # of the disk or the network, not of what is in the file
             raise UserError(f"{file.url} cannot be decompressed, it is damaged: {error}") from error
 
 
-DAMAGED = (gzip.BadGzipFile, zlib.error, lzma.LZMAError, zstandard.ZstdError)
+# What the decompressors raise; OSError without a number: Arrow.
+DAMAGED = (EOFError, zlib.error, lzma.LZMAError, OSError)
 
 
 def _skip(stream: Any, count: int) -> None:
@@ -177,36 +166,16 @@ def _skip(stream: Any, count: int) -> None:
         count -= len(data)
 
 
-class _Zstandard(io.RawIOBase):
-    """Frames of Zstandard; unlike the library's reader it notices a file that was cut short."""
+def _zstandard(file: Any) -> Any:
+    import pyarrow as pa
 
-    def __init__(self, file: Any):
-        self._file, self._inside, self._data, self._left = file, None, b"", memoryview(b"")
-
-    def readable(self) -> bool:
-        return True
-
-    def readinto(self, buffer: Any) -> int:
-        while not self._left:
-            self._data = self._data or self._file.read(1 << 17)
-            if not self._data:
-                if self._inside:
-                    raise EOFError("the file ends inside a frame")
-                return 0
-            self._inside = self._inside or zstandard.ZstdDecompressor().decompressobj()
-            self._left = memoryview(self._inside.decompress(self._data))
-            self._data = self._inside.unused_data
-            if self._inside.eof:
-                self._inside = None
-        size = min(len(buffer), len(self._left))
-        buffer[:size], self._left = self._left[:size], self._left[size:]
-        return size
+    return pa.CompressedInputStream(file, "zstd")  # notices a file that was cut short
 
 
 DECOMPRESSORS: dict[str, Callable[[Any], Any]] = {
     ".gz": lambda file: io.BufferedReader(gzip.GzipFile(fileobj=file), 1 << 20),
     ".xz": lzma.open,
-    ".zst": lambda file: io.BufferedReader(_Zstandard(file), 1 << 20),
+    ".zst": _zstandard,
 }
 
 
@@ -226,16 +195,13 @@ CUTS: dict[str, Callable[[bytes], int]] = {
 def _decoded(block: TextBlock) -> str:
     data = block.data or b""
     try:
-        return _without_mark(data.decode(), block)
+        text = data.decode()
     except UnicodeDecodeError as error:
         offset = block.start + error.start
         raise UserError(
             f"{block.file.url} is not UTF-8 text: bad byte at offset {offset}"
         ) from error
-
-
-def _without_mark(text: str, block: TextBlock) -> str:
-    """A byte order mark at the start of a file is no part of its text."""
+    # A byte order mark at the start of a file is no part of its text.
     return text.removeprefix("\ufeff") if block.start == 0 else text
 
 
@@ -257,10 +223,6 @@ def _text(source: TextSource, block: TextBlock) -> Iterator[str]:
     yield paragraph
 
 
-def _jsonl(source: JsonlSource, block: TextBlock) -> Iterator[str]:
-    return (text for text, _ in _jsonl_records(source, block))
-
-
 def _jsonl_records(
     source: JsonlSource, block: TextBlock, fields: tuple[str, ...] = ()
 ) -> Iterator[tuple[str, dict[str, Any]]]:
@@ -268,10 +230,7 @@ def _jsonl_records(
         if not line.strip():
             continue
         place = f"{block.file.url} line {number}"
-        try:
-            record = json.loads(line)
-        except (ValueError, RecursionError) as error:
-            raise UserError(f"{place} is not valid JSON: {error}") from error
+        record = parse_json(line, place)
         if not isinstance(record, dict):
             raise UserError(f"{place} is not a JSON object: {line.strip()[:60]}")
         if source.field not in record:
@@ -301,14 +260,11 @@ def chat_records(
 
 
 def _code(source: CodeSource, block: TextBlock) -> Iterator[str]:
-    data = block.data or b""
-    if b"\0" in data:
-        return
     try:
-        text = _without_mark(data.decode(), block)
-    except UnicodeDecodeError:
+        text = _decoded(block)
+    except UserError:
         return
-    if text.strip():
+    if text.strip() and "\0" not in text:
         header = source.header
         yield text if header is None else header.replace("{path}", block.file.name) + "\n" + text
 
@@ -320,10 +276,6 @@ def _parquet_blocks(source: Any, file: File, at: Position) -> Iterator[TextBlock
         stored = at.stored + (file.size or 0) * (group + 1) // groups
         size = table.metadata.row_group(group).total_byte_size
         yield TextBlock(file, 1, group, size, None, Position(at.file, group + 1, 1, stored))
-
-
-def _parquet(source: Any, block: TextBlock) -> Iterator[str]:
-    return (text for text, _ in _parquet_records(source, block) if text)
 
 
 def _parquet_records(
@@ -346,8 +298,12 @@ def other_columns(source: Source, file: File) -> tuple[str, ...]:
     return tuple(name for name in names if name != source.column)
 
 
+TEXT_TYPES = ("string", "large_string", "string_view", "null")  # of Arrow
+
+
 @lru_cache(maxsize=4)
 def _parquet_file(source: Any, file: File) -> Any:
+    import pyarrow as pa
     import pyarrow.parquet as pq
 
     place = file.url if is_local(file.url) else open_file(file)
@@ -357,7 +313,8 @@ def _parquet_file(source: Any, file: File) -> Any:
         has = ", ".join(schema.names)
         raise UserError(f"{file.url} has no column '{source.column}'; it has: {has}")
     kind = schema.field(source.column).type
-    if not _is_text(kind):
+    stored = kind.value_type if pa.types.is_dictionary(kind) else kind
+    if str(stored) not in TEXT_TYPES:
         raise UserError(f"{file.url}: column '{source.column}' is {kind}, not text")
     return table
 
@@ -375,29 +332,21 @@ def _whole[T](file: File, read: Callable[[], T]) -> T:
         raise UserError(f"{file.url} is not a Parquet file, or damaged: {reason}") from error
 
 
-def _is_text(kind: Any) -> bool:
-    """Whether a column of Arrow holds strings, however it stores them, or nothing but null."""
-    import pyarrow.types as t
-
-    if t.is_dictionary(kind):
-        return _is_text(kind.value_type)
-    checks = (t.is_string, t.is_large_string, t.is_string_view, t.is_null)
-    return any(check(kind) for check in checks)
-
-
 class SourceReader(NamedTuple):
-    """The functions that read one kind of source."""
+    """The functions that read one kind of source; one of the last two."""
 
     blocks: Callable[[Any, File, Position], Iterator[TextBlock]]
-    texts: Callable[[Any, TextBlock], Iterator[str]]
+    texts: Callable[[Any, TextBlock], Iterator[str]] = lambda source, block: iter(())
     records: Callable[..., Iterator[tuple[str, dict[str, Any]]]] | None = None  # with other fields
 
 
 SOURCES: dict[str, SourceReader] = {
-    "text": SourceReader(_text_blocks, _text),
-    "jsonl": SourceReader(_jsonl_blocks, _jsonl, _jsonl_records),
-    "parquet": SourceReader(_parquet_blocks, _parquet, _parquet_records),
-    "code": SourceReader(_code_blocks, _code),
+    "text": SourceReader(lambda s, file, at: blocks_of_file(file, at, CUTS[s.document]), _text),
+    "jsonl": SourceReader(
+        lambda s, file, at: blocks_of_file(file, at, CUTS["line"]), records=_jsonl_records
+    ),
+    "parquet": SourceReader(_parquet_blocks, records=_parquet_records),
+    "code": SourceReader(lambda s, file, at: blocks_of_file(file, at, CUTS["file"]), _code),
     "chat": SourceReader(_chat_blocks, _chat),
     "preference": SourceReader(_chat_blocks, _chat),
 }

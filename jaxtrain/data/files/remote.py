@@ -13,12 +13,12 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from http.client import HTTPResponse
-from typing import Any, NamedTuple
+from typing import Any
 
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
-from jaxtrain.data.files.local import local_path
+from jaxtrain.data.files.local import File, local_path
 from jaxtrain.settings import UserError
 
 TRIES = 8
@@ -32,15 +32,6 @@ HTTP = ("http", "https")
 CHAIN = re.compile(r"::(/|[^:/]+://)")  # of file systems, as zip://*.jsonl::s3://bucket/a.zip
 PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
 PACKAGES |= {"az": "adlfs", "abfs": "adlfs", "ssh": "paramiko", "sftp": "paramiko"}
-
-
-class File(NamedTuple):
-    """A file of a source."""
-
-    url: str  # a plain path if it is local
-    size: int | None  # bytes, as it is stored
-    version: str  # changes with the content, where the storage tells
-    name: str  # its path below the folder of the source
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
@@ -223,12 +214,6 @@ class HttpFileSystem(AbstractFileSystem):
                 "type": "file",
                 "version": _version(response.headers),
             }
-
-    def ukey(self, path: str) -> str:
-        return str(self.info(path))
-
-    def unstrip_protocol(self, name: str) -> str:
-        return name
 
     def stream(self, url: str, start: int, version: str) -> HTTPResponse:
         """The bytes from `start` on, also of a server that sends only whole files."""

@@ -10,6 +10,7 @@ from typing import Annotated, Any, ClassVar, Literal
 from pydantic import Field, model_validator
 
 from jaxtrain.data.files.local import (
+    File,
     files_at,
     files_like,
     files_under,
@@ -18,7 +19,7 @@ from jaxtrain.data.files.local import (
     local_path,
     without_copies,
 )
-from jaxtrain.data.files.remote import HTTP, File, filesystem_of, is_local, retried, revision_of
+from jaxtrain.data.files.remote import HTTP, filesystem_of, is_local, retried, revision_of
 from jaxtrain.data.filters import Filter
 from jaxtrain.settings import Settings, UserError
 
@@ -260,8 +261,7 @@ def _found_here(source: Source, url: str) -> list[File]:
         root, entries = os.path.dirname(path), files_at([path])
         if not entries:
             raise UserError(f"{url} is neither a file nor a folder")
-    below = lambda entry: entry.path.removeprefix(root).lstrip("/")
-    return [File(one.path, one.size, str(one.modified), below(one)) for one in entries]
+    return [one._replace(name=one.url.removeprefix(root).lstrip("/")) for one in entries]
 
 
 def _found_far(source: Source, url: str) -> list[File]:
