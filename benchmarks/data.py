@@ -23,7 +23,7 @@ from jaxtrain.config import load_config
 from jaxtrain.data import DataConfig, Tokenizer, TokenStore, prepare, read_documents
 from jaxtrain.data.files.sources import CHAT_TEMPLATE_SOURCES
 from jaxtrain.data.pool import cores, process_pool
-from jaxtrain.data.store.tokenizer_sample import training_texts
+from jaxtrain.data.store.splits import training_texts
 from jaxtrain.data.tokenizer.tokenizer import build_tokenizer
 from jaxtrain.settings import UserError
 

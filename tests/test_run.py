@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 from tiny import run_overrides, steps_of
 
-from jaxtrain.data.store import corpus
 from jaxtrain.inference import generate
 from jaxtrain.main import main
 from jaxtrain.train.run_directory import check_writable
@@ -41,7 +40,7 @@ def test_a_full_cache_is_one_line(tmp_path, capfd, monkeypatch):
     def full(*_, **__):  # as array_record says it
         raise RuntimeError("write() failed: No space left on device; writing /x; at byte 9")
 
-    monkeypatch.setattr(corpus, "prepare_source", full)
+    monkeypatch.setattr("jaxtrain.data.store.prepare.prepare_source", full)
     assert main(run_overrides(tmp_path, data__cache_dir=tmp_path / "cache")) == 2
     (line,) = [x for x in capfd.readouterr().err.splitlines() if x.startswith("error: ")]
     where = f"error: data.cache_dir: {tmp_path / 'cache' / 'data'}: No space left on device; free "

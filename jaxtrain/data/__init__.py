@@ -6,9 +6,9 @@ evaluation/ makes rows of benchmark tasks. `records.py` has the records that pas
 """
 
 from jaxtrain.data.batches.augment import make_augment
-from jaxtrain.data.batches.loader import Loader, stores_of, train_batches, validation_batches
+from jaxtrain.data.batches.loader import stores_of, train_batches, validation_batches
 from jaxtrain.data.batches.mixture import check_lengths, source_names, sources_of
-from jaxtrain.data.batches.packing import PACKINGS, Batch
+from jaxtrain.data.batches.packing import Batch
 from jaxtrain.data.chat.chat import Chat, make_chat, make_reader
 from jaxtrain.data.chat.conversations import (
     counts_phrase,
@@ -16,57 +16,27 @@ from jaxtrain.data.chat.conversations import (
     training_template,
     validation_pairs,
 )
-from jaxtrain.data.chat.defaults import apply_chat_defaults, chat_sources
-from jaxtrain.data.chat.template import DEFAULT_TEMPLATE
+from jaxtrain.data.chat.template import DEFAULT_TEMPLATE, apply_chat_defaults, chat_sources
 from jaxtrain.data.config import DataConfig
 from jaxtrain.data.evaluation.prompts import Scored, questions
 from jaxtrain.data.evaluation.tasks import open_bundle
-from jaxtrain.data.files.reading import SOURCES, read_documents
+from jaxtrain.data.files.reading import read_documents
 from jaxtrain.data.preference.pairs import PairBatch, References, iterate_pairs
-from jaxtrain.data.store.corpus import damaged_shards, describe_stores, prepare, revisions
-from jaxtrain.data.store.prepare import Prepared
-from jaxtrain.data.store.store import TokenStore, open_store, write_store
-from jaxtrain.data.tokenizer.tokenizer import TOKENIZERS, Tokenizer, load_tokenizer
+from jaxtrain.data.store.prepare import (
+    Prepared,
+    damaged_shards,
+    describe_stores,
+    prepare,
+    revisions,
+)
+from jaxtrain.data.store.store import TokenStore, open_store
+from jaxtrain.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
-    "DEFAULT_TEMPLATE",
-    "PACKINGS",
-    "SOURCES",
-    "TOKENIZERS",
-    "Batch",
-    "Chat",
-    "DataConfig",
-    "Loader",
-    "PairBatch",
-    "Prepared",
-    "References",
-    "Scored",
-    "TokenStore",
-    "Tokenizer",
-    "apply_chat_defaults",
-    "chat_sources",
-    "check_lengths",
-    "counts_phrase",
-    "damaged_shards",
-    "describe_stores",
-    "fit_stores",
-    "iterate_pairs",
-    "load_tokenizer",
-    "make_augment",
-    "make_chat",
-    "make_reader",
-    "open_bundle",
-    "open_store",
-    "prepare",
-    "questions",
-    "read_documents",
-    "revisions",
-    "source_names",
-    "sources_of",
-    "stores_of",
-    "train_batches",
-    "training_template",
-    "validation_batches",
-    "validation_pairs",
-    "write_store",
-]
+    "DEFAULT_TEMPLATE", "Batch", "Chat", "DataConfig", "PairBatch", "Prepared", "References",
+    "Scored", "TokenStore", "Tokenizer", "apply_chat_defaults", "chat_sources", "check_lengths",
+    "counts_phrase", "damaged_shards", "describe_stores", "fit_stores", "iterate_pairs",
+    "load_tokenizer", "make_augment", "make_chat", "make_reader", "open_bundle", "open_store",
+    "prepare", "questions", "read_documents", "revisions", "source_names", "sources_of",
+    "stores_of", "train_batches", "training_template", "validation_batches", "validation_pairs",
+]  # fmt: skip

@@ -129,11 +129,7 @@ class DataConfig(Settings):
         held = self.validation.source.name if self.validation.name == "source" else names[0]
         if (held == "preference") != (names[0] == "preference"):
             raise ValueError("preferences are validated on preferences, other text on other text")
-        return self
-
-    @model_validator(mode="after")
-    def _filters_come_before_the_split(self) -> "DataConfig":
-        texts = [self.train, *sources_of(self.train).values()]
+        texts = [self.train, *sources]
         if self.validation.name == "tail" and any(text.filters for text in texts):
             raise ValueError(
                 "data.train.filters leave documents, not a file with an end: set "

@@ -21,8 +21,8 @@ from rich.table import Table
 from jaxtrain import data
 from jaxtrain.cluster.runtime import start
 from jaxtrain.config.resolve import Resolved, override
+from jaxtrain.data.files.local import File
 from jaxtrain.data.files.reading import START, Position
-from jaxtrain.data.files.remote import File
 from jaxtrain.data.files.sources import (
     CHAT_TEMPLATE_SOURCES,
     Source,
@@ -33,7 +33,7 @@ from jaxtrain.data.files.sources import (
 from jaxtrain.data.filters.filtered import filter_sources
 from jaxtrain.data.filters.scored import DocumentGroup, document_groups, frames
 from jaxtrain.data.pool import Map, cores, process_pool
-from jaxtrain.data.store.prepare import cache_directory
+from jaxtrain.data.store.cache import cache_directory
 from jaxtrain.data.store.progress import Progress, show_progress
 from jaxtrain.evaluation.arguments import ENDING, SCORES, score_parser
 from jaxtrain.evaluation.document_scores import MEASURES, Measured, make_measurer

@@ -6,7 +6,7 @@ from jaxtrain.config import find_config, load_config
 from jaxtrain.config.overrides import check_once
 from jaxtrain.config.resolve import resolve, vocab_size_of
 from jaxtrain.data.show import show_rows
-from jaxtrain.data.store.corpus import prepare
+from jaxtrain.data.store.prepare import prepare
 from jaxtrain.settings import UserError, command
 from jaxtrain.train.arguments import show_data_parser
 

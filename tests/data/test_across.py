@@ -7,7 +7,7 @@ from test_quality import prose
 
 from jaxtrain.cli import main
 from jaxtrain.data import DataConfig, prepare, read_documents
-from jaxtrain.data.filters import across, filtering, work
+from jaxtrain.data.filters import filtering, work
 from jaxtrain.data.filters.filtered import filter_sources, report_lines
 from jaxtrain.settings import UserError
 
@@ -114,7 +114,7 @@ def test_the_bytes_do_not_depend_on_interruptions(tmp_path, sources, monkeypatch
     texts = {name: part.source for name, part in config(tmp_path, sources).train.sources.items()}
     filters = config(tmp_path, sources).train.filters
     files = lambda folder: {str(p.relative_to(folder)): p.read_bytes() for p in folder.rglob("*.*")}
-    whole = across.filter_across(texts, filters, tmp_path / "whole", key="k", processes=1)
+    whole = filtering.filter_across(texts, filters, tmp_path / "whole", key="k", processes=1)
     assert len(files(tmp_path / "whole")) > 5
     calls, stops = [], 0
 
@@ -131,14 +131,16 @@ def test_the_bytes_do_not_depend_on_interruptions(tmp_path, sources, monkeypatch
         monkeypatch.setattr(filtering, name, failing(name))
     while stops < 40:
         try:
-            again = across.filter_across(texts, filters, tmp_path / "again", key="k", processes=1)
+            again = filtering.filter_across(
+                texts, filters, tmp_path / "again", key="k", processes=1
+            )
             break
         except KeyboardInterrupt:
             stops += 1
             assert not (tmp_path / "again").exists()
     assert stops > 3 and again == whole
     assert sorted(files(tmp_path / "again").values()) == sorted(files(tmp_path / "whole").values())
-    assert across.filter_across(texts, filters, tmp_path / "again", key="k") == whole
+    assert filtering.filter_across(texts, filters, tmp_path / "again", key="k") == whole
 
 
 def test_the_command_and_what_is_wrong(tmp_path, sources, capsys):

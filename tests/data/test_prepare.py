@@ -14,8 +14,8 @@ import pytest
 
 from jaxtrain.data import DataConfig, damaged_shards, describe_stores, prepare, read_documents
 from jaxtrain.data.files.sources import SHAKESPEARE, TextSource
-from jaxtrain.data.store.prepare import _locked
-from jaxtrain.data.store.tokenizer_sample import first_texts, training_texts
+from jaxtrain.data.store.cache import locked
+from jaxtrain.data.store.splits import first_texts, training_texts
 from jaxtrain.settings import UserError
 
 
@@ -296,9 +296,9 @@ def test_a_kill_loses_seconds_of_a_small_text(tmp_path, corpus, monkeypatch):
         prepare(DataConfig(**options), progress=stop)
     (note,) = (tmp_path / "cache").rglob("done.json")
     assert json.loads(note.read_text())["size"] in sizes[-6:-1]  # 15 seconds
-    (ids,) = note.parent.glob("train/*.ids")
-    ids.write_bytes(ids.read_bytes()[:100])
-    with pytest.raises(UserError, match=r"00000.ids is missing or cut short; delete .* again"):
+    part = note.parent / "train" / "00000-00000.npz"
+    part.write_bytes(part.read_bytes()[:100])
+    with pytest.raises(UserError, match=r"00000.npz is missing or cut short; delete .* again"):
         prepare(DataConfig(**options))
 
 
@@ -382,11 +382,11 @@ def test_a_process_that_waits_for_another_says_so(tmp_path):
     said = []
 
     def second():
-        with _locked(tmp_path, lambda *words: said.append(words)):
+        with locked(tmp_path, lambda *words: said.append(words)):
             said.append("in")
 
     waiter = threading.Thread(target=second)
-    with _locked(tmp_path, lambda *words: said.append("first")):
+    with locked(tmp_path, lambda *words: said.append("first")):
         waiter.start()
         while not said:
             time.sleep(0.01)

@@ -13,9 +13,8 @@ from pydantic import TypeAdapter
 
 from jaxtrain.data.filters import FILTERS, Filter
 from jaxtrain.data.filters.arrays import TextArrays, group_equal, ngrams, seen_before
-from jaxtrain.data.filters.batch import TextBatch
+from jaxtrain.data.filters.batch import TextBatch, changed, compatible
 from jaxtrain.data.filters.duplicates import clusters
-from jaxtrain.data.filters.fold import changed, compatible
 from jaxtrain.settings import UserError
 
 VOCABULARY = (
@@ -48,7 +47,7 @@ def reasons(name, texts, records=None, **options):
     if kind.apply is not None:
         found = kind.apply(config, batch).reasons
     else:
-        found = kind.decide(config, kind.features(config, batch))
+        found = kind.decide(config, kind.features(config, batch), np.zeros(len(batch.texts), int))
     return [kind.reasons[number - 1] if number else None for number in found.tolist()]
 
 

@@ -1,15 +1,17 @@
 """Chat templates: messages -> text, by Jinja as transformers runs it."""
 
 import json
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from datetime import datetime
 from pathlib import Path
 from typing import Any
 
 from jaxtrain.data.chat.messages import BEGIN, END
+from jaxtrain.data.files.sources import CHAT_TEMPLATE_SOURCES
 from jaxtrain.data.records import Message, Tools
 from jaxtrain.settings import UserError
 
+Tree = dict[str, Any]  # a plain section of a configuration
 Render = Callable[..., str]  # (messages, begin an answer?, tools=None) -> text
 
 
@@ -126,3 +128,38 @@ def make_render(template: str, special: dict[str, str]) -> Render:
             ) from error
 
     return render
+
+
+def apply_chat_defaults(tree: Tree) -> bool:
+    """Fill a plain configuration in, if it trains on conversations; what it says itself wins.
+
+    Returns whether it does.
+
+    They are packed whole and apart, some are held out, and templates in files become part of the
+    configuration, so that a run directory says all about its run.
+    """
+    data = tree.get("data")
+    if not isinstance(data, dict):
+        return False
+    for source in chat_sources(data):
+        if isinstance(source.get("template"), str):
+            source["template"] = read_template(source["template"])
+    if not any(chat_sources(data.get("train"))):
+        return False
+    for section, default in (("packing", "padded"), ("validation", "documents")):
+        given = data.get(section, {})
+        if isinstance(given, dict):
+            data[section] = {"name": default} | given
+    model = tree.get("model") or {}
+    if isinstance(model, dict):
+        tree["model"] = {"document_mask": True} | model
+    return True
+
+
+def chat_sources(node: object) -> Iterator[Tree]:
+    """The sources of conversations in a plain section."""
+    if isinstance(node, dict):
+        if node.get("name") in CHAT_TEMPLATE_SOURCES:
+            yield node
+        for value in node.values():
+            yield from chat_sources(value)

@@ -1,14 +1,24 @@
-"""The interface of a filter: its input, its verdict, its functions."""
+"""The interface of a filter: its input, its verdict, its functions.
 
+The input also has its texts as they are compared: with plain spaces, and with one form of each
+character (NFKC). What most texts have none of is found in their bytes, many texts at once:
+Unicode's own normalization looks at every character.
+"""
+
+import sys
+import unicodedata
 from collections.abc import Callable, Mapping, Sequence
-from functools import cached_property
+from functools import cache, cached_property
 from pathlib import Path
 from typing import Any, NamedTuple
 
 import numpy as np
 
 from jaxtrain.data.filters.arrays import TextArrays
-from jaxtrain.data.filters.fold import changed, compatible, spaces
+
+LAST = 0x30000  # beyond it no character has another form
+# These join words or are not seen: what a text looks like does not change without them.
+UNSEEN = "\u00ad\u2060\ufeff"
 
 
 class TextBatch:
@@ -64,13 +74,15 @@ class FilterFunctions(NamedTuple):
     """The functions of one filter; the first argument of each is the filter's configuration.
 
     A filter of single documents has `apply`. A filter that compares documents has `features`
-    (numbers for each document) and `decide`, which gets those of all documents.
+    (numbers for each document) and `decide`, which gets those of all documents, and the number of
+    the source of each.
     """
 
     reasons: tuple[str, ...]
     apply: Callable[[Any, TextBatch], FilterVerdict] | None = None
     features: Callable[[Any, TextBatch], np.ndarray] | None = None
-    decide: Callable[[Any, np.ndarray], np.ndarray] | None = None  # uint8 [documents], as `reasons`
+    # (config, features, sources) -> uint8 [documents], as `reasons`
+    decide: Callable[[Any, np.ndarray, np.ndarray], np.ndarray] | None = None
     edits: bool = False  # whether `apply` may change a text
     prepare: Callable[[Any, Path], Any] | None = None  # runs once; may write files into the folder
     input_hash: Callable[[Any], str] | None = None  # of the files that the filter reads
@@ -80,3 +92,78 @@ def first_reason(*rules: np.ndarray) -> np.ndarray:
     """uint8 [documents]: the number of the first rule that a document breaks, or 0."""
     broken = np.stack(rules)
     return np.where(broken.any(0), broken.argmax(0) + 1, 0).astype(np.uint8)
+
+
+# ---- texts as they are compared ------------------------------------------------------------------
+
+
+class Change(NamedTuple):
+    """Characters that are written in another way."""
+
+    to: dict[str, str]
+    joining: frozenset[str]  # whose form may depend on the character before
+    marked: np.ndarray  # bool [LAST]: whether a character is one of all these
+
+
+@cache
+def spaces() -> Change:
+    """Every space that is not ASCII becomes a plain one; a text keeps its number of characters."""
+    return _change({c: " " for c in map(chr, range(0x80, LAST)) if c.isspace()})
+
+
+@cache
+def compatible() -> Change:
+    """Normalization form NFKC (Unicode Annex 15), plain spaces, and nothing for what is UNSEEN."""
+    form = lambda c: unicodedata.normalize("NFKC", c)
+    others = [c for c in map(chr, range(0x80, LAST)) if not "\ud800" <= c <= "\udfff"]
+    joining = frozenset(c for c in others if _joins(form(c)[0]))
+    to = {c: form(c) for c in others if form(c) != c and c not in joining}
+    return _change(to | spaces().to | dict.fromkeys(UNSEEN, ""), joining)
+
+
+def changed(texts: list[str], arrays: TextArrays, change: Change) -> list[str]:
+    """The texts in that form; the very same where they are in it. arrays: of the texts."""
+    first = np.flatnonzero(arrays.data >= 0xC2)  # where a character begins that is not ASCII
+    codes = _code_points(arrays.data, first)
+    found = np.flatnonzero(change.marked[np.minimum(codes, LAST - 1)])
+    if not len(found):
+        return texts
+    numbers = np.searchsorted(arrays.ends, first[found], side="right")
+    pairs = np.unique(numbers * (sys.maxunicode + 1) + codes[found])
+    of: dict[int, list[str]] = {}
+    for number, code in zip(*(part.tolist() for part in np.divmod(pairs, sys.maxunicode + 1))):
+        of.setdefault(number, []).append(chr(code))
+    texts = list(texts)
+    for number, characters in of.items():
+        text = texts[number]
+        if not change.joining.isdisjoint(characters):
+            text = unicodedata.normalize("NFKC", text)
+        for character in characters:
+            text = text.replace(character, change.to.get(character, character))
+        texts[number] = text
+    return texts
+
+
+def _joins(character: str) -> bool:
+    """Whether the character before may change with it: marks, vowels and finals of Hangul."""
+    return unicodedata.category(character)[0] == "M" or "\u1160" <= character <= "\u11ff"
+
+
+def _change(to: dict[str, str], joining: frozenset[str] = frozenset()) -> Change:
+    marked = np.zeros(LAST, bool)
+    marked[[ord(c) for c in (*to, *joining)]] = True
+    return Change(to, joining, marked)
+
+
+def _code_points(data: np.ndarray, first: np.ndarray) -> np.ndarray:
+    """int64: what UTF-8 says at these places, behind which there are three more bytes."""
+    lead, second = data[first].astype(np.int64), data[first + 1] & 0x3F
+    codes = (lead & 0x1F) << 6 | second
+    for size, least, bits in ((3, 0xE0, 0x0F), (4, 0xF0, 0x07)):
+        some = np.flatnonzero(lead >= least)
+        if len(some):
+            code = (lead[some] & bits) << 6 | second[some]
+            for offset in range(2, size):
+                code = code << 6 | data[first[some] + offset] & 0x3F
+            codes[some] = code
+    return codes

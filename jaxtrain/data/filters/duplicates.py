@@ -40,12 +40,6 @@ def text_hashes(config: ExactDuplicates, batch: TextBatch) -> np.ndarray:
     return np.frombuffer(b"".join(digests), np.uint64)
 
 
-def filter_exact(config: ExactDuplicates, marks_D: np.ndarray) -> np.ndarray:
-    reasons = np.ones(len(marks_D), np.uint8)
-    reasons[np.unique(marks_D, return_index=True)[1]] = 0
-    return reasons
-
-
 def minhash_bands(config: NearDuplicates, batch: TextBatch) -> np.ndarray:
     """uint64 [documents, bands]: a hash of each band; 0 for a document without words."""
     arrays = batch.folded
@@ -82,13 +76,15 @@ def _shingles(words: Spans, n: int) -> tuple[np.ndarray, np.ndarray]:
     return hashes, words.texts[first]
 
 
-def filter_near(config: NearDuplicates, marks_DB: np.ndarray) -> np.ndarray:
-    return (clusters(marks_DB) != np.arange(len(marks_DB))).astype(np.uint8)
+def mark_duplicates(
+    config: ExactDuplicates | NearDuplicates, marks: np.ndarray, sources_D: np.ndarray
+) -> np.ndarray:
+    """uint8 [documents]: 1 + the source of the first document that each is like; 0 for the first.
 
-
-def first_of(marks: np.ndarray) -> np.ndarray:
-    """int64 [documents]: of the marks of either filter, the first document that each is like."""
-    return clusters(marks.reshape(len(marks), -1))
+    marks: of either filter, [documents] or [documents, bands].
+    """
+    first = clusters(marks.reshape(len(marks), -1))
+    return np.where(first == np.arange(len(marks)), 0, sources_D[first] + 1).astype(np.uint8)
 
 
 def clusters(keys_DB: np.ndarray) -> np.ndarray:
@@ -119,5 +115,5 @@ def _permutations(count: int) -> tuple[np.ndarray, np.ndarray]:
     return drawn[:count] | np.uint32(1), drawn[count:]
 
 
-EXACT = FilterFunctions(("duplicate",), features=text_hashes, decide=filter_exact)
-NEAR = FilterFunctions(("near duplicate",), features=minhash_bands, decide=filter_near)
+EXACT = FilterFunctions(("duplicate",), features=text_hashes, decide=mark_duplicates)
+NEAR = FilterFunctions(("near duplicate",), features=minhash_bands, decide=mark_duplicates)

@@ -1,6 +1,7 @@
 """The sources of a configuration as their filters leave them."""
 
 from collections.abc import Iterator
+from contextlib import nullcontext
 from pathlib import Path
 from typing import Any
 
@@ -8,10 +9,9 @@ from jaxtrain.data.batches.mixture import sources_of
 from jaxtrain.data.config import DataConfig
 from jaxtrain.data.files.sources import CHAT_TEMPLATE_SOURCES, JsonlSource, Source, field_of
 from jaxtrain.data.filters import FILTERS
-from jaxtrain.data.filters.across import filter_across, key_across
-from jaxtrain.data.filters.filtering import filter_key, filter_source
-from jaxtrain.data.store.prepare import _locked, cache_directory
-from jaxtrain.data.store.progress import Progress
+from jaxtrain.data.filters.filtering import filter_across, filter_key, filter_source, key_across
+from jaxtrain.data.store.cache import cache_directory, locked
+from jaxtrain.data.store.progress import Progress, named_progress
 from jaxtrain.settings import UserError
 
 Reports = dict[str, dict[str, Any]]  # what filters removed, by the name of the source
@@ -25,88 +25,19 @@ def filter_sources(config: DataConfig, progress: Progress) -> tuple[DataConfig, 
     filters of a mixture come after those of its sources.
     """
     reports: Reports = {}
-    cache, train = cache_directory(config), config.train
-    left = {
-        name: _left(name, source, config, reports, progress)
-        for name, source in sources_of(train).items()
-    }
-    if train.name == "mixture" and train.filters:
-        texts = priority_order(left, train.first)
-        key = key_across(texts, train.filters, cache)
-        directory = cache / f"{key[:24]}-filtered"
-        with _locked(directory, progress):
-            left |= _across(config, texts, directory / "text", key, reports, progress)
-    update: dict[str, Any] = {"train": left.get("train")}
+    train, validation = config.train, config.validation
+    left = {n: _left(n, s, config, reports, progress) for n, s in sources_of(train).items()}
     if train.name == "mixture":
-        parts = {
-            name: part.model_copy(update={"source": left[name]})
-            for name, part in train.sources.items()
-        }
-        update["train"] = train.model_copy(update={"sources": parts})
-    if config.validation.name == "source":
-        source = _left("validation", config.validation.source, config, reports, progress)
-        update["validation"] = config.validation.model_copy(update={"source": source})
+        if train.filters:
+            left |= _left_across(left, config, reports, progress)
+        parts = {n: p.model_copy(update={"source": left[n]}) for n, p in train.sources.items()}
+        update: dict[str, Any] = {"train": train.model_copy(update={"sources": parts})}
+    else:
+        update = {"train": left["train"]}
+    if validation.name == "source":
+        source = _left("validation", validation.source, config, reports, progress)
+        update["validation"] = validation.model_copy(update={"source": source})
     return config.model_copy(update=update), reports
-
-
-def _left(
-    name: str, source: Source, config: DataConfig, reports: Reports, progress: Progress
-) -> Source:
-    """A source as its own filters leave it."""
-    if not source.filters:
-        return source
-    cache = cache_directory(config)
-    key = filter_key(source, cache)
-    directory = cache / f"{key[:24]}-filtered"
-    report = lambda stage, *rest: progress(f"{name}: {stage}", *rest)
-    with _locked(directory, report):
-        reports[name] = filter_source(
-            source,
-            directory / "text",
-            key=key,
-            processes=config.prepare_workers,
-            progress=report,
-        )
-    return _written(directory / "text", source)
-
-
-def _written(directory: Path, source: Source) -> JsonlSource:
-    """The source that reads the filtered text of another."""
-    field, weight = field_of(source), source.sample_by
-    return JsonlSource(path=str(directory), field=field, sample_by=weight)
-
-
-def priority_order(sources: dict[str, Source], first: str | None) -> dict[str, Source]:
-    """The sources of text, and the one that is named before all others."""
-    names = sorted(sources, key=lambda name: name != first)
-    return {
-        name: sources[name] for name in names if sources[name].name not in CHAT_TEMPLATE_SOURCES
-    }
-
-
-def _across(
-    config: DataConfig,
-    texts: dict[str, Source],
-    directory: Path,
-    key: str,
-    reports: Reports,
-    progress: Progress,
-) -> dict[str, Source]:
-    """The sources of a mixture as its filters leave them, in `directory`/NAME."""
-    assert config.train.name == "mixture"
-    found = filter_across(
-        texts,
-        config.train.filters,
-        directory,
-        key=key,
-        processes=config.prepare_workers,
-        progress=progress,
-    )
-    for name, report in found.items():
-        before = reports.get(name, report | {"filters": []})
-        rows = {"filters": [*before["filters"], *report["filters"]]}
-        reports[name] = {"read": before["read"], "kept": report["kept"], **rows}
-    return {name: _written(directory / name, source) for name, source in texts.items()}
 
 
 def filter_into(config: DataConfig, out: Path, progress: Progress) -> Reports:
@@ -116,29 +47,80 @@ def filter_into(config: DataConfig, out: Path, progress: Progress) -> Reports:
     UserError if there are no filters.
     """
     reports: Reports = {}
-    train, cache = config.train, cache_directory(config)
-    sources, into = sources_of(train), {"train": out}
-    if train.name == "mixture":
-        into = {name: out / name for name in sources}
-    out.parent.mkdir(parents=True, exist_ok=True)
-    if train.name == "mixture" and train.filters:
-        left = {n: _left(n, source, config, reports, progress) for n, source in sources.items()}
-        texts = priority_order(left, train.first)
-        _across(config, texts, out, key_across(texts, train.filters, cache), reports, progress)
-        return reports
-    for name, source in sources.items():
-        if source.filters:
-            into[name].parent.mkdir(exist_ok=True)
-            reports[name] = filter_source(
-                source,
-                into[name],
-                key=filter_key(source, cache),
-                processes=config.prepare_workers,
-                progress=progress,
-            )
+    train = config.train
+    several, across = train.name == "mixture", train.name == "mixture" and bool(train.filters)
+    left = {}
+    for name, source in sources_of(train).items():
+        into = None if across else out / name if several else out
+        left[name] = _left(name, source, config, reports, progress, into)
+    if across:
+        _left_across(left, config, reports, progress, out)
     if not reports:
         raise UserError("data.train.filters is empty: there is nothing to filter by")
     return reports
+
+
+def _left(
+    name: str,
+    source: Source,
+    config: DataConfig,
+    reports: Reports,
+    progress: Progress,
+    out: Path | None = None,
+) -> Source:
+    """A source as its own filters leave it, in `out` or in the cache."""
+    if not source.filters:
+        return source
+    key, told = filter_key(source, cache_directory(config)), named_progress(name, progress)
+    folder, lock = _place(config, key, told, out)
+    with lock:
+        reports[name] = filter_source(
+            source, folder, key=key, processes=config.prepare_workers, progress=told
+        )
+    return _written(folder, source)
+
+
+def _left_across(
+    sources: dict[str, Source],
+    config: DataConfig,
+    reports: Reports,
+    progress: Progress,
+    out: Path | None = None,
+) -> dict[str, Source]:
+    """The sources of text as the filters of the mixture leave them, in NAME of `out` or the cache.
+
+    The source that keeps its copy before all others comes first.
+    """
+    assert config.train.name == "mixture"
+    filters, first = config.train.filters, config.train.first
+    names = sorted(sources, key=lambda name: name != first)
+    texts = {n: sources[n] for n in names if sources[n].name not in CHAT_TEMPLATE_SOURCES}
+    key = key_across(texts, filters, cache_directory(config))
+    folder, lock = _place(config, key, progress, out)
+    with lock:
+        found = filter_across(
+            texts, filters, folder, key=key, processes=config.prepare_workers, progress=progress
+        )
+    for name, report in found.items():
+        before = reports.get(name, report | {"filters": []})
+        rows = {"filters": [*before["filters"], *report["filters"]]}
+        reports[name] = {"read": before["read"], "kept": report["kept"], **rows}
+    return {name: _written(folder / name, source) for name, source in texts.items()}
+
+
+def _place(config: DataConfig, key: str, progress: Progress, out: Path | None) -> tuple[Path, Any]:
+    """The folder of filtered text, and its lock where it is one of the cache."""
+    if out is not None:
+        out.parent.mkdir(parents=True, exist_ok=True)
+        return out, nullcontext()
+    entry = cache_directory(config) / f"{key[:24]}-filtered"
+    return entry / "text", locked(entry, progress)
+
+
+def _written(directory: Path, source: Source) -> JsonlSource:
+    """The source that reads the filtered text of another."""
+    field, weight = field_of(source), source.sample_by
+    return JsonlSource(path=str(directory), field=field, sample_by=weight)
 
 
 def report_lines(name: str, report: dict[str, Any], samples: int = 0) -> Iterator[str]:

@@ -11,27 +11,31 @@ import json
 import os
 import shutil
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
+from itertools import islice
 from pathlib import Path
-from typing import Any, BinaryIO
+from typing import Any
 
 import numpy as np
 
+from jaxtrain.data.files.local import File
 from jaxtrain.data.files.reading import START, Position, TextBlock, blocks
-from jaxtrain.data.files.remote import File
 from jaxtrain.data.files.sources import Source, content_hash, find_files, source_path
 from jaxtrain.data.filters import FILTERS
 from jaxtrain.data.filters.work import FilterJob, Found, Sample, apply_filters, lowest, write_kept
 from jaxtrain.data.pool import Map, cores, process_pool
 from jaxtrain.data.store.encode import batch_blocks
-from jaxtrain.data.store.progress import Progress
+from jaxtrain.data.store.progress import Progress, estimate_bytes, named_progress
+from jaxtrain.data.store.store import sync
 from jaxtrain.settings import UserError
+from jaxtrain.storage.disk import write_whole
 
 COMMIT_SECONDS = 10  # the batch in hand and those behind it add less than 5 to what a kill loses
 SHARD = 1 << 28  # compressed bytes of a file
 ALONE = 1 << 22  # stored bytes; less is filtered before other processes would have started
 FORMAT = 3
+ReasonsOf = Callable[[str], Sequence[str]]  # the name of a filter -> its reasons, from 1
 
 
 def filter_source(
@@ -50,26 +54,96 @@ def filter_source(
     """
     if directory.exists():
         return read_report(directory, key)
-    partly = directory.with_name(f"{directory.name}.partial-{key[:16]}")
-    partly.mkdir(parents=True, exist_ok=True)
+    partly = _partial(directory, key)
     filters = [
         filter if (prepare := FILTERS[filter.name].prepare) is None else prepare(filter, partly)
         for filter in source.filters
     ]
-    job, files = FilterJob(source, tuple(filters)), find_files(source)
-    small = sum(file.size or 0 for file in files) < ALONE
+
+    def nothing_left(_: str, report: dict[str, Any]) -> str:
+        row = max(report["filters"], key=lambda row: row["documents"])
+        most = f"{row['name']} removes {row['documents']:,} of {report['read']['documents']:,}"
+        return f"the filters of {source_path(source)} leave no document; {most}"
+
+    jobs = {"": FilterJob(source, tuple(filters))}
+    report = _filter(jobs, partly, processes, progress, nothing_left)[""]
+    return _publish(partly, directory, {"key": key, **report})
+
+
+def filter_across(
+    sources: Mapping[str, Source],
+    filters: Sequence[Any],
+    directory: Path,
+    *,
+    key: str,
+    processes: int | None = None,
+    progress: Progress = lambda *_: None,
+) -> dict[str, dict[str, Any]]:
+    """Writes what filters of duplicates leave of each source into `directory`/NAME.
+
+    The sources are judged as if they were a single text in their order: of documents that are alike
+    the first stays. Returns a report for each source, whose reasons are the sources that have what
+    was removed. Goes on after an interruption. Raises UserError if nothing is left of a source.
+    """
+    if directory.exists():
+        return read_report(directory, key)["sources"]
+    partly = _partial(directory, key)
+
+    def nothing_left(name: str, _: dict[str, Any]) -> str:
+        return (
+            f"data.train.filters leave no document of {name}: the sources before it have all of "
+            "them; leave it out, or name it in data.train.first"
+        )
+
+    jobs = {name: FilterJob(source, tuple(filters)) for name, source in sources.items()}
+    reasons = tuple(f"in {name}" for name in sources)
+    reports = _filter(jobs, partly, processes, progress, nothing_left, lambda _: reasons)
+    return _publish(partly, directory, {"key": key, "sources": reports})["sources"]
+
+
+def _filter(
+    jobs: Mapping[str, FilterJob],
+    partly: Path,
+    processes: int | None,
+    progress: Progress,
+    nothing_left: Callable[[str, dict[str, Any]], str],
+    reasons_of: ReasonsOf = lambda name: FILTERS[name].reasons,
+) -> dict[str, dict[str, Any]]:
+    """Filters sources of the same filters together, each into a folder of its name; the reports."""
+    files = {name: find_files(job.source) for name, job in jobs.items()}
+    told = {name: named_progress(name, progress) for name in jobs}
+    small = sum(file.size or 0 for some in files.values() for file in some) < ALONE
+    found: dict[str, list[Found]] = {}
+    reports: dict[str, dict[str, Any]] = {}
     with process_pool(1 if small else processes or cores()) as mapped:
-        groups = run_filters(job, files, partly, mapped, progress)
-        _decide(job, groups)
-        samples = write_filtered(job, files, groups, partly, mapped, progress)
-    result = {"key": key, **filter_report(job, groups, samples)}
-    if not result["kept"]["documents"]:
-        shutil.rmtree(partly)
-        raise UserError(f"the filters of {source_path(source)} leave no document; {_most(result)}")
-    clean(partly)
-    report_path(directory).write_text(json.dumps(result, indent=1, ensure_ascii=False) + "\n")
+        for name, job in jobs.items():
+            (partly / name).mkdir(parents=True, exist_ok=True)
+            found[name] = _first_reading(job, files[name], partly / name, mapped, told[name])
+        _decide(next(iter(jobs.values())).filters, found)
+        for name, groups in found.items():
+            if all(one.removed_D.all() for one in groups):
+                shutil.rmtree(partly)
+                report = filter_report(jobs[name], groups, [], reasons_of)
+                raise UserError(nothing_left(name, report))
+        for name, job in jobs.items():
+            rest = files[name], found[name], partly / name, mapped, told[name]
+            samples = _second_reading(job, *rest)
+            reports[name] = filter_report(job, found[name], samples, reasons_of)
+    for name in jobs:  # nothing but text stays
+        for path in (partly / name).iterdir():
+            if path.is_file() and not path.name.endswith(".jsonl.zst"):
+                path.unlink()
+    return reports
+
+
+def _partial(directory: Path, key: str) -> Path:
+    return directory.with_name(f"{directory.name}.partial-{key[:16]}")
+
+
+def _publish(partly: Path, directory: Path, report: dict[str, Any]) -> dict[str, Any]:
+    write_whole(report_path(directory), json.dumps(report, indent=1, ensure_ascii=False) + "\n")
     partly.rename(directory)
-    return result
+    return report
 
 
 def report_path(directory: Path) -> Path:
@@ -87,6 +161,13 @@ def filter_key(source: Source, cache: Path) -> str:
     return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()
 
 
+def key_across(sources: Mapping[str, Source], filters: Sequence[Any], cache: Path) -> str:
+    """A hash of all that decides what is left of each source."""
+    keys = [(name, filter_key(source, cache)) for name, source in sources.items()]
+    settings = [FORMAT, keys, [filter.model_dump() for filter in filters]]
+    return hashlib.sha256(json.dumps(settings).encode()).hexdigest()
+
+
 def read_report(directory: Path, key: str) -> dict[str, Any]:
     """The report beside a folder. Raises UserError if the folder is of another key."""
     path = report_path(directory)
@@ -102,7 +183,7 @@ def read_report(directory: Path, key: str) -> dict[str, Any]:
 # ---- the first reading -------------------------------------------------------------------------
 
 
-def run_filters(
+def _first_reading(
     job: FilterJob, files: list[File], folder: Path, mapped: Map, progress: Progress
 ) -> list[Found]:
     """The verdicts on each group of blocks; those that `folder` has are not computed again."""
@@ -113,7 +194,7 @@ def run_filters(
     for one in mapped(partial(apply_filters, job), batch_blocks(blocks(job.source, files, after))):
         found.append(one)
         size += one.size
-        progress("filter", size, _estimate(size, one.after, total))
+        progress("filter", size, estimate_bytes(size, one.after.stored, total))
         if time.monotonic() - committed >= COMMIT_SECONDS:
             _save(folder / f"found-{saved:08d}.npz", found[saved:])
             saved, committed = len(found), time.monotonic()
@@ -125,22 +206,29 @@ def run_filters(
     return found
 
 
-def _decide(job: FilterJob, groups: list[Found]) -> None:
+def _decide(filters: Sequence[Any], found: dict[str, list[Found]]) -> None:
     """Runs the filters that compare documents, each on the documents that reach it."""
-    ends = np.cumsum([len(one.removed_D) for one in groups])[:-1]
+    groups = [one for some in found.values() for one in some]
+    sizes = [len(one.removed_D) for one in groups]
+    number_of = [number for number, some in enumerate(found.values()) for _ in some]
+    sources_D = np.repeat(number_of, sizes)
     removed = np.concatenate([one.removed_D for one in groups])
     reasons = np.concatenate([one.reasons_D for one in groups])
-    for number, filter in enumerate(job.filters):
+    for number, filter in enumerate(filters):
         decide = FILTERS[filter.name].decide
         if decide is None:
             continue
         here = np.flatnonzero((removed == 0) | (removed > number + 1))
         marks = np.concatenate([one.marks[number] for one in groups])[here]
-        of = decide(filter, marks)
+        of = decide(filter, marks, sources_D[here])
         removed[here[of > 0]], reasons[here[of > 0]] = number + 1, of[of > 0]
-    parts = zip(np.split(removed, ends), np.split(reasons, ends))
-    for place, (removed_D, reasons_D) in enumerate(parts):
-        groups[place] = groups[place]._replace(removed_D=removed_D, reasons_D=reasons_D, marks={})
+    ends = np.cumsum(sizes)[:-1]
+    parts = zip(groups, np.split(removed, ends), np.split(reasons, ends))
+    for some in found.values():
+        some[:] = [
+            one._replace(removed_D=removed_D, reasons_D=reasons_D, marks={})
+            for one, removed_D, reasons_D in islice(parts, len(some))
+        ]
 
 
 def _save(path: Path, found: Sequence[Found]) -> None:
@@ -174,7 +262,7 @@ def _load(path: Path) -> Iterator[Found]:
 # ---- the second reading ------------------------------------------------------------------------
 
 
-def write_filtered(
+def _second_reading(
     job: FilterJob,
     files: list[File],
     groups: list[Found],
@@ -196,55 +284,31 @@ def write_filtered(
         for one, group in zip(groups[done:], found, strict=True):
             yield group, one.removed_D, one.reasons_D
 
-    answers, finished = iter(mapped(partial(write_kept, job), tasks())), False
-    while not finished:
-        with _shard(folder, number).open("ab") as file:
-            file.truncate(at)
-            committed = time.monotonic()
-            for kept in answers:
-                file.write(kept.data)
-                samples, done = lowest(samples + kept.samples), done + 1
-                size += kept.size
-                progress("write", size, total)
-                if file.tell() >= SHARD:
-                    break
-                if time.monotonic() - committed >= COMMIT_SECONDS:
-                    _commit(note, file, number, file.tell(), done, samples)
-                    committed = time.monotonic()
-            else:
-                finished = True
+    committed = time.monotonic()
+    for written, kept in enumerate(mapped(partial(write_kept, job), tasks()), done + 1):
+        path = _shard(folder, number)
+        with path.open("ab") as file:
+            file.truncate(at)  # what was written after the last commit
+            file.write(kept.data)
+            at = file.tell()
+        samples, size = lowest(samples + kept.samples), size + kept.size
+        progress("write", size, total)
+        if full := at >= SHARD:
             number, at = number + 1, 0
-            _commit(note, file, number, at, done, samples)
-    if not _shard(folder, number - 1).stat().st_size:
-        _shard(folder, number - 1).unlink()
+        last = written == len(groups)
+        if full or last or time.monotonic() - committed >= COMMIT_SECONDS:
+            sync(path)
+            state = {"files": number, "bytes": at, "groups": written, "samples": samples}
+            write_whole(note, json.dumps(state))
+            committed = time.monotonic()
+    path = _shard(folder, number)
+    if path.is_file() and not path.stat().st_size:
+        path.unlink()
     return samples
-
-
-def _commit(
-    note: Path, file: BinaryIO, number: int, at: int, done: int, samples: list[Sample]
-) -> None:
-    """Notes that `done` groups are on the disk: the files before `number`, and `at` bytes of it."""
-    file.flush()
-    os.fsync(file.fileno())
-    unnamed = note.with_suffix(".tmp")
-    state = {"files": number, "bytes": at, "groups": done, "samples": samples}
-    unnamed.write_text(json.dumps(state))
-    unnamed.rename(note)
-
-
-def clean(folder: Path) -> None:
-    """Leave nothing but text."""
-    for path in folder.iterdir():
-        if not path.name.endswith(".jsonl.zst"):
-            path.unlink()
 
 
 def _shard(folder: Path, number: int) -> Path:
     return folder / f"{number:05d}.jsonl.zst"
-
-
-def _estimate(done: int, after: Position, stored: int) -> int | None:
-    return done * max(stored, after.stored) // after.stored if after.stored else None
 
 
 # ---- what was removed --------------------------------------------------------------------------
@@ -254,7 +318,7 @@ def filter_report(
     job: FilterJob,
     groups: list[Found],
     samples: list[Sample],
-    reasons_of: Callable[[str], Sequence[str]] = lambda name: FILTERS[name].reasons,
+    reasons_of: ReasonsOf,
 ) -> dict[str, Any]:
     """Documents and bytes that were read, that each filter removed and why, and that are left."""
     removed = np.concatenate([one.removed_D for one in groups])
@@ -283,8 +347,3 @@ def filter_report(
         "kept": {"documents": int(kept.sum()), "bytes": int(sizes[kept, -1].sum())},
         "filters": rows,
     }
-
-
-def _most(result: dict[str, Any]) -> str:
-    row = max(result["filters"], key=lambda row: row["documents"])
-    return f"{row['name']} removes {row['documents']:,} of {result['read']['documents']:,}"

@@ -42,23 +42,16 @@ STOP_WORDS = {
 }
 # First and last characters of the blocks that hold a script's letters.
 SCRIPTS = {
-    "latin": (
-        ("A", "Z"),
-        ("a", "z"),
-        ("\u00c0", "\u024f"),
-        ("\u1e00", "\u1eff"),
-        ("\uff21", "\uff3a"),
-        ("\uff41", "\uff5a"),
-    ),
-    "greek": (("\u0370", "\u03ff"), ("\u1f00", "\u1fff")),
-    "cyrillic": (("\u0400", "\u052f"),),
-    "hebrew": (("\u0590", "\u05ff"),),
-    "arabic": (("\u0600", "\u06ff"), ("\u0750", "\u077f")),
-    "devanagari": (("\u0900", "\u097f"),),
-    "thai": (("\u0e00", "\u0e7f"),),
-    "hangul": (("\u1100", "\u11ff"), ("\uac00", "\ud7af")),
-    "kana": (("\u3040", "\u30ff"), ("\uff66", "\uff9f")),
-    "han": (("\u3400", "\u4dbf"), ("\u4e00", "\u9fff"), ("\U00020000", "\U0002ffff")),
+    "latin": "AZ az \u00c0\u024f \u1e00\u1eff \uff21\uff3a \uff41\uff5a",
+    "greek": "\u0370\u03ff \u1f00\u1fff",
+    "cyrillic": "\u0400\u052f",
+    "hebrew": "\u0590\u05ff",
+    "arabic": "\u0600\u06ff \u0750\u077f",
+    "devanagari": "\u0900\u097f",
+    "thai": "\u0e00\u0e7f",
+    "hangul": "\u1100\u11ff \uac00\ud7af",
+    "kana": "\u3040\u30ff \uff66\uff9f",
+    "han": "\u3400\u4dbf \u4e00\u9fff \U00020000\U0002ffff",
 }
 LANGUAGES = tuple(STOP_WORDS)
 Language = Literal[
@@ -143,7 +136,7 @@ def _script_of() -> np.ndarray:
     leaves no mark on paper, spaces and control characters; else 0."""
     table = np.zeros(sys.maxunicode + 1, np.uint8)
     for number, blocks in enumerate(SCRIPTS.values(), 1):
-        for first, last in blocks:
+        for first, last in blocks.split():
             table[ord(first) : ord(last) + 1] = number
     unseen = [*range(33), *(c for c in range(33, sys.maxunicode + 1) if chr(c).isspace())]
     table[unseen] = len(SCRIPTS) + 1

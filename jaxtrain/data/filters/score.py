@@ -41,7 +41,7 @@ def document_scores(config: ScoreFilter, batch: TextBatch) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in values], np.float64)
 
 
-def filter_by_rank(config: ScoreFilter, scores_D: np.ndarray) -> np.ndarray:
+def filter_by_rank(config: ScoreFilter, scores_D: np.ndarray, _: np.ndarray) -> np.ndarray:
     """Bounds first, then the share of what is left; of equal scores the earlier documents stay."""
     if len(scores_D) and np.isnan(scores_D).all():
         raise UserError(f"data.train.filters: no document has a field '{config.field}'")

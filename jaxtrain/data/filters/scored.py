@@ -8,8 +8,8 @@ from typing import Any, NamedTuple
 import numpy as np
 import zstandard
 
+from jaxtrain.data.files.local import File
 from jaxtrain.data.files.reading import Position, TextBlock, blocks, other_columns, records_of
-from jaxtrain.data.files.remote import File
 from jaxtrain.data.files.sources import Source
 from jaxtrain.data.filters.work import LEVEL, jsonl_line
 from jaxtrain.data.pool import Map

@@ -58,7 +58,6 @@ class Kept(NamedTuple):
     data: bytes  # a frame of Zstandard
     size: int
     samples: list[Sample]
-    after: Position
 
 
 def apply_filters(job: FilterJob, group: Sequence[TextBlock]) -> Found:
@@ -122,7 +121,7 @@ def write_kept(job: FilterJob, task: tuple[Sequence[TextBlock], np.ndarray, np.n
             kept = kept.take(np.arange(len(kept.texts)), texts)
     lines = [jsonl_line(job.source, text, record) for text, record in zip(kept.texts, kept.records)]
     data = zstandard.ZstdCompressor(level=LEVEL).compress("".join(lines).encode()) if lines else b""
-    return Kept(data, size, lowest([s for some in samples.values() for s in some]), group[-1].after)
+    return Kept(data, size, lowest([s for some in samples.values() for s in some]))
 
 
 def lowest(samples: list[Sample]) -> list[Sample]:

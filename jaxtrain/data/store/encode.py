@@ -182,16 +182,14 @@ def sample_pieces(
     """Pieces of training documents whose hash is below a limit, and the bytes looked through."""
     limit, group = task
     found, size = [], 0
-    for block in group:
-        for number, (key, text) in enumerate(_keys_and_texts(job.source, block)):
-            size += len(key.encode())
-            if _is_held_out(job, key):
-                continue
-            for index, start in enumerate(range(0, len(text), PIECE)):
-                piece = text[start : start + PIECE]
-                place = (block.after.file, block.start, number, index)
-                if (hashed := text_hash(piece)) < limit:
-                    found.append(SampledPiece(hashed, place, piece))
+    for place, key, text in _documents(job.source, group):
+        size += len(key.encode())
+        if _is_held_out(job, key):
+            continue
+        for index, start in enumerate(range(0, len(text), PIECE)):
+            piece = text[start : start + PIECE]
+            if (hashed := text_hash(piece)) < limit:
+                found.append(SampledPiece(hashed, (*place, index), piece))
     return found, size, group[-1].after
 
 
@@ -200,20 +198,25 @@ def beginnings(
 ) -> tuple[list[str], int, Position]:
     """The first characters of training documents, and the bytes looked through."""
     found, size = [], 0
-    for block in group:
-        for key, text in _keys_and_texts(job.source, block):
-            size += len(key.encode())
-            if not _is_held_out(job, key):
-                found.append(text[:characters])
+    for _, key, text in _documents(job.source, group):
+        size += len(key.encode())
+        if not _is_held_out(job, key):
+            found.append(text[:characters])
     return found, size, group[-1].after
 
 
-def _keys_and_texts(source: Any, block: TextBlock) -> Iterator[tuple[str, str]]:
-    """Each document of a block: the text whose hash decides its split, and that to train on."""
-    if source.name in CHAT_TEMPLATE_SOURCES:
-        records = (record for record, _ in chat_records(source, block))
-        return ((record.canonical_json(), record.chat_text()) for record in records)
-    return ((text, text) for text in texts_of(source, block))
+def _documents(
+    source: Any, group: list[TextBlock]
+) -> Iterator[tuple[tuple[int, int, int], str, str]]:
+    """Each document: its place, the text whose hash decides its split, and that to train on."""
+    for block in group:
+        if source.name in CHAT_TEMPLATE_SOURCES:
+            records = (record for record, _ in chat_records(source, block))
+            pairs = ((record.canonical_json(), record.chat_text()) for record in records)
+        else:
+            pairs = ((text, text) for text in texts_of(source, block))
+        for number, (key, text) in enumerate(pairs):
+            yield (block.after.file, block.start, number), key, text
 
 
 def _is_held_out(job: EncodeJob, key: str) -> bool:

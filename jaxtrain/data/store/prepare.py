@@ -5,36 +5,37 @@ tokens, and this one writes those in the order of the blocks: the bytes of a sto
 the text, whatever the number of processes and however often the work was interrupted.
 """
 
-import fcntl
 import hashlib
 import json
-import os
 import shutil
 import time
 from collections import Counter
-from collections.abc import Iterable, Iterator, Mapping, Sequence
-from contextlib import contextmanager
-from dataclasses import dataclass, field
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
 from functools import partial
 from itertools import chain, islice
 from pathlib import Path
 from typing import Any
 
+import numpy as np
+
+from jaxtrain.data.batches.loader import stores_of
+from jaxtrain.data.batches.mixture import sources_of
 from jaxtrain.data.chat.template import read_template
-from jaxtrain.data.config import DataConfig
-from jaxtrain.data.files.reading import (
-    START,
-    Position,
-)
+from jaxtrain.data.config import DataConfig, NoValidation
+from jaxtrain.data.files.reading import START, Position
 from jaxtrain.data.files.sources import (
     ChatTemplateSource,
     Source,
     content_hash,
+    revisions_of,
     source_path,
 )
+from jaxtrain.data.filters.filtered import Reports, filter_sources
 from jaxtrain.data.pool import Map, cores, process_pool
 from jaxtrain.data.preference.preferences import RecordKind, same_kind
 from jaxtrain.data.store import store as stores
+from jaxtrain.data.store.cache import cache_directory, locked
 from jaxtrain.data.store.encode import (
     DROP_REASONS,
     EncodeJob,
@@ -43,12 +44,12 @@ from jaxtrain.data.store.encode import (
     encode_blocks,
     token_type,
 )
-from jaxtrain.data.store.progress import Progress
-from jaxtrain.data.store.splits import SplitText, estimated_bytes, held_out_limit, split_texts
-from jaxtrain.data.store.store import TokenStore, Writer, open_store, publish, sync
-from jaxtrain.data.store.tokenizer_sample import tokenizer_texts
+from jaxtrain.data.store.progress import Progress, estimate_bytes, named_progress
+from jaxtrain.data.store.splits import SplitText, held_out_limit, split_texts, tokenizer_texts
+from jaxtrain.data.store.store import Records, TokenStore, Writer, open_store, publish, sync
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from jaxtrain.settings import UserError
+from jaxtrain.storage.disk import full_disk_explained
 
 ALONE = 1 << 24  # stored bytes; less text is tokenized before other processes would have started
 COMMIT_SECONDS = 10  # the batch in hand and those behind it add less than 5 to what a kill loses
@@ -57,6 +58,7 @@ IDS = 2  # goes up when sentencepiece models read text in another way
 NOUNS = {"chat": "conversations", "preference": "preferences"}  # of other sources: documents
 FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # to hold out; HELD_OUT documents, if there are
 HELD_OUT = 5
+HISTOGRAM = [2**power for power in range(1, 21)]  # upper ends, in tokens
 
 
 @dataclass(frozen=True)
@@ -67,7 +69,60 @@ class Prepared:
     validation: TokenStore | None
     tokenizer: Tokenizer
     directory: Path
-    filters: dict[str, dict[str, Any]] = field(default_factory=dict)  # reports by source
+    filters: Reports = field(default_factory=dict)
+
+
+def revisions(config: DataConfig) -> dict[str, str]:
+    """The commit of each repository of huggingface.co that is read, for training or validation."""
+    sources = list(sources_of(config.train).values())
+    if config.validation.name == "source":
+        sources.append(config.validation.source)
+    return revisions_of(sources)
+
+
+def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prepared:
+    """Stores and tokenizer of a configuration, from the cache where it has them.
+
+    Sources that have filters go through them first. Each source of a mixture has a cache entry of
+    its own, as if it were the only one with that tokenizer. A tokenizer that is to be trained sees
+    as many bytes of each. The validation split is that of all sources, one after the other.
+    UserError where the cache's disk is full.
+    """
+    cache = cache_directory(config)
+    explain = lambda said: (
+        f"data.cache_dir: {cache}: {said}; free some space, or name another folder. What is "
+        "prepared by now stays, and the same command goes on"
+    )
+    with full_disk_explained(explain):
+        return _prepare(config, progress)
+
+
+def _prepare(config: DataConfig, progress: Progress) -> Prepared:
+    config, reports = filter_sources(config, progress)
+    train = config.train
+    if train.name != "mixture":
+        return replace(prepare_source(config, progress=progress), filters=reports)
+    directory = None
+    if config.tokenizer.name != "bytes" and config.tokenizer.path is None:
+        directory = _train_tokenizer(config, progress)
+        ready = config.tokenizer.model_copy(update={"path": str(directory / "tokenizer")})
+        config = config.model_copy(update={"tokenizer": ready})
+    prepared = {}
+    for name, part in train.sources.items():
+        alone = _alone(config, part.source)
+        prepared[name] = prepare_source(alone, progress=named_progress(name, progress))
+    validation = [p.validation for p in prepared.values() if p.validation is not None]
+    if config.validation.name == "source":
+        alone = _alone(config, config.validation.source)
+        validation = [stores_of(prepare_source(alone, progress=progress).train)["train"]]
+    first = next(iter(prepared.values()))
+    return Prepared(
+        {name: stores_of(p.train)["train"] for name, p in prepared.items()},
+        join_stores(validation) if validation else None,
+        first.tokenizer,
+        directory or first.directory,
+        reports,
+    )
 
 
 def prepare_source(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prepared:
@@ -80,7 +135,7 @@ def prepare_source(config: DataConfig, *, progress: Progress = lambda *_: None) 
     directory = cache / _key(config, cache)
     splits = ["train"] if config.validation.name == "none" else ["train", "validation"]
     if not all((directory / name).is_dir() for name in ("tokenizer", *splits)):
-        with _locked(directory, progress):
+        with locked(directory, progress):
             _fill(config, directory, progress)
     tokenizer = cached_tokenizer(directory)
     found = [
@@ -102,12 +157,6 @@ def cached_tokenizer(directory: Path) -> Tokenizer:
         raise UserError(
             f"{error}; delete {directory} to have the tokenizer and the data prepared again"
         ) from error
-
-
-def cache_directory(config: DataConfig) -> Path:
-    """Where prepared data is kept."""
-    default = os.environ.get("JAXTRAIN_CACHE", "~/.cache/jaxtrain")
-    return Path(config.cache_dir or default).expanduser() / "data"
 
 
 def _fill(config: DataConfig, directory: Path, progress: Progress) -> None:
@@ -134,10 +183,10 @@ def _tokenize(text: SplitText, directory: Path, mapped: Map, progress: Progress)
     """Writes the stores of a text. Every COMMIT_SECONDS the block that was reached is noted: there
     the work goes on after an interruption. All shards end at the same block."""
     tokenizer = cached_tokenizer(directory)
-    partial_stores = directory / f"{'-'.join(text.splits)}.{tokenizer.fingerprint[:12]}.partial"
+    partial_stores = directory / f"{'-'.join(text.splits)}.{tokenizer.fingerprint[:12]}.parts"
     note = partial_stores / "done.json"
     state = {"shards": 0, "after": START, "size": 0, "finished": False}
-    state |= {"counts": [{} for _ in text.splits], "documents": [0 for _ in text.splits]}
+    state |= {"counts": [{} for _ in text.splits], "parts": [0 for _ in text.splits]}
     if note.is_file():
         state |= json.loads(note.read_text())
     start = None
@@ -146,8 +195,8 @@ def _tokenize(text: SplitText, directory: Path, mapped: Map, progress: Progress)
     dtype = token_type(tokenizer.vocab_size, start is not None)
     if not state["finished"]:
         writers = [
-            Writer(partial_stores / split, dtype, state["shards"], documents)
-            for split, documents in zip(text.splits, state["documents"])
+            Writer(partial_stores / split, dtype, state["shards"], parts)
+            for split, parts in zip(text.splits, state["parts"])
         ]
         counts = [Counter(some) for some in state["counts"]]
         size, after = state["size"], Position(*state["after"])
@@ -158,7 +207,7 @@ def _tokenize(text: SplitText, directory: Path, mapped: Map, progress: Progress)
                 writer.add(found)
                 count.update(found.counts)
             size, after = size + answer.size, answer.after
-            progress("tokens", size, estimated_bytes(size, after, text))
+            progress("tokens", size, estimate_bytes(size, after.stored, text.stored))
             state |= {"after": after, "size": size, "counts": counts}
             if answer.kind is not None:
                 first = state.get("kind")
@@ -211,7 +260,7 @@ def _commit(note: Path, writers: Sequence[Writer], state: dict[str, Any], full: 
     """Notes what was reached, once it is on the disk; if `full`, the next shards begin there."""
     for writer in writers:
         writer.close() if full else writer.commit()
-    state |= {"shards": writers[0].shards, "documents": [one.documents for one in writers]}
+    state |= {"shards": writers[0].shards, "parts": [one.parts for one in writers]}
     unnamed = note.with_suffix(".tmp")
     unnamed.write_text(json.dumps(state))
     sync(unnamed)
@@ -246,7 +295,7 @@ def _key(config: DataConfig, cache: Path) -> str:
     settings["format"] = stores.FORMAT
     if config.tokenizer.name == "sentencepiece":
         settings["ids"] = IDS
-    assert config.train.name != "mixture", "corpus.prepare takes a mixture apart"
+    assert config.train.name != "mixture", "`prepare` takes a mixture apart"
     settings["train"] |= _contents(config.train, cache)
     if config.validation.name == "source":
         settings["validation"]["source"] |= _contents(config.validation.source, cache)
@@ -273,21 +322,94 @@ def _save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     unnamed.rename(directory / "tokenizer")
 
 
-@contextmanager
-def _locked(directory: Path, progress: Progress = lambda *_: None) -> Iterator[None]:
-    """Holds the lock of a folder of the cache; reports that it waits for another process."""
-    try:
-        directory.mkdir(parents=True, exist_ok=True)
-        lock = (directory / "lock").open("w")
-    except OSError as error:
+def join_stores(stores: Sequence[TokenStore]) -> TokenStore:
+    """The documents of several stores of one tokenizer as one store."""
+    if len(stores) == 1:
+        return stores[0]
+    if len({(store.marked, store.bos_id, store.dtype) for store in stores}) > 1:
         raise UserError(
-            f"data.cache_dir: {directory.parent} cannot be written ({error.strerror}); name a "
-            "folder that can"
-        ) from error
-    with lock as file:
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            progress("waits for another process that prepares the same data", 0, None)
-            fcntl.flock(file, fcntl.LOCK_EX)
-        yield
+            "the held-out documents of conversations and of other text cannot be joined; give "
+            "data.validation a source of its own"
+        )
+    offsets = np.cumsum([0, *(store.first_record[-1] for store in stores)])
+    firsts = [s.first_record[:-1] + offset for s, offset in zip(stores, offsets)]
+    names = "".join(store.fingerprint for store in stores)
+    return replace(
+        stores[0],
+        directory=None,
+        lengths=np.concatenate([store.lengths for store in stores]),
+        tokens=sum(store.tokens for store in stores),
+        bytes=sum(store.bytes for store in stores),
+        fingerprint=hashlib.sha256(names.encode()).hexdigest(),
+        first_record=np.concatenate([*firsts, offsets[-1:]]),
+        weights=None,
+        labels=None,
+        skipped={path: count for store in stores for path, count in store.skipped.items()},
+        records=Records(
+            [path for store in stores for path in store.records.paths],
+            [count for store in stores for count in store.records.counts],
+        ),
+    )
+
+
+def describe_stores(
+    stores: dict[str, TokenStore], filters: Reports | None = None
+) -> dict[str, dict]:
+    """Of each source, for people: documents, tokens, bytes, how many documents have at most
+    2, 4, 8, ... tokens and more than half of that, the documents of each damaged shard that are
+    left out, and what filters removed."""
+    return {
+        name: {
+            "documents": store.documents,
+            "tokens": store.tokens,
+            "bytes": store.bytes,
+            "lengths": _histogram(store.lengths),
+            "skipped": {Path(path).name: count for path, count in store.skipped.items()},
+            "filters": (filters or {}).get(name),
+        }
+        for name, store in stores.items()
+    }
+
+
+def damaged_shards(prepared: Prepared) -> list[str]:
+    """A line for each damaged shard that `data.skip_damaged` leaves out of a split."""
+    splits = [*stores_of(prepared.train).values(), prepared.validation]
+    lost = (item for store in splits if store is not None for item in store.skipped.items())
+    return [f"{path} is damaged: its {count:,} documents are left out" for path, count in lost]
+
+
+def _histogram(lengths: np.ndarray) -> dict[str, int]:
+    places = np.minimum(np.searchsorted(HISTOGRAM, lengths), len(HISTOGRAM) - 1)
+    counts = np.bincount(places, minlength=len(HISTOGRAM)).tolist()
+    return {str(end): count for end, count in zip(HISTOGRAM, counts)}
+
+
+def _alone(config: DataConfig, source: Source) -> DataConfig:
+    """The configuration of one source of a mixture."""
+    update = {"train": source, "stages": ()}
+    if config.validation.name == "source":
+        update["validation"] = NoValidation()
+    return config.model_copy(update=update)
+
+
+def _train_tokenizer(config: DataConfig, progress: Progress) -> Path:
+    """The directory of the tokenizer of all sources together."""
+    assert config.train.name == "mixture" and config.tokenizer.name != "bytes"
+    sources = [part.source for part in config.train.sources.values()]
+    cache = cache_directory(config)
+    settings = config.model_dump(include={"validation", "tokenizer"})
+    settings["sources"] = [
+        source.model_dump() | {"path": content_hash(source, cache)} for source in sources
+    ]
+    text = json.dumps(settings, sort_keys=True)
+    directory = cache / hashlib.sha256(text.encode()).hexdigest()[:24]
+    with locked(directory, progress):
+        if not (directory / "tokenizer").is_dir():
+            with process_pool(config.prepare_workers or cores()) as mapped:
+                texts = chain.from_iterable(
+                    tokenizer_texts(_alone(config, source), mapped, progress, len(sources))
+                    for source in sources
+                )
+                _save_tokenizer(build_tokenizer(config.tokenizer, texts), directory)
+    cached_tokenizer(directory)  # whole, or what follows would be made with a damaged one
+    return directory

@@ -13,6 +13,16 @@ Progress = Callable[[str, int, int | None], None]
 EVERY = 10.0  # seconds from line to line
 
 
+def named_progress(name: str, progress: Progress) -> Progress:
+    """A `progress` for one of several sources; that of no name is as it is."""
+    return (lambda stage, *rest: progress(f"{name}: {stage}", *rest)) if name else progress
+
+
+def estimate_bytes(done: int, stored: int, total: int) -> int | None:
+    """Bytes of text in all, if `done` of them came from `stored` of `total` bytes of the files."""
+    return done * max(total, stored) // stored if stored else None
+
+
 @contextmanager
 def show_progress(console: Console) -> Iterator[Progress]:
     """A `progress` for `prepare`, which shows stage, bytes of text, MB/s and the time left."""

@@ -8,7 +8,6 @@ reading a few tokens from the middle of a book stays cheap. A store never change
 no lock.
 """
 
-import bisect
 import hashlib
 import json
 import os
@@ -20,6 +19,7 @@ from itertools import islice
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any, NamedTuple
+from zipfile import BadZipFile
 
 import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
@@ -31,10 +31,13 @@ from jaxtrain.settings import UserError, read_object
 
 FORMAT = 3
 RECORD_TOKENS = 8192
-COLUMNS = ("lengths.npy", "weights.npy", "labels.npy")
 SHARD_TOKENS = 1 << 27
-OPTIONAL = {".weights": np.dtype("<f8"), ".labels": np.dtype("u1")}  # columns, and their types
-OPEN = (".ids", ".counts", *OPTIONAL)  # of the documents of a shard that is not full yet
+# Columns of the documents, and their types; not every store has the last two.
+COLUMNS = {
+    "lengths": np.dtype("<u4"),
+    "weights": np.dtype("<f8"),
+    "labels": np.dtype("u1"),
+}
 
 
 class Pairs(NamedTuple):
@@ -59,7 +62,7 @@ class TokenStore:
     tokenizer: str
     fingerprint: str
     first_record: np.ndarray
-    records: Any  # record number -> bytes
+    records: "Records"
     dtype: np.dtype
     skipped: dict[str, int] = field(default_factory=dict)  # path of a damaged shard: its documents
     weights: np.ndarray | None = None  # float64 [documents], by which they are drawn; None: equal
@@ -104,7 +107,7 @@ class Records:
     """The records of all shards under one numbering."""
 
     def __init__(self, paths: list[Path], counts: list[int]):
-        self._paths, self._ends = paths, np.cumsum(counts).tolist()
+        self.paths, self.counts = paths, counts
         self._source = ArrayRecordDataSource([str(path) for path in paths])
 
     def read(self, records: Sequence[int]) -> Sequence[bytes]:
@@ -118,7 +121,7 @@ class Records:
         try:
             return self._source[record]
         except RuntimeError as error:  # a checksum inside the file, or no file any more
-            path = self._paths[bisect.bisect_right(self._ends, record)]
+            path = self.paths[np.searchsorted(np.cumsum(self.counts), record, side="right")]
             reason = str(error).splitlines()[0][:120]
             raise UserError(f"{path} is damaged; {_remedy(path.parent)} ({reason})") from error
 
@@ -235,108 +238,91 @@ def _again(directory: Path) -> str:
 class Writer:
     """Writes the shards of a store.
 
-    The documents of a shard that is not full are kept in plain files, which only grow (OPEN), so
+    The documents of a shard that is not full are kept in numbered parts, one for each commit, so
     that an interrupted preparation loses none that were committed. `directory` already holds the
-    first `shards`, and so many `documents` of the next. Raises UserError if it does not.
+    first `shards`, and so many `parts` of the next. Raises UserError if it does not.
     """
 
-    def __init__(self, directory: Path, dtype: np.dtype, shards: int = 0, documents: int = 0):
+    def __init__(self, directory: Path, dtype: np.dtype, shards: int = 0, parts: int = 0):
         directory.mkdir(parents=True, exist_ok=True)
         self.directory, self.dtype = directory, dtype
-        self.shards, self.documents = shards, documents  # whole, and in the shard that is open
-        self.tokens = 0  # in that shard
-        for path in directory.iterdir():  # what was not whole when the last attempt ended
-            number = int(path.name[:5]) if path.name[:5].isdigit() else -1
-            stays = number < shards if path.suffix not in OPEN else number == shards and documents
-            if number < 0 or not stays:
-                path.unlink()
-        if documents:
-            self._take_up()
+        self.shards, self.parts = shards, parts  # whole, and of the shard that is open
+        self.fresh: list[Encoded] = []  # since the last commit
+        self.clean()
+        self.tokens = sum(int(part["lengths"].sum()) for part in self._read_parts())
 
     def add(self, encoded: Encoded) -> None:
         """Appends documents to the open shard."""
-        if not len(encoded.lengths):
-            return
-        counts_D2 = np.stack([encoded.lengths, encoded.sizes], axis=1)
-        self._append(".ids", encoded.ids)
-        self._append(".counts", counts_D2.astype("<i8").tobytes())
-        for suffix, column in ((".weights", encoded.weights), (".labels", encoded.labels)):
-            if column is not None:
-                self._append(suffix, column.astype(OPTIONAL[suffix]).tobytes())
-        self.documents += len(encoded.lengths)
-        self.tokens += int(encoded.lengths.sum())
+        if len(encoded.lengths):
+            self.fresh.append(encoded)
+            self.tokens += int(encoded.lengths.sum())
 
     def commit(self) -> None:
-        """Waits until all that was added is on the disk."""
-        for suffix in OPEN:
-            if self._path(suffix).is_file():
-                sync(self._path(suffix))
+        """Writes what was added, and waits until it is on the disk."""
+        if self.fresh:
+            ids = np.frombuffer(b"".join(one.ids for one in self.fresh), self.dtype)
+            columns = {
+                name: np.concatenate([getattr(one, name) for one in self.fresh])
+                for name in ("sizes", *COLUMNS)
+                if getattr(self.fresh[0], name) is not None
+            }
+            path = self._part(self.parts)
+            np.savez(path, allow_pickle=False, ids=ids, **columns)
+            sync(path)
+            self.parts, self.fresh = self.parts + 1, []
         sync(self.directory)
 
     def close(self) -> None:
-        """Ends the shard in hand; the next has a new number. `clean` removes what it was."""
-        if self.documents:
-            path = self._path(".array_record")
-            lengths, sizes = np.fromfile(self._path(".counts"), "<i8").reshape(-1, 2).T
-            self._write_records(path, lengths)
-            np.save(path.with_suffix(".lengths.npy"), lengths.astype(np.uint32))
+        """Ends the shard in hand; the next has a new number. `clean` removes its parts."""
+        self.commit()
+        if self.parts:
+            path = self.directory / f"{self.shards:05d}.array_record"
+            columns = self._write_records(path)
+            lengths, sizes = columns["lengths"], columns.pop("sizes")
+            columns = {name: x.astype(COLUMNS[name]) for name, x in columns.items()}
+            np.savez(path.with_suffix(".npz"), allow_pickle=False, **columns)
             entry = describe_file(path) | {
                 "documents": len(lengths),
                 "records": int(_records_of(lengths).sum()),
                 "text_bytes": int(sizes.sum()),
             }
             path.with_suffix(".json").write_text(json.dumps(entry))
-            suffixes = [".array_record", ".lengths.npy", ".json"]
-            for suffix, dtype in OPTIONAL.items():
-                if self._path(suffix).is_file():
-                    column = np.fromfile(self._path(suffix), dtype)
-                    np.save(path.with_suffix(f"{suffix}.npy"), column)
-                    suffixes.append(f"{suffix}.npy")
-            for suffix in suffixes:
+            for suffix in (".array_record", ".npz", ".json"):
                 sync(path.with_suffix(suffix))
-        self.shards, self.documents, self.tokens = self.shards + 1, 0, 0
+        self.shards, self.parts, self.tokens = self.shards + 1, 0, 0
 
     def clean(self) -> None:
-        """Removes the plain files of shards that are whole."""
+        """Removes the parts of shards that are whole, and what was begun after the last commit."""
+        parts = {self._part(number) for number in range(self.parts)}
         for path in self.directory.iterdir():
-            if path.suffix in OPEN and int(path.name[:5]) < self.shards:
+            whole = "-" not in path.name and int(path.name[:5]) < self.shards
+            if path not in parts and not whole:
                 path.unlink()
 
-    def _write_records(self, path: Path, lengths: np.ndarray) -> None:
+    def _write_records(self, path: Path) -> dict[str, np.ndarray]:
+        """Writes the documents of all parts; returns their columns."""
         writer = ArrayRecordWriter(str(path), "group_size:1,uncompressed")
-        width = RECORD_TOKENS * self.dtype.itemsize
-        with self._path(".ids").open("rb") as ids:
-            for length in lengths.tolist():
-                left = length * self.dtype.itemsize
-                while left:
-                    record = ids.read(min(left, width))
-                    writer.write(record)
-                    left -= len(record)
+        columns: dict[str, list[np.ndarray]] = {}
+        for part in self._read_parts():
+            for ids in np.split(part.pop("ids"), np.cumsum(part["lengths"])[:-1]):
+                for start in range(0, len(ids), RECORD_TOKENS):
+                    writer.write(ids[start : start + RECORD_TOKENS].tobytes())
+            for name, column in part.items():
+                columns.setdefault(name, []).append(column)
         writer.close()
+        return {name: np.concatenate(some) for name, some in columns.items()}
 
-    def _append(self, suffix: str, data: bytes) -> None:
-        with self._path(suffix).open("ab") as file:
-            file.write(data)
+    def _read_parts(self) -> Iterator[dict[str, np.ndarray]]:
+        for path in map(self._part, range(self.parts)):
+            try:
+                with path.open("rb") as file, np.load(file) as arrays:
+                    yield dict(arrays)
+            except (OSError, ValueError, KeyError, BadZipFile) as error:
+                again = _again(self.directory.parent)
+                raise UserError(f"{path} is missing or cut short; {again}") from error
 
-    def _take_up(self) -> None:
-        """Cuts what the last attempt wrote after its last commit."""
-        sizes = {".counts": 16 * self.documents}
-        counts = self._path(".counts")
-        if counts.is_file() and counts.stat().st_size >= sizes[".counts"]:
-            lengths = np.fromfile(counts, "<i8", count=2 * self.documents)[::2]
-            self.tokens = int(lengths.sum())
-            sizes[".ids"] = self.tokens * self.dtype.itemsize
-        for suffix, dtype in OPTIONAL.items():
-            if self._path(suffix).is_file():
-                sizes[suffix] = dtype.itemsize * self.documents
-        for suffix, size in sizes.items():
-            path = self._path(suffix)
-            if not path.is_file() or path.stat().st_size < size:
-                raise UserError(f"{path} is missing or cut short; {_again(self.directory.parent)}")
-            os.truncate(path, size)
-
-    def _path(self, suffix: str) -> Path:
-        return self.directory / f"{self.shards:05d}{suffix}"
+    def _part(self, number: int) -> Path:
+        return self.directory / f"{self.shards:05d}-{number:05d}.npz"
 
 
 def publish(
@@ -352,17 +338,16 @@ def publish(
     `left_out` are the conversations that are not in it, by the reason. Raises
     UserError if there are no documents.
     """
-    for path in partial.iterdir():
-        if path.suffix in OPEN:
-            path.unlink()
     names = sorted(path.stem for path in partial.glob("*.array_record"))
     if not names:
         shutil.rmtree(partial, ignore_errors=True)  # gone at the second try
         raise UserError(f"the {directory.name} split has no documents; check data.{directory.name}")
     entries = {f"{n}.array_record": json.loads((partial / f"{n}.json").read_text()) for n in names}
-    columns = [kind for kind in COLUMNS if (partial / f"{names[0]}.{kind}").is_file()]
-    for kind in columns:
-        np.save(partial / kind, np.concatenate([np.load(partial / f"{n}.{kind}") for n in names]))
+    shards = [dict(np.load(partial / f"{name}.npz")) for name in names]
+    columns = [f"{name}.npy" for name in COLUMNS if name in shards[0]]
+    for column in columns:
+        whole = np.concatenate([shard[column.removesuffix(".npy")] for shard in shards])
+        np.save(partial / column, whole)
     lengths = np.load(partial / "lengths.npy")
     manifest = {
         "format": FORMAT,
@@ -382,9 +367,9 @@ def publish(
         sync(partial / name)
     partial.rename(directory)
     sync(directory.parent)
-    for name in names:
-        for kind in ("json", *columns):
-            (directory / f"{name}.{kind}").unlink()
+    for path in directory.iterdir():
+        if path.name[0].isdigit() and path.suffix != ".array_record":
+            path.unlink()
 
 
 def write_store(directory: Path, texts: Iterable[str], tokenizer: Tokenizer) -> None:

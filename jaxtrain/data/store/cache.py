@@ -1,0 +1,37 @@
+"""The folder of prepared data, and the lock of an entry."""
+
+import fcntl
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+
+from jaxtrain.data.config import DataConfig
+from jaxtrain.data.store.progress import Progress
+from jaxtrain.settings import UserError
+
+
+def cache_directory(config: DataConfig) -> Path:
+    """Where prepared data is kept."""
+    default = os.environ.get("JAXTRAIN_CACHE", "~/.cache/jaxtrain")
+    return Path(config.cache_dir or default).expanduser() / "data"
+
+
+@contextmanager
+def locked(directory: Path, progress: Progress = lambda *_: None) -> Iterator[None]:
+    """Holds the lock of a folder of the cache; reports that it waits for another process."""
+    try:
+        directory.mkdir(parents=True, exist_ok=True)
+        lock = (directory / "lock").open("w")
+    except OSError as error:
+        raise UserError(
+            f"data.cache_dir: {directory.parent} cannot be written ({error.strerror}); name a "
+            "folder that can"
+        ) from error
+    with lock as file:
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            progress("waits for another process that prepares the same data", 0, None)
+            fcntl.flock(file, fcntl.LOCK_EX)
+        yield
