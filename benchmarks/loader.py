@@ -56,7 +56,7 @@ def measure(store: TokenStore, packing: dict[str, Any], *, segments: bool) -> di
     plan = make_batch_plan({"train": store}, config, ROWS, SEQUENCE)
     sizes = {"batch_size": ROWS, "sequence_length": SEQUENCE, "segments": segments}
     with train_batches(store, config=config, **sizes) as batches:
-        plan.next_batch()
+        next(plan)
         next(batches)
         planned, read = zip(
             *((_rates(plan.next_batch), _rates(batches.__next__)) for _ in range(REPEATS))

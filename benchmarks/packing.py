@@ -84,7 +84,7 @@ def ours(lengths: np.ndarray, packing: dict[str, Any], length: int) -> dict[str,
     uses, cuts, unused = np.zeros(len(lengths), np.int64), 0, {}
     found: dict[str, Any] = {}
     for at in range(1, count + 1):
-        for _, row in plan.next_batch().rows:
+        for _, row in next(plan).rows:
             pieces = [p for p in row if p.stop > p.start or not lengths[p.document]]
             np.add.at(uses, [p.document for p in pieces if p.start == 0], 1)
             cuts += sum(p.stop < lengths[p.document] and p.stop % length > 0 for p in pieces)
@@ -98,7 +98,7 @@ def ours(lengths: np.ndarray, packing: dict[str, Any], length: int) -> dict[str,
     for _ in range(REPEATS):
         begin = time.process_time()
         for _ in range(TIMED):
-            plan.next_batch()
+            next(plan)
         rates.append(TIMED * length / (time.process_time() - begin))
     found |= {"crop": figures["data_crop"], "padding": 1 - figures["data_fill"]}
     return found | unused | {"cuts": cuts / count, "plan_tokens_per_cpu_s": median(rates)}
@@ -113,7 +113,7 @@ def weighted() -> dict[str, float]:
     plan = make_batch_plan({"train": store}, config, 1, SHORT)
     uses, epochs = np.zeros(FEW, np.int64), 20
     while uses.sum() < epochs * FEW:
-        for _, row in plan.next_batch().rows:
+        for _, row in next(plan).rows:
             np.add.at(uses, [piece.document for piece in row], 1)
     due = epochs * FEW * weights / weights.sum()
     worst = int(np.abs(uses - due).argmax())

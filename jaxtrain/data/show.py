@@ -15,12 +15,10 @@ from jaxtrain.data.batches.loader import make_batch_plan, stores_of
 from jaxtrain.data.batches.mixture import BatchPlan, last_epoch, packing_phrase
 from jaxtrain.data.batches.packing import Batch, assemble
 from jaxtrain.data.batches.planning import PlannedRow
-from jaxtrain.data.chat.chat import special_names
 from jaxtrain.data.chat.conversations import counts_phrase, fit_stores
 from jaxtrain.data.config import DataConfig
 from jaxtrain.data.preference.pairs import texts_of_pairs
-from jaxtrain.data.store.corpus import damaged_shards
-from jaxtrain.data.store.prepare import Prepared
+from jaxtrain.data.store.prepare import Prepared, damaged_shards
 from jaxtrain.data.store.store import TokenStore
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer, text_of
 from jaxtrain.settings import visible
@@ -45,8 +43,8 @@ def show_rows(
     stores, counted = fit_stores(stores_of(prepared.train), config, sequence_length)
     plan = make_batch_plan(stores, config, batch_size, sequence_length)
     for _ in range(step):
-        plan.next_batch()
-    planned = plan.next_batch()
+        next(plan)
+    planned = next(plan)
     length = sequence_length // planned.cut
     yield (
         f"step {step}: {len(planned.rows)} rows of {length} tokens, "
@@ -54,7 +52,7 @@ def show_rows(
     )
     augment = make_augment(config.augment, prepared.tokenizer, config.seed)
     tokenizer = _with_specials(prepared.tokenizer)
-    names = {i: name for name, i in special_names(prepared.tokenizer).items()}
+    names = {i: name for name, i in prepared.tokenizer.specials.items()}
     for number, (name, row) in enumerate(planned.rows[:rows]):
         change = None if augment is None else partial(augment, step, number)
         texts, row = texts_of_pairs(stores[name], row)

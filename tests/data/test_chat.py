@@ -21,14 +21,14 @@ from chat_cases import (
 
 from jaxtrain.data import DataConfig, make_chat, prepare, train_batches, validation_batches
 from jaxtrain.data.batches.loader import stores_of
-from jaxtrain.data.chat.chat import make_reader, special_names
+from jaxtrain.data.chat.chat import make_reader
 from jaxtrain.data.chat.conversations import fit_stores
 from jaxtrain.data.chat.messages import conversation, conversations
 from jaxtrain.data.chat.template import DEFAULT_TEMPLATE
 from jaxtrain.data.records import Conversation
 from jaxtrain.data.show import show_rows
-from jaxtrain.data.store.corpus import join_stores
 from jaxtrain.data.store.encode import pack_loss_mask, token_type, unpack_loss_mask
+from jaxtrain.data.store.prepare import join_stores
 from jaxtrain.data.tokenizer.tokenizer import (
     byte_tokenizer,
     huggingface_tokenizer,
@@ -39,7 +39,7 @@ from jaxtrain.settings import UserError
 
 GOLDEN = json.loads((Path(__file__).parents[1] / "interop" / "golden_chat.json").read_text())
 TOKENIZER = huggingface_tokenizer(make_tokenizer().encode())
-NAMES = {i: name for name, i in special_names(TOKENIZER).items()}
+NAMES = {i: name for name, i in TOKENIZER.specials.items()}
 SHAKESPEARE = "We are accounted poor citizens, the patricians good. " * 40
 
 
@@ -174,7 +174,7 @@ def test_the_built_in_template_serves_every_tokenizer():
     model = train_sentencepiece([SHAKESPEARE], 280, 10_000)
     for tokenizer in (byte_tokenizer(), sentencepiece_tokenizer(model), TOKENIZER):
         chat = make_chat(DEFAULT_TEMPLATE, {}, tokenizer)
-        names = {i: name for name, i in special_names(tokenizer).items()}
+        names = {i: name for name, i in tokenizer.specials.items()}
         bos = names[tokenizer.bos_id]
         for messages in [*CONVERSATIONS, WITH_SYSTEM]:
             answers = [m["content"] + bos for m in messages if m["role"] == "assistant"]

@@ -68,7 +68,7 @@ def test_a_source_keeps_its_order_whatever_it_is_mixed_with(stores):
     def rows_of(config, name):
         with loader(stores, config) as batches:
             plan = batches._plan
-        return [row for _ in range(40) for of, row in plan.next_batch().rows if of == name][:10]
+        return [row for _ in range(40) for of, row in next(plan).rows if of == name][:10]
 
     assert rows_of(config_of(), "web") == rows_of(config_of(weights=(1, 5, 9)), "web")
     assert rows_of(config_of(), "web") != rows_of(config_of(), "code")

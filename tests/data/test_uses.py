@@ -117,7 +117,7 @@ def test_in_a_mixture_with_stages_too(store_of, lengths, packing, buffer, weight
             state = json.loads(json.dumps(plan.get_state()))
             plan = make_batch_plan(stores, config, B, T)
             plan.set_state(state)
-        for name, row in plan.next_batch().rows:
+        for name, row in next(plan).rows:
             last = len(row) - 1 if config.packing.name == "concat" else None
             for i, piece in enumerate(row):
                 first = starts[name][piece.document]
@@ -137,7 +137,7 @@ def test_documents_drawn_by_weight_have_what_is_due_to_them(store_of, documents)
     plan = make_batch_plan({"train": store}, config, B, 64)
     uses = Counter()
     while plan.get_state()["sources"]["train"]["whole"] < 20:
-        uses.update(piece.document for _, row in plan.next_batch().rows for piece in row)
+        uses.update(piece.document for _, row in next(plan).rows for piece in row)
     due = 20 * documents * weights / weights.sum()
     drawn = np.array([uses[i] for i in range(documents)])
     one_step = B * 64 / np.mean(lengths)

@@ -5,12 +5,10 @@ import zlib
 from collections.abc import Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
-from itertools import chain
 from pathlib import Path
 from typing import Any
 
 import grain
-import numpy as np
 
 from jaxtrain.data.batches.augment import Augment
 from jaxtrain.data.batches.mixture import (
@@ -21,7 +19,7 @@ from jaxtrain.data.batches.mixture import (
     spans,
     weights_of,
 )
-from jaxtrain.data.batches.packing import PACKINGS, Batch, PaddedConfig, assemble, make_padded
+from jaxtrain.data.batches.packing import PACKINGS, Batch, assemble, whole_rows
 from jaxtrain.data.batches.planning import Planner, TokenStream
 from jaxtrain.data.chat.conversations import dropped_shares, fit_stores
 from jaxtrain.data.config import DataConfig
@@ -251,10 +249,7 @@ def _validation_conversations(
     store: TokenStore, batch_size: int, share: range, length: int
 ) -> Iterator[Batch]:
     """Every conversation once, whole or cut to a row, apart from the others in its row."""
-    planner = make_padded(store, PaddedConfig(buffer=store.documents), length, 0, max_epochs=1.0)
-    rows = list(chain.from_iterable(iter(planner.unit, None)))
-    # The last ones are of what fitted nowhere: a validation that looks at a part shall see all.
-    rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
+    rows = whole_rows(store, length)
     for first in range(0, len(rows), batch_size):
         mine = [first + row for row in share]
         planned = [(store, rows[i] if i < len(rows) else []) for i in mine]
@@ -268,23 +263,8 @@ class _PlannedBatches(grain.IterDataset):
         super().__init__()
         self._plan = plan
 
-    def __iter__(self) -> "_PlannedBatchesIterator":
-        return _PlannedBatchesIterator(self._plan)
-
-
-class _PlannedBatchesIterator(grain.DatasetIterator):
-    def __init__(self, plan: BatchPlan):
-        super().__init__()
-        self._plan = plan
-
-    def __next__(self) -> PlannedBatch:
-        return self._plan.next_batch()
-
-    def get_state(self) -> dict[str, Any]:
-        return self._plan.get_state()
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self._plan.set_state(state)
+    def __iter__(self) -> BatchPlan:
+        return self._plan
 
 
 def _share_of_process(batch_size: int, process_index: int, process_count: int) -> range:

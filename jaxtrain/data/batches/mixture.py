@@ -10,6 +10,7 @@ from collections.abc import Mapping, Sequence
 from itertools import accumulate
 from typing import Any, Literal, NamedTuple
 
+import grain
 from pydantic import Field, model_validator
 
 from jaxtrain.data.batches.planning import Counts, PlannedRow, Planner
@@ -174,10 +175,11 @@ class PlannedBatch(NamedTuple):
     step: int
 
 
-class BatchPlan:
+class BatchPlan(grain.DatasetIterator[PlannedBatch]):
     """Plans whole batches of `batch_size` units, one after the other."""
 
     def __init__(self, planners: dict[str, Planner], spans: list[Span], batch_size: int):
+        super().__init__()
         self.planners, self.spans, self.batch_size = planners, spans, batch_size
         self.firsts = [span.first_step for span in spans]
         self.step = 0
@@ -185,7 +187,7 @@ class BatchPlan:
         self.units = dict.fromkeys(planners, 0)
         self.spent: list[str] = []  # sources that have had their last epoch
 
-    def next_batch(self) -> PlannedBatch:
+    def __next__(self) -> PlannedBatch:
         span = self.spans[bisect_right(self.firsts, self.step) - 1]
         if span.first_step == self.step:
             self.turns = dict.fromkeys(self.planners, 0)

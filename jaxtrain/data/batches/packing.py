@@ -2,6 +2,7 @@
 
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
+from itertools import chain
 from typing import Annotated, Literal, NamedTuple
 
 import numpy as np
@@ -61,11 +62,7 @@ class Batch(NamedTuple):
 
 
 def make_concat(
-    store: TokenStore,
-    config: ConcatConfig,
-    length: int,
-    *key: int,
-    max_epochs: float | None = None,
+    store: TokenStore, config: ConcatConfig, length: int, *key: int, max_epochs: float | None = None
 ) -> Concat:
     return Concat(store, length, *key, max_epochs=max_epochs)
 
@@ -85,11 +82,7 @@ def make_best_fit(
 
 
 def make_padded(
-    store: TokenStore,
-    config: PaddedConfig,
-    length: int,
-    *key: int,
-    max_epochs: float | None = None,
+    store: TokenStore, config: PaddedConfig, length: int, *key: int, max_epochs: float | None = None
 ) -> BestFit:
     _check_documents_fit(store, "padded", length)
     options = {"fill": False, "split": False}
@@ -102,6 +95,16 @@ PACKINGS: dict[str, Callable[..., Planner]] = {
     "best_fit": make_best_fit,
     "padded": make_padded,
 }
+
+
+def whole_rows(store: TokenStore, length: int) -> list[PlannedRow]:
+    """Rows of each document once, padded, in an order drawn at random.
+
+    Planned last are those of what fitted nowhere: a validation that looks at a part shall see all.
+    """
+    planner = make_padded(store, PaddedConfig(buffer=store.documents), length, 0, max_epochs=1.0)
+    rows = list(chain.from_iterable(iter(planner.unit, None)))
+    return [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
 
 
 def assemble(

@@ -8,8 +8,9 @@ it, so that templates need no marks of their own.
 import json
 import re
 from collections.abc import Callable, Sequence
+from dataclasses import dataclass
 from functools import lru_cache, partial
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 import sentencepiece
@@ -19,10 +20,11 @@ from jaxtrain.data.chat.messages import BEGIN, END
 from jaxtrain.data.chat.template import Render, TemplateRefused, make_render
 from jaxtrain.data.records import Conversation, Message, Tools
 from jaxtrain.data.tokenizer.sentencepiece_model import piece_offsets, sentencepiece_facts
-from jaxtrain.data.tokenizer.tokenizer import BYTES_BOS, Tokenizer
+from jaxtrain.data.tokenizer.tokenizer import Tokenizer
 from jaxtrain.settings import UserError
 
 Span = tuple[int, int]  # characters of a text
+MarkedText = tuple[str, list[Span]]  # a text, and the answers in it that are learned
 
 PROBE = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
 OWN_MARKS = "mark what is learned in it with {% generation %} ... {% endgeneration %}"
@@ -33,7 +35,7 @@ OWN_MARKS = "mark what is learned in it with {% generation %} ... {% endgenerati
 
 def texts_and_answers(
     messages: Sequence[Message], render: Render, learned: Sequence[int]
-) -> list[tuple[str, list[Span]]]:
+) -> list[MarkedText]:
     """The texts to train on, each with the characters of the answers `learned` in it; none without.
 
     One text, if a conversation is rendered as the beginning of a longer one; else (Qwen 3 leaves
@@ -168,7 +170,7 @@ def make_reader(tokenizer: Tokenizer) -> Reader:
 
         name = inner.id_to_token(tokenizer.bos_id) or ""
         return Reader({"bos_token": name, "eos_token": name}, encode, lambda text, i: i)
-    names = special_names(tokenizer)
+    names = tokenizer.specials
     special = "|".join(map(re.escape, sorted(names, key=len, reverse=True)))
     split = re.compile(f"({special})")
     name = next(name for name, index in names.items() if index == tokenizer.bos_id)
@@ -180,19 +182,6 @@ def make_reader(tokenizer: Tokenizer) -> Reader:
         partial(_encode_between, tokenizer, names, sizes_V, split, placed),
         lambda text, i: len(text[:i].encode()),
     )
-
-
-def special_names(tokenizer: Tokenizer) -> dict[str, int]:
-    """The ids of the special tokens by their names."""
-    if tokenizer.name == "bytes":
-        return {BYTES_BOS: tokenizer.bos_id}
-    if tokenizer.name == "huggingface":
-        inner = tokenizers.Tokenizer.from_str(tokenizer.model.decode())
-        ids = (i for i, piece in enumerate(tokenizer.pieces) if not piece)
-        return {inner.id_to_token(i) or f"<{i}>": i for i in ids}
-    processor = sentencepiece.SentencePieceProcessor(model_proto=tokenizer.model)
-    ids = (i for i in range(processor.get_piece_size()) if processor.is_control(i))
-    return {processor.id_to_piece(i): i for i in ids}
 
 
 def _placed(model: bytes, text: str) -> Pieces:
@@ -249,15 +238,12 @@ def _encode_between(
 def marks_of(pieces: Pieces, spans: Sequence[Span], tokenizer: Tokenizer) -> np.ndarray:
     """bool [tokens]: those of the answers; what follows an end of turn is no part of one."""
     marks = np.zeros(len(pieces.ids), bool)
-    for start, raise_error in spans:
-        piece_offsets = np.flatnonzero((pieces.ends > start) & (pieces.starts < raise_error))
-        special = [i for i in piece_offsets if not tokenizer.pieces[pieces.ids[i]]]
-        if (
-            special
-            and not tokenizer.decode(pieces.ids[special[-1] + 1 : piece_offsets[-1] + 1]).strip()
-        ):
-            piece_offsets = piece_offsets[piece_offsets <= special[-1]]
-        marks[piece_offsets] = True
+    for start, stop in spans:
+        inside = np.flatnonzero((pieces.ends > start) & (pieces.starts < stop))
+        special = [i for i in inside if not tokenizer.pieces[pieces.ids[i]]]
+        if special and not tokenizer.decode(pieces.ids[special[-1] + 1 : inside[-1] + 1]).strip():
+            inside = inside[inside <= special[-1]]
+        marks[inside] = True
     return marks
 
 
@@ -290,54 +276,94 @@ def raise_error(number: int, error: UserError) -> None:
     raise error
 
 
-def _each(things: Sequence[Any], read: Callable[[Any], Any], on_error: OnError) -> list[Any]:
+def _each[T, R](things: Sequence[T], read: Callable[[T], R], on_error: OnError) -> list[R | None]:
     """read(thing) of each thing; None where it raised UserError and `on_error` returned."""
-
-    def attempt(number: int) -> Any:
+    found: list[R | None] = []
+    for number, thing in enumerate(things):
         try:
-            return read(things[number])
+            found.append(read(thing))
         except UserError as error:
             on_error(number, error)
+            found.append(None)
+    return found
 
-    return [attempt(number) for number in range(len(things))]
 
-
-class Chat(NamedTuple):
+@dataclass(frozen=True)
+class Chat:
     """A chat template with a tokenizer: conversations as token ids.
 
     `documents` and `answers` call their second argument for a conversation that cannot be used; it
     is left out if that call returns.
     """
 
+    tokenizer: Tokenizer
+    reader: Reader
+    render: Render
     start: int  # the token before every text, BOS for most
     end: int  # the token after every answer
-    # (conversations, on_error) -> the texts to train on of each; none without a learned answer
-    documents: Callable[..., list[list[Document]]]
-    # messages -> the tokens up to the answer of the assistant
-    prompt: Callable[[Sequence[Message]], np.ndarray]
-    # (what is asked, on_error) -> each conversation, marked after its prompt alone
-    answers: Callable[..., list[Document | None]]
+
+    def prompt(self, messages: Sequence[Message]) -> np.ndarray:
+        """The tokens up to the answer of the assistant."""
+        (pieces,) = self.reader.encode([self.render(messages, True)])
+        started = pieces.ids[0] == self.start
+        return pieces.ids if started else np.concatenate([[self.start], pieces.ids])
+
+    def documents(
+        self, conversations: Sequence[Conversation], on_error: OnError = raise_error
+    ) -> list[list[Document]]:
+        """The texts to train on of each conversation; none of one without a learned answer."""
+        rendered = _each(conversations, self._all_answers, on_error)
+        found = iter(self._read([one for texts in rendered for one in texts or []]))
+        several = [[next(found) for _ in texts or []] for texts in rendered]
+        return [[one for one in some if one.marks.any()] for some in several]
+
+    def answers(
+        self, asked: Sequence[Asked], on_error: OnError = raise_error
+    ) -> list[Document | None]:
+        """Each conversation, marked after its prompt alone."""
+        rendered = _each(asked, self._last_answers, on_error)
+        read = iter(self._read([one for one in rendered if one is not None]))
+        found = [None if one is None else next(read) for one in rendered]
+        for number, document in enumerate(found):
+            if document is not None and not document.marks.any():
+                on_error(number, _no_answer(asked[number][0]))
+                found[number] = None
+        return found
+
+    def _read(self, texts: Sequence[MarkedText]) -> list[Document]:
+        documents = []
+        for (ids, marks), (whole, _) in zip(
+            encode_marked(texts, self.tokenizer, self.reader), texts
+        ):
+            skip = int(ids[0] == self.start)
+            documents.append(Document(ids[skip:], marks[skip:], len(whole.encode())))
+        return documents
+
+    def _all_answers(self, conversation: Conversation) -> list[MarkedText]:
+        messages, tools = conversation
+        render = partial(self.render, tools=tools)
+        check_tool_calls(messages, render)
+        return texts_and_answers(messages, render, learned_answers(messages, render))
+
+    def _last_answers(self, asked: Asked) -> MarkedText:
+        messages, size, tools = asked
+        render = partial(self.render, tools=tools)
+        check_tool_calls(messages, render)
+        learned = [i for i in _answers(messages) if i >= size and messages[i].get("train", True)]
+        if not learned:
+            raise _no_answer(messages)
+        whole, spans = texts_and_answers(messages, render, learned)[-1]
+        before = re.sub(f"[{BEGIN}{END}]", "", render(messages[:size], True))
+        begun = len(_common(before, whole))
+        return whole, [span for span in spans if span[1] > begun]
 
 
 def make_chat(template: str, special: dict[str, str], tokenizer: Tokenizer) -> Chat:
     """template: Jinja text. Raises UserError for a template that cannot be used."""
     reader = make_reader(tokenizer)
     render = make_render(template, reader.special | special)
-
-    def read(texts: Sequence[tuple[str, list[Span]]]) -> list[tuple[np.ndarray, np.ndarray]]:
-        """The tokens of each text, and which of them the spans hold."""
-        found = reader.encode([whole for whole, _ in texts])
-        return [
-            (
-                pieces.ids,
-                marks_of(pieces, [(at(whole, a), at(whole, b)) for a, b in spans], tokenizer),
-            )
-            for pieces, (whole, spans) in zip(found, texts)
-        ]
-
-    at = reader.at
     probe = texts_and_answers(PROBE, render, [1])[0]
-    ((ids, marks),) = read([probe])
+    ((ids, marks),) = encode_marked([probe], tokenizer, reader)
     end = int(ids[marks][-1]) if marks.any() else -1
     if end < 0 or tokenizer.pieces[end]:
         raise UserError(
@@ -347,51 +373,15 @@ def make_chat(template: str, special: dict[str, str], tokenizer: Tokenizer) -> C
         )
     # Qwen's conversations have no BOS: they all begin with <|im_start|>.
     start = tokenizer.bos_id if tokenizer.pieces[ids[0]] else int(ids[0])
+    return Chat(tokenizer, reader, render, start, end)
 
-    def read_documents(texts: Sequence[tuple[str, list[Span]]]) -> list[Document]:
-        skips = [(ids, marks, int(ids[0] == start)) for ids, marks in read(texts)]
-        return [
-            Document(ids[skip:], marks[skip:], len(whole.encode()))
-            for (ids, marks, skip), (whole, _) in zip(skips, texts)
-        ]
 
-    def documents(
-        conversations: Sequence[Conversation], on_error: OnError = raise_error
-    ) -> list[list[Document]]:
-        rendered = _each(conversations, lambda one: all_answers(*one), on_error)
-        rendered = [texts or [] for texts in rendered]
-        found = iter(read_documents([one for texts in rendered for one in texts]))
-        several = [[next(found) for _ in texts] for texts in rendered]
-        return [[one for one in some if one.marks.any()] for some in several]
-
-    def all_answers(messages: Sequence[Message], tools: Tools) -> list[tuple[str, list[Span]]]:
-        told = partial(render, tools=tools)
-        check_tool_calls(messages, told)
-        return texts_and_answers(messages, told, learned_answers(messages, told))
-
-    def last_answers(messages: Sequence[Message], asked: int, tools: Tools) -> tuple[str, list]:
-        told = partial(render, tools=tools)
-        check_tool_calls(messages, told)
-        learned = [i for i in _answers(messages) if i >= asked and messages[i].get("train", True)]
-        if not learned:
-            raise _no_answer(messages)
-        whole, spans = texts_and_answers(messages, told, learned)[-1]
-        before = re.sub(f"[{BEGIN}{END}]", "", told(messages[:asked], True))
-        begun = len(_common(before, whole))
-        return whole, [span for span in spans if span[1] > begun]
-
-    def answers(asked: Sequence[Asked], on_error: OnError = raise_error) -> list[Document | None]:
-        rendered = _each(asked, lambda one: last_answers(*one), on_error)
-        read_ = iter(read_documents([one for one in rendered if one is not None]))
-        found = [None if one is None else next(read_) for one in rendered]
-        for number, document in enumerate(found):
-            if document is not None and not document.marks.any():
-                on_error(number, _no_answer(asked[number][0]))
-                found[number] = None
-        return found
-
-    def prompt(messages: Sequence[Message]) -> np.ndarray:
-        (pieces,) = reader.encode([render(messages, True)])
-        return pieces.ids if pieces.ids[0] == start else np.concatenate([[start], pieces.ids])
-
-    return Chat(start, end, documents, prompt, answers)
+def encode_marked(
+    texts: Sequence[MarkedText], tokenizer: Tokenizer, reader: Reader
+) -> list[tuple[np.ndarray, np.ndarray]]:
+    """The tokens of each text, and which of them its spans hold."""
+    found = []
+    for pieces, (whole, spans) in zip(reader.encode([whole for whole, _ in texts]), texts):
+        placed = [(reader.at(whole, start), reader.at(whole, stop)) for start, stop in spans]
+        found.append((pieces.ids, marks_of(pieces, placed, tokenizer)))
+    return found

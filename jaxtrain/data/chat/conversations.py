@@ -1,7 +1,6 @@
 """Applies `too_long` (truncate or drop) to the conversations of a store."""
 
 import dataclasses
-from typing import NamedTuple
 
 import numpy as np
 
@@ -17,65 +16,70 @@ from jaxtrain.settings import UserError
 AT_ONCE = 1024  # long conversations that are read together
 
 
-class Fit(NamedTuple):
-    """The conversations that are trained on, and counts of the others."""
-
-    kept: np.ndarray  # bool [documents]
-    truncated: int  # conversations that lost their end
-    dropped: int  # left out: longer than a row
-    unanswered: int  # left out: cut to a row they would have no learned answer
+Counts = dict[str, int]  # documents of a source, and what `too_long` did to them
 
 
-def fit_conversations(store: TokenStore, too_long: str, length: int) -> Fit:
-    """Applies the rule `too_long` to a store; reads its long documents only."""
+def fit_conversations(
+    store: TokenStore, rule: str, length: int, name: str
+) -> tuple[TokenStore, Counts]:
+    """A view of the conversations that are trained on, and counts; reads the long ones only.
+
+    Of the counts, `truncated` lost their end, `dropped` are left out as longer than a row, and
+    `unanswered` because no learned answer would remain. Raises UserError if none is left.
+    """
     long = np.flatnonzero(store.lengths > length)
     kept = np.ones(store.documents, bool)
-    if too_long == "drop":
-        kept[long] = False
-        return Fit(kept, 0, len(long), 0)
-    for first in range(0, len(long), AT_ONCE):
+    kept[long] = False
+    for first in range(0, len(long) if rule == "truncate" else 0, AT_ONCE):
         some = long[first : first + AT_ONCE]
         heads = store.read_many((int(document), 0, length) for document in some)
         kept[some] = [unpack_loss_mask(tokens)[1].any() for tokens in heads]
-    left = int(kept[long].sum())
-    return Fit(kept, left, 0, len(long) - left)
+    if not kept.any():
+        raise UserError(
+            f"data.train: none of the {store.documents} conversations of {name} is left: "
+            f"they are longer than train.sequence_length {length} (the shortest has "
+            f"{store.lengths.min()} tokens) and too_long is {rule}"
+        )
+    cut, lost = int(kept[long].sum()), int((~kept).sum())
+    out = (
+        {"dropped": lost, "unanswered": 0} if rule == "drop" else {"dropped": 0, "unanswered": lost}
+    )
+    lengths = store.lengths[kept]
+    view = dataclasses.replace(
+        store,
+        lengths=lengths,
+        tokens=int(lengths.sum(dtype=np.int64)),
+        first_record=np.append(store.first_record[:-1][kept], store.first_record[-1:]),
+    )
+    return view, {"conversations": store.documents, "truncated": cut} | out
 
 
 def fit_stores(
     stores: dict[str, TokenStore], config: DataConfig, length: int
-) -> tuple[dict[str, TokenStore], dict[str, dict[str, int]]]:
+) -> tuple[dict[str, TokenStore], dict[str, Counts]]:
     """The stores without the conversations that the rule leaves out; and of each source of
     conversations, how many there are and what the rule did. Raises UserError if none is left."""
-    rules, found, counted = _rules(config), {}, {}
-    kind = next(iter(sources_of(config.train).values())).name
-    for name, store in stores.items():
-        if store.marked and kind == "preference":
-            before = store.left_out
-            store, counts = fit_pairs(store, rules[name], length)
-            counted[name] = _with_earlier(counts, before)
-        elif store.marked:
-            kept, *numbers = fit_conversations(store, rules[name], length)
-            counts = {"conversations": store.documents} | dict(zip(Fit._fields[1:], numbers))
-            counted[name] = _with_earlier(counts, store.left_out)
-            if not kept.any():
-                raise UserError(
-                    f"data.train: none of the {store.documents} conversations of {name} is left: "
-                    f"they are longer than train.sequence_length {length} (the shortest has "
-                    f"{store.lengths.min()} tokens) and too_long is {rules[name]}"
-                )
-            store = _only(store, kept)
-        found[name] = store
+    found, counted = dict(stores), {}
+    for name, source in sources_of(config.train).items():
+        if not isinstance(source, ChatTemplateSource):
+            continue
+        store = stores[name]
+        if source.name == "preference":
+            found[name], counts = fit_pairs(store, source.too_long, length)
+        else:
+            found[name], counts = fit_conversations(store, source.too_long, length, name)
+        counted[name] = _with_earlier(counts, store.left_out)
     return found, counted
 
 
-def _with_earlier(counts: dict[str, int], left_out: dict[str, int]) -> dict[str, int]:
+def _with_earlier(counts: Counts, left_out: Counts) -> Counts:
     """Counts of a store, its documents first, with what was left out when it was written."""
     total = next(iter(counts))
     reasons = {reason: counts.get(reason, 0) + count for reason, count in left_out.items()}
     return counts | {total: counts[total] + sum(left_out.values())} | reasons
 
 
-def dropped_shares(counted: dict[str, dict[str, int]]) -> dict[str, float]:
+def dropped_shares(counted: dict[str, Counts]) -> dict[str, float]:
     """Parts of all conversations that lose their end and that are left out, for the metrics."""
     if not counted:
         return {}
@@ -83,7 +87,7 @@ def dropped_shares(counted: dict[str, dict[str, int]]) -> dict[str, float]:
     return {"data_truncated": cut / total, "data_left_out": sum(out) / total}
 
 
-def counts_phrase(count: dict[str, int]) -> str:
+def counts_phrase(count: Counts) -> str:
     """One source's counts as a phrase."""
     noun = next(name for name in ("conversations", "preferences") if name in count)
     text = (
@@ -115,19 +119,3 @@ def training_template(config: DataConfig) -> tuple[str, dict[str, str]] | None:
         if isinstance(source, ChatTemplateSource):
             return read_template(source.template), source.special
     return None
-
-
-def _rules(config: DataConfig) -> dict[str, str]:
-    """The rule of each source of conversations, by its name."""
-    named = sources_of(config.train).items()
-    return {
-        name: source.too_long for name, source in named if isinstance(source, ChatTemplateSource)
-    }
-
-
-def _only(store: TokenStore, kept: np.ndarray) -> TokenStore:
-    """A view of some documents of a store."""
-    first = np.append(store.first_record[:-1][kept], store.first_record[-1:])
-    lengths = store.lengths[kept]
-    total = int(lengths.sum(dtype=np.int64))
-    return dataclasses.replace(store, lengths=lengths, tokens=total, first_record=first)

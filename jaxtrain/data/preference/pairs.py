@@ -7,12 +7,11 @@ judged answer is compared with).
 
 import dataclasses
 from collections.abc import Iterator, Sequence
-from itertools import chain
 from typing import NamedTuple
 
 import numpy as np
 
-from jaxtrain.data.batches.packing import Batch, PaddedConfig, assemble, make_padded
+from jaxtrain.data.batches.packing import Batch, assemble, whole_rows
 from jaxtrain.data.batches.planning import Piece, PlannedRow
 from jaxtrain.data.preference.preferences import TEXTS
 from jaxtrain.data.records import DESIRABLE, PAIR, UNDESIRABLE
@@ -117,11 +116,7 @@ def iterate_pairs(
     """Each pair once: batches of the rows `share` of `batch_size`, and for all of these rows the
     numbers of their preferences."""
     assert view.pairs is not None
-    config = PaddedConfig(buffer=view.documents)
-    planner = make_padded(view, config, sequence_length, 0, max_epochs=1.0)
-    rows: list[PlannedRow] = list(chain.from_iterable(iter(planner.unit, None)))
-    # The last ones are of what fitted nowhere: a validation that looks at a part shall see all.
-    rows = [rows[i] for i in np.random.default_rng(0).permutation(len(rows))]
+    rows = whole_rows(view, sequence_length)
     rows += [[] for _ in range(-len(rows) % batch_size)]
     for first in range(0, len(rows), batch_size):
         some = rows[first : first + batch_size]

@@ -320,8 +320,10 @@ def byte_tokenizer(model: bytes = b"bytes", path: str = "") -> Tokenizer:
         return [np.frombuffer(text.encode(), np.uint8).astype(np.int32) for text in texts]
 
     pieces = tuple(bytes([byte]) for byte in range(256)) + (b"",)
-    decode = partial(text_of, pieces)
-    return Tokenizer("bytes", model, pieces, 256, encode_batch, decode, by_word=True)
+    decode, specials = partial(text_of, pieces), {BYTES_BOS: 256}
+    return Tokenizer(
+        "bytes", model, pieces, 256, encode_batch, decode, by_word=True, specials=specials
+    )
 
 
 # One row a kind: (bytes of the model file, its path for messages) -> Tokenizer.
