@@ -59,7 +59,7 @@ def measure(store: TokenStore, packing: dict[str, Any], *, segments: bool) -> di
         next(plan)
         next(batches)
         planned, read = zip(
-            *((_rates(plan.next_batch), _rates(batches.__next__)) for _ in range(REPEATS))
+            *((_rates(plan.__next__), _rates(batches.__next__)) for _ in range(REPEATS))
         )
         figures = batches.statistics()
     return {
