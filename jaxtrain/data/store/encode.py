@@ -93,20 +93,14 @@ def unpack_loss_mask(tokens: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
     return tokens & tokens.dtype.type((1 << bit) - 1), tokens >> bit
 
 
-class EncodedDocument(NamedTuple):
-    """A document of a store."""
-
-    ids: np.ndarray
-    size: int  # UTF-8 bytes
-    weight: float = 1.0
-    label: bool | None = None  # of an example of KTO
-
-
 class EncodedRecord(NamedTuple):
     """The documents that a text, or a record of a chat file, is stored as."""
 
     key: str  # its hash decides the split
-    documents: list[EncodedDocument]
+    ids: list[np.ndarray]  # of each document
+    sizes: list[int]  # UTF-8 bytes of each
+    weight: float = 1.0
+    label: bool | None = None  # of an example of KTO
     drop_reason: str | None = None  # one of DROP_REASONS, if it is left out
     kind: RecordKind | None = None  # of a preference
 
@@ -134,7 +128,7 @@ def _encode_text(
     pairs = [pair for block in group for pair in _weighted(job.source, block)]
     encoded = tokenizer.encode_batch([text for text, _ in pairs])
     return [
-        EncodedRecord(text, [EncodedDocument(ids, len(text.encode()), weight)])
+        EncodedRecord(text, [ids], [len(text.encode())], weight)
         for ids, (text, weight) in zip(encoded, pairs, strict=True)
     ]
 
@@ -165,14 +159,13 @@ def _encode_chat(job: EncodeJob, group: list[TextBlock], dtype: np.dtype) -> lis
     encoded = []
     for number, ((record, place), some) in enumerate(zip(pairs, found, strict=True)):
         label = record.label if isinstance(record, KTOExample) else None
-        documents = [
-            EncodedDocument(pack_loss_mask(d.ids, d.marks, dtype), d.size, label=label)
-            for d in some
-        ]
+        ids = [pack_loss_mask(one.ids, one.marks, dtype) for one in some]
+        sizes = [one.size for one in some]
         reason = None if some else "refused" if number in refused else "unanswered"
         is_preference = bool(some) and isinstance(record, Preference)
         kind = RecordKind(label is not None, place) if is_preference else None
-        encoded.append(EncodedRecord(record.canonical_json(), documents, reason, kind))
+        key = record.canonical_json()
+        encoded.append(EncodedRecord(key, ids, sizes, 1.0, label, reason, kind))
     return encoded
 
 
@@ -244,14 +237,13 @@ def _tokenizer(directory: Path) -> Tokenizer:
 
 
 def _packed(read: list[EncodedRecord], dtype: np.dtype) -> Encoded:
-    documents = [document for one in read for document in one.documents]
-    ids = np.concatenate([np.empty(0, dtype), *(one.ids.astype(dtype) for one in documents)])
-    lengths = np.array([len(one.ids) for one in documents], np.int64)
-    sizes = np.array([one.size for one in documents], np.int64)
-    weights = np.array([one.weight for one in documents], np.float64)
-    labels = None
-    if any(one.label is not None for one in documents):
-        labels = np.array([bool(one.label) for one in documents], np.uint8)
+    documents = [ids.astype(dtype) for one in read for ids in one.ids]
+    ids = np.concatenate([np.empty(0, dtype), *documents])
+    lengths = np.array([len(ids) for ids in documents], np.int64)
+    sizes = np.array([size for one in read for size in one.sizes], np.int64)
+    weights = np.array([one.weight for one in read for _ in one.ids], np.float64)
+    given = [one.label for one in read for _ in one.ids]
+    labels = None if None in given or not given else np.array(given, np.uint8)
     counts = Counter({"read": len(read)})
     counts.update(one.drop_reason for one in read if one.drop_reason)
     return Encoded(ids.tobytes(), lengths, sizes, weights, counts, labels)
