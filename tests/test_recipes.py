@@ -29,8 +29,8 @@ from tiny import (
 
 import jaxtrain
 from jaxtrain.config import load_config
+from jaxtrain.data.files.local import File
 from jaxtrain.data.files.reading import START
-from jaxtrain.data.files.remote import File
 from jaxtrain.finetune.partition import block_matrices, flatten
 from jaxtrain.model import make_plan
 from jaxtrain.model.remat import POLICIES
