@@ -189,6 +189,30 @@ MUTATIONS = {
         J + "finetune/lora.py", 'return c.freeze_a and name.endswith("/a")', "return False",
         "finetune/test_tuning.py",
     ),
+    "ia3": Mutation(
+        J + "finetune/ia3.py", "return AdaptedWeight(w, rows=", "return AdaptedWeight(w, columns=",
+        "finetune/test_methods.py",
+    ),
+    "freeze": Mutation(
+        J + "finetune/partition.py", "x if below is None else jnp.concatenate(",
+        "x if below is None or True else jnp.concatenate(", "finetune/test_methods.py",
+    ),
+    "adapter": Mutation(
+        J + "model/layers.py", "return y_BTD + dense(h_BTA, self.up)", "return y_BTD",
+        "finetune/test_methods.py",
+    ),
+    "prefix tuning": Mutation(
+        J + "finetune/partition.py", "if spec.group == c.name}", "if spec.group != c.name}",
+        "finetune/test_prefix_tuning.py",
+    ),
+    "ipo": Mutation(
+        J + "objectives/ipo.py", "1 / (2 * c.beta)", "1 / c.beta",
+        "finetune/test_preference.py",
+    ),
+    "orpo": Mutation(
+        J + "objectives/orpo.py",
+        "- c.beta * ratio_N,", "+ c.beta * ratio_N,", "finetune/test_preference.py"
+    ),
     "length ramp": Mutation(
         J + "data/batches/length_ramp.py", "sequence_length=ramp.start << i)",
         "sequence_length=ramp.start)", "data/test_length_ramp.py",
