@@ -201,9 +201,9 @@ MUTATIONS = {
         J + "model/layers.py", "return y_BTD + dense(h_BTA, self.up)", "return y_BTD",
         "finetune/test_methods.py",
     ),
-    "prefix tuning": Mutation(
+    "added modules": Mutation(
         J + "finetune/partition.py", "if spec.group == c.name}", "if spec.group != c.name}",
-        "finetune/test_prefix_tuning.py",
+        "finetune/test_methods.py",
     ),
     "ipo": Mutation(
         J + "objectives/ipo.py", "1 / (2 * c.beta)", "1 / c.beta",
@@ -219,7 +219,7 @@ MUTATIONS = {
     ),
     "phases": Mutation(
         J + "train/loop.py", "if not program.fits(batch):", "if False:",
-        "test_phases.py",
+        "test_train.py",
     ),
     "growing models": Mutation(
         J + "train/growth.py", "self.copies(old.shape[dim], new.shape[dim])",

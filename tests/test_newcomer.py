@@ -67,6 +67,7 @@ def test_a_start_from_a_model_names_its_text(whole, capsys):
 # ---- the dry run ------------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_a_dry_run_that_does_not_fit_exits_with_1_and_gives_the_advice(capsys):
     small = ["--config", "quickstart", "--dry-run", "--device", "4090", "--memory", "0.01"]
     assert main([*small, "model.depth=1"]) == 1

@@ -191,6 +191,7 @@ def test_the_quickstart_runs(tmp_path, monkeypatch, capfd):
     assert (tmp_path / "runs" / "notebook" / "report.html").is_file()
 
 
+@pytest.mark.slow
 def test_own_text_runs(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     some = options(data__tokenizer__vocab_size=384, data__validation__fraction=0.3)
@@ -201,6 +202,7 @@ def test_own_text_runs(tmp_path, monkeypatch, capfd):
     assert (tmp_path / "runs" / "own_text" / "model").is_dir()
 
 
+@pytest.mark.slow
 def test_own_loss_runs(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     small = ["model.depth=1", "model.width=32", "model.head_dim=8"]

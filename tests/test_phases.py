@@ -153,6 +153,7 @@ def test_a_growth_goes_with(tmp_path, more):
     assert all(np.isfinite(row["loss"]) for row in rows_of(tmp_path / "tiny"))
 
 
+@pytest.mark.slow
 def test_a_phase_may_change_what_has_no_parameters(tmp_path):
     """Fake-quantized weights for the last part of a run: the state is the same."""
     late = {"train__phases": "[{until: 2, model: {weight_form: null}}]"}

@@ -358,7 +358,9 @@ def test_train_returns_the_last_validation(whole, copy):
 
 
 def test_old_checkpoints_go_and_some_are_kept(tmp_path):
+    """Of a run of two phases: the rows of its first step are half as long."""
     fields = {"checkpoint__every": 1, "checkpoint__keep": 1, "checkpoint__keep_every": 2}
+    fields["data__length_ramp"] = "{start: 16, tokens: 256}"
     assert main(run_overrides(tmp_path, **fields)) == 0
     assert steps_of(tmp_path / "tiny") == [2, 4, 6]
     with Checkpointer(tmp_path / "tiny", CheckpointConfig()) as checkpoints:

@@ -16,10 +16,11 @@ from jaxtrain.model.layers import Adapter
 
 def tuned(**fields):
     """(what is frozen, the parameters that train, moved from their start; both joined)."""
-    specs = split(Transformer(resolved(**LLAMA, qkv_bias=True, ffn_bias=True), VOCAB))[1]
+    added = {"adapter": fields["width"]} if fields["name"] == "adapter" else {}
+    specs = split(Transformer(resolved(**LLAMA, qkv_bias=True, ffn_bias=True, **added), VOCAB))[1]
     config = TypeAdapter(FinetuneConfig).validate_python(fields)
     partition = make_partition(config, specs, jnp.dtype(jnp.float32))
-    frozen, start = partition.init(random_params(specs), 0)
+    frozen, start = partition.init(random_params(partition.base), 0)
     moved = jax.tree.map(lambda x: x + 0.5 + jnp.arange(x.size).reshape(x.shape) / x.size, start)
     return flatten(frozen), flatten(moved), flatten(partition.join(moved, frozen))
 
@@ -42,8 +43,12 @@ def test_factors_of_ia3_scale_keys_values_and_the_inputs_of_down():
 
 @pytest.mark.parametrize(
     ("fields", "named"),
-    [({"name": "bitfit"}, "_bias"), ({"name": "freeze", "trainable": ("ffn",)}, "/ffn/")],
-    ids=["bitfit", "freeze"],
+    [
+        ({"name": "bitfit"}, "_bias"),
+        ({"name": "freeze", "trainable": ("ffn",)}, "/ffn/"),
+        ({"name": "adapter", "width": 4}, "_adapter/"),
+    ],
+    ids=["bitfit", "freeze", "adapter"],
 )
 def test_a_named_part_alone_is_what_trains(fields, named):
     frozen, moved, joined = tuned(**fields)
