@@ -8,7 +8,7 @@ import math
 import os
 import re
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
@@ -136,7 +136,9 @@ class Parser(argparse.ArgumentParser):
     """The arguments of a command. What is wrong with them is a UserError: one line, not the usage
     as well."""
 
-    def parse_known_args(self, args: Any = None, namespace: Any = None) -> Any:
+    def parse_known_args(
+        self, args: Sequence[str] | None = None, namespace: argparse.Namespace | None = None
+    ) -> tuple[Any, list[str]]:
         for given in sys.argv[1:] if args is None else args:
             if not is_text(given):
                 raise UserError(f"argument {given!r}: it has NUL in it, or what is no UTF-8")

@@ -22,6 +22,6 @@ def test_few_batches_are_in_the_queue_at_once(monkeypatch):
     mesh = make_mesh(MeshConfig.model_validate({"data": 1}), jax.devices()[:1])
     ints, floats = np.zeros((2, 8), np.int32), np.ones((2, 8), np.float32)
     batches = [Batch(ints, ints, floats, None, None)] * 20
-    values = evaluate.validation_metrics(scorer, None, batches, mesh)
+    values = evaluate.validation_metrics(scorer, {}, batches, mesh)
     assert max(most) == evaluate.AHEAD + 1 and values["loss"] == 1.0
     assert [int(sums.weight) for sums in done] == list(range(1, 20 - evaluate.AHEAD + 1))

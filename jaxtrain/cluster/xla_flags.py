@@ -50,7 +50,7 @@ class Jitted:
     def __call__(self, *args: Any, **kwargs: Any) -> Any:
         return self.jitted()(*args, **kwargs)
 
-    def lower(self, *args: Any, **kwargs: Any) -> Any:
+    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
         """As jax.jit's: what is compiled of it is not compiled again when it is called."""
         return self.jitted().lower(*args, **kwargs)
 

@@ -44,15 +44,15 @@ class Refusal(NamedTuple):
     fix: str  # key=value
 
 
-def more_than_one(value: Any) -> bool:
+def more_than_one(value: int | None) -> bool:
     return value is not None and value > 1
 
 
-def given(value: Any) -> bool:
+def given(value: object) -> bool:
     return value not in (None, False, 0)
 
 
-def absent(value: Any) -> bool:
+def absent(value: object) -> bool:
     return not given(value)
 
 
@@ -317,7 +317,7 @@ def setting(c: Sections, mesh_shape: Mapping[str, int], key: str) -> str:
     return f"{key}={value}"
 
 
-def value_at(c: Sections, mesh_shape: Mapping[str, int], key: str) -> Any:
+def value_at(c: Sections, mesh_shape: Mapping[str, int], key: str) -> object:
     """The value of a dotted path; None where its section has no such field, or there is none."""
     section, _, name = key.rpartition(".")
     if section == "mesh" and name in mesh_shape:

@@ -1,7 +1,7 @@
 """Fields of a configuration tree: their dotted paths, and the variants of a section."""
 
 from collections.abc import Iterator
-from typing import Any, get_args, get_origin
+from typing import get_args, get_origin
 
 from pydantic import BaseModel
 from pydantic.fields import FieldInfo
@@ -12,7 +12,7 @@ def variants_of(field: FieldInfo) -> list[type[BaseModel]]:
     return list(models_in(field.annotation))
 
 
-def models_in(annotation: Any) -> Iterator[type[BaseModel]]:
+def models_in(annotation: object) -> Iterator[type[BaseModel]]:
     if isinstance(annotation, type) and issubclass(annotation, BaseModel):
         yield annotation
     for part in get_args(annotation):

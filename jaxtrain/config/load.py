@@ -7,7 +7,7 @@ import copy
 import difflib
 import functools
 import json
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
 from types import UnionType
@@ -26,6 +26,8 @@ from jaxtrain.interop.pretrained import inherit_config
 from jaxtrain.settings import NOT_MEANT, UserError
 from jaxtrain.storage.disk import write_whole
 from jaxtrain.storage.strict_yaml import END, read_yaml, shown
+
+Problem = Mapping[str, Any]  # one of `ValidationError.errors()`
 
 
 def find_config(name: str) -> Path:
@@ -100,7 +102,7 @@ def fill_names(tree: dict[str, Any], model: type[BaseModel]) -> None:
 # ---- messages --------------------------------------------------------------------------------
 
 
-def explain(error: Any, tree: dict[str, Any]) -> list[str]:
+def explain(error: Problem, tree: dict[str, Any]) -> list[str]:
     """The lines for one validation error of a plain tree; more than one for an unknown section."""
     error = located(error)
     where, model = locate(error["loc"])
@@ -109,7 +111,7 @@ def explain(error: Any, tree: dict[str, Any]) -> list[str]:
     return [explain_value(error, where)]
 
 
-def unknown_key(where: str, given: Any, names: Sequence[str], tree: dict[str, Any]) -> list[str]:
+def unknown_key(where: str, given: object, names: Sequence[str], tree: dict[str, Any]) -> list[str]:
     """The lines for a path that is no field: the right key of the aliases, or else a near one.
 
     given: its value; of a section that there is not, each key has a line. names: of its siblings.
@@ -169,7 +171,7 @@ def chosen_variants(tree: dict[str, Any]) -> dict[str, str]:
     return chosen
 
 
-def explain_value(error: Any, where: str) -> str:
+def explain_value(error: Problem, where: str) -> str:
     """The line for the value of a field that is not what it must be."""
     given = error["input"]
     if error["type"] in ("union_tag_invalid", "union_tag_not_found"):
@@ -188,12 +190,12 @@ def explain_value(error: Any, where: str) -> str:
     return f"{where}: {got}{message[0].lower() + message[1:]}"
 
 
-def located(error: Any) -> Any:
+def located(error: Problem) -> Problem:
     """A validation error where it is: one that `Settings` raises names its field itself."""
     if error["type"] != NOT_MEANT:
         return error
     name = error["ctx"]["field"]
-    return error | {"loc": (*error["loc"], name), "input": error["input"][name]}
+    return {**error, "loc": (*error["loc"], name), "input": error["input"][name]}
 
 
 def locate(loc: tuple[Any, ...]) -> tuple[str, type[BaseModel] | None]:

@@ -11,7 +11,7 @@ class Override(NamedTuple):
     """`optim.matrix_lr=0.01` of a command line."""
 
     key: str
-    value: Any
+    value: object
     given: str
 
 
@@ -56,7 +56,7 @@ def check_once(overrides: Sequence[str]) -> None:
         seen |= dict.fromkeys(paths, one)
 
 
-def paths_of(value: Any, path: str) -> Iterator[str]:
+def paths_of(value: object, path: str) -> Iterator[str]:
     """The dotted paths of what a plain value sets."""
     if isinstance(value, dict) and value:
         for key, inner in value.items():

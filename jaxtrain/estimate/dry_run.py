@@ -19,6 +19,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
 
 from jaxtrain.config import find_config, load_config
 from jaxtrain.estimate.fake_attention import outlined
@@ -173,6 +174,7 @@ def facts_of(w: Workload) -> Facts:
             abstract_state(w), batch_shapes(w), new_hyperparams(w), abstract_frozen(w)
         )
         hlo = traced.lower().compile(compiler_options=OPTIONS).as_text()
+    assert hlo is not None
     return Facts(peak_bytes(hlo), collectives(hlo, dict(w.mesh.shape), branch_share(w)))
 
 
@@ -205,7 +207,7 @@ def exact_bytes(w: Workload) -> dict[str, int]:
     }
 
 
-def tree_bytes(tree: Any) -> int:
+def tree_bytes(tree: PyTree) -> int:
     """Of one device's partition, without what waits in the host's memory."""
     return sum(
         shard_bytes(x.shape, x.sharding, x.dtype.itemsize)

@@ -12,7 +12,9 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jaxtrain_kernels.attention import Call
 from jaxtrain_kernels.dispatch import on_target
+from jaxtyping import Array
 
 NAME = "outline"
 
@@ -33,34 +35,40 @@ def outlined(kind: str, capability: tuple[int, int]) -> Iterator[str]:
         del backends[NAME]
 
 
-def supports(*_: Any) -> None:
+def supports(*_: object) -> None:
     return None
 
 
 def gradients(
-    q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, out_BTNH: Any, lse_BNT: Any, dout_BTNH: Any, call: Any
-) -> tuple[Any, Any, Any]:
+    q_BTNH: Array,
+    k_BSKH: Array,
+    v_BSKH: Array,
+    out_BTNH: Array,
+    lse_BNT: Array,
+    dout_BTNH: Array,
+    call: Call,
+) -> tuple[Array, Array, Array]:
     """The backward pass by itself, of a part of the keys."""
     return _backward((q_BTNH, k_BSKH, v_BSKH, out_BTNH, lse_BNT), (dout_BTNH,))
 
 
-def attention(q_BTNH: Any, k_BSKH: Any, v_BSKH: Any, call: Any) -> tuple[Any, Any]:
+def attention(q_BTNH: Array, k_BSKH: Array, v_BSKH: Array, call: Call) -> tuple[Array, Array]:
     """Results of the shapes of attention's."""
     return _outline(q_BTNH, k_BSKH, v_BSKH)
 
 
 @jax.custom_vjp
-def _outline(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+def _outline(q: Array, k: Array, v: Array) -> tuple[Array, Array]:
     return _forward(q, k, v)[0]
 
 
-def _product(x: Any) -> Any:
+def _product(x: Array) -> Array:
     """A matmul, so that its operand has to be in memory."""
     H = x.shape[-1]
     return x @ (jax.lax.broadcasted_iota(x.dtype, (H, H), 0) + x[0, 0, 0, 0])
 
 
-def _forward(q: Any, k: Any, v: Any) -> tuple[Any, Any]:
+def _forward(q: Array, k: Array, v: Array) -> tuple[tuple[Array, Array], tuple[Array, ...]]:
     B, T, K, H = k.shape
     out = _product(q).reshape(B, T, K, -1, H) + _product(_product(k) + v)[:, :, :, None]
     lse = jnp.swapaxes(jnp.sum(out.astype(jnp.float32), -1).reshape(q.shape[:3]), 1, 2)

@@ -24,10 +24,12 @@ from jaxtrain.model import (
 )
 from jaxtrain.objectives import NextTokenConfig
 from jaxtrain.optim import make_optimizer
+from jaxtrain.optim.types import Hyperparams
 from jaxtrain.parallel import BATCH, bubble_fraction, make_mesh, shardings, split_layers
 from jaxtrain.parallel.mesh import num_batch_shards
 from jaxtrain.train.features import make_step_spec
 from jaxtrain.train.step import State, StepSpec, init_state, state_shardings
+from jaxtrain.weights.params import Params, ShapeTree
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -135,7 +137,7 @@ def abstract_state(w: Workload) -> State:
     )
 
 
-def random_base(w: Workload) -> Any:
+def random_base(w: Workload) -> Params | None:
     """What is frozen, of initial values: a parameter at a time, as a checkpoint is loaded. None if
     all trains."""
     if w.partition.init is None:
@@ -147,14 +149,17 @@ def random_base(w: Workload) -> Any:
     return w.partition.init(unflatten(base), 0)[0]
 
 
-def abstract_frozen(w: Workload) -> Any:
+def abstract_frozen(w: Workload) -> ShapeTree | None:
     """Its shapes; and the placement of what is kept as it was declared."""
     where = {
         (spec.shape, spec.dtype): place
         for spec, place in zip(
             jax.tree.leaves((w.partition.base, w.partition.extras)),
             jax.tree.leaves(
-                (shardings(w.partition.base, w.mesh), shardings(w.partition.extras, w.mesh))
+                (
+                    shardings(w.partition.base or {}, w.mesh),
+                    shardings(w.partition.extras or {}, w.mesh),
+                )
             ),
         )
     }
@@ -167,7 +172,7 @@ def abstract_frozen(w: Workload) -> Any:
     return jax.tree.map(like, jax.eval_shape(lambda: random_base(w)))
 
 
-def new_hyperparams(w: Workload) -> Any:
+def new_hyperparams(w: Workload) -> Hyperparams:
     return jax.device_put(w.spec.optimizer.hyperparams, NamedSharding(w.mesh, PartitionSpec()))
 
 

@@ -15,7 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import NamedSharding, PartitionSpec
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import Scored
@@ -24,6 +24,7 @@ from jaxtrain.evaluation.log_likelihood import AHEAD, shard_model
 from jaxtrain.model import Forward, Transformer
 from jaxtrain.parallel import place_batch
 from jaxtrain.runs.saved import Saved
+from jaxtrain.weights.params import Params
 
 MEASURES = ("nll", "el2n", "grad_norm")  # the order of axis m
 
@@ -90,7 +91,11 @@ def split_to_context(
 
 
 def measure_rows(
-    graphdef: Any, params: Any, rows: Any, chunks: Any, chunk: int
+    graphdef: nnx.GraphDef,
+    params: Params,
+    rows: PyTree,
+    chunks: Array | int,
+    chunk: int,
 ) -> tuple[Float[Array, "B T m"], Float[Array, "B T D"]]:
     """The measures of each label, 0 from chunks * chunk on, and the states that predict them.
 
@@ -128,7 +133,7 @@ def of_labels(
     return jnp.stack([nll_N, norm(error_NV), grad_N], axis=1)
 
 
-def sum_by_document(values: Any, owners_BT: Int[Array, "B T"], count: int) -> Any:
+def sum_by_document(values: PyTree, owners_BT: Int[Array, "B T"], count: int) -> PyTree:
     """Each array [B, T, a] summed in float32 over the places of an owner: [count, a]."""
     owners_N = owners_BT.reshape(-1)
 

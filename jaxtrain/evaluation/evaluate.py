@@ -10,10 +10,10 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
 
 import jax
 import jax.numpy as jnp
+from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
 
@@ -34,6 +34,7 @@ from jaxtrain.runs.job import facts
 from jaxtrain.runs.report import write_report
 from jaxtrain.runs.saved import Saved, folder_of, load_resolved, load_saved
 from jaxtrain.settings import UserError, command
+from jaxtrain.weights.params import Params, Specs
 
 # Batches in the devices' queue. Hundreds of programs that exchange with other processes wait for
 # one another for ever on CPUs: each holds a thread until its partner's has one.
@@ -47,8 +48,12 @@ VALIDATED = (
 
 
 def make_validation_step(
-    graphdef: Any, specs: Any, dtype: jnp.dtype, bytes_V: Any, join: Callable[..., Any] = join_full
-) -> Callable[..., Any]:
+    graphdef: nnx.GraphDef,
+    specs: Specs,
+    dtype: jnp.dtype,
+    bytes_V: jax.Array,
+    join: Callable[[Params, Params | None], Params] = join_full,
+) -> jax.stages.Wrapped:
     """(params, batch, sums) -> sums with the batch added, compiled; `frozen` as a keyword."""
 
     def add_batch(params, batch, sums, frozen=None):
@@ -61,7 +66,11 @@ def make_validation_step(
 
 
 def compile_scorer(
-    scorer: Any, params: Any, frozen: Any, batches: Iterator[data.Batch], mesh: Mesh
+    scorer: jax.stages.Wrapped,
+    params: Params,
+    frozen: Params | None,
+    batches: Iterator[data.Batch],
+    mesh: Mesh,
 ) -> None:
     """What `validation_metrics` will run on such batches, so that it need not be waited for."""
     for batch in batches:
@@ -71,8 +80,8 @@ def compile_scorer(
 
 
 def validation_metrics(
-    scorer: Callable[..., Any],
-    params: Any,
+    scorer: Callable[..., objectives.EvaluationSums],
+    params: Params,
     batches: Iterable[data.Batch],
     mesh: Mesh,
     max_tokens: int | None = None,

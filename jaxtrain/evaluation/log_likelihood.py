@@ -15,6 +15,7 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config.resolve import Resolved
@@ -25,6 +26,7 @@ from jaxtrain.model.branches import Branches
 from jaxtrain.parallel import make_mesh, place_batch, shardings
 from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard, shard_from_host
 from jaxtrain.runs.saved import Saved
+from jaxtrain.weights.params import Params
 
 # Fields of a saved model's configuration that a command line may change, of those read here.
 FIELDS = (
@@ -104,7 +106,11 @@ def make_scorer(saved: Saved, config: Resolved, most_rows: int | None = None) ->
 
 
 def score_rows(
-    graphdef: Any, params: Any, rows: Any, chunks: Any, chunk: int
+    graphdef: nnx.GraphDef,
+    params: Params,
+    rows: PyTree,
+    chunks: jax.Array | int,
+    chunk: int,
 ) -> tuple[jax.Array, jax.Array]:
     """(nll_BM in float32, greedy_BM) of the labels of a `BranchBatch`; 0 beyond chunks * chunk.
 
@@ -183,7 +189,7 @@ class ScoringJob:
         return Scores(sums, misses == 0, np.array(self.lengths, np.int64), self.sizes)
 
 
-def collect(job: ScoringJob, owners_BM: np.ndarray | None, out: Any) -> Iterator[Scores]:
+def collect(job: ScoringJob, owners_BM: np.ndarray | None, out: PyTree) -> Iterator[Scores]:
     """Wait for a batch's numbers; behind its last batch, the job's."""
     if owners_BM is None:
         yield job.finished()

@@ -7,13 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any
+from typing import Any, overload
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float
+from numpy.typing import ArrayLike
 
 from jaxtrain import data
 from jaxtrain.cluster.runtime import compute_dtype
@@ -27,6 +28,7 @@ from jaxtrain.model import Transformer, cast, initialize, split
 from jaxtrain.runs.convert import export_run, import_checkpoint
 from jaxtrain.runs.saved import Saved, load_saved, save_model, template_for
 from jaxtrain.settings import UserError
+from jaxtrain.weights.params import Params
 
 Message = Mapping[str, str]  # {"role": "user", "content": "..."}
 
@@ -42,18 +44,18 @@ class Model:
         self.saved, self.config, self.tokenizer = saved, config or saved.config, saved.tokenizer
 
     @property
-    def params(self) -> Any:
+    def params(self) -> Params:
         """The float32 weights."""
         return self.saved.params
 
     @params.setter
-    def params(self, params: Any) -> None:
+    def params(self, params: Params) -> None:
         self.saved = self.saved._replace(params=params)
         for name in ("compute_params", "scorer"):
             self.__dict__.pop(name, None)
 
     @cached_property
-    def compute_params(self) -> Any:
+    def compute_params(self) -> Params:
         """The weights on one device, in the dtype of `train.precision`."""
         dtype = compute_dtype(self.config.train.precision)
         return cast(jax.device_put(self.params), self.saved.specs, dtype)
@@ -68,7 +70,7 @@ class Model:
         """How conversations are put into words. Raises UserError if the model has no template."""
         return make_chat(*template_for(self.saved), self.tokenizer)
 
-    def logits(self, tokens_BT: Any) -> Float[Array, "B T V"]:
+    def logits(self, tokens_BT: ArrayLike) -> Float[Array, "B T V"]:
         """Float32 logits of the token after each of `tokens_BT`, int [B, T] (or [T], for B = 1)."""
         ids = jnp.atleast_2d(jnp.asarray(tokens_BT, jnp.int32))
         return _logits(self.saved.graphdef, self.compute_params, ids)
@@ -126,9 +128,15 @@ class Model:
 
     # ---- text ----------------------------------------------------------------------------------
 
+    @overload
+    def generate(self, prompts: str, *, temperature: float | int = 0.8, **sampling: Any) -> str: ...
+    @overload
+    def generate(
+        self, prompts: Sequence[str], *, temperature: float | int = 0.8, **sampling: Any
+    ) -> list[str]: ...
     def generate(
         self, prompts: str | Sequence[str], *, temperature: float | int = 0.8, **sampling: Any
-    ) -> Any:
+    ) -> str | list[str]:
         """The continuation of a prompt (str), or of several (list[str]), without the prompts.
 
         temperature: 0 takes the likeliest token. sampling: tokens (256, at most), top_k, top_p,

@@ -273,7 +273,7 @@ def write_scored(
 # ---- what is said of it ------------------------------------------------------------------------
 
 
-def digest(facts: Any) -> str:
+def digest(facts: object) -> str:
     return hashlib.sha256(json.dumps(facts, sort_keys=True).encode()).hexdigest()
 
 

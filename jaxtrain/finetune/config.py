@@ -62,7 +62,7 @@ class LoRAConfig(FrozenBaseConfig):
 
     @field_validator("targets", mode="before")
     @classmethod
-    def ours(cls, targets: Any) -> Any:
+    def ours(cls, targets: object) -> object:
         """With our names in the place of peft's."""
         if not isinstance(targets, (list, tuple)):
             return targets

@@ -2,7 +2,7 @@
 
 import codecs
 from collections.abc import Callable, Iterable, Iterator
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 import numpy as np
 
@@ -13,6 +13,15 @@ HELP = "/reset begins a new conversation, /quit ends"
 Answer = Callable[[np.ndarray], Iterator[int]]  # tokens of a prompt -> tokens of its answer
 
 
+@runtime_checkable
+class TextOut(Protocol):
+    """A text stream that is written to, as sys.stdout."""
+
+    def write(self, text: str, /) -> object: ...
+
+    def flush(self) -> object: ...
+
+
 def chat_loop(
     chat: Chat,
     tokenizer: Tokenizer,
@@ -21,7 +30,7 @@ def chat_loop(
     room: int,
     system: str | None = None,
     typed: Iterable[str],
-    out: Any,
+    out: TextOut,
 ) -> None:
     """Answer each typed line, the conversation so far in view, until /quit or the end of `typed`.
 
@@ -65,7 +74,7 @@ def fit_to_context(chat: Chat, messages: list, fixed: int, room: int) -> tuple[n
     return prompt, messages
 
 
-def print_stream(ids: Iterator[int], tokenizer: Tokenizer, out: Any) -> str:
+def print_stream(ids: Iterator[int], tokenizer: Tokenizer, out: TextOut) -> str:
     """Print the text of tokens as they come; a character waits until all its bytes are there."""
     decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
     text, before = "", tokenizer.prefix
@@ -88,6 +97,6 @@ def print_stream(ids: Iterator[int], tokenizer: Tokenizer, out: Any) -> str:
     return text.strip()
 
 
-def write_text(out: Any, text: str) -> None:
+def write_text(out: TextOut, text: str) -> None:
     out.write(text)
     out.flush()

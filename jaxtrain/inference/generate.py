@@ -33,6 +33,7 @@ from jaxtrain.parallel.mesh import gather_to_host
 from jaxtrain.runs.saved import Saved, load_saved, template_for
 from jaxtrain.settings import UserError, command, visible
 from jaxtrain.storage.disk import write_whole
+from jaxtrain.weights.params import Params
 
 PROMPT_MULTIPLE = 32  # prompts are padded to a multiple, so that few lengths are compiled
 
@@ -65,8 +66,8 @@ def sample_token(
 
 @jit("cublas", static_argnames=("graphdef", "new", "top_k", "stop", "cache_dtype"))
 def decode_tokens(
-    graphdef: Any,
-    params: Any,
+    graphdef: nnx.GraphDef,
+    params: Params,
     tokens_BT: Int[Array, "B T"],
     lengths_B: Int[Array, "B"],
     key: Array,
@@ -154,8 +155,8 @@ def generation_inputs(
 
 
 def generate(
-    graphdef: Any,
-    params: Any,
+    graphdef: nnx.GraphDef,
+    params: Params,
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     sampling: Sampling,
@@ -185,7 +186,7 @@ def sampling_of(c: Resolved) -> Sampling:
 
 
 def compile_samples(
-    graphdef: Any, params: Any, tokenizer: Tokenizer, c: Resolved, chat: Chat | None
+    graphdef: nnx.GraphDef, params: Params, tokenizer: Tokenizer, c: Resolved, chat: Chat | None
 ) -> None:
     """What `write_samples` will run with the same arguments, so that it need not be waited for."""
     arrays, static = generation_inputs(tokenizer, c.sample.prompts, sampling_of(c), chat=chat)
@@ -193,7 +194,12 @@ def compile_samples(
 
 
 def write_samples(
-    path: Path, graphdef: Any, params: Any, tokenizer: Tokenizer, c: Resolved, chat: Chat | None
+    path: Path,
+    graphdef: nnx.GraphDef,
+    params: Params,
+    tokenizer: Tokenizer,
+    c: Resolved,
+    chat: Chat | None,
 ) -> None:
     """A file of what follows the prompts of `sample`; all processes compute it, the first writes.
 
@@ -213,8 +219,8 @@ def write_samples(
 
 @jit("cublas", static_argnames=("graphdef", "capacity", "top_k", "cache_dtype"))
 def prefill(
-    graphdef: Any,
-    params: Any,
+    graphdef: nnx.GraphDef,
+    params: Params,
     tokens_BT: Int[Array, "B T"],
     lengths_B: Int[Array, "B"],
     key: Array,
@@ -235,8 +241,8 @@ def prefill(
 
 @jit("cublas", static_argnames=("graphdef", "top_k"), donate_argnames="cache")
 def decode_step(
-    graphdef: Any,
-    params: Any,
+    graphdef: nnx.GraphDef,
+    params: Params,
     token_B: Int[Array, "B"],
     cache: Cache,
     key: Array,
@@ -252,7 +258,11 @@ def decode_step(
 
 
 def stream_tokens(
-    graphdef: Any, params: Any, prompt: np.ndarray, sampling: Sampling, stop: Sequence[int]
+    graphdef: nnx.GraphDef,
+    params: Params,
+    prompt: np.ndarray,
+    sampling: Sampling,
+    stop: Sequence[int],
 ) -> Iterator[int]:
     """The tokens after a prompt of token ids, one by one, up to one in `stop`; those of `generate`.
 
@@ -278,7 +288,7 @@ def stream_tokens(
             )
 
 
-def chat_in_terminal(saved: Saved, params: Any, chat: Chat, a: argparse.Namespace) -> None:
+def chat_in_terminal(saved: Saved, params: Params, chat: Chat, a: argparse.Namespace) -> None:
     """Talk in the terminal, the options from the command line."""
     logging.getLogger("jaxtrain_kernels").setLevel(logging.WARNING)  # it would write between turns
     stop = (chat.end, *saved.prompting.stops)

@@ -119,7 +119,7 @@ def check_values(family: Family, given: Json) -> None:
             check_value(key, value, KINDS.get(name, WHOLE), name not in NEVER_NULL)
 
 
-def check_value(key: str, value: Any, kind: Kind, null: bool = False) -> None:
+def check_value(key: str, value: object, kind: Kind, null: bool = False) -> None:
     if not (kind.fits(value) or (null and value is None)):
         raise UserError(f"config.json: {key} is {json.dumps(value)}, but must be {kind.words}")
 
@@ -254,7 +254,7 @@ def yarn(given: Json, original: int, context: int) -> Json:
     return fields
 
 
-def needed(given: Json, key: str) -> Any:
+def needed(given: Json, key: str) -> int | float:
     if key not in given:
         raise UserError(f"config.json: rotary positions of this type need {key}")
     check_value(key, given[key], NUMBER)
@@ -361,7 +361,7 @@ def lost_features(a: ResolvedModel, b: ResolvedModel) -> list[str]:
     return lost
 
 
-def alike(a: Any, b: Any) -> bool:
+def alike(a: object, b: object) -> bool:
     """Equal, or numbers equal but for rounding."""
     if isinstance(a, float) and isinstance(b, float):
         return math.isclose(a, b, rel_tol=1e-6)

@@ -109,7 +109,7 @@ def read_header(path: Path) -> dict[str, Stored]:
     return tensors
 
 
-def checked_entry(path: Path, name: str, entry: Any) -> tuple[str, tuple[int, ...], int, int]:
+def checked_entry(path: Path, name: str, entry: object) -> tuple[str, tuple[int, ...], int, int]:
     """dtype, shape and byte range of a tensor. Raises UserError for what is none of them."""
     facts = entry if isinstance(entry, dict) else {}
     dtype, shape, place = facts.get("dtype"), counts(facts, "shape"), counts(facts, "data_offsets")
@@ -130,7 +130,7 @@ def counts(facts: dict[str, Any], key: str) -> list[int] | None:
     return given if fits else None
 
 
-def checksums(metadata: Any, path: Path) -> dict[str, Any]:
+def checksums(metadata: object, path: Path) -> dict[str, Any]:
     """Those of the tensors, by their names; none in a file that others wrote."""
     if not isinstance(metadata, dict) or not all(type(x) is str for x in metadata.values()):
         raise UserError(f"{path} is damaged: __metadata__ of its header must be texts by names")

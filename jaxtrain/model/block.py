@@ -1,6 +1,6 @@
 """One layer: attention and feed-forward, each on the normed stream and added to it."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 from flax import nnx
 from jaxtyping import Array, Float
@@ -98,19 +98,21 @@ class Block(nnx.Module):
         return BlockOutput(x_BTD, scaled(y_BTD, self.ffn_scale), kv, balance_B)
 
     def pre_norm(
-        self, x_BTD: Float[Array, "B T D"], gain: Any, shift: Any
+        self, x_BTD: Float[Array, "B T D"], gain: nnx.Param | None, shift: nnx.Param | None
     ) -> Float[Array, "B T D"]:
         """What a branch sees of the stream."""
         return normed(self.config, x_BTD, gain, shift) if self.config.block_norm else x_BTD
 
     def post_norm(
-        self, y_BTD: Float[Array, "B T D"], gain: Any, shift: Any
+        self, y_BTD: Float[Array, "B T D"], gain: nnx.Param | None, shift: nnx.Param | None
     ) -> Float[Array, "B T D"]:
         """What a branch adds to the stream."""
         return normed(self.config, y_BTD, gain, shift) if self.config.post_norm else y_BTD
 
 
-def declare_norm(c: ResolvedModel, stack: tuple[int, ...]) -> tuple[Any, Any]:
+def declare_norm(
+    c: ResolvedModel, stack: tuple[int, ...]
+) -> tuple[nnx.Param | None, nnx.Param | None]:
     """The gain and the shift of a norm, [*stack, D], or None where there is none."""
     axes = (*("layers" for _ in stack), None)
     vector = lambda start, group: declare(
@@ -121,7 +123,7 @@ def declare_norm(c: ResolvedModel, stack: tuple[int, ...]) -> tuple[Any, Any]:
 
 
 def normed(
-    c: ResolvedModel, x: Float[Array, "*B D"], gain: Any, shift: Any
+    c: ResolvedModel, x: Float[Array, "*B D"], gain: nnx.Param | None, shift: nnx.Param | None
 ) -> Float[Array, "*B D"]:
     """The norm that the configuration names."""
     gain_D = None if gain is None else gain[...]
@@ -130,6 +132,6 @@ def normed(
     return layer_norm(x, gain_D, None if shift is None else shift[...], eps=c.norm_eps)
 
 
-def scaled(y_BTD: Array, scale: Any) -> Array:
+def scaled(y_BTD: Array, scale: nnx.Param | None) -> Array:
     """A branch times its learned scale if there is one."""
     return y_BTD if scale is None else (scale[...] * y_BTD).astype(y_BTD.dtype)

@@ -1,16 +1,14 @@
 """Parameter counts and FLOPs per token, from the declarations (nanochat's convention)."""
 
-from typing import Any
-
 import jax
 
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.plan import make_plan
-from jaxtrain.weights.params import count
+from jaxtrain.weights.params import Specs, count
 
 
 def flops_per_token(
-    c: ResolvedModel, specs: dict[str, Any], sequence_length: int, trained: Any = None
+    c: ResolvedModel, specs: Specs, sequence_length: int, trained: Specs | None = None
 ) -> float:
     """Forward and backward FLOPs of one token: 6 per matmul weight, and attention.
 
@@ -28,7 +26,7 @@ def flops_per_token(
     return weights + 12.0 * c.heads * c.head_dim * keys
 
 
-def active(c: ResolvedModel, specs: dict[str, Any]) -> float:
+def active(c: ResolvedModel, specs: Specs) -> float:
     """Weights of matrices and head that a token meets: of the experts, `top_k`."""
     weights: float = count(specs, "matrix") + count(specs, "head")
     if c.tied_head and "embed" in specs:
@@ -38,7 +36,7 @@ def active(c: ResolvedModel, specs: dict[str, Any]) -> float:
     return float(weights)
 
 
-def sizes(specs: dict[str, Any]) -> dict[str, int]:
+def sizes(specs: Specs) -> dict[str, int]:
     """Number of parameters by optimizer group, and in all."""
     table: dict[str, int] = {}
     for spec in jax.tree.leaves(specs):

@@ -44,7 +44,7 @@ FASTEST = FusedOps.model_validate({})
 PLAIN = FusedOps.model_validate("xla")
 
 
-def fastest(fused: FusedOps, c: Any, x_BTD: Any) -> FusedOps:
+def fastest(fused: FusedOps, c: Any, x_BTD: Array | jax.ShapeDtypeStruct) -> FusedOps:
     """`fused` with the norm and the rope of a model `c` left to XLA where no kernel serves them."""
     serves = lambda op, *shape: kernels.serves(op, jax.ShapeDtypeStruct(shape, x_BTD.dtype))
     changes = {}

@@ -6,7 +6,8 @@ reaches the optimizer's group `router_bias`, which lowers the bias where the loa
 (Wang et al. 2024, "Auxiliary-Loss-Free Load Balancing"); and it is what the load is reported from.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Sequence
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,7 @@ from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.init import SCHEMES, constant
 from jaxtrain.model.layers import ACTIVATIONS, GATED, FeedForward
 from jaxtrain.weights.contract import dequantize
-from jaxtrain.weights.params import BALANCE_GROUPS, declare
+from jaxtrain.weights.params import BALANCE_GROUPS, Params, declare
 
 
 class Route(NamedTuple):
@@ -105,7 +106,7 @@ class MixtureOfExperts(nnx.Module):
         self,
         x_MD: Float[Array, "M D"],
         weights_M1: Float[Array, "M 1"],
-        ups: Any,
+        ups: Sequence[Array],
         down_EFD: Float[Array, "E F D"],
         sizes_E: Int[Array, "E"],
     ) -> Float[Array, "M D"]:
@@ -163,7 +164,7 @@ gathered.defvjp(
 )
 
 
-def load_metrics(grads: Any) -> dict[str, Array]:
+def load_metrics(grads: Params) -> dict[str, Array]:
     """Tokens of each expert over its layer's mean: averaged over the layers, and the extremes.
 
     Empty without experts.

@@ -78,7 +78,7 @@ def offset_positions(positions_BT: Array | None, T: int, count: int) -> Array:
     return positions_BT + count
 
 
-def with_prefix_kv(own: KeysValues | None, attend: Attend, positions_BT: Array) -> Any:
+def with_prefix_kv(own: KeysValues | None, attend: Attend, positions_BT: Array) -> Attend:
     """`attend` with a layer's virtual tokens, if there are any, in front of every text."""
     if own is None:
         return attend

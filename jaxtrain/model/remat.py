@@ -10,6 +10,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 from jax.ad_checkpoint import checkpoint_name
+from jax.extend.core import Primitive
 from jaxtrain_kernels.attention import RESULT
 from jaxtrain_kernels.dispatch import target
 
@@ -20,7 +21,7 @@ from jaxtrain.settings import UserError
 INPUT = "block_input"
 
 
-def matmuls(primitive: Any, *arrays: Any, **options: Any) -> bool:
+def matmuls(primitive: Primitive, *arrays: Any, **options: Any) -> bool:
     """A policy of jax.checkpoint: keep what a matmul gives, and attention with its LSE."""
     # cuDNN's is a primitive of JAX's own, ours are named.
     return (
@@ -30,7 +31,7 @@ def matmuls(primitive: Any, *arrays: Any, **options: Any) -> bool:
     )
 
 
-def all_but_slices(primitive: Any, *_: Any, **__: Any) -> bool:
+def all_but_slices(primitive: Primitive, *_: Any, **__: Any) -> bool:
     """A policy of jax.checkpoint: nothing is computed again, but weights are cut out again."""
     return primitive.name not in ("slice", "squeeze", "split")
 

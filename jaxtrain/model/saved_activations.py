@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
 GROUP = 128  # channels that share a scale, or all where they are not a multiple
@@ -34,7 +35,7 @@ def compress(x: Float[Array, "*B D"]) -> Rounded:
     return Rounded(codes.reshape(x.shape).astype(jnp.int8), scales)
 
 
-def decompress(rounded: Rounded, dtype: Any) -> Array:
+def decompress(rounded: Rounded, dtype: DTypeLike) -> Array:
     """The values that were rounded to."""
     codes, scales = rounded
     x32 = codes.astype(jnp.float32).reshape(*scales.shape, -1) * scales[..., None]

@@ -36,7 +36,7 @@ def part_sizes(period: Plan, parts: Iterable[str]) -> dict[str, int]:
     return {name: sum(name in spec.parts for spec in period) for name in parts}
 
 
-def in_form(state: Any, form: str | None) -> Any:
+def in_form[State](state: State, form: str | None) -> State:
     """A layer's parameters, its matrices in a form of WEIGHTS. Routers and adapters stay arrays.
 
     Raises UserError where a matrix has another form already.
@@ -59,7 +59,7 @@ def in_form(state: Any, form: str | None) -> Any:
     return jax.tree_util.tree_map_with_path(encode, state, is_leaf=is_param)
 
 
-def take(stack: Any, start: int, repeats: int, size: int) -> Any:
+def take[Tree](stack: Tree, start: int, repeats: int, size: int) -> Tree:
     """Layers start .. start + repeats*size of a stack, as [repeats, size, ...]."""
     part = lambda s: s[start : start + repeats * size].reshape(repeats, size, *s.shape[1:])
     return jax.tree.map(part, stack)
@@ -105,7 +105,7 @@ def picked(i: int, places: dict[str, int], stack: Stack) -> LayerWeights:
     return LayerWeights(at(stack.layers, i), parts)
 
 
-def unstack(stack: Any, layers: int) -> list[Any]:
+def unstack[Tree](stack: Tree, layers: int) -> list[Tree]:
     """A stack as a list of layers. `lax.split`, because its gradient is one concatenation."""
     leaves, treedef = jax.tree.flatten(stack)
 

@@ -9,7 +9,7 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
-from jaxtrain.objectives.base import LossOptions, Objective
+from jaxtrain.objectives.base import LossOptions, Objective, StepBatch
 from jaxtrain.objectives.dpo import DPOConfig, dpo_loss
 from jaxtrain.objectives.ipo import IPOConfig, ipo_loss
 from jaxtrain.objectives.kto import KTOConfig, kto_loss, kto_reference_point
@@ -35,12 +35,12 @@ OBJECTIVES: dict[str, Callable[[Any, LossOptions], Objective]] = {
 }
 
 
-def make_objective(c: Any, options: LossOptions = LossOptions()) -> Objective:  # noqa: B008
+def make_objective(c: ObjectiveConfig, options: LossOptions = LossOptions()) -> Objective:  # noqa: B008
     """The objective of that configuration."""
     return OBJECTIVES[c.name](c, options)
 
 
 __all__ = [
     "NEXT_TOKEN", "OBJECTIVES", "PREFERENCES", "LossOptions", "NextTokenConfig", "Objective",
-    "ObjectiveConfig", "answer_logps", "make_objective",
+    "ObjectiveConfig", "StepBatch", "answer_logps", "make_objective",
 ]  # fmt: skip

@@ -1,11 +1,54 @@
 """The contract of an objective: sums over microbatches, divided once by what was counted."""
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
+from flax import nnx
 from jaxtyping import Array
 
+from jaxtrain.weights.params import Params
+
 SumsByName = dict[str, Array]
+
+
+@runtime_checkable
+class StepBatch(Protocol):
+    """A batch of arrays on the device, [B, T], or [A, B, T] of microbatches: what a step reads."""
+
+    @property
+    def tokens_BT(self) -> Array: ...
+
+
+@runtime_checkable
+class DeviceBatch(StepBatch, Protocol):
+    """A `data.Batch` as an objective reads it."""
+
+    @property
+    def targets_BT(self) -> Array: ...
+    @property
+    def weights_BT(self) -> Array: ...
+    @property
+    def segments_BT(self) -> Array | None: ...
+    @property
+    def positions_BT(self) -> Array | None: ...
+
+
+@runtime_checkable
+class DevicePairs(StepBatch, Protocol):
+    """A `data.PairBatch` as an objective reads it."""
+
+    @property
+    def targets_BT(self) -> Array: ...
+    @property
+    def weights_BT(self) -> Array: ...
+    @property
+    def segments_BT(self) -> Array: ...
+    @property
+    def positions_BT(self) -> Array: ...
+    @property
+    def kto_labels_BP(self) -> Array: ...
+    @property
+    def references_BP2(self) -> Array: ...
 
 
 class Objective(NamedTuple):
@@ -23,7 +66,7 @@ class Objective(NamedTuple):
     metrics: Callable[..., dict[str, Array]]
     sums: tuple[str, ...] = ()  # names of the other sums
     # (model, params, batch [A, B, T]) -> what the losses of all microbatches read
-    share: Callable[[Any, Any, Any], Any] = lambda model, params, batch: None
+    share: Callable[[nnx.GraphDef, Params, Any], Any] = lambda model, params, batch: None
 
 
 class LossOptions(NamedTuple):

@@ -3,7 +3,7 @@
 Answers are labelled one by one: desirable or not.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -11,6 +11,7 @@ from flax import nnx
 from jaxtyping import Array
 from pydantic import Field
 
+from jaxtrain.objectives.base import DevicePairs
 from jaxtrain.objectives.preference import Answers, PreferenceLoss, compared_answers
 from jaxtrain.settings import Settings
 from jaxtrain.weights.params import Params
@@ -36,10 +37,10 @@ def kto_loss(c: KTOConfig, a: Answers, divergence: Array) -> PreferenceLoss:
     return PreferenceLoss(jnp.where(a.desirable_N, desirable_N, undesirable_N), reward_N2)
 
 
-def kto_reference_point(graphdef: nnx.GraphDef, params: Params, batch: Any) -> Array:
+def kto_reference_point(graphdef: nnx.GraphDef, params: Params, batch: DevicePairs) -> Array:
     """KTO's reference point of a whole step, from the second answers of microbatches [A, B, T]."""
 
-    def one(microbatch: Any) -> tuple[Array, Array]:
+    def one(microbatch: DevicePairs) -> tuple[Array, Array]:
         a = compared_answers(graphdef, params, microbatch)
         there_BP = (microbatch.kto_labels_BP >= 0).astype(jnp.float32)
         ratio_BP = (a.logp_N2 - a.reference_N2)[..., 1]

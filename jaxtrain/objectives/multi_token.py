@@ -12,7 +12,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 from pydantic import Field
 
-from jaxtrain.objectives.base import LossOptions, Objective, SumsByName
+from jaxtrain.objectives.base import DeviceBatch, LossOptions, Objective, SumsByName
 from jaxtrain.objectives.next_token import (
     count_tokens,
     head_loss,
@@ -54,7 +54,7 @@ def make_multi_token(c: MultiTokenConfig, options: LossOptions) -> Objective:
     names = tuple(f"loss_ahead_{i}" for i in range(2, 2 + len(c.weights)))
 
     def loss(
-        graphdef: nnx.GraphDef, params: Params, batch: Any, shared: None, **step: Any
+        graphdef: nnx.GraphDef, params: Params, batch: DeviceBatch, shared: None, **step: Any
     ) -> tuple[Array, SumsByName]:
         h = hidden_states(graphdef, params, batch, options, step.get("key"))
         first = head_loss(h, h.targets_BT, h.weights_BT, options)

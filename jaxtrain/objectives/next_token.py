@@ -10,7 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxtrain import parallel
 from jaxtrain.model import Forward, Pipelined, Transformer
-from jaxtrain.objectives.base import LossOptions, Objective, SumsByName
+from jaxtrain.objectives.base import DeviceBatch, LossOptions, Objective, SumsByName
 from jaxtrain.settings import Settings
 from jaxtrain.weights.params import Params
 
@@ -27,7 +27,7 @@ def make_next_token(c: NextTokenConfig | None = None, options: LossOptions = PLA
     """The mean negative log-likelihood of the next token, in nats."""
 
     def loss(
-        graphdef: nnx.GraphDef, params: Params, batch: Any, shared: None, **step: Any
+        graphdef: nnx.GraphDef, params: Params, batch: DeviceBatch, shared: None, **step: Any
     ) -> tuple[Array, SumsByName]:
         return next_token_loss(graphdef, params, batch, options, step.get("key")), {}
 
@@ -47,7 +47,7 @@ class Hidden(NamedTuple):
 def hidden_states(
     graphdef: nnx.GraphDef,
     params: Params,
-    batch: Any,
+    batch: DeviceBatch,
     options: LossOptions = PLAIN,
     key: Array | None = None,
 ) -> Hidden:
@@ -92,7 +92,7 @@ def head_loss(h: Hidden, targets_BT: Array, weights_BT: Array, options: LossOpti
 def next_token_loss(
     graphdef: nnx.GraphDef,
     params: Params,
-    batch: Any,
+    batch: DeviceBatch,
     options: LossOptions = PLAIN,
     key: Array | None = None,
 ) -> Float[Array, ""]:
@@ -105,7 +105,7 @@ def next_token_loss(
     return loss if isinstance(h.balance_loss, float) else loss + h.balance_loss
 
 
-def count_tokens(batch: Any, bytes_V: Array) -> tuple[Array, Array]:
+def count_tokens(batch: DeviceBatch, bytes_V: Array) -> tuple[Array, Array]:
     """Labels of a batch, and the bytes of text that they stand for (both weighted, float32)."""
     return jnp.sum(batch.weights_BT), jnp.sum(bytes_V[batch.targets_BT] * batch.weights_BT)
 
@@ -133,7 +133,7 @@ class EvaluationSums(NamedTuple):
 
 
 def evaluation_sums(
-    graphdef: nnx.GraphDef, params: Params, batch: Any, bytes_V: Array
+    graphdef: nnx.GraphDef, params: Params, batch: DeviceBatch, bytes_V: Array
 ) -> EvaluationSums:
     """Evaluation sums of a batch. Special tokens count in `loss`, not in bits per byte."""
     model: Transformer = nnx.merge(graphdef, params)

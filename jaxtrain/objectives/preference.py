@@ -4,7 +4,7 @@ A file an objective (`dpo.py`, ...) has its configuration and its loss; here is 
 """
 
 from collections.abc import Callable
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax.numpy as jnp
 from flax import nnx
@@ -13,7 +13,7 @@ from jaxtyping import Array, Bool, Float
 from jaxtrain import parallel
 from jaxtrain.data.records import DESIRABLE
 from jaxtrain.model import Forward, Transformer
-from jaxtrain.objectives.base import Objective, SumsByName
+from jaxtrain.objectives.base import DevicePairs, Objective, SumsByName
 from jaxtrain.weights.params import Params
 
 SUMS = (
@@ -41,20 +41,32 @@ class PreferenceLoss(NamedTuple):
     reward_N2: Float[Array, "*n 2"]
 
 
+@runtime_checkable
+class PreferenceConfig(Protocol):
+    """The configuration of a preference objective."""
+
+    @property
+    def beta(self) -> float: ...
+
+
 class PreferenceMethod(NamedTuple):
     """One preference objective: (config, answers, shared) -> the loss of each pair."""
 
     loss: Callable[..., PreferenceLoss]
     has_reference: bool = True  # it compares with the model that training starts from
     is_labelled: bool = False  # each answer has a label of its own, as KTO's
-    share: Callable[[Any, Any, Any], Any] | None = None  # see `Objective`
+    share: Callable[[nnx.GraphDef, Params, Any], Array] | None = None  # see `Objective`
 
 
-def make_preference(c: Any, method: PreferenceMethod) -> Objective:
+def make_preference(c: PreferenceConfig, method: PreferenceMethod) -> Objective:
     """The objective of a method and its configuration."""
 
     def loss(
-        graphdef: nnx.GraphDef, params: Params, batch: Any, shared: Array | None, **step: Any
+        graphdef: nnx.GraphDef,
+        params: Params,
+        batch: DevicePairs,
+        shared: Array | None,
+        **step: Any,
     ) -> tuple[Array, SumsByName]:
         return preference_loss(c, method, graphdef, params, batch, shared)
 
@@ -63,7 +75,7 @@ def make_preference(c: Any, method: PreferenceMethod) -> Objective:
 
 
 def answer_logps(
-    graphdef: nnx.GraphDef, params: Params, batch: Any
+    graphdef: nnx.GraphDef, params: Params, batch: DevicePairs
 ) -> tuple[Float[Array, "B P 2"], Float[Array, "B P 2"]]:
     """Log-probs of the two answers of each pair of a `data.PairBatch`, and their tokens."""
     model: Transformer = nnx.merge(graphdef, params)
@@ -85,7 +97,7 @@ def answer_logps(
     return total(-nll_BT * weights_BT), total(weights_BT)
 
 
-def compared_answers(graphdef: nnx.GraphDef, params: Params, batch: Any) -> Answers:
+def compared_answers(graphdef: nnx.GraphDef, params: Params, batch: DevicePairs) -> Answers:
     """The answers of a `data.PairBatch` [B, T] with their reference, [B, P, 2]."""
     logp_BP2, tokens_BP2 = answer_logps(graphdef, params, batch)
     desirable_BP = batch.kto_labels_BP == DESIRABLE
@@ -93,11 +105,11 @@ def compared_answers(graphdef: nnx.GraphDef, params: Params, batch: Any) -> Answ
 
 
 def preference_loss(
-    c: Any,
+    c: PreferenceConfig,
     method: PreferenceMethod,
     graphdef: nnx.GraphDef,
     params: Params,
-    batch: Any,
+    batch: DevicePairs,
     divergence: Array | None,
 ) -> tuple[Array, dict[str, Array]]:
     """Sum over pairs of the loss of that configuration, and the sums of the usual figures.
@@ -110,7 +122,7 @@ def preference_loss(
     loss_BP, reward_BP2 = method.loss(c, a, divergence)
     logps, rewards = (jnp.moveaxis(x, -1, 0) for x in (a.logp_N2, reward_BP2))
     chosen_BP = rejected_BP = there_BP
-    if method.is_labelled:
+    if method.is_labelled and divergence is not None:
         chosen_BP, rejected_BP = there_BP * a.desirable_N, there_BP * ~a.desirable_N
         logps, rewards = (logps[0], logps[0]), (rewards[0], rewards[0])
         right_BP = (rewards[0] > c.beta * divergence) == a.desirable_N
@@ -124,7 +136,7 @@ def preference_loss(
     return jnp.sum(loss_BP * there_BP), dict(zip(SUMS, map(jnp.sum, sums)))
 
 
-def count_pairs(batch: Any, bytes_V: Array) -> tuple[Array, Array]:
+def count_pairs(batch: DevicePairs, bytes_V: Array) -> tuple[Array, Array]:
     return jnp.sum(batch.kto_labels_BP >= 0).astype(jnp.float32), jnp.zeros(())
 
 

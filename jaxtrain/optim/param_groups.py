@@ -415,12 +415,12 @@ def apply_offloaded(
     return params, state._replace(inner_states=inner)
 
 
-def only(name: str, label: str, param: Any) -> Any:
+def only[Leaf](name: str, label: str, param: Leaf) -> Leaf | optax.MaskedNode:
     """A leaf of the tree that this row of optax.partition sees."""
     return param if label == name else optax.MaskedNode()
 
 
-def replace(name: str, label: str, param: Any, mine: Any) -> Any:
+def replace(name: str, label: str, param: jax.Array, mine: Any) -> jax.Array:
     return mine.astype(param.dtype) if label == name else param
 
 

@@ -7,7 +7,10 @@ from typing import Any
 
 import jax
 from jax.sharding import AbstractMesh, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 
+SpecTree = dict[str, Any]  # of declarations that have `axes` and `shape`, as `ParamSpec`
+Shardings = dict[str, Any]  # the same tree, of NamedSharding
 # The devices that hold different batch rows; those of `expert` hold different experts as well.
 BATCH = ("data", "fsdp", "expert")
 # Parameters follow `embed` (FSDP) and the tensor-parallel dims; activations follow `batch` and,
@@ -59,7 +62,7 @@ def mesh_axes_in(entry: str | tuple[str, ...] | None) -> tuple[str, ...]:
     return (entry,) if isinstance(entry, str) else entry or ()
 
 
-def shardings(specs: Any, mesh: Mesh) -> Any:
+def shardings(specs: SpecTree, mesh: Mesh) -> Shardings:
     """A tree of NamedSharding for a tree of parameter declarations (`.axes`, `.shape`)."""
     return jax.tree.map(lambda s: NamedSharding(mesh, partition_spec(s.axes, s.shape, mesh)), specs)
 
@@ -99,7 +102,9 @@ def replicated_axes(zero: int) -> tuple[str, ...]:
     return tuple(split) if set(split) <= set(whole) else ()
 
 
-def shard_map(function: Callable[..., Any], in_specs: Any, out_specs: Any) -> Callable[..., Any]:
+def shard_map[**Arrays, Result](
+    function: Callable[Arrays, Result], in_specs: PyTree, out_specs: PyTree
+) -> Callable[Arrays, Result]:
     """`function` run by each device of the mesh in force on its own parts of the arrays."""
     mesh = jax.sharding.get_abstract_mesh()
     names = set(mesh.axis_names) - set(manual_axes(mesh))
@@ -132,7 +137,7 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition_spec(axes, x.shape, mesh))
 
 
-def constrain_tree[Tree](kind: str, tree: Tree, specs: Any, zero: int) -> Tree:
+def constrain_tree[Tree](kind: str, tree: Tree, specs: SpecTree, zero: int) -> Tree:
     """Pin parameters or gradients (`kind`) as this stage of ZeRO has them; free without a mesh."""
     mesh = current_mesh()
     if mesh is None:

@@ -243,7 +243,9 @@ def dispatch_tokens(tokens: tuple[Array, Array], exchange: ExchangeRound) -> tup
     return x_SD, dispatch_rows(weights_Nk.reshape(-1, 1), exchange.copy_S, exchange)
 
 
-def for_each_round(one: Callable[[ExchangeRound, Any], Any], plan: DispatchPlan, state: Any) -> Any:
+def for_each_round[State](
+    one: Callable[[ExchangeRound, State], State], plan: DispatchPlan, state: State
+) -> State:
     """Those of an even load are not in a loop, so that what one sends can hide behind what another
     computes."""
     M, W = len(plan.order_M), len(plan.sizes_VWe)

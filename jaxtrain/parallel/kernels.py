@@ -14,6 +14,7 @@ import jax.numpy as jnp
 import jaxtrain_kernels as kernels
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jax.typing import DTypeLike
 from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.feed_forward import BACKENDS as FEED_FORWARD
 from jaxtyping import Array, Float, Int
@@ -159,7 +160,7 @@ def embedding_lookup(
 
 
 def embedding_grad(
-    rows_BTD: Float[Array, "*M B T D"], places_BT: Int[Array, "*M B T"], size: int, dtype: Any
+    rows_BTD: Float[Array, "*M B T D"], places_BT: Int[Array, "*M B T"], size: int, dtype: DTypeLike
 ) -> Float[Array, "V D"]:
     """V = size sums of the rows at each place: in float32 on a device, then in `dtype`.
 
@@ -181,7 +182,11 @@ def embedding_grad(
 
 
 def sharded_embedding_grad(
-    rows_BTD: Float[Array, "B T D"], places_BT: Int[Array, "B T"], size: int, dtype: Any, split: P
+    rows_BTD: Float[Array, "B T D"],
+    places_BT: Int[Array, "B T"],
+    size: int,
+    dtype: DTypeLike,
+    split: P,
 ) -> Float[Array, "V D"]:
     """`embedding_grad` of each device's own texts, then of all; split: of `embedding_spec`."""
     rows, columns = split
@@ -209,12 +214,12 @@ def sharded_embedding_grad(
     return shard_map(local, (P(*texts, None), texts), split)(rows_BTD, places_BT)
 
 
-def shard_map_tokens(
-    kernel: Callable[..., Any],
+def shard_map_tokens[Result](
+    kernel: Callable[..., Result],
     *arrays: Any,
     tokens: str = "sequence",
     columns: Sequence[str | None] = (),
-) -> Any:
+) -> Result:
     """kernel(*arrays), split over batch rows and, by the axis `tokens`, over the tokens of a row.
 
     Arrays of three dims or more, and the results, are [B, T, ...]; None may be among. columns: of

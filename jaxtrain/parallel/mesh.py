@@ -8,6 +8,7 @@ import jax
 import numpy as np
 from jax.experimental import mesh_utils
 from jax.sharding import AxisType, Mesh, NamedSharding, PartitionSpec
+from jaxtyping import PyTree
 from pydantic import Field
 
 from jaxtrain.parallel.axes import BATCH
@@ -158,7 +159,7 @@ def gather_to_host[Tree](tree: Tree) -> Tree:
     return jax.tree.map(one, tree)
 
 
-def shard_from_host[Tree](tree: Tree, where: Any) -> Tree:
+def shard_from_host[Tree](tree: Tree, where: PyTree) -> Tree:
     """Arrays that every process has whole -> the same on the mesh, each process its parts."""
     if jax.process_count() == 1:
         return jax.device_put(tree, where)

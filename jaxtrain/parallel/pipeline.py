@@ -37,6 +37,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
 
 from jaxtrain.parallel.axes import manual_axes
 from jaxtrain.settings import UserError
@@ -44,7 +45,7 @@ from jaxtrain.settings import UserError
 AXIS = "pipeline"
 # (kind of chunk, its part of the stacks, what came from the one before, the microbatch) -> what it
 # makes
-Stage = Callable[[Any, Any, Any, Any], Any]
+Stage = Callable[[Any, PyTree, PyTree, PyTree], PyTree]
 
 
 def pipeline_size() -> int:
@@ -177,9 +178,9 @@ zero_grad_where.defvjp(
 )
 
 
-def switch_with_remat(
-    functions: Sequence[Callable[..., Any]], index: jax.Array, *arrays: Any
-) -> Any:
+def switch_with_remat[Result](
+    functions: Sequence[Callable[..., Result]], index: jax.Array, *arrays: PyTree
+) -> Result:
     """functions[index](*arrays). Its gradient is of that one alone, computed from the arrays again:
     that of a switch would keep for each what any of them needs.
     """
@@ -208,13 +209,13 @@ def switch_with_remat(
 def run_stage(
     stage: Stage,
     kinds: Sequence[Hashable],
-    first: Callable[[Any], Any],
+    first: Callable[[PyTree], PyTree],
     repeats: int,
     loads: bool,
     index: jax.Array,
-    stacks: Any,
-    micro: Any,
-) -> Any:
+    stacks: PyTree,
+    micro: PyTree,
+) -> PyTree:
     """What stage index[0] does, with its part of the stacks; see `run_pipeline`."""
     stages, count, here = pipeline_size(), len(jax.tree.leaves(micro)[0]), index[0]
     context = jax.sharding.get_abstract_mesh().shape["context"]
@@ -270,12 +271,12 @@ def run_stage(
 def run_pipeline(
     stage: Stage,
     kinds: Sequence[Hashable],
-    first: Callable[[Any], Any],
-    stacks: Any,
-    micro: Any,
+    first: Callable[[PyTree], PyTree],
+    stacks: PyTree,
+    micro: PyTree,
     repeats: int = 1,
     loads: bool = False,
-) -> Any:
+) -> PyTree:
     """All microbatches through all stages: what the last one makes of each, arrays [M, ...].
 
     stage: (kind of chunk, a chunk of the stacks, what the chunk before made, the microbatch) ->

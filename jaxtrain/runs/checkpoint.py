@@ -13,11 +13,13 @@ from typing import Any, NoReturn
 import jax
 import orbax.checkpoint as ocp
 from etils import epath
+from jaxtyping import PyTree
 
 from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.settings import UserError, read_object
 from jaxtrain.storage import checksums as sums
 from jaxtrain.storage.disk import disk_full
+from jaxtrain.weights.params import Params, ShapeTree
 
 # Of an array that several devices hold whole, each sends the host a part of at least this size, by
 # a program of its own. Orbax's default, parts of any size, has a first save wait for hundreds.
@@ -75,7 +77,7 @@ class TreeHandler(ocp.StandardCheckpointHandler):
         commits = await super().async_save(directory, *args, **kwargs)
         return [Summed(Path(directory), commits or [])]
 
-    def finalize(self, directory: Any) -> None:
+    def finalize(self, directory: epath.Path) -> None:
         super().finalize(directory)
         list_sums(Path(directory))
 
@@ -83,12 +85,12 @@ class TreeHandler(ocp.StandardCheckpointHandler):
 class JsonHandler(ocp.JsonCheckpointHandler):
     """A JSON value, with checksums."""
 
-    def finalize(self, directory: Any) -> None:
+    def finalize(self, directory: epath.Path) -> None:
         super().finalize(directory)
         list_sums(Path(directory))
 
 
-def handlers() -> Any:
+def handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
     """Who writes and reads the items of a checkpoint."""
     found = ocp.handlers.DefaultCheckpointHandlerRegistry()
     for item in ("params", "rest"):
@@ -145,7 +147,7 @@ class Checkpointer:
     def steps(self) -> list[int]:
         return sorted(self.manager.all_steps())
 
-    def save(self, step: int, params: Any, rest: Any, position: dict[str, Any]) -> None:
+    def save(self, step: int, params: Params, rest: PyTree, position: dict[str, Any]) -> None:
         """Copy to the host and write in the background; a checkpoint is whole or not there.
 
         UserError where the disk has no room for it, or had none for the one before.
@@ -196,7 +198,9 @@ class Checkpointer:
         for later in [s for s in self.steps() if s > step]:
             self.manager.delete(later)
 
-    def restore(self, step: int, params: Any, rest: Any) -> tuple[Any, Any, dict[str, Any]]:
+    def restore(
+        self, step: int, params: ShapeTree, rest: PyTree
+    ) -> tuple[Params, PyTree, dict[str, Any]]:
         """Parameters, rest and position; the arguments give shapes, dtypes and placement."""
         items = self._read(
             step,
@@ -206,12 +210,12 @@ class Checkpointer:
         )
         return items["params"], items["rest"], items["position"]
 
-    def shapes(self, step: int) -> Any:
+    def shapes(self, step: int) -> PyTree:
         """`rest` as nested dicts of what has a `.shape`: that of each array in the checkpoint."""
         path = epath.Path(self.directory) / str(step) / "rest"
         return ocp.StandardCheckpointHandler().metadata(path)
 
-    def restore_params(self, step: int, params: Any) -> Any:
+    def restore_params(self, step: int, params: ShapeTree) -> Params:
         """The parameters alone."""
         return self._read(step, params=ocp.args.StandardRestore(params))["params"]
 

@@ -29,7 +29,7 @@ def facts(config: Sections) -> dict[str, Any]:
     }
 
 
-def leaves(tree: Any, path: str = "") -> dict[str, Any]:
+def leaves(tree: object, path: str = "") -> dict[str, Any]:
     """The values of a nested tree by their dotted paths."""
     if not isinstance(tree, dict) or not tree:
         return {path: tree}

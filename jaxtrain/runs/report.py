@@ -165,7 +165,8 @@ def _charts(rows: Sequence[MetricsRow]) -> str:
     def lines(spec: ChartSpec) -> list[Series]:
         if len(spec.columns) > 1:
             return [s for c in spec.columns for s in series("train", c, c.rpartition("_")[2])]
-        return [s for k in ("train", "validation") for s in series(k, *spec.columns, k, spec.scale)]
+        kinds = ("train", "validation")
+        return [s for k in kinds for c in spec.columns for s in series(k, c, k, spec.scale)]
 
     by_step = lines(ChartSpec("", ("loss",)))
     seconds_of = lambda kind: [row["time"] / scale for row in _values(rows, kind, "loss")]

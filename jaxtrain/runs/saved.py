@@ -6,6 +6,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config import save_yaml, validate
@@ -26,6 +27,7 @@ from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.settings import UserError
 from jaxtrain.storage.strict_yaml import read_saved
 from jaxtrain.weights.contract import flatten
+from jaxtrain.weights.params import Params, Specs
 
 WEIGHTS = "model.safetensors"
 
@@ -34,9 +36,9 @@ class Saved(NamedTuple):
     """A model that is ready to evaluate or to generate."""
 
     config: Resolved
-    graphdef: Any
-    specs: Any
-    params: Any
+    graphdef: nnx.GraphDef
+    specs: Specs
+    params: Params
     tokenizer: Tokenizer
     tokenizer_dir: Path
     prompting: Prompting
@@ -46,8 +48,8 @@ def save_result(
     directory: Path,
     config: Resolved,
     partition: Partition,
-    trained: Any,
-    frozen: Any,
+    trained: Params,
+    frozen: Params | None,
     tokenizer: Tokenizer,
 ) -> None:
     """Write what a run leaves to others: the whole model, a tuned part as an adapter as well, and
@@ -59,7 +61,7 @@ def save_result(
         copy_aux_files(config.train.init_from, directory)
 
 
-def save_model(directory: Path, config: Resolved, params: Any, tokenizer: Tokenizer) -> None:
+def save_model(directory: Path, config: Resolved, params: Params, tokenizer: Tokenizer) -> None:
     """Write all that a friend needs; the weights last and atomically. By process 0, of several."""
     flat = gather_to_host(flatten(params))
     if jax.process_index():
@@ -74,7 +76,7 @@ def save_model(directory: Path, config: Resolved, params: Any, tokenizer: Tokeni
     write(directory / WEIGHTS, table, arrays.values(), metadata)
 
 
-def save_adapter(directory: Path, config: Resolved, params: Any) -> None:
+def save_adapter(directory: Path, config: Resolved, params: Params) -> None:
     """Write what LoRA, or a prompt or prefix, trained as an adapter of peft's."""
     said = origin(config.train.init_from)
     base = said.get("base_model", config.train.init_from), said.get("base_model_revision")
@@ -135,7 +137,7 @@ def load_resolved(path: Path) -> Resolved:
         raise UserError(f"{path} is damaged: {error.args[0]}") from None
 
 
-def read_weights(path: Path, specs: Any, tokenizer: Tokenizer) -> Any:
+def read_weights(path: Path, specs: Specs, tokenizer: Tokenizer) -> Params:
     """Parameters from a safetensors file, each checked against its declaration and checksum.
 
     Raises UserError naming the tensor that is missing, of another shape, damaged or not finite.
@@ -157,7 +159,9 @@ def read_weights(path: Path, specs: Any, tokenizer: Tokenizer) -> Any:
     return jax.tree_util.tree_map_with_path(take, specs)
 
 
-def load_checkpoint_params(run_dir: Path, config: Resolved, specs: Any, step: int | None) -> Any:
+def load_checkpoint_params(
+    run_dir: Path, config: Resolved, specs: Specs, step: int | None
+) -> Params:
     """The model of a run's checkpoint, joined with what the run did not train."""
     partition = make_partition(config.finetune, specs, compute_dtype(config.train.precision))
     trained = read_checkpoint(run_dir, partition.trainable, step)
@@ -169,7 +173,7 @@ def load_checkpoint_params(run_dir: Path, config: Resolved, specs: Any, step: in
     return partition.merge(trained, partition.init(base, config.run.seed)[0])
 
 
-def check_finite(params: Any, path: Path) -> None:
+def check_finite(params: Params, path: Path) -> None:
     """Raise UserError naming the first parameter that holds NaN or infinity."""
     fine = jax.jit(lambda tree: jax.tree.map(lambda x: jnp.isfinite(x).all(), tree))(params)
     for key_path, x in jax.tree_util.tree_flatten_with_path(jax.device_get(fine))[0]:
@@ -180,7 +184,7 @@ def check_finite(params: Any, path: Path) -> None:
             )
 
 
-def read_checkpoint(run_dir: Path, specs: Any, step: int | None) -> Any:
+def read_checkpoint(run_dir: Path, specs: Specs, step: int | None) -> Params:
     """The parameters of a run's checkpoint (default: the newest)."""
     if not (run_dir / "checkpoints").is_dir():
         raise UserError(f"{run_dir} has neither model/ nor checkpoints/: nothing was saved yet")

@@ -20,13 +20,13 @@ class StrictLoader(yaml.SafeLoader):
     """Errors are keys that are given twice, values that are left out, numbers beyond 64 bits and
     aliases that grow without end. 010, 1:30 and 2024-01-01 are texts, not 8, 90 and a date."""
 
-    def get_single_node(self) -> Any:
+    def get_single_node(self) -> yaml.Node | None:
         node = super().get_single_node()
         if node is not None:
             _size(node, {}, 0)
         return node
 
-    def construct_mapping(self, node: Any, deep: bool = False) -> dict[Any, Any]:
+    def construct_mapping(self, node: yaml.MappingNode, deep: bool = False) -> dict[Any, Any]:
         seen = set()
         for key, value in node.value:
             if isinstance(key, yaml.ScalarNode) and key.tag != f"{TAG}merge":
@@ -40,23 +40,23 @@ class StrictLoader(yaml.SafeLoader):
             raise _error(f"the key {others[0]!r} is no text: quote it", node)
         return found
 
-    def construct_sequence(self, node: Any, deep: bool = False) -> list[Any]:
+    def construct_sequence(self, node: yaml.SequenceNode, deep: bool = False) -> list[Any]:
         for value in node.value:
             if value.tag == f"{TAG}null" and not value.value:
                 raise _error(f"an entry of a list {EMPTY}", value)
         return super().construct_sequence(node, deep)
 
-    def construct_yaml_int(self, node: Any) -> int:
+    def construct_yaml_int(self, node: yaml.ScalarNode) -> int:
         if len(node.value) < 80 and abs(number := int(node.value.replace("_", ""), 0)) < 2**64:
             return number
         raise _error("a whole number is beyond 64 bits", node)
 
 
-def _error(what: str, node: Any) -> yaml.YAMLError:
+def _error(what: str, node: yaml.Node) -> yaml.YAMLError:
     return yaml.constructor.ConstructorError(None, None, what, node.start_mark)
 
 
-def _size(node: Any, known: dict[Any, int | None], depth: int) -> int:
+def _size(node: yaml.Node, known: dict[Any, int | None], depth: int) -> int:
     """How many values a node stands for, its aliases written out."""
     if node in known:
         if (size := known[node]) is None:
@@ -129,7 +129,7 @@ def read_saved(path: Path) -> dict[str, Any]:
     return tree
 
 
-def shown(value: Any) -> str:
+def shown(value: object) -> str:
     """A value in a message, its middle left out where it is long."""
     text = repr(value)
     return text if len(text) <= MOST_SHOWN else f"{text[:60]} ... {text[-20:]}"

@@ -1,6 +1,6 @@
 """Is a step sound? Found on the device, as part of the step: nothing waits for the answer."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,7 +36,7 @@ def nonfinite_values(params: Params) -> Array:
     return jnp.stack([jnp.sum(~jnp.isfinite(p), dtype=jnp.float32) for p in leaves])
 
 
-def with_values(checks: Any, bad: Array) -> Checks:
+def with_values(checks: Checks, bad: Array) -> Checks:
     """The checks of a step after which these parameters' values are not finite."""
     return checks._replace(finite=checks.finite * (jnp.sum(bad) == 0), nonfinite=bad)
 

@@ -35,18 +35,18 @@ class Feed:
         self._guard = guard
         self.position: Position = position or {}
         self._loader = self._open(state=position)
-        self._next: tuple[Any, Position] | None = None
+        self._next: tuple[data.Batch | data.PairBatch, Position] | None = None
         for name, count in self._loader.conversations.items():
             plan.log(f"data     {name}: {data.counts_phrase(count)}")
             training_data.corpus[name] |= count
 
-    def peek(self) -> Any:
+    def peek(self) -> data.Batch | data.PairBatch:
         """The next batch, which stays the next."""
         if self._next is None:
             self._next = self._guard.draw(self._loader), self._loader.get_state()
         return self._next[0]
 
-    def take(self) -> Any:
+    def take(self) -> data.Batch | data.PairBatch:
         """The next batch; `position` is behind it."""
         batch = self.peek()
         assert self._next is not None

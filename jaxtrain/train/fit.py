@@ -20,6 +20,7 @@ from jaxtrain.parallel import make_mesh, place_batch
 from jaxtrain.parallel.mesh import gather_to_host
 from jaxtrain.settings import UserError
 from jaxtrain.train.step import StepSpec, init_state, make_step
+from jaxtrain.weights.params import Params, Specs
 
 Loss = Callable[[Transformer, Any], Float[Array, ""]]
 
@@ -71,14 +72,16 @@ def fit(
 def own_objective(loss: Loss) -> Objective:
     """An objective that is the mean which `loss` gives."""
 
-    def one(graphdef: Any, params: Any, batch: OwnBatch, shared: Any, **_: Any) -> Any:
+    def one(graphdef: nnx.GraphDef, params: Params, batch: OwnBatch, shared: None, **_: Any) -> Any:
         return loss(nnx.merge(graphdef, params), batch.arrays).astype(jnp.float32), {}
 
     count = lambda batch, bytes_V: (jnp.float32(1), jnp.float32(1))
     return Objective(one, count, lambda total, *rest: {"loss": total})
 
 
-def optimizer_of(c: Resolved, section: dict[str, Any] | None, specs: Any, steps: int) -> Optimizer:
+def optimizer_of(
+    c: Resolved, section: dict[str, Any] | None, specs: Specs, steps: int
+) -> Optimizer:
     """That of a section, or of the configuration."""
     if section is None:
         return make_optimizer(c.optim, specs, steps)

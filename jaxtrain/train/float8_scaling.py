@@ -3,15 +3,17 @@
 The product itself, and which matrices it is for, is in `weights/float8.py`.
 """
 
-from typing import Any
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import PyTree
 
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.train.transforms import StepTransform
 from jaxtrain.weights.float8 import (
     AmaxHistory,
+    Fp8Copies,
     amax_from_history,
     fp8_weights,
     init_amax_history,
@@ -34,21 +36,23 @@ class Float8(StepTransform):
     def init(self, params: Params, specs: Specs) -> AmaxHistory | None:
         return init_amax_history(specs, self.history) if self.history else None
 
-    def prepare(self, params: Params, specs: Specs) -> Any:
+    def prepare(self, params: Params, specs: Specs) -> Fp8Copies:
         return fp8_weights(params, specs)
 
     def statistics(self, state: AmaxHistory | None, grad_scale: jax.Array) -> AmaxHistory | None:
         return None if state is None else amax_from_history(state, grad_scale)
 
-    def wrap_params(self, params: Params, specs: Specs, prepared: Any, statistics: Any) -> Params:
+    def wrap_params(
+        self, params: Params, specs: Specs, prepared: Fp8Copies, statistics: AmaxHistory | None
+    ) -> Params:
         return with_fp8(params, prepared, specs, statistics)
 
     def after_gradients(
-        self, state: AmaxHistory | None, seen: Any, grad_scale: jax.Array
+        self, state: AmaxHistory | None, seen: AmaxHistory, grad_scale: jax.Array
     ) -> AmaxHistory | None:
         return None if state is None else update_amax_history(state, seen, grad_scale)
 
-    def over_replicas(self, state: Any, pmax: Any) -> Any:
+    def over_replicas(self, state: PyTree, pmax: Callable[[PyTree], PyTree]) -> PyTree:
         return pmax(state)
 
 

@@ -83,7 +83,7 @@ class Guard:
 
     # ---- the data ----------------------------------------------------------------------------
 
-    def draw(self, batches: Iterator[Any]) -> Any:
+    def draw[Batch](self, batches: Iterator[Batch]) -> Batch:
         """The next batch that is not left out."""
         while True:
             batch = next(batches)

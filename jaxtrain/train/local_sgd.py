@@ -7,6 +7,7 @@ A run goes on with any number of them (`resize_replicas`).
 """
 
 import functools
+from collections.abc import Callable
 from math import prod
 from typing import Any, NamedTuple
 
@@ -14,15 +15,18 @@ import jax
 import jax.numpy as jnp
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, PyTree
 
 from jaxtrain.config.resolve import Resolved
+from jaxtrain.objectives import StepBatch
 from jaxtrain.optim import Optimizer, is_mergeable, mean_over_replicas, merge_states
+from jaxtrain.optim.types import Hyperparams
 from jaxtrain.parallel import partition_spec, shard_map, shardings
 from jaxtrain.settings import UserError
 from jaxtrain.train.checks import nonfinite_values, with_values
 from jaxtrain.train.config import DiLoCo, Gossip
 from jaxtrain.train.step import State, StepSpec, train_step
+from jaxtrain.weights.params import Params, ParamSpec, Specs
 
 BLOCK = 256  # elements that share a scale when compressed
 WIRE = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
@@ -31,15 +35,15 @@ WIRE = {"int8": (jnp.int8, 127.0), "fp8": (jnp.float8_e4m3fn, 448.0)}
 class Replica(NamedTuple):
     """What each replica has of its own, stacked [R, ...]."""
 
-    params: Any
-    optimizer: Any
+    params: Params
+    optimizer: PyTree
 
 
 class LocalState(NamedTuple):
     """In the place of the optimizer's state."""
 
     replicas: Replica
-    momentum: Any  # of the outer step; None for gossip
+    momentum: Params | None  # of the outer step; None for gossip
 
 
 def replicas(spec: StepSpec, c: Resolved, mesh: Mesh, resumed: bool = False) -> StepSpec:
@@ -79,13 +83,13 @@ def replicate_step(
         )
     inner, replicas = spec.optimizer, mesh.shape["data"]
 
-    def init(params: Any) -> LocalState:
+    def init(params: Params) -> LocalState:
         own = stacked(Replica(params, inner.init(params)), replicas)
         outer = isinstance(c, DiLoCo)
         zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params) if outer else None
         return LocalState(own, zeros)
 
-    def eval_params(params: Any, state: LocalState) -> Any:
+    def eval_params(params: Params, state: LocalState) -> Params:
         """The shared weights; of gossip, or where each replica keeps an average, their mean."""
         own = state.replicas
         if isinstance(c, Gossip) or inner.averages:
@@ -106,9 +110,9 @@ def replicate_step(
 def local_step(
     spec: StepSpec,
     state: State,
-    batch: Any,
-    hyperparams: Any,
-    frozen: Any = None,
+    batch: StepBatch,
+    hyperparams: Hyperparams,
+    frozen: Params | None = None,
     *,
     config: DiLoCo | Gossip,
     inner: Optimizer,
@@ -122,7 +126,13 @@ def local_step(
     shared = state._replace(optimizer=state.optimizer.momentum)
     due = functools.partial(outer_step, spec.specs, config) if isinstance(config, DiLoCo) else None
 
-    def one(shared: State, replicas: Replica, batch: Any, hyperparams: Any, frozen: Any) -> Any:
+    def one(
+        shared: State,
+        replicas: Replica,
+        batch: Any,
+        hyperparams: Hyperparams,
+        frozen: Params | None,
+    ) -> Any:
         own = jax.tree.map(lambda x: x[0], replicas)
         before = shared._replace(params=own.params, optimizer=own.optimizer)
         after, metrics = train_step(own_spec, before, batch, hyperparams, frozen)
@@ -150,15 +160,20 @@ def local_step(
     return new._replace(optimizer=LocalState(replicas, new.optimizer)), metrics
 
 
-def over_replicas(reduce: Any, tree: Any) -> Any:
+def over_replicas[Tree](reduce: Callable[[Tree, str], Tree], tree: Tree) -> Tree:
     """`reduce`, as pmean, of all replicas' trees. One alone has nothing to exchange, and XLA's
     partitioner takes no exchange along an axis of one device beside others that it splits."""
     return tree if jax.lax.axis_size("data") == 1 else reduce(tree, "data")
 
 
-def every(
-    steps: int, step: Array, work: Any, tree: Any, offset: int = 0, end: Array | None = None
-) -> Any:
+def every[Tree](
+    steps: int,
+    step: Array,
+    work: Callable[[Tree], Tree],
+    tree: Tree,
+    offset: int = 0,
+    end: Array | None = None,
+) -> Tree:
     """work(tree) if the step, counted from 1, is due or the end; else the tree."""
     if steps == 1:
         return work(tree)
@@ -170,7 +185,7 @@ def every(
 # ---- another number of replicas ------------------------------------------------------------------
 
 
-def replicas_in(stacked: Any) -> int:
+def replicas_in(stacked: PyTree) -> int:
     """How many replicas there are in a tree of what has a shape [R, ...]."""
     return jax.tree.leaves(stacked)[0].shape[0]
 
@@ -223,12 +238,12 @@ def resize_replicas(saved: LocalState, like: LocalState) -> LocalState:
     return saved._replace(replicas=own)
 
 
-def mean_for_each(old: Any, replicas: int) -> Any:
+def mean_for_each(old: PyTree, replicas: int) -> PyTree:
     """[R, ...] -> the mean, once for each new replica."""
     return stacked(merge_states(old), replicas)
 
 
-def stacked(tree: Any, replicas: int) -> Any:
+def stacked[Tree](tree: Tree, replicas: int) -> Tree:
     """The same for each replica, in front."""
     return jax.tree.map(lambda x: jnp.broadcast_to(x[None], (replicas, *x.shape)), tree)
 
@@ -236,7 +251,7 @@ def stacked(tree: Any, replicas: int) -> Any:
 # ---- gossip ------------------------------------------------------------------------------------
 
 
-def ring_mean(params: Any) -> Any:
+def ring_mean(params: Params) -> Params:
     """A third each of mine and of both neighbours' on the ring of `data`; of two replicas, half
     each of mine and the other's."""
     replicas = jax.lax.axis_size("data")
@@ -260,8 +275,14 @@ def steps_round(replicas: int) -> list[int]:
 
 
 def outer_step(
-    specs: Any, c: DiLoCo, step: Array, end: Array, params: Any, momentum: Any, mine: Any
-) -> tuple[Any, Any, Any]:
+    specs: Specs,
+    c: DiLoCo,
+    step: Array,
+    end: Array,
+    params: Params,
+    momentum: Params,
+    mine: Params,
+) -> tuple[Params, ...]:
     """The outer step of what is due: shared weights, momentum, and my own parameters.
 
     Fragment p meets p H / fragments steps before the others' turn comes round: at any time, only a
@@ -288,12 +309,12 @@ def outer_step(
     return trees
 
 
-def layered(spec: Any, fragments: int) -> bool:
+def layered(spec: ParamSpec, fragments: int) -> bool:
     """Whether a parameter is a stack that has a layer for each fragment."""
     return spec.axes[:1] == ("layers",) and spec.shape[0] >= fragments
 
 
-def take(tree: Any, specs: Any, p: int, fragments: int) -> list[Array]:
+def take(tree: Params, specs: Specs, p: int, fragments: int) -> list[Array]:
     """Fragment p: of stacks every so many layers one, of the rest every so many arrays one."""
     pairs = zip(jax.tree.leaves(tree), jax.tree.leaves(specs))
     found = []
@@ -305,13 +326,13 @@ def take(tree: Any, specs: Any, p: int, fragments: int) -> list[Array]:
     return found
 
 
-def axes_of(specs: Any, p: int, fragments: int) -> list[tuple[str | None, ...]]:
+def axes_of(specs: Specs, p: int, fragments: int) -> list[tuple[str | None, ...]]:
     """The logical axes of what `take` takes."""
     leaves = enumerate(jax.tree.leaves(specs))
     return [s.axes for i, s in leaves if layered(s, fragments) or i % fragments == p]
 
 
-def put(tree: Any, specs: Any, p: int, fragments: int, part: list[Array]) -> Any:
+def put(tree: Params, specs: Specs, p: int, fragments: int, part: list[Array]) -> Params:
     """The tree with fragment p in its place."""
     leaves, treedef = jax.tree.flatten(tree)
     rest = iter(part)
@@ -390,7 +411,7 @@ def wire_bytes(
     return ring * (4 if c.compress is None else 1 + 4 / BLOCK) / c.every
 
 
-def comm_stats(c: DiLoCo | Gossip, specs: Any, mesh: Mesh, dtype: jnp.dtype) -> dict[str, float]:
+def comm_stats(c: DiLoCo | Gossip, specs: Specs, mesh: Mesh, dtype: jnp.dtype) -> dict[str, float]:
     """What a device sends in a step, and would with plain data parallelism, in bytes.
 
     specs: of the parameters that train. A replica's devices have a part of them each.

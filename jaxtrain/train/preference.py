@@ -15,6 +15,7 @@ from jaxtrain.config.resolve import Resolved
 from jaxtrain.data.records import DESIRABLE
 from jaxtrain.model import cast
 from jaxtrain.objectives import PREFERENCES, answer_logps
+from jaxtrain.objectives.base import DevicePairs
 from jaxtrain.parallel import place_batch
 from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard
 from jaxtrain.settings import UserError
@@ -57,7 +58,7 @@ def preference_stores(prepared: data.Prepared, c: Resolved) -> dict[str, data.To
 def reference_logprobs(
     spec: StepSpec,
     start: Params | None,
-    frozen: Any,
+    frozen: Params | None,
     views: dict[str, data.TokenStore],
     c: Resolved,
     mesh: Mesh,
@@ -74,7 +75,7 @@ def reference_logprobs(
     if start is None:
         return read_references(file, views)
 
-    def logps(params: Any, batch: Any, frozen: Any) -> Any:
+    def logps(params: Params, batch: DevicePairs, frozen: Params | None) -> jax.Array:
         params = spec.join(cast(params, spec.specs, spec.dtype), frozen)
         return answer_logps(spec.graphdef, params, batch)[0]
 

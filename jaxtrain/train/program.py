@@ -9,21 +9,31 @@ from typing import Any
 import jax
 import numpy as np
 from jax.sharding import Mesh
+from jaxtyping import PyTree
 
+from jaxtrain import data
 from jaxtrain.cluster.started_by import command_of
 from jaxtrain.cluster.xla_flags import check_options, known_options
 from jaxtrain.config.resolve import Resolved
+from jaxtrain.objectives import StepBatch
+from jaxtrain.optim.types import Hyperparams
 from jaxtrain.parallel import place_batch
 from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard
 from jaxtrain.settings import UserError
 from jaxtrain.train.memory_advice import memory_advice
 from jaxtrain.train.plan import Plan
 from jaxtrain.train.step import State, StepSpec, make_step
+from jaxtrain.weights.params import Params
 
 
 def compile_step(
-    step: Any, state: Any, batch: Any, hyperparams: Any, c: Resolved, frozen: Any = None
-) -> Any:
+    step: jax.stages.Wrapped,
+    state: PyTree,
+    batch: PyTree,
+    hyperparams: PyTree,
+    c: Resolved,
+    frozen: Params | None = None,
+) -> jax.stages.Compiled:
     """Compile ahead of the loop, and refuse what the device cannot do or hold."""
     check_options(c.train.compiler_options)
     names = ("cublas",) * bool(c.model.fp8) + ("once",) * c.model.scan_layers
@@ -40,15 +50,16 @@ def compile_step(
     return compiled
 
 
-def memory_needed(compiled: Any) -> int:
+def memory_needed(compiled: jax.stages.Compiled) -> int:
     """Bytes a device needs for a compiled step: arguments, results that do not alias, scratch."""
     m = compiled.memory_analysis()
+    assert m is not None
     results = m.output_size_in_bytes - m.alias_size_in_bytes
     return m.argument_size_in_bytes + results + m.temp_size_in_bytes
 
 
 @contextlib.contextmanager
-def out_of_memory_explained(c: Resolved, compiled: Any) -> Iterator[None]:
+def out_of_memory_explained(c: Resolved, compiled: jax.stages.Compiled) -> Iterator[None]:
     """The runtime's out-of-memory as advice."""
     try:
         yield
@@ -58,7 +69,7 @@ def out_of_memory_explained(c: Resolved, compiled: Any) -> Iterator[None]:
         raise UserError(memory_advice(c, memory_needed(compiled), None)) from error
 
 
-def microbatches(batch: Any, rows: int, mesh: Mesh) -> Any:
+def microbatches(batch: PyTree, rows: int, mesh: Mesh) -> StepBatch:
     """This process's rows [B, T] as global microbatches [A, rows, T] over the mesh."""
     local = rows // process_batch_shard(mesh)[1]
     return place_batch(
@@ -77,7 +88,7 @@ def check_labels(weights_BT: np.ndarray, step: int, run_dir: Path) -> None:
         )
 
 
-def shape_dtype_structs(tree: Any) -> Any:
+def shape_dtype_structs(tree: PyTree) -> PyTree:
     """Shapes and places of arrays that a later step may give away."""
     return jax.tree.map(lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), tree)
 
@@ -112,9 +123,9 @@ class Program:
         spec: StepSpec,
         plan: Plan,
         state: State,
-        batch: Any,
-        hyperparams: Any,
-        frozen: Any,
+        batch: data.Batch | data.PairBatch,
+        hyperparams: Hyperparams,
+        frozen: Params | None,
     ):
         self.plan, self.hyperparams, self.frozen = plan, hyperparams, frozen
         self.shape = batch.tokens_BT.shape
@@ -123,16 +134,18 @@ class Program:
             step, state, self.place(batch), hyperparams, plan.config, frozen
         )
 
-    def fits(self, batch: Any) -> bool:
+    def fits(self, batch: data.Batch | data.PairBatch) -> bool:
         """Whether it is compiled for such a batch."""
         return batch.tokens_BT.shape == self.shape
 
-    def place(self, batch: Any) -> Any:
+    def place(self, batch: data.Batch | data.PairBatch) -> StepBatch:
         """Rows [B, T] of this process as microbatches [A, rows, T] on the mesh."""
         c, mesh = self.plan.config, self.plan.mesh
         tokens = c.train.device_batch_size * num_batch_shards(mesh) * c.train.sequence_length
         return microbatches(batch, tokens // batch.tokens_BT.shape[1], mesh)
 
-    def __call__(self, state: State, batch: Any) -> tuple[State, dict[str, Any]]:
+    def __call__(
+        self, state: State, batch: data.Batch | data.PairBatch
+    ) -> tuple[State, dict[str, Any]]:
         """The next state, and the step's metrics on the device. The state given is used up."""
         return self.compiled(state, self.place(batch), self.hyperparams, self.frozen)

@@ -3,7 +3,7 @@
 import functools
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Protocol, runtime_checkable
+from typing import Protocol, runtime_checkable
 
 from jaxtrain import data
 from jaxtrain.evaluation.evaluate import (
@@ -28,7 +28,9 @@ from jaxtrain.weights.params import Params
 class Validation(Protocol):
     """(params, frozen, max_tokens) -> the figures of the held-out split; None: all its tokens."""
 
-    def __call__(self, params: Params, frozen: Any, max_tokens: int | None) -> dict[str, float]: ...
+    def __call__(
+        self, params: Params, frozen: Params | None, max_tokens: int | None
+    ) -> dict[str, float]: ...
 
 
 @runtime_checkable
@@ -44,7 +46,9 @@ class Recipe(Protocol):
         """Take what was prepared. UserError for data of another kind."""
         ...
 
-    def start(self, spec: StepSpec, params: Params | None, frozen: Any, run_dir: Path) -> None:
+    def start(
+        self, spec: StepSpec, params: Params | None, frozen: Params | None, run_dir: Path
+    ) -> None:
         """Before the first step. params: the initial ones; None in a run that is resumed."""
         ...
 
@@ -53,7 +57,7 @@ class Recipe(Protocol):
         ...
 
     def compile_validation(
-        self, spec: StepSpec, params: Params, frozen: Any
+        self, spec: StepSpec, params: Params, frozen: Params | None
     ) -> Callable[[], None] | None:
         """Compiles, from shapes, what `validation` runs; None: when it is called."""
         ...
@@ -70,7 +74,9 @@ class CausalLM:
     def open(self, training_data: TrainingData) -> None:
         self.store = training_data.prepared.validation
 
-    def start(self, spec: StepSpec, params: Params | None, frozen: Any, run_dir: Path) -> None:
+    def start(
+        self, spec: StepSpec, params: Params | None, frozen: Params | None, run_dir: Path
+    ) -> None:
         self.scorer = make_validation_step(
             spec.graphdef, spec.specs, spec.dtype, spec.bytes_V, spec.join
         )
@@ -80,7 +86,7 @@ class CausalLM:
         if store is None:
             return None
 
-        def run(params: Params, frozen: Any, max_tokens: int | None) -> dict[str, float]:
+        def run(params: Params, frozen: Params | None, max_tokens: int | None) -> dict[str, float]:
             scorer = functools.partial(self.scorer, frozen=frozen)
             held_out = held_out_batches(store, config, mesh)
             return validation_metrics(scorer, params, held_out, mesh, max_tokens)
@@ -88,7 +94,7 @@ class CausalLM:
         return run
 
     def compile_validation(
-        self, spec: StepSpec, params: Params, frozen: Any
+        self, spec: StepSpec, params: Params, frozen: Params | None
     ) -> Callable[[], None] | None:
         if self.store is None:
             return None
@@ -109,7 +115,9 @@ class Preference:
     def open(self, training_data: TrainingData) -> None:
         self.stores = preference_stores(training_data.prepared, self.plan.config)
 
-    def start(self, spec: StepSpec, params: Params | None, frozen: Any, run_dir: Path) -> None:
+    def start(
+        self, spec: StepSpec, params: Params | None, frozen: Params | None, run_dir: Path
+    ) -> None:
         plan, file = self.plan, run_dir / "reference.npz"
         self.references = reference_logprobs(
             spec, params, frozen, self.stores, plan.config, plan.mesh, file, plan.log
@@ -121,7 +129,7 @@ class Preference:
         return make_validation(spec, self.stores, self.references, self.plan.config, self.plan.mesh)
 
     def compile_validation(
-        self, spec: StepSpec, params: Params, frozen: Any
+        self, spec: StepSpec, params: Params, frozen: Params | None
     ) -> Callable[[], None] | None:
         return None
 

@@ -3,7 +3,6 @@
 import os
 import tempfile
 from pathlib import Path
-from typing import Any
 
 import jax
 
@@ -83,7 +82,9 @@ def check_writable(run_dir: Path) -> None:
         ) from error
 
 
-def open_run(c: Resolved, tokenizer: Tokenizer, corpus: Any, coordinator: Coordinator) -> Path:
+def open_run(
+    c: Resolved, tokenizer: Tokenizer, corpus: dict[str, dict], coordinator: Coordinator
+) -> Path:
     """Create the run directory, or check that the one there goes with this tokenizer.
 
     corpus: what `data.describe_stores` says of the training data; all processes must have the same.
@@ -107,7 +108,7 @@ def open_run(c: Resolved, tokenizer: Tokenizer, corpus: Any, coordinator: Coordi
     return run_dir
 
 
-def differences(old: Any, new: Any, path: str = "") -> list[str]:
+def differences(old: object, new: object, path: str = "") -> list[str]:
     """`field: before -> now` for each leaf that differs and is not free to."""
     if isinstance(old, dict) and isinstance(new, dict):
         keys = [*new, *(key for key in old if key not in new)]

@@ -13,14 +13,15 @@ import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxtrain.finetune import join_full
 from jaxtrain.model import cast, initialize, path_name
 from jaxtrain.model.moe import load_metrics
-from jaxtrain.objectives import NEXT_TOKEN, Objective
+from jaxtrain.objectives import NEXT_TOKEN, Objective, StepBatch
 from jaxtrain.optim import Optimizer
 from jaxtrain.optim.offload import host_sharding, is_offloaded
+from jaxtrain.optim.types import Hyperparams
 from jaxtrain.parallel import (
     constrain_tree,
     partition_spec,
@@ -39,7 +40,7 @@ class State(NamedTuple):
     """All that a step changes: what a checkpoint holds."""
 
     params: Params
-    optimizer: Any
+    optimizer: PyTree
     step: Array  # optimizer steps done
     key: Array  # raw PRNG key of what a step may draw
     extras: dict[str, Any]  # of each transform that has a state, by its name
@@ -54,7 +55,9 @@ class StepSpec(NamedTuple):
     dtype: jnp.dtype  # of the compute
     bytes_V: Array  # bytes of text of each token
     clip_norm: float | None = None
-    join: Callable[[Params, Any], Params] = join_full  # (trained, frozen) -> the model's parameters
+    join: Callable[[Params, Params | None], Params] = (
+        join_full  # (trained, frozen) -> the model's parameters
+    )
     zero: int = 3  # stage of ZeRO: which trees are split over the mesh's fsdp axis
     objective: Objective = NEXT_TOKEN
     transforms: tuple[StepTransform, ...] = ()
@@ -73,8 +76,8 @@ class MicrobatchInputs(NamedTuple):
     prepared: dict[str, Any]  # of each transform
     statistics: dict[str, Any]  # of each transform; differentiated
     grad_scale: Array
-    frozen: Any
-    shared: Any  # the objective's
+    frozen: Params | None
+    shared: PyTree  # the objective's
     step: Array
 
 
@@ -122,10 +125,10 @@ def cast_params(spec: StepSpec, params: Params) -> Params:
 def gradients(
     spec: StepSpec,
     params: Params,
-    batch: Any,
+    batch: StepBatch,
     grad_scale: Array,
-    frozen: Any = None,
-    shared: Any = None,
+    frozen: Params | None = None,
+    shared: PyTree = None,
     extras: dict[str, Any] | None = None,
     key: Array | None = None,
     step: Array | int = 0,
@@ -164,7 +167,7 @@ def gradients(
 
 
 def microbatch_gradients(
-    spec: StepSpec, inputs: MicrobatchInputs, microbatch: Any, key: Array | None
+    spec: StepSpec, inputs: MicrobatchInputs, microbatch: StepBatch, key: Array | None
 ) -> tuple[Sums, Params, dict[str, Any]]:
     """The sums, the scaled gradients and the statistics seen, of a microbatch [B, T]."""
 
@@ -187,7 +190,7 @@ def microbatch_gradients(
 
 
 def accumulate_gradients(
-    spec: StepSpec, inputs: MicrobatchInputs, batch: Any, keys: Array | None
+    spec: StepSpec, inputs: MicrobatchInputs, batch: StepBatch, keys: Array | None
 ) -> tuple[Sums, Params, dict[str, Any]]:
     """`microbatch_gradients` summed over the microbatches [A, B, T], in float32."""
 
@@ -207,7 +210,7 @@ def accumulate_gradients(
 def accumulate_then_reduce(
     spec: StepSpec,
     inputs: MicrobatchInputs,
-    batch: Any,
+    batch: StepBatch,
     keys: Array | None,
     axes: tuple[str, ...],
 ) -> tuple[Sums, Params, dict[str, Any]]:
@@ -230,7 +233,7 @@ def accumulate_then_reduce(
                 g = jax.lax.psum(g, axis)
         return g
 
-    def own(inputs: MicrobatchInputs, batch: Any, keys: Array | None) -> Any:
+    def own(inputs: MicrobatchInputs, batch: StepBatch, keys: Array | None) -> Any:
         sums, grads, seen = accumulate_gradients(spec, inputs, batch, keys)
         grads = jax.tree.map(reduced, grads, inputs.params, places)
         return jax.lax.psum(sums, axes), grads, jax.lax.pmax(seen, axes)
@@ -240,7 +243,11 @@ def accumulate_then_reduce(
 
 
 def train_step(
-    spec: StepSpec, state: State, batch: Any, hyperparams: Any, frozen: Any = None
+    spec: StepSpec,
+    state: State,
+    batch: StepBatch,
+    hyperparams: Hyperparams,
+    frozen: Params | None = None,
 ) -> tuple[State, dict[str, Any]]:
     """One optimizer step on a batch `[microbatches, rows, T]`; metrics stay on the device.
 
@@ -314,7 +321,7 @@ def squared_norms(grads: Params, specs: Specs) -> Array:
     )
 
 
-def make_step(spec: StepSpec, mesh: Mesh) -> Any:
+def make_step(spec: StepSpec, mesh: Mesh) -> jax.stages.Wrapped:
     """`train_step` compiled for the mesh; the old state's memory is reused."""
     return jax.jit(
         functools.partial(spec.step or train_step, spec),

@@ -5,9 +5,10 @@ feature has no use for keeps the default, which changes nothing, and a run witho
 no transform of it at all. The state of a transform is `State.extras[name]`.
 """
 
-from typing import Any, NamedTuple
+from collections.abc import Callable
+from typing import NamedTuple
 
-from jaxtyping import Array
+from jaxtyping import Array, PyTree
 
 from jaxtrain.weights.params import Params, Specs
 
@@ -23,7 +24,7 @@ class StepOutcome(NamedTuple):
 class Verdict(NamedTuple):
     """What a transform says of a step before its update."""
 
-    state: Any  # its own, for the next step
+    state: PyTree  # its own, for the next step
     accept: Array | None = None  # bool: take the update; None: no opinion
     report: Array | None = None  # for `Checks.spike`
 
@@ -36,38 +37,40 @@ class StepTransform:
     is_saved = True  # with the checkpoint's state; else its feature saves it otherwise
     rewinds = False  # its state goes back with a step that is left out
 
-    def init(self, params: Params, specs: Specs) -> Any:
+    def init(self, params: Params, specs: Specs) -> PyTree:
         """The state before the first step."""
         return None
 
-    def grad_scale(self, state: Any) -> Array | None:
+    def grad_scale(self, state: PyTree) -> Array | None:
         """What the loss is multiplied by before it is differentiated; None: nothing."""
         return None
 
-    def prepare(self, params: Params, specs: Specs) -> Any:
+    def prepare(self, params: Params, specs: Specs) -> PyTree:
         """Made once a step from the parameters that the step computes with."""
         return None
 
-    def statistics(self, state: Any, grad_scale: Array) -> Any:
+    def statistics(self, state: PyTree, grad_scale: Array) -> PyTree:
         """What the forward pass reads; its gradient is what the step has seen."""
         return None
 
-    def wrap_params(self, params: Params, specs: Specs, prepared: Any, statistics: Any) -> Params:
+    def wrap_params(
+        self, params: Params, specs: Specs, prepared: PyTree, statistics: PyTree
+    ) -> Params:
         """The parameters as the model is given them."""
         return params
 
-    def after_gradients(self, state: Any, seen: Any, grad_scale: Array) -> Any:
+    def after_gradients(self, state: PyTree, seen: PyTree, grad_scale: Array) -> PyTree:
         """The state with what the step has seen."""
         return state
 
-    def judge(self, state: Any, outcome: StepOutcome) -> Verdict:
+    def judge(self, state: PyTree, outcome: StepOutcome) -> Verdict:
         """Whether the update is taken, and the state for the next step."""
         return Verdict(state)
 
-    def metrics(self, state: Any) -> dict[str, Array]:
+    def metrics(self, state: PyTree) -> dict[str, Array]:
         """Of the state at the beginning of the step."""
         return {}
 
-    def over_replicas(self, state: Any, pmax: Any) -> Any:
+    def over_replicas(self, state: PyTree, pmax: Callable[[PyTree], PyTree]) -> PyTree:
         """The state that replicas share, from each one's own; pmax: over them."""
         return state

@@ -55,7 +55,7 @@ class AdaptedWeight(Weight):
 
 @functools.partial(jax.jit, static_argnums=3)
 def column_norms(
-    w: Any, a: Float[Array, "L K r"], b: Float[Array, "L r N"], scale: float
+    w: Array | Weight, a: Float[Array, "L K r"], b: Float[Array, "L r N"], scale: float
 ) -> Float[Array, "L N"]:
     """Norms [L, N] of the columns of w + scale x a b in float32; a layer's matrix at a time."""
 
@@ -67,6 +67,6 @@ def column_norms(
 
 
 @jax.jit
-def merge_weights(stack: Any) -> Array:
+def merge_weights(stack: Array | Weight) -> Array:
     """A stack of matrices [L, K, N] in any form as an array, a layer at a time."""
     return jax.lax.map(dequantize, stack)

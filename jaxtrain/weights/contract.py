@@ -46,7 +46,7 @@ def dequantize(weight: Array | Weight) -> Array:
     return weight.dequantize() if isinstance(weight, Weight) else weight
 
 
-def is_weight(leaf: Any) -> bool:
+def is_weight(leaf: object) -> bool:
     """Whether a leaf of the parameters is no array but a `Weight`."""
     return isinstance(leaf, Weight)
 

@@ -21,11 +21,12 @@ from jaxtyping import Array, DTypeLike, Float
 from jaxtrain.parallel.axes import constrain, current_mesh
 from jaxtrain.settings import UserError
 from jaxtrain.weights.contract import Weight
-from jaxtrain.weights.params import ParamSpec, path_name
+from jaxtrain.weights.params import Params, ParamSpec, Specs, path_name
 
 # Smaller products take longer to quantise than they save (nanochat's bound); and cuBLASLt's
 # float8 needs multiples of 16.
 SMALLEST, MULTIPLE = 128, 16
+Fp8Copies = dict[str, Any]  # the parameters' tree, of `kernels.Fp8` or None
 
 
 class AmaxHistory(NamedTuple):
@@ -106,7 +107,7 @@ def in_fp8(spec: ParamSpec) -> bool:
     return spec.role == spec.group == "matrix" and large  # not routers, not experts
 
 
-def fp8_weights(params: Any, specs: Any) -> Any:
+def fp8_weights(params: Params, specs: Specs) -> Fp8Copies:
     """Float8 copies of the matrices, each layer with its own scale; None where there is none.
 
     Raises UserError on a device without float8, as `check_fp8` does.
@@ -120,7 +121,9 @@ def float8_copies(w_LKN: Float[Array, "L K N"]) -> kernels.Fp8:
     return jax.vmap(functools.partial(kernels.fp8_quantize, implementation="xla"))(w_LKN)
 
 
-def with_fp8(params: Any, copies: Any, specs: Any, amax: AmaxHistory | None = None) -> Any:
+def with_fp8(
+    params: Params, copies: Fp8Copies, specs: Specs, amax: AmaxHistory | None = None
+) -> Params:
     """The parameters with Fp8Weight in place of those that have a copy.
 
     Of matrices with the same input one reports its maximum: gradients of several would add up.
@@ -148,7 +151,7 @@ def reads(name: str, spec: ParamSpec) -> str:
     return f"{name.rpartition('/')[0]}/{spec.axes[-2]}"
 
 
-def init_amax_history(specs: Any, history: int) -> AmaxHistory:
+def init_amax_history(specs: Specs, history: int) -> AmaxHistory:
     """An empty history: zeros [H, L]."""
     pairs = jax.tree_util.tree_flatten_with_path(specs)[0]
     stacks = {path_name(path): spec for path, spec in pairs if in_fp8(spec)}

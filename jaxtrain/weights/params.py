@@ -10,9 +10,12 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 
+from jaxtrain.parallel.axes import Shardings
+
 Role = Literal["matrix", "embedding", "head", "gain", "scalar"]
 Params = dict[str, Any]  # a tree of arrays, by the names of modules and parameters
 Specs = dict[str, Any]  # the same tree, of `ParamSpec`
+ShapeTree = dict[str, Any]  # the same tree, of `jax.ShapeDtypeStruct`
 # Of a mixture of experts: groups whose "gradient" is the number of tokens that each expert got.
 BALANCE_GROUPS = ("router_bias", "router_load")
 
@@ -90,7 +93,7 @@ def path_name(path: tuple[Any, ...]) -> str:
     return "/".join(str(getattr(key, "key", key)) for key in path)
 
 
-def initialize(specs: dict[str, Any], seed: int) -> Params:
+def initialize(specs: Specs, seed: int) -> Params:
     """Initial values. Keys come from paths: adding a parameter leaves the others as they were."""
     root = jax.random.key(seed)
 
@@ -101,19 +104,19 @@ def initialize(specs: dict[str, Any], seed: int) -> Params:
     return jax.tree_util.tree_map_with_path(value, specs)
 
 
-def abstract(specs: dict[str, Any], shardings: Any) -> Any:
+def abstract(specs: Specs, shardings: Shardings) -> ShapeTree:
     """Shapes, dtypes and placements without values: what a checkpoint is restored into."""
     return jax.tree.map(
         lambda s, where: jax.ShapeDtypeStruct(s.shape, s.dtype, sharding=where), specs, shardings
     )
 
 
-def count(specs: dict[str, Any], role: Role | None = None) -> int:
+def count(specs: Specs, role: Role | None = None) -> int:
     """Number of parameters, of one role or of all."""
     return sum(s.size for s in jax.tree.leaves(specs) if role in (None, s.role))
 
 
-def cast(params: Params, specs: dict[str, Any], dtype: jnp.dtype) -> Params:
+def cast(params: Params, specs: Specs, dtype: jnp.dtype) -> Params:
     """The copy that a step computes with. Gains, scalars and routers stay float32."""
     keep = lambda s: s.role in ("gain", "scalar") or s.group == "router"
     return jax.tree.map(lambda p, s: p if keep(s) else p.astype(dtype), params, specs)

@@ -1,10 +1,10 @@
 """For Hopper: the activation, and its gradient, on the way out of the matmul before it."""
 
-from typing import Any
-
+import jax
 import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import Target
+from jaxtrain_kernels.hopper import Interpret
 from jaxtrain_kernels.matmul.hopper import gemm
 from jaxtrain_kernels.matmul.hopper.gemm import GemmTiling
 
@@ -13,7 +13,9 @@ def supports(target: Target, *arrays) -> str | None:
     return gemm.supports(target, *arrays)
 
 
-def relu2_matmul(x, w_KN, *, tiling: GemmTiling | None = None, interpret: Any = False):
+def relu2_matmul(
+    x, w_KN, *, tiling: GemmTiling | None = None, interpret: Interpret = False
+) -> jax.Array:
     """As the public function. interpret: plgpu.InterpretGPUParams, on a CPU."""
     h_MN = gemm.matmul(
         x.reshape(-1, x.shape[-1]), w_KN, epilogue=squared_relu, tiling=tiling, interpret=interpret
@@ -21,7 +23,9 @@ def relu2_matmul(x, w_KN, *, tiling: GemmTiling | None = None, interpret: Any = 
     return h_MN.reshape(*x.shape[:-1], -1)
 
 
-def matmul_relu2_grad(dy, w_NK, h, *, tiling: GemmTiling | None = None, interpret: Any = False):
+def matmul_relu2_grad(
+    dy, w_NK, h, *, tiling: GemmTiling | None = None, interpret: Interpret = False
+) -> jax.Array:
     """As the public function."""
     rows = lambda x: x.reshape(-1, x.shape[-1])
     du_MN = gemm.matmul(

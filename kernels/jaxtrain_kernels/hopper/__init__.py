@@ -2,13 +2,14 @@
 
 import functools
 from collections.abc import Callable
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
@@ -18,6 +19,23 @@ MATRIX = plgpu.Layout.WGMMA
 ROWS = plgpu.Layout.WGMMA.reduce(1)
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 _TRANSFORMS: Any = plgpu.TilingTransform, plgpu.SwizzleTransform
+Interpret = bool | plgpu.InterpretGPUParams  # the latter where a kernel runs on a CPU
+Index = jax.Array | int
+
+
+@runtime_checkable
+class Ref(Protocol):
+    """A kernel's reference to memory or to a part of it, for which Pallas has no public type."""
+
+    def __getitem__(self, index: Any, /) -> Any: ...
+
+    def __setitem__(self, index: Any, value: Any, /) -> None: ...
+
+    @property
+    def at(self) -> Any: ...
+
+    @property
+    def T(self) -> Any: ...
 
 
 def unsupported_reason(target: Target, *arrays: Any) -> str | None:
@@ -54,7 +72,7 @@ def compiler_params(approx_math: bool = True, scratch_bytes: int = 0) -> plgpu.C
 
 
 def specialize_warpgroups(
-    warpgroups: int, load: Callable[[], None], compute: Callable[[Any], None]
+    warpgroups: int, load: Callable[[], None], compute: Callable[[jax.Array], None]
 ) -> None:
     """`warpgroups` compute(their number), with many registers; the one behind them loads."""
     warpgroup = lax.axis_index("warpgroup")
@@ -72,7 +90,7 @@ def specialize_warpgroups(
     lax.cond(warpgroup < warpgroups, computing, loading)
 
 
-def tiles(shape: tuple[int, ...], dtype: Any) -> Any:
+def tiles(shape: tuple[int, ...], dtype: DTypeLike) -> Any:
     """Shared memory for matrices [..., rows, columns] that TMA writes and wgmma reads."""
     size = jnp.dtype(dtype).itemsize
     swizzle = plgpu.find_swizzle(shape[-1] * 8 * size)
@@ -86,7 +104,7 @@ def sm_count() -> int:
     return device.core_count if device.platform == "gpu" else 132
 
 
-def _named_barrier(operation: str, barrier_id: Any, num_threads: int) -> None:
+def _named_barrier(operation: str, barrier_id: Index, num_threads: int) -> None:
     # Pallas's interpret mode knows the operation by its name, bar_op, and these variables. (Not a
     # def, which a checker of types may wrap.)
     if isinstance(barrier_id, int):
@@ -101,17 +119,17 @@ def _named_barrier(operation: str, barrier_id: Any, num_threads: int) -> None:
     plgpu.inline_mgpu(arg_types=types)(bar_op)(*arguments)
 
 
-def bar_arrive(barrier_id: Any, warpgroups: int) -> None:
+def bar_arrive(barrier_id: Index, warpgroups: int) -> None:
     """Signals the hardware barrier, which releases its waiters once `warpgroups` have come."""
     _named_barrier("arrive", barrier_id, 128 * warpgroups)
 
 
-def bar_sync(barrier_id: Any, warpgroups: int) -> None:
+def bar_sync(barrier_id: Index, warpgroups: int) -> None:
     """Signals the barrier and waits on it."""
     _named_barrier("sync", barrier_id, 128 * warpgroups)
 
 
-def take_number(counter: Any, shared: Any) -> Any:
+def take_number(counter: Ref, shared: Ref) -> jax.Array:
     """What a counter in device memory stands at, before this warpgroup moves it on by one.
 
     shared: an int32 in shared memory.

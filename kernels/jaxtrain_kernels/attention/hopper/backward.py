@@ -8,6 +8,7 @@ up in device memory in any order; or that one without dQ, and one for dQ alone
 import math
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
@@ -16,6 +17,7 @@ from jaxtrain_kernels.attention.hopper import backward_keys as keys
 from jaxtrain_kernels.attention.hopper import backward_queries as queries
 from jaxtrain_kernels.attention.hopper import common
 from jaxtrain_kernels.attention.hopper.backward_plan import (
+    BackwardPlan,
     BackwardTiling,
     KeyPlan,
     QueryPlan,
@@ -61,7 +63,7 @@ def backward(
     deterministic: bool = False,
     tiling: BackwardTiling | None = None,
     query_tiling: QueryTiling | None = None,
-    interpret: Any = False,
+    interpret: hopper.Interpret = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B T K H"], Float[Array, "B T K H"]]:
     """(dq, dk, dv) in the inputs' dtypes, from the forward pass's out and lse and their gradients.
 
@@ -105,9 +107,9 @@ def backward(
     return dq[:, :T, :, :H], dk[:, :T, :, :H], dv[:, :T, :, :H]
 
 
-def make_backward_plan(
-    kind, q_BTNH, k_BSKH, ids_BT, mask, softcap, scale, tiling, interpret
-) -> Any:
+def make_backward_plan[P: BackwardPlan](
+    kind: type[P], q_BTNH, k_BSKH, ids_BT, mask, softcap, scale, tiling, interpret
+) -> P:
     B, T, N, H = q_BTNH.shape
     K = k_BSKH.shape[2]
     plan = kind(
@@ -132,7 +134,7 @@ def _pad(x: Any, axis: int, multiple: int, value: float = 0) -> Any:
     return jnp.pad(x, pads, constant_values=value) if any(p[1] for p in pads) else x
 
 
-def query_ranges(plan: KeyPlan, ids_BT: Any) -> Any:
+def query_ranges(plan: KeyPlan, ids_BT: jax.Array | None) -> jax.Array:
     """Per key block, in query blocks: int32 [B or 1, key blocks, (lo, full_lo, full_hi, hi)].
 
     Visits [lo, hi), of which [full_lo, full_hi) need no mask. Backwards in time, keys see queries
@@ -155,7 +157,7 @@ def query_ranges(plan: KeyPlan, ids_BT: Any) -> Any:
     return ranges[:, : plan.tile_blocks].astype(jnp.int32)
 
 
-def key_ranges(plan: QueryPlan, ids_BT: Any) -> Any:
+def key_ranges(plan: QueryPlan, ids_BT: jax.Array | None) -> jax.Array:
     """Per block of queries, in key blocks: int32 [B or 1, query blocks, 4], as query_ranges."""
     ranges = common.block_ranges(plan.mask, plan.T, plan.rows, plan.tiling.block_kv, ids_BT)
     return jnp.stack(jnp.broadcast_arrays(*ranges), -1).astype(jnp.int32)

@@ -2,6 +2,7 @@
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -10,6 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention.hopper.backward_load import KeyWork, query_block
 from jaxtrain_kernels.attention.hopper.backward_plan import KeyPlan
+from jaxtrain_kernels.hopper import Index
 
 
 def sums_shape(plan: KeyPlan, padded_BTNH: tuple[int, ...]) -> tuple[int, ...]:
@@ -27,25 +29,25 @@ def shape(plan: KeyPlan) -> tuple[int, int]:
     return plan.tiling.block_q // rows, plan.H // columns
 
 
-def memory(plan: KeyPlan) -> Any:
+def memory(plan: KeyPlan) -> pl.MemoryRef:
     if not plan.with_dq:
         return plgpu.SMEM((8,), jnp.float32)
     return hopper.tiles((plan.warpgroups, *shape(plan)), jnp.float32)
 
 
-def issue(work: KeyWork, t: Any, dq: Any):
+def issue(work: KeyWork, t: Index, dq: Any) -> None:
     rows, columns = _part(work)
     plgpu.wgmma(dq, work.ds().at[lax.rem(t, 2), :, rows].T, work.memory.k.at[:, columns])
 
 
-def store_dq(work: KeyWork, dq: Any):
+def store_dq(work: KeyWork, dq: jax.Array) -> None:
     """To shared memory, from where the last step's has gone."""
     if work.plan.interpret:
         plgpu.wait_smem_to_gmem(0, wait_read_only=True)
     _staged(work)[...] = dq
 
 
-def send(work: KeyWork, t: Any):
+def send(work: KeyWork, t: Index) -> None:
     """From there dq of query block t is added in device memory."""
     plan, tile = work.plan, work.tile
     rows, columns = _part(work)
@@ -61,7 +63,7 @@ def _staged(work: KeyWork) -> Any:
     return work.memory.own[0][1].at[work.warpgroup]
 
 
-def _part(work: KeyWork) -> tuple[Any, Any]:
+def _part(work: KeyWork) -> tuple[pl.Slice, pl.Slice]:
     """(rows, columns) of dq that the warpgroup computes."""
     rows, columns = shape(work.plan)
     down, across = work.plan.dq_parts

@@ -9,6 +9,7 @@ c = 0 to 3) of two rows (r and r + 8, r = 0 to 7), for each of 4 warps of 16 row
 
 from typing import Any
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax.experimental.mosaic import gpu as mgpu
@@ -16,7 +17,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import arith, llvm, nvvm
 
-from jaxtrain_kernels.hopper import COLUMNS, MATRIX
+from jaxtrain_kernels.hopper import COLUMNS, MATRIX, Index, Ref
 
 SPLAT = plgpu.Layout.WG_SPLAT
 
@@ -39,7 +40,7 @@ def await_reads():
     plgpu.inline_mgpu()(wait)()
 
 
-def opaque(x: Any) -> Any:
+def opaque(x: Index) -> jax.Array:
     """An int32, of which the compiler does not know that it is the same each time."""
 
     def move(_, x):
@@ -51,7 +52,7 @@ def opaque(x: Any) -> Any:
     return moved(x)
 
 
-def column_less_row(shape: tuple[int, int], start: Any) -> Any:
+def column_less_row(shape: tuple[int, int], start: Index) -> jax.Array:
     """int32 matrix: start + column - row."""
 
     def fill(_, start):
@@ -71,7 +72,7 @@ def column_less_row(shape: tuple[int, int], start: Any) -> Any:
     return filled(opaque(start))
 
 
-def load_for_columns(ref: Any, row: Any, width: int) -> Any:
+def load_for_columns(ref: Ref, row: Index, width: int) -> jax.Array:
     """Row `row` of shared memory float32 [..., width], as values for the columns of a matrix."""
 
     def load(_, ref, row):
@@ -96,7 +97,7 @@ def load_for_columns(ref: Any, row: Any, width: int) -> Any:
     return loaded(ref, opaque(row))
 
 
-def store_rows(ref: Any, transforms: Any, at: Any, x: Any) -> None:
+def store_rows(ref: Ref, transforms: tuple, at: Index, x: jax.Array) -> None:
     """16-bit x [64, columns] to rows 64 * at of shared memory [..., columns] with `transforms`.
 
     These are tiles of 8 x 64, in which the 16-byte parts of row r are permuted by xor with r.

@@ -46,7 +46,9 @@ from jaxtrain_kernels.attention.hopper.backward_tiles import BackwardArrays
 from jaxtrain_kernels.hopper import COLUMNS, ROWS
 
 
-def call(plan: KeyPlan, arrays: list, zeros: Any, interpret: Any) -> tuple[Any, Any, Any]:
+def call(
+    plan: KeyPlan, arrays: list[jax.Array], zeros: jax.Array | None, interpret: hopper.Interpret
+) -> tuple[Any, jax.Array, jax.Array]:
     """(dq in float32 without the scale, or None if it is apart; dk; dv). zeros: for dq, or None."""
 
     def attention_backward(refs, memory):

@@ -2,6 +2,7 @@
 
 from typing import Any, NamedTuple
 
+import jax
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -11,6 +12,7 @@ from jaxtrain_kernels.attention.hopper import backward_inline as inline
 from jaxtrain_kernels.attention.hopper import backward_tiles as tiles
 from jaxtrain_kernels.attention.hopper.backward_plan import KeyPlan
 from jaxtrain_kernels.attention.hopper.backward_tiles import BackwardArrays, BackwardTile
+from jaxtrain_kernels.hopper import Index, Ref
 
 
 class KeyMemory(NamedTuple):
@@ -32,11 +34,11 @@ class KeyMemory(NamedTuple):
     registers: Any = None
 
 
-def steps(plan: KeyPlan, tile: BackwardTile) -> Any:
+def steps(plan: KeyPlan, tile: BackwardTile) -> jax.Array:
     return (tile.hi - tile.lo) * (plan.N // plan.K)
 
 
-def query_block(plan: KeyPlan, tile: BackwardTile, t: Any) -> tuple[Any, Any]:
+def query_block(plan: KeyPlan, tile: BackwardTile, t: Index) -> tuple[jax.Array, jax.Array]:
     """(head, query block) of a tile's step t."""
     width = tile.hi - tile.lo
     shared = plan.N // plan.K
@@ -51,8 +53,8 @@ class KeyWork(NamedTuple):
     plan: KeyPlan
     arrays: BackwardArrays
     memory: KeyMemory
-    warpgroup: Any
-    used: Any
+    warpgroup: jax.Array
+    used: jax.Array
     tile: BackwardTile
 
     def afresh(self) -> "KeyWork":
@@ -61,23 +63,23 @@ class KeyWork(NamedTuple):
             return self
         return self._replace(warpgroup=inline.opaque(self.warpgroup))
 
-    def slot(self, t: Any) -> Any:
+    def slot(self, t: Index) -> jax.Array:
         return lax.rem(self.used + t, self.plan.tiling.stages)
 
-    def keys(self) -> Any:
+    def keys(self) -> pl.Slice:
         """Of the key block, those whose scores the warpgroup computes."""
         return pl.ds(0 if self.plan.tiling.split == "dims" else self.warpgroup * 64, 64)
 
-    def columns(self) -> Any:
+    def columns(self) -> pl.Slice:
         """Of dk and dv, those that the warpgroup sums up."""
         if self.plan.tiling.split == "dims":
             return pl.ds(self.warpgroup * self.plan.columns, self.plan.columns)
         return pl.ds(0, self.plan.columns)
 
-    def ds(self) -> Any:
+    def ds(self) -> Ref:
         return self.memory.own[0][0]
 
-    def free(self, name: str, slot: Any = 0):
+    def free(self, name: str, slot: Index = 0):
         if self.plan.interpret:
             plgpu.commit_smem()  # its reads are ordinary loads, which wgmma's are not
         hopper.bar_arrive(self.plan.barrier(name) + slot, self.plan.warpgroups + 1)
@@ -88,7 +90,7 @@ class KeyWork(NamedTuple):
             inline.await_reads()
         hopper.bar_sync(self.plan.barrier("ds"), self.plan.warpgroups)
 
-    def left(self, x: Any) -> Any:
+    def left(self, x: jax.Array) -> jax.Array | Ref:
         """x as the left operand of a product: itself, in registers."""
         if not self.plan.interpret:
             return x
@@ -97,7 +99,7 @@ class KeyWork(NamedTuple):
         return ref
 
 
-def load(plan: KeyPlan, arrays: BackwardArrays, memory: KeyMemory, counter: Any):
+def load(plan: KeyPlan, arrays: BackwardArrays, memory: KeyMemory, counter: Ref | None):
     """The loader: for each tile its keys and values, and its query blocks in visiting order."""
     tiling, everyone = plan.tiling, plan.warpgroups + 1
     bq, bk = tiling.block_q, tiling.block_kv

@@ -3,6 +3,8 @@
 import dataclasses
 from typing import Any, NamedTuple
 
+from jax.typing import DTypeLike
+
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention.hopper.common import Mask
 
@@ -57,7 +59,7 @@ class BackwardPlan:
     N: int
     K: int
     H: int
-    dtype: Any
+    dtype: DTypeLike
     mask: Mask
     softcap: float | None
     scale: float

@@ -31,7 +31,7 @@ from jaxtrain_kernels.attention.hopper.backward_scores import (
     visible_keys,
 )
 from jaxtrain_kernels.attention.hopper.backward_tiles import BackwardArrays, BackwardTile
-from jaxtrain_kernels.hopper import COLUMNS, ROWS
+from jaxtrain_kernels.hopper import COLUMNS, ROWS, Index, Ref
 
 
 class QueryMemory(NamedTuple):
@@ -52,7 +52,7 @@ class QueryMemory(NamedTuple):
     registers: Any = None
 
 
-def call(plan: QueryPlan, arrays: list, interpret: Any) -> Any:
+def call(plan: QueryPlan, arrays: list[jax.Array], interpret: hopper.Interpret) -> jax.Array:
     """dq in q's dtype."""
     tiling, rows, warpgroups = plan.tiling, plan.rows, plan.warpgroups
     loads = 2 if plan.segments else 1
@@ -93,7 +93,7 @@ def _block(plan: QueryPlan, arrays: BackwardArrays, memory: QueryMemory):
     )
 
 
-def _load(plan: QueryPlan, arrays: BackwardArrays, memory: QueryMemory, counter: Any):
+def _load(plan: QueryPlan, arrays: BackwardArrays, memory: QueryMemory, counter: Ref | None):
     """The loader: for each tile its queries, then its key and value blocks from the last on."""
     tiling, everyone = plan.tiling, plan.warpgroups + 1
 
@@ -144,8 +144,8 @@ class QueryWork(NamedTuple):
     plan: QueryPlan
     arrays: BackwardArrays
     memory: QueryMemory
-    warpgroup: Any
-    used: Any
+    warpgroup: jax.Array
+    used: jax.Array
     tile: BackwardTile
     lse: Any
     delta: Any
@@ -157,10 +157,10 @@ class QueryWork(NamedTuple):
             return self
         return self._replace(warpgroup=inline.opaque(self.warpgroup))
 
-    def rows(self) -> Any:
+    def rows(self) -> pl.Slice:
         return pl.ds(self.warpgroup * 64, 64)
 
-    def free(self, name: str, slot: Any = 0):
+    def free(self, name: str, slot: Index = 0):
         if self.plan.interpret:
             plgpu.commit_smem()  # its reads are ordinary loads, which wgmma's are not
         hopper.bar_arrive(self.plan.barrier(name) + slot, self.plan.warpgroups + 1)

@@ -5,8 +5,8 @@ The kernel of key blocks has its scores transposed [keys, queries], that of quer
 
 import functools
 from collections.abc import Callable
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental.pallas import mosaic_gpu as plgpu
@@ -14,31 +14,36 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtrain_kernels.attention.hopper import backward_inline as inline
 from jaxtrain_kernels.attention.hopper.backward_plan import BackwardPlan
 from jaxtrain_kernels.attention.hopper.common import LOG2E
-from jaxtrain_kernels.hopper import MATRIX
+from jaxtrain_kernels.hopper import MATRIX, Ref
 
 
-def accumulator(rows: int, columns: int) -> Any:
+def accumulator(rows: int, columns: int) -> plgpu.WGMMAAccumulatorRef:
     return plgpu.WGMMAAccumulatorRef((rows, columns), jnp.float32)
 
 
-def finished(product: Any, pending: int) -> Any:
+def finished(product: Ref, pending: int) -> jax.Array:
     """A product's value, when at most the `pending` last ones still run."""
     return lax.optimization_barrier(plgpu.wgmma_accumulator_load(product, wait_n=pending))
 
 
-def narrow(plan: BackwardPlan, x: Any) -> Any:
+def narrow(plan: BackwardPlan, x: jax.Array) -> jax.Array:
     """In 16 bits. The barrier makes all uses share the packed registers."""
     return lax.optimization_barrier(x.astype(plan.dtype))
 
 
-def broadcast_rows(x: Any, like: Any, transposed: bool) -> Any:
+def broadcast_rows(x: jax.Array, like: jax.Array, transposed: bool) -> jax.Array:
     """A value a query over the matrix of scores."""
     return lax.broadcast_in_dim(x, like.shape, [1 if transposed else 0])
 
 
 def probabilities(
-    plan: BackwardPlan, s: Any, lse: Any, masked: Any, visible_keys: Callable, transposed: bool
-) -> tuple[Any, Any]:
+    plan: BackwardPlan,
+    s: jax.Array,
+    lse: jax.Array,
+    masked: jax.Array,
+    visible_keys: Callable[[], jax.Array],
+    transposed: bool,
+) -> tuple[jax.Array, jax.Array]:
     """(p, p times the derivative of the softcap) of scores: the first in 16 bits.
 
     lse: in units of log 2, a query. masked: whether visible(), a mask, is needed.
@@ -57,7 +62,9 @@ def probabilities(
     return narrow(plan, p), narrow(plan, slope)
 
 
-def score_gradient(plan: BackwardPlan, slope: Any, dp: Any, delta: Any, transposed: bool) -> Any:
+def score_gradient(
+    plan: BackwardPlan, slope: jax.Array, dp: jax.Array, delta: jax.Array, transposed: bool
+) -> jax.Array:
     """ds in 16 bits, without the scale."""
     return (slope.astype(jnp.float32) * (dp - broadcast_rows(delta, dp, transposed))).astype(
         plan.dtype
@@ -65,8 +72,13 @@ def score_gradient(plan: BackwardPlan, slope: Any, dp: Any, delta: Any, transpos
 
 
 def visible_keys(
-    plan: BackwardPlan, t0: Any, s0: Any, width: int, ids: Any, transposed: bool
-) -> Any:
+    plan: BackwardPlan,
+    t0: jax.Array,
+    s0: jax.Array,
+    width: int,
+    ids: tuple[jax.Array, jax.Array] | None,
+    transposed: bool,
+) -> jax.Array:
     """Which of the queries t0.. see which of the keys s0..: bool [64, width].
 
     ids: (of the rows, of the columns) where there are segments.
@@ -81,13 +93,13 @@ def visible_keys(
     elif plan.T % plan.tiling.block_kv:
         key = plgpu.broadcasted_iota(jnp.int32, shape, 0 if transposed else 1, layout=MATRIX)
         conditions.append(key < plan.T - s0)
-    if plan.segments:
+    if ids is not None:
         rows, columns = (lax.broadcast_in_dim(x, shape, [d]) for d, x in enumerate(ids))
         conditions.append(rows == columns)
     return functools.reduce(jnp.logical_and, conditions)
 
 
-def _column_less_row(plan: BackwardPlan, shape: tuple[int, int], start: Any) -> Any:
+def _column_less_row(plan: BackwardPlan, shape: tuple[int, int], start: jax.Array) -> jax.Array:
     if not plan.interpret:
         return inline.column_less_row(shape, start)
     row, column = (lax.broadcasted_iota(jnp.int32, shape, d) for d in range(2))

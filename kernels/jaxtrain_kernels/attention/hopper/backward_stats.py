@@ -10,6 +10,7 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtrain_kernels.attention.hopper.common import LOG2E
+from jaxtrain_kernels.hopper import Interpret
 from jaxtrain_kernels.rows.hopper.launch import lanes_layout, launch, load, rows_layout
 
 # What stands for the log-sum-exp of a row without keys: exp2(score - NO_KEYS) = 0.
@@ -18,7 +19,13 @@ ELEMENTS = 4096  # of a block: 4 vectors of 16 bytes a thread, of two arrays
 
 
 def row_stats(
-    out_BTNH, lse_BNT, dout_BTNH, dlse_BNT, rows: int, zeros: bool = False, interpret: Any = False
+    out_BTNH,
+    lse_BNT,
+    dout_BTNH,
+    dlse_BNT,
+    rows: int,
+    zeros: bool = False,
+    interpret: Interpret = False,
 ) -> list[Any]:
     """float32 [B, N, 2, T']: lse in units of log 2; the sum over a row of p * dp, less dlse.
 
@@ -45,7 +52,9 @@ def _finished(lse: Any, delta: Any, dlse: Any) -> tuple[Any, Any]:
     return jnp.where(some, lse * LOG2E, NO_KEYS), jnp.where(some, delta, 0.0)
 
 
-def _in_one_pass(out_BTNH, lse_BNT, dout_BTNH, dlse_BNT, zeros: bool, interpret: Any) -> list[Any]:
+def _in_one_pass(
+    out_BTNH, lse_BNT, dout_BTNH, dlse_BNT, zeros: bool, interpret: Interpret
+) -> list[Any]:
     B, T, N, H = out_BTNH.shape
     rows = ELEMENTS // H
     layout = lanes_layout(H) if H < 256 else rows_layout(H)

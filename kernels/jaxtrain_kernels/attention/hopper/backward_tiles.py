@@ -7,6 +7,7 @@ loader tells the computing warpgroups through shared memory which tile comes nex
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -14,6 +15,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention.hopper.backward_plan import BackwardPlan
+from jaxtrain_kernels.hopper import Ref
 
 
 class BackwardArrays(NamedTuple):
@@ -32,31 +34,37 @@ class BackwardArrays(NamedTuple):
 class BackwardTile(NamedTuple):
     """Block `block` of a head; it visits [lo, hi), of which [full_lo, full_hi) need no mask."""
 
-    b: Any
-    head: Any
-    block: Any
-    lo: Any
-    full_lo: Any
-    full_hi: Any
-    hi: Any
+    b: jax.Array
+    head: jax.Array
+    block: jax.Array
+    lo: jax.Array
+    full_lo: jax.Array
+    full_hi: jax.Array
+    hi: jax.Array
 
-    def masked(self, visited: Any) -> Any:
+    def masked(self, visited: jax.Array) -> jax.Array:
         return (visited < self.full_lo) | (visited >= self.full_hi)
 
 
 # The shared memory by which tiles are handed out: a Tile, and place for what the counter said.
-def memory() -> Any:
+def memory() -> pl.MemoryRef:
     return plgpu.SMEM((2, 8), jnp.int32)
 
 
-def counter(plan: BackwardPlan) -> Any:
+def counter(plan: BackwardPlan) -> Ref | None:
     """Of tiles handed out, in device memory; None where each block knows its own."""
     if plan.tiling.dynamic and not plan.interpret and plan.blocks < plan.n_tiles:
         return pl.get_global(plgpu.SemaphoreType.REGULAR)
     return None
 
 
-def load_tiles(plan: BackwardPlan, ranges: Any, memory: Any, count: Any, every: Callable) -> None:
+def load_tiles(
+    plan: BackwardPlan,
+    ranges: Ref,
+    memory: Ref,
+    count: Ref | None,
+    every: Callable[[jax.Array, BackwardTile], jax.Array],
+) -> None:
     """The loader's loop: used = every(used, tile) for each tile.
 
     used: steps of this CUDA block's earlier tiles.
@@ -78,7 +86,7 @@ def load_tiles(plan: BackwardPlan, ranges: Any, memory: Any, count: Any, every: 
     lax.while_loop(lambda carry: carry[1] < plan.n_tiles, load_tile, start)
 
 
-def _read_tile(plan: BackwardPlan, ranges: Any, number: Any) -> BackwardTile:
+def _read_tile(plan: BackwardPlan, ranges: Ref, number: jax.Array) -> BackwardTile:
     """Tiles are numbered by group of heads, then from the heaviest block, then by head."""
     in_group = plan.group * plan.tile_blocks
     group, rest = lax.div(number, in_group), lax.rem(number, in_group)
@@ -91,20 +99,22 @@ def _read_tile(plan: BackwardPlan, ranges: Any, number: Any) -> BackwardTile:
     return BackwardTile(b, lax.rem(head, plan.heads), block, *limits)
 
 
-def tell_tile(memory: Any, tile: BackwardTile) -> None:
+def tell_tile(memory: Ref, tile: BackwardTile) -> None:
     """Before the loads whose barrier the others wait on."""
     for i, x in enumerate(tile):
         memory[0, i] = x
 
 
-def tell_end(memory: Any, loaded: Any, arrivals: int) -> None:
+def tell_end(memory: Ref, loaded: Any, arrivals: int) -> None:
     """There is no more tile; loaded: the barrier on which the others wait for one."""
     memory[0, 0] = -1
     for _ in range(arrivals):
         plgpu.barrier_arrive(loaded)
 
 
-def compute_tiles(memory: Any, loaded: Any, compute: Callable) -> None:
+def compute_tiles(
+    memory: Ref, loaded: Any, compute: Callable[[jax.Array, BackwardTile], jax.Array]
+) -> None:
     """The others' loop: used = compute(used, tile), from the used steps before to those after."""
 
     def following():
@@ -119,7 +129,12 @@ def compute_tiles(memory: Any, loaded: Any, compute: Callable) -> None:
 
 
 def launch(
-    plan: BackwardPlan, body: Callable, scratch: dict, out_type: Any, arrays: list, interpret: Any
+    plan: BackwardPlan,
+    body: Callable[[tuple[Ref, ...], dict[str, Ref]], None],
+    scratch: dict,
+    out_type: jax.ShapeDtypeStruct | list[jax.ShapeDtypeStruct],
+    arrays: list,  # or references
+    interpret: hopper.Interpret,
 ):
     """Results of the kernel `body`(references to arrays and results, scratch memory by name)."""
 

@@ -4,6 +4,7 @@ import functools
 import math
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -24,12 +25,19 @@ class Mask(NamedTuple):
     window: int | None
 
 
-def rows_to(x_T: Any, like: Any) -> Any:
+def rows_to(x_T: jax.Array, like: jax.Array) -> jax.Array:
     """A value per row, spread over the matrix."""
     return lax.broadcast_in_dim(x_T, like.shape, [0])
 
 
-def is_visible(mask: Mask, t0: Any, s0: Any, shape: tuple[int, int], length: int | None, ids: Any):
+def is_visible(
+    mask: Mask,
+    t0: jax.Array,
+    s0: jax.Array,
+    shape: tuple[int, int],
+    length: int | None,
+    ids: tuple[jax.Array, jax.Array] | None,
+) -> jax.Array:
     """Which of the keys s0.. the queries t0.. see: bool [queries, keys] in wgmma's layout.
 
     length: of the sequence, where a block may reach beyond it; ids: (queries', keys') or None.
@@ -58,7 +66,9 @@ class BlockRanges(NamedTuple):
     hi: Any
 
 
-def block_ranges(mask: Mask, length: int, rows: int, columns: int, ids_BT: Any) -> BlockRanges:
+def block_ranges(
+    mask: Mask, length: int, rows: int, columns: int, ids_BT: jax.Array | None
+) -> BlockRanges:
     """Per block of `rows` queries, in blocks of `columns` keys: int32 [B or 1, query blocks].
 
     At least one block is visited, always as if it needed the mask (hi - 1 is not in the full

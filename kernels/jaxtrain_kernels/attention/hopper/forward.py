@@ -53,7 +53,7 @@ def forward(
     softcap: float | None,
     scale: float,
     tiling: ForwardTiling | None = None,
-    interpret: Any = False,
+    interpret: hopper.Interpret = False,
 ) -> tuple[Float[Array, "B T N H"], Float[Array, "B N T"]]:
     """Attention's output in q's dtype and its log-sum-exp in float32 (-inf for a row without keys).
 
@@ -106,7 +106,7 @@ def _extra_masked(ranges: common.BlockRanges) -> bool:
     return bool(np.any((ranges.full_hi < ranges.hi - 1) | (ranges.full_lo > ranges.lo)))
 
 
-def _limits(mask: Mask, ids_BT: Any) -> tuple[Any, Any]:
+def _limits(mask: Mask, ids_BT: jax.Array) -> tuple[jax.Array, jax.Array]:
     """int32 [B, 3, T]: the first key that a query sees and the one after the last, its id; [B].
 
     The limits hold for the batch rows of the second result: where ids grow, if padding is left out.
@@ -136,7 +136,7 @@ def _running_max(x_BT: Any, block: int = 128) -> Any:
     return jnp.maximum(inside, before[..., None]).reshape(B, -1)[:, :T]
 
 
-def _call(plan: ForwardPlan, arrays: list, interpret: Any):
+def _call(plan: ForwardPlan, arrays: list, interpret: hopper.Interpret):
     tiling, rows, i32 = plan.tiling, plan.rows, jnp.int32
     block = (tiling.block_kv, plan.H)
     arrivals = 2 if plan.segments else 1

@@ -1,8 +1,8 @@
 """A computing warpgroup of the Hopper forward kernel: the order of its products and softmaxes."""
 
 import math
-from typing import Any
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
@@ -25,10 +25,10 @@ from jaxtrain_kernels.attention.hopper.forward_softmax import (
     rescaled,
     softmax,
 )
-from jaxtrain_kernels.hopper import MATRIX
+from jaxtrain_kernels.hopper import MATRIX, Index
 
 
-def compute(plan: ForwardPlan, arrays: ForwardArrays, memory: ForwardMemory, warpgroup: Any):
+def compute(plan: ForwardPlan, arrays: ForwardArrays, memory: ForwardMemory, warpgroup: jax.Array):
     """A computing warpgroup: 64 rows of each tile."""
     tiling = plan.tiling
     everyone = tiling.warpgroups + 1
@@ -78,13 +78,13 @@ def compute(plan: ForwardPlan, arrays: ForwardArrays, memory: ForwardMemory, war
     plgpu.wait_smem_to_gmem(0, wait_read_only=True)
 
 
-def _await_tile(work: ForwardWork) -> Any:
+def _await_tile(work: ForwardWork) -> jax.Array:
     """Its queries have been loaded; negative if there is no such tile."""
     plgpu.barrier_wait(work.memory.q_full.at[work.stage])
     return work.memory.tile[work.stage, 0]
 
 
-def _scores_accumulator(keys: Keys) -> Any:
+def _scores_accumulator(keys: Keys) -> plgpu.WGMMAAccumulatorRef:
     return plgpu.WGMMAAccumulatorRef((64, keys.width), jnp.float32)
 
 
@@ -125,7 +125,7 @@ def _key_blocks(work: ForwardWork, state: SoftmaxState) -> SoftmaxState:
     return lax.fori_loop(done, work.blocks(), step(None), state)
 
 
-def _diagonal(work: ForwardWork, state: SoftmaxState) -> tuple[SoftmaxState, Any]:
+def _diagonal(work: ForwardWork, state: SoftmaxState) -> tuple[SoftmaxState, Index]:
     """The rest of the diagonal's block, that at the window's edge, and one more: how many blocks.
 
     In the first two, a warpgroup starts with the 64 keys that only a part of its rows sees.

@@ -2,13 +2,16 @@
 
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention.hopper.common import Mask
+from jaxtrain_kernels.hopper import Index, Ref
 
 # What the loader tells the others about a tile, as int32 in shared memory. runs: whether each id
 # of that batch row fills one run of tokens.
@@ -55,7 +58,7 @@ class ForwardPlan(NamedTuple):
     N: int
     K: int
     H: int
-    dtype: Any
+    dtype: DTypeLike
     mask: Mask
     softcap: float | None
     scale: float
@@ -139,7 +142,7 @@ class ForwardArrays(NamedTuple):
     lse: Any
 
 
-def key_block(t: Any, tile: dict) -> Any:
+def key_block(t: Index, tile: dict[str, jax.Array]) -> jax.Array:
     """The t-th key block visited: those to mask from the right, then from the left, then others."""
     right = tile["hi"] - tile["full_hi"]
     masked = right + tile["full_lo"] - tile["lo"]
@@ -148,7 +151,7 @@ def key_block(t: Any, tile: dict) -> Any:
     return jnp.where(t < right, tile["hi"] - 1 - t, jnp.where(t < masked, from_left, others))
 
 
-def load(plan: ForwardPlan, arrays: ForwardArrays, memory: ForwardMemory, counter: Any):
+def load(plan: ForwardPlan, arrays: ForwardArrays, memory: ForwardMemory, counter: Ref | None):
     """The loader: for each tile its queries, then its key and value blocks in visiting order."""
     tiling = plan.tiling
     width, everyone = tiling.block_kv, tiling.warpgroups + 1
@@ -197,7 +200,7 @@ def load(plan: ForwardPlan, arrays: ForwardArrays, memory: ForwardMemory, counte
         plgpu.barrier_arrive(memory.q_full.at[stage])
 
 
-def _read_tile(plan: ForwardPlan, arrays: ForwardArrays, number: Any) -> dict:
+def _read_tile(plan: ForwardPlan, arrays: ForwardArrays, number: jax.Array) -> dict[str, jax.Array]:
     """Tiles are numbered by group of heads, then from the last rows, then by head."""
     in_group = plan.group * plan.row_blocks
     group, rest = lax.div(number, in_group), lax.rem(number, in_group)
@@ -209,7 +212,9 @@ def _read_tile(plan: ForwardPlan, arrays: ForwardArrays, number: Any) -> dict:
     return dict(zip(TILE, (b, lax.rem(head, plan.N), block * plan.rows, *ranges), strict=True))
 
 
-def _next_tile(plan: ForwardPlan, memory: ForwardMemory, counter: Any, number: Any) -> Any:
+def _next_tile(
+    plan: ForwardPlan, memory: ForwardMemory, counter: Ref | None, number: jax.Array
+) -> jax.Array:
     if counter is None:
         return number + plan.blocks
     return plan.blocks + hopper.take_number(counter, memory.tile.at[plan.tiling.q_stages, 0])

@@ -3,6 +3,7 @@
 import functools
 from typing import Any, NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
@@ -16,7 +17,7 @@ from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention.hopper import common
 from jaxtrain_kernels.attention.hopper.common import FLOOR, LOG2E, Mask
 from jaxtrain_kernels.attention.hopper.forward_load import ForwardMemory, ForwardPlan, key_block
-from jaxtrain_kernels.hopper import MATRIX, ROWS
+from jaxtrain_kernels.hopper import MATRIX, ROWS, Index, Ref
 
 GROUP = 8  # neighbouring columns, of which a thread holds two
 # 2^x = 2^round(x) * 2^f for f in [-1/2, 1/2], with least-squares coefficients; relative error 1e-4.
@@ -28,11 +29,11 @@ ROUND = 1.5 * 2**23
 class Keys(NamedTuple):
     """Keys offset .. offset + width of a tile's t-th key block."""
 
-    t: Any
-    offset: Any
+    t: Index
+    offset: Index
     width: int
 
-    def slice(self) -> Any:
+    def slice(self) -> pl.Slice:
         return pl.ds(self.offset, self.width)
 
 
@@ -41,30 +42,30 @@ class ForwardWork(NamedTuple):
 
     plan: ForwardPlan
     memory: ForwardMemory
-    warpgroup: Any
-    stage: Any
-    used: Any
-    tile: dict
+    warpgroup: jax.Array
+    stage: jax.Array
+    used: jax.Array
+    tile: dict[str, jax.Array]
 
-    def blocks(self) -> Any:
+    def blocks(self) -> jax.Array:
         return self.tile["hi"] - self.tile["lo"]
 
-    def rows(self) -> Any:
+    def rows(self) -> pl.Slice:
         return pl.ds(self.warpgroup * 64, 64)
 
-    def k_slot(self, t: Any) -> Any:
+    def k_slot(self, t: Index) -> jax.Array:
         return lax.rem(self.used + t, self.plan.tiling.k_stages)
 
-    def v_slot(self, t: Any) -> Any:
+    def v_slot(self, t: Index) -> jax.Array:
         return lax.rem(self.used + t, self.plan.tiling.v_stages)
 
     def q(self) -> Any:
         return self.memory.q.at[self.stage, self.rows()]
 
-    def k(self, keys: Keys) -> Any:
+    def k(self, keys: Keys) -> Ref:
         return self.memory.k.at[self.k_slot(keys.t), keys.slice()]
 
-    def v(self, keys: Keys) -> Any:
+    def v(self, keys: Keys) -> Ref:
         return self.memory.v.at[self.v_slot(keys.t), keys.slice()]
 
     def first(self) -> Keys:
@@ -72,18 +73,18 @@ class ForwardWork(NamedTuple):
         halves = self.plan.halves
         return Keys(0, self.warpgroup * 64 if halves else 0, self.plan.first_keys)
 
-    def all(self, t: Any) -> Keys:
+    def all(self, t: Index) -> Keys:
         return Keys(t, 0, self.plan.tiling.block_kv)
 
-    def await_keys(self, t: Any):
+    def await_keys(self, t: Index) -> None:
         """Key block t has been loaded, if the tile has it."""
         loaded = self.memory.k_full.at[self.k_slot(t)]
         pl.when(t < self.blocks())(lambda: plgpu.barrier_wait(loaded))
 
-    def await_values(self, t: Any):
+    def await_values(self, t: Index) -> None:
         plgpu.barrier_wait(self.memory.v_full.at[self.v_slot(t)])
 
-    def free(self, name: str, t: Any):
+    def free(self, name: str, t: Index) -> None:
         if self.plan.interpret:
             plgpu.commit_smem()  # its reads are ordinary loads, which wgmma's are not
         slot = self.k_slot(t) if name == "k" else self.v_slot(t)
@@ -98,9 +99,9 @@ class SoftmaxState(NamedTuple):
     """
 
     out: Any
-    p: Any
-    peak: Any
-    total: Any
+    p: jax.Array | None
+    peak: jax.Array
+    total: jax.Array
 
 
 def no_state(plan: ForwardPlan) -> SoftmaxState:
@@ -171,7 +172,7 @@ def rescaled(plan: ForwardPlan, out, shrink, anywhere):
     return scaled(out, shrink, anywhere)
 
 
-def shrinks(plan: ForwardPlan, shrink) -> Any:
+def shrinks(plan: ForwardPlan, shrink: jax.Array) -> jax.Array:
     """int32: whether some row of a warp's shrinks, the same in all of its threads."""
     if not plan.tiling.lazy or plan.interpret:
         return jnp.int32(1)
@@ -251,11 +252,11 @@ def _masked(work: ForwardWork, scores, keys: Keys, mask: Mask):
     return lax.cond(work.tile["runs"] != 0, by_limits, by_ids, scores)
 
 
-def _load_rows(work: ForwardWork, i: int) -> Any:
+def _load_rows(work: ForwardWork, i: int) -> jax.Array:
     return plgpu.load(work.memory.limits.at[work.stage, i, work.rows()], layout=ROWS)
 
 
-def _columns() -> Any:
+def _columns() -> jax.Array:
     return plgpu.broadcasted_iota(jnp.int32, (64, GROUP), 1, layout=MATRIX)
 
 

@@ -251,7 +251,9 @@ def _call(name, setup, tile, arrays, ids_BT, outputs, by_key=False):
     )
 
 
-def block_ranges(plan, T: int, rows: int, columns: int, ids_BT, by_key: bool) -> Any:
+def block_ranges(
+    plan, T: int, rows: int, columns: int, ids_BT, by_key: bool
+) -> np.ndarray | jax.Array:
     """int32 [B or 1, query blocks, 4]: which key blocks each visits (by_key: the reverse).
 
     (lo, full_lo, full_hi, hi): all that it sees lie in [lo, hi), and it sees [full_lo, full_hi)

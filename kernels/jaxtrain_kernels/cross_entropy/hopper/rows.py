@@ -17,6 +17,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 from jaxtyping import Array, Float, Int
 
 from jaxtrain_kernels import hopper
@@ -41,7 +42,7 @@ class LossPlan(NamedTuple):
 
     rows: int
     V: int
-    dtype: Any
+    dtype: DTypeLike
     softcap: float | None
     z_loss: float
     valid_vocab: int
@@ -74,11 +75,11 @@ class Refs(NamedTuple):
 class LossRow(NamedTuple):
     """What is known of a row before its logits are."""
 
-    label: Any
-    weight: Any
+    label: jax.Array
+    weight: jax.Array
 
 
-def unsupported_reason(V: int, dtype: Any) -> str | None:
+def unsupported_reason(V: int, dtype: DTypeLike) -> str | None:
     """Why a vocabulary of V columns cannot be served; None = it can."""
     if dtype not in (jnp.bfloat16, jnp.float16):
         return f"needs bfloat16 or float16, got {dtype}"
@@ -98,7 +99,7 @@ def loss_rows(
     z_loss: float,
     valid_vocab: int | None,
     blocks: int | None = None,
-    interpret: Any = False,
+    interpret: hopper.Interpret = False,
 ) -> tuple[Float[Array, "C"], Float[Array, "C"], Float[Array, "C V"]]:
     """(nll_C, lse_C) in float32, and the logits' gradient, which replaces them in memory.
 

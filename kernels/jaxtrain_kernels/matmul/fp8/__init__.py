@@ -176,7 +176,9 @@ def _backward(implementation, saved, dy_MN):
 _matmul.defvjp(_forward, _backward)
 
 
-def fp8_product(a_MK: Any, b_NK: Any, scale: Any, dtype: Any, exact: bool = False) -> Any:
+def fp8_product(
+    a_MK: Array, b_NK: Array, scale: Array, dtype: DTypeLike, exact: bool = False
+) -> Array:
     """a b^T x scale. exact: adds up in float32 where the tensor cores' own sum has fewer bits.
 
     The scale is in the result's dtype, which XLA needs to see it as cuBLASLt's.

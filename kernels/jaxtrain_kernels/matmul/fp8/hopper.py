@@ -12,6 +12,7 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import DTypeLike
 
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.dispatch import Target
@@ -29,14 +30,16 @@ def supports(target: Target, *arrays) -> str | None:
     return None
 
 
-def bytes_tile(rows: int, columns: int, dtype: Any) -> Any:
+def bytes_tile(rows: int, columns: int, dtype: DTypeLike) -> pl.MemoryRef:
     """Shared memory for a matrix of one-byte elements that TMA takes out."""
     tiling, swizzle = _TRANSFORMS
     transforms = (tiling((8, columns)), swizzle(columns))
     return plgpu.SMEM((rows, columns), dtype, transforms=transforms)
 
 
-def cast(arrays, multiplier, dtype, function, *, saturate: bool, interpret: Any = False):
+def cast(
+    arrays, multiplier, dtype, function, *, saturate: bool, interpret: hopper.Interpret = False
+):
     """function(*arrays) * multiplier in dtype, and its transpose; the hardware always saturates.
 
     interpret: plgpu.InterpretGPUParams, on a CPU.
@@ -44,7 +47,7 @@ def cast(arrays, multiplier, dtype, function, *, saturate: bool, interpret: Any 
     return _cast(arrays, multiplier, dtype, function, saturate, False, interpret)
 
 
-def cast_measured(arrays, multiplier, dtype, function, *, interpret: Any = False):
+def cast_measured(arrays, multiplier, dtype, function, *, interpret: hopper.Interpret = False):
     """The same, saturating, and the function's largest magnitude."""
     *quantized, most_RC = _cast(arrays, multiplier, dtype, function, True, True, interpret)
     return *quantized, jnp.max(most_RC)

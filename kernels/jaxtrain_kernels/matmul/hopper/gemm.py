@@ -18,9 +18,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.dispatch import Target
+from jaxtrain_kernels.hopper import Index
 
 STEP = 64  # columns of a and b that a step multiplies: a swizzled row of 128 bytes
 PART = 64  # rows and columns of the result that are stored at once
@@ -69,9 +71,9 @@ class GemmPlan(NamedTuple):
     M: int
     N: int
     K: int
-    dtype: Any
+    dtype: DTypeLike
     b_is_NK: bool
-    epilogue: Callable[..., Any]
+    epilogue: Callable[..., jax.Array]
     other: bool
     tiling: GemmTiling
     clusters: int
@@ -126,11 +128,11 @@ def matmul(
     b,
     other_MN=None,
     *,
-    epilogue: Callable[..., Any] = lambda product: product,
+    epilogue: Callable[..., jax.Array] = lambda product: product,
     b_is_NK: bool = False,
     tiling: GemmTiling | None = None,
-    interpret: Any = False,
-):
+    interpret: hopper.Interpret = False,
+) -> jax.Array:
     """epilogue(a b) in a's dtype, or epilogue(a b, other); b is [K, N], or [N, K] (b_is_NK).
 
     The epilogue gets float32, 64 x 64 at a time. interpret: plgpu.InterpretGPUParams, on a CPU.
@@ -184,13 +186,13 @@ def _block(plan: GemmPlan, arrays: GemmArrays, memory: GemmMemory):
     )
 
 
-def _rounds(plan: GemmPlan) -> Any:
+def _rounds(plan: GemmPlan) -> jax.Array:
     """How many tiles this cluster works on."""
     down, across = plan.grid
     return lax.div(down * across - 1 - lax.axis_index("cluster"), plan.clusters) + 1
 
 
-def _place(plan: GemmPlan, t: Any) -> tuple[Any, Any]:
+def _place(plan: GemmPlan, t: Index) -> tuple[jax.Array, jax.Array]:
     """First row and column of the block's t-th tile."""
     row, column = tile_of(plan, lax.axis_index("cluster") + t * plan.clusters)
     tiling = plan.tiling
@@ -198,7 +200,7 @@ def _place(plan: GemmPlan, t: Any) -> tuple[Any, Any]:
     return row * tiling.block_rows, column * tiling.columns
 
 
-def tile_of(plan: GemmPlan, number: Any) -> tuple[Any, Any]:
+def tile_of(plan: GemmPlan, number: ArrayLike) -> tuple[jax.Array, jax.Array]:
     """(row, column) of a cluster's tile: down a group of rows, then the next column."""
     (down, across), group = plan.grid, plan.tiling.group
     first = lax.div(number, group * across) * group
@@ -245,16 +247,16 @@ class GemmWork(NamedTuple):
     plan: GemmPlan
     arrays: GemmArrays
     memory: GemmMemory
-    warpgroup: Any
+    warpgroup: jax.Array
 
-    def own(self, row: Any) -> Any:
+    def own(self, row: jax.Array) -> jax.Array:
         """The first row of a warpgroup's tile in one of the block."""
         return row + self.warpgroup * self.plan.tiling.rows if self.plan.tiling.shared else row
 
-    def part(self, place: Any) -> Any:
+    def part(self, place: Index) -> Any:
         return self.memory.parts.at[self.warpgroup, place]
 
-    def fetch(self, t: Any, n: int, used: Any):
+    def fetch(self, t: Index, n: int, used: Index) -> None:
         """Has part n of tile t's other input brought; used: parts before this tile."""
         tiling, (r, c) = self.plan.tiling, self.plan.places[n]
         row, column = _place(self.plan, t)

@@ -6,6 +6,7 @@ and store their transpose as tile (j, i). Blocks are persistent, so that the nex
 while this one is stored.
 """
 
+from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
@@ -13,9 +14,11 @@ import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
 from jax.experimental.pallas import mosaic_gpu as plgpu
+from jax.typing import ArrayLike, DTypeLike
 
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.dispatch import Target
+from jaxtrain_kernels.hopper import Index
 
 SMALLEST = 192  # the smallest size that was right on a GPU; 64 was not
 STEP = 64  # columns of a and b that a step multiplies: a swizzled row of 128 bytes
@@ -61,7 +64,7 @@ class SymmetricPlan(NamedTuple):
     L: int
     M: int
     K: int
-    dtype: Any
+    dtype: DTypeLike
     one: bool  # a is b
     polynomial: bool
     tiling: Tiling
@@ -81,7 +84,7 @@ class SymmetricPlan(NamedTuple):
         columns = self.row_tiles * self.tiling.tile if self.polynomial else self.K
         return -(-columns // STEP)
 
-    def slot_barrier(self, slot: Any) -> Any:
+    def slot_barrier(self, slot: Index) -> Index:
         """Hardware barriers: 0 is CUDA's, and 1 up to the number of warpgroups Mosaic's."""
         return self.tiling.warpgroups + 2 + slot
 
@@ -101,23 +104,23 @@ class SymmetricArrays(NamedTuple):
     out: Any
 
 
-def gram(x_LMK, *, tiling=None, interpret: Any = False):
+def gram(x_LMK, *, tiling=None, interpret: hopper.Interpret = False):
     """As the public function. interpret: plgpu.InterpretGPUParams, on a CPU."""
     return _symmetric(x_LMK, None, None, tiling, interpret)
 
 
-def square_polynomial(a_LMM, coefficients, *, tiling=None, interpret: Any = False):
+def square_polynomial(a_LMM, coefficients, *, tiling=None, interpret: hopper.Interpret = False):
     """As the public function."""
     return _symmetric(a_LMM, None, coefficients, tiling, interpret)
 
 
-def symmetric_product(a_LMM, b_LMM, *, tiling=None, interpret: Any = False):
+def symmetric_product(a_LMM, b_LMM, *, tiling=None, interpret: hopper.Interpret = False):
     """As the public function."""
     return _symmetric(a_LMM, b_LMM, None, tiling, interpret)
 
 
 @hopper.jit_kernel("tiling", "interpret")
-def _symmetric(a_LMK, b_LMK, coefficients, tiling: Tiling | None, interpret: Any):
+def _symmetric(a_LMK, b_LMK, coefficients, tiling: Tiling | None, interpret: hopper.Interpret):
     L, M, K = a_LMK.shape
     tiling = tiling or default_tiling(M)
     if coefficients is not None and tiling.stages < tiling.warpgroups:
@@ -169,7 +172,7 @@ def _block(plan: SymmetricPlan, arrays: SymmetricArrays, memory: SymmetricMemory
     hopper.specialize_warpgroups(plan.tiling.warpgroups, load, compute)
 
 
-def _each_tile(plan: SymmetricPlan, body: Any):
+def _each_tile(plan: SymmetricPlan, body: Callable[..., None]):
     """body(first, matrix, i, j) for this block's tiles; first: the number of their first step."""
 
     def visit(t, _):
@@ -179,7 +182,7 @@ def _each_tile(plan: SymmetricPlan, body: Any):
     lax.fori_loop(0, rounds, visit, None)
 
 
-def tile_of(plan: SymmetricPlan, number: Any) -> tuple[Any, Any, Any]:
+def tile_of(plan: SymmetricPlan, number: ArrayLike) -> tuple[jax.Array, jax.Array, jax.Array]:
     """(matrix, i, j) of a tile's number: by matrix, and by row of the triangle or nearly so."""
     R = plan.row_tiles
     # Rows p and last - p of the triangle together are as long as its first row, or one longer.
@@ -225,7 +228,7 @@ def _load_tile(
     lax.fori_loop(0, plan.steps, load_step, None)
 
 
-def _free(plan: SymmetricPlan, slot: Any):
+def _free(plan: SymmetricPlan, slot: Index):
     hopper.bar_arrive(plan.slot_barrier(slot), plan.tiling.warpgroups + 1)
 
 
@@ -233,9 +236,9 @@ class SymmetricWork(NamedTuple):
     plan: SymmetricPlan
     arrays: SymmetricArrays
     memory: SymmetricMemory
-    warpgroup: Any
+    warpgroup: jax.Array
 
-    def rows(self) -> Any:
+    def rows(self) -> pl.Slice:
         return pl.ds(self.warpgroup * 64, 64)
 
 

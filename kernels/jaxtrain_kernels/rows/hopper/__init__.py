@@ -22,7 +22,7 @@ def supports(target: Target, op: str, *arrays: Any) -> str | None:
     return hopper.unsupported_reason(target, *arrays) or unsupported_reason(op, *arrays)
 
 
-def unsupported_reason(op: str, x: Any, *_: Any) -> str | None:
+def unsupported_reason(op: str, x: jax.Array | jax.ShapeDtypeStruct, *_: object) -> str | None:
     """Why arrays of this shape cannot be served; None = they can."""
     if op == "relu2":
         # float16 has no room for the squares of small values, of which the gradient is made.
@@ -45,24 +45,24 @@ def unsupported_reason(op: str, x: Any, *_: Any) -> str | None:
     return None
 
 
-def residual_norm(x_BTD, y_BTD, *, eps, interpret: Any = False):
+def residual_norm(x_BTD, y_BTD, *, eps, interpret: hopper.Interpret = False):
     """As the public function. interpret: plgpu.InterpretGPUParams, on a CPU."""
     return norm.residual_norm(norm.NormOptions(eps, interpret), x_BTD, y_BTD)
 
 
-def mixed_norm(x_BTD, y_BTD, x0_BTD, a, b, *, eps, interpret: Any = False):
+def mixed_norm(x_BTD, y_BTD, x0_BTD, a, b, *, eps, interpret: hopper.Interpret = False):
     """As the public function."""
     options = norm.NormOptions(eps, interpret)
     return norm.mixed_norm(options, x_BTD, y_BTD, x0_BTD, a, b)
 
 
-def rope_norm(q_BTNH, k_BTKH, cos_BTH, sin_BTH, *, eps, interpret: Any = False):
+def rope_norm(q_BTNH, k_BTKH, cos_BTH, sin_BTH, *, eps, interpret: hopper.Interpret = False):
     """As the public function."""
     options = rope.RopeOptions(eps, interpret)
     return rope.rope_norm(options, q_BTNH, k_BTKH, cos_BTH, sin_BTH)
 
 
-def relu2(x_BTF, *, interpret: Any = False):
+def relu2(x_BTF, *, interpret: hopper.Interpret = False):
     """As the public function. The backward needs its result alone: 2 max(x, 0) is 2 sqrt of it."""
     return _relu2(interpret, x_BTF)
 

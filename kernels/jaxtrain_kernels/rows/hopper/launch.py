@@ -6,6 +6,7 @@ thread, so that a multiprocessor holds 6 to 12 of them, whose loads in flight (1
 cover the memory's latency and whose phases cover each other.
 """
 
+from collections.abc import Callable
 from typing import Any
 
 import jax
@@ -16,7 +17,13 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtrain_kernels import hopper
 
 
-def launch(body: Any, out_types: list, blocks: int, *arrays: Any, interpret: Any = False) -> Any:
+def launch(
+    body: Callable[..., None],
+    out_types: list[jax.ShapeDtypeStruct],
+    blocks: int,
+    *arrays: jax.Array,
+    interpret: hopper.Interpret = False,
+) -> list[jax.Array]:
     """body(block, *input and output refs) in `blocks` blocks of 128 threads; a list of arrays."""
 
     def kernel(*refs):
@@ -51,11 +58,11 @@ def lanes_layout(columns: int) -> Any:
     return plgpu.Layout.TILED(tiling, (-5,), (-3, -2), -1)
 
 
-def load(ref: Any, layout: Any) -> Any:
+def load(ref: Any, layout: Any) -> jax.Array:
     """Global memory as float32."""
     return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
 
-def broadcast_lanes(x_R: Any, like: Any, layout: Any) -> Any:
+def broadcast_lanes(x_R: jax.Array, like: jax.Array, layout: Any) -> jax.Array:
     """A number a row over its columns."""
     return plgpu.layout_cast(lax.broadcast_in_dim(x_R, like.shape, [0]), layout)

@@ -1,7 +1,7 @@
 """Residual addition or mixing with the RMS norm after it, forward and backward in one pass each."""
 
 import functools
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -16,7 +16,7 @@ ROWS = 4  # of a block: one a warp
 
 class NormOptions(NamedTuple):
     eps: float
-    interpret: Any
+    interpret: hopper.Interpret
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

@@ -14,7 +14,7 @@ from jaxtrain_kernels.rows.hopper.launch import broadcast_lanes, lanes_layout, l
 
 class RopeOptions(NamedTuple):
     eps: float
-    interpret: Any
+    interpret: hopper.Interpret
 
 
 def tokens_of_block(head_dim: int) -> int:
