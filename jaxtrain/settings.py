@@ -12,7 +12,7 @@ from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, NoReturn, get_args
 
-from pydantic import BaseModel, ConfigDict, model_validator
+from pydantic import BaseModel, ConfigDict, Field, model_validator
 from pydantic.fields import FieldInfo
 from pydantic_core import PydanticCustomError
 
@@ -32,6 +32,12 @@ class Settings(BaseModel):
             if (field := cls.model_fields.get(name)) and (reason := _fault(value, field)):
                 raise PydanticCustomError(NOT_MEANT, "{why}", {"field": name, "why": reason})
         return given
+
+
+def derived_field(description: str, **limits: Any) -> Any:
+    """A field that follows from others where it is left open (None); a resolved section has none
+    that is open. Its type is a parameter of the section's class: `int | None`, resolved `int`."""
+    return Field(None, description=description, **limits)
 
 
 NOT_MEANT = "not_meant"  # the type of an error that says its field itself

@@ -34,7 +34,7 @@ from jaxtrain.runs.config import CheckpointConfig, MetricsConfig
 from jaxtrain.runs.metrics import MetricsWriter
 from jaxtrain.settings import UserError
 from jaxtrain.train.checks import Checks, SkipNonfinite
-from jaxtrain.train.config import DiLoCo, LossSpike, TrainConfig
+from jaxtrain.train.config import DiLoCo, LossSpike, ResolvedTrain
 from jaxtrain.train.guard import Guard, Taken, culprit
 from jaxtrain.train.local_sgd import replicate_step
 from jaxtrain.train.loss_spikes import from_plain, judged, no_spikes, to_plain
@@ -337,7 +337,8 @@ def test_the_culprit_is_the_loss_else_a_gradient_else_the_update():
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tmp_path):
-    c = TrainConfig(on_nonfinite="rollback")
+    sizes = {"batch_size": 1, "device_batch_size": 1, "steps": 9}
+    c = ResolvedTrain(on_nonfinite="rollback", **sizes)
     writer = MetricsWriter(
         tmp_path, MetricsConfig(tensorboard=False), total_steps=9, tokens_per_step=1, primary=False
     )

@@ -28,20 +28,12 @@ from jaxtrain.optim import DECAY, MuonConfig, Scale, resolve_optimizer, shorten_
 from jaxtrain.parallel import BATCH, bubble_fraction, check_context_chunks, check_stages
 from jaxtrain.parallel.mesh import check_divides, make_mesh, num_batch_shards
 from jaxtrain.settings import UserError
-from jaxtrain.train.config import TrainConfig
+from jaxtrain.train.config import ResolvedTrain
 
 REFERENCE_DEPTH = 12  # the model whose batch and rates the rules start from
 MOST_PARAMETERS = 10**14
 MOST_STEP_TOKENS = 2**28  # some times the largest that anyone has trained with
 BATCH_POWER = 0.383  # how the best batch grows with the horizon (Bergsma et al. 2025)
-
-
-class ResolvedTrain(TrainConfig):
-    """Train settings with nothing left open."""
-
-    batch_size: int
-    device_batch_size: int
-    steps: int
 
 
 class Resolved(Sections):

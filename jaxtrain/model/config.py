@@ -7,7 +7,7 @@ from pydantic import Field, ValidationError, model_validator
 
 from jaxtrain.model.fused_ops import FASTEST, FusedOps, fits_norm, fits_rope
 from jaxtrain.model.rope import RopeScaling
-from jaxtrain.settings import Settings, UserError
+from jaxtrain.settings import Settings, UserError, derived_field
 from jaxtrain.weights import LAYER_FORMS
 
 Remat = Literal["none", "attention", "ffn", "dots", "block", "int8", "offload"]
@@ -55,11 +55,16 @@ class Experts(Settings):
         return self
 
 
-class ModelConfig(Settings):
-    """One Transformer for all families; every feature is a switch.
+def check_heads(width: int | None, heads: int | None, kv_heads: int | None, head_dim: int) -> None:
+    """Raises ValueError for sizes that do not divide."""
+    if width and heads is None and width % head_dim:
+        raise ValueError(f"width {width} is not a multiple of head_dim {head_dim}")
+    if heads and kv_heads and heads % kv_heads:
+        raise ValueError(f"heads {heads} is not a multiple of kv_heads {kv_heads}")
 
-    Fields that are None follow from `depth` (`resolve_model`), as in nanochat.
-    """
+
+class ModelFields[Size: int | None](Settings):
+    """The fields of ModelConfig, where a Size may be open, and of ResolvedModel, where none is."""
 
     depth: int = Field(
         12,
@@ -67,20 +72,16 @@ class ModelConfig(Settings):
         le=10_000,
         description="layers; width, heads, batch and rates follow from it",
     )
-    width: int | None = Field(
-        None,
-        ge=1,
-        description="model width D; default 64 x depth, rounded up to a multiple of head_dim",
+    width: Size = derived_field(
+        "model width D; default 64 x depth, rounded up to a multiple of head_dim", ge=1
     )
     head_dim: int = Field(128, ge=2, description="channels of one attention head")
-    heads: int | None = Field(None, ge=1, description="query heads N; default width / head_dim")
-    kv_heads: int | None = Field(
-        None, ge=1, description="key/value heads K; default heads (no sharing)"
-    )
+    heads: Size = derived_field("query heads N; default width / head_dim", ge=1)
+    kv_heads: Size = derived_field("key/value heads K; default heads (no sharing)", ge=1)
     ffn: Literal["relu2", "gelu", "swiglu", "geglu"] = Field(
         "relu2", description="feed-forward kind; the last two are gated"
     )
-    hidden: int | None = Field(None, ge=1, description="feed-forward width F; default 4 x width")
+    hidden: Size = derived_field("feed-forward width F; default 4 x width", ge=1)
     moe: Experts | None = Field(None, description="a mixture of experts; default none")
     vocab_multiple: int = Field(
         64, ge=1, description="embedding and head rows are padded up to a multiple of this"
@@ -114,13 +115,11 @@ class ModelConfig(Settings):
     last_layer_full: bool = Field(
         True, description="the last layer has full context, whatever window_pattern says"
     )
-    short_window: int | None = Field(
-        None,
-        ge=1,
-        description="keys left of the query in S layers; default T/4 up to a 128 multiple",
+    short_window: Size = derived_field(
+        "keys left of the query in S layers; default T/4 up to a 128 multiple", ge=1
     )
-    context_length: int | None = Field(
-        None, ge=2, description="tokens that decoding looks back over; default the training length"
+    context_length: Size = derived_field(
+        "tokens that decoding looks back over; default the training length", ge=2
     )
     norm: Literal["rms", "layer"] = Field(
         "rms", description="of the blocks and the last states; layer also subtracts the mean"
@@ -230,11 +229,8 @@ class ModelConfig(Settings):
     )
 
     @model_validator(mode="after")
-    def _check(self) -> "ModelConfig":
-        if self.width and self.heads is None and self.width % self.head_dim:
-            raise ValueError(f"width {self.width} is not a multiple of head_dim {self.head_dim}")
-        if self.heads and self.kv_heads and self.heads % self.kv_heads:
-            raise ValueError(f"heads {self.heads} is not a multiple of kv_heads {self.kv_heads}")
+    def _check(self) -> "ModelFields":
+        check_heads(self.width, self.heads, self.kv_heads, self.head_dim)
         named = lambda backend: backend not in (None, "xla")
         if named(self.kernels.norm) and not fits_norm(self):
             raise ValueError("kernels.norm needs norm: rms, norm_gain: false and block_norm: true")
@@ -261,15 +257,15 @@ class ModelConfig(Settings):
         return self
 
 
-class ResolvedModel(ModelConfig):
-    """A ModelConfig with nothing left open: what the modules are built from."""
+class ModelConfig(ModelFields[int | None]):
+    """One Transformer for all families; every feature is a switch.
 
-    width: int
-    heads: int
-    kv_heads: int
-    hidden: int
-    short_window: int
-    context_length: int
+    Fields that are None follow from `depth` (`resolve_model`), as in nanochat.
+    """
+
+
+class ResolvedModel(ModelFields[int]):
+    """A ModelConfig with nothing left open: what the modules are built from."""
 
     @property
     def virtual(self) -> int:

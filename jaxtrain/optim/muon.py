@@ -118,8 +118,8 @@ class MuonConfig(OptimizerConfig):
     gain_lr: float = Field(0.02, gt=0, description="peak rate of the norms' gains")
 
 
-class ResolvedMuon(MuonConfig):
-    """A MuonConfig with nothing left open."""
+class MuonRates(NamedTuple):
+    """Those of a MuonConfig that may be open."""
 
     matrix_lr: float
     weight_decay: float
@@ -141,8 +141,8 @@ class Scale(NamedTuple):
 REFERENCE = Scale()
 
 
-def resolve_muon(c: MuonConfig, scale: Scale = REFERENCE) -> ResolvedMuon:
-    """Fill in the rates that are open, scaled from nanochat's d12; anything set by hand wins.
+def muon_rates(c: MuonConfig, scale: Scale = REFERENCE) -> MuonRates:
+    """The rates that are open scaled from nanochat's d12; anything set by hand wins.
 
     Rates grow with the root of the batch. The decay keeps rate x decay x steps as it is over a
     whole horizon (Wang & Aitchison 2024); a run of fewer steps has the same, as in nanochat.
@@ -161,8 +161,14 @@ def resolve_muon(c: MuonConfig, scale: Scale = REFERENCE) -> ResolvedMuon:
         "x0_scale_lr": 0.5 * batch,
     }
     # Eight digits, so that the rates read well where they are shown.
-    derived = {k: float(f"{v:.8g}") for k, v in rates.items() if getattr(c, k) is None}
-    return ResolvedMuon.model_validate({**c.model_dump(), **derived})
+    given = {name: getattr(c, name) for name in rates}
+    derived = {name: float(f"{rate:.8g}") for name, rate in rates.items()}
+    return MuonRates(**{n: derived[n] if given[n] is None else given[n] for n in rates})
+
+
+def resolve_muon(c: MuonConfig, scale: Scale) -> MuonConfig:
+    """The configuration with `muon_rates` filled in."""
+    return MuonConfig.model_validate({**c.model_dump(), **muon_rates(c, scale)._asdict()})
 
 
 class MuonState(NamedTuple):
@@ -356,7 +362,7 @@ def adjust(c: MuonConfig) -> Adjust:
 
 def muon(c: MuonConfig) -> dict[str, ParamGroup]:
     """nanochat's groups: rates, betas and decays by role. Open rates are the reference's."""
-    c = resolve_muon(c)
+    rates = muon_rates(c)
 
     def adam(rate: float, b1: float, b2: float, weight_decay: float) -> ParamGroup:
         peaks = {
@@ -369,8 +375,8 @@ def muon(c: MuonConfig) -> dict[str, ParamGroup]:
         return ParamGroup(make_adamw, peaks)
 
     matrix = {
-        "learning_rate": c.matrix_lr,
-        "weight_decay": c.weight_decay,
+        "learning_rate": rates.matrix_lr,
+        "weight_decay": rates.weight_decay,
         "momentum": c.momentum,
         "momentum_start": c.momentum_start,
         "momentum_end": c.momentum_end,
@@ -379,11 +385,11 @@ def muon(c: MuonConfig) -> dict[str, ParamGroup]:
     }
     return {
         "matrix": ParamGroup(make_muon(c), matrix, adjust(c), mup_rule="spectral", matrices=True),
-        "embedding": adam(c.embedding_lr, 0.8, 0.995, 0.001),
-        "value_embedding": adam(c.value_embedding_lr, 0.8, 0.995, 0.01),
-        "head": adam(c.head_lr, 0.8, 0.96, 0.01),
-        "residual_scale": adam(c.residual_scale_lr, 0.8, 0.95, 0.05),
-        "x0_scale": adam(c.x0_scale_lr, 0.96, 0.95, 0.0),
+        "embedding": adam(rates.embedding_lr, 0.8, 0.995, 0.001),
+        "value_embedding": adam(rates.value_embedding_lr, 0.8, 0.995, 0.01),
+        "head": adam(rates.head_lr, 0.8, 0.96, 0.01),
+        "residual_scale": adam(rates.residual_scale_lr, 0.8, 0.95, 0.05),
+        "x0_scale": adam(rates.x0_scale_lr, 0.96, 0.95, 0.0),
         "scalar": adam(c.scalar_lr, 0.8, 0.95, 0.0),
         "gain": adam(c.gain_lr, 0.8, 0.95, 0.0),
     }

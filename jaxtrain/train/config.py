@@ -4,7 +4,7 @@ from typing import Annotated, Literal
 
 from pydantic import Field, JsonValue
 
-from jaxtrain.settings import Settings
+from jaxtrain.settings import Settings, derived_field
 
 
 class DiLoCo(Settings):
@@ -75,8 +75,8 @@ class PhaseConfig(Settings):
     )
 
 
-class TrainConfig(Settings):
-    """Size and length of the training steps."""
+class TrainFields[Size: int | None](Settings):
+    """The fields of TrainConfig, where a Size may be open, and of ResolvedTrain, where none is."""
 
     sequence_length: int = Field(
         2048,
@@ -85,30 +85,25 @@ class TrainConfig(Settings):
         description="tokens of context in a row, T; "
         "that of the model that the run starts from, if shorter",
     )
-    batch_size: int | None = Field(
-        None,
+    batch_size: Size = derived_field(
+        "rows of one step over all devices; "
+        "default 2^round(log2(2^19 x (tokens / d12 tokens)^0.383)) / sequence_length",
         ge=1,
         le=2**27,
-        description="rows of one step over all devices; "
-        "default 2^round(log2(2^19 x (tokens / d12 tokens)^0.383)) / sequence_length",
     )
-    device_batch_size: int | None = Field(
-        None,
+    device_batch_size: Size = derived_field(
+        "rows a device takes at once, the rest of its rows are accumulated; default all its rows",
         ge=1,
-        description="rows a device takes at once, the rest of its rows are accumulated; "
-        "default all its rows",
     )
     fit: bool = Field(
         False,
         description="the command chooses device_batch_size and model.remat, where they are not "
         "given, so that a step fits the device by the dry run's estimate",
     )
-    steps: int | None = Field(
-        None,
+    steps: Size = derived_field(
+        "optimizer steps; default tokens_per_parameter x (matrices + head) / batch tokens",
         ge=1,
         le=2**31 - 1,
-        description="optimizer steps; "
-        "default tokens_per_parameter x (matrices + head) / batch tokens",
     )
     tokens_per_parameter: float = Field(
         12.0,
@@ -155,3 +150,11 @@ class TrainConfig(Settings):
         description="devices along mesh.data train replicas that meet now and then; "
         "default all take each step together",
     )
+
+
+class TrainConfig(TrainFields[int | None]):
+    """Size and length of the training steps."""
+
+
+class ResolvedTrain(TrainFields[int]):
+    """Train settings with nothing left open."""

@@ -19,7 +19,7 @@ from jaxtrain.runs.checkpoint import Checkpointer
 from jaxtrain.runs.metrics import MAX_IN_FLIGHT, MetricsWriter
 from jaxtrain.settings import UserError
 from jaxtrain.train.checks import Checks
-from jaxtrain.train.config import LossSpike, TrainConfig
+from jaxtrain.train.config import LossSpike, ResolvedTrain
 from jaxtrain.train.growth import Growth
 from jaxtrain.train.loss_spikes import LossSpikes, from_plain, to_plain
 from jaxtrain.train.program import shape_dtype_structs
@@ -55,7 +55,7 @@ class Guard:
 
     def __init__(
         self,
-        train: TrainConfig,
+        train: ResolvedTrain,
         spec: StepSpec,
         checkpoints: Checkpointer,
         saved: dict[str, Any] | None,
