@@ -11,9 +11,8 @@ from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.fused_ops import relu2
 from jaxtrain.model.init import SCHEMES, constant, normal
 from jaxtrain.model.rope import RopeScaling, frequencies
-from jaxtrain.parallel import constrain, embedding_grad, embedding_lookup, feed_forward_relu2
-from jaxtrain.weights.contract import dense
-from jaxtrain.weights.float8 import Fp8Weight, feed_forward_fp8
+from jaxtrain.parallel import constrain, embedding_grad, embedding_lookup
+from jaxtrain.weights.contract import dense, feed_forward_relu2
 from jaxtrain.weights.params import declare
 
 
@@ -155,13 +154,10 @@ class FeedForward(nnx.Module):
     def __call__(
         self, x_BTD: Float[Array, "B T D"], relu2_by: str | None = None, by: str | None = None
     ) -> Float[Array, "B T D"]:
-        w_up, w_down = self.up.get_value(), self.down.get_value()
         if self.kind == "relu2" and self.up_bias is None and relu2_by is None:
-            if isinstance(w_up, jax.Array) and isinstance(w_down, jax.Array):
-                return add_bias(feed_forward_relu2(x_BTD, w_up, w_down, by), self.down_bias)
-            if isinstance(w_up, Fp8Weight) and isinstance(w_down, Fp8Weight):
-                y_BTD = feed_forward_fp8(x_BTD, w_up, w_down, by)
-                return add_bias(y_BTD, self.down_bias)
+            matrices = self.up.get_value(), self.down.get_value()
+            if (y_BTD := feed_forward_relu2(x_BTD, *matrices, by)) is not None:
+                return y_BTD
         act = ACTIVATIONS[self.kind]
         up_BTF = constrain(dense(x_BTD, self.up), "batch", "tokens", "hidden")
         up_BTF = add_bias(up_BTF, self.up_bias)

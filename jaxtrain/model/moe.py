@@ -21,7 +21,7 @@ from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.init import SCHEMES, constant
 from jaxtrain.model.layers import ACTIVATIONS, GATED, FeedForward
 from jaxtrain.weights.contract import dequantize
-from jaxtrain.weights.params import BALANCE_GROUPS, Params, declare
+from jaxtrain.weights.params import BALANCE_GROUPS, declare
 
 
 class Route(NamedTuple):
@@ -162,19 +162,3 @@ gathered.defvjp(
     lambda x_BTD: (gathered(x_BTD), None),
     lambda _, g_BTD: (parallel.constrain(g_BTD, "batch", "sequence", None),),
 )
-
-
-def load_metrics(grads: Params) -> dict[str, Array]:
-    """Tokens of each expert over its layer's mean: averaged over the layers, and the extremes.
-
-    Empty without experts.
-    """
-    if "experts" not in grads:
-        return {}
-    load_LE = grads["experts"]["bias"]
-    share_LE = load_LE / jnp.mean(load_LE, axis=1, keepdims=True)
-    return {
-        "expert_load": jnp.mean(share_LE, axis=0),
-        "expert_load_max": jnp.max(share_LE),
-        "expert_load_min": jnp.min(share_LE),
-    }

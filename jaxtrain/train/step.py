@@ -17,7 +17,6 @@ from jaxtyping import Array, PyTree
 
 from jaxtrain.finetune import join_full
 from jaxtrain.model import cast, initialize, path_name
-from jaxtrain.model.moe import load_metrics
 from jaxtrain.objectives import NEXT_TOKEN, Objective, StepBatch
 from jaxtrain.optim import Optimizer
 from jaxtrain.optim.offload import host_sharding, is_offloaded
@@ -30,8 +29,9 @@ from jaxtrain.parallel import (
     shard_map,
 )
 from jaxtrain.train.checks import Checks, nonfinite_values
+from jaxtrain.train.gradient_statistics import load_metrics, squared_norms
 from jaxtrain.train.transforms import StepOutcome, StepTransform
-from jaxtrain.weights.params import BALANCE_GROUPS, Params, Specs
+from jaxtrain.weights.params import Params, Specs
 
 Sums = tuple[Array, dict[str, Array]]  # of the losses, and the objective's others
 
@@ -268,7 +268,7 @@ def train_step(
     (loss, sums), grads, after = gradients(
         spec, compute, batch, grad_scale, frozen, shared, extras, key, state.step
     )
-    load = load_metrics(grads)
+    load = load_metrics(grads, spec.specs)
     if loss_scale is not None:
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / loss_scale, grads)
     squares = squared_norms(grads, spec.specs)
@@ -307,18 +307,6 @@ def all_of(opinions: Sequence[Array | None]) -> Array | None:
     """Whether all accept; None if none has an opinion."""
     given = [opinion for opinion in opinions if opinion is not None]
     return functools.reduce(jnp.logical_and, given) if given else None
-
-
-def squared_norms(grads: Params, specs: Specs) -> Array:
-    """The squared norm of each parameter's gradient. What is no gradient (an expert's load) counts
-    nothing."""
-    leaves = zip(jax.tree.leaves(grads), jax.tree.leaves(specs))
-    return jnp.stack(
-        [
-            jnp.sum(jnp.square(g.astype(jnp.float32))) * (s.group not in BALANCE_GROUPS)
-            for g, s in leaves
-        ]
-    )
 
 
 def make_step(spec: StepSpec, mesh: Mesh) -> jax.stages.Wrapped:

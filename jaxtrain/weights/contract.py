@@ -12,6 +12,7 @@ import jax
 from flax import nnx
 from jaxtyping import Array, Float
 
+from jaxtrain import parallel
 from jaxtrain.weights.params import Params, Specs, path_name
 
 
@@ -26,6 +27,12 @@ class Weight(abc.ABC):
     def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
         """x times the matrix, with the gradient that this form defines."""
 
+    def feed_forward_relu2(
+        self, x: Float[Array, "B T K"], down: "Array | Weight", implementation: str | None
+    ) -> Float[Array, "B T K"] | None:
+        """relu(x W)^2 `down` in kernels of this form's own; None where it has none."""
+        return None
+
     @abc.abstractmethod
     def dequantize(self) -> Float[Array, "K N"]:
         """The array that the matrix stands for, in the dtype of the compute."""
@@ -34,6 +41,20 @@ class Weight(abc.ABC):
 def matmul(x: Float[Array, "*B K"], weight: Array | Weight) -> Float[Array, "*B N"]:
     """x times a matrix in any form."""
     return weight.matmul(x) if isinstance(weight, Weight) else x @ weight
+
+
+def feed_forward_relu2(
+    x: Float[Array, "B T K"],
+    up: Array | Weight,
+    down: Array | Weight,
+    implementation: str | None = None,
+) -> Float[Array, "B T K"] | None:
+    """relu(x up)^2 down with the activation fused; None where these forms have no such kernel."""
+    if isinstance(up, Weight):
+        return up.feed_forward_relu2(x, down, implementation)
+    if isinstance(down, Weight):
+        return None
+    return parallel.feed_forward_relu2(x, up, down, implementation)
 
 
 def dense(x: Float[Array, "*B K"], param: nnx.Param) -> Float[Array, "*B N"]:

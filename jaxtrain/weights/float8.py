@@ -62,6 +62,26 @@ class Fp8Weight(Weight):
         )  # fmt: skip
         return y_MN.reshape(*x.shape[:-1], y_MN.shape[-1])
 
+    def feed_forward_relu2(
+        self, x: Float[Array, "B T K"], down: Array | Weight, implementation: str | None
+    ) -> Float[Array, "B T K"] | None:
+        """The activation in the casts (see `jaxtrain_kernels`), if both matrices are in float8.
+
+        Raises UserError if the backend that was asked for cannot serve.
+        """
+        if not isinstance(down, Fp8Weight):
+            return None
+        amax_22 = None
+        if self.amax is not None and down.amax is not None:
+            amax_22 = jnp.stack([jnp.stack(self.amax), jnp.stack(down.amax)])
+        try:
+            return kernels.fp8_feed_forward_relu2(
+                x, self.w_KN, down.w_KN, copies=(self.fp8, down.fp8), amax_22=amax_22,
+                constrain=pinned, implementation=cast_backend() or implementation,
+            )  # fmt: skip
+        except NotImplementedError as error:
+            raise UserError(f"model.kernels.ffn: {error}; xla takes XLA's") from None
+
     def dequantize(self) -> Float[Array, "K N"]:
         """The array itself: float8 is how it is multiplied, not how it is stored."""
         return self.w_KN
@@ -70,25 +90,6 @@ class Fp8Weight(Weight):
 def quantize_float8(w_LKN: Float[Array, "L K N"]) -> Fp8Weight:
     """A stack with its float8 copy, each layer with its own scale."""
     return Fp8Weight(w_LKN, float8_copies(w_LKN))
-
-
-def feed_forward_fp8(
-    x_BTD: Float[Array, "B T D"], up: Fp8Weight, down: Fp8Weight, implementation: str | None = None
-) -> Float[Array, "B T D"]:
-    """relu(x W_up)^2 W_down with the activation in the casts (see `jaxtrain_kernels`).
-
-    Raises UserError if the backend that was asked for cannot serve.
-    """
-    amax_22 = None
-    if up.amax is not None and down.amax is not None:
-        amax_22 = jnp.stack([jnp.stack(up.amax), jnp.stack(down.amax)])
-    try:
-        return kernels.fp8_feed_forward_relu2(
-            x_BTD, up.w_KN, down.w_KN, copies=(up.fp8, down.fp8), amax_22=amax_22,
-            constrain=pinned, implementation=cast_backend() or implementation,
-        )  # fmt: skip
-    except NotImplementedError as error:
-        raise UserError(f"model.kernels.ffn: {error}; xla takes XLA's") from None
 
 
 def pinned(h_BTF: Array) -> Array:

@@ -16,12 +16,12 @@ from jaxtrain.settings import UserError
 AT_ONCE = 1024  # long conversations that are read together
 
 
-FitCounts = dict[str, int]  # documents of a source, and what `too_long` did to them
+Counts = dict[str, int]  # documents of a source, and what `too_long` did to them
 
 
 def fit_conversations(
     store: TokenStore, rule: str, length: int, name: str
-) -> tuple[TokenStore, FitCounts]:
+) -> tuple[TokenStore, Counts]:
     """A view of the conversations that are trained on, and counts; reads the long ones only.
 
     Of the counts, `truncated` lost their end, `dropped` are left out as longer than a row, and
@@ -56,7 +56,7 @@ def fit_conversations(
 
 def fit_stores(
     stores: dict[str, TokenStore], config: DataConfig, length: int
-) -> tuple[dict[str, TokenStore], dict[str, FitCounts]]:
+) -> tuple[dict[str, TokenStore], dict[str, Counts]]:
     """The stores without the conversations that the rule leaves out; and of each source of
     conversations, how many there are and what the rule did. Raises UserError if none is left."""
     found, counted = dict(stores), {}
@@ -72,14 +72,14 @@ def fit_stores(
     return found, counted
 
 
-def _with_earlier(counts: FitCounts, left_out: FitCounts) -> FitCounts:
-    """FitCounts of a store, its documents first, with what was left out when it was written."""
+def _with_earlier(counts: Counts, left_out: Counts) -> Counts:
+    """Counts of a store, its documents first, with what was left out when it was written."""
     total = next(iter(counts))
     reasons = {reason: counts.get(reason, 0) + count for reason, count in left_out.items()}
     return counts | {total: counts[total] + sum(left_out.values())} | reasons
 
 
-def dropped_shares(counted: dict[str, FitCounts]) -> dict[str, float]:
+def dropped_shares(counted: dict[str, Counts]) -> dict[str, float]:
     """Parts of all conversations that lose their end and that are left out, for the metrics."""
     if not counted:
         return {}
@@ -87,7 +87,7 @@ def dropped_shares(counted: dict[str, FitCounts]) -> dict[str, float]:
     return {"data_truncated": cut / total, "data_left_out": sum(out) / total}
 
 
-def counts_phrase(count: FitCounts) -> str:
+def counts_phrase(count: Counts) -> str:
     """One source's counts as a phrase."""
     noun = next(name for name in ("conversations", "preferences") if name in count)
     text = (
