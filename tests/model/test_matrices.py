@@ -1,46 +1,53 @@
 """Every matrix of a block goes through `dense`: it may be packed, have a change beside it, or be in
-float8. The manual's example of a new matrix is held to it as well."""
+float8. One table names the forms of each. A matrix that a test adds is held to it.
+"""
 
 import inspect
-import re
 import textwrap
-from pathlib import Path
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
 from test_transformer import FAMILIES, logits
 from tiny import VOCAB, random_params, resolved, tokens
 
-import jaxtrain
-from jaxtrain.finetune import LoRAConfig, make_partition
+from jaxtrain.finetune import FinetuneConfig, LoRAConfig, make_partition
 from jaxtrain.finetune.partition import block_matrices, flatten, map_named
 from jaxtrain.model import (
     AdaptedWeight,
     Transformer,
     attention,
     block,
+    is_weight,
     merge_weights,
     split,
 )
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.settings import UserError
 from jaxtrain.weights import LAYER_FORMS, WEIGHTS
+from jaxtrain.weights.float8 import in_fp8
 
-MANUAL = Path(jaxtrain.__file__).parents[1] / "docs" / "explanation" / "extend.md"
+GATE = """\
+attention_gate: bool = Field(False, description="sigmoid gate on each head's output")
+
+if c.attention_gate:  # Attention.__init__
+    self.gate = declare((L, D, c.heads), ("layers", "embed", "heads"), scheme.qk, "matrix")
+
+if c.attention_gate:  # Attention.__call__, before the output projection
+    y_BTNH *= jax.nn.sigmoid(dense(x_BTD, self.gate))[..., None]
+"""
 FORMS = ("lora", *(name for name, form in WEIGHTS.items() if form.place != "layer"))
 GATED = {"attention_gate": True}
-CASES = FAMILIES | {"experts": {"moe": {"experts": 2, "every": 2}, "depth": 2}, "manual": GATED}
+CASES = FAMILIES | {"experts": {"moe": {"experts": 2, "every": 2}, "depth": 2}, "new gate": GATED}
 
 
 def gate(monkeypatch):
-    """The manual's gate in the model, where it says its lines go; returns the configuration."""
-    pattern = r"```text\n(attention_gate:.*?)```"
-    (example,) = re.findall(pattern, MANUAL.read_text(), re.S)
+    """GATE in the model, where its comments say; returns the configuration."""
     field, declared, used = (
-        textwrap.indent(lines, " " * by) for lines, by in zip(example.split("\n\n"), (4, 8, 8))
+        textwrap.indent(lines, " " * by) for lines, by in zip(GATE.split("\n\n"), (4, 8, 8))
     )
     source = inspect.getsource(attention.Attention)
     places = ("        self.config = c\n", declared), ("        return add_bias(", used)
@@ -68,7 +75,7 @@ def in_form(form, name, w_LKN):
 
 def one_layer(name, monkeypatch):
     """The configuration of a case, as few layers deep as it can be."""
-    if name == "manual":
+    if name == "new gate":
         return gate(monkeypatch).model_validate(resolved(depth=1).model_dump() | GATED)
     return resolved(**CASES[name] | {"depth": 2 if name == "experts" else 1})
 
@@ -76,12 +83,12 @@ def one_layer(name, monkeypatch):
 # The rest of the table takes long.
 @pytest.mark.parametrize("form", FORMS)
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.quick("manual-lora", "manual-nf4", "manual-int8", "manual-float8")
+@pytest.mark.quick("new gate-lora", "new gate-nf4", "new gate-int8", "new gate-float8")
 def test_a_matrix_of_a_block_works_in_every_form(name, form, monkeypatch):
     """Packed or changed, it is the whole matrix that it stands for; float8 rounds."""
     graphdef, specs = split(Transformer(one_layer(name, monkeypatch), VOCAB))
     params, matrices = random_params(specs), block_matrices(specs)
-    assert len(matrices) >= 4 and (name != "manual" or "blocks/attention/gate" in matrices)
+    assert len(matrices) >= 4 and (name != "new gate" or "blocks/attention/gate" in matrices)
     given = {n: in_form(form, n, x) for n, x in flatten(params).items() if n in matrices}
     changed = map_named(lambda n, x: given.get(n, x), params)
     out, plain = logits(graphdef, changed, tokens(2)), params
@@ -92,7 +99,7 @@ def test_a_matrix_of_a_block_works_in_every_form(name, form, monkeypatch):
     assert error < (0.2 if form == "float8" else 1e-4)
 
 
-@pytest.mark.parametrize("name", ["manual", pytest.param("gemma3", marks=pytest.mark.slow)])
+@pytest.mark.parametrize("name", ["new gate", pytest.param("gemma3", marks=pytest.mark.slow)])
 def test_a_change_beside_any_matrix_learns(name, monkeypatch):
     graphdef, specs = split(Transformer(one_layer(name, monkeypatch), VOCAB))
     matrices = block_matrices(specs)
@@ -106,11 +113,72 @@ def test_a_change_beside_any_matrix_learns(name, monkeypatch):
 
 def test_a_narrow_matrix_is_a_target_of_lora_whatever_the_rank(monkeypatch):
     """The gate has as many columns as there are heads, here 4."""
-    _, specs = split(Transformer(one_layer("manual", monkeypatch), VOCAB))
+    _, specs = split(Transformer(one_layer("new gate", monkeypatch), VOCAB))
     partition = make_partition(
         LoRAConfig.model_validate({"rank": 16}), specs, jnp.dtype(jnp.float32)
     )
     assert flatten(partition.trainable)["blocks/attention/gate/b"].shape == (1, 16, 4)
+
+
+# ---- which matrix has which form ----------------------------------------------------------------
+
+ALL = {"lora", "nf4", "int8", "float8", "fake_int8", "fake_int4"}
+STEP = {"float8", "fake_int8", "fake_int4"}  # fine-tuning refuses the others by name
+# Every matrix of the layers, and the forms that it can have. A new one without a row here fails.
+MATRICES: dict[str, set[str]] = {
+    **{f"blocks/attention/{name}": ALL for name in ("q", "k", "v", "out")},
+    **{f"{module}/{name}": forms for name in ("up", "gate", "down")
+       for module, forms in (("blocks/ffn", ALL), ("dense", STEP), ("experts/shared", STEP),
+                             ("experts", STEP - {"float8"}))},
+    **{f"blocks/{module}/{name}": set() for name in ("up", "down")  # they train
+       for module in ("attention_adapter", "ffn_adapter")},
+    "experts/router": set(),  # float32, whatever the compute
+    "value_embed/gate": set(),  # of the embedding; 12 inputs
+}  # fmt: skip
+LARGE = {"width": 128, "head_dim": 32, "hidden": 128, "depth": 2, "ffn": "swiglu", "adapter": 4}
+EXPERTS = LARGE | {"moe": {"experts": 2, "hidden": 128, "shared_experts": 1, "every": 2}}
+
+
+def matrix_specs(fields):
+    specs = split(Transformer(resolved(**fields), VOCAB))[1]
+    return specs, {name for name, spec in flatten(specs).items() if spec.role == "matrix"}
+
+
+def stored(specs, form, **fields):
+    """Names that a method of fine-tuning adapts or packs; those that it refuses, after a colon."""
+    tuning = TypeAdapter(FinetuneConfig).validate_python(fields)
+    try:
+        partition = make_partition(tuning, specs, jnp.dtype(jnp.float32))
+    except UserError as error:
+        return set(), set(str(error).split("reach ")[1].split(": ")[0].split(", "))
+    if form == "lora":
+        names = flatten(partition.trainable)
+        return {n.removesuffix("/a") for n in names if n.endswith("/a")}, set()
+    one = jnp.ones((1, 8, 8))
+    return {n for n in flatten(specs) if is_weight(partition.store(n, one))}, set()
+
+
+def test_every_matrix_has_a_row():
+    assert set().union(*(matrix_specs(fields)[1] for fields in (LARGE, EXPERTS))) == set(MATRICES)
+
+
+@pytest.mark.parametrize("form", ["lora", "nf4", "int8"])
+@pytest.mark.parametrize("fields", [LARGE, EXPERTS], ids=["dense", "experts"])
+def test_fine_tuning_reaches_a_matrix_or_refuses_it_by_name(fields, form):
+    specs, names = matrix_specs(fields)
+    how = {"name": "lora"} if form == "lora" else {"name": "ia3", "base_quantization": form}
+    found, refused = stored(specs, form, **how)
+    beside = {n for n in names if n.startswith(("dense/", "experts/"))}
+    assert refused == beside and bool(beside) == ("moe" in fields)
+    if not refused:
+        assert found == {n for n in names if form in MATRICES[n]}
+
+
+def test_float8_reaches_the_large_matrices():
+    for fields in (LARGE, EXPERTS):
+        specs, names = matrix_specs(fields)
+        found = {name for name, spec in flatten(specs).items() if in_fp8(spec)}
+        assert found == {n for n in names if "float8" in MATRICES[n]}
 
 
 # ---- fake quantization ---------------------------------------------------------------------------
@@ -126,8 +194,7 @@ def test_a_form_of_the_layer_is_that_of_every_matrix(form, scan):
     params, chosen = random_params(specs), []
 
     def rounded(name, w):
-        spec = flatten(specs)[name]
-        if spec.role != "matrix" or spec.group == "router" or name.startswith("value_embed"):
+        if form not in MATRICES.get(name, ()):
             return w
         chosen.append(name)
         return WEIGHTS[form].encode(w)

@@ -1,0 +1,232 @@
+"""Every field of the model's configuration: decoding is the full forward, no output sees a later
+token, and the field is read. A new field without a row here fails."""
+
+import ast
+import functools
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny import VOCAB, batch, random_params, resolved, tokens
+
+from jaxtrain.model import Decode, ModelConfig, Prefill, Transformer, cast, initialize, split
+from jaxtrain.model.config import Experts
+from jaxtrain.model.fused_ops import FusedOps
+from jaxtrain.objectives.next_token import next_token_loss
+from jaxtrain.settings import UserError
+
+LENGTH = 16
+BASE = {"depth": 2, "hidden": 48}
+MOE = {"moe": {"experts": 4, "top_k": 2, "hidden": 16}}
+
+
+class Row(NamedTuple):
+    """value: another than the default. seen: what it changes: a function below, or in words why it
+    changes nothing that the model computes here. needs: fields without which it does nothing."""
+
+    value: Any
+    seen: Any
+    needs: dict[str, Any] = {}  # noqa: RUF012
+
+
+class Built(NamedTuple):
+    graphdef: nnx.GraphDef
+    specs: Any
+    params: Any  # float32, away from zero
+
+
+@functools.cache
+def built(text: str) -> Built:
+    """The model of fields, given as the text of a dict."""
+    graphdef, specs = split(Transformer(resolved(**BASE | ast.literal_eval(text)), VOCAB))
+    return Built(graphdef, specs, cast(random_params(specs), specs, jnp.dtype("float32")))
+
+
+def without_and_with(field: str) -> tuple[Built, Built]:
+    """The models without and with a row's value."""
+    row = ROWS[field]
+    section, _, inner = field.partition(".")
+    changed = {**row.needs.get(section, {}), inner: row.value} if inner else row.value
+    return built(repr(row.needs)), built(repr({**row.needs, section: changed}))
+
+
+# ---- what a field may change -------------------------------------------------------------------
+
+
+def parameters(m: Built):
+    """Names, shapes, dtypes and optimizer groups."""
+    specs = jax.tree_util.tree_leaves_with_path(m.specs)
+    return [(str(path), s.shape, s.dtype, s.group) for path, s in specs]
+
+
+def initial_values(m: Built):
+    return [np.asarray(x).tolist() for x in jax.tree.leaves(initialize(m.specs, 0))]
+
+
+def logits(m: Built, rows, *texts):
+    """Op by op: most operations are those of the other rows, and compiled once."""
+    model = nnx.merge(m.graphdef, m.params)
+    states = model(jnp.asarray(rows), *texts).states
+    return np.asarray(model.logits(states.reshape(-1, states.shape[-1]))).reshape(*rows.shape, -1)
+
+
+def outputs(m: Built):
+    """Logits of rows of two documents, in thousandths."""
+    places = jnp.arange(LENGTH)[None].repeat(2, 0)
+    segments = 1 + (places > 6).astype(jnp.int32)
+    return np.round(1000 * logits(m, tokens(2, LENGTH), places, segments)).tolist()
+
+
+def training(m: Built):
+    """The program of the loss's gradient."""
+    rows, key = jax.tree.map(jnp.asarray, batch(2, LENGTH)), jax.random.key(0)
+    loss = lambda p: next_token_loss(m.graphdef, p, rows, key=key)
+    return str(jax.make_jaxpr(jax.grad(loss))(m.params))
+
+
+def decoding(m: Built):
+    """The program of a prompt and one more token."""
+
+    def run(params, tokens_BT):
+        model = nnx.merge(m.graphdef, params)
+        cache = model(tokens_BT, mode=Prefill(jnp.array([4, 6]), LENGTH)).cache
+        return model(tokens_BT[:, :1], mode=Decode(cache)).states
+
+    return str(jax.make_jaxpr(run)(m.params, jnp.asarray(tokens(2, 6))))
+
+
+# ---- the table ---------------------------------------------------------------------------------
+
+CPU = "a CPU's default; see the test of a backend that cannot serve"
+STEP = "the step puts float8 matrices in the place of arrays (train/float8_scaling.py)"
+ROWS = {
+    "depth": Row(3, parameters),
+    "width": Row(64, parameters),
+    "head_dim": Row(4, parameters),
+    "heads": Row(2, parameters),
+    "kv_heads": Row(2, parameters),
+    "ffn": Row("swiglu", parameters),
+    "hidden": Row(80, parameters),
+    "moe": Row(MOE["moe"], parameters),
+    "vocab_multiple": Row(7, parameters),
+    "position_embedding": Row("learned", parameters),
+    "rope_base": Row(77.0, outputs),
+    "rope_base_short": Row(55.0, outputs),
+    "rope_scaling": Row({"name": "linear", "factor": 3.0}, outputs),
+    "qk_norm": Row(False, outputs),
+    "qk_scale": Row(2.0, outputs),
+    "qk_norm_gain": Row(True, parameters),
+    "attention_scale": Row(0.9, outputs),
+    "qkv_bias": Row(True, parameters),
+    "out_bias": Row(True, parameters),
+    "ffn_bias": Row(True, parameters),
+    "window_pattern": Row("L", outputs),
+    "last_layer_full": Row(False, outputs),
+    "short_window": Row(3, outputs),
+    "context_length": Row(48, decoding),
+    "norm": Row("layer", outputs),
+    "norm_gain": Row(True, parameters),
+    "norm_eps": Row(0.1, outputs),
+    "post_norm": Row(True, outputs),
+    "embed_scale": Row(3.0, outputs, {"embed_norm": False}),
+    "embed_norm": Row(False, outputs),
+    "tied_head": Row(True, parameters),
+    "logit_softcap": Row(2.0, outputs),
+    "attention_softcap": Row(0.5, outputs),
+    "value_embeddings": Row(False, parameters),
+    "residual_scales": Row(False, parameters),
+    "smear": Row(False, parameters),
+    "backout": Row(False, parameters),
+    "document_mask": Row(True, outputs),
+    "init": Row("orthogonal", initial_values),
+    "base_width": Row(64, initial_values, {"init": "mup"}),
+    "adapter": Row(4, parameters),
+    "prompt": Row(3, parameters),
+    "prefix": Row(3, parameters),
+    "block_norm": Row(False, outputs),
+    "embedding_dtype": Row("bfloat16", parameters),
+    "attention": Row("xla", CPU),
+    "deterministic_attention": Row(True, "a CPU's attention is always so"),
+    "kernels": Row({"norm": "reference"}, training),
+    "kernels.norm": Row("reference", training),
+    "kernels.rope": Row("reference", training),
+    "kernels.relu2": Row("reference", training),
+    "kernels.ffn": Row("reference", CPU),
+    "kernels.loss": Row("reference", training),
+    "scan_layers": Row(True, training, {"window_pattern": "L", "value_embeddings": False}),
+    "fp8": Row("blocks", STEP),
+    "fp8_history": Row(2, STEP),
+    "weight_form": Row("fake_int4", outputs),
+    "remat": Row("block", training),
+    "remat_short": Row("block", training),
+    "stochastic_depth": Row(0.5, training),
+    "ffn_tiles": Row(2, training),
+    "moe.experts": Row(2, parameters, MOE),
+    "moe.top_k": Row(1, outputs, MOE),
+    "moe.hidden": Row(24, parameters, MOE),
+    "moe.shared_experts": Row(1, parameters, MOE),
+    "moe.every": Row(2, parameters, MOE),
+    "moe.score_function": Row("softmax", outputs, MOE),
+    "moe.balance_bias": Row(False, parameters, MOE),
+    "moe.aux_loss": Row(0.1, training, MOE),
+    "moe.z_loss": Row(0.1, training, MOE),
+    "moe.remat": Row("block", training, MOE),
+}
+# Of each kind of field one runs always; the rest takes long.
+FAST = (
+    "kv_heads", "moe", "position_embedding", "rope_base_short", "short_window", "smear", "prompt",
+    "remat", "init", "context_length", "fp8", "moe.top_k",
+)  # fmt: skip
+FIELDS = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in ROWS]
+
+
+def test_every_field_has_a_row():
+    sections = {"moe": Experts, "kernels": FusedOps}
+    inner = {f"{name}.{field}" for name, s in sections.items() for field in s.model_fields}
+    assert ROWS.keys() == ModelConfig.model_fields.keys() | inner
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_the_field_is_read(field):
+    """Or the row says in words why not; then it must not change training's program either."""
+    seen, (without, changed) = ROWS[field].seen, without_and_with(field)
+    if callable(seen):
+        assert seen(changed) != seen(without)
+    else:
+        assert training(changed) == training(without)
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_no_output_sees_a_later_token(field):
+    before, at = tokens(2, LENGTH), 9
+    after = before.copy()
+    after[:, at] = (after[:, at] + 1) % VOCAB
+    _, m = without_and_with(field)
+    a, b = logits(m, before), logits(m, after)
+    np.testing.assert_allclose(a[:, :at], b[:, :at], rtol=1e-5, atol=1e-5)
+    assert (np.abs(a - b)[:, at].max(-1) > 1e-4).all()
+
+
+@pytest.mark.parametrize("field", FIELDS)
+def test_decoding_is_the_full_forward(field):
+    """Prompts of two lengths, then two tokens one by one."""
+    _, m = without_and_with(field)
+    rows, lengths, both = tokens(2, LENGTH), np.array([4, 6], np.int32), np.arange(2)
+    full, model = logits(m, rows), nnx.merge(m.graphdef, m.params)
+    out = model(jnp.asarray(rows[:, :6]), mode=Prefill(jnp.asarray(lengths), LENGTH))
+    for _ in range(3):
+        expected = full[both, lengths - 1]
+        np.testing.assert_allclose(model.logits(out.states), expected, rtol=2e-3, atol=2e-4)
+        assert out.cache is not None
+        out = model(jnp.asarray(rows[both, lengths])[:, None], mode=Decode(out.cache))
+        lengths = lengths + 1
+
+
+@pytest.mark.parametrize("fields", [{"attention": "cudnn"}, {"kernels": {"ffn": "mosaic"}}])
+def test_a_backend_that_cannot_serve_is_an_error(fields):
+    """So these are read, though a CPU has one backend alone."""
+    with pytest.raises(UserError, match="needs an NVIDIA GPU"):
+        logits(built(repr(fields)), tokens(2, LENGTH))
