@@ -96,17 +96,18 @@ def test_no_pair_is_refused_twice():
 
 # ---- fail-closed ------------------------------------------------------------------------------
 
-SECTIONS = ("model", "train", "optim", "finetune", "objective", "mesh")
+SECTIONS = ("model", "train", "mesh")  # the rows of variants cover the others' fields
 
 
 def test_every_field_says_what_it_goes_with():
     """A new field is a key of FEATURES, or goes with everything: then EVERYWHERE has its name."""
     everywhere = [f"{section}.{name}" for section, t in EVERYWHERE.items() for name in t.split()]
     keys = {feature.key for feature in FEATURES.values()}
-    paths = {path for path, *_ in fields(Config) if path.split(".")[0] in SECTIONS}
+    all_paths = {path for path, *_ in fields(Config)}
+    paths = {path for path in all_paths if path.split(".")[0] in SECTIONS}
     assert paths - keys == set(everywhere)
     assert len(set(everywhere)) == len(everywhere)
-    assert keys - paths == {"data.train.name", "finetune", "train.phases"}
+    assert keys - all_paths == {"data.train.name", "finetune", "train.phases"}
 
 
 @pytest.mark.parametrize("section", ["optim", "finetune", "objective"])

@@ -1,6 +1,7 @@
 """Phases of a run: other models one after the other, the state grown, resumed on either side."""
 
 import shutil
+from typing import get_args
 
 import jax
 import jax.numpy as jnp
@@ -20,7 +21,8 @@ from jaxtrain.runs.checkpoint import Checkpointer
 from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
-from jaxtrain.train.growth import GROWTHS, Growth
+from jaxtrain.train.config import PhaseConfig
+from jaxtrain.train.growth import GROWTHS, Growth, Layers
 from jaxtrain.train.step import State
 
 PHASES = {
@@ -48,7 +50,6 @@ def state_of(tree):
     ],
 )
 def test_new_layers_are_copies_of_the_old(name, old, new, copies):
-    assert GROWTHS[name](old, new).tolist() == copies
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     tree = {
         "matrix": jnp.arange(old * 4.0).reshape(old, 2, 2),
@@ -74,14 +75,37 @@ def test_new_layers_are_copies_of_the_old(name, old, new, copies):
 
 def test_layers_that_have_a_part_are_copied_among_themselves():
     """Value embeddings of 2 of 4 layers become those of 3 of 6."""
-    assert growth_of("stack", 4, 6).copies(2, 3).tolist() == [0, 1, 0]
+    some = Layers("params/value_embed", jnp.arange(2.0), 0, (4, 6), 3)
+    assert GROWTHS["stack"](some).tolist() == [0, 1, 0]
+
+
+def test_a_growth_knows_what_it_grows(monkeypatch):
+    """New layers of one parameter may be zeros, so that they change nothing at first."""
+    here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
+
+    def zeros_above(layers):
+        grown = GROWTHS["stack"](layers)
+        return grown.at[1:].set(0) if layers.path == "params/out" else grown
+
+    monkeypatch.setitem(GROWTHS, "zeros_above", zeros_above)
+    shape = lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=here)
+    like = jax.tree.map(shape, state_of({"out": jnp.ones((2, 3)), "up": jnp.ones((2, 3))}))
+    old = state_of({"out": jnp.ones((1, 3)), "up": jnp.ones((1, 3))})
+    grown = growth_of("zeros_above", 1, 2)(old, like).params
+    assert grown["out"].tolist() == [[1, 1, 1], [0, 0, 0]]
+    assert grown["up"].tolist() == [[1, 1, 1], [1, 1, 1]]
+
+
+def test_the_configuration_names_each_growth():
+    field = PhaseConfig.model_fields["grow"]
+    assert set(get_args(field.annotation)) == set(GROWTHS)
 
 
 def test_a_state_that_cannot_grow_is_an_error():
     here = jax.sharding.SingleDeviceSharding(jax.devices()[0])
     like = jax.ShapeDtypeStruct((4, 3), jnp.float32, sharding=here)
     with pytest.raises(UserError, match="only the number of layers may grow"):
-        growth_of("stack", 2, 4)._leaf(jnp.ones((2, 2)), like)
+        growth_of("stack", 2, 4)._leaf((), jnp.ones((2, 2)), like)
 
 
 @pytest.fixture(scope="module")

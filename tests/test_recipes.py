@@ -37,7 +37,6 @@ from jaxtrain.model.remat import POLICIES
 from jaxtrain.objectives import LossOptions
 from jaxtrain.optim import OPTIMIZERS, AdamWConfig, make_optimizer
 from jaxtrain.train import features, loop
-from jaxtrain.train.events import make_events
 from jaxtrain.train.growth import GROWTHS, Growth
 from jaxtrain.train.step import State, make_step
 from jaxtrain.weights import WEIGHTS, Form
@@ -214,7 +213,7 @@ def test_the_recipes_of_an_event_and_of_a_step_transform_take_part_in_a_run(tmp_
     steep = transform.SkipSteep(factor=1e-3)  # every step after the first
     monkeypatch.setattr(features, "TRANSFORMS", [*features.TRANSFORMS, lambda c, dtype: steep])
     with_one_more = lambda c, save, evaluator, metrics: [
-        *make_events(c, save, evaluator, metrics), event.WeightNorm(1, metrics)
+        *features.make_events(c, save, evaluator, metrics), event.WeightNorm(1, metrics)
     ]  # fmt: skip
     monkeypatch.setattr(loop, "make_events", with_one_more)
     changes = {"train__steps": 4, "metrics__every": 1, "checkpoint__every": 2}

@@ -17,7 +17,8 @@ from pydantic import BaseModel
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config.tree import Sections
 from jaxtrain.data import sources_of
-from jaxtrain.objectives import PREFERENCES
+from jaxtrain.finetune import METHODS
+from jaxtrain.objectives import OBJECTIVES, PREFERENCES
 from jaxtrain.optim import OPTIMIZERS
 from jaxtrain.settings import UserError
 
@@ -76,7 +77,7 @@ def tuning(label: str, name: str, more: str = "") -> Feature:
 
 
 def objective(name: str) -> Feature:
-    example = f"objective.name={name} {PAIRS}"
+    example = f"objective.name={name} {PAIRS if name in PREFERENCES else ''}".strip()
     return Feature(f"objective {name}", "objective.name", equals(name), example)
 
 
@@ -138,6 +139,7 @@ FEATURES = {
     "remat offload": Feature("activation offload", "model.remat", equals("offload"),
                              "model.remat=offload model.scan_layers=true", GPU_OR_TPU),
     "ffn_tiles": Feature("tiled FFN", "model.ffn_tiles", more_than_one, "model.ffn_tiles=2"),
+    **{name: tuning(name, name) for name in METHODS if name != "full"},
     "adapter": tuning("adapters", "adapter"),
     "prompt": Feature("prompt tuning", "model.prompt", given,
                       "finetune.name=prompt train.steps=2 finetune.virtual_tokens=4 "
@@ -167,9 +169,9 @@ FEATURES = {
                           f"objective.name=dpo {PAIRS}"),
     "language modeling": Feature("", "objective.name", lambda name: name not in PREFERENCES,
                                  "objective.name=next_token"),
+    **{name: objective(name) for name in OBJECTIVES if name != "next_token"},
     "multi_token": Feature("multi-token prediction", "objective.name", equals("multi_token"),
                            "objective.name=multi_token"),
-    **{name: objective(name) for name in PREFERENCES},
     "preference data": Feature("", "data.train.name", equals("preference"), PAIRS),
     "other data": Feature("", "data.train.name", lambda name: name != "preference",
                           "data.train={name: text, path: corpus.txt}"),
@@ -246,10 +248,8 @@ REFUSALS = (
 )  # fmt: skip
 
 # Sizes, rates and switches inside one layer: they go with every axis and every feature. section ->
-# its fields.
+# its fields. The fields of an optimizer, an objective or a method are those of its row above.
 EVERYWHERE = {
-    "finetune": "rank alpha rslora lora_plus_ratio init_adapter trainable last_layers "
-    "width virtual_tokens projection freeze_a",
     "model": "depth width head_dim heads kv_heads hidden vocab_multiple rope_base "
     "rope_base_short qk_scale attention_scale qkv_bias out_bias window_pattern "
     "last_layer_full short_window context_length norm norm_eps post_norm embed_scale "
@@ -261,19 +261,6 @@ EVERYWHERE = {
     "model.rope_scaling": "name factor low_freq_factor high_freq_factor original_context beta_fast "
     "beta_slow attention_factor truncate",
     "model.kernels": "norm rope relu2 ffn loss",
-    "objective": "weights beta label_smoothing per_token desirable_weight undesirable_weight",
-    "optim": "clip_norm multipliers decay_multipliers state_dtype matrix_lr weight_decay "
-    "weight_decay_schedule momentum momentum_start momentum_end momentum_warmup_steps "
-    "nesterov orthogonalize gram_newton_schulz symmetric equilibrate renormalize "
-    "normuon normuon_b2 cautious_decay embedding_lr value_embedding_lr head_lr "
-    "residual_scale_lr x0_scale_lr scalar_lr gain_lr learning_rate b1 b2 eps "
-    "block_size min_size adamw_lr adamw_weight_decay shampoo_beta "
-    "precondition_frequency max_dim decay_power clipping_threshold "
-    "multiply_by_parameter_scale trust_coefficient",
-    "optim.batch_scaling": "rule reference_tokens",
-    "optim.schedule": "warmup_steps name final_fraction decay_fraction decay initial_fraction "
-    "warmup_fraction timescale",
-    "optim.wrappers[]": "name decay validate_trained export",
     "train": "sequence_length batch_size device_batch_size fit steps tokens_per_parameter "
     "init_from on_nonfinite max_consecutive_skips compiler_options",
     "train.local_sgd": "every outer_lr outer_momentum compress fragments",

@@ -22,7 +22,7 @@ from jaxtrain.model import (
     sizes,
     split,
 )
-from jaxtrain.objectives import NextTokenConfig
+from jaxtrain.objectives import PREFERENCES, NextTokenConfig
 from jaxtrain.optim import make_optimizer
 from jaxtrain.optim.types import Hyperparams
 from jaxtrain.parallel import BATCH, bubble_fraction, make_mesh, shardings, split_layers
@@ -103,9 +103,9 @@ def make_workload(name: str, r: Resolved, mesh: Mesh, vocab_size: int) -> Worklo
     partition = make_partition(r.finetune, specs, dtype)
     optim = apply_lora_plus(r.optim, r.finetune)
     optimizer = make_optimizer(optim, partition.trainable, r.train.steps, tokens)
-    # Random rows have labels, not pairs of answers.
-    plain = r.model_copy(update={"objective": NextTokenConfig()})
-    spec = make_step_spec(plain, graphdef, partition, optimizer, dtype, jnp.ones((vocab_size,)))
+    if r.objective.name in PREFERENCES:  # random rows have labels, not pairs of answers
+        r = r.model_copy(update={"objective": NextTokenConfig()})
+    spec = make_step_spec(r, graphdef, partition, optimizer, dtype, jnp.ones((vocab_size,)))
     return Workload(name, r, mesh, spec, vocab_size, partition)
 
 

@@ -2,7 +2,7 @@
 
 import itertools
 from pathlib import Path
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any, ClassVar, Literal, get_args
 
 from pydantic import Field, field_validator
 
@@ -15,12 +15,17 @@ BaseStorage = Literal["nf4", "int8"]
 class FullConfig(Settings):
     """All parameters train."""
 
+    peak_rate: ClassVar[float] = 2e-5
     name: Literal["full"] = "full"
 
 
 class FrozenBaseConfig(Settings):
-    """What all have in common that leave most of the model as it is."""
+    """What all have in common that leave most of the model as it is.
 
+    peak_rate: of adamw, unless `optim` says otherwise; pretraining's would undo what a model knows.
+    """
+
+    peak_rate: ClassVar[float]
     base_quantization: BaseStorage | None = Field(
         None,
         description="storage of the frozen matrices of the blocks: nf4 (4.13 bits a parameter, "
@@ -31,6 +36,7 @@ class FrozenBaseConfig(Settings):
 class LoRAConfig(FrozenBaseConfig):
     """Low-rank changes of frozen matrices (Hu et al. 2021)."""
 
+    peak_rate: ClassVar[float] = 2e-4  # QLoRA's for 7B
     name: Literal["lora"] = "lora"
     rank: int = Field(16, ge=1, description="rank r of each change")
     alpha: float = Field(32.0, gt=0, description="the change is alpha / rank x A B")
@@ -76,6 +82,7 @@ class LoRAConfig(FrozenBaseConfig):
 class FreezeConfig(FrozenBaseConfig):
     """Some parameters train, the others stay as they are."""
 
+    peak_rate: ClassVar[float] = 2e-5
     name: Literal["freeze"] = "freeze"
     trainable: tuple[str, ...] = Field(
         min_length=1,
@@ -90,18 +97,21 @@ class FreezeConfig(FrozenBaseConfig):
 class BitFitConfig(FrozenBaseConfig):
     """The biases alone (Ben Zaken et al. 2021)."""
 
+    peak_rate: ClassVar[float] = 1e-3
     name: Literal["bitfit"] = "bitfit"
 
 
 class IA3Config(FrozenBaseConfig):
     """Factors on keys, values and the hidden channels (Liu et al. 2022)."""
 
+    peak_rate: ClassVar[float] = 3e-3
     name: Literal["ia3"] = "ia3"
 
 
 class AdapterConfig(FrozenBaseConfig):
     """Small networks behind each attention and feed-forward (Houlsby et al. 2019)."""
 
+    peak_rate: ClassVar[float] = 1e-3
     name: Literal["adapter"] = "adapter"
     width: int = Field(64, ge=1, description="channels of each; becomes model.adapter")
 
@@ -122,12 +132,14 @@ class PromptLearningConfig(FrozenBaseConfig):
 class PromptConfig(PromptLearningConfig):
     """Their embeddings train (prompt tuning, Lester et al. 2021)."""
 
+    peak_rate: ClassVar[float] = 1e-2
     name: Literal["prompt"] = "prompt"
 
 
 class PrefixConfig(PromptLearningConfig):
     """Their keys and values in every layer train (prefix tuning, Li & Liang 2021)."""
 
+    peak_rate: ClassVar[float] = 1e-2
     name: Literal["prefix"] = "prefix"
     projection: int | None = Field(
         None,
@@ -143,11 +155,11 @@ FinetuneConfig = Annotated[
     Field(discriminator="name"),
 ]  # fmt: skip
 
-# Peak learning rates: pretraining's would undo what a model knows. LoRA's is QLoRA's for 7B.
-RATES = {
-    "full": 2e-5, "freeze": 2e-5, "lora": 2e-4, "bitfit": 1e-3, "ia3": 3e-3, "adapter": 1e-3,
-    "prompt": 1e-2, "prefix": 1e-2,
-}  # fmt: skip
+# Peak learning rates of the methods; a class without one is an error here.
+RATES: dict[str, float] = {
+    method.model_fields["name"].default: method.peak_rate
+    for method in get_args(get_args(FinetuneConfig)[0])
+}
 # Of those, where a model that answers already learns which answer is better: 5e-7 for all of it and
 # 5e-6 with LoRA are the alignment handbook's for Zephyr 7B; ORPO, which learns to answer as well,
 # has 8e-6 for all of it in its paper (Hong et al. 2024).

@@ -106,9 +106,15 @@ def linear_cross_entropy(
 
 
 def token_losses(
-    x_BTD: Float[Array, "B T D"], w_DV: Float[Array, "D V"], labels_BT: Int[Array, "B T"], **options
-) -> Float[Array, "B T"]:
-    """Each token's loss, each device over its own tokens (`linear_cross_entropy_per_token`)."""
+    x_BTD: Float[Array, "*M B T D"],
+    w_DV: Float[Array, "D V"],
+    labels_BT: Int[Array, "*M B T"],
+    **options,
+) -> Float[Array, "*M B T"]:
+    """Each token's loss, each device over its own tokens (`linear_cross_entropy_per_token`).
+
+    M: microbatches of a pipeline, where there is one.
+    """
 
     def losses(x, w, labels):
         flat = x.reshape(-1, x.shape[-1]), w, labels.reshape(-1)
@@ -117,7 +123,8 @@ def token_losses(
     mesh = current_mesh()
     if mesh is None:
         return losses(x_BTD, w_DV, labels_BT)
-    rows = partition_spec(("batch", "sequence"), labels_BT.shape, mesh)
+    axes = ("micro", "batch", "sequence")[-labels_BT.ndim :]
+    rows = partition_spec(axes, labels_BT.shape, mesh)
     return shard_map(losses, (P(*rows, None), P(), rows), rows)(x_BTD, w_DV, labels_BT)
 
 

@@ -1,4 +1,4 @@
-"""What happens every N steps of a run, and at its end; a feature is a class here or in its file."""
+"""What happens every N steps of a run, and at its end. `features.make_events` lists them."""
 
 from collections.abc import Callable
 
@@ -88,15 +88,3 @@ class Samples(Event):
     def at_end(self, step: int, state: State, finished: bool, sound: bool) -> None:
         if finished:
             self.run(step, state)
-
-
-def make_events(
-    c: Resolved, save: Callable[[int, State], None], evaluator: Evaluator, metrics: MetricsWriter
-) -> list[Event]:
-    """The events of a run, in the order in which those of one step happen."""
-    return [
-        Checkpoint(c.checkpoint.every, save),
-        Validation(c, evaluator, metrics),
-        SavedModel(evaluator),
-        Samples(c.sample.every, evaluator),
-    ]

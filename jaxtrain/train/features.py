@@ -1,4 +1,4 @@
-"""Which features of a configuration take part in a step: the tables of transforms and wrappers.
+"""Which features of a configuration take part in a run: tables of transforms, wrappers, events.
 
 A feature is a row here and a file of its own; the loop and the step know none by name.
 """
@@ -14,13 +14,16 @@ from jaxtrain.config.resolve import Resolved
 from jaxtrain.finetune import Partition
 from jaxtrain.objectives import LossOptions, make_objective
 from jaxtrain.optim import Optimizer
+from jaxtrain.runs.metrics import MetricsWriter
 from jaxtrain.train.checks import skip_nonfinite
+from jaxtrain.train.evaluator import Evaluator
+from jaxtrain.train.events import Checkpoint, Event, Samples, SavedModel, Validation
 from jaxtrain.train.float8_scaling import float8
 from jaxtrain.train.local_sgd import replicas
 from jaxtrain.train.loss_scale import dynamic_loss_scale
 from jaxtrain.train.loss_spikes import loss_spikes
 from jaxtrain.train.plan import Plan
-from jaxtrain.train.step import StepSpec
+from jaxtrain.train.step import State, StepSpec
 from jaxtrain.train.transforms import StepTransform
 
 # (configuration, dtype of the compute) -> the feature's part of a step; None where it is off.
@@ -31,7 +34,7 @@ TRANSFORMS: Sequence[Callable[[Resolved, jnp.dtype], StepTransform | None]] = (
     skip_nonfinite,
 )
 # (step, configuration, mesh, resumed) -> the step with the feature around it, or the step itself.
-WRAPPERS: Sequence[Callable[[StepSpec, Resolved, Mesh, bool], StepSpec]] = (replicas,)
+STEP_WRAPPERS: Sequence[Callable[[StepSpec, Resolved, Mesh, bool], StepSpec]] = (replicas,)
 
 
 def make_transforms(c: Resolved, dtype: jnp.dtype) -> tuple[StepTransform, ...]:
@@ -78,6 +81,18 @@ def step_of(plan: Plan, bytes_V: Array) -> StepSpec:
 
 def wrap_step(spec: StepSpec, c: Resolved, mesh: Mesh, resumed: bool = False) -> StepSpec:
     """The step with the wrappers that the configuration asks for. UserError for what cannot be."""
-    for wrap in WRAPPERS:
+    for wrap in STEP_WRAPPERS:
         spec = wrap(spec, c, mesh, resumed)
     return spec
+
+
+def make_events(
+    c: Resolved, save: Callable[[int, State], None], evaluator: Evaluator, metrics: MetricsWriter
+) -> list[Event]:
+    """The events of a run, in the order in which those of one step happen."""
+    return [
+        Checkpoint(c.checkpoint.every, save),
+        Validation(c, evaluator, metrics),
+        SavedModel(evaluator),
+        Samples(c.sample.every, evaluator),
+    ]

@@ -15,7 +15,7 @@ from jaxtrain.config.resolve import Resolved
 from jaxtrain.evaluation.model import Model
 from jaxtrain.model import Transformer
 from jaxtrain.objectives import Objective
-from jaxtrain.optim import OptimConfig, Optimizer, make_optimizer
+from jaxtrain.optim import OptimConfig, Optimizer, make_optimizer, shorten_warmup
 from jaxtrain.parallel import make_mesh, place_batch
 from jaxtrain.parallel.mesh import gather_to_host
 from jaxtrain.settings import UserError
@@ -82,12 +82,14 @@ def own_objective(loss: Loss) -> Objective:
 def optimizer_of(
     c: Resolved, section: dict[str, Any] | None, specs: Specs, steps: int
 ) -> Optimizer:
-    """That of a section, or of the configuration."""
-    if section is None:
-        return make_optimizer(c.optim, specs, steps)
-    try:
-        return make_optimizer(TypeAdapter(OptimConfig).validate_python(section), specs, steps)
-    except ValidationError as error:
-        first = error.errors()[0]
-        where = ".".join(map(str, first["loc"][1:])) or "name"
-        raise UserError(f"optimizer.{where}: {first['msg']}") from None
+    """That of a section, or of the configuration; its warm-up is no longer than the steps."""
+    optim = c.optim
+    if section is not None:
+        try:
+            optim = TypeAdapter(OptimConfig).validate_python(section)
+        except ValidationError as error:
+            first = error.errors()[0]
+            where = ".".join(map(str, first["loc"][1:])) or "name"
+            raise UserError(f"optimizer.{where}: {first['msg']}") from None
+    schedule = shorten_warmup(optim.schedule, steps)
+    return make_optimizer(optim.model_copy(update={"schedule": schedule}), specs, steps)

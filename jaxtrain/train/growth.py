@@ -1,7 +1,7 @@
 """The state of a phase as that of the next, which has more layers.
 
 Parameters, optimizer states and what features keep of each layer are stacked over layers: a row of
-GROWTHS says which of the old layers each new one is a copy of. Training goes on from there; the
+GROWTHS makes the new layers from the old ones. Training goes on from there; the
 step, the schedule and the data know nothing of it. Sources: G_stack (Du et al. 2024, Stacking Your
 Transformers), gradual stacking (Reddi et al. 2023).
 """
@@ -12,6 +12,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.tree_util import KeyPath
 
 from jaxtrain.model import initialize
 from jaxtrain.optim import Optimizer
@@ -20,18 +21,43 @@ from jaxtrain.train.step import State
 from jaxtrain.weights.params import Specs
 
 
-def stack(old: int, new: int) -> np.ndarray:
+class Layers(NamedTuple):
+    """An array of the state that is stacked over layers, along one of its dimensions."""
+
+    path: str  # "params/blocks/ffn/up", "optimizer/...", "extras/..."
+    x: jax.Array
+    dim: int
+    depths: tuple[int, int]  # layers of the model before and now
+    size: int  # of the dimension, now
+
+    def copied(self, copies: Callable[[int, int], np.ndarray]) -> jax.Array:
+        """With layer i a copy of the old layer copies(old, new)[i].
+
+        The entries along the dimension are layers; values of layers one after the other, as blocks
+        of an 8-bit state; or only some of the layers, which have a part that others have not.
+        """
+        (few, many), had = self.depths, self.x.shape[self.dim]
+        each = had // few
+        if had == few * each and self.size == many * each:
+            layers = copies(few, many)
+            index = (layers[:, None] * each + np.arange(each)).reshape(-1)
+        else:
+            index = copies(had, self.size)
+        return jnp.take(self.x, index, axis=self.dim)
+
+
+def stack(layers: Layers) -> jax.Array:
     """The whole stack again on top of itself: 0 1 2 0 1 2."""
-    return np.arange(new) % old
+    return layers.copied(lambda old, new: np.arange(new) % old)
 
 
-def interleave(old: int, new: int) -> np.ndarray:
+def interleave(layers: Layers) -> jax.Array:
     """Each layer again behind itself: 0 0 1 1 2 2."""
-    return np.arange(new) * old // new
+    return layers.copied(lambda old, new: np.arange(new) * old // new)
 
 
-# (old layers, new layers) -> of each new layer, the old one that it begins as.
-GROWTHS: dict[str, Callable[[int, int], np.ndarray]] = {"stack": stack, "interleave": interleave}
+# Layers -> what the next phase begins with: an array with `size` entries along `dim`.
+GROWTHS: dict[str, Callable[[Layers], jax.Array]] = {"stack": stack, "interleave": interleave}
 
 
 def check_optimizer_grows(before: Optimizer, now: Optimizer, old: Specs, new: Specs) -> None:
@@ -78,33 +104,16 @@ class Growth(NamedTuple):
         UserError for a state that has another dimension than that of the layers.
         """
         grow = jax.jit(
-            lambda tree: jax.tree.map(self._leaf, tree, like),
+            lambda tree: jax.tree_util.tree_map_with_path(self._leaf, tree, like),
             out_shardings=jax.tree.map(lambda x: x.sharding, like),
         )
         grown = grow(state)
         jax.tree.map(lambda x: x.delete(), state)
         return grown
 
-    def _leaf(self, old: jax.Array, new: jax.ShapeDtypeStruct) -> jax.Array:
+    def _leaf(self, path: KeyPath, old: jax.Array, new: jax.ShapeDtypeStruct) -> jax.Array:
         if old.shape == new.shape:
             return old
-        found = [dim for dim, sizes in enumerate(zip(old.shape, new.shape)) if sizes[0] != sizes[1]]
-        if len(found) != 1 or old.ndim != new.ndim:
-            raise UserError(
-                f"train.phases: a state of shape {old.shape} cannot become one of {new.shape}; "
-                "only the number of layers may grow"
-            )
-        (dim,) = found
-        return jnp.take(old, self.copies(old.shape[dim], new.shape[dim]), axis=dim)
-
-    def copies(self, old: int, new: int) -> np.ndarray:
-        """Of each of `new` entries, the old one that it copies.
-
-        The entries are layers; values of layers one after the other, as blocks of an 8-bit state;
-        or only some of the layers, which have a part that others have not.
-        """
-        (few, many), each = self.depths, old // self.depths[0]
-        if old != few * each or new != many * each:
-            return GROWTHS[self.name](old, new)
-        layers = GROWTHS[self.name](few, many)
-        return (layers[:, None] * each + np.arange(each)).reshape(-1)
+        dim = layers_dim(old.shape, new.shape)
+        name = jax.tree_util.keystr(path, simple=True, separator="/")
+        return GROWTHS[self.name](Layers(name, old, dim, self.depths, new.shape[dim]))

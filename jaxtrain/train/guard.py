@@ -125,6 +125,8 @@ class Guard:
 
         What was left out is an event in the metrics. Raises UserError where the run cannot go on.
         """
+        if wait:
+            metrics.flush()  # so that each step is timed when it is done
         while self.pending and (wait or len(self.pending) > MAX_IN_FLIGHT):
             taken = self.pending.popleft()
             finite = float(taken.checks.finite) == 1

@@ -19,8 +19,7 @@ from jaxtrain.runs.lock import held
 from jaxtrain.runs.report import write_report
 from jaxtrain.storage.disk import full_disk_explained, write_json
 from jaxtrain.train.evaluator import Evaluator
-from jaxtrain.train.events import make_events
-from jaxtrain.train.features import step_of
+from jaxtrain.train.features import make_events, step_of
 from jaxtrain.train.feed import Feed
 from jaxtrain.train.guard import Guard
 from jaxtrain.train.plan import (
