@@ -1,6 +1,5 @@
 """The table of what goes with what: each fix helps, each supported cell compiles."""
 
-import os
 from functools import reduce
 from math import prod
 from pathlib import Path
@@ -52,12 +51,11 @@ def test_what_the_table_supports_compiles(feature, axis):
     tried(feature, axis)
 
 
-EVERY = os.environ.get("JAXTRAIN_EVERY_CELL") == "1"  # half an hour of two cores
 CELLS = [one for one in SUPPORTED if one not in REPRESENTATIVES]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("feature", "axis"), CELLS if EVERY else CELLS[::7])
+@pytest.mark.parametrize(("feature", "axis"), CELLS)
 def test_every_supported_cell_compiles(feature, axis):
     tried(feature, axis)
 

@@ -121,7 +121,7 @@ def test_a_field_that_nobody_reads_is_found(sources):
         assert text in sources[path]
         return sources | {path: sources[path].replace(text, instead)}
 
-    assert dead_fields(Config, without("inference/generate.py", "c.sample.top_p", "None")) == [
+    assert dead_fields(Config, without("inference/generate.py", "s.top_p", "None")) == [
         "sample.top_p"
     ]
     dead = dead_fields(Config, without("runs/checkpoint.py", "config.keep_every", "None"))

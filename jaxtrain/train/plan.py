@@ -79,7 +79,7 @@ def make_plans(config: Config, coordinator: Coordinator, log: RunLog) -> list[Pl
     if c.model.fp8:
         check_fp8()
     plans = [
-        make_plan(phase, c, mesh, vocab_size, resumed, coordinator, log)
+        plan_phase(phase, c, mesh, vocab_size, resumed, coordinator, log)
         for phase in phases_of(c, vocab_size, mesh)
     ]
     for before, plan in pairwise(plans):
@@ -90,7 +90,7 @@ def make_plans(config: Config, coordinator: Coordinator, log: RunLog) -> list[Pl
     return plans
 
 
-def make_plan(
+def plan_phase(
     phase: Phase,
     run: Resolved,
     mesh: Mesh,

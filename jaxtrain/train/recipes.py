@@ -25,7 +25,7 @@ from jaxtrain.weights.params import Params
 
 
 @runtime_checkable
-class Validation(Protocol):
+class Validator(Protocol):
     """(params, frozen, max_tokens) -> the figures of the held-out split; None: all its tokens."""
 
     def __call__(
@@ -52,7 +52,7 @@ class Recipe(Protocol):
         """Before the first step. params: the initial ones; None in a run that is resumed."""
         ...
 
-    def validation(self, spec: StepSpec) -> Validation | None:
+    def validation(self, spec: StepSpec) -> Validator | None:
         """None where nothing is held out."""
         ...
 
@@ -81,7 +81,7 @@ class CausalLM:
             spec.graphdef, spec.specs, spec.dtype, spec.bytes_V, spec.join
         )
 
-    def validation(self, spec: StepSpec) -> Validation | None:
+    def validation(self, spec: StepSpec) -> Validator | None:
         store, config, mesh = self.store, self.plan.config, self.plan.mesh
         if store is None:
             return None
@@ -123,7 +123,7 @@ class Preference:
             spec, params, frozen, self.stores, plan.config, plan.mesh, file, plan.log
         )
 
-    def validation(self, spec: StepSpec) -> Validation | None:
+    def validation(self, spec: StepSpec) -> Validator | None:
         if HELD_OUT not in self.stores:
             return None
         return make_validation(spec, self.stores, self.references, self.plan.config, self.plan.mesh)
