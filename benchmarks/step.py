@@ -61,7 +61,7 @@ def bench_step(
 
         def step(batch: Any) -> jax.Array:
             nonlocal state
-            state, values = compiled(state, batch, hyperparams, frozen)
+            state, values = compiled(state, batch, hyperparams, frozen)  # noqa: F821 - deleted below
             return values["loss"]
 
         calls = steps_of_a_window(step, batches)

@@ -3,6 +3,8 @@
 import importlib
 import json
 
+import pytest
+
 main = importlib.import_module("benchmarks.__main__").main
 
 

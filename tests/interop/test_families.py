@@ -51,10 +51,10 @@ def logits_of(graphdef, params, tokens_BT):
 
 def logits_and_greedy(graphdef, params):
     """Logits of the prompts, and the tokens that follow them; one program for both."""
-    tokens = np.pad(prompts(), ((0, 0), (0, NEW)))
+    tokens, first = np.pad(prompts(), ((0, 0), (0, NEW))), None
     for at in range(T, T + NEW):
         out = np.asarray(logits_of(graphdef, params, tokens))
-        first = out[:, :T] if at == T else first
+        first = out[:, :T] if first is None else first
         tokens[:, at] = out[:, at - 1].argmax(-1)
     return first, tokens[:, T:]
 
