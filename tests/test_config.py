@@ -120,7 +120,7 @@ BAD = {
     "mesh.fsdp=auto": "mesh: only one axis can be auto, but data and fsdp are",
     "model=3": "model: got 3, but it is a section: set its fields, model.KEY=value",
     "optim=adamw": "optim: got 'adamw', but it is a section: set its fields, optim.KEY=value",
-    "model.width=100": "model: width 100 is not a multiple of head_dim 128",
+    "model.width=100": "model: width 100 is not a multiple of head_dim 128; set model.head_dim",
     "model.attention=flash": "model: attention has no backend flash; "
     "it has cudnn, mosaic, xla, triton, reference",
     "train.batch_size=12": "train.batch_size 12 does not divide over 8 devices "

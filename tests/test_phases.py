@@ -126,18 +126,20 @@ def test_each_phase_trains_its_model(grown):
     assert len(flatten(saved.params)["blocks/attention/q"]) == 3
 
 
-def test_a_run_resumes_on_either_side_of_a_growth(grown, tmp_path, capfd):
+@pytest.mark.parametrize(
+    ("last", "text"), [(2, "train    "), pytest.param(3, "resume   ", marks=pytest.mark.slow)]
+)
+def test_a_run_resumes_on_either_side_of_a_growth(grown, tmp_path, capfd, last, text):
     """From the last checkpoint of the small model, and from the first of the grown one."""
-    for last, text in ((2, "train    "), (3, "resume   ")):
-        copy = shutil.copytree(grown, tmp_path / str(last) / "tiny")
-        for step in range(last + 1, 5):
-            shutil.rmtree(copy / "checkpoints" / str(step))
-        shutil.rmtree(copy / "model")
-        capfd.readouterr()
-        assert main(run_overrides(tmp_path / str(last), **PHASES)) == 0
-        assert f"{text}{copy}: steps {last} to 4" in capfd.readouterr().out
-        same(weights_of(copy), weights_of(grown))
-        assert rows_of(copy) == rows_of(grown)
+    copy = shutil.copytree(grown, tmp_path / "tiny")
+    for step in range(last + 1, 5):
+        shutil.rmtree(copy / "checkpoints" / str(step))
+    shutil.rmtree(copy / "model")
+    capfd.readouterr()
+    assert main(run_overrides(tmp_path, **PHASES)) == 0
+    assert f"{text}{copy}: steps {last} to 4" in capfd.readouterr().out
+    same(weights_of(copy), weights_of(grown))
+    assert rows_of(copy) == rows_of(grown)
 
 
 @pytest.mark.slow
@@ -177,6 +179,7 @@ def test_a_growth_goes_with(tmp_path, more):
     assert all(np.isfinite(row["loss"]) for row in rows_of(tmp_path / "tiny"))
 
 
+@pytest.mark.slow
 @pytest.mark.slow
 def test_a_phase_may_change_what_has_no_parameters(tmp_path):
     """Fake-quantized weights for the last part of a run: the state is the same."""

@@ -58,7 +58,9 @@ class Experts(Settings):
 def check_heads(width: int | None, heads: int | None, kv_heads: int | None, head_dim: int) -> None:
     """Raises ValueError for sizes that do not divide."""
     if width and heads is None and width % head_dim:
-        raise ValueError(f"width {width} is not a multiple of head_dim {head_dim}")
+        raise ValueError(
+            f"width {width} is not a multiple of head_dim {head_dim}; set model.head_dim"
+        )
     if heads and kv_heads and heads % kv_heads:
         raise ValueError(f"heads {heads} is not a multiple of kv_heads {kv_heads}")
 

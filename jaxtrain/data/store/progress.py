@@ -42,6 +42,8 @@ def show_progress(console: Console) -> Iterator[Progress]:
         if stage not in begun:
             begun[stage] = now, done
             bar.add_task(f"prepare {stage}", total=total, text="")
+        if done < begun[stage][1]:  # what was there before is made again
+            begun[stage] = now, done
         text = described(done, total, done - begun[stage][1], now - begun[stage][0])
         bar.update(bar.task_ids[list(begun).index(stage)], completed=done, total=total, text=text)
         if not console.is_terminal and now - printed.get(stage, -EVERY) >= EVERY:
