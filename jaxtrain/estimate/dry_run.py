@@ -168,12 +168,19 @@ def with_replicas(w: Workload) -> Workload:
     return w._replace(spec=wrap_step(w.spec, w.config, w.mesh))
 
 
-def facts_of(w: Workload) -> Facts:
+def lower_step(w: Workload) -> jax.stages.Lowered:
+    """The step of a workload, lowered for its mesh."""
     with jax.set_mesh(w.mesh):
         traced = make_step(w.spec, w.mesh).trace(
             abstract_state(w), batch_shapes(w), new_hyperparams(w), abstract_frozen(w)
         )
-        hlo = traced.lower().compile(compiler_options=OPTIONS).as_text()
+        return traced.lower()
+
+
+def facts_of(w: Workload) -> Facts:
+    lowered = lower_step(w)
+    with jax.set_mesh(w.mesh):
+        hlo = lowered.compile(compiler_options=OPTIONS).as_text()
     assert hlo is not None
     return Facts(peak_bytes(hlo), collectives(hlo, dict(w.mesh.shape), branch_share(w)))
 
