@@ -66,6 +66,19 @@ def test_a_step_is_the_same_in_microbatches():
         np.testing.assert_allclose(one[name], many[name], rtol=1e-4)
 
 
+@pytest.mark.slow
+def test_a_step_in_pipeline_stages_is_that_of_one_device():
+    spec, hyperparams = make_spec(resolved(depth=2, window_pattern="L", value_embeddings=False))
+    spec = spec._replace(objective=make_objective(CONFIG, LossOptions()))
+    found = []
+    for mesh in (mesh_of(), mesh_of(pipeline=2)):
+        with jax.set_mesh(mesh):
+            state = begin_random(spec, mesh)
+            found.append(make_step(spec, mesh)(state, batch(8, micro=4), hyperparams)[1])
+    for name in ("loss", "loss_ahead_2", "loss_ahead_3", "grad_norm"):
+        np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-4)
+
+
 def test_a_run_logs_the_losses_further_on_and_validates_the_next_token(tmp_path):
     overrides = run_overrides(tmp_path, train__steps=2, objective__name="multi_token")
     assert main(overrides) == 0

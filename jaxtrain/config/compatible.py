@@ -161,7 +161,7 @@ FEATURES = {
                           "finetune.name=lora train.steps=2"),
     "qlora": Feature("QLoRA (nf4)", "finetune.base_quantization", given,
                      "finetune.base_quantization=nf4 finetune.name=lora train.steps=2"),
-    "freeze": tuning("frozen parts", "freeze", "finetune.trainable=[ffn]"),
+    "freeze": tuning("frozen parts", "freeze", "finetune.trainable=[attention]"),
     "bitfit": tuning("BitFit", "bitfit", "model.qkv_bias=true"),
     "ia3": tuning("IA3", "ia3"),
     # ---- the objective

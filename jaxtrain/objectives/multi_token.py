@@ -36,9 +36,9 @@ class MultiTokenConfig(Settings):
 
 
 def ahead(
-    targets_BT: Int[Array, "B T"],
-    weights_BT: Float[Array, "B T"],
-    segments_BT: Int[Array, "B T"] | None,
+    targets_BT: Int[Array, "*M B T"],
+    weights_BT: Float[Array, "*M B T"],
+    segments_BT: Int[Array, "*M B T"] | None,
     distance: int,
 ) -> tuple[Array, Array]:
     """Targets and their weights `distance` positions later; weight 0 past the row or document."""
