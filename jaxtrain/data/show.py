@@ -12,9 +12,9 @@ import numpy as np
 
 from jaxtrain.data.batches.augment import make_augment
 from jaxtrain.data.batches.loader import make_batch_plan, stores_of
-from jaxtrain.data.batches.mixture import BatchPlan, last_epoch, packing_phrase
+from jaxtrain.data.batches.mixture import BatchPlan, last_epoch, shares_of
 from jaxtrain.data.batches.packing import Batch, assemble
-from jaxtrain.data.batches.planning import PlannedRow
+from jaxtrain.data.batches.planning import Counts, PlannedRow
 from jaxtrain.data.chat.conversations import counts_phrase, fit_stores
 from jaxtrain.data.config import DataConfig
 from jaxtrain.data.preference.pairs import texts_of_pairs
@@ -98,7 +98,16 @@ def _epochs(plan: BatchPlan, stores: dict[str, TokenStore]) -> Iterator[str]:
             rows = planner.unit(plan.spans[-1].cut)
         if planner.get_state()["whole"]:
             epoch = last_epoch(planner.get_state())
-            yield f"{name}: of an epoch's documents {packing_phrase(epoch)}"
+            yield f"{name}: of an epoch's documents {_packing(epoch)}"
+
+
+def _packing(counts: Counts) -> str:
+    """What packing did, in documents, tokens and rows."""
+    share = shares_of(counts)
+    return (
+        f"{counts.cropped:,} cropped ({share['crop']:.2%} of the tokens), "
+        f"{counts.left_out:,} left out, {1 - share['fill']:.2%} of the rows is padding"
+    )
 
 
 def _learned(batch: Batch) -> float:

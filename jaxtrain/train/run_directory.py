@@ -133,7 +133,7 @@ def final_message(c: Resolved, step: int, page: Path, talks: bool) -> str:
         return f"stopped  at step {step} of {c.train.steps}, saved; go on with:{again}"
     path = c.run_dir / "samples" / f"step_{step:06d}.txt"
     sample = path.read_text() + "\n" if path.is_file() else ""
-    how = ["--chat"] if talks else ["--prompt", "..."]
+    how = ["--chat"] if talks else []
     return (
         f"{sample}report   {page}\nmodel    {c.run_dir / 'model'}\n"
         f"more     {command_of('generate', c.run_dir, *how)}"

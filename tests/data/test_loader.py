@@ -132,10 +132,7 @@ def test_what_packing_drops_is_reported_as_the_consumer_saw_it(store_of):
         assert (figures["data_crop"], figures["data_fill"]) == (0.5, 1.0)
         assert figures["data_epochs"] == 12 / 20 and "data_epoch_crop" not in figures
         take(batches, 2)
-        assert batches.ended() == [
-            "train: epoch 1 is over: 20 cropped (50.00% of the tokens), 0 left out, "
-            "0.00% of the rows is padding"
-        ]
+        assert batches.ended() == ["train: epoch 1: 50.0% of tokens cropped, 0.0% padding"]
         figures = batches.statistics()
         assert figures["data_epoch_crop"] == 0.5 and figures["data_epoch_cropped"] == 20
         take(batches, 1)

@@ -15,7 +15,7 @@ from jaxtrain.data.batches.mixture import (
     BatchPlan,
     PlannedBatch,
     last_epoch,
-    packing_phrase,
+    shares_of,
     spans,
     weights_of,
 )
@@ -93,7 +93,11 @@ class Loader(Iterator[Batch | PairBatch]):
         for name, state in self._position["sources"].items():
             whole, before = state["whole"], self._before["sources"][name]["whole"]
             if any(int(str(n)[1:] or 0) == 0 for n in range(before + 1, whole + 1)):
-                said.append(f"{name}: epoch {whole} is over: {packing_phrase(last_epoch(state))}")
+                share = shares_of(last_epoch(state))
+                cropped, padding = f"{share['crop']:.1%}", f"{1 - share['fill']:.1%}"
+                said.append(
+                    f"{name}: epoch {whole}: {cropped} of tokens cropped, {padding} padding"
+                )
         limits = self._identity.get("max_epochs", {})
         names = [n for n in self._position["spent"] if n not in self._before["spent"]]
         return said + [

@@ -255,12 +255,3 @@ def shares_of(counts: Counts) -> dict[str, float]:
     """`crop`, the part of the tokens that are in no row, and `fill`, of the rows that is text."""
     used, dropped, padding = counts[:3]
     return {"crop": dropped / max(used + dropped, 1), "fill": used / max(used + padding, 1)}
-
-
-def packing_phrase(counts: Counts) -> str:
-    """Counts of packing as a phrase."""
-    share = shares_of(counts)
-    return (
-        f"{counts.cropped:,} cropped ({share['crop']:.2%} of the tokens), "
-        f"{counts.left_out:,} left out, {1 - share['fill']:.2%} of the rows is padding"
-    )
