@@ -23,6 +23,7 @@ from benchmarks.importing import bench_import
 from benchmarks.kernels import bench_loss
 from benchmarks.matmuls import bench_matmuls
 from benchmarks.memory import bench_longest, bench_techniques
+from benchmarks.nanochat import train_nanochat
 from benchmarks.optimizers import bench_optimizers
 from benchmarks.packing import bench_packing
 from benchmarks.peers import nanochat_step
@@ -54,6 +55,7 @@ WHAT = {
     "loss": "linear + cross-entropy backends over the benchmark shapes: loss [NAME ...]",
     "matmul": "float8, ReLU^2 and symmetric matmuls over the benchmark shapes: matmul [NAME ...]",
     "rows": "the passes over activations over the benchmark shapes: rows [NAME ...]",
+    "nanochat": "a checkout of it trained on our rows: nanochat CHECKOUT run.name=... key.path=...",
     "packing": "what packing crops, pads, never uses, beside nanochat's: packing [data.train...]",
     "memory": "what a step needs: here, or on --devices N virtual ones; --techniques, --longest",
     "optim": "an update of every optimizer on a configuration's parameters: optim [NAME ...]",
@@ -213,6 +215,11 @@ def main(argv: list[str] | None = None) -> int:
     check_options(arguments)
     check_once([one for one in arguments.overrides if "=" in one])
     console = screen()
+    if arguments.what == "nanochat":
+        checkout, *overrides = arguments.overrides or [""]
+        for config in arguments.config or ["gpt_d12"]:
+            console.print(train_nanochat(Path(checkout), config, overrides), "is ready for `race`")
+        return 0
     if arguments.what == "table":
         console.print(*(page.name for page in update_pages()), "are current")
         return 0

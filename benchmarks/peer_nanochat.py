@@ -77,13 +77,14 @@ def flash_attention_4():
     )[0]
 
 
-def build(depth, tokens, fp8):
+def build(depth, tokens, fp8, weight_decay=0.28, **rates):
     """nanochat's model and optimizer on the GPU, what its attention is, and FLOPs of a token."""
     from nanochat import flash_attention as checkout
     from nanochat.gpt import GPT, GPTConfig
 
     attention = "FA3" if checkout.USE_FA3 else "SDPA"
-    if importlib.util.find_spec("flash_attn.cute") is not None:
+    has = importlib.util.find_spec
+    if has("flash_attn") and has("flash_attn.cute"):
         checkout.flash_attn.flash_attn_func, attention = flash_attention_4(), "FA4"
     width = -(-64 * depth // HEAD_DIM) * HEAD_DIM
     heads = width // HEAD_DIM
@@ -106,7 +107,8 @@ def build(depth, tokens, fp8):
         recipe = Float8LinearConfig.from_recipe_name("tensorwise")
         convert_to_float8_training(model, config=recipe, module_filter_fn=large)
     model = torch.compile(model, dynamic=False)
-    return model, model.setup_optimizer(weight_decay=0.28), attention, flops
+    optimizer = model.setup_optimizer(weight_decay=weight_decay, **rates)
+    return model, optimizer, attention, flops
 
 
 def main():

@@ -12,7 +12,7 @@ import numpy as np
 from jaxtrain_kernels.shapes import AttentionShape
 
 from benchmarks.record import BENCHMARKS
-from jaxtrain.config import find_config, load_config
+from jaxtrain.config import Config, find_config, load_config
 from jaxtrain.config.resolve import vocab_size_of
 from jaxtrain.settings import UserError
 
@@ -30,7 +30,8 @@ def rows_of(script: str, *arguments: str, needs: Sequence[str]) -> Iterator[dict
     if missing or not path.exists():
         print(f"  no peer: {', '.join(missing) or script} is missing", file=sys.stderr)
         return
-    line = [sys.executable, str(path), *arguments]
+    # -P: benchmarks/profile.py must not stand for Python's own in the script.
+    line = [sys.executable, "-P", str(path), *arguments]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as peer:
         yield from (json.loads(row) for row in peer.stdout or () if row.startswith("{"))
 
@@ -38,23 +39,15 @@ def rows_of(script: str, *arguments: str, needs: Sequence[str]) -> Iterator[dict
 def nanochat_step(checkout: Path, name: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
     """nanochat's train step at a configuration's depth, rows and tokens, by its own code.
 
-    On one GPU; call it before JAX takes its memory. Raises UserError for what is no checkout of
-    nanochat (github.com/karpathy/nanochat), and for what the two would not do alike.
+    On one GPU; call it before JAX takes its memory. Raises UserError as `check_nanochat`, and for
+    an accumulated batch.
     """
-    if not (checkout / "nanochat" / "gpt.py").is_file():
-        raise UserError(f"--peer {checkout}: no checkout of nanochat, it has no nanochat/gpt.py")
     c = load_config(find_config(name), overrides)
-    depth, rows = c.model.depth, c.train.device_batch_size
-    if c.model.ffn != "relu2" or not rows:
-        raise UserError(f"--peer: {name} is no gpt with train.device_batch_size, as nanochat has")
-    if (vocab_size := vocab_size_of(c.data)) != VOCABULARY or c.model.width:
-        raise UserError(
-            f"--peer: {name} has a vocabulary of {vocab_size} or a width of its own; nanochat's "
-            f"script takes {VOCABULARY} and the width that follows from model.depth"
-        )
+    check_nanochat(checkout, name, c)
+    rows = c.train.device_batch_size
     if c.train.batch_size not in (None, rows):
         raise UserError(f"--peer: train.batch_size is {c.train.batch_size}, of one step of {rows}")
-    sizes = map(str, (depth, rows, c.train.sequence_length))
+    sizes = map(str, (c.model.depth, rows, c.train.sequence_length))
     more = ("fp8",) if c.model.fp8 else ()
     path = str(checkout.resolve())
     return list(rows_of("peer_nanochat.py", path, *sizes, *more, needs=("torch",)))
@@ -76,3 +69,17 @@ def lengths(s: AttentionShape) -> list[list[int]]:
     ids_BT = s.segment_ids_BT()
     assert ids_BT is not None
     return [np.diff(np.flatnonzero(np.diff(row, prepend=-1, append=-1))).tolist() for row in ids_BT]
+
+
+def check_nanochat(checkout: Path, name: str, c: Config) -> None:
+    """Raises UserError for what is no checkout of nanochat (github.com/karpathy/nanochat), and for
+    a configuration that its model cannot follow."""
+    if not (checkout / "nanochat" / "gpt.py").is_file():
+        raise UserError(f"{checkout}: no checkout of nanochat, it has no nanochat/gpt.py")
+    if c.model.ffn != "relu2" or not c.train.device_batch_size:
+        raise UserError(f"{name} is no gpt with train.device_batch_size, as nanochat has")
+    if (vocab_size := vocab_size_of(c.data)) != VOCABULARY or c.model.width:
+        raise UserError(
+            f"{name} has a vocabulary of {vocab_size} or a width of its own; nanochat's "
+            f"script takes {VOCABULARY} and the width that follows from model.depth"
+        )

@@ -119,6 +119,7 @@ def entry(run: Run) -> dict[str, Any]:
     plain = [row["sent_bytes_plain"] for row in run.rows if "sent_bytes_plain" in row]
     ends = [row["status"] for row in run.rows if row.get("event") == "end"]
     finished = bool(curve) and curve[-1][0] == run.config["train"]["steps"]
+    loss = checks[-1].get("loss")
     return {
         "label": run.name,
         "arm": run.name.rpartition("_")[0] or run.name,
@@ -131,7 +132,7 @@ def entry(run: Run) -> dict[str, Any]:
         "tokens_per_s": round(median(r["tokens_per_s"] for r in train if "tokens_per_s" in r)),
         "bpb": curve[-1][3] if finished else None,
         "lowest": min(bpb for *_, bpb in curve) if finished else None,
-        "loss": round(checks[-1]["loss"], 6) if finished else None,
+        "loss": round(loss, 6) if finished and loss is not None else None,
         # Of replicas (train.local_sgd), a step and a device; and of plain data parallelism.
         **({"sent_bytes": sent[-1], "sent_bytes_plain": plain[-1]} if sent else {}),
         "curve": curve,

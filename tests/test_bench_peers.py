@@ -7,7 +7,11 @@ import jax
 import pytest
 from jaxtrain_kernels.shapes import ATTENTION_BENCH, AttentionShape
 
-from benchmarks import attention, peers, tables
+from benchmarks import attention, nanochat, peers, tables
+from benchmarks.race import race
+from jaxtrain.runs.compare import read_run
+from jaxtrain.runs.saved import load_resolved
+from jaxtrain.settings import UserError
 
 command = importlib.import_module("benchmarks.__main__")
 PACKED = AttentionShape("packed", 3, 64, 1, 1, 8, documents=(30, 1, 20))
@@ -122,3 +126,51 @@ def test_without_a_gpu_there_is_no_row_of_it(monkeypatch):
     monkeypatch.setattr(attention, "flash_attention", lambda shapes: pytest.fail("was asked"))
     names = [ATTENTION_BENCH[0].name, peers.FLASH_ATTENTION]
     assert not list(attention.attention_rows(names, jax.numpy.float32))
+
+
+TRAINER = """
+import json, sys
+from pathlib import Path
+import numpy as np
+checkout, folder = map(Path, sys.argv[1:])
+s = json.loads((folder / "settings.json").read_text())
+rows, held_out = np.load(folder / "train.npy"), np.load(folder / "validation.npy")
+say = lambda **row: print(json.dumps(row), flush=True)
+say(kind="peer", attention="none", rows=rows.shape, dtype=str(rows.dtype), settings=s,
+    held_out=[len(held_out), int(np.load(folder / "labels.npy").sum())],
+    first=rows[:, 0].tolist(), bytes=len(np.load(folder / "bytes.npy")))
+say(kind="train", step=2, time=1.0, loss=3.0, tokens_per_s=128.0)
+say(kind="validation", step=2, time=1.0, bpb=2.5)
+"""
+
+
+def test_nanochat_trains_on_our_rows_and_leaves_a_run(scripts, checkout, tmp_path, monkeypatch):
+    """The rows are those of the loader, the rates the configuration's; `race` reads it."""
+    (scripts / "peer_nanochat_train.py").write_text(TRAINER)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name)
+    monkeypatch.setattr(peers, "VOCABULARY", 300)
+    text = tmp_path / "text.jsonl"
+    documents = [{"text": f"{i} " + "a line of text, " * 20} for i in range(60)]
+    text.write_text("".join(json.dumps(d) + "\n" for d in documents))
+    overrides = [
+        f"run.directory={tmp_path}", "run.name=beside", f"data.train.path={text}",
+        f"data.cache_dir={tmp_path / 'cache'}", "data.tokenizer.vocab_size=300", "model.depth=1",
+        "train.sequence_length=32", "train.batch_size=4", "train.device_batch_size=2",
+        "train.steps=2", "data.validation={name: documents, fraction: 0.1}", "eval.every=2",
+    ]  # fmt: skip
+    folder = nanochat.train_nanochat(checkout, "gpt_d12", overrides)
+    run = read_run(folder)
+    peer = run.env["peer"]
+    assert peer["rows"] == [8, 33] and peer["dtype"] == "uint16" and peer["bytes"] == 300
+    assert len(set(peer["first"])) == 1  # BOS, as nanochat's loader begins every row
+    assert peer["held_out"][0] % 2 == 0 and peer["held_out"][1] > 100
+    c = load_resolved(folder / "config.yaml")
+    told = peer["settings"]
+    assert told["embedding_lr"] == pytest.approx(
+        c.optim.embedding_lr * (c.model.width / 768) ** 0.5
+    )
+    assert (told["steps"], told["batch_size"], told["device_batch_size"]) == (2, 4, 2)
+    assert [row["kind"] for row in run.rows] == ["train", "validation"]
+    assert race([folder], "beside")["runs"][0]["curve"] == [[2, 256, 2.0, 2.5]]
+    with pytest.raises(UserError, match="is there already"):
+        nanochat.train_nanochat(checkout, "gpt_d12", overrides)

@@ -1,0 +1,130 @@
+"""nanochat's own training on rows that our loader wrote, for `bench nanochat`: JSON lines.
+
+    python benchmarks/peer_nanochat_train.py CHECKOUT FOLDER
+
+FOLDER has settings.json, the rows train.npy and validation.npy [N, T+1] (uint16 ids; validation's
+last row is filled up), labels.npy [N] (labels of each validation row) and bytes.npy [V] (UTF-8
+bytes of each token). Model, optimizer and evaluation are the checkout's; the loop and its schedules
+are those of its base_train.py, with every row on the device beforehand and a wait for the GPU every
+`log_every` steps in place of each. Seconds exclude validations and, as base_train.py's, nothing but
+the first steps, which compile.
+"""
+
+import gc
+import json
+import math
+import os
+import sys
+import time
+from pathlib import Path
+
+os.environ["PYTORCH_ALLOC_CONF"] = "expandable_segments:True"  # as base_train.py
+
+import numpy as np
+import torch
+
+sys.path.append(str(Path(__file__).parent))
+from peer_nanochat import build
+
+UNMARKED = -1  # a target without a label
+
+
+def schedules(s):
+    """(step) -> multiplier of the rates, momentum and weight decay of the matrices."""
+    steps, decay = s["steps"], round(s["decay_fraction"] * s["steps"])
+
+    def left(step):
+        return min(1.0, (steps - step) / decay)
+
+    def rate(step):
+        if step < s["warmup_steps"]:
+            return (step + 1) / s["warmup_steps"]
+        return left(step) + (1 - left(step)) * s["final_fraction"]
+
+    def momentum(step):
+        if step < s["momentum_warmup_steps"]:
+            share = step / s["momentum_warmup_steps"]
+            return (1 - share) * s["momentum_start"] + share * s["momentum"]
+        return s["momentum"] * left(step) + s["momentum_end"] * (1 - left(step))
+
+    def weight_decay(step):
+        return s["weight_decay"] * 0.5 * (1 + math.cos(math.pi * step / steps))
+
+    return rate, momentum, weight_decay
+
+
+def on_device(rows, labels=None):
+    """Inputs and targets [N, T] on the GPU; targets behind a row's labels are unmarked."""
+    ids = torch.from_numpy(rows.astype(np.int64)).cuda()
+    inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
+    if labels is not None:
+        place = torch.arange(targets.shape[1], device="cuda")
+        targets[place[None] >= torch.from_numpy(labels.astype(np.int64)).cuda()[:, None]] = UNMARKED
+    return inputs, targets
+
+
+def main():
+    checkout, folder = sys.argv[1], Path(sys.argv[2])
+    sys.path.insert(0, checkout)
+    from nanochat.loss_eval import evaluate_bpb
+
+    s = json.loads((folder / "settings.json").read_text())
+    torch.manual_seed(s["seed"])
+    torch.set_float32_matmul_precision("high")
+    rates = {key: s[key] for key in ("unembedding_lr", "embedding_lr", "matrix_lr", "scalar_lr")}
+    model, optimizer, attention, _ = build(
+        s["depth"], s["sequence_length"], s["fp8"], weight_decay=s["weight_decay"], **rates
+    )
+    inputs, targets = on_device(np.load(folder / "train.npy"))
+    held_out = on_device(np.load(folder / "validation.npy"), np.load(folder / "labels.npy"))
+    bytes_V = torch.from_numpy(np.load(folder / "bytes.npy").astype(np.int64)).cuda()
+    rate, momentum, weight_decay = schedules(s)
+    batch, each, tokens = s["batch_size"], s["device_batch_size"], s["sequence_length"]
+    print(json.dumps({"kind": "peer", "attention": attention, "torch": torch.__version__}))
+
+    def step(i):
+        for first in range(i * batch, (i + 1) * batch, each):
+            loss = model(inputs[first : first + each], targets[first : first + each])
+            (loss / (batch // each)).backward()
+        for group in optimizer.param_groups:
+            group["lr"] = group["initial_lr"] * rate(i)
+            if group["kind"] == "muon":
+                group["momentum"], group["weight_decay"] = momentum(i), weight_decay(i)
+        optimizer.step()
+        model.zero_grad(set_to_none=True)
+        return loss.detach()
+
+    def validate(i):
+        model.eval()
+        rows = zip(held_out[0].split(each), held_out[1].split(each))
+        bpb = evaluate_bpb(model, rows, -(-len(held_out[0]) // each), bytes_V)
+        model.train()
+        row = {"kind": "validation", "step": i, "time": time.perf_counter() - begin, "bpb": bpb}
+        print(json.dumps(row), flush=True)
+
+    begin = last = time.perf_counter()
+    logged = 0
+    for i in range(s["steps"]):
+        loss = step(i)
+        if i + 1 == s["skip_steps"]:  # compiled by now
+            torch.cuda.synchronize()
+            gc.collect()
+            gc.freeze()
+            gc.disable()
+            last, logged = time.perf_counter(), i + 1
+        elif i >= s["skip_steps"] and ((i + 1) % s["log_every"] == 0 or i + 1 == s["steps"]):
+            value, now = loss.item(), time.perf_counter()
+            rate_now = (i + 1 - logged) * batch * tokens / (now - last)
+            row = {"kind": "train", "step": i + 1, "time": now - begin, "loss": value}
+            print(json.dumps(row | {"tokens_per_s": rate_now}), flush=True)
+            last, logged = now, i + 1
+        if (i + 1) % s["eval_every"] == 0 or i + 1 == s["steps"]:
+            torch.cuda.synchronize()
+            stopped = time.perf_counter()
+            validate(i + 1)
+            torch.cuda.synchronize()
+            last += time.perf_counter() - stopped
+
+
+if __name__ == "__main__":
+    main()
