@@ -24,7 +24,7 @@ import jax
 from jax._src.distributed import global_state
 
 from jaxtrain.cluster import meeting
-from jaxtrain.cluster.meeting import Link
+from jaxtrain.cluster.meeting import Link, Trouble
 from jaxtrain.cluster.secret import Secret, is_loopback
 from jaxtrain.cluster.service import ServiceClient, make_client, start_service
 from jaxtrain.settings import UserError
@@ -63,7 +63,7 @@ class Coordinator:
         self.hosts = {index: self.host}
         self.address, self.timeout, self.until = "", 0.0, 0.0  # of `meet`, the last in monotonic s
         self.links: dict[int, Link] = {}  # to the processes that were met
-        self.trouble = "no answer yet"  # why the last attempt to reach process 0 failed
+        self.trouble = Trouble("no answer yet")  # why process 0 was not reached so far
         self.client: ServiceClient | None = None
         self.service: IO[bytes] | None = None  # of process 0
         self.rounds = 0  # comparisons
@@ -110,7 +110,7 @@ class Coordinator:
             who = f"{len(missing)} of {self.count} processes to reach {self.address}"
             return f"waiting  for {who}, {left}: {', '.join(map(str, missing))}"
         me = f"process {self.index} of {self.count}"
-        return f"waiting  for process 0 at {self.address} ({self.trouble}), {left}: {me}"
+        return f"waiting  for process 0 at {self.address} ({self.trouble.why}), {left}: {me}"
 
     def _missing(self) -> list[int]:
         return [i for i in range(1, self.count) if i not in self.links]
@@ -155,18 +155,23 @@ class Coordinator:
         hello = {"process": self.index, "of": self.count, "host": self.host}
         while time.monotonic() < self.until:
             found = meeting.introduce(at, hello, self.until, secret)
-            if not isinstance(found, str):
+            if not isinstance(found, Trouble):
                 self.links[0], reply = found
                 if "failed" in reply:
                     self.links[0].socket.close()
                     raise UserError(str(reply["failed"]))
                 self.hosts[0] = self.links[0].host = str(reply["host"])
                 return
-            self.trouble = found
+            # A missing secret stays the reason when process 0 gives up first and nobody is there;
+            # an attempt that the deadline cut off says nothing.
+            late = time.monotonic() >= self.until
+            if found.greeted or not (late or self.trouble.greeted):
+                self.trouble = found
             time.sleep(meeting.RETRY)
         raise UserError(
-            f"process {self.index} of {self.count} did not reach process 0 at {self.address} in "
-            f"{self.timeout:g} s ({self.trouble}); is it running there, and not behind a firewall?"
+            f"process {self.index} of {self.count} did not reach process 0 at {self.address} "
+            f"in {self.timeout:g} s ({self.trouble.why}); "
+            "is it running there, and not behind a firewall?"
         )
 
     def _connect(self) -> None:

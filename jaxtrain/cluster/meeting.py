@@ -17,6 +17,7 @@ import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from contextlib import suppress
+from dataclasses import dataclass
 
 from jaxtrain.cluster.secret import Secret, is_loopback, is_right, key_of, mac, nonces
 from jaxtrain.settings import UserError
@@ -127,9 +128,17 @@ def proved(server: socket.socket, secret: bytes, until: float) -> Iterator[tuple
         proving[-1].start()
 
 
+@dataclass(frozen=True)
+class Trouble:
+    """Why an attempt failed. greeted: process 0 of a job was there, the secret is what is wrong."""
+
+    why: str
+    greeted: bool = False
+
+
 def introduce(
     address: tuple[str, int], hello: Message, until: float, secret: Secret
-) -> tuple[Link, Message] | str:
+) -> tuple[Link, Message] | Trouble:
     """Connect to process 0, and prove each to the other that it knows the secret.
 
     Returns its answer, or what is wrong where that may pass: a file may hold an earlier job's
@@ -138,13 +147,14 @@ def introduce(
     try:
         link = socket.create_connection(address, max(0.1, until - time.monotonic()))
     except OSError as error:
-        return error.strerror or str(error)
+        return Trouble(error.strerror or str(error))
     both, known = nonces(link, min(until, time.monotonic() + PROVING)), secret.read()
     if both is None or known is None:
         link.close()
         if both is None:
-            return "what answers there is none of this job"
-        return f"there is no secret of the job in {secret.file.parent}; {secret.advice()}"
+            return Trouble("what answers there is none of this job")
+        why = f"there is no secret of the job in {secret.file.parent}; {secret.advice()}"
+        return Trouble(why, greeted=True)
     peer = Link(link, key_of(known, both[1], both[0]), first=False)
     peer.send(hello)
     reply = peer.receive(until + PROVING)
@@ -155,7 +165,8 @@ def introduce(
         raise UserError(
             f"process 0 did not accept the secret of process {hello['process']}; {secret.advice()}"
         )
-    return f"it did not accept the secret in {secret.file.parent}; {secret.advice()}"
+    why = f"it did not accept the secret in {secret.file.parent}; {secret.advice()}"
+    return Trouble(why, greeted=True)
 
 
 def watch(links: list[Link], done: threading.Event, fail: Callable[[str], None]) -> None:

@@ -12,17 +12,27 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 import pytest
+from machine import LONG, Clock, free_port
 
-from jaxtrain.cluster import coordinator
+from jaxtrain.cluster import coordinator, meeting
 from jaxtrain.cluster.coordinator import Coordinator
-from jaxtrain.cluster.launch import free_port
 from jaxtrain.cluster.secret import Secret
 from jaxtrain.settings import UserError
 
 SECRET = Secret(Path("nowhere"), "", {"JAXTRAIN_SECRET": "of this test's job"})
 
 
-def together(count, work, timeout=30.0, **options):
+@pytest.fixture
+def clock(monkeypatch):
+    """That of those who meet; a link lasts when it is put forward."""
+    clock = Clock()
+    monkeypatch.setattr(coordinator, "time", clock)
+    monkeypatch.setattr(meeting, "time", clock)
+    monkeypatch.setattr(meeting, "PROVING", 2 * LONG)
+    return clock
+
+
+def together(count, work, timeout=LONG, **options):
     """work(coordinator) in a thread for each process: its result or error, and how it ended."""
     address, ends = f"localhost:{free_port()}", queue.Queue()
 
@@ -40,7 +50,7 @@ def together(count, work, timeout=30.0, **options):
 
 
 def ended(ends, count):
-    return sorted(ends.get(timeout=30) for _ in range(count))
+    return sorted(ends.get(timeout=LONG) for _ in range(count))
 
 
 def test_they_meet_compare_and_leave():
@@ -64,19 +74,23 @@ def test_a_difference_is_named_everywhere():
     assert found == [f"{line} equal"] * 3
 
 
-def test_who_is_missing_is_named_everywhere():
-    address = f"localhost:{free_port()}"
+def test_who_is_missing_is_named_everywhere(clock):
+    address, coordinators = f"localhost:{free_port()}", [Coordinator(i, 4) for i in (0, 2)]
 
-    def one(index):
+    def one(coordinator):
         with pytest.raises(UserError) as error:
-            Coordinator(index, 4).meet(address, 3.0, SECRET)
+            coordinator.meet(address, LONG, SECRET)
         return str(error.value)
 
     with ThreadPoolExecutor(2) as threads:
-        first, other = threads.map(one, (0, 2))
+        said = threads.map(one, coordinators)
+        while not coordinators[0].links:
+            time.sleep(0.01)
+        clock.ahead = LONG
+        first, other = said
     assert first == other
     assert re.fullmatch(
-        r"2 of 4 processes did not reach process 0 \(.*, port \d+\) in 3 s: 1, 3", first
+        r"2 of 4 processes did not reach process 0 \(.*, port \d+\) in 120 s: 1, 3", first
     )
 
 
@@ -88,7 +102,7 @@ def test_a_coordinator_that_is_not_there():
 
 def test_a_long_wait_for_the_coordinator_is_told_while_it_lasts(monkeypatch, capsys):
     """Also while a single attempt hangs, as in the lookup of a name or behind a firewall."""
-    attempts = []
+    attempts, hanging = [], threading.Event()
 
     class Enough(Exception):
         pass
@@ -97,34 +111,55 @@ def test_a_long_wait_for_the_coordinator_is_told_while_it_lasts(monkeypatch, cap
         attempts.append(0)
         if len(attempts) == 1:
             raise OSError(-3, "Temporary failure in name resolution")
-        until, said = time.monotonic() + 30, ""
-        while not said.endswith("\n") and time.monotonic() < until:
-            time.sleep(0.01)
-            said += capsys.readouterr().err
-        raise Enough(said)
+        hanging.set()
+        raise Enough(line_said(capsys))
 
-    monkeypatch.setattr(coordinator, "PATIENCE", 0.6)
+    class Timer(threading.Timer):
+        def run(self):
+            assert hanging.wait(LONG)
+            self.function()
+
+    monkeypatch.setattr(threading, "Timer", Timer)
     monkeypatch.setattr(socket, "create_connection", hangs)
     with pytest.raises(Enough) as said:
-        Coordinator(1, 2).meet("node0:7777", 60.0, SECRET)
+        Coordinator(1, 2).meet("node0:7777", LONG, SECRET)
     assert re.fullmatch(
         r"waiting  for process 0 at node0:7777 \(Temporary failure in name resolution\), "
-        r"5\d s more at most: process 1 of 2\n",
+        r"\d+ s more at most: process 1 of 2\n",
         str(said.value),
     )
 
 
-def test_process_0_tells_whom_it_waits_for(monkeypatch, capsys):
-    monkeypatch.setattr(coordinator, "PATIENCE", 0.2)
+def line_said(capsys):
+    """What is on stderr once it is a line."""
+    until, said = time.monotonic() + LONG, ""
+    while not said.endswith("\n") and time.monotonic() < until:
+        time.sleep(0.01)
+        said += capsys.readouterr().err
+    return said
+
+
+def test_process_0_tells_whom_it_waits_for(monkeypatch, capsys, clock):
+    monkeypatch.setattr(coordinator, "PATIENCE", 0.01)
     address = f"localhost:{free_port()}"
-    with pytest.raises(UserError, match="2 of 3 processes did not reach"):
-        Coordinator(0, 3).meet(address, 1.5, SECRET)
-    expected = rf"waiting  for 2 of 3 processes to reach {address}, \d s more at most: 1, 2\n"
-    assert re.fullmatch(expected, capsys.readouterr().err)
+    with ThreadPoolExecutor(1) as threads:
+        job = threads.submit(Coordinator(0, 3).meet, address, LONG, SECRET)
+        said = line_said(capsys)
+        clock.ahead = LONG
+        with pytest.raises(UserError, match="2 of 3 processes did not reach"):
+            job.result()
+    expected = rf"waiting  for 2 of 3 processes to reach {address}, \d+ s more at most: 1, 2\n"
+    assert re.fullmatch(expected, said)
+
+
+def test_what_was_quick_is_not_told(monkeypatch, capsys):
+    monkeypatch.setattr(coordinator, "PATIENCE", 2 * LONG)
+    timers = lambda: {t for t in threading.enumerate() if isinstance(t, threading.Timer)}
+    before = timers()
     with coordinator.warn_if_slow(lambda: "it took long"):
-        pass
-    time.sleep(0.4)
-    assert capsys.readouterr().err == ""
+        (timer,) = timers() - before
+    timer.join(LONG)
+    assert not timer.is_alive() and capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("address", ["node0", "node0:", ":7777", "node0:http"])
@@ -150,10 +185,10 @@ def test_a_port_that_is_taken():
 def test_processes_that_do_not_belong_together(index, count, message):
     port = free_port()
     other = Coordinator(index, count)
-    other.until = time.monotonic() + 30
+    other.until = time.monotonic() + LONG
     attend = lambda: other._attend(("localhost", port), SECRET)
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(Coordinator(0, 2).meet, f"localhost:{port}", 30.0, SECRET)
+        first = threads.submit(Coordinator(0, 2).meet, f"localhost:{port}", LONG, SECRET)
         second = threads.submit(attend)
         for result in (first, second):
             with pytest.raises(UserError, match=message):
@@ -164,7 +199,7 @@ def test_a_stranger_at_the_port_is_sent_away():
     port = free_port()
     groups = [Coordinator(0, 2), Coordinator(1, 2)]
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(groups[0].meet, f"localhost:{port}", 30.0, SECRET)
+        first = threads.submit(groups[0].meet, f"localhost:{port}", LONG, SECRET)
         while True:
             try:
                 stranger = socket.create_connection(("localhost", port))
@@ -173,7 +208,7 @@ def test_a_stranger_at_the_port_is_sent_away():
                 time.sleep(0.01)
         with stranger:
             stranger.sendall(b"GET / HTTP/1.1\n")
-            groups[1].meet(f"localhost:{port}", 30.0, SECRET)
+            groups[1].meet(f"localhost:{port}", LONG, SECRET)
             first.result()
     with ThreadPoolExecutor(2) as threads:
         list(threads.map(lambda g: g.leave(), groups))
@@ -194,7 +229,7 @@ def test_all_stop_after_the_same_step_and_none_waits_for_a_step_that_is_not_begu
             if len(begun[step]) == 3:  # the device ends a step when all have begun it
                 done[step].set()
             time.sleep(0.001 * coordinator.index)  # one is ahead, another behind
-            assert done[max(0, step - flight)].wait(20)
+            assert done[max(0, step - flight)].wait(LONG)
         coordinator.leave()
         return step
 
@@ -213,19 +248,18 @@ def test_a_process_without_heartbeats_is_named():
     def work(coordinator):
         coordinator.begin(5)
         coordinator.compare({}, "")
-        while [step for _, step in coordinator.client.key_value_dir_get("step/")] != ["5"] * 3:
-            time.sleep(0.01)
+        wait_for_steps(coordinator, ["5"] * 3)
         coordinator.compare({}, "")
         if coordinator.index == 1:
             coordinator.over = True  # a dead process notices nothing
             coordinator.client = None
 
-    _, ends = together(3, work, heartbeat_timeout=2.0)
+    _, ends = together(3, work, heartbeat_timeout=6.0)
     found = ended(ends, 2)
     assert [index for index, _, _ in found] == [0, 2]
     for _, message, code in found:
         silent = (
-            rf"process 1 \({socket.gethostname()}\) has not been heard of for 2 s \(in step 5\)"
+            rf"process 1 \({socket.gethostname()}\) has not been heard of for 6 s \(in step 5\)"
         )
         assert re.match(silent, message) and code == 1
         assert message.endswith("; the same command goes on from the last checkpoint")
@@ -236,12 +270,22 @@ def test_a_hang_names_the_process_that_is_behind(capfd):
         coordinator.begin(0)
         for step in range(3 if coordinator.index == 1 else 6):
             coordinator.should_stop(step, False)
+        wait_for_steps(coordinator, ["6", "3", "6"])
+        coordinator.step_timeout = 1.0  # from now on
 
-    _, ends = together(3, work, step_timeout=2.0)
+    _, ends = together(3, work)
     found = ended(ends, 3)
     text = rf"process 1 \({socket.gethostname()}\) is at step 3, the furthest 3"
     assert all(re.match(rf"no step began for \d+ s: {text}", message) for _, message, _ in found)
     assert "test_coordinator.py" in capfd.readouterr().err  # where each main thread stood
+
+
+def wait_for_steps(coordinator, expected):
+    """Until the processes have said that they are at these steps."""
+    while dict(coordinator.client.key_value_dir_get("step/")) != {
+        f"step/{i}": step for i, step in enumerate(expected)
+    }:
+        time.sleep(0.01)
 
 
 def test_a_failure_of_one_ends_all_with_its_message():
@@ -249,7 +293,7 @@ def test_a_failure_of_one_ends_all_with_its_message():
 
     def work(coordinator):
         coordinator.compare({}, "")
-        compared.wait(30)
+        compared.wait(LONG)
         if coordinator.index == 1:
             coordinator.fail("the mesh is wrong", 2)
 

@@ -1,5 +1,6 @@
 """Who does not know the secret of a job has no part in it, whatever else it sends."""
 
+import itertools
 import json
 import re
 import socket
@@ -11,10 +12,11 @@ from contextlib import suppress
 
 import psutil
 import pytest
+from machine import LONG, Clock, free_port
 
-from jaxtrain.cluster import meeting
+from jaxtrain.cluster import coordinator, meeting
+from jaxtrain.cluster import secret as secrets
 from jaxtrain.cluster.coordinator import Coordinator
-from jaxtrain.cluster.launch import free_port
 from jaxtrain.cluster.meeting import LINE_BYTES, Link
 from jaxtrain.cluster.secret import Secret, is_loopback, key_of, nonces
 from jaxtrain.settings import UserError
@@ -24,12 +26,27 @@ OTHER = {"JAXTRAIN_SECRET": "of some other's job"}
 HELLO = {"process": 1, "of": 2, "host": "stranger"}
 
 
+@pytest.fixture(autouse=True)
+def proving(monkeypatch):
+    """Nobody is sent away for being slow."""
+    monkeypatch.setattr(meeting, "PROVING", LONG)
+
+
+@pytest.fixture
+def clock(monkeypatch):
+    """That of those who meet."""
+    clock = Clock()
+    for module in (coordinator, meeting, secrets):
+        monkeypatch.setattr(module, "time", clock)
+    return clock
+
+
 def secret(folder, environment=KNOWN):
     return Secret(folder, "localhost:1", environment)
 
 
 def connected(port):
-    until = time.monotonic() + 30
+    until = time.monotonic() + LONG
     while time.monotonic() < until:
         with suppress(ConnectionRefusedError):
             return socket.create_connection(("localhost", port))
@@ -46,10 +63,10 @@ def test_another_secret_is_refused_and_the_job_begins_without_it(tmp_path, capfd
     address = f"localhost:{free_port()}"
     coordinators = [Coordinator(0, 2), Coordinator(1, 2)]
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(coordinators[0].meet, address, 30.0, secret(tmp_path))
+        first = threads.submit(coordinators[0].meet, address, LONG, secret(tmp_path))
         with pytest.raises(UserError, match="did not accept the secret of process 1; give all"):
-            Coordinator(1, 2).meet(address, 30.0, secret(tmp_path, OTHER))
-        coordinators[1].meet(address, 30.0, secret(tmp_path))
+            Coordinator(1, 2).meet(address, LONG, secret(tmp_path, OTHER))
+        coordinators[1].meet(address, LONG, secret(tmp_path))
         first.result()
     leave(coordinators)
     said = capfd.readouterr().err
@@ -74,24 +91,92 @@ def test_the_file_is_this_users_and_there_while_they_meet(tmp_path, monkeypatch)
     coordinators = [Coordinator(0, 2), Coordinator(1, 2)]
     with ThreadPoolExecutor(2) as threads:
         jobs = [
-            threads.submit(c.meet, f"localhost:{port}", 30.0, k) for c, k in zip(coordinators, keys)
+            threads.submit(c.meet, f"localhost:{port}", LONG, k) for c, k in zip(coordinators, keys)
         ]
         [job.result() for job in jobs]
     leave(coordinators)
     assert reads == [0o600] * 3 and list(folder.iterdir()) == []
 
 
-def test_processes_that_share_no_folder_are_told(tmp_path, monkeypatch):
-    monkeypatch.setattr("jaxtrain.cluster.meeting.RETRY", 0.02)
+def missed(at, folder, clock, after):
+    """What a process says that does not reach process 0 and has no secret in `folder`.
+
+    after(attempt, found): called with the number and the outcome of each attempt.
+    """
+    attempts, real = itertools.count(1), meeting.introduce
+
+    def introduce(*given):
+        found = real(*given)
+        after(next(attempts), found)
+        return found
+
+    with pytest.MonkeyPatch.context() as patch, pytest.raises(UserError) as error:
+        patch.setattr(meeting, "introduce", introduce)
+        Coordinator(1, 2).meet(at, LONG, secret(folder, {}))
+    return str(error.value)
+
+
+def no_secret_in(folder):
+    return f" s (there is no secret of the job in {folder}; all processes must share that folder"
+
+
+def test_processes_that_share_no_folder_are_told(tmp_path, clock):
     address = f"localhost:{free_port()}"
+
+    def after(attempt, found):
+        clock.ahead += LONG * found.greeted  # no other attempt
+
     with ThreadPoolExecutor(1) as threads:
-        first = threads.submit(Coordinator(0, 2).meet, address, 2.0, secret(tmp_path / "a", {}))
-        with pytest.raises(UserError) as error:
-            Coordinator(1, 2).meet(address, 1.0, secret(tmp_path / "b", {}))
-        where = re.escape(f"(there is no secret of the job in {tmp_path / 'b'}; all processes must")
-        assert re.search(where, str(error.value))
+        keep = secret(tmp_path / "a", {})
+        first = threads.submit(Coordinator(0, 2).meet, address, LONG, keep)
+        assert no_secret_in(tmp_path / "b") in missed(address, tmp_path / "b", clock, after)
         with pytest.raises(UserError, match="1 of 2 processes did not reach"):
             first.result()
+
+
+@pytest.mark.parametrize("later", [None, b"", b"220 mail\n"])
+def test_who_answers_no_more_does_not_hide_that_there_is_no_secret(
+    tmp_path, clock, monkeypatch, later
+):
+    """As where process 0 gives up first: nobody listens, or somebody else does."""
+    monkeypatch.setattr(meeting, "RETRY", 0.01)
+    server = socket.create_server(("localhost", 0))
+    address = f"localhost:{server.getsockname()[1]}"
+
+    def answer():
+        with server:
+            with server.accept()[0] as link:
+                nonces(link, time.monotonic() + LONG)
+            if later is not None:
+                with server.accept()[0] as link:
+                    link.sendall(later)
+
+    def after(attempt, found):
+        assert found.greeted is (attempt == 1)
+        if later is None or attempt == 2:
+            job.result()
+        clock.ahead = LONG * (attempt == 3)
+
+    with ThreadPoolExecutor(1) as threads:
+        job = threads.submit(answer)
+        assert no_secret_in(tmp_path) in missed(address, tmp_path, clock, after)
+
+
+def test_an_attempt_that_the_deadline_cuts_off_says_nothing(tmp_path, clock):
+    """It may have been process 0 that was about to answer."""
+    port = free_port()
+
+    def answer(server):
+        with server, server.accept()[0]:
+            clock.ahead = LONG
+
+    def after(attempt, found):
+        if attempt == 1:
+            threads.submit(answer, socket.create_server(("localhost", port)))
+
+    with ThreadPoolExecutor(1) as threads:
+        said = missed(f"localhost:{port}", tmp_path, clock, after)
+    assert f"in {LONG:g} s (Connection refused); is it running there" in said
 
 
 def test_a_folder_that_cannot_be_written_and_a_short_secret(tmp_path):
@@ -131,8 +216,10 @@ def test_a_message_that_the_other_end_has_not_written_ends_the_connection(pair, 
         here.send({"stop": True})
         replies[what] = there.socket.recv(1 << 16)
     there.socket.sendall(replies[what])
-    until = time.monotonic() + 1
-    assert [here.receive(until), here.receive(until)][what == "repeated"] is None
+    until = time.monotonic() + LONG
+    if what == "repeated":
+        assert here.receive(until) == {"stop": True}
+    assert here.receive(until) is None
 
 
 def test_a_message_that_it_has_written_is_taken(pair):
@@ -140,7 +227,7 @@ def test_a_message_that_it_has_written_is_taken(pair):
     for i in range(3):
         there.send({"step": i})
     here.send({"host": "a"})
-    until = time.monotonic() + 10
+    until = time.monotonic() + LONG
     assert [here.receive(until) for _ in range(3)] == [{"step": i} for i in range(3)]
     assert there.receive(until) == {"host": "a"}
 
@@ -162,16 +249,13 @@ def proxy(port, upstream, seen):
         threading.Thread(target=copy, args=(here, there, True), daemon=True).start()
 
 
-def test_a_recording_of_a_meeting_opens_no_other(tmp_path, monkeypatch):
-    monkeypatch.setattr(meeting, "PROVING", 1.0)
-    ports, seen, until = [free_port(), free_port()], [], time.monotonic() + 30
+def test_a_recording_of_a_meeting_opens_no_other(tmp_path, clock):
+    ports, seen, until = [free_port(), free_port()], [], time.monotonic() + LONG
     known = KNOWN["JAXTRAIN_SECRET"].encode()
     with ThreadPoolExecutor(3) as threads, meeting.listen("localhost", ports[0], until) as server:
         threads.submit(proxy, ports[1], ports[0], seen)
         job = threads.submit(lambda: next(meeting.proved(server, known, until)))
-        attend = lambda: meeting.introduce(
-            ("localhost", ports[1]), HELLO, time.monotonic() + 5, secret(tmp_path)
-        )
+        attend = lambda: meeting.introduce(("localhost", ports[1]), HELLO, until, secret(tmp_path))
         other = threads.submit(lambda: next(x for x in iter(attend, None) if isinstance(x, tuple)))
         link, hello = job.result()
         link.send({"host": "here"})
@@ -182,12 +266,13 @@ def test_a_recording_of_a_meeting_opens_no_other(tmp_path, monkeypatch):
     assert re.match(rb"jaxtrain [0-9a-f]{64}\n[0-9a-f]{64} \{", b"".join(seen))
     port = free_port()
     with ThreadPoolExecutor(1) as threads:
-        again = threads.submit(Coordinator(0, 2).meet, f"localhost:{port}", 2.0, secret(tmp_path))
+        again = threads.submit(Coordinator(0, 2).meet, f"localhost:{port}", LONG, secret(tmp_path))
         with connected(port) as stranger:
             stranger.sendall(b"".join(seen))
             assert stranger.recv(74).startswith(b"jaxtrain ")
             with suppress(ConnectionResetError):
                 assert stranger.recv(1) == b""  # closed, without an answer
+        clock.ahead = LONG
         with pytest.raises(UserError, match="1 of 2 processes did not reach"):
             again.result()
 
@@ -196,15 +281,13 @@ def test_strangers_that_say_nothing_or_too_much_hold_nobody_up(tmp_path):
     port = free_port()
     coordinators = [Coordinator(0, 2), Coordinator(1, 2)]
     with ThreadPoolExecutor(2) as threads:
-        first = threads.submit(coordinators[0].meet, f"localhost:{port}", 30.0, secret(tmp_path))
+        first = threads.submit(coordinators[0].meet, f"localhost:{port}", LONG, secret(tmp_path))
         strangers = [connected(port) for _ in range(20)]
         flood = connected(port)
         with suppress(OSError):  # sent away while it still sends
             flood.sendall(b"jaxtrain " + b"0" * 64 + b"\n" + b"0" * (1 << 22))
-        begun = time.monotonic()
-        coordinators[1].meet(f"localhost:{port}", 30.0, secret(tmp_path))
-        first.result()
-        assert time.monotonic() - begun < meeting.PROVING - 1
+        coordinators[1].meet(f"localhost:{port}", LONG, secret(tmp_path))
+        first.result()  # before they have had their time
     for stranger in [*strangers, flood]:
         stranger.close()
     leave(coordinators)
@@ -216,7 +299,7 @@ def test_who_plays_process_0_is_not_believed(tmp_path):
     def play():
         with socket.create_server(("localhost", port)) as server:
             link, _ = server.accept()
-            both = nonces(link, time.monotonic() + 10)
+            both = nonces(link, time.monotonic() + LONG)
             assert both is not None
             peer = Link(link, key_of(b"a guess at the secret", *both), first=True)
             link.recv(1 << 16)
@@ -226,7 +309,7 @@ def test_who_plays_process_0_is_not_believed(tmp_path):
     with ThreadPoolExecutor(1) as threads:
         job = threads.submit(play)
         with pytest.raises(UserError, match="process 0 did not accept the secret of process 1"):
-            Coordinator(1, 2).meet(f"localhost:{port}", 10.0, secret(tmp_path))
+            Coordinator(1, 2).meet(f"localhost:{port}", LONG, secret(tmp_path))
         job.result()
 
 
@@ -242,13 +325,13 @@ def outer_address():
 def test_under_localhost_no_other_host_reaches_the_port():
     port, outer = free_port(), outer_address()
     for host, reached in (("localhost", False), ("127.0.0.1", False), ("node0", True)):
-        with meeting.listen(host, port, time.monotonic()):
-            socket.create_connection(("127.0.0.1", port), 5).close()
+        with meeting.listen(host, port, time.monotonic() + LONG):
+            socket.create_connection(("127.0.0.1", port), LONG).close()
             if reached:
-                socket.create_connection((outer, port), 5).close()
+                socket.create_connection((outer, port), LONG).close()
             else:
                 with pytest.raises(ConnectionRefusedError):
-                    socket.create_connection((outer, port), 5)
+                    socket.create_connection((outer, port), LONG)
 
 
 @pytest.mark.parametrize(
