@@ -87,6 +87,11 @@ def packs_ffn(c: BaseModel) -> bool:
     return given(getattr(c, "base_quantization", None)) and "experts" not in trained
 
 
+def any_named(*names: str) -> Callable[[Any], bool]:
+    """Whether a list has an entry of one of these names."""
+    return lambda entries: any(entry.name in names for entry in entries or ())
+
+
 FFN_TARGETS = {"ffn", "up", "gate", "down"}
 PAIRS = (
     "data.train={name: preference, path: pairs.jsonl} data.packing.name=padded "
@@ -185,11 +190,14 @@ FEATURES = {
                        "train.precision=float16"),
     "offload": Feature("optimizer offload", "optim.offload", given, "optim.offload=true",
                        GPU_OR_TPU),
+    "masks": Feature("pruning", "optim.wrappers", any_named("gradual_pruning"),
+                     "optim.wrappers=[{name: gradual_pruning, sparsity: 0.5, end: 1}]"),
     **{name: optimizer(name) for name in OPTIMIZERS},
 }  # fmt: skip
 
 ONE_CALL = "delayed scaling measures one call of each matrix a step"
 WHOLE_TEXT = "virtual tokens stand in front of a whole text on one device"
+NO_RESET = "its moments of single weights cannot be set to zero"
 NOT_FOR_PREFERENCES = "preference training does not have it yet"
 REFUSALS = (
     Refusal("interleaved stages", "no pipeline", "there are no stages to interleave",
@@ -227,6 +235,14 @@ REFUSALS = (
             "model.norm_gain=false"),
     Refusal("phases", "tuning", "the frozen layers are those of the checkpoint",
             "train.phases=[]"),
+    Refusal("masks", "tuning", "weights are pruned where all of them train", "optim.wrappers=[]"),
+    Refusal("masks", "offload", "masks are drawn of all weights at once", "optim.offload=false"),
+    Refusal("masks", "local_sgd", "each replica would have masks of its own",
+            "train.local_sgd=null"),
+    Refusal("masks", "schedule_free", "what it evaluates is an average, which has no zeros",
+            "optim.name=adamw"),
+    Refusal("masks", "soap", NO_RESET, "optim.name=muon"),
+    Refusal("masks", "adamw8bit", NO_RESET, "optim.name=adamw"),
     Refusal("local_sgd", "pipeline", "a replica is not divided into stages", "mesh.pipeline=1"),
     Refusal("local_sgd", "float16", "each replica would have a loss scale of its own",
             "train.precision=bfloat16"),
@@ -298,7 +314,7 @@ def setting(c: Sections, mesh_shape: Mapping[str, int], key: str) -> str:
         fields = value.model_dump(mode="json", include=changed).items()
         return f"{key}={{{', '.join(f'{name}: {field}' for name, field in fields)}}}"
     if isinstance(value, tuple):
-        return f"{key}=[{', '.join(value)}]"
+        return f"{key}=[{', '.join(getattr(entry, 'name', str(entry)) for entry in value)}]"
     if value is None or isinstance(value, bool):
         value = "null" if value is None else str(value).lower()
     return f"{key}={value}"

@@ -124,8 +124,9 @@ class ValueEmbedding(nnx.Module):
             "embedding", group="value_embedding", dtype=c.embedding_dtype,
         )  # fmt: skip
         self.gate = declare(
-            (L, channels, K), ("layers", None, "kv_heads"), uniform(0.0, 0.02), "matrix"
-        )
+            (L, channels, K), ("layers", None, "kv_heads"), uniform(0.0, 0.02), "matrix",
+            group="value_gate",
+        )  # fmt: skip
 
     def __call__(
         self, x_BTD: Float[Array, "B T D"], tokens_BT: Int[Array, "B T"]

@@ -131,8 +131,7 @@ def apply_layer(
     x_BTD, h_BTD, x0_BTD = prenorm(stream, inputs.x0_BTD, scales, c.norm_eps, fused.norm)
     module = lambda name, weights, form: nnx.merge(modules.graphdefs[name], in_form(weights, form))
     block = module("block", layer["block"], c.weight_form)
-    forms = {name: None if name == "value_embed" else c.weight_form for name in parts}
-    own = {name: module(name, part, forms[name]) for name, part in parts.items()}
+    own = {name: module(name, part, c.weight_form) for name, part in parts.items()}
     attend = prefix.with_prefix_kv(layer.get("virtual"), inputs.attend, inputs.positions_BT)
     out = block(
         x_BTD, spec, inputs._replace(attend=attend), own.get("value_embed"), cache, h_BTD,

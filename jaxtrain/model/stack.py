@@ -13,7 +13,7 @@ from jaxtrain.model.remat import POLICIES
 from jaxtrain.settings import UserError
 from jaxtrain.weights import WEIGHTS
 from jaxtrain.weights.contract import is_weight
-from jaxtrain.weights.params import path_name
+from jaxtrain.weights.params import is_block_matrix, path_name
 
 
 class Stack(NamedTuple):
@@ -37,15 +37,15 @@ def part_sizes(period: Plan, parts: Iterable[str]) -> dict[str, int]:
 
 
 def in_form[State](state: State, form: str | None) -> State:
-    """A layer's parameters, its matrices in a form of WEIGHTS. Routers and adapters stay arrays.
+    """A layer's parameters, its matrices in a form of WEIGHTS.
 
-    Raises UserError where a matrix has another form already.
+    Routers, gates and adapters stay arrays. UserError where a matrix has another form already.
     """
     if form is None:
         return state
 
     def encode(path: Any, param: nnx.Param) -> Any:
-        if param.get_metadata()["spec"].group not in ("matrix", "experts"):
+        if not is_block_matrix(param.get_metadata()["spec"]):
             return param
         w = param.get_value()
         if is_weight(w):

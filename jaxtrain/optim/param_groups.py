@@ -112,6 +112,7 @@ class Optimizer(NamedTuple):
     `hyperparams` holds every number of the optimizer (peak rates and schedule). Pass it to the
     compiled step as an argument, so that a changed rate does not recompile.
     `eval_params(params, state)` are the weights to validate, sample and export.
+    `metrics(state)` are of the wrappers, for each step.
     `averages`: a wrapper keeps an average of them in the state.
     `validate_trained`: validate the trained weights beside them. `export_trained`: export those.
     """
@@ -122,6 +123,7 @@ class Optimizer(NamedTuple):
     hyperparams: Hyperparams
     eval_params: Callable[[Params, OptState], Params]
     apply: Callable[..., tuple[Params, OptState]]
+    metrics: Callable[[OptState], dict[str, jax.Array]]
     offload: bool
     averages: bool = False
     validate_trained: bool = False
@@ -378,6 +380,10 @@ def build_optimizer(
                 params = jax.tree.map(functools.partial(replace, name), labels, params, mine)
         return params
 
+    def metrics(state: Any) -> dict[str, jax.Array]:
+        measure = wrappers[-1].metrics if wrappers else None
+        return measure([state.inner_states[n].inner_state for n in used]) if measure else {}
+
     hyperparams = jax.tree.map(jnp.float32, hyperparams)
     return Optimizer(
         tx.init,
@@ -386,6 +392,7 @@ def build_optimizer(
         hyperparams,
         eval_params,
         apply,
+        metrics,
         c.offload,
         any(wrapper.eval_params for wrapper in wrappers),
         any(wrapper.validate_trained for wrapper in wrappers),

@@ -1,6 +1,6 @@
 """What optimizers and their wrappers are made of: named trees, parameter groups, wrappers."""
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
@@ -28,6 +28,8 @@ class Wrapper(NamedTuple):
     `eval_params(state, params)`: the weights to evaluate, where they are not the trained ones.
     A wrapper that has them comes last; `validate_trained` and `export_trained` say where the
     trained weights are wanted as well.
+    `keeps_zeros`: it makes weights exactly zero, so it comes last, and nothing averages them.
+    `metrics(states)`: of a step, from the states of all groups; of the last wrapper alone.
     """
 
     wrap: Callable[[Transformation, str], Transformation]
@@ -36,6 +38,8 @@ class Wrapper(NamedTuple):
     eval_params: EvalParams | None = None
     validate_trained: bool = False
     export_trained: bool = False
+    keeps_zeros: bool = False
+    metrics: Callable[[Sequence[OptState]], dict[str, jax.Array]] | None = None
 
 
 class ParamGroup(NamedTuple):

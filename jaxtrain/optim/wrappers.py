@@ -7,31 +7,40 @@ from pydantic import Field
 
 from jaxtrain.optim.cautious import CautiousConfig, cautious
 from jaxtrain.optim.ema import EMAConfig, ema
+from jaxtrain.optim.gradual_pruning import GradualPruningConfig, gradual_pruning
 from jaxtrain.optim.types import Wrapper
 from jaxtrain.settings import UserError
 
-WRAPPERS = {"cautious": cautious, "ema": ema}
-WrapperConfig = Annotated[CautiousConfig | EMAConfig, Field(discriminator="name")]
+WRAPPERS = {"cautious": cautious, "ema": ema, "gradual_pruning": gradual_pruning}
+WrapperConfig = Annotated[
+    CautiousConfig | EMAConfig | GradualPruningConfig, Field(discriminator="name")
+]
 
 
 def make_wrappers(configs: Sequence[WrapperConfig], averages: bool) -> list[Wrapper]:
     """The configured wrappers, the innermost first.
 
     averages: the optimizer has weights of its own to evaluate. UserError for a wrapper that is
-    named twice, or that averages and is not the last.
+    named twice, that averages or zeroes weights and is not the last, or for both of these.
     """
     names = [c.name for c in configs]
     for i, name in enumerate(names):
         if name in names[:i]:
             raise UserError(f"optim.wrappers: {name} is there twice; name it once")
     made = [WRAPPERS[c.name](c) for c in configs]
-    for i, (name, wrapper) in enumerate(zip(names, made)):
-        if wrapper.eval_params is None:
-            continue
+    means = [name for name, wrapper in zip(names, made) if wrapper.eval_params]
+    zeroing = [name for name, wrapper in zip(names, made) if wrapper.keeps_zeros]
+    if means and zeroing:
+        raise UserError(
+            f"optim.wrappers: {zeroing[0]} makes weights zero, and an average of them would not "
+            f"be; leave {means[0]} out"
+        )
+    for name in [*means, *zeroing]:
         if averages:
             raise UserError(
                 f"optim.wrappers: this optimizer averages its weights itself; leave {name} out"
             )
-        if i + 1 < len(made):
-            raise UserError(f"optim.wrappers: {name} averages what the others give; name it last")
+        if name != names[-1]:
+            verb = "averages" if means else "masks"
+            raise UserError(f"optim.wrappers: {name} {verb} what the others give; name it last")
     return made

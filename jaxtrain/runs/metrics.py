@@ -33,7 +33,7 @@ from jaxtrain.storage.strict_yaml import read_yaml
 Number = float | int
 MAX_IN_FLIGHT = 8  # steps the host may run ahead before `push` waits for the oldest
 # A row holds the last value of what begins so, and the mean of all others.
-STATES = ("lr", "loss_scale", "tokens", "data_")
+STATES = ("lr", "loss_scale", "tokens", "data_", "sparsity", "mask_")
 
 
 class MetricsWriter:
@@ -143,9 +143,9 @@ class MetricsWriter:
         """Take the scalars (numbers, or jax arrays that no later step donates) of step 1, 2, ...
 
         Returns the rows that became complete: one every `every` steps, and at the first and last
-        step. A row holds means over the steps since the row before (of lr, loss_scale and tokens:
-        the last value), and adds tokens, tokens_per_s, mfu (a fraction) and memory_bytes; the time
-        waited for batches, `wait_s`, becomes data_wait, the share of the time.
+        step. A row holds means over the steps since the row before (of STATES: the last value), and
+        adds tokens, tokens_per_s, mfu (a fraction) and memory_bytes; the time waited for batches,
+        `wait_s`, becomes data_wait, the share of the time.
         """
         for value in values.values():
             if isinstance(value, jax.Array):

@@ -43,6 +43,7 @@ CHARTS = (
     ChartSpec("MFU (%)", ("mfu",), 100),
     ChartSpec("Gradient norm", ("grad_norm",)),
     ChartSpec("Loss scale (fp16)", ("loss_scale",), smooth=False),
+    ChartSpec("Weights of the blocks that are zero (%)", ("sparsity",), 100, smooth=False),
     ChartSpec("Memory (GiB)", ("memory_bytes",), 2**-30, smooth=False),
 )
 

@@ -292,6 +292,7 @@ def train_step(
     checks = Checks((finite & (jnp.sum(bad) == 0)).astype(jnp.float32), squares, bad, report)
     rate = spec.optimizer.rate(state.step, hyperparams)
     metrics = {**metrics, "grad_norm": norm, "lr": rate, "checks": checks, **load}
+    metrics |= spec.optimizer.metrics(optimizer)
     for t in spec.transforms:
         metrics |= t.metrics(extras[t.name]) if t.name in extras else {}
     new = {name: verdicts[name].state for name in extras}

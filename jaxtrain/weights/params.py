@@ -18,6 +18,7 @@ Specs = dict[str, Any]  # the same tree, of `ParamSpec`
 ShapeTree = dict[str, Any]  # the same tree, of `jax.ShapeDtypeStruct`
 # Of a mixture of experts: groups whose "gradient" is the number of tokens that each expert got.
 BALANCE_GROUPS = ("router_bias", "router_load")
+BLOCK_GROUPS = ("matrix", "experts")  # of the blocks' large matrices
 
 
 @dataclass(frozen=True)
@@ -54,6 +55,12 @@ class ParamSpec:
     @property
     def wider(self) -> tuple[float, float]:
         return self.init.wider
+
+
+def is_block_matrix(spec: ParamSpec) -> bool:
+    """Whether a parameter is a matrix of the attention, a feed-forward network or the experts:
+    no router, gate or adapter."""
+    return spec.role == "matrix" and spec.group in BLOCK_GROUPS
 
 
 def declare(

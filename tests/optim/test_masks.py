@@ -1,0 +1,235 @@
+"""Masked weights are exactly zero after each update, sharded, resumed and exported too."""
+
+import json
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from pydantic import TypeAdapter, ValidationError
+from tiny import (
+    batch,
+    begin_random,
+    close,
+    make_spec,
+    mesh_of,
+    random_params,
+    resolved,
+    rows_of,
+    run_overrides,
+    same,
+    weights_of,
+)
+
+from jaxtrain.main import main
+from jaxtrain.optim import OptimConfig, make_optimizer
+from jaxtrain.optim.masks import keep_largest, keep_largest_of_all, magnitude
+from jaxtrain.parallel import place_batch, shardings
+from jaxtrain.settings import UserError
+from jaxtrain.train.step import make_step, state_shardings
+from jaxtrain.weights.contract import flatten
+from jaxtrain.weights.params import Initializer, ParamSpec
+
+GRADUAL = {"name": "gradual_pruning", "sparsity": 0.5, "begin": 1, "end": 3, "every": 1}
+
+
+def config(name="muon", *wrappers, **fields):
+    fields = {"schedule": {"name": "constant"}, "wrappers": wrappers, **fields}
+    return TypeAdapter(OptimConfig).validate_python({"name": name, **fields})
+
+
+def spec(shape, axes, role="matrix", group=None):
+    ins, outs = ((len(shape) - 2,), (len(shape) - 1,)) if role == "matrix" else ((), ())
+    return ParamSpec(shape, axes, Initializer(jax.random.normal), role, ins, outs, group or role)
+
+
+SPECS = {
+    "blocks": {
+        "down": spec((2, 32, 8), ("layers", "hidden", "embed")),
+        "up": spec((2, 8, 32), ("layers", "embed", "hidden")),
+    },
+    "embed": spec((6, 8), ("vocab", "embed"), "embedding"),
+    "experts": spec((2, 2, 8, 16), ("layers", "experts", "embed", "hidden"), group="experts"),
+    "router": spec((2, 8, 2), ("layers", "embed", None), group="router"),
+}
+BLOCKS = ["blocks/down", "blocks/up", "experts"]
+
+
+def walk(c, steps, mesh=None, start=None, begin=0):
+    """(parameters, state, metrics) after each of some steps with random gradients."""
+    optimizer = make_optimizer(c, SPECS, 100)
+    params = random_params(SPECS)
+    if mesh is not None:
+        params = jax.device_put(params, shardings(SPECS, mesh))
+    params, state = start or (params, jax.jit(optimizer.init)(params))
+    apply = jax.jit(optimizer.apply)
+    for step in range(begin, steps):
+        grads = random_params(SPECS, seed=step + 1)
+        params, state = apply(grads, state, params, jnp.int32(step), optimizer.hyperparams)
+        yield params, state, optimizer.metrics(state)
+
+
+def zeros_of(params):
+    """Zeros of each matrix of the blocks, by name: [L]; there are none elsewhere."""
+    flat = {name: np.asarray(p) for name, p in flatten(params).items()}
+    assert all((p != 0).all() for name, p in flat.items() if name not in BLOCKS)
+    return {name: (flat[name] == 0).sum((-2, -1)) for name in BLOCKS}
+
+
+def size_of(name):
+    return np.prod(flatten(SPECS)[name].shape[-2:])
+
+
+def steps(task, hyperparams, mesh, seeds, state):
+    """The state after a step of the model for each seed."""
+    state = begin_random(task, mesh) if state is None else jax.tree.map(jnp.copy, state)
+    with jax.set_mesh(mesh):
+        step = make_step(task, mesh)
+        for seed in seeds:
+            rows = place_batch(batch(micro=8, seed=seed), mesh, 1)
+            state, _ = step(state, rows, hyperparams)
+    return state
+
+
+# ---- the largest of many ------------------------------------------------------------------------
+
+
+def test_keep_largest_keeps_exactly_so_many_and_of_equal_ones_the_last():
+    x = np.array([[[3, -1, 0], [0, -3, 2]], [[0, 0, 0], [0, 0, 0]]], np.float32)
+    kept = {k: np.asarray(keep_largest(magnitude(jnp.asarray(x)), k)) for k in range(7)}
+    assert all((kept[k].sum((-2, -1)) == k).all() for k in kept)
+    np.testing.assert_array_equal(kept[1][0], [[0, 0, 0], [0, 1, 0]])
+    np.testing.assert_array_equal(kept[3][0], [[1, 0, 0], [0, 1, 1]])
+    np.testing.assert_array_equal(kept[2][1], [[0, 0, 0], [0, 1, 1]])
+
+
+def test_keep_largest_is_that_of_a_sort():
+    x = jnp.asarray(np.random.default_rng(0).normal(size=(3, 16, 24)).astype(np.float32))
+    masks = jax.jit(keep_largest)(magnitude(x), jnp.int32(100))
+    for one, mask in zip(np.abs(x), np.asarray(masks)):
+        assert set(one[mask]) == set(np.sort(one, axis=None)[-100:])
+    two = {"a": x[:, :4], "b": x[:, 4:]}
+    masks = keep_largest_of_all({name: magnitude(v) for name, v in two.items()}, 100)
+    kept = np.concatenate([np.abs(v)[np.asarray(masks[name])] for name, v in two.items()])
+    assert set(kept) == set(np.sort(np.abs(x), axis=None)[-100:])
+
+
+# ---- gradual pruning ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("name", ["muon", "adamw"])
+def test_gradual_pruning_follows_the_cubic_and_is_exact(name):
+    """The schedule of the paper; masked weights have zero moments, and no others are zero."""
+    walked = list(walk(config(name, GRADUAL), 4))
+    for step, (params, _, metrics) in enumerate(walked, 1):
+        share = 0 if step < 2 else 1 if step >= 3 else 1 - (1 - 1 / 2) ** 3
+        found = zeros_of(params)
+        for key, zeros in found.items():
+            assert (zeros == int(0.5 * share * size_of(key))).all()
+        np.testing.assert_allclose(metrics["sparsity"], 0.5 * share, atol=1e-2)
+    params, state, _ = walked[-1]
+    moments = jax.tree_util.tree_leaves_with_path(state.inner_states["matrix"])
+    up = [x for path, x in moments if "up" in str(path) and x.shape == (2, 8, 32)]
+    assert len(up) == (2 if name == "muon" else 3)  # the mask and the moments
+    for x in up:
+        np.testing.assert_array_equal(x == 0, params["blocks"]["up"] == 0)
+
+
+def test_a_global_scope_prunes_matrices_by_one_threshold():
+    *_, (params, _, _) = walk(config("adamw", GRADUAL | {"scope": "global"}), 3)
+    found = zeros_of(params)
+    sizes = {name: size_of(name) * zeros.size for name, zeros in found.items()}
+    assert sum(zeros.sum() for zeros in found.values()) == round(0.5 * sum(sizes.values()))
+    assert len({zeros.sum() / sizes[name] for name, zeros in found.items()}) > 1
+
+
+# ---- every method -------------------------------------------------------------------------------
+
+METHODS = {"gradual_pruning": GRADUAL}
+EACH = pytest.mark.parametrize("name", METHODS)
+
+
+@EACH
+def test_sharded_equals_one_device_and_resumed_is_uninterrupted(name):
+    """Masks lie as their weights under fsdp; a state that was saved goes on bit for bit."""
+    c, mesh = config("adamw", METHODS[name]), mesh_of(fsdp=2)
+    one = list(walk(c, 4))
+    with jax.set_mesh(mesh):
+        many = list(walk(c, 4, mesh))
+        places = jax.tree.map(lambda x: x.sharding, many[1][:2])
+        saved = jax.device_put(jax.tree.map(np.asarray, many[1][:2]), places)
+        *_, resumed = walk(c, 4, mesh, saved, begin=2)
+    same(resumed[:2], many[-1][:2])
+    params, state, _ = many[-1]
+    flat, masks = flatten(params), state.inner_states["matrix"].inner_state.masks
+    assert not masks["blocks/up"].sharding.is_fully_replicated
+    for key in BLOCKS:
+        assert masks[key].sharding.is_equivalent_to(flat[key].sharding, masks[key].ndim)
+    same(zeros_of(params), zeros_of(one[-1][0]))
+    close(params, one[-1][0], rtol=1e-4, atol=1e-5)
+
+
+@EACH
+@pytest.mark.slow
+def test_a_step_of_the_model_sharded_and_resumed(name):
+    task, hyperparams = make_spec(resolved(depth=1), config("muon", METHODS[name]))
+    mesh = mesh_of(fsdp=2)
+    one = steps(task, hyperparams, mesh_of(), range(4), None)
+    between = steps(task, hyperparams, mesh, range(2), None)
+    end = steps(task, hyperparams, mesh, (2, 3), between)
+    again = jax.device_put(jax.tree.map(np.asarray, between), state_shardings(task, mesh))
+    same(steps(task, hyperparams, mesh, (2, 3), again), end)
+    close(end.params, one.params, rtol=1e-3, atol=1e-4)
+    masks, flat = end.optimizer.inner_states["matrix"].inner_state.masks, flatten(end.params)
+    for key, mask in masks.items():
+        assert mask.sharding.is_equivalent_to(flat[key].sharding, mask.ndim)
+        assert (mask | (flat[key] == 0)).all()
+
+
+@EACH
+@pytest.mark.slow
+def test_a_run_is_resumed_and_exports_exact_zeros(tmp_path, name):
+    """Rows report the sparsity; the saved model has as many zeros as the masks say."""
+    wrapper = json.dumps(METHODS[name])
+    for run in ("whole", "parts"):
+        given = run_overrides(tmp_path, run__name=run, optim__wrappers=f"[{wrapper}]")
+        assert main(given) == 0
+        if run == "parts":
+            shutil.rmtree(tmp_path / run / "checkpoints" / "6")
+            shutil.rmtree(tmp_path / run / "model")
+            assert main(given) == 0
+    same(weights_of(tmp_path / "parts"), weights_of(tmp_path / "whole"))
+    row = rows_of(tmp_path / "whole")[-1]
+    assert (
+        row["sparsity"] == rows_of(tmp_path / "parts")[-1]["sparsity"] == pytest.approx(0.5, 0.02)
+    )
+    weights = weights_of(tmp_path / "whole")
+    for key in ("q", "k", "v", "out"):
+        assert (weights[f"blocks/attention/{key}"] == 0).mean() > 0.1
+    assert (weights["embed"] != 0).all()
+    assert "Weights of the blocks that are zero" in (tmp_path / "whole/report.html").read_text()
+
+
+# ---- what does not go together ------------------------------------------------------------------
+
+EMA = {"name": "ema", "decay": 0.9}
+
+
+@pytest.mark.parametrize(
+    ("name", "wrappers", "message"),
+    [
+        ("adamw", (GRADUAL, {"name": "cautious"}), "gradual_pruning masks what the others give"),
+        ("adamw", (GRADUAL, EMA), "an average of them would not be; leave ema out"),
+        ("adamw", (EMA, GRADUAL), "an average of them would not be; leave ema out"),
+        ("schedule_free", (GRADUAL,), "averages its weights itself; leave gradual_pruning out"),
+    ],
+)
+def test_masks_come_last_and_are_not_averaged(name, wrappers, message):
+    with pytest.raises(UserError, match=message):
+        make_optimizer(config(name, *wrappers), SPECS, 10)
+
+
+def test_a_schedule_that_ends_before_it_begins_is_refused():
+    with pytest.raises(ValidationError, match="begin 3 is not before end 3"):
+        config("adamw", GRADUAL | {"begin": 3})
