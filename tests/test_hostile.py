@@ -5,7 +5,6 @@ import json
 import shutil
 import subprocess
 import sys
-import time
 
 import pytest
 from hostile_cases import COMMANDS
@@ -15,8 +14,6 @@ from tiny import LLAMA, random_run
 from jaxtrain.cli import main as interop
 from jaxtrain.main import main
 from jaxtrain.train.prepare import main as prepare
-
-SECONDS = 10.0  # of the processor, for an answer
 
 
 @pytest.fixture(scope="session")
@@ -53,14 +50,11 @@ def put(files, folder):
 
 def check(case, here, capsys):
     put(case.files, here)
-    before = time.process_time()
     code = importlib.import_module(COMMANDS[case.command]).main(case.arguments)
-    seconds = time.process_time() - before
     error = capsys.readouterr().err
     assert code == 2, f"accepted: {error}"
     (line,) = error.splitlines()
     assert line.startswith("error: ") and case.words in line
-    assert seconds < SECONDS
 
 
 NAMES = [f"{i}-{one.command} {' '.join(one.arguments)[:60]!a}" for i, one in enumerate(CASES)]

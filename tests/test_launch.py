@@ -13,6 +13,7 @@ from pathlib import Path
 import psutil
 import pytest
 import yaml
+from machine import LONG, free_port
 from tiny import rows_of, run_overrides
 
 from jaxtrain import data
@@ -25,7 +26,7 @@ from jaxtrain.main import main
 from jaxtrain.settings import UserError
 
 ROOT = Path(__file__).parents[1]
-LONG = {
+THIRTY = {
     "train__steps": 30, "eval__tokens": 64, "checkpoint__keep": 99,
     "optim__name": "adamw", "optim__schedule__warmup_steps": 0,
     "model__value_embeddings": False, "model__smear": False, "model__backout": False,
@@ -45,12 +46,10 @@ class Job:
                 command, cwd=ROOT, env=os.environ | variables, stdout=file, stderr=subprocess.STDOUT
             )
 
-    def until(self, pattern, seconds=240):
+    def until(self, pattern):
         """Wait for a line of output."""
-        end = time.monotonic() + seconds
         while not (found := re.search(pattern, self.log.read_text())):
             assert self.process.poll() is None, self.log.read_text()
-            assert time.monotonic() < end, self.log.read_text()
             time.sleep(0.02)
         return found
 
@@ -59,21 +58,24 @@ class Job:
         children = psutil.Process(self.process.pid).children()
         return next(p for p in children if p.cmdline()[-2:] == ["--process", str(index)])
 
-    def end(self, seconds=240):
+    def end(self):
         """Its exit code and output."""
-        return self.process.wait(seconds), self.log.read_text()
+        return self.process.wait(), self.log.read_text()
 
 
-def launched(log, processes, devices, arguments, *options):
-    command = [
-        sys.executable,
-        "-m",
-        "jaxtrain.cluster.launch",
-        "--processes",
-        str(processes),
-        *options,
-    ]
-    return Job([*command, "--devices-per-process", str(devices), "--", *arguments], log)
+LAUNCH = "from jaxtrain.cluster import launch; raise SystemExit(launch.main())"
+GATED = LAUNCH.replace("; ", "; launch.COMMANDS['train'] = 'gated'; ")
+
+
+def launched(log, processes, devices, arguments, *options, gate_step=None):
+    """gate_step: the last that is begun before the file `log.gate` is there."""
+    code, variables = LAUNCH, {}
+    if gate_step is not None:
+        code, tests = GATED, str(Path(__file__).parent)
+        variables = {"GATE": f"{log}.gate", "GATE_STEP": str(gate_step), "PYTHONPATH": tests}
+    command = [sys.executable, "-c", code, "--processes", str(processes), *options]
+    command += ["--port", str(free_port()), "--devices-per-process", str(devices)]
+    return Job([*command, "--", *arguments], log, **variables)
 
 
 def steps_of(run_dir):
@@ -88,7 +90,7 @@ def position(run_dir, step):
 
 def position_after(steps):
     """The same of the first steps of a stream that one process reads."""
-    c = load_config(None, run_overrides("runs", **LONG))
+    c = load_config(None, run_overrides("runs", **THIRTY))
     options = {"config": c.data, "batch_size": 8, "sequence_length": 32}
     with data.train_batches(data.prepare(c.data).train, **options) as batches:
         for _ in range(steps):
@@ -100,7 +102,7 @@ def position_after(steps):
 def test_a_job_stops_together_dies_loudly_and_goes_on_with_other_processes(tmp_path):
     """8 devices of one process -> 2 processes x 2 -> 4 x 1 -> 8 again: the same run all along."""
     whole = tmp_path / "whole" / "tiny"
-    assert main(run_overrides(whole.parent, **LONG, checkpoint__every=5)) == 0
+    assert main(run_overrides(whole.parent, **THIRTY, checkpoint__every=5)) == 0
     run_dir = shutil.copytree(whole, tmp_path / "tiny")
     shutil.rmtree(run_dir / "model")
     for step in steps_of(run_dir)[1:]:
@@ -108,10 +110,11 @@ def test_a_job_stops_together_dies_loudly_and_goes_on_with_other_processes(tmp_p
 
     # ---- one is asked to stop: all stop after the same step, and it is saved -------------------
     split = {"mesh__data": 1, "mesh__fsdp": "auto"}  # each process has parts of its own to write
-    split = run_overrides(tmp_path, **LONG, **split, checkpoint__every=99)
-    job = launched(tmp_path / "2.log", 2, 2, split)
+    split = run_overrides(tmp_path, **THIRTY, **split, checkpoint__every=99)
+    job = launched(tmp_path / "2.log", 2, 2, split, gate_step=7)
     job.until(r"\[0\] step +7/30 ")
     job.member(1).send_signal(signal.SIGTERM)
+    (tmp_path / "2.log.gate").touch()
     code, out = job.end()
     assert code == 0, out
     assert f"[0] resume   {run_dir}: steps 5 to 30\n" in out
@@ -126,12 +129,14 @@ def test_a_job_stops_together_dies_loudly_and_goes_on_with_other_processes(tmp_p
     }
 
     # ---- one is killed: the others say so and end ----------------------------------------------
-    job = launched(tmp_path / "4.log", 4, 1, run_overrides(tmp_path, **LONG, checkpoint__every=2))
+    arguments = run_overrides(tmp_path, **THIRTY, checkpoint__every=2)
+    job = launched(tmp_path / "4.log", 4, 1, arguments, gate_step=stopped + 3)
     job.until(rf"\[0\] step +{stopped + 3}/30 ")
-    killed = time.monotonic()
+    while max(steps_of(run_dir)) == stopped:
+        time.sleep(0.02)
     job.member(2).kill()
     code, out = job.end()
-    assert code == 128 + signal.SIGKILL and time.monotonic() - killed < 30
+    assert code == 128 + signal.SIGKILL
     for i in (0, 1, 3):
         died = rf"\[{i}\] error: process 2 \(\S+\) has not been heard of for 10 s \(in step \d+\)"
         assert len(re.findall(died, out)) == 1, out
@@ -139,7 +144,7 @@ def test_a_job_stops_together_dies_loudly_and_goes_on_with_other_processes(tmp_p
     assert max(steps_of(run_dir)) > stopped
 
     # ---- and on one again ----------------------------------------------------------------------
-    assert main(run_overrides(tmp_path, **LONG, checkpoint__every=99)) == 0
+    assert main(run_overrides(tmp_path, **THIRTY, checkpoint__every=99)) == 0
     for mine, other in zip(rows_of(run_dir), rows_of(whole), strict=True):
         assert mine.pop("kind") == other.pop("kind")
         assert mine == pytest.approx(other, rel=1e-5)
@@ -149,12 +154,21 @@ def test_a_job_stops_together_dies_loudly_and_goes_on_with_other_processes(tmp_p
 @pytest.mark.parametrize(
     ("scripts", "code", "said"),
     [
-        (["sleep 2; exit 1", "kill -9 $$"], 137, "was killed by SIGKILL"),
-        (["exit 1", "sleep 0.3; kill -9 $$"], 137, "was killed by SIGKILL"),  # slow to be gone
-        (["sleep 2; kill -ABRT $$", "exit 3"], 3, "ended with code 3"),
+        (["AFTER 1; exit 1", "kill -9 $$"], 137, "was killed by SIGKILL"),
+        (["exit 1", "AFTER 0; kill -9 $$"], 137, "was killed by SIGKILL"),  # slow to be gone
+        (["AFTER 1; kill -ABRT $$", "exit 3"], 3, "ended with code 3"),
     ],
 )
-def test_the_launcher_names_the_process_that_died_first(scripts, code, said, capfd):
+def test_the_launcher_names_the_process_that_died_first(
+    scripts, code, said, capfd, tmp_path, monkeypatch
+):
+    """`AFTER i` waits until the launcher has seen that process i is gone."""
+    monkeypatch.setattr(launch, "DYING", 0.0 if code == 3 else LONG)
+    after = rf"until [ -s {tmp_path}/\1 ] && ! kill -0 $(cat {tmp_path}/\1); do sleep 0.01; done"
+    scripts = [
+        f"exec 2> /dev/null; echo $$ > {tmp_path}/{i}; {re.sub(r'AFTER (.)', after, script)}"
+        for i, script in enumerate(scripts)
+    ]
     lines = [["bash", "-c", script] for script in scripts]
     assert launch.run_processes(lines, [dict(os.environ)] * 2) == code
     assert capfd.readouterr().err == f"launch: process 1 {said}; the job has ended\n"
@@ -240,7 +254,7 @@ def test_slurm_and_hosts_with_another_configuration(tmp_path, path):
     wait $first
     """
     variables = {"PATH": path("srun", srun), "OUT": str(tmp_path / "out")}
-    arguments = [*run_overrides(tmp_path), "--coordinator", f"localhost:{launch.free_port()}"]
+    arguments = [*run_overrides(tmp_path), "--coordinator", f"localhost:{free_port()}"]
     job = Job(["bash", "launch/slurm.sbatch", *arguments], tmp_path / "log", **variables)
     code, out = job.end()
     lines = (tmp_path / "out.0").read_text() + (tmp_path / "out.1").read_text()
@@ -331,12 +345,10 @@ def test_output_is_prefixed_and_codes_are_passed_on(capsys):
 
 def test_when_one_fails_all_end(capsys, monkeypatch):
     monkeypatch.setattr(launch, "GRACE", 0.2)
-    begin = time.monotonic()
-    assert start("import time; time.sleep(100)", "raise SystemExit(3)") == 3
+    assert start("import time; time.sleep(9999)", "raise SystemExit(3)") == 3
     assert "launch: process 1 ended with code 3; the job has ended" in capsys.readouterr().err
-    assert start("import time; time.sleep(100)", "import os; os.kill(os.getpid(), 9)") == 137
+    assert start("import time; time.sleep(9999)", "import os; os.kill(os.getpid(), 9)") == 137
     assert "launch: process 1 was killed by SIGKILL; the job has" in capsys.readouterr().err
-    assert time.monotonic() - begin < 50
 
 
 def test_signals_are_passed_on(tmp_path):
@@ -346,7 +358,7 @@ def test_signals_are_passed_on(tmp_path):
     ready = f"open({path!r}, 'w');"
     wait = f"[time.sleep(0.01) for _ in iter(lambda: os.path.exists({path!r}), True)];"
     ask = "os.kill(os.getppid(), signal.SIGTERM);"
-    assert start(obey + ready + "time.sleep(100)", obey + wait + ask + "time.sleep(100)") == 0
+    assert start(obey + ready + "time.sleep(9999)", obey + wait + ask + "time.sleep(9999)") == 0
     assert signal.getsignal(signal.SIGTERM) is signal.SIG_DFL
 
 

@@ -9,9 +9,11 @@ import sys
 import threading
 import time
 from pathlib import Path
+from types import SimpleNamespace
 
 import psutil
 import pytest
+from machine import LONG
 from tiny import run_overrides
 
 from jaxtrain.cluster.coordinator import Coordinator
@@ -91,24 +93,32 @@ def test_a_live_process_holds_however_silent(tmp_path):
         RunLock(tmp_path, 60.0).take()
 
 
-def test_a_holder_on_another_machine_gives_a_sign_of_life(tmp_path, capfd):
-    path = put(tmp_path, 4, 5, machine="another", host="far", pid=12)
-    timer = threading.Timer(1, lambda: os.utime(path))
-    timer.start()
+def test_a_holder_on_another_machine_gives_a_sign_of_life(tmp_path, capfd, monkeypatch):
+    path = put(tmp_path, 4, 5, machine="another", host="far", pid=12, timeout=LONG)
+    waits = SimpleNamespace(sleep=lambda seconds: os.utime(path))
+    monkeypatch.setattr(lock, "time", waits)
     with pytest.raises(UserError, match="is in use by process 12 on far"):
         RunLock(tmp_path, 60.0).take()
-    said = rf"lock     {path} is of process 12 on far: waiting for a sign of life, 5\d s at most\n"
+    said = (
+        rf"lock     {path} is of process 12 on far: waiting for a sign of life, 1\d\d s at most\n"
+    )
     assert re.fullmatch(said, capfd.readouterr().err)
 
 
-def test_an_unfinished_lock_file_counts_for_a_while(tmp_path):
+def test_an_unfinished_lock_file_counts_for_a_while(tmp_path, monkeypatch):
     """One that was made without a link, by a process that was killed then."""
     path = tmp_path / "lock.1"
     path.write_text('{"host": "a')
-    taker = RunLock(tmp_path, 1.0)
-    begin = time.monotonic()
+    waits = []
+
+    def sleep(seconds):
+        waits.append(seconds)
+        os.utime(path, (time.time() - len(waits) * LONG,) * 2)
+
+    monkeypatch.setattr(lock, "time", SimpleNamespace(sleep=sleep))
+    taker = RunLock(tmp_path, 1.5 * LONG)
     taker.take()
-    assert time.monotonic() - begin > 0.5
+    assert waits == [lock.LOOK] * 2
     taker.release()
 
 
@@ -169,7 +179,7 @@ def test_of_many_processes_at_once_one_has_it_and_one_takes_it_from_the_dead(tmp
 
 
 def test_a_zombie_holds_nothing(tmp_path):
-    child = subprocess.Popen(["sleep", "60"])
+    child = subprocess.Popen(["sleep", "1000"])
     created = psutil.Process(child.pid).create_time()
     put(tmp_path, 1, pid=child.pid, created=created)
     with pytest.raises(UserError, match=f"in use by process {child.pid} "):
@@ -194,10 +204,11 @@ def test_a_holder_that_was_given_up_ends(tmp_path):
     slow = RunLock(tmp_path, 0.3, end)
     slow.take()
     before = slow.path.stat().st_mtime_ns
-    time.sleep(0.2)
-    assert slow.path.stat().st_mtime_ns > before and not said
+    while slow.path.stat().st_mtime_ns == before:
+        time.sleep(0.01)
+    assert not said
     put(tmp_path, 2, pid=77, host="other")
-    assert ended.wait(5)
+    assert ended.wait(LONG)
     assert said == [(f"{tmp_path} was taken from this process: process 77 on other has it", 2)]
     slow.release()
 

@@ -4,6 +4,7 @@ import math
 import re
 import struct
 import sys
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -96,7 +97,7 @@ def test_a_jitted_step_on_eight_devices_is_logged_in_order(tmp_path):
 
 def test_throughput_leaves_out_compilation_and_pauses(tmp_path, monkeypatch):
     now = [0.0]
-    monkeypatch.setattr(metrics.time, "perf_counter", lambda: now[0])
+    monkeypatch.setattr(metrics, "time", SimpleNamespace(perf_counter=lambda: now[0]))
     monkeypatch.setattr(metrics, "peak_flops", lambda kind: 1000.0)
     devices = jax.devices()[:2]
     writer = open_writer(tmp_path, every=2, total_steps=6, flops_per_token=10.0, devices=devices)

@@ -9,6 +9,7 @@ import time
 from pathlib import Path
 
 import pytest
+from machine import LONG
 from tiny import SAMPLES, assert_same_run, rows_of, run_overrides, steps_of, whole_overrides
 
 from jaxtrain.main import main
@@ -16,52 +17,41 @@ from jaxtrain.runs.metrics import MetricsWriter
 
 ROOT = Path(__file__).parents[1]
 
-LONG = {"train__steps": 30, "eval__every": "null", "sample__every": "null"} | SAMPLES
+THIRTY = {"train__steps": 30, "eval__every": "null", "sample__every": "null"} | SAMPLES
 
 
-# A step takes half a second, so that a test on a loaded machine is in time to stop it.
-SLOWLY = """
-import sys, time
-from jaxtrain.main import main
-from jaxtrain.runs.metrics import MetricsWriter
-real = MetricsWriter.push
-MetricsWriter.push = lambda *given: time.sleep(0.5) or real(*given)
-raise SystemExit(main(sys.argv[1:]))
-"""
-
-
-def started(directory, **changes):
-    """The command in a process of its own."""
-    command = [sys.executable, "-W", "error", "-c", SLOWLY]
+def started(directory, gate, step, **changes):
+    """The command in a process of its own, whose steps after `step` wait for the file `gate`."""
+    command = [sys.executable, "-W", "error", str(ROOT / "tests" / "gated.py")]
     return subprocess.Popen(
-        [*command, *run_overrides(directory, **LONG | changes)],
-        cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
+        [*command, *run_overrides(directory, **THIRTY | changes)],
+        cwd=ROOT, env=os.environ | {"GATE": str(gate), "GATE_STEP": str(step)},
+        stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
     )  # fmt: skip
 
 
 def wait_for(process, condition):
-    """Until the condition holds; fails if the process ends or two minutes pass before."""
-    deadline = time.monotonic() + 120
+    """Until the condition holds; fails if the process ends before."""
     while not condition():
         assert process.poll() is None, process.communicate()[1]
-        assert time.monotonic() < deadline
-        time.sleep(0.002)
+        time.sleep(0.01)
 
 
 @pytest.fixture(scope="module")
 def long(tmp_path_factory):
     directory = tmp_path_factory.mktemp("long")
-    assert main(run_overrides(directory, **LONG, checkpoint__every=5)) == 0
+    assert main(run_overrides(directory, **THIRTY, checkpoint__every=5)) == 0
     return directory / "tiny"
 
 
 @pytest.mark.slow
 def test_sigterm_saves_and_the_same_command_goes_on(long, tmp_path):
     run_dir, changes = tmp_path / "tiny", {"checkpoint__every": "null"}
-    process = started(tmp_path, **changes)
+    process = started(tmp_path, tmp_path / "gate", 5, **changes)
     wait_for(process, lambda: run_dir.is_dir() and "loss" in metrics_text(run_dir))
     process.send_signal(signal.SIGTERM)
-    out, err = process.communicate(timeout=120)
+    (tmp_path / "gate").touch()
+    out, err = process.communicate(timeout=LONG)
     assert process.returncode == 0, err
     (step,) = steps_of(run_dir)
     assert 0 < step < 30
@@ -72,7 +62,7 @@ def test_sigterm_saves_and_the_same_command_goes_on(long, tmp_path):
     assert f"run.directory={tmp_path}" in out
     assert rows_of(run_dir, "event")[-1]["status"] == "stopped"
     assert (run_dir / "report.html").is_file()
-    assert main(run_overrides(tmp_path, **LONG | changes)) == 0
+    assert main(run_overrides(tmp_path, **THIRTY | changes)) == 0
     assert_same_run(run_dir, long)
 
 
@@ -122,7 +112,7 @@ def metrics_text(run_dir):
 @pytest.mark.slow
 def test_sigkill_in_the_middle_of_a_save_resumes_from_the_checkpoint_before(long, tmp_path):
     run_dir = tmp_path / "tiny"
-    process = started(tmp_path, checkpoint__every=1)
+    process = started(tmp_path, tmp_path / "gate", 5, checkpoint__every=1)
     # The folder of a checkpoint appears under another name first, and is filled then.
     fourth = re.compile(r"4(\D.*)?").fullmatch
     wait_for(process, lambda: any(map(fourth, names_in(run_dir))))
@@ -130,7 +120,7 @@ def test_sigkill_in_the_middle_of_a_save_resumes_from_the_checkpoint_before(long
     assert process.wait() == -signal.SIGKILL
     process.communicate()
     assert 2 <= max(steps_of(run_dir)) <= 5
-    assert main(run_overrides(tmp_path, **LONG, checkpoint__every=5)) == 0
+    assert main(run_overrides(tmp_path, **THIRTY, checkpoint__every=5)) == 0
     assert_same_run(run_dir, long)
     assert all(name.isdigit() for name in names_in(run_dir))  # no remains
 

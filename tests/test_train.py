@@ -13,6 +13,7 @@ from types import SimpleNamespace
 import jax
 import numpy as np
 import pytest
+from machine import LONG
 from tiny import (
     SAMPLES,
     assert_same_run,
@@ -99,7 +100,7 @@ def test_what_fails_beside_the_steps_is_left_to_its_turn():
     done, go_on = [], Event()
     jobs = {
         "fails": lambda: done.append(1 / len(done)),
-        "waits": lambda: done.append(go_on.wait(5)),
+        "waits": lambda: done.append(go_on.wait(LONG)),
     }
     beside = program.BackgroundCompiler(mesh_of(), jobs)
     beside.wait("fails")

@@ -7,6 +7,7 @@ import io
 import re
 import sys
 import threading
+from types import SimpleNamespace
 from typing import ClassVar
 
 import fsspec
@@ -95,7 +96,7 @@ def server():
 def waits(monkeypatch):
     """No time is lost in tests; what would have been waited is noted."""
     found = []
-    monkeypatch.setattr("jaxtrain.data.files.remote.time.sleep", found.append)
+    monkeypatch.setattr("jaxtrain.data.files.remote.time", SimpleNamespace(sleep=found.append))
     return found
 
 

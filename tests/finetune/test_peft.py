@@ -159,7 +159,7 @@ def test_peft_reads_what_we_write(name, tmp_path):
     write_adapter(tmp_path / "out", c, trained, facts)
     np.save(tmp_path / "tokens.npy", prompts())
     command = [PYTHON, str(SCRIPT), *map(str, (tmp_path / "tokens.npy", tmp_path / "base"))]
-    subprocess.run([*command, str(tmp_path / "out")], check=True, timeout=280)
+    subprocess.run([*command, str(tmp_path / "out")], check=True)
     logits = np.load(tmp_path / "out" / "logits.npy")
     np.testing.assert_allclose(logits, GOLDEN[f"{name}/logits"], rtol=0, atol=1e-4)
 
