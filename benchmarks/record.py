@@ -2,6 +2,7 @@
 
 import json
 import re
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -11,20 +12,17 @@ BENCHMARKS = Path(__file__).parent
 RESULTS = BENCHMARKS / "results"
 
 
-def describe(
-    bench: str,
-    config: str,
-    variant: str,
-    workload: dict[str, Any] | None = None,
-    devices: int | None = None,
-    env: dict[str, Any] | None = None,
-) -> dict[str, Any]:
-    """A record without its figures, with the peers' figures of this benchmark.
+def with_peers[**P](describe: Callable[P, dict[str, Any]]) -> Callable[P, dict[str, Any]]:
+    """`describe`, whose records also have the peers' figures of their benchmark."""
 
-    devices: used; default all. env: of the process that made the figures; default this one.
-    """
-    record = environment.describe(bench, config, variant, workload, devices, env)
-    return record | {"peers": peers_of(bench, config, record["device"])}
+    def described(*args: P.args, **kwargs: P.kwargs) -> dict[str, Any]:
+        record = describe(*args, **kwargs)
+        return record | {"peers": peers_of(record["bench"], record["config"], record["device"])}
+
+    return described
+
+
+describe = with_peers(environment.describe)
 
 
 def stem(record: dict[str, Any]) -> str:

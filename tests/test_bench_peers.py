@@ -57,21 +57,22 @@ def test_nanochat_gets_the_configurations_size(scripts, checkout, monkeypatch):
     assert narrow["got"] == [str(checkout), "12", "32", "2048", "fp8"]
 
 
-@pytest.mark.parametrize(
-    "config, path, said",
-    [
-        ("gpt_d12", ".", "no checkout of nanochat, it has no nanochat/gpt.py"),
-        ("llama_8b", "clone", "llama_8b is no gpt with train.device_batch_size"),
-        ("gpt_d12 data.tokenizer.vocab_size=300", "clone", "gpt_d12 has a vocabulary of 300"),
-        ("gpt_d12 model.width=256", "clone", "or a width of its own"),
-        ("gpt_d12 train.batch_size=64", "clone", "train.batch_size is 64, of one step of 32"),
-        ("gpt_d12 --switches", "clone", "--peer is for bench step alone"),
-    ],
-)
-def test_what_is_no_peer_is_one_line(config, path, said, checkout, capsys):
-    argv = ["step", "--config", *config.split(), "--peer", str(checkout.parent / path)]
-    assert command.main(argv) == 2
-    assert said in capsys.readouterr().err
+# The end of a command: its error.
+REFUSED = {
+    "gpt_d12 --peer .": "no checkout of nanochat, it has no nanochat/gpt.py",
+    "llama_8b --peer clone": "llama_8b is no gpt with train.device_batch_size",
+    "gpt_d12 data.tokenizer.vocab_size=300 --peer clone": "gpt_d12 has a vocabulary of 300",
+    "gpt_d12 model.width=256 --peer clone": "or a width of its own",
+    "gpt_d12 train.batch_size=64 --peer clone": "train.batch_size is 64, of one step of 32",
+    "gpt_d12 --switches --peer clone": "--peer is for bench step alone",
+}
+
+
+@pytest.mark.parametrize("end", REFUSED)
+def test_what_is_no_peer_is_one_line(end, checkout, capsys):
+    *options, folder = end.split()
+    assert command.main(["step", "--config", *options, str(checkout.parent / folder)]) == 2
+    assert REFUSED[end] in capsys.readouterr().err
 
 
 def test_a_step_beside_its_peer(checkout, tmp_path, monkeypatch, capsys):

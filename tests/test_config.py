@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 import yaml
+from tiny import SHIPPED
 
 import jaxtrain
 from jaxtrain.config import (
@@ -27,7 +28,6 @@ from jaxtrain.optim import MuonConfig
 from jaxtrain.settings import UserError, command
 
 ROOT = Path(jaxtrain.__file__).parents[1]
-SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
 
 # ---- loading ---------------------------------------------------------------------------------

@@ -9,10 +9,7 @@ import pytest
 from pydantic import BaseModel
 
 import jaxtrain
-from jaxtrain.config import (
-    Config,
-    variants_of,
-)
+from jaxtrain.config import Config, variants_of
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.evaluation.config import EvalConfig
 from jaxtrain.inference.config import SampleConfig
@@ -21,7 +18,6 @@ from jaxtrain.runs.config import RunConfig
 from jaxtrain.train.config import TrainConfig
 
 ROOT = Path(jaxtrain.__file__).parents[1]
-SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
 
 # ---- no field twice --------------------------------------------------------------------------

@@ -11,7 +11,7 @@ import pyarrow.parquet as pq
 import pytest
 import zstandard
 from flax import nnx
-from tiny import random_run
+from tiny import byte_model, random_run
 
 from jaxtrain.config.resolve import override
 from jaxtrain.data import DataConfig, prepare
@@ -23,12 +23,7 @@ from jaxtrain.evaluation.prototypes import distances, find_prototypes
 from jaxtrain.runs.saved import load_saved
 
 T = 48  # the context, in bytes
-FIELDS = [
-    "model.depth=2", "model.width=32", "model.head_dim=8", "model.kv_heads=2", "model.hidden=48",
-    "model.window_pattern=SL", "model.short_window=7", "model.logit_softcap=3",
-    f"train.sequence_length={T}", "train.batch_size=8", "train.device_batch_size=1",
-    "train.steps=1", "data.tokenizer.name=bytes",
-]  # fmt: skip
+FIELDS = byte_model(T, "model.logit_softcap=3")
 SIZES = (1, 5, 30, 48, 49, 130, 0, 17)
 SCORES = ["perplexity", "el2n", "grad_norm", "prototypicality"]
 

@@ -4,20 +4,15 @@ from pathlib import Path
 
 import pytest
 import yaml
-from tiny import run_overrides
+from tiny import SHIPPED, run_overrides
 
 import jaxtrain
-from jaxtrain.config import (
-    find_config,
-    load_config,
-    to_yaml,
-)
+from jaxtrain.config import find_config, load_config, to_yaml
 from jaxtrain.config.resolve import Resolved, resolve
 from jaxtrain.main import main
 from jaxtrain.runs.history import read_rows
 
 ROOT = Path(jaxtrain.__file__).parents[1]
-SHIPPED = sorted(path.stem for path in (ROOT / "configs").glob("*.yaml"))
 
 
 def scratch(name):

@@ -24,6 +24,7 @@ from jaxtrain.train.loss_scale import DynamicLossScale
 from jaxtrain.train.step import StepSpec, init_state, state_shardings
 
 VOCAB, T = 61, 32
+SHIPPED = sorted(path.stem for path in (Path(__file__).parents[1] / "configs").glob("*.yaml"))
 CACHE = Path(__file__).parents[1] / ".cache" / "data-tests"  # prepared once, as compiled programs
 
 SMALL = {"depth": 4, "width": 32, "head_dim": 8, "short_window": 5, "vocab_multiple": 16}
@@ -33,6 +34,16 @@ LLAMA = {
     "logit_softcap": None, "value_embeddings": False, "residual_scales": False, "smear": False,
     "backout": False, "init": "gpt2",
 }  # fmt: skip
+
+
+def byte_model(context, *more):
+    """Fields of the configuration of a small model of bytes, and more of them."""
+    return [
+        "model.depth=2", "model.width=32", "model.head_dim=8", "model.kv_heads=2",
+        "model.hidden=48", "model.window_pattern=SL", "model.short_window=7",
+        f"train.sequence_length={context}", "train.batch_size=8", "train.device_batch_size=1",
+        "train.steps=1", "data.tokenizer.name=bytes", *more,
+    ]  # fmt: skip
 
 
 def resolved(**changes):

@@ -34,13 +34,9 @@ class DeviceBatch(StepBatch, Protocol):
 
 
 @runtime_checkable
-class DevicePairs(StepBatch, Protocol):
+class DevicePairs(DeviceBatch, Protocol):
     """A `data.PairBatch` as an objective reads it."""
 
-    @property
-    def targets_BT(self) -> Array: ...
-    @property
-    def weights_BT(self) -> Array: ...
     @property
     def segments_BT(self) -> Array: ...
     @property

@@ -1,14 +1,10 @@
 """Three small tasks, one of each kind, and the model that is asked."""
 
 import numpy as np
+from tiny import byte_model
 
 T = 96  # the context, in bytes
-FIELDS = [
-    "model.depth=2", "model.width=32", "model.head_dim=8", "model.kv_heads=2", "model.hidden=48",
-    "model.window_pattern=SL", "model.short_window=7", "model.attention_softcap=20",
-    f"train.sequence_length={T}", "train.batch_size=8", "train.device_batch_size=1",
-    "train.steps=1", "data.tokenizer.name=bytes",
-]  # fmt: skip
+FIELDS = byte_model(T, "model.attention_softcap=20")
 MC = [
     {"query": f"{n} and {n} make", "choices": [str(2 * n), "many", str(n)], "gold": n % 3}
     for n in range(14)
