@@ -19,6 +19,7 @@ from jaxtrain.config import load_config
 from jaxtrain.data import DataConfig, TokenStore, prepare, stores_of
 from jaxtrain.data.batches.loader import make_batch_plan
 from jaxtrain.data.chat.conversations import fit_stores
+from jaxtrain.data.store.store import Records
 from jaxtrain.settings import UserError
 
 DOCUMENTS, MEDIAN, SPREAD = 20_000, 400, 1.1  # lengths: median tokens, sigma of their logarithm
@@ -170,6 +171,6 @@ def lengths_only(lengths: np.ndarray) -> TokenStore:
         tokenizer="",
         fingerprint="",
         first_record=np.zeros(len(lengths) + 1, np.int64),
-        records=[],
+        records=Records([], []),
         dtype=np.dtype("<u4"),
     )

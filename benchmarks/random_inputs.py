@@ -1,7 +1,5 @@
 """A state of initial values and batches of random tokens, on the device."""
 
-from typing import Any
-
 import jax
 import jax.numpy as jnp
 
@@ -26,8 +24,10 @@ def random_batch(w: Workload, seed: int) -> Batch:
         segments = None if like.segments_BT is None else place // length + 1
         positions = None if like.positions_BT is None else place % length
         weights = jnp.ones(shape, jnp.float32)
-        fields: Any = (longer[..., :-1], longer[..., 1:], weights, segments, positions)
-        return Batch(*fields)
+        return like._replace(
+            tokens_BT=longer[..., :-1], targets_BT=longer[..., 1:], weights_BT=weights,
+            segments_BT=segments, positions_BT=positions,
+        )  # fmt: skip
 
     return jax.jit(make, out_shardings=jax.tree.map(lambda x: x.sharding, like))()
 

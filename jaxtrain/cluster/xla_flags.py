@@ -36,26 +36,28 @@ def supported(options: Mapping[str, Option]) -> dict[str, Option]:
     }
 
 
-class Jitted:
+class Jitted[**P, Result]:
     """jax.jit of a function with the options of some sets. They are looked up at its first use:
     asking what XLA knows starts its backend, which an import must not.
     """
 
-    def __init__(self, fn: Callable[..., Any], names: tuple[str, ...], options: dict[str, Any]):
+    def __init__(self, fn: Callable[P, Result], names: tuple[str, ...], options: dict[str, Any]):
         functools.update_wrapper(self, fn)
         self.jitted = functools.cache(
             lambda: jax.jit(fn, compiler_options=known_options(names), **options)
         )
 
-    def __call__(self, *args: Any, **kwargs: Any) -> Any:
+    def __call__(self, *args: P.args, **kwargs: P.kwargs) -> Result:
         return self.jitted()(*args, **kwargs)
 
-    def lower(self, *args: Any, **kwargs: Any) -> jax.stages.Lowered:
+    def lower(self, *args: object, **kwargs: object) -> jax.stages.Lowered:
         """As jax.jit's: what is compiled of it is not compiled again when it is called."""
         return self.jitted().lower(*args, **kwargs)
 
 
-def jit(*names: str, **options: Any) -> Callable[[Callable[..., Any]], Jitted]:
+def jit[**P, Result](
+    *names: str, **options: Any
+) -> Callable[[Callable[P, Result]], Jitted[P, Result]]:
     """A decorator: jax.jit with the options of these sets; options: jax.jit's own."""
     return lambda fn: Jitted(fn, names, options)
 

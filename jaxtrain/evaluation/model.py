@@ -7,7 +7,7 @@ from collections.abc import Iterable, Iterator, Mapping, Sequence
 from functools import cached_property
 from itertools import groupby
 from pathlib import Path
-from typing import Any, overload
+from typing import Any, Unpack, overload
 
 import jax
 import jax.numpy as jnp
@@ -22,7 +22,7 @@ from jaxtrain.config import Config
 from jaxtrain.config.resolve import Resolved, resolve
 from jaxtrain.data import Chat, Scored, make_chat
 from jaxtrain.evaluation.log_likelihood import Scorer, Scores, make_scorer, scores
-from jaxtrain.inference.generate import Sampling, generate, stream_tokens
+from jaxtrain.inference.generate import Sampling, SamplingOptions, generate, stream_tokens
 from jaxtrain.interop.companions import FOLDER, prompting
 from jaxtrain.model import Transformer, cast, initialize, split
 from jaxtrain.runs.convert import export_run, import_checkpoint
@@ -129,38 +129,37 @@ class Model:
     # ---- text ----------------------------------------------------------------------------------
 
     @overload
-    def generate(self, prompts: str, *, temperature: float | int = 0.8, **sampling: Any) -> str: ...
+    def generate(self, prompts: str, **sampling: Unpack[SamplingOptions]) -> str: ...
     @overload
     def generate(
-        self, prompts: Sequence[str], *, temperature: float | int = 0.8, **sampling: Any
+        self, prompts: Sequence[str], **sampling: Unpack[SamplingOptions]
     ) -> list[str]: ...
     def generate(
-        self, prompts: str | Sequence[str], *, temperature: float | int = 0.8, **sampling: Any
+        self, prompts: str | Sequence[str], **sampling: Unpack[SamplingOptions]
     ) -> str | list[str]:
         """The continuation of a prompt (str), or of several (list[str]), without the prompts.
 
-        temperature: 0 takes the likeliest token. sampling: tokens (256, at most), top_k, top_p,
-        seed, cache_dtype ("int8" or None).
+        sampling: tokens (256, at most), temperature (0.8; 0 takes the likeliest token), top_k,
+        top_p, seed, cache_dtype ("int8" or None).
         """
         many = [prompts] if isinstance(prompts, str) else list(prompts)
         found = generate(
             self.saved.graphdef, self.compute_params, self.tokenizer, many,
-            Sampling(temperature=float(temperature), **sampling), prompting=self.saved.prompting,
+            Sampling(**sampling), prompting=self.saved.prompting,
         )  # fmt: skip
         return found[0] if isinstance(prompts, str) else found
 
-    def chat(
-        self, messages: Sequence[Message], *, temperature: float | int = 0.8, **sampling: Any
-    ) -> str:
+    def chat(self, messages: Sequence[Message], **sampling: Unpack[SamplingOptions]) -> str:
         """The answer to a conversation of {"role": ..., "content": ...}.
 
         The other arguments are those of `generate`. Raises UserError if the model has no chat
         template.
         """
         asked = self.template.prompt([dict(message) for message in messages])
-        how = Sampling(temperature=float(temperature), **sampling)
         stop = (self.template.end, *self.saved.prompting.stops)
-        ids = stream_tokens(self.saved.graphdef, self.compute_params, asked, how, stop)
+        ids = stream_tokens(
+            self.saved.graphdef, self.compute_params, asked, Sampling(**sampling), stop
+        )
         return self.tokenizer.decode(list(ids)).strip()
 
     # ---- files ---------------------------------------------------------------------------------

@@ -10,7 +10,7 @@ import logging
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
@@ -111,7 +111,7 @@ class Sampling(NamedTuple):
     """How new tokens are drawn, and how many at most."""
 
     tokens: int = TOKENS
-    temperature: float = 0.8  # 0 takes the best token
+    temperature: float | int = 0.8  # 0 takes the best token
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
@@ -121,6 +121,17 @@ class Sampling(NamedTuple):
         """key, temperature and top_p, as the compiled functions take them."""
         top_p = 1.0 if self.top_p is None else self.top_p
         return jax.random.key(self.seed), jnp.float32(self.temperature), jnp.float32(top_p)
+
+
+class SamplingOptions(TypedDict, total=False):
+    """The fields of `Sampling`, as arguments by name."""
+
+    tokens: int
+    temperature: float | int
+    top_k: int | None
+    top_p: float | None
+    seed: int
+    cache_dtype: str | None
 
 
 def generation_inputs(
@@ -160,15 +171,16 @@ def generate(
     tokenizer: Tokenizer,
     prompts: Sequence[str],
     sampling: Sampling,
-    **how: Any,
+    prompting: Prompting | None = None,
+    chat: Chat | None = None,
+    system: str | None = None,
 ) -> list[str]:
     """Continuations of a batch of prompts (without the prompts); a document's end stops a row.
 
-    how: more arguments of `generation_inputs`. prompting: how its checkpoint begins and ends texts;
-    default BOS for both. chat: the prompts are user messages, after the message `system`; an empty
-    prompt is continued without a question.
+    prompting: how the checkpoint begins and ends texts; default BOS for both. chat: the prompts are
+    user messages, after the message `system`; an empty prompt is continued without a question.
     """
-    arrays, static = generation_inputs(tokenizer, prompts, sampling, **how)
+    arrays, static = generation_inputs(tokenizer, prompts, sampling, prompting, chat, system)
     out = gather_to_host(decode_tokens(graphdef, params, *arrays, **static))
     return [text_before_stop(row.tolist(), tokenizer, static["stop"]) for row in out]
 

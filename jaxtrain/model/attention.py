@@ -10,8 +10,8 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxtrain import parallel
-from jaxtrain.model.config import ResolvedModel
-from jaxtrain.model.fused_ops import FusedOps, rope_norm
+from jaxtrain.model.config import FusedOps, ResolvedModel
+from jaxtrain.model.fused_ops import rope_norm
 from jaxtrain.model.init import SCHEMES, constant, uniform
 from jaxtrain.model.layers import Rotary, add_bias, declare_bias, lookup, rms_norm, rotate
 from jaxtrain.model.plan import LayerSpec

@@ -1,16 +1,44 @@
 """The model's configuration, and what follows from its depth."""
 
-from typing import Literal
+from typing import Any, Literal
 
+from jaxtrain_kernels import rows
 from jaxtrain_kernels.attention import BACKENDS
-from pydantic import Field, ValidationError, model_validator
+from pydantic import Field, ValidationError, field_validator, model_validator
 
-from jaxtrain.model.fused_ops import FASTEST, FusedOps, fits_norm, fits_rope
 from jaxtrain.model.rope import RopeScaling
 from jaxtrain.settings import Settings, UserError, derived_field
 from jaxtrain.weights import LAYER_FORMS
 
 Remat = Literal["none", "attention", "ffn", "dots", "block", "int8", "offload"]
+
+
+class FusedOps(Settings):
+    """Backends of the fused passes in training: mosaic; xla, which leaves them to XLA's fusion; or
+    reference. None is the fastest that serves. A name alone, `kernels: xla`, is for all of them.
+    """
+
+    norm: str | None = Field(None, description="residual additions with the RMS norm after them")
+    rope: str | None = Field(None, description="rotation and norm of queries and keys")
+    relu2: str | None = Field(None, description="the squared ReLU by itself; default: as ffn says")
+    ffn: str | None = Field(
+        None, description="the squared ReLU in the matmul before it; with model.fp8, in the casts"
+    )
+    loss: str | None = Field(None, description="the head with the loss")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all(cls, given: Any) -> Any:
+        return (
+            dict.fromkeys(("norm", "rope", "ffn", "loss"), given) if type(given) is str else given
+        )
+
+    @field_validator("*")
+    @classmethod
+    def _known(cls, name: str | None) -> str | None:
+        if name not in (None, *rows.BACKENDS):
+            raise ValueError(f"there is no backend {name}; there are {', '.join(rows.BACKENDS)}")
+        return name
 
 
 class Experts(Settings):
@@ -188,7 +216,9 @@ class ModelFields[Size: int | None](Settings):
         description="attention's gradients are the same bits on every run; cuDNN cannot, mosaic "
         "takes 7 products a block instead of 5, xla and triton always are",
     )
-    kernels: FusedOps = Field(FASTEST, description="backends of the fused passes over activations")
+    kernels: FusedOps = Field(
+        FusedOps.model_validate({}), description="backends of the fused passes over activations"
+    )
     scan_layers: bool = Field(
         False, description="scan over repeated layers: compiles faster, runs a little slower"
     )
@@ -230,13 +260,23 @@ class ModelFields[Size: int | None](Settings):
         "computed again in the backward pass: for rows whose hidden layer would not fit",
     )
 
+    @property
+    def fits_norm_kernel(self) -> bool:
+        """Whether the kernels' norm is this model's."""
+        return self.norm == "rms" and not self.norm_gain and self.block_norm
+
+    @property
+    def fits_rope_kernel(self) -> bool:
+        """Whether the kernels' rotation with a norm is this model's."""
+        return self.qk_norm and not self.qk_norm_gain and self.position_embedding == "rotary"
+
     @model_validator(mode="after")
     def _check(self) -> "ModelFields":
         check_heads(self.width, self.heads, self.kv_heads, self.head_dim)
         named = lambda backend: backend not in (None, "xla")
-        if named(self.kernels.norm) and not fits_norm(self):
+        if named(self.kernels.norm) and not self.fits_norm_kernel:
             raise ValueError("kernels.norm needs norm: rms, norm_gain: false and block_norm: true")
-        if named(self.kernels.rope) and not fits_rope(self):
+        if named(self.kernels.rope) and not self.fits_rope_kernel:
             raise ValueError(
                 "kernels.rope needs position_embedding: rotary and qk_norm without qk_norm_gain"
             )

@@ -5,66 +5,25 @@ from typing import Any, NamedTuple
 import jax
 from jaxtrain_kernels import rows as kernels
 from jaxtyping import Array, Float
-from pydantic import Field, field_validator, model_validator
 
 from jaxtrain import parallel
+from jaxtrain.model.config import FusedOps, ResolvedModel
 from jaxtrain.parallel import constrain
-from jaxtrain.settings import Settings
 
-
-class FusedOps(Settings):
-    """Backends of the fused passes in training: mosaic; xla, which leaves them to XLA's fusion; or
-    reference. None is the fastest that serves. A name alone, `kernels: xla`, is for all of them.
-    """
-
-    norm: str | None = Field(None, description="residual additions with the RMS norm after them")
-    rope: str | None = Field(None, description="rotation and norm of queries and keys")
-    relu2: str | None = Field(None, description="the squared ReLU by itself; default: as ffn says")
-    ffn: str | None = Field(
-        None, description="the squared ReLU in the matmul before it; with model.fp8, in the casts"
-    )
-    loss: str | None = Field(None, description="the head with the loss")
-
-    @model_validator(mode="before")
-    @classmethod
-    def _all(cls, given: Any) -> Any:
-        return (
-            dict.fromkeys(("norm", "rope", "ffn", "loss"), given) if type(given) is str else given
-        )
-
-    @field_validator("*")
-    @classmethod
-    def _known(cls, name: str | None) -> str | None:
-        if name not in (None, *kernels.BACKENDS):
-            raise ValueError(f"there is no backend {name}; there are {', '.join(kernels.BACKENDS)}")
-        return name
-
-
-FASTEST = FusedOps.model_validate({})
 PLAIN = FusedOps.model_validate("xla")
 
 
-def fastest(fused: FusedOps, c: Any, x_BTD: Array | jax.ShapeDtypeStruct) -> FusedOps:
+def fastest(fused: FusedOps, c: ResolvedModel, x_BTD: Array | jax.ShapeDtypeStruct) -> FusedOps:
     """`fused` with the norm and the rope of a model `c` left to XLA where no kernel serves them."""
     serves = lambda op, *shape: kernels.serves(op, jax.ShapeDtypeStruct(shape, x_BTD.dtype))
     changes = {}
-    if fused.norm is None and not (fits_norm(c) and serves("mixed_norm", *x_BTD.shape)):
+    if fused.norm is None and not (c.fits_norm_kernel and serves("mixed_norm", *x_BTD.shape)):
         changes["norm"] = "xla"
     if fused.rope is None and not (
-        fits_rope(c) and serves("rope_norm", *x_BTD.shape[:2], c.heads, c.head_dim)
+        c.fits_rope_kernel and serves("rope_norm", *x_BTD.shape[:2], c.heads, c.head_dim)
     ):
         changes["rope"] = "xla"
     return fused.model_copy(update=changes)
-
-
-def fits_norm(c: Any) -> bool:
-    """Whether the kernels' norm is this model's."""
-    return c.norm == "rms" and not c.norm_gain and c.block_norm
-
-
-def fits_rope(c: Any) -> bool:
-    """Whether the kernels' rotation with a norm is this model's."""
-    return c.qk_norm and not c.qk_norm_gain and c.position_embedding == "rotary"
 
 
 class Stream(NamedTuple):

@@ -8,7 +8,6 @@ and, with experts, the sums of the balance losses.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -43,7 +42,9 @@ def run_pipelined(
         x_BTD, _ = micro
         return x_BTD, x_BTD, *((jnp.zeros(len(x_BTD), jnp.float32),) if c.moe else ())
 
-    def stage(chunk: Plan, stack: Stack, states: tuple[Array, ...], micro: Any) -> Any:
+    def stage(
+        chunk: Plan, stack: Stack, states: tuple[Array, ...], micro: tuple[Array, Texts]
+    ) -> tuple[Array, ...]:
         runs = make_runs(chunk, c.scan_layers)
         x_BTD, middle_BTD, *balance = states
         out = run_layers(modules, stack, runs, (x_BTD, middle_BTD), inputs_of(*micro))

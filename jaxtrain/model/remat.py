@@ -21,7 +21,7 @@ from jaxtrain.settings import UserError
 INPUT = "block_input"
 
 
-def matmuls(primitive: Primitive, *arrays: Any, **options: Any) -> bool:
+def matmuls(primitive: Primitive, *arrays: object, **options: object) -> bool:
     """A policy of jax.checkpoint: keep what a matmul gives, and attention with its LSE."""
     # cuDNN's is a primitive of JAX's own, ours are named.
     return (
@@ -31,7 +31,7 @@ def matmuls(primitive: Primitive, *arrays: Any, **options: Any) -> bool:
     )
 
 
-def all_but_slices(primitive: Primitive, *_: Any, **__: Any) -> bool:
+def all_but_slices(primitive: Primitive, *_: object, **__: object) -> bool:
     """A policy of jax.checkpoint: nothing is computed again, but weights are cut out again."""
     return primitive.name not in ("slice", "squeeze", "split")
 

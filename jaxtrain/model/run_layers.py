@@ -7,7 +7,7 @@ runs   (SSSL, 3 repeats)         scanned: one period is compiled, `lax.scan` rep
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -92,11 +92,11 @@ def run_period(
     return (stream, middle_BTD), kv
 
 
-def run_layer(
+def run_layer[Source](
     modules: LayerModules,
     spec: LayerSpec,
-    source: Any,
-    pick: Callable[[Any], LayerWeights],
+    source: Source,
+    pick: Callable[[Source], LayerWeights],
     inputs: LayerInputs,
     cache: LayerCache | None,
     scanned: bool,
@@ -115,15 +115,15 @@ def run_layer(
     return run(stream, source)
 
 
-def apply_layer(
+def apply_layer[Source](
     modules: LayerModules,
     spec: LayerSpec,
-    pick: Callable[[Any], LayerWeights],
+    pick: Callable[[Source], LayerWeights],
     inputs: LayerInputs,
     cache: LayerCache | None,
     whole: bool,
     stream: Stream,
-    source: Any,
+    source: Source,
 ) -> tuple[Stream, KeysValues]:
     """Scale the stream, add the embedding back in, run the block."""
     c, fused, (layer, parts) = modules.config, inputs.fused, pick(source)

@@ -28,8 +28,8 @@ from jaxtrain.model.attention import (
 )
 from jaxtrain.model.block import Block, declare_norm, normed
 from jaxtrain.model.branches import Branches, branched_attention, take_before
-from jaxtrain.model.config import ResolvedModel, round_up
-from jaxtrain.model.fused_ops import PLAIN, FusedOps, fastest
+from jaxtrain.model.config import FusedOps, ResolvedModel, round_up
+from jaxtrain.model.fused_ops import PLAIN, fastest
 from jaxtrain.model.init import SCHEMES, constant, uniform
 from jaxtrain.model.layers import FeedForward, lookup, rms_norm, rotary
 from jaxtrain.model.modes import FORWARD, Decode, Forward, Mode, Output, Pipelined, Prefill

@@ -4,7 +4,7 @@ The heads of Gloeckle et al. 2024 (arXiv:2404.19737) without parameters of their
 a weight for each distance, as in the NanoGPT speed-runs. Evaluation is of the next token alone.
 """
 
-from typing import Any, Literal
+from typing import Literal
 
 import jax
 import jax.numpy as jnp
@@ -54,7 +54,11 @@ def make_multi_token(c: MultiTokenConfig, options: LossOptions) -> Objective:
     names = tuple(f"loss_ahead_{i}" for i in range(2, 2 + len(c.weights)))
 
     def loss(
-        graphdef: nnx.GraphDef, params: Params, batch: DeviceBatch, shared: None, **step: Any
+        graphdef: nnx.GraphDef,
+        params: Params,
+        batch: DeviceBatch,
+        shared: None,
+        **step: Array | None,
     ) -> tuple[Array, SumsByName]:
         h = hidden_states(graphdef, params, batch, options, step.get("key"))
         first = head_loss(h, h.targets_BT, h.weights_BT, options)

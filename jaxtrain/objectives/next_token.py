@@ -1,6 +1,6 @@
 """The next token: pretraining, and answers of conversations."""
 
-from typing import Any, Literal, NamedTuple
+from typing import Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -27,7 +27,11 @@ def make_next_token(c: NextTokenConfig | None = None, options: LossOptions = PLA
     """The mean negative log-likelihood of the next token, in nats."""
 
     def loss(
-        graphdef: nnx.GraphDef, params: Params, batch: DeviceBatch, shared: None, **step: Any
+        graphdef: nnx.GraphDef,
+        params: Params,
+        batch: DeviceBatch,
+        shared: None,
+        **step: Array | None,
     ) -> tuple[Array, SumsByName]:
         return next_token_loss(graphdef, params, batch, options, step.get("key")), {}
 

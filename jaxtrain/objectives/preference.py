@@ -66,7 +66,7 @@ def make_preference(c: PreferenceConfig, method: PreferenceMethod) -> Objective:
         params: Params,
         batch: DevicePairs,
         shared: Array | None,
-        **step: Any,
+        **step: Array | None,
     ) -> tuple[Array, SumsByName]:
         return preference_loss(c, method, graphdef, params, batch, shared)
 

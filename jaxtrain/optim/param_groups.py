@@ -377,7 +377,7 @@ def build_optimizer(
             if average := table[row].eval_params:
                 mine = jax.tree.map(functools.partial(only, name), labels, params)
                 mine = average(to_device(state.inner_states[name].inner_state), mine)
-                params = jax.tree.map(functools.partial(replace, name), labels, params, mine)
+                params = jax.tree.map(replace, params, mine)
         return params
 
     def metrics(state: Any) -> dict[str, jax.Array]:
@@ -417,7 +417,7 @@ def apply_offloaded(
         pick = functools.partial(jax.tree.map, functools.partial(only, name), labels)
         given = pick(grads), inner[name].inner_state, pick(params), pick(specs)
         mine, new = update_offloaded(tx, hyper, *given, wholes[name], finite)
-        params = jax.tree.map(functools.partial(replace, name), labels, params, mine)
+        params = jax.tree.map(replace, params, mine)
         inner[name] = inner[name]._replace(inner_state=new)
     return params, state._replace(inner_states=inner)
 
@@ -427,8 +427,9 @@ def only[Leaf](name: str, label: str, param: Leaf) -> Leaf | optax.MaskedNode:
     return param if label == name else optax.MaskedNode()
 
 
-def replace(name: str, label: str, param: jax.Array, mine: Any) -> jax.Array:
-    return mine.astype(param.dtype) if label == name else param
+def replace(param: jax.Array, mine: jax.Array | optax.MaskedNode) -> jax.Array:
+    """A parameter's new value, if `only` has left it in this row."""
+    return param if isinstance(mine, optax.MaskedNode) else mine.astype(param.dtype)
 
 
 def apply_mup_multiplier(hyper: Hyper, factor: float) -> Hyper:

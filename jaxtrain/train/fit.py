@@ -15,6 +15,7 @@ from jaxtrain.config.resolve import Resolved
 from jaxtrain.evaluation.model import Model
 from jaxtrain.model import Transformer
 from jaxtrain.objectives import Objective
+from jaxtrain.objectives.base import SumsByName
 from jaxtrain.optim import OptimConfig, Optimizer, make_optimizer, shorten_warmup
 from jaxtrain.parallel import make_mesh, place_batch
 from jaxtrain.parallel.mesh import gather_to_host
@@ -72,7 +73,9 @@ def fit(
 def own_objective(loss: Loss) -> Objective:
     """An objective that is the mean which `loss` gives."""
 
-    def one(graphdef: nnx.GraphDef, params: Params, batch: OwnBatch, shared: None, **_: Any) -> Any:
+    def one(
+        graphdef: nnx.GraphDef, params: Params, batch: OwnBatch, shared: None, **_: Array | None
+    ) -> tuple[Array, SumsByName]:
         return loss(nnx.merge(graphdef, params), batch.arrays).astype(jnp.float32), {}
 
     count = lambda batch, bytes_V: (jnp.float32(1), jnp.float32(1))

@@ -129,7 +129,7 @@ def local_step(
     def one(
         shared: State,
         replicas: Replica,
-        batch: Any,
+        batch: StepBatch,
         hyperparams: Hyperparams,
         frozen: Params | None,
     ) -> Any:

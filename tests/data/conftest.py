@@ -3,14 +3,17 @@
 import numpy as np
 import pytest
 
-from jaxtrain.data.store.store import RECORD_TOKENS, TokenStore
+from jaxtrain.data.store.store import RECORD_TOKENS, Records, TokenStore
 
 BOS = 0
 
 
-class Records(list):
-    def read(self, numbers):
-        return [self[number] for number in numbers]
+class MemoryRecords(Records):
+    def __init__(self, data):
+        self.data = data
+
+    def read(self, records):
+        return [self.data[record] for record in records]
 
 
 def memory_store(lengths) -> TokenStore:
@@ -33,7 +36,7 @@ def memory_store(lengths) -> TokenStore:
         tokenizer="",
         fingerprint=str(hash(lengths.tobytes())),
         first_record=np.array(first),
-        records=Records(records),
+        records=MemoryRecords(records),
         dtype=np.dtype("<u4"),
     )
 

@@ -1,7 +1,6 @@
 """Row passes: backends against the reference, the Hopper kernels interpreted and lowered."""
 
 import functools
-from types import SimpleNamespace
 from typing import Any
 
 import jax
@@ -16,8 +15,8 @@ from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.rows import hopper, reference, xla
 from tiny import batch, build
 
-from jaxtrain.model.config import ModelConfig
-from jaxtrain.model.fused_ops import FusedOps, fastest
+from jaxtrain.model.config import FusedOps, ModelConfig, resolve_model
+from jaxtrain.model.fused_ops import fastest
 from jaxtrain.objectives.next_token import next_token_loss
 
 # The mode that knows bar.sync, a named barrier of the hardware.
@@ -267,21 +266,20 @@ def test_the_switches_change_neither_the_loss_nor_its_gradient():
 
 
 def test_kernels_are_the_default_where_they_serve():
-    c = ModelConfig.model_validate({"depth": 2, "ffn": "relu2"})
+    c = resolve_model(ModelConfig.model_validate({"depth": 2, "width": 256, "ffn": "relu2"}), 256)
     x = jax.ShapeDtypeStruct((2, 256, 256), BF16)
-    resolved = SimpleNamespace(**{**c.__dict__, "heads": 2})
     with on_target(*HOPPER):
-        assert fastest(c.kernels, resolved, x) == c.kernels
+        assert fastest(c.kernels, c, x) == c.kernels
         odd = jax.ShapeDtypeStruct((2, 255, 250), BF16)
-        left = fastest(c.kernels, resolved, odd)
+        left = fastest(c.kernels, c, odd)
         assert (left.norm, left.rope) == ("xla", "xla")
-        resolved.norm_gain = resolved.qk_norm_gain = True
-        left = fastest(c.kernels, resolved, x)
+        gains = c.model_copy(update={"norm_gain": True, "qk_norm_gain": True})
+        left = fastest(c.kernels, gains, x)
         assert (left.norm, left.rope) == ("xla", "xla")
         named = FusedOps.model_validate({"norm": "mosaic", "rope": "reference"})
-        assert fastest(named, resolved, x) == named
+        assert fastest(named, gains, x) == named
     with on_target("cuda", (8, 0)):
-        left = fastest(c.kernels, SimpleNamespace(**{**c.__dict__, "heads": 2}), x)
+        left = fastest(c.kernels, c, x)
         assert (left.norm, left.rope, left.ffn, left.loss) == ("xla", "xla", None, None)
 
 

@@ -9,9 +9,10 @@ import io
 import lzma
 import zlib
 from collections.abc import Callable, Iterator
+from contextlib import closing
 from functools import lru_cache
 from pathlib import Path
-from typing import Any, NamedTuple, Protocol, runtime_checkable
+from typing import IO, Any, NamedTuple, Protocol, runtime_checkable
 
 from jaxtrain.data.chat.messages import conversations
 from jaxtrain.data.files.local import File
@@ -100,6 +101,7 @@ class ByteStream(Protocol):
     """What bytes are read from: a file, a decompressor, bytes in memory."""
 
     def read(self, size: int, /) -> bytes: ...
+    def close(self) -> None: ...
 
 
 def cut_stream(
@@ -145,7 +147,7 @@ def blocks_of_file(file: File, at: Position, cut: Callable[[bytes], int]) -> Ite
         ending = Path(file.url).suffix.lower()
         try:
             if ending in DECOMPRESSORS:
-                with DECOMPRESSORS[ending](raw) as stream:
+                with closing(DECOMPRESSORS[ending](raw)) as stream:
                     _skip(stream, at.at)
                     yield from cut_stream(stream, file, at, cut, raw.tell)
             else:
@@ -161,18 +163,18 @@ def blocks_of_file(file: File, at: Position, cut: Callable[[bytes], int]) -> Ite
 DAMAGED = (EOFError, zlib.error, lzma.LZMAError, OSError)
 
 
-def _skip(stream: Any, count: int) -> None:
+def _skip(stream: ByteStream, count: int) -> None:
     while count and (data := stream.read(min(count, 1 << 20))):
         count -= len(data)
 
 
-def _zstandard(file: Any) -> Any:
+def _zstandard(file: IO[bytes]) -> ByteStream:
     import pyarrow as pa
 
     return pa.CompressedInputStream(file, "zstd")  # notices a file that was cut short
 
 
-DECOMPRESSORS: dict[str, Callable[[Any], Any]] = {
+DECOMPRESSORS: dict[str, Callable[[IO[bytes]], ByteStream]] = {
     ".gz": lambda file: io.BufferedReader(gzip.GzipFile(fileobj=file), 1 << 20),
     ".xz": lzma.open,
     ".zst": _zstandard,

@@ -7,14 +7,14 @@ from collections.abc import Iterable, Iterator, Mapping
 from functools import lru_cache, reduce
 from pathlib import Path
 from types import MappingProxyType
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 
 from jaxtrain.data.chat.chat import Chat, make_chat
 from jaxtrain.data.chat.template import TemplateRefused, read_template
 from jaxtrain.data.files.reading import Position, TextBlock, chat_records, records_of, texts_of
-from jaxtrain.data.files.sources import CHAT_TEMPLATE_SOURCES, ChatTemplateSource
+from jaxtrain.data.files.sources import CHAT_TEMPLATE_SOURCES, ChatTemplateSource, Source
 from jaxtrain.data.preference.preferences import RecordKind, encode_preferences, same_kind
 from jaxtrain.data.records import Conversation, KTOExample, Preference
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
@@ -29,7 +29,7 @@ PIECE = 1 << 16  # characters of a document that are drawn together, a multiple 
 class EncodeJob(NamedTuple):
     """The settings of a tokenizer worker."""
 
-    source: Any
+    source: Source
     tokenizer: Path | None  # the folder it is in; None: there is none yet
     held_out: int  # documents whose hash is below are for validation
 
@@ -135,22 +135,23 @@ def _encode_text(
 
 def _encode_chat(job: EncodeJob, group: list[TextBlock], dtype: np.dtype) -> list[EncodedRecord]:
     """Conversations or preferences. What the template refuses is an error, or is left out."""
-    assert job.tokenizer is not None
-    pairs = [pair for block in group for pair in chat_records(job.source, block)]
-    chat, records = chat_of_source(job.source, job.tokenizer), [record for record, _ in pairs]
+    source = job.source
+    assert job.tokenizer is not None and isinstance(source, ChatTemplateSource)
+    pairs = [pair for block in group for pair in chat_records(source, block)]
+    chat, records = chat_of_source(source, job.tokenizer), [record for record, _ in pairs]
     refused = set()
 
     def on_error(number: int, error: UserError) -> None:
         place = pairs[number][1]
         if not isinstance(error, TemplateRefused):
             raise UserError(f"{place}: {error}") from error
-        if job.source.refused == "error":
+        if source.refused == "error":
             raise UserError(
                 f"{place}: {error}; data.train.refused=drop leaves such records out"
             ) from error
         refused.add(number)
 
-    if job.source.name == "preference":
+    if source.name == "preference":
         preferences = [record for record in records if isinstance(record, Preference)]
         found = encode_preferences(chat, preferences, on_error)
     else:
@@ -199,11 +200,11 @@ def beginnings(
 
 
 def _documents(
-    source: Any, group: list[TextBlock]
+    source: Source, group: list[TextBlock]
 ) -> Iterator[tuple[tuple[int, int, int], str, str]]:
     """Each document: its place, the text whose hash decides its split, and that to train on."""
     for block in group:
-        if source.name in CHAT_TEMPLATE_SOURCES:
+        if isinstance(source, ChatTemplateSource):
             records = (record for record, _ in chat_records(source, block))
             pairs = ((record.canonical_json(), record.chat_text()) for record in records)
         else:
@@ -249,7 +250,7 @@ def _packed(read: list[EncodedRecord], dtype: np.dtype) -> Encoded:
     return Encoded(ids.tobytes(), lengths, sizes, weights, counts, labels)
 
 
-def _weighted(source: Any, block: TextBlock) -> Iterator[tuple[str, float]]:
+def _weighted(source: Source, block: TextBlock) -> Iterator[tuple[str, float]]:
     """The documents of a block, each with what it weighs; 0 without a number."""
     name = source.sample_by
     if name is None:

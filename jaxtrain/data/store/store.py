@@ -62,7 +62,7 @@ class TokenStore:
     tokenizer: str
     fingerprint: str
     first_record: np.ndarray
-    records: Any  # record number -> bytes, as `Records`
+    records: "Records"
     dtype: np.dtype
     skipped: dict[str, int] = field(default_factory=dict)  # path of a damaged shard: its documents
     weights: np.ndarray | None = None  # float64 [documents], by which they are drawn; None: equal

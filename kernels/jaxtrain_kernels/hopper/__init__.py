@@ -2,14 +2,16 @@
 
 import functools
 from collections.abc import Callable
+from types import EllipsisType
 from typing import Any, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
 from jax import lax
+from jax.experimental import pallas as pl
 from jax.experimental.mosaic import gpu as mgpu
 from jax.experimental.pallas import mosaic_gpu as plgpu
-from jax.typing import DTypeLike
+from jax.typing import ArrayLike, DTypeLike
 from jaxlib.mlir import ir
 from jaxlib.mlir.dialects import llvm
 
@@ -20,22 +22,34 @@ ROWS = plgpu.Layout.WGMMA.reduce(1)
 COLUMNS = plgpu.Layout.WGMMA.reduce(0)
 _TRANSFORMS: Any = plgpu.TilingTransform, plgpu.SwizzleTransform
 Interpret = bool | plgpu.InterpretGPUParams  # the latter where a kernel runs on a CPU
+untyped: Any = (
+    plgpu  # for what takes a `Ref` or a `RegisterLayout`: Pallas's own types are not public
+)
 Index = jax.Array | int
+Places = Index | slice | pl.Slice | EllipsisType
+RefIndex = Places | tuple[Places, ...]
 
 
 @runtime_checkable
 class Ref(Protocol):
     """A kernel's reference to memory or to a part of it, for which Pallas has no public type."""
 
-    def __getitem__(self, index: Any, /) -> Any: ...
+    def __getitem__(self, index: RefIndex, /) -> jax.Array: ...
 
-    def __setitem__(self, index: Any, value: Any, /) -> None: ...
+    def __setitem__(self, index: RefIndex, value: ArrayLike, /) -> None: ...
 
     @property
     def at(self) -> Any: ...
 
     @property
     def T(self) -> Any: ...
+
+
+@runtime_checkable
+class RegisterLayout(Protocol):
+    """Which thread holds which values of an array, for which Pallas has no public type either."""
+
+    def reduce(self, axes: int, /) -> "RegisterLayout": ...
 
 
 def unsupported_reason(target: Target, *arrays: Any) -> str | None:

@@ -11,7 +11,7 @@ from jax.experimental.pallas import mosaic_gpu as plgpu
 from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention.hopper.backward_load import KeyWork, query_block
 from jaxtrain_kernels.attention.hopper.backward_plan import KeyPlan
-from jaxtrain_kernels.hopper import Index
+from jaxtrain_kernels.hopper import Index, Ref
 
 
 def sums_shape(plan: KeyPlan, padded_BTNH: tuple[int, ...]) -> tuple[int, ...]:
@@ -35,9 +35,9 @@ def memory(plan: KeyPlan) -> pl.MemoryRef:
     return hopper.tiles((plan.warpgroups, *shape(plan)), jnp.float32)
 
 
-def issue(work: KeyWork, t: Index, dq: Any) -> None:
+def issue(work: KeyWork, t: Index, dq: Ref) -> None:
     rows, columns = _part(work)
-    plgpu.wgmma(dq, work.ds().at[lax.rem(t, 2), :, rows].T, work.memory.k.at[:, columns])
+    hopper.untyped.wgmma(dq, work.ds().at[lax.rem(t, 2), :, rows].T, work.memory.k.at[:, columns])
 
 
 def store_dq(work: KeyWork, dq: jax.Array) -> None:

@@ -7,8 +7,8 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 from jax.experimental import pallas as pl
-from jax.experimental.pallas import mosaic_gpu as plgpu
 
+from jaxtrain_kernels import hopper
 from jaxtrain_kernels.attention.hopper.common import LOG2E
 from jaxtrain_kernels.hopper import Interpret
 from jaxtrain_kernels.rows.hopper.launch import lanes_layout, launch, load, rows_layout
@@ -66,7 +66,7 @@ def _in_one_pass(
         here = pl.ds(t * rows, rows)
         out, dout = (load(ref.at[b, here, n], layout) for ref in (out_ref, dout_ref))
         lse, *dlse = (
-            plgpu.load(ref.at[b, n, here], layout=layout.reduce(1), optimized=False)
+            hopper.untyped.load(ref.at[b, n, here], layout=layout.reduce(1), optimized=False)
             for ref in (lse_ref, *dlse_ref)
         )
         stats = _finished(lse, jnp.sum(out * dout, 1), dlse[0] if dlse else None)

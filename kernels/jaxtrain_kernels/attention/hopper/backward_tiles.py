@@ -105,20 +105,20 @@ def tell_tile(memory: Ref, tile: BackwardTile) -> None:
         memory[0, i] = x
 
 
-def tell_end(memory: Ref, loaded: Any, arrivals: int) -> None:
+def tell_end(memory: Ref, loaded: Ref, arrivals: int) -> None:
     """There is no more tile; loaded: the barrier on which the others wait for one."""
     memory[0, 0] = -1
     for _ in range(arrivals):
-        plgpu.barrier_arrive(loaded)
+        hopper.untyped.barrier_arrive(loaded)
 
 
 def compute_tiles(
-    memory: Ref, loaded: Any, compute: Callable[[jax.Array, BackwardTile], jax.Array]
+    memory: Ref, loaded: Ref, compute: Callable[[jax.Array, BackwardTile], jax.Array]
 ) -> None:
     """The others' loop: used = compute(used, tile), from the used steps before to those after."""
 
     def following():
-        plgpu.barrier_wait(loaded)
+        hopper.untyped.barrier_wait(loaded)
         return BackwardTile(*(memory[0, i] for i in range(len(BackwardTile._fields))))
 
     def compute_tile(carry):

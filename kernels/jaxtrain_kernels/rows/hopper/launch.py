@@ -7,7 +7,6 @@ cover the memory's latency and whose phases cover each other.
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import jax
 import jax.numpy as jnp
@@ -44,13 +43,13 @@ def like(x: jax.Array) -> jax.ShapeDtypeStruct:
     return jax.ShapeDtypeStruct(x.shape, x.dtype)
 
 
-def rows_layout(columns: int) -> Any:
+def rows_layout(columns: int) -> hopper.RegisterLayout:
     """A row a warp, 16 bytes of 16-bit values a thread (8 where the columns are few)."""
     vector = 8 if columns % 256 == 0 else 4
     return plgpu.Layout.TILED(plgpu.Tiling(((4, 32 * vector), (vector,))), (-3,), (-2,), -1)
 
 
-def lanes_layout(columns: int) -> Any:
+def lanes_layout(columns: int) -> hopper.RegisterLayout:
     """Several short rows a warp: 8 values a thread, columns / 8 threads a row."""
     lanes = columns // 8
     rows = 32 // lanes
@@ -58,11 +57,11 @@ def lanes_layout(columns: int) -> Any:
     return plgpu.Layout.TILED(tiling, (-5,), (-3, -2), -1)
 
 
-def load(ref: Any, layout: Any) -> jax.Array:
+def load(ref: hopper.Ref, layout: hopper.RegisterLayout) -> jax.Array:
     """Global memory as float32."""
-    return plgpu.load(ref, layout=layout, optimized=False).astype(jnp.float32)
+    return hopper.untyped.load(ref, layout=layout, optimized=False).astype(jnp.float32)
 
 
-def broadcast_lanes(x_R: jax.Array, like: jax.Array, layout: Any) -> jax.Array:
+def broadcast_lanes(x_R: jax.Array, like: jax.Array, layout: hopper.RegisterLayout) -> jax.Array:
     """A number a row over its columns."""
-    return plgpu.layout_cast(lax.broadcast_in_dim(x_R, like.shape, [0]), layout)
+    return hopper.untyped.layout_cast(lax.broadcast_in_dim(x_R, like.shape, [0]), layout)
