@@ -270,7 +270,7 @@ EVERYWHERE = {
     "rope_base_short qk_scale attention_scale qkv_bias out_bias window_pattern "
     "last_layer_full short_window context_length norm norm_eps post_norm embed_scale "
     "embed_norm logit_softcap attention_softcap value_embeddings residual_scales "
-    "smear backout base_width adapter embedding_dtype attention "
+    "smear backout bigram_rows base_width adapter embedding_dtype attention "
     "deterministic_attention remat_short",
     "model.moe": "top_k hidden shared_experts every score_function balance_bias aux_loss z_loss "
     "remat",

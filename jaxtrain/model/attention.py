@@ -87,11 +87,13 @@ class LayerCache(NamedTuple):
 
 
 class Cache(NamedTuple):
-    """What decoding keeps: keys and values per layer, and the last embedding (for the smear)."""
+    """What decoding keeps: keys and values per layer, and of each row's last token the embedding
+    (for the smear) and the id (for `model.bigram_rows`)."""
 
     kv: tuple[tuple[CacheArray, CacheArray], ...]  # k_BSKH, v_BSKH of each layer
     lengths_B: Array
     last_BD: Array
+    last_B: Array
 
 
 def init_kv_cache(x_BTKH: Float[Array, "B T K H"], capacity: int, dtype: str | None) -> CacheArray:

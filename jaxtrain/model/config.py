@@ -172,6 +172,12 @@ class ModelFields[Size: int | None](Settings):
     residual_scales: bool = Field(
         True, description="learned scale of the stream and of the embedding x0 before each layer"
     )
+    bigram_rows: int | None = Field(
+        None,
+        ge=2,
+        description="rows of a hashed embedding of pairs of tokens, added to the token embedding; "
+        "five times the vocabulary serves well; default none",
+    )
     smear: bool = Field(True, description="mix a gated copy of the previous token's embedding in")
     backout: bool = Field(True, description="subtract a learned share of the middle layer's output")
     document_mask: bool = Field(False, description="tokens attend inside their own document only")

@@ -26,6 +26,7 @@ from jaxtrain.model.attention import (
     attend_rows,
     init_kv_cache,
 )
+from jaxtrain.model.bigram import BigramEmbedding, tokens_before
 from jaxtrain.model.block import Block, declare_norm, normed
 from jaxtrain.model.branches import Branches, branched_attention, take_before
 from jaxtrain.model.config import FusedOps, ResolvedModel, round_up
@@ -57,6 +58,7 @@ class Transformer(nnx.Module):
         self.embed = declare(
             (vocab, D), ("vocab", "embed"), scheme.embed, "embedding", dtype=c.embedding_dtype
         )
+        self.bigram = BigramEmbedding(c) if c.bigram_rows else None
         self.blocks = Block(c, L)
         valued = sum(spec.value_embed for spec in self.plan)
         self.value_embed = ValueEmbedding(c, vocab, valued) if valued else None
@@ -148,16 +150,18 @@ class Transformer(nnx.Module):
         capacity = mode.capacity + round_up(self.config.virtual, CACHE_MULTIPLE)
         keep = lambda x: init_kv_cache(x, capacity, mode.cache_dtype)
         layers = tuple((keep(k), keep(v)) for k, v in out.kv)
-        cache = Cache(layers, mode.lengths_B + self.config.virtual, plain_BTD[rows, ends])
+        last = plain_BTD[rows, ends], tokens_BT[rows, ends]
+        cache = Cache(layers, mode.lengths_B + self.config.virtual, *last)
         return Output(states_BTD[rows, ends], cache=cache)
 
     def _decode(self, tokens_B1: Array, mode: Decode) -> Output:
         lengths_B = mode.cache.lengths_B + 1
-        x_B1D, plain_B1D = self.embed_tokens(tokens_B1, mode.cache.last_BD)
+        x_B1D, plain_B1D = self.embed_tokens(tokens_B1, mode.cache)
         longer = mode.cache._replace(lengths_B=lengths_B)
         out = self.all_layers(x_B1D, tokens_B1, (lengths_B - 1)[:, None], cache=longer)
         states_B1D = self.final_norm(out.x_BTD, out.middle_BTD)
-        return Output(states_B1D[:, 0], cache=Cache(tuple(out.kv), lengths_B, plain_B1D[:, 0]))
+        cache = Cache(tuple(out.kv), lengths_B, plain_B1D[:, 0], tokens_B1[:, 0])
+        return Output(states_B1D[:, 0], cache=cache)
 
     def _pipelined(
         self,
@@ -188,34 +192,48 @@ class Transformer(nnx.Module):
     def embed_tokens(
         self,
         tokens_BT: Int[Array, "B T"],
-        previous_BD: Float[Array, "B D"] | None,
+        cache: Cache | None,
         segments_BT: Int[Array, "B T"] | None = None,
         branches: Branches | None = None,
         zigzag: bool = False,
     ) -> tuple[Float[Array, "B T D"], Float[Array, "B T D"]]:
-        """Embeddings with and without the smear; `previous_BD` stands before the first token.
+        """Embeddings as the stream starts, and those of the tokens alone.
 
-        With segments, the first token of a document takes nothing from the document before.
+        cache: what stands before the first token. With segments, the first token of a document
+        takes nothing from the document before.
         """
         c = self.config
         plain_BTD = constrain(lookup(self.embed[...], tokens_BT), "batch", "tokens", None)
-        plain_BTD = self.scale_embedding(plain_BTD)
-        if not c.smear:
-            return plain_BTD, plain_BTD
-        if previous_BD is None:
-            before_BTD = parallel.previous_token(plain_BTD, zigzag)
-            if segments_BT is not None:
-                before_BTD *= (segments_BT == parallel.previous_token(segments_BT, zigzag))[
-                    ..., None
-                ]
-            if branches is not None:
-                before_BTD = take_before(before_BTD, plain_BTD, branches)
-        else:
-            before_BTD = previous_BD[:, None]
-        gate_c = self.smear_gate[...].astype(plain_BTD.dtype)
-        gate_BT1 = jax.nn.sigmoid(plain_BTD[..., : gate_c.shape[0]] @ gate_c)[..., None]
-        scale = self.smear_scale[...].astype(plain_BTD.dtype)
-        return plain_BTD + scale * gate_BT1 * before_BTD, plain_BTD
+        x_BTD = plain_BTD = self.scale_embedding(plain_BTD)
+        if c.smear:
+            before_BTD = (
+                self.embedding_before(plain_BTD, segments_BT, branches, zigzag)
+                if cache is None
+                else cache.last_BD[:, None]
+            )
+            gate_c = self.smear_gate[...].astype(plain_BTD.dtype)
+            gate_BT1 = jax.nn.sigmoid(plain_BTD[..., : gate_c.shape[0]] @ gate_c)[..., None]
+            x_BTD = (
+                plain_BTD + self.smear_scale[...].astype(plain_BTD.dtype) * gate_BT1 * before_BTD
+            )
+        if self.bigram is not None:
+            before_BT = (
+                tokens_before(tokens_BT, segments_BT, branches, zigzag)
+                if cache is None
+                else cache.last_B[:, None]
+            )
+            x_BTD += self.bigram(tokens_BT, before_BT).astype(x_BTD.dtype)
+        return x_BTD, plain_BTD
+
+    @staticmethod
+    def embedding_before(
+        plain_BTD: Array, segments_BT: Array | None, branches: Branches | None, zigzag: bool
+    ) -> Array:
+        """The embedding of the token that each one follows; zeros where there is none."""
+        before_BTD = parallel.previous_token(plain_BTD, zigzag)
+        if segments_BT is not None:
+            before_BTD *= (segments_BT == parallel.previous_token(segments_BT, zigzag))[..., None]
+        return before_BTD if branches is None else take_before(before_BTD, plain_BTD, branches)
 
     def scale_embedding(self, rows_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Rows of the embedding as they enter the stream."""

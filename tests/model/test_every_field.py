@@ -137,6 +137,7 @@ ROWS = {
     "attention_softcap": Row(0.5, outputs),
     "value_embeddings": Row(False, parameters),
     "residual_scales": Row(False, parameters),
+    "bigram_rows": Row(97, outputs),
     "smear": Row(False, parameters),
     "backout": Row(False, parameters),
     "document_mask": Row(True, outputs),
@@ -177,7 +178,7 @@ ROWS = {
 # Of each kind of field one runs always; the rest takes long.
 FAST = (
     "kv_heads", "moe", "position_embedding", "rope_base_short", "short_window", "smear", "prompt",
-    "remat", "init", "context_length", "fp8", "moe.top_k",
+    "bigram_rows", "remat", "init", "context_length", "fp8", "moe.top_k",
 )  # fmt: skip
 FIELDS = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in ROWS]
 
