@@ -1,7 +1,7 @@
-"""What each instruction of a compiled program moves and multiplies, read from its text.
+"""Bytes and FLOPs of each instruction of a compiled program, read from its text.
 
-No device is needed: a pass over activations takes about its bytes over the copy rate, a matmul its
-FLOPs over the matmul rate, so that a change can be judged before it is run.
+No device is needed. A pass over activations takes about bytes / copy rate, a matmul FLOPs / matmul
+rate: the cost of a change can be estimated before it is run.
 """
 
 import math
@@ -13,7 +13,7 @@ from typing import NamedTuple
 from jaxtrain.estimate.hlo import SHAPE, Instruction, computations_of, size_of
 
 LIBRARY_MATMUL = re.compile(r'custom_call_target="__cublas')
-# These move nothing themselves, or are waited for by one that does.
+# They move no bytes, or an instruction that does waits for them.
 FREE = {
     "parameter", "constant", "bitcast", "tuple", "get-tuple-element", "iota", "partition-id",
     "copy-done", "async-done", "opt-barrier", "after-all",
@@ -22,7 +22,8 @@ SLICES = {"slice", "dynamic-slice", "gather"}
 
 
 class Cost(NamedTuple):
-    """Of one execution; `matmul`: a library's, whose kernel is not named like its instruction."""
+    """The cost of one execution of an instruction. `matmul`: a library's matrix product, whose
+    kernel has another name than the instruction."""
 
     name: str
     times: int  # in a step, counting loops
@@ -32,7 +33,7 @@ class Cost(NamedTuple):
 
 
 def read_costs(hlo: str) -> list[Cost]:
-    """The instructions that run on the device in their scheduled order, loops' bodies in place."""
+    """The device's instructions in scheduled order; the body of a loop stands where the loop is."""
     computations, entry = computations_of(hlo)
     return list(_walk(computations, entry, 1)) if entry else []
 
@@ -76,7 +77,8 @@ def _walk(computations: dict[str, list[Instruction]], name: str, times: int) -> 
 
 
 def _fusion_bytes(fusion: Instruction, inner: list[Instruction], types: dict[str, str]) -> int:
-    """Operands in full unless only slices of them are read; an updated slice, not its array."""
+    """Bytes of a fusion. An operand of which only slices are read counts as those slices; an array
+    that is updated in place counts as the updated slice."""
     sizes = {i.name: size_of(i.type) for i in inner}
     users: dict[str, list[Instruction]] = defaultdict(list)
     for i in inner:
@@ -111,7 +113,7 @@ def _flops(i: Instruction, inner: list[Instruction], types: dict[str, str]) -> f
 
 
 def _types(instructions: list[Instruction]) -> dict[str, str]:
-    """Of each instruction, and as name#k of the k-th element of one that returns several."""
+    """Instruction -> type of its result; `name#k` -> type of the k-th result of a tuple."""
     types = {}
     for i in instructions:
         types[i.name] = i.type

@@ -13,30 +13,30 @@ from jaxtrain.settings import UserError
 GIB = 2**30
 PIPELINED = "COLLECTIVE_PIPELINING_MODE_ON"
 COMBINED = ("all_reduce", "all_gather", "reduce_scatter")
-# What each is said to do (MaxText's, AXLearn's and NVIDIA's recipes); what it does: BENCHMARKS.md.
+# Comments give the effect that MaxText, AXLearn and NVIDIA claim; BENCHMARKS.md has ours.
 SETS: dict[str, dict[str, Option]] = {
-    # Collectives where they stand, none beside computing: what the scheduler brings.
+    # No overlap of collectives with compute: measures the gain of the latency-hiding scheduler.
     "in_order": {"xla_gpu_enable_latency_hiding_scheduler": False},
-    # Few large collectives; by default they are joined up to 30 MiB.
+    # Few large collectives: combined up to 1 GiB instead of 30 MiB.
     "combined": {f"xla_gpu_{kind}_combine_threshold_bytes": GIB for kind in COMBINED},
-    # Those of a loop's round beside the computing of the next.
+    # In a loop, collectives of one iteration overlap with the compute of the next.
     "pipelined": {
         "xla_gpu_enable_while_loop_double_buffering": True,
         **{f"xla_gpu_pipeline_{kind}": PIPELINED for kind in COMBINED},
     },
-    # Several at once.
+    # Several collectives at once.
     "parallel": {
         "xla_gpu_experimental_parallel_collective_overlap_limit": 4,
         "xla_gpu_experimental_parallel_scale_up_collective_overlap_limit": 4,
     },
-    # Buffers that NCCL knows, so that it need not copy.
+    # Buffers registered with NCCL, which then need not copy.
     "user_buffers": {"xla_gpu_enable_nccl_user_buffers": True},
-    # The same memory on all devices, where NCCL can gather by copy engines (NCCL_CTA_POLICY=2), so
-    # that matmuls beside it keep their multiprocessors. It lies outside of JAX's pool of memory.
+    # NCCL symmetric memory. With NCCL_CTA_POLICY=2 the copy engines do all-gathers, and concurrent
+    # matmuls keep all multiprocessors. These buffers are not in JAX's memory pool.
     "symmetric": {"xla_gpu_experimental_enable_nccl_symmetric_buffers": True},
-    # Every kernel launched by itself, none from a CUDA graph.
+    # No CUDA graphs: every kernel is launched separately.
     "launched": {"xla_gpu_enable_command_buffer": ""},
-    # Those that runs use.
+    # The sets that training uses.
     **xla_flags.SETS,
 }
 
@@ -46,7 +46,7 @@ def bench_flags(
 ) -> Iterator[dict[str, Any]]:
     """A record of `bench step` for each set (or the one named), all of one process.
 
-    A set that this XLA knows nothing of is left out. Raises UserError for an unknown one.
+    A set is left out if this XLA knows none of its options. Raises UserError for an unknown one.
     """
     every = {"default": dict[str, Option](), **SETS}
     if only is not None and only not in every:

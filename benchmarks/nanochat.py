@@ -1,12 +1,12 @@
-"""nanochat trained on the rows of a configuration of ours, as a run directory beside our run's.
+"""Trains nanochat on the rows of one of our configurations, into a run directory to compare with.
 
     python -m benchmarks nanochat CHECKOUT --config gpt_d12 run.name=nanochat data.train.path=...
     jaxtrain train --config gpt_d12 run.name=ours data.train.path=...
     python -m benchmarks race runs/ours runs/nanochat --differ env
 
-Our loader writes the rows of every step and of the validation; a process of its own trains the
+Our loader writes the rows of every step and of the validation. A separate process trains the
 checkout on them (`peer_nanochat_train.py`). Rates, decay and warm-ups are those of the
-configuration, which are nanochat's own rules unless set by hand.
+configuration, which follow nanochat's rules unless set by hand.
 """
 
 import json
@@ -41,8 +41,8 @@ SKIPPED = 5  # steps that are not timed: the first ones compile
 def train_nanochat(checkout: Path, name: str, overrides: Sequence[str]) -> Path:
     """Train nanochat on the data of a configuration; returns the run directory.
 
-    UserError for what is no checkout, for a configuration that nanochat's model or optimizer could
-    not follow, and for a run directory that is there already.
+    Raises UserError if the folder is no checkout of nanochat, if nanochat's model or optimizer
+    cannot follow the configuration, and if the run directory exists.
     """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the peer needs the GPU's memory
     c = load_config(find_config(name), overrides)
@@ -71,7 +71,7 @@ def train_nanochat(checkout: Path, name: str, overrides: Sequence[str]) -> Path:
 
 
 def settings_of(c: Resolved) -> dict[str, Any]:
-    """What the peer's script is told, from a configuration that both can follow."""
+    """The settings of the peer's script. Raises UserError if nanochat cannot train that way."""
     if not isinstance(c.optim, MuonConfig) or not isinstance(c.optim.schedule, Trapezoid):
         raise UserError("nanochat trains with optim.name=muon and a trapezoid schedule alone")
     schedule = c.optim.schedule.model_dump(
@@ -119,12 +119,12 @@ def write_rows(folder: Path, c: Resolved, prepared: Prepared, validation: TokenS
 
 
 def whole_rows(batch: Batch | PairBatch) -> np.ndarray:
-    """Rows [B, T+1] of ids: the tokens, and the last target."""
+    """Rows [B, T+1] of token ids: inputs, then the last target."""
     return np.concatenate([batch.tokens_BT, batch.targets_BT[:, -1:]], axis=1).astype(np.uint16)
 
 
 def follow(path: Path, lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Write the peer's rows as they come; returns the facts that it said of itself."""
+    """Write the peer's metrics as they arrive; returns the facts it reports about itself."""
     facts: dict[str, Any] = {}
     with path.open("w", encoding="utf-8") as file:
         for row in lines:

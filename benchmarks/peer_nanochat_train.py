@@ -4,10 +4,10 @@
 
 FOLDER has settings.json, the rows train.npy and validation.npy [N, T+1] (uint16 ids; validation's
 last row is filled up), labels.npy [N] (labels of each validation row) and bytes.npy [V] (UTF-8
-bytes of each token). Model, optimizer and evaluation are the checkout's; the loop and its schedules
-are those of its base_train.py, with every row on the device beforehand and a wait for the GPU every
-`log_every` steps in place of each. Seconds exclude validations and, as base_train.py's, nothing but
-the first steps, which compile.
+bytes of each token). Model, optimizer and evaluation are the checkout's. The loop and its schedules
+follow its base_train.py with two differences: all rows are on the device beforehand, and the loop
+waits for the GPU every `log_every` steps, not every step. Seconds leave out validations and, as in
+base_train.py, the first steps, which compile.
 """
 
 import gc
@@ -54,7 +54,7 @@ def schedules(s):
 
 
 def on_device(rows, labels=None):
-    """Inputs and targets [N, T] on the GPU; targets behind a row's labels are unmarked."""
+    """Inputs and targets [N, T] on the GPU. Targets past a row's label count are UNMARKED."""
     ids = torch.from_numpy(rows.astype(np.int64)).cuda()
     inputs, targets = ids[:, :-1].contiguous(), ids[:, 1:].contiguous()
     if labels is not None:

@@ -30,7 +30,7 @@ def rows_of(script: str, *arguments: str, needs: Sequence[str]) -> Iterator[dict
     if missing or not path.exists():
         print(f"  no peer: {', '.join(missing) or script} is missing", file=sys.stderr)
         return
-    # -P: benchmarks/profile.py must not stand for Python's own in the script.
+    # -P: otherwise the script would import benchmarks/profile.py as Python's `profile`.
     line = [sys.executable, "-P", str(path), *arguments]
     with subprocess.Popen(line, stdout=subprocess.PIPE, text=True) as peer:
         yield from (json.loads(row) for row in peer.stdout or () if row.startswith("{"))
@@ -39,8 +39,8 @@ def rows_of(script: str, *arguments: str, needs: Sequence[str]) -> Iterator[dict
 def nanochat_step(checkout: Path, name: str, overrides: Sequence[str]) -> list[dict[str, Any]]:
     """nanochat's train step at a configuration's depth, rows and tokens, by its own code.
 
-    On one GPU; call it before JAX takes its memory. Raises UserError as `check_nanochat`, and for
-    an accumulated batch.
+    Runs on one GPU, before JAX takes its memory. Raises the errors of `check_nanochat`, and
+    UserError for a batch of several microbatches.
     """
     c = load_config(find_config(name), overrides)
     check_nanochat(checkout, name, c)
@@ -72,8 +72,8 @@ def lengths(s: AttentionShape) -> list[list[int]]:
 
 
 def check_nanochat(checkout: Path, name: str, c: Config) -> None:
-    """Raises UserError for what is no checkout of nanochat (github.com/karpathy/nanochat), and for
-    a configuration that its model cannot follow."""
+    """Raises UserError if the folder is no checkout of github.com/karpathy/nanochat, and if
+    nanochat's model cannot follow the configuration."""
     if not (checkout / "nanochat" / "gpt.py").is_file():
         raise UserError(f"{checkout}: no checkout of nanochat, it has no nanochat/gpt.py")
     if c.model.ffn != "relu2" or not c.train.device_batch_size:

@@ -7,11 +7,11 @@ from jaxtrain.data import Batch
 from jaxtrain.estimate.workload import Workload, batch_shapes
 from jaxtrain.train.step import State, init_state, state_shardings
 
-DOCUMENTS = 4  # of a row, where the configuration masks documents
+DOCUMENTS = 4  # in each row, if the configuration masks attention by document
 
 
 def random_batch(w: Workload, seed: int) -> Batch:
-    """Uniform token ids made on the device, every label counting."""
+    """Uniform token ids, made on the device; every label has weight 1."""
     like = batch_shapes(w)
     shape = like.tokens_BT.shape
 

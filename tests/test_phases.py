@@ -200,8 +200,8 @@ def test_a_phase_may_change_what_has_no_parameters(tmp_path):
         ),
         ("[{until: 2, model: {deep: 1}}]", "train.phases[0].model: there is no model.deep"),
         ("[{until: 2, model: {depth: none}}]", "train.phases[0]: model.depth: "),
-        ("[{until: 2, model: {depth: 5}}]", "the number of layers alone may grow"),
-        ("[{until: 2, model: {hidden: 16}}]", "the number of layers alone may grow"),
+        ("[{until: 2, model: {depth: 5}}]", "only the number of layers may grow"),
+        ("[{until: 2, model: {hidden: 16}}]", "only the number of layers may grow"),
         ("[{until: 2, model: {tied_head: true}}]", "only the next phase has head"),
     ],
 )

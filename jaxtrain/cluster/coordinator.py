@@ -61,13 +61,15 @@ class Coordinator:
         self.index, self.count, self.host = index, count, socket.gethostname()
         self.heartbeat_timeout, self.step_timeout, self.end = heartbeat_timeout, step_timeout, end
         self.hosts = {index: self.host}
-        self.address, self.timeout, self.until = "", 0.0, 0.0  # of `meet`, the last in monotonic s
-        self.links: dict[int, Link] = {}  # to the processes that were met
-        self.trouble = Trouble("no answer yet")  # why process 0 was not reached so far
+        # Set by `meet`; until: on the monotonic clock.
+        self.address, self.timeout, self.until = "", 0.0, 0.0
+        self.links: dict[int, Link] = {}  # index of a process -> the connection to it
+        self.trouble = Trouble("no answer yet")  # why the last attempt to reach process 0 failed
         self.client: ServiceClient | None = None
         self.service: IO[bytes] | None = None  # of process 0
         self.rounds = 0  # comparisons
-        self.steps: dict[int, tuple[str, float]] = {}  # of process 0: the others', and since when
+        # In process 0: the newest step of each process, and since when.
+        self.steps: dict[int, tuple[str, float]] = {}
         self.changed = threading.Condition()  # guards all that follows
         self.step: int | None = None  # the last step begun here; None outside the loop
         self.hold = False  # begin no step before `last` is known
@@ -116,7 +118,7 @@ class Coordinator:
         return [i for i in range(1, self.count) if i not in self.links]
 
     def _gather(self, server: socket.socket, secret: bytes) -> None:
-        """By process 0: until all others have proved that they know the secret."""
+        """Process 0 waits until all others have proved that they know the secret."""
         for link, hello in meeting.proved(server, secret, self.until):
             link.index, link.host, of = int(hello["process"]), str(hello["host"]), hello["of"]
             twin = self.host if link.index == 0 else None
@@ -151,7 +153,7 @@ class Coordinator:
         raise UserError(message)
 
     def _attend(self, at: tuple[str, int], secret: Secret) -> None:
-        """By the others: until process 0 has taken this one in."""
+        """Every other process tries to connect until process 0 accepts it."""
         hello = {"process": self.index, "of": self.count, "host": self.host}
         while time.monotonic() < self.until:
             found = meeting.introduce(at, hello, self.until, secret)
@@ -162,8 +164,8 @@ class Coordinator:
                     raise UserError(str(reply["failed"]))
                 self.hosts[0] = self.links[0].host = str(reply["host"])
                 return
-            # A missing secret stays the reason when process 0 gives up first and nobody is there;
-            # an attempt that the deadline cut off says nothing.
+            # Keep "no secret" as the reason if process 0 gives up first and later attempts fail.
+            # Ignore the attempt that the deadline interrupted.
             late = time.monotonic() >= self.until
             if found.greeted or not (late or self.trouble.greeted):
                 self.trouble = found
@@ -171,7 +173,7 @@ class Coordinator:
         raise UserError(
             f"process {self.index} of {self.count} did not reach process 0 at {self.address} "
             f"in {self.timeout:g} s ({self.trouble.why}); "
-            "is it running there, and not behind a firewall?"
+            "is it running there, and does a firewall block the port?"
         )
 
     def _connect(self) -> None:
@@ -331,7 +333,7 @@ class Coordinator:
                 self.changed.notify_all()
 
     def _check_steps(self, client: ServiceClient, limit: float) -> None:
-        """End all where no process has begun a step for `limit` seconds."""
+        """End all processes if none has begun a step for `limit` seconds."""
         now = time.monotonic()
         for key, step in client.key_value_dir_get("step/"):
             index = int(key.removeprefix("step/"))

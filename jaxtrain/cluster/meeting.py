@@ -130,7 +130,7 @@ def proved(server: socket.socket, secret: bytes, until: float) -> Iterator[tuple
 
 @dataclass(frozen=True)
 class Trouble:
-    """Why an attempt failed. greeted: process 0 of a job was there, the secret is what is wrong."""
+    """Why an attempt failed. greeted: process 0 answered, so the secret is wrong or missing."""
 
     why: str
     greeted: bool = False
@@ -152,7 +152,7 @@ def introduce(
     if both is None or known is None:
         link.close()
         if both is None:
-            return Trouble("what answers there is none of this job")
+            return Trouble("another program answers at this address")
         why = f"there is no secret of the job in {secret.file.parent}; {secret.advice()}"
         return Trouble(why, greeted=True)
     peer = Link(link, key_of(known, both[1], both[0]), first=False)

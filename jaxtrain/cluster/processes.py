@@ -147,7 +147,7 @@ def joined(
     coordinator.meet(place.coordinator, config.start_timeout, secret)
     try:
         coordinator.compare(facts, "all processes need the same code, packages and configuration")
-        # The coordinator agrees on the stop instead.
+        # Our coordinator decides when all processes stop, not JAX's preemption service.
         jax.config.update("jax_enable_preemption_service", False)
         if place.devices is not None:
             jax.config.update("jax_cuda_visible_devices", ",".join(map(str, place.devices)))
@@ -157,7 +157,8 @@ def joined(
     except BaseException as error:
         sys.stdout.flush()
         if not isinstance(error, UserError | KeyboardInterrupt):
-            # If another process died, the coordinator says so in this time and ends this one.
+            # If this error follows another process's death, the coordinator reports that death and
+            # ends this process while it waits here.
             time.sleep(config.heartbeat_timeout + LINGER)
         code, text = told(error)
         coordinator.fail(text, code)

@@ -1,7 +1,8 @@
-"""Options of XLA's for a step's compilation, in sets by name (`benchmarks/flags.py` measures more).
+"""Named sets of XLA options for compiling a step (`benchmarks/flags.py` measures more of them).
 
-They go with one compilation, never through XLA_FLAGS, where one unknown flag ends the process. Of a
-set of ours what the installed XLA does not know is left out; of a user's it is an error.
+Options are passed with each compilation. XLA_FLAGS is not used: one unknown flag there ends the
+process. An option of our sets that the installed XLA does not know is left out; a user's unknown
+option is an error.
 """
 
 import functools
@@ -30,7 +31,7 @@ def known_options(names: tuple[str, ...]) -> dict[str, Option]:
 
 
 def supported(options: Mapping[str, Option]) -> dict[str, Option]:
-    """Those of some options that this XLA knows."""
+    """The given options without those that this XLA does not know."""
     return {
         option: value for option, value in options.items() if not why_unsupported(option, value)
     }

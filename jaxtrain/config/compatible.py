@@ -82,7 +82,7 @@ def objective(name: str) -> Feature:
 
 
 def packs_ffn(c: BaseModel) -> bool:
-    """Whether a `finetune` section keeps the matrices of feed-forward layers in few bits."""
+    """Whether a `finetune` section quantizes the matrices of feed-forward layers."""
     trained = " ".join(getattr(c, "trainable", ()))
     return given(getattr(c, "base_quantization", None)) and "experts" not in trained
 
@@ -223,7 +223,7 @@ REFUSALS = (
             "model.stochastic_depth=0"),
     Refusal("moe", "ffn_bias", "experts have no biases", "model.ffn_bias=false"),
     Refusal("adapted ffn", "moe", "experts take no adapters", "finetune.targets=[attention]"),
-    Refusal("packed ffn", "moe", "experts are not kept in few bits",
+    Refusal("packed ffn", "moe", "experts are not quantized",
             "finetune.base_quantization=null"),
     Refusal("ia3", "moe", "experts take no factors",
             "finetune={name: lora, targets: [attention]}"),
@@ -233,13 +233,13 @@ REFUSALS = (
             "model.qk_norm_gain=false"),
     Refusal("norm_gain", "no block_norm", "there are no norms for the gains",
             "model.norm_gain=false"),
-    Refusal("phases", "tuning", "the frozen layers are those of the checkpoint",
+    Refusal("phases", "tuning", "the checkpoint fixes the number of frozen layers",
             "train.phases=[]"),
-    Refusal("masks", "tuning", "weights are pruned where all of them train", "optim.wrappers=[]"),
-    Refusal("masks", "offload", "masks are drawn of all weights at once", "optim.offload=false"),
-    Refusal("masks", "local_sgd", "each replica would have masks of its own",
+    Refusal("masks", "tuning", "pruning needs all weights to train", "optim.wrappers=[]"),
+    Refusal("masks", "offload", "masks are drawn from all weights at once", "optim.offload=false"),
+    Refusal("masks", "local_sgd", "each replica would draw other masks",
             "train.local_sgd=null"),
-    Refusal("masks", "schedule_free", "what it evaluates is an average, which has no zeros",
+    Refusal("masks", "schedule_free", "it evaluates an average of the weights, which has no zeros",
             "optim.name=adamw"),
     Refusal("masks", "soap", NO_RESET, "optim.name=muon"),
     Refusal("masks", "adamw8bit", NO_RESET, "optim.name=adamw"),
@@ -259,7 +259,7 @@ REFUSALS = (
             "train.local_sgd=null"),
     Refusal("preference", "z_loss", "the loss is of answers, not of tokens", "train.z_loss=0"),
     Refusal("preference", "fp8", NOT_FOR_PREFERENCES, "model.fp8=null"),
-    Refusal("preference", "stochastic_depth", "log-probs of answers are taken of all layers",
+    Refusal("preference", "stochastic_depth", "log-probs of answers need all layers",
             "model.stochastic_depth=0"),
 )  # fmt: skip
 

@@ -1,6 +1,6 @@
-"""The phases of a run: parts that train different models, whose state goes on from one to the next.
+"""The phases of a run: each trains another model, from the state of the phase before.
 
-The lengths of rows and the mixtures of a phase are the data's (`data.stages`).
+`data.stages` changes row lengths and mixtures; it is independent of phases.
 """
 
 from collections.abc import Mapping
@@ -20,16 +20,16 @@ from jaxtrain.settings import UserError
 class Phase(NamedTuple):
     """A part of a run that trains one model."""
 
-    config: Resolved  # the run's, with the phase's model
-    start: int  # steps before it
-    end: int  # steps when it is over
-    grow: str | None = None  # how the layers of the phase before become this one's
+    config: Resolved  # the run's configuration with the phase's model
+    start: int  # the step after which it begins
+    end: int  # its last step
+    grow: str | None = None  # row of GROWTHS that makes its layers; None in the first phase
 
 
 def phases_of(c: Resolved, vocab_size: int, mesh: Mesh) -> list[Phase]:
     """The phases of a run, at least one.
 
-    Raises UserError for one that cannot be trained, or whose parameters cannot become the next's.
+    Raises UserError for a phase that cannot train, or that cannot grow into the next one.
     """
     found, start, grow = [], 0, None
     for number, phase in enumerate(c.train.phases):
@@ -50,7 +50,7 @@ def phases_of(c: Resolved, vocab_size: int, mesh: Mesh) -> list[Phase]:
 
 
 def config_at(c: Resolved, step: int) -> Resolved:
-    """The configuration with the model of the checkpoint of a step."""
+    """The configuration with the model that trains at a step."""
     for number, phase in enumerate(c.train.phases):
         if step <= phase.until:
             return with_model(c, phase.model, f"train.phases[{number}]")
@@ -58,7 +58,7 @@ def config_at(c: Resolved, step: int) -> Resolved:
 
 
 def with_model(c: Resolved, model: Mapping[str, JsonValue], field: str) -> Resolved:
-    """With other values of the model's fields. UserError that begins with `field`."""
+    """The configuration with changed fields of the model. Its UserErrors begin with `field`."""
     tree = c.model_dump(mode="json")
     if unknown := sorted(model.keys() - tree["model"].keys()):
         raise UserError(f"{field}.model: there is no model.{unknown[0]}")
@@ -69,8 +69,8 @@ def with_model(c: Resolved, model: Mapping[str, JsonValue], field: str) -> Resol
 
 
 def check_grows(one: Resolved, other: Resolved, vocab_size: int, field: str) -> None:
-    """Raises UserError unless the parameters of one model differ from those of the next in how
-    many layers they are stacked for, and are fewer."""
+    """Raises UserError unless the next model has the same parameters, stacked over as many layers
+    or more."""
     before, after = (flatten(split(Transformer(c.model, vocab_size))[1]) for c in (one, other))
     for name in sorted(before.keys() ^ after.keys()):
         only = "this phase" if name in before else "the next phase"
@@ -80,5 +80,5 @@ def check_grows(one: Resolved, other: Resolved, vocab_size: int, field: str) -> 
         if any(a != b and (axis != "layers" or a > b) for axis, a, b in sizes):
             raise UserError(
                 f"{field}: {name} is {spec.shape} there and {after[name].shape} in the next phase; "
-                "the number of layers alone may grow"
+                "only the number of layers may grow"
             )

@@ -26,7 +26,7 @@ class Instruction(NamedTuple):
         return found[1] if found else ""
 
     def attributes(self, *names: str) -> list[str]:
-        """Of all attributes whose names start so: a computation, or a list of them in braces."""
+        """The computations named by all attributes that start so; one, or a list in braces."""
         found = re.findall(rf"(?:{'|'.join(names)})\w*=(%[\w.-]+|\{{%[^}}]*)", self.rest)
         return re.findall(r"%([\w.-]+)", " ".join(found))
 

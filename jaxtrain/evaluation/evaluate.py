@@ -72,7 +72,7 @@ def compile_scorer(
     batches: Iterator[data.Batch],
     mesh: Mesh,
 ) -> None:
-    """What `validation_metrics` will run on such batches, so that it need not be waited for."""
+    """Compile the program that `validation_metrics` runs on such batches, ahead of its use."""
     for batch in batches:
         sums = objectives.zero_sums()
         scorer.lower(params, place_batch(batch, mesh), sums, frozen=frozen).compile()

@@ -20,9 +20,9 @@ class FullConfig(Settings):
 
 
 class FrozenBaseConfig(Settings):
-    """What all have in common that leave most of the model as it is.
+    """Fields of every method that freezes most of the model.
 
-    peak_rate: of adamw, unless `optim` says otherwise; pretraining's would undo what a model knows.
+    peak_rate: AdamW's learning rate unless `optim` sets one; pretraining's is too high here.
     """
 
     peak_rate: ClassVar[float]

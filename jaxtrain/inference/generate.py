@@ -108,7 +108,7 @@ def decode_tokens(
 
 
 class Sampling(NamedTuple):
-    """How new tokens are drawn, and how many at most."""
+    """How new tokens are sampled, and the maximum number of them."""
 
     tokens: int = TOKENS
     temperature: float | int = 0.8  # 0 takes the best token
@@ -142,7 +142,7 @@ def generation_inputs(
     chat: Chat | None = None,
     system: str | None = None,
 ) -> tuple[tuple[Array, ...], dict[str, Any]]:
-    """What `decode_tokens` is called with beside the model: traced arrays, and what is static.
+    """Arguments of `decode_tokens` after the model: traced arrays, and static ones by name.
 
     The arguments are those of `generate`.
     """
@@ -321,7 +321,7 @@ def chat_in_terminal(saved: Saved, params: Params, chat: Chat, a: argparse.Names
 
 
 def asked_sampling(a: argparse.Namespace) -> Sampling:
-    """What a command line asks for."""
+    """The sampling options of a command line."""
     return Sampling(a.tokens or TOKENS, a.temperature, a.top_k, a.top_p, a.seed, a.cache_dtype)
 
 

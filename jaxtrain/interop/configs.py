@@ -26,7 +26,7 @@ EXECUTION = {
     "scan_layers", "fp8", "fp8_history", "remat", "remat_short", "stochastic_depth",
     "ffn_tiles", "document_mask",
 }  # fmt: skip
-# Those that a family may spell in another way: `lost_features` compares what they come to.
+# Fields that a family may express by others; `lost_features` compares their effect.
 DERIVED = {
     "vocab_multiple", "context_length", "window_pattern", "short_window", "last_layer_full",
     "qk_scale", "attention_scale", "rope_base_short",

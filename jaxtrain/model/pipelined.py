@@ -3,8 +3,8 @@
     plan      layer 0  1 | 2  3 | 4  5 | 6  7      4 chunks: 2 stages x 2 repeats
     stage          0     |  1   |  0   |  1
 
-All microbatches are embedded first. What a chunk hands on is the stream, the middle layer's output
-and, with experts, the sums of the balance losses.
+All microbatches are embedded first. A chunk sends the next one the stream, the middle layer's
+output and, with experts, the sums of the balance losses.
 """
 
 from collections.abc import Callable

@@ -36,7 +36,7 @@ def all_but_slices(primitive: Primitive, *_: object, **__: object) -> bool:
     return primitive.name not in ("slice", "squeeze", "split")
 
 
-# Of a layer that is computed again: what is kept all the same.
+# Value of `remat` -> the policy of jax.checkpoint; it says which values of the layer are kept.
 POLICIES: dict[str, Any] = {
     "block": None,
     "int8": None,

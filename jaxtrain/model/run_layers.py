@@ -52,8 +52,8 @@ def run_layers(
     inputs: LayerInputs,
     cache: Cache | None = None,
 ) -> LayersOutput:
-    """start: the stream and the middle layer's output so far. runs: the plan as (period, repeats);
-    a period that repeats is scanned."""
+    """Run all layers. start: the stream and the middle layer's output so far. runs: the plan as
+    (period, repeats); a period that repeats is scanned."""
     x_BTD, middle_BTD = start
     balance_B = jnp.zeros(len(x_BTD), jnp.float32) if modules.config.moe else None
     carry: Carry = Stream(x_BTD, balance_B=balance_B), middle_BTD
@@ -102,10 +102,10 @@ def run_layer[Source](
     scanned: bool,
     stream: Stream,
 ) -> tuple[Stream, KeysValues | None]:
-    """One layer, recomputed or skipped as the configuration says. pick: of source, its weights."""
+    """One layer, recomputed or skipped as configured. pick(source): its weights."""
     c = modules.config
     key = inputs.key if c.stochastic_depth else None
-    # Such a layer hands on one array, not the stream and a branch for the next one to add.
+    # Such a layer returns one summed array, not a branch that the next layer adds.
     whole = c.scan_layers or spec.remat in remat.POLICIES or key is not None
     run = functools.partial(apply_layer, modules, spec, pick, inputs, cache, whole)
     if cache is None:

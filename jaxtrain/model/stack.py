@@ -81,8 +81,9 @@ def layer_weights(
 ) -> Iterator[tuple[Any, Callable[[Any], LayerWeights]]]:
     """For each layer of a period, (source, pick): pick(source) is its weights.
 
-    A layer that is scanned picks from the stack itself, inside of `remat.layer`, which picks again:
-    of a slice made before it the scan would keep all, a copy of the weights.
+    A scanned layer picks from the whole stack inside `remat.layer`, so that the backward pass
+    picks again. If the slice were made outside, the scan would keep all slices: a copy of the
+    weights.
     """
     layers = unstack(stack.layers, len(period))
     sizes = part_sizes(period, stack.parts)

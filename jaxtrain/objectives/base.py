@@ -13,7 +13,7 @@ SumsByName = dict[str, Array]
 
 @runtime_checkable
 class StepBatch(Protocol):
-    """A batch of arrays on the device, [B, T], or [A, B, T] of microbatches: what a step reads."""
+    """A batch on the device: arrays [B, T], or [A, B, T] of A microbatches."""
 
     @property
     def tokens_BT(self) -> Array: ...

@@ -5,7 +5,7 @@ from pathlib import Path
 from jaxtrain.interop.families import FAMILIES
 from jaxtrain.settings import Parser, whole
 
-DTYPES = ("bfloat16", "float16", "float32", "float64")  # those of `interop.tensors` (a test)
+DTYPES = ("bfloat16", "float16", "float32", "float64")  # as in `interop.tensors`; a test checks
 
 
 def report_parser() -> Parser:

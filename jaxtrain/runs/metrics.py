@@ -74,9 +74,9 @@ class MetricsWriter:
         self._sums: dict[str, float] = {}
         self._count = 0  # steps summed since the last row
         self._step = start_step
-        # When the last step was seen to end; None before the first.
+        # Time at which the newest finished step ended; None before the first.
         self._stamp: float | None = None
-        # (time, step) at the end of the first step: compiling is out.
+        # (time, step) at the end of the first step, which compiles.
         self._begin = (0.0, start_step)
         self._timed, self._seconds = 0, 0.0  # steps and seconds since the last row, pauses left out
         self._values = ["compiling"]  # of the live line, from the last row
@@ -140,12 +140,12 @@ class MetricsWriter:
         self.close(f"failed: {type(error).__name__}: {error}".splitlines()[0])
 
     def push(self, step: int, values: Mapping[str, Any]) -> list[MetricsRow]:
-        """Take the scalars (numbers, or jax arrays that no later step donates) of step 1, 2, ...
+        """Take the scalars of the next step: numbers, or jax arrays that no later step donates.
 
         Returns the rows that became complete: one every `every` steps, and at the first and last
-        step. A row holds means over the steps since the row before (of STATES: the last value), and
-        adds tokens, tokens_per_s, mfu (a fraction) and memory_bytes; the time waited for batches,
-        `wait_s`, becomes data_wait, the share of the time.
+        step. A row holds means over the steps since the row before (the last value for names in
+        STATES) and adds tokens, tokens_per_s, mfu (a fraction) and memory_bytes. `wait_s`, seconds
+        waited for batches, becomes data_wait, a share of the time.
         """
         for value in values.values():
             if isinstance(value, jax.Array):

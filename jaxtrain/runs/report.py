@@ -21,7 +21,7 @@ STYLE = Path(__file__).with_name("report.css")
 
 
 class ChartSpec(NamedTuple):
-    """A chart by step: one column of training and validation, or several of training."""
+    """A chart over steps: one column from training and validation, or several from training."""
 
     title: str
     columns: tuple[str, ...]
@@ -96,7 +96,7 @@ def _values(rows: Sequence[MetricsRow], kind: str, name: str) -> list[MetricsRow
 
 
 def _header(name: str, rows: Sequence[MetricsRow]) -> str:
-    """The name, how the run ended, and a warning of values that are not finite."""
+    """The run's name, how it ended, and a warning if values were not finite."""
     marks = [row for row in rows if row.get("event") in ("start", "end")]
     ended = bool(marks) and marks[-1]["event"] == "end"
     status = str(marks[-1]["status"]) if ended else "no end recorded: still running, or killed"
@@ -110,7 +110,7 @@ def _header(name: str, rows: Sequence[MetricsRow]) -> str:
 
 
 def _tiles(rows: Sequence[MetricsRow], env: MetricsRow) -> str:
-    """The figures that the rows have, each with a note."""
+    """The run's headline figures, each with a note."""
     starts = [row for row in rows if row.get("event") == "start"]
     start: MetricsRow = starts[-1] if starts else {}
     tiles: list[tuple[str, str, str]] = []

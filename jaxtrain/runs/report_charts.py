@@ -13,7 +13,7 @@ from jaxtrain.runs.metrics import Number
 WIDTH, HEIGHT = 480, 250  # of a chart, in SVG units
 LEFT, RIGHT, TOP, BOTTOM = 48, 462, 26, 226  # edges of its frame
 MAX_POINTS = 250  # drawn per line
-MAX_HOVERS = 100  # strips of a chart that show their values under the pointer
+MAX_HOVERS = 100  # vertical strips of a chart that show values under the pointer
 MAX_BARS = 64
 
 
@@ -47,7 +47,7 @@ def line_chart(
     from_zero: bool = False,
     smooth: bool = True,
 ) -> str:
-    """A figure of the lines, or nothing where there are none; the values show on hover."""
+    """A chart of the lines, whose values show on hover; empty without lines."""
     if not lines:
         return ""
     frame = Frame(max(line.x[-1] for line in lines) or 1, *y_range(lines, from_zero))
@@ -71,7 +71,7 @@ def line_chart(
 
 
 def bars(title: str, values: Mapping[str, Number]) -> str:
-    """A figure of a bar from zero for each value, with its name, or nothing."""
+    """A bar chart of named values from zero; empty without values."""
     if not values:
         return ""
     most = max(values.values()) or 1
@@ -87,7 +87,7 @@ def bars(title: str, values: Mapping[str, Number]) -> str:
 
 
 def html_table(rows: Iterable[Sequence[object]], head: Sequence[str] = ()) -> str:
-    """A table whose first column names the rows; all cells are text, and are escaped."""
+    """A table whose first column names the rows; every cell is escaped."""
     lines = [f"<tr>{''.join(f'<th>{escape(name)}</th>' for name in head)}</tr>"] if head else []
     for first, *rest in rows:
         cells = "".join(f"<td>{escape(str(cell))}</td>" for cell in rest)
@@ -139,7 +139,7 @@ def ticks(low: Number, high: Number, count: int = 5) -> list[Number]:
 
 
 def _path(frame: Frame, line: Series, css: str) -> str:
-    """The points, joined or as dots; what leaves the frame is drawn at its edge."""
+    """The line or dots of a series; points outside the frame are drawn at its edge."""
     inside = lambda y: min(max(frame.y(y), TOP - 4), BOTTOM + 4)
     points = [f"{frame.x(x)} {inside(y)}" for x, y in thinned(line.x, line.y)]
     path = "M" + ("h0M" if css == "dots" else "L").join(points) + "h0"
@@ -147,7 +147,7 @@ def _path(frame: Frame, line: Series, css: str) -> str:
 
 
 def _hovers(frame: Frame, x_name: str, lines: Sequence[Series]) -> list[str]:
-    """Strips side by side with the values where each ends, at most MAX_HOVERS."""
+    """At most MAX_HOVERS strips side by side; each shows the values at its right end."""
     longest = max((line.x for line in lines), key=len)
     count = min(MAX_HOVERS, len(longest))
     width, strips = (RIGHT - LEFT) / count, []

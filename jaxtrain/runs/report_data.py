@@ -16,7 +16,7 @@ EPOCH = ("epochs", "cropped in the last whole one", "its padding", "documents le
 
 
 def _read(path: Path) -> dict[str, Any]:
-    """What is in a JSON file; {} if it was not written yet, or a crash has torn it."""
+    """The object in a JSON file; {} if it is missing or incomplete."""
     with suppress(OSError, ValueError):
         return json.loads(path.read_text("utf-8"))
     return {}
@@ -97,7 +97,7 @@ def _filters(name: str, report: dict[str, Any]) -> str:
 
 
 def _lengths(name: str, counts: dict[str, int]) -> str:
-    """Documents by their length; each bar is of lengths above half of what stands before it."""
+    """Documents by length; a bar counts those of at most its label and more than half of it."""
     there = [int(end) for end, count in counts.items() if count]
     ends = [int(end) for end in counts if there and there[0] <= int(end) <= there[-1]]
     shown = {f"{end:,}": counts[str(end)] for end in ends}

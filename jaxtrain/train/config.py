@@ -61,17 +61,17 @@ class LossSpike(Settings):
 
 
 class PhaseConfig(Settings):
-    """A part of a run, from its start or the phase before, with other values of the model's
-    fields. What comes after the last one has the run's own."""
+    """A part of a run that trains the model with other values of some fields. It begins where the
+    phase before ends. After the last phase the model is the run's own."""
 
     until: int = Field(ge=1, description="step after which the phase ends")
     model: dict[str, JsonValue] = Field(
-        description="fields of model that are others until then: {depth: 6}",
+        description="fields of the model that differ in this phase: {depth: 6}",
     )
     grow: Literal["stack", "interleave"] = Field(
         "stack",
-        description="how the phase's layers become the more layers of the next: stack: the whole "
-        "stack again on top (G_stack, Du et al. 2024); interleave: each layer again behind itself",
+        description="where the next phase's additional layers come from; stack: a copy of the "
+        "whole stack on top (G_stack, Du et al. 2024); interleave: a copy of each layer behind it",
     )
 
 
@@ -142,8 +142,8 @@ class TrainFields[Size: int | None](Settings):
     )
     phases: tuple[PhaseConfig, ...] = Field(
         (),
-        description="parts of the run with another model: progressive stacking, fake-quantized "
-        "weights at the end; the state goes on from one to the next",
+        description="parts of the run with another model, as in progressive stacking; each phase "
+        "continues from the state of the one before",
     )
     local_sgd: LocalConfig | None = Field(
         None,

@@ -46,7 +46,7 @@ def fit(
     loss: (network, batch) -> a scalar mean; `network(tokens_BT).states` is [B, T, D],
     `network.logits(states)` the logits. batches: trees of numpy arrays [B, ...], of one shape.
     optimizer: a section such as {"name": "adamw", "learning_rate": 1e-3}; default `optim` of the
-    model's configuration. Raises UserError for a section that is wrong, and if batches run out.
+    model's configuration. Raises UserError for a wrong section, and if batches run out.
     """
     saved, c = model.saved, model.config
     mesh = make_mesh(c.mesh)
@@ -85,7 +85,7 @@ def own_objective(loss: Loss) -> Objective:
 def optimizer_of(
     c: Resolved, section: dict[str, Any] | None, specs: Specs, steps: int
 ) -> Optimizer:
-    """That of a section, or of the configuration; its warm-up is no longer than the steps."""
+    """The optimizer of `section`, else of the configuration; warm-up is cut to `steps`."""
     optim = c.optim
     if section is not None:
         try:

@@ -1,9 +1,9 @@
 """Statistics that ride on gradients: what the backward pass reports besides derivatives.
 
-In the place of its gradient, an experts' router bias gets its load, the tokens of each expert
-(`model/moe.py`): summed over microbatches and devices like any gradient. Here alone they are told
-from gradients. The largest magnitudes of delayed float8 scaling are no parameters': the step
-differentiates them beside the parameters (`StepTransform.statistics`).
+The "gradient" of a router's bias is the load, the tokens of each expert (`model/moe.py`). It is
+summed over microbatches and devices like any gradient. Only this file tells loads from gradients.
+The amax values of delayed float8 scaling belong to no parameter: the step differentiates them as an
+input of its own (`StepTransform.statistics`).
 """
 
 import jax
@@ -27,7 +27,7 @@ def squared_norms(grads: Params, specs: Specs) -> Float[Array, "P"]:
 
 
 def load_metrics(grads: Params, specs: Specs) -> dict[str, Array]:
-    """Tokens of each expert over its layer's mean: averaged over the layers, and the extremes.
+    """Tokens of each expert divided by its layer's mean: mean over layers, minimum, maximum.
 
     Empty without experts, or where they are frozen.
     """

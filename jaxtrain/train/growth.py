@@ -1,8 +1,8 @@
-"""The state of a phase as that of the next, which has more layers.
+"""Turns the state of a phase into that of the next phase, which has more layers.
 
-Parameters, optimizer states and what features keep of each layer are stacked over layers: a row of
-GROWTHS makes the new layers from the old ones. Training goes on from there; the
-step, the schedule and the data know nothing of it. Sources: G_stack (Du et al. 2024, Stacking Your
+Parameters, optimizer states and features' states are stacked over layers. A row of GROWTHS makes
+the new layers from the old ones. The step, the schedule and the data do not change. Sources:
+G_stack (Du et al. 2024, Stacking Your
 Transformers), gradual stacking (Reddi et al. 2023).
 """
 
@@ -22,7 +22,7 @@ from jaxtrain.weights.params import Specs
 
 
 class Layers(NamedTuple):
-    """An array of the state that is stacked over layers, along one of its dimensions."""
+    """An array of the state, one dimension of which runs over the layers."""
 
     path: str  # "params/blocks/ffn/up", "optimizer/...", "extras/..."
     x: jax.Array
@@ -31,10 +31,10 @@ class Layers(NamedTuple):
     size: int  # of the dimension, now
 
     def copied(self, copies: Callable[[int, int], np.ndarray]) -> jax.Array:
-        """With layer i a copy of the old layer copies(old, new)[i].
+        """The array in which new layer i is a copy of old layer copies(old, new)[i].
 
-        The entries along the dimension are layers; values of layers one after the other, as blocks
-        of an 8-bit state; or only some of the layers, which have a part that others have not.
+        One entry along the dimension is one layer, except: 8-bit states have several blocks a
+        layer, and a part that only some layers have (experts) has fewer entries.
         """
         (few, many), had = self.depths, self.x.shape[self.dim]
         each = had // few
@@ -47,21 +47,21 @@ class Layers(NamedTuple):
 
 
 def stack(layers: Layers) -> jax.Array:
-    """The whole stack again on top of itself: 0 1 2 0 1 2."""
+    """A copy of the whole stack on top of it: 0 1 2 0 1 2."""
     return layers.copied(lambda old, new: np.arange(new) % old)
 
 
 def interleave(layers: Layers) -> jax.Array:
-    """Each layer again behind itself: 0 0 1 1 2 2."""
+    """A copy of each layer behind it: 0 0 1 1 2 2."""
     return layers.copied(lambda old, new: np.arange(new) * old // new)
 
 
-# Layers -> what the next phase begins with: an array with `size` entries along `dim`.
+# Layers -> the next phase's array, with `size` entries along `dim`.
 GROWTHS: dict[str, Callable[[Layers], jax.Array]] = {"stack": stack, "interleave": interleave}
 
 
 def check_optimizer_grows(before: Optimizer, now: Optimizer, old: Specs, new: Specs) -> None:
-    """Raises UserError unless the states of two phases differ in the number of layers alone.
+    """Raises UserError if the states of two phases differ in more than the number of layers.
 
     old, new: declarations of the parameters that train.
     """
@@ -80,7 +80,7 @@ def check_optimizer_grows(before: Optimizer, now: Optimizer, old: Specs, new: Sp
 
 
 def layers_dim(old: tuple[int, ...], new: tuple[int, ...]) -> int:
-    """The one dimension that differs. UserError where others do."""
+    """The dimension in which two shapes differ. Raises UserError if they differ in several."""
     found = [dim for dim, (a, b) in enumerate(zip(old, new)) if a != b]
     if len(found) != 1 or len(old) != len(new):
         raise UserError(
@@ -99,9 +99,9 @@ class Growth(NamedTuple):
     name: str  # of GROWTHS
 
     def __call__(self, state: State, like: State) -> State:
-        """`like`'s shapes and places, with the values of `state`, which is used up.
+        """The grown values of `state` in the shapes and shardings of `like`; donates `state`.
 
-        UserError for a state that has another dimension than that of the layers.
+        Raises UserError if they differ in another dimension than that of the layers.
         """
         grow = jax.jit(
             lambda tree: jax.tree_util.tree_map_with_path(self._leaf, tree, like),

@@ -47,10 +47,10 @@ class Return(NamedTuple):
 
 
 class Guard:
-    """Judges the steps taken, and says which batches are left out.
+    """Looks for non-finite values and loss spikes, and says which batches are left out.
 
-    saved: what `position` put into the checkpoint that the run goes on from. growth: of the phase,
-    whose checkpoints alone are gone back to.
+    saved: what `position` put into the checkpoint that the run resumes from. growth: of the phase;
+    the guard never goes back to a checkpoint before it.
     """
 
     def __init__(

@@ -80,7 +80,7 @@ def train(config: Config, coordinator: Coordinator | None = None) -> TrainResult
 
 
 def train_phase(plan: Plan, before: Plan | None, data: TrainingData) -> TrainResult:
-    """Train a phase of a run, or the rest of it. before: the phase before, if there is one."""
+    """Train one phase to its end. before: the phase before it, if there is one."""
     # ---- what a step is --------------------------------------------------------------------------
     c, t, coordinator, log = plan.config, plan.config.train, plan.coordinator, plan.log
     recipe = make_recipe(plan)

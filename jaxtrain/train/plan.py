@@ -69,7 +69,7 @@ class TrainingData(NamedTuple):
 
 
 def make_plans(config: Config, coordinator: Coordinator, log: RunLog) -> list[Plan]:
-    """The phases of a run. UserError for what cannot be trained, before the data is prepared."""
+    """The plan of each phase. Raises UserError, before data is prepared, for what cannot train."""
     mesh = make_mesh(config.mesh)
     vocab_size = vocab_size_of(config.data)
     c = resolve(config, vocab_size)
@@ -99,7 +99,7 @@ def plan_phase(
     coordinator: Coordinator,
     log: RunLog,
 ) -> Plan:
-    """Of one phase. UserError for a model that cannot be tuned as the configuration asks."""
+    """The plan of one phase. UserError if its model cannot be tuned as configured."""
     c, t = phase.config, phase.config.train
     graphdef, specs = split(Transformer(c.model, vocab_size))
     dtype = compute_dtype(t.precision)
@@ -140,7 +140,7 @@ def prepare_data(config: Config, plan: Plan, log: RunLog) -> TrainingData:
 
 
 def phases_left(plans: list[Plan], run_dir: Path) -> Iterator[tuple[Plan, Plan | None]]:
-    """The phases from that of the newest checkpoint on, each with the one before it."""
+    """(phase before or None, phase) for each phase that the newest checkpoint leaves to do."""
     done = max(saved_steps(run_dir), default=0)
     for before, plan in pairwise([None, *plans]):
         if plan is not None and (plan.phase.end > done or plan is plans[-1]):

@@ -69,8 +69,8 @@ def init_or_restore(
 ) -> tuple[State, Any]:
     """The initial state, or that of the newest checkpoint with its place in the data.
 
-    start: the parameters that a new run begins with; default initial values. log: is told
-    when the replicas are not as many as those of the checkpoint. growth: of the phase.
+    start: the parameters that a new run begins with; default initial values. log: called
+    with a message if the checkpoint has another number of replicas. growth: of the phase.
     """
     newest = checkpoints.latest()
     (coordinator or Coordinator()).compare(
@@ -89,7 +89,7 @@ def init_or_restore(
 
 
 def shapes_of(spec: StepSpec, shardings: State) -> State:
-    """The state of a step as shapes and places."""
+    """Shapes and shardings of a step's state."""
     return jax.tree.map(
         lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
         jax.eval_shape(lambda: init_state(spec, 0)),
@@ -98,7 +98,7 @@ def shapes_of(spec: StepSpec, shardings: State) -> State:
 
 
 def make_growth(spec: StepSpec, plan: Plan, before: Plan) -> Growth:
-    """From the phase before. spec: the step of that phase."""
+    """How the state of the phase before becomes this one's. spec: the step of `before`."""
     old = saved_part(shapes_of(spec, state_shardings(spec, plan.mesh)), spec)
     depths = before.config.model.depth, plan.config.model.depth
     return Growth(plan.phase.start, old, depths, plan.phase.grow or "stack")

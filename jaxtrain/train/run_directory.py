@@ -1,4 +1,4 @@
-"""The run directory of a training: which configuration it has, and what is left there."""
+"""The run directory of a training: the configuration it holds, and the files a run leaves there."""
 
 import os
 import tempfile

@@ -24,7 +24,7 @@ class StepOutcome(NamedTuple):
 class Verdict(NamedTuple):
     """What a transform says of a step before its update."""
 
-    state: PyTree  # its own, for the next step
+    state: PyTree  # the transform's own state, for the next step
     accept: Array | None = None  # bool: take the update; None: no opinion
     report: Array | None = None  # for `Checks.spike`
 

@@ -98,9 +98,9 @@ PACKINGS: dict[str, Callable[..., Planner]] = {
 
 
 def whole_rows(store: TokenStore, length: int) -> list[PlannedRow]:
-    """Rows of each document once, padded, in an order drawn at random.
+    """Padded rows that hold each document once, in random order.
 
-    Planned last are those of what fitted nowhere: a validation that looks at a part shall see all.
+    The order is random so that a validation on the first rows sees documents of all lengths.
     """
     planner = make_padded(store, PaddedConfig(buffer=store.documents), length, 0, max_epochs=1.0)
     rows = list(chain.from_iterable(iter(planner.unit, None)))

@@ -22,10 +22,10 @@ Counts = dict[str, int]  # documents of a source, and what `too_long` did to the
 def fit_conversations(
     store: TokenStore, rule: str, length: int, name: str
 ) -> tuple[TokenStore, Counts]:
-    """A view of the conversations that are trained on, and counts; reads the long ones only.
+    """The conversations to train on, and counts. Reads only conversations longer than a row.
 
-    Of the counts, `truncated` lost their end, `dropped` are left out as longer than a row, and
-    `unanswered` because no learned answer would remain. Raises UserError if none is left.
+    Counts: `truncated` lost their end; `dropped` were longer than a row; `unanswered` would keep
+    no learned answer after truncation. Raises UserError if no conversation is left.
     """
     long = np.flatnonzero(store.lengths > length)
     kept = np.ones(store.documents, bool)

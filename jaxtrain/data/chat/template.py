@@ -131,12 +131,11 @@ def make_render(template: str, special: dict[str, str]) -> Render:
 
 
 def apply_chat_defaults(tree: Tree) -> bool:
-    """Fill a plain configuration in, if it trains on conversations; what it says itself wins.
+    """Fill in the defaults for conversations; returns whether the configuration trains on any.
 
-    Returns whether it does.
-
-    They are packed whole and apart, some are held out, and templates in files become part of the
-    configuration, so that a run directory says all about its run.
+    The defaults: conversations are packed whole, one document each, and some are held out. What
+    the configuration sets itself wins. The text of a template file replaces its path, so that a
+    run directory needs no other file.
     """
     data = tree.get("data")
     if not isinstance(data, dict):

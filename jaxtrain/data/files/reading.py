@@ -159,7 +159,7 @@ def blocks_of_file(file: File, at: Position, cut: Callable[[bytes], int]) -> Ite
             raise UserError(f"{file.url} cannot be decompressed, it is damaged: {error}") from error
 
 
-# What the decompressors raise; OSError without a number: Arrow.
+# What the decompressors raise; Arrow's is an OSError without a number.
 DAMAGED = (EOFError, zlib.error, lzma.LZMAError, OSError)
 
 
@@ -335,7 +335,7 @@ def _whole[T](file: File, read: Callable[[], T]) -> T:
 
 
 class SourceReader(NamedTuple):
-    """The functions that read one kind of source; one of the last two."""
+    """The functions that read one kind of source: `blocks`, and `texts` or `records`."""
 
     blocks: Callable[[Any, File, Position], Iterator[TextBlock]]
     texts: Callable[[Any, TextBlock], Iterator[str]] = lambda source, block: iter(())

@@ -1,8 +1,8 @@
 """The interface of a filter: its input, its verdict, its functions.
 
-The input also has its texts as they are compared: with plain spaces, and with one form of each
-character (NFKC). What most texts have none of is found in their bytes, many texts at once:
-Unicode's own normalization looks at every character.
+The input also holds its texts normalized for comparison: plain spaces and NFKC. Most texts need no
+change. The characters that do are found in the bytes of many texts at once, because Python's
+normalization looks at every character.
 """
 
 import sys
@@ -16,8 +16,8 @@ import numpy as np
 
 from jaxtrain.data.filters.arrays import TextArrays
 
-LAST = 0x30000  # beyond it no character has another form
-# These join words or are not seen: what a text looks like does not change without them.
+LAST = 0x30000  # no character above this has another NFKC form
+# Word joiners and invisible characters: a text looks the same without them.
 UNSEEN = "\u00ad\u2060\ufeff"
 
 
@@ -122,7 +122,7 @@ def compatible() -> Change:
 
 
 def changed(texts: list[str], arrays: TextArrays, change: Change) -> list[str]:
-    """The texts in that form; the very same where they are in it. arrays: of the texts."""
+    """The texts in that form; the same object where nothing changes. arrays: of the texts."""
     first = np.flatnonzero(arrays.data >= 0xC2)  # where a character begins that is not ASCII
     codes = _code_points(arrays.data, first)
     found = np.flatnonzero(change.marked[np.minimum(codes, LAST - 1)])
@@ -156,7 +156,7 @@ def _change(to: dict[str, str], joining: frozenset[str] = frozenset()) -> Change
 
 
 def _code_points(data: np.ndarray, first: np.ndarray) -> np.ndarray:
-    """int64: what UTF-8 says at these places, behind which there are three more bytes."""
+    """int64 code points of the UTF-8 characters at these places; 3 more bytes must follow."""
     lead, second = data[first].astype(np.int64), data[first + 1] & 0x3F
     codes = (lead & 0x1F) << 6 | second
     for size, least, bits in ((3, 0xE0, 0x0F), (4, 0xF0, 0x07)):

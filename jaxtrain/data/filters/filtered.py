@@ -41,7 +41,7 @@ def filter_sources(config: DataConfig, progress: Progress) -> tuple[DataConfig, 
 
 
 def filter_into(config: DataConfig, out: Path, progress: Progress) -> Reports:
-    """Writes what the filters leave of the training text into `out`, of a mixture into `out`/NAME.
+    """Writes the training text that passes the filters into `out`; of a mixture, into `out`/NAME.
 
     The report is beside each folder, or beside `out` if the mixture itself has filters. Raises
     UserError if there are no filters.
@@ -68,7 +68,7 @@ def _left(
     progress: Progress,
     out: Path | None = None,
 ) -> Source:
-    """A source as its own filters leave it, in `out` or in the cache."""
+    """A source after its own filters, written to `out` or the cache."""
     if not source.filters:
         return source
     key, told = filter_key(source, cache_directory(config)), named_progress(name, progress)
@@ -87,9 +87,9 @@ def _left_across(
     progress: Progress,
     out: Path | None = None,
 ) -> dict[str, Source]:
-    """The sources of text as the filters of the mixture leave them, in NAME of `out` or the cache.
+    """The sources after the mixture's own filters, written to NAME in `out` or the cache.
 
-    The source that keeps its copy before all others comes first.
+    Of a document that several sources have, the first of them keeps its copy.
     """
     assert config.train.name == "mixture"
     filters, first = config.train.filters, config.train.first

@@ -79,11 +79,11 @@ def filter_across(
     processes: int | None = None,
     progress: Progress = lambda *_: None,
 ) -> dict[str, dict[str, Any]]:
-    """Writes what filters of duplicates leave of each source into `directory`/NAME.
+    """Removes duplicates across sources; writes what stays of each into `directory`/NAME.
 
-    The sources are judged as if they were a single text in their order: of documents that are alike
-    the first stays. Returns a report for each source, whose reasons are the sources that have what
-    was removed. Goes on after an interruption. Raises UserError if nothing is left of a source.
+    The sources are treated as one text in their order: the first of several duplicates stays. The
+    report of a source counts its removed documents by the source that keeps them. An interrupted
+    call continues where it stopped. Raises UserError if nothing is left of a source.
     """
     if directory.exists():
         return read_report(directory, key)["sources"]
@@ -162,7 +162,7 @@ def filter_key(source: Source, cache: Path) -> str:
 
 
 def key_across(sources: Mapping[str, Source], filters: Sequence[Any], cache: Path) -> str:
-    """A hash of all that decides what is left of each source."""
+    """A hash of everything that the result depends on."""
     keys = [(name, filter_key(source, cache)) for name, source in sources.items()]
     settings = [FORMAT, keys, [filter.model_dump() for filter in filters]]
     return hashlib.sha256(json.dumps(settings).encode()).hexdigest()

@@ -202,7 +202,7 @@ def beginnings(
 def _documents(
     source: Source, group: list[TextBlock]
 ) -> Iterator[tuple[tuple[int, int, int], str, str]]:
-    """Each document: its place, the text whose hash decides its split, and that to train on."""
+    """(place, text whose hash decides the split, text to train on) of each document."""
     for block in group:
         if isinstance(source, ChatTemplateSource):
             records = (record for record, _ in chat_records(source, block))

@@ -84,14 +84,14 @@ def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prep
     """Stores and tokenizer of a configuration, from the cache where it has them.
 
     Sources that have filters go through them first. Each source of a mixture has a cache entry of
-    its own, as if it were the only one with that tokenizer. A tokenizer that is to be trained sees
-    as many bytes of each. The validation split is that of all sources, one after the other.
-    UserError where the cache's disk is full.
+    its own, as if it were the only one with that tokenizer. A tokenizer is trained on equally many
+    bytes of each source. The validation splits of all sources are joined in their order.
+    Raises UserError if the cache's disk is full.
     """
     cache = cache_directory(config)
-    explain = lambda said: (
-        f"data.cache_dir: {cache}: {said}; free some space, or name another folder. What is "
-        "prepared by now stays, and the same command goes on"
+    explain = lambda error: (
+        f"data.cache_dir: {cache}: {error}; free some space, or set another folder. The data "
+        "prepared so far is kept, and the same command continues"
     )
     with full_disk_explained(explain):
         return _prepare(config, progress)
@@ -355,9 +355,8 @@ def join_stores(stores: Sequence[TokenStore]) -> TokenStore:
 def describe_stores(
     stores: dict[str, TokenStore], filters: Reports | None = None
 ) -> dict[str, dict]:
-    """Of each source, for people: documents, tokens, bytes, how many documents have at most
-    2, 4, 8, ... tokens and more than half of that, the documents of each damaged shard that are
-    left out, and what filters removed."""
+    """Facts of each source for the report: documents, tokens, bytes, a histogram of lengths by
+    powers of two, the documents left out with each damaged shard, and what filters removed."""
     return {
         name: {
             "documents": store.documents,
@@ -411,5 +410,7 @@ def _train_tokenizer(config: DataConfig, progress: Progress) -> Path:
                     for source in sources
                 )
                 _save_tokenizer(build_tokenizer(config.tokenizer, texts), directory)
-    cached_tokenizer(directory)  # whole, or what follows would be made with a damaged one
+    cached_tokenizer(
+        directory
+    )  # complete: a damaged tokenizer would spoil all that is made with it
     return directory

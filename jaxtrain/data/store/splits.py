@@ -30,7 +30,7 @@ from jaxtrain.data.store.encode import (
 from jaxtrain.data.store.progress import Progress, estimate_bytes
 from jaxtrain.settings import UserError
 
-LOOK_THROUGH = 64  # times the text that a tokenizer trains on, at most, to draw it from
+LOOK_THROUGH = 64  # read at most this many times the text that a tokenizer trains on
 
 
 class SplitText(NamedTuple):
@@ -104,9 +104,9 @@ def held_out_limit(text: SplitText) -> int:
 def training_texts(
     config: DataConfig, size: int, mapped: Map = map, progress: Progress = lambda *_: None
 ) -> list[str]:
-    """`size` bytes of the training split, drawn at random by the hash of the text, in its order.
+    """At most `size` bytes of the training split, chosen by the hash of the text, in its order.
 
-    All of it, if there is no more. Of very much text only a part is looked through, of some files.
+    Of a very large text only some files are read.
     """
     order, text = _in_drawn_order(split_texts(config)[0])
     job = EncodeJob(text.source, None, held_out_limit(text))
@@ -133,9 +133,9 @@ def first_texts(
     mapped: Map = map,
     progress: Progress = lambda *_: None,
 ) -> Iterator[str]:
-    """Beginnings of training documents, of `each` characters at most, until there are `size`.
+    """The first `each` characters of training documents, until there are `size` characters.
 
-    Files come in an order drawn at random, their documents as they stand; none is kept.
+    Files come in random order, their documents in the order of the file.
     """
     _, text = _in_drawn_order(split_texts(config)[0])
     job = EncodeJob(text.source, None, held_out_limit(text))
@@ -155,7 +155,7 @@ def first_texts(
 def tokenizer_texts(
     config: DataConfig, mapped: Map, progress: Progress, sources: int = 1
 ) -> Iterable[str]:
-    """The text of one of several sources that a tokenizer is trained on."""
+    """One source's share of the text that a tokenizer is trained on."""
     c = config.tokenizer
     assert c.name != "bytes"
     if c.name == "nanochat":
@@ -174,7 +174,7 @@ def _in_drawn_order(text: SplitText) -> tuple[list[int], SplitText]:
 
 
 def _lowest(pieces: list[SampledPiece], size: int) -> list[SampledPiece]:
-    """The pieces of the lowest hash that have `size` bytes together."""
+    """The pieces with the lowest hashes, `size` bytes together."""
     ordered = sorted(pieces, key=lambda piece: (piece.hash, piece.place))
     for count, piece in enumerate(ordered, 1):
         size -= len(piece.text.encode())

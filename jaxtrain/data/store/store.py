@@ -238,9 +238,9 @@ def _again(directory: Path) -> str:
 class Writer:
     """Writes the shards of a store.
 
-    The documents of a shard that is not full are kept in numbered parts, one for each commit, so
-    that an interrupted preparation loses none that were committed. `directory` already holds the
-    first `shards`, and so many `parts` of the next. Raises UserError if it does not.
+    Each commit writes a numbered part of the shard in hand, so that an interrupted preparation
+    loses no committed document. `directory` already holds the first `shards` shards and `parts`
+    parts of the next one. Raises UserError if it does not.
     """
 
     def __init__(self, directory: Path, dtype: np.dtype, shards: int = 0, parts: int = 0):
@@ -292,7 +292,7 @@ class Writer:
         self.shards, self.parts, self.tokens = self.shards + 1, 0, 0
 
     def clean(self) -> None:
-        """Removes the parts of shards that are whole, and what was begun after the last commit."""
+        """Removes parts of finished shards, and files written after the last commit."""
         parts = {self._part(number) for number in range(self.parts)}
         for path in self.directory.iterdir():
             whole = "-" not in path.name and int(path.name[:5]) < self.shards
