@@ -111,7 +111,7 @@ def make_spec(c=None, optim=None, steps=100, dtype=jnp.float32, **changes):
     objective = make_next_token(options=LossOptions(head="fp8" if c.fp8 == "all" else None))
     spec = StepSpec(
         graphdef, specs, optimizer, jnp.dtype(dtype), bytes_V, optim.clip_norm,
-        objective=objective, transforms=tuple(transforms),
+        objective=objective, transforms=tuple(transforms), draws=c.draws,
     )  # fmt: skip
     return spec, optimizer.hyperparams
 

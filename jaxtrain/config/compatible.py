@@ -21,6 +21,7 @@ from jaxtrain.finetune import METHODS
 from jaxtrain.objectives import OBJECTIVES, PREFERENCES
 from jaxtrain.optim import OPTIMIZERS
 from jaxtrain.settings import UserError
+from jaxtrain.weights import TRAINING_FORMS
 
 AXES = ("data", "fsdp", "tensor", "context", "pipeline", "expert")
 EVERY_DEVICE = "CPU, GPU, TPU"
@@ -134,8 +135,13 @@ FEATURES = {
     "no fp8": Feature("", "model.fp8", absent, "model.fp8=null"),
     "fp8_history": Feature("float8 with delayed scaling", "model.fp8_history", given,
                            "model.fp8_history=2 model.fp8=blocks", "GPU (Hopper or later)"),
-    "weight_form": Feature("fake-quantized weights", "model.weight_form", given,
-                           "model.weight_form=fake_int8"),
+    "weight_form": Feature("", "model.weight_form.name", given, "model.weight_form=fake_int8"),
+    "fake_quant": Feature("fake-quantized weights", "model.weight_form.name",
+                          lambda name: given(name) and name not in TRAINING_FORMS,
+                          "model.weight_form=fake_int8"),
+    "low_bit": Feature("low-bit training (MXFP8, MXFP6, MXFP4, NVFP4, int8)",
+                       "model.weight_form.name", lambda name: name in TRAINING_FORMS,
+                       "model.weight_form=nvfp4"),
     "stochastic_depth": Feature("stochastic depth", "model.stochastic_depth", given,
                                 "model.stochastic_depth=0.5"),
     "scan_layers": Feature("scanned layers", "model.scan_layers", given, "model.scan_layers=true"),
@@ -215,6 +221,11 @@ REFUSALS = (
     Refusal("fp8_history", "pipeline", ONE_CALL, "mesh.pipeline=1"),
     Refusal("prompt", "prefix", "both stand in front of the text", "model.prefix=null"),
     Refusal("weight_form", "fp8", "a matrix has one form", "model.fp8=null"),
+    Refusal("low_bit", "tuning", "low-bit products are for training all matrices, and these are "
+            "frozen (finetune.base_quantization=nf4 makes them smaller)",
+            "model.weight_form=null"),
+    Refusal("low_bit", "pipeline", "the step's key does not reach the stages", "mesh.pipeline=1"),
+    Refusal("low_bit", "preference", NOT_FOR_PREFERENCES, "model.weight_form=null"),
     Refusal("stochastic_depth", "pipeline", "the step's key does not reach the stages",
             "mesh.pipeline=1"),
     Refusal("stochastic_depth", "moe", "a skipped layer reports no expert loads",
@@ -274,6 +285,7 @@ EVERYWHERE = {
     "deterministic_attention remat_short",
     "model.moe": "top_k hidden shared_experts every score_function balance_bias aux_loss z_loss "
     "remat",
+    "model.weight_form": "stochastic_rounding hadamard",
     "model.rope_scaling": "name factor low_freq_factor high_freq_factor original_context beta_fast "
     "beta_slow attention_factor truncate",
     "model.kernels": "norm rope relu2 ffn loss",

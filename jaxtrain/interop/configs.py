@@ -344,6 +344,8 @@ def attention_scale(c: ResolvedModel) -> float:
 def lost_features(a: ResolvedModel, b: ResolvedModel) -> list[str]:
     """`field value` of a where b computes something else."""
     names = [name for name in ResolvedModel.model_fields if name not in FREE]
+    if a.weight_form and a.weight_form.for_training:  # what it trains are plain matrices
+        names.remove("weight_form")
     if a.position_embedding == b.position_embedding == "learned":
         names = [name for name in names if not name.startswith("rope_")]
     lost = [f"{n} {getattr(a, n)}" for n in names if not alike(getattr(a, n), getattr(b, n))]

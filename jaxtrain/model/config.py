@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from jaxtrain.model.rope import RopeScaling
 from jaxtrain.settings import Settings, UserError, derived_field
-from jaxtrain.weights import LAYER_FORMS
+from jaxtrain.weights import LAYER_FORMS, TRAINING_FORMS, WEIGHTS
 
 Remat = Literal["none", "attention", "ffn", "dots", "block", "int8", "offload"]
 
@@ -81,6 +81,47 @@ class Experts(Settings):
         if self.top_k > self.experts:
             raise ValueError(f"top_k {self.top_k} is more than the {self.experts} experts")
         return self
+
+
+class WeightForm(Settings):
+    """How the matrices of the blocks are rounded where a layer uses them, by name.
+
+    fake_int8, fake_int4: the matrix alone, in evaluation too. The others round all operands of the
+    matrix's products in training: the inputs and the gradients as well.
+    """
+
+    name: str = Field(description=", ".join(LAYER_FORMS))
+    stochastic_rounding: bool | None = Field(
+        None, description="round gradients of outputs at random; default as the form's paper"
+    )
+    hadamard: bool | None = Field(
+        None,
+        description="a random Hadamard transform of 16 tokens each before the weight gradient's "
+        "product; default as the form's paper",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        return {"name": given} if type(given) is str else given
+
+    @model_validator(mode="after")
+    def _check(self) -> "WeightForm":
+        if self.name not in LAYER_FORMS:
+            raise ValueError(f"there is no form {self.name}; there are {', '.join(LAYER_FORMS)}")
+        if unknown := self.options().keys() - WEIGHTS[self.name].options:
+            raise ValueError(f"{self.name} has no option {', '.join(sorted(unknown))}")
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """What is set besides the name."""
+        found = {"stochastic_rounding": self.stochastic_rounding, "hadamard": self.hadamard}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def for_training(self) -> bool:
+        """Whether evaluation multiplies the arrays as they are."""
+        return self.name in TRAINING_FORMS
 
 
 def check_heads(width: int | None, heads: int | None, kv_heads: int | None, head_dim: int) -> None:
@@ -232,10 +273,10 @@ class ModelFields[Size: int | None](Settings):
         None,
         description="training's matmuls in float8: of the blocks' matrices, or of the head as well",
     )
-    weight_form: str | None = Field(
+    weight_form: WeightForm | None = Field(
         None,
-        description="quantization-aware training: each use of a block's matrix rounds it to the "
-        "grid of fake_int8 or fake_int4, a scale an output channel; default none",
+        description="how matrices of the blocks are rounded where they multiply; a name alone is "
+        "enough; default not at all",
     )
     fp8_history: int | None = Field(
         None,
@@ -290,10 +331,6 @@ class ModelFields[Size: int | None](Settings):
             raise ValueError(f"kernels.relu2 needs ffn: relu2, not {self.ffn}")
         if named(self.kernels.ffn) and (self.ffn != "relu2" or self.ffn_bias or self.kernels.relu2):
             raise ValueError("kernels.ffn needs ffn: relu2, ffn_bias: false and no kernels.relu2")
-        if self.weight_form not in (None, *LAYER_FORMS):
-            raise ValueError(
-                f"weight_form has no {self.weight_form}; it has {', '.join(LAYER_FORMS)}"
-            )
         if self.moe and self.moe.every > self.depth:
             raise ValueError(f"moe.every {self.moe.every} is more than the {self.depth} layers")
         if self.head_dim % 2:
@@ -314,6 +351,12 @@ class ModelConfig(ModelFields[int | None]):
 
 class ResolvedModel(ModelFields[int]):
     """A ModelConfig with nothing left open: what the modules are built from."""
+
+    @property
+    def draws(self) -> bool:
+        """Whether a training step needs a PRNG key."""
+        rounds = self.weight_form is not None and self.weight_form.for_training
+        return self.stochastic_depth > 0 or rounds
 
     @property
     def virtual(self) -> int:

@@ -16,10 +16,11 @@ from jaxtrain.model.branches import Branches
 class Forward(NamedTuple):
     """Whole rows at once: training, evaluation, scoring.
 
-    key: of a training step, for layers that draw (stochastic depth); None in evaluation.
-    zigzag: rows are split over the mesh's axis `context`; the states come in the order of
-    `parallel.zigzag_shard`. document_mask: whether tokens attend inside their own segment alone;
-    default `model.document_mask`. branches: what the last tokens of each row continue.
+    key: of a training step, for layers that draw (stochastic depth) or round (low-bit training);
+    None in evaluation. zigzag: rows are split over the mesh's axis `context`; the states come in
+    the order of `parallel.zigzag_shard`. document_mask: whether tokens attend inside their own
+    segment alone; default `model.document_mask`. branches: what the last tokens of each row
+    continue.
     """
 
     key: Array | None = None

@@ -129,9 +129,10 @@ def apply_layer[Source](
     c, fused, (layer, parts) = modules.config, inputs.fused, pick(source)
     scales = (layer["residual_scale"], layer["x0_scale"]) if c.residual_scales else None
     x_BTD, h_BTD, x0_BTD = prenorm(stream, inputs.x0_BTD, scales, c.norm_eps, fused.norm)
-    module = lambda name, weights, form: nnx.merge(modules.graphdefs[name], in_form(weights, form))
-    block = module("block", layer["block"], c.weight_form)
-    own = {name: module(name, part, c.weight_form) for name, part in parts.items()}
+    encode = lambda weights: in_form(weights, c.weight_form, inputs.key, layer["index"])
+    module = lambda name, weights: nnx.merge(modules.graphdefs[name], encode(weights))
+    block = module("block", layer["block"])
+    own = {name: module(name, part) for name, part in parts.items()}
     attend = prefix.with_prefix_kv(layer.get("virtual"), inputs.attend, inputs.positions_BT)
     out = block(
         x_BTD, spec, inputs._replace(attend=attend), own.get("value_embed"), cache, h_BTD,

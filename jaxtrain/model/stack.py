@@ -1,13 +1,16 @@
 """Layers of equal shape, stored stacked: parts of a stack, and its layers."""
 
 import functools
+import zlib
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
 import numpy as np
 from flax import nnx
+from jaxtyping import Array
 
+from jaxtrain.model.config import WeightForm
 from jaxtrain.model.plan import Plan
 from jaxtrain.model.remat import POLICIES
 from jaxtrain.settings import UserError
@@ -36,24 +39,32 @@ def part_sizes(period: Plan, parts: Iterable[str]) -> dict[str, int]:
     return {name: sum(name in spec.parts for spec in period) for name in parts}
 
 
-def in_form[State](state: State, form: str | None) -> State:
+def in_form[State](state: State, form: WeightForm | None, key: Array | None, index: Any) -> State:
     """A layer's parameters, its matrices in a form of WEIGHTS.
 
-    Routers, gates and adapters stay arrays. UserError where a matrix has another form already.
+    Routers, gates and adapters stay arrays; experts, too, in a form of training alone. key: of a
+    training step, None in evaluation. index: of the layer. UserError where a matrix has another
+    form already.
     """
-    if form is None:
+    if form is None or (form.for_training and key is None):
         return state
 
     def encode(path: Any, param: nnx.Param) -> Any:
-        if not is_block_matrix(param.get_metadata()["spec"]):
+        spec = param.get_metadata()["spec"]
+        if not is_block_matrix(spec) or (form.for_training and spec.group == "experts"):
             return param
         w = param.get_value()
         if is_weight(w):
+            kind = type(w).__name__
             raise UserError(
-                f"model.weight_form={form}: {path_name(path)} is a {type(w).__name__} already; "
+                f"model.weight_form={form.name}: {path_name(path)} is a {kind} already; "
                 "leave out model.weight_form, or finetune.base_quantization and LoRA or IA3"
             )
-        return param.replace(WEIGHTS[form].encode(w))
+        if key is None or not form.for_training:
+            return param.replace(WEIGHTS[form.name].encode(w))
+        name = zlib.crc32(path_name(path).encode())
+        own = jax.random.fold_in(jax.random.fold_in(key, index), name)
+        return param.replace(WEIGHTS[form.name].encode(w, own, **form.options()))
 
     is_param = lambda leaf: isinstance(leaf, nnx.Param)
     return jax.tree_util.tree_map_with_path(encode, state, is_leaf=is_param)

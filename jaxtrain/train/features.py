@@ -68,7 +68,7 @@ def make_step_spec(
         c.mesh.zero,
         make_objective(c.objective, options),
         make_transforms(c, dtype),
-        draws=c.model.stochastic_depth > 0,
+        draws=c.model.draws,
     )
 
 

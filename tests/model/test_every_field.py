@@ -13,7 +13,7 @@ from flax import nnx
 from tiny import VOCAB, batch, random_params, resolved, tokens
 
 from jaxtrain.model import Decode, ModelConfig, Prefill, Transformer, cast, initialize, split
-from jaxtrain.model.config import Experts, FusedOps
+from jaxtrain.model.config import Experts, FusedOps, WeightForm
 from jaxtrain.objectives.next_token import next_token_loss
 from jaxtrain.settings import UserError
 
@@ -160,6 +160,9 @@ ROWS = {
     "fp8": Row("blocks", STEP),
     "fp8_history": Row(2, STEP),
     "weight_form": Row("fake_int4", outputs),
+    "weight_form.name": Row("nvfp4", training, {"weight_form": {"name": "mxfp4"}}),
+    "weight_form.stochastic_rounding": Row(False, training, {"weight_form": {"name": "nvfp4"}}),
+    "weight_form.hadamard": Row(False, training, {"weight_form": {"name": "nvfp4"}}),
     "remat": Row("block", training),
     "remat_short": Row("block", training),
     "stochastic_depth": Row(0.5, training),
@@ -184,7 +187,7 @@ FIELDS = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in 
 
 
 def test_every_field_has_a_row():
-    sections = {"moe": Experts, "kernels": FusedOps}
+    sections = {"moe": Experts, "kernels": FusedOps, "weight_form": WeightForm}
     inner = {f"{name}.{field}" for name, s in sections.items() for field in s.model_fields}
     assert ROWS.keys() == ModelConfig.model_fields.keys() | inner
 

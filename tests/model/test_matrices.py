@@ -27,7 +27,7 @@ from jaxtrain.model import (
 )
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.settings import UserError
-from jaxtrain.weights import LAYER_FORMS, WEIGHTS
+from jaxtrain.weights import LAYER_FORMS, TRAINING_FORMS, WEIGHTS
 from jaxtrain.weights.float8 import in_fp8
 
 GATE = """\
@@ -39,7 +39,7 @@ if c.attention_gate:  # Attention.__init__
 if c.attention_gate:  # Attention.__call__, before the output projection
     y_BTNH *= jax.nn.sigmoid(dense(x_BTD, self.gate))[..., None]
 """
-FORMS = ("lora", *(name for name, form in WEIGHTS.items() if form.place != "layer"))
+FORMS = ("lora", *(name for name in WEIGHTS if name not in LAYER_FORMS))
 GATED = {"attention_gate": True}
 CASES = FAMILIES | {"experts": {"moe": {"experts": 2, "every": 2}, "depth": 2}, "new gate": GATED}
 
@@ -122,14 +122,16 @@ def test_a_narrow_matrix_is_a_target_of_lora_whatever_the_rank(monkeypatch):
 
 # ---- which matrix has which form ----------------------------------------------------------------
 
-ALL = {"lora", "nf4", "int8", "float8", "fake_int8", "fake_int4"}
-STEP = {"float8", "fake_int8", "fake_int4"}  # fine-tuning refuses the others by name
+LOW_BIT = {"mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4"}
+LOW_BIT |= {"int8_training", "switchback"}
+STEP = {"float8", "fake_int8", "fake_int4"} | LOW_BIT  # fine-tuning refuses the others by name
+ALL = {"lora", "nf4", "int8"} | STEP
 # Every matrix of the layers, and the forms that it can have. A new one without a row here fails.
 MATRICES: dict[str, set[str]] = {
     **{f"blocks/attention/{name}": ALL for name in ("q", "k", "v", "out")},
     **{f"{module}/{name}": forms for name in ("up", "gate", "down")
        for module, forms in (("blocks/ffn", ALL), ("dense", STEP), ("experts/shared", STEP),
-                             ("experts", STEP - {"float8"}))},
+                             ("experts", STEP - {"float8"} - LOW_BIT))},
     **{f"blocks/{module}/{name}": set() for name in ("up", "down")  # they train
        for module in ("attention_adapter", "ffn_adapter")},
     "experts/router": set(),  # float32, whatever the compute
@@ -181,14 +183,14 @@ def test_float8_reaches_the_large_matrices():
         assert found == {n for n in names if "float8" in MATRICES[n]}
 
 
-# ---- fake quantization ---------------------------------------------------------------------------
+# ---- fake quantization and low-bit training ------------------------------------------------------
 
 
 @pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
 @pytest.mark.parametrize("form", LAYER_FORMS)
 @pytest.mark.quick("fake_int8-False")
 def test_a_form_of_the_layer_is_that_of_every_matrix(form, scan):
-    """The model with the switch is the model of the rounded matrices, and no other parameter."""
+    """The model with the switch is the model of the encoded matrices, and no other parameter."""
     changes = {"moe": {"experts": 2, "every": 2}, "depth": 4, "scan_layers": scan}
     graphdef, specs = split(Transformer(resolved(**changes), VOCAB))
     params, chosen = random_params(specs), []
@@ -200,9 +202,10 @@ def test_a_form_of_the_layer_is_that_of_every_matrix(form, scan):
         return WEIGHTS[form].encode(w)
 
     expected = logits(graphdef, map_named(rounded, params), tokens(2))
-    assert {name.split("/")[0] for name in chosen} == {"blocks", "dense", "experts"}
+    parts = {"blocks", "dense"} if form in TRAINING_FORMS else {"blocks", "dense", "experts"}
+    assert {name.split("/")[0] for name in chosen} == parts
     switched, _ = split(Transformer(resolved(**changes, weight_form=form), VOCAB))
-    found = logits(switched, params, tokens(2))
+    found = logits(switched, params, tokens(2), key=jax.random.key(0))
     np.testing.assert_allclose(found, expected, rtol=1e-4, atol=1e-4)
     assert np.abs(found - logits(graphdef, params, tokens(2))).max() > 1e-3
 

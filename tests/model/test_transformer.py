@@ -9,7 +9,7 @@ import pytest
 from flax import nnx
 from tiny import LLAMA, VOCAB, T, build, close, resolved, tokens
 
-from jaxtrain.model import Decode, Prefill, Transformer, initialize, split
+from jaxtrain.model import Decode, Forward, Prefill, Transformer, initialize, split
 from jaxtrain.model.layers import rms_norm
 
 # Five layers: a period of two twice, value embeddings on some, and an odd one at the end.
@@ -31,9 +31,9 @@ FAMILIES = {
 
 
 @functools.partial(jax.jit, static_argnums=0)
-def logits(graphdef, params, tokens_BT, positions_BT=None, segments_BT=None):
+def logits(graphdef, params, tokens_BT, positions_BT=None, segments_BT=None, key=None):
     model = nnx.merge(graphdef, params)
-    x_BTD = model(tokens_BT, positions_BT, segments_BT).states
+    x_BTD = model(tokens_BT, positions_BT, segments_BT, Forward(key)).states
     flat_BV = model.logits(x_BTD.reshape(-1, x_BTD.shape[-1]))
     return flat_BV.reshape(*tokens_BT.shape, -1)
 
