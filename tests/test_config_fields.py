@@ -85,11 +85,14 @@ def dead_fields(model, sources):
     found = {path: all_reads(text) for path, text in sources.items()}
     everything = set().union(*found.values())
 
+    @functools.cache
+    def read_near(folder):
+        return {name for path, pairs in found.items() if folder in path.parents
+                for _, name in pairs}  # fmt: skip
+
     def walk(model, section):
         module = sys.modules[model.__module__].__file__
-        folder = ROOT / "jaxtrain" / Path(module).relative_to(ROOT / "jaxtrain").parts[0]
-        near = {name for path, pairs in found.items() if folder in path.parents
-                for _, name in pairs}  # fmt: skip
+        near = read_near(ROOT / "jaxtrain" / Path(module).relative_to(ROOT / "jaxtrain").parts[0])
         for name, field in model.model_fields.items():
             parts = [v for v in variants_of(field) if issubclass(v, BaseModel)]
             for part in parts:

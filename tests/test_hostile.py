@@ -75,7 +75,8 @@ def test_there_are_cases_of_every_command():
     assert len(CASES) > 600 and default == {*COMMANDS}
 
 
-@pytest.mark.parametrize("start", ["-c", pytest.param("-m", marks=pytest.mark.slow)])
+@pytest.mark.slow
+@pytest.mark.parametrize("start", ["-c", "-m"])
 def test_a_process_says_the_same(start, here):
     """As a user starts it: no traceback, no warning beside the line."""
     program = ["-m", "jaxtrain.inference.generate"]

@@ -244,6 +244,19 @@ def place_by(command, variables):
     return find_place(flags[0], *numbers, environment=seen), words[-1]
 
 
+def test_slurm(path):
+    srun = """
+    while [[ $1 == --* ]]; do shift; done
+    SLURM_STEP_NUM_TASKS=2 SLURM_PROCID=1 SLURM_LOCALID=0 SLURM_STEP_NODELIST=a,b \\
+    SLURM_STEP_TASKS_PER_NODE="1(x2)" SLURM_JOB_ID=61 "$@"
+    """
+    path("python", 'echo "$@"; env | grep SLURM_')
+    variables = os.environ | {"PATH": path("srun", srun)}
+    command = ["bash", "launch/slurm.sbatch", "--config", "gpt_d12"]
+    assert place_by(command, variables) == (Place(1, 2, "a:61501"), "gpt_d12")
+
+
+@pytest.mark.slow
 def test_slurm_and_hosts_with_another_configuration(tmp_path, path):
     """The batch script, by an srun that starts two processes, one of which differs."""
     srun = """

@@ -68,6 +68,7 @@ def losses_of(spec, hyperparams, steps=20, state=None, frozen=None):
     return found, state
 
 
+@pytest.mark.slow
 def test_the_recipe_of_an_optimizer_learns(monkeypatch):
     module = recipe("An optimizer")
     monkeypatch.setitem(OPTIMIZERS, "signum", module.signum)
@@ -77,6 +78,7 @@ def test_the_recipe_of_an_optimizer_learns(monkeypatch):
     assert found[-1]["loss"] < 0.7 * found[0]["loss"]
 
 
+@pytest.mark.slow
 def test_the_recipe_of_an_objective_learns():
     module = recipe("An objective")
     spec, hyperparams = make_spec(depth=1, smear=False, backout=False)
@@ -87,6 +89,7 @@ def test_the_recipe_of_an_objective_learns():
     assert found[-1]["loss"] < found[0]["loss"] and found[0]["square"] > 0
 
 
+@pytest.mark.slow
 def test_the_recipe_of_an_optimizer_wrapper_sets_the_length_of_updates(monkeypatch):
     module = recipe("An optimizer wrapper")
     wrapper = module.normalized(module.NormalizedConfig(rate=0.05))
@@ -135,6 +138,7 @@ def gradients_of(graphdef, params):
     return jax.jit(jax.grad(loss))(params), sum(x.size * x.dtype.itemsize for x in given)
 
 
+@pytest.mark.slow
 def test_the_recipe_of_a_layer_plan_keeps_less_and_changes_no_gradient(monkeypatch):
     module = recipe("A layer plan")
     grads, most = gradients_of(*model_of())
@@ -156,6 +160,7 @@ def test_the_recipe_of_a_weight_has_three_values_and_trains(monkeypatch):
     assert found[1]["loss"] < found[0]["loss"]
 
 
+@pytest.mark.slow
 def test_the_recipe_of_an_activation_policy_keeps_less_and_changes_no_gradient(monkeypatch):
     module, kept = recipe("An activation policy"), {}
     first = None
@@ -209,6 +214,7 @@ def test_the_recipe_of_a_phase_of_the_data_ends_with_the_source_alone():
     assert (last.tokens, last.weights) == (None, {"books": 1.0})
 
 
+@pytest.mark.slow
 def test_the_recipes_of_an_event_and_of_a_step_transform_take_part_in_a_run(tmp_path, monkeypatch):
     event, transform = recipe("An event"), recipe("A step transform")
     steep = transform.SkipSteep(factor=1e-3)  # every step after the first

@@ -200,10 +200,10 @@ def test_the_bytes_do_not_depend_on_the_number_of_processes(tmp_path, small, cor
     options, parts = corpus
     made = [
         prepare(DataConfig(**options, cache_dir=str(tmp_path / str(count)), prepare_workers=count))
-        for count in (1, 2, 3)
+        for count in (1, 3)
     ]
     files = [files_of(prepared) for prepared in made]
-    assert files[0] == files[1] == files[2]
+    assert files[0] == files[1]
     assert sum(name.endswith("record") for name in files[0]) > 6
     texts = {name: text_of(getattr(made[0], name), made[0].tokenizer)
              for name in ("train", "validation")}  # fmt: skip

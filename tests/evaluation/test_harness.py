@@ -19,7 +19,10 @@ class Instance(NamedTuple):
     args: tuple
 
 
-def test_the_harness_model_answers_as_the_plain_model(model, alone, monkeypatch):
+@pytest.fixture
+def lm(model, monkeypatch):
+    """The adapter, under a harness of nothing."""
+
     class LM:  # lm_eval.api.model.LM, in what an adapter inherits
         def __init__(self):
             self._rank, self._world_size = 0, 1
@@ -36,9 +39,14 @@ def test_the_harness_model_answers_as_the_plain_model(model, alone, monkeypatch)
     del sys.modules["jaxtrain.evaluation.lm_eval"]
     lm = harness.HarnessModel(model)
     assert isinstance(lm, LM) and lm._world_size == 1
+    return lm
 
-    long = "A text that is longer than the context, " * 5
-    pairs = [("Two and two make ", "four"), ("Two and two make ", "five"), ("", "b"), (long, "so")]
+
+LONG = "A text that is longer than the context, " * 5
+
+
+def test_the_harness_model_answers_as_the_plain_model(lm, alone):
+    pairs = [("Two and two make ", "four"), ("Two and two make ", "five"), ("", "b"), (LONG, "so")]
     found = lm.loglikelihood([Instance(pair) for pair in pairs])
     for (context, continuation), (value, greedy) in zip(pairs, found):
         tokens = np.array([256, *(context + continuation).encode()], np.int32)
@@ -47,22 +55,25 @@ def test_the_harness_model_answers_as_the_plain_model(model, alone, monkeypatch)
         nll, likeliest, _ = judged(alone, Scored(tokens[lost:], len(tokens) - lost - answer))
         assert value == pytest.approx(-nll, rel=2e-5) and greedy == likeliest
 
-    tokens = np.array([256, *long.encode()], np.int32)
+    tokens = np.array([256, *LONG.encode()], np.int32)
     windows = [(1, 1 + T), (1 + T, 1 + 2 * T), (1 + 2 * T, len(tokens))]
     total = 0.0
     for begin, end in windows:
         first = max(0, end - T - 1)
         total -= judged(alone, Scored(tokens[first:end], begin - first))[0]
-    rolled = lm.loglikelihood_rolling([Instance((long,)), Instance(("ab",))])
+    rolled = lm.loglikelihood_rolling([Instance((LONG,)), Instance(("ab",))])
     assert rolled[0] == pytest.approx(total, rel=2e-5) and len(rolled) == 2
 
+
+@pytest.mark.slow
+def test_the_harness_model_goes_on_as_the_plain_model(lm, alone):
     greedy = [256, *b"Say: "]
     for _ in range(6):
         greedy.append(int(alone(np.array(greedy, np.int32))[len(greedy) - 1].argmax()))
     text = bytes(t for t in greedy[6:] if t < 256).decode(errors="replace")
     settings = {"until": [], "max_gen_toks": 6}
     cut = {"until": [text[2:4]], "max_gen_toks": 6}
-    asked = [Instance(("Say: ", settings)), Instance(("Say: ", cut)), Instance((long, settings))]
+    asked = [Instance(("Say: ", settings)), Instance(("Say: ", cut)), Instance((LONG, settings))]
     assert lm.generate_until(asked)[:2] == [text, text.split(text[2:4])[0]]
 
 

@@ -62,7 +62,7 @@ def opened(tmp_path, name, **changes):
 
 
 @pytest.mark.parametrize("name", CASES)
-@pytest.mark.quick("dora", "gpt2", "rslora")
+@pytest.mark.quick("rslora")
 def test_pefts_adapter_gives_its_logits_here_and_goes_back(name, tmp_path):
     lora, c, graphdef, partition, frozen, trained = opened(tmp_path, name)
     join = jax.jit(partition.join)

@@ -123,6 +123,7 @@ def test_layers_with_experts_are_computed_again_by_a_policy_of_their_own():
     assert policies(**given, **own) == ["ffn", "block", "dots", "block"]
 
 
+@pytest.mark.slow
 def test_decode_is_the_full_forward_and_the_future_is_unseen(model):
     _, graphdef, _, params, run = model
     rows = jnp.asarray(tokens(2, 12))

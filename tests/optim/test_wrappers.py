@@ -156,6 +156,7 @@ def test_sharded_equals_one_device_and_the_average_lies_as_its_parameters(traine
         assert average.dtype == param.dtype
 
 
+@pytest.mark.slow
 def test_resumed_is_uninterrupted_bit_for_bit(trained):
     task, hyperparams, state = trained
     mesh = mesh_of()

@@ -159,6 +159,7 @@ def test_there_are_as_many_rounds_as_the_longest_list_takes():
     )
 
 
+@pytest.mark.slow
 def test_what_no_row_was_put_into_is_not_read(monkeypatch):
     """It may be anything: here not a number, on a GPU what was there before."""
     nothing = lambda shape, dtype: jnp.full(shape, jnp.nan, dtype)
@@ -205,6 +206,7 @@ def test_gradients_in_bfloat16_are_summed_over_rounds_in_float32(monkeypatch):
     assert error < 0.01
 
 
+@pytest.mark.slow
 def test_rows_that_no_mesh_divides_are_computed_by_all():
     args = [a[:3] if len(a) == B and a.ndim == 3 and a.shape[:2] == (B, T) else a
             for a in arguments()[:3]]  # fmt: skip
