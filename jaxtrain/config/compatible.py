@@ -93,6 +93,7 @@ def any_named(*names: str) -> Callable[[Any], bool]:
     return lambda entries: any(entry.name in names for entry in entries or ())
 
 
+MASKS = ("gradual_pruning", "set", "rigl", "early_bird")  # wrappers that make weights zero
 FFN_TARGETS = {"ffn", "up", "gate", "down"}
 PAIRS = (
     "data.train={name: preference, path: pairs.jsonl} data.packing.name=padded "
@@ -196,7 +197,7 @@ FEATURES = {
                        "train.precision=float16"),
     "offload": Feature("optimizer offload", "optim.offload", given, "optim.offload=true",
                        GPU_OR_TPU),
-    "masks": Feature("pruning", "optim.wrappers", any_named("gradual_pruning"),
+    "masks": Feature("pruning, sparse training", "optim.wrappers", any_named(*MASKS),
                      "optim.wrappers=[{name: gradual_pruning, sparsity: 0.5, end: 1}]"),
     **{name: optimizer(name) for name in OPTIMIZERS},
 }  # fmt: skip

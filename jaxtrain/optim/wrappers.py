@@ -6,14 +6,24 @@ from typing import Annotated
 from pydantic import Field
 
 from jaxtrain.optim.cautious import CautiousConfig, cautious
+from jaxtrain.optim.dynamic_sparsity import RigLConfig, SETConfig, rigl, set_masks
+from jaxtrain.optim.early_bird import EarlyBirdConfig, early_bird
 from jaxtrain.optim.ema import EMAConfig, ema
 from jaxtrain.optim.gradual_pruning import GradualPruningConfig, gradual_pruning
 from jaxtrain.optim.types import Wrapper
 from jaxtrain.settings import UserError
 
-WRAPPERS = {"cautious": cautious, "ema": ema, "gradual_pruning": gradual_pruning}
+WRAPPERS = {
+    "cautious": cautious,
+    "ema": ema,
+    "gradual_pruning": gradual_pruning,
+    "set": set_masks,
+    "rigl": rigl,
+    "early_bird": early_bird,
+}
 WrapperConfig = Annotated[
-    CautiousConfig | EMAConfig | GradualPruningConfig, Field(discriminator="name")
+    CautiousConfig | EMAConfig | GradualPruningConfig | SETConfig | RigLConfig | EarlyBirdConfig,
+    Field(discriminator="name"),
 ]
 
 
@@ -34,6 +44,10 @@ def make_wrappers(configs: Sequence[WrapperConfig], averages: bool) -> list[Wrap
         raise UserError(
             f"optim.wrappers: {zeroing[0]} makes weights zero, and an average of them would not "
             f"be; leave {means[0]} out"
+        )
+    if len(zeroing) > 1:
+        raise UserError(
+            f"optim.wrappers: {' and '.join(zeroing)} each mask the same weights; name one of them"
         )
     for name in [*means, *zeroing]:
         if averages:

@@ -44,6 +44,9 @@ CHARTS = (
     ChartSpec("Gradient norm", ("grad_norm",)),
     ChartSpec("Loss scale (fp16)", ("loss_scale",), smooth=False),
     ChartSpec("Weights of the blocks that are zero (%)", ("sparsity",), 100, smooth=False),
+    ChartSpec(
+        "Distance to the mask before (share of its entries)", ("mask_distance",), smooth=False
+    ),
     ChartSpec("Memory (GiB)", ("memory_bytes",), 2**-30, smooth=False),
 )
 

@@ -2,6 +2,7 @@
 
 import json
 import shutil
+from itertools import pairwise
 
 import jax
 import jax.numpy as jnp
@@ -22,8 +23,10 @@ from tiny import (
     weights_of,
 )
 
+from jaxtrain.config.compatible import MASKS
 from jaxtrain.main import main
 from jaxtrain.optim import OptimConfig, make_optimizer
+from jaxtrain.optim.dynamic_sparsity import RigLConfig, weights_left
 from jaxtrain.optim.masks import keep_largest, keep_largest_of_all, magnitude
 from jaxtrain.parallel import place_batch, shardings
 from jaxtrain.settings import UserError
@@ -78,7 +81,8 @@ def zeros_of(params):
 
 
 def size_of(name):
-    return np.prod(flatten(SPECS)[name].shape[-2:])
+    i, o = flatten(SPECS)[name].shape[-2:]
+    return i * o
 
 
 def steps(task, hyperparams, mesh, seeds, state):
@@ -144,13 +148,88 @@ def test_a_global_scope_prunes_matrices_by_one_threshold():
     assert len({zeros.sum() / sizes[name] for name, zeros in found.items()}) > 1
 
 
+# ---- SET, RigL ----------------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("name", "optimizer"), [("set", "adamw"), ("rigl", "muon")])
+def test_as_many_weights_stay_while_others_grow(name, optimizer):
+    """By hand: the smallest go, those with the largest gradients (RigL) or random ones come."""
+    walked = list(walk(config(optimizer, METHODS[name]), 4))
+    masks = [x.inner_states["matrix"].inner_state.masks for _, x, _ in walked]
+    for (params, _, metrics), mask in zip(walked, masks):
+        assert metrics["sparsity"] == pytest.approx(0.5, abs=0.01)
+        for key in BLOCKS:
+            assert (flatten(params)[key][~mask[key]] == 0).all()
+            [left] = set(np.ravel(mask[key].sum((-2, -1))).tolist())
+            assert left == size_of(key) / 2 if name == "set" else 0 < left < size_of(key)
+    share = 0.3 / 2 * (1 + np.cos(np.pi * 2 / 10))
+    for key in BLOCKS:
+        same(masks[1][key], masks[2][key])
+        old, new = np.asarray(masks[0][key]), np.asarray(masks[1][key])
+        grads = np.abs(flatten(random_params(SPECS, seed=2))[key])
+        for layer in np.ndindex(old.shape[:-2]):
+            gone, come = old[layer] & ~new[layer], ~old[layer] & new[layer]
+            assert 0 < gone.sum() == come.sum() <= int(share * old[layer].sum())
+            if name == "rigl":
+                never = ~old[layer] & ~new[layer]
+                assert grads[layer][come].min() >= grads[layer][never].max()
+    grown = ~np.asarray(masks[0]["experts"]) & np.asarray(masks[1]["experts"])
+    assert (np.asarray(walked[1][0]["experts"])[grown] == 0).all()
+    moments = jax.tree_util.tree_leaves_with_path(walked[1][1].inner_states["matrix"])
+    for path, x in moments:
+        if "experts" in str(path) and x.dtype != bool and x.shape == grown.shape:
+            assert (np.asarray(x)[grown] == 0).all()
+    moved = np.asarray(walked[2][0]["experts"])[grown & np.asarray(masks[2]["experts"])]
+    assert (moved != 0).all() and len(moved) > 2
+
+
+def test_erdos_renyi_leaves_small_matrices_more_and_none_more_than_all():
+    c = TypeAdapter(RigLConfig).validate_python(RIGL | {"sparsity": 0.8})
+    shapes = {"small": (2, 4, 4), "wide": (2, 8, 64), "large": (1, 64, 64)}
+    params = {name: jnp.zeros(shape) for name, shape in shapes.items()}
+    left = weights_left(c, params)
+    assert left["small"] == 16
+    rest = 0.2 * (32 + 1024 + 4096) - 32
+    factor = rest / (2 * 72 + 128)
+    assert left == {"small": 16, "wide": round(factor * 72), "large": round(factor * 128)}
+
+
+# ---- early-bird tickets -------------------------------------------------------------------------
+
+
+def test_an_early_bird_ticket_is_drawn_when_masks_settle_and_stays():
+    """Distances by numpy; the path before the ticket is that of the optimizer alone."""
+    c = config("adamw", EARLY_BIRD | {"epsilon": 0.08, "patience": 2}, learning_rate=0.1)
+    free = [flatten(params) for params, *_ in walk(config("adamw", learning_rate=0.1), 6)]
+    halves = []
+    for params in free:
+        masks = [keep_largest(magnitude(params[k]), size_of(k) // 2) for k in BLOCKS]
+        halves.append(np.concatenate([np.ravel(mask) for mask in masks]))
+    far = [1.0, *(float((a != b).mean()) for a, b in pairwise(halves))]
+    due = next(i for i in range(6) if max(far[i - 1 : i + 1], default=1) < 0.08)
+    assert 2 < due < 5
+    for step, (params, state, metrics) in enumerate(walk(c, 6)):
+        assert metrics["mask_distance"] == pytest.approx(far[min(step, due)], abs=1e-6)
+        assert metrics["sparsity"] == (0.5 if step >= due else 0)
+        for key, zeros in zeros_of(params).items():
+            assert (zeros == (size_of(key) / 2 if step >= due else 0)).all()
+        if step >= due:
+            masks = state.inner_states["matrix"].inner_state.masks
+            found = np.concatenate([np.ravel(masks[key]) for key in BLOCKS])
+            np.testing.assert_array_equal(found, halves[due])
+
+
 # ---- every method -------------------------------------------------------------------------------
 
-METHODS = {"gradual_pruning": GRADUAL}
+SET = {"name": "set", "sparsity": 0.5, "every": 2, "end": 10, "density": "uniform"}
+RIGL = SET | {"name": "rigl", "density": "erdos_renyi"}
+EARLY_BIRD = {"name": "early_bird", "sparsity": 0.5, "every": 1, "epsilon": 0.9, "patience": 1}
+METHODS = {"gradual_pruning": GRADUAL, "set": SET, "rigl": RIGL, "early_bird": EARLY_BIRD}
 EACH = pytest.mark.parametrize("name", METHODS)
 
 
 @EACH
+@pytest.mark.quick("gradual_pruning")
 def test_sharded_equals_one_device_and_resumed_is_uninterrupted(name):
     """Masks lie as their weights under fsdp; a state that was saved goes on bit for bit."""
     c, mesh = config("adamw", METHODS[name]), mesh_of(fsdp=2)
@@ -222,6 +301,7 @@ EMA = {"name": "ema", "decay": 0.9}
         ("adamw", (GRADUAL, {"name": "cautious"}), "gradual_pruning masks what the others give"),
         ("adamw", (GRADUAL, EMA), "an average of them would not be; leave ema out"),
         ("adamw", (EMA, GRADUAL), "an average of them would not be; leave ema out"),
+        ("adamw", (GRADUAL, RIGL), "gradual_pruning and rigl each mask the same weights"),
         ("schedule_free", (GRADUAL,), "averages its weights itself; leave gradual_pruning out"),
     ],
 )
@@ -233,3 +313,7 @@ def test_masks_come_last_and_are_not_averaged(name, wrappers, message):
 def test_a_schedule_that_ends_before_it_begins_is_refused():
     with pytest.raises(ValidationError, match="begin 3 is not before end 3"):
         config("adamw", GRADUAL | {"begin": 3})
+
+
+def test_the_table_of_what_goes_together_knows_every_method():
+    assert set(METHODS) == set(MASKS)

@@ -18,6 +18,7 @@ from tiny import (
     same,
 )
 
+from jaxtrain.config.compatible import MASKS
 from jaxtrain.main import main
 from jaxtrain.model import ParamSpec
 from jaxtrain.model.init import constant
@@ -28,7 +29,6 @@ from jaxtrain.settings import UserError
 from jaxtrain.train.step import make_step, state_shardings
 
 CAUTIOUS, EMA = {"name": "cautious"}, {"name": "ema", "decay": 0.5}
-MASKS = {"gradual_pruning"}  # tests/optim/test_masks.py
 
 
 def config(name, *wrappers, **fields):
@@ -194,7 +194,7 @@ def test_wrappers_that_do_not_go_together_are_refused(name, wrappers, message):
 
 
 def test_every_wrapper_is_tried_here():
-    assert {"cautious", "ema"} | MASKS == set(WRAPPERS)
+    assert {"cautious", "ema", *MASKS} == set(WRAPPERS)  # tests/optim/test_masks.py has those
 
 
 @pytest.mark.slow

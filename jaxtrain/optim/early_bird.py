@@ -1,0 +1,54 @@
+"""Early-bird tickets (You et al. 2019, arXiv:1909.11957): masks drawn when they settle."""
+
+from typing import Literal, NamedTuple
+
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int
+from pydantic import Field
+
+from jaxtrain.optim.gradual_pruning import MagnitudeConfig, magnitude_masks
+from jaxtrain.optim.masks import Arrays, MaskInputs, MaskRule, Masks, with_masks
+from jaxtrain.optim.types import Wrapper
+
+
+class EarlyBirdConfig(MagnitudeConfig):
+    """All weights train until the masks of the smallest hardly change; then those become zero, for
+    the rest of the run. Weights are not reset."""
+
+    name: Literal["early_bird"] = "early_bird"
+    every: int = Field(100, ge=1, description="steps between two masks that are compared")
+    epsilon: float = Field(
+        0.1, gt=0, le=1, description="masks settle where fewer of their entries differ, a share"
+    )
+    patience: int = Field(5, ge=1, description="distances below epsilon, one after the other")
+
+
+class Tickets(NamedTuple):
+    previous: Masks  # that would have been drawn last
+    distance: Float[Array, ""]  # share of entries that the one before had otherwise; 1 at first
+    calm: Int[Array, ""]  # distances below epsilon, one after the other
+    drawn: Bool[Array, ""]
+
+
+def early_bird(c: EarlyBirdConfig) -> Wrapper:
+    """Draws once."""
+
+    def memory(params: Arrays) -> Tickets:
+        previous = {name: jnp.ones(p.shape, bool) for name, p in params.items()}
+        return Tickets(previous, jnp.float32(1), jnp.int32(0), jnp.bool(False))
+
+    def due(step: Array, memory: Tickets) -> Array:
+        return (step % c.every == 0) & ~memory.drawn
+
+    def draw(seen: MaskInputs, memory: Tickets) -> tuple[Masks, Tickets]:
+        masks = magnitude_masks(c, seen.params, 1.0)
+        changed = [jnp.sum(m != memory.previous[n], dtype=jnp.float32) for n, m in masks.items()]
+        distance = sum(changed, jnp.float32(0)) / max(sum(m.size for m in masks.values()), 1)
+        distance = jnp.where(seen.step <= c.every, 1.0, distance)
+        calm = jnp.where(distance < c.epsilon, memory.calm + 1, 0)
+        drawn = calm >= c.patience
+        now = {name: mask | ~drawn for name, mask in masks.items()}
+        return now, Tickets(memory.previous | masks, distance, calm, drawn)
+
+    metrics = lambda memory: {"mask_distance": memory.distance}
+    return with_masks(MaskRule(due, draw, memory, metrics))
