@@ -199,6 +199,10 @@ FEATURES = {
                        GPU_OR_TPU),
     "masks": Feature("pruning, sparse training", "optim.wrappers", any_named(*MASKS),
                      "optim.wrappers=[{name: gradual_pruning, sparsity: 0.5, end: 1}]"),
+    "sr_ste": Feature("2:4 sparse weights (SR-STE)", "optim.wrappers", any_named("sr_ste"),
+                      "optim.wrappers=[{name: sr_ste}] model.weight_form=sparse_2_4"),
+    "no 2:4": Feature("", "model.weight_form.name", lambda form: form != "sparse_2_4",
+                      "model.weight_form=null"),
     **{name: optimizer(name) for name in OPTIMIZERS},
 }  # fmt: skip
 
@@ -255,6 +259,7 @@ REFUSALS = (
             "optim.name=adamw"),
     Refusal("masks", "soap", NO_RESET, "optim.name=muon"),
     Refusal("masks", "adamw8bit", NO_RESET, "optim.name=adamw"),
+    Refusal("sr_ste", "no 2:4", "it holds weights to 2:4 masks", "model.weight_form=sparse_2_4"),
     Refusal("local_sgd", "pipeline", "a replica is not divided into stages", "mesh.pipeline=1"),
     Refusal("local_sgd", "float16", "each replica would have a loss scale of its own",
             "train.precision=bfloat16"),

@@ -86,8 +86,9 @@ class Experts(Settings):
 class WeightForm(Settings):
     """How the matrices of the blocks are rounded where a layer uses them, by name.
 
-    fake_int8, fake_int4: the matrix alone, in evaluation too. The others round all operands of the
-    matrix's products in training: the inputs and the gradients as well.
+    fake_int8, fake_int4: the matrix alone, in evaluation too. sparse_2_4: two of each four inputs,
+    in evaluation and in saved models too. The others round all operands of the matrix's products in
+    training: the inputs and the gradients as well.
     """
 
     name: str = Field(description=", ".join(LAYER_FORMS))
@@ -122,6 +123,11 @@ class WeightForm(Settings):
     def for_training(self) -> bool:
         """Whether evaluation multiplies the arrays as they are."""
         return self.name in TRAINING_FORMS
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether a saved model holds its matrices in this form."""
+        return WEIGHTS[self.name].saved
 
 
 def check_heads(width: int | None, heads: int | None, kv_heads: int | None, head_dim: int) -> None:
@@ -275,8 +281,8 @@ class ModelFields[Size: int | None](Settings):
     )
     weight_form: WeightForm | None = Field(
         None,
-        description="how matrices of the blocks are rounded where they multiply; a name alone is "
-        "enough; default not at all",
+        description="how matrices of the blocks are rounded or made sparse where they multiply; a "
+        "name alone is enough; default not at all",
     )
     fp8_history: int | None = Field(
         None,

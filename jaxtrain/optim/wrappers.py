@@ -10,6 +10,7 @@ from jaxtrain.optim.dynamic_sparsity import RigLConfig, SETConfig, rigl, set_mas
 from jaxtrain.optim.early_bird import EarlyBirdConfig, early_bird
 from jaxtrain.optim.ema import EMAConfig, ema
 from jaxtrain.optim.gradual_pruning import GradualPruningConfig, gradual_pruning
+from jaxtrain.optim.sr_ste import SRSTEConfig, sr_ste
 from jaxtrain.optim.types import Wrapper
 from jaxtrain.settings import UserError
 
@@ -20,9 +21,16 @@ WRAPPERS = {
     "set": set_masks,
     "rigl": rigl,
     "early_bird": early_bird,
+    "sr_ste": sr_ste,
 }
 WrapperConfig = Annotated[
-    CautiousConfig | EMAConfig | GradualPruningConfig | SETConfig | RigLConfig | EarlyBirdConfig,
+    CautiousConfig
+    | EMAConfig
+    | GradualPruningConfig
+    | SETConfig
+    | RigLConfig
+    | EarlyBirdConfig
+    | SRSTEConfig,
     Field(discriminator="name"),
 ]
 

@@ -35,6 +35,7 @@ from jaxtrain.model import Transformer, split
 from jaxtrain.runs.arguments import export_parser, import_parser
 from jaxtrain.runs.saved import folder_of, load_saved
 from jaxtrain.settings import UserError, command
+from jaxtrain.weights import saved_params
 
 
 def import_checkpoint(path_or_repo: str, run_dir: Path) -> Resolved:
@@ -87,7 +88,11 @@ def export_run(
     came = text_part(read_json(model_dir / FOLDER / "config.json"))
     rows = came.get("vocab_size", saved.tokenizer.vocab_size)
     wanted = family or (family_of(came).model_type if came else None)
-    row, config = fitting_family(saved.config.model, rows, wanted)
+    model, params = saved.config.model, saved.params
+    if model.weight_form and model.weight_form.is_saved:
+        params = saved_params(params, saved.specs, model.weight_form.name)
+        model = model.model_copy(update={"weight_form": None})
+    row, config = fitting_family(model, rows, wanted)
     ids = {"bos_token_id": saved.tokenizer.bos_id, "eos_token_id": saved.tokenizer.bos_id}
     kept = {k: came.get(k, ids[k]) for k in ids} | {"pad_token_id": came.get("pad_token_id")}
     kind = dtype or came.get("dtype") or came.get("torch_dtype") or "float32"
@@ -103,8 +108,8 @@ def export_run(
         known = make_reader(saved.tokenizer).special | special
         chat_files(template, known, make_chat(*talk, saved.tokenizer).end, out)
     export_weights(
-        out, row, config | kept, saved.specs, saved.params, NUMPY[kind],
-        saved.config.model.head_dim, shard_bytes, base_model_metadata(run, saved.config),
+        out, row, config | kept, saved.specs, params, NUMPY[kind],
+        model.head_dim, shard_bytes, base_model_metadata(run, saved.config),
     )  # fmt: skip
     return row.model_type
 

@@ -26,6 +26,7 @@ from jaxtrain.runs.checkpoint import Checkpointer, saved_steps
 from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.settings import UserError
 from jaxtrain.storage.strict_yaml import read_saved
+from jaxtrain.weights import saved_params
 from jaxtrain.weights.contract import flatten
 from jaxtrain.weights.params import Params, Specs
 
@@ -63,6 +64,10 @@ def save_result(
 
 def save_model(directory: Path, config: Resolved, params: Params, tokenizer: Tokenizer) -> None:
     """Write all that a friend needs; the weights last and atomically. By process 0, of several."""
+    form = config.model.weight_form
+    if form and form.is_saved:
+        specs = split(Transformer(config.model, tokenizer.vocab_size))[1]
+        params = saved_params(params, specs, form.name)
     flat = gather_to_host(flatten(params))
     if jax.process_index():
         return

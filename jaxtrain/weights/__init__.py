@@ -1,4 +1,4 @@
-"""How a parameter is declared, stored and multiplied: bf16, float8, nf4, int8, fp4, adapters.
+"""How a parameter is declared, stored and multiplied: bf16, float8, nf4, int8, fp4, 2:4, adapters.
 
 What uses a weight is in `model/`; what trains is in `finetune/`. A new form is one file here and
 one row of WEIGHTS: the tests then try it on every matrix of a block of every family.
@@ -8,13 +8,17 @@ import functools
 from collections.abc import Callable
 from typing import Literal, NamedTuple
 
+import jax
+import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxtrain.weights import fake_quant, int8_training, microscaling
 from jaxtrain.weights.contract import Weight
 from jaxtrain.weights.float8 import quantize_float8
 from jaxtrain.weights.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Format
+from jaxtrain.weights.params import Params, Specs, is_block_matrix
 from jaxtrain.weights.quantized import quantize
+from jaxtrain.weights.two_four import sparse_2_4
 
 
 class Form(NamedTuple):
@@ -25,11 +29,13 @@ class Form(NamedTuple):
     `layer`, each time that a layer uses it (model.weight_form), on [.., K, N]; `training`, each
     time that a layer of a training step does. That one is also given a PRNG key and, by their
     names, those of its options that model.weight_form sets. Experts stay arrays in it.
+    saved: a saved model holds what encode makes of its matrices.
     """
 
     encode: Callable[..., Array | Weight]
     place: Literal["storage", "step", "layer", "training"]
     options: frozenset[str] = frozenset()
+    saved: bool = False
 
 
 def mx_form(operand: Format, gradient: Format) -> Form:
@@ -45,6 +51,7 @@ WEIGHTS: dict[str, Form] = {
     "float8": Form(quantize_float8, "step"),
     "fake_int8": Form(fake_quant.int8, "layer"),
     "fake_int4": Form(fake_quant.int4, "layer"),
+    "sparse_2_4": Form(sparse_2_4, "layer", saved=True),
     "mxfp8": mx_form(E4M3, E4M3),
     "mxfp8_e5m2": mx_form(E4M3, E5M2),
     "mxfp6_e2m3": mx_form(E2M3, E2M3),
@@ -58,3 +65,9 @@ WEIGHTS: dict[str, Form] = {
 }
 LAYER_FORMS = tuple(name for name, form in WEIGHTS.items() if form.place in ("layer", "training"))
 TRAINING_FORMS = tuple(name for name, form in WEIGHTS.items() if form.place == "training")
+
+
+def saved_params(params: Params, specs: Specs, form: str) -> Params:
+    """The parameters with the arrays that a form of the layer makes of the blocks' matrices."""
+    encode = lambda p: WEIGHTS[form].encode(jnp.asarray(p))
+    return jax.tree.map(lambda p, s: encode(p) if is_block_matrix(s) else p, params, specs)

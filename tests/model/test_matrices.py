@@ -124,7 +124,12 @@ def test_a_narrow_matrix_is_a_target_of_lora_whatever_the_rank(monkeypatch):
 
 LOW_BIT = {"mxfp8", "mxfp8_e5m2", "mxfp6_e2m3", "mxfp6_e3m2", "mxfp4", "nvfp4"}
 LOW_BIT |= {"int8_training", "switchback"}
-STEP = {"float8", "fake_int8", "fake_int4"} | LOW_BIT  # fine-tuning refuses the others by name
+STEP = {
+    "float8",
+    "fake_int8",
+    "fake_int4",
+    "sparse_2_4",
+} | LOW_BIT  # fine-tuning refuses the others by name
 ALL = {"lora", "nf4", "int8"} | STEP
 # Every matrix of the layers, and the forms that it can have. A new one without a row here fails.
 MATRICES: dict[str, set[str]] = {

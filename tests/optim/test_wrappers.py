@@ -194,7 +194,9 @@ def test_wrappers_that_do_not_go_together_are_refused(name, wrappers, message):
 
 
 def test_every_wrapper_is_tried_here():
-    assert {"cautious", "ema", *MASKS} == set(WRAPPERS)  # tests/optim/test_masks.py has those
+    assert {"cautious", "ema", "sr_ste", *MASKS} == set(
+        WRAPPERS
+    )  # tests/optim/test_masks.py has those
 
 
 @pytest.mark.slow
