@@ -164,7 +164,7 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
     elif a.what == "filters":
         yield bench_filters(a.overrides, a.variant)
     elif a.what == "race":
-        yield race([Path(run) for run in a.overrides], a.baseline, a.differ)
+        yield race([Path(run) for run in a.overrides], a.baseline, a.differ, a.variant)
     else:
         for config in a.config or ["gpt_d12"]:
             if a.what == "step":
@@ -229,7 +229,8 @@ def main(argv: list[str] | None = None) -> int:
                 path = write(record, arguments.out or RESULTS)
                 record["file"] = path.name
         if arguments.record and arguments.what == "race":
-            figure = f"{record['bench']}-{record['config']}.png"
+            names = record["bench"], record["config"], *filter(None, [record["variant"]])
+            figure = f"{'-'.join(names)}.png"
             draw(record, (arguments.out or BENCHMARKS) / figure)
         console.print(report(record) if record["bench"] == "preflight" else table_of(record))
     return 0

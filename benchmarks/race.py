@@ -32,7 +32,10 @@ EARLY = 0.15  # share of the tokens that may fall out of the figure
 
 
 def race(
-    run_dirs: Sequence[Path], baseline: str | None = None, differ: Sequence[str] = ()
+    run_dirs: Sequence[Path],
+    baseline: str | None = None,
+    differ: Sequence[str] = (),
+    variant: str | None = None,
 ) -> dict[str, Any]:
     """The record of a race. `baseline`: the name of a run; default the best AdamW run.
 
@@ -53,7 +56,9 @@ def race(
     env, train = runs[0].env, runs[0].config["train"]
     workload = {key: train[key] for key in ("batch_size", "sequence_length", "steps")}
     bench = "curves" if differ else "race"
-    record = describe(bench, config_name(runs[0]), "", workload, env["device_count"], env)
+    record = describe(
+        bench, config_name(runs[0]), variant or "", workload, env["device_count"], env
+    )
     return record | {"baseline": base["label"], "runs": entries}
 
 

@@ -25,8 +25,9 @@ GPT2 = LLAMA | {
 }  # fmt: skip
 MOE = GPT | {"model.moe": {"experts": 4, "hidden": 32, "every": 2, "aux_loss": 0.01}}
 FP8 = GPT | {"model.width": 128, "model.hidden": 128, "model.head_dim": 32}
-MUON = {"optim.schedule.warmup_steps": 0, "optim.momentum_warmup_steps": 2}
-ADAMW = {"optim.name": "adamw", "optim.schedule.warmup_steps": 0}
+NO_WARMUP = {"optim.schedule.warmup_steps": 0, "optim.schedule.final_fraction": 0}
+MUON = NO_WARMUP | {"optim.momentum_warmup_steps": 2}
+ADAMW = NO_WARMUP | {"optim.name": "adamw"}
 THREE = {"train.steps": 3}
 CHAT = {
     "data.train.name": "chat", "data.train.path": "CHAT", "data.validation.fraction": 0.3,
@@ -147,9 +148,11 @@ for _name, _changes in {
 }.items():
     pretrain(f"train/{_name}", ADAMW if "accum" not in _name else MUON, _changes)
 
-for _name in ("muon", "adamw", "adafactor", "adamw8bit", "lamb", "lars", "lion", "sgd", "soap",
-              "schedule_free"):  # fmt: skip
-    pretrain(f"optim/{_name}", THREE, {"optim.name": _name, "optim.schedule.warmup_steps": 1})
+ONE_WARMUP = NO_WARMUP | {"optim.schedule.warmup_steps": 1}
+for _name in ("muon", "adamw", "adafactor", "adamw8bit", "lamb", "lars", "lion", "sgd", "soap"):
+    pretrain(f"optim/{_name}", THREE, ONE_WARMUP | {"optim.name": _name})
+SCHEDULE_FREE = {"optim.name": "schedule_free", "optim.schedule.warmup_steps": 1}
+pretrain("optim/schedule_free", THREE, SCHEDULE_FREE)
 for _name, _changes in {
     "muon_plain": {"optim.normuon": False, "optim.cautious_decay": False, "optim.nesterov": False,
                    "optim.orthogonalize": "newton_schulz", "optim.gram_newton_schulz": False},

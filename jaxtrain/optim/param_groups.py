@@ -11,7 +11,7 @@ from typing import Annotated, Any, Literal, NamedTuple, cast
 import jax
 import jax.numpy as jnp
 import optax
-from pydantic import Field
+from pydantic import Field, field_validator
 
 from jaxtrain.optim.offload import to_device, update_offloaded
 from jaxtrain.optim.schedule import Schedule, Trapezoid, multiplier, schedule_values
@@ -89,15 +89,24 @@ class CommonConfig(Settings):
     )
 
 
+SCHEDULE = {"name": "trapezoid", "warmup_steps": 40, "final_fraction": 0.05}
+
+
 class OptimizerConfig(CommonConfig):
     """What all optimizers have in common whose rate falls towards the end of a run."""
 
     schedule: Schedule = Field(
-        default_factory=lambda: Trapezoid.model_validate(
-            {"warmup_steps": 40, "final_fraction": 0.05}
-        ),
+        default_factory=lambda: Trapezoid.model_validate(SCHEDULE),
         description="learning rate over the run",
     )
+
+    @field_validator("schedule", mode="before")
+    @classmethod
+    def _rest_of_default(cls, given: Any) -> Any:
+        """One field of the default schedule that is set leaves its others as they are."""
+        if isinstance(given, dict) and given.get("name", "trapezoid") == "trapezoid":
+            return SCHEDULE | given
+        return given
 
 
 class Optimizer(NamedTuple):

@@ -149,3 +149,18 @@ def test_a_warmup_longer_than_the_run_is_refused(fields):
     c = adamw(schedule={**fields, "warmup_steps": 101})
     with pytest.raises(UserError, match="warmup_steps is 101, but the run has 100 steps"):
         make_optimizer(c, specs_of(), 100)
+
+
+@pytest.mark.parametrize(
+    "override, expected",
+    [
+        ("optim.schedule.final_fraction=0", ("trapezoid", 40, 0.0, 0.65)),
+        ("optim.schedule.decay_fraction=0.85", ("trapezoid", 40, 0.05, 0.85)),
+        ("optim.schedule={warmup_steps: 7}", ("trapezoid", 7, 0.05, 0.65)),
+        ("optim.schedule.name=linear", ("linear", 0, 0.0, None)),
+    ],
+)
+def test_one_field_of_the_default_schedule_leaves_the_others(override, expected):
+    found = load_config(None, [override]).optim.schedule
+    fields = (getattr(found, n, None) for n in ("name", "warmup_steps", "final_fraction"))
+    assert (*fields, getattr(found, "decay_fraction", None)) == expected
