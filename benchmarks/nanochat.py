@@ -1,12 +1,12 @@
-"""Trains nanochat on the rows of one of our configurations, into a run directory to compare with.
+"""Trains nanochat on the rows and from the weights of one of our configurations, as a run.
 
     python -m benchmarks nanochat CHECKOUT --config gpt_d12 run.name=nanochat data.train.path=...
     jaxtrain train --config gpt_d12 run.name=ours data.train.path=...
     python -m benchmarks race runs/ours runs/nanochat --differ env
 
-Our loader writes the rows of every step and of the validation. A separate process trains the
-checkout on them (`peer_nanochat_train.py`). Rates, decay and warm-ups are those of the
-configuration, which follow nanochat's rules unless set by hand.
+Our loader writes the rows of every step and of the validation, our model the initial weights of
+`run.seed`. A separate process trains the checkout on them (`peer_nanochat_train.py`). Rates, decay
+and warm-ups are those of the configuration, which follow nanochat's rules unless set by hand.
 """
 
 import json
@@ -29,11 +29,13 @@ from jaxtrain.data.batches.packing import Batch
 from jaxtrain.data.preference.pairs import PairBatch
 from jaxtrain.data.store.prepare import Prepared, prepare
 from jaxtrain.data.store.store import TokenStore
+from jaxtrain.model import ResolvedModel, Transformer, initialize, split
 from jaxtrain.optim import MuonConfig
 from jaxtrain.optim.schedule import Trapezoid
 from jaxtrain.runs.environment import environment
 from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import write_json
+from jaxtrain.weights.params import Params
 
 SKIPPED = 5  # steps that are not timed: the first ones compile
 
@@ -58,6 +60,7 @@ def train_nanochat(checkout: Path, name: str, overrides: Sequence[str]) -> Path:
         rows = Path(temporary)
         write_json(rows / "settings.json", settings)
         write_rows(rows, resolved, prepared, held_out)
+        write_weights(rows / "weights.npz", resolved, prepared.tokenizer.vocab_size)
         folder.mkdir(parents=True)
         save_yaml(folder / "config.yaml", resolved)
         lines = rows_of(
@@ -116,6 +119,52 @@ def write_rows(folder: Path, c: Resolved, prepared: Prepared, validation: TokenS
     labels = [one.weights_BT.sum(axis=1) for one in held_out]
     np.save(folder / "labels.npy", np.concatenate(labels).astype(np.int32))
     np.save(folder / "bytes.npy", np.asarray(prepared.tokenizer.token_bytes(), np.int32))
+
+
+def write_weights(path: Path, c: Resolved, vocab_size: int) -> None:
+    """The weights that our run of `run.seed` starts from, by nanochat's names."""
+    _, specs = split(Transformer(c.model, vocab_size))
+    weights: dict[str, Any] = nanochat_weights(initialize(specs, c.run.seed), c.model)
+    np.savez(path, **weights)
+
+
+def nanochat_weights(params: Params, c: ResolvedModel) -> dict[str, np.ndarray]:
+    """Our parameters by the names of nanochat's, in float32; a linear layer is [out, in].
+
+    nanochat rotates by minus the angle, so the halves of each head's channels of q and k change
+    places: then both models are the same function.
+    """
+    ours = jax.tree.map(lambda x: np.asarray(x, np.float32), params)
+    blocks, value = ours["blocks"], ours["value_embed"]
+
+    def swapped(w_io: np.ndarray) -> np.ndarray:
+        halves = w_io.reshape(len(w_io), -1, 2, c.head_dim // 2)
+        return halves[:, :, ::-1].reshape(w_io.shape)
+
+    named = {
+        "transformer.wte.weight": ours["embed"],
+        "lm_head.weight": ours["head"].T,
+        "resid_lambdas": ours["residual_scale"],
+        "x0_lambdas": ours["x0_scale"],
+        "smear_gate.weight": ours["smear_gate"][None],
+        "smear_lambda": ours["smear_scale"],
+        "backout_lambda": ours["backout_scale"],
+    }
+    for i in range(c.depth):
+        attention, ffn = ({k: x[i] for k, x in blocks[n].items()} for n in ("attention", "ffn"))
+        layer = {
+            "attn.c_q": swapped(attention["q"]),
+            "attn.c_k": swapped(attention["k"]),
+            "attn.c_v": attention["v"],
+            "attn.c_proj": attention["out"],
+            "mlp.c_fc": ffn["up"],
+            "mlp.c_proj": ffn["down"],
+        }
+        if i % 2 == (c.depth - 1) % 2:
+            layer["attn.ve_gate"] = value["gate"][i // 2]
+            named[f"value_embeds.{i}.weight"] = value["table"][i // 2]
+        named |= {f"transformer.h.{i}.{name}.weight": w_io.T for name, w_io in layer.items()}
+    return named
 
 
 def whole_rows(batch: Batch | PairBatch) -> np.ndarray:

@@ -3,11 +3,12 @@
     python benchmarks/peer_nanochat_train.py CHECKOUT FOLDER
 
 FOLDER has settings.json, the rows train.npy and validation.npy [N, T+1] (uint16 ids; validation's
-last row is filled up), labels.npy [N] (labels of each validation row) and bytes.npy [V] (UTF-8
-bytes of each token). Model, optimizer and evaluation are the checkout's. The loop and its schedules
-follow its base_train.py with two differences: all rows are on the device beforehand, and the loop
-waits for the GPU every `log_every` steps, not every step. Seconds leave out validations and, as in
-base_train.py, the first steps, which compile.
+last row is filled up), labels.npy [N] (labels of each validation row), bytes.npy [V] (UTF-8 bytes
+of each token) and weights.npz (initial weights in float32, by the checkout's names). Model,
+optimizer and evaluation are the checkout's. The loop and its schedules follow its base_train.py
+with two differences: all rows are on the device beforehand, and the loop waits for the GPU every
+`log_every` steps, not every step. Seconds leave out validations and, as in base_train.py, the first
+steps, which compile.
 """
 
 import gc
@@ -63,6 +64,17 @@ def on_device(rows, labels=None):
     return inputs, targets
 
 
+@torch.no_grad()
+def load_weights(model, path):
+    """Initial weights by name, each in the dtype that the model keeps it in."""
+    parameters = dict(getattr(model, "_orig_mod", model).named_parameters())
+    with np.load(path) as weights:
+        if missing := parameters.keys() ^ weights.keys():
+            sys.exit(f"{path}: the checkout's model has other parameters: {sorted(missing)}")
+        for name, parameter in parameters.items():
+            parameter.copy_(torch.from_numpy(weights[name]))
+
+
 def main():
     checkout, folder = sys.argv[1], Path(sys.argv[2])
     sys.path.insert(0, checkout)
@@ -75,6 +87,7 @@ def main():
     model, optimizer, attention, _ = build(
         s["depth"], s["sequence_length"], s["fp8"], weight_decay=s["weight_decay"], **rates
     )
+    load_weights(model, folder / "weights.npz")
     inputs, targets = on_device(np.load(folder / "train.npy"))
     held_out = on_device(np.load(folder / "validation.npy"), np.load(folder / "labels.npy"))
     bytes_V = torch.from_numpy(np.load(folder / "bytes.npy").astype(np.int64)).cuda()

@@ -139,7 +139,8 @@ rows, held_out = np.load(folder / "train.npy"), np.load(folder / "validation.npy
 say = lambda **row: print(json.dumps(row), flush=True)
 say(kind="peer", attention="none", rows=rows.shape, dtype=str(rows.dtype), settings=s,
     held_out=[len(held_out), int(np.load(folder / "labels.npy").sum())],
-    first=rows[:, 0].tolist(), bytes=len(np.load(folder / "bytes.npy")))
+    first=rows[:, 0].tolist(), bytes=len(np.load(folder / "bytes.npy")),
+    head=np.load(folder / "weights.npz")["lm_head.weight"].shape)
 say(kind="train", step=2, time=1.0, loss=3.0, tokens_per_s=128.0)
 say(kind="validation", step=2, time=1.0, bpb=2.5)
 """
@@ -163,6 +164,7 @@ def test_nanochat_trains_on_our_rows_and_leaves_a_run(scripts, checkout, tmp_pat
     run = read_run(folder)
     peer = run.env["peer"]
     assert peer["rows"] == [8, 33] and peer["dtype"] == "uint16" and peer["bytes"] == 300
+    assert peer["head"] == [320, 128]  # [V, D] as nanochat has it
     assert len(set(peer["first"])) == 1  # BOS, as nanochat's loader begins every row
     assert peer["held_out"][0] % 2 == 0 and peer["held_out"][1] > 100
     c = load_resolved(folder / "config.yaml")

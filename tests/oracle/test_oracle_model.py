@@ -7,7 +7,9 @@ import pytest
 from flax import nnx
 from golden import Golden, model_of, to_ours
 
+from benchmarks.nanochat import nanochat_weights
 from jaxtrain.data import Batch
+from jaxtrain.model import initialize
 from jaxtrain.objectives import next_token as objectives
 
 GOLDEN = Golden("golden_model")
@@ -52,6 +54,16 @@ def test_logits_loss_and_every_gradient_equal_the_oracle():
         scale = np.abs(g).max()
         assert scale > 1e-4, name  # no path is closed
         np.testing.assert_allclose(gradients[name], g, rtol=1e-5, atol=1e-5 * scale, err_msg=name)
+
+
+def test_nanochat_can_start_from_our_weights():
+    """`bench nanochat` names them as nanochat does: read back, they are the same tree."""
+    c, _, specs = model_of(CONFIG, VOCAB, GOLDEN["tokens"].shape[1])
+    params = initialize(specs, 0)
+    named = nanochat_weights(params, c)
+    short = {n.removeprefix("transformer.").removesuffix(".weight"): x for n, x in named.items()}
+    assert short.keys() == GOLDEN.under("weights").keys()
+    jax.tree.map(np.testing.assert_array_equal, to_ours(short, c), params)
 
 
 def sketch(x):
