@@ -88,6 +88,9 @@ COMMANDS = {
     "compare": Command(
         "", "runs.compare:main", "runs.arguments:compare_parser", "runs side by side: table, plot"
     ),
+    "merge": Command(
+        "", "runs.merge:main", "runs.arguments:merge_parser", "several models become one"
+    ),
     "completion": Command(
         "shell", "cli:show_completion", "cli:completion_parser",
         "a script that completes commands and fields",

@@ -1,9 +1,9 @@
-"""The command lines of `report`, `compare`, `import` and `export`; nothing here imports JAX."""
+"""The command lines of `report`, `compare`, `merge`, `import` and `export`, without JAX."""
 
 from pathlib import Path
 
 from jaxtrain.interop.families import FAMILIES
-from jaxtrain.settings import Parser, whole
+from jaxtrain.settings import TINY, Parser, real, whole
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")  # as in `interop.tensors`; a test checks
 
@@ -24,6 +24,36 @@ def compare_parser() -> Parser:
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="their curves as a picture")
+    return parser
+
+
+def merge_parser() -> Parser:
+    """Of `jaxtrain merge`: several models become one."""
+    parser = Parser(
+        "jaxtrain merge",
+        description="Merge models of one structure into one, without training.",
+    )
+    parser.add_argument(
+        "models", nargs="+", metavar="MODEL",
+        help="run directories or model folders; RUN@STEP is the checkpoint of a step",
+    )  # fmt: skip
+    parser.add_argument("--out", type=Path, required=True, help="folder of the new model")
+    parser.add_argument(
+        "--method", choices=("mean", "slerp", "ties"), default="mean",
+        help="mean of the weights, the arc between two, or TIES (default mean)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--weights", type=real(TINY, "above 0"), nargs="+", help="one a model; default equal"
+    )
+    parser.add_argument("--base", help="ties: the model that all have started from")
+    parser.add_argument(
+        "--density", type=real(TINY, "above 0 and at most 1", 1.0), default=0.2,
+        help="ties: share of each model's changes that is kept (default 0.2)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--scale", type=real(TINY, "above 0"), default=1.0,
+        help="ties: factor on the merged change (default 1)",
+    )  # fmt: skip
     return parser
 
 
