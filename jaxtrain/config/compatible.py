@@ -93,7 +93,13 @@ def any_named(*names: str) -> Callable[[Any], bool]:
     return lambda entries: any(entry.name in names for entry in entries or ())
 
 
-MASKS = ("gradual_pruning", "set", "rigl", "early_bird")  # wrappers that make weights zero
+MASKS = (
+    "gradual_pruning",
+    "set",
+    "rigl",
+    "early_bird",
+    "lottery_ticket",
+)  # wrappers that make weights zero
 FFN_TARGETS = {"ffn", "up", "gate", "down"}
 PAIRS = (
     "data.train={name: preference, path: pairs.jsonl} data.packing.name=padded "

@@ -116,8 +116,10 @@ def by_name(tree: PyTree) -> dict[str, Any]:
     return {name_of(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
 
 
-def map_by_name(change: Callable[[str, Array], Array], tree: PyTree) -> Any:
-    return jax.tree_util.tree_map_with_path(lambda path, x: change(name_of(path), x), tree)
+def map_by_name(change: Callable[..., Any], tree: PyTree, *rest: PyTree) -> Any:
+    """change(name, leaf, leaves of the other trees)."""
+    named = lambda path, *leaves: change(name_of(path), *leaves)
+    return jax.tree_util.tree_map_with_path(named, tree, *rest)
 
 
 def mask_leaves(masks: Masks, tree: PyTree) -> Any:

@@ -25,7 +25,7 @@ from jaxtrain.optim.types import (
     Updates,
     Wrapper,
 )
-from jaxtrain.optim.wrappers import WrapperConfig, make_wrappers
+from jaxtrain.optim.wrappers import WrapperConfig, make_wrappers, schedule_restarts
 from jaxtrain.settings import Settings, UserError
 from jaxtrain.weights.params import BALANCE_GROUPS, Params, ParamSpec, Specs
 
@@ -321,6 +321,7 @@ def build_optimizer(
             f"{total_steps} steps: give at most that many"
         )
     wrappers = make_wrappers(c.wrappers, any(group.eval_params for group in table.values()))
+    restarts = schedule_restarts(wrappers, total_steps)
     table = with_wrappers(wrappers, table) | BALANCE_ROWS
     table = with_multipliers(c, table, specs, c.batch_scaling.factor(batch_tokens))
     pairs = jax.tree_util.tree_map_with_path(lambda p, s: label_of(p, s, table), specs)
@@ -338,11 +339,12 @@ def build_optimizer(
     )
     wholes = {n: table[row].matrices or not table[row].by_rows for n, (row, _) in used.items()}
     hyperparams = {
-        "schedule": schedule_values(schedule, total_steps),
+        "schedule": schedule_values(schedule, restarts.length if restarts else total_steps),
         "groups": {row: table[row].peaks for row, _ in used.values()},
     }
 
     def rates(step: jax.Array, hyperparams: Hyperparams) -> dict[str, Hyper]:
+        step = restarts(step) if restarts else step
         factor = multiplier(schedule, hyperparams["schedule"], step)
         hyper = {}
         for name, (row, wider) in used.items():
@@ -379,6 +381,7 @@ def build_optimizer(
     def rate(step: jax.Array, hyperparams: Hyperparams) -> jax.Array:
         groups = hyperparams["groups"]
         shown = groups.get("matrix") or groups[min(groups)]  # a tuned part may have no matrix
+        step = restarts(step) if restarts else step
         return shown["learning_rate"] * multiplier(schedule, hyperparams["schedule"], step)
 
     def eval_params(params: Params, state: Any) -> Params:

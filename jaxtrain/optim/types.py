@@ -4,6 +4,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
 import optax
 
 from jaxtrain.weights.params import Params, ParamSpec
@@ -17,6 +18,19 @@ Transformation = optax.GradientTransformationExtraArgs
 Make = Callable[[Hyper], optax.GradientTransformation]
 Adjust = Callable[[Hyper, jax.Array, Hyper], Hyper]  # (peaks, step, schedule's values) -> now
 EvalParams = Callable[[OptState, Params], Params]
+
+
+class Restarts(NamedTuple):
+    """A schedule of `length` steps that goes on from step `first` each time that it is over."""
+
+    first: int
+    length: int
+    total: int  # steps of the run
+
+    def __call__(self, step: jax.Array) -> jax.Array:
+        """The schedule's step."""
+        since = (step - self.first) % (self.length - self.first)
+        return jnp.where(step < self.first, step, self.first + since)
 
 
 class Wrapper(NamedTuple):
@@ -39,6 +53,7 @@ class Wrapper(NamedTuple):
     validate_trained: bool = False
     export_trained: bool = False
     keeps_zeros: bool = False
+    restarts: Restarts | None = None  # of the schedule
     metrics: Callable[[Sequence[OptState]], dict[str, jax.Array]] | None = None
 
 

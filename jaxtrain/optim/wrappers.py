@@ -10,8 +10,9 @@ from jaxtrain.optim.dynamic_sparsity import RigLConfig, SETConfig, rigl, set_mas
 from jaxtrain.optim.early_bird import EarlyBirdConfig, early_bird
 from jaxtrain.optim.ema import EMAConfig, ema
 from jaxtrain.optim.gradual_pruning import GradualPruningConfig, gradual_pruning
+from jaxtrain.optim.lottery_ticket import LotteryTicketConfig, lottery_ticket
 from jaxtrain.optim.sr_ste import SRSTEConfig, sr_ste
-from jaxtrain.optim.types import Wrapper
+from jaxtrain.optim.types import Restarts, Wrapper
 from jaxtrain.settings import UserError
 
 WRAPPERS = {
@@ -22,6 +23,7 @@ WRAPPERS = {
     "rigl": rigl,
     "early_bird": early_bird,
     "sr_ste": sr_ste,
+    "lottery_ticket": lottery_ticket,
 }
 WrapperConfig = Annotated[
     CautiousConfig
@@ -30,7 +32,8 @@ WrapperConfig = Annotated[
     | SETConfig
     | RigLConfig
     | EarlyBirdConfig
-    | SRSTEConfig,
+    | SRSTEConfig
+    | LotteryTicketConfig,
     Field(discriminator="name"),
 ]
 
@@ -66,3 +69,14 @@ def make_wrappers(configs: Sequence[WrapperConfig], averages: bool) -> list[Wrap
             verb = "averages" if means else "masks"
             raise UserError(f"optim.wrappers: {name} {verb} what the others give; name it last")
     return made
+
+
+def schedule_restarts(wrappers: Sequence[Wrapper], total_steps: int) -> Restarts | None:
+    """How the last wrapper repeats the schedule. UserError for another number of steps."""
+    restarts = wrappers[-1].restarts if wrappers else None
+    if restarts and restarts.total != total_steps:
+        raise UserError(
+            f"optim.wrappers: its rounds take {restarts.total} steps, not {total_steps}; set "
+            f"train.steps={restarts.total}"
+        )
+    return restarts

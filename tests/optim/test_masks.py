@@ -27,6 +27,7 @@ from jaxtrain.config.compatible import MASKS
 from jaxtrain.main import main
 from jaxtrain.optim import OptimConfig, make_optimizer
 from jaxtrain.optim.dynamic_sparsity import RigLConfig, weights_left
+from jaxtrain.optim.lottery_ticket import LotteryTicketConfig, lottery_ticket
 from jaxtrain.optim.masks import keep_largest, keep_largest_of_all, magnitude
 from jaxtrain.parallel import place_batch, shardings
 from jaxtrain.settings import UserError
@@ -61,7 +62,7 @@ BLOCKS = ["blocks/down", "blocks/up", "experts"]
 
 def walk(c, steps, mesh=None, start=None, begin=0):
     """(parameters, state, metrics) after each of some steps with random gradients."""
-    optimizer = make_optimizer(c, SPECS, 100)
+    optimizer = make_optimizer(c, SPECS, STEPS)
     params = random_params(SPECS)
     if mesh is not None:
         params = jax.device_put(params, shardings(SPECS, mesh))
@@ -78,6 +79,11 @@ def zeros_of(params):
     flat = {name: np.asarray(p) for name, p in flatten(params).items()}
     assert all((p != 0).all() for name, p in flat.items() if name not in BLOCKS)
     return {name: (flat[name] == 0).sum((-2, -1)) for name in BLOCKS}
+
+
+def masks_of(state):
+    mine = state.inner_states["matrix"].inner_state
+    return getattr(mine, "masks", None) or mine.inner.masks
 
 
 def size_of(name):
@@ -219,12 +225,54 @@ def test_an_early_bird_ticket_is_drawn_when_masks_settle_and_stays():
             np.testing.assert_array_equal(found, halves[due])
 
 
+# ---- lottery tickets ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("scope", ["matrix", "global"])
+def test_the_winning_ticket_begins_again_from_an_early_step(scope):
+    """Half of each matrix goes after step 4; all else is as after step 2, with fresh moments."""
+    walked = list(walk(config("adamw", LOTTERY | {"scope": scope}), STEPS))
+    early, ends = flatten(walked[1][0]), flatten(walked[3][0])
+    trained = [flatten(params) for params, *_ in walk(config("adamw"), 4)][-1]
+    sizes = {key: early[key].size for key in BLOCKS}
+    assert sum(int((ends[key] == 0).sum()) for key in BLOCKS) == sum(sizes.values()) / 2
+    for key, p in ends.items():
+        kept = np.asarray(p != 0)
+        np.testing.assert_allclose(p[kept], np.asarray(early[key])[kept], rtol=1e-5, atol=1e-6)
+        if key in BLOCKS and scope == "matrix":
+            mask = keep_largest(magnitude(trained[key]), size_of(key) // 2)
+            np.testing.assert_array_equal(kept, mask)
+        assert key in BLOCKS or kept.all()
+    state = walked[3][1].inner_states["matrix"].inner_state.inner.inner
+    assert all((np.asarray(x) == 0).all() for x in jax.tree.leaves(state))
+    last = zeros_of(walked[-1][0])
+    same(last, zeros_of(walked[3][0]))
+    assert walked[-1][2]["sparsity"] == 0.5 and walked[2][2]["sparsity"] == 0
+
+
+def test_later_rounds_take_the_schedule_from_the_early_step():
+    c = TypeAdapter(LotteryTicketConfig).validate_python(LOTTERY | {"rounds": 3})
+    restarts = lottery_ticket(c).restarts
+    assert restarts is not None and restarts.total == 8
+    assert [int(restarts(jnp.int32(step))) for step in range(8)] == [0, 1, 2, 3, 2, 3, 2, 3]
+    with pytest.raises(UserError, match="its rounds take 6 steps, not 10; set train.steps=6"):
+        make_optimizer(config("adamw", LOTTERY), SPECS, 10)
+    fields = {"name": "linear", "warmup_steps": 0}
+    o = make_optimizer(config("adamw", LOTTERY, schedule=fields), SPECS, STEPS)
+    rates = [float(o.rate(jnp.int32(step), o.hyperparams)) for step in range(STEPS)]
+    assert rates[4:] == rates[2:4] and rates[:4] == sorted(rates[:4], reverse=True)
+
+
 # ---- every method -------------------------------------------------------------------------------
 
 SET = {"name": "set", "sparsity": 0.5, "every": 2, "end": 10, "density": "uniform"}
 RIGL = SET | {"name": "rigl", "density": "erdos_renyi"}
 EARLY_BIRD = {"name": "early_bird", "sparsity": 0.5, "every": 1, "epsilon": 0.9, "patience": 1}
+LOTTERY = {"name": "lottery_ticket", "rounds": 2, "round_steps": 4, "rewind_step": 2}
+LOTTERY |= {"prune": 0.5, "scope": "matrix"}
 METHODS = {"gradual_pruning": GRADUAL, "set": SET, "rigl": RIGL, "early_bird": EARLY_BIRD}
+METHODS["lottery_ticket"] = LOTTERY
+STEPS = 6  # of the optimizer's run
 EACH = pytest.mark.parametrize("name", METHODS)
 
 
@@ -241,7 +289,7 @@ def test_sharded_equals_one_device_and_resumed_is_uninterrupted(name):
         *_, resumed = walk(c, 4, mesh, saved, begin=2)
     same(resumed[:2], many[-1][:2])
     params, state, _ = many[-1]
-    flat, masks = flatten(params), state.inner_states["matrix"].inner_state.masks
+    flat, masks = flatten(params), masks_of(state)
     assert not masks["blocks/up"].sharding.is_fully_replicated
     for key in BLOCKS:
         assert masks[key].sharding.is_equivalent_to(flat[key].sharding, masks[key].ndim)
@@ -260,7 +308,7 @@ def test_a_step_of_the_model_sharded_and_resumed(name):
     again = jax.device_put(jax.tree.map(np.asarray, between), state_shardings(task, mesh))
     same(steps(task, hyperparams, mesh, (2, 3), again), end)
     close(end.params, one.params, rtol=1e-3, atol=1e-4)
-    masks, flat = end.optimizer.inner_states["matrix"].inner_state.masks, flatten(end.params)
+    masks, flat = masks_of(end.optimizer), flatten(end.params)
     for key, mask in masks.items():
         assert mask.sharding.is_equivalent_to(flat[key].sharding, mask.ndim)
         assert (mask | (flat[key] == 0)).all()
