@@ -42,22 +42,8 @@ def make_partition(c: FinetuneConfig, specs: Specs, dtype: jnp.dtype) -> Partiti
 
 
 __all__ = [
-    "ADDED_MODULES",
-    "EXTRAS",
-    "PEFT",
-    "FinetuneConfig",
-    "LoRAConfig",
-    "Partition",
-    "PrefixConfig",
-    "PromptLearningConfig",
-    "adapter_folder",
-    "apply_finetune_defaults",
-    "apply_lora_plus",
-    "flatten",
-    "full",
-    "join_full",
-    "make_partition",
-    "prefix_keys_values",
-    "trainable_by_matrix",
+    "ADDED_MODULES", "EXTRAS", "PEFT", "FinetuneConfig", "LoRAConfig", "Partition", "PrefixConfig",
+    "PromptLearningConfig", "adapter_folder", "apply_finetune_defaults", "apply_lora_plus",
+    "flatten", "full", "join_full", "make_partition", "prefix_keys_values", "trainable_by_matrix",
     "unflatten",
 ]  # fmt: skip

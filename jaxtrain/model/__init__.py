@@ -2,28 +2,19 @@
 
 from jaxtrain.model.config import ModelConfig, ResolvedModel, resolve_model
 from jaxtrain.model.flops import active, flops_per_token, sizes
-from jaxtrain.model.modes import Decode, Forward, Mode, Output, Pipelined, Prefill
+from jaxtrain.model.modes import Decode, Forward, Pipelined, Prefill
 from jaxtrain.model.plan import LayerSpec, make_plan, scan_groups
 from jaxtrain.model.transformer import Cache, Transformer
 from jaxtrain.weights.adapted import AdaptedWeight, column_norms, merge_weights
 from jaxtrain.weights.contract import is_weight
-from jaxtrain.weights.float8 import check_fp8, fp8_weights, with_fp8
-from jaxtrain.weights.params import (
-    Params,
-    ParamSpec,
-    abstract,
-    cast,
-    count,
-    initialize,
-    path_name,
-    split,
-)
+from jaxtrain.weights.float8 import check_fp8, fp8_weights
+from jaxtrain.weights.params import Params, ParamSpec, cast, count, initialize, path_name, split
 from jaxtrain.weights.quantized import quantize
 
 __all__ = [
-    "AdaptedWeight", "Cache", "Decode", "Forward", "LayerSpec", "Mode", "ModelConfig", "Output",
-    "ParamSpec", "Params", "Pipelined", "Prefill", "ResolvedModel", "Transformer", "abstract",
-    "active", "cast", "check_fp8", "column_norms", "count", "flops_per_token", "fp8_weights",
-    "initialize", "is_weight", "make_plan", "merge_weights", "path_name", "quantize",
-    "resolve_model", "scan_groups", "sizes", "split", "with_fp8",
+    "AdaptedWeight", "Cache", "Decode", "Forward", "LayerSpec", "ModelConfig", "ParamSpec",
+    "Params", "Pipelined", "Prefill", "ResolvedModel", "Transformer", "active", "cast", "check_fp8",
+    "column_norms", "count", "flops_per_token", "fp8_weights", "initialize", "is_weight",
+    "make_plan", "merge_weights", "path_name", "quantize", "resolve_model", "scan_groups", "sizes",
+    "split",
 ]  # fmt: skip

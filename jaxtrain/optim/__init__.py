@@ -18,7 +18,7 @@ from jaxtrain.optim.schedule import shorten_warmup
 from jaxtrain.optim.schedule_free import ScheduleFreeConfig, schedule_free
 from jaxtrain.optim.sgd import SGDConfig, sgd
 from jaxtrain.optim.soap import SOAPConfig, soap
-from jaxtrain.optim.wrappers import WRAPPERS, WrapperConfig
+from jaxtrain.optim.wrappers import WRAPPERS
 from jaxtrain.weights.params import Specs
 
 OPTIMIZERS: dict[str, Callable[..., dict[str, ParamGroup]]] = {
@@ -68,27 +68,8 @@ def make_optimizer(
 
 
 __all__ = [
-    "DECAY",
-    "OPTIMIZERS",
-    "WRAPPERS",
-    "AdafactorConfig",
-    "AdamW8bitConfig",
-    "AdamWConfig",
-    "LAMBConfig",
-    "LARSConfig",
-    "LionConfig",
-    "MuonConfig",
-    "OptimConfig",
-    "Optimizer",
-    "SGDConfig",
-    "SOAPConfig",
-    "Scale",
-    "ScheduleFreeConfig",
-    "WrapperConfig",
-    "is_mergeable",
-    "make_optimizer",
-    "mean_over_replicas",
-    "merge_states",
-    "resolve_optimizer",
-    "shorten_warmup",
-]
+    "DECAY", "OPTIMIZERS", "WRAPPERS", "AdafactorConfig", "AdamW8bitConfig", "AdamWConfig",
+    "LAMBConfig", "LARSConfig", "LionConfig", "MuonConfig", "OptimConfig", "Optimizer", "SGDConfig",
+    "SOAPConfig", "Scale", "ScheduleFreeConfig", "is_mergeable", "make_optimizer",
+    "mean_over_replicas", "merge_states", "resolve_optimizer", "shorten_warmup",
+]  # fmt: skip
