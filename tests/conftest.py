@@ -40,6 +40,8 @@ else:
             "XLA_FLAGS", f"--xla_cpu_opt_preset=FAST_COMPILE --xla_backend_extra_options={options}"
         )
 os.environ["MPLBACKEND"] = "agg"
+# A hub on this machine answers late when it is busy.
+os.environ |= {"HF_HUB_ETAG_TIMEOUT": "120", "HF_HUB_DOWNLOAD_TIMEOUT": "120"}
 for name, value in SETTINGS.items():
     os.environ.setdefault(name.upper(), str(value))  # for the processes that tests start
     jax.config.update(name, type(value)(os.environ[name.upper()]))

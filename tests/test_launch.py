@@ -195,7 +195,7 @@ def test_two_processes_evaluate_as_one(whole, tmp_path, capsys):
     job = launched(tmp_path / "log", 2, 1, arguments, "--command", "evaluate")
     code, out = job.end()
     assert code == 0, out
-    lines = [line for line in out.splitlines() if " kernel   " not in line]
+    lines = [line for line in out.splitlines() if not re.search(" kernel   | waiting  ", line)]
     assert len(lines) == 3 and all(line.startswith("[0] ") for line in lines)
     words = [line.removeprefix("[0] ").split() for line in lines]
     alone = [line.split() for line in expected.splitlines()]
@@ -271,6 +271,7 @@ def test_slurm_and_hosts_with_another_configuration(tmp_path, path):
     job = Job(["bash", "launch/slurm.sbatch", *arguments], tmp_path / "log", **variables)
     code, out = job.end()
     lines = (tmp_path / "out.0").read_text() + (tmp_path / "out.1").read_text()
+    lines = re.sub(r"waiting  for .*\n", "", lines)  # on a busy machine
     assert code == 2 and (tmp_path / "out.code").read_text() == "2\n", out + lines
     error = r"error: process 1 \((\S+)\) has train.z_loss 0.5, not 0.0 in process 0 \(\1\); all"
     assert len(re.findall(error, lines)) == lines.count("\n") == 2, lines

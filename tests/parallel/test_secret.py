@@ -28,8 +28,9 @@ HELLO = {"process": 1, "of": 2, "host": "stranger"}
 
 @pytest.fixture(autouse=True)
 def proving(monkeypatch):
-    """Nobody is sent away for being slow."""
+    """Nobody is sent away or told to wait for being slow."""
     monkeypatch.setattr(meeting, "PROVING", LONG)
+    monkeypatch.setattr(coordinator, "PATIENCE", LONG)
 
 
 @pytest.fixture
