@@ -24,6 +24,7 @@ from jaxtrain.optim.types import (
     Transformation,
     Updates,
     Wrapper,
+    apply_mup_multiplier,
 )
 from jaxtrain.optim.wrappers import WrapperConfig, make_wrappers, schedule_restarts
 from jaxtrain.settings import Settings, UserError
@@ -442,14 +443,3 @@ def only[Leaf](name: str, label: str, param: Leaf) -> Leaf | optax.MaskedNode:
 def replace(param: jax.Array, mine: jax.Array | optax.MaskedNode) -> jax.Array:
     """A parameter's new value, if `only` has left it in this row."""
     return param if isinstance(mine, optax.MaskedNode) else mine.astype(param.dtype)
-
-
-def apply_mup_multiplier(hyper: Hyper, factor: float) -> Hyper:
-    """The rate times a factor of the width; rate x decay stays as it is."""
-    if factor == 1:
-        return hyper
-    return {
-        **hyper,
-        "learning_rate": hyper["learning_rate"] * factor,
-        "weight_decay": hyper["weight_decay"] / factor,
-    }

@@ -81,3 +81,14 @@ class ParamGroup(NamedTuple):
 def is_layer_stack(spec: ParamSpec) -> bool:
     """Whether the first dim of a parameter counts layers, each a parameter of its own."""
     return spec.axes[:1] == ("layers",)
+
+
+def apply_mup_multiplier(hyper: Hyper, factor: float) -> Hyper:
+    """The rate times a factor of the width; rate x decay stays as it is."""
+    if factor == 1:
+        return hyper
+    return {
+        **hyper,
+        "learning_rate": hyper["learning_rate"] * factor,
+        "weight_decay": hyper["weight_decay"] / factor,
+    }

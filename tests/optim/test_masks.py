@@ -300,7 +300,8 @@ def test_sharded_equals_one_device_and_resumed_is_uninterrupted(name):
 @EACH
 @pytest.mark.slow
 def test_a_step_of_the_model_sharded_and_resumed(name):
-    task, hyperparams = make_spec(resolved(depth=1), config("muon", METHODS[name]))
+    c = config("muon", METHODS[name])
+    task, hyperparams = make_spec(resolved(depth=1), c, STEPS)
     mesh = mesh_of(fsdp=2)
     one = steps(task, hyperparams, mesh_of(), range(4), None)
     between = steps(task, hyperparams, mesh, range(2), None)
