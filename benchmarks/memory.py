@@ -21,6 +21,7 @@ from jaxtrain.estimate.workload import (
     random_base,
 )  # fmt: skip
 from jaxtrain.model import initialize
+from jaxtrain.model.saved_activations import COMPRESSIONS
 from jaxtrain.runs.metrics import format_bytes
 from jaxtrain.settings import UserError
 from jaxtrain.train.program import memory_needed
@@ -34,6 +35,7 @@ TECHNIQUES: dict[str, list[str]] = {
     "remat dots": ["model.remat=dots"],
     "remat block": ["model.remat=block"],
     "remat block, scanned": ["model.remat=block", *SCANNED],
+    **{f"remat {name}": [f"model.remat={name}"] for name in COMPRESSIONS},
     "offload, scanned": ["model.remat=offload", *SCANNED],
     "ffn in 8 tiles": ["model.ffn_tiles=8"],
     "bfloat16 states": ["optim.state_dtype=bfloat16"],
@@ -142,7 +144,8 @@ def small_gradients(name: str, overrides: Sequence[str]) -> Any:
         params = jax.tree.map(
             lambda p: p + 0.02 * jnp.sin(jnp.arange(p.size)).reshape(p.shape), params
         )
-        run = jax.jit(lambda p, b: gradients(w.spec, p, b, jnp.float32(1 / w.tokens))[1])
+        key = jax.random.key(0) if w.spec.draws else None
+        run = jax.jit(lambda p, b: gradients(w.spec, p, b, jnp.float32(1 / w.tokens), key=key)[1])
         return jax.device_get(run(params, random_batch(w, 0)))
 
 

@@ -18,6 +18,7 @@ from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config.tree import Sections
 from jaxtrain.data import sources_of
 from jaxtrain.finetune import METHODS
+from jaxtrain.model.saved_activations import COMPRESSIONS
 from jaxtrain.objectives import OBJECTIVES, PREFERENCES
 from jaxtrain.optim import OPTIMIZERS
 from jaxtrain.settings import UserError
@@ -154,6 +155,9 @@ FEATURES = {
     "scan_layers": Feature("scanned layers", "model.scan_layers", given, "model.scan_layers=true"),
     "remat": Feature("activation checkpointing", "model.remat",
                      lambda kind: kind not in (None, "none", "offload"), "model.remat=block"),
+    "compressed": Feature("activations in 8, 4 or 2 bits (ActNN)", "model.remat",
+                          lambda kind: kind in COMPRESSIONS and kind != "int8",
+                          "model.remat=actnn4"),
     "remat offload": Feature("activation offload", "model.remat", equals("offload"),
                              "model.remat=offload model.scan_layers=true", GPU_OR_TPU),
     "ffn_tiles": Feature("tiled FFN", "model.ffn_tiles", more_than_one, "model.ffn_tiles=2"),
@@ -237,6 +241,9 @@ REFUSALS = (
             "model.weight_form=null"),
     Refusal("low_bit", "pipeline", "the step's key does not reach the stages", "mesh.pipeline=1"),
     Refusal("low_bit", "preference", NOT_FOR_PREFERENCES, "model.weight_form=null"),
+    Refusal("compressed", "pipeline", "the step's key does not reach the stages",
+            "model.remat=int8"),
+    Refusal("compressed", "preference", NOT_FOR_PREFERENCES, "model.remat=int8"),
     Refusal("stochastic_depth", "pipeline", "the step's key does not reach the stages",
             "mesh.pipeline=1"),
     Refusal("stochastic_depth", "moe", "a skipped layer reports no expert loads",

@@ -7,10 +7,14 @@ from jaxtrain_kernels.attention import BACKENDS
 from pydantic import Field, ValidationError, field_validator, model_validator
 
 from jaxtrain.model.rope import RopeScaling
+from jaxtrain.model.saved_activations import COMPRESSIONS
 from jaxtrain.settings import Settings, UserError, derived_field
 from jaxtrain.weights import LAYER_FORMS, TRAINING_FORMS, WEIGHTS
 
-Remat = Literal["none", "attention", "ffn", "dots", "block", "int8", "offload"]
+Remat = Literal[
+    "none", "attention", "ffn", "dots", "block", "int8", "int4", "int2", "actnn8", "actnn4",
+    "actnn2", "offload",
+]  # fmt: skip
 
 
 class FusedOps(Settings):
@@ -294,8 +298,9 @@ class ModelFields[Size: int | None](Settings):
         "none",
         description="what the backward pass computes again to save memory: attention, ffn (that "
         "half of each layer), dots (all but the results of matmuls and attention), block (all but "
-        "layers' inputs), int8 (as block, with layers' inputs in 8 bits: gradients of a point "
-        "nearby), offload (as block, and the inputs wait in the host's memory; a GPU with "
+        "layers' inputs), int8, int4, int2 (as block, with layers' inputs in so many bits: "
+        "gradients of a point nearby), actnn8, actnn4, actnn2 (nothing; activations are kept in so "
+        "many bits), offload (as block, and the inputs wait in the host's memory; a GPU with "
         "scan_layers)",
     )
     remat_short: Remat | None = Field(None, description="the same in S layers; default remat")
@@ -361,8 +366,9 @@ class ResolvedModel(ModelFields[int]):
     @property
     def draws(self) -> bool:
         """Whether a training step needs a PRNG key."""
+        saved = {self.remat, self.remat_short, self.moe.remat if self.moe else None}
         rounds = self.weight_form is not None and self.weight_form.for_training
-        return self.stochastic_depth > 0 or rounds
+        return self.stochastic_depth > 0 or rounds or not saved.isdisjoint(COMPRESSIONS)
 
     @property
     def virtual(self) -> int:

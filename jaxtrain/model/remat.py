@@ -14,7 +14,7 @@ from jax.extend.core import Primitive
 from jaxtrain_kernels.attention import RESULT
 from jaxtrain_kernels.dispatch import target
 
-from jaxtrain.model.saved_activations import save_int8
+from jaxtrain.model.saved_activations import COMPRESSIONS, save_compressed
 from jaxtrain.parallel import constrain, num_shards
 from jaxtrain.settings import UserError
 
@@ -39,7 +39,7 @@ def all_but_slices(primitive: Primitive, *_: object, **__: object) -> bool:
 # Value of `remat` -> the policy of jax.checkpoint; it says which values of the layer are kept.
 POLICIES: dict[str, Any] = {
     "block": None,
-    "int8": None,
+    **dict.fromkeys(COMPRESSIONS),
     "dots": matmuls,
     # The layer's input is named, not its output: of a scan's output nothing would be moved.
     "offload": jax.checkpoint_policies.save_and_offload_only_these_names(
@@ -51,8 +51,12 @@ POLICIES: dict[str, Any] = {
 }
 
 
-def layer(run: Callable[..., Any], remat: str, scanned: bool = False) -> Callable[..., Any]:
+def layer(
+    run: Callable[..., Any], remat: str, scanned: bool = False, key: jax.Array | None = None
+) -> Callable[..., Any]:
     """`run(stream, ...)` of a whole layer, recomputed as `remat` says.
+
+    key: of a training step and a layer, for what is compressed with stochastic rounding.
 
     scanned: forward and backward are loops of their own, so that nothing need keep XLA from taking
     the one's results for the other's. What does (a barrier in front of the backward pass) copies
@@ -64,8 +68,8 @@ def layer(run: Callable[..., Any], remat: str, scanned: bool = False) -> Callabl
         return jax.checkpoint(run, policy=all_but_slices, prevent_cse=False)
     if remat not in POLICIES:
         return run
-    if remat == "int8":
-        return save_int8(run, scanned)
+    if remat in COMPRESSIONS:
+        return save_compressed(run, COMPRESSIONS[remat], scanned, key, all_but_slices)
     if remat != "offload":
         return jax.checkpoint(run, policy=POLICIES[remat], prevent_cse=not scanned)
     if target().platform not in ("cuda", "tpu"):

@@ -19,6 +19,7 @@ from jaxtrain.model.attention import Cache, CacheArray, LayerCache, LayerInputs
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.fused_ops import Stream, prenorm, residual_out
 from jaxtrain.model.plan import LayerSpec, Plan
+from jaxtrain.model.saved_activations import COMPRESSIONS, draw_of_layer
 from jaxtrain.model.stack import LayerWeights, Stack, in_form, layer_weights, periods
 from jaxtrain.model.stochastic_depth import skippable
 
@@ -109,7 +110,10 @@ def run_layer[Source](
     whole = c.scan_layers or spec.remat in remat.POLICIES or key is not None
     run = functools.partial(apply_layer, modules, spec, pick, inputs, cache, whole)
     if cache is None:
-        run = remat.layer(run, spec.remat, scanned)
+        draw = None
+        if spec.remat in COMPRESSIONS and inputs.key is not None:
+            draw = draw_of_layer(inputs.key, pick(source).layer["index"])
+        run = remat.layer(run, spec.remat, scanned, draw)
     if key is not None:
         run = skippable(run, key, lambda source: pick(source).layer)
     return run(stream, source)

@@ -1,52 +1,129 @@
-"""Saved activations in 8 bits: what a recomputed layer keeps of its input for the backward pass.
+"""Activation-compressed training: what the backward pass is given is in 8, 4 or 2 bits.
 
-The forward pass is exact. The backward pass computes the layer again from the input rounded to
-int8, one scale for each group of channels of a token (ActNN, Chen et al. 2021, arXiv:2104.14129;
-GACT, Liu et al. 2022), so its gradients are those of a point nearby. A layer keeps D + 4 D / 128
-bytes a token in the place of 2 D.
+Groups of 128 channels of a token have a least value and a step, in bfloat16; values are rounded
+to whole steps stochastically, so that their mean is right (ActNN, Chen et al. 2021,
+arXiv:2104.14129; GACT, Liu et al. 2022), and packed, up to four a byte. The forward pass is exact.
+
+`int8`, `int4`, `int2` keep a layer's input, D (bits / 8 + 4 / 128) bytes a token in the place of
+2 D, and compute the layer again: its gradients are those of a point nearby. `actnn8`, `actnn4`,
+`actnn2` compute nothing again: they keep all that the gradient of a layer reads, with states,
+hidden layers and whatever else is [B, T, C] or [B T, C] compressed. Queries, keys and values,
+[B, T, N, H], stay as they are: attention's gradient is no linear function of them.
 """
 
+import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jax.typing import DTypeLike
 from jaxtyping import Array, Float
 
+from jaxtrain.weights.formats import random_fraction
+
 GROUP = 128  # channels that share a scale, or all where they are not a multiple
+NARROW = 8  # channels that are not worth it
 
 
-class Rounded(NamedTuple):
-    """codes int8 [.., D], scales float32 [.., D / group]: a group's largest magnitude is 127."""
+class Compression(NamedTuple):
+    """bits: of a value. recompute: keep a layer's input alone, and make the rest again."""
 
-    codes: Array
-    scales: Array
-
-
-def compress(x: Float[Array, "*B D"]) -> Rounded:
-    """The nearest of 255 values of each group."""
-    D = x.shape[-1]
-    group = D if D % GROUP else GROUP
-    x32 = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, group)
-    scales = jnp.max(jnp.abs(x32), axis=-1) / 127
-    codes = jnp.round(x32 / jnp.where(scales > 0, scales, 1.0)[..., None])
-    return Rounded(codes.reshape(x.shape).astype(jnp.int8), scales)
+    bits: int
+    recompute: bool
 
 
-def decompress(rounded: Rounded, dtype: DTypeLike) -> Array:
+COMPRESSIONS = {f"int{bits}": Compression(bits, True) for bits in (8, 4, 2)}
+COMPRESSIONS |= {f"actnn{bits}": Compression(bits, False) for bits in (8, 4, 2)}
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "least", "step"],
+    meta_fields=["bits", "channels", "dtype"],
+)
+@dataclasses.dataclass(frozen=True)
+class Compressed:
+    """codes uint8 [.., D bits / 8]; least and step bfloat16 [.., D / group]."""
+
+    codes: Any
+    least: Any
+    step: Any
+    bits: int
+    channels: int
+    dtype: Any
+
+
+def compress(x: Float[Array, "*B D"], bits: int, key: Array | None) -> Compressed:
+    """Each group in 2^bits - 1 steps from its least to its largest value; key None: to nearest."""
+    D, values, most = x.shape[-1], 8 // bits, 2**bits - 1
+    x32 = x.astype(jnp.float32).reshape(*x.shape[:-1], -1, D if D % GROUP else GROUP)
+    # A bit wider than the values are, for what bfloat16 rounds off.
+    least = jnp.min(x32, axis=-1)
+    least = (least - jnp.abs(least) * 2.0**-8).astype(jnp.bfloat16)
+    x32 = x32 - least.astype(jnp.float32)[..., None]
+    step = (jnp.max(x32, axis=-1) / most * (1 + 2.0**-7)).astype(jnp.bfloat16)
+    steps = x32 / jnp.where(step > 0, step, 1).astype(jnp.float32)[..., None]
+    whole = jnp.round(steps) if key is None else jnp.floor(steps + random_fraction(key, x32.shape))
+    codes = jnp.clip(whole, 0, most).astype(jnp.uint8).reshape(x.shape)
+    codes = jnp.pad(codes, [(0, 0)] * (x.ndim - 1) + [(0, -D % values)])
+    codes = codes.reshape(*x.shape[:-1], -1, values) << shifts(bits, x.ndim + 1)
+    packed = jnp.sum(codes, axis=-1, dtype=jnp.uint8)
+    return Compressed(packed, least, step, bits, D, x.dtype)
+
+
+def decompress(c: Compressed) -> Array:
     """The values that were rounded to."""
-    codes, scales = rounded
-    x32 = codes.astype(jnp.float32).reshape(*scales.shape, -1) * scales[..., None]
-    return x32.reshape(codes.shape).astype(dtype)
+    codes = (c.codes[..., None] >> shifts(c.bits, c.codes.ndim + 1)) & jnp.uint8(2**c.bits - 1)
+    codes = codes.reshape(*c.codes.shape[:-1], -1)[..., : c.channels]
+    grouped = codes.astype(jnp.float32).reshape(*c.least.shape, -1)
+    x32 = grouped * c.step.astype(jnp.float32)[..., None] + c.least.astype(jnp.float32)[..., None]
+    return x32.reshape(codes.shape).astype(c.dtype)
 
 
-def save_int8(run: Callable[..., Any], scanned: bool) -> Callable[..., Any]:
-    """`run(stream, source)`, recomputed in the backward pass from `stream` in 8 bits.
+def is_of_tokens(x: Array, rows: tuple[int, int]) -> bool:
+    """Whether an array in 16 or 32 bits has channels for each token of rows (B, T)."""
+    B, T = rows
+    wide = jnp.issubdtype(x.dtype, jnp.floating) and x.dtype.itemsize > 1 and x.ndim > 1
+    return wide and x.shape[-1] >= NARROW and x.shape[:-1] in ((B, T), (B * T,))
 
-    Arrays of the stream without a dim of channels (sums of each row) are kept as they are, and so
-    is what `run` closes over.
+
+def draw_of_layer(key: Array, index: Any) -> Array:
+    """A layer's key, of a step's: another one than its matrices round with."""
+    return jax.random.fold_in(jax.random.fold_in(key, index), 0x5A7ED)
+
+
+def shifts(bits: int, ndim: int) -> Array:
+    """Where the values of a byte begin, along the last of so many dims."""
+    return jnp.arange(0, 8, bits, dtype=jnp.uint8).reshape((1,) * (ndim - 1) + (-1,))
+
+
+def compress_all(arrays: list[Any], chosen: list[bool], bits: int, key: Array | None) -> list[Any]:
+    """The chosen arrays compressed, each with a draw of its own."""
+    own = lambda i: None if key is None else jax.random.fold_in(key, i)
+    return [compress(x, bits, own(i)) if chosen[i] else x for i, x in enumerate(arrays)]
+
+
+def decompress_all[Tree](tree: Tree) -> Tree:
+    """A tree with arrays in the place of what was compressed."""
+    is_compressed = lambda leaf: isinstance(leaf, Compressed)
+    one = lambda leaf: decompress(leaf) if is_compressed(leaf) else leaf
+    return jax.tree.map(one, tree, is_leaf=is_compressed)
+
+
+def save_compressed(
+    run: Callable[..., Any],
+    how: Compression,
+    scanned: bool,
+    key: Array | None,
+    policy: Callable[..., bool],
+) -> Callable[..., Any]:
+    """`run(stream, source)`, whose backward pass is given compressed activations.
+
+    What `run` closes over and `source` are kept as they are, and so are arrays of the stream
+    without a dim of channels (sums of each row). key: of stochastic rounding, None to nearest.
+    policy: of jax.checkpoint; where layers are scanned, what it does not keep is made again.
     """
 
     def saved(stream: Any, source: Any) -> Any:
@@ -54,28 +131,42 @@ def save_int8(run: Callable[..., Any], scanned: bool) -> Callable[..., Any]:
         out_tree = jax.tree.structure(shape)
         given = jax.tree.leaves((stream, source))
         count = len(jax.tree.leaves(stream))
-        dtypes = [x.dtype for x in given[:count]]
+        rows = given[0].shape[:2]
         call = lambda consts, arrays: jaxpr_as_fun(ClosedJaxpr(closed.jaxpr, consts))(*arrays)
+        sliced = jax.checkpoint(call, policy=policy, prevent_cse=False) if scanned else call
 
         @jax.custom_vjp
-        def layer(consts: list[Any], arrays: list[Any]) -> list[Array]:
+        def layer(consts: list[Any], arrays: list[Any], key: Array | None) -> list[Array]:
             return call(consts, arrays)
 
-        def forward(consts: list[Any], arrays: list[Any]) -> Any:
-            kept = [compress(x) if x.ndim > 1 else x for x in arrays[:count]]
+        def keep_input(consts: list[Any], arrays: list[Any], key: Array | None) -> Any:
+            wide = [x.ndim > 1 for x in arrays[:count]]
+            kept = compress_all(arrays[:count], wide, how.bits, key)
             return call(consts, arrays), (consts, kept, arrays[count:])
 
-        def backward(saved: Any, cotangents: list[Array]) -> Any:
+        def compute_again(saved: Any, cotangents: list[Array]) -> Any:
             consts, kept, rest = saved
             if not scanned:  # again when it is its turn, not all at the start
                 kept, cotangents = jax.lax.optimization_barrier((kept, cotangents))
-            again = [
-                decompress(x, dtype) if isinstance(x, Rounded) else x
-                for x, dtype in zip(kept, dtypes, strict=True)
-            ]
-            return jax.vjp(call, consts, [*again, *rest])[1](cotangents)
+            again = [*decompress_all(kept), *rest]
+            return *jax.vjp(call, consts, again)[1](cotangents), None
 
-        layer.defvjp(forward, backward)
-        return jax.tree.unflatten(out_tree, layer(closed.consts, given))
+        def keep_residuals(consts: list[Any], arrays: list[Any], key: Array | None) -> Any:
+            out, pullback = jax.vjp(sliced, consts, arrays)
+            leaves, tree = jax.tree.flatten(pullback)
+            whole = {id(x) for x in (*consts, *arrays[count:])}
+            chosen = [id(x) not in whole and is_of_tokens(x, rows) for x in leaves]
+            return out, jax.tree.unflatten(tree, compress_all(leaves, chosen, how.bits, key))
+
+        def from_residuals(pullback: Any, cotangents: list[Array]) -> Any:
+            if not scanned:
+                pullback, cotangents = jax.lax.optimization_barrier((pullback, cotangents))
+            return *decompress_all(pullback)(cotangents), None
+
+        if how.recompute:
+            layer.defvjp(keep_input, compute_again)
+        else:
+            layer.defvjp(keep_residuals, from_residuals)
+        return jax.tree.unflatten(out_tree, layer(closed.consts, given, key))
 
     return saved
