@@ -39,7 +39,7 @@ def test_the_loss_is_the_weighted_sum_over_distances(documents):
         segments = jnp.repeat(jnp.array([[1] * 11 + [2] * 21]), 4, axis=0)
         one = one._replace(segments_BT=segments)
     objective = make_objective(CONFIG, LossOptions())
-    loss, sums = objective.loss(graphdef, params, one, None, step=0, key=None)
+    loss, sums = objective.loss(graphdef, params, one, None, step=jnp.int32(0), key=None)
     expected = 0.0
     for distance, weight in enumerate((1.0, 0.5, 0.25)):
         targets, weights = ahead(one.targets_BT, one.weights_BT, one.segments_BT, distance)

@@ -143,8 +143,8 @@ def test_splits_write_the_same_text_with_more_tokens():
 def test_a_change_depends_on_seed_step_and_row_alone(augment, store_of):
     store = store_of([150, 90, 400, 33, 220, 81, 64] * 3)
     store = dataclasses.replace(store, bos_id=256)
-    letters = [np.frombuffer(record, "<u4") % 25 + 257 for record in store.records]
-    store.records[:] = [ids.astype("<u4").tobytes() for ids in letters]
+    letters = [np.frombuffer(record, "<u4") % 25 + 257 for record in store.records.data]
+    store.records.data[:] = [ids.astype("<u4").tobytes() for ids in letters]
 
     def batches(count, processes=1, state=None, seed=0, **options):
         c = DataConfig.model_validate(
