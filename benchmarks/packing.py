@@ -158,6 +158,13 @@ def _store(config: DataConfig, length: int) -> TokenStore:
     return stores["train"]
 
 
+class NoRecords(Records):
+    """Those of a store that is planned and never read."""
+
+    def __init__(self) -> None:
+        self.paths, self.counts = [], []
+
+
 def lengths_only(lengths: np.ndarray) -> TokenStore:
     """A store that can be planned, not read."""
     total = int(lengths.sum())
@@ -171,6 +178,6 @@ def lengths_only(lengths: np.ndarray) -> TokenStore:
         tokenizer="",
         fingerprint="",
         first_record=np.zeros(len(lengths) + 1, np.int64),
-        records=Records([], []),
+        records=NoRecords(),
         dtype=np.dtype("<u4"),
     )
