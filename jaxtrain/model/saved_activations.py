@@ -19,12 +19,14 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 from jax.extend.core import ClosedJaxpr, jaxpr_as_fun
-from jaxtyping import Array, Float
+from jaxtyping import Array, ArrayLike, Float
 
 from jaxtrain.weights.formats import random_fraction
 
 GROUP = 128  # channels that share a scale, or all where they are not a multiple
 NARROW = 8  # channels that are not worth it
+# Constants of a layer, its compressed inputs, and its other inputs.
+InputResiduals = tuple[list[Any], list[Any], list[Any]]
 
 
 class Compression(NamedTuple):
@@ -89,7 +91,7 @@ def is_of_tokens(x: Array, rows: tuple[int, int]) -> bool:
     return wide and x.shape[-1] >= NARROW and x.shape[:-1] in ((B, T), (B * T,))
 
 
-def draw_of_layer(key: Array, index: Any) -> Array:
+def draw_of_layer(key: Array, index: ArrayLike) -> Array:
     """A layer's key, of a step's: another one than its matrices round with."""
     return jax.random.fold_in(jax.random.fold_in(key, index), 0x5A7ED)
 
@@ -144,7 +146,7 @@ def save_compressed(
             kept = compress_all(arrays[:count], wide, how.bits, key)
             return call(consts, arrays), (consts, kept, arrays[count:])
 
-        def compute_again(saved: Any, cotangents: list[Array]) -> Any:
+        def compute_again(saved: InputResiduals, cotangents: list[Array]) -> Any:
             consts, kept, rest = saved
             if not scanned:  # again when it is its turn, not all at the start
                 kept, cotangents = jax.lax.optimization_barrier((kept, cotangents))
@@ -158,7 +160,7 @@ def save_compressed(
             chosen = [id(x) not in whole and is_of_tokens(x, rows) for x in leaves]
             return out, jax.tree.unflatten(tree, compress_all(leaves, chosen, how.bits, key))
 
-        def from_residuals(pullback: Any, cotangents: list[Array]) -> Any:
+        def from_residuals(pullback: Callable[..., Any], cotangents: list[Array]) -> Any:
             if not scanned:
                 pullback, cotangents = jax.lax.optimization_barrier((pullback, cotangents))
             return *decompress_all(pullback)(cotangents), None

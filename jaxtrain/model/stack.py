@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 import jax
 import numpy as np
 from flax import nnx
-from jaxtyping import Array
+from jaxtyping import Array, ArrayLike
 
 from jaxtrain.model.config import WeightForm
 from jaxtrain.model.plan import Plan
@@ -39,7 +39,9 @@ def part_sizes(period: Plan, parts: Iterable[str]) -> dict[str, int]:
     return {name: sum(name in spec.parts for spec in period) for name in parts}
 
 
-def in_form[State](state: State, form: WeightForm | None, key: Array | None, index: Any) -> State:
+def in_form[State](
+    state: State, form: WeightForm | None, key: Array | None, index: ArrayLike
+) -> State:
     """A layer's parameters, its matrices in a form of WEIGHTS.
 
     Routers, gates and adapters stay arrays; experts, too, in a form of training alone. key: of a

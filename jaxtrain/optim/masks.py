@@ -170,7 +170,7 @@ def largest(
     """Exactly `keep` True entries. Nothing is sorted: thresholds are found bit by bit, from counts
     alone, which devices that share an array add up."""
 
-    def threshold(keys: Sequence[Array], keep: Any) -> Array:
+    def threshold(keys: Sequence[Array], keep: Array | int) -> Array:
         """The largest number that at least `keep` keys reach."""
 
         def bit(i: Array, level: Array) -> Array:

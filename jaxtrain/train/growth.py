@@ -22,7 +22,7 @@ from jaxtrain.weights.params import Specs
 
 
 class Layers(NamedTuple):
-    """An array of the state, one dimension of which runs over the layers."""
+    """An array of the state that has a dimension for the layers."""
 
     path: str  # "params/blocks/ffn/up", "optimizer/...", "extras/..."
     x: jax.Array

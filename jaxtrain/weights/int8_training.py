@@ -108,7 +108,9 @@ def _forward(
     return int8_matmul(options, x, w_KN, key), (x, w_KN, key)
 
 
-def _backward(options: Int8Options, saved: Any, dy: Array) -> tuple[Array, Array, None]:
+def _backward(
+    options: Int8Options, saved: tuple[Array, Array, Array | None], dy: Array
+) -> tuple[Array, Array, None]:
     x, w_KN, key = saved
     keys = (None, None)
     if options.stochastic_rounding and key is not None:

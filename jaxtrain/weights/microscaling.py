@@ -78,7 +78,7 @@ def mx(
     stochastic_rounding: bool = False,
     hadamard: bool = False,
 ) -> BlockScaledWeight:
-    """Blocks of 32 with a power of two; every rounding is to nearest if not said otherwise."""
+    """MX: blocks of 32 values share a scale, a power of two. Rounds to nearest by default."""
     scaling = BlockScaling(operand, gradient)
     options = {"stochastic_rounding": stochastic_rounding, "hadamard": hadamard}
     return BlockScaledWeight(w_KN, key, scaling._replace(**options))
@@ -113,7 +113,7 @@ def round_operand(
     return Operand(formats.from_tiles(values, x.shape).astype(x.dtype), scale)
 
 
-def product(a: Operand, b: Operand, dims: Any) -> Array:
+def product(a: Operand, b: Operand, dims: tuple[tuple[int, ...], tuple[int, ...]]) -> Array:
     """a and b contracted over dims, summed in float32, in the dtype of a."""
     summed = jax.lax.dot_general(
         a.values, b.values, (dims, ((), ())), preferred_element_type=jnp.float32
@@ -144,7 +144,9 @@ def _forward(r: BlockScaling, x: Array, w_KN: Array, key: Array | None) -> tuple
     return rounded_matmul(r, x, w_KN, key), (x, w_KN, key)
 
 
-def _backward(r: BlockScaling, saved: Any, dy: Array) -> tuple[Array, Array, None]:
+def _backward(
+    r: BlockScaling, saved: tuple[Array, Array, Array | None], dy: Array
+) -> tuple[Array, Array, None]:
     x, w_KN, key = saved
     keys = (None, None)
     if r.stochastic_rounding and key is not None:
