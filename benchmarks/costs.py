@@ -77,8 +77,8 @@ def _walk(computations: dict[str, list[Instruction]], name: str, times: int) -> 
 
 
 def _fusion_bytes(fusion: Instruction, inner: list[Instruction], types: dict[str, str]) -> int:
-    """Bytes of a fusion. An operand of which only slices are read counts as those slices; an array
-    that is updated in place counts as the updated slice."""
+    """Bytes that a fusion reads and writes. Of a sliced operand the slices count, and of an array
+    that is updated in place the updated slice."""
     sizes = {i.name: size_of(i.type) for i in inner}
     users: dict[str, list[Instruction]] = defaultdict(list)
     for i in inner:
