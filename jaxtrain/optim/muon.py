@@ -7,7 +7,7 @@ Each refinement is a switch, so that it can be measured.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,21 @@ COEFFICIENTS = {"polar_express": POLAR_EXPRESS, "newton_schulz": NEWTON_SCHULZ}
 GRAM_FROM = 2  # times longer than wide: from here on the Gram matrix's iteration is cheaper
 RESTART = 2  # iterations on one Gram matrix
 DECAY = 0.28  # of the matrices of nanochat's d12
+
+# nanochat's b1 and b2 of the groups that AdamW updates.
+ADAM_BETAS = {
+    "embedding": (0.8, 0.995),
+    "value_embedding": (0.8, 0.995),
+    "head": (0.8, 0.96),
+    "residual_scale": (0.8, 0.95),
+    "x0_scale": (0.96, 0.95),
+    "scalar": (0.8, 0.95),
+    "gain": (0.8, 0.95),
+}
+AdamGroup = Literal[
+    "embedding", "value_embedding", "head", "residual_scale", "x0_scale", "scalar", "gain"
+]
+Beta = Annotated[float, Field(ge=0, lt=1)]
 
 
 class MuonConfig(OptimizerConfig):
@@ -116,6 +131,11 @@ class MuonConfig(OptimizerConfig):
     )
     scalar_lr: float = Field(0.2, gt=0, description="peak rate of smear, backout and other scalars")
     gain_lr: float = Field(0.02, gt=0, description="peak rate of the norms' gains")
+    adam_betas: dict[AdamGroup, tuple[Beta, Beta]] = Field(
+        default_factory=dict,
+        description="decays b1 and b2 of AdamW's two moments in groups, as in "
+        "{embedding: [0.5, 0.95]}; the others keep nanochat's",
+    )
 
 
 class MuonRates(NamedTuple):
@@ -364,7 +384,8 @@ def muon(c: MuonConfig) -> dict[str, ParamGroup]:
     """nanochat's groups: rates, betas and decays by role. Open rates are the reference's."""
     rates = muon_rates(c)
 
-    def adam(rate: float, b1: float, b2: float, weight_decay: float) -> ParamGroup:
+    def adam(group: AdamGroup, rate: float, weight_decay: float) -> ParamGroup:
+        b1, b2 = c.adam_betas.get(group, ADAM_BETAS[group])
         peaks = {
             "learning_rate": rate,
             "weight_decay": weight_decay,
@@ -385,11 +406,11 @@ def muon(c: MuonConfig) -> dict[str, ParamGroup]:
     }
     return {
         "matrix": ParamGroup(make_muon(c), matrix, adjust(c), mup_rule="spectral", matrices=True),
-        "embedding": adam(rates.embedding_lr, 0.8, 0.995, 0.001),
-        "value_embedding": adam(rates.value_embedding_lr, 0.8, 0.995, 0.01),
-        "head": adam(rates.head_lr, 0.8, 0.96, 0.01),
-        "residual_scale": adam(rates.residual_scale_lr, 0.8, 0.95, 0.05),
-        "x0_scale": adam(rates.x0_scale_lr, 0.96, 0.95, 0.0),
-        "scalar": adam(c.scalar_lr, 0.8, 0.95, 0.0),
-        "gain": adam(c.gain_lr, 0.8, 0.95, 0.0),
+        "embedding": adam("embedding", rates.embedding_lr, 0.001),
+        "value_embedding": adam("value_embedding", rates.value_embedding_lr, 0.01),
+        "head": adam("head", rates.head_lr, 0.01),
+        "residual_scale": adam("residual_scale", rates.residual_scale_lr, 0.05),
+        "x0_scale": adam("x0_scale", rates.x0_scale_lr, 0.0),
+        "scalar": adam("scalar", c.scalar_lr, 0.0),
+        "gain": adam("gain", c.gain_lr, 0.0),
     }

@@ -51,8 +51,15 @@ class Trapezoid(Final):
 
     name: Literal["trapezoid"] = "trapezoid"
     decay_fraction: float = Field(0.65, gt=0, le=1, description="share of the run that decays")
-    decay: Literal["linear", "sqrt"] = Field(
-        "linear", description="shape of the decay; sqrt is 1 - sqrt(progress) (Hagele et al. 2024)"
+    decay: Literal["linear", "sqrt", "power"] = Field(
+        "linear",
+        description="shape of the decay; sqrt is 1 - sqrt(progress) (Hagele et al. 2024, "
+        "arXiv:2405.18392), power is (1 - progress)^decay_power (modded-nanogpt's PowerCool)",
+    )
+    decay_power: float = Field(
+        1.2,
+        gt=0,
+        description="exponent of the power decay; 1 is linear, more falls faster at first",
     )
 
 
@@ -92,6 +99,8 @@ def schedule_values(c: Schedule, total_steps: int) -> Values:
     numbers = {k: v for k, v in c.model_dump().items() if isinstance(v, (int, float))}
     if isinstance(c, Trapezoid):
         numbers["decay_steps"] = round(c.decay_fraction * total_steps)
+        if c.decay != "power":
+            del numbers["decay_power"]
     return {**numbers, "total_steps": total_steps}
 
 
@@ -113,6 +122,8 @@ def multiplier(c: Schedule, v: Values, step: jax.Array) -> jax.Array:
         left = 0.5 * (1 + jnp.cos(math.pi * progress))
     elif isinstance(c, Trapezoid) and c.decay == "sqrt":
         left = 1 - jnp.sqrt(progress)
+    elif isinstance(c, Trapezoid) and c.decay == "power":
+        left = (1 - progress) ** v["decay_power"]
     else:
         left = 1 - progress
     if isinstance(c, OneCycle):

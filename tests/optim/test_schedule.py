@@ -43,6 +43,14 @@ def curve(total=100, **fields):
             {"name": "trapezoid", "decay_fraction": 0.4, "decay": "sqrt"},
             {60: 1, 70: 0.5, 100: 0},
         ),
+        (
+            {"name": "trapezoid", "decay_fraction": 0.4, "decay": "power", "final_fraction": 0.2},
+            {60: 1, 80: 0.2 + 0.8 * 0.5**1.2, 100: 0.2},
+        ),
+        (
+            {"name": "trapezoid", "decay_fraction": 0.4, "decay": "power", "decay_power": 2},
+            {60: 1, 80: 0.25, 90: 0.0625, 100: 0},
+        ),
     ],
     ids=lambda x: "-".join(map(str, x.values())) if "name" in x else "",
 )
@@ -103,3 +111,13 @@ def test_numbers_are_arguments_of_the_compiled_step():
     first = at(values, jnp.int32(90))
     assert at({**values, "total_steps": jnp.float32(1000.0)}, jnp.int32(90)) > first
     assert len(traces) == 1
+
+
+def test_the_power_of_a_decay_is_an_argument_and_no_other_decay_has_one():
+    c = TypeAdapter(Schedule).validate_python({"name": "trapezoid", "decay": "power"})
+    values = schedule_values(c, 100)
+    at = jax.jit(lambda values: multiplier(c, values, jnp.int32(90)))
+    found = [at({**values, "decay_power": jnp.float32(power)}) for power in (1.2, 3.0)]
+    np.testing.assert_allclose(found, [(10 / 65) ** 1.2, (10 / 65) ** 3], rtol=1e-5)
+    linear = TypeAdapter(Schedule).validate_python({"name": "trapezoid"})
+    assert "decay_power" not in schedule_values(linear, 100)

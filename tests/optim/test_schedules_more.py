@@ -20,6 +20,7 @@ ALL = [
     {"name": "cosine", "final_fraction": 0.1},
     {"name": "trapezoid", "final_fraction": 0.1},
     {"name": "trapezoid", "final_fraction": 0.1, "decay": "sqrt"},
+    {"name": "trapezoid", "final_fraction": 0.1, "decay": "power"},
     {"name": "onecycle"},
     {"name": "inverse_sqrt"},
 ]
@@ -100,6 +101,20 @@ def test_decay_multipliers_scale_their_groups_decay_only():
     assert list(peaks(c).values()) == pytest.approx([1e-3] * 5)
 
 
+def test_the_betas_of_one_adam_group_of_muon_leave_the_others():
+    c = MuonConfig.model_validate({"adam_betas": {"embedding": [0.5, 0.9], "head": [0.6, 0.7]}})
+    for index, name in enumerate(("b1", "b2")):
+        of = lambda c, name=name: {
+            row: float(h[name])
+            for row, h in make_optimizer(c, specs_of(), 100).hyperparams["groups"].items()
+            if row != "matrix"
+        }
+        plain = of(MuonConfig())
+        changed = {"embedding": (0.5, 0.9)[index], "head": (0.6, 0.7)[index]}
+        assert of(c) == pytest.approx(plain | changed)
+        assert plain["embedding"] == pytest.approx((0.8, 0.995)[index])
+
+
 def test_a_declared_group_without_a_row_can_have_a_multiplier():
     found = peaks(adamw(multipliers={"value_embedding": 3.0, "embedding": 2.0}))
     assert found["value_embedding"] == pytest.approx(3e-3)
@@ -136,6 +151,8 @@ def test_rates_follow_the_batch(rule, factor):
             "optim.multipliers={head: -1}",
             "optim.multipliers.head: got -1: .*greater than or equal to 0",
         ),
+        ("optim.adam_betas={matrix: [0.9, 0.9]}", "optim.adam_betas.*'embedding', .*'gain'"),
+        ("optim.adam_betas={head: [0.9, 1]}", r"optim.adam_betas.head.1: got 1: .*less than 1"),
         ("optim.batch_scaling.rule=square", "optim.batch_scaling.rule: got 'square': .*'sqrt'"),
     ],
 )
