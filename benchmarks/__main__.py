@@ -36,11 +36,12 @@ from benchmarks.switches import bench_switches
 from benchmarks.tables import screen, table_of, update_pages
 from benchmarks.tasks import bench_tasks
 from benchmarks.tune import tune_attention
+from benchmarks.verdicts import make_page, train_verdicts
 from jaxtrain.cluster.runtime import take_memory
 from jaxtrain.config.overrides import check_once
 from jaxtrain.estimate.arguments import add_preflight
 from jaxtrain.estimate.dry_run import option_given, preflight_of, report
-from jaxtrain.settings import TINY, Parser, UserError, command, real
+from jaxtrain.settings import TINY, Parser, UserError, command, real, whole
 
 WHAT = {
     "step": "the train step of a configuration, one microbatch a step",
@@ -61,6 +62,7 @@ WHAT = {
     "optim": "an update of every optimizer on a configuration's parameters: optim [NAME ...]",
     "race": "runs compared that differ in their optimizer alone: race RUN [RUN ...]",
     "tasks": "the shapes of CORE: packed rows against one example per forward",
+    "verdicts": "what each technique gains: verdicts SCALE [NAME ...] trains, alone makes the page",
     "table": "regenerate the tables in docs/benchmarks/ from benchmarks/results/",
 }
 
@@ -71,6 +73,7 @@ ONLY = {
     "loader": ("minutes",),
     "memory": ("techniques", "longest", "devices", "device", "memory", "fit"),
     "race": ("baseline", "differ"),
+    "verdicts": ("workers",),
 }
 
 
@@ -126,6 +129,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--longest", action="store_true", help="memory: the longest row that a device trains on"
     )
     add_preflight(parser)
+    parser.add_argument(
+        "--workers", type=whole(1), help="verdicts: runs that share the device, default 1"
+    )
     parser.add_argument("--baseline", help="race: name of the run to beat; default the best AdamW")
     parser.add_argument(
         "--differ", action="append", default=[], choices=SAME,
@@ -219,6 +225,12 @@ def main(argv: list[str] | None = None) -> int:
         checkout, *overrides = arguments.overrides or [""]
         for config in arguments.config or ["gpt_d12"]:
             console.print(train_nanochat(Path(checkout), config, overrides), "is ready for `race`")
+        return 0
+    if arguments.what == "verdicts":
+        if arguments.overrides:
+            workers = arguments.workers or 1
+            train_verdicts(arguments.overrides, workers, arguments.record, arguments.out)
+        console.print(make_page().name, "is current")
         return 0
     if arguments.what == "table":
         console.print(*(page.name for page in update_pages()), "are current")

@@ -37,6 +37,11 @@ class CheckpointConfig(Settings):
     keep_every: int | None = Field(
         None, ge=1, description="checkpoints at multiples of this many steps are kept forever"
     )
+    final: bool = Field(
+        True,
+        description="save the state and the model at the end; false: a trial of which only the "
+        "metrics count",
+    )
 
 
 class MetricsConfig(Settings):

@@ -3,6 +3,7 @@
 from collections.abc import Callable
 
 from jaxtrain.config.resolve import Resolved
+from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.runs.metrics import MetricsWriter
 from jaxtrain.train.evaluator import Evaluator
 from jaxtrain.train.step import State
@@ -32,15 +33,15 @@ class Checkpoint(Event):
 
     must_be_sound = True
 
-    def __init__(self, every: int | None, save: Callable[[int, State], None]):
-        super().__init__(every)
-        self.save = save
+    def __init__(self, c: CheckpointConfig, save: Callable[[int, State], None]):
+        super().__init__(c.every)
+        self.save, self.final = save, c.final
 
     def run(self, step: int, state: State) -> None:
         self.save(step, state)
 
     def at_end(self, step: int, state: State, finished: bool, sound: bool) -> None:
-        if sound:
+        if sound and (self.final or not finished):
             self.run(step, state)
 
 
@@ -64,14 +65,14 @@ class Validation(Event):
 
 
 class SavedModel(Event):
-    """Writes `model/` at the end."""
+    """Writes `model/` at the end, where it is wanted."""
 
-    def __init__(self, evaluator: Evaluator):
+    def __init__(self, evaluator: Evaluator, wanted: bool):
         super().__init__(None)
-        self.evaluator = evaluator
+        self.evaluator, self.wanted = evaluator, wanted
 
     def at_end(self, step: int, state: State, finished: bool, sound: bool) -> None:
-        if finished:
+        if finished and self.wanted:
             self.evaluator.save_model(state)
 
 

@@ -91,8 +91,8 @@ def make_events(
 ) -> list[Event]:
     """The events of a run, in the order in which those of one step happen."""
     return [
-        Checkpoint(c.checkpoint.every, save),
+        Checkpoint(c.checkpoint, save),
         Validation(c, evaluator, metrics),
-        SavedModel(evaluator),
+        SavedModel(evaluator, c.checkpoint.final),
         Samples(c.sample.every, evaluator),
     ]

@@ -118,8 +118,8 @@ def train_phase(plan: Plan, before: Plan | None, data: TrainingData) -> TrainRes
         evaluator = Evaluator(plan, data, recipe, spec, frozen, run_dir)
         begun = time.perf_counter()
         program = make_program(state, feed.peek())
-        compile_s = time.perf_counter() - begun
-        log(f"compile  {compile_s:.0f} s")
+        facts = program.facts | {"compile_s": time.perf_counter() - begun}
+        log(f"compile  {facts['compile_s']:.0f} s")
         evaluator.compile_in_background(state)
 
         def save(step: int, state: State) -> None:
@@ -132,7 +132,7 @@ def train_phase(plan: Plan, before: Plan | None, data: TrainingData) -> TrainRes
             contextlib.closing(feed),
             StopSignal(coordinator) as stop,
             out_of_memory_explained(c, program.compiled),
-            open_metrics(plan, run_dir, start, spec.facts | {"compile_s": compile_s}) as metrics,
+            open_metrics(plan, run_dir, start, spec.facts | facts) as metrics,
         ):
             events, step = make_events(c, save, evaluator, metrics), start
             coordinator.begin(step)

@@ -134,6 +134,11 @@ class Program:
             step, state, self.place(batch), hyperparams, plan.config, frozen
         )
 
+    @property
+    def facts(self) -> dict[str, Any]:
+        """What a run's first row says of it: bytes of a device that a step needs."""
+        return {"step_bytes": memory_needed(self.compiled)}
+
     def fits(self, batch: data.Batch | data.PairBatch) -> bool:
         """Whether it is compiled for such a batch."""
         return batch.tokens_BT.shape == self.shape

@@ -1,0 +1,321 @@
+"""The verdict table: what each technique gains against a tuned baseline, docs/verdicts.md.
+
+    python -m benchmarks verdicts d4 NAME ... data.train.path=... --record    trains, and records
+    python -m benchmarks verdicts                                  makes the page from the records
+
+The baseline is trained over several lengths, each with its whole decay (Kaddour et al. 2023, No
+Train No Gain, arXiv:2307.06440): its seconds to a loss are read between their ends. A technique's
+speed-up is the baseline's seconds to the technique's own last loss over the technique's seconds.
+"""
+
+import json
+import math
+import re
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from itertools import pairwise
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from pydantic import TypeAdapter
+
+from benchmarks.record import BENCHMARKS, RESULTS, describe, write
+from benchmarks.verdict_runs import Job, Outcome, train_all
+from jaxtrain.settings import UserError
+from jaxtrain.storage.strict_yaml import read_yaml
+
+Record = dict[str, Any]
+TABLE = BENCHMARKS / "techniques.yaml"
+PAGE = BENCHMARKS.parent / "docs" / "verdicts.md"
+FOLDER = RESULTS / "verdicts"
+BASELINE = "baseline"
+# 97.5% quantiles of Student's t with n - 1 degrees of freedom, n = 2 to 6 seeds.
+STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}
+LESS_MEMORY = 0.95  # a share of the baseline's bytes that counts as less
+ONE_SEED = 1.03  # a speed-up of a single seed that counts as one: seeds differ by 0.005 bits
+
+
+class Scale(NamedTuple):
+    """A size at which techniques are tried. horizons: lengths of the baseline's runs, over steps"""
+
+    config: str
+    overrides: tuple[str, ...]
+    steps: int
+    depth: int
+    seeds: tuple[int, ...]
+    horizons: tuple[float, ...]
+
+    def filled(self, switch: str) -> str:
+        """A switch with its shares of the run in steps and layers: <0.25 steps>, <0.5 depth>."""
+        share = lambda m: str(max(1, round(float(m[1]) * getattr(self, m[2]))))
+        return re.sub(r"<([\d.]+) (steps|depth)>", share, switch)
+
+
+class Technique(NamedTuple):
+    """A row of techniques.yaml."""
+
+    name: str
+    seam: str
+    paper: str
+    switch: tuple[str, ...]
+    scales: tuple[str, ...]
+    claim: str = ""  # of the paper, with the scale at which it was made
+
+
+class Gain(NamedTuple):
+    """A technique beside the baseline at one scale; intervals are of 95%, None of one seed."""
+
+    speedup: float  # seconds of the baseline to the technique's loss over the technique's
+    interval: tuple[float, float] | None
+    bpb: float  # minus the baseline's at equal steps, mean over seeds
+    memory: float  # bytes of a compiled step over the baseline's
+    seeds: int
+    outside: bool  # the loss is beyond what any run of the baseline came to
+
+    @property
+    def verdict(self) -> str:
+        """use: surely faster to equal loss, or less memory at no loss of speed. avoid: surely
+        slower, and no less memory. situational: the rest."""
+        low, high = self.interval or (self.speedup / ONE_SEED, self.speedup * ONE_SEED)
+        saves = self.memory <= LESS_MEMORY
+        if (low > 1 and self.memory <= 1 / LESS_MEMORY) or (saves and low > 1 / ONE_SEED):
+            return "use"
+        return "avoid" if high < 1 and not saves else "situational"
+
+
+def read_table(path: Path = TABLE) -> tuple[dict[str, Scale], dict[str, Technique]]:
+    """The scales and the techniques. Raises UserError for a technique of an unknown scale."""
+    tree = read_yaml(path)
+    scales = TypeAdapter(dict[str, Scale]).validate_python(tree["scales"])
+    rows = {name: {"name": name} | row for name, row in tree["techniques"].items()}
+    techniques = TypeAdapter(dict[str, Technique]).validate_python(rows)
+    for one in techniques.values():
+        if unknown := set(one.scales) - scales.keys():
+            raise UserError(f"{path.name}: {one.name} names no scale of it: {', '.join(unknown)}")
+    return scales, techniques
+
+
+# ---- training --------------------------------------------------------------------------------
+
+
+def train_verdicts(arguments: Sequence[str], workers: int, record: bool, out: Path | None) -> None:
+    """Train techniques (default all) at a scale. arguments: its name, names, key.path=value."""
+    scales, techniques = read_table()
+    overrides = tuple(one for one in arguments if "=" in one)
+    which, *names = [one for one in arguments if "=" not in one]
+    if which not in scales:
+        raise UserError(f"verdicts: there is no scale {which}; there are {', '.join(scales)}")
+    scale = scales[which]
+    here = [one.name for one in techniques.values() if which in one.scales]
+    if unknown := set(names) - {BASELINE, *here}:
+        raise UserError(
+            f"verdicts: {which} has no technique {', '.join(sorted(unknown))}; it has "
+            f"{', '.join([BASELINE, *here])}"
+        )
+    chosen = names or [BASELINE, *here]
+    switches = {name: switch_of(name, techniques, scale) for name in chosen}
+    jobs, timed = jobs_of(scale, switches, overrides)
+    found: dict[str, list[tuple[Job, Outcome]]] = {name: [] for name in chosen}
+    alone = {job.name: job for job in timed}
+    for job, outcome in train_all(jobs, timed, workers):
+        if job.steps > 2:
+            found[job.name].append((job, outcome))
+        if record and job == alone[job.name]:
+            save(which, scale, switches[job.name], found[job.name], out or FOLDER)
+
+
+def switch_of(name: str, techniques: Mapping[str, Technique], scale: Scale) -> tuple[str, ...]:
+    """The overrides of a technique at a scale."""
+    return () if name == BASELINE else tuple(map(scale.filled, techniques[name].switch))
+
+
+def jobs_of(
+    scale: Scale, switches: Mapping[str, tuple[str, ...]], overrides: tuple[str, ...]
+) -> tuple[list[Job], list[Job]]:
+    """Runs that may share the GPU, and one of each technique that is timed alone.
+
+    Of a scale with one seed the former are two steps each: they compile, several at a time.
+    """
+    jobs, timed = [], []
+    warm = len(scale.seeds) == 1
+    for name, switch in switches.items():
+        for horizon in scale.horizons if name == BASELINE else (1.0,):
+            for seed in scale.seeds:
+                steps = round(scale.steps * horizon)
+                job = Job(name, scale.config, (*scale.overrides, *overrides, *switch), seed, steps)
+                first = seed == scale.seeds[0] and steps == scale.steps
+                (timed if first else jobs).append(job)
+                if first and warm:
+                    jobs.append(job._replace(steps=2))
+    return sorted(jobs, key=lambda job: -job.seed), timed  # each program is compiled once
+
+
+def save(
+    which: str,
+    scale: Scale,
+    switch: Sequence[str],
+    runs: Sequence[tuple[Job, Outcome]],
+    out: Path,
+) -> None:
+    """One JSON of a technique's runs; the last is the one that had the device to itself."""
+    (last, alone), name = runs[-1], runs[-1][0].name
+    if alone.error:
+        return
+    assert alone.env is not None
+    record = describe("verdict", which, name, {"steps": scale.steps}, 1, alone.env)
+    record["command"] = f"python -m benchmarks verdicts {which} {name} --record"
+    record["switch"] = list(switch)
+    record["metrics"] = {
+        "seconds": round(alone.seconds or 0, 3),
+        "step_bytes": alone.step_bytes,
+        "tokens": alone.tokens,
+        "steps": last.steps,
+    }
+    record["rows"] = [
+        {"seed": job.seed, "steps": job.steps, "bpb": round(outcome.bpb, 5)}
+        for job, outcome in sorted(runs, key=lambda run: (run[0].steps, run[0].seed))
+        if outcome.bpb is not None
+    ]
+    write(record, out)
+
+
+# ---- judging ---------------------------------------------------------------------------------
+
+
+def seconds_to(loss: float, frontier: Sequence[tuple[float, float]]) -> tuple[float, bool]:
+    """Seconds of the baseline to a loss, and whether the loss is beyond its runs.
+
+    frontier: (seconds, loss) of runs of growing length. Between two of them, and beyond the
+    outermost, the loss is a straight line over the logarithm of the seconds.
+    """
+    lines = list(pairwise(frontier))
+    inside = [line for line in lines if line[1][1] <= loss <= line[0][1]]
+    (t0, l0), (t1, l1) = (inside or [lines[0] if loss > lines[0][0][1] else lines[-1]])[0]
+    share = (l0 - loss) / (l0 - l1)
+    return math.exp(math.log(t0) + share * (math.log(t1) - math.log(t0))), not inside
+
+
+def gain(record: Record, baseline: Record) -> Gain:
+    """A technique beside the baseline of its scale, seed by seed."""
+    base, own = baseline["metrics"], record["metrics"]
+    a_step = base["seconds"] / base["steps"]
+    logs, differences, outside = [], [], False
+    for row in record["rows"]:
+        runs = sorted((r["steps"], r["bpb"]) for r in baseline["rows"] if r["seed"] == row["seed"])
+        frontier = [(steps * a_step, bpb) for steps, bpb in runs]
+        seconds, beyond = seconds_to(row["bpb"], frontier)
+        logs.append(math.log(seconds / own["seconds"]))
+        differences.append(row["bpb"] - dict(runs)[base["steps"]])
+        outside |= beyond
+    mean, n = statistics.mean(logs), len(logs)
+    half = STUDENT[n] * statistics.stdev(logs) / math.sqrt(n) if n > 1 else None
+    interval = None if half is None else (math.exp(mean - half), math.exp(mean + half))
+    memory = own["step_bytes"] / base["step_bytes"]
+    return Gain(math.exp(mean), interval, statistics.mean(differences), memory, n, outside)
+
+
+def read_records(folder: Path = FOLDER) -> dict[tuple[str, str], Record]:
+    """(scale, technique) -> its record."""
+    records = [json.loads(p.read_text()) | {"file": p.name} for p in sorted(folder.glob("*.json"))]
+    return {(one["config"], one["variant"]): one for one in records}
+
+
+# ---- the page --------------------------------------------------------------------------------
+
+HEAD = """# Verdicts
+
+<!-- Made by `python -m benchmarks verdicts` from benchmarks/techniques.yaml and
+benchmarks/results/verdicts/. Do not edit. -->
+
+One row a technique: what it gains against the same model without it, at equal loss. `speed-up` is
+the seconds that the baseline needs to the technique's last held-out loss, over the technique's
+seconds. The baseline's seconds come from runs of several lengths, each with its whole decay.
+Brackets hold the 95% interval over paired seeds (Student's t); a value without brackets is of one
+seed, which decides nothing within 3%. `bits` is the difference in bits per byte at equal steps.
+`memory` is the bytes of a compiled step over the baseline's. A speed-up with `~` is read beyond
+the baseline's runs.
+
+Techniques have the baseline's learning rates unless their switch names others. Small models and
+few tokens decide for small models and few tokens: the claim of each paper stands beside it, with
+its scale.
+
+| verdict | meaning |
+| --- | --- |
+| use | faster to equal loss at no more memory, or at least 5% less memory at equal speed |
+| situational | neither is certain, or memory is bought with time |
+| avoid | slower to equal loss, and no less memory |
+"""
+
+
+def make_page(path: Path = PAGE, folder: Path = FOLDER) -> Path:
+    """Write docs/verdicts.md from the table and the records."""
+    scales, techniques = read_table()
+    records = read_records(folder)
+    parts = [HEAD]
+    for which, scale in scales.items():
+        if baseline := records.get((which, BASELINE)):
+            rows = list(verdict_rows(which, techniques, records, baseline))
+            parts.append(section(which, scale, baseline, rows))
+    missing = [one.name for one in techniques.values() if not one.scales]
+    untried = [
+        one.name
+        for one in techniques.values()
+        if one.scales and not any((which, one.name) in records for which in scales)
+    ]
+    for title, names in (("Not compared by loss", missing), ("Not measured yet", untried)):
+        if names:
+            parts.append(f"## {title}\n\n" + listed([techniques[name] for name in names]))
+    path.write_text("\n".join(parts))
+    return path
+
+
+def listed(techniques: Sequence[Technique]) -> str:
+    """Techniques without a measurement."""
+    lines = [f"- {one.name} ({one.paper}): {code(one.switch)}. {one.claim}" for one in techniques]
+    return "\n".join(lines) + "\n"
+
+
+def section(which: str, scale: Scale, baseline: Record, rows: Sequence[str]) -> str:
+    """The table of one scale."""
+    m = baseline["metrics"]
+    curve = {
+        steps: statistics.mean(r["bpb"] for r in baseline["rows"] if r["steps"] == steps)
+        for steps in sorted({r["steps"] for r in baseline["rows"]})
+    }
+    ends = ", ".join(f"{bpb:.4f} after {steps}" for steps, bpb in curve.items())
+    text = f"""## {which}: {scale.depth} layers, {m["tokens"] / 1e6:.1f}M tokens
+
+{baseline["device"]}. The baseline takes {m["seconds"]:.2f} s of training and
+{m["step_bytes"] / 2**30:.2f} GiB a step. Its bits per byte by steps, mean over seeds: {ends}.
+Settings: {code([f"--config {scale.config}", *scale.overrides])}.
+
+| technique | seam | switch | speed-up | bits | memory | verdict | claim |
+| --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+    return text + "\n".join(rows) + "\n"
+
+
+def verdict_rows(
+    which: str,
+    techniques: Mapping[str, Technique],
+    records: Mapping[tuple[str, str], Record],
+    baseline: Record,
+) -> Iterator[str]:
+    """Lines of a table, the greatest speed-up first."""
+    found = [
+        (gain(records[which, name], baseline), one, records[which, name])
+        for name, one in techniques.items()
+        if (which, name) in records
+    ]
+    for g, one, record in sorted(found, key=lambda row: -row[0].speedup):
+        link = f"../benchmarks/results/verdicts/{record['file']}"
+        spread = "" if g.interval is None else f" [{g.interval[0]:.2f}, {g.interval[1]:.2f}]"
+        yield (
+            f"| [{one.name}]({link}) ({one.paper}) | {one.seam} | {code(record['switch'])} "
+            f"| {'~' * g.outside}{g.speedup:.2f}x{spread} | {g.bpb:+.4f} | {g.memory:.2f}x "
+            f"| {g.verdict} | {one.claim} |"
+        )
+
+
+def code(parts: Sequence[str]) -> str:
+    return " ".join(f"`{part}`" for part in parts).replace("|", "\\|")

@@ -1,0 +1,154 @@
+"""The verdict table: switches that load, losses read off a frontier, and what is refused."""
+
+import importlib
+import math
+
+import jax
+import pytest
+
+from benchmarks import verdicts
+from benchmarks.verdict_runs import Job, Outcome
+from benchmarks.verdicts import Gain, gain, jobs_of, read_table, seconds_to, switch_of
+from jaxtrain.config import find_config, load_config
+from jaxtrain.config.resolve import resolve
+
+main = importlib.import_module("benchmarks.__main__").main
+SCALES, TECHNIQUES = read_table()
+ENVIRONMENT = {"device_kind": "cpu", "versions": {}, "python": "3.12", "backend": "cpu",
+               "commit": "abc", "when": "2026-01-01"}  # fmt: skip
+CELLS = [(which, name) for name, one in TECHNIQUES.items() for which in one.scales]
+
+
+@pytest.mark.parametrize("which, name", CELLS)
+def test_every_switch_is_a_configuration(which, name):
+    scale = SCALES[which]
+    switch = switch_of(name, TECHNIQUES, scale)
+    always = [*scale.overrides, f"train.steps={scale.steps}", "data.train.path=corpus"]
+    c = load_config(find_config(scale.config), [*always, *switch])
+    assert c != load_config(find_config(scale.config), always)
+    resolve(c, 8192, jax.devices()[:1])  # what it does not go with is refused here
+
+
+def record(bpbs, seconds=10.0, step_bytes=100, steps=100):
+    """A record of one technique: {seed: bits per byte}, or of the baseline: {(seed, steps): ...}"""
+    keys = [key if type(key) is tuple else (key, steps) for key in bpbs]
+    rows = [{"seed": s, "steps": n, "bpb": bpb} for (s, n), bpb in zip(keys, bpbs.values())]
+    metrics = {"seconds": seconds, "step_bytes": step_bytes, "steps": steps, "tokens": 100}
+    return {"metrics": metrics, "rows": rows}
+
+
+BASE = record({(0, 50): 2.0, (0, 100): 1.8, (0, 200): 1.6, (1, 50): 2.1, (1, 100): 1.9,
+               (1, 200): 1.7})  # fmt: skip
+
+
+def test_seconds_to_a_loss_are_read_between_runs_of_growing_length():
+    frontier = [(5.0, 2.0), (10.0, 1.8), (20.0, 1.6)]
+    assert seconds_to(1.8, frontier)[0] == pytest.approx(10.0)
+    seconds, outside = seconds_to(1.7, frontier)
+    assert (seconds, outside) == (pytest.approx(10 * math.sqrt(2)), False)
+    assert seconds_to(1.5, frontier) == (pytest.approx(20 * math.sqrt(2)), True)
+    assert seconds_to(2.2, frontier) == (pytest.approx(2.5), True)
+
+
+def test_a_gain_is_the_baselines_seconds_to_the_same_loss_over_the_techniques():
+    g = gain(record({0: 1.6, 1: 1.7}, seconds=16.0, step_bytes=50), BASE)
+    assert g.speedup == pytest.approx(20 / 16)
+    assert g.interval == pytest.approx((20 / 16, 20 / 16))  # both seeds say the same
+    assert g.bpb == pytest.approx(-0.2)
+    assert (g.memory, g.seeds, g.outside) == (0.5, 2, False)
+    low, high = gain(record({0: 1.6, 1: 1.9}), BASE).interval
+    assert low < 1 < high  # twice as fast on one seed, level on the other: nothing is decided
+    assert gain(record({0: 1.5}), BASE).outside
+
+
+def test_a_baseline_beside_itself_gains_nothing():
+    g = gain(record({0: 1.8, 1: 1.9}), BASE)
+    assert (g.speedup, g.bpb, g.memory) == (pytest.approx(1), pytest.approx(0), 1)
+
+
+@pytest.mark.parametrize(
+    "speedup, interval, memory, verdict",
+    [
+        (1.2, (1.1, 1.3), 1.0, "use"),
+        (1.2, (0.9, 1.6), 1.0, "situational"),
+        (1.2, (1.1, 1.3), 1.5, "situational"),  # faster, but memory is dear
+        (1.0, (0.99, 1.01), 0.8, "use"),  # as fast, and smaller
+        (0.8, (0.7, 0.9), 0.5, "situational"),  # memory bought with time
+        (0.8, (0.7, 0.9), 1.0, "avoid"),
+        (1.02, None, 1.0, "situational"),  # of one seed
+        (1.05, None, 1.0, "use"),
+        (0.95, None, 1.0, "avoid"),
+    ],
+)
+def test_a_verdict_follows_from_the_interval_and_the_memory(speedup, interval, memory, verdict):
+    assert Gain(speedup, interval, 0.0, memory, 3, False).verdict == verdict
+
+
+def test_each_technique_has_one_run_that_is_timed_alone():
+    scale = SCALES["d4"]._replace(seeds=(0, 1), horizons=(0.5, 1.0), steps=10)
+    jobs, timed = jobs_of(scale, {"baseline": (), "ema": ("a=b",)}, ("c=d",))
+    assert [(job.name, job.seed, job.steps) for job in timed] == [
+        ("baseline", 0, 10),
+        ("ema", 0, 10),
+    ]
+    assert {(job.name, job.seed, job.steps) for job in jobs} == {
+        ("baseline", 0, 5), ("baseline", 1, 5), ("baseline", 1, 10), ("ema", 1, 10),
+    }  # fmt: skip
+    assert timed[1].overrides == (*scale.overrides, "c=d", "a=b")
+
+
+def test_the_page_has_a_row_for_what_was_measured_and_names_the_rest(tmp_path):
+    scale = SCALES["d4"]._replace(seeds=(0, 1), steps=100)
+    outcome = lambda bpb: Outcome(bpb, 10.0, 100, 1000, ENVIRONMENT)
+    job = lambda name, seed, steps=100: Job(name, "gpt_d12", (), seed, steps)
+    base = [
+        (job("baseline", s, n), outcome(2 - n / 1000 + s / 100)) for s in (1, 0) for n in (50, 100)
+    ]
+    verdicts.save("d4", scale, (), base, tmp_path / "results")
+    runs = [(job("ema", 1), outcome(1.88)), (job("ema", 0), outcome(1.87))]
+    verdicts.save("d4", scale, ("optim.wrappers=[{name: ema}]",), runs, tmp_path / "results")
+    page = verdicts.make_page(tmp_path / "verdicts.md", tmp_path / "results").read_text()
+    row = next(line for line in page.splitlines() if line.startswith("| [ema]"))
+    assert "verdict-d4-ema-cpu.json" in row and "`optim.wrappers=[{name: ema}]`" in row
+    assert "~1.52x" in row and "-0.0300" in row and "| use |" in row
+    assert "- lion (arXiv:2302.06675)" in page.split("## Not measured yet")[1]
+
+
+def test_a_failed_timed_run_leaves_no_record(tmp_path):
+    job = Job("ema", "gpt_d12", (), 0, 100)
+    verdicts.save("d4", SCALES["d4"], (), [(job, Outcome(error="out of memory"))], tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+def test_unknown_scales_and_techniques_are_named(capsys):
+    assert main(["verdicts", "d5"]) == 2
+    assert "there is no scale d5; there are d4, d12" in capsys.readouterr().err
+    assert main(["verdicts", "d4", "ema2"]) == 2
+    assert "d4 has no technique ema2; it has baseline, adamw" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_runs_are_trained_and_recorded(tmp_path, monkeypatch, capsys):
+    scale = SCALES["d4"]._replace(
+        config="quickstart",
+        overrides=("model.depth=1", "model.width=32", "model.head_dim=16", "train.batch_size=8",
+                   "train.sequence_length=32", "data.tokenizer={name: bytes}", "eval.tokens=256",
+                   f"data.cache_dir={tmp_path / 'cache'}"),
+        steps=20, depth=1, seeds=(0, 1), horizons=(0.5, 1.0),
+    )  # fmt: skip
+    broken = TECHNIQUES["lion"]._replace(name="broken", switch=("model.kv_heads=3",))
+    table = {"d4": scale}, {"ema": TECHNIQUES["ema"], "broken": broken}
+    monkeypatch.setattr(verdicts, "read_table", lambda: table)
+    verdicts.train_verdicts(["d4"], workers=2, record=True, out=tmp_path / "out")
+    found = verdicts.read_records(tmp_path / "out")
+    assert found.keys() == {("d4", "baseline"), ("d4", "ema")}
+    ema, base = found["d4", "ema"], found["d4", "baseline"]
+    assert [(row["seed"], row["steps"]) for row in base["rows"]] == [
+        (0, 10),
+        (1, 10),
+        (0, 20),
+        (1, 20),
+    ]
+    assert ema["metrics"]["step_bytes"] > base["metrics"]["step_bytes"]  # the average is a copy
+    assert 0.5 < gain(ema, base).memory < 3 and base["metrics"]["tokens"] == 20 * 8 * 32
+    assert "broken seed 0, 20 steps: failed" in capsys.readouterr().out
