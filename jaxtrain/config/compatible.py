@@ -152,6 +152,9 @@ FEATURES = {
                        "model.weight_form=nvfp4"),
     "stochastic_depth": Feature("stochastic depth", "model.stochastic_depth", given,
                                 "model.stochastic_depth=0.5"),
+    "share_layers": Feature("layers that share weights (ALBERT, MobileLLM-LS)",
+                            "model.share_layers.name", given,
+                            "model.share_layers=adjacent model.depth=2"),
     "scan_layers": Feature("scanned layers", "model.scan_layers", given, "model.scan_layers=true"),
     "remat": Feature("activation checkpointing", "model.remat",
                      lambda kind: kind not in (None, "none", "offload"), "model.remat=block"),
@@ -250,6 +253,10 @@ REFUSALS = (
             "model.stochastic_depth=0"),
     Refusal("stochastic_depth", "fp8_history", "a skipped layer reports no maxima",
             "model.stochastic_depth=0"),
+    Refusal("share_layers", "pipeline", "a set of weights lies on one stage", "mesh.pipeline=1"),
+    Refusal("share_layers", "moe", "experts count the tokens of one layer",
+            "model.share_layers=null"),
+    Refusal("share_layers", "fp8_history", ONE_CALL, "model.fp8_history=null"),
     Refusal("moe", "ffn_bias", "experts have no biases", "model.ffn_bias=false"),
     Refusal("adapted ffn", "moe", "experts take no adapters", "finetune.targets=[attention]"),
     Refusal("packed ffn", "moe", "experts are not quantized",
@@ -302,6 +309,7 @@ EVERYWHERE = {
     "embed_norm logit_softcap attention_softcap value_embeddings residual_scales "
     "smear backout bigram_rows base_width adapter embedding_dtype attention "
     "deterministic_attention remat_short",
+    "model.share_layers": "layers",
     "model.moe": "top_k hidden shared_experts every score_function balance_bias aux_loss z_loss "
     "remat",
     "model.weight_form": "stochastic_rounding hadamard",

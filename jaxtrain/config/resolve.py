@@ -72,6 +72,7 @@ def check_size(model: ResolvedModel, vocab_size: int) -> None:
 def reference_model(c: ModelConfig, sequence_length: int) -> ResolvedModel:
     """The d12 of the same family."""
     sizes = {"depth": REFERENCE_DEPTH, "width": None, "heads": None, "kv_heads": None}
+    sizes |= {"share_layers": None}  # which have the FLOPs of layers with weights of their own
     return resolve_model(c.model_copy(update={**sizes, "hidden": None}), sequence_length)
 
 

@@ -82,7 +82,7 @@ def write_adapter(folder: Path, c: ResolvedModel, params: Params, facts: Json) -
     check_adapter(c, params, facts["dora"])
     for row in rows_of(c, names):
         module = row.theirs.removesuffix(".weight")
-        for layer in range(c.depth):
+        for layer in range(c.depth // c.layers_per_set):
             part = lambda name, kind, i=layer: flat[f"{name}/{kind}"][i]
             where = PREFIX + module.format(layer)
             some = [name for name in row.ours if name in names]
@@ -173,7 +173,9 @@ def read_adapter(folder: Path, c: ResolvedModel, like: Params) -> Params:
 
     for row in rows_of(c, names):
         for kind in sorted({name.rpartition("/")[2] for name in wanted}):
-            stack = np.stack([tensor(row, layer, kind) for layer in range(c.depth)])
+            stack = np.stack(
+                [tensor(row, layer, kind) for layer in range(c.depth // c.layers_per_set)]
+            )
             for name, place in columns(c, row).items():
                 x = stack if kind == "a" else stack[..., place]
                 if name not in names:

@@ -8,6 +8,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from jaxtrain.model.rope import RopeScaling
 from jaxtrain.model.saved_activations import COMPRESSIONS
+from jaxtrain.model.sharing import ShareLayers, layers_of_set
 from jaxtrain.settings import Settings, UserError, derived_field
 from jaxtrain.weights import LAYER_FORMS, TRAINING_FORMS, WEIGHTS
 
@@ -311,12 +312,22 @@ class ModelFields[Size: int | None](Settings):
         description="probability that a training step skips the last layer; of layer i of L, i/L "
         "of it. What a layer adds is divided by the probability that it is kept",
     )
+    share_layers: ShareLayers | None = Field(
+        None,
+        description="layers that use one set of weights: all, or adjacent (two in a row); a name "
+        "alone is enough; default each its own",
+    )
     ffn_tiles: int = Field(
         1,
         ge=1,
         description="the feed-forward network, experts too, takes a row in so many parts, each "
         "computed again in the backward pass: for rows whose hidden layer would not fit",
     )
+
+    @property
+    def layers_per_set(self) -> int:
+        """Layers that use one set of weights."""
+        return layers_of_set(self.share_layers, self.depth)
 
     @property
     def fits_norm_kernel(self) -> bool:
@@ -344,6 +355,10 @@ class ModelFields[Size: int | None](Settings):
             raise ValueError("kernels.ffn needs ffn: relu2, ffn_bias: false and no kernels.relu2")
         if self.moe and self.moe.every > self.depth:
             raise ValueError(f"moe.every {self.moe.every} is more than the {self.depth} layers")
+        if self.depth % self.layers_per_set:
+            raise ValueError(
+                f"depth {self.depth} is not a multiple of share_layers.layers {self.layers_per_set}"
+            )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even (rotary pairs)")
         if self.attention not in (None, *BACKENDS):

@@ -22,13 +22,16 @@ def flops_per_token(
     if trained is not None:
         group = lambda spec: spec.group.startswith("lora")
         beside = sum(spec.size for spec in jax.tree.leaves(trained) if group(spec))
+        beside *= c.layers_per_set
         weights = 4.0 * (active(c, specs) + beside) + 2.0 * active(c, trained)
     return weights + 12.0 * c.heads * c.head_dim * keys
 
 
 def active(c: ResolvedModel, specs: Specs) -> float:
-    """Weights of matrices and head that a token meets: of the experts, `top_k`."""
+    """Weights of matrices and head that a token meets: of the experts, `top_k`; shared weights as
+    often as layers use them."""
     weights: float = count(specs, "matrix") + count(specs, "head")
+    weights += (c.layers_per_set - 1) * count(specs.get("blocks", {}), "matrix")
     if c.tied_head and "embed" in specs:
         weights += specs["embed"].size
     if c.moe is not None:

@@ -59,6 +59,6 @@ def run_pipelined(
     layers = parallel.pad_chunks(stack.layers, [len(chunk) for chunk in chunks])
     parts = {name: parallel.pad_chunks(x, sizes(name)) for name, x in stack.parts.items()}
     x_MBTD, middle_MBTD, *balance = parallel.run_pipeline(
-        stage, chunks, first, Stack(layers, parts), micro, repeats, loads=c.moe is not None
+        stage, chunks, first, Stack(layers, parts, {}), micro, repeats, loads=c.moe is not None
     )
     return LayersOutput(x_MBTD, middle_MBTD, [], balance[0] if balance else None)

@@ -12,7 +12,8 @@ class LayerSpec:
 
     `short_rope`: the rotary frequencies are those of `rope_base_short`. `ffn`: the module that is
     its feed-forward network: the block's own, or with `model.moe` one that only some layers have.
-    `remat`: a key of POLICIES.
+    `remat`: a key of POLICIES. `block`: which weights it has: its own (or those of all layers), the
+    first use of a set that several layers in a row share, or that of the layer before.
     """
 
     window: int | None
@@ -20,12 +21,14 @@ class LayerSpec:
     short_rope: bool = False
     ffn: Literal["own", "dense", "experts"] = "own"
     remat: str = "none"
+    block: Literal["own", "shared", "before"] = "own"
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The modules of the Transformer that this layer has and others may not."""
         value = ("value_embed",) if self.value_embed else ()
-        return value if self.ffn == "own" else (*value, self.ffn)
+        block = ("block",) if self.block == "shared" else ()
+        return (*value, *block) if self.ffn == "own" else (*value, *block, self.ffn)
 
 
 Plan = tuple[LayerSpec, ...]
@@ -45,6 +48,7 @@ def make_plan(c: ResolvedModel) -> Plan:
             remat=(c.moe.remat if c.moe and ffn_of(c, i) == "experts" else None)
             or (c.remat_short if short else None)
             or c.remat,
+            block=block_of(c, i),
         )
 
     return tuple(layer(i) for i in range(c.depth))
@@ -55,6 +59,13 @@ def ffn_of(c: ResolvedModel, i: int) -> Literal["own", "dense", "experts"]:
     if c.moe is None:
         return "own"
     return "dense" if (c.depth - 1 - i) % c.moe.every else "experts"
+
+
+def block_of(c: ResolvedModel, i: int) -> Literal["own", "shared", "before"]:
+    """Which weights layer i has."""
+    if c.share_layers is None or c.share_layers.name == "all":
+        return "own"
+    return "before" if i % c.layers_per_set else "shared"
 
 
 def make_runs(plan: Plan, scan: bool) -> list[tuple[Plan, int]]:

@@ -7,7 +7,7 @@ runs   (SSSL, 3 repeats)         scanned: one period is compiled, `lax.scan` rep
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -60,7 +60,10 @@ def run_layers(
     carry: Carry = Stream(x_BTD, balance_B=balance_B), middle_BTD
     kv: list[KeysValues] = []
     for period, repeats, weights in periods(stack, runs):
-        run = functools.partial(run_period, modules, period, inputs, cache, repeats > 1)
+        # Weights of all layers are a constant of the scan: their gradient is one sum.
+        run = functools.partial(
+            run_period, modules, period, inputs, cache, repeats > 1, stack.shared
+        )
         if repeats == 1:
             carry, kept = run(carry, jax.tree.map(lambda s: s[0], weights))
             kv += kept
@@ -76,12 +79,14 @@ def run_period(
     inputs: LayerInputs,
     cache: Cache | None,
     scanned: bool,
+    shared: dict[str, Any],
     carry: Carry,
     stack: Stack,
 ) -> tuple[Carry, list[KeysValues]]:
-    """The layers of one period, whose weights are `stack`; the keys and values of each that is not
-    skippable."""
+    """The layers of one period, whose weights are `stack` and `shared`; the keys and values of each
+    that is not skippable."""
     c, (stream, middle_BTD) = modules.config, carry
+    stack = stack._replace(shared=shared)
     kv: list[KeysValues] = []
     for i, (spec, source) in enumerate(zip(period, layer_weights(period, stack, scanned))):
         own = None if cache is None else LayerCache(*cache.kv[i], cache.lengths_B)
@@ -135,8 +140,8 @@ def apply_layer[Source](
     x_BTD, h_BTD, x0_BTD = prenorm(stream, inputs.x0_BTD, scales, c.norm_eps, fused.norm)
     encode = lambda weights: in_form(weights, c.weight_form, inputs.key, layer["index"])
     module = lambda name, weights: nnx.merge(modules.graphdefs[name], encode(weights))
-    block = module("block", layer["block"])
-    own = {name: module(name, part) for name, part in parts.items()}
+    block = module("block", parts["block"] if "block" in parts else layer["block"])
+    own = {name: module(name, part) for name, part in parts.items() if name != "block"}
     attend = prefix.with_prefix_kv(layer.get("virtual"), inputs.attend, inputs.positions_BT)
     out = block(
         x_BTD, spec, inputs._replace(attend=attend), own.get("value_embed"), cache, h_BTD,

@@ -21,10 +21,12 @@ from jaxtrain.weights.params import is_block_matrix, path_name
 
 class Stack(NamedTuple):
     """Weights of layers, stacked. layers: what each has, its index and scales too, [L, ...]. parts:
-    modules that only some layers have, each stacked over those."""
+    modules that only some layers have, each stacked over those. shared: of all layers, not stacked.
+    """
 
     layers: dict[str, Any]
     parts: dict[str, Any]
+    shared: dict[str, Any]
 
 
 class LayerWeights(NamedTuple):
@@ -84,7 +86,7 @@ def periods(stack: Stack, runs: Sequence[tuple[Plan, int]]) -> Iterator[tuple[Pl
     for period, repeats in runs:
         sizes = part_sizes(period, stack.parts)
         parts = {n: take(stack.parts[n], part_at[n], repeats, sizes[n]) for n in stack.parts}
-        yield period, repeats, Stack(take(stack.layers, at, repeats, len(period)), parts)
+        yield period, repeats, Stack(take(stack.layers, at, repeats, len(period)), parts, {})
         at += len(period) * repeats
         part_at = {name: begin + sizes[name] * repeats for name, begin in part_at.items()}
 
@@ -105,18 +107,20 @@ def layer_weights(
     for i, spec in enumerate(period):
         places = {name: seen[name] for name in spec.parts}
         seen |= {name: place + 1 for name, place in places.items()}
+        if spec.block == "before":
+            places["block"] = seen["block"] - 1
         if scanned and spec.remat in ("none", *POLICIES):
             yield stack, functools.partial(picked, i, places)
         else:
             own = {name: parts[name][place] for name, place in places.items()}
-            yield LayerWeights(layers[i], own), lambda source: source
+            yield LayerWeights(layers[i] | stack.shared, own), lambda source: source
 
 
 def picked(i: int, places: dict[str, int], stack: Stack) -> LayerWeights:
     """Layer i of a period's stack, and its parts at their places."""
     at = lambda tree, place: jax.tree.map(lambda leaf: leaf[place], tree)
     parts = {name: at(stack.parts[name], place) for name, place in places.items()}
-    return LayerWeights(at(stack.layers, i), parts)
+    return LayerWeights(at(stack.layers, i) | stack.shared, parts)
 
 
 def unstack[Tree](stack: Tree, layers: int) -> list[Tree]:

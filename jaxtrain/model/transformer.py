@@ -38,6 +38,7 @@ from jaxtrain.model.moe import MixtureOfExperts
 from jaxtrain.model.pipelined import Texts, run_pipelined
 from jaxtrain.model.plan import make_plan, make_runs
 from jaxtrain.model.run_layers import LayerModules, LayersOutput, run_layers
+from jaxtrain.model.sharing import SharedByAdjacent, SharedByAll
 from jaxtrain.model.stack import Stack
 from jaxtrain.model.stochastic_depth import keep_probabilities
 from jaxtrain.parallel import constrain
@@ -59,7 +60,7 @@ class Transformer(nnx.Module):
             (vocab, D), ("vocab", "embed"), scheme.embed, "embedding", dtype=c.embedding_dtype
         )
         self.bigram = BigramEmbedding(c) if c.bigram_rows else None
-        self.blocks = Block(c, L)
+        self.blocks = Block(c, L // c.layers_per_set)
         valued = sum(spec.value_embed for spec in self.plan)
         self.value_embed = ValueEmbedding(c, vocab, valued) if valued else None
         dense, mixed = (sum(s.ffn == kind for s in self.plan) for kind in ("dense", "experts"))
@@ -322,17 +323,25 @@ class Transformer(nnx.Module):
     def stack(self) -> Stack:
         """The weights of all layers."""
         layers: dict[str, Any] = {"index": np.arange(self.config.depth)}
-        layers["block"] = nnx.split(self.blocks)[1]
+        parts = {name: nnx.split(getattr(self, name))[1] for name in self.parts()}
+        block, shared = nnx.split(self.blocks)[1], {}
+        match self.config.share_layers:
+            case None:
+                layers["block"] = block
+            case SharedByAdjacent():
+                parts["block"] = block
+            case SharedByAll():
+                shared["block"] = jax.tree.map(lambda w: w[0], block)
         if self.config.stochastic_depth:
             layers["keep"] = keep_probabilities(self.config)
         if self.config.residual_scales:
             layers["residual_scale"] = self.residual_scale[...]
             layers["x0_scale"] = self.x0_scale[...]
-        return Stack(layers, {name: nnx.split(getattr(self, name))[1] for name in self.parts()})
+        return Stack(layers, parts, shared)
 
     def parts(self) -> list[str]:
-        """The modules that only some layers have."""
-        return sorted({name for spec in self.plan for name in spec.parts})
+        """The modules that only some layers have, beside shared blocks."""
+        return sorted({name for spec in self.plan for name in spec.parts} - {"block"})
 
     def head_DV(self) -> Float[Array, "D V"]:
         """The head's matrix; columns from `vocab_size` on are padding."""

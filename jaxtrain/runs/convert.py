@@ -3,6 +3,7 @@
 
 from pathlib import Path
 
+import jax
 import numpy as np
 
 from jaxtrain.cluster.started_by import command_of
@@ -92,6 +93,13 @@ def export_run(
     if model.weight_form and model.weight_form.is_saved:
         params = saved_params(params, saved.specs, model.weight_form.name)
         model = model.model_copy(update={"weight_form": None})
+    specs = saved.specs
+    if model.share_layers:  # of no family: each layer is written with its copy
+        params, copies = {**params}, model.layers_per_set
+        repeat = lambda w: np.repeat(np.asarray(w), copies, axis=0)
+        params["blocks"] = jax.tree.map(repeat, params["blocks"])
+        model = model.model_copy(update={"share_layers": None})
+        specs = split(Transformer(model, saved.tokenizer.vocab_size))[1]
     row, config = fitting_family(model, rows, wanted)
     ids = {"bos_token_id": saved.tokenizer.bos_id, "eos_token_id": saved.tokenizer.bos_id}
     kept = {k: came.get(k, ids[k]) for k in ids} | {"pad_token_id": came.get("pad_token_id")}
@@ -108,7 +116,7 @@ def export_run(
         known = make_reader(saved.tokenizer).special | special
         chat_files(template, known, make_chat(*talk, saved.tokenizer).end, out)
     export_weights(
-        out, row, config | kept, saved.specs, params, NUMPY[kind],
+        out, row, config | kept, specs, params, NUMPY[kind],
         model.head_dim, shard_bytes, base_model_metadata(run, saved.config),
     )  # fmt: skip
     return row.model_type

@@ -14,6 +14,7 @@ from tiny import VOCAB, batch, random_params, resolved, tokens
 
 from jaxtrain.model import Decode, ModelConfig, Prefill, Transformer, cast, initialize, split
 from jaxtrain.model.config import Experts, FusedOps, WeightForm
+from jaxtrain.model.sharing import SharedByAdjacent
 from jaxtrain.objectives.next_token import next_token_loss
 from jaxtrain.settings import UserError
 
@@ -167,6 +168,9 @@ ROWS = {
     "remat_short": Row("block", training),
     "stochastic_depth": Row(0.5, training),
     "ffn_tiles": Row(2, training),
+    "share_layers": Row("all", parameters),
+    "share_layers.name": Row("adjacent", parameters, {"share_layers": {"name": "all"}, "depth": 4}),
+    "share_layers.layers": Row(4, parameters, {"share_layers": {"name": "adjacent"}, "depth": 4}),
     "moe.experts": Row(2, parameters, MOE),
     "moe.top_k": Row(1, outputs, MOE),
     "moe.hidden": Row(24, parameters, MOE),
@@ -188,6 +192,7 @@ FIELDS = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in 
 
 def test_every_field_has_a_row():
     sections = {"moe": Experts, "kernels": FusedOps, "weight_form": WeightForm}
+    sections["share_layers"] = SharedByAdjacent
     inner = {f"{name}.{field}" for name, s in sections.items() for field in s.model_fields}
     assert ROWS.keys() == ModelConfig.model_fields.keys() | inner
 
