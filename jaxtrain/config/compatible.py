@@ -106,6 +106,7 @@ PAIRS = (
     "data.train={name: preference, path: pairs.jsonl} data.packing.name=padded "
     "model.document_mask=true"
 )
+MASKED = "objective.name=masked_lm model.window_pattern=L"
 MOE = "model.moe.experts=4"
 GPU_OR_TPU = "GPU, TPU"
 FEATURES = {
@@ -139,6 +140,12 @@ FEATURES = {
     "document_mask": Feature("document mask", "model.document_mask", given,
                              "model.document_mask=true"),
     "no document_mask": Feature("", "model.document_mask", absent, "model.document_mask=false"),
+    "encoder": Feature("bidirectional attention (encoder)", "model.causal",
+                       lambda causal: causal is False,
+                       f"model.causal=false {MASKED}"),
+    "causal": Feature("", "model.causal", lambda causal: causal is True, "model.causal=true"),
+    "windows": Feature("", "model.window_pattern", lambda pattern: "S" in pattern,
+                       "model.window_pattern=SL"),
     "fp8": Feature("float8 matmuls", "model.fp8", given, "model.fp8=all", "GPU (Hopper or later)"),
     "no fp8": Feature("", "model.fp8", absent, "model.fp8=null"),
     "fp8_history": Feature("float8 with delayed scaling", "model.fp8_history", given,
@@ -197,6 +204,12 @@ FEATURES = {
     **{name: objective(name) for name in OBJECTIVES if name != "next_token"},
     "multi_token": Feature("multi-token prediction", "objective.name", equals("multi_token"),
                            "objective.name=multi_token"),
+    "masked_lm": Feature("masked language modeling", "objective.name", equals("masked_lm"),
+                         f"{MASKED} model.causal=false"),
+    "not masked_lm": Feature("", "objective.name", lambda name: name != "masked_lm",
+                             "objective.name=next_token"),
+    "augment": Feature("", "data.augment.name", lambda name: name != "none",
+                       "data.augment.name=masking"),
     "preference data": Feature("", "data.train.name", equals("preference"), PAIRS),
     "other data": Feature("", "data.train.name", lambda name: name != "preference",
                           "data.train={name: text, path: corpus.txt}"),
@@ -257,6 +270,15 @@ REFUSALS = (
     Refusal("share_layers", "moe", "experts count the tokens of one layer",
             "model.share_layers=null"),
     Refusal("share_layers", "fp8_history", ONE_CALL, "model.fp8_history=null"),
+    Refusal("encoder", "not masked_lm", "a token sees the ones that it would predict",
+            "objective.name=masked_lm"),
+    Refusal("masked_lm", "causal", "hidden tokens are predicted from both sides",
+            "model.causal=false"),
+    Refusal("encoder", "windows", "a window reaches back alone", "model.window_pattern=L"),
+    Refusal("encoder", "context", "rows split over devices are attended to in causal order",
+            "mesh.context=1"),
+    Refusal("masked_lm", "augment", "the objective hides tokens by itself",
+            "data.augment={name: none}"),
     Refusal("moe", "ffn_bias", "experts have no biases", "model.ffn_bias=false"),
     Refusal("adapted ffn", "moe", "experts take no adapters", "finetune.targets=[attention]"),
     Refusal("packed ffn", "moe", "experts are not quantized",
@@ -304,7 +326,7 @@ REFUSALS = (
 # its fields. The fields of an optimizer, an objective or a method are those of its row above.
 EVERYWHERE = {
     "model": "depth width head_dim heads kv_heads hidden vocab_multiple rope_base "
-    "rope_base_short qk_scale attention_scale qkv_bias out_bias window_pattern "
+    "rope_base_short qk_scale attention_scale qkv_bias out_bias "
     "last_layer_full short_window context_length norm norm_eps post_norm embed_scale "
     "embed_norm logit_softcap attention_softcap value_embeddings residual_scales "
     "smear backout bigram_rows base_width adapter embedding_dtype attention "

@@ -128,6 +128,8 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
         "train": {**t.model_dump(), **train},
         "optim": optim.model_dump(),
     }
+    if not model.causal:  # an encoder writes no samples
+        derived["sample"] = {**c.sample.model_dump(), "prompts": ()}
     return Resolved.model_validate({**c.model_dump(), **derived})
 
 

@@ -10,7 +10,7 @@ from itertools import groupby
 
 import numpy as np
 
-from jaxtrain.data.batches.augment import make_augment
+from jaxtrain.data.batches.augment import Augment, make_augment
 from jaxtrain.data.batches.loader import make_batch_plan, stores_of
 from jaxtrain.data.batches.mixture import BatchPlan, last_epoch, shares_of
 from jaxtrain.data.batches.packing import Batch, assemble
@@ -35,10 +35,12 @@ def show_rows(
     step: int = 0,
     rows: int = 4,
     characters: int = 400,
+    augment: Augment | None = None,
 ) -> Iterator[str]:
     """Lines about the first rows of a step, as they are packed, and about each source up to there.
 
     Of every document at most `characters` are shown, half from its beginning and half from its end.
+    augment: in the place of `data.augment`.
     """
     stores, counted = fit_stores(stores_of(prepared.train), config, sequence_length)
     plan = make_batch_plan(stores, config, batch_size, sequence_length)
@@ -50,7 +52,7 @@ def show_rows(
         f"step {step}: {len(planned.rows)} rows of {length} tokens, "
         f"packing {config.packing.name}, seed {config.seed}"
     )
-    augment = make_augment(config.augment, prepared.tokenizer, config.seed)
+    augment = augment or make_augment(config.augment, prepared.tokenizer, config.seed)
     tokenizer = _with_specials(prepared.tokenizer)
     names = {i: name for name, i in prepared.tokenizer.specials.items()}
     for number, (name, row) in enumerate(planned.rows[:rows]):

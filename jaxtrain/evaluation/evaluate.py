@@ -21,12 +21,15 @@ from jaxtrain import data
 from jaxtrain.cluster.processes import find_place, joined
 from jaxtrain.cluster.runtime import compute_dtype, start
 from jaxtrain.config.resolve import Resolved, override
+from jaxtrain.data.batches.augment import Augment
 from jaxtrain.data.evaluation.tasks import Rules
 from jaxtrain.evaluation.arguments import evaluate_parser
 from jaxtrain.evaluation.log_likelihood import FIELDS
 from jaxtrain.evaluation.tasks import run_tasks, task_table
 from jaxtrain.finetune import join_full
 from jaxtrain.model import cast
+from jaxtrain.model.config import check_decoder
+from jaxtrain.objectives import PREFERENCES, make_row_change
 from jaxtrain.objectives import next_token as objectives
 from jaxtrain.parallel import make_mesh, place_batch, shardings
 from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard, shard_from_host
@@ -109,8 +112,13 @@ def validation_metrics(
     }
 
 
-def held_out_batches(store: data.TokenStore, c: Resolved, mesh: Mesh) -> Iterator[data.Batch]:
-    """The validation split once, in rows as in training, as many as `eval` says: this process's."""
+def held_out_batches(
+    store: data.TokenStore, c: Resolved, mesh: Mesh, change: Augment | None = None
+) -> Iterator[data.Batch]:
+    """The validation split once, in rows as in training, as many as `eval` says: this process's.
+
+    change: of `make_row_change`.
+    """
     share, shares = process_batch_shard(mesh)
     rows = c.eval.batch_size or c.train.device_batch_size
     return data.validation_batches(
@@ -120,12 +128,13 @@ def held_out_batches(store: data.TokenStore, c: Resolved, mesh: Mesh) -> Iterato
         process_index=share,
         process_count=shares,
         segments=c.model.document_mask,
+        augment=change,
     )
 
 
 def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
     """Validate a saved model on the validation split of `config.data`."""
-    if saved.config.objective.name != "next_token":
+    if saved.config.objective.name in PREFERENCES:
         raise UserError(
             f"{saved.config.run.name} was trained on preferences, and how it does on those that "
             "are held out stands in its metrics.jsonl; ask it --tasks"
@@ -146,7 +155,8 @@ def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
             jnp.asarray(saved.tokenizer.token_bytes()),
         )
         trained = saved.config.model_copy(update={"eval": config.eval})
-        batches = held_out_batches(prepared.validation, trained, mesh)
+        change = make_row_change(trained.objective, saved.tokenizer, trained.data.seed)
+        batches = held_out_batches(prepared.validation, trained, mesh, change)
         params = shard_from_host(saved.params, shardings(saved.specs, mesh))
         return validation_metrics(scorer, params, batches, mesh)
 
@@ -163,6 +173,7 @@ def data_for(saved: Saved, config: Resolved) -> data.DataConfig:
 
 def answer_tasks(saved: Saved, config: Resolved, arguments: argparse.Namespace) -> None:
     """What --tasks asks for: a table on the screen, figures in --out."""
+    check_decoder(saved.config.model)
     names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
     name = "tasks.json" if arguments.step is None else f"tasks_step_{arguments.step:06d}.json"
     out = arguments.out or arguments.run / name

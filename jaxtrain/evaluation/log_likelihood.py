@@ -23,6 +23,7 @@ from jaxtrain.data import Scored
 from jaxtrain.data.evaluation.branches import BRANCH_SHARE, BranchBatch, RowShape, pack_branches
 from jaxtrain.model import Forward, cast
 from jaxtrain.model.branches import Branches
+from jaxtrain.model.config import check_decoder
 from jaxtrain.parallel import make_mesh, place_batch, shardings
 from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard, shard_from_host
 from jaxtrain.runs.saved import Saved
@@ -71,6 +72,7 @@ def shard_model(saved: Saved, config: Resolved, most_rows: int | None = None) ->
 
     most_rows: fewer, for a few questions.
     """
+    check_decoder(saved.config.model)
     mesh = make_mesh(config.mesh)
     shards = num_batch_shards(mesh)
     rows = config.eval.batch_size or config.train.device_batch_size * shards

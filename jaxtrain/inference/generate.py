@@ -27,7 +27,7 @@ from jaxtrain.inference.arguments import TOKENS, generate_parser
 from jaxtrain.inference.chat import chat_loop
 from jaxtrain.interop.companions import Prompting
 from jaxtrain.model import Cache, Decode, Prefill, cast
-from jaxtrain.model.config import round_up
+from jaxtrain.model.config import check_decoder, round_up
 from jaxtrain.model.transformer import CACHE_MULTIPLE
 from jaxtrain.parallel.mesh import gather_to_host
 from jaxtrain.runs.saved import Saved, load_saved, template_for
@@ -332,6 +332,7 @@ def main(argv: list[str] | None = None) -> int:
     try:
         start()
         saved = load_saved(a.run, a.step)
+        check_decoder(saved.config.model)
         dtype = compute_dtype(saved.config.train.precision)
         params = cast(jax.device_put(saved.params), saved.specs, dtype)
         if a.system and not a.chat:

@@ -30,6 +30,7 @@ class AttentionOptions(NamedTuple):
 
     window: keys left of the query that stay visible; None is all. softcap: scores become
     softcap x tanh(score / softcap). scale: factor on q k. implementation: a backend's name.
+    causal: keys right of the query are hidden.
     """
 
     window: int | None
@@ -38,11 +39,12 @@ class AttentionOptions(NamedTuple):
     scale: float
     implementation: str | None
     deterministic: bool
+    causal: bool = True
 
 
 @runtime_checkable
 class Attend(Protocol):
-    """Causal attention of q [B, T, N, H] over k, v [B, T, K, H]; with return_lse also [B, N, T]."""
+    """Attention of q [B, T, N, H] over k, v [B, T, K, H]; with return_lse also [B, N, T]."""
 
     def __call__(
         self, q_BTNH: Array, k_BTKH: Array, v_BTKH: Array, options: AttentionOptions,
@@ -187,7 +189,7 @@ class Attention(nnx.Module):
         scale = c.attention_scale or scale
         options = AttentionOptions(
             spec.window, inputs.segments_BT, c.attention_softcap, scale, c.attention,
-            c.deterministic_attention,
+            c.deterministic_attention, c.causal,
         )  # fmt: skip
         if cache is None:
             q_BTNH = constrain(q_BTNH, "batch", "tokens", "heads", None)

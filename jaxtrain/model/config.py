@@ -233,6 +233,11 @@ class ModelFields[Size: int | None](Settings):
     smear: bool = Field(True, description="mix a gated copy of the previous token's embedding in")
     backout: bool = Field(True, description="subtract a learned share of the middle layer's output")
     document_mask: bool = Field(False, description="tokens attend inside their own document only")
+    causal: bool = Field(
+        True,
+        description="a token attends to what stands before it; false: to both sides (an encoder, "
+        "for objective.name=masked_lm)",
+    )
     # fmt: off
     init: Literal[
         "speedrun", "gpt2", "depth_scaled", "orthogonal", "mup", "fixup", "tfixup", "rezero",
@@ -389,6 +394,15 @@ class ResolvedModel(ModelFields[int]):
     def virtual(self) -> int:
         """Virtual tokens in front of every text."""
         return self.prompt or self.prefix or 0
+
+
+def check_decoder(c: ResolvedModel) -> None:
+    """Raises UserError for a model that cannot continue a text."""
+    if not c.causal:
+        raise UserError(
+            "this model is an encoder (model.causal=false): it fills in hidden tokens and cannot "
+            "continue a text; `jaxtrain evaluate RUN` gives its masked loss"
+        )
 
 
 def round_up(value: int, multiple: int) -> int:

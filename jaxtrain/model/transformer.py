@@ -29,7 +29,7 @@ from jaxtrain.model.attention import (
 from jaxtrain.model.bigram import BigramEmbedding, tokens_before
 from jaxtrain.model.block import Block, declare_norm, normed
 from jaxtrain.model.branches import Branches, branched_attention, take_before
-from jaxtrain.model.config import FusedOps, ResolvedModel, round_up
+from jaxtrain.model.config import FusedOps, ResolvedModel, check_decoder, round_up
 from jaxtrain.model.fused_ops import PLAIN, fastest
 from jaxtrain.model.init import SCHEMES, constant, uniform
 from jaxtrain.model.layers import FeedForward, lookup, rms_norm, rotary
@@ -144,6 +144,7 @@ class Transformer(nnx.Module):
         return Output(self.final_norm(out.x_BTD, out.middle_BTD), out.balance_B)
 
     def _prefill(self, tokens_BT: Array, mode: Prefill) -> Output:
+        check_decoder(self.config)
         rows, ends = jnp.arange(tokens_BT.shape[0]), mode.lengths_B - 1
         x_BTD, plain_BTD = self.embed_tokens(tokens_BT, None)
         out = self.all_layers(x_BTD, tokens_BT, keep_kv=True)

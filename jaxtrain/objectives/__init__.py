@@ -9,17 +9,26 @@ from typing import Annotated, Any
 
 from pydantic import Field
 
+from jaxtrain.data import Tokenizer
+from jaxtrain.data.batches.augment import Augment
 from jaxtrain.objectives.base import LossOptions, Objective, StepBatch
 from jaxtrain.objectives.dpo import DPOConfig, dpo_loss
 from jaxtrain.objectives.ipo import IPOConfig, ipo_loss
 from jaxtrain.objectives.kto import KTOConfig, kto_loss, kto_reference_point
+from jaxtrain.objectives.masked_lm import MaskedLMConfig, make_masked_lm, masked_rows
 from jaxtrain.objectives.multi_token import MultiTokenConfig, make_multi_token
 from jaxtrain.objectives.next_token import NEXT_TOKEN, NextTokenConfig, make_next_token
 from jaxtrain.objectives.orpo import ORPOConfig, orpo_loss
 from jaxtrain.objectives.preference import PreferenceMethod, answer_logps, make_preference
 
 ObjectiveConfig = Annotated[
-    NextTokenConfig | MultiTokenConfig | DPOConfig | IPOConfig | ORPOConfig | KTOConfig,
+    NextTokenConfig
+    | MultiTokenConfig
+    | MaskedLMConfig
+    | DPOConfig
+    | IPOConfig
+    | ORPOConfig
+    | KTOConfig,
     Field(discriminator="name"),
 ]
 PREFERENCES: dict[str, PreferenceMethod] = {
@@ -31,8 +40,18 @@ PREFERENCES: dict[str, PreferenceMethod] = {
 OBJECTIVES: dict[str, Callable[[Any, LossOptions], Objective]] = {
     "next_token": make_next_token,
     "multi_token": make_multi_token,
+    "masked_lm": make_masked_lm,
     **dict.fromkeys(PREFERENCES, lambda c, options: make_preference(c, PREFERENCES[c.name])),
 }
+
+# How an objective changes the rows as they are read, in training and in validation.
+ROW_CHANGES: dict[str, Callable[[Any, Tokenizer, int], Augment]] = {"masked_lm": masked_rows}
+
+
+def make_row_change(c: ObjectiveConfig, tokenizer: Tokenizer, seed: int) -> Augment | None:
+    """What the objective does to rows of tokens; None for most. UserError if the tokenizer lacks a
+    special token."""
+    return ROW_CHANGES[c.name](c, tokenizer, seed) if c.name in ROW_CHANGES else None
 
 
 def make_objective(c: ObjectiveConfig, options: LossOptions = LossOptions()) -> Objective:  # noqa: B008
@@ -42,5 +61,5 @@ def make_objective(c: ObjectiveConfig, options: LossOptions = LossOptions()) -> 
 
 __all__ = [
     "NEXT_TOKEN", "OBJECTIVES", "PREFERENCES", "LossOptions", "NextTokenConfig", "Objective",
-    "ObjectiveConfig", "StepBatch", "answer_logps", "make_objective",
+    "ObjectiveConfig", "StepBatch", "answer_logps", "make_objective", "make_row_change",
 ]  # fmt: skip

@@ -42,20 +42,21 @@ def attention(
     scale: float | None = None,
     implementation: str | None = None,
     deterministic: bool = False,
+    causal: bool = True,
     zigzag: bool = False,
     return_lse: bool = False,
 ) -> Any:
-    """Causal attention, split over batch rows and heads (see `jaxtrain_kernels.attention`).
+    """Self-attention, split over batch rows and heads (see `jaxtrain_kernels.attention`).
 
     Returns [B, T, N, H]; with return_lse also its log-sum-exp [B, N, T], of a whole text only.
-    zigzag: the text is in the order of `zigzag_shard`, so it is also split over the axis `context`.
-    Raises UserError if the backend that was asked for cannot serve.
+    zigzag: the text is in the order of `zigzag_shard`, so it is also split over the axis `context`;
+    causal attention alone. Raises UserError if the backend that was asked for cannot serve.
     """
 
     def local(q, k, v, segments):
         try:
             return kernels.attention(
-                q, k, v, causal=True, window=window, segment_ids_BT=segments, softcap=softcap,
+                q, k, v, causal=causal, window=window, segment_ids_BT=segments, softcap=softcap,
                 scale=scale, implementation=implementation, deterministic=deterministic,
                 return_lse=return_lse,
             )  # fmt: skip
@@ -66,6 +67,7 @@ def attention(
     if mesh is None:
         return local(q_BTNH, k_BSKH, v_BSKH, segments_BT)
     if zigzag and context.context_size() > 1:
+        assert causal
         return context.attention(
             q_BTNH, k_BSKH, v_BSKH, window=window, segments_BT=segments_BT, softcap=softcap,
             scale=scale, implementation=implementation, deterministic=deterministic,

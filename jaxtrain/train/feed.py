@@ -4,6 +4,7 @@ import functools
 from typing import Any
 
 from jaxtrain import data
+from jaxtrain.objectives import make_row_change
 from jaxtrain.parallel.mesh import process_batch_shard
 from jaxtrain.train.guard import Guard
 from jaxtrain.train.plan import Plan, TrainingData
@@ -30,7 +31,8 @@ class Feed:
             batch_size=c.train.batch_size, sequence_length=c.train.sequence_length,
             process_index=share, process_count=shares, segments=c.model.document_mask,
             references=recipe.references,
-            augment=data.make_augment(c.data.augment, tokenizer, c.data.seed),
+            augment=make_row_change(c.objective, tokenizer, c.data.seed)
+            or data.make_augment(c.data.augment, tokenizer, c.data.seed),
         )  # fmt: skip
         self._guard = guard
         self.position: Position = position or {}

@@ -12,7 +12,7 @@ from jaxtrain.evaluation.evaluate import (
     make_validation_step,
     validation_metrics,
 )
-from jaxtrain.objectives import PREFERENCES
+from jaxtrain.objectives import PREFERENCES, make_row_change
 from jaxtrain.train.plan import Plan, TrainingData
 from jaxtrain.train.preference import (
     HELD_OUT,
@@ -64,7 +64,7 @@ class Recipe(Protocol):
 
 
 class CausalLM:
-    """The next tokens of documents and conversations."""
+    """Tokens of documents and conversations: the next ones, or hidden ones."""
 
     references = None
 
@@ -72,7 +72,8 @@ class CausalLM:
         self.plan = plan
 
     def open(self, training_data: TrainingData) -> None:
-        self.store = training_data.prepared.validation
+        self.store, c = training_data.prepared.validation, self.plan.config
+        self.change = make_row_change(c.objective, training_data.tokenizer, c.data.seed)
 
     def start(
         self, spec: StepSpec, params: Params | None, frozen: Params | None, run_dir: Path
@@ -88,7 +89,7 @@ class CausalLM:
 
         def run(params: Params, frozen: Params | None, max_tokens: int | None) -> dict[str, float]:
             scorer = functools.partial(self.scorer, frozen=frozen)
-            held_out = held_out_batches(store, config, mesh)
+            held_out = held_out_batches(store, config, mesh, self.change)
             return validation_metrics(scorer, params, held_out, mesh, max_tokens)
 
         return run
@@ -98,7 +99,7 @@ class CausalLM:
     ) -> Callable[[], None] | None:
         if self.store is None:
             return None
-        held_out = held_out_batches(self.store, self.plan.config, self.plan.mesh)
+        held_out = held_out_batches(self.store, self.plan.config, self.plan.mesh, self.change)
         return functools.partial(
             compile_scorer, self.scorer, params, frozen, held_out, self.plan.mesh
         )

@@ -7,6 +7,7 @@ from jaxtrain.config.overrides import check_once
 from jaxtrain.config.resolve import resolve, vocab_size_of
 from jaxtrain.data.show import show_rows
 from jaxtrain.data.store.prepare import prepare
+from jaxtrain.objectives import make_row_change
 from jaxtrain.settings import UserError, command
 from jaxtrain.train.arguments import show_data_parser
 
@@ -23,14 +24,16 @@ def main(argv: list[str] | None = None) -> int:
         rows, steps = resolved.batch_size, resolved.steps
     if steps is not None and a.step >= steps:
         raise UserError(f"--step {a.step}: the run has {steps} steps, 0 to {steps - 1}")
+    prepared = prepare(config.data)
     for line in show_rows(
-        prepare(config.data),
+        prepared,
         config.data,
         batch_size=rows,
         sequence_length=config.train.sequence_length,
         step=a.step,
         rows=a.rows,
         characters=a.characters,
+        augment=make_row_change(config.objective, prepared.tokenizer, config.data.seed),
     ):
         print(line)
     return 0

@@ -222,8 +222,8 @@ def special_id(tokenizer: Tokenizer, name: str) -> int:
     if name not in tokenizer.specials:
         has = ", ".join(tokenizer.specials) or "none"
         raise UserError(
-            f"data.augment needs the special token {name}, which the tokenizer has not (it has "
-            f"{has}); train one with data.tokenizer.special_tokens"
+            f"data.augment or masked_lm needs the token {name}, which the tokenizer has not "
+            f"(it has {has}); train one with data.tokenizer.special_tokens=['{name}']"
         )
     return tokenizer.specials[name]
 

@@ -221,15 +221,17 @@ def validation_batches(
     process_index: int = 0,
     process_count: int = 1,
     segments: bool = False,
+    augment: Augment | None = None,
 ) -> Iterator[Batch]:
     """The whole split once, in order: row i predicts tokens iT+1 .. iT+T of the stream.
 
     Every token but the first BOS is a target of weight 1 exactly once; what fills up the last row
-    and the last batch has weight 0. All processes get the same number of batches.
+    and the last batch has weight 0. All processes get the same number of batches. augment: of an
+    objective (masked_lm); it is given step 0 and a row's number in the split.
     """
     share = _share_of_process(batch_size, process_index, process_count)
     if store.marked:
-        yield from _validation_conversations(store, batch_size, share, sequence_length)
+        yield from _validation_conversations(store, batch_size, share, sequence_length, augment)
         return
     stream = TokenStream(store)
     last = stream.size - 1  # the last token is only a target
@@ -239,7 +241,8 @@ def validation_batches(
         starts = [(step * batch_size + row) * sequence_length for row in share]
         sizes = [max(0, min(sequence_length + 1, stream.size - start)) for start in starts]
         rows = [(store, stream.window(start, size)) for start, size in zip(starts, sizes)]
-        return assemble(rows, sequence_length, segments=segments)
+        change = augment and partial(augment, 0, step * batch_size + share.start)
+        return assemble(rows, sequence_length, segments=segments, change=change)
 
     steps = grain.MapDataset.range(-(-count // batch_size)).map(batch)
     batches = iter(steps.to_iter_dataset(grain.ReadOptions(READ_THREADS, 4)))
@@ -250,14 +253,15 @@ def validation_batches(
 
 
 def _validation_conversations(
-    store: TokenStore, batch_size: int, share: range, length: int
+    store: TokenStore, batch_size: int, share: range, length: int, augment: Augment | None
 ) -> Iterator[Batch]:
     """Every conversation once, whole or cut to a row, apart from the others in its row."""
     rows = whole_rows(store, length)
     for first in range(0, len(rows), batch_size):
         mine = [first + row for row in share]
         planned = [(store, rows[i] if i < len(rows) else []) for i in mine]
-        yield assemble(planned, length, segments=True)
+        change = augment and partial(augment, 0, first + share.start)
+        yield assemble(planned, length, segments=True, change=change)
 
 
 class _PlannedBatches(grain.IterDataset):
