@@ -1,6 +1,6 @@
 """An exponential moving average of the weights (Polyak & Juditsky 1992), kept for evaluation."""
 
-from typing import Literal, NamedTuple
+from typing import Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
@@ -8,7 +8,14 @@ import optax
 from jaxtyping import Array, Int
 from pydantic import Field
 
-from jaxtrain.optim.types import OptState, Transformation, Wrapper
+from jaxtrain.optim.types import (
+    EvalParams,
+    Hyper,
+    OptState,
+    RunPosition,
+    Transformation,
+    Wrapper,
+)
 from jaxtrain.settings import Settings
 from jaxtrain.weights.params import Params
 
@@ -27,41 +34,67 @@ class EMAConfig(Settings):
     validate_trained: bool = Field(
         False, description="validate the trained weights as well, as trained_loss and so on"
     )
+    start_fraction: float = Field(
+        0.0, ge=0, lt=1, description="share of the run before the average begins (a tail EMA)"
+    )
     export: Literal["average", "trained"] = Field(
         "average", description="weights of the model that a run ends with"
     )
 
 
 class EMAState(NamedTuple):
-    count: Int[Array, ""]
-    average: Params  # in the parameters' shapes, dtypes and places
+    count: Int[Array, ""]  # steps since the average began
+    average: Params  # float32, in the parameters' shapes and places
     inner: OptState
 
 
-def ema(c: EMAConfig) -> Wrapper:
-    """average <- d average + (1 - d) parameters, d = min(decay, (1 + count) / (10 + count))."""
+def trained_params(state: OptState, params: Params) -> Params:
+    """The weights to average, where no wrapper inside has others."""
+    return params
+
+
+def ema(c: EMAConfig, of: EvalParams = trained_params) -> Wrapper:
+    """average <- d average + (1 - d) parameters, d = min(decay, (1 + count) / (10 + count)).
+
+    d is 0 until `start_fraction` of the run. of: what of an inner wrapper is averaged.
+    """
+
+    def begins(hyper: Hyper, now: RunPosition) -> Hyper:
+        if not c.start_fraction:
+            return hyper
+        return {**hyper, "ema_on": now.step >= hyper["ema_start"] * now.total_steps}
 
     def wrap(tx: Transformation, label: str) -> Transformation:
         def init(params):
-            return EMAState(
-                jnp.zeros((), jnp.int32), jax.tree.map(jnp.copy, params), tx.init(params)
-            )
+            # In float32: 16 bits would round a slow average's steps away.
+            copies = jax.tree.map(lambda p: jnp.array(p, jnp.float32, copy=True), params)
+            return EMAState(jnp.zeros((), jnp.int32), copies, tx.init(params))
 
         def update(updates, state, params=None, **extra):
             assert params is not None
             updates, inner = tx.update(updates, state.inner, params, **extra)
-            count = state.count + 1
-            d = jnp.minimum(extra["hyper"][label]["ema_decay"], (1 + count) / (10 + count))
+            hyper = extra["hyper"][label]
+            count = state.count + (hyper["ema_on"] if c.start_fraction else 1)
+            d = jnp.minimum(hyper["ema_decay"], (1 + count) / (10 + count))
+            if c.start_fraction:
+                d = d * (count > 0)
             mean = lambda a, p: (d * a + (1 - d) * p).astype(a.dtype)
-            average = jax.tree.map(mean, state.average, optax.apply_updates(params, updates))
+            weights = of(inner, cast(Params, optax.apply_updates(params, updates)))
+            average = jax.tree.map(mean, state.average, weights)
             return updates, EMAState(count, average, inner)
 
         return optax.GradientTransformationExtraArgs(init, update)
 
+    def shown(state: EMAState, params: Params) -> Params:
+        return jax.tree.map(lambda a, p: a.astype(p.dtype), state.average, params)
+
+    late = {"ema_start": c.start_fraction} if c.start_fraction else {}
     return Wrapper(
         wrap,
-        {"ema_decay": c.decay},
-        eval_params=lambda state, params: state.average,
+        {"ema_decay": c.decay, **late},
+        eval_params=shown,
         validate_trained=c.validate_trained,
         export_trained=c.export == "trained",
+        adjust=begins,
+        over=lambda inner: ema(c, inner),
     )

@@ -5,7 +5,7 @@ group, or else of its role. Rates are arguments of the compiled step (`hyper`), 
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import jax
@@ -21,12 +21,17 @@ from jaxtrain.optim.types import (
     Make,
     OptState,
     ParamGroup,
+    RunPosition,
     Transformation,
     Updates,
-    Wrapper,
     apply_mup_multiplier,
 )
-from jaxtrain.optim.wrappers import WrapperConfig, make_wrappers, schedule_restarts
+from jaxtrain.optim.wrappers import (
+    WrapperConfig,
+    make_wrappers,
+    schedule_restarts,
+    with_wrappers,
+)
 from jaxtrain.settings import Settings, UserError
 from jaxtrain.weights.params import BALANCE_GROUPS, Params, ParamSpec, Specs
 
@@ -277,25 +282,6 @@ def with_multipliers(
     return {name: scaled(name, group) for name, group in rows.items()}
 
 
-def with_wrappers(
-    wrappers: Sequence[Wrapper], table: dict[str, ParamGroup]
-) -> dict[str, ParamGroup]:
-    """The table with wrappers around each group, the first the innermost."""
-    if not wrappers:
-        return table
-    peaks = {name: rate for wrapper in wrappers for name, rate in wrapper.peaks.items()}
-    by_rows = all(wrapper.by_rows for wrapper in wrappers)
-    return {
-        name: group._replace(
-            peaks=group.peaks | peaks,
-            by_rows=group.by_rows and by_rows,
-            eval_params=wrappers[-1].eval_params or group.eval_params,
-            wrappers=tuple(wrappers),
-        )
-        for name, group in table.items()
-    }
-
-
 def make_transform(label: str, group: ParamGroup, state_dtype: str) -> Transformation:
     """The transformation of one group, in its wrappers.
 
@@ -346,10 +332,16 @@ def build_optimizer(
 
     def rates(step: jax.Array, hyperparams: Hyperparams) -> dict[str, Hyper]:
         step = restarts(step) if restarts else step
-        factor = multiplier(schedule, hyperparams["schedule"], step)
+        values = hyperparams["schedule"]
+        factor = multiplier(schedule, values, step)
         hyper = {}
+        position = RunPosition(
+            step, values["total_steps"], lambda s: multiplier(schedule, values, s)
+        )
         for name, (row, wider) in used.items():
-            now = table[row].adjust(hyperparams["groups"][row], step, hyperparams["schedule"])
+            now = table[row].adjust(hyperparams["groups"][row], step, values)
+            for wrapper in table[row].wrappers:
+                now = wrapper.adjust(now, position)
             hyper[name] = apply_mup_multiplier(
                 {**now, "learning_rate": now["learning_rate"] * factor}, wider
             )

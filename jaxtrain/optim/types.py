@@ -17,7 +17,7 @@ Updates = optax.Updates
 Transformation = optax.GradientTransformationExtraArgs
 Make = Callable[[Hyper], optax.GradientTransformation]
 Adjust = Callable[[Hyper, jax.Array, Hyper], Hyper]  # (peaks, step, schedule's values) -> now
-EvalParams = Callable[[OptState, Params], Params]
+EvalParams = Callable[[Any, Params], Params]  # of a group's state
 
 
 class Restarts(NamedTuple):
@@ -33,15 +33,25 @@ class Restarts(NamedTuple):
         return jnp.where(step < self.first, step, self.first + since)
 
 
+class RunPosition(NamedTuple):
+    """Where in the run a step is."""
+
+    step: jax.Array  # 0 at first
+    total_steps: Number
+    multiplier: Callable[[jax.Array], jax.Array]  # of the learning rate, at any step
+
+
 class Wrapper(NamedTuple):
     """A change of any optimizer: each group's transformation becomes another one.
 
     `wrap(tx, label)`: the new transformation. Its `update` gets `specs=`, the declarations of the
     group's parameters, and `hyper=`; `hyper[label]` are the group's rates with those of `peaks`.
     `by_rows`: False if it takes means or norms over whole arrays.
+    `adjust(hyper, position)`: the rates of a step, where those of the wrapper change over the run.
     `eval_params(state, params)`: the weights to evaluate, where they are not the trained ones.
     A wrapper that has them comes last; `validate_trained` and `export_trained` say where the
-    trained weights are wanted as well.
+    trained weights are wanted as well. `over(eval_params)` is the wrapper that averages what the
+    one inside of it evaluates.
     `keeps_zeros`: it makes weights exactly zero, so it comes last, and nothing averages them.
     `metrics(states)`: of a step, from the states of all groups; of the last wrapper alone.
     """
@@ -54,6 +64,8 @@ class Wrapper(NamedTuple):
     export_trained: bool = False
     keeps_zeros: bool = False
     restarts: Restarts | None = None  # of the schedule
+    adjust: Callable[[Hyper, RunPosition], Hyper] = lambda hyper, position: hyper
+    over: Callable[[EvalParams], "Wrapper"] | None = None
     metrics: Callable[[Sequence[OptState]], dict[str, jax.Array]] | None = None
 
 

@@ -9,15 +9,19 @@ from jaxtrain.optim.cautious import CautiousConfig, cautious
 from jaxtrain.optim.dynamic_sparsity import RigLConfig, SETConfig, rigl, set_masks
 from jaxtrain.optim.early_bird import EarlyBirdConfig, early_bird
 from jaxtrain.optim.ema import EMAConfig, ema
+from jaxtrain.optim.ema_nesterov import EMANesterovConfig, ema_nesterov
 from jaxtrain.optim.gradual_pruning import GradualPruningConfig, gradual_pruning
 from jaxtrain.optim.lottery_ticket import LotteryTicketConfig, lottery_ticket
 from jaxtrain.optim.sr_ste import SRSTEConfig, sr_ste
-from jaxtrain.optim.types import Restarts, Wrapper
+from jaxtrain.optim.tail_average import TailAverageConfig, tail_average
+from jaxtrain.optim.types import ParamGroup, Restarts, Wrapper
 from jaxtrain.settings import UserError
 
 WRAPPERS = {
     "cautious": cautious,
     "ema": ema,
+    "ema_nesterov": ema_nesterov,
+    "tail_average": tail_average,
     "gradual_pruning": gradual_pruning,
     "set": set_masks,
     "rigl": rigl,
@@ -28,6 +32,8 @@ WRAPPERS = {
 WrapperConfig = Annotated[
     CautiousConfig
     | EMAConfig
+    | EMANesterovConfig
+    | TailAverageConfig
     | GradualPruningConfig
     | SETConfig
     | RigLConfig
@@ -60,6 +66,11 @@ def make_wrappers(configs: Sequence[WrapperConfig], averages: bool) -> list[Wrap
         raise UserError(
             f"optim.wrappers: {' and '.join(zeroing)} each mask the same weights; name one of them"
         )
+    if len(made) > 1 and (average := made[-1].over):
+        ahead = made[-2]
+        if ahead.eval_params and not ahead.over:  # a look-ahead: average what it would evaluate
+            made[-1] = average(ahead.eval_params)
+            means.remove(names[-2])
     for name in [*means, *zeroing]:
         if averages:
             raise UserError(
@@ -69,6 +80,25 @@ def make_wrappers(configs: Sequence[WrapperConfig], averages: bool) -> list[Wrap
             verb = "averages" if means else "masks"
             raise UserError(f"optim.wrappers: {name} {verb} what the others give; name it last")
     return made
+
+
+def with_wrappers(
+    wrappers: Sequence[Wrapper], table: dict[str, ParamGroup]
+) -> dict[str, ParamGroup]:
+    """The table with wrappers around each group, the first the innermost."""
+    if not wrappers:
+        return table
+    peaks = {name: rate for wrapper in wrappers for name, rate in wrapper.peaks.items()}
+    by_rows = all(wrapper.by_rows for wrapper in wrappers)
+    return {
+        name: group._replace(
+            peaks=group.peaks | peaks,
+            by_rows=group.by_rows and by_rows,
+            eval_params=wrappers[-1].eval_params or group.eval_params,
+            wrappers=tuple(wrappers),
+        )
+        for name, group in table.items()
+    }
 
 
 def schedule_restarts(wrappers: Sequence[Wrapper], total_steps: int) -> Restarts | None:

@@ -123,14 +123,121 @@ def test_a_changed_decay_is_a_value_of_the_compiled_step():
     assert {float(r["ema_decay"]) for r in rates.values()} == {0.5}
 
 
+def test_an_average_of_16_bit_weights_is_kept_in_float32():
+    """A slow average moves by less than 16 bits can tell."""
+    specs = small_specs()
+    params = {n: x.astype(jnp.bfloat16) for n, x in arrays(0, specs).items()}
+    for wrapper in ({"name": "ema"}, TAIL, AHEAD):
+        optimizer = make_optimizer(config("adamw", wrapper), specs, 10)
+        _, state = updates_of(optimizer, params, range(1))
+        kept = state.inner_states["matrix"].inner_state[1]
+        assert {x.dtype for x in jax.tree.leaves(kept)} == {jnp.dtype(jnp.float32)}
+        shown = optimizer.eval_params(params, state)
+        assert {x.dtype for x in jax.tree.leaves(shown)} == {jnp.dtype(jnp.bfloat16)}
+
+
+def test_a_tail_ema_begins_late():
+    specs = small_specs()
+    params = arrays(0, specs)
+    late = {**EMA, "start_fraction": 0.5}
+    optimizer = make_optimizer(config("adamw", late), specs, 6)
+    found, state = updates_of(optimizer, params, range(6))
+    average = jax.tree.map(np.asarray, found[2][2])
+    for count, (_, _, now) in enumerate(found[3:], start=1):
+        d = min(0.5, (1 + count) / (10 + count))
+        average = {n: d * average[n] + (1 - d) * np.asarray(now[n]) for n in average}
+    close(optimizer.eval_params(found[-1][2], state), average, rtol=1e-4)
+    _, early = updates_of(optimizer, params, range(3))
+    close(optimizer.eval_params(found[2][2], early), found[2][2])
+
+
+TAIL = {"name": "tail_average", "tail_fraction": 0.7, "every": 2}
+
+
+def test_a_tail_average_is_the_mean_of_every_second_weights_up_to_the_last():
+    specs = small_specs()
+    params = arrays(0, specs)
+    plain, _ = updates_of(make_optimizer(config("muon"), specs, 8), params, range(8))
+    optimizer = make_optimizer(config("muon", TAIL), specs, 8)
+    found, state = updates_of(optimizer, params, range(8))
+    close([now for _, _, now in found], [now for _, _, now in plain])
+    mean = jax.tree.map(lambda *x: sum(x) / 3, *(found[i][2] for i in (3, 5, 7)))
+    close(optimizer.eval_params(found[-1][2], state), mean, rtol=1e-4)
+    _, before = updates_of(optimizer, params, range(3))
+    same(optimizer.eval_params(found[2][2], before), found[2][2])
+
+
+AHEAD = {"name": "ema_nesterov", "decay": 0.8, "start_fraction": 0.25, "end_fraction": 0.75}
+
+
+def looks_ahead(name, total):
+    """x and y of the paper's two lines, by numpy, around an optimizer without the wrapper."""
+    specs = small_specs()
+    optimizer = make_optimizer(config(name, schedule={"name": "linear"}), specs, total)
+    x = arrays(0, specs)
+    m, state = jax.tree.map(jnp.zeros_like, x), optimizer.init(x)
+    path = []
+    for step in range(total):
+        inside = total * 0.25 <= step < total * 0.75
+        b = 0.6 * (1 - step / total) * inside
+        y = jax.tree.map(lambda x, m, b=b: x + b * m, x, m)
+        path.append((x, y))
+        u, state = jax.jit(optimizer.update)(
+            arrays(step, x), state, y, jnp.int32(step), optimizer.hyperparams
+        )
+        new = jax.tree.map(jnp.add, y, u)
+        m = jax.tree.map(lambda m, n, x: 0.8 * m + (1 - 0.8) * (n - x), m, new, x)
+        x = new
+    return [*path, (x, x)]
+
+
+@pytest.mark.parametrize("name", NO_AVERAGE)
+def test_ema_nesterov_steps_from_weights_that_look_ahead(name):
+    specs, total = small_specs(), 8
+    path = looks_ahead(name, total)
+    c = config(name, AHEAD, schedule={"name": "linear"})
+    optimizer = make_optimizer(c, specs, total)
+    moved = lambda tree: jax.tree.map(jnp.subtract, tree, path[0][0])
+    for steps in (4, total):
+        found, state = updates_of(optimizer, path[0][0], range(steps))
+        for (_, _, now), (_, y) in zip(found, path[1:], strict=steps == total):
+            close(moved(now), moved(y), rtol=1e-2, atol=1e-5)
+        shown = optimizer.eval_params(found[-1][2], state)
+        close(moved(shown), moved(path[steps][0]), rtol=1e-2, atol=1e-5)
+
+
+@pytest.mark.parametrize("average", [EMA, TAIL], ids=["ema", "tail_average"])
+def test_an_average_around_a_look_ahead_is_of_where_it_stands(average):
+    specs, total = small_specs(), 6
+    ahead = {**AHEAD, "start_fraction": 0, "end_fraction": 1}
+    one, other = (
+        make_optimizer(config("adamw", *w, schedule={"name": "linear"}), specs, total)
+        for w in ((ahead,), (ahead, average))
+    )
+    params = arrays(0, specs)
+    reached = []
+    for steps in range(1, total + 1):
+        found, state = updates_of(one, params, range(steps))
+        reached.append(one.eval_params(found[-1][2], state))
+    found, state = updates_of(other, params, range(total))
+    expected = params
+    for count, now in enumerate(reached, start=1):
+        d = min(0.5, (1 + count) / (10 + count))
+        expected = jax.tree.map(lambda a, p, d=d: d * a + (1 - d) * p, expected, now)
+    if average is TAIL:
+        expected = jax.tree.map(lambda *x: sum(x) / 3, *reached[1::2])
+    close(other.eval_params(found[-1][2], state), expected, rtol=1e-4)
+
+
 BOTH = CAUTIOUS, EMA
+ALL_THREE = CAUTIOUS, {**AHEAD, "start_fraction": 0}, TAIL
 
 
 @pytest.fixture(scope="module")
 def trained():
     """(task, hyperparams, state after two steps on one device)."""
     c = resolved(**LLAMA | {"depth": 2})
-    task, hyperparams = make_spec(c, config("adamw", *BOTH))
+    task, hyperparams = make_spec(c, config("adamw", *ALL_THREE))
     return task, hyperparams, steps(task, hyperparams, mesh_of(), begin(task, mesh_of()), (0, 1))
 
 
@@ -184,6 +291,9 @@ def test_replicas_merge_into_the_mean_of_their_averages():
     ("name", "wrappers", "message"),
     [
         ("adamw", (EMA, CAUTIOUS), "name it last"),
+        ("adamw", (EMA, TAIL), "name it last"),
+        ("adamw", (EMA, AHEAD), "name it last"),
+        ("schedule_free", (AHEAD,), "averages its weights itself; leave ema_nesterov out"),
         ("adamw", (CAUTIOUS, CAUTIOUS), "cautious is there twice"),
         ("schedule_free", (EMA,), "averages its weights itself; leave ema out"),
     ],
@@ -194,7 +304,7 @@ def test_wrappers_that_do_not_go_together_are_refused(name, wrappers, message):
 
 
 def test_every_wrapper_is_tried_here():
-    assert {"cautious", "ema", "sr_ste", *MASKS} == set(
+    assert {"cautious", "ema", "ema_nesterov", "tail_average", "sr_ste", *MASKS} == set(
         WRAPPERS
     )  # tests/optim/test_masks.py has those
 

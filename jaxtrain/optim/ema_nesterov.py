@@ -1,0 +1,97 @@
+"""EMA-Nesterov: look-ahead along an average of the updates (arXiv:2605.25395).
+
+x is where any optimizer A has got to, m an exponential average of its displacements. A takes its
+step from y = x + b m, where the gradient is measured:
+
+    x' = A(y),  m' = g m + (1 - g) (x' - x)
+
+b is `lookahead` times the learning rate over its peak, between two parts of the run, else 0. The
+trained parameters are y; x is what is validated, sampled and exported.
+"""
+
+from typing import Literal, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import optax
+from jaxtyping import Array, Float
+from pydantic import Field, model_validator
+
+from jaxtrain.optim.types import Hyper, OptState, RunPosition, Transformation, Wrapper
+from jaxtrain.settings import Settings
+from jaxtrain.weights.params import Params
+
+
+class EMANesterovConfig(Settings):
+    """Steps start from weights that look ahead along the average of past updates.
+
+    Plain Muon of modded-nanogpt's track 3 reached its loss in 6% fewer steps with it (124M
+    parameters, 3125 steps; record 39, whose values are the defaults).
+    """
+
+    name: Literal["ema_nesterov"] = "ema_nesterov"
+    lookahead: float = Field(
+        0.6, ge=0, lt=1, description="of the average update, at the peak of the learning rate"
+    )
+    decay: float = Field(0.99, ge=0, lt=1, description="of the average of the updates, in a step")
+    start_fraction: float = Field(
+        0.16, ge=0, le=1, description="share of the run before the first look-ahead"
+    )
+    end_fraction: float = Field(
+        0.76, ge=0, le=1, description="share of the run from which on there is none"
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "EMANesterovConfig":
+        if self.start_fraction > self.end_fraction:
+            raise ValueError(
+                f"start_fraction {self.start_fraction} is behind end_fraction {self.end_fraction}"
+            )
+        return self
+
+
+class EMANesterovState(NamedTuple):
+    lookahead: Float[Array, ""]  # b of the parameters as they are
+    drift: Params  # m, float32, in the parameters' shapes and places
+    inner: OptState
+
+
+def ema_nesterov(c: EMANesterovConfig) -> Wrapper:
+    """One more copy of the weights; no FLOPs to speak of."""
+
+    def at(hyper: Hyper, now: RunPosition) -> Hyper:
+        """b of the weights that this step ends with, which are those of the next one."""
+        step = now.step + 1
+        begin, end = (hyper[f"drift_{side}"] * now.total_steps for side in ("start", "end"))
+        ahead = hyper["lookahead"] * now.multiplier(step)
+        return {**hyper, "lookahead": jnp.where((step >= begin) & (step < end), ahead, 0.0)}
+
+    def wrap(tx: Transformation, label: str) -> Transformation:
+        def init(params):
+            zeros = jax.tree.map(lambda p: jnp.zeros(p.shape, jnp.float32), params)
+            return EMANesterovState(jnp.zeros((), jnp.float32), zeros, tx.init(params))
+
+        def update(updates, state, params=None, **extra):
+            updates, inner = tx.update(updates, state.inner, params, **extra)
+            hyper = extra["hyper"][label]
+            b, g = hyper["lookahead"], hyper["drift_decay"]
+            follow = lambda m, u: g * m + (1 - g) * (u + state.lookahead * m)
+            drift = jax.tree.map(follow, state.drift, updates)
+            moved = jax.tree.map(lambda u, m: u + b * m, updates, drift)
+            return moved, EMANesterovState(jnp.float32(b), drift, inner)
+
+        return optax.GradientTransformationExtraArgs(init, update)
+
+    def reached(state: EMANesterovState, params: Params) -> Params:
+        """x of the parameters y."""
+        return jax.tree.map(
+            lambda p, m: (p - state.lookahead * m).astype(p.dtype), params, state.drift
+        )
+
+    peaks = {
+        "lookahead": c.lookahead,
+        "drift_decay": c.decay,
+        "drift_start": c.start_fraction,
+        "drift_end": c.end_fraction,
+    }
+    return Wrapper(wrap, peaks, eval_params=reached, adjust=at)
