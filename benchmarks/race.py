@@ -19,7 +19,7 @@ from matplotlib.figure import Figure
 
 from benchmarks.record import describe
 from jaxtrain.config import Config, tag_of, variants_of
-from jaxtrain.runs.compare import Curve, Run, read_run, training_seconds
+from jaxtrain.runs.compare import Curve, Run, read_run, tokens_of, training_seconds
 from jaxtrain.runs.job import leaves
 from jaxtrain.runs.metrics import Number
 from jaxtrain.settings import UserError
@@ -113,8 +113,10 @@ def entry(run: Run) -> dict[str, Any]:
     tokens_per_step = run.config["train"]["batch_size"] * run.config["train"]["sequence_length"]
     steps, seconds = training_seconds(train, tokens_per_step)
     at = lambda step: round(float(np.interp(step, steps, seconds)), 3)
+    tokens = [0, *(tokens_of(row, tokens_per_step) for row in train)]
+    seen = lambda step: round(np.interp(step, steps, tokens))
     curve = [
-        [row["step"], row["step"] * tokens_per_step, at(row["step"]), round(row["bpb"], 6)]
+        [row["step"], seen(row["step"]), at(row["step"]), round(row["bpb"], 6)]
         for row in checks
         if row.get("bpb") is not None
     ]
@@ -132,7 +134,7 @@ def entry(run: Run) -> dict[str, Any]:
         "settings": settings_of(run.config["optim"]),
         "status": "finished" if finished else (ends or ["killed"])[-1],
         "steps": steps[-1],
-        "tokens": steps[-1] * tokens_per_step,
+        "tokens": tokens[-1],
         "seconds": round(seconds[-1], 3),
         "tokens_per_s": round(median(r["tokens_per_s"] for r in train if "tokens_per_s" in r)),
         "bpb": curve[-1][3] if finished else None,

@@ -1,5 +1,6 @@
 """What follows from the depth and the token budget; anything set by hand wins."""
 
+import functools
 import math
 from collections.abc import Sequence
 from typing import Any
@@ -12,7 +13,9 @@ from jaxtrain.config import Config, Sections, to_yaml, validate
 from jaxtrain.config.compatible import check_compatible
 from jaxtrain.config.overrides import apply_overrides, check_once
 from jaxtrain.data import DataConfig
+from jaxtrain.data.batches.batch_ramp import batch_stages, overlay
 from jaxtrain.data.batches.length_ramp import ramp_stages
+from jaxtrain.data.batches.mixture import BatchSizes, batch_sizes
 from jaxtrain.data.tokenizer.tokenizer import build_tokenizer
 from jaxtrain.finetune import PrefixConfig, PromptLearningConfig
 from jaxtrain.model import (
@@ -83,7 +86,6 @@ def batch_tokens(tokens: float, reference: float) -> int:
 
 def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) -> Resolved:
     """Fill in every open field of the configuration."""
-    c = with_length_ramp(c)
     t = c.train
     model = resolve_model(c.model.model_copy(update=inserted(c)), t.sequence_length)
     check_size(model, vocab_size)
@@ -92,10 +94,11 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
         reference_model(c.model, t.sequence_length), vocab_size, t.tokens_per_parameter
     )
     mesh = make_mesh(c.mesh, devices)
-    check_structure(c, model, mesh)
     shards = num_batch_shards(mesh)
     rows = max(shards, batch_tokens(tokens, reference) // t.sequence_length)
     batch = t.batch_size or rows
+    c = with_ramps(c, batch)
+    check_structure(c, model, mesh)
     if batch % shards:
         raise UserError(
             f"train.batch_size {batch} does not divide over {shards} devices "
@@ -116,13 +119,15 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
             f"train.batch_size {batch} x train.sequence_length {t.sequence_length} are "
             f"{step_tokens:.3g} tokens a step, and at most {MOST_STEP_TOKENS:,} can be: lower one"
         )
-    steps = t.steps or max(1, int(tokens // step_tokens))
+    sizes = step_sizes(c, batch, shards)
+    steps = t.steps or max(1, sizes.steps(tokens))
     # muP takes the rates from its base width to this one by itself.
     width = model.base_width if model.init == "mup" else model.width
     scale = Scale(width, step_tokens, tokens / reference)
     train = {"batch_size": batch, "device_batch_size": device_batch, "steps": steps}
     optim = resolve_optimizer(c.optim, scale)
-    optim = optim.model_copy(update={"schedule": shorten_warmup(optim.schedule, steps)})
+    whole = sizes.tokens(steps) // step_tokens  # steps of the whole batch
+    optim = optim.model_copy(update={"schedule": shorten_warmup(optim.schedule, max(1, whole))})
     derived = {
         "model": model.model_dump(),
         "train": {**t.model_dump(), **train},
@@ -148,15 +153,34 @@ def check_structure(c: Config | Resolved, model: ResolvedModel, mesh: Mesh) -> N
     check_shapes(mesh, model, t.sequence_length)
 
 
-def with_length_ramp(c: Config) -> Config:
-    """With the stages that `data.length_ramp` stands for."""
-    if c.data.length_ramp is None:
+def step_sizes(c: Config | Resolved, batch: int, shards: int = 1) -> BatchSizes:
+    """The size of each step. UserError for one that does not divide over the devices."""
+    for number, stage in enumerate(c.data.stages, 1):
+        if (stage.batch_size or batch) % shards:
+            raise UserError(
+                f"data.stages: stage {number} has batch_size {stage.batch_size}, which does not "
+                f"divide over {shards} devices (mesh {' x '.join(BATCH)})"
+            )
+    return batch_sizes(c.data.stages, batch, c.train.sequence_length)
+
+
+def with_ramps(c: Config, batch: int) -> Config:
+    """With the stages that `data.length_ramp` and `data.batch_ramp` stand for.
+
+    batch: rows of a whole step.
+    """
+    ramps = {
+        "length_ramp": lambda ramp: ramp_stages(ramp, c.train.sequence_length),
+        "batch_ramp": lambda ramp: batch_stages(ramp, batch),
+    }
+    given = {name: make(ramp) for name, make in ramps.items() if (ramp := getattr(c.data, name))}
+    if not given:
         return c
-    stages = ramp_stages(c.data.length_ramp, c.train.sequence_length)
+    stages = functools.reduce(overlay, given.values())
     if c.data.stages not in ((), stages):
+        name = next(iter(given))
         raise UserError(
-            "data.length_ramp makes the stages of the data: set data.stages=[] or "
-            "data.length_ramp=null"
+            f"data.{name} makes the stages of the data: set data.stages=[] or data.{name}=null"
         )
     return c.model_copy(update={"data": c.data.model_copy(update={"stages": stages})})
 

@@ -5,6 +5,7 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from jaxtrain.data.batches.augment import AugmentConfig, NoAugment
+from jaxtrain.data.batches.batch_ramp import BatchRamp
 from jaxtrain.data.batches.length_ramp import LengthRamp
 from jaxtrain.data.batches.mixture import (
     MixtureSource,
@@ -67,12 +68,16 @@ class DataConfig(Settings):
     )
     stages: tuple[Stage, ...] = Field(
         default=(),
-        description="Parts of the run, in order, with mixtures and sequence lengths of their own; "
-        "the last goes on to the end",
+        description="Parts of the run, in order, with mixtures, sequence lengths and batch sizes "
+        "of their own; the last goes on to the end",
     )
     length_ramp: LengthRamp | None = Field(
         default=None,
         description="Short rows first, doubled phase by phase; null: train.sequence_length always",
+    )
+    batch_ramp: BatchRamp | None = Field(
+        default=None,
+        description="Few rows a step first, doubled phase by phase; null: train.batch_size always",
     )
     validation: Validation = Field(default=TailValidation(), description="What text is held out")
     tokenizer: TokenizerConfig = Field(
@@ -124,7 +129,8 @@ class DataConfig(Settings):
             raise ValueError("conversations are packed whole and apart: set packing.name: padded")
         if "preference" in names and set(names) != {"preference"}:
             raise ValueError("preferences are not mixed with other sources")
-        if "preference" in names and (self.stages or self.augment.name != "none"):
+        staged = self.stages or self.length_ramp or self.batch_ramp
+        if "preference" in names and (staged or self.augment.name != "none"):
             raise ValueError("preferences have one stage and are not augmented")
         held = self.validation.source.name if self.validation.name == "source" else names[0]
         if (held == "preference") != (names[0] == "preference"):

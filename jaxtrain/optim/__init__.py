@@ -14,6 +14,7 @@ from jaxtrain.optim.lion import LionConfig, lion
 from jaxtrain.optim.merge_states import is_mergeable, mean_over_replicas, merge_states
 from jaxtrain.optim.muon import DECAY, MuonConfig, Scale, muon, resolve_muon
 from jaxtrain.optim.param_groups import Optimizer, OptimizerConfig, ParamGroup, build_optimizer
+from jaxtrain.optim.rate_schedule import Shares
 from jaxtrain.optim.schedule import shorten_warmup
 from jaxtrain.optim.schedule_free import ScheduleFreeConfig, schedule_free
 from jaxtrain.optim.sgd import SGDConfig, sgd
@@ -58,13 +59,16 @@ def make_optimizer(
     specs: Specs,
     total_steps: int,
     batch_tokens: int | None = None,
+    shares: Shares = (),
 ) -> Optimizer:
     """The configured optimizer for a tree of parameter declarations.
 
     `batch_tokens` of a step are for `optim.batch_scaling`; None leaves the rates as they are given.
+    shares: where steps differ in size, that of the steps from each of these on.
     """
     name = vars(c)["name"]  # each configuration has one, the base class has not
-    return build_optimizer(c, c.schedule, OPTIMIZERS[name](c), specs, total_steps, batch_tokens)
+    table = OPTIMIZERS[name](c)
+    return build_optimizer(c, c.schedule, table, specs, total_steps, batch_tokens, shares)
 
 
 __all__ = [

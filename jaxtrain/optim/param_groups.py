@@ -14,7 +14,8 @@ import optax
 from pydantic import Field, field_validator
 
 from jaxtrain.optim.offload import to_device, update_offloaded
-from jaxtrain.optim.schedule import Schedule, Trapezoid, multiplier, schedule_values
+from jaxtrain.optim.rate_schedule import RateSchedule, Shares
+from jaxtrain.optim.schedule import Schedule, Trapezoid, multiplier
 from jaxtrain.optim.types import (
     Hyper,
     Hyperparams,
@@ -44,11 +45,19 @@ MUP_RULES: dict[str, Callable[[float, float], float]] = {
 }
 
 
+POWERS = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}
+
+
 class BatchScaling(Settings):
     """How the learning rates follow the batch (Goyal et al. 2017; Malladi et al. 2022)."""
 
     rule: Literal["none", "linear", "sqrt"] = Field(
         "none", description="rates grow with (batch / reference)^0, ^1 or ^0.5, in all groups"
+    )
+    stage_rule: Literal["none", "linear", "sqrt"] = Field(
+        "sqrt",
+        description="rates in a stage of the data grow with (its batch_size / train.batch_size)^0, "
+        "^1 or ^0.5",
     )
     reference_tokens: int = Field(
         2**19, ge=1, description="tokens of the step that the rates are given for"
@@ -56,8 +65,7 @@ class BatchScaling(Settings):
 
     def factor(self, tokens: int | None) -> float:
         """Factor on the rates for a step of this many tokens (None: the reference)."""
-        power = {"none": 0.0, "linear": 1.0, "sqrt": 0.5}[self.rule]
-        return ((tokens or self.reference_tokens) / self.reference_tokens) ** power
+        return ((tokens or self.reference_tokens) / self.reference_tokens) ** POWERS[self.rule]
 
 
 class CommonConfig(Settings):
@@ -300,15 +308,12 @@ def build_optimizer(
     specs: Specs,
     total_steps: int,
     batch_tokens: int | None = None,
+    shares: Shares = (),
 ) -> Optimizer:
     """The optimizer of a parameter tree from its table of groups."""
-    if schedule.warmup_steps > total_steps:
-        raise UserError(
-            f"optim.schedule.warmup_steps is {schedule.warmup_steps}, but the run has "
-            f"{total_steps} steps: give at most that many"
-        )
     wrappers = make_wrappers(c.wrappers, any(group.eval_params for group in table.values()))
     restarts = schedule_restarts(wrappers, total_steps)
+    clock = RateSchedule(schedule, restarts, shares, POWERS[c.batch_scaling.stage_rule])
     table = with_wrappers(wrappers, table) | BALANCE_ROWS
     table = with_multipliers(c, table, specs, c.batch_scaling.factor(batch_tokens))
     pairs = jax.tree_util.tree_map_with_path(lambda p, s: label_of(p, s, table), specs)
@@ -325,15 +330,12 @@ def build_optimizer(
         mask_compatible_extra_args=True,  # of `specs`, a group sees its own
     )
     wholes = {n: table[row].matrices or not table[row].by_rows for n, (row, _) in used.items()}
-    hyperparams = {
-        "schedule": schedule_values(schedule, restarts.length if restarts else total_steps),
-        "groups": {row: table[row].peaks for row, _ in used.values()},
-    }
+    peaks = {row: table[row].peaks for row, _ in used.values()}
+    hyperparams = {**clock.values(total_steps), "groups": peaks}
 
     def rates(step: jax.Array, hyperparams: Hyperparams) -> dict[str, Hyper]:
-        step = restarts(step) if restarts else step
         values = hyperparams["schedule"]
-        factor = multiplier(schedule, values, step)
+        step, factor = clock.at(step, hyperparams)
         hyper = {}
         position = RunPosition(
             step, values["total_steps"], lambda s: multiplier(schedule, values, s)
@@ -374,8 +376,7 @@ def build_optimizer(
     def rate(step: jax.Array, hyperparams: Hyperparams) -> jax.Array:
         groups = hyperparams["groups"]
         shown = groups.get("matrix") or groups[min(groups)]  # a tuned part may have no matrix
-        step = restarts(step) if restarts else step
-        return shown["learning_rate"] * multiplier(schedule, hyperparams["schedule"], step)
+        return shown["learning_rate"] * clock.at(step, hyperparams)[1]
 
     def eval_params(params: Params, state: Any) -> Params:
         for name, (row, _) in used.items():

@@ -94,7 +94,7 @@ def shorten_warmup(c: Schedule, total_steps: int) -> Schedule:
     return c.model_copy(update={"warmup_steps": total_steps // 10})
 
 
-def schedule_values(c: Schedule, total_steps: int) -> Values:
+def schedule_values(c: Schedule, total_steps: int | float) -> Values:
     """The schedule's numbers as arguments of the compiled step."""
     numbers = {k: v for k, v in c.model_dump().items() if isinstance(v, (int, float))}
     if isinstance(c, Trapezoid):

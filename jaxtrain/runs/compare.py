@@ -153,12 +153,18 @@ def training_seconds(
     of its own, and counts as the median one.
     """
     usual = rate_of(rows)
-    steps, seconds = [0], [0.0]
+    steps, seconds, before = [0], [0.0], 0
     for row in rows:
-        tokens, rate = (row["step"] - steps[-1]) * tokens_per_step, row.get("tokens_per_s", usual)
+        total, rate = tokens_of(row, tokens_per_step), row.get("tokens_per_s", usual)
+        tokens, before = total - before, total
         seconds.append(seconds[-1] + tokens / rate if rate else row["time"])
         steps.append(row["step"])
     return steps, seconds
+
+
+def tokens_of(row: MetricsRow, tokens_per_step: int) -> int:
+    """Training tokens up to a row; steps of a run may differ in size."""
+    return row.get("tokens", row["step"] * tokens_per_step)
 
 
 def rate_of(rows: Sequence[MetricsRow]) -> float | None:

@@ -12,7 +12,7 @@ import platform
 import time
 import zlib
 from collections import deque
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from contextlib import contextmanager, suppress
 from pathlib import Path
 from typing import Any
@@ -43,8 +43,9 @@ class MetricsWriter:
     `time` goes on from the last row kept. A process with `primary=False` writes and prints nothing,
     but its `push` holds the host back in the same way.
 
-    total_steps, tokens_per_step: of the whole run, over all devices. flops_per_token: of the model,
-    forward and backward, for the MFU over `devices` (default: all). parameters: for the report.
+    total_steps, tokens_per_step: of the whole run, over all devices. tokens_of: of the first so
+    many steps, where steps differ in size. flops_per_token: of the model, forward and backward,
+    for the MFU over `devices` (default: all). parameters: for the report.
     more: facts of the run, for its first row.
     """
 
@@ -55,6 +56,7 @@ class MetricsWriter:
         *,
         total_steps: int,
         tokens_per_step: int,
+        tokens_of: Callable[[int], int] | None = None,
         start_step: int = 0,
         flops_per_token: Number | None = None,
         parameters: int | None = None,
@@ -69,7 +71,7 @@ class MetricsWriter:
             peak * len(devices) / flops_per_token if peak and flops_per_token else None
         )
         self._total, self._every = total_steps, config.every
-        self._tokens_per_step = tokens_per_step
+        self._tokens_of = tokens_of or (lambda steps: steps * tokens_per_step)
         self._pending: deque[tuple[int, Mapping[str, Any]]] = deque()
         self._sums: dict[str, float] = {}
         self._count = 0  # steps summed since the last row
@@ -228,12 +230,13 @@ class MetricsWriter:
         row = self._row(step, "train")
         for name, total in self._sums.items():
             row[name] = total if name.startswith(STATES) else total / self._count
-        row["tokens"] = int(row.get("tokens", step * self._tokens_per_step))
+        row["tokens"] = int(row.get("tokens", self._tokens_of(step)))
         waited = row.pop("wait_s", None)
         if self._timed:
             if waited is not None:
                 row["data_wait"] = min(waited * self._timed / self._seconds, 1.0)
-            row["tokens_per_s"] = self._timed * self._tokens_per_step / self._seconds
+            timed = self._tokens_of(step) - self._tokens_of(step - self._timed)
+            row["tokens_per_s"] = timed / self._seconds
             if self._peak_tokens_per_s:
                 row["mfu"] = row["tokens_per_s"] / self._peak_tokens_per_s
         row["memory_bytes"] = memory_bytes()

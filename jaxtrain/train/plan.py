@@ -15,7 +15,14 @@ from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config import Config
 from jaxtrain.config.phases import Phase, phases_of
-from jaxtrain.config.resolve import Resolved, decay_line, resolve, vocab_size_of, warmup_line
+from jaxtrain.config.resolve import (
+    Resolved,
+    decay_line,
+    resolve,
+    step_sizes,
+    vocab_size_of,
+    warmup_line,
+)
 from jaxtrain.data.store.progress import show_progress
 from jaxtrain.finetune import Partition, apply_lora_plus, make_partition, trainable_by_matrix
 from jaxtrain.model import Transformer, check_fp8, flops_per_token, sizes, split
@@ -106,7 +113,11 @@ def plan_phase(
     partition = make_partition(c.finetune, specs, dtype)
     optim = apply_lora_plus(c.optim, c.finetune)
     optimizer = make_optimizer(
-        optim, partition.trainable, t.steps, t.batch_size * t.sequence_length
+        optim,
+        partition.trainable,
+        t.steps,
+        t.batch_size * t.sequence_length,
+        step_sizes(c, t.batch_size).shares(t.batch_size),
     )
     check_tuned(c, partition)
     steps = f", steps {phase.start} to {phase.end}" if t.phases else ""
@@ -154,6 +165,7 @@ def open_metrics(plan: Plan, run_dir: Path, start: int, facts: dict[str, Any]) -
     return MetricsWriter(
         run_dir, c.metrics, total_steps=t.steps, start_step=start,
         parameters=sizes(plan.specs)["total"], tokens_per_step=t.batch_size * t.sequence_length,
+        tokens_of=step_sizes(c, t.batch_size).tokens,
         primary=plan.coordinator.index == 0,
         more=facts | {"trained": trainable_by_matrix(partition)},
         flops_per_token=flops,

@@ -77,6 +77,11 @@ def microbatches(batch: PyTree, rows: int, mesh: Mesh) -> StepBatch:
     )
 
 
+def largest_divisor(rows: int, most: int) -> int:
+    """Rows of a microbatch: as many as divide `rows`, at most `most`."""
+    return next(n for n in range(min(rows, most), 0, -1) if rows % n == 0)
+
+
 def check_labels(weights_BT: np.ndarray, step: int, run_dir: Path) -> None:
     """Raises UserError if no token of a batch is a target."""
     if not weights_BT.any():
@@ -145,9 +150,12 @@ class Program:
 
     def place(self, batch: data.Batch | data.PairBatch) -> StepBatch:
         """Rows [B, T] of this process as microbatches [A, rows, T] on the mesh."""
-        c, mesh = self.plan.config, self.plan.mesh
-        tokens = c.train.device_batch_size * num_batch_shards(mesh) * c.train.sequence_length
-        return microbatches(batch, tokens // batch.tokens_BT.shape[1], mesh)
+        t, mesh = self.plan.config.train, self.plan.mesh
+        rows, length = batch.tokens_BT.shape  # of this process
+        units = rows * length // t.sequence_length * process_batch_shard(mesh)[1]
+        shards, cut = num_batch_shards(mesh), t.sequence_length // length
+        most = largest_divisor(units // shards, t.device_batch_size)
+        return microbatches(batch, most * shards * cut, mesh)
 
     def __call__(
         self, state: State, batch: data.Batch | data.PairBatch

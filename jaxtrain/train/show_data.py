@@ -18,10 +18,10 @@ def main(argv: list[str] | None = None) -> int:
     a = show_data_parser().parse_intermixed_args(argv)
     check_once(a.overrides)
     config = load_config(find_config(a.config), a.overrides)
-    rows, steps = config.train.batch_size, config.train.steps
-    if rows is None or (a.step and steps is None):
-        resolved = resolve(config, vocab_size_of(config.data)).train
-        rows, steps = resolved.batch_size, resolved.steps
+    rows, steps, ramps = config.train.batch_size, config.train.steps, config.data
+    if rows is None or (a.step and steps is None) or ramps.length_ramp or ramps.batch_ramp:
+        config = resolve(config, vocab_size_of(config.data))
+        rows, steps = config.train.batch_size, config.train.steps
     if steps is not None and a.step >= steps:
         raise UserError(f"--step {a.step}: the run has {steps} steps, 0 to {steps - 1}")
     prepared = prepare(config.data)

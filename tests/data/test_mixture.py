@@ -124,11 +124,11 @@ def test_short_rows_see_what_long_rows_would(stores, packing):
 def test_stage_steps_are_the_nearest_to_their_tokens():
     weights = {"a": 1.0, "b": 0.0}
     stages = [Stage(tokens=149), Stage(tokens=150), Stage(sequence_length=5, weights={"b": 2.0})]
-    found = spans(stages, weights, 10, 100)
-    assert found == [(0, {"a": 1.0}, 1), (1, {"a": 1.0}, 1), (3, {"b": 2.0}, 2)]
-    assert spans([], weights, 10, 100) == [(0, {"a": 1.0}, 1)]
+    found = spans(stages, weights, 10, 10)
+    assert found == [(0, {"a": 1.0}, 1, 10), (1, {"a": 1.0}, 1, 10), (3, {"b": 2.0}, 2, 10)]
+    assert spans([], weights, 10, 10) == [(0, {"a": 1.0}, 1, 10)]
     with pytest.raises(UserError, match="stage 1 has sequence_length 7, which does not divide"):
-        spans([Stage(sequence_length=7)], weights, 10, 100)
+        spans([Stage(sequence_length=7)], weights, 10, 10)
 
 
 # ---- epochs ----------------------------------------------------------------------------------

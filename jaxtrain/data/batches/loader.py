@@ -131,19 +131,22 @@ def train_batches(
 
     Of preferences they are `pairs.PairBatch`, with these references if there are any.
 
-    In a stage whose rows are shorter, T/k, there are k times as many. `segments` adds segments_BT
-    and positions_BT, for attention within documents; padded packing always has them. `augment` is
-    what `make_augment` makes of the configuration. Raises
+    A stage may have its own `batch_size`; where its rows are shorter, T/k, there are k times as
+    many. `segments` adds segments_BT and positions_BT, for attention within documents; padded
+    packing always has them. `augment` is what `make_augment` makes of the configuration. Raises
     UserError if a corpus is smaller than one row, if the rows cannot be dealt evenly, or if `state`
     belongs to another stream.
     """
     stores, counted = fit_stores(stores_of(train), config, sequence_length)
-    share = _share_of_process(batch_size, process_index, process_count)
     plan = make_batch_plan(stores, config, batch_size, sequence_length)
+    for span in plan.spans:
+        _share_of_process(span.units, process_index, process_count)
     segments = segments or config.packing.name == "padded"
     readers = ThreadPoolExecutor(config.workers) if config.workers > 1 else None
 
     def batch(planned: PlannedBatch) -> Batch | PairBatch:
+        units = len(planned.rows) // planned.cut
+        share = _share_of_process(units, process_index, process_count)
         mine = planned.rows[share.start * planned.cut : share.stop * planned.cut]
         rows = [texts_of_pairs(stores[name], row) for name, row in mine]
         length = sequence_length // planned.cut
@@ -208,9 +211,8 @@ def make_batch_plan(
             limit = config.train.sources[name].max_epochs
         make = PACKINGS[config.packing.name]
         planners[name] = make(store, config.packing, sequence_length, *key, max_epochs=limit)
-    step_tokens = batch_size * sequence_length
-    stages = spans(config.stages, weights_of(config.train), sequence_length, step_tokens)
-    return BatchPlan(planners, stages, batch_size)
+    stages = spans(config.stages, weights_of(config.train), sequence_length, batch_size)
+    return BatchPlan(planners, stages)
 
 
 def validation_batches(

@@ -71,6 +71,12 @@ class Stage(Settings):
         description="Tokens in a row, which divides train.sequence_length; there are so many more "
         "rows that a step keeps its tokens; default train.sequence_length",
     )
+    batch_size: int | None = Field(
+        default=None,
+        ge=1,
+        description="Rows of train.sequence_length tokens in a step of this stage, so many more of "
+        "shorter rows; default train.batch_size. Learning rates follow optim.batch_scaling",
+    )
     weights: dict[str, float] | None = Field(
         default=None,
         description="Shares of the rows by source, none for those not named; default their weight",
@@ -83,6 +89,34 @@ class Span(NamedTuple):
     first_step: int
     weights: dict[str, float]
     cut: int  # rows to a unit of T tokens
+    units: int  # of a step
+
+
+class BatchSizes(NamedTuple):
+    """The size of each step of a run: from step firsts[i] on it has units[i] of T tokens."""
+
+    firsts: tuple[int, ...]
+    units: tuple[int, ...]
+    sequence_length: int
+
+    def tokens(self, steps: int) -> int:
+        """Of the first so many steps."""
+        ends = (*self.firsts[1:], steps)
+        taken = (max(0, min(end, steps) - first) for first, end in zip(self.firsts, ends))
+        return self.sequence_length * sum(n * size for n, size in zip(taken, self.units))
+
+    def steps(self, tokens: int | float) -> int:
+        """How many whole steps so many tokens are."""
+        spent = [self.tokens(first) for first in self.firsts]
+        last = bisect_right(spent, tokens) - 1
+        size = self.units[last] * self.sequence_length
+        return self.firsts[last] + int((tokens - spent[last]) // size)
+
+    def shares(self, batch_size: int) -> tuple[tuple[int, float], ...]:
+        """(first step, size over batch_size); none where all steps have that size."""
+        if {*self.units} == {batch_size}:
+            return ()
+        return tuple((first, units / batch_size) for first, units in zip(self.firsts, self.units))
 
 
 def weights_of(train: Source | MixtureSource) -> dict[str, float]:
@@ -136,18 +170,28 @@ def check_lengths(stages: Sequence[Stage], sequence_length: int) -> None:
             )
 
 
+def batch_sizes(stages: Sequence[Stage], batch_size: int, sequence_length: int) -> BatchSizes:
+    """The size of each step. batch_size: rows of T tokens where a stage does not say."""
+    units = tuple(stage.batch_size or batch_size for stage in stages or [Stage()])
+    lengths = (
+        round((stage.tokens or 0) / (size * sequence_length)) for stage, size in zip(stages, units)
+    )
+    firsts = tuple(accumulate(lengths, initial=0))
+    return BatchSizes(firsts[: len(units)], units, sequence_length)
+
+
 def spans(
-    stages: Sequence[Stage], weights: dict[str, float], sequence_length: int, step_tokens: int
+    stages: Sequence[Stage], weights: dict[str, float], sequence_length: int, batch_size: int
 ) -> list[Span]:
     """The stages by their first step. Raises UserError for a length that does not divide T."""
-    firsts = accumulate((round((s.tokens or 0) / step_tokens) for s in stages), initial=0)
+    firsts, units, _ = batch_sizes(stages, batch_size, sequence_length)
     check_lengths(stages, sequence_length)
     found = []
-    for first, stage in zip(firsts, stages or [Stage()]):
+    for first, size, stage in zip(firsts, units, stages or [Stage()]):
         given = weights if stage.weights is None else stage.weights
         live = {name: given[name] for name in weights if given.get(name)}
         length = stage.sequence_length or sequence_length
-        found.append(Span(first, live, sequence_length // length))
+        found.append(Span(first, live, sequence_length // length, size))
     return found
 
 
@@ -176,11 +220,11 @@ class PlannedBatch(NamedTuple):
 
 
 class BatchPlan(grain.DatasetIterator[PlannedBatch]):
-    """Plans whole batches of `batch_size` units, one after the other."""
+    """Plans whole batches, one after the other."""
 
-    def __init__(self, planners: dict[str, Planner], spans: list[Span], batch_size: int):
+    def __init__(self, planners: dict[str, Planner], spans: list[Span]):
         super().__init__()
-        self.planners, self.spans, self.batch_size = planners, spans, batch_size
+        self.planners, self.spans = planners, spans
         self.firsts = [span.first_step for span in spans]
         self.step = 0
         self.turns = dict.fromkeys(planners, 0)  # since the shares last changed
@@ -191,7 +235,7 @@ class BatchPlan(grain.DatasetIterator[PlannedBatch]):
         span = self.spans[bisect_right(self.firsts, self.step) - 1]
         if span.first_step == self.step:
             self.turns = dict.fromkeys(self.planners, 0)
-        rows = [row for _ in range(self.batch_size) for row in self._unit(span)]
+        rows = [row for _ in range(span.units) for row in self._unit(span)]
         self.step += 1
         return PlannedBatch(rows, span.cut, self.step - 1)
 
