@@ -204,6 +204,8 @@ FEATURES = {
     **{name: objective(name) for name in OBJECTIVES if name != "next_token"},
     "multi_token": Feature("multi-token prediction", "objective.name", equals("multi_token"),
                            "objective.name=multi_token"),
+    "prefix_token": Feature("prefix-token prediction", "objective.name", equals("prefix_token"),
+                            "objective.name=prefix_token"),
     "masked_lm": Feature("masked language modeling", "objective.name", equals("masked_lm"),
                          f"{MASKED} model.causal=false"),
     "not masked_lm": Feature("", "objective.name", lambda name: name != "masked_lm",

@@ -20,10 +20,12 @@ from jaxtrain.objectives.multi_token import MultiTokenConfig, make_multi_token
 from jaxtrain.objectives.next_token import NEXT_TOKEN, NextTokenConfig, make_next_token
 from jaxtrain.objectives.orpo import ORPOConfig, orpo_loss
 from jaxtrain.objectives.preference import PreferenceMethod, answer_logps, make_preference
+from jaxtrain.objectives.prefix_token import PrefixTokenConfig, make_prefix_token
 
 ObjectiveConfig = Annotated[
     NextTokenConfig
     | MultiTokenConfig
+    | PrefixTokenConfig
     | MaskedLMConfig
     | DPOConfig
     | IPOConfig
@@ -40,6 +42,7 @@ PREFERENCES: dict[str, PreferenceMethod] = {
 OBJECTIVES: dict[str, Callable[[Any, LossOptions], Objective]] = {
     "next_token": make_next_token,
     "multi_token": make_multi_token,
+    "prefix_token": make_prefix_token,
     "masked_lm": make_masked_lm,
     **dict.fromkeys(PREFERENCES, lambda c, options: make_preference(c, PREFERENCES[c.name])),
 }

@@ -11,6 +11,7 @@ from jax.sharding import Mesh
 from jaxtyping import Array
 
 from jaxtrain.config.resolve import Resolved
+from jaxtrain.data import Tokenizer
 from jaxtrain.finetune import Partition
 from jaxtrain.objectives import LossOptions, make_objective
 from jaxtrain.optim import Optimizer
@@ -50,13 +51,14 @@ def make_step_spec(
     optimizer: Optimizer,
     dtype: jnp.dtype,
     bytes_V: Array,
+    pieces: tuple[bytes, ...] = (),
 ) -> StepSpec:
     """The step of a configuration, before `wrap_step`.
 
-    bytes_V: bytes of text of each token. dtype: of the compute.
+    bytes_V: bytes of text of each token. dtype: of the compute. pieces: the bytes themselves.
     """
     head = "fp8" if c.model.fp8 == "all" else None
-    options = LossOptions(c.train.z_loss, head, c.mesh.pipeline_repeats)
+    options = LossOptions(c.train.z_loss, head, c.mesh.pipeline_repeats, c.train.steps, pieces)
     return StepSpec(
         graphdef,
         partition.trainable,
@@ -72,10 +74,11 @@ def make_step_spec(
     )
 
 
-def step_of(plan: Plan, bytes_V: Array) -> StepSpec:
-    """The step of a phase, with all its features. bytes_V: bytes of text of each token."""
-    c = plan.config
-    spec = make_step_spec(c, plan.graphdef, plan.partition, plan.optimizer, plan.dtype, bytes_V)
+def step_of(plan: Plan, tokenizer: Tokenizer) -> StepSpec:
+    """The step of a phase, with all its features."""
+    c, bytes_V = plan.config, jnp.asarray(tokenizer.token_bytes())
+    parts = plan.graphdef, plan.partition, plan.optimizer, plan.dtype
+    spec = make_step_spec(c, *parts, bytes_V, tokenizer.pieces)
     return wrap_step(spec, c, plan.mesh, plan.resumed)
 
 

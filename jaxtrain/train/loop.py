@@ -86,8 +86,7 @@ def train_phase(plan: Plan, before: Plan | None, data: TrainingData) -> TrainRes
     recipe = make_recipe(plan)
     recipe.open(data)
     run_dir = open_run(plan.run, data.tokenizer, data.corpus, coordinator)
-    token_bytes_V = jax.numpy.asarray(data.tokenizer.token_bytes())
-    spec = step_of(plan, token_bytes_V)
+    spec = step_of(plan, data.tokenizer)
     log(spec.summary)
 
     with jax.set_mesh(plan.mesh), Checkpointer(run_dir, c.checkpoint) as checkpoints:
@@ -95,7 +94,7 @@ def train_phase(plan: Plan, before: Plan | None, data: TrainingData) -> TrainRes
         resumed = checkpoints.latest() is not None
         frozen, pretrained = load_pretrained(plan.partition, c, plan.mesh, resumed)
         places = state_shardings(spec, plan.mesh)
-        growth = before and make_growth(step_of(before, token_bytes_V), plan, before)
+        growth = before and make_growth(step_of(before, data.tokenizer), plan, before)
         state, position = init_or_restore(
             spec, places, checkpoints, c.run.seed, pretrained, coordinator, log, growth
         )
