@@ -195,15 +195,15 @@ def test_the_recipe_of_a_partition_trains_the_scales_alone():
 
 def test_the_recipe_of_a_phase_grows_the_state(monkeypatch):
     module = recipe("A phase")
-    monkeypatch.setitem(GROWTHS, "repeat_top", module.repeat_top)
+    monkeypatch.setitem(GROWTHS, "repeat_middle", module.repeat_middle)
     old = {"w": jnp.arange(6.0).reshape(3, 2), "gain": jnp.ones(2)}
     new = {"w": jnp.zeros((5, 2)), "gain": jnp.zeros(2)}
     before, after = (State(x, {}, jnp.int32(1), jnp.zeros(2, jnp.uint32), {}) for x in (old, new))
     like = jax.tree.map(
         lambda x: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=x.sharding), after
     )
-    grown = Growth(1, before, (3, 5), "repeat_top")(before, like).params
-    np.testing.assert_array_equal(grown["w"][:, 0] / 2, [0, 1, 2, 1, 2])
+    grown = Growth(1, before, (3, 5), "repeat_middle")(before, like).params
+    np.testing.assert_array_equal(grown["w"][:, 0] / 2, [0, 1, 1, 1, 2])
     np.testing.assert_array_equal(grown["gain"], 1)
 
 

@@ -28,6 +28,7 @@ from jaxtrain.optim.types import Hyperparams
 from jaxtrain.parallel import BATCH, bubble_fraction, make_mesh, shardings, split_layers
 from jaxtrain.parallel.mesh import num_batch_shards
 from jaxtrain.train.features import make_step_spec
+from jaxtrain.train.frozen_layers import freeze_layers
 from jaxtrain.train.step import State, StepSpec, init_state, state_shardings
 from jaxtrain.weights.params import Params, ShapeTree
 
@@ -102,7 +103,8 @@ def make_workload(name: str, r: Resolved, mesh: Mesh, vocab_size: int) -> Worklo
     dtype, tokens = compute_dtype(r.train.precision), r.train.batch_size * r.train.sequence_length
     partition = make_partition(r.finetune, specs, dtype)
     optim = apply_lora_plus(r.optim, r.finetune)
-    optimizer = make_optimizer(optim, partition.trainable, r.train.steps, tokens)
+    make = lambda specs: make_optimizer(optim, specs, r.train.steps, tokens)
+    optimizer = freeze_layers(make, partition.trainable, r.model, vocab_size)
     if r.objective.name in PREFERENCES:  # random rows have labels, not pairs of answers
         r = r.model_copy(update={"objective": NextTokenConfig()})
     spec = make_step_spec(r, graphdef, partition, optimizer, dtype, jnp.ones((vocab_size,)))

@@ -317,6 +317,12 @@ class ModelFields[Size: int | None](Settings):
         description="probability that a training step skips the last layer; of layer i of L, i/L "
         "of it. What a layer adds is divided by the probability that it is kept",
     )
+    frozen_layers: int = Field(
+        0,
+        ge=0,
+        description="layers from the bottom up that do not train, nor does the embedding below: "
+        "no backward pass, no optimizer step; train.phases freezes more and more of them",
+    )
     share_layers: ShareLayers | None = Field(
         None,
         description="layers that use one set of weights: all, or adjacent (two in a row); a name "
@@ -363,6 +369,10 @@ class ModelFields[Size: int | None](Settings):
         if self.depth % self.layers_per_set:
             raise ValueError(
                 f"depth {self.depth} is not a multiple of share_layers.layers {self.layers_per_set}"
+            )
+        if self.frozen_layers >= self.depth:
+            raise ValueError(
+                f"frozen_layers {self.frozen_layers} leaves none of {self.depth} layers to train"
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even (rotary pairs)")

@@ -13,7 +13,8 @@ class LayerSpec:
     `short_rope`: the rotary frequencies are those of `rope_base_short`. `ffn`: the module that is
     its feed-forward network: the block's own, or with `model.moe` one that only some layers have.
     `remat`: a key of POLICIES. `block`: which weights it has: its own (or those of all layers), the
-    first use of a set that several layers in a row share, or that of the layer before.
+    first use of a set that several layers in a row share, or that of the layer before. `frozen`: it
+    does not train, nor does what lies below it.
     """
 
     window: int | None
@@ -22,6 +23,7 @@ class LayerSpec:
     ffn: Literal["own", "dense", "experts"] = "own"
     remat: str = "none"
     block: Literal["own", "shared", "before"] = "own"
+    frozen: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -49,6 +51,7 @@ def make_plan(c: ResolvedModel) -> Plan:
             or (c.remat_short if short else None)
             or c.remat,
             block=block_of(c, i),
+            frozen=i < c.frozen_layers,
         )
 
     return tuple(layer(i) for i in range(c.depth))

@@ -110,6 +110,8 @@ def run_layer[Source](
 ) -> tuple[Stream, KeysValues | None]:
     """One layer, recomputed or skipped as configured. pick(source): its weights."""
     c = modules.config
+    if spec.frozen:  # nothing below has a gradient, so no backward pass exists for this layer
+        source = jax.lax.stop_gradient(source)
     key = inputs.key if c.stochastic_depth else None
     # Such a layer returns one summed array, not a branch that the next layer adds.
     whole = c.scan_layers or spec.remat in remat.POLICIES or key is not None
@@ -121,7 +123,8 @@ def run_layer[Source](
         run = remat.layer(run, spec.remat, scanned, draw)
     if key is not None:
         run = skippable(run, key, lambda source: pick(source).layer)
-    return run(stream, source)
+    out, pair = run(stream, source)
+    return (jax.lax.stop_gradient(out) if spec.frozen else out), pair
 
 
 def apply_layer[Source](

@@ -280,6 +280,7 @@ class Transformer(nnx.Module):
             stack.layers["virtual"] = virtual
             positions_BT = prefix.offset_positions(positions_BT, x_BTD.shape[1], c.virtual)
         x_BTD = self.add_positions(x_BTD, positions_BT)
+        x_BTD = jax.lax.stop_gradient(x_BTD) if c.frozen_layers else x_BTD
         unrolled = keep_kv or cache is not None
         fused = PLAIN if unrolled else fastest(c.kernels, c, x_BTD)  # prompts are of any length
         inputs = self.layer_inputs(x_BTD, tokens_BT, positions_BT, segments_BT, attend, fused, key)

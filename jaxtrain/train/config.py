@@ -68,10 +68,11 @@ class PhaseConfig(Settings):
     model: dict[str, JsonValue] = Field(
         description="fields of the model that differ in this phase: {depth: 6}",
     )
-    grow: Literal["stack", "interleave"] = Field(
+    grow: Literal["stack", "interleave", "repeat_top"] = Field(
         "stack",
         description="where the next phase's additional layers come from; stack: a copy of the "
-        "whole stack on top (G_stack, Du et al. 2024); interleave: a copy of each layer behind it",
+        "whole stack on top (G_stack, Du et al. 2024); interleave: a copy of each layer behind it; "
+        "repeat_top: copies of the last layers on top (gradual stacking, Reddi et al. 2023)",
     )
 
 

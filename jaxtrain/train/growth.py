@@ -56,8 +56,24 @@ def interleave(layers: Layers) -> jax.Array:
     return layers.copied(lambda old, new: np.arange(new) * old // new)
 
 
+def repeat_top(layers: Layers) -> jax.Array:
+    """The last layers again on top (gradual stacking, Reddi et al. 2023): 0 1 2 1 2."""
+
+    def copies(old: int, new: int) -> np.ndarray:
+        index = np.arange(new)
+        # Where there are more new layers than old ones, these are repeated as often as needed.
+        start = max(2 * old - new, 0)
+        return np.where(index < old, index, start + (index - old) % (old - start))
+
+    return layers.copied(copies)
+
+
 # Layers -> the next phase's array, with `size` entries along `dim`.
-GROWTHS: dict[str, Callable[[Layers], jax.Array]] = {"stack": stack, "interleave": interleave}
+GROWTHS: dict[str, Callable[[Layers], jax.Array]] = {
+    "stack": stack,
+    "interleave": interleave,
+    "repeat_top": repeat_top,
+}
 
 
 def check_optimizer_grows(before: Optimizer, now: Optimizer, old: Specs, new: Specs) -> None:

@@ -30,6 +30,7 @@ from jaxtrain.optim import Optimizer, make_optimizer
 from jaxtrain.parallel import make_mesh
 from jaxtrain.runs.checkpoint import saved_steps
 from jaxtrain.runs.metrics import MetricsWriter
+from jaxtrain.train.frozen_layers import freeze_layers
 from jaxtrain.train.growth import check_optimizer_grows
 from jaxtrain.train.run_directory import check_run, check_text, check_tuned
 from jaxtrain.weights.params import Specs
@@ -112,13 +113,10 @@ def plan_phase(
     dtype = compute_dtype(t.precision)
     partition = make_partition(c.finetune, specs, dtype)
     optim = apply_lora_plus(c.optim, c.finetune)
-    optimizer = make_optimizer(
-        optim,
-        partition.trainable,
-        t.steps,
-        t.batch_size * t.sequence_length,
-        step_sizes(c, t.batch_size).shares(t.batch_size),
-    )
+    shares = step_sizes(c, t.batch_size).shares(t.batch_size)
+    tokens = t.batch_size * t.sequence_length
+    make = lambda specs: make_optimizer(optim, specs, t.steps, tokens, shares)
+    optimizer = freeze_layers(make, partition.trainable, c.model, vocab_size)
     check_tuned(c, partition)
     steps = f", steps {phase.start} to {phase.end}" if t.phases else ""
     log(

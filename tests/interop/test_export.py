@@ -52,7 +52,8 @@ CHANGED = dict.fromkeys(FLIPPED, "flipped") | {
     "attention_softcap": 7.0, "init": "orthogonal", "base_width": 64, "adapter": 4, "prompt": 3,
     "prefix": 3, "embedding_dtype": "bfloat16", "attention": "xla", "kernels": {"loss": "xla"},
     "fp8": "blocks", "fp8_history": 2, "weight_form": "fake_int8", "remat": "block",
-    "remat_short": "block", "stochastic_depth": 0.5, "ffn_tiles": 2, "share_layers": "all",
+    "remat_short": "block", "stochastic_depth": 0.5, "frozen_layers": 1, "ffn_tiles": 2,
+    "share_layers": "all",
 }  # fmt: skip
 NEEDS = {"fp8_history": {"fp8": "blocks"}}
 # What a message says in the place of the field.

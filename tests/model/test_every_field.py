@@ -167,6 +167,7 @@ ROWS = {
     "remat": Row("block", training),
     "remat_short": Row("block", training),
     "stochastic_depth": Row(0.5, training),
+    "frozen_layers": Row(1, training),
     "ffn_tiles": Row(2, training),
     "share_layers": Row("all", parameters),
     "share_layers.name": Row("adjacent", parameters, {"share_layers": {"name": "all"}, "depth": 4}),

@@ -1,0 +1,104 @@
+"""Layers that have converged stop training, from the bottom up (`model.frozen_layers`).
+
+AutoFreeze (Liu et al. 2021, arXiv:2102.01386), Egeria (Wang et al. 2023, arXiv:2201.06227). The
+model stops the gradient above the frozen layers (`model/run_layers.py`), so that they have no
+backward pass. Here the optimizer runs for the other parameters alone: of each array that is stacked
+over layers, for the entries of the layers on top. The state keeps its shapes, and with them a
+checkpoint, so that phases may freeze more layers, or fewer.
+"""
+
+from collections.abc import Callable
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, PyTree
+
+from jaxtrain.model import ResolvedModel, Transformer, initialize, path_name, split
+from jaxtrain.optim import Optimizer
+from jaxtrain.optim.types import Hyperparams
+from jaxtrain.settings import UserError
+from jaxtrain.weights.params import Params, Specs
+
+EMBEDDING = ("embed", "position_embed", "smear_gate", "smear_scale", "bigram")
+
+
+def top_specs(c: ResolvedModel, vocab_size: int) -> Specs:
+    """The declarations of what trains: layers above the frozen ones, and what is not the embedding.
+
+    A tied head trains; then the embedding is its transpose.
+    """
+    layers = c.depth - c.frozen_layers
+    above = c.model_copy(update={"depth": layers, "frozen_layers": 0})
+    specs = split(Transformer(above, vocab_size))[1]
+    kept = {"embed"} if c.tied_head else set()
+    return {name: spec for name, spec in specs.items() if name not in {*EMBEDDING} - kept}
+
+
+def freeze_layers(
+    make: Callable[[Specs], Optimizer], specs: Specs, c: ResolvedModel, vocab_size: int
+) -> Optimizer:
+    """make(specs); with frozen layers an optimizer that neither reads nor changes their state.
+
+    UserError for an optimizer that keeps another kind of state for fewer layers.
+    """
+    whole = make(specs)
+    if not c.frozen_layers:
+        return whole
+    own = top_specs(c, vocab_size)
+    top = make(own)
+    states = [jax.eval_shape(lambda o=o, s=s: o.init(initialize(s, 0)))
+              for o, s in ((whole, specs), (top, own))]  # fmt: skip
+
+    def apply(
+        grads: Params,
+        state: PyTree,
+        params: Params,
+        step: Array,
+        hyperparams: Hyperparams,
+        finite: Array | None = None,
+    ) -> tuple[Params, PyTree]:
+        given = upper(grads, own), upper(state, states[1]), upper(params, own)
+        new, moved = top.apply(*given, step, hyperparams, finite)
+        return merge(params, new), merge(state, moved)
+
+    upper(states[0], states[1])  # or raises
+    return whole._replace(apply=apply)
+
+
+def upper(tree: PyTree, like: PyTree) -> PyTree:
+    """The last entries of each array that `like` has, as many as it has there."""
+    leaves = by_path(tree)
+
+    def pick(path: Any, small: Any) -> Any:
+        x = leaves.get(path_name(path))
+        if x is None or x.ndim != len(small.shape) or x.dtype != small.dtype:
+            raise UserError(
+                "model.frozen_layers: the optimizer keeps another kind of state for fewer layers "
+                "(8 bits from optim.min_size values on); set another optim.min_size or optimizer"
+            )
+        if isinstance(x, jax.ShapeDtypeStruct):
+            return x
+        start = [a - b for a, b in zip(x.shape, small.shape)]
+        return jax.lax.slice(x, start, x.shape) if any(start) else x
+
+    return jax.tree_util.tree_map_with_path(pick, like)
+
+
+def merge(tree: PyTree, top: PyTree) -> PyTree:
+    """The tree with the last entries of its arrays those of `top`, where that has them."""
+    new = by_path(top)
+
+    def put(path: Any, old: Array) -> Array:
+        x = new.get(path_name(path))
+        if x is None or x.shape == old.shape:
+            return old if x is None else x
+        start = [jnp.int32(a - b) for a, b in zip(old.shape, x.shape)]
+        return jax.lax.dynamic_update_slice(old, x, start)
+
+    return jax.tree_util.tree_map_with_path(put, tree)
+
+
+def by_path(tree: PyTree) -> dict[str, Any]:
+    """Leaves by their paths."""
+    return {path_name(path): x for path, x in jax.tree_util.tree_flatten_with_path(tree)[0]}
