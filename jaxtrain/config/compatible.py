@@ -164,6 +164,8 @@ FEATURES = {
                             "model.share_layers=adjacent model.depth=2"),
     "frozen_layers": Feature("frozen lower layers (AutoFreeze)", "model.frozen_layers", given,
                              "model.frozen_layers=1 model.depth=2"),
+    "share_kv": Feature("layers that share keys and values (CLA, Character.AI)",
+                        "model.share_kv.name", given, "model.share_kv=adjacent"),
     "scan_layers": Feature("scanned layers", "model.scan_layers", given, "model.scan_layers=true"),
     "remat": Feature("activation checkpointing", "model.remat",
                      lambda kind: kind not in (None, "none", "offload"), "model.remat=block"),
@@ -308,6 +310,16 @@ REFUSALS = (
             "optim.wrappers=[]"),
     Refusal("frozen_layers", "schedule_free", "it evaluates an average of the weights, which would "
             "stand still", "optim.name=adamw"),
+    Refusal("share_kv", "frozen_layers", "layers on top may read the keys of a frozen one",
+            "model.frozen_layers=0"),
+    Refusal("share_kv", "pipeline", "keys and values do not travel between stages",
+            "mesh.pipeline=1"),
+    Refusal("share_kv", "stochastic_depth", "a skipped layer leaves no keys and values",
+            "model.stochastic_depth=0"),
+    Refusal("share_kv", "phases", "layers would be copied without their keys and values",
+            "train.phases=[]"),
+    Refusal("share_kv", "tuning", "methods change the matrices of each layer's block",
+            "model.share_kv=null"),
     Refusal("moe", "ffn_bias", "experts have no biases", "model.ffn_bias=false"),
     Refusal("adapted ffn", "moe", "experts take no adapters", "finetune.targets=[attention]"),
     Refusal("packed ffn", "moe", "experts are not quantized",
@@ -363,6 +375,7 @@ EVERYWHERE = {
     "smear backout bigram_rows base_width adapter embedding_dtype attention "
     "deterministic_attention remat_short",
     "model.share_layers": "layers",
+    "model.share_kv": "layers",
     "model.moe": "top_k hidden shared_experts every score_function balance_bias aux_loss z_loss "
     "remat",
     "model.weight_form": "stochastic_rounding hadamard",

@@ -146,7 +146,7 @@ def measured(w: Workload) -> Facts:
     c = w.config.model
     chunks = w.mesh.shape["pipeline"] * w.config.mesh.pipeline_repeats
     every = c.moe.every if c.moe else 1
-    of_set = getattr(c.share_layers, "layers", 1)
+    of_set = lcm(*(getattr(share, "layers", 1) for share in (c.share_layers, c.share_kv)))
     period = lcm(len(c.window_pattern), 2 if c.value_embeddings else 1, every, of_set) * chunks
     small = period * ceil(4 / period)
     if sum(map(len, kinds_of(w))) <= 2 * small:  # layers that are compiled

@@ -23,6 +23,7 @@ GATE_CHANNELS = 12
 
 
 CacheArray = Array | kernels.Quantized
+KeysValues = tuple[CacheArray, CacheArray]  # of a layer: k_BTKH and v_BTKH, or k_BSKH and v_BSKH
 
 
 class AttentionOptions(NamedTuple):
@@ -92,7 +93,7 @@ class Cache(NamedTuple):
     """What decoding keeps: keys and values per layer, and of each row's last token the embedding
     (for the smear) and the id (for `model.bigram_rows`)."""
 
-    kv: tuple[tuple[CacheArray, CacheArray], ...]  # k_BSKH, v_BSKH of each layer
+    kv: tuple[KeysValues, ...]  # k_BSKH, v_BSKH of each layer that has its own
     lengths_B: Array
     last_BD: Array
     last_B: Array
@@ -105,13 +106,17 @@ def init_kv_cache(x_BTKH: Float[Array, "B T K H"], capacity: int, dtype: str | N
 
 
 def append(
-    cache: CacheArray, x_B1KH: Float[Array, "B 1 K H"], lengths_B: Int[Array, "B"]
-) -> CacheArray:
+    k_B1KH: Float[Array, "B 1 K H"], v_B1KH: Float[Array, "B 1 K H"], cache: LayerCache
+) -> KeysValues:
     """The cache with one more token a row, its last."""
-    new = kernels.quantize(x_B1KH) if isinstance(cache, kernels.Quantized) else x_B1KH
-    rows = jnp.arange(x_B1KH.shape[0])
-    put = lambda old, x: old.at[rows, lengths_B - 1].set(x[:, 0])
-    return jax.tree.map(put, cache, new)
+    rows = jnp.arange(k_B1KH.shape[0])
+
+    def put(cache_BSKH: CacheArray, x_B1KH: Array) -> CacheArray:
+        new = kernels.quantize(x_B1KH) if isinstance(cache_BSKH, kernels.Quantized) else x_B1KH
+        one = lambda old, x: old.at[rows, cache.lengths_B - 1].set(x[:, 0])
+        return jax.tree.map(one, cache_BSKH, new)
+
+    return put(cache.k_BSKH, k_B1KH), put(cache.v_BSKH, v_B1KH)
 
 
 class ValueEmbedding(nnx.Module):
@@ -142,23 +147,48 @@ class ValueEmbedding(nnx.Module):
         return (gate_BTK[..., None] * split).reshape(rows.shape)
 
 
-class Attention(nnx.Module):
-    """Multi-head, grouped-query or multi-query attention, as heads and kv_heads say."""
+class KeyValueProjection(nnx.Module):
+    """A layer's projections to keys and values; with `model.share_kv` only some layers have one."""
 
     def __init__(self, c: ResolvedModel, layers: int):
         scheme = SCHEMES[c.init](c)
-        L, D, NH, KH = layers, c.width, c.heads * c.head_dim, c.kv_heads * c.head_dim
-        self.q = declare((L, D, NH), ("layers", "embed", "heads"), scheme.qk, "matrix")
+        L, D, KH = layers, c.width, c.kv_heads * c.head_dim
         self.k = declare((L, D, KH), ("layers", "embed", "kv_heads"), scheme.qk, "matrix")
         self.v = declare((L, D, KH), ("layers", "embed", "kv_heads"), scheme.v, "matrix")
-        self.out = declare((L, NH, D), ("layers", "heads", "embed"), scheme.attention_out, "matrix")
-        self.q_bias = declare_bias(L, NH, "heads") if c.qkv_bias else None
         self.k_bias = declare_bias(L, KH, "kv_heads") if c.qkv_bias else None
         self.v_bias = declare_bias(L, KH, "kv_heads") if c.qkv_bias else None
+        self.k_gain = declare_head_gain(c, L) if c.qk_norm_gain else None
+
+    def keys_values(
+        self, x_BTD: Float[Array, "B T D"], value_BTC: Float[Array, "B T C"] | None, heads: int
+    ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+        """Keys before norm and rope, and values, of so many heads."""
+        B, T, _ = x_BTD.shape
+        k_BTKH = add_bias(dense(x_BTD, self.k), self.k_bias).reshape(B, T, heads, -1)
+        v_BTC = add_bias(dense(x_BTD, self.v), self.v_bias)
+        if value_BTC is not None:
+            v_BTC = v_BTC + value_BTC
+        return k_BTKH, v_BTC.reshape(B, T, heads, -1)
+
+
+def declare_head_gain(c: ResolvedModel, layers: int) -> nnx.Param:
+    """A gain of a head's channels, [L, H]."""
+    return declare((layers, c.head_dim), ("layers", None), constant(1.0), "gain")
+
+
+class Attention(KeyValueProjection):
+    """Multi-head, grouped-query or multi-query attention, as heads and kv_heads say."""
+
+    def __init__(self, c: ResolvedModel, layers: int):
+        if c.share_kv is None:
+            super().__init__(c, layers)
+        scheme = SCHEMES[c.init](c)
+        L, D, NH = layers, c.width, c.heads * c.head_dim
+        self.q = declare((L, D, NH), ("layers", "embed", "heads"), scheme.qk, "matrix")
+        self.out = declare((L, NH, D), ("layers", "heads", "embed"), scheme.attention_out, "matrix")
+        self.q_bias = declare_bias(L, NH, "heads") if c.qkv_bias else None
         self.out_bias = declare_bias(L, D, None) if c.out_bias else None
-        gain = lambda: declare((L, c.head_dim), ("layers", None), constant(1.0), "gain")
-        self.q_gain = gain() if c.qk_norm_gain else None
-        self.k_gain = gain() if c.qk_norm_gain else None
+        self.q_gain = declare_head_gain(c, L) if c.qk_norm_gain else None
         self.config = c
 
     def __call__(
@@ -168,22 +198,27 @@ class Attention(nnx.Module):
         inputs: LayerInputs,
         value_BTC: Float[Array, "B T C"] | None,
         cache: LayerCache | None,
-    ) -> tuple[Float[Array, "B T D"], tuple[CacheArray, CacheArray]]:
-        """Returns the output and the keys and values: of these tokens, or the updated cache."""
+        source: KeyValueProjection | tuple[Array, Array] | None = None,
+    ) -> tuple[Float[Array, "B T D"], KeysValues]:
+        """Returns the output and the keys and values: of these tokens, or the updated cache.
+
+        source: with `model.share_kv`, the projection to keys and values, or another layer's k_BTKH
+        and v_BTKH; in decoding `cache` is that layer's, these tokens included.
+        """
         c = self.config
         B, T, _ = x_BTD.shape
         q_BTNH = add_bias(dense(x_BTD, self.q), self.q_bias).reshape(B, T, c.heads, c.head_dim)
-        k_BTKH = add_bias(dense(x_BTD, self.k), self.k_bias).reshape(B, T, c.kv_heads, c.head_dim)
-        v_BTC = add_bias(dense(x_BTD, self.v), self.v_bias)
-        if value_BTC is not None:
-            v_BTC = v_BTC + value_BTC
-        v_BTKH = v_BTC.reshape(B, T, c.kv_heads, c.head_dim)
         rope = inputs.short_rope if spec.short_rope else inputs.rope
-        if inputs.fused.rope == "xla":
-            q_BTNH = self.norm_and_rope(q_BTNH, rope, self.q_gain)
-            k_BTKH = self.norm_and_rope(k_BTKH, rope, self.k_gain)
+        if isinstance(source, tuple):
+            q_BTNH, (k_BTKH, v_BTKH) = self.norm_and_rope(q_BTNH, rope, self.q_gain), source
         else:
-            q_BTNH, k_BTKH = rope_norm(q_BTNH, k_BTKH, rope, c.norm_eps, inputs.fused.rope)
+            project = source or self
+            k_BTKH, v_BTKH = project.keys_values(x_BTD, value_BTC, c.kv_heads)
+            if inputs.fused.rope == "xla":
+                q_BTNH = self.norm_and_rope(q_BTNH, rope, self.q_gain)
+                k_BTKH = self.norm_and_rope(k_BTKH, rope, project.k_gain)
+            else:
+                q_BTNH, k_BTKH = rope_norm(q_BTNH, k_BTKH, rope, c.norm_eps, inputs.fused.rope)
         # The factor on queries and on keys is one factor on their product.
         scale = (c.qk_scale**2 if c.qk_norm else 1.0) / math.sqrt(c.head_dim)
         scale = c.attention_scale or scale
@@ -197,7 +232,9 @@ class Attention(nnx.Module):
         else:
             # No layer looks back further than the trained context: text of any length stays stable.
             window = spec.window or c.context_length + c.virtual - 1
-            y_BTNH, kv = decode(q_BTNH, k_BTKH, v_BTKH, cache, options._replace(window=window))
+            own = not isinstance(source, tuple)
+            kv = append(k_BTKH, v_BTKH, cache) if own else (cache.k_BSKH, cache.v_BSKH)
+            y_BTNH = decode(q_BTNH, kv, cache.lengths_B, options._replace(window=window))
         return add_bias(dense(y_BTNH.reshape(B, T, -1), self.out), self.out_bias), kv
 
     def norm_and_rope(
@@ -213,17 +250,14 @@ class Attention(nnx.Module):
 
 def decode(
     q_B1NH: Float[Array, "B 1 N H"],
-    k_B1KH: Float[Array, "B 1 K H"],
-    v_B1KH: Float[Array, "B 1 K H"],
-    cache: LayerCache,
+    kv: KeysValues,
+    lengths_B: Int[Array, "B"],
     options: AttentionOptions,
-) -> tuple[Float[Array, "B 1 N H"], tuple[CacheArray, CacheArray]]:
-    """Append one token a row to the cache; attend to the last `window` tokens and itself."""
-    k_BSKH = append(cache.k_BSKH, k_B1KH, cache.lengths_B)
-    v_BSKH = append(cache.v_BSKH, v_B1KH, cache.lengths_B)
+) -> Float[Array, "B 1 N H"]:
+    """One token a row attends to the last `window` tokens of the cache and itself, its last."""
     assert options.window is not None
     y_BNH = kernels.decode_attention(
-        q_B1NH[:, 0], k_BSKH, v_BSKH, cache.lengths_B, window=options.window,
+        q_B1NH[:, 0], *kv, lengths_B, window=options.window,
         softcap=options.softcap, scale=options.scale,
     )  # fmt: skip
-    return y_BNH[:, None], (k_BSKH, v_BSKH)
+    return y_BNH[:, None]

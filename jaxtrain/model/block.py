@@ -6,7 +6,14 @@ from flax import nnx
 from jaxtyping import Array, Float
 
 from jaxtrain.model import remat
-from jaxtrain.model.attention import Attention, CacheArray, LayerCache, LayerInputs, ValueEmbedding
+from jaxtrain.model.attention import (
+    Attention,
+    KeysValues,
+    KeyValueProjection,
+    LayerCache,
+    LayerInputs,
+    ValueEmbedding,
+)
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.fused_ops import add_norm
 from jaxtrain.model.init import SCHEMES, constant
@@ -27,7 +34,7 @@ class BlockOutput(NamedTuple):
 
     x_BTD: Array
     branch_BTD: Array
-    kv: tuple[CacheArray, CacheArray]
+    kv: KeysValues
     balance_B: Array | None = None
 
 
@@ -63,8 +70,10 @@ class Block(nnx.Module):
         cache: LayerCache | None = None,
         h_BTD: Float[Array, "B T D"] | None = None,
         ffn: FeedForward | MixtureOfExperts | None = None,
+        source: KeyValueProjection | tuple[Array, Array] | None = None,
     ) -> BlockOutput:
         """h_BTD: the normed stream, where it is known. ffn: the network, where the block has none.
+        source: of keys and values (`Attention`), where the block has none.
 
         value: the layer's value embedding, if it has one; virtual tokens (no tokens_BT) skip it.
         """
@@ -73,7 +82,7 @@ class Block(nnx.Module):
             h_BTD = self.pre_norm(x_BTD, self.attention_gain, self.attention_shift)
         tokens_BT = inputs.tokens_BT
         value_BTC = None if value is None or tokens_BT is None else value(h_BTD, tokens_BT)
-        see = lambda h_BTD: self.attention(h_BTD, spec, inputs, value_BTC, cache)
+        see = lambda h_BTD: self.attention(h_BTD, spec, inputs, value_BTC, cache, source)
         y_BTD, kv = remat.checkpoint_sublayer("attention", see, spec.remat)(h_BTD)
         y_BTD = y_BTD if self.attention_adapter is None else self.attention_adapter(y_BTD)
         y_BTD = self.post_norm(y_BTD, self.attention_post_gain, self.attention_post_shift)

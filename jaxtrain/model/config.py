@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from jaxtrain.model.rope import RopeScaling
 from jaxtrain.model.saved_activations import COMPRESSIONS
-from jaxtrain.model.sharing import ShareLayers, layers_of_set
+from jaxtrain.model.sharing import ShareKV, ShareLayers, layers_of_set
 from jaxtrain.settings import Settings, UserError, derived_field
 from jaxtrain.weights import LAYER_FORMS, TRAINING_FORMS, WEIGHTS
 
@@ -328,6 +328,11 @@ class ModelFields[Size: int | None](Settings):
         description="layers that use one set of weights: all, or adjacent (two in a row); a name "
         "alone is enough; default each its own",
     )
+    share_kv: ShareKV | None = Field(
+        None,
+        description="layers that read the keys and values of a layer before them: adjacent, or "
+        "global; a name alone is enough; default none",
+    )
     ffn_tiles: int = Field(
         1,
         ge=1,
@@ -366,6 +371,11 @@ class ModelFields[Size: int | None](Settings):
             raise ValueError("kernels.ffn needs ffn: relu2, ffn_bias: false and no kernels.relu2")
         if self.moe and self.moe.every > self.depth:
             raise ValueError(f"moe.every {self.moe.every} is more than the {self.depth} layers")
+        if self.share_kv and self.share_kv.name == "adjacent" and self.rope_base_short:
+            raise ValueError(
+                "share_kv: adjacent layers with other rotary bases have no common keys; set "
+                "share_kv: global, or leave out rope_base_short"
+            )
         if self.depth % self.layers_per_set:
             raise ValueError(
                 f"depth {self.depth} is not a multiple of share_layers.layers {self.layers_per_set}"

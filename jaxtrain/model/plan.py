@@ -4,6 +4,7 @@ from dataclasses import dataclass
 from typing import Literal
 
 from jaxtrain.model.config import ResolvedModel
+from jaxtrain.model.sharing import kv_sources
 
 
 @dataclass(frozen=True)
@@ -14,7 +15,8 @@ class LayerSpec:
     its feed-forward network: the block's own, or with `model.moe` one that only some layers have.
     `remat`: a key of POLICIES. `block`: which weights it has: its own (or those of all layers), the
     first use of a set that several layers in a row share, or that of the layer before. `frozen`: it
-    does not train, nor does what lies below it.
+    does not train, nor does what lies below it. `kv_from`: with `model.share_kv`, how many layers
+    before it is the one whose keys and values it reads; 0: its own. None: the block has them.
     """
 
     window: int | None
@@ -24,27 +26,34 @@ class LayerSpec:
     remat: str = "none"
     block: Literal["own", "shared", "before"] = "own"
     frozen: bool = False
+    kv_from: int | None = None
 
     @property
     def parts(self) -> tuple[str, ...]:
         """The modules of the Transformer that this layer has and others may not."""
         value = ("value_embed",) if self.value_embed else ()
         block = ("block",) if self.block == "shared" else ()
-        return (*value, *block) if self.ffn == "own" else (*value, *block, self.ffn)
+        kv = ("kv",) if self.kv_from == 0 else ()
+        return (*value, *block, *kv, *(() if self.ffn == "own" else (self.ffn,)))
 
 
 Plan = tuple[LayerSpec, ...]
 
 
 def make_plan(c: ResolvedModel) -> Plan:
-    """Window pattern tiled over the depth, value embeddings on every other layer, last included."""
+    """Window pattern tiled over the depth, value embeddings on every other layer, last included: of
+    those that have values of their own."""
+    pattern = (c.window_pattern * c.depth)[: c.depth]
+    kinds = pattern[:-1] + "L" if c.last_layer_full else pattern
+    kv_from = kv_sources(c.share_kv, kinds)
+    own = [i for i in range(c.depth) if not kv_from[i]]
+    valued = own[::-1][::2] if c.value_embeddings else []
 
     def layer(i: int) -> LayerSpec:
-        last = i == c.depth - 1 and c.last_layer_full
-        short = c.window_pattern[i % len(c.window_pattern)] == "S" and not last
+        short = kinds[i] == "S"
         return LayerSpec(
             window=c.short_window if short else None,
-            value_embed=c.value_embeddings and (c.depth - 1 - i) % 2 == 0,
+            value_embed=i in valued,
             ffn=ffn_of(c, i),
             short_rope=short and c.rope_base_short is not None,
             remat=(c.moe.remat if c.moe and ffn_of(c, i) == "experts" else None)
@@ -52,6 +61,7 @@ def make_plan(c: ResolvedModel) -> Plan:
             or c.remat,
             block=block_of(c, i),
             frozen=i < c.frozen_layers,
+            kv_from=kv_from[i],
         )
 
     return tuple(layer(i) for i in range(c.depth))

@@ -15,7 +15,7 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxtrain.model import prefix, remat
-from jaxtrain.model.attention import Cache, CacheArray, LayerCache, LayerInputs
+from jaxtrain.model.attention import Cache, KeysValues, LayerCache, LayerInputs
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.fused_ops import Stream, prenorm, residual_out
 from jaxtrain.model.plan import LayerSpec, Plan
@@ -23,7 +23,6 @@ from jaxtrain.model.saved_activations import COMPRESSIONS, draw_of_layer
 from jaxtrain.model.stack import LayerWeights, Stack, in_form, layer_weights, periods
 from jaxtrain.model.stochastic_depth import skippable
 
-KeysValues = tuple[CacheArray, CacheArray]
 Carry = tuple[Stream, Array]  # the residual stream, and the middle layer's output
 
 
@@ -36,8 +35,8 @@ class LayerModules(NamedTuple):
 
 class LayersOutput(NamedTuple):
     """x_BTD: the stream after the last layer. middle_BTD: that after the middle one (backout). kv:
-    keys and values of each layer that is neither scanned nor skippable. balance_B: of each row, the
-    sum of the experts' balance losses."""
+    keys and values of each layer that has its own and is neither scanned nor skippable. balance_B:
+    of each row, the sum of the experts' balance losses."""
 
     x_BTD: Array
     middle_BTD: Array
@@ -84,18 +83,31 @@ def run_period(
     stack: Stack,
 ) -> tuple[Carry, list[KeysValues]]:
     """The layers of one period, whose weights are `stack` and `shared`; the keys and values of each
-    that is not skippable."""
+    that has its own and is not skippable."""
     c, (stream, middle_BTD) = modules.config, carry
     stack = stack._replace(shared=shared)
-    kv: list[KeysValues] = []
+    kv: list[KeysValues | None] = []
+    kept = iter(() if cache is None else cache.kv)
     for i, (spec, source) in enumerate(zip(period, layer_weights(period, stack, scanned))):
-        own = None if cache is None else LayerCache(*cache.kv[i], cache.lengths_B)
+        if spec.kv_from:
+            source = with_kv(*source, kv[i - spec.kv_from])
+        pair = kv[i - spec.kv_from] if spec.kv_from else next(kept, None)
+        own = None if cache is None or pair is None else LayerCache(*pair, cache.lengths_B)
         stream, pair = run_layer(modules, spec, *source, inputs, own, scanned, stream)
         if c.backout:
             here = stack.layers["index"][i] == c.depth // 2
             middle_BTD = jnp.where(here, stream.total(), middle_BTD)
-        kv += [] if pair is None else [pair]
-    return (stream, middle_BTD), kv
+        kv.append(pair)
+    own_kv = [pair for spec, pair in zip(period, kv) if not spec.kv_from and pair is not None]
+    return (stream, middle_BTD), own_kv
+
+
+def with_kv[Source](
+    source: Source, pick: Callable[[Source], LayerWeights], kv: KeysValues | None
+) -> tuple[tuple[Source, KeysValues | None], Callable[..., LayerWeights]]:
+    """A layer's source and pick with keys and values of another layer: an input as its weights, so
+    that what computes the layer again keeps them."""
+    return (source, kv), lambda both: pick(both[0])._replace(kv=both[1])
 
 
 def run_layer[Source](
@@ -138,7 +150,7 @@ def apply_layer[Source](
     source: Source,
 ) -> tuple[Stream, KeysValues]:
     """Scale the stream, add the embedding back in, run the block."""
-    c, fused, (layer, parts) = modules.config, inputs.fused, pick(source)
+    c, fused, (layer, parts, kv) = modules.config, inputs.fused, pick(source)
     scales = (layer["residual_scale"], layer["x0_scale"]) if c.residual_scales else None
     x_BTD, h_BTD, x0_BTD = prenorm(stream, inputs.x0_BTD, scales, c.norm_eps, fused.norm)
     encode = lambda weights: in_form(weights, c.weight_form, inputs.key, layer["index"])
@@ -148,7 +160,7 @@ def apply_layer[Source](
     attend = prefix.with_prefix_kv(layer.get("virtual"), inputs.attend, inputs.positions_BT)
     out = block(
         x_BTD, spec, inputs._replace(attend=attend), own.get("value_embed"), cache, h_BTD,
-        own.get(spec.ffn),
+        own.get(spec.ffn), kv or own.get("kv"),
     )  # fmt: skip
     balance_B = stream.balance_B
     balance_B = balance_B if out.balance_B is None else balance_B + out.balance_B

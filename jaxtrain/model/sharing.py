@@ -1,4 +1,6 @@
-"""Layers that share weights: fewer parameters at the same depth, width and FLOPs.
+"""Layers that share weights, or keys and values.
+
+`model.share_layers`: fewer parameters at the same depth, width and FLOPs.
 
 adjacent  layers 0 0 1 1 2 2   so many in a row use one set (ALBERT's groups, MobileLLM-LS)
 all       layers 0 0 0 0 0 0   one set (ALBERT)
@@ -7,6 +9,13 @@ A set is a block: attention, feed-forward network and norms. It is stored once, 
 gradient is the sum over its uses, and each use has keys and values of its own. Residual scales and
 value embeddings stay each layer's own. ALBERT: Lan et al. 2020, arXiv:1909.11942. MobileLLM: Liu et
 al. 2024, arXiv:2402.14905.
+
+`model.share_kv`: a smaller cache. A layer without keys and values of its own has no projections to
+them: it reads those of a layer before it.
+
+adjacent  layers 0 0 2 2 4 4           CLA (Brandon et al. 2024, arXiv:2405.12981)
+global    S S S L S S S L              short windows share in their order, by so many; all layers
+          0 0 2 3 2 5 5 3              with full context read the first one's (Character.AI 2024)
 """
 
 from typing import Annotated, Literal
@@ -44,3 +53,39 @@ def layers_of_set(share: SharedByAll | SharedByAdjacent | None, depth: int) -> i
     if share is None:
         return 1
     return depth if share.name == "all" else share.layers
+
+
+class KVOfAdjacent(Settings):
+    """So many layers in a row read the keys and values of the first of them (CLA)."""
+
+    name: Literal["adjacent"] = "adjacent"
+    layers: int = Field(2, ge=2, description="layers in a row with the same keys and values")
+
+
+class KVOfFirstFull(Settings):
+    """Layers with full context read those of the first of them; others of a neighbour."""
+
+    name: Literal["global"] = "global"
+    layers: int = Field(
+        2, ge=1, description="layers with a short window, in their order, with the same ones"
+    )
+
+
+ShareKV = Annotated[
+    KVOfAdjacent | KVOfFirstFull, Field(discriminator="name"), BeforeValidator(section_of_name)
+]
+
+
+def kv_sources(share: KVOfAdjacent | KVOfFirstFull | None, kinds: str) -> list[int | None]:
+    """How many layers before each is the one whose keys and values it reads; None: no sharing.
+
+    kinds: S or L of each layer.
+    """
+    if share is None:
+        return [None] * len(kinds)
+    if share.name == "adjacent":
+        return [i % share.layers for i in range(len(kinds))]
+    full, short = ([i for i, kind in enumerate(kinds) if kind == k] for k in "LS")
+    source = dict.fromkeys(full, full[0] if full else 0)
+    source |= {i: short[n - n % share.layers] for n, i in enumerate(short)}
+    return [i - source[i] for i in range(len(kinds))]

@@ -30,10 +30,11 @@ class Stack(NamedTuple):
 
 
 class LayerWeights(NamedTuple):
-    """The same of one layer."""
+    """The same of one layer. kv: keys and values that it reads of a layer before it."""
 
     layer: dict[str, Any]
     parts: dict[str, Any]
+    kv: Any = None
 
 
 def part_sizes(period: Plan, parts: Iterable[str]) -> dict[str, int]:

@@ -21,6 +21,7 @@ from jaxtrain.model import prefix
 from jaxtrain.model.attention import (
     Attend,
     Cache,
+    KeyValueProjection,
     LayerInputs,
     ValueEmbedding,
     attend_rows,
@@ -62,6 +63,8 @@ class Transformer(nnx.Module):
         self.bigram = BigramEmbedding(c) if c.bigram_rows else None
         self.blocks = Block(c, L // c.layers_per_set)
         valued = sum(spec.value_embed for spec in self.plan)
+        sources = sum(spec.kv_from == 0 for spec in self.plan)
+        self.kv = KeyValueProjection(c, sources) if sources else None
         self.value_embed = ValueEmbedding(c, vocab, valued) if valued else None
         dense, mixed = (sum(s.ffn == kind for s in self.plan) for kind in ("dense", "experts"))
         self.dense = FeedForward(c, dense) if dense else None

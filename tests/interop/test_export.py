@@ -40,6 +40,7 @@ FLIPPED = (
     "qk_norm", "qk_norm_gain", "qkv_bias", "out_bias", "ffn_bias", "last_layer_full", "norm_gain",
     "post_norm", "embed_norm", "tied_head", "value_embeddings", "residual_scales", "smear",
     "backout", "document_mask", "block_norm", "deterministic_attention", "scan_layers",
+    "causal",
 )  # fmt: skip
 # Of each field of a model, another value than any of the golden cases has.
 CHANGED = dict.fromkeys(FLIPPED, "flipped") | {
@@ -53,7 +54,7 @@ CHANGED = dict.fromkeys(FLIPPED, "flipped") | {
     "prefix": 3, "embedding_dtype": "bfloat16", "attention": "xla", "kernels": {"loss": "xla"},
     "fp8": "blocks", "fp8_history": 2, "weight_form": "fake_int8", "remat": "block",
     "remat_short": "block", "stochastic_depth": 0.5, "frozen_layers": 1, "ffn_tiles": 2,
-    "share_layers": "all",
+    "share_layers": "all", "share_kv": "global",
 }  # fmt: skip
 NEEDS = {"fp8_history": {"fp8": "blocks"}}
 # What a message says in the place of the field.

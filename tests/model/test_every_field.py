@@ -14,7 +14,7 @@ from tiny import VOCAB, batch, random_params, resolved, tokens
 
 from jaxtrain.model import Decode, ModelConfig, Prefill, Transformer, cast, initialize, split
 from jaxtrain.model.config import Experts, FusedOps, WeightForm
-from jaxtrain.model.sharing import SharedByAdjacent
+from jaxtrain.model.sharing import KVOfAdjacent, SharedByAdjacent
 from jaxtrain.objectives.next_token import next_token_loss
 from jaxtrain.settings import UserError
 
@@ -172,6 +172,9 @@ ROWS = {
     "share_layers": Row("all", parameters),
     "share_layers.name": Row("adjacent", parameters, {"share_layers": {"name": "all"}, "depth": 4}),
     "share_layers.layers": Row(4, parameters, {"share_layers": {"name": "adjacent"}, "depth": 4}),
+    "share_kv": Row("adjacent", parameters),
+    "share_kv.name": Row("global", parameters, {"share_kv": {"name": "adjacent"}, "depth": 4}),
+    "share_kv.layers": Row(3, parameters, {"share_kv": {"name": "adjacent"}, "depth": 6}),
     "moe.experts": Row(2, parameters, MOE),
     "moe.top_k": Row(1, outputs, MOE),
     "moe.hidden": Row(24, parameters, MOE),
@@ -193,7 +196,7 @@ FIELDS = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in 
 
 def test_every_field_has_a_row():
     sections = {"moe": Experts, "kernels": FusedOps, "weight_form": WeightForm}
-    sections["share_layers"] = SharedByAdjacent
+    sections |= {"share_layers": SharedByAdjacent, "share_kv": KVOfAdjacent}
     inner = {f"{name}.{field}" for name, s in sections.items() for field in s.model_fields}
     assert ROWS.keys() == ModelConfig.model_fields.keys() | inner
 

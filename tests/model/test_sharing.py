@@ -1,12 +1,15 @@
-"""model.share_layers: layers with one set of weights are layers with copies of it."""
+"""model.share_layers: layers with one set of weights are layers with copies of it. model.share_kv:
+layers read the keys and values of another, and the cache holds the others' alone."""
 
 import functools
+import itertools
 import shutil
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from attention_by_hand import PLAIN, causal_attention, states_by_hand
 from flax import nnx
 from test_two_four import NANOCHAT
 from tiny import (
@@ -25,8 +28,10 @@ from tiny import (
 
 from jaxtrain.cli import main as interop
 from jaxtrain.main import main
-from jaxtrain.model import Transformer, count, flops_per_token, split
-from jaxtrain.model.plan import make_runs
+from jaxtrain.model import Prefill, Transformer, count, flops_per_token, split
+from jaxtrain.model.layers import rotary, rotate
+from jaxtrain.model.plan import make_plan, make_runs
+from jaxtrain.model.sharing import kv_sources
 from jaxtrain.runs.saved import load_saved
 
 FIELDS = {"depth": 4, "window_pattern": "SSSL", "width": 16, "hidden": 32}
@@ -90,3 +95,52 @@ def test_a_sharded_run_goes_on_bit_for_bit(tmp_path):
     shutil.rmtree(tmp_path / "parts" / "tiny" / "checkpoints" / "6")
     assert main(run_overrides(tmp_path / "parts", **given)) == 0
     assert_same_run(tmp_path / "parts" / "tiny", tmp_path / "whole" / "tiny")
+
+
+# ---- keys and values ---------------------------------------------------------------------------
+
+KV = {"adjacent": "adjacent", "global": {"name": "global", "layers": 3}}
+
+
+@pytest.mark.parametrize("share", KV)
+def test_which_layers_have_keys_and_values(share):
+    c = resolved(**DEEP, share_kv=KV[share])
+    expected = {"adjacent": [0, 0, 2, 2, 4, 4, 6, 6], "global": [0, 0, 0, 3, 4, 4, 4, 3]}
+    assert [i - n for i, n in enumerate(kv_sources(c.share_kv, "SSSLSSSL"))] == expected[share]
+    specs = split(Transformer(c, VOCAB))[1]
+    assert len(set(expected[share])) == specs["kv"]["k"].shape[0] == specs["kv"]["v"].shape[0]
+    assert specs["blocks"]["attention"].keys() == {"q", "out"}
+
+
+@pytest.mark.parametrize("more", [{}, {"scan_layers": True, "remat": "block"}], ids=["", "scan"])
+def test_a_layer_reads_the_keys_and_values_of_the_one_before(more):
+    c, graphdef, _, params = build(**PLAIN, share_kv="adjacent", **more)
+    rows, heads, kv = jnp.asarray(tokens(2)), lambda x: x.reshape(*x.shape[:2], c.heads, -1), []
+    rope = rotary(jnp.arange(T)[None], c.head_dim, c.rope_base)
+
+    def attend(i, h):
+        if i % 2 == 0:
+            k, v = (h @ params["kv"][name][i // 2] for name in "kv")
+            kv[:] = rotate(heads(k), rope, None), heads(v)
+        q = rotate(heads(h @ params["blocks"]["attention"]["q"][i]), rope, None)
+        return causal_attention(q, *kv, c.head_dim**-0.5)
+
+    states = nnx.merge(graphdef, params)(rows).states
+    close(states, states_by_hand(c, params, rows, attend), rtol=1e-3, atol=1e-4)
+
+
+def test_a_scanned_period_has_the_sources_of_its_layers():
+    """Of many plans: a layer that reads another's keys and values stands in one period with it."""
+    shares = [{"name": name, "layers": n} for name in ("adjacent", "global") for n in (2, 3)]
+    for share, depth in itertools.product(shares, (1, 4, 7, 12)):
+        for pattern, last in itertools.product(("L", "S", "SL", "SSL", "SSSSSL"), (True, False)):
+            fields = {"depth": depth, "window_pattern": pattern, "last_layer_full": last}
+            for period, _ in make_runs(make_plan(resolved(**fields, share_kv=share)), scan=True):
+                assert all(spec.kv_from <= i for i, spec in enumerate(period))
+
+
+def test_the_cache_holds_the_sources_alone():
+    _, graphdef, _, params = build(**FIELDS, share_kv="adjacent")
+    model = nnx.merge(graphdef, params)
+    run = lambda rows: model(rows, mode=Prefill(jnp.array([3, 5]), 8)).cache
+    assert len(jax.eval_shape(run, jnp.asarray(tokens(2, 8))).kv) == 2
