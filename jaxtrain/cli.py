@@ -50,6 +50,10 @@ COMMANDS = {
         "", "train.show_data:main", "train.arguments:show_data_parser",
         "rows of a run's batches, decoded",
     ),
+    "search-growth": Command(
+        "", "train.search_growth:main", "train.arguments:search_growth_parser",
+        "train.phases by short proxy runs",
+    ),
     "filter": Command(
         "", "train.filter_data:main", "train.arguments:filter_parser",
         "filter a text, write what is kept",

@@ -132,7 +132,12 @@ def plain_workload(
     name: str | None, overrides: Sequence[str], devices: Sequence[Any], attention: str
 ) -> Workload:
     """The workload without what a CPU cannot compile; with a backend of attention that it can."""
-    plain = ["model.kernels=xla", "model.fp8=null", "model.fp8_history=null"]
+    plain = [
+        "model.kernels=xla",
+        "model.fp8=null",
+        "model.fp8_history=null",
+        "model.fp8_hidden=false",
+    ]
     plain += [f"model.attention={attention}"]
     load = lambda *more: load_workload(name, [*overrides, *plain, *more], devices, True)
     w, more = load(), []

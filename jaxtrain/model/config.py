@@ -294,6 +294,11 @@ class ModelFields[Size: int | None](Settings):
         description="how matrices of the blocks are rounded or made sparse where they multiply; a "
         "name alone is enough; default not at all",
     )
+    fp8_hidden: bool = Field(
+        False,
+        description="the backward pass of float8 training has squared-ReLU hidden layers in float8 "
+        "alone: 2 bytes less for each hidden value, and an error of the gradient of at most 3%",
+    )
     fp8_history: int | None = Field(
         None,
         ge=1,

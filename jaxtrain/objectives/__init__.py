@@ -21,11 +21,13 @@ from jaxtrain.objectives.next_token import NEXT_TOKEN, NextTokenConfig, make_nex
 from jaxtrain.objectives.orpo import ORPOConfig, orpo_loss
 from jaxtrain.objectives.preference import PreferenceMethod, answer_logps, make_preference
 from jaxtrain.objectives.prefix_token import PrefixTokenConfig, make_prefix_token
+from jaxtrain.objectives.sampled_softmax import SampledSoftmaxConfig, make_sampled_softmax
 
 ObjectiveConfig = Annotated[
     NextTokenConfig
     | MultiTokenConfig
     | PrefixTokenConfig
+    | SampledSoftmaxConfig
     | MaskedLMConfig
     | DPOConfig
     | IPOConfig
@@ -43,6 +45,7 @@ OBJECTIVES: dict[str, Callable[[Any, LossOptions], Objective]] = {
     "next_token": make_next_token,
     "multi_token": make_multi_token,
     "prefix_token": make_prefix_token,
+    "sampled_softmax": make_sampled_softmax,
     "masked_lm": make_masked_lm,
     **dict.fromkeys(PREFERENCES, lambda c, options: make_preference(c, PREFERENCES[c.name])),
 }

@@ -63,6 +63,7 @@ class Objective(NamedTuple):
     sums: tuple[str, ...] = ()  # names of the other sums
     # (model, params, batch [A, B, T]) -> what the losses of all microbatches read
     share: Callable[[nnx.GraphDef, Params, Any], Any] = lambda model, params, batch: None
+    draws: bool = False  # the loss is given a key
 
 
 class LossOptions(NamedTuple):

@@ -1,4 +1,4 @@
-"""The command lines of `prepare`, `show-data` and `filter`; nothing here imports JAX."""
+"""Command lines of `prepare`, `show-data`, `filter`, `search-growth`; nothing imports JAX."""
 
 from pathlib import Path
 
@@ -45,6 +45,31 @@ def filter_parser() -> Parser:
     parser.add_argument(
         "--samples", type=whole(0), default=1, help="removed documents shown of each reason (1)"
     )
+    return parser
+
+
+def search_growth_parser() -> Parser:
+    """Of `jaxtrain search-growth`: `train.phases` by short proxy runs."""
+    parser = Parser(
+        "jaxtrain search-growth",
+        description="Train short runs of equal cost that begin with fewer layers, and write the "
+        "train.phases of the best. The same command again goes on.",
+    )
+    parser.add_argument("config", help="a YAML file or the bare name of a shipped config")
+    add_overrides(parser)
+    parser.add_argument(
+        "--steps", type=whole(2), required=True, help="proxy steps of the whole model"
+    )
+    parser.add_argument(
+        "--depths", type=whole(1), nargs="+", required=True, help="depths to begin with: 3 6"
+    )
+    parser.add_argument(
+        "--shares", type=float, nargs="+", default=[0.25, 0.5], help="of the steps (0.25 0.5)"
+    )
+    parser.add_argument(
+        "--grow", nargs="+", default=["stack", "interleave"],
+        choices=["stack", "interleave", "repeat_top"], help="where new layers come from",
+    )  # fmt: skip
     return parser
 
 

@@ -59,6 +59,7 @@ def make_step_spec(
     """
     head = "fp8" if c.model.fp8 == "all" else None
     options = LossOptions(c.train.z_loss, head, c.mesh.pipeline_repeats, c.train.steps, pieces)
+    objective = make_objective(c.objective, options)
     return StepSpec(
         graphdef,
         partition.trainable,
@@ -68,9 +69,9 @@ def make_step_spec(
         c.optim.clip_norm,
         partition.join,
         c.mesh.zero,
-        make_objective(c.objective, options),
+        objective,
         make_transforms(c, dtype),
-        draws=c.model.draws,
+        draws=c.model.draws or objective.draws,
     )
 
 

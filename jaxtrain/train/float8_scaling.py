@@ -24,13 +24,14 @@ from jaxtrain.weights.params import Params, Specs
 
 
 class Float8(StepTransform):
-    """history: steps whose largest magnitudes the scales come from; None: each tensor's own."""
+    """history: steps whose largest magnitudes the scales come from; None: each tensor's own.
+    keep_hidden: the backward pass has hidden layers in 16 bits."""
 
     name = "amax_history"
     rewinds = True
 
-    def __init__(self, history: int | None = None):
-        self.history = history
+    def __init__(self, history: int | None = None, keep_hidden: bool = True):
+        self.history, self.keep_hidden = history, keep_hidden
         self.has_state = history is not None
 
     def init(self, params: Params, specs: Specs) -> AmaxHistory | None:
@@ -45,7 +46,7 @@ class Float8(StepTransform):
     def wrap_params(
         self, params: Params, specs: Specs, prepared: Fp8Copies, statistics: AmaxHistory | None
     ) -> Params:
-        return with_fp8(params, prepared, specs, statistics)
+        return with_fp8(params, prepared, specs, statistics, self.keep_hidden)
 
     def after_gradients(
         self, state: AmaxHistory | None, seen: AmaxHistory, grad_scale: jax.Array
@@ -57,4 +58,4 @@ class Float8(StepTransform):
 
 
 def float8(c: Resolved, dtype: jnp.dtype) -> Float8 | None:
-    return Float8(c.model.fp8_history) if c.model.fp8 else None
+    return Float8(c.model.fp8_history, not c.model.fp8_hidden) if c.model.fp8 else None

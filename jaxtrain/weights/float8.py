@@ -41,18 +41,22 @@ class AmaxHistory(NamedTuple):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["w_KN", "fp8", "amax"], meta_fields=[]
+    jax.tree_util.register_dataclass,
+    data_fields=["w_KN", "fp8", "amax"],
+    meta_fields=["keep_hidden"],
 )
 @dataclasses.dataclass(frozen=True)
 class Fp8Weight(Weight):
     """A matrix, or a stack of them: the array that receives the gradient, and its float8 copy.
 
-    amax: where scaling is delayed, of the input and of the output's gradient.
+    amax: where scaling is delayed, of the input and of the output's gradient. keep_hidden: the
+    backward pass has hidden layers in 16 bits, not in float8 alone.
     """
 
     w_KN: Any
     fp8: Any  # a kernels.Fp8
     amax: Any = None
+    keep_hidden: bool = True
 
     def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
         amax_2 = None if self.amax is None else jnp.stack(self.amax)
@@ -77,7 +81,8 @@ class Fp8Weight(Weight):
         try:
             return kernels.fp8_feed_forward_relu2(
                 x, self.w_KN, down.w_KN, copies=(self.fp8, down.fp8), amax_22=amax_22,
-                constrain=pinned, implementation=cast_backend() or implementation,
+                constrain=pinned, keep_hidden=self.keep_hidden,
+                implementation=cast_backend() or implementation,
             )  # fmt: skip
         except NotImplementedError as error:
             raise UserError(f"model.kernels.ffn: {error}; xla takes XLA's") from None
@@ -123,7 +128,11 @@ def float8_copies(w_LKN: Float[Array, "L K N"]) -> kernels.Fp8:
 
 
 def with_fp8(
-    params: Params, copies: Fp8Copies, specs: Specs, amax: AmaxHistory | None = None
+    params: Params,
+    copies: Fp8Copies,
+    specs: Specs,
+    amax: AmaxHistory | None = None,
+    keep_hidden: bool = True,
 ) -> Params:
     """The parameters with Fp8Weight in place of those that have a copy.
 
@@ -133,13 +142,13 @@ def with_fp8(
 
     def put(path: tuple[Any, ...], param: Array, spec: ParamSpec, copy: Any) -> Any:
         if copy is None or amax is None:
-            return param if copy is None else Fp8Weight(param, copy)
+            return param if copy is None else Fp8Weight(param, copy, None, keep_hidden)
         name = path_name(path)
         tensor = reads(name, spec)
         most_L = amax.inputs[tensor]
         most_L = jax.lax.stop_gradient(most_L) if tensor in reported else most_L
         reported.add(tensor)
-        return Fp8Weight(param, copy, (most_L, amax.gradients[name]))
+        return Fp8Weight(param, copy, (most_L, amax.gradients[name]), keep_hidden)
 
     return jax.tree_util.tree_map_with_path(put, params, specs, copies)
 

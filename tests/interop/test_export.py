@@ -52,11 +52,12 @@ CHANGED = dict.fromkeys(FLIPPED, "flipped") | {
     "norm": "layer", "norm_eps": 1e-3, "embed_scale": 3.0, "logit_softcap": 7.0,
     "attention_softcap": 7.0, "init": "orthogonal", "base_width": 64, "adapter": 4, "prompt": 3,
     "prefix": 3, "embedding_dtype": "bfloat16", "attention": "xla", "kernels": {"loss": "xla"},
-    "fp8": "blocks", "fp8_history": 2, "weight_form": "fake_int8", "remat": "block",
+    "fp8": "blocks", "fp8_history": 2, "fp8_hidden": True,
+    "weight_form": "fake_int8", "remat": "block",
     "remat_short": "block", "stochastic_depth": 0.5, "frozen_layers": 1, "ffn_tiles": 2,
     "share_layers": "all", "share_kv": "global",
 }  # fmt: skip
-NEEDS = {"fp8_history": {"fp8": "blocks"}}
+NEEDS = {"fp8_history": {"fp8": "blocks"}, "frozen_layers": {"depth": 2}}
 # What a message says in the place of the field.
 SAYS = dict.fromkeys(("window_pattern", "short_window", "last_layer_full"), "windows")
 SAYS |= dict.fromkeys(("qk_scale", "attention_scale"), "factor")

@@ -160,6 +160,7 @@ ROWS = {
     "scan_layers": Row(True, training, {"window_pattern": "L", "value_embeddings": False}),
     "fp8": Row("blocks", STEP),
     "fp8_history": Row(2, STEP),
+    "fp8_hidden": Row(True, STEP),
     "weight_form": Row("fake_int4", outputs),
     "weight_form.name": Row("nvfp4", training, {"weight_form": {"name": "mxfp4"}}),
     "weight_form.stochastic_rounding": Row(False, training, {"weight_form": {"name": "nvfp4"}}),

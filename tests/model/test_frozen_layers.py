@@ -66,7 +66,9 @@ def test_a_frozen_layer_costs_no_backward_pass():
 @pytest.mark.quick("muon")
 def test_the_optimizer_moves_the_others_as_before_and_leaves_the_frozen(name):
     c, _, specs, params = build(frozen_layers=FROZEN)
-    optim = load_config(None, [f"optim.name={name}", "optim.schedule.warmup_steps=0"]).optim
+    given = [f"optim.name={name}", "optim.schedule.warmup_steps=0"]
+    given += ["optim.min_size=32"] * (name == "adamw8bit")
+    optim = load_config(None, given).optim
     if name == "muon":
         optim = optim.model_copy(update={
             "matrix_lr": 0.01, "weight_decay": 0.1, "embedding_lr": 0.1, "head_lr": 0.01,
@@ -83,7 +85,8 @@ def test_the_optimizer_moves_the_others_as_before_and_leaves_the_frozen(name):
         same(halves(key, flatten(moved)[key])[0], halves(key, old)[0])
         new, usual = halves(key, flatten(moved)[key])[1], halves(key, flatten(expected)[key])[1]
         np.testing.assert_allclose(new, usual, rtol=1e-4, atol=1e-5, err_msg=key)
-        assert new.size == 0 or np.any(new != halves(key, old)[1])
+        # SOAP's first step makes its basis alone.
+        assert new.size == 0 or name == "soap" or np.any(new != halves(key, old)[1])
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
 
 

@@ -9,7 +9,7 @@ from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float
 
 from jaxtrain_kernels.matmul.fp8 import (
     E4M3,
@@ -30,6 +30,7 @@ def fp8_feed_forward_relu2(
     copies: tuple[Fp8, Fp8] | None = None,
     amax_22: Float[Array, "2 2"] | None = None,
     constrain: Callable[[Array], Array] = lambda h: h,
+    keep_hidden: bool = True,
     implementation: str | None = None,
 ) -> Float[Array, "*M D"]:
     """relu(x W_up)^2 W_down in x's dtype, with all six products in float8 as in `fp8_matmul`.
@@ -38,21 +39,25 @@ def fp8_feed_forward_relu2(
     amax_22: delayed scaling: of W_up and of W_down, the largest magnitudes of what it reads and of
     its output's gradient in earlier steps; what stands in for its gradient is those of this call.
     constrain: pins the placement of the hidden layer and of the activation's gradient under a mesh.
+    keep_hidden: the backward pass has the hidden layer in x's dtype; else the root of its square's
+    float8 copy, which it keeps anyway: 2 bytes less for each hidden value, of which the gradient's
+    factor is then off by at most 1/32 (before its own cast, which is off by up to 1/8).
     implementation: of `fp8_quantize`. Raises NotImplementedError on a device without float8.
     """
     if copies is None:
         quantize = functools.partial(fp8_quantize, implementation=implementation)
         weights = jax.lax.stop_gradient((w_up_DF, w_down_FD))
         copies = quantize(weights[0]), quantize(weights[1])
-    return _network(implementation, constrain, x, (w_up_DF, w_down_FD), copies, amax_22)
+    options = implementation, constrain, keep_hidden
+    return _network(*options, x, (w_up_DF, w_down_FD), copies, amax_22)
 
 
-@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1))
-def _network(implementation, constrain, x, weights, copies, amax_22):
-    return _forward(implementation, constrain, x, weights, copies, amax_22)[0]
+@functools.partial(jax.custom_vjp, nondiff_argnums=(0, 1, 2))
+def _network(implementation, constrain, keep_hidden, x, weights, copies, amax_22):
+    return _forward(implementation, constrain, keep_hidden, x, weights, copies, amax_22)[0]
 
 
-def _forward(implementation, constrain, x, weights, copies, amax_22):
+def _forward(implementation, constrain, keep_hidden, x, weights, copies, amax_22):
     up, down = copies
     most_x, most_a = (None, None) if amax_22 is None else amax_22[:, 0]
     cast = functools.partial(fp8_quantize_function, dtype=E4M3, implementation=implementation)
@@ -66,11 +71,14 @@ def _forward(implementation, constrain, x, weights, copies, amax_22):
     read = x_fp8._replace(q_MK=None), a_fp8._replace(q_MK=None)
     copies = up._replace(q_KM=None), down._replace(q_KM=None)
     like = weights[0][:0], weights[1][:0]
+    h_MF = h_MF if keep_hidden else None
     return y_MD.reshape(x.shape), (read, h_MF, copies, like, amax_22, (seen_x, seen_a))
 
 
-def _backward(implementation, constrain, saved, dy):
+def _backward(implementation, constrain, keep_hidden, saved, dy):
     (x_fp8, a_fp8), h_MF, (up, down), (like_up, like_down), amax_22, seen = saved
+    if not keep_hidden:
+        h_MF = _pinned(constrain, _root(a_fp8, dy.dtype), dy)
     most_dh, most_dy = (None, None) if amax_22 is None else amax_22[:, 1]
     cast = functools.partial(fp8_quantize_function, dtype=E5M2, implementation=implementation)
     exact = functools.partial(fp8_product, exact=True)
@@ -88,6 +96,11 @@ def _backward(implementation, constrain, saved, dy):
 
 
 _network.defvjp(_forward, _backward)
+
+
+def _root(a_fp8: Fp8, dtype: DTypeLike) -> Array:
+    """relu(h) of the float8 copy of relu(h)^2."""
+    return jnp.sqrt(a_fp8.q_KM.T.astype(jnp.float32) * a_fp8.scale).astype(dtype)
 
 
 def _rows(x: Array) -> Array:
