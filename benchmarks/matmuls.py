@@ -18,7 +18,7 @@ from benchmarks.kernels import Row, chosen, error_of, growing, measured, sized
 from benchmarks.timing import rotating
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.cluster.xla_flags import known_options
-from jaxtrain.optim.muon import POLAR_EXPRESS, orthogonalize, orthogonalize_flops
+from jaxtrain.optim.orthogonalize import POLAR_EXPRESS, orthogonalize, orthogonalize_flops
 
 Arrays = tuple[Any, ...]
 

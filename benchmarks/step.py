@@ -25,7 +25,7 @@ from jaxtrain.estimate.workload import (
 )
 from jaxtrain.model import active, cast
 from jaxtrain.optim import MuonConfig
-from jaxtrain.optim.muon import COEFFICIENTS, orthogonalize_flops
+from jaxtrain.optim.orthogonalize import COEFFICIENTS, orthogonalize_flops
 from jaxtrain.runs.environment import peak_flops
 from jaxtrain.settings import UserError
 from jaxtrain.train.program import compile_step, memory_needed

@@ -4,37 +4,29 @@ A matrix is `[..., in, out]`; everything in front is a batch of matrices, orthog
 Each refinement is a switch, so that it can be measured.
 """
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
-from jaxtrain_kernels import matmul
-from jaxtrain_kernels.dispatch import target
-from jaxtyping import Array, DTypeLike, Float
 from pydantic import Field
 
-from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.optim.adamw import make_adamw
+from jaxtrain.optim.orthogonalize import COEFFICIENTS, normalize, orthogonalize
 from jaxtrain.optim.param_groups import Hyper, OptimizerConfig, ParamGroup
+from jaxtrain.optim.soap import (
+    SOAPDirectionConfig,
+    SOAPLeaf,
+    SOAPState,
+    divide_momentum,
+    init_leaf,
+    soap_peaks,
+)
 from jaxtrain.optim.types import Adjust
 from jaxtrain.parallel import distribute_matrices
 
-# Amsel et al. 2025 (Polar Express): degree-5 odd polynomials for 5 iterations, safety 2e-2.
-POLAR_EXPRESS = (
-    (8.156554524902461, -22.48329292557795, 15.878769915207462),
-    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
-    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
-    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
-    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
-)
-NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5  # Jordan et al. 2024
-COEFFICIENTS = {"polar_express": POLAR_EXPRESS, "newton_schulz": NEWTON_SCHULZ}
-GRAM_FROM = 2  # times longer than wide: from here on the Gram matrix's iteration is cheaper
-RESTART = 2  # iterations on one Gram matrix
 DECAY = 0.28  # of the matrices of nanochat's d12
 
 # nanochat's b1 and b2 of the groups that AdamW updates.
@@ -136,6 +128,9 @@ class MuonConfig(OptimizerConfig):
         description="decays b1 and b2 of AdamW's two moments in groups, as in "
         "{embedding: [0.5, 0.95]}; the others keep nanochat's",
     )
+    soap: SOAPDirectionConfig | None = Field(
+        None, description="divide the momentum in SOAP's basis before orthogonalising (SOAP-Muon)"
+    )
 
 
 class MuonRates(NamedTuple):
@@ -192,104 +187,11 @@ def resolve_muon(c: MuonConfig, scale: Scale) -> MuonConfig:
 
 
 class MuonState(NamedTuple):
-    """Momentum of each matrix, and NorMuon's mean squares (None where it is off)."""
+    """Momentum of each matrix, NorMuon's mean squares and SOAP's (None where these are off)."""
 
     momentum: Any
     second: Any
-
-
-def matmul_dtype(wanted: DTypeLike = jnp.bfloat16) -> jnp.dtype:
-    """The wanted sixteen bits where matrix units have both kinds, else what the device has.
-
-    A TPU has bfloat16 only, a GPU before Ampere float16; a CPU is faster and exact in float32.
-    """
-    best = compute_dtype("auto")
-    both = best == jnp.bfloat16 and target().platform != "tpu"
-    return jnp.dtype(wanted if both else best)
-
-
-def normalize(
-    x_in_out: Float[Array, "*L i o"], equilibrate: bool = False
-) -> Float[Array, "*L i o"]:
-    """Each matrix at a Frobenius norm just below 1, so that all singular values are.
-
-    equilibrate: first scale each output's column to the root mean square of all of them (MuonEq).
-    One pass sums the squares of the columns; all norms follow from these.
-    """
-    squares = jnp.sum(jnp.square(x_in_out), axis=-2, keepdims=True)
-    factor: Any = 1.0
-    if equilibrate:
-        mean = jnp.sqrt(jnp.mean(squares, axis=-1, keepdims=True))
-        factor = mean / jnp.maximum(jnp.sqrt(squares), 1e-6)
-        squares = squares * jnp.square(factor)
-    norm = jnp.sqrt(jnp.sum(squares, axis=-1, keepdims=True))
-    return x_in_out * (factor / (norm * 1.01 + 1e-6))
-
-
-def orthogonalize(
-    x_in_out: Float[Array, "*L i o"],
-    coefficients: tuple[tuple[float, float, float], ...],
-    gram: bool = True,
-    symmetric: bool = True,
-) -> Float[Array, "*L i o"]:
-    """Push all singular values, at most 1 at first, of each matrix towards 1.
-
-    X <- (aI + bA + cA^2) X with A = X X^T, on the shorter side. The result is in the dtype of the
-    matmuls. `gram`: long matrices by `gram_newton_schulz`, which is the same with fewer FLOPs.
-    `symmetric`: products that are symmetric by the fastest kernel for such, else by XLA.
-    """
-    short, long = sorted(x_in_out.shape[-2:])
-    # Rounding A on its own, apart from X, asks for float16's longer mantissa.
-    fit = matmul_dtype(jnp.float16) != jnp.bfloat16
-    by_gram = gram and fit and long >= GRAM_FROM * short
-    x = x_in_out.astype(matmul_dtype(jnp.float16 if by_gram else jnp.bfloat16))
-    x = x.reshape(-1, *x.shape[-2:])
-    if x.shape[-2] > x.shape[-1]:
-        x = x.mT
-    through = gram_newton_schulz if by_gram else newton_schulz
-    x = through(x, coefficients, None if symmetric else "xla")
-    x = x.mT if x_in_out.shape[-2] > x_in_out.shape[-1] else x
-    return x.reshape(x_in_out.shape)
-
-
-def newton_schulz(
-    x: jax.Array, coefficients: Sequence[tuple[float, float, float]], implementation: str | None
-) -> jax.Array:
-    for polynomial in coefficients:
-        a = matmul.gram(x, implementation=implementation)
-        x = matmul.square_polynomial(a, polynomial, implementation=implementation) @ x
-    return x
-
-
-def gram_newton_schulz(
-    x: jax.Array, coefficients: Sequence[tuple[float, float, float]], implementation: str | None
-) -> jax.Array:
-    """The iteration on the small A alone: A <- PAP, Q <- PQ, and X <- QX at the end.
-
-    A grows negative eigenvalues out of its rounding errors, so that it is made anew from X after
-    RESTART iterations (Gram Newton-Schulz, Dao-AILab 2026). All of them are polynomials of one A,
-    so that they commute and are symmetric but for rounding; Q alone must keep what is not, or its
-    errors double.
-    """
-    product = functools.partial(matmul.symmetric_product, implementation=implementation)
-    for part in (coefficients[:RESTART], coefficients[RESTART:]):
-        a, q = matmul.gram(x, implementation=implementation), None
-        for left, polynomial in zip(reversed(range(len(part))), part):
-            p = matmul.square_polynomial(a, polynomial, implementation=implementation)
-            q = p if q is None else p @ q
-            if left:
-                a = product(product(p, a), p)
-        x = x if q is None else q @ x
-    return x
-
-
-def orthogonalize_flops(short: int, long: int, steps: int, gram: bool) -> int:
-    """FLOPs of the matmuls that `orthogonalize` does for one matrix."""
-    if not (gram and long >= GRAM_FROM * short):
-        return steps * (4 * short**2 * long + 2 * short**3)
-    parts = [n for n in (min(steps, RESTART), steps - RESTART) if n > 0]
-    small = sum(2 * n + 2 * (n - 1) + 4 * (n - 1) for n in parts)
-    return len(parts) * 4 * short**2 * long + small * short**3
+    soap: Any = None  # SOAPState
 
 
 def second_moment_axis(shape: tuple[int, ...]) -> int:
@@ -327,10 +229,21 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
             factor = factor * lines * norm / jnp.maximum(evened, 1e-10)
         return u * jnp.float32(factor), v
 
-    def leaf(h: Hyper, g: jax.Array, m: jax.Array, v: jax.Array | None, p: jax.Array, spec: Any):
+    def leaf(
+        h: Hyper,
+        count: Any,
+        g: jax.Array,
+        m: jax.Array,
+        v: jax.Array | None,
+        s: SOAPLeaf | None,
+        p: jax.Array,
+        spec: Any,
+    ):
         mu = h["momentum"]
         m = mu * m + (1 - mu) * g
         u = mu * m + (1 - mu) * g if c.nesterov else m
+        if c.soap and s is not None:
+            u, s = divide_momentum(c.soap, h, count, g, u, s)
         b2 = h["b2"]
         alone = spec is None
         u, v = (
@@ -340,22 +253,30 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
         )
         decayed = p * (u * p >= 0) if c.cautious_decay else p
         rate = h["learning_rate"] * math.sqrt(max(1.0, g.shape[-1] / g.shape[-2]))
-        return -rate * (u + h["weight_decay"] * decayed), m, v
+        return -rate * (u + h["weight_decay"] * decayed), m, v, s
 
     def make(h: Hyper) -> optax.GradientTransformation:
         def init(params):
-            return MuonState(
-                jax.tree.map(jnp.zeros_like, params), jax.tree.map(second_like, params)
-            )
+            momentum = jax.tree.map(jnp.zeros_like, params)
+            state = MuonState(momentum, jax.tree.map(second_like, params))
+            if (soap := c.soap) is None:
+                return state
+            bare = lambda p: init_leaf(p, soap.max_dim)._replace(m=None)
+            zero = jnp.zeros((), jnp.int32)
+            return state._replace(soap=SOAPState(zero, jax.tree.map(bare, params)))
 
         def update(updates, state, params=None, specs=None):
             grads, treedef = jax.tree.flatten(updates)
-            specs = treedef.unflatten([None] * len(grads)) if specs is None else specs
-            trees = (state.momentum, state.second, params, specs)
+            nothing = treedef.unflatten([None] * len(grads))
+            count, divided = state.soap or (None, nothing)
+            trees = (state.momentum, state.second, divided, params, specs or nothing)
             rest = (treedef.flatten_up_to(t) for t in trees)
-            moved, momentum, second = zip(*(leaf(h, *arrays) for arrays in zip(grads, *rest)))
-            unflatten = treedef.unflatten
-            return unflatten(moved), MuonState(unflatten(momentum), unflatten(second))
+            leaves = (leaf(h, count, *arrays) for arrays in zip(grads, *rest))
+            moved, *states = (treedef.unflatten(part) for part in zip(*leaves))
+            new = MuonState(*states[:2])
+            if count is not None:
+                new = new._replace(soap=SOAPState(count + 1, states[2]))
+            return moved, new
 
         return optax.GradientTransformationExtraArgs(init, update)
 
@@ -404,6 +325,8 @@ def muon(c: MuonConfig) -> dict[str, ParamGroup]:
         "momentum_warmup_steps": c.momentum_warmup_steps,
         "b2": c.normuon_b2,
     }
+    if c.soap:
+        matrix |= {f"soap_{name}": peak for name, peak in soap_peaks(c.soap).items()}
     return {
         "matrix": ParamGroup(make_muon(c), matrix, adjust(c), mup_rule="spectral", matrices=True),
         "embedding": adam("embedding", rates.embedding_lr, 0.001),

@@ -3,6 +3,11 @@
 A matrix is `[..., in, out]`; everything in front is a batch of matrices. With L = E[G G^T] and
 R = E[G^T G], the gradient is seen from their eigenvectors Q: G' = Q_L^T G Q_R. Adam's second
 moment lives there; the first moment stays in the parameter's own basis.
+
+FLOPs for a matrix [n, m]: 8 nm (n + m) a step for factors and turns, and 48 (n^3 + m^3) for a new
+`newton_schulz` basis (QR: about 8 n^3 a side, on few units). Muon's own: 30 n^3 where n = m, and
+8 n^2 m + 28 n^3 where m >= 2 n. Of all matrices of gpt_d12: Muon has 1.3e12 a step, SOAP adds
+2.1e12 and 36e12 a basis, or with max_dim=1024 (dims of 3072 keep their own) 0.7e12 and 3.1e12.
 """
 
 from collections.abc import Callable
@@ -15,8 +20,12 @@ from jaxtyping import Array, Float
 from pydantic import Field
 
 from jaxtrain.optim.adamw import make_adamw
+from jaxtrain.optim.eigenbasis import rotate_basis
 from jaxtrain.optim.merge_states import mean_over_replicas
 from jaxtrain.optim.param_groups import Hyper, OptimizerConfig, ParamGroup
+from jaxtrain.settings import Settings
+
+Basis = Literal["qr", "newton_schulz"]
 
 
 class SOAPConfig(OptimizerConfig):
@@ -33,6 +42,29 @@ class SOAPConfig(OptimizerConfig):
         10, ge=1, description="steps between updates of the eigenbasis"
     )
     max_dim: int = Field(4096, ge=1, description="larger dims keep their own basis")
+    basis: Basis = Field(
+        "qr",
+        description="how the eigenbasis follows: by power iteration and QR, or by rotations in "
+        "matmuls alone",
+    )
+
+
+class SOAPDirectionConfig(Settings):
+    """Muon orthogonalises its momentum divided by the root of its second moment in SOAP's basis
+    (SOAP-Muon, Vyas et al. 2025; modded-nanogpt's track 3, record 44)."""
+
+    b2: float = Field(0.9, ge=0, lt=1, description="decay of the second moment")
+    eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
+    shampoo_beta: float = Field(0.9, ge=0, lt=1, description="decay of Shampoo's factors")
+    precondition_frequency: int = Field(
+        10, ge=1, description="steps between updates of the eigenbasis, after as many with one each"
+    )
+    max_dim: int = Field(1024, ge=1, description="larger dims keep their own basis")
+    basis: Basis = Field(
+        "newton_schulz",
+        description="how the eigenbasis follows: by power iteration and QR, or by rotations in "
+        "matmuls alone",
+    )
 
 
 class Preconditioner(NamedTuple):
@@ -45,7 +77,7 @@ class Preconditioner(NamedTuple):
 class SOAPLeaf(NamedTuple):
     """State of one stack; a side is None where its dim is above max_dim."""
 
-    m: Array
+    m: Array | None  # None where Muon has it
     v: Array
     left: Preconditioner | None
     right: Preconditioner | None
@@ -59,7 +91,8 @@ class SOAPLeaf(NamedTuple):
             return None if s is None else Preconditioner(mean_over_replicas(s.factor), s.basis[0])
 
         v = mean_over_replicas(self.v) if self.left is self.right is None else self.v[0]
-        return SOAPLeaf(mean_over_replicas(self.m), v, side(self.left), side(self.right))
+        m = None if self.m is None else mean_over_replicas(self.m)
+        return SOAPLeaf(m, v, side(self.left), side(self.right))
 
 
 class SOAPState(NamedTuple):
@@ -96,13 +129,18 @@ def power_iteration_basis(side: Preconditioner, v: Array, dim: int) -> tuple[Arr
 
 
 def update_preconditioner(
-    h: Hyper, side: Preconditioner, v: Array, count: Array, gram: Array, dim: int
+    h: Hyper, side: Preconditioner, v: Array, count: Array, gram: Array, dim: int, kind: Basis
 ):
     """The side with a gradient's outer product averaged in, and the second moment of its basis."""
     factor = h["shampoo_beta"] * side.factor + (1 - h["shampoo_beta"]) * gram
     due = count % h["precondition_frequency"] == 0
-    which = jnp.where(count == 0, 2, jnp.where(due, 1, 0))
     keep = lambda side, v: (side.basis, v)
+    if kind == "newton_schulz":  # from the identity, in a round at each of the first steps
+        turn = lambda s, v: (rotate_basis(s.factor, s.basis), v)
+        due = due | (count < h["precondition_frequency"])
+        basis, v = jax.lax.cond(due, turn, keep, side._replace(factor=factor), v)
+        return Preconditioner(factor, basis), v
+    which = jnp.where(count == 0, 2, jnp.where(due, 1, 0))
     branches = [
         keep,
         lambda s, v: power_iteration_basis(s, v, dim),
@@ -112,47 +150,77 @@ def update_preconditioner(
     return Preconditioner(factor, basis), v
 
 
-def step(h: Hyper, count: Array, g: Array, s: SOAPLeaf, p: Array) -> tuple[Array, SOAPLeaf]:
+def divide_in_basis(
+    h: Hyper, count: Array, g: Array, m: Array, s: SOAPLeaf, correct: Array | float, kind: Basis
+) -> tuple[Array, SOAPLeaf]:
+    """(m / correct over the root of the second moment, in the basis and back; the new state)."""
+    moved = count > 0
+    g_turned, m_turned = to_eigenbasis(g, s.left, s.right), to_eigenbasis(m, s.left, s.right)
+    v = jnp.where(moved, h["b2"] * s.v + (1 - h["b2"]) * jnp.square(g_turned), s.v)
+    steps = jnp.maximum(count, 1)
+    m_hat, v_hat = m_turned / correct, v / (1 - h["b2"] ** steps)
+    u = to_eigenbasis(m_hat / (jnp.sqrt(v_hat) + h["eps"]), s.left, s.right, back=True)
+    left, right = s.left, s.right
+    if left is not None:
+        left, v = update_preconditioner(h, left, v, count, g @ g.mT, -2, kind)
+    if right is not None:
+        right, v = update_preconditioner(h, right, v, count, g.mT @ g, -1, kind)
+    return u, SOAPLeaf(s.m, v, left, right)
+
+
+def step(
+    h: Hyper, count: Array, kind: Basis, g: Array, s: SOAPLeaf, p: Array
+) -> tuple[Array, SOAPLeaf]:
     """Update and state of one stack. The first gradient only makes the basis, nothing moves:
     in the eigenbasis of itself it is diagonal, and Adam would raise the rounding beside it."""
     g = g.astype(jnp.float32)
     moved = count > 0
+    assert s.m is not None
     m = jnp.where(moved, h["b1"] * s.m + (1 - h["b1"]) * g, s.m)
-    g_turned, m_turned = to_eigenbasis(g, s.left, s.right), to_eigenbasis(m, s.left, s.right)
-    v = jnp.where(moved, h["b2"] * s.v + (1 - h["b2"]) * jnp.square(g_turned), s.v)
-    steps = jnp.maximum(count, 1)
-    m_hat, v_hat = m_turned / (1 - h["b1"] ** steps), v / (1 - h["b2"] ** steps)
-    u = to_eigenbasis(m_hat / (jnp.sqrt(v_hat) + h["eps"]), s.left, s.right, back=True)
+    correct = 1 - h["b1"] ** jnp.maximum(count, 1)
+    u, new = divide_in_basis(h, count, g, m, s, correct, kind)
     u = jnp.where(moved, -h["learning_rate"] * (u + h["weight_decay"] * p), 0.0)
-    left, right = s.left, s.right
-    if left is not None:
-        left, v = update_preconditioner(h, left, v, count, g @ g.mT, -2)
-    if right is not None:
-        right, v = update_preconditioner(h, right, v, count, g.mT @ g, -1)
-    return u, SOAPLeaf(m, v, left, right)
+    return u, new._replace(m=m)
 
 
-def make_soap(max_dim: int) -> Callable[[Hyper], optax.GradientTransformation]:
-    """The transformation of a tree of matrices `[..., in, out]`, from the rates in force."""
+def init_leaf(p: jax.Array, max_dim: int) -> SOAPLeaf:
+    """The state of one stack before the first gradient."""
 
-    def side(p: jax.Array, n: int) -> Preconditioner | None:
+    def side(n: int) -> Preconditioner | None:
         if n > max_dim:
             return None
         shape = (*p.shape[:-2], n, n)
         return Preconditioner(jnp.zeros(shape), jnp.broadcast_to(jnp.eye(n), shape))
 
-    def leaf(p: jax.Array) -> SOAPLeaf:
-        zeros = jnp.zeros(p.shape, jnp.float32)
-        return SOAPLeaf(zeros, zeros, side(p, p.shape[-2]), side(p, p.shape[-1]))
+    zeros = jnp.zeros(p.shape, jnp.float32)
+    return SOAPLeaf(zeros, zeros, side(p.shape[-2]), side(p.shape[-1]))
+
+
+def divide_momentum(
+    c: SOAPDirectionConfig, h: Hyper, count: Array, g: Array, u: Array, s: SOAPLeaf
+) -> tuple[Array, SOAPLeaf]:
+    """What Muon orthogonalises in the place of u, its momentum; the first gradient's is u."""
+    rates = {name: h[f"soap_{name}"] for name in soap_peaks(c)}
+    divided, new = divide_in_basis(rates, count, g.astype(jnp.float32), u, s, 1.0, c.basis)
+    return jnp.where(count > 0, divided, u), new
+
+
+def soap_peaks(c: SOAPDirectionConfig) -> dict[str, float]:
+    return c.model_dump(include={"b2", "eps", "shampoo_beta", "precondition_frequency"})
+
+
+def make_soap(max_dim: int, basis: Basis = "qr") -> Callable[[Hyper], optax.GradientTransformation]:
+    """The transformation of a tree of matrices `[..., in, out]`, from the rates in force."""
 
     def make(h: Hyper) -> optax.GradientTransformation:
         def init(params):
-            return SOAPState(jnp.zeros((), jnp.int32), jax.tree.map(leaf, params))
+            leaves = jax.tree.map(lambda p: init_leaf(p, max_dim), params)
+            return SOAPState(jnp.zeros((), jnp.int32), leaves)
 
         def update(updates, state, params=None):
             grads, treedef = jax.tree.flatten(updates)
             rest = (treedef.flatten_up_to(t) for t in (state.leaves, params))
-            pairs = [step(h, state.count, *arrays) for arrays in zip(grads, *rest)]
+            pairs = [step(h, state.count, basis, *arrays) for arrays in zip(grads, *rest)]
             moved, leaves = (treedef.unflatten(part) for part in zip(*pairs))
             return moved, SOAPState(state.count + 1, leaves)
 
@@ -169,7 +237,7 @@ def soap(c: SOAPConfig) -> dict[str, ParamGroup]:
         ParamGroup(make_adamw, {**adam, "weight_decay": 0.0}),
     )
     return {
-        "matrix": ParamGroup(make_soap(c.max_dim), rates, matrices=True),
+        "matrix": ParamGroup(make_soap(c.max_dim, c.basis), rates, matrices=True),
         "embedding": decayed,
         "head": decayed,
         "gain": plain,

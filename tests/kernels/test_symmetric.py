@@ -15,7 +15,7 @@ from jaxtrain_kernels.matmul import reference, xla
 from jaxtrain_kernels.matmul.hopper import symmetric
 from jaxtrain_kernels.matmul.hopper.symmetric import Tiling
 
-from jaxtrain.optim.muon import POLAR_EXPRESS, orthogonalize
+from jaxtrain.optim.orthogonalize import POLAR_EXPRESS, orthogonalize
 
 # The mode that knows bar.sync and bar.arrive, named barriers of the hardware.
 INTERPRET = plgpu.InterpretGPUParams(

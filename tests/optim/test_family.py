@@ -15,6 +15,7 @@ from jaxtrain.optim import OptimConfig, make_optimizer
 from jaxtrain.optim.adafactor import make_adafactor
 from jaxtrain.optim.adamw import make_adamw
 from jaxtrain.optim.adamw8bit import code_values, decode, encode, make_adamw8bit
+from jaxtrain.optim.eigenbasis import rotate_basis
 from jaxtrain.optim.lamb import make_lamb
 from jaxtrain.optim.lars import make_lars
 from jaxtrain.optim.schedule_free import make_schedule_free
@@ -193,6 +194,38 @@ def test_soaps_basis_converges_to_the_eigenvectors():
     assert (np.diff(seen) < 0).all()
 
 
+def test_rotations_find_the_eigenvectors_from_the_identity():
+    """As QR power iteration does, in rounds of matmuls alone, which leave the basis orthogonal."""
+    values = jnp.stack([jnp.logspace(0, -2, 24), jnp.linspace(1, 0.1, 24)])
+    turns = jnp.stack([rotation(24, 1), rotation(24, 2)])
+    factor = jnp.einsum("lij,lj,lkj->lik", turns, values, turns)
+    basis = jnp.broadcast_to(jnp.eye(24), factor.shape)
+    turn = jax.jit(rotate_basis)
+    for _ in range(30):
+        basis = turn(factor, basis)
+    np.testing.assert_allclose(
+        basis.mT @ basis, jnp.broadcast_to(jnp.eye(24), factor.shape), atol=1e-5
+    )
+    seen = basis.mT @ factor @ basis
+    found = -jnp.sort(-jnp.diagonal(seen, axis1=-2, axis2=-1))
+    np.testing.assert_allclose(found, values, rtol=1e-2)
+    np.testing.assert_allclose(turn(0 * factor, basis), basis, atol=1e-5)
+
+
+def test_soap_with_rotations_steps_as_with_qr():
+    """Gradients whose directions last: both bases come to the same steps."""
+    u, v = rotation(6, 1), rotation(5, 2)
+    scales = jnp.outer(jnp.float32([6, 4, 3, 2, 1.4, 1]), jnp.float32([1, 0.7, 0.5, 0.3, 0.2]))
+    grads = [u @ (scales * arrays(6, 5, seed=i)) @ v.T for i in range(80)]
+    often = {**SOAP, "precondition_frequency": 1.0, "shampoo_beta": 0.98}
+    paths = [
+        np.diff(walk(tx, jnp.zeros((6, 5)), grads)[0], axis=0)[-1]
+        for tx in (make_soap(8)(often), make_soap(8, "newton_schulz")(often), make_adamw(ADAM))
+    ]
+    apart = lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(a)
+    assert apart(paths[0], paths[1]) < 0.05 < 0.3 < apart(paths[0], paths[2])
+
+
 def test_soap_leaves_large_dims_alone():
     p, grads = arrays(6, 5), gradients(6, 5, steps=4)
     _, state = walk(make_soap(5)(SOAP), p, grads)
@@ -340,14 +373,15 @@ def test_a_state_of_another_block_size_is_refused():
 # ---- on a mesh, groups ---------------------------------------------------------------------------
 
 
-TOLERANCES = {"adamw8bit": 1e-2, "lamb": 1e-4, "lars": 1e-4, "soap": 1e-2}
+TOLERANCES = {"adamw8bit": 1e-2, "lamb": 1e-4, "lars": 1e-4, "soap": 1e-2, "muon": 1e-2}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tolerance"), TOLERANCES.items())
 def test_eight_devices_train_as_one(name, tolerance):
     """What looks beyond single values: norms, blocks, eigenvectors."""
-    fields = {"min_size": 256, "block_size": 16} if name == "adamw8bit" else {}
+    special = {"adamw8bit": {"min_size": 256, "block_size": 16}, "muon": {"soap": {}}}
+    fields = special.get(name, {})
     task, hyperparams = make_spec(resolved(**LLAMA | {"depth": 1}), config(name, **fields))
     losses = []
     for mesh in (mesh_of(), mesh_of(2, 2, 2)):

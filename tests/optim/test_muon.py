@@ -7,15 +7,14 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.optim.muon import (
+from jaxtrain.optim.muon import MuonConfig, make_muon, muon
+from jaxtrain.optim.orthogonalize import (
     COEFFICIENTS,
-    MuonConfig,
-    make_muon,
-    muon,
     normalize,
     orthogonalize,
     orthogonalize_flops,
 )
+from jaxtrain.optim.soap import soap_peaks
 
 OFF = {
     "nesterov": False, "equilibrate": False, "renormalize": False, "normuon": False,
@@ -81,7 +80,7 @@ def gradient_like(rows, columns):
 @pytest.mark.quick("shape0-False-bfloat16-0.2", "shape2-True-float16-0.03")
 def test_sixteen_bits_are_near_enough(monkeypatch, shape, gram, dtype, error):
     x, exact = gradient_like(*shape)
-    module = sys.modules[orthogonalize.__module__]  # jaxtrain.optim.muon is also a function
+    module = sys.modules[orthogonalize.__module__]
     monkeypatch.setattr(module, "matmul_dtype", lambda wanted=jnp.bfloat16: jnp.dtype(wanted))
     out = orthogonalize(normalize(x), COEFFICIENTS["polar_express"], gram)
     assert out.dtype == dtype
@@ -196,3 +195,27 @@ def test_a_zero_matrix_stays_where_it_is():
     zeros, p = jnp.zeros((2, 8, 8)), matrices(2, 8, 8)
     moved, _ = step(zeros, p, equilibrate=True, renormalize=True, normuon=True)
     np.testing.assert_array_equal(moved, np.zeros(p.shape))
+
+
+def test_soap_muon_orthogonalises_the_momentum_divided_in_the_eigenbasis():
+    """The last of some steps, from its state by numpy; the first is plain Muon's."""
+    c = MuonConfig.model_validate(OFF | {"soap": {"precondition_frequency": 2}})
+    hyper = {**HYPER, **{f"soap_{n}": x for n, x in soap_peaks(c.soap).items()}}
+    p = jnp.zeros((2, 6, 8))
+    tx, plain = make_muon(c)(hyper), make_muon(MuonConfig.model_validate(OFF))(HYPER)
+    states = [tx.init(p)]
+    for i in range(5):
+        g = matrices(2, 6, 8, seed=i)
+        u, state = jax.jit(tx.update)(g, states[-1], p)
+        states.append(state)
+        if i == 0:
+            np.testing.assert_allclose(
+                u, plain.update(g, plain.init(p), p)[0], rtol=1e-4, atol=1e-6
+            )
+    before = states[-2].soap.leaves
+    turn = lambda x: before.left.basis.mT @ x @ before.right.basis
+    v = (0.9 * before.v + 0.1 * turn(g) ** 2) / (1 - 0.9**4)
+    divided = turn(states[-1].momentum) / jnp.sqrt(v)
+    divided = before.left.basis @ divided @ before.right.basis.mT
+    assert_near_polar_factor(divided, u / -(0.1 * (8 / 6) ** 0.5), 0.8, 1.2, 1e-3)
+    assert states[-1].soap.leaves.m is None and int(states[-1].soap.count) == 5

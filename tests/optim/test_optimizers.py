@@ -33,7 +33,10 @@ STEPS = 40
 
 def config(name, **fields):
     fields = {"schedule": {"name": "constant"}, **RATES.get(name, {}), **fields}
-    return TypeAdapter(OptimConfig).validate_python({"name": name, **fields})
+    name, *soap = name.split()
+    return TypeAdapter(OptimConfig).validate_python(
+        {"name": name, **fields} | ({"soap": {}} if soap else {})
+    )
 
 
 # Whose like remain; all that is left takes half a minute.
@@ -41,7 +44,10 @@ SLOW = set(OPTIMIZERS) - {"adamw", "muon"}
 EACH = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in OPTIMIZERS]
 
 
-@pytest.fixture(scope="module", params=EACH)
+SOAP_MUON = pytest.param("muon soap", marks=pytest.mark.slow)  # with optim.soap
+
+
+@pytest.fixture(scope="module", params=[*EACH, SOAP_MUON])
 def trained(request):
     """(task, hyperparams, compiled step, state, losses) after some steps on one batch."""
     # every role is there, in few arrays

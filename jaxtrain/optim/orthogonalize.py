@@ -1,0 +1,123 @@
+"""The nearest orthogonal matrix by polynomial iterations, in products alone (Muon's).
+
+A matrix is `[..., in, out]`; everything in front is a batch of matrices.
+"""
+
+import functools
+from collections.abc import Sequence
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtrain_kernels import matmul
+from jaxtrain_kernels.dispatch import target
+from jaxtyping import Array, DTypeLike, Float
+
+from jaxtrain.cluster.runtime import compute_dtype
+
+# Amsel et al. 2025 (Polar Express): degree-5 odd polynomials for 5 iterations, safety 2e-2.
+POLAR_EXPRESS = (
+    (8.156554524902461, -22.48329292557795, 15.878769915207462),
+    (4.042929935166739, -2.808917465908714, 0.5000178451051316),
+    (3.8916678022926607, -2.772484153217685, 0.5060648178503393),
+    (3.285753657755655, -2.3681294933425376, 0.46449024233003106),
+    (2.3465413258596377, -1.7097828382687081, 0.42323551169305323),
+)
+NEWTON_SCHULZ = ((3.4445, -4.7750, 2.0315),) * 5  # Jordan et al. 2024
+COEFFICIENTS = {"polar_express": POLAR_EXPRESS, "newton_schulz": NEWTON_SCHULZ}
+GRAM_FROM = 2  # times longer than wide: from here on the Gram matrix's iteration is cheaper
+RESTART = 2  # iterations on one Gram matrix
+
+
+def matmul_dtype(wanted: DTypeLike = jnp.bfloat16) -> jnp.dtype:
+    """The wanted sixteen bits where matrix units have both kinds, else what the device has.
+
+    A TPU has bfloat16 only, a GPU before Ampere float16; a CPU is faster and exact in float32.
+    """
+    best = compute_dtype("auto")
+    both = best == jnp.bfloat16 and target().platform != "tpu"
+    return jnp.dtype(wanted if both else best)
+
+
+def normalize(
+    x_in_out: Float[Array, "*L i o"], equilibrate: bool = False
+) -> Float[Array, "*L i o"]:
+    """Each matrix at a Frobenius norm just below 1, so that all singular values are.
+
+    equilibrate: first scale each output's column to the root mean square of all of them (MuonEq).
+    One pass sums the squares of the columns; all norms follow from these.
+    """
+    squares = jnp.sum(jnp.square(x_in_out), axis=-2, keepdims=True)
+    factor: Any = 1.0
+    if equilibrate:
+        mean = jnp.sqrt(jnp.mean(squares, axis=-1, keepdims=True))
+        factor = mean / jnp.maximum(jnp.sqrt(squares), 1e-6)
+        squares = squares * jnp.square(factor)
+    norm = jnp.sqrt(jnp.sum(squares, axis=-1, keepdims=True))
+    return x_in_out * (factor / (norm * 1.01 + 1e-6))
+
+
+def orthogonalize(
+    x_in_out: Float[Array, "*L i o"],
+    coefficients: tuple[tuple[float, float, float], ...],
+    gram: bool = True,
+    symmetric: bool = True,
+) -> Float[Array, "*L i o"]:
+    """Push all singular values, at most 1 at first, of each matrix towards 1.
+
+    X <- (aI + bA + cA^2) X with A = X X^T, on the shorter side. The result is in the dtype of the
+    matmuls. `gram`: long matrices by `gram_newton_schulz`, which is the same with fewer FLOPs.
+    `symmetric`: products that are symmetric by the fastest kernel for such, else by XLA.
+    """
+    short, long = sorted(x_in_out.shape[-2:])
+    # Rounding A on its own, apart from X, asks for float16's longer mantissa.
+    fit = matmul_dtype(jnp.float16) != jnp.bfloat16
+    by_gram = gram and fit and long >= GRAM_FROM * short
+    x = x_in_out.astype(matmul_dtype(jnp.float16 if by_gram else jnp.bfloat16))
+    x = x.reshape(-1, *x.shape[-2:])
+    if x.shape[-2] > x.shape[-1]:
+        x = x.mT
+    through = gram_newton_schulz if by_gram else newton_schulz
+    x = through(x, coefficients, None if symmetric else "xla")
+    x = x.mT if x_in_out.shape[-2] > x_in_out.shape[-1] else x
+    return x.reshape(x_in_out.shape)
+
+
+def newton_schulz(
+    x: jax.Array, coefficients: Sequence[tuple[float, float, float]], implementation: str | None
+) -> jax.Array:
+    for polynomial in coefficients:
+        a = matmul.gram(x, implementation=implementation)
+        x = matmul.square_polynomial(a, polynomial, implementation=implementation) @ x
+    return x
+
+
+def gram_newton_schulz(
+    x: jax.Array, coefficients: Sequence[tuple[float, float, float]], implementation: str | None
+) -> jax.Array:
+    """The iteration on the small A alone: A <- PAP, Q <- PQ, and X <- QX at the end.
+
+    A grows negative eigenvalues out of its rounding errors, so that it is made anew from X after
+    RESTART iterations (Gram Newton-Schulz, Dao-AILab 2026). All of them are polynomials of one A,
+    so that they commute and are symmetric but for rounding; Q alone must keep what is not, or its
+    errors double.
+    """
+    product = functools.partial(matmul.symmetric_product, implementation=implementation)
+    for part in (coefficients[:RESTART], coefficients[RESTART:]):
+        a, q = matmul.gram(x, implementation=implementation), None
+        for left, polynomial in zip(reversed(range(len(part))), part):
+            p = matmul.square_polynomial(a, polynomial, implementation=implementation)
+            q = p if q is None else p @ q
+            if left:
+                a = product(product(p, a), p)
+        x = x if q is None else q @ x
+    return x
+
+
+def orthogonalize_flops(short: int, long: int, steps: int, gram: bool) -> int:
+    """FLOPs of the matmuls that `orthogonalize` does for one matrix."""
+    if not (gram and long >= GRAM_FROM * short):
+        return steps * (4 * short**2 * long + 2 * short**3)
+    parts = [n for n in (min(steps, RESTART), steps - RESTART) if n > 0]
+    small = sum(2 * n + 2 * (n - 1) + 4 * (n - 1) for n in parts)
+    return len(parts) * 4 * short**2 * long + small * short**3
