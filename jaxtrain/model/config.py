@@ -338,6 +338,13 @@ class ModelFields[Size: int | None](Settings):
         description="layers that read the keys and values of a layer before them: adjacent, or "
         "global; a name alone is enough; default none",
     )
+    token_dropping: float = Field(
+        0.0,
+        ge=0,
+        lt=1,
+        description="share of a row's tokens that skip each layer but the first and the last in a "
+        "training step, drawn for each layer (Random-LTD)",
+    )
     ffn_tiles: int = Field(
         1,
         ge=1,
@@ -413,7 +420,8 @@ class ResolvedModel(ModelFields[int]):
         """Whether a training step needs a PRNG key."""
         saved = {self.remat, self.remat_short, self.moe.remat if self.moe else None}
         rounds = self.weight_form is not None and self.weight_form.for_training
-        return self.stochastic_depth > 0 or rounds or not saved.isdisjoint(COMPRESSIONS)
+        skips = self.stochastic_depth + self.token_dropping > 0
+        return skips or rounds or not saved.isdisjoint(COMPRESSIONS)
 
     @property
     def virtual(self) -> int:

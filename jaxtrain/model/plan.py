@@ -17,6 +17,7 @@ class LayerSpec:
     first use of a set that several layers in a row share, or that of the layer before. `frozen`: it
     does not train, nor does what lies below it. `kv_from`: with `model.share_kv`, how many layers
     before it is the one whose keys and values it reads; 0: its own. None: the block has them.
+    `drops_tokens`: some tokens skip it in training (`model.token_dropping`).
     """
 
     window: int | None
@@ -27,6 +28,7 @@ class LayerSpec:
     block: Literal["own", "shared", "before"] = "own"
     frozen: bool = False
     kv_from: int | None = None
+    drops_tokens: bool = False
 
     @property
     def parts(self) -> tuple[str, ...]:
@@ -62,6 +64,7 @@ def make_plan(c: ResolvedModel) -> Plan:
             block=block_of(c, i),
             frozen=i < c.frozen_layers,
             kv_from=kv_from[i],
+            drops_tokens=c.token_dropping > 0 and 0 < i < c.depth - 1,
         )
 
     return tuple(layer(i) for i in range(c.depth))

@@ -17,11 +17,12 @@ from jaxtyping import Array
 from jaxtrain.model import prefix, remat
 from jaxtrain.model.attention import Cache, KeysValues, LayerCache, LayerInputs
 from jaxtrain.model.config import ResolvedModel
-from jaxtrain.model.fused_ops import Stream, prenorm, residual_out
+from jaxtrain.model.fused_ops import Stream, fastest, prenorm, residual_out
 from jaxtrain.model.plan import LayerSpec, Plan
 from jaxtrain.model.saved_activations import COMPRESSIONS, draw_of_layer
 from jaxtrain.model.stack import LayerWeights, Stack, in_form, layer_weights, periods
 from jaxtrain.model.stochastic_depth import skippable
+from jaxtrain.model.token_dropping import draw_tokens, put_back, shorter
 
 Carry = tuple[Stream, Array]  # the residual stream, and the middle layer's output
 
@@ -125,8 +126,15 @@ def run_layer[Source](
     if spec.frozen:  # nothing below has a gradient, so no backward pass exists for this layer
         source = jax.lax.stop_gradient(source)
     key = inputs.key if c.stochastic_depth else None
+    drops = c.token_dropping > 0 and inputs.key is not None
     # Such a layer returns one summed array, not a branch that the next layer adds.
-    whole = c.scan_layers or spec.remat in remat.POLICIES or key is not None
+    whole = c.scan_layers or spec.remat in remat.POLICIES or key is not None or drops
+    before, places_BK = stream, None
+    if drops and spec.drops_tokens and inputs.key is not None:
+        index, (B, T) = pick(source).layer["index"], stream.x_BTD.shape[:2]
+        places_BK = draw_tokens(inputs.key, index, B, T, c.token_dropping)
+        stream, inputs = shorter(stream, inputs, places_BK)
+        inputs = inputs._replace(fused=fastest(c.kernels, c, stream.x_BTD))
     run = functools.partial(apply_layer, modules, spec, pick, inputs, cache, whole)
     if cache is None:
         draw = None
@@ -136,6 +144,8 @@ def run_layer[Source](
     if key is not None:
         run = skippable(run, key, lambda source: pick(source).layer)
     out, pair = run(stream, source)
+    if places_BK is not None:
+        out, pair = put_back(before, out, places_BK), None
     return (jax.lax.stop_gradient(out) if spec.frozen else out), pair
 
 

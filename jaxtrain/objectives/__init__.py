@@ -22,12 +22,14 @@ from jaxtrain.objectives.orpo import ORPOConfig, orpo_loss
 from jaxtrain.objectives.preference import PreferenceMethod, answer_logps, make_preference
 from jaxtrain.objectives.prefix_token import PrefixTokenConfig, make_prefix_token
 from jaxtrain.objectives.sampled_softmax import SampledSoftmaxConfig, make_sampled_softmax
+from jaxtrain.objectives.selective import SelectiveConfig, make_selective
 
 ObjectiveConfig = Annotated[
     NextTokenConfig
     | MultiTokenConfig
     | PrefixTokenConfig
     | SampledSoftmaxConfig
+    | SelectiveConfig
     | MaskedLMConfig
     | DPOConfig
     | IPOConfig
@@ -46,6 +48,7 @@ OBJECTIVES: dict[str, Callable[[Any, LossOptions], Objective]] = {
     "multi_token": make_multi_token,
     "prefix_token": make_prefix_token,
     "sampled_softmax": make_sampled_softmax,
+    "selective": make_selective,
     "masked_lm": make_masked_lm,
     **dict.fromkeys(PREFERENCES, lambda c, options: make_preference(c, PREFERENCES[c.name])),
 }

@@ -112,7 +112,7 @@ def train_phase(plan: Plan, before: Plan | None, data: TrainingData) -> TrainRes
         everywhere = jax.sharding.NamedSharding(plan.mesh, jax.P())
         hyperparams = jax.device_put(spec.optimizer.hyperparams, everywhere)
         make_program = functools.partial(
-            Program, spec, plan, hyperparams=hyperparams, frozen=frozen
+            Program, spec, plan, hyperparams=hyperparams, frozen=frozen, prepare=recipe.prepare
         )
         evaluator = Evaluator(plan, data, recipe, spec, frozen, run_dir)
         begun = time.perf_counter()

@@ -131,7 +131,9 @@ class Program:
         batch: data.Batch | data.PairBatch,
         hyperparams: Hyperparams,
         frozen: Params | None,
+        prepare: Callable[[StepBatch], StepBatch] = lambda batch: batch,
     ):
+        self.prepare = prepare  # a recipe's, of a batch on the device
         self.plan, self.hyperparams, self.frozen = plan, hyperparams, frozen
         self.shape = batch.tokens_BT.shape
         step = make_step(spec, plan.mesh)
@@ -155,7 +157,7 @@ class Program:
         units = rows * length // t.sequence_length * process_batch_shard(mesh)[1]
         shards, cut = num_batch_shards(mesh), t.sequence_length // length
         most = largest_divisor(units // shards, t.device_batch_size)
-        return microbatches(batch, most * shards * cut, mesh)
+        return self.prepare(microbatches(batch, most * shards * cut, mesh))
 
     def __call__(
         self, state: State, batch: data.Batch | data.PairBatch

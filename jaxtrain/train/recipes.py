@@ -12,7 +12,7 @@ from jaxtrain.evaluation.evaluate import (
     make_validation_step,
     validation_metrics,
 )
-from jaxtrain.objectives import PREFERENCES, make_row_change
+from jaxtrain.objectives import PREFERENCES, StepBatch, make_row_change
 from jaxtrain.train.plan import Plan, TrainingData
 from jaxtrain.train.preference import (
     HELD_OUT,
@@ -20,6 +20,7 @@ from jaxtrain.train.preference import (
     preference_stores,
     reference_logprobs,
 )
+from jaxtrain.train.reference_model import make_reference
 from jaxtrain.train.step import StepSpec
 from jaxtrain.weights.params import Params
 
@@ -52,6 +53,10 @@ class Recipe(Protocol):
         """Before the first step. params: the initial ones; None in a run that is resumed."""
         ...
 
+    def prepare(self, batch: StepBatch) -> StepBatch:
+        """A batch on the device as the step takes it."""
+        ...
+
     def validation(self, spec: StepSpec) -> Validator | None:
         """None where nothing is held out."""
         ...
@@ -73,6 +78,7 @@ class CausalLM:
 
     def open(self, training_data: TrainingData) -> None:
         self.store, c = training_data.prepared.validation, self.plan.config
+        self.tokenizer = training_data.tokenizer
         self.change = make_row_change(c.objective, training_data.tokenizer, c.data.seed)
 
     def start(
@@ -81,6 +87,14 @@ class CausalLM:
         self.scorer = make_validation_step(
             spec.graphdef, spec.specs, spec.dtype, spec.bytes_V, spec.join
         )
+        objective = self.plan.config.objective
+        self.refer = None
+        if objective.name == "selective" and objective.reference:
+            where = self.tokenizer, self.plan.mesh, spec.dtype
+            self.refer = make_reference(objective.reference, *where)
+
+    def prepare(self, batch: StepBatch) -> StepBatch:
+        return batch if self.refer is None else self.refer(batch)
 
     def validation(self, spec: StepSpec) -> Validator | None:
         store, config, mesh = self.store, self.plan.config, self.plan.mesh
@@ -123,6 +137,9 @@ class Preference:
         self.references = reference_logprobs(
             spec, params, frozen, self.stores, plan.config, plan.mesh, file, plan.log
         )
+
+    def prepare(self, batch: StepBatch) -> StepBatch:
+        return batch
 
     def validation(self, spec: StepSpec) -> Validator | None:
         if HELD_OUT not in self.stores:

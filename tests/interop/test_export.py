@@ -41,6 +41,7 @@ FLIPPED = (
     "post_norm", "embed_norm", "tied_head", "value_embeddings", "residual_scales", "smear",
     "backout", "document_mask", "block_norm", "deterministic_attention", "scan_layers",
     "causal",
+    "backout", "document_mask", "causal", "block_norm", "deterministic_attention", "scan_layers",
 )  # fmt: skip
 # Of each field of a model, another value than any of the golden cases has.
 CHANGED = dict.fromkeys(FLIPPED, "flipped") | {
@@ -55,7 +56,7 @@ CHANGED = dict.fromkeys(FLIPPED, "flipped") | {
     "fp8": "blocks", "fp8_history": 2, "fp8_hidden": True,
     "weight_form": "fake_int8", "remat": "block",
     "remat_short": "block", "stochastic_depth": 0.5, "frozen_layers": 1, "ffn_tiles": 2,
-    "share_layers": "all", "share_kv": "global",
+    "token_dropping": 0.5, "share_layers": "all", "share_kv": "global",
 }  # fmt: skip
 NEEDS = {"fp8_history": {"fp8": "blocks"}, "frozen_layers": {"depth": 2}}
 # What a message says in the place of the field.

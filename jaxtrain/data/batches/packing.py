@@ -59,6 +59,7 @@ class Batch(NamedTuple):
     weights_BT: np.ndarray  # float32, 1 for a target that counts, else 0
     segments_BT: np.ndarray | None  # int32, documents of the row from 1; 0 is padding
     positions_BT: np.ndarray | None  # int32, from 0 in every segment
+    reference_BT: np.ndarray | None = None  # float32, a reference model's loss of each target
 
 
 def make_concat(
