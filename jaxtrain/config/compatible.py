@@ -171,6 +171,13 @@ FEATURES = {
                         "model.share_kv.name", given, "model.share_kv=adjacent"),
     "token_dropping": Feature("random token dropping (Random-LTD)", "model.token_dropping", given,
                               "model.token_dropping=0.5"),
+    "mla": Feature("multi-head latent attention (MLA)", "model.mla.kv_rank", given,
+                   "model.mla={kv_rank: 32, rope_dim: 4} model.qk_norm=false "
+                   "model.value_embeddings=false"),
+    "qk_norm": Feature("", "model.qk_norm", given, "model.qk_norm=true"),
+    "value_embeddings": Feature("", "model.value_embeddings", given, "model.value_embeddings=true"),
+    "qkv_bias": Feature("", "model.qkv_bias", given, "model.qkv_bias=true"),
+    "out_bias": Feature("", "model.out_bias", given, "model.out_bias=true"),
     "scan_layers": Feature("scanned layers", "model.scan_layers", given, "model.scan_layers=true"),
     "remat": Feature("activation checkpointing", "model.remat",
                      lambda kind: kind not in (None, "none", "offload"), "model.remat=block"),
@@ -259,6 +266,7 @@ FEATURES = {
 
 ONE_CALL = "delayed scaling measures one call of each matrix a step"
 WHOLE_TEXT = "virtual tokens stand in front of a whole text on one device"
+NO_LATENTS = "virtual tokens have keys and values, no latents"
 NO_RESET = "its moments of single weights cannot be set to zero"
 NOT_FOR_PREFERENCES = "preference training does not have it yet"
 REFUSALS = (
@@ -347,6 +355,19 @@ REFUSALS = (
             "model.token_dropping=0"),
     Refusal("token_dropping", "preference", "log-probs of answers need all tokens",
             "model.token_dropping=0"),
+    Refusal("mla", "qk_norm", "decoding never makes the keys; MLA norms its latents",
+            "model.qk_norm=false"),
+    Refusal("mla", "value_embeddings", "decoding never makes the values",
+            "model.value_embeddings=false"),
+    Refusal("mla", "qkv_bias", "its projections have no biases", "model.qkv_bias=false"),
+    Refusal("mla", "out_bias", "its projections have no biases", "model.out_bias=false"),
+    Refusal("mla", "share_kv", "each layer has a latent", "model.share_kv=null"),
+    Refusal("mla", "mup", "muP has no rule for the ranks", "model.init=speedrun"),
+    Refusal("mla", "prompt", NO_LATENTS, "model.mla=null"),
+    Refusal("mla", "prefix", NO_LATENTS, "model.mla=null"),
+    Refusal("mla", "ia3", "there are no keys and values to scale", "model.mla=null"),
+    Refusal("mla", "fp8_history", "it knows one input of each module's matrices",
+            "model.fp8_history=null"),
     Refusal("moe", "ffn_bias", "experts have no biases", "model.ffn_bias=false"),
     Refusal("adapted ffn", "moe", "experts take no adapters", "finetune.targets=[attention]"),
     Refusal("packed ffn", "moe", "experts are not quantized",
@@ -397,12 +418,13 @@ REFUSALS = (
 # its fields. The fields of an optimizer, an objective or a method are those of its row above.
 EVERYWHERE = {
     "model": "depth width head_dim heads kv_heads hidden vocab_multiple rope_base "
-    "rope_base_short qk_scale attention_scale qkv_bias out_bias "
+    "rope_base_short qk_scale attention_scale "
     "last_layer_full short_window context_length norm norm_eps post_norm embed_scale "
-    "embed_norm logit_softcap attention_softcap value_embeddings residual_scales "
+    "embed_norm logit_softcap attention_softcap residual_scales "
     "smear backout bigram_rows base_width adapter embedding_dtype attention "
     "deterministic_attention remat_short",
     "model.share_layers": "layers",
+    "model.mla": "q_rank rope_dim nope_dim",
     "model.share_kv": "layers",
     "model.moe": "top_k hidden shared_experts every score_function balance_bias aux_loss z_loss "
     "remat",

@@ -23,7 +23,8 @@ GATE_CHANNELS = 12
 
 
 CacheArray = Array | kernels.Quantized
-KeysValues = tuple[CacheArray, CacheArray]  # of a layer: k_BTKH and v_BTKH, or k_BSKH and v_BSKH
+# Of a layer: k_BTKH and v_BTKH, or k_BSKH and v_BSKH; with `model.mla` one array, of latents.
+KeysValues = tuple[CacheArray, ...]
 
 
 class AttentionOptions(NamedTuple):
@@ -84,8 +85,7 @@ class LayerInputs(NamedTuple):
 class LayerCache(NamedTuple):
     """Keys and values of one layer; row b is valid below lengths_B[b], this token included."""
 
-    k_BSKH: CacheArray
-    v_BSKH: CacheArray
+    kv: KeysValues
     lengths_B: Array
 
 
@@ -105,18 +105,16 @@ def init_kv_cache(x_BTKH: Float[Array, "B T K H"], capacity: int, dtype: str | N
     return x_BSKH if dtype is None else kernels.quantize(x_BSKH)
 
 
-def append(
-    k_B1KH: Float[Array, "B 1 K H"], v_B1KH: Float[Array, "B 1 K H"], cache: LayerCache
-) -> KeysValues:
-    """The cache with one more token a row, its last."""
-    rows = jnp.arange(k_B1KH.shape[0])
+def append(new: tuple[Array, ...], cache: LayerCache) -> KeysValues:
+    """The cache with one more token a row, its last; new: keys, values, each [B, 1, K, H]."""
+    rows = jnp.arange(new[0].shape[0])
 
     def put(cache_BSKH: CacheArray, x_B1KH: Array) -> CacheArray:
         new = kernels.quantize(x_B1KH) if isinstance(cache_BSKH, kernels.Quantized) else x_B1KH
         one = lambda old, x: old.at[rows, cache.lengths_B - 1].set(x[:, 0])
         return jax.tree.map(one, cache_BSKH, new)
 
-    return put(cache.k_BSKH, k_B1KH), put(cache.v_BSKH, v_B1KH)
+    return tuple(map(put, cache.kv, new))
 
 
 class ValueEmbedding(nnx.Module):
@@ -233,7 +231,7 @@ class Attention(KeyValueProjection):
             # No layer looks back further than the trained context: text of any length stays stable.
             window = spec.window or c.context_length + c.virtual - 1
             own = not isinstance(source, tuple)
-            kv = append(k_BTKH, v_BTKH, cache) if own else (cache.k_BSKH, cache.v_BSKH)
+            kv = append((k_BTKH, v_BTKH), cache) if own else cache.kv
             y_BTNH = decode(q_BTNH, kv, cache.lengths_B, options._replace(window=window))
         return add_bias(dense(y_BTNH.reshape(B, T, -1), self.out), self.out_bias), kv
 
@@ -256,8 +254,9 @@ def decode(
 ) -> Float[Array, "B 1 N H"]:
     """One token a row attends to the last `window` tokens of the cache and itself, its last."""
     assert options.window is not None
+    k_BSKH, v_BSKH = kv
     y_BNH = kernels.decode_attention(
-        q_B1NH[:, 0], *kv, lengths_B, window=options.window,
+        q_B1NH[:, 0], k_BSKH, v_BSKH, lengths_B, window=options.window,
         softcap=options.softcap, scale=options.scale,
     )  # fmt: skip
     return y_BNH[:, None]

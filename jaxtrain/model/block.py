@@ -17,6 +17,7 @@ from jaxtrain.model.attention import (
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.fused_ops import add_norm
 from jaxtrain.model.init import SCHEMES, constant
+from jaxtrain.model.latent_attention import LatentAttention
 from jaxtrain.model.layers import Adapter, FeedForward, layer_norm, rms_norm
 from jaxtrain.model.moe import MixtureOfExperts
 from jaxtrain.model.plan import LayerSpec
@@ -42,7 +43,7 @@ class Block(nnx.Module):
     """Attention and feed-forward, each on the normed stream and added to it."""
 
     def __init__(self, c: ResolvedModel, layers: int):
-        self.attention = Attention(c, layers)
+        self.attention = (LatentAttention if c.mla else Attention)(c, layers)
         self.ffn = FeedForward(c, layers) if c.moe is None else None
         self.attention_adapter = Adapter(c, layers) if c.adapter else None
         self.ffn_adapter = Adapter(c, layers) if c.adapter else None

@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, field_validator, model_validator
 
 from jaxtrain.model.rope import RopeScaling
 from jaxtrain.model.saved_activations import COMPRESSIONS
-from jaxtrain.model.sharing import ShareKV, ShareLayers, layers_of_set
+from jaxtrain.model.sharing import LatentKV, ShareKV, ShareLayers, layers_of_set, why_not_shared
 from jaxtrain.settings import Settings, UserError, derived_field
 from jaxtrain.weights import LAYER_FORMS, TRAINING_FORMS, WEIGHTS
 
@@ -333,6 +333,9 @@ class ModelFields[Size: int | None](Settings):
         description="layers that use one set of weights: all, or adjacent (two in a row); a name "
         "alone is enough; default each its own",
     )
+    mla: LatentKV | None = Field(
+        None, description="multi-head latent attention (MLA): the cache holds latents; default none"
+    )
     share_kv: ShareKV | None = Field(
         None,
         description="layers that read the keys and values of a layer before them: adjacent, or "
@@ -383,15 +386,8 @@ class ModelFields[Size: int | None](Settings):
             raise ValueError("kernels.ffn needs ffn: relu2, ffn_bias: false and no kernels.relu2")
         if self.moe and self.moe.every > self.depth:
             raise ValueError(f"moe.every {self.moe.every} is more than the {self.depth} layers")
-        if self.share_kv and self.share_kv.name == "adjacent" and self.rope_base_short:
-            raise ValueError(
-                "share_kv: adjacent layers with other rotary bases have no common keys; set "
-                "share_kv: global, or leave out rope_base_short"
-            )
-        if self.depth % self.layers_per_set:
-            raise ValueError(
-                f"depth {self.depth} is not a multiple of share_layers.layers {self.layers_per_set}"
-            )
+        if why := why_not_shared(self):
+            raise ValueError(why)
         if self.frozen_layers >= self.depth:
             raise ValueError(
                 f"frozen_layers {self.frozen_layers} leaves none of {self.depth} layers to train"
@@ -422,6 +418,18 @@ class ResolvedModel(ModelFields[int]):
         rounds = self.weight_form is not None and self.weight_form.for_training
         skips = self.stochastic_depth + self.token_dropping > 0
         return skips or rounds or not saved.isdisjoint(COMPRESSIONS)
+
+    @property
+    def qk_dim(self) -> int:
+        """Channels of a head's query and key."""
+        if self.mla is None:
+            return self.head_dim
+        return self.rope_dim + (self.mla.nope_dim or self.head_dim - self.rope_dim)
+
+    @property
+    def rope_dim(self) -> int:
+        """Those that are rotated."""
+        return self.head_dim if self.mla is None else self.mla.rope_dim
 
     @property
     def virtual(self) -> int:

@@ -14,8 +14,8 @@ def flops_per_token(
 
     trained: the parameters that train, where these are not all of `specs`: a part of them, or
     others beside them as LoRA's. A frozen weight counts 4, since it has no gradient of its own.
-    Attention counts 12 x N x H x min(window, T) a layer, without halving for causality, so that
-    MFU compares with nanochat's figures.
+    Attention counts 6 x N x (H of queries + H of values) x min(window, T) a layer, without halving
+    for causality, so that MFU compares with nanochat's figures.
     """
     keys = sum(min(s.window or sequence_length, sequence_length) for s in make_plan(c))
     weights = 6.0 * active(c, specs)
@@ -24,7 +24,7 @@ def flops_per_token(
         beside = sum(spec.size for spec in jax.tree.leaves(trained) if group(spec))
         beside *= c.layers_per_set
         weights = 4.0 * (active(c, specs) + beside) + 2.0 * active(c, trained)
-    return weights + 12.0 * c.heads * c.head_dim * keys
+    return weights + 6.0 * c.heads * (c.qk_dim + c.head_dim) * keys
 
 
 def active(c: ResolvedModel, specs: Specs) -> float:

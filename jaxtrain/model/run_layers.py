@@ -93,7 +93,7 @@ def run_period(
         if spec.kv_from:
             source = with_kv(*source, kv[i - spec.kv_from])
         pair = kv[i - spec.kv_from] if spec.kv_from else next(kept, None)
-        own = None if cache is None or pair is None else LayerCache(*pair, cache.lengths_B)
+        own = None if cache is None or pair is None else LayerCache(pair, cache.lengths_B)
         stream, pair = run_layer(modules, spec, *source, inputs, own, scanned, stream)
         if c.backout:
             here = stack.layers["index"][i] == c.depth // 2

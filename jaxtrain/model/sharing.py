@@ -18,7 +18,7 @@ global    S S S L S S S L              short windows share in their order, by so
           0 0 2 3 2 5 5 3              with full context read the first one's (Character.AI 2024)
 """
 
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -55,6 +55,30 @@ def layers_of_set(share: SharedByAll | SharedByAdjacent | None, depth: int) -> i
     return depth if share.name == "all" else share.layers
 
 
+class LatentKV(Settings):
+    """Multi-head latent attention: keys and values are projections of one latent a token.
+
+    Values have `model.head_dim` channels. DeepSeek-V2 (arXiv:2405.04434) has head_dim 128, kv_rank
+    512, q_rank 1536, rope_dim 64 and nope_dim 128.
+    """
+
+    kv_rank: int = Field(512, ge=1, description="channels of the latent of keys and values")
+    q_rank: int | None = Field(
+        None,
+        ge=1,
+        description="channels of the latent of queries; default none",
+    )
+    rope_dim: int = Field(
+        64, ge=2, multiple_of=2, description="channels of queries and keys with rotary positions"
+    )
+    nope_dim: int | None = Field(
+        None,
+        ge=1,
+        description="channels of queries and keys without; default head_dim - rope_dim, with which "
+        "no head is padded",
+    )
+
+
 class KVOfAdjacent(Settings):
     """So many layers in a row read the keys and values of the first of them (CLA)."""
 
@@ -89,3 +113,22 @@ def kv_sources(share: KVOfAdjacent | KVOfFirstFull | None, kinds: str) -> list[i
     source = dict.fromkeys(full, full[0] if full else 0)
     source |= {i: short[n - n % share.layers] for n, i in enumerate(short)}
     return [i - source[i] for i in range(len(kinds))]
+
+
+def why_not_shared(c: Any) -> str | None:
+    """What is wrong with the sections of this file in a ModelConfig `c`; None if nothing is."""
+    if c.share_kv and c.share_kv.name == "adjacent" and c.rope_base_short:
+        return (
+            "share_kv: adjacent layers with other rotary bases have no common keys; set share_kv: "
+            "global, or leave out rope_base_short"
+        )
+    if c.depth % c.layers_per_set:
+        return f"depth {c.depth} is not a multiple of share_layers.layers {c.layers_per_set}"
+    if c.mla and c.mla.nope_dim is None and c.mla.rope_dim >= c.head_dim:
+        return (
+            f"mla.rope_dim {c.mla.rope_dim} leaves no channels of head_dim {c.head_dim}; set "
+            "mla.nope_dim, or a smaller mla.rope_dim"
+        )
+    if c.mla and c.heads and c.kv_heads not in (None, c.heads):
+        return "mla makes keys and values for every head; leave out kv_heads"
+    return None

@@ -154,7 +154,7 @@ class Transformer(nnx.Module):
         states_BTD = self.final_norm(out.x_BTD, out.middle_BTD)
         capacity = mode.capacity + round_up(self.config.virtual, CACHE_MULTIPLE)
         keep = lambda x: init_kv_cache(x, capacity, mode.cache_dtype)
-        layers = tuple((keep(k), keep(v)) for k, v in out.kv)
+        layers = tuple(tuple(map(keep, kv)) for kv in out.kv)
         last = plain_BTD[rows, ends], tokens_BT[rows, ends]
         cache = Cache(layers, mode.lengths_B + self.config.virtual, *last)
         return Output(states_BTD[rows, ends], cache=cache)
@@ -308,9 +308,9 @@ class Transformer(nnx.Module):
             positions_BT = jnp.arange(x0_BTD.shape[1], dtype=jnp.int32)[None]
         rope = short_rope = None
         if self.position_embed is None:
-            rope = rotary(positions_BT, c.head_dim, c.rope_base, c.rope_scaling)
+            rope = rotary(positions_BT, c.rope_dim, c.rope_base, c.rope_scaling)
         if c.rope_base_short is not None:
-            short_rope = rotary(positions_BT, c.head_dim, c.rope_base_short)
+            short_rope = rotary(positions_BT, c.rope_dim, c.rope_base_short)
         places = positions_BT, rope, short_rope, segments_BT
         return LayerInputs(x0_BTD, tokens_BT, *places, attend, fused, key)
 

@@ -41,7 +41,6 @@ FLIPPED = (
     "post_norm", "embed_norm", "tied_head", "value_embeddings", "residual_scales", "smear",
     "backout", "document_mask", "block_norm", "deterministic_attention", "scan_layers",
     "causal",
-    "backout", "document_mask", "causal", "block_norm", "deterministic_attention", "scan_layers",
 )  # fmt: skip
 # Of each field of a model, another value than any of the golden cases has.
 CHANGED = dict.fromkeys(FLIPPED, "flipped") | {
@@ -57,6 +56,7 @@ CHANGED = dict.fromkeys(FLIPPED, "flipped") | {
     "weight_form": "fake_int8", "remat": "block",
     "remat_short": "block", "stochastic_depth": 0.5, "frozen_layers": 1, "ffn_tiles": 2,
     "token_dropping": 0.5, "share_layers": "all", "share_kv": "global",
+    "mla": {"kv_rank": 8, "rope_dim": 2},
 }  # fmt: skip
 NEEDS = {"fp8_history": {"fp8": "blocks"}, "frozen_layers": {"depth": 2}}
 # What a message says in the place of the field.

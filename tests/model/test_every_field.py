@@ -14,12 +14,13 @@ from tiny import VOCAB, batch, random_params, resolved, tokens
 
 from jaxtrain.model import Decode, ModelConfig, Prefill, Transformer, cast, initialize, split
 from jaxtrain.model.config import Experts, FusedOps, WeightForm
-from jaxtrain.model.sharing import KVOfAdjacent, SharedByAdjacent
+from jaxtrain.model.sharing import KVOfAdjacent, LatentKV, SharedByAdjacent
 from jaxtrain.objectives.next_token import next_token_loss
 from jaxtrain.settings import UserError
 
 LENGTH = 16
 BASE = {"depth": 2, "hidden": 48}
+MLA = {"mla": {"kv_rank": 16, "rope_dim": 4}, "qk_norm": False, "value_embeddings": False}
 MOE = {"moe": {"experts": 4, "top_k": 2, "hidden": 16}}
 
 
@@ -175,6 +176,11 @@ ROWS = {
     "share_layers": Row("all", parameters),
     "share_layers.name": Row("adjacent", parameters, {"share_layers": {"name": "all"}, "depth": 4}),
     "share_layers.layers": Row(4, parameters, {"share_layers": {"name": "adjacent"}, "depth": 4}),
+    "mla": Row(MLA["mla"], parameters, {"qk_norm": False, "value_embeddings": False}),
+    "mla.kv_rank": Row(24, parameters, MLA),
+    "mla.q_rank": Row(12, parameters, MLA),
+    "mla.rope_dim": Row(2, outputs, MLA),
+    "mla.nope_dim": Row(8, parameters, MLA),
     "share_kv": Row("adjacent", parameters),
     "share_kv.name": Row("global", parameters, {"share_kv": {"name": "adjacent"}, "depth": 4}),
     "share_kv.layers": Row(3, parameters, {"share_kv": {"name": "adjacent"}, "depth": 6}),
@@ -192,7 +198,7 @@ ROWS = {
 # Of each kind of field one runs always; the rest takes long.
 FAST = (
     "kv_heads", "moe", "position_embedding", "rope_base_short", "short_window", "smear", "prompt",
-    "bigram_rows", "remat", "init", "context_length", "fp8", "moe.top_k",
+    "bigram_rows", "mla", "remat", "init", "context_length", "fp8", "moe.top_k",
 )  # fmt: skip
 FIELDS = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in ROWS]
 DECODERS = [field for field in FIELDS if field.values != ("causal",)]  # an encoder is none
@@ -200,9 +206,10 @@ DECODERS = [field for field in FIELDS if field.values != ("causal",)]  # an enco
 
 def test_every_field_has_a_row():
     sections = {"moe": Experts, "kernels": FusedOps, "weight_form": WeightForm}
-    sections |= {"share_layers": SharedByAdjacent, "share_kv": KVOfAdjacent}
+    sections |= {"share_layers": SharedByAdjacent, "share_kv": KVOfAdjacent, "mla": LatentKV}
     inner = {f"{name}.{field}" for name, s in sections.items() for field in s.model_fields}
-    assert ROWS.keys() == ModelConfig.model_fields.keys() | inner
+    fields = ModelConfig.model_fields.keys() - {"causal"}  # an encoder: tests/test_masked_lm.py
+    assert ROWS.keys() == fields | inner
 
 
 @pytest.mark.parametrize("field", FIELDS)

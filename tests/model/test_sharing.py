@@ -87,9 +87,18 @@ def test_an_export_writes_the_weights_out_for_each_layer(tmp_path):
     same(back.params["blocks"], jax.tree.map(lambda w: np.repeat(w, 2, 0), saved.params["blocks"]))
 
 
+LATENT = {"model__qk_norm": False, "model__value_embeddings": False}
+RUNS = {
+    "weights": {"model__share_layers": "adjacent"},
+    "keys and values": {"model__share_kv": "adjacent"},
+    "latents": LATENT | {"model__mla": "{kv_rank: 16, rope_dim: 4}"},
+}
+
+
 @pytest.mark.slow
-def test_a_sharded_run_goes_on_bit_for_bit(tmp_path):
-    given = {"model__share_layers": "adjacent", "model__depth": 2, "mesh__fsdp": 2} | SAMPLES
+@pytest.mark.parametrize("fields", RUNS.values(), ids=RUNS)
+def test_a_sharded_run_goes_on_bit_for_bit(fields, tmp_path):
+    given = fields | {"model__depth": 2, "mesh__fsdp": 2} | SAMPLES
     for name in ("parts", "whole"):
         assert main(run_overrides(tmp_path / name, **given)) == 0
     shutil.rmtree(tmp_path / "parts" / "tiny" / "checkpoints" / "6")

@@ -1,0 +1,122 @@
+"""Multi-head latent attention (MLA; DeepSeek-V2, DeepSeek-AI 2024, arXiv:2405.04434).
+
+    x -> latent c (RMS norm) -> keys and values of each head     positions do not enter here
+    x -> one rotated key r for all heads                         decoupled RoPE
+
+A head's query and key are [nope, rope] channels, its value has `head_dim`. The cache holds (c, r)
+alone: decoding multiplies queries by the keys' projection up, attends to the latents themselves,
+and projects what comes out up to values. Training projects up first and uses the kernels of
+`Attend`, whose heads are of one size: what is narrower, keys or values, is padded with zeros.
+"""
+
+import math
+
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxtrain.model.attention import (
+    AttentionOptions,
+    KeysValues,
+    KeyValueProjection,
+    LayerCache,
+    LayerInputs,
+    append,
+    decode,
+)
+from jaxtrain.model.config import ResolvedModel
+from jaxtrain.model.init import SCHEMES, constant, fan_in
+from jaxtrain.model.layers import rms_norm, rotate
+from jaxtrain.model.plan import LayerSpec
+from jaxtrain.parallel import constrain
+from jaxtrain.weights.contract import dense, dequantize
+from jaxtrain.weights.params import declare
+
+
+class LatentAttention(nnx.Module):
+    """Attention whose keys and values come from a latent of `model.mla.kv_rank` channels."""
+
+    def __init__(self, c: ResolvedModel, layers: int):
+        assert c.mla is not None
+        scheme, m = SCHEMES[c.init](c), c.mla
+        L, D, N, R, Q = layers, c.width, c.heads, m.kv_rank, m.q_rank
+        nope = c.qk_dim - m.rope_dim
+        wide = lambda size: declare((L, D, size), ("layers", "embed", None), scheme.qk, "matrix")
+        # Latents are normed: their projections up start with the variance 1 / rank.
+        up = lambda rank, size: declare(
+            (L, rank, N * size), ("layers", None, "heads"), fan_in(), "matrix"
+        )
+        gain = lambda rank: declare((L, rank), ("layers", None), constant(1.0), "gain")
+        if Q is None:
+            self.q = declare(
+                (L, D, N * c.qk_dim), ("layers", "embed", "heads"), scheme.qk, "matrix"
+            )
+        else:
+            self.q_down, self.q_gain, self.q_up = wide(Q), gain(Q), up(Q, c.qk_dim)
+        self.kv_down, self.kv_gain = wide(R + m.rope_dim), gain(R)
+        self.k_up, self.v_up = up(R, nope), up(R, c.head_dim)
+        self.out = declare(
+            (L, N * c.head_dim, D), ("layers", "heads", "embed"), scheme.attention_out, "matrix"
+        )
+        self.config = c
+
+    def __call__(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        spec: LayerSpec,
+        inputs: LayerInputs,
+        value_BTC: Float[Array, "B T C"] | None,
+        cache: LayerCache | None,
+        source: KeyValueProjection | tuple[Array, Array] | None = None,
+    ) -> tuple[Float[Array, "B T D"], KeysValues]:
+        """Returns the output and the latents with their rotated keys, [B, T, 1, R + r]: of these
+        tokens, or the updated cache."""
+        c = self.config
+        assert value_BTC is None and source is None and c.mla is not None
+        B, T, _ = x_BTD.shape
+        rope = inputs.short_rope if spec.short_rope else inputs.rope
+        turned = lambda x_BTNr: x_BTNr if rope is None else rotate(x_BTNr, rope, None)
+        nope, R = c.qk_dim - c.mla.rope_dim, c.mla.kv_rank
+        q_BTNH = self.queries(x_BTD).reshape(B, T, c.heads, c.qk_dim)
+        q_BTNn, q_BTNr = q_BTNH[..., :nope], turned(q_BTNH[..., nope:])
+        down_BTC = dense(x_BTD, self.kv_down)
+        latent_BTR = rms_norm(down_BTC[..., :R], self.kv_gain[...], eps=c.norm_eps)
+        k_BT1r = turned(down_BTC[:, :, None, R:])
+        joint_BT1C = jnp.concatenate([latent_BTR[:, :, None], k_BT1r], axis=-1)
+        options = AttentionOptions(
+            spec.window, inputs.segments_BT, c.attention_softcap,
+            c.attention_scale or 1 / math.sqrt(c.qk_dim), c.attention, c.deterministic_attention,
+            c.causal,
+        )  # fmt: skip
+        if cache is None:
+            k_BTNn = dense(latent_BTR, self.k_up).reshape(B, T, c.heads, nope)
+            v_BTNH = dense(latent_BTR, self.v_up).reshape(B, T, c.heads, c.head_dim)
+            k_BTNr = jnp.broadcast_to(k_BT1r, (B, T, c.heads, c.mla.rope_dim))
+            q_BTNH = jnp.concatenate([q_BTNn, q_BTNr], axis=-1)
+            k_BTNH = jnp.concatenate([k_BTNn, k_BTNr], axis=-1)
+            q_BTNH = constrain(q_BTNH, "batch", "tokens", "heads", None)
+            wide = lambda x: padded(x, max(c.qk_dim, c.head_dim))
+            y_BTNH = inputs.attend(wide(q_BTNH), wide(k_BTNH), wide(v_BTNH), options)
+            y_BTNH, kv = y_BTNH[..., : c.head_dim], (joint_BT1C,)
+        else:
+            up = lambda param: dequantize(param.get_value()).reshape(R, c.heads, -1)
+            q_BTNR = jnp.einsum("btnh,rnh->btnr", q_BTNn, up(self.k_up))
+            q_BTNC = jnp.concatenate([q_BTNR, q_BTNr], axis=-1)
+            kv = append((joint_BT1C,), cache)
+            options = options._replace(window=spec.window or c.context_length - 1)
+            y_BTNR = decode(q_BTNC, (*kv, *kv), cache.lengths_B, options)[..., :R]
+            y_BTNH = jnp.einsum("btnr,rnh->btnh", y_BTNR, up(self.v_up))
+        return dense(y_BTNH.reshape(B, T, -1), self.out), kv
+
+    def queries(self, x_BTD: Float[Array, "B T D"]) -> Float[Array, "B T C"]:
+        """Of all heads, projected directly or through a latent of their own."""
+        if self.config.mla is None or self.config.mla.q_rank is None:
+            return dense(x_BTD, self.q)
+        latent_BTQ = dense(x_BTD, self.q_down)
+        return dense(rms_norm(latent_BTQ, self.q_gain[...], eps=self.config.norm_eps), self.q_up)
+
+
+def padded(x_BTNH: Float[Array, "B T N H"], size: int) -> Float[Array, "B T N h"]:
+    """Heads with zeros behind their channels: products and sums with them stay what they are."""
+    missing = size - x_BTNH.shape[-1]
+    return jnp.pad(x_BTNH, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x_BTNH
