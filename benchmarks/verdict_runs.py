@@ -1,21 +1,28 @@
 """Trains the runs that verdicts are made of: each technique on each seed, and the baseline.
 
 Losses come from runs that share a GPU, several at a time. Seconds come from one run of each
-technique that has the GPU to itself, once its programs have been compiled by the others.
+technique whose steps have the GPU to themselves, once its programs have been compiled: runs of
+other techniques start meanwhile, and wait for their turn.
 """
 
 import os
 import shutil
 import tempfile
-import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing import get_context
+from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from typing import NamedTuple
 
+import jax
+
+from jaxtrain.cluster.coordinator import Coordinator
+from jaxtrain.cluster.runtime import start
+from jaxtrain.config import find_config, load_config
 from jaxtrain.runs.compare import read_run, training_seconds
+from jaxtrain.train.loop import train
 
 # Nothing is kept of a run but its metrics.
 PLAIN = ("checkpoint={every: null, final: false}", "metrics={every: 10, tensorboard: false}",
@@ -43,26 +50,52 @@ class Outcome(NamedTuple):
     error: str | None = None
 
 
+class OneAtATime(Coordinator):
+    """Steps of several processes on one device, each run's without the others'."""
+
+    def __init__(self, turn: Semaphore):
+        super().__init__()
+        self.turn, self.has_it = turn, False
+
+    def begin(self, step: int) -> None:
+        """Everything is compiled now: wait until no other run takes steps."""
+        if not self.has_it:
+            self.turn.acquire()
+            self.has_it = True
+        super().begin(step)
+
+    def give_back(self) -> None:
+        if self.has_it:
+            self.turn.release()
+
+
+TURN: Semaphore | None = None  # of this process, where its runs are timed
+
+
+def take_turns(turn: Semaphore | None) -> None:
+    """Set up a process of the pool."""
+    global TURN
+    TURN = turn
+    start(quiet=True)
+
+
 def train_job(job: Job, folder: Path) -> Outcome:
     """Train one run in this process, its output into a file; the run directory is removed."""
-    import jax
-
-    from jaxtrain.main import main
-
     name = f"{job.name}-{job.seed}-{job.steps}"
-    argv = ["--config", job.config, *PLAIN, *job.overrides, f"run.name={name}",
-            f"run.directory={folder}", f"run.seed={job.seed}", f"data.seed={job.seed}",
-            f"train.steps={job.steps}"]  # fmt: skip
+    overrides = [*PLAIN, *job.overrides, f"run.name={name}", f"run.directory={folder}",
+                 f"run.seed={job.seed}", f"data.seed={job.seed}",
+                 f"train.steps={job.steps}"]  # fmt: skip
     run_dir, log = folder / name, folder / f"{name}.log"
+    coordinator = OneAtATime(TURN) if TURN else Coordinator()
     try:
         with log.open("w") as file, redirect_stdout(file), redirect_stderr(file):
-            code = main(argv)
-        if code:
-            return Outcome(error=log.read_text().strip().splitlines()[-1])
+            train(load_config(find_config(job.config), overrides), coordinator)
         return read_outcome(run_dir)
     except Exception as error:  # one technique's fault must not end the others' runs
         return Outcome(error=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
     finally:
+        if isinstance(coordinator, OneAtATime):
+            coordinator.give_back()
         shutil.rmtree(run_dir, ignore_errors=True)
         jax.clear_caches()
 
@@ -84,19 +117,17 @@ def train_all(
 ) -> Iterator[tuple[Job, Outcome]]:
     """Outcomes as they come: first of `jobs`, several at a time, then of `timed`, one by one."""
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
+    os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{0.9 / workers:.3f}"
+    context = get_context("spawn")
     with tempfile.TemporaryDirectory(dir=_memory_disk()) as folder:
-        for batch, width in ((jobs, workers), (timed, 1)):
-            if not batch:
-                continue
-            share = f"{0.9 / width:.3f}"
-            os.environ["XLA_CLIENT_MEM_FRACTION"] = share
-            with ProcessPoolExecutor(width, mp_context=get_context("spawn")) as pool:
-                futures = [(job, pool.submit(train_job, job, Path(folder))) for job in batch]
-                for job, future in futures:
-                    begun = time.perf_counter()
+        for batch, turn in ((jobs, None), (timed, context.Semaphore(1))):
+            with ProcessPoolExecutor(
+                workers, mp_context=context, initializer=take_turns, initargs=(turn,)
+            ) as pool:
+                waiting = [(job, pool.submit(train_job, job, Path(folder))) for job in batch]
+                for job, future in waiting:
                     outcome = future.result()
-                    waited = time.perf_counter() - begun
-                    print(_line(job, outcome, width, waited), flush=True)
+                    print(_line(job, outcome, turn is not None), flush=True)
                     yield job, outcome
 
 
@@ -105,9 +136,9 @@ def _memory_disk() -> str | None:
     return "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 
 
-def _line(job: Job, outcome: Outcome, width: int, waited: float) -> str:
+def _line(job: Job, outcome: Outcome, timed: bool) -> str:
     name = f"{job.name} seed {job.seed}, {job.steps} steps"
     if outcome.error:
         return f"{name}: failed: {outcome.error}"
-    alone = f", {outcome.seconds:.2f} s of training alone" if width == 1 else ""
-    return f"{name}: {outcome.bpb:.4f} bits per byte{alone} (waited {waited:.0f} s)"
+    seconds = f", {outcome.seconds:.2f} s of training" if timed else ""
+    return f"{name}: {outcome.bpb:.4f} bits per byte{seconds}"

@@ -139,10 +139,13 @@ def jobs_of(
     jobs, timed = [], []
     warm = len(scale.seeds) == 1
     for name, switch in switches.items():
+        # What is given later stands in the place of what is given before.
+        given = [*scale.overrides, *overrides, *switch]
+        settings = tuple({one.partition("=")[0]: one for one in given}.values())
         for horizon in scale.horizons if name == BASELINE else (1.0,):
             for seed in scale.seeds:
                 steps = round(scale.steps * horizon)
-                job = Job(name, scale.config, (*scale.overrides, *overrides, *switch), seed, steps)
+                job = Job(name, scale.config, settings, seed, steps)
                 first = seed == scale.seeds[0] and steps == scale.steps
                 (timed if first else jobs).append(job)
                 if first and warm:
