@@ -8,6 +8,7 @@ from pydantic import Field
 from jaxtrain.optim.adafactor import AdafactorConfig, adafactor
 from jaxtrain.optim.adamw import AdamWConfig, adamw
 from jaxtrain.optim.adamw8bit import AdamW8bitConfig, adamw8bit
+from jaxtrain.optim.galore import GaLoreConfig, galore
 from jaxtrain.optim.lamb import LAMBConfig, lamb
 from jaxtrain.optim.lars import LARSConfig, lars
 from jaxtrain.optim.lion import LionConfig, lion
@@ -29,6 +30,7 @@ OPTIMIZERS: dict[str, Callable[..., dict[str, ParamGroup]]] = {
     "schedule_free": schedule_free,
     "lion": lion,
     "soap": soap,
+    "galore": galore,
     "adafactor": adafactor,
     "sgd": sgd,
     "lamb": lamb,
@@ -41,6 +43,7 @@ OptimConfig = Annotated[
     | ScheduleFreeConfig
     | LionConfig
     | SOAPConfig
+    | GaLoreConfig
     | AdafactorConfig
     | SGDConfig
     | LAMBConfig
@@ -73,7 +76,7 @@ def make_optimizer(
 
 __all__ = [
     "DECAY", "OPTIMIZERS", "WRAPPERS", "AdafactorConfig", "AdamW8bitConfig", "AdamWConfig",
-    "LAMBConfig", "LARSConfig", "LionConfig", "MuonConfig", "OptimConfig", "Optimizer", "SGDConfig",
-    "SOAPConfig", "Scale", "ScheduleFreeConfig", "is_mergeable", "make_optimizer",
-    "mean_over_replicas", "merge_states", "resolve_optimizer", "shorten_warmup",
+    "GaLoreConfig", "LAMBConfig", "LARSConfig", "LionConfig", "MuonConfig", "OptimConfig",
+    "Optimizer", "SGDConfig", "SOAPConfig", "Scale", "ScheduleFreeConfig", "is_mergeable",
+    "make_optimizer", "mean_over_replicas", "merge_states", "resolve_optimizer", "shorten_warmup",
 ]  # fmt: skip

@@ -16,6 +16,7 @@ from jaxtrain.optim.adafactor import make_adafactor
 from jaxtrain.optim.adamw import make_adamw
 from jaxtrain.optim.adamw8bit import code_values, decode, encode, make_adamw8bit
 from jaxtrain.optim.eigenbasis import rotate_basis
+from jaxtrain.optim.galore import GaLoreConfig, from_int4, make_galore, to_int4
 from jaxtrain.optim.lamb import make_lamb
 from jaxtrain.optim.lars import make_lars
 from jaxtrain.optim.schedule_free import make_schedule_free
@@ -267,6 +268,67 @@ def test_soap_wins_where_the_inputs_are_turned():
     assert soap < 0.3 * adam
 
 
+# ---- GaLore --------------------------------------------------------------------------------------
+
+
+def galore_of(**fields):
+    c = GaLoreConfig.model_validate({"rank": 4, "gap": 3, **fields})
+    return make_galore(c)({**ADAM, "weight_decay": 0.1, "gap": 3.0, "scale": 0.5})
+
+
+@pytest.mark.parametrize("shape", [(2, 6, 10), (2, 10, 6)], ids=str)
+def test_galore_is_adam_in_the_subspace_of_every_third_gradient(shape):
+    """By numpy, each matrix of the stack by itself."""
+    p, grads = arrays(*shape), gradients(*shape, steps=5)
+    tx = galore_of()
+    state, flip = tx.init(p), shape[-2] > shape[-1]
+    m = v = np.zeros((2, 4, 10))
+    for t, g in enumerate(grads):
+        u, state = jax.jit(tx.update)(g, state, p)
+        wide = np.asarray(g.mT if flip else g)
+        if t % 3 == 0:
+            basis = np.linalg.svd(wide)[0][..., :4]
+            # the state's own signs of the singular vectors
+            own = np.asarray(state.leaves.projection)
+            np.testing.assert_allclose(np.abs(basis), np.abs(own), rtol=1e-3, atol=1e-4)
+            basis = own
+        seen = basis.swapaxes(-1, -2) @ wide
+        m, v = ADAM["b1"] * m + (1 - ADAM["b1"]) * seen, ADAM["b2"] * v + (1 - ADAM["b2"]) * seen**2
+        adam = (
+            m
+            / (1 - ADAM["b1"] ** (t + 1))
+            / (np.sqrt(v / (1 - ADAM["b2"] ** (t + 1))) + ADAM["eps"])
+        )
+        moved = basis @ adam
+        moved = moved.swapaxes(-1, -2) if flip else moved
+        expected = -ADAM["learning_rate"] * (0.5 * moved + 0.1 * np.asarray(p))
+        np.testing.assert_allclose(u, expected, rtol=1e-3, atol=1e-5)
+
+
+def test_galores_states_are_smaller_than_adams_and_q_galores_smaller_still():
+    p = {"w": jnp.zeros((2, 256, 512))}
+    size = lambda tx: sum(
+        x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(tx.init, p))
+    )
+    adam = size(make_adamw(ADAM))
+    plain, quantized = (size(galore_of(rank=64, quantize=q)) for q in (False, True))
+    assert plain < 0.35 * adam and quantized < 0.25 * plain
+    assert size(galore_of(rank=256)) == pytest.approx(adam, rel=1e-5)  # no smaller: plain Adam
+
+
+def test_q_galore_steps_as_galore_does_but_for_its_rounding():
+    p, grads = arrays(2, 16, 24), gradients(2, 16, 24, steps=4)
+    one, other = (
+        np.diff(walk(galore_of(rank=8, quantize=q), p, grads)[0], axis=0) for q in (False, True)
+    )
+    off = np.linalg.norm(one - other) / np.linalg.norm(one)
+    assert 1e-3 < off < 0.3
+    x = rotation(16, 3)[:, :8]
+    codes, scale = to_int4(x)
+    assert codes.dtype == jnp.uint8 and codes.size == x.size // 2
+    assert np.abs(from_int4(codes, scale) - x).max() <= 0.5 * np.max(scale) + 1e-6
+
+
 # ---- 8 bits --------------------------------------------------------------------------------------
 
 
@@ -373,14 +435,25 @@ def test_a_state_of_another_block_size_is_refused():
 # ---- on a mesh, groups ---------------------------------------------------------------------------
 
 
-TOLERANCES = {"adamw8bit": 1e-2, "lamb": 1e-4, "lars": 1e-4, "soap": 1e-2, "muon": 1e-2}
+TOLERANCES = {
+    "adamw8bit": 1e-2,
+    "lamb": 1e-4,
+    "lars": 1e-4,
+    "soap": 1e-2,
+    "muon": 1e-2,
+    "galore": 1e-2,
+}
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize(("name", "tolerance"), TOLERANCES.items())
 def test_eight_devices_train_as_one(name, tolerance):
     """What looks beyond single values: norms, blocks, eigenvectors."""
-    special = {"adamw8bit": {"min_size": 256, "block_size": 16}, "muon": {"soap": {}}}
+    special = {
+        "adamw8bit": {"min_size": 256, "block_size": 16},
+        "muon": {"soap": {}},
+        "galore": {"rank": 8},
+    }
     fields = special.get(name, {})
     task, hyperparams = make_spec(resolved(**LLAMA | {"depth": 1}), config(name, **fields))
     losses = []
