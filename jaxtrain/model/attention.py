@@ -150,16 +150,16 @@ class KeyValueProjection(nnx.Module):
 
     def __init__(self, c: ResolvedModel, layers: int):
         scheme = SCHEMES[c.init](c)
-        L, D, KH = layers, c.width, c.kv_heads * c.head_dim
-        self.k = declare((L, D, KH), ("layers", "embed", "kv_heads"), scheme.qk, "matrix")
+        L, D, KH, Kh = layers, c.width, c.kv_heads * c.head_dim, c.kv_heads * c.qk_dim
+        self.k = declare((L, D, Kh), ("layers", "embed", "kv_heads"), scheme.qk, "matrix")
         self.v = declare((L, D, KH), ("layers", "embed", "kv_heads"), scheme.v, "matrix")
-        self.k_bias = declare_bias(L, KH, "kv_heads") if c.qkv_bias else None
+        self.k_bias = declare_bias(L, Kh, "kv_heads") if c.qkv_bias else None
         self.v_bias = declare_bias(L, KH, "kv_heads") if c.qkv_bias else None
         self.k_gain = declare_head_gain(c, L) if c.qk_norm_gain else None
 
     def keys_values(
         self, x_BTD: Float[Array, "B T D"], value_BTC: Float[Array, "B T C"] | None, heads: int
-    ) -> tuple[Float[Array, "B T K H"], Float[Array, "B T K H"]]:
+    ) -> tuple[Float[Array, "B T K h"], Float[Array, "B T K H"]]:
         """Keys before norm and rope, and values, of so many heads."""
         B, T, _ = x_BTD.shape
         k_BTKH = add_bias(dense(x_BTD, self.k), self.k_bias).reshape(B, T, heads, -1)
@@ -171,7 +171,7 @@ class KeyValueProjection(nnx.Module):
 
 def declare_head_gain(c: ResolvedModel, layers: int) -> nnx.Param:
     """A gain of a head's channels, [L, H]."""
-    return declare((layers, c.head_dim), ("layers", None), constant(1.0), "gain")
+    return declare((layers, c.qk_dim), ("layers", None), constant(1.0), "gain")
 
 
 class Attention(KeyValueProjection):
@@ -181,10 +181,10 @@ class Attention(KeyValueProjection):
         if c.share_kv is None:
             super().__init__(c, layers)
         scheme = SCHEMES[c.init](c)
-        L, D, NH = layers, c.width, c.heads * c.head_dim
-        self.q = declare((L, D, NH), ("layers", "embed", "heads"), scheme.qk, "matrix")
+        L, D, NH, Nh = layers, c.width, c.heads * c.head_dim, c.heads * c.qk_dim
+        self.q = declare((L, D, Nh), ("layers", "embed", "heads"), scheme.qk, "matrix")
         self.out = declare((L, NH, D), ("layers", "heads", "embed"), scheme.attention_out, "matrix")
-        self.q_bias = declare_bias(L, NH, "heads") if c.qkv_bias else None
+        self.q_bias = declare_bias(L, Nh, "heads") if c.qkv_bias else None
         self.out_bias = declare_bias(L, D, None) if c.out_bias else None
         self.q_gain = declare_head_gain(c, L) if c.qk_norm_gain else None
         self.config = c
@@ -205,7 +205,7 @@ class Attention(KeyValueProjection):
         """
         c = self.config
         B, T, _ = x_BTD.shape
-        q_BTNH = add_bias(dense(x_BTD, self.q), self.q_bias).reshape(B, T, c.heads, c.head_dim)
+        q_BTNH = add_bias(dense(x_BTD, self.q), self.q_bias).reshape(B, T, c.heads, c.qk_dim)
         rope = inputs.short_rope if spec.short_rope else inputs.rope
         if isinstance(source, tuple):
             q_BTNH, (k_BTKH, v_BTKH) = self.norm_and_rope(q_BTNH, rope, self.q_gain), source
@@ -217,8 +217,11 @@ class Attention(KeyValueProjection):
                 k_BTKH = self.norm_and_rope(k_BTKH, rope, project.k_gain)
             else:
                 q_BTNH, k_BTKH = rope_norm(q_BTNH, k_BTKH, rope, c.norm_eps, inputs.fused.rope)
+        # Kernels take heads of one size.
+        wide = max(c.qk_dim, c.head_dim)
+        q_BTNH, k_BTKH, v_BTKH = (padded(x, wide) for x in (q_BTNH, k_BTKH, v_BTKH))
         # The factor on queries and on keys is one factor on their product.
-        scale = (c.qk_scale**2 if c.qk_norm else 1.0) / math.sqrt(c.head_dim)
+        scale = (c.qk_scale**2 if c.qk_norm else 1.0) / math.sqrt(c.qk_dim)
         scale = c.attention_scale or scale
         options = AttentionOptions(
             spec.window, inputs.segments_BT, c.attention_softcap, scale, c.attention,
@@ -233,6 +236,7 @@ class Attention(KeyValueProjection):
             own = not isinstance(source, tuple)
             kv = append((k_BTKH, v_BTKH), cache) if own else cache.kv
             y_BTNH = decode(q_BTNH, kv, cache.lengths_B, options._replace(window=window))
+        y_BTNH = y_BTNH[..., : c.head_dim] if wide > c.head_dim else y_BTNH
         return add_bias(dense(y_BTNH.reshape(B, T, -1), self.out), self.out_bias), kv
 
     def norm_and_rope(
@@ -244,6 +248,12 @@ class Attention(KeyValueProjection):
             x_BTNH = rms_norm(x_BTNH, None if gain is None else gain[...], eps=eps)
             eps = None
         return x_BTNH if rope is None else rotate(x_BTNH, rope, eps)
+
+
+def padded(x_BTNH: Float[Array, "B T N H"], size: int) -> Float[Array, "B T N h"]:
+    """Heads with zeros behind their channels: products and sums with them stay what they are."""
+    missing = size - x_BTNH.shape[-1]
+    return jnp.pad(x_BTNH, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x_BTNH
 
 
 def decode(

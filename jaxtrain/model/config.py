@@ -158,6 +158,12 @@ class ModelFields[Size: int | None](Settings):
         "model width D; default 64 x depth, rounded up to a multiple of head_dim", ge=1
     )
     head_dim: int = Field(128, ge=2, description="channels of one attention head")
+    qk_head_dim: int | None = Field(
+        None,
+        ge=2,
+        description="channels of a head's query and key, where its value's (head_dim) are more or "
+        "fewer; default head_dim",
+    )
     heads: Size = derived_field("query heads N; default width / head_dim", ge=1)
     kv_heads: Size = derived_field("key/value heads K; default heads (no sharing)", ge=1)
     ffn: Literal["relu2", "gelu", "swiglu", "geglu"] = Field(
@@ -394,6 +400,8 @@ class ModelFields[Size: int | None](Settings):
             )
         if self.head_dim % 2:
             raise ValueError(f"head_dim {self.head_dim} must be even (rotary pairs)")
+        if self.qk_head_dim and self.qk_head_dim % 2:
+            raise ValueError(f"qk_head_dim {self.qk_head_dim} must be even (rotary pairs)")
         if self.attention not in (None, *BACKENDS):
             raise ValueError(
                 f"attention has no backend {self.attention}; it has {', '.join(BACKENDS)}"
@@ -423,13 +431,13 @@ class ResolvedModel(ModelFields[int]):
     def qk_dim(self) -> int:
         """Channels of a head's query and key."""
         if self.mla is None:
-            return self.head_dim
+            return self.qk_head_dim or self.head_dim
         return self.rope_dim + (self.mla.nope_dim or self.head_dim - self.rope_dim)
 
     @property
     def rope_dim(self) -> int:
         """Those that are rotated."""
-        return self.head_dim if self.mla is None else self.mla.rope_dim
+        return self.qk_dim if self.mla is None else self.mla.rope_dim
 
     @property
     def virtual(self) -> int:

@@ -20,7 +20,7 @@ def fastest(fused: FusedOps, c: ResolvedModel, x_BTD: Array | jax.ShapeDtypeStru
     if fused.norm is None and not (c.fits_norm_kernel and serves("mixed_norm", *x_BTD.shape)):
         changes["norm"] = "xla"
     if fused.rope is None and not (
-        c.fits_rope_kernel and serves("rope_norm", *x_BTD.shape[:2], c.heads, c.head_dim)
+        c.fits_rope_kernel and serves("rope_norm", *x_BTD.shape[:2], c.heads, c.qk_dim)
     ):
         changes["rope"] = "xla"
     return fused.model_copy(update=changes)

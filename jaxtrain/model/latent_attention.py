@@ -23,6 +23,7 @@ from jaxtrain.model.attention import (
     LayerInputs,
     append,
     decode,
+    padded,
 )
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.init import SCHEMES, constant, fan_in
@@ -114,9 +115,3 @@ class LatentAttention(nnx.Module):
             return dense(x_BTD, self.q)
         latent_BTQ = dense(x_BTD, self.q_down)
         return dense(rms_norm(latent_BTQ, self.q_gain[...], eps=self.config.norm_eps), self.q_up)
-
-
-def padded(x_BTNH: Float[Array, "B T N H"], size: int) -> Float[Array, "B T N h"]:
-    """Heads with zeros behind their channels: products and sums with them stay what they are."""
-    missing = size - x_BTNH.shape[-1]
-    return jnp.pad(x_BTNH, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x_BTNH

@@ -124,6 +124,11 @@ def plan_phase(
         f"{c.model.width}, {dtype.name} on {len(mesh.devices.flat)} x "
         f"{mesh.devices.flat[0].device_kind}{steps}"
     )
+    if c.model.qk_dim != c.model.head_dim:
+        log(
+            f"model    heads of {c.model.qk_dim} channels for queries and keys, "
+            f"{c.model.head_dim} for values: the narrower are padded with zeros for attention"
+        )
     if partition.init:
         log(f"tune     {c.finetune.name}: {sizes(partition.trainable)['total']:,} parameters train")
     return Plan(

@@ -48,7 +48,7 @@ CHANGED = dict.fromkeys(FLIPPED, "flipped") | {
     "ffn": "relu2", "moe": {"experts": 2}, "vocab_multiple": 7, "position_embedding": "learned",
     "rope_base": 77.0, "rope_base_short": 55.0, "rope_scaling": {"name": "linear", "factor": 3.0},
     "qk_scale": 2.0, "attention_scale": 0.5, "window_pattern": "SL", "short_window": 3,
-    "context_length": 48, "bigram_rows": 97,
+    "context_length": 48, "qk_head_dim": 4, "bigram_rows": 97,
     "norm": "layer", "norm_eps": 1e-3, "embed_scale": 3.0, "logit_softcap": 7.0,
     "attention_softcap": 7.0, "init": "orthogonal", "base_width": 64, "adapter": 4, "prompt": 3,
     "prefix": 3, "embedding_dtype": "bfloat16", "attention": "xla", "kernels": {"loss": "xla"},

@@ -83,6 +83,16 @@ def test_scan_is_unroll(model, changes):
     np.testing.assert_allclose(found, plain, rtol=1e-5, atol=1e-5)
 
 
+def test_a_layer_is_a_branch_of_the_program_forward_and_backward(model):
+    """A skipped layer costs no time: its products stand inside a `case` of the lowered program."""
+    _, graphdef, params = model
+    loss = lambda p, key: jnp.mean(jnp.square(states(p, graphdef, key)))
+    text = jax.jit(jax.grad(loss)).lower(params, jax.random.key(0)).as_text()
+    plain = jax.jit(jax.grad(lambda p: jnp.mean(jnp.square(states(p, build(**FIELDS)[1])))))
+    assert text.count("stablehlo.case") >= 2 * FIELDS["depth"]
+    assert "stablehlo.case" not in plain.lower(params).as_text()
+
+
 def test_skipped_layers_get_no_gradient(model):
     c, graphdef, params = model
     key = next(k for k in map(jax.random.key, range(40)) if 0 < sum(kept_layers(c, k)) < c.depth)

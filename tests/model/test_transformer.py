@@ -23,6 +23,7 @@ FAMILIES = {
         "window_pattern": "SLS", "last_layer_full": False, "rope_base_short": 100.0,
         "rope_scaling": {"name": "linear", "factor": 2.0}, "embed_scale": 3.0,
     },
+    "narrow keys": {"qk_head_dim": 6, "kv_heads": 2},
     "gpt2": LLAMA | {
         "ffn": "gelu", "norm": "layer", "position_embedding": "learned", "qkv_bias": True,
         "out_bias": True, "ffn_bias": True,
