@@ -4,8 +4,9 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from tiny import VOCAB, resolved
 
-from jaxtrain.inference.generate import sample_token
+from jaxtrain.inference.generate import kv_bytes_per_token, sample_token
 
 P_V = np.array([0.4, 0.3, 0.2, 0.07, 0.03])
 
@@ -40,3 +41,12 @@ def test_what_is_kept_is_drawn_by_its_probability(how, kept):
 
 def test_temperature_zero_takes_the_best():
     assert shares(temperature=0.0)[0] == 1
+
+
+def test_bytes_of_a_token_in_the_cache():
+    """Of 4 layers with 4 heads of 8 channels, in bfloat16: keys and values, or what is kept."""
+    latent = {"mla": {"kv_rank": 12, "rope_dim": 4}, "qk_norm": False, "value_embeddings": False}
+    sizes = [(4 * 2 * 32, {}), (4 * 2 * 8, {"kv_heads": 1})]
+    sizes += [(2 * 2 * 32, {"share_kv": "adjacent"}), (4 * 16, latent)]
+    for channels, fields in sizes:
+        assert kv_bytes_per_token(resolved(**fields), VOCAB, jnp.dtype("bfloat16")) == 2 * channels

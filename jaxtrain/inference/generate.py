@@ -26,7 +26,7 @@ from jaxtrain.data import Chat, Tokenizer, make_chat
 from jaxtrain.inference.arguments import TOKENS, generate_parser
 from jaxtrain.inference.chat import chat_loop
 from jaxtrain.interop.companions import Prompting
-from jaxtrain.model import Cache, Decode, Prefill, cast
+from jaxtrain.model import Cache, Decode, Prefill, ResolvedModel, Transformer, cast, split
 from jaxtrain.model.config import check_decoder, round_up
 from jaxtrain.model.transformer import CACHE_MULTIPLE
 from jaxtrain.parallel.mesh import gather_to_host
@@ -105,6 +105,18 @@ def decode_tokens(
         return i + 1, out_Bn.at[:, i].set(token_B), cache, ended_B
 
     return jax.lax.while_loop(going, one, (jnp.int32(1), out_Bn, cache, ends(first_B)))[1]
+
+
+def kv_bytes_per_token(
+    c: ResolvedModel, vocab_size: int, dtype: jnp.dtype, cache_dtype: str | None = None
+) -> int:
+    """Bytes of the KV cache of all layers for one token of a row. dtype: of the computation."""
+    graphdef, specs = split(Transformer(c, vocab_size))
+    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), specs)
+    mode = Prefill(jnp.ones(1, jnp.int32), CACHE_MULTIPLE, cache_dtype)
+    run = lambda p, rows: nnx.merge(graphdef, p)(rows, mode=mode).cache.kv
+    kv = jax.eval_shape(run, params, jax.ShapeDtypeStruct((1, PROMPT_MULTIPLE), jnp.int32))
+    return sum(x.size // x.shape[1] * x.dtype.itemsize for x in jax.tree.leaves(kv))
 
 
 class Sampling(NamedTuple):
