@@ -439,7 +439,7 @@ EVERYWHERE = {
     "remat",
     "model.weight_form": "stochastic_rounding hadamard",
     "model.rope_scaling": "name factor low_freq_factor high_freq_factor original_context beta_fast "
-    "beta_slow attention_factor truncate",
+    "beta_slow attention_factor truncate short_factor long_factor",
     "model.kernels": "norm rope relu2 ffn loss",
     "train": "sequence_length batch_size device_batch_size fit steps tokens_per_parameter "
     "init_from on_nonfinite max_consecutive_skips compiler_options",

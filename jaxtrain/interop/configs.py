@@ -93,6 +93,9 @@ NUMBER = Kind("a number above 0, and finite", lambda x: type(x) in (int, float) 
 TRUTH = Kind("true or false", lambda x: type(x) is bool)
 SECTION = Kind("an object, {...}, or null", lambda x: isinstance(x, dict))
 LIST = Kind("a list of texts", lambda x: isinstance(x, list) and {*map(type, x)} <= {str})
+NUMBERS = Kind(
+    "a list of numbers above 0", lambda x: isinstance(x, list | tuple) and all(map(NUMBER.fits, x))
+)
 # By our names, or by theirs where we have none; all others of `Family.keys` are whole numbers.
 KINDS = {
     "depth": Kind("a whole number from 1 to 10,000", lambda x: WHOLE.fits(x) and x <= 10**4),
@@ -236,6 +239,8 @@ def rope_scaling(given: Json, config: Json) -> Json | None:
         return None
     if kind == "yarn":
         return yarn(given, original, config["max_position_embeddings"])
+    if kind == "longrope":
+        return longrope(given, original, config["max_position_embeddings"])
     keys = [key for key in ROPE_TYPES[kind] if key != "original_max_position_embeddings"]
     known = {"original_context": original} if kind == "llama3" else {}
     return {"name": kind} | known | {key: needed(given, key) for key in keys}
@@ -252,6 +257,16 @@ def yarn(given: Json, original: int, context: int) -> Json:
         a, b = (1 + 0.1 * scale * math.log(max(factor, 1.0)) for scale in scales)
         fields["attention_factor"] = a / b
     return fields
+
+
+def longrope(given: Json, original: int, context: int) -> Json:
+    """LongRoPE's section."""
+    for key in ("short_factor", "long_factor"):
+        check_value(key, given.get(key), NUMBERS)
+    fields: Json = {"name": "longrope", "original_context": original}
+    fields["factor"] = given.get("factor") or context / original
+    keys = ("short_factor", "long_factor", "attention_factor")
+    return fields | {k: given[k] for k in keys if given.get(k) is not None}
 
 
 def needed(given: Json, key: str) -> int | float:
@@ -316,8 +331,9 @@ def rope_parameters(c: ResolvedModel, family: Family) -> Json:
     """Theirs, of our bases and stretching."""
     full: Json = {"rope_theta": c.rope_base, "rope_type": "default"}
     if c.rope_scaling is not None:
-        kind = c.rope_scaling.name  # of YaRN, only what is not its paper's choice
-        section = c.rope_scaling.model_dump(exclude={"name"}, exclude_defaults=kind == "yarn")
+        kind = c.rope_scaling.name  # of these two, only what is not the paper's choice
+        bare = kind in ("yarn", "longrope")
+        section = c.rope_scaling.model_dump(mode="json", exclude={"name"}, exclude_defaults=bare)
         if "original_context" in section:
             section["original_max_position_embeddings"] = section.pop("original_context")
         full |= {"rope_type": kind} | section

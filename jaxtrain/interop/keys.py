@@ -63,6 +63,10 @@ ROPE_TYPES = {
         "factor", "beta_fast", "beta_slow", "attention_factor", "truncate", "mscale",
         "mscale_all_dim", "original_max_position_embeddings",
     ),
+    "longrope": (
+        "short_factor", "long_factor", "factor", "attention_factor",
+        "original_max_position_embeddings",
+    ),
 }  # fmt: skip
 # Saved by some with positions of any type, and read with none.
 NEUTRAL_IN_ROPE: Values = {"finetuned": None}

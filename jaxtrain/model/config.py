@@ -402,6 +402,9 @@ class ModelFields[Size: int | None](Settings):
             raise ValueError(f"head_dim {self.head_dim} must be even (rotary pairs)")
         if self.qk_head_dim and self.qk_head_dim % 2:
             raise ValueError(f"qk_head_dim {self.qk_head_dim} must be even (rotary pairs)")
+        if self.rope_scaling and self.rope_scaling.name == "longrope":
+            rotated = self.mla.rope_dim if self.mla else self.qk_head_dim or self.head_dim
+            self.rope_scaling.check_size(rotated)
         if self.attention not in (None, *BACKENDS):
             raise ValueError(
                 f"attention has no backend {self.attention}; it has {', '.join(BACKENDS)}"

@@ -86,9 +86,9 @@ def rotary(
     positions_BT: Int[Array, "B T"], head_dim: int, base: float, scaling: RopeScaling | None = None
 ) -> Rotary:
     """Angles of each position (Su et al. 2021); h is half the head dim."""
-    frequency_h, factor = frequencies(head_dim, base, scaling)
-    angle_BT1h = positions_BT[:, :, None, None].astype(jnp.float32) * frequency_h.reshape(
-        1, 1, 1, -1
+    frequency, factor = frequencies(head_dim, base, scaling, positions_BT)
+    angle_BT1h = positions_BT[:, :, None, None].astype(jnp.float32) * frequency.reshape(
+        -1, 1, 1, head_dim // 2
     )
     cos, sin = jnp.cos(angle_BT1h), jnp.sin(angle_BT1h)
     if factor != 1.0:

@@ -4,8 +4,8 @@ import math
 from typing import Annotated, Literal
 
 import jax.numpy as jnp
-from jaxtyping import Array, Float
-from pydantic import Field
+from jaxtyping import Array, Float, Int
+from pydantic import Field, field_validator
 
 from jaxtrain.settings import Settings
 
@@ -47,18 +47,73 @@ class YarnScaling(Settings):
     truncate: bool = Field(True, description="the ramp starts and ends at whole channels")
 
 
-RopeScaling = Annotated[LinearScaling | Llama3Scaling | YarnScaling, Field(discriminator="name")]
+class LongRopeScaling(Settings):
+    """LongRoPE (Ding et al. 2024, arXiv:2402.13753): each frequency has a divisor of its own.
+
+    A row that reaches beyond original_context has the long divisors, any other the short ones.
+    """
+
+    name: Literal["longrope"] = "longrope"
+    short_factor: tuple[float, ...] = Field(
+        description="head_dim / 2 divisors of the frequencies, in texts up to original_context"
+    )
+    long_factor: tuple[float, ...] = Field(description="the same, in longer texts")
+    factor: float = Field(gt=0, description="how many times longer the context becomes")
+    original_context: int = Field(ge=2, description="tokens of context before stretching")
+    attention_factor: float | None = Field(
+        None,
+        gt=0,
+        description="factor on rotated queries and on rotated keys; default "
+        "sqrt(1 + ln(factor) / ln(original_context))",
+    )
+
+    @field_validator("short_factor", "long_factor")
+    @classmethod
+    def _positive(cls, given: tuple[float, ...]) -> tuple[float, ...]:
+        if not all(0 < x < math.inf for x in given):
+            raise ValueError("the divisors must be above 0, and finite")
+        return given
+
+    def check_size(self, rotated: int) -> None:
+        """Raises ValueError unless each of so many rotated channels' pairs has its divisors."""
+        if {len(self.short_factor), len(self.long_factor)} != {rotated // 2}:
+            raise ValueError(
+                f"rope_scaling.short_factor and long_factor need head_dim / 2 = {rotated // 2} "
+                "numbers each"
+            )
+
+
+RopeScaling = Annotated[
+    LinearScaling | Llama3Scaling | YarnScaling | LongRopeScaling, Field(discriminator="name")
+]
+
+
+def long_rope(
+    c: LongRopeScaling, plain_h: Float[Array, "h"], positions_BT: Int[Array, "B T"]
+) -> tuple[Float[Array, "B h"], float]:
+    """Each row's frequencies, by its furthest position, and the factor on what is rotated."""
+    is_long_B1 = jnp.max(positions_BT, axis=1, keepdims=True) >= c.original_context
+    short_1h, long_1h = (jnp.asarray([f], jnp.float32) for f in (c.short_factor, c.long_factor))
+    grown = 1 + math.log(max(c.factor, 1.0)) / math.log(c.original_context)
+    divisors_Bh = jnp.where(is_long_B1, long_1h, short_1h)
+    return plain_h[None] / divisors_Bh, c.attention_factor or math.sqrt(grown)
 
 
 def frequencies(
-    head_dim: int, base: float, scaling: RopeScaling | None = None
-) -> tuple[Float[Array, "h"], float]:
-    """Radians per token of each of the H/2 pairs, and the factor on what is rotated."""
+    head_dim: int,
+    base: float,
+    scaling: RopeScaling | None,
+    positions_BT: Int[Array, "B T"],
+) -> tuple[Float[Array, "*b h"], float]:
+    """Radians per token of each of the H/2 pairs, [h] or of each row [B, h], and the factor on what
+    is rotated."""
     plain_h = base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
         return plain_h, 1.0
     if scaling.name == "linear":
         return plain_h / scaling.factor, 1.0
+    if scaling.name == "longrope":
+        return long_rope(scaling, plain_h, positions_BT)
     if scaling.name == "llama3":
         turns_h = scaling.original_context * plain_h / (2 * math.pi)
         low, high = scaling.low_freq_factor, scaling.high_freq_factor
