@@ -43,7 +43,6 @@ from jaxtrain.estimate.workload import (
     load_workload,
     new_hyperparams,
 )  # fmt: skip
-from jaxtrain.inference.generate import kv_bytes_per_token
 from jaxtrain.parallel import partition_spec
 from jaxtrain.parallel.axes import ZERO
 from jaxtrain.parallel.mesh import AXES, device_grid
@@ -115,9 +114,6 @@ def preflight(
         "far_ms": 1e3 * seconds[2],
         "compile_s": time.perf_counter() - begin,
     }
-    if w.config.model.causal:
-        size = kv_bytes_per_token(w.config.model, w.vocab_size, w.spec.dtype)
-        metrics["kv_cache_bytes_per_token"] = size
     record = describe("preflight", w.name, w.precision, w.facts(), devices)
     sizes = {axis: size for axis, size in w.mesh.shape.items() if size > 1}
     record["workload"] |= {"mesh": sizes, "zero": w.spec.zero, "remat": w.config.model.remat}
@@ -383,8 +379,6 @@ def report(record: dict[str, Any]) -> str:
         f"(estimate: compute {m['compute_ms']:,.0f}, within hosts {m['near_ms']:,.0f}, between "
         f"hosts {m['far_ms']:,.0f})"
     ]
-    if "kv_cache_bytes_per_token" in m:
-        lines += [f"decoding keeps {m['kv_cache_bytes_per_token']:,} bytes a token (KV cache)"]
     return "\n".join(lines + [record["advice"]] * (record["advice"] is not None))
 
 
