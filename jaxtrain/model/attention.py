@@ -207,7 +207,8 @@ class Attention(KeyValueProjection):
         B, T, _ = x_BTD.shape
         q_BTNH = add_bias(dense(x_BTD, self.q), self.q_bias).reshape(B, T, c.heads, c.qk_dim)
         rope = inputs.short_rope if spec.short_rope else inputs.rope
-        if isinstance(source, tuple):
+        wide = max(c.qk_dim, c.head_dim)  # kernels take heads of one size
+        if isinstance(source, tuple):  # padded, and in an int8 cache no arrays
             q_BTNH, (k_BTKH, v_BTKH) = self.norm_and_rope(q_BTNH, rope, self.q_gain), source
         else:
             project = source or self
@@ -217,9 +218,8 @@ class Attention(KeyValueProjection):
                 k_BTKH = self.norm_and_rope(k_BTKH, rope, project.k_gain)
             else:
                 q_BTNH, k_BTKH = rope_norm(q_BTNH, k_BTKH, rope, c.norm_eps, inputs.fused.rope)
-        # Kernels take heads of one size.
-        wide = max(c.qk_dim, c.head_dim)
-        q_BTNH, k_BTKH, v_BTKH = (padded(x, wide) for x in (q_BTNH, k_BTKH, v_BTKH))
+            k_BTKH, v_BTKH = padded(k_BTKH, wide), padded(v_BTKH, wide)
+        q_BTNH = padded(q_BTNH, wide)
         # The factor on queries and on keys is one factor on their product.
         scale = (c.qk_scale**2 if c.qk_norm else 1.0) / math.sqrt(c.qk_dim)
         scale = c.attention_scale or scale
