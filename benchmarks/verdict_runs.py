@@ -1,24 +1,22 @@
 """Trains the runs that verdicts are made of: each technique on each seed, and the baseline.
 
 Losses come from runs that share a GPU, several at a time. Seconds come from one run of each
-technique whose steps have the GPU to themselves, once its programs have been compiled: runs of
-other techniques start meanwhile, and wait for their turn.
+technique that has the machine to itself, once its programs have been compiled by the others.
 """
 
+import json
 import os
 import shutil
 import tempfile
 from collections.abc import Iterator, Sequence
-from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing import get_context
-from multiprocessing.synchronize import Semaphore
 from pathlib import Path
 from typing import NamedTuple
 
 import jax
 
-from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.cluster.runtime import start
 from jaxtrain.config import find_config, load_config
 from jaxtrain.runs.compare import read_run, training_seconds
@@ -50,35 +48,6 @@ class Outcome(NamedTuple):
     error: str | None = None
 
 
-class OneAtATime(Coordinator):
-    """Steps of several processes on one device, each run's without the others'."""
-
-    def __init__(self, turn: Semaphore):
-        super().__init__()
-        self.turn, self.has_it = turn, False
-
-    def begin(self, step: int) -> None:
-        """Everything is compiled now: wait until no other run takes steps."""
-        if not self.has_it:
-            self.turn.acquire()
-            self.has_it = True
-        super().begin(step)
-
-    def give_back(self) -> None:
-        if self.has_it:
-            self.turn.release()
-
-
-TURN: Semaphore | None = None  # of this process, where its runs are timed
-
-
-def take_turns(turn: Semaphore | None) -> None:
-    """Set up a process of the pool."""
-    global TURN
-    TURN = turn
-    start(quiet=True)
-
-
 def train_job(job: Job, folder: Path) -> Outcome:
     """Train one run in this process, its output into a file; the run directory is removed."""
     name = f"{job.name}-{job.seed}-{job.steps}"
@@ -86,16 +55,13 @@ def train_job(job: Job, folder: Path) -> Outcome:
                  f"run.seed={job.seed}", f"data.seed={job.seed}",
                  f"train.steps={job.steps}"]  # fmt: skip
     run_dir, log = folder / name, folder / f"{name}.log"
-    coordinator = OneAtATime(TURN) if TURN else Coordinator()
     try:
         with log.open("w") as file, redirect_stdout(file), redirect_stderr(file):
-            train(load_config(find_config(job.config), overrides), coordinator)
+            train(load_config(find_config(job.config), overrides))
         return read_outcome(run_dir)
     except Exception as error:  # one technique's fault must not end the others' runs
         return Outcome(error=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
     finally:
-        if isinstance(coordinator, OneAtATime):
-            coordinator.give_back()
         shutil.rmtree(run_dir, ignore_errors=True)
         jax.clear_caches()
 
@@ -106,29 +72,42 @@ def read_outcome(run_dir: Path) -> Outcome:
     checks = [row["bpb"] for row in run.rows if row["kind"] == "validation"]
     train = [row for row in run.rows if row["kind"] == "train"]
     size = run.config["train"]
-    steps, seconds = training_seconds(train, size["batch_size"] * size["sequence_length"])
+    _, seconds = training_seconds(train, size["batch_size"] * size["sequence_length"])
     needs = [row["step_bytes"] for row in run.rows if "step_bytes" in row]
-    tokens = steps[-1] * size["batch_size"] * size["sequence_length"]
-    return Outcome(checks[-1], seconds[-1], max(needs), tokens, run.env)
+    return Outcome(checks[-1], seconds[-1], max(needs), round(train[-1]["tokens"]), run.env)
 
 
 def train_all(
-    jobs: Sequence[Job], timed: Sequence[Job], workers: int
+    jobs: Sequence[Job], timed: Sequence[Job], workers: int, done: Path
 ) -> Iterator[tuple[Job, Outcome]]:
-    """Outcomes as they come: first of `jobs`, several at a time, then of `timed`, one by one."""
+    """Outcomes: first of `jobs`, `workers` at a time, then of `timed`, each alone.
+
+    done: a file of the outcomes so far, a line each; what it has is not trained again.
+    """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
     os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{0.9 / workers:.3f}"
-    context = get_context("spawn")
-    with tempfile.TemporaryDirectory(dir=_memory_disk()) as folder:
-        for batch, turn in ((jobs, None), (timed, context.Semaphore(1))):
+    known = dict(map(_read_line, done.read_text().splitlines())) if done.exists() else {}
+    done.parent.mkdir(parents=True, exist_ok=True)
+    with tempfile.TemporaryDirectory(dir=_memory_disk()) as folder, done.open("a") as file:
+        for batch, width in ((jobs, workers), (timed, 1)):
+            yield from ((job, known[job]) for job in batch if job in known)
             with ProcessPoolExecutor(
-                workers, mp_context=context, initializer=take_turns, initargs=(turn,)
+                width, mp_context=get_context("spawn"), initializer=start, initargs=(True,)
             ) as pool:
-                waiting = [(job, pool.submit(train_job, job, Path(folder))) for job in batch]
-                for job, future in waiting:
-                    outcome = future.result()
-                    print(_line(job, outcome, turn is not None), flush=True)
+                left = [job for job in batch if job not in known]
+                running = {pool.submit(train_job, job, Path(folder)): job for job in left}
+                for future in as_completed(running):
+                    job, outcome = running[future], future.result()
+                    print(_line(job, outcome, width == 1), flush=True)
+                    if not outcome.error:
+                        file.write(json.dumps([job._asdict(), outcome._asdict()]) + "\n")
+                        file.flush()
                     yield job, outcome
+
+
+def _read_line(line: str) -> tuple[Job, Outcome]:
+    job, outcome = json.loads(line)
+    return Job(**job | {"overrides": tuple(job["overrides"])}), Outcome(**outcome)
 
 
 def _memory_disk() -> str | None:

@@ -4,8 +4,9 @@
     python -m benchmarks verdicts                                  makes the page from the records
 
 The baseline is trained over several lengths, each with its whole decay (Kaddour et al. 2023, No
-Train No Gain, arXiv:2307.06440): its seconds to a loss are read between their ends. A technique's
-speed-up is the baseline's seconds to the technique's own last loss over the technique's seconds.
+Train No Gain, arXiv:2307.06440): its tokens to a loss are read between their ends. A technique's
+gain is the baseline's tokens to the technique's own last loss over the technique's tokens, over
+the seconds of a token of both.
 """
 
 import json
@@ -65,10 +66,11 @@ class Technique(NamedTuple):
 class Gain(NamedTuple):
     """A technique beside the baseline at one scale; intervals are of 95%, None of one seed."""
 
-    speedup: float  # seconds of the baseline to the technique's loss over the technique's
+    tokens: float  # tokens of the baseline to the technique's loss over the technique's
     interval: tuple[float, float] | None
-    bpb: float  # minus the baseline's at equal steps, mean over seeds
-    memory: float  # bytes of a compiled step over the baseline's
+    seconds: float | None  # of a token over the baseline's; None where nobody timed it alone
+    bpb: float  # minus that of the baseline's run of as many steps, mean over seeds
+    memory: float | None  # bytes of a compiled step over the baseline's
     seeds: int
     outside: bool  # the loss is beyond what any run of the baseline came to
 
@@ -76,7 +78,10 @@ class Gain(NamedTuple):
     def verdict(self) -> str:
         """use: surely faster to equal loss, or less memory at no loss of speed. avoid: surely
         slower, and no less memory. situational: the rest."""
-        low, high = self.interval or (self.speedup / ONE_SEED, self.speedup * ONE_SEED)
+        if self.seconds is None or self.memory is None:
+            return "not timed"
+        low, high = self.interval or (self.tokens / ONE_SEED, self.tokens * ONE_SEED)
+        low, high = low / self.seconds, high / self.seconds
         saves = self.memory <= LESS_MEMORY
         if (low > 1 and self.memory <= 1 / LESS_MEMORY) or (saves and low > 1 / ONE_SEED):
             return "use"
@@ -117,7 +122,8 @@ def train_verdicts(arguments: Sequence[str], workers: int, record: bool, out: Pa
     jobs, timed = jobs_of(scale, switches, overrides)
     found: dict[str, list[tuple[Job, Outcome]]] = {name: [] for name in chosen}
     alone = {job.name: job for job in timed}
-    for job, outcome in train_all(jobs, timed, workers):
+    done = Path("runs") / "verdicts" / f"{which}.jsonl"
+    for job, outcome in train_all(jobs, timed, workers, done):
         if job.steps > 2:
             found[job.name].append((job, outcome))
         if record and job == alone[job.name]:
@@ -175,9 +181,9 @@ def save(
         "steps": last.steps,
     }
     record["rows"] = [
-        {"seed": job.seed, "steps": job.steps, "bpb": round(outcome.bpb, 5)}
+        {"seed": job.seed, "tokens": outcome.tokens, "bpb": round(outcome.bpb, 5)}
         for job, outcome in sorted(runs, key=lambda run: (run[0].steps, run[0].seed))
-        if outcome.bpb is not None
+        if outcome.bpb is not None and outcome.tokens is not None
     ]
     write(record, out)
 
@@ -185,11 +191,11 @@ def save(
 # ---- judging ---------------------------------------------------------------------------------
 
 
-def seconds_to(loss: float, frontier: Sequence[tuple[float, float]]) -> tuple[float, bool]:
-    """Seconds of the baseline to a loss, and whether the loss is beyond its runs.
+def tokens_to(loss: float, frontier: Sequence[tuple[float, float]]) -> tuple[float, bool]:
+    """Tokens of the baseline to a loss, and whether the loss is beyond its runs.
 
-    frontier: (seconds, loss) of runs of growing length. Between two of them, and beyond the
-    outermost, the loss is a straight line over the logarithm of the seconds.
+    frontier: (tokens, loss) of runs of growing length. Between two of them, and beyond the
+    outermost, the loss is a straight line over the logarithm of the tokens.
     """
     lines = list(pairwise(frontier))
     inside = [line for line in lines if line[1][1] <= loss <= line[0][1]]
@@ -201,20 +207,24 @@ def seconds_to(loss: float, frontier: Sequence[tuple[float, float]]) -> tuple[fl
 def gain(record: Record, baseline: Record) -> Gain:
     """A technique beside the baseline of its scale, seed by seed."""
     base, own = baseline["metrics"], record["metrics"]
-    a_step = base["seconds"] / base["steps"]
     logs, differences, outside = [], [], False
     for row in record["rows"]:
-        runs = sorted((r["steps"], r["bpb"]) for r in baseline["rows"] if r["seed"] == row["seed"])
-        frontier = [(steps * a_step, bpb) for steps, bpb in runs]
-        seconds, beyond = seconds_to(row["bpb"], frontier)
-        logs.append(math.log(seconds / own["seconds"]))
-        differences.append(row["bpb"] - dict(runs)[base["steps"]])
+        frontier = sorted(
+            (r["tokens"], r["bpb"]) for r in baseline["rows"] if r["seed"] == row["seed"]
+        )
+        tokens, beyond = tokens_to(row["bpb"], frontier)
+        logs.append(math.log(tokens / row["tokens"]))
+        differences.append(row["bpb"] - dict(frontier)[base["tokens"]])
         outside |= beyond
     mean, n = statistics.mean(logs), len(logs)
     half = STUDENT[n] * statistics.stdev(logs) / math.sqrt(n) if n > 1 else None
     interval = None if half is None else (math.exp(mean - half), math.exp(mean + half))
-    memory = own["step_bytes"] / base["step_bytes"]
-    return Gain(math.exp(mean), interval, statistics.mean(differences), memory, n, outside)
+    seconds = memory = None
+    if base["seconds"] and own["seconds"]:
+        seconds = own["seconds"] / own["tokens"] / (base["seconds"] / base["tokens"])
+    if base["step_bytes"] and own["step_bytes"]:
+        memory = own["step_bytes"] / base["step_bytes"]
+    return Gain(math.exp(mean), interval, seconds, statistics.mean(differences), memory, n, outside)
 
 
 def read_records(folder: Path = FOLDER) -> dict[tuple[str, str], Record]:
@@ -230,23 +240,24 @@ HEAD = """# Verdicts
 <!-- Made by `python -m benchmarks verdicts` from benchmarks/techniques.yaml and
 benchmarks/results/verdicts/. Do not edit. -->
 
-One row a technique: what it gains against the same model without it, at equal loss. `speed-up` is
-the seconds that the baseline needs to the technique's last held-out loss, over the technique's
-seconds. The baseline's seconds come from runs of several lengths, each with its whole decay.
-Brackets hold the 95% interval over paired seeds (Student's t); a value without brackets is of one
-seed, which decides nothing within 3%. `bits` is the difference in bits per byte at equal steps.
-`memory` is the bytes of a compiled step over the baseline's. A speed-up with `~` is read beyond
-the baseline's runs.
+One row a technique: what it gains against the same model without it, at equal loss. `tokens` are
+those that the baseline needs to the technique's last held-out loss, over the technique's tokens:
+1.10x means that the technique saves a tenth of them. The baseline's tokens come from runs of
+several lengths, each with its whole decay; a value with `~` is read beyond them. Brackets hold the
+95% interval over paired seeds (Student's t). A value of one seed decides nothing within 3%.
+`seconds` is the time of a token over the baseline's. `bits` is the difference in bits per byte at
+equal steps. `memory` is the bytes of a compiled step over the baseline's.
 
 Techniques have the baseline's learning rates unless their switch names others. Small models and
 few tokens decide for small models and few tokens: the claim of each paper stands beside it, with
-its scale.
+its scale. Each record's `command` repeats its runs.
 
 | verdict | meaning |
 | --- | --- |
 | use | faster to equal loss at no more memory, or at least 5% less memory at equal speed |
 | situational | neither is certain, or memory is bought with time |
 | avoid | slower to equal loss, and no less memory |
+| not timed | the loss is measured, the seconds are not: no verdict yet |
 """
 
 
@@ -282,18 +293,19 @@ def section(which: str, scale: Scale, baseline: Record, rows: Sequence[str]) -> 
     """The table of one scale."""
     m = baseline["metrics"]
     curve = {
-        steps: statistics.mean(r["bpb"] for r in baseline["rows"] if r["steps"] == steps)
-        for steps in sorted({r["steps"] for r in baseline["rows"]})
+        tokens: statistics.mean(r["bpb"] for r in baseline["rows"] if r["tokens"] == tokens)
+        for tokens in sorted({r["tokens"] for r in baseline["rows"]})
     }
-    ends = ", ".join(f"{bpb:.4f} after {steps}" for steps, bpb in curve.items())
+    ends = ", ".join(f"{bpb:.4f} after {tokens / 1e6:.1f}M" for tokens, bpb in curve.items())
+    took = f"{m['seconds']:.2f} s of training and " if m["seconds"] else ""
     text = f"""## {which}: {scale.depth} layers, {m["tokens"] / 1e6:.1f}M tokens
 
-{baseline["device"]}. The baseline takes {m["seconds"]:.2f} s of training and
-{m["step_bytes"] / 2**30:.2f} GiB a step. Its bits per byte by steps, mean over seeds: {ends}.
+{baseline["device"]}. The baseline takes {took}{m["step_bytes"] / 2**30:.2f} GiB a step. Its bits
+per byte by tokens, mean over seeds: {ends}.
 Settings: {code([f"--config {scale.config}", *scale.overrides])}.
 
-| technique | seam | switch | speed-up | bits | memory | verdict | claim |
-| --- | --- | --- | --- | --- | --- | --- | --- |
+| technique | seam | switch | tokens | seeds | seconds | bits | memory | verdict | claim |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
 """
     return text + "\n".join(rows) + "\n"
 
@@ -304,19 +316,20 @@ def verdict_rows(
     records: Mapping[tuple[str, str], Record],
     baseline: Record,
 ) -> Iterator[str]:
-    """Lines of a table, the greatest speed-up first."""
+    """Lines of a table, the most tokens saved first."""
     found = [
         (gain(records[which, name], baseline), one, records[which, name])
         for name, one in techniques.items()
         if (which, name) in records
     ]
-    for g, one, record in sorted(found, key=lambda row: -row[0].speedup):
+    for g, one, record in sorted(found, key=lambda row: -row[0].tokens):
         link = f"../benchmarks/results/verdicts/{record['file']}"
         spread = "" if g.interval is None else f" [{g.interval[0]:.2f}, {g.interval[1]:.2f}]"
+        times = lambda ratio: "-" if ratio is None else f"{ratio:.2f}x"
         yield (
             f"| [{one.name}]({link}) ({one.paper}) | {one.seam} | {code(record['switch'])} "
-            f"| {'~' * g.outside}{g.speedup:.2f}x{spread} | {g.bpb:+.4f} | {g.memory:.2f}x "
-            f"| {g.verdict} | {one.claim} |"
+            f"| {'~' * g.outside}{g.tokens:.2f}x{spread} | {g.seeds} | {times(g.seconds)} "
+            f"| {g.bpb:+.4f} | {times(g.memory)} | {g.verdict} | {one.claim} |"
         )
 
 

@@ -8,7 +8,7 @@ import pytest
 
 from benchmarks import verdicts
 from benchmarks.verdict_runs import Job, Outcome
-from benchmarks.verdicts import Gain, gain, jobs_of, read_table, seconds_to, switch_of
+from benchmarks.verdicts import Gain, gain, jobs_of, read_table, switch_of, tokens_to
 from jaxtrain.config import find_config, load_config
 from jaxtrain.config.resolve import resolve
 
@@ -29,11 +29,11 @@ def test_every_switch_is_a_configuration(which, name):
     resolve(c, 8192, jax.devices()[:1])  # what it does not go with is refused here
 
 
-def record(bpbs, seconds=10.0, step_bytes=100, steps=100):
-    """A record of one technique: {seed: bits per byte}, or of the baseline: {(seed, steps): ...}"""
-    keys = [key if type(key) is tuple else (key, steps) for key in bpbs]
-    rows = [{"seed": s, "steps": n, "bpb": bpb} for (s, n), bpb in zip(keys, bpbs.values())]
-    metrics = {"seconds": seconds, "step_bytes": step_bytes, "steps": steps, "tokens": 100}
+def record(bpbs, seconds=10.0, step_bytes=100, tokens=100):
+    """A record of one technique: {seed: bits per byte}; of the baseline: {(seed, tokens): ...}"""
+    keys = [key if type(key) is tuple else (key, tokens) for key in bpbs]
+    rows = [{"seed": s, "tokens": n, "bpb": bpb} for (s, n), bpb in zip(keys, bpbs.values())]
+    metrics = {"seconds": seconds, "step_bytes": step_bytes, "steps": 10, "tokens": tokens}
     return {"metrics": metrics, "rows": rows}
 
 
@@ -41,47 +41,61 @@ BASE = record({(0, 50): 2.0, (0, 100): 1.8, (0, 200): 1.6, (1, 50): 2.1, (1, 100
                (1, 200): 1.7})  # fmt: skip
 
 
-def test_seconds_to_a_loss_are_read_between_runs_of_growing_length():
+def test_tokens_to_a_loss_are_read_between_runs_of_growing_length():
     frontier = [(5.0, 2.0), (10.0, 1.8), (20.0, 1.6)]
-    assert seconds_to(1.8, frontier)[0] == pytest.approx(10.0)
-    seconds, outside = seconds_to(1.7, frontier)
-    assert (seconds, outside) == (pytest.approx(10 * math.sqrt(2)), False)
-    assert seconds_to(1.5, frontier) == (pytest.approx(20 * math.sqrt(2)), True)
-    assert seconds_to(2.2, frontier) == (pytest.approx(2.5), True)
+    assert tokens_to(1.8, frontier)[0] == pytest.approx(10.0)
+    tokens, outside = tokens_to(1.7, frontier)
+    assert (tokens, outside) == (pytest.approx(10 * math.sqrt(2)), False)
+    assert tokens_to(1.5, frontier) == (pytest.approx(20 * math.sqrt(2)), True)
+    assert tokens_to(2.2, frontier) == (pytest.approx(2.5), True)
 
 
-def test_a_gain_is_the_baselines_seconds_to_the_same_loss_over_the_techniques():
+def test_a_gain_is_the_baselines_tokens_to_the_same_loss_over_the_techniques():
     g = gain(record({0: 1.6, 1: 1.7}, seconds=16.0, step_bytes=50), BASE)
-    assert g.speedup == pytest.approx(20 / 16)
-    assert g.interval == pytest.approx((20 / 16, 20 / 16))  # both seeds say the same
+    assert g.tokens == pytest.approx(2)
+    assert g.interval == pytest.approx((2, 2))  # both seeds say the same
     assert g.bpb == pytest.approx(-0.2)
+    assert g.seconds == pytest.approx(1.6)
     assert (g.memory, g.seeds, g.outside) == (0.5, 2, False)
     low, high = gain(record({0: 1.6, 1: 1.9}), BASE).interval
-    assert low < 1 < high  # twice as fast on one seed, level on the other: nothing is decided
+    assert low < 1 < high  # twice as good on one seed, level on the other: nothing is decided
     assert gain(record({0: 1.5}), BASE).outside
+
+
+def test_a_technique_with_fewer_tokens_is_compared_by_them():
+    g = gain(record({0: 2.0}, seconds=5.0, tokens=50), BASE)  # as the baseline's run of 50
+    assert (g.tokens, g.seconds) == (pytest.approx(1), pytest.approx(1))
 
 
 def test_a_baseline_beside_itself_gains_nothing():
     g = gain(record({0: 1.8, 1: 1.9}), BASE)
-    assert (g.speedup, g.bpb, g.memory) == (pytest.approx(1), pytest.approx(0), 1)
+    assert (g.tokens, g.bpb, g.memory, g.seconds) == (pytest.approx(1), pytest.approx(0), 1, 1)
 
 
 @pytest.mark.parametrize(
-    "speedup, interval, memory, verdict",
+    "tokens, interval, seconds, memory, verdict",
     [
-        (1.2, (1.1, 1.3), 1.0, "use"),
-        (1.2, (0.9, 1.6), 1.0, "situational"),
-        (1.2, (1.1, 1.3), 1.5, "situational"),  # faster, but memory is dear
-        (1.0, (0.99, 1.01), 0.8, "use"),  # as fast, and smaller
-        (0.8, (0.7, 0.9), 0.5, "situational"),  # memory bought with time
-        (0.8, (0.7, 0.9), 1.0, "avoid"),
-        (1.02, None, 1.0, "situational"),  # of one seed
-        (1.05, None, 1.0, "use"),
-        (0.95, None, 1.0, "avoid"),
+        (1.2, (1.1, 1.3), 1.0, 1.0, "use"),
+        (1.2, (1.1, 1.3), 1.05, 1.0, "use"),
+        (1.2, (1.1, 1.3), 1.2, 1.0, "situational"),  # fewer tokens, each of them dearer
+        (1.2, (1.1, 1.3), 1.4, 1.0, "avoid"),
+        (1.0, (0.98, 1.02), 0.9, 1.0, "use"),  # as many tokens, each of them cheaper
+        (1.2, (0.9, 1.6), 1.0, 1.0, "situational"),
+        (1.2, (1.1, 1.3), 1.0, 1.5, "situational"),  # faster, but memory is dear
+        (1.0, (0.99, 1.01), 1.0, 0.8, "use"),  # as fast, and smaller
+        (0.8, (0.7, 0.9), 1.0, 0.5, "situational"),  # memory bought with time
+        (0.8, (0.7, 0.9), 1.0, 1.0, "avoid"),
+        (1.02, None, 1.0, 1.0, "situational"),  # of one seed
+        (1.05, None, 1.0, 1.0, "use"),
+        (0.95, None, 1.0, 1.0, "avoid"),
+        (1.2, (1.1, 1.3), None, 1.0, "not timed"),
+        (1.2, (1.1, 1.3), 1.0, None, "not timed"),
     ],
 )
-def test_a_verdict_follows_from_the_interval_and_the_memory(speedup, interval, memory, verdict):
-    assert Gain(speedup, interval, 0.0, memory, 3, False).verdict == verdict
+def test_a_verdict_follows_from_intervals_seconds_and_memory(
+    tokens, interval, seconds, memory, verdict
+):
+    assert Gain(tokens, interval, seconds, 0.0, memory, 3, False).verdict == verdict
 
 
 def test_each_technique_has_one_run_that_is_timed_alone():
@@ -99,10 +113,12 @@ def test_each_technique_has_one_run_that_is_timed_alone():
 
 def test_the_page_has_a_row_for_what_was_measured_and_names_the_rest(tmp_path):
     scale = SCALES["d4"]._replace(seeds=(0, 1), steps=100)
-    outcome = lambda bpb: Outcome(bpb, 10.0, 100, 1000, ENVIRONMENT)
+    outcome = lambda bpb, tokens=1000: Outcome(bpb, 10.0, 100, tokens, ENVIRONMENT)
     job = lambda name, seed, steps=100: Job(name, "gpt_d12", (), seed, steps)
     base = [
-        (job("baseline", s, n), outcome(2 - n / 1000 + s / 100)) for s in (1, 0) for n in (50, 100)
+        (job("baseline", s, n), outcome(2 - n / 1000 + s / 100, n * 10))
+        for s in (1, 0)
+        for n in (50, 100)
     ]
     verdicts.save("d4", scale, (), base, tmp_path / "results")
     runs = [(job("ema", 1), outcome(1.88)), (job("ema", 0), outcome(1.87))]
@@ -112,6 +128,10 @@ def test_the_page_has_a_row_for_what_was_measured_and_names_the_rest(tmp_path):
     assert "verdict-d4-ema-cpu.json" in row and "`optim.wrappers=[{name: ema}]`" in row
     assert "~1.52x" in row and "-0.0300" in row and "| use |" in row
     assert "- lion (arXiv:2302.06675)" in page.split("## Not measured yet")[1]
+
+
+def test_the_page_is_made_of_the_records(tmp_path):
+    assert verdicts.make_page(tmp_path / "verdicts.md").read_text() == verdicts.PAGE.read_text()
 
 
 def test_a_failed_timed_run_leaves_no_record(tmp_path):
@@ -139,16 +159,16 @@ def test_runs_are_trained_and_recorded(tmp_path, monkeypatch, capsys):
     broken = TECHNIQUES["lion"]._replace(name="broken", switch=("model.kv_heads=3",))
     table = {"d4": scale}, {"ema": TECHNIQUES["ema"], "broken": broken}
     monkeypatch.setattr(verdicts, "read_table", lambda: table)
+    monkeypatch.chdir(tmp_path)
     verdicts.train_verdicts(["d4"], workers=2, record=True, out=tmp_path / "out")
     found = verdicts.read_records(tmp_path / "out")
     assert found.keys() == {("d4", "baseline"), ("d4", "ema")}
     ema, base = found["d4", "ema"], found["d4", "baseline"]
-    assert [(row["seed"], row["steps"]) for row in base["rows"]] == [
-        (0, 10),
-        (1, 10),
-        (0, 20),
-        (1, 20),
-    ]
+    assert [(row["seed"], row["tokens"]) for row in base["rows"]] == [
+        (0, 2560), (1, 2560), (0, 5120), (1, 5120),
+    ]  # fmt: skip
     assert ema["metrics"]["step_bytes"] > base["metrics"]["step_bytes"]  # the average is a copy
     assert 0.5 < gain(ema, base).memory < 3 and base["metrics"]["tokens"] == 20 * 8 * 32
     assert "broken seed 0, 20 steps: failed" in capsys.readouterr().out
+    verdicts.train_verdicts(["d4", "ema"], workers=1, record=False, out=None)  # nothing is left
+    assert not capsys.readouterr().out

@@ -62,23 +62,31 @@ def freeze_layers(
         new, moved = top.apply(*given, step, hyperparams, finite)
         return merge(params, new), merge(state, moved)
 
-    upper(states[0], states[1])  # or raises
+    check_same_kind(states[0], states[1])
     return whole._replace(apply=apply)
 
 
-def upper(tree: PyTree, like: PyTree) -> PyTree:
-    """The last entries of each array that `like` has, as many as it has there."""
-    leaves = by_path(tree)
-
-    def pick(path: Any, small: Any) -> Any:
-        x = leaves.get(path_name(path))
-        if x is None or x.ndim != len(small.shape) or x.dtype != small.dtype:
+def check_same_kind(state: PyTree, top: PyTree) -> None:
+    """UserError where an array of `top` is not in `state`, or has other dims or another dtype."""
+    leaves = by_path(state)
+    for path, small in by_path(top).items():
+        x = leaves.get(path)
+        if x is None or (x.ndim, x.dtype) != (small.ndim, small.dtype):
             raise UserError(
                 "model.frozen_layers: the optimizer keeps another kind of state for fewer layers "
                 "(8 bits from optim.min_size values on); set another optim.min_size or optimizer"
             )
-        if isinstance(x, jax.ShapeDtypeStruct):
-            return x
+
+
+def upper(tree: PyTree, like: PyTree) -> PyTree:
+    """The last entries of each array that `like` has, as many as it has there.
+
+    The dtype is the tree's own: gradients of a step in bfloat16 are of parameters in float32.
+    """
+    leaves = by_path(tree)
+
+    def pick(path: Any, small: Any) -> Any:
+        x = leaves[path_name(path)]
         start = [a - b for a, b in zip(x.shape, small.shape)]
         return jax.lax.slice(x, start, x.shape) if any(start) else x
 

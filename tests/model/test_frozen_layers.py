@@ -90,6 +90,19 @@ def test_the_optimizer_moves_the_others_as_before_and_leaves_the_frozen(name):
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
 
 
+def test_gradients_may_have_fewer_bits_than_parameters():
+    """As on a GPU, where a step computes in bfloat16."""
+    c, _, specs, params = build(frozen_layers=FROZEN)
+    frozen = freeze_layers(
+        lambda s: make_optimizer(load_config(None, []).optim, s, 100), specs, c, VOCAB
+    )
+    grads = jax.tree.map(lambda p: jnp.ones_like(p, jnp.bfloat16), params)
+    new, _ = frozen.apply(grads, frozen.init(params), params, jnp.int32(5), frozen.hyperparams)
+    old, now = (tree["blocks"]["ffn"]["up"] for tree in (params, new))
+    moved = lambda layers: np.any(now[layers] != old[layers])
+    assert moved(slice(FROZEN, None)) and not moved(slice(FROZEN))
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("more", [{}, {"mesh__fsdp": 2, "mesh__data": 4}], ids=["data", "fsdp"])
 def test_layers_freeze_phase_by_phase_and_a_run_resumes_inside(tmp_path, more):
