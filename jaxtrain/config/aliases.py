@@ -43,7 +43,7 @@ SAME = {
     "optim.weight_decay": "weight_decay wd adam_weight_decay",
     "optim.b1": "adam_beta1 beta1 beta_1 adam_b1",
     "optim.b2": "adam_beta2 beta2 beta_2 adam_b2",
-    "optim.eps": "adam_epsilon adam_eps epsilon",
+    "optim.eps": "adam_epsilon adam_eps epsilon optimizer.eps",
     "optim.momentum": "muon_momentum muon_beta sgd_momentum",
     "optim.orthogonalize": "ns_method newton_schulz",
     "optim.head_lr": "unembedding_lr lm_head_lr output_lr",

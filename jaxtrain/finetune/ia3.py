@@ -21,6 +21,7 @@ from jaxtrain.finetune.partition import (
 )
 from jaxtrain.model import AdaptedWeight, Params, ParamSpec, initialize
 from jaxtrain.model.init import constant
+from jaxtrain.settings import UserError
 from jaxtrain.weights.params import Specs
 
 KEYS_VALUES, FFN_INPUTS = ("blocks/attention/k", "blocks/attention/v"), ("blocks/ffn/down",)
@@ -30,6 +31,11 @@ def ia3(c: IA3Config, specs: Specs, dtype: jnp.dtype) -> Partition:
     """The base is frozen as a whole; the factors are the parameters."""
     refuse_other_matrices(specs, "finetune.name=ia3", "use lora with finetune.targets=[attention]")
     flat = flatten(specs)
+    if missing := [name for name in (*KEYS_VALUES, *FFN_INPUTS) if name not in flat]:
+        raise UserError(
+            f"finetune.name=ia3 scales the keys and values of every layer, and this model has no "
+            f"{' and no '.join(missing)}: use lora"
+        )
     trainable = {}
     for names, dim in ((KEYS_VALUES, 2), (FFN_INPUTS, 1)):
         for name in names:

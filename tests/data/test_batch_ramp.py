@@ -96,6 +96,7 @@ def test_the_schedule_goes_over_tokens_and_rates_follow_the_step():
 def test_microbatches_have_the_rows_of_a_device_or_fewer(units, shape):
     train = SimpleNamespace(device_batch_size=4, sequence_length=8)
     program = Program.__new__(Program)
+    program.prepare = lambda batch: batch
     program.plan = SimpleNamespace(config=SimpleNamespace(train=train), mesh=mesh_of())
     rows = np.zeros((units * 2, 4))  # of half the length, twice as many
     placed = program.place(Batch(rows, rows, rows, None, None))
