@@ -16,7 +16,7 @@ import jaxtrain
 from jaxtrain import cli
 from jaxtrain.config import Config, find_config, load_config
 from jaxtrain.config.fields import tag_of, variants_of
-from jaxtrain.model.config import Remat
+from jaxtrain.model.sections import Remat
 from jaxtrain.parallel.mesh import AXES
 from jaxtrain.settings import Parser, UserError
 from jaxtrain.train.growth import GROWTHS

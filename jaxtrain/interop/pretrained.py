@@ -30,7 +30,7 @@ from jaxtrain.interop.load import (
 )
 from jaxtrain.interop.tensors import WEIGHTS, read, read_header
 from jaxtrain.model import ModelConfig, Params, ParamSpec, path_name
-from jaxtrain.model.config import Experts
+from jaxtrain.model.sections import Experts
 from jaxtrain.settings import UserError
 from jaxtrain.storage.strict_yaml import read_saved
 from jaxtrain.weights.contract import flatten

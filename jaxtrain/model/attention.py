@@ -10,11 +10,12 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxtrain import parallel
-from jaxtrain.model.config import FusedOps, ResolvedModel
+from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.fused_ops import rope_norm
 from jaxtrain.model.init import SCHEMES, constant, uniform
 from jaxtrain.model.layers import Rotary, add_bias, declare_bias, lookup, rms_norm, rotate
 from jaxtrain.model.plan import LayerSpec
+from jaxtrain.model.sections import FusedOps
 from jaxtrain.parallel import constrain
 from jaxtrain.weights.contract import dense, dequantize
 from jaxtrain.weights.params import declare

@@ -7,7 +7,8 @@ from jaxtrain_kernels import rows as kernels
 from jaxtyping import Array, Float
 
 from jaxtrain import parallel
-from jaxtrain.model.config import FusedOps, ResolvedModel
+from jaxtrain.model.config import ResolvedModel
+from jaxtrain.model.sections import FusedOps
 from jaxtrain.parallel import constrain
 
 PLAIN = FusedOps.model_validate("xla")

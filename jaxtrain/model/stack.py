@@ -10,9 +10,9 @@ import numpy as np
 from flax import nnx
 from jaxtyping import Array, ArrayLike
 
-from jaxtrain.model.config import WeightForm
 from jaxtrain.model.plan import Plan
 from jaxtrain.model.remat import POLICIES
+from jaxtrain.model.sections import WeightForm
 from jaxtrain.settings import UserError
 from jaxtrain.weights import WEIGHTS
 from jaxtrain.weights.contract import is_weight

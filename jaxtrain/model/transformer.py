@@ -30,7 +30,7 @@ from jaxtrain.model.attention import (
 from jaxtrain.model.bigram import BigramEmbedding, tokens_before
 from jaxtrain.model.block import Block, declare_norm, normed
 from jaxtrain.model.branches import Branches, branched_attention, take_before
-from jaxtrain.model.config import FusedOps, ResolvedModel, check_decoder, round_up
+from jaxtrain.model.config import ResolvedModel, check_decoder, round_up
 from jaxtrain.model.fused_ops import PLAIN, fastest
 from jaxtrain.model.init import SCHEMES, constant, uniform
 from jaxtrain.model.layers import FeedForward, lookup, rms_norm, rotary
@@ -39,6 +39,7 @@ from jaxtrain.model.moe import MixtureOfExperts
 from jaxtrain.model.pipelined import Texts, run_pipelined
 from jaxtrain.model.plan import make_plan, make_runs
 from jaxtrain.model.run_layers import LayerModules, LayersOutput, run_layers
+from jaxtrain.model.sections import FusedOps
 from jaxtrain.model.sharing import SharedByAdjacent, SharedByAll
 from jaxtrain.model.stack import Stack
 from jaxtrain.model.stochastic_depth import keep_probabilities

@@ -13,7 +13,7 @@ from flax import nnx
 from tiny import VOCAB, batch, random_params, resolved, tokens
 
 from jaxtrain.model import Decode, ModelConfig, Prefill, Transformer, cast, initialize, split
-from jaxtrain.model.config import Experts, FusedOps, WeightForm
+from jaxtrain.model.sections import Experts, FusedOps, WeightForm
 from jaxtrain.model.sharing import KVOfAdjacent, LatentKV, SharedByAdjacent
 from jaxtrain.objectives.next_token import next_token_loss
 from jaxtrain.settings import UserError

@@ -22,7 +22,7 @@ from tiny import (
 )
 
 from jaxtrain.model import Forward
-from jaxtrain.model.config import WeightForm
+from jaxtrain.model.sections import WeightForm
 from jaxtrain.parallel import place_batch
 from jaxtrain.train.step import gradients, make_step
 from jaxtrain.weights import TRAINING_FORMS, WEIGHTS, formats, microscaling

@@ -1,0 +1,131 @@
+"""Sections of the model's configuration: backends of fused passes, experts, forms of weights."""
+
+from typing import Any, Literal
+
+from jaxtrain_kernels import rows
+from pydantic import Field, field_validator, model_validator
+
+from jaxtrain.settings import Settings
+from jaxtrain.weights import LAYER_FORMS, TRAINING_FORMS, WEIGHTS
+
+Remat = Literal[
+    "none", "attention", "ffn", "dots", "block", "int8", "int4", "int2", "actnn8", "actnn4",
+    "actnn2", "offload",
+]  # fmt: skip
+
+
+class FusedOps(Settings):
+    """Backends of the fused passes in training: mosaic; xla, which leaves them to XLA's fusion; or
+    reference. None is the fastest that serves. A name alone, `kernels: xla`, is for all of them.
+    """
+
+    norm: str | None = Field(None, description="residual additions with the RMS norm after them")
+    rope: str | None = Field(None, description="rotation and norm of queries and keys")
+    relu2: str | None = Field(None, description="the squared ReLU by itself; default: as ffn says")
+    ffn: str | None = Field(
+        None, description="the squared ReLU in the matmul before it; with model.fp8, in the casts"
+    )
+    loss: str | None = Field(None, description="the head with the loss")
+
+    @model_validator(mode="before")
+    @classmethod
+    def _all(cls, given: Any) -> Any:
+        return (
+            dict.fromkeys(("norm", "rope", "ffn", "loss"), given) if type(given) is str else given
+        )
+
+    @field_validator("*")
+    @classmethod
+    def _known(cls, name: str | None) -> str | None:
+        if name not in (None, *rows.BACKENDS):
+            raise ValueError(f"there is no backend {name}; there are {', '.join(rows.BACKENDS)}")
+        return name
+
+
+class Experts(Settings):
+    """A mixture of experts in the place of the feed-forward network: no token is dropped.
+
+    Each token goes to `top_k` experts of `experts`; the router computes in float32.
+    """
+
+    experts: int = Field(8, ge=2, description="experts E of a layer")
+    top_k: int = Field(2, ge=1, description="experts that a token goes to")
+    hidden: int | None = Field(
+        None, ge=1, description="width F of one expert; default model.hidden / top_k"
+    )
+    shared_experts: int = Field(
+        0, ge=0, description="experts of that width that every token goes to"
+    )
+    every: int = Field(
+        1, ge=1, description="each so many layers one has experts, the last included"
+    )
+    score_function: Literal["sigmoid", "softmax"] = Field(
+        "sigmoid", description="of the router's logits; the chosen ones are scaled to sum to 1"
+    )
+    balance_bias: bool = Field(
+        True,
+        description="choose by scores plus a bias that falls where an expert has more than its "
+        "share (DeepSeek's loss-free balancing; its rate is that of group router_bias)",
+    )
+    aux_loss: float = Field(
+        1e-4, ge=0, description="weight of each row's balance loss, E sum f p (1 if even)"
+    )
+    z_loss: float = Field(1e-5, ge=0, description="weight of log(Z)^2 of the router's logits")
+    remat: Remat | None = Field(
+        None,
+        description="model.remat of the layers with experts, S layers or not; default that of "
+        "other layers",
+    )
+
+    @model_validator(mode="after")
+    def _check(self) -> "Experts":
+        if self.top_k > self.experts:
+            raise ValueError(f"top_k {self.top_k} is more than the {self.experts} experts")
+        return self
+
+
+class WeightForm(Settings):
+    """How the matrices of the blocks are rounded where a layer uses them, by name.
+
+    fake_int8, fake_int4: the matrix alone, in evaluation too. sparse_2_4: two of each four inputs,
+    in evaluation and in saved models too. The others round all operands of the matrix's products in
+    training: the inputs and the gradients as well.
+    """
+
+    name: str = Field(description=", ".join(LAYER_FORMS))
+    stochastic_rounding: bool | None = Field(
+        None, description="round gradients of outputs at random; default as the form's paper"
+    )
+    hadamard: bool | None = Field(
+        None,
+        description="a random Hadamard transform of 16 tokens each before the weight gradient's "
+        "product; default as the form's paper",
+    )
+
+    @model_validator(mode="before")
+    @classmethod
+    def _by_name(cls, given: Any) -> Any:
+        return {"name": given} if type(given) is str else given
+
+    @model_validator(mode="after")
+    def _check(self) -> "WeightForm":
+        if self.name not in LAYER_FORMS:
+            raise ValueError(f"there is no form {self.name}; there are {', '.join(LAYER_FORMS)}")
+        if unknown := self.options().keys() - WEIGHTS[self.name].options:
+            raise ValueError(f"{self.name} has no option {', '.join(sorted(unknown))}")
+        return self
+
+    def options(self) -> dict[str, Any]:
+        """What is set besides the name."""
+        found = {"stochastic_rounding": self.stochastic_rounding, "hadamard": self.hadamard}
+        return {name: value for name, value in found.items() if value is not None}
+
+    @property
+    def for_training(self) -> bool:
+        """Whether evaluation multiplies the arrays as they are."""
+        return self.name in TRAINING_FORMS
+
+    @property
+    def is_saved(self) -> bool:
+        """Whether a saved model holds its matrices in this form."""
+        return WEIGHTS[self.name].saved
