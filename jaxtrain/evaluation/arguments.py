@@ -23,15 +23,20 @@ def evaluate_parser() -> Parser:
     )
     add_model(parser)
     parser.add_argument("--tasks", help="core, names of its tasks, or FILE.yaml: comma-separated")
+    parser.add_argument(
+        "--needle", metavar="TOKENS", help="hidden numbers in texts of so many tokens: 1024,4096"
+    )
     parser.add_argument("--bundle", type=Path, help="of the tasks; default $JAXTRAIN_CORE")
-    parser.add_argument("--limit", type=whole(1), help="examples of each task; default all")
+    parser.add_argument(
+        "--limit", type=whole(1), help="examples of a task (all), or of a length and depth (10)"
+    )
     parser.add_argument(
         "--all-shots", action="store_true", help="draw shots from beyond --limit too"
     )
     parser.add_argument(
         "--crop", action="store_true", help="cut prompts longer than the context at their beginning"
     )
-    parser.add_argument("--out", type=Path, help="results of tasks; RUN/tasks[_step_N].json")
+    parser.add_argument("--out", type=Path, help="results; RUN/tasks[_step_N].json, or needle...")
     parser.add_argument("overrides", nargs="*", help="data.validation.name=documents ...")
     add_place(parser)
     return parser

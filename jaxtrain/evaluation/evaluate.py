@@ -25,6 +25,7 @@ from jaxtrain.data.batches.augment import Augment
 from jaxtrain.data.evaluation.tasks import Rules
 from jaxtrain.evaluation.arguments import evaluate_parser
 from jaxtrain.evaluation.log_likelihood import FIELDS
+from jaxtrain.evaluation.needle import answer_needles
 from jaxtrain.evaluation.tasks import run_tasks, task_table
 from jaxtrain.finetune import join_full
 from jaxtrain.model import cast
@@ -42,7 +43,7 @@ from jaxtrain.weights.params import Params, Specs
 # Batches in the devices' queue. Hundreds of programs that exchange with other processes wait for
 # one another for ever on CPUs: each holds a thread until its partner's has one.
 AHEAD = 4
-ASKED = ("step", "tasks", "limit", "all_shots", "crop")  # arguments that processes share
+ASKED = ("step", "tasks", "needle", "limit", "all_shots", "crop")  # arguments that processes share
 # Fields of a saved model's configuration that validation reads, and a command line may change.
 VALIDATED = (
     "data.train", "data.validation", "data.tokenizer", "data.cache_dir", "data.prepare_workers",
@@ -192,7 +193,8 @@ def main(argv: list[str] | None = None) -> int:
     a = evaluate_parser().parse_intermixed_args(argv)
     place = find_place(a.coordinator, a.processes, a.process)
     config = load_resolved(folder_of(a.run) / "config.yaml")
-    config = override(config, a.overrides, (*FIELDS, "processes") if a.tasks else VALIDATED)
+    fields = (*FIELDS, "processes") if a.tasks or a.needle else VALIDATED
+    config = override(config, a.overrides, fields)
     start(quiet=place is not None and place.index > 0)
     asked = {f"--{name}": str(getattr(a, name)) for name in ASKED}
     same = facts(config) | asked if place else {}
@@ -200,6 +202,9 @@ def main(argv: list[str] | None = None) -> int:
         saved = load_saved(a.run, a.step)
         if a.tasks:
             answer_tasks(saved, config, a)
+            return 0
+        if a.needle:
+            answer_needles(saved, config, a)
             return 0
         figures = evaluate(saved, config)
         if coordinator.index == 0:
