@@ -115,7 +115,7 @@ def find_needles(
 
 
 def needle_table(cells: Sequence[Cell]) -> Table:
-    """Lengths down, depths across: numbers chosen of four, and said exactly, in percent."""
+    """A row for each length, a column for each depth: both shares of a `Cell`, in percent."""
     table = Table(box=None, header_style="bold", title="hidden numbers: chosen of 4 / exact, %")
     table.add_column("tokens", justify="right")
     for depth in DEPTHS:

@@ -28,8 +28,10 @@ def flops_per_token(
 
 
 def active(c: ResolvedModel, specs: Specs) -> float:
-    """Weights of matrices and head that a token meets: of the experts, `top_k`; shared weights as
-    often as layers use them."""
+    """Weights of matrices and head in one token's forward pass.
+
+    `top_k` experts of a layer count. Shared weights count once for each layer that uses them.
+    """
     weights: float = count(specs, "matrix") + count(specs, "head")
     weights += (c.layers_per_set - 1) * count(specs.get("blocks", {}), "matrix")
     if c.tied_head and "embed" in specs:
