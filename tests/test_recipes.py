@@ -154,7 +154,7 @@ def test_the_recipe_of_a_weight_has_three_values_and_trains(monkeypatch):
     w = module.ternary(jnp.asarray(np.random.default_rng(0).normal(size=(2, 16, 8)), jnp.float32))
     assert [len(np.unique(x)) for x in np.asarray(w)] == [3, 3]
     monkeypatch.setitem(WEIGHTS, "ternary", Form(module.ternary, "layer"))
-    monkeypatch.setattr("jaxtrain.model.config.LAYER_FORMS", ("ternary",))
+    monkeypatch.setattr("jaxtrain.model.sections.LAYER_FORMS", ("ternary",))
     spec, hyperparams = make_spec(depth=1, weight_form="ternary")
     found, _ = losses_of(spec, hyperparams, 2)
     assert found[1]["loss"] < found[0]["loss"]
