@@ -1,99 +1,37 @@
 """One table of what goes with what: every pair of features that is refused, and the fix.
 
 FEATURES says how each feature is read off a configuration and which devices it runs on; REFUSALS
-lists the pairs. `check_compatible` raises for a configuration, `jaxtrain.config.support_matrix`
-writes the manual's table, and a test tries each cell. Whoever adds a feature adds its fields here.
+lists the pairs. `jaxtrain.config.check_compatible` raises for a configuration,
+`jaxtrain.config.support_matrix` writes the manual's table, and a test tries each cell. Whoever adds
+a feature adds its fields here.
 
 Checks elsewhere need more than two settings: sizes that must divide (`config.resolve`,
 `parallel.mesh`), the layer plan (`parallel.pipeline`), a device or a kernel (`weights.float8`,
 `model.remat`, `optim.offload`), the state of a run (`train`), one section (its own model).
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any, NamedTuple
-
-from pydantic import BaseModel
-
-from jaxtrain.cluster.runtime import compute_dtype
-from jaxtrain.config.tree import Sections
-from jaxtrain.data import sources_of
+from jaxtrain.config.features import (
+    PAIRS,
+    Feature,
+    Refusal,
+    absent,
+    any_named,
+    axis,
+    equals,
+    given,
+    more_than_one,
+    objective,
+    optimizer,
+    packs_ffn,
+    tuning,
+)
 from jaxtrain.finetune import METHODS
 from jaxtrain.model.saved_activations import COMPRESSIONS
 from jaxtrain.objectives import OBJECTIVES, PREFERENCES
 from jaxtrain.optim import OPTIMIZERS
-from jaxtrain.settings import UserError
 from jaxtrain.weights import TRAINING_FORMS
 
 AXES = ("data", "fsdp", "tensor", "context", "pipeline", "expert")
-EVERY_DEVICE = "CPU, GPU, TPU"
-
-
-class Feature(NamedTuple):
-    """What a configuration has or has not."""
-
-    label: str  # in the support matrix; "" for the absence of something, which has no row there
-    key: str
-    active: Callable[[Any], bool]  # of the value at `key`; None where there is no such value
-    example: str = ""  # overrides that switch it on
-    devices: str = EVERY_DEVICE
-
-
-class Refusal(NamedTuple):
-    """Two features that exclude each other."""
-
-    feature: str
-    other: str
-    why: str
-    fix: str  # key=value
-
-
-def more_than_one(value: int | None) -> bool:
-    return value is not None and value > 1
-
-
-def given(value: object) -> bool:
-    return value not in (None, False, 0)
-
-
-def absent(value: object) -> bool:
-    return not given(value)
-
-
-def equals(name: str) -> Callable[[Any], bool]:
-    return lambda value: value == name
-
-
-def axis(name: str, example: str = "") -> Feature:
-    return Feature(
-        f"mesh.{name}", f"mesh.{name}", more_than_one, f"mesh.{name}=2 {example}".strip()
-    )
-
-
-def optimizer(name: str) -> Feature:
-    return Feature(f"optimizer {name}", "optim.name", equals(name), f"optim.name={name}")
-
-
-def tuning(label: str, name: str, more: str = "") -> Feature:
-    example = f"finetune.name={name} train.steps=2 {more}".strip()
-    return Feature(label, "finetune.name", equals(name), example)
-
-
-def objective(name: str) -> Feature:
-    example = f"objective.name={name} {PAIRS if name in PREFERENCES else ''}".strip()
-    return Feature(f"objective {name}", "objective.name", equals(name), example)
-
-
-def packs_ffn(c: BaseModel) -> bool:
-    """Whether a `finetune` section quantizes the matrices of feed-forward layers."""
-    trained = " ".join(getattr(c, "trainable", ()))
-    return given(getattr(c, "base_quantization", None)) and "experts" not in trained
-
-
-def any_named(*names: str) -> Callable[[Any], bool]:
-    """Whether a list has an entry of one of these names."""
-    return lambda entries: any(entry.name in names for entry in entries or ())
-
-
 MASKS = (
     "gradual_pruning",
     "set",
@@ -102,10 +40,6 @@ MASKS = (
     "lottery_ticket",
 )  # wrappers that make weights zero
 FFN_TARGETS = {"ffn", "up", "gate", "down"}
-PAIRS = (
-    "data.train={name: preference, path: pairs.jsonl} data.packing.name=padded "
-    "model.document_mask=true"
-)
 MASKED = "objective.name=masked_lm model.window_pattern=L"
 MOE = "model.moe.experts=4"
 GPU_OR_TPU = "GPU, TPU"
@@ -447,51 +381,3 @@ EVERYWHERE = {
     "train.phases[]": "until model grow",
     "train.loss_spike": "action deviations window rollback_steps skip_batches",
 }  # fmt: skip
-
-
-def check_compatible(c: Sections, mesh_shape: Mapping[str, int]) -> None:
-    """Raises UserError, a line for each refused pair of features, with the fix.
-
-    c: a configuration, resolved or not. mesh_shape: devices of each axis, `auto` resolved.
-    """
-    lines = [shown(c, mesh_shape, refusal) for refusal in refusals(c, mesh_shape)]
-    if lines:
-        raise UserError(*lines)
-
-
-def refusals(c: Sections, mesh_shape: Mapping[str, int]) -> list[Refusal]:
-    """The rows of the table that a configuration breaks."""
-    has = {name: f.active(value_at(c, mesh_shape, f.key)) for name, f in FEATURES.items()}
-    return [refusal for refusal in REFUSALS if has[refusal.feature] and has[refusal.other]]
-
-
-def shown(c: Sections, mesh_shape: Mapping[str, int], refusal: Refusal) -> str:
-    one, other = (setting(c, mesh_shape, FEATURES[name].key) for name in refusal[:2])
-    return f"{one} does not go with {other}: {refusal.why}; set {refusal.fix}"
-
-
-def setting(c: Sections, mesh_shape: Mapping[str, int], key: str) -> str:
-    """`key=value` as a command line has it."""
-    value = value_at(c, mesh_shape, key)
-    if isinstance(value, BaseModel):
-        changed = {"name"} | value.model_dump(exclude_defaults=True).keys()
-        fields = value.model_dump(mode="json", include=changed).items()
-        return f"{key}={{{', '.join(f'{name}: {field}' for name, field in fields)}}}"
-    if isinstance(value, tuple):
-        return f"{key}=[{', '.join(getattr(entry, 'name', str(entry)) for entry in value)}]"
-    if value is None or isinstance(value, bool):
-        value = "null" if value is None else str(value).lower()
-    return f"{key}={value}"
-
-
-def value_at(c: Sections, mesh_shape: Mapping[str, int], key: str) -> object:
-    """The value of a dotted path; None where its section has no such field, or there is none."""
-    section, _, name = key.rpartition(".")
-    if section == "mesh" and name in mesh_shape:
-        return mesh_shape[name]
-    if key == "data.train.name":  # a mixture's sources are all preferences, or none is
-        return next(iter(sources_of(c.data.train).values())).name
-    found: Any = c
-    for part in key.split("."):
-        found = getattr(found, part, None) if isinstance(found, BaseModel) else None
-    return compute_dtype(found).name if key == "train.precision" else found

@@ -10,7 +10,7 @@ from jax.sharding import Mesh
 from pydantic import BaseModel
 
 from jaxtrain.config import Config, Sections, to_yaml, validate
-from jaxtrain.config.compatible import check_compatible
+from jaxtrain.config.check_compatible import check_compatible
 from jaxtrain.config.overrides import apply_overrides, check_once
 from jaxtrain.data import DataConfig
 from jaxtrain.data.batches.batch_ramp import batch_stages, overlay

@@ -5,7 +5,9 @@
 
 import functools
 
-from jaxtrain.config.compatible import AXES, FEATURES, REFUSALS, Refusal, refusals
+from jaxtrain.config.check_compatible import refusals
+from jaxtrain.config.compatible import AXES, FEATURES, REFUSALS
+from jaxtrain.config.features import Refusal
 from jaxtrain.config.load import load_config
 from jaxtrain.config.tree import Config
 

@@ -1,0 +1,61 @@
+"""A configuration against the table in `compatible.py`."""
+
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel
+
+from jaxtrain.cluster.runtime import compute_dtype
+from jaxtrain.config.compatible import FEATURES, REFUSALS
+from jaxtrain.config.features import Refusal
+from jaxtrain.config.tree import Sections
+from jaxtrain.data import sources_of
+from jaxtrain.settings import UserError
+
+
+def check_compatible(c: Sections, mesh_shape: Mapping[str, int]) -> None:
+    """Raises UserError, a line for each refused pair of features, with the fix.
+
+    c: a configuration, resolved or not. mesh_shape: devices of each axis, `auto` resolved.
+    """
+    lines = [shown(c, mesh_shape, refusal) for refusal in refusals(c, mesh_shape)]
+    if lines:
+        raise UserError(*lines)
+
+
+def refusals(c: Sections, mesh_shape: Mapping[str, int]) -> list[Refusal]:
+    """The rows of the table that a configuration breaks."""
+    has = {name: f.active(value_at(c, mesh_shape, f.key)) for name, f in FEATURES.items()}
+    return [refusal for refusal in REFUSALS if has[refusal.feature] and has[refusal.other]]
+
+
+def shown(c: Sections, mesh_shape: Mapping[str, int], refusal: Refusal) -> str:
+    one, other = (setting(c, mesh_shape, FEATURES[name].key) for name in refusal[:2])
+    return f"{one} does not go with {other}: {refusal.why}; set {refusal.fix}"
+
+
+def setting(c: Sections, mesh_shape: Mapping[str, int], key: str) -> str:
+    """`key=value` as a command line has it."""
+    value = value_at(c, mesh_shape, key)
+    if isinstance(value, BaseModel):
+        changed = {"name"} | value.model_dump(exclude_defaults=True).keys()
+        fields = value.model_dump(mode="json", include=changed).items()
+        return f"{key}={{{', '.join(f'{name}: {field}' for name, field in fields)}}}"
+    if isinstance(value, tuple):
+        return f"{key}=[{', '.join(getattr(entry, 'name', str(entry)) for entry in value)}]"
+    if value is None or isinstance(value, bool):
+        value = "null" if value is None else str(value).lower()
+    return f"{key}={value}"
+
+
+def value_at(c: Sections, mesh_shape: Mapping[str, int], key: str) -> object:
+    """The value of a dotted path; None where its section has no such field, or there is none."""
+    section, _, name = key.rpartition(".")
+    if section == "mesh" and name in mesh_shape:
+        return mesh_shape[name]
+    if key == "data.train.name":  # a mixture's sources are all preferences, or none is
+        return next(iter(sources_of(c.data.train).values())).name
+    found: Any = c
+    for part in key.split("."):
+        found = getattr(found, part, None) if isinstance(found, BaseModel) else None
+    return compute_dtype(found).name if key == "train.precision" else found
