@@ -26,6 +26,7 @@ LAYERS = (
     ("jaxtrain.runs",),
     ("jaxtrain.inference",),
     ("jaxtrain.evaluation",),
+    ("jaxtrain.compress",),
     ("jaxtrain.train",),
     ("jaxtrain.estimate",),
     ("jaxtrain.main",),

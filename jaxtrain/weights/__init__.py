@@ -1,4 +1,4 @@
-"""How a parameter is declared, stored and multiplied: bf16, float8, nf4, int8, fp4, 2:4, adapters.
+"""How a parameter is declared, stored and multiplied: float8, int8, int4, nf4, fp4, 2:4, adapters.
 
 What uses a weight is in `model/`; what trains is in `finetune/`. A new form is one file here and
 one row of WEIGHTS: the tests then try it on every matrix of a block of every family.
@@ -15,7 +15,9 @@ from jaxtyping import Array
 from jaxtrain.weights import fake_quant, int8_training, microscaling
 from jaxtrain.weights.contract import Weight
 from jaxtrain.weights.float8 import quantize_float8
+from jaxtrain.weights.float8_storage import quantize_e4m3
 from jaxtrain.weights.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Format
+from jaxtrain.weights.int4 import quantize_int4
 from jaxtrain.weights.params import Params, Specs, is_block_matrix
 from jaxtrain.weights.quantized import quantize
 from jaxtrain.weights.two_four import sparse_2_4
@@ -25,10 +27,11 @@ class Form(NamedTuple):
     """How an array gets into a form, and who puts it there.
 
     encode: a stack of matrices [L, K, N] to a `Weight`, or to an array that is multiplied as usual.
-    place: `storage`, once, frozen (finetune.base_quantization); `step`, once a step (model.fp8);
-    `layer`, each time that a layer uses it (model.weight_form), on [.., K, N]; `training`, each
-    time that a layer of a training step does. That one is also given a PRNG key and, by their
-    names, those of its options that model.weight_form sets. Experts stay arrays in it.
+    place: `storage`, once, frozen (finetune.base_quantization, `jaxtrain quantize`); `step`,
+    once a step (model.fp8); `layer`, each time that a layer uses it (model.weight_form), on
+    [.., K, N]; `training`, each time that a layer of a training step does. That one is also given a
+    PRNG key and, by their names, those of its options that model.weight_form sets. Experts stay
+    arrays in it.
     saved: a saved model holds what encode makes of its matrices.
     """
 
@@ -43,11 +46,18 @@ def mx_form(operand: Format, gradient: Format) -> Form:
     return Form(encode, "training", ROUNDING)
 
 
+def each_matrix(encode: Callable[[Array], Weight]) -> Callable[[Array], Weight]:
+    """A form of one matrix [K, N], of a stack [L, K, N]."""
+    return jax.jit(functools.partial(jax.lax.map, encode))
+
+
 STOCHASTIC = frozenset({"stochastic_rounding"})
 ROUNDING = STOCHASTIC | {"hadamard"}
 WEIGHTS: dict[str, Form] = {
     "nf4": Form(functools.partial(quantize, kind="nf4"), "storage"),
     "int8": Form(functools.partial(quantize, kind="int8"), "storage"),
+    "int4": Form(each_matrix(quantize_int4), "storage"),
+    "float8_e4m3": Form(each_matrix(quantize_e4m3), "storage"),
     "float8": Form(quantize_float8, "step"),
     "fake_int8": Form(fake_quant.int8, "layer"),
     "fake_int4": Form(fake_quant.int4, "layer"),

@@ -126,4 +126,5 @@ def count(specs: Specs, role: Role | None = None) -> int:
 def cast(params: Params, specs: Specs, dtype: jnp.dtype) -> Params:
     """The copy that a step computes with. Gains, scalars and routers stay float32."""
     keep = lambda s: s.role in ("gain", "scalar") or s.group == "router"
-    return jax.tree.map(lambda p, s: p if keep(s) else p.astype(dtype), params, specs)
+    # A quantized matrix is a subtree below its declaration.
+    return jax.tree.map(lambda s, p: p if keep(s) else p.astype(dtype), specs, params)

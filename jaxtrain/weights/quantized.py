@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, Float
+from jaxtyping import Array, DTypeLike, Float
 
 from jaxtrain.weights.contract import Weight
 
@@ -40,13 +40,27 @@ def dynamic_values() -> np.ndarray:
 DYNAMIC = dynamic_values()
 
 
+@dataclasses.dataclass(frozen=True)
+class QuantizedWeight(Weight):
+    """A matrix that is stored in few bits, with the dtype that it is computed in."""
+
+    dtype: str = dataclasses.field(kw_only=True)
+
+    def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        return frozen_matmul(x, self)
+
+    def astype(self, dtype: DTypeLike) -> "QuantizedWeight":
+        """The same bits, computed in another dtype."""
+        return dataclasses.replace(self, dtype=jnp.dtype(dtype).name)
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["codes", "scales", "steps", "mean"],
     meta_fields=["shape", "dtype"],
 )
 @dataclasses.dataclass(frozen=True)
-class NF4Weight(Weight):
+class NF4Weight(QuantizedWeight):
     """codes uint8 [.., K N / 2], scales uint8 [.., blocks], steps float32 [.., blocks / 256],
     mean float32 [..]; shape is one matrix's (K, N)."""
 
@@ -55,12 +69,10 @@ class NF4Weight(Weight):
     steps: Any
     mean: Any
     shape: tuple[int, int]
-    dtype: str
 
-    def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
-        return frozen_matmul(x, self)
-
-    def dequantize(self) -> Float[Array, "K N"]:
+    def dequantize(self) -> Float[Array, "*E K N"]:
+        if self.codes.ndim > 1:  # experts
+            return jax.vmap(NF4Weight.dequantize)(self)
         K, N = self.shape
         steps = jnp.repeat(self.steps, SCALES)[: self.scales.shape[0]]
         most = jnp.asarray(DYNAMIC)[self.scales] * steps + self.mean
@@ -72,18 +84,14 @@ class NF4Weight(Weight):
     jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=["dtype"]
 )
 @dataclasses.dataclass(frozen=True)
-class Int8Weight(Weight):
+class Int8Weight(QuantizedWeight):
     """codes int8 [.., K, N], scales float32 [.., N]: a column's largest value is 127."""
 
     codes: Any
     scales: Any
-    dtype: str
 
-    def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
-        return frozen_matmul(x, self)
-
-    def dequantize(self) -> Float[Array, "K N"]:
-        return (self.codes * self.scales[None]).astype(self.dtype)
+    def dequantize(self) -> Float[Array, "*E K N"]:
+        return (self.codes * jnp.expand_dims(self.scales, -2)).astype(self.dtype)
 
 
 def nearest(x: Array, values: np.ndarray) -> Array:
@@ -112,14 +120,16 @@ def quantize_nf4(w_KN: Float[Array, "K N"]) -> NF4Weight:
     scales = nearest(rest / jnp.where(steps > 0, steps, 1.0)[:, None], DYNAMIC)
     packed = codes[:, 0] << 4 | codes[:, 1]
     K, N = w_KN.shape
-    return NF4Weight(packed, scales.reshape(-1)[: len(most)], steps, mean, (K, N), w_KN.dtype.name)
+    return NF4Weight(
+        packed, scales.reshape(-1)[: len(most)], steps, mean, (K, N), dtype=w_KN.dtype.name
+    )
 
 
 def quantize_int8(w_KN: Float[Array, "K N"]) -> Int8Weight:
     """One matrix in 8 bits, a scale a column."""
     scales = jnp.max(jnp.abs(w_KN.astype(jnp.float32)), axis=0) / 127
     codes = jnp.round(w_KN / jnp.where(scales > 0, scales, 1.0)[None]).astype(jnp.int8)
-    return Int8Weight(codes, scales, w_KN.dtype.name)
+    return Int8Weight(codes, scales, dtype=w_KN.dtype.name)
 
 
 QUANTIZERS = {"nf4": quantize_nf4, "int8": quantize_int8}

@@ -130,7 +130,7 @@ STEP = {
     "fake_int4",
     "sparse_2_4",
 } | LOW_BIT  # fine-tuning refuses the others by name
-ALL = {"lora", "nf4", "int8"} | STEP
+ALL = {"lora", "nf4", "int8", "int4", "float8_e4m3"} | STEP
 # Every matrix of the layers, and the forms that it can have. A new one without a row here fails.
 MATRICES: dict[str, set[str]] = {
     **{f"blocks/attention/{name}": ALL for name in ("q", "k", "v", "out")},

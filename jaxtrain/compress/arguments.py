@@ -1,0 +1,35 @@
+"""The command line of `quantize`; nothing here imports JAX."""
+
+import argparse
+from pathlib import Path
+
+from jaxtrain.settings import Parser, whole
+
+# The rows of compress.methods.METHODS; a test checks.
+METHODS = {
+    "int8": "8-bit integers, a scale a column",
+    "int4": "4-bit integers, a scale a group of inputs; round to nearest",
+    "nf4": "4-bit NormalFloat in blocks of 64, as QLoRA's base",
+    "float8": "float8 e4m3, a scale a column",
+}
+
+
+def quantize_parser() -> Parser:
+    """Of `jaxtrain quantize`: a saved model, its matrices in few bits."""
+    parser = Parser(
+        "jaxtrain quantize",
+        description="Quantize a trained model's matrices, without training. The original stays.",
+        formatter_class=argparse.RawDescriptionHelpFormatter,
+        epilog="\n".join(f"{name:16s} {what}" for name, what in METHODS.items()),
+    )
+    parser.add_argument("run", type=Path, help="run directory or model folder")
+    parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
+    parser.add_argument("--method", choices=METHODS, required=True, help="how; see below")
+    parser.add_argument(
+        "--group-size", type=whole(2, 2**31 - 1), default=128,
+        help="int4: inputs that share a scale (default 128)",
+    )  # fmt: skip
+    parser.add_argument("--head", action="store_true", help="quantize the head as well")
+    parser.add_argument("--out", type=Path, required=True, help="folder of the new model")
+    parser.add_argument("--text", type=Path, help="text to measure on; default the run's own")
+    return parser

@@ -1,0 +1,40 @@
+"""Matrices stored in float8 e4m3 (Micikevicius et al. 2022, arXiv:2209.05433), a scale a column.
+
+How a matrix is kept; `float8.py` is how it is multiplied in training.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float
+
+from jaxtrain.weights.quantized import QuantizedWeight
+
+LARGEST = 448.0  # of e4m3
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=["dtype"]
+)
+@dataclasses.dataclass(frozen=True)
+class StoredFloat8Weight(QuantizedWeight):
+    """codes float8_e4m3fn [.., K, N], scales float32 [.., N]: a column's largest value is 448."""
+
+    codes: Any
+    scales: Any
+
+    def dequantize(self) -> Float[Array, "*E K N"]:
+        codes = self.codes.astype(jnp.float32)
+        return (codes * jnp.expand_dims(self.scales, -2)).astype(self.dtype)
+
+
+def quantize_e4m3(w_KN: Float[Array, "K N"]) -> StoredFloat8Weight:
+    """One matrix, a scale a column."""
+    w_KN, dtype = w_KN.astype(jnp.float32), w_KN.dtype.name
+    scales = jnp.max(jnp.abs(w_KN), axis=0) / LARGEST
+    scaled = w_KN / jnp.where(scales > 0, scales, 1.0)[None]
+    codes = jnp.clip(scaled, -LARGEST, LARGEST).astype(jnp.float8_e4m3fn)
+    return StoredFloat8Weight(codes, scales, dtype=dtype)

@@ -1,0 +1,84 @@
+"""4-bit integers with a scale a group of inputs, two of a column's inputs in a byte.
+
+Symmetric round-to-nearest of GPTQ's and AWQ's baselines (arXiv:2210.17323, arXiv:2306.00978): in a
+group of 128 inputs of a column the largest magnitude is 7 steps. `pack_int4` takes the codes of
+any method. A byte has the code + 8 of the even input in its low half, as in compressed-tensors.
+"""
+
+import dataclasses
+import functools
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxtrain.settings import UserError
+from jaxtrain.weights.quantized import QuantizedWeight
+
+GROUP = 128
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=["dtype"]
+)
+@dataclasses.dataclass(frozen=True)
+class Int4Weight(QuantizedWeight):
+    """codes uint8 [.., K / 2, N], scales bfloat16 [.., K / group, N]."""
+
+    codes: Any
+    scales: Any
+
+    def dequantize(self) -> Float[Array, "*E K N"]:
+        codes = self.integers()
+        *front, K, N = codes.shape
+        groups = codes.reshape(*front, self.scales.shape[-2], -1, N).astype(jnp.float32)
+        w = groups * jnp.expand_dims(self.scales, -2).astype(jnp.float32)
+        return w.astype(self.dtype).reshape(*front, K, N)
+
+    def integers(self) -> Int[Array, "*E K N"]:
+        """The codes, int8, from -8 to 7."""
+        *front, half, N = self.codes.shape
+        both = jnp.stack([self.codes & 15, self.codes >> 4], axis=-2)
+        return both.reshape(*front, 2 * half, N).astype(jnp.int8) - jnp.int8(8)
+
+
+def group_of(K: int, group_size: int, field: str = "--group-size") -> int:
+    """Inputs of a group: `group_size`, or all K of a smaller matrix.
+
+    UserError where groups do not divide K, or K is odd.
+    """
+    group = min(group_size, K)
+    if K % group or K % 2:
+        fits = [n for n in (128, 96, 64, 48, 32, 16, 8, 4, 2) if K % n == 0 and n < group]
+        fix = f"{field} {fits[0]} does" if fits else "int8 takes any shape"
+        raise UserError(
+            f"int4 packs two inputs a byte in groups of {group}, which a matrix of {K} inputs does "
+            f"not allow: {fix}"
+        )
+    return group
+
+
+def pack_int4(
+    codes_KN: Int[Array, "K N"], scales_GN: Float[Array, "G N"], dtype: str
+) -> Int4Weight:
+    """Codes from -8 to 7, and the step of each group of K / G inputs."""
+    shifted = (codes_KN + 8).astype(jnp.uint8)
+    return Int4Weight(
+        shifted[0::2] | shifted[1::2] << 4, scales_GN.astype(jnp.bfloat16), dtype=dtype
+    )
+
+
+def int4_scales(w_KN: Float[Array, "K N"], group_size: int = GROUP) -> Float[Array, "G N"]:
+    """The steps of absmax in bfloat16: a group's largest magnitude is 7 of them."""
+    K, N = w_KN.shape
+    w_GgN = w_KN.astype(jnp.float32).reshape(-1, group_of(K, group_size), N)
+    return (jnp.max(jnp.abs(w_GgN), axis=1) / 7).astype(jnp.bfloat16)
+
+
+def quantize_int4(w_KN: Float[Array, "K N"], group_size: int = GROUP) -> Int4Weight:
+    """One matrix to the nearest codes. Raises UserError as `group_of` does."""
+    scales_GN = int4_scales(w_KN, group_size)
+    step_KN = jnp.repeat(scales_GN.astype(jnp.float32), len(w_KN) // len(scales_GN), axis=0)
+    codes = jnp.round(w_KN.astype(jnp.float32) / jnp.where(step_KN > 0, step_KN, 1.0))
+    return pack_int4(jnp.clip(codes, -8, 7).astype(jnp.int8), scales_GN, w_KN.dtype.name)

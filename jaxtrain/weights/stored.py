@@ -1,0 +1,70 @@
+"""Quantized matrices as named arrays: what a model file holds of them, and how they come back."""
+
+import dataclasses
+import math
+from collections.abc import Mapping
+from typing import Any, NamedTuple
+
+from jaxtrain.settings import UserError
+from jaxtrain.weights.float8_storage import StoredFloat8Weight
+from jaxtrain.weights.int4 import Int4Weight
+from jaxtrain.weights.quantized import Int8Weight, NF4Weight, QuantizedWeight
+
+# What a file calls each form; a form of one's own is a row here.
+STORED: dict[str, type[QuantizedWeight]] = {
+    "int8": Int8Weight,
+    "int4": Int4Weight,
+    "nf4": NF4Weight,
+    "float8": StoredFloat8Weight,
+}
+NAMES = {kind: name for name, kind in STORED.items()}
+
+
+class StoredForm(NamedTuple):
+    """How a matrix is stored: the name of a row of STORED, and its fields that are no arrays."""
+
+    form: str
+    facts: dict[str, Any]
+
+
+def array_fields(kind: type[QuantizedWeight]) -> list[str]:
+    """Names of the fields that are arrays."""
+    return [field.name for field in dataclasses.fields(kind) if field.type is Any]
+
+
+def arrays_of(name: str, weight: QuantizedWeight) -> dict[str, Any]:
+    """NAME/FIELD -> array, of a matrix that is called NAME."""
+    return {f"{name}/{field}": getattr(weight, field) for field in array_fields(type(weight))}
+
+
+def form_of(weight: QuantizedWeight) -> StoredForm:
+    """What to write beside the arrays."""
+    arrays = array_fields(type(weight))
+    facts = {f.name: getattr(weight, f.name) for f in dataclasses.fields(weight)}
+    return StoredForm(NAMES[type(weight)], {k: v for k, v in facts.items() if k not in arrays})
+
+
+def rebuild(name: str, stored: StoredForm, arrays: Mapping[str, Any]) -> QuantizedWeight:
+    """The matrix called `name`, of arrays as `arrays_of` names them. UserError for one missing."""
+    if stored.form not in STORED:
+        raise UserError(f"{name} is stored as {stored.form}, which is none of {', '.join(STORED)}")
+    kind = STORED[stored.form]
+    for field in array_fields(kind):
+        if f"{name}/{field}" not in arrays:
+            raise UserError(f"{name} is stored as {stored.form}, but there is no {name}/{field}")
+    facts = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.facts.items()}
+    return kind(**{f: arrays[f"{name}/{f}"] for f in array_fields(kind)}, **facts)
+
+
+def stored_shape(weight: QuantizedWeight) -> tuple[int, ...]:
+    """The shape of the array that it stands for, with the dims of a stack."""
+    if isinstance(weight, NF4Weight):
+        return (*weight.codes.shape[:-1], *weight.shape)
+    *front, K, N = weight.codes.shape
+    return (*front, 2 * K if isinstance(weight, Int4Weight) else K, N)
+
+
+def stored_bytes(weight: QuantizedWeight) -> int:
+    """Bytes of its arrays."""
+    arrays = arrays_of("", weight).values()
+    return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
