@@ -13,9 +13,8 @@ from jaxtrain.config import Config, Sections, to_yaml, validate
 from jaxtrain.config.check_compatible import check_compatible
 from jaxtrain.config.overrides import apply_overrides, check_once
 from jaxtrain.data import DataConfig
-from jaxtrain.data.batches.batch_ramp import batch_stages, overlay
-from jaxtrain.data.batches.length_ramp import ramp_stages
 from jaxtrain.data.batches.mixture import BatchSizes, batch_sizes
+from jaxtrain.data.batches.ramps import batch_stages, length_stages, overlay
 from jaxtrain.data.tokenizer.tokenizer import build_tokenizer
 from jaxtrain.finetune import PrefixConfig, PromptLearningConfig
 from jaxtrain.model import (
@@ -170,7 +169,7 @@ def with_ramps(c: Config, batch: int) -> Config:
     batch: rows of a whole step.
     """
     ramps = {
-        "length_ramp": lambda ramp: ramp_stages(ramp, c.train.sequence_length),
+        "length_ramp": lambda ramp: length_stages(ramp, c.train.sequence_length),
         "batch_ramp": lambda ramp: batch_stages(ramp, batch),
     }
     given = {name: make(ramp) for name, make in ramps.items() if (ramp := getattr(c.data, name))}

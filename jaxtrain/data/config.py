@@ -5,8 +5,6 @@ from typing import Annotated, Literal
 from pydantic import Field, model_validator
 
 from jaxtrain.data.batches.augment import AugmentConfig, NoAugment
-from jaxtrain.data.batches.batch_ramp import BatchRamp
-from jaxtrain.data.batches.length_ramp import LengthRamp
 from jaxtrain.data.batches.mixture import (
     MixtureSource,
     Stage,
@@ -15,6 +13,7 @@ from jaxtrain.data.batches.mixture import (
     weights_of,
 )
 from jaxtrain.data.batches.packing import ConcatConfig, PackingConfig
+from jaxtrain.data.batches.ramps import BatchRamp, LengthRamp
 from jaxtrain.data.files.sources import ChatTemplateSource, Source, TextSource
 from jaxtrain.data.tokenizer.tokenizer import SentencePieceConfig, TokenizerConfig
 from jaxtrain.settings import Settings

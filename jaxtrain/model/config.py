@@ -8,7 +8,7 @@ from pydantic import Field, ValidationError, model_validator
 from jaxtrain.model.rope import RopeScaling
 from jaxtrain.model.saved_activations import COMPRESSIONS
 from jaxtrain.model.sections import Experts, FusedOps, Remat, WeightForm
-from jaxtrain.model.sharing import LatentKV, ShareKV, ShareLayers, layers_of_set, why_not_shared
+from jaxtrain.model.sharing import LatentKV, ShareKV, ShareLayers, layers_of_set
 from jaxtrain.settings import Settings, UserError, derived_field
 
 
@@ -269,8 +269,6 @@ class ModelFields[Size: int | None](Settings):
             raise ValueError("kernels.ffn needs ffn: relu2, ffn_bias: false and no kernels.relu2")
         if self.moe and self.moe.every > self.depth:
             raise ValueError(f"moe.every {self.moe.every} is more than the {self.depth} layers")
-        if why := why_not_shared(self):
-            raise ValueError(why)
         if self.frozen_layers >= self.depth:
             raise ValueError(
                 f"frozen_layers {self.frozen_layers} leaves none of {self.depth} layers to train"
@@ -286,6 +284,26 @@ class ModelFields[Size: int | None](Settings):
             raise ValueError(
                 f"attention has no backend {self.attention}; it has {', '.join(BACKENDS)}"
             )
+        return self
+
+    @model_validator(mode="after")
+    def _check_sharing(self) -> "ModelFields":
+        if self.share_kv and self.share_kv.name == "adjacent" and self.rope_base_short:
+            raise ValueError(
+                "share_kv: adjacent layers with other rotary bases have no common keys; set "
+                "share_kv: global, or leave out rope_base_short"
+            )
+        if self.depth % self.layers_per_set:
+            raise ValueError(
+                f"depth {self.depth} is not a multiple of share_layers.layers {self.layers_per_set}"
+            )
+        if self.mla and self.mla.nope_dim is None and self.mla.rope_dim >= self.head_dim:
+            raise ValueError(
+                f"mla.rope_dim {self.mla.rope_dim} leaves no channels of head_dim {self.head_dim}; "
+                "set mla.nope_dim, or a smaller mla.rope_dim"
+            )
+        if self.mla and self.heads and self.kv_heads not in (None, self.heads):
+            raise ValueError("mla makes keys and values for every head; leave out kv_heads")
         return self
 
 

@@ -18,7 +18,7 @@ global    S S S L S S S L              short windows share in their order, by so
           0 0 2 3 2 5 5 3              with full context read the first one's (Character.AI 2024)
 """
 
-from typing import Annotated, Any, Literal
+from typing import Annotated, Literal
 
 from pydantic import BeforeValidator, Field
 
@@ -113,22 +113,3 @@ def kv_sources(share: KVOfAdjacent | KVOfFirstFull | None, kinds: str) -> list[i
     source = dict.fromkeys(full, full[0] if full else 0)
     source |= {i: short[n - n % share.layers] for n, i in enumerate(short)}
     return [i - source[i] for i in range(len(kinds))]
-
-
-def why_not_shared(c: Any) -> str | None:
-    """What is wrong with the sections of this file in a ModelConfig `c`; None if nothing is."""
-    if c.share_kv and c.share_kv.name == "adjacent" and c.rope_base_short:
-        return (
-            "share_kv: adjacent layers with other rotary bases have no common keys; set share_kv: "
-            "global, or leave out rope_base_short"
-        )
-    if c.depth % c.layers_per_set:
-        return f"depth {c.depth} is not a multiple of share_layers.layers {c.layers_per_set}"
-    if c.mla and c.mla.nope_dim is None and c.mla.rope_dim >= c.head_dim:
-        return (
-            f"mla.rope_dim {c.mla.rope_dim} leaves no channels of head_dim {c.head_dim}; set "
-            "mla.nope_dim, or a smaller mla.rope_dim"
-        )
-    if c.mla and c.heads and c.kv_heads not in (None, c.heads):
-        return "mla makes keys and values for every head; leave out kv_heads"
-    return None

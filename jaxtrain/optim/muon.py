@@ -24,8 +24,9 @@ from jaxtrain.optim.soap import (
     init_leaf,
     soap_peaks,
 )
-from jaxtrain.optim.types import Adjust
+from jaxtrain.optim.types import Adjust, Number
 from jaxtrain.parallel import distribute_matrices
+from jaxtrain.weights.params import ParamSpec
 
 DECAY = 0.28  # of the matrices of nanochat's d12
 
@@ -212,14 +213,16 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
         shape[second_moment_axis(p.shape)] = 1
         return jnp.zeros(shape, p.dtype)
 
-    def direction(b2: Any, u: jax.Array, v: jax.Array | None) -> tuple[jax.Array, jax.Array | None]:
+    def direction(
+        b2: Number, u: jax.Array, v: jax.Array | None
+    ) -> tuple[jax.Array, jax.Array | None]:
         shape, axis = u.shape, second_moment_axis(u.shape)
         u = normalize(u, c.equilibrate)
         u = orthogonalize(u, COEFFICIENTS[c.orthogonalize], c.gram_newton_schulz, c.symmetric)
         # All norms below follow from one pass over the result in sixteen bits.
         squares = jnp.sum(jnp.square(u.astype(jnp.float32)), axis=axis, keepdims=True)
         norm = jnp.sqrt(jnp.sum(squares, axis=(-2, -1), keepdims=True))
-        factor: Any = 1.0
+        factor: Number = 1.0
         if c.renormalize:
             factor = math.sqrt(min(shape[-2:])) / jnp.maximum(norm, 1e-10)
         if v is not None:
@@ -231,18 +234,18 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
 
     def leaf(
         h: Hyper,
-        count: Any,
+        count: jax.Array | None,
         g: jax.Array,
         m: jax.Array,
         v: jax.Array | None,
         s: SOAPLeaf | None,
         p: jax.Array,
-        spec: Any,
+        spec: ParamSpec | None,
     ):
         mu = h["momentum"]
         m = mu * m + (1 - mu) * g
         u = mu * m + (1 - mu) * g if c.nesterov else m
-        if c.soap and s is not None:
+        if c.soap and s is not None and count is not None:
             u, s = divide_momentum(c.soap, h, count, g, u, s)
         b2 = h["b2"]
         alone = spec is None

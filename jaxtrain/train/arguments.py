@@ -22,8 +22,7 @@ def show_data_parser() -> Parser:
         "jaxtrain show-data",
         description="Decoded rows of a run's batches, as they are packed; prepares the data first.",
     )
-    parser.add_argument("config", help="a YAML file or the bare name of a shipped config")
-    add_overrides(parser)
+    add_config_and_overrides(parser)
     parser.add_argument("--rows", type=whole(1), default=4, help="rows that are shown (4)")
     parser.add_argument("--step", type=whole(0), default=0, help="step that they belong to (0)")
     parser.add_argument(
@@ -39,8 +38,7 @@ def filter_parser() -> Parser:
         description="Write what data.train.filters leave of the text as JSONL, and report what "
         "they removed.",
     )
-    parser.add_argument("config", help="a YAML file or the bare name of a shipped config")
-    add_overrides(parser)
+    add_config_and_overrides(parser)
     parser.add_argument("--out", type=Path, required=True, help="folder to write")
     parser.add_argument(
         "--samples", type=whole(0), default=1, help="removed documents shown of each reason (1)"
@@ -55,8 +53,7 @@ def search_growth_parser() -> Parser:
         description="Train short runs of equal cost that begin with fewer layers, and write the "
         "train.phases of the best. The same command again goes on.",
     )
-    parser.add_argument("config", help="a YAML file or the bare name of a shipped config")
-    add_overrides(parser)
+    add_config_and_overrides(parser)
     parser.add_argument(
         "--steps", type=whole(2), required=True, help="proxy steps of the whole model"
     )
@@ -71,6 +68,12 @@ def search_growth_parser() -> Parser:
         choices=["stack", "interleave", "repeat_top"], help="where new layers come from",
     )  # fmt: skip
     return parser
+
+
+def add_config_and_overrides(parser: Parser) -> None:
+    """A configuration, and overrides of its fields."""
+    parser.add_argument("config", help="a YAML file or the bare name of a shipped config")
+    add_overrides(parser)
 
 
 def add_overrides(parser: Parser) -> None:

@@ -84,27 +84,29 @@ def upper(tree: PyTree, like: PyTree) -> PyTree:
     The dtype is the tree's own: gradients of a step in bfloat16 are of parameters in float32.
     """
     leaves = by_path(tree)
+    last = [last_entries(leaves[name], small.shape) for name, small in by_path(like).items()]
+    return jax.tree.unflatten(jax.tree.structure(like), last)
 
-    def pick(path: Any, small: Any) -> Any:
-        x = leaves[path_name(path)]
-        start = [a - b for a, b in zip(x.shape, small.shape)]
-        return jax.lax.slice(x, start, x.shape) if any(start) else x
 
-    return jax.tree_util.tree_map_with_path(pick, like)
+def last_entries(x: Array, shape: tuple[int, ...]) -> Array:
+    """The corner of an array at the end of each dim."""
+    start = [a - b for a, b in zip(x.shape, shape)]
+    return jax.lax.slice(x, start, x.shape) if any(start) else x
 
 
 def merge(tree: PyTree, top: PyTree) -> PyTree:
     """The tree with the last entries of its arrays those of `top`, where that has them."""
     new = by_path(top)
+    merged = [with_last(old, new.get(name)) for name, old in by_path(tree).items()]
+    return jax.tree.unflatten(jax.tree.structure(tree), merged)
 
-    def put(path: Any, old: Array) -> Array:
-        x = new.get(path_name(path))
-        if x is None or x.shape == old.shape:
-            return old if x is None else x
-        start = [jnp.int32(a - b) for a, b in zip(old.shape, x.shape)]
-        return jax.lax.dynamic_update_slice(old, x, start)
 
-    return jax.tree_util.tree_map_with_path(put, tree)
+def with_last(old: Array, x: Array | None) -> Array:
+    """An array with `x` at the end of each dim; None changes nothing."""
+    if x is None or x.shape == old.shape:
+        return old if x is None else x
+    start = [jnp.int32(a - b) for a, b in zip(old.shape, x.shape)]
+    return jax.lax.dynamic_update_slice(old, x, start)
 
 
 def by_path(tree: PyTree) -> dict[str, Any]:

@@ -12,9 +12,14 @@ from tiny import assert_same_run, close, mesh_of, rows_of, run_overrides, weight
 from jaxtrain.config import load_config
 from jaxtrain.config.resolve import resolve
 from jaxtrain.data import Batch, DataConfig, train_batches
-from jaxtrain.data.batches.batch_ramp import BatchRamp, batch_stages, overlay
-from jaxtrain.data.batches.length_ramp import LengthRamp, ramp_stages
 from jaxtrain.data.batches.mixture import BatchSizes
+from jaxtrain.data.batches.ramps import (
+    BatchRamp,
+    LengthRamp,
+    batch_stages,
+    length_stages,
+    overlay,
+)
 from jaxtrain.main import main
 from jaxtrain.optim.rate_schedule import RateSchedule
 from jaxtrain.optim.schedule import Linear
@@ -44,7 +49,7 @@ def test_a_start_that_does_not_double_to_the_batch_is_refused():
 
 def test_two_ramps_change_where_either_does():
     rows = batch_stages(BatchRamp(start=4, tokens=300), 8)
-    lengths = ramp_stages(LengthRamp(start=8, tokens=800), 32)
+    lengths = length_stages(LengthRamp(start=8, tokens=800), 32)
     found = [(4, 8, 300), (None, 8, 100), (None, 16, 400), (None, None, None)]
     assert fields(overlay(rows, lengths)) == found == fields(overlay(lengths, rows))
 

@@ -6,21 +6,21 @@ import signal
 import pytest
 from tiny import assert_same_run, run_overrides
 
-from jaxtrain.data.batches.length_ramp import LengthRamp, ramp_stages
+from jaxtrain.data.batches.ramps import LengthRamp, length_stages
 from jaxtrain.main import main
 from jaxtrain.settings import UserError
 from jaxtrain.train import feed
 
 
 def test_each_length_has_an_equal_part_and_the_last_goes_on():
-    stages = ramp_stages(LengthRamp(start=8, tokens=600), 32)
+    stages = length_stages(LengthRamp(start=8, tokens=600), 32)
     assert [(s.sequence_length, s.tokens) for s in stages] == [(8, 300), (16, 300), (None, None)]
 
 
 @pytest.mark.parametrize(("start", "length"), [(12, 32), (32, 32), (64, 32)])
 def test_a_start_that_does_not_double_to_the_length_is_refused(start, length):
     with pytest.raises(UserError, match=r"data\.length_ramp\.start=.*must become"):
-        ramp_stages(LengthRamp(start=start, tokens=600), length)
+        length_stages(LengthRamp(start=start, tokens=600), length)
 
 
 def test_a_ramp_and_stages_are_one_too_many(tmp_path, capfd):

@@ -1,0 +1,81 @@
+"""Warm-up of the row length and of the batch size: each phase of a run has twice the one before.
+
+Rows: short ones first, a step's tokens the same. Li et al. 2022 (arXiv:2108.06084) for stability,
+Jin et al. 2023 (GrowLength, arXiv:2310.00576) for speed: attention costs less in short rows.
+Batches: at first the critical batch is small, and small steps learn more of a token (McCandlish et
+al. 2018, arXiv:1812.06162; Merrill et al. 2025, arXiv:2505.23971). Each length and each size is a
+phase with a program of its own (`train/program.py`).
+"""
+
+from collections.abc import Sequence
+
+from pydantic import Field
+
+from jaxtrain.data.batches.mixture import Stage
+from jaxtrain.settings import Settings, UserError
+
+
+class LengthRamp(Settings):
+    """Rows that double in length until they have train.sequence_length tokens."""
+
+    start: int = Field(default=256, ge=2, description="Tokens of a row in the first phase")
+    tokens: int = Field(
+        gt=0, description="Training tokens until rows are whole, an equal part for each length"
+    )
+
+
+class BatchRamp(Settings):
+    """Steps that double in size until they have train.batch_size rows."""
+
+    start: int = Field(ge=1, description="Rows of a step in the first phase")
+    tokens: int = Field(
+        gt=0, description="Training tokens until steps are whole, an equal part for each size"
+    )
+
+
+def length_stages(ramp: LengthRamp, sequence_length: int) -> tuple[Stage, ...]:
+    """The stages of a ramp: lengths start, 2 start, ... and then sequence_length to the end.
+
+    UserError where doubling does not lead from `start` to sequence_length.
+    """
+    lengths = doublings("length_ramp", ramp.start, "sequence_length", sequence_length)
+    part = max(1, ramp.tokens // len(lengths))
+    return (*(Stage(tokens=part, sequence_length=n) for n in lengths), Stage())
+
+
+def batch_stages(ramp: BatchRamp, batch_size: int) -> tuple[Stage, ...]:
+    """The stages of a ramp: sizes start, 2 start, ... and then batch_size to the end.
+
+    UserError where doubling does not lead from `start` to batch_size.
+    """
+    sizes = doublings("batch_ramp", ramp.start, "batch_size", batch_size)
+    part = max(1, ramp.tokens // len(sizes))
+    return (*(Stage(tokens=part, batch_size=n) for n in sizes), Stage())
+
+
+def doublings(ramp: str, start: int, field: str, end: int) -> list[int]:
+    """start, 2 start, ... below `end`. UserError where doubling does not lead there."""
+    times = (end // start).bit_length() - 1
+    if times < 1 or start << times != end:
+        raise UserError(
+            f"data.{ramp}.start={start}: doubled it must become train.{field} {end}; "
+            f"set data.{ramp}.start={max(1, end // 2)}"
+        )
+    return [start << i for i in range(times)]
+
+
+def overlay(one: Sequence[Stage], other: Sequence[Stage]) -> tuple[Stage, ...]:
+    """Stages that end where one of either list ends, with the fields of both."""
+    found, lists = [], [list(one), list(other)]
+    while all(lists):
+        fields = {}
+        for stage, *_ in lists:
+            fields |= stage.model_dump(exclude={"tokens"}, exclude_none=True)
+        tokens = min((s.tokens for s, *_ in lists if s.tokens), default=None)
+        found.append(Stage(tokens=tokens, **fields))
+        for stages in lists:
+            first = stages.pop(0)
+            if tokens and first.tokens != tokens:
+                left = first.tokens and first.tokens - tokens
+                stages.insert(0, first.model_copy(update={"tokens": left}))
+    return tuple(found)
