@@ -86,6 +86,10 @@ COMMANDS = {
         "", "runs.convert:export_main", "runs.arguments:export_parser",
         "a run becomes a Hugging Face checkpoint",
     ),
+    "quantize": Command(
+        "", "compress.quantize:main", "compress.arguments:quantize_parser",
+        "a model's matrices in 8 or 4 bits",
+    ),
     "report": Command(
         "runs", "runs.report:main", "runs.arguments:report_parser", "one HTML page about a run"
     ),

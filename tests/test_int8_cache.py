@@ -1,4 +1,4 @@
-"""Generation with the keys and values kept in int8."""
+"""Generation with the keys and values kept in int8 or float8."""
 
 import functools
 
@@ -14,7 +14,14 @@ from jaxtrain.inference import generate
 from jaxtrain.model import Decode, Prefill
 
 
-def test_decoding_from_int8_stays_close():
+@pytest.mark.parametrize(
+    ("name", "dtype", "most"),
+    [
+        ("int8", jnp.int8, 0.02),
+        pytest.param("float8", jnp.float8_e4m3fn, 0.06, marks=pytest.mark.slow),
+    ],
+)
+def test_decoding_from_8_bits_stays_close(name, dtype, most):
     """Token by token, of given texts."""
     _, graphdef, _, params = build(kv_heads=2, attention_softcap=5.0)
     model, rows = nnx.merge(graphdef, params), jnp.asarray(tokens(2))
@@ -31,12 +38,12 @@ def test_decoding_from_int8_stays_close():
         return np.stack(out), cache
 
     plain, kept = logits(None)
-    close, kept8 = logits("int8")
+    close, kept8 = logits(name)
     k_BSKH, _ = kept8.kv[0]
-    assert isinstance(k_BSKH, Quantized) and k_BSKH.values_BSKH.dtype == jnp.int8
+    assert isinstance(k_BSKH, Quantized) and k_BSKH.values_BSKH.dtype == dtype
     assert isinstance(kept.kv[0][0], jax.Array)
     off = np.linalg.norm(close - plain) / np.linalg.norm(plain)
-    assert 0 < off < 0.02
+    assert 0 < off < most
 
 
 @pytest.mark.slow

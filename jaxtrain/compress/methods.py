@@ -11,9 +11,10 @@ from typing import NamedTuple
 
 from jaxtyping import Array, Float
 
+from jaxtrain.settings import UserError
 from jaxtrain.weights.float8_storage import quantize_e4m3
 from jaxtrain.weights.int4 import GROUP, quantize_int4
-from jaxtrain.weights.quantized import QuantizedWeight, quantize_int8, quantize_nf4
+from jaxtrain.weights.quantized import BLOCK, QuantizedWeight, quantize_int8, quantize_nf4
 
 
 class Statistics(NamedTuple):
@@ -43,9 +44,20 @@ class Method(NamedTuple):
     needs_statistics: bool = False
 
 
+def nf4(w_KN: Float[Array, "K N"], _: Statistics | None, options: MethodOptions) -> QuantizedWeight:
+    """Raises UserError for a matrix that has no whole number of blocks."""
+    if w_KN.size % BLOCK:
+        K, N = w_KN.shape
+        raise UserError(
+            f"nf4 packs {BLOCK} values at a time, which a matrix of {K} x {N} does not allow: int8 "
+            "takes any shape"
+        )
+    return quantize_nf4(w_KN)
+
+
 METHODS: dict[str, Method] = {
     "int8": Method(lambda w, _, options: quantize_int8(w)),
     "int4": Method(lambda w, _, options: quantize_int4(w, options.group_size)),
-    "nf4": Method(lambda w, _, options: quantize_nf4(w)),
+    "nf4": Method(nf4),
     "float8": Method(lambda w, _, options: quantize_e4m3(w)),
 }

@@ -32,11 +32,11 @@ from jaxtrain.model import cast
 from jaxtrain.model.config import check_decoder
 from jaxtrain.objectives import PREFERENCES, make_row_change
 from jaxtrain.objectives import next_token as objectives
-from jaxtrain.parallel import make_mesh, place_batch, shardings
-from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard, shard_from_host
+from jaxtrain.parallel import make_mesh, place_batch
+from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard
 from jaxtrain.runs.job import facts
 from jaxtrain.runs.report import write_report
-from jaxtrain.runs.saved import Saved, folder_of, load_resolved, load_saved
+from jaxtrain.runs.saved import Saved, folder_of, load_resolved, load_saved, place_params
 from jaxtrain.settings import UserError, command
 from jaxtrain.weights.params import Params, Specs
 
@@ -158,7 +158,7 @@ def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
         trained = saved.config.model_copy(update={"eval": config.eval})
         change = make_row_change(trained.objective, saved.tokenizer, trained.data.seed)
         batches = held_out_batches(prepared.validation, trained, mesh, change)
-        params = shard_from_host(saved.params, shardings(saved.specs, mesh))
+        params = place_params(saved, mesh)
         return validation_metrics(scorer, params, batches, mesh)
 
 

@@ -24,9 +24,9 @@ from jaxtrain.data.evaluation.branches import BRANCH_SHARE, BranchBatch, RowShap
 from jaxtrain.model import Forward, cast
 from jaxtrain.model.branches import Branches
 from jaxtrain.model.config import check_decoder
-from jaxtrain.parallel import make_mesh, place_batch, shardings
-from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard, shard_from_host
-from jaxtrain.runs.saved import Saved
+from jaxtrain.parallel import make_mesh, place_batch
+from jaxtrain.parallel.mesh import num_batch_shards, process_batch_shard
+from jaxtrain.runs.saved import Saved, place_params
 from jaxtrain.weights.params import Params
 
 # Fields of a saved model's configuration that a command line may change, of those read here.
@@ -82,7 +82,7 @@ def shard_model(saved: Saved, config: Resolved, most_rows: int | None = None) ->
     dtype = compute_dtype(config.train.precision)
     chunk = max(1, min(context // 16, HEAD_ROWS * shards // shape.rows))
     with jax.set_mesh(mesh):
-        params = shard_from_host(saved.params, shardings(saved.specs, mesh))
+        params = place_params(saved, mesh)
         params = jax.jit(lambda p: cast(p, saved.specs, dtype))(params)
     return ShardedModel(mesh, params, shape, chunk)
 

@@ -140,7 +140,7 @@ class Model:
         """The continuation of a prompt (str), or of several (list[str]), without the prompts.
 
         sampling: tokens (256, at most), temperature (0.8; 0 takes the likeliest token), top_k,
-        top_p, seed, cache_dtype ("int8" or None).
+        top_p, seed, cache_dtype ("int8", "float8" or None).
         """
         many = [prompts] if isinstance(prompts, str) else list(prompts)
         found = generate(

@@ -30,7 +30,7 @@ def generate_parser(program: str = "jaxtrain generate") -> Parser:
         help="sample among this much probability",
     )  # fmt: skip
     parser.add_argument(
-        "--cache-dtype", choices=["int8"], help="of the cache; default the compute dtype"
+        "--cache-dtype", choices=["int8", "float8"], help="of the cache; default the compute dtype"
     )
     parser.add_argument("--seed", type=whole(0, SEEDS), default=0)
     parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")

@@ -18,6 +18,6 @@ class SampleConfig(Settings):
     temperature: float = Field(0.8, ge=0, description="softmax temperature; 0 takes the best token")
     top_k: int | None = Field(None, ge=1, description="sample among this many best tokens")
     top_p: float | None = Field(None, gt=0, le=1, description="sample among this much probability")
-    kv_cache_dtype: Literal["int8"] | None = Field(
+    kv_cache_dtype: Literal["int8", "float8"] | None = Field(
         None, description="of the keys and values kept while sampling; default the compute dtype"
     )

@@ -127,7 +127,9 @@ class Sampling(NamedTuple):
     top_k: int | None = None
     top_p: float | None = None
     seed: int = 0
-    cache_dtype: str | None = None  # of the keys and values kept: int8; None: the parameters' dtype
+    cache_dtype: str | None = (
+        None  # of the keys and values: int8, float8; None: the parameters' dtype
+    )
 
     def arrays(self) -> tuple[Array, Array, Array]:
         """key, temperature and top_p, as the compiled functions take them."""

@@ -4,11 +4,13 @@ import dataclasses
 from collections.abc import Mapping
 from pathlib import Path
 
+import jax
 import numpy as np
 
+from jaxtrain.interop.compressed_tensors import quantization_config, tensors_of
 from jaxtrain.interop.configs import Json
 from jaxtrain.interop.families import Family, Row
-from jaxtrain.interop.layouts import LAYOUTS
+from jaxtrain.interop.layouts import LAYOUTS, Change
 from jaxtrain.interop.load import expected, is_stacked, places
 from jaxtrain.interop.tensors import INDEX, SHARD_BYTES, WEIGHTS, shards, write
 from jaxtrain.model import Params, ParamSpec
@@ -16,6 +18,7 @@ from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import write_json
 from jaxtrain.weights.contract import flatten
 from jaxtrain.weights.params import Specs
+from jaxtrain.weights.quantized import QuantizedWeight
 
 VOCABULARY = {"embed": 0, "head": 1}  # the dim that has padding
 
@@ -51,6 +54,16 @@ def export_weights(
         for i in range(flat[row.ours[0]].shape[0] if is_stacked(flat[row.ours[0]]) else 1)
     }
 
+    packed = {name: x for name, x in arrays.items() if isinstance(x, QuantizedWeight)}
+    section = quantized_section(family, packed)
+
+    def tensors(name: str) -> dict[str, np.ndarray]:
+        row, layer = rows[name]
+        if row.ours[0] in packed:
+            spec, write = flat[row.ours[0]], LAYOUTS[row.layout].write
+            return packed_tensors(name, packed[row.ours[0]], spec, layer, dtype, write, head_dim)
+        return {name: tensor(row, layer).astype(dtype, copy=False)}
+
     def tensor(row: Row, layer: int) -> np.ndarray:
         parts = []
         for name in row.ours:
@@ -59,19 +72,62 @@ def export_weights(
             parts.append(LAYOUTS[row.layout].write(np.asarray(x), head_dim))
         return np.concatenate(parts, axis=-1) if len(parts) > 1 else parts[0]
 
-    table = {name: (dtype, shape) for name, shape in expected(family, flat).items()}
-    groups = list(shards(table, shard_bytes))
+    sizes = {name: (dtype, shape) for name, shape in expected(family, flat).items()}
+    groups = list(shards(sizes, shard_bytes))
     index: dict[str, str] = {}
+    total = 0
     for i, names in enumerate(groups):
         file = f"model-{i + 1:05d}-of-{len(groups):05d}.safetensors" if groups[1:] else WEIGHTS
-        pieces = (tensor(*rows[name]).astype(dtype, copy=False) for name in names)
+        table = {name: sizes[name] for name in names}
+        if packed:  # small enough to be made twice
+            made = (found for name in names for found in tensors(name).items())
+            table = {name: (x.dtype, x.shape) for name, x in made}
+        pieces = (x for name in names for x in tensors(name).values())
         facts = {"format": "pt"} | dict(metadata or {})
-        write(folder / file, {name: table[name] for name in names}, pieces, facts)
-        index |= dict.fromkeys(names, file)
+        write(folder / file, table, pieces, facts)
+        index |= dict.fromkeys(table, file)
+        total += sum(int(np.prod(shape)) * kind.itemsize for kind, shape in table.values())
     if groups[1:]:
-        total = sum(int(np.prod(shape)) * dtype.itemsize for _, shape in table.values())
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
-    write_json(folder / "config.json", config | dict.fromkeys(("dtype", "torch_dtype"), dtype.name))
+    kinds = dict.fromkeys(("dtype", "torch_dtype"), dtype.name)
+    write_json(folder / "config.json", config | kinds | section)
+
+
+def quantized_section(family: Family, packed: Mapping[str, QuantizedWeight]) -> Json:
+    """What config.json says of quantized matrices.
+
+    UserError for what transformers does not open (5.x): GPT-2 has no Linear layers, and NanoChat
+    draws initial values for matrices that packed layers do not have.
+    """
+    if not packed:
+        return {}
+    if family.model_type == "gpt2":
+        raise UserError(
+            "GPT-2's layers in transformers are no Linear ones, and compressed-tensors quantizes "
+            "those alone: export the model that this one was made of"
+        )
+    section = quantization_config(packed)
+    if family.model_type == "nanochat" and section["format"] == "pack-quantized":
+        raise UserError(
+            "transformers' NanoChat is not opened with packed integers: quantize it by float8"
+        )
+    return {"quantization_config": section}
+
+
+def packed_tensors(
+    name: str,
+    stack: QuantizedWeight,
+    spec: ParamSpec,
+    layer: int,
+    dtype: np.dtype,
+    write: Change,
+    head_dim: int,
+) -> dict[str, np.ndarray]:
+    """The tensors of a layer's matrix. name: of the one that they stand for."""
+    one = jax.tree.map(lambda x: x[layer], stack) if is_stacked(spec) else stack
+    columns = spec.shape[-1]  # of a head, without padding
+    theirs = lambda x: write(x[..., :columns], head_dim)
+    return tensors_of(name.removesuffix(".weight"), one, theirs, dtype)
 
 
 def without_padding(name: str, spec: ParamSpec, rows: int) -> ParamSpec:

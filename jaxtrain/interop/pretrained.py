@@ -28,7 +28,7 @@ from jaxtrain.interop.load import (
     open_checkpoint,
     pin_revision,
 )
-from jaxtrain.interop.tensors import WEIGHTS, read, read_header
+from jaxtrain.interop.tensors import WEIGHTS, metadata_of, read, read_header
 from jaxtrain.model import ModelConfig, Params, ParamSpec, path_name
 from jaxtrain.model.sections import Experts
 from jaxtrain.settings import UserError
@@ -199,6 +199,11 @@ def load_init_params(
     if is_checkpoint(folder):
         return load_checkpoint(open_checkpoint(folder), specs, shardings, store=store)
     stored = read_header(folder / WEIGHTS)
+    if "quantized" in metadata_of(folder / WEIGHTS):
+        raise UserError(
+            f"train.init_from {path} is quantized: start from the model that it was made of; "
+            "finetune.base_quantization stores a frozen base in few bits"
+        )
     for name, spec in flatten(specs).items():
         if name not in stored or stored[name].shape != spec.shape:
             got = stored[name].shape if name in stored else "nothing"

@@ -25,6 +25,15 @@ DTYPES = {
     "F16": np.dtype(np.float16),
     "BF16": np.dtype(ml_dtypes.bfloat16),
 }
+# Integers and float8, in which quantized matrices are stored.
+PACKED = {
+    "U8": np.dtype(np.uint8),
+    "I8": np.dtype(np.int8),
+    "I32": np.dtype(np.int32),
+    "I64": np.dtype(np.int64),
+    "F8_E4M3": np.dtype(ml_dtypes.float8_e4m3fn),
+}
+KNOWN = DTYPES | PACKED
 EXPONENTS = {
     "F16": (np.uint16, 0x7C00),
     "BF16": (np.uint16, 0x7F80),
@@ -114,7 +123,7 @@ def checked_entry(path: Path, name: str, entry: object) -> tuple[str, tuple[int,
     facts = entry if isinstance(entry, dict) else {}
     dtype, shape, place = facts.get("dtype"), counts(facts, "shape"), counts(facts, "data_offsets")
     if isinstance(dtype, str) and shape is not None and place is not None and len(place) == 2:
-        size = math.prod(shape) * DTYPES[dtype].itemsize if dtype in DTYPES else None
+        size = math.prod(shape) * KNOWN[dtype].itemsize if dtype in KNOWN else None
         if place[0] <= place[1] and size in (None, place[1] - place[0]):
             return dtype, tuple(shape), place[0], place[1]
     raise UserError(
@@ -176,13 +185,13 @@ def once(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     return found
 
 
-def read(name: str, stored: Stored) -> np.ndarray:
-    """The tensor, mapped from its file.
+def read(name: str, stored: Stored, packed: bool = False) -> np.ndarray:
+    """The tensor, mapped from its file. packed: it may be a part of a quantized matrix.
 
     Raises UserError for a dtype that is no plain floating-point number, for bytes that differ from
     the checksum in the file, and for NaN and infinity.
     """
-    if stored.dtype not in DTYPES:
+    if stored.dtype not in (KNOWN if packed else DTYPES):
         raise UserError(
             f"{stored.file}: {name} is stored as {stored.dtype}: quantised checkpoints are not "
             f"read; take the one in bfloat16 (there are {', '.join(DTYPES)})"
@@ -205,8 +214,8 @@ def read(name: str, stored: Stored) -> np.ndarray:
 def mapped(stored: Stored) -> np.ndarray:
     """The tensor as its file's own pages; they leave memory with the last reference to it."""
     if 0 in stored.shape:
-        return np.zeros(stored.shape, DTYPES[stored.dtype])
-    return np.memmap(stored.file, DTYPES[stored.dtype], "r", stored.offset, stored.shape)
+        return np.zeros(stored.shape, KNOWN[stored.dtype])
+    return np.memmap(stored.file, KNOWN[stored.dtype], "r", stored.offset, stored.shape)
 
 
 def finite(x: np.ndarray, dtype: str) -> bool:
@@ -214,6 +223,8 @@ def finite(x: np.ndarray, dtype: str) -> bool:
 
     x: the numbers, or their bytes.
     """
+    if dtype in PACKED:
+        return True  # float8's NaN is a code that no method writes; integers have none
     if dtype not in EXPONENTS:
         return bool(np.isfinite(x.view(DTYPES[dtype])).all())
     unsigned, mask = EXPONENTS[dtype]
@@ -276,7 +287,7 @@ def header_of(
     crc32: Mapping[str, str],
 ) -> bytes:
     """The first bytes of a file: the length of the header, and the header."""
-    names = {dtype: name for name, dtype in DTYPES.items()}
+    names = {dtype: name for name, dtype in KNOWN.items()}
     said = dict(metadata) | {SUMS: json.dumps(crc32, separators=(",", ":"))}
     header: dict[str, object] = {"__metadata__": dict(sorted(said.items()))}
     for name, (dtype, shape) in table.items():

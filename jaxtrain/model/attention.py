@@ -24,6 +24,7 @@ GATE_CHANNELS = 12
 
 
 CacheArray = Array | kernels.Quantized
+CACHE_DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 # Of a layer: k_BTKH and v_BTKH, or k_BSKH and v_BSKH; with `model.mla` one array, of latents.
 KeysValues = tuple[CacheArray, ...]
 
@@ -101,9 +102,10 @@ class Cache(NamedTuple):
 
 
 def init_kv_cache(x_BTKH: Float[Array, "B T K H"], capacity: int, dtype: str | None) -> CacheArray:
-    """The start of a cache with room for `capacity` tokens; dtype: int8, or None as it is."""
+    """The start of a cache with room for `capacity` tokens; dtype: of CACHE_DTYPES, or None as it
+    is."""
     x_BSKH = jnp.pad(x_BTKH, ((0, 0), (0, capacity - x_BTKH.shape[1]), (0, 0), (0, 0)))
-    return x_BSKH if dtype is None else kernels.quantize(x_BSKH)
+    return x_BSKH if dtype is None else kernels.quantize(x_BSKH, CACHE_DTYPES[dtype])
 
 
 def append(new: tuple[Array, ...], cache: LayerCache) -> KeysValues:
@@ -111,7 +113,9 @@ def append(new: tuple[Array, ...], cache: LayerCache) -> KeysValues:
     rows = jnp.arange(new[0].shape[0])
 
     def put(cache_BSKH: CacheArray, x_B1KH: Array) -> CacheArray:
-        new = kernels.quantize(x_B1KH) if isinstance(cache_BSKH, kernels.Quantized) else x_B1KH
+        new = x_B1KH
+        if isinstance(cache_BSKH, kernels.Quantized):
+            new = kernels.quantize(x_B1KH, cache_BSKH.values_BSKH.dtype)
         one = lambda old, x: old.at[rows, cache.lengths_B - 1].set(x[:, 0])
         return jax.tree.map(one, cache_BSKH, new)
 

@@ -41,7 +41,7 @@ class Pipelined(NamedTuple):
 class Prefill(NamedTuple):
     """Prompts padded on the right: fill a KV cache with room for `capacity` tokens.
 
-    lengths_B: tokens of each prompt. cache_dtype: int8, or None for that of the computation.
+    lengths_B: tokens of each prompt. cache_dtype: int8, float8, or None: the compute dtype.
     """
 
     lengths_B: Array

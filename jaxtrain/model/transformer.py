@@ -44,6 +44,7 @@ from jaxtrain.model.sharing import SharedByAdjacent, SharedByAll
 from jaxtrain.model.stack import Stack
 from jaxtrain.model.stochastic_depth import keep_probabilities
 from jaxtrain.parallel import constrain
+from jaxtrain.weights.contract import dequantize, is_weight
 from jaxtrain.weights.params import declare
 
 SMEAR_CHANNELS = 24
@@ -351,7 +352,10 @@ class Transformer(nnx.Module):
 
     def head_DV(self) -> Float[Array, "D V"]:
         """The head's matrix; columns from `vocab_size` on are padding."""
-        return self.embed[...].T if self.head is None else self.head[...]
+        if self.head is None:
+            return self.embed[...].T
+        head = self.head.get_value()
+        return dequantize(head) if is_weight(head) else self.head[...]
 
     def logits(self, x_BD: Float[Array, "*B D"]) -> Float[Array, "*B v"]:
         """Float32 logits of a few states (generation); v is the vocabulary without padding."""

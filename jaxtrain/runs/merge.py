@@ -14,7 +14,7 @@ import jax
 import numpy as np
 
 from jaxtrain.runs.arguments import merge_parser
-from jaxtrain.runs.saved import Saved, load_saved, save_model
+from jaxtrain.runs.saved import Saved, is_quantized, load_saved, save_model
 from jaxtrain.settings import UserError, command
 from jaxtrain.weights.params import Params
 
@@ -113,6 +113,9 @@ def main(argv: list[str] | None = None) -> int:
         "ties": lambda: ties(weights, a.density, a.scale),
     }
     models = [load_saved(path, step) for path, step in named]
+    for (path, _), model in zip(named, models):
+        if is_quantized(model):
+            raise UserError(f"{path} is quantized; merge the models before, then quantize")
     params = merged(models, [str(path) for path, _ in named], methods[a.method]())
     save_model(a.out, models[-1].config, params, models[-1].tokenizer)
     print(f"merged   {len(a.models)} models by {a.method} into {a.out}")

@@ -1,5 +1,6 @@
 """A trained model on disk: `model/` holds safetensors, the resolved config and the tokenizer."""
 
+import json
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -7,6 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config import save_yaml, validate
@@ -19,18 +21,22 @@ from jaxtrain.interop.load import origin
 from jaxtrain.interop.peft import write_adapter
 from jaxtrain.interop.peft_prompt import write_prompt_adapter
 from jaxtrain.interop.pretrained import copy_aux_files, load_init_params
-from jaxtrain.interop.tensors import metadata_of, read, read_header, write
+from jaxtrain.interop.tensors import Stored, metadata_of, read, read_header, write
 from jaxtrain.model import ParamSpec, Transformer, path_name, split
-from jaxtrain.parallel.mesh import gather_to_host
+from jaxtrain.parallel import shardings
+from jaxtrain.parallel.mesh import gather_to_host, shard_from_host
 from jaxtrain.runs.checkpoint import Checkpointer, saved_steps
 from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.settings import UserError
 from jaxtrain.storage.strict_yaml import read_saved
 from jaxtrain.weights import saved_params
-from jaxtrain.weights.contract import flatten
+from jaxtrain.weights.contract import flatten, is_weight
 from jaxtrain.weights.params import Params, Specs
+from jaxtrain.weights.quantized import QuantizedWeight
+from jaxtrain.weights.stored import StoredForm, arrays_of, form_of, rebuild, stored_shape
 
 WEIGHTS = "model.safetensors"
+QUANTIZED = "quantized"  # key of the file's metadata: JSON, the form of each quantized matrix
 
 
 class Saved(NamedTuple):
@@ -74,10 +80,16 @@ def save_model(directory: Path, config: Resolved, params: Params, tokenizer: Tok
     directory.mkdir(parents=True, exist_ok=True)
     tokenizer.save(directory)
     save_yaml(directory / "config.yaml", config)
-    arrays = {name: np.asarray(x) for name, x in flat.items()}
+    arrays: dict[str, np.ndarray] = {}
+    forms: dict[str, StoredForm] = {}
+    for name, x in flat.items():
+        if isinstance(x, QuantizedWeight):
+            forms[name] = form_of(x)
+        arrays |= arrays_of(name, x) if isinstance(x, QuantizedWeight) else {name: np.asarray(x)}
     table = {name: (x.dtype, x.shape) for name, x in arrays.items()}
     metadata = {"format": "pt", "tokenizer": tokenizer.fingerprint}
     metadata |= origin(config.train.init_from)
+    metadata |= {QUANTIZED: json.dumps(forms)} if forms else {}
     write(directory / WEIGHTS, table, arrays.values(), metadata)
 
 
@@ -110,6 +122,21 @@ def load_saved(path: Path, step: int | None = None) -> Saved:
         params = load_checkpoint_params(path, config, specs, step)
     ends = prompting(tokenizer_dir, tokenizer)
     return Saved(config, graphdef, specs, params, tokenizer, tokenizer_dir, ends)
+
+
+def is_quantized(saved: Saved) -> bool:
+    """Whether `jaxtrain quantize` wrote the model."""
+    return any(is_weight(x) for x in flatten(saved.params).values())
+
+
+def place_params(saved: Saved, mesh: Mesh) -> Params:
+    """The parameters on a mesh; each device has all of a quantized matrix."""
+    whole = NamedSharding(mesh, PartitionSpec())
+    where = jax.tree.map(
+        lambda place, x: jax.tree.map(lambda _: whole, x) if is_weight(x) else place,
+        shardings(saved.specs, mesh), saved.params,
+    )  # fmt: skip
+    return shard_from_host(saved.params, where)
 
 
 def folder_of(path: Path) -> Path:
@@ -151,8 +178,12 @@ def read_weights(path: Path, specs: Specs, tokenizer: Tokenizer) -> Params:
     if metadata_of(path).get("tokenizer") != tokenizer.fingerprint:
         raise UserError(f"{path} was trained with another tokenizer than the one beside it")
 
-    def take(key_path: tuple[Any, ...], spec: ParamSpec) -> np.ndarray:
+    forms = json.loads(metadata_of(path).get(QUANTIZED, "{}"))
+
+    def take(key_path: tuple[Any, ...], spec: ParamSpec) -> np.ndarray | QuantizedWeight:
         name = path_name(key_path)
+        if name in forms:
+            return read_quantized(path, name, spec, StoredForm(*forms[name]), flat)
         if name not in flat:
             raise UserError(
                 f"{path} has no tensor {name}, which the model of its config.yaml needs"
@@ -162,6 +193,20 @@ def read_weights(path: Path, specs: Specs, tokenizer: Tokenizer) -> Params:
         return read(name, flat[name])
 
     return jax.tree_util.tree_map_with_path(take, specs)
+
+
+def read_quantized(
+    path: Path, name: str, spec: ParamSpec, form: StoredForm, flat: dict[str, Stored]
+) -> QuantizedWeight:
+    """A matrix in the form in which the file stores it. UserError as `read_weights`."""
+    parts = [part for part in flat if part.startswith(f"{name}/")]
+    try:
+        weight = rebuild(name, form, {part: read(part, flat[part], packed=True) for part in parts})
+    except UserError as error:
+        raise UserError(f"{path}: {error.args[0]}") from None
+    if stored_shape(weight) != spec.shape:
+        raise UserError(f"{path}: {name} is {stored_shape(weight)}, the model needs {spec.shape}")
+    return weight
 
 
 def load_checkpoint_params(

@@ -19,9 +19,7 @@ from jaxtrain.data import Tokenizer
 from jaxtrain.model import Forward, Transformer, cast
 from jaxtrain.model.config import check_decoder
 from jaxtrain.objectives.base import DeviceBatch
-from jaxtrain.parallel import shardings
-from jaxtrain.parallel.mesh import shard_from_host
-from jaxtrain.runs.saved import load_saved
+from jaxtrain.runs.saved import load_saved, place_params
 from jaxtrain.settings import UserError
 from jaxtrain.weights.params import Params
 
@@ -53,7 +51,7 @@ def make_reference(
             f"objective.reference={run}: it was trained with another tokenizer than this run; set "
             f"data.tokenizer.path={saved.tokenizer_dir}"
         )
-    params = shard_from_host(saved.params, shardings(saved.specs, mesh))
+    params = place_params(saved, mesh)
     params = jax.jit(lambda p: cast(p, saved.specs, dtype))(params)
     losses = jax.jit(
         lambda params, batch: jax.lax.map(lambda b: label_losses(saved.graphdef, params, b), batch)

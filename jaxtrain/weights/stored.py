@@ -5,6 +5,8 @@ import math
 from collections.abc import Mapping
 from typing import Any, NamedTuple
 
+import jax
+
 from jaxtrain.settings import UserError
 from jaxtrain.weights.float8_storage import StoredFloat8Weight
 from jaxtrain.weights.int4 import Int4Weight
@@ -52,16 +54,15 @@ def rebuild(name: str, stored: StoredForm, arrays: Mapping[str, Any]) -> Quantiz
     for field in array_fields(kind):
         if f"{name}/{field}" not in arrays:
             raise UserError(f"{name} is stored as {stored.form}, but there is no {name}/{field}")
-    facts = {k: tuple(v) if isinstance(v, list) else v for k, v in stored.facts.items()}
+    facts: dict[str, Any] = {
+        k: tuple(v) if isinstance(v, list) else v for k, v in stored.facts.items()
+    }
     return kind(**{f: arrays[f"{name}/{f}"] for f in array_fields(kind)}, **facts)
 
 
 def stored_shape(weight: QuantizedWeight) -> tuple[int, ...]:
     """The shape of the array that it stands for, with the dims of a stack."""
-    if isinstance(weight, NF4Weight):
-        return (*weight.codes.shape[:-1], *weight.shape)
-    *front, K, N = weight.codes.shape
-    return (*front, 2 * K if isinstance(weight, Int4Weight) else K, N)
+    return jax.eval_shape(lambda w: w.dequantize(), weight).shape
 
 
 def stored_bytes(weight: QuantizedWeight) -> int:

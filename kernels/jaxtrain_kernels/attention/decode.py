@@ -1,4 +1,4 @@
-"""Attention of one new token a row against a key/value cache, in the inputs' dtype or int8.
+"""Attention of one new token a row against a key/value cache, in the inputs' dtype, int8 or float8.
 
 Reading the cache is all the cost, so nothing may copy it, convert it in memory or read it twice.
 In a cache [B, S, K, H] the heads K are no outer dim, and a matmul per head would begin with a
@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int, Int8
+from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
 from jaxtrain_kernels.attention import reference
 from jaxtrain_kernels.dispatch import choose_backend
@@ -25,16 +25,21 @@ FLOOR = -1e30
 class Quantized(NamedTuple):
     """Keys or values in 8 bits: values * scale, one scale for each row, position and head."""
 
-    values_BSKH: Int8[Array, "B S K H"]
+    values_BSKH: Shaped[Array, "B S K H"]  # int8 or float8_e4m3fn
     scale_BSK: Float[Array, "B S K"]
 
 
 Cache = Float[Array, "B S K H"] | Quantized
 
 
-def quantize(x_BSKH: Float[Array, "B S K H"]) -> Quantized:
-    """To the nearest of 255 levels up to the largest magnitude of each head's vector."""
+def quantize(x_BSKH: Float[Array, "B S K H"], dtype: DTypeLike = jnp.int8) -> Quantized:
+    """To the nearest of 255 levels up to the largest magnitude of each head's vector; dtype
+    float8_e4m3fn: to the nearest float8, with that magnitude at 448."""
     wide_BSKH = x_BSKH.astype(jnp.float32)
+    if dtype == jnp.float8_e4m3fn:
+        scale_BSK = jnp.abs(wide_BSKH).max(-1) / 448
+        values = wide_BSKH / jnp.where(scale_BSK == 0, 1, scale_BSK)[..., None]
+        return Quantized(jnp.clip(values, -448, 448).astype(dtype), scale_BSK)
     scale_BSK = jnp.abs(wide_BSKH).max(-1) / 127
     levels_BSKH = wide_BSKH / jnp.where(scale_BSK == 0, 1, scale_BSK)[..., None]
     return Quantized(jnp.round(levels_BSKH).astype(jnp.int8), scale_BSK)
@@ -162,7 +167,7 @@ def _parts(cache: Any) -> tuple[Any, Any]:
 def _dequantized(cache: Cache) -> jax.Array:
     if not isinstance(cache, Quantized):
         return cache
-    return cache.values_BSKH * cache.scale_BSK[..., None]
+    return cache.values_BSKH.astype(cache.scale_BSK.dtype) * cache.scale_BSK[..., None]
 
 
 def _by_head(scale_BPsK: Any) -> Any:

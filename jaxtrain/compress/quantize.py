@@ -1,0 +1,178 @@
+"""`jaxtrain quantize`: a trained model's matrices in 8 or 4 bits, without training.
+
+The new folder holds packed matrices (`weights.stored`); what loads it keeps them packed in memory.
+"""
+
+import shutil
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.cluster.runtime import compute_dtype, start
+from jaxtrain.compress.arguments import quantize_parser
+from jaxtrain.compress.methods import METHODS, MethodOptions, Statistics
+from jaxtrain.config.resolve import Resolved
+from jaxtrain.data import DataConfig
+from jaxtrain.data.config import SourceValidation
+from jaxtrain.data.files.sources import TextSource
+from jaxtrain.evaluation.evaluate import evaluate
+from jaxtrain.interop.companions import FOLDER
+from jaxtrain.model import ParamSpec, cast
+from jaxtrain.runs.saved import WEIGHTS, Saved, is_quantized, load_saved, save_model
+from jaxtrain.settings import UserError, command
+from jaxtrain.storage.disk import write_json, write_whole
+from jaxtrain.weights import saved_params
+from jaxtrain.weights.contract import flatten
+from jaxtrain.weights.params import Params, Specs, is_block_matrix, path_name
+from jaxtrain.weights.quantized import QuantizedWeight
+from jaxtrain.weights.stored import stored_bytes
+
+Figures = dict[str, float]  # bpb, perplexity, loss, disk_bytes, memory_bytes
+ABSMAX = MethodOptions()
+MEASURED = {
+    "bpb": "bits per byte", "perplexity": "perplexity", "disk_bytes": "bytes on disk",
+    "memory_bytes": "bytes in memory",
+}  # fmt: skip
+
+
+def is_quantizable(spec: ParamSpec, head: bool) -> bool:
+    """The matrices of the blocks, the experts' among them; the head if asked for."""
+    return is_block_matrix(spec) or (head and spec.role == "head")
+
+
+def quantize_params(
+    params: Params,
+    specs: Specs,
+    method: str,
+    options: MethodOptions = ABSMAX,
+    head: bool = False,
+    statistics: Mapping[str, Sequence[Statistics]] | None = None,
+) -> Params:
+    """The parameters with quantized matrices, each layer's and each expert's by itself.
+
+    statistics: those of each matrix by its name, one a layer. Raises UserError that names a matrix
+    whose shape the method does not allow.
+    """
+
+    def one(path: tuple[Any, ...], spec: ParamSpec, param: Any) -> Any:
+        if not is_quantizable(spec, head):
+            return param
+        name, stack = path_name(path), np.asarray(param)
+        *front, K, N = stack.shape
+        known = statistics[name] if statistics else []
+        plain = jax.jit(lambda w_KN: METHODS[method].quantize(w_KN, None, options))
+        found = []
+        for i, matrix in enumerate(stack.reshape(-1, K, N)):
+            w_KN = jnp.asarray(matrix, jnp.float32)
+            try:
+                quantized = (
+                    METHODS[method].quantize(w_KN, known[i], options) if known else plain(w_KN)
+                )
+            except UserError as error:
+                raise UserError(f"{name}: {error.args[0]}") from None
+            found.append(jax.device_get(quantized))
+        return jax.tree.map(lambda *x: np.stack(x).reshape((*front, *x[0].shape)), *found)
+
+    return jax.tree_util.tree_map_with_path(one, specs, params)
+
+
+def quantized_model(saved: Saved, params: Params) -> tuple[Resolved, Params]:
+    """What to save: rounding in the forward pass ends, and no array is wider than it is used."""
+    model = saved.config.model.model_copy(update={"weight_form": None})
+    dtype = compute_dtype(saved.config.train.precision)
+    narrow = cast(params, saved.specs, dtype)
+    pick = lambda spec, x, y: y if isinstance(x, QuantizedWeight) or y.nbytes < x.nbytes else x
+    return saved.config.model_copy(update={"model": model}), jax.tree.map(
+        pick, saved.specs, params, narrow
+    )
+
+
+def text_config(config: Resolved, text: Path | None) -> Resolved:
+    """The configuration of a validation on that file; None: on the run's own text."""
+    if text is None:
+        return config
+    if not text.is_file():
+        raise UserError(f"--text {text} is no file")
+    source = TextSource(path=str(text))
+    held = SourceValidation(source=source)
+    data = DataConfig(
+        train=source, validation=held, tokenizer=config.data.tokenizer,
+        cache_dir=config.data.cache_dir,
+    )  # fmt: skip
+    return config.model_copy(update={"data": data})
+
+
+def held_bytes(saved: Saved) -> int:
+    """Bytes of the parameters as generation and evaluation hold them."""
+    dtype = compute_dtype(saved.config.train.precision)
+    held = jax.eval_shape(lambda p: cast(p, saved.specs, dtype), saved.params)
+    return sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(held))
+
+
+def measure(saved: Saved, config: Resolved, file: Path) -> Figures:
+    """Validation figures and sizes. file: of the weights, if there is one."""
+    disk = file.stat().st_size if file.is_file() else 0
+    return evaluate(saved, config) | {"disk_bytes": disk, "memory_bytes": held_bytes(saved)}
+
+
+def figures_table(before: Figures, after: Figures) -> str:
+    """A Markdown table of both."""
+    lines = ["| | before | after |", "|---|---|---|"]
+    for name, what in MEASURED.items():
+        form = ",.0f" if name.endswith("bytes") else ".4f"
+        lines.append(f"| {what} | {before[name]:{form}} | {after[name]:{form}} |")
+    return "\n".join(lines)
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 after one line about what the user can fix."""
+    a = quantize_parser().parse_args(argv)
+    if a.out.exists() and (not a.out.is_dir() or any(a.out.iterdir())):
+        raise UserError(f"{a.out} is there already and not empty; name another folder with --out")
+    start()
+    saved = load_saved(a.run, a.step)
+    if is_quantized(saved):
+        raise UserError(f"{a.run} is quantized already; take the model that it was made of")
+    if a.head and saved.config.model.tied_head:
+        raise UserError("--head: this model's head is its embedding, which stays; leave out --head")
+    form, params = saved.config.model.weight_form, saved.params
+    if form and form.is_saved:
+        params = saved_params(params, saved.specs, form.name)
+    options = MethodOptions(a.group_size)
+    config, params = quantized_model(
+        saved, quantize_params(params, saved.specs, a.method, options, a.head)
+    )
+    asked = text_config(saved.config, a.text)
+    before = measure(saved, asked, saved.tokenizer_dir / WEIGHTS)
+    save_model(a.out, config, params, saved.tokenizer)
+    if (saved.tokenizer_dir / FOLDER).is_dir():
+        shutil.copytree(saved.tokenizer_dir / FOLDER, a.out / FOLDER)
+    after = measure(load_saved(a.out), asked, a.out / WEIGHTS)
+    write_figures(a.out, str(a.run), a.method, options, params, before, after)
+    return 0
+
+
+def write_figures(
+    out: Path,
+    run: str,
+    method: str,
+    options: MethodOptions,
+    params: Params,
+    before: Figures,
+    after: Figures,
+) -> None:
+    """Print what was done; write quantization.json and quantization.md."""
+    leaves = flatten(params).items()
+    weights = {name: x for name, x in leaves if isinstance(x, QuantizedWeight)}
+    sizes = {name: stored_bytes(x) for name, x in weights.items()}
+    facts = {"model": run, "method": method, "matrices": sizes, "before": before, "after": after}
+    write_json(out / "quantization.json", facts | options._asdict())
+    title = f"# {run}, quantized by {method}\n\n"
+    write_whole(out / "quantization.md", f"{title}{figures_table(before, after)}\n")
+    print(f"quantized {len(weights)} stacks of matrices by {method} into {out}")
+    print(figures_table(before, after))

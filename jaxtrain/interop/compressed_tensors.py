@@ -1,0 +1,95 @@
+"""Quantized matrices as compressed-tensors lays them out, which transformers and vLLM open.
+
+`pack-quantized`: integers plus 2^(bits-1), the earlier input in the lower bits of an int32, along
+each output's inputs. `float-quantized`: float8 e4m3. Scales are [out, groups].
+Layout: https://github.com/vllm-project/compressed-tensors
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.settings import UserError
+from jaxtrain.weights.float8_storage import StoredFloat8Weight
+from jaxtrain.weights.int4 import Int4Weight
+from jaxtrain.weights.quantized import Int8Weight, QuantizedWeight
+
+BITS = {Int4Weight: 4, Int8Weight: 8, StoredFloat8Weight: 8}
+Write = Callable[[np.ndarray], np.ndarray]  # ours [K, N] -> theirs [N, K]
+
+
+def quantization_config(weights: Mapping[str, QuantizedWeight]) -> dict[str, Any]:
+    """The section of config.json. Raises UserError for forms that the layout has not."""
+    kinds = {type(weight) for weight in weights.values()}
+    if lost := sorted(kind.__name__ for kind in kinds - BITS.keys()):
+        raise UserError(
+            f"compressed-tensors has no form for {', '.join(lost)} (nf4): quantize by int4, int8 "
+            "or float8"
+        )
+    if len(kinds) > 1:
+        raise UserError("an export has one form of matrices; this model has several")
+    kind, first = next(iter(kinds)), next(iter(weights.values()))
+    scheme: dict[str, Any] = {
+        "num_bits": BITS[kind], "type": "float" if kind is StoredFloat8Weight else "int",
+        "symmetric": True, "dynamic": False, "strategy": "channel", "group_size": None,
+    }  # fmt: skip
+    if isinstance(first, Int4Weight):
+        scheme |= {"strategy": "group", "group_size": group_size(weights)}
+    head = [] if "head" in weights else ["lm_head"]
+    group = {"targets": ["Linear"], "weights": scheme, "input_activations": None}
+    return {
+        "quant_method": "compressed-tensors", "quantization_status": "compressed",
+        "format": "float-quantized" if kind is StoredFloat8Weight else "pack-quantized",
+        "config_groups": {"group_0": group | {"output_activations": None}},
+        "ignore": head,
+    }  # fmt: skip
+
+
+def group_size(weights: Mapping[str, QuantizedWeight]) -> int:
+    """The inputs that share a scale, of all matrices. Raises UserError where they differ."""
+    sizes = {
+        2 * w.codes.shape[-2] // w.scales.shape[-2]: name
+        for name, w in weights.items()
+        if isinstance(w, Int4Weight)
+    }
+    if len(sizes) > 1:
+        said = ", ".join(f"{size} ({name})" for size, name in sorted(sizes.items()))
+        raise UserError(
+            f"an export has one group size, and this model {said}: quantize with --group-size "
+            f"{min(sizes)}"
+        )
+    return next(iter(sizes))
+
+
+def tensors_of(
+    name: str, weight: QuantizedWeight, write: Write, dtype: np.dtype
+) -> dict[str, np.ndarray]:
+    """The tensors of one layer's matrix, called NAME.weight. dtype: of the scales."""
+    if isinstance(weight, Int4Weight):
+        codes, scales = np.asarray(weight.integers()), np.asarray(weight.scales)
+    elif isinstance(weight, Int8Weight | StoredFloat8Weight):
+        codes, scales = np.asarray(weight.codes), np.asarray(weight.scales)[None]
+    else:
+        raise TypeError(type(weight).__name__)
+    scale = write(scales.astype(dtype))
+    if isinstance(weight, StoredFloat8Weight):
+        return {f"{name}.weight": write(codes), f"{name}.weight_scale": scale}
+    theirs = write(codes)
+    packed = pack_int32(theirs, BITS[type(weight)])
+    shape = np.array(theirs.shape, np.int64)
+    return {
+        f"{name}.weight_packed": packed,
+        f"{name}.weight_scale": scale,
+        f"{name}.weight_shape": shape,
+    }
+
+
+def pack_int32(codes_NK: np.ndarray, bits: int) -> np.ndarray:
+    """int32 [N, ceil(K bits / 32)] of signed codes int8 [N, K]."""
+    each = 32 // bits
+    wide = (codes_NK.astype(np.int16) + 2 ** (bits - 1)).astype(np.uint32)
+    wide = np.pad(wide, ((0, 0), (0, -wide.shape[1] % each)))
+    shifts = np.arange(each, dtype=np.uint32) * np.uint32(bits)
+    parts = wide.reshape(len(wide), -1, each) << shifts
+    return np.bitwise_or.reduce(parts, axis=-1).view(np.int32)

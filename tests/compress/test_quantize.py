@@ -1,0 +1,142 @@
+"""`jaxtrain quantize`: the folder that it writes is loaded packed, decodes and evaluates."""
+
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny import byte_model, random_params, random_run, resolved, tokens
+
+from jaxtrain.cli import main
+from jaxtrain.compress import arguments
+from jaxtrain.compress.methods import METHODS, MethodOptions
+from jaxtrain.compress.quantize import quantize_params
+from jaxtrain.evaluation.model import load
+from jaxtrain.model import Transformer, cast, split
+from jaxtrain.runs.saved import is_quantized, load_saved, save_model
+from jaxtrain.settings import UserError
+from jaxtrain.weights.contract import dequantize, flatten, is_weight
+from jaxtrain.weights.params import is_block_matrix
+from jaxtrain.weights.quantized import QuantizedWeight
+from jaxtrain.weights.stored import stored_bytes
+
+EXPERTS = {"moe": {"experts": 2, "every": 2, "shared_experts": 1}, "depth": 2, "ffn": "swiglu"}
+LATENT = {"mla": {"kv_rank": 16, "rope_dim": 4}, "depth": 2, "value_embeddings": False}
+BITS = {"int8": 9.3, "int4": 4.6, "nf4": 5.2, "float8": 9.3}  # with the scales of small matrices
+
+
+def test_the_table_and_the_command_line_name_the_same_methods():
+    assert list(METHODS) == list(arguments.METHODS)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "plain"
+    return random_run(folder, byte_model(32, "data.train.path=tinyshakespeare"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("To be, or not to be, that is the question.\n" * 20)
+    return file
+
+
+def quantized(run, text, method, out, *more):
+    return main(
+        ["quantize", str(run), "--method", method, "--out", str(out), "--text", str(text), *more]
+    )
+
+
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.quick("int4")
+def test_a_quantized_folder_is_held_packed_and_computes_as_its_arrays(
+    run, text, tmp_path, capsys, method
+):
+    original = (run / "model" / "model.safetensors").read_bytes()
+    assert quantized(run, text, method, tmp_path / "small", "--head") == 0
+    assert "| bits per byte |" in capsys.readouterr().out
+    said = json.loads((tmp_path / "small" / "quantization.json").read_text())
+    model = load(tmp_path / "small")
+    chosen = {n for n, s in flatten(model.saved.specs).items() if is_block_matrix(s)} | {"head"}
+    held = flatten(model.compute_params)
+    packed = {n: x for n, x in held.items() if isinstance(x, QuantizedWeight)}
+    assert packed.keys() == chosen == said["matrices"].keys()
+    count = sum(flatten(model.saved.specs)[n].size for n in packed)
+    assert 8 * sum(map(stored_bytes, packed.values())) / count < BITS[method]
+    live = sum(x.nbytes for x in jax.tree.leaves(model.compute_params))
+    assert live == said["after"]["memory_bytes"] < said["before"]["memory_bytes"]
+    assert abs(said["after"]["bpb"] - said["before"]["bpb"]) < 0.5
+    assert said["after"]["bpb"] != said["before"]["bpb"]
+    plain = load(run)
+    whole = jax.tree.map(dequantize, jax.device_put(model.saved.params), is_leaf=is_weight)
+    plain.params = jax.device_get(whole)
+    ids = tokens(2) % 256
+    np.testing.assert_allclose(model.logits(ids), plain.logits(ids), rtol=1e-4, atol=1e-4)
+    texts = [m.generate("To be", tokens=8, temperature=0) for m in (model, plain)]
+    assert texts[0] == texts[1]
+    assert (run / "model" / "model.safetensors").read_bytes() == original
+    assert quantized(run, text, method, tmp_path / "small") == 2
+    assert "is there already and not empty" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("fields", [EXPERTS, LATENT], ids=["experts", "latent"])
+def test_experts_and_latent_attention_are_quantized_as_well(method, fields):
+    graphdef, specs = split(Transformer(resolved(**fields), 61))
+    params = random_params(specs)
+    small = quantize_params(params, specs, method)
+    flat = flatten(specs)
+    assert {n for n, x in flatten(small).items() if is_weight(x)} == {
+        n for n, s in flat.items() if is_block_matrix(s)
+    }
+    small = cast(jax.device_put(small), specs, jnp.dtype(jnp.float32))
+    plain = jax.tree.map(dequantize, small, is_leaf=is_weight)
+    model = lambda p: nnx.merge(graphdef, p)
+    logits = jax.jit(lambda p: model(p).logits(model(p)(jnp.asarray(tokens(2))).states))
+    found, wanted = (logits(p) for p in (small, plain))
+    np.testing.assert_allclose(found, wanted, rtol=1e-4, atol=1e-4)
+
+
+@pytest.mark.slow
+def test_a_quantized_model_is_evaluated_saved_again_and_not_trained_on(run, text, tmp_path, capsys):
+    assert quantized(run, text, "int4", tmp_path / "small") == 0
+    assert main(["evaluate", str(tmp_path / "small"), "eval.batch_size=8"]) == 0
+    model = load(tmp_path / "small")
+    assert np.isfinite(model.log_likelihood(["To be"])).all()
+    again = load(model.save(tmp_path / "again"))
+    assert is_quantized(again.saved)
+    np.testing.assert_array_equal(again.logits(tokens(1)), model.logits(tokens(1)))
+    capsys.readouterr()
+    small = str(tmp_path / "small")
+    assert main(["merge", small, small, "--out", str(tmp_path / "merged")]) == 2
+    assert "is quantized; merge the models before" in capsys.readouterr().err
+    assert quantized(small, text, "int4", tmp_path / "twice") == 2
+    assert "is quantized already" in capsys.readouterr().err
+    train = [
+        "train",
+        "train.device_batch_size=1",
+        f"train.init_from={small}",
+        f"run.directory={tmp_path}",
+        "train.steps=1",
+    ]
+    assert main([*train, f"data.train.path={text}", "train.batch_size=8"]) == 2
+    assert "is quantized: start from the model" in capsys.readouterr().err
+
+
+def test_shapes_and_damage_are_one_line(run, tmp_path):
+    saved = load_saved(run)
+    with pytest.raises(UserError, match="blocks/attention/.*: int4 packs two inputs a byte in gro"):
+        quantize_params(saved.params, saved.specs, "int4", MethodOptions(24))
+    with pytest.raises(UserError, match="nf4 packs 64 values .* of 9 x 3 does not allow: int8"):
+        METHODS["nf4"].quantize(jnp.ones((9, 3)), None, MethodOptions())
+    small = quantize_params(saved.params, saved.specs, "int8")
+    broken = {**small["blocks"]["ffn"]}
+    broken["up"] = jax.tree.map(lambda x: x[:1], broken["up"])
+    small["blocks"] = {**small["blocks"], "ffn": broken}
+    save_model(tmp_path / "bad", saved.config, small, saved.tokenizer)
+    with pytest.raises(UserError, match="blocks/ffn/up is .*, the model needs"):
+        load_saved(tmp_path / "bad")
