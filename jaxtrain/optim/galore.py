@@ -4,8 +4,8 @@ A matrix is `[..., in, out]`; everything in front is a batch of matrices, each w
 its own: the singular vectors P of its gradient's largest singular values on the shorter side, made
 anew every `gap` steps. Moments are those of P^T G, so that their bytes are rank / shorter side of
 Adam's; P times what Adam makes of them moves the weights. Q-GaLore (Zhang et al. 2024,
-arXiv:2407.08296) keeps P in 4 bits and the moments in 8 (its int8 weights and its search for the
-gap are left out).
+arXiv:2407.08296) keeps P in 4 bits and the moments in 8, and makes P more rarely where it has come
+to rest. Its int8 weights are left out: a step updates and saves parameters as plain arrays.
 """
 
 from typing import Any, Literal, NamedTuple
@@ -35,6 +35,15 @@ class GaLoreConfig(OptimizerConfig):
     eps: float = Field(1e-8, gt=0, description="added to the root of the second moment")
     rank: int = Field(128, ge=1, description="dims of the subspace of each matrix")
     gap: int = Field(200, ge=1, description="steps between two projections")
+    gap_similarity: float | None = Field(
+        None,
+        gt=0,
+        le=1,
+        description="double a matrix's gap where gap_patience projections in a row are as similar "
+        "to the one before: mean squared cosine of the angles between the subspaces (Q-GaLore: "
+        "0.4); default the gap stays",
+    )
+    gap_patience: int = Field(5, ge=1, description="projections in a row, for gap_similarity")
     scale: float = Field(0.25, gt=0, description="factor on the update of the matrices")
     quantize: bool = Field(False, description="projections in 4 bits and moments in 8 (Q-GaLore)")
 
@@ -45,6 +54,14 @@ class GaLoreConfig(OptimizerConfig):
         return self
 
 
+class Gap(NamedTuple):
+    """When each matrix of a stack gets a new projection; int32 [...], one entry a matrix."""
+
+    next: Array  # step of the next projection
+    steps: Array  # from one projection to the next
+    similar: Array  # projections in a row that were as the one before
+
+
 class GaLoreLeaf(NamedTuple):
     """State of one stack. A projection is None for matrices of no more than `rank` rows or columns;
     its scale, where it is not in codes."""
@@ -53,6 +70,7 @@ class GaLoreLeaf(NamedTuple):
     scale: Array | None
     m: Moment
     v: Moment
+    gap: Gap | None = None  # where the gap adapts
 
 
 class GaLoreState(NamedTuple):
@@ -93,7 +111,41 @@ def galore_leaf(c: GaLoreConfig, p: jax.Array) -> GaLoreLeaf:
         zeros = jnp.zeros(shape, jnp.float32)
         return Moment(*encode(zeros, BLOCK, signed)) if c.quantize else Moment(zeros, None)
 
-    return GaLoreLeaf(projection, scale, moment(True), moment(False))
+    gap = None
+    if projection is not None and c.gap_similarity is not None:
+        zero = jnp.zeros(p.shape[:-2], jnp.int32)
+        gap = Gap(zero, zero + c.gap, zero)
+    return GaLoreLeaf(projection, scale, moment(True), moment(False), gap)
+
+
+def encode_projection(c: GaLoreConfig, p: Array) -> tuple[Array, Array | None]:
+    return to_int4(p) if c.quantize else (p, None)
+
+
+def adapt_gap(
+    c: GaLoreConfig, count: Array, g: Float[Array, "*L i o"], s: GaLoreLeaf
+) -> tuple[Array, Array | None, Gap]:
+    """(projection, its scale, gap), new for those matrices of the stack whose gap is over."""
+    batch, least = g.shape[:-2], c.gap_similarity or 0.0
+
+    def renew(one: Any) -> Any:
+        g, packed, scale, gap = one
+        old = packed if scale is None else from_int4(packed, scale)
+        new = top_singular_vectors(g, c.rank)
+        similarity = jnp.sum(jnp.square(old.mT @ new)) / c.rank
+        similar = jnp.where(similarity >= least, gap.similar + 1, 0)
+        rests = similar >= c.gap_patience
+        steps = jnp.where(rests, 2 * gap.steps, gap.steps)
+        after = Gap(count.astype(jnp.int32) + steps, steps, jnp.where(rests, 0, similar))
+        return *encode_projection(c, new), after
+
+    def one(given: Any) -> Any:
+        return jax.lax.cond(count >= given[-1].next, renew, lambda given: given[1:], given)
+
+    stack = g, s.projection, s.scale, s.gap
+    rows = jax.tree.map(lambda x: x.reshape(-1, *x.shape[len(batch) :]), stack)
+    done = jax.lax.map(one, rows)
+    return jax.tree.map(lambda x: x.reshape(*batch, *x.shape[1:]), done)
 
 
 def galore_step(
@@ -101,15 +153,17 @@ def galore_step(
 ) -> tuple[Array, GaLoreLeaf]:
     """Update and state of one stack."""
     g, tall = g.astype(jnp.float32), g.shape[-2] > g.shape[-1]
-    seen, turn, packed, scale, factor = g, None, s.projection, s.scale, 1.0
+    seen, turn, packed, scale, factor, gap = g, None, s.projection, s.scale, 1.0, s.gap
     if s.projection is not None:
 
         def anew() -> tuple[Array, Array | None]:
-            new = top_singular_vectors(g, c.rank)
-            return to_int4(new) if c.quantize else (new, None)
+            return encode_projection(c, top_singular_vectors(g, c.rank))
 
-        due = count % h["gap"] == 0
-        packed, scale = jax.lax.cond(due, anew, lambda: (s.projection, s.scale))
+        if gap is None:
+            due = count % h["gap"] == 0
+            packed, scale = jax.lax.cond(due, anew, lambda: (s.projection, s.scale))
+        else:
+            packed, scale, gap = adapt_gap(c, count, g, s)
         turn = packed if scale is None else from_int4(packed, scale)
         seen, factor = turn.mT @ (g.mT if tall else g), h["scale"]
 
@@ -124,7 +178,7 @@ def galore_step(
     if turn is not None:
         u = (turn @ u).mT if tall else turn @ u
     moved = -h["learning_rate"] * (factor * u + h["weight_decay"] * p)
-    return moved, GaLoreLeaf(packed, scale, write(m, True), write(v, False))
+    return moved, GaLoreLeaf(packed, scale, write(m, True), write(v, False), gap)
 
 
 def make_galore(c: GaLoreConfig) -> Make:
