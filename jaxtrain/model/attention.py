@@ -156,7 +156,9 @@ class KeyValueProjection(nnx.Module):
     def __init__(self, c: ResolvedModel, layers: int):
         scheme = SCHEMES[c.init](c)
         L, D, KH, Kh = layers, c.width, c.kv_heads * c.head_dim, c.kv_heads * c.qk_dim
-        self.k = declare((L, D, Kh), ("layers", "embed", "kv_heads"), scheme.qk, "matrix")
+        self.k = declare(
+            (L, D, Kh), ("layers", "embed", "kv_heads"), scheme.qk, "matrix", head_dim=c.qk_dim
+        )
         self.v = declare((L, D, KH), ("layers", "embed", "kv_heads"), scheme.v, "matrix")
         self.k_bias = declare_bias(L, Kh, "kv_heads") if c.qkv_bias else None
         self.v_bias = declare_bias(L, KH, "kv_heads") if c.qkv_bias else None
@@ -187,7 +189,9 @@ class Attention(KeyValueProjection):
             super().__init__(c, layers)
         scheme = SCHEMES[c.init](c)
         L, D, NH, Nh = layers, c.width, c.heads * c.head_dim, c.heads * c.qk_dim
-        self.q = declare((L, D, Nh), ("layers", "embed", "heads"), scheme.qk, "matrix")
+        self.q = declare(
+            (L, D, Nh), ("layers", "embed", "heads"), scheme.qk, "matrix", head_dim=c.qk_dim
+        )
         self.out = declare((L, NH, D), ("layers", "heads", "embed"), scheme.attention_out, "matrix")
         self.q_bias = declare_bias(L, Nh, "heads") if c.qkv_bias else None
         self.out_bias = declare_bias(L, D, None) if c.out_bias else None

@@ -4,6 +4,7 @@ A matrix is `[..., in, out]`; everything in front is a batch of matrices, orthog
 Each refinement is a switch, so that it can be measured.
 """
 
+import functools
 import math
 from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple
@@ -11,6 +12,7 @@ from typing import Annotated, Any, Literal, NamedTuple
 import jax
 import jax.numpy as jnp
 import optax
+from jaxtyping import Array, Float
 from pydantic import Field
 
 from jaxtrain.optim.adamw import make_adamw
@@ -26,6 +28,7 @@ from jaxtrain.optim.soap import (
 )
 from jaxtrain.optim.types import Adjust, Number
 from jaxtrain.parallel import distribute_matrices
+from jaxtrain.settings import UserError
 from jaxtrain.weights.params import ParamSpec
 
 DECAY = 0.28  # of the matrices of nanochat's d12
@@ -129,6 +132,12 @@ class MuonConfig(OptimizerConfig):
         description="decays b1 and b2 of AdamW's two moments in groups, as in "
         "{embedding: [0.5, 0.95]}; the others keep nanochat's",
     )
+    qk_heads: int | None = Field(
+        None,
+        ge=1,
+        description="heads of queries, or of keys, that are orthogonalised as one matrix; 1: each "
+        "head by itself, 2: pairs of heads (modded-nanogpt); default all heads together",
+    )
     soap: SOAPDirectionConfig | None = Field(
         None, description="divide the momentum in SOAP's basis before orthogonalising (SOAP-Muon)"
     )
@@ -200,6 +209,35 @@ def second_moment_axis(shape: tuple[int, ...]) -> int:
     return -2 if shape[-1] >= shape[-2] else -1
 
 
+def num_blocks(spec: ParamSpec | None, heads: int | None) -> int:
+    """Blocks of columns that are orthogonalised by themselves: so many heads each, of q and k.
+
+    UserError if the heads do not divide into these; fewer heads are one block.
+    """
+    if spec is None or heads is None or spec.head_dim is None:
+        return 1
+    there = spec.shape[-1] // spec.head_dim
+    if there > heads and there % heads:
+        raise UserError(
+            f"optim.qk_heads {heads} does not divide {there} heads; set optim.qk_heads=1"
+        )
+    return max(1, there // heads)
+
+
+def split_columns(x: Float[Array, "*L i o"], blocks: int) -> Float[Array, "*Ls i c"]:
+    """[..., in, blocks x columns] -> [..., blocks, in, columns]; itself for one block."""
+    if blocks == 1:
+        return x
+    return jnp.moveaxis(x.reshape(*x.shape[:-1], blocks, -1), -2, -3)
+
+
+def join_columns(x: Float[Array, "*Ls i c"], blocks: int) -> Float[Array, "*L i o"]:
+    """Back from `split_columns`."""
+    if blocks == 1:
+        return x
+    return jnp.moveaxis(x, -3, -2).reshape(*x.shape[:-3], x.shape[-2], -1)
+
+
 def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
     """The transformation of a tree of matrices `[..., in, out]`, from the rates in force.
 
@@ -214,17 +252,19 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
         return jnp.zeros(shape, p.dtype)
 
     def direction(
-        b2: Number, u: jax.Array, v: jax.Array | None
+        blocks: int, b2: Number, u: jax.Array, v: jax.Array | None
     ) -> tuple[jax.Array, jax.Array | None]:
         shape, axis = u.shape, second_moment_axis(u.shape)
-        u = normalize(u, c.equilibrate)
+        u = normalize(split_columns(u, blocks), c.equilibrate)
         u = orthogonalize(u, COEFFICIENTS[c.orthogonalize], c.gram_newton_schulz, c.symmetric)
+        u = join_columns(u, blocks)
         # All norms below follow from one pass over the result in sixteen bits.
         squares = jnp.sum(jnp.square(u.astype(jnp.float32)), axis=axis, keepdims=True)
         norm = jnp.sqrt(jnp.sum(squares, axis=(-2, -1), keepdims=True))
         factor: Number = 1.0
         if c.renormalize:
-            factor = math.sqrt(min(shape[-2:])) / jnp.maximum(norm, 1e-10)
+            rank = blocks * min(shape[-2], shape[-1] // blocks)
+            factor = math.sqrt(rank) / jnp.maximum(norm, 1e-10)
         if v is not None:
             v = now = b2 * v + (1 - b2) * jnp.square(factor) * squares / shape[axis]
             lines = jax.lax.rsqrt(jnp.maximum(now, 1e-10))
@@ -248,12 +288,9 @@ def make_muon(c: MuonConfig) -> Callable[[Hyper], optax.GradientTransformation]:
         if c.soap and s is not None and count is not None:
             u, s = divide_momentum(c.soap, h, count, g, u, s)
         b2 = h["b2"]
+        work = functools.partial(direction, num_blocks(spec, c.qk_heads))
         alone = spec is None
-        u, v = (
-            direction(b2, u, v)
-            if alone
-            else distribute_matrices(direction, spec.axes, u, v, rate=b2)
-        )
+        u, v = work(b2, u, v) if alone else distribute_matrices(work, spec.axes, u, v, rate=b2)
         decayed = p * (u * p >= 0) if c.cautious_decay else p
         rate = h["learning_rate"] * math.sqrt(max(1.0, g.shape[-1] / g.shape[-2]))
         return -rate * (u + h["weight_decay"] * decayed), m, v, s

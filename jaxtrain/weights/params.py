@@ -47,6 +47,7 @@ class ParamSpec:
     outs: tuple[int, ...] = ()
     group: str = ""  # optimizer group, where it is finer than the role
     dtype: str = "float32"
+    head_dim: int | None = None  # output channels of one head, of queries and keys
 
     @property
     def size(self) -> int:
@@ -71,6 +72,7 @@ def declare(
     *,
     group: str | None = None,
     dtype: str = "float32",
+    head_dim: int | None = None,
 ) -> nnx.Param:
     """A module's parameter, without a value yet.
 
@@ -78,7 +80,7 @@ def declare(
     a dim called `layers` in front is a stack of equal layers.
     """
     ins, outs = ((len(shape) - 2,), (len(shape) - 1,)) if role in ("matrix", "head") else ((), ())
-    spec = ParamSpec(shape, axes, init, role, ins, outs, group or role, dtype)
+    spec = ParamSpec(shape, axes, init, role, ins, outs, group or role, dtype, head_dim)
     return nnx.Param(jax.ShapeDtypeStruct(shape, jnp.dtype(dtype)), spec=spec)
 
 
@@ -100,7 +102,7 @@ def path_name(path: tuple[Any, ...]) -> str:
     return "/".join(str(getattr(key, "key", key)) for key in path)
 
 
-def initialize(specs: Specs, seed: int) -> Params:
+def initialize(specs: Specs, seed: int | jax.Array) -> Params:
     """Initial values. Keys come from paths: adding a parameter leaves the others as they were."""
     root = jax.random.key(seed)
 

@@ -7,7 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
-from jaxtrain.optim.muon import MuonConfig, make_muon, muon
+from jaxtrain.model.init import constant
+from jaxtrain.optim.muon import MuonConfig, make_muon, muon, num_blocks
 from jaxtrain.optim.orthogonalize import (
     COEFFICIENTS,
     normalize,
@@ -15,6 +16,8 @@ from jaxtrain.optim.orthogonalize import (
     orthogonalize_flops,
 )
 from jaxtrain.optim.soap import soap_peaks
+from jaxtrain.settings import UserError
+from jaxtrain.weights.params import ParamSpec
 
 OFF = {
     "nesterov": False, "equilibrate": False, "renormalize": False, "normuon": False,
@@ -219,3 +222,30 @@ def test_soap_muon_orthogonalises_the_momentum_divided_in_the_eigenbasis():
     divided = before.left.basis @ divided @ before.right.basis.mT
     assert_near_polar_factor(divided, u / -(0.1 * (8 / 6) ** 0.5), 0.8, 1.2, 1e-3)
     assert states[-1].soap.leaves.m is None and int(states[-1].soap.count) == 5
+
+
+@pytest.mark.parametrize("heads", [1, 2])
+@pytest.mark.quick("2")
+def test_blocks_of_heads_are_orthogonalised_by_themselves(heads):
+    """q and k by heads, other matrices whole; renormalised to the norm of orthogonal blocks."""
+    spec = lambda head_dim: ParamSpec(
+        (2, 16, 16), ("layers", None, None), constant(0.0), "matrix", (1,), (2,), "matrix",
+        head_dim=head_dim,
+    )  # fmt: skip
+    specs, grads = (
+        {"q": spec(4), "v": spec(None)},
+        {"q": matrices(2, 16, 16), "v": matrices(2, 16, 16)},
+    )
+    c = MuonConfig.model_validate(OFF | {"qk_heads": heads, "renormalize": True})
+    tx = make_muon(c)(HYPER)
+    moved, _ = tx.update(grads, tx.init(grads), grads, specs=specs)
+    updates = jax.tree.map(lambda u: np.asarray(u) / -HYPER["learning_rate"], moved)
+    width = 4 * heads
+    for start in range(0, 16, width):
+        x, u = (tree["q"][..., start : start + width] for tree in (grads, updates))
+        assert_near_polar_factor(x, u, 0.7, 1.3)
+    np.testing.assert_allclose(np.linalg.norm(updates["q"], axis=(1, 2)), 4, rtol=1e-4)
+    assert_near_polar_factor(grads["v"], updates["v"], 0.7, 1.3)
+    with pytest.raises(UserError, match=r"qk_heads 3 does not divide 4 heads"):
+        num_blocks(spec(4), 3)
+    assert num_blocks(spec(16), 2) == 1  # one head of keys
