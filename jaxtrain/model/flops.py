@@ -4,6 +4,7 @@ import jax
 
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.plan import make_plan
+from jaxtrain.model.token_dropping import kept_tokens
 from jaxtrain.weights.params import Specs, count
 
 
@@ -14,16 +15,27 @@ def flops_per_token(
 
     trained: the parameters that train, where these are not all of `specs`: a part of them, or
     others beside them as LoRA's. A frozen weight counts 4, since it has no gradient of its own.
+    A layer that `model.frozen_layers` names has its forward pass alone, and with
+    `model.token_dropping` a layer counts for the tokens that it takes.
     Attention counts 6 x N x (H of queries + H of values) x min(window, T) a layer, without halving
     for causality, so that MFU compares with nanochat's figures.
     """
-    keys = sum(min(s.window or sequence_length, sequence_length) for s in make_plan(c))
-    weights = 6.0 * active(c, specs)
-    if trained is not None:
-        group = lambda spec: spec.group.startswith("lora")
-        beside = sum(spec.size for spec in jax.tree.leaves(trained) if group(spec))
-        beside *= c.layers_per_set
-        weights = 4.0 * (active(c, specs) + beside) + 2.0 * active(c, trained)
+    trained = specs if trained is None else trained
+    of_group = lambda name: (
+        c.layers_per_set
+        * sum(spec.size for spec in jax.tree.leaves(trained) if spec.group.startswith(name))
+    )
+    beside, still = of_group("lora"), of_group("frozen")
+    of_blocks = lambda tree: c.layers_per_set * count(tree.get("blocks", {}), "matrix")
+    weights = 4.0 * (active(c, specs) + beside) + 2.0 * (active(c, trained) - still)
+    blocks = 4.0 * (of_blocks(specs) + beside) + 2.0 * (of_blocks(trained) - still)
+    keys = 0.0
+    for layer in make_plan(c):
+        taken = kept_tokens(sequence_length, c.token_dropping) if layer.drops_tokens else None
+        length = taken or sequence_length
+        share = length / sequence_length / (3 if layer.frozen else 1)
+        keys += share * min(layer.window or length, length)
+        weights -= (1 - share) * blocks / c.depth
     return weights + 6.0 * c.heads * (c.qk_dim + c.head_dim) * keys
 
 

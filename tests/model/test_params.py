@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from tiny import LLAMA, VOCAB, resolved, same
 
 from jaxtrain.finetune import make_partition
-from jaxtrain.finetune.config import FreezeConfig, FullConfig, LoRAConfig
+from jaxtrain.finetune.config import FreezeConfig, FullConfig, LoRAConfig, ReLoRAConfig
 from jaxtrain.model import (
     LayerSpec,
     ModelConfig,
@@ -78,6 +78,22 @@ def test_a_frozen_weight_counts_4_flops_a_token():
     assert flops(FreezeConfig(trainable=("q",))) == full - 2 * (weights - q)
     lora = 2 * 3 * (c.width + c.heads * c.head_dim)  # layers x rank x (in + out)
     assert flops(LoRAConfig(rank=3, targets=("q",))) == full - 2 * weights + 6 * lora
+
+
+def test_flops_of_frozen_layers_and_of_dropped_tokens():
+    """By hand: weights of a layer and its attention, 2 forward and 4 backward FLOPs each."""
+    plain = resolved(window_pattern="L", value_embeddings=False)
+    specs = split(Transformer(plain, VOCAB))[1]
+    flops = lambda **changes: flops_per_token(plain.model_copy(update=changes), specs, 32)
+    layer = count(specs["blocks"], "matrix") // 4
+    attention = lambda keys: plain.heads * 2 * plain.head_dim * keys
+    assert flops(frozen_layers=2) == flops() - 2 * 4 * (layer + attention(32))
+    short = flops() - 2 * 6 * (layer / 2 + attention(32) - attention(16) / 2)
+    assert flops(token_dropping=0.5) == short  # the two layers in the middle take 16 of 32 tokens
+    c = ReLoRAConfig(rank=3, targets=("q",))
+    trained = make_partition(c, specs, jnp.dtype(jnp.float32)).trainable
+    lora, q = 4 * 3 * (32 + 32), specs["blocks"]["attention"]["q"].size
+    assert flops_per_token(plain, specs, 32, trained) == flops() - 2 * q + 6 * lora
 
 
 # ---- the plan --------------------------------------------------------------------------------
