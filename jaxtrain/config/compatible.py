@@ -25,7 +25,7 @@ from jaxtrain.config.features import (
     packs_ffn,
     tuning,
 )
-from jaxtrain.finetune import METHODS
+from jaxtrain.finetune import METHODS, PRETRAINING
 from jaxtrain.model.saved_activations import COMPRESSIONS
 from jaxtrain.objectives import OBJECTIVES, PREFERENCES
 from jaxtrain.optim import OPTIMIZERS
@@ -132,9 +132,10 @@ FEATURES = {
                       "finetune.name=prefix train.steps=2 finetune.virtual_tokens=4 "
                       "model.prefix=4"),
     # ---- what trains
-    "tuning": Feature("", "finetune.name", lambda name: name != "full",
+    "tuning": Feature("", "finetune.name", lambda name: name not in PRETRAINING,
                       "finetune.name=lora train.steps=2"),
     "lora": tuning("LoRA", "lora"),
+    "relora": tuning("ReLoRA", "relora", "finetune.rank=4"),
     "dora": Feature("DoRA", "finetune.dora", given,
                     "finetune.dora=true finetune.name=lora train.steps=2"),
     "adapted ffn": Feature("", "finetune.targets",
@@ -192,6 +193,8 @@ FEATURES = {
                         "optim.wrappers=[{name: ema}]"),
     "masks": Feature("pruning, sparse training", "optim.wrappers", any_named(*MASKS),
                      "optim.wrappers=[{name: gradual_pruning, sparsity: 0.5, end: 1}]"),
+    "qk_heads": Feature("Muon by heads of queries and keys", "optim.qk_heads", given,
+                        "optim.qk_heads=2"),
     "soap_muon": Feature("SOAP-Muon", "optim.soap.basis", given, "optim.soap={}"),
     "sr_ste": Feature("2:4 sparse weights (SR-STE)", "optim.wrappers", any_named("sr_ste"),
                       "optim.wrappers=[{name: sr_ste}] model.weight_form=sparse_2_4"),
@@ -295,6 +298,7 @@ REFUSALS = (
             "model.qk_head_dim=null"),
     Refusal("qk_head_dim", "prefix", "virtual keys have the size of values",
             "model.qk_head_dim=null"),
+    Refusal("mla", "qk_heads", "its matrices make latents, not heads", "optim.qk_heads=null"),
     Refusal("mla", "qk_norm", "decoding never makes the keys; MLA norms its latents",
             "model.qk_norm=false"),
     Refusal("mla", "value_embeddings", "decoding never makes the values",
@@ -324,6 +328,24 @@ REFUSALS = (
             "train.phases=[]"),
     Refusal("batch sizes", "rewinds", "the data go on where the schedule goes back",
             "data.stages=[]"),
+    *(Refusal("relora", other, why, fix) for other, why, fix in (
+        ("fp8", "W stands still, and float8 is for training all matrices", "model.fp8=null"),
+        ("weight_form", "W and its change have no common form", "model.weight_form=null"),
+        ("frozen_layers", "a merge changes all layers", "model.frozen_layers=0"),
+        ("phases", "its warm start is a phase of its own", "train.phases=[]"),
+        ("mup", "muP has no rule for adapters", "model.init=speedrun"),
+        ("masks", "pruned weights would come back with a merge", "optim.wrappers=[]"),
+        ("averages", "an average of A and one of B are not an average of A B",
+         "optim.wrappers=[]"),
+        ("schedule_free", "an average of A and one of B are not an average of A B",
+         "optim.name=adamw"),
+        ("offload", "a merge reads whole states", "optim.offload=false"),
+        ("local_sgd", "an outer step would move what stands still", "train.local_sgd=null"),
+        ("preference", "it is for pretraining", "finetune={name: full}"),
+        ("soap", NO_RESET, "optim.name=adamw"), ("galore", NO_RESET, "optim.name=adamw"),
+        ("adafactor", NO_RESET, "optim.name=adamw"), ("adamw8bit", NO_RESET, "optim.name=adamw"),
+        ("soap_muon", NO_RESET, "optim.soap=null"),
+    )),
     Refusal("masks", "tuning", "pruning needs all weights to train", "optim.wrappers=[]"),
     Refusal("masks", "offload", "masks are drawn from all weights at once", "optim.offload=false"),
     Refusal("masks", "local_sgd", "each replica would draw other masks",

@@ -12,6 +12,8 @@ from pydantic import JsonValue
 
 from jaxtrain.config.load import validate
 from jaxtrain.config.resolve import Resolved, check_structure
+from jaxtrain.finetune import ReLoRAConfig
+from jaxtrain.finetune.config import FullConfig
 from jaxtrain.finetune.partition import flatten
 from jaxtrain.model import Transformer, split
 from jaxtrain.settings import UserError
@@ -23,7 +25,8 @@ class Phase(NamedTuple):
     config: Resolved  # the run's configuration with the phase's model
     start: int  # the step after which it begins
     end: int  # its last step
-    grow: str | None = None  # row of GROWTHS that makes its layers; None in the first phase
+    grow: str | None = None  # row of GROWTHS that makes its layers, or "adapters": the state gets
+    # those of ReLoRA; None in the first phase
 
 
 def phases_of(c: Resolved, vocab_size: int, mesh: Mesh) -> list[Phase]:
@@ -32,6 +35,11 @@ def phases_of(c: Resolved, vocab_size: int, mesh: Mesh) -> list[Phase]:
     Raises UserError for a phase that cannot train, or that cannot grow into the next one.
     """
     found, start, grow = [], 0, None
+    if warm := full_rank_steps(c):
+        found.append(Phase(full_rank(c), 0, min(warm, c.train.steps)))
+        start, grow = warm, "adapters"
+        if warm >= c.train.steps:
+            return found
     for number, phase in enumerate(c.train.phases):
         field = f"train.phases[{number}]"
         if not start < phase.until < c.train.steps:
@@ -49,8 +57,20 @@ def phases_of(c: Resolved, vocab_size: int, mesh: Mesh) -> list[Phase]:
     return found
 
 
+def full_rank_steps(c: Resolved) -> int:
+    """Steps of ReLoRA's warm start, 0 without one."""
+    return c.finetune.warm_start if isinstance(c.finetune, ReLoRAConfig) else 0
+
+
+def full_rank(c: Resolved) -> Resolved:
+    """The configuration of that warm start."""
+    return c.model_copy(update={"finetune": FullConfig()})
+
+
 def config_at(c: Resolved, step: int) -> Resolved:
     """The configuration with the model that trains at a step."""
+    if step <= full_rank_steps(c):
+        return full_rank(c)
     for number, phase in enumerate(c.train.phases):
         if step <= phase.until:
             return with_model(c, phase.model, f"train.phases[{number}]")

@@ -12,7 +12,14 @@ from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config import find_config, load_config
 from jaxtrain.config.resolve import Resolved, override, resolve, vocab_size_of
 from jaxtrain.data import Batch
-from jaxtrain.finetune import Partition, apply_lora_plus, flatten, make_partition, unflatten
+from jaxtrain.finetune import (
+    Partition,
+    apply_lora_plus,
+    flatten,
+    make_partition,
+    merge_adapters,
+    unflatten,
+)
 from jaxtrain.model import (
     LayerSpec,
     Transformer,
@@ -105,6 +112,7 @@ def make_workload(name: str, r: Resolved, mesh: Mesh, vocab_size: int) -> Worklo
     optim = apply_lora_plus(r.optim, r.finetune)
     make = lambda specs: make_optimizer(optim, specs, r.train.steps, tokens)
     optimizer = freeze_layers(make, partition.trainable, r.model, vocab_size)
+    optimizer = merge_adapters(optimizer, r.finetune, partition.trainable, r.run.seed)
     if r.objective.name in PREFERENCES:  # random rows have labels, not pairs of answers
         r = r.model_copy(update={"objective": NextTokenConfig()})
     spec = make_step_spec(r, graphdef, partition, optimizer, dtype, jnp.ones((vocab_size,)))

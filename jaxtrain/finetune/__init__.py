@@ -7,10 +7,12 @@ import jax.numpy as jnp
 from jaxtrain.finetune.config import (
     ADDED_MODULES,
     PEFT,
+    PRETRAINING,
     FinetuneConfig,
     LoRAConfig,
     PrefixConfig,
     PromptLearningConfig,
+    ReLoRAConfig,
     adapter_folder,
     apply_finetune_defaults,
 )
@@ -28,11 +30,13 @@ from jaxtrain.finetune.partition import (
     unflatten,
 )
 from jaxtrain.finetune.prefix_tuning import prefix_keys_values, prompt_learning
+from jaxtrain.finetune.relora import merge_adapters, relora
 from jaxtrain.weights.params import Specs
 
 METHODS: dict[str, Callable[..., Partition]] = {
     "full": full, "lora": lora, "freeze": select_by_name, "bitfit": select_by_name, "ia3": ia3,
     "adapter": added_modules, "prompt": prompt_learning, "prefix": prompt_learning,
+    "relora": relora,
 }  # fmt: skip
 
 
@@ -42,8 +46,8 @@ def make_partition(c: FinetuneConfig, specs: Specs, dtype: jnp.dtype) -> Partiti
 
 
 __all__ = [
-    "ADDED_MODULES", "EXTRAS", "PEFT", "FinetuneConfig", "LoRAConfig", "Partition", "PrefixConfig",
-    "PromptLearningConfig", "adapter_folder", "apply_finetune_defaults", "apply_lora_plus",
-    "flatten", "full", "join_full", "make_partition", "prefix_keys_values", "trainable_by_matrix",
-    "unflatten",
+    "ADDED_MODULES", "EXTRAS", "PEFT", "PRETRAINING", "FinetuneConfig", "LoRAConfig", "Partition",
+    "PrefixConfig", "PromptLearningConfig", "ReLoRAConfig", "adapter_folder",
+    "apply_finetune_defaults", "apply_lora_plus", "flatten", "full", "join_full", "make_partition",
+    "merge_adapters", "prefix_keys_values", "trainable_by_matrix", "unflatten",
 ]  # fmt: skip

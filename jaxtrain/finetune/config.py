@@ -79,6 +79,34 @@ class LoRAConfig(FrozenBaseConfig):
         return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
 
 
+class ReLoRAConfig(Settings):
+    """Pretraining by low-rank changes, merged every so many steps (Lialin et al. 2023)."""
+
+    name: Literal["relora"] = "relora"
+    rank: int = Field(128, ge=1, description="rank r of each change")
+    alpha: float = Field(32.0, gt=0, description="the change is alpha / rank x A B")
+    targets: tuple[str, ...] = Field(
+        ("attention", "ffn"),
+        min_length=1,
+        description="matrices of the blocks that have adapters: attention, ffn, q, k, v, out, up, "
+        "gate, down, or patterns such as blocks/attention/*",
+    )
+    every: int = Field(1000, ge=1, description="steps between two merges")
+    warm_start: int = Field(
+        0, ge=0, description="first steps of the run, which train all parameters in full rank"
+    )
+    reset: float = Field(
+        0.99,
+        gt=0,
+        le=1,
+        description="share of the adapters' moments that a merge sets to zero, the smallest "
+        "first; 1: all",
+    )
+    rewarm_steps: int = Field(
+        50, ge=0, description="steps of a linear warm-up of all learning rates after a merge"
+    )
+
+
 class FreezeConfig(FrozenBaseConfig):
     """Some parameters train, the others stay as they are."""
 
@@ -151,7 +179,7 @@ class PrefixConfig(PromptLearningConfig):
 
 FinetuneConfig = Annotated[
     FullConfig | LoRAConfig | FreezeConfig | BitFitConfig | IA3Config | AdapterConfig
-    | PromptConfig | PrefixConfig,
+    | PromptConfig | PrefixConfig | ReLoRAConfig,
     Field(discriminator="name"),
 ]  # fmt: skip
 
@@ -159,7 +187,9 @@ FinetuneConfig = Annotated[
 RATES: dict[str, float] = {
     method.model_fields["name"].default: method.peak_rate
     for method in get_args(get_args(FinetuneConfig)[0])
+    if method is not ReLoRAConfig
 }
+PRETRAINING = ("full", "relora")  # methods that need no model to start from
 # Of those, where a model that answers already learns which answer is better: 5e-7 for all of it and
 # 5e-6 with LoRA are the alignment handbook's for Zephyr 7B; ORPO, which learns to answer as well,
 # has 8e-6 for all of it in its paper (Hong et al. 2024).

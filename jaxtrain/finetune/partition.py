@@ -56,6 +56,8 @@ class Partition(NamedTuple):
     `init(base, seed)`: (frozen, trainable) values to begin with. None: all parameters train, and
     nothing is frozen.
     `store(name, x)`: how a parameter of the base is kept, quantized or as it is.
+    `begin(base, seed)`: the trainable values from a base, where nothing is frozen and `init` is
+    None; default the base.
     `extras`: declarations of what is frozen beside the base, as LoRA-FA's A. Their values follow
     from the seed. `init` puts them into the frozen tree under the key EXTRAS.
     """
@@ -66,6 +68,7 @@ class Partition(NamedTuple):
     init: Callable[[Params, int], tuple[Params, Params]] | None = None
     store: Store = lambda name, x: x
     extras: Specs | None = None
+    begin: Callable[[Params, int], Params] = lambda base, seed: base
 
     def export(self, params: Params, frozen: Params | None) -> Params:
         """What an adapter file holds: the trained parameters, and the frozen extras."""

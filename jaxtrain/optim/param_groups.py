@@ -226,9 +226,13 @@ def make_balance(h: Hyper) -> optax.GradientTransformation:
     return optax.stateless(lambda loads, params: jax.tree.map(rise, loads))
 
 
-# In every optimizer: `router_bias` follows the load, `router_load` only carries it to the metrics.
+# In every optimizer: `frozen` stands still, `router_bias` follows the load, `router_load` only
+# carries it to the metrics.
 BALANCE_ROWS = {
     BALANCE_GROUPS[0]: ParamGroup(make_balance, {"learning_rate": 1e-3, "weight_decay": 0.0}),
+    "frozen": ParamGroup(
+        lambda h: optax.set_to_zero(), {"learning_rate": 0.0, "weight_decay": 0.0}
+    ),
     BALANCE_GROUPS[1]: ParamGroup(
         lambda h: optax.set_to_zero(), {"learning_rate": 0.0, "weight_decay": 0.0}
     ),

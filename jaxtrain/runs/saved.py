@@ -216,7 +216,7 @@ def load_checkpoint_params(
     partition = make_partition(config.finetune, specs, compute_dtype(config.train.precision))
     trained = read_checkpoint(run_dir, partition.trainable, step)
     if partition.init is None:
-        return trained
+        return partition.merge(trained, None)
     here = jax.sharding.SingleDeviceSharding(jax.local_devices()[0])
     where = jax.tree.map(lambda spec: here, partition.base)
     base = load_init_params(config.train.init_from or "", partition.base, where, partition.store)

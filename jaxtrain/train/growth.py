@@ -68,6 +68,7 @@ def repeat_top(layers: Layers) -> jax.Array:
     return layers.copied(copies)
 
 
+ADAPTERS = "adapters"  # the growth of a full-rank warm start to ReLoRA
 # Layers -> the next phase's array, with `size` entries along `dim`.
 GROWTHS: dict[str, Callable[[Layers], jax.Array]] = {
     "stack": stack,
@@ -112,13 +113,16 @@ class Growth(NamedTuple):
     step: int  # of that checkpoint
     before: State  # its shapes and places
     depths: tuple[int, int]  # layers of the model before and now
-    name: str  # of GROWTHS
+    name: str  # of GROWTHS, or ADAPTERS
+    fresh: Callable[[], State] | None = None  # the phase's initial state
 
     def __call__(self, state: State, like: State) -> State:
         """The grown values of `state` in the shapes and shardings of `like`; donates `state`.
 
         Raises UserError if they differ in another dimension than that of the layers.
         """
+        if self.name == ADAPTERS:
+            return self._add_adapters(state, like)
         grow = jax.jit(
             lambda tree: jax.tree_util.tree_map_with_path(self._leaf, tree, like),
             out_shardings=jax.tree.map(lambda x: x.sharding, like),
@@ -126,6 +130,22 @@ class Growth(NamedTuple):
         grown = grow(state)
         jax.tree.map(lambda x: x.delete(), state)
         return grown
+
+    def _add_adapters(self, state: State, like: State) -> State:
+        """The initial state of the phase, with what the phase before has of it."""
+        fresh = self.fresh
+        assert fresh is not None
+        by_name = lambda tree: {
+            jax.tree_util.keystr(path): x for path, x in jax.tree.leaves_with_path(tree)
+        }
+
+        def adopt(old: State) -> State:
+            had = by_name(old)
+            take = lambda path, x: had.get(jax.tree_util.keystr(path), x)
+            return jax.tree_util.tree_map_with_path(take, fresh())
+
+        shardings = jax.tree.map(lambda x: x.sharding, like)
+        return jax.jit(adopt, out_shardings=shardings, donate_argnums=0)(state)
 
     def _leaf(self, path: KeyPath, old: jax.Array, new: jax.ShapeDtypeStruct) -> jax.Array:
         if old.shape == new.shape:

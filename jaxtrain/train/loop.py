@@ -94,7 +94,7 @@ def train_phase(plan: Plan, before: Plan | None, data: TrainingData) -> TrainRes
         resumed = checkpoints.latest() is not None
         frozen, pretrained = load_pretrained(plan.partition, c, plan.mesh, resumed)
         places = state_shardings(spec, plan.mesh)
-        growth = before and make_growth(step_of(before, data.tokenizer), plan, before)
+        growth = before and make_growth(step_of(before, data.tokenizer), spec, plan, before)
         state, position = init_or_restore(
             spec, places, checkpoints, c.run.seed, pretrained, coordinator, log, growth
         )

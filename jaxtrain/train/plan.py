@@ -24,14 +24,20 @@ from jaxtrain.config.resolve import (
     warmup_line,
 )
 from jaxtrain.data.store.progress import show_progress
-from jaxtrain.finetune import Partition, apply_lora_plus, make_partition, trainable_by_matrix
+from jaxtrain.finetune import (
+    Partition,
+    apply_lora_plus,
+    make_partition,
+    merge_adapters,
+    trainable_by_matrix,
+)
 from jaxtrain.model import Transformer, check_fp8, flops_per_token, sizes, split
 from jaxtrain.optim import Optimizer, make_optimizer
 from jaxtrain.parallel import make_mesh
 from jaxtrain.runs.checkpoint import saved_steps
 from jaxtrain.runs.metrics import MetricsWriter
 from jaxtrain.train.frozen_layers import freeze_layers
-from jaxtrain.train.growth import check_optimizer_grows
+from jaxtrain.train.growth import ADAPTERS, check_optimizer_grows
 from jaxtrain.train.run_directory import check_run, check_text, check_tuned
 from jaxtrain.weights.params import Specs
 
@@ -91,6 +97,8 @@ def make_plans(config: Config, coordinator: Coordinator, log: RunLog) -> list[Pl
         for phase in phases_of(c, vocab_size, mesh)
     ]
     for before, plan in pairwise(plans):
+        if plan.phase.grow == ADAPTERS:
+            continue
         trained = before.partition.trainable, plan.partition.trainable
         check_optimizer_grows(before.optimizer, plan.optimizer, *trained)
     log(decay_line(config, c))
@@ -117,6 +125,7 @@ def plan_phase(
     tokens = t.batch_size * t.sequence_length
     make = lambda specs: make_optimizer(optim, specs, t.steps, tokens, shares)
     optimizer = freeze_layers(make, partition.trainable, c.model, vocab_size)
+    optimizer = merge_adapters(optimizer, c.finetune, partition.trainable, c.run.seed)
     check_tuned(c, partition)
     steps = f", steps {phase.start} to {phase.end}" if t.phases else ""
     log(

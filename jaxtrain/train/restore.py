@@ -1,5 +1,6 @@
 """The state that a run begins with: initial, pretrained, or restored from a checkpoint."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -40,7 +41,10 @@ def load_pretrained(
     place = shardings(partition.base, mesh)
     base = load_init_params(c.train.init_from, partition.base, place, partition.store)
     if partition.init is None:
-        return None, base
+        begin = jax.device_put(
+            partition.begin(base, c.run.seed), shardings(partition.trainable, mesh)
+        )
+        return None, begin
     frozen, begin = partition.init(base, c.run.seed)
     if partition.extras:
         frozen[EXTRAS] = jax.device_put(frozen[EXTRAS], shardings(partition.extras, mesh))
@@ -97,11 +101,12 @@ def shapes_of(spec: StepSpec, shardings: State) -> State:
     )
 
 
-def make_growth(spec: StepSpec, plan: Plan, before: Plan) -> Growth:
+def make_growth(spec: StepSpec, now: StepSpec, plan: Plan, before: Plan) -> Growth:
     """How the state of the phase before becomes this one's. spec: the step of `before`."""
     old = saved_part(shapes_of(spec, state_shardings(spec, plan.mesh)), spec)
     depths = before.config.model.depth, plan.config.model.depth
-    return Growth(plan.phase.start, old, depths, plan.phase.grow or "stack")
+    fresh = functools.partial(init_state, now, plan.config.run.seed)
+    return Growth(plan.phase.start, old, depths, plan.phase.grow or "stack", fresh)
 
 
 def restored(

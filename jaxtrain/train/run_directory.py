@@ -12,7 +12,7 @@ from jaxtrain.cluster.started_by import TYPED, command_line, command_of
 from jaxtrain.config import Config, save_yaml
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import Tokenizer, load_tokenizer, sources_of
-from jaxtrain.finetune import LoRAConfig, Partition
+from jaxtrain.finetune import PRETRAINING, LoRAConfig, Partition
 from jaxtrain.interop.load import origin
 from jaxtrain.interop.peft import check_adapter
 from jaxtrain.runs.checkpoint import saved_steps
@@ -35,7 +35,7 @@ MUTABLE_ON_RESUME = (
 def check_run(c: Resolved) -> bool:
     """Whether the run directory holds a run; an error if that is one of another configuration, or
     if there is nothing to start a tuned part from."""
-    if c.finetune.name != "full" and not c.train.init_from:
+    if c.finetune.name not in PRETRAINING and not c.train.init_from:
         raise UserError(
             f"train.init_from: finetune.name={c.finetune.name} needs it, the model to tune"
         )

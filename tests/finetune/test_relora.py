@@ -1,0 +1,102 @@
+"""ReLoRA: what moves, what a merge changes, resume on either side of it and of the warm start."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from safetensors.numpy import load_file
+from tiny import build, rows_of, run_overrides, same, weights_of
+
+from jaxtrain.finetune import make_partition
+from jaxtrain.finetune.config import ReLoRAConfig
+from jaxtrain.finetune.partition import flatten
+from jaxtrain.finetune.relora import merge_adapters, merge_and_reset, prune_moment
+from jaxtrain.main import main
+from jaxtrain.optim import AdamWConfig, make_optimizer
+from jaxtrain.runs.saved import load_saved
+
+RELORA = {
+    "finetune__name": "relora", "finetune__rank": 4, "finetune__every": 2,
+    "finetune__warm_start": 2, "finetune__rewarm_steps": 1, "train__steps": 6,
+    "checkpoint__every": 1, "checkpoint__keep": 9, "data__workers": 0, "optim__name": "adamw",
+}  # fmt: skip
+
+
+def parts(**fields):
+    """(config, partition, parameters with adapters that are not zero, optimizer) of a model."""
+    c = ReLoRAConfig.model_validate({"rank": 4, "every": 3, "reset": 0.75} | fields)
+    _, _, specs, base = build()
+    partition = make_partition(c, specs, jnp.dtype(jnp.float32))
+    params = partition.begin(base, 0)
+    params["relora"] = jax.tree.map(lambda x: 0.1 + 0.1 * jnp.sin(x), params["relora"])
+    optim = AdamWConfig.model_validate({"schedule": {"name": "constant", "warmup_steps": 0}})
+    optimizer = make_optimizer(optim, partition.trainable, 10)
+    return c, partition, params, merge_adapters(optimizer, c, partition.trainable, 0)
+
+
+def test_steps_move_adapters_alone_and_a_merge_keeps_the_model():
+    c, partition, params, optimizer = parts(rewarm_steps=3)
+    grads = jax.tree.map(lambda p: jnp.cos(9 * p), params)
+    state, apply = optimizer.init(params), jax.jit(optimizer.apply)
+    first, state = apply(grads, state, params, jnp.int32(0), optimizer.hyperparams)
+    old, new = flatten(params), flatten(first)
+    moved = {name for name in old if np.any(old[name] != new[name])}
+    adapted = {name.removeprefix("relora/").rpartition("/")[0] for name in old if "relora" in name}
+    assert moved == old.keys() - adapted and "blocks/ffn/up" in adapted and "embed" in moved
+
+    refused, _ = apply(grads, state, first, jnp.int32(2), optimizer.hyperparams, False)
+    same(refused, first)  # not even merged
+    zero = jax.tree.map(jnp.zeros_like, grads)
+    rest = apply(zero, state, first, jnp.int32(1), optimizer.hyperparams)
+    merged, after = apply(zero, *rest[::-1], jnp.int32(2), optimizer.hyperparams)
+    before = partition.merge(first, None)  # decay is 0.1 and moments move on: not bit for bit
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(partition.merge(merged, None))):
+        np.testing.assert_allclose(a, b, atol=0.02)
+    flat = flatten(merged)
+    assert all(not np.any(x) for n, x in flat.items() if n.startswith("relora") and n[-1] == "b")
+    assert np.any(flat["relora/blocks/ffn/up/a"] != flatten(first)["relora/blocks/ffn/up/a"])
+    exact, _ = merge_and_reset(c, first, state, partition.trainable, jnp.int32(3), 0)
+    for a, b in zip(jax.tree.leaves(before), jax.tree.leaves(partition.merge(exact, None))):
+        np.testing.assert_allclose(a, b, atol=1e-6)
+    mu = after.inner_states["matrix"].inner_state[0].mu["relora"]["blocks"]["ffn"]["up"]["a"]
+    assert np.count_nonzero(mu) == mu.size // 4  # of a matrix, a layer at a time
+    rate = [float(optimizer.rate(jnp.int32(s), optimizer.hyperparams)) for s in range(6)]
+    np.testing.assert_allclose(np.array(rate) / rate[2], [1 / 3, 2 / 3, 1] * 2, rtol=1e-6)
+
+
+def test_pruning_keeps_the_largest_of_each_matrix():
+    x = jnp.arange(40.0).reshape(2, 4, 5) - 10.25
+    kept = np.asarray(prune_moment(x, 0.9))
+    assert sorted(kept[0][kept[0] != 0]) == [-10.25, -9.25]
+    assert sorted(kept[1][kept[1] != 0]) == [27.75, 28.75]
+    assert not np.any(prune_moment(x, 1.0))
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("more", [{}, {"mesh__fsdp": 2, "mesh__data": 4}], ids=["data", "fsdp"])
+def test_a_run_resumes_across_merges_and_the_warm_start(tmp_path, more):
+    assert main(run_overrides(tmp_path / "whole", **RELORA, **more)) == 0
+    whole = tmp_path / "whole" / "tiny"
+    bases = [load_saved(whole, step).params["blocks"]["ffn"]["up"] for step in (2, 3, 4)]
+    assert np.any(bases[0] != bases[1]) and np.any(bases[1] != bases[2])
+    for last in (2, 3):  # the end of the warm start, and before a merge
+        copy = shutil.copytree(whole, tmp_path / str(last) / "tiny")
+        for step in range(last + 1, 7):
+            shutil.rmtree(copy / "checkpoints" / str(step))
+        shutil.rmtree(copy / "model")
+        assert main(run_overrides(tmp_path / str(last), **RELORA, **more)) == 0
+        same(weights_of(copy), weights_of(whole))
+        assert rows_of(copy) == rows_of(whole)
+
+
+@pytest.mark.slow
+def test_the_warm_start_is_a_run_in_full_rank_and_ends_as_a_model(tmp_path):
+    more = {"train__steps": 2, "optim__schedule__name": "constant"}
+    assert main(run_overrides(tmp_path / "relora", **RELORA | more)) == 0
+    full = {k: v for k, v in RELORA.items() if not k.startswith("finetune")} | more
+    assert main(run_overrides(tmp_path / "full", **full)) == 0
+    same(*(load_file(tmp_path / n / "tiny/model/model.safetensors") for n in ("relora", "full")))
+    start = {"train__init_from": tmp_path / "full" / "tiny", "finetune__warm_start": 0}
+    assert main(run_overrides(tmp_path / "from", **RELORA | more | start)) == 0
