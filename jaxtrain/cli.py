@@ -90,6 +90,10 @@ COMMANDS = {
         "", "compress.quantize:main", "compress.arguments:quantize_parser",
         "a model's matrices in 8 or 4 bits",
     ),
+    "prune": Command(
+        "", "compress.prune:main", "compress.prune_arguments:prune_parser",
+        "a trained model with weights that are zero",
+    ),
     "report": Command(
         "runs", "runs.report:main", "runs.arguments:report_parser", "one HTML page about a run"
     ),
@@ -106,8 +110,7 @@ COMMANDS = {
 }  # fmt: skip
 EXAMPLES = """
   jaxtrain train --config quickstart data.train.path=book.txt
-  jaxtrain chat runs/quickstart
-  jaxtrain train --help optim           the fields of a section"""
+  jaxtrain chat runs/quickstart"""
 
 
 def overview() -> str:

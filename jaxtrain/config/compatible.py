@@ -38,6 +38,7 @@ MASKS = (
     "rigl",
     "early_bird",
     "lottery_ticket",
+    "fixed_masks",
 )  # wrappers that make weights zero
 FFN_TARGETS = {"ffn", "up", "gate", "down"}
 MASKED = "objective.name=masked_lm model.window_pattern=L"

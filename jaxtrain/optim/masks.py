@@ -36,13 +36,16 @@ class MaskRule(NamedTuple):
     """`due(step, memory)`: whether `draw` is called behind that update.
 
     `draw(inputs, memory)`: the new masks and memory. `memory(params)` is what the rule keeps at
-    first, and `metrics(memory)` what of it is logged.
+    first, and `metrics(memory)` what of it is logged. `start(params)`: the masks in force at first.
     """
 
     due: Callable[[Int[Array, ""], PyTree], Bool[Array, ""]]
     draw: Callable[[MaskInputs, PyTree], tuple[Masks, PyTree]]
     memory: Callable[[Arrays], PyTree] = lambda params: ()
     metrics: Callable[[Any], dict[str, Array]] = lambda memory: {}
+    start: Callable[[Arrays], Masks] = lambda params: {
+        n: jnp.ones(p.shape, bool) for n, p in params.items()
+    }
 
 
 class MaskState(NamedTuple):
@@ -63,7 +66,7 @@ def with_masks(rule: MaskRule) -> Wrapper:
 
         def init(params):
             flat, zero = by_name(params), jnp.zeros((), jnp.float32)
-            masks = {name: jnp.ones(p.shape, bool) for name, p in flat.items()}
+            masks = rule.start(flat)
             count, memory = jnp.zeros((), jnp.int32), rule.memory(flat)
             return MaskState(count, masks, zero, zero, memory, tx.init(params))
 

@@ -10,6 +10,7 @@ from jaxtrain.optim.dynamic_sparsity import RigLConfig, SETConfig, rigl, set_mas
 from jaxtrain.optim.early_bird import EarlyBirdConfig, early_bird
 from jaxtrain.optim.ema import EMAConfig, ema
 from jaxtrain.optim.ema_nesterov import EMANesterovConfig, ema_nesterov
+from jaxtrain.optim.fixed_masks import FixedMasksConfig, fixed_masks
 from jaxtrain.optim.gradual_pruning import GradualPruningConfig, gradual_pruning
 from jaxtrain.optim.lottery_ticket import LotteryTicketConfig, lottery_ticket
 from jaxtrain.optim.sr_ste import SRSTEConfig, sr_ste
@@ -28,6 +29,7 @@ WRAPPERS = {
     "early_bird": early_bird,
     "sr_ste": sr_ste,
     "lottery_ticket": lottery_ticket,
+    "fixed_masks": fixed_masks,
 }
 WrapperConfig = Annotated[
     CautiousConfig
@@ -39,7 +41,8 @@ WrapperConfig = Annotated[
     | RigLConfig
     | EarlyBirdConfig
     | SRSTEConfig
-    | LotteryTicketConfig,
+    | LotteryTicketConfig
+    | FixedMasksConfig,
     Field(discriminator="name"),
 ]
 

@@ -39,6 +39,11 @@ def check_run(c: Resolved) -> bool:
         raise UserError(
             f"train.init_from: finetune.name={c.finetune.name} needs it, the model to tune"
         )
+    if any(w.name == "fixed_masks" for w in c.optim.wrappers) and not c.train.init_from:
+        raise UserError(
+            "optim.wrappers: fixed_masks holds the zeros of a pruned model; name it with "
+            "train.init_from, or take gradual_pruning"
+        )
     file = c.run_dir / "config.yaml"
     if not file.is_file() or not (saved_steps(c.run_dir) or (c.run_dir / "model").is_dir()):
         return False

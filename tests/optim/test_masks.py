@@ -339,6 +339,30 @@ def test_a_run_is_resumed_and_exports_exact_zeros(tmp_path, name):
     assert "Weights of the blocks that are zero" in (tmp_path / "whole/report.html").read_text()
 
 
+# ---- masks of a pruned model --------------------------------------------------------------------
+
+
+def test_fixed_masks_are_the_zeros_of_the_start():
+    """They stay zero, sharded and resumed too; everything else trains."""
+    c, mesh = config("adamw", {"name": "fixed_masks"}), mesh_of(fsdp=2)
+    begin = random_params(SPECS)
+    keep = np.random.default_rng(0).random((2, 8, 32)) < 0.5
+    begin["blocks"]["up"] = begin["blocks"]["up"] * keep
+    state = jax.jit(make_optimizer(c, SPECS, STEPS).init)(begin)
+    one = list(walk(c, 3, start=(begin, state)))
+    with jax.set_mesh(mesh):
+        *_, many = walk(c, 3, mesh, jax.device_put((begin, state)))
+        *_, resumed = walk(c, 3, mesh, jax.device_put(one[0][:2]), begin=1)
+    params, state, metrics = one[-1]
+    np.testing.assert_array_equal(params["blocks"]["up"] != 0, keep)
+    assert (params["blocks"]["down"] != 0).all() and (params["embed"] != begin["embed"]).all()
+    zeros, weights = (~keep).sum(), sum(flatten(SPECS)[name].size for name in BLOCKS)
+    assert metrics["sparsity"] == pytest.approx(zeros / weights)
+    for end in (many, resumed):
+        close(end[0], params, rtol=1e-4, atol=1e-5)
+        same(masks_of(end[1]), masks_of(state))
+
+
 # ---- what does not go together ------------------------------------------------------------------
 
 EMA = {"name": "ema", "decay": 0.9}
@@ -365,4 +389,4 @@ def test_a_schedule_that_ends_before_it_begins_is_refused():
 
 
 def test_the_table_of_what_goes_together_knows_every_method():
-    assert set(METHODS) == set(MASKS)
+    assert {*METHODS, "fixed_masks"} == set(MASKS)  # that one begins with a pruned model

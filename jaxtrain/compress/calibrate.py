@@ -1,0 +1,340 @@
+"""What the matrices of a model see of a text: statistics of their inputs, layer by layer.
+
+A layer runs on all sequences at once, then the next one: what is kept is the residual stream of
+these sequences and the statistics of one layer. A method may change a layer's matrices in between;
+the layers behind it then see what the changed ones give, as in GPTQ and SparseGPT.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+from jaxtyping import Array, Float
+
+from jaxtrain import data
+from jaxtrain.cluster.runtime import compute_dtype
+from jaxtrain.config.resolve import Resolved
+from jaxtrain.model import Transformer, cast, split
+from jaxtrain.model.attention import attend_rows
+from jaxtrain.model.fused_ops import PLAIN, Stream
+from jaxtrain.model.plan import LayerSpec
+from jaxtrain.model.run_layers import run_layer, with_kv
+from jaxtrain.model.stack import LayerWeights, picked
+from jaxtrain.runs.saved import Saved
+from jaxtrain.settings import UserError
+from jaxtrain.weights.contract import Weight
+from jaxtrain.weights.params import Params, is_block_matrix, path_name
+
+BATCH = 8  # sequences that run through a layer at once, at most
+
+
+class Inputs(NamedTuple):
+    """Statistics of a matrix [K, N]'s inputs x over all tokens, float32."""
+
+    tokens: Array  # number of them
+    square_K: Array  # sum of x^2
+    magnitude_K: Array  # sum of |x|
+    amax_K: Array  # max |x|
+    hessian_KK: Array | None  # X^T X, where it was asked for
+
+
+class Matrix(NamedTuple):
+    """A matrix of one layer with what it sees; `name` and `place` say where it is stored."""
+
+    name: str  # of the parameter: blocks/attention/q
+    place: int  # in its stack
+    w_KN: np.ndarray
+    inputs: Inputs
+
+
+class TokenRows(NamedTuple):
+    """Sequences that run at once; positions and segments as in a training batch."""
+
+    tokens_BT: Any
+    positions_BT: Any = None
+    segments_BT: Any = None
+
+
+# (a layer's number, its matrices by name) -> the new arrays [K, N] of those that change
+Visit = Callable[[int, dict[str, Matrix]], dict[str, np.ndarray]]
+
+
+# ---- text --------------------------------------------------------------------------------------
+
+
+def calibration_rows(
+    saved: Saved, config: Resolved, text: Path | None, sequences: int, length: int | None
+) -> list[TokenRows]:
+    """`sequences` rows of `length` tokens (default train.sequence_length), in batches.
+
+    text: a UTF-8 file; None takes the beginning of the text that `config.data` names for training.
+    UserError for a text that is too short.
+    """
+    length = length or config.train.sequence_length
+    if length > config.model.context_length:
+        raise UserError(
+            f"--length {length} is beyond the model's context of {config.model.context_length}"
+        )
+    sizes = [n for n in range(1, min(BATCH, sequences) + 1) if sequences % n == 0]
+    if text is None:
+        rows = list(stored_rows(saved, config, sequences, length))
+    else:
+        rows = list(file_rows(saved, text, sequences, length))
+    if len(rows) < sequences:
+        raise UserError(
+            f"{text or 'data.train'}: the calibration text fills {len(rows)} sequences of {length} "
+            f"tokens, not {sequences}; name a longer one with --text, or lower --sequences"
+        )
+    batches = range(0, sequences, sizes[-1])
+    stack = lambda *xs: np.stack(xs)
+    return [jax.tree.map(stack, *rows[i : i + sizes[-1]]) for i in batches]
+
+
+def file_rows(saved: Saved, text: Path, sequences: int, length: int) -> Iterator[TokenRows]:
+    """Full rows of one text, BOS first."""
+    try:
+        words = text.read_text(encoding="utf-8")
+    except (OSError, UnicodeDecodeError) as error:
+        raise UserError(f"--text {text} cannot be read as UTF-8 text: {error}") from None
+    ids = np.concatenate([[saved.tokenizer.bos_id], saved.tokenizer.encode(words)])
+    for i in range(min(sequences, len(ids) // length)):
+        yield TokenRows(ids[i * length : (i + 1) * length].astype(np.int32))
+
+
+def stored_rows(saved: Saved, config: Resolved, sequences: int, length: int) -> Iterator[TokenRows]:
+    """Full rows from the beginning of the training split; of a mixture, as many of each source."""
+    prepared = data.prepare(config.data)
+    if prepared.tokenizer.fingerprint != saved.tokenizer.fingerprint:
+        raise UserError(
+            "data.tokenizer makes another tokenizer than the model was trained with; name a text "
+            "with --text FILE"
+        )
+    stores = prepared.train if isinstance(prepared.train, dict) else {"": prepared.train}
+    missing = sequences
+    for left, store in zip(range(len(stores), 0, -1), stores.values()):
+        wanted = -(-missing // left)
+        batches = data.validation_batches(
+            store, batch_size=1, sequence_length=length, segments=config.model.document_mask
+        )
+        for batch in batches:
+            if not wanted:
+                break
+            if np.all(batch.weights_BT > 0) or store.marked:
+                positions = None if batch.positions_BT is None else batch.positions_BT[0]
+                segments = None if batch.segments_BT is None else batch.segments_BT[0]
+                yield TokenRows(batch.tokens_BT[0], positions, segments)
+                wanted, missing = wanted - 1, missing - 1
+
+
+# ---- layers ------------------------------------------------------------------------------------
+
+
+class Tape:
+    """What the matrices of a layer were given while it was traced, by name."""
+
+    def __init__(self):
+        self.inputs: dict[str, list[Array]] = {}
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["array"], meta_fields=["name", "tape"]
+)
+@dataclasses.dataclass(frozen=True)
+class RecordedWeight(Weight):
+    """An array that notes what it is multiplied with. It lives within one trace of one layer that
+    is neither scanned nor computed again, so that the tape's values are outputs of that trace."""
+
+    array: Any
+    name: str
+    tape: Tape
+
+    def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        self.tape.inputs.setdefault(self.name, []).append(x)
+        return x @ self.array
+
+    def dequantize(self) -> Float[Array, "K N"]:
+        return self.array
+
+
+def statistics(xs: list[Array], hessian: bool) -> Inputs:
+    """Of the inputs [.., K] of one matrix."""
+    x_MK = jnp.concatenate([x.reshape(-1, x.shape[-1]) for x in xs]).astype(jnp.float32)
+    product = lambda: jnp.matmul(x_MK.T, x_MK, precision=jax.lax.Precision.HIGHEST)
+    return Inputs(
+        jnp.float32(len(x_MK)),
+        jnp.sum(jnp.square(x_MK), axis=0),
+        jnp.sum(jnp.abs(x_MK), axis=0),
+        jnp.max(jnp.abs(x_MK), axis=0),
+        product() if hessian else None,
+    )
+
+
+@jax.jit
+def combine(a: dict[str, Inputs], b: dict[str, Inputs]) -> dict[str, Inputs]:
+    """Statistics of two texts together."""
+    return {
+        name: Inputs(*jax.tree.map(jnp.add, one, b[name]))._replace(
+            amax_K=jnp.maximum(one.amax_K, b[name].amax_K)
+        )
+        for name, one in a.items()
+    }
+
+
+class LayerRunner:
+    """The layers of a model, one at a time, on one device.
+
+    UserError for layers that share weights, and for virtual tokens in front of the text.
+    """
+
+    def __init__(self, saved: Saved):
+        c = saved.config.model
+        if c.share_layers:
+            raise UserError(
+                "model.share_layers: calibration measures the inputs of each layer's own matrices, "
+                "and these are shared by several; only --method magnitude takes them"
+            )
+        if c.virtual:
+            raise UserError(
+                "model.prompt, model.prefix: calibration reads text without virtual tokens; take "
+                "the model that they were trained for"
+            )
+        plain = {"weight_form": None, "remat": "none", "scan_layers": False, "ffn_tiles": 1}
+        c = c.model_copy(update=plain)
+        self.model = Transformer(c, saved.tokenizer.vocab_size)
+        self.graphdef = split(self.model)[0]
+        self.dtype = compute_dtype(saved.config.train.precision)
+        self.modules = self.model.modules()
+        self.jitted: dict[tuple[LayerSpec, bool], Callable[..., Any]] = {}
+        self.shares_kv = any(spec.kv_from for spec in self.model.plan)
+
+        @jax.jit
+        def embed(params: Params, rows: TokenRows) -> Stream:
+            model = nnx.merge(self.graphdef, cast(params, saved.specs, self.dtype))
+            x_BTD, _ = model.embed_tokens(rows.tokens_BT, None, rows.segments_BT)
+            x_BTD = model.add_positions(x_BTD, rows.positions_BT)
+            return Stream(x_BTD, balance_B=jnp.zeros(len(x_BTD)) if c.moe else None)
+
+        self.embed = embed
+
+    def run(self, spec: LayerSpec, hessian: bool) -> Callable[..., Any]:
+        """(weights, kv of another layer, stream, x0, rows) -> (stream, kv, inputs by name)."""
+        if (spec, hessian) in self.jitted:
+            return self.jitted[spec, hessian]
+
+        @jax.jit
+        def layer(weights: LayerWeights, kv: Any, stream: Stream, x0_BTD: Array, rows: TokenRows):
+            tape = Tape()
+            inputs = self.model.layer_inputs(x0_BTD, *rows, attend_rows, PLAIN)
+            source = (self.recorded(weights, tape), lambda source: source)
+            source = with_kv(*source, kv) if spec.kv_from else source
+            out, pair = run_layer(self.modules, spec, *source, inputs, None, False, stream)
+            seen: dict[tuple[int, ...], Inputs] = {}
+            found = {}
+            for name, xs in tape.inputs.items():  # q, k and v have one input: one product of it
+                key = tuple(map(id, xs))
+                seen.setdefault(key, statistics(xs, hessian))
+                found[name] = seen[key]
+            return out, pair, found
+
+        self.jitted[spec, hessian] = layer
+        return layer
+
+    def recorded(self, weights: LayerWeights, tape: Tape) -> LayerWeights:
+        """A layer's parameters in the compute dtype, its matrices recorded."""
+
+        def one(prefix: str, path: Any, param: nnx.Param) -> nnx.Variable:
+            spec = param.get_metadata()["spec"]
+            w = cast({"w": param.get_value()}, {"w": spec}, self.dtype)["w"]
+            if not is_block_matrix(spec) or spec.group == "experts":
+                return param.replace(w)
+            return param.replace(RecordedWeight(w, f"{prefix}/{path_name(path)}", tape))
+
+        def module(prefix: str, state: Any) -> Any:
+            is_param = lambda leaf: isinstance(leaf, nnx.Param)
+            named = functools.partial(one, prefix)
+            return jax.tree_util.tree_map_with_path(named, state, is_leaf=is_param)
+
+        layer = weights.layer | {"block": module("blocks", weights.layer["block"])}
+        return LayerWeights(layer, {name: module(name, w) for name, w in weights.parts.items()})
+
+
+def visit_layers(
+    saved: Saved, batches: list[TokenRows], visit: Visit, hessian: bool = False
+) -> Params:
+    """Shows `visit` each layer's matrices with their inputs; returns the parameters, numpy arrays,
+    with what it changed. Behind a change the inputs are those that the changed layers give.
+
+    hessian: the inputs hold X^T X as well, K^2 numbers of each matrix of the layer.
+    UserError for a matrix whose inputs no text reaches (experts).
+    """
+    params = jax.tree.map(np.array, saved.params)
+    layers = LayerRunner(saved)
+    stack = nnx.merge(layers.graphdef, params).stack()
+    streams = [layers.embed(params, rows) for rows in batches]
+    x0s = [stream.x_BTD for stream in streams]
+    kvs: list[list[Any]] = [[] for _ in batches]
+    places = dict.fromkeys(stack.parts, 0)
+    for index, spec in enumerate(layers.model.plan):
+        run = layers.run(spec, hessian)
+        own = {name: places[name] for name in spec.parts}
+        places |= {name: place + 1 for name, place in own.items()}
+
+        sources = [kv[index - spec.kv_from] if spec.kv_from else None for kv in kvs]
+        state = batches, streams, x0s, sources
+        results, found = [], {}
+        for stream, kv, inputs in run_batches(run, picked(index, own, stack), *state):
+            results.append((stream, kv))
+            found = combine(found, inputs) if found else inputs
+        matrices = {}
+        for name, inputs in found.items():
+            place = own.get(name.split("/")[0], index)
+            matrices[name] = Matrix(name, place, leaf(params, name)[place], inputs)
+        changed = visit(index, matrices)
+        for name, w_KN in changed.items():
+            leaf(params, name)[matrices[name].place] = w_KN
+        if changed:
+            weights = picked(index, own, stack)
+            results = [out[:2] for out in run_batches(run, weights, *state)]
+        streams = [stream for stream, _ in results]
+        for kept, (_, kv) in zip(kvs, results):
+            kept.append(kv if layers.shares_kv else None)
+    return params
+
+
+def run_batches(
+    run: Callable[..., Any],
+    weights: LayerWeights,
+    batches: list[TokenRows],
+    streams: list[Stream],
+    x0s: list[Array],
+    kvs: list[Any],
+) -> Iterator[tuple[Stream, Any, dict[str, Inputs]]]:
+    """What a layer gives of each batch. kvs: keys and values of another layer that it reads."""
+    for rows, stream, x0_BTD, kv in zip(batches, streams, x0s, kvs):
+        yield run(weights, kv, stream, x0_BTD, rows)
+
+
+def leaf(params: Params, name: str) -> np.ndarray:
+    """The array of a name."""
+    found: Any = functools.reduce(lambda tree, key: tree[key], name.split("/"), params)
+    return found
+
+
+def calibrate(
+    saved: Saved, batches: list[TokenRows], hessian: bool = False
+) -> dict[tuple[str, int], Inputs]:
+    """The inputs' statistics of every matrix by (name, place), the model as it is."""
+    found: dict[tuple[str, int], Inputs] = {}
+
+    def visit(index: int, matrices: dict[str, Matrix]) -> dict[str, np.ndarray]:
+        found.update({(m.name, m.place): jax.device_get(m.inputs) for m in matrices.values()})
+        return {}
+
+    visit_layers(saved, batches, visit, hessian)
+    return found

@@ -1,0 +1,111 @@
+"""`jaxtrain prune`: weights of a trained model become zero, without training.
+
+jaxtrain prune RUN --method wanda --sparsity 0.5 --out DIR [key=value ...]
+"""
+
+import json
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from jaxtrain.cluster.runtime import start
+from jaxtrain.compress.calibrate import Matrix, TokenRows, calibration_rows, visit_layers
+from jaxtrain.compress.prune_arguments import prune_parser
+from jaxtrain.compress.sparsify import (
+    METHODS,
+    InputStatistics,
+    SparsityTarget,
+    check_shape,
+    parse_target,
+    sparsify,
+)
+from jaxtrain.config.resolve import override
+from jaxtrain.evaluation.evaluate import VALIDATED, evaluate
+from jaxtrain.evaluation.model import Model
+from jaxtrain.runs.saved import Saved, folder_of, is_quantized, load_resolved, load_saved
+from jaxtrain.settings import UserError, command
+from jaxtrain.weights.contract import flatten
+from jaxtrain.weights.params import Params, is_block_matrix, path_name
+
+
+def prune(
+    saved: Saved, method: str, target: SparsityTarget, batches: list[TokenRows] | None = None
+) -> Params:
+    """The parameters with zeros in every matrix of the blocks.
+
+    batches: the calibration text of methods that read one; inputs of a layer are those that the
+    pruned layers before it give. UserError for experts with such a method.
+    """
+    specs = {name: spec for name, spec in flatten(saved.specs).items() if is_block_matrix(spec)}
+    for name, spec in specs.items():
+        check_shape(name, spec.shape[-2], target)
+    if not METHODS[method].inputs:
+
+        def one(path: Any, w: np.ndarray | jax.Array) -> np.ndarray:
+            w, name = np.array(w), path_name(path)
+            if name in specs:
+                for place in np.ndindex(w.shape[:-2]):
+                    w[place] = sparsify(method, name, w[place], None, target)
+            return w
+
+        return jax.tree_util.tree_map_with_path(one, saved.params)
+    if saved.config.model.moe:
+        raise UserError(
+            f"--method {method} reads the inputs of every matrix, and those of experts are not "
+            "recorded; --method magnitude prunes them"
+        )
+
+    def visit(index: int, matrices: dict[str, Matrix]) -> dict[str, np.ndarray]:
+        return {name: prune_one(method, matrix, target) for name, matrix in matrices.items()}
+
+    return visit_layers(saved, batches or [], visit, METHODS[method].hessian)
+
+
+def prune_one(method: str, matrix: Matrix, target: SparsityTarget) -> np.ndarray:
+    square_K, hessian_KK = jax.device_get((matrix.inputs.square_K, matrix.inputs.hessian_KK))
+    inputs = InputStatistics(np.asarray(square_K, np.float64), hessian_KK)
+    return sparsify(method, matrix.name, matrix.w_KN, inputs, target)
+
+
+def sparsity_of(saved: Saved) -> dict[str, float]:
+    """Share of zeros of each matrix of the blocks, by name."""
+    specs, params = flatten(saved.specs), flatten(saved.params)
+    names = [name for name, spec in specs.items() if is_block_matrix(spec)]
+    return {name: float(np.mean(np.asarray(params[name]) == 0)) for name in names}
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 after one line about what the user can fix."""
+    a = prune_parser().parse_intermixed_args(argv)
+    target = parse_target(a.sparsity, a.pattern)
+    check_empty(a.out)
+    config = override(load_resolved(folder_of(a.run) / "config.yaml"), a.overrides, VALIDATED)
+    start()
+    saved = load_saved(a.run, a.step)
+    if is_quantized(saved):
+        raise UserError(f"{a.run} is quantized; prune the model that it was made of")
+    batches = None
+    if METHODS[a.method].inputs:
+        batches = calibration_rows(saved, config, a.text, a.sequences, a.length)
+    pruned = saved._replace(params=prune(saved, a.method, target, batches))
+    Model(pruned).save(a.out)
+    facts = {"run": str(a.run), "method": a.method, "sparsity": target.sparsity}
+    facts |= {"pattern": a.pattern, "zeros": sparsity_of(pruned)}
+    if batches:
+        size = sum(rows.tokens_BT.size for rows in batches)
+        facts |= {"calibration": {"text": str(a.text or "data.train"), "tokens": size}}
+    facts |= {"before": evaluate(saved, config), "after": evaluate(pruned, config)}
+    (a.out / "prune.json").write_text(json.dumps(facts, indent=1) + "\n")
+    for name in facts["before"]:
+        print(f"{name:12s} {facts['before'][name]:.4f} -> {facts['after'][name]:.4f}")
+    print(f"pruned   {a.run} by {a.method} into {a.out}")
+    return 0
+
+
+def check_empty(out: Path) -> None:
+    """UserError for a folder that holds a model."""
+    if (out / "model").exists() or (out / "config.yaml").exists():
+        raise UserError(f"{out} holds a model already; name another folder with --out")
