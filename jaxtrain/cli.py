@@ -103,6 +103,10 @@ COMMANDS = {
     "merge": Command(
         "", "runs.merge:main", "runs.arguments:merge_parser", "several models become one"
     ),
+    "shrink": Command(
+        "", "compress.shrink:main", "compress.shrink_arguments:shrink_parser",
+        "a model with fewer layers, heads, hidden channels",
+    ),
     "completion": Command(
         "shell", "cli:show_completion", "cli:completion_parser",
         "a script that completes commands and fields",

@@ -12,6 +12,7 @@ from pydantic import Field
 from jaxtrain.data import Tokenizer
 from jaxtrain.data.batches.augment import Augment
 from jaxtrain.objectives.base import LossOptions, Objective, StepBatch
+from jaxtrain.objectives.distill import DistillConfig, make_distill
 from jaxtrain.objectives.dpo import DPOConfig, dpo_loss
 from jaxtrain.objectives.ipo import IPOConfig, ipo_loss
 from jaxtrain.objectives.kto import KTOConfig, kto_loss, kto_reference_point
@@ -30,6 +31,7 @@ ObjectiveConfig = Annotated[
     | PrefixTokenConfig
     | SampledSoftmaxConfig
     | SelectiveConfig
+    | DistillConfig
     | MaskedLMConfig
     | DPOConfig
     | IPOConfig
@@ -49,6 +51,7 @@ OBJECTIVES: dict[str, Callable[[Any, LossOptions], Objective]] = {
     "prefix_token": make_prefix_token,
     "sampled_softmax": make_sampled_softmax,
     "selective": make_selective,
+    "distill": make_distill,
     "masked_lm": make_masked_lm,
     **dict.fromkeys(PREFERENCES, lambda c, options: make_preference(c, PREFERENCES[c.name])),
 }

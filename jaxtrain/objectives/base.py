@@ -64,6 +64,8 @@ class Objective(NamedTuple):
     # (model, params, batch [A, B, T]) -> what the losses of all microbatches read
     share: Callable[[nnx.GraphDef, Params, Any], Any] = lambda model, params, batch: None
     draws: bool = False  # the loss is given a key
+    # batch [A, B, T] -> the same without what `share` took of it: arrays [A, ...] alone
+    microbatches: Callable[[Any], Any] = lambda batch: batch
 
 
 class LossOptions(NamedTuple):

@@ -20,7 +20,7 @@ from jaxtrain.train.preference import (
     preference_stores,
     reference_logprobs,
 )
-from jaxtrain.train.reference_model import make_reference
+from jaxtrain.train.reference_model import make_reference, make_teacher
 from jaxtrain.train.step import StepSpec
 from jaxtrain.weights.params import Params
 
@@ -89,9 +89,11 @@ class CausalLM:
         )
         objective = self.plan.config.objective
         self.refer = None
+        where = self.tokenizer, self.plan.mesh, spec.dtype
         if objective.name == "selective" and objective.reference:
-            where = self.tokenizer, self.plan.mesh, spec.dtype
             self.refer = make_reference(objective.reference, *where)
+        if objective.name == "distill":
+            self.refer = make_teacher(objective.teacher, *where)
 
     def prepare(self, batch: StepBatch) -> StepBatch:
         return batch if self.refer is None else self.refer(batch)

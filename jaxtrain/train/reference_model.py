@@ -1,7 +1,8 @@
-"""A frozen model beside the one that trains: its loss of each label joins a batch (`selective`).
+"""A frozen model beside the one that trains: what it makes of a batch joins it.
 
 It is a program of its own that runs before the step, on what the step is given; nothing waits for
-it on the host, and the step's program has one more array of numbers.
+it on the host. The step's program has a few more arrays: losses of labels (`selective`), or a
+teacher's last hidden states and head (`distill`).
 """
 
 from collections.abc import Callable
@@ -19,7 +20,9 @@ from jaxtrain.data import Tokenizer
 from jaxtrain.model import Forward, Transformer, cast
 from jaxtrain.model.config import check_decoder
 from jaxtrain.objectives.base import DeviceBatch
-from jaxtrain.runs.saved import load_saved, place_params
+from jaxtrain.objectives.distill import TaughtBatch, Teacher
+from jaxtrain.parallel import constrain
+from jaxtrain.runs.saved import Saved, load_saved, place_params
 from jaxtrain.settings import UserError
 from jaxtrain.weights.params import Params
 
@@ -37,10 +40,10 @@ def label_losses(graphdef: nnx.GraphDef, params: Params, batch: DeviceBatch) -> 
     )
 
 
-def make_reference(
-    run: str, tokenizer: Tokenizer, mesh: Mesh, dtype: jnp.dtype
-) -> Callable[[Any], Any]:
-    """Microbatches [A, B, T] -> the same with `reference_BT`, [A, B, T]; dtype: of the compute.
+def load_frozen(
+    key: str, run: str, tokenizer: Tokenizer, mesh: Mesh, dtype: jnp.dtype
+) -> tuple[Saved, Params]:
+    """A saved model, and its weights on the mesh in `dtype`; key: of the configuration.
 
     Raises UserError for a model of another tokenizer, or one that is not causal.
     """
@@ -48,12 +51,44 @@ def make_reference(
     check_decoder(saved.config.model)
     if saved.tokenizer.fingerprint != tokenizer.fingerprint:
         raise UserError(
-            f"objective.reference={run}: it was trained with another tokenizer than this run; set "
+            f"{key}={run}: it was trained with another tokenizer than this run; set "
             f"data.tokenizer.path={saved.tokenizer_dir}"
         )
     params = place_params(saved, mesh)
-    params = jax.jit(lambda p: cast(p, saved.specs, dtype))(params)
+    return saved, jax.jit(lambda p: cast(p, saved.specs, dtype))(params)
+
+
+def make_reference(
+    run: str, tokenizer: Tokenizer, mesh: Mesh, dtype: jnp.dtype
+) -> Callable[[Any], Any]:
+    """Microbatches [A, B, T] -> the same with `reference_BT`, [A, B, T]; dtype: of the compute."""
+    saved, params = load_frozen("objective.reference", run, tokenizer, mesh, dtype)
     losses = jax.jit(
         lambda params, batch: jax.lax.map(lambda b: label_losses(saved.graphdef, params, b), batch)
     )
     return lambda batch: batch._replace(reference_BT=losses(params, batch))
+
+
+def make_teacher(
+    run: str, tokenizer: Tokenizer, mesh: Mesh, dtype: jnp.dtype
+) -> Callable[[Any], TaughtBatch]:
+    """Microbatches [A, B, T] -> the same with what a teacher has of them."""
+    saved, params = load_frozen("objective.teacher", run, tokenizer, mesh, dtype)
+    cap = saved.config.model.logit_softcap
+
+    @jax.jit
+    def taught(params: Params, batch: DeviceBatch) -> Teacher:
+        model: Transformer = nnx.merge(saved.graphdef, params)
+
+        def states(one: DeviceBatch) -> Array:
+            return model(one.tokens_BT, one.positions_BT, one.segments_BT, Forward()).states
+
+        states_ABTE = jax.lax.map(states, batch)
+        head_EV = model.head_DV().astype(states_ABTE.dtype)
+        states_ABTE = constrain(states_ABTE, None, "batch", "tokens", None)
+        return Teacher(states_ABTE, head_EV, None if cap is None else jnp.float32(cap))
+
+    return lambda batch: TaughtBatch(
+        batch.tokens_BT, batch.targets_BT, batch.weights_BT, batch.segments_BT,
+        batch.positions_BT, taught(params, batch),
+    )  # fmt: skip

@@ -266,7 +266,15 @@ def train_step(
     compute = cast_params(spec, state.params)
     shared = spec.objective.share(spec.graphdef, spec.join(compute, frozen), batch)
     (loss, sums), grads, after = gradients(
-        spec, compute, batch, grad_scale, frozen, shared, extras, key, state.step
+        spec,
+        compute,
+        spec.objective.microbatches(batch),
+        grad_scale,
+        frozen,
+        shared,
+        extras,
+        key,
+        state.step,
     )
     load = load_metrics(grads, spec.specs)
     if loss_scale is not None:

@@ -1,0 +1,183 @@
+"""Distillation (Hinton et al. 2015, arXiv:1503.02531): a student learns a teacher's distribution.
+
+A token's loss is weight x cross-entropy of the label + (1 - weight) x temperature^2 x divergence;
+both distributions are softmax(logits / temperature), and the square keeps the size of the gradient.
+The divergence is forward KL (Hinton), reverse KL (MiniLLM, Gu et al. 2023, arXiv:2306.08543) or
+Jensen-Shannon (GKD, Agarwal et al. 2023, arXiv:2306.13649, at beta 1/2). Logits of teacher and
+student exist for a chunk of tokens at a time, in the forward pass and in the backward pass.
+"""
+
+from typing import Literal, NamedTuple, Protocol, runtime_checkable
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jax.sharding import PartitionSpec as P
+from jaxtyping import Array, Float
+from pydantic import Field
+
+from jaxtrain.objectives.base import DeviceBatch, LossOptions, Objective, SumsByName
+from jaxtrain.objectives.next_token import (
+    Hidden,
+    count_tokens,
+    head_loss,
+    hidden_states,
+    token_metrics,
+)
+from jaxtrain.parallel.axes import current_mesh, partition_spec, shard_map
+from jaxtrain.settings import Settings
+from jaxtrain.weights.params import Params
+
+CHUNK_LOGITS = 2**22  # of one model, that exist at a time on a device
+Divergence = Literal["forward_kl", "reverse_kl", "jsd"]
+
+
+class DistillConfig(Settings):
+    """The distribution of a frozen teacher, and the labels."""
+
+    name: Literal["distill"] = "distill"
+    teacher: str = Field(
+        description="run directory or model folder of the teacher, which has the same tokenizer; "
+        "its depth and width may differ"
+    )
+    divergence: Divergence = Field(
+        "forward_kl",
+        description="forward_kl: KL(teacher || student), reverse_kl: KL(student || teacher), "
+        "jsd: Jensen-Shannon divergence",
+    )
+    temperature: float = Field(
+        1.0, gt=0, description="divisor of both models' logits in the divergence"
+    )
+    weight: float = Field(
+        0.0, ge=0, lt=1, description="share of the labels' loss; the rest is the divergence"
+    )
+
+
+class Teacher(NamedTuple):
+    """What a teacher has of a batch: hidden states, and the head that makes logits of them."""
+
+    states_BTE: Array  # [A, B, T, E] of A microbatches
+    head_EV: Array | None  # None in a microbatch: `Objective.share` has it
+    softcap: Array | None = None  # [], of its logits
+
+
+class TaughtBatch(NamedTuple):
+    """A batch with what a teacher has of it."""
+
+    tokens_BT: Array
+    targets_BT: Array
+    weights_BT: Array
+    segments_BT: Array | None
+    positions_BT: Array | None
+    teacher: Teacher
+
+
+@runtime_checkable
+class MaybeTaught(DeviceBatch, Protocol):
+    """A `TaughtBatch`, or one of a dry run, which has no teacher."""
+
+
+def divergences(
+    kind: Divergence, teacher_NV: Float[Array, "N V"], student_NV: Float[Array, "N V"]
+) -> Float[Array, "N"]:
+    """Nats between two rows of log-probabilities, float32."""
+
+    def kl(log_p: Array, log_q: Array) -> Array:
+        return jnp.sum(jnp.exp(log_p) * (log_p - log_q), axis=-1)
+
+    if kind == "forward_kl":
+        return kl(teacher_NV, student_NV)
+    if kind == "reverse_kl":
+        return kl(student_NV, teacher_NV)
+    middle_NV = jnp.logaddexp(teacher_NV, student_NV) - jnp.log(2.0)
+    return 0.5 * (kl(teacher_NV, middle_NV) + kl(student_NV, middle_NV))
+
+
+def logits_of(x_ND: Array, w_DV: Array, softcap: Array | float | None, vocab: int) -> Array:
+    """float32 [N, vocab]: without the columns that only fill the head up."""
+    logits_NV = jnp.matmul(x_ND, w_DV[:, :vocab], preferred_element_type=jnp.float32)
+    return logits_NV if softcap is None else softcap * jnp.tanh(logits_NV / softcap)
+
+
+def distill_losses(
+    c: DistillConfig, options: LossOptions, h: Hidden, teacher: Teacher
+) -> tuple[Float[Array, "B T"], ...]:
+    """(the label's loss, temperature^2 x divergence) of each token in nats, by chunks of tokens."""
+    vocab, cap = h.model.vocab_size, h.model.config.logit_softcap
+
+    @jax.checkpoint
+    def chunk(
+        x: Array, w: Array, labels: Array, y: Array, u: Array, softcap: Array | None
+    ) -> tuple[Array, Array]:
+        student = logits_of(x, w.astype(x.dtype), cap, vocab)
+        taught = jax.lax.stop_gradient(logits_of(y, u, softcap, vocab))
+        logZ = jax.nn.logsumexp(student, axis=-1)
+        label = jnp.take_along_axis(student, labels[:, None], axis=-1)[:, 0]
+        soft = (jax.nn.log_softmax(z / c.temperature) for z in (taught, student))
+        hard = logZ - label + options.z_loss * jnp.square(logZ)
+        return hard, c.temperature**2 * divergences(c.divergence, *soft)
+
+    def local(
+        x: Array, w: Array, labels: Array, y: Array, *shared: Array | None
+    ) -> tuple[Array, ...]:
+        size = min(labels.size, max(8, CHUNK_LOGITS // vocab))
+
+        def chunks(a: Array, *dims: int) -> Array:
+            a = a.reshape(labels.size, *dims)
+            a = jnp.pad(a, [(0, -len(a) % size), *((0, 0) for _ in dims)])
+            return a.reshape(-1, size, *dims)
+
+        xs = chunks(x, x.shape[-1]), chunks(labels), chunks(y, y.shape[-1])
+        found = jax.lax.map(lambda a: chunk(a[0], w, a[1], a[2], *shared), xs)
+        return tuple(a.reshape(-1)[: labels.size].reshape(labels.shape) for a in found)
+
+    # In float32 outside of the chunks, so that the head's gradient is summed over them in float32.
+    head_DV = h.model.head_DV().astype(jnp.float32)
+    arrays = (
+        h.x_BTD, head_DV, h.targets_BT, teacher.states_BTE, teacher.head_EV, teacher.softcap,
+    )  # fmt: skip
+    mesh = current_mesh()
+    if mesh is None:
+        return local(*arrays)
+    rows = partition_spec(("batch", "sequence"), h.targets_BT.shape, mesh)
+    wide = P(*rows, None)
+    return shard_map(local, (wide, P(), rows, wide, P(), P()), (rows, rows))(*arrays)
+
+
+def make_distill(c: DistillConfig, options: LossOptions) -> Objective:
+    """`loss` and `bpb` log the labels' loss, as of other runs; `loss_distill` the divergence."""
+
+    def loss(
+        graphdef: nnx.GraphDef,
+        params: Params,
+        batch: MaybeTaught,
+        shared: tuple[Array, Array | None] | None,
+        **step: Array | None,
+    ) -> tuple[Array, SumsByName]:
+        h = hidden_states(graphdef, params, batch, options, step.get("key"))
+        if not isinstance(batch, TaughtBatch) or shared is None:
+            hard = head_loss(h, h.targets_BT, h.weights_BT, options)
+            return hard + h.balance_loss, {"labels": hard, "divergence": jnp.zeros(())}
+        teacher = Teacher(batch.teacher.states_BTE, *shared)
+        sums = [jnp.sum(h.weights_BT * a) for a in distill_losses(c, options, h, teacher)]
+        total = c.weight * sums[0] + (1 - c.weight) * sums[1] + h.balance_loss
+        return total, dict(zip(("labels", "divergence"), jax.lax.stop_gradient(sums)))
+
+    def share(
+        graphdef: nnx.GraphDef, params: Params, batch: MaybeTaught
+    ) -> tuple[Array | None, Array | None] | None:
+        return batch.teacher[1:] if isinstance(batch, TaughtBatch) else None
+
+    def without_head(batch: MaybeTaught) -> MaybeTaught:
+        if not isinstance(batch, TaughtBatch):
+            return batch
+        return batch._replace(teacher=batch.teacher._replace(head_EV=None, softcap=None))
+
+    def metrics(
+        loss: Array, tokens: Array, text_bytes: Array, sums: SumsByName, shared: object
+    ) -> dict[str, Array]:
+        found = token_metrics(sums["labels"], tokens, text_bytes, sums, None)
+        return found | {"loss_distill": sums["divergence"] / tokens}
+
+    names = ("labels", "divergence")
+    return Objective(loss, count_tokens, metrics, names, share, microbatches=without_head)

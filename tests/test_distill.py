@@ -1,0 +1,119 @@
+"""Distillation: divergences and their gradients, meshes, and a run with its resumption."""
+
+import shutil
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from tiny import (
+    batch,
+    begin_random,
+    build,
+    close,
+    make_spec,
+    mesh_of,
+    resolved,
+    run_overrides,
+    same,
+    stacked,
+)
+
+from jaxtrain.main import main
+from jaxtrain.objectives import LossOptions, distill
+from jaxtrain.objectives.distill import DistillConfig, TaughtBatch, Teacher, make_distill
+from jaxtrain.objectives.next_token import hidden_states
+from jaxtrain.runs.history import read_rows
+from jaxtrain.runs.saved import load_saved
+from jaxtrain.train.step import make_step
+
+E, CAP = 24, 12.0  # of the teacher
+
+
+def objective(**fields):
+    return make_distill(DistillConfig(teacher="runs/teacher", **fields), LossOptions())
+
+
+def taught(one):
+    """The batch with hidden states and a head of a teacher of another width."""
+    random = np.random.default_rng(3)
+    states = random.normal(size=(*one.tokens_BT.shape, E)).astype(np.float32)
+    head = random.normal(size=(E, 80)).astype(np.float32)  # filled up: the vocabulary has 61
+    own = (one.tokens_BT, one.targets_BT, one.weights_BT, one.segments_BT, one.positions_BT)
+    return TaughtBatch(*own, Teacher(jnp.asarray(states), jnp.asarray(head), jnp.float32(CAP)))
+
+
+def reference(kind, p, q):
+    """sum p log(p / q) and its kin, of probabilities."""
+    kl = lambda a, b: jnp.sum(a * jnp.log(a / b), -1)
+    middle = (p + q) / 2
+    return {
+        "forward_kl": kl(p, q),
+        "reverse_kl": kl(q, p),
+        "jsd": (kl(p, middle) + kl(q, middle)) / 2,
+    }[kind]
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.quick("forward_kl")
+def test_loss_and_gradient_are_those_of_whole_logits(kind, monkeypatch):
+    monkeypatch.setattr(distill, "CHUNK_LOGITS", 24 * 61)  # the last of the chunks is not full
+    _, graphdef, _, params = build(depth=1, logit_softcap=15.0)
+    given = jax.tree.map(jnp.asarray, taught(batch(2)))
+    tau, share = 2.0, 0.25
+
+    def ours(p):
+        o = objective(divergence=kind, temperature=tau, weight=share)
+        return o.loss(
+            graphdef, p, o.microbatches(given), o.share(graphdef, p, given), step=jnp.int32(0)
+        )[0]
+
+    def theirs(p):
+        h = hidden_states(graphdef, p, given)
+        z = 15 * jnp.tanh(h.x_BTD @ h.model.head_DV()[:, :61] / 15)
+        u = CAP * jnp.tanh(given.teacher.states_BTE @ given.teacher.head_EV[:, :61] / CAP)
+        hard = -jnp.take_along_axis(jax.nn.log_softmax(z), given.targets_BT[..., None], -1)[..., 0]
+        soft = reference(kind, jax.nn.softmax(u / tau), jax.nn.softmax(z / tau))
+        return jnp.sum(given.weights_BT * (share * hard + (1 - share) * tau**2 * soft))
+
+    with jax.default_matmul_precision("highest"):
+        found, expected = (jax.jit(jax.value_and_grad(f))(params) for f in (ours, theirs))
+    close(found, expected, rtol=2e-4, atol=2e-4)
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("axis", ["fsdp", "tensor"])
+def test_a_sharded_step_in_microbatches_is_that_of_one_device(axis):
+    spec, hyperparams = make_spec(resolved(window_pattern="L", value_embeddings=False))
+    spec, found = spec._replace(objective=objective(weight=0.5)), []
+    given = taught(batch(8))
+    for mesh, micro in ((mesh_of(), 8), (mesh_of(**{axis: 2}), 4)):
+        with jax.set_mesh(mesh):
+            cut = stacked(given._replace(teacher=None), micro)
+            states = stacked(given.teacher.states_BTE, micro)
+            cut = cut._replace(teacher=given.teacher._replace(states_BTE=states))
+            found.append(make_step(spec, mesh)(begin_random(spec, mesh), cut, hyperparams)[1])
+    for name in ("loss", "loss_distill", "grad_norm"):
+        np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-3)
+
+
+@pytest.mark.slow
+def test_a_run_with_a_teacher_of_another_shape_and_its_resumption(tmp_path, capsys):
+    assert main(run_overrides(tmp_path, train__steps=4, run__name="teacher", model__width=40)) == 0
+    fields = {
+        "train__steps": 4, "objective__name": "distill", "checkpoint__every": 2,
+        "objective__teacher": tmp_path / "teacher", "train__batch_size": 16, "mesh__fsdp": 2,
+        "mesh__data": 4, "model__depth": 2,
+    }  # fmt: skip
+    assert main(run_overrides(tmp_path, **fields)) == 0
+    whole = load_saved(tmp_path / "tiny")
+    rows = read_rows(tmp_path / "tiny" / "metrics.jsonl")
+    steps = [r for r in rows if r["kind"] == "train"]
+    assert all(0 < row["loss_distill"] < 1 < row["loss"] for row in steps)
+    shutil.rmtree(tmp_path / "tiny" / "checkpoints" / "4")
+    shutil.rmtree(tmp_path / "tiny" / "model")
+    assert main(run_overrides(tmp_path, **fields)) == 0
+    same(load_saved(tmp_path / "tiny").params, whole.params)
+    other = fields | {"run__name": "other", "data__tokenizer__vocab_size": 350}
+    assert main(run_overrides(tmp_path, **other)) == 2
+    assert "objective.teacher" in capsys.readouterr().err
