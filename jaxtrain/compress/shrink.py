@@ -24,7 +24,7 @@ from jaxtrain.model import ResolvedModel, Transformer, split
 from jaxtrain.model.config import check_decoder
 from jaxtrain.objectives.base import DeviceBatch
 from jaxtrain.objectives.next_token import next_token_loss
-from jaxtrain.runs.saved import Saved, load_saved, save_model
+from jaxtrain.runs.saved import Saved, is_quantized, load_saved, save_model
 from jaxtrain.settings import UserError, command
 from jaxtrain.weights.contract import flatten
 
@@ -257,6 +257,8 @@ def main(argv: list[str] | None = None) -> int:
     if (a.out / "config.yaml").exists():
         raise UserError(f"{a.out} holds a model already; name another folder with --out")
     saved = load_saved(a.run, a.step)
+    if is_quantized(saved):
+        raise UserError(f"{a.run} is quantized; shrink the model before, then quantize")
     c = saved.config.model
     wanted = Size(a.depth or c.depth, a.heads or c.heads, a.hidden or c.hidden)
     check_shrunk_size(c, wanted)
