@@ -113,8 +113,7 @@ COMMANDS = {
     ),
 }  # fmt: skip
 EXAMPLES = """
-  jaxtrain train --config quickstart data.train.path=book.txt
-  jaxtrain chat runs/quickstart"""
+  jaxtrain train --config quickstart data.train.path=book.txt"""
 
 
 def overview() -> str:
