@@ -53,6 +53,17 @@ def test_a_dropped_token_is_as_if_its_middle_layer_were_absent():
     assert (np.abs(with_key - without).max(-1)[kept] > 1e-3).all()
 
 
+def test_a_kept_token_takes_its_middle_layer_as_ever():
+    """Attention behind the first layer is switched off: a token has its own channels alone."""
+    _, graphdef, _, params = build(**FIELDS, token_dropping=0.5)
+    out = params["blocks"]["attention"]["out"]
+    params["blocks"]["attention"]["out"] = out.at[1:].set(0.0)
+    dropped, whole = (states(graphdef, params, tokens(), key) for key in (KEY, None))
+    kept = np.zeros((4, T), bool)
+    np.put_along_axis(kept, np.asarray(draw_tokens(KEY, 1, 4, T, 0.5)), True, axis=1)
+    np.testing.assert_allclose(dropped[kept], whole[kept], rtol=1e-4, atol=1e-4)
+
+
 @pytest.mark.parametrize("changes", [{}, {"value_embeddings": True, "scan_layers": True}])
 @pytest.mark.quick("changes0")
 def test_order_and_documents_hold_in_training(changes):
