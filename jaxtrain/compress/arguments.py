@@ -3,12 +3,14 @@
 import argparse
 from pathlib import Path
 
+from jaxtrain.compress.prune_arguments import add_calibration
 from jaxtrain.settings import Parser, whole
 
 # The rows of compress.methods.METHODS; a test checks.
 METHODS = {
     "int8": "8-bit integers, a scale a column",
     "int4": "4-bit integers, a scale a group of inputs; round to nearest",
+    "gptq": "int4 whose rounding errors the inputs behind make up for; reads a calibration text",
     "nf4": "4-bit NormalFloat in blocks of 64, as QLoRA's base",
     "float8": "float8 e4m3, a scale a column",
 }
@@ -27,9 +29,13 @@ def quantize_parser() -> Parser:
     parser.add_argument("--method", choices=METHODS, required=True, help="how; see below")
     parser.add_argument(
         "--group-size", type=whole(2, 2**31 - 1), default=128,
-        help="int4: inputs that share a scale (default 128)",
+        help="int4, gptq: inputs that share a scale (default 128)",
     )  # fmt: skip
     parser.add_argument("--head", action="store_true", help="quantize the head as well")
     parser.add_argument("--out", type=Path, required=True, help="folder of the new model")
     parser.add_argument("--text", type=Path, help="text to measure on; default the run's own")
+    parser.add_argument(
+        "--act-order", action="store_true", help="gptq: inputs with the largest squares first"
+    )
+    add_calibration(parser, "--calibration")
     return parser

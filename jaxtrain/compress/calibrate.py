@@ -89,7 +89,7 @@ def calibration_rows(
     if len(rows) < sequences:
         raise UserError(
             f"{text or 'data.train'}: the calibration text fills {len(rows)} sequences of {length} "
-            f"tokens, not {sequences}; name a longer one with --text, or lower --sequences"
+            f"tokens, not {sequences}; name a longer one, or lower --sequences"
         )
     batches = range(0, sequences, sizes[-1])
     stack = lambda *xs: np.stack(xs)
@@ -101,7 +101,7 @@ def file_rows(saved: Saved, text: Path, sequences: int, length: int) -> Iterator
     try:
         words = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"--text {text} cannot be read as UTF-8 text: {error}") from None
+        raise UserError(f"{text} cannot be read as UTF-8 text: {error}") from None
     ids = np.concatenate([[saved.tokenizer.bos_id], saved.tokenizer.encode(words)])
     for i in range(min(sequences, len(ids) // length)):
         yield TokenRows(ids[i * length : (i + 1) * length].astype(np.int32))

@@ -9,42 +9,42 @@ quantized model knows forms, not methods.
 from collections.abc import Callable
 from typing import NamedTuple
 
+import jax.numpy as jnp
+import numpy as np
 from jaxtyping import Array, Float
 
+from jaxtrain.compress.calibrate import Inputs
+from jaxtrain.compress.gptq import gptq_codes
 from jaxtrain.settings import UserError
 from jaxtrain.weights.float8_storage import quantize_e4m3
-from jaxtrain.weights.int4 import GROUP, quantize_int4
+from jaxtrain.weights.int4 import GROUP, group_of, pack_int4, quantize_int4
 from jaxtrain.weights.quantized import BLOCK, QuantizedWeight, quantize_int8, quantize_nf4
-
-
-class Statistics(NamedTuple):
-    """What a matrix read over the tokens of a calibration text, float32."""
-
-    gram_KK: Float[Array, "K K"]  # sum over tokens of x x^T
-    magnitude_K: Float[Array, " K"]  # mean over tokens of |x|
-    tokens: int
 
 
 class MethodOptions(NamedTuple):
     """Options of the command that a method may read."""
 
     group_size: int = GROUP  # inputs that share a scale, of 4-bit forms
+    act_order: bool = False  # GPTQ: inputs with the largest sum of squares first
 
 
 Quantizer = Callable[
-    [Float[Array, "K N"], Statistics | None, MethodOptions],
+    [Float[Array, "K N"], Inputs | None, MethodOptions],
     QuantizedWeight,
 ]
 
 
 class Method(NamedTuple):
-    """quantize(matrix [K, N], its statistics or None, options); needs_statistics: not None."""
+    """quantize(matrix [K, N], statistics of its inputs or None, options).
+
+    hessian: the blocks' matrices have statistics, with X^T X, and are host arrays.
+    """
 
     quantize: Quantizer
-    needs_statistics: bool = False
+    hessian: bool = False
 
 
-def nf4(w_KN: Float[Array, "K N"], _: Statistics | None, options: MethodOptions) -> QuantizedWeight:
+def nf4(w_KN: Float[Array, "K N"], _: Inputs | None, options: MethodOptions) -> QuantizedWeight:
     """Raises UserError for a matrix that has no whole number of blocks."""
     if w_KN.size % BLOCK:
         K, N = w_KN.shape
@@ -55,9 +55,22 @@ def nf4(w_KN: Float[Array, "K N"], _: Statistics | None, options: MethodOptions)
     return quantize_nf4(w_KN)
 
 
+def gptq(
+    w_KN: Float[Array, "K N"], inputs: Inputs | None, options: MethodOptions
+) -> QuantizedWeight:
+    """A matrix without statistics, as the head is, is rounded to the nearest codes."""
+    if inputs is None or inputs.hessian_KK is None:
+        return quantize_int4(w_KN, options.group_size)
+    group = group_of(len(w_KN), options.group_size)
+    hessian_KK = np.asarray(inputs.hessian_KK, np.float64)
+    codes, steps = gptq_codes(np.asarray(w_KN), hessian_KK, group, options.act_order)
+    return pack_int4(jnp.asarray(codes), jnp.asarray(steps, jnp.float32), w_KN.dtype.name)
+
+
 METHODS: dict[str, Method] = {
     "int8": Method(lambda w, _, options: quantize_int8(w)),
     "int4": Method(lambda w, _, options: quantize_int4(w, options.group_size)),
+    "gptq": Method(gptq, hessian=True),
     "nf4": Method(nf4),
     "float8": Method(lambda w, _, options: quantize_e4m3(w)),
 }

@@ -31,8 +31,8 @@ def prune_parser() -> Parser:
     return parser
 
 
-def add_calibration(parser: Parser) -> None:
+def add_calibration(parser: Parser, name: str = "--text") -> None:
     """The text whose statistics a method reads."""
-    parser.add_argument("--text", type=Path, help="calibration text; default data.train's")
+    parser.add_argument(name, type=Path, help="calibration text; default data.train's")
     parser.add_argument("--sequences", type=whole(1), default=128, help="of that text (128)")
     parser.add_argument("--length", type=whole(2), help="tokens of each; train.sequence_length")

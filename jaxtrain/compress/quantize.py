@@ -3,8 +3,9 @@
 The new folder holds packed matrices (`weights.stored`); what loads it keeps them packed in memory.
 """
 
+import contextlib
 import shutil
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -14,7 +15,8 @@ import numpy as np
 
 from jaxtrain.cluster.runtime import compute_dtype, start
 from jaxtrain.compress.arguments import quantize_parser
-from jaxtrain.compress.methods import METHODS, MethodOptions, Statistics
+from jaxtrain.compress.calibrate import Matrix, TokenRows, calibration_rows, visit_layers
+from jaxtrain.compress.methods import METHODS, MethodOptions
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import DataConfig
 from jaxtrain.data.config import SourceValidation
@@ -31,6 +33,7 @@ from jaxtrain.weights.params import Params, Specs, is_block_matrix, path_name
 from jaxtrain.weights.quantized import QuantizedWeight
 from jaxtrain.weights.stored import stored_bytes
 
+Solved = dict[tuple[str, int], QuantizedWeight]  # by a matrix's name and place in its stack
 Figures = dict[str, float]  # bpb, perplexity, loss, disk_bytes, memory_bytes
 ABSMAX = MethodOptions()
 MEASURED = {
@@ -44,36 +47,69 @@ def is_quantizable(spec: ParamSpec, head: bool) -> bool:
     return is_block_matrix(spec) or (head and spec.role == "head")
 
 
+@contextlib.contextmanager
+def named_error(name: str) -> Iterator[None]:
+    """A UserError inside begins with the matrix's name."""
+    try:
+        yield
+    except UserError as error:
+        raise UserError(f"{name}: {error.args[0]}") from None
+
+
+def solve(
+    saved: Saved, batches: list[TokenRows], method: str, options: MethodOptions = ABSMAX
+) -> Solved:
+    """The quantized matrices of a method that reads a calibration text, layer by layer.
+
+    Inputs of a layer are those that the quantized layers before it give, as in GPTQ. UserError for
+    experts, whose inputs are not recorded.
+    """
+    if saved.config.model.moe:
+        raise UserError(
+            f"--method {method} reads the inputs of every matrix, and those of experts are not "
+            "recorded; --method int4 takes them"
+        )
+    solved: Solved = {}
+
+    def visit(index: int, matrices: dict[str, Matrix]) -> dict[str, np.ndarray]:
+        changed = {}
+        for name, matrix in matrices.items():
+            w_KN, inputs = jnp.asarray(matrix.w_KN, jnp.float32), jax.device_get(matrix.inputs)
+            with named_error(name):
+                weight = METHODS[method].quantize(w_KN, inputs, options)
+            solved[name, matrix.place] = weight
+            changed[name] = np.asarray(weight.dequantize())
+        return changed
+
+    visit_layers(saved, batches, visit, METHODS[method].hessian)
+    return solved
+
+
 def quantize_params(
     params: Params,
     specs: Specs,
     method: str,
     options: MethodOptions = ABSMAX,
     head: bool = False,
-    statistics: Mapping[str, Sequence[Statistics]] | None = None,
+    solved: Solved | None = None,
 ) -> Params:
     """The parameters with quantized matrices, each layer's and each expert's by itself.
 
-    statistics: those of each matrix by its name, one a layer. Raises UserError that names a matrix
-    whose shape the method does not allow.
+    solved: the quantized matrices that are there already (`solve`). Raises UserError that names a
+    matrix whose shape the method does not allow.
     """
+    done = solved or {}
 
     def one(path: tuple[Any, ...], spec: ParamSpec, param: Any) -> Any:
         if not is_quantizable(spec, head):
             return param
         name, stack = path_name(path), np.asarray(param)
         *front, K, N = stack.shape
-        known = statistics[name] if statistics else []
         plain = jax.jit(lambda w_KN: METHODS[method].quantize(w_KN, None, options))
         found = []
         for i, matrix in enumerate(stack.reshape(-1, K, N)):
-            w_KN = jnp.asarray(matrix, jnp.float32)
-            try:
-                quantized = (
-                    METHODS[method].quantize(w_KN, known[i], options) if known else plain(w_KN)
-                )
-            except UserError as error:
-                raise UserError(f"{name}: {error.args[0]}") from None
+            with named_error(name):
+                quantized = done.get((name, i)) or plain(jnp.asarray(matrix, jnp.float32))
             found.append(jax.device_get(quantized))
         return jax.tree.map(lambda *x: np.stack(x).reshape((*front, *x[0].shape)), *found)
 
@@ -143,9 +179,12 @@ def main(argv: list[str] | None = None) -> int:
     form, params = saved.config.model.weight_form, saved.params
     if form and form.is_saved:
         params = saved_params(params, saved.specs, form.name)
-    options = MethodOptions(a.group_size)
+    options, solved = MethodOptions(a.group_size, a.act_order), None
+    if METHODS[a.method].hessian:
+        rows = calibration_rows(saved, saved.config, a.calibration, a.sequences, a.length)
+        solved = solve(saved._replace(params=params), rows, a.method, options)
     config, params = quantized_model(
-        saved, quantize_params(params, saved.specs, a.method, options, a.head)
+        saved, quantize_params(params, saved.specs, a.method, options, a.head, solved)
     )
     asked = text_config(saved.config, a.text)
     before = measure(saved, asked, saved.tokenizer_dir / WEIGHTS)

@@ -11,8 +11,9 @@ from tiny import byte_model, random_params, random_run, resolved, tokens
 
 from jaxtrain.cli import main
 from jaxtrain.compress import arguments
+from jaxtrain.compress.calibrate import TokenRows
 from jaxtrain.compress.methods import METHODS, MethodOptions
-from jaxtrain.compress.quantize import quantize_params
+from jaxtrain.compress.quantize import quantize_params, solve
 from jaxtrain.evaluation.model import load
 from jaxtrain.model import Transformer, cast, split
 from jaxtrain.runs.saved import is_quantized, load_saved, save_model
@@ -24,7 +25,7 @@ from jaxtrain.weights.stored import stored_bytes
 
 EXPERTS = {"moe": {"experts": 2, "every": 2, "shared_experts": 1}, "depth": 2, "ffn": "swiglu"}
 LATENT = {"mla": {"kv_rank": 16, "rope_dim": 4}, "depth": 2, "value_embeddings": False}
-BITS = {"int8": 9.3, "int4": 4.6, "nf4": 5.2, "float8": 9.3}  # with the scales of small matrices
+BITS = {"int8": 9.3, "int4": 4.6, "gptq": 4.6, "nf4": 5.2, "float8": 9.3}  # with the scales
 
 
 def test_the_table_and_the_command_line_name_the_same_methods():
@@ -80,6 +81,23 @@ def test_a_quantized_folder_is_held_packed_and_computes_as_its_arrays(
     assert (run / "model" / "model.safetensors").read_bytes() == original
     assert quantized(run, text, method, tmp_path / "small") == 2
     assert "is there already and not empty" in capsys.readouterr().err
+
+
+def test_gptq_moves_the_hidden_states_less_than_rounding_to_nearest(run):
+    """Each layer is solved on what the quantized layers before it give."""
+    saved = load_saved(run)
+    text = np.random.default_rng(0).integers(0, 255, (8, 32), np.int32)
+    rows, options = [TokenRows(text)], MethodOptions(16)
+    graphdef, narrow = split(Transformer(saved.config.model, 257))[0], jnp.dtype(jnp.float32)
+    hidden = lambda p: np.asarray(
+        nnx.merge(graphdef, cast(jax.device_put(p), saved.specs, narrow))(jnp.asarray(text)).states
+    )
+    solved = {"gptq": solve(saved, rows, "gptq", options), "int4": None}
+    moved = {}
+    for method, done in solved.items():
+        small = quantize_params(saved.params, saved.specs, method, options, solved=done)
+        moved[method] = np.linalg.norm(hidden(small) - hidden(saved.params))
+    assert 0 < moved["gptq"] < 0.9 * moved["int4"]
 
 
 @pytest.mark.slow
