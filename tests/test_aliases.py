@@ -163,7 +163,7 @@ def test_no_spelling_stands_twice_or_hides_a_field():
             "lr: jaxtrain calls it optim.matrix_lr (optim.name=muon) or optim.learning_rate "
             "(all others)",
         ),
-        ("lora_r=8", "lora_r: jaxtrain calls it finetune.rank, with finetune.name=lora"),
+        ("lora_r=8", "lora_r: jaxtrain calls it finetune.rank, with finetune.name=lora or relora"),
         ("train.steps=1 finetune.name=lora finetune.r=8", "finetune.r: jaxtrain calls it "
          "finetune.rank"),
         ("training.seq_len=8", "training.seq_len: jaxtrain calls it train.sequence_length"),

@@ -69,7 +69,7 @@ def full_rank(c: Resolved) -> Resolved:
 
 def config_at(c: Resolved, step: int) -> Resolved:
     """The configuration with the model that trains at a step."""
-    if step <= full_rank_steps(c):
+    if (warm := full_rank_steps(c)) and step <= warm:
         return full_rank(c)
     for number, phase in enumerate(c.train.phases):
         if step <= phase.until:
