@@ -248,9 +248,9 @@ several lengths, each with its whole decay; a value with `~` is read beyond them
 `seconds` is the time of a token over the baseline's. `bits` is the difference in bits per byte at
 equal steps. `memory` is the bytes of a compiled step over the baseline's.
 
-Techniques have the baseline's learning rates unless their switch names others. The figures hold at
-the size and the tokens of their table alone: each paper's claim stands beside them, with the scale
-at which it was made. Each record's `command` repeats its runs.
+Techniques have the baseline's learning rates unless their switch names others. The figures hold for
+the model size and the number of tokens of their table. The last column has the paper's claim and
+its scale. Each record's `command` repeats its runs.
 
 | verdict | meaning |
 | --- | --- |

@@ -1,8 +1,8 @@
 """What the matrices of a model see of a text: statistics of their inputs, layer by layer.
 
-A layer runs on all sequences at once, then the next one: what is kept is the residual stream of
-these sequences and the statistics of one layer. A method may change a layer's matrices in between;
-the layers behind it then see what the changed ones give, as in GPTQ and SparseGPT.
+All sequences pass a layer before any passes the next one. Memory holds their residual streams and
+the statistics of one layer. A method may change a layer's matrices after it has seen them: later
+layers then read the outputs of the changed layer, as in GPTQ and SparseGPT.
 """
 
 import dataclasses

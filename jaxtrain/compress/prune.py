@@ -5,10 +5,10 @@ jaxtrain prune RUN --method wanda --sparsity 0.5 --out DIR [key=value ...]
 
 import json
 from pathlib import Path
-from typing import Any
 
 import jax
 import numpy as np
+from jax.tree_util import KeyPath
 
 from jaxtrain.cluster.runtime import start
 from jaxtrain.compress.calibrate import Matrix, TokenRows, calibration_rows, visit_layers
@@ -43,7 +43,7 @@ def prune(
         check_shape(name, spec.shape[-2], target)
     if not METHODS[method].inputs:
 
-        def one(path: Any, w: np.ndarray | jax.Array) -> np.ndarray:
+        def one(path: KeyPath, w: np.ndarray | jax.Array) -> np.ndarray:
             w, name = np.array(w), path_name(path)
             if name in specs:
                 for place in np.ndindex(w.shape[:-2]):

@@ -11,6 +11,7 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
+from jax.tree_util import KeyPath
 from jaxtyping import Array, Float, PyTree
 
 from jaxtrain.finetune.config import LoRAConfig, ReLoRAConfig
@@ -72,7 +73,7 @@ def merge_and_reset(
     drawn = jax.random.bits(key, dtype=jnp.uint32).astype(jnp.int32)
     flat |= flatten(initialize(unflatten(adapters), drawn))
 
-    def reset(path: Any, x: Array) -> Array:
+    def reset(path: KeyPath, x: Array) -> Array:
         owner = owner_of(path, adapters)
         moment = owner is not None and x.shape == adapters[owner].shape
         return prune_moment(x, c.reset) if moment else x

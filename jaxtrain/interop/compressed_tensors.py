@@ -54,10 +54,10 @@ def group_size(weights: Mapping[str, QuantizedWeight]) -> int:
         if isinstance(w, Int4Weight)
     }
     if len(sizes) > 1:
-        said = ", ".join(f"{size} ({name})" for size, name in sorted(sizes.items()))
+        found = ", ".join(f"{size} ({name})" for size, name in sorted(sizes.items()))
         raise UserError(
-            f"an export has one group size, and this model {said}: quantize with --group-size "
-            f"{min(sizes)}"
+            f"an export has one group size, and this model has several: {found}; quantize with "
+            f"--group-size {min(sizes)}"
         )
     return next(iter(sizes))
 

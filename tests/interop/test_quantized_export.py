@@ -109,5 +109,5 @@ def test_what_the_layout_cannot_hold_is_one_line(own_model, tmp_path, capsys):
         "NanoChat is not opened with packed integers: quantize it by f" in capsys.readouterr().err
     )
     two = {"a": quantize_int4(jnp.ones((16, 4)), 8), "b": quantize_int4(jnp.ones((12, 4)), 128)}
-    with pytest.raises(UserError, match=r"8 \(a\), 12 \(b\): quantize with --group-size 8"):
+    with pytest.raises(UserError, match=r"8 \(a\), 12 \(b\); quantize with --group-size 8"):
         quantization_config(two)
