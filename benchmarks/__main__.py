@@ -73,7 +73,7 @@ ONLY = {
     "loader": ("minutes",),
     "memory": ("techniques", "longest", "devices", "device", "memory", "fit"),
     "race": ("baseline", "differ"),
-    "verdicts": ("workers",),
+    "verdicts": ("workers", "time_only"),
 }
 
 
@@ -132,6 +132,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--workers", type=whole(1), help="verdicts: runs that share the device, default 1"
     )
+    parser.add_argument(
+        "--time-only", action="store_true",
+        help="verdicts: renew the seconds and bytes of recorded techniques; losses stay",
+    )  # fmt: skip
     parser.add_argument("--baseline", help="race: name of the run to beat; default the best AdamW")
     parser.add_argument(
         "--differ", action="append", default=[], choices=SAME,
@@ -229,7 +233,8 @@ def main(argv: list[str] | None = None) -> int:
     if arguments.what == "verdicts":
         if arguments.overrides:
             workers = arguments.workers or 1
-            train_verdicts(arguments.overrides, workers, arguments.record, arguments.out)
+            only = arguments.time_only
+            train_verdicts(arguments.overrides, workers, arguments.record, arguments.out, only)
         console.print(make_page().name, "is current")
         return 0
     if arguments.what == "table":

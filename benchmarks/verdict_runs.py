@@ -1,9 +1,11 @@
 """Trains the runs that verdicts are made of: each technique on each seed, and the baseline.
 
 Losses come from runs that share a GPU, several at a time. Seconds come from one run of each
-technique that has the machine to itself, once its programs have been compiled by the others.
+technique that has the GPU to itself, once its programs have been compiled by the others: processes
+load and lower programs side by side, and take turns at the steps.
 """
 
+import fcntl
 import json
 import os
 import shutil
@@ -13,10 +15,11 @@ from concurrent.futures import ProcessPoolExecutor, as_completed
 from contextlib import redirect_stderr, redirect_stdout
 from multiprocessing import get_context
 from pathlib import Path
-from typing import NamedTuple
+from typing import IO, NamedTuple, override
 
 import jax
 
+from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.cluster.runtime import start
 from jaxtrain.config import find_config, load_config
 from jaxtrain.runs.compare import read_run, training_seconds
@@ -48,16 +51,39 @@ class Outcome(NamedTuple):
     error: str | None = None
 
 
-def train_job(job: Job, folder: Path) -> Outcome:
-    """Train one run in this process, its output into a file; the run directory is removed."""
+class ExclusiveSteps(Coordinator):
+    """A process that takes its steps while no other of the same lock file takes any.
+
+    It waits after its program is compiled, before its first step, until the file is closed.
+    """
+
+    def __init__(self, lock: IO[str]):
+        super().__init__()
+        self.lock = lock
+
+    @override
+    def begin(self, step: int) -> None:
+        fcntl.flock(self.lock, fcntl.LOCK_EX)
+        super().begin(step)
+
+
+def train_job(job: Job, folder: Path, alone: bool = False) -> Outcome:
+    """Train one run in this process, its output into a file; the run directory is removed.
+
+    alone: no other such run of the folder takes steps at the same time.
+    """
     name = f"{job.name}-{job.seed}-{job.steps}"
     overrides = [*PLAIN, *job.overrides, f"run.name={name}", f"run.directory={folder}",
                  f"run.seed={job.seed}", f"data.seed={job.seed}",
                  f"train.steps={job.steps}"]  # fmt: skip
     run_dir, log = folder / name, folder / f"{name}.log"
     try:
-        with log.open("w") as file, redirect_stdout(file), redirect_stderr(file):
-            train(load_config(find_config(job.config), overrides))
+        with (
+            log.open("w") as file, redirect_stdout(file), redirect_stderr(file),
+            (folder / "steps.lock").open("w") as lock,
+        ):  # fmt: skip
+            coordinator = ExclusiveSteps(lock) if alone else None
+            train(load_config(find_config(job.config), overrides), coordinator)
         return read_outcome(run_dir)
     except Exception as error:  # one technique's fault must not end the others' runs
         return Outcome(error=f"{type(error).__name__}: {str(error).splitlines()[0][:200]}")
@@ -80,25 +106,27 @@ def read_outcome(run_dir: Path) -> Outcome:
 def train_all(
     jobs: Sequence[Job], timed: Sequence[Job], workers: int, done: Path
 ) -> Iterator[tuple[Job, Outcome]]:
-    """Outcomes: first of `jobs`, `workers` at a time, then of `timed`, each alone.
+    """Outcomes: first of `jobs`, `workers` at a time, then of `timed`, whose steps are alone.
 
     done: a file of the outcomes so far, a line each; what it has is not trained again.
     """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    os.environ["XLA_CLIENT_MEM_FRACTION"] = f"{0.9 / workers:.3f}"
     known = dict(map(_read_line, done.read_text().splitlines())) if done.exists() else {}
     done.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=_memory_disk()) as folder, done.open("a") as file:
-        for batch, width in ((jobs, workers), (timed, 1)):
+        for batch, alone in ((jobs, False), (timed, True)):
             yield from ((job, known[job]) for job in batch if job in known)
+            # Who waits for its turn holds its state alone; a process ends with its turn.
+            os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.4" if alone else f"{0.9 / workers:.3f}"
             with ProcessPoolExecutor(
-                width, mp_context=get_context("spawn"), initializer=start, initargs=(True,)
-            ) as pool:
+                workers, mp_context=get_context("spawn"), initializer=start, initargs=(True,),
+                max_tasks_per_child=1 if alone else None,
+            ) as pool:  # fmt: skip
                 left = [job for job in batch if job not in known]
-                running = {pool.submit(train_job, job, Path(folder)): job for job in left}
+                running = {pool.submit(train_job, job, Path(folder), alone): job for job in left}
                 for future in as_completed(running):
                     job, outcome = running[future], future.result()
-                    print(_line(job, outcome, width == 1), flush=True)
+                    print(_line(job, outcome, alone), flush=True)
                     if not outcome.error:
                         file.write(json.dumps([job._asdict(), outcome._asdict()]) + "\n")
                         file.flush()

@@ -1,6 +1,7 @@
 """The verdict table: what each technique gains against a tuned baseline, docs/verdicts.md.
 
     python -m benchmarks verdicts d4 NAME ... data.train.path=... --record    trains, and records
+    python -m benchmarks verdicts d4 --time-only ...               renews the seconds of records
     python -m benchmarks verdicts                                  makes the page from the records
 
 The baseline is trained over several lengths, each with its whole decay (Kaddour et al. 2023, No
@@ -103,14 +104,19 @@ def read_table(path: Path = TABLE) -> tuple[dict[str, Scale], dict[str, Techniqu
 # ---- training --------------------------------------------------------------------------------
 
 
-def train_verdicts(arguments: Sequence[str], workers: int, record: bool, out: Path | None) -> None:
-    """Train techniques (default all) at a scale. arguments: its name, names, key.path=value."""
+def train_verdicts(
+    arguments: Sequence[str], workers: int, record: bool, out: Path | None, time_only: bool = False
+) -> None:
+    """Train techniques (default all) at a scale. arguments: its name, names, key.path=value.
+
+    time_only: one run of each, alone; its seconds and bytes go into the record that is there.
+    """
     scales, techniques = read_table()
     overrides = tuple(one for one in arguments if "=" in one)
     which, *names = [one for one in arguments if "=" not in one]
     if which not in scales:
         raise UserError(f"verdicts: there is no scale {which}; there are {', '.join(scales)}")
-    scale = scales[which]
+    scale, records = scales[which], read_records()
     here = [one.name for one in techniques.values() if which in one.scales]
     if unknown := set(names) - {BASELINE, *here}:
         raise UserError(
@@ -118,6 +124,9 @@ def train_verdicts(arguments: Sequence[str], workers: int, record: bool, out: Pa
             f"{', '.join([BASELINE, *here])}"
         )
     chosen = names or [BASELINE, *here]
+    if time_only:
+        scale = scale._replace(seeds=scale.seeds[:1], horizons=(1.0,))
+        chosen = [name for name in chosen if (which, name) in records]
     switches = {name: switch_of(name, techniques, scale) for name in chosen}
     jobs, timed = jobs_of(scale, switches, overrides)
     found: dict[str, list[tuple[Job, Outcome]]] = {name: [] for name in chosen}
@@ -127,7 +136,10 @@ def train_verdicts(arguments: Sequence[str], workers: int, record: bool, out: Pa
         if job.steps > 2:
             found[job.name].append((job, outcome))
         if record and job == alone[job.name]:
-            save(which, scale, switches[job.name], found[job.name], out or FOLDER)
+            if time_only:
+                save_seconds(records[which, job.name], outcome, out or FOLDER)
+            else:
+                save(which, scale, switches[job.name], found[job.name], out or FOLDER)
 
 
 def switch_of(name: str, techniques: Mapping[str, Technique], scale: Scale) -> tuple[str, ...]:
@@ -185,6 +197,18 @@ def save(
         for job, outcome in sorted(runs, key=lambda run: (run[0].steps, run[0].seed))
         if outcome.bpb is not None and outcome.tokens is not None
     ]
+    write(record, out)
+
+
+def save_seconds(record: Record, alone: Outcome, out: Path) -> None:
+    """A record with the seconds and bytes of a run that was alone; its losses stay."""
+    if alone.error:
+        return
+    assert alone.env is not None and alone.bpb is not None
+    record = {name: value for name, value in record.items() if name != "file"}
+    record["metrics"] |= {"seconds": round(alone.seconds or 0, 3), "step_bytes": alone.step_bytes}
+    of_run = {name: alone.env.get(name) for name in ("device_kind", "commit", "when")}
+    record["timed"] = of_run | {"bpb": round(alone.bpb, 5)}
     write(record, out)
 
 

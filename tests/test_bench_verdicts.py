@@ -1,13 +1,16 @@
 """The verdict table: switches that load, losses read off a frontier, and what is refused."""
 
 import importlib
+import json
 import math
+import threading
+import time
 
 import jax
 import pytest
 
 from benchmarks import verdicts
-from benchmarks.verdict_runs import Job, Outcome
+from benchmarks.verdict_runs import ExclusiveSteps, Job, Outcome
 from benchmarks.verdicts import Gain, gain, jobs_of, read_table, switch_of, tokens_to
 from jaxtrain.config import find_config, load_config
 from jaxtrain.config.resolve import resolve
@@ -140,6 +143,39 @@ def test_a_failed_timed_run_leaves_no_record(tmp_path):
     assert not list(tmp_path.iterdir())
 
 
+def test_seconds_are_renewed_and_losses_stay(tmp_path):
+    scale, job = SCALES["d4"]._replace(steps=100), Job("ema", "gpt_d12", (), 0, 100)
+    verdicts.save("d4", scale, (), [(job, Outcome(1.9, 10.0, 100, 1000, ENVIRONMENT))], tmp_path)
+    (before,) = verdicts.read_records(tmp_path).values()
+    now = Outcome(1.8, 5.0, 90, 1000, ENVIRONMENT | {"commit": "def"})
+    verdicts.save_seconds(before, now, tmp_path)
+    (after,) = verdicts.read_records(tmp_path).values()
+    assert after["rows"] == before["rows"] and after["commit"] == "abc"
+    assert (after["metrics"]["seconds"], after["metrics"]["step_bytes"]) == (5.0, 90)
+    assert (after["timed"]["commit"], after["timed"]["bpb"]) == ("def", 1.8)
+    verdicts.save_seconds(after, Outcome(error="out of memory"), tmp_path)
+    assert verdicts.read_records(tmp_path) == {("d4", "ema"): after}
+
+
+def test_timed_runs_take_turns(tmp_path):
+    order = []
+
+    def take_steps(name):
+        with (tmp_path / "steps.lock").open("w") as lock:
+            ExclusiveSteps(lock).begin(0)
+            order.append(f"{name} begins")
+            time.sleep(0.1)
+            order.append(f"{name} ends")
+
+    threads = [threading.Thread(target=take_steps, args=(i,)) for i in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    pairs = [(a.split()[0], b.split()[0]) for a, b in zip(order[::2], order[1::2])]
+    assert len(order) == 6 and all(a == b for a, b in pairs)
+
+
 def test_unknown_scales_and_techniques_are_named(capsys):
     assert main(["verdicts", "d5"]) == 2
     assert "there is no scale d5; there are d4, d12" in capsys.readouterr().err
@@ -172,3 +208,8 @@ def test_runs_are_trained_and_recorded(tmp_path, monkeypatch, capsys):
     assert "broken seed 0, 20 steps: failed" in capsys.readouterr().out
     verdicts.train_verdicts(["d4", "ema"], workers=1, record=False, out=None)  # nothing is left
     assert not capsys.readouterr().out
+    monkeypatch.setattr(verdicts, "read_records", lambda: found)
+    (tmp_path / "runs/verdicts/d4.jsonl").unlink()
+    verdicts.train_verdicts(["d4", "ema"], 2, record=True, out=tmp_path / "timed", time_only=True)
+    (timed,) = [json.loads(p.read_text()) for p in (tmp_path / "timed").iterdir()]
+    assert timed["rows"] == ema["rows"] and timed["timed"]["bpb"] == ema["rows"][0]["bpb"]
