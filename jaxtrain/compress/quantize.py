@@ -7,7 +7,7 @@ import contextlib
 import shutil
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -36,6 +36,17 @@ from jaxtrain.weights.stored import stored_bytes
 Solved = dict[tuple[str, int], QuantizedWeight]  # by a matrix's name and place in its stack
 Figures = dict[str, float]  # bpb, perplexity, loss, disk_bytes, memory_bytes
 ABSMAX = MethodOptions()
+
+
+class Calibration(NamedTuple):
+    """What a method that reads inputs is shown; the arguments of `calibration_rows`."""
+
+    text: Path | None = None  # a UTF-8 file; None: the training text
+    sequences: int = 128
+    length: int | None = None  # tokens of a sequence; None: train.sequence_length
+
+
+TRAINING_TEXT = Calibration()
 MEASURED = {
     "bpb": "bits per byte", "perplexity": "perplexity", "disk_bytes": "bytes on disk",
     "memory_bytes": "bytes in memory",
@@ -127,6 +138,42 @@ def quantized_model(saved: Saved, params: Params) -> tuple[Resolved, Params]:
     )
 
 
+def quantize_saved(
+    saved: Saved,
+    method: str,
+    options: MethodOptions = ABSMAX,
+    head: bool = False,
+    calibration: Calibration = TRAINING_TEXT,
+) -> tuple[Resolved, Params]:
+    """A loaded model by one method: the configuration and the parameters to save.
+
+    UserError for a model that is quantized already, for a head that is the embedding, and as
+    `quantize_params` and `calibration_rows`.
+    """
+    if is_quantized(saved):
+        raise UserError(
+            f"{saved.tokenizer_dir} is quantized already; take the model that it was made of"
+        )
+    if head and saved.config.model.tied_head:
+        raise UserError("--head: this model's head is its embedding, which stays; leave out --head")
+    form, params, solved = saved.config.model.weight_form, saved.params, None
+    if form and form.is_saved:
+        params = saved_params(params, saved.specs, form.name)
+    if METHODS[method].hessian:
+        rows = calibration_rows(saved, saved.config, *calibration)
+        solved = solve(saved._replace(params=params), rows, method, options)
+    return quantized_model(
+        saved, quantize_params(params, saved.specs, method, options, head, solved)
+    )
+
+
+def save_quantized(out: Path, saved: Saved, config: Resolved, params: Params) -> None:
+    """A model folder of what `quantize_saved` returned, with what lay beside the checkpoint."""
+    save_model(out, config, params, saved.tokenizer)
+    if (saved.tokenizer_dir / FOLDER).is_dir():
+        shutil.copytree(saved.tokenizer_dir / FOLDER, out / FOLDER)
+
+
 def text_config(config: Resolved, text: Path | None) -> Resolved:
     """The configuration of a validation on that file; None: on the run's own text."""
     if text is None:
@@ -172,25 +219,12 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"{a.out} is there already and not empty; name another folder with --out")
     start()
     saved = load_saved(a.run, a.step)
-    if is_quantized(saved):
-        raise UserError(f"{a.run} is quantized already; take the model that it was made of")
-    if a.head and saved.config.model.tied_head:
-        raise UserError("--head: this model's head is its embedding, which stays; leave out --head")
-    form, params = saved.config.model.weight_form, saved.params
-    if form and form.is_saved:
-        params = saved_params(params, saved.specs, form.name)
-    options, solved = MethodOptions(a.group_size, a.act_order), None
-    if METHODS[a.method].hessian:
-        rows = calibration_rows(saved, saved.config, a.calibration, a.sequences, a.length)
-        solved = solve(saved._replace(params=params), rows, a.method, options)
-    config, params = quantized_model(
-        saved, quantize_params(params, saved.specs, a.method, options, a.head, solved)
-    )
+    options = MethodOptions(a.group_size, a.act_order)
+    calibration = Calibration(a.calibration, a.sequences, a.length)
     asked = text_config(saved.config, a.text)
+    config, params = quantize_saved(saved, a.method, options, a.head, calibration)
     before = measure(saved, asked, saved.tokenizer_dir / WEIGHTS)
-    save_model(a.out, config, params, saved.tokenizer)
-    if (saved.tokenizer_dir / FOLDER).is_dir():
-        shutil.copytree(saved.tokenizer_dir / FOLDER, a.out / FOLDER)
+    save_quantized(a.out, saved, config, params)
     after = measure(load_saved(a.out), asked, a.out / WEIGHTS)
     write_figures(a.out, str(a.run), a.method, options, params, before, after)
     return 0
