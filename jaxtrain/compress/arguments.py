@@ -28,8 +28,8 @@ def quantize_parser() -> Parser:
     parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
     parser.add_argument("--method", choices=METHODS, required=True, help="how; see below")
     parser.add_argument(
-        "--group-size", type=whole(2, 2**31 - 1), default=128,
-        help="int4, gptq: inputs that share a scale (default 128)",
+        "--group-size", type=whole(2, 2**31 - 1),
+        help="int4, gptq: inputs that share a scale (default model.weight_form's, else 128)",
     )  # fmt: skip
     parser.add_argument("--head", action="store_true", help="quantize the head as well")
     parser.add_argument("--out", type=Path, required=True, help="folder of the new model")

@@ -24,11 +24,18 @@ from jaxtrain.data.files.sources import TextSource
 from jaxtrain.evaluation.evaluate import evaluate
 from jaxtrain.interop.companions import FOLDER
 from jaxtrain.model import ParamSpec, cast
-from jaxtrain.runs.saved import WEIGHTS, Saved, is_quantized, load_saved, save_model
+from jaxtrain.runs.saved import (
+    WEIGHTS,
+    Saved,
+    apply_weight_form,
+    is_quantized,
+    load_saved,
+    save_model,
+)
 from jaxtrain.settings import UserError, command
 from jaxtrain.storage.disk import write_json, write_whole
-from jaxtrain.weights import saved_params
 from jaxtrain.weights.contract import flatten
+from jaxtrain.weights.int4 import GROUP
 from jaxtrain.weights.params import Params, Specs, is_block_matrix, path_name
 from jaxtrain.weights.quantized import QuantizedWeight
 from jaxtrain.weights.stored import stored_bytes
@@ -156,15 +163,19 @@ def quantize_saved(
         )
     if head and saved.config.model.tied_head:
         raise UserError("--head: this model's head is its embedding, which stays; leave out --head")
-    form, params, solved = saved.config.model.weight_form, saved.params, None
-    if form and form.is_saved:
-        params = saved_params(params, saved.specs, form.name)
+    saved, solved = apply_weight_form(saved), None
     if METHODS[method].hessian:
         rows = calibration_rows(saved, saved.config, *calibration)
-        solved = solve(saved._replace(params=params), rows, method, options)
+        solved = solve(saved, rows, method, options)
     return quantized_model(
-        saved, quantize_params(params, saved.specs, method, options, head, solved)
+        saved, quantize_params(saved.params, saved.specs, method, options, head, solved)
     )
+
+
+def trained_group(config: Resolved) -> int:
+    """Inputs that share a scale: as the model was trained, else the default."""
+    form = config.model.weight_form
+    return (form and form.group_size) or GROUP
 
 
 def save_quantized(out: Path, saved: Saved, config: Resolved, params: Params) -> None:
@@ -219,7 +230,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"{a.out} is there already and not empty; name another folder with --out")
     start()
     saved = load_saved(a.run, a.step)
-    options = MethodOptions(a.group_size, a.act_order)
+    options = MethodOptions(a.group_size or trained_group(saved.config), a.act_order)
     calibration = Calibration(a.calibration, a.sequences, a.length)
     asked = text_config(saved.config, a.text)
     config, params = quantize_saved(saved, a.method, options, a.head, calibration)

@@ -92,6 +92,8 @@ FEATURES = {
     "fake_quant": Feature("fake-quantized weights", "model.weight_form.name",
                           lambda name: given(name) and name not in TRAINING_FORMS,
                           "model.weight_form=fake_int8"),
+    "int8_activations": Feature("fake-quantized activations", "model.weight_form.activations",
+                                given, "model.weight_form={name: fake_int8, activations: int8}"),
     "low_bit": Feature("low-bit training (MXFP8, MXFP6, MXFP4, NVFP4, int8)",
                        "model.weight_form.name", lambda name: name in TRAINING_FORMS,
                        "model.weight_form=nvfp4"),
@@ -234,6 +236,10 @@ REFUSALS = (
     Refusal("low_bit", "tuning", "low-bit products are for training all matrices, and these are "
             "frozen (finetune.base_quantization=nf4 makes them smaller)",
             "model.weight_form=null"),
+    Refusal("int8_activations", "moe", "experts group their tokens before they multiply",
+            "model.weight_form.activations=null"),
+    Refusal("int8_activations", "mla", "decoding multiplies latents by other matrices",
+            "model.weight_form.activations=null"),
     Refusal("low_bit", "pipeline", "the step's key does not reach the stages", "mesh.pipeline=1"),
     Refusal("low_bit", "preference", NOT_FOR_PREFERENCES, "model.weight_form=null"),
     Refusal("compressed", "pipeline", "the step's key does not reach the stages",
@@ -402,7 +408,7 @@ EVERYWHERE = {
     "model.share_kv": "layers",
     "model.moe": "top_k hidden shared_experts every score_function balance_bias aux_loss z_loss "
     "remat",
-    "model.weight_form": "stochastic_rounding hadamard",
+    "model.weight_form": "stochastic_rounding hadamard group_size",
     "model.rope_scaling": "name factor low_freq_factor high_freq_factor original_context beta_fast "
     "beta_slow attention_factor truncate short_factor long_factor",
     "model.kernels": "norm rope relu2 ffn loss",

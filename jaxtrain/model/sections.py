@@ -87,9 +87,10 @@ class Experts(Settings):
 class WeightForm(Settings):
     """How the matrices of the blocks are rounded where a layer uses them, by name.
 
-    fake_int8, fake_int4: the matrix alone, in evaluation too. sparse_2_4: two of each four inputs,
-    in evaluation and in saved models too. The others round all operands of the matrix's products in
-    training: the inputs and the gradients as well.
+    fake_int8, fake_int4: the matrix as `jaxtrain quantize` stores it, and its inputs if asked for,
+    in evaluation too. sparse_2_4: two of each four inputs, in evaluation and in saved models too.
+    The others round all operands of the matrix's products in training: the inputs and the gradients
+    as well.
     """
 
     name: str = Field(description=", ".join(LAYER_FORMS))
@@ -100,6 +101,14 @@ class WeightForm(Settings):
         None,
         description="a random Hadamard transform of 16 tokens each before the weight gradient's "
         "product; default as the form's paper",
+    )
+    group_size: int | None = Field(
+        None, ge=2, description="fake_int4: inputs of a column that share a scale; default 128"
+    )
+    activations: Literal["int8"] | None = Field(
+        None,
+        description="fake_int8, fake_int4: round the inputs of the matrices to int8, a scale a "
+        "token; default not at all",
     )
 
     @model_validator(mode="before")
@@ -117,8 +126,7 @@ class WeightForm(Settings):
 
     def options(self) -> dict[str, Any]:
         """What is set besides the name."""
-        found = {"stochastic_rounding": self.stochastic_rounding, "hadamard": self.hadamard}
-        return {name: value for name, value in found.items() if value is not None}
+        return self.model_dump(exclude={"name"}, exclude_none=True)
 
     @property
     def for_training(self) -> bool:
@@ -126,6 +134,6 @@ class WeightForm(Settings):
         return self.name in TRAINING_FORMS
 
     @property
-    def is_saved(self) -> bool:
-        """Whether a saved model holds its matrices in this form."""
+    def saved(self) -> Literal["master", "compute"] | None:
+        """What becomes of a trained model's matrices (`weights.Form`)."""
         return WEIGHTS[self.name].saved

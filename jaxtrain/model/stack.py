@@ -66,7 +66,7 @@ def in_form[State](
                 "leave out model.weight_form, or finetune.base_quantization and LoRA or IA3"
             )
         if key is None or not form.for_training:
-            return param.replace(WEIGHTS[form.name].encode(w))
+            return param.replace(WEIGHTS[form.name].encode(w, **form.options()))
         name = zlib.crc32(path_name(path).encode())
         own = jax.random.fold_in(jax.random.fold_in(key, index), name)
         return param.replace(WEIGHTS[form.name].encode(w, own, **form.options()))

@@ -34,9 +34,8 @@ from jaxtrain.interop.pretrained import LENGTH
 from jaxtrain.interop.tensors import DTYPES, SHARD_BYTES, WEIGHTS, metadata_of, write
 from jaxtrain.model import Transformer, split
 from jaxtrain.runs.arguments import export_parser, import_parser
-from jaxtrain.runs.saved import folder_of, load_saved
+from jaxtrain.runs.saved import apply_weight_form, folder_of, load_saved
 from jaxtrain.settings import UserError, command
-from jaxtrain.weights import saved_params
 
 
 def import_checkpoint(path_or_repo: str, run_dir: Path) -> Resolved:
@@ -83,16 +82,13 @@ def export_run(
     """
     if (out / "config.json").exists():
         raise UserError(f"{out} holds a checkpoint already; name another folder")
-    saved = load_saved(run)
+    saved = apply_weight_form(load_saved(run))
     check_exportable(saved.config, run)
     model_dir = saved.tokenizer_dir
     came = text_part(read_json(model_dir / FOLDER / "config.json"))
     rows = came.get("vocab_size", saved.tokenizer.vocab_size)
     wanted = family or (family_of(came).model_type if came else None)
     model, params = saved.config.model, saved.params
-    if model.weight_form and model.weight_form.is_saved:
-        params = saved_params(params, saved.specs, model.weight_form.name)
-        model = model.model_copy(update={"weight_form": None})
     specs = saved.specs
     if model.share_layers:  # of no family: each layer is written with its copy
         params, copies = {**params}, model.layers_per_set

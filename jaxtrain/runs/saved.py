@@ -29,7 +29,7 @@ from jaxtrain.runs.checkpoint import Checkpointer, saved_steps
 from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.settings import UserError
 from jaxtrain.storage.strict_yaml import read_saved
-from jaxtrain.weights import saved_params
+from jaxtrain.weights import encode_matrices
 from jaxtrain.weights.contract import flatten, is_weight
 from jaxtrain.weights.params import Params, Specs
 from jaxtrain.weights.quantized import QuantizedWeight
@@ -71,9 +71,9 @@ def save_result(
 def save_model(directory: Path, config: Resolved, params: Params, tokenizer: Tokenizer) -> None:
     """Write all that a friend needs; the weights last and atomically. By process 0, of several."""
     form = config.model.weight_form
-    if form and form.is_saved:
+    if form and form.saved == "master":
         specs = split(Transformer(config.model, tokenizer.vocab_size))[1]
-        params = saved_params(params, specs, form.name)
+        params = encode_matrices(params, specs, form.name, form.options(), jnp.dtype("float32"))
     flat = gather_to_host(flatten(params))
     if jax.process_index():
         return
@@ -122,6 +122,26 @@ def load_saved(path: Path, step: int | None = None) -> Saved:
         params = load_checkpoint_params(path, config, specs, step)
     ends = prompting(tokenizer_dir, tokenizer)
     return Saved(config, graphdef, specs, params, tokenizer, tokenizer_dir, ends)
+
+
+def apply_weight_form(saved: Saved) -> Saved:
+    """The model with the arrays that its layers multiply in the place of the trained ones.
+
+    The form goes with them, unless it rounds activations as well: no array can hold that.
+    """
+    form = saved.config.model.weight_form
+    if form is None or form.saved is None:
+        return saved
+    c = saved.config
+    dtype = compute_dtype(c.train.precision if form.saved == "compute" else "float32")
+    options = {k: v for k, v in form.options().items() if k != "activations"}
+    params = encode_matrices(saved.params, saved.specs, form.name, options, dtype)
+    if form.activations:
+        return saved._replace(params=params)
+    model = c.model.model_copy(update={"weight_form": None})
+    graphdef, _ = split(Transformer(model, saved.tokenizer.vocab_size))
+    config = c.model_copy(update={"model": model})
+    return saved._replace(config=config, graphdef=graphdef, params=params)
 
 
 def is_quantized(saved: Saved) -> bool:

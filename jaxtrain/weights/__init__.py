@@ -5,15 +5,15 @@ one row of WEIGHTS: the tests then try it on every matrix of a block of every fa
 """
 
 import functools
-from collections.abc import Callable
-from typing import Literal, NamedTuple
+from collections.abc import Callable, Mapping
+from typing import Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 from jaxtyping import Array
 
 from jaxtrain.weights import fake_quant, int8_training, microscaling
-from jaxtrain.weights.contract import Weight
+from jaxtrain.weights.contract import Weight, dequantize
 from jaxtrain.weights.float8 import quantize_float8
 from jaxtrain.weights.float8_storage import quantize_e4m3
 from jaxtrain.weights.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Format
@@ -29,16 +29,19 @@ class Form(NamedTuple):
     encode: a stack of matrices [L, K, N] to a `Weight`, or to an array that is multiplied as usual.
     place: `storage`, once, frozen (finetune.base_quantization, `jaxtrain quantize`); `step`,
     once a step (model.fp8); `layer`, each time that a layer uses it (model.weight_form), on
-    [.., K, N]; `training`, each time that a layer of a training step does. That one is also given a
-    PRNG key and, by their names, those of its options that model.weight_form sets. Experts stay
-    arrays in it.
-    saved: a saved model holds what encode makes of its matrices.
+    [.., K, N]; `training`, each time that a layer of a training step does. Both are given, by their
+    names, those of their options that model.weight_form sets; `training` a PRNG key as well, and
+    experts stay arrays in it.
+    saved: what becomes of a trained model. `master`: `model/` holds what encode makes of the
+    trained arrays. `compute`: `model/` holds the trained arrays; an export and `jaxtrain quantize`
+    begin from what encode makes of their copies in the dtype of the compute, as training did.
+    None: of the trained arrays themselves.
     """
 
     encode: Callable[..., Array | Weight]
     place: Literal["storage", "step", "layer", "training"]
     options: frozenset[str] = frozenset()
-    saved: bool = False
+    saved: Literal["master", "compute"] | None = None
 
 
 def mx_form(operand: Format, gradient: Format) -> Form:
@@ -53,15 +56,16 @@ def each_matrix(encode: Callable[[Array], Weight]) -> Callable[[Array], Weight]:
 
 STOCHASTIC = frozenset({"stochastic_rounding"})
 ROUNDING = STOCHASTIC | {"hadamard"}
+ACTIVATIONS = frozenset({"activations"})
 WEIGHTS: dict[str, Form] = {
     "nf4": Form(functools.partial(quantize, kind="nf4"), "storage"),
     "int8": Form(functools.partial(quantize, kind="int8"), "storage"),
     "int4": Form(each_matrix(quantize_int4), "storage"),
     "float8_e4m3": Form(each_matrix(quantize_e4m3), "storage"),
     "float8": Form(quantize_float8, "step"),
-    "fake_int8": Form(fake_quant.int8, "layer"),
-    "fake_int4": Form(fake_quant.int4, "layer"),
-    "sparse_2_4": Form(sparse_2_4, "layer", saved=True),
+    "fake_int8": Form(fake_quant.int8, "layer", ACTIVATIONS, "compute"),
+    "fake_int4": Form(fake_quant.int4, "layer", ACTIVATIONS | {"group_size"}, "compute"),
+    "sparse_2_4": Form(sparse_2_4, "layer", saved="master"),
     "mxfp8": mx_form(E4M3, E4M3),
     "mxfp8_e5m2": mx_form(E4M3, E5M2),
     "mxfp6_e2m3": mx_form(E2M3, E2M3),
@@ -77,7 +81,16 @@ LAYER_FORMS = tuple(name for name, form in WEIGHTS.items() if form.place in ("la
 TRAINING_FORMS = tuple(name for name, form in WEIGHTS.items() if form.place == "training")
 
 
-def saved_params(params: Params, specs: Specs, form: str) -> Params:
-    """The parameters with the arrays that a form of the layer makes of the blocks' matrices."""
-    encode = lambda p: WEIGHTS[form].encode(jnp.asarray(p))
-    return jax.tree.map(lambda p, s: encode(p) if is_block_matrix(s) else p, params, specs)
+def encode_matrices(
+    params: Params, specs: Specs, form: str, options: Mapping[str, Any], dtype: jnp.dtype
+) -> Params:
+    """The parameters with the float32 arrays that a form of the layer makes of the blocks'
+    matrices, rounded to `dtype` before."""
+
+    @jax.jit
+    def encode(p: Array) -> Array:
+        rounded = jax.lax.reduce_precision(p, jnp.finfo(dtype).nexp, jnp.finfo(dtype).nmant)
+        return dequantize(WEIGHTS[form].encode(rounded, **options))
+
+    chosen = lambda p, s: encode(jnp.asarray(p, jnp.float32)) if is_block_matrix(s) else p
+    return jax.tree.map(chosen, params, specs)

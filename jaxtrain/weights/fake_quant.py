@@ -1,34 +1,66 @@
-"""Fake quantization: matrices rounded to int8 or int4 values in every forward pass (QAT).
+"""Fake quantization (QAT): matrices rounded in each forward pass as `jaxtrain quantize` stores them.
 
-Jacob et al. 2018 (arXiv:1712.05877), LLM-QAT (arXiv:2305.17888): weights keep their dtype and lie
-on a symmetric grid with one scale an output channel. The gradient passes through the rounding
-(straight-through estimator, Bengio et al. 2013), so the stored weights train in full precision.
+Jacob et al. 2018 (arXiv:1712.05877), LLM-QAT (arXiv:2305.17888): what multiplies is bit for bit
+what the stored form stands for, in the dtype of the compute. The gradient passes through the
+rounding (straight-through estimator, Bengio et al. 2013), so the stored weights train in full
+precision. Inputs of a matrix may be rounded as well, each token by its own scale.
 """
 
+import dataclasses
+import functools
+from typing import Any, Literal
+
 import jax
-import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxtrain.weights.contract import Weight
+from jaxtrain.weights.int4 import GROUP, int4_codes, int4_scales, int4_values
+from jaxtrain.weights.quantized import int8_codes, int8_values
 
-def rounded(w: Float[Array, "*L K N"], bits: int) -> Float[Array, "*L K N"]:
-    """The nearest values of the grid: an output channel's largest magnitude is 2^(bits-1) - 1."""
-    w32 = w.astype(jnp.float32)
-    scale = jnp.max(jnp.abs(w32), axis=-2, keepdims=True) / (2 ** (bits - 1) - 1)
-    steps = jnp.round(w32 / jnp.where(scale > 0, scale, 1.0))
-    return (steps * scale).astype(w.dtype)
-
-
-@jax.custom_jvp
-def int8(w: Float[Array, "*L K N"]) -> Float[Array, "*L K N"]:
-    """w on the grid of 8 bits; the gradient is that of w."""
-    return rounded(w, 8)
+FIELD = "model.weight_form.group_size"
+Activations = Literal["int8"] | None
 
 
 @jax.custom_jvp
-def int4(w: Float[Array, "*L K N"]) -> Float[Array, "*L K N"]:
-    """w on the grid of 4 bits; the gradient is that of w."""
-    return rounded(w, 4)
+def straight_through(x: Float[Array, "*B"], rounded: Float[Array, "*B"]) -> Float[Array, "*B"]:
+    """`rounded`, whose gradient is that of x."""
+    return rounded
 
 
-int8.defjvp(lambda primals, tangents: (int8(*primals), tangents[0]))
-int4.defjvp(lambda primals, tangents: (int4(*primals), tangents[0]))
+straight_through.defjvp(lambda primals, tangents: (straight_through(*primals), tangents[0]))
+
+
+@functools.partial(jax.tree_util.register_dataclass, data_fields=["w"], meta_fields=[])
+@dataclasses.dataclass(frozen=True)
+class Int8ActivationsWeight(Weight):
+    """A rounded matrix whose inputs are rounded to int8, with a scale a token (absmax)."""
+
+    w: Any
+
+    def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        rounded = int8_values(*int8_codes(jax.lax.stop_gradient(x), -1), -1).astype(x.dtype)
+        return straight_through(x, rounded) @ self.w
+
+    def dequantize(self) -> Float[Array, "K N"]:
+        return self.w
+
+
+def int8(w: Float[Array, "*L K N"], *, activations: Activations = None) -> Array | Weight:
+    """w as `quantize_int8` stores it."""
+    rounded = int8_values(*int8_codes(jax.lax.stop_gradient(w)))
+    return with_activations(straight_through(w, rounded.astype(w.dtype)), activations)
+
+
+def int4(
+    w: Float[Array, "*L K N"], *, group_size: int = GROUP, activations: Activations = None
+) -> Array | Weight:
+    """w as `quantize_int4` stores it. UserError where groups do not divide K."""
+    fixed = jax.lax.stop_gradient(w)
+    scales = int4_scales(fixed, group_size, FIELD)
+    rounded = int4_values(int4_codes(fixed, scales), scales)
+    return with_activations(straight_through(w, rounded.astype(w.dtype)), activations)
+
+
+def with_activations(w: Float[Array, "*L K N"], activations: Activations) -> Array | Weight:
+    """The matrix, or one that rounds its inputs."""
+    return w if activations is None else Int8ActivationsWeight(w)

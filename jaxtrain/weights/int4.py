@@ -30,11 +30,7 @@ class Int4Weight(QuantizedWeight):
     scales: Any
 
     def dequantize(self) -> Float[Array, "*E K N"]:
-        codes = self.integers()
-        *front, K, N = codes.shape
-        groups = codes.reshape(*front, self.scales.shape[-2], -1, N).astype(jnp.float32)
-        w = groups * jnp.expand_dims(self.scales, -2).astype(jnp.float32)
-        return w.astype(self.dtype).reshape(*front, K, N)
+        return int4_values(self.integers(), self.scales).astype(self.dtype)
 
     def integers(self) -> Int[Array, "*E K N"]:
         """The codes, int8, from -8 to 7."""
@@ -69,16 +65,36 @@ def pack_int4(
     )
 
 
-def int4_scales(w_KN: Float[Array, "K N"], group_size: int = GROUP) -> Float[Array, "G N"]:
-    """The steps of absmax in bfloat16: a group's largest magnitude is 7 of them."""
-    K, N = w_KN.shape
-    w_GgN = w_KN.astype(jnp.float32).reshape(-1, group_of(K, group_size), N)
-    return (jnp.max(jnp.abs(w_GgN), axis=1) / 7).astype(jnp.bfloat16)
+def int4_scales(
+    w: Float[Array, "*L K N"], group_size: int = GROUP, field: str = "--group-size"
+) -> Float[Array, "*L G N"]:
+    """The steps of absmax: float32 that bfloat16 holds. A group's largest magnitude is 7 of them.
+
+    Raises UserError as `group_of` does. `reduce_precision`, because XLA may leave out a cast to
+    bfloat16 and back.
+    """
+    *front, K, N = w.shape
+    groups = w.astype(jnp.float32).reshape(*front, -1, group_of(K, group_size, field), N)
+    return jax.lax.reduce_precision(jnp.max(jnp.abs(groups), axis=-2) / 7, 8, 7)
+
+
+def int4_codes(w: Float[Array, "*L K N"], scales: Float[Array, "*L G N"]) -> Float[Array, "*L K N"]:
+    """The nearest codes from -8 to 7, as float32."""
+    step = jnp.repeat(scales, w.shape[-2] // scales.shape[-2], axis=-2)
+    codes = jnp.round(w.astype(jnp.float32) / jnp.where(step > 0, step, 1.0))
+    return jnp.clip(codes, -8, 7)
+
+
+def int4_values(
+    codes: Float[Array, "*L K N"] | Int[Array, "*L K N"], scales: Float[Array, "*L G N"]
+) -> Float[Array, "*L K N"]:
+    """What codes stand for, float32."""
+    *front, K, N = codes.shape
+    groups = codes.reshape(*front, scales.shape[-2], -1, N).astype(jnp.float32)
+    return (groups * jnp.expand_dims(scales, -2).astype(jnp.float32)).reshape(*front, K, N)
 
 
 def quantize_int4(w_KN: Float[Array, "K N"], group_size: int = GROUP) -> Int4Weight:
     """One matrix to the nearest codes. Raises UserError as `group_of` does."""
     scales_GN = int4_scales(w_KN, group_size)
-    step_KN = jnp.repeat(scales_GN.astype(jnp.float32), len(w_KN) // len(scales_GN), axis=0)
-    codes = jnp.round(w_KN.astype(jnp.float32) / jnp.where(step_KN > 0, step_KN, 1.0))
-    return pack_int4(jnp.clip(codes, -8, 7).astype(jnp.int8), scales_GN, w_KN.dtype.name)
+    return pack_int4(int4_codes(w_KN, scales_GN).astype(jnp.int8), scales_GN, w_KN.dtype.name)

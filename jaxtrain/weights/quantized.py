@@ -12,7 +12,7 @@ from typing import Any, Literal
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jaxtyping import Array, DTypeLike, Float
+from jaxtyping import Array, DTypeLike, Float, Int
 
 from jaxtrain.weights.contract import Weight
 
@@ -91,7 +91,7 @@ class Int8Weight(QuantizedWeight):
     scales: Any
 
     def dequantize(self) -> Float[Array, "*E K N"]:
-        return (self.codes * jnp.expand_dims(self.scales, -2)).astype(self.dtype)
+        return int8_values(self.codes, self.scales).astype(self.dtype)
 
 
 def nearest(x: Array, values: np.ndarray) -> Array:
@@ -125,11 +125,26 @@ def quantize_nf4(w_KN: Float[Array, "K N"]) -> NF4Weight:
     )
 
 
+def int8_codes(
+    w: Float[Array, "*L K N"], axis: int = -2
+) -> tuple[Float[Array, "*L K N"], Float[Array, "*S"]]:
+    """(The nearest codes from -127 to 127 as float32, the scales): one scale along the axis."""
+    w = w.astype(jnp.float32)
+    scales = jnp.max(jnp.abs(w), axis=axis) / 127
+    return jnp.round(w / jnp.expand_dims(jnp.where(scales > 0, scales, 1.0), axis)), scales
+
+
+def int8_values(
+    codes: Float[Array, "*L K N"] | Int[Array, "*L K N"], scales: Float[Array, "*S"], axis: int = -2
+) -> Float[Array, "*L K N"]:
+    """What codes stand for, float32."""
+    return codes.astype(jnp.float32) * jnp.expand_dims(scales, axis)
+
+
 def quantize_int8(w_KN: Float[Array, "K N"]) -> Int8Weight:
     """One matrix in 8 bits, a scale a column."""
-    scales = jnp.max(jnp.abs(w_KN.astype(jnp.float32)), axis=0) / 127
-    codes = jnp.round(w_KN / jnp.where(scales > 0, scales, 1.0)[None]).astype(jnp.int8)
-    return Int8Weight(codes, scales, dtype=w_KN.dtype.name)
+    codes, scales = int8_codes(w_KN)
+    return Int8Weight(codes.astype(jnp.int8), scales, dtype=w_KN.dtype.name)
 
 
 QUANTIZERS = {"nf4": quantize_nf4, "int8": quantize_int8}

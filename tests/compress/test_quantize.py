@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny import byte_model, random_params, random_run, resolved, tokens
+from tiny import byte_model, close, random_params, random_run, resolved, tokens
 
 from jaxtrain.cli import main
 from jaxtrain.compress import arguments
@@ -16,7 +16,7 @@ from jaxtrain.compress.methods import METHODS, MethodOptions
 from jaxtrain.compress.quantize import quantize_params, solve
 from jaxtrain.evaluation.model import load
 from jaxtrain.model import Transformer, cast, split
-from jaxtrain.runs.saved import is_quantized, load_saved, save_model
+from jaxtrain.runs.saved import apply_weight_form, is_quantized, load_saved, save_model
 from jaxtrain.settings import UserError
 from jaxtrain.weights.contract import dequantize, flatten, is_weight
 from jaxtrain.weights.params import is_block_matrix
@@ -158,3 +158,29 @@ def test_shapes_and_damage_are_one_line(run, tmp_path):
     save_model(tmp_path / "bad", saved.config, small, saved.tokenizer)
     with pytest.raises(UserError, match="blocks/ffn/up is .*, the model needs"):
         load_saved(tmp_path / "bad")
+
+
+@pytest.mark.parametrize("precision", ["float32", "bfloat16"])
+@pytest.mark.parametrize("bits", ["int8", "int4"])
+def test_a_model_trained_with_rounding_is_quantized_to_itself(bits, precision, text, tmp_path):
+    """`quantize` takes the group size of training; the exported arrays are the rounded ones."""
+    form = {"name": f"fake_{bits}"} | ({"group_size": 8} if bits == "int4" else {})
+    run = random_run(
+        tmp_path / "run",
+        byte_model(32, f"data.train.path={text}", f"model.weight_form={json.dumps(form)}",
+                   f"train.precision={precision}"),
+    )  # fmt: skip
+    assert quantized(run, text, bits, tmp_path / "small") == 0
+    said = json.loads((tmp_path / "small" / "quantization.json").read_text())
+    assert said["group_size"] == (8 if bits == "int4" else 128)
+    one, other = load(run), load(tmp_path / "small")
+    ids = tokens(2) % 256
+    np.testing.assert_allclose(one.logits(ids), other.logits(ids), rtol=1e-5, atol=1e-5)
+    assert said["before"]["bpb"] == pytest.approx(said["after"]["bpb"], abs=1e-6)
+    plain = apply_weight_form(load_saved(run))
+    assert plain.config.model.weight_form is None
+    for x, y in zip(*(flatten(m).values() for m in (plain.params, other.saved.params))):
+        if is_weight(y):
+            stored = jax.jit(dequantize)(y.astype(precision)).astype("float32")
+            rounding = 3e-7 if bits == "int8" else 0  # a scale is 1/127 of 127 scales
+            close(jnp.asarray(x, precision).astype("float32"), stored, rounding, 0)

@@ -168,6 +168,8 @@ ROWS = {
     "weight_form.name": Row("nvfp4", training, {"weight_form": {"name": "mxfp4"}}),
     "weight_form.stochastic_rounding": Row(False, training, {"weight_form": {"name": "nvfp4"}}),
     "weight_form.hadamard": Row(False, training, {"weight_form": {"name": "nvfp4"}}),
+    "weight_form.group_size": Row(8, outputs, {"weight_form": {"name": "fake_int4"}}),
+    "weight_form.activations": Row("int8", outputs, {"weight_form": {"name": "fake_int8"}}),
     "remat": Row("block", training),
     "remat_short": Row("block", training),
     "stochastic_depth": Row(0.5, training),

@@ -2,6 +2,7 @@
 float8. One table names the forms of each. A matrix that a test adds is held to it.
 """
 
+import functools
 import inspect
 import textwrap
 from typing import Any
@@ -12,7 +13,7 @@ import numpy as np
 import pytest
 from pydantic import TypeAdapter
 from test_transformer import FAMILIES, logits
-from tiny import VOCAB, random_params, resolved, tokens
+from tiny import VOCAB, random_params, resolved, same, tokens
 
 from jaxtrain.finetune import FinetuneConfig, LoRAConfig, make_partition
 from jaxtrain.finetune.partition import block_matrices, flatten, map_named
@@ -29,6 +30,8 @@ from jaxtrain.model.config import ResolvedModel
 from jaxtrain.settings import UserError
 from jaxtrain.weights import LAYER_FORMS, TRAINING_FORMS, WEIGHTS
 from jaxtrain.weights.float8 import in_fp8
+from jaxtrain.weights.int4 import quantize_int4
+from jaxtrain.weights.quantized import quantize_int8
 
 GATE = """\
 attention_gate: bool = Field(False, description="sigmoid gate on each head's output")
@@ -215,19 +218,48 @@ def test_a_form_of_the_layer_is_that_of_every_matrix(form, scan):
     assert np.abs(found - logits(graphdef, params, tokens(2))).max() > 1e-3
 
 
-@pytest.mark.parametrize(("form", "most"), [("fake_int8", 127), ("fake_int4", 7)])
-def test_fake_quantization_by_hand(form, most):
-    """Values are whole steps of a scale an output channel; the gradient passes through."""
-    w = np.random.default_rng(0).normal(size=(2, 6, 3)).astype(np.float32)
+@pytest.mark.parametrize("dtype", ["float32", "bfloat16"])
+@pytest.mark.parametrize(("form", "options"), [("int8", {}), ("int4", {"group_size": 8})])
+def test_fake_quantization_is_the_stored_form_bit_for_bit(form, options, dtype):
+    """Of a stack; an all-zero column is zero; the gradient passes through."""
+    w = np.random.default_rng(0).normal(size=(2, 24, 5)).astype(np.float32)
     w[0, :, 1] = 0
-    scale = np.abs(w).max(axis=1, keepdims=True) / most
-    expected = np.round(w / np.where(scale > 0, scale, 1)) * scale
-    encode: Any = WEIGHTS[form].encode
-    np.testing.assert_allclose(encode(jnp.asarray(w)), expected, rtol=1e-6, atol=1e-7)
-    assert len(np.unique(np.round(expected[1, :, 0] / scale[1, 0, 0]))) <= 2 * most + 1
-    dy = np.arange(w.size, dtype=np.float32).reshape(w.shape)
-    gradient = jax.grad(lambda w: jnp.sum(encode(w) * dy))(jnp.asarray(w))
-    np.testing.assert_array_equal(gradient, dy)
+    w = jnp.asarray(w, dtype)
+    one = {"int8": quantize_int8, "int4": quantize_int4}[form]
+    stored = jax.jit(lambda w: jax.lax.map(lambda x: one(x, *options.values()).dequantize(), w))(w)
+    encode: Any = functools.partial(WEIGHTS[f"fake_{form}"].encode, **options)
+    found = jax.jit(encode)(w)
+    assert found.dtype == w.dtype and not np.asarray(found[0, :, 1]).any()
+    same(found, stored)
+    levels = lambda x: max(len(np.unique(x[l, :8, c])) for l in (0, 1) for c in range(5))
+    assert levels(np.asarray(stored)) > (4 if form == "int4" else 7)
+    dy = jnp.arange(w.size, dtype=dtype).reshape(w.shape)
+    same(jax.grad(lambda w: jnp.sum(encode(w) * dy))(w), dy)
+
+
+def test_int8_activations_have_a_scale_a_token_and_the_gradient_of_both_factors():
+    random = np.random.default_rng(0)
+    x, w = (random.normal(size=s).astype(np.float32) for s in ((2, 3, 24), (24, 5)))
+    x[0, 1] *= 100
+    dy = random.normal(size=(2, 3, 5)).astype(np.float32)
+    encode: Any = functools.partial(WEIGHTS["fake_int8"].encode, activations="int8")
+    scale = np.abs(x).max(-1, keepdims=True) / 127
+    rounded, plain = np.round(x / scale) * scale, WEIGHTS["fake_int8"].encode(jnp.asarray(w))
+    found, back = jax.vjp(lambda x, w: encode(w).matmul(x), jnp.asarray(x), jnp.asarray(w))
+    np.testing.assert_allclose(found, rounded @ np.asarray(plain), rtol=1e-4, atol=1e-4)
+    dx, dw = back(jnp.asarray(dy))
+    np.testing.assert_allclose(dx, dy @ np.asarray(plain).T, rtol=1e-4, atol=1e-4)
+    np.testing.assert_allclose(dw, np.einsum("btk,btn->kn", rounded, dy), rtol=1e-4, atol=1e-3)
+
+
+def test_a_group_that_does_not_divide_a_matrix_names_the_field():
+    graphdef, specs = split(
+        Transformer(resolved(depth=1, weight_form={"name": "fake_int4", "group_size": 24}), VOCAB)
+    )
+    with pytest.raises(
+        UserError, match="32 inputs does not allow: model.weight_form.group_size 16"
+    ):
+        logits(graphdef, random_params(specs), tokens(2))
 
 
 @pytest.mark.parametrize("form", ["nf4", "lora"])
