@@ -1,4 +1,4 @@
-"""Fake quantization (QAT): matrices rounded in each forward pass as `jaxtrain quantize` stores them.
+"""Fake quantization (QAT): each forward pass rounds matrices as `jaxtrain quantize` stores them.
 
 Jacob et al. 2018 (arXiv:1712.05877), LLM-QAT (arXiv:2305.17888): what multiplies is bit for bit
 what the stored form stands for, in the dtype of the compute. The gradient passes through the
