@@ -35,6 +35,13 @@ LLAMA = {
     "backout": False, "init": "gpt2",
 }  # fmt: skip
 
+NANOCHAT = [  # what Hugging Face's NanoChat has a place for
+    "data.tokenizer.name=bytes", "train.sequence_length=32", "model.depth=2", "model.width=32",
+    "model.head_dim=8", "model.hidden=48", "model.window_pattern=L", "model.qk_scale=1",
+    "model.value_embeddings=false", "model.residual_scales=false", "model.smear=false",
+    "model.backout=false", "model.embed_norm=true",
+]  # fmt: skip
+
 
 def byte_model(context, *more):
     """Fields of the configuration of a small model of bytes, and more of them."""

@@ -4,12 +4,12 @@ import itertools
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, field_validator
+from pydantic import Field, field_validator, model_validator
 
 from jaxtrain.optim import AdamWConfig, MuonConfig
 from jaxtrain.settings import Settings, UserError, read_object
 
-BaseStorage = Literal["nf4", "int8"]
+BaseStorage = Literal["nf4", "int8", "int4"]
 
 
 class FullConfig(Settings):
@@ -29,7 +29,7 @@ class FrozenBaseConfig(Settings):
     base_quantization: BaseStorage | None = Field(
         None,
         description="storage of the frozen matrices of the blocks: nf4 (4.13 bits a parameter, "
-        "QLoRA) or int8; default the compute dtype",
+        "QLoRA), int4 (4.13, in groups of 128 inputs) or int8; default the compute dtype",
     )
 
 
@@ -60,11 +60,28 @@ class LoRAConfig(FrozenBaseConfig):
         description="A keeps its random value and only B trains (LoRA-FA, Zhang et al. 2023): "
         "fewer activations are kept",
     )
+    loftq_iterations: int | None = Field(
+        None,
+        ge=1,
+        description="begin with A B at what base_quantization lost, and with a base of W - A B, "
+        "so many times in turn (LoftQ, Li et al. 2023: 5); default A is random and B zero",
+    )
     init_adapter: str | None = Field(
         None,
         description="adapter to start from, a folder of peft's or a run with LoRA; "
         "its rank, alpha and targets are the default",
     )
+
+    @model_validator(mode="after")
+    def _loftq(self) -> "LoRAConfig":
+        if self.loftq_iterations is None:
+            return self
+        if self.base_quantization is None:
+            raise ValueError("loftq_iterations needs base_quantization, whose loss A B make up for")
+        for name in ("freeze_a", "init_adapter"):
+            if getattr(self, name):
+                raise ValueError(f"leave out one of {name} and loftq_iterations: both choose A")
+        return self
 
     @field_validator("targets", mode="before")
     @classmethod

@@ -12,6 +12,7 @@ import jax
 import jax.numpy as jnp
 
 from jaxtrain.finetune.config import FinetuneConfig, LoRAConfig
+from jaxtrain.finetune.loftq import loftq
 from jaxtrain.finetune.partition import (
     EXTRAS,
     Partition,
@@ -53,7 +54,9 @@ def lora(c: LoRAConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
         return map_named(adapt, without_extras(frozen))
 
     def init(base: Params, seed: int) -> tuple[Params, Params]:
-        start, matrices = flatten(initialize(trainable, seed)), flatten(base)
+        start = flatten(initialize(trainable, seed))
+        base, chosen = begun_by_storage(base)
+        start, matrices = start | chosen, flatten(base)
         extras = initialize(unflatten(fixed), seed)
         a_of = start | flatten(extras)
         for name in names if c.dora else ():
@@ -63,7 +66,22 @@ def lora(c: LoRAConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
 
     base = jax.tree.map(lambda spec: in_compute_dtype(spec, dtype), specs)
     store = base_storage(c, specs)
-    return Partition(trainable, base, join, init, store, extras=unflatten(fixed) or None)
+    if iterations := c.loftq_iterations:
+        plain, form = store, c.base_quantization or ""
+        store = lambda name, x: (
+            loftq(x, form, c.rank, scale, iterations) if name in names else plain(name, x)
+        )
+    return Partition(
+        trainable, base, join, init, store, extras=unflatten(fixed) or None,
+        exports_adapter=not c.loftq_iterations,
+    )  # fmt: skip
+
+
+def begun_by_storage(base: Params) -> tuple[Params, dict[str, Any]]:
+    """(the base, A and B by name) of one whose storage chose them (LoftQ); of others ({})."""
+    adapted = {n: w for n, w in flatten(base).items() if isinstance(w, AdaptedWeight)}
+    factors = {f"{n}/{part}": getattr(w, part) for n, w in adapted.items() for part in ("a", "b")}
+    return map_named(lambda n, w: adapted[n].w if n in adapted else w, base), factors
 
 
 def is_frozen(c: LoRAConfig, name: str) -> bool:

@@ -29,10 +29,11 @@ from jaxtrain.model import (
     is_weight,
     merge_weights,
     path_name,
-    quantize,
 )
 from jaxtrain.settings import UserError
+from jaxtrain.weights import WEIGHTS
 from jaxtrain.weights.contract import flatten
+from jaxtrain.weights.int4 import GROUP
 from jaxtrain.weights.params import Specs
 
 IN_BLOCKS = ("blocks/attention/", "blocks/ffn/")  # whose matrices go through `weights.float8`
@@ -60,6 +61,8 @@ class Partition(NamedTuple):
     None; default the base.
     `extras`: declarations of what is frozen beside the base, as LoRA-FA's A. Their values follow
     from the seed. `init` puts them into the frozen tree under the key EXTRAS.
+    `exports_adapter`: what trains fits the base as train.init_from has it, so that an adapter file
+    says the whole change.
     """
 
     trainable: Specs
@@ -69,6 +72,7 @@ class Partition(NamedTuple):
     store: Store = lambda name, x: x
     extras: Specs | None = None
     begin: Callable[[Params, int], Params] = lambda base, seed: base
+    exports_adapter: bool = True
 
     def export(self, params: Params, frozen: Params | None) -> Params:
         """What an adapter file holds: the trained parameters, and the frozen extras."""
@@ -167,12 +171,18 @@ def base_storage(c: FrozenBaseConfig, specs: Specs, trained: Sequence[str] = ())
     quantized = [name for name in block_matrices(specs) if name not in trained]
     for name in quantized:
         rows, columns = flatten(specs)[name].shape[-2:]
+        if c.base_quantization == "int4" and (rows % 2 or rows % min(rows, GROUP)):
+            raise UserError(
+                f"finetune.base_quantization=int4 packs groups of {GROUP} inputs, but {name} has "
+                f"{rows}; set finetune.base_quantization=int8"
+            )
         if c.base_quantization == "nf4" and rows * columns % 64:
             raise UserError(
                 f"finetune.base_quantization=nf4 packs 64 values at a time, but {name} has "
                 f"{rows} x {columns}; set finetune.base_quantization=int8"
             )
-    return lambda name, x: quantize(x, c.base_quantization) if name in quantized else x
+    encode = WEIGHTS[c.base_quantization].encode
+    return lambda name, x: encode(x) if name in quantized else x
 
 
 def block_matrices(specs: Specs) -> dict[str, ParamSpec]:

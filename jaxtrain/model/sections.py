@@ -126,7 +126,13 @@ class WeightForm(Settings):
 
     def options(self) -> dict[str, Any]:
         """What is set besides the name."""
-        return self.model_dump(exclude={"name"}, exclude_none=True)
+        found = {
+            "stochastic_rounding": self.stochastic_rounding,
+            "hadamard": self.hadamard,
+            "group_size": self.group_size,
+            "activations": self.activations,
+        }
+        return {name: value for name, value in found.items() if value is not None}
 
     @property
     def for_training(self) -> bool:

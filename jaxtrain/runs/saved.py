@@ -62,7 +62,7 @@ def save_result(
     """Write what a run leaves to others: the whole model, a tuned part as an adapter as well, and
     what lay beside the checkpoint that it started from."""
     save_model(directory, config, partition.merge(trained, frozen), tokenizer)
-    if config.finetune.name in PEFT:
+    if config.finetune.name in PEFT and partition.exports_adapter:
         save_adapter(directory / "adapter", config, partition.export(trained, frozen))
     if config.train.init_from and jax.process_index() == 0:
         copy_aux_files(config.train.init_from, directory)

@@ -5,7 +5,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
-from tiny import random_params, random_run, run_overrides, same, weights_of
+from tiny import NANOCHAT, random_params, random_run, run_overrides, same, weights_of
 
 from jaxtrain.cli import main as interop
 from jaxtrain.config import load_config
@@ -19,13 +19,6 @@ from jaxtrain.settings import UserError
 from jaxtrain.weights.contract import flatten
 from jaxtrain.weights.params import is_block_matrix
 from jaxtrain.weights.two_four import sparse_2_4, two_four_mask
-
-NANOCHAT = [  # what Hugging Face's NanoChat has a place for
-    "data.tokenizer.name=bytes", "train.sequence_length=32", "model.depth=2", "model.width=32",
-    "model.head_dim=8", "model.hidden=48", "model.window_pattern=L", "model.qk_scale=1",
-    "model.value_embeddings=false", "model.residual_scales=false", "model.smear=false",
-    "model.backout=false", "model.embed_norm=true",
-]  # fmt: skip
 
 
 def largest_two(w):
