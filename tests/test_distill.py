@@ -10,18 +10,28 @@ from tiny import (
     batch,
     begin_random,
     build,
+    byte_model,
     close,
     make_spec,
     mesh_of,
+    random_run,
     resolved,
     run_overrides,
     same,
     stacked,
 )
 
+from jaxtrain import cli
 from jaxtrain.main import main
 from jaxtrain.objectives import LossOptions, distill
-from jaxtrain.objectives.distill import DistillConfig, TaughtBatch, Teacher, make_distill
+from jaxtrain.objectives.distill import (
+    CachedTeacher,
+    DistillConfig,
+    TaughtBatch,
+    Teacher,
+    make_distill,
+    top_and_rest,
+)
 from jaxtrain.objectives.next_token import hidden_states
 from jaxtrain.runs.history import read_rows
 from jaxtrain.runs.saved import load_saved
@@ -81,6 +91,98 @@ def test_loss_and_gradient_are_those_of_whole_logits(kind, monkeypatch):
     close(found, expected, rtol=2e-4, atol=2e-4)
 
 
+def cached(given, top_k, tau):
+    """The same teacher as a cache has it, in float32."""
+    t = given.teacher
+    u = CAP * jnp.tanh(t.states_BTE @ t.head_EV[:, :61] / CAP)
+    logp = jax.nn.log_softmax(u / tau)
+    ids = jax.lax.top_k(logp, top_k)[1]
+    found = top_and_rest(logp.reshape(-1, 61), ids.reshape(-1, top_k))
+    return given._replace(teacher=CachedTeacher(ids, found.reshape(*ids.shape[:2], top_k + 1)))
+
+
+@pytest.mark.parametrize("kind", ["forward_kl", "reverse_kl", "jsd"])
+@pytest.mark.quick("forward_kl")
+def test_a_cache_of_all_tokens_but_one_is_the_teacher_and_a_smaller_one_is_below(kind, monkeypatch):
+    monkeypatch.setattr(distill, "CHUNK_LOGITS", 24 * 61)
+    _, graphdef, _, params = build(depth=1)
+    given = jax.tree.map(jnp.asarray, taught(batch(2)))
+    o = objective(divergence=kind, temperature=2.0, weight=0.25)
+
+    def loss(p, one):
+        one = one._replace(weights_BT=jnp.ones_like(one.weights_BT))
+        shared = o.share(graphdef, p, one)
+        return o.loss(graphdef, p, o.microbatches(one), shared, step=jnp.int32(0))[0]
+
+    grads = jax.jit(jax.value_and_grad(loss))
+    with jax.default_matmul_precision("highest"):
+        whole, most = grads(params, given), grads(params, cached(given, 60, 2.0))
+        close(most, whole, rtol=1e-3, atol=1e-3)
+        few = [float(jax.jit(loss)(params, cached(given, k, 2.0))) for k in (2, 12)]
+    ones = given._replace(weights_BT=jnp.ones_like(given.weights_BT))
+    sums = o.loss(graphdef, params, ones, o.share(graphdef, params, ones), step=jnp.int32(0))[1]
+    hard = 0.25 * float(sums["labels"])
+    assert hard < few[0] < few[1] < float(whole[0])
+
+
+@pytest.fixture
+def given(tmp_path):
+    """Makes the command line of a run with a cache; the folder has two models to learn from."""
+    for name, hidden in (("teacher", 48), ("second", 40)):
+        random_run(tmp_path / name, byte_model(32, f"model.hidden={hidden}"))
+
+    def arguments(**changes):
+        fields = {
+            "train__steps": 4, "objective__name": "distill", "checkpoint__every": 2,
+            "objective__teacher": tmp_path / "teacher", "objective__top_k": 200,
+            "objective__cache": tmp_path / "cache",
+        }  # fmt: skip
+        kept = run_overrides(tmp_path, **fields | changes)
+        return [x for x in kept if "vocab_size" not in x] + ["data.tokenizer.name=bytes"]
+
+    return arguments
+
+
+def test_a_cache_of_another_teacher_or_of_other_batches_is_refused(given, tmp_path, capsys):
+    assert main(given()) == 2
+    assert "is not whole: run `jaxtrain prepare`" in capsys.readouterr().err
+    assert cli.main(["prepare", *given()]) == 0
+    assert "4 steps, 200 tokens each" in capsys.readouterr().out
+    before = (tmp_path / "cache" / "00000000.npz").stat()
+    assert cli.main(["prepare", *given(train__steps=6)]) == 0  # goes on
+    assert (tmp_path / "cache" / "00000000.npz").stat() == before
+    capsys.readouterr()
+    for change, message in (
+        ({"objective__teacher": tmp_path / "second"}, "was made with teacher"),
+        ({"data__seed": 1}, "was made with seed 0, but this run has 1"),
+        ({"objective__top_k": 20}, "was made with top_k 200"),
+        ({"train__steps": 7}, "has 6 steps, train.steps is 7"),
+    ):
+        assert main(given(**change)) == 2
+        assert message in capsys.readouterr().err
+    assert cli.main(["prepare", *given(objective__top_k=257)]) == 2
+    assert "objective.top_k 257: the vocabulary has 257" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_run_that_reads_a_cache_is_that_with_the_teacher_and_resumes(given, tmp_path):
+    assert main(given(objective__cache="null", run__name="online")) == 0
+    assert cli.main(["prepare", *given()]) == 0
+    assert main(given()) == 0
+    one, other = (
+        [r for r in read_rows(tmp_path / name / "metrics.jsonl") if r["kind"] == "train"]
+        for name in ("online", "tiny")
+    )
+    for a, b in zip(one, other, strict=True):
+        assert b["loss_distill"] == pytest.approx(a["loss_distill"], rel=0.05) and b["loss"] > 1
+        assert b["loss_distill"] < 1.001 * a["loss_distill"]
+    whole = load_saved(tmp_path / "tiny").params
+    shutil.rmtree(tmp_path / "tiny" / "checkpoints" / "4")
+    shutil.rmtree(tmp_path / "tiny" / "model")
+    assert main(given()) == 0
+    same(load_saved(tmp_path / "tiny").params, whole)
+
+
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["fsdp", "tensor"])
 def test_a_sharded_step_in_microbatches_is_that_of_one_device(axis):
@@ -90,8 +192,10 @@ def test_a_sharded_step_in_microbatches_is_that_of_one_device(axis):
     for mesh, micro in ((mesh_of(), 8), (mesh_of(**{axis: 2}), 4)):
         with jax.set_mesh(mesh):
             cut = stacked(given._replace(teacher=None), micro)
-            states = stacked(given.teacher.states_BTE, micro)
-            cut = cut._replace(teacher=given.teacher._replace(states_BTE=states))
+            teacher = given.teacher
+            assert isinstance(teacher, Teacher)
+            states = stacked(teacher.states_BTE, micro)
+            cut = cut._replace(teacher=teacher._replace(states_BTE=states))
             found.append(make_step(spec, mesh)(begin_random(spec, mesh), cut, hyperparams)[1])
     for name in ("loss", "loss_distill", "grad_norm"):
         np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-3)

@@ -6,7 +6,13 @@ evaluation/ makes rows of benchmark tasks. `records.py` has the records that pas
 """
 
 from jaxtrain.data.batches.augment import make_augment
-from jaxtrain.data.batches.loader import stores_of, train_batches, validation_batches
+from jaxtrain.data.batches.loader import (
+    Complete,
+    stores_of,
+    stream_identity,
+    train_batches,
+    validation_batches,
+)
 from jaxtrain.data.batches.mixture import check_lengths, source_names, sources_of
 from jaxtrain.data.batches.packing import Batch
 from jaxtrain.data.chat.chat import Chat, make_chat, make_reader
@@ -33,10 +39,11 @@ from jaxtrain.data.store.store import TokenStore, open_store
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 
 __all__ = [
-    "DEFAULT_TEMPLATE", "Batch", "Chat", "DataConfig", "PairBatch", "Prepared", "References",
-    "Scored", "TokenStore", "Tokenizer", "apply_chat_defaults", "chat_sources", "check_lengths",
-    "counts_phrase", "damaged_shards", "describe_stores", "fit_stores", "iterate_pairs",
-    "load_tokenizer", "make_augment", "make_chat", "make_reader", "open_bundle", "open_store",
-    "prepare", "questions", "read_documents", "revisions", "source_names", "sources_of",
-    "stores_of", "train_batches", "training_template", "validation_batches", "validation_pairs",
+    "DEFAULT_TEMPLATE", "Batch", "Chat", "Complete", "DataConfig", "PairBatch", "Prepared",
+    "References", "Scored", "TokenStore", "Tokenizer", "apply_chat_defaults", "chat_sources",
+    "check_lengths", "counts_phrase", "damaged_shards", "describe_stores", "fit_stores",
+    "iterate_pairs", "load_tokenizer", "make_augment", "make_chat", "make_reader",
+    "open_bundle", "open_store", "prepare", "questions", "read_documents", "revisions",
+    "source_names", "sources_of", "stores_of", "stream_identity", "train_batches",
+    "training_template", "validation_batches", "validation_pairs",
 ]  # fmt: skip

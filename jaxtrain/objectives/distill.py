@@ -13,7 +13,7 @@ import jax
 import jax.numpy as jnp
 from flax import nnx
 from jax.sharding import PartitionSpec as P
-from jaxtyping import Array, Float
+from jaxtyping import Array, Float, Integer
 from pydantic import Field
 
 from jaxtrain.objectives.base import DeviceBatch, LossOptions, Objective, SumsByName
@@ -51,6 +51,17 @@ class DistillConfig(Settings):
     weight: float = Field(
         0.0, ge=0, lt=1, description="share of the labels' loss; the rest is the divergence"
     )
+    cache: str | None = Field(
+        None,
+        description="folder of the teacher's largest probabilities of each token, which `jaxtrain "
+        "prepare` writes and training reads in the place of the teacher; default the teacher runs "
+        "before each step",
+    )
+    top_k: int = Field(
+        64,
+        ge=1,
+        description="probabilities of a token in the cache; all others count as one, their sum",
+    )
 
 
 class Teacher(NamedTuple):
@@ -61,6 +72,14 @@ class Teacher(NamedTuple):
     softcap: Array | None = None  # [], of its logits
 
 
+class CachedTeacher(NamedTuple):
+    """What a cache has of a teacher: the tokens with the largest probabilities, and log-probs of
+    these and, last, of all others together; at the temperature of the divergence."""
+
+    ids_BTk: Array
+    logp_BTj: Array  # j = k + 1
+
+
 class TaughtBatch(NamedTuple):
     """A batch with what a teacher has of it."""
 
@@ -69,7 +88,7 @@ class TaughtBatch(NamedTuple):
     weights_BT: Array
     segments_BT: Array | None
     positions_BT: Array | None
-    teacher: Teacher
+    teacher: Teacher | CachedTeacher
 
 
 @runtime_checkable
@@ -99,23 +118,48 @@ def logits_of(x_ND: Array, w_DV: Array, softcap: Array | float | None, vocab: in
     return logits_NV if softcap is None else softcap * jnp.tanh(logits_NV / softcap)
 
 
+def top_and_rest(
+    logp_NV: Float[Array, "N V"], ids_Nk: Integer[Array, "N k"]
+) -> Float[Array, "N j"]:
+    """Log-probabilities of k tokens, and that of all others together."""
+    ids_Nk = ids_Nk.astype(jnp.int32)
+    top_Nk = jnp.take_along_axis(logp_NV, ids_Nk, axis=-1)
+    rest_NV = logp_NV.at[jnp.arange(len(ids_Nk))[:, None], ids_Nk].set(-jnp.inf)
+    return jnp.concatenate([top_Nk, jax.nn.logsumexp(rest_NV, axis=-1)[:, None]], axis=-1)
+
+
 def distill_losses(
-    c: DistillConfig, options: LossOptions, h: Hidden, teacher: Teacher
+    c: DistillConfig, options: LossOptions, h: Hidden, teacher: Teacher | CachedTeacher
 ) -> tuple[Float[Array, "B T"], ...]:
-    """(the label's loss, temperature^2 x divergence) of each token in nats, by chunks of tokens."""
+    """(the label's loss, temperature^2 x divergence) of each token in nats, by chunks of tokens.
+
+    Of a cache the divergence is that of k + 1 outcomes: its tokens, and all others together. It is
+    at most that of all tokens.
+    """
     vocab, cap = h.model.vocab_size, h.model.config.logit_softcap
+
+    def both(
+        student: Array, y: Array, head_EV: Array | None = None, softcap: Array | None = None
+    ) -> tuple[Array, Array]:
+        logp = jax.nn.log_softmax(student / c.temperature)
+        if isinstance(teacher, CachedTeacher):
+            k = teacher.ids_BTk.shape[-1]
+            cached = jax.nn.log_softmax(y[:, k:])  # whose sum is 1 but for their 16 bits
+            return cached, top_and_rest(logp, y[:, :k].astype(jnp.int32))
+        assert head_EV is not None
+        taught = jax.lax.stop_gradient(logits_of(y, head_EV, softcap, vocab))
+        return jax.nn.log_softmax(taught / c.temperature), logp
 
     @jax.checkpoint
     def chunk(
-        x: Array, w: Array, labels: Array, y: Array, u: Array, softcap: Array | None
+        x: Array, w: Array, labels: Array, y: Array, *shared: Array | None
     ) -> tuple[Array, Array]:
         student = logits_of(x, w.astype(x.dtype), cap, vocab)
-        taught = jax.lax.stop_gradient(logits_of(y, u, softcap, vocab))
         logZ = jax.nn.logsumexp(student, axis=-1)
         label = jnp.take_along_axis(student, labels[:, None], axis=-1)[:, 0]
-        soft = (jax.nn.log_softmax(z / c.temperature) for z in (taught, student))
         hard = logZ - label + options.z_loss * jnp.square(logZ)
-        return hard, c.temperature**2 * divergences(c.divergence, *soft)
+        soft = divergences(c.divergence, *both(student, y, *shared))
+        return hard, c.temperature**2 * soft
 
     def local(
         x: Array, w: Array, labels: Array, y: Array, *shared: Array | None
@@ -133,15 +177,23 @@ def distill_losses(
 
     # In float32 outside of the chunks, so that the head's gradient is summed over them in float32.
     head_DV = h.model.head_DV().astype(jnp.float32)
-    arrays = (
-        h.x_BTD, head_DV, h.targets_BT, teacher.states_BTE, teacher.head_EV, teacher.softcap,
-    )  # fmt: skip
+    own, shared = taught_arrays(teacher)
+    arrays = h.x_BTD, head_DV, h.targets_BT, own, *shared
     mesh = current_mesh()
     if mesh is None:
         return local(*arrays)
     rows = partition_spec(("batch", "sequence"), h.targets_BT.shape, mesh)
     wide = P(*rows, None)
-    return shard_map(local, (wide, P(), rows, wide, P(), P()), (rows, rows))(*arrays)
+    return shard_map(local, (wide, P(), rows, wide, *(P() for _ in shared)), (rows, rows))(*arrays)
+
+
+def taught_arrays(teacher: Teacher | CachedTeacher) -> tuple[Array, tuple[Array | None, ...]]:
+    """([B, T, ...] of each token, what all tokens share). Of a cache ids and log-probs in float32,
+    which holds ids up to 2^24."""
+    if isinstance(teacher, Teacher):
+        return teacher.states_BTE, (teacher.head_EV, teacher.softcap)
+    parts = (x.astype(jnp.float32) for x in teacher)
+    return jnp.concatenate(list(parts), axis=-1), ()
 
 
 def make_distill(c: DistillConfig, options: LossOptions) -> Objective:
@@ -155,10 +207,13 @@ def make_distill(c: DistillConfig, options: LossOptions) -> Objective:
         **step: Array | None,
     ) -> tuple[Array, SumsByName]:
         h = hidden_states(graphdef, params, batch, options, step.get("key"))
-        if not isinstance(batch, TaughtBatch) or shared is None:
+        given = batch.teacher if isinstance(batch, TaughtBatch) else None
+        if given is None or (isinstance(given, Teacher) and shared is None):
             hard = head_loss(h, h.targets_BT, h.weights_BT, options)
             return hard + h.balance_loss, {"labels": hard, "divergence": jnp.zeros(())}
-        teacher = Teacher(batch.teacher.states_BTE, *shared)
+        teacher = given
+        if isinstance(given, Teacher) and shared is not None:
+            teacher = Teacher(given.states_BTE, *shared)
         sums = [jnp.sum(h.weights_BT * a) for a in distill_losses(c, options, h, teacher)]
         total = c.weight * sums[0] + (1 - c.weight) * sums[1] + h.balance_loss
         return total, dict(zip(("labels", "divergence"), jax.lax.stop_gradient(sums)))
@@ -166,10 +221,12 @@ def make_distill(c: DistillConfig, options: LossOptions) -> Objective:
     def share(
         graphdef: nnx.GraphDef, params: Params, batch: MaybeTaught
     ) -> tuple[Array | None, Array | None] | None:
-        return batch.teacher[1:] if isinstance(batch, TaughtBatch) else None
+        if not isinstance(batch, TaughtBatch) or not isinstance(batch.teacher, Teacher):
+            return None
+        return batch.teacher.head_EV, batch.teacher.softcap
 
     def without_head(batch: MaybeTaught) -> MaybeTaught:
-        if not isinstance(batch, TaughtBatch):
+        if not isinstance(batch, TaughtBatch) or isinstance(batch.teacher, CachedTeacher):
             return batch
         return batch._replace(teacher=batch.teacher._replace(head_EV=None, softcap=None))
 

@@ -30,7 +30,7 @@ class Feed:
             data.train_batches, training_data.prepared.train, config=c.data,
             batch_size=c.train.batch_size, sequence_length=c.train.sequence_length,
             process_index=share, process_count=shares, segments=c.model.document_mask,
-            references=recipe.references,
+            references=recipe.references, complete=recipe.complete,
             augment=make_row_change(c.objective, tokenizer, c.data.seed)
             or data.make_augment(c.data.augment, tokenizer, c.data.seed),
         )  # fmt: skip

@@ -43,6 +43,10 @@ def main(argv: list[str] | None = None) -> int:
         )
     for line in data.damaged_shards(prepared):
         print(f"{'left out':12s} {line}")
+    if getattr(whole.objective, "cache", None):
+        from jaxtrain.train.teacher_cache import write_teacher_cache  # imports JAX's programs
+
+        print(f"{'teacher':12s} {write_teacher_cache(whole, prepared)}")
     print(f"{'vocabulary':12s} {prepared.tokenizer.vocab_size:,} tokens")
     print(f"{'ready after':12s} {time.monotonic() - begin:.1f} s")
     return 0

@@ -22,6 +22,7 @@ from jaxtrain.train.preference import (
 )
 from jaxtrain.train.reference_model import make_reference, make_teacher
 from jaxtrain.train.step import StepSpec
+from jaxtrain.train.teacher_cache import open_teacher_cache, with_cached_teacher
 from jaxtrain.weights.params import Params
 
 
@@ -41,6 +42,11 @@ class Recipe(Protocol):
     @property
     def references(self) -> data.References | None:
         """Log-probs that the batches carry."""
+        ...
+
+    @property
+    def complete(self) -> data.Complete | None:
+        """What the batches carry of another model; None for nothing."""
         ...
 
     def open(self, training_data: TrainingData) -> None:
@@ -72,12 +78,14 @@ class CausalLM:
     """Tokens of documents and conversations: the next ones, or hidden ones."""
 
     references = None
+    complete: data.Complete | None = None
 
     def __init__(self, plan: Plan):
         self.plan = plan
 
     def open(self, training_data: TrainingData) -> None:
         self.store, c = training_data.prepared.validation, self.plan.config
+        self.complete = open_teacher_cache(c, training_data.prepared)
         self.tokenizer = training_data.tokenizer
         self.change = make_row_change(c.objective, training_data.tokenizer, c.data.seed)
 
@@ -93,7 +101,9 @@ class CausalLM:
         if objective.name == "selective" and objective.reference:
             self.refer = make_reference(objective.reference, *where)
         if objective.name == "distill":
-            self.refer = make_teacher(objective.teacher, *where)
+            self.refer = with_cached_teacher
+            if self.complete is None:
+                self.refer = make_teacher(objective.teacher, *where)
 
     def prepare(self, batch: StepBatch) -> StepBatch:
         return batch if self.refer is None else self.refer(batch)
@@ -125,6 +135,7 @@ class Preference:
     """Pairs of answers, or answers with a label (KTO)."""
 
     references: data.References | None = None
+    complete = None
 
     def __init__(self, plan: Plan):
         self.plan = plan

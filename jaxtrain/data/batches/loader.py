@@ -2,7 +2,7 @@
 
 import time
 import zlib
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -30,6 +30,7 @@ from jaxtrain.settings import UserError
 READ_THREADS = 2
 ORDER = 2  # of the documents; another one for each change of what is planned from the same data
 
+Complete = Callable[[int, int, Batch], Batch]  # (step from 0, first row of the batch, its rows)
 Stores = TokenStore | Mapping[str, TokenStore]  # one, or those of a mixture by name
 
 
@@ -126,6 +127,7 @@ def train_batches(
     state: dict[str, Any] | None = None,
     augment: Augment | None = None,
     references: References | None = None,
+    complete: Complete | None = None,
 ) -> Loader:
     """Training batches of `batch_size` rows over all processes, each process a contiguous part.
 
@@ -133,7 +135,8 @@ def train_batches(
 
     A stage may have its own `batch_size`; where its rows are shorter, T/k, there are k times as
     many. `segments` adds segments_BT and positions_BT, for attention within documents; padded
-    packing always has them. `augment` is what `make_augment` makes of the configuration. Raises
+    packing always has them. `augment` is what `make_augment` makes of the configuration; `complete`
+    adds what is known of rows from elsewhere. Raises
     UserError if a corpus is smaller than one row, if the rows cannot be dealt evenly, or if `state`
     belongs to another stream.
     """
@@ -156,6 +159,8 @@ def train_batches(
         if augment is not None:
             options["change"] = partial(augment, planned.step, share.start * planned.cut)
         found = assemble(rows, length, segments=segments, **options)
+        if complete is not None:
+            return complete(planned.step, share.start * planned.cut, found)
         if next(iter(stores.values())).pairs is None:
             return found
         return with_pair_labels(
@@ -168,6 +173,17 @@ def train_batches(
             data, prefetch_buffer_size=config.prefetch
         )
     batches = iter(data)
+    identity = stream_identity(stores, config, batch_size, sequence_length)
+    if state is not None:
+        _check_state(state, identity, stores)
+        batches.set_state(state["position"])
+    return Loader(batches, plan, identity, readers, counted)
+
+
+def stream_identity(
+    train: Stores, config: DataConfig, batch_size: int, sequence_length: int
+) -> dict[str, Any]:
+    """What the batches of every step follow from, as small JSON."""
     identity = {
         "packing": config.packing.model_dump(),
         "order": ORDER,
@@ -176,15 +192,12 @@ def train_batches(
         "sequence_length": sequence_length,
         "augment": config.augment.model_dump(),
         "stages": [stage.model_dump() for stage in config.stages],
-        "data": {name: store.fingerprint for name, store in stores.items()},
+        "data": {name: store.fingerprint for name, store in stores_of(train).items()},
     }
     if config.train.name == "mixture":
         limits = {name: part.max_epochs for name, part in config.train.sources.items()}
         identity |= {"weights": weights_of(config.train), "max_epochs": limits}
-    if state is not None:
-        _check_state(state, identity, stores)
-        batches.set_state(state["position"])
-    return Loader(batches, plan, identity, readers, counted)
+    return identity
 
 
 def stores_of(train: Stores) -> dict[str, TokenStore]:

@@ -60,6 +60,7 @@ class Batch(NamedTuple):
     segments_BT: np.ndarray | None  # int32, documents of the row from 1; 0 is padding
     positions_BT: np.ndarray | None  # int32, from 0 in every segment
     reference_BT: np.ndarray | None = None  # float32, a reference model's loss of each target
+    teacher: tuple[np.ndarray, np.ndarray] | None = None  # tokens [B, T, k], log-probs [B, T, k+1]
 
 
 def make_concat(
