@@ -1,14 +1,23 @@
 """Structured pruning: what is cut is what was zero, and the rest is the same function."""
 
+from types import SimpleNamespace
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import SMALL, batch, build, close, run_overrides
+from tiny import LLAMA, SMALL, batch, build, close, resolved, run_overrides
 
-from jaxtrain.compress.shrink import Size, cut_layers, layers_to_keep, main, shrink
+from jaxtrain.compress.shrink import (
+    Size,
+    check_shrunk_size,
+    cut_layers,
+    layers_to_keep,
+    main,
+    shrink,
+)
+from jaxtrain.compress.shrink_stream import CHANNELS
 from jaxtrain.finetune import unflatten
 from jaxtrain.main import main as train
 from jaxtrain.objectives.next_token import next_token_loss
@@ -19,6 +28,8 @@ from jaxtrain.weights.contract import flatten
 
 class Config:
     """A configuration that has a model alone."""
+
+    train = SimpleNamespace(precision="float32")
 
     def __init__(self, model):
         self.model = model
@@ -56,10 +67,49 @@ def test_heads_and_channels_that_are_zero_go_and_the_function_stays():
     saved = zeroed(zeroed(saved, "blocks/attention/out", (0, head)), "blocks/ffn/down", (1, 5))
     saved = zeroed(saved, "blocks/attention/out", (1, slice(0, 2 * SMALL["head_dim"])))
     saved = zeroed(saved, "blocks/ffn/down", (0, 23))
-    small = shrink(saved, [batch(1)], Size(2, 2, 23))
+    small = shrink(saved, [batch(1)], Size(2, 2, 23, 32))
     assert small.params["blocks"]["attention"]["q"].shape == (2, 32, 16)
     assert small.params["blocks"]["ffn"]["up"].shape == (2, 32, 23)
     close(nats(small), nats(saved), rtol=1e-5)
+
+
+NANO = {"depth": 3, "bigram_rows": 97, "qkv_bias": True}
+GAINS = {**LLAMA, "post_norm": True, "out_bias": True, "ffn_bias": True}
+
+
+@pytest.mark.parametrize("fields", [NANO, GAINS, GAINS | {"embed_norm": True}],
+                         ids=["nano", "gains", "embed_norm"])  # fmt: skip
+@pytest.mark.quick("nano")
+def test_channels_that_are_zero_go_and_the_function_stays(fields):
+    """Norms divide by the mean square over fewer channels: the weights make up for it."""
+    saved = saved_model(**fields | {"norm_eps": 1e-12})
+    gone = [25, 28, 30]
+    for name, axis in CHANNELS.items():
+        reads = name == "head" or axis == 1  # what reads a channel that is zero may stay
+        if name in flatten(saved.params) and not reads and "gain" not in name:
+            saved = zeroed(saved, name, (..., gone))
+    for name in ("attention_post_gain", "ffn_post_gain"):
+        if f"blocks/{name}" in flatten(saved.params):
+            saved = zeroed(saved, f"blocks/{name}", (..., gone))
+    c = saved.config.model
+    small = shrink(saved, [batch(1)], Size(c.depth, c.heads, c.hidden, 29))
+    assert small.params["embed"].shape[1] == small.config.model.width == 29
+    close(nats(small), nats(saved), rtol=1e-5)
+
+
+@pytest.mark.parametrize(
+    ("fields", "width", "message"),
+    [
+        ({"norm": "layer", "norm_gain": True}, 28, "subtracts the mean"),
+        ({"tied_head": True}, 28, "tied head has nothing"),
+        ({}, 20, "less than the 24 channels that gates read"),
+        ({}, 99, "--width 99 is more than the model's 32"),
+    ],
+)
+def test_a_width_that_cannot_be_is_one_line(fields, width, message):
+    c = resolved(**fields)
+    with pytest.raises(UserError, match=message):
+        check_shrunk_size(c, Size(c.depth, c.heads, c.hidden, width))
 
 
 @pytest.mark.slow
@@ -86,21 +136,25 @@ def test_the_layer_goes_whose_absence_costs_least():
 def test_nothing_removed_is_the_same_model_and_bad_sizes_are_one_line():
     saved = saved_model(depth=2)
     c = saved.config.model
-    assert shrink(saved, [batch(1)], Size(2, c.heads, c.hidden)) is saved
-    for size in (Size(1, c.heads, c.hidden), Size(2, 99, c.hidden), Size(2, c.heads, 9999)):
+    assert shrink(saved, [batch(1)], Size(2, c.heads, c.hidden, c.width)) is saved
+    for size in (
+        Size(1, c.heads, c.hidden, c.width),
+        Size(2, 99, c.hidden, c.width),
+        Size(2, c.heads, 9999, c.width),
+    ):
         with pytest.raises(UserError):
             shrink(saved, [batch(1)], size)
     with pytest.raises(UserError, match="moe"):
-        shrink(saved_model(moe={"experts": 2}), [batch(1)], Size(2, 4, 128))
+        shrink(saved_model(moe={"experts": 2}), [batch(1)], Size(2, 4, 128, 32))
 
 
 @pytest.mark.slow
 def test_a_shrunk_run_trains(tmp_path):
     assert train(run_overrides(tmp_path, train__steps=1, model__depth=3)) == 0
-    cut = ["--depth", "1", "--heads", "2", "--hidden", "16", "--rows", "2"]
+    cut = ["--depth", "1", "--heads", "2", "--hidden", "16", "--width", "24", "--rows", "2"]
     assert main([str(tmp_path / "tiny"), *cut, "--out", str(tmp_path / "small")]) == 0
     c = load_saved(tmp_path / "small").config.model
-    assert (c.depth, c.heads, c.hidden) == (1, 2, 16)
+    assert (c.depth, c.heads, c.hidden, c.width) == (1, 2, 16, 24)
     fields = {
         "run__name": "again", "train__init_from": tmp_path / "small", "train__steps": 1,
         "objective__name": "distill", "objective__teacher": tmp_path / "tiny",

@@ -1,4 +1,4 @@
-"""`jaxtrain shrink`: fewer layers, heads and hidden channels, out of a trained model.
+"""`jaxtrain shrink`: fewer layers, channels, heads and hidden channels, out of a trained model.
 
 Structured pruning as Minitron has it (Muralidharan et al. 2024, arXiv:2407.14679): rank, cut, then
 distill from the original. A layer ranks by the loss without it: the one that is missed least goes,
@@ -19,6 +19,12 @@ from jaxtyping import Array, Float, Int
 
 from jaxtrain import data
 from jaxtrain.compress.shrink_arguments import shrink_parser
+from jaxtrain.compress.shrink_stream import (
+    channel_importance,
+    channels_to_keep,
+    check_width,
+    cut_channels,
+)
 from jaxtrain.finetune import unflatten
 from jaxtrain.model import ResolvedModel, Transformer, split
 from jaxtrain.model.config import check_decoder
@@ -46,6 +52,7 @@ class Size(NamedTuple):
     depth: int
     heads: int
     hidden: int
+    width: int
 
 
 def check_shrunk_size(c: ResolvedModel, wanted: Size) -> None:
@@ -57,6 +64,7 @@ def check_shrunk_size(c: ResolvedModel, wanted: Size) -> None:
     for name, count in wanted._asdict().items():
         if count > getattr(c, name):
             raise UserError(f"--{name} {count} is more than the model's {getattr(c, name)}")
+    check_width(c, wanted.width)
     group = c.heads // c.kv_heads
     if wanted.heads % group:
         raise UserError(
@@ -237,11 +245,15 @@ def take_parts(x: np.ndarray, axis: int, places: Int[np.ndarray, "L n"], groups:
 
 
 def shrink(saved: Saved, rows: Sequence[data.Batch], wanted: Size) -> Saved:
-    """Layers first; heads and channels rank in the model without the layers that went."""
+    """Layers first, then channels of the stream, then heads and hidden channels; each ranks in the
+    model without what went before."""
     check_shrunk_size(saved.config.model, wanted)
     kept = layers_to_keep(saved, rows, wanted.depth)
     if len(kept) < saved.config.model.depth:
         saved = cut_layers(saved, kept)
+    if wanted.width < (c := saved.config.model).width:
+        kept_d = channels_to_keep(c, channel_importance(saved, rows), wanted.width)
+        saved = resized(saved, {"width": wanted.width}, cut_channels(saved, kept_d))
     c = saved.config.model
     if (wanted.heads, wanted.hidden) == (c.heads, c.hidden):
         return saved
@@ -260,7 +272,7 @@ def main(argv: list[str] | None = None) -> int:
     if is_quantized(saved):
         raise UserError(f"{a.run} is quantized; shrink the model before, then quantize")
     c = saved.config.model
-    wanted = Size(a.depth or c.depth, a.heads or c.heads, a.hidden or c.hidden)
+    wanted = Size(a.depth or c.depth, a.heads or c.heads, a.hidden or c.hidden, a.width or c.width)
     check_shrunk_size(c, wanted)
     small = shrink(saved, training_rows(saved, a.rows), wanted)
     save_model(a.out, small.config, small.params, small.tokenizer)
