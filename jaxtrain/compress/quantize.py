@@ -34,7 +34,7 @@ from jaxtrain.runs.saved import (
 )
 from jaxtrain.settings import UserError, command
 from jaxtrain.storage.disk import write_json, write_whole
-from jaxtrain.weights.contract import flatten
+from jaxtrain.weights.contract import dequantize, flatten
 from jaxtrain.weights.int4 import GROUP
 from jaxtrain.weights.params import Params, Specs, is_block_matrix, path_name
 from jaxtrain.weights.quantized import QuantizedWeight
@@ -96,7 +96,7 @@ def solve(
             with named_error(name):
                 weight = METHODS[method].quantize(w_KN, inputs, options)
             solved[name, matrix.place] = weight
-            changed[name] = np.asarray(weight.dequantize())
+            changed[name] = np.asarray(dequantize(weight))
         return changed
 
     visit_layers(saved, batches, visit, METHODS[method].hessian)

@@ -9,6 +9,7 @@ import abc
 from typing import Any
 
 import jax
+import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
@@ -64,7 +65,10 @@ def dense(x: Float[Array, "*B K"], param: nnx.Param) -> Float[Array, "*B N"]:
 
 def dequantize(weight: Array | Weight) -> Array:
     """The array of a matrix in any form; an array is returned as it is."""
-    return weight.dequantize() if isinstance(weight, Weight) else weight
+    if not isinstance(weight, Weight):
+        return weight
+    # A matrix that was read from a file holds NumPy arrays until it is placed.
+    return jax.tree.map(jnp.asarray, weight).dequantize()
 
 
 def is_weight(leaf: object) -> bool:

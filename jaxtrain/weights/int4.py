@@ -30,8 +30,7 @@ class Int4Weight(QuantizedWeight):
     scales: Any
 
     def dequantize(self) -> Float[Array, "*E K N"]:
-        # A matrix that was read from a file holds NumPy arrays until it is placed.
-        return int4_values(self.integers(), jnp.asarray(self.scales)).astype(self.dtype)
+        return int4_values(self.integers(), self.scales).astype(self.dtype)
 
     def integers(self) -> Int[Array, "*E K N"]:
         """The codes, int8, from -8 to 7."""
