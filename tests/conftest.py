@@ -71,8 +71,8 @@ def mark_slow_cases(config, items):
             cases.setdefault(item.nodeid.split("[")[0], {})[item.callspec.id] = item
             if item.callspec.id not in marker.args:
                 item.add_marker(pytest.mark.slow)
-    if any("::" in argument for argument in config.args):
-        return  # a case by itself
+    if config.getoption("lf") or any("::" in argument for argument in config.args):
+        return  # some cases by themselves
     for name, items_of in cases.items():
         marker = next(iter(items_of.values())).get_closest_marker("quick")
         if missing := set(marker.args) - items_of.keys():
