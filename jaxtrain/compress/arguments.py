@@ -11,6 +11,7 @@ METHODS = {
     "int8": "8-bit integers, a scale a column",
     "int4": "4-bit integers, a scale a group of inputs; round to nearest",
     "gptq": "int4 whose rounding errors the inputs behind make up for; reads a calibration text",
+    "awq": "int4 with inputs scaled by their size before rounding; reads a calibration text",
     "nf4": "4-bit NormalFloat in blocks of 64, as QLoRA's base",
     "float8": "float8 e4m3, a scale a column",
 }
@@ -29,7 +30,7 @@ def quantize_parser() -> Parser:
     parser.add_argument("--method", choices=METHODS, required=True, help="how; see below")
     parser.add_argument(
         "--group-size", type=whole(2, 2**31 - 1),
-        help="int4, gptq: inputs that share a scale (default model.weight_form's, else 128)",
+        help="int4, gptq, awq: inputs that share a scale (default model.weight_form's, else 128)",
     )  # fmt: skip
     parser.add_argument("--head", action="store_true", help="quantize the head as well")
     parser.add_argument("--out", type=Path, required=True, help="folder of the new model")

@@ -13,6 +13,7 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
+from jaxtrain.compress.awq import awq, scaled_int4
 from jaxtrain.compress.calibrate import Inputs
 from jaxtrain.compress.gptq import gptq_codes
 from jaxtrain.settings import UserError
@@ -67,10 +68,21 @@ def gptq(
     return pack_int4(jnp.asarray(codes), jnp.asarray(steps, jnp.float32), w_KN.dtype.name)
 
 
+def activation_aware(
+    w_KN: Float[Array, "K N"], inputs: Inputs | None, options: MethodOptions
+) -> QuantizedWeight:
+    """AWQ. A matrix without statistics, as the head is, is rounded to the nearest codes."""
+    if inputs is None or inputs.hessian_KK is None:
+        return scaled_int4(w_KN, jnp.ones(len(w_KN)), options.group_size)
+    mean_K = jnp.asarray(inputs.magnitude_K) / inputs.tokens
+    return awq(w_KN, mean_K, jnp.asarray(inputs.hessian_KK), options.group_size)
+
+
 METHODS: dict[str, Method] = {
     "int8": Method(lambda w, _, options: quantize_int8(w)),
     "int4": Method(lambda w, _, options: quantize_int4(w, options.group_size)),
     "gptq": Method(gptq, hessian=True),
+    "awq": Method(activation_aware, hessian=True),
     "nf4": Method(nf4),
     "float8": Method(lambda w, _, options: quantize_e4m3(w)),
 }

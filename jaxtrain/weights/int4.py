@@ -2,7 +2,8 @@
 
 Symmetric round-to-nearest of GPTQ's and AWQ's baselines (arXiv:2210.17323, arXiv:2306.00978): in a
 group of 128 inputs of a column the largest magnitude is 7 steps. `pack_int4` takes the codes of
-any method. A byte has the code + 8 of the even input in its low half, as in compressed-tensors.
+any method. `ScaledInt4Weight` has a scale for each input as well, as AWQ needs it. A byte has the
+code + 8 of the even input in its low half, as in compressed-tensors.
 """
 
 import dataclasses
@@ -37,6 +38,27 @@ class Int4Weight(QuantizedWeight):
         *front, half, N = self.codes.shape
         both = jnp.stack([self.codes & 15, self.codes >> 4], axis=-2)
         return both.reshape(*front, 2 * half, N).astype(jnp.int8) - jnp.int8(8)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scales", "input_scales"],
+    meta_fields=["dtype"],
+)
+@dataclasses.dataclass(frozen=True)
+class ScaledInt4Weight(QuantizedWeight):
+    """Int4 codes of a matrix whose row k was multiplied by input_scales[k]: AWQ's form.
+
+    codes uint8 [.., K / 2, N], scales bfloat16 [.., K / group, N], input_scales bfloat16 [.., K].
+    """
+
+    codes: Any
+    scales: Any
+    input_scales: Any
+
+    def dequantize(self) -> Float[Array, "*E K N"]:
+        scaled = Int4Weight(self.codes, self.scales, dtype="float32").dequantize()
+        return (scaled / self.input_scales[..., None].astype(jnp.float32)).astype(self.dtype)
 
 
 def group_of(K: int, group_size: int, field: str = "--group-size") -> int:

@@ -25,7 +25,14 @@ from jaxtrain.weights.stored import stored_bytes
 
 EXPERTS = {"moe": {"experts": 2, "every": 2, "shared_experts": 1}, "depth": 2, "ffn": "swiglu"}
 LATENT = {"mla": {"kv_rank": 16, "rope_dim": 4}, "depth": 2, "value_embeddings": False}
-BITS = {"int8": 9.3, "int4": 4.6, "gptq": 4.6, "nf4": 5.2, "float8": 9.3}  # with the scales
+BITS = {
+    "int8": 9.3,
+    "int4": 4.6,
+    "gptq": 4.6,
+    "awq": 5.1,
+    "nf4": 5.2,
+    "float8": 9.3,
+}  # with the scales
 
 
 def test_the_table_and_the_command_line_name_the_same_methods():
