@@ -71,7 +71,7 @@ def mark_slow_cases(config, items):
             cases.setdefault(item.nodeid.split("[")[0], {})[item.callspec.id] = item
             if item.callspec.id not in marker.args:
                 item.add_marker(pytest.mark.slow)
-    if config.getoption("lf") or any("::" in argument for argument in config.args):
+    if config.getoption("lf", default=False) or any("::" in argument for argument in config.args):
         return  # some cases by themselves
     for name, items_of in cases.items():
         marker = next(iter(items_of.values())).get_closest_marker("quick")
