@@ -4,7 +4,7 @@ import argparse
 from pathlib import Path
 
 from jaxtrain.compress.prune_arguments import add_calibration
-from jaxtrain.settings import Parser, whole
+from jaxtrain.settings import Parser, real, whole
 
 # The rows of compress.methods.METHODS; a test checks.
 METHODS = {
@@ -12,6 +12,7 @@ METHODS = {
     "int4": "4-bit integers, a scale a group of inputs; round to nearest",
     "gptq": "int4 whose rounding errors the inputs behind make up for; reads a calibration text",
     "awq": "int4 with inputs scaled by their size before rounding; reads a calibration text",
+    "w8a8": "int8 weights and activations, smoothed (SmoothQuant); reads a calibration text",
     "nf4": "4-bit NormalFloat in blocks of 64, as QLoRA's base",
     "float8": "float8 e4m3, a scale a column",
 }
@@ -38,5 +39,9 @@ def quantize_parser() -> Parser:
     parser.add_argument(
         "--act-order", action="store_true", help="gptq: inputs with the largest squares first"
     )
+    parser.add_argument(
+        "--alpha", type=real(0.0, "from 0 to 1", 1.0),
+        help="w8a8: share of the inputs' sizes that moves into the weights (0.5)",
+    )  # fmt: skip
     add_calibration(parser, "--calibration")
     return parser

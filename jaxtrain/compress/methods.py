@@ -20,6 +20,7 @@ from jaxtrain.settings import UserError
 from jaxtrain.weights.float8_storage import quantize_e4m3
 from jaxtrain.weights.int4 import GROUP, group_of, pack_int4, quantize_int4
 from jaxtrain.weights.quantized import BLOCK, QuantizedWeight, quantize_int8, quantize_nf4
+from jaxtrain.weights.w8a8 import quantize_w8a8, smoothing_scales
 
 
 class MethodOptions(NamedTuple):
@@ -27,6 +28,7 @@ class MethodOptions(NamedTuple):
 
     group_size: int = GROUP  # inputs that share a scale, of 4-bit forms
     act_order: bool = False  # GPTQ: inputs with the largest sum of squares first
+    alpha: float = 0.5  # SmoothQuant: how much of the inputs' sizes moves into the weights
 
 
 Quantizer = Callable[
@@ -38,11 +40,15 @@ Quantizer = Callable[
 class Method(NamedTuple):
     """quantize(matrix [K, N], statistics of its inputs or None, options).
 
-    hessian: the blocks' matrices have statistics, with X^T X, and are host arrays.
+    options: those that it reads. inputs: the blocks' matrices have statistics, and are host arrays;
+    hessian: with X^T X. activations: the product rounds its inputs, so that no array stands for it.
     """
 
     quantize: Quantizer
+    options: frozenset[str] = frozenset()
+    inputs: bool = False
     hessian: bool = False
+    activations: bool = False
 
 
 def nf4(w_KN: Float[Array, "K N"], _: Inputs | None, options: MethodOptions) -> QuantizedWeight:
@@ -78,11 +84,23 @@ def activation_aware(
     return awq(w_KN, mean_K, jnp.asarray(inputs.hessian_KK), options.group_size)
 
 
+def smooth_quant(
+    w_KN: Float[Array, "K N"], inputs: Inputs | None, options: MethodOptions
+) -> QuantizedWeight:
+    """SmoothQuant. A matrix without statistics is not smoothed."""
+    if inputs is None:
+        return quantize_w8a8(w_KN, jnp.ones(len(w_KN)))
+    scales_K = smoothing_scales(jnp.asarray(inputs.amax_K), w_KN, options.alpha)
+    return quantize_w8a8(w_KN, scales_K)
+
+
+GROUPS = frozenset({"group_size"})
 METHODS: dict[str, Method] = {
     "int8": Method(lambda w, _, options: quantize_int8(w)),
-    "int4": Method(lambda w, _, options: quantize_int4(w, options.group_size)),
-    "gptq": Method(gptq, hessian=True),
-    "awq": Method(activation_aware, hessian=True),
+    "int4": Method(lambda w, _, options: quantize_int4(w, options.group_size), GROUPS),
+    "gptq": Method(gptq, GROUPS | {"act_order"}, inputs=True, hessian=True),
+    "awq": Method(activation_aware, GROUPS, inputs=True, hessian=True),
+    "w8a8": Method(smooth_quant, frozenset({"alpha"}), inputs=True, activations=True),
     "nf4": Method(nf4),
     "float8": Method(lambda w, _, options: quantize_e4m3(w)),
 }

@@ -3,6 +3,7 @@
 The new folder holds packed matrices (`weights.stored`); what loads it keeps them packed in memory.
 """
 
+import argparse
 import contextlib
 import shutil
 from collections.abc import Iterator
@@ -163,8 +164,13 @@ def quantize_saved(
         )
     if head and saved.config.model.tied_head:
         raise UserError("--head: this model's head is its embedding, which stays; leave out --head")
+    if METHODS[method].activations and saved.config.model.mla:
+        raise UserError(
+            f"--method {method} rounds the inputs of matrices, and with model.mla decoding "
+            "multiplies latents by other matrices than the forward pass; take --method int8"
+        )
     saved, solved = apply_weight_form(saved), None
-    if METHODS[method].hessian:
+    if METHODS[method].inputs:
         rows = calibration_rows(saved, saved.config, *calibration)
         solved = solve(saved, rows, method, options)
     return quantized_model(
@@ -222,6 +228,19 @@ def figures_table(before: Figures, after: Figures) -> str:
     return "\n".join(lines)
 
 
+def options_of(a: argparse.Namespace, config: Resolved) -> MethodOptions:
+    """The options of a command line. UserError for one that the method does not read."""
+    given = {name for name in MethodOptions._fields if getattr(a, name) not in (None, False)}
+    for name in sorted(given - METHODS[a.method].options):
+        others = ", ".join(other for other in METHODS if name in METHODS[other].options)
+        raise UserError(
+            f"--{name.replace('_', '-')}: --method {a.method} does not read it, {others} do; "
+            "leave it out"
+        )
+    alpha = ABSMAX.alpha if a.alpha is None else a.alpha
+    return MethodOptions(a.group_size or trained_group(config), a.act_order, alpha)
+
+
 @command
 def main(argv: list[str] | None = None) -> int:
     """Returns the exit code: 0, or 2 after one line about what the user can fix."""
@@ -230,7 +249,7 @@ def main(argv: list[str] | None = None) -> int:
         raise UserError(f"{a.out} is there already and not empty; name another folder with --out")
     start()
     saved = load_saved(a.run, a.step)
-    options = MethodOptions(a.group_size or trained_group(saved.config), a.act_order)
+    options = options_of(a, saved.config)
     calibration = Calibration(a.calibration, a.sequences, a.length)
     asked = text_config(saved.config, a.text)
     config, params = quantize_saved(saved, a.method, options, a.head, calibration)

@@ -82,12 +82,18 @@ def int8_dot(
         quantize_absmax(a, 1, key_a),
         quantize_absmax(b, 0, key_b),
     )
+    total = int8_products(codes_a, codes_b)
+    return (total * scales_M[:, None] * scales_N[None]).astype(a.dtype)
+
+
+def int8_products(a: Int8[Array, "M K"], b: Int8[Array, "K N"]) -> Float[Array, "M N"]:
+    """a b, summed in int32 as far as it can add up, as float32."""
     total = jnp.zeros((), jnp.float32)
     for start in range(0, a.shape[1], LONGEST):
         part = slice(start, start + LONGEST)
-        summed = jnp.matmul(codes_a[:, part], codes_b[part], preferred_element_type=jnp.int32)
+        summed = jnp.matmul(a[:, part], b[part], preferred_element_type=jnp.int32)
         total += summed.astype(jnp.float32)
-    return (total * scales_M[:, None] * scales_N[None]).astype(a.dtype)
+    return total
 
 
 @functools.partial(jax.custom_vjp, nondiff_argnums=(0,))

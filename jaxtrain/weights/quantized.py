@@ -168,9 +168,10 @@ def _forward(x: Array, w: Weight) -> tuple[Array, Weight]:
     return frozen_matmul(x, w), w
 
 
-def _backward(w: Weight, dy: Array) -> tuple[Array, None]:
+def frozen_backward(w: Weight, dy: Array) -> tuple[Array, None]:
+    """The gradient of x alone, of what `_forward` kept."""
     w, dy = jax.lax.optimization_barrier((w, dy))  # else XLA would keep the forward pass's
     return dy @ w.dequantize().T, None
 
 
-frozen_matmul.defvjp(_forward, _backward)
+frozen_matmul.defvjp(_forward, frozen_backward)

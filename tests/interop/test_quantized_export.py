@@ -98,12 +98,12 @@ def test_transformers_computes_what_we_do(llama, tmp_path, method):
 
 def test_what_the_layout_cannot_hold_is_one_line(own_model, tmp_path, capsys):
     saved = load_saved(own_model)
-    lost = {"nf4": "NF4Weight", "awq": "ScaledInt4Weight"}
+    lost = {"nf4": "NF4Weight", "awq": "ScaledInt4Weight", "w8a8": "W8A8Weight"}
     for method, form in lost.items():
         small = quantize_params(saved.params, saved.specs, method)
         save_model(tmp_path / method, saved.config, small, saved.tokenizer)
         assert main(["export", str(tmp_path / method), str(tmp_path / "out")]) == 2
-        said = f"no form for {form} (nf4, awq): quantize by int4, gptq, int8 or float8"
+        said = f"no form for {form} (nf4, awq, w8a8): quantize by int4, gptq, int8 or float8"
         assert said in capsys.readouterr().err
     small = quantize_params(saved.params, saved.specs, "int8")
     save_model(tmp_path / "int8", saved.config, small, saved.tokenizer)
