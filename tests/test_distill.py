@@ -151,6 +151,12 @@ def test_a_cache_of_another_teacher_or_of_other_batches_is_refused(given, tmp_pa
     before = (tmp_path / "cache" / "00000000.npz").stat()
     assert cli.main(["prepare", *given(train__steps=6)]) == 0  # goes on
     assert (tmp_path / "cache" / "00000000.npz").stat() == before
+    warm = {"objective__cache": tmp_path / "warm", "objective__temperature": 2, "train__steps": 1}
+    assert cli.main(["prepare", *given(**warm)]) == 0
+    one, two = (np.load(tmp_path / name / "00000000.npz") for name in ("cache", "warm"))
+    assert (one["ids"][..., 0] == two["ids"][..., 0]).all()
+    apart = [(x["logp"][..., 0] - x["logp"][..., 100]).astype(np.float32) for x in (one, two)]
+    np.testing.assert_allclose(apart[0], 2 * apart[1], atol=0.02)
     capsys.readouterr()
     for change, message in (
         ({"objective__teacher": tmp_path / "second"}, "was made with teacher"),

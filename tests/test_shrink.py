@@ -112,8 +112,8 @@ def test_a_width_that_cannot_be_is_one_line(fields, width, message):
         check_shrunk_size(c, Size(c.depth, c.heads, c.hidden, width))
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("valued", [False, True])
+@pytest.mark.quick("False")
 def test_layers_that_are_zero_go_and_the_function_stays(valued):
     saved = saved_model(depth=5, backout=False, value_embeddings=valued, window_pattern="SLS")
     gone = [1, 2] if valued else [0, 2]

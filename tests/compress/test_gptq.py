@@ -47,8 +47,8 @@ def test_gptq_without_correlation_is_round_to_nearest():
         np.testing.assert_array_equal(steps, nearest.scales)
 
 
-@pytest.mark.slow
 @pytest.mark.parametrize("group", [24, 96, 256])
+@pytest.mark.quick("96")
 def test_gptq_is_that_of_one_input_at_a_time(group):
     """Blocks of 128 inputs give what updating all inputs behind at once does."""
     w, _, H = correlated(K=768 if group == 256 else 288, N=5, tokens=900)
