@@ -4,15 +4,19 @@ import jax
 import jax.numpy as jnp
 import pytest
 from jax.sharding import AxisType, NamedSharding, PartitionSpec
+from tiny import byte_model, random_run
 
 from benchmarks import memory
+from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
 from jaxtrain.estimate import dry_run as preflight
 from jaxtrain.estimate.liveness import peak_bytes
+from jaxtrain.estimate.reference import reference_bytes
 from jaxtrain.estimate.traffic import collectives, group_of_first, rates_of, step_seconds
 from jaxtrain.estimate.workload import idle, kinds_of, load_workload
 from jaxtrain.main import main
 from jaxtrain.parallel.mesh import AXES
 from jaxtrain.settings import UserError
+from jaxtrain.train.reference_model import load_frozen
 
 pytestmark = pytest.mark.slow
 
@@ -354,6 +358,47 @@ def test_what_is_frozen_counts_in_the_dtype_that_it_is_kept_in():
     assert 2 * (whole["workload"]["parameters"] - matrices) <= rest
     assert few == pytest.approx(4.13 / 8 * matrices, rel=0.02)
     assert "frozen weights" in preflight.report(whole) and whole["variant"] == "fp16"
+
+
+TEACHER = ["model.depth=3", "model.width=96", "model.head_dim=16", "data.tokenizer.name=bytes"]
+
+
+@pytest.mark.default_tier
+def test_the_teacher_of_a_run_counts_and_its_cache_in_its_place(tmp_path):
+    """Held against the bytes of the arrays that a run places."""
+    teacher = tmp_path / "teacher"
+    random_run(teacher, byte_model(32, *TEACHER))
+    asked = [x for x in MODEL if "vocab" not in x] + ["data.tokenizer.name=bytes", "mesh.fsdp=2"]
+
+    def counted(name, **fields):
+        given = [f"objective.{key}={value}" for key, value in {"name": name, **fields}.items()]
+        w = load_workload("quickstart", [*asked, *given], jax.devices()[:2], True)
+        return w, reference_bytes(w.config, w.mesh, w.spec.dtype, w.vocab_size)
+
+    w, found = counted("distill", teacher=teacher)
+    with jax.set_mesh(w.mesh):
+        params = load_frozen("key", str(teacher), byte_tokenizer(), w.mesh, w.spec.dtype)[1]
+    held = sum(x.addressable_shards[0].data.nbytes for x in jax.tree.leaves(params))
+    head = 2 * params["head"].size
+    assert found == held + head + 2 * 96 * 8 * 64  # of 16 rows of 64 tokens a device has half
+    few = counted("distill", teacher=teacher, cache="none", top_k=5)[1]
+    assert few == (5 * 2 + 6 * 2) * 8 * 64
+    assert counted("selective", reference=teacher)[1] == held + 4 * 8 * 64
+    with pytest.raises(UserError, match="is not a run directory"):
+        counted("distill", teacher=tmp_path / "none")
+
+
+def test_the_teacher_is_in_the_dry_runs_sum_and_report(tmp_path):
+    random_run(tmp_path / "teacher", byte_model(32, *TEACHER))
+    plain = [x for x in MODEL if "vocab" not in x] + ["data.tokenizer.name=bytes"]
+    taught = [*plain, "objective.name=distill", f"objective.teacher={tmp_path / 'teacher'}"]
+    one, two = (preflight.preflight("quickstart", x, 1, "H200") for x in (plain, taught))
+    a, b = one["metrics"], two["metrics"]
+    assert a["reference_bytes"] == 0 < b["reference_bytes"]
+    assert b["total_bytes"] - b["activations_bytes"] - b["reference_bytes"] == pytest.approx(
+        a["total_bytes"] - a["activations_bytes"]
+    )
+    assert "the teacher or reference model" in preflight.report(two)
 
 
 @pytest.mark.slow

@@ -24,6 +24,7 @@ from jaxtyping import PyTree
 from jaxtrain.config import find_config, load_config
 from jaxtrain.estimate.fake_attention import outlined
 from jaxtrain.estimate.liveness import peak_bytes
+from jaxtrain.estimate.reference import reference_bytes
 from jaxtrain.estimate.traffic import (
     Collective,
     collectives,
@@ -100,7 +101,7 @@ def preflight(
         facts = measured(w)
     exact = exact_bytes(w)
     rest = max(0.0, facts.live - exact["gradients"] - exact["copy"])
-    held = exact["frozen"] + exact["parameters"] + exact["states"]
+    held = sum(exact[kind] for kind in ("frozen", "reference", "parameters", "states"))
     total = held + max(facts.live, exact["gradients"] + exact["copy"])
     across = hosts_of(w.mesh, rates.per_host)
     seconds = step_seconds(w.flops_per_token * w.tokens / devices, facts.sent, kind, across)
@@ -213,6 +214,7 @@ def exact_bytes(w: Workload) -> dict[str, int]:
     frozen = abstract_frozen(w)
     return {
         "frozen": tree_bytes(frozen),
+        "reference": reference_bytes(w.config, w.mesh, w.spec.dtype, w.vocab_size),
         "parameters": tree_bytes(state.params),
         "states": tree_bytes(state.optimizer),
         "copy": split("parameters", own) if copied else 0,
@@ -357,8 +359,8 @@ def report(record: dict[str, Any]) -> str:
         f"on {record['device_count']} x {record['device']}: {mesh}, ZeRO-{w['zero']}",
         "a device holds",
     ]
-    names = {"frozen": "frozen weights"} if m["frozen_bytes"] else {}
-    names |= {
+    beside = {"frozen": "frozen weights", "reference": "the teacher or reference model"}
+    names = {kind: text for kind, text in beside.items() if m[f"{kind}_bytes"]} | {
         "parameters": "float32 weights", "states": "optimizer states",
         "copy": "weights in the compute dtype", "gradients": "gradients",
         "activations": "activations and scratch (estimate)", "total": "in all",
