@@ -40,13 +40,8 @@ def export_weights(
     params: arrays as `specs` declares them; rows of the vocabulary beyond config's are left out.
     Raises UserError, before anything is written, for a parameter that the family has no tensor for.
     """
-    flat = {
-        name: without_padding(name, spec, config["vocab_size"])
-        for name, spec in flatten(specs).items()
-    }
-    if lost := sorted(flat.keys() - places(family, flat).keys()):
-        raise UserError(f"the family {family.model_type} has no tensor for {', '.join(lost)}")
-    arrays = flatten(params)
+    section = check_tensors(family, config, specs, params)
+    flat, arrays = unpadded(specs, config), flatten(params)
     rows = {
         row.theirs.format(i): (row, i)
         for row in family.rows
@@ -54,8 +49,7 @@ def export_weights(
         for i in range(flat[row.ours[0]].shape[0] if is_stacked(flat[row.ours[0]]) else 1)
     }
 
-    packed = {name: x for name, x in arrays.items() if isinstance(x, QuantizedWeight)}
-    section = quantized_section(family, packed)
+    packed = quantized_matrices(params)
 
     def tensors(name: str) -> dict[str, np.ndarray]:
         row, layer = rows[name]
@@ -91,6 +85,26 @@ def export_weights(
         write_json(folder / INDEX, {"metadata": {"total_size": total}, "weight_map": index})
     kinds = dict.fromkeys(("dtype", "torch_dtype"), dtype.name)
     write_json(folder / "config.json", config | kinds | section)
+
+
+def check_tensors(family: Family, config: Json, specs: Specs, params: Params) -> Json:
+    """What config.json says of quantized matrices. Writes nothing; UserError for a parameter that
+    the family has no tensor for, and for matrices that the layout cannot hold."""
+    flat = unpadded(specs, config)
+    if lost := sorted(flat.keys() - places(family, flat).keys()):
+        raise UserError(f"the family {family.model_type} has no tensor for {', '.join(lost)}")
+    return quantized_section(family, quantized_matrices(params))
+
+
+def quantized_matrices(params: Params) -> dict[str, QuantizedWeight]:
+    """Those of the parameters, by name."""
+    return {name: x for name, x in flatten(params).items() if isinstance(x, QuantizedWeight)}
+
+
+def unpadded(specs: Specs, config: Json) -> dict[str, ParamSpec]:
+    """The declarations by name, with the vocabulary of the checkpoint's config.json."""
+    rows = config["vocab_size"]
+    return {name: without_padding(name, spec, rows) for name, spec in flatten(specs).items()}
 
 
 def quantized_section(family: Family, packed: Mapping[str, QuantizedWeight]) -> Json:

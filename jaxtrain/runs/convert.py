@@ -21,7 +21,7 @@ from jaxtrain.interop.companions import (
     tokenizer_of,
 )
 from jaxtrain.interop.configs import family_of, fitting_family
-from jaxtrain.interop.export import export_weights
+from jaxtrain.interop.export import check_tensors, export_weights
 from jaxtrain.interop.keys import text_part
 from jaxtrain.interop.load import (
     find_folder,
@@ -105,6 +105,7 @@ def export_run(
             f"{model_dir / FOLDER / 'config.json'}: dtype {kind} is none to write; say --dtype, "
             f"one of {', '.join(sorted(NUMPY))}"
         )
+    check_tensors(row, config, specs, params)  # before a file is written
     tokenizer_files(saved.tokenizer, model_dir, out)
     if talk := training_template(saved.config.data):
         template, special = talk

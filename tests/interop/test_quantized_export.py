@@ -105,12 +105,14 @@ def test_what_the_layout_cannot_hold_is_one_line(own_model, tmp_path, capsys):
         assert main(["export", str(tmp_path / method), str(tmp_path / "out")]) == 2
         said = f"no form for {form} (nf4, awq, w8a8): quantize by int4, gptq, int8 or float8"
         assert said in capsys.readouterr().err
+        assert not (tmp_path / "out").exists()
     small = quantize_params(saved.params, saved.specs, "int8")
     save_model(tmp_path / "int8", saved.config, small, saved.tokenizer)
     assert main(["export", str(tmp_path / "int8"), str(tmp_path / "out")]) == 2
     assert (
         "NanoChat is not opened with packed integers: quantize it by f" in capsys.readouterr().err
     )
+    assert not (tmp_path / "out").exists()
     two = {"a": quantize_int4(jnp.ones((16, 4)), 8), "b": quantize_int4(jnp.ones((12, 4)), 128)}
     with pytest.raises(UserError, match=r"8 \(a\), 12 \(b\); quantize with --group-size 8"):
         quantization_config(two)
