@@ -91,7 +91,7 @@ COMMANDS = {
         "a model's matrices in 8 or 4 bits",
     ),
     "prune": Command(
-        "", "compress.prune:main", "compress.prune_arguments:prune_parser",
+        "", "compress.prune:main", "compress.arguments:prune_parser",
         "a trained model with weights that are zero",
     ),
     "report": Command(
@@ -104,7 +104,7 @@ COMMANDS = {
         "", "runs.merge:main", "runs.arguments:merge_parser", "several models become one"
     ),
     "shrink": Command(
-        "", "compress.shrink:main", "compress.shrink_arguments:shrink_parser",
+        "", "compress.shrink:main", "compress.arguments:shrink_parser",
         "a model with fewer layers, heads, hidden channels",
     ),
     "completion": Command(

@@ -11,8 +11,8 @@ import numpy as np
 from jax.tree_util import KeyPath
 
 from jaxtrain.cluster.runtime import start
+from jaxtrain.compress.arguments import prune_parser
 from jaxtrain.compress.calibrate import Matrix, TokenRows, calibration_rows, visit_layers
-from jaxtrain.compress.prune_arguments import prune_parser
 from jaxtrain.compress.sparsify import (
     METHODS,
     InputStatistics,

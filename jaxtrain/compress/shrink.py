@@ -18,7 +18,7 @@ import numpy as np
 from jaxtyping import Array, Float, Int
 
 from jaxtrain import data
-from jaxtrain.compress.shrink_arguments import shrink_parser
+from jaxtrain.compress.arguments import shrink_parser
 from jaxtrain.compress.shrink_stream import (
     channel_importance,
     channels_to_keep,

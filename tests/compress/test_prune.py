@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 import tiny
 
-from jaxtrain.compress import prune, prune_arguments, sparsify
+from jaxtrain.compress import arguments, prune, sparsify
 from jaxtrain.compress.sparsify import InputStatistics, SparsityTarget
 from jaxtrain.main import main as train
 from jaxtrain.settings import UserError
@@ -35,7 +35,7 @@ def test_masks_by_hand():
 
 def test_each_method_leaves_less_error_and_exact_zeros():
     """SparseGPT < Wanda < magnitude in ||X W - X W'||, of half and of 2:4."""
-    assert sparsify.METHODS.keys() == prune_arguments.METHODS.keys()
+    assert sparsify.METHODS.keys() == arguments.PRUNING_METHODS.keys()
     w, x, inputs = correlated()
     for target in (HALF, TWO_FOUR):
         errors = {}
