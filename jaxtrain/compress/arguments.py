@@ -60,6 +60,9 @@ def quantize_parser() -> Parser:
         "--alpha", type=real(0.0, "from 0 to 1", 1.0),
         help="w8a8: share of the inputs' sizes that moves into the weights (0.5)",
     )  # fmt: skip
+    parser.add_argument("--core", action="store_true", help="CORE before and after as well")
+    parser.add_argument("--bundle", type=Path, help="--core: its tasks; default $JAXTRAIN_CORE")
+    parser.add_argument("--limit", type=whole(1), help="--core: examples of each task (all)")
     add_calibration(parser, "--calibration")
     return parser
 

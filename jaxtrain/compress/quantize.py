@@ -19,12 +19,15 @@ from jaxtrain.compress.arguments import quantize_parser
 from jaxtrain.compress.calibrate import Matrix, TokenRows, calibration_rows, visit_layers
 from jaxtrain.compress.methods import METHODS, MethodOptions
 from jaxtrain.config.resolve import Resolved
-from jaxtrain.data import DataConfig
+from jaxtrain.data import DataConfig, open_bundle
 from jaxtrain.data.config import SourceValidation
+from jaxtrain.data.evaluation.tasks import Bundle, Rules
 from jaxtrain.data.files.sources import TextSource
 from jaxtrain.evaluation.evaluate import evaluate
+from jaxtrain.evaluation.tasks import run_tasks
 from jaxtrain.interop.companions import FOLDER
 from jaxtrain.model import ParamSpec, cast
+from jaxtrain.model.config import check_decoder
 from jaxtrain.runs.saved import (
     WEIGHTS,
     Saved,
@@ -42,7 +45,7 @@ from jaxtrain.weights.quantized import QuantizedWeight
 from jaxtrain.weights.stored import stored_bytes
 
 Solved = dict[tuple[str, int], QuantizedWeight]  # by a matrix's name and place in its stack
-Figures = dict[str, float]  # bpb, perplexity, loss, disk_bytes, memory_bytes
+Figures = dict[str, float]  # bpb, perplexity, loss, disk_bytes, memory_bytes; core if asked for
 ABSMAX = MethodOptions()
 
 
@@ -56,8 +59,8 @@ class Calibration(NamedTuple):
 
 TRAINING_TEXT = Calibration()
 MEASURED = {
-    "bpb": "bits per byte", "perplexity": "perplexity", "disk_bytes": "bytes on disk",
-    "memory_bytes": "bytes in memory",
+    "bpb": "bits per byte", "perplexity": "perplexity", "core": "CORE",
+    "disk_bytes": "bytes on disk", "memory_bytes": "bytes in memory",
 }  # fmt: skip
 
 
@@ -219,10 +222,26 @@ def measure(saved: Saved, config: Resolved, file: Path) -> Figures:
     return evaluate(saved, config) | {"disk_bytes": disk, "memory_bytes": held_bytes(saved)}
 
 
+def open_core(folder: Path | None, rules: Rules) -> Bundle:
+    """The tasks of CORE. UserError for one that is missing, or that the rules do not allow."""
+    bundle = open_bundle(folder, ["core"])
+    for task, place in bundle.find(["core"]):
+        bundle.load(task, place, rules)
+    return bundle
+
+
+def core_score(saved: Saved, bundle: Bundle, out: Path, rules: Rules) -> Figures:
+    """CORE of a model; each task's figures are in `out`."""
+    result = run_tasks(saved, saved.config, bundle, ["core"], out, rules)
+    return {"core": result["core"]}
+
+
 def figures_table(before: Figures, after: Figures) -> str:
     """A Markdown table of both."""
     lines = ["| | before | after |", "|---|---|---|"]
     for name, what in MEASURED.items():
+        if name not in before:
+            continue
         form = ",.0f" if name.endswith("bytes") else ".4f"
         lines.append(f"| {what} | {before[name]:{form}} | {after[name]:{form}} |")
     return "\n".join(lines)
@@ -247,15 +266,25 @@ def main(argv: list[str] | None = None) -> int:
     a = quantize_parser().parse_args(argv)
     if a.out.exists() and (not a.out.is_dir() or any(a.out.iterdir())):
         raise UserError(f"{a.out} is there already and not empty; name another folder with --out")
+    if not a.core and (a.bundle or a.limit):
+        raise UserError("--bundle and --limit are of --core: name it as well, or leave them out")
+    rules = Rules(a.limit)
+    bundle = open_core(a.bundle, rules) if a.core else None
     start()
     saved = load_saved(a.run, a.step)
+    if bundle:
+        check_decoder(saved.config.model)
     options = options_of(a, saved.config)
     calibration = Calibration(a.calibration, a.sequences, a.length)
     asked = text_config(saved.config, a.text)
     config, params = quantize_saved(saved, a.method, options, a.head, calibration)
     before = measure(saved, asked, saved.tokenizer_dir / WEIGHTS)
     save_quantized(a.out, saved, config, params)
-    after = measure(load_saved(a.out), asked, a.out / WEIGHTS)
+    small = load_saved(a.out)
+    after = measure(small, asked, a.out / WEIGHTS)
+    if bundle:
+        before |= core_score(saved, bundle, a.out / "tasks_before.json", rules)
+        after |= core_score(small, bundle, a.out / "tasks.json", rules)
     write_figures(a.out, str(a.run), a.method, options, params, before, after)
     return 0
 
