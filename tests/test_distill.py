@@ -1,19 +1,21 @@
 """Distillation: divergences and their gradients, meshes, and a run with its resumption."""
 
-import shutil
+import shlex
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from test_docs import FENCE
 from tiny import (
     batch,
-    begin_random,
     build,
     byte_model,
     close,
+    forget_end,
     make_spec,
-    mesh_of,
+    metrics_of_steps,
     random_run,
     resolved,
     run_overrides,
@@ -35,7 +37,6 @@ from jaxtrain.objectives.distill import (
 from jaxtrain.objectives.next_token import hidden_states
 from jaxtrain.runs.history import read_rows
 from jaxtrain.runs.saved import load_saved
-from jaxtrain.train.step import make_step
 
 E, CAP = 24, 12.0  # of the teacher
 
@@ -182,27 +183,33 @@ def test_a_run_that_reads_a_cache_is_that_with_the_teacher_and_resumes(given, tm
     for a, b in zip(one, other, strict=True):
         assert b["loss_distill"] == pytest.approx(a["loss_distill"], rel=0.05) and b["loss"] > 1
         assert b["loss_distill"] < 1.001 * a["loss_distill"]
+    assert main(given(run__name="mesh", mesh__fsdp=2, mesh__data=4)) == 0
+    mesh = [r for r in read_rows(tmp_path / "mesh" / "metrics.jsonl") if r["kind"] == "train"]
+    assert [r["loss_distill"] for r in mesh] == pytest.approx([r["loss_distill"] for r in other])
     whole = load_saved(tmp_path / "tiny").params
-    shutil.rmtree(tmp_path / "tiny" / "checkpoints" / "4")
-    shutil.rmtree(tmp_path / "tiny" / "model")
+    forget_end(tmp_path / "tiny", 4)
     assert main(given()) == 0
     same(load_saved(tmp_path / "tiny").params, whole)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("axis", ["fsdp", "tensor"])
-def test_a_sharded_step_in_microbatches_is_that_of_one_device(axis):
+@pytest.mark.parametrize("top_k", [None, 12], ids=["teacher", "cache"])
+def test_a_sharded_step_in_microbatches_is_that_of_one_device(axis, top_k):
     spec, hyperparams = make_spec(resolved(window_pattern="L", value_embeddings=False))
-    spec, found = spec._replace(objective=objective(weight=0.5)), []
-    given = taught(batch(8))
-    for mesh, micro in ((mesh_of(), 8), (mesh_of(**{axis: 2}), 4)):
-        with jax.set_mesh(mesh):
-            cut = stacked(given._replace(teacher=None), micro)
-            teacher = given.teacher
-            assert isinstance(teacher, Teacher)
-            states = stacked(teacher.states_BTE, micro)
-            cut = cut._replace(teacher=teacher._replace(states_BTE=states))
-            found.append(make_step(spec, mesh)(begin_random(spec, mesh), cut, hyperparams)[1])
+    spec = spec._replace(objective=objective(weight=0.5))
+    one = taught(batch(8))
+    one = cached(one, top_k, 1.0) if top_k else one
+
+    def given(micro):
+        """All but a teacher's head is of tokens, and cut into microbatches."""
+        if top_k:
+            return stacked(one, micro)
+        cut = stacked(one._replace(teacher=None), micro)
+        states = stacked(one.teacher.states_BTE, micro)
+        return cut._replace(teacher=one.teacher._replace(states_BTE=states))
+
+    found = metrics_of_steps(spec, hyperparams, axis, given)
     for name in ("loss", "loss_distill", "grad_norm"):
         np.testing.assert_allclose(found[0][name], found[1][name], rtol=1e-3)
 
@@ -220,10 +227,50 @@ def test_a_run_with_a_teacher_of_another_shape_and_its_resumption(tmp_path, caps
     rows = read_rows(tmp_path / "tiny" / "metrics.jsonl")
     steps = [r for r in rows if r["kind"] == "train"]
     assert all(0 < row["loss_distill"] < 1 < row["loss"] for row in steps)
-    shutil.rmtree(tmp_path / "tiny" / "checkpoints" / "4")
-    shutil.rmtree(tmp_path / "tiny" / "model")
+    forget_end(tmp_path / "tiny", 4)
     assert main(run_overrides(tmp_path, **fields)) == 0
     same(load_saved(tmp_path / "tiny").params, whole.params)
     other = fields | {"run__name": "other", "data__tokenizer__vocab_size": 350}
     assert main(run_overrides(tmp_path, **other)) == 2
     assert "objective.teacher" in capsys.readouterr().err
+
+
+PAGE = Path(__file__).parents[1] / "docs" / "howto" / "distill.md"
+SMALLER = {
+    "--depth 10 --hidden 2048 --heads 4": "--depth 1 --hidden 40 --heads 2 --rows 2",
+    "tokens=256": "tokens=2",
+}
+
+
+@pytest.mark.slow
+def test_the_page_runs_from_top_to_bottom(tmp_path, monkeypatch):
+    """Its commands and its Python in order, at the smallest size."""
+    monkeypatch.chdir(tmp_path)
+    for name in ("teacher", "d12"):
+        random_run(
+            tmp_path / "runs" / name,
+            byte_model(32, "data.train.path=tinyshakespeare", "model.depth=3"),
+        )
+    (tmp_path / "prompts.txt").write_text(
+        "".join(f"Line {i}: " + "a word " * 20 + "\n" for i in range(40))
+    )
+    fields = run_overrides("runs", train__steps=1, optim__name="adamw")
+    small = [x for x in fields if not x.startswith(("run.name", "data.tokenizer"))]
+    small += ["data.tokenizer.name=bytes"]
+    for kind, text in FENCE.findall(PAGE.read_text()):
+        for old, new in SMALLER.items():
+            text = text.replace(old, new)
+        if kind == "py":
+            exec(text, {})
+            continue
+        for line in text.splitlines():
+            words = shlex.split(line)[1:]
+            given = {word.partition("=")[0] for word in words}
+            more = [x for x in small if x.partition("=")[0] not in given]
+            if "train.init_from=runs/d12-small" in words:
+                more = [x for x in more if not x.startswith("model.")]
+                more += ["data.train.path=tinyshakespeare"]
+            if "run.name=mine" not in words:
+                more += [f"run.name=run-{len(list(Path('runs').iterdir()))}"]
+            assert cli.main([*words, *more] if words[0] != "shrink" else words) == 0
+    assert len((tmp_path / "teacher.jsonl").read_text().splitlines()) == 40

@@ -1,5 +1,6 @@
 """The smallest models, batches and command lines that still use everything."""
 
+import shutil
 from math import prod
 from pathlib import Path
 
@@ -21,7 +22,7 @@ from jaxtrain.runs.history import read_rows
 from jaxtrain.runs.saved import save_model
 from jaxtrain.train.float8_scaling import Float8
 from jaxtrain.train.loss_scale import DynamicLossScale
-from jaxtrain.train.step import StepSpec, init_state, state_shardings
+from jaxtrain.train.step import StepSpec, init_state, make_step, state_shardings
 
 VOCAB, T = 61, 32
 SHIPPED = sorted(path.stem for path in (Path(__file__).parents[1] / "configs").glob("*.yaml"))
@@ -142,6 +143,19 @@ def mesh_of(data=1, fsdp=1, tensor=1, expert=1, context=1, pipeline=1):
     return make_mesh(MeshConfig(**sizes), jax.devices()[: prod(sizes.values())])
 
 
+def metrics_of_steps(spec, hyperparams, axis, given):
+    """Of one device in one microbatch of 8 rows, and of two on an axis in microbatches of 4.
+
+    given(micro): the batch in microbatches of so many rows.
+    """
+    found = []
+    for mesh, micro in ((mesh_of(), 8), (mesh_of(**{axis: 2}), 4)):
+        with jax.set_mesh(mesh):
+            start = begin_random(spec, mesh)
+            found.append(make_step(spec, mesh)(start, given(micro), hyperparams)[1])
+    return found
+
+
 def close(a, b, rtol=1e-5, atol=1e-6):
     """Trees equal up to rounding."""
     for x, y in zip(jax.tree.leaves(a), jax.tree.leaves(b), strict=True):
@@ -190,6 +204,13 @@ def weights_of(run_dir):
 
 def steps_of(run_dir):
     return sorted(int(p.name) for p in (run_dir / "checkpoints").iterdir() if p.name.isdigit())
+
+
+def forget_end(run_dir, *steps):
+    """Removes the checkpoints of these steps and the final model: what is left is to be resumed."""
+    for step in steps:
+        shutil.rmtree(run_dir / "checkpoints" / str(step))
+    shutil.rmtree(run_dir / "model")
 
 
 def assert_same_run(a, b):

@@ -1,14 +1,12 @@
 """LoftQ: A B begin at what the quantization of the base lost."""
 
-import shutil
-
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from pydantic import TypeAdapter
 from test_tuning import tuning
-from tiny import LLAMA, NANOCHAT, VOCAB, random_params, random_run, resolved, same
+from tiny import LLAMA, NANOCHAT, VOCAB, forget_end, random_params, random_run, resolved, same
 
 from jaxtrain.cli import main
 from jaxtrain.finetune import FinetuneConfig, flatten, make_partition
@@ -104,7 +102,6 @@ def test_a_run_resumes_exports_and_holds_what_its_checkpoint_gives(tmp_path, cap
     assert main(["export", str(run), str(tmp_path / "out")]) == 0
     assert main(["import", str(tmp_path / "out"), str(tmp_path / "back")]) == 0
     same(load_saved(tmp_path / "back").params["blocks"], load_saved(run).params["blocks"])
-    shutil.rmtree(run / "checkpoints" / str(last))
-    shutil.rmtree(run / "model")
+    forget_end(run, last)
     assert main(["train", *arguments]) == 0
     same(flatten(load_saved(run).params), one)

@@ -7,7 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from safetensors.numpy import load_file
-from tiny import build, rows_of, run_overrides, same, weights_of
+from tiny import build, forget_end, rows_of, run_overrides, same, weights_of
 
 from jaxtrain.finetune import make_partition
 from jaxtrain.finetune.config import ReLoRAConfig
@@ -83,9 +83,7 @@ def test_a_run_resumes_across_merges_and_the_warm_start(tmp_path, more):
     assert np.any(bases[0] != bases[1]) and np.any(bases[1] != bases[2])
     for last in (2, 3):  # the end of the warm start, and before a merge
         copy = shutil.copytree(whole, tmp_path / str(last) / "tiny")
-        for step in range(last + 1, 7):
-            shutil.rmtree(copy / "checkpoints" / str(step))
-        shutil.rmtree(copy / "model")
+        forget_end(copy, *range(last + 1, 7))
         assert main(run_overrides(tmp_path / str(last), **RELORA, **more)) == 0
         same(weights_of(copy), weights_of(whole))
         assert rows_of(copy) == rows_of(whole)
