@@ -8,10 +8,11 @@ code + 8 of the even input in its low half, as in compressed-tensors.
 
 import dataclasses
 import functools
-from typing import Any
+from typing import Any, override
 
 import jax
 import jax.numpy as jnp
+from jaxtrain_kernels.matmul.integers import w4a16_matmul
 from jaxtyping import Array, Float, Int
 
 from jaxtrain.settings import UserError
@@ -32,6 +33,12 @@ class Int4Weight(QuantizedWeight):
 
     def dequantize(self) -> Float[Array, "*E K N"]:
         return int4_values(self.integers(), self.scales).astype(self.dtype)
+
+    @override
+    def product(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        if self.codes.ndim > 2:  # experts
+            return super().product(x)
+        return w4a16_matmul(x, self.codes, self.scales)
 
     def integers(self) -> Int[Array, "*E K N"]:
         """The codes, int8, from -8 to 7."""
@@ -59,6 +66,14 @@ class ScaledInt4Weight(QuantizedWeight):
     def dequantize(self) -> Float[Array, "*E K N"]:
         scaled = Int4Weight(self.codes, self.scales, dtype="float32").dequantize()
         return (scaled / self.input_scales[..., None].astype(jnp.float32)).astype(self.dtype)
+
+    @override
+    def product(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        if self.codes.ndim > 2:  # experts
+            return super().product(x)
+        input_scales = jnp.expand_dims(self.input_scales, tuple(range(x.ndim - 1)))
+        divided = x.astype(jnp.float32) / input_scales.astype(jnp.float32)
+        return w4a16_matmul(divided.astype(x.dtype), self.codes, self.scales)
 
 
 def group_of(K: int, group_size: int, field: str = "--group-size") -> int:

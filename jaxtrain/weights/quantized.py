@@ -7,11 +7,12 @@ the high half of a byte, the blocks' maxima in 8 bits with a mean and a float32 
 
 import dataclasses
 import functools
-from typing import Any, Literal
+from typing import Any, Literal, override
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jaxtrain_kernels.matmul.integers import w8a16_matmul
 from jaxtyping import Array, DTypeLike, Float, Int
 
 from jaxtrain.weights.contract import Weight
@@ -48,6 +49,10 @@ class QuantizedWeight(Weight):
 
     def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
         return frozen_matmul(x, self)
+
+    def product(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        """What `matmul` computes; the gradient is not its own."""
+        return x @ self.dequantize()
 
     def astype(self, dtype: DTypeLike) -> "QuantizedWeight":
         """The same bits, computed in another dtype."""
@@ -92,6 +97,12 @@ class Int8Weight(QuantizedWeight):
 
     def dequantize(self) -> Float[Array, "*E K N"]:
         return int8_values(self.codes, self.scales).astype(self.dtype)
+
+    @override
+    def product(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        if self.codes.ndim > 2:  # experts
+            return super().product(x)
+        return w8a16_matmul(x, self.codes, self.scales)
 
 
 def nearest(x: Array, values: np.ndarray) -> Array:
@@ -157,14 +168,14 @@ def quantize(w_LKN: Float[Array, "L K N"], kind: Literal["nf4", "int8"]) -> NF4W
 
 
 @jax.custom_vjp
-def frozen_matmul(x: Array, w: Weight) -> Array:
+def frozen_matmul(x: Array, w: QuantizedWeight) -> Array:
     """x w. What is kept for the gradient is the packed matrix: the whole one would stay in memory
     from the forward to the backward pass, of every layer."""
     x, w = jax.lax.optimization_barrier((x, w))  # whole when it is its turn, not all at the start
-    return x @ w.dequantize()
+    return w.product(x)
 
 
-def _forward(x: Array, w: Weight) -> tuple[Array, Weight]:
+def _forward(x: Array, w: QuantizedWeight) -> tuple[Array, QuantizedWeight]:
     return frozen_matmul(x, w), w
 
 

@@ -5,16 +5,27 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 
+from jaxtrain.compress.awq import scaled_int4
 from jaxtrain.settings import UserError
 from jaxtrain.weights.float8_storage import quantize_e4m3
 from jaxtrain.weights.int4 import quantize_int4
 from jaxtrain.weights.quantized import quantize_int8, quantize_nf4
 from jaxtrain.weights.stored import STORED, arrays_of, form_of, rebuild, stored_bytes, stored_shape
+from jaxtrain.weights.w8a8 import quantize_w8a8
 
+# Of the inputs of `matrix`: powers of two, so that dividing by them rounds nothing.
+INPUT_SCALES = jnp.exp2(jnp.arange(256.0) % 2)
 ENCODE = {
-    "int8": quantize_int8, "int4": quantize_int4, "nf4": quantize_nf4, "float8": quantize_e4m3
+    "int8": quantize_int8, "int4": quantize_int4, "nf4": quantize_nf4, "float8": quantize_e4m3,
+    "int4_scaled": lambda w: scaled_int4(w, INPUT_SCALES, 128),
+    "w8a8": lambda w: quantize_w8a8(w, jnp.full(256, 2.0)),  # inputs of ones are rounded to ones
 }  # fmt: skip
-BITS = {"int8": 8 + 32 / 256, "int4": 4 + 16 / 128, "nf4": 4.2, "float8": 8 + 32 / 256}
+BITS = {
+    "int8": 8 + 32 / 256, "int4": 4 + 16 / 128, "nf4": 4.2, "float8": 8 + 32 / 256,
+    "int4_scaled": 4 + 16 / 128 + 16 / 64, "w8a8": 8 + 32 / 256 + 16 / 64,
+}  # fmt: skip
+# Of a form, relative to the matrix.
+ERROR = {"int8": 0.01, "float8": 0.03, "int4": 0.12, "nf4": 0.1, "int4_scaled": 0.2, "w8a8": 0.02}
 
 
 def matrix(K=256, N=64):
@@ -47,7 +58,7 @@ def test_a_form_is_its_arrays_and_is_as_small_as_it_says(form):
     np.testing.assert_array_equal(again.dequantize(), found.dequantize())
     assert found.astype(jnp.bfloat16).dequantize().dtype == jnp.bfloat16
     error = np.linalg.norm(found.dequantize() - w) / np.linalg.norm(w)
-    assert error < {"int8": 0.01, "float8": 0.03, "int4": 0.12, "nf4": 0.1}[form]
+    assert error < ERROR[form]
     x = jnp.ones((2, 3, 256))
     np.testing.assert_allclose(found.matmul(x), x @ found.dequantize(), rtol=1e-5, atol=1e-5)
     experts = jax.tree.map(lambda *leaves: jnp.stack(leaves), found, ENCODE[form](2 * w))

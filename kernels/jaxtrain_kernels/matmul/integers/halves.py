@@ -1,0 +1,11 @@
+"""The two inputs of each byte of 4-bit codes."""
+
+import jax.numpy as jnp
+
+
+def scaled_halves(codes_HN, scales_GN, dtype):
+    """Even and odd inputs' values, [G, H / G, N] each, rounded to the dtype."""
+    codes = codes_HN.reshape(scales_GN.shape[0], -1, codes_HN.shape[1])
+    scales = scales_GN[:, None].astype(jnp.float32)
+    halves = codes & 15, codes >> 4
+    return tuple(((half.astype(jnp.float32) - 8) * scales).astype(dtype) for half in halves)

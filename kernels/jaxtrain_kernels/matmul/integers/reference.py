@@ -1,0 +1,29 @@
+"""The specification in plain jnp: the whole matrix, rounded to x's dtype."""
+
+import jax.numpy as jnp
+
+from jaxtrain_kernels.dispatch import Target
+
+
+def supports(target: Target, x_MK) -> None:
+    return None
+
+
+def w8a16_matmul(x_MK, codes_KN, scales_N):
+    """As the public function."""
+    w_KN = codes_KN.astype(jnp.float32) * scales_N[None].astype(jnp.float32)
+    return _product(x_MK, w_KN)
+
+
+def w4a16_matmul(x_MK, codes_HN, scales_GN):
+    """As the public function."""
+    (H, N), G = codes_HN.shape, scales_GN.shape[0]
+    both_KN = jnp.stack([codes_HN & 15, codes_HN >> 4], axis=1).reshape(2 * H, N)
+    groups = both_KN.astype(jnp.float32).reshape(G, -1, N) - 8
+    w_KN = (groups * scales_GN[:, None].astype(jnp.float32)).reshape(2 * H, N)
+    return _product(x_MK, w_KN)
+
+
+def _product(x_MK, w_KN):
+    rounded = w_KN.astype(x_MK.dtype).astype(jnp.float32)
+    return (x_MK.astype(jnp.float32) @ rounded).astype(x_MK.dtype)

@@ -1,0 +1,69 @@
+"""Matmuls with integer codes: backends against the reference; which serves which call."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from jaxtrain_kernels.dispatch import on_target
+from jaxtrain_kernels.matmul.integers import BACKENDS, w4a16_matmul, w8a16_matmul
+
+from jaxtrain.weights.contract import dequantize
+from jaxtrain.weights.int4 import quantize_int4
+from jaxtrain.weights.quantized import quantize_int8
+
+HOPPER = ("cuda", (9, 0))
+
+
+def arguments(op, rows, dtype):
+    """x [rows, 64], codes and scales of a matrix [64, 24], int4's in groups of 16."""
+    rng = np.random.default_rng(0)
+    x = jnp.asarray(rng.standard_normal((rows, 64)), dtype)
+    w = jnp.asarray(rng.standard_normal((64, 24)), jnp.float32)
+    small = quantize_int8(w) if op is w8a16_matmul else quantize_int4(w, 16)
+    return x, small
+
+
+@pytest.mark.parametrize("op", [w8a16_matmul, w4a16_matmul])
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", ["dot", "reduce"])
+def test_a_backend_equals_the_reference(op, dtype, name):
+    rows = 1 if name == "reduce" else 5
+    x, w = arguments(op, rows, dtype)
+    with on_target(*HOPPER):
+        out = op(x, w.codes, w.scales, implementation=name)
+    assert out.dtype == dtype
+    expected = op(x, w.codes, w.scales, implementation="reference").astype(jnp.float32)
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, rtol=32 * eps, atol=32 * eps)
+    whole = x.astype(jnp.float32) @ dequantize(w.astype(dtype)).astype(jnp.float32)
+    np.testing.assert_allclose(expected, whole, rtol=eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("op", [w8a16_matmul, w4a16_matmul])
+def test_one_row_on_a_gpu_is_no_matmul(op):
+    def program(rows):
+        x, w = arguments(op, rows, jnp.bfloat16)
+        with on_target(*HOPPER):
+            traced = jax.jit(lambda x, w: op(x, w.codes, w.scales)).trace(x, w)
+        return traced.lower(lowering_platforms=("cuda",)).as_text()
+
+    assert "dot_general" not in program(1)
+    assert "dot_general" in program(2)
+
+
+def test_what_cannot_serve_says_why():
+    x, w = arguments(w8a16_matmul, 2, jnp.float32)
+    with on_target(*HOPPER), pytest.raises(NotImplementedError, match="needs one row, got 2"):
+        w8a16_matmul(x, w.codes, w.scales, implementation="reduce")
+    with on_target("cpu"), pytest.raises(NotImplementedError, match="needs a GPU, found cpu"):
+        w8a16_matmul(x[:1], w.codes, w.scales, implementation="reduce")
+    assert list(BACKENDS) == ["reduce", "dot", "reference"]
+
+
+@pytest.mark.parametrize("form", ["int8", "int4"])
+def test_a_matrix_multiplies_by_the_op_and_has_the_gradient_of_its_array(form):
+    op = w8a16_matmul if form == "int8" else w4a16_matmul
+    x, w = arguments(op, 3, jnp.float32)
+    out, pull = jax.vjp(w.matmul, x[None])
+    np.testing.assert_allclose(out[0], op(x, w.codes, w.scales), rtol=1e-6)
+    np.testing.assert_allclose(pull(out)[0][0], out[0] @ dequantize(w).T, rtol=1e-5, atol=1e-5)
