@@ -14,6 +14,9 @@ from typing import Any
 import jax
 
 from benchmarks.attention import bench_attention
+from benchmarks.compress import Asked, bench_compress
+from benchmarks.compress import make_page as make_compression_page
+from benchmarks.compress_runs import Texts
 from benchmarks.data import bench_data
 from benchmarks.decode import bench_decode
 from benchmarks.filters import bench_filters
@@ -46,6 +49,7 @@ from jaxtrain.settings import TINY, Parser, UserError, command, real, whole
 WHAT = {
     "step": "the train step of a configuration, one microbatch a step",
     "attention": "attention backends and peers over the benchmark shapes: attention [NAME ...]",
+    "compress": "loss, bytes and decode rate by method: compress RUN, --shape, alone the page",
     "data": "tokenizers, preparing, reading, packing: data data.train.path=... (text, JSONL, ...)",
     "decode": "one query a row against a key/value cache: decode [NAME ...]",
     "filters": "what each filter removes of a text, and its speed: filters data.train.path=...",
@@ -69,6 +73,7 @@ WHAT = {
 # The benchmark that each option is for; --record, --out, --variant and --config are for several.
 ONLY = {
     "attention": ("tune",),
+    "compress": ("also", "shape", "core", "text", "calibration", "sequences"),
     "step": ("profile", "switches", "flags", "peer"),
     "loader": ("minutes",),
     "memory": ("techniques", "longest", "devices", "device", "memory", "fit"),
@@ -136,6 +141,25 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--time-only", action="store_true",
         help="verdicts: renew the seconds and bytes of recorded techniques; losses stay",
     )  # fmt: skip
+    parser.add_argument(
+        "--also", nargs="+", action="extend", metavar="LABEL=FOLDER",
+        help="compress: models beside RUN, as qat=runs/x",
+    )  # fmt: skip
+    parser.add_argument(
+        "--shape", nargs="+", action="extend", help="compress: random weights, as llama_8b"
+    )
+    parser.add_argument(
+        "--core", type=whole(1), help="compress: CORE, so many examples a task ($JAXTRAIN_CORE)"
+    )
+    parser.add_argument(
+        "--text", type=Path, help="compress: held-out text to measure on; default the run's"
+    )
+    parser.add_argument(
+        "--calibration", type=Path, help="compress: default the run's training text"
+    )
+    parser.add_argument(
+        "--sequences", type=whole(1), help="compress: of the calibration text, default 128"
+    )
     parser.add_argument("--baseline", help="race: name of the run to beat; default the best AdamW")
     parser.add_argument(
         "--differ", action="append", default=[], choices=SAME,
@@ -169,6 +193,11 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield bench_data(a.overrides, a.variant)
     elif a.what == "loader":
         yield bench_loader(a.overrides, a.variant, 10 if a.minutes is None else a.minutes)
+    elif a.what == "compress":
+        texts = Texts(a.text, a.calibration, a.sequences or Texts().sequences)
+        yield from bench_compress(
+            Asked(a.overrides, a.also or (), a.shape or (), a.core, a.variant, texts)
+        )
     elif a.what == "packing":
         yield bench_packing(a.overrides, a.variant)
     elif a.what == "filters":
@@ -236,6 +265,9 @@ def main(argv: list[str] | None = None) -> int:
             only = arguments.time_only
             train_verdicts(arguments.overrides, workers, arguments.record, arguments.out, only)
         console.print(make_page().name, "is current")
+        return 0
+    if arguments.what == "compress" and not (arguments.overrides or arguments.shape):
+        console.print(make_compression_page().name, "is current")
         return 0
     if arguments.what == "table":
         console.print(*(page.name for page in update_pages()), "are current")

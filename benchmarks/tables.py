@@ -119,6 +119,14 @@ FILTERS: Columns = {
     "mb_per_s": rounded(".1f"),
     "mb_per_cpu_s": rounded(".1f"),
 }
+COMPRESS: Columns = {
+    "bpb": rounded(".4f"),
+    "core": rounded(".4f"),
+    "disk_bytes": size,
+    "memory_bytes": size,
+    "tokens_per_s_1": rounded(",.0f"),
+    "tokens_per_s_32": rounded(",.0f"),
+}
 TASKS: Columns = {
     "seconds": rounded(".1f"),
     "examples_per_s": rounded(",.0f"),
@@ -145,6 +153,11 @@ TITLES = {
     "speedup_steps": "speed-up, steps",
     "speedup_seconds": "speed-up, time",
     "tokens_per_s": "tokens/s",
+    "tokens_per_s_1": "tokens/s, batch 1",
+    "tokens_per_s_32": "tokens/s, batch 32",
+    "core": "CORE",
+    "disk_bytes": "on disk",
+    "memory_bytes": "in memory",
     "examples_per_s": "examples/s",
     "speedup": "speed-up",
     "ms": "ms",
@@ -197,6 +210,7 @@ def tabulate(
     columns = {"optim": OPTIMIZER, "attention": ATTENTION, "decode": DECODE, "import": IMPORT}
     columns |= {"data": DATA, "loader": LOADER, "rows": DECODE, "tasks": TASKS, "matmul": MATMUL}
     columns |= {
+        "compress_methods": COMPRESS,
         "packing": PACKED,
         "filters": FILTERS,
         "techniques": TECHNIQUES,

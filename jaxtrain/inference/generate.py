@@ -265,8 +265,7 @@ def prefill(
     ), cache
 
 
-@jit("cublas", static_argnames=("graphdef", "top_k"), donate_argnames="cache")
-def decode_step(
+def next_token(
     graphdef: nnx.GraphDef,
     params: Params,
     token_B: Int[Array, "B"],
@@ -281,6 +280,11 @@ def decode_step(
     model = nnx.merge(graphdef, params)
     x_BD, _, cache = model(token_B[:, None], mode=Decode(cache))
     return sample_token(model.logits(x_BD), key, temperature, top_p, top_k), cache
+
+
+decode_step = jit("cublas", static_argnames=("graphdef", "top_k"), donate_argnames="cache")(
+    next_token
+)
 
 
 def stream_tokens(

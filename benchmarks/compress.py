@@ -1,0 +1,168 @@
+"""What each method of compression costs and saves: docs/reference/compression.md.
+
+python -m benchmarks compress RUN [RUN ...] --also qat=runs/x pruned=runs/y --record
+python -m benchmarks compress RUN --text held.txt --calibration other.txt --record
+python -m benchmarks compress --shape llama_8b --record
+python -m benchmarks compress                        makes the page from the records
+"""
+
+import json
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.compress_runs import PATTERN, PLAIN, Job, Outcome, Texts, in_own_process, line_of
+from benchmarks.importing import SHAPES
+from benchmarks.record import BENCHMARKS, RESULTS, describe
+from jaxtrain.compress.methods import METHODS
+from jaxtrain.runs.metrics import format_bytes
+from jaxtrain.runs.saved import folder_of, load_resolved
+from jaxtrain.settings import UserError
+from jaxtrain.weights.stored import STORED
+
+PAGE = BENCHMARKS.parent / "docs" / "reference" / "compression.md"
+BENCH = "compress_methods"  # what its files begin with
+HEAD = f"""# Compression
+
+<!-- Made by `python -m benchmarks compress` from benchmarks/results/{BENCH}-*.json. Do not
+edit. -->
+
+One row a method of {{doc}}`jaxtrain quantize <../howto/quantize>`, and one a model that was trained
+small. The first row is the model as it is, in the dtype that the device computes in: float32 on a
+CPU, bfloat16 on a GPU. Its file has the float32 weights of training. Tokens per second are those
+of decoding without the prompt, of all rows of the batch together. `{PATTERN}` is SparseGPT without
+recovery; its zeros are stored and multiplied as the other weights are. A model of a shape has
+random weights, so that it has no loss. A device without a section was not measured.
+
+The CPU was shared with other work while it was measured: `none` and `{PATTERN}` compute the same
+number of products there, and what their rates differ by is noise.
+
+`python -m benchmarks compress RUN --record` measures a run or a model folder, and
+`--shape llama_8b` random weights; `python -m benchmarks compress` makes this page.
+"""
+
+
+class Asked(NamedTuple):
+    """What a command line asks for."""
+
+    runs: Sequence[str]
+    also: Sequence[str] = ()  # LABEL=FOLDER
+    shapes: Sequence[str] = ()
+    core: int | None = None
+    variant: str | None = None
+    texts: Texts = Texts()
+
+
+def jobs_of(folder: str, asked: Asked, shape: bool = False) -> list[Job]:
+    """The rows of one model. UserError for what is no run, no shape, no LABEL=FOLDER."""
+    if shape:
+        if folder not in SHAPES:
+            raise UserError(f"compress: there is no shape {folder}; there are {', '.join(SHAPES)}")
+        forms = [method for method in METHODS if method in STORED]  # one method of each form
+        names = [PLAIN, *forms]
+        return [Job(x, folder, None if x == PLAIN else x, shape=True) for x in names]
+    folder_of(Path(folder))
+    core, texts = asked.core, asked.texts
+    jobs = [Job(PLAIN, folder, None, False, core, texts)]
+    jobs += [Job(x, folder, x, False, core, texts) for x in (*METHODS, PATTERN)]
+    for one in asked.also:
+        label, equals, path = one.partition("=")
+        if not (label and equals and path):
+            raise UserError(f"--also {one}: it has to be LABEL=FOLDER, as in qat=runs/x")
+        folder_of(Path(path))
+        jobs.append(Job(label, path, None, False, core, texts))
+    return jobs
+
+
+def bench_compress(asked: Asked) -> Iterator[dict[str, Any]]:
+    """A record for each run and shape, again after each row."""
+    if asked.also and len(asked.runs) != 1:
+        raise UserError("--also goes with one RUN, the model that they are compared with")
+    for text in (asked.texts.held, asked.texts.calibration):
+        if text and not text.is_file():
+            raise UserError(f"compress: {text} is no file")
+    plans = [(name_of(folder), jobs_of(folder, asked)) for folder in asked.runs]
+    plans += [(name, jobs_of(name, asked, shape=True)) for name in asked.shapes]
+    for config, jobs in plans:
+        outcomes = []
+        for i, job in enumerate(jobs):
+            outcome = in_own_process(job)
+            print(f"{config} {i + 1}/{len(jobs)} {job.label}: {line_of(outcome)}", flush=True)
+            outcomes.append((job, outcome))
+            if any(not outcome.error for _, outcome in outcomes):
+                yield record_of(config, outcomes, asked)
+        if all(outcome.error for _, outcome in outcomes):
+            raise UserError(f"compress {config}: no method gave a figure: {outcomes[0][1].error}")
+
+
+def name_of(folder: str) -> str:
+    """What a run is called. UserError for what is no run."""
+    return load_resolved(folder_of(Path(folder)) / "config.yaml").run.name
+
+
+def record_of(config: str, outcomes: Sequence[tuple[Job, Outcome]], asked: Asked) -> dict[str, Any]:
+    """One JSON: a row a method, those that failed with their `error`."""
+    good = next(outcome for _, outcome in outcomes if not outcome.error)
+    texts = {f"{key}_text": value and Path(value).name for key, value in (
+        ("held", asked.texts.held), ("calibration", asked.texts.calibration))}  # fmt: skip
+    workload = texts | {"sequences": asked.texts.sequences, "core_examples": asked.core}
+    workload |= {"cpus": good.env["cpu_count"], "dtype": good.figures["dtype"]}
+    rows = [{"name": job.label} | o.figures | ({"error": o.error} if o.error else {})
+            for job, o in outcomes]  # fmt: skip
+    record = describe(BENCH, config, asked.variant or "", workload, 1, good.env)
+    return record | {"rows": rows}
+
+
+def make_page(path: Path = PAGE, folder: Path = RESULTS) -> Path:
+    """Write the page from the records."""
+    files = sorted(folder.glob(f"{BENCH}-*.json"))
+    parts = [section(json.loads(file.read_text()), file.name) for file in files]
+    path.write_text("\n".join([HEAD, *parts]))
+    return path
+
+
+def section(record: dict[str, Any], file: str) -> str:
+    """The table of one record."""
+    columns = {
+        "bits per byte": lambda row: number(row, "bpb", ".4f"),
+        "CORE": lambda row: number(row, "core", ".4f"),
+        "on disk": lambda row: size(row, "disk_bytes"),
+        "in memory": lambda row: size(row, "memory_bytes"),
+        "tokens/s, batch 1": lambda row: number(row, "tokens_per_s_1", ",.0f"),
+        "batch 32": lambda row: number(row, "tokens_per_s_32", ",.0f"),
+    }
+    # A column that no row has a figure of is left out.
+    shown = {k: v for k, v in columns.items() if any(v(row) != "-" for row in record["rows"])}
+    work = record["workload"]
+    where = f"{work['cpus']} CPU cores" if record["device"] == "cpu" else record["device"]
+    title = " ".join(filter(None, [record["config"], record["variant"]]))
+    lines = [
+        f"## {title}, {where}\n",
+        f"| method | {' | '.join(shown)} |",
+        "|---" * (len(shown) + 1) + "|",
+    ]
+    for row in record["rows"]:
+        name = f"none, {row['dtype']}" if row["name"] == PLAIN and "dtype" in row else row["name"]
+        cells = [row["error"]] + ["-"] * (len(shown) - 1) if "error" in row else [
+            cell(row) for cell in shown.values()
+        ]  # fmt: skip
+        lines.append(f"| {name} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", source(record, file)]) + "\n"
+
+
+def source(record: dict[str, Any], file: str) -> str:
+    """Where the figures stand, and on what text they were taken."""
+    said = f"`benchmarks/results/{file}` has these figures."
+    if all("bpb" not in row for row in record["rows"]):
+        return said
+    held = record["workload"]["held_text"]
+    text = f"`{held}`" if held else "the run's validation text"
+    return f"{said} Bits per byte are those of {text}."
+
+
+def number(row: dict[str, Any], key: str, form: str) -> str:
+    return f"{row[key]:{form}}" if key in row else "-"
+
+
+def size(row: dict[str, Any], key: str) -> str:
+    return format_bytes(row[key]) if row.get(key) else "-"

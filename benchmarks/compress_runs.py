@@ -1,0 +1,167 @@
+"""One model by several methods of compression, each in a process of its own."""
+
+import tempfile
+import time
+from concurrent.futures import ProcessPoolExecutor
+from concurrent.futures.process import BrokenProcessPool
+from multiprocessing import get_context
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from flax import nnx
+
+from benchmarks.decode_rate import decode_rate
+from benchmarks.importing import SHAPES
+from jaxtrain import data
+from jaxtrain.cluster.runtime import compute_dtype, start
+from jaxtrain.compress import prune
+from jaxtrain.compress.calibrate import calibration_rows
+from jaxtrain.compress.methods import METHODS, MethodOptions
+from jaxtrain.compress.quantize import (
+    Calibration,
+    is_quantizable,
+    measure,
+    quantize_saved,
+    save_quantized,
+    text_config,
+)
+from jaxtrain.compress.sparsify import parse_target
+from jaxtrain.data.evaluation.tasks import NANOCHAT
+from jaxtrain.evaluation.tasks import run_tasks
+from jaxtrain.interop.configs import model_fields
+from jaxtrain.model import ModelConfig, ParamSpec, Transformer, cast, resolve_model, split
+from jaxtrain.runs.environment import environment
+from jaxtrain.runs.saved import WEIGHTS, Saved, load_saved
+from jaxtrain.weights.params import Params, Specs
+from jaxtrain.weights.quantized import QuantizedWeight
+
+BATCHES = (1, 32)
+PLAIN = "none"  # the row of the model as it is, in the dtype that the device computes in
+PATTERN = "2:4"  # the row of a pruned model; zeros are stored as the other weights are
+PRUNING = "sparsegpt"
+
+
+class Texts(NamedTuple):
+    """UTF-8 files; None: the text that the model's configuration names."""
+
+    held: Path | None = None  # what bits per byte are measured on
+    calibration: Path | None = None
+    sequences: int = 128  # of the calibration text, each of `train.sequence_length` tokens
+
+
+class Job(NamedTuple):
+    """A row: a model by a method. folder: a run or model folder; a name of SHAPES if `shape`."""
+
+    label: str
+    folder: str
+    method: str | None = None  # a row of METHODS, or PATTERN; None: as it is
+    shape: bool = False
+    core: int | None = None  # examples of each task of CORE; None: CORE is not asked
+    texts: Texts = Texts()
+
+
+class Outcome(NamedTuple):
+    """Figures of a row and the environment that they were taken in; `error` where it failed."""
+
+    figures: dict[str, Any]
+    env: dict[str, Any]
+    error: str | None = None
+
+
+def run_job(job: Job) -> Outcome:
+    """A row's figures, in this process."""
+    begin = time.perf_counter()
+    start(quiet=True)
+    figures = shape_figures(job) if job.shape else model_figures(job)
+    return Outcome(figures | {"seconds": round(time.perf_counter() - begin, 1)}, environment())
+
+
+def model_figures(job: Job) -> dict[str, Any]:
+    """Bits per byte, CORE, sizes and rates of a saved model, made small first."""
+    with tempfile.TemporaryDirectory() as folder:
+        source = saved = load_saved(Path(job.folder))
+        if job.method:
+            saved = made_small(saved, job, Path(folder) / "model")
+        config = text_config(source.config, job.texts.held)
+        found: dict[str, Any] = {**measure(saved, config, saved.tokenizer_dir / WEIGHTS)}
+        if job.core is not None:
+            rules, tasks = NANOCHAT._replace(limit=job.core), Path(folder) / "tasks.json"
+            bundle = data.open_bundle(None, ["core"])
+            found["core"] = run_tasks(saved, source.config, bundle, ["core"], tasks, rules)["core"]
+        dtype = compute_dtype(saved.config.train.precision)
+        params = cast(jax.device_put(saved.params), saved.specs, dtype)
+        return found | {"dtype": dtype.name} | rates(saved.graphdef, params)
+
+
+def made_small(saved: Saved, job: Job, out: Path) -> Saved:
+    """The model that the job's method makes of `saved`, read from the folder `out`."""
+    calibration = Calibration(job.texts.calibration, job.texts.sequences)
+    if job.method == PATTERN:
+        rows = calibration_rows(saved, saved.config, *calibration)
+        params = prune.prune(saved, PRUNING, parse_target(None, PATTERN), rows)
+        save_quantized(out, saved, saved.config, params)
+    elif job.method:
+        small = quantize_saved(saved, job.method, calibration=calibration)
+        save_quantized(out, saved, *small)
+    return load_saved(out)
+
+
+def rates(graphdef: nnx.GraphDef, params: Params) -> dict[str, float]:
+    """tokens_per_s_1 and _32."""
+    return {f"tokens_per_s_{n}": round(decode_rate(graphdef, params, n), 2) for n in BATCHES}
+
+
+def shape_figures(job: Job) -> dict[str, Any]:
+    """Bytes and rates of random weights of a shape; no loss, as nothing was trained."""
+    fields = SHAPES[job.folder]
+    c = resolve_model(ModelConfig.model_validate(model_fields(fields)), 2048)
+    graphdef, specs = split(Transformer(c, fields["vocab_size"]))
+    dtype = compute_dtype("auto")
+    params = cast(random_params(specs, job.method), specs, dtype)
+    size = sum(x.nbytes for x in jax.tree.leaves(params))
+    return {"memory_bytes": size, "dtype": dtype.name} | rates(graphdef, params)
+
+
+def random_params(specs: Specs, method: str | None) -> Params:
+    """Small random values; a matrix of the blocks is quantized before the next one is drawn."""
+    key = jax.random.key(0)
+
+    def draw(i: int, shape: tuple[int, ...]) -> jax.Array:
+        return 0.02 * jax.random.normal(jax.random.fold_in(key, i), shape, jnp.bfloat16)
+
+    def one(spec: ParamSpec) -> jax.Array | QuantizedWeight:
+        if method is None or not is_quantizable(spec, head=False):
+            return draw(0, spec.shape)
+        form = METHODS[method].quantize
+        *front, K, N = spec.shape
+        quantize = jax.jit(
+            lambda i: form(draw(i, (K, N)).astype(jnp.float32), None, MethodOptions())
+        )
+        found = [quantize(i) for i in range(int(np.prod(front)))]
+        return jax.tree.map(lambda *xs: jnp.stack(xs).reshape((*front, *xs[0].shape)), *found)
+
+    return jax.tree.map(one, specs)
+
+
+def in_own_process(job: Job) -> Outcome:
+    """`run_job` in a new process, so that its memory is free again, whatever happens to it."""
+    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+        try:
+            return pool.submit(run_job, job).result()
+        except BrokenProcessPool:
+            return Outcome({}, {}, "the process died; it may have run out of memory")
+        except Exception as error:  # one method's fault must not end the others
+            said = (str(error).splitlines() or [""])[0][:200]
+            return Outcome({}, {}, f"{type(error).__name__}: {said}")
+
+
+def line_of(outcome: Outcome) -> str:
+    """What to say of a row on the terminal."""
+    if outcome.error:
+        return f"failed: {outcome.error}"
+    said = outcome.figures
+    bpb = f"{said['bpb']:.4f} bits per byte, " if "bpb" in said else ""
+    return f"{bpb}{said['tokens_per_s_1']:,.0f} tokens/s at batch 1, {said['seconds']} s in all"

@@ -1,0 +1,67 @@
+"""Tokens per second of a whole model's decode, without the prompt."""
+
+import functools
+import statistics
+import time
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+
+from jaxtrain.cluster.xla_flags import jit
+from jaxtrain.inference.generate import Sampling, next_token
+from jaxtrain.model import Cache, Prefill
+from jaxtrain.model.transformer import CACHE_MULTIPLE
+from jaxtrain.weights.params import Params
+
+HELD = 32  # tokens of each row that the cache holds at the start
+FEW, MANY = 16, 80  # steps of the two measurements; HELD + MANY fit the smallest cache
+REPEATS = 7
+
+
+@jit("cublas", static_argnames="graphdef")
+def decode_steps(
+    graphdef: nnx.GraphDef, params: Params, token_B: jax.Array, cache: Cache, count: jax.Array
+) -> jax.Array:
+    """The best token after `count` more, by the step of `jaxtrain generate`."""
+    how = Sampling(temperature=0).arrays()
+
+    def one(_: jax.Array, carry: tuple[jax.Array, Cache]) -> tuple[jax.Array, Cache]:
+        return next_token(graphdef, params, *carry, *how, top_k=None)
+
+    return jax.lax.fori_loop(0, count, one, (token_B, cache))[0]
+
+
+def empty_cache(graphdef: nnx.GraphDef, params: Params, batch: int) -> Cache:
+    """A cache of zeros that holds HELD tokens of each row."""
+
+    def prefill(params: Params, tokens_BT: jax.Array) -> Cache:
+        lengths_B = jnp.full(batch, HELD, jnp.int32)
+        return nnx.merge(graphdef, params)(tokens_BT, mode=Prefill(lengths_B, CACHE_MULTIPLE))[2]
+
+    like = jax.eval_shape(prefill, params, jax.ShapeDtypeStruct((batch, HELD), jnp.int32))
+    cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
+    return cache._replace(lengths_B=jnp.full(batch, HELD, jnp.int32))
+
+
+def decode_rate(graphdef: nnx.GraphDef, params: Params, batch: int) -> float:
+    """Tokens per second of all rows together. params: on the device, in the compute dtype.
+
+    The difference of MANY and FEW steps, so that neither the call nor the cache's copy counts;
+    medians, warm.
+    """
+    cache = empty_cache(graphdef, params, batch)
+    tokens = jnp.ones(batch, jnp.int32)
+    run = functools.partial(decode_steps, graphdef, params, tokens, cache)
+
+    def seconds(count: int) -> float:
+        steps, found = jnp.int32(count), []
+        for _ in range(REPEATS):
+            begin = time.perf_counter()
+            jax.block_until_ready(run(steps))
+            found.append(time.perf_counter() - begin)
+        return statistics.median(found)
+
+    jax.block_until_ready(run(jnp.int32(FEW)))  # compiles
+    taken = seconds(MANY) - seconds(FEW)
+    return batch * (MANY - FEW) / max(taken, 1e-9)

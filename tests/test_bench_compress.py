@@ -1,0 +1,148 @@
+"""The bench of methods of compression: its rows, rates, records and page."""
+
+import importlib
+import json
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+from flax import nnx
+from tiny import build, byte_model, random_run
+
+from benchmarks import compress, compress_runs, decode_rate
+from benchmarks.compress import BENCH, Asked, jobs_of, make_page, record_of
+from benchmarks.compress_runs import PATTERN, PLAIN, Job, Outcome, Texts, run_job
+from benchmarks.importing import SHAPES
+from jaxtrain.compress.methods import METHODS
+from jaxtrain.inference.generate import decode_tokens
+from jaxtrain.model import Prefill
+from jaxtrain.weights.stored import STORED
+
+main = importlib.import_module("benchmarks.__main__").main
+ENVIRONMENT = {"device_kind": "cpu", "versions": {}, "python": "3.12", "backend": "cpu",
+               "commit": "abc", "when": "2026-01-01", "cpu_count": 2}  # fmt: skip
+FIGURES = {"bpb": 1.5, "disk_bytes": 4096, "memory_bytes": 2048, "dtype": "float32",
+           "tokens_per_s_1": 10.4, "tokens_per_s_32": 1234.5}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    folder = tmp_path_factory.mktemp("run") / "plain"
+    return random_run(folder, byte_model(32, "run.name=tiny", "data.train.path=tinyshakespeare"))
+
+
+@pytest.fixture(scope="module")
+def text(tmp_path_factory):
+    file = tmp_path_factory.mktemp("text") / "text.txt"
+    file.write_text("To be, or not to be, that is the question.\n" * 10)
+    return file
+
+
+@pytest.fixture(autouse=True)
+def short_measurement(monkeypatch):
+    monkeypatch.setattr(decode_rate, "REPEATS", 1)
+    monkeypatch.setattr(compress_runs, "start", lambda quiet: None)
+
+
+def test_steps_are_those_of_generate():
+    _, graphdef, _, params = build()
+    tokens, lengths = jnp.ones((2, 32), jnp.int32), jnp.full(2, 32, jnp.int32)
+    how = jax.random.key(0), jnp.float32(0), jnp.float32(1)
+    out = decode_tokens(graphdef, params, tokens, lengths, *how, new=9)
+    _, _, cache = nnx.merge(graphdef, params)(tokens, mode=Prefill(lengths, 128))
+    last = decode_rate.decode_steps(graphdef, params, out[:, 0], cache, jnp.int32(8))
+    np.testing.assert_array_equal(last, out[:, 8])
+
+
+def test_a_rate_is_of_all_rows_and_of_the_steps_between(monkeypatch):
+    _, graphdef, _, params = build()
+    clock = iter([0.0, 3.0, 0.0, 1.0])  # MANY steps take 3 s, FEW 1 s
+    monkeypatch.setattr(decode_rate.time, "perf_counter", lambda: next(clock))
+    rate = decode_rate.decode_rate(graphdef, params, 4)
+    assert rate == pytest.approx(4 * (decode_rate.MANY - decode_rate.FEW) / 2)
+
+
+@pytest.mark.parametrize("method", [None, *METHODS, PATTERN])
+@pytest.mark.quick("None", "int8")
+def test_a_row_of_a_saved_model(run, text, method):
+    texts = Texts(text, text, 4)
+    figures = run_job(Job("x", str(run), method, texts=texts)).figures
+    weights = run / "model" / "model.safetensors"
+    assert (figures["disk_bytes"] < weights.stat().st_size) == (method not in (None, PATTERN))
+    assert 0 < figures["bpb"] < 100 and figures["dtype"] == "float32"
+    assert figures["tokens_per_s_1"] > 0 and figures["tokens_per_s_32"] > 0
+
+
+@pytest.mark.parametrize("method", [None, *(x for x in METHODS if x in STORED)])
+@pytest.mark.quick("int4")
+def test_a_row_of_a_shape(method):
+    plain = 4 * 2 * 3 * 64 * 128  # bytes of the feed-forward networks alone
+    figures = run_job(Job("x", "tiny", method, shape=True)).figures
+    assert "bpb" not in figures and figures["tokens_per_s_1"] > 0
+    embeddings = 4 * 2 * SHAPES["tiny"]["vocab_size"] * 64
+    assert (figures["memory_bytes"] > embeddings + plain) == (method is None)
+
+
+def test_each_method_is_a_row_and_each_form_of_a_shape(run):
+    jobs = jobs_of(str(run), Asked([str(run)], [f"qat={run}"], core=5))
+    assert [job.label for job in jobs] == [PLAIN, *METHODS, PATTERN, "qat"]
+    assert [job.method for job in jobs] == [None, *METHODS, PATTERN, None]
+    assert {job.core for job in jobs} == {5}
+    shape = jobs_of("tiny", Asked([]), shape=True)
+    assert [job.label for job in shape] == [PLAIN, *(x for x in METHODS if x in STORED)]
+
+
+def test_a_failed_row_is_recorded_beside_the_others(run, tmp_path, monkeypatch, capsys):
+    def one(job):
+        if job.method == "gptq":
+            return Outcome({}, {}, "UserError: no")
+        return Outcome(FIGURES | {"seconds": 1.0}, ENVIRONMENT)
+
+    monkeypatch.setattr(compress, "in_own_process", one)
+    assert main(["compress", str(run), "--record", "--out", str(tmp_path)]) == 0
+    (file,) = tmp_path.iterdir()
+    assert file.name == f"{BENCH}-tiny-cpu.json"
+    rows = {row["name"]: row for row in json.loads(file.read_text())["rows"]}
+    assert list(rows) == [PLAIN, *METHODS, PATTERN]
+    assert rows["gptq"] == {"name": "gptq", "error": "UserError: no"}
+    assert rows["int8"]["bpb"] == 1.5
+    assert "gptq: failed: UserError: no" in capsys.readouterr().out
+    page = make_page(tmp_path / "page.md", tmp_path).read_text()
+    assert "## tiny, 2 CPU cores" in page
+    assert "| none, float32 | 1.5000 | 4.0 KiB | 2.0 KiB | 10 | 1,234 |" in page
+    assert "| gptq | UserError: no | - | - | - | - |" in page
+
+
+def test_a_shape_has_no_column_of_losses():
+    figures = {k: v for k, v in FIGURES.items() if k not in ("bpb", "disk_bytes")}
+    outcomes = [(Job(PLAIN, "tiny", shape=True), Outcome(figures, ENVIRONMENT))]
+    lines = compress.section(record_of("tiny", outcomes, Asked([])), "x.json")
+    assert "| method | in memory | tokens/s, batch 1 | batch 32 |" in lines
+    assert "Bits per byte" not in lines
+
+
+def test_the_page_is_made_of_the_records(tmp_path):
+    made = make_page(tmp_path / "compression.md").read_text()
+    assert made == compress.PAGE.read_text(), "python -m benchmarks compress"
+
+
+@pytest.mark.parametrize(
+    "words, said",
+    [
+        ("--shape huge", "there is no shape huge; there are llama_8b, tiny"),
+        ("RUN --also x", "--also x: it has to be LABEL=FOLDER"),
+        ("--shape tiny --also x=RUN", "--also goes with one RUN"),
+        ("RUN --text no.txt", "no.txt is no file"),
+        ("no/run", "no/run"),
+    ],
+)
+def test_what_is_no_model_or_text_is_named(run, capsys, words, said):
+    assert main(["compress", *words.replace("RUN", str(run)).split()]) == 2
+    assert said in capsys.readouterr().err
+
+
+@pytest.mark.slow
+def test_a_process_that_fails_is_a_row(tmp_path):
+    outcome = compress_runs.in_own_process(Job("x", str(tmp_path)))
+    assert outcome.error is not None and outcome.error.startswith("UserError")
