@@ -61,7 +61,8 @@ class Coordinator:
         self.index, self.count, self.host = index, count, socket.gethostname()
         self.heartbeat_timeout, self.step_timeout, self.end = heartbeat_timeout, step_timeout, end
         self.hosts = {index: self.host}
-        # `meet` sets these. `until` is its deadline, in seconds of time.monotonic().
+        # Set by `meet`: process 0's address, the rendezvous timeout (seconds) and its deadline.
+        # The deadline is a time of time.monotonic(), in seconds.
         self.address, self.timeout, self.until = "", 0.0, 0.0
         self.links: dict[int, Link] = {}  # index of a process -> the connection to it
         self.trouble = Trouble("no answer yet")  # why the last attempt to reach process 0 failed

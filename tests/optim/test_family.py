@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import optax
 import pytest
+from gradient_paths import ADAM, arrays, gradients, walk
 from pydantic import TypeAdapter
 from tiny import LLAMA, VOCAB, batch, begin_random, make_spec, mesh_of, random_params, resolved
 
@@ -15,41 +16,20 @@ from jaxtrain.optim import OptimConfig, make_optimizer
 from jaxtrain.optim.adafactor import make_adafactor
 from jaxtrain.optim.adamw import make_adamw
 from jaxtrain.optim.adamw8bit import code_values, decode, encode, make_adamw8bit
-from jaxtrain.optim.eigenbasis import rotate_basis
-from jaxtrain.optim.galore import GaLoreConfig, from_int4, make_galore, to_int4
 from jaxtrain.optim.lamb import make_lamb
 from jaxtrain.optim.lars import make_lars
 from jaxtrain.optim.schedule_free import make_schedule_free
 from jaxtrain.optim.sgd import make_sgd
-from jaxtrain.optim.soap import make_soap
 from jaxtrain.parallel import place_batch
 from jaxtrain.settings import UserError
 from jaxtrain.train.step import make_step
 
-ADAM = {"learning_rate": 0.01, "weight_decay": 0.1, "b1": 0.9, "b2": 0.95, "eps": 1e-8}
 MOMENTUM = {"learning_rate": 0.1, "weight_decay": 0.01, "momentum": 0.9}
 
 
 def config(name, **fields):
     fields = {"name": name, "schedule": {"name": "constant"}, **fields}
     return TypeAdapter(OptimConfig).validate_python(fields)
-
-
-def arrays(*shape, seed=0):
-    return jnp.asarray(np.random.default_rng(seed).normal(size=shape), jnp.float32)
-
-
-def walk(tx, params, grads):
-    """Parameters before and after each gradient, and the last state."""
-    state, update, path = tx.init(params), jax.jit(tx.update), [params]
-    for g in grads:
-        updates, state = update(g, state, path[-1])
-        path.append(optax.apply_updates(path[-1], updates))
-    return path, state
-
-
-def gradients(*shape, steps=3):
-    return [arrays(*shape, seed=10 + i) for i in range(steps)]
 
 
 def specs_of(**changes):
@@ -143,190 +123,6 @@ def test_eval_params_of_the_optimizer():
     np.testing.assert_allclose(up(params), 0.9 * up(average) + 0.1 * z, rtol=1e-4, atol=1e-5)
     plain = make_optimizer(config("adamw"), specs, 10)
     assert plain.eval_params(params, plain.init(params)) is params
-
-
-# ---- SOAP ----------------------------------------------------------------------------------------
-
-SOAP = {**ADAM, "weight_decay": 0.0, "shampoo_beta": 0.9, "precondition_frequency": 3.0}
-
-
-def rotation(n, seed):
-    return jnp.linalg.qr(arrays(n, n, seed=seed))[0]
-
-
-def test_soap_does_not_see_a_rotation_of_the_gradients():
-    """The update of U G V^T is that of G, turned the same way; Adam's is not."""
-    u, v, grads = rotation(6, 1), rotation(5, 2), gradients(2, 6, 5, steps=8)
-    turned = [u @ g @ v.T for g in grads]
-    p = jnp.zeros((2, 6, 5))
-    apart = lambda tx: np.abs(
-        walk(tx, p, turned)[0][-1] - u @ walk(tx, p, grads)[0][-1] @ v.T
-    ).max()
-    assert apart(make_soap(8)(SOAP)) < 2e-4
-    assert apart(make_adamw({**ADAM, "weight_decay": 0.0})) > 0.01
-
-
-def test_soap_makes_its_basis_first_and_keeps_it_orthogonal():
-    p, grads = arrays(2, 6, 5), gradients(2, 6, 5, steps=8)
-    path, state = walk(make_soap(8)({**SOAP, "weight_decay": 0.1}), p, grads)
-    np.testing.assert_array_equal(path[1], p)  # the first gradient moves nothing
-    assert (path[2] != p).all()
-    for side, n in ((state.leaves.left, 6), (state.leaves.right, 5)):
-        eye = np.broadcast_to(np.eye(n), (2, n, n))
-        np.testing.assert_allclose(side.basis.mT @ side.basis, eye, atol=1e-5)
-    left = 0
-    for i, g in enumerate(grads):
-        left = 0.9 * left + 0.1 * g @ g.mT
-        if i == 0:
-            first = jnp.linalg.eigh(left)[1]
-    np.testing.assert_allclose(state.leaves.left.factor, left, rtol=1e-4, atol=1e-5)
-    assert np.abs(np.abs(first[..., ::-1].mT @ state.leaves.left.basis) - np.eye(6)).max() > 0.1
-
-
-def test_soaps_basis_converges_to_the_eigenvectors():
-    """The gradients keep their directions: power iterations find them, largest first."""
-    u, scales = rotation(5, 1), jnp.float32([5, 4, 3, 2, 1])
-    grads = [u @ jnp.diag(scales) @ arrays(5, 5, seed=i) for i in range(60)]
-    state = walk(make_soap(8)({**SOAP, "shampoo_beta": 0.99}), arrays(5, 5), grads)[1]
-    side = state.leaves.left
-    vectors = np.linalg.eigh(side.factor)[1]
-    np.testing.assert_allclose(np.abs(vectors[:, ::-1].T @ side.basis), np.eye(5), atol=0.15)
-    seen = np.diagonal(side.basis.T @ side.factor @ side.basis)
-    assert (np.diff(seen) < 0).all()
-
-
-def test_rotations_find_the_eigenvectors_from_the_identity():
-    """As QR power iteration does, in rounds of matmuls alone, which leave the basis orthogonal."""
-    values = jnp.stack([jnp.logspace(0, -2, 24), jnp.linspace(1, 0.1, 24)])
-    turns = jnp.stack([rotation(24, 1), rotation(24, 2)])
-    factor = jnp.einsum("lij,lj,lkj->lik", turns, values, turns)
-    basis = jnp.broadcast_to(jnp.eye(24), factor.shape)
-    turn = jax.jit(rotate_basis)
-    for _ in range(30):
-        basis = turn(factor, basis)
-    np.testing.assert_allclose(
-        basis.mT @ basis, jnp.broadcast_to(jnp.eye(24), factor.shape), atol=1e-5
-    )
-    seen = basis.mT @ factor @ basis
-    found = -jnp.sort(-jnp.diagonal(seen, axis1=-2, axis2=-1))
-    np.testing.assert_allclose(found, values, rtol=1e-2)
-    np.testing.assert_allclose(turn(0 * factor, basis), basis, atol=1e-5)
-
-
-def test_soap_with_rotations_steps_as_with_qr():
-    """Gradients whose directions last: both bases come to the same steps."""
-    u, v = rotation(6, 1), rotation(5, 2)
-    scales = jnp.outer(jnp.float32([6, 4, 3, 2, 1.4, 1]), jnp.float32([1, 0.7, 0.5, 0.3, 0.2]))
-    grads = [u @ (scales * arrays(6, 5, seed=i)) @ v.T for i in range(80)]
-    often = {**SOAP, "precondition_frequency": 1.0, "shampoo_beta": 0.98}
-    paths = [
-        np.diff(walk(tx, jnp.zeros((6, 5)), grads)[0], axis=0)[-1]
-        for tx in (make_soap(8)(often), make_soap(8, "newton_schulz")(often), make_adamw(ADAM))
-    ]
-    apart = lambda a, b: np.linalg.norm(a - b) / np.linalg.norm(a)
-    assert apart(paths[0], paths[1]) < 0.05 < 0.3 < apart(paths[0], paths[2])
-
-
-def test_soap_leaves_large_dims_alone():
-    p, grads = arrays(6, 5), gradients(6, 5, steps=4)
-    _, state = walk(make_soap(5)(SOAP), p, grads)
-    assert state.leaves.left is None and state.leaves.right is not None
-    neither, state = walk(make_soap(4)(SOAP), p, grads)
-    adam, _ = walk(make_adamw({**ADAM, "weight_decay": 0.0}), p, grads[1:])
-    assert state.leaves.left is None and state.leaves.right is None
-    np.testing.assert_allclose(neither[-1], adam[-1], rtol=1e-5, atol=1e-6)
-
-
-@pytest.mark.slow
-def test_soap_wins_where_the_inputs_are_turned():
-    """Noisy least squares whose inputs have axes of their own; the best of three rates."""
-    n, steps = 16, 100
-    root = rotation(n, 1) @ jnp.diag(jnp.logspace(0, -2, n)) @ rotation(n, 1).T
-    target = arrays(n, n, seed=5)
-
-    def end(make, rate):
-        state = make({**SOAP, "learning_rate": rate}).init(target)
-
-        @jax.jit
-        def run(state):
-            def step(carry, i):
-                p, state = carry
-                x = jax.random.normal(jax.random.key(i), (64, n)) @ root
-                g = x.T @ (x @ (p - target)) / 64
-                tx = make({**SOAP, "learning_rate": rate * (1 - i / steps)})
-                updates, state = tx.update(g, state, p)
-                return (optax.apply_updates(p, updates), state), None
-
-            (p, _), _ = jax.lax.scan(step, (jnp.zeros((n, n)), state), jnp.arange(steps))
-            return jnp.sum(jnp.square(root @ (p - target)))
-
-        return float(run(state))
-
-    soap, adam = (
-        min(end(make, r) for r in (0.1, 0.3, 1.0)) for make in (make_soap(64), make_adamw)
-    )
-    assert soap < 0.3 * adam
-
-
-# ---- GaLore --------------------------------------------------------------------------------------
-
-
-def galore_of(**fields):
-    c = GaLoreConfig.model_validate({"rank": 4, "gap": 3, **fields})
-    return make_galore(c)({**ADAM, "weight_decay": 0.1, "gap": 3.0, "scale": 0.5})
-
-
-@pytest.mark.parametrize("shape", [(2, 6, 10), (2, 10, 6)], ids=str)
-def test_galore_is_adam_in_the_subspace_of_every_third_gradient(shape):
-    """By numpy, each matrix of the stack by itself."""
-    p, grads = arrays(*shape), gradients(*shape, steps=5)
-    tx = galore_of()
-    state, flip = tx.init(p), shape[-2] > shape[-1]
-    m = v = np.zeros((2, 4, 10))
-    for t, g in enumerate(grads):
-        u, state = jax.jit(tx.update)(g, state, p)
-        wide = np.asarray(g.mT if flip else g)
-        if t % 3 == 0:
-            basis = np.linalg.svd(wide)[0][..., :4]
-            # the state's own signs of the singular vectors
-            own = np.asarray(state.leaves.projection)
-            np.testing.assert_allclose(np.abs(basis), np.abs(own), rtol=1e-3, atol=1e-4)
-            basis = own
-        seen = basis.swapaxes(-1, -2) @ wide
-        m, v = ADAM["b1"] * m + (1 - ADAM["b1"]) * seen, ADAM["b2"] * v + (1 - ADAM["b2"]) * seen**2
-        adam = (
-            m
-            / (1 - ADAM["b1"] ** (t + 1))
-            / (np.sqrt(v / (1 - ADAM["b2"] ** (t + 1))) + ADAM["eps"])
-        )
-        moved = basis @ adam
-        moved = moved.swapaxes(-1, -2) if flip else moved
-        expected = -ADAM["learning_rate"] * (0.5 * moved + 0.1 * np.asarray(p))
-        np.testing.assert_allclose(u, expected, rtol=1e-3, atol=1e-5)
-
-
-def test_galores_states_are_smaller_than_adams_and_q_galores_smaller_still():
-    p = {"w": jnp.zeros((2, 256, 512))}
-    size = lambda tx: sum(
-        x.size * x.dtype.itemsize for x in jax.tree.leaves(jax.eval_shape(tx.init, p))
-    )
-    adam = size(make_adamw(ADAM))
-    plain, quantized = (size(galore_of(rank=64, quantize=q)) for q in (False, True))
-    assert plain < 0.35 * adam and quantized < 0.25 * plain
-    assert size(galore_of(rank=256)) == pytest.approx(adam, rel=1e-5)  # no smaller: plain Adam
-
-
-def test_q_galore_steps_as_galore_does_but_for_its_rounding():
-    p, grads = arrays(2, 16, 24), gradients(2, 16, 24, steps=4)
-    one, other = (
-        np.diff(walk(galore_of(rank=8, quantize=q), p, grads)[0], axis=0) for q in (False, True)
-    )
-    off = np.linalg.norm(one - other) / np.linalg.norm(one)
-    assert 1e-3 < off < 0.3
-    x = rotation(16, 3)[:, :8]
-    codes, scale = to_int4(x)
-    assert codes.dtype == jnp.uint8 and codes.size == x.size // 2
-    assert np.abs(from_int4(codes, scale) - x).max() <= 0.5 * np.max(scale) + 1e-6
 
 
 # ---- 8 bits --------------------------------------------------------------------------------------
