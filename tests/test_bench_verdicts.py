@@ -5,11 +5,12 @@ import json
 import math
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import jax
 import pytest
 
-from benchmarks import verdicts
+from benchmarks import verdict_runs, verdicts
 from benchmarks.verdict_runs import ExclusiveSteps, Job, Outcome
 from benchmarks.verdicts import Gain, gain, jobs_of, read_table, switch_of, tokens_to
 from jaxtrain.config import find_config, load_config
@@ -213,3 +214,23 @@ def test_runs_are_trained_and_recorded(tmp_path, monkeypatch, capsys):
     verdicts.train_verdicts(["d4", "ema"], 2, record=True, out=tmp_path / "timed", time_only=True)
     (timed,) = [json.loads(p.read_text()) for p in (tmp_path / "timed").iterdir()]
     assert timed["rows"] == ema["rows"] and timed["timed"]["bpb"] == ema["rows"][0]["bpb"]
+
+
+def test_the_first_run_that_is_timed_is_trained_again(tmp_path, monkeypatch):
+    """Its seconds are those of the second time; what shares the machine is trained once."""
+    calls = []
+
+    def train_job(job, folder, alone):
+        calls.append((job.name, alone))
+        return Outcome(1.0, float(len(calls)))
+
+    monkeypatch.setattr(verdict_runs, "train_job", train_job)
+    monkeypatch.setattr(verdict_runs, "ProcessPoolExecutor", lambda *_, **__: ThreadPoolExecutor(1))
+    one, other = (Job(name, "tiny", (), 0, 1) for name in ("one", "other"))
+    done = tmp_path / "done.jsonl"
+    found = list(verdict_runs.train_all([one], [other, one._replace(seed=1)], 1, done))
+    assert calls[0] == ("one", False) and len(calls) == 4
+    again = next(name for name, alone in calls[1:] if [x for x, _ in calls[1:]].count(name) == 2)
+    seconds = {job.name: outcome.seconds for job, outcome in found[1:]}
+    assert len(found) == 3 and (seconds[again] or 0) > 2
+    assert len(done.read_text().splitlines()) == 3
