@@ -125,8 +125,8 @@ def train_all(
                 max_tasks_per_child=1 if alone else None,
             ) as pool:  # fmt: skip
                 left = [job for job in batch if job not in known]
-                submit = functools.partial(pool.submit, train_job, folder=Path(folder), alone=alone)
-                running = {submit(job): job for job in left}
+                one = functools.partial(train_job, folder=Path(folder), alone=alone)
+                running = {pool.submit(one, job): job for job in left}
                 again = alone and len(left) > 1
                 while running:
                     future = next(as_completed(running))
@@ -134,7 +134,7 @@ def train_all(
                     print(_line(job, outcome, alone), flush=True)
                     if again and not outcome.error:
                         again = False
-                        running[submit(job)] = job
+                        running[pool.submit(one, job)] = job
                         continue
                     if not outcome.error:
                         file.write(json.dumps([job._asdict(), outcome._asdict()]) + "\n")
