@@ -30,6 +30,7 @@ from jaxtrain.cluster.service import ServiceClient, make_client, start_service
 from jaxtrain.settings import UserError
 
 BEAT = 0.5  # seconds between two questions who is live
+WAIT = 0.5  # seconds of one request for a value that is not there yet
 LINGER = 5.0  # seconds in which the news of a failure reach the others
 PATIENCE = 5.0  # seconds after which a wait at the start is reported
 AGAIN = "; the same command goes on from the last checkpoint"
@@ -68,6 +69,7 @@ class Coordinator:
         self.trouble = Trouble("no answer yet")  # why the last attempt to reach process 0 failed
         self.client: ServiceClient | None = None
         self.service: IO[bytes] | None = None  # of process 0
+        self.watchers: list[threading.Thread] = []
         self.rounds = 0  # comparisons
         # In process 0: the newest step of each process, and since when.
         self.steps: dict[int, tuple[str, float]] = {}
@@ -193,8 +195,10 @@ class Coordinator:
         self._tell({"connected": self.index})
         done.set()
         self._set(f"host/{self.index}", self.host)
-        for watch in (self._watch_news, self._watch_processes):
-            threading.Thread(target=watch, daemon=True).start()
+        watches = self._watch_news, self._watch_processes
+        self.watchers = [threading.Thread(target=watch, daemon=True) for watch in watches]
+        for watcher in self.watchers:
+            watcher.start()
 
     def share_with_jax(self) -> None:
         """Let this process's JAX use the client, as `jax.distributed.initialize` would."""
@@ -265,6 +269,7 @@ class Coordinator:
             self.over = True
         client, self.client, global_state.client = self.client, None, None
         client.shutdown()
+        self._join_watchers()
         if self.service is not None:
             self.service.write(b"done")  # it goes when the others have disconnected as well
             self.service.close()
@@ -275,6 +280,15 @@ class Coordinator:
             known, self.over = self.over, True
         if not known:
             self._publish(f"process {self.index} ({self.host}): {message}", code)
+        self._join_watchers()
+
+    def _join_watchers(self) -> None:
+        """Wait until no thread is inside the client.
+
+        A thread that comes back from C++ after Python has ended aborts the process (SIGABRT).
+        """
+        for watcher in self.watchers:
+            watcher.join(2 * WAIT)
 
     # ---- the threads that watch ----------------------------------------------------------------
 
@@ -361,7 +375,7 @@ class Coordinator:
         """The value, once there is one."""
         while not self.over and (client := self.client) is not None:
             try:
-                return client.blocking_key_value_get(key, 2000)
+                return client.blocking_key_value_get(key, round(1000 * WAIT))
             except jax.errors.JaxRuntimeError as error:
                 if "DEADLINE_EXCEEDED" not in str(error):
                     raise

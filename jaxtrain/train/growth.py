@@ -2,8 +2,7 @@
 
 Parameters, optimizer states and features' states are stacked over layers. A row of GROWTHS makes
 the new layers from the old ones. The step, the schedule and the data do not change. Sources:
-G_stack (Du et al. 2024, Stacking Your
-Transformers), gradual stacking (Reddi et al. 2023).
+G_stack (Du et al. 2024, Stacking Your Transformers), gradual stacking (Reddi et al. 2023).
 """
 
 from collections.abc import Callable

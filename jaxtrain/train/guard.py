@@ -1,9 +1,9 @@
 """What guards a run: no step that is not sound is built upon, saved, or left unsaid.
 
-The step says of itself whether it is sound (`train/spikes.py`). The answer is read when the metrics
-of that step have been fetched anyway, a fixed number of steps later, so that nothing waits for the
-device and all processes read it at the same step. What is then done depends on the steps alone:
-a run that was interrupted goes the same way.
+The step says of itself whether it is sound (`train/loss_spikes.py`). The answer is read when the
+metrics of that step have been fetched anyway, a fixed number of steps later, so that nothing waits
+for the device and all processes read it at the same step. What is then done depends on the steps
+alone: a run that was interrupted goes the same way.
 """
 
 from collections import deque

@@ -58,9 +58,25 @@ def test_they_meet_compare_and_leave():
         coordinator.compare({"code": "a"}, "advice")
         coordinator.compare({"data": "b"}, "advice")
         coordinator.leave()
+        return any(thread.is_alive() for thread in coordinator.watchers)
 
     found, ends = together(4, work)
-    assert found == [None] * 4 and ends.empty()
+    assert found == [False] * 4 and ends.empty()
+
+
+def test_who_fails_waits_for_its_threads():
+    """One that came back from the client's C++ after Python's end would abort the process."""
+
+    def work(coordinator):
+        if coordinator.index == 1:
+            return None
+        alive = [thread.is_alive() for thread in coordinator.watchers]
+        coordinator.fail("a bad field", 2)
+        return alive, [thread.is_alive() for thread in coordinator.watchers]
+
+    (first, _), ends = together(2, work)
+    assert first == ([True, True], [False, False])
+    assert "a bad field" in ends.get(timeout=LONG)[1]
 
 
 def test_a_difference_is_named_everywhere():
