@@ -1,11 +1,15 @@
 """Sampling a token: temperature, top-k and top-p by what they leave of a distribution."""
 
+from pathlib import Path
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from tiny import VOCAB, resolved
 
+from jaxtrain.config import find_config, load_config
+from jaxtrain.config.resolve import resolve
 from jaxtrain.inference.generate import kv_bytes_per_token, sample_token
 
 P_V = np.array([0.4, 0.3, 0.2, 0.07, 0.03])
@@ -50,3 +54,16 @@ def test_bytes_of_a_token_in_the_cache():
     sizes += [(2 * 2 * 32, {"share_kv": "adjacent"}), (4 * 16, latent)]
     for channels, fields in sizes:
         assert kv_bytes_per_token(resolved(**fields), VOCAB, jnp.dtype("bfloat16")) == 2 * channels
+
+
+def test_the_bytes_of_the_page_on_sharing():
+    page = (Path(__file__).parents[1] / "docs" / "howto" / "sharing.md").read_text()
+    table = page.split("## Bytes of the cache")[1].split("|---|---|---|---|")[1]
+    rows = [line.strip("| ").split(" | ") for line in table.splitlines() if line.startswith("|")]
+    assert len(rows) == 7
+    for switches, *sizes in rows:
+        overrides = switches.strip("`").split("` `") if "`" in switches else []
+        c = resolve(load_config(find_config("gpt_d12"), overrides), 32768)
+        for cache_dtype, size in zip((None, "int8"), sizes[:2], strict=True):
+            found = kv_bytes_per_token(c.model, 32768, jnp.dtype("bfloat16"), cache_dtype)
+            assert f"{found:,}" == size, (switches, cache_dtype)
