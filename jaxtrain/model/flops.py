@@ -4,6 +4,7 @@ import jax
 
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.plan import make_plan
+from jaxtrain.model.stochastic_depth import keep_probabilities
 from jaxtrain.model.token_dropping import kept_tokens
 from jaxtrain.weights.params import Specs, count
 
@@ -16,7 +17,8 @@ def flops_per_token(
     trained: the parameters that train, where these are not all of `specs`: a part of them, or
     others beside them as LoRA's. A frozen weight counts 4, since it has no gradient of its own.
     A layer that `model.frozen_layers` names has its forward pass alone, and with
-    `model.token_dropping` a layer counts for the tokens that it takes.
+    `model.token_dropping` a layer counts for the tokens that it takes. With
+    `model.stochastic_depth` it counts as often as it is kept.
     Attention counts 6 x N x (H of queries + H of values) x min(window, T) a layer, without halving
     for causality, so that MFU compares with nanochat's figures.
     """
@@ -30,10 +32,10 @@ def flops_per_token(
     weights = 4.0 * (active(c, specs) + beside) + 2.0 * (active(c, trained) - still)
     blocks = 4.0 * (of_blocks(specs) + beside) + 2.0 * (of_blocks(trained) - still)
     keys = 0.0
-    for layer in make_plan(c):
+    for layer, keep in zip(make_plan(c), keep_probabilities(c).tolist(), strict=True):
         taken = kept_tokens(sequence_length, c.token_dropping) if layer.drops_tokens else None
         length = taken or sequence_length
-        share = length / sequence_length / (3 if layer.frozen else 1)
+        share = keep * length / sequence_length / (3 if layer.frozen else 1)
         keys += share * min(layer.window or length, length)
         weights -= (1 - share) * blocks / c.depth
     return weights + 6.0 * c.heads * (c.qk_dim + c.head_dim) * keys

@@ -80,7 +80,7 @@ def test_a_frozen_weight_counts_4_flops_a_token():
     assert flops(LoRAConfig(rank=3, targets=("q",))) == full - 2 * weights + 6 * lora
 
 
-def test_flops_of_frozen_layers_and_of_dropped_tokens():
+def test_flops_of_frozen_layers_dropped_tokens_and_skipped_layers():
     """By hand: weights of a layer and its attention, 2 forward and 4 backward FLOPs each."""
     plain = resolved(window_pattern="L", value_embeddings=False)
     specs = split(Transformer(plain, VOCAB))[1]
@@ -90,6 +90,8 @@ def test_flops_of_frozen_layers_and_of_dropped_tokens():
     assert flops(frozen_layers=2) == flops() - 2 * 4 * (layer + attention(32))
     short = flops() - 2 * 6 * (layer / 2 + attention(32) - attention(16) / 2)
     assert flops(token_dropping=0.5) == short  # the two layers in the middle take 16 of 32 tokens
+    # Layers are kept with probability 7/8, 6/8, 5/8 and 4/8.
+    assert flops(stochastic_depth=0.5) == flops() - 1.25 * 6 * (layer + attention(32))
     c = ReLoRAConfig(rank=3, targets=("q",))
     trained = make_partition(c, specs, jnp.dtype(jnp.float32)).trainable
     lora, q = 4 * 3 * (32 + 32), specs["blocks"]["attention"]["q"].size
