@@ -152,12 +152,12 @@ def section(record: dict[str, Any], file: str) -> str:
 
 def source(record: dict[str, Any], file: str) -> str:
     """Where the figures stand, and on what text they were taken."""
-    said = f"`benchmarks/results/{file}` has these figures."
+    record_line = f"`benchmarks/results/{file}` has these figures."
     if all("bpb" not in row for row in record["rows"]):
-        return said
+        return record_line
     held = record["workload"]["held_text"]
     text = f"`{held}`" if held else "the run's validation text"
-    return f"{said} Bits per byte are those of {text}."
+    return f"{record_line} Bits per byte are measured on {text}."
 
 
 def number(row: dict[str, Any], key: str, form: str) -> str:

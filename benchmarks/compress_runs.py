@@ -154,14 +154,15 @@ def in_own_process(job: Job) -> Outcome:
         except BrokenProcessPool:
             return Outcome({}, {}, "the process died; it may have run out of memory")
         except Exception as error:  # one method's fault must not end the others
-            said = (str(error).splitlines() or [""])[0][:200]
-            return Outcome({}, {}, f"{type(error).__name__}: {said}")
+            first_line = (str(error).splitlines() or [""])[0][:200]
+            return Outcome({}, {}, f"{type(error).__name__}: {first_line}")
 
 
 def line_of(outcome: Outcome) -> str:
     """What to say of a row on the terminal."""
     if outcome.error:
         return f"failed: {outcome.error}"
-    said = outcome.figures
-    bpb = f"{said['bpb']:.4f} bits per byte, " if "bpb" in said else ""
-    return f"{bpb}{said['tokens_per_s_1']:,.0f} tokens/s at batch 1, {said['seconds']} s in all"
+    figures = outcome.figures
+    bpb = f"{figures['bpb']:.4f} bits per byte, " if "bpb" in figures else ""
+    rate = f"{figures['tokens_per_s_1']:,.0f} tokens/s at batch 1"
+    return f"{bpb}{rate}, {figures['seconds']} s in all"

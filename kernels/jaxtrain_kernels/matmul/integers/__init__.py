@@ -1,8 +1,8 @@
-"""Matmuls with matrices of 8-bit or 4-bit integers and their scales, made whole nowhere in memory.
+"""Weight-only int8 and int4 matmuls (w8a16, w4a16): integer codes with scales.
 
-Reading the codes is all the cost of a decode step. `reduce` multiplies and adds one row without a
-matmul, so that XLA reads the codes once and writes N numbers. `dot` is a matmul: XLA writes the
-matrix in x's dtype before it, which a prompt's many rows pay for.
+A decode step spends its time reading the codes. `reduce` serves one row: XLA multiplies and sums in
+one pass, without a dequantized matrix in memory. `dot` is a matmul. XLA dequantizes the matrix for
+it, which the many rows of a prompt pay for.
 """
 
 from typing import Any
