@@ -253,8 +253,8 @@ def options_of(a: argparse.Namespace, config: Resolved) -> MethodOptions:
     for name in sorted(given - METHODS[a.method].options):
         others = ", ".join(other for other in METHODS if name in METHODS[other].options)
         raise UserError(
-            f"--{name.replace('_', '-')}: --method {a.method} does not read it, {others} do; "
-            "leave it out"
+            f"--{name.replace('_', '-')}: --method {a.method} does not read it; "
+            f"leave it out, or take a method that reads it: {others}"
         )
     alpha = ABSMAX.alpha if a.alpha is None else a.alpha
     return MethodOptions(a.group_size or trained_group(config), a.act_order, alpha)
