@@ -8,7 +8,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from test_train import refused
-from tiny import rows_of, run_overrides, same, steps_of, weights_of
+from tiny import forget_end, rows_of, run_overrides, same, steps_of, weights_of
 
 from jaxtrain.config import load_config
 from jaxtrain.config.phases import config_at, phases_of
@@ -21,7 +21,9 @@ from jaxtrain.runs.checkpoint import Checkpointer
 from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
+from jaxtrain.train import features, loop
 from jaxtrain.train.config import PhaseConfig
+from jaxtrain.train.events import Event
 from jaxtrain.train.growth import GROWTHS, Growth, Layers
 from jaxtrain.train.step import State
 
@@ -182,7 +184,6 @@ def test_a_growth_goes_with(tmp_path, more):
 
 
 @pytest.mark.slow
-@pytest.mark.slow
 def test_a_phase_may_change_what_has_no_parameters(tmp_path):
     """Fake-quantized weights for the last part of a run: the state is the same."""
     late = {"train__phases": "[{until: 2, model: {weight_form: null}}]"}
@@ -220,3 +221,43 @@ def test_the_phases_of_a_configuration(tmp_path):
         (0, 2, 1, None), (2, 4, 3, "stack"),
     ]  # fmt: skip
     assert [config_at(r, step).model.depth for step in (0, 2, 3)] == [1, 1, 3]
+
+
+class HalveTheWindow(Event):
+    """Ends the phase at each even step, and narrows the window of attention."""
+
+    must_be_sound = True
+
+    def __init__(self, plan, end):
+        super().__init__(2)
+        self.window, self.phase_end = plan.config.model.short_window, end
+
+    def run(self, step, state):
+        self.phase_end.end(step, {"short_window": self.window // 2})
+
+
+EARLY = PHASES | {
+    "model__depth": 1, "train__phases": "[]", "model__window_pattern": "SL", "train__steps": 5,
+    "model__short_window": 16,
+}  # fmt: skip
+
+
+def test_an_event_ends_a_phase_and_a_run_resumes_on_either_side(tmp_path, monkeypatch, capfd):
+    usual = features.make_events
+    events = lambda plan, end, *rest: [HalveTheWindow(plan, end), *usual(plan, end, *rest)]
+    monkeypatch.setattr(loop, "make_events", events)
+    whole = tmp_path / "whole" / "tiny"
+    assert main(run_overrides(whole.parent, **EARLY)) == 0
+    assert steps_of(whole) == [1, 2, 3, 4, 5]
+    windows = [load_saved(whole, step).config.model.short_window for step in range(1, 6)]
+    assert windows == [16, 16, 8, 8, 4]
+    for last in (1, 2, 3, 4):
+        copy = shutil.copytree(whole, tmp_path / str(last) / "tiny")
+        forget_end(copy, *range(last + 1, 6))
+        assert main(run_overrides(copy.parent, **EARLY)) == 0
+        same(weights_of(copy), weights_of(whole))
+        assert rows_of(copy) == rows_of(whole)
+    shown = capfd.readouterr().out
+    assert f"train    {whole}: steps 2 to 5" in shown
+    assert main(run_overrides(whole.parent, **EARLY)) == 0  # a run that has ended
+    assert f"resume   {whole}: steps 5 to 5" in capfd.readouterr().out

@@ -219,9 +219,8 @@ def test_the_recipes_of_an_event_and_of_a_step_transform_take_part_in_a_run(tmp_
     event, transform = recipe("An event"), recipe("A step transform")
     steep = transform.SkipSteep(factor=1e-3)  # every step after the first
     monkeypatch.setattr(features, "TRANSFORMS", [*features.TRANSFORMS, lambda c, dtype: steep])
-    with_one_more = lambda c, save, evaluator, metrics: [
-        *features.make_events(c, save, evaluator, metrics), event.WeightNorm(1, metrics)
-    ]  # fmt: skip
+    usual = features.make_events
+    with_one_more = lambda *given: [*usual(*given), event.WeightNorm(1, given[-1])]
     monkeypatch.setattr(loop, "make_events", with_one_more)
     changes = {"train__steps": 4, "metrics__every": 1, "checkpoint__every": 2}
     jaxtrain.train(load_config(None, run_overrides(tmp_path, **changes)))

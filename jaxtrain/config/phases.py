@@ -3,7 +3,7 @@
 `data.stages` changes row lengths and mixtures; it is independent of phases.
 """
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from itertools import pairwise
 from typing import NamedTuple
 
@@ -19,6 +19,13 @@ from jaxtrain.model import Transformer, split
 from jaxtrain.settings import UserError
 
 
+class Decision(NamedTuple):
+    """A phase ends early: what is left of it trains another model. An event decides that."""
+
+    step: int  # the last one of the model before
+    model: Mapping[str, JsonValue]  # fields of the model that differ from then on
+
+
 class Phase(NamedTuple):
     """A part of a run that trains one model."""
 
@@ -27,6 +34,13 @@ class Phase(NamedTuple):
     end: int  # its last step
     grow: str | None = None  # row of GROWTHS that makes its layers, or "adapters": the state gets
     # those of ReLoRA; None in the first phase
+    decided: tuple[Decision, ...] = ()  # what led to it, the last one last
+
+    def cut(self, decision: Decision) -> tuple["Phase", "Phase"]:
+        """The phase until a decision, and what is left of it."""
+        config = with_model(self.config, decision.model, f"step {decision.step}")
+        rest = Phase(config, decision.step, self.end, "stack", (*self.decided, decision))
+        return self._replace(end=decision.step), rest
 
 
 def phases_of(c: Resolved, vocab_size: int, mesh: Mesh) -> list[Phase]:
@@ -34,6 +48,16 @@ def phases_of(c: Resolved, vocab_size: int, mesh: Mesh) -> list[Phase]:
 
     Raises UserError for a phase that cannot train, or that cannot grow into the next one.
     """
+    found = declared_phases(c)
+    for phase in found[:-1]:
+        check_structure(phase.config, phase.config.model, mesh)
+    for number, (one, other) in enumerate(pairwise(found)):
+        check_grows(one.config, other.config, vocab_size, f"train.phases[{number}].model")
+    return found
+
+
+def declared_phases(c: Resolved) -> list[Phase]:
+    """The phases as configured. Raises UserError for one that ends too early or too late."""
     found, start, grow = [], 0, None
     if warm := full_rank_steps(c):
         found.append(Phase(full_rank(c), 0, min(warm, c.train.steps)))
@@ -47,14 +71,9 @@ def phases_of(c: Resolved, vocab_size: int, mesh: Mesh) -> list[Phase]:
                 f"{field}.until={phase.until}: a phase ends after the one before (step {start}) "
                 f"and before the run (train.steps={c.train.steps})"
             )
-        config = with_model(c, phase.model, field)
-        check_structure(config, config.model, mesh)
-        found.append(Phase(config, start, phase.until, grow))
+        found.append(Phase(with_model(c, phase.model, field), start, phase.until, grow))
         start, grow = phase.until, phase.grow
-    found.append(Phase(c, start, c.train.steps, grow))
-    for number, (one, other) in enumerate(pairwise(found)):
-        check_grows(one.config, other.config, vocab_size, f"train.phases[{number}].model")
-    return found
+    return [*found, Phase(c, start, c.train.steps, grow)]
 
 
 def full_rank_steps(c: Resolved) -> int:
@@ -67,14 +86,14 @@ def full_rank(c: Resolved) -> Resolved:
     return c.model_copy(update={"finetune": FullConfig()})
 
 
-def config_at(c: Resolved, step: int) -> Resolved:
-    """The configuration with the model that trains at a step."""
-    if (warm := full_rank_steps(c)) and step <= warm:
-        return full_rank(c)
-    for number, phase in enumerate(c.train.phases):
-        if step <= phase.until:
-            return with_model(c, phase.model, f"train.phases[{number}]")
-    return c
+def config_at(c: Resolved, step: int, decided: Sequence[Decision] = ()) -> Resolved:
+    """The configuration with the model that trains at a step. decided: during the run."""
+    phases = declared_phases(c)
+    phase = next((p for p in phases if step <= p.end), phases[-1])
+    for decision in decided:
+        if phase.start < decision.step < min(step, phase.end):
+            phase = phase.cut(decision)[1]
+    return phase.config
 
 
 def with_model(c: Resolved, model: Mapping[str, JsonValue], field: str) -> Resolved:

@@ -15,6 +15,7 @@ import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import PyTree
 
+from jaxtrain.config.phases import Decision
 from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.settings import UserError, read_object
 from jaxtrain.storage import checksums as sums
@@ -285,6 +286,13 @@ def saved_steps(run_dir: Path) -> list[int]:
     """The steps of a run's whole checkpoints, the newest last."""
     folders = (run_dir / "checkpoints").glob("*")
     return sorted(int(folder.name) for folder in folders if folder.name.isdigit())
+
+
+def decisions(run_dir: Path, step: int) -> tuple[Decision, ...]:
+    """What events had decided by a checkpoint, which holds it beside the place in the data."""
+    file = run_dir / "checkpoints" / str(step) / "position" / "metadata"
+    position = read_object(file) if file.is_file() else {}
+    return tuple(Decision(step, model) for step, model in position.get("decided", ()))
 
 
 def no_room(run_dir: Path, said: str) -> str:

@@ -25,7 +25,7 @@ from jaxtrain.interop.tensors import Stored, metadata_of, read, read_header, wri
 from jaxtrain.model import ParamSpec, Transformer, path_name, split
 from jaxtrain.parallel import shardings
 from jaxtrain.parallel.mesh import gather_to_host, shard_from_host
-from jaxtrain.runs.checkpoint import Checkpointer, saved_steps
+from jaxtrain.runs.checkpoint import Checkpointer, decisions, saved_steps
 from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.settings import UserError
 from jaxtrain.storage.strict_yaml import read_saved
@@ -114,7 +114,10 @@ def load_saved(path: Path, step: int | None = None) -> Saved:
     tokenizer = load_tokenizer(tokenizer_dir)
     finished = step is None and (folder / WEIGHTS).is_file()
     if not finished:
-        config = config_at(config, max(saved_steps(path), default=0) if step is None else step)
+        run = path / "config.yaml"  # `model/` has the last phase's
+        config = load_resolved(run) if run.is_file() else config
+        at = max(saved_steps(path), default=0) if step is None else step
+        config = config_at(config, at, decisions(path, at))
     graphdef, specs = split(Transformer(config.model, tokenizer.vocab_size))
     if finished:
         params = read_weights(folder / WEIGHTS, specs, tokenizer)

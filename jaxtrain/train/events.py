@@ -1,12 +1,34 @@
 """What happens every N steps of a run, and at its end. `features.make_events` lists them."""
 
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
+from pydantic import JsonValue
+
+from jaxtrain.config.phases import Decision, Phase
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.runs.metrics import MetricsWriter
 from jaxtrain.train.evaluator import Evaluator
 from jaxtrain.train.step import State
+
+
+class PhaseEnd:
+    """The last step of a phase. An event may bring it forward to the step that it runs at.
+
+    Such an event stands before `Checkpoint` and asks for sound steps: the decision is saved with
+    the state that it was made from, and a run that goes on from there follows it.
+    """
+
+    def __init__(self, phase: Phase):
+        self.step, self.decided = phase.end, phase.decided
+
+    def end(self, step: int, model: Mapping[str, JsonValue]) -> None:
+        """The phase ends with this step; the next one has these fields of the model."""
+        self.step, self.decided = step, (*self.decided, Decision(step, model))
+
+    def saved(self) -> dict[str, tuple[Decision, ...]]:
+        """Small JSON for a checkpoint: a decision is [step, {field: value}]."""
+        return {"decided": self.decided}
 
 
 class Event:

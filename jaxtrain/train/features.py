@@ -18,7 +18,7 @@ from jaxtrain.optim import Optimizer
 from jaxtrain.runs.metrics import MetricsWriter
 from jaxtrain.train.checks import skip_nonfinite
 from jaxtrain.train.evaluator import Evaluator
-from jaxtrain.train.events import Checkpoint, Event, Samples, SavedModel, Validation
+from jaxtrain.train.events import Checkpoint, Event, PhaseEnd, Samples, SavedModel, Validation
 from jaxtrain.train.float8_scaling import float8
 from jaxtrain.train.local_sgd import replicas
 from jaxtrain.train.loss_scale import dynamic_loss_scale
@@ -91,9 +91,14 @@ def wrap_step(spec: StepSpec, c: Resolved, mesh: Mesh, resumed: bool = False) ->
 
 
 def make_events(
-    c: Resolved, save: Callable[[int, State], None], evaluator: Evaluator, metrics: MetricsWriter
+    plan: Plan,
+    end: PhaseEnd,
+    save: Callable[[int, State], None],
+    evaluator: Evaluator,
+    metrics: MetricsWriter,
 ) -> list[Event]:
-    """The events of a run, in the order in which those of one step happen."""
+    """The events of a phase, in the order in which those of one step happen. end: of the phase."""
+    c = plan.config
     return [
         Checkpoint(c.checkpoint, save),
         Validation(c, evaluator, metrics),

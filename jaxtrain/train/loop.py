@@ -19,6 +19,7 @@ from jaxtrain.runs.lock import held
 from jaxtrain.runs.report import write_report
 from jaxtrain.storage.disk import full_disk_explained, write_json
 from jaxtrain.train.evaluator import Evaluator
+from jaxtrain.train.events import PhaseEnd
 from jaxtrain.train.features import make_events, step_of
 from jaxtrain.train.feed import Feed
 from jaxtrain.train.guard import Guard
@@ -100,6 +101,7 @@ def train_phase(plan: Plan, before: Plan | None, data: TrainingData) -> TrainRes
         )
         del pretrained  # given away, or not needed
         guard, start = Guard(t, spec, checkpoints, position, growth), int(state.step)
+        end = PhaseEnd(plan.phase)
         state = guard.with_window(state)
         what = "resume" if start > plan.phase.start else "train"
         log(f"{what:8s} {run_dir}: steps {start} to {plan.phase.end}")
@@ -123,7 +125,7 @@ def train_phase(plan: Plan, before: Plan | None, data: TrainingData) -> TrainRes
 
         def save(step: int, state: State) -> None:
             rest = non_param_state(saved_part(state, spec))
-            where = guard.position(feed.position, step, state)
+            where = guard.position(feed.position, step, state) | end.saved()
             checkpoints.save(step, spec.saved_params(state), rest, where)
 
         # ---- loop --------------------------------------------------------------------------------
@@ -133,9 +135,9 @@ def train_phase(plan: Plan, before: Plan | None, data: TrainingData) -> TrainRes
             out_of_memory_explained(c, program.compiled),
             open_metrics(plan, run_dir, start, spec.facts | facts) as metrics,
         ):
-            events, step = make_events(c, save, evaluator, metrics), start
+            events, step = make_events(plan, end, save, evaluator, metrics), start
             coordinator.begin(step)
-            while step < plan.phase.end and not stop.after(step):
+            while step < end.step and not stop.after(step):
                 batch, step = feed.take(), step + 1
                 check_labels(batch.weights_BT, step, run_dir)
                 if not program.fits(batch):  # the next phase
@@ -148,7 +150,7 @@ def train_phase(plan: Plan, before: Plan | None, data: TrainingData) -> TrainRes
                     metrics.write(step, "event", {"data": text})
                 checkpoints.check()
                 due = [event for event in events if event.is_due(step, t.steps)]
-                wait = step == plan.phase.end or any(event.must_be_sound for event in due)
+                wait = step == end.step or any(event.must_be_sound for event in due)
                 if back := guard.look(metrics, wait=wait):
                     state, position = guard.go_back(back, state, metrics, coordinator)
                     feed.rewind(position)
@@ -163,7 +165,7 @@ def train_phase(plan: Plan, before: Plan | None, data: TrainingData) -> TrainRes
             for event in events:
                 with metrics.pause():
                     event.at_end(step, state, finished=step == t.steps, sound=not back)
-            stopped = step < plan.phase.end or (step < t.steps and stop.after(step))
+            stopped = step < end.step or (step < t.steps and stop.after(step))
         checkpoints.wait()
         params = evaluator.params(state)
     return TrainResult(params, evaluator.last, run_dir, step, stopped)

@@ -14,7 +14,7 @@ from jaxtrain import data
 from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config import Config
-from jaxtrain.config.phases import Phase, phases_of
+from jaxtrain.config.phases import Decision, Phase, phases_of
 from jaxtrain.config.resolve import (
     Resolved,
     decay_line,
@@ -34,7 +34,7 @@ from jaxtrain.finetune import (
 from jaxtrain.model import Transformer, check_fp8, flops_per_token, sizes, split
 from jaxtrain.optim import Optimizer, make_optimizer
 from jaxtrain.parallel import make_mesh
-from jaxtrain.runs.checkpoint import saved_steps
+from jaxtrain.runs.checkpoint import decisions, saved_steps
 from jaxtrain.runs.metrics import MetricsWriter
 from jaxtrain.train.frozen_layers import freeze_layers
 from jaxtrain.train.growth import ADAPTERS, check_optimizer_grows
@@ -68,6 +68,13 @@ class Plan(NamedTuple):
     resumed: bool
     coordinator: Coordinator
     log: Callable[[str | None], None]
+
+    def cut(self, decision: Decision) -> tuple["Plan", "Plan"]:
+        """The plan until an event's decision, and that of what is left of the phase."""
+        first, rest = self.phase.cut(decision)
+        vocab_size = vocab_size_of(self.run.data)
+        more = self.resumed, self.coordinator, self.log
+        return self._replace(phase=first), plan_phase(rest, self.run, self.mesh, vocab_size, *more)
 
 
 class TrainingData(NamedTuple):
@@ -113,7 +120,7 @@ def plan_phase(
     vocab_size: int,
     resumed: bool,
     coordinator: Coordinator,
-    log: RunLog,
+    log: Callable[[str | None], None],
 ) -> Plan:
     """The plan of one phase. UserError if its model cannot be tuned as configured."""
     c, t = phase.config, phase.config.train
@@ -163,11 +170,24 @@ def prepare_data(config: Config, plan: Plan, log: RunLog) -> TrainingData:
 
 
 def phases_left(plans: list[Plan], run_dir: Path) -> Iterator[tuple[Plan, Plan | None]]:
-    """(phase before or None, phase) for each phase that the newest checkpoint leaves to do."""
-    done = max(saved_steps(run_dir), default=0)
-    for before, plan in pairwise([None, *plans]):
-        if plan is not None and (plan.phase.end > done or plan is plans[-1]):
+    """(phase, the phase before or None) for each phase that the newest checkpoint leaves to do.
+
+    What is left of a phase that an event has ended is a phase of its own.
+    """
+    before, left = None, list(plans)
+    while left:
+        plan, *left = [*at_decision(left[0], run_dir), *left[1:]]
+        if not left or plan.phase.end > max(saved_steps(run_dir), default=0):
             yield plan, before
+            plan, *left = [*at_decision(plan, run_dir), *left]
+        before = plan
+
+
+def at_decision(plan: Plan, run_dir: Path) -> tuple[Plan, ...]:
+    """The plan, cut where the newest checkpoint says that an event has ended its phase."""
+    decided = decisions(run_dir, max(saved_steps(run_dir), default=0))
+    inside = [one for one in decided if plan.phase.start < one.step < plan.phase.end]
+    return plan.cut(inside[0]) if inside else (plan,)
 
 
 def open_metrics(plan: Plan, run_dir: Path, start: int, facts: dict[str, Any]) -> MetricsWriter:
