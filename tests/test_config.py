@@ -313,7 +313,7 @@ def test_print_config_shows_the_resolved_tree(capsys):
     resolved = Resolved.model_validate(tree)
     assert resolved.train.batch_size == 24 and resolved.train.device_batch_size == 3
     open_still = {key for key, value in tree["train"].items() if value is None}
-    assert open_still == {"init_from", "local_sgd", "loss_spike"}
+    assert open_still == {"init_from", "local_sgd", "loss_spike", "autofreeze"}
     assert tree["model"]["heads"] * tree["model"]["head_dim"] == tree["model"]["width"]
 
 

@@ -381,6 +381,10 @@ def report(record: dict[str, Any]) -> str:
         f"(estimate: compute {m['compute_ms']:,.0f}, within hosts {m['near_ms']:,.0f}, between "
         f"hosts {m['far_ms']:,.0f})"
     ]
+    if w.get("autofreeze"):
+        lines += [
+            "a step costs that until layers freeze (train.autofreeze); when is not known before"
+        ]
     return "\n".join(lines + [record["advice"]] * (record["advice"] is not None))
 
 

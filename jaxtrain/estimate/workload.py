@@ -71,14 +71,18 @@ class Workload(NamedTuple):
     def facts(self) -> dict[str, Any]:
         """The size of the work, for the record."""
         t = self.config.train
-        return {
-            "batch_size": t.batch_size,
-            "device_batch_size": t.device_batch_size,
-            "sequence_length": t.sequence_length,
-            "vocab_size": self.vocab_size,
-            "parameters": sizes(self.partition.base)["total"],
-            "optimizer": self.config.optim.name,
-        } | ({"trained": sizes(self.spec.specs)["total"]} if self.partition.init else {})
+        return (
+            {
+                "batch_size": t.batch_size,
+                "device_batch_size": t.device_batch_size,
+                "sequence_length": t.sequence_length,
+                "vocab_size": self.vocab_size,
+                "parameters": sizes(self.partition.base)["total"],
+                "optimizer": self.config.optim.name,
+            }
+            | ({"trained": sizes(self.spec.specs)["total"]} if self.partition.init else {})
+            | ({"autofreeze": True} if t.autofreeze else {})
+        )
 
 
 def load_workload(

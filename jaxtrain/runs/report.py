@@ -12,7 +12,7 @@ from jaxtrain.runs.arguments import report_parser
 from jaxtrain.runs.history import MetricsRow, read_rows
 from jaxtrain.runs.metrics import Number, format_bytes, format_duration
 from jaxtrain.runs.report_charts import Series, bars, format_count, html_table, line_chart
-from jaxtrain.runs.report_data import data_section, tasks_section
+from jaxtrain.runs.report_data import data_section, events_section, tasks_section
 from jaxtrain.settings import UserError, command, read_object, visible
 from jaxtrain.storage.disk import write_whole
 
@@ -69,6 +69,7 @@ def write_report(run_dir: Path) -> Path:
         _header(name, rows),
         _part("env.json", lambda: _tiles(rows, env)),
         _part("metrics.jsonl", lambda: _charts(rows)),
+        _part("metrics.jsonl", lambda: events_section(rows)),
         _part("data.json", lambda: data_section(run_dir, rows)),
         _part("tasks.json", lambda: tasks_section(run_dir)),
         _samples(run_dir / "samples"),

@@ -1,4 +1,4 @@
-"""The parts of a run's report about its data and its in-context tasks."""
+"""The parts of a run's report about its data, its events and its in-context tasks."""
 
 import json
 from collections.abc import Sequence
@@ -12,6 +12,7 @@ from jaxtrain.data import counts_phrase
 from jaxtrain.runs.history import MetricsRow
 from jaxtrain.runs.report_charts import bars, html_table
 
+MAX_EVENTS = 100
 EPOCH = ("epochs", "cropped in the last whole one", "its padding", "documents left out")
 
 
@@ -102,6 +103,20 @@ def _lengths(name: str, counts: dict[str, int]) -> str:
     ends = [int(end) for end in counts if there and there[0] <= int(end) <= there[-1]]
     shown = {f"{end:,}": counts[str(end)] for end in ends}
     return bars(f"{name}: documents by length, tokens up to", shown)
+
+
+def events_section(rows: Sequence[MetricsRow]) -> str:
+    """A table of what events have said, the last MAX_EVENTS; nothing if they have said nothing."""
+    said = [
+        [f"{row['step']:,}", name.replace("_", " "), value]
+        for row in rows
+        if row["kind"] == "event"
+        for name, value in row.items()
+        if isinstance(value, str) and name not in ("kind", "event", "status")
+    ]
+    if not said:
+        return ""
+    return f"<h2>Events</h2>{html_table(said[-MAX_EVENTS:], ('step', 'event', 'what'))}"
 
 
 def tasks_section(run_dir: Path) -> str:

@@ -60,6 +60,28 @@ class LossSpike(Settings):
     )
 
 
+class AutoFreeze(Settings):
+    """AutoFreeze (Liu et al. 2021, arXiv:2102.01386): layers stop training from the bottom up when
+    the norm of their gradient changes less than that of the others."""
+
+    every: int = Field(
+        100,
+        ge=1,
+        description="steps of an interval; at its end its gradient norms are compared with those "
+        "of the interval before",
+    )
+    percentile: float = Field(
+        50.0,
+        gt=0,
+        lt=100,
+        description="of the relative changes of all layers that train; layers below it, with none "
+        "above it under them, freeze",
+    )
+    max_layers: int | None = Field(
+        None, ge=1, description="layers that freeze in the end, at most; default all but one"
+    )
+
+
 class PhaseConfig(Settings):
     """A part of a run that trains the model with other values of some fields. It begins where the
     phase before ends. After the last phase the model is the run's own."""
@@ -145,6 +167,10 @@ class TrainFields[Size: int | None](Settings):
         (),
         description="parts of the run with another model, as in progressive stacking; each phase "
         "continues from the state of the one before",
+    )
+    autofreeze: AutoFreeze | None = Field(
+        None,
+        description="freeze layers that have converged, by their gradient norms; default none",
     )
     local_sgd: LocalConfig | None = Field(
         None,

@@ -16,6 +16,7 @@ from jaxtrain.finetune import Partition
 from jaxtrain.objectives import LossOptions, make_objective
 from jaxtrain.optim import Optimizer
 from jaxtrain.runs.metrics import MetricsWriter
+from jaxtrain.train.autofreeze import FreezeConverged, autofreeze
 from jaxtrain.train.checks import skip_nonfinite
 from jaxtrain.train.evaluator import Evaluator
 from jaxtrain.train.events import Checkpoint, Event, PhaseEnd, Samples, SavedModel, Validation
@@ -33,6 +34,7 @@ TRANSFORMS: Sequence[Callable[[Resolved, jnp.dtype], StepTransform | None]] = (
     dynamic_loss_scale,
     loss_spikes,
     skip_nonfinite,
+    autofreeze,
 )
 # (step, configuration, mesh, resumed) -> the step with the feature around it, or the step itself.
 STEP_WRAPPERS: Sequence[Callable[[StepSpec, Resolved, Mesh, bool], StepSpec]] = (replicas,)
@@ -100,6 +102,7 @@ def make_events(
     """The events of a phase, in the order in which those of one step happen. end: of the phase."""
     c = plan.config
     return [
+        *([FreezeConverged(c, c.train.autofreeze, end, metrics)] if c.train.autofreeze else []),
         Checkpoint(c.checkpoint, save),
         Validation(c, evaluator, metrics),
         SavedModel(evaluator, c.checkpoint.final),

@@ -26,6 +26,15 @@ def squared_norms(grads: Params, specs: Specs) -> Float[Array, "P"]:
     )
 
 
+def layer_squares(grads: Params, specs: Specs) -> Float[Array, " L"]:
+    """The squared norm of each layer's gradient: of all parameters that each layer has one of."""
+    leaves = zip(jax.tree.leaves(grads["blocks"]), jax.tree.leaves(specs["blocks"]))
+    stacked = [g for g, s in leaves if s.axes[0] == "layers" and not is_load(s)]
+    depth = max(len(g) for g in stacked)
+    rows = [g.astype(jnp.float32).reshape(depth, -1) for g in stacked if len(g) == depth]
+    return sum((jnp.sum(jnp.square(g_LN), axis=1) for g_LN in rows), jnp.zeros(depth))
+
+
 def load_metrics(grads: Params, specs: Specs) -> dict[str, Array]:
     """Tokens of each expert divided by its layer's mean: mean over layers, minimum, maximum.
 

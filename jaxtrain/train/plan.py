@@ -134,7 +134,7 @@ def plan_phase(
     optimizer = freeze_layers(make, partition.trainable, c.model, vocab_size)
     optimizer = merge_adapters(optimizer, c.finetune, partition.trainable, c.run.seed)
     check_tuned(c, partition)
-    steps = f", steps {phase.start} to {phase.end}" if t.phases else ""
+    steps = f", steps {phase.start} to {phase.end}" if t.phases or phase.decided else ""
     log(
         f"model    {sizes(specs)['total']:,} parameters, depth {c.model.depth}, width "
         f"{c.model.width}, {dtype.name} on {len(mesh.devices.flat)} x "

@@ -29,7 +29,7 @@ from jaxtrain.parallel import (
     shard_map,
 )
 from jaxtrain.train.checks import Checks, nonfinite_values
-from jaxtrain.train.gradient_statistics import load_metrics, squared_norms
+from jaxtrain.train.gradient_statistics import layer_squares, load_metrics, squared_norms
 from jaxtrain.train.transforms import StepOutcome, StepTransform
 from jaxtrain.weights.params import Params, Specs
 
@@ -281,6 +281,7 @@ def train_step(
         grads = jax.tree.map(lambda g: g.astype(jnp.float32) / loss_scale, grads)
     squares = squared_norms(grads, spec.specs)
     norm = jnp.sqrt(jnp.sum(squares))
+    of_layers = functools.partial(layer_squares, grads, spec.specs)
     if spec.clip_norm is not None:
         shrink = jnp.minimum(1.0, spec.clip_norm / jnp.maximum(norm, 1e-12))
         grads = jax.tree.map(lambda g: (g * shrink).astype(g.dtype), grads)
@@ -288,7 +289,7 @@ def train_step(
 
     seen_loss, seen_norm = spec.agreed((metrics["loss"], norm))
     finite = jnp.isfinite(seen_loss) & jnp.isfinite(seen_norm)
-    outcome = StepOutcome(seen_loss, seen_norm, finite)
+    outcome = StepOutcome(seen_loss, seen_norm, finite, of_layers)
     states = {t.name: after.get(t.name) for t in spec.transforms}
     verdicts = {t.name: t.judge(states[t.name], outcome) for t in spec.transforms}
     accept = all_of([v.accept for v in verdicts.values()])

@@ -19,6 +19,7 @@ class StepOutcome(NamedTuple):
     loss: Array  # the mean, in nats; of replicas that decide alike, their mean
     grad_norm: Array
     finite: Array  # bool: both are
+    layer_squares: Callable[[], Array]  # squared norms [L] of the gradients; made if it is called
 
 
 class Verdict(NamedTuple):
