@@ -136,9 +136,7 @@ def tokenizer_files(tokenizer: Tokenizer, model_dir: Path, out: Path) -> None:
     Raises UserError, before anything is written, for one that has no tokenizer.json.
     """
     text, bos = tokenizer_json(tokenizer), bos_name(tokenizer)
-    copy_files(model_dir / FOLDER, out)
-    (out / "config.json").unlink(missing_ok=True)
-    settings = read_json(out / "tokenizer_config.json")
+    settings = read_json(model_dir / FOLDER / "tokenizer_config.json")
     if not settings:
         settings = {"bos_token": bos, "eos_token": bos}
         settings |= {"clean_up_tokenization_spaces": False}  # older versions do, unasked
@@ -148,6 +146,8 @@ def tokenizer_files(tokenizer: Tokenizer, model_dir: Path, out: Path) -> None:
         if settings.get("add_bos_token", True):
             text = with_bos(text, bos, tokenizer.bos_id)
         settings |= {"tokenizer_class": "PreTrainedTokenizerFast"}
+    copy_files(model_dir / FOLDER, out)
+    (out / "config.json").unlink(missing_ok=True)
     write_whole(out / "tokenizer.json", text)
     write_json(out / "tokenizer_config.json", settings)
     if not (out / "generation_config.json").is_file():

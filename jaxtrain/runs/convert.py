@@ -105,13 +105,15 @@ def export_run(
             f"{model_dir / FOLDER / 'config.json'}: dtype {kind} is none to write; say --dtype, "
             f"one of {', '.join(sorted(NUMPY))}"
         )
-    check_tensors(row, config, specs, params)  # before a file is written
+    # What may refuse comes before a file is written.
+    check_tensors(row, config, specs, params)
+    talk = training_template(saved.config.data)
+    chat = make_chat(*talk, saved.tokenizer) if talk else None
     tokenizer_files(saved.tokenizer, model_dir, out)
-    if talk := training_template(saved.config.data):
+    if talk and chat:
         template, special = talk
         # With the names of the tokenizer where the base has none, as `make_chat` renders.
-        known = make_reader(saved.tokenizer).special | special
-        chat_files(template, known, make_chat(*talk, saved.tokenizer).end, out)
+        chat_files(template, make_reader(saved.tokenizer).special | special, chat.end, out)
     export_weights(
         out, row, config | kept, specs, params, NUMPY[kind],
         model.head_dim, shard_bytes, base_model_metadata(run, saved.config),

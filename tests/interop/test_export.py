@@ -217,25 +217,38 @@ def test_a_parameter_that_no_tensor_holds_is_refused(tmp_path):
 # ---- chats -----------------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("named", [{}, {"bos_token": None, "eos_token": "</s>"}])
-def test_an_exported_template_renders_what_was_trained_on(named, tmp_path):
-    """Also where the base names no bos_token and eos_token, which the template writes."""
-    folder = tmp_path / "model"
+def chat_model(folder, template, special):
+    """A random model in `folder` that was trained on conversations in these words."""
     tokenizer = huggingface_tokenizer(make_tokenizer().encode())
-    source = {"name": "chat", "path": "x.jsonl", "template": TEMPLATES["mistral"]}
-    source["special"] = {key: token for key, token in named.items() if token}
+    source = {"name": "chat", "path": "x.jsonl", "template": template, "special": special}
     tree = {"model": LLAMA_FIELDS | {"vocab_multiple": 320}, "train": {"sequence_length": 32}}
     tree |= {"data": {"train": source, "tokenizer": {"name": "huggingface", "path": "x"}}}
     apply_chat_defaults(tree)
     c = resolve(validate(Config, tree), tokenizer.vocab_size)
     _, specs = split(Transformer(c.model, tokenizer.vocab_size))
     save_model(folder, c, random_params(specs), tokenizer)
+
+
+@pytest.mark.parametrize("named", [{}, {"bos_token": None, "eos_token": "</s>"}])
+def test_an_exported_template_renders_what_was_trained_on(named, tmp_path):
+    """Also where the base names no bos_token and eos_token, which the template writes."""
+    folder = tmp_path / "model"
+    special = {key: token for key, token in named.items() if token}
+    chat_model(folder, TEMPLATES["mistral"], special)
     (folder / "huggingface").mkdir()
     (folder / "huggingface" / "tokenizer_config.json").write_text(json.dumps(named))
     assert interop(["export", str(folder), str(tmp_path / "out")]) == 0
     settings = json.loads((tmp_path / "out" / "tokenizer_config.json").read_text())
     template = (tmp_path / "out" / "chat_template.jinja").read_text()
     messages = [{"role": "user", "content": "a"}, {"role": "assistant", "content": "b"}]
-    special = {key: token for key, token in settings.items() if key.endswith("_token")}
-    shown = make_render(template, special)(messages, False)
+    known = {key: token for key, token in settings.items() if key.endswith("_token")}
+    shown = make_render(template, known)(messages, False)
     assert shown == "<bos>[INST] a [/INST] b" + (named.get("eos_token") or "<bos>")
+
+
+def test_a_template_that_ends_no_answer_is_refused_before_a_file_is_written(tmp_path, capsys):
+    endless = "{% for m in messages %}{{ m.content }}{% endfor %}"
+    chat_model(tmp_path / "model", endless, {})
+    assert interop(["export", str(tmp_path / "model"), str(tmp_path / "out")]) == 2
+    assert "ends an answer without a special token" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()

@@ -235,7 +235,7 @@ def test_a_run_with_a_teacher_of_another_shape_and_its_resumption(tmp_path, caps
     assert "objective.teacher" in capsys.readouterr().err
 
 
-PAGE = Path(__file__).parents[1] / "docs" / "howto" / "distill.md"
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "distill.md"
 SMALLER = {
     "--depth 10 --hidden 2048 --heads 4": "--depth 1 --hidden 40 --heads 2 --rows 2",
     "tokens=256": "tokens=2",
