@@ -99,7 +99,8 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--tune",
         action="store_true",
-        help="attention: measure tilings too, and renew the table that backends are chosen by",
+        help="attention: measure tilings too, and renew the table that backends are chosen by; "
+        "verdicts: learning rates first",
     )
     parser.add_argument("--profile", action="store_true", help="step: trace it, list its kernels")
     parser.add_argument(
@@ -263,7 +264,8 @@ def main(argv: list[str] | None = None) -> int:
         if arguments.overrides:
             workers = arguments.workers or 1
             only = arguments.time_only
-            train_verdicts(arguments.overrides, workers, arguments.record, arguments.out, only)
+            flags = {"time_only": only, "tune": arguments.tune}
+            train_verdicts(arguments.overrides, workers, arguments.record, arguments.out, **flags)
         console.print(make_page().name, "is current")
         return 0
     if arguments.what == "compress" and not (arguments.overrides or arguments.shape):

@@ -1,6 +1,7 @@
 """The verdict table: what each technique gains against a tuned baseline, docs/verdicts.md.
 
     python -m benchmarks verdicts d4 NAME ... data.train.path=... --record    trains, and records
+    python -m benchmarks verdicts d4 NAME ... --tune --record      tries the values of `tune` first
     python -m benchmarks verdicts d4 --time-only ...               renews the seconds of records
     python -m benchmarks verdicts                                  makes the page from the records
 
@@ -10,6 +11,7 @@ gain is the baseline's tokens to the technique's own last loss over the techniqu
 the seconds of a token of both.
 """
 
+import itertools
 import json
 import math
 import re
@@ -62,6 +64,7 @@ class Technique(NamedTuple):
     switch: tuple[str, ...]
     scales: tuple[str, ...]
     claim: str = ""  # of the paper, with the scale at which it was made
+    tune: Mapping[str, tuple[float, ...]] = {}  # values that `--tune` tries, of keys of the switch
 
 
 class Gain(NamedTuple):
@@ -105,11 +108,17 @@ def read_table(path: Path = TABLE) -> tuple[dict[str, Scale], dict[str, Techniqu
 
 
 def train_verdicts(
-    arguments: Sequence[str], workers: int, record: bool, out: Path | None, time_only: bool = False
+    arguments: Sequence[str],
+    workers: int,
+    record: bool,
+    out: Path | None,
+    time_only: bool = False,
+    tune: bool = False,
 ) -> None:
     """Train techniques (default all) at a scale. arguments: its name, names, key.path=value.
 
     time_only: one run of each, alone; its seconds and bytes go into the record that is there.
+    tune: the first seed tries each value of a technique's `tune`; all seeds train with the best.
     """
     scales, techniques = read_table()
     overrides = tuple(one for one in arguments if "=" in one)
@@ -128,10 +137,23 @@ def train_verdicts(
         scale = scale._replace(seeds=scale.seeds[:1], horizons=(1.0,))
         chosen = [name for name in chosen if (which, name) in records]
     switches = {name: switch_of(name, techniques, scale) for name in chosen}
+    done = Path("runs") / "verdicts" / f"{which}.jsonl"
+    tried: dict[str, list[Record]] = {}
+    if tune:
+        for job, outcome in train_all(
+            tuning_jobs(scale, techniques, switches, overrides), [], workers, done
+        ):
+            if outcome.bpb is not None:
+                row = {
+                    "switch": list(job.overrides[-len(techniques[job.name].tune) :]),
+                    "bpb": outcome.bpb,
+                }
+                tried.setdefault(job.name, []).append(row)
+        for name, rows in tried.items():
+            switches[name] = (*switches[name], *min(rows, key=lambda row: row["bpb"])["switch"])
     jobs, timed = jobs_of(scale, switches, overrides)
     found: dict[str, list[tuple[Job, Outcome]]] = {name: [] for name in chosen}
     alone = {job.name: job for job in timed}
-    done = Path("runs") / "verdicts" / f"{which}.jsonl"
     for job, outcome in train_all(jobs, timed, workers, done):
         if job.steps > 2:
             found[job.name].append((job, outcome))
@@ -139,12 +161,38 @@ def train_verdicts(
             if time_only:
                 save_seconds(records[which, job.name], outcome, out or FOLDER)
             else:
-                save(which, scale, switches[job.name], found[job.name], out or FOLDER)
+                runs, tuned = found[job.name], tried.get(job.name, [])
+                save(which, scale, switches[job.name], runs, out or FOLDER, tuned)
 
 
 def switch_of(name: str, techniques: Mapping[str, Technique], scale: Scale) -> tuple[str, ...]:
     """The overrides of a technique at a scale."""
     return () if name == BASELINE else tuple(map(scale.filled, techniques[name].switch))
+
+
+def tuning_jobs(
+    scale: Scale,
+    techniques: Mapping[str, Technique],
+    switches: Mapping[str, tuple[str, ...]],
+    overrides: tuple[str, ...],
+) -> list[Job]:
+    """A run of the first seed for each combination of the values that techniques are tuned by."""
+    jobs = []
+    for name, switch in switches.items():
+        values = techniques[name].tune if name != BASELINE else {}
+        for chosen in itertools.product(*values.values()) if values else ():
+            tuned = [f"{key}={value:g}" for key, value in zip(values, chosen)]
+            settings = settings_of(scale, overrides, (*switch, *tuned))
+            jobs.append(Job(name, scale.config, settings, scale.seeds[0], scale.steps))
+    return jobs
+
+
+def settings_of(
+    scale: Scale, overrides: tuple[str, ...], switch: tuple[str, ...]
+) -> tuple[str, ...]:
+    """A run's overrides. What is given later stands in the place of what is given before."""
+    given = [*scale.overrides, *overrides, *switch]
+    return tuple({one.partition("=")[0]: one for one in given}.values())
 
 
 def jobs_of(
@@ -157,9 +205,7 @@ def jobs_of(
     jobs, timed = [], []
     warm = len(scale.seeds) == 1
     for name, switch in switches.items():
-        # What is given later stands in the place of what is given before.
-        given = [*scale.overrides, *overrides, *switch]
-        settings = tuple({one.partition("=")[0]: one for one in given}.values())
+        settings = settings_of(scale, overrides, switch)
         for horizon in scale.horizons if name == BASELINE else (1.0,):
             for seed in scale.seeds:
                 steps = round(scale.steps * horizon)
@@ -177,6 +223,7 @@ def save(
     switch: Sequence[str],
     runs: Sequence[tuple[Job, Outcome]],
     out: Path,
+    tuned: Sequence[Record] = (),
 ) -> None:
     """One JSON of a technique's runs; the last is the one that had the device to itself."""
     (last, alone), name = runs[-1], runs[-1][0].name
@@ -197,6 +244,8 @@ def save(
         for job, outcome in sorted(runs, key=lambda run: (run[0].steps, run[0].seed))
         if outcome.bpb is not None and outcome.tokens is not None
     ]
+    if tuned:
+        record["tuned"] = list(tuned)
     write(record, out)
 
 

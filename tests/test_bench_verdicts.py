@@ -216,6 +216,34 @@ def test_runs_are_trained_and_recorded(tmp_path, monkeypatch, capsys):
     assert timed["rows"] == ema["rows"] and timed["timed"]["bpb"] == ema["rows"][0]["bpb"]
 
 
+def test_tuning_trains_all_seeds_with_the_best_value_of_the_first(tmp_path, monkeypatch):
+    """The record has what was tried, and the switch that won."""
+    trained = []
+
+    def train_all(jobs, timed, workers, done):
+        for job in (*jobs, *timed):
+            trained.append(job)
+            rate = float(job.overrides[-1].removeprefix("optim.learning_rate="))
+            yield job, verdicts.Outcome(abs(rate - 2e-3) + 1, 1.0, 1, 100, {})
+
+    monkeypatch.setattr(verdicts, "train_all", train_all)
+    monkeypatch.setattr(verdicts, "describe", lambda *_: {"bench": "verdict", "variant": "adamw"})
+    monkeypatch.setattr(verdicts, "write", lambda record, out: trained.append(record))
+    verdicts.train_verdicts(["d4", "adamw"], 1, record=True, out=tmp_path, tune=True)
+    *jobs, record = trained
+    rates = [job.overrides[-1].partition("=")[2] for job in jobs]
+    assert rates == ["0.001", "0.002", "0.004", "0.008", *["0.002"] * 3]
+    assert [job.seed for job in jobs[:4]] == [0] * 4 and sorted(j.seed for j in jobs[4:]) == [
+        0,
+        1,
+        2,
+    ]
+    assert record["switch"][-1] == "optim.learning_rate=0.002"
+    assert [row["switch"][0] for row in record["tuned"]] == [
+        f"optim.learning_rate={rate}" for rate in rates[:4]
+    ]
+
+
 def test_the_first_run_that_is_timed_is_trained_again(tmp_path, monkeypatch):
     """Its seconds are those of the second time; what shares the machine is trained once."""
     calls = []
