@@ -78,7 +78,7 @@ ONLY = {
     "loader": ("minutes",),
     "memory": ("techniques", "longest", "devices", "device", "memory", "fit"),
     "race": ("baseline", "differ"),
-    "verdicts": ("workers", "time_only"),
+    "verdicts": ("workers", "time_only", "tune"),
 }
 
 
