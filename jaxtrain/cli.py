@@ -74,6 +74,10 @@ COMMANDS = {
         "", "evaluation.evaluate:main", "evaluation.arguments:evaluate_parser",
         "validation loss, or CORE and other tasks",
     ),
+    "search-rope": Command(
+        "", "evaluation.search_rope:main", "evaluation.arguments:search_rope_parser",
+        "divisors of the rotary frequencies for longer texts",
+    ),
     "lm-eval": Command(
         "", "evaluation.lm_eval:main", "evaluation.arguments:lm_eval_parser",
         "tasks of EleutherAI's lm-evaluation-harness",
@@ -112,16 +116,15 @@ COMMANDS = {
         "a script that completes commands and fields",
     ),
 }  # fmt: skip
-EXAMPLES = """
-  jaxtrain train --config quickstart data.train.path=book.txt"""
+EXAMPLE = "jaxtrain train --config quickstart"
 
 
 def overview() -> str:
     """One screen: the commands by group, and how to begin."""
-    lines = [f"jaxtrain {__version__}: jaxtrain COMMAND ...; jaxtrain COMMAND --help says more"]
+    lines = [f"jaxtrain {__version__}: {EXAMPLE}; COMMAND --help says more"]
     for name, one in COMMANDS.items():
-        lines.append(f"  {one.group:6s} {name:11s} {one.summary}")
-    return "\n".join(lines) + EXAMPLES
+        lines.append(f"  {one.group:6s} {name:13s} {one.summary}")
+    return "\n".join(lines)
 
 
 def find(place: str) -> Callable[..., Any]:

@@ -1,10 +1,10 @@
-"""The command lines of `evaluate`, `score` and `lm-eval`; nothing here imports JAX."""
+"""Command lines of `evaluate`, `score`, `search-rope`, `lm-eval`; nothing here imports JAX."""
 
 import argparse
 from pathlib import Path
 
 from jaxtrain.cluster.arguments import add_place
-from jaxtrain.settings import Parser, whole
+from jaxtrain.settings import SEEDS, Parser, whole
 
 SCORES = {
     "perplexity": "e to the mean negative log-likelihood of a token",
@@ -55,6 +55,32 @@ def score_parser() -> Parser:
     parser.add_argument("--out", type=Path, required=True, help=f"file to write, NAME{ENDING}")
     parser.add_argument("--clusters", type=whole(1), default=100, help="prototypes (100)")
     parser.add_argument("overrides", nargs="*", help="data.train.path=corpus.jsonl ...")
+    return parser
+
+
+def search_rope_parser() -> Parser:
+    """Of `jaxtrain search-rope`: LongRoPE's divisors of a trained model."""
+    parser = Parser(
+        "jaxtrain search-rope",
+        description="Search the divisors of a model's rotary frequencies for longer texts "
+        "(LongRoPE), and write model.rope_scaling. The same command again goes on.",
+    )
+    add_model(parser)
+    parser.add_argument(
+        "--length", type=whole(2), required=True, help="tokens of the context to extend to"
+    )
+    parser.add_argument("--text", type=Path, help="plain text; default the validation text")
+    parser.add_argument(
+        "--rows", type=whole(1), default=8, help="pieces of documents, of --length tokens (8)"
+    )
+    parser.add_argument("--generations", type=whole(0), default=40, help="after the first (40)")
+    parser.add_argument(
+        "--population", type=whole(3), default=64,
+        help="candidates of the first generation; of the others half as many (64)",
+    )  # fmt: skip
+    parser.add_argument("--seed", type=whole(0, SEEDS), default=0, help="of the search (0)")
+    parser.add_argument("--out", type=Path, help="folder to write; RUN/rope_LENGTH")
+    parser.add_argument("overrides", nargs="*", help="mesh.data=8 ...")
     return parser
 
 

@@ -10,7 +10,7 @@ from jaxtyping import Array, Float, Int
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.fused_ops import relu2
 from jaxtrain.model.init import SCHEMES, constant, normal
-from jaxtrain.model.rope import RopeScaling, frequencies
+from jaxtrain.model.rope import Divisors, RopeScaling, frequencies
 from jaxtrain.parallel import constrain, embedding_grad, embedding_lookup
 from jaxtrain.weights.contract import dense, feed_forward_relu2
 from jaxtrain.weights.params import declare
@@ -83,7 +83,10 @@ class Rotary(NamedTuple):
 
 
 def rotary(
-    positions_BT: Int[Array, "B T"], head_dim: int, base: float, scaling: RopeScaling | None = None
+    positions_BT: Int[Array, "B T"],
+    head_dim: int,
+    base: float,
+    scaling: RopeScaling | Divisors | None = None,
 ) -> Rotary:
     """Angles of each position (Su et al. 2021); h is half the head dim."""
     frequency, factor = frequencies(head_dim, base, scaling, positions_BT)
@@ -91,7 +94,7 @@ def rotary(
         -1, 1, 1, head_dim // 2
     )
     cos, sin = jnp.cos(angle_BT1h), jnp.sin(angle_BT1h)
-    if factor != 1.0:
+    if isinstance(factor, Array) or factor != 1.0:
         cos, sin = factor * cos, factor * sin
     return Rotary(jnp.concatenate([cos, cos], axis=-1), jnp.concatenate([-sin, sin], axis=-1))
 

@@ -11,6 +11,7 @@ from jaxtyping import Array
 
 from jaxtrain.model.attention import Cache
 from jaxtrain.model.branches import Branches
+from jaxtrain.model.rope import Divisors
 
 
 class Forward(NamedTuple):
@@ -20,13 +21,14 @@ class Forward(NamedTuple):
     None in evaluation. zigzag: rows are split over the mesh's axis `context`; the states come in
     the order of `parallel.zigzag_shard`. document_mask: whether tokens attend inside their own
     segment alone; default `model.document_mask`. branches: what the last tokens of each row
-    continue.
+    continue. rope: in the place of `model.rope_scaling`.
     """
 
     key: Array | None = None
     zigzag: bool = False
     document_mask: bool | None = None
     branches: Branches | None = None
+    rope: Divisors | None = None
 
 
 class Pipelined(NamedTuple):

@@ -1,7 +1,7 @@
 """Frequencies of the rotary positions, and the ways to stretch them over a longer context."""
 
 import math
-from typing import Annotated, Literal
+from typing import Annotated, Literal, NamedTuple
 
 import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
@@ -88,6 +88,13 @@ RopeScaling = Annotated[
 ]
 
 
+class Divisors(NamedTuple):
+    """The frequencies' divisors as arrays: other values do not compile anew (a search of them)."""
+
+    divisors_h: Float[Array, "h"]
+    factor: Float[Array, ""]  # on rotated queries and on rotated keys
+
+
 def long_rope(
     c: LongRopeScaling, plain_h: Float[Array, "h"], positions_BT: Int[Array, "B T"]
 ) -> tuple[Float[Array, "B h"], float]:
@@ -102,14 +109,16 @@ def long_rope(
 def frequencies(
     head_dim: int,
     base: float,
-    scaling: RopeScaling | None,
+    scaling: RopeScaling | Divisors | None,
     positions_BT: Int[Array, "B T"],
-) -> tuple[Float[Array, "*b h"], float]:
+) -> tuple[Float[Array, "*b h"], float | Float[Array, ""]]:
     """Radians per token of each of the H/2 pairs, [h] or of each row [B, h], and the factor on what
     is rotated."""
     plain_h = base ** (-jnp.arange(0, head_dim, 2, dtype=jnp.float32) / head_dim)
     if scaling is None:
         return plain_h, 1.0
+    if isinstance(scaling, Divisors):
+        return plain_h / scaling.divisors_h, scaling.factor
     if scaling.name == "linear":
         return plain_h / scaling.factor, 1.0
     if scaling.name == "longrope":

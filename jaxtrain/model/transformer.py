@@ -38,6 +38,7 @@ from jaxtrain.model.modes import FORWARD, Decode, Forward, Mode, Output, Pipelin
 from jaxtrain.model.moe import MixtureOfExperts
 from jaxtrain.model.pipelined import Texts, run_pipelined
 from jaxtrain.model.plan import make_plan, make_runs
+from jaxtrain.model.rope import Divisors
 from jaxtrain.model.run_layers import LayerModules, LayersOutput, run_layers
 from jaxtrain.model.sections import FusedOps
 from jaxtrain.model.sharing import SharedByAdjacent, SharedByAll
@@ -145,7 +146,8 @@ class Transformer(nnx.Module):
         elif mode.branches is not None:
             attend = functools.partial(branched_attention, branches=mode.branches)
         x_BTD, _ = self.embed_tokens(tokens_BT, None, segments_BT, mode.branches, mode.zigzag)
-        out = self.all_layers(x_BTD, tokens_BT, positions_BT, segments_BT, attend, mode.key)
+        places = positions_BT, segments_BT, attend, mode.key
+        out = self.all_layers(x_BTD, tokens_BT, *places, rope=mode.rope)
         return Output(self.final_norm(out.x_BTD, out.middle_BTD), out.balance_B)
 
     def _prefill(self, tokens_BT: Array, mode: Prefill) -> Output:
@@ -278,6 +280,7 @@ class Transformer(nnx.Module):
         key: Array | None = None,
         cache: Cache | None = None,
         keep_kv: bool = False,
+        rope: Divisors | None = None,
     ) -> LayersOutput:
         """All layers behind an embedding; with a cache or keep_kv their keys and values, too."""
         c, stack, virtual = self.config, self.stack(), None
@@ -288,7 +291,8 @@ class Transformer(nnx.Module):
         x_BTD = jax.lax.stop_gradient(x_BTD) if c.frozen_layers else x_BTD
         unrolled = keep_kv or cache is not None
         fused = PLAIN if unrolled else fastest(c.kernels, c, x_BTD)  # prompts are of any length
-        inputs = self.layer_inputs(x_BTD, tokens_BT, positions_BT, segments_BT, attend, fused, key)
+        places = positions_BT, segments_BT, attend
+        inputs = self.layer_inputs(x_BTD, tokens_BT, *places, fused, key, rope)
         runs = make_runs(self.plan, c.scan_layers and not unrolled)
         out = run_layers(self.modules(), stack, runs, (x_BTD, x_BTD), inputs, cache)
         if virtual is not None and keep_kv:
@@ -304,13 +308,14 @@ class Transformer(nnx.Module):
         attend: Attend,
         fused: FusedOps,
         key: Array | None = None,
+        divisors: Divisors | None = None,
     ) -> LayerInputs:
         c = self.config
         if positions_BT is None:
             positions_BT = jnp.arange(x0_BTD.shape[1], dtype=jnp.int32)[None]
         rope = short_rope = None
         if self.position_embed is None:
-            rope = rotary(positions_BT, c.rope_dim, c.rope_base, c.rope_scaling)
+            rope = rotary(positions_BT, c.rope_dim, c.rope_base, divisors or c.rope_scaling)
         if c.rope_base_short is not None:
             short_rope = rotary(positions_BT, c.rope_dim, c.rope_base_short)
         places = positions_BT, rope, short_rope, segments_BT

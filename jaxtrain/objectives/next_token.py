@@ -10,6 +10,7 @@ from jaxtyping import Array, Float
 
 from jaxtrain import parallel
 from jaxtrain.model import Forward, Pipelined, Transformer
+from jaxtrain.model.rope import Divisors
 from jaxtrain.objectives.base import DeviceBatch, LossOptions, Objective, SumsByName
 from jaxtrain.settings import Settings
 from jaxtrain.weights.params import Params
@@ -137,12 +138,19 @@ class EvaluationSums(NamedTuple):
 
 
 def evaluation_sums(
-    graphdef: nnx.GraphDef, params: Params, batch: DeviceBatch, bytes_V: Array
+    graphdef: nnx.GraphDef,
+    params: Params,
+    batch: DeviceBatch,
+    bytes_V: Array,
+    rope: Divisors | None = None,
 ) -> EvaluationSums:
-    """Evaluation sums of a batch. Special tokens count in `loss`, not in bits per byte."""
+    """Evaluation sums of a batch. Special tokens count in `loss`, not in bits per byte.
+
+    rope: in the place of `model.rope_scaling`.
+    """
     model: Transformer = nnx.merge(graphdef, params)
     texts = batch.tokens_BT, batch.positions_BT, batch.segments_BT
-    x_BTD = model(*texts, Forward(zigzag=True)).states
+    x_BTD = model(*texts, Forward(zigzag=True, rope=rope)).states
     targets_BT, weights_BT = parallel.zigzag_shard((batch.targets_BT, batch.weights_BT))
     nll_N = kernels.linear_cross_entropy_per_token(
         x_BTD.reshape(-1, x_BTD.shape[-1]),

@@ -1,0 +1,294 @@
+"""`jaxtrain search-rope RUN --length N`: LongRoPE's divisors, searched on long documents.
+
+Ding et al. 2024, arXiv:2402.13753. The trained model stays as it is; only the divisors of its
+rotary frequencies change. They are arguments of one compiled program, so that a candidate costs one
+forward pass over the text. An interrupted search goes on, and finds what it would have found.
+"""
+
+import json
+import math
+import sys
+from collections.abc import Callable, Iterator
+from functools import partial
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import yaml
+from rich.console import Console
+from rich.table import Table
+
+from jaxtrain import data
+from jaxtrain.cluster.runtime import compute_dtype, start
+from jaxtrain.config.resolve import Resolved, override
+from jaxtrain.evaluation.arguments import search_rope_parser
+from jaxtrain.evaluation.evaluate import data_for
+from jaxtrain.evaluation.rope_candidates import (
+    RopeCandidate,
+    RopeSpace,
+    best_of,
+    first_generation,
+    known_candidates,
+    next_generation,
+)
+from jaxtrain.evaluation.tasks import identity
+from jaxtrain.model import cast
+from jaxtrain.model.config import check_decoder
+from jaxtrain.model.rope import Divisors
+from jaxtrain.objectives.next_token import add_sums, evaluation_sums, zero_sums
+from jaxtrain.parallel import make_mesh, place_batch
+from jaxtrain.parallel.mesh import num_batch_shards
+from jaxtrain.runs.saved import Saved, load_saved, place_params
+from jaxtrain.settings import UserError, command
+from jaxtrain.storage.disk import write_json, write_whole
+
+# Fields of the run's configuration that a command line may change.
+FIELDS = (
+    "data.train", "data.validation", "data.cache_dir", "data.prepare_workers",
+    "data.skip_damaged", "mesh", "train.precision",
+)  # fmt: skip
+NONE = "none"  # the frequencies of training
+
+Evaluate = Callable[[RopeCandidate], float]
+
+
+class RopeMeasures(NamedTuple):
+    """Bits per byte of the same text, in rows of two lengths."""
+
+    target: Evaluate
+    original: Evaluate
+
+
+class WayToStretch(NamedTuple):
+    """Bits per byte of one way to stretch the frequencies."""
+
+    name: str
+    target: float
+    original: float
+
+
+def search_space(saved: Saved, length: int) -> RopeSpace:
+    """The space of a model's search. Raises UserError for a model or length without one."""
+    c = saved.config.model
+    check_decoder(c)
+    if c.position_embedding != "rotary":
+        raise UserError(
+            f"search-rope stretches rotary positions, and this model has learned ones "
+            f"(model.position_embedding={c.position_embedding})"
+        )
+    if c.rope_scaling is not None:
+        raise UserError(
+            f"model.rope_scaling is {c.rope_scaling.name} already: search from the run before it"
+        )
+    if length <= c.context_length:
+        raise UserError(
+            f"--length {length}: the model has a context of {c.context_length} tokens; give more"
+        )
+    return RopeSpace(c.rope_dim // 2, c.rope_base, length / c.context_length, c.context_length)
+
+
+def long_rows(store: data.TokenStore, length: int, count: int) -> np.ndarray:
+    """int32 [rows, length + 1]: `count` rows at most, each BOS and a piece of one document.
+
+    First the beginnings of the documents in their order, then their next pieces. UserError where
+    no document has so many tokens.
+    """
+    if store.marked or store.pairs is not None:
+        raise UserError("search-rope reads documents, not conversations: give --text FILE")
+    pieces = store.lengths.astype(np.int64) // length
+    if not pieces.any():
+        longest = int(store.lengths.max(initial=0))
+        raise UserError(
+            f"no document of the validation text has {length} tokens, the longest has {longest}: "
+            "give longer ones (--text FILE), or a smaller --length"
+        )
+    places = [
+        (document, piece * length)
+        for piece in range(int(pieces.max()))
+        for document in np.flatnonzero(pieces > piece).tolist()
+    ][:count]
+    texts = store.read_many((document, at, at + length) for document, at in places)
+    return np.stack([np.concatenate([[store.bos_id], text]) for text in texts]).astype(np.int32)
+
+
+def row_batches(rows: np.ndarray, length: int, at_once: int) -> Iterator[data.Batch]:
+    """The rows [N, S + 1] in pieces of `length` tokens, so many rows at a time; the last batch is
+    filled up with rows that do not count."""
+    whole = (rows.shape[1] - 1) // length * length
+    tokens = rows[:, :whole].reshape(-1, length)
+    targets = rows[:, 1 : whole + 1].reshape(-1, length)
+    for first in range(0, len(tokens), at_once):
+        some = slice(first, first + at_once)
+        fill = lambda x: np.pad(x, ((0, at_once - len(x)), (0, 0)))
+        weights = fill(np.ones(tokens[some].shape, np.float32))
+        yield data.Batch(fill(tokens[some]), fill(targets[some]), weights, None, None)
+
+
+def make_measures(saved: Saved, config: Resolved, rows: np.ndarray) -> RopeMeasures:
+    """The model on its devices, a row of the target length on each of them at a time."""
+    mesh, bytes_V = make_mesh(config.mesh), jnp.asarray(saved.tokenizer.token_bytes())
+    dtype = compute_dtype(config.train.precision)
+    with jax.set_mesh(mesh):
+        params = jax.jit(lambda p: cast(p, saved.specs, dtype))(place_params(saved, mesh))
+
+    @jax.jit
+    def add(params, batch, rope, sums):
+        return add_sums(sums, evaluation_sums(saved.graphdef, params, batch, bytes_V, rope))
+
+    def bits_per_byte(placed: list[data.Batch], one: RopeCandidate) -> float:
+        factor = jnp.float32(one.factor)
+        rope, sums = Divisors(jnp.asarray(one.divisors, jnp.float32), factor), zero_sums()
+        with jax.set_mesh(mesh):
+            for batch in placed:
+                sums = add(params, batch, rope, sums)
+        found = float(sums.nats) / (math.log(2) * max(float(sums.text_bytes), 1.0))
+        return found if math.isfinite(found) else math.inf
+
+    def at(length: int) -> Evaluate:
+        at_once = num_batch_shards(mesh) * ((rows.shape[1] - 1) // length)
+        with jax.set_mesh(mesh):
+            placed = [place_batch(batch, mesh) for batch in row_batches(rows, length, at_once)]
+        return partial(bits_per_byte, placed)
+
+    return RopeMeasures(at(rows.shape[1] - 1), at(saved.config.model.context_length))
+
+
+class SearchHistory:
+    """The candidates that have been measured, one a line of a file."""
+
+    def __init__(self, path: Path, facts: dict[str, Any]):
+        """Reads what is there. UserError if that is of another search."""
+        self.path, self.scores = path, dict[RopeCandidate, float]()
+        lines = path.read_text().splitlines(keepends=True) if path.exists() else []
+        whole = [line for line in lines if line.endswith("\n")]  # the last may be torn
+        if not whole:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            whole = [json.dumps(facts, sort_keys=True) + "\n"]
+        elif whole[0] != json.dumps(facts, sort_keys=True) + "\n":
+            raise UserError(
+                f"{path} is of another search (model, text, length, seed or population); name "
+                "another folder with --out, or delete it"
+            )
+        for number, line in enumerate(whole[1:], 2):
+            try:
+                divisors, factor, score = json.loads(line)
+                self.scores[RopeCandidate(tuple(divisors), factor)] = float(score)
+            except (ValueError, TypeError):
+                raise UserError(
+                    f"{path}, line {number} is damaged: delete it from that line on"
+                ) from None
+        write_whole(path, "".join(whole))
+
+    def measured(self, one: RopeCandidate, evaluate: Evaluate) -> float:
+        """The bits per byte of a candidate, measured if they are not known."""
+        if one not in self.scores:
+            self.scores[one] = evaluate(one)
+            with self.path.open("a") as file:
+                file.write(json.dumps([one.divisors, one.factor, self.scores[one]]) + "\n")
+        return self.scores[one]
+
+
+def search(
+    space: RopeSpace,
+    evaluate: Evaluate,
+    history: SearchHistory,
+    generations: int,
+    population: int,
+    seed: int,
+) -> RopeCandidate:
+    """The candidate with the fewest bits per byte; prints a line for each generation."""
+    scores: dict[RopeCandidate, float] = {}
+    count = max(population // 2, 1)
+    for number in range(generations + 1):
+        if number == 0:
+            drawn = first_generation(space, population, seed)
+        else:
+            drawn = next_generation(scores, space, count, seed, number)
+        scores |= {one: history.measured(one, evaluate) for one in drawn}
+        best = scores[best_of(scores, list(scores))]
+        print(
+            f"rope     {number}/{generations} {len(scores)} candidates, best {best:.4f} bits a byte"
+        )
+    return best_of(scores, list(scores))
+
+
+def compared(
+    space: RopeSpace, measures: RopeMeasures, history: SearchHistory, best: RopeCandidate
+) -> list[WayToStretch]:
+    """The ways that need no search, and the best that was found, at both lengths.
+
+    Of the best, rows of the original length have the short divisors, which are 1.
+    """
+    plain = RopeCandidate((1.0,) * space.pairs)
+    rows = [WayToStretch(NONE, measures.target(plain), measures.original(plain))]
+    for name, one in known_candidates(space).items():
+        target = history.measured(one, measures.target)
+        rows.append(WayToStretch(name, target, measures.original(one)))
+    short = plain._replace(factor=best.factor)
+    target = history.measured(best, measures.target)
+    return [*rows, WayToStretch("searched", target, measures.original(short))]
+
+
+def rope_table(rows: list[WayToStretch], space: RopeSpace, length: int) -> Table:
+    """Bits per byte of each way, for a console."""
+    table = Table(box=None, header_style="bold", title="bits per byte")
+    table.add_column("tokens")
+    for tokens in (length, space.context):
+        table.add_column(f"{tokens:,}", justify="right")
+    for row in rows:
+        table.add_row(row.name, f"{row.target:.4f}", f"{row.original:.4f}")
+    return table
+
+
+@command
+def main(argv: list[str] | None = None) -> int:
+    """Returns the exit code: 0, or 2 after one line about what the user can fix."""
+    a = search_rope_parser().parse_intermixed_args(argv)
+    try:
+        start()
+        saved = load_saved(a.run, a.step)
+        space = search_space(saved, a.length)
+        config = override(saved.config, a.overrides, FIELDS)
+        if a.text:
+            source = {"name": "text", "path": str(a.text)}
+            given = f"data.validation={json.dumps({'name': 'source', 'source': source})}"
+            config = override(config, [given])
+        prepared = data.prepare(data_for(saved, config))
+        if prepared.validation is None:
+            raise UserError("data.validation is none: give --text FILE")
+        if prepared.tokenizer.fingerprint != saved.tokenizer.fingerprint:
+            raise UserError(
+                "data.tokenizer makes another tokenizer than the model was trained with"
+            )
+        rows = long_rows(prepared.validation, a.length, a.rows)
+        measures = make_measures(saved, config, rows)
+        out = a.out or a.run / f"rope_{a.length}"
+        text = prepared.validation.fingerprint
+        facts = identity(saved, config) | {"text": text, "rows": len(rows), "length": a.length}
+        facts |= {"seed": a.seed, "population": a.population}
+        history = SearchHistory(out / "history.jsonl", facts)
+        best = search(space, measures.target, history, a.generations, a.population, a.seed)
+        finish(compared(space, measures, history, best), best, space, a.length, out)
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on after what it measured", file=sys.stderr)
+        return 130
+    return 0
+
+
+def finish(
+    rows: list[WayToStretch], best: RopeCandidate, space: RopeSpace, length: int, out: Path
+) -> None:
+    """Print the table and the override; write both."""
+    section = best.scaling(space.ratio, space.context).model_dump(mode="json")
+    text = yaml.safe_dump({"model": {"rope_scaling": section}}, sort_keys=False)
+    write_whole(out / "best.yaml", text)
+    write_json(out / "bits_per_byte.json", [row._asdict() for row in rows])
+    Console(width=80).print(rope_table(rows, space, length), highlight=False)
+    flow = yaml.safe_dump(section, default_flow_style=True, width=math.inf, sort_keys=False)
+    print(f'{out / "best.yaml"}\n"model.rope_scaling={flow.strip()}"')
+
+
+if __name__ == "__main__":
+    sys.exit(main())
