@@ -19,6 +19,7 @@ from benchmarks.compress import make_page as make_compression_page
 from benchmarks.compress_runs import Texts
 from benchmarks.data import bench_data
 from benchmarks.decode import bench_decode
+from benchmarks.decode_models import COMPUTE, bench_decode_models
 from benchmarks.filters import bench_filters
 from benchmarks.finetune import bench_finetune
 from benchmarks.flags import bench_flags
@@ -44,6 +45,7 @@ from jaxtrain.cluster.runtime import take_memory
 from jaxtrain.config.overrides import check_once
 from jaxtrain.estimate.arguments import add_preflight
 from jaxtrain.estimate.dry_run import option_given, preflight_of, report
+from jaxtrain.model.attention import CACHE_DTYPES
 from jaxtrain.settings import TINY, Parser, UserError, command, real, whole
 
 WHAT = {
@@ -51,7 +53,7 @@ WHAT = {
     "attention": "attention backends and peers over the benchmark shapes: attention [NAME ...]",
     "compress": "loss, bytes and decode rate by method: compress RUN, --shape, alone the page",
     "data": "tokenizers, preparing, reading, packing: data data.train.path=... (text, JSONL, ...)",
-    "decode": "one query a row against a key/value cache: decode [NAME ...]",
+    "decode": "one query a row against a KV cache: decode [NAME ...]; --config: whole models",
     "filters": "what each filter removes of a text, and its speed: filters data.train.path=...",
     "finetune": "LoRA and QLoRA on random weights, beside peft: finetune --config llama_8b",
     "import": "a synthetic Hugging Face checkpoint read: import [NAME], default llama_8b",
@@ -73,6 +75,7 @@ WHAT = {
 # The benchmark that each option is for; --record, --out, --variant and --config are for several.
 ONLY = {
     "attention": ("tune",),
+    "decode": ("prompts", "batches", "cache_dtypes"),
     "compress": ("also", "shape", "core", "text", "calibration", "sequences"),
     "step": ("profile", "switches", "flags", "peer"),
     "loader": ("minutes",),
@@ -161,6 +164,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--sequences", type=whole(1), help="compress: of the calibration text, default 128"
     )
+    parser.add_argument(
+        "--prompts", type=whole(1), nargs="+", help="decode --config: tokens held (2048 16384)"
+    )
+    parser.add_argument("--batches", type=whole(1), nargs="+", help="decode --config: rows (8)")
+    parser.add_argument(
+        "--cache-dtypes", nargs="+", choices=(COMPUTE, *CACHE_DTYPES),
+        help="decode --config: of keys and values (compute int8)",
+    )  # fmt: skip
     parser.add_argument("--baseline", help="race: name of the run to beat; default the best AdamW")
     parser.add_argument(
         "--differ", action="append", default=[], choices=SAME,
@@ -183,6 +194,10 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
     whole = {"optim": bench_optimizers, "finetune": bench_finetune, "tasks": bench_tasks}
     if a.tune and a.what == "attention":
         yield tune_attention(a.out, a.variant, a.overrides)
+    elif a.what == "decode" and a.config:
+        loads = a.prompts or (2048, 16384), a.batches or (8,), a.cache_dtypes or (COMPUTE, "int8")
+        for config in a.config:
+            yield from bench_decode_models(config, a.overrides, a.variant, *loads)
     elif a.what in kernels:
         yield from kernels[a.what](a.variant, a.overrides)
     elif a.what == "kernels":
@@ -231,6 +246,9 @@ def check_options(a: argparse.Namespace) -> None:
         stray = option_given(a, *options)
         if stray and a.what != what:
             raise UserError(f"{stray} is for bench {what}, not for bench {a.what}")
+    stray = option_given(a, *ONLY["decode"])
+    if stray and not a.config:
+        raise UserError(f"{stray} is for bench decode with --config, the decode of whole models")
     if a.peer and (a.switches or a.flags):
         raise UserError("--peer is for bench step alone, without --switches or --flags")
     stray = option_given(a, "device", *(() if a.longest else ("memory",)))

@@ -3,6 +3,7 @@
 import functools
 import statistics
 import time
+from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -11,10 +12,11 @@ from flax import nnx
 from jaxtrain.cluster.xla_flags import jit
 from jaxtrain.inference.generate import Sampling, next_token
 from jaxtrain.model import Cache, Prefill
+from jaxtrain.model.config import round_up
 from jaxtrain.model.transformer import CACHE_MULTIPLE
 from jaxtrain.weights.params import Params
 
-HELD = 32  # tokens of each row that the cache holds at the start
+HELD = 32  # tokens of each row that the cache holds at the start, where no one asks for more
 FEW, MANY = 16, 80  # steps of the two measurements; HELD + MANY fit the smallest cache
 REPEATS = 7
 
@@ -32,36 +34,51 @@ def decode_steps(
     return jax.lax.fori_loop(0, count, one, (token_B, cache))[0]
 
 
-def empty_cache(graphdef: nnx.GraphDef, params: Params, batch: int) -> Cache:
-    """A cache of zeros that holds HELD tokens of each row."""
+def cache_shapes(
+    graphdef: nnx.GraphDef,
+    params: Params,
+    batch: int,
+    held: int = HELD,
+    cache_dtype: str | None = None,
+) -> Cache:
+    """The arrays of a cache with room for `held` tokens of each row and MANY more."""
+    capacity = round_up(held + MANY, CACHE_MULTIPLE)
 
-    def prefill(params: Params, tokens_BT: jax.Array) -> Cache:
-        lengths_B = jnp.full(batch, HELD, jnp.int32)
-        return nnx.merge(graphdef, params)(tokens_BT, mode=Prefill(lengths_B, CACHE_MULTIPLE))[2]
+    def prefill(params: Params, tokens_BT: jax.Array) -> Cache | None:
+        mode = Prefill(jnp.full(batch, HELD, jnp.int32), capacity, cache_dtype)
+        return nnx.merge(graphdef, params)(tokens_BT, mode=mode).cache
 
-    like = jax.eval_shape(prefill, params, jax.ShapeDtypeStruct((batch, HELD), jnp.int32))
+    return jax.eval_shape(prefill, params, jax.ShapeDtypeStruct((batch, HELD), jnp.int32))
+
+
+def empty_cache(like: Cache, held: int = HELD) -> Cache:
+    """A cache of zeros that holds `held` tokens of each row."""
     cache = jax.tree.map(lambda x: jnp.zeros(x.shape, x.dtype), like)
-    return cache._replace(lengths_B=jnp.full(batch, HELD, jnp.int32))
+    return cache._replace(lengths_B=jnp.full_like(cache.lengths_B, held))
 
 
 def decode_rate(graphdef: nnx.GraphDef, params: Params, batch: int) -> float:
-    """Tokens per second of all rows together. params: on the device, in the compute dtype.
+    """Tokens per second of all rows together. params: on the device, in the compute dtype."""
+    cache = empty_cache(cache_shapes(graphdef, params, batch))
+    tokens = jnp.ones(batch, jnp.int32)
+    run = functools.partial(decode_steps, graphdef, params, tokens, cache)
+    return batch / step_seconds(run, REPEATS)
+
+
+def step_seconds(run: Callable[[jax.Array], jax.Array], repeats: int) -> float:
+    """Seconds of a step; run: does so many of them.
 
     The difference of MANY and FEW steps, so that neither the call nor the cache's copy counts;
     medians, warm.
     """
-    cache = empty_cache(graphdef, params, batch)
-    tokens = jnp.ones(batch, jnp.int32)
-    run = functools.partial(decode_steps, graphdef, params, tokens, cache)
 
     def seconds(count: int) -> float:
         steps, found = jnp.int32(count), []
-        for _ in range(REPEATS):
+        for _ in range(repeats):
             begin = time.perf_counter()
             jax.block_until_ready(run(steps))
             found.append(time.perf_counter() - begin)
         return statistics.median(found)
 
     jax.block_until_ready(run(jnp.int32(FEW)))  # compiles
-    taken = seconds(MANY) - seconds(FEW)
-    return batch * (MANY - FEW) / max(taken, 1e-9)
+    return max(seconds(MANY) - seconds(FEW), 1e-9) / (MANY - FEW)

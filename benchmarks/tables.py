@@ -1,4 +1,4 @@
-"""Records as tables, on the screen and in docs/benchmarks/, so that prose never holds a number."""
+"""Records as tables, on the screen and in the manual, so that prose never holds a number."""
 
 import re
 from collections.abc import Callable, Sequence
@@ -12,7 +12,8 @@ from benchmarks.race import best_of_arms
 from benchmarks.record import BENCHMARKS, peers_of, read_results
 from jaxtrain.runs.metrics import format_bytes
 
-PAGES = sorted((BENCHMARKS.parent / "docs" / "benchmarks").glob("*.md"))
+DOCS = BENCHMARKS.parent / "docs"
+PAGES = [*sorted((DOCS / "benchmarks").glob("*.md")), DOCS / "howto" / "sharing.md"]
 # table BENCH CONFIG [VARIANT ...]: these variants alone, in this order.
 MARKERS = re.compile(r"(<!-- table (\w+) (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 MOST_ROWS = 10
@@ -205,6 +206,8 @@ def tabulate(
     """Header and rows of all records of one benchmark and configuration, and of its peers."""
     if bench in ("race", "race_runs", "curves"):
         return raced(records, every=bench != "race")
+    if bench == "decode_rate":
+        return decoded(records)
     if bench in ("step", "memory"):
         return figures(STEP if bench == "step" else MEMORY, records, peers)
     columns = {"optim": OPTIMIZER, "attention": ATTENTION, "decode": DECODE, "import": IMPORT}
@@ -277,6 +280,26 @@ def raced(records: Sequence[Record], every: bool) -> tuple[list[str], list[list[
             name = e["label"] + (" (baseline)" if e["label"] == record["baseline"] else "")
             rows.append([name, settings(e, record), *cells, device(record), source(record)])
     return ["run", "settings", *(TITLES[key] for key in RACE), "device", "figures"], rows
+
+
+def decoded(records: Sequence[Record]) -> tuple[list[str], list[list[str]]]:
+    """One row for each variant of a record, one column for each batch, prompt and cache dtype:
+    tokens/s, and their share of what the floor would be."""
+    entries = [(row, record) for record in records for row in record["rows"]]
+    loads = list(dict.fromkeys((row["shape"], row["backend"]) for row, _ in entries))
+    rows = []
+    for record in records:
+        for name in dict.fromkeys(row["name"] for row in record["rows"]):
+            own = {(r["shape"], r["backend"]): r for r in record["rows"] if r["name"] == name}
+            cells = [decode_cell(own.get(load)) for load in loads]
+            rows.append([name, *cells, device(record), source(record)])
+    return ["switches", *(", ".join(load) for load in loads), "device", "figures"], rows
+
+
+def decode_cell(row: Record | None) -> str:
+    if row is None or "failed" in row:
+        return "-" if row is None else row["failed"]
+    return f"{row['tokens_per_s']:,.0f} ({row['of_floor']:.0%})"
 
 
 def settings(e: Record, record: Record) -> str:
@@ -361,7 +384,7 @@ def file_variant(record: Record) -> str:
 
 
 def update_pages(pages: Sequence[Path] = PAGES) -> Sequence[Path]:
-    """Regenerate the tables of docs/benchmarks/."""
+    """Regenerate the tables of docs/."""
     results = read_results()
     for page in pages:
         page.write_text(render(page.read_text(), results))

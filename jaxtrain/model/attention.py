@@ -205,7 +205,7 @@ class Attention(KeyValueProjection):
         inputs: LayerInputs,
         value_BTC: Float[Array, "B T C"] | None,
         cache: LayerCache | None,
-        source: KeyValueProjection | tuple[Array, Array] | None = None,
+        source: KeyValueProjection | KeysValues | None = None,
     ) -> tuple[Float[Array, "B T D"], KeysValues]:
         """Returns the output and the keys and values: of these tokens, or the updated cache.
 
@@ -218,7 +218,7 @@ class Attention(KeyValueProjection):
         rope = inputs.short_rope if spec.short_rope else inputs.rope
         wide = max(c.qk_dim, c.head_dim)  # kernels take heads of one size
         if isinstance(source, tuple):  # padded, and in an int8 cache no arrays
-            q_BTNH, (k_BTKH, v_BTKH) = self.norm_and_rope(q_BTNH, rope, self.q_gain), source
+            q_BTNH, kv = self.norm_and_rope(q_BTNH, rope, self.q_gain), source
         else:
             project = source or self
             k_BTKH, v_BTKH = project.keys_values(x_BTD, value_BTC, c.kv_heads)
@@ -227,7 +227,8 @@ class Attention(KeyValueProjection):
                 k_BTKH = self.norm_and_rope(k_BTKH, rope, project.k_gain)
             else:
                 q_BTNH, k_BTKH = rope_norm(q_BTNH, k_BTKH, rope, c.norm_eps, inputs.fused.rope)
-            k_BTKH, v_BTKH = padded(k_BTKH, wide), padded(v_BTKH, wide)
+            new = padded(k_BTKH, wide), padded(v_BTKH, wide)
+            kv = new if cache is None else append(new, cache)
         q_BTNH = padded(q_BTNH, wide)
         # The factor on queries and on keys is one factor on their product.
         scale = (c.qk_scale**2 if c.qk_norm else 1.0) / math.sqrt(c.qk_dim)
@@ -238,12 +239,12 @@ class Attention(KeyValueProjection):
         )  # fmt: skip
         if cache is None:
             q_BTNH = constrain(q_BTNH, "batch", "tokens", "heads", None)
-            y_BTNH, kv = inputs.attend(q_BTNH, k_BTKH, v_BTKH, options), (k_BTKH, v_BTKH)
+            k_BTKH, v_BTKH = kv
+            assert isinstance(k_BTKH, Array) and isinstance(v_BTKH, Array)
+            y_BTNH = inputs.attend(q_BTNH, k_BTKH, v_BTKH, options)
         else:
             # No layer looks back further than the trained context: text of any length stays stable.
             window = spec.window or c.context_length + c.virtual - 1
-            own = not isinstance(source, tuple)
-            kv = append((k_BTKH, v_BTKH), cache) if own else cache.kv
             y_BTNH = decode(q_BTNH, kv, cache.lengths_B, options._replace(window=window))
         y_BTNH = y_BTNH[..., : c.head_dim] if wide > c.head_dim else y_BTNH
         return add_bias(dense(y_BTNH.reshape(B, T, -1), self.out), self.out_bias), kv

@@ -71,7 +71,7 @@ class Block(nnx.Module):
         cache: LayerCache | None = None,
         h_BTD: Float[Array, "B T D"] | None = None,
         ffn: FeedForward | MixtureOfExperts | None = None,
-        source: KeyValueProjection | tuple[Array, Array] | None = None,
+        source: KeyValueProjection | KeysValues | None = None,
     ) -> BlockOutput:
         """h_BTD: the normed stream, where it is known. ffn: the network, where the block has none.
         source: of keys and values (`Attention`), where the block has none.

@@ -68,7 +68,7 @@ class LatentAttention(nnx.Module):
         inputs: LayerInputs,
         value_BTC: Float[Array, "B T C"] | None,
         cache: LayerCache | None,
-        source: KeyValueProjection | tuple[Array, Array] | None = None,
+        source: KeyValueProjection | KeysValues | None = None,
     ) -> tuple[Float[Array, "B T D"], KeysValues]:
         """Returns the output and the latents with their rotated keys, [B, T, 1, R + r]: of these
         tokens, or the updated cache."""
