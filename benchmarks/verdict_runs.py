@@ -8,6 +8,7 @@ load and lower programs side by side, and take turns at the steps.
 import fcntl
 import functools
 import json
+import math
 import os
 import shutil
 import tempfile
@@ -24,6 +25,7 @@ from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.cluster.runtime import start
 from jaxtrain.config import find_config, load_config
 from jaxtrain.runs.compare import read_run, training_seconds
+from jaxtrain.runs.history import MetricsRow
 from jaxtrain.train.loop import train
 
 # Nothing is kept of a run but its metrics.
@@ -50,6 +52,7 @@ class Outcome(NamedTuple):
     tokens: int | None = None
     env: dict[str, object] | None = None
     error: str | None = None
+    text_bytes: int | None = None  # that its tokens stand for; None where its rows do not say
 
 
 class ExclusiveSteps(Coordinator):
@@ -101,7 +104,21 @@ def read_outcome(run_dir: Path) -> Outcome:
     size = run.config["train"]
     _, seconds = training_seconds(train, size["batch_size"] * size["sequence_length"])
     needs = [row["step_bytes"] for row in run.rows if "step_bytes" in row]
-    return Outcome(checks[-1], seconds[-1], max(needs), round(train[-1]["tokens"]), run.env)
+    tokens = round(train[-1]["tokens"])
+    text = text_bytes_of(train)
+    return Outcome(checks[-1], seconds[-1], max(needs), tokens, run.env, text_bytes=text)
+
+
+def text_bytes_of(rows: Sequence[MetricsRow]) -> int | None:
+    """Bytes of text that a run has trained on: a loss in bits a token over one in bits a byte is
+    bytes a token. Of rows that hold the means over all steps."""
+    total, before = 0.0, 0
+    for row in rows:
+        if not row.get("bpb"):
+            return None
+        total += (row["tokens"] - before) * row["loss"] / (math.log(2) * row["bpb"])
+        before = row["tokens"]
+    return round(total)
 
 
 def train_all(

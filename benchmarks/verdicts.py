@@ -8,7 +8,8 @@
 The baseline is trained over several lengths, each with its whole decay (Kaddour et al. 2023, No
 Train No Gain, arXiv:2307.06440): its tokens to a loss are read between their ends. A technique's
 gain is the baseline's tokens to the technique's own last loss over the technique's tokens, over
-the seconds of a token of both.
+the seconds of a token of both. Where a technique has another tokenizer, a token of it is not a
+token of the baseline: bytes of text are counted then.
 """
 
 import itertools
@@ -70,7 +71,7 @@ class Technique(NamedTuple):
 class Gain(NamedTuple):
     """A technique beside the baseline at one scale; intervals are of 95%, None of one seed."""
 
-    tokens: float  # tokens of the baseline to the technique's loss over the technique's
+    tokens: float  # tokens of the baseline to the technique's loss over the technique's; or bytes
     interval: tuple[float, float] | None
     seconds: float | None  # of a token over the baseline's; None where nobody timed it alone
     bpb: float  # minus that of the baseline's run of as many steps, mean over seeds
@@ -140,17 +141,18 @@ def train_verdicts(
     done = Path("runs") / "verdicts" / f"{which}.jsonl"
     tried: dict[str, list[Record]] = {}
     if tune:
-        for job, outcome in train_all(
-            tuning_jobs(scale, techniques, switches, overrides), [], workers, done
-        ):
+        tuning = tuning_jobs(scale, techniques, switches, overrides)
+        for job, outcome in train_all(tuning, [], workers, done):
             if outcome.bpb is not None:
-                row = {
-                    "switch": list(job.overrides[-len(techniques[job.name].tune) :]),
-                    "bpb": outcome.bpb,
-                }
+                switch = list(job.overrides[-len(techniques[job.name].tune) :])
+                row = {"switch": switch, "bpb": outcome.bpb}
                 tried.setdefault(job.name, []).append(row)
         for name, rows in tried.items():
             switches[name] = (*switches[name], *min(rows, key=lambda row: row["bpb"])["switch"])
+    if BASELINE not in chosen and any(map(another_tokenizer, switches.values())):
+        baseline = records.get((which, BASELINE))
+        if baseline is not None:
+            bytes_per_token(baseline)  # an error now, not after the training
     jobs, timed = jobs_of(scale, switches, overrides)
     found: dict[str, list[tuple[Job, Outcome]]] = {name: [] for name in chosen}
     alone = {job.name: job for job in timed}
@@ -237,6 +239,7 @@ def save(
         "seconds": round(alone.seconds or 0, 3),
         "step_bytes": alone.step_bytes,
         "tokens": alone.tokens,
+        "text_bytes": alone.text_bytes,
         "steps": last.steps,
     }
     record["rows"] = [
@@ -256,6 +259,7 @@ def save_seconds(record: Record, alone: Outcome, out: Path) -> None:
     assert alone.env is not None and alone.bpb is not None
     record = {name: value for name, value in record.items() if name != "file"}
     record["metrics"] |= {"seconds": round(alone.seconds or 0, 3), "step_bytes": alone.step_bytes}
+    record["metrics"]["text_bytes"] = alone.text_bytes
     of_run = {name: alone.env.get(name) for name in ("device_kind", "commit", "when")}
     record["timed"] = of_run | {"bpb": round(alone.bpb, 5)}
     write(record, out)
@@ -277,16 +281,41 @@ def tokens_to(loss: float, frontier: Sequence[tuple[float, float]]) -> tuple[flo
     return math.exp(math.log(t0) + share * (math.log(t1) - math.log(t0))), not inside
 
 
+def another_tokenizer(switch: Sequence[str]) -> bool:
+    return any(one.startswith("data.tokenizer") for one in switch)
+
+
+def bytes_per_token(record: Record) -> float:
+    """Bytes of text that a token of a run stands for. UserError where the record has none."""
+    m = record["metrics"]
+    if not m.get("text_bytes"):
+        which, name = record["config"], record["variant"]
+        raise UserError(
+            f"a technique with another tokenizer is compared by bytes of text, and the record of "
+            f"{which} {name} has no text_bytes: python -m benchmarks verdicts {which} {name!r} "
+            "--time-only --record adds them"
+        )
+    return m["text_bytes"] / m["tokens"]
+
+
+def text_per_token(record: Record, baseline: Record) -> float:
+    """Text of a technique's token over that of the baseline's; 1 where the tokenizer is the same:
+    that another order of the data has other bytes is no gain."""
+    if not another_tokenizer(record.get("switch", ())):
+        return 1.0
+    return bytes_per_token(record) / bytes_per_token(baseline)
+
+
 def gain(record: Record, baseline: Record) -> Gain:
     """A technique beside the baseline of its scale, seed by seed."""
-    base, own = baseline["metrics"], record["metrics"]
+    base, own, text = baseline["metrics"], record["metrics"], text_per_token(record, baseline)
     logs, differences, outside = [], [], False
     for row in record["rows"]:
         frontier = sorted(
             (r["tokens"], r["bpb"]) for r in baseline["rows"] if r["seed"] == row["seed"]
         )
         tokens, beyond = tokens_to(row["bpb"], frontier)
-        logs.append(math.log(tokens / row["tokens"]))
+        logs.append(math.log(tokens / row["tokens"] / text))
         differences.append(row["bpb"] - dict(frontier)[base["tokens"]])
         outside |= beyond
     mean, n = statistics.mean(logs), len(logs)
@@ -294,7 +323,7 @@ def gain(record: Record, baseline: Record) -> Gain:
     interval = None if half is None else (math.exp(mean - half), math.exp(mean + half))
     seconds = memory = None
     if base["seconds"] and own["seconds"]:
-        seconds = own["seconds"] / own["tokens"] / (base["seconds"] / base["tokens"])
+        seconds = own["seconds"] / own["tokens"] / (base["seconds"] / base["tokens"]) / text
     if base["step_bytes"] and own["step_bytes"]:
         memory = own["step_bytes"] / base["step_bytes"]
     return Gain(math.exp(mean), interval, seconds, statistics.mean(differences), memory, n, outside)
@@ -319,7 +348,9 @@ those that the baseline needs to the technique's last held-out loss, over the te
 several lengths, each with its whole decay; a value with `~` is read beyond them. Brackets hold the
 95% interval over paired seeds (Student's t). A value of one seed decides nothing within 3%.
 `seconds` is the time of a token over the baseline's. `bits` is the difference in bits per byte at
-equal steps. `memory` is the bytes of a compiled step over the baseline's.
+equal steps. `memory` is the bytes of a compiled step over the baseline's. Where a technique has
+another tokenizer, `tokens` and `seconds` count bytes of text in the place of tokens; its held-out
+loss is of as many tokens (`eval.tokens`), which are more or less text.
 
 Techniques have the baseline's learning rates unless their switch names others. The figures hold for
 the model size and the number of tokens of their table. The last column has the paper's claim and

@@ -15,6 +15,7 @@ from benchmarks.verdict_runs import ExclusiveSteps, Job, Outcome
 from benchmarks.verdicts import Gain, gain, jobs_of, read_table, switch_of, tokens_to
 from jaxtrain.config import find_config, load_config
 from jaxtrain.config.resolve import resolve
+from jaxtrain.settings import UserError
 
 main = importlib.import_module("benchmarks.__main__").main
 SCALES, TECHNIQUES = read_table()
@@ -74,6 +75,43 @@ def test_a_technique_with_fewer_tokens_is_compared_by_them():
 def test_a_baseline_beside_itself_gains_nothing():
     g = gain(record({0: 1.8, 1: 1.9}), BASE)
     assert (g.tokens, g.bpb, g.memory, g.seconds) == (pytest.approx(1), pytest.approx(0), 1, 1)
+
+
+def with_text(record, per_token, switch=()):
+    """A record whose tokens stand for so many bytes of text."""
+    text_bytes = record["metrics"]["tokens"] * per_token
+    metrics = record["metrics"] | {"text_bytes": text_bytes}
+    return record | {"metrics": metrics, "switch": switch, "config": "d4", "variant": "one"}
+
+
+def test_another_tokenizer_is_compared_by_bytes_of_text():
+    """With 1.25 times the text a token, half the tokens are 0.625 of the text."""
+    base, other = with_text(BASE, 4.0), ["data.tokenizer.vocab_size=16384"]
+    halved = record({0: 1.8, 1: 1.9}, seconds=6.0, tokens=50)
+    same, wider = (gain(with_text(halved, 5.0, s), base) for s in ([], other))
+    assert (same.tokens, same.seconds) == (pytest.approx(2), pytest.approx(1.2))
+    assert (wider.tokens, wider.seconds) == (pytest.approx(1.6), pytest.approx(0.96))
+    assert wider.tokens / wider.seconds == pytest.approx(same.tokens / same.seconds)  # the time
+    assert wider.interval == pytest.approx((1.6, 1.6)) and wider.bpb == pytest.approx(0.0)
+    for one, two in ((halved, base), (with_text(halved, 5.0), BASE)):
+        named = [x | {"config": "d4", "variant": "one", "switch": other} for x in (one, two)]
+        with pytest.raises(UserError, match="the record of d4 one has no text_bytes: python"):
+            gain(*named)
+
+
+def test_text_is_counted_from_the_rows_of_a_run():
+    """3 bytes a token in 100 tokens, then 4 in 50."""
+    nats = [{"tokens": 100, "loss": 6 * math.log(2), "bpb": 2.0}]
+    nats += [{"tokens": 150, "loss": 4 * math.log(2), "bpb": 1.0}]
+    assert verdict_runs.text_bytes_of(nats) == 500
+    assert verdict_runs.text_bytes_of([{"tokens": 100, "loss": 1.0}]) is None
+
+
+def test_a_baseline_without_text_is_refused_before_the_training(monkeypatch):
+    old = record({(0, 100): 1.8}) | {"config": "d4", "variant": "baseline"}
+    monkeypatch.setattr(verdicts, "read_records", lambda: {("d4", "baseline"): old})
+    monkeypatch.setattr(verdicts, "train_all", lambda *_: pytest.fail("it trains"))
+    assert main(["verdicts", "d4", "vocabulary of 16k"]) == 2
 
 
 @pytest.mark.parametrize(
@@ -206,6 +244,7 @@ def test_runs_are_trained_and_recorded(tmp_path, monkeypatch, capsys):
     ]  # fmt: skip
     assert ema["metrics"]["step_bytes"] > base["metrics"]["step_bytes"]  # the average is a copy
     assert 0.5 < gain(ema, base).memory < 3 and base["metrics"]["tokens"] == 20 * 8 * 32
+    assert base["metrics"]["text_bytes"] == pytest.approx(20 * 8 * 32, rel=0.01)  # of bytes
     assert "broken seed 0, 20 steps: failed" in capsys.readouterr().out
     verdicts.train_verdicts(["d4", "ema"], workers=1, record=False, out=None)  # nothing is left
     assert not capsys.readouterr().out
