@@ -75,11 +75,11 @@ def search_rope_parser() -> Parser:
     )
     parser.add_argument("--generations", type=whole(0), default=40, help="after the first (40)")
     parser.add_argument(
-        "--population", type=whole(3), default=64,
+        "--population", type=whole(4), default=64,
         help="candidates of the first generation; of the others half as many (64)",
     )  # fmt: skip
     parser.add_argument("--seed", type=whole(0, SEEDS), default=0, help="of the search (0)")
-    parser.add_argument("--out", type=Path, help="folder to write; RUN/rope_LENGTH")
+    parser.add_argument("--out", type=Path, help="folder to write; RUN/rope_LENGTH[_step_N]")
     parser.add_argument("overrides", nargs="*", help="mesh.data=8 ...")
     return parser
 

@@ -67,9 +67,9 @@ class RopeSpace(NamedTuple):
 def known_candidates(space: RopeSpace) -> dict[str, RopeCandidate]:
     """The divisors of the ways that need no search, by name.
 
-    linear: Chen et al. 2023, arXiv:2306.15595. ntk: NTK-aware, the base times ratio^(H / (H - 2)),
-    of a head's H channels, so that the last pair is divided by the ratio (bloc97 2023). yarn: Peng
-    et al. 2023, arXiv:2309.00071.
+    none: the frequencies of training. linear: Chen et al. 2023, arXiv:2306.15595. ntk: NTK-aware,
+    the base times ratio^(H / (H - 2)), of a head's H channels, so that the last pair is divided by
+    the ratio (bloc97 2023). yarn: Peng et al. 2023, arXiv:2309.00071.
     """
     last = max(space.pairs - 1, 1)
     ntk = tuple(space.ratio ** (i / last) for i in range(space.pairs))
@@ -79,6 +79,7 @@ def known_candidates(space: RopeSpace) -> dict[str, RopeCandidate]:
     yarn = np.maximum.accumulate(np.asarray(plain_h, np.float64) / np.asarray(yarn_h, np.float64))
     clipped = np.clip(yarn, 1.0, space.ratio)  # what float32 rounds away
     return {
+        "none": RopeCandidate((1.0,) * space.pairs),
         "linear": RopeCandidate((float(space.ratio),) * space.pairs),
         "ntk": RopeCandidate(ntk),
         "yarn": RopeCandidate(tuple(clipped.tolist()), float(factor)),

@@ -49,7 +49,6 @@ FIELDS = (
     "data.train", "data.validation", "data.cache_dir", "data.prepare_workers",
     "data.skip_damaged", "mesh", "train.precision",
 )  # fmt: skip
-NONE = "none"  # the frequencies of training
 
 Evaluate = Callable[[RopeCandidate], float]
 
@@ -221,12 +220,11 @@ def compared(
 
     Of the best, rows of the original length have the short divisors, which are 1.
     """
-    plain = RopeCandidate((1.0,) * space.pairs)
-    rows = [WayToStretch(NONE, measures.target(plain), measures.original(plain))]
+    rows = []
     for name, one in known_candidates(space).items():
         target = history.measured(one, measures.target)
         rows.append(WayToStretch(name, target, measures.original(one)))
-    short = plain._replace(factor=best.factor)
+    short = RopeCandidate((1.0,) * space.pairs, best.factor)
     target = history.measured(best, measures.target)
     return [*rows, WayToStretch("searched", target, measures.original(short))]
 
@@ -264,7 +262,8 @@ def main(argv: list[str] | None = None) -> int:
             )
         rows = long_rows(prepared.validation, a.length, a.rows)
         measures = make_measures(saved, config, rows)
-        out = a.out or a.run / f"rope_{a.length}"
+        step = "" if a.step is None else f"_step_{a.step:06d}"
+        out = a.out or a.run / f"rope_{a.length}{step}"
         text = prepared.validation.fingerprint
         facts = identity(saved, config) | {"text": text, "rows": len(rows), "length": a.length}
         facts |= {"seed": a.seed, "population": a.population}
