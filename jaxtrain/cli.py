@@ -88,7 +88,7 @@ COMMANDS = {
     ),
     "export": Command(
         "", "runs.convert:export_main", "runs.arguments:export_parser",
-        "a run becomes a Hugging Face checkpoint",
+        "a run becomes a Hugging Face checkpoint or a GGUF file",
     ),
     "quantize": Command(
         "", "compress.quantize:main", "compress.arguments:quantize_parser",

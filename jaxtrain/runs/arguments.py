@@ -6,6 +6,7 @@ from jaxtrain.interop.families import FAMILIES
 from jaxtrain.settings import TINY, Parser, real, whole
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")  # as in `interop.tensors`; a test checks
+OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_k")  # as in `interop.gguf_file`; a test checks
 
 
 def report_parser() -> Parser:
@@ -68,10 +69,19 @@ def import_parser() -> Parser:
 
 
 def export_parser() -> Parser:
-    """Of `jaxtrain export`: a run's model becomes a checkpoint."""
-    parser = Parser("jaxtrain export", description="A run becomes a Hugging Face checkpoint.")
+    """Of `jaxtrain export`: a run's model becomes a checkpoint, or a file for llama.cpp."""
+    parser = Parser(
+        "jaxtrain export", description="A run becomes a Hugging Face checkpoint or a GGUF file."
+    )
     parser.add_argument("run", type=Path, help="run directory or model folder")
-    parser.add_argument("out", type=Path, help="folder to write")
+    parser.add_argument("out", type=Path, help="folder to write, or the .gguf file")
+    parser.add_argument(
+        "--format", choices=("huggingface", "gguf"), default="huggingface",
+        help="a checkpoint of Hugging Face, or one file for llama.cpp (default huggingface)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--outtype", choices=OUTTYPES, help="gguf: how matrices are stored (default f16)"
+    )
     parser.add_argument("--family", choices=FAMILIES, help="default: the one that fits")
     parser.add_argument("--dtype", choices=DTYPES, help="default: as imported, or float32")
     parser.add_argument(

@@ -3,7 +3,6 @@
 
 from pathlib import Path
 
-import jax
 import numpy as np
 
 from jaxtrain.cluster.started_by import command_of
@@ -16,13 +15,10 @@ from jaxtrain.interop.companions import (
     chat_files,
     check_aux_files,
     copy_files,
-    read_json,
     tokenizer_files,
     tokenizer_of,
 )
-from jaxtrain.interop.configs import family_of, fitting_family
 from jaxtrain.interop.export import check_tensors, export_weights
-from jaxtrain.interop.keys import text_part
 from jaxtrain.interop.load import (
     find_folder,
     open_checkpoint,
@@ -34,7 +30,9 @@ from jaxtrain.interop.pretrained import LENGTH
 from jaxtrain.interop.tensors import DTYPES, SHARD_BYTES, WEIGHTS, metadata_of, write
 from jaxtrain.model import Transformer, split
 from jaxtrain.runs.arguments import export_parser, import_parser
-from jaxtrain.runs.saved import apply_weight_form, folder_of, load_saved
+from jaxtrain.runs.export_gguf import export_gguf, export_summary
+from jaxtrain.runs.laid_out import laid_out, token_ids
+from jaxtrain.runs.saved import folder_of
 from jaxtrain.settings import UserError, command
 
 
@@ -82,23 +80,9 @@ def export_run(
     """
     if (out / "config.json").exists():
         raise UserError(f"{out} holds a checkpoint already; name another folder")
-    saved = apply_weight_form(load_saved(run))
-    check_exportable(saved.config, run)
+    saved, came, model, specs, params, row, config = laid_out(run, family)
     model_dir = saved.tokenizer_dir
-    came = text_part(read_json(model_dir / FOLDER / "config.json"))
-    rows = came.get("vocab_size", saved.tokenizer.vocab_size)
-    wanted = family or (family_of(came).model_type if came else None)
-    model, params = saved.config.model, saved.params
-    specs = saved.specs
-    if model.share_layers:  # of no family: each layer is written with its copy
-        params, copies = {**params}, model.layers_per_set
-        repeat = lambda w: np.repeat(np.asarray(w), copies, axis=0)
-        params["blocks"] = jax.tree.map(repeat, params["blocks"])
-        model = model.model_copy(update={"share_layers": None})
-        specs = split(Transformer(model, saved.tokenizer.vocab_size))[1]
-    row, config = fitting_family(model, rows, wanted)
-    ids = {"bos_token_id": saved.tokenizer.bos_id, "eos_token_id": saved.tokenizer.bos_id}
-    kept = {k: came.get(k, ids[k]) for k in ids} | {"pad_token_id": came.get("pad_token_id")}
+    kept = token_ids(saved, came)
     kind = dtype or came.get("dtype") or came.get("torch_dtype") or "float32"
     if kind not in NUMPY:
         raise UserError(
@@ -129,30 +113,6 @@ def base_model_metadata(run: Path, c: Resolved) -> dict[str, str]:
     return {k: v for k, v in metadata_of(file).items() if k.startswith("base_model")}
 
 
-def check_exportable(c: Resolved, run: Path) -> None:
-    """UserError for a model with parts that no checkpoint has a place for."""
-    for name in ("prompt", "prefix"):
-        if tokens := getattr(c.model, name):
-            folders = (run / "adapter", run / "model" / "adapter")
-            adapter = next((f"{p}, which" for p in folders if p.is_dir()), "the adapter that")
-            raise UserError(
-                f"{run} has a {name} of {tokens} virtual tokens, for which checkpoints of Hugging "
-                f"Face have no place: export its base (train.init_from {c.train.init_from}); the "
-                f"{name} is {adapter} peft loads beside it"
-            )
-    if c.model.adapter:
-        raise UserError(
-            f"{run} has adapters of {c.model.adapter} channels in its layers "
-            "(finetune.name=adapter), for which checkpoints of Hugging Face have no place; "
-            "lora, ia3, bitfit and freeze give models that have one"
-        )
-    if c.model.moe:
-        raise UserError(
-            f"{run} has model.moe, {c.model.moe.experts} experts in the place of a feed-forward "
-            "network; none of the families that can be written has any"
-        )
-
-
 NUMPY: dict[str, np.dtype] = {dtype.name: dtype for dtype in DTYPES.values()}
 
 
@@ -170,6 +130,13 @@ def import_main(argv: list[str] | None = None) -> int:
 def export_main(argv: list[str] | None = None) -> int:
     """`jaxtrain export`: 0, or 2 after one line about what the user can fix."""
     a = export_parser().parse_args(argv)
+    if a.format == "gguf":
+        if a.dtype or a.shard_bytes:
+            raise UserError("--dtype and --shard-bytes are of checkpoints; GGUF has --outtype")
+        print(export_summary(a.out, export_gguf(a.run, a.out, a.outtype or "f16", a.family)))
+        return 0
+    if a.outtype:
+        raise UserError("--outtype is of --format gguf; checkpoints have --dtype")
     name = export_run(a.run, a.out, a.family, a.dtype, a.shard_bytes or SHARD_BYTES)
     print(f"exported {a.out} as {name}")
     return 0

@@ -1,0 +1,80 @@
+"""A saved model as a family of Hugging Face has it: what an export is written from."""
+
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import numpy as np
+
+from jaxtrain.config.resolve import Resolved
+from jaxtrain.interop.companions import FOLDER, read_json
+from jaxtrain.interop.configs import Json, family_of, fitting_family
+from jaxtrain.interop.families import Family
+from jaxtrain.interop.keys import text_part
+from jaxtrain.model import Params, ResolvedModel, Transformer, split
+from jaxtrain.runs.saved import Saved, apply_weight_form, load_saved
+from jaxtrain.settings import UserError
+from jaxtrain.weights.params import Specs
+
+
+class LaidOut(NamedTuple):
+    """A saved model in a family's structure. came: the config.json that it was imported with."""
+
+    saved: Saved
+    came: Json
+    model: ResolvedModel
+    specs: Specs
+    params: Params
+    family: Family
+    config: Json
+
+
+def laid_out(run: Path, family: str | None) -> LaidOut:
+    """A run's model as a family has it (default: that of its import, or one that fits).
+
+    Raises UserError for a model that no checkpoint has a place for.
+    """
+    saved = apply_weight_form(load_saved(run))
+    check_exportable(saved.config, run)
+    came = text_part(read_json(saved.tokenizer_dir / FOLDER / "config.json"))
+    rows = came.get("vocab_size", saved.tokenizer.vocab_size)
+    wanted = family or (family_of(came).model_type if came else None)
+    model, params, specs = saved.config.model, saved.params, saved.specs
+    if model.share_layers:  # of no family: each layer is written with its copy
+        params, copies = {**params}, model.layers_per_set
+        repeat = lambda w: np.repeat(np.asarray(w), copies, axis=0)
+        params["blocks"] = jax.tree.map(repeat, params["blocks"])
+        model = model.model_copy(update={"share_layers": None})
+        specs = split(Transformer(model, saved.tokenizer.vocab_size))[1]
+    row, config = fitting_family(model, rows, wanted)
+    return LaidOut(saved, came, model, specs, params, row, config)
+
+
+def token_ids(saved: Saved, came: Json) -> Json:
+    """The special tokens as config.json has them."""
+    ids = {"bos_token_id": saved.tokenizer.bos_id, "eos_token_id": saved.tokenizer.bos_id}
+    return {k: came.get(k, ids[k]) for k in ids} | {"pad_token_id": came.get("pad_token_id")}
+
+
+def check_exportable(c: Resolved, run: Path) -> None:
+    """UserError for a model with parts that no checkpoint has a place for."""
+    for name in ("prompt", "prefix"):
+        if tokens := getattr(c.model, name):
+            folders = (run / "adapter", run / "model" / "adapter")
+            adapter = next((f"{p}, which" for p in folders if p.is_dir()), "the adapter that")
+            raise UserError(
+                f"{run} has a {name} of {tokens} virtual tokens, for which checkpoints of Hugging "
+                f"Face have no place: export its base (train.init_from {c.train.init_from}); the "
+                f"{name} is {adapter} peft loads beside it"
+            )
+    if c.model.adapter:
+        raise UserError(
+            f"{run} has adapters of {c.model.adapter} channels in its layers "
+            "(finetune.name=adapter), for which checkpoints of Hugging Face have no place; "
+            "lora, ia3, bitfit and freeze give models that have one"
+        )
+    if c.model.moe:
+        raise UserError(
+            f"{run} has model.moe, {c.model.moe.experts} experts in the place of a feed-forward "
+            "network; none of the families that can be written has any"
+        )
