@@ -38,21 +38,23 @@ def output_error(
 
 
 @functools.partial(jax.jit, static_argnums=3)
-def awq(
+def best_scales(
     w_KN: Float[Array, "K N"],
     magnitude_K: Float[Array, " K"],
     hessian_KK: Float[Array, "K K"],
     group_size: int,
-) -> ScaledInt4Weight:
-    """The matrix in int4, its inputs scaled. Raises UserError as `int4.group_of` does."""
+) -> Float[Array, " K"]:
+    """The scales of the inputs, of matrices side by side: columns are rounded one by one.
+
+    Raises UserError as `int4.group_of` does.
+    """
 
     def error(alpha: Float[Array, ""]) -> Float[Array, ""]:
         rounded = scaled_int4(w_KN, input_scales(magnitude_K, alpha), group_size)
         return output_error(w_KN - rounded.dequantize(), hessian_KK)
 
     alphas = jnp.arange(POWERS) / POWERS
-    best = input_scales(magnitude_K, alphas[jnp.argmin(jax.lax.map(error, alphas))])
-    return scaled_int4(w_KN, best, group_size)
+    return input_scales(magnitude_K, alphas[jnp.argmin(jax.lax.map(error, alphas))])
 
 
 def scaled_int4(

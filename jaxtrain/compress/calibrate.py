@@ -61,7 +61,7 @@ class TokenRows(NamedTuple):
     segments_BT: Any = None
 
 
-# (a layer's number, its matrices by name) -> the new arrays [K, N] of those that change
+# (a layer's number, its matrices by name) -> the new arrays of the layer, by name, that change
 Visit = Callable[[int, dict[str, Matrix]], dict[str, np.ndarray]]
 
 
@@ -296,8 +296,8 @@ def visit_layers(
             place = own.get(name.split("/")[0], index)
             matrices[name] = Matrix(name, place, leaf(params, name)[place], inputs)
         changed = visit(index, matrices)
-        for name, w_KN in changed.items():
-            leaf(params, name)[matrices[name].place] = w_KN
+        for name, x in changed.items():  # matrices, and the vectors beside them
+            leaf(params, name)[own.get(name.split("/")[0], index)] = x
         if changed:
             weights = picked(index, own, stack)
             results = [out[:2] for out in run_batches(run, weights, *state)]

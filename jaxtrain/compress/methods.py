@@ -13,14 +13,15 @@ import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array, Float
 
-from jaxtrain.compress.awq import awq, scaled_int4
+from jaxtrain.compress.awq import best_scales, scaled_int4
 from jaxtrain.compress.calibrate import Inputs
+from jaxtrain.compress.fold import Fold
 from jaxtrain.compress.gptq import gptq_codes
 from jaxtrain.settings import UserError
 from jaxtrain.weights.float8_storage import quantize_e4m3
 from jaxtrain.weights.int4 import GROUP, group_of, pack_int4, quantize_int4
 from jaxtrain.weights.quantized import BLOCK, QuantizedWeight, quantize_int8, quantize_nf4
-from jaxtrain.weights.w8a8 import quantize_w8a8, smoothing_scales
+from jaxtrain.weights.w8a8 import quantize_dynamic_int8, quantize_w8a8, smoothing_scales
 
 
 class MethodOptions(NamedTuple):
@@ -42,6 +43,7 @@ class Method(NamedTuple):
 
     options: those that it reads. inputs: the blocks' matrices have statistics, and are host arrays;
     hessian: with X^T X. activations: the product rounds its inputs, so that no array stands for it.
+    scales: those of the inputs of matrices side by side, where they can be folded (`fold`).
     """
 
     quantize: Quantizer
@@ -49,6 +51,7 @@ class Method(NamedTuple):
     inputs: bool = False
     hessian: bool = False
     activations: bool = False
+    scales: Callable[[Array, Inputs, Fold, MethodOptions], Array] | None = None
 
 
 def nf4(w_KN: Float[Array, "K N"], _: Inputs | None, options: MethodOptions) -> QuantizedWeight:
@@ -77,21 +80,30 @@ def gptq(
 def activation_aware(
     w_KN: Float[Array, "K N"], inputs: Inputs | None, options: MethodOptions
 ) -> QuantizedWeight:
-    """AWQ. A matrix without statistics, as the head is, is rounded to the nearest codes."""
-    if inputs is None or inputs.hessian_KK is None:
-        return scaled_int4(w_KN, jnp.ones(len(w_KN)), options.group_size)
+    """AWQ. A matrix without statistics, as the head is, or with folded scales is rounded to the
+    nearest codes."""
+    if inputs is None:
+        return quantize_int4(w_KN, options.group_size)
+    return scaled_int4(w_KN, awq_scales(w_KN, inputs, Fold((), ()), options), options.group_size)
+
+
+def awq_scales(w_KN: Array, inputs: Inputs, _: Fold, options: MethodOptions) -> Array:
     mean_K = jnp.asarray(inputs.magnitude_K) / inputs.tokens
-    return awq(w_KN, mean_K, jnp.asarray(inputs.hessian_KK), options.group_size)
+    return best_scales(w_KN, mean_K, jnp.asarray(inputs.hessian_KK), options.group_size)
 
 
 def smooth_quant(
     w_KN: Float[Array, "K N"], inputs: Inputs | None, options: MethodOptions
 ) -> QuantizedWeight:
-    """SmoothQuant. A matrix without statistics is not smoothed."""
+    """SmoothQuant. A matrix without statistics or with folded scales is not smoothed."""
     if inputs is None:
-        return quantize_w8a8(w_KN, jnp.ones(len(w_KN)))
-    scales_K = smoothing_scales(jnp.asarray(inputs.amax_K), w_KN, options.alpha)
-    return quantize_w8a8(w_KN, scales_K)
+        return quantize_dynamic_int8(w_KN)
+    return quantize_w8a8(w_KN, smooth_scales(w_KN, inputs, Fold((), ()), options))
+
+
+def smooth_scales(w_KN: Array, inputs: Inputs, fold: Fold, options: MethodOptions) -> Array:
+    most_K = fold.pooled(jnp.max(jnp.abs(w_KN), axis=1), jnp.max)
+    return smoothing_scales(jnp.asarray(inputs.amax_K), most_K, options.alpha)
 
 
 GROUPS = frozenset({"group_size"})
@@ -99,8 +111,10 @@ METHODS: dict[str, Method] = {
     "int8": Method(lambda w, _, options: quantize_int8(w)),
     "int4": Method(lambda w, _, options: quantize_int4(w, options.group_size), GROUPS),
     "gptq": Method(gptq, GROUPS | {"act_order"}, inputs=True, hessian=True),
-    "awq": Method(activation_aware, GROUPS, inputs=True, hessian=True),
-    "w8a8": Method(smooth_quant, frozenset({"alpha"}), inputs=True, activations=True),
+    "awq": Method(activation_aware, GROUPS, inputs=True, hessian=True, scales=awq_scales),
+    "w8a8": Method(
+        smooth_quant, frozenset({"alpha"}), inputs=True, activations=True, scales=smooth_scales
+    ),
     "nf4": Method(nf4),
     "float8": Method(lambda w, _, options: quantize_e4m3(w)),
 }

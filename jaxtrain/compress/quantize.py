@@ -6,7 +6,7 @@ The new folder holds packed matrices (`weights.stored`); what loads it keeps the
 import argparse
 import contextlib
 import shutil
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -16,7 +16,14 @@ import numpy as np
 
 from jaxtrain.cluster.runtime import compute_dtype, start
 from jaxtrain.compress.arguments import quantize_parser
-from jaxtrain.compress.calibrate import Matrix, TokenRows, calibration_rows, visit_layers
+from jaxtrain.compress.calibrate import (
+    Inputs,
+    Matrix,
+    TokenRows,
+    calibration_rows,
+    visit_layers,
+)
+from jaxtrain.compress.fold import Fold, fold_layer, folds_of
 from jaxtrain.compress.methods import METHODS, MethodOptions
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import DataConfig, open_bundle
@@ -80,8 +87,9 @@ def named_error(name: str) -> Iterator[None]:
 
 def solve(
     saved: Saved, batches: list[TokenRows], method: str, options: MethodOptions = ABSMAX
-) -> Solved:
-    """The quantized matrices of a method that reads a calibration text, layer by layer.
+) -> tuple[Solved, Params]:
+    """The quantized matrices of a method that reads a calibration text, layer by layer, and the
+    parameters with what has changed besides: gains that scales of inputs are folded into.
 
     Inputs of a layer are those that the quantized layers before it give, as in GPTQ. UserError for
     experts, whose inputs are not recorded.
@@ -92,19 +100,42 @@ def solve(
             "recorded; --method int4 takes them"
         )
     solved: Solved = {}
+    scales = METHODS[method].scales
+    folds = folds_of(saved.config.model) if scales else ()
+    makers = {name for fold in folds for name in fold.makers}
+    vectors = {
+        n: np.asarray(x, np.float32) for n, x in flatten(saved.params).items() if n in makers
+    }
+    vectors = {name: x for name, x in vectors.items() if x.ndim == 2}
+    saved = saved._replace(params=replaced(saved.params, vectors))  # in float32, as norms compute
+
+    def scales_of(w_KN: jax.Array, inputs: Inputs, fold: Fold) -> jax.Array:
+        assert scales is not None
+        with named_error(fold.readers[0]):
+            return scales(w_KN, inputs, fold, options)
 
     def visit(index: int, matrices: dict[str, Matrix]) -> dict[str, np.ndarray]:
-        changed = {}
+        seen = {name: jax.device_get(m.inputs) for name, m in matrices.items()}
+        arrays = {name: m.w_KN for name, m in matrices.items()}
+        arrays |= {name: x[index] for name, x in vectors.items()}
+        changed = fold_layer(folds, arrays, seen, scales_of)
+        whole = {name for fold in folds for name in fold.readers}  # their scales are gone
         for name, matrix in matrices.items():
-            w_KN, inputs = jnp.asarray(matrix.w_KN, jnp.float32), jax.device_get(matrix.inputs)
+            w_KN = jnp.asarray(changed.get(name, matrix.w_KN), jnp.float32)
             with named_error(name):
+                inputs = None if name in whole else seen[name]
                 weight = METHODS[method].quantize(w_KN, inputs, options)
             solved[name, matrix.place] = weight
             changed[name] = np.asarray(dequantize(weight))
         return changed
 
-    visit_layers(saved, batches, visit, METHODS[method].hessian)
-    return solved
+    return solved, visit_layers(saved, batches, visit, METHODS[method].hessian)
+
+
+def replaced(params: Params, arrays: Mapping[str, np.ndarray]) -> Params:
+    """The parameters with other arrays of these names."""
+    one = lambda path, x: arrays.get(path_name(path), x)
+    return jax.tree_util.tree_map_with_path(one, params)
 
 
 def quantize_params(
@@ -173,11 +204,12 @@ def quantize_saved(
             "multiplies latents by other matrices than the forward pass; take --method int8"
         )
     saved, solved = apply_weight_form(saved), None
+    params = saved.params
     if METHODS[method].inputs:
         rows = calibration_rows(saved, saved.config, *calibration)
-        solved = solve(saved, rows, method, options)
+        solved, params = solve(saved, rows, method, options)
     return quantized_model(
-        saved, quantize_params(saved.params, saved.specs, method, options, head, solved)
+        saved, quantize_params(params, saved.specs, method, options, head, solved)
     )
 
 

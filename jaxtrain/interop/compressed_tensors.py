@@ -1,7 +1,8 @@
 """Quantized matrices as compressed-tensors lays them out, which transformers and vLLM open.
 
 `pack-quantized`: integers plus 2^(bits-1), the earlier input in the lower bits of an int32, along
-each output's inputs. `float-quantized`: float8 e4m3. Scales are [out, groups].
+each output's inputs. `int-quantized`: int8, with inputs that are rounded to int8 at run time.
+`float-quantized`: float8 e4m3. Scales are [out, groups].
 Layout: https://github.com/vllm-project/compressed-tensors
 """
 
@@ -14,8 +15,10 @@ from jaxtrain.settings import UserError
 from jaxtrain.weights.float8_storage import StoredFloat8Weight
 from jaxtrain.weights.int4 import Int4Weight
 from jaxtrain.weights.quantized import Int8Weight, QuantizedWeight
+from jaxtrain.weights.w8a8 import DynamicInt8Weight
 
-BITS = {Int4Weight: 4, Int8Weight: 8, StoredFloat8Weight: 8}
+BITS = {Int4Weight: 4, Int8Weight: 8, StoredFloat8Weight: 8, DynamicInt8Weight: 8}
+FORMATS = {StoredFloat8Weight: "float-quantized", DynamicInt8Weight: "int-quantized"}
 Write = Callable[[np.ndarray], np.ndarray]  # ours [K, N] -> theirs [N, K]
 
 
@@ -24,8 +27,8 @@ def quantization_config(weights: Mapping[str, QuantizedWeight]) -> dict[str, Any
     kinds = {type(weight) for weight in weights.values()}
     if lost := sorted(kind.__name__ for kind in kinds - BITS.keys()):
         raise UserError(
-            f"compressed-tensors has no form for {', '.join(lost)} (nf4, awq, w8a8): quantize by "
-            "int4, gptq, int8 or float8"
+            f"compressed-tensors has no form for {', '.join(lost)} (nf4; awq and w8a8 of norms "
+            "without gains): quantize by int4, gptq, int8 or float8"
         )
     if len(kinds) > 1:
         raise UserError("an export has one form of matrices; this model has several")
@@ -37,10 +40,18 @@ def quantization_config(weights: Mapping[str, QuantizedWeight]) -> dict[str, Any
     if isinstance(first, Int4Weight):
         scheme |= {"strategy": "group", "group_size": group_size(weights)}
     head = [] if "head" in weights else ["lm_head"]
-    group = {"targets": ["Linear"], "weights": scheme, "input_activations": None}
+    dynamic = None
+    if kind is DynamicInt8Weight:
+        if not head:
+            raise UserError(
+                "w8a8 rounds the inputs of the blocks' matrices and not those of the head: "
+                "quantize without --head to export"
+            )
+        dynamic = scheme | {"dynamic": True, "strategy": "token"}
+    group = {"targets": ["Linear"], "weights": scheme, "input_activations": dynamic}
     return {
         "quant_method": "compressed-tensors", "quantization_status": "compressed",
-        "format": "float-quantized" if kind is StoredFloat8Weight else "pack-quantized",
+        "format": FORMATS.get(kind, "pack-quantized"),
         "config_groups": {"group_0": group | {"output_activations": None}},
         "ignore": head,
     }  # fmt: skip
@@ -68,12 +79,12 @@ def tensors_of(
     """The tensors of one layer's matrix, called NAME.weight. dtype: of the scales."""
     if isinstance(weight, Int4Weight):
         codes, scales = np.asarray(weight.integers()), np.asarray(weight.scales)
-    elif isinstance(weight, Int8Weight | StoredFloat8Weight):
+    elif isinstance(weight, Int8Weight | StoredFloat8Weight | DynamicInt8Weight):
         codes, scales = np.asarray(weight.codes), np.asarray(weight.scales)[None]
     else:
         raise TypeError(type(weight).__name__)
     scale = write(scales.astype(dtype))
-    if isinstance(weight, StoredFloat8Weight):
+    if not isinstance(weight, Int4Weight | Int8Weight):
         return {f"{name}.weight": write(codes), f"{name}.weight_scale": scale}
     theirs = write(codes)
     packed = pack_int32(theirs, BITS[type(weight)])

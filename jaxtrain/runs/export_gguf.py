@@ -40,7 +40,7 @@ def export_gguf(run: Path, out: Path, outtype: str = "f16", family: str | None =
     facts = {
         "name": saved.config.run.name,
         "bos": saved.tokenizer.bos_id,
-        "eos": eos[0] if isinstance(eos, list) and eos else eos or None,
+        "eos": next(iter(eos), None) if isinstance(eos, list) else eos,
         "eot": make_chat(*talk, saved.tokenizer).end if talk else None,
         "pad": ids["pad_token_id"],
         "add_bos": saved.prompting.bos,

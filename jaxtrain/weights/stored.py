@@ -11,7 +11,7 @@ from jaxtrain.settings import UserError
 from jaxtrain.weights.float8_storage import StoredFloat8Weight
 from jaxtrain.weights.int4 import Int4Weight, ScaledInt4Weight
 from jaxtrain.weights.quantized import Int8Weight, NF4Weight, QuantizedWeight
-from jaxtrain.weights.w8a8 import W8A8Weight
+from jaxtrain.weights.w8a8 import DynamicInt8Weight, W8A8Weight
 
 # What a file calls each form; a form of one's own is a row here.
 STORED: dict[str, type[QuantizedWeight]] = {
@@ -19,6 +19,7 @@ STORED: dict[str, type[QuantizedWeight]] = {
     "int4": Int4Weight,
     "int4_scaled": ScaledInt4Weight,
     "w8a8": W8A8Weight,
+    "dynamic_int8": DynamicInt8Weight,
     "nf4": NF4Weight,
     "float8": StoredFloat8Weight,
 }

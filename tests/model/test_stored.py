@@ -11,7 +11,7 @@ from jaxtrain.weights.float8_storage import quantize_e4m3
 from jaxtrain.weights.int4 import quantize_int4
 from jaxtrain.weights.quantized import quantize_int8, quantize_nf4
 from jaxtrain.weights.stored import STORED, arrays_of, form_of, rebuild, stored_bytes, stored_shape
-from jaxtrain.weights.w8a8 import quantize_w8a8
+from jaxtrain.weights.w8a8 import quantize_dynamic_int8, quantize_w8a8
 
 # Of the inputs of `matrix`: powers of two, so that dividing by them rounds nothing.
 INPUT_SCALES = jnp.exp2(jnp.arange(256.0) % 2)
@@ -19,13 +19,23 @@ ENCODE = {
     "int8": quantize_int8, "int4": quantize_int4, "nf4": quantize_nf4, "float8": quantize_e4m3,
     "int4_scaled": lambda w: scaled_int4(w, INPUT_SCALES, 128),
     "w8a8": lambda w: quantize_w8a8(w, jnp.full(256, 2.0)),  # inputs of ones are rounded to ones
+    "dynamic_int8": quantize_dynamic_int8,
 }  # fmt: skip
 BITS = {
     "int8": 8 + 32 / 256, "int4": 4 + 16 / 128, "nf4": 4.2, "float8": 8 + 32 / 256,
     "int4_scaled": 4 + 16 / 128 + 16 / 64, "w8a8": 8 + 32 / 256 + 16 / 64,
+    "dynamic_int8": 8 + 32 / 256,
 }  # fmt: skip
 # Of a form, relative to the matrix.
-ERROR = {"int8": 0.01, "float8": 0.03, "int4": 0.12, "nf4": 0.1, "int4_scaled": 0.2, "w8a8": 0.02}
+ERROR = {
+    "int8": 0.01,
+    "float8": 0.03,
+    "int4": 0.12,
+    "nf4": 0.1,
+    "int4_scaled": 0.2,
+    "w8a8": 0.02,
+    "dynamic_int8": 0.01,
+}
 
 
 def matrix(K=256, N=64):
