@@ -13,6 +13,8 @@ import gguf
 import jax
 import numpy as np
 import pytest
+import test_export
+from chat_cases import TEMPLATES, make_tokenizer
 from hf_cases import CASES, VOCAB, prompts, weights
 from test_families import ARRAYS, FACTS, build, logits_of, write_checkpoint
 from tiny import LLAMA, random_params, random_run
@@ -26,6 +28,7 @@ from jaxtrain.interop.gguf_tokenizer import Vocabulary
 from jaxtrain.interop.load import load_checkpoint, open_checkpoint
 from jaxtrain.model import ModelConfig, Transformer, resolve_model, split
 from jaxtrain.runs import arguments
+from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
 
 SCRIPT = Path(__file__).with_name("run_llama_cpp.py")
@@ -223,6 +226,27 @@ def test_the_command_writes_a_file_and_says_what_rounding_lost(llama, tmp_path, 
         (line,) = capsys.readouterr().err.splitlines()
         assert message in line
     assert path.read_bytes() == before and [*path.parent.iterdir()] == [path]
+
+
+def test_a_chat_goes_along_with_its_template_and_its_end(tmp_path, monkeypatch):
+    """The EOS of an imported model may be one of several ids, and may be 0."""
+    cut = make_tokenizer().replace('"use_regex":false', '"use_regex":true', 1)  # as GPT-2 cuts
+    monkeypatch.setattr(test_export, "make_tokenizer", lambda: cut)
+    folder, special = tmp_path / "model", {"bos_token": "<bos>", "eos_token": "</s>"}
+    test_export.chat_model(folder, TEMPLATES["mistral"], special)
+    saved = load_saved(folder)
+    end = saved.tokenizer.specials["</s>"]
+    for eos, wanted in (([0, end], 0), (0, 0), (end, end)):
+        came = FACTS["llama"]["config"] | {"vocab_size": 320, "eos_token_id": eos}
+        (folder / "huggingface").mkdir(exist_ok=True)
+        (folder / "huggingface" / "config.json").write_text(json.dumps(came))
+        path = tmp_path / f"{wanted}-{type(eos).__name__}.gguf"
+        assert main(["export", str(folder), str(path), "--format", "gguf"]) == 0
+        facts = fields_of(path)
+        assert facts["tokenizer.chat_template"] == TEMPLATES["mistral"]
+        assert facts["tokenizer.ggml.eot_token_id"] == end
+        assert facts["tokenizer.ggml.eos_token_id"] == wanted
+        assert len(facts["tokenizer.ggml.tokens"]) == 320
 
 
 def test_a_file_is_whole_or_not_there(llama, tmp_path, monkeypatch):
