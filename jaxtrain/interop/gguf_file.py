@@ -75,11 +75,15 @@ class Loss(NamedTuple):
 
 
 class Written(NamedTuple):
-    """What a file holds: bytes, weights, and what rounding lost by type."""
+    """What a file holds: bytes, weights, and what rounding lost by type.
+
+    shortened: the context ends with the sliding window, which the architecture does not have.
+    """
 
     architecture: str
     bytes: int
     context_length: int
+    shortened: bool
     losses: dict[str, Loss]
 
     @property
@@ -133,7 +137,8 @@ def write_gguf(
         part.unlink(missing_ok=True)
         raise
     context = context_length(arch, source.model)
-    return Written(arch.name, path.stat().st_size, context, losses)
+    shortened = context < source.model.context_length
+    return Written(arch.name, path.stat().st_size, context, shortened, losses)
 
 
 def write_pieces(

@@ -57,6 +57,8 @@ def export_summary(out: Path, written: "Written") -> str:
         f"exported {out} as {written.architecture}: {written.bytes:,} bytes, {bits:.2f} bits a "
         f"parameter, context of {written.context_length} tokens"
     ]
+    if written.shortened:
+        lines[0] += f" (the sliding window: llama.cpp's {written.architecture} has none)"
     for name, loss in written.losses.items():
         error = f", relative squared error {loss.relative:.3g}" if loss.error else ", exact"
         lines.append(f"{name:8} {loss.tensors} tensors, {loss.weights:,} parameters{error}")

@@ -28,6 +28,7 @@ from jaxtrain.interop.gguf_tokenizer import Vocabulary
 from jaxtrain.interop.load import load_checkpoint, open_checkpoint
 from jaxtrain.model import ModelConfig, Transformer, resolve_model, split
 from jaxtrain.runs import arguments
+from jaxtrain.runs.export_gguf import export_summary
 from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
 
@@ -115,11 +116,13 @@ def test_a_file_holds_the_tensors_of_the_checkpoint(name, tmp_path):
 
 
 def test_positions_and_windows_are_said(tmp_path):
-    told = {}
+    told, shortened = {}, {}
     for name in ("llama rope llama3", "qwen3", "gemma3", "mistral window"):
         path = tmp_path / f"{name}.gguf"
-        write_gguf(path, source_of(name, tmp_path / name), LETTERS, "f32", {"bos": 1})
+        source = source_of(name, tmp_path / name)
+        written = write_gguf(path, source, LETTERS, "f32", {"bos": 1})
         told[name] = fields_of(path)
+        shortened[name] = "window: llama.cpp's llama has none" in export_summary(path, written)
     # Turns over the context of 16 tokens: 2.5, 0.1, ...; kept from 4, divided by 4 up to 1.
     kept = (16 / (2 * np.pi) - 1) / 3
     divisors = tensors_of(tmp_path / "llama rope llama3.gguf")["rope_freqs.weight"][1]
@@ -138,6 +141,7 @@ def test_positions_and_windows_are_said(tmp_path):
     assert (gemma["rope.freq_base"], gemma["rope.freq_base_swa"]) == (1e5, 100)
     # llama.cpp has no windows in a Llama: beyond one it would compute another model.
     assert told["mistral window"]["llama.context_length"] == 7
+    assert [name for name, said in shortened.items() if said] == ["mistral window"]
 
 
 @pytest.mark.parametrize("name", REFUSED)
