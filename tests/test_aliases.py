@@ -49,7 +49,8 @@ moe_intermediate_size=model.moe.hidden n_shared_experts=model.moe.shared_experts
 router_aux_loss_coef=model.moe.aux_loss final_logit_softcapping=model.logit_softcap
 layer_types=model.window_pattern r=finetune.rank lora_r=finetune.rank lora_alpha=finetune.alpha
 lora_dropout=finetune.rank target_modules=finetune.targets use_dora=finetune.dora
-use_rslora=finetune.rslora num_virtual_tokens=finetune.virtual_tokens""",
+use_rslora=finetune.rslora use_qalora=finetune.name=qalora
+qalora_group_size=finetune.group_size num_virtual_tokens=finetune.virtual_tokens""",
     "torchtitan": """
 training.seq_len=train.sequence_length training.local_batch_size=train.device_batch_size
 training.global_batch_size=train.batch_size training.steps=train.steps
@@ -163,7 +164,8 @@ def test_no_spelling_stands_twice_or_hides_a_field():
             "lr: jaxtrain calls it optim.matrix_lr (optim.name=muon) or optim.learning_rate "
             "(all others)",
         ),
-        ("lora_r=8", "lora_r: jaxtrain calls it finetune.rank, with finetune.name=lora or relora"),
+        ("lora_r=8", "lora_r: jaxtrain calls it finetune.rank, with finetune.name=lora or qalora "
+             "or relora"),
         ("train.steps=1 finetune.name=lora finetune.r=8", "finetune.r: jaxtrain calls it "
          "finetune.rank"),
         ("training.seq_len=8", "training.seq_len: jaxtrain calls it train.sequence_length"),

@@ -64,6 +64,7 @@ SAME = {
     "finetune.rank": "r lora_r lora_rank lora_dim rank",
     "finetune.alpha": "lora_alpha",
     "finetune.targets": "target_modules lora_target_modules lora_target lora_target_linear",
+    "finetune.group_size": "qalora_group_size",
     "finetune.rslora": "use_rslora peft_use_rslora",
     "finetune.dora": "use_dora peft_use_dora",
     "finetune.lora_plus_ratio": "loraplus_lr_ratio",
@@ -240,6 +241,7 @@ SENTENCES = {
     "set finetune.name=lora finetune.base_quantization=nf4": "load_in_4bit "
     "qlora use_qlora bnb_4bit_quant_type quantization_config",
     "set finetune.name=lora finetune.base_quantization=int8": "load_in_8bit",
+    "set finetune.name=qalora, whose base is int4": "use_qalora qalora",
     "set finetune.name=lora, with finetune.rank and finetune.alpha": "use_peft use_lora lora "
     "peft_config lora_config enable_lora peft",
     "there is no such key; data.train.name=chat trains on the assistant's tokens alone":

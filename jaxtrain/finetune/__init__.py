@@ -30,13 +30,14 @@ from jaxtrain.finetune.partition import (
     unflatten,
 )
 from jaxtrain.finetune.prefix_tuning import prefix_keys_values, prompt_learning
+from jaxtrain.finetune.qalora import qalora
 from jaxtrain.finetune.relora import merge_adapters, relora
 from jaxtrain.weights.params import Specs
 
 METHODS: dict[str, Callable[..., Partition]] = {
     "full": full, "lora": lora, "freeze": select_by_name, "bitfit": select_by_name, "ia3": ia3,
     "adapter": added_modules, "prompt": prompt_learning, "prefix": prompt_learning,
-    "relora": relora,
+    "qalora": qalora, "relora": relora,
 }  # fmt: skip
 
 

@@ -4,12 +4,25 @@ import itertools
 from pathlib import Path
 from typing import Annotated, Any, ClassVar, Literal, get_args
 
-from pydantic import Field, field_validator, model_validator
+from pydantic import BeforeValidator, Field, model_validator
 
 from jaxtrain.optim import AdamWConfig, MuonConfig
 from jaxtrain.settings import Settings, UserError, read_object
 
 BaseStorage = Literal["nf4", "int8", "int4"]
+
+
+def our_names(targets: object) -> object:
+    """Targets with our names in the place of peft's."""
+    if not isinstance(targets, (list, tuple)):
+        return targets
+    found = (
+        PEFT_MODULES.get(name, (name,)) if isinstance(name, str) else (name,) for name in targets
+    )
+    return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
+
+
+Targets = Annotated[tuple[str, ...], BeforeValidator(our_names)]
 
 
 class FullConfig(Settings):
@@ -46,7 +59,7 @@ class LoRAConfig(FrozenBaseConfig):
     dora: bool = Field(
         False, description="the columns' norms train apart from directions (Liu et al. 2024)"
     )
-    targets: tuple[str, ...] = Field(
+    targets: Targets = Field(
         ("attention", "ffn"),
         min_length=1,
         description="matrices of the blocks: attention, ffn, q, k, v, out, up, gate, down, or "
@@ -83,17 +96,26 @@ class LoRAConfig(FrozenBaseConfig):
                 raise ValueError(f"leave out one of {name} and loftq_iterations: both choose A")
         return self
 
-    @field_validator("targets", mode="before")
-    @classmethod
-    def ours(cls, targets: object) -> object:
-        """With our names in the place of peft's."""
-        if not isinstance(targets, (list, tuple)):
-            return targets
-        found = (
-            PEFT_MODULES.get(name, (name,)) if isinstance(name, str) else (name,)
-            for name in targets
-        )
-        return tuple(dict.fromkeys(itertools.chain.from_iterable(found)))
+
+class QALoRAConfig(Settings):
+    """Low-rank changes that merge into the zero points of an int4 base (Xu et al. 2023)."""
+
+    peak_rate: ClassVar[float] = LoRAConfig.peak_rate
+    name: Literal["qalora"] = "qalora"
+    rank: int = Field(16, ge=1, description="rank r of each change")
+    alpha: float = Field(32.0, gt=0, description="the change is alpha / rank x A B")
+    group_size: int = Field(
+        32,
+        ge=2,
+        description="inputs of a matrix that share a scale, a zero point and a row of A; a smaller "
+        "matrix is one group",
+    )
+    targets: Targets = Field(
+        ("attention", "ffn"),
+        min_length=1,
+        description="matrices of the blocks that have adapters: attention, ffn, q, k, v, out, up, "
+        "gate, down, or patterns such as blocks/attention/*; peft's names mean the same",
+    )
 
 
 class ReLoRAConfig(Settings):
@@ -195,7 +217,7 @@ class PrefixConfig(PromptLearningConfig):
 
 
 FinetuneConfig = Annotated[
-    FullConfig | LoRAConfig | FreezeConfig | BitFitConfig | IA3Config | AdapterConfig
+    FullConfig | LoRAConfig | QALoRAConfig | FreezeConfig | BitFitConfig | IA3Config | AdapterConfig
     | PromptConfig | PrefixConfig | ReLoRAConfig,
     Field(discriminator="name"),
 ]  # fmt: skip

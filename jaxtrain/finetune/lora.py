@@ -11,7 +11,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from jaxtrain.finetune.config import FinetuneConfig, LoRAConfig
+from jaxtrain.finetune.config import FinetuneConfig, LoRAConfig, QALoRAConfig
 from jaxtrain.finetune.loftq import loftq
 from jaxtrain.finetune.partition import (
     EXTRAS,
@@ -102,10 +102,10 @@ def lora_scale(c: LoRAConfig) -> float:
     return c.alpha / (math.sqrt(c.rank) if c.rslora else c.rank)
 
 
-def target_matrices(c: LoRAConfig, specs: Specs) -> list[str]:
+def target_matrices(c: LoRAConfig | QALoRAConfig, specs: Specs) -> list[str]:
     """Names of the matrices that get an adapter."""
     if {"ffn", "up", "gate", "down"} & set(c.targets):
-        refuse_other_matrices(specs, "finetune.name=lora", "set finetune.targets=[attention]")
+        refuse_other_matrices(specs, f"finetune.name={c.name}", "set finetune.targets=[attention]")
     able = block_matrices(specs)
     names = select_names(unflatten(able), c.targets, "finetune.targets")
     # A narrow matrix among them (a gate, the keys of one head) is changed in full, as with peft.

@@ -32,7 +32,7 @@ from jaxtrain.model import (
 )
 from jaxtrain.settings import UserError
 from jaxtrain.weights import WEIGHTS
-from jaxtrain.weights.contract import flatten
+from jaxtrain.weights.contract import Weight, flatten
 from jaxtrain.weights.int4 import GROUP
 from jaxtrain.weights.params import Specs
 
@@ -61,6 +61,8 @@ class Partition(NamedTuple):
     None; default the base.
     `extras`: declarations of what is frozen beside the base, as LoRA-FA's A. Their values follow
     from the seed. `init` puts them into the frozen tree under the key EXTRAS.
+    `merged(leaf)`: what a model file holds in the place of a packed or adapted stack; default the
+    array.
     `exports_adapter`: what trains fits the base as train.init_from has it, so that an adapter file
     says the whole change.
     """
@@ -72,6 +74,7 @@ class Partition(NamedTuple):
     store: Store = lambda name, x: x
     extras: Specs | None = None
     begin: Callable[[Params, int], Params] = lambda base, seed: base
+    merged: Callable[[Weight], Any] = lambda leaf: jax.device_get(merge_weights(leaf))
     exports_adapter: bool = True
 
     def export(self, params: Params, frozen: Params | None) -> Params:
@@ -81,8 +84,9 @@ class Partition(NamedTuple):
         return unflatten(flatten(params) | flatten(frozen[EXTRAS]))
 
     def merge(self, params: Params, frozen: Params | None) -> Params:
-        """The joined tree as arrays, a parameter at a time to the host where it was special."""
-        get = lambda leaf: jax.device_get(merge_weights(leaf)) if is_weight(leaf) else leaf
+        """The joined tree as a model file holds it, a parameter at a time to the host where it was
+        special."""
+        get = lambda leaf: self.merged(leaf) if is_weight(leaf) else leaf
         return jax.tree.map(get, self.join(params, frozen), is_leaf=is_weight)
 
 

@@ -27,8 +27,9 @@ def quantization_config(weights: Mapping[str, QuantizedWeight]) -> dict[str, Any
     kinds = {type(weight) for weight in weights.values()}
     if lost := sorted(kind.__name__ for kind in kinds - BITS.keys()):
         raise UserError(
-            f"compressed-tensors has no form for {', '.join(lost)} (nf4; awq and w8a8 of norms "
-            "without gains): quantize by int4, gptq, int8 or float8"
+            f"compressed-tensors has no form for {', '.join(lost)} (nf4, qalora; awq and w8a8 of "
+            "norms without gains): quantize by int4, gptq, int8 or float8, or tune with "
+            "finetune.name=lora"
         )
     if len(kinds) > 1:
         raise UserError("an export has one form of matrices; this model has several")

@@ -17,7 +17,7 @@ from jaxtrain.weights.contract import Weight, dequantize
 from jaxtrain.weights.float8 import quantize_float8
 from jaxtrain.weights.float8_storage import quantize_e4m3
 from jaxtrain.weights.formats import E2M1, E2M3, E3M2, E4M3, E5M2, Format
-from jaxtrain.weights.int4 import quantize_int4
+from jaxtrain.weights.int4 import quantize_int4, quantize_offset_int4
 from jaxtrain.weights.params import Params, Specs, is_block_matrix
 from jaxtrain.weights.quantized import quantize
 from jaxtrain.weights.two_four import sparse_2_4
@@ -61,6 +61,7 @@ WEIGHTS: dict[str, Form] = {
     "nf4": Form(functools.partial(quantize, kind="nf4"), "storage"),
     "int8": Form(functools.partial(quantize, kind="int8"), "storage"),
     "int4": Form(each_matrix(quantize_int4), "storage"),
+    "int4_offset": Form(each_matrix(quantize_offset_int4), "storage"),
     "float8_e4m3": Form(each_matrix(quantize_e4m3), "storage"),
     "float8": Form(quantize_float8, "step"),
     "fake_int8": Form(fake_quant.int8, "layer", ACTIVATIONS, "compute"),

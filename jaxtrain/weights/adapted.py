@@ -9,6 +9,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float
 
 from jaxtrain.weights.contract import Weight, dequantize, matmul
+from jaxtrain.weights.int4 import OffsetInt4Weight
 
 
 @functools.partial(
@@ -51,6 +52,36 @@ class AdaptedWeight(Weight):
             y = y + self.scale * (self.a.astype(jnp.float32) @ self.b.astype(jnp.float32))
         y = y if self.rows is None else self.rows[:, None] * y
         return (y if self.columns is None else y * self.columns[None]).astype(w.dtype)
+
+
+@functools.partial(
+    jax.tree_util.register_dataclass, data_fields=["w", "a", "b"], meta_fields=["scale"]
+)
+@dataclasses.dataclass(frozen=True)
+class GroupAdaptedWeight(Weight):
+    """w + scale x a b, whose change is the same for all inputs of a group of w: QA-LoRA's.
+
+    w OffsetInt4Weight [.., K, N] in G groups, a [.., G, r], b [.., r, N].
+    """
+
+    w: OffsetInt4Weight
+    a: Any
+    b: Any
+    scale: float = 1.0
+
+    def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        """x times the changed matrix: the adapter reads the sums of the groups' inputs."""
+        groups = x.astype(jnp.float32).reshape(*x.shape[:-1], self.a.shape[-2], -1)
+        change = self.scale * (groups.sum(-1).astype(x.dtype) @ self.a)
+        return matmul(x, self.w) + change.astype(x.dtype) @ self.b
+
+    def dequantize(self) -> Float[Array, "K N"]:
+        return self.merged().dequantize()
+
+    def merged(self) -> OffsetInt4Weight:
+        """The changed matrix in the same codes and scales: offsets take up the change."""
+        change = self.scale * (self.a.astype(jnp.float32) @ self.b.astype(jnp.float32))
+        return dataclasses.replace(self.w, offsets=self.w.offsets + change)
 
 
 @functools.partial(jax.jit, static_argnums=3)

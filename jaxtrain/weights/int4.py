@@ -2,8 +2,9 @@
 
 Symmetric round-to-nearest of GPTQ's and AWQ's baselines (arXiv:2210.17323, arXiv:2306.00978): in a
 group of 128 inputs of a column the largest magnitude is 7 steps. `pack_int4` takes the codes of
-any method. `ScaledInt4Weight` has a scale for each input as well, as AWQ needs it. A byte has the
-code + 8 of the even input in its low half, as in compressed-tensors.
+any method. `ScaledInt4Weight` has a scale for each input as well, as AWQ needs it, and
+`OffsetInt4Weight` a zero point for each group, as QA-LoRA does. A byte has the code + 8 of the even
+input in its low half, as in compressed-tensors.
 """
 
 import dataclasses
@@ -76,6 +77,39 @@ class ScaledInt4Weight(QuantizedWeight):
         return w4a16_matmul(divided.astype(x.dtype), self.codes, self.scales)
 
 
+@functools.partial(
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scales", "offsets"],
+    meta_fields=["dtype"],
+)
+@dataclasses.dataclass(frozen=True)
+class OffsetInt4Weight(QuantizedWeight):
+    """Int4 codes whose zero point is any number: codes x scale + offset of the group.
+
+    codes uint8 [.., K / 2, N], scales bfloat16 and offsets float32 [.., K / group, N]. Offsets are
+    in units of the matrix, so that what is added to a whole group is added to its offset.
+    """
+
+    codes: Any
+    scales: Any
+    offsets: Any
+
+    def dequantize(self) -> Float[Array, "*E K N"]:
+        centered = Int4Weight(self.codes, self.scales, dtype="float32").dequantize()
+        return (centered + repeat_groups(self.offsets, centered.shape[-2])).astype(self.dtype)
+
+    @override
+    def product(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
+        if self.codes.ndim > 2:  # experts
+            return super().product(x)
+        return w4a16_matmul(x, self.codes, self.scales, self.offsets)
+
+
+def repeat_groups(x: Float[Array, "*L G N"], K: int) -> Float[Array, "*L K N"]:
+    """The value of each input's group."""
+    return jnp.repeat(x, K // x.shape[-2], axis=-2)
+
+
 def group_of(K: int, group_size: int, field: str = "--group-size") -> int:
     """Inputs of a group: `group_size`, or all K of a smaller matrix.
 
@@ -117,7 +151,7 @@ def int4_scales(
 
 def int4_codes(w: Float[Array, "*L K N"], scales: Float[Array, "*L G N"]) -> Float[Array, "*L K N"]:
     """The nearest codes from -8 to 7, as float32."""
-    step = jnp.repeat(scales, w.shape[-2] // scales.shape[-2], axis=-2)
+    step = repeat_groups(scales, w.shape[-2])
     codes = jnp.round(w.astype(jnp.float32) / jnp.where(step > 0, step, 1.0))
     return jnp.clip(codes, -8, 7)
 
@@ -135,3 +169,19 @@ def quantize_int4(w_KN: Float[Array, "K N"], group_size: int = GROUP) -> Int4Wei
     """One matrix to the nearest codes. Raises UserError as `group_of` does."""
     scales_GN = int4_scales(w_KN, group_size)
     return pack_int4(int4_codes(w_KN, scales_GN).astype(jnp.int8), scales_GN, w_KN.dtype.name)
+
+
+def quantize_offset_int4(w_KN: Float[Array, "K N"], group_size: int = GROUP) -> OffsetInt4Weight:
+    """One matrix to the nearest of 16 steps from a group's least value to its largest.
+
+    Raises UserError as `group_of` does.
+    """
+    K, N = w_KN.shape
+    w32 = w_KN.astype(jnp.float32)
+    groups = w32.reshape(-1, group_of(K, group_size), N)
+    least_GN, most_GN = jnp.min(groups, axis=1), jnp.max(groups, axis=1)
+    scales_GN = jax.lax.reduce_precision((most_GN - least_GN) / 15, 8, 7)
+    offsets_GN = least_GN + 8 * scales_GN
+    codes = int4_codes(w32 - repeat_groups(offsets_GN, K), scales_GN)
+    packed = pack_int4(codes.astype(jnp.int8), scales_GN, w_KN.dtype.name)
+    return OffsetInt4Weight(packed.codes, packed.scales, offsets_GN, dtype=packed.dtype)

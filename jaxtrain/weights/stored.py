@@ -9,7 +9,7 @@ import jax
 
 from jaxtrain.settings import UserError
 from jaxtrain.weights.float8_storage import StoredFloat8Weight
-from jaxtrain.weights.int4 import Int4Weight, ScaledInt4Weight
+from jaxtrain.weights.int4 import Int4Weight, OffsetInt4Weight, ScaledInt4Weight
 from jaxtrain.weights.quantized import Int8Weight, NF4Weight, QuantizedWeight
 from jaxtrain.weights.w8a8 import DynamicInt8Weight, W8A8Weight
 
@@ -18,6 +18,7 @@ STORED: dict[str, type[QuantizedWeight]] = {
     "int8": Int8Weight,
     "int4": Int4Weight,
     "int4_scaled": ScaledInt4Weight,
+    "int4_offset": OffsetInt4Weight,
     "w8a8": W8A8Weight,
     "dynamic_int8": DynamicInt8Weight,
     "nf4": NF4Weight,

@@ -106,6 +106,7 @@ CASES = {
     "lora-fa": ({"name": "lora", "rank": 4, "freeze_a": True}, "/b"),
     "dora int8": ({"name": "lora", "rank": 4, "dora": True, "base_quantization": "int8"},
                   "/a /b /magnitude"),
+    "qalora": ({"name": "qalora", "rank": 4, "group_size": 8}, "/a /b"),
     "freeze": ({"name": "freeze", "trainable": ("ffn", "q", "final_gain")}, "ffn /q final"),
     "last layers nf4": (
         {"name": "freeze", "trainable": ("attention",), "last_layers": 1,

@@ -130,8 +130,8 @@ def test_what_the_layout_cannot_hold_is_one_line(own_model, tmp_path, capsys):
         small = quantized(saved, method, MethodOptions())
         save_model(tmp_path / method, saved.config, small, saved.tokenizer)
         assert main(["export", str(tmp_path / method), str(tmp_path / "out")]) == 2
-        said = capsys.readouterr().err
-        assert f"no form for {form} (nf4; awq and w8a8 of norms without gains): quantize by" in said
+        reason = "(nf4, qalora; awq and w8a8 of norms without gains): quantize by int4, gptq, int8"
+        assert f"no form for {form} {reason}" in capsys.readouterr().err
         assert not (tmp_path / "out").exists()
     small = quantize_params(saved.params, saved.specs, "int8")
     save_model(tmp_path / "int8", saved.config, small, saved.tokenizer)

@@ -8,7 +8,7 @@ from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.matmul.integers import BACKENDS, w4a16_matmul, w8a16_matmul
 
 from jaxtrain.weights.contract import dequantize
-from jaxtrain.weights.int4 import quantize_int4
+from jaxtrain.weights.int4 import quantize_int4, quantize_offset_int4
 from jaxtrain.weights.quantized import quantize_int8
 
 HOPPER = ("cuda", (9, 0))
@@ -37,6 +37,25 @@ def test_a_backend_equals_the_reference(op, dtype, name):
     np.testing.assert_allclose(out.astype(jnp.float32), expected, rtol=32 * eps, atol=32 * eps)
     whole = x.astype(jnp.float32) @ dequantize(w.astype(dtype)).astype(jnp.float32)
     np.testing.assert_allclose(expected, whole, rtol=eps, atol=1e-4)
+
+
+@pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16])
+@pytest.mark.parametrize("name", ["dot", "reduce"])
+def test_offsets_of_groups_equal_the_reference(dtype, name):
+    """A change of the offsets that bfloat16 would not hold changes the product."""
+    x, w = arguments(w4a16_matmul, 1, dtype)
+    w = quantize_offset_int4(jnp.asarray(w.dequantize()) + 3.0, 16)
+    run = lambda offsets, backend: w4a16_matmul(
+        x, w.codes, w.scales, offsets, implementation=backend
+    ).astype(jnp.float32)
+    with on_target(*HOPPER):
+        out, expected = (run(w.offsets, backend) for backend in (name, "reference"))
+    eps = float(jnp.finfo(dtype).eps)
+    np.testing.assert_allclose(out, expected, rtol=32 * eps, atol=32 * eps)
+    np.testing.assert_allclose(
+        expected, x.astype(jnp.float32) @ w.dequantize(), rtol=0.01, atol=64 * eps
+    )
+    assert np.abs(out - run(w.offsets - 3.0, "dot")).max() > 1
 
 
 @pytest.mark.parametrize("op", [w8a16_matmul, w4a16_matmul])

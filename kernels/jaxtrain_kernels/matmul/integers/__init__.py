@@ -37,17 +37,21 @@ def w4a16_matmul(
     x: Float[Array, "*B K"],
     codes_HN: Integer[Array, "H N"],
     scales_GN: Float[Array, "G N"],
+    offsets_GN: Float[Array, "G N"] | None = None,
     *,
     implementation: str | None = None,
 ) -> Float[Array, "*B N"]:
-    """x times (codes - 8) x scales, in x's dtype; a scale a column and K / G inputs.
+    """x times ((codes - 8) x scales + offsets), in x's dtype; a scale a column and K / G inputs.
 
     codes_HN: uint8, H = K / 2; the low half of a byte is the even input's.
+    offsets_GN: float32, in units of the matrix; they multiply the sums of a group's inputs, in
+    float32, and are not rounded. None: zeros.
     Raises as `w8a16_matmul`.
     """
     x_MK = x.reshape(-1, x.shape[-1])
     backend = _backend("w4a16_matmul", x_MK, codes_HN, implementation)
-    return backend.w4a16_matmul(x_MK, codes_HN, scales_GN).reshape(*x.shape[:-1], -1)
+    y_MN = backend.w4a16_matmul(x_MK, codes_HN, scales_GN, offsets_GN)
+    return y_MN.reshape(*x.shape[:-1], -1)
 
 
 def _backend(op: str, x_MK: Any, codes: Any, implementation: str | None) -> Any:

@@ -3,7 +3,7 @@
 import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import Target
-from jaxtrain_kernels.matmul.integers.halves import scaled_halves
+from jaxtrain_kernels.matmul.integers.halves import group_sums, scaled_halves
 
 
 def supports(target: Target, x_MK) -> None:
@@ -18,7 +18,7 @@ def w8a16_matmul(x_MK, codes_KN, scales_N):
     return x_MK @ values.astype(x_MK.dtype)
 
 
-def w4a16_matmul(x_MK, codes_HN, scales_GN):
+def w4a16_matmul(x_MK, codes_HN, scales_GN, offsets_GN=None):
     """As the public function: a matmul of the even inputs and one of the odd, which costs less
     than to put them in turn."""
     x_MH2 = x_MK.reshape(len(x_MK), -1, 2)
@@ -27,4 +27,7 @@ def w4a16_matmul(x_MK, codes_HN, scales_GN):
         jnp.matmul(x_MH2[..., i], half.reshape(codes_HN.shape), preferred_element_type=jnp.float32)
         for i, half in enumerate(halves)
     )
-    return (even + odd).astype(x_MK.dtype)
+    y_MN = even + odd
+    if offsets_GN is not None:
+        y_MN += group_sums(x_MK, len(offsets_GN)) @ offsets_GN
+    return y_MN.astype(x_MK.dtype)

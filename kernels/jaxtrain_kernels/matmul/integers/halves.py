@@ -1,4 +1,4 @@
-"""The two inputs of each byte of 4-bit codes."""
+"""The two inputs of each byte of 4-bit codes, and sums of a group's inputs."""
 
 import jax.numpy as jnp
 
@@ -9,3 +9,8 @@ def scaled_halves(codes_HN, scales_GN, dtype):
     scales = scales_GN[:, None].astype(jnp.float32)
     halves = codes & 15, codes >> 4
     return tuple(((half.astype(jnp.float32) - 8) * scales).astype(dtype) for half in halves)
+
+
+def group_sums(x_MK, groups):
+    """The sum of each group's inputs, float32 [M, G]."""
+    return x_MK.astype(jnp.float32).reshape(len(x_MK), groups, -1).sum(-1)

@@ -6,7 +6,7 @@ A CPU's matmul is faster, and for more rows a reduction would read the codes onc
 import jax.numpy as jnp
 
 from jaxtrain_kernels.dispatch import Target
-from jaxtrain_kernels.matmul.integers.halves import scaled_halves
+from jaxtrain_kernels.matmul.integers.halves import group_sums, scaled_halves
 
 
 def supports(target: Target, x_MK) -> str | None:
@@ -23,10 +23,13 @@ def w8a16_matmul(x_MK, codes_KN, scales_N):
     return products_KN.sum(0)[None].astype(x_MK.dtype)
 
 
-def w4a16_matmul(x_MK, codes_HN, scales_GN):
+def w4a16_matmul(x_MK, codes_HN, scales_GN, offsets_GN=None):
     """As the public function."""
     x_GH2 = x_MK.astype(jnp.float32).reshape(len(scales_GN), -1, 2)
     even, odd = scaled_halves(codes_HN, scales_GN, x_MK.dtype)
     products = even.astype(jnp.float32) * x_GH2[..., 0, None]
     products += odd.astype(jnp.float32) * x_GH2[..., 1, None]
-    return products.sum((0, 1))[None].astype(x_MK.dtype)
+    y_N = products.sum((0, 1))
+    if offsets_GN is not None:
+        y_N += (group_sums(x_MK, len(offsets_GN))[0, :, None] * offsets_GN).sum(0)
+    return y_N[None].astype(x_MK.dtype)
