@@ -8,7 +8,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from jax.sharding import Mesh, NamedSharding
 
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config import save_yaml, validate
@@ -23,7 +23,7 @@ from jaxtrain.interop.peft_prompt import write_prompt_adapter
 from jaxtrain.interop.pretrained import copy_aux_files, load_init_params
 from jaxtrain.interop.tensors import Stored, metadata_of, read, read_header, write
 from jaxtrain.model import ParamSpec, Transformer, path_name, split
-from jaxtrain.parallel import shardings
+from jaxtrain.parallel import partition_spec
 from jaxtrain.parallel.mesh import gather_to_host, shard_from_host
 from jaxtrain.runs.checkpoint import Checkpointer, decisions, saved_steps
 from jaxtrain.runs.config import CheckpointConfig
@@ -33,7 +33,14 @@ from jaxtrain.weights import encode_matrices
 from jaxtrain.weights.contract import flatten, is_weight
 from jaxtrain.weights.params import Params, Specs
 from jaxtrain.weights.quantized import QuantizedWeight
-from jaxtrain.weights.stored import StoredForm, arrays_of, form_of, rebuild, stored_shape
+from jaxtrain.weights.stored import (
+    StoredForm,
+    arrays_of,
+    form_of,
+    packed_shardings,
+    rebuild,
+    stored_shape,
+)
 
 WEIGHTS = "model.safetensors"
 QUANTIZED = "quantized"  # key of the file's metadata: JSON, the form of each quantized matrix
@@ -153,12 +160,14 @@ def is_quantized(saved: Saved) -> bool:
 
 
 def place_params(saved: Saved, mesh: Mesh) -> Params:
-    """The parameters on a mesh; each device has all of a quantized matrix."""
-    whole = NamedSharding(mesh, PartitionSpec())
-    where = jax.tree.map(
-        lambda place, x: jax.tree.map(lambda _: whole, x) if is_weight(x) else place,
-        shardings(saved.specs, mesh), saved.params,
-    )  # fmt: skip
+    """The parameters on a mesh, each device its parts; of a quantized matrix, packed."""
+
+    def place(spec: ParamSpec, x: Any) -> Any:
+        if isinstance(x, QuantizedWeight):
+            return packed_shardings(x, spec, mesh)
+        return NamedSharding(mesh, partition_spec(spec.axes, spec.shape, mesh))
+
+    where = jax.tree.map(place, saved.specs, saved.params)
     return shard_from_host(saved.params, where)
 
 

@@ -5,7 +5,8 @@ How a matrix is kept; `float8.py` is how it is multiplied in training.
 
 import dataclasses
 import functools
-from typing import Any
+from collections.abc import Mapping
+from typing import Any, ClassVar
 
 import jax
 import jax.numpy as jnp
@@ -23,6 +24,7 @@ LARGEST = 448.0  # of e4m3
 class StoredFloat8Weight(QuantizedWeight):
     """codes float8_e4m3fn [.., K, N], scales float32 [.., N]: a column's largest value is 448."""
 
+    ALONG: ClassVar[Mapping[str, str]] = {"codes": "KN", "scales": "N"}
     codes: Any
     scales: Any
 

@@ -9,7 +9,8 @@ input in its low half, as in compressed-tensors.
 
 import dataclasses
 import functools
-from typing import Any, override
+from collections.abc import Mapping
+from typing import Any, ClassVar, override
 
 import jax
 import jax.numpy as jnp
@@ -29,6 +30,7 @@ GROUP = 128
 class Int4Weight(QuantizedWeight):
     """codes uint8 [.., K / 2, N], scales bfloat16 [.., K / group, N]."""
 
+    ALONG: ClassVar[Mapping[str, str]] = {"codes": "KN", "scales": "KN"}
     codes: Any
     scales: Any
 
@@ -60,6 +62,7 @@ class ScaledInt4Weight(QuantizedWeight):
     codes uint8 [.., K / 2, N], scales bfloat16 [.., K / group, N], input_scales bfloat16 [.., K].
     """
 
+    ALONG: ClassVar[Mapping[str, str]] = {"codes": "KN", "scales": "KN", "input_scales": "K"}
     codes: Any
     scales: Any
     input_scales: Any
@@ -90,6 +93,7 @@ class OffsetInt4Weight(QuantizedWeight):
     in units of the matrix, so that what is added to a whole group is added to its offset.
     """
 
+    ALONG: ClassVar[Mapping[str, str]] = {"codes": "KN", "scales": "KN", "offsets": "KN"}
     codes: Any
     scales: Any
     offsets: Any

@@ -7,7 +7,8 @@ the high half of a byte, the blocks' maxima in 8 bits with a mean and a float32 
 
 import dataclasses
 import functools
-from typing import Any, Literal, override
+from collections.abc import Mapping
+from typing import Any, ClassVar, Literal, override
 
 import jax
 import jax.numpy as jnp
@@ -43,8 +44,13 @@ DYNAMIC = dynamic_values()
 
 @dataclasses.dataclass(frozen=True)
 class QuantizedWeight(Weight):
-    """A matrix that is stored in few bits, with the dtype that it is computed in."""
+    """A matrix [K, N] that is stored in few bits, with the dtype that it is computed in.
 
+    ALONG: of each array, the dims of the matrix that its own dims run along, behind those of a
+    stack; a mesh splits them as it splits those (`weights.stored.packed_shardings`).
+    """
+
+    ALONG: ClassVar[Mapping[str, str]]
     dtype: str = dataclasses.field(kw_only=True)
 
     def matmul(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
@@ -67,8 +73,10 @@ class QuantizedWeight(Weight):
 @dataclasses.dataclass(frozen=True)
 class NF4Weight(QuantizedWeight):
     """codes uint8 [.., K N / 2], scales uint8 [.., blocks], steps float32 [.., blocks / 256],
-    mean float32 [..]; shape is one matrix's (K, N)."""
+    mean float32 [..]; shape is one matrix's (K, N). Column by column, so that a part of the codes
+    is a part of the columns."""
 
+    ALONG: ClassVar[Mapping[str, str]] = {"codes": "N", "scales": "N", "steps": "", "mean": ""}
     codes: Any
     scales: Any
     steps: Any
@@ -92,6 +100,7 @@ class NF4Weight(QuantizedWeight):
 class Int8Weight(QuantizedWeight):
     """codes int8 [.., K, N], scales float32 [.., N]: a column's largest value is 127."""
 
+    ALONG: ClassVar[Mapping[str, str]] = {"codes": "KN", "scales": "N"}
     codes: Any
     scales: Any
 

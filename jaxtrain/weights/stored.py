@@ -1,4 +1,5 @@
-"""Quantized matrices as named arrays: what a model file holds of them, and how they come back."""
+"""Quantized matrices as named arrays: what a model file holds of them, how they come back, and
+where a mesh puts them."""
 
 import dataclasses
 import math
@@ -6,10 +7,13 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import jax
+from jax.sharding import Mesh, NamedSharding, PartitionSpec
 
+from jaxtrain.parallel.axes import mesh_axes_in, partition_spec
 from jaxtrain.settings import UserError
 from jaxtrain.weights.float8_storage import StoredFloat8Weight
 from jaxtrain.weights.int4 import Int4Weight, OffsetInt4Weight, ScaledInt4Weight
+from jaxtrain.weights.params import ParamSpec
 from jaxtrain.weights.quantized import Int8Weight, NF4Weight, QuantizedWeight
 from jaxtrain.weights.w8a8 import DynamicInt8Weight, W8A8Weight
 
@@ -74,3 +78,30 @@ def stored_bytes(weight: QuantizedWeight) -> int:
     """Bytes of its arrays."""
     arrays = arrays_of("", weight).values()
     return sum(math.prod(x.shape) * x.dtype.itemsize for x in arrays)
+
+
+def packed_shardings(weight: QuantizedWeight, spec: ParamSpec, mesh: Mesh) -> QuantizedWeight:
+    """The placement of each of its arrays, in the weight's own structure.
+
+    The arrays are split along the logical axes of the matrix, `spec`. No shard has a part of a
+    group, of a byte or of a block: a mesh axis that would cut one splits the other dim instead, and
+    nothing where that does not divide either.
+    """
+    *front, K, N = spec.shape
+    sizes = {"K": [K], "N": [N]}  # of what is to be cut evenly, of each dim
+    for field, dims in weight.ALONG.items():
+        shape = getattr(weight, field).shape
+        for dim, size in zip(dims, shape[len(shape) - len(dims) :]):
+            sizes[dim].append(size)
+    units = {dim: math.gcd(*cut) if cut[1:] else 1 for dim, cut in sizes.items()}
+    names = lambda shape: [mesh_axes_in(entry) for entry in partition_spec(spec.axes, shape, mesh)]
+    *stack, of_K, of_N = names((*front, units["K"], units["N"]))
+    found, wanted = {"K": of_K, "N": of_N}, names(spec.shape)
+    for other, more in (("N", wanted[-2][len(of_K) :]), ("K", wanted[-1][len(of_N) :])):
+        if units[other] % math.prod(mesh.shape[name] for name in found[other] + more) == 0:
+            found[other] += more
+    where = {
+        field: NamedSharding(mesh, PartitionSpec(*stack, *(found[dim] for dim in dims)))
+        for field, dims in weight.ALONG.items()
+    }
+    return dataclasses.replace(weight, **where)

@@ -6,7 +6,8 @@ row k of the matrix is multiplied by it. Then a few large inputs leave the other
 
 import dataclasses
 import functools
-from typing import Any, override
+from collections.abc import Mapping
+from typing import Any, ClassVar, override
 
 import jax
 import jax.numpy as jnp
@@ -24,6 +25,7 @@ class DynamicInt8Weight(QuantizedWeight):
     """codes int8 [.., K, N], scales float32 [.., N]. Its inputs are rounded to int8 as well, a
     scale a token."""
 
+    ALONG: ClassVar[Mapping[str, str]] = {"codes": "KN", "scales": "N"}
     codes: Any
     scales: Any
 
@@ -49,6 +51,7 @@ class W8A8Weight(DynamicInt8Weight):
     """codes int8 [.., K, N] of diag(input_scales) W, scales float32 [.., N], input_scales bfloat16
     [.., K]."""
 
+    ALONG: ClassVar[Mapping[str, str]] = {"codes": "KN", "scales": "N", "input_scales": "K"}
     input_scales: Any
 
     @override

@@ -1,5 +1,7 @@
 """A quantized model on a mesh: the figures of one device."""
 
+import dataclasses
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -12,11 +14,14 @@ from jaxtrain.compress.quantize import quantize_params, text_config
 from jaxtrain.data import Scored
 from jaxtrain.evaluation.evaluate import evaluate
 from jaxtrain.evaluation.log_likelihood import make_scorer, scores
-from jaxtrain.model import cast
+from jaxtrain.model import ParamSpec, cast
+from jaxtrain.model.init import constant
 from jaxtrain.parallel import MeshConfig
 from jaxtrain.parallel.mesh import make_mesh
 from jaxtrain.runs.saved import load_saved, place_params
 from jaxtrain.weights.contract import flatten, is_weight
+from jaxtrain.weights.int4 import quantize_int4
+from jaxtrain.weights.stored import packed_shardings
 
 TENSOR = {"tensor": 2, "fsdp": 2, "data": 2}
 FSDP = {"fsdp": 8}
@@ -59,6 +64,7 @@ def on_one_device(model):
 @pytest.mark.quick("int4-tensor")
 def test_a_quantized_model_has_the_figures_of_one_device(saved, method, axes):
     plain, text = saved
+    parts = 8 if axes is FSDP else 4
     small = quantize_params(plain.params, plain.specs, method, MethodOptions(16))
     model = plain._replace(params=small)
     one, _ = on_mesh(model, text, {"data": 8})
@@ -68,4 +74,38 @@ def test_a_quantized_model_has_the_figures_of_one_device(saved, method, axes):
     np.testing.assert_allclose(together, on_one_device(model), rtol=rough)
     mesh = make_mesh(MeshConfig(**axes))
     placed = [x for x in flatten(place_params(model, mesh)).values() if is_weight(x)]
-    assert placed and all(x.sharding.is_fully_replicated for x in jax.tree.leaves(placed))
+    codes = [x.codes for x in placed]
+    assert codes and of_one_device(codes) == sum(x.nbytes for x in codes) / parts
+
+
+def of_one_device(arrays):
+    """Bytes of the arrays' shards on the first device."""
+    shards = [shard for x in arrays for shard in x.addressable_shards]
+    return sum(shard.data.nbytes for shard in shards if shard.device == jax.devices()[0])
+
+
+SPEC = ParamSpec((2, 256, 96), ("layers", "embed", "hidden"), constant(0.0), "matrix")
+
+
+@pytest.mark.parametrize(
+    ("group", "axes", "spec"),
+    [
+        (32, {"fsdp": 4, "tensor": 2}, ("fsdp", "tensor")),  # 8 groups
+        (32, {"fsdp": 8}, ("fsdp", None)),
+        (64, {"fsdp": 8}, (None, "fsdp")),  # 4 groups: the other dim
+        (128, {"fsdp": 4, "tensor": 2}, (None, ("tensor", "fsdp"))),
+        (2, {"tensor": 8}, (None, "tensor")),
+        (96, {"fsdp": 8}, None),  # 5 columns and 2 groups: whole on each device
+    ],
+)
+def test_no_shard_cuts_a_group(group, axes, spec):
+    """Codes and scales are split alike, along the dim of the whole matrix or the other one."""
+    columns, rows = (5, 192) if spec is None else (96, 256)
+    full = dataclasses.replace(SPEC, shape=(2, rows, columns))
+    weight = jax.vmap(lambda w: quantize_int4(w, group))(jnp.ones((2, rows, columns)))
+    where = packed_shardings(weight, full, make_mesh(MeshConfig(**axes)))
+    expected = jax.sharding.PartitionSpec(None, *(spec or (None, None)))
+    for name in ("codes", "scales"):
+        found = getattr(where, name)
+        same = jax.sharding.NamedSharding(found.mesh, expected)
+        assert found.is_equivalent_to(same, 3), (name, found.spec)
