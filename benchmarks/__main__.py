@@ -16,6 +16,7 @@ import jax
 from benchmarks.attention import bench_attention
 from benchmarks.compress import Asked, bench_compress
 from benchmarks.compress import make_page as make_compression_page
+from benchmarks.compress_recipes import bench_recipes
 from benchmarks.compress_runs import Texts
 from benchmarks.data import bench_data
 from benchmarks.decode import bench_decode
@@ -76,7 +77,16 @@ WHAT = {
 ONLY = {
     "attention": ("tune",),
     "decode": ("prompts", "batches", "cache_dtypes"),
-    "compress": ("also", "shape", "core", "text", "calibration", "sequences"),
+    "compress": (
+        "also",
+        "shape",
+        "core",
+        "text",
+        "calibration",
+        "sequences",
+        "recipes",
+        "folder",
+    ),
     "step": ("profile", "switches", "flags", "peer"),
     "loader": ("minutes",),
     "memory": ("techniques", "longest", "devices", "device", "memory", "fit"),
@@ -172,6 +182,13 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--cache-dtypes", nargs="+", choices=(COMPUTE, *CACHE_DTYPES),
         help="decode --config: of keys and values (compute int8)",
     )  # fmt: skip
+    parser.add_argument(
+        "--recipes", nargs="*", metavar="NAME",
+        help="compress: train the models of compress_recipes.yaml, or of these of its tables",
+    )  # fmt: skip
+    parser.add_argument(
+        "--folder", type=Path, help="compress --recipes: of the models; default runs/recipes"
+    )
     parser.add_argument("--baseline", help="race: name of the run to beat; default the best AdamW")
     parser.add_argument(
         "--differ", action="append", default=[], choices=SAME,
@@ -210,6 +227,9 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
     elif a.what == "loader":
         yield bench_loader(a.overrides, a.variant, 10 if a.minutes is None else a.minutes)
     elif a.what == "compress":
+        if a.recipes is not None:
+            yield from bench_recipes(a.recipes, a.folder or Path("runs/recipes"))
+            return
         texts = Texts(a.text, a.calibration, a.sequences or Texts().sequences)
         yield from bench_compress(
             Asked(a.overrides, a.also or (), a.shape or (), a.core, a.variant, texts)
@@ -238,6 +258,11 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 yield from bench_techniques(config, a.overrides, a.variant)
             else:
                 yield memory_of(a)(config, a.overrides, a.variant)
+
+
+def asked(a: argparse.Namespace) -> bool:
+    """Whether a command line of `compress` names something to measure."""
+    return bool(a.overrides or a.shape) or a.recipes is not None
 
 
 def check_options(a: argparse.Namespace) -> None:
@@ -286,7 +311,7 @@ def main(argv: list[str] | None = None) -> int:
             train_verdicts(arguments.overrides, workers, arguments.record, arguments.out, **flags)
         console.print(make_page().name, "is current")
         return 0
-    if arguments.what == "compress" and not (arguments.overrides or arguments.shape):
+    if arguments.what == "compress" and not asked(arguments):
         console.print(make_compression_page().name, "is current")
         return 0
     if arguments.what == "table":

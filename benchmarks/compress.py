@@ -3,6 +3,7 @@
 python -m benchmarks compress RUN [RUN ...] --also qat=runs/x pruned=runs/y --record
 python -m benchmarks compress RUN --text held.txt --calibration other.txt --record
 python -m benchmarks compress --shape llama_8b --record
+python -m benchmarks compress --recipes [NAME ...] --record  trains by compress_recipes.yaml
 python -m benchmarks compress                        makes the page from the records
 """
 
@@ -11,6 +12,7 @@ from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, NamedTuple
 
+from benchmarks import compress_recipes
 from benchmarks.compress_runs import PATTERN, PLAIN, Job, Outcome, Texts, in_own_process, line_of
 from benchmarks.importing import SHAPES
 from benchmarks.record import BENCHMARKS, RESULTS, describe
@@ -24,8 +26,8 @@ PAGE = BENCHMARKS.parent / "docs" / "reference" / "compression.md"
 BENCH = "compress_methods"  # what its files begin with
 HEAD = f"""# Compression
 
-<!-- Made by `python -m benchmarks compress` from benchmarks/results/{BENCH}-*.json. Do not
-edit. -->
+<!-- Made by `python -m benchmarks compress` from benchmarks/results/{BENCH}-*.json and
+{compress_recipes.BENCH}-*.json there. Do not edit. -->
 
 One row a method of {{doc}}`jaxtrain quantize <../howto/quantize>`, and one a model that was trained
 small. The first row is the model as it is, in the dtype that the device computes in: float32 on a
@@ -38,7 +40,14 @@ The CPU was shared with other work while it was measured: `none` and `{PATTERN}`
 number of products there, and what their rates differ by is noise.
 
 `python -m benchmarks compress RUN --record` measures a run or a model folder, and
-`--shape llama_8b` random weights; `python -m benchmarks compress` makes this page.
+`--shape llama_8b` random weights; `--recipes` trains the models of
+`benchmarks/compress_recipes.yaml`. `python -m benchmarks compress` makes this page.
+"""
+RECIPES_HEAD = """## Trained small
+
+A row a model of `benchmarks/compress_recipes.yaml`, which has the command of each. Steps are those
+of training after the model that a row began with. One run a row: two runs that differ in their seed
+alone end some 0.01 bits per byte apart.
 """
 
 
@@ -117,8 +126,26 @@ def make_page(path: Path = PAGE, folder: Path = RESULTS) -> Path:
     """Write the page from the records."""
     files = sorted(folder.glob(f"{BENCH}-*.json"))
     parts = [section(json.loads(file.read_text()), file.name) for file in files]
+    made = sorted(folder.glob(f"{compress_recipes.BENCH}-*.json"))
+    parts += [RECIPES_HEAD] * bool(made)
+    parts += [recipe_section(json.loads(file.read_text()), file.name) for file in made]
     path.write_text("\n".join([HEAD, *parts]))
     return path
+
+
+def recipe_section(record: dict[str, Any], file: str) -> str:
+    """The table of one recipe."""
+    lines = [
+        f"### {record['variant'].replace('_', ' ')}\n",
+        f"| {record['config']} | steps | parameters | bits per byte | in memory |",
+        "|---" * 5 + "|",
+    ]
+    for row in record["rows"]:
+        cells = [row["error"], "-", "-"] if "error" in row else [
+            number(row, "parameters", ",d"), number(row, "bpb", ".4f"), size(row, "memory_bytes"),
+        ]  # fmt: skip
+        lines.append(f"| {row['name']} | {row['steps']} | {' | '.join(cells)} |")
+    return "\n".join([*lines, "", f"`benchmarks/results/{file}` has these figures."]) + "\n"
 
 
 def section(record: dict[str, Any], file: str) -> str:

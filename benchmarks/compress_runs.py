@@ -32,13 +32,14 @@ from jaxtrain.compress.sparsify import parse_target
 from jaxtrain.data.evaluation.tasks import NANOCHAT
 from jaxtrain.evaluation.tasks import run_tasks
 from jaxtrain.interop.configs import model_fields
-from jaxtrain.model import ModelConfig, ParamSpec, Transformer, cast, resolve_model, split
+from jaxtrain.model import ModelConfig, ParamSpec, Transformer, cast, count, resolve_model, split
 from jaxtrain.runs.environment import environment
 from jaxtrain.runs.saved import WEIGHTS, Saved, load_saved
 from jaxtrain.weights.params import Params, Specs
 from jaxtrain.weights.quantized import QuantizedWeight
 
 BATCHES = (1, 32)
+RATED = "tokens_per_s_1"
 PLAIN = "none"  # the row of the model as it is, in the dtype that the device computes in
 PATTERN = "2:4"  # the row of a pruned model; zeros are stored as the other weights are
 PRUNING = "sparsegpt"
@@ -61,6 +62,7 @@ class Job(NamedTuple):
     shape: bool = False
     core: int | None = None  # examples of each task of CORE; None: CORE is not asked
     texts: Texts = Texts()
+    rated: bool = True  # decode rates are measured as well
 
 
 class Outcome(NamedTuple):
@@ -93,7 +95,8 @@ def model_figures(job: Job) -> dict[str, Any]:
             found["core"] = run_tasks(saved, source.config, bundle, ["core"], tasks, rules)["core"]
         dtype = compute_dtype(saved.config.train.precision)
         params = cast(jax.device_put(saved.params), saved.specs, dtype)
-        return found | {"dtype": dtype.name} | rates(saved.graphdef, params)
+        found |= {"dtype": dtype.name, "parameters": count(saved.specs)}
+        return found | (rates(saved.graphdef, params) if job.rated else {})
 
 
 def made_small(saved: Saved, job: Job, out: Path) -> Saved:
@@ -164,5 +167,5 @@ def line_of(outcome: Outcome) -> str:
         return f"failed: {outcome.error}"
     figures = outcome.figures
     bpb = f"{figures['bpb']:.4f} bits per byte, " if "bpb" in figures else ""
-    rate = f"{figures['tokens_per_s_1']:,.0f} tokens/s at batch 1"
-    return f"{bpb}{rate}, {figures['seconds']} s in all"
+    rate = f"{figures[RATED]:,.0f} tokens/s at batch 1, " if RATED in figures else ""
+    return f"{bpb}{rate}{figures['seconds']} s in all"

@@ -128,6 +128,12 @@ COMPRESS: Columns = {
     "tokens_per_s_1": rounded(",.0f"),
     "tokens_per_s_32": rounded(",.0f"),
 }
+RECIPES: Columns = {
+    "steps": rounded("d"),
+    "parameters": rounded(",d"),
+    "bpb": rounded(".4f"),
+    "memory_bytes": size,
+}
 TASKS: Columns = {
     "seconds": rounded(".1f"),
     "examples_per_s": rounded(",.0f"),
@@ -214,6 +220,7 @@ def tabulate(
     columns |= {"data": DATA, "loader": LOADER, "rows": DECODE, "tasks": TASKS, "matmul": MATMUL}
     columns |= {
         "compress_methods": COMPRESS,
+        "compress_recipes": RECIPES,
         "packing": PACKED,
         "filters": FILTERS,
         "techniques": TECHNIQUES,

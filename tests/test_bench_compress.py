@@ -2,21 +2,25 @@
 
 import importlib
 import json
+import subprocess
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
-from tiny import build, byte_model, random_run
+from tiny import build, byte_model, random_run, run_overrides
 
-from benchmarks import compress, compress_runs, decode_rate
+from benchmarks import compress, compress_recipes, compress_runs, decode_rate
 from benchmarks.compress import BENCH, Asked, jobs_of, make_page, record_of
 from benchmarks.compress_runs import PATTERN, PLAIN, Job, Outcome, Texts, run_job
 from benchmarks.importing import SHAPES
+from jaxtrain.cli import COMMANDS
 from jaxtrain.compress.methods import METHODS
+from jaxtrain.config import find_config, load_config
 from jaxtrain.inference.generate import decode_tokens
 from jaxtrain.model import Prefill
+from jaxtrain.settings import UserError
 from jaxtrain.weights.stored import STORED
 
 main = importlib.import_module("benchmarks.__main__").main
@@ -146,3 +150,105 @@ def test_what_is_no_model_or_text_is_named(run, capsys, words, said):
 def test_a_process_that_fails_is_a_row(tmp_path):
     outcome = compress_runs.in_own_process(Job("x", str(tmp_path)))
     assert outcome.error is not None and outcome.error.startswith("UserError")
+
+
+# ---- recipes -----------------------------------------------------------------------------------
+
+RECIPES = """
+config: tiny
+models:
+  base: train --config quickstart data.train.path=tinyshakespeare
+  int4: quantize <base> --method int4
+  other: quantize <base> --method int8
+recipes:
+  small: [{row: whole, model: base, steps: 9}, {row: int4 after training, model: int4, steps: 9}]
+"""
+
+
+def test_each_command_of_the_recipes_is_one(tmp_path):
+    """Fields are looked up, but for those that need the folders of other models."""
+    found = compress_recipes.read_recipes()
+    used = compress_recipes.needed(
+        [r.model for rows in found.recipes.values() for r in rows], found
+    )
+    assert used == found.models.keys(), "a model that no table shows"
+    for name in found.models:
+        command, *words = compress_recipes.command_of(name, found, tmp_path)
+        assert command in COMMANDS
+        fields = [word for word in words if "=" in word and not word.startswith("--")]
+        local = [word for word in fields if not word.startswith("train.init_from=")]
+        if command == "train":
+            begun = "train.init_from=" in str(words)  # whose model section is taken over
+            local += ["optim.wrappers=[]", "model.heads=2"] * begun
+            load_config(find_config(words[words.index("--config") + 1]), local)
+
+
+def test_a_model_is_made_once_after_those_that_it_needs(run, tmp_path, monkeypatch, capsys):
+    (tmp_path / "recipes.yaml").write_text(RECIPES)
+    monkeypatch.setattr(compress_recipes, "FILE", tmp_path / "recipes.yaml")
+    found = compress_recipes.read_recipes(tmp_path / "recipes.yaml")
+    monkeypatch.setattr(compress_recipes, "read_recipes", lambda: found)
+    outcome = Outcome({"bpb": 2.5, "memory_bytes": 2048, "parameters": 1234, "dtype": "float32",
+                       "seconds": 1.0}, ENVIRONMENT)  # fmt: skip
+    monkeypatch.setattr(compress_recipes, "in_own_process", lambda job: outcome)
+    made = []
+
+    def pretend(words, **_):
+        out = words[words.index("--out") + 1] if "--out" in words else tmp_path / "work" / "base"
+        made.append(words[3])
+        file = tmp_path / "work" / str(out) / "model.safetensors"
+        file.parent.mkdir(parents=True)
+        file.write_text("")
+        return subprocess.CompletedProcess(words, 0)
+
+    monkeypatch.setattr(compress_recipes.subprocess, "run", pretend)
+    words = ["compress", "--recipes", "--folder", str(tmp_path / "work"), "--record", "--out"]
+    assert main([*words, str(tmp_path / "out")]) == 0
+    assert made == ["train", "quantize"]  # and not again, as int4 needs base
+    assert main([*words, str(tmp_path / "out")]) == 0 and len(made) == 2
+    (file,) = (tmp_path / "out").iterdir()
+    assert file.name == "compress_recipes-tiny-small-cpu.json"
+    record = json.loads(file.read_text())
+    assert record["workload"]["models"].keys() == {"base", "int4"}
+    assert [row["steps"] for row in record["rows"]] == [9, 9]
+    page = make_page(tmp_path / "page.md", tmp_path / "out").read_text()
+    assert "| int4 after training | 9 | 1,234 | 2.5000 | 2.0 KiB |" in page
+    changed = found._replace(models=found.models | {"int4": "quantize <base> --method nf4"})
+    with pytest.raises(UserError, match="int4 was made by another command .*; name another --fol"):
+        compress_recipes.make_model("int4", changed, tmp_path / "work")
+    capsys.readouterr()
+    assert main(["compress", "--recipes", "no"]) == 2
+    assert "there is no recipe no; there are small" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize(
+    ("before", "after", "said"),
+    [
+        ("<base> --method int4", "<none> --method int4", "int4 needs none before it"),
+        ("model: int4", "model: int5", "small has no model int5"),
+    ],
+)
+def test_a_recipe_that_names_no_model_is_one_line(tmp_path, before, after, said):
+    file = tmp_path / "recipes.yaml"
+    file.write_text(RECIPES.replace(before, after))
+    with pytest.raises(UserError, match=f"recipes.yaml: {said}"):
+        compress_recipes.read_recipes(file)
+
+
+@pytest.mark.slow
+def test_a_recipe_trains_and_is_measured(tmp_path, monkeypatch):
+    """The real commands: two steps of a small model, then int4 of it."""
+    small = " ".join(run_overrides(tmp_path, train__steps=2))
+    small = " ".join(w for w in small.split() if not w.startswith("run."))
+    found = compress_recipes.Recipes(
+        "tiny",
+        {"base": f"train {small}", "int4": "quantize <base> --method int4"},
+        {"small": [compress_recipes.Row("int4", "int4", 2)]},
+    )
+    monkeypatch.setattr(compress_recipes, "read_recipes", lambda: found)
+    (record,) = compress_recipes.bench_recipes([], tmp_path / "work")
+    (row,) = record["rows"]
+    assert 0 < row["bpb"] < 10 and row["parameters"] > 10_000 and "tokens_per_s_1" not in row
+    bad = found._replace(models=found.models | {"base": "train model.depht=3"})
+    with pytest.raises(UserError, match="the command of base failed: .*depht"):
+        compress_recipes.make_model("base", bad, tmp_path / "other")
