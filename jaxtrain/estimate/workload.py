@@ -20,6 +20,7 @@ from jaxtrain.finetune import (
     merge_adapters,
     unflatten,
 )
+from jaxtrain.finetune.partition import map_named
 from jaxtrain.model import (
     LayerSpec,
     Transformer,
@@ -38,6 +39,8 @@ from jaxtrain.train.features import make_step_spec
 from jaxtrain.train.frozen_layers import freeze_layers
 from jaxtrain.train.step import State, StepSpec, init_state, state_shardings
 from jaxtrain.weights.params import Params, ShapeTree
+from jaxtrain.weights.quantized import QuantizedWeight
+from jaxtrain.weights.stored import packed_shardings
 
 SHORT = {"bfloat16": "bf16", "float16": "fp16", "float32": "fp32"}
 
@@ -157,14 +160,15 @@ def random_base(w: Workload) -> Params | None:
     if w.partition.init is None:
         return None
     where, base = flatten(shardings(w.partition.base, w.mesh)), {}
+    store = w.partition.store_on(w.mesh)
     for name, spec in flatten(w.partition.base).items():
         make = lambda name=name, spec=spec: flatten(initialize(unflatten({name: spec}), 0))[name]
-        base[name] = w.partition.store(name, jax.jit(make, out_shardings=where[name])())
+        base[name] = store(name, jax.jit(make, out_shardings=where[name])())
     return w.partition.init(unflatten(base), 0)[0]
 
 
 def abstract_frozen(w: Workload) -> ShapeTree | None:
-    """Its shapes; and the placement of what is kept as it was declared."""
+    """Its shapes and places."""
     where = {
         (spec.shape, spec.dtype): place
         for spec, place in zip(
@@ -177,13 +181,16 @@ def abstract_frozen(w: Workload) -> ShapeTree | None:
             ),
         )
     }
-    whole = NamedSharding(w.mesh, PartitionSpec())  # of packed matrices
+    whole, specs = NamedSharding(w.mesh, PartitionSpec()), flatten(w.partition.base)
+    at = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    def like(x: jax.ShapeDtypeStruct) -> jax.ShapeDtypeStruct:
-        place = where.get((x.shape, x.dtype.name), whole)
-        return jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
+    def like(name: str, x: Any) -> Any:
+        if isinstance(x, QuantizedWeight):
+            return jax.tree.map(at, x, packed_shardings(x, specs[name], w.mesh))
+        return at(x, where.get((x.shape, x.dtype.name), whole))
 
-    return jax.tree.map(like, jax.eval_shape(lambda: random_base(w)))
+    frozen = jax.eval_shape(lambda: random_base(w))
+    return frozen and map_named(like, frozen)
 
 
 def new_hyperparams(w: Workload) -> Hyperparams:

@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+from jax.sharding import Mesh
 
 from jaxtrain.finetune.config import (
     AdapterConfig,
@@ -35,6 +36,8 @@ from jaxtrain.weights import WEIGHTS
 from jaxtrain.weights.contract import Weight, flatten
 from jaxtrain.weights.int4 import GROUP
 from jaxtrain.weights.params import Specs
+from jaxtrain.weights.quantized import QuantizedWeight
+from jaxtrain.weights.stored import packed_shardings
 
 IN_BLOCKS = ("blocks/attention/", "blocks/ffn/")  # whose matrices go through `weights.float8`
 # Stacks of a mixture of experts, which are multiplied in groups.
@@ -76,6 +79,22 @@ class Partition(NamedTuple):
     begin: Callable[[Params, int], Params] = lambda base, seed: base
     merged: Callable[[Weight], Any] = lambda leaf: jax.device_get(merge_weights(leaf))
     exports_adapter: bool = True
+
+    def store_on(self, mesh: Mesh) -> Store:
+        """`store`, with the arrays of packed matrices split over a mesh."""
+        specs = flatten(self.base)
+        packed = lambda leaf: isinstance(leaf, QuantizedWeight)
+
+        def store(name: str, x: Any) -> Any:
+            def split(leaf: Any) -> Any:
+                if not packed(leaf):
+                    return leaf
+                where = packed_shardings(leaf, specs[name], mesh)
+                return jax.jit(lambda w: w, out_shardings=where)(leaf)
+
+            return jax.tree.map(split, self.store(name, x), is_leaf=packed)
+
+        return store
 
     def export(self, params: Params, frozen: Params | None) -> Params:
         """What an adapter file holds: the trained parameters, and the frozen extras."""

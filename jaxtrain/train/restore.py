@@ -39,7 +39,7 @@ def load_pretrained(
     if c.train.init_from is None or (resumed and partition.init is None):
         return None, None
     place = shardings(partition.base, mesh)
-    base = load_init_params(c.train.init_from, partition.base, place, partition.store)
+    base = load_init_params(c.train.init_from, partition.base, place, partition.store_on(mesh))
     if partition.init is None:
         begin = jax.device_put(
             partition.begin(base, c.run.seed), shardings(partition.trainable, mesh)

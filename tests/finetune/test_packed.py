@@ -6,7 +6,14 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
+from pydantic import TypeAdapter
+from test_tuning import tuning
+from tiny import LLAMA, VOCAB, close, mesh_of, resolved, rows_of
 
+from jaxtrain.cli import main
+from jaxtrain.finetune import FinetuneConfig, flatten, make_partition
+from jaxtrain.model import AdaptedWeight, Transformer, split
+from jaxtrain.parallel import shardings
 from jaxtrain.weights.contract import dequantize, matmul
 from jaxtrain.weights.quantized import DYNAMIC, NF4, nearest, quantize
 
@@ -77,3 +84,36 @@ def test_no_whole_matrix_is_kept_for_the_gradient():
     assert max(x.nbytes for x in kept) <= D * D // 2
     compiled = jax.jit(jax.grad(loss)).lower(jnp.ones((4, D)), packed).compile()
     assert compiled.memory_analysis().temp_size_in_bytes < 4 * D * D * L // 2
+
+
+@pytest.mark.parametrize(
+    "fields",
+    [{"base_quantization": "nf4"}, {"base_quantization": "nf4", "loftq_iterations": 1},
+     {"base_quantization": "int8"}, {"name": "qalora", "group_size": 8}],
+    ids=["nf4", "loftq", "int8", "qalora"],
+)  # fmt: skip
+@pytest.mark.quick("nf4")
+def test_a_base_is_split_over_a_mesh(fields):
+    """Each device has an eighth of the codes, and the layers are those of one device."""
+    config = TypeAdapter(FinetuneConfig).validate_python({"name": "lora", "rank": 4} | fields)
+    specs = split(Transformer(resolved(**LLAMA | {"hidden": 64}), VOCAB))[1]
+    partition, mesh = make_partition(config, specs, jnp.dtype("float32")), mesh_of(fsdp=8)
+    name, w = "blocks/ffn/up", jnp.asarray(matrix(2, 32, 64))
+    alone = partition.store(name, w)
+    where = flatten(shardings(specs, mesh))[name]
+    form = partition.store_on(mesh)(name, jax.device_put(w, where))
+    packed = form.w if isinstance(form, AdaptedWeight) else form
+    assert packed.codes.addressable_shards[0].data.nbytes == packed.codes.nbytes / 8
+    first = lambda tree: jax.tree.map(lambda x: x[0], tree)
+    x = matrix(3, 32, seed=1)
+    close(matmul(jnp.asarray(x), first(form)), matmul(jnp.asarray(x), first(alone)), 1e-4, 1e-4)
+
+
+@pytest.mark.slow
+def test_qlora_on_a_mesh_has_the_losses_of_one_device(whole, tmp_path):
+    losses = []
+    for name, mesh in (("one", {}), ("many", {"mesh__fsdp": 4, "mesh__tensor": 2})):
+        given = {"finetune__name": "lora", "finetune__base_quantization": "nf4"} | mesh
+        assert main(["train", *tuning(tmp_path, whole, name, **given)]) == 0
+        losses.append([row["loss"] for row in rows_of(tmp_path / name)])
+    np.testing.assert_allclose(losses[0], losses[1], rtol=1e-4)
