@@ -77,16 +77,7 @@ WHAT = {
 ONLY = {
     "attention": ("tune",),
     "decode": ("prompts", "batches", "cache_dtypes"),
-    "compress": (
-        "also",
-        "shape",
-        "core",
-        "text",
-        "calibration",
-        "sequences",
-        "recipes",
-        "folder",
-    ),
+    "compress": ("also", "shape", "core", "text", "calibration", "sequences", "recipes", "folder"),
     "step": ("profile", "switches", "flags", "peer"),
     "loader": ("minutes",),
     "memory": ("techniques", "longest", "devices", "device", "memory", "fit"),
@@ -268,8 +259,8 @@ def asked(a: argparse.Namespace) -> bool:
 def check_options(a: argparse.Namespace) -> None:
     """Raises UserError for an option that nothing would read."""
     for what, options in ONLY.items():
-        stray = option_given(a, *options)
-        if stray and a.what != what:
+        stray = option_given(a, *(one for one in options if one not in ONLY.get(a.what, ())))
+        if stray:
             raise UserError(f"{stray} is for bench {what}, not for bench {a.what}")
     stray = option_given(a, *ONLY["decode"])
     if stray and not a.config:

@@ -137,6 +137,21 @@ def constrain(x: jax.Array, *axes: str | None) -> jax.Array:
     return jax.lax.with_sharding_constraint(x, partition_spec(axes, x.shape, mesh))
 
 
+def gather_fsdp[Tree](tree: Tree) -> Tree:
+    """Arrays whole on each device, where `fsdp` is the one axis that splits parameters.
+
+    For packed matrices before they are dequantized: XLA would dequantize a device's part and send
+    the result, 4 to 8 times the bytes.
+    """
+    mesh = current_mesh()
+    if mesh is None or mesh.shape["fsdp"] == 1 or "fsdp" in manual_axes(mesh):
+        return tree
+    if any(mesh.shape[axis] > 1 for axis in ("pipeline", "expert", "tensor")):
+        return tree
+    whole = lambda x: jax.lax.with_sharding_constraint(x, PartitionSpec())
+    return jax.tree.map(whole, tree)
+
+
 def constrain_tree[Tree](kind: str, tree: Tree, specs: SpecTree, zero: int) -> Tree:
     """Pin parameters or gradients (`kind`) as this stage of ZeRO has them; free without a mesh."""
     mesh = current_mesh()

@@ -16,6 +16,7 @@ import numpy as np
 from jaxtrain_kernels.matmul.integers import w8a16_matmul
 from jaxtyping import Array, DTypeLike, Float, Int
 
+from jaxtrain.parallel.axes import gather_fsdp
 from jaxtrain.weights.contract import Weight
 
 BLOCK, SCALES = 64, 256
@@ -181,7 +182,7 @@ def frozen_matmul(x: Array, w: QuantizedWeight) -> Array:
     """x w. What is kept for the gradient is the packed matrix: the whole one would stay in memory
     from the forward to the backward pass, of every layer."""
     x, w = jax.lax.optimization_barrier((x, w))  # whole when it is its turn, not all at the start
-    return w.product(x)
+    return gather_fsdp(w).product(x)
 
 
 def _forward(x: Array, w: QuantizedWeight) -> tuple[Array, QuantizedWeight]:
@@ -191,7 +192,7 @@ def _forward(x: Array, w: QuantizedWeight) -> tuple[Array, QuantizedWeight]:
 def frozen_backward(w: Weight, dy: Array) -> tuple[Array, None]:
     """The gradient of x alone, of what `_forward` kept."""
     w, dy = jax.lax.optimization_barrier((w, dy))  # else XLA would keep the forward pass's
-    return dy @ w.dequantize().T, None
+    return dy @ gather_fsdp(w).dequantize().T, None
 
 
 frozen_matmul.defvjp(_forward, frozen_backward)

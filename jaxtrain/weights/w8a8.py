@@ -13,6 +13,7 @@ import jax
 import jax.numpy as jnp
 from jaxtyping import Array, Float
 
+from jaxtrain.parallel.axes import gather_fsdp
 from jaxtrain.weights.int8_training import int8_products, quantize_absmax
 from jaxtrain.weights.quantized import QuantizedWeight, frozen_backward, int8_codes, int8_values
 
@@ -68,6 +69,7 @@ class W8A8Weight(DynamicInt8Weight):
 @jax.custom_vjp
 def w8a8_matmul(x: Float[Array, "*B K"], w: DynamicInt8Weight) -> Float[Array, "*B N"]:
     """x w. The gradient of x is that of the dequantized matrix."""
+    w = gather_fsdp(w)
     x_MK = w.smooth(x.reshape(-1, x.shape[-1]).astype(jnp.float32))
     codes_MK, scales_M = quantize_absmax(x_MK, 1)
     y_MN = int8_products(codes_MK, w.codes) * scales_M[:, None] * w.scales[None]

@@ -1,6 +1,7 @@
 """A quantized model on a mesh: the figures of one device."""
 
 import dataclasses
+import re
 
 import jax
 import jax.numpy as jnp
@@ -109,3 +110,26 @@ def test_no_shard_cuts_a_group(group, axes, spec):
         found = getattr(where, name)
         same = jax.sharding.NamedSharding(found.mesh, expected)
         assert found.is_equivalent_to(same, 3), (name, found.spec)
+
+
+@pytest.mark.parametrize("method", ["int4", "nf4", "w8a8"])
+@pytest.mark.quick("int4")
+def test_fsdp_sends_codes_and_not_what_they_stand_for(method):
+    """Forward and backward: no gathered array of float32 is as large as the matrix."""
+    full = dataclasses.replace(SPEC, shape=(1, 64, 128))
+    stack = METHODS[method].quantize(jnp.ones((64, 128)), None, MethodOptions(8))
+    weight = jax.tree.map(lambda x: x[None], stack)
+    mesh = make_mesh(MeshConfig(fsdp=8))
+    placed = jax.device_put(weight, packed_shardings(weight, full, mesh))
+    x = jax.device_put(jnp.ones((8, 64)), jax.NamedSharding(mesh, jax.P("fsdp")))
+
+    def loss(x, stack):
+        return jnp.sum(jax.tree.map(lambda a: a[0], stack).matmul(x) ** 2)
+
+    with jax.set_mesh(mesh):
+        program = jax.jit(jax.grad(loss)).lower(x, placed).compile().as_text()
+    gathered = re.findall(r"= (\w+)\[([\d,]+)\]\S* all-gather", program)
+    sizes = {kind: max(int(np.prod([*map(int, dims.split(","))])) for k, dims in gathered
+                       if k == kind) for kind, _ in gathered}  # fmt: skip
+    assert sizes.get("f32", 0) < 64 * 128 / 2
+    assert max(sizes.get("u8", 0), sizes.get("s8", 0)) >= 64 * 128 / 2, gathered
