@@ -39,7 +39,7 @@ TECHNIQUES: dict[str, list[str]] = {
     "offload, scanned": ["model.remat=offload", *SCANNED],
     "ffn in 8 tiles": ["model.ffn_tiles=8"],
     "bfloat16 states": ["optim.state_dtype=bfloat16"],
-    "states on the host": ["optim.offload=true"],
+    "states on the host": ["optim.offload.name=host"],
 }
 # Lengths of rows are multiples of STEP; so many are looked at besides the first two.
 STEP, FIRST, REFINED = 2048, (4096, 8192), 4

@@ -86,12 +86,12 @@ def test_advice_names_what_is_still_open():
     ).partition("; ")[2]
     assert advice() == "lower train.device_batch_size (now 8) or set model.remat=block"
     one = "train.device_batch_size=1"
-    assert advice(one) == "set model.remat=block or set optim.offload=true"
+    assert advice(one) == "set model.remat=block or set optim.offload.name=host"
     block = [one, "model.remat=block"]
     assert advice(*block, "finetune.name=lora") == (
-        "set finetune.base_quantization=nf4 or set optim.offload=true"
+        "set finetune.base_quantization=nf4 or set optim.offload.name=host"
     )
-    assert advice(*block, "optim.offload=true") == (
+    assert advice(*block, "optim.offload.name=host") == (
         "shorten train.sequence_length, or take more devices (mesh.data=1 mesh.fsdp=auto)"
     )
 

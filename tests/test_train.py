@@ -323,7 +323,7 @@ def test_a_backend_that_cannot_serve_is_refused_with_its_reason(tmp_path, capfd)
     assert re.match(r"model\.attention: cudnn cannot serve float32.*: needs", message)
 
 
-ADVICE = r"set model\.remat=block or set optim\.offload=true"
+ADVICE = r"set model\.remat=block or set optim\.offload\.name=host"
 
 
 def test_a_step_that_does_not_fit_is_refused_before_it_runs(tmp_path, capfd, monkeypatch):

@@ -1,29 +1,65 @@
-"""States that wait in the host's memory between steps, and come to the device part by part.
+"""States that wait off the device between steps, and come to it part by part.
 
-ZeRO-Offload (Ren et al. 2021) without its update on the host's processor. A loop takes some layers
-of the stacks at a time: states in, their update, states back, in place. The copies of one stack
-overlap with those of the others and with the updates. Operation by operation it is the same bit
-for bit (but for the order of a matrix product, Muon's); compiled, it rounds where XLA has it.
+In the host's memory it is ZeRO-Offload (Ren et al. 2021) without its update on the host's
+processor; in files, ZeRO-Infinity (`train/file_offload.py`). A loop takes some layers of the stacks
+at a time: states in, their update, states back, in place. The copies of one stack overlap with
+those of the others and with the updates. Operation by operation it is the same bit for bit (but for
+the order of a matrix product, Muon's); compiled, it rounds where XLA has it.
 """
 
-from collections.abc import Container
+import functools
+from collections.abc import Callable, Container, Mapping
 from math import prod
-from typing import Any, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import jax
 import jax.numpy as jnp
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
+from pydantic import BeforeValidator, Field
 
 from jaxtrain.optim.types import Hyper, OptState, Transformation
 from jaxtrain.parallel.axes import current_mesh, partition_spec
-from jaxtrain.settings import UserError
+from jaxtrain.settings import Settings, UserError
 from jaxtrain.weights.params import Params, Specs
 
 MIN_BYTES = 2**20  # bytes; a smaller state is not worth a copy
 CHUNK_BYTES = (
     2**28
 )  # bytes of the parameters, on one device, that are updated at once if it can be helped
+
+
+class HostOffload(Settings):
+    """ZeRO-Offload: in the host's memory."""
+
+    name: Literal["host"] = "host"
+
+
+class FileOffload(Settings):
+    """ZeRO-Infinity: in files on a local disk, for states that the host's memory does not hold."""
+
+    name: Literal["files"] = "files"
+    directory: str | None = Field(
+        None,
+        min_length=1,
+        description="folder of the files, on a fast local disk, of one run at a time; default "
+        "`states` in the run directory",
+    )
+
+
+# false: as a run directory of before has it.
+OffloadConfig = Annotated[
+    Annotated[HostOffload | FileOffload, Field(discriminator="name")] | None,
+    BeforeValidator(lambda given: None if given is False else given),
+]
+
+
+class UpdateGroup(NamedTuple):
+    """Parameters that one transformation updates."""
+
+    tx: Transformation  # init(params) and update(grads, state, params, hyper=, specs=)
+    names: set[str]
+    whole: bool  # it takes norms of, or multiplies, whole matrices
 
 
 class OffloadChunk(NamedTuple):
@@ -64,7 +100,7 @@ def host_sharding(mesh: Mesh, spec: PartitionSpec) -> NamedSharding:
         kind = mesh.devices.flat[0].device_kind
         raise UserError(
             f"optim.offload: a {kind} has no pinned memory of the host's beside its own; set it to "
-            "false (optim.state_dtype=bfloat16 or optim.name=adamw8bit make states smaller)"
+            "null (optim.state_dtype=bfloat16 or optim.name=adamw8bit make states smaller)"
         ) from error
 
 
@@ -149,6 +185,51 @@ def update_offloaded(
     return done, treedef.unflatten(new.values())
 
 
+class ChunkUpdate(NamedTuple):
+    """The update of a chunk's parameters, or of one of its parts."""
+
+    keys: list[str]  # paths of its states in that of its group
+    cut: list[bool]  # those that are cut into parts as their parameters are
+    update: Callable[..., tuple[Params, list[Any]]]  # (hyper, grads, params, states, finite)
+
+
+def make_chunk_update(tx: Transformation, params: Params, specs: Specs) -> ChunkUpdate:
+    """The update of these parameters (arrays or their shapes). The rest of the trees is masked."""
+    lengths = {name_of(p): len(x) for p, x in jax.tree_util.tree_leaves_with_path(params) if x.ndim}
+    paths, treedef = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, params))
+    keys = [jax.tree_util.keystr(path) for path, _ in paths]
+    # What is as long as its parameter is cut as that is.
+    cut = [x.ndim > 0 and lengths.get(owner_of(path, lengths) or "") == len(x) for path, x in paths]
+
+    def update(
+        hyper: dict[str, Hyper], grads: Any, params: Any, states: list[Any], finite: Any
+    ) -> tuple[Any, list[Any]]:
+        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
+        updates, new = tx.update(grads, treedef.unflatten(states), params, hyper=hyper, specs=specs)
+        done = optax.apply_updates(params, updates), jax.tree.leaves(new)
+        if (keep := finite) is not None:
+            done = jax.tree.map(lambda n, o: jnp.where(keep, n, o), done, (params, states))
+        return done
+
+    return ChunkUpdate(keys, cut, update)
+
+
+def part_of[T](tree: T, i: Any, parts: int) -> T:
+    """Part i of each array's first dim."""
+    take = lambda x: jax.lax.dynamic_slice_in_dim(
+        x, i * (len(x) // parts), len(x) // parts, allow_negative_indices=False
+    )
+    return jax.tree.map(take, tree)
+
+
+def with_part[T](tree: T, part: T, i: Any) -> T:
+    """The tree with `part` in the place of part i."""
+    put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(
+        x, y, i * len(y), 0, allow_negative_indices=False
+    )
+    return jax.tree.map(put, tree, part)
+
+
 def update_chunk(
     tx: Transformation,
     hyper: dict[str, Hyper],
@@ -160,23 +241,8 @@ def update_chunk(
     finite: jax.Array | None,
 ) -> tuple[Params, dict[str, jax.Array]]:
     """(new parameters, their states by path). The rest of the trees is masked."""
-    lengths = {name_of(p): len(x) for p, x in jax.tree_util.tree_leaves_with_path(params) if x.ndim}
-    paths, treedef = jax.tree_util.tree_flatten_with_path(jax.eval_shape(tx.init, params))
-    keys = [jax.tree_util.keystr(path) for path, _ in paths]
+    keys, cut, update = make_chunk_update(tx, params, specs)
     before = [table[key] for key in keys]
-    # What is as long as its parameter is cut as that is.
-    cut = [
-        x.ndim > 0 and lengths.get(owner_of(path, lengths) or "") == len(x)
-        for (path, _), x in zip(paths, before)
-    ]
-
-    def update(grads: Any, params: Any, states: list[Any]) -> tuple[Any, list[Any]]:
-        grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
-        updates, new = tx.update(grads, treedef.unflatten(states), params, hyper=hyper, specs=specs)
-        done = optax.apply_updates(params, updates), jax.tree.leaves(new)
-        if (keep := finite) is not None:
-            done = jax.tree.map(lambda n, o: jnp.where(keep, n, o), done, (params, states))
-        return done
 
     def send(new: list[Any]) -> list[Any]:
         return [
@@ -185,21 +251,47 @@ def update_chunk(
         ]
 
     if parts == 1:
-        params, states = update(grads, params, to_device(before))
+        params, states = update(hyper, grads, params, to_device(before), finite)
         return params, dict(zip(keys, send(states)))
 
     def part(i: Any, carry: tuple[Any, list[Any]]) -> tuple[Any, list[Any]]:
-        take = lambda x: jax.lax.dynamic_slice_in_dim(
-            x, i * (len(x) // parts), len(x) // parts, allow_negative_indices=False
-        )
-        put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(
-            x, y, i * len(y), 0, allow_negative_indices=False
-        )
         params, states = carry
-        mine = [take(x) if c else b for x, b, c in zip(states, before, cut)]
-        moved, new = update(jax.tree.map(take, grads), jax.tree.map(take, params), to_device(mine))
-        states = [put(x, n) if c else n for x, n, c in zip(states, send(new), cut)]
-        return jax.tree.map(put, params, moved), states
+        mine = [part_of(x, i, parts) if c else b for x, b, c in zip(states, before, cut)]
+        given = part_of((grads, params), i, parts)
+        moved, new = update(hyper, *given, to_device(mine), finite)
+        states = [with_part(x, n, i) if c else n for x, n, c in zip(states, send(new), cut)]
+        return with_part(params, moved, i), states
 
     params, states = jax.lax.fori_loop(0, parts, part, (params, before))
     return params, dict(zip(keys, states))
+
+
+def apply_offloaded(
+    groups: Mapping[str, UpdateGroup],
+    labels: dict[str, Any],
+    hyper: dict[str, Hyper],
+    trees: tuple[Params, Any, Params, Specs],
+    finite: jax.Array | None,
+) -> tuple[Params, OptState]:
+    """(new parameters, state) from gradients, state, parameters and specs, group by group."""
+    grads, state, params, specs = trees
+    # Not before all gradients are there: until then, the device's memory is full.
+    grads, state = jax.lax.optimization_barrier((grads, state))
+    inner = dict(state.inner_states)
+    for name, group in groups.items():
+        pick = functools.partial(jax.tree.map, functools.partial(only, name), labels)
+        given = pick(grads), inner[name].inner_state, pick(params), pick(specs)
+        mine, new = update_offloaded(group.tx, hyper, *given, group.whole, finite)
+        params = jax.tree.map(replace, params, mine)
+        inner[name] = inner[name]._replace(inner_state=new)
+    return params, state._replace(inner_states=inner)
+
+
+def only[Leaf](name: str, label: str, param: Leaf) -> Leaf | optax.MaskedNode:
+    """A leaf of the tree that this row of optax.partition sees."""
+    return param if label == name else optax.MaskedNode()
+
+
+def replace(param: jax.Array, mine: jax.Array | optax.MaskedNode) -> jax.Array:
+    """A parameter's new value, if `only` has left it in this row."""
+    return param if isinstance(mine, optax.MaskedNode) else mine.astype(param.dtype)

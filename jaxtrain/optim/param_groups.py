@@ -5,7 +5,7 @@ group, or else of its role. Rates are arguments of the compiled step (`hyper`), 
 """
 
 import functools
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import jax
@@ -13,7 +13,15 @@ import jax.numpy as jnp
 import optax
 from pydantic import Field, field_validator
 
-from jaxtrain.optim.offload import to_device, update_offloaded
+from jaxtrain.optim.offload import (
+    OffloadConfig,
+    UpdateGroup,
+    apply_offloaded,
+    name_of,
+    only,
+    replace,
+    to_device,
+)
 from jaxtrain.optim.rate_schedule import RateSchedule, Shares
 from jaxtrain.optim.schedule import Schedule, Trapezoid, multiplier
 from jaxtrain.optim.types import (
@@ -87,10 +95,11 @@ class CommonConfig(Settings):
         description="storage of the states of matrices and embeddings (8-bit ones stay); bfloat16 "
         "halves them, and rounds away what changes a second moment by less than 0.4% a step",
     )
-    offload: bool = Field(
-        False,
-        description="states of matrices and embeddings wait in the host's memory between steps, "
-        "and come to the device layer by layer; changes the numbers by rounding at most",
+    offload: OffloadConfig = Field(
+        None,
+        description="where the states of matrices and embeddings wait between steps; they come to "
+        "the device layer by layer, which changes the numbers by rounding at most; default on the "
+        "device",
     )
     wrappers: tuple[WrapperConfig, ...] = Field(
         (),
@@ -131,6 +140,7 @@ class Optimizer(NamedTuple):
     `apply(grads, state, params, step, hyperparams, finite)` gives the new parameters and state;
     both stay as they are where `finite` is False. With `offload` only `apply` works, because large
     states are then in the host's memory (`optim/offload.py`).
+    `groups` and `rates(step, hyperparams)`, the rates by group, are what `apply` is made of.
     `rate(step, hyperparams)` is the learning rate to log: that of the matrices, if there are any.
     `hyperparams` holds every number of the optimizer (peak rates and schedule). Pass it to the
     compiled step as an argument, so that a changed rate does not recompile.
@@ -148,6 +158,8 @@ class Optimizer(NamedTuple):
     apply: Callable[..., tuple[Params, OptState]]
     metrics: Callable[[OptState], dict[str, jax.Array]]
     offload: bool
+    groups: dict[str, UpdateGroup]
+    rates: Callable[[jax.Array, Hyperparams], dict[str, Hyper]]
     averages: bool = False
     validate_trained: bool = False
     export_trained: bool = False
@@ -334,6 +346,10 @@ def build_optimizer(
         mask_compatible_extra_args=True,  # of `specs`, a group sees its own
     )
     wholes = {n: table[row].matrices or not table[row].by_rows for n, (row, _) in used.items()}
+    members: dict[str, set[str]] = {name: set() for name in used}
+    for path, label in jax.tree_util.tree_leaves_with_path(labels):
+        members[label].add(name_of(path))
+    groups = {n: UpdateGroup(tx, members[n], wholes[n]) for n, tx in transforms.items()}
     peaks = {row: table[row].peaks for row, _ in used.values()}
     hyperparams = {**clock.values(total_steps), "groups": peaks}
 
@@ -370,7 +386,7 @@ def build_optimizer(
     ) -> tuple[Params, OptState]:
         if c.offload:
             trees, hyper = (grads, state, params, specs), rates(step, hyperparams)
-            return apply_offloaded(transforms, wholes, labels, hyper, trees, finite)
+            return apply_offloaded(groups, labels, hyper, trees, finite)
         updates, new = update(grads, state, params, step, hyperparams)
         done = cast(Params, optax.apply_updates(params, updates)), new
         if finite is None:
@@ -403,40 +419,10 @@ def build_optimizer(
         eval_params,
         apply,
         metrics,
-        c.offload,
+        c.offload is not None,
+        groups,
+        rates,
         any(wrapper.eval_params for wrapper in wrappers),
         any(wrapper.validate_trained for wrapper in wrappers),
         any(wrapper.export_trained for wrapper in wrappers),
     )
-
-
-def apply_offloaded(
-    transforms: Mapping[Any, Transformation],
-    wholes: dict[str, bool],
-    labels: dict[str, Any],
-    hyper: dict[str, Hyper],
-    trees: tuple[Params, Any, Params, Specs],
-    finite: jax.Array | None,
-) -> tuple[Params, OptState]:
-    """(new parameters, state) from gradients, state, parameters and specs, group by group."""
-    grads, state, params, specs = trees
-    # Not before all gradients are there: until then, the device's memory is full.
-    grads, state = jax.lax.optimization_barrier((grads, state))
-    inner = dict(state.inner_states)
-    for name, tx in transforms.items():
-        pick = functools.partial(jax.tree.map, functools.partial(only, name), labels)
-        given = pick(grads), inner[name].inner_state, pick(params), pick(specs)
-        mine, new = update_offloaded(tx, hyper, *given, wholes[name], finite)
-        params = jax.tree.map(replace, params, mine)
-        inner[name] = inner[name]._replace(inner_state=new)
-    return params, state._replace(inner_states=inner)
-
-
-def only[Leaf](name: str, label: str, param: Leaf) -> Leaf | optax.MaskedNode:
-    """A leaf of the tree that this row of optax.partition sees."""
-    return param if label == name else optax.MaskedNode()
-
-
-def replace(param: jax.Array, mine: jax.Array | optax.MaskedNode) -> jax.Array:
-    """A parameter's new value, if `only` has left it in this row."""
-    return param if isinstance(mine, optax.MaskedNode) else mine.astype(param.dtype)

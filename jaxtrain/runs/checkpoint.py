@@ -6,16 +6,19 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any, NoReturn
 
 import jax
+import numpy as np
 import orbax.checkpoint as ocp
 from etils import epath
 from jaxtyping import PyTree
 
 from jaxtrain.config.phases import Decision
+from jaxtrain.optim.state_files import StateFiles, copied_states
 from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.settings import UserError, read_object
 from jaxtrain.storage import checksums as sums
@@ -91,6 +94,28 @@ class JsonHandler(ocp.JsonCheckpointHandler):
         list_sums(Path(directory))
 
 
+class CopyHandler(ocp.CheckpointHandler):
+    """Optimizer states in files, with checksums: copied while the run waits."""
+
+    def save(self, directory: epath.Path, args: "CopyFiles") -> None:
+        args.files.save(Path(directory))
+
+    def restore(self, directory: epath.Path, args: Any = None) -> None:
+        """`Checkpointer.restore` reads them, some rows at a time."""
+        raise NotImplementedError
+
+    def finalize(self, directory: epath.Path) -> None:
+        list_sums(Path(directory))
+
+
+@ocp.args.register_with_handler(CopyHandler, for_save=True)
+@dataclass
+class CopyFiles(ocp.args.CheckpointArgs):
+    """What `CopyHandler` saves."""
+
+    files: StateFiles
+
+
 def handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
     """Who writes and reads the items of a checkpoint."""
     found = ocp.handlers.DefaultCheckpointHandlerRegistry()
@@ -99,6 +124,7 @@ def handlers() -> ocp.handlers.DefaultCheckpointHandlerRegistry:
         found.add(item, ocp.args.StandardSave, trees)
         found.add(item, ocp.args.StandardRestore, trees)
     values = JsonHandler()
+    found.add("states", CopyFiles, CopyHandler())
     found.add("position", ocp.args.JsonSave, values)
     found.add("position", ocp.args.JsonRestore, values)
     return found
@@ -118,15 +144,17 @@ class Failures(logging.Filter):
 
 
 class Checkpointer:
-    """The checkpoints of one run directory: `checkpoints/STEP/{params,rest,position}`.
+    """The checkpoints of one run directory: `checkpoints/STEP/{params,rest,position,states}`.
 
-    Each of the three has the checksums of its files in `sums.json`, compared when it is read.
+    Each of the four has the checksums of its files in `sums.json`, compared when it is read.
 
     `params` and `rest` (optimizer, counters, loss scale, keys) are trees of arrays; `position` is a
-    small JSON value, the data stream's.
+    small JSON value, the data stream's. `states` are copies of `files`, where a run keeps the
+    optimizer's states in files; `rest` has None in their place. They are open as long as this is.
     """
 
-    def __init__(self, run_dir: Path, config: CheckpointConfig):
+    def __init__(self, run_dir: Path, config: CheckpointConfig, files: StateFiles | None = None):
+        self.files = files
         self.directory = run_dir.resolve() / "checkpoints"
         self.failures, self.broken = Failures(), False
         logging.getLogger("absl").addFilter(self.failures)
@@ -156,8 +184,10 @@ class Checkpointer:
         if step in self.steps():
             return
         self.wait()
-        self._check_room(sum(x.nbytes for x in jax.tree.leaves((params, rest))))
+        needed = sum(x.nbytes for x in jax.tree.leaves((params, rest)))
+        self._check_room(needed + (self.files.nbytes if self.files else 0))
         args = ocp.args.Composite(
+            **({"states": CopyFiles(self.files)} if self.files else {}),
             params=ocp.args.StandardSave(params),
             rest=ocp.args.StandardSave(rest),
             position=ocp.args.JsonSave(position),
@@ -202,14 +232,41 @@ class Checkpointer:
     def restore(
         self, step: int, params: ShapeTree, rest: PyTree
     ) -> tuple[Params, PyTree, dict[str, Any]]:
-        """Parameters, rest and position; the arguments give shapes, dtypes and placement."""
+        """Parameters, rest and position; the arguments give shapes, dtypes and placement.
+
+        Optimizer states are taken from files and put into files, whichever of the two there is.
+        """
+        folder = self.directory / str(step) / "states"
+        copied = self._copied(step, folder)
+        mine = self.files.arrays if self.files else {}
+        # What the checkpoint has in `rest`: None for what it has in files.
+        like = named_map(lambda key, x: None if key in copied else mine.get(key, x), rest)
         items = self._read(
             step,
             params=ocp.args.StandardRestore(params),
-            rest=ocp.args.StandardRestore(rest),
+            rest=ocp.args.StandardRestore(like),
             position=ocp.args.JsonRestore(),
         )
-        return items["params"], items["rest"], items["position"]
+        if self.files:
+            self.files.settle()
+
+        def place(key: str, x: Any, to: Any) -> Any:
+            if key in mine and self.files:
+                self.files.load(key, copied[key] if key in copied else np.asarray(x))
+                return None
+            if key in copied:
+                return jax.make_array_from_callback(to.shape, to.sharding, copied[key].__getitem__)
+            return x
+
+        return items["params"], named_map(place, items["rest"], rest), items["position"]
+
+    def _copied(self, step: int, folder: Path) -> dict[str, np.ndarray]:
+        """The states that a checkpoint has in files, compared with their checksums."""
+        try:
+            self._check(step, ["states"] * folder.is_dir())
+            return copied_states(folder)
+        except Exception as error:
+            raise UserError(self._damage(step, error)) from error
 
     def shapes(self, step: int) -> PyTree:
         """`rest` as nested dicts of what has a `.shape`: that of each array in the checkpoint."""
@@ -274,12 +331,26 @@ class Checkpointer:
                 self.manager.close()
         finally:
             logging.getLogger("absl").removeFilter(self.failures)
+            if self.files:
+                self.files.close()
 
     def __enter__(self) -> "Checkpointer":
+        if self.files:
+            self.files.open()
         return self
 
     def __exit__(self, *_: object) -> None:
         self.close()
+
+
+def named_map(change: Callable[..., Any], rest: PyTree, *others: PyTree) -> PyTree:
+    """`rest` with change(path in the optimizer's state, leaf, ...) for the leaves of that."""
+    one = lambda path, *xs: change(jax.tree_util.keystr(path), *xs)
+    states = [tree["optimizer"] for tree in (rest, *others)] if "optimizer" in rest else []
+    if not states:
+        return rest
+    none = lambda x: x is None
+    return {**rest, "optimizer": jax.tree_util.tree_map_with_path(one, *states, is_leaf=none)}
 
 
 def saved_steps(run_dir: Path) -> list[int]:

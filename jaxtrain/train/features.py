@@ -20,6 +20,7 @@ from jaxtrain.train.autofreeze import FreezeConverged, autofreeze
 from jaxtrain.train.checks import skip_nonfinite
 from jaxtrain.train.evaluator import Evaluator
 from jaxtrain.train.events import Checkpoint, Event, PhaseEnd, Samples, SavedModel, Validation
+from jaxtrain.train.file_offload import file_offload
 from jaxtrain.train.float8_scaling import float8
 from jaxtrain.train.local_sgd import replicas
 from jaxtrain.train.loss_scale import dynamic_loss_scale
@@ -37,7 +38,10 @@ TRANSFORMS: Sequence[Callable[[Resolved, jnp.dtype], StepTransform | None]] = (
     autofreeze,
 )
 # (step, configuration, mesh, resumed) -> the step with the feature around it, or the step itself.
-STEP_WRAPPERS: Sequence[Callable[[StepSpec, Resolved, Mesh, bool], StepSpec]] = (replicas,)
+STEP_WRAPPERS: Sequence[Callable[[StepSpec, Resolved, Mesh, bool], StepSpec]] = (
+    replicas,
+    file_offload,
+)
 
 
 def make_transforms(c: Resolved, dtype: jnp.dtype) -> tuple[StepTransform, ...]:

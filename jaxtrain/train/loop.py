@@ -90,7 +90,8 @@ def train_phase(plan: Plan, before: Plan | None, data: TrainingData) -> TrainRes
     spec = step_of(plan, data.tokenizer)
     log(spec.summary)
 
-    with jax.set_mesh(plan.mesh), Checkpointer(run_dir, c.checkpoint) as checkpoints:
+    files = spec.update_loop.files if spec.update_loop else None
+    with jax.set_mesh(plan.mesh), Checkpointer(run_dir, c.checkpoint, files) as checkpoints:
         # ---- state: initial, pretrained, or restored ---------------------------------------------
         resumed = checkpoints.latest() is not None
         frozen, pretrained = load_pretrained(plan.partition, c, plan.mesh, resumed)

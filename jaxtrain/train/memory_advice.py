@@ -18,7 +18,7 @@ def memory_advice(c: Resolved, needed: int, limit: int | None) -> str:
     ):
         ways.append("set finetune.base_quantization=nf4")
     if len(ways) < 2 and not c.optim.offload:
-        ways.append("set optim.offload=true")
+        ways.append("set optim.offload.name=host")
     if len(ways) < 2:
         ways.append(
             "shorten train.sequence_length, or take more devices (mesh.data=1 mesh.fsdp=auto)"

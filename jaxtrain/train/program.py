@@ -135,7 +135,7 @@ class Program:
     ):
         self.prepare = prepare  # a recipe's, of a batch on the device
         self.plan, self.hyperparams, self.frozen = plan, hyperparams, frozen
-        self.shape = batch.tokens_BT.shape
+        self.shape, self.update_loop = batch.tokens_BT.shape, spec.update_loop
         step = make_step(spec, plan.mesh)
         self.compiled = compile_step(
             step, state, self.place(batch), hyperparams, plan.config, frozen
@@ -163,4 +163,6 @@ class Program:
         self, state: State, batch: data.Batch | data.PairBatch
     ) -> tuple[State, dict[str, Any]]:
         """The next state, and the step's metrics on the device. The state given is used up."""
-        return self.compiled(state, self.place(batch), self.hyperparams, self.frozen)
+        done = self.compiled(state, self.place(batch), self.hyperparams, self.frozen)
+        loop = self.update_loop
+        return loop.update(state, done, self.hyperparams) if loop else done

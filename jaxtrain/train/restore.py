@@ -86,10 +86,15 @@ def init_or_restore(
         begin = jax.jit(
             lambda p: init_state(spec, seed, p), donate_argnums=0, out_shardings=shardings
         )
-        return begin(start), None
-    if newest is None:
-        return create(), None
-    return restored(checkpoints, newest, saved_part(shapes_of(spec, shardings), spec), log, growth)
+        state = begin(start)
+    elif newest is None:
+        state = create()
+    else:
+        like = saved_part(shapes_of(spec, shardings), spec)
+        return restored(checkpoints, newest, like, log, growth)
+    if spec.update_loop:
+        spec.update_loop.begin(state.params)
+    return state, None
 
 
 def shapes_of(spec: StepSpec, shardings: State) -> State:

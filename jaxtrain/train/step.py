@@ -6,7 +6,7 @@ place of `train_step` whole (`local_sgd.py`).
 
 import functools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from jaxtrain.model import cast, initialize, path_name
 from jaxtrain.objectives import NEXT_TOKEN, Objective, StepBatch
 from jaxtrain.optim import Optimizer
 from jaxtrain.optim.offload import host_sharding, is_offloaded
+from jaxtrain.optim.state_files import StateFiles
 from jaxtrain.optim.types import Hyperparams
 from jaxtrain.parallel import (
     constrain_tree,
@@ -63,10 +64,39 @@ class StepSpec(NamedTuple):
     transforms: tuple[StepTransform, ...] = ()
     draws: bool = False  # the objective or the model is given a PRNG key
     step: Callable[..., Any] | None = None  # in the place of `train_step`
+    update_loop: "UpdateLoop | None" = None  # in the place of the optimizer's `apply`
     agreed: Callable[[Any], Any] = lambda tree: tree  # the mean over replicas that decide alike
     facts: dict[str, float] = {}  # noqa: RUF012 - of the features, for the run's first row
     summary: str | None = None  # of the features, a line for the screen
     saved_params: Callable[[State], Params] = lambda state: state.params  # of a checkpoint
+
+
+class BeforeUpdate(NamedTuple):
+    """What a step has found before its update."""
+
+    grads: Params
+    accept: Array | None  # whether there is to be an update; None: always
+    finite: Array  # the loss and the gradients are
+    gradient_squares: Array  # of each parameter's
+    metrics: dict[str, Any]
+    states: dict[str, Any]  # of the transforms, by name, as they have judged
+    report: Array | None  # of a transform, for the guard
+
+
+class UpdateLoop(Protocol):
+    """An update that the host drives, because states are where no compiled program reaches."""
+
+    files: StateFiles  # which a checkpoint copies
+
+    def begin(self, params: Params) -> None:
+        """Writes the initial states."""
+        ...
+
+    def update(
+        self, state: State, before: BeforeUpdate, hyperparams: Hyperparams
+    ) -> tuple[State, dict[str, Any]]:
+        """The next state, and the step's metrics. The state given is used up."""
+        ...
 
 
 class MicrobatchInputs(NamedTuple):
@@ -255,6 +285,21 @@ def train_step(
     so that accumulation changes nothing. `frozen` is what of the model does not train. A step that
     a transform does not accept changes no parameter and no optimizer state, bit for bit.
     """
+    found = before_update(spec, state, batch, hyperparams, frozen)
+    params, optimizer = spec.optimizer.apply(
+        found.grads, state.optimizer, state.params, state.step, hyperparams, found.accept
+    )
+    return after_update(spec, state, found, params, optimizer, hyperparams)
+
+
+def before_update(
+    spec: StepSpec,
+    state: State,
+    batch: StepBatch,
+    hyperparams: Hyperparams,
+    frozen: Params | None = None,
+) -> BeforeUpdate:
+    """The first part of `train_step`: gradients, clipped, and what the transforms say of them."""
     extras = state.extras
     key = None
     if spec.draws:
@@ -293,21 +338,34 @@ def train_step(
     states = {t.name: after.get(t.name) for t in spec.transforms}
     verdicts = {t.name: t.judge(states[t.name], outcome) for t in spec.transforms}
     accept = all_of([v.accept for v in verdicts.values()])
-    params, optimizer = spec.optimizer.apply(
-        grads, state.optimizer, state.params, state.step, hyperparams, accept
-    )
-    bad = nonfinite_values(params)
     report = next((v.report for v in verdicts.values() if v.report is not None), None)
-    checks = Checks((finite & (jnp.sum(bad) == 0)).astype(jnp.float32), squares, bad, report)
+    metrics = {**metrics, "grad_norm": norm, **load}
+    judged = {name: verdicts[name].state for name in extras}
+    return BeforeUpdate(grads, accept, finite, squares, metrics, judged, report)
+
+
+def after_update(
+    spec: StepSpec,
+    state: State,
+    found: BeforeUpdate,
+    params: Params,
+    optimizer: PyTree,
+    hyperparams: Hyperparams,
+) -> tuple[State, dict[str, Any]]:
+    """The last part of `train_step`: the next state from the new parameters, and the metrics."""
+    extras = state.extras
+    bad = nonfinite_values(params)
+    finite = (found.finite & (jnp.sum(bad) == 0)).astype(jnp.float32)
+    checks = Checks(finite, found.gradient_squares, bad, found.report)
     rate = spec.optimizer.rate(state.step, hyperparams)
-    metrics = {**metrics, "grad_norm": norm, "lr": rate, "checks": checks, **load}
+    metrics = {**found.metrics, "lr": rate, "checks": checks}
     metrics |= spec.optimizer.metrics(optimizer)
     for t in spec.transforms:
         metrics |= t.metrics(extras[t.name]) if t.name in extras else {}
-    new = {name: verdicts[name].state for name in extras}
-    if accept is not None:
-        metrics["skipped"] = 1.0 - accept
-        kept = functools.partial(jnp.where, accept)
+    new = dict(found.states)
+    if found.accept is not None:
+        metrics["skipped"] = 1.0 - found.accept
+        kept = functools.partial(jnp.where, found.accept)
         for name in [t.name for t in spec.transforms if t.rewinds and t.name in extras]:
             new[name] = jax.tree.map(kept, new[name], extras[name])
     return State(params, optimizer, state.step + 1, state.key, new), metrics
@@ -320,7 +378,12 @@ def all_of(opinions: Sequence[Array | None]) -> Array | None:
 
 
 def make_step(spec: StepSpec, mesh: Mesh) -> jax.stages.Wrapped:
-    """`train_step` compiled for the mesh; the old state's memory is reused."""
+    """`train_step` compiled for the mesh; the old state's memory is reused.
+
+    With an update loop `before_update`, which leaves the state as it is.
+    """
+    if spec.update_loop:
+        return jax.jit(functools.partial(before_update, spec))
     return jax.jit(
         functools.partial(spec.step or train_step, spec),
         donate_argnums=0,

@@ -30,6 +30,9 @@ from jaxtrain.train.stop_signal import StopSignal
 from jaxtrain.weights.params import Initializer, ParamSpec
 
 
+HOST = {"name": "host"}
+
+
 @pytest.fixture(autouse=True)
 def small(monkeypatch):
     """Even the smallest state waits on the host, and comes in as many parts as can be."""
@@ -90,7 +93,7 @@ def walk(c, steps=2):
 
 def test_the_update_in_parts_is_the_same():
     """On a GPU as well, where other memory is meant."""
-    plain, there = walk(config("adamw"), 5), walk(config("adamw", offload=True), 5)
+    plain, there = walk(config("adamw"), 5), walk(config("adamw", offload=HOST), 5)
     close(there, plain, rtol=1e-5, atol=1e-7)
     moments = [x for x in jax.tree.leaves(there[1]) if x.ndim > 1]
     assert moments and all(x.sharding.memory_kind == "pinned_host" for x in moments)
@@ -99,7 +102,7 @@ def test_the_update_in_parts_is_the_same():
 @pytest.mark.slow
 def test_wrappers_see_whole_layers_and_their_states_wait_as_well():
     wrappers = [{"name": "cautious"}, {"name": "ema", "decay": 0.5}]
-    plain, there = (walk(config("adamw", offload=o, wrappers=wrappers), 3) for o in (False, True))
+    plain, there = (walk(config("adamw", offload=o, wrappers=wrappers), 3) for o in (None, HOST))
     close(there, plain, rtol=1e-5, atol=1e-7)
     average = there[1].inner_states["matrix"].inner_state.average["blocks"]["up"]
     assert average.sharding.memory_kind == "pinned_host"
@@ -118,7 +121,7 @@ SLOW = [
 def test_the_update_in_parts_is_the_same_bit_for_bit(name):
     few = {"min_size": 20, "block_size": 4} if name == "adamw8bit" else {}
     with jax.disable_jit():  # no fusion may round differently here than there
-        plain, there = walk(config(name, **few)), walk(config(name, **few, offload=True))
+        plain, there = walk(config(name, **few)), walk(config(name, **few, offload=HOST))
     # A CPU multiplies one matrix of Muon's in another order than a batch of them.
     (close if name == "muon" else same)(there, plain)
     kinds = {x.ndim: offload.on_host(x) for x in jax.tree.leaves(there[1])}
@@ -138,7 +141,7 @@ def trained(c, mesh, steps=2, dtype=jnp.float32, **model):
 @pytest.mark.slow
 def test_sharded_states_stay_on_the_host_and_train_the_same():
     mesh = mesh_of(fsdp=2)
-    plain, there = trained(config("muon"), mesh), trained(config("muon", offload=True), mesh)
+    plain, there = trained(config("muon"), mesh), trained(config("muon", offload=HOST), mesh)
     close(there, plain)
     for x, other in zip(jax.tree.leaves(there.optimizer), jax.tree.leaves(plain.optimizer)):
         assert x.sharding.spec == other.sharding.spec
@@ -149,7 +152,7 @@ def test_sharded_states_stay_on_the_host_and_train_the_same():
 
 @pytest.mark.slow
 def test_an_overflow_in_float16_leaves_them_as_they_were():
-    task, hyperparams = make_spec(optim=config("adamw", offload=True), dtype=jnp.float16, depth=1)
+    task, hyperparams = make_spec(optim=config("adamw", offload=HOST), dtype=jnp.float16, depth=1)
     mesh = mesh_of()
     with jax.set_mesh(mesh):
         before, step = begin_random(task, mesh), make_step(task, mesh)
@@ -187,7 +190,7 @@ def test_resumed_with_the_states_on_the_host_and_back(whole, copy, monkeypatch):
     shutil.rmtree(copy / "checkpoints" / "6")
     with monkeypatch.context() as patch:
         patch.setattr(StopSignal, "after", lambda self, step: step == 5)
-        assert main([*arguments, "optim.offload=true"]) == 0
+        assert main([*arguments, "optim.offload.name=host"]) == 0
     assert (copy / "checkpoints" / "5").is_dir()
     assert main(arguments) == 0
     for mine, other in zip(rows_of(copy), rows_of(whole), strict=True):

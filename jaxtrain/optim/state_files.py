@@ -1,0 +1,226 @@
+"""Optimizer states in files: one file for each array, read and written in parts by threads.
+
+The files are scratch, of one process and one run at a time. A checkpoint holds a copy of them.
+"""
+
+import errno
+import fcntl
+import os
+import shutil
+import time
+from collections.abc import Iterable, Mapping, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
+from contextlib import suppress
+from math import prod
+from pathlib import Path
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+
+from jaxtrain.settings import UserError, read_object
+from jaxtrain.storage.disk import write_json
+
+THREADS = 4  # each reads or writes a part, so that a disk has several requests to work on
+LIST = "states.json"  # of a copy: path of a state -> {file, shape, dtype}
+Rows = tuple[int, int]  # [first, last)
+
+
+class Traffic(NamedTuple):
+    """What a step has moved, and how long it stood still for it."""
+
+    read: int  # bytes
+    written: int  # bytes
+    waited: float  # seconds
+
+
+class StateFiles:
+    """Arrays in files of a folder, by their paths in the optimizer's state.
+
+    `open` before use. UserError for a folder that is in use or cannot be written, for a disk that
+    is full, and for a file that somebody has cut short.
+    """
+
+    def __init__(self, folder: Path, arrays: Mapping[str, jax.ShapeDtypeStruct]):
+        self.folder, self.arrays = folder, dict(arrays)
+        self.names = {key: f"{n:04d}.state" for n, key in enumerate(self.arrays)}
+        self.nbytes = sum(x.size * x.dtype.itemsize for x in self.arrays.values())
+        self.descriptors: dict[str, int] = {}
+        self.reads: dict[int, Future[list[np.ndarray]]] = {}  # by the part's place in the step
+        self.writes: dict[int, Future[None]] = {}
+        self._lock: int | None = None
+
+    # ---- the folder ------------------------------------------------------------------------------
+
+    def open(self) -> None:
+        """Take the folder, and its room on the disk; what another run has left there is lost."""
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
+            self._take()
+            for old in self.folder.glob("*.state"):
+                old.unlink()
+            for key, x in self.arrays.items():
+                file = os.open(self.folder / self.names[key], os.O_RDWR | os.O_CREAT, 0o644)
+                self.descriptors[key] = file
+                os.posix_fallocate(file, 0, x.size * x.dtype.itemsize)
+        except OSError as error:
+            self.close()
+            raise self._explained(error) from error
+        except UserError:
+            self.close()
+            raise
+        self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="states")
+
+    def _take(self) -> None:
+        assert self._lock is not None
+        try:
+            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            holder = os.pread(self._lock, 20, 0).decode() or "unknown"
+            os.close(self._lock)
+            self._lock = None
+            raise UserError(
+                f"optim.offload.directory: {self.folder} holds the states of another run (process "
+                f"{holder}): name a folder for this run alone"
+            ) from None
+        os.ftruncate(self._lock, 0)
+        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+
+    def close(self) -> None:
+        """Wait for what is written, and remove the files."""
+        for future in [*self.reads.values(), *self.writes.values()]:
+            with suppress(Exception):
+                future.result()
+        if self.descriptors and hasattr(self, "pool"):
+            self.pool.shutdown()
+        for key, file in self.descriptors.items():
+            os.close(file)
+            (self.folder / self.names[key]).unlink(missing_ok=True)
+        self.descriptors, self.reads, self.writes = {}, {}, {}
+        if self._lock is not None:
+            (self.folder / "lock").unlink(missing_ok=True)
+            os.close(self._lock)
+            self._lock = None
+            with suppress(OSError):
+                self.folder.rmdir()
+
+    def _explained(self, error: OSError) -> UserError:
+        what = f"optim.offload.directory: {self.folder}: {error.strerror}"
+        if error.errno in (errno.ENOSPC, errno.EDQUOT):
+            what += f"; the states take {self.nbytes:,} bytes, and a checkpoint as many again"
+        return UserError(f"{what}; name a folder on a local disk that has room")
+
+    # ---- parts -----------------------------------------------------------------------------------
+
+    def _view(self, key: str, rows: Rows | None) -> tuple[np.ndarray, int]:
+        """An empty array for a part, and its place in the file, in bytes."""
+        x = self.arrays[key]
+        first, last = rows or (0, x.shape[0])
+        row = prod(x.shape[1:]) * x.dtype.itemsize
+        return np.empty((last - first, *x.shape[1:]), x.dtype), first * row
+
+    def read(self, key: str, rows: Rows | None = None) -> np.ndarray:
+        """Rows of an array; all of them by default."""
+        part, at = self._view(key, rows)
+        left = memoryview(part.reshape(-1).view(np.uint8))
+        try:
+            while left:
+                got = os.preadv(self.descriptors[key], [left], at)
+                if not got:
+                    raise UserError(
+                        f"optim.offload.directory: {self.folder / self.names[key]} was cut short "
+                        "while the run used it; the same command goes on from the newest checkpoint"
+                    )
+                left, at = left[got:], at + got
+        except OSError as error:
+            raise self._explained(error) from error
+        return part
+
+    def write(self, key: str, part: np.ndarray, rows: Rows | None = None) -> None:
+        """Put these rows of an array into its file."""
+        first = rows[0] if rows else 0
+        _, at = self._view(key, (first, first))
+        left = memoryview(np.ascontiguousarray(part).reshape(-1).view(np.uint8))
+        try:
+            while left:
+                put = os.pwritev(self.descriptors[key], [left], at)
+                left, at = left[put:], at + put
+        except OSError as error:
+            raise self._explained(error) from error
+
+    def prefetch(self, n: int, wanted: Sequence[tuple[str, Rows | None]]) -> None:
+        """Begin to read part n of a step, once it is written."""
+        if n in self.reads:
+            return
+        before = self.writes.pop(n, None)
+
+        def work() -> list[np.ndarray]:
+            if before is not None:
+                before.result()
+            return [self.read(key, rows) for key, rows in wanted]
+
+        self.reads[n] = self.pool.submit(work)
+
+    def take(self, n: int) -> tuple[list[np.ndarray], float]:
+        """Part n of a step, which was prefetched, and the seconds that this had to wait."""
+        begun = time.perf_counter()
+        return self.reads.pop(n).result(), time.perf_counter() - begun
+
+    def put(
+        self, n: int, wanted: Sequence[tuple[str, Rows | None]], arrays: Sequence[jax.Array]
+    ) -> Future[None]:
+        """Begin to write part n of a step, once the device has made it."""
+
+        def work() -> None:
+            for (key, rows), x in zip(wanted, arrays, strict=True):
+                self.write(key, np.asarray(x), rows)
+
+        self.writes[n] = self.pool.submit(work)
+        return self.writes[n]
+
+    def settle(self) -> None:
+        """Until all that was begun is done; what was prefetched is forgotten. Raises its faults."""
+        for future in [*self.reads.values(), *self.writes.values()]:
+            future.result()
+        self.reads, self.writes = {}, {}
+
+    # ---- checkpoints -----------------------------------------------------------------------------
+
+    def save(self, folder: Path) -> None:
+        """Copy all files into a folder, which a list makes readable without this run."""
+        self.settle()
+        listed = {}
+        for key, x in self.arrays.items():
+            shutil.copyfile(self.folder / self.names[key], folder / self.names[key])
+            listed[key] = {"file": self.names[key], "shape": x.shape, "dtype": x.dtype.name}
+        write_json(folder / LIST, listed)
+        sync(folder, [*self.names.values(), LIST])
+
+    def load(self, key: str, copied: np.ndarray) -> None:
+        """An array's file from the pages of a copy, some rows at a time."""
+        rows = max(1, len(copied) * 2**26 // max(1, copied.nbytes))
+        for first in range(0, len(copied), rows):
+            last = min(first + rows, len(copied))
+            self.write(key, copied[first:last], (first, last))
+
+
+def sync(folder: Path, names: Iterable[str]) -> None:
+    """Until these files are on the disk."""
+    for name in names:
+        file = os.open(folder / name, os.O_RDONLY)
+        try:
+            os.fsync(file)
+        finally:
+            os.close(file)
+
+
+def copied_states(folder: Path) -> dict[str, np.ndarray]:
+    """The pages of the arrays that `StateFiles.save` has copied; none where there is no copy."""
+    if not (folder / LIST).is_file():
+        return {}
+    return {
+        key: np.memmap(folder / x["file"], jnp.dtype(x["dtype"]), "r", shape=tuple(x["shape"]))
+        for key, x in read_object(folder / LIST).items()
+    }

@@ -1,0 +1,296 @@
+"""Optimizer states in files on a local disk, for models whose states no memory holds.
+
+ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857), its NVMe offload of optimizer states. A
+step is cut in two: a compiled program makes the gradients, and the host then goes through the
+parts of `optim.offload`. It updates one on the device while threads read the next and write the one
+before. Neither the device nor the host ever holds more than a few parts.
+"""
+
+import functools
+import time
+from collections import deque
+from concurrent.futures import Future
+from math import prod
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+from jax.sharding import Mesh, NamedSharding
+from jaxtyping import PyTree
+
+from jaxtrain.config.resolve import Resolved
+from jaxtrain.model import path_name
+from jaxtrain.optim.offload import (
+    FileOffload,
+    OffloadChunk,
+    UpdateGroup,
+    make_chunk_update,
+    masked,
+    offload_chunks,
+    owner_of,
+    part_of,
+    with_part,
+)
+from jaxtrain.optim.state_files import Rows, StateFiles
+from jaxtrain.optim.types import Hyperparams, OptState
+from jaxtrain.settings import UserError
+from jaxtrain.train.step import (
+    BeforeUpdate,
+    State,
+    StepSpec,
+    after_update,
+    init_state,
+    state_shardings,
+)
+from jaxtrain.weights.params import Params
+
+AHEAD = 2  # parts that are read before their turn; as many may wait to be written
+FOLDER = "states"  # of a run directory
+
+
+class Chunk(NamedTuple):
+    """Parameters that are updated together, in some parts, and the paths of their states.
+
+    `update(hyper, grads, params, near, away, shared, i, finite)` gives (params, near, away, shared)
+    after the update of part i. `begin(params, i)` gives the first `away`.
+    """
+
+    group: str
+    names: set[str]
+    parts: int
+    away: list[str]  # in files; of part i come these rows, or all
+    near: list[str]  # on the device, cut into parts as well
+    shared: list[str]  # on the device, the same for each part
+    update: Any
+    begin: Any
+
+
+class Part(NamedTuple):
+    """What one turn of the loop updates."""
+
+    chunk: Chunk
+    i: int
+    rows: list[tuple[str, Rows | None]]  # of the files
+
+
+def file_offload(spec: StepSpec, c: Resolved, mesh: Mesh, resumed: bool = False) -> StepSpec:
+    """The step with the states in files, where `optim.offload` asks for it; else the step itself.
+
+    UserError for several processes: each would need the files of the others.
+    """
+    asked = c.optim.offload
+    if not isinstance(asked, FileOffload):
+        return spec
+    if jax.process_count() > 1:
+        raise UserError(
+            "optim.offload.name=files is for one process, which reads and writes all states; set "
+            "optim.offload.name=host, or shard them over the processes (mesh.fsdp=auto)"
+        )
+    folder = c.run_dir / FOLDER if asked.directory is None else Path(asked.directory)
+    loop = FileUpdates(spec, mesh, folder)
+    init = lambda params: loop.kept(spec.optimizer.init(params))
+    size = loop.files.nbytes
+    return spec._replace(
+        optimizer=spec.optimizer._replace(init=init),
+        update_loop=loop,
+        facts=spec.facts | {"file_state_bytes": size},
+        summary=f"states   {size:,} bytes in {folder}, read and written in each step",
+    )
+
+
+class FileUpdates:
+    """The update of a step with states in files (`UpdateLoop`)."""
+
+    def __init__(self, spec: StepSpec, mesh: Mesh, folder: Path):
+        self.spec = spec
+        with jax.set_mesh(mesh):
+            shapes = jax.eval_shape(functools.partial(init_state, spec, 0))
+            self.places = state_shardings(spec, mesh)
+            found = jax.tree.map(
+                lambda x, where: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=where),
+                shapes.optimizer,
+                self.places.optimizer,
+            )
+            table = by_path(found)
+            self.table = table
+            away = {k: x for k, x in table.items() if x.sharding.memory_kind == "pinned_host"}
+            self.files = StateFiles(folder, away)
+            groups = spec.optimizer.groups.items()
+            chunks = [one for name, group in groups for one in self._chunks(name, group, shapes)]
+        self.parts = [Part(c, i, self._rows(c, i)) for c in chunks for i in range(c.parts)]
+        self.in_files = [part for part in self.parts if part.rows]
+        self.ahead = min(AHEAD, len(self.in_files))
+        self.rates = jax.jit(spec.optimizer.rates)
+        self.after = jax.jit(self._after)
+
+    # ---- what is updated together ----------------------------------------------------------------
+
+    def kept(self, optimizer: OptState) -> OptState:
+        """A whole state with None for what is in files."""
+        return jax.tree_util.tree_map_with_path(
+            lambda path, x: None if jax.tree_util.keystr(path) in self.files.arrays else x,
+            optimizer,
+        )
+
+    def _chunks(self, name: str, group: UpdateGroup, shapes: State) -> list[Chunk]:
+        """The chunks of a group; the first has the parameters without a state in a file."""
+        params = {
+            path_name(path): x
+            for path, x in jax.tree_util.tree_leaves_with_path(shapes.params)
+            if path_name(path) in group.names
+        }
+        prefix = prefix_of(name)
+        owners = {
+            owner_of(path, params)
+            for path, _ in jax.tree_util.tree_leaves_with_path(
+                shapes.optimizer.inner_states[name].inner_state
+            )
+            if prefix + jax.tree_util.keystr(path) in self.files.arrays
+        }
+        specs = {
+            path_name(path): s for path, s in jax.tree_util.tree_leaves_with_path(self.spec.specs)
+        }
+        large = {n: p for n, p in params.items() if n in owners}
+        here = OffloadChunk(set(params) - set(large), 1)
+        found = offload_chunks(large, {n: specs[n] for n in large}, group.whole)
+        return [
+            self._chunk(name, group, shapes.params, *chunk)
+            for chunk in ([here, *found] if here.names else found)
+        ]
+
+    def _chunk(
+        self, name: str, group: UpdateGroup, shapes: Params, names: set[str], parts: int
+    ) -> Chunk:
+        specs, prefix = masked(self.spec.specs, names), prefix_of(name)
+        one = make_chunk_update(group.tx, masked(shapes, names), specs)
+        keys = [prefix + key for key in one.keys]
+        cut = {key: c and parts > 1 for key, c in zip(keys, one.cut)}
+        away = [key for key in keys if key in self.files.arrays]
+        near = [key for key in keys if key not in away and cut[key]]
+        shared = [key for key in keys if key not in away and not cut[key]]
+        assert parts == 1 or all(cut[key] for key in away)
+
+        def take[T](tree: T, i: Any) -> T:
+            return tree if parts == 1 else part_of(tree, i, parts)
+
+        def update(
+            hyper: Any, grads: Params, params: Params, near_: Any, away_: Any, shared_: Any,
+            i: Any, finite: Any,
+        ) -> Any:  # fmt: skip
+            states = dict(zip(near, take(near_, i))) | dict(zip(away, away_))
+            states |= dict(zip(shared, shared_))
+            given = take((grads, params), i)
+            moved, new = one.update(hyper, *given, [states[key] for key in keys], finite)
+            done = dict(zip(keys, new))
+            new_near = [done[key] for key in near]
+            if parts > 1:
+                moved, new_near = with_part((params, near_), (moved, new_near), i)
+            return moved, new_near, [done[key] for key in away], [done[key] for key in shared]
+
+        def begin(params: Params, i: Any) -> list[Any]:
+            leaves = dict(zip(keys, jax.tree.leaves(group.tx.init(take(params, i)))))
+            return [leaves[key] for key in away]
+
+        on = lambda some: [self._on_device(key) for key in some]
+        placed = masked(self.places.params, names), on(near), on(away), on(shared)
+        return Chunk(
+            name, names, parts, away, near, shared,
+            jax.jit(update, donate_argnums=(2, 3, 4), out_shardings=placed),
+            jax.jit(begin, out_shardings=placed[2]),
+        )  # fmt: skip
+
+    def _on_device(self, key: str) -> NamedSharding:
+        where = self.table[key].sharding
+        return NamedSharding(where.mesh, where.spec)
+
+    def _rows(self, chunk: Chunk, i: int) -> list[tuple[str, Rows | None]]:
+        """The files' rows of part i: a part of each array, for arrays are as long as parameters."""
+        if chunk.parts == 1:
+            return [(key, None) for key in chunk.away]
+        rows = [self.files.arrays[key].shape[0] // chunk.parts for key in chunk.away]
+        return [(key, (i * n, (i + 1) * n)) for key, n in zip(chunk.away, rows)]
+
+    @property
+    def part_bytes(self) -> int:
+        """Bytes of the states of the largest part, over all devices."""
+        whole = lambda key: prod(self.table[key].shape) * self.table[key].dtype.itemsize
+        sizes = [sum(whole(k) for k in p.chunk.away) // p.chunk.parts for p in self.in_files]
+        return max(sizes, default=0)
+
+    # ---- the run ---------------------------------------------------------------------------------
+
+    def begin(self, params: Params) -> None:
+        """Write the initial states, part by part."""
+        for part in self.in_files:
+            arrays = part.chunk.begin(masked(params, part.chunk.names), np.int32(part.i))
+            for (key, rows), x in zip(part.rows, arrays, strict=True):
+                self.files.write(key, np.asarray(x), rows)
+
+    def update(
+        self, state: State, before: BeforeUpdate, hyperparams: Hyperparams
+    ) -> tuple[State, dict[str, Any]]:
+        """The next state, and the step's metrics. The state given is used up."""
+        hyper = self.rates(state.step, hyperparams)
+        leaves, treedef = jax.tree_util.tree_flatten_with_path(state.params)
+        params = {path_name(path): x for path, x in leaves}
+        old = by_path(state.optimizer)
+        new, pending, waited, n = dict(old), deque[tuple[Any, Future[None]]](), 0.0, 0
+        for k in range(self.ahead):
+            self.files.prefetch(k, self.in_files[k].rows)
+        for chunk, i, rows in self.parts:
+            tree = masked(treedef.unflatten(params.values()), chunk.names)
+            away: list[Any] = []
+            if rows:
+                waited += self._drain(pending, AHEAD - 1)
+                read, seconds = self.files.take(n)
+                waited += seconds
+                away = [jax.device_put(x, self._on_device(k)) for (k, _), x in zip(rows, read)]
+                del read
+            moved, near, away, shared = chunk.update(
+                hyper, masked(before.grads, chunk.names), tree, [new[k] for k in chunk.near],
+                away, [old[k] for k in chunk.shared], np.int32(i), before.accept,
+            )  # fmt: skip
+            params |= {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(moved)}
+            new |= dict(zip(chunk.near, near)) | dict(zip(chunk.shared, shared))
+            if rows:
+                pending.append((away, self.files.put(n, rows, away)))
+                n += 1
+                for k in range(n, n + self.ahead):
+                    k %= len(self.in_files)
+                    self.files.prefetch(k, self.in_files[k].rows)
+        done = treedef.unflatten(params.values())
+        kept = jax.tree.unflatten(jax.tree.structure(state.optimizer), new.values())
+        small = before._replace(grads=None)
+        rest, metrics = self.after(
+            state._replace(params=None, optimizer=None), small, done, kept, hyperparams
+        )
+        traffic = dict.fromkeys(("state_read_bytes", "state_written_bytes"), self.files.nbytes)
+        traffic |= {"state_wait_s": waited}
+        return rest._replace(params=done, optimizer=kept), metrics | traffic
+
+    def _drain(self, pending: deque[tuple[Any, Future[None]]], most: int) -> float:
+        """Until at most so many parts are to be written; the seconds that the disk took for it."""
+        waited = 0.0
+        while len(pending) > most:
+            arrays, written = pending.popleft()
+            jax.block_until_ready(arrays)  # the device's time
+            begun = time.perf_counter()
+            written.result()
+            waited += time.perf_counter() - begun
+        return waited
+
+    def _after(
+        self, state: State, found: BeforeUpdate, params: Params, kept: PyTree, hyperparams: Any
+    ) -> tuple[State, dict[str, Any]]:
+        new, metrics = after_update(self.spec, state, found, params, kept, hyperparams)
+        return new._replace(params=None, optimizer=None), metrics
+
+
+def prefix_of(group: str) -> str:
+    """The path of a group's state in the optimizer's."""
+    return f".inner_states['{group}'].inner_state"
+
+
+def by_path(tree: PyTree) -> dict[str, Any]:
+    return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
