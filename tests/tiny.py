@@ -193,7 +193,7 @@ def run_overrides(directory, **changes):
 
 def rows_of(run_dir, kind="train"):
     """The rows without what depends on the clock and the machine."""
-    clock = ("time", "tokens_per_s", "mfu", "memory_bytes", "data_wait")
+    clock = ("time", "tokens_per_s", "mfu", "memory_bytes", "data_wait", "state_wait_s")
     rows = read_rows(run_dir / "metrics.jsonl")
     return [{k: v for k, v in r.items() if k not in clock} for r in rows if r["kind"] == kind]
 

@@ -62,6 +62,7 @@ OPTIONS: dict[str, Any] = {
     "xla_backend_optimization_level": 0,
     "xla_llvm_disable_expensive_passes": True,
 }
+HOST = "pinned_host"  # the host's memory, as seen from a device
 # What a step may take of a device's memory, for the estimate of the activations may be too low.
 USABLE = 0.9
 
@@ -195,7 +196,9 @@ def facts_of(w: Workload) -> Facts:
 def exact_bytes(w: Workload) -> dict[str, int]:
     """Bytes on one device of what the shapes and the rules decide.
 
-    copy: the weights in the compute dtype. gradients: in that, or summed up in float32.
+    host, files: of optimizer states, there and of all devices; with states in files the host holds
+    some parts of them at a time. copy: the weights in the compute dtype. gradients: in that, or
+    summed up in float32.
     """
     state = abstract_state(w)
     accumulated = batch_shapes(w).tokens_BT.shape[0] > 1
@@ -211,12 +214,15 @@ def exact_bytes(w: Workload) -> dict[str, int]:
 
     own = lambda s: 4 if s.role in ("gain", "scalar") else width
     copied = w.spec.zero < 3 or w.spec.dtype != jnp.float32
-    frozen = abstract_frozen(w)
+    frozen, loop = abstract_frozen(w), w.spec.update_loop
+    waiting = [x for x in jax.tree.leaves(state.optimizer) if x.sharding.memory_kind == HOST]
     return {
+        "host": loop.host_bytes if loop else sum(x.size * x.dtype.itemsize for x in waiting),
+        "files": loop.files.nbytes if loop else 0,
         "frozen": tree_bytes(frozen),
         "reference": reference_bytes(w.config, w.mesh, w.spec.dtype, w.vocab_size),
         "parameters": tree_bytes(state.params),
-        "states": tree_bytes(state.optimizer),
+        "states": tree_bytes(state.optimizer) + (loop.device_bytes if loop else 0),
         "copy": split("parameters", own) if copied else 0,
         "gradients": split("gradients", (lambda s: 4) if accumulated else own),
     }
@@ -227,7 +233,7 @@ def tree_bytes(tree: PyTree) -> int:
     return sum(
         shard_bytes(x.shape, x.sharding, x.dtype.itemsize)
         for x in jax.tree.leaves(tree)
-        if x.sharding.memory_kind != "pinned_host"
+        if x.sharding.memory_kind != HOST
     )
 
 
@@ -368,6 +374,11 @@ def report(record: dict[str, Any]) -> str:
     lines += [f"  {format_bytes(m[f'{k}_bytes']):>10s}  {text}" for k, text in names.items()]
     fits = "fits" if m["fits"] else "does NOT fit"
     lines[-1] += f" of {format_bytes(m['device_bytes'])}: {fits} ({USABLE:.0%} may be taken)"
+    if m["host_bytes"]:
+        lines += [f"  {format_bytes(m['host_bytes']):>10s}  of states in the memory of all hosts"]
+    if m["files_bytes"]:
+        lines += [f"  {format_bytes(m['files_bytes']):>10s}  of states in files, all of which a "
+                  "step reads and writes"]  # fmt: skip
     lines += ["a device sends in a step"]
     lines += [
         f"  {format_bytes(c['bytes']):>10s}  {c['kind']} over {', '.join(c['axes'])} "

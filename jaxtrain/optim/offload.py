@@ -116,7 +116,7 @@ def to_device[T](tree: T) -> T:
 
 
 def offload_chunks(
-    params: dict[str, jax.Array], specs: dict[str, Any], whole: bool
+    params: Mapping[str, jax.Array | jax.ShapeDtypeStruct], specs: dict[str, Any], whole: bool
 ) -> list[OffloadChunk]:
     """What is updated together, and in how many parts.
 

@@ -211,12 +211,25 @@ class FileUpdates:
         rows = [self.files.arrays[key].shape[0] // chunk.parts for key in chunk.away]
         return [(key, (i * n, (i + 1) * n)) for key, n in zip(chunk.away, rows)]
 
-    @property
-    def part_bytes(self) -> int:
-        """Bytes of the states of the largest part, over all devices."""
-        whole = lambda key: prod(self.table[key].shape) * self.table[key].dtype.itemsize
-        sizes = [sum(whole(k) for k in p.chunk.away) // p.chunk.parts for p in self.in_files]
+    def part_bytes(self, device: bool = False) -> int:
+        """Bytes of the states of the largest part, over all devices or of one."""
+
+        def size(key: str) -> int:
+            x = self.table[key]
+            return prod(x.sharding.shard_shape(x.shape) if device else x.shape) * x.dtype.itemsize
+
+        sizes = [sum(map(size, p.chunk.away)) // p.chunk.parts for p in self.in_files]
         return max(sizes, default=0)
+
+    @property
+    def device_bytes(self) -> int:
+        """At most on a device at once: a part that is updated, and those that are to be written."""
+        return (AHEAD + 1) * self.part_bytes(device=True)
+
+    @property
+    def host_bytes(self) -> int:
+        """At most in the host's memory at once: parts read ahead, in use, and to be written."""
+        return (2 * AHEAD + 1) * self.part_bytes()
 
     # ---- the run ---------------------------------------------------------------------------------
 

@@ -88,6 +88,16 @@ class UpdateLoop(Protocol):
 
     files: StateFiles  # which a checkpoint copies
 
+    @property
+    def device_bytes(self) -> int:
+        """At most of the states on a device at once."""
+        ...
+
+    @property
+    def host_bytes(self) -> int:
+        """At most of them in the host's memory at once."""
+        ...
+
     def begin(self, params: Params) -> None:
         """Writes the initial states."""
         ...

@@ -29,7 +29,6 @@ from jaxtrain.train.step import make_step
 from jaxtrain.train.stop_signal import StopSignal
 from jaxtrain.weights.params import Initializer, ParamSpec
 
-
 HOST = {"name": "host"}
 
 
