@@ -51,6 +51,7 @@ SAME = {
     "optim.state_dtype": "mu_dtype optimizer_state_dtype optim_dtype main_params_dtype",
     "optim.offload": "cpu_offload optimizer_cpu_offload optimizer_memory_host_offload "
     "optimizer_offload offload_optimizer enable_cpu_offload",
+    "optim.offload.directory": "nvme_path",
     "optim.multipliers": "embedding_lr_scale lr_multipliers lr_groups",
     "optim.schedule.name": "lr_scheduler_type lr_scheduler lr_schedule_type decay_type schedule "
     "scheduler lr_decay_style lr_schedule",
