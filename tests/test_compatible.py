@@ -108,7 +108,8 @@ def test_every_field_says_what_it_goes_with():
     paths = {path for path in all_paths if path.split(".")[0] in SECTIONS}
     assert paths - keys == set(everywhere)
     assert len(set(everywhere)) == len(everywhere)
-    assert keys - all_paths == {"finetune", "train.phases", "data.stages", "optim.wrappers"}
+    lists = {"train.phases", "data.stages", "optim.wrappers"}
+    assert keys - all_paths == {"finetune", "optim.offload", *lists}
 
 
 @pytest.mark.parametrize("section", ["optim", "finetune", "objective"])

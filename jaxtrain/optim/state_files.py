@@ -196,7 +196,7 @@ class StateFiles:
             shutil.copyfile(self.folder / self.names[key], folder / self.names[key])
             listed[key] = {"file": self.names[key], "shape": x.shape, "dtype": x.dtype.name}
         write_json(folder / LIST, listed)
-        sync(folder, [*self.names.values(), LIST])
+        fsync_files(folder, [*self.names.values(), LIST])
 
     def load(self, key: str, copied: np.ndarray) -> None:
         """An array's file from the pages of a copy, some rows at a time."""
@@ -206,7 +206,7 @@ class StateFiles:
             self.write(key, copied[first:last], (first, last))
 
 
-def sync(folder: Path, names: Iterable[str]) -> None:
+def fsync_files(folder: Path, names: Iterable[str]) -> None:
     """Until these files are on the disk."""
     for name in names:
         file = os.open(folder / name, os.O_RDONLY)

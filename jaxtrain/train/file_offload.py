@@ -112,7 +112,7 @@ class FileUpdates:
                 shapes.optimizer,
                 self.places.optimizer,
             )
-            table = by_path(found)
+            table = leaves_by_path(found)
             self.table = table
             away = {k: x for k, x in table.items() if x.sharding.memory_kind == "pinned_host"}
             self.files = StateFiles(folder, away)
@@ -247,7 +247,7 @@ class FileUpdates:
         hyper = self.rates(state.step, hyperparams)
         leaves, treedef = jax.tree_util.tree_flatten_with_path(state.params)
         params = {path_name(path): x for path, x in leaves}
-        old = by_path(state.optimizer)
+        old = leaves_by_path(state.optimizer)
         new, pending, waited, n = dict(old), deque[tuple[Any, Future[None]]](), 0.0, 0
         for k in range(self.ahead):
             self.files.prefetch(k, self.in_files[k].rows)
@@ -305,5 +305,5 @@ def prefix_of(group: str) -> str:
     return f".inner_states['{group}'].inner_state"
 
 
-def by_path(tree: PyTree) -> dict[str, Any]:
+def leaves_by_path(tree: PyTree) -> dict[str, Any]:
     return {jax.tree_util.keystr(path): x for path, x in jax.tree_util.tree_leaves_with_path(tree)}
