@@ -51,6 +51,8 @@ def test_a_shipped_config_takes_two_steps_when_shrunk(name, tmp_path, capfd):
     shipped = load_config(find_config(name), scratch(name))
     if shipped.model.kv_heads:
         changes["model__kv_heads"] = 2
+    if shipped.train.phases:
+        changes |= {"model__depth": 2, "train__phases": "[{until: 1, model: {depth: 1}, grow: stack}]"}
     if shipped.objective.name != "next_token":
         changes["objective__name"] = "next_token"
     if shipped.data.validation.name == "documents":
