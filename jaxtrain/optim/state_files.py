@@ -22,7 +22,7 @@ import numpy as np
 from jaxtrain.settings import UserError, read_object
 from jaxtrain.storage.disk import write_json
 
-THREADS = 4  # each reads or writes a part, so that a disk has several requests to work on
+THREADS = 8  # parts at once; those that wait for the device keep none from the disk
 LIST = "states.json"  # of a copy: path of a state -> {file, shape, dtype}
 Rows = tuple[int, int]  # [first, last)
 

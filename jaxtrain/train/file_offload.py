@@ -251,6 +251,7 @@ class FileUpdates:
         new, pending, waited, n = dict(old), deque[tuple[Any, Future[None]]](), 0.0, 0
         for k in range(self.ahead):
             self.files.prefetch(k, self.in_files[k].rows)
+        jax.block_until_ready(before.grads)  # what is waited for from now on is the disk
         for chunk, i, rows in self.parts:
             tree = masked(treedef.unflatten(params.values()), chunk.names)
             away: list[Any] = []
