@@ -52,7 +52,8 @@ def test_a_shipped_config_takes_two_steps_when_shrunk(name, tmp_path, capfd):
     if shipped.model.kv_heads:
         changes["model__kv_heads"] = 2
     if shipped.train.phases:
-        changes |= {"model__depth": 2, "train__phases": "[{until: 1, model: {depth: 1}, grow: stack}]"}
+        phases = "[{until: 1, model: {depth: 1}, grow: stack}]"
+        changes |= {"model__depth": 2, "train__phases": phases}
     if shipped.objective.name != "next_token":
         changes["objective__name"] = "next_token"
     if shipped.data.validation.name == "documents":
