@@ -2,7 +2,8 @@
 
 Losses come from runs that share a GPU, several at a time. Seconds come from one run of each
 technique that has the GPU to itself, once its programs have been compiled by the others: processes
-load and lower programs side by side, and take turns at the steps.
+load and lower programs side by side, and take turns at the steps. One worker is one process that
+does everything in turn: for models whose steps are so short that the host's other work shows.
 """
 
 import fcntl
@@ -139,7 +140,7 @@ def train_all(
             os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.4" if alone else f"{0.9 / workers:.3f}"
             with ProcessPoolExecutor(
                 workers, mp_context=get_context("spawn"), initializer=start, initargs=(True,),
-                max_tasks_per_child=1 if alone else None,
+                max_tasks_per_child=1 if alone and workers > 1 else None,
             ) as pool:  # fmt: skip
                 left = [job for job in batch if job not in known]
                 one = functools.partial(train_job, folder=Path(folder), alone=alone)

@@ -36,6 +36,7 @@ FOLDER = RESULTS / "verdicts"
 BASELINE = "baseline"
 # 97.5% quantiles of Student's t with n - 1 degrees of freedom, n = 2 to 6 seeds.
 STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}
+OWN_STEPS = re.compile(r"\b(until|round_steps): ")  # what of a switch depends on the run's steps
 LESS_MEMORY = 0.95  # a share of the baseline's bytes that counts as less
 ONE_SEED = 1.03  # a speed-up of a single seed that counts as one: seeds differ by 0.005 bits
 
@@ -153,7 +154,7 @@ def train_verdicts(
         baseline = records.get((which, BASELINE))
         if baseline is not None:
             bytes_per_token(baseline)  # an error now, not after the training
-    jobs, timed = jobs_of(scale, switches, overrides)
+    jobs, timed = jobs_of(scale, switches, overrides, warm=workers > 1)
     found: dict[str, list[tuple[Job, Outcome]]] = {name: [] for name in chosen}
     alone = {job.name: job for job in timed}
     for job, outcome in train_all(jobs, timed, workers, done):
@@ -198,14 +199,18 @@ def settings_of(
 
 
 def jobs_of(
-    scale: Scale, switches: Mapping[str, tuple[str, ...]], overrides: tuple[str, ...]
+    scale: Scale,
+    switches: Mapping[str, tuple[str, ...]],
+    overrides: tuple[str, ...],
+    warm: bool = True,
 ) -> tuple[list[Job], list[Job]]:
     """Runs that may share the GPU, and one of each technique that is timed alone.
 
-    Of a scale with one seed the former are two steps each: they compile, several at a time.
+    warm: of a scale with one seed the former are two steps each: they compile, several at a time.
+    A run whose steps its switch names (the end of a phase, a round) cannot be cut to two.
     """
     jobs, timed = [], []
-    warm = len(scale.seeds) == 1
+    warm = warm and len(scale.seeds) == 1
     for name, switch in switches.items():
         settings = settings_of(scale, overrides, switch)
         for horizon in scale.horizons if name == BASELINE else (1.0,):
@@ -214,7 +219,7 @@ def jobs_of(
                 job = Job(name, scale.config, settings, seed, steps)
                 first = seed == scale.seeds[0] and steps == scale.steps
                 (timed if first else jobs).append(job)
-                if first and warm:
+                if first and warm and not OWN_STEPS.search(" ".join(switch)):
                     jobs.append(job._replace(steps=2))
     return sorted(jobs, key=lambda job: -job.seed), timed  # each program is compiled once
 
