@@ -61,7 +61,7 @@ WHAT = {
     "kernels": "loss, matmul and rows, one after another",
     "loader": "the loader's memory over --minutes of reading: loader data.train.path=...",
     "loss": "linear + cross-entropy backends over the benchmark shapes: loss [NAME ...]",
-    "matmul": "float8, ReLU^2 and symmetric matmuls over the benchmark shapes: matmul [NAME ...]",
+    "matmul": "float8, ReLU^2, symmetric and integer matmuls over the shapes: matmul [NAME ...]",
     "rows": "the passes over activations over the benchmark shapes: rows [NAME ...]",
     "nanochat": "a checkout of it trained on our rows: nanochat CHECKOUT run.name=... key.path=...",
     "packing": "what packing crops, pads, never uses, beside nanochat's: packing [data.train...]",

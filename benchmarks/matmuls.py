@@ -1,5 +1,5 @@
 """Matmuls that are more than one call of cuBLAS: float8, ReLU^2 in the epilogue, symmetric ones,
-and groups of rows with a matrix each."""
+groups of rows with a matrix each, and a few rows with integer codes (`integers.py`)."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -13,6 +13,7 @@ from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.grouped_matmul import BACKENDS as GROUPED_BACKENDS
 from jaxtrain_kernels.matmul import hopper
 
+from benchmarks import integers
 from benchmarks.casts import casts
 from benchmarks.kernels import Row, chosen, error_of, growing, measured, sized
 from benchmarks.timing import rotating
@@ -63,7 +64,9 @@ STACKS = (
 )
 # plain: matmuls in sixteen bits and nothing else; fp8_delayed: scaled by earlier maxima;
 # fp8_xla, fp8_delayed_xla: cast by XLA. xla and mosaic are of the other ops.
-BACKENDS = ("plain", "fp8", "fp8_xla", "fp8_delayed", "fp8_delayed_xla", "xla", "mosaic", "tokamax")
+# triton, reduce and dot are of products with integer codes.
+BACKENDS = ("plain", "fp8", "fp8_xla", "fp8_delayed", "fp8_delayed_xla", "xla", "mosaic", "tokamax",
+            *integers.BACKENDS[1:])  # fmt: skip
 
 
 def bench_matmuls(
@@ -78,11 +81,12 @@ def bench_matmuls(
 
 
 def matmul_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
-    known = [s.name for s in (*DENSE, *GROUPED, *STACKS)]
+    known = [s.name for s in (*DENSE, *GROUPED, *STACKS, *integers.PRODUCTS)]
     shapes, backends = chosen("matmul", names, known, BACKENDS)
     for part, all_shapes, small in (
         (dense, DENSE, small_dense), (hidden_casts, DENSE, small_dense),
         (grouped, GROUPED, small_grouped), (muon, STACKS, small_stacks),
+        (integers.product_rows, integers.PRODUCTS, integers.small_product),
     ):  # fmt: skip
         for shape in map(sized(small), [s for s in all_shapes if s.name in shapes]):
             yield from part(shape, backends, dtype)

@@ -157,6 +157,19 @@ def test_matmuls(tmp_path, monkeypatch):
         assert rows[name, "xla"]["error"] < 1e-5
 
 
+@pytest.mark.slow
+def test_matmuls_with_integer_codes(tmp_path, monkeypatch):
+    monkeypatch.setattr(timing, "WINDOW_SECONDS", 0.02)
+    record = recorded(tmp_path, "matmul", "m8_k4096_n1024", "plain", "dot")
+    rows = {(row["name"], row["backend"]): row for row in record["rows"]}
+    assert list(rows) == [("fp32", "plain"), ("int8", "dot"), ("int4", "dot")]
+    sizes = {"fp32": 4 * 256 * 128, "int8": 256 * 128 + 4 * 128, "int4": 256 * 64 + 2 * 2 * 128}
+    for (form, _), row in rows.items():
+        assert row["shape"] == "m8_k4096_n1024_small" and row["error"] < 1e-5
+        assert row["gbps"] == pytest.approx(sizes[form] / row["ms"] / 1e6)
+        assert row["floor_ms"] == pytest.approx(row["ms"] * row["of_copy"])
+
+
 def test_a_bench_that_is_cut_short_has_its_rows(capsys):
     def rows():
         yield {"name": "a", "shape": "s", "backend": "b", "ms": 2.0, "tflops": 3.0}

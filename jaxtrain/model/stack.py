@@ -13,10 +13,12 @@ from jaxtyping import Array, ArrayLike
 from jaxtrain.model.plan import Plan
 from jaxtrain.model.remat import POLICIES
 from jaxtrain.model.sections import WeightForm
+from jaxtrain.parallel.axes import current_mesh
 from jaxtrain.settings import UserError
 from jaxtrain.weights import WEIGHTS
 from jaxtrain.weights.contract import is_weight
 from jaxtrain.weights.params import is_block_matrix, path_name
+from jaxtrain.weights.quantized import IntegerWeight
 
 
 class Stack(NamedTuple):
@@ -125,10 +127,17 @@ def picked(i: int, places: dict[str, int], stack: Stack) -> LayerWeights:
 
 
 def unstack[Tree](stack: Tree, layers: int) -> list[Tree]:
-    """A stack as a list of layers. `lax.split`, because its gradient is one concatenation."""
-    leaves, treedef = jax.tree.flatten(stack)
+    """A stack as a list of layers. `lax.split`, because its gradient is one concatenation.
+
+    Integer codes stay whole, as a slice of them would be a copy before their kernel. On a mesh,
+    which has no such kernel, they do not: each layer would gather the whole stack.
+    """
+    in_place = lambda x: isinstance(x, IntegerWeight) and current_mesh() is None
+    leaves, treedef = jax.tree.flatten(stack, is_leaf=in_place)
 
     def parts(leaf: Any) -> list[Any]:
+        if isinstance(leaf, IntegerWeight):
+            return list(leaf.layers(layers))
         if isinstance(leaf, np.ndarray):
             return list(leaf)
         return [part.squeeze(0) for part in jax.lax.split(leaf, (1,) * layers)]

@@ -18,30 +18,33 @@ from jaxtrain_kernels.matmul.integers import w4a16_matmul
 from jaxtyping import Array, Float, Int
 
 from jaxtrain.settings import UserError
-from jaxtrain.weights.quantized import QuantizedWeight
+from jaxtrain.weights.quantized import IntegerWeight, QuantizedWeight
 
 GROUP = 128
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=["dtype"]
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scales"],
+    meta_fields=["dtype", "layer"],
 )
 @dataclasses.dataclass(frozen=True)
-class Int4Weight(QuantizedWeight):
+class Int4Weight(IntegerWeight):
     """codes uint8 [.., K / 2, N], scales bfloat16 [.., K / group, N]."""
 
     ALONG: ClassVar[Mapping[str, str]] = {"codes": "KN", "scales": "KN"}
     codes: Any
     scales: Any
 
-    def dequantize(self) -> Float[Array, "*E K N"]:
+    @override
+    def values(self) -> Float[Array, "*E K N"]:
         return int4_values(self.integers(), self.scales).astype(self.dtype)
 
     @override
     def product(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
-        if self.codes.ndim > 2:  # experts
+        if self.is_experts():
             return super().product(x)
-        return w4a16_matmul(x, self.codes, self.scales)
+        return w4a16_matmul(x, self.codes, self.scales, layer=self.layer)
 
     def integers(self) -> Int[Array, "*E K N"]:
         """The codes, int8, from -8 to 7."""
@@ -53,10 +56,10 @@ class Int4Weight(QuantizedWeight):
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["codes", "scales", "input_scales"],
-    meta_fields=["dtype"],
+    meta_fields=["dtype", "layer"],
 )
 @dataclasses.dataclass(frozen=True)
-class ScaledInt4Weight(QuantizedWeight):
+class ScaledInt4Weight(IntegerWeight):
     """Int4 codes of a matrix whose row k was multiplied by input_scales[k]: AWQ's form.
 
     codes uint8 [.., K / 2, N], scales bfloat16 [.., K / group, N], input_scales bfloat16 [.., K].
@@ -67,17 +70,19 @@ class ScaledInt4Weight(QuantizedWeight):
     scales: Any
     input_scales: Any
 
-    def dequantize(self) -> Float[Array, "*E K N"]:
+    @override
+    def values(self) -> Float[Array, "*E K N"]:
         scaled = Int4Weight(self.codes, self.scales, dtype="float32").dequantize()
         return (scaled / self.input_scales[..., None].astype(jnp.float32)).astype(self.dtype)
 
     @override
     def product(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
-        if self.codes.ndim > 2:  # experts
+        if self.is_experts():
             return super().product(x)
-        input_scales = jnp.expand_dims(self.input_scales, tuple(range(x.ndim - 1)))
+        own = self.input_scales if self.layer is None else self.input_scales[self.layer]
+        input_scales = jnp.expand_dims(own, tuple(range(x.ndim - 1)))
         divided = x.astype(jnp.float32) / input_scales.astype(jnp.float32)
-        return w4a16_matmul(divided.astype(x.dtype), self.codes, self.scales)
+        return w4a16_matmul(divided.astype(x.dtype), self.codes, self.scales, layer=self.layer)
 
 
 @functools.partial(

@@ -5,6 +5,7 @@ The 4-bit form is bitsandbytes': blocks of 64 along a column's inputs, the first
 the high half of a byte, the blocks' maxima in 8 bits with a mean and a float32 per 256 of them.
 """
 
+import abc
 import dataclasses
 import functools
 from collections.abc import Mapping
@@ -66,6 +67,39 @@ class QuantizedWeight(Weight):
         return dataclasses.replace(self, dtype=jnp.dtype(dtype).name)
 
 
+@dataclasses.dataclass(frozen=True)
+class IntegerWeight(QuantizedWeight):
+    """Integer codes with scales, whose kernels read a layer of a stack in place.
+
+    layer: the arrays are those of a whole stack, and this is the matrix of one layer.
+    """
+
+    codes: Any
+    scales: Any
+    layer: int | None = dataclasses.field(default=None, kw_only=True)
+
+    @abc.abstractmethod
+    def values(self) -> Float[Array, "*E K N"]:
+        """What the codes stand for, of a matrix by itself."""
+
+    def dequantize(self) -> Float[Array, "*E K N"]:
+        return self.alone().values()
+
+    def alone(self) -> "IntegerWeight":
+        """The same matrix with arrays of its own."""
+        if self.layer is None:
+            return self
+        return dataclasses.replace(jax.tree.map(lambda s: s[self.layer], self), layer=None)
+
+    def layers(self, count: int) -> "list[IntegerWeight]":
+        """The matrices of a stack of `count`, in place."""
+        return [dataclasses.replace(self, layer=i) for i in range(count)]
+
+    def is_experts(self) -> bool:
+        """Whether there is a matrix for each expert."""
+        return self.codes.ndim > (2 if self.layer is None else 3)
+
+
 @functools.partial(
     jax.tree_util.register_dataclass,
     data_fields=["codes", "scales", "steps", "mean"],
@@ -95,24 +129,27 @@ class NF4Weight(QuantizedWeight):
 
 
 @functools.partial(
-    jax.tree_util.register_dataclass, data_fields=["codes", "scales"], meta_fields=["dtype"]
+    jax.tree_util.register_dataclass,
+    data_fields=["codes", "scales"],
+    meta_fields=["dtype", "layer"],
 )
 @dataclasses.dataclass(frozen=True)
-class Int8Weight(QuantizedWeight):
+class Int8Weight(IntegerWeight):
     """codes int8 [.., K, N], scales float32 [.., N]: a column's largest value is 127."""
 
     ALONG: ClassVar[Mapping[str, str]] = {"codes": "KN", "scales": "N"}
     codes: Any
     scales: Any
 
-    def dequantize(self) -> Float[Array, "*E K N"]:
+    @override
+    def values(self) -> Float[Array, "*E K N"]:
         return int8_values(self.codes, self.scales).astype(self.dtype)
 
     @override
     def product(self, x: Float[Array, "*B K"]) -> Float[Array, "*B N"]:
-        if self.codes.ndim > 2:  # experts
+        if self.is_experts():
             return super().product(x)
-        return w8a16_matmul(x, self.codes, self.scales)
+        return w8a16_matmul(x, self.codes, self.scales, layer=self.layer)
 
 
 def nearest(x: Array, values: np.ndarray) -> Array:

@@ -58,6 +58,17 @@ def test_offsets_of_groups_equal_the_reference(dtype, name):
     assert np.abs(out - run(w.offsets - 3.0, "dot")).max() > 1
 
 
+@pytest.mark.parametrize("name", ["dot", "reduce"])
+@pytest.mark.parametrize("op", [w8a16_matmul, w4a16_matmul])
+def test_a_layer_of_a_stack_is_that_of_its_matrix(op, name):
+    x, w = arguments(op, 1, jnp.float32)
+    stack = jax.tree.map(lambda leaf: jnp.stack([leaf * 0, leaf]), (w.codes, w.scales))
+    with on_target(*HOPPER):
+        alone = op(x, w.codes, w.scales, implementation=name)
+        for layer in (1, jnp.int32(1)):
+            np.testing.assert_array_equal(op(x, *stack, layer=layer, implementation=name), alone)
+
+
 @pytest.mark.parametrize("op", [w8a16_matmul, w4a16_matmul])
 def test_one_row_on_a_gpu_is_no_matmul(op):
     def program(rows):
@@ -76,7 +87,7 @@ def test_what_cannot_serve_says_why():
         w8a16_matmul(x, w.codes, w.scales, implementation="reduce")
     with on_target("cpu"), pytest.raises(NotImplementedError, match="needs a GPU, found cpu"):
         w8a16_matmul(x[:1], w.codes, w.scales, implementation="reduce")
-    assert list(BACKENDS) == ["reduce", "dot", "reference"]
+    assert list(BACKENDS) == ["triton", "reduce", "dot", "reference"]
 
 
 @pytest.mark.parametrize("form", ["int8", "int4"])
