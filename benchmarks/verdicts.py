@@ -144,10 +144,13 @@ def train_verdicts(
     if tune:
         tuning = tuning_jobs(scale, techniques, switches, overrides)
         for job, outcome in train_all(tuning, [], workers, done):
-            if outcome.bpb is not None:
+            if outcome.bpb is not None and math.isfinite(outcome.bpb):
                 switch = list(job.overrides[-len(techniques[job.name].tune) :])
                 row = {"switch": switch, "bpb": outcome.bpb}
                 tried.setdefault(job.name, []).append(row)
+        for name in sorted({job.name for job in tuning} - tried.keys()):
+            print(f"{name}: left out, for no value of `tune` gave a finite loss", flush=True)
+            del switches[name]
         for name, rows in tried.items():
             switches[name] = (*switches[name], *min(rows, key=lambda row: row["bpb"])["switch"])
     if BASELINE not in chosen and any(map(another_tokenizer, switches.values())):
@@ -193,9 +196,13 @@ def tuning_jobs(
 def settings_of(
     scale: Scale, overrides: tuple[str, ...], switch: tuple[str, ...]
 ) -> tuple[str, ...]:
-    """A run's overrides. What is given later stands in the place of what is given before."""
-    given = [*scale.overrides, *overrides, *switch]
-    return tuple({one.partition("=")[0]: one for one in given}.values())
+    """A run's overrides: the last value of each key, in the order in which these were given."""
+    last: dict[str, str] = {}
+    for one in (*scale.overrides, *overrides, *switch):
+        key = one.partition("=")[0]
+        last.pop(key, None)
+        last[key] = one
+    return tuple(last.values())
 
 
 def jobs_of(

@@ -290,6 +290,31 @@ def test_tuning_trains_all_seeds_with_the_best_value_of_the_first(tmp_path, monk
     ]
 
 
+def test_a_tuned_value_stands_behind_what_was_given_before():
+    """An override of the same key, given before the optimizer, would be lost with it else."""
+    given = ("optim.learning_rate=1e-3", "train.steps=5")
+    tuned = ("optim={name: lion}", "optim.learning_rate=2e-3")
+    settings = verdicts.settings_of(SCALES["d4"]._replace(overrides=()), given, tuned)
+    assert settings == ("train.steps=5", *tuned)
+
+
+def test_tuning_passes_over_losses_that_are_not_finite(tmp_path, monkeypatch, capsys):
+    """A technique with no finite loss is left out, not trained with an untuned value."""
+    saved = []
+
+    def train_all(jobs, timed, workers, done):
+        for job in (*jobs, *timed):
+            good = job.name == "adamw" and job.overrides[-1].endswith("=0.004")
+            yield job, verdicts.Outcome(1.0 if good else math.nan, 1.0, 1, 100, {})
+
+    monkeypatch.setattr(verdicts, "train_all", train_all)
+    monkeypatch.setattr(verdicts, "describe", lambda *_: {"bench": "verdict", "variant": "adamw"})
+    monkeypatch.setattr(verdicts, "write", lambda record, out: saved.append(record["switch"][-1]))
+    verdicts.train_verdicts(["d4", "adamw", "lion"], 1, record=True, out=tmp_path, tune=True)
+    assert saved == ["optim.learning_rate=0.004"]
+    assert "lion: left out" in capsys.readouterr().out
+
+
 def test_the_first_run_that_is_timed_is_trained_again(tmp_path, monkeypatch):
     """Its seconds are those of the second time; what shares the machine is trained once."""
     calls = []

@@ -13,7 +13,6 @@ from concurrent.futures import Future, ThreadPoolExecutor
 from contextlib import suppress
 from math import prod
 from pathlib import Path
-from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,14 +24,6 @@ from jaxtrain.storage.disk import write_json
 THREADS = 8  # parts at once; those that wait for the device keep none from the disk
 LIST = "states.json"  # of a copy: path of a state -> {file, shape, dtype}
 Rows = tuple[int, int]  # [first, last)
-
-
-class Traffic(NamedTuple):
-    """What a step has moved, and how long it stood still for it."""
-
-    read: int  # bytes
-    written: int  # bytes
-    waited: float  # seconds
 
 
 class StateFiles:
@@ -49,7 +40,7 @@ class StateFiles:
         self.descriptors: dict[str, int] = {}
         self.reads: dict[int, Future[list[np.ndarray]]] = {}  # by the part's place in the step
         self.writes: dict[int, Future[None]] = {}
-        self._lock: int | None = None
+        self._locked: int | None = None  # descriptor of the lock file
 
     # ---- the folder ------------------------------------------------------------------------------
 
@@ -57,9 +48,8 @@ class StateFiles:
         """Take the folder, and its room on the disk; what another run has left there is lost."""
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
-            self._lock = os.open(self.folder / "lock", os.O_RDWR | os.O_CREAT, 0o644)
-            self._take()
-            for old in self.folder.glob("*.state"):
+            self._lock()
+            for old in self.folder.glob("[0-9][0-9][0-9][0-9].state"):  # no other file of the user
                 old.unlink()
             for key, x in self.arrays.items():
                 file = os.open(self.folder / self.names[key], os.O_RDWR | os.O_CREAT, 0o644)
@@ -73,23 +63,30 @@ class StateFiles:
             raise
         self.pool = ThreadPoolExecutor(THREADS, thread_name_prefix="states")
 
-    def _take(self) -> None:
-        assert self._lock is not None
-        try:
-            fcntl.flock(self._lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            holder = os.pread(self._lock, 20, 0).decode() or "unknown"
-            os.close(self._lock)
-            self._lock = None
-            raise UserError(
-                f"optim.offload.directory: {self.folder} holds the states of another run (process "
-                f"{holder}): name a folder for this run alone"
-            ) from None
-        os.ftruncate(self._lock, 0)
-        os.pwrite(self._lock, str(os.getpid()).encode(), 0)
+    def _lock(self) -> None:
+        """Lock the folder for this run. UserError if another run has it."""
+        path = self.folder / "lock"
+        while self._locked is None:
+            file = os.open(path, os.O_RDWR | os.O_CREAT, 0o644)
+            try:
+                fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                holder = os.pread(file, 20, 0).decode() or "unknown"
+                os.close(file)
+                raise UserError(
+                    f"optim.offload.directory: {self.folder} holds the states of another run "
+                    f"(process {holder}): name a folder for this run alone"
+                ) from None
+            # A run that ends removes its lock: a third run would lock the file that replaces it.
+            if is_file_at(file, path):
+                self._locked = file
+            else:
+                os.close(file)
+        os.ftruncate(self._locked, 0)
+        os.pwrite(self._locked, str(os.getpid()).encode(), 0)
 
     def close(self) -> None:
-        """Wait for what is written, and remove the files."""
+        """Wait for all reads and writes, and remove the files."""
         for future in [*self.reads.values(), *self.writes.values()]:
             with suppress(Exception):
                 future.result()
@@ -99,10 +96,10 @@ class StateFiles:
             os.close(file)
             (self.folder / self.names[key]).unlink(missing_ok=True)
         self.descriptors, self.reads, self.writes = {}, {}, {}
-        if self._lock is not None:
+        if self._locked is not None:
             (self.folder / "lock").unlink(missing_ok=True)
-            os.close(self._lock)
-            self._lock = None
+            os.close(self._locked)
+            self._locked = None
             with suppress(OSError):
                 self.folder.rmdir()
 
@@ -181,7 +178,7 @@ class StateFiles:
         return self.writes[n]
 
     def settle(self) -> None:
-        """Until all that was begun is done; what was prefetched is forgotten. Raises its faults."""
+        """Wait for all reads and writes, and forget the prefetched parts. Raises their errors."""
         for future in [*self.reads.values(), *self.writes.values()]:
             future.result()
         self.reads, self.writes = {}, {}
@@ -199,11 +196,28 @@ class StateFiles:
         fsync_files(folder, [*self.names.values(), LIST])
 
     def load(self, key: str, copied: np.ndarray) -> None:
-        """An array's file from the pages of a copy, some rows at a time."""
+        """Write an array's file from a copy, some rows at a time, in the dtype of this run.
+
+        UserError for a copy of another shape.
+        """
+        x = self.arrays[key]
+        if copied.shape != x.shape:
+            raise UserError(
+                f"the checkpoint has the optimizer state {key} with the shape {copied.shape}, and "
+                f"this configuration with {x.shape}"
+            )
         rows = max(1, len(copied) * 2**26 // max(1, copied.nbytes))
         for first in range(0, len(copied), rows):
             last = min(first + rows, len(copied))
-            self.write(key, copied[first:last], (first, last))
+            self.write(key, copied[first:last].astype(x.dtype, copy=False), (first, last))
+
+
+def is_file_at(descriptor: int, path: Path) -> bool:
+    """Whether an open file is still the one at this path."""
+    try:
+        return os.path.samestat(os.fstat(descriptor), path.stat())
+    except FileNotFoundError:
+        return False
 
 
 def fsync_files(folder: Path, names: Iterable[str]) -> None:

@@ -335,8 +335,12 @@ class Checkpointer:
                 self.files.close()
 
     def __enter__(self) -> "Checkpointer":
-        if self.files:
-            self.files.open()
+        try:
+            if self.files:
+                self.files.open()
+        except UserError:
+            self.close()
+            raise
         return self
 
     def __exit__(self, *_: object) -> None:

@@ -1,7 +1,9 @@
 """States in files: the same update, exact resume, and no memory that holds them all."""
 
 import contextlib
+import fcntl
 import gc
+import logging
 import os
 import shutil
 
@@ -264,6 +266,56 @@ def test_a_folder_is_of_one_run(tmp_path):
     two.open()
     two.close()
     assert not tmp_path.exists()
+
+
+def test_a_lock_that_was_removed_while_a_run_waited_for_it_locks_nothing(tmp_path, monkeypatch):
+    one, two, three = (StateFiles(tmp_path, ARRAYS) for _ in range(3))
+    one.open()
+    flock = fcntl.flock
+
+    def after_the_end_of_one(file, how):
+        monkeypatch.setattr(fcntl, "flock", flock)
+        one.close()
+        tmp_path.mkdir()
+        flock(file, how)
+
+    monkeypatch.setattr(fcntl, "flock", after_the_end_of_one)
+    two.open()
+    with pytest.raises(UserError, match="holds the states of another run"):
+        three.open()
+    two.close()
+
+
+def test_files_of_the_user_stay_in_a_folder_that_a_run_takes(tmp_path):
+    left, own = tmp_path / "0007.state", tmp_path / "model.state"
+    left.write_bytes(b"of a run that was killed")
+    own.write_bytes(b"of the user")
+    files = StateFiles(tmp_path, ARRAYS)
+    files.open()
+    files.close()
+    assert not left.exists() and own.read_bytes() == b"of the user"
+
+
+def test_a_copy_of_another_dtype_is_converted_and_one_of_another_shape_refused(tmp_path):
+    files = StateFiles(tmp_path, {"a": jax.ShapeDtypeStruct((4, 8), jnp.bfloat16)})
+    files.open()
+    copied = np.arange(32, dtype=np.float32).reshape(4, 8)
+    files.load("a", copied)
+    np.testing.assert_array_equal(files.read("a").astype(np.float32), copied)
+    with pytest.raises(UserError, match=r"with the shape \(2, 8\), and this .* \(4, 8\)"):
+        files.load("a", copied[:2])
+    files.close()
+
+
+def test_a_checkpointer_that_cannot_take_the_folder_leaves_no_filter_of_the_log(tmp_path):
+    one = StateFiles(tmp_path / "states", ARRAYS)
+    one.open()
+    before = list(logging.getLogger("absl").filters)
+    with pytest.raises(UserError, match="another run"):
+        with Checkpointer(tmp_path, CheckpointConfig(), StateFiles(tmp_path / "states", ARRAYS)):
+            pass
+    assert logging.getLogger("absl").filters == before
+    one.close()
 
 
 def test_a_full_disk_is_found_before_the_first_step(tmp_path, monkeypatch):
