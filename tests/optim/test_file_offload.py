@@ -311,9 +311,11 @@ def test_a_checkpointer_that_cannot_take_the_folder_leaves_no_filter_of_the_log(
     one = StateFiles(tmp_path / "states", ARRAYS)
     one.open()
     before = list(logging.getLogger("absl").filters)
-    with pytest.raises(UserError, match="another run"):
-        with Checkpointer(tmp_path, CheckpointConfig(), StateFiles(tmp_path / "states", ARRAYS)):
-            pass
+    checkpoints = Checkpointer(
+        tmp_path, CheckpointConfig(), StateFiles(tmp_path / "states", ARRAYS)
+    )
+    with pytest.raises(UserError, match="another run"), checkpoints:
+        pass
     assert logging.getLogger("absl").filters == before
     one.close()
 
