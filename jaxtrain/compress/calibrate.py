@@ -296,7 +296,7 @@ def visit_layers(
             place = own.get(name.split("/")[0], index)
             matrices[name] = Matrix(name, place, leaf(params, name)[place], inputs)
         changed = visit(index, matrices)
-        for name, x in changed.items():  # matrices, and the vectors beside them
+        for name, x in changed.items():  # matrices and biases or gains
             leaf(params, name)[own.get(name.split("/")[0], index)] = x
         if changed:
             weights = picked(index, own, stack)

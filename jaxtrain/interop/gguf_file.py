@@ -125,7 +125,7 @@ def write_gguf(
     for name, piece in pieces.items():
         size = int(np.prod(piece.shape))
         block, each = gguf.GGML_QUANT_SIZES[piece.type]
-        like = np.dtype(np.float32)  # of which nothing but the shape counts
+        like = np.dtype(np.float32)  # its shape alone counts
         writer.add_tensor_info(name, piece.shape, like, size // block * each, piece.type)
     path.parent.mkdir(parents=True, exist_ok=True)
     part = path.with_name(path.name + ".part")
