@@ -377,8 +377,8 @@ def report(record: dict[str, Any]) -> str:
     if m["host_bytes"]:
         lines += [f"  {format_bytes(m['host_bytes']):>10s}  of states in the memory of all hosts"]
     if m["files_bytes"]:
-        lines += [f"  {format_bytes(m['files_bytes']):>10s}  of states in files, all of which a "
-                  "step reads and writes"]  # fmt: skip
+        size = format_bytes(m["files_bytes"])
+        lines += [f"  {size:>10s}  of states in files, read and written in each step"]
     lines += ["a device sends in a step"]
     lines += [
         f"  {format_bytes(c['bytes']):>10s}  {c['kind']} over {', '.join(c['axes'])} "

@@ -65,7 +65,7 @@ def check_exportable(c: Resolved, run: Path) -> None:
             raise UserError(
                 f"{run} has a {name} of {tokens} virtual tokens, for which checkpoints of Hugging "
                 f"Face have no place: export its base (train.init_from {c.train.init_from}); the "
-                f"{name} is {adapter} peft loads beside it"
+                f"{name} is {adapter} peft loads with it"
             )
     if c.model.adapter:
         raise UserError(

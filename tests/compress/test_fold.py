@@ -109,7 +109,7 @@ def test_a_model_with_gains_needs_no_scale_of_an_input_and_loses_less(method, sa
 
 @pytest.mark.slow
 def test_gains_of_an_imported_model_are_folded_in_float32(saved_as, tmp_path):
-    """bfloat16 would round each channel of them; what is written is read, and exported."""
+    """bfloat16 would round each channel of them; the saved arrays are loaded and exported."""
     saved, text = saved_as("biases"), tmp_path / "text.txt"
     text.write_text("The quick brown fox jumps over the lazy dog. " * 20)
     flat = flatten(saved.params)

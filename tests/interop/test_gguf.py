@@ -34,7 +34,7 @@ from jaxtrain.settings import UserError
 
 SCRIPT = Path(__file__).with_name("run_llama_cpp.py")
 PYTHON = os.environ.get("JAXTRAIN_LLAMA_PYTHON")
-# Of the golden models, those that llama.cpp computes otherwise, and what is said of them.
+# Golden models that llama.cpp computes otherwise, and the reason for each.
 REFUSED = {
     "qwen3 tied mha biases": "no tensor for model.layers.0.self_attn.q_proj.bias",
     "gemma2": r"no factor 0\.204124 on the scores \(it has 0\.25\)",
