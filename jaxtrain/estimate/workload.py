@@ -184,7 +184,7 @@ def abstract_frozen(w: Workload) -> ShapeTree | None:
     whole, specs = NamedSharding(w.mesh, PartitionSpec()), flatten(w.partition.base)
     at = lambda x, place: jax.ShapeDtypeStruct(x.shape, x.dtype, sharding=place)
 
-    def like(name: str, x: Any) -> Any:
+    def like[Leaf: jax.ShapeDtypeStruct | QuantizedWeight](name: str, x: Leaf) -> Leaf:
         if isinstance(x, QuantizedWeight):
             return jax.tree.map(at, x, packed_shardings(x, specs[name], w.mesh))
         return at(x, where.get((x.shape, x.dtype.name), whole))

@@ -85,9 +85,9 @@ class Partition(NamedTuple):
         specs = flatten(self.base)
         packed = lambda leaf: isinstance(leaf, QuantizedWeight)
 
-        def store(name: str, x: Any) -> Any:
-            def split(leaf: Any) -> Any:
-                if not packed(leaf):
+        def store(name: str, x: Params | jax.Array) -> Params | jax.Array | QuantizedWeight:
+            def split(leaf: jax.Array | QuantizedWeight) -> jax.Array | QuantizedWeight:
+                if not isinstance(leaf, QuantizedWeight):
                     return leaf
                 where = packed_shardings(leaf, specs[name], mesh)
                 return jax.jit(lambda w: w, out_shardings=where)(leaf)

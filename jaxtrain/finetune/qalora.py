@@ -8,10 +8,11 @@ to the zero point. So the merged model stays int4, and computes what the adapted
 
 import functools
 import math
-from typing import Any
+from typing import cast
 
 import jax
 import jax.numpy as jnp
+from jaxtyping import Array
 
 from jaxtrain.finetune.config import QALoRAConfig
 from jaxtrain.finetune.lora import target_matrices
@@ -30,7 +31,7 @@ from jaxtrain.parallel.mesh import gather_to_host
 from jaxtrain.settings import UserError
 from jaxtrain.weights import each_matrix
 from jaxtrain.weights.contract import Weight
-from jaxtrain.weights.int4 import group_of, quantize_offset_int4
+from jaxtrain.weights.int4 import OffsetInt4Weight, group_of, quantize_offset_int4
 from jaxtrain.weights.params import Specs
 
 
@@ -56,10 +57,11 @@ def qalora(c: QALoRAConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
     def join(params: Params, frozen: Params) -> Params:
         change = flatten(params)
 
-        def adapt(name: str, w: Any) -> Any:
+        def adapt(name: str, w: Array | OffsetInt4Weight) -> Array | Weight:
             if name not in names:
                 return w
-            return GroupAdaptedWeight(w, change[f"{name}/a"], change[f"{name}/b"], scale)
+            packed_w = cast(OffsetInt4Weight, w)  # as `store` has made it
+            return GroupAdaptedWeight(packed_w, change[f"{name}/a"], change[f"{name}/b"], scale)
 
         return map_named(adapt, frozen)
 

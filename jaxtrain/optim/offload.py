@@ -10,10 +10,11 @@ the order of a matrix product, Muon's); compiled, it rounds where XLA has it.
 import functools
 from collections.abc import Callable, Container, Mapping
 from math import prod
-from typing import Annotated, Any, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple, cast
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 import optax
 from jax.sharding import Mesh, NamedSharding, PartitionSpec
 from pydantic import BeforeValidator, Field
@@ -23,6 +24,7 @@ from jaxtrain.parallel.axes import current_mesh, partition_spec
 from jaxtrain.settings import Settings, UserError
 from jaxtrain.weights.params import Params, Specs
 
+Index = int | np.int32 | jax.Array  # of a part
 MIN_BYTES = 2**20  # bytes; a smaller state is not worth a copy
 CHUNK_BYTES = (
     2**28
@@ -190,7 +192,7 @@ class ChunkUpdate(NamedTuple):
 
     keys: list[str]  # paths of its states in that of its group
     cut: list[bool]  # those that are cut into parts as their parameters are
-    update: Callable[..., tuple[Params, list[Any]]]  # (hyper, grads, params, states, finite)
+    update: Callable[..., tuple[Params, list[jax.Array]]]  # (hyper, grads, params, states, finite)
 
 
 def make_chunk_update(tx: Transformation, params: Params, specs: Specs) -> ChunkUpdate:
@@ -202,11 +204,15 @@ def make_chunk_update(tx: Transformation, params: Params, specs: Specs) -> Chunk
     cut = [x.ndim > 0 and lengths.get(owner_of(path, lengths) or "") == len(x) for path, x in paths]
 
     def update(
-        hyper: dict[str, Hyper], grads: Any, params: Any, states: list[Any], finite: Any
-    ) -> tuple[Any, list[Any]]:
+        hyper: dict[str, Hyper],
+        grads: Params,
+        params: Params,
+        states: list[jax.Array],
+        finite: jax.Array | None,
+    ) -> tuple[Params, list[jax.Array]]:
         grads = jax.tree.map(lambda g, p: g.astype(p.dtype), grads, params)
         updates, new = tx.update(grads, treedef.unflatten(states), params, hyper=hyper, specs=specs)
-        done = optax.apply_updates(params, updates), jax.tree.leaves(new)
+        done = cast(Params, optax.apply_updates(params, updates)), jax.tree.leaves(new)
         if (keep := finite) is not None:
             done = jax.tree.map(lambda n, o: jnp.where(keep, n, o), done, (params, states))
         return done
@@ -214,7 +220,7 @@ def make_chunk_update(tx: Transformation, params: Params, specs: Specs) -> Chunk
     return ChunkUpdate(keys, cut, update)
 
 
-def part_of[T](tree: T, i: Any, parts: int) -> T:
+def part_of[T](tree: T, i: Index, parts: int) -> T:
     """Part i of each array's first dim."""
     take = lambda x: jax.lax.dynamic_slice_in_dim(
         x, i * (len(x) // parts), len(x) // parts, allow_negative_indices=False
@@ -222,7 +228,7 @@ def part_of[T](tree: T, i: Any, parts: int) -> T:
     return jax.tree.map(take, tree)
 
 
-def with_part[T](tree: T, part: T, i: Any) -> T:
+def with_part[T](tree: T, part: T, i: Index) -> T:
     """The tree with `part` in the place of part i."""
     put = lambda x, y: jax.lax.dynamic_update_slice_in_dim(
         x, y, i * len(y), 0, allow_negative_indices=False

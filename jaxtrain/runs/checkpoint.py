@@ -250,11 +250,13 @@ class Checkpointer:
         if self.files:
             self.files.settle()
 
-        def place(key: str, x: Any, to: Any) -> Any:
+        def place(
+            key: str, x: jax.Array | None, to: jax.ShapeDtypeStruct | None
+        ) -> jax.Array | None:
             if key in mine and self.files:
                 self.files.load(key, copied[key] if key in copied else np.asarray(x))
                 return None
-            if key in copied:
+            if key in copied and to is not None:
                 return jax.make_array_from_callback(to.shape, to.sharding, copied[key].__getitem__)
             return x
 

@@ -9,6 +9,7 @@ before. Neither the device nor the host ever holds more than a few parts.
 import functools
 import time
 from collections import deque
+from collections.abc import Callable
 from concurrent.futures import Future
 from math import prod
 from pathlib import Path
@@ -23,6 +24,7 @@ from jaxtrain.config.resolve import Resolved
 from jaxtrain.model import path_name
 from jaxtrain.optim.offload import (
     FileOffload,
+    Index,
     OffloadChunk,
     UpdateGroup,
     make_chunk_update,
@@ -33,7 +35,7 @@ from jaxtrain.optim.offload import (
     with_part,
 )
 from jaxtrain.optim.state_files import Rows, StateFiles
-from jaxtrain.optim.types import Hyperparams, OptState
+from jaxtrain.optim.types import Hyper, Hyperparams, OptState
 from jaxtrain.settings import UserError
 from jaxtrain.train.step import (
     BeforeUpdate,
@@ -47,6 +49,7 @@ from jaxtrain.weights.params import Params
 
 AHEAD = 2  # parts that are read before their turn; as many may wait to be written
 FOLDER = "states"  # of a run directory
+Arrays = list[jax.Array]
 
 
 class Chunk(NamedTuple):
@@ -62,8 +65,8 @@ class Chunk(NamedTuple):
     away: list[str]  # in files; of part i come these rows, or all
     near: list[str]  # on the device, cut into parts as well
     shared: list[str]  # on the device, the same for each part
-    update: Any
-    begin: Any
+    update: Callable[..., tuple[Params, Arrays, Arrays, Arrays]]
+    begin: Callable[[Params, Index], Arrays]
 
 
 class Part(NamedTuple):
@@ -171,24 +174,24 @@ class FileUpdates:
         shared = [key for key in keys if key not in away and not cut[key]]
         assert parts == 1 or all(cut[key] for key in away)
 
-        def take[T](tree: T, i: Any) -> T:
+        def take[T](tree: T, i: Index) -> T:
             return tree if parts == 1 else part_of(tree, i, parts)
 
         def update(
-            hyper: Any, grads: Params, params: Params, near_: Any, away_: Any, shared_: Any,
-            i: Any, finite: Any,
-        ) -> Any:  # fmt: skip
-            states = dict(zip(near, take(near_, i))) | dict(zip(away, away_))
-            states |= dict(zip(shared, shared_))
+            hyper: dict[str, Hyper], grads: Params, params: Params, near_arrays: Arrays,
+            away_arrays: Arrays, shared_arrays: Arrays, i: Index, finite: jax.Array | None,
+        ) -> tuple[Params, Arrays, Arrays, Arrays]:  # fmt: skip
+            states = dict(zip(near, take(near_arrays, i))) | dict(zip(away, away_arrays))
+            states |= dict(zip(shared, shared_arrays))
             given = take((grads, params), i)
             moved, new = one.update(hyper, *given, [states[key] for key in keys], finite)
             done = dict(zip(keys, new))
             new_near = [done[key] for key in near]
             if parts > 1:
-                moved, new_near = with_part((params, near_), (moved, new_near), i)
+                moved, new_near = with_part((params, near_arrays), (moved, new_near), i)
             return moved, new_near, [done[key] for key in away], [done[key] for key in shared]
 
-        def begin(params: Params, i: Any) -> list[Any]:
+        def begin(params: Params, i: Index) -> Arrays:
             leaves = dict(zip(keys, jax.tree.leaves(group.tx.init(take(params, i)))))
             return [leaves[key] for key in away]
 
@@ -248,13 +251,13 @@ class FileUpdates:
         leaves, treedef = jax.tree_util.tree_flatten_with_path(state.params)
         params = {path_name(path): x for path, x in leaves}
         old = leaves_by_path(state.optimizer)
-        new, pending, waited, n = dict(old), deque[tuple[Any, Future[None]]](), 0.0, 0
+        new, pending, waited, n = dict(old), deque[tuple[Arrays, Future[None]]](), 0.0, 0
         for k in range(self.ahead):
             self.files.prefetch(k, self.in_files[k].rows)
         jax.block_until_ready(before.grads)  # what is waited for from now on is the disk
         for chunk, i, rows in self.parts:
             tree = masked(treedef.unflatten(params.values()), chunk.names)
-            away: list[Any] = []
+            away: Arrays = []
             if rows:
                 waited += self._drain(pending, AHEAD - 1)
                 read, seconds = self.files.take(n)
@@ -283,7 +286,7 @@ class FileUpdates:
         traffic |= {"state_wait_s": waited}
         return rest._replace(params=done, optimizer=kept), metrics | traffic
 
-    def _drain(self, pending: deque[tuple[Any, Future[None]]], most: int) -> float:
+    def _drain(self, pending: deque[tuple[Arrays, Future[None]]], most: int) -> float:
         """Until at most so many parts are to be written; the seconds that the disk took for it."""
         waited = 0.0
         while len(pending) > most:
@@ -295,7 +298,12 @@ class FileUpdates:
         return waited
 
     def _after(
-        self, state: State, found: BeforeUpdate, params: Params, kept: PyTree, hyperparams: Any
+        self,
+        state: State,
+        found: BeforeUpdate,
+        params: Params,
+        kept: OptState,
+        hyperparams: Hyperparams,
     ) -> tuple[State, dict[str, Any]]:
         new, metrics = after_update(self.spec, state, found, params, kept, hyperparams)
         return new._replace(params=None, optimizer=None), metrics
