@@ -12,6 +12,7 @@ from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from jax.sharding import Mesh
 
 from jaxtrain.finetune.config import (
@@ -44,6 +45,7 @@ IN_BLOCKS = ("blocks/attention/", "blocks/ffn/")  # whose matrices go through `w
 OTHER_LAYERS = ("dense/", "experts/")
 EXTRAS = "extras"  # the key of a frozen tree for what is not in the base
 Join = Callable[..., Params]  # (trainable, frozen or None) -> the model's parameters
+Stack = jax.Array | np.ndarray
 Store = Callable[[str, Any], Any]  # (name, array) -> the array, or a packed matrix
 
 
@@ -85,8 +87,8 @@ class Partition(NamedTuple):
         specs = flatten(self.base)
         packed = lambda leaf: isinstance(leaf, QuantizedWeight)
 
-        def store(name: str, x: Params | jax.Array) -> Params | jax.Array | QuantizedWeight:
-            def split(leaf: jax.Array | QuantizedWeight) -> jax.Array | QuantizedWeight:
+        def store(name: str, x: Stack) -> Stack | Weight:
+            def split(leaf: Stack | QuantizedWeight) -> Stack | QuantizedWeight:
                 if not isinstance(leaf, QuantizedWeight):
                     return leaf
                 where = packed_shardings(leaf, specs[name], mesh)

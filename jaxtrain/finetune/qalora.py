@@ -12,12 +12,12 @@ from typing import cast
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array
 
 from jaxtrain.finetune.config import QALoRAConfig
 from jaxtrain.finetune.lora import target_matrices
 from jaxtrain.finetune.partition import (
     Partition,
+    Stack,
     block_matrices,
     flatten,
     in_compute_dtype,
@@ -57,7 +57,7 @@ def qalora(c: QALoRAConfig, specs: Specs, dtype: jnp.dtype) -> Partition:
     def join(params: Params, frozen: Params) -> Params:
         change = flatten(params)
 
-        def adapt(name: str, w: Array | OffsetInt4Weight) -> Array | Weight:
+        def adapt(name: str, w: Stack | Weight) -> Stack | Weight:
             if name not in names:
                 return w
             packed_w = cast(OffsetInt4Weight, w)  # as `store` has made it

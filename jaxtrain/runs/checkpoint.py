@@ -251,8 +251,10 @@ class Checkpointer:
             self.files.settle()
 
         def place(
-            key: str, x: jax.Array | None, to: jax.ShapeDtypeStruct | None
-        ) -> jax.Array | None:
+            key: str,
+            x: jax.Array | np.ndarray | None,
+            to: jax.Array | jax.ShapeDtypeStruct | None,
+        ) -> jax.Array | np.ndarray | None:
             if key in mine and self.files:
                 self.files.load(key, copied[key] if key in copied else np.asarray(x))
                 return None

@@ -162,7 +162,9 @@ def is_quantized(saved: Saved) -> bool:
 def place_params(saved: Saved, mesh: Mesh) -> Params:
     """The parameters on a mesh, each device its parts; of a quantized matrix, packed."""
 
-    def place(spec: ParamSpec, x: jax.Array | QuantizedWeight) -> NamedSharding | QuantizedWeight:
+    def place(
+        spec: ParamSpec, x: jax.Array | np.ndarray | QuantizedWeight
+    ) -> NamedSharding | QuantizedWeight:
         if isinstance(x, QuantizedWeight):
             return packed_shardings(x, spec, mesh)
         return NamedSharding(mesh, partition_spec(spec.axes, spec.shape, mesh))
