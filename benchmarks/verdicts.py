@@ -131,8 +131,8 @@ def train_verdicts(
     here = [one.name for one in techniques.values() if which in one.scales]
     if unknown := set(names) - {BASELINE, *here}:
         raise UserError(
-            f"verdicts: {which} has no technique {', '.join(sorted(unknown))}; it has "
-            f"{', '.join([BASELINE, *here])}"
+            f"verdicts: {which} has no technique {'; '.join(sorted(unknown))}. It has: "
+            f"{'; '.join([BASELINE, *here])}"
         )
     chosen = names or [BASELINE, *here]
     if time_only:

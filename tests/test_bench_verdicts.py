@@ -229,7 +229,7 @@ def test_unknown_scales_and_techniques_are_named(capsys):
     assert main(["verdicts", "d5"]) == 2
     assert "there is no scale d5; there are d4, d12" in capsys.readouterr().err
     assert main(["verdicts", "d4", "ema2"]) == 2
-    assert "d4 has no technique ema2; it has baseline, adamw" in capsys.readouterr().err
+    assert "d4 has no technique ema2. It has: baseline; adamw" in capsys.readouterr().err
 
 
 @pytest.mark.slow
