@@ -83,9 +83,10 @@ def steps_of(run_dir):
 
 
 def position(run_dir, step):
-    """In the data, as a checkpoint says."""
+    """In the data, as a checkpoint says; without what it says of the loop."""
     file = run_dir / "checkpoints" / str(step) / "position" / "metadata"
-    return {k: v for k, v in json.loads(file.read_text()).items() if k != "guard"}
+    of_loop = ("guard", "decided")
+    return {k: v for k, v in json.loads(file.read_text()).items() if k not in of_loop}
 
 
 def position_after(steps):
