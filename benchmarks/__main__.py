@@ -77,7 +77,17 @@ WHAT = {
 ONLY = {
     "attention": ("tune",),
     "decode": ("prompts", "batches", "cache_dtypes"),
-    "compress": ("also", "shape", "core", "text", "calibration", "sequences", "recipes", "folder"),
+    "compress": (
+        "also",
+        "shape",
+        "core",
+        "text",
+        "calibration",
+        "sequences",
+        "recipes",
+        "folder",
+        "workers",
+    ),
     "step": ("profile", "switches", "flags", "peer"),
     "loader": ("minutes",),
     "memory": ("techniques", "longest", "devices", "device", "memory", "fit"),
@@ -140,7 +150,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     )
     add_preflight(parser)
     parser.add_argument(
-        "--workers", type=whole(1), help="verdicts: runs that share the device, default 1"
+        "--workers",
+        type=whole(1),
+        help="verdicts: runs that share the device (1); compress: GPUs, a row at a time on each",
     )
     parser.add_argument(
         "--time-only", action="store_true",
@@ -223,7 +235,7 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
             return
         texts = Texts(a.text, a.calibration, a.sequences or Texts().sequences)
         yield from bench_compress(
-            Asked(a.overrides, a.also or (), a.shape or (), a.core, a.variant, texts)
+            Asked(a.overrides, a.also or (), a.shape or (), a.core, a.variant, texts, a.workers)
         )
     elif a.what == "packing":
         yield bench_packing(a.overrides, a.variant)

@@ -2,7 +2,7 @@
 
 python -m benchmarks compress RUN [RUN ...] --also qat=runs/x pruned=runs/y --record
 python -m benchmarks compress RUN --text held.txt --calibration other.txt --record
-python -m benchmarks compress --shape llama_8b --record
+python -m benchmarks compress --shape llama_8b --workers 2 --record   a row at a time on each GPU
 python -m benchmarks compress --recipes [NAME ...] --record  trains by compress_recipes.yaml
 python -m benchmarks compress                        makes the page from the records
 """
@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from benchmarks import compress_recipes
-from benchmarks.compress_runs import PATTERN, PLAIN, Job, Outcome, Texts, in_own_process, line_of
+from benchmarks.compress_runs import PATTERN, PLAIN, Job, Outcome, Texts, line_of, run_all
 from benchmarks.importing import SHAPES
 from benchmarks.record import BENCHMARKS, RESULTS, describe
 from jaxtrain.compress.methods import METHODS
@@ -60,6 +60,7 @@ class Asked(NamedTuple):
     core: int | None = None
     variant: str | None = None
     texts: Texts = Texts()
+    gpus: int | None = None  # that rows are measured on, one at a time on each
 
 
 def jobs_of(folder: str, asked: Asked, shape: bool = False) -> list[Job]:
@@ -94,8 +95,7 @@ def bench_compress(asked: Asked) -> Iterator[dict[str, Any]]:
     plans += [(name, jobs_of(name, asked, shape=True)) for name in asked.shapes]
     for config, jobs in plans:
         outcomes = []
-        for i, job in enumerate(jobs):
-            outcome = in_own_process(job)
+        for i, (job, outcome) in enumerate(run_all(jobs, asked.gpus)):
             print(f"{config} {i + 1}/{len(jobs)} {job.label}: {line_of(outcome)}", flush=True)
             outcomes.append((job, outcome))
             if any(not outcome.error for _, outcome in outcomes):

@@ -1,11 +1,14 @@
 """One model by several methods of compression, each in a process of its own."""
 
+import os
 import tempfile
 import time
-from concurrent.futures import ProcessPoolExecutor
+from collections.abc import Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor, ThreadPoolExecutor
 from concurrent.futures.process import BrokenProcessPool
 from multiprocessing import get_context
 from pathlib import Path
+from queue import SimpleQueue
 from typing import Any, NamedTuple
 
 import jax
@@ -35,6 +38,7 @@ from jaxtrain.interop.configs import model_fields
 from jaxtrain.model import ModelConfig, ParamSpec, Transformer, cast, count, resolve_model, split
 from jaxtrain.runs.environment import environment
 from jaxtrain.runs.saved import WEIGHTS, Saved, load_saved
+from jaxtrain.settings import UserError
 from jaxtrain.weights.params import Params, Specs
 from jaxtrain.weights.quantized import QuantizedWeight
 
@@ -73,10 +77,12 @@ class Outcome(NamedTuple):
     error: str | None = None
 
 
-def run_job(job: Job) -> Outcome:
-    """A row's figures, in this process."""
+def run_job(job: Job, on_gpu: bool = False) -> Outcome:
+    """A row's figures, in this process. UserError if it was to be on a GPU, and is not."""
     begin = time.perf_counter()
     start(quiet=True)
+    if on_gpu and jax.default_backend() != "gpu":
+        raise UserError("--workers: there are fewer GPUs than that")
     figures = shape_figures(job) if job.shape else model_figures(job)
     return Outcome(figures | {"seconds": round(time.perf_counter() - begin, 1)}, environment())
 
@@ -149,11 +155,43 @@ def random_params(specs: Specs, method: str | None) -> Params:
     return jax.tree.map(one, specs)
 
 
-def in_own_process(job: Job) -> Outcome:
-    """`run_job` in a new process, so that its memory is free again, whatever happens to it."""
-    with ProcessPoolExecutor(1, mp_context=get_context("spawn")) as pool:
+def run_all(jobs: Sequence[Job], gpus: int | None = None) -> Iterator[tuple[Job, Outcome]]:
+    """Jobs and their outcomes, in order. gpus: one job at a time on each of so many; default one
+    after the other on what the process sees."""
+    if gpus is None:
+        yield from ((job, in_own_process(job)) for job in jobs)
+        return
+    free: SimpleQueue[int] = SimpleQueue()
+    for gpu in range(gpus):
+        free.put(gpu)
+
+    def on_free_gpu(job: Job) -> Outcome:
+        gpu = free.get()
         try:
-            return pool.submit(run_job, job).result()
+            return in_own_process(job, gpu)
+        finally:
+            free.put(gpu)
+
+    with ThreadPoolExecutor(gpus) as threads:
+        yield from zip(jobs, threads.map(on_free_gpu, jobs))
+
+
+def see_only(gpu: int | None) -> None:
+    """Hide the other GPUs from this process."""
+    if gpu is None:
+        return
+    seen = os.environ.get("CUDA_VISIBLE_DEVICES")
+    names = seen.split(",") if seen else [str(i) for i in range(gpu + 1)]
+    os.environ["CUDA_VISIBLE_DEVICES"] = names[gpu] if gpu < len(names) else ""
+
+
+def in_own_process(job: Job, gpu: int | None = None) -> Outcome:
+    """`run_job` in a new process, so that its memory is free again, whatever happens to it."""
+    with ProcessPoolExecutor(
+        1, mp_context=get_context("spawn"), initializer=see_only, initargs=(gpu,)
+    ) as pool:
+        try:
+            return pool.submit(run_job, job, gpu is not None).result()
         except BrokenProcessPool:
             return Outcome({}, {}, "the process died; it may have run out of memory")
         except Exception as error:  # one method's fault must not end the others

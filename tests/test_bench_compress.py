@@ -2,7 +2,9 @@
 
 import importlib
 import json
+import os
 import subprocess
+import threading
 
 import jax
 import jax.numpy as jnp
@@ -98,12 +100,12 @@ def test_each_method_is_a_row_and_each_form_of_a_shape(run):
 
 
 def test_a_failed_row_is_recorded_beside_the_others(run, tmp_path, monkeypatch, capsys):
-    def one(job):
+    def one(job, gpu=None):
         if job.method == "gptq":
             return Outcome({}, {}, "UserError: no")
         return Outcome(FIGURES | {"seconds": 1.0}, ENVIRONMENT)
 
-    monkeypatch.setattr(compress, "in_own_process", one)
+    monkeypatch.setattr(compress_runs, "in_own_process", one)
     assert main(["compress", str(run), "--record", "--out", str(tmp_path)]) == 0
     (file,) = tmp_path.iterdir()
     assert file.name == f"{BENCH}-tiny-cpu.json"
@@ -116,6 +118,34 @@ def test_a_failed_row_is_recorded_beside_the_others(run, tmp_path, monkeypatch, 
     assert "## tiny, 2 CPU cores" in page
     assert "| none, float32 | 1.5000 | 4.0 KiB | 2.0 KiB | 10 | 1,234 |" in page
     assert "| gptq | UserError: no | - | - | - | - |" in page
+
+
+def test_each_gpu_measures_one_row_at_a_time(monkeypatch):
+    busy, most, both = set(), [], threading.Barrier(2, timeout=10)
+
+    def one(job, gpu=None):
+        assert gpu not in busy
+        busy.add(gpu)
+        most.append(len(busy))
+        both.wait()
+        busy.discard(gpu)
+        return Outcome({"gpu": gpu}, {})
+
+    monkeypatch.setattr(compress_runs, "in_own_process", one)
+    jobs = [Job(str(i), "x") for i in range(6)]
+    found = list(compress_runs.run_all(jobs, 2))
+    assert [job for job, _ in found] == jobs and max(most) == 2
+    assert {outcome.figures["gpu"] for _, outcome in found} == {0, 1}
+
+
+@pytest.mark.parametrize("seen, gpu, left", [(None, 1, "1"), ("4,5", 1, "5"), ("4", 1, "")])
+def test_a_row_sees_its_own_gpu_alone(monkeypatch, seen, gpu, left):
+    if seen is None:
+        monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
+    else:
+        monkeypatch.setenv("CUDA_VISIBLE_DEVICES", seen)
+    compress_runs.see_only(gpu)
+    assert os.environ["CUDA_VISIBLE_DEVICES"] == left
 
 
 def test_a_shape_has_no_column_of_losses():
