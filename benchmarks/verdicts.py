@@ -139,6 +139,8 @@ def train_verdicts(
         scale = scale._replace(seeds=scale.seeds[:1], horizons=(1.0,))
         chosen = [name for name in chosen if (which, name) in records]
     switches = {name: switch_of(name, techniques, scale) for name in chosen}
+    if time_only:  # of a tuned technique, as it was recorded
+        switches = {name: tuple(records[which, name]["switch"]) for name in chosen}
     done = Path("runs") / "verdicts" / f"{which}.jsonl"
     tried: dict[str, list[Record]] = {}
     if tune:

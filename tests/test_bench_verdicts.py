@@ -265,6 +265,15 @@ def test_runs_are_trained_and_recorded(tmp_path, monkeypatch, capsys):
     assert timed["rows"] == ema["rows"] and timed["timed"]["bpb"] == ema["rows"][0]["bpb"]
 
 
+def test_seconds_are_those_of_the_recorded_switch(monkeypatch):
+    """What tuning found is in the record alone."""
+    switch, trained = ["optim.learning_rate=0.002"], []
+    monkeypatch.setattr(verdicts, "read_records", lambda: {("d4", "adamw"): {"switch": switch}})
+    monkeypatch.setattr(verdicts, "train_all", lambda _, timed, *__: trained.extend(timed) or ())
+    verdicts.train_verdicts(["d4", "adamw"], 1, record=False, out=None, time_only=True)
+    assert [job.overrides[-1] for job in trained] == switch
+
+
 def test_tuning_trains_all_seeds_with_the_best_value_of_the_first(tmp_path, monkeypatch):
     """The record has what was tried, and the switch that won."""
     trained = []
