@@ -8,6 +8,7 @@ does everything in turn: for models whose steps are so short that the host's oth
 
 import fcntl
 import functools
+import hashlib
 import json
 import math
 import os
@@ -77,7 +78,8 @@ def train_job(job: Job, folder: Path, alone: bool = False) -> Outcome:
 
     alone: no other such run of the folder takes steps at the same time.
     """
-    name = f"{job.name}-{job.seed}-{job.steps}"
+    own = hashlib.sha256(repr(job.overrides).encode()).hexdigest()[:8]  # tuned values differ alone
+    name = f"{job.name}-{job.seed}-{job.steps}-{own}"
     overrides = [*PLAIN, *job.overrides, f"run.name={name}", f"run.directory={folder}",
                  f"run.seed={job.seed}", f"data.seed={job.seed}",
                  f"train.steps={job.steps}"]  # fmt: skip
