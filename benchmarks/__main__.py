@@ -41,11 +41,13 @@ from benchmarks.switches import bench_switches
 from benchmarks.tables import screen, table_of, update_pages
 from benchmarks.tasks import bench_tasks
 from benchmarks.tune import tune_attention
-from benchmarks.verdicts import make_page, train_verdicts
+from benchmarks.verdict_page import make_page
+from benchmarks.verdicts import train_verdicts
 from jaxtrain.cluster.runtime import take_memory
 from jaxtrain.config.overrides import check_once
 from jaxtrain.estimate.arguments import add_preflight
-from jaxtrain.estimate.dry_run import option_given, preflight_of, report
+from jaxtrain.estimate.dry_run import option_given, preflight_of
+from jaxtrain.estimate.dry_run_report import report
 from jaxtrain.model.attention import CACHE_DTYPES
 from jaxtrain.settings import TINY, Parser, UserError, command, real, whole
 

@@ -13,6 +13,7 @@ import json
 import math
 import os
 import shutil
+import sys
 import tempfile
 from collections.abc import Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor, as_completed
@@ -133,7 +134,7 @@ def train_all(
     done: a file of the outcomes so far, a line each; what it has is not trained again.
     """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
-    known = dict(map(_read_line, done.read_text().splitlines())) if done.exists() else {}
+    known = read_done(done) if done.exists() else {}
     done.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=_memory_disk()) as folder, done.open("a") as file:
         for batch, alone in ((jobs, False), (timed, True)):
@@ -160,6 +161,15 @@ def train_all(
                         file.write(json.dumps([job._asdict(), outcome._asdict()]) + "\n")
                         file.flush()
                     yield job, outcome
+
+
+def read_done(path: Path) -> dict[Job, Outcome]:
+    """The outcomes of a file; a last line without its end, of a killed process, is cut off."""
+    whole, end, torn = path.read_bytes().rpartition(b"\n")
+    if torn:
+        print(f"{path}: the last line is not complete; it is removed", file=sys.stderr)
+        os.truncate(path, len(whole) + len(end))
+    return dict(map(_read_line, whole.decode().splitlines()))
 
 
 def _read_line(line: str) -> tuple[Job, Outcome]:

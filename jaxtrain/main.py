@@ -108,7 +108,8 @@ def run(a: argparse.Namespace) -> int:
     """Train, or what the options ask for in its place; JAX is imported here."""
     from jaxtrain.config import find_config, load_config
     from jaxtrain.config.overrides import check_once
-    from jaxtrain.estimate.dry_run import check_dry, dry_overrides, preflight_of, report
+    from jaxtrain.estimate.dry_run import check_dry, dry_overrides, preflight_of
+    from jaxtrain.estimate.dry_run_report import report
     from jaxtrain.estimate.fit import choose
 
     check_dry(a)

@@ -22,7 +22,8 @@ from tiny import (
     weights_of,
 )
 
-from jaxtrain.estimate.dry_run import preflight, report
+from jaxtrain.estimate.dry_run import preflight
+from jaxtrain.estimate.dry_run_report import report
 from jaxtrain.finetune.partition import flatten
 from jaxtrain.main import main
 from jaxtrain.runs.history import read_rows

@@ -10,7 +10,7 @@ from concurrent.futures import ThreadPoolExecutor
 import jax
 import pytest
 
-from benchmarks import verdict_runs, verdicts
+from benchmarks import verdict_page, verdict_runs, verdicts
 from benchmarks.verdict_runs import ExclusiveSteps, Job, Outcome
 from benchmarks.verdicts import Gain, gain, jobs_of, read_table, switch_of, tokens_to
 from jaxtrain.config import find_config, load_config
@@ -107,11 +107,20 @@ def test_text_is_counted_from_the_rows_of_a_run():
     assert verdict_runs.text_bytes_of([{"tokens": 100, "loss": 1.0}]) is None
 
 
-def test_a_baseline_without_text_is_refused_before_the_training(monkeypatch):
+@pytest.fixture
+def text(tmp_path):
+    """The override that names a text, which nothing reads."""
+    path = tmp_path / "text.jsonl"
+    path.write_text('{"text": "one"}\n')
+    return f"data.train.path={path}"
+
+
+def test_a_baseline_without_text_is_refused_before_the_training(text, monkeypatch, capsys):
     old = record({(0, 100): 1.8}) | {"config": "d4", "variant": "baseline"}
     monkeypatch.setattr(verdicts, "read_records", lambda: {("d4", "baseline"): old})
     monkeypatch.setattr(verdicts, "train_all", lambda *_: pytest.fail("it trains"))
-    assert main(["verdicts", "d4", "vocabulary of 16k"]) == 2
+    assert main(["verdicts", "d4", "vocabulary of 16k", text]) == 2
+    assert "the record of d4 baseline has no text_bytes" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
@@ -175,7 +184,7 @@ def test_the_page_has_a_row_for_what_was_measured_and_names_the_rest(tmp_path):
     verdicts.save("d4", scale, (), base, tmp_path / "results")
     runs = [(job("ema", 1), outcome(1.88)), (job("ema", 0), outcome(1.87))]
     verdicts.save("d4", scale, ("optim.wrappers=[{name: ema}]",), runs, tmp_path / "results")
-    page = verdicts.make_page(tmp_path / "verdicts.md", tmp_path / "results").read_text()
+    page = verdict_page.make_page(tmp_path / "verdicts.md", tmp_path / "results").read_text()
     row = next(line for line in page.splitlines() if line.startswith("| [ema]"))
     assert "verdict-d4-ema-cpu.json" in row and "`optim.wrappers=[{name: ema}]`" in row
     assert "~1.52x" in row and "-0.0300" in row and "| use |" in row
@@ -183,7 +192,10 @@ def test_the_page_has_a_row_for_what_was_measured_and_names_the_rest(tmp_path):
 
 
 def test_the_page_is_made_of_the_records(tmp_path):
-    assert verdicts.make_page(tmp_path / "verdicts.md").read_text() == verdicts.PAGE.read_text()
+    assert (
+        verdict_page.make_page(tmp_path / "verdicts.md").read_text()
+        == verdict_page.PAGE.read_text()
+    )
 
 
 def test_a_failed_timed_run_leaves_no_record(tmp_path):
@@ -223,6 +235,29 @@ def test_timed_runs_take_turns(tmp_path):
         thread.join()
     pairs = [(a.split()[0], b.split()[0]) for a, b in zip(order[::2], order[1::2])]
     assert len(order) == 6 and all(a == b for a, b in pairs)
+
+
+def test_a_text_that_is_not_there_is_one_error_before_any_run(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(verdicts, "train_all", lambda *_: pytest.fail("it trains"))
+    monkeypatch.chdir(tmp_path)
+    assert main(["verdicts", "d4"]) == 2
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "no file or folder" in line and line.endswith(
+        "data.train.path=... names the text to train on"
+    )
+
+
+def test_a_torn_last_line_of_outcomes_is_cut_off(tmp_path, capsys):
+    """Of a process killed in the middle of a write; what is appended then is a line of its own."""
+    done, job = tmp_path / "d4.jsonl", Job("ema", "gpt_d12", ("a=b",), 0, 100)
+    whole = json.dumps([job._asdict(), Outcome(1.5)._asdict()]) + "\n"
+    done.write_text(whole + whole[:40])
+    assert verdict_runs.read_done(done) == {job: Outcome(1.5)} and done.read_text() == whole
+    (line,) = capsys.readouterr().err.splitlines()
+    assert "d4.jsonl: the last line is not complete" in line
+    assert verdict_runs.read_done(done) == {job: Outcome(1.5)} and not capsys.readouterr().err
+    done.write_text(whole[:40])
+    assert verdict_runs.read_done(done) == {} and not done.read_bytes()
 
 
 def test_unknown_scales_and_techniques_are_named(capsys):
@@ -265,7 +300,7 @@ def test_runs_are_trained_and_recorded(tmp_path, monkeypatch, capsys):
     assert timed["rows"] == ema["rows"] and timed["timed"]["bpb"] == ema["rows"][0]["bpb"]
 
 
-def test_seconds_are_those_of_the_recorded_switch(monkeypatch):
+def test_seconds_are_those_of_the_recorded_switch(text, monkeypatch):
     """What tuning found is in the record alone."""
     switch, trained = ["optim.learning_rate=0.002"], []
     monkeypatch.setattr(verdicts, "read_records", lambda: {("d4", "adamw"): {"switch": switch}})
@@ -274,7 +309,7 @@ def test_seconds_are_those_of_the_recorded_switch(monkeypatch):
     assert [job.overrides[-1] for job in trained] == switch
 
 
-def test_tuning_trains_all_seeds_with_the_best_value_of_the_first(tmp_path, monkeypatch):
+def test_tuning_trains_all_seeds_with_the_best_value_of_the_first(text, tmp_path, monkeypatch):
     """The record has what was tried, and the switch that won."""
     trained = []
 
@@ -287,7 +322,7 @@ def test_tuning_trains_all_seeds_with_the_best_value_of_the_first(tmp_path, monk
     monkeypatch.setattr(verdicts, "train_all", train_all)
     monkeypatch.setattr(verdicts, "describe", lambda *_: {"bench": "verdict", "variant": "adamw"})
     monkeypatch.setattr(verdicts, "write", lambda record, out: trained.append(record))
-    verdicts.train_verdicts(["d4", "adamw"], 1, record=True, out=tmp_path, tune=True)
+    verdicts.train_verdicts(["d4", "adamw", text], 1, record=True, out=tmp_path, tune=True)
     *jobs, record = trained
     rates = [job.overrides[-1].partition("=")[2] for job in jobs]
     assert rates == ["0.001", "0.002", "0.004", "0.008", *["0.002"] * 3]
@@ -307,7 +342,7 @@ def test_a_tuned_value_stands_behind_what_was_given_before():
     assert settings == ("train.steps=5", *tuned)
 
 
-def test_tuning_passes_over_losses_that_are_not_finite(tmp_path, monkeypatch, capsys):
+def test_tuning_passes_over_losses_that_are_not_finite(text, tmp_path, monkeypatch, capsys):
     """A technique with no finite loss is left out, not trained with an untuned value."""
     saved = []
 
@@ -319,7 +354,7 @@ def test_tuning_passes_over_losses_that_are_not_finite(tmp_path, monkeypatch, ca
     monkeypatch.setattr(verdicts, "train_all", train_all)
     monkeypatch.setattr(verdicts, "describe", lambda *_: {"bench": "verdict", "variant": "adamw"})
     monkeypatch.setattr(verdicts, "write", lambda record, out: saved.append(record["switch"][-1]))
-    verdicts.train_verdicts(["d4", "adamw", "lion"], 1, record=True, out=tmp_path, tune=True)
+    verdicts.train_verdicts(["d4", "adamw", "lion", text], 1, record=True, out=tmp_path, tune=True)
     assert saved == ["optim.learning_rate=0.004"]
     assert "lion: left out" in capsys.readouterr().out
 

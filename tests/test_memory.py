@@ -9,6 +9,7 @@ from tiny import byte_model, random_run
 from benchmarks import memory
 from jaxtrain.data.tokenizer.tokenizer import byte_tokenizer
 from jaxtrain.estimate import dry_run as preflight
+from jaxtrain.estimate.dry_run_report import often, report
 from jaxtrain.estimate.liveness import peak_bytes
 from jaxtrain.estimate.reference import reference_bytes
 from jaxtrain.estimate.traffic import collectives, group_of_first, rates_of, step_seconds
@@ -196,7 +197,7 @@ def test_replicas_that_meet_each_fourth_step():
     sent = [c for c in record["collectives"] if c["axes"] == ("data",)]
     # A ring of two sends as much as it sums up: a device's half of the float32 weights.
     assert sum(c["bytes"] for c in sent) == pytest.approx(m["parameters_bytes"] / 4, rel=0.02)
-    assert preflight.often(0.25) == "every 4 steps" and preflight.often(1e3) == "1,000 times"
+    assert often(0.25) == "every 4 steps" and often(1e3) == "1,000 times"
 
 
 def test_no_mesh_to_try_is_one_line(capsys):
@@ -211,7 +212,7 @@ def test_no_mesh_to_try_is_one_line(capsys):
 @pytest.mark.default_tier
 def test_dry_run_prints_and_the_first_mesh_that_fits(record, capsys):
     """So little memory that one device is not enough for whole states."""
-    text = preflight.report(record)
+    text = report(record)
     assert "on 8 x H200: data 2 x fsdp 4, ZeRO-3" in text and "activations and scratch" in text
     seen = []
 
@@ -357,7 +358,7 @@ def test_what_is_frozen_counts_in_the_dtype_that_it_is_kept_in():
     few = packed["metrics"]["frozen_bytes"] - rest
     assert 2 * (whole["workload"]["parameters"] - matrices) <= rest
     assert few == pytest.approx(4.13 / 8 * matrices, rel=0.02)
-    assert "frozen weights" in preflight.report(whole) and whole["variant"] == "fp16"
+    assert "frozen weights" in report(whole) and whole["variant"] == "fp16"
 
 
 TEACHER = ["model.depth=3", "model.width=96", "model.head_dim=16", "data.tokenizer.name=bytes"]
@@ -398,7 +399,7 @@ def test_the_teacher_is_in_the_dry_runs_sum_and_report(tmp_path):
     assert b["total_bytes"] - b["activations_bytes"] - b["reference_bytes"] == pytest.approx(
         a["total_bytes"] - a["activations_bytes"]
     )
-    assert "the teacher or reference model" in preflight.report(two)
+    assert "the teacher or reference model" in report(two)
 
 
 @pytest.mark.slow

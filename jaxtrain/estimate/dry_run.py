@@ -349,56 +349,6 @@ def main_reasons(refused: Sequence[str]) -> list[str]:
     return [next(reason for reason in refused if key(reason) == kind) for kind, _ in kinds]
 
 
-def often(times: float) -> str:
-    return f"{times:,.0f} times" if times >= 1 else f"every {1 / times:,.0f} steps"
-
-
-def report(record: dict[str, Any]) -> str:
-    """The record as lines for the screen."""
-    m, w = record["metrics"], record["workload"]
-    tuned = f" and {w['trained']:,} that train" if "trained" in w else ""
-    mesh = " x ".join(f"{axis} {n}" for axis, n in w["mesh"].items()) or "one device"
-    lines = [
-        f"{record['config']}: {w['parameters']:,} parameters{tuned}, {record['variant']}, "
-        f"{w['batch_size']} x {w['sequence_length']} tokens a step, {w['device_batch_size']} rows "
-        f"a device at once, remat {w['remat']}",
-        f"on {record['device_count']} x {record['device']}: {mesh}, ZeRO-{w['zero']}",
-        "a device holds",
-    ]
-    beside = {"frozen": "frozen weights", "reference": "the teacher or reference model"}
-    names = {kind: text for kind, text in beside.items() if m[f"{kind}_bytes"]} | {
-        "parameters": "float32 weights", "states": "optimizer states",
-        "copy": "weights in the compute dtype", "gradients": "gradients",
-        "activations": "activations and scratch (estimate)", "total": "in all",
-    }  # fmt: skip
-    lines += [f"  {format_bytes(m[f'{k}_bytes']):>10s}  {text}" for k, text in names.items()]
-    fits = "fits" if m["fits"] else "does NOT fit"
-    lines[-1] += f" of {format_bytes(m['device_bytes'])}: {fits} ({USABLE:.0%} may be taken)"
-    if m["host_bytes"]:
-        lines += [f"  {format_bytes(m['host_bytes']):>10s}  of states in the memory of all hosts"]
-    if m["files_bytes"]:
-        size = format_bytes(m["files_bytes"])
-        lines += [f"  {size:>10s}  of states in files, read and written in each step"]
-    lines += ["a device sends in a step"]
-    lines += [
-        f"  {format_bytes(c['bytes']):>10s}  {c['kind']} over {', '.join(c['axes'])} "
-        f"({c['group_size']} devices), {often(c['times'])}"
-        for c in record["collectives"]
-    ] or ["  nothing"]
-    apart = m["compute_ms"] + m["near_ms"] + m["far_ms"]
-    together = max(m["compute_ms"], m["near_ms"] + m["far_ms"])
-    lines += [
-        f"a step takes {together:,.0f} ms if all exchanges are hidden, {apart:,.0f} ms if none is "
-        f"(estimate: compute {m['compute_ms']:,.0f}, within hosts {m['near_ms']:,.0f}, between "
-        f"hosts {m['far_ms']:,.0f})"
-    ]
-    if w.get("autofreeze"):
-        lines += [
-            "a step costs that until layers freeze (train.autofreeze); when is not known before"
-        ]
-    return "\n".join(lines + [record["advice"]] * (record["advice"] is not None))
-
-
 # ---- on the command line -----------------------------------------------------------------------
 
 

@@ -1,0 +1,122 @@
+"""The page of the verdicts: docs/verdicts.md, made from techniques.yaml and the records."""
+
+import statistics
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+from benchmarks.record import BENCHMARKS
+from benchmarks.verdicts import (
+    BASELINE,
+    FOLDER,
+    Record,
+    Scale,
+    Technique,
+    gain,
+    read_records,
+    read_table,
+)
+
+PAGE = BENCHMARKS.parent / "docs" / "verdicts.md"
+
+HEAD = """# Verdicts
+
+<!-- Made by `python -m benchmarks verdicts` from benchmarks/techniques.yaml and
+benchmarks/results/verdicts/. Do not edit. -->
+
+One row a technique: what it gains against the same model without it, at equal loss. `tokens` are
+those that the baseline needs to the technique's last held-out loss, over the technique's tokens:
+1.10x means that the technique saves a tenth of them. The baseline's tokens come from runs of
+several lengths, each with its whole decay; a value with `~` is read beyond them. Brackets hold the
+95% interval over paired seeds (Student's t). A value of one seed decides nothing within 3%.
+`seconds` is the time of a token over the baseline's. `bits` is the difference in bits per byte at
+equal steps. `memory` is the bytes of a compiled step over the baseline's. Where a technique has
+another tokenizer, `tokens` and `seconds` count bytes of text in the place of tokens; its held-out
+loss is of as many tokens (`eval.tokens`), which are more or less text.
+
+Techniques have the baseline's learning rates unless their switch names others. The figures hold for
+the model size and the number of tokens of their table. The last column has the paper's claim and
+its scale. Each record's `command` repeats its runs.
+
+| verdict | meaning |
+| --- | --- |
+| use | faster to equal loss at no more memory, or at least 5% less memory at equal speed |
+| situational | neither is certain, or memory is bought with time |
+| avoid | slower to equal loss, and no less memory |
+| not timed | the loss is measured, the seconds are not: no verdict yet |
+"""
+
+
+def make_page(path: Path = PAGE, folder: Path = FOLDER) -> Path:
+    """Write docs/verdicts.md from the table and the records."""
+    scales, techniques = read_table()
+    records = read_records(folder)
+    parts = [HEAD]
+    for which, scale in scales.items():
+        if baseline := records.get((which, BASELINE)):
+            rows = list(verdict_rows(which, techniques, records, baseline))
+            parts.append(section(which, scale, baseline, rows))
+    missing = [one.name for one in techniques.values() if not one.scales]
+    untried = [
+        one.name
+        for one in techniques.values()
+        if one.scales and not any((which, one.name) in records for which in scales)
+    ]
+    for title, names in (("Not compared by loss", missing), ("Not measured yet", untried)):
+        if names:
+            parts.append(f"## {title}\n\n" + listed([techniques[name] for name in names]))
+    path.write_text("\n".join(parts))
+    return path
+
+
+def listed(techniques: Sequence[Technique]) -> str:
+    """Techniques without a measurement."""
+    lines = [f"- {one.name} ({one.paper}): {code(one.switch)}. {one.claim}" for one in techniques]
+    return "\n".join(lines) + "\n"
+
+
+def section(which: str, scale: Scale, baseline: Record, rows: Sequence[str]) -> str:
+    """The table of one scale."""
+    m = baseline["metrics"]
+    curve = {
+        tokens: statistics.mean(r["bpb"] for r in baseline["rows"] if r["tokens"] == tokens)
+        for tokens in sorted({r["tokens"] for r in baseline["rows"]})
+    }
+    ends = ", ".join(f"{bpb:.4f} after {tokens / 1e6:.1f}M" for tokens, bpb in curve.items())
+    took = f"{m['seconds']:.2f} s of training and " if m["seconds"] else ""
+    text = f"""## {which}: {scale.depth} layers, {m["tokens"] / 1e6:.1f}M tokens
+
+{baseline["device"]}. The baseline takes {took}{m["step_bytes"] / 2**30:.2f} GiB a step. Its bits
+per byte by tokens, mean over seeds: {ends}.
+Settings: {code([f"--config {scale.config}", *scale.overrides])}.
+
+| technique | seam | switch | tokens | seeds | seconds | bits | memory | verdict | claim |
+| --- | --- | --- | --- | --- | --- | --- | --- | --- | --- |
+"""
+    return text + "\n".join(rows) + "\n"
+
+
+def verdict_rows(
+    which: str,
+    techniques: Mapping[str, Technique],
+    records: Mapping[tuple[str, str], Record],
+    baseline: Record,
+) -> Iterator[str]:
+    """Lines of a table, the most tokens saved first."""
+    found = [
+        (gain(records[which, name], baseline), one, records[which, name])
+        for name, one in techniques.items()
+        if (which, name) in records
+    ]
+    for g, one, record in sorted(found, key=lambda row: -row[0].tokens):
+        link = f"../benchmarks/results/verdicts/{record['file']}"
+        spread = "" if g.interval is None else f" [{g.interval[0]:.2f}, {g.interval[1]:.2f}]"
+        times = lambda ratio: "-" if ratio is None else f"{ratio:.2f}x"
+        yield (
+            f"| [{one.name}]({link}) ({one.paper}) | {one.seam} | {code(record['switch'])} "
+            f"| {'~' * g.outside}{g.tokens:.2f}x{spread} | {g.seeds} | {times(g.seconds)} "
+            f"| {g.bpb:+.4f} | {times(g.memory)} | {g.verdict} | {one.claim} |"
+        )
+
+
+def code(parts: Sequence[str]) -> str:
+    return " ".join(f"`{part}`" for part in parts).replace("|", "\\|")
