@@ -29,15 +29,15 @@ HEAD = f"""# Compression
 <!-- Made by `python -m benchmarks compress` from benchmarks/results/{BENCH}-*.json and
 {compress_recipes.BENCH}-*.json there. Do not edit. -->
 
-One row a method of {{doc}}`jaxtrain quantize <../howto/quantize>`, and one a model that was trained
-small. The first row is the model as it is, in the dtype that the device computes in: float32 on a
-CPU, bfloat16 on a GPU. Its file has the float32 weights of training. Tokens per second are those
-of decoding without the prompt, of all rows of the batch together. `{PATTERN}` is SparseGPT without
-recovery; its zeros are stored and multiplied as the other weights are. A model of a shape has
-random weights, so that it has no loss. A device without a section was not measured.
+Each row is a method of {{doc}}`jaxtrain quantize <../howto/quantize>`, or a model that was trained
+at a small size. The first row is the original in the compute dtype of the device: float32 on a CPU,
+bfloat16 on a GPU. Its file has the float32 weights of training. Tokens per second count the decoded
+tokens of all rows of the batch, without the prompt. `{PATTERN}` is SparseGPT without
+recovery; its zeros are stored and multiplied like other weights. `--shape` measures random weights,
+which have no loss. A device without a section was not measured.
 
 The CPU was shared with other work while it was measured: `none` and `{PATTERN}` compute the same
-number of products there, and what their rates differ by is noise.
+number of products, so that the difference of their rates is noise.
 
 `python -m benchmarks compress RUN --record` measures a run or a model folder, and
 `--shape llama_8b` random weights; `--recipes` trains the models of
@@ -45,9 +45,9 @@ number of products there, and what their rates differ by is noise.
 """
 RECIPES_HEAD = """## Trained small
 
-A row a model of `benchmarks/compress_recipes.yaml`, which has the command of each. Steps are those
-of training after the model that a row began with. One run a row: two runs that differ in their seed
-alone end some 0.01 bits per byte apart.
+Each row is one run of a model in `benchmarks/compress_recipes.yaml`, which has its command. Steps
+count from the model that the row started from. Two runs that differ in their seed alone end about
+0.01 bits per byte apart.
 """
 
 

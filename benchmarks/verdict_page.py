@@ -23,19 +23,19 @@ HEAD = """# Verdicts
 <!-- Made by `python -m benchmarks verdicts` from benchmarks/techniques.yaml and
 benchmarks/results/verdicts/. Do not edit. -->
 
-One row a technique: what it gains against the same model without it, at equal loss. `tokens` are
-those that the baseline needs to the technique's last held-out loss, over the technique's tokens:
-1.10x means that the technique saves a tenth of them. The baseline's tokens come from runs of
-several lengths, each with its whole decay; a value with `~` is read beyond them. Brackets hold the
-95% interval over paired seeds (Student's t). A value of one seed decides nothing within 3%.
-`seconds` is the time of a token over the baseline's. `bits` is the difference in bits per byte at
-equal steps. `memory` is the bytes of a compiled step over the baseline's. Where a technique has
-another tokenizer, `tokens` and `seconds` count bytes of text in the place of tokens; its held-out
-loss is of as many tokens (`eval.tokens`), which are more or less text.
+Each row is one technique, compared with the same model without it (the baseline) at equal loss.
+`tokens` is a ratio: the baseline's tokens to the technique's last held-out loss, divided by the
+technique's tokens. At 1.10x the baseline needs 10% more tokens. The baseline's tokens are
+interpolated between runs of several lengths, each with its whole decay; `~` marks extrapolation.
+Brackets hold the 95% interval over paired seeds (Student's t). A ratio from one seed decides
+nothing within 3%. `seconds` is the time per token divided by the baseline's. `bits` is the difference in
+bits per byte at equal steps. `memory` is the bytes of a compiled step divided by the baseline's. A
+technique with another tokenizer is compared by bytes of text in place of tokens. Its held-out loss
+covers as many tokens (`eval.tokens`), which are more or less text.
 
 Techniques have the baseline's learning rates unless their switch names others. The figures hold for
 the model size and the number of tokens of their table. The last column has the paper's claim and
-its scale. Each record's `command` repeats its runs.
+the scale of its experiments. Each record's `command` repeats its runs.
 
 | verdict | meaning |
 | --- | --- |

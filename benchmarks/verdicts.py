@@ -72,7 +72,7 @@ class Technique(NamedTuple):
 
 
 class Gain(NamedTuple):
-    """A technique beside the baseline at one scale; intervals are of 95%, None of one seed."""
+    """A technique's gain over the baseline at one scale. Intervals: 95%; None for one seed."""
 
     tokens: float  # tokens of the baseline to the technique's loss over the technique's; or bytes
     interval: tuple[float, float] | None
@@ -334,7 +334,7 @@ def text_per_token(record: Record, baseline: Record) -> float:
 
 
 def gain(record: Record, baseline: Record) -> Gain:
-    """A technique beside the baseline of its scale, seed by seed."""
+    """The gain of a technique over the baseline of its scale, from pairs of equal seeds."""
     base, own, text = baseline["metrics"], record["metrics"], text_per_token(record, baseline)
     logs, differences, outside = [], [], False
     for row in record["rows"]:

@@ -101,7 +101,8 @@ def file_rows(saved: Saved, text: Path, sequences: int, length: int) -> Iterator
     try:
         words = text.read_text(encoding="utf-8")
     except (OSError, UnicodeDecodeError) as error:
-        raise UserError(f"{text} cannot be read as UTF-8 text: {error}") from None
+        reason = f"{error.strerror}" if isinstance(error, OSError) else "it is not UTF-8"
+        raise UserError(f"the calibration text {text} cannot be read: {reason}") from None
     ids = np.concatenate([[saved.tokenizer.bos_id], saved.tokenizer.encode(words)])
     for i in range(min(sequences, len(ids) // length)):
         yield TokenRows(ids[i * length : (i + 1) * length].astype(np.int32))

@@ -208,7 +208,8 @@ def search(
         scores |= {one: history.measured(one, evaluate) for one in drawn}
         best = scores[best_of(scores, list(scores))]
         print(
-            f"rope     {number}/{generations} {len(scores)} candidates, best {best:.4f} bits a byte"
+            f"rope     {number}/{generations} {len(scores)} candidates, best {best:.4f} bits per byte",
+            flush=True,
         )
     return best_of(scores, list(scores))
 
@@ -268,6 +269,10 @@ def main(argv: list[str] | None = None) -> int:
         facts = identity(saved, config) | {"text": text, "rows": len(rows), "length": a.length}
         facts |= {"seed": a.seed, "population": a.population}
         history = SearchHistory(out / "history.jsonl", facts)
+        total = a.population + a.generations * max(a.population // 2, 1)
+        print(
+            f"search   {total:,} candidates on {len(rows)} rows of {a.length:,} tokens", flush=True
+        )
         best = search(space, measures.target, history, a.generations, a.population, a.seed)
         finish(compared(space, measures, history, best), best, space, a.length, out)
     except KeyboardInterrupt:

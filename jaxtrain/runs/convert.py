@@ -31,7 +31,7 @@ from jaxtrain.interop.tensors import DTYPES, SHARD_BYTES, WEIGHTS, metadata_of, 
 from jaxtrain.model import Transformer, split
 from jaxtrain.runs.arguments import export_parser, import_parser
 from jaxtrain.runs.export_gguf import export_gguf, export_summary
-from jaxtrain.runs.laid_out import laid_out, token_ids
+from jaxtrain.runs.export_model import prepare_export, token_ids
 from jaxtrain.runs.saved import folder_of
 from jaxtrain.settings import UserError, command
 
@@ -80,10 +80,10 @@ def export_run(
     """
     if (out / "config.json").exists():
         raise UserError(f"{out} holds a checkpoint already; name another folder")
-    saved, came, model, specs, params, row, config = laid_out(run, family)
+    saved, source_config, model, specs, params, row, config = prepare_export(run, family)
     model_dir = saved.tokenizer_dir
-    kept = token_ids(saved, came)
-    kind = dtype or came.get("dtype") or came.get("torch_dtype") or "float32"
+    kept = token_ids(saved, source_config)
+    kind = dtype or source_config.get("dtype") or source_config.get("torch_dtype") or "float32"
     if kind not in NUMPY:
         raise UserError(
             f"{model_dir / FOLDER / 'config.json'}: dtype {kind} is none to write; say --dtype, "

@@ -1,11 +1,11 @@
-"""A run becomes one GGUF file, which llama.cpp and what is built on it open."""
+"""Writes a run as one GGUF file, for llama.cpp and the programs that use it."""
 
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 from jaxtrain.data import make_chat, training_template
 from jaxtrain.interop.companions import chat_template
-from jaxtrain.runs.laid_out import laid_out, token_ids
+from jaxtrain.runs.export_model import prepare_export, token_ids
 from jaxtrain.settings import UserError
 
 if TYPE_CHECKING:
@@ -32,10 +32,10 @@ def export_gguf(run: Path, out: Path, outtype: str = "f16", family: str | None =
         raise UserError(f"{out} is no file name that ends in .gguf, which --format gguf writes")
     if out.exists():
         raise UserError(f"{out} is there already; name another file")
-    saved, came, model, specs, params, row, config = laid_out(run, family)
+    saved, source_config, model, specs, params, row, config = prepare_export(run, family)
     source = FamilyModel(row, config, model, specs, params)
     talk = training_template(saved.config.data)
-    ids = token_ids(saved, came)
+    ids = token_ids(saved, source_config)
     eos = ids["eos_token_id"]
     facts = {
         "name": saved.config.run.name,

@@ -1,9 +1,9 @@
-"""Optimizer states in files on a local disk, for models whose states no memory holds.
+"""Optimizer states in files on a local disk, for states too large for the host's memory.
 
-ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857), its NVMe offload of optimizer states. A
-step is cut in two: a compiled program makes the gradients, and the host then goes through the
-parts of `optim.offload`. It updates one on the device while threads read the next and write the one
-before. Neither the device nor the host ever holds more than a few parts.
+NVMe offload of optimizer states, as in ZeRO-Infinity (Rajbhandari et al. 2021, arXiv:2104.07857). A
+compiled program makes the gradients. Then the host loops over parts of the parameters: it updates
+one part on the device while threads read the next and write the one before. The device and the host
+hold a few parts at a time.
 """
 
 import functools
@@ -55,16 +55,16 @@ Arrays = list[jax.Array]
 class Chunk(NamedTuple):
     """Parameters that are updated together, in some parts, and the paths of their states.
 
-    `update(hyper, grads, params, near, away, shared, i, finite)` gives (params, near, away, shared)
-    after the update of part i. `begin(params, i)` gives the first `away`.
+    `update(hyper, grads, params, resident, offloaded, shared, i, finite)` gives (params, resident,
+    offloaded, shared) after the update of part i. `begin(params, i)` gives the first `offloaded`.
     """
 
     group: str
     names: set[str]
     parts: int
-    away: list[str]  # in files; of part i come these rows, or all
-    near: list[str]  # on the device, cut into parts as well
-    shared: list[str]  # on the device, the same for each part
+    offloaded: list[str]  # states in files; part i reads its rows of them
+    resident: list[str]  # states on the device, cut into parts
+    shared: list[str]  # states on the device, whole for each part
     update: Callable[..., tuple[Params, Arrays, Arrays, Arrays]]
     begin: Callable[[Params, Index], Arrays]
 
@@ -117,8 +117,8 @@ class FileUpdates:
             )
             table = leaves_by_path(found)
             self.table = table
-            away = {k: x for k, x in table.items() if x.sharding.memory_kind == "pinned_host"}
-            self.files = StateFiles(folder, away)
+            offloaded = {k: x for k, x in table.items() if x.sharding.memory_kind == "pinned_host"}
+            self.files = StateFiles(folder, offloaded)
             groups = spec.optimizer.groups.items()
             chunks = [one for name, group in groups for one in self._chunks(name, group, shapes)]
         self.parts = [Part(c, i, self._rows(c, i)) for c in chunks for i in range(c.parts)]
@@ -169,36 +169,43 @@ class FileUpdates:
         one = make_chunk_update(group.tx, masked(shapes, names), specs)
         keys = [prefix + key for key in one.keys]
         cut = {key: c and parts > 1 for key, c in zip(keys, one.cut)}
-        away = [key for key in keys if key in self.files.arrays]
-        near = [key for key in keys if key not in away and cut[key]]
-        shared = [key for key in keys if key not in away and not cut[key]]
-        assert parts == 1 or all(cut[key] for key in away)
+        offloaded = [key for key in keys if key in self.files.arrays]
+        resident = [key for key in keys if key not in offloaded and cut[key]]
+        shared = [key for key in keys if key not in offloaded and not cut[key]]
+        assert parts == 1 or all(cut[key] for key in offloaded)
 
         def take[T](tree: T, i: Index) -> T:
             return tree if parts == 1 else part_of(tree, i, parts)
 
         def update(
-            hyper: dict[str, Hyper], grads: Params, params: Params, near_arrays: Arrays,
-            away_arrays: Arrays, shared_arrays: Arrays, i: Index, finite: jax.Array | None,
+            hyper: dict[str, Hyper], grads: Params, params: Params, resident_arrays: Arrays,
+            offloaded_arrays: Arrays, shared_arrays: Arrays, i: Index, finite: jax.Array | None,
         ) -> tuple[Params, Arrays, Arrays, Arrays]:  # fmt: skip
-            states = dict(zip(near, take(near_arrays, i))) | dict(zip(away, away_arrays))
+            states = dict(zip(resident, take(resident_arrays, i))) | dict(
+                zip(offloaded, offloaded_arrays)
+            )
             states |= dict(zip(shared, shared_arrays))
             given = take((grads, params), i)
             moved, new = one.update(hyper, *given, [states[key] for key in keys], finite)
             done = dict(zip(keys, new))
-            new_near = [done[key] for key in near]
+            new_resident = [done[key] for key in resident]
             if parts > 1:
-                moved, new_near = with_part((params, near_arrays), (moved, new_near), i)
-            return moved, new_near, [done[key] for key in away], [done[key] for key in shared]
+                moved, new_resident = with_part((params, resident_arrays), (moved, new_resident), i)
+            return (
+                moved,
+                new_resident,
+                [done[key] for key in offloaded],
+                [done[key] for key in shared],
+            )
 
         def begin(params: Params, i: Index) -> Arrays:
             leaves = dict(zip(keys, jax.tree.leaves(group.tx.init(take(params, i)))))
-            return [leaves[key] for key in away]
+            return [leaves[key] for key in offloaded]
 
         on = lambda some: [self._on_device(key) for key in some]
-        placed = masked(self.places.params, names), on(near), on(away), on(shared)
+        placed = masked(self.places.params, names), on(resident), on(offloaded), on(shared)
         return Chunk(
-            name, names, parts, away, near, shared,
+            name, names, parts, offloaded, resident, shared,
             jax.jit(update, donate_argnums=(2, 3, 4), out_shardings=placed),
             jax.jit(begin, out_shardings=placed[2]),
         )  # fmt: skip
@@ -210,9 +217,9 @@ class FileUpdates:
     def _rows(self, chunk: Chunk, i: int) -> list[tuple[str, Rows | None]]:
         """The files' rows of part i: a part of each array, for arrays are as long as parameters."""
         if chunk.parts == 1:
-            return [(key, None) for key in chunk.away]
-        rows = [self.files.arrays[key].shape[0] // chunk.parts for key in chunk.away]
-        return [(key, (i * n, (i + 1) * n)) for key, n in zip(chunk.away, rows)]
+            return [(key, None) for key in chunk.offloaded]
+        rows = [self.files.arrays[key].shape[0] // chunk.parts for key in chunk.offloaded]
+        return [(key, (i * n, (i + 1) * n)) for key, n in zip(chunk.offloaded, rows)]
 
     def part_bytes(self, device: bool = False) -> int:
         """Bytes of the states of the largest part, over all devices or of one."""
@@ -221,7 +228,7 @@ class FileUpdates:
             x = self.table[key]
             return prod(x.sharding.shard_shape(x.shape) if device else x.shape) * x.dtype.itemsize
 
-        sizes = [sum(map(size, p.chunk.away)) // p.chunk.parts for p in self.in_files]
+        sizes = [sum(map(size, p.chunk.offloaded)) // p.chunk.parts for p in self.in_files]
         return max(sizes, default=0)
 
     @property
@@ -257,21 +264,21 @@ class FileUpdates:
         jax.block_until_ready(before.grads)  # what is waited for from now on is the disk
         for chunk, i, rows in self.parts:
             tree = masked(treedef.unflatten(params.values()), chunk.names)
-            away: Arrays = []
+            offloaded: Arrays = []
             if rows:
                 waited += self._drain(pending, AHEAD - 1)
                 read, seconds = self.files.take(n)
                 waited += seconds
-                away = [jax.device_put(x, self._on_device(k)) for (k, _), x in zip(rows, read)]
+                offloaded = [jax.device_put(x, self._on_device(k)) for (k, _), x in zip(rows, read)]
                 del read
-            moved, near, away, shared = chunk.update(
-                hyper, masked(before.grads, chunk.names), tree, [new[k] for k in chunk.near],
-                away, [old[k] for k in chunk.shared], np.int32(i), before.accept,
+            moved, resident, offloaded, shared = chunk.update(
+                hyper, masked(before.grads, chunk.names), tree, [new[k] for k in chunk.resident],
+                offloaded, [old[k] for k in chunk.shared], np.int32(i), before.accept,
             )  # fmt: skip
             params |= {path_name(path): x for path, x in jax.tree_util.tree_leaves_with_path(moved)}
-            new |= dict(zip(chunk.near, near)) | dict(zip(chunk.shared, shared))
+            new |= dict(zip(chunk.resident, resident)) | dict(zip(chunk.shared, shared))
             if rows:
-                pending.append((away, self.files.put(n, rows, away)))
+                pending.append((offloaded, self.files.put(n, rows, offloaded)))
                 n += 1
                 for k in range(n, n + self.ahead):
                     k %= len(self.in_files)

@@ -305,11 +305,11 @@ def _key(config: DataConfig, cache: Path) -> str:
 
 
 def _contents(source: Source, cache: Path) -> dict[str, Any]:
-    """The fields of a source as what they stand for."""
+    """The fields of a source with the hashes of the files that they name."""
     fields: dict[str, Any] = {"path": content_hash(source, cache)}
     if isinstance(
         source, ChatTemplateSource
-    ):  # how long a row is, is not known when a store is written
+    ):  # the length of a row is not known when a store is written
         fields |= {"template": read_template(source.template), "rules": RULES}
         fields |= {"too_long": None, "refused": None}
     return fields

@@ -1,4 +1,4 @@
-"""A saved model as a family of Hugging Face has it: what an export is written from."""
+"""A saved model in the structure of a Hugging Face family, ready to be exported."""
 
 from pathlib import Path
 from typing import NamedTuple
@@ -17,11 +17,14 @@ from jaxtrain.settings import UserError
 from jaxtrain.weights.params import Specs
 
 
-class LaidOut(NamedTuple):
-    """A saved model in a family's structure. came: the config.json that it was imported with."""
+class ExportModel(NamedTuple):
+    """A saved model in a family's structure. source_config: the config.json of its import, or {}.
+
+    config: the config.json to write.
+    """
 
     saved: Saved
-    came: Json
+    source_config: Json
     model: ResolvedModel
     specs: Specs
     params: Params
@@ -29,16 +32,16 @@ class LaidOut(NamedTuple):
     config: Json
 
 
-def laid_out(run: Path, family: str | None) -> LaidOut:
-    """A run's model as a family has it (default: that of its import, or one that fits).
+def prepare_export(run: Path, family: str | None) -> ExportModel:
+    """A run's model in a family's structure (default: the import's, or the first that fits).
 
     Raises UserError for a model that no checkpoint has a place for.
     """
     saved = apply_weight_form(load_saved(run))
     check_exportable(saved.config, run)
-    came = text_part(read_json(saved.tokenizer_dir / FOLDER / "config.json"))
-    rows = came.get("vocab_size", saved.tokenizer.vocab_size)
-    wanted = family or (family_of(came).model_type if came else None)
+    source_config = text_part(read_json(saved.tokenizer_dir / FOLDER / "config.json"))
+    rows = source_config.get("vocab_size", saved.tokenizer.vocab_size)
+    wanted = family or (family_of(source_config).model_type if source_config else None)
     model, params, specs = saved.config.model, saved.params, saved.specs
     if model.share_layers:  # of no family: each layer is written with its copy
         params, copies = {**params}, model.layers_per_set
@@ -47,13 +50,15 @@ def laid_out(run: Path, family: str | None) -> LaidOut:
         model = model.model_copy(update={"share_layers": None})
         specs = split(Transformer(model, saved.tokenizer.vocab_size))[1]
     row, config = fitting_family(model, rows, wanted)
-    return LaidOut(saved, came, model, specs, params, row, config)
+    return ExportModel(saved, source_config, model, specs, params, row, config)
 
 
-def token_ids(saved: Saved, came: Json) -> Json:
+def token_ids(saved: Saved, source_config: Json) -> Json:
     """The special tokens as config.json has them."""
     ids = {"bos_token_id": saved.tokenizer.bos_id, "eos_token_id": saved.tokenizer.bos_id}
-    return {k: came.get(k, ids[k]) for k in ids} | {"pad_token_id": came.get("pad_token_id")}
+    return {k: source_config.get(k, ids[k]) for k in ids} | {
+        "pad_token_id": source_config.get("pad_token_id")
+    }
 
 
 def check_exportable(c: Resolved, run: Path) -> None:
