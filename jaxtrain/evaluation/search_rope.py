@@ -208,7 +208,8 @@ def search(
         scores |= {one: history.measured(one, evaluate) for one in drawn}
         best = scores[best_of(scores, list(scores))]
         print(
-            f"rope     {number}/{generations} {len(scores)} candidates, best {best:.4f} bits per byte",
+            f"rope     {number}/{generations} {len(scores)} candidates, "
+            f"best {best:.4f} bits per byte",
             flush=True,
         )
     return best_of(scores, list(scores))
