@@ -29,9 +29,9 @@ technique's tokens. At 1.10x the baseline needs 10% more tokens. The baseline's 
 interpolated between runs of several lengths, each with its whole decay; `~` marks extrapolation.
 Brackets hold the 95% interval over paired seeds (Student's t). A ratio from one seed decides
 nothing within 3%. `seconds` is the time per token divided by the baseline's. `bits` is the
-difference in bits per byte at equal steps. `memory` is the bytes of a compiled step divided by the baseline's. A
-technique with another tokenizer is compared by bytes of text in place of tokens. Its held-out loss
-covers as many tokens (`eval.tokens`), which are more or less text.
+difference in bits per byte at equal steps. `memory` is the bytes of a compiled step divided by the
+baseline's. A technique with another tokenizer is compared by bytes of text in place of tokens. Its
+held-out loss covers as many tokens (`eval.tokens`), which are more or less text.
 
 Techniques have the baseline's learning rates unless their switch names others. The figures hold for
 the model size and the number of tokens of their table. The last column has the paper's claim and
