@@ -6,6 +6,7 @@ Measures on random data and prints one table: ours, the floor, the peers. No cor
 import argparse
 import functools
 import itertools
+import shlex
 import sys
 from collections.abc import Callable, Iterator
 from pathlib import Path
@@ -14,6 +15,7 @@ from typing import Any
 import jax
 
 from benchmarks.attention import bench_attention
+from benchmarks.check import check_records
 from benchmarks.compress import Asked, bench_compress
 from benchmarks.compress import make_page as make_compression_page
 from benchmarks.compress_recipes import bench_recipes
@@ -21,6 +23,7 @@ from benchmarks.compress_runs import Texts
 from benchmarks.data import bench_data
 from benchmarks.decode import bench_decode
 from benchmarks.decode_models import COMPUTE, bench_decode_models
+from benchmarks.figures import update_figure_pages
 from benchmarks.filters import bench_filters
 from benchmarks.finetune import bench_finetune
 from benchmarks.flags import bench_flags
@@ -32,6 +35,7 @@ from benchmarks.nanochat import train_nanochat
 from benchmarks.optimizers import bench_optimizers
 from benchmarks.packing import bench_packing
 from benchmarks.peers import nanochat_step
+from benchmarks.quickstart import bench_quickstart
 from benchmarks.race import SAME, draw, race
 from benchmarks.record import BENCHMARKS, RESULTS, stem, write
 from benchmarks.rows import bench_rows
@@ -53,6 +57,7 @@ from jaxtrain.settings import TINY, Parser, UserError, command, real, whole
 
 WHAT = {
     "step": "the train step of a configuration, one microbatch a step",
+    "check": "the records of a CPU measured again, and the figures that moved: check [--only NAME]",
     "attention": "attention backends and peers over the benchmark shapes: attention [NAME ...]",
     "compress": "loss, bytes and decode rate by method: compress RUN, --shape, alone the page",
     "data": "tokenizers, preparing, reading, packing: data data.train.path=... (text, JSONL, ...)",
@@ -69,6 +74,7 @@ WHAT = {
     "packing": "what packing crops, pads, never uses, beside nanochat's: packing [data.train...]",
     "memory": "what a step needs: here, or on --devices N virtual ones; --techniques, --longest",
     "optim": "an update of every optimizer on a configuration's parameters: optim [NAME ...]",
+    "quickstart": "the quickstart's run on this machine, three seeds",
     "race": "runs compared that differ in their optimizer alone: race RUN [RUN ...]",
     "tasks": "the shapes of CORE: packed rows against one example per forward",
     "verdicts": "what each technique gains: verdicts SCALE [NAME ...] trains, alone makes the page",
@@ -78,6 +84,7 @@ WHAT = {
 # The benchmark that each option is for; --record, --out, --variant and --config are for several.
 ONLY = {
     "attention": ("tune",),
+    "check": ("only",),
     "decode": ("prompts", "batches", "cache_dtypes"),
     "compress": (
         "also",
@@ -194,6 +201,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--folder", type=Path, help="compress --recipes: of the models; default runs/recipes"
     )
+    parser.add_argument(
+        "--only", nargs="+", action="extend", metavar="NAME",
+        help="check: records whose file name has one of these in it",
+    )  # fmt: skip
     parser.add_argument("--baseline", help="race: name of the run to beat; default the best AdamW")
     parser.add_argument(
         "--differ", action="append", default=[], choices=SAME,
@@ -243,6 +254,8 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield bench_packing(a.overrides, a.variant)
     elif a.what == "filters":
         yield bench_filters(a.overrides, a.variant)
+    elif a.what == "quickstart":
+        yield bench_quickstart(a.overrides, a.variant)
     elif a.what == "race":
         yield race([Path(run) for run in a.overrides], a.baseline, a.differ, a.variant)
     else:
@@ -289,11 +302,21 @@ def check_options(a: argparse.Namespace) -> None:
 def memory_of(a: argparse.Namespace) -> Callable[..., dict[str, Any]]:
     """The benchmark that `memory` stands for: (config, overrides, variant) -> record."""
     if a.devices is not None or a.fit is not None:
-        return lambda config, overrides, variant: preflight_of(a, config, overrides)
+        return lambda config, overrides, variant: (
+            preflight_of(a, config, overrides) | ({"variant": variant} if variant else {})
+        )
     if a.longest:
         limit = int(a.memory * 2**30) if a.memory else None
         return functools.partial(bench_longest, memory=limit)
     return bench_memory
+
+
+def command_line(argv: list[str] | None) -> str:
+    """The command of a measurement, as a record keeps it: without --out."""
+    words = list(sys.argv[1:] if argv is None else argv)
+    if "--out" in words:
+        del words[words.index("--out") : words.index("--out") + 2]
+    return shlex.join(["python", "-m", "benchmarks", *words])
 
 
 @command
@@ -320,10 +343,14 @@ def main(argv: list[str] | None = None) -> int:
         console.print(make_compression_page().name, "is current")
         return 0
     if arguments.what == "table":
-        console.print(*(page.name for page in update_pages()), "are current")
+        pages = [*update_pages(), *update_figure_pages()]
+        console.print(*(page.name for page in pages), "are current")
         return 0
+    if arguments.what == "check":
+        return check_records(arguments.only or (), arguments.record, console)
     for _, same in itertools.groupby(measure(arguments), stem):
         for record in same:
+            record.setdefault("command", command_line(argv))
             if arguments.record:
                 path = write(record, arguments.out or RESULTS)
                 record["file"] = path.name

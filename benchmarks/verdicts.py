@@ -16,6 +16,7 @@ import itertools
 import json
 import math
 import re
+import shlex
 import statistics
 from collections.abc import Mapping, Sequence
 from itertools import pairwise
@@ -260,7 +261,8 @@ def save(
         return
     assert alone.env is not None
     record = describe("verdict", which, name, {"steps": scale.steps}, 1, alone.env)
-    record["command"] = f"python -m benchmarks verdicts {which} {name} --record"
+    words = ["python", "-m", "benchmarks", "verdicts", which, name, "--record"]
+    record["command"] = shlex.join(words)
     record["switch"] = list(switch)
     record["metrics"] = {
         "seconds": round(alone.seconds or 0, 3),

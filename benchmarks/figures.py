@@ -1,0 +1,239 @@
+"""Which record each figure of README and docs comes from, and what was never measured.
+
+A section with a figure names its records: in its text (`race-gpt_d12-nvidia_h200.json`), by a
+generated table, or by a comment, which holds for the sections below its own as well:
+
+    <!-- figures: step-gpt_d12-bf16-nvidia_h200.json verdicts/*.json -->
+    <!-- figures: command: jaxtrain train --config gpt_d12 --dry-run -->   computed, not measured
+    <!-- figures: no record: WHY -->                                    measured, nothing was kept
+    <!-- figures: not measured: WHY -->                       a definition or another's figure
+"""
+
+import json
+import re
+from collections.abc import Iterator, Sequence
+from itertools import product
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from benchmarks.record import BENCHMARKS, RESULTS
+from jaxtrain.estimate.traffic import RATES
+from jaxtrain.settings import UserError
+
+ROOT = BENCHMARKS.parent
+INDEX = ROOT / "docs" / "benchmarks" / "figures.md"
+NOT_MEASURED = ROOT / "docs" / "benchmarks" / "not-measured.md"
+# Pages that are generated: from records (with links of their own), or from the configuration.
+GENERATED = (
+    "docs/verdicts.md",
+    "docs/reference/compression.md",
+    "docs/reference/support-matrix.md",
+    "docs/benchmarks/figures.md",
+    "docs/benchmarks/not-measured.md",
+)
+KEPT_SINCE = "2026-11-25T13"  # records from then on hold their command
+UNITS = r"tokens/s|ms|s|GiB|MiB|TF/s|GB/s|MB/s|bits per byte|minutes|seconds|times"
+FIGURE = re.compile(rf"(?<![\w.])\d[\d,.]*\s?[kMG]?\s?(?:{UNITS})\b|(?<![\w.])\d\.\d\d+\b")
+# Numbers in these are no figures: code, comments, tables that are generated, papers, versions.
+FENCED = re.compile(r"^```.*?^```$", re.DOTALL | re.MULTILINE)
+NO_FIGURES = re.compile(
+    r"<!-- table .*?<!-- end -->|<!--.*?-->|`[^`\n]*`|arXiv:[\d.]+|Python\s+3\.\d+"
+    r"|abs/[\d.]+",
+    re.DOTALL | re.MULTILINE,
+)
+MARKER = re.compile(r"<!-- figures: (.*?) -->", re.DOTALL)
+JSON_NAME = re.compile(r"[\w{},./*-]+\.json\b")
+KINDS = ("command", "no record", "not measured")
+# Families of devices that are not in the dry run's table.
+OTHERS = ("TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "AMD MI300X")
+Record = dict[str, Any]
+
+
+INDEX_HEAD = """# Where each figure comes from
+
+<!-- Made by `python -m benchmarks table`. Do not edit. -->
+
+Each section of the README and the manual that has figures, with the JSON files that hold them (in
+`benchmarks/results/`) and the commands that measure them again. A file without a command was
+recorded before commands were kept. `python -m benchmarks check` measures the records of a CPU again
+({doc}`../explanation/measuring`).
+"""
+NOT_MEASURED_HEAD = """# What was never measured
+
+<!-- Made by `python -m benchmarks table` from the devices of all records. Do not edit. -->
+
+Records exist of these devices:
+
+"""
+DEVICES_HEAD = """
+More devices at once, and several hosts, were not measured. Tests run several devices and processes
+on virtual CPU devices: they check numbers, not speed.
+
+## Devices without a measurement
+
+The dry run estimates the memory of GPUs in this list; nothing ran there:
+
+"""
+
+
+class Section(NamedTuple):
+    """A heading's text with what the figures in it come from. words: kind and text of a marker."""
+
+    page: str
+    title: str
+    figures: tuple[str, ...]
+    records: tuple[str, ...]  # paths under benchmarks/results
+    words: tuple[tuple[str, str], ...]
+    missing: tuple[str, ...]  # names in a marker that no record has
+
+
+def pages() -> list[Path]:
+    """README, BENCHMARKS and the manual, without what is generated."""
+    found = [ROOT / "README.md", ROOT / "BENCHMARKS.md", *sorted((ROOT / "docs").rglob("*.md"))]
+    names = {path: path.relative_to(ROOT).as_posix() for path in found}
+    return [
+        path for path, name in names.items()
+        if name not in GENERATED and "_build" not in path.parts and "/fields/" not in name
+    ]  # fmt: skip
+
+
+def sections_of(page: str, text: str) -> Iterator[Section]:
+    """The sections of a page that have figures."""
+    above: list[tuple[int, list[str]]] = []  # markers of the headings above, with their depth
+    for part in re.split(r"^(?=#{1,6} )", FENCED.sub("", text), flags=re.MULTILINE):
+        heading = re.match(r"(#+) (.*)", part)
+        depth, title = (len(heading[1]), heading[2]) if heading else (0, "")
+        above = [(level, markers) for level, markers in above if level < depth]
+        above.append((depth, MARKER.findall(part)))
+        markers = [marker for _, found in above for marker in found]
+        figures = tuple(FIGURE.findall(NO_FIGURES.sub(" ", part)))
+        if not figures:
+            continue
+        words, given = [], []
+        for marker in markers:
+            kind, colon, rest = marker.partition(": ")
+            if colon and kind in KINDS:
+                words.append((kind, " ".join(rest.split())))
+            else:
+                given += marker.split()
+        missing = tuple(name for name in given if not expand(name))
+        named = [*given, *JSON_NAME.findall(MARKER.sub("", part))]
+        records = dict.fromkeys(path for name in named for path in expand(name))
+        yield Section(page, title, figures, tuple(records), tuple(words), missing)
+
+
+def expand(name: str) -> list[str]:
+    """The records that a name with {a,b} and * stands for, as paths under benchmarks/results."""
+    options = [part.split(",") for part in re.findall(r"{(.*?)}", name)]
+    pattern = re.sub(r"{.*?}", "{}", name).rpartition("results/")[2].lstrip("/")
+    found = []
+    for chosen in product(*options):
+        one = pattern.format(*chosen)
+        paths = list(RESULTS.glob(one)) or list((RESULTS / "history").glob(one))
+        found += sorted(path.relative_to(RESULTS).as_posix() for path in paths)
+    return found
+
+
+def all_sections() -> list[Section]:
+    """Every section with figures."""
+    return [
+        section
+        for path in pages()
+        for section in sections_of(path.relative_to(ROOT).as_posix(), path.read_text())
+    ]
+
+
+def read_record(name: str) -> Record:
+    """A record by its path under benchmarks/results. UserError where there is none."""
+    try:
+        return json.loads((RESULTS / name).read_text()) | {"file": name}
+    except FileNotFoundError:
+        raise UserError(f"there is no record benchmarks/results/{name}") from None
+
+
+def command_of(record: Record) -> str | None:
+    """The command that measures a record again; None where it was not kept."""
+    return record.get("command")
+
+
+def problems(section: Section) -> list[str]:
+    """What a section's figures lack: a source, a record that is there, a record's command."""
+    where = f"{section.page}, {section.title!r}"
+    found = [f"{where}: there is no record {name}" for name in section.missing]
+    if not section.records and not section.words:
+        found.append(f"{where}: {section.figures[0]!r} has no record; name its JSON or its command")
+    for name in section.records:
+        record = read_record(name)
+        if not command_of(record) and record.get("when", "") >= KEPT_SINCE:
+            found.append(f"{where}: {name} has no command")
+    return found
+
+
+# ---- the pages -------------------------------------------------------------------------------
+
+
+def index_page(sections: Sequence[Section]) -> str:
+    """The records and commands of every section with figures."""
+    lines = [INDEX_HEAD]
+    page = None
+    for section in sections:
+        if section.page != page:
+            page = section.page
+            lines += [f"## {page}", ""]
+        lines += [f"**{section.title}**", ""]
+        lines += [f"- {kind}: {text}" for kind, text in section.words if kind != "command"]
+        lines += [f"- computed: `{text}`" for kind, text in section.words if kind == "command"]
+        by_command: dict[str | None, list[str]] = {}
+        for name in section.records:
+            by_command.setdefault(command_of(read_record(name)), []).append(name)
+        for command, names in by_command.items():
+            files = ", ".join(f"`{name}`" for name in names)
+            lines.append(f"- {files}" + (f": `{command}`" if command else ""))
+        lines.append("")
+    return "\n".join(lines)
+
+
+def measured_devices(records: Sequence[Record]) -> dict[str, int]:
+    """Devices that records were measured on, with the most of them at once. A dry run's device is
+    none: its figures are computed."""
+    found: dict[str, int] = {}
+    for record in records:
+        if record.get("bench") != "preflight" and "compiled" not in record["device"]:
+            name = record["device"].split(",")[0]
+            found[name] = max(found.get(name, 0), record.get("device_count") or 1)
+    return found
+
+
+def every_record() -> list[Record]:
+    """All records, those of earlier versions included."""
+    return [
+        read_record(path.relative_to(RESULTS).as_posix())
+        for path in sorted(RESULTS.rglob("*.json"))
+        if not path.stem.endswith("-profile")
+    ]
+
+
+def not_measured_page(records: Sequence[Record], sections: Sequence[Section]) -> str:
+    """What no record is of."""
+    devices = measured_devices(records)
+    plain = lambda name: re.sub(r"[^a-z0-9]", "", name.lower())
+    has = lambda kind: any(plain(kind) in plain(name) for name in devices)
+    never = [kind for kind in (*RATES, *OTHERS) if not has(kind)]
+    listed = [f"- {name}, at most {count} at once" for name, count in sorted(devices.items())]
+    lost = dict.fromkeys(
+        f"- {s.page}, {s.title}: {text}" for s in sections for kind, text in s.words
+        if kind == "no record"
+    )  # fmt: skip
+    text = NOT_MEASURED_HEAD + "\n".join(listed) + "\n" + DEVICES_HEAD
+    text += "\n".join(f"- {kind.replace('-', ' ')}" for kind in never) + "\n"
+    if lost:
+        text += "\n## Figures whose record was not kept\n\n" + "\n".join(lost) + "\n"
+    return text
+
+
+def update_figure_pages(index: Path = INDEX, not_measured: Path = NOT_MEASURED) -> list[Path]:
+    """Write both pages."""
+    sections = all_sections()
+    index.write_text(index_page(sections))
+    not_measured.write_text(not_measured_page(every_record(), sections))
+    return [index, not_measured]
