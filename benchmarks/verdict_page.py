@@ -28,10 +28,11 @@ Each row is one technique, compared with the same model without it (the baseline
 technique's tokens. At 1.10x the baseline needs 10% more tokens. The baseline's tokens are
 interpolated between runs of several lengths, each with its whole decay; `~` marks extrapolation.
 Brackets hold the 95% interval over paired seeds (Student's t). A ratio from one seed decides
-nothing within 3%. `seconds` is the time per token divided by the baseline's. `bits` is the
-difference in bits per byte at equal steps. `memory` is the bytes of a compiled step divided by the
-baseline's. A technique with another tokenizer is compared by bytes of text in place of tokens. Its
-held-out loss covers as many tokens (`eval.tokens`), which are more or less text.
+nothing within 3%. `seconds` is the time per token divided by the baseline's. Where the baseline's
+seconds varied within a call, a verdict has to hold for the fastest and for the slowest of them.
+`bits` is the difference in bits per byte at equal steps. `memory` is the bytes of a compiled step
+divided by the baseline's. A technique with another tokenizer is compared by bytes of text in place
+of tokens. Its held-out loss covers as many tokens (`eval.tokens`), which are more or less text.
 
 Techniques have the baseline's learning rates unless their switch names others. The figures hold for
 the model size and the number of tokens of their table. The last column has the paper's claim and
@@ -82,7 +83,9 @@ def section(which: str, scale: Scale, baseline: Record, rows: Sequence[str]) -> 
         for tokens in sorted({r["tokens"] for r in baseline["rows"]})
     }
     ends = ", ".join(f"{bpb:.4f} after {tokens / 1e6:.1f}M" for tokens, bpb in curve.items())
-    took = f"{m['seconds']:.2f} s of training and " if m["seconds"] else ""
+    low, high = m.get("seconds_range") or (m["seconds"], m["seconds"])
+    span = "" if low == high else f" ({low:.2f} to {high:.2f} s in one call)"
+    took = f"{m['seconds']:.2f} s of training{span} and " if m["seconds"] else ""
     text = f"""## {which}: {scale.depth} layers, {m["tokens"] / 1e6:.1f}M tokens
 
 {baseline["device"]}. The baseline takes {took}{m["step_bytes"] / 2**30:.2f} GiB a step. Its bits

@@ -50,12 +50,13 @@ class Outcome(NamedTuple):
     """What one run came to; `error` in its place where it failed."""
 
     bpb: float | None = None  # held-out bits per byte after the last step
-    seconds: float | None = None  # of training, without compiling and validating
+    seconds: float | None = None  # of training alone, without compiling and validating
     step_bytes: int | None = None  # of a device's memory, as compiled: the largest phase
     tokens: int | None = None
     env: dict[str, object] | None = None
     error: str | None = None
     text_bytes: int | None = None  # that its tokens stand for; None where its rows do not say
+    seconds_range: tuple[float, float] | None = None  # of two runs, the first and last of a call
 
 
 class ExclusiveSteps(Coordinator):
@@ -130,7 +131,8 @@ def train_all(
 ) -> Iterator[tuple[Job, Outcome]]:
     """Outcomes: first of `jobs`, `workers` at a time, then of `timed`, whose steps are alone.
 
-    The first run that is timed takes 5 to 6% longer (LOG.md): it is trained again.
+    The first run that is timed takes 5 to 6% longer at d12 (LOG.md): it is trained again, last, and
+    its outcome has the seconds of both.
     done: a file of the outcomes so far, a line each; what it has is not trained again.
     """
     os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"
@@ -138,25 +140,33 @@ def train_all(
     done.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory(dir=_memory_disk()) as folder, done.open("a") as file:
         for batch, alone in ((jobs, False), (timed, True)):
-            yield from ((job, known[job]) for job in batch if job in known)
+            had = {
+                j: known[j] for j in batch if j in known and not (alone and not known[j].seconds)
+            }
+            yield from had.items()
             # Who waits for its turn holds its state alone; a process ends with its turn.
             os.environ["XLA_CLIENT_MEM_FRACTION"] = "0.4" if alone else f"{0.9 / workers:.3f}"
             with ProcessPoolExecutor(
                 workers, mp_context=get_context("spawn"), initializer=start, initargs=(True,),
                 max_tasks_per_child=1 if alone and workers > 1 else None,
             ) as pool:  # fmt: skip
-                left = [job for job in batch if job not in known]
+                left = [job for job in batch if job not in had]
                 one = functools.partial(train_job, folder=Path(folder), alone=alone)
                 running = {pool.submit(one, job): job for job in left}
-                again = alone and len(left) > 1
+                again, twice = alone and len(left) > 1, {}
                 while running:
                     future = next(as_completed(running))
                     job, outcome = running.pop(future), future.result()
                     print(_line(job, outcome, alone), flush=True)
-                    if again and not outcome.error:
-                        again = False
+                    if again and outcome.seconds:
+                        again, twice[job] = False, outcome.seconds
                         running[pool.submit(one, job)] = job
                         continue
+                    if not alone:
+                        outcome = outcome._replace(seconds=None)
+                    elif job in twice and outcome.seconds:
+                        low, high = sorted((twice[job], outcome.seconds))
+                        outcome = outcome._replace(seconds_range=(low, high))
                     if not outcome.error:
                         file.write(json.dumps([job._asdict(), outcome._asdict()]) + "\n")
                         file.flush()

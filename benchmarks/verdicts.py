@@ -82,6 +82,7 @@ class Gain(NamedTuple):
     memory: float | None  # bytes of a compiled step over the baseline's
     seeds: int
     outside: bool  # the loss is beyond what any run of the baseline came to
+    seconds_range: tuple[float, float] | None = None  # against its slowest and its fastest run
 
     @property
     def verdict(self) -> str:
@@ -90,7 +91,8 @@ class Gain(NamedTuple):
         if self.seconds is None or self.memory is None:
             return "not timed"
         low, high = self.interval or (self.tokens / ONE_SEED, self.tokens * ONE_SEED)
-        low, high = low / self.seconds, high / self.seconds
+        fast, slow = self.seconds_range or (self.seconds, self.seconds)
+        low, high = low / slow, high / fast
         saves = self.memory <= LESS_MEMORY
         if (low > 1 and self.memory <= 1 / LESS_MEMORY) or (saves and low > 1 / ONE_SEED):
             return "use"
@@ -264,8 +266,7 @@ def save(
     words = ["python", "-m", "benchmarks", "verdicts", which, name, "--record"]
     record["command"] = shlex.join(words)
     record["switch"] = list(switch)
-    record["metrics"] = {
-        "seconds": round(alone.seconds or 0, 3),
+    record["metrics"] = seconds_of(alone) | {
         "step_bytes": alone.step_bytes,
         "tokens": alone.tokens,
         "text_bytes": alone.text_bytes,
@@ -281,13 +282,22 @@ def save(
     write(record, out)
 
 
+def seconds_of(alone: Outcome) -> Record:
+    """The seconds of a run that was alone; of one that ran twice, their range as well."""
+    found: Record = {"seconds": round(alone.seconds or 0, 3)}
+    if alone.seconds_range:
+        found["seconds_range"] = [round(x, 3) for x in alone.seconds_range]
+    return found
+
+
 def save_seconds(record: Record, alone: Outcome, out: Path) -> None:
     """A record with the seconds and bytes of a run that was alone; its losses stay."""
     if alone.error:
         return
     assert alone.env is not None and alone.bpb is not None
     record = {name: value for name, value in record.items() if name != "file"}
-    record["metrics"] |= {"seconds": round(alone.seconds or 0, 3), "step_bytes": alone.step_bytes}
+    record["metrics"].pop("seconds_range", None)
+    record["metrics"] |= seconds_of(alone) | {"step_bytes": alone.step_bytes}
     record["metrics"]["text_bytes"] = alone.text_bytes
     of_run = {name: alone.env.get(name) for name in ("device_kind", "commit", "when")}
     record["timed"] = of_run | {"bpb": round(alone.bpb, 5)}
@@ -350,12 +360,15 @@ def gain(record: Record, baseline: Record) -> Gain:
     mean, n = statistics.mean(logs), len(logs)
     half = STUDENT[n] * statistics.stdev(logs) / math.sqrt(n) if n > 1 else None
     interval = None if half is None else (math.exp(mean - half), math.exp(mean + half))
-    seconds = memory = None
+    seconds = seconds_range = memory = None
     if base["seconds"] and own["seconds"]:
         seconds = own["seconds"] / own["tokens"] / (base["seconds"] / base["tokens"]) / text
+        fast, slow = base.get("seconds_range") or (base["seconds"], base["seconds"])
+        seconds_range = seconds * base["seconds"] / slow, seconds * base["seconds"] / fast
     if base["step_bytes"] and own["step_bytes"]:
         memory = own["step_bytes"] / base["step_bytes"]
-    return Gain(math.exp(mean), interval, seconds, statistics.mean(differences), memory, n, outside)
+    bits = statistics.mean(differences)
+    return Gain(math.exp(mean), interval, seconds, bits, memory, n, outside, seconds_range)
 
 
 def read_records(folder: Path = FOLDER) -> dict[tuple[str, str], Record]:

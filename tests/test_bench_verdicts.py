@@ -67,6 +67,18 @@ def test_a_gain_is_the_baselines_tokens_to_the_same_loss_over_the_techniques():
     assert gain(record({0: 1.5}), BASE).outside
 
 
+def test_a_verdict_holds_for_the_fastest_and_the_slowest_baseline():
+    base = BASE | {"metrics": BASE["metrics"] | {"seconds_range": [8.0, 16.0]}}
+    better, same = {0: 1.6, 1: 1.7}, {0: 1.8, 1: 1.9}  # twice as good, and as good
+    g = gain(record(better, seconds=10.0), base)
+    assert g.seconds_range == pytest.approx((10 / 16, 10 / 8)) and g.verdict == "use"
+    assert gain(record(better, seconds=17.0), base).verdict == "situational"
+    assert gain(record(better, seconds=15.0), BASE).verdict == "use"
+    assert gain(record(same, seconds=15.0), base).verdict == "situational"
+    assert gain(record(same, seconds=15.0), BASE).verdict == "avoid"
+    assert gain(record(same, seconds=17.0), base).verdict == "avoid"
+
+
 def test_a_technique_with_fewer_tokens_is_compared_by_them():
     g = gain(record({0: 2.0}, seconds=5.0, tokens=50), BASE)  # as the baseline's run of 50
     assert (g.tokens, g.seconds) == (pytest.approx(1), pytest.approx(1))
@@ -305,7 +317,7 @@ def test_seconds_are_those_of_the_recorded_switch(text, monkeypatch):
     switch, trained = ["optim.learning_rate=0.002"], []
     monkeypatch.setattr(verdicts, "read_records", lambda: {("d4", "adamw"): {"switch": switch}})
     monkeypatch.setattr(verdicts, "train_all", lambda _, timed, *__: trained.extend(timed) or ())
-    verdicts.train_verdicts(["d4", "adamw"], 1, record=False, out=None, time_only=True)
+    verdicts.train_verdicts(["d4", "adamw", text], 1, record=False, out=None, time_only=True)
     assert [job.overrides[-1] for job in trained] == switch
 
 
