@@ -8,13 +8,14 @@ import functools
 import itertools
 import shlex
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 
 from benchmarks.attention import bench_attention
+from benchmarks.case_study import bench_case_study
 from benchmarks.check import check_records
 from benchmarks.compress import Asked, bench_compress
 from benchmarks.compress import make_page as make_compression_page
@@ -35,6 +36,7 @@ from benchmarks.nanochat import train_nanochat
 from benchmarks.optimizers import bench_optimizers
 from benchmarks.packing import bench_packing
 from benchmarks.peers import nanochat_step
+from benchmarks.projection import project
 from benchmarks.quickstart import bench_quickstart
 from benchmarks.race import SAME, draw, race
 from benchmarks.record import BENCHMARKS, RESULTS, stem, write
@@ -57,6 +59,7 @@ from jaxtrain.settings import TINY, Parser, UserError, command, real, whole
 
 WHAT = {
     "step": "the train step of a configuration, one microbatch a step",
+    "case-study": "from raw text to chat, seconds of each part: case-study h200 --data FOLDER",
     "check": "the records of a CPU measured again, and the figures that moved: check [--only NAME]",
     "attention": "attention backends and peers over the benchmark shapes: attention [NAME ...]",
     "compress": "loss, bytes and decode rate by method: compress RUN, --shape, alone the page",
@@ -74,6 +77,7 @@ WHAT = {
     "packing": "what packing crops, pads, never uses, beside nanochat's: packing [data.train...]",
     "memory": "what a step needs: here, or on --devices N virtual ones; --techniques, --longest",
     "optim": "an update of every optimizer on a configuration's parameters: optim [NAME ...]",
+    "projection": "hours to GPT-2's CORE on eight GPUs, computed from records",
     "quickstart": "the quickstart's run on this machine, three seeds",
     "race": "runs compared that differ in their optimizer alone: race RUN [RUN ...]",
     "tasks": "the shapes of CORE: packed rows against one example per forward",
@@ -84,6 +88,7 @@ WHAT = {
 # The benchmark that each option is for; --record, --out, --variant and --config are for several.
 ONLY = {
     "attention": ("tune",),
+    "case-study": ("data", "folder", "shrink"),
     "check": ("only",),
     "decode": ("prompts", "batches", "cache_dtypes"),
     "compress": (
@@ -199,8 +204,14 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="compress: train the models of compress_recipes.yaml, or of these of its tables",
     )  # fmt: skip
     parser.add_argument(
-        "--folder", type=Path, help="compress --recipes: of the models; default runs/recipes"
+        "--folder",
+        type=Path,
+        help="compress --recipes, case-study: of the models; default runs/recipes, runs/case_NAME",
     )
+    parser.add_argument(
+        "--data", type=Path, help="case-study: folder with corpus, held, chat, pairs (and core)"
+    )
+    parser.add_argument("--shrink", action="store_true", help="case-study: a tiny model, for a CPU")
     parser.add_argument(
         "--only", nargs="+", action="extend", metavar="NAME",
         help="check: records whose file name has one of these in it",
@@ -254,6 +265,10 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield bench_packing(a.overrides, a.variant)
     elif a.what == "filters":
         yield bench_filters(a.overrides, a.variant)
+    elif a.what == "case-study":
+        yield bench_case_study(a.overrides, a.data, a.folder, a.shrink)
+    elif a.what == "projection":
+        yield project()
     elif a.what == "quickstart":
         yield bench_quickstart(a.overrides, a.variant)
     elif a.what == "race":
@@ -299,12 +314,19 @@ def check_options(a: argparse.Namespace) -> None:
         raise UserError(f"{stray} is for --devices N or --fit N, not for what is here")
 
 
+def dry_run(
+    a: argparse.Namespace, config: str, overrides: Sequence[str], variant: str | None
+) -> dict[str, Any]:
+    """The record of a dry run; its variant is the precision, and what is asked for beside it."""
+    record = preflight_of(a, config, overrides)
+    named = f"{record['variant']}, {variant}" if variant else record["variant"]
+    return record | {"variant": named}
+
+
 def memory_of(a: argparse.Namespace) -> Callable[..., dict[str, Any]]:
     """The benchmark that `memory` stands for: (config, overrides, variant) -> record."""
     if a.devices is not None or a.fit is not None:
-        return lambda config, overrides, variant: (
-            preflight_of(a, config, overrides) | ({"variant": variant} if variant else {})
-        )
+        return functools.partial(dry_run, a)
     if a.longest:
         limit = int(a.memory * 2**30) if a.memory else None
         return functools.partial(bench_longest, memory=limit)
@@ -312,10 +334,11 @@ def memory_of(a: argparse.Namespace) -> Callable[..., dict[str, Any]]:
 
 
 def command_line(argv: list[str] | None) -> str:
-    """The command of a measurement, as a record keeps it: without --out."""
+    """The command of a measurement, as a record keeps it: without folders that it writes."""
     words = list(sys.argv[1:] if argv is None else argv)
-    if "--out" in words:
-        del words[words.index("--out") : words.index("--out") + 2]
+    for option in ("--out", "--folder"):
+        if option in words:
+            del words[words.index(option) : words.index(option) + 2]
     return shlex.join(["python", "-m", "benchmarks", *words])
 
 

@@ -20,8 +20,8 @@ from typing import Any, NamedTuple
 
 from rich.console import Console
 
-from benchmarks.figures import Record, command_of
-from benchmarks.record import RESULTS, read_results, write
+from benchmarks.figures import COMPUTED, command_of
+from benchmarks.record import RESULTS, Record, read_results, write
 from benchmarks.tables import to_rich
 from jaxtrain.settings import UserError
 
@@ -69,7 +69,7 @@ class Figure(NamedTuple):
 def kind_of(metric: str, bench: str) -> str:
     """time, loss, bytes or count: which default a metric has."""
     timed = metric in TIMES or "_per_" in metric
-    if timed and not (bench == "preflight" and metric != "compile_s"):  # which computes its times
+    if timed and not (bench in COMPUTED and metric != "compile_s"):  # which computes its times
         return "time"
     if metric in LOSSES:
         return "loss"
@@ -113,7 +113,7 @@ def compare(record: Record, now: Record) -> Iterator[Figure]:
 
 def why_not(record: Record) -> str | None:
     """Why a record is not measured again here; None if it is."""
-    if record["bench"] != "preflight" and record["device"] != "cpu":
+    if record["bench"] not in COMPUTED and record["device"] != "cpu":
         return f"not run: it is of {record['device']}"
     if not command_of(record):
         return "not run: its command was not kept"

@@ -14,9 +14,9 @@ import re
 from collections.abc import Iterator, Sequence
 from itertools import product
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
-from benchmarks.record import BENCHMARKS, RESULTS
+from benchmarks.record import BENCHMARKS, RESULTS, Record
 from jaxtrain.estimate.traffic import RATES
 from jaxtrain.settings import UserError
 
@@ -44,9 +44,9 @@ NO_FIGURES = re.compile(
 MARKER = re.compile(r"<!-- figures: (.*?) -->", re.DOTALL)
 JSON_NAME = re.compile(r"[\w{},./*-]+\.json\b")
 KINDS = ("command", "no record", "not measured")
+COMPUTED = ("preflight", "projection")  # benches whose figures are computed, not measured
 # Families of devices that are not in the dry run's table.
 OTHERS = ("TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "AMD MI300X")
-Record = dict[str, Any]
 
 
 INDEX_HEAD = """# Where each figure comes from
@@ -198,7 +198,7 @@ def measured_devices(records: Sequence[Record]) -> dict[str, int]:
     none: its figures are computed."""
     found: dict[str, int] = {}
     for record in records:
-        if record.get("bench") != "preflight" and "compiled" not in record["device"]:
+        if record.get("bench") not in COMPUTED and "compiled" not in record["device"]:
             name = record["device"].split(",")[0]
             found[name] = max(found.get(name, 0), record.get("device_count") or 1)
     return found

@@ -9,6 +9,7 @@ from typing import Any
 from jaxtrain.runs import environment
 
 BENCHMARKS = Path(__file__).parent
+Record = dict[str, Any]
 RESULTS = BENCHMARKS / "results"
 
 

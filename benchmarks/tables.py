@@ -9,15 +9,19 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.race import best_of_arms
-from benchmarks.record import BENCHMARKS, peers_of, read_results
+from benchmarks.record import BENCHMARKS, Record, peers_of, read_results
 from jaxtrain.runs.metrics import format_bytes
 
 DOCS = BENCHMARKS.parent / "docs"
-PAGES = [*sorted((DOCS / "benchmarks").glob("*.md")), DOCS / "howto" / "sharing.md"]
+PAGES = [
+    *sorted((DOCS / "benchmarks").glob("*.md")),
+    DOCS / "howto" / "sharing.md",
+    DOCS / "tutorials" / "case-studies.md",
+]
 # table BENCH CONFIG [VARIANT ...]: these variants alone, in this order.
 MARKERS = re.compile(r"(<!-- table (\w+) (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 MOST_ROWS = 10
-Record = dict[str, Any]
+
 Columns = dict[str, Callable[[Any], str]]
 
 
@@ -134,6 +138,29 @@ RECIPES: Columns = {
     "bpb": rounded(".4f"),
     "memory_bytes": size,
 }
+CASE: Columns = {
+    "seconds": rounded(",.1f"),
+    "tokens_per_s": rounded(",.0f"),
+    "loss": rounded(".4f"),
+    "bpb": rounded(".4f"),
+    "core": rounded(".4f"),
+}
+PROJECTION: Columns = {
+    "tokens": rounded(",.0f"),
+    "projected_tokens_per_s": rounded(",.0f"),
+    "efficiency": rounded(".3f"),
+    "efficiency_low": rounded(".3f"),
+    "hours_low": rounded(".2f"),
+    "hours": rounded(".2f"),
+    "hours_high": rounded(".2f"),
+}
+QUICKSTART: Columns = {
+    "seed": rounded("d"),
+    "seconds": rounded(".1f"),
+    "tokens_per_s": rounded(",.0f"),
+    "bpb": rounded(".4f"),
+    "step_bytes": size,
+}
 TASKS: Columns = {
     "seconds": rounded(".1f"),
     "examples_per_s": rounded(",.0f"),
@@ -160,6 +187,11 @@ TITLES = {
     "speedup_steps": "speed-up, steps",
     "speedup_seconds": "speed-up, time",
     "tokens_per_s": "tokens/s",
+    "projected_tokens_per_s": "tokens/s, projected",
+    "efficiency_low": "efficiency, low",
+    "hours_low": "hours, low",
+    "hours_high": "hours, high",
+    "step_bytes": "step memory",
     "tokens_per_s_1": "tokens/s, batch 1",
     "tokens_per_s_32": "tokens/s, batch 32",
     "core": "CORE",
@@ -221,6 +253,9 @@ def tabulate(
     columns |= {
         "compress_methods": COMPRESS,
         "compress_recipes": RECIPES,
+        "case_study": CASE,
+        "projection": PROJECTION,
+        "quickstart": QUICKSTART,
         "packing": PACKED,
         "filters": FILTERS,
         "techniques": TECHNIQUES,

@@ -135,10 +135,11 @@ def held_out_batches(
 
 def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
     """Validate a saved model on the validation split of `config.data`."""
-    if saved.config.objective.name in PREFERENCES:
+    if saved.config.objective.name in PREFERENCES and config.data == saved.config.data:
         raise UserError(
-            f"{saved.config.run.name} was trained on preferences, and how it does on those that "
-            "are held out stands in its metrics.jsonl; ask it --tasks"
+            f"{saved.config.run.name} was trained on preferences, which have no loss of text; its "
+            "metrics.jsonl has their held-out figures. --tasks asks it tasks; name a text by "
+            "data.train... overrides"
         )
     prepared = data.prepare(data_for(saved, config))
     for line in data.damaged_shards(prepared):
