@@ -219,15 +219,20 @@ def not_measured_page(records: Sequence[Record], sections: Sequence[Section]) ->
     plain = lambda name: re.sub(r"[^a-z0-9]", "", name.lower())
     has = lambda kind: any(plain(kind) in plain(name) for name in devices)
     never = [kind for kind in (*RATES, *OTHERS) if not has(kind)]
-    listed = [f"- {name}, at most {count} at once" for name, count in sorted(devices.items())]
-    lost = dict.fromkeys(
-        f"- {s.page}, {s.title}: {text}" for s in sections for kind, text in s.words
-        if kind == "no record"
-    )  # fmt: skip
+    virtual = {"cpu": " (virtual devices of one CPU)"}
+    listed = [
+        f"- {name}, at most {count} at once{virtual.get(name, '')}"
+        for name, count in sorted(devices.items())
+    ]
+    lost: dict[str, str] = {}  # by the text of a marker: a section below has it as well
+    for section in sections:
+        for kind, text in section.words:
+            if kind == "no record":
+                lost.setdefault(text, f"- {section.page}, {section.title}: {text}")
     text = NOT_MEASURED_HEAD + "\n".join(listed) + "\n" + DEVICES_HEAD
     text += "\n".join(f"- {kind.replace('-', ' ')}" for kind in never) + "\n"
     if lost:
-        text += "\n## Figures whose record was not kept\n\n" + "\n".join(lost) + "\n"
+        text += "\n## Figures whose record was not kept\n\n" + "\n".join(lost.values()) + "\n"
     return text
 
 

@@ -13,8 +13,9 @@ from benchmarks.record import BENCHMARKS, Record, peers_of, read_results
 from jaxtrain.runs.metrics import format_bytes
 
 DOCS = BENCHMARKS.parent / "docs"
+LISTS = ("figures.md", "not-measured.md")  # which `benchmarks.figures` makes
 PAGES = [
-    *sorted((DOCS / "benchmarks").glob("*.md")),
+    *(path for path in sorted((DOCS / "benchmarks").glob("*.md")) if path.name not in LISTS),
     DOCS / "howto" / "sharing.md",
     DOCS / "tutorials" / "case-studies.md",
 ]

@@ -6,7 +6,7 @@ import sys
 
 import pytest
 
-from benchmarks import case_study
+from benchmarks import case_study, projection
 from benchmarks.case_study import SHRUNK, STUDIES, Part, parts_of, run_part, tiny_data
 from benchmarks.record import read_results
 from jaxtrain.config import find_config, load_config
@@ -75,6 +75,7 @@ def test_a_study_without_its_data_is_one_error(tmp_path, monkeypatch, capsys):
 @pytest.mark.slow
 def test_the_whole_study_at_a_tiny_size(tmp_path, monkeypatch):
     """From raw text to an answer of a quantized chat model; a second call repeats nothing."""
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")
     folder, out = tmp_path / "case", tmp_path / "out"
     argv = [
         "case-study",
@@ -96,3 +97,33 @@ def test_the_whole_study_at_a_tiny_size(tmp_path, monkeypatch):
     assert "accuracy" in rows["dpo"] and rows["quantize"]["after"]["bpb"] > 0
     monkeypatch.setattr(case_study, "run_part", lambda *_: pytest.fail("it runs again"))
     assert main(argv) == 0
+
+
+def step(variant, devices, rate):
+    metrics = {"tokens_per_s": rate}
+    return {"bench": "step", "config": "gpt_d24", "variant": variant, "device_count": devices,
+            "metrics": metrics}  # fmt: skip
+
+
+def test_a_projection_carries_the_efficiency_of_four_gpus_on_to_eight():
+    """0.81 on four is 0.9 a doubling: 0.729 on eight."""
+    records = [step("accumulation 4", 1, 100.0), step("accumulation 4", 4, 324.0),
+               step("accumulation 4, fsdp", 4, 256.0), step("bf16", 4, 1.0)]  # fmt: skip
+    (row,) = projection.project(records)["rows"]
+    assert row["efficiency"] == pytest.approx(0.729)
+    assert row["efficiency_low"] == pytest.approx(0.512)  # of fsdp: 0.64 on four
+    assert row["projected_tokens_per_s"] == pytest.approx(583.2)
+    assert row["hours"] == pytest.approx(row["tokens"] / 583.2 / 3600)
+    law = {
+        "bench": "scaling",
+        "config": "gpt",
+        "file": "scaling.json",
+        "metrics": {"tokens_to_core": [1e6, 2e6, 4e6]},
+    }
+    fitted = projection.project([*records, law])
+    (row,) = fitted["rows"]
+    assert fitted["workload"]["tokens_from"] == "scaling.json"
+    assert row["hours_low"] == pytest.approx(1e6 / 800 / 3600)
+    assert row["hours_high"] == pytest.approx(4e6 / (800 * 0.512) / 3600)
+    with pytest.raises(UserError, match="no records of gpt_d24, accumulation 4"):
+        projection.project(records[:1])
