@@ -15,7 +15,8 @@ MARKERS = re.compile(r"(<!-- tour -->\n).*?(<!-- end -->)", re.DOTALL)
 # File -> what happens there. Each calls the next.
 TOUR = {
     "jaxtrain/main.py": "arguments to a `Config`, then `train(config)`",
-    "jaxtrain/train/loop.py": "`train`: plan, data, state, compile, the loop, events",
+    "jaxtrain/train/loop.py": "`train`: plan, data, state, compile, end",
+    "jaxtrain/train/run_steps.py": "steps, and the events between them",
     "jaxtrain/train/program.py": "what is compiled for one phase of the run",
     "jaxtrain/train/step.py": "one optimizer step: microbatch gradients, accumulate, clip, update",
     "jaxtrain/objectives/next_token.py": "hidden states, then the sum of token losses",

@@ -94,7 +94,20 @@ def validation_metrics(
 
     The sums stay on the device until the last batch; BOS tokens count in the loss only.
     """
-    sums, seen, queued = objectives.zero_sums(), 0, deque[objectives.EvaluationSums]()
+    zeros = objectives.zero_sums()
+    return figures_of(validation_sums(scorer, params, batches, mesh, max_tokens, zeros))
+
+
+def validation_sums(
+    scorer: Callable[..., objectives.EvaluationSums],
+    params: Params,
+    batches: Iterable[data.Batch],
+    mesh: Mesh,
+    max_tokens: int | None,
+    sums: objectives.EvaluationSums,
+) -> objectives.EvaluationSums:
+    """`sums` with those of the batches added, on the device."""
+    seen, queued = 0, deque[objectives.EvaluationSums]()
     for batch in batches:
         sums = scorer(params, place_batch(batch, mesh), sums)
         queued.append(sums)
@@ -103,6 +116,11 @@ def validation_metrics(
         seen += batch.tokens_BT.size * process_batch_shard(mesh)[1]
         if max_tokens is not None and seen >= max_tokens:
             break
+    return sums
+
+
+def figures_of(sums: objectives.EvaluationSums) -> dict[str, float]:
+    """Loss, perplexity and bits per byte from the sums of a split."""
     loss, weight, nats, text_bytes = (float(x) for x in sums)
     if not weight:
         raise UserError("validation: no token has a label")

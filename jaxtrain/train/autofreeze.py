@@ -17,9 +17,8 @@ from jaxtyping import Array, Float
 
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.model import ResolvedModel
-from jaxtrain.runs.metrics import MetricsWriter
 from jaxtrain.train.config import AutoFreeze
-from jaxtrain.train.events import Event, PhaseEnd
+from jaxtrain.train.events import Event, PhaseEnd, RowWriter
 from jaxtrain.train.step import State
 from jaxtrain.train.transforms import StepOutcome, StepTransform, Verdict
 from jaxtrain.weights.params import Params, Specs
@@ -84,7 +83,7 @@ class FreezeConverged(Event):
 
     must_be_sound = True
 
-    def __init__(self, c: Resolved, freeze: AutoFreeze, end: PhaseEnd, metrics: MetricsWriter):
+    def __init__(self, c: Resolved, freeze: AutoFreeze, end: PhaseEnd, metrics: RowWriter):
         super().__init__(freeze.every)
         self.freeze, self.end, self.metrics = freeze, end, metrics
         self.model: ResolvedModel = c.model

@@ -1,15 +1,30 @@
 """What happens every N steps of a run, and at its end. `features.make_events` lists them."""
 
 from collections.abc import Callable, Mapping
+from typing import Any, Protocol, runtime_checkable
 
 from pydantic import JsonValue
 
 from jaxtrain.config.phases import Decision, Phase
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.runs.config import CheckpointConfig
-from jaxtrain.runs.metrics import MetricsWriter
-from jaxtrain.train.evaluator import Evaluator
 from jaxtrain.train.step import State
+
+
+@runtime_checkable
+class ModelEvaluator(Protocol):
+    """What is made of a state beside training it, as in `Evaluator`."""
+
+    def validate(self, state: State, max_tokens: int | None = None) -> Mapping[str, Any]: ...
+    def sample(self, state: State, step: int) -> None: ...
+    def save_model(self, state: State) -> object: ...
+
+
+@runtime_checkable
+class RowWriter(Protocol):
+    """Where the rows of events go, as in `MetricsWriter`."""
+
+    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> object: ...
 
 
 class PhaseEnd:
@@ -70,7 +85,7 @@ class Checkpoint(Event):
 class Validation(Event):
     """Figures of the held-out split: of `eval.tokens`, and at the end of all its tokens."""
 
-    def __init__(self, c: Resolved, evaluator: Evaluator, metrics: MetricsWriter):
+    def __init__(self, c: Resolved, evaluator: ModelEvaluator, metrics: RowWriter):
         super().__init__(c.eval.every)
         self.tokens, self.evaluator, self.metrics = c.eval.tokens, evaluator, metrics
 
@@ -89,7 +104,7 @@ class Validation(Event):
 class SavedModel(Event):
     """Writes `model/` at the end, where it is wanted."""
 
-    def __init__(self, evaluator: Evaluator, wanted: bool):
+    def __init__(self, evaluator: ModelEvaluator, wanted: bool):
         super().__init__(None)
         self.evaluator, self.wanted = evaluator, wanted
 
@@ -101,7 +116,7 @@ class SavedModel(Event):
 class Samples(Event):
     """Texts that the model writes."""
 
-    def __init__(self, every: int | None, evaluator: Evaluator):
+    def __init__(self, every: int | None, evaluator: ModelEvaluator):
         super().__init__(every)
         self.evaluator = evaluator
 

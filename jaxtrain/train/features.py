@@ -15,11 +15,18 @@ from jaxtrain.data import Tokenizer
 from jaxtrain.finetune import Partition
 from jaxtrain.objectives import LossOptions, make_objective
 from jaxtrain.optim import Optimizer
-from jaxtrain.runs.metrics import MetricsWriter
 from jaxtrain.train.autofreeze import FreezeConverged, autofreeze
 from jaxtrain.train.checks import skip_nonfinite
-from jaxtrain.train.evaluator import Evaluator
-from jaxtrain.train.events import Checkpoint, Event, PhaseEnd, Samples, SavedModel, Validation
+from jaxtrain.train.events import (
+    Checkpoint,
+    Event,
+    ModelEvaluator,
+    PhaseEnd,
+    RowWriter,
+    Samples,
+    SavedModel,
+    Validation,
+)
 from jaxtrain.train.file_offload import file_offload
 from jaxtrain.train.float8_scaling import float8
 from jaxtrain.train.local_sgd import replicas
@@ -100,8 +107,8 @@ def make_events(
     plan: Plan,
     end: PhaseEnd,
     save: Callable[[int, State], None],
-    evaluator: Evaluator,
-    metrics: MetricsWriter,
+    evaluator: ModelEvaluator,
+    metrics: RowWriter,
 ) -> list[Event]:
     """The events of a phase, in the order in which those of one step happen. end: of the phase."""
     c = plan.config

@@ -1,16 +1,25 @@
 """The batches of a run: drawn in order, some left out by the guard, resumable at each step."""
 
 import functools
-from typing import Any
+from collections.abc import Iterator
+from typing import Any, Protocol, runtime_checkable
 
 from jaxtrain import data
 from jaxtrain.objectives import make_row_change
 from jaxtrain.parallel.mesh import process_batch_shard
-from jaxtrain.train.guard import Guard
 from jaxtrain.train.plan import Plan, TrainingData
 from jaxtrain.train.recipes import Recipe
 
 Position = dict[str, Any]  # in the data: small JSON, in each checkpoint
+
+
+@runtime_checkable
+class BatchFilter(Protocol):
+    """Which batches are used, as in `Guard`."""
+
+    def draw[Batch](self, batches: Iterator[Batch]) -> Batch:
+        """The next batch that is used."""
+        ...
 
 
 class Feed:
@@ -21,7 +30,7 @@ class Feed:
         plan: Plan,
         training_data: TrainingData,
         recipe: Recipe,
-        guard: Guard,
+        guard: BatchFilter,
         position: Position | None,
     ):
         c, (share, shares) = plan.config, process_batch_shard(plan.mesh)

@@ -32,7 +32,7 @@ from jaxtrain.train.plan import (
     phases_left,
     prepare_data,
 )
-from jaxtrain.train.program import Program, check_labels, out_of_memory_explained
+from jaxtrain.train.program import Program, out_of_memory_explained
 from jaxtrain.train.recipes import make_recipe
 from jaxtrain.train.restore import (
     init_or_restore,
@@ -42,6 +42,7 @@ from jaxtrain.train.restore import (
     saved_part,
 )
 from jaxtrain.train.run_directory import check_writable, final_message, open_run
+from jaxtrain.train.run_steps import Running, run_steps
 from jaxtrain.train.step import State, state_shardings
 from jaxtrain.train.stop_signal import StopSignal
 from jaxtrain.weights.params import Params
@@ -55,6 +56,7 @@ class TrainResult(NamedTuple):
     directory: Path
     step: int  # the last one taken
     stopped: bool  # by a signal, before the run's last step
+    failure: str | None = None  # why this member of a population could not go on; `step`: when
 
 
 def train(config: Config, coordinator: Coordinator | None = None) -> TrainResult:
@@ -129,44 +131,19 @@ def train_phase(plan: Plan, before: Plan | None, data: TrainingData) -> TrainRes
             where = guard.position(feed.position, step, state) | end.saved()
             checkpoints.save(step, spec.saved_params(state), rest, where)
 
-        # ---- loop --------------------------------------------------------------------------------
+        # ---- steps -------------------------------------------------------------------------------
         with (
             contextlib.closing(feed),
             StopSignal(coordinator) as stop,
             out_of_memory_explained(c, program.compiled),
             open_metrics(plan, run_dir, start, spec.facts | facts) as metrics,
         ):
-            events, step = make_events(plan, end, save, evaluator, metrics), start
-            coordinator.begin(step)
-            while step < end.step and not stop.after(step):
-                batch, step = feed.take(), step + 1
-                check_labels(batch.weights_BT, step, run_dir)
-                if not program.fits(batch):  # the next phase
-                    with metrics.pause():
-                        program = make_program(state, batch)
-                state, values = program(state, batch)
-                guard.push(step, values)
-                metrics.push(step, values | feed.statistics())
-                for text in feed.ended():
-                    metrics.write(step, "event", {"data": text})
-                checkpoints.check()
-                due = [event for event in events if event.is_due(step, t.steps)]
-                wait = step == end.step or any(event.must_be_sound for event in due)
-                if back := guard.look(metrics, wait=wait):
-                    state, position = guard.go_back(back, state, metrics, coordinator)
-                    feed.rewind(position)
-                    step = back.step
-                    continue
-                for event in due:
-                    with metrics.pause():
-                        event.run(step, state)
-            # ---- end -----------------------------------------------------------------------------
-            if back := guard.look(metrics, wait=True):  # by the run that goes on
-                step = back.step
-            for event in events:
-                with metrics.pause():
-                    event.at_end(step, state, finished=step == t.steps, sound=not back)
-            stopped = step < end.step or (step < t.steps and stop.after(step))
+            events = make_events(plan, end, save, evaluator, metrics)
+            parts = Running(
+                t.steps, end, run_dir, feed, make_program, guard, metrics, events, checkpoints,
+                coordinator, stop,
+            )  # fmt: skip
+            state, step, stopped = run_steps(parts, program, state, start)
         checkpoints.wait()
         params = evaluator.params(state)
     return TrainResult(params, evaluator.last, run_dir, step, stopped)

@@ -45,8 +45,8 @@ from jaxtrain.weights.params import Specs
 class RunLog:
     """Lines on the screen of the job's first process."""
 
-    def __init__(self, coordinator: Coordinator):
-        self.console = Console(quiet=coordinator.index > 0)
+    def __init__(self, coordinator: Coordinator, quiet: bool = False):
+        self.console = Console(quiet=quiet or coordinator.index > 0)
 
     def __call__(self, line: str | None) -> None:
         if line:
@@ -190,7 +190,9 @@ def at_decision(plan: Plan, run_dir: Path) -> tuple[Plan, ...]:
     return plan.cut(inside[0]) if inside else (plan,)
 
 
-def open_metrics(plan: Plan, run_dir: Path, start: int, facts: dict[str, Any]) -> MetricsWriter:
+def open_metrics(
+    plan: Plan, run_dir: Path, start: int, facts: dict[str, Any], console: Console | None = None
+) -> MetricsWriter:
     """The metrics of the run directory from step `start` on. facts: for the first row."""
     c, t, partition = plan.config, plan.config.train, plan.partition
     flops = flops_per_token(c.model, plan.specs, t.sequence_length, partition.trainable)
@@ -198,7 +200,7 @@ def open_metrics(plan: Plan, run_dir: Path, start: int, facts: dict[str, Any]) -
         run_dir, c.metrics, total_steps=t.steps, start_step=start,
         parameters=sizes(plan.specs)["total"], tokens_per_step=t.batch_size * t.sequence_length,
         tokens_of=step_sizes(c, t.batch_size).tokens,
-        primary=plan.coordinator.index == 0,
+        primary=plan.coordinator.index == 0, console=console,
         more=facts | {"trained": trainable_by_matrix(partition)},
         flops_per_token=flops,
     )  # fmt: skip

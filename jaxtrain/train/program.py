@@ -136,10 +136,13 @@ class Program:
         self.prepare = prepare  # a recipe's, of a batch on the device
         self.plan, self.hyperparams, self.frozen = plan, hyperparams, frozen
         self.shape, self.update_loop = batch.tokens_BT.shape, spec.update_loop
-        step = make_step(spec, plan.mesh)
         self.compiled = compile_step(
-            step, state, self.place(batch), hyperparams, plan.config, frozen
+            self.make_step(spec), state, self.place(batch), hyperparams, plan.config, frozen
         )
+
+    def make_step(self, spec: StepSpec) -> jax.stages.Wrapped:
+        """What is compiled."""
+        return make_step(spec, self.plan.mesh)
 
     @property
     def facts(self) -> dict[str, Any]:

@@ -121,7 +121,7 @@ class MicrobatchInputs(NamedTuple):
     step: Array
 
 
-def init_state(spec: StepSpec, seed: int, params: Params | None = None) -> State:
+def init_state(spec: StepSpec, seed: int | Array, params: Params | None = None) -> State:
     """Initial parameters (or those given), optimizer state, and the transforms' states."""
     params = initialize(spec.specs, seed) if params is None else params
     key = jax.random.key_data(jax.random.key(seed))
