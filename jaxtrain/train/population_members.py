@@ -1,0 +1,374 @@
+"""The members of a population: each one's guard, metrics and checkpoints, behind the interfaces
+that a run of one model has (`run_steps.py`)."""
+
+import functools
+import io
+from collections import deque
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from contextlib import ExitStack, contextmanager
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from jax.sharding import NamedSharding
+from jax.sharding import PartitionSpec as P
+from jaxtyping import PyTree
+from rich.console import Console
+
+from jaxtrain import data
+from jaxtrain.cluster.coordinator import Coordinator
+from jaxtrain.evaluation.evaluate import figures_of, held_out_batches, validation_sums
+from jaxtrain.objectives import StepBatch
+from jaxtrain.objectives.next_token import EvaluationSums, zero_sums
+from jaxtrain.optim.types import Hyperparams
+from jaxtrain.runs.checkpoint import Checkpointer
+from jaxtrain.runs.metrics import MAX_IN_FLIGHT, MetricsRow, MetricsWriter
+from jaxtrain.settings import UserError
+from jaxtrain.train.evaluator import Evaluator
+from jaxtrain.train.events import PhaseEnd
+from jaxtrain.train.feed import Feed, Position
+from jaxtrain.train.guard import Guard, Return
+from jaxtrain.train.plan import Plan, TrainingData, open_metrics
+from jaxtrain.train.program import Program
+from jaxtrain.train.recipes import CausalLM
+from jaxtrain.train.step import State, StepSpec, train_step
+from jaxtrain.weights.params import Params
+
+
+class Member:
+    """One run of a population. failure: why it cannot go on; None as long as it can."""
+
+    def __init__(self, plan: Plan, run_dir: Path, checkpoints: Checkpointer):
+        self.plan, self.run_dir, self.checkpoints = plan, run_dir, checkpoints
+        self.position: Position | None = None
+        self.failure: str | None = None
+        self.failed_at = 0  # step
+        self.metrics: MetricsWriter | None = None  # None: closed
+
+    @property
+    def name(self) -> str:
+        return self.plan.run.run.name
+
+
+# ---- arrays ------------------------------------------------------------------------------------
+
+
+@jax.jit
+def member_of(stacked: PyTree, index: jax.Array) -> PyTree:
+    """One member's tree from the stacked one [N, ...]."""
+    return jax.tree.map(lambda x: x[index], stacked)
+
+
+@functools.partial(jax.jit, donate_argnums=0)
+def with_member(stacked: PyTree, one: PyTree, index: jax.Array) -> PyTree:
+    """The stacked tree with one member's in its place; the old one is used up."""
+    return jax.tree.map(lambda xs, x: xs.at[index].set(x), stacked, one)
+
+
+def stack_states(members: int, make: Callable[[int], State]) -> State:
+    """The states of all members [N, ...], one after the other, so that few are there twice."""
+    first = make(0)
+    stacked = jax.tree.map(lambda x: jnp.zeros((members, *x.shape), x.dtype), first)
+    for i in range(members):
+        stacked = with_member(stacked, first if i == 0 else make(i), i)
+    return stacked
+
+
+def host_members(values: Mapping[str, Any], members: int) -> list[dict[str, Any]]:
+    """Stacked values as each member's own; numbers without a leading dim are everybody's."""
+    fetched = jax.device_get(dict(values))
+    one = lambda i: jax.tree.map(lambda x: x[i] if np.ndim(x) else x, fetched)
+    return [one(i) for i in range(members)]
+
+
+# ---- the step ----------------------------------------------------------------------------------
+
+
+class PopulationProgram(Program):
+    """`train_step` of all members as one program: vmap over states and hyperparameters.
+
+    Batches are one for all [B, T], or each member's own [N, B, T].
+    """
+
+    def __init__(
+        self,
+        spec: StepSpec,
+        plan: Plan,
+        members: int,
+        state: State,
+        batch: data.Batch | data.PairBatch,
+        hyperparams: Hyperparams,
+    ):
+        self.members, self.own_batches = members, batch.tokens_BT.ndim == 3
+        try:
+            super().__init__(spec, plan, state, batch, hyperparams, None)
+        except UserError as error:
+            raise UserError(f"a population of {members}: {error}; or train fewer at once") from None
+
+    def make_step(self, spec: StepSpec) -> jax.stages.Wrapped:
+        axes = (0, 0 if self.own_batches else None, 0, None)
+        many = jax.vmap(functools.partial(train_step, spec), in_axes=axes)
+        return jax.jit(many, donate_argnums=0, out_shardings=NamedSharding(self.plan.mesh, P()))
+
+    def place(self, batch: data.Batch | data.PairBatch) -> StepBatch:
+        if not self.own_batches:
+            return super().place(batch)
+        each = [super(PopulationProgram, self).place(one) for one in members_of(batch)]
+        return jax.tree.map(lambda *xs: jnp.stack(xs), *each)
+
+
+def members_of(batch: data.Batch | data.PairBatch) -> list[Any]:
+    one = lambda i: jax.tree.map(lambda x: x[i], batch)
+    return [one(i) for i in range(len(batch.tokens_BT))]
+
+
+# ---- the data ----------------------------------------------------------------------------------
+
+
+class PopulationFeed:
+    """The batches of all members: the same for all, or stacked where their data seeds differ."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        training_data: TrainingData,
+        recipe: CausalLM,
+        guard: "PopulationGuard",
+    ):
+        self.members = members
+        self.shared = len({m.plan.config.data.seed for m in members}) == 1
+        filters = [guard] if self.shared else guard.guards
+        self.feeds = [
+            Feed(m.plan, training_data, recipe, judge, m.position)
+            for m, judge in zip(members, filters, strict=False)
+        ]
+
+    def _joined(self, batches: list[Any]) -> Any:
+        return batches[0] if self.shared else jax.tree.map(lambda *xs: np.stack(xs), *batches)
+
+    def peek(self) -> data.Batch:
+        return self._joined([feed.peek() for feed in self.feeds])
+
+    def take(self) -> data.Batch:
+        return self._joined([feed.take() for feed in self.feeds])
+
+    def position(self, index: int) -> Position:
+        """A member's place in the data."""
+        return self.feeds[0 if self.shared else index].position
+
+    def rewind(self, position: Position) -> None:
+        raise NotImplementedError("members of a population do not go back")
+
+    def statistics(self) -> dict[str, Any]:
+        each = [feed.statistics() for feed in self.feeds]
+        return each[0] if self.shared else {n: np.array([s[n] for s in each]) for n in each[0]}
+
+    def ended(self) -> list[str]:
+        return self.feeds[0].ended()
+
+    def close(self) -> None:
+        for feed in self.feeds:
+            feed.close()
+
+
+# ---- judging and telling -----------------------------------------------------------------------
+
+
+class PopulationMetrics:
+    """The metrics of all members. Values with a leading dim N are each member's own."""
+
+    def __init__(self, members: Sequence[Member], start: int, facts: dict[str, Any]):
+        self.members, self.log = members, members[0].plan.log
+        self.total = members[0].plan.config.train.steps
+        self._pending: deque[tuple[int, Mapping[str, Any]]] = deque()
+        self._stack = ExitStack()
+        quiet = Console(file=io.StringIO())
+        for m in members:
+            if m.failure is None:
+                m.metrics = open_metrics(m.plan, m.run_dir, start, facts, quiet)
+
+    def __enter__(self) -> "PopulationMetrics":
+        self._stack.__enter__()
+        for m in self.members:
+            if m.metrics is not None:
+                self._stack.push(functools.partial(leave, m))
+        return self
+
+    def __exit__(self, *error: Any) -> None:
+        if error[0] is None:
+            self.flush()
+        self._stack.__exit__(*error)
+
+    def push(self, step: int, values: Mapping[str, Any]) -> None:
+        for value in values.values():
+            if isinstance(value, jax.Array):
+                value.copy_to_host_async()
+        self._pending.append((step, values))
+        while self._pending and (len(self._pending) > MAX_IN_FLIGHT or ready(self._pending[0][1])):
+            self._fetch()
+
+    def flush(self) -> None:
+        while self._pending:
+            self._fetch()
+
+    def _fetch(self) -> None:
+        step, values = self._pending.popleft()
+        rows: list[MetricsRow] = []
+        for m, own in zip(self.members, host_members(values, len(self.members)), strict=True):
+            if m.metrics is not None:
+                rows += m.metrics.push(step, own)
+        if rows:
+            speed = sum(row.get("tokens_per_s", 0.0) for row in rows)
+            self._say(step, rows, "loss", f"  {speed:,.0f} tok/s of all" if speed else "")
+
+    def write(self, step: int, kind: str, values: Mapping[str, Any]) -> None:
+        self.flush()
+        rows: list[MetricsRow] = []
+        for m, own in zip(self.members, host_members(values, len(self.members)), strict=True):
+            if m.metrics is not None:
+                rows.append(m.metrics.write(step, kind, own))
+        if kind == "validation":
+            self._say(step, rows, "bpb", "")
+
+    def _say(self, step: int, rows: Sequence[MetricsRow], name: str, more: str) -> None:
+        found = [row[name] for row in rows if row.get(name) is not None]
+        if found:
+            span = f"{name} {min(found):.4f} to {max(found):.4f}"
+            self.log(f"step {step:>5}/{self.total}  {len(found)} members  {span}{more}")
+
+    @contextmanager
+    def pause(self) -> Iterator[None]:
+        self.flush()
+        with ExitStack() as stack:
+            for m in self.members:
+                if m.metrics is not None:
+                    stack.enter_context(m.metrics.pause())
+            yield
+
+
+def leave(member: Member, *error: Any) -> None:
+    """Close a member's metrics as the run ended, if that was not done before."""
+    if member.metrics is not None:
+        member.metrics.__exit__(*error)
+
+
+def ready(values: Mapping[str, Any]) -> bool:
+    return all(x.is_ready() for x in values.values() if hasattr(x, "is_ready"))
+
+
+class PopulationGuard:
+    """Each member's guard. A member that cannot go on is left behind, and the others go on."""
+
+    def __init__(self, members: Sequence[Member], spec: StepSpec, end: PhaseEnd):
+        self.members, self.end = members, end
+        train = members[0].plan.config.train
+        self.guards = [Guard(train, spec, m.checkpoints, m.position) for m in members]
+        self._pending: deque[tuple[int, dict[str, Any]]] = deque()
+
+    def draw[Batch](self, batches: Iterator[Batch]) -> Batch:
+        """The next batch of members that share one; none is left out."""
+        for guard in self.guards[1:]:
+            guard.drawn += 1
+        return self.guards[0].draw(batches)
+
+    def push(self, step: int, values: dict[str, Any]) -> None:
+        judged = {"checks": values.pop("checks"), "loss": values["loss"]}
+        if "loss_scale" in values:
+            judged["loss_scale"] = values["loss_scale"]
+        for leaf in jax.tree.leaves(judged):
+            leaf.copy_to_host_async()
+        self._pending.append((step, judged))
+
+    def look(self, metrics: PopulationMetrics, wait: bool = False) -> Return | None:
+        """Judge what is done by now (wait: all). Never goes back."""
+        if wait:
+            metrics.flush()
+        while self._pending and (wait or len(self._pending) > MAX_IN_FLIGHT):
+            step, values = self._pending.popleft()
+            each = host_members(values, len(self.members))
+            for m, guard, own in zip(self.members, self.guards, each, strict=True):
+                if m.metrics is not None:
+                    self._judge(m, m.metrics, guard, step, own)
+        if all(m.failure for m in self.members):
+            self.end.step = min(self.end.step, max(m.failed_at for m in self.members))
+        return None
+
+    def _judge(
+        self, m: Member, metrics: MetricsWriter, guard: Guard, step: int, own: dict[str, Any]
+    ) -> None:
+        guard.push(step, own)
+        try:
+            guard.look(metrics, wait=True)
+        except UserError as error:
+            m.failure, m.failed_at, m.metrics = str(error), step, None
+            metrics.write(step, "event", {"diverged": m.failure})
+            metrics.close(f"failed: UserError: {m.failure}")
+            m.plan.log(f"{m.name}: {m.failure}; the others go on")
+
+    def go_back(
+        self, to: Return, state: State, metrics: PopulationMetrics, coordinator: Coordinator
+    ) -> tuple[State, Position]:
+        raise NotImplementedError("members of a population do not go back")
+
+
+class PopulationEvaluator:
+    """Validates all members in one program; samples and saves one after the other."""
+
+    def __init__(
+        self,
+        members: Sequence[Member],
+        training_data: TrainingData,
+        recipe: CausalLM,
+        spec: StepSpec,
+    ):
+        self.members, self.recipe, self.spec = members, recipe, spec
+        self.plan = members[0].plan
+        self._weights = jax.jit(jax.vmap(spec.optimizer.eval_params))
+        score = lambda params, batch, sums: recipe.scorer(params, batch, sums)
+        self._score = jax.jit(jax.vmap(score, in_axes=(0, None, 0)))
+        self._alone = [
+            Evaluator(m.plan, training_data, recipe, spec, None, m.run_dir) for m in members
+        ]
+        self.last: list[dict[str, float]] = [{} for _ in members]
+
+    def params(self, state: State) -> Params:
+        """The weights to evaluate [N, ...]."""
+        return self._weights(state.params, state.optimizer)
+
+    def _figures(self, params: Params, max_tokens: int | None) -> dict[str, np.ndarray]:
+        store, c, mesh, count = self.recipe.store, self.plan.config, self.plan.mesh, len(self.last)
+        assert store is not None
+        batches = held_out_batches(store, c, mesh, self.recipe.change)
+        zeros = jax.tree.map(lambda x: jnp.zeros(count, x.dtype), zero_sums())
+        sums = validation_sums(self._score, params, batches, mesh, max_tokens, zeros)
+        sums = jax.device_get(sums)
+        each = [figures_of(EvaluationSums(*(x[i] for x in sums))) for i in range(count)]
+        return {name: np.array([figures[name] for figures in each]) for name in each[0]}
+
+    def validate(self, state: State, max_tokens: int | None = None) -> dict[str, np.ndarray]:
+        """Figures of the held-out split, each [N]; {} where there is none."""
+        if self.recipe.store is None:
+            return {}
+        figures = self._figures(self.params(state), max_tokens)
+        if self.spec.optimizer.validate_trained:
+            trained = self._figures(self.spec.saved_params(state), max_tokens)
+            figures |= {f"trained_{name}": values for name, values in trained.items()}
+        for i, m in enumerate(self.members):
+            if m.failure is None:
+                self.last[i] = {name: float(values[i]) for name, values in figures.items()}
+        return figures
+
+    def sample(self, state: State, step: int) -> None:
+        for _, evaluator, one in self._each(state):
+            evaluator.sample(one, step)
+
+    def save_model(self, state: State) -> None:
+        for _, evaluator, one in self._each(state):
+            evaluator.save_model(one)
+
+    def _each(self, state: State) -> Iterator[tuple[Member, Evaluator, State]]:
+        for i, m in enumerate(self.members):
+            if m.failure is None:
+                yield m, self._alone[i], member_of(state, i)
