@@ -36,6 +36,7 @@ from benchmarks.nanochat import train_nanochat
 from benchmarks.optimizers import bench_optimizers
 from benchmarks.packing import bench_packing
 from benchmarks.peers import nanochat_step
+from benchmarks.population import bench_population
 from benchmarks.projection import project
 from benchmarks.quickstart import bench_quickstart
 from benchmarks.race import SAME, draw, race
@@ -75,6 +76,7 @@ WHAT = {
     "rows": "the passes over activations over the benchmark shapes: rows [NAME ...]",
     "nanochat": "a checkout of it trained on our rows: nanochat CHECKOUT run.name=... key.path=...",
     "packing": "what packing crops, pads, never uses, beside nanochat's: packing [data.train...]",
+    "population": "N small models at once beside one after another: population --members 1 4 16",
     "memory": "what a step needs: here, or on --devices N virtual ones; --techniques, --longest",
     "optim": "an update of every optimizer on a configuration's parameters: optim [NAME ...]",
     "projection": "hours to GPT-2's CORE on eight GPUs, computed from records",
@@ -105,6 +107,7 @@ ONLY = {
     "step": ("profile", "switches", "flags", "peer"),
     "loader": ("minutes",),
     "memory": ("techniques", "longest", "devices", "device", "memory", "fit"),
+    "population": ("depth", "members", "steps"),
     "race": ("baseline", "differ"),
     "verdicts": ("workers", "time_only", "tune"),
 }
@@ -216,6 +219,16 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--only", nargs="+", action="extend", metavar="NAME",
         help="check: records whose file name has one of these in it",
     )  # fmt: skip
+    parser.add_argument(
+        "--depth", type=whole(1), action="append",
+        help="population: layers, may be given again; without --config of the verdicts' d4 (4)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--members", type=whole(1), nargs="+", help="population: models at once (1 2 4 8 16)"
+    )
+    parser.add_argument(
+        "--steps", type=whole(1), help="population: of a run that the compile time is a part of"
+    )
     parser.add_argument("--baseline", help="race: name of the run to beat; default the best AdamW")
     parser.add_argument(
         "--differ", action="append", default=[], choices=SAME,
@@ -271,6 +284,11 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield project()
     elif a.what == "quickstart":
         yield bench_quickstart(a.overrides, a.variant)
+    elif a.what == "population":
+        for config in a.config or [None]:
+            for depth in a.depth or [None]:
+                members = a.members or (1, 2, 4, 8, 16)
+                yield from bench_population(config, depth, members, a.steps, a.overrides, a.variant)
     elif a.what == "race":
         yield race([Path(run) for run in a.overrides], a.baseline, a.differ, a.variant)
     else:

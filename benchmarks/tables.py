@@ -173,6 +173,16 @@ OPTIMIZER: Columns = {
     "floor_matmul_ms": rounded(".2f"),
     "floor_bytes_ms": rounded(".2f"),
 }
+POPULATION: Columns = {
+    "tokens_per_s": rounded(",.0f"),
+    "tokens_per_s_alone": rounded(",.0f"),
+    "ratio": rounded(".2f"),
+    "ratio_compiled_once": rounded(".2f"),
+    "ratio_compiled_each": rounded(".2f"),
+    "compile_s": rounded(".0f"),
+    "peak_bytes": size,
+    "error": rounded(".1e"),
+}
 RACE: Columns = {
     "lowest": rounded(".4f"),
     "bpb": rounded(".4f"),
@@ -198,6 +208,10 @@ TITLES = {
     "core": "CORE",
     "disk_bytes": "on disk",
     "memory_bytes": "in memory",
+    "tokens_per_s_alone": "tokens/s, one after another",
+    "ratio": "times",
+    "ratio_compiled_once": "times, one compile each side",
+    "ratio_compiled_each": "times, a compile a run",
     "examples_per_s": "examples/s",
     "speedup": "speed-up",
     "ms": "ms",
@@ -259,6 +273,7 @@ def tabulate(
         "quickstart": QUICKSTART,
         "packing": PACKED,
         "filters": FILTERS,
+        "population": POPULATION,
         "techniques": TECHNIQUES,
         "finetune": TECHNIQUES,
     }

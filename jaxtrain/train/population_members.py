@@ -12,7 +12,7 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 import numpy as np
-from jax.sharding import NamedSharding
+from jax.sharding import Mesh, NamedSharding
 from jax.sharding import PartitionSpec as P
 from jaxtyping import PyTree
 from rich.console import Console
@@ -86,6 +86,18 @@ def host_members(values: Mapping[str, Any], members: int) -> list[dict[str, Any]
 # ---- the step ----------------------------------------------------------------------------------
 
 
+def make_population_step(
+    spec: StepSpec, mesh: Mesh, own_batches: bool = False
+) -> jax.stages.Wrapped:
+    """`train_step` over states and hyperparameters [N, ...]; the old states' memory is reused.
+
+    own_batches: a batch is [N, microbatches, rows, T], each member's own; else one for all.
+    """
+    axes = (0, 0 if own_batches else None, 0, None)
+    many = jax.vmap(functools.partial(train_step, spec), in_axes=axes)
+    return jax.jit(many, donate_argnums=0, out_shardings=NamedSharding(mesh, P()))
+
+
 class PopulationProgram(Program):
     """`train_step` of all members as one program: vmap over states and hyperparameters.
 
@@ -108,9 +120,7 @@ class PopulationProgram(Program):
             raise UserError(f"a population of {members}: {error}; or train fewer at once") from None
 
     def make_step(self, spec: StepSpec) -> jax.stages.Wrapped:
-        axes = (0, 0 if self.own_batches else None, 0, None)
-        many = jax.vmap(functools.partial(train_step, spec), in_axes=axes)
-        return jax.jit(many, donate_argnums=0, out_shardings=NamedSharding(self.plan.mesh, P()))
+        return make_population_step(spec, self.plan.mesh, self.own_batches)
 
     def place(self, batch: data.Batch | data.PairBatch) -> StepBatch:
         if not self.own_batches:
