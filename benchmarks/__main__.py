@@ -107,7 +107,7 @@ ONLY = {
     "step": ("profile", "switches", "flags", "peer"),
     "loader": ("minutes",),
     "memory": ("techniques", "longest", "devices", "device", "memory", "fit"),
-    "population": ("depth", "members", "steps"),
+    "population": ("depth", "members", "steps", "note"),
     "race": ("baseline", "differ"),
     "verdicts": ("workers", "time_only", "tune"),
 }
@@ -229,6 +229,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--steps", type=whole(1), help="population: of a run that the compile time is a part of"
     )
+    parser.add_argument("--note", help="population: what the record says of how it was measured")
     parser.add_argument("--baseline", help="race: name of the run to beat; default the best AdamW")
     parser.add_argument(
         "--differ", action="append", default=[], choices=SAME,

@@ -11,7 +11,7 @@ import statistics
 import sys
 import time
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
@@ -25,7 +25,7 @@ from jaxtrain.estimate.workload import Workload, load_workload, new_hyperparams
 from jaxtrain.optim.types import Hyperparams
 from jaxtrain.settings import UserError
 from jaxtrain.storage.strict_yaml import read_yaml
-from jaxtrain.train.population_members import make_population_step, stack_states
+from jaxtrain.train.population_members import is_batched, make_population_step, stack_states
 from jaxtrain.train.program import compile_step, memory_needed
 from jaxtrain.train.step import State, init_state, make_step, state_shardings
 
@@ -34,6 +34,13 @@ PAIRS = 5  # windows of each side, one after the other
 WINDOW_SECONDS = 1.0
 COMPARED = 5  # steps after which a member's loss is compared with that of the run alone
 STEPS = 300  # of a run whose compile time counts
+
+
+class Milliseconds(NamedTuple):
+    """Of a step. cpu: of all threads of the process; another job on the machine adds little."""
+
+    wall: float
+    cpu: float
 
 
 class Trained:
@@ -70,8 +77,10 @@ def bench_population(
     steps: int | None,
     overrides: Sequence[str],
     variant: str | None = None,
+    note: str | None = None,
 ) -> Iterator[dict[str, Any]]:
     """The record of one model, again after each number of members. steps: of a run, for compiling.
+    note: on how it was measured.
 
     Ratios are of throughput: N runs one after another with one compiled step, over N at once.
     """
@@ -80,6 +89,8 @@ def bench_population(
     label = f"d{w.config.model.depth}" if config is None else w.name
     label += f"_depth{depth}" if config is not None and depth else ""
     record = describe("population", label, variant or w.precision, workload=w.facts())
+    if note:
+        record["note"] = note
     total, rows = steps or STEPS, []
     with jax.set_mesh(w.mesh):
         batches = [random_batch(w, i) for i in range(BATCHES)]
@@ -129,7 +140,8 @@ def population(w: Workload, batches: Sequence[Batch], count: int) -> Trained:
 
     hyperparams = jax.tree_util.tree_map_with_path(of_members, w.spec.optimizer.hyperparams)
     hyperparams = jax.device_put(hyperparams, everywhere)
-    return Trained(w, make_population_step(w.spec, w.mesh), make_state, hyperparams, batches)
+    step = make_population_step(w.spec, w.mesh, is_batched(w.config))
+    return Trained(w, step, make_state, hyperparams, batches)
 
 
 def compared(
@@ -138,22 +150,24 @@ def compared(
     """The row of one number of members: pairs of windows, one side after the other."""
     many = population(w, batches, count)
     difference = loss_difference(w, alone, many)
-    one_ms, many_ms = [], []
     steps = [steps_of_a_window(side.step) for side in (alone, many)]
-    for _ in range(PAIRS):
-        one_ms.append(window_ms(alone.step, steps[0]))
-        many_ms.append(window_ms(many.step, steps[1]))
-    ratios = [count * one / both for one, both in zip(one_ms, many_ms, strict=True)]
-    one, both = statistics.median(one_ms), statistics.median(many_ms)
+    pairs = [
+        (window_ms(alone.step, steps[0]), window_ms(many.step, steps[1])) for _ in range(PAIRS)
+    ]
+    ratios = [count * a.wall / b.wall for a, b in pairs]
+    in_cpu = [count * a.cpu / b.cpu for a, b in pairs]
+    one, both = (statistics.median(x.wall for x in side) for side in zip(*pairs, strict=True))
     # N runs of so many steps in one process: the step is compiled once, or for each run.
     once = alone.compile_s + count * total * one / 1e3
     each = count * (alone.compile_s + total * one / 1e3)
     at_once = many.compile_s + total * both / 1e3
+    backend = "vmap" if is_batched(w.config) else "map"
     return {
-        "name": w.name, "shape": f"{count} members", "backend": "vmap", "members": count,
+        "name": w.name, "shape": f"{count} members", "backend": backend, "members": count,
         "ms": both, "ms_alone": one, "tokens_per_s": 1e3 * count * w.tokens / both,
         "tokens_per_s_alone": 1e3 * w.tokens / one, "ratio": statistics.median(ratios),
-        "ratio_lowest": min(ratios), "ratio_highest": max(ratios), "compile_s": many.compile_s,
+        "ratio_lowest": min(ratios), "ratio_highest": max(ratios),
+        "ratio_cpu_seconds": statistics.median(in_cpu), "compile_s": many.compile_s,
         "compile_s_alone": alone.compile_s, "ratio_compiled_once": once / at_once,
         "ratio_compiled_each": each / at_once, "peak_bytes": memory_needed(many.compiled),
         "peak_bytes_alone": memory_needed(alone.compiled), "error": difference,
@@ -178,9 +192,10 @@ def steps_of_a_window(step: Callable[[int], jax.Array]) -> int:
     return max(2, round(2 * WINDOW_SECONDS / (time.perf_counter() - begin)))
 
 
-def window_ms(step: Callable[[int], jax.Array], steps: int) -> float:
-    begin = time.perf_counter()
+def window_ms(step: Callable[[int], jax.Array], steps: int) -> Milliseconds:
+    wall, cpu = time.perf_counter(), time.process_time()
     for i in range(steps):
         losses = step(i)
     jax.block_until_ready(losses)
-    return 1e3 * (time.perf_counter() - begin) / steps
+    wall, cpu = time.perf_counter() - wall, time.process_time() - cpu
+    return Milliseconds(1e3 * wall / steps, 1e3 * cpu / steps)

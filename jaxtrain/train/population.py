@@ -1,4 +1,4 @@
-"""Many small models at once on one device: one compiled step, vmapped over the runs.
+"""Many small models at once on one device: one compiled step over all runs.
 
 A small model leaves most of a device idle: its matrices are small, and a kernel's launch may cost
 as much as its work. N models that differ in seeds and in the optimizer's rates alone are one
@@ -35,6 +35,7 @@ from jaxtrain.train.population_members import (
     PopulationGuard,
     PopulationMetrics,
     PopulationProgram,
+    is_batched,
     member_of,
     stack_states,
 )
@@ -115,7 +116,8 @@ def train_members(plans: Sequence[Plan], data: TrainingData) -> list[TrainResult
         begun = time.perf_counter()
         program = make_program(state, feed.peek())
         facts = program.facts | {"compile_s": time.perf_counter() - begun}
-        first.log(f"compile  {facts['compile_s']:.0f} s")
+        how = "as one batch" if is_batched(c) else "one after the other inside the step"
+        first.log(f"compile  {facts['compile_s']:.0f} s; members are computed {how}")
         facts |= {"population": len(members)}
 
         def save(step: int, state: State) -> None:
