@@ -289,7 +289,9 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
         for config in a.config or [None]:
             for depth in a.depth or [None]:
                 members = a.members or (1, 2, 4, 8, 16)
-                yield from bench_population(config, depth, members, a.steps, a.overrides, a.variant)
+                yield from bench_population(
+                    config, depth, members, a.steps, a.overrides, a.variant, a.note
+                )
     elif a.what == "race":
         yield race([Path(run) for run in a.overrides], a.baseline, a.differ, a.variant)
     else:

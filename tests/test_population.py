@@ -1,7 +1,9 @@
 """Populations: each member is the run that it would be alone, in a run directory of its own."""
 
 import functools
+import re
 import shutil
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -10,6 +12,7 @@ import pytest
 from jaxtrain_kernels.dispatch import on_target
 from tiny import SAMPLES, build, close, rows_of, run_overrides, same, steps_of, weights_of
 
+import jaxtrain
 from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.config import load_config
 from jaxtrain.config.resolve import resolve
@@ -20,7 +23,8 @@ from jaxtrain.runs.history import read_rows
 from jaxtrain.runs.report import write_report
 from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
-from jaxtrain.train.loop import train
+from jaxtrain.train import population
+from jaxtrain.train.loop import TrainResult, train
 from jaxtrain.train.plan import RunLog, make_plans
 from jaxtrain.train.population import train_population
 from jaxtrain.train.population_checks import MEMBER_FIELDS, TRACED, check_configs, check_plans
@@ -268,6 +272,24 @@ def test_several_devices_are_refused(tmp_path):
         check_plans(plans)
 
 
+def test_the_manuals_example_is_a_population(tmp_path, monkeypatch, capsys):
+    page = (Path(jaxtrain.__file__).parents[1] / "docs/howto/many-models.md").read_text()
+    (code,) = re.findall(r"```python\n(.*?)```", page, flags=re.DOTALL)
+    monkeypatch.chdir(tmp_path)
+    seen = []
+
+    def instead(configs):
+        quiet = RunLog(Coordinator(), quiet=True)
+        check_configs(configs, Coordinator())
+        check_plans([make_plans(c, Coordinator(), quiet)[-1] for c in configs])
+        seen.extend(c.optim.matrix_lr for c in configs)
+        return [TrainResult({}, {"bpb": 2.0}, c.run_dir, 1, False) for c in configs]
+
+    monkeypatch.setattr(population, "train_population", instead)
+    exec(code, {})
+    assert seen == [0.02, 0.04, 0.08] and "rate_0.08 {'bpb': 2.0}" in capsys.readouterr().out
+
+
 # ---- a GPU -------------------------------------------------------------------------------------
 
 KERNELS = ("model.attention=mosaic", "train.sequence_length=2048", "train.device_batch_size=16")
@@ -278,9 +300,9 @@ XLA = (
 )  # fmt: skip
 
 
-@pytest.mark.parametrize("depth", [4, 6])
+@pytest.mark.parametrize("depth", [2, 4, 6])
 @pytest.mark.parametrize("overrides", [KERNELS, XLA], ids=["kernels", "xla"])
-@pytest.mark.quick("xla-4")
+@pytest.mark.quick("xla-2")
 def test_a_populations_step_lowers_for_cuda_without_a_gpu(depth, overrides):
     """In bfloat16 at the sizes of sweeps; jax gives a Hopper kernel one more axis of its grid."""
     with on_target("cuda", (9, 0), "NVIDIA H200"):
