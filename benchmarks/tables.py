@@ -14,13 +14,12 @@ from jaxtrain.runs.metrics import format_bytes
 
 DOCS = BENCHMARKS.parent / "docs"
 LISTS = ("figures.md", "not-measured.md")  # which `benchmarks.figures` makes
+HOWTO = [DOCS / "howto" / name for name in ("many-models.md", "sharing.md")]
 PAGES = [
     *(path for path in sorted((DOCS / "benchmarks").glob("*.md")) if path.name not in LISTS),
-    DOCS / "howto" / "sharing.md",
+    *HOWTO,
     DOCS / "tutorials" / "case-studies.md",
 ]
-HOWTO = [DOCS / "howto" / name for name in ("many-models.md", "sharing.md")]
-PAGES = [*sorted((DOCS / "benchmarks").glob("*.md")), *HOWTO]
 # table BENCH CONFIG [VARIANT ...]: these variants alone, in this order.
 MARKERS = re.compile(r"(<!-- table (\w+) (\w+)((?: \w+)*) -->\n).*?(<!-- end -->)", re.DOTALL)
 MOST_ROWS = 10
