@@ -25,11 +25,16 @@ class Command(NamedTuple):
     parser: str
     summary: str
     first: tuple[str, ...] = ()  # arguments in front of those that are typed
+    joined: bool = False  # in the row of the command before it, so that help is one screen
 
 
 COMMANDS = {
     "train": Command(
         "train", "main:main", "main:train_parser", "train a language model, or resume a run"
+    ),
+    "sweep": Command(
+        "", "sweep.command:main", "sweep.arguments:sweep_parser",
+        "search hyperparameters by many runs, with a report",
     ),
     "estimate": Command(
         "", "main:main", "main:estimate_parser",
@@ -68,7 +73,7 @@ COMMANDS = {
     ),
     "chat": Command(
         "", "inference.generate:main", "inference.arguments:chat_parser", "talk in the terminal",
-        ("--chat",),
+        ("--chat",), joined=True,
     ),
     "evaluate": Command(
         "", "evaluation.evaluate:main", "evaluation.arguments:evaluate_parser",
@@ -122,8 +127,13 @@ EXAMPLE = "jaxtrain train --config quickstart"
 def overview() -> str:
     """One screen: the commands by group, and how to begin."""
     lines = [f"jaxtrain {__version__}: {EXAMPLE}; COMMAND --help says more"]
+    rows: list[list[str]] = []
     for name, one in COMMANDS.items():
-        lines.append(f"  {one.group:6s} {name:13s} {one.summary}")
+        if one.joined:
+            rows[-1] = [rows[-1][0], f"{rows[-1][1]}, {name}", f"{rows[-1][2]}; {one.summary}"]
+        else:
+            rows.append([one.group, name, one.summary])
+    lines += [f"  {group:6s} {names:15s} {summary}" for group, names, summary in rows]
     return "\n".join(lines)
 
 

@@ -29,6 +29,7 @@ LAYERS = (
     ("jaxtrain.compress",),
     ("jaxtrain.train",),
     ("jaxtrain.estimate",),
+    ("jaxtrain.sweep",),
     ("jaxtrain.main",),
     ("jaxtrain.cli",),
 )

@@ -198,9 +198,11 @@ def located(error: Problem) -> Problem:
     return {**error, "loc": (*error["loc"], name), "input": error["input"][name]}
 
 
-def locate(loc: tuple[Any, ...]) -> tuple[str, type[BaseModel] | None]:
+def locate(
+    loc: tuple[Any, ...], root: type[BaseModel] = Config
+) -> tuple[str, type[BaseModel] | None]:
     """A pydantic location as a dotted path (union tags left out), and the model it fell in."""
-    model: type[BaseModel] | None = Config
+    model: type[BaseModel] | None = root
     path: list[str] = []
     name, keyed = "", False  # the field that we are in; whether a place in its list is passed
     for part in loc:

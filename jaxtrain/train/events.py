@@ -9,6 +9,7 @@ from jaxtrain.config.phases import Decision, Phase
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.train.step import State
+from jaxtrain.train.stop_signal import StopSignal
 
 
 @runtime_checkable
@@ -63,6 +64,10 @@ class Event:
     def at_end(self, step: int, state: State, finished: bool, sound: bool) -> None:
         """After the last step. finished: of the run, not only of this process's part of it. sound:
         no step is to be taken back."""
+
+
+# An event that the caller of `train()` adds. It may ask the signal to stop the run after the step.
+MakeEvent = Callable[[Resolved, Evaluator, MetricsWriter, StopSignal], Event]
 
 
 class Checkpoint(Event):

@@ -26,6 +26,11 @@ from jaxtrain.train.program import shape_dtype_structs
 from jaxtrain.train.restore import restored, saved_part
 from jaxtrain.train.step import State, StepSpec
 
+
+class DivergedError(UserError):
+    """The loss, a gradient or an update is not finite, or spikes, and the run cannot go on."""
+
+
 ADVICE = "Lower the learning rate or set optim.clip_norm=1.0"
 
 
@@ -157,7 +162,7 @@ class Guard:
         advice = ADVICE
         if policy == "stop":
             advice += ", or train.on_nonfinite=rollback to go on without the batches since"
-        raise UserError(f"{what}; {last_good(good)}; {where}. {advice}")
+        raise DivergedError(f"{what}; {last_good(good)}; {where}. {advice}")
 
     def _spike(self, taken: Taken, spike: np.ndarray, loss_spike: LossSpike) -> str | Return:
         what = (
@@ -181,7 +186,7 @@ class Guard:
         self.skips += 1
         most = self.train.max_consecutive_skips
         if self.skips > most:
-            raise UserError(
+            raise DivergedError(
                 f"{what}; {most} steps before it were left out, one after the other "
                 f"(train.max_consecutive_skips); {last_good(self._newest())}. {ADVICE}"
             )
@@ -192,7 +197,7 @@ class Guard:
         self.returns = self.returns + 1 if step == self.back else 1
         self.back, most = step, self.train.max_consecutive_skips
         if self.returns > most:
-            raise UserError(
+            raise DivergedError(
                 f"{what}; the run went back to checkpoint {step} {most} times already "
                 f"(train.max_consecutive_skips). {ADVICE}"
             )

@@ -7,6 +7,7 @@ the step; `recipes.py`: what an objective needs; `events.py`: what happens every
 import contextlib
 import functools
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -19,7 +20,7 @@ from jaxtrain.runs.lock import held
 from jaxtrain.runs.report import write_report
 from jaxtrain.storage.disk import full_disk_explained, write_json
 from jaxtrain.train.evaluator import Evaluator
-from jaxtrain.train.events import PhaseEnd
+from jaxtrain.train.events import MakeEvent, PhaseEnd
 from jaxtrain.train.features import make_events, step_of
 from jaxtrain.train.feed import Feed
 from jaxtrain.train.guard import Guard
@@ -59,11 +60,14 @@ class TrainResult(NamedTuple):
     failure: str | None = None  # why this member of a population could not go on; `step`: when
 
 
-def train(config: Config, coordinator: Coordinator | None = None) -> TrainResult:
+def train(
+    config: Config, coordinator: Coordinator | None = None, events: Sequence[MakeEvent] = ()
+) -> TrainResult:
     """Train, or go on with, the run of a configuration.
 
     coordinator: of the job's processes (`cluster/processes.py`); default this one alone. Files and
-    the screen are process 0's. UserError if another job has the run directory.
+    the screen are process 0's. events: what else happens every N steps, after the run's own events
+    of a step. UserError if another job has the run directory.
     """
     coordinator = coordinator or Coordinator()
     check_writable(config.run_dir)
@@ -73,7 +77,7 @@ def train(config: Config, coordinator: Coordinator | None = None) -> TrainResult
         plans = make_plans(config, coordinator, log)
         data = prepare_data(config, plans[-1], log)
         for plan, before in phases_left(plans, config.run_dir):
-            result = train_phase(plan, before, data)
+            result = train_phase(plan, before, data, events)
             if result.stopped:
                 break
         if coordinator.index == 0:
@@ -82,8 +86,10 @@ def train(config: Config, coordinator: Coordinator | None = None) -> TrainResult
     return result
 
 
-def train_phase(plan: Plan, before: Plan | None, data: TrainingData) -> TrainResult:
-    """Train one phase to its end. before: the phase before it, if there is one."""
+def train_phase(
+    plan: Plan, before: Plan | None, data: TrainingData, more: Sequence[MakeEvent] = ()
+) -> TrainResult:
+    """Train one phase to its end. before: the phase before it, if there is one. more: events."""
     # ---- what a step is --------------------------------------------------------------------------
     c, t, coordinator, log = plan.config, plan.config.train, plan.coordinator, plan.log
     recipe = make_recipe(plan)
@@ -139,6 +145,7 @@ def train_phase(plan: Plan, before: Plan | None, data: TrainingData) -> TrainRes
             open_metrics(plan, run_dir, start, spec.facts | facts) as metrics,
         ):
             events = make_events(plan, end, save, evaluator, metrics)
+            events += [make(plan.config, evaluator, metrics, stop) for make in more]
             parts = Running(
                 t.steps, end, run_dir, feed, make_program, guard, metrics, events, checkpoints,
                 coordinator, stop,

@@ -58,6 +58,10 @@ def memory_needed(compiled: jax.stages.Compiled) -> int:
     return m.argument_size_in_bytes + results + m.temp_size_in_bytes
 
 
+class OutOfMemoryError(UserError):
+    """A step does not fit the device."""
+
+
 @contextlib.contextmanager
 def out_of_memory_explained(c: Resolved, compiled: jax.stages.Compiled) -> Iterator[None]:
     """The runtime's out-of-memory as advice."""
@@ -66,7 +70,7 @@ def out_of_memory_explained(c: Resolved, compiled: jax.stages.Compiled) -> Itera
     except jax.errors.JaxRuntimeError as error:
         if "RESOURCE_EXHAUSTED" not in str(error):
             raise
-        raise UserError(memory_advice(c, memory_needed(compiled), None)) from error
+        raise OutOfMemoryError(memory_advice(c, memory_needed(compiled), None)) from error
 
 
 def microbatches(batch: PyTree, rows: int, mesh: Mesh) -> StepBatch:

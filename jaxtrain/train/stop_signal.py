@@ -14,18 +14,22 @@ class StopSignal:
     def __init__(self, coordinator: Coordinator) -> None:
         self.wanted, self.coordinator = False, coordinator
 
+    def ask(self) -> None:
+        """Wish to stop after the step in hand, as a signal does."""
+        self.wanted = True
+
     def after(self, step: int) -> bool:
         """Whether to stop after `step`; if not, the next one has begun."""
         return self.coordinator.should_stop(step, self.wanted)
 
     def __enter__(self) -> "StopSignal":
-        self.before = {s: signal.signal(s, self._ask) for s in (signal.SIGTERM, signal.SIGINT)}
+        self.before = {s: signal.signal(s, self._take) for s in (signal.SIGTERM, signal.SIGINT)}
         return self
 
     def __exit__(self, *_: object) -> None:
         for number, handler in self.before.items():
             signal.signal(number, handler)
 
-    def _ask(self, number: int, frame: object) -> None:
-        self.wanted = True
+    def _take(self, number: int, frame: object) -> None:
+        self.ask()
         signal.signal(number, self.before[signal.Signals(number)])

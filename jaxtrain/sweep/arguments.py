@@ -1,0 +1,24 @@
+"""The command line of `sweep`, without JAX."""
+
+import argparse
+
+from jaxtrain.settings import Parser
+
+
+def sweep_parser() -> Parser:
+    """Of `jaxtrain sweep`: many runs with values that a sampler chooses."""
+    parser = Parser(
+        "jaxtrain sweep",
+        description="Search values of a configuration's fields by many runs. The same command "
+        "again, on this host or another, joins the sweep or goes on with it.",
+    )
+    parser.add_argument("sweep", metavar="SWEEP.yaml", help="what is searched, and how")
+    parser.add_argument(
+        "overrides", nargs="*", metavar="key=value",
+        help="override a field of the sweep (trials=40), or of its runs (train.steps=200)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--report", action="store_true", help="write report.html of what is there, and stop"
+    )
+    parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # of `workers`
+    return parser

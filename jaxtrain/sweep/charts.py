@@ -1,0 +1,180 @@
+"""Charts of a sweep as SVG, without a script: points, parallel coordinates, a map of two values."""
+
+import math
+from collections.abc import Callable, Sequence
+from html import escape
+from typing import NamedTuple
+
+import numpy as np
+from scipy.interpolate import griddata
+
+from jaxtrain.runs.report_charts import ticks
+from jaxtrain.sweep.config import Choice, LogUniform, Parameter
+from jaxtrain.sweep.load import Scalar
+
+WIDTH, HEIGHT = 480, 270  # of a chart, in SVG units
+LEFT, RIGHT, TOP, BOTTOM = 62, 462, 14, 228
+CELLS = 24  # of a map, along an axis
+LEVELS = 5  # shades of a map
+
+
+class Axis(NamedTuple):
+    """A direction of a chart: where a value lies between 0 and 1, and the marks beside it."""
+
+    label: str
+    place: Callable[[Scalar], float]
+    marks: list[tuple[float, str]]
+
+
+def number_axis(label: str, values: Sequence[float], log: bool = False) -> Axis:
+    """From the least value to the greatest, with a margin."""
+    scale = math.log10 if log else float
+    low, high = scale(min(values)), scale(max(values))
+    pad = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
+    low, high = low - pad, high + pad
+    place = lambda value: (scale(value) - low) / (high - low)
+    if log:
+        candidates = [
+            (m, e) for e in range(math.floor(low), math.ceil(high) + 1) for m in (1, 2, 5)
+        ]
+        inside = [m * 10.0**e for m, e in candidates if low <= math.log10(m * 10.0**e) <= high]
+        tens = [x for x in inside if f"{x:e}".startswith("1.0")]
+        found = tens if len(tens) >= 3 else inside
+    else:
+        found = ticks(low, high)
+    return Axis(label, place, [(place(x), short(x)) for x in found])
+
+
+def axis_of(key: str, parameter: Parameter) -> Axis:
+    """Of a parameter, over its whole range."""
+    if isinstance(parameter, Choice):
+        count = len(parameter.values)
+        known = {repr(value): (i + 0.5) / count for i, value in enumerate(parameter.values)}
+        marks = [(known[repr(value)], short(value)) for value in parameter.values]
+        return Axis(key, lambda value: known[repr(value)], marks)
+    return number_axis(key, [parameter.low, parameter.high], isinstance(parameter, LogUniform))
+
+
+def short(value: Scalar) -> str:
+    """A value beside an axis."""
+    return f"{value:.3g}" if isinstance(value, (int, float)) else str(value)[:12]
+
+
+class Point(NamedTuple):
+    """A trial in a chart. css: `best`, `front` or none; note: what shows under the pointer."""
+
+    x: Scalar
+    y: Scalar
+    css: str
+    note: str
+
+
+def points_chart(
+    title: str, x: Axis, y: Axis, points: Sequence[Point], line: Sequence[tuple[float, float]] = ()
+) -> str:
+    """Points over two axes, and a line of steps through some values; empty without points."""
+    if not points:
+        return ""
+    parts = [*_frame(x, y)]
+    if line:
+        places = [(_x(x.place(a)), _y(y.place(b))) for a, b in line]
+        path = f"M{places[0][0]} {places[0][1]}" + "".join(f"H{a}V{b}" for a, b in places[1:])
+        parts.append(f'<path class="line" d="{path}"/>')
+    parts += [_circle(x, y, point) for point in sorted(points, key=lambda p: p.css != "")]
+    return _figure(title, "".join(parts))
+
+
+def map_chart(
+    title: str, x: Axis, y: Axis, points: Sequence[Point], scores: Sequence[float], maximize: bool
+) -> str:
+    """Points over two axes, on shades of their scores between them (linear interpolation by
+    Delaunay triangles; nothing outside of the points). Darker is better; empty below 4 points."""
+    if len(points) < 4:
+        return ""
+    at = np.array([(x.place(p.x), y.place(p.y)) for p in points])
+    rank = np.argsort(np.argsort(np.asarray(scores) * (1 if maximize else -1))) / (len(points) - 1)
+    cells = []
+    if min(np.ptp(at[:, 0]), np.ptp(at[:, 1])) > 0:
+        middle = (np.arange(CELLS) + 0.5) / CELLS
+        grid = np.stack(np.meshgrid(middle, middle), axis=-1).reshape(-1, 2)
+        shades = griddata(at, rank, grid, method="linear")
+        wide, high = (RIGHT - LEFT) / CELLS, (BOTTOM - TOP) / CELLS
+        for (a, b), shade in zip(grid.tolist(), shades.tolist()):
+            if math.isfinite(shade):
+                level = math.ceil(shade * LEVELS) / LEVELS
+                cells.append(
+                    f'<rect class="cell" x="{_x(a) - wide / 2:.1f}" y="{_y(b) - high / 2:.1f}" '
+                    f'width="{wide + 0.3:.1f}" height="{high + 0.3:.1f}" '
+                    f'fill-opacity="{0.6 * level:.2f}"/>'
+                )
+    drawn = [*cells, *_frame(x, y), *(_circle(x, y, point) for point in points)]
+    return _figure(title, "".join(drawn))
+
+
+class Line(NamedTuple):
+    """A trial over parallel axes."""
+
+    values: Sequence[Scalar]
+    css: str
+    note: str
+
+
+def parallel_chart(title: str, axes: Sequence[Axis], lines: Sequence[Line]) -> str:
+    """Each line crosses each axis at its value (Inselberg 1985); empty without lines."""
+    if not lines:
+        return ""
+    width, low, high = 1080, 250, 34
+    at = lambda i: round(60 + i * (width - 120) / max(len(axes) - 1, 1), 1)
+    up = lambda share: round(low - share * (low - high), 1)
+    parts = []
+    for line in sorted(lines, key=lambda one: one.css == "best"):
+        places = [f"{at(i)} {up(a.place(v))}" for i, (a, v) in enumerate(zip(axes, line.values))]
+        parts.append(
+            f'<path class="thread {line.css}" d="M{"L".join(places)}">'
+            f"<title>{escape(line.note)}</title></path>"
+        )
+    for i, axis in enumerate(axes):
+        parts.append(f'<path class="grid axis" d="M{at(i)} {high}V{low}"/>')
+        side = "start" if i == 0 else "end" if i == len(axes) - 1 else "mid"
+        x = at(i) - 56 if i == 0 else at(i) + 56 if i == len(axes) - 1 else at(i)
+        parts.append(f'<text x="{x}" y="20" class="{side} name">{escape(axis.label)}</text>')
+        for share, text in axis.marks:
+            parts.append(f'<text x="{at(i) + 5}" y="{up(share) + 4}" class="mark">{text}</text>')
+    inner = f'<svg viewBox="0 0 {width} 264">{"".join(parts)}</svg>'
+    return (
+        f'<figure class="parallel"><figcaption>{escape(title)}</figcaption>'
+        f'<div class="scroll">{inner}</div></figure>'
+    )
+
+
+def _x(share: float) -> float:
+    return round(LEFT + share * (RIGHT - LEFT), 1)
+
+
+def _y(share: float) -> float:
+    return round(BOTTOM - share * (BOTTOM - TOP), 1)
+
+
+def _circle(x: Axis, y: Axis, point: Point) -> str:
+    clip = lambda share: min(max(share, 0.0), 1.0)
+    cx, cy = _x(clip(x.place(point.x))), _y(clip(y.place(point.y)))
+    radius = 5 if point.css else 3.5
+    title = f"<title>{escape(point.note)}</title>"
+    return f'<circle class="{point.css}" cx="{cx}" cy="{cy}" r="{radius}">{title}</circle>'
+
+
+def _frame(x: Axis, y: Axis) -> list[str]:
+    parts = []
+    for share, text in y.marks:
+        parts.append(f'<path class="grid" d="M{LEFT} {_y(share)}H{RIGHT}"/>')
+        parts.append(f'<text x="{LEFT - 6}" y="{_y(share) + 4}" class="end">{escape(text)}</text>')
+    for share, text in x.marks:
+        parts.append(f'<text x="{_x(share)}" y="{BOTTOM + 17}" class="mid">{escape(text)}</text>')
+    middle = (LEFT + RIGHT) / 2
+    parts.append(f'<text x="{middle}" y="{HEIGHT - 6}" class="mid name">{escape(x.label)}</text>')
+    return parts
+
+
+def _figure(title: str, drawn: str) -> str:
+    caption = f"<figcaption>{escape(title)}</figcaption>"
+    return f'<figure>{caption}<svg viewBox="0 0 {WIDTH} {HEIGHT}">{drawn}</svg></figure>'

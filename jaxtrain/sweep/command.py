@@ -1,0 +1,176 @@
+"""`jaxtrain sweep SWEEP.yaml`: one command starts, joins, resumes and reports a sweep."""
+
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Sequence
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+from rich.console import Console
+from rich.table import Table
+
+from jaxtrain.settings import UserError, command
+from jaxtrain.sweep.arguments import sweep_parser
+from jaxtrain.sweep.config import SweepConfig
+
+SHOWN = 10  # rows of the table on the screen
+MORE = 3  # exit code of a worker that has run its one trial
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Returns the exit code: 0, 2 after one line about what the user can fix, or 130."""
+    words = [*(sys.argv[1:] if argv is None else argv)]
+    a = sweep_parser().parse_intermixed_args(words)
+    check_installed()
+    from jaxtrain.cluster.runtime import start
+    from jaxtrain.sweep.folder import open_folder
+    from jaxtrain.sweep.load import load_sweep
+    from jaxtrain.sweep.work import open_queues, work
+
+    c = load_sweep(Path(a.sweep), a.overrides)
+    check_sampler(c)
+    open_folder(c)
+    queues = open_queues(c)
+    try:
+        if a.worker:
+            start()
+            return MORE if work(c, queues, once=c.isolated) else 0
+        code = 0
+        if not a.report and (c.workers > 1 or c.isolated):
+            code = supervise(c, queues, words)
+        elif not a.report:
+            start()
+            work(c, queues)
+        if code == 0:
+            show(queues)
+        return code
+    except KeyboardInterrupt:
+        print("interrupted; the same command goes on with the sweep", file=sys.stderr)
+        return 130
+    finally:
+        queues.close()
+
+
+def check_installed() -> None:
+    """Raises UserError without Optuna."""
+    if find_spec("optuna") is None:
+        raise UserError(
+            "jaxtrain sweep needs the package optuna, which is not installed: uv sync --extra "
+            "sweep, or pip install 'jaxtrain[sweep]'"
+        )
+
+
+def check_sampler(c: SweepConfig) -> None:
+    """Raises UserError for a sampler whose package is missing."""
+    for sampler, package in (("gp", "torch"), ("cmaes", "cmaes")):
+        if c.sampler.name == sampler and find_spec(package) is None:
+            raise UserError(
+                f"sampler.name={sampler} needs the package {package}, which is not installed: "
+                f"pip install {package}, or take sampler.name=tpe"
+            )
+
+
+# ---- several processes -------------------------------------------------------------------------
+
+
+def supervise(c: SweepConfig, queues: Any, words: Sequence[str]) -> int:
+    """Keep so many workers alive until no trial is left; the exit code.
+
+    The trial of a worker that died is queued again, and another worker takes its place.
+    """
+    line = [sys.executable, "-m", "jaxtrain.sweep.command", *words, "--worker"]
+    begin = lambda: subprocess.Popen(line)
+    ours = [begin() for _ in range(c.workers)]
+    before = signal.signal(signal.SIGTERM, lambda *_: [one.terminate() for one in ours])
+    code = 0
+    try:
+        while ours:
+            time.sleep(0.1)
+            for one in [one for one in ours if one.poll() is not None]:
+                ours.remove(one)
+                if one.returncode in (2, 130):
+                    code = code or one.returncode
+                    for other in ours:
+                        other.send_signal(signal.SIGINT)
+                elif one.returncode != 0 and not code:
+                    replace_worker(queues, one)
+                    ours.append(begin())
+    except KeyboardInterrupt:  # the terminal has sent it to the workers as well
+        for one in ours:
+            one.wait()
+        raise
+    finally:
+        signal.signal(signal.SIGTERM, before)
+        for one in ours:
+            one.kill()
+    return code
+
+
+def replace_worker(queues: Any, dead: subprocess.Popen) -> None:
+    """Queue again what a worker had, which has gone without a word."""
+    from jaxtrain.sweep.study import worker
+
+    if dead.returncode == MORE:
+        return
+    lost = sum(queue.give_back_of(worker(dead.pid)) for queue in filter(None, queues))
+    print(
+        f"sweep    a worker died (exit code {dead.returncode}); {lost} trial queued again",
+        file=sys.stderr, flush=True,
+    )  # fmt: skip
+
+
+# ---- the end -----------------------------------------------------------------------------------
+
+
+def show(queues: Any) -> None:
+    """Write results.json and report.html, and print the table."""
+    from jaxtrain.storage.disk import write_json
+    from jaxtrain.sweep.report import write_sweep_report
+    from jaxtrain.sweep.results import as_json, results_of
+
+    found = results_of(*queues)
+    c = found.config
+    write_json(c.folder / "results.json", as_json(found))
+    page = write_sweep_report(found)
+    console = Console(soft_wrap=not sys.stdout.isatty())
+    for table in tables_of(found):
+        console.print(table, highlight=False)
+    print(f"report   {page}")
+
+
+def tables_of(found: Any) -> list[Table]:
+    """The best trials, and those that were run again on fresh seeds, for a console."""
+    from jaxtrain.sweep.results import best_first
+
+    c: SweepConfig = found.config
+    best = best_first(c, found.trials)
+    if len(c.objectives) > 1:
+        best = [row for row in best if row.number in found.front]
+    title = "Pareto front" if len(c.objectives) > 1 else "best trials"
+    table = Table(box=None, header_style="bold", title=title, title_justify="left")
+    for head in ("trial", *(goal.metric for goal in c.objectives), *c.parameters):
+        table.add_column(head, justify="right", overflow="fold")
+    text = lambda x: f"{x:.5g}" if isinstance(x, float) else str(x)
+    for row in best[:SHOWN]:
+        cells = [*row.scores, *(row.values.get(key) for key in c.parameters)]
+        table.add_row(str(row.number), *map(text, cells))
+    if not found.confirmed:
+        return [table]
+    again = Table(
+        box=None, header_style="bold", title="fresh seeds (95% intervals)", title_justify="left"
+    )
+    for head in ("trial", "in the sweep", "on fresh seeds", "too good by", "over baseline"):
+        again.add_column(head, justify="right")
+    for one in found.confirmed:
+        name = "baseline" if one.number is None else str(one.number)
+        cells = (one.searched, str(one.fresh), one.optimism, one.over_baseline)
+        again.add_row(name, *("" if x is None else text(x) for x in cells))
+    return [table, again]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

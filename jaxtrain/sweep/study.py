@@ -1,0 +1,221 @@
+"""The study of a sweep: Optuna's samplers, pruners and storage behind a queue of trials.
+
+All trials are queued when the study is made; a worker claims one, and whoever stops gives its trial
+back under the same number. Nothing else in the project knows how Optuna identifies trials.
+"""
+
+import fcntl
+import os
+import socket
+import threading
+import warnings
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager, suppress
+from typing import Any
+
+import numpy as np
+import optuna
+from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
+from optuna.trial import FrozenTrial, Trial, TrialState
+
+from jaxtrain.sweep.config import (
+    ASHA,
+    CMAES,
+    GP,
+    NSGA2,
+    TPE,
+    Direction,
+    Hyperband,
+    IntRange,
+    LogUniform,
+    MedianStopping,
+    Parameter,
+    SweepConfig,
+    Uniform,
+)
+from jaxtrain.sweep.load import Values
+
+BEATS = 4  # signs of life that may be missing before a trial is queued again
+MOST_ATTEMPTS = 3  # of a trial whose worker is killed each time
+DATABASE_WAIT = 100  # seconds for another process's write
+
+
+def suggest(trial: Trial, key: str, parameter: Parameter) -> None:
+    """Choose a trial's value of a parameter, if it has none yet."""
+    if isinstance(parameter, (Uniform, LogUniform)):
+        log = isinstance(parameter, LogUniform)
+        trial.suggest_float(key, parameter.low, parameter.high, log=log)
+    elif isinstance(parameter, IntRange):
+        trial.suggest_int(key, parameter.low, parameter.high, step=parameter.step)
+    else:
+        trial.suggest_categorical(key, parameter.values)
+
+
+def make_sampler(c: SweepConfig, number: int) -> optuna.samplers.BaseSampler:
+    """The sampler for one trial. Its seed follows from the sweep's and the trial's number, so that
+    several workers draw different values, and a sweep that goes on repeats none."""
+    s, random = c.sampler, optuna.samplers
+    seed = int(np.random.SeedSequence([s.seed, number]).generate_state(1)[0])
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore", ExperimentalWarning)
+        if isinstance(s, TPE):
+            return random.TPESampler(
+                seed=seed, n_startup_trials=s.startup_trials, multivariate=s.multivariate,
+                constant_liar=True,
+            )  # fmt: skip
+        if isinstance(s, GP):
+            return random.GPSampler(
+                seed=seed, n_startup_trials=s.startup_trials, warn_independent_sampling=False
+            )
+        if isinstance(s, CMAES):
+            return random.CmaEsSampler(seed=seed, warn_independent_sampling=False)
+        if isinstance(s, NSGA2):
+            return random.NSGAIISampler(seed=seed, population_size=s.population_size)
+        return random.RandomSampler(seed=seed)  # of a grid, every value is given
+
+
+def make_pruner(c: SweepConfig) -> optuna.pruners.BasePruner:
+    """The pruner of a sweep; its resource is training steps."""
+    p, kinds = c.pruner, optuna.pruners
+    if isinstance(p, ASHA):
+        return kinds.SuccessiveHalvingPruner(p.min_steps, p.reduction_factor)
+    if isinstance(p, Hyperband):
+        return kinds.HyperbandPruner(p.min_steps, p.max_steps, p.reduction_factor)
+    if isinstance(p, MedianStopping):
+        return kinds.MedianPruner(p.startup_trials, p.warmup_steps)
+    return kinds.NopPruner()
+
+
+class TrialQueue:
+    """The trials of a study in a database that several processes and hosts share.
+
+    name: of the study. directions: of its objectives.
+    """
+
+    def __init__(self, c: SweepConfig, name: str, directions: Sequence[Direction]):
+        optuna.logging.set_verbosity(optuna.logging.WARNING)
+        self.config, self.lock = c, c.folder / "sweep.lock"
+        url = c.storage or f"sqlite:///{(c.folder / 'study.db').absolute()}"
+        options = {} if c.storage else {"connect_args": {"timeout": DATABASE_WAIT}}
+        with self._alone(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            self.storage = optuna.storages.RDBStorage(
+                url, heartbeat_interval=1, grace_period=max(1, round(BEATS * c.heartbeat)),
+                engine_kwargs=options,
+            )  # fmt: skip
+            self.study = optuna.create_study(
+                storage=self.storage, study_name=name, load_if_exists=True,
+                directions=list(directions), pruner=make_pruner(c), sampler=make_sampler(c, 0),
+            )  # fmt: skip
+
+    @contextmanager
+    def _alone(self) -> Iterator[None]:
+        """No other process of the sweep is in such a block."""
+        with self.lock.open("a") as file:
+            fcntl.flock(file, fcntl.LOCK_EX)
+            yield
+
+    def fill(self, wanted: Sequence[tuple[Values, Mapping[str, Any]]]) -> None:
+        """Queue the trials that are not there yet, each with values that are given and notes, by
+        which it is known."""
+        with self._alone():
+            there = [t.user_attrs for t in self.trials()]
+            for values, notes in wanted:
+                if not any(notes.items() <= attributes.items() for attributes in there):
+                    self.study.enqueue_trial(values, user_attrs=dict(notes))
+
+    def trials(self, *states: TrialState) -> list[FrozenTrial]:
+        """Those in a state (default: all), by number."""
+        return self.study.get_trials(deepcopy=False, states=states or None)
+
+    def unfinished(self) -> list[FrozenTrial]:
+        """Those that wait, or run somewhere."""
+        return self.trials(TrialState.WAITING, TrialState.RUNNING)
+
+    def claim(self, parameters: bool = True) -> Trial | None:
+        """A waiting trial, for this process; None if none waits. Its values are chosen now.
+
+        A trial whose worker was killed waits again after a time without signs of life.
+        """
+        with self._alone(), warnings.catch_warnings():
+            warnings.simplefilter("ignore", ExperimentalWarning)
+            for stale in self.storage._get_stale_trial_ids(self.study._study_id):
+                self._wait_again(stale)
+            for frozen in self.trials(TrialState.WAITING):
+                number = frozen._trial_id
+                self.storage.record_heartbeat(number)
+                if not self.storage.set_trial_state_values(number, TrialState.RUNNING):
+                    continue
+                self.study.sampler = make_sampler(self.config, frozen.number)
+                trial = Trial(self.study, number)
+                trial.set_user_attr("worker", worker())
+                trial.set_user_attr("attempts", trial.user_attrs.get("attempts", 0) + 1)
+                for key, parameter in (self.config.parameters if parameters else {}).items():
+                    suggest(trial, key, parameter)
+                return trial
+        return None
+
+    def give_back(self, trial: Trial, counts: bool = True) -> None:
+        """Queue a claimed trial again. counts: as one of its attempts."""
+        if not counts:
+            trial.set_user_attr("attempts", trial.user_attrs.get("attempts", 1) - 1)
+        self._wait_again(trial._trial_id)
+
+    def give_back_of(self, dead: str) -> int:
+        """Queue the trials of a worker again that is known to be dead; how many there were."""
+        with self._alone():
+            running = self.trials(TrialState.RUNNING)
+            lost = [t for t in running if t.user_attrs.get("worker") == dead]
+            for frozen in lost:
+                self._wait_again(frozen._trial_id)
+        return len(lost)
+
+    def _wait_again(self, number: int) -> None:
+        with suppress(UpdateFinishedTrialError):  # in the meantime
+            self.storage.set_trial_state_values(number, TrialState.WAITING)
+
+    @contextmanager
+    def heartbeat(self, trial: Trial) -> Iterator[None]:
+        """Signs of life of a claimed trial, from a thread."""
+        over = threading.Event()
+
+        def beat() -> None:
+            while not over.wait(self.config.heartbeat):
+                self.storage.record_heartbeat(trial._trial_id)
+            self.storage.remove_session()  # of this thread
+
+        thread = threading.Thread(target=beat, name="heartbeat", daemon=True)
+        thread.start()
+        try:
+            yield
+        finally:
+            over.set()
+            thread.join()
+
+    def close(self) -> None:
+        """Let go of the database."""
+        self.storage.remove_session()
+        self.storage.engine.dispose()
+
+
+def worker(pid: int | None = None) -> str:
+    """The name of a worker process of this host; default this one."""
+    return f"{socket.gethostname()}:{pid or os.getpid()}"
+
+
+def importance_of(study: optuna.Study) -> dict[str, float]:
+    """PED-ANOVA (Watanabe et al. 2023, arXiv:2304.10255) of each parameter; shares of 1.
+
+    {} where too few trials have finished.
+    """
+    finished = study.get_trials(deepcopy=False, states=(TrialState.COMPLETE,))
+    if len(finished) < 4:
+        return {}
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")
+        return optuna.importance.get_param_importances(study)
+
+
+def directions_of(c: SweepConfig) -> list[Direction]:
+    """Of the objectives, in Optuna's words."""
+    return ["maximize" if goal.maximize else "minimize" for goal in c.objectives]

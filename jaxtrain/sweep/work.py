@@ -1,0 +1,178 @@
+"""A worker of a sweep: claims trials, runs them, and records what they came to."""
+
+import math
+import time
+from collections.abc import Callable
+from typing import NamedTuple
+
+from optuna.trial import Trial, TrialState
+
+from jaxtrain.settings import UserError
+from jaxtrain.sweep.config import SweepConfig
+from jaxtrain.sweep.load import Values, grid_points
+from jaxtrain.sweep.results import TrialRow, best_first, means_of, row_of
+from jaxtrain.sweep.study import MOST_ATTEMPTS, TrialQueue, directions_of
+from jaxtrain.sweep.trials import Failed, Figures, Outcome, Pruned, run_one, run_trial
+
+LOOK = 1.0  # seconds between two looks for a trial, where others have the last ones
+Run = Callable[[Trial], Outcome]
+
+
+class Queues(NamedTuple):
+    """The studies of a sweep."""
+
+    search: TrialQueue
+    confirm: TrialQueue | None
+
+    def close(self) -> None:
+        """Let go of the database."""
+        for queue in filter(None, self):
+            queue.close()
+
+
+def open_queues(c: SweepConfig) -> Queues:
+    """The studies, with all trials of the search queued."""
+    search = TrialQueue(c, "search", directions_of(c))
+    points = grid_points(c.parameters) if c.sampler.name == "grid" else [{}] * (c.trials or 0)
+    search.fill([(point, {"slot": i}) for i, point in enumerate(points)])
+    confirm = TrialQueue(c, "confirm", directions_of(c)) if c.confirm else None
+    return Queues(search, confirm)
+
+
+def work(c: SweepConfig, queues: Queues, once: bool = False) -> bool:
+    """Run trials until there are none; whether any may be left.
+
+    once: return after one trial. Raises KeyboardInterrupt after a signal, with the trial queued
+    again, and UserError for what is wrong with every run.
+    """
+    if run_queue(c, queues.search, lambda trial: searched(c, trial), once):
+        return True
+    if queues.confirm is None:
+        return False
+    queues.confirm.fill(fresh_runs(c, queues.search))
+    return run_queue(c, queues.confirm, lambda trial: confirmed(c, queues.search, trial), once)
+
+
+def run_queue(c: SweepConfig, queue: TrialQueue, run: Run, once: bool) -> bool:
+    """Claim trials of a queue and run them until all have an end; whether to be called again."""
+    said = False
+    while queue.unfinished():
+        trial = queue.claim(parameters=queue.study.study_name == "search")
+        if trial is None:
+            if not said:
+                others = len(queue.trials(TrialState.RUNNING))
+                print(f"sweep    waiting for {others} trials of other workers", flush=True)
+            said = True
+            time.sleep(LOOK)
+            continue
+        begun = time.perf_counter()
+        with queue.heartbeat(trial):
+            try:
+                outcome = attempt(trial, run)
+            except BaseException as error:
+                queue.give_back(trial, counts=not isinstance(error, KeyboardInterrupt | UserError))
+                raise
+            record(c, queue, trial, outcome)
+        print(progress(c, queue, trial.number, time.perf_counter() - begun), flush=True)
+        if once:
+            return True
+    return False
+
+
+def attempt(trial: Trial, run: Run) -> Outcome:
+    """Run a trial, unless that has killed several workers."""
+    if trial.user_attrs["attempts"] > MOST_ATTEMPTS:
+        return Failed(f"its worker died {MOST_ATTEMPTS} times")
+    return run(trial)
+
+
+def searched(c: SweepConfig, trial: Trial) -> Outcome:
+    """Run a trial of the search."""
+    metric, known = c.goal.metric, set(trial_steps(trial))
+
+    def prune(step: int, figures: Figures) -> bool:
+        if metric not in figures:
+            raise UserError(
+                f"objectives: a validation has no {metric}; it has {', '.join(figures)}"
+            )
+        if step not in known:  # a run that goes on from a checkpoint validates again
+            trial.report(figures[metric], step)
+            known.add(step)
+        return trial.should_prune()
+
+    pruned = c.pruner.name != "none"
+    return run_trial(c, trial.params, trial.number, prune if pruned else None)
+
+
+def trial_steps(trial: Trial) -> list[int]:
+    """Training steps whose validations are recorded."""
+    frozen = next(t for t in trial.study.get_trials(deepcopy=False) if t.number == trial.number)
+    return [*frozen.intermediate_values]
+
+
+def record(c: SweepConfig, queue: TrialQueue, trial: Trial, outcome: Outcome) -> None:
+    """The end of a trial. One that failed is worse than all others, with its reason."""
+    if isinstance(outcome, Pruned):
+        trial.set_user_attr("pruned", outcome.step)
+        queue.study.tell(trial, state=TrialState.PRUNED)
+    elif isinstance(outcome, Failed):
+        trial.set_user_attr("failed", outcome.reason)
+        if len(c.objectives) == 1:  # so that the sampler learns to avoid it
+            queue.study.tell(trial, -math.inf if c.goal.maximize else math.inf)
+        else:
+            queue.study.tell(trial, state=TrialState.FAIL)
+    else:
+        trial.set_user_attr("runs", {str(seed): figures for seed, figures in outcome.items()})
+        queue.study.tell(trial, means_of(c, [*outcome.values()]))
+
+
+# ---- fresh seeds -------------------------------------------------------------------------------
+
+
+def fresh_runs(c: SweepConfig, search: TrialQueue) -> list[tuple[Values, dict[str, int | None]]]:
+    """Notes of the runs on fresh seeds: of the baseline, then of the best trials."""
+    assert c.confirm
+    best = best_first(c, map(row_of, search.trials()))[: c.confirm.best]
+    chosen = [*([None] if c.confirm.baseline else []), *(row.number for row in best)]
+    seeds = range(c.seeds + 1, c.seeds + 1 + c.confirm.seeds)
+    return [({}, {"of": number, "seed": seed}) for number in chosen for seed in seeds]
+
+
+def confirmed(c: SweepConfig, search: TrialQueue, trial: Trial) -> Outcome:
+    """Run a trial of the search again on a fresh seed."""
+    number, seed = trial.user_attrs["of"], trial.user_attrs["seed"]
+    what = "baseline" if number is None else f"confirm-{number:04d}"
+    values = {} if number is None else search.trials()[number].params
+    found = run_one(c, values, f"{what}-seed{seed}", seed)
+    return {seed: found} if isinstance(found, dict) else found
+
+
+# ---- the screen --------------------------------------------------------------------------------
+
+
+def progress(c: SweepConfig, queue: TrialQueue, number: int, seconds: float) -> str:
+    """A line about a trial that has ended, and the best so far."""
+    frozen = queue.trials()
+    rows = [row_of(one) for one in frozen]
+    ended, row = sum(r.state in ("finished", "pruned", "failed") for r in rows), rows[number]
+    line = f"sweep    {ended}/{len(rows)}"
+    if queue.study.study_name == "confirm":
+        of, seed = (frozen[number].user_attrs[key] for key in ("of", "seed"))
+        name = "baseline" if of is None else f"trial {of}"
+        return f"{line} {name} on fresh seed {seed}: {scores_text(c, row) or row.note}"
+    line += f" trial {number}: {scores_text(c, row) or row.note or row.state}, {seconds:.0f} s"
+    best = best_first(c, rows)
+    if best and len(c.objectives) == 1:
+        line += f"; best {scores_text(c, best[0])} of trial {best[0].number}"
+    return f"{line} ({values_text(row.values)})"
+
+
+def scores_text(c: SweepConfig, row: TrialRow) -> str:
+    """`bpb 2.1034`, for each objective."""
+    return ", ".join(f"{g.metric} {x:.5g}" for g, x in zip(c.objectives, row.scores))
+
+
+def values_text(values: Values) -> str:
+    """`optim.matrix_lr 0.0314`, for each parameter."""
+    show = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)
+    return ", ".join(f"{key} {show(value)}" for key, value in values.items())
