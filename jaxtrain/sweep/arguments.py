@@ -12,7 +12,11 @@ def sweep_parser() -> Parser:
         description="Search values of a configuration's fields by many runs. The same command "
         "again, on this host or another, joins the sweep or goes on with it.",
     )
-    parser.add_argument("sweep", metavar="SWEEP.yaml", help="what is searched, and how")
+    parser.add_argument(
+        "sweep",
+        metavar="SWEEP.yaml",
+        help="a file that says what is searched and how, or the name of a shipped one",
+    )
     parser.add_argument(
         "overrides", nargs="*", metavar="key=value",
         help="override a field of the sweep (trials=40), or of its runs (train.steps=200)",

@@ -45,14 +45,14 @@ def number_axis(label: str, values: Sequence[float], log: bool = False) -> Axis:
     return Axis(label, place, [(place(x), short(x)) for x in found])
 
 
-def axis_of(key: str, parameter: Parameter) -> Axis:
+def axis_of(parameter: Parameter, label: str) -> Axis:
     """Of a parameter, over its whole range."""
     if isinstance(parameter, Choice):
         count = len(parameter.values)
         known = {repr(value): (i + 0.5) / count for i, value in enumerate(parameter.values)}
         marks = [(known[repr(value)], short(value)) for value in parameter.values]
-        return Axis(key, lambda value: known[repr(value)], marks)
-    return number_axis(key, [parameter.low, parameter.high], isinstance(parameter, LogUniform))
+        return Axis(label, lambda value: known[repr(value)], marks)
+    return number_axis(label, [parameter.low, parameter.high], isinstance(parameter, LogUniform))
 
 
 def short(value: Scalar) -> str:

@@ -6,7 +6,6 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
-from pathlib import Path
 from typing import Any
 
 from rich.console import Console
@@ -28,10 +27,10 @@ def main(argv: Sequence[str] | None = None) -> int:
     check_installed()
     from jaxtrain.cluster.runtime import start
     from jaxtrain.sweep.folder import open_folder
-    from jaxtrain.sweep.load import load_sweep
+    from jaxtrain.sweep.load import find_sweep, load_sweep
     from jaxtrain.sweep.work import open_queues, work
 
-    c = load_sweep(Path(a.sweep), a.overrides)
+    c = load_sweep(find_sweep(a.sweep), a.overrides)
     check_sampler(c)
     open_folder(c)
     queues = open_queues(c)
@@ -144,7 +143,7 @@ def show(queues: Any) -> None:
 
 def tables_of(found: Any) -> list[Table]:
     """The best trials, and those that were run again on fresh seeds, for a console."""
-    from jaxtrain.sweep.results import best_first
+    from jaxtrain.sweep.results import best_first, labels_of
 
     c: SweepConfig = found.config
     best = best_first(c, found.trials)
@@ -152,7 +151,7 @@ def tables_of(found: Any) -> list[Table]:
         best = [row for row in best if row.number in found.front]
     title = "Pareto front" if len(c.objectives) > 1 else "best trials"
     table = Table(box=None, header_style="bold", title=title, title_justify="left")
-    for head in ("trial", *(goal.metric for goal in c.objectives), *c.parameters):
+    for head in ("trial", *(goal.metric for goal in c.objectives), *labels_of(c).values()):
         table.add_column(head, justify="right", overflow="fold")
     text = lambda x: f"{x:.5g}" if isinstance(x, float) else str(x)
     for row in best[:SHOWN]:

@@ -1,7 +1,7 @@
 """SWEEP.yaml: what is searched, how, by which figure, and how often."""
 
 from pathlib import Path
-from typing import Annotated, Literal, Self
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator, model_validator
 
@@ -31,7 +31,7 @@ class _Range(Settings):
     )
 
     @model_validator(mode="after")
-    def _is_a_range(self) -> Self:
+    def _is_a_range(self) -> "_Range":
         if not self.low < self.high:
             raise ValueError(f"low ({self.low:g}) must be below high ({self.high:g})")
         return self
@@ -59,7 +59,7 @@ class IntRange(Settings):
     step: int = Field(1, ge=1, description="distance of two values")
 
     @model_validator(mode="after")
-    def _is_a_range(self) -> Self:
+    def _is_a_range(self) -> "IntRange":
         if not self.low < self.high:
             raise ValueError(f"low ({self.low}) must be below high ({self.high})")
         if (self.high - self.low) % self.step:
@@ -260,7 +260,7 @@ class SweepConfig(Settings):
         return RunConfig.model_validate({"name": name}).name if name else name
 
     @model_validator(mode="after")
-    def _goes_together(self) -> Self:
+    def _goes_together(self) -> "SweepConfig":
         if self.sampler.name == "grid" and self.trials is not None:
             raise ValueError("trials: leave it out, sampler.name=grid has a trial for each point")
         if self.sampler.name != "grid" and self.trials is None:

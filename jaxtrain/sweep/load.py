@@ -17,9 +17,22 @@ from jaxtrain.config.overrides import apply_overrides, check_once, parse_overrid
 from jaxtrain.settings import UserError
 from jaxtrain.storage.strict_yaml import read_yaml, shown
 from jaxtrain.sweep.config import IntRange, LogUniform, Parameter, Scalar, SweepConfig, Uniform
+from jaxtrain.train.field_help import FOLDERS
 
 Values = dict[str, Scalar]  # field of the configuration -> its value in a trial
 OURS = ("run.name", "run.directory", "run.seed", "data.seed")  # the sweep sets them
+
+
+def find_sweep(name: str) -> Path:
+    """A path, or the bare name of a shipped sweep."""
+    shipped = {path.stem: path for folder in FOLDERS for path in folder.glob("sweeps/*.yaml")}
+    if Path(name).is_file():
+        return Path(name)
+    if name in shipped:
+        return shipped[name]
+    near = difflib.get_close_matches(Path(name).stem, shipped, n=1)
+    hint = f"did you mean {near[0]}?" if near else f"shipped: {', '.join(sorted(shipped))}"
+    raise UserError(f"{name}: no such file; {hint}")
 
 
 def load_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
@@ -27,14 +40,15 @@ def load_sweep(path: Path, overrides: Sequence[str] = ()) -> SweepConfig:
 
     Raises UserError with a line for each thing that is wrong.
     """
-    if not path.is_file():
-        raise UserError(f"{path}: no such file; name the YAML file of a sweep")
     tree: Any = read_yaml(path)
     if not isinstance(tree, dict):
         raise UserError(f"{path}: expected `field: value`, got {shown(tree)}")
     check_once(overrides)
-    own = [o for o in overrides if is_own(o)]
-    apply_overrides(tree, own)
+    own = [(parse_override(o), o) for o in overrides if is_own(o)]
+    apply_overrides(tree, [o for one, o in own if one.key != "name"])
+    for one, _ in own:
+        if one.key == "name":  # of the sweep: elsewhere it chooses a variant
+            tree["name"] = one.value
     runs = [o for o in overrides if not is_own(o)]
     if runs:
         tree["overrides"] = [*without(tree.get("overrides") or [], runs), *runs]

@@ -18,7 +18,7 @@ from jaxtrain.sweep.charts import (
     points_chart,
 )
 from jaxtrain.sweep.load import Scalar
-from jaxtrain.sweep.results import SweepResults, TrialRow, best_first
+from jaxtrain.sweep.results import SweepResults, TrialRow, best_first, labels_of
 from jaxtrain.sweep.statistics import Interval, interval, paired
 
 BEST = 10  # one of so many trials is drawn as one of the best
@@ -33,8 +33,8 @@ def write_sweep_report(found: SweepResults) -> Path:
     parts = [
         _header(found),
         _tiles(found, best),
-        _front(found, best) if len(c.objectives) > 1 else _progress(found, best),
-        _importance(found),
+        _front(found, best) if len(c.objectives) > 1 else "",
+        f'<div class="charts">{_progress(found, best)}{_importance(found)}</div>',
         _parallel(found, best),
         _slices(found, best),
         _interaction(found, best),
@@ -86,7 +86,8 @@ def _note(found: SweepResults, row: TrialRow) -> str:
     """What shows under the pointer."""
     goals = zip(found.config.objectives, row.scores)
     scores = [f"{goal.metric} {score:.5g}" for goal, score in goals]
-    values = [f"{key} {_text(value)}" for key, value in row.values.items()]
+    labels = labels_of(found.config)
+    values = [f"{labels[key]} {_text(value)}" for key, value in row.values.items()]
     return "; ".join([f"trial {row.number}", *scores, *values])
 
 
@@ -111,7 +112,7 @@ def _css(found: SweepResults, row: TrialRow, best: Sequence[TrialRow]) -> str:
 
 def _progress(found: SweepResults, best: Sequence[TrialRow]) -> str:
     """Scores by trial, and the best so far."""
-    if not best:
+    if not best or len(found.config.objectives) > 1:
         return ""
     better = max if found.config.goal.maximize else min
     line: list[tuple[float, float]] = []
@@ -123,7 +124,7 @@ def _progress(found: SweepResults, best: Sequence[TrialRow]) -> str:
     x = number_axis("trial", [0, max(1, len(found.trials) - 1)])
     y = _score_axis(found, best)
     title = f"{y.label} by trial, and the best so far"
-    return f'<div class="charts">{points_chart(title, x, y, points, line)}</div>'
+    return points_chart(title, x, y, points, line)
 
 
 def _front(found: SweepResults, best: Sequence[TrialRow]) -> str:
@@ -146,9 +147,9 @@ def _front(found: SweepResults, best: Sequence[TrialRow]) -> str:
 def _importance(found: SweepResults) -> str:
     if not found.importance:
         return ""
-    shares = {key: 100 * share for key, share in found.importance.items()}
-    shown = bars("Importance for being among the best tenth (PED-ANOVA, % of all)", shares)
-    return f'<h2>Parameters</h2><div class="charts">{shown}</div>'
+    labels = labels_of(found.config)
+    shares = {labels[key]: round(100 * share, 1) for key, share in found.importance.items()}
+    return bars("Importance for being among the best tenth (PED-ANOVA, % of all)", shares)
 
 
 def _parallel(found: SweepResults, best: Sequence[TrialRow]) -> str:
@@ -156,9 +157,8 @@ def _parallel(found: SweepResults, best: Sequence[TrialRow]) -> str:
     if not best:
         return ""
     c = found.config
-    axes = [axis_of(key, parameter) for key, parameter in c.parameters.items()]
-    axes += [_score_axis(found, best, i) for i in range(len(c.objectives))]
-    ends = axes[-len(c.objectives) :]
+    ends = [_score_axis(found, best, i) for i in range(len(c.objectives))]
+    axes = [*_axes(found).values(), *ends]
     lines = [
         Line([*(row.values[key] for key in c.parameters), *row.scores], _css(found, row, best),
              _note(found, row))
@@ -166,6 +166,12 @@ def _parallel(found: SweepResults, best: Sequence[TrialRow]) -> str:
         if all(-0.05 <= axis.place(x) <= 1.05 for axis, x in zip(ends, row.scores))
     ]  # fmt: skip
     return parallel_chart("Parallel coordinates; the best trials in orange", axes, lines)
+
+
+def _axes(found: SweepResults) -> dict[str, Axis]:
+    """Of each parameter."""
+    labels = labels_of(found.config)
+    return {k: axis_of(p, labels[k]) for k, p in found.config.parameters.items()}
 
 
 def _ranked(found: SweepResults) -> list[str]:
@@ -178,15 +184,13 @@ def _slices(found: SweepResults, best: Sequence[TrialRow]) -> str:
     """The first objective over each parameter."""
     if not best:
         return ""
-    c, charts, y = found.config, [], _score_axis(found, best)
+    axes, charts, y = _axes(found), [], _score_axis(found, best)
     for key in _ranked(found):
         points = [
             Point(row.values[key], row.scores[0], _css(found, row, best), _note(found, row))
             for row in best
         ]
-        charts.append(
-            points_chart(f"{y.label} over {key}", axis_of(key, c.parameters[key]), y, points)
-        )
+        charts.append(points_chart(f"{y.label} over {axes[key].label}", axes[key], y, points))
     return f'<h2>Slices</h2><div class="charts">{"".join(charts)}</div>'
 
 
@@ -196,13 +200,13 @@ def _interaction(found: SweepResults, best: Sequence[TrialRow]) -> str:
     if len(ranked) < 2:
         return ""
     first, second = ranked[:2]
-    x, y = (axis_of(key, c.parameters[key]) for key in (first, second))
+    x, y = (_axes(found)[key] for key in (first, second))
     points = [
         Point(row.values[first], row.values[second], _css(found, row, best), _note(found, row))
         for row in best
     ]
     scores = [row.scores[0] for row in best]
-    title = f"{second} (upwards) and {first}: darker is a better {c.goal.metric}"
+    title = f"{y.label} (upwards) and {x.label}: darker is a better {c.goal.metric}"
     shown = map_chart(title, x, y, points, scores, c.goal.maximize)
     return f'<h2>Interaction</h2><div class="charts">{shown}</div>' if shown else ""
 
@@ -259,7 +263,8 @@ def _table(found: SweepResults, best: Sequence[TrialRow]) -> str:
         )
         for row in [*best, *rest][:MOST_ROWS]
     ]  # fmt: skip
-    head = ("trial", "state", *(goal.metric for goal in c.objectives), *c.parameters, "")
+    labels = labels_of(c).values()
+    head = ("trial", "state", *(goal.metric for goal in c.objectives), *labels, "")
     more = f"<p>{len(found.trials) - MOST_ROWS} more are in results.json.</p>"
     shown = html_table(rows, head) + more * (len(found.trials) > MOST_ROWS)
     return f"<h2>Trials</h2>{shown}"

@@ -61,6 +61,12 @@ def best_first(c: SweepConfig, rows: Iterable[TrialRow]) -> list[TrialRow]:
     return sorted((r for r in rows if r.scores), key=lambda r: (sign * r.scores[0], r.number))
 
 
+def labels_of(c: SweepConfig) -> dict[str, str]:
+    """Parameter -> its name in tables and charts: without the section, where that is clear."""
+    last = [key.rpartition(".")[2] for key in c.parameters]
+    return {k: name if last.count(name) == 1 else k for k, name in zip(c.parameters, last)}
+
+
 def results_of(search: TrialQueue, confirm: TrialQueue | None) -> SweepResults:
     """What is in the database by now."""
     c = search.config

@@ -10,7 +10,7 @@ from optuna.trial import Trial, TrialState
 from jaxtrain.settings import UserError
 from jaxtrain.sweep.config import SweepConfig
 from jaxtrain.sweep.load import Values, grid_points
-from jaxtrain.sweep.results import TrialRow, best_first, means_of, row_of
+from jaxtrain.sweep.results import TrialRow, best_first, labels_of, means_of, row_of
 from jaxtrain.sweep.study import MOST_ATTEMPTS, TrialQueue, directions_of
 from jaxtrain.sweep.trials import Failed, Figures, Outcome, Pruned, run_one, run_trial
 
@@ -164,7 +164,7 @@ def progress(c: SweepConfig, queue: TrialQueue, number: int, seconds: float) -> 
     best = best_first(c, rows)
     if best and len(c.objectives) == 1:
         line += f"; best {scores_text(c, best[0])} of trial {best[0].number}"
-    return f"{line} ({values_text(row.values)})"
+    return f"{line} ({values_text(c, row.values)})"
 
 
 def scores_text(c: SweepConfig, row: TrialRow) -> str:
@@ -172,7 +172,8 @@ def scores_text(c: SweepConfig, row: TrialRow) -> str:
     return ", ".join(f"{g.metric} {x:.5g}" for g, x in zip(c.objectives, row.scores))
 
 
-def values_text(values: Values) -> str:
-    """`optim.matrix_lr 0.0314`, for each parameter."""
+def values_text(c: SweepConfig, values: Values) -> str:
+    """`matrix_lr 0.0314`, for each parameter."""
+    labels = labels_of(c)
     show = lambda value: f"{value:.4g}" if isinstance(value, float) else str(value)
-    return ", ".join(f"{key} {show(value)}" for key, value in values.items())
+    return ", ".join(f"{labels[key]} {show(value)}" for key, value in values.items())

@@ -1,0 +1,140 @@
+"""Real trials of tiny runs: run directories, pruning, divergence, fresh seeds, killed workers."""
+
+import json
+import os
+import signal
+import subprocess
+import sys
+import time
+
+import pytest
+from sweep_cases import LR, open_sweep, rows_now, write_sweep
+
+from jaxtrain.runs.history import read_rows
+from jaxtrain.sweep import work
+from jaxtrain.sweep.command import main
+
+FAST = {"train__steps": 4}
+
+
+def events_of(run_dir):
+    return [row for row in read_rows(run_dir / "metrics.jsonl") if row["kind"] == "event"]
+
+
+def test_a_sweep_of_two_rates_with_a_bad_one_and_fresh_seeds(tmp_path, capsys):
+    """A trial is pruned at a validation, one diverges, the best runs on fresh seeds."""
+    choice = {"optim.matrix_lr": {"name": "choice", "values": [0.02, 1e-9, 1e30]}}
+    path = write_sweep(
+        tmp_path, parameters=choice, sampler={"name": "grid"}, trials=None,
+        pruner={"name": "median", "startup_trials": 1}, confirm={"best": 1, "seeds": 2},
+    )  # fmt: skip
+    assert main([str(path), "eval.every=2"]) == 0
+    folder = tmp_path / "runs" / "lr"
+    found = json.loads((folder / "results.json").read_text())
+    states = {row["values"]["optim.matrix_lr"]: row["state"] for row in found["trials"]}
+    assert states == {0.02: "finished", 1e-9: "pruned", 1e30: "failed"}
+    good, pruned, bad = (folder / f"trial-000{i}-seed1" for i in range(3))
+    [row] = [row for row in events_of(pruned) if "pruned" in row]
+    assert row["step"] < 6 and events_of(pruned)[-1]["status"] == "stopped"
+    assert found["trials"][1]["note"] == f"pruned at step {row['step']}"
+    assert "step" in found["trials"][2]["note"] and "DivergedError" in events_of(bad)[-1]["status"]
+    assert events_of(good)[-1]["status"] == "finished" and (good / "report.html").is_file()
+    assert "train " in (good / "train.log").read_text()
+    best, baseline = found["confirmed"]
+    fresh = [read_rows(folder / f"confirm-0000-seed{s}" / "metrics.jsonl") for s in (2, 3)]
+    scores = [[r for r in rows if r["kind"] == "validation"][-1]["bpb"] for rows in fresh]
+    assert best["fresh"]["mean"] == pytest.approx(sum(scores) / 2) and scores[0] != scores[1]
+    assert best["optimism"] == pytest.approx(best["fresh"]["mean"] - best["searched"])
+    assert baseline["number"] is None and (folder / "baseline-seed2").is_dir()
+    page = (folder / "report.html").read_text()
+    for word in ("winner's curse", "<svg", "trial 0", "pruned at step", "over matrix_lr"):
+        assert word in page, word
+    assert "http" not in page.replace("http-equiv", "")
+    out = capsys.readouterr().out
+    assert "sweep    3/3 trial 2: step" in out and "best trials" in out
+    before = sorted(path.stat().st_mtime_ns for path in folder.rglob("metrics.jsonl"))
+    assert main([str(path), "eval.every=2"]) == 0  # nothing is left, and nothing runs
+    assert sorted(path.stat().st_mtime_ns for path in folder.rglob("metrics.jsonl")) == before
+
+
+def test_a_stopped_run_goes_on_in_its_directory(tmp_path, monkeypatch):
+    """A signal in the middle of a trial; the same command resumes its checkpoint."""
+    path = write_sweep(tmp_path, trials=1)
+    c, queues = open_sweep(path)
+    from jaxtrain.train.stop_signal import StopSignal
+
+    after = StopSignal.after
+    monkeypatch.setattr(StopSignal, "after", lambda self, step: step == 3 or after(self, step))
+    with pytest.raises(KeyboardInterrupt):
+        work.work(c, queues)
+    assert [row.state for row in rows_now(queues)] == ["waiting"]
+    monkeypatch.setattr(StopSignal, "after", after)
+    work.work(c, queues)
+    assert [row.state for row in rows_now(queues)] == ["finished"]
+    queues.close()
+    starts = [row for row in events_of(tmp_path / "runs/lr/trial-0000-seed1") if "event" in row]
+    assert [row["step"] for row in starts if row["event"] == "start"] == [0, 3]
+
+
+def test_a_fault_of_every_run_stops_the_sweep_and_spends_no_trial(tmp_path, capsys):
+    path = write_sweep(tmp_path)
+    assert main([str(path), "data.train.path=missing.txt"]) == 2
+    assert "missing.txt" in capsys.readouterr().err
+    _, queues = open_sweep(path, "data.train.path=missing.txt")
+    assert [row.state for row in rows_now(queues)] == ["waiting"] * 3
+    queues.close()
+
+
+@pytest.mark.slow
+def test_a_killed_worker_loses_nothing(tmp_path):
+    """SIGKILL in the middle of a trial, and of the command: the same trials as without."""
+    steps = ["train.steps=40", "checkpoint.every=5"]
+
+    def begin(name, *more):
+        words = [str(path), f"name={name}", "heartbeat=0.5", *steps, *more]
+        line = [sys.executable, "-m", "jaxtrain.sweep.command", *words]
+        return subprocess.Popen(line, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True)
+
+    path = write_sweep(tmp_path, trials=4, parameters=LR)
+    assert begin("whole").wait(600) == 0
+    folder = tmp_path / "runs" / "killed"
+    first = begin("killed")  # one process: killed, and then joined by others
+    checkpoints = folder / "trial-0001-seed1" / "checkpoints"
+    wait_for(lambda: (checkpoints / "10").is_dir(), first)
+    first.send_signal(signal.SIGKILL)
+    first.wait()
+    second = begin("killed", "workers=2")
+    lost = wait_for(lambda: worker_of(folder / "trial-0002-seed1"), second)
+    os.kill(lost, signal.SIGKILL)
+    out, err = second.communicate(timeout=600)
+    assert second.returncode == 0, err
+    assert "a worker died" in err and "1 trial queued again" in err
+    whole, killed = (
+        json.loads((tmp_path / "runs" / name / "results.json").read_text())["trials"]
+        for name in ("whole", "killed")
+    )
+    assert [(t["number"], t["values"], t["state"]) for t in whole] == [
+        (t["number"], t["values"], t["state"]) for t in killed
+    ]
+    assert [t["scores"] for t in whole] == [t["scores"] for t in killed]  # bit for bit
+    starts = [row for row in events_of(folder / "trial-0001-seed1") if row.get("event") == "start"]
+    assert len(starts) == 2 and starts[1]["step"] >= 10
+
+
+def worker_of(run_dir):
+    """The process that trains a run, once it has written a row; None before."""
+    locks = [*run_dir.glob("lock.*")]
+    rows = run_dir / "metrics.jsonl"
+    if locks and rows.is_file() and '"train"' in rows.read_text():
+        return json.loads(locks[0].read_text())["pid"]
+    return None
+
+
+def wait_for(found, process):
+    """What a function gives, once it gives something."""
+    for _ in range(3000):
+        if value := found():
+            return value
+        assert process.poll() is None, process.communicate()
+        time.sleep(0.1)
+    raise AssertionError("it never came")
