@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.interpolate import griddata
 
+from jaxtrain.runs.metrics import Number
 from jaxtrain.runs.report_charts import ticks
 from jaxtrain.sweep.config import Choice, LogUniform, Parameter
 from jaxtrain.sweep.load import Scalar
@@ -22,13 +23,13 @@ class Axis(NamedTuple):
     """A direction of a chart: where a value lies between 0 and 1, and the marks beside it."""
 
     label: str
-    place: Callable[[Scalar], float]
-    marks: list[tuple[float, str]]
+    place: Callable[[Scalar], Number]
+    marks: list[tuple[Number, str]]
 
 
-def number_axis(label: str, values: Sequence[float], log: bool = False) -> Axis:
+def number_axis(label: str, values: Sequence[Number], log: bool = False) -> Axis:
     """From the least value to the greatest, with a margin."""
-    scale = math.log10 if log else float
+    scale = math.log10 if log else lambda x: x
     low, high = scale(min(values)), scale(max(values))
     pad = 0.04 * (high - low) or 0.05 * abs(high) or 1.0
     low, high = low - pad, high + pad
@@ -70,7 +71,11 @@ class Point(NamedTuple):
 
 
 def points_chart(
-    title: str, x: Axis, y: Axis, points: Sequence[Point], line: Sequence[tuple[float, float]] = ()
+    title: str,
+    x: Axis,
+    y: Axis,
+    points: Sequence[Point],
+    line: Sequence[tuple[Number, Number]] = (),
 ) -> str:
     """Points over two axes, and a line of steps through some values; empty without points."""
     if not points:
@@ -85,7 +90,7 @@ def points_chart(
 
 
 def map_chart(
-    title: str, x: Axis, y: Axis, points: Sequence[Point], scores: Sequence[float], maximize: bool
+    title: str, x: Axis, y: Axis, points: Sequence[Point], scores: Sequence[Number], maximize: bool
 ) -> str:
     """Points over two axes, on shades of their scores between them (linear interpolation by
     Delaunay triangles; nothing outside of the points). Darker is better; empty below 4 points."""
@@ -147,11 +152,11 @@ def parallel_chart(title: str, axes: Sequence[Axis], lines: Sequence[Line]) -> s
     )
 
 
-def _x(share: float) -> float:
+def _x(share: Number) -> Number:
     return round(LEFT + share * (RIGHT - LEFT), 1)
 
 
-def _y(share: float) -> float:
+def _y(share: Number) -> Number:
     return round(BOTTOM - share * (BOTTOM - TOP), 1)
 
 

@@ -115,7 +115,7 @@ def _progress(found: SweepResults, best: Sequence[TrialRow]) -> str:
     if not best or len(found.config.objectives) > 1:
         return ""
     better = max if found.config.goal.maximize else min
-    line: list[tuple[float, float]] = []
+    line: list[tuple[int, float]] = []
     for row in sorted(best, key=lambda row: row.number):
         line.append((row.number, better([row.scores[0], *(y for _, y in line[-1:])])))
     points = [

@@ -95,10 +95,12 @@ def searched(c: SweepConfig, trial: Trial) -> Outcome:
             raise UserError(
                 f"objectives: a validation has no {metric}; it has {', '.join(figures)}"
             )
+        if not math.isfinite(figures[metric]):
+            return False  # the run's own guard knows why, and stops it
         if step not in known:  # a run that goes on from a checkpoint validates again
             trial.report(figures[metric], step)
             known.add(step)
-        return trial.should_prune()
+        return bool(trial.should_prune())
 
     pruned = c.pruner.name != "none"
     return run_trial(c, trial.params, trial.number, prune if pruned else None)

@@ -129,19 +129,18 @@ def test_samplers_learn_or_draw_and_say_so(name, tmp_path, monkeypatch):
     assert set(found.importance) == set(TWO) and sum(found.importance.values()) == pytest.approx(1)
 
 
-def test_several_objectives_have_a_pareto_front(tmp_path, monkeypatch):
+@pytest.mark.quick("nsga2")
+@pytest.mark.parametrize("name", ["nsga2", "tpe"])
+def test_several_objectives_have_a_pareto_front(name, tmp_path, monkeypatch):
     no_runs(monkeypatch)
+    sampler = {"name": name} | ({"population_size": 4} if name == "nsga2" else {})
     goals = [{"metric": "bpb"}, {"metric": "seconds"}]
-    for sampler in ({"name": "nsga2", "population_size": 4}, {"name": "tpe"}):
-        path = write_sweep(
-            tmp_path, objectives=goals, sampler=sampler, trials=10, name=sampler["name"]
-        )
-        found = swept(path)
-        scores = {row.number: row.scores for row in found.trials}
-        below = lambda a, b: a != b and all(x <= y for x, y in zip(a, b))
-        best = [n for n, s in scores.items() if not any(below(t, s) for t in scores.values())]
-        assert sorted(found.front) == best
-        assert 1 < len(found.front) < 10
+    found = swept(write_sweep(tmp_path, trials=10, objectives=goals, sampler=sampler))
+    scores = {row.number: row.scores for row in found.trials}
+    below = lambda a, b: a != b and all(x <= y for x, y in zip(a, b))
+    best = [n for n, s in scores.items() if not any(below(t, s) for t in scores.values())]
+    assert sorted(found.front) == best and 1 < len(best) < 10
+    assert "Pareto front in orange" in write_sweep_report(found).read_text()
 
 
 def test_points_of_a_grid_are_in_order_and_end_at_the_ends():
