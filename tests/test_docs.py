@@ -19,6 +19,8 @@ from jaxtrain.config.fields import tag_of, variants_of
 from jaxtrain.model.sections import Remat
 from jaxtrain.parallel.mesh import AXES
 from jaxtrain.settings import Parser, UserError
+from jaxtrain.sweep.config import SweepConfig
+from jaxtrain.sweep.load import find_sweep, load_sweep
 from jaxtrain.train.growth import GROWTHS
 
 ROOT = Path(jaxtrain.__file__).parents[1]
@@ -86,6 +88,10 @@ def check(parse, words):
     assert words[0] == "jaxtrain" and words[1] in cli.COMMANDS, words
     if words[-1] in ("--help", "-h"):
         return None
+    if words[1] == "sweep":
+        arguments = parse(cli.main, words[1:])
+        load_sweep(find_sweep(arguments.sweep), arguments.overrides)
+        return arguments
     if words[1] == "launch":
         first = words.index("--")
         command = words[words.index("--command") + 1] if "--command" in words else "train"
@@ -139,7 +145,7 @@ def test_the_parsing_notices_what_is_wrong(parse, monkeypatch, capsys):
 def test_yaml_blocks_are_configurations(path):
     for text in blocks(path, "yaml"):
         tree = yaml.safe_load(text)
-        Config.model_validate(tree)
+        (SweepConfig if "parameters" in tree else Config).model_validate(tree)
 
 
 @pytest.mark.parametrize("path", [*PAGES, ROOT / "README.md"], ids=lambda path: path.stem)
@@ -191,6 +197,18 @@ TABLES = [
     if path.stem != "preferences"  # those objectives alone
     for found in KINDS.findall(path.read_text())
 ]
+
+
+def test_the_page_about_sweeps_has_the_shipped_one_and_all_kinds():
+    page = ROOT / "docs" / "howto" / "sweep.md"
+    [shown] = blocks(page, "yaml")
+    assert (ROOT / "configs" / "sweeps" / "quickstart.yaml").read_text().endswith(f"\n{shown}")
+    for heading in ("parameter", "sampler", "pruner"):
+        table = rf"^\| {heading} .*\n\|[-| ]+\n((?:\|.*\n)+)"
+        [rows] = re.findall(table, page.read_text(), flags=re.MULTILINE)
+        field = SweepConfig.model_fields["parameters" if heading == "parameter" else heading]
+        names = re.findall(r"^\| `(\w+)`", rows, flags=re.MULTILINE)
+        assert sorted(names) == sorted(str(tag_of(kind)) for kind in variants_of(field))
 
 
 def first_column(rows):

@@ -45,7 +45,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             start()
             work(c, queues)
         if code == 0:
-            show(queues)
+            finish_sweep(queues)
         return code
     except KeyboardInterrupt:
         print("interrupted; the same command goes on with the sweep", file=sys.stderr)
@@ -125,7 +125,7 @@ def replace_worker(queues: Any, dead: subprocess.Popen) -> None:
 # ---- the end -----------------------------------------------------------------------------------
 
 
-def show(queues: Any) -> None:
+def finish_sweep(queues: Any) -> None:
     """Write results.json and report.html, and print the table."""
     from jaxtrain.storage.disk import write_json
     from jaxtrain.sweep.report import write_sweep_report
@@ -136,12 +136,12 @@ def show(queues: Any) -> None:
     write_json(c.folder / "results.json", as_json(found))
     page = write_sweep_report(found)
     console = Console(soft_wrap=not sys.stdout.isatty())
-    for table in tables_of(found):
+    for table in sweep_tables(found):
         console.print(table, highlight=False)
     print(f"report   {page}")
 
 
-def tables_of(found: Any) -> list[Table]:
+def sweep_tables(found: Any) -> list[Table]:
     """The best trials, and those that were run again on fresh seeds, for a console."""
     from jaxtrain.sweep.results import best_first, labels_of
 
