@@ -12,7 +12,7 @@ from jaxtrain.sweep.config import IntRange, LogUniform
 from jaxtrain.sweep.load import grid_points, load_sweep
 from jaxtrain.sweep.report import write_sweep_report
 from jaxtrain.sweep.study import MOST_ATTEMPTS, make_sampler
-from jaxtrain.sweep.trials import Failed
+from jaxtrain.sweep.trials import Failed, Pruned
 
 GRID = {
     "optim.matrix_lr": {"name": "log_uniform", "low": 0.001, "high": 0.1, "points": 3},
@@ -127,6 +127,34 @@ def test_samplers_learn_or_draw_and_say_so(name, tmp_path, monkeypatch):
     scores = [row.scores[0] for row in found.trials]
     assert len(set(scores)) == 16 and min(scores) < 0.2
     assert set(found.importance) == set(TWO) and sum(found.importance.values()) == pytest.approx(1)
+
+
+PRUNERS = {
+    "asha": {"name": "asha", "min_steps": 2, "reduction_factor": 2},
+    "hyperband": {"name": "hyperband", "min_steps": 2, "max_steps": 8, "reduction_factor": 2},
+    "median": {"name": "median", "startup_trials": 2},
+}
+
+
+@pytest.mark.quick("asha")
+@pytest.mark.parametrize("name", PRUNERS)
+def test_a_pruner_stops_bad_trials_and_never_the_best(name, tmp_path, monkeypatch):
+    def run_trial(c, values, number, prune):
+        for step in (2, 4, 8):
+            score = bowl(values, 1)["bpb"] + 1 / step
+            if step < 8 and prune(step, {"bpb": score}):
+                return Pruned(step)
+        return {1: {"bpb": score}}
+
+    monkeypatch.setattr(work, "run_trial", run_trial)
+    path = write_sweep(tmp_path, pruner=PRUNERS[name], trials=10)
+    found = swept(path, "eval.every=2")
+    pruned = [row for row in found.trials if row.state == "pruned"]
+    scores = {row.number: bowl(row.values, 1)["bpb"] for row in found.trials}
+    assert 2 <= len(pruned) < 10 and {row.note for row in pruned} <= {
+        "pruned at step 2", "pruned at step 4",
+    }  # fmt: skip
+    assert found.front == [min(scores, key=scores.__getitem__)]
 
 
 @pytest.mark.quick("nsga2")
