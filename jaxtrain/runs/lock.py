@@ -88,6 +88,14 @@ def read_holder(path: Path) -> Holder | None:
     return None
 
 
+class InUseError(UserError):
+    """A living process holds the run directory."""
+
+    def __init__(self, message: str, holder: Holder):
+        super().__init__(message)
+        self.holder = holder
+
+
 class RunLock:
     """The lock of a run directory, held from `take` to `release`.
 
@@ -141,10 +149,11 @@ class RunLock:
             if gone:
                 return numbers[-1] + 1
             if holder and (gone is False or touched != seen.get(path, touched)):
-                raise UserError(
+                raise InUseError(
                     f"{self.run_dir} is in use by process {holder.pid} on {holder.host}, which "
                     f"began at {holder.started}: wait until it has ended, stop it, or set "
-                    "run.name to start another run"
+                    "run.name to start another run",
+                    holder,
                 )
             if path not in seen:
                 seen[path] = touched

@@ -40,7 +40,7 @@ def main(argv: Sequence[str] | None = None) -> int:
             return MORE if work(c, queues, once=c.isolated) else 0
         code = 0
         if not a.report and (c.workers > 1 or c.isolated):
-            code = supervise(c, queues, words)
+            code = supervise(c, words)
         elif not a.report:
             start()
             work(c, queues)
@@ -76,7 +76,7 @@ def check_sampler(c: SweepConfig) -> None:
 # ---- several processes -------------------------------------------------------------------------
 
 
-def supervise(c: SweepConfig, queues: Any, words: Sequence[str]) -> int:
+def supervise(c: SweepConfig, words: Sequence[str]) -> int:
     """Keep so many workers alive until no trial is left; the exit code.
 
     The trial of a worker that died is queued again, and another worker takes its place.
@@ -96,7 +96,7 @@ def supervise(c: SweepConfig, queues: Any, words: Sequence[str]) -> int:
                     for other in ours:
                         other.send_signal(signal.SIGINT)
                 elif one.returncode != 0 and not code:
-                    replace_worker(queues, one)
+                    say_dead(one)
                     ours.append(begin())
     except KeyboardInterrupt:  # the terminal has sent it to the workers as well
         for one in ours:
@@ -109,17 +109,13 @@ def supervise(c: SweepConfig, queues: Any, words: Sequence[str]) -> int:
     return code
 
 
-def replace_worker(queues: Any, dead: subprocess.Popen) -> None:
-    """Queue again what a worker had, which has gone without a word."""
-    from jaxtrain.sweep.study import worker
-
-    if dead.returncode == MORE:
-        return
-    lost = sum(queue.give_back_of(worker(dead.pid)) for queue in filter(None, queues))
-    print(
-        f"sweep    a worker died (exit code {dead.returncode}); {lost} trial queued again",
-        file=sys.stderr, flush=True,
-    )  # fmt: skip
+def say_dead(dead: subprocess.Popen) -> None:
+    """Of a worker that has gone without a word: another one sees that, and takes its trial."""
+    if dead.returncode != MORE:
+        print(
+            f"sweep    a worker died (exit code {dead.returncode}); its trial is queued again",
+            file=sys.stderr, flush=True,
+        )  # fmt: skip
 
 
 # ---- the end -----------------------------------------------------------------------------------

@@ -5,8 +5,6 @@ back under the same number. Nothing else in the project knows how Optuna identif
 """
 
 import fcntl
-import os
-import socket
 import threading
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
@@ -18,6 +16,7 @@ import optuna
 from optuna.exceptions import ExperimentalWarning, UpdateFinishedTrialError
 from optuna.trial import FrozenTrial, Trial, TrialState
 
+from jaxtrain.runs.lock import Holder, known_gone, myself
 from jaxtrain.sweep.config import (
     ASHA,
     CMAES,
@@ -135,20 +134,25 @@ class TrialQueue:
     def claim(self, parameters: bool = True) -> Trial | None:
         """A waiting trial, for this process; None if none waits. Its values are chosen now.
 
-        A trial whose worker was killed waits again after a time without signs of life.
+        A trial whose worker was killed waits again: at once on the worker's machine, elsewhere
+        after a time without signs of life.
         """
         with self._alone(), warnings.catch_warnings():
             warnings.simplefilter("ignore", ExperimentalWarning)
-            for stale in self.storage._get_stale_trial_ids(self.study._study_id):
-                self._wait_again(stale)
+            silent = self.storage._get_stale_trial_ids(self.study._study_id)
+            for frozen in self.trials(TrialState.RUNNING):
+                gone = known_gone(Holder(**frozen.user_attrs["worker"]))
+                if gone or (gone is None and frozen._trial_id in silent):
+                    self._wait_again(frozen._trial_id)
             for frozen in self.trials(TrialState.WAITING):
                 number = frozen._trial_id
                 self.storage.record_heartbeat(number)
+                me = myself(self.config.heartbeat)._asdict()
+                self.storage.set_trial_user_attr(number, "worker", me)
                 if not self.storage.set_trial_state_values(number, TrialState.RUNNING):
                     continue
                 self.study.sampler = make_sampler(self.config, frozen.number)
                 trial = Trial(self.study, number)
-                trial.set_user_attr("worker", worker())
                 trial.set_user_attr("attempts", trial.user_attrs.get("attempts", 0) + 1)
                 for key, parameter in (self.config.parameters if parameters else {}).items():
                     suggest(trial, key, parameter)
@@ -161,14 +165,17 @@ class TrialQueue:
             trial.set_user_attr("attempts", trial.user_attrs.get("attempts", 1) - 1)
         self._wait_again(trial._trial_id)
 
-    def give_back_of(self, dead: str) -> int:
-        """Queue the trials of a worker again that is known to be dead; how many there were."""
-        with self._alone():
-            running = self.trials(TrialState.RUNNING)
-            lost = [t for t in running if t.user_attrs.get("worker") == dead]
-            for frozen in lost:
-                self._wait_again(frozen._trial_id)
-        return len(lost)
+    def leave_to(self, trial: Trial, holder: Mapping[str, Any]) -> None:
+        """A trial that was taken for lost belongs to its worker all the same."""
+        trial.set_user_attr("worker", dict(holder))
+        trial.set_user_attr("attempts", trial.user_attrs["attempts"] - 1)
+
+    def end(self, trial: Trial, values: Sequence[float] | None, state: TrialState) -> None:
+        """The end of a claimed trial; nothing if another worker has ended it in the meantime."""
+        with self._alone(), suppress(UpdateFinishedTrialError):
+            # If it was taken for lost, it waits.
+            self.storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING)
+            self.study.tell(trial, values, state=state)
 
     def _wait_again(self, number: int) -> None:
         with suppress(UpdateFinishedTrialError):  # in the meantime
@@ -196,11 +203,6 @@ class TrialQueue:
         """Let go of the database."""
         self.storage.remove_session()
         self.storage.engine.dispose()
-
-
-def worker(pid: int | None = None) -> str:
-    """The name of a worker process of this host; default this one."""
-    return f"{socket.gethostname()}:{pid or os.getpid()}"
 
 
 def importance_of(study: optuna.Study) -> dict[str, float]:

@@ -7,6 +7,7 @@ from typing import NamedTuple
 
 from optuna.trial import Trial, TrialState
 
+from jaxtrain.runs.lock import InUseError
 from jaxtrain.settings import UserError
 from jaxtrain.sweep.config import SweepConfig
 from jaxtrain.sweep.load import Values, grid_points
@@ -69,6 +70,11 @@ def run_queue(c: SweepConfig, queue: TrialQueue, run: Run, once: bool) -> bool:
         with queue.heartbeat(trial):
             try:
                 outcome = attempt(trial, run)
+            except InUseError as error:
+                print(f"sweep    trial {trial.number} is not lost: {error}", flush=True)
+                queue.leave_to(trial, error.holder._asdict())
+                time.sleep(LOOK)
+                continue
             except BaseException as error:
                 queue.give_back(trial, counts=not isinstance(error, KeyboardInterrupt | UserError))
                 raise
@@ -116,16 +122,17 @@ def record(c: SweepConfig, queue: TrialQueue, trial: Trial, outcome: Outcome) ->
     """The end of a trial. One that failed is worse than all others, with its reason."""
     if isinstance(outcome, Pruned):
         trial.set_user_attr("pruned", outcome.step)
-        queue.study.tell(trial, state=TrialState.PRUNED)
+        queue.end(trial, None, TrialState.PRUNED)
     elif isinstance(outcome, Failed):
         trial.set_user_attr("failed", outcome.reason)
         if len(c.objectives) == 1:  # so that the sampler learns to avoid it
-            queue.study.tell(trial, -math.inf if c.goal.maximize else math.inf)
+            worst = -math.inf if c.goal.maximize else math.inf
+            queue.end(trial, [worst], TrialState.COMPLETE)
         else:
-            queue.study.tell(trial, state=TrialState.FAIL)
+            queue.end(trial, None, TrialState.FAIL)
     else:
         trial.set_user_attr("runs", {str(seed): figures for seed, figures in outcome.items()})
-        queue.study.tell(trial, means_of(c, [*outcome.values()]))
+        queue.end(trial, means_of(c, [*outcome.values()]), TrialState.COMPLETE)
 
 
 # ---- fresh seeds -------------------------------------------------------------------------------

@@ -92,7 +92,7 @@ def test_a_killed_worker_loses_nothing(tmp_path):
     steps, errors = ["train.steps=24", "checkpoint.every=4"], tmp_path / "errors"
 
     def begin(name, *more):
-        words = [str(path), f"name={name}", "heartbeat=0.5", *steps, *more]
+        words = [str(path), f"name={name}", *steps, *more]
         line = [sys.executable, "-m", "jaxtrain.sweep.command", *words]
         with errors.open("a") as file:
             return subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=file)
@@ -109,7 +109,7 @@ def test_a_killed_worker_loses_nothing(tmp_path):
     lost = wait_for(lambda: worker_of(folder / "trial-0002-seed1"), second)
     os.kill(lost, signal.SIGKILL)
     assert second.wait(600) == 0, errors.read_text()
-    assert "a worker died" in errors.read_text() and "1 trial queued again" in errors.read_text()
+    assert "a worker died" in errors.read_text() and "queued again" in errors.read_text()
     whole, killed = (
         json.loads((tmp_path / "runs" / name / "results.json").read_text())["trials"]
         for name in ("whole", "killed")

@@ -5,8 +5,9 @@ import time
 import pytest
 from sweep_cases import TWO, bowl, no_runs, open_sweep, rows_now, swept, write_sweep
 
+from jaxtrain.runs.lock import InUseError, myself
 from jaxtrain.settings import UserError
-from jaxtrain.sweep import work
+from jaxtrain.sweep import study, work
 from jaxtrain.sweep.command import main
 from jaxtrain.sweep.config import IntRange, LogUniform
 from jaxtrain.sweep.load import grid_points, load_sweep
@@ -61,18 +62,59 @@ def test_two_workers_of_a_study_never_have_the_same_trial(tmp_path):
     theirs.close()
 
 
-def test_a_trial_without_a_sign_of_life_is_queued_again_with_its_values(tmp_path):
-    path = write_sweep(tmp_path, trials=1, heartbeat=0.25)
-    _, queues = open_sweep(path)
+def test_a_trial_without_a_sign_of_life_is_queued_again_with_its_values(tmp_path, monkeypatch):
+    monkeypatch.setattr(study, "known_gone", lambda holder: None)  # as on another machine
+    _, queues = open_sweep(write_sweep(tmp_path, trials=1, heartbeat=1))
     lost = queues.search.claim()
     assert queues.search.claim() is None
-    time.sleep(2.5)  # the database counts whole seconds
+    time.sleep(6)  # the database counts whole seconds
     again = queues.search.claim()
     assert (again.number, again.params) == (lost.number, lost.params)
     assert again.user_attrs["attempts"] == 2
     with queues.search.heartbeat(again):
-        time.sleep(2.5)
+        time.sleep(6)
         assert queues.search.claim() is None
+    queues.close()
+
+
+def test_a_worker_of_this_machine_is_lost_when_it_is_gone_and_not_before(tmp_path):
+    _, queues = open_sweep(write_sweep(tmp_path, trials=1, heartbeat=0.1))
+    lost = queues.search.claim()
+    time.sleep(3)  # silent, as where the machine is busy
+    assert queues.search.claim() is None
+    lost.set_user_attr("worker", lost.user_attrs["worker"] | {"pid": 2**22 + 1})  # there is none
+    assert queues.search.claim().number == 0
+    queues.close()
+
+
+def test_a_trial_taken_for_lost_still_ends_once(tmp_path, monkeypatch):
+    """Its worker, which was silent for long, ends it; the other one leaves it alone."""
+    seen, path = no_runs(monkeypatch), write_sweep(tmp_path, trials=1)
+    c, queues = open_sweep(path)
+    mine = queues.search.claim()
+    queues.search.give_back(mine)
+    work.record(c, queues.search, mine, {1: {"bpb": 1.5}})
+    assert rows_now(queues)[0].scores == (1.5,) and not work.work(c, queues) and seen == []
+    work.record(c, queues.search, mine, {1: {"bpb": 2.5}})  # too late
+    assert rows_now(queues)[0].scores == (1.5,)
+    queues.close()
+
+
+def test_a_run_that_another_process_holds_is_left_to_it(tmp_path, monkeypatch):
+    path = write_sweep(tmp_path, trials=2)
+    c, queues = open_sweep(path)
+    other = myself(100.0)._replace(token="other")
+
+    def held(c, values, number, prune=None):
+        if number == 0:
+            raise InUseError("in use by process 7", other)
+        return {1: {"bpb": 1.0}}
+
+    monkeypatch.setattr(work, "run_trial", held)
+    monkeypatch.setattr(work, "LOOK", 0)
+    assert work.work(c, queues, once=True)
+    assert [row.state for row in rows_now(queues)] == ["running", "finished"]
+    assert queues.search.trials()[0].user_attrs["worker"]["token"] == "other"
     queues.close()
 
 
