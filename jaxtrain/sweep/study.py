@@ -170,11 +170,19 @@ class TrialQueue:
         trial.set_user_attr("worker", dict(holder))
         trial.set_user_attr("attempts", trial.user_attrs["attempts"] - 1)
 
-    def end(self, trial: Trial, values: Sequence[float] | None, state: TrialState) -> None:
+    def end(
+        self,
+        trial: Trial,
+        state: TrialState,
+        values: Sequence[float] | None,
+        notes: Mapping[str, Any],
+    ) -> None:
         """The end of a claimed trial; nothing if another worker has ended it in the meantime."""
         with self._alone(), suppress(UpdateFinishedTrialError):
             # If it was taken for lost, it waits.
             self.storage.set_trial_state_values(trial._trial_id, TrialState.RUNNING)
+            for key, note in notes.items():
+                trial.set_user_attr(key, note)
             self.study.tell(trial, values, state=state)
 
     def _wait_again(self, number: int) -> None:

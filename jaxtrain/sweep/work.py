@@ -121,18 +121,16 @@ def trial_steps(trial: Trial) -> list[int]:
 def record(c: SweepConfig, queue: TrialQueue, trial: Trial, outcome: Outcome) -> None:
     """The end of a trial. One that failed is worse than all others, with its reason."""
     if isinstance(outcome, Pruned):
-        trial.set_user_attr("pruned", outcome.step)
-        queue.end(trial, None, TrialState.PRUNED)
-    elif isinstance(outcome, Failed):
-        trial.set_user_attr("failed", outcome.reason)
-        if len(c.objectives) == 1:  # so that the sampler learns to avoid it
-            worst = -math.inf if c.goal.maximize else math.inf
-            queue.end(trial, [worst], TrialState.COMPLETE)
-        else:
-            queue.end(trial, None, TrialState.FAIL)
+        queue.end(trial, TrialState.PRUNED, None, {"pruned": outcome.step})
+    elif isinstance(outcome, Failed) and len(c.objectives) > 1:
+        queue.end(trial, TrialState.FAIL, None, {"failed": outcome.reason})
+    elif isinstance(outcome, Failed):  # with a value, so that the sampler learns to avoid it
+        worst = -math.inf if c.goal.maximize else math.inf
+        queue.end(trial, TrialState.COMPLETE, [worst], {"failed": outcome.reason})
     else:
-        trial.set_user_attr("runs", {str(seed): figures for seed, figures in outcome.items()})
-        queue.end(trial, means_of(c, [*outcome.values()]), TrialState.COMPLETE)
+        runs = {str(seed): figures for seed, figures in outcome.items()}
+        means = means_of(c, [*outcome.values()])
+        queue.end(trial, TrialState.COMPLETE, means, {"runs": runs})
 
 
 # ---- fresh seeds -------------------------------------------------------------------------------
