@@ -236,7 +236,7 @@ SENTENCES = {
     "jaxtrain calls it model.fp8: set model.fp8=blocks (model.fp8=all: the head too)":
     "float8 enable_fp8 use_fp8 fp8 float8.enable quantization quantize enable_fp8_linear "
     "quantize_dense fp8_recipe",
-    "jaxtrain calls it data.packing.name: concat, best_fit or padded (one document a row)":
+    "jaxtrain calls it data.packing.name: concat, best_fit, padded or one_document (a row)":
     "packing sample_packing pack pad_to_sequence_len group_by_length eval_packing packing_strategy "
     "pack_sequences",
     "set finetune.name=lora finetune.base_quantization=nf4": "load_in_4bit "

@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxtrain.data.batches.one_document import OneDocumentConfig, make_one_document
 from jaxtrain.data.batches.packing import (
     PACKINGS,
     BestFitConfig,
@@ -36,7 +37,7 @@ def size(row):
 
 
 def test_every_packing_is_in_the_table():
-    assert set(PACKINGS) == {"concat", "best_fit", "padded"}
+    assert set(PACKINGS) == {"concat", "best_fit", "padded", "one_document"}
 
 
 @given(count=st.integers(1, 300), seed=st.integers(0, 2**40), epoch=st.integers(0, 9))
@@ -215,6 +216,7 @@ def test_the_epochs_of_a_corpus_may_be_limited(store_of, packing, buffer):
         "concat": ConcatConfig(),
         "best_fit": BestFitConfig(buffer=buffer, carry_tails=True),
         "padded": PaddedConfig(buffer=buffer),
+        "one_document": OneDocumentConfig(),
     }[packing]
     plan = PACKINGS[packing](store_of(lengths), config, 64, 0, max_epochs=1.5)
     rows = [row for unit in iter(plan.unit, None) for row in unit]
@@ -227,8 +229,33 @@ def test_the_epochs_of_a_corpus_may_be_limited(store_of, packing, buffer):
     counts = [tokens.count(token) for token in set(tokens)]
     assert max(counts) == 2 and plan.unit() is None
     whole = {(d, t) for d, length in enumerate(lengths) for t in range(length)}
-    assert len(whole - set(tokens)) <= (0 if packing == "padded" else 64)
+    assert len(whole - set(tokens)) <= (0 if packing in ("padded", "one_document") else 64)
     assert abs(len(tokens) - 1.5 * len(whole)) < 0.1 * len(whole)
+
+
+@given(lengths=LENGTHS, length=st.integers(2, 30), split=st.booleans())
+def test_one_document_a_row_and_the_padding_is_counted(store_of, lengths, length, split):
+    """An epoch has each document once, in parts of at most T tokens or without its end."""
+    config = OneDocumentConfig(long_documents="split" if split else "crop")
+    if not split and sum(max(n - length, 0) for n in lengths) > 0.75 * sum(lengths):
+        return
+    plan = make_one_document(store_of(lengths), config, length, 0, max_epochs=1.0)
+    rows = [row for unit in iter(plan.unit, None) for row in unit]
+    assert all(len(row) == 1 and row[0].bos and size(row) <= length + 1 for row in rows)
+    pieces = [(row[0].document, row[0].start, row[0].stop) for row in rows]
+    stops = lambda n: range(0, max(n, 1), length) if split else [0]
+    assert sorted(pieces) == [
+        (d, start, min(start + length, n)) for d, n in enumerate(lengths) for start in stops(n)
+    ]
+    assert plan.counts.padding == sum(length + 1 - size(row) for row in rows)
+    assert plan.counts.used == sum(map(size, rows))
+    assert plan.counts.dropped == (0 if split else sum(max(n - length, 0) for n in lengths))
+
+
+def test_one_document_rows_are_in_random_order(store_of):
+    plan = make_one_document(store_of([5] * 40), OneDocumentConfig(), 8, 0, max_epochs=1.0)
+    order = [row[0].document for unit in iter(plan.unit, None) for row in unit]
+    assert sorted(order) == list(range(40)) != order
 
 
 def test_a_corpus_larger_than_the_list_is_covered_once_too(store_of, monkeypatch):
@@ -273,6 +300,7 @@ def test_documents_much_longer_than_a_row_are_refused_where_they_would_be_cut(st
     store = store_of([1000])
     for make, config in (
         (make_padded, PaddedConfig()),
+        (make_one_document, OneDocumentConfig(long_documents="crop")),
         (make_best_fit, BestFitConfig(long_documents="crop")),
     ):
         with pytest.raises(UserError, match=r"would drop 90% of the tokens.*sequence_length 100"):

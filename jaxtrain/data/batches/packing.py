@@ -9,12 +9,18 @@ import numpy as np
 from pydantic import Field
 
 from jaxtrain.data.batches import augment
-from jaxtrain.data.batches.planning import BestFit, Concat, PlannedRow, Planner
+from jaxtrain.data.batches.one_document import OneDocumentConfig, make_one_document
+from jaxtrain.data.batches.planning import (
+    BestFit,
+    Concat,
+    PlannedRow,
+    Planner,
+    check_documents_fit,
+)
 from jaxtrain.data.store.encode import unpack_loss_mask
 from jaxtrain.data.store.store import TokenStore
-from jaxtrain.settings import Settings, UserError
+from jaxtrain.settings import Settings
 
-MOST_CUT = 0.75  # of all tokens; more means that the documents do not suit the packing
 BUFFER = "Documents to choose those that fit from"
 
 
@@ -48,7 +54,9 @@ class PaddedConfig(Settings):
     buffer: int = Field(default=1000, gt=0, description=BUFFER)
 
 
-PackingConfig = Annotated[ConcatConfig | BestFitConfig | PaddedConfig, Field(discriminator="name")]
+PackingConfig = Annotated[
+    ConcatConfig | BestFitConfig | PaddedConfig | OneDocumentConfig, Field(discriminator="name")
+]
 
 
 class Batch(NamedTuple):
@@ -78,7 +86,7 @@ def make_best_fit(
 ) -> BestFit:
     split = config.long_documents == "split"
     if not split:
-        _check_documents_fit(store, "best_fit, long_documents crop,", length)
+        check_documents_fit(store, "best_fit, long_documents crop,", length)
     options = {"fill": True, "split": split, "carry": config.carry_tails}
     return BestFit(store, config.buffer, length, *key, **options, max_epochs=max_epochs)
 
@@ -86,7 +94,7 @@ def make_best_fit(
 def make_padded(
     store: TokenStore, config: PaddedConfig, length: int, *key: int, max_epochs: float | None = None
 ) -> BestFit:
-    _check_documents_fit(store, "padded", length)
+    check_documents_fit(store, "padded", length)
     options = {"fill": False, "split": False}
     return BestFit(store, config.buffer, length, *key, **options, max_epochs=max_epochs)
 
@@ -96,6 +104,7 @@ PACKINGS: dict[str, Callable[..., Planner]] = {
     "concat": make_concat,
     "best_fit": make_best_fit,
     "padded": make_padded,
+    "one_document": make_one_document,
 }
 
 
@@ -164,17 +173,3 @@ def assemble(
     shares = [range(len(rows))[start::workers] for start in range(min(workers, len(rows)))]
     deque(mapped(lay_all, shares), 0)
     return Batch(tokens_BT, targets_BT, weights_BT, segments_BT, positions_BT)
-
-
-def _check_documents_fit(store: TokenStore, packing: str, length: int) -> None:
-    cut = float(np.maximum(store.lengths.astype(np.int64) - length, 0).sum()) / store.tokens
-    if cut > MOST_CUT:
-        if store.marked:
-            raise UserError(
-                f"train.sequence_length {length} would cut {cut:.0%} of the tokens off the "
-                f"conversations: half of them are longer than {int(np.median(store.lengths))}"
-            )
-        raise UserError(
-            f"data.packing {packing} would drop {cut:.0%} of the tokens, because the documents are "
-            f"longer than sequence_length {length}; use concat, or cut the text into paragraphs"
-        )

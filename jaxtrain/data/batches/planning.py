@@ -19,10 +19,12 @@ import numpy as np
 from grain.experimental import index_shuffle
 
 from jaxtrain.data.store.store import TokenStore
+from jaxtrain.settings import UserError
 
 LISTED = 1 << 16  # below, a list is faster than grain's cipher, which slows down as 1 / count
 DRAWN_AT_ONCE = 1024  # parts whose place in the corpus is looked up together
 REFILL = 7 / 8  # one by one costs time, and as new documents come alone they fit less often
+MOST_CUT = 0.75  # of all tokens; more means that the documents do not suit the packing
 GOLDEN = (5**0.5 - 1) / 2  # steps of it around a circle are spread evenly, however many there are
 
 
@@ -76,6 +78,21 @@ def shuffled_index(index: int, count: int, *key: int) -> int:
 @lru_cache(maxsize=16)
 def _permutation(count: int, *key: int) -> np.ndarray:
     return np.argsort(np.random.SeedSequence(key).generate_state(count, np.uint64))
+
+
+def check_documents_fit(store: TokenStore, packing: str, length: int) -> None:
+    """UserError for a packing that crops documents, where most of the text would be lost."""
+    cut = float(np.maximum(store.lengths.astype(np.int64) - length, 0).sum()) / store.tokens
+    if cut > MOST_CUT:
+        if store.marked:
+            raise UserError(
+                f"train.sequence_length {length} would cut {cut:.0%} of the tokens off the "
+                f"conversations: half of them are longer than {int(np.median(store.lengths))}"
+            )
+        raise UserError(
+            f"data.packing {packing} would drop {cut:.0%} of the tokens, because the documents are "
+            f"longer than sequence_length {length}; use concat, or cut the text into paragraphs"
+        )
 
 
 class TokenStream:
