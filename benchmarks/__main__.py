@@ -30,6 +30,9 @@ from benchmarks.finetune import bench_finetune
 from benchmarks.flags import bench_flags
 from benchmarks.importing import bench_import
 from benchmarks.kernels import bench_loss
+from benchmarks.ladder import Asked as AskedRungs
+from benchmarks.ladder import climb
+from benchmarks.ladder_page import make_page as make_ladder_page
 from benchmarks.matmuls import bench_matmuls
 from benchmarks.memory import bench_longest, bench_techniques
 from benchmarks.nanochat import train_nanochat
@@ -70,6 +73,7 @@ WHAT = {
     "finetune": "LoRA and QLoRA on random weights, beside peft: finetune --config llama_8b",
     "import": "a synthetic Hugging Face checkpoint read: import [NAME], default llama_8b",
     "kernels": "loss, matmul and rows, one after another",
+    "ladder": "from a 2019 baseline to the full stack: ladder --scale quick, alone the page",
     "loader": "the loader's memory over --minutes of reading: loader data.train.path=...",
     "loss": "linear + cross-entropy backends over the benchmark shapes: loss [NAME ...]",
     "matmul": "float8, ReLU^2, symmetric and integer matmuls over the shapes: matmul [NAME ...]",
@@ -105,6 +109,7 @@ ONLY = {
         "workers",
     ),
     "step": ("profile", "switches", "flags", "peer"),
+    "ladder": ("scale", "only", "remove", "steps", "workers", "time_only", "tune"),
     "loader": ("minutes",),
     "memory": ("techniques", "longest", "devices", "device", "memory", "fit"),
     "population": ("depth", "members", "steps", "note"),
@@ -131,7 +136,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--tune",
         action="store_true",
         help="attention: measure tilings too, and renew the table that backends are chosen by; "
-        "verdicts: learning rates first",
+        "verdicts: learning rates first; ladder: those of both ends first",
     )
     parser.add_argument("--profile", action="store_true", help="step: trace it, list its kernels")
     parser.add_argument(
@@ -169,12 +174,19 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument(
         "--workers",
         type=whole(1),
-        help="verdicts: runs that share the device (1); compress: GPUs, a row at a time on each",
+        help="verdicts, ladder: runs that share the device (1); compress: GPUs, a row at a time on "
+        "each",
     )
     parser.add_argument(
         "--time-only", action="store_true",
-        help="verdicts: renew the seconds and bytes of recorded techniques; losses stay",
+        help="verdicts, ladder: renew the seconds and bytes of records; losses stay",
     )  # fmt: skip
+    parser.add_argument(
+        "--scale", help="ladder: of ladder.yaml: quick (a CPU), d4, gpt2_124m, gpt_d12"
+    )
+    parser.add_argument(
+        "--remove", action="store_true", help="ladder: the top without each rung (of --only)"
+    )
     parser.add_argument(
         "--also", nargs="+", action="extend", metavar="LABEL=FOLDER",
         help="compress: models beside RUN, as qat=runs/x",
@@ -217,7 +229,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shrink", action="store_true", help="case-study: a tiny model, for a CPU")
     parser.add_argument(
         "--only", nargs="+", action="extend", metavar="NAME",
-        help="check: records whose file name has one of these in it",
+        help="check: records whose file name has one of these in it; ladder: these rungs",
     )  # fmt: skip
     parser.add_argument(
         "--depth", type=whole(1), action="append",
@@ -227,7 +239,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--members", type=whole(1), nargs="+", help="population: models at once (1 2 4 8 16)"
     )
     parser.add_argument(
-        "--steps", type=whole(1), help="population: of a run that the compile time is a part of"
+        "--steps",
+        type=whole(1),
+        help="population: of a run that the compile time is a part of; ladder: of the baseline",
     )
     parser.add_argument("--note", help="population: what the record says of how it was measured")
     parser.add_argument("--baseline", help="race: name of the run to beat; default the best AdamW")
@@ -319,6 +333,13 @@ def asked(a: argparse.Namespace) -> bool:
     return bool(a.overrides or a.shape) or a.recipes is not None
 
 
+def rungs_asked(a: argparse.Namespace) -> AskedRungs:
+    """What a command line of `ladder` asks for."""
+    flags = {"tune": a.tune, "remove": a.remove, "time_only": a.time_only, "record": a.record}
+    names = tuple(a.only or ()), a.steps, a.workers or 1
+    return AskedRungs(a.scale, tuple(a.overrides), *names, **flags, out=a.out)
+
+
 def check_options(a: argparse.Namespace) -> None:
     """Raises UserError for an option that nothing would read."""
     for what, options in ONLY.items():
@@ -382,6 +403,11 @@ def main(argv: list[str] | None = None) -> int:
             flags = {"time_only": only, "tune": arguments.tune}
             train_verdicts(arguments.overrides, workers, arguments.record, arguments.out, **flags)
         console.print(make_page().name, "is current")
+        return 0
+    if arguments.what == "ladder":
+        if arguments.scale:
+            climb(rungs_asked(arguments))
+        console.print(make_ladder_page().name, "is current")
         return 0
     if arguments.what == "compress" and not asked(arguments):
         console.print(make_compression_page().name, "is current")

@@ -57,6 +57,7 @@ class Outcome(NamedTuple):
     error: str | None = None
     text_bytes: int | None = None  # that its tokens stand for; None where its rows do not say
     seconds_range: tuple[float, float] | None = None  # of two runs, the first and last of a call
+    fill: float | None = None  # of the places in its rows, the share that is no padding
 
 
 class ExclusiveSteps(Coordinator):
@@ -110,8 +111,8 @@ def read_outcome(run_dir: Path) -> Outcome:
     _, seconds = training_seconds(train, size["batch_size"] * size["sequence_length"])
     needs = [row["step_bytes"] for row in run.rows if "step_bytes" in row]
     tokens = round(train[-1]["tokens"])
-    text = text_bytes_of(train)
-    return Outcome(checks[-1], seconds[-1], max(needs), tokens, run.env, text_bytes=text)
+    text, fill = text_bytes_of(train), train[-1].get("data_fill")
+    return Outcome(checks[-1], seconds[-1], max(needs), tokens, run.env, text_bytes=text, fill=fill)
 
 
 def text_bytes_of(rows: Sequence[MetricsRow]) -> int | None:

@@ -19,13 +19,13 @@ import re
 import shlex
 import statistics
 from collections.abc import Mapping, Sequence
-from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
 
 from pydantic import TypeAdapter
 
 from benchmarks.record import BENCHMARKS, RESULTS, describe, write
+from benchmarks.scales import Scale, settings_of, tokens_to
 from benchmarks.verdict_runs import Job, Outcome, train_all
 from jaxtrain.config import find_config, load_config
 from jaxtrain.data.batches.mixture import sources_of
@@ -42,22 +42,6 @@ STUDENT = {2: 12.706, 3: 4.303, 4: 3.182, 5: 2.776, 6: 2.571}
 OWN_STEPS = re.compile(r"\b(until|round_steps): ")  # what of a switch depends on the run's steps
 LESS_MEMORY = 0.95  # a share of the baseline's bytes that counts as less
 ONE_SEED = 1.03  # a speed-up of a single seed that counts as one: seeds differ by 0.005 bits
-
-
-class Scale(NamedTuple):
-    """A size at which techniques are tried. horizons: lengths of the baseline's runs, over steps"""
-
-    config: str
-    overrides: tuple[str, ...]
-    steps: int
-    depth: int
-    seeds: tuple[int, ...]
-    horizons: tuple[float, ...]
-
-    def filled(self, switch: str) -> str:
-        """A switch with its shares of the run in steps and layers: <0.25 steps>, <0.5 depth>."""
-        share = lambda m: str(max(1, round(float(m[1]) * getattr(self, m[2]))))
-        return re.sub(r"<([\d.]+) (steps|depth)>", share, switch)
 
 
 class Technique(NamedTuple):
@@ -211,18 +195,6 @@ def tuning_jobs(
     return jobs
 
 
-def settings_of(
-    scale: Scale, overrides: tuple[str, ...], switch: tuple[str, ...]
-) -> tuple[str, ...]:
-    """A run's overrides: the last value of each key, in the order in which these were given."""
-    last: dict[str, str] = {}
-    for one in (*scale.overrides, *overrides, *switch):
-        key = one.partition("=")[0]
-        last.pop(key, None)
-        last[key] = one
-    return tuple(last.values())
-
-
 def jobs_of(
     scale: Scale,
     switches: Mapping[str, tuple[str, ...]],
@@ -305,19 +277,6 @@ def save_seconds(record: Record, alone: Outcome, out: Path) -> None:
 
 
 # ---- judging ---------------------------------------------------------------------------------
-
-
-def tokens_to(loss: float, frontier: Sequence[tuple[float, float]]) -> tuple[float, bool]:
-    """Tokens of the baseline to a loss, and whether the loss is beyond its runs.
-
-    frontier: (tokens, loss) of runs of growing length. Between two of them, and beyond the
-    outermost, the loss is a straight line over the logarithm of the tokens.
-    """
-    lines = list(pairwise(frontier))
-    inside = [line for line in lines if line[1][1] <= loss <= line[0][1]]
-    (t0, l0), (t1, l1) = (inside or [lines[0] if loss > lines[0][0][1] else lines[-1]])[0]
-    share = (l0 - loss) / (l0 - l1)
-    return math.exp(math.log(t0) + share * (math.log(t1) - math.log(t0))), not inside
 
 
 def another_tokenizer(switch: Sequence[str]) -> bool:

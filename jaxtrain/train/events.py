@@ -8,6 +8,8 @@ from pydantic import JsonValue
 from jaxtrain.config.phases import Decision, Phase
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.runs.config import CheckpointConfig
+from jaxtrain.runs.metrics import MetricsWriter
+from jaxtrain.train.evaluator import Evaluator
 from jaxtrain.train.step import State
 from jaxtrain.train.stop_signal import StopSignal
 
