@@ -13,6 +13,7 @@ those tokens times the seconds of a token, from runs of a few steps that the dev
 all rungs in turn, several rounds.
 """
 
+import itertools
 import json
 import math
 import statistics
@@ -33,6 +34,7 @@ TABLE = BENCHMARKS / "ladder.yaml"
 FOLDER = RESULTS / "ladder"
 BASELINE = "baseline"
 WITHOUT = "without "  # the name of a removal: that of its rung behind this
+TUNED_SEEDS = 2
 # A run that is timed validates on next to nothing, and has rows of its last steps.
 TIMED = ("eval.tokens=1", "metrics.every=4")
 
@@ -257,28 +259,39 @@ class Trainer(NamedTuple):
     def tuned(self) -> "Trainer":
         """With the best of the values that the baseline, and the rungs of the top, are tuned by.
 
-        One run of the first seed for each value: the baseline's at the bottom, the others' at the
-        top of the ladder, so that both ends have the same budget.
+        Two runs, of two seeds, for each value: a single seed picks rates at which others diverge.
+        The baseline's are at the bottom, the others' at the top of the ladder, so that both ends
+        have the same budget.
         """
-        which, size = self.ladder.which, self.ladder.scale.size
+        which, top = self.ladder.which, self.ladder.names[-1]
         lines: dict[str, tuple[str, ...]] = {}
         tried: dict[str, list[Record]] = {}
         for rung in self.ladder.rungs:
             for key, values in rung.tune.get(which, {}).items():
-                end = BASELINE if rung.name == BASELINE else self.ladder.names[-1]
-                jobs = [self.job(end, size.seeds[0], 1.0, f"{key}={value:g}") for value in values]
-                bpbs = {job: outcome.bpb for job, outcome in self.run(jobs)}
-                rows = [
-                    {"switch": f"{key}={value:g}", "bpb": bpbs[job]}
-                    for job, value in zip(jobs, values)
-                ]
-                finite = [row for row in rows if finite_loss(row["bpb"])]
-                if not finite:
-                    raise UserError(f"ladder: no value of {key} gave {end} a finite loss")
-                best = min(finite, key=lambda row: row["bpb"])
+                rows = self._tune(BASELINE if rung.name == BASELINE else top, key, values)
+                best = min(rows, key=lambda row: row["bpb"] or math.inf)
+                if best["bpb"] is None:
+                    raise UserError(f"ladder: no value of {key} gave a finite loss on all seeds")
                 lines[rung.name] = (*lines.get(rung.name, ()), best["switch"])
                 tried.setdefault(rung.name, []).extend(rows)
         return self._replace(tuned_lines=lines, tried=tried)
+
+    def _tune(self, end: str, key: str, values: Sequence[float]) -> list[Record]:
+        """The mean loss of a rung with each value of a key; None where a seed has none."""
+        seeds = self.ladder.scale.size.seeds[:TUNED_SEEDS]
+        jobs = {
+            switch: [self.job(end, seed, 1.0, switch) for seed in seeds]
+            for switch in (f"{key}={value:g}" for value in values)
+        }
+        outcomes = dict(self.run(list(itertools.chain.from_iterable(jobs.values()))))
+        rows = []
+        for switch, runs in jobs.items():
+            bpbs = [outcomes[job].bpb for job in runs]
+            finite = [bpb for bpb in bpbs if bpb is not None and math.isfinite(bpb)]
+            whole = len(finite) == len(bpbs)
+            mean = round(statistics.mean(finite), 5) if whole else None
+            rows.append({"switch": switch, "bpb": mean, "seeds": bpbs if whole else finite})
+        return rows
 
     def search(self, found: dict[str, Found], target: float) -> None:
         """Train every rung but the baseline at growing or shrinking lengths around the target."""
