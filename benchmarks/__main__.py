@@ -28,6 +28,7 @@ from benchmarks.figures import update_figure_pages
 from benchmarks.filters import bench_filters
 from benchmarks.finetune import bench_finetune
 from benchmarks.flags import bench_flags
+from benchmarks.huggingface import train_huggingface
 from benchmarks.importing import bench_import
 from benchmarks.kernels import bench_loss
 from benchmarks.ladder import Asked as AskedRungs
@@ -78,6 +79,7 @@ WHAT = {
     "loss": "linear + cross-entropy backends over the benchmark shapes: loss [NAME ...]",
     "matmul": "float8, ReLU^2, symmetric and integer matmuls over the shapes: matmul [NAME ...]",
     "rows": "the passes over activations over the benchmark shapes: rows [NAME ...]",
+    "huggingface": "its Trainer and GPT-2 on our rows: huggingface run.name=... key.path=...",
     "nanochat": "a checkout of it trained on our rows: nanochat CHECKOUT run.name=... key.path=...",
     "packing": "what packing crops, pads, never uses, beside nanochat's: packing [data.train...]",
     "population": "N small models at once beside one after another: population --members 1 4 16",
@@ -395,6 +397,10 @@ def main(argv: list[str] | None = None) -> int:
         checkout, *overrides = arguments.overrides or [""]
         for config in arguments.config or ["gpt_d12"]:
             console.print(train_nanochat(Path(checkout), config, overrides), "is ready for `race`")
+        return 0
+    if arguments.what == "huggingface":
+        for config in arguments.config or ["gpt_d12"]:
+            console.print(train_huggingface(config, arguments.overrides), "is ready for `race`")
         return 0
     if arguments.what == "verdicts":
         if arguments.overrides:

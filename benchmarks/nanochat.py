@@ -9,35 +9,22 @@ Our loader writes the rows of every step and of the validation, our model the in
 and warm-ups are those of the configuration, which follow nanochat's rules unless set by hand.
 """
 
-import json
-import os
-import sys
-import tempfile
-from collections.abc import Iterable, Sequence
-from itertools import islice
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Any
 
 import jax
 import numpy as np
 
-from benchmarks.peers import check_nanochat, rows_of
-from jaxtrain.config import find_config, load_config, save_yaml
-from jaxtrain.config.resolve import Resolved, resolve
-from jaxtrain.data.batches.loader import train_batches, validation_batches
-from jaxtrain.data.batches.packing import Batch
-from jaxtrain.data.preference.pairs import PairBatch
-from jaxtrain.data.store.prepare import Prepared, prepare
-from jaxtrain.data.store.store import TokenStore
+from benchmarks.peer_runs import Peer, train_peer
+from benchmarks.peers import check_nanochat
+from jaxtrain.config import find_config, load_config
+from jaxtrain.config.resolve import Resolved
 from jaxtrain.model import ResolvedModel, Transformer, initialize, split
 from jaxtrain.optim import MuonConfig
 from jaxtrain.optim.schedule import Trapezoid
-from jaxtrain.runs.environment import environment
 from jaxtrain.settings import UserError
-from jaxtrain.storage.disk import write_json
 from jaxtrain.weights.params import Params
-
-SKIPPED = 5  # steps that are not timed: the first ones compile
 
 
 def train_nanochat(checkout: Path, name: str, overrides: Sequence[str]) -> Path:
@@ -46,34 +33,14 @@ def train_nanochat(checkout: Path, name: str, overrides: Sequence[str]) -> Path:
     Raises UserError if the folder is no checkout of nanochat, if nanochat's model or optimizer
     cannot follow the configuration, and if the run directory exists.
     """
-    os.environ["XLA_PYTHON_CLIENT_PREALLOCATE"] = "false"  # the peer needs the GPU's memory
     c = load_config(find_config(name), overrides)
     check_nanochat(checkout, name, c)
-    if (folder := c.run_dir).exists():
-        raise UserError(f"run.name: {folder} is there already; name another run")
-    prepared = prepare(c.data)
-    if (held_out := prepared.validation) is None:
-        raise UserError("data.validation is none: name a split or a source to compare on")
-    resolved = resolve(c, prepared.tokenizer.vocab_size, jax.devices()[:1])
-    settings = settings_of(resolved)
-    with tempfile.TemporaryDirectory() as temporary:
-        rows = Path(temporary)
-        write_json(rows / "settings.json", settings)
-        write_rows(rows, resolved, prepared, held_out)
-        write_weights(rows / "weights.npz", resolved, prepared.tokenizer.vocab_size)
-        folder.mkdir(parents=True)
-        save_yaml(folder / "config.yaml", resolved)
-        lines = rows_of(
-            "peer_nanochat_train.py", str(checkout.resolve()), str(rows), needs=("torch",)
-        )
-        facts = follow(folder / "metrics.jsonl", lines)
-    if not facts:
-        raise UserError("nanochat's training has ended before its first step; see above")
-    write_json(folder / "env.json", environment() | {"peer": {"name": "nanochat"} | facts})
-    return folder
+    script = "peer_nanochat_train.py"
+    peer = Peer("nanochat", script, ("torch",), settings_of, (str(checkout.resolve()),))
+    return train_peer(peer, c, write_weights)
 
 
-def settings_of(c: Resolved) -> dict[str, Any]:
+def settings_of(c: Resolved, vocab_size: int) -> dict[str, Any]:
     """The settings of the peer's script. Raises UserError if nanochat cannot train that way."""
     if not isinstance(c.optim, MuonConfig) or not isinstance(c.optim.schedule, Trapezoid):
         raise UserError("nanochat trains with optim.name=muon and a trapezoid schedule alone")
@@ -89,43 +56,15 @@ def settings_of(c: Resolved) -> dict[str, Any]:
         "scalar_lr": c.optim.x0_scale_lr,
         "weight_decay": c.optim.weight_decay,
     }
-    sizes = c.train.model_dump(
-        include={"steps", "batch_size", "device_batch_size", "sequence_length"}
-    )
-    more = {
-        "depth": c.model.depth,
-        "seed": c.run.seed,
-        "fp8": c.model.fp8 is not None,
-        "log_every": c.metrics.every,
-        "eval_every": c.eval.every,
-        "skip_steps": SKIPPED,
-    }
-    return schedule | momentum | rates | sizes | more
+    more = {"depth": c.model.depth, "fp8": c.model.fp8 is not None}
+    return schedule | momentum | rates | more
 
 
-def write_rows(folder: Path, c: Resolved, prepared: Prepared, validation: TokenStore) -> None:
-    """The rows of every step in the loader's order, and the validation split once."""
-    batch, T = c.train.batch_size, c.train.sequence_length
-    loader = train_batches(prepared.train, config=c.data, batch_size=batch, sequence_length=T)
-    shape = (c.train.steps * batch, T + 1)
-    with loader:
-        rows = np.lib.format.open_memmap(folder / "train.npy", "w+", np.uint16, shape)
-        for i, one in enumerate(islice(loader, c.train.steps)):
-            rows[i * batch : (i + 1) * batch] = whole_rows(one)
-        rows.flush()
-    rows_each = c.train.device_batch_size
-    held_out = list(validation_batches(validation, batch_size=rows_each, sequence_length=T))
-    np.save(folder / "validation.npy", np.concatenate([whole_rows(one) for one in held_out]))
-    labels = [one.weights_BT.sum(axis=1) for one in held_out]
-    np.save(folder / "labels.npy", np.concatenate(labels).astype(np.int32))
-    np.save(folder / "bytes.npy", np.asarray(prepared.tokenizer.token_bytes(), np.int32))
-
-
-def write_weights(path: Path, c: Resolved, vocab_size: int) -> None:
-    """The weights that our run of `run.seed` starts from, by nanochat's names."""
+def write_weights(folder: Path, c: Resolved, vocab_size: int) -> None:
+    """The weights that our run of `run.seed` starts from, by nanochat's names, in weights.npz."""
     _, specs = split(Transformer(c.model, vocab_size))
     weights: dict[str, Any] = nanochat_weights(initialize(specs, c.run.seed), c.model)
-    np.savez(path, **weights)
+    np.savez(folder / "weights.npz", **weights)
 
 
 def nanochat_weights(params: Params, c: ResolvedModel) -> dict[str, np.ndarray]:
@@ -165,23 +104,3 @@ def nanochat_weights(params: Params, c: ResolvedModel) -> dict[str, np.ndarray]:
             named[f"value_embeds.{i}.weight"] = value["table"][i // 2]
         named |= {f"transformer.h.{i}.{name}.weight": w_io.T for name, w_io in layer.items()}
     return named
-
-
-def whole_rows(batch: Batch | PairBatch) -> np.ndarray:
-    """Rows [B, T+1] of token ids: inputs, then the last target."""
-    return np.concatenate([batch.tokens_BT, batch.targets_BT[:, -1:]], axis=1).astype(np.uint16)
-
-
-def follow(path: Path, lines: Iterable[dict[str, Any]]) -> dict[str, Any]:
-    """Write the peer's metrics as they arrive; returns the facts it reports about itself."""
-    facts: dict[str, Any] = {}
-    with path.open("w", encoding="utf-8") as file:
-        for row in lines:
-            if row["kind"] == "peer":
-                facts = {key: value for key, value in row.items() if key != "kind"}
-                continue
-            print(json.dumps(row), file=file, flush=True)
-            if row["kind"] == "validation":
-                line = f"  nanochat  step {row['step']}  {row['bpb']:.4f} bits per byte"
-                print(line, file=sys.stderr, flush=True)
-    return facts

@@ -7,7 +7,7 @@ import jax
 import pytest
 from jaxtrain_kernels.shapes import ATTENTION_BENCH, AttentionShape
 
-from benchmarks import attention, nanochat, peers, tables
+from benchmarks import attention, huggingface, nanochat, peers, tables
 from benchmarks.race import race
 from jaxtrain.runs.compare import read_run
 from jaxtrain.runs.saved import load_resolved
@@ -146,20 +146,30 @@ say(kind="validation", step=2, time=1.0, bpb=2.5)
 """
 
 
+ON_ROWS = [
+    "data.tokenizer.vocab_size=300", "model.depth=1", "train.sequence_length=32",
+    "train.batch_size=4", "train.device_batch_size=2", "train.steps=2", "eval.every=2",
+    "data.validation={name: documents, fraction: 0.1}",
+]  # fmt: skip
+
+
+def on_rows(folder):
+    """Overrides of a run of two steps, on documents of a folder."""
+    text = folder / "text.jsonl"
+    documents = [{"text": f"{i} " + "a line of text, " * 20} for i in range(60)]
+    text.write_text("".join(json.dumps(d) + "\n" for d in documents))
+    return [
+        *ON_ROWS, f"run.directory={folder}", "run.name=beside", f"data.train.path={text}",
+        f"data.cache_dir={folder / 'cache'}",
+    ]  # fmt: skip
+
+
 def test_nanochat_trains_on_our_rows_and_leaves_a_run(scripts, checkout, tmp_path, monkeypatch):
     """The rows are those of the loader, the rates the configuration's; `race` reads it."""
     (scripts / "peer_nanochat_train.py").write_text(TRAINER)
     monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name)
     monkeypatch.setattr(peers, "VOCABULARY", 300)
-    text = tmp_path / "text.jsonl"
-    documents = [{"text": f"{i} " + "a line of text, " * 20} for i in range(60)]
-    text.write_text("".join(json.dumps(d) + "\n" for d in documents))
-    overrides = [
-        f"run.directory={tmp_path}", "run.name=beside", f"data.train.path={text}",
-        f"data.cache_dir={tmp_path / 'cache'}", "data.tokenizer.vocab_size=300", "model.depth=1",
-        "train.sequence_length=32", "train.batch_size=4", "train.device_batch_size=2",
-        "train.steps=2", "data.validation={name: documents, fraction: 0.1}", "eval.every=2",
-    ]  # fmt: skip
+    overrides = on_rows(tmp_path)
     folder = nanochat.train_nanochat(checkout, "gpt_d12", overrides)
     run = read_run(folder)
     peer = run.env["peer"]
@@ -177,3 +187,35 @@ def test_nanochat_trains_on_our_rows_and_leaves_a_run(scripts, checkout, tmp_pat
     assert race([folder], "beside")["runs"][0]["curve"] == [[2, 256, 2.0, 2.5]]
     with pytest.raises(UserError, match="is there already"):
         nanochat.train_nanochat(checkout, "gpt_d12", overrides)
+
+
+GPT2_TRAINER = """
+import json, sys
+from pathlib import Path
+import numpy as np
+folder = Path(sys.argv[1])
+say = lambda **row: print(json.dumps(row), flush=True)
+say(kind="peer", settings=json.loads((folder / "settings.json").read_text()), compiled=False)
+say(kind="train", step=2, time=1.0, loss=3.0, tokens_per_s=128.0)
+say(kind="validation", step=2, time=1.0, bpb=2.5)
+say(kind="peer", peak_bytes=len(np.load(folder / "train.npy")))
+"""
+ADAMW = (
+    "optim={name: adamw, learning_rate: 2e-3, clip_norm: 1, "
+    "schedule: {name: cosine, warmup_steps: 1}}"
+)
+
+
+def test_transformers_gpt2_trains_on_our_rows_and_leaves_a_run(scripts, tmp_path, monkeypatch):
+    (scripts / "peer_huggingface_train.py").write_text(GPT2_TRAINER)
+    monkeypatch.setattr(peers.importlib.util, "find_spec", lambda name: name)
+    overrides = on_rows(tmp_path)
+    with pytest.raises(UserError, match="AdamW and a cosine alone: set optim="):
+        huggingface.train_huggingface("gpt_d12", overrides)
+    folder = huggingface.train_huggingface("gpt_d12", [*overrides, ADAMW])
+    run = read_run(folder)
+    told = run.env["peer"]["settings"]
+    assert (told["learning_rate"], told["b2"], told["warmup_steps"]) == (2e-3, 0.95, 1)
+    assert (told["depth"], told["width"], told["heads"], told["hidden"]) == (1, 128, 1, 512)
+    assert told["vocab_size"] == 320 and run.env["peer"]["peak_bytes"] == 8
+    assert race([folder], "beside")["runs"][0]["bpb"] == 2.5
