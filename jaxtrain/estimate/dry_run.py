@@ -133,14 +133,20 @@ def preflight(
 def plain_workload(
     name: str | None, overrides: Sequence[str], devices: Sequence[Any], attention: str
 ) -> Workload:
-    """The workload without what a CPU cannot compile; with a backend of attention that it can."""
+    """The workload without what a CPU cannot compile; with a backend of attention that it can.
+
+    The references of attention and of the loss stay, with all scores and all logits in memory.
+    """
+    asked = load_config(find_config(name) if name else None, overrides).model
+    loss = "reference" if asked.kernels.loss == "reference" else "xla"
+    attention = "reference" if asked.attention == "reference" else attention
     plain = [
-        "model.kernels=xla",
+        f"model.kernels={{norm: xla, rope: xla, ffn: xla, loss: {loss}}}",
         "model.fp8=null",
         "model.fp8_history=null",
         "model.fp8_hidden=false",
+        f"model.attention={attention}",
     ]
-    plain += [f"model.attention={attention}"]
     load = lambda *more: load_workload(name, [*overrides, *plain, *more], devices, True)
     w, more = load(), []
     if w.config.model.document_mask and w.mesh.shape["context"] > 1:  # which XLA's alone takes
