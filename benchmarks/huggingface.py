@@ -2,7 +2,7 @@
 
     python -m benchmarks huggingface --config gpt_d12 run.name=huggingface data.train.path=... \\
         model.head_dim=64 'optim={name: adamw, learning_rate: 1.5e-3, ...}'
-    python -m benchmarks race runs/ours runs/huggingface --differ env model optim
+    python -m benchmarks race runs/ours runs/huggingface --differ model
 
 Our loader writes the rows of every step and of the validation; `peer_huggingface_train.py` trains
 on them with torch.compile, scaled-dot-product attention, bfloat16 and fused AdamW. Sizes, rate,

@@ -122,6 +122,7 @@ def main():
             vocab_size=s["vocab_size"], n_positions=s["sequence_length"], n_embd=s["width"],
             n_layer=s["depth"], n_head=s["heads"], n_inner=s["hidden"], use_cache=False,
             resid_pdrop=0.0, embd_pdrop=0.0, attn_pdrop=0.0, attn_implementation="sdpa",
+            bos_token_id=None, eos_token_id=None,
         )
     )  # fmt: skip
     arguments = TrainingArguments(
@@ -140,7 +141,10 @@ def main():
     versions = {"torch": torch.__version__, "transformers": transformers.__version__}
     say(kind="peer", parameters=count, compiled=CUDA, **versions)
     watch = Watch(s, folder)
-    InOrder(model, arguments, train_dataset=Rows(folder / "train.npy"), callbacks=[watch]).train()
+    rows = Rows(folder / "train.npy")
+    trainer = InOrder(model, arguments, train_dataset=rows, callbacks=[watch])
+    trainer.remove_callback(transformers.PrinterCallback)  # its lines are no JSON
+    trainer.train()
     if CUDA:
         say(kind="peer", peak_bytes=torch.cuda.max_memory_allocated())
 

@@ -446,3 +446,15 @@ def test_the_longest_row_is_looked_for_by_lines():
     steep = {4096: 10, 8192: 20, 20480: 101}  # what a line said was too long
     assert memory.next_length(steep, 100.0) == 18432
     assert memory.next_length(steep | {18432: 96}, 100.0) is None
+
+
+def test_the_scores_and_logits_of_the_references_are_counted():
+    """A baseline without flash attention keeps the scores of every layer for the backward pass."""
+    sizes = ["train.sequence_length=256", "train.batch_size=2", "train.device_batch_size=2"]
+    known = [x for x in MODEL if "batch_size" not in x and "sequence_length" not in x]
+    naive = ["model.attention=reference", "model.kernels.loss=reference"]
+    one, two = (preflight.preflight("quickstart", [*known, *sizes, *more], 1, "H200")
+                for more in ([], naive))  # fmt: skip
+    scores = 2 * 2 * 4 * 256 * 256 * 2  # layers x rows x heads x T x T in bfloat16, at least
+    more = two["metrics"]["activations_bytes"] - one["metrics"]["activations_bytes"]
+    assert more > scores

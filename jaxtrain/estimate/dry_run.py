@@ -140,13 +140,9 @@ def plain_workload(
     asked = load_config(find_config(name) if name else None, overrides).model
     loss = "reference" if asked.kernels.loss == "reference" else "xla"
     attention = "reference" if asked.attention == "reference" else attention
-    plain = [
-        f"model.kernels={{norm: xla, rope: xla, ffn: xla, loss: {loss}}}",
-        "model.fp8=null",
-        "model.fp8_history=null",
-        "model.fp8_hidden=false",
-        f"model.attention={attention}",
-    ]
+    plain = ["model.fp8=null", "model.fp8_history=null", "model.fp8_hidden=false"]
+    plain += [f"model.kernels={{norm: xla, rope: xla, ffn: xla, loss: {loss}}}"]
+    plain += [f"model.attention={attention}"]
     load = lambda *more: load_workload(name, [*overrides, *plain, *more], devices, True)
     w, more = load(), []
     if w.config.model.document_mask and w.mesh.shape["context"] > 1:  # which XLA's alone takes
