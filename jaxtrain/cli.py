@@ -35,6 +35,9 @@ COMMANDS = {
     "sweep": Command(
         "", "sweep.command:main", "sweep.arguments:sweep_parser",
         "search hyperparameters by many runs, with a report",
+    "scaling": Command(
+        "", "scaling.command:main", "scaling.arguments:scaling_parser",
+        "fit scaling laws to many runs, predict a larger one",
     ),
     "estimate": Command(
         "", "main:main", "main:estimate_parser",
@@ -107,7 +110,8 @@ COMMANDS = {
         "runs", "runs.report:main", "runs.arguments:report_parser", "one HTML page about a run"
     ),
     "compare": Command(
-        "", "runs.compare:main", "runs.arguments:compare_parser", "runs side by side: table, plot"
+        "", "runs.compare:main", "runs.arguments:compare_parser", "runs side by side",
+        joined=True,
     ),
     "merge": Command(
         "", "runs.merge:main", "runs.arguments:merge_parser", "several models become one"

@@ -30,6 +30,7 @@ LAYERS = (
     ("jaxtrain.train",),
     ("jaxtrain.estimate",),
     ("jaxtrain.sweep",),
+    ("jaxtrain.scaling",),
     ("jaxtrain.main",),
     ("jaxtrain.cli",),
 )

@@ -1,0 +1,80 @@
+"""What the depth dial takes from a fit of scaling laws: `train.scaling_fit`."""
+
+import math
+from pathlib import Path
+
+from pydantic import Field, ValidationError
+
+from jaxtrain.settings import Settings, UserError, read_object
+
+SHIPPED = Path(__file__).with_name("scaling_fits")
+
+
+class Ratio(Settings):
+    """Compute-optimal training tokens for each parameter of matrices and head."""
+
+    value: float = Field(gt=0, description="tokens for each parameter")
+    low: float | None = Field(None, description="lower end of its interval; null: not stated")
+    high: float | None = Field(None, description="upper end of its interval; null: not stated")
+
+
+class Power(Settings):
+    """coefficient x (training tokens, or parameters)^exponent."""
+
+    coefficient: float = Field(gt=0, description="value at 1")
+    exponent: float = Field(description="power")
+
+    def __call__(self, x: float) -> float:
+        return self.coefficient * x**self.exponent
+
+
+class Dial(Settings):
+    """The rules that a fit sets; those that it leaves out are nanochat's."""
+
+    name: str = Field(description="of the study or project")
+    source: str = Field(description="where the figures come from")
+    tokens_per_parameter: Ratio = Field(description="the horizon")
+    batch_tokens: Power | None = Field(
+        None, description="tokens of a step, of the training tokens; default nanochat's rule"
+    )
+    rate_multiplier: Power | None = Field(
+        None, description="factor on the derived learning rates, of the parameters; default 1"
+    )
+
+    def batch(self, tokens: float) -> int | None:
+        """Tokens of a step for so many training tokens, a power of two; None without a law."""
+        if self.batch_tokens is None:
+            return None
+        return 2 ** max(0, round(math.log2(self.batch_tokens(tokens))))
+
+    def rates(self, parameters: float) -> float:
+        """Factor on the derived learning rates."""
+        return self.rate_multiplier(parameters) if self.rate_multiplier else 1.0
+
+
+def read_dial(name: str) -> Dial:
+    """The dial of a fit.json, or of a shipped fit by its name.
+
+    Raises UserError for a file that is none, and for a fit that says no ratio.
+    """
+    path = SHIPPED / f"{name}.json"
+    if Path(name).suffix or Path(name).parent != Path(".") or not path.is_file():
+        path = Path(name)
+    if not path.is_file():
+        shipped = ", ".join(sorted(one.stem for one in SHIPPED.glob("*.json")))
+        raise UserError(
+            f"train.scaling_fit {name}: no such file; give the fit.json of `jaxtrain scaling fit`, "
+            f"or one of {shipped}"
+        )
+    tree = read_object(path).get("dial")
+    if tree is None:
+        raise UserError(
+            f"train.scaling_fit {name}: that fit has no tokens per parameter of matrices and head; "
+            "set train.tokens_per_parameter"
+        )
+    try:
+        return Dial.model_validate(tree)
+    except ValidationError as error:
+        first = error.errors()[0]
+        where = ".".join(map(str, first["loc"]))
+        raise UserError(f"train.scaling_fit {name}: dial.{where}: {first['msg']}") from None

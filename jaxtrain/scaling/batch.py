@@ -1,0 +1,138 @@
+"""The critical batch size, from steps and examples to equal losses.
+
+McCandlish et al. 2018 (arXiv:1812.06162): (S / S_min - 1) (E / E_min - 1) = 1, with S steps and
+E = S x batch examples (here tokens); the critical batch size is E_min / S_min.
+"""
+
+import math
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import numpy as np
+from scipy.optimize import minimize
+
+from jaxtrain.scaling.laws import (
+    Bootstrap,
+    Interval,
+    PowerLaw,
+    Vector,
+    fit_power_law,
+    refitted,
+    resamples,
+)
+from jaxtrain.scaling.points import Point
+from jaxtrain.settings import UserError
+
+
+class TradeOff(NamedTuple):
+    """Of one loss: the fewest steps, and the fewest tokens, that come to it."""
+
+    least_steps: float
+    least_tokens: float
+
+    @property
+    def critical(self) -> float:
+        """The critical batch size in tokens: at it twice the fewest steps take twice the fewest
+        tokens."""
+        return self.least_tokens / self.least_steps
+
+    def steps(self, batch_tokens: float) -> float:
+        """Steps to the loss with so many tokens a step."""
+        return self.least_steps * (1 + self.critical / batch_tokens)
+
+
+class CriticalBatch(NamedTuple):
+    """Of one target loss."""
+
+    loss: float
+    batch_tokens: list[float]
+    steps: list[float]
+    fit: TradeOff
+    critical: Interval
+    left_out: int  # resamples without a fit
+
+
+def fit_trade_off(batch_tokens: Vector, steps: Vector) -> TradeOff:
+    """Least squares of log steps. UserError for fewer than three different batch sizes."""
+    if len(np.unique(batch_tokens)) < 3:
+        raise UserError(
+            "the critical batch size needs 3 different batch sizes or more that come to the loss, "
+            f"there are {len(np.unique(batch_tokens))}"
+        )
+    log_b, log_s = np.log(batch_tokens), np.log(steps)
+
+    def residual(p: np.ndarray) -> float:
+        return float(((p[0] + np.logaddexp(0.0, p[1] - log_b) - log_s) ** 2).sum())
+
+    low, high = log_b.min() - 7.0, log_b.max() + 7.0
+    starts = np.linspace(log_b.min() - 1, log_b.max() + 1, 5)
+    bounds = [(None, None), (low, high)]
+    found = [
+        minimize(residual, np.array([log_s.min() - 0.5, b]), method="L-BFGS-B", bounds=bounds)
+        for b in starts
+    ]
+    s, b = min(found, key=lambda one: one.fun).x.tolist()
+    return TradeOff(math.exp(s), math.exp(s + b))
+
+
+def steps_to(point: Point, loss: float) -> float | None:
+    """Steps where a run's validation curve first comes to a loss, by straight lines in log steps;
+    None if it never does, or has from its first validation on."""
+    below = next((i for i, one in enumerate(point.losses) if one <= loss), None)
+    if not below:
+        return None
+    high, low = point.losses[below - 1], point.losses[below]
+    share = (high - loss) / (high - low)
+    first, last = (math.log(point.steps[i]) for i in (below - 1, below))
+    return math.exp(first + share * (last - first))
+
+
+def fastest(points: Sequence[Point], loss: float) -> dict[tuple[int, int], float]:
+    """(batch tokens, seed) -> steps to the loss by the best learning rate."""
+    found: dict[tuple[int, int], float] = {}
+    for one in points:
+        steps = steps_to(one, loss)
+        if steps is not None:
+            key = one.batch_tokens, one.seed
+            found[key] = min(steps, found.get(key, math.inf))
+    return found
+
+
+def targets_of(points: Sequence[Point], count: int) -> list[float]:
+    """Losses from early to the last that each batch size comes to with its best learning rate."""
+    ends: dict[int, float] = {}
+    for one in points:
+        ends[one.batch_tokens] = min(min(one.losses), ends.get(one.batch_tokens, math.inf))
+    last = max(ends.values())
+    begun = max(one.losses[0] for one in points)
+    middle = last + 0.35 * (begun - last)
+    return np.linspace(middle, last, count).tolist()
+
+
+def critical_batches(
+    points: Sequence[Point], targets: int, bootstrap: Bootstrap
+) -> list[CriticalBatch]:
+    """At each target loss that three batch sizes come to."""
+    found = []
+    for loss in targets_of(points, targets):
+        reached = fastest(points, loss)
+        batch = np.array([key[0] for key in reached], float)
+        steps = np.array(list(reached.values()))
+        if len(np.unique(batch)) < 3:
+            continue
+        fit = fit_trade_off(batch, steps)
+        drawn = resamples([0] * len(batch), bootstrap)
+        fits = refitted(lambda rows, b=batch, s=steps: fit_trade_off(b[rows], s[rows]), drawn)
+        interval = bootstrap.interval(fit.critical, [one.critical for one in fits])
+        found.append(
+            CriticalBatch(
+                loss, batch.tolist(), steps.tolist(), fit, interval, len(drawn) - len(fits)
+            )
+        )
+    return found
+
+
+def batch_law(found: Sequence[CriticalBatch]) -> PowerLaw:
+    """The critical batch size in tokens, by the fewest tokens to the loss."""
+    tokens = np.array([one.fit.least_tokens for one in found])
+    return fit_power_law(tokens, np.array([one.fit.critical for one in found]))

@@ -1,0 +1,198 @@
+"""What a study of scaling laws is made of: a YAML file."""
+
+from pathlib import Path
+from typing import Annotated, Any, Literal
+
+from pydantic import Field, ValidationError, model_validator
+
+from jaxtrain.config import find_config
+from jaxtrain.settings import Settings, UserError
+from jaxtrain.storage.strict_yaml import read_yaml
+
+Positive = Annotated[float, Field(gt=0)]
+Count = Annotated[int, Field(ge=1)]
+# Of a matrix of the blocks, the head, embeddings and the rest; see `scaling.plan.counts_of`.
+Counting = Literal["matrices_and_head", "matrices", "without_embeddings", "total"]
+
+
+class Size(Settings):
+    """A model of the study."""
+
+    depth: int = Field(ge=1, description="layers")
+    width: int | None = Field(None, ge=1, description="model width; default that of the depth dial")
+
+
+class IsoFLOP(Settings):
+    """Runs of equal training FLOPs and different sizes (Hoffmann et al. 2022, approach 2)."""
+
+    budgets: tuple[Positive, ...] = Field(min_length=1, description="training FLOPs of a run")
+    sizes: tuple[Size, ...] = Field(min_length=1, description="models that each budget trains")
+
+
+class Tokens(Settings):
+    """Runs of each size for each number of training tokens."""
+
+    sizes: tuple[Size, ...] = Field(min_length=1, description="models")
+    tokens: tuple[Positive, ...] = Field(min_length=1, description="training tokens of a run")
+
+
+class LearningRates(Settings):
+    """Runs with other learning rates, for the best one by size."""
+
+    sizes: tuple[Size, ...] = Field(min_length=1, description="models")
+    multipliers: tuple[Positive, ...] = Field(
+        min_length=3, description="factors on all learning rates of the configuration"
+    )
+    flops: Positive | None = Field(None, description="training FLOPs of a run")
+    tokens: Positive | None = Field(None, description="training tokens of a run")
+    tokens_per_parameter: Positive | None = Field(
+        None, description="training tokens for each parameter, by the study's count"
+    )
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> "LearningRates":
+        check_length(self)
+        return self
+
+
+class BatchSizes(Settings):
+    """Runs with other batch sizes, for the critical batch size (McCandlish et al.
+    2018, arXiv:1812.06162) and the best one."""
+
+    size: Size = Field(description="the model")
+    tokens: tuple[Positive, ...] = Field(
+        min_length=1,
+        description="training tokens of a run; the critical batch size is read off the longest",
+    )
+    batch_sizes: tuple[Count, ...] = Field(min_length=3, description="rows of a step")
+    multipliers: tuple[Positive, ...] = Field(
+        (1.0,), min_length=1,
+        description="factors on the learning rates, tried at each batch size; the best counts",
+    )  # fmt: skip
+    rate_power: float = Field(
+        0.5,
+        ge=0,
+        le=1,
+        description="the learning rates of a batch size grow with (rows / the first's rows)^this",
+    )
+    evaluations: int = Field(16, ge=4, description="validations along each run")
+    targets: int = Field(4, ge=2, description="losses, between the runs' ends, that are compared")
+    overrides: tuple[str, ...] = Field(
+        (), description="key.path=value of these runs alone, as a constant learning rate"
+    )
+
+
+class HeldOut(Settings):
+    """A run that is larger than the others, and predicted before it is trained."""
+
+    size: Size = Field(description="the model")
+    flops: Positive | None = Field(None, description="training FLOPs of the run")
+    tokens: Positive | None = Field(None, description="training tokens of the run")
+    tokens_per_parameter: Positive | None = Field(
+        None, description="training tokens for each parameter, by the study's count"
+    )
+
+    @model_validator(mode="after")
+    def _has_one_length(self) -> "HeldOut":
+        check_length(self)
+        return self
+
+
+class Intervals(Settings):
+    """How intervals are made: percentiles over resamples of the runs."""
+
+    samples: int = Field(500, ge=10, le=100_000, description="resamples")
+    level: float = Field(0.9, gt=0, lt=1, description="share of the resamples inside")
+    seed: int = Field(0, ge=0, description="of the resamples")
+
+
+class Study(Settings):
+    """A study of scaling laws."""
+
+    name: str = Field(min_length=1, pattern=r"^[\w.-]+$", description="folder of the study")
+    directory: str = Field("runs", description="folder that the study's folder is in")
+    config: str = Field(description="a YAML file, or the bare name of a shipped config")
+    overrides: tuple[str, ...] = Field((), description="key.path=value of all runs")
+    seeds: tuple[int, ...] = Field((42,), min_length=1, description="run.seed of each run")
+    measure: Literal["loss", "bpb"] = Field(
+        "loss", description="validation loss in nats a token, or in bits per byte"
+    )
+    parameters: Counting = Field(
+        "matrices_and_head",
+        description="what counts as a parameter; matrices_and_head: nanochat's; "
+        "without_embeddings: also norms' gains and scalars",
+    )
+    isoflop: IsoFLOP | None = Field(None, description="a grid of budgets and sizes")
+    tokens: Tokens | None = Field(None, description="a grid of tokens and sizes")
+    learning_rates: LearningRates | None = Field(None, description="for the best learning rate")
+    batch_sizes: BatchSizes | None = Field(None, description="for the critical batch size")
+    held_out: HeldOut | None = Field(None, description="the larger run that is predicted")
+    intervals: Intervals = Field(
+        default_factory=lambda: Intervals.model_validate({}), description="how intervals are made"
+    )
+    least_steps: int = Field(
+        50, ge=1, description="steps of the shortest run; with fewer a budget is refused"
+    )
+    most_epochs: float = Field(
+        1.0, gt=0, description="passes over the training data that a run may take"
+    )
+    flops_per_s: Positive | None = Field(
+        None, description="FLOPs a second, for the estimate of times; default unknown"
+    )
+
+    @property
+    def folder(self) -> Path:
+        """What holds the runs, the fit and the page."""
+        return Path(self.directory) / self.name
+
+    @model_validator(mode="after")
+    def _has_runs(self) -> "Study":
+        if not any((self.isoflop, self.tokens, self.learning_rates, self.batch_sizes)):
+            raise ValueError("a study has runs: set isoflop, tokens, learning_rates or batch_sizes")
+        if self.held_out and not (self.isoflop or self.tokens):
+            raise ValueError("held_out is predicted from isoflop or tokens: set one of them")
+        return self
+
+
+def check_length(one: LearningRates | HeldOut) -> None:
+    """Raises ValueError unless one of the fields that say a run's length is set."""
+    given = (one.flops, one.tokens, one.tokens_per_parameter)
+    if sum(value is not None for value in given) != 1:
+        raise ValueError("set one of flops, tokens and tokens_per_parameter")
+
+
+def load_study(path: Path, overrides: tuple[str, ...] = ()) -> Study:
+    """The study of a YAML file. overrides: key.path=value of all its runs, after its own.
+
+    Raises UserError with a line for each thing that is wrong.
+    """
+    tree = read_yaml(path)
+    if not isinstance(tree, dict):
+        raise UserError(f"{path}: expected `field: value`, as in `name: mine`")
+    tree = {"name": path.stem, **tree}
+    try:
+        study = Study.model_validate(tree)
+    except ValidationError as error:
+        raise UserError(*(explained(path, one) for one in error.errors())) from None
+    find_config(study.config)
+    return study.model_copy(update={"overrides": (*study.overrides, *overrides)})
+
+
+def explained(path: Path, error: Any) -> str:
+    """The line for one validation error."""
+    where = ".".join(map(str, error["loc"]))
+    if error["type"] == "extra_forbidden":
+        return f"{path}: {where}: no such field; {fields_of(error['loc'])}"
+    message = error["msg"].removeprefix("Value error, ")
+    return f"{path}: {where or 'the study'}: {message[0].lower()}{message[1:]}"
+
+
+def fields_of(loc: tuple[Any, ...]) -> str:
+    """What the section of a wrong key has."""
+    sections: dict[Any, type[Settings]] = {
+        "isoflop": IsoFLOP, "tokens": Tokens, "learning_rates": LearningRates,
+        "batch_sizes": BatchSizes, "held_out": HeldOut, "intervals": Intervals,
+    }  # fmt: skip
+    inner = {"size", "sizes"} & set(loc[:-1])
+    model = Size if inner else sections.get(loc[0], Study) if len(loc) > 1 else Study
+    return f"there are {', '.join(model.model_fields)}"
