@@ -34,10 +34,15 @@ class Settings(BaseModel):
         return given
 
 
-def derived_field(description: str, ge: int, le: int | None = None) -> Any:
+def derived_field(
+    description: str,
+    ge: int | None = None,
+    le: int | float | None = None,
+    gt: int | float | None = None,
+) -> Any:
     """A field that follows from others where it is left open (None); a resolved section has none
     that is open. Its type is a parameter of the section's class: `int | None`, resolved `int`."""
-    return Field(None, description=description, ge=ge, le=le)
+    return Field(None, description=description, ge=ge, le=le, gt=gt)
 
 
 NOT_MEANT = "not_meant"  # the type of an error that says its field itself

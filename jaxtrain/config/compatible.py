@@ -423,7 +423,7 @@ EVERYWHERE = {
     "beta_slow attention_factor truncate short_factor long_factor",
     "model.kernels": "norm rope relu2 ffn loss",
     "train": "sequence_length batch_size device_batch_size fit steps tokens_per_parameter "
-    "init_from on_nonfinite max_consecutive_skips compiler_options",
+    "scaling_fit init_from on_nonfinite max_consecutive_skips compiler_options",
     "train.local_sgd": "every outer_lr outer_momentum compress fragments",
     "train.autofreeze": "percentile max_layers",
     "train.phases[]": "until model grow",

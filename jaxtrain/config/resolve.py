@@ -12,6 +12,7 @@ from pydantic import BaseModel
 from jaxtrain.config import Config, Sections, to_yaml, validate
 from jaxtrain.config.check_compatible import check_compatible
 from jaxtrain.config.overrides import apply_overrides, check_once
+from jaxtrain.config.scaling_fit import read_dial
 from jaxtrain.data import DataConfig
 from jaxtrain.data.batches.mixture import BatchSizes, batch_sizes
 from jaxtrain.data.batches.ramps import batch_stages, length_stages, overlay
@@ -88,13 +89,14 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
     t = c.train
     model = resolve_model(c.model.model_copy(update=inserted(c)), t.sequence_length)
     check_size(model, vocab_size)
-    tokens = horizon(model, vocab_size, t.tokens_per_parameter)
-    reference = horizon(
-        reference_model(c.model, t.sequence_length), vocab_size, t.tokens_per_parameter
-    )
+    dial = read_dial(t.scaling_fit)
+    ratio = t.tokens_per_parameter or dial.tokens_per_parameter.value
+    tokens = horizon(model, vocab_size, ratio)
+    reference = horizon(reference_model(c.model, t.sequence_length), vocab_size, ratio)
     mesh = make_mesh(c.mesh, devices)
     shards = num_batch_shards(mesh)
-    rows = max(shards, batch_tokens(tokens, reference) // t.sequence_length)
+    ideal = dial.batch(tokens) or batch_tokens(tokens, reference)
+    rows = max(shards, ideal // t.sequence_length)
     batch = t.batch_size or rows
     c = with_ramps(c, batch)
     check_structure(c, model, mesh)
@@ -122,8 +124,9 @@ def resolve(c: Config, vocab_size: int, devices: Sequence[Any] | None = None) ->
     steps = t.steps or max(1, sizes.steps(tokens))
     # muP takes the rates from its base width to this one by itself.
     width = model.base_width if model.init == "mup" else model.width
-    scale = Scale(width, step_tokens, tokens / reference)
+    scale = Scale(width, step_tokens, tokens / reference, dial.rates(tokens / ratio))
     train = {"batch_size": batch, "device_batch_size": device_batch, "steps": steps}
+    train |= {"tokens_per_parameter": ratio}
     optim = resolve_optimizer(c.optim, scale)
     whole = sizes.tokens(steps) // step_tokens  # steps of the whole batch
     optim = optim.model_copy(update={"schedule": shorten_warmup(optim.schedule, max(1, whole))})
@@ -267,13 +270,29 @@ def resolved_text(c: Config) -> str:
     vocab_size = vocab_size_of(c.data)
     r = resolve(c, vocab_size)
     found, path, lines = rules(c, r), [], [summary(r, vocab_size)]
-    lines += [f"# {line}" for line in [warmup_line(c, r)] if line]
+    lines += [f"# {line}" for line in [fit_line(c), warmup_line(c, r)] if line]
     for line in to_yaml(r).splitlines():
         depth = (len(line) - len(line.lstrip())) // 2
         path[depth:] = [line.strip().partition(":")[0]]
         rule = found.get(".".join(path))
         lines.append(f"{line}  # {rule}" if rule else line)
     return "\n".join(lines)
+
+
+def fit_line(c: Config) -> str | None:
+    """The fit behind the horizon, and behind batch and rates where it says them; None where the
+    horizon is set by hand."""
+    if c.train.steps or c.train.tokens_per_parameter:
+        return None
+    dial = read_dial(c.train.scaling_fit)
+    one = dial.tokens_per_parameter
+    interval = f" ({one.low:.3g} to {one.high:.3g})" if one.low and one.high else ""
+    laws = {"batch": dial.batch_tokens, "rates": dial.rate_multiplier}
+    more = "".join(f", {name}" for name, law in laws.items() if law)
+    return (
+        f"fit      train.scaling_fit {c.train.scaling_fit}: {one.value:.4g} tokens a parameter"
+        f"{interval}{more}; {dial.source}"
+    )
 
 
 def decay_line(c: Config, r: Resolved) -> str | None:

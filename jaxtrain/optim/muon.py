@@ -161,6 +161,7 @@ class Scale(NamedTuple):
     width: int = 768
     batch_tokens: int = 2**19  # of one step
     horizon: float = 1.0  # tokens that the parameters ask for, as a multiple of the d12's
+    rates: float = 1.0  # factor on the learning rates, of a fit of one's own
 
 
 REFERENCE = Scale()
@@ -173,8 +174,9 @@ def muon_rates(c: MuonConfig, scale: Scale = REFERENCE) -> MuonRates:
     whole horizon (Wang & Aitchison 2024); a run of fewer steps has the same, as in nanochat.
     """
     batch = math.sqrt(scale.batch_tokens / REFERENCE.batch_tokens)
-    wide = batch * math.sqrt(REFERENCE.width / scale.width)
-    matrix_lr = c.matrix_lr or 0.02 * batch
+    rate = batch * scale.rates
+    wide = rate * math.sqrt(REFERENCE.width / scale.width)
+    matrix_lr = c.matrix_lr or 0.02 * rate
     rates = {
         "matrix_lr": matrix_lr,
         # A model much smaller than nanochat's would else take the whole weight at each step.
@@ -182,8 +184,8 @@ def muon_rates(c: MuonConfig, scale: Scale = REFERENCE) -> MuonRates:
         "embedding_lr": 0.3 * wide,
         "value_embedding_lr": 0.15 * wide,
         "head_lr": 0.008 * wide,
-        "residual_scale_lr": 0.005 * batch,
-        "x0_scale_lr": 0.5 * batch,
+        "residual_scale_lr": 0.005 * rate,
+        "x0_scale_lr": 0.5 * rate,
     }
     # Eight digits, so that the rates read well where they are shown.
     given = {name: getattr(c, name) for name in rates}

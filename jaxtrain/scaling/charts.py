@@ -5,6 +5,7 @@ from collections.abc import Sequence
 from html import escape
 from typing import NamedTuple
 
+from jaxtrain.runs.metrics import Number
 from jaxtrain.runs.report_charts import (
     BOTTOM,
     HEIGHT,
@@ -35,8 +36,8 @@ class Curve(NamedTuple):
     """One thing that is drawn. style: curve, band (dashed) or marks. color: index of a colour."""
 
     label: str
-    x: Sequence[float]
-    y: Sequence[float]
+    x: Sequence[Number]
+    y: Sequence[Number]
     style: str = "curve"
     color: int = 0
 
@@ -44,19 +45,19 @@ class Curve(NamedTuple):
 class Axis(NamedTuple):
     """Maps values to SVG units from `start` to `end`."""
 
-    low: float
-    high: float
+    low: Number
+    high: Number
     log: bool
-    start: float
-    end: float
+    start: Number
+    end: Number
 
-    def at(self, value: float) -> float:
+    def at(self, value: Number) -> Number:
         """SVG units; beyond the ends, the ends."""
         a, b, v = (math.log(x) if self.log else x for x in (self.low, self.high, value))
         share = min(max((v - a) / (b - a), -0.02), 1.02)
         return round(self.start + share * (self.end - self.start), 1)
 
-    def ticks(self) -> list[float]:
+    def ticks(self) -> list[Number]:
         """Round values: 1, 2, 5 times powers of ten, or powers of ten alone."""
         if not self.log:
             return ticks(self.low, self.high)
@@ -69,7 +70,7 @@ class Axis(NamedTuple):
         return found[:: math.ceil(len(found) / 7)] if found else [self.low, self.high]
 
 
-def axis_of(values: Sequence[float], log: bool, start: float, end: float) -> Axis:
+def axis_of(values: Sequence[Number], log: bool, start: Number, end: Number) -> Axis:
     """An axis with some room around the values."""
     low, high = min(values), max(values)
     if log:
@@ -85,7 +86,7 @@ def log_chart(
     x_name: str,
     *,
     log_y: bool = False,
-    y_from: Sequence[float] | None = None,
+    y_from: Sequence[Number] | None = None,
 ) -> str:
     """A figure over a logarithmic x; empty without curves.
 
@@ -122,13 +123,13 @@ def log_chart(
     return f"<figure>{caption}{svg}</figure>"
 
 
-def between(low: float, high: float, count: int = 60) -> list[float]:
+def between(low: Number, high: Number, count: int = 60) -> list[float]:
     """Values from low to high, equally far apart in logarithms."""
     ratio = high / low
     return [low * ratio ** (i / (count - 1)) for i in range(count)]
 
 
-def short(value: float) -> str:
+def short(value: Number) -> str:
     """A number in few characters."""
     if abs(value) >= 1e15:
         return f"{value:.3g}".replace("e+", "e")

@@ -247,8 +247,10 @@ def predict(
     # Five unknowns are fitted: residuals are too small by that.
     wide = math.sqrt(len(points) / max(1, len(points) - 5))
     errors = random.choice(fit.residuals, len(fit.drawn)) * wide
-    drawn = [one(parameters, tokens) * math.exp(e) for one, e in zip(fit.drawn, errors.tolist())]
-    loss = bootstrap.interval(fit.law(parameters, tokens), drawn)
+    drawn = [
+        one(parameters, float(tokens)) * math.exp(e) for one, e in zip(fit.drawn, errors.tolist())
+    ]
+    loss = bootstrap.interval(fit.law(parameters, float(tokens)), drawn)
     names = [p.name for p in points]
     return Prediction(run, parameters, tokens, flops, loss, bootstrap.level, names)
 

@@ -98,8 +98,9 @@ class PhaseConfig(Settings):
     )
 
 
-class TrainFields[Size: int | None](Settings):
-    """The fields of TrainConfig, where a Size may be open, and of ResolvedTrain, where none is."""
+class TrainFields[Size: int | None, Ratio: float | None](Settings):
+    """The fields of TrainConfig, where a Size or the Ratio may be open, and of ResolvedTrain, where
+    none is."""
 
     sequence_length: int = Field(
         2048,
@@ -128,11 +129,16 @@ class TrainFields[Size: int | None](Settings):
         ge=1,
         le=2**31 - 1,
     )
-    tokens_per_parameter: float = Field(
-        12.0,
+    tokens_per_parameter: Ratio = derived_field(
+        "training tokens for each parameter of matrices and head; default that of scaling_fit",
         gt=0,
         le=1e9,
-        description="training tokens for each parameter of matrices and head",
+    )
+    scaling_fit: str = Field(
+        "nanochat",
+        min_length=1,
+        description="the fit of scaling laws that horizon, batch and learning rates follow: a "
+        "fit.json of `jaxtrain scaling`, or the name of a shipped one",
     )
     init_from: str | None = Field(
         None,
@@ -179,9 +185,9 @@ class TrainFields[Size: int | None](Settings):
     )
 
 
-class TrainConfig(TrainFields[int | None]):
+class TrainConfig(TrainFields[int | None, float | None]):
     """Size and length of the training steps."""
 
 
-class ResolvedTrain(TrainFields[int]):
+class ResolvedTrain(TrainFields[int, float]):
     """Train settings with nothing left open."""

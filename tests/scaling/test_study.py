@@ -1,0 +1,221 @@
+"""Studies: what is planned, what is refused, what is resumed, and one from beginning to end."""
+
+import json
+
+import pytest
+import yaml
+
+from jaxtrain.cli import main
+from jaxtrain.config.resolve import resolve, vocab_size_of
+from jaxtrain.model import Transformer, flops_per_token, split
+from jaxtrain.runs.history import read_rows
+from jaxtrain.scaling import command
+from jaxtrain.scaling.laws import Bootstrap
+from jaxtrain.scaling.plan import Planner, check_data, merged, rate_overrides
+from jaxtrain.scaling.points import finished, point_of
+from jaxtrain.scaling.record import write_prediction
+from jaxtrain.scaling.study import Size, load_study
+from jaxtrain.settings import UserError
+
+SIZES = [{"depth": 1, "width": 8}, {"depth": 1, "width": 16}, {"depth": 2, "width": 16}]
+TREE = {
+    "directory": "runs",
+    "config": "quickstart",
+    "overrides": [
+        "data.tokenizer={name: bytes}", "model.head_dim=8", "train.sequence_length=32",
+        "train.batch_size=4", "eval.batch_size=64", "data.validation.fraction=0.002",
+    ],
+    "least_steps": 4,
+    "intervals": {"samples": 20},
+}  # fmt: skip
+ISO = {"isoflop": {"budgets": [1e8, 2e8], "sizes": SIZES}}
+HELD_OUT = {"held_out": {"size": {"depth": 2, "width": 24}, "flops": 6e8}}
+
+
+def write(folder, name="tiny", **fields):
+    """The file of a study."""
+    path = folder / f"{name}.yaml"
+    path.write_text(yaml.safe_dump(TREE | {"directory": str(folder)} | fields))
+    return path
+
+
+def planner_of(folder, **fields):
+    return Planner(load_study(write(folder, **fields)))
+
+
+# ---- what is planned ---------------------------------------------------------------------------
+
+
+def test_runs_of_a_budget_cost_it_within_a_percent_by_the_models_own_flops(tmp_path):
+    iso = {"budgets": [1e9, 4e9], "sizes": [{"depth": 2}, *SIZES]}
+    planner = planner_of(tmp_path, isoflop=iso)
+    runs = planner.runs()
+    assert len(runs) == 8
+    for run in runs[:3] + runs[5:]:
+        config = planner.config(run)
+        c = resolve(config, vocab_size_of(config.data))
+        specs = split(Transformer(c.model, 257))[1]
+        t = c.train
+        tokens = t.steps * t.batch_size * t.sequence_length
+        flops = tokens * flops_per_token(c.model, specs, t.sequence_length)
+        assert run.tokens == tokens and run.flops == pytest.approx(flops)
+        if t.steps > 50:
+            assert flops == pytest.approx(run.budget, rel=0.01)
+    assert all(r.flops == pytest.approx(r.budget, rel=0.01) for r in runs if r.steps > 50)
+
+
+def test_parameters_are_counted_as_asked(tmp_path):
+    counts = planner_of(tmp_path, **ISO).resolved(Size(depth=1, width=16))[1].parameters
+    assert counts["matrices"] == 12 * 16**2
+    assert counts["matrices_and_head"] == 12 * 16**2 + 16 * 320  # the vocabulary in multiples of 64
+    assert counts["total"] > counts["without_embeddings"] > counts["matrices_and_head"]
+    assert counts["total"] - counts["without_embeddings"] == 320 * 16
+
+
+def test_a_run_that_serves_two_fits_is_there_once(tmp_path):
+    rates = {"sizes": SIZES[:1], "flops": 1e8, "multipliers": [0.5, 1, 2]}
+    runs = planner_of(tmp_path, **ISO, learning_rates=rates).runs()
+    assert len(runs) == 8 and len({run.name for run in runs}) == 8
+    assert runs[0].kinds == ("isoflop", "learning_rates") and runs[0].budget == 1e8
+
+
+def test_batch_runs_scale_the_rates_of_the_first(tmp_path):
+    batch = {"size": SIZES[0], "tokens": [4096], "batch_sizes": [2, 4, 8], "evaluations": 4}
+    planner = planner_of(tmp_path, batch_sizes=batch)
+    runs = planner.runs()
+    assert [(r.batch_size, r.steps, r.tokens) for r in runs] == [
+        (2, 64, 4096), (4, 32, 4096), (8, 16, 4096)
+    ]  # fmt: skip
+    rates = [planner.config(run).optim.matrix_lr for run in runs]
+    assert rates == pytest.approx([0.04, 0.04 * 2**0.5, 0.08], rel=1e-5)
+    assert [planner.config(run).eval.every for run in runs] == [16, 8, 4]
+
+
+def test_a_multiplier_is_of_every_learning_rate(tmp_path):
+    c = planner_of(tmp_path, **ISO).resolved(Size(depth=1, width=8))[0]
+    lines = rate_overrides(c, 2.0)
+    names = {line.partition("=")[0] for line in lines}
+    assert {"optim.matrix_lr", "optim.embedding_lr", "optim.head_lr"} <= names
+    assert "optim.matrix_lr=0.08" in lines
+    assert merged(["a=1", "b=2", "a=3"]) == ["a=3", "b=2"]
+
+
+# ---- what is refused ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({}, "a study has runs: set isoflop, tokens, learning_rates or batch_sizes"),
+        (ISO | {"budget": 3}, "budget: no such field; there are name, directory"),
+        ({"isoflop": {"budgets": [1e8], "size": SIZES}}, "no such field; there are budgets, sizes"),
+        (ISO | {"held_out": {"size": SIZES[0]}}, "set one of flops, tokens and tokens_per_param"),
+        ({"isoflop": {"budgets": [0], "sizes": SIZES}}, "isoflop.budgets.0: input should be great"),
+    ],
+)
+def test_a_study_that_cannot_be_is_one_line(tmp_path, fields, message, capsys):
+    assert main(["scaling", "plan", str(write(tmp_path, **fields))]) == 2
+    err = capsys.readouterr().err
+    assert message in err and "Traceback" not in err
+
+
+def test_a_budget_that_a_size_cannot_train_in_is_refused(tmp_path):
+    tree = {"isoflop": {"budgets": [1e7], "sizes": SIZES[2:]}}
+    with pytest.raises(
+        UserError, match="budget 1e.07 FLOPs at depth 2, width 16 are 1 steps of 128"
+    ):
+        planner_of(tmp_path, **tree).runs()
+
+
+def test_more_tokens_than_the_data_hold_are_refused(tmp_path):
+    planner = planner_of(tmp_path, **ISO)
+    runs = planner.runs()
+    longest = max(run.tokens for run in runs)
+    check_data(planner.study, runs, longest)
+    with pytest.raises(UserError, match=rf"trains on {longest:,} tokens.*set most_epochs=2"):
+        check_data(planner.study, runs, longest - 1)
+
+
+def test_a_prediction_comes_before_its_run_and_the_run_is_larger(tmp_path):
+    planner = planner_of(tmp_path, **ISO, **HELD_OUT)
+    held_out = planner.held_out()
+    (tmp_path / held_out.name).mkdir()
+    (tmp_path / held_out.name / "metrics.jsonl").touch()
+    with pytest.raises(UserError, match="has begun and there is no prediction.json"):
+        write_prediction(tmp_path / "prediction.json", held_out, [], Bootstrap())
+
+
+# ---- runs --------------------------------------------------------------------------------------
+
+
+@pytest.fixture(scope="module")
+def study(tmp_path_factory):
+    """A finished study with a prediction; the order in which its runs were trained."""
+    folder, trained = tmp_path_factory.mktemp("study"), []
+    path, train = write(folder, **ISO, **HELD_OUT), command.train
+    with pytest.MonkeyPatch.context() as patch:
+
+        def stopping(config):
+            trained.append(config.run.name)
+            if len(trained) == 3:
+                raise KeyboardInterrupt
+            return train(config)
+
+        patch.setattr(command, "train", stopping)
+        with pytest.raises(KeyboardInterrupt):
+            main(["scaling", "run", str(path)])
+        assert main(["scaling", "run", str(path)]) == 0
+    return folder / "tiny", path, trained
+
+
+@pytest.mark.slow
+@pytest.mark.default_tier
+def test_a_killed_study_goes_on_and_predicts_before_it_trains_the_held_out_run(study):
+    folder, path, trained = study
+    planner = Planner(load_study(path))
+    names = [run.name for run in planner.runs()]
+    assert trained == [*names[:3], *names[2:], planner.held_out().name]
+    fit = json.loads((folder / "fit.json").read_text())
+    prediction = json.loads((folder / "prediction.json").read_text())
+    env = json.loads((folder / planner.held_out().name / "env.json").read_text())
+    assert prediction["when"] <= env["when"] and prediction["runs"] == names
+    assert fit["held_out"]["inside"] in (True, False) and fit["missing_runs"] == []
+    loss = read_rows(folder / planner.held_out().name / "metrics.jsonl")[-2]["loss"]
+    assert fit["held_out"]["loss"] == pytest.approx(loss)
+    page = (folder / "scaling.html").read_text()
+    assert "<svg" in page and "its loss" in page and "http" not in page
+
+
+@pytest.mark.slow
+@pytest.mark.default_tier
+def test_the_fits_of_a_study_and_of_its_run_directories_agree(study, tmp_path, capsys):
+    folder, path, trained = study
+    before = (folder / "fit.json").read_text()
+    assert main(["scaling", "run", str(path)]) == 0  # nothing is left to train
+    again = (folder / "fit.json").read_text()
+    strip = lambda text: {k: v for k, v in json.loads(text).items() if k not in ("when", "command")}
+    assert strip(before) == strip(again)
+    runs = [str(folder / name) for name in dict.fromkeys(trained[:-1])]
+    assert main(["scaling", "fit", *runs, "--out", str(tmp_path)]) == 0
+    ours, theirs = (json.loads((f / "fit.json").read_text()) for f in (folder, tmp_path))
+    law = lambda tree: tree["fits"]["parametric"]["alpha"]["value"]
+    assert law(ours) == pytest.approx(law(theirs), rel=0.05)
+    assert main(["scaling", "fit", runs[0], "--out", str(tmp_path)]) == 2
+    assert "too few runs for any fit" in capsys.readouterr().err
+
+
+@pytest.mark.slow
+@pytest.mark.default_tier
+def test_a_run_that_has_not_ended_is_no_point(study, tmp_path):
+    folder, _, trained = study
+    assert finished(folder / trained[0]) and not finished(tmp_path)
+    point = point_of(folder / trained[0], "bpb", "total")
+    assert (
+        point.depth == 1 and point.width == 8 and point.loss > 1 and point.losses[-1] == point.loss
+    )
+    metrics = tmp_path / "metrics.jsonl"
+    rows = (folder / trained[0] / "metrics.jsonl").read_text().splitlines()
+    metrics.write_text("\n".join(rows[:-1]) + "\n")
+    assert not finished(tmp_path)
+    with pytest.raises(UserError, match="is not a finished run"):
+        point_of(tmp_path, "loss", "total")
