@@ -18,7 +18,7 @@ from jaxtrain.scaling.record import (
     write_prediction,
 )
 from jaxtrain.scaling.report import summary, write_report
-from jaxtrain.scaling.study import Counting, Study, load_study
+from jaxtrain.scaling.study import Counting, Study, find_study, load_study
 from jaxtrain.settings import UserError, command
 from jaxtrain.storage.disk import write_json
 from jaxtrain.train.loop import train
@@ -36,9 +36,9 @@ def main(argv: list[str] | None = None) -> int:
         from jaxtrain.scaling.coordinates import check_coordinates
 
         return check_coordinates(one_of(targets, "a configuration"), overrides, a)
-    if a.stage == "fit" and not targets[:1][0].endswith((".yaml", ".yml")):
+    if a.stage == "fit" and targets and Path(targets[0]).is_dir():
         return fit_runs([Path(word) for word in targets], a.parameters, a.out)
-    study = load_study(Path(one_of(targets, "a study")), overrides)
+    study = load_study(find_study(one_of(targets, "a study")), overrides)
     if a.parameters:
         study = study.model_copy(update={"parameters": a.parameters})
     planner = Planner(study)

@@ -161,6 +161,17 @@ def check_length(one: LearningRates | HeldOut) -> None:
         raise ValueError("set one of flops, tokens and tokens_per_parameter")
 
 
+def find_study(name: str) -> Path:
+    """A path, or the bare name of a shipped study."""
+    here = Path(__file__).parents[1]
+    folders = [here / "configs" / "scaling", here.parent / "configs" / "scaling"]
+    for place in (Path(name), *(folder / f"{name}.yaml" for folder in folders)):
+        if place.is_file():
+            return place
+    shipped = sorted({path.stem for folder in folders for path in folder.glob("*.yaml")})
+    raise UserError(f"{name}: no such study; give a YAML file, or one of {', '.join(shipped)}")
+
+
 def load_study(path: Path, overrides: tuple[str, ...] = ()) -> Study:
     """The study of a YAML file. overrides: key.path=value of all its runs, after its own.
 
