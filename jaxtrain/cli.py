@@ -35,6 +35,7 @@ COMMANDS = {
     "sweep": Command(
         "", "sweep.command:main", "sweep.arguments:sweep_parser",
         "search hyperparameters by many runs, with a report",
+    ),
     "scaling": Command(
         "", "scaling.command:main", "scaling.arguments:scaling_parser",
         "fit scaling laws to many runs, predict a larger one",

@@ -29,8 +29,7 @@ LAYERS = (
     ("jaxtrain.compress",),
     ("jaxtrain.train",),
     ("jaxtrain.estimate",),
-    ("jaxtrain.sweep",),
-    ("jaxtrain.scaling",),
+    ("jaxtrain.scaling", "jaxtrain.sweep"),
     ("jaxtrain.main",),
     ("jaxtrain.cli",),
 )
