@@ -11,7 +11,8 @@ from matplotlib.figure import Figure
 from benchmarks.ladder import BASELINE, FOLDER, WITHOUT, Ladder, Record, read_ladders, read_records
 from benchmarks.record import BENCHMARKS
 from benchmarks.scales import tokens_to
-from benchmarks.verdicts import STUDENT, code
+from benchmarks.verdict_page import code
+from benchmarks.verdicts import STUDENT
 
 PAGE = BENCHMARKS.parent / "docs" / "benchmarks" / "ladder.md"
 PICTURE = BENCHMARKS / "ladder.png"
