@@ -25,12 +25,7 @@ from benchmarks.record import RESULTS, Record, read_results, write
 from benchmarks.tables import to_rich
 from jaxtrain.settings import UserError
 
-NAMES = (
-    "name",
-    "shape",
-    "backend",
-    "model",
-)  # of a row; rows that differ in other facts are repeats
+NAMES = ("name", "shape", "backend", "model")  # rows that are equal in these are repeats
 FACTS = ("seed", "cpus", "steps", "failed", "label")
 
 
@@ -41,11 +36,11 @@ class Allowed(NamedTuple):
     absolute: float = 0.0
 
 
-# By the kind of the metric, where a record has no spread. Times: two runs of one commit on a CPU
-# that other work shares differ by that much. Losses: two runs of one seed on CPUs with other
-# vector units. Bytes: another version of the compiler. What is counted does not move.
+# By the kind of the metric, where a record has no spread. Times: from a half to twice the record
+# (two runs of one commit on a CPU that other work shares differed by 1.7 times). Losses: two seeds
+# of one recipe. Bytes: another version of the compiler. What is counted does not move.
 ALLOWED = {
-    "time": Allowed(0.5),
+    "time": Allowed(1.0),
     "loss": Allowed(0.0, 0.005),
     "bytes": Allowed(0.02),
     "count": Allowed(1e-6, 1e-9),
@@ -108,6 +103,7 @@ def compare(record: Record, now: Record) -> Iterator[Figure]:
             continue
         value = statistics.mean(new[metric])
         close = abs(value - recorded) <= spread or (math.isnan(value) and math.isnan(recorded))
+        close &= kind != "time" or value >= recorded / 2
         yield Figure(name, metric, recorded, value, spread, "same" if close else "moved")
 
 

@@ -117,6 +117,7 @@ def test_a_projection_carries_the_efficiency_of_four_gpus_on_to_eight():
     law = {
         "bench": "scaling",
         "config": "gpt",
+        "device_count": 1,
         "file": "scaling.json",
         "metrics": {"tokens_to_core": [1e6, 2e6, 4e6]},
     }
