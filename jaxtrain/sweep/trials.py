@@ -109,7 +109,7 @@ def run_one(
             return Pruned(stopped[-1])
         if result.stopped:
             raise KeyboardInterrupt
-    figures = figures_of(run_dir)
+    figures = run_figures(run_dir)
     if missing := [goal.metric for goal in c.objectives if goal.metric not in figures]:
         raise UserError(
             f"objectives: {run_dir} has no {missing[0]}; it has {', '.join(sorted(figures))}"
@@ -124,7 +124,7 @@ def is_finished(run_dir: Path) -> bool:
     return bool(rows) and rows[-1].get("status") == "finished"
 
 
-def figures_of(run_dir: Path) -> Figures:
+def run_figures(run_dir: Path) -> Figures:
     """What a finished run came to: its last validation, seconds of training, tokens/s, bytes."""
     rows = read_rows(run_dir / "metrics.jsonl")
     start = next(row for row in rows if row.get("event") == "start")
