@@ -91,6 +91,8 @@ def bench_population(
     record = describe("population", label, variant or w.precision, workload=w.facts())
     if note:
         record["note"] = note
+    if jax.default_backend() == "cpu":
+        record["floor"] = {"matmul_gflops_per_cpu_s": matmul_rate()}
     total, rows = steps or STEPS, []
     with jax.set_mesh(w.mesh):
         batches = [random_batch(w, i) for i in range(BATCHES)]
@@ -156,6 +158,7 @@ def compared(
     ]
     ratios = [count * a.wall / b.wall for a, b in pairs]
     in_cpu = [count * a.cpu / b.cpu for a, b in pairs]
+    alone_cpu = statistics.median(a.cpu for a, _ in pairs)
     one, both = (statistics.median(x.wall for x in side) for side in zip(*pairs, strict=True))
     # N runs of so many steps in one process: the step is compiled once, or for each run.
     once = alone.compile_s + count * total * one / 1e3
@@ -167,7 +170,9 @@ def compared(
         "ms": both, "ms_alone": one, "tokens_per_s": 1e3 * count * w.tokens / both,
         "tokens_per_s_alone": 1e3 * w.tokens / one, "ratio": statistics.median(ratios),
         "ratio_lowest": min(ratios), "ratio_highest": max(ratios),
-        "ratio_cpu_seconds": statistics.median(in_cpu), "compile_s": many.compile_s,
+        "ratio_cpu_seconds": statistics.median(in_cpu),
+        "gflops_per_cpu_s_alone": 1e-6 * w.flops_per_token * w.tokens / alone_cpu,
+        "compile_s": many.compile_s,
         "compile_s_alone": alone.compile_s, "ratio_compiled_once": once / at_once,
         "ratio_compiled_each": each / at_once, "peak_bytes": memory_needed(many.compiled),
         "peak_bytes_alone": memory_needed(alone.compiled), "error": difference,
@@ -181,6 +186,13 @@ def loss_difference(w: Workload, alone: Trained, many: Trained) -> float:
     if not np.isfinite(pairs).all():
         raise UserError(f"{w.name}: a loss is not finite: {pairs}")
     return max(abs(a - b) for a, b in pairs)
+
+
+def matmul_rate() -> float:
+    """GFLOPs of a large float32 product in a second of CPU time: what no step gets beyond."""
+    multiply, x = jax.jit(lambda x: x @ x), jnp.ones((1024, 1024))
+    jax.block_until_ready(multiply(x))
+    return 1e-6 * 2 * 1024**3 / window_ms(lambda _: multiply(x), 20).cpu
 
 
 def steps_of_a_window(step: Callable[[int], jax.Array]) -> int:

@@ -241,6 +241,7 @@ def test_what_may_differ_passes(tmp_path):
     [
         ({"train__on_nonfinite": "rollback"}, r"train\.on_nonfinite: a population cannot have it"),
         ({"train__loss_spike": "{}"}, r"train\.loss_spike: a population cannot have it: members"),
+        ({"objective__name": "orpo"}, r"objective\.name: a population cannot have it: only pre"),
         ({"train__phases": "[{until: 3, model: {depth: 1}}]"}, r"train\.phases: a population"),
         ({"model__moe": "{experts: 4}"}, r"model\.moe: a population cannot have it"),
         ({"metrics__wandb": True}, r"metrics\.wandb: a population cannot have it: a process has"),

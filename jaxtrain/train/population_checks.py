@@ -7,6 +7,7 @@ import jax
 from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.config import Config
 from jaxtrain.config.resolve import Resolved
+from jaxtrain.objectives import PREFERENCES
 from jaxtrain.runs.job import leaves
 from jaxtrain.settings import UserError
 from jaxtrain.train.checks import SkipNonfinite
@@ -38,6 +39,9 @@ Refused = tuple[str, Callable[[Resolved], object], str]
 REFUSED: tuple[Refused, ...] = (
     ("model.fp8", lambda c: c.model.fp8, "float8 products have no batched form"),
     ("model.moe", lambda c: c.model.moe, "the experts' products have no batched form"),
+    ("objective.name", lambda c: c.objective.name in PREFERENCES,
+     "only pretraining has a population"),
+    ("objective.name", lambda c: c.objective.name == "distill", "it reads another model"),
     ("finetune.name", lambda c: c.finetune.name != "full", "only pretraining has a population"),
     ("train.init_from", lambda c: c.train.init_from, "members begin with initial values"),
     ("train.phases", lambda c: c.train.phases, "a population has one model"),

@@ -68,6 +68,17 @@ def test_mosaic_equals_reference_without_races(op, L, M, K, dtype, tiling, capfd
     assert "RACE" not in "".join(capfd.readouterr())
 
 
+@pytest.mark.slow
+def test_a_mapped_axis_is_one_more_axis_of_the_grid():
+    """As in a population of models (`jaxtrain.train.population`)."""
+    (x,) = arguments("gram", 2, 192, 64, jnp.float16)
+    run = functools.partial(symmetric.gram, tiling=SMALL._replace(blocks=1), interpret=INTERPRET)
+    out = jax.vmap(run)(x[:, None])
+    expected = reference.gram(x.astype(jnp.float32))[:, None]
+    eps = float(jnp.finfo(jnp.float16).eps)
+    np.testing.assert_allclose(out.astype(jnp.float32), expected, atol=eps, rtol=eps)
+
+
 @pytest.mark.parametrize("op", OPS)
 @pytest.mark.parametrize("dtype", [jnp.float32, jnp.bfloat16, jnp.float16])
 def test_xla_equals_reference(op, dtype):
