@@ -4,6 +4,7 @@ import functools
 import re
 import shutil
 from pathlib import Path
+from types import SimpleNamespace
 
 import jax
 import jax.numpy as jnp
@@ -30,7 +31,6 @@ from jaxtrain.train.population import train_population
 from jaxtrain.train.population_checks import MEMBER_FIELDS, TRACED, check_configs, check_plans
 from jaxtrain.train.population_members import is_batched, make_population_step
 
-MESH = {"mesh__data": 1}
 # Two members: other initial values, another order of the data, other rates.
 SECOND = {"run__seed": 7, "data__seed": 3, "optim__matrix_lr": 0.03, "optim__momentum": 0.8}
 
@@ -241,7 +241,6 @@ def test_what_may_differ_passes(tmp_path):
     [
         ({"train__on_nonfinite": "rollback"}, r"train\.on_nonfinite: a population cannot have it"),
         ({"train__loss_spike": "{}"}, r"train\.loss_spike: a population cannot have it: members"),
-        ({"objective__name": "orpo"}, r"objective\.name: a population cannot have it: only pre"),
         ({"train__phases": "[{until: 3, model: {depth: 1}}]"}, r"train\.phases: a population"),
         ({"model__moe": "{experts: 4}"}, r"model\.moe: a population cannot have it"),
         ({"metrics__wandb": True}, r"metrics\.wandb: a population cannot have it: a process has"),
@@ -252,6 +251,15 @@ def test_what_may_differ_passes(tmp_path):
 def test_what_a_population_cannot_do_is_refused(tmp_path, changes, says):
     with pytest.raises(UserError, match=says):
         check_plans(plans_of(tmp_path, changes))
+
+
+@pytest.mark.parametrize("name", ["dpo", "distill"])
+def test_objectives_with_another_model_are_refused(tmp_path, name):
+    (plan,) = plans_of(tmp_path, {})
+    objective = SimpleNamespace(name=name)
+    with_other = plan.config.model_copy(update={"objective": objective})
+    with pytest.raises(UserError, match=r"objective\.name: a population cannot have it"):
+        check_plans([plan._replace(config=with_other)])
 
 
 def test_what_is_wrong_before_any_plan(tmp_path, monkeypatch):

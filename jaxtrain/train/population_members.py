@@ -39,7 +39,7 @@ from jaxtrain.train.step import State, StepSpec, train_step
 from jaxtrain.weights.params import Params
 
 # Values of a microbatch [rows, T, D], up to which members on a CPU are a batch. A batch of 8 took
-# 0.5 times the CPU time of 8 runs at 2^12 values, and 1 to 1.9 times from 2^14 on.
+# 0.6 times the CPU time of 8 runs at 2^12 values, and 1 to 1.9 times from 2^14 on (LOG.md).
 SMALL_ON_CPU = 2**13
 
 
