@@ -399,7 +399,7 @@ def record_of(train: Trainer, name: str, found: Found) -> Record | None:
     if found.error:
         record["error"] = found.error
     for rung, rows in train.tried.items():
-        if rung == name or (name == ladder.names[-1] and rung != BASELINE):
+        if name == (BASELINE if rung == BASELINE else ladder.names[-1]):
             record["tuned"] = rows
     return record
 

@@ -17,6 +17,7 @@ from benchmarks.verdicts import STUDENT
 PAGE = BENCHMARKS.parent / "docs" / "benchmarks" / "ladder.md"
 PICTURE = BENCHMARKS / "ladder.png"
 CLAIM = 5.0  # times fewer seconds in all
+NOISY = 0.1  # more than that between two rounds is the work of others
 PADDING = "packed rows"  # the rung whose gain depends on the lengths of the documents
 Records = Mapping[tuple[str, str], Record]
 
@@ -57,11 +58,39 @@ def tokens_to_target(record: Record, target: float) -> Tokens | None:
             found.append(tokens_to(target, ends)[0])
     if not found:
         return None
-    logs = list(map(math.log, found))
-    mean, n = statistics.mean(logs), len(logs)
-    half = STUDENT[n] * statistics.stdev(logs) / math.sqrt(n) if n > 1 else None
-    interval = None if half is None else (math.exp(mean - half), math.exp(mean + half))
-    return Tokens(math.exp(mean), interval, bound, n)
+    interval = interval_of(found)
+    return Tokens(statistics.geometric_mean(found), interval, bound, len(found))
+
+
+def interval_of(values: Sequence[float]) -> tuple[float, float] | None:
+    """The 95% interval of the geometric mean (Student's t); None of one value."""
+    if len(values) < 2:
+        return None
+    logs = list(map(math.log, values))
+    half = STUDENT[len(logs)] * statistics.stdev(logs) / math.sqrt(len(logs))
+    mean = statistics.mean(logs)
+    return math.exp(mean - half), math.exp(mean + half)
+
+
+def paired_interval(base: Record, top: Record) -> tuple[float, float] | None:
+    """Of the baseline's seconds over the top's; None where a seed of the top does not come to the
+    loss of the baseline.
+
+    Seed by seed, each has the baseline's loss of that seed as its target; a shortest run that is
+    below it already counts as it is. Round by round: from the least ratio of the seconds of a token
+    to the largest.
+    """
+    ratios = []
+    for row in base["rows"]:
+        own = [r for r in top["rows"] if r["seed"] == row["seed"]]
+        tokens = tokens_to_target(top | {"rows": own}, row["bpb"]) if own else None
+        if tokens is None:
+            return None
+        ratios.append(row["tokens"] / tokens.mean)
+    interval = interval_of(ratios)
+    pairs = zip(base["metrics"]["rounds"], top["metrics"]["rounds"])
+    rates = [one / other for one, other in pairs]
+    return interval and (interval[0] * min(rates), interval[1] * max(rates))
 
 
 def cost_of(record: Record, target: float) -> Cost:
@@ -79,7 +108,7 @@ class Total(NamedTuple):
     """The top beside the baseline."""
 
     factor: float  # the baseline's seconds over the top's
-    interval: tuple[float, float] | None  # of 95%, over the seeds of the top
+    interval: tuple[float, float] | None  # see paired_interval
     tokens: float  # the baseline's tokens over the top's
     seconds_per_token: float  # the baseline's over the top's
     bytes: float
@@ -87,23 +116,21 @@ class Total(NamedTuple):
 
     @property
     def verdict(self) -> str:
-        low, high = self.interval or (self.factor, self.factor)
+        if self.interval is None:
+            return "is undecided"
+        low, high = self.interval
         if low >= CLAIM:
             return "holds"
         return "does not hold" if high < CLAIM else "is undecided"
 
 
-def total_of(costs: Sequence[Cost]) -> Total | None:
+def total_of(costs: Sequence[Cost], interval: tuple[float, float] | None = None) -> Total | None:
     """None where the top does not reach the target, or where it is not there yet."""
     base, top = costs[0], costs[-1]
     if len(costs) < 2 or base.tokens is None or top.tokens is None:
         return None
     rate = base.seconds_per_token / top.seconds_per_token
     tokens = base.tokens.mean / top.tokens.mean
-    interval = None
-    if top.tokens.interval:
-        low, high = top.tokens.interval
-        interval = base.tokens.mean / high * rate, base.tokens.mean / low * rate
     steps = dict(zip([cost.name for cost in costs], factors(costs)))
     padding = steps.get(PADDING)
     return Total(tokens * rate, interval, tokens, rate, base.step_bytes / top.step_bytes, padding)
@@ -144,7 +171,8 @@ claim to prove or refute is at least {claim:g} times fewer seconds in all.
   Muon's at the top, each on two seeds. The rungs between have the rate of their end. No rung
   between is tuned by itself, and a factor depends on the order of the rungs.
 - The ends have three seeds, the rungs between have one. A factor of one seed within 3% decides
-  nothing. Brackets hold the 95% interval over seeds (Student's t).
+  nothing. Brackets hold the 95% interval over seeds (Student's t). That of the factor in all pairs
+  the seeds, and goes from the lowest to the highest round of the seconds of a token.
 - The step is compiled (`jit`) in every rung. JAX without `jit` dispatches each operation by
   itself, and nobody trains that way: it is not measured here.
 - The baseline has no dropout, which costs loss where each text is seen once. Its batches hold one
@@ -189,9 +217,11 @@ def section(ladder: Ladder, records: Records) -> str:
     tokens = sum(row["tokens"] for row in base["rows"]) / len(base["rows"])
     text = f"""## {ladder.which}: {size.depth} layers, {tokens / 1e6:.2f}M tokens
 
-{base["device"]}, {f"`{data}`, " if data else ""}{steps} steps. The target is {target:.4f} bits per
-byte, the mean of the baseline's seeds ({losses}).{padded}
-{summary(ladder, costs)}
+{base["device"]}, {f"`{data}`, " if data else ""}{steps} steps. The target is {target:.4f} bits
+per byte, the mean of the baseline's seeds ({losses}).{padded}
+{spread_text(ladder, records)}
+
+{summary(ladder, costs, records)}
 
 | rung | tokens | seeds | seconds | factor | in all | memory | bytes |
 | --- | --- | --- | --- | --- | --- | --- | --- |
@@ -201,16 +231,32 @@ byte, the mean of the baseline's seeds ({losses}).{padded}
     text += "\n".join(lines) + "\n"
     for name in failed:
         text += f"\nA run of `{name}` failed: {records[ladder.which, name]['error']}.\n"
+    if left := [name for name in ladder.names if (ladder.which, name) not in records]:
+        text += (
+            f"\nNot measured: {', '.join(left)}. Their gains are in the factor of the next row.\n"
+        )
     text += f"\nSettings: {code([f'--config {size.config}', *size.overrides])}.\n"
     text += f"Command: `{base['command']}`\n"
     return text + removals(ladder, costs, records)
 
 
-def summary(ladder: Ladder, costs: Sequence[Cost]) -> str:
+def spread_text(ladder: Ladder, records: Records) -> str:
+    """How far the rounds of one rung are apart: what other work on the machine does to seconds."""
+    found = [records[ladder.which, n]["metrics"]["rounds"] for n in ladder.names
+             if (ladder.which, n) in records]  # fmt: skip
+    spread = max(max(rounds) / min(rounds) for rounds in found) - 1
+    text = f"Rounds of one rung differ by up to {spread:.0%} in the seconds of a token"
+    noisy = ": the machine had other work, and no factor of time within that decides anything"
+    return f"{text}{noisy if spread > NOISY else ''}."
+
+
+def summary(ladder: Ladder, costs: Sequence[Cost], records: Records) -> str:
     """The factor in all, by parts."""
-    total = total_of(costs)
-    if costs[-1].name != ladder.names[-1]:
+    top = ladder.names[-1]
+    if costs[-1].name != top:
         return "The top is not measured yet."
+    ends = records[ladder.which, BASELINE], records[ladder.which, top]
+    total = total_of(costs, paired_interval(*ends))
     if total is None:
         return "The top does not reach the target."
     spread = f" [{total.interval[0]:.2f}, {total.interval[1]:.2f}]" if total.interval else ""

@@ -20,7 +20,15 @@ from benchmarks.ladder import (
     read_records,
     start_length,
 )
-from benchmarks.ladder_page import Total, cost_of, costs_of, factors, make_page, total_of
+from benchmarks.ladder_page import (
+    Total,
+    cost_of,
+    costs_of,
+    factors,
+    make_page,
+    paired_interval,
+    total_of,
+)
 from benchmarks.verdict_runs import Outcome
 from jaxtrain.config import find_config, load_config
 from jaxtrain.config.resolve import resolve
@@ -246,7 +254,8 @@ def record(name, ends, rate=1e-3, step_bytes=100):
     """A record of {(seed, tokens): bits per byte}."""
     rows = [{"seed": s, "tokens": n, "bpb": bpb} for (s, n), bpb in ends.items()]
     return {"variant": name, "rows": rows,
-            "metrics": {"seconds_per_token": rate, "step_bytes": step_bytes}}  # fmt: skip
+            "metrics": {"seconds_per_token": rate, "step_bytes": step_bytes,
+                        "rounds": [rate, 2 * rate]}}  # fmt: skip
 
 
 BASE = record(BASELINE, {(0, 800): 2.0, (1, 800): 2.1}, rate=4e-3, step_bytes=400)
@@ -273,18 +282,31 @@ def test_nothing_is_read_beyond_the_shortest_run():
 def test_factors_multiply_to_the_total_and_skip_what_is_not_reached():
     failed = record("failed", {(0, 800): 2.2})
     packed = record("packed rows", {(0, 400): 2.0, (0, 200): 2.2})
-    top = record(
-        "top", {(s, n): 2.1 - s / 100 if n == 100 else 1.9 for s in (0, 1) for n in (100, 200)}
-    )
+    ends = {(s, n): 2.1 - s / 100 if n == 100 else 1.9 for s in (0, 1) for n in (100, 200)}
+    top = record("top", ends)
     costs = [cost_of(one, 2.0) for one in (BASE, failed, packed, top)]
     found = factors(costs)
     assert found[:2] == [None, None] and found[2] == pytest.approx(3.2 / 0.4)
-    total = total_of(costs)
+    total = total_of(costs, (20.0, 40.0))
     assert math.prod(f for f in found if f) == pytest.approx(total.factor)
     assert total.factor == pytest.approx(total.tokens * total.seconds_per_token)
     assert total.seconds_per_token == pytest.approx(4) and total.bytes == pytest.approx(4)
-    assert total.padding == found[2] and total.interval[0] < total.factor < total.interval[1]
+    assert total.padding == found[2] and total.interval == (20, 40)
     assert total.verdict == "holds"
+
+
+def test_the_interval_pairs_the_seeds():
+    """Each seed of the top has the loss of its own baseline as the target."""
+    ends = {(0, 100): 2.1, (0, 200): 1.9, (1, 100): 2.2, (1, 200): 2.0}
+    top = record("top", ends, rate=4e-3)
+    assert paired_interval(BASE, top) == pytest.approx((4 * 2**0.5, 4 * 2**0.5))
+    top["metrics"]["rounds"][1] *= 2  # the second round is half as fast beside the baseline's
+    assert paired_interval(BASE, top) == pytest.approx((2 * 2**0.5, 4 * 2**0.5))
+    uneven = {(0, 100): 2.0, (0, 50): 2.1, (1, 100): 2.2, (1, 200): 2.1}
+    low, high = paired_interval(BASE, record("top", uneven, rate=4e-3))
+    assert low < 4 < 8 < high
+    assert paired_interval(BASE, record("top", {(0, 100): 2.1, (0, 200): 1.9})) is None
+    assert paired_interval(BASE, record("top", ends | {(0, 200): 2.05})) is None
 
 
 @pytest.mark.parametrize(
@@ -293,7 +315,7 @@ def test_factors_multiply_to_the_total_and_skip_what_is_not_reached():
         (6.0, (5.0, 7.0), "holds"),
         (6.0, (4.0, 8.0), "is undecided"),
         (4.0, (3.0, 4.9), "does not hold"),
-        (6.0, None, "holds"),
+        (6.0, None, "is undecided"),
     ],
 )
 def test_the_claim_is_judged_by_the_interval(factor, interval, verdict):
