@@ -111,7 +111,6 @@ class Total(NamedTuple):
     interval: tuple[float, float] | None  # see paired_interval
     tokens: float  # the baseline's tokens over the top's
     seconds_per_token: float  # the baseline's over the top's
-    bytes: float
     padding: float | None  # the share of the factor that packing has
 
     @property
@@ -133,7 +132,7 @@ def total_of(costs: Sequence[Cost], interval: tuple[float, float] | None = None)
     tokens = base.tokens.mean / top.tokens.mean
     steps = dict(zip([cost.name for cost in costs], factors(costs)))
     padding = steps.get(PADDING)
-    return Total(tokens * rate, interval, tokens, rate, base.step_bytes / top.step_bytes, padding)
+    return Total(tokens * rate, interval, tokens, rate, padding)
 
 
 def factors(costs: Sequence[Cost]) -> list[float | None]:
@@ -166,7 +165,9 @@ claim to prove or refute is at least {claim:g} times fewer seconds in all.
   in turn; the median of the rounds counts.
 - `factor` is the seconds of the rung below over those of the rung. `in all` is the seconds of the
   baseline over those of the rung.
-- `memory` is what a compiled step needs. `bytes` is the baseline's memory over the rung's.
+- `memory` is what a compiled step needs. `bytes` is the baseline's memory over the rung's. From the
+  rung `batch ramp` on it is that of the first steps, which have fewer rows than the others: the
+  rung below it says what a whole step needs.
 - Both ends have the same budget for tuning: four values of AdamW's rate at the bottom, four of
   Muon's at the top, each on two seeds. The rungs between have the rate of their end. No rung
   between is tuned by itself, and a factor depends on the order of the rungs.
@@ -262,7 +263,7 @@ def summary(ladder: Ladder, costs: Sequence[Cost], records: Records) -> str:
     spread = f" [{total.interval[0]:.2f}, {total.interval[1]:.2f}]" if total.interval else ""
     text = (
         f"**In all {total.factor:.2f}x{spread} fewer seconds**: {total.tokens:.2f}x fewer tokens, "
-        f"each {total.seconds_per_token:.2f}x faster; a step has {total.bytes:.2f}x fewer bytes. "
+        f"each {total.seconds_per_token:.2f}x faster. "
         f"The claim of at least {CLAIM:g}x {total.verdict} at this scale."
     )
     if total.padding:
