@@ -115,7 +115,7 @@ def compare(
 
 def loss(network: Transformer, batch: data.Batch) -> Array:
     """Mean cross-entropy of the next token."""
-    logits = network.logits(network(batch.tokens_BT).states)
+    logits = network.logits(network(jnp.asarray(batch.tokens_BT)).states)
     likely = jnp.take_along_axis(jax.nn.log_softmax(logits), batch.targets_BT[..., None], -1)[
         ..., 0
     ]
@@ -163,9 +163,12 @@ def slope_of(points: Sequence[tuple[int, float]]) -> tuple[Interval, Verdict]:
     if len(points) < 3 or len({size for size, _ in points}) < 2:
         return Interval(math.nan, -math.inf, math.inf), "unclear"
     x, y = np.log(np.array(points, float)).T
-    line: Any = stats.linregress(x, y)
-    half = float(stats.t.ppf((1 + LEVEL) / 2, len(points) - 2)) * float(line.stderr)
-    one = Interval(float(line.slope), float(line.slope) - half, float(line.slope) + half)
+    x -= x.mean()
+    slope = float(x @ y / (x @ x))
+    residual = y - y.mean() - slope * x
+    error = math.sqrt(float(residual @ residual / (x @ x)) / (len(points) - 2))
+    half = float(stats.t.ppf((1 + LEVEL) / 2, len(points) - 2)) * error
+    one = Interval(slope, slope - half, slope + half)
     return one, verdict_of(one)
 
 

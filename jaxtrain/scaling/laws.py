@@ -136,12 +136,12 @@ def _log_losses(p: np.ndarray, n: np.ndarray, d: np.ndarray) -> np.ndarray:
 def _objective(p: np.ndarray, data: _Data) -> tuple[float, np.ndarray]:
     """Sum of Huber losses, and its gradient."""
     terms = _log_losses(p, data.n, data.d)
-    fitted = logsumexp(terms, -1)
-    shares = np.exp(terms - fitted[:, None])
+    fitted = np.asarray(logsumexp(terms, -1))
+    shares = np.exp(terms - np.expand_dims(fitted, -1))
     residual = fitted - data.loss
     small = np.abs(residual) <= DELTA
     huber = np.where(small, residual**2 / 2, DELTA * (np.abs(residual) - DELTA / 2))
-    slope = np.clip(residual, -DELTA, DELTA)
+    slope: np.ndarray = np.clip(residual, -DELTA, DELTA)
     by_term = shares * slope[:, None]
     gradient = [*by_term.sum(0), -(by_term[:, 0] @ data.n), -(by_term[:, 1] @ data.d)]
     return float(huber.sum()) / DELTA, np.asarray(gradient) / DELTA

@@ -130,12 +130,12 @@ class Planner:
             c.train.batch_size, multiplier, flops, lines,
         )  # fmt: skip
 
-    def length(self, one: LearningRates | HeldOut, size: Size) -> dict[str, float | None]:
-        """`flops` or `tokens` of a run of a size."""
+    def length(self, one: LearningRates | HeldOut, size: Size) -> tuple[float | None, float | None]:
+        """FLOPs or tokens of a run of a size; the other is None."""
         if one.tokens_per_parameter is None:
-            return {"flops": one.flops, "tokens": one.tokens}
+            return one.flops, one.tokens
         parameters = self.resolved(size)[1].of(self.study.parameters)
-        return {"tokens": one.tokens_per_parameter * parameters}
+        return None, one.tokens_per_parameter * parameters
 
     def runs(self) -> list[PlannedRun]:
         """All but the held-out run; one that serves two kinds is there once."""
@@ -161,9 +161,11 @@ class Planner:
                         yield self.run("tokens", size, seed, tokens=tokens)
             if s.learning_rates:
                 for size in s.learning_rates.sizes:
-                    length = self.length(s.learning_rates, size)
+                    flops, tokens = self.length(s.learning_rates, size)
                     for m in s.learning_rates.multipliers:
-                        yield self.run("learning_rates", size, seed, multiplier=m, **length)
+                        yield self.run(
+                            "learning_rates", size, seed, flops=flops, tokens=tokens, multiplier=m
+                        )
             yield from self._batch_runs(seed)
 
     def _batch_runs(self, seed: int) -> Iterator[PlannedRun]:
@@ -185,7 +187,8 @@ class Planner:
         one = self.study.held_out
         if one is None:
             return None
-        return self.run("held_out", one.size, self.study.seeds[0], **self.length(one, one.size))
+        flops, tokens = self.length(one, one.size)
+        return self.run("held_out", one.size, self.study.seeds[0], flops=flops, tokens=tokens)
 
     def config(self, run: PlannedRun) -> Config:
         """What `jaxtrain train` would be given for a run."""

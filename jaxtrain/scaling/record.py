@@ -53,7 +53,8 @@ def read_prediction(path: Path) -> tuple[Prediction, str] | None:
     tree = read_object(path)
     try:
         loss = Interval(*(tree["loss"][name] for name in Interval._fields))
-        one = Prediction(**{name: tree[name] for name in Prediction._fields} | {"loss": loss})
+        rest = [tree[name] for name in ("run", "parameters", "tokens", "flops")]
+        one = Prediction(*rest, loss=loss, level=tree["level"], runs=tree["runs"])
         return one, tree["when"]
     except (KeyError, TypeError) as error:
         raise UserError(f"{path} is no prediction: {error} is missing or wrong") from error

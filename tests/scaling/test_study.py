@@ -22,8 +22,8 @@ TREE = {
     "directory": "runs",
     "config": "quickstart",
     "overrides": [
-        "data.tokenizer={name: bytes}", "model.head_dim=8", "train.sequence_length=32",
-        "train.batch_size=4", "eval.batch_size=64", "data.validation.fraction=0.002",
+        "data.tokenizer={name: bytes}", "model.head_dim=8", "train.sequence_length=16",
+        "train.batch_size=8", "eval.batch_size=64", "data.validation.fraction=0.002",
     ],
     "least_steps": 4,
     "intervals": {"samples": 20},
@@ -32,9 +32,9 @@ ISO = {"isoflop": {"budgets": [1e8, 2e8], "sizes": SIZES}}
 HELD_OUT = {"held_out": {"size": {"depth": 2, "width": 24}, "flops": 6e8}}
 
 
-def write(folder, name="tiny", **fields):
+def write(folder, **fields):
     """The file of a study."""
-    path = folder / f"{name}.yaml"
+    path = folder / "tiny.yaml"
     path.write_text(yaml.safe_dump(TREE | {"directory": str(folder)} | fields))
     return path
 
@@ -47,7 +47,7 @@ def planner_of(folder, **fields):
 
 
 def test_runs_of_a_budget_cost_it_within_a_percent_by_the_models_own_flops(tmp_path):
-    iso = {"budgets": [1e9, 4e9], "sizes": [{"depth": 2}, *SIZES]}
+    iso = {"budgets": [4e9, 2e10], "sizes": [{"depth": 2}, *SIZES]}
     planner = planner_of(tmp_path, isoflop=iso)
     runs = planner.runs()
     assert len(runs) == 8
@@ -80,15 +80,15 @@ def test_a_run_that_serves_two_fits_is_there_once(tmp_path):
 
 
 def test_batch_runs_scale_the_rates_of_the_first(tmp_path):
-    batch = {"size": SIZES[0], "tokens": [4096], "batch_sizes": [2, 4, 8], "evaluations": 4}
+    batch = {"size": SIZES[0], "tokens": [4096], "batch_sizes": [8, 16, 32], "evaluations": 4}
     planner = planner_of(tmp_path, batch_sizes=batch)
     runs = planner.runs()
     assert [(r.batch_size, r.steps, r.tokens) for r in runs] == [
-        (2, 64, 4096), (4, 32, 4096), (8, 16, 4096)
+        (8, 32, 4096), (16, 16, 4096), (32, 8, 4096)
     ]  # fmt: skip
-    rates = [planner.config(run).optim.matrix_lr for run in runs]
+    rates = [planner.config(run).optim.model_dump()["matrix_lr"] for run in runs]
     assert rates == pytest.approx([0.04, 0.04 * 2**0.5, 0.08], rel=1e-5)
-    assert [planner.config(run).eval.every for run in runs] == [16, 8, 4]
+    assert [planner.config(run).eval.every for run in runs] == [8, 4, 2]
 
 
 def test_a_multiplier_is_of_every_learning_rate(tmp_path):
@@ -139,6 +139,7 @@ def test_more_tokens_than_the_data_hold_are_refused(tmp_path):
 def test_a_prediction_comes_before_its_run_and_the_run_is_larger(tmp_path):
     planner = planner_of(tmp_path, **ISO, **HELD_OUT)
     held_out = planner.held_out()
+    assert held_out is not None
     (tmp_path / held_out.name).mkdir()
     (tmp_path / held_out.name / "metrics.jsonl").touch()
     with pytest.raises(UserError, match="has begun and there is no prediction.json"):
@@ -173,14 +174,16 @@ def study(tmp_path_factory):
 def test_a_killed_study_goes_on_and_predicts_before_it_trains_the_held_out_run(study):
     folder, path, trained = study
     planner = Planner(load_study(path))
+    last = planner.held_out()
+    assert last is not None
     names = [run.name for run in planner.runs()]
-    assert trained == [*names[:3], *names[2:], planner.held_out().name]
+    assert trained == [*names[:3], *names[2:], last.name]
     fit = json.loads((folder / "fit.json").read_text())
     prediction = json.loads((folder / "prediction.json").read_text())
-    env = json.loads((folder / planner.held_out().name / "env.json").read_text())
+    env = json.loads((folder / last.name / "env.json").read_text())
     assert prediction["when"] <= env["when"] and prediction["runs"] == names
     assert fit["held_out"]["inside"] in (True, False) and fit["missing_runs"] == []
-    loss = read_rows(folder / planner.held_out().name / "metrics.jsonl")[-2]["loss"]
+    loss = read_rows(folder / last.name / "metrics.jsonl")[-2]["loss"]
     assert fit["held_out"]["loss"] == pytest.approx(loss)
     page = (folder / "scaling.html").read_text()
     assert "<svg" in page and "its loss" in page and "http" not in page
