@@ -87,7 +87,7 @@ def steps_to(point: Point, loss: float) -> float | None:
     return math.exp(first + share * (last - first))
 
 
-def fastest(points: Sequence[Point], loss: float) -> dict[tuple[int, int], float]:
+def fewest_steps(points: Sequence[Point], loss: float) -> dict[tuple[int, int], float]:
     """(batch tokens, seed) -> steps to the loss by the best learning rate."""
     found: dict[tuple[int, int], float] = {}
     for one in points:
@@ -115,7 +115,7 @@ def critical_batches(
     """At each target loss that three batch sizes come to."""
     found = []
     for loss in targets_of(points, targets):
-        reached = fastest(points, loss)
+        reached = fewest_steps(points, loss)
         batch = np.array([key[0] for key in reached], float)
         steps = np.array(list(reached.values()))
         if len(np.unique(batch)) < 3:

@@ -32,7 +32,7 @@ figcaption i { white-space: nowrap; }
 """
 
 
-class Curve(NamedTuple):
+class ChartCurve(NamedTuple):
     """One thing that is drawn. style: curve, band (dashed) or marks. color: index of a colour."""
 
     label: str
@@ -82,7 +82,7 @@ def axis_of(values: Sequence[Number], log: bool, start: Number, end: Number) -> 
 
 def log_chart(
     title: str,
-    curves: Sequence[Curve],
+    curves: Sequence[ChartCurve],
     x_name: str,
     *,
     log_y: bool = False,

@@ -10,14 +10,14 @@ from jaxtrain.data.store.progress import show_progress
 from jaxtrain.scaling.arguments import scaling_parser
 from jaxtrain.scaling.laws import Bootstrap
 from jaxtrain.scaling.plan import PlannedRun, Planner, check_data, plan_text
-from jaxtrain.scaling.points import Point, finished, point_of, with_budgets
+from jaxtrain.scaling.points import Point, has_ended, point_of, with_budgets
 from jaxtrain.scaling.record import (
     held_out_of,
     read_prediction,
     record_of,
     write_prediction,
 )
-from jaxtrain.scaling.report import summary, write_report
+from jaxtrain.scaling.report import summary_lines, write_fit_report
 from jaxtrain.scaling.study import Counting, Study, find_study, load_study
 from jaxtrain.settings import UserError, command
 from jaxtrain.storage.disk import write_json
@@ -44,7 +44,7 @@ def main(argv: list[str] | None = None) -> int:
     planner = Planner(study)
     if a.stage == "plan":
         runs = [*planner.runs(), *filter(None, [planner.held_out()])]
-        done = {run.name for run in runs if finished(study.folder / run.name)}
+        done = {run.name for run in runs if has_ended(study.folder / run.name)}
         print(plan_text(study, runs, done))
         return 0
     return (run_study if a.stage == "run" else fit_study)(study, planner, a.out)
@@ -83,7 +83,7 @@ def run_study(study: Study, planner: Planner, out: Path | None) -> int:
 def train_one(planner: Planner, run: PlannedRun, number: str) -> bool:
     """Train, or go on with, a run; False where a signal stopped it."""
     folder = planner.study.folder / run.name
-    if finished(folder):
+    if has_ended(folder):
         return True
     print(
         f"scaling  {number} {run.name}: {run.parameters:,.0f} parameters, {run.tokens:,} tokens, "
@@ -94,7 +94,7 @@ def train_one(planner: Planner, run: PlannedRun, number: str) -> bool:
     if result.stopped:
         print("scaling  stopped; the same command goes on")
         return False
-    if not finished(folder):
+    if not has_ended(folder):
         raise UserError(f"{folder}: the run has ended without a validation loss")
     return True
 
@@ -116,7 +116,7 @@ def data_console() -> Any:
 
 def points_of(study: Study, runs: Sequence[PlannedRun]) -> list[Point]:
     """The finished runs of a study."""
-    there = [run for run in runs if finished(study.folder / run.name)]
+    there = [run for run in runs if has_ended(study.folder / run.name)]
     return [
         point_of(study.folder / run.name, study.measure, study.parameters, run) for run in there
     ]
@@ -144,7 +144,13 @@ def fit_study(study: Study, planner: Planner, out: Path | None) -> int:
     targets = study.batch_sizes.targets if study.batch_sizes else 2
     outcome = held_out_of(prediction, ends[0] if ends else None)
     tree, fits = record_of(
-        points, study.parameters, study.measure, bootstrap_of(study), targets, facts, outcome
+        points,
+        study.parameters,
+        study.measure,
+        bootstrap_of(study),
+        targets,
+        facts,
+        outcome,
     )
     return write_all(out or study.folder, tree, points, fits)
 
@@ -160,8 +166,8 @@ def fit_runs(run_dirs: Sequence[Path], counting: Counting | None, out: Path | No
 def write_all(folder: Path, tree: dict[str, Any], points: Sequence[Point], fits: Any) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "fit.json", tree)
-    page = write_report(folder / "scaling.html", tree, points, fits)
-    print("\n".join(summary(tree, fits)))
+    page = write_fit_report(folder / "scaling.html", tree, points, fits)
+    print("\n".join(summary_lines(tree, fits)))
     print(f"scaling  {folder / 'fit.json'}, {page}")
     return 0
 

@@ -6,7 +6,7 @@ from typing import Any
 
 from jaxtrain.runs.report import STYLE as CSS
 from jaxtrain.runs.report_charts import html_table
-from jaxtrain.scaling.charts import STYLE, Curve, log_chart
+from jaxtrain.scaling.charts import STYLE, ChartCurve, log_chart
 from jaxtrain.storage.disk import write_whole
 
 TITLES = {
@@ -28,10 +28,10 @@ def write_coordinates(path: Path, tree: dict[str, Any]) -> Path:
                 if one["kind"] == kind and one[what] > 0:
                     by_size.setdefault(one["size"], []).append(one[what])
             means = [sum(values) / len(values) for values in by_size.values()]
-            curves.append(Curve(kind, list(by_size), means, "curve", color))
+            curves.append(ChartCurve(kind, list(by_size), means, "curve", color))
             points = [(size, y) for size, values in by_size.items() for y in values]
             xs, ys = [float(x) for x, _ in points], [y for _, y in points]
-            curves.append(Curve(kind, xs, ys, "marks", color))
+            curves.append(ChartCurve(kind, xs, ys, "marks", color))
         charts.append(log_chart(title, curves, tree["axis"], log_y=True))
     rows = [
         (f"{one['kind']}, {one['what']}", slope_text(one), one["verdict"]) for one in tree["slopes"]

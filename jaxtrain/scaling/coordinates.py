@@ -23,7 +23,7 @@ from jaxtrain.evaluation.model import Model, build
 from jaxtrain.model import Transformer
 from jaxtrain.scaling.coordinate_report import write_coordinates
 from jaxtrain.scaling.laws import Interval
-from jaxtrain.scaling.plan import merged
+from jaxtrain.scaling.plan import last_overrides
 from jaxtrain.scaling.record import now
 from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import write_json
@@ -37,7 +37,7 @@ Verdict = Literal["flat", "grows", "shrinks", "unclear"]
 Activations = dict[str, list[Array]]
 
 
-class Measured(NamedTuple):
+class ActivationChange(NamedTuple):
     """One activation of one model. change: of the RMS of the difference that the steps make."""
 
     kind: str
@@ -98,7 +98,7 @@ def rms(arrays: Sequence[Array]) -> Float[Array, ""]:
     return jnp.sqrt(jnp.mean(jnp.stack([jnp.mean(jnp.square(x)) for x in arrays])))
 
 
-def compare(
+def activation_rms(
     graphdef: nnx.GraphDef[Transformer], first: Params, last: Params, tokens_BT: Int[Array, "B T"]
 ) -> dict[str, tuple[float, float, float]]:
     """Kind -> RMS with the first parameters, with the last, and of the difference."""
@@ -136,7 +136,7 @@ def batches_of(model: Model, config: Config) -> Iterator[data.Batch]:
         yield data.Batch(batch.tokens_BT, batch.targets_BT, batch.weights_BT, None, None)
 
 
-def measure(config: Config, steps: int, size: int) -> list[Measured]:
+def measure_activations(config: Config, steps: int, size: int) -> list[ActivationChange]:
     """The activations of one model on its first batch, before and after so many steps on others."""
     model, seed = build(config), config.run.seed
     text = batches_of(model, config)
@@ -144,11 +144,11 @@ def measure(config: Config, steps: int, size: int) -> list[Measured]:
     first = jax.tree.map(jnp.array, model.params)
     if steps:
         fit(model, loss=loss, batches=text, steps=steps)
-    found = compare(model.saved.graphdef, first, model.params, tokens_BT)
-    return [Measured(kind, size, seed, *values) for kind, values in found.items()]
+    found = activation_rms(model.saved.graphdef, first, model.params, tokens_BT)
+    return [ActivationChange(kind, size, seed, *values) for kind, values in found.items()]
 
 
-def slopes(found: Sequence[Measured]) -> list[Slope]:
+def slopes(found: Sequence[ActivationChange]) -> list[Slope]:
     """Of each kind: log RMS over log size, least squares, with Student's interval."""
     lines = []
     for kind in dict.fromkeys(one.kind for one in found):
@@ -198,8 +198,8 @@ def check_coordinates(name: str, overrides: tuple[str, ...], a: argparse.Namespa
             )  # fmt: skip
             if axis == "width":
                 lines += ("model.heads=null", "model.kv_heads=null", "model.hidden=null")
-            config = load_config(path, merged(lines))
-            found += measure(config, a.steps, size)
+            config = load_config(path, last_overrides(lines))
+            found += measure_activations(config, a.steps, size)
             print(f"coordinates {axis} {size}, seed {seed}: done", flush=True)
     lines = slopes(found)
     folder = a.out or Path("scaling")

@@ -9,12 +9,12 @@ from jaxtrain.config import Config, find_config, load_config
 from jaxtrain.config.resolve import Resolved, resolve, vocab_size_of
 from jaxtrain.model import Transformer, flops_per_token, split
 from jaxtrain.model.flops import active, sizes
-from jaxtrain.scaling.study import Counting, HeldOut, LearningRates, Size, Study
+from jaxtrain.scaling.study import Counting, HeldOut, LearningRates, ModelSize, Study
 from jaxtrain.settings import UserError
 from jaxtrain.weights.params import Specs, count
 
 
-class Counts(NamedTuple):
+class ModelCounts(NamedTuple):
     """Of one model."""
 
     parameters: dict[str, float]  # by what counts (`study.Counting`)
@@ -30,7 +30,7 @@ class PlannedRun(NamedTuple):
 
     name: str
     kinds: tuple[str, ...]  # what it is for: isoflop, tokens, learning_rates, batch_sizes, held_out
-    size: Size
+    size: ModelSize
     seed: int
     steps: int
     tokens: int
@@ -42,7 +42,7 @@ class PlannedRun(NamedTuple):
     overrides: tuple[str, ...]
 
 
-def counts_of(c: Resolved, vocab_size: int) -> Counts:
+def model_counts(c: Resolved, vocab_size: int) -> ModelCounts:
     """Parameters by each of the counts, and FLOPs (nanochat's convention).
 
     matrices_and_head: what a token is multiplied with in the blocks and the head, nanochat's
@@ -61,7 +61,7 @@ def counts_of(c: Resolved, vocab_size: int) -> Counts:
         "total": float(table["total"]),
     }
     flops = flops_per_token(c.model, specs, c.train.sequence_length)
-    return Counts(parameters, float(flops))
+    return ModelCounts(parameters, float(flops))
 
 
 class Planner:
@@ -69,22 +69,22 @@ class Planner:
 
     def __init__(self, study: Study):
         self.study = study
-        self._known: dict[tuple[str, ...], tuple[Resolved, Counts]] = {}
+        self._known: dict[tuple[str, ...], tuple[Resolved, ModelCounts]] = {}
 
-    def resolved(self, size: Size, more: Sequence[str] = ()) -> tuple[Resolved, Counts]:
+    def resolved(self, size: ModelSize, more: Sequence[str] = ()) -> tuple[Resolved, ModelCounts]:
         """The configuration of a size, and its counts."""
         lines = (*self.study.overrides, *size_overrides(size), *more)
         if lines not in self._known:
-            config = load_config(find_config(self.study.config), merged(lines))
+            config = load_config(find_config(self.study.config), last_overrides(lines))
             vocab_size = vocab_size_of(config.data)
             c = resolve(config, vocab_size)
-            self._known[lines] = c, counts_of(c, vocab_size)
+            self._known[lines] = c, model_counts(c, vocab_size)
         return self._known[lines]
 
     def run(
         self,
         kind: str,
-        size: Size,
+        size: ModelSize,
         seed: int,
         *,
         flops: float | None = None,
@@ -130,7 +130,9 @@ class Planner:
             c.train.batch_size, multiplier, flops, lines,
         )  # fmt: skip
 
-    def length(self, one: LearningRates | HeldOut, size: Size) -> tuple[float | None, float | None]:
+    def length(
+        self, one: LearningRates | HeldOut, size: ModelSize
+    ) -> tuple[float | None, float | None]:
         """FLOPs or tokens of a run of a size; the other is None."""
         if one.tokens_per_parameter is None:
             return one.flops, one.tokens
@@ -198,15 +200,15 @@ class Planner:
             *run.overrides, f"run.seed={run.seed}", f"run.directory={self.study.folder}",
             f"run.name={run.name}",
         )  # fmt: skip
-        return load_config(find_config(self.study.config), merged(lines))
+        return load_config(find_config(self.study.config), last_overrides(lines))
 
 
-def size_overrides(size: Size) -> tuple[str, ...]:
+def size_overrides(size: ModelSize) -> tuple[str, ...]:
     width = "null" if size.width is None else str(size.width)
     return f"model.depth={size.depth}", f"model.width={width}"
 
 
-def merged(lines: Sequence[str]) -> list[str]:
+def last_overrides(lines: Sequence[str]) -> list[str]:
     """Overrides without those that a later one replaces."""
     return list({line.partition("=")[0].strip(): line for line in lines}.values())
 

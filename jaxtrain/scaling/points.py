@@ -7,7 +7,7 @@ from typing import NamedTuple
 from jaxtrain.config.resolve import Resolved, vocab_size_of
 from jaxtrain.runs.history import MetricsRow, read_rows
 from jaxtrain.runs.saved import load_resolved
-from jaxtrain.scaling.plan import PlannedRun, counts_of
+from jaxtrain.scaling.plan import PlannedRun, model_counts
 from jaxtrain.scaling.study import Counting
 from jaxtrain.settings import UserError
 
@@ -32,7 +32,7 @@ class Point(NamedTuple):
     losses: tuple[float, ...] = ()
 
 
-def finished(run_dir: Path) -> bool:
+def has_ended(run_dir: Path) -> bool:
     """Whether a run has come to its end, and was validated there."""
     path = run_dir / "metrics.jsonl"
     if not path.is_file():
@@ -57,7 +57,7 @@ def point_of(
 
     Raises UserError for a run that is none, or is not finished.
     """
-    if not finished(run_dir):
+    if not has_ended(run_dir):
         raise UserError(f"{run_dir} is not a finished run with a validation loss at its end")
     c = load_resolved(run_dir / "config.yaml")
     if c.train.phases or c.data.stages:
@@ -77,7 +77,7 @@ def point_of(
 
 def sizes_of(c: Resolved, counting: Counting) -> tuple[float, int, float]:
     """Parameters, training tokens, training FLOPs."""
-    counts = counts_of(c, vocab_size_of(c.data))
+    counts = model_counts(c, vocab_size_of(c.data))
     tokens = c.train.steps * c.train.batch_size * c.train.sequence_length
     return counts.of(counting), tokens, tokens * counts.flops_per_token
 

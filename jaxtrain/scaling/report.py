@@ -7,7 +7,7 @@ from typing import Any
 
 from jaxtrain.runs.report import STYLE as CSS
 from jaxtrain.runs.report_charts import html_table
-from jaxtrain.scaling.charts import STYLE, Curve, between, log_chart, short
+from jaxtrain.scaling.charts import STYLE, ChartCurve, between, log_chart, short
 from jaxtrain.scaling.fit import Fits, Law, Minima, Parametric, grid_of
 from jaxtrain.scaling.laws import Interval
 from jaxtrain.scaling.points import Point
@@ -16,7 +16,7 @@ from jaxtrain.storage.disk import write_whole
 Tree = dict[str, Any]
 
 
-def write_report(path: Path, tree: Tree, points: Sequence[Point], fits: Fits) -> Path:
+def write_fit_report(path: Path, tree: Tree, points: Sequence[Point], fits: Fits) -> Path:
     """Write the page; returns its path. tree: of fit.json."""
     name = escape(str(tree["name"]))
     charts = [
@@ -27,7 +27,7 @@ def write_report(path: Path, tree: Tree, points: Sequence[Point], fits: Fits) ->
     ]
     parts = [
         f'<header><h1>{name}</h1><p class="status">{escape(tree["when"])}</p></header>',
-        html_table(rows_of(tree, fits)),
+        html_table(fit_rows(tree, fits)),
         f'<div class="charts">{"".join(charts)}</div>',
         "<h2>Minima</h2>" + minima_table(fits),
         "<h2>Runs</h2>" + runs_table(points),
@@ -39,24 +39,24 @@ def write_report(path: Path, tree: Tree, points: Sequence[Point], fits: Fits) ->
     return path
 
 
-def summary(tree: Tree, fits: Fits) -> list[str]:
+def summary_lines(tree: Tree, fits: Fits) -> list[str]:
     """Lines for the terminal."""
-    return [f"{name:34s} {value}" for name, value in rows_of(tree, fits)]
+    return [f"{name:34s} {value}" for name, value in fit_rows(tree, fits)]
 
 
 # ---- figures -----------------------------------------------------------------------------------
 
 
-def shown(one: Interval, form: Callable[[float], str] = short) -> str:
+def interval_text(one: Interval, form: Callable[[float], str] = short) -> str:
     """value (low to high)."""
     return f"{form(one.value)} ({form(one.low)} to {form(one.high)})"
 
 
 def law_text(law: Law, x: str) -> str:
-    return f"{law.coefficient.value:.3g} x {x}^{shown(law.exponent)}"
+    return f"{law.coefficient.value:.3g} x {x}^{interval_text(law.exponent)}"
 
 
-def rows_of(tree: Tree, fits: Fits) -> list[tuple[str, str]]:
+def fit_rows(tree: Tree, fits: Fits) -> list[tuple[str, str]]:
     """What was found, a row each."""
     level = f"{tree['intervals']['level']:.0%} intervals, {tree['intervals']['samples']} resamples"
     rows = [("runs", f"{len(tree['runs'])}; {level}")]
@@ -67,7 +67,7 @@ def rows_of(tree: Tree, fits: Fits) -> list[tuple[str, str]]:
             rows.append(("isoFLOP: optimal parameters", law_text(iso.best, "FLOPs")))
             rows.append(("isoFLOP: optimal tokens", law_text(iso.tokens, "FLOPs")))
         if iso.ratio:
-            rows.append(("isoFLOP: tokens per parameter", shown(iso.ratio)))
+            rows.append(("isoFLOP: tokens per parameter", interval_text(iso.ratio)))
         outside = [m for m in iso.minima if not m.curve.inside]
         if outside:
             rows.append(
@@ -80,7 +80,7 @@ def rows_of(tree: Tree, fits: Fits) -> list[tuple[str, str]]:
     if fits.batch and fits.batch.best:
         rows.append(("best batch (tokens a step)", law_text(fits.batch.best, "tokens")))
     for one in fits.critical[-1:]:
-        rows.append((f"critical batch at {one.loss:.3f} (tokens)", shown(one.critical)))
+        rows.append((f"critical batch at {one.loss:.3f} (tokens)", interval_text(one.critical)))
     if law := fits.critical_law:
         rows.append(("critical batch", f"{law.coefficient:.3g} x tokens^{law.exponent:.3g}"))
     rows += [(f"no {name}", reason) for name, reason in fits.missing.items()]
@@ -89,13 +89,14 @@ def rows_of(tree: Tree, fits: Fits) -> list[tuple[str, str]]:
 
 def parametric_rows(p: Parametric) -> list[tuple[str, str]]:
     names = ("E", "A", "B", "alpha", "beta")
-    rows = [(f"L = E + A/N^alpha + B/D^beta: {n}", shown(getattr(p, n))) for n in names]
+    rows = [(f"L = E + A/N^alpha + B/D^beta: {n}", interval_text(getattr(p, n))) for n in names]
     rows.append(("residual of log loss (RMS)", f"{p.residual:.2g}"))
     for one in p.optimal:
         rows.append(
             (
                 f"tokens per parameter at {one.flops:.3g} FLOPs",
-                f"{shown(one.tokens_per_parameter)}, of {shown(one.parameters)} parameters",
+                f"{interval_text(one.tokens_per_parameter)}, of "
+                f"{interval_text(one.parameters)} parameters",
             )
         )
     return rows
@@ -106,7 +107,7 @@ def held_out_rows(found: Tree | None) -> list[tuple[str, str]]:
     if not found:
         return []
     one, digits = found["prediction"], lambda x: f"{x:.4f}"
-    interval = shown(Interval(**one["loss"]), digits)
+    interval = interval_text(Interval(**one["loss"]), digits)
     rows = [("held-out run", f"{one['run']}, {one['flops']:.3g} FLOPs")]
     rows.append((f"predicted {found['when']}", f"{interval}, {one['level']:.0%}"))
     if found["loss"] is not None:
@@ -122,14 +123,14 @@ def held_out_rows(found: Tree | None) -> list[tuple[str, str]]:
 def isoflop_charts(iso: Minima | None, points: Sequence[Point], measure: str) -> list[str]:
     if iso is None:
         return []
-    curves: list[Curve] = []
+    curves: list[ChartCurve] = []
     for color, one in enumerate(iso.minima):
         runs = [p for p in points if p.budget == one.at and "isoflop" in p.kinds]
         xs, label = [p.parameters for p in runs], f"{one.at:.2e} FLOPs"
         line = between(min(xs), max(xs))
-        curves.append(Curve(label, xs, [p.loss for p in runs], "marks", color))
+        curves.append(ChartCurve(label, xs, [p.loss for p in runs], "marks", color))
         if one.curve.curvature > 0:
-            curves.append(Curve(label, line, [one.curve(x) for x in line], "curve", color))
+            curves.append(ChartCurve(label, line, [one.curve(x) for x in line], "curve", color))
     lowest = [p.loss for p in points if "isoflop" in p.kinds]
     charts = [
         log_chart(f"Validation {measure} of equal FLOPs", curves, "parameters", y_from=lowest)
@@ -143,10 +144,10 @@ def isoflop_charts(iso: Minima | None, points: Sequence[Point], measure: str) ->
             log_chart(
                 "Compute-optimal parameters and tokens",
                 [
-                    Curve("parameters", at, [m.best.value for m in good], "marks", 0),
-                    Curve("parameters", line, [n(x) for x in line], "curve", 0),
-                    Curve("tokens", at, [m.tokens for m in good], "marks", 1),
-                    Curve("tokens", line, [d(x) for x in line], "curve", 1),
+                    ChartCurve("parameters", at, [m.best.value for m in good], "marks", 0),
+                    ChartCurve("parameters", line, [n(x) for x in line], "curve", 0),
+                    ChartCurve("tokens", at, [m.tokens for m in good], "marks", 1),
+                    ChartCurve("tokens", line, [d(x) for x in line], "curve", 1),
                 ],
                 "FLOPs",
                 log_y=True,
@@ -159,25 +160,25 @@ def parametric_charts(fits: Fits, points: Sequence[Point], tree: Tree) -> list[s
     if fits.parametric is None:
         return []
     law, grid = fits.parametric.law, grid_of(points)
-    curves: list[Curve] = []
+    curves: list[ChartCurve] = []
     for color, n in enumerate(sorted({p.parameters for p in grid})):
         runs = sorted((p for p in grid if p.parameters == n), key=lambda p: p.tokens)
         xs, label = [float(p.tokens) for p in runs], short(n)
         line = between(min(xs), max(xs) * 1.001)
-        curves.append(Curve(label, xs, [p.loss for p in runs], "marks", color))
-        curves.append(Curve(label, line, [law(n, x) for x in line], "curve", color))
+        curves.append(ChartCurve(label, xs, [p.loss for p in runs], "marks", color))
+        curves.append(ChartCurve(label, line, [law(n, x) for x in line], "curve", color))
     chart = log_chart(f"Parametric law: {tree['measure']} of each size", curves, "tokens")
     at = [one.flops for one in fits.parametric.optimal]
     ratios = [one.tokens_per_parameter for one in fits.parametric.optimal]
     bands = [
-        Curve("parametric law", at, [r.value for r in ratios], "curve", 0),
-        Curve("parametric law", at, [r.low for r in ratios], "band", 0),
-        Curve("parametric law", at, [r.high for r in ratios], "band", 0),
+        ChartCurve("parametric law", at, [r.value for r in ratios], "curve", 0),
+        ChartCurve("parametric law", at, [r.low for r in ratios], "band", 0),
+        ChartCurve("parametric law", at, [r.high for r in ratios], "band", 0),
     ]
     if fits.isoflop:
         good = [m for m in fits.isoflop.minima if m.curve.inside]
         xs, ys = [m.at for m in good], [m.tokens / m.best.value for m in good]
-        bands.append(Curve("isoFLOP minima", xs, ys, "marks", 1))
+        bands.append(ChartCurve("isoFLOP minima", xs, ys, "marks", 1))
     wide = [y for one in bands[:1] + bands[3:] for y in one.y]
     ratio = log_chart("Tokens per parameter", bands, "FLOPs", y_from=[*wide, 0.7 * min(wide)])
     return [chart, ratio if len(at) > 1 else ""]
@@ -186,27 +187,27 @@ def parametric_charts(fits: Fits, points: Sequence[Point], tree: Tree) -> list[s
 def rate_charts(rate: Minima | None, points: Sequence[Point], measure: str) -> list[str]:
     if rate is None:
         return []
-    curves: list[Curve] = []
+    curves: list[ChartCurve] = []
     for color, one in enumerate(rate.minima):
         runs = [p for p in points if p.parameters == one.at and "learning_rates" in p.kinds]
         xs, label = [p.multiplier for p in runs], f"{short(one.at)} parameters"
         line = between(min(xs), max(xs))
-        curves.append(Curve(label, xs, [p.loss for p in runs], "marks", color))
+        curves.append(ChartCurve(label, xs, [p.loss for p in runs], "marks", color))
         if one.curve.curvature > 0:
-            curves.append(Curve(label, line, [one.curve(x) for x in line], "curve", color))
+            curves.append(ChartCurve(label, line, [one.curve(x) for x in line], "curve", color))
     return [log_chart(f"Validation {measure} by learning rate", curves, "rate multiplier")]
 
 
 def batch_charts(fits: Fits, measure: str) -> list[str]:
-    curves: list[Curve] = []
+    curves: list[ChartCurve] = []
     for color, one in enumerate(fits.critical):
         label = f"{measure} {one.loss:.3f}"
         tokens = [b * s for b, s in zip(one.batch_tokens, one.steps)]
-        curves.append(Curve(label, one.steps, tokens, "marks", color))
+        curves.append(ChartCurve(label, one.steps, tokens, "marks", color))
         sizes = between(min(one.batch_tokens) / 1.5, max(one.batch_tokens) * 1.5)
         steps = [one.fit.steps(b) for b in sizes]
         line = [b * s for b, s in zip(sizes, steps)]
-        curves.append(Curve(label, steps, line, "curve", color))
+        curves.append(ChartCurve(label, steps, line, "curve", color))
     return [log_chart("Tokens against steps to equal losses", curves, "steps", log_y=True)]
 
 
@@ -225,7 +226,7 @@ def minima_table(fits: Fits) -> str:
             rows.append(
                 (
                     f"{name} {short(m.at)}",
-                    shown(m.best),
+                    interval_text(m.best),
                     f"{m.curve.lowest:.4f}",
                     inside,
                     m.left_out,
@@ -233,7 +234,7 @@ def minima_table(fits: Fits) -> str:
             )
     for one in fits.critical:
         rows.append(
-            (f"critical batch at {one.loss:.4f}", shown(one.critical), "", "", one.left_out)
+            (f"critical batch at {one.loss:.4f}", interval_text(one.critical), "", "", one.left_out)
         )
     head = ("", "best (interval)", "lowest loss", "inside the runs", "resamples without a fit")
     return html_table(rows, head) if rows else "<p>None.</p>"

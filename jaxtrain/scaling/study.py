@@ -15,7 +15,7 @@ Count = Annotated[int, Field(ge=1)]
 Counting = Literal["matrices_and_head", "matrices", "without_embeddings", "total"]
 
 
-class Size(Settings):
+class ModelSize(Settings):
     """A model of the study."""
 
     depth: int = Field(ge=1, description="layers")
@@ -26,20 +26,20 @@ class IsoFLOP(Settings):
     """Runs of equal training FLOPs and different sizes (Hoffmann et al. 2022, approach 2)."""
 
     budgets: tuple[Positive, ...] = Field(min_length=1, description="training FLOPs of a run")
-    sizes: tuple[Size, ...] = Field(min_length=1, description="models that each budget trains")
+    sizes: tuple[ModelSize, ...] = Field(min_length=1, description="models that each budget trains")
 
 
 class Tokens(Settings):
     """Runs of each size for each number of training tokens."""
 
-    sizes: tuple[Size, ...] = Field(min_length=1, description="models")
+    sizes: tuple[ModelSize, ...] = Field(min_length=1, description="models")
     tokens: tuple[Positive, ...] = Field(min_length=1, description="training tokens of a run")
 
 
 class LearningRates(Settings):
     """Runs with other learning rates, for the best one by size."""
 
-    sizes: tuple[Size, ...] = Field(min_length=1, description="models")
+    sizes: tuple[ModelSize, ...] = Field(min_length=1, description="models")
     multipliers: tuple[Positive, ...] = Field(
         min_length=3, description="factors on all learning rates of the configuration"
     )
@@ -51,15 +51,15 @@ class LearningRates(Settings):
 
     @model_validator(mode="after")
     def _has_one_length(self) -> "LearningRates":
-        check_length(self)
+        check_run_length(self)
         return self
 
 
-class BatchSizes(Settings):
+class BatchSizeGrid(Settings):
     """Runs with other batch sizes, for the critical batch size (McCandlish et al.
     2018, arXiv:1812.06162) and the best one."""
 
-    size: Size = Field(description="the model")
+    size: ModelSize = Field(description="the model")
     tokens: tuple[Positive, ...] = Field(
         min_length=1,
         description="training tokens of a run; the critical batch size is read off the longest",
@@ -85,7 +85,7 @@ class BatchSizes(Settings):
 class HeldOut(Settings):
     """A run that is larger than the others, and predicted before it is trained."""
 
-    size: Size = Field(description="the model")
+    size: ModelSize = Field(description="the model")
     flops: Positive | None = Field(None, description="training FLOPs of the run")
     tokens: Positive | None = Field(None, description="training tokens of the run")
     tokens_per_parameter: Positive | None = Field(
@@ -94,7 +94,7 @@ class HeldOut(Settings):
 
     @model_validator(mode="after")
     def _has_one_length(self) -> "HeldOut":
-        check_length(self)
+        check_run_length(self)
         return self
 
 
@@ -125,7 +125,7 @@ class Study(Settings):
     isoflop: IsoFLOP | None = Field(None, description="a grid of budgets and sizes")
     tokens: Tokens | None = Field(None, description="a grid of tokens and sizes")
     learning_rates: LearningRates | None = Field(None, description="for the best learning rate")
-    batch_sizes: BatchSizes | None = Field(None, description="for the critical batch size")
+    batch_sizes: BatchSizeGrid | None = Field(None, description="for the critical batch size")
     held_out: HeldOut | None = Field(None, description="the larger run that is predicted")
     intervals: Intervals = Field(
         default_factory=lambda: Intervals.model_validate({}), description="how intervals are made"
@@ -154,7 +154,7 @@ class Study(Settings):
         return self
 
 
-def check_length(one: LearningRates | HeldOut) -> None:
+def check_run_length(one: LearningRates | HeldOut) -> None:
     """Raises ValueError unless one of the fields that say a run's length is set."""
     given = (one.flops, one.tokens, one.tokens_per_parameter)
     if sum(value is not None for value in given) != 1:
@@ -184,26 +184,26 @@ def load_study(path: Path, overrides: tuple[str, ...] = ()) -> Study:
     try:
         study = Study.model_validate(tree)
     except ValidationError as error:
-        raise UserError(*(explained(path, one) for one in error.errors())) from None
+        raise UserError(*(study_error(path, one) for one in error.errors())) from None
     find_config(study.config)
     return study.model_copy(update={"overrides": (*study.overrides, *overrides)})
 
 
-def explained(path: Path, error: Any) -> str:
+def study_error(path: Path, error: Any) -> str:
     """The line for one validation error."""
     where = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":
-        return f"{path}: {where}: no such field; {fields_of(error['loc'])}"
+        return f"{path}: {where}: no such field; {section_fields(error['loc'])}"
     message = error["msg"].removeprefix("Value error, ")
     return f"{path}: {where or 'the study'}: {message[0].lower()}{message[1:]}"
 
 
-def fields_of(loc: tuple[Any, ...]) -> str:
+def section_fields(loc: tuple[Any, ...]) -> str:
     """What the section of a wrong key has."""
     sections: dict[Any, type[Settings]] = {
         "isoflop": IsoFLOP, "tokens": Tokens, "learning_rates": LearningRates,
-        "batch_sizes": BatchSizes, "held_out": HeldOut, "intervals": Intervals,
+        "batch_sizes": BatchSizeGrid, "held_out": HeldOut, "intervals": Intervals,
     }  # fmt: skip
     inner = {"size", "sizes"} & set(loc[:-1])
-    model = Size if inner else sections.get(loc[0], Study) if len(loc) > 1 else Study
+    model = ModelSize if inner else sections.get(loc[0], Study) if len(loc) > 1 else Study
     return f"there are {', '.join(model.model_fields)}"

@@ -19,7 +19,7 @@ CELLS = 24  # of a map, along an axis
 LEVELS = 5  # shades of a map
 
 
-class Axis(NamedTuple):
+class ChartAxis(NamedTuple):
     """A direction of a chart: where a value lies between 0 and 1, and the marks beside it."""
 
     label: str
@@ -27,7 +27,7 @@ class Axis(NamedTuple):
     marks: list[tuple[Number, str]]
 
 
-def number_axis(label: str, values: Sequence[Number], log: bool = False) -> Axis:
+def number_axis(label: str, values: Sequence[Number], log: bool = False) -> ChartAxis:
     """From the least value to the greatest, with a margin."""
     scale = math.log10 if log else lambda x: x
     low, high = scale(min(values)), scale(max(values))
@@ -43,25 +43,25 @@ def number_axis(label: str, values: Sequence[Number], log: bool = False) -> Axis
         found = tens if len(tens) >= 3 else inside
     else:
         found = ticks(low, high)
-    return Axis(label, place, [(place(x), short(x)) for x in found])
+    return ChartAxis(label, place, [(place(x), value_label(x)) for x in found])
 
 
-def axis_of(parameter: Parameter, label: str) -> Axis:
+def parameter_axis(parameter: Parameter, label: str) -> ChartAxis:
     """Of a parameter, over its whole range."""
     if isinstance(parameter, Choice):
         count = len(parameter.values)
         known = {repr(value): (i + 0.5) / count for i, value in enumerate(parameter.values)}
-        marks = [(known[repr(value)], short(value)) for value in parameter.values]
-        return Axis(label, lambda value: known[repr(value)], marks)
+        marks = [(known[repr(value)], value_label(value)) for value in parameter.values]
+        return ChartAxis(label, lambda value: known[repr(value)], marks)
     return number_axis(label, [parameter.low, parameter.high], isinstance(parameter, LogUniform))
 
 
-def short(value: Scalar) -> str:
+def value_label(value: Scalar) -> str:
     """A value beside an axis."""
     return f"{value:.3g}" if isinstance(value, (int, float)) else str(value)[:12]
 
 
-class Point(NamedTuple):
+class TrialPoint(NamedTuple):
     """A trial in a chart. css: `best`, `front` or none; note: what shows under the pointer."""
 
     x: Scalar
@@ -72,9 +72,9 @@ class Point(NamedTuple):
 
 def points_chart(
     title: str,
-    x: Axis,
-    y: Axis,
-    points: Sequence[Point],
+    x: ChartAxis,
+    y: ChartAxis,
+    points: Sequence[TrialPoint],
     line: Sequence[tuple[Number, Number]] = (),
 ) -> str:
     """Points over two axes, and a line of steps through some values; empty without points."""
@@ -90,7 +90,12 @@ def points_chart(
 
 
 def map_chart(
-    title: str, x: Axis, y: Axis, points: Sequence[Point], scores: Sequence[Number], maximize: bool
+    title: str,
+    x: ChartAxis,
+    y: ChartAxis,
+    points: Sequence[TrialPoint],
+    scores: Sequence[Number],
+    maximize: bool,
 ) -> str:
     """Points over two axes, on shades of their scores between them (linear interpolation by
     Delaunay triangles; nothing outside of the points). Darker is better; empty below 4 points."""
@@ -124,7 +129,7 @@ class Line(NamedTuple):
     note: str
 
 
-def parallel_chart(title: str, axes: Sequence[Axis], lines: Sequence[Line]) -> str:
+def parallel_chart(title: str, axes: Sequence[ChartAxis], lines: Sequence[Line]) -> str:
     """Each line crosses each axis at its value (Inselberg 1985); empty without lines."""
     if not lines:
         return ""
@@ -160,7 +165,7 @@ def _y(share: Number) -> Number:
     return round(BOTTOM - share * (BOTTOM - TOP), 1)
 
 
-def _circle(x: Axis, y: Axis, point: Point) -> str:
+def _circle(x: ChartAxis, y: ChartAxis, point: TrialPoint) -> str:
     clip = lambda share: min(max(share, 0.0), 1.0)
     cx, cy = _x(clip(x.place(point.x))), _y(clip(y.place(point.y)))
     radius = 5 if point.css else 3.5
@@ -168,7 +173,7 @@ def _circle(x: Axis, y: Axis, point: Point) -> str:
     return f'<circle class="{point.css}" cx="{cx}" cy="{cy}" r="{radius}">{title}</circle>'
 
 
-def _frame(x: Axis, y: Axis) -> list[str]:
+def _frame(x: ChartAxis, y: ChartAxis) -> list[str]:
     parts = []
     for share, text in y.marks:
         parts.append(f'<path class="grid" d="M{LEFT} {_y(share)}H{RIGHT}"/>')

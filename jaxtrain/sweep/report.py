@@ -8,18 +8,18 @@ from jaxtrain.runs.report import STYLE
 from jaxtrain.runs.report_charts import bars, html_table
 from jaxtrain.storage.disk import write_whole
 from jaxtrain.sweep.charts import (
-    Axis,
+    ChartAxis,
     Line,
-    Point,
-    axis_of,
+    TrialPoint,
     map_chart,
     number_axis,
     parallel_chart,
+    parameter_axis,
     points_chart,
 )
 from jaxtrain.sweep.load import Scalar
 from jaxtrain.sweep.results import SweepResults, TrialRow, best_first, labels_of
-from jaxtrain.sweep.statistics import Interval, interval, paired
+from jaxtrain.sweep.statistics import MeanInterval, interval, paired
 
 BEST = 10  # one of so many trials is drawn as one of the best
 MOST_ROWS = 400  # of the table of trials
@@ -95,7 +95,7 @@ def _text(value: Scalar) -> str:
     return f"{value:.4g}" if isinstance(value, float) else str(value)
 
 
-def _score_axis(found: SweepResults, best: Sequence[TrialRow], which: int = 0) -> Axis:
+def _score_axis(found: SweepResults, best: Sequence[TrialRow], which: int = 0) -> ChartAxis:
     """Of an objective. The worst tenth may leave it: a few diverging trials would hide the rest."""
     scores = sorted(row.scores[which] for row in best)
     if len(scores) > 20:
@@ -119,7 +119,8 @@ def _progress(found: SweepResults, best: Sequence[TrialRow]) -> str:
     for row in sorted(best, key=lambda row: row.number):
         line.append((row.number, better([row.scores[0], *(y for _, y in line[-1:])])))
     points = [
-        Point(row.number, row.scores[0], _css(found, row, best), _note(found, row)) for row in best
+        TrialPoint(row.number, row.scores[0], _css(found, row, best), _note(found, row))
+        for row in best
     ]
     x = number_axis("trial", [0, max(1, len(found.trials) - 1)])
     y = _score_axis(found, best)
@@ -135,7 +136,7 @@ def _front(found: SweepResults, best: Sequence[TrialRow]) -> str:
         for j, second in enumerate(goals[i + 1 :], i + 1):
             x, y = _score_axis(found, best, i), _score_axis(found, best, j)
             points = [
-                Point(row.scores[i], row.scores[j], "front" * (row.number in found.front),
+                TrialPoint(row.scores[i], row.scores[j], "front" * (row.number in found.front),
                       _note(found, row))
                 for row in best
             ]  # fmt: skip
@@ -168,10 +169,10 @@ def _parallel(found: SweepResults, best: Sequence[TrialRow]) -> str:
     return parallel_chart("Parallel coordinates; the best trials in orange", axes, lines)
 
 
-def _axes(found: SweepResults) -> dict[str, Axis]:
+def _axes(found: SweepResults) -> dict[str, ChartAxis]:
     """Of each parameter."""
     labels = labels_of(found.config)
-    return {k: axis_of(p, labels[k]) for k, p in found.config.parameters.items()}
+    return {k: parameter_axis(p, labels[k]) for k, p in found.config.parameters.items()}
 
 
 def _ranked(found: SweepResults) -> list[str]:
@@ -187,7 +188,7 @@ def _slices(found: SweepResults, best: Sequence[TrialRow]) -> str:
     axes, charts, y = _axes(found), [], _score_axis(found, best)
     for key in _ranked(found):
         points = [
-            Point(row.values[key], row.scores[0], _css(found, row, best), _note(found, row))
+            TrialPoint(row.values[key], row.scores[0], _css(found, row, best), _note(found, row))
             for row in best
         ]
         charts.append(points_chart(f"{y.label} over {axes[key].label}", axes[key], y, points))
@@ -202,7 +203,7 @@ def _interaction(found: SweepResults, best: Sequence[TrialRow]) -> str:
     first, second = ranked[:2]
     x, y = (_axes(found)[key] for key in (first, second))
     points = [
-        Point(row.values[first], row.values[second], _css(found, row, best), _note(found, row))
+        TrialPoint(row.values[first], row.values[second], _css(found, row, best), _note(found, row))
         for row in best
     ]
     scores = [row.scores[0] for row in best]
@@ -243,7 +244,7 @@ def _paired(found: SweepResults, best: Sequence[TrialRow]) -> str:
     first, rows = best[0].by_seed(metric), []
     for row in best[:BEST]:
         scores = row.by_seed(metric)
-        apart: Interval | str = paired(scores, first) if row is not best[0] else ""
+        apart: MeanInterval | str = paired(scores, first) if row is not best[0] else ""
         each = [f"{scores[seed]:.5g}" for seed in sorted(scores)]
         rows.append((f"trial {row.number}", *each, interval([*scores.values()]), apart))
     seeds = [f"seed {seed}" for seed in sorted(first)]

@@ -10,7 +10,7 @@ from scipy import stats
 LEVEL = 0.95  # of every interval
 
 
-class Interval(NamedTuple):
+class MeanInterval(NamedTuple):
     """A mean, and half the width of its two-sided confidence interval (Student's t)."""
 
     mean: float
@@ -22,16 +22,16 @@ class Interval(NamedTuple):
         return f"{self.mean:.5g}{half}"
 
 
-def interval(values: Sequence[float]) -> Interval:
+def interval(values: Sequence[float]) -> MeanInterval:
     """Of the mean of independent values."""
     count = len(values)
     if count < 2:
-        return Interval(values[0], None, count)
+        return MeanInterval(values[0], None, count)
     t = float(stats.t.ppf((1 + LEVEL) / 2, count - 1))
-    return Interval(mean(values), t * stdev(values) / math.sqrt(count), count)
+    return MeanInterval(mean(values), t * stdev(values) / math.sqrt(count), count)
 
 
-def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> Interval:
+def paired(ours: Mapping[int, float], theirs: Mapping[int, float]) -> MeanInterval:
     """Of ours minus theirs, over the seeds that both have run: what a seed does to both cancels."""
     common = sorted(ours.keys() & theirs.keys())
     return interval([ours[seed] - theirs[seed] for seed in common])
@@ -46,9 +46,9 @@ class WinnersCurse(NamedTuple):
 
     number: int | None  # of the trial; None: the configuration without the sweep's parameters
     searched: float | None  # mean over the seeds of the search
-    fresh: Interval
+    fresh: MeanInterval
     optimism: float | None  # fresh - searched; for a maximized metric searched - fresh
-    over_baseline: Interval | None  # paired, on the fresh seeds: this minus the baseline
+    over_baseline: MeanInterval | None  # paired, on the fresh seeds: this minus the baseline
 
 
 def winners_curse(

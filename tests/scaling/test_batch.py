@@ -9,7 +9,7 @@ from jaxtrain.scaling.batch import (
     TradeOff,
     batch_law,
     critical_batches,
-    fastest,
+    fewest_steps,
     fit_trade_off,
     steps_to,
 )
@@ -63,7 +63,7 @@ def test_steps_are_read_off_between_validations():
     assert steps is not None and one.steps[20] < steps < one.steps[21]
     assert steps_to(one, one.losses[-1] - 0.1) is None and steps_to(one, 1e9) is None
     slow = run(4096, multiplier=1.3)
-    assert fastest([one, slow], loss) == {(4096, 0): steps}
+    assert fewest_steps([one, slow], loss) == {(4096, 0): steps}
 
 
 def test_the_best_batch_size_is_that_of_the_best_rate():

@@ -11,7 +11,13 @@ from tiny import build, tokens
 
 from jaxtrain.cli import main
 from jaxtrain.model import initialize
-from jaxtrain.scaling.coordinates import Measured, activations, compare, slope_of, slopes
+from jaxtrain.scaling.coordinates import (
+    ActivationChange,
+    activation_rms,
+    activations,
+    slope_of,
+    slopes,
+)
 from jaxtrain.scaling.laws import Interval
 
 
@@ -26,10 +32,10 @@ def test_activations_are_those_of_the_forward_pass():
     network = nnx.merge(graphdef, params)
     expected = network.logits(network(ids).states)
     np.testing.assert_allclose(found["logits"][0], expected, rtol=1e-5, atol=1e-5)
-    before, after, change = compare(graphdef, params, params, ids)["ffn"]
+    before, after, change = activation_rms(graphdef, params, params, ids)["ffn"]
     assert before == after > 0 and change == 0
     first = initialize(specs, 0)  # whose output matrices are zeros
-    assert compare(graphdef, first, first, ids)["attention"][0] == 0
+    assert activation_rms(graphdef, first, first, ids)["attention"][0] == 0
 
 
 def rows(power, sizes=(32, 64, 128), noise=0.0):
@@ -49,7 +55,7 @@ def test_a_verdict_is_of_the_interval_of_the_power(power, noise, verdict):
 
 def test_without_points_nothing_is_said():
     assert slope_of([(32, 1.0)])[1] == slope_of([(32, 1.0)] * 5)[1] == "unclear"
-    zero = [Measured("ffn", size, 0, 0.0, 1.0, 1.0) for size in (32, 64, 128)]
+    zero = [ActivationChange("ffn", size, 0, 0.0, 1.0, 1.0) for size in (32, 64, 128)]
     found = {one.what: one for one in slopes(zero)}
     assert found["before"].verdict == "unclear" and isinstance(found["before"].slope, Interval)
     assert found["change"].verdict == "flat"

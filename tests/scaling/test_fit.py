@@ -11,7 +11,7 @@ from jaxtrain.scaling.fit import bootstrap_parametric, fit_all, plain, predict
 from jaxtrain.scaling.laws import Bootstrap, Interval, ParametricLaw
 from jaxtrain.scaling.points import Point, with_budgets
 from jaxtrain.scaling.record import dial_of, read_prediction, record_of
-from jaxtrain.scaling.report import summary, write_report
+from jaxtrain.scaling.report import summary_lines, write_fit_report
 from jaxtrain.settings import UserError
 
 LAW = ParametricLaw(1.7, 400.0, 1200.0, 0.34, 0.36)
@@ -74,9 +74,9 @@ def test_the_record_has_a_dial_that_the_configuration_reads(tmp_path):
     assert dial_of(fits, "total", facts) is None
     text = json.dumps(tree)
     assert "Infinity" not in text and "NaN" not in text
-    page = write_report(tmp_path / "scaling.html", tree, grid(), fits).read_text()
+    page = write_fit_report(tmp_path / "scaling.html", tree, grid(), fits).read_text()
     assert page.count("<svg") == 4 and page.count('class="marks') == 4 + 2 + 20 + 1
-    lines = "\n".join(summary(tree, fits))
+    lines = "\n".join(summary_lines(tree, fits))
     assert "isoFLOP: tokens per parameter" in lines and "alpha" in lines
 
 

@@ -11,10 +11,10 @@ from jaxtrain.model import Transformer, flops_per_token, split
 from jaxtrain.runs.history import read_rows
 from jaxtrain.scaling import command
 from jaxtrain.scaling.laws import Bootstrap
-from jaxtrain.scaling.plan import Planner, check_data, merged, rate_overrides
-from jaxtrain.scaling.points import finished, point_of
+from jaxtrain.scaling.plan import Planner, check_data, last_overrides, rate_overrides
+from jaxtrain.scaling.points import has_ended, point_of
 from jaxtrain.scaling.record import write_prediction
-from jaxtrain.scaling.study import Size, load_study
+from jaxtrain.scaling.study import ModelSize, load_study
 from jaxtrain.settings import UserError
 
 SIZES = [{"depth": 1, "width": 8}, {"depth": 1, "width": 16}, {"depth": 2, "width": 16}]
@@ -65,7 +65,7 @@ def test_runs_of_a_budget_cost_it_within_a_percent_by_the_models_own_flops(tmp_p
 
 
 def test_parameters_are_counted_as_asked(tmp_path):
-    counts = planner_of(tmp_path, **ISO).resolved(Size(depth=1, width=16))[1].parameters
+    counts = planner_of(tmp_path, **ISO).resolved(ModelSize(depth=1, width=16))[1].parameters
     assert counts["matrices"] == 12 * 16**2
     assert counts["matrices_and_head"] == 12 * 16**2 + 16 * 320  # the vocabulary in multiples of 64
     assert counts["total"] > counts["without_embeddings"] > counts["matrices_and_head"]
@@ -92,12 +92,12 @@ def test_batch_runs_scale_the_rates_of_the_first(tmp_path):
 
 
 def test_a_multiplier_is_of_every_learning_rate(tmp_path):
-    c = planner_of(tmp_path, **ISO).resolved(Size(depth=1, width=8))[0]
+    c = planner_of(tmp_path, **ISO).resolved(ModelSize(depth=1, width=8))[0]
     lines = rate_overrides(c, 2.0)
     names = {line.partition("=")[0] for line in lines}
     assert {"optim.matrix_lr", "optim.embedding_lr", "optim.head_lr"} <= names
     assert "optim.matrix_lr=0.08" in lines
-    assert merged(["a=1", "b=2", "a=3"]) == ["a=3", "b=2"]
+    assert last_overrides(["a=1", "b=2", "a=3"]) == ["a=3", "b=2"]
 
 
 # ---- what is refused ---------------------------------------------------------------------------
@@ -211,7 +211,7 @@ def test_the_fits_of_a_study_and_of_its_run_directories_agree(study, tmp_path, c
 @pytest.mark.default_tier
 def test_a_run_that_has_not_ended_is_no_point(study, tmp_path):
     folder, _, trained = study
-    assert finished(folder / trained[0]) and not finished(tmp_path)
+    assert has_ended(folder / trained[0]) and not has_ended(tmp_path)
     point = point_of(folder / trained[0], "bpb", "total")
     assert (
         point.depth == 1 and point.width == 8 and point.loss > 1 and point.losses[-1] == point.loss
@@ -219,6 +219,6 @@ def test_a_run_that_has_not_ended_is_no_point(study, tmp_path):
     metrics = tmp_path / "metrics.jsonl"
     rows = (folder / trained[0] / "metrics.jsonl").read_text().splitlines()
     metrics.write_text("\n".join(rows[:-1]) + "\n")
-    assert not finished(tmp_path)
+    assert not has_ended(tmp_path)
     with pytest.raises(UserError, match="is not a finished run"):
         point_of(tmp_path, "loss", "total")
