@@ -201,7 +201,7 @@ def test_print_config_shows_each_derived_value_with_its_rule(capsys):
         for field, value in fields.items()
         if value is None and tree[section][field] is not None
     ]
-    assert len(derived) == 6 + 2 + 6
+    assert len(derived) == 6 + 3 + 6
     for field in derived:
         assert any(line.startswith(f"{field}: ") and " # " in line for line in lines), field
 
