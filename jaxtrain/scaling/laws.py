@@ -83,7 +83,12 @@ class ParametricLaw(NamedTuple):
         """N of the lowest loss, where a run costs `flops_per` x N x D FLOPs (about 6)."""
         a, b = max(self.alpha, 1e-9), max(self.beta, 1e-9)
         log_g = (math.log(a * max(self.A, 1e-30)) - math.log(b * max(self.B, 1e-30))) / (a + b)
-        return math.exp(log_g + b / (a + b) * math.log(flops / flops_per))
+        return bounded_exp(log_g + b / (a + b) * math.log(flops / flops_per))
+
+
+def bounded_exp(x: float) -> float:
+    """exp, within 1e-65 and 1e65: a resample may determine a law badly."""
+    return math.exp(min(max(x, -150.0), 150.0))
 
 
 # ---- fits --------------------------------------------------------------------------------------
@@ -96,7 +101,7 @@ def fit_power_law(x: Vector, y: Vector) -> PowerLaw:
             f"a power law needs 2 different values or more, there is {len(np.unique(x))}"
         )
     exponent, log_coefficient = np.polyfit(np.log(x), np.log(y), 1).tolist()
-    return PowerLaw(math.exp(log_coefficient), exponent)
+    return PowerLaw(bounded_exp(log_coefficient), exponent)
 
 
 def fit_parabola(x: Vector, loss: Vector) -> Parabola:
