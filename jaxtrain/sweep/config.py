@@ -236,6 +236,12 @@ class SweepConfig(Settings):
     confirm: Confirm | None = Field(
         None, description="run the best again on fresh seeds; default no. One objective only"
     )
+    population: int = Field(
+        1,
+        ge=1,
+        description="trials that train at once on one device as one program (vmap); their "
+        "parameters are the optimizer's rates alone",
+    )
     workers: int = Field(1, ge=1, description="processes of this command that run trials")
     isolate: bool = Field(
         False,
@@ -277,6 +283,12 @@ class SweepConfig(Settings):
             if self.goal.metric not in OF_VALIDATION:
                 metric = self.goal.metric
                 raise ValueError(f"pruner: it looks at validations, and {metric} is not among them")
+            if self.population > 1:
+                raise ValueError(
+                    "pruner: trials of a population end together; set pruner.name=none"
+                )
+        if self.population > 1 and any(g.metric not in OF_VALIDATION for g in self.objectives):
+            raise ValueError("population: time and memory are those of all its trials together")
         if self.confirm and len(self.objectives) > 1:
             raise ValueError("confirm: it needs one objective")
         if len({goal.metric for goal in self.objectives}) < len(self.objectives):

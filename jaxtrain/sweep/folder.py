@@ -11,7 +11,10 @@ from jaxtrain.sweep.load import base_config
 from jaxtrain.train.run_directory import check_writable, differences
 
 # What says how the trials are run, not what they are.
-FREE = ("name", "directory", "workers", "isolate", "heartbeat", "storage", "confirm", "trials")
+FREE = (
+    "name", "directory", "workers", "isolate", "heartbeat", "storage", "confirm", "trials",
+    "population",
+)  # fmt: skip
 
 
 def open_folder(c: SweepConfig) -> None:

@@ -159,6 +159,11 @@ class TrialQueue:
                 return trial
         return None
 
+    def claim_some(self, count: int, parameters: bool = True) -> list[Trial]:
+        """So many waiting trials, or as many as there are."""
+        found = (self.claim(parameters) for _ in range(count))
+        return [trial for trial in found if trial is not None]
+
     def give_back(self, trial: Trial, counts: bool = True) -> None:
         """Queue a claimed trial again. counts: as one of its attempts."""
         if not counts:

@@ -109,6 +109,11 @@ def run_one(
             return Pruned(stopped[-1])
         if result.stopped:
             raise KeyboardInterrupt
+    return checked_figures(c, run_dir)
+
+
+def checked_figures(c: SweepConfig, run_dir: Path) -> Figures:
+    """Those of a finished run. Raises UserError where an objective is not among them."""
     figures = run_figures(run_dir)
     if missing := [goal.metric for goal in c.objectives if goal.metric not in figures]:
         raise UserError(

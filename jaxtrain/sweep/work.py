@@ -1,8 +1,10 @@
 """A worker of a sweep: claims trials, runs them, and records what they came to."""
 
+import contextlib
+import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from typing import NamedTuple
 
 from optuna.trial import Trial, TrialState
@@ -16,7 +18,7 @@ from jaxtrain.sweep.study import MOST_ATTEMPTS, TrialQueue, directions_of
 from jaxtrain.sweep.trials import Failed, Figures, Outcome, Pruned, run_one, run_trial
 
 LOOK = 1.0  # seconds between two looks for a trial, where others have the last ones
-Run = Callable[[Trial], Outcome]
+Run = Callable[[Sequence[Trial]], list[Outcome]]  # of claimed trials
 
 
 class Queues(NamedTuple):
@@ -46,50 +48,71 @@ def work(c: SweepConfig, queues: Queues, once: bool = False) -> bool:
     once: return after one trial. Raises KeyboardInterrupt after a signal, with the trial queued
     again, and UserError for what is wrong with every run.
     """
-    if run_queue(c, queues.search, lambda trial: searched(c, trial), once):
+    search = lambda trials: [searched(c, trial) for trial in trials]
+    if c.population > 1:
+        from jaxtrain.sweep.population import run_trials
+
+        search = functools.partial(run_trials, c)
+    if run_queue(c, queues.search, search, once, c.population):
         return True
     if queues.confirm is None:
         return False
     queues.confirm.fill(fresh_runs(c, queues.search))
-    return run_queue(c, queues.confirm, lambda trial: confirmed(c, queues.search, trial), once)
+    fresh = lambda trials: [confirmed(c, queues.search, trial) for trial in trials]
+    return run_queue(c, queues.confirm, fresh, once)
 
 
-def run_queue(c: SweepConfig, queue: TrialQueue, run: Run, once: bool) -> bool:
-    """Claim trials of a queue and run them until all have an end; whether to be called again."""
+def run_queue(c: SweepConfig, queue: TrialQueue, run: Run, once: bool, at_once: int = 1) -> bool:
+    """Claim trials of a queue, so many at a time, and run them until all have an end; whether to be
+    called again."""
     said = False
     while queue.unfinished():
-        trial = queue.claim(parameters=queue.study.study_name == "search")
-        if trial is None:
+        trials = queue.claim_some(at_once, parameters=queue.study.study_name == "search")
+        if not trials:
             if not said:
                 others = len(queue.trials(TrialState.RUNNING))
                 print(f"sweep    waiting for {others} trials of other workers", flush=True)
             said = True
             time.sleep(LOOK)
-            continue
-        begun = time.perf_counter()
-        with queue.heartbeat(trial):
-            try:
-                outcome = attempt(trial, run)
-            except InUseError as error:
-                print(f"sweep    trial {trial.number} is not lost: {error}", flush=True)
-                queue.leave_to(trial, error.holder._asdict())
-                time.sleep(LOOK)
-                continue
-            except BaseException as error:
-                queue.give_back(trial, counts=not isinstance(error, KeyboardInterrupt | UserError))
-                raise
-            record(c, queue, trial, outcome)
-        print(progress(c, queue, trial.number, time.perf_counter() - begun), flush=True)
-        if once:
+        elif run_claimed(c, queue, run, trials) and once:
             return True
     return False
 
 
-def attempt(trial: Trial, run: Run) -> Outcome:
-    """Run a trial, unless that has killed several workers."""
-    if trial.user_attrs["attempts"] > MOST_ATTEMPTS:
-        return Failed(f"its worker died {MOST_ATTEMPTS} times")
-    return run(trial)
+def run_claimed(c: SweepConfig, queue: TrialQueue, run: Run, trials: Sequence[Trial]) -> bool:
+    """Run claimed trials and record their ends; False where another process has them."""
+    begun = time.perf_counter()
+    with contextlib.ExitStack() as stack:
+        for trial in trials:
+            stack.enter_context(queue.heartbeat(trial))
+        try:
+            outcomes = attempt(trials, run)
+        except InUseError as error:
+            print(f"sweep    not lost, as it seemed: {error}", flush=True)
+            if len(trials) == 1:
+                queue.leave_to(trials[0], error.holder._asdict())
+            else:  # which one it is, its worker will say
+                for trial in trials:
+                    queue.give_back(trial, counts=False)
+            time.sleep(LOOK)
+            return False
+        except BaseException as error:
+            for trial in trials:
+                queue.give_back(trial, counts=not isinstance(error, KeyboardInterrupt | UserError))
+            raise
+        for trial, outcome in zip(trials, outcomes, strict=True):
+            record(c, queue, trial, outcome)
+    for trial in trials:
+        print(progress(c, queue, trial.number, time.perf_counter() - begun), flush=True)
+    return True
+
+
+def attempt(trials: Sequence[Trial], run: Run) -> list[Outcome]:
+    """Run trials, but none that has killed several workers."""
+    able = [trial for trial in trials if trial.user_attrs["attempts"] <= MOST_ATTEMPTS]
+    found = iter(run(able) if able else [])
+    dead = Failed(f"its worker died {MOST_ATTEMPTS} times")
+    return [next(found) if trial in able else dead for trial in trials]
 
 
 def searched(c: SweepConfig, trial: Trial) -> Outcome:
