@@ -152,6 +152,8 @@ HEAD = """# The ladder
 <!-- Made by `python -m benchmarks ladder` from benchmarks/ladder.yaml and
 benchmarks/results/ladder/. Do not edit. -->
 
+<!-- figures: not measured: 5 times is the claim -->
+
 What makes training faster, one rung at a time: from GPT-2's architecture and recipe to everything
 that jaxtrain has. Each rung adds its switches to those of all rungs below it. A rung's cost is the
 seconds of training to one held-out loss, the target: the loss of the baseline after its run. The

@@ -337,7 +337,7 @@ def test_the_culprit_is_the_loss_else_a_gradient_else_the_update():
 
 
 def test_without_a_checkpoint_there_is_nothing_to_go_back_to(tmp_path):
-    sizes = {"batch_size": 1, "device_batch_size": 1, "steps": 9}
+    sizes = {"batch_size": 1, "device_batch_size": 1, "steps": 9, "tokens_per_parameter": 12}
     c = ResolvedTrain(on_nonfinite="rollback", **sizes)
     writer = MetricsWriter(
         tmp_path, MetricsConfig(tensorboard=False), total_steps=9, tokens_per_step=1, primary=False

@@ -254,7 +254,7 @@ def test_a_nan_names_step_checkpoint_and_gradient(tmp_path, capfd):
     assert "lower the learning rate" in message.lower()
     # That checkpoint is good, and what went wrong is on record.
     assert np.isfinite(load_saved(tmp_path / "tiny", step=int(saved)).params["embed"]).all()
-    assert rows_of(tmp_path / "tiny", "event")[-1]["status"].startswith("failed: UserError")
+    assert rows_of(tmp_path / "tiny", "event")[-1]["status"].startswith("failed: DivergedError")
 
 
 def test_a_batch_without_labels_is_an_error(tmp_path, capfd, monkeypatch):

@@ -47,7 +47,12 @@ class LogUniform(_Range):
     """A float whose logarithm is uniform, as for learning rates."""
 
     name: Literal["log_uniform"] = "log_uniform"
-    low: float = Field(gt=0, description="least value")
+
+    @model_validator(mode="after")
+    def _is_above_zero(self) -> "LogUniform":
+        if self.low <= 0:
+            raise ValueError(f"low ({self.low:g}) must be above 0")
+        return self
 
 
 class IntRange(Settings):
