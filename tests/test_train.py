@@ -351,13 +351,16 @@ def test_memory_that_runs_out_later_is_explained(tmp_path, capfd, monkeypatch):
 
 
 def test_old_checkpoints_go_and_some_are_kept(tmp_path):
-    """Of a run of two phases: the rows of its first step are half as long."""
+    """Of a run of two phases: the rows of its first step are half as long, its programs two."""
     fields = {"checkpoint__every": 1, "checkpoint__keep": 1, "checkpoint__keep_every": 2}
     fields["data__length_ramp"] = "{start: 16, tokens: 256}"
     assert main(run_overrides(tmp_path, **fields)) == 0
     assert steps_of(tmp_path / "tiny") == [2, 4, 6]
     with Checkpointer(tmp_path / "tiny", CheckpointConfig()) as checkpoints:
         assert checkpoints.latest() == 6
+    programs = [row for row in rows_of(tmp_path / "tiny", "event") if "step_bytes" in row]
+    assert [row["step"] for row in programs] == [0, 1]
+    assert programs[0]["step_bytes"] != programs[1]["step_bytes"]
 
 
 @pytest.mark.slow

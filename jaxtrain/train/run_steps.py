@@ -34,6 +34,8 @@ class StepFeed(Protocol):
 class StepProgram(Protocol):
     """A compiled step, as in `Program`."""
 
+    @property
+    def facts(self) -> dict[str, Any]: ...
     def fits(self, batch: AnyBatch) -> bool: ...
     def __call__(self, state: State, batch: AnyBatch) -> tuple[State, dict[str, Any]]: ...
 
@@ -95,6 +97,7 @@ def run_steps(
         if not program.fits(batch):  # the next phase
             with metrics.pause():
                 program = parts.make_program(state, batch)
+            metrics.write(step - 1, "event", program.facts)
         state, values = program(state, batch)
         guard.push(step, values)
         metrics.push(step, values | feed.statistics())
