@@ -331,6 +331,10 @@ def test_the_page_is_made_of_the_records(tmp_path):
 def test_rungs_are_trained_and_recorded(tmp_path, monkeypatch):
     """Of one layer, for a few steps: the baseline, one in the middle, and the top."""
     monkeypatch.chdir(tmp_path)
+    monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # of the processes that train
+    quick = LADDERS["quick"]
+    few = {"quick": quick._replace(scale=quick.scale._replace(timed_rounds=2))}
+    monkeypatch.setattr(ladder, "read_ladders", lambda: few)
     text = tmp_path / "text.jsonl"
     line = "to be, or not to be, that is the question: "
     lines = [{"text": f"{i}: {line * (1 + i % 7)}"} for i in range(400)]
