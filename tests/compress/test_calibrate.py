@@ -126,5 +126,5 @@ def test_text_of_the_run_itself_and_refusals(whole, saved, tmp_path):
         rows_of(saved, tmp_path, 64)
     with pytest.raises(UserError, match="beyond the model's context of 32"):
         rows_of(saved, tmp_path, length=64)
-    with pytest.raises(UserError, match="cannot be read as UTF-8"):
+    with pytest.raises(UserError, match="cannot be read: No such file"):
         calibrate.calibration_rows(saved, saved.config, tmp_path / "none", 1, None)

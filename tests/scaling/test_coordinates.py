@@ -69,7 +69,7 @@ def test_the_logits_of_the_standard_parametrization_grow_and_those_of_mup_do_not
         "--steps", "3",
     ]  # fmt: skip
     found = {}
-    for scheme in ("nanochat", "mup"):
+    for scheme in ("speedrun", "mup"):
         out = tmp_path / scheme
         assert (
             main(["scaling", "coordinates", *words, f"model.init={scheme}", "--out", str(out)]) == 0
@@ -77,7 +77,7 @@ def test_the_logits_of_the_standard_parametrization_grow_and_those_of_mup_do_not
         tree = json.loads((out / "coordinates.json").read_text())
         found[scheme] = {(s["kind"], s["what"]): s["value"] for s in tree["slopes"]}
         assert "<svg" in (out / "coordinates.html").read_text()
-    assert found["nanochat"]["logits", "change"] > found["mup"]["logits", "change"] + 0.2
+    assert found["speedrun"]["logits", "change"] > found["mup"]["logits", "change"] + 0.2
     assert jax.device_count() == 8
 
 
