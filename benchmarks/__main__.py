@@ -245,7 +245,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         type=whole(1),
         help="population: of a run that the compile time is a part of; ladder: of the baseline",
     )
-    parser.add_argument("--note", help="population: what the record says of how it was measured")
+    parser.add_argument("--note", help="population: a note on the machine, kept in the record")
     parser.add_argument("--baseline", help="race: name of the run to beat; default the best AdamW")
     parser.add_argument(
         "--differ", action="append", default=[], choices=SAME,
@@ -361,7 +361,7 @@ def check_options(a: argparse.Namespace) -> None:
 def dry_run(
     a: argparse.Namespace, config: str, overrides: Sequence[str], variant: str | None
 ) -> dict[str, Any]:
-    """The record of a dry run; its variant is the precision, and what is asked for beside it."""
+    """The record of a dry run. Its variant names the precision and the overrides."""
     record = preflight_of(a, config, overrides)
     named = f"{record['variant']}, {variant}" if variant else record["variant"]
     return record | {"variant": named}

@@ -45,9 +45,9 @@ class PlannedRun(NamedTuple):
 def model_counts(c: Resolved, vocab_size: int) -> ModelCounts:
     """Parameters by each of the counts, and FLOPs (nanochat's convention).
 
-    matrices_and_head: what a token is multiplied with in the blocks and the head, nanochat's
-    scaling parameters; of experts those that a token meets. matrices: without the head.
-    without_embeddings: all but the tables that tokens are looked up in. total: all.
+    matrices_and_head: matrices of the blocks and the head (nanochat's scaling parameters); only
+    the active experts. matrices: the same without the head. without_embeddings: all but the
+    embedding tables. total: all.
     """
     specs: Specs = split(Transformer(c.model, vocab_size))[1]
     table = sizes(specs)

@@ -1,4 +1,4 @@
-"""fit.json and prediction.json: what a study found, and what it said before."""
+"""Files of a study: fit.json (the fits) and prediction.json (the held-out prediction)."""
 
 import shlex
 import sys

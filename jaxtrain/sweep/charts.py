@@ -20,7 +20,7 @@ LEVELS = 5  # shades of a map
 
 
 class ChartAxis(NamedTuple):
-    """A direction of a chart: where a value lies between 0 and 1, and the marks beside it."""
+    """An axis of a chart: it maps a value to 0 to 1, and has tick labels."""
 
     label: str
     place: Callable[[Scalar], Number]
