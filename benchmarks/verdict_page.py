@@ -12,8 +12,9 @@ from benchmarks.verdicts import (
     Scale,
     Technique,
     gain,
-    read_records,
+    read_all,
     read_table,
+    timed_on,
 )
 
 PAGE = BENCHMARKS.parent / "docs" / "verdicts.md"
@@ -27,12 +28,13 @@ Each row is one technique, compared with the same model without it (the baseline
 `tokens` is a ratio: the baseline's tokens to the technique's last held-out loss, divided by the
 technique's tokens. At 1.10x the baseline needs 10% more tokens. The baseline's tokens are
 interpolated between runs of several lengths, each with its whole decay; `~` marks extrapolation.
-Brackets hold the 95% interval over paired seeds (Student's t). A ratio from one seed decides
-nothing within 3%. `seconds` is the time per token divided by the baseline's. Where the baseline's
-seconds varied within a call, a verdict has to hold for the fastest and for the slowest of them.
-`bits` is the difference in bits per byte at equal steps. `memory` is the bytes of a compiled step
-divided by the baseline's. A technique with another tokenizer is compared by bytes of text in place
-of tokens. Its held-out loss covers as many tokens (`eval.tokens`), which are more or less text.
+Each table is of one device, and so is its baseline. Brackets hold the 95% interval over paired
+seeds (Student's t). A ratio from one seed decides nothing within 3%. `seconds` is the time per
+token divided by the baseline's. Where the baseline's seconds varied within a call, a verdict has to
+hold for the fastest and for the slowest of them. `bits` is the difference in bits per byte at equal
+steps. `memory` is the bytes of a compiled step divided by the baseline's. A technique with another
+tokenizer is compared by bytes of text in place of tokens. Its held-out loss covers as many tokens
+(`eval.tokens`), which are more or less text.
 
 Techniques have the baseline's learning rates unless their switch names others. The figures hold for
 the model size and the number of tokens of their table. The last column has the paper's claim and
@@ -50,17 +52,19 @@ the scale of its experiments. Each record's `command` repeats its runs.
 def make_page(path: Path = PAGE, folder: Path = FOLDER) -> Path:
     """Write docs/verdicts.md from the table and the records."""
     scales, techniques = read_table()
-    records = read_records(folder)
+    records = read_all(folder)
     parts = [HEAD]
     for which, scale in scales.items():
-        if baseline := records.get((which, BASELINE)):
-            rows = list(verdict_rows(which, techniques, records, baseline))
+        of_scale = [one for one in records if one["config"] == which]
+        for baseline in [one for one in of_scale if one["variant"] == BASELINE]:
+            same = [one for one in of_scale if timed_on(one) == timed_on(baseline)]
+            rows = list(verdict_rows(techniques, same, baseline))
             parts.append(section(which, scale, baseline, rows))
     missing = [one.name for one in techniques.values() if not one.scales]
     untried = [
         one.name
         for one in techniques.values()
-        if one.scales and not any((which, one.name) in records for which in scales)
+        if one.scales and one.name not in {record["variant"] for record in records}
     ]
     for title, names in (("Not compared by loss", missing), ("Not measured yet", untried)):
         if names:
@@ -86,9 +90,10 @@ def section(which: str, scale: Scale, baseline: Record, rows: Sequence[str]) -> 
     low, high = m.get("seconds_range") or (m["seconds"], m["seconds"])
     span = "" if low == high else f" ({low:.2f} to {high:.2f} s in one call)"
     took = f"{m['seconds']:.2f} s of training{span} and " if m["seconds"] else ""
-    text = f"""## {which}: {scale.depth} layers, {m["tokens"] / 1e6:.1f}M tokens
+    device = baseline["device"]
+    text = f"""## {which}: {scale.depth} layers, {m["tokens"] / 1e6:.1f}M tokens, {device}
 
-{baseline["device"]}. The baseline takes {took}{m["step_bytes"] / 2**30:.2f} GiB a step. Its bits
+The baseline takes {took}{m["step_bytes"] / 2**30:.2f} GiB a step. Its bits
 per byte by tokens, mean over seeds: {ends}.
 Settings: {code([f"--config {scale.config}", *scale.overrides])}.
 
@@ -99,16 +104,13 @@ Settings: {code([f"--config {scale.config}", *scale.overrides])}.
 
 
 def verdict_rows(
-    which: str,
-    techniques: Mapping[str, Technique],
-    records: Mapping[tuple[str, str], Record],
-    baseline: Record,
+    techniques: Mapping[str, Technique], records: Sequence[Record], baseline: Record
 ) -> Iterator[str]:
-    """Lines of a table, the most tokens saved first."""
+    """Lines of a table, the most tokens saved first. records: of the baseline's scale and device"""
     found = [
-        (gain(records[which, name], baseline), one, records[which, name])
-        for name, one in techniques.items()
-        if (which, name) in records
+        (gain(record, baseline), techniques[record["variant"]], record)
+        for record in records
+        if record["variant"] in techniques
     ]
     for g, one, record in sorted(found, key=lambda row: -row[0].tokens):
         link = f"../benchmarks/results/verdicts/{record['file']}"

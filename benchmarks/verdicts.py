@@ -330,7 +330,17 @@ def gain(record: Record, baseline: Record) -> Gain:
     return Gain(math.exp(mean), interval, seconds, bits, memory, n, outside, seconds_range)
 
 
+def read_all(folder: Path = FOLDER) -> list[Record]:
+    """All records; `file` is the name."""
+    return [json.loads(p.read_text()) | {"file": p.name} for p in sorted(folder.glob("*.json"))]
+
+
 def read_records(folder: Path = FOLDER) -> dict[tuple[str, str], Record]:
-    """(scale, technique) -> its record."""
-    records = [json.loads(p.read_text()) | {"file": p.name} for p in sorted(folder.glob("*.json"))]
+    """(scale, technique) -> its record, the newest of several devices."""
+    records = sorted(read_all(folder), key=lambda one: one["when"])
     return {(one["config"], one["variant"]): one for one in records}
+
+
+def timed_on(record: Record) -> str:
+    """The device that the seconds of a record were measured on."""
+    return record.get("timed", {}).get("device_kind") or record["device"]

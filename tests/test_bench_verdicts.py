@@ -203,6 +203,26 @@ def test_the_page_has_a_row_for_what_was_measured_and_names_the_rest(tmp_path):
     assert "- lion (arXiv:2302.06675)" in page.split("## Not measured yet")[1]
 
 
+def test_each_device_has_a_table_with_its_own_baseline(tmp_path):
+    scale, runs = (
+        SCALES["d4"]._replace(seeds=(0,), steps=100),
+        Job("baseline", "gpt_d12", (), 0, 100),
+    )
+    for device, seconds in (("NVIDIA H200", 10.0), ("NVIDIA H100", 20.0)):
+        env = ENVIRONMENT | {"device_kind": device}
+        ends = [(runs._replace(steps=n), Outcome(2 - n / 1000, seconds * n / 100, 100, n, env))
+                for n in (50, 100)]  # fmt: skip
+        verdicts.save("d4", scale, (), ends, tmp_path)
+    ema = Outcome(1.87, 10.0, 100, 100, ENVIRONMENT | {"device_kind": "NVIDIA H200"})
+    verdicts.save("d4", scale, (), [(runs._replace(name="ema"), ema)], tmp_path)
+    timed = ema._replace(env=ENVIRONMENT | {"device_kind": "NVIDIA H100"})
+    page = lambda: verdict_page.make_page(tmp_path / "verdicts.md", tmp_path).read_text()
+    assert "| 1.00x | -0.0300 |" in page().split(", NVIDIA H200\n")[1]
+    verdicts.save_seconds(verdicts.read_records(tmp_path)["d4", "ema"], timed, tmp_path)
+    h100, h200 = page().split(", NVIDIA H100\n")[1].split(", NVIDIA H200\n")
+    assert "| 0.50x | -0.0300 |" in h100 and "[ema]" not in h200
+
+
 def test_the_page_is_made_of_the_records(tmp_path):
     assert (
         verdict_page.make_page(tmp_path / "verdicts.md").read_text()
