@@ -150,16 +150,17 @@ def train_verdicts(
         if baseline is not None:
             bytes_per_token(baseline)  # an error now, not after the training
     jobs, timed = jobs_of(scale, switches, overrides, warm=workers > 1)
-    found: dict[str, list[tuple[Job, Outcome]]] = {name: [] for name in chosen}
+    found: dict[str, dict[Job, Outcome]] = {name: {} for name in chosen}
     alone = {job.name: job for job in timed}
     for job, outcome in train_all(jobs, timed, workers, done):
         if job.steps > 2:
-            found[job.name].append((job, outcome))
+            found[job.name].pop(job, None)  # of a run that compiled it: the last one was alone
+            found[job.name][job] = outcome
         if record and job == alone[job.name]:
             if time_only:
                 save_seconds(records[which, job.name], outcome, out or FOLDER)
             else:
-                runs, tuned = found[job.name], tried.get(job.name, [])
+                runs, tuned = list(found[job.name].items()), tried.get(job.name, [])
                 save(which, scale, switches[job.name], runs, out or FOLDER, tuned)
 
 
@@ -204,7 +205,8 @@ def jobs_of(
     """Runs that may share the GPU, and one of each technique that is timed alone.
 
     warm: of a scale with one seed the former are two steps each: they compile, several at a time.
-    A run whose steps its switch names (the end of a phase, a round) cannot be cut to two.
+    A run whose steps its switch names (the end of a phase, a round) is whole there: a program that
+    is compiled later tunes its kernels on the GPU that another run is timed on.
     """
     jobs, timed = [], []
     warm = warm and len(scale.seeds) == 1
@@ -216,8 +218,9 @@ def jobs_of(
                 job = Job(name, scale.config, settings, seed, steps)
                 first = seed == scale.seeds[0] and steps == scale.steps
                 (timed if first else jobs).append(job)
-                if first and warm and not OWN_STEPS.search(" ".join(switch)):
-                    jobs.append(job._replace(steps=2))
+                if first and warm:
+                    own = OWN_STEPS.search(" ".join(switch))
+                    jobs.append(job if own else job._replace(steps=2))
     return sorted(jobs, key=lambda job: -job.seed), timed  # each program is compiled once
 
 

@@ -175,11 +175,11 @@ def test_each_technique_has_one_run_that_is_timed_alone():
 
 
 def test_runs_of_two_steps_compile_what_is_timed_alone():
-    """Not where a phase ends later than that, and not where one process does everything."""
+    """Whole runs where a phase ends later, and none where one process does everything."""
     scale = SCALES["d12"]
     switches = {"ema": ("a=b",), "stack": ("train.phases=[{until: 88, model: {depth: 6}}]",)}
     jobs, timed = jobs_of(scale, switches, ())
-    assert [(job.name, job.steps) for job in jobs] == [("ema", 2)]
+    assert [(job.name, job.steps) for job in jobs] == [("ema", 2), ("stack", 350)]
     assert [(job.name, job.steps) for job in timed] == [("ema", 350), ("stack", 350)]
     assert jobs_of(scale, switches, (), warm=False) == ([], timed)
 
