@@ -153,8 +153,11 @@ def sweep_tables(found: Any) -> list[Table]:
     for row in best[:SHOWN]:
         cells = [*row.scores, *(row.values.get(key) for key in c.parameters)]
         table.add_row(str(row.number), *map(text, cells))
+    tables = [table]
+    if found.transferred is not None:
+        tables.append(transfer_table(found.transferred))
     if not found.confirmed:
-        return [table]
+        return tables
     again = Table(
         box=None, header_style="bold", title="fresh seeds (95% intervals)", title_justify="left"
     )
@@ -164,7 +167,23 @@ def sweep_tables(found: Any) -> list[Table]:
         name = "baseline" if one.number is None else str(one.number)
         cells = (one.searched, str(one.fresh), one.optimism, one.over_baseline)
         again.add_row(name, *("" if x is None else text(x) for x in cells))
-    return [table, again]
+    return [*tables, again]
+
+
+def transfer_table(found: Any) -> Table:
+    """Gains over the baseline at both sizes, for a console."""
+    from jaxtrain.sweep.transfer import title_of
+
+    rank = found.rank_correlation
+    title = "minus the baseline on fresh seeds (95% intervals)"
+    title += "" if rank is None else f"; rank correlation {rank:.2f}"
+    table = Table(box=None, header_style="bold", title=title, title_justify="left")
+    for head in ("", "rank", "at the sweep's size", "at the other size"):
+        table.add_column(head, justify="right" if head else "left", overflow="fold")
+    for row in found.rows:
+        cells = (title_of(row.of, row.only), row.rank, row.own or "", row.other or "")
+        table.add_row(*map(str, cells))
+    return table
 
 
 if __name__ == "__main__":

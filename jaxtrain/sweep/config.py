@@ -210,6 +210,21 @@ class Confirm(Settings):
     )
 
 
+class Transfer(Settings):
+    """Trials of the search again, on fresh seeds, at its own size and at another one."""
+
+    overrides: tuple[str, ...] = Field(
+        min_length=1,
+        description="key.path=value of the other size, in the place of the sweep's own overrides",
+    )
+    best: int = Field(4, ge=1, description="of the best trials, so many")
+    spread: int = Field(4, ge=0, description="of the others, so many, evenly over their ranks")
+    single: bool = Field(
+        True, description="also each value of the best trial by itself, the rest as it was"
+    )
+    seeds: int = Field(2, ge=2, description="fresh seeds of each, the same for all and both sizes")
+
+
 class SweepConfig(Settings):
     """A sweep."""
 
@@ -240,6 +255,11 @@ class SweepConfig(Settings):
     )
     confirm: Confirm | None = Field(
         None, description="run the best again on fresh seeds; default no. One objective only"
+    )
+    transfer: Transfer | None = Field(
+        None,
+        description="run trials again at another size, to see what carries over; default no. One "
+        "objective only",
     )
     population: int = Field(
         1,
@@ -294,8 +314,8 @@ class SweepConfig(Settings):
                 )
         if self.population > 1 and any(g.metric not in OF_VALIDATION for g in self.objectives):
             raise ValueError("population: time and memory are those of all its trials together")
-        if self.confirm and len(self.objectives) > 1:
-            raise ValueError("confirm: it needs one objective")
+        if (self.confirm or self.transfer) and len(self.objectives) > 1:
+            raise ValueError(f"{'confirm' if self.confirm else 'transfer'}: it needs one objective")
         if len({goal.metric for goal in self.objectives}) < len(self.objectives):
             raise ValueError("objectives: a metric is named twice")
         return self

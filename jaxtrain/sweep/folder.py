@@ -13,7 +13,7 @@ from jaxtrain.train.run_directory import check_writable, differences
 # What says how the trials are run, not what they are.
 FREE = (
     "name", "directory", "workers", "isolate", "heartbeat", "storage", "confirm", "trials",
-    "population",
+    "population", "transfer",
 )  # fmt: skip
 
 

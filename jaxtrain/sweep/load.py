@@ -97,13 +97,16 @@ def explained(error: dict[str, Any]) -> str:
 def check_parameters(c: SweepConfig) -> None:
     """Raises UserError for a parameter or an override that no run could have."""
     find_config(c.config)
-    given = {parse_override(o).key for o in c.overrides}
+    larger = c.transfer.overrides if c.transfer else ()
+    given = {parse_override(o).key for o in (*c.overrides, *larger)}
     for key in (*c.parameters, *given):
         if key in OURS:
             raise UserError(f"{key}: the sweep sets it for each run; leave it out")
     if twice := sorted(given & c.parameters.keys()):
         raise UserError(f"parameters.{twice[0]}: overrides sets it, too; keep one of the two")
     base_config(c)
+    if larger:
+        run_config(c, {}, "check", 1, larger)
     for key, parameter in c.parameters.items():
         for value in extremes(parameter):
             run_config(c, {key: value}, "check", 1)
@@ -121,11 +124,13 @@ def base_config(c: SweepConfig) -> Config:
     return load_config(c.config, c.overrides)
 
 
-def run_config(c: SweepConfig, values: Values, name: str, seed: int) -> Config:
-    """The configuration of one run."""
+def run_config(
+    c: SweepConfig, values: Values, name: str, seed: int, larger: Sequence[str] = ()
+) -> Config:
+    """The configuration of one run. larger: overrides of another size than the sweep's."""
     own = {"run.directory": str(c.folder), "run.name": name, "run.seed": seed, "data.seed": seed}
     more = [override_text(key, value) for key, value in (values | own).items()]
-    return load_config(c.config, [*c.overrides, *more])
+    return load_config(c.config, [*without(c.overrides, larger), *larger, *more])
 
 
 def override_text(key: str, value: Scalar) -> str:

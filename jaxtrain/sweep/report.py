@@ -20,6 +20,7 @@ from jaxtrain.sweep.charts import (
 from jaxtrain.sweep.load import Scalar
 from jaxtrain.sweep.results import SweepResults, TrialRow, best_first, labels_of
 from jaxtrain.sweep.statistics import MeanInterval, interval, paired
+from jaxtrain.sweep.transfer import title_of
 
 BEST = 10  # one of so many trials is drawn as one of the best
 MOST_ROWS = 400  # of the table of trials
@@ -39,6 +40,7 @@ def write_sweep_report(found: SweepResults) -> Path:
         _slices(found, best),
         _interaction(found, best),
         _confirmed(found),
+        _transferred(found),
         _paired(found, best),
         _table(found, best),
     ]
@@ -234,6 +236,27 @@ def _confirmed(found: SweepResults) -> str:
         "<em>Too good by</em> compares different seeds, and also holds what these differ by."
     )
     return f"<h2>Fresh seeds (winner's curse)</h2><p>{why}</p>{html_table(rows, head)}"
+
+
+def _transferred(found: SweepResults) -> str:
+    """Gains over the baseline at the sweep's size and at the other one."""
+    if found.transferred is None:
+        return ""
+    assert found.config.transfer
+    rank, metric = found.transferred.rank_correlation, found.config.goal.metric
+    rows = [
+        (title_of(one.of, one.only), one.rank, str(one.own or ""), str(one.other or ""))
+        for one in found.transferred.rows
+    ]
+    other = escape(" ".join(found.config.transfer.overrides))
+    said = "" if rank is None else f" Spearman's rank correlation of whole trials is {rank:.2f}."
+    why = (
+        f"{escape(metric)} minus that of the configuration without the sweep's values, on fresh "
+        f"seeds, at the sweep's size and with <code>{other}</code>. Intervals are 95%, paired by "
+        f"seed.{said}"
+    )
+    head = ("", "rank in the sweep", "at the sweep's size", "at the other size")
+    return f"<h2>What carries over to another size</h2><p>{why}</p>{html_table(rows, head)}"
 
 
 def _paired(found: SweepResults, best: Sequence[TrialRow]) -> str:

@@ -10,6 +10,13 @@ from jaxtrain.sweep.config import SweepConfig
 from jaxtrain.sweep.load import Values
 from jaxtrain.sweep.statistics import WinnersCurse, winners_curse
 from jaxtrain.sweep.study import TrialQueue, importance_of
+from jaxtrain.sweep.transfer import (
+    SIZES,
+    TransferResults,
+    TransferRun,
+    transfer_run_of,
+    transferred,
+)
 from jaxtrain.sweep.trials import Figures
 
 STATES = {
@@ -41,6 +48,7 @@ class SweepResults(NamedTuple):
     front: list[int]  # numbers of the best trial, or of the Pareto front
     importance: dict[str, float]  # parameter -> share of 1
     confirmed: list[WinnersCurse]
+    transferred: TransferResults | None
 
 
 def row_of(frozen: FrozenTrial) -> TrialRow:
@@ -67,7 +75,9 @@ def labels_of(c: SweepConfig) -> dict[str, str]:
     return {k: name if last.count(name) == 1 else k for k, name in zip(c.parameters, last)}
 
 
-def results_of(search: TrialQueue, confirm: TrialQueue | None) -> SweepResults:
+def results_of(
+    search: TrialQueue, confirm: TrialQueue | None, transfer: TrialQueue | None
+) -> SweepResults:
     """What is in the database by now."""
     c = search.config
     rows = [row_of(frozen) for frozen in search.trials()]
@@ -80,7 +90,10 @@ def results_of(search: TrialQueue, confirm: TrialQueue | None) -> SweepResults:
     if confirm is not None:
         scores = {row.number: row.scores[0] for row in best}
         again = winners_curse(scores, fresh_scores(confirm), c.goal.maximize)
-    return SweepResults(c, rows, front, importance_of(search.study), again)
+    carried = None
+    if transfer is not None:
+        carried = transferred(c, [row.number for row in best], transfer_scores(transfer))
+    return SweepResults(c, rows, front, importance_of(search.study), again, carried)
 
 
 def fresh_scores(confirm: TrialQueue) -> dict[int | None, dict[int, float]]:
@@ -91,6 +104,16 @@ def fresh_scores(confirm: TrialQueue) -> dict[int | None, dict[int, float]]:
         if "failed" not in attributes:
             found.setdefault(attributes["of"], {})[attributes["seed"]] = frozen.values[0]
     return found
+
+
+def transfer_scores(transfer: TrialQueue) -> dict[TransferRun, float]:
+    """Of the runs at both sizes that have ended."""
+    ended = transfer.trials(TrialState.COMPLETE)
+    return {
+        transfer_run_of(frozen.user_attrs): frozen.values[0]
+        for frozen in ended
+        if "failed" not in frozen.user_attrs
+    }
 
 
 def means_of(c: SweepConfig, runs: Sequence[Figures]) -> list[float]:
@@ -111,4 +134,15 @@ def as_json(found: SweepResults) -> dict[str, Any]:
             | {"over_baseline": one.over_baseline and one.over_baseline._asdict()}
             for one in found.confirmed
         ],
+        "transferred": found.transferred and transfer_json(found.transferred),
     }
+
+
+def transfer_json(found: TransferResults) -> dict[str, Any]:
+    """Plain values, for results.json."""
+    gains = lambda row: {size: getattr(row, size) for size in SIZES}
+    rows = [
+        row._asdict() | {size: gain and gain._asdict() for size, gain in gains(row).items()}
+        for row in found.rows
+    ]
+    return {"rank_correlation": found.rank_correlation, "rows": rows}

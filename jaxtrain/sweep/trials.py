@@ -2,7 +2,7 @@
 
 import contextlib
 import functools
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -84,15 +84,20 @@ def run_trial(c: SweepConfig, values: Values, number: int, prune: Prune | None =
 
 
 def run_one(
-    c: SweepConfig, values: Values, name: str, seed: int, prune: Prune | None = None
+    c: SweepConfig,
+    values: Values,
+    name: str,
+    seed: int,
+    prune: Prune | None = None,
+    larger: Sequence[str] = (),
 ) -> Figures | Pruned | Failed:
-    """Train one run, or go on with it; its figures.
+    """Train one run, or go on with it; its figures. larger: as in `run_config`.
 
     Raises KeyboardInterrupt if a signal has stopped it, and UserError for what is wrong with all
     runs of the sweep.
     """
     try:
-        config = run_config(c, values, name, seed)
+        config = run_config(c, values, name, seed, larger)
     except UserError as error:  # this combination of values; each by itself was looked at
         return Failed(str(error))
     run_dir = config.run_dir

@@ -15,6 +15,7 @@ from jaxtrain.sweep.config import SweepConfig
 from jaxtrain.sweep.load import Values, grid_points
 from jaxtrain.sweep.results import TrialRow, best_first, labels_of, means_of, row_of
 from jaxtrain.sweep.study import MOST_ATTEMPTS, TrialQueue, directions_of
+from jaxtrain.sweep.transfer import run_again, run_title, transfer_run_of, transfer_runs
 from jaxtrain.sweep.trials import Failed, Figures, Outcome, Pruned, run_one, run_trial
 
 LOOK = 1.0  # seconds between two looks for a trial, where others have the last ones
@@ -26,6 +27,7 @@ class Queues(NamedTuple):
 
     search: TrialQueue
     confirm: TrialQueue | None
+    transfer: TrialQueue | None
 
     def close(self) -> None:
         """Let go of the database."""
@@ -39,7 +41,8 @@ def open_queues(c: SweepConfig) -> Queues:
     points = grid_points(c.parameters) if c.sampler.name == "grid" else [{}] * (c.trials or 0)
     search.fill([(point, {"slot": i}) for i, point in enumerate(points)])
     confirm = TrialQueue(c, "confirm", directions_of(c)) if c.confirm else None
-    return Queues(search, confirm)
+    transfer = TrialQueue(c, "transfer", directions_of(c)) if c.transfer else None
+    return Queues(search, confirm, transfer)
 
 
 def work(c: SweepConfig, queues: Queues, once: bool = False) -> bool:
@@ -55,11 +58,20 @@ def work(c: SweepConfig, queues: Queues, once: bool = False) -> bool:
         search = functools.partial(run_trials, c)
     if run_queue(c, queues.search, search, once, c.population):
         return True
-    if queues.confirm is None:
+    if queues.confirm is not None:
+        queues.confirm.fill(fresh_runs(c, queues.search))
+        fresh = lambda trials: [confirmed(c, queues.search, trial) for trial in trials]
+        if run_queue(c, queues.confirm, fresh, once):
+            return True
+    if queues.transfer is None:
         return False
-    queues.confirm.fill(fresh_runs(c, queues.search))
-    fresh = lambda trials: [confirmed(c, queues.search, trial) for trial in trials]
-    return run_queue(c, queues.confirm, fresh, once)
+    rows = best_first(c, map(row_of, queues.search.trials()))
+    ranked, values = [row.number for row in rows], {row.number: row.values for row in rows}
+    queues.transfer.fill([({}, run._asdict()) for run in transfer_runs(c, ranked)])
+    again = lambda trials: [
+        run_again(c, values, transfer_run_of(trial.user_attrs)) for trial in trials
+    ]
+    return run_queue(c, queues.transfer, again, once)
 
 
 def run_queue(c: SweepConfig, queue: TrialQueue, run: Run, once: bool, at_once: int = 1) -> bool:
@@ -190,6 +202,9 @@ def progress(c: SweepConfig, queue: TrialQueue, number: int, seconds: float) -> 
         of, seed = (frozen[number].user_attrs[key] for key in ("of", "seed"))
         name = "baseline" if of is None else f"trial {of}"
         return f"{line} {name} on fresh seed {seed}: {scores_text(c, row) or row.note}"
+    if queue.study.study_name == "transfer":
+        title = run_title(transfer_run_of(frozen[number].user_attrs))
+        return f"{line} {title}: {scores_text(c, row) or row.note}"
     line += f" trial {number}: {scores_text(c, row) or row.note or row.state}, {seconds:.0f} s"
     best = best_first(c, rows)
     if best and len(c.objectives) == 1:
