@@ -108,11 +108,14 @@ COMMANDS = {
         "a trained model with weights that are zero",
     ),
     "report": Command(
-        "runs", "runs.report:main", "runs.arguments:report_parser", "one HTML page about a run"
+        "runs", "runs.report:main", "runs.arguments:report_parser", "a page about a run"
     ),
     "compare": Command(
         "", "runs.compare:main", "runs.arguments:compare_parser", "runs side by side",
         joined=True,
+    ),
+    "ui": Command(
+        "", "runs.page.command:main", "runs.arguments:ui_parser", "a live page", joined=True
     ),
     "merge": Command(
         "", "runs.merge:main", "runs.arguments:merge_parser", "several models become one"

@@ -5,12 +5,13 @@ python -m jaxtrain.main --config configs/quickstart.yaml optim.matrix_lr=0.01
 
 import argparse
 import functools
+import json
 import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.cluster.arguments import add_place
-from jaxtrain.estimate.arguments import add_preflight
+from jaxtrain.estimate.arguments import add_json, add_preflight
 from jaxtrain.settings import Parser, command
 from jaxtrain.train.arguments import add_overrides
 from jaxtrain.train.field_help import read_schema, section_help, sections_line
@@ -68,6 +69,7 @@ def train_parser() -> Parser:
     )
     parser.add_argument("--dry-run", action="store_true", help="say what a step needs and stop")
     add_preflight(parser)
+    add_json(parser)
     add_place(parser)
     return parser
 
@@ -80,6 +82,7 @@ def estimate_parser() -> Parser:
     )
     add_config(parser)
     add_preflight(parser)
+    add_json(parser)
     return parser
 
 
@@ -125,7 +128,7 @@ def run(a: argparse.Namespace) -> int:
     if a.dry_run or a.fit is not None:
         one = (lambda *asked: choose(*asked)[1]) if config.train.fit else None
         record = preflight_of(a, a.config, overrides, one)
-        print(report(record))
+        print(json.dumps(record) if a.json else report(record))
         return 0 if record["metrics"]["fits"] else 1
     train_as_job(a, config, overrides)
     return 0

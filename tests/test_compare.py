@@ -6,8 +6,13 @@ import pytest
 import yaml
 
 from jaxtrain.runs import compare as module
-from jaxtrain.runs.compare import compare, draw, main
+from jaxtrain.runs.compare import compare as compare_runs
+from jaxtrain.runs.compare import draw, main, read_runs
 from jaxtrain.settings import UserError
+
+
+def compare(run_dirs):
+    return compare_runs(read_runs(run_dirs))
 
 
 def make_run(folder, name, losses, rate=1000.0, lr=0.01, kind="validation", every=10):

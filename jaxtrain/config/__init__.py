@@ -5,10 +5,18 @@ Each section's model lives in the folder of the code that it drives, in `config.
 """
 
 from jaxtrain.config.fields import fields, tag_of, variants_of
-from jaxtrain.config.load import find_config, json_schema, load_config, save_yaml, to_yaml, validate
+from jaxtrain.config.load import (
+    find_config,
+    json_schema,
+    load_config,
+    save_yaml,
+    shipped_names,
+    to_yaml,
+    validate,
+)  # fmt: skip
 from jaxtrain.config.tree import Config, Sections
 
 __all__ = [
     "Config", "Sections", "fields", "find_config", "json_schema", "load_config", "save_yaml",
-    "tag_of", "to_yaml", "validate", "variants_of",
+    "shipped_names", "tag_of", "to_yaml", "validate", "variants_of",
 ]  # fmt: skip

@@ -30,19 +30,23 @@ from jaxtrain.storage.strict_yaml import END, read_yaml, shown
 Problem = Mapping[str, Any]  # one of `ValidationError.errors()`
 
 
+HERE = Path(__file__).parents[1]
+SHIPPED = (HERE / "configs", HERE.parent / "configs")  # of a wheel, of a checkout
+
+
+def shipped_names() -> list[str]:
+    """The bare names of the shipped configs."""
+    return sorted({path.stem for folder in SHIPPED for path in folder.glob("*.yaml")})
+
+
 def find_config(name: str) -> Path:
     """A path, or the bare name of a shipped config."""
-    here = Path(__file__).parents[1]
-    places = [
-        Path(name),
-        *(d / f"{Path(name).stem}.yaml" for d in (here / "configs", here.parent / "configs")),
-    ]
+    places = [Path(name), *(folder / f"{Path(name).stem}.yaml" for folder in SHIPPED)]
     for place in places[:1] if Path(name).parent != Path(".") else places:
         if place.is_file():
             return place
-    shipped = sorted({p.stem for d in places[1:] for p in d.parent.glob("*.yaml")})
-    close = difflib.get_close_matches(Path(name).stem, shipped, n=1)
-    hint = f"did you mean {close[0]}?" if close else f"shipped: {', '.join(shipped)}"
+    close = difflib.get_close_matches(Path(name).stem, shipped_names(), n=1)
+    hint = f"did you mean {close[0]}?" if close else f"shipped: {', '.join(shipped_names())}"
     raise UserError(f"--config {name}: no such file; {hint}")
 
 

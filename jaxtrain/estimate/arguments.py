@@ -28,3 +28,10 @@ def add_preflight(parser: argparse.ArgumentParser) -> None:
         metavar="N",
         help="dry run: the first mesh of N devices that fits",
     )
+
+
+def add_json(parser: argparse.ArgumentParser) -> None:
+    """--json, of the dry run as a command."""
+    parser.add_argument(
+        "--json", action="store_true", help="dry run: the record as one line of JSON"
+    )

@@ -119,6 +119,7 @@ def preflight(
     record = describe("preflight", w.name, w.precision, w.facts(), devices)
     sizes = {axis: size for axis, size in w.mesh.shape.items() if size > 1}
     record["workload"] |= {"mesh": sizes, "zero": w.spec.zero, "remat": w.config.model.remat}
+    record["workload"]["steps"] = w.config.train.steps
     advice = (
         None if metrics["fits"] else memory_advice(w.config, round(total), metrics["device_bytes"])
     )
@@ -377,7 +378,7 @@ def dry_overrides(a: argparse.Namespace) -> list[str]:
 
 def check_dry(a: argparse.Namespace) -> None:
     """Raises UserError for an option of the dry run where none is asked for."""
-    stray = option_given(a, "devices", "device", "memory")
+    stray = option_given(a, "devices", "device", "memory", "json")
     if stray and not a.dry_run and a.fit is None:
         raise UserError(f"{stray} is for --dry-run (or --fit N)")
 

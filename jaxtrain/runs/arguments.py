@@ -1,4 +1,4 @@
-"""The command lines of `report`, `compare`, `merge`, `import` and `export`, without JAX."""
+"""The command lines of `report`, `compare`, `ui`, `merge`, `import` and `export`, without JAX."""
 
 from pathlib import Path
 
@@ -25,6 +25,30 @@ def compare_parser() -> Parser:
     )
     parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="their curves as a picture")
+    parser.add_argument(
+        "--html", type=Path, metavar="FILE.html", help="the same as one page, with all curves"
+    )
+    return parser
+
+
+def ui_parser() -> Parser:
+    """Of `jaxtrain ui`: a page about a folder of runs."""
+    parser = Parser(
+        "jaxtrain ui",
+        description="A page about a folder of runs, live: curves, samples, data, events, dry runs. "
+        "It is served to this machine alone.",
+    )
+    parser.add_argument(
+        "runs", type=Path, nargs="?", default=Path("runs"), metavar="RUNS",
+        help="a folder of run directories (default runs)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--port", type=whole(0, 65535), default=8765, help="0 takes any that is free (8765)"
+    )
+    parser.add_argument(
+        "--endpoint", metavar="URL",
+        help="a server with OpenAI's API to chat with, as http://127.0.0.1:8000",
+    )  # fmt: skip
     return parser
 
 

@@ -97,18 +97,22 @@ class Comparison(NamedTuple):
     differences: dict[str, list[Any]]  # setting -> its value in each run
 
 
-def compare(run_dirs: Sequence[Path]) -> Comparison:
-    """Compare runs, the first is the baseline.
-
-    Raises UserError for fewer than two, for a folder that is not a run, and for runs that have no
-    measure in common.
-    """
+def read_runs(run_dirs: Sequence[Path]) -> list[Run]:
+    """Several runs, with names that differ. UserError for fewer than two."""
     if len(run_dirs) < 2:
         raise UserError("compare: name two runs or more, as in `compare runs/a runs/b`")
     runs = [read_run(run_dir) for run_dir in run_dirs]
+    if len({run.name for run in runs}) < len(runs):  # of different folders
+        runs = [run._replace(name=str(path)) for run, path in zip(runs, run_dirs)]
+    return runs
+
+
+def compare(runs: Sequence[Run]) -> Comparison:
+    """Compare runs of different names, the first is the baseline.
+
+    Raises UserError for runs that have no measure in common.
+    """
     names = [run.name for run in runs]
-    if len(set(names)) < len(names):  # of different folders
-        names = [str(run_dir) for run_dir in run_dirs]
     for kind, name, measure in MEASURES:  # noqa: B007
         curves = [curve_of(run, kind, name) for run in runs]
         if all(curve.steps for curve in curves):
@@ -186,6 +190,15 @@ def differing(runs: Sequence[Run]) -> dict[str, list[Any]]:
     return {key: values for key, values in found.items() if any(v != values[0] for v in values)}
 
 
+def comparison_tree(c: Comparison) -> dict[str, Any]:
+    """The figures and the differences, for a page; its curves are made of the rows."""
+    return {
+        "measure": c.measure, "step": c.step, "target": c.target,
+        "names": [run.name for run in c.runs], "runs": [run._asdict() for run in c.runs],
+        "differences": c.differences,
+    }  # fmt: skip
+
+
 # ---- for people --------------------------------------------------------------------------------
 
 
@@ -241,10 +254,15 @@ def draw(c: Comparison, path: Path) -> Path:
 def main(argv: Sequence[str] | None = None) -> int:
     """Prints the tables; 2 and one line on stderr for a UserError."""
     a = compare_parser().parse_args(argv)
-    found = compare(a.runs)
+    runs = read_runs(a.runs)
+    found = compare(runs)
     console = Console(soft_wrap=not sys.stdout.isatty())
     for table in tables_of(found):
         console.print(table, highlight=False)
     if a.plot:
         console.print(draw(found, a.plot), highlight=False)
+    if a.html:
+        from jaxtrain.runs.page.one_file import write_page  # which reads this module
+
+        console.print(write_page(found, runs, a.html), highlight=False)
     return 0

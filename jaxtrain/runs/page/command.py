@@ -1,0 +1,48 @@
+"""`jaxtrain ui [RUNS]`: the page about a folder of runs, on this machine."""
+
+import importlib
+import socket
+from collections.abc import Sequence
+
+from jaxtrain.runs.arguments import ui_parser
+from jaxtrain.settings import UserError, command
+
+HOST = "127.0.0.1"  # and no other: the page asks nobody for a password
+
+
+@command
+def main(argv: Sequence[str] | None = None) -> int:
+    """Serves until it is interrupted."""
+    a = ui_parser().parse_args(argv)
+    try:
+        uvicorn = importlib.import_module("uvicorn")
+        app = importlib.import_module("jaxtrain.runs.page.app")
+    except ModuleNotFoundError as error:
+        raise UserError(
+            f"jaxtrain ui needs {error.name}: uv sync --extra serve, or pip install "
+            "'jaxtrain[serve]'"
+        ) from None
+    from jaxtrain.runs.page.endpoint import endpoint_at
+
+    made = app.make_app(a.runs, endpoint_at(a.endpoint) if a.endpoint else None)
+    config = uvicorn.Config(
+        made, HOST, a.port, log_level="warning", access_log=False, server_header=False,
+        log_config=None, timeout_graceful_shutdown=1,  # a stream of rows never ends by itself
+    )  # fmt: skip
+    with listening(a.port) as listener:
+        port = listener.getsockname()[1]
+        print(f"page     http://{HOST}:{port}/ (Ctrl-C ends it)", flush=True)
+        uvicorn.Server(config).run([listener])
+    return 0
+
+
+def listening(port: int) -> socket.socket:
+    """A socket of this machine alone; port 0 is any that is free. UserError for one in use."""
+    listener = socket.socket()
+    listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+    try:
+        listener.bind((HOST, port))
+    except OSError as error:
+        listener.close()
+        raise UserError(f"--port {port}: {error.strerror}; take another, or 0 for any") from None
+    return listener

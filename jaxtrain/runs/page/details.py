@@ -1,0 +1,86 @@
+"""What the page tells of one run beside its curves: data, figures, files, commands to copy."""
+
+import re
+import shlex
+import socket
+from typing import Any
+
+from jaxtrain.cluster.started_by import command_of
+from jaxtrain.runs.page.folder import RunFolder
+from jaxtrain.settings import visible
+
+MAX_SAMPLE = 20_000  # characters
+ENVIRONMENT = (
+    "when", "device_kind", "device_count", "process_count", "commit", "python", "platform",
+    "backend", "cpu_count", "versions", "revisions",
+)  # fmt: skip
+SOURCE = ("documents", "tokens", "bytes", "skipped", "lengths")
+
+
+def details_of(folder: RunFolder, name: str) -> dict[str, Any]:
+    """All of one run that is not in its rows, as JSON. UserError for a run that is not there."""
+    env = folder.object(name, "env.json")
+    return {
+        "name": name,
+        "config": folder.text(name, "config.yaml"),
+        "environment": {key: env[key] for key in ENVIRONMENT if env.get(key)},
+        "data": data_sources(folder.object(name, "data.json")),
+        "tasks": folder.object(name, "tasks.json"),
+        "checkpoints": folder.steps_saved(name),
+        "model": folder.path(name, "model", "config.yaml").is_file(),
+        "report": folder.path(name, "report.html").is_file(),
+        "commands": commands_of(folder, name, env.get("command")),
+    }
+
+
+def data_sources(data: dict[str, Any]) -> dict[str, Any]:
+    """Of each source of `data.json` what the page shows."""
+    found = {name: source for name, source in data.items() if isinstance(source, dict)}
+    return {
+        name: {key: source[key] for key in SOURCE if key in source}
+        for name, source in found.items()
+    }
+
+
+def commands_of(folder: RunFolder, name: str, typed: Any) -> list[dict[str, str]]:
+    """What one can do with a run, as shell commands: {label, command}."""
+    run_dir = folder.shown / name
+    start = started(typed) or command_of("train", "--config", run_dir / "config.yaml")
+    found = [("Start or resume (the same command)", start)]
+    if holder := folder.holder(name):
+        stop = f"kill {holder.pid}"
+        remote = holder.host != socket.gethostname()
+        stop = f"ssh {shlex.quote(holder.host)} {stop}" if remote else stop
+        found += [("Stop after a checkpoint", stop)]
+    saved = folder.steps_saved(name)
+    if folder.path(name, "model", "config.yaml").is_file() or saved:
+        found += [("Chat in the terminal", command_of("chat", run_dir))]
+        found += [
+            (f"Chat with step {step}", command_of("chat", run_dir, "--step", step))
+            for step in saved[-1:]
+        ]
+        found += [("Export to Hugging Face", command_of("export", run_dir, f"{run_dir.name}-hf"))]
+    if folder.path(name, "metrics.jsonl").is_file():
+        found += [("Write the report", command_of("report", run_dir))]
+    return [{"label": label, "command": command} for label, command in found]
+
+
+def started(words: Any) -> str | None:
+    """The command that started a run, by what its env.json says; None where it says nothing."""
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        return None
+    for i, word in enumerate(words):
+        if re.fullmatch(r"(.*/)?jaxtrain", word):
+            return shlex.join(["jaxtrain", *words[i + 1 :]])
+        if word == "-m" and words[i + 1 : i + 2] == ["jaxtrain.main"]:
+            return shlex.join(["jaxtrain", "train", *words[i + 2 :]])
+        if word == "-m" and words[i + 1 : i + 2] == ["jaxtrain.cli"]:
+            return shlex.join(["jaxtrain", *words[i + 2 :]])
+    return shlex.join(words) or None
+
+
+def sample_of(folder: RunFolder, name: str, step: int) -> str | None:
+    """What a run's model wrote at a step; None where there is none."""
+    file = folder.samples(name).get(step)
+    text = folder.text(name, "samples", file, limit=MAX_SAMPLE) if file else None
+    return None if text is None else visible(text)

@@ -1,0 +1,186 @@
+"""A folder of runs as the page sees it: which there are, how each stands, and no path outside."""
+
+import json
+import re
+import time
+from collections.abc import Iterator
+from contextlib import suppress
+from pathlib import Path
+from typing import Any, NamedTuple
+
+from jaxtrain.runs.history import MetricsRow
+from jaxtrain.runs.lock import Holder, known_gone, locks_in, read_holder
+from jaxtrain.runs.page.tail import parsed
+from jaxtrain.settings import UserError, is_text
+
+MAX_DEPTH = 4  # of a run below the folder; trials of a sweep are three below
+ENDS = 1 << 16  # bytes at each end of a metrics.jsonl that the list is made from
+SKIPPED = ("checkpoints", "model", "tensorboard", "tokenizer", "samples", "states")
+FACTS = ("total_steps", "parameters", "tokens_per_step")
+
+
+class Summary(NamedTuple):
+    """One run in the list."""
+
+    name: str  # its path below the folder
+    state: str  # running, finished, stopped, interrupted, failed, died, or model (never trained)
+    status: str  # what the run says of its end
+    changed: float  # seconds since 1970
+    step: int | None
+    total_steps: int | None
+    parameters: int | None
+    loss: float | None  # of the last training row
+    bpb: float | None  # of the last validation near the end
+    holder: str | None  # who runs it
+
+
+class RunFolder:
+    """The runs below a folder. Names are paths below it; what leaves it is not there."""
+
+    def __init__(self, root: Path):
+        if not root.is_dir():
+            raise UserError(f"{root} is not a folder: give one of runs, such as runs/")
+        self.root = root.resolve()
+        self.shown = root  # as the user has typed it, for commands
+        self._seen: dict[Path, tuple[tuple[int, ...], dict[str, Any]]] = {}
+
+    def path(self, name: str, *parts: str) -> Path:
+        """A file of a run, or the run itself. UserError for what is not inside the folder."""
+        if not is_text(name) or Path(name).is_absolute() or ".." in Path(name).parts:
+            raise UserError(f"no run {name!r}: names are paths below {self.root.name}/")
+        run_dir = self.root / name
+        path = run_dir.joinpath(*parts)
+        if not path.resolve().is_relative_to(self.root) or not self._is_run(run_dir):
+            raise UserError(f"no run {name!r} in {self.root.name}/")
+        return path
+
+    def text(self, name: str, *parts: str, limit: int = 1 << 22) -> str | None:
+        """The text of a run's file, at most `limit` characters; None where there is none."""
+        path = self.path(name, *parts)
+        with suppress(OSError), path.open(encoding="utf-8", errors="replace") as file:
+            return file.read(limit)
+        return None
+
+    def object(self, name: str, *parts: str) -> dict[str, Any]:
+        """The object of a run's JSON file; {} where it is missing or damaged."""
+        with suppress(ValueError, RecursionError):
+            found = json.loads(self.text(name, *parts) or "", parse_constant=lambda name: None)
+            return found if isinstance(found, dict) else {}
+        return {}
+
+    def names(self) -> list[str]:
+        """Of all runs, by path."""
+        return [str(path.relative_to(self.root)) for path in self._runs(self.root, MAX_DEPTH)]
+
+    def _runs(self, folder: Path, depth: int) -> Iterator[Path]:
+        if self._is_run(folder):
+            yield folder
+            return
+        if depth:
+            with suppress(OSError):
+                for path in sorted(folder.iterdir()):
+                    if path.name not in SKIPPED and path.is_dir() and self._inside(path):
+                        yield from self._runs(path, depth - 1)
+
+    def _inside(self, path: Path) -> bool:
+        return path.resolve().is_relative_to(self.root)
+
+    def _is_run(self, path: Path) -> bool:
+        return any((path / name).is_file() for name in ("metrics.jsonl", "config.yaml"))
+
+    def summaries(self) -> list[Summary]:
+        """The list of runs, the last changed first."""
+        found = []
+        for name in self.names():
+            with suppress(UserError, OSError):
+                found.append(self.summary(name))
+        return sorted(found, key=lambda one: -one.changed)
+
+    def summary(self, name: str) -> Summary:
+        """How one run stands."""
+        run_dir, metrics = self.path(name), self.path(name, "metrics.jsonl")
+        ends = self._ends(metrics)
+        holder = self.holder(name)
+        state, status = state_of(ends.get("mark"), holder is not None)
+        changed = (metrics if metrics.exists() else run_dir).stat().st_mtime
+        facts = {key: ends.get("start", {}).get(key) for key in FACTS}
+        return Summary(
+            name, state, status, round(changed, 1), ends.get("step"), facts["total_steps"],
+            facts["parameters"], ends.get("loss"), ends.get("bpb"),
+            f"process {holder.pid} on {holder.host}" if holder else None,
+        )  # fmt: skip
+
+    def holder(self, name: str) -> Holder | None:
+        """Who runs it now; None for nobody, or one who has been silent for too long."""
+        run_dir = self.path(name)
+        for number in locks_in(run_dir)[-1:]:
+            path = self.path(name, f"lock.{number}")
+            holder = read_holder(path)
+            if holder is None:
+                return None
+            gone = known_gone(holder)
+            if gone is None:
+                gone = time.time() - path.stat().st_mtime > holder.timeout
+            return None if gone else holder
+        return None
+
+    def _ends(self, metrics: Path) -> dict[str, Any]:
+        """What the first and the last rows say, read again when the file has changed."""
+        try:
+            state = metrics.stat()
+        except OSError:
+            return {}
+        signature = (state.st_ino, state.st_size, state.st_mtime_ns)
+        if metrics not in self._seen or self._seen[metrics][0] != signature:
+            self._seen[metrics] = signature, read_ends(metrics, state.st_size)
+        return self._seen[metrics][1]
+
+    def steps_saved(self, name: str) -> list[int]:
+        """Of a run's checkpoints."""
+        folder = self.path(name, "checkpoints")
+        return sorted(int(p.name) for p in folder.glob("*") if p.name.isdigit())
+
+    def samples(self, name: str) -> dict[int, str]:
+        """Step -> file of what the model wrote then."""
+        files = self.path(name, "samples").glob("step_*.txt")
+        found = {int(digits[0]): p.name for p in files if (digits := re.findall(r"\d+", p.stem))}
+        return dict(sorted(found.items()))
+
+
+def read_ends(metrics: Path, size: int) -> dict[str, Any]:
+    """The first start, the last start or end, and the last figures of a metrics.jsonl."""
+    with metrics.open("rb") as file:
+        head = file.read(ENDS)
+        file.seek(max(0, size - ENDS))
+        tail = file.read()
+    rows = lambda part: [row for line in part if (row := parsed(line)) is not None]
+    first, last = rows(head.split(b"\n")), rows(tail.split(b"\n"))
+    found: dict[str, Any] = {}
+    starts = [row for row in (*first, *last) if row.get("event") == "start"]
+    marks = [row for row in (*first, *last) if row.get("event") in ("start", "end")]
+    if starts:
+        found["start"] = starts[-1]
+    if marks:
+        found["mark"] = marks[-1]
+    train, validation = (kind_rows(last, kind) for kind in ("train", "validation"))
+    if train:
+        found |= {"step": train[-1]["step"], "loss": train[-1].get("loss")}
+    if validation:
+        found["bpb"] = validation[-1].get("bpb")
+    return found
+
+
+def kind_rows(rows: list[MetricsRow], kind: str) -> list[MetricsRow]:
+    return [row for row in rows if row["kind"] == kind]
+
+
+def state_of(mark: MetricsRow | None, held: bool) -> tuple[str, str]:
+    """A run's state in one word, and what it says of its end, from its last start or end."""
+    if held:
+        return "running", ""
+    if mark is None:
+        return "model", ""
+    if mark["event"] == "start":
+        return "died", "no end recorded, and no process holds the run"
+    status = str(mark.get("status", ""))
+    return re.split(r"\W", status)[0] or "finished", status

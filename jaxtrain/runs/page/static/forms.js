@@ -1,0 +1,179 @@
+"use strict";
+// The dry run, and the chat.
+
+jaxtrain.Estimate = class {
+  constructor(root, options) {
+    const { el } = jaxtrain;
+    const config = el("select", { id: "config", name: "config" }, options.configs.map((name) => el("option", { value: name }, name.startsWith("run:") ? `run ${name.slice(4)}` : name)));
+    if (options.configs.includes("quickstart")) config.value = "quickstart";
+    const text = (id, hint, kept = "") => el("input", { type: "text", id, name: id, placeholder: hint, value: kept, autocomplete: "off", spellcheck: "false" });
+    this.button = el("button", { type: "submit", class: "main" }, "Estimate");
+    const field = (id, label, input) => el("div", { class: "field" }, el("label", { for: id }, label), input);
+    this.form = el("form", { class: "form", onsubmit: (event) => this.ask(event) },
+      field("config", "Configuration", config),
+      field("overrides", "Overrides", text("overrides", "train.steps=2000 model.depth=12")),
+      field("device", "Device", text("device", "H200, H100, RTX-4090, T4", "H200")),
+      field("devices", "How many", el("input", { type: "number", id: "devices", name: "devices", min: "1", max: "4096", value: "1" })),
+      this.button);
+    this.answer = el("div", { role: "status" });
+    this.command = el("div");
+    root.append(el("p", { class: "note" }, "Does it fit, how fast is it, how long does it take? The step is compiled for devices that are pretended; that takes a while."), this.form, this.command, this.answer);
+    this.form.addEventListener("input", () => this.say());
+    this.say();
+  }
+
+  values() {
+    return Object.fromEntries(new FormData(this.form));
+  }
+
+  // The same as commands.
+  say() {
+    const { config, overrides, device, devices } = this.values();
+    const name = config.startsWith("run:") ? `${jaxtrain.folder}/${config.slice(4)}/config.yaml` : config;
+    const words = [`--config ${name}`, overrides.trim()].filter(Boolean).join(" ");
+    jaxtrain.fill(this.command, jaxtrain.copyable("Start this run", `jaxtrain train ${words}`),
+      jaxtrain.copyable("This estimate", `jaxtrain estimate ${words}${device ? ` --device ${device}` : ""}${devices ? ` --devices ${devices}` : ""}`));
+  }
+
+  async ask(event) {
+    event.preventDefault();
+    const { el } = jaxtrain;
+    this.button.disabled = true;
+    const began = Date.now();
+    const wait = el("p", { class: "note" }, "Compiling...");
+    const timer = setInterval(() => { wait.textContent = `Compiling... ${Math.round((Date.now() - began) / 1000)} s`; }, 1000);
+    jaxtrain.fill(this.answer, wait);
+    try {
+      const body = JSON.stringify(this.values());
+      this.show(await jaxtrain.fetched("/api/estimate", { method: "POST", headers: { "Content-Type": "application/json" }, body }));
+    } catch (error) {
+      jaxtrain.fill(this.answer, el("p", { class: "error" }, error.message));
+    } finally {
+      clearInterval(timer);
+      this.button.disabled = false;
+    }
+  }
+
+  show(r) {
+    const { el, number, bytes } = jaxtrain;
+    const tile = (label, value, note, css = "") => el("div", { class: `tile ${css}` }, el("span", {}, label), el("b", {}, value), el("small", {}, note));
+    const range = ([slow, fast], show) => (show(slow) === show(fast) ? show(fast) : `${show(slow)} to ${show(fast)}`);
+    const hours = range(r.hours, (value) => jaxtrain.duration(value * 3600));
+    const mesh = Object.entries(r.mesh).map(([axis, size]) => `${axis} ${size}`).join(" x ");
+    jaxtrain.fill(this.answer, el("div", { class: "tiles" },
+      tile("Fits?", r.fits ? "yes" : "no", `${bytes(r.total_bytes)} of ${bytes(r.device_bytes)}`, r.fits ? "good" : "bad"),
+      tile("Tokens per second", range(r.tokens_per_s, number), `on ${r.device}${mesh ? `, ${mesh}` : ""}`),
+      tile("Time of the run", hours, `${number(r.steps)} steps of ${number(r.tokens_per_step)} tokens`),
+      tile("Parameters", number(r.parameters), "")),
+    r.advice ? el("p", { class: "note" }, r.advice) : null,
+    jaxtrain.table("Memory of one device", ["Memory of one device", ""], Object.entries(r.parts).map(([part, size]) => [part, bytes(size)])),
+    el("p", { class: "note" }, "The rate is the ceiling of the hardware's arithmetic and links, not a measurement; a range is without and with exchanges hidden."));
+  }
+};
+
+jaxtrain.Chat = class {
+  constructor(root, options) {
+    const { el } = jaxtrain;
+    this.root = root;
+    this.messages = [];
+    if (!options.endpoint) {
+      root.append(el("p", { class: "empty" }, "There is no server to chat with. Start one with OpenAI's API, then this page with --endpoint and its URL; the Run view has the command for a chat in the terminal."),
+        jaxtrain.copyable("Start the page with a server", `jaxtrain ui ${options.folder} --endpoint http://127.0.0.1:8000`));
+      return;
+    }
+    this.model = el("select", { id: "model" });
+    this.temperature = el("input", { type: "number", id: "temperature", min: "0", max: "2", step: "0.1", value: "0.8" });
+    this.most = el("input", { type: "number", id: "most", min: "1", max: "8192", value: "256" });
+    this.log = el("div", { class: "chat", role: "log", "aria-label": "Conversation", tabindex: "0" });
+    this.text = el("textarea", { id: "message", rows: "2", placeholder: "Write a message", "aria-label": "Message" });
+    this.send = el("button", { type: "submit", class: "main" }, "Send");
+    this.stop = el("button", { type: "button", disabled: true, onclick: () => this.running?.abort() }, "Stop");
+    const clear = el("button", { type: "button", onclick: () => this.clear() }, "New chat");
+    this.text.addEventListener("keydown", (event) => {
+      if (event.key === "Enter" && !event.shiftKey && !event.isComposing) {
+        event.preventDefault();
+        this.form.requestSubmit();
+      }
+    });
+    this.form = el("form", { class: "write", onsubmit: (event) => this.ask(event) }, this.text, el("div", { class: "group" }, this.send, this.stop, clear));
+    root.append(el("div", { class: "bar" }, el("label", { for: "model" }, "Model", this.model), el("label", { for: "temperature" }, "Temperature", this.temperature),
+      el("label", { for: "most" }, "Tokens at most", this.most)), this.log, this.form);
+  }
+
+  // The models that the server has, asked each time the panel is opened.
+  async open() {
+    if (!this.model) return;
+    try {
+      const found = await jaxtrain.fetched("/v1/models");
+      const kept = this.model.value;
+      const names = found.data.map((model) => model.id);
+      jaxtrain.fill(this.model, names.map((name) => jaxtrain.el("option", { value: name }, name)));
+      if (names.includes(kept)) this.model.value = kept;
+    } catch (error) {
+      this.add("error", error.message);
+    }
+  }
+
+  clear() {
+    this.running?.abort();
+    this.messages = [];
+    jaxtrain.fill(this.log);
+  }
+
+  add(role, text) {
+    const { el } = jaxtrain;
+    const body = el("p", {}, text);
+    this.log.append(el("div", { class: `turn is-${role}` }, el("b", {}, { user: "You", assistant: this.model.value, error: "Error" }[role]), body));
+    this.log.scrollTop = this.log.scrollHeight;
+    return body;
+  }
+
+  async ask(event) {
+    event.preventDefault();
+    const said = this.text.value.trim();
+    if (!said || this.running) return;
+    this.text.value = "";
+    this.messages.push({ role: "user", content: said });
+    this.add("user", said);
+    const body = this.add("assistant", "");
+    this.running = new AbortController();
+    this.send.disabled = true;
+    this.stop.disabled = false;
+    let answer = "";
+    try {
+      for await (const part of this.parts(this.running.signal)) {
+        answer += part;
+        body.textContent = answer;
+        this.log.scrollTop = this.log.scrollHeight;
+      }
+    } catch (error) {
+      if (error.name !== "AbortError") this.add("error", error.message);
+    } finally {
+      if (answer) this.messages.push({ role: "assistant", content: answer });
+      else this.messages.pop();
+      this.running = null;
+      this.send.disabled = false;
+      this.stop.disabled = true;
+    }
+  }
+
+  async* parts(signal) {
+    const body = JSON.stringify({ model: this.model.value, messages: this.messages, stream: true, temperature: +this.temperature.value, max_tokens: +this.most.value });
+    const answer = await fetch("/v1/chat/completions", { method: "POST", headers: { "Content-Type": "application/json" }, body, signal });
+    if (!answer.ok) {
+      const found = await answer.json().catch(() => ({}));
+      throw new Error(found.error?.message || found.error || `the server answered ${answer.status}`);
+    }
+    let rest = "";
+    for await (const text of answer.body.pipeThrough(new TextDecoderStream())) {
+      const lines = (rest + text).split("\n");
+      rest = lines.pop();
+      for (const line of lines) {
+        if (!line.startsWith("data:") || line.includes("[DONE]")) continue;
+        const found = JSON.parse(line.slice(5));
+        if (found.error) throw new Error(found.error.message);
+        yield found.choices?.[0]?.delta?.content || "";
+      }
+    }
+  }
+};
