@@ -3,7 +3,9 @@
 import asyncio
 import json
 import os
+import signal
 import socket
+import subprocess
 import sys
 
 import httpx
@@ -16,7 +18,7 @@ from starlette.testclient import TestClient
 
 from jaxtrain.runs.lock import RunLock
 from jaxtrain.runs.page import dry_run as estimates
-from jaxtrain.runs.page.app import Page, make_app
+from jaxtrain.runs.page.app import Page, page_app
 from jaxtrain.runs.page.command import listening, main
 from jaxtrain.runs.page.details import started
 from jaxtrain.runs.page.endpoint import endpoint_at
@@ -39,7 +41,7 @@ def runs(tmp_path):
 
 @pytest.fixture
 def client(runs):
-    return TestClient(make_app(runs), base_url="http://127.0.0.1")
+    return TestClient(page_app(runs), base_url="http://127.0.0.1")
 
 
 # ---- the list ------------------------------------------------------------------------------------
@@ -155,7 +157,7 @@ def test_the_stream_has_all_rows_then_those_that_come(runs):
 
 def test_the_stream_arrives_over_http(runs):
     path = "/api/events?run=first"
-    with served(make_app(runs)) as url, httpx.stream("GET", f"{url}{path}") as answer:
+    with served(page_app(runs)) as url, httpx.stream("GET", f"{url}{path}") as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = answer.iter_lines()
         kinds = [next(line for line in lines if line.startswith("event")) for _ in range(3)]
@@ -205,6 +207,27 @@ def test_figures_and_settings_that_differ(runs, client):
     write_rows(runs / "second", [])
     found = client.get("/api/compare?run=first&run=second").json()
     assert "no loss in common" in found["error"] and "optim.learning_rate" in found["differences"]
+
+
+def test_what_someone_else_has_written_does_no_harm(runs, client):
+    """Files of other types than ours: an answer all the same, of the types that the page takes."""
+    odd = runs / "first"
+    start = {"step": 0, "kind": "event", "time": 0, "event": "start", "total_steps": "<b>"}
+    train = {"step": 1, "kind": "train", "time": 1, "loss": [1], "tokens_per_s": None}
+    write_rows(odd, [start, train, {"step": 2, "kind": "validation", "time": 2, "bpb": None}])
+    (odd / "data.json").write_text(
+        '{"a": 3, "b": {"tokens": "x", "lengths": {"2": []}, "bytes": 1}}'
+    )
+    (odd / "env.json").write_text('{"command": 3, "when": NaN}')
+    (odd / "tasks.json").write_text("[]")
+    text = (odd / "config.yaml").read_text()
+    (odd / "config.yaml").write_text(text + "when: 2026-01-01\nrate: .inf\n")
+    [found] = [run for run in client.get("/api/runs").json() if run["name"] == "first"]
+    assert (found["step"], found["total_steps"], found["loss"]) == (1, None, None)
+    details = client.get("/api/details?run=first").json()
+    assert details["data"] == {"b": {"bytes": 1}} and details["tasks"] == {}
+    found = client.get("/api/compare?run=first&run=second").json()
+    assert found["differences"]["rate"] == ["inf", None]
 
 
 # ---- what is refused -----------------------------------------------------------------------------
@@ -374,7 +397,7 @@ def fake_server():
 def test_a_chat_is_passed_on_with_a_key_that_the_page_does_not_see(runs, monkeypatch):
     monkeypatch.setenv("JAXTRAIN_API_KEY", "secret")
     with served(fake_server()) as url:
-        client = TestClient(make_app(runs, endpoint_at(f"{url}/v1")), base_url="http://127.0.0.1")
+        client = TestClient(page_app(runs, [endpoint_at(f"{url}/v1")]), base_url="http://127.0.0.1")
         assert client.get("/v1/models").json() == {"data": [{"id": "tiny"}], "key": "Bearer secret"}
         assert "secret" not in client.get("/api/options").text
         asked = {"model": "tiny", "messages": [], "stream": True}
@@ -392,7 +415,7 @@ def test_a_server_that_is_not_there_is_said_in_one_line(runs, client):
     with listening(0) as listener:
         port = listener.getsockname()[1]
     client = TestClient(
-        make_app(runs, endpoint_at(f"http://127.0.0.1:{port}")), base_url="http://127.0.0.1"
+        page_app(runs, [endpoint_at(f"http://127.0.0.1:{port}")]), base_url="http://127.0.0.1"
     )
     found = client.get("/v1/models")
     assert found.status_code == 502 and "no server at" in found.json()["error"]["message"]
@@ -414,3 +437,15 @@ def test_the_command_refuses_what_it_cannot_serve(tmp_path, capsys):
         taken.listen()
         assert main([str(tmp_path), "--port", str(taken.getsockname()[1])]) == 2
     assert "take another, or 0 for any" in capsys.readouterr().err
+
+
+def test_the_command_serves_until_it_is_interrupted(runs):
+    command = [sys.executable, "-m", "jaxtrain.cli", "ui", str(runs), "--port", "0"]
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
+        assert process.stdout is not None and process.stderr is not None
+        url = process.stdout.readline().decode().split()[1]
+        assert url.startswith("http://127.0.0.1:")
+        with httpx.stream("GET", f"{url}api/events?run=first") as answer:
+            next(answer.iter_lines())
+            process.send_signal(signal.SIGINT)
+            assert process.wait(60) == 0 and process.stderr.read() == b""

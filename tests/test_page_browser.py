@@ -12,7 +12,7 @@ from playwright import sync_api
 from test_page import fake_server
 
 from jaxtrain.runs.compare import main as compare_main
-from jaxtrain.runs.page.app import make_app
+from jaxtrain.runs.page.app import page_app
 from jaxtrain.runs.page.endpoint import endpoint_at
 
 HOSTILE = '<img src=x onerror="window.hacked=1">'
@@ -38,7 +38,7 @@ def site(tmp_path_factory):
     folder = tmp_path_factory.mktemp("site") / "runs"
     make_run(folder, "first")
     make_run(folder, "second", steps=60, end=None, floor=1.5, lr=0.02)
-    with served(fake_server()) as chat, served(make_app(folder, endpoint_at(chat))) as url:
+    with served(fake_server()) as chat, served(page_app(folder, [endpoint_at(chat)])) as url:
         yield folder, url
 
 
@@ -102,12 +102,21 @@ def test_curves_appear_and_a_live_row_arrives(opened, site):
     assert drawn(page, "train-loss") > 0.001
     write_rows(folder / "live", [ROW | {"step": 70, "time": 7.0, "tokens": 7000}], "a")
     page.locator('figure[data-measure="train-loss"] .plot[data-points="7"]').wait_for()
-    page.get_by_text("70 of 200 steps").wait_for()
+    page.get_by_text("70/200 steps").wait_for()
     kept = (folder / "live" / "metrics.jsonl").read_text().splitlines(keepends=True)[:5]
     (folder / "live" / "metrics.jsonl").write_text("".join(kept))  # back to a checkpoint
     page.locator('figure[data-measure="train-loss"] .plot[data-points="4"]').wait_for()
     shutil.rmtree(folder / "live")
     page.locator("#runs li", has_text="live").wait_for(state="detached")
+
+
+def test_the_first_run_of_a_folder_appears_by_itself(opened, tmp_path):
+    with served(page_app(tmp_path)) as url:
+        page = opened(url=url)
+        page.get_by_text("No runs in this folder yet").wait_for()
+        make_run(tmp_path, "new", steps=30, end=None)
+        assert points(page, "train-loss") == 3
+        page.close()
 
 
 def test_runs_are_laid_over_each_other_and_compared(opened):

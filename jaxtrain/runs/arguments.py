@@ -46,8 +46,8 @@ def ui_parser() -> Parser:
         "--port", type=whole(0, 65535), default=8765, help="0 takes any that is free (8765)"
     )
     parser.add_argument(
-        "--endpoint", metavar="URL",
-        help="a server with OpenAI's API to chat with, as http://127.0.0.1:8000",
+        "--endpoint", metavar="URL", action="append", default=[],
+        help="of OpenAI's API, to chat with, as http://127.0.0.1:8000; several may be given",
     )  # fmt: skip
     return parser
 

@@ -5,6 +5,7 @@ lines between the points of each curve.
 """
 
 import json
+import math
 import sys
 from collections.abc import Sequence
 from pathlib import Path
@@ -28,6 +29,7 @@ MEASURES = (
     ("train", "loss", "training loss, nats per token"),
 )
 SAME_RUN = ("run.", "data.cache_dir")  # settings that say where, not what
+PLAIN = (str, int, float, bool, type(None))
 SMOOTHED = 20  # training losses that are averaged into one point
 
 
@@ -195,8 +197,18 @@ def comparison_tree(c: Comparison) -> dict[str, Any]:
     return {
         "measure": c.measure, "step": c.step, "target": c.target,
         "names": [run.name for run in c.runs], "runs": [run._asdict() for run in c.runs],
-        "differences": c.differences,
+        "differences": plain_values(c.differences),
     }  # fmt: skip
+
+
+def plain_values(differences: dict[str, list[Any]]) -> dict[str, list[Any]]:
+    """Values as JSON has them; any other (a date, an infinity) as text."""
+    finite = lambda value: not isinstance(value, float) or math.isfinite(value)
+    plain = lambda value: isinstance(value, PLAIN) and finite(value)
+    return {
+        key: [value if plain(value) else str(value) for value in values]
+        for key, values in differences.items()
+    }
 
 
 # ---- for people --------------------------------------------------------------------------------

@@ -2,7 +2,7 @@
 
 import asyncio
 import json
-from collections.abc import AsyncIterator, Awaitable, Callable
+from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from starlette.routing import Route
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
 from jaxtrain.config import shipped_names
-from jaxtrain.runs.compare import comparison_tree, compare, differing, read_run
+from jaxtrain.runs.compare import compare, comparison_tree, differing, plain_values, read_run
 from jaxtrain.runs.page.details import details_of, sample_of
 from jaxtrain.runs.page.dry_run import RUN, answer_of, arguments_of, dry_run
 from jaxtrain.runs.page.endpoint import Endpoint, pass_on
@@ -100,8 +100,8 @@ async def posted(request: Request) -> dict[str, Any]:
 class Page:
     """The handlers, over one folder of runs."""
 
-    def __init__(self, folder: RunFolder, endpoint: Endpoint | None = None):
-        self.folder, self.endpoint = folder, endpoint
+    def __init__(self, folder: RunFolder, endpoints: Sequence[Endpoint] = ()):
+        self.folder, self.endpoints = folder, endpoints
         self.estimating = asyncio.Lock()  # a dry run fills the cores
 
     async def index(self, request: Request) -> Response:
@@ -125,7 +125,7 @@ class Page:
         return JSONResponse({
             "folder": str(self.folder.shown),
             "configs": [*shipped_names(), *(RUN + name for name in names if has(name))],
-            "endpoint": self.endpoint.shown if self.endpoint else None,
+            "endpoints": [one.shown for one in self.endpoints],
         })  # fmt: skip
 
     async def details(self, request: Request) -> Response:
@@ -156,7 +156,10 @@ class Page:
         try:
             return comparison_tree(compare(runs))
         except UserError as error:  # not trained yet: the settings can be compared all the same
-            return {"error": str(error), "names": names, "differences": differing(runs)}
+            reason = str(error)
+        except (TypeError, ValueError, LookupError, AttributeError, ArithmeticError):
+            reason = "a metrics.jsonl or config.yaml of these runs is damaged"
+        return {"error": reason, "names": names, "differences": plain_values(differing(runs))}
 
     async def report(self, request: Request) -> Response:
         text = self.folder.text(request.query_params.get("run", ""), "report.html", limit=1 << 26)
@@ -170,11 +173,12 @@ class Page:
             return JSONResponse(answer_of(await dry_run(arguments)))
 
     async def chat(self, request: Request) -> Response:
-        if self.endpoint is None:
-            raise UserError("no server to chat with: start the page with --endpoint URL")
+        asked = request.query_params.get("endpoint", "0")
+        if not asked.isdecimal() or int(asked) >= len(self.endpoints):
+            raise UserError("no such server to chat with: start the page with --endpoint URL")
         if request.method == "POST":
             await posted(request)
-        return await pass_on(self.endpoint, request)
+        return await pass_on(self.endpoints[int(asked)], request)
 
     async def events(self, request: Request) -> Response:
         """The rows of the runs that are named, then those that come; and the list of runs."""
@@ -213,9 +217,9 @@ def event(kind: str, value: object) -> str:
     return f"event: {kind}\ndata: {json.dumps(value, allow_nan=False)}\n\n"
 
 
-def make_app(root: Path, endpoint: Endpoint | None = None) -> Starlette:
-    """The page over a folder of runs; with an endpoint it can chat. UserError for no folder."""
-    page = Page(RunFolder(root), endpoint)
+def page_app(root: Path, endpoints: Sequence[Endpoint] = ()) -> Starlette:
+    """The page over a folder of runs; with endpoints it can chat. UserError for no folder."""
+    page = Page(RunFolder(root), endpoints)
     get = {
         "/": page.index, "/static/{name}": page.static, "/report": page.report,
         "/api/runs": page.runs, "/api/options": page.options, "/api/details": page.details,

@@ -3,6 +3,7 @@
 import importlib
 import socket
 from collections.abc import Sequence
+from contextlib import suppress
 
 from jaxtrain.runs.arguments import ui_parser
 from jaxtrain.settings import UserError, command
@@ -24,7 +25,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         ) from None
     from jaxtrain.runs.page.endpoint import endpoint_at
 
-    made = app.make_app(a.runs, endpoint_at(a.endpoint) if a.endpoint else None)
+    made = app.page_app(a.runs, [endpoint_at(url) for url in a.endpoint])
     config = uvicorn.Config(
         made, HOST, a.port, log_level="warning", access_log=False, server_header=False,
         log_config=None, timeout_graceful_shutdown=1,  # a stream of rows never ends by itself
@@ -32,7 +33,8 @@ def main(argv: Sequence[str] | None = None) -> int:
     with listening(a.port) as listener:
         port = listener.getsockname()[1]
         print(f"page     http://{HOST}:{port}/ (Ctrl-C ends it)", flush=True)
-        uvicorn.Server(config).run([listener])
+        with suppress(KeyboardInterrupt):  # which uvicorn raises again when it has ended
+            uvicorn.Server(config).run([listener])
     return 0
 
 

@@ -36,10 +36,15 @@ def details_of(folder: RunFolder, name: str) -> dict[str, Any]:
 def data_sources(data: dict[str, Any]) -> dict[str, Any]:
     """Of each source of `data.json` what the page shows."""
     found = {name: source for name, source in data.items() if isinstance(source, dict)}
-    return {
-        name: {key: source[key] for key in SOURCE if key in source}
-        for name, source in found.items()
-    }
+    kept = lambda source: {key: source[key] for key in SOURCE if is_counted(source.get(key))}
+    return {name: kept(source) for name, source in found.items()}
+
+
+def is_counted(value: Any) -> bool:
+    """Whether a value is a whole number, or several by name."""
+    if isinstance(value, dict):
+        return all(type(one) is int for one in value.values())
+    return type(value) is int
 
 
 def commands_of(folder: RunFolder, name: str, typed: Any) -> list[dict[str, str]]:

@@ -16,7 +16,6 @@ from jaxtrain.settings import UserError, is_text
 MAX_DEPTH = 4  # of a run below the folder; trials of a sweep are three below
 ENDS = 1 << 16  # bytes at each end of a metrics.jsonl that the list is made from
 SKIPPED = ("checkpoints", "model", "tensorboard", "tokenizer", "samples", "states")
-FACTS = ("total_steps", "parameters", "tokens_per_step")
 
 
 class Summary(NamedTuple):
@@ -26,11 +25,11 @@ class Summary(NamedTuple):
     state: str  # running, finished, stopped, interrupted, failed, died, or model (never trained)
     status: str  # what the run says of its end
     changed: float  # seconds since 1970
-    step: int | None
+    step: float | int | None
     total_steps: int | None
     parameters: int | None
-    loss: float | None  # of the last training row
-    bpb: float | None  # of the last validation near the end
+    loss: float | int | None  # of the last training row
+    bpb: float | int | None  # of the last validation near the end
     holder: str | None  # who runs it
 
 
@@ -103,11 +102,11 @@ class RunFolder:
         holder = self.holder(name)
         state, status = state_of(ends.get("mark"), holder is not None)
         changed = (metrics if metrics.exists() else run_dir).stat().st_mtime
-        facts = {key: ends.get("start", {}).get(key) for key in FACTS}
+        start = ends.get("start", {})
         return Summary(
-            name, state, status, round(changed, 1), ends.get("step"), facts["total_steps"],
-            facts["parameters"], ends.get("loss"), ends.get("bpb"),
-            f"process {holder.pid} on {holder.host}" if holder else None,
+            name, state, status, round(changed, 1), ends.get("step"),
+            whole_number(start, "total_steps"), whole_number(start, "parameters"), ends.get("loss"),
+            ends.get("bpb"), f"process {holder.pid} on {holder.host}" if holder else None,
         )  # fmt: skip
 
     def holder(self, name: str) -> Holder | None:
@@ -162,16 +161,24 @@ def read_ends(metrics: Path, size: int) -> dict[str, Any]:
         found["start"] = starts[-1]
     if marks:
         found["mark"] = marks[-1]
-    train, validation = (kind_rows(last, kind) for kind in ("train", "validation"))
-    if train:
-        found |= {"step": train[-1]["step"], "loss": train[-1].get("loss")}
-    if validation:
-        found["bpb"] = validation[-1].get("bpb")
+    for row in last:
+        if row["kind"] == "train":
+            found |= {"step": row["step"], "loss": number(row, "loss")}
+        if row["kind"] == "validation":
+            found["bpb"] = number(row, "bpb")
     return found
 
 
-def kind_rows(rows: list[MetricsRow], kind: str) -> list[MetricsRow]:
-    return [row for row in rows if row["kind"] == kind]
+def number(row: MetricsRow, key: str) -> float | int | None:
+    """A value that is a number, as a row of someone else's run may not have it."""
+    value = row.get(key)
+    return value if isinstance(value, (int, float)) and not isinstance(value, bool) else None
+
+
+def whole_number(row: MetricsRow, key: str) -> int | None:
+    """A value that is a whole number."""
+    value = number(row, key)
+    return value if isinstance(value, int) else None
 
 
 def state_of(mark: MetricsRow | None, held: bool) -> tuple[str, str]:

@@ -32,13 +32,18 @@ jaxtrain.App = class {
     this.list.update(runs);
     const names = runs.map((run) => run.name);
     this.list.chosen = this.list.chosen.filter((name) => names.includes(name));
-    if (!this.list.chosen.length) {
-      const trained = runs.filter((run) => run.step !== null);
-      const first = trained.find((run) => run.state === "running") || trained[0];
-      if (first) this.list.chosen = [first.name];
-    }
+    this.suggest();
     this.follow();
     this.choose(this.asked.get("tab"));
+  }
+
+  // As long as nobody has chosen: the first run that trains, or else the last that did.
+  suggest() {
+    if (this.list.touched || this.list.chosen.length) return false;
+    const trained = this.list.runs.filter((run) => run.step !== null);
+    const first = trained.find((run) => run.state === "running") || trained[0];
+    if (first) this.list.chosen = [first.name];
+    return Boolean(first);
   }
 
   // The address says what is shown, so that it can be kept and given away.
@@ -80,6 +85,7 @@ jaxtrain.App = class {
     this.stream.addEventListener("runs", (event) => {
       this.list.update(JSON.parse(event.data));
       this.names();
+      if (this.suggest()) this.chosen();
     });
     this.stream.addEventListener("rows", (event) => {
       const { run, reset, rows, damaged } = JSON.parse(event.data);
@@ -139,13 +145,13 @@ jaxtrain.App = class {
       jaxtrain.fill(this.compare, el("p", { class: "empty" }, "Choose two runs or more: their figures and the settings that differ appear here."));
       return;
     }
-    const paths = names.map((name) => `${jaxtrain.folder}/${name}`).join(" ");
+    const paths = names.map((name) => `${jaxtrain.folder}/${name}`);
     try {
       const found = await jaxtrain.fetched(jaxtrain.query("/api/compare", names.map((name) => ["run", name])));
       if (this.list.chosen !== names) return;
       const tables = el("div");
       jaxtrain.showComparison(tables, found);
-      jaxtrain.fill(this.compare, tables, el("h2", {}, "Keep it"), jaxtrain.copyable("The same as one file", `jaxtrain compare ${paths} --html compare.html`));
+      jaxtrain.fill(this.compare, tables, el("h2", {}, "Keep it"), jaxtrain.copyable("The same as one file", ["jaxtrain", "compare", ...paths, "--html", "compare.html"]));
     } catch (error) {
       jaxtrain.fill(this.compare, el("p", { class: "error" }, error.message));
     }

@@ -87,7 +87,7 @@ jaxtrain.Chart = class {
       const stroke = jaxtrain.colour(`run-${line.colour % 8}`);
       const dash = line.colour >= 8 ? [6, 4] : undefined;
       const points = { show: line.x.length < 40 && !line.raw, size: 5, fill: stroke };
-      if (line.raw) series.push({ stroke, width: 1, alpha: 0.28, spanGaps: true, points: { show: false } });
+      if (line.raw) series.push({ stroke, width: 1, alpha: 0.35, spanGaps: true, points: { show: false } });
       series.push({ stroke, dash, width: 1.8, spanGaps: true, points });
     }
     const values = (_, splits) => splits.map((value) => (value === null ? "" : jaxtrain.number(value)));

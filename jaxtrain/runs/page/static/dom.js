@@ -27,8 +27,13 @@ jaxtrain.table = (label, head, rows) => {
   return el("div", { class: "wide", tabindex: "0", role: "region", "aria-label": label }, table);
 };
 
-jaxtrain.copyable = (label, command) => {
+// A word of a shell command, as it must be typed.
+jaxtrain.quoted = (word) => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\"'\"'")}'`);
+
+// words: of the command, or the command as it is.
+jaxtrain.copyable = (label, words) => {
   const { el } = jaxtrain;
+  const command = typeof words === "string" ? words : words.map(jaxtrain.quoted).join(" ");
   const button = el("button", { type: "button", class: "copy", "aria-label": `Copy: ${label}` }, "Copy");
   button.addEventListener("click", async () => {
     try {

@@ -30,9 +30,10 @@ jaxtrain.Estimate = class {
   say() {
     const { config, overrides, device, devices } = this.values();
     const name = config.startsWith("run:") ? `${jaxtrain.folder}/${config.slice(4)}/config.yaml` : config;
-    const words = [`--config ${name}`, overrides.trim()].filter(Boolean).join(" ");
-    jaxtrain.fill(this.command, jaxtrain.copyable("Start this run", `jaxtrain train ${words}`),
-      jaxtrain.copyable("This estimate", `jaxtrain estimate ${words}${device ? ` --device ${device}` : ""}${devices ? ` --devices ${devices}` : ""}`));
+    const words = ["--config", name, ...overrides.split(/\s+/).filter(Boolean)];
+    const where = [...(device ? ["--device", device] : []), ...(devices ? ["--devices", devices] : [])];
+    jaxtrain.fill(this.command, jaxtrain.copyable("Start this run", ["jaxtrain", "train", ...words]),
+      jaxtrain.copyable("This estimate", ["jaxtrain", "estimate", ...words, ...where]));
   }
 
   async ask(event) {
@@ -76,9 +77,10 @@ jaxtrain.Chat = class {
     const { el } = jaxtrain;
     this.root = root;
     this.messages = [];
-    if (!options.endpoint) {
+    this.endpoints = options.endpoints;
+    if (!this.endpoints.length) {
       root.append(el("p", { class: "empty" }, "There is no server to chat with. Start one with OpenAI's API, then this page with --endpoint and its URL; the Run view has the command for a chat in the terminal."),
-        jaxtrain.copyable("Start the page with a server", `jaxtrain ui ${options.folder} --endpoint http://127.0.0.1:8000`));
+        jaxtrain.copyable("Start the page with a server", ["jaxtrain", "ui", options.folder, "--endpoint", "http://127.0.0.1:8000"]));
       return;
     }
     this.model = el("select", { id: "model" });
@@ -100,18 +102,23 @@ jaxtrain.Chat = class {
       el("label", { for: "most" }, "Tokens at most", this.most)), this.log, this.form);
   }
 
-  // The models that the server has, asked each time the panel is opened.
+  // The models that the servers have, asked each time the panel is opened. A value is the number of
+  // the server, and the model's name.
   async open() {
     if (!this.model) return;
-    try {
-      const found = await jaxtrain.fetched("/v1/models");
-      const kept = this.model.value;
-      const names = found.data.map((model) => model.id);
-      jaxtrain.fill(this.model, names.map((name) => jaxtrain.el("option", { value: name }, name)));
-      if (names.includes(kept)) this.model.value = kept;
-    } catch (error) {
-      this.add("error", error.message);
-    }
+    const kept = this.model.value;
+    const found = await Promise.all(this.endpoints.map(async (url, i) => {
+      try {
+        const { data } = await jaxtrain.fetched(jaxtrain.query("/v1/models", { endpoint: i }));
+        const where = this.endpoints.length > 1 ? ` at ${url}` : "";
+        return data.map(({ id }) => jaxtrain.el("option", { value: `${i} ${id}` }, id + where));
+      } catch (error) {
+        this.add("error", error.message);
+        return [];
+      }
+    }));
+    jaxtrain.fill(this.model, found);
+    if ([...this.model.options].some((one) => one.value === kept)) this.model.value = kept;
   }
 
   clear() {
@@ -123,7 +130,7 @@ jaxtrain.Chat = class {
   add(role, text) {
     const { el } = jaxtrain;
     const body = el("p", {}, text);
-    this.log.append(el("div", { class: `turn is-${role}` }, el("b", {}, { user: "You", assistant: this.model.value, error: "Error" }[role]), body));
+    this.log.append(el("div", { class: `turn is-${role}` }, el("b", {}, { user: "You", assistant: this.model.value.replace(/^\d+ /, ""), error: "Error" }[role]), body));
     this.log.scrollTop = this.log.scrollHeight;
     return body;
   }
@@ -131,7 +138,7 @@ jaxtrain.Chat = class {
   async ask(event) {
     event.preventDefault();
     const said = this.text.value.trim();
-    if (!said || this.running) return;
+    if (!said || this.running || !this.model.value) return;
     this.text.value = "";
     this.messages.push({ role: "user", content: said });
     this.add("user", said);
@@ -158,8 +165,9 @@ jaxtrain.Chat = class {
   }
 
   async* parts(signal) {
-    const body = JSON.stringify({ model: this.model.value, messages: this.messages, stream: true, temperature: +this.temperature.value, max_tokens: +this.most.value });
-    const answer = await fetch("/v1/chat/completions", { method: "POST", headers: { "Content-Type": "application/json" }, body, signal });
+    const [, endpoint, model] = this.model.value.match(/^(\d+) (.*)$/s);
+    const body = JSON.stringify({ model, messages: this.messages, stream: true, temperature: +this.temperature.value, max_tokens: +this.most.value });
+    const answer = await fetch(jaxtrain.query("/v1/chat/completions", { endpoint }), { method: "POST", headers: { "Content-Type": "application/json" }, body, signal });
     if (!answer.ok) {
       const found = await answer.json().catch(() => ({}));
       throw new Error(found.error?.message || found.error || `the server answered ${answer.status}`);

@@ -15,6 +15,7 @@ jaxtrain.RunList = class {
     this.open = open;
     this.runs = [];
     this.chosen = [];
+    this.touched = false; // by the user
     this.colours = new Map();
     this.items = new Map();
     filter.addEventListener("input", () => this.hide());
@@ -68,7 +69,7 @@ jaxtrain.RunList = class {
     item.state.title = run.status || run.holder || "";
     const { number } = jaxtrain;
     const parts = [];
-    const all = run.total_steps && run.total_steps !== run.step ? ` of ${number(run.total_steps)}` : "";
+    const all = run.total_steps && run.total_steps !== run.step ? `/${number(run.total_steps)}` : "";
     if (run.step !== null) parts.push(`${number(run.step)}${all} steps`);
     if (run.loss !== null) parts.push(`loss ${number(run.loss)}`);
     if (run.bpb !== null) parts.push(`${number(run.bpb)} bpb`);
@@ -78,6 +79,7 @@ jaxtrain.RunList = class {
   }
 
   choose(name, on) {
+    this.touched = true;
     this.chosen = on ? [...this.chosen, name] : this.chosen.filter((other) => other !== name);
     for (const run of this.runs) this.refresh(run);
     this.changed();
