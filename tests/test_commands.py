@@ -12,7 +12,7 @@ import pytest
 
 from jaxtrain.cluster import launch
 from jaxtrain.cluster import started_by as commands
-from jaxtrain.cluster.started_by import TYPED, command_line, command_of
+from jaxtrain.cluster.started_by import TYPED, command_line, command_of, typed_again
 
 ARGUMENTS = ["--config", "quickstart", "run.name=my run", "data.train.path=*.txt"]
 QUOTED = "--config quickstart 'run.name=my run' 'data.train.path=*.txt'"
@@ -105,3 +105,18 @@ def test_a_printed_command_runs_where_it_was_printed(tmp_path):
     done = run([*uv, "python", "-c", code], capture_output=True, check=True)
     assert done.stdout == f"{' '.join(['uv', *uv[1:]])} jaxtrain report --help\n"
     run(done.stdout, shell=True, check=True)
+
+
+@pytest.mark.parametrize(
+    ("words", "command"),
+    [
+        (["/v/python", "/v/bin/jaxtrain", "train", "a b"], "jaxtrain train 'a b'"),
+        (["python", "-m", "jaxtrain.main", "--config", "x"], "jaxtrain train --config x"),
+        (["python", "-m", "jaxtrain.cli", "train"], "jaxtrain train"),
+        (["python", "mine.py"], "python mine.py"),
+        (None, None),
+        ([1], None),
+    ],
+)
+def test_the_command_that_started_a_run_can_be_typed_again(words, command):
+    assert typed_again(words) == command

@@ -20,7 +20,6 @@ from jaxtrain.runs.lock import RunLock
 from jaxtrain.runs.page import dry_run as estimates
 from jaxtrain.runs.page.app import Page, page_app
 from jaxtrain.runs.page.command import listening, main
-from jaxtrain.runs.page.details import started
 from jaxtrain.runs.page.endpoint import endpoint_at
 from jaxtrain.runs.page.folder import RunFolder
 from jaxtrain.runs.page.tail import AT_ONCE, Tail
@@ -173,21 +172,6 @@ def test_details_have_data_files_and_commands(runs, client):
     assert found["commands"][0]["command"] == "jaxtrain train --config quickstart run.name=first"
     assert not found["report"]
     assert client.get("/report", params={"run": "first"}).status_code == 404
-
-
-@pytest.mark.parametrize(
-    ("words", "command"),
-    [
-        (["/v/python", "/v/bin/jaxtrain", "train", "a b"], "jaxtrain train 'a b'"),
-        (["python", "-m", "jaxtrain.main", "--config", "x"], "jaxtrain train --config x"),
-        (["python", "-m", "jaxtrain.cli", "train"], "jaxtrain train"),
-        (["python", "mine.py"], "python mine.py"),
-        (None, None),
-        ([1], None),
-    ],
-)
-def test_the_command_that_started_a_run_can_be_typed_again(words, command):
-    assert started(words) == command
 
 
 def test_samples_by_step(client):

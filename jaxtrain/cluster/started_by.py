@@ -32,6 +32,19 @@ def command_line(command: str = "train") -> str:
     return shlex.join([first, *sys.argv[1:]])
 
 
+def typed_again(words: object) -> str | None:
+    """The command that started another process, of its `sys.orig_argv`; None where that is none."""
+    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
+        return None
+    ours = {"jaxtrain.main": ["jaxtrain", "train"], "jaxtrain.cli": ["jaxtrain"]}
+    for i, word in enumerate(words):
+        if Path(word).name == "jaxtrain":
+            return shlex.join(["jaxtrain", *words[i + 1 :]])
+        if word == "-m" and words[i + 1 : i + 2] and words[i + 1] in ours:
+            return shlex.join([*ours[words[i + 1]], *words[i + 2 :]])
+    return shlex.join(words) or None
+
+
 def program() -> list[str]:
     """The words that start `jaxtrain` from the shell that this process was started from."""
     if words := uv_run():

@@ -111,4 +111,10 @@ def export_parser() -> Parser:
     parser.add_argument(
         "--shard-bytes", type=whole(1, 2**63 - 1), help="of one file, at most (5 GB)"
     )
+    parser.add_argument(
+        "--push-to-hub", metavar="OWNER/NAME",
+        help="upload the checkpoint and a model card to huggingface.co, as a private repository",
+    )  # fmt: skip
+    parser.add_argument("--public", action="store_true", help="... as a public repository")
+    parser.add_argument("--license", metavar="NAME", help="... under this licence, as apache-2.0")
     return parser

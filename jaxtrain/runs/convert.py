@@ -19,6 +19,7 @@ from jaxtrain.interop.companions import (
     tokenizer_of,
 )
 from jaxtrain.interop.export import check_tensors, export_weights
+from jaxtrain.interop.hub_upload import open_hub, upload
 from jaxtrain.interop.load import (
     find_folder,
     open_checkpoint,
@@ -32,7 +33,8 @@ from jaxtrain.model import Transformer, split
 from jaxtrain.runs.arguments import export_parser, import_parser
 from jaxtrain.runs.export_gguf import export_gguf, export_summary
 from jaxtrain.runs.export_model import prepare_export, token_ids
-from jaxtrain.runs.saved import folder_of
+from jaxtrain.runs.model_card import write_card
+from jaxtrain.runs.saved import folder_of, load_resolved
 from jaxtrain.settings import UserError, command
 
 
@@ -130,6 +132,10 @@ def import_main(argv: list[str] | None = None) -> int:
 def export_main(argv: list[str] | None = None) -> int:
     """`jaxtrain export`: 0, or 2 after one line about what the user can fix."""
     a = export_parser().parse_args(argv)
+    if not a.push_to_hub and (a.public or a.license):
+        raise UserError(f"{'--public' if a.public else '--license'} is for --push-to-hub")
+    if a.format == "gguf" and a.push_to_hub:
+        raise UserError("--push-to-hub is of checkpoints, not of --format gguf")
     if a.format == "gguf":
         if a.dtype or a.shard_bytes:
             raise UserError("--dtype and --shard-bytes are of checkpoints; GGUF has --outtype")
@@ -137,6 +143,11 @@ def export_main(argv: list[str] | None = None) -> int:
         return 0
     if a.outtype:
         raise UserError("--outtype is of --format gguf; checkpoints have --dtype")
+    hub = open_hub(a.push_to_hub) if a.push_to_hub else None
     name = export_run(a.run, a.out, a.family, a.dtype, a.shard_bytes or SHARD_BYTES)
-    print(f"exported {a.out} as {name}")
+    print(f"exported {a.out} as {name}", flush=True)
+    if hub is not None:
+        base = base_model_metadata(a.run, load_resolved(folder_of(a.run) / "config.yaml"))
+        write_card(a.run, a.out, a.push_to_hub, a.license, base)
+        print(f"uploaded {upload(hub, a.out, a.push_to_hub, a.public)}")
     return 0

@@ -1,11 +1,10 @@
 """What the page tells of one run beside its curves: data, figures, files, commands to copy."""
 
-import re
 import shlex
 import socket
 from typing import Any
 
-from jaxtrain.cluster.started_by import command_of
+from jaxtrain.cluster.started_by import command_of, typed_again
 from jaxtrain.runs.page.folder import RunFolder
 from jaxtrain.settings import visible
 
@@ -50,7 +49,7 @@ def is_counted(value: Any) -> bool:
 def commands_of(folder: RunFolder, name: str, typed: Any) -> list[dict[str, str]]:
     """What one can do with a run, as shell commands: {label, command}."""
     run_dir = folder.shown / name
-    start = started(typed) or command_of("train", "--config", run_dir / "config.yaml")
+    start = typed_again(typed) or command_of("train", "--config", run_dir / "config.yaml")
     found = [("Start or resume (the same command)", start)]
     if holder := folder.holder(name):
         stop = f"kill {holder.pid}"
@@ -64,24 +63,10 @@ def commands_of(folder: RunFolder, name: str, typed: Any) -> list[dict[str, str]
             (f"Chat with step {step}", command_of("chat", run_dir, "--step", step))
             for step in saved[-1:]
         ]
-        found += [("Export to Hugging Face", command_of("export", run_dir, f"{run_dir.name}-hf"))]
+        found += [("Evaluate", command_of("evaluate", run_dir))]
     if folder.path(name, "metrics.jsonl").is_file():
         found += [("Write the report", command_of("report", run_dir))]
     return [{"label": label, "command": command} for label, command in found]
-
-
-def started(words: Any) -> str | None:
-    """The command that started a run, by what its env.json says; None where it says nothing."""
-    if not isinstance(words, list) or not all(isinstance(word, str) for word in words):
-        return None
-    for i, word in enumerate(words):
-        if re.fullmatch(r"(.*/)?jaxtrain", word):
-            return shlex.join(["jaxtrain", *words[i + 1 :]])
-        if word == "-m" and words[i + 1 : i + 2] == ["jaxtrain.main"]:
-            return shlex.join(["jaxtrain", "train", *words[i + 2 :]])
-        if word == "-m" and words[i + 1 : i + 2] == ["jaxtrain.cli"]:
-            return shlex.join(["jaxtrain", *words[i + 2 :]])
-    return shlex.join(words) or None
 
 
 def sample_of(folder: RunFolder, name: str, step: int) -> str | None:

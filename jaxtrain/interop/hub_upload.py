@@ -1,0 +1,54 @@
+"""A folder becomes a repository of huggingface.co (extra `hf`)."""
+
+import re
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.settings import UserError
+
+NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)  # OWNER/NAME
+
+
+def open_hub(name: str) -> Any:
+    """The client, of one who may write. UserError for a name that is none, or without a login.
+
+    Asked before a checkpoint is written, for that may take long.
+    """
+    if not NAME.fullmatch(name) or ".." in name or "--" in name or name.endswith(".git"):
+        raise UserError(f"--push-to-hub {name}: must be OWNER/NAME, as me/my-model")
+    try:
+        import huggingface_hub
+    except ModuleNotFoundError:
+        raise UserError(
+            "--push-to-hub needs huggingface_hub: uv sync --extra hf, or pip install 'jaxtrain[hf]'"
+        ) from None
+    client = huggingface_hub.HfApi()
+    try:
+        client.whoami()
+    except Exception as error:  # the hub's errors have no common base beside the network's
+        raise UserError(
+            f"--push-to-hub: the hub does not know you ({first_line(error)}): `hf auth login`, or "
+            "set HF_TOKEN to a token that may write"
+        ) from error
+    return client
+
+
+def upload(client: Any, folder: Path, name: str, public: bool) -> str:
+    """Upload all files of a folder in one commit; the URL of the repository.
+
+    A repository that is not there is made, private unless `public`. UserError where the hub
+    refuses.
+    """
+    try:
+        client.create_repo(name, private=not public, exist_ok=True)
+        client.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload model")
+    except Exception as error:
+        raise UserError(
+            f"the hub refuses {name}: {first_line(error)}; the checkpoint is whole in {folder}, "
+            f"and `hf upload {name} {folder}` sends it"
+        ) from error
+    return f"https://huggingface.co/{name}"
+
+
+def first_line(error: Exception) -> str:
+    return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)
