@@ -2,6 +2,8 @@
 
 import asyncio
 import json
+import threading
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable, Sequence
 from pathlib import Path
 from typing import Any
@@ -33,6 +35,7 @@ from jaxtrain.settings import UserError, parse_json
 STATIC = Path(__file__).with_name("static")
 HOSTS = ["127.0.0.1", "localhost", "[::1]"]  # a page of another name is another site's
 LOOK = 0.5  # seconds between two looks at the files
+FRESH = 1.0  # seconds for which a list of runs is given again
 LIST = 4  # looks between two at the list of runs
 ALIVE = 30  # looks without news until a comment says that the stream lives
 MAX_ROWS = 2000  # of one event
@@ -103,6 +106,8 @@ class Page:
     def __init__(self, folder: RunFolder, endpoints: Sequence[Endpoint] = ()):
         self.folder, self.endpoints = folder, endpoints
         self.estimating = asyncio.Lock()  # a dry run fills the cores
+        self.listing = threading.Lock()
+        self.list: tuple[float, list[dict[str, Any]]] = -FRESH, []
 
     async def index(self, request: Request) -> Response:
         return FileResponse(STATIC / "index.html")
@@ -116,7 +121,11 @@ class Page:
         return JSONResponse(await run_in_threadpool(self.listed))
 
     def listed(self) -> list[dict[str, Any]]:
-        return [one._asdict() for one in self.folder.summaries()]
+        """The list of runs; all who look within a second see the same."""
+        with self.listing:
+            if time.monotonic() - self.list[0] > FRESH:
+                self.list = time.monotonic(), [one._asdict() for one in self.folder.summaries()]
+            return self.list[1]
 
     async def options(self, request: Request) -> Response:
         """What the page may offer."""

@@ -18,7 +18,7 @@ jaxtrain.Chart = class {
     const unit = measure.unit ? ` (${measure.unit})` : "";
     this.title = `${measure.title}${unit}`;
     const caption = el("figcaption", {}, measure.title, el("small", {}, unit));
-    this.figure = el("figure", { class: "chart", tabindex: "0", role: "group" }, caption, this.box);
+    this.figure = el("figure", { class: "chart", tabindex: "0" }, caption, this.box);
     this.figure.dataset.measure = `${measure.kind}-${measure.column}`;
     this.figure.addEventListener("keydown", (event) => this.key(event));
     this.figure.addEventListener("blur", () => this.hideTip());
@@ -68,7 +68,7 @@ jaxtrain.Chart = class {
     const data = uPlot.join(tables);
     const made = JSON.stringify([
       this.view.logX, this.view.logY, this.view.axis, this.view.theme,
-      this.lines.map((line) => [line.name, line.colour, !!line.raw, line.x.length < 40]),
+      this.lines.map((line) => [line.name, line.colour, !!line.raw, this.dotted(line)]),
     ]);
     this.range = zoom || [Math.min(...this.lines.map((l) => l.x[0])), Math.max(...this.lines.map((l) => l.x.at(-1)))];
     if (made !== this.made) {
@@ -86,7 +86,7 @@ jaxtrain.Chart = class {
     for (const line of this.lines) {
       const stroke = jaxtrain.colour(`run-${line.colour % 8}`);
       const dash = line.colour >= 8 ? [6, 4] : undefined;
-      const points = { show: line.x.length < 40 && !line.raw, size: 5, fill: stroke };
+      const points = { show: this.dotted(line), size: 5, fill: stroke };
       if (line.raw) series.push({ stroke, width: 1, alpha: 0.35, spanGaps: true, points: { show: false } });
       series.push({ stroke, dash, width: 1.8, spanGaps: true, points });
     }
@@ -115,6 +115,11 @@ jaxtrain.Chart = class {
         setCursor: [(u) => this.moved(u)],
       },
     };
+  }
+
+  // Whether the points of a line are few enough to be seen one by one.
+  dotted(line) {
+    return line.x.length < (this.measure.kind === "validation" ? 40 : 8) && !line.raw;
   }
 
   xRange() {

@@ -40,7 +40,7 @@ jaxtrain.Details = class {
       el("h2", {}, "Commands"), link, commands,
       this.data(found.data), this.events, this.tasks(found.tasks), this.files(found),
       found.config ? [el("h2", {}, "Configuration"), el("pre", { tabindex: "0", "aria-label": "Configuration" }, found.config)] : null,
-      el("h2", {}, "Environment"), jaxtrain.table("Environment", ["", ""], Object.entries(found.environment).map(([key, value]) => [key.replaceAll("_", " "), this.plain(value)])));
+      el("h2", {}, "Environment"), jaxtrain.table("Environment", ["Fact", "Value"], Object.entries(found.environment).map(([key, value]) => [key.replaceAll("_", " "), this.plain(value)])));
     this.update();
   }
 

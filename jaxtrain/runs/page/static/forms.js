@@ -58,8 +58,8 @@ jaxtrain.Estimate = class {
   show(r) {
     const { el, number, bytes } = jaxtrain;
     const tile = (label, value, note, css = "") => el("div", { class: `tile ${css}` }, el("span", {}, label), el("b", {}, value), el("small", {}, note));
-    const range = ([slow, fast], show) => (show(slow) === show(fast) ? show(fast) : `${show(slow)} to ${show(fast)}`);
-    const hours = range(r.hours, (value) => jaxtrain.duration(value * 3600));
+    const range = ([low, high], show) => (show(low) === show(high) ? show(high) : `${show(low)} to ${show(high)}`);
+    const hours = range([r.hours[1], r.hours[0]], (value) => jaxtrain.duration(value * 3600));
     const mesh = Object.entries(r.mesh).map(([axis, size]) => `${axis} ${size}`).join(" x ");
     jaxtrain.fill(this.answer, el("div", { class: "tiles" },
       tile("Fits?", r.fits ? "yes" : "no", `${bytes(r.total_bytes)} of ${bytes(r.device_bytes)}`, r.fits ? "good" : "bad"),
@@ -67,8 +67,8 @@ jaxtrain.Estimate = class {
       tile("Time of the run", hours, `${number(r.steps)} steps of ${number(r.tokens_per_step)} tokens`),
       tile("Parameters", number(r.parameters), "")),
     r.advice ? el("p", { class: "note" }, r.advice) : null,
-    jaxtrain.table("Memory of one device", ["Memory of one device", ""], Object.entries(r.parts).map(([part, size]) => [part, bytes(size)])),
-    el("p", { class: "note" }, "The rate is the ceiling of the hardware's arithmetic and links, not a measurement; a range is without and with exchanges hidden."));
+    jaxtrain.table("Memory of one device", ["Memory of one device", "Size"], Object.entries(r.parts).map(([part, size]) => [part, bytes(size)])),
+    el("p", { class: "note" }, "An estimate from the share of its peak that a large model reaches on such a device, not a measurement: a small one is slower. A range is between no exchange hidden behind compute, and all."));
   }
 };
 

@@ -30,6 +30,7 @@ jaxtrain.RunList = class {
   update(runs) {
     this.runs = runs;
     const names = new Set(runs.map((run) => run.name));
+    for (const name of this.chosen) if (names.has(name)) this.colour(name); // in this order
     for (const [name, item] of this.items) {
       if (!names.has(name)) {
         item.line.remove();

@@ -57,7 +57,7 @@ jaxtrain.Samples = class {
       if (choice.value === String(at)) text.textContent = this.texts.get(key);
     };
     go(step);
-    return { node: el("div", { class: "panel" }, el("h3", {}, run.name), choice, text), go };
+    return { node: el("div", { class: "panel" }, el("h2", {}, run.name), choice, text), go };
   }
 };
 
