@@ -7,6 +7,7 @@ import signal
 import socket
 import subprocess
 import sys
+import threading
 
 import httpx
 import pytest
@@ -365,7 +366,8 @@ def fake_server():
 
         async def parts():
             for word in ("Hello", " you"):
-                yield f"data: {json.dumps({'choices': [{'delta': {'content': word}}]})}\n\n"
+                delta = {"delta": {"content": word}} if "messages" in asked else {"text": word}
+                yield f"data: {json.dumps({'choices': [delta]})}\n\n"
             yield "data: [DONE]\n\n"
 
         return StreamingResponse(parts(), media_type="text/event-stream")
@@ -374,6 +376,7 @@ def fake_server():
         routes=[
             Route("/v1/models", models),
             Route("/v1/chat/completions", completions, methods=["POST"]),
+            Route("/v1/completions", completions, methods=["POST"]),
         ]
     )
 
@@ -392,6 +395,27 @@ def test_a_chat_is_passed_on_with_a_key_that_the_page_does_not_see(runs, monkeyp
         assert (found.status_code, found.json()["error"]["message"]) == (404, "no such model")
         found = client.post("/v1/chat/completions", content="{}")
         assert found.status_code == 400
+
+
+def test_a_client_that_leaves_ends_the_answer_at_the_server(runs):
+    left = threading.Event()
+
+    async def endless(request):
+        async def parts():
+            try:
+                while True:
+                    yield "data: {}\n\n"
+                    await asyncio.sleep(0.02)
+            finally:
+                left.set()
+
+        return StreamingResponse(parts(), media_type="text/event-stream")
+
+    app = Starlette(routes=[Route("/v1/chat/completions", endless, methods=["POST"])])
+    with served(app) as chat, served(page_app(runs, [endpoint_at(chat)])) as url:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json={}) as answer:
+            assert next(answer.iter_lines()) == "data: {}" and not left.is_set()
+        assert left.wait(20)
 
 
 def test_a_server_that_is_not_there_is_said_in_one_line(runs, client):

@@ -246,6 +246,12 @@ def test_a_chat_streams(opened):
     page.keyboard.press("Enter")
     page.get_by_text("Hello you").wait_for()
     assert page.get_by_role("button", name="Send").is_enabled()
+    page.locator("#mode").select_option("text")
+    page.get_by_label("Message").fill("ROMEO:")
+    with page.expect_request("**/v1/completions?*") as asked:
+        page.get_by_role("button", name="Send").click()
+    assert asked.value.post_data_json["prompt"] == "ROMEO:"
+    page.locator(".is-assistant", has_text="Hello you").nth(1).wait_for()
 
 
 def test_what_the_dry_run_refuses_is_one_line(opened, site):

@@ -27,7 +27,7 @@ def open_hub(name: str) -> Any:
         client.whoami()
     except Exception as error:  # the hub's errors have no common base beside the network's
         raise UserError(
-            f"--push-to-hub: the hub does not know you ({first_line(error)}): `hf auth login`, or "
+            f"--push-to-hub: the hub does not know you ({error_line(error)}): `hf auth login`, or "
             "set HF_TOKEN to a token that may write"
         ) from error
     return client
@@ -44,11 +44,11 @@ def upload(client: Any, folder: Path, name: str, public: bool) -> str:
         client.upload_folder(repo_id=name, folder_path=folder, commit_message="Upload model")
     except Exception as error:
         raise UserError(
-            f"the hub refuses {name}: {first_line(error)}; the checkpoint is whole in {folder}, "
+            f"the hub refuses {name}: {error_line(error)}; the checkpoint is whole in {folder}, "
             f"and `hf upload {name} {folder}` sends it"
         ) from error
     return f"https://huggingface.co/{name}"
 
 
-def first_line(error: Exception) -> str:
+def error_line(error: Exception) -> str:
     return next((line for line in str(error).splitlines() if line.strip()), type(error).__name__)

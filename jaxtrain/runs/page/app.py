@@ -236,6 +236,7 @@ def page_app(root: Path, endpoints: Sequence[Endpoint] = ()) -> Starlette:
         "/v1/models": page.chat,
     }  # fmt: skip
     post = {"/api/estimate": page.estimate, "/v1/chat/completions": page.chat}
+    post["/v1/completions"] = page.chat  # of models without a chat template
     routes = [Route(path, answered(handler)) for path, handler in get.items()]
     routes += [Route(path, answered(handler), methods=["POST"]) for path, handler in post.items()]
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)

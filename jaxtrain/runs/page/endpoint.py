@@ -15,7 +15,6 @@ from jaxtrain.settings import UserError
 
 KEY = "JAXTRAIN_API_KEY"  # of the server, in the environment
 MOST = 1 << 20  # bytes of a request
-PATHS = ("/v1/models", "/v1/chat/completions")
 SECONDS = 600  # of silence
 
 

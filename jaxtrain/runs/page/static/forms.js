@@ -84,6 +84,7 @@ jaxtrain.Chat = class {
       return;
     }
     this.model = el("select", { id: "model" });
+    this.mode = el("select", { id: "mode" }, el("option", { value: "chat" }, "a conversation"), el("option", { value: "text" }, "a text to continue"));
     this.temperature = el("input", { type: "number", id: "temperature", min: "0", max: "2", step: "0.1", value: "0.8" });
     this.most = el("input", { type: "number", id: "most", min: "1", max: "8192", value: "256" });
     this.log = el("div", { class: "chat", role: "log", "aria-label": "Conversation", tabindex: "0" });
@@ -98,7 +99,8 @@ jaxtrain.Chat = class {
       }
     });
     this.form = el("form", { class: "write", onsubmit: (event) => this.ask(event) }, this.text, el("div", { class: "group" }, this.send, this.stop, clear));
-    root.append(el("div", { class: "bar" }, el("label", { for: "model" }, "Model", this.model), el("label", { for: "temperature" }, "Temperature", this.temperature),
+    root.append(el("div", { class: "bar" }, el("label", { for: "model" }, "Model", this.model), el("label", { for: "mode" }, "As", this.mode),
+      el("label", { for: "temperature" }, "Temperature", this.temperature),
       el("label", { for: "most" }, "Tokens at most", this.most)), this.log, this.form);
   }
 
@@ -111,7 +113,10 @@ jaxtrain.Chat = class {
       try {
         const { data } = await jaxtrain.fetched(jaxtrain.query("/v1/models", { endpoint: i }));
         const where = this.endpoints.length > 1 ? ` at ${url}` : "";
-        return data.map(({ id }) => jaxtrain.el("option", { value: `${i} ${id}` }, id + where));
+        return data.map(({ id, max_model_len: length }) => {
+          if (length) this.most.value = Math.min(+this.most.value, length >> 1);
+          return jaxtrain.el("option", { value: `${i} ${id}` }, id + where);
+        });
       } catch (error) {
         this.add("error", error.message);
         return [];
@@ -157,17 +162,24 @@ jaxtrain.Chat = class {
       if (error.name !== "AbortError") this.add("error", error.message);
     } finally {
       if (answer) this.messages.push({ role: "assistant", content: answer });
-      else this.messages.pop();
+      else {
+        this.messages.pop();
+        body.parentElement.remove();
+      }
       this.running = null;
       this.send.disabled = false;
       this.stop.disabled = true;
     }
   }
 
+  // The answer as it comes. A model without a chat template only continues the last text.
   async* parts(signal) {
     const [, endpoint, model] = this.model.value.match(/^(\d+) (.*)$/s);
-    const body = JSON.stringify({ model, messages: this.messages, stream: true, temperature: +this.temperature.value, max_tokens: +this.most.value });
-    const answer = await fetch(jaxtrain.query("/v1/chat/completions", { endpoint }), { method: "POST", headers: { "Content-Type": "application/json" }, body, signal });
+    const chat = this.mode.value === "chat";
+    const asked = chat ? { messages: this.messages } : { prompt: this.messages.at(-1).content };
+    const body = JSON.stringify({ model, ...asked, stream: true, temperature: +this.temperature.value, max_tokens: +this.most.value });
+    const path = jaxtrain.query(chat ? "/v1/chat/completions" : "/v1/completions", { endpoint });
+    const answer = await fetch(path, { method: "POST", headers: { "Content-Type": "application/json" }, body, signal });
     if (!answer.ok) {
       const found = await answer.json().catch(() => ({}));
       throw new Error(found.error?.message || found.error || `the server answered ${answer.status}`);
@@ -180,7 +192,8 @@ jaxtrain.Chat = class {
         if (!line.startsWith("data:") || line.includes("[DONE]")) continue;
         const found = JSON.parse(line.slice(5));
         if (found.error) throw new Error(found.error.message);
-        yield found.choices?.[0]?.delta?.content || "";
+        const choice = found.choices?.[0];
+        yield choice?.delta?.content || choice?.text || "";
       }
     }
   }
