@@ -15,6 +15,8 @@ page = zipfile.ZipFile(sys.argv[1]).read(metadata).decode()
 
 assert {"jaxtrain/py.typed", "jaxtrain_kernels/py.typed"} <= set(names)
 assert "jaxtrain/configs/quickstart.yaml" in names
+page_files = {f"jaxtrain/runs/page/static/{name}" for name in ("index.html", "uplot-LICENSE")}
+assert page_files <= set(names), "the page is not whole"
 assert "jaxtrain/configs/not_shipped.yaml" not in names, "a user's own config got into the wheel"
 assert not [name for name in names if name.startswith(("tests/", "runs/", "benchmarks/"))]
 relative = re.findall(r"\]\((?!https?:|#)[^)]*\)", page)

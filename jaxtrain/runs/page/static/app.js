@@ -10,9 +10,19 @@ jaxtrain.App = class {
     this.status = at("status");
     const asked = new URLSearchParams(location.hash.slice(1));
     this.asked = asked;
-    this.curves = new jaxtrain.Curves(at("curves"), { axis: asked.get("axis"), logX: asked.has("logX"), logY: asked.has("logY"), smooth: asked.has("smooth") ? +asked.get("smooth") || 0 : undefined });
+    this.curves = new jaxtrain.Curves(at("curves"), {
+      axis: asked.get("axis"),
+      logX: asked.has("logX"),
+      logY: asked.has("logY"),
+      smooth: asked.has("smooth") ? +asked.get("smooth") || 0 : undefined,
+    });
     this.curves.changed = () => this.remember();
-    this.list = new jaxtrain.RunList(at("runs"), at("filter"), () => this.chosen(), (name) => this.open(name));
+    this.list = new jaxtrain.RunList(
+      at("runs"),
+      at("filter"),
+      () => this.chosen(),
+      (name) => this.open(name),
+    );
     this.list.chosen = asked.getAll("run");
     this.samples = new jaxtrain.Samples(at("samples"));
     this.details = new jaxtrain.Details(at("details"));
@@ -66,8 +76,10 @@ jaxtrain.App = class {
   // The rows of those that are chosen, and of no others.
   follow() {
     this.list.update(this.list.runs);
-    for (const name of this.rows.keys()) if (!this.list.chosen.includes(name)) this.rows.delete(name);
-    for (const name of this.list.chosen) if (!this.rows.has(name)) this.rows.set(name, new jaxtrain.RunRows(name));
+    for (const name of this.rows.keys())
+      if (!this.list.chosen.includes(name)) this.rows.delete(name);
+    for (const name of this.list.chosen)
+      if (!this.rows.has(name)) this.rows.set(name, new jaxtrain.RunRows(name));
     this.connect();
   }
 
@@ -81,7 +93,12 @@ jaxtrain.App = class {
   // One stream for all that is chosen. A new one begins with all rows.
   connect() {
     this.stream?.close();
-    this.stream = new EventSource(jaxtrain.query("/api/events", this.list.chosen.map((name) => ["run", name])));
+    this.stream = new EventSource(
+      jaxtrain.query(
+        "/api/events",
+        this.list.chosen.map((name) => ["run", name]),
+      ),
+    );
     this.stream.addEventListener("runs", (event) => {
       this.list.update(JSON.parse(event.data));
       this.names();
@@ -118,7 +135,13 @@ jaxtrain.App = class {
   }
 
   draw() {
-    this.curves.show(this.list.chosen.map((name) => ({ name, colour: this.list.colour(name), rows: this.rows.get(name) })));
+    this.curves.show(
+      this.list.chosen.map((name) => ({
+        name,
+        colour: this.list.colour(name),
+        rows: this.rows.get(name),
+      })),
+    );
   }
 
   names() {
@@ -134,7 +157,7 @@ jaxtrain.App = class {
     if (this.tab === "chat") this.chat.open();
     if (this.tab === "details") {
       const names = this.list.runs.map((run) => run.name);
-      const name = names.includes(this.details.name) ? this.details.name : chosen[0] ?? names[0];
+      const name = names.includes(this.details.name) ? this.details.name : (chosen[0] ?? names[0]);
       if (name !== undefined) this.details.show(name, (one) => this.rows.get(one));
     }
   }
@@ -142,16 +165,39 @@ jaxtrain.App = class {
   async showCompare(names) {
     const { el } = jaxtrain;
     if (names.length < 2) {
-      jaxtrain.fill(this.compare, el("p", { class: "empty" }, "Choose two runs or more: their figures and the settings that differ appear here."));
+      jaxtrain.fill(
+        this.compare,
+        el(
+          "p",
+          { class: "empty" },
+          "Choose two runs or more: their figures and the settings that differ appear here.",
+        ),
+      );
       return;
     }
     const paths = names.map((name) => `${jaxtrain.folder}/${name}`);
     try {
-      const found = await jaxtrain.fetched(jaxtrain.query("/api/compare", names.map((name) => ["run", name])));
+      const found = await jaxtrain.fetched(
+        jaxtrain.query(
+          "/api/compare",
+          names.map((name) => ["run", name]),
+        ),
+      );
       if (this.list.chosen !== names) return;
       const tables = el("div");
       jaxtrain.showComparison(tables, found);
-      jaxtrain.fill(this.compare, tables, el("h2", {}, "Keep it"), jaxtrain.copyable("The same as one file", ["jaxtrain", "compare", ...paths, "--html", "compare.html"]));
+      jaxtrain.fill(
+        this.compare,
+        tables,
+        el("h2", {}, "Keep it"),
+        jaxtrain.copyable("The same as one file", [
+          "jaxtrain",
+          "compare",
+          ...paths,
+          "--html",
+          "compare.html",
+        ]),
+      );
     } catch (error) {
       jaxtrain.fill(this.compare, el("p", { class: "error" }, error.message));
     }
@@ -160,7 +206,10 @@ jaxtrain.App = class {
 
 (async () => {
   try {
-    const [options, runs] = await Promise.all([jaxtrain.fetched("/api/options"), jaxtrain.fetched("/api/runs")]);
+    const [options, runs] = await Promise.all([
+      jaxtrain.fetched("/api/options"),
+      jaxtrain.fetched("/api/runs"),
+    ]);
     jaxtrain.app = new jaxtrain.App(options);
     jaxtrain.app.begin(runs);
   } catch (error) {

@@ -35,7 +35,8 @@ jaxtrain.Chart = class {
 
   resize() {
     const width = this.box.clientWidth;
-    if (this.plot && width && width !== this.plot.width) this.plot.setSize({ width, height: jaxtrain.HEIGHT });
+    if (this.plot && width && width !== this.plot.width)
+      this.plot.setSize({ width, height: jaxtrain.HEIGHT });
     else if (!this.plot && width) this.update();
   }
 
@@ -64,13 +65,21 @@ jaxtrain.Chart = class {
     const width = this.box.clientWidth;
     if (!this.lines.length || !width) return;
     const { zoom } = this.view;
-    const tables = this.lines.map((line) => jaxtrain.thinned(line.x, line.raw ? [line.raw, line.y] : [line.y], zoom));
+    const tables = this.lines.map((line) =>
+      jaxtrain.thinned(line.x, line.raw ? [line.raw, line.y] : [line.y], zoom),
+    );
     const data = uPlot.join(tables);
     const made = JSON.stringify([
-      this.view.logX, this.view.logY, this.view.axis, this.view.theme,
+      this.view.logX,
+      this.view.logY,
+      this.view.axis,
+      this.view.theme,
       this.lines.map((line) => [line.name, line.colour, !!line.raw, this.dotted(line)]),
     ]);
-    this.range = zoom || [Math.min(...this.lines.map((l) => l.x[0])), Math.max(...this.lines.map((l) => l.x.at(-1)))];
+    this.range = zoom || [
+      Math.min(...this.lines.map((l) => l.x[0])),
+      Math.max(...this.lines.map((l) => l.x.at(-1))),
+    ];
     if (made !== this.made) {
       this.plot?.destroy();
       this.made = made;
@@ -87,11 +96,19 @@ jaxtrain.Chart = class {
       const stroke = jaxtrain.colour(`run-${line.colour % 8}`);
       const dash = line.colour >= 8 ? [6, 4] : undefined;
       const points = { show: this.dotted(line), size: 5, fill: stroke };
-      if (line.raw) series.push({ stroke, width: 1, alpha: 0.35, spanGaps: true, points: { show: false } });
+      if (line.raw)
+        series.push({ stroke, width: 1, alpha: 0.35, spanGaps: true, points: { show: false } });
       series.push({ stroke, dash, width: 1.8, spanGaps: true, points });
     }
-    const values = (_, splits) => splits.map((value) => (value === null ? "" : jaxtrain.number(value)));
-    const axis = { stroke: ink, grid: { stroke: edge, width: 1 }, ticks: { stroke: edge, width: 1 }, values, font: "12px system-ui, sans-serif" };
+    const values = (_, splits) =>
+      splits.map((value) => (value === null ? "" : jaxtrain.number(value)));
+    const axis = {
+      stroke: ink,
+      grid: { stroke: edge, width: 1 },
+      ticks: { stroke: edge, width: 1 },
+      values,
+      font: "12px system-ui, sans-serif",
+    };
     return {
       width,
       height: jaxtrain.HEIGHT,
@@ -102,7 +119,10 @@ jaxtrain.Chart = class {
         y: { distr: this.view.logY ? 3 : 1, range: () => this.yRange() },
       },
       series,
-      axes: [{ ...axis, size: 34, space: 62 }, { ...axis, size: 58, space: 34 }],
+      axes: [
+        { ...axis, size: 34, space: 62 },
+        { ...axis, size: 58, space: 34 },
+      ],
       cursor: {
         sync: { key: "runs", scales: ["x", null] },
         drag: { x: true, y: false, setScale: false },
@@ -133,7 +153,8 @@ jaxtrain.Chart = class {
     const [from, to] = this.range;
     const values = [];
     for (const { x, y } of this.lines) {
-      for (let i = Math.max(0, jaxtrain.lastAt(x, from)); i < x.length && x[i] <= to; i += 1) values.push(y[i]);
+      for (let i = Math.max(0, jaxtrain.lastAt(x, from)); i < x.length && x[i] <= to; i += 1)
+        values.push(y[i]);
     }
     if (!values.length) return this.view.logY ? [0.1, 1] : [0, 1];
     values.sort((a, b) => a - b);
@@ -161,7 +182,8 @@ jaxtrain.Chart = class {
     const found = [];
     for (const line of this.lines) {
       const i = jaxtrain.lastAt(line.x, place);
-      if (i >= 0 && (i < line.x.length - 1 || line.x[i] === place || place <= line.x.at(-1))) found.push({ line, x: line.x[i], y: line.y[i] });
+      if (i >= 0 && (i < line.x.length - 1 || line.x[i] === place || place <= line.x.at(-1)))
+        found.push({ line, x: line.x[i], y: line.y[i] });
     }
     return found;
   }
@@ -178,8 +200,20 @@ jaxtrain.Chart = class {
     if (!found.length) return this.hideTip();
     const { el } = jaxtrain;
     const place = Math.max(...found.map((one) => one.x));
-    const rows = found.map(({ line, y }) => el("div", {}, jaxtrain.swatch(line.colour), el("span", {}, line.name), el("b", {}, jaxtrain.number(y))));
-    jaxtrain.fill(this.tip, el("small", {}, `${jaxtrain.AXES[this.view.axis]}: ${jaxtrain.number(place)}`), rows);
+    const rows = found.map(({ line, y }) =>
+      el(
+        "div",
+        {},
+        jaxtrain.swatch(line.colour),
+        el("span", {}, line.name),
+        el("b", {}, jaxtrain.number(y)),
+      ),
+    );
+    jaxtrain.fill(
+      this.tip,
+      el("small", {}, `${jaxtrain.AXES[this.view.axis]}: ${jaxtrain.number(place)}`),
+      rows,
+    );
     this.tip.hidden = false;
     const start = u.bbox.left / devicePixelRatio;
     const right = left > u.bbox.width / devicePixelRatio / 2;
@@ -205,7 +239,10 @@ jaxtrain.Chart = class {
       this.plot.setCursor({ left: this.plot.valToPos(this.place, "x"), top: 20 });
       const found = this.at(this.place);
       const values = found.map(({ line, y }) => `${line.name} ${jaxtrain.number(y)}`);
-      jaxtrain.say(`${jaxtrain.AXES[this.view.axis]} ${jaxtrain.number(this.place)}: ${values.join(", ") || "no value"}`);
+      jaxtrain.say(
+        `${jaxtrain.AXES[this.view.axis]} ${jaxtrain.number(this.place)}: ` +
+          (values.join(", ") || "no value"),
+      );
     } else if (event.key === "+" || event.key === "=") this.zoomBy(0.5, now);
     else if (event.key === "-") this.zoomBy(2, now);
     else if (event.key === "0" || event.key === "Escape") this.view.setZoom(null);
@@ -222,6 +259,10 @@ jaxtrain.Chart = class {
   describe() {
     const last = this.lines.map((line) => `${line.name} ends at ${jaxtrain.number(line.y.at(-1))}`);
     const keys = "Arrow keys read values, plus and minus zoom, 0 shows all.";
-    this.figure.setAttribute("aria-label", `${this.title} against ${jaxtrain.AXES[this.view.axis].toLowerCase()}: ${last.join(", ")}. ${keys}`);
+    this.figure.setAttribute(
+      "aria-label",
+      `${this.title} against ${jaxtrain.AXES[this.view.axis].toLowerCase()}: ` +
+        `${last.join(", ")}. ${keys}`,
+    );
   }
 };

@@ -13,28 +13,48 @@ jaxtrain.el = (tag, attributes = {}, ...children) => {
 };
 
 jaxtrain.fill = (parent, ...children) => {
-  parent.replaceChildren(...children.flat(Infinity).filter((child) => child !== null && child !== undefined));
+  parent.replaceChildren(
+    ...children.flat(Infinity).filter((child) => child !== null && child !== undefined),
+  );
   return parent;
 };
 
 // A table that may be wider than the page: it scrolls by itself, also by the keyboard.
 jaxtrain.table = (label, head, rows) => {
   const { el } = jaxtrain;
-  const line = (cells) => el("tr", {}, cells.map((cell, i) => (i ? el("td", {}, cell) : el("th", { scope: "row" }, cell))));
-  const heads = el("thead", {}, el("tr", {}, head.map((text) => el("th", { scope: "col" }, text))));
+  const line = (cells) =>
+    el(
+      "tr",
+      {},
+      cells.map((cell, i) => (i ? el("td", {}, cell) : el("th", { scope: "row" }, cell))),
+    );
+  const heads = el(
+    "thead",
+    {},
+    el(
+      "tr",
+      {},
+      head.map((text) => el("th", { scope: "col" }, text)),
+    ),
+  );
   const body = el("tbody", {}, rows.map(line));
   const table = el("table", {}, el("caption", { class: "hidden" }, label), heads, body);
   return el("div", { class: "wide", tabindex: "0", role: "region", "aria-label": label }, table);
 };
 
 // A word of a shell command, as it must be typed.
-jaxtrain.quoted = (word) => (/^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\"'\"'")}'`);
+jaxtrain.quoted = (word) =>
+  /^[\w@%+=:,./-]+$/.test(word) ? word : `'${word.replaceAll("'", "'\"'\"'")}'`;
 
 // words: of the command, or the command as it is.
 jaxtrain.copyable = (label, words) => {
   const { el } = jaxtrain;
   const command = typeof words === "string" ? words : words.map(jaxtrain.quoted).join(" ");
-  const button = el("button", { type: "button", class: "copy", "aria-label": `Copy: ${label}` }, "Copy");
+  const button = el(
+    "button",
+    { type: "button", class: "copy", "aria-label": `Copy: ${label}` },
+    "Copy",
+  );
   button.addEventListener("click", async () => {
     try {
       await navigator.clipboard.writeText(command);
@@ -44,7 +64,9 @@ jaxtrain.copyable = (label, words) => {
       getSelection().selectAllChildren(code);
       button.textContent = "Selected";
     }
-    setTimeout(() => { button.textContent = "Copy"; }, 1500);
+    setTimeout(() => {
+      button.textContent = "Copy";
+    }, 1500);
   });
   const code = el("code", {}, command);
   return el("div", { class: "command" }, el("span", {}, label), code, button);
@@ -56,7 +78,8 @@ jaxtrain.say = (text) => {
   if (live) live.textContent = text;
 };
 
-jaxtrain.swatch = (index) => jaxtrain.el("i", { class: `swatch run-${index % 8}`, "aria-hidden": "true" });
+jaxtrain.swatch = (index) =>
+  jaxtrain.el("i", { class: `swatch run-${index % 8}`, "aria-hidden": "true" });
 
 // The colour of a run in the theme that is on, for canvases.
 jaxtrain.colour = (css) => {
@@ -97,7 +120,8 @@ jaxtrain.tabs = (list, show) => {
 jaxtrain.fetched = async (path, options) => {
   const answer = await fetch(path, options);
   const found = await answer.json().catch(() => ({}));
-  if (!answer.ok) throw new Error(found.error?.message || found.error || `${path}: ${answer.status}`);
+  if (!answer.ok)
+    throw new Error(found.error?.message || found.error || `${path}: ${answer.status}`);
   return found;
 };
 
@@ -114,12 +138,16 @@ jaxtrain.theme = (button, changed) => {
   let kept = "auto";
   try {
     kept = localStorage.getItem("jaxtrain-theme") || "auto";
-  } catch { /* a page from a file may have no storage */ }
+  } catch {
+    /* a page from a file may have no storage */
+  }
   button.addEventListener("click", () => {
     kept = names[(names.indexOf(kept) + 1) % names.length];
     try {
       localStorage.setItem("jaxtrain-theme", kept);
-    } catch { /* as above */ }
+    } catch {
+      /* as above */
+    }
     apply(kept);
   });
   matchMedia("(prefers-color-scheme: dark)").addEventListener("change", changed);

@@ -2,8 +2,13 @@
 // The list of runs: which are chosen, and how each stands.
 
 jaxtrain.STATES = {
-  running: "running", finished: "finished", stopped: "stopped", interrupted: "interrupted",
-  failed: "failed", died: "died", model: "not trained here",
+  running: "running",
+  finished: "finished",
+  stopped: "stopped",
+  interrupted: "interrupted",
+  failed: "failed",
+  died: "died",
+  model: "not trained here",
 };
 
 jaxtrain.RunList = class {
@@ -40,7 +45,8 @@ jaxtrain.RunList = class {
     runs.forEach((run, i) => {
       if (!this.items.has(run.name)) this.items.set(run.name, this.item(run.name));
       const { line } = this.items.get(run.name);
-      if (this.root.children[i] !== line) this.root.insertBefore(line, this.root.children[i] || null);
+      if (this.root.children[i] !== line)
+        this.root.insertBefore(line, this.root.children[i] || null);
       this.refresh(run);
     });
     this.hide();
@@ -49,14 +55,38 @@ jaxtrain.RunList = class {
 
   item(name) {
     const { el } = jaxtrain;
-    const box = el("input", { type: "checkbox", checked: this.chosen.includes(name), onchange: () => this.choose(name, box.checked) });
+    const box = el("input", {
+      type: "checkbox",
+      checked: this.chosen.includes(name),
+      onchange: () => this.choose(name, box.checked),
+    });
     const swatch = el("span", { class: "place" });
     const state = el("span", { class: "state" });
     const figures = el("small");
-    const bar = el("progress", { max: 1, value: 0, "aria-label": `Progress of ${name}`, hidden: true });
-    const more = el("button", { type: "button", class: "quiet", "aria-label": `Details of ${name}`, onclick: () => this.open(name) }, "Details");
+    const bar = el("progress", {
+      max: 1,
+      value: 0,
+      "aria-label": `Progress of ${name}`,
+      hidden: true,
+    });
+    const more = el(
+      "button",
+      {
+        type: "button",
+        class: "quiet",
+        "aria-label": `Details of ${name}`,
+        onclick: () => this.open(name),
+      },
+      "Details",
+    );
     const label = el("label", {}, box, swatch, el("b", {}, name));
-    const line = el("li", {}, el("div", { class: "over" }, label, more), el("div", { class: "under" }, state, figures), bar);
+    const line = el(
+      "li",
+      {},
+      el("div", { class: "over" }, label, more),
+      el("div", { class: "under" }, state, figures),
+      bar,
+    );
     return { line, box, swatch, state, figures, bar };
   }
 
@@ -70,7 +100,8 @@ jaxtrain.RunList = class {
     item.state.title = run.status || run.holder || "";
     const { number } = jaxtrain;
     const parts = [];
-    const all = run.total_steps && run.total_steps !== run.step ? `/${number(run.total_steps)}` : "";
+    const all =
+      run.total_steps && run.total_steps !== run.step ? `/${number(run.total_steps)}` : "";
     if (run.step !== null) parts.push(`${number(run.step)}${all} steps`);
     if (run.loss !== null) parts.push(`loss ${number(run.loss)}`);
     if (run.bpb !== null) parts.push(`${number(run.bpb)} bpb`);

@@ -11,10 +11,24 @@ jaxtrain.MEASURES = [
   { kind: "train", column: "bpb", title: "Training", unit: "bits per byte", smooth: true },
   { kind: "train", column: "lr", title: "Learning rate", unit: "" },
   { kind: "train", column: "tokens_per_s", title: "Tokens per second", unit: "", zero: true },
-  { kind: "train", column: "memory_bytes", title: "Memory", unit: "GiB", scale: 2 ** -30, zero: true },
+  {
+    kind: "train",
+    column: "memory_bytes",
+    title: "Memory",
+    unit: "GiB",
+    scale: 2 ** -30,
+    zero: true,
+  },
   { kind: "train", column: "mfu", title: "MFU", unit: "%", scale: 100, zero: true },
   { kind: "train", column: "grad_norm", title: "Gradient norm", unit: "", smooth: true },
-  { kind: "train", column: "data_wait", title: "Waiting for data", unit: "% of the time", scale: 100, zero: true },
+  {
+    kind: "train",
+    column: "data_wait",
+    title: "Waiting for data",
+    unit: "% of the time",
+    scale: 100,
+    zero: true,
+  },
 ];
 jaxtrain.HIDDEN = new Set(["step", "time", "tokens", "kind", "nonfinite"]);
 
@@ -51,7 +65,8 @@ jaxtrain.RunRows = class {
     const rows = this.kinds[kind];
     const looked = [...rows.slice(0, 3), ...rows.slice(-3)];
     for (const row of looked) {
-      for (const key in row) if (typeof row[key] === "number" && !jaxtrain.HIDDEN.has(key)) found.add(key);
+      for (const key in row)
+        if (typeof row[key] === "number" && !jaxtrain.HIDDEN.has(key)) found.add(key);
     }
     return found;
   }
@@ -60,7 +75,10 @@ jaxtrain.RunRows = class {
   times() {
     const rows = this.kinds.train;
     if (this.clock.rows === rows.length) return this.clock;
-    const rates = rows.map((row) => row.tokens_per_s).filter((rate) => rate > 0).sort((a, b) => a - b);
+    const rates = rows
+      .map((row) => row.tokens_per_s)
+      .filter((rate) => rate > 0)
+      .sort((a, b) => a - b);
     const middle = rates.length >> 1;
     const usual = rates.length % 2 ? rates[middle] : (rates[middle - 1] + rates[middle]) / 2;
     const per = this.start().tokens_per_step || 0;
@@ -139,7 +157,8 @@ jaxtrain.thinned = (xs, columns, range) => {
     last = Math.min(xs.length, jaxtrain.lastAt(xs, range[1]) + 2);
   }
   const count = last - first;
-  if (count <= jaxtrain.MAX_POINTS) return [xs, ...columns].map((column) => column.slice(first, last));
+  if (count <= jaxtrain.MAX_POINTS)
+    return [xs, ...columns].map((column) => column.slice(first, last));
   const size = Math.ceil((2 * count) / jaxtrain.MAX_POINTS);
   const kept = new Set([first, last - 1]);
   const ys = columns.at(-1);
@@ -161,7 +180,12 @@ jaxtrain.thinned = (xs, columns, range) => {
 jaxtrain.number = (value) => {
   if (value === null || value === undefined || Number.isNaN(value)) return "-";
   const size = Math.abs(value);
-  for (const [unit, letter] of [[1e12, "T"], [1e9, "B"], [1e6, "M"], [1e4, "K"]]) {
+  for (const [unit, letter] of [
+    [1e12, "T"],
+    [1e9, "B"],
+    [1e6, "M"],
+    [1e4, "K"],
+  ]) {
     if (size >= unit) return `${+(value / (letter === "K" ? 1e3 : unit)).toPrecision(3)}${letter}`;
   }
   if (size >= 1000) return Math.round(value).toLocaleString("en");
@@ -176,7 +200,12 @@ jaxtrain.bytes = (count) => {
 };
 
 jaxtrain.duration = (seconds) => {
-  const parts = [[86400, "d"], [3600, "h"], [60, "m"], [1, "s"]];
+  const parts = [
+    [86400, "d"],
+    [3600, "h"],
+    [60, "m"],
+    [1, "s"],
+  ];
   const i = parts.findIndex(([size]) => seconds >= size);
   if (i < 0) return `${seconds.toFixed(1)}s`;
   const [size, letter] = parts[i];
