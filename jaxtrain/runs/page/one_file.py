@@ -17,7 +17,7 @@ STYLES = ("uplot.css", "page.css")
 SCRIPTS = ("uplot.js", "store.js", "dom.js", "charts.js", "curves.js", "one_file.js")
 MAX_ROWS = 4000  # of a run and kind
 DIGITS = 6  # of a number
-BODY = """<header><h1>jaxtrain <span>comparison</span></h1><p class="status"></p>
+BODY = """<header><h1>jaxtrain <span>comparison</span></h1>
 <button type="button" id="theme">Theme</button></header>
 <main><div id="figures"></div><h2>Curves</h2><div id="curves"></div></main>
 <p id="live" class="hidden" aria-live="polite"></p>"""

@@ -220,8 +220,9 @@ jaxtrain.showComparison = (root, found) => {
     );
   } else parts.push(el("p", { class: "note" }, found.error));
   const differences = Object.entries(found.differences);
+  const commit = /^([0-9a-f]{12})[0-9a-f]{28}/; // of which twelve digits say enough
   const text = (value) =>
-    value === null ? "null" : typeof value === "string" ? value : JSON.stringify(value);
+    typeof value === "string" ? value.replace(commit, "$1") : JSON.stringify(value);
   parts.push(el("h2", {}, "Settings that differ"));
   if (differences.length)
     parts.push(
