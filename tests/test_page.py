@@ -447,6 +447,12 @@ def test_the_command_refuses_what_it_cannot_serve(tmp_path, capsys):
     assert "take another, or 0 for any" in capsys.readouterr().err
 
 
+def test_without_the_extra_the_command_says_what_to_install(tmp_path, capsys, monkeypatch):
+    monkeypatch.setitem(sys.modules, "uvicorn", None)
+    assert main([str(tmp_path)]) == 2
+    assert "needs uvicorn: uv sync --extra serve" in capsys.readouterr().err
+
+
 def test_the_command_serves_until_it_is_interrupted(runs):
     command = [sys.executable, "-m", "jaxtrain.cli", "ui", str(runs), "--port", "0"]
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE) as process:
