@@ -33,7 +33,7 @@ from jaxtrain.runs.page.tail import Tail
 from jaxtrain.settings import UserError, parse_json
 
 STATIC = Path(__file__).with_name("static")
-HOSTS = ["127.0.0.1", "localhost", "[::1]"]  # a page of another name is another site's
+HOSTS = ["127.0.0.1", "localhost"]  # a page of another name is another site's
 LOOK = 0.5  # seconds between two looks at the files
 FRESH = 1.0  # seconds for which a list of runs is given again
 LIST = 4  # looks between two at the list of runs
