@@ -59,7 +59,7 @@ from jaxtrain.config.overrides import check_once
 from jaxtrain.estimate.arguments import add_preflight
 from jaxtrain.estimate.dry_run import option_given, preflight_of
 from jaxtrain.estimate.dry_run_report import report
-from jaxtrain.model.attention import CACHE_DTYPES
+from jaxtrain.model.kv_cache import CACHE_DTYPES
 from jaxtrain.settings import TINY, Parser, UserError, command, real, whole
 
 WHAT = {

@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import jaxtrain_kernels as kernels
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -13,6 +12,7 @@ from jaxtrain import parallel
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.fused_ops import rope_norm
 from jaxtrain.model.init import SCHEMES, constant, uniform
+from jaxtrain.model.kv_cache import KeysValues, LayerCache
 from jaxtrain.model.layers import Rotary, add_bias, declare_bias, lookup, rms_norm, rotate
 from jaxtrain.model.plan import LayerSpec
 from jaxtrain.model.sections import FusedOps
@@ -21,12 +21,6 @@ from jaxtrain.weights.contract import dense, dequantize
 from jaxtrain.weights.params import declare
 
 GATE_CHANNELS = 12
-
-
-CacheArray = Array | kernels.Quantized
-CACHE_DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
-# Of a layer: k_BTKH and v_BTKH, or k_BSKH and v_BSKH; with `model.mla` one array, of latents.
-KeysValues = tuple[CacheArray, ...]
 
 
 class AttentionOptions(NamedTuple):
@@ -82,44 +76,6 @@ class LayerInputs(NamedTuple):
     attend: Attend
     fused: FusedOps
     key: Array | None = None  # of the step; None in evaluation
-
-
-class LayerCache(NamedTuple):
-    """Keys and values of one layer; row b is valid below lengths_B[b], this token included."""
-
-    kv: KeysValues
-    lengths_B: Array
-
-
-class Cache(NamedTuple):
-    """What decoding keeps: keys and values per layer, and of each row's last token the embedding
-    (for the smear) and the id (for `model.bigram_rows`)."""
-
-    kv: tuple[KeysValues, ...]  # k_BSKH, v_BSKH of each layer that has its own
-    lengths_B: Array
-    last_BD: Array
-    last_B: Array
-
-
-def init_kv_cache(x_BTKH: Float[Array, "B T K H"], capacity: int, dtype: str | None) -> CacheArray:
-    """The start of a cache with room for `capacity` tokens; dtype: of CACHE_DTYPES, or None as it
-    is."""
-    x_BSKH = jnp.pad(x_BTKH, ((0, 0), (0, capacity - x_BTKH.shape[1]), (0, 0), (0, 0)))
-    return x_BSKH if dtype is None else kernels.quantize(x_BSKH, CACHE_DTYPES[dtype])
-
-
-def append(new: tuple[Array, ...], cache: LayerCache) -> KeysValues:
-    """The cache with one more token a row, its last; new: keys, values, each [B, 1, K, H]."""
-    rows = jnp.arange(new[0].shape[0])
-
-    def put(cache_BSKH: CacheArray, x_B1KH: Array) -> CacheArray:
-        new = x_B1KH
-        if isinstance(cache_BSKH, kernels.Quantized):
-            new = kernels.quantize(x_B1KH, cache_BSKH.values_BSKH.dtype)
-        one = lambda old, x: old.at[rows, cache.lengths_B - 1].set(x[:, 0])
-        return jax.tree.map(one, cache_BSKH, new)
-
-    return tuple(map(put, cache.kv, new))
 
 
 class ValueEmbedding(nnx.Module):
@@ -228,7 +184,7 @@ class Attention(KeyValueProjection):
             else:
                 q_BTNH, k_BTKH = rope_norm(q_BTNH, k_BTKH, rope, c.norm_eps, inputs.fused.rope)
             new = padded(k_BTKH, wide), padded(v_BTKH, wide)
-            kv = new if cache is None else append(new, cache)
+            kv = new if cache is None else cache.append(new)
         q_BTNH = padded(q_BTNH, wide)
         # The factor on queries and on keys is one factor on their product.
         scale = (c.qk_scale**2 if c.qk_norm else 1.0) / math.sqrt(c.qk_dim)
@@ -245,7 +201,7 @@ class Attention(KeyValueProjection):
         else:
             # No layer looks back further than the trained context: text of any length stays stable.
             window = spec.window or c.context_length + c.virtual - 1
-            y_BTNH = decode(q_BTNH, kv, cache.lengths_B, options._replace(window=window))
+            y_BTNH = cache.attend(q_BTNH, kv, window, c.attention_softcap, scale)
         y_BTNH = y_BTNH[..., : c.head_dim] if wide > c.head_dim else y_BTNH
         return add_bias(dense(y_BTNH.reshape(B, T, -1), self.out), self.out_bias), kv
 
@@ -264,19 +220,3 @@ def padded(x_BTNH: Float[Array, "B T N H"], size: int) -> Float[Array, "B T N h"
     """Heads with zeros behind their channels: products and sums with them stay what they are."""
     missing = size - x_BTNH.shape[-1]
     return jnp.pad(x_BTNH, ((0, 0), (0, 0), (0, 0), (0, missing))) if missing else x_BTNH
-
-
-def decode(
-    q_B1NH: Float[Array, "B 1 N H"],
-    kv: KeysValues,
-    lengths_B: Int[Array, "B"],
-    options: AttentionOptions,
-) -> Float[Array, "B 1 N H"]:
-    """One token a row attends to the last `window` tokens of the cache and itself, its last."""
-    assert options.window is not None
-    k_BSKH, v_BSKH = kv
-    y_BNH = kernels.decode_attention(
-        q_B1NH[:, 0], k_BSKH, v_BSKH, lengths_B, window=options.window,
-        softcap=options.softcap, scale=options.scale,
-    )  # fmt: skip
-    return y_BNH[:, None]

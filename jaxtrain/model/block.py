@@ -8,15 +8,14 @@ from jaxtyping import Array, Float
 from jaxtrain.model import remat
 from jaxtrain.model.attention import (
     Attention,
-    KeysValues,
     KeyValueProjection,
-    LayerCache,
     LayerInputs,
     ValueEmbedding,
 )
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.fused_ops import add_norm
 from jaxtrain.model.init import SCHEMES, constant
+from jaxtrain.model.kv_cache import KeysValues, LayerCache
 from jaxtrain.model.latent_attention import LatentAttention
 from jaxtrain.model.layers import Adapter, FeedForward, layer_norm, rms_norm
 from jaxtrain.model.moe import MixtureOfExperts

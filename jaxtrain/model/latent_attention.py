@@ -15,18 +15,10 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Float
 
-from jaxtrain.model.attention import (
-    AttentionOptions,
-    KeysValues,
-    KeyValueProjection,
-    LayerCache,
-    LayerInputs,
-    append,
-    decode,
-    padded,
-)
+from jaxtrain.model.attention import AttentionOptions, KeyValueProjection, LayerInputs, padded
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.init import SCHEMES, constant, fan_in
+from jaxtrain.model.kv_cache import KeysValues, LayerCache
 from jaxtrain.model.layers import rms_norm, rotate
 from jaxtrain.model.plan import LayerSpec
 from jaxtrain.parallel import constrain
@@ -103,9 +95,9 @@ class LatentAttention(nnx.Module):
             up = lambda param: dequantize(param.get_value()).reshape(R, c.heads, -1)
             q_BTNR = jnp.einsum("btnh,rnh->btnr", q_BTNn, up(self.k_up))
             q_BTNC = jnp.concatenate([q_BTNR, q_BTNr], axis=-1)
-            kv = append((joint_BT1C,), cache)
-            options = options._replace(window=spec.window or c.context_length - 1)
-            y_BTNR = decode(q_BTNC, (*kv, *kv), cache.lengths_B, options)[..., :R]
+            kv = cache.append((joint_BT1C,))
+            window, both = spec.window or c.context_length - 1, (*kv, *kv)
+            y_BTNR = cache.attend(q_BTNC, both, window, c.attention_softcap, options.scale)[..., :R]
             y_BTNH = jnp.einsum("btnr,rnh->btnh", y_BTNR, up(self.v_up))
         return dense(y_BTNH.reshape(B, T, -1), self.out), kv
 

@@ -3,14 +3,15 @@
 out = model(tokens_BT, positions_BT, segments_BT)                # Forward: states of all tokens
 out = model(tokens_BT, mode=Prefill(lengths_B, capacity=256))    # prompts; fills a KV cache
 out = model(tokens_B1, mode=Decode(out.cache))                   # one token a row, and so on
+out = model(tokens_BT, mode=Paged(cache))                        # more tokens of rows in pages
 """
 
 from typing import NamedTuple
 
 from jaxtyping import Array
 
-from jaxtrain.model.attention import Cache
 from jaxtrain.model.branches import Branches
+from jaxtrain.model.kv_cache import Cache, PagedCache
 from jaxtrain.model.rope import Divisors
 
 
@@ -57,15 +58,22 @@ class Decode(NamedTuple):
     cache: Cache
 
 
-Mode = Forward | Pipelined | Prefill | Decode
+class Paged(NamedTuple):
+    """More tokens of each row, [B, T], of which the first `cache.counts_B` count: a part of a
+    prompt, one more token, or several that were guessed. The states come of all of them."""
+
+    cache: PagedCache
+
+
+Mode = Forward | Pipelined | Prefill | Decode | Paged
 FORWARD = Forward()
 
 
 class Output(NamedTuple):
     """states: after the final norm, what the head reads: [B, T, D] (pipelined [M, B, T, D]); of
     Prefill and Decode [B, D], those of each row's last token. balance_B: each row's sum of the
-    experts' balance losses, None without experts. cache: of Prefill and Decode."""
+    experts' balance losses, None without experts. cache: of Prefill, Decode and Paged."""
 
     states: Array
     balance_B: Array | None = None
-    cache: Cache | None = None
+    cache: Cache | PagedCache | None = None

@@ -15,9 +15,10 @@ from flax import nnx
 from jaxtyping import Array
 
 from jaxtrain.model import prefix, remat
-from jaxtrain.model.attention import Cache, KeysValues, LayerCache, LayerInputs
+from jaxtrain.model.attention import LayerInputs
 from jaxtrain.model.config import ResolvedModel
 from jaxtrain.model.fused_ops import Stream, fastest, prenorm, residual_out
+from jaxtrain.model.kv_cache import Cache, KeysValues, LayerCache, PagedCache
 from jaxtrain.model.plan import LayerSpec, Plan
 from jaxtrain.model.saved_activations import COMPRESSIONS, draw_of_layer
 from jaxtrain.model.stack import LayerWeights, Stack, in_form, layer_weights, periods
@@ -51,7 +52,7 @@ def run_layers(
     runs: Sequence[tuple[Plan, int]],
     start: tuple[Array, Array],
     inputs: LayerInputs,
-    cache: Cache | None = None,
+    cache: Cache | PagedCache | None = None,
 ) -> LayersOutput:
     """Run all layers. start: the stream and the middle layer's output so far. runs: the plan as
     (period, repeats); a period that repeats is scanned."""
@@ -77,7 +78,7 @@ def run_period(
     modules: LayerModules,
     period: Plan,
     inputs: LayerInputs,
-    cache: Cache | None,
+    cache: Cache | PagedCache | None,
     scanned: bool,
     shared: dict[str, Any],
     carry: Carry,
@@ -93,7 +94,7 @@ def run_period(
         if spec.kv_from:
             source = with_kv(*source, kv[i - spec.kv_from])
         pair = kv[i - spec.kv_from] if spec.kv_from else next(kept, None)
-        own = None if cache is None or pair is None else LayerCache(pair, cache.lengths_B)
+        own = None if cache is None or pair is None else cache.layer(pair)
         stream, pair = run_layer(modules, spec, *source, inputs, own, scanned, stream)
         if c.backout:
             here = stack.layers["index"][i] == c.depth // 2

@@ -20,12 +20,10 @@ from jaxtrain import parallel
 from jaxtrain.model import prefix
 from jaxtrain.model.attention import (
     Attend,
-    Cache,
     KeyValueProjection,
     LayerInputs,
     ValueEmbedding,
     attend_rows,
-    init_kv_cache,
 )
 from jaxtrain.model.bigram import BigramEmbedding, tokens_before
 from jaxtrain.model.block import Block, declare_norm, normed
@@ -33,8 +31,9 @@ from jaxtrain.model.branches import Branches, branched_attention, take_before
 from jaxtrain.model.config import ResolvedModel, check_decoder, round_up
 from jaxtrain.model.fused_ops import PLAIN, fastest
 from jaxtrain.model.init import SCHEMES, constant, uniform
+from jaxtrain.model.kv_cache import Cache, PagedCache, init_kv_cache
 from jaxtrain.model.layers import FeedForward, lookup, rms_norm, rotary
-from jaxtrain.model.modes import FORWARD, Decode, Forward, Mode, Output, Pipelined, Prefill
+from jaxtrain.model.modes import FORWARD, Decode, Forward, Mode, Output, Paged, Pipelined, Prefill
 from jaxtrain.model.moe import MixtureOfExperts
 from jaxtrain.model.pipelined import Texts, run_pipelined
 from jaxtrain.model.plan import make_plan, make_runs
@@ -119,7 +118,7 @@ class Transformer(nnx.Module):
         """The states behind the last layer; see `model/modes.py` for what each mode returns.
 
         positions_BT: of each token in its document; default 0, 1, ... segments_BT: the number of
-        each token's document. Prefill and Decode take neither: their rows are one text each.
+        each token's document. Prefill, Decode and Paged take neither: a row of theirs is one text.
         """
         match mode:
             case Forward():
@@ -130,6 +129,8 @@ class Transformer(nnx.Module):
                 return self._prefill(tokens_BT, mode)
             case Decode():
                 return self._decode(tokens_BT, mode)
+            case Paged():
+                return self._paged(tokens_BT, mode.cache)
 
     def _forward(
         self, tokens_BT: Array, positions_BT: Array | None, segments_BT: Array | None, mode: Forward
@@ -172,6 +173,13 @@ class Transformer(nnx.Module):
         cache = Cache(tuple(out.kv), lengths_B, plain_B1D[:, 0], tokens_B1[:, 0])
         return Output(states_B1D[:, 0], cache=cache)
 
+    def _paged(self, tokens_BT: Array, cache: PagedCache) -> Output:
+        positions_BT = cache.starts_B[:, None] + jnp.arange(tokens_BT.shape[1])[None]
+        x_BTD, _ = self.embed_tokens(tokens_BT, cache)
+        out = self.all_layers(x_BTD, tokens_BT, positions_BT, cache=cache)
+        states_BTD = self.final_norm(out.x_BTD, out.middle_BTD)
+        return Output(states_BTD, cache=cache._replace(kv=tuple(out.kv)))
+
     def _pipelined(
         self,
         tokens_MBT: Array,
@@ -201,7 +209,7 @@ class Transformer(nnx.Module):
     def embed_tokens(
         self,
         tokens_BT: Int[Array, "B T"],
-        cache: Cache | None,
+        cache: Cache | PagedCache | None,
         segments_BT: Int[Array, "B T"] | None = None,
         branches: Branches | None = None,
         zigzag: bool = False,
@@ -218,7 +226,7 @@ class Transformer(nnx.Module):
             before_BTD = (
                 self.embedding_before(plain_BTD, segments_BT, branches, zigzag)
                 if cache is None
-                else cache.last_BD[:, None]
+                else self.embedding_ahead(plain_BTD, cache)
             )
             gate_c = self.smear_gate[...].astype(plain_BTD.dtype)
             gate_BT1 = jax.nn.sigmoid(plain_BTD[..., : gate_c.shape[0]] @ gate_c)[..., None]
@@ -229,7 +237,7 @@ class Transformer(nnx.Module):
             before_BT = (
                 tokens_before(tokens_BT, segments_BT, branches, zigzag)
                 if cache is None
-                else cache.last_B[:, None]
+                else tokens_ahead(tokens_BT, cache)
             )
             x_BTD += self.bigram(tokens_BT, before_BT).astype(x_BTD.dtype)
         return x_BTD, plain_BTD
@@ -243,6 +251,14 @@ class Transformer(nnx.Module):
         if segments_BT is not None:
             before_BTD *= (segments_BT == parallel.previous_token(segments_BT, zigzag))[..., None]
         return before_BTD if branches is None else take_before(before_BTD, plain_BTD, branches)
+
+    def embedding_ahead(self, plain_BTD: Array, cache: Cache | PagedCache) -> Array:
+        """The embedding of the token in front of each new one of a cache's rows."""
+        if isinstance(cache, Cache):
+            return cache.last_BD[:, None]
+        first_B1D = self.scale_embedding(lookup(self.embed[...], cache.before_B[:, None]))
+        first_B1D *= (cache.starts_B > 0)[:, None, None]
+        return jnp.concatenate([first_B1D, plain_BTD[:, :-1]], axis=1)
 
     def scale_embedding(self, rows_BTD: Float[Array, "B T D"]) -> Float[Array, "B T D"]:
         """Rows of the embedding as they enter the stream."""
@@ -278,7 +294,7 @@ class Transformer(nnx.Module):
         segments_BT: Int[Array, "B T"] | None = None,
         attend: Attend = attend_rows,
         key: Array | None = None,
-        cache: Cache | None = None,
+        cache: Cache | PagedCache | None = None,
         keep_kv: bool = False,
         rope: Divisors | None = None,
     ) -> LayersOutput:
@@ -367,3 +383,11 @@ class Transformer(nnx.Module):
         logits_BV = (x_BD @ self.head_DV())[..., : self.vocab_size].astype(jnp.float32)
         cap = self.config.logit_softcap
         return logits_BV if cap is None else cap * jnp.tanh(logits_BV / cap)
+
+
+def tokens_ahead(tokens_BT: Array, cache: Cache | PagedCache) -> Array:
+    """The token in front of each new one of a cache's rows; 0 at the start of a text."""
+    if isinstance(cache, Cache):
+        return cache.last_B[:, None]
+    first_B1 = jnp.where(cache.starts_B > 0, cache.before_B, 0)[:, None]
+    return jnp.concatenate([first_B1, tokens_BT[:, :-1]], axis=1)

@@ -8,6 +8,7 @@ from jaxtrain_kernels.attention import (
     attention,
     attention_gradients,
     decode_attention,
+    paged_attention,
     quantize,
 )
 from jaxtrain_kernels.cross_entropy import linear_cross_entropy, linear_cross_entropy_per_token
@@ -41,5 +42,6 @@ __all__ = [
     "grouped_matmul",
     "linear_cross_entropy",
     "linear_cross_entropy_per_token",
+    "paged_attention",
     "quantize",
 ]

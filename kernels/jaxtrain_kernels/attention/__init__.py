@@ -1,4 +1,5 @@
-"""Attention for training (`attention`) and against a key/value cache (`decode_attention`)."""
+"""Attention for training (`attention`), and against a key/value cache: of rows
+(`decode_attention`), in pages (`paged_attention`)."""
 
 from typing import Any
 
@@ -10,6 +11,7 @@ from jaxtrain_kernels.attention.call import Call as Call
 from jaxtrain_kernels.attention.decode import Quantized as Quantized
 from jaxtrain_kernels.attention.decode import decode_attention as decode_attention
 from jaxtrain_kernels.attention.decode import quantize as quantize
+from jaxtrain_kernels.attention.paged import paged_attention as paged_attention
 from jaxtrain_kernels.dispatch import choose_backend, target
 
 # The order of preference where the table has no measured rows (documents, softcap): the fastest of

@@ -101,6 +101,41 @@ def decode_attention(q_BNH, k_BSKH, v_BSKH, lengths_B, *, window, softcap, scale
     return out_BKGH.reshape(B, N, H).astype(q_BNH.dtype)
 
 
+def paged_attention(
+    q_BTNH, k_PpKH, v_PpKH, table_BW, starts_B, counts_B, *, window, softcap, scale
+):
+    """As the public `paged_attention`."""
+    B, T, N, H = q_BTNH.shape
+    wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+
+    def rows(pages):
+        if isinstance(pages, tuple):  # in 8 bits, with scales
+            pages = pages[0].astype(wide) * pages[1][..., None]
+        return pages[table_BW].reshape(B, -1, *pages.shape[2:]).astype(wide)
+
+    k_BSKH, v_BSKH = rows(k_PpKH), rows(v_PpKH)
+    S, K = k_BSKH.shape[1:3]
+    q_BTKGH = q_BTNH.astype(wide).reshape(B, T, K, N // K, H)
+    s_BKGTS = jnp.einsum("BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH) * scale
+    if softcap is not None:
+        s_BKGTS = softcap * jnp.tanh(s_BKGTS / softcap)
+    position_BS = jnp.broadcast_to(jnp.arange(S)[None], (B, S))
+    visible = visible_pages(position_BS, T, starts_B, counts_B, window)
+    p_BKGTS = jax.nn.softmax(s_BKGTS, axis=-1, where=visible)
+    out_BTKGH = jnp.einsum("BKGTS,BSKH->BTKGH", p_BKGTS, v_BSKH)
+    return out_BTKGH.reshape(B, T, N, -1).astype(q_BTNH.dtype)
+
+
+def visible_pages(position_BS, T: int, starts_B, counts_B, window: int | None):
+    """Which keys, by their positions, each of T new tokens sees, [B, 1, 1, T, S]."""
+    place_BT1 = (starts_B[:, None] + jnp.arange(T)[None])[..., None]
+    visible_BTS = position_BS[:, None] <= place_BT1
+    if window is not None:
+        visible_BTS &= position_BS[:, None] >= place_BT1 - window
+    visible_BTS &= (jnp.arange(T)[None] < counts_B[:, None])[..., None]
+    return visible_BTS[:, None, None]
+
+
 def _visible(B: int, T: int, call: Call):
     """Which keys each query sees, [B, 1, 1, T, S]."""
     t_T1, s_1S = jnp.arange(T)[:, None], jnp.arange(T)[None]

@@ -1,0 +1,212 @@
+"""What an engine keeps on the device, and the two programs that change it.
+
+`prefill` computes a part of some prompts, `decode` the next token of all rows, or with drafts the
+next few. The texts themselves are on the device: a step needs no token of the step before from the
+host, which reads tokens while the next step already runs.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Bool, Int, PyTree, UInt32
+
+from jaxtrain.cluster.xla_flags import jit
+from jaxtrain.inference.engine.sampling import Draw, RowSampling, draw
+from jaxtrain.model import Paged, PagedCache, Prefill, ResolvedModel, Transformer
+from jaxtrain.model.kv_cache import KeysValues
+from jaxtrain.model.transformer import CACHE_MULTIPLE
+from jaxtrain.weights.params import Params
+
+SHORTEST, LONGEST = 2, 3  # tokens of a text's end that are looked for in it
+
+
+class DeviceState(NamedTuple):
+    """texts_SC: the tokens of each slot's text; known_S: how many. Of all but the last of them the
+    pages hold keys and values, unless the text is a prompt that is not computed yet."""
+
+    kv: tuple[KeysValues, ...]
+    texts_SC: Array
+    known_S: Array
+
+
+class Sampled(NamedTuple):
+    """Of a step's rows: new tokens, how many of them count, and logprobs where they are wanted."""
+
+    tokens_BT: Array
+    counts_B: Array
+    logprob_BT: Array
+    top_BTn: Array
+    top_logprob_BTn: Array
+
+
+def page_shapes(
+    graphdef: nnx.GraphDef, params: Params, page_size: int, cache_dtype: str | None
+) -> PyTree:
+    """Keys and values of one page of all layers: shapes [1, page_size, K, H]."""
+    mode = Prefill(jnp.ones(1, jnp.int32), CACHE_MULTIPLE, cache_dtype)
+    rows = jax.ShapeDtypeStruct((1, CACHE_MULTIPLE), jnp.int32)
+    run = lambda p, rows: nnx.merge(graphdef, p)(rows, mode=mode).cache.kv
+    kv = jax.eval_shape(run, params, rows)
+    page = lambda x: jax.ShapeDtypeStruct((1, page_size, *x.shape[2:]), x.dtype)
+    return jax.tree.map(page, kv)
+
+
+def init_state(page: PyTree, pages: int, slots: int, context: int) -> DeviceState:
+    """Empty pages and texts."""
+    many = lambda x: jnp.zeros((pages, *x.shape[1:]), x.dtype)
+    texts_SC = jnp.zeros((slots, context), jnp.int32)
+    return DeviceState(jax.tree.map(many, page), texts_SC, jnp.zeros(slots, jnp.int32))
+
+
+@jit("cublas", donate_argnames="state")
+def put_text(
+    state: DeviceState, slot: Int[Array, ""], text_C: Int[Array, "C"], length: Int[Array, ""]
+) -> DeviceState:
+    """The state with a text in a slot."""
+    texts_SC = state.texts_SC.at[slot].set(text_C)
+    return state._replace(texts_SC=texts_SC, known_S=state.known_S.at[slot].set(length))
+
+
+@jit("cublas", static_argnames=("graphdef", "chunk"), donate_argnames="state")
+def prefill(
+    graphdef: nnx.GraphDef,
+    params: Params,
+    state: DeviceState,
+    sampling: RowSampling,
+    slots_R: Int[Array, "R"],
+    table_RW: Int[Array, "R W"],
+    starts_R: Int[Array, "R"],
+    counts_R: Int[Array, "R"],
+    allowed_Rv: UInt32[Array, "R v"],
+    *,
+    chunk: int,
+) -> tuple[DeviceState, Sampled]:
+    """Compute counts_R tokens of the texts of some slots, from starts_R on, and sample the next.
+
+    It counts, and joins the text, where the whole text is computed. An idle row has the slot
+    number of none, and counts_R 0.
+    """
+    texts_RC = state.texts_SC.at[slots_R].get(mode="fill", fill_value=0)
+    known_R = state.known_S.at[slots_R].get(mode="fill", fill_value=-1)
+    places_RT = starts_R[:, None] + jnp.arange(chunk)[None]
+    tokens_RT = jnp.take_along_axis(texts_RC, places_RT, axis=1, mode="clip")
+    before_R1 = jnp.take_along_axis(texts_RC, starts_R[:, None] - 1, axis=1, mode="clip")
+    model = nnx.merge(graphdef, params)
+    cache = PagedCache(state.kv, table_RW, starts_R, counts_R, before_R1[:, 0])
+    states_RTD, kv = run_model(model, tokens_RT, cache)
+    last_RD = states_RTD[jnp.arange(len(slots_R)), jnp.maximum(counts_R - 1, 0)]
+    ends_R = starts_R + counts_R
+    rows = jax.tree.map(lambda x_S: x_S.at[slots_R].get(mode="clip"), sampling)
+    one = draw(model.logits(last_RD), rows, texts_RC, ends_R, allowed_Rv)
+    whole_R = (ends_R == known_R) & (counts_R > 0)
+    slot_R = jnp.where(whole_R, slots_R, len(state.known_S))
+    texts_SC = state.texts_SC.at[slot_R, ends_R].set(one.token_B, mode="drop")
+    known_S = state.known_S.at[slot_R].set(ends_R + 1, mode="drop")
+    add_T = lambda x: x[:, None]
+    sampled = Sampled(
+        add_T(one.token_B), whole_R.astype(jnp.int32), add_T(one.logprob_B),
+        add_T(one.top_Bn), add_T(one.top_logprob_Bn),
+    )  # fmt: skip
+    return DeviceState(kv, texts_SC, known_S), sampled
+
+
+@jit("cublas", static_argnames=("graphdef", "drafts"), donate_argnames="state")
+def decode(
+    graphdef: nnx.GraphDef,
+    params: Params,
+    state: DeviceState,
+    sampling: RowSampling,
+    active_S: Bool[Array, "S"],
+    table_SW: Int[Array, "S W"],
+    allowed_Sv: UInt32[Array, "S v"],
+    *,
+    drafts: int,
+) -> tuple[DeviceState, Sampled]:
+    """The next token of every active slot; with drafts, up to so many more that were guessed right.
+
+    A guess is right if it is the token that is sampled in its place, with the key of its place: so
+    the text is that without drafts.
+    """
+    S, T, known_S = len(active_S), drafts + 1, state.known_S
+    room_S = jnp.where(active_S, jnp.maximum(sampling.limit_B - known_S, 0), 0)
+    guess_Sk, found_S = look_up(state.texts_SC, known_S, drafts)
+    counts_S = jnp.minimum(room_S, 1 + found_S)
+    rows_S1, places_ST = jnp.arange(S)[:, None], known_S[:, None] + jnp.arange(T)[None]
+    guessed_SC = state.texts_SC.at[rows_S1, places_ST[:, :drafts]].set(guess_Sk, mode="drop")
+    take = lambda places: jnp.take_along_axis(guessed_SC, places, axis=1, mode="clip")
+    starts_S = jnp.maximum(known_S - 1, 0)
+    tokens_ST, before_S1 = take(places_ST - 1), take(starts_S[:, None] - 1)
+    model = nnx.merge(graphdef, params)
+    cache = PagedCache(state.kv, table_SW, starts_S, counts_S, before_S1[:, 0])
+    states_STD, kv = run_model(model, tokens_ST, cache)
+    logits_STV = model.logits(states_STD)
+    each = lambda x: jnp.repeat(x, T, axis=0) if T > 1 else x
+    one = draw(
+        logits_STV.reshape(S * T, -1), jax.tree.map(each, sampling), each(guessed_SC),
+        places_ST.reshape(-1), each(allowed_Sv),
+    )  # fmt: skip
+    one = Draw(*(x.reshape(S, T, *x.shape[1:]) for x in one))
+    right_Sk = (guess_Sk == one.token_B[:, :drafts]) & (
+        jnp.arange(drafts)[None] + 1 < counts_S[:, None]
+    )
+    accepted_S = jnp.cumprod(right_Sk.astype(jnp.int32), axis=1).sum(axis=1)
+    new_S = jnp.minimum(counts_S, 1 + accepted_S)
+    kept_ST = jnp.where(jnp.arange(T)[None] < new_S[:, None], places_ST, state.texts_SC.shape[1])
+    texts_SC = state.texts_SC.at[rows_S1, kept_ST].set(one.token_B, mode="drop")
+    return DeviceState(kv, texts_SC, known_S + new_S), Sampled(one.token_B, new_S, *one[1:])
+
+
+def run_model(
+    model: Transformer, tokens_BT: Array, cache: PagedCache
+) -> tuple[Array, tuple[KeysValues, ...]]:
+    """States [B, T, D] of new tokens, and the pages with them."""
+    out = model(tokens_BT, mode=Paged(cache))
+    assert isinstance(out.cache, PagedCache)
+    return out.states, out.cache.kv
+
+
+def look_up(
+    texts_SC: Int[Array, "S C"], known_S: Int[Array, "S"], drafts: int
+) -> tuple[Int[Array, "S k"], Int[Array, "S"]]:
+    """What followed the last tokens of each text where they last stood before, and how many tokens
+    that are (0 to drafts): the last three, or else the last two."""
+    S, C = texts_SC.shape
+    if not drafts:
+        return jnp.zeros((S, 0), jnp.int32), jnp.zeros(S, jnp.int32)
+    place_1C = jnp.arange(C)[None]
+    best_S = jnp.full(S, -1, jnp.int32)  # where the tokens begin that followed
+    for size in (SHORTEST, LONGEST):
+        ends = jnp.take_along_axis(
+            texts_SC, known_S[:, None] - size + jnp.arange(size)[None], axis=1, mode="clip"
+        )
+        same_SC = jnp.ones((S, C), bool)
+        for i in range(size):
+            same_SC &= jnp.roll(texts_SC, size - i, axis=1) == ends[:, i, None]
+        # At place j: the `size` tokens before j are the text's last, and j is a known token.
+        same_SC &= (place_1C >= size) & (place_1C < known_S[:, None])
+        last_S = jnp.max(jnp.where(same_SC, place_1C, -1), axis=1)
+        best_S = jnp.where(last_S >= 0, last_S, best_S)
+    places_Sk = best_S[:, None] + jnp.arange(drafts)[None]
+    guess_Sk = jnp.take_along_axis(texts_SC, places_Sk, axis=1, mode="clip")
+    found_S = jnp.where(best_S < 0, 0, jnp.minimum(known_S - best_S, drafts))
+    return guess_Sk, found_S
+
+
+def check_servable(c: ResolvedModel, context: int) -> str | None:
+    """Why a model cannot be served, in one line, or None."""
+    if not c.causal:
+        return "is an encoder (model.causal=false), which cannot continue a text"
+    if c.prompt or c.prefix:
+        kind = "prompt" if c.prompt else "prefix"
+        return f"has virtual tokens (model.{kind}), which pages do not hold; `jaxtrain generate`"
+    scaling = c.rope_scaling
+    if scaling and scaling.name == "longrope" and context > scaling.original_context:
+        return (
+            "has model.rope_scaling longrope, whose keys depend on how long a text becomes; give a "
+            f"context of at most {scaling.original_context}"
+        )
+    if c.position_embedding == "learned" and context > c.context_length:
+        return f"has learned positions up to {c.context_length}, fewer than a context of {context}"
+    return None

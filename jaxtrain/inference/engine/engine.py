@@ -1,0 +1,334 @@
+"""Continuous batching: requests join and leave at any step.
+
+    while engine.busy:
+        for update in engine.step(): ...
+
+A step computes a part of some prompts and the next token of every running request, and returns the
+tokens of the step before: the device already works while the host reads. Requests run in the order
+of their arrival. When pages run out, the youngest gives up its own and later computes its text
+again, from which it goes on as if nothing had been.
+"""
+
+from collections import deque
+from typing import NamedTuple
+
+import jax
+import numpy as np
+from flax import nnx
+from jaxtyping import PyTree
+
+from jaxtrain.data import Tokenizer
+from jaxtrain.inference.engine import device
+from jaxtrain.inference.engine.device import Sampled
+from jaxtrain.inference.engine.pages import PagePool
+from jaxtrain.inference.engine.requests import (
+    DEFAULT,
+    EngineOptions,
+    EngineStats,
+    Request,
+    TokenLogprob,
+    Update,
+)
+from jaxtrain.inference.engine.rows import SlotTable
+from jaxtrain.inference.engine.sequence import Sequence, check_request
+from jaxtrain.model import ResolvedModel
+from jaxtrain.settings import UserError
+from jaxtrain.weights.params import Params
+
+LEAST_TOKENS = 256  # of a row that a step looks at, shorter ones too
+
+
+class Pending(NamedTuple):
+    """A step whose tokens were not read yet, and which row of it is whose."""
+
+    sampled: Sampled
+    rows: tuple[tuple[int, Sequence], ...]
+    most: int  # new tokens of a row
+    step: int
+
+
+class Engine:
+    """Continues requests with one model; used by one thread."""
+
+    def __init__(
+        self,
+        config: ResolvedModel,
+        graphdef: nnx.GraphDef,
+        params: Params,
+        tokenizer: Tokenizer,
+        stops: tuple[int, ...] = (),
+        options: EngineOptions = DEFAULT,
+    ):
+        """params: on the device, in the compute dtype. stops: tokens that end every text."""
+        self.context = options.context or config.context_length
+        if why := device.check_servable(config, self.context):
+            raise UserError(f"the engine: this model {why}")
+        self.options, self.tokenizer, self.stops = options, tokenizer, stops
+        self.graphdef, self.params = graphdef, params
+        page = device.page_shapes(graphdef, params, options.page_size, options.cache_dtype)
+        self.width = -(-self.context // options.page_size)  # pages of the longest text
+        self.pool = PagePool(options.pages or self.affordable(page))
+        places = self.context + options.drafts + 1
+        self.state = device.init_state(page, self.pool.total, options.slots, places)
+        self.table_SW = np.zeros((options.slots, self.width), np.int32)
+        self.rows = SlotTable(options.slots)
+        words = -(-tokenizer.vocab_size // 32)
+        self.free_Sv = np.full((options.slots, words), 0xFFFFFFFF, np.uint32)
+        self.slots: list[Sequence | None] = [None] * options.slots
+        self.waiting: deque[Sequence] = deque()
+        self.by_id: dict[str, Sequence] = {}
+        self.pending: deque[Pending] = deque()
+        self.ready: list[Update] = []
+        self.counts = EngineStats(0, 0, 0, self.pool.total, 0, 0, 0, 0, 0, 0)
+        self.arrivals = 0
+
+    def affordable(self, page: PyTree) -> int:
+        """Pages that the device's free memory holds, at most a full context for every slot."""
+        wanted = self.options.slots * self.width
+        stats = jax.tree.leaves(self.params)[0].devices().pop().memory_stats()
+        if not stats:
+            return wanted
+        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(page))
+        free = (stats["bytes_limit"] - stats["bytes_in_use"]) * self.options.memory_share
+        return max(1, min(wanted, int(free) // size))
+
+    @property
+    def busy(self) -> bool:
+        """Whether `step` has something to do or to tell."""
+        return bool(self.by_id or self.ready)
+
+    def add(self, request: Request) -> None:
+        """Queue a request. Raises UserError if it can never be served, or the queue is full."""
+        room = self.pool.total * self.options.page_size
+        check_request(request, self.context, room, self.tokenizer.vocab_size)
+        if request.id in self.by_id:
+            raise UserError(f"request {request.id}: there is one of this id already")
+        if len(self.waiting) >= self.options.max_queue:
+            raise UserError(
+                f"the queue is full: {len(self.waiting)} requests wait; try again later"
+            )
+        stops = {*self.stops, *request.sampling.stop_tokens}
+        sequence = Sequence(request, self.arrivals, self.tokenizer, stops)
+        self.arrivals += 1
+        self.by_id[request.id] = sequence
+        self.waiting.append(sequence)
+
+    def cancel(self, id: str) -> None:
+        """End a request; its last update comes with the next step. Nothing for an unknown id."""
+        sequence = self.by_id.get(id)
+        if sequence is None:
+            return
+        if sequence.slot is None:
+            self.waiting.remove(sequence)
+        self.finish(sequence)
+        self.ready.append(Update(id, "", (), (), "cancelled"))
+
+    def stats(self) -> EngineStats:
+        """Counts of now."""
+        running = sum(one is not None for one in self.slots)
+        now = {"running": running, "waiting": len(self.waiting), "pages_used": self.pool.used}
+        return self.counts._replace(**now)
+
+    def step(self) -> list[Update]:
+        """Start one step of the device, and read the one before; [] when idle."""
+        if self.by_id:
+            self.count(steps=1)
+            self.admit()
+            self.prefill()
+            self.decode()
+            while self.pending and self.pending[0].step < self.counts.steps:
+                self.read(self.pending.popleft())
+        ready, self.ready = self.ready, []
+        return ready
+
+    def count(self, **more: int) -> None:
+        """Add to the counts."""
+        self.counts = self.counts._replace(
+            **{name: getattr(self.counts, name) + n for name, n in more.items()}
+        )
+
+    @property
+    def running(self) -> list[Sequence]:
+        """Those in slots, in the order of their arrival."""
+        return sorted((one for one in self.slots if one is not None), key=lambda s: s.arrival)
+
+    # ---- joining and leaving --------------------------------------------------------------------
+
+    def admit(self) -> None:
+        """Give waiting requests slots and pages, in their order, while there are some."""
+        while self.waiting and None in self.slots:
+            if not self.take_pages(self.waiting[0]):
+                return
+            sequence, slot = self.waiting.popleft(), self.slots.index(None)
+            self.slots[slot], sequence.slot = sequence, slot
+            self.rows.put(slot, sequence.request.sampling, len(sequence.request.prompt))
+            text_C = np.zeros(self.state.texts_SC.shape[1], np.int32)
+            text_C[: len(sequence.tokens)] = sequence.tokens
+            self.state = device.put_text(
+                self.state,
+                *jax.device_put((np.int32(slot), text_C, np.int32(len(sequence.tokens)))),
+            )
+            self.write_table(sequence)
+
+    def take_pages(self, sequence: Sequence) -> bool:
+        """Whether a waiting request now has pages for its text, known ones and new ones.
+
+        Each running request keeps a page to go on with: none is started to be put off at once.
+        """
+        size, length = self.options.page_size, len(sequence.tokens)
+        known: list[int] = []
+        if self.options.prefix_cache:
+            sequence.hash_pages(size, length)
+            # The last token is computed in any case: the next one is sampled from its state.
+            known = self.pool.find(sequence.digests[: (length - 1) // size])
+        need = -(-(length + 1) // size) - len(known)
+        spare = sum(one is not None for one in self.slots)
+        new = self.pool.take(need) if self.pool.available >= need + spare or not spare else None
+        if new is None:
+            self.pool.give_back(known)
+            return False
+        sequence.pages, sequence.computed = known + new, len(known) * size
+        self.count(prefix_hits=sequence.computed, prompt_tokens=length)
+        return True
+
+    def write_table(self, sequence: Sequence) -> None:
+        assert sequence.slot is not None
+        self.table_SW[sequence.slot, : len(sequence.pages)] = sequence.pages
+
+    def leave_slot(self, sequence: Sequence) -> None:
+        """Give slot and pages back; full pages stay known."""
+        if sequence.slot is None:
+            return
+        self.slots[sequence.slot] = None
+        self.rows.clear(sequence.slot)
+        if self.options.prefix_cache:
+            held = len(sequence.tokens) - 1 if sequence.decoding else sequence.computed
+            sequence.hash_pages(self.options.page_size, held)
+            self.pool.remember(sequence.pages, sequence.digests)
+        self.pool.give_back(sequence.pages)
+        sequence.pages, sequence.slot = [], None
+        sequence.decoding, sequence.computed, sequence.ahead = False, 0, 0
+
+    def finish(self, sequence: Sequence) -> None:
+        sequence.done = True
+        self.leave_slot(sequence)
+        del self.by_id[sequence.request.id]
+
+    def preempt(self, sequence: Sequence) -> None:
+        """Back to the head of the queue: it was the youngest that ran, and all that wait are
+        younger."""
+        self.leave_slot(sequence)
+        self.waiting.appendleft(sequence)
+        self.count(preemptions=1)
+
+    # ---- work of the device ---------------------------------------------------------------------
+
+    def prefill(self) -> None:
+        """A chunk of the texts that are not computed yet, of some at once."""
+        o = self.options
+        todo = [one for one in self.running if not one.decoding][: o.prefill_rows]
+        if not todo:
+            return
+        R = 1 if len(todo) == 1 else o.prefill_rows
+        slots_R, starts_R, counts_R = (np.full(R, x, np.int32) for x in (o.slots, 0, 0))
+        for i, one in enumerate(todo):
+            slots_R[i], starts_R[i] = self.slots.index(one), one.computed
+            counts_R[i] = min(one.left, o.chunk)
+        W = self.pages_for(int((starts_R + counts_R).max()), 4)
+        table_RW = self.table_SW[np.minimum(slots_R, o.slots - 1), :W]
+        arrays = jax.device_put((slots_R, table_RW, starts_R, counts_R, self.free_Sv[:R].copy()))
+        self.state, sampled = device.prefill(
+            self.graphdef, self.params, self.state, self.rows.on_device(), *arrays, chunk=o.chunk
+        )
+        rows: list[tuple[int, Sequence]] = []
+        for i, one in enumerate(todo):
+            one.computed += int(counts_R[i])
+            if o.prefix_cache:
+                self.pool.remember(one.pages, one.digests[: one.computed // o.page_size])
+            if not one.left:
+                one.decoding, one.ahead = True, 1
+                rows.append((i, one))
+        self.started(sampled, rows, 1)
+
+    def decode(self) -> None:
+        """The next tokens of all requests whose text is computed."""
+        for one in self.running:
+            self.make_room(one)
+        todo = [one for one in self.running if one.decoding and one.length < one.limit]
+        if not todo:
+            return
+        rows = [(one.slot, one) for one in todo if one.slot is not None]
+        active_S = np.zeros(self.options.slots, bool)
+        active_S[[slot for slot, _ in rows]] = True
+        most = self.options.drafts + 1
+        W = self.pages_for(max(one.length for one in todo) + most - 1, 2)
+        arrays = jax.device_put((active_S, self.table_SW[:, :W].copy(), self.free_Sv.copy()))
+        self.state, sampled = device.decode(
+            self.graphdef, self.params, self.state, self.rows.on_device(), *arrays,
+            drafts=self.options.drafts,
+        )  # fmt: skip
+        for one in todo:
+            one.ahead += most
+        self.started(sampled, rows, most)
+
+    def make_room(self, sequence: Sequence) -> None:
+        """Pages for a request's next tokens; when there are none, the youngest gives up its own."""
+        while sequence.decoding and sequence.length < sequence.limit:
+            tokens = min(sequence.length + self.options.drafts, sequence.limit)
+            need = -(-tokens // self.options.page_size) - len(sequence.pages)
+            if need <= 0:
+                return
+            if (new := self.pool.take(need)) is not None:
+                sequence.pages += new
+                self.write_table(sequence)
+            elif self.pending:  # some may have ended, and no step may be under way for a victim
+                while self.pending:
+                    self.read(self.pending.popleft())
+            else:
+                self.preempt(self.running[-1])
+
+    def pages_for(self, tokens: int, factor: int) -> int:
+        """Pages of a row that a step looks at. Of few sizes, each `factor` times the one below,
+        few programs are compiled."""
+        pages = max(1, LEAST_TOKENS // self.options.page_size)
+        while pages * self.options.page_size < tokens:
+            pages *= factor
+        return min(pages, self.width)
+
+    def started(self, sampled: Sampled, rows: list[tuple[int, Sequence]], most: int) -> None:
+        """Note a step whose tokens are to be read, and let them come to the host meanwhile."""
+        if rows:
+            asked = any(one.request.sampling.logprobs is not None for _, one in rows)
+            for x in sampled if asked else sampled[:2]:
+                x.copy_to_host_async()
+            self.pending.append(Pending(sampled, tuple(rows), most, self.counts.steps))
+
+    # ---- tokens -------------------------------------------------------------------------------
+
+    def read(self, step: Pending) -> None:
+        """The tokens of a step, to whom they belong."""
+        tokens_BT, counts_B = np.asarray(step.sampled.tokens_BT), np.asarray(step.sampled.counts_B)
+        for row, one in step.rows:
+            if one.done:
+                continue
+            one.ahead -= step.most
+            tokens = tokens_BT[row, : counts_B[row]].tolist()
+            update = one.read(tokens, read_logprobs(step.sampled, row, tokens, one.request))
+            self.count(new_tokens=len(update.tokens), accepted_drafts=max(0, len(tokens) - 1))
+            self.ready.append(update)
+            if update.finish_reason:
+                self.finish(one)
+
+
+def read_logprobs(
+    sampled: Sampled, row: int, tokens: list[int], request: Request
+) -> list[TokenLogprob]:
+    """Of a row's new tokens, if its request asks for them."""
+    if (most := request.sampling.logprobs) is None:
+        return []
+    of_token_BT, top_BTn, of_top_BTn = (np.asarray(x) for x in sampled[2:])
+    pairs = lambda t: zip(top_BTn[row, t, :most].tolist(), of_top_BTn[row, t, :most].tolist())
+    return [
+        TokenLogprob(token, float(of_token_BT[row, t]), tuple(pairs(t)))
+        for t, token in enumerate(tokens)
+    ]

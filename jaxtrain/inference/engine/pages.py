@@ -1,0 +1,92 @@
+"""Which pages of the KV cache are whose: free ones, those in use, and those of known prompts.
+
+A full page is known by a digest of its tokens and of all before them. Requests with one beginning
+use the same pages; a page that no request uses stays known until it is the one that was unused
+longest and a new page is needed.
+"""
+
+import hashlib
+from collections import Counter, OrderedDict
+from collections.abc import Sequence
+
+import numpy as np
+
+Digest = bytes
+
+
+def page_digests(tokens: Sequence[int], size: int) -> list[Digest]:
+    """Of each full page of `size` tokens, over it and what is before it."""
+    array, found = np.asarray(tokens, np.int32), list[Digest]()
+    before = b""
+    for i in range(len(array) // size):
+        page = array[i * size : (i + 1) * size].tobytes()
+        before = hashlib.blake2b(before + page, digest_size=16).digest()
+        found.append(before)
+    return found
+
+
+class PagePool:
+    """Numbers of pages, handed out and taken back."""
+
+    def __init__(self, pages: int):
+        self.total = pages
+        self.free = list(range(pages - 1, -1, -1))
+        self.uses: Counter[int] = Counter()
+        self.page_of: dict[Digest, int] = {}
+        self.digest_of: dict[int, Digest] = {}
+        self.unused: OrderedDict[int, None] = OrderedDict()  # known pages, longest unused first
+
+    @property
+    def available(self) -> int:
+        """Pages that `take` could hand out."""
+        return len(self.free) + len(self.unused)
+
+    @property
+    def used(self) -> int:
+        """Pages that requests hold."""
+        return self.total - self.available
+
+    def take(self, count: int) -> list[int] | None:
+        """So many pages, or None if there are fewer."""
+        if count > self.available:
+            return None
+        return [self._one() for _ in range(count)]
+
+    def _one(self) -> int:
+        if self.free:
+            page = self.free.pop()
+        else:
+            page, _ = self.unused.popitem(last=False)
+            del self.page_of[self.digest_of.pop(page)]
+        self.uses[page] = 1
+        return page
+
+    def give_back(self, pages: Sequence[int]) -> None:
+        """One use less of each; the last ones first become the longest unused."""
+        for page in reversed(pages):
+            self.uses[page] -= 1
+            if self.uses[page]:
+                continue
+            del self.uses[page]
+            if page in self.digest_of:
+                self.unused[page] = None
+            else:
+                self.free.append(page)
+
+    def find(self, digests: Sequence[Digest]) -> list[int]:
+        """The pages of the longest known beginning, one use more of each."""
+        found: list[int] = []
+        for digest in digests:
+            if (page := self.page_of.get(digest)) is None:
+                break
+            found.append(page)
+        for page in found:
+            self.unused.pop(page, None)
+            self.uses[page] += 1
+        return found
+
+    def remember(self, pages: Sequence[int], digests: Sequence[Digest]) -> None:
+        """These full pages are known by these digests from now on; one that is known stays."""
+        for page, digest in zip(pages, digests):
+            if digest not in self.page_of and page not in self.digest_of:
+                self.page_of[digest], self.digest_of[page] = page, digest

@@ -1,0 +1,116 @@
+"""What an engine is asked for, and what it answers."""
+
+from typing import Literal, NamedTuple
+
+
+class Grammar(NamedTuple):
+    """What a text has to match: a regular expression, or a JSON schema as JSON."""
+
+    kind: Literal["regex", "json_schema"]
+    source: str
+
+
+class SamplingParams(NamedTuple):
+    """How new tokens of one request are sampled, and where they end.
+
+    temperature: 0 takes the best token. top_k: among so many best tokens. top_p: among the best
+    with so much probability (Holtzman et al. 2020). min_p: among those with so much of the best
+    one's probability (Nguyen et al. 2024). typical_p: among so much probability of those whose
+    surprise is nearest to the expected one (Meister et al. 2022). repetition_penalty divides
+    positive logits of tokens that the text has, prompt included, and multiplies negative ones
+    (Keskar et al. 2019). presence_penalty and frequency_penalty are subtracted from logits of new
+    tokens, once and for each time. stop: strings that end the text, and are not part of it.
+    logprobs: None, or how many best tokens to report beside the sampled one. ignore_stop: go on to
+    max_tokens, whatever comes. grammar: what the text has to match.
+    """
+
+    max_tokens: int = 256
+    temperature: float = 0.8
+    top_p: float = 1.0
+    top_k: int | None = None
+    min_p: float = 0.0
+    typical_p: float = 1.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    seed: int = 0
+    stop: tuple[str, ...] = ()
+    stop_tokens: tuple[int, ...] = ()
+    logprobs: int | None = None
+    ignore_stop: bool = False
+    grammar: Grammar | None = None
+
+
+class Request(NamedTuple):
+    """A prompt of token ids to continue. id: of the caller's choice, unique among those at work."""
+
+    id: str
+    prompt: tuple[int, ...]
+    sampling: SamplingParams = SamplingParams()
+
+
+class TokenLogprob(NamedTuple):
+    """Log-probability of a new token before temperature, penalties and masks, and of the best."""
+
+    token: int
+    logprob: float
+    top: tuple[tuple[int, float], ...]
+
+
+class Update(NamedTuple):
+    """What a step added to a request; `text` may be empty, or have waited for whole characters.
+
+    finish_reason: "stop" (a stop string or token), "length" (max_tokens), "cancelled", or None
+    while more will come. A token that ends the text is in `tokens`, not in `text`.
+    """
+
+    id: str
+    text: str
+    tokens: tuple[int, ...]
+    logprobs: tuple[TokenLogprob, ...]
+    finish_reason: str | None
+
+
+class EngineStats(NamedTuple):
+    """Counts of an engine: of now, and (from preemptions on) since its start."""
+
+    running: int
+    waiting: int
+    pages_used: int
+    pages_total: int
+    preemptions: int
+    prefix_hits: int  # tokens of prompts that were found in the prefix cache
+    prompt_tokens: int  # tokens of prompts, found or computed
+    new_tokens: int
+    accepted_drafts: int  # guessed tokens that were right
+    steps: int
+
+
+class EngineOptions(NamedTuple):
+    """What an engine has room for.
+
+    slots: requests that run at once. pages: of the KV cache; default what `memory_share` of the
+    device's free memory holds, at most a full context for every slot. page_size: tokens of a page.
+    context: tokens of a request, prompt and new ones; default the model's context_length. chunk:
+    tokens of a prompt that one step computes, of up to prefill_rows prompts. cache_dtype: int8,
+    float8, or None, the compute dtype. max_queue: requests that may wait. prefix_cache: prompts
+    share full pages with the same beginning. drafts: tokens that are guessed for each step from
+    what followed the last two or three tokens before (prompt lookup, Saxena 2023), 0: none.
+    tensor: devices that split heads and hidden units.
+    """
+
+    slots: int = 32
+    pages: int | None = None
+    memory_share: float = 0.8
+    page_size: int = 32
+    context: int | None = None
+    chunk: int = 512
+    prefill_rows: int = 4
+    cache_dtype: str | None = None
+    max_queue: int = 1024
+    prefix_cache: bool = True
+    drafts: int = 0
+    tensor: int = 1
+
+
+DEFAULT = EngineOptions()

@@ -1,0 +1,160 @@
+"""Sampling of a token a row, every parameter an array: no mix of requests compiles anew.
+
+A row's draw is a function of its seed, the token's position and the row's logits alone. What costs
+a pass over the vocabulary (penalties, sorting) is computed only while a row asks for it.
+"""
+
+from typing import NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Bool, Float, Int, UInt32
+
+MOST_TOP = 20  # logprobs beside the sampled one
+
+
+class RowSampling(NamedTuple):
+    """The sampling parameters of rows, arrays [B]; prompt_B: tokens of the prompt; limit_B: tokens
+    of the whole text at most; top_B: logprobs beside the sampled one, -1 without any."""
+
+    temperature_B: Array
+    top_k_B: Array
+    top_p_B: Array
+    min_p_B: Array
+    typical_p_B: Array
+    repetition_B: Array
+    presence_B: Array
+    frequency_B: Array
+    seed_B: Array
+    prompt_B: Array
+    limit_B: Array
+    top_B: Array
+
+
+class Draw(NamedTuple):
+    """Of each row: the token, its logprob before temperature and penalties, and the best ones."""
+
+    token_B: Array
+    logprob_B: Array
+    top_Bn: Array
+    top_logprob_Bn: Array
+
+
+def draw(
+    logits_BV: Float[Array, "B V"],
+    s: RowSampling,
+    texts_BC: Int[Array, "B C"],
+    lengths_B: Int[Array, "B"],
+    allowed_Bv: UInt32[Array, "B v"],
+) -> Draw:
+    """The token at position lengths_B of each row. texts_BC: the row's tokens before it.
+
+    allowed_Bv: a bit for each token that the row may have.
+    """
+    raw_BV = logits_BV
+    punished_B = (s.repetition_B != 1) | (s.presence_B != 0) | (s.frequency_B != 0)
+    logits_BV = when(
+        punished_B, lambda x: penalized(x, s, texts_BC, lengths_B), lambda x: x, logits_BV
+    )
+    masked_B = jnp.any(allowed_Bv != jnp.uint32(0xFFFFFFFF), axis=1)
+    logits_BV = when(masked_B, lambda x: masked(x, allowed_Bv), lambda x: x, logits_BV)
+    best_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+    random = lambda x: jnp.where(s.temperature_B == 0, best_B, sampled(x, s, lengths_B))
+    token_B = when(s.temperature_B > 0, random, lambda x: best_B, logits_BV)
+    return Draw(token_B, *logprobs(raw_BV, token_B, s.top_B))
+
+
+def when(rows_B: Bool[Array, "B"], yes, no, x_BV: Array) -> Array:
+    """yes(x) if a row asks for it, else no(x); neither is computed in vain."""
+    return jax.lax.cond(jnp.any(rows_B), yes, no, x_BV)
+
+
+def penalized(
+    logits_BV: Array, s: RowSampling, texts_BC: Array, lengths_B: Array
+) -> Float[Array, "B V"]:
+    """Logits less what a row's tokens so far cost them."""
+    rows_B1 = jnp.arange(len(logits_BV))[:, None]
+    place_1C = jnp.arange(texts_BC.shape[1])[None]
+    here_BC = place_1C < lengths_B[:, None]
+    new_BC = here_BC & (place_1C >= s.prompt_B[:, None])
+    counted = lambda of_BC: (
+        jnp.zeros(logits_BV.shape, jnp.float32).at[rows_B1, texts_BC].add(of_BC, mode="drop")
+    )
+    in_text_BV = counted(here_BC.astype(jnp.float32)) > 0
+    new_BV = counted(new_BC.astype(jnp.float32))
+    column = lambda x_B: x_B[:, None]
+    factor_B1 = column(s.repetition_B)
+    lower_BV = jnp.where(logits_BV > 0, logits_BV / factor_B1, logits_BV * factor_B1)
+    logits_BV = jnp.where(in_text_BV, lower_BV, logits_BV)
+    logits_BV -= column(s.frequency_B) * new_BV
+    return logits_BV - column(s.presence_B) * (new_BV > 0)
+
+
+def masked(logits_BV: Array, allowed_Bv: Array) -> Float[Array, "B V"]:
+    """-inf where a row's bit is 0."""
+    token_V = jnp.arange(logits_BV.shape[1])
+    word_BV = allowed_Bv[:, token_V // 32]
+    bit_BV = (word_BV >> (token_V % 32).astype(jnp.uint32)[None]) & jnp.uint32(1)
+    return jnp.where(bit_BV == 1, logits_BV, -jnp.inf)
+
+
+def sampled(logits_BV: Array, s: RowSampling, positions_B: Array) -> Int[Array, "B"]:
+    """A token by the probabilities that a row's filters leave."""
+    scaled_BV = logits_BV / jnp.maximum(s.temperature_B, 1e-6)[:, None]
+    ordered_B = (s.top_k_B < logits_BV.shape[1]) | (s.top_p_B < 1)
+    scaled_BV = when(ordered_B, lambda x: keep_best(x, s), lambda x: x, scaled_BV)
+    floor_B1 = scaled_BV.max(-1, keepdims=True) + jnp.log(s.min_p_B)[:, None]
+    scaled_BV = jnp.where(scaled_BV < floor_B1, -jnp.inf, scaled_BV)
+    scaled_BV = when(s.typical_p_B < 1, lambda x: keep_typical(x, s), lambda x: x, scaled_BV)
+
+    def noise_V(seed: Array, position: Array) -> Array:
+        key = jax.random.fold_in(jax.random.key(seed), position)
+        return jax.random.gumbel(key, scaled_BV.shape[1:])
+
+    noise_BV = jax.vmap(noise_V)(s.seed_B, positions_B)
+    return jnp.argmax(scaled_BV + noise_BV, axis=-1).astype(jnp.int32)
+
+
+def keep_best(scaled_BV: Array, s: RowSampling) -> Float[Array, "B V"]:
+    """The top_k best, and of these the best with top_p of the probability."""
+    ordered_BV = jnp.sort(scaled_BV, axis=-1, descending=True)
+    V = scaled_BV.shape[1]
+    last_B1 = jnp.clip(s.top_k_B, 1, V)[:, None] - 1
+    least_B1 = jnp.take_along_axis(ordered_BV, last_B1, axis=-1)
+    ordered_BV = jnp.where(ordered_BV < least_B1, -jnp.inf, ordered_BV)
+    p_BV = jax.nn.softmax(ordered_BV, axis=-1)
+    before_BV = jnp.cumsum(p_BV, axis=-1) - p_BV
+    inside_BV = (before_BV < s.top_p_B[:, None]) | (s.top_p_B >= 1)[:, None]
+    kept_B1 = jnp.maximum(jnp.sum(inside_BV, axis=-1, keepdims=True), 1)
+    least_p_B1 = jnp.take_along_axis(ordered_BV, kept_B1 - 1, axis=-1)
+    return jnp.where(scaled_BV < jnp.maximum(least_B1, least_p_B1), -jnp.inf, scaled_BV)
+
+
+def keep_typical(scaled_BV: Array, s: RowSampling) -> Float[Array, "B V"]:
+    """The tokens nearest to the expected surprise, with typical_p of the probability."""
+    log_p_BV = jax.nn.log_softmax(scaled_BV, axis=-1)
+    p_BV = jnp.exp(log_p_BV)
+    surprise_BV = jnp.where(p_BV > 0, -log_p_BV, jnp.inf)
+    mean_B1 = jnp.sum(jnp.where(p_BV > 0, p_BV * surprise_BV, 0), axis=-1, keepdims=True)
+    off_BV = jnp.abs(surprise_BV - mean_B1)
+    order_BV = jnp.argsort(off_BV, axis=-1)
+    sorted_BV = jnp.take_along_axis(p_BV, order_BV, axis=-1)
+    before_BV = jnp.cumsum(sorted_BV, axis=-1) - sorted_BV
+    kept_B1 = jnp.maximum(jnp.sum(before_BV < s.typical_p_B[:, None], -1, keepdims=True), 1)
+    off_sorted_BV = jnp.take_along_axis(off_BV, order_BV, axis=-1)
+    most_B1 = jnp.take_along_axis(off_sorted_BV, kept_B1 - 1, axis=-1)
+    return jnp.where((off_BV > most_B1) & (s.typical_p_B < 1)[:, None], -jnp.inf, scaled_BV)
+
+
+def logprobs(logits_BV: Array, token_B: Array, top_B: Array) -> tuple[Array, Array, Array]:
+    """The sampled token's, and the best tokens with theirs; zeros while no row asks."""
+    B, n = len(logits_BV), min(MOST_TOP, logits_BV.shape[1])
+
+    def some(logits_BV: Array) -> tuple[Array, Array, Array]:
+        log_p_BV = jax.nn.log_softmax(logits_BV, axis=-1)
+        best_Bn, which_Bn = jax.lax.top_k(log_p_BV, n)
+        of_token_B1 = jnp.take_along_axis(log_p_BV, token_B[:, None], axis=-1)
+        return of_token_B1[:, 0], which_Bn.astype(jnp.int32), best_Bn
+
+    none = (jnp.zeros(B), jnp.zeros((B, n), jnp.int32), jnp.zeros((B, n)))
+    return jax.lax.cond(jnp.any(top_B >= 0), some, lambda _: none, logits_BV)

@@ -1,0 +1,117 @@
+"""One request at work: its tokens so far, where it runs, and what it has been told."""
+
+import math
+
+from jaxtrain.data import Tokenizer
+from jaxtrain.inference.engine.pages import Digest, page_digests
+from jaxtrain.inference.engine.requests import Request, TokenLogprob, Update
+from jaxtrain.inference.engine.sampling import MOST_TOP
+from jaxtrain.inference.engine.text import TextStream
+from jaxtrain.settings import UserError
+
+
+class Sequence:
+    """A request and its state; slot: where it runs, None while it waits or when it is done.
+
+    computed: tokens whose keys and values its pages hold, as far as prompts go. ahead: new tokens
+    at most of steps that were not read yet.
+    """
+
+    def __init__(self, request: Request, arrival: int, tokenizer: Tokenizer, stops: set[int]):
+        self.request, self.arrival = request, arrival
+        self.tokens = list(request.prompt)
+        self.limit = len(request.prompt) + request.sampling.max_tokens
+        self.stops = set() if request.sampling.ignore_stop else stops
+        stop_strings = () if request.sampling.ignore_stop else request.sampling.stop
+        self.stream = TextStream(tokenizer, stop_strings)
+        self.slot: int | None = None
+        self.pages: list[int] = []
+        self.digests: list[Digest] = []
+        self.computed = self.ahead = 0
+        self.decoding = self.done = False
+
+    @property
+    def length(self) -> int:
+        """Tokens that its text has at most, those of unread steps included."""
+        return min(len(self.tokens) + self.ahead, self.limit)
+
+    @property
+    def left(self) -> int:
+        """Tokens of its text that are not computed yet, before it decodes."""
+        return len(self.tokens) - self.computed
+
+    def hash_pages(self, size: int, held: int) -> None:
+        """digests: of the full pages among the first `held` tokens."""
+        self.digests = page_digests(self.tokens[:held], size)
+
+    def read(self, tokens: list[int], logprobs: list[TokenLogprob]) -> Update:
+        """Take new tokens in, up to one that ends the text."""
+        text, kept, reason = "", 0, None
+        for token in tokens:
+            self.tokens.append(token)
+            kept += 1
+            if token in self.stops:
+                reason = "stop"
+                break
+            new, stopped = self.stream.add(token)
+            text += new
+            if stopped:
+                return self.update(text, kept, tokens, logprobs, "stop")
+            if len(self.tokens) >= self.limit:
+                reason = "length"
+                break
+        if reason:
+            new, stopped = self.stream.end()
+            text, reason = text + new, "stop" if stopped else reason
+        return self.update(text, kept, tokens, logprobs, reason)
+
+    def update(
+        self,
+        text: str,
+        kept: int,
+        tokens: list[int],
+        logprobs: list[TokenLogprob],
+        reason: str | None,
+    ) -> Update:
+        """The first `kept` of new tokens."""
+        self.done = reason is not None
+        return Update(self.request.id, text, tuple(tokens[:kept]), tuple(logprobs[:kept]), reason)
+
+
+def check_request(request: Request, context: int, room: int, vocab_size: int) -> None:
+    """Raises UserError for a request that can never be served.
+
+    context: tokens of a text at most; room: tokens that all pages hold.
+    """
+    s, size = request.sampling, len(request.prompt)
+    where = f"request {request.id}"
+    if not size:
+        raise UserError(f"{where}: the prompt is empty; give at least the BOS token")
+    if s.max_tokens < 1:
+        raise UserError(f"{where}: max_tokens is {s.max_tokens}; at least 1 is needed")
+    if size + s.max_tokens > context:
+        raise UserError(
+            f"{where}: {size} tokens of the prompt and max_tokens {s.max_tokens} exceed the "
+            f"context of {context}; give a shorter prompt, or fewer max_tokens"
+        )
+    if size + s.max_tokens > room:
+        raise UserError(
+            f"{where}: {size} tokens of the prompt and max_tokens {s.max_tokens} exceed the "
+            f"{room} tokens that the KV cache holds; give the engine more pages"
+        )
+    if not all(0 <= token < vocab_size for token in (*request.prompt, *s.stop_tokens)):
+        raise UserError(f"{where}: a token is not one of the vocabulary's 0 .. {vocab_size - 1}")
+    ranges = (
+        ("temperature", s.temperature, 0.0, math.inf, "from 0 on"),
+        ("top_p", s.top_p, 1e-9, 1.0, "above 0 and at most 1"),
+        ("top_k", s.top_k or (1 if s.top_k is None else 0), 1, 2**30, "at least 1"),
+        ("min_p", s.min_p, 0.0, 1.0, "from 0 to 1"),
+        ("typical_p", s.typical_p, 1e-9, 1.0, "above 0 and at most 1"),
+        ("repetition_penalty", s.repetition_penalty, 1e-6, 1e6, "above 0"),
+        ("presence_penalty", s.presence_penalty, -1e6, 1e6, "a finite number"),
+        ("frequency_penalty", s.frequency_penalty, -1e6, 1e6, "a finite number"),
+        ("logprobs", s.logprobs or 0, 0, MOST_TOP, f"from 0 to {MOST_TOP}"),
+    )
+    for name, value, least, most, right in ranges:
+        if not (least <= value <= most and math.isfinite(value)):
+            raise UserError(f"{where}: {name} is {value}; it must be {right}")

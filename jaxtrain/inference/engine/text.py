@@ -1,0 +1,48 @@
+"""Text of tokens as they come: whole characters, and nothing of a string that would end it."""
+
+import codecs
+from collections.abc import Sequence
+
+from jaxtrain.data import Tokenizer
+
+
+class TextStream:
+    """The new text of one request."""
+
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
+        self.pieces, self.prefix = tokenizer.pieces, tokenizer.prefix
+        self.stops = [stop for stop in stops if stop]
+        self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+        self.held = ""  # the beginning of a stop string, perhaps
+
+    def add(self, token: int) -> tuple[str, bool]:
+        """What a token adds to the text, and whether a stop string ends it here."""
+        piece = self.pieces[token] if token < len(self.pieces) else b""
+        if self.prefix and piece:
+            piece, self.prefix = piece.removeprefix(self.prefix), b""
+        return self._cut(self.decoder.decode(piece))
+
+    def end(self) -> tuple[str, bool]:
+        """What was held back, and whether it has a stop string after all."""
+        text, stopped = self._cut(self.decoder.decode(b"", final=True))
+        if stopped:
+            return text, True
+        text, self.held = text + self.held, ""
+        return text, False
+
+    def _cut(self, new: str) -> tuple[str, bool]:
+        text = self.held + new
+        found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
+        if found:
+            self.held = ""
+            return text[: min(found)], True
+        self.held = text[len(text) - self._waiting(text) :]
+        return text[: len(text) - len(self.held)], False
+
+    def _waiting(self, text: str) -> int:
+        """How many of the last characters may be the beginning of a stop string."""
+        most = max(map(len, self.stops), default=1) - 1
+        for size in range(min(most, len(text)), 0, -1):
+            if any(stop.startswith(text[-size:]) for stop in self.stops):
+                return size
+        return 0

@@ -1,0 +1,113 @@
+"""Attention of new tokens against keys and values in pages, one token a row or many.
+
+The pages of a row are gathered to a copy of its keys in their order, without those that its window
+hides, and then two matmuls attend to that copy.
+"""
+
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+from jaxtyping import Array, Float, Int
+
+from jaxtrain_kernels.attention import reference
+from jaxtrain_kernels.attention.decode import Quantized
+from jaxtrain_kernels.dispatch import choose_backend
+
+Pages = Float[Array, "P p K H"] | Quantized
+
+
+def paged_attention(
+    q_BTNH: Float[Array, "B T N H"],
+    k_PpKH: Pages,
+    v_PpKH: Pages,
+    table_BW: Int[Array, "B W"],
+    starts_B: Int[Array, "B"],
+    counts_B: Int[Array, "B"],
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B T N H"]:
+    """Queries at positions starts_B + t over the keys of each row's pages, up to their own.
+
+    k_PpKH, v_PpKH: P pages of p tokens, in the inputs' dtype or in 8 bits (`quantize`). table_BW:
+    the pages of each row in its order; entries behind its last are any valid number. starts_B,
+    counts_B: tokens before the new ones, and new ones, whose keys are in the pages already. What
+    the pages hold elsewhere is masked, but must be finite. window, softcap and scale as in
+    `attention`. Queries from counts_B on (padding, an idle row) give 0.
+
+    implementation: `xla` or `reference`; None = `xla`.
+    """
+    values = k_PpKH.values_BSKH if isinstance(k_PpKH, Quantized) else k_PpKH
+    W, H = table_BW.shape[1], q_BTNH.shape[-1]
+    signature = f"{q_BTNH.dtype}{list(q_BTNH.shape)} pages={values.dtype}{list(values.shape)} W={W}"
+    names = dict.fromkeys([*BACKENDS, "reference"])
+    name = choose_backend("paged_attention", names, implementation, signature)
+    backend = reference.paged_attention if name == "reference" else BACKENDS[name]
+    return backend(
+        q_BTNH, k_PpKH, v_PpKH, table_BW, starts_B, counts_B, window=window, softcap=softcap,
+        scale=H**-0.5 if scale is None else scale,
+    )  # fmt: skip
+
+
+def gathered(pages: Any, table_BW: Any) -> tuple[Any, Any]:
+    """The rows' keys or values [B, S, K, H] in their order and, of 8 bits, their scales."""
+    values, scales = pages if isinstance(pages, Quantized) else (pages, None)
+    take = lambda x: x[table_BW].reshape(len(table_BW), -1, *x.shape[2:])
+    return take(values), None if scales is None else take(scales)
+
+
+def in_window(table_BW: Any, starts_B: Any, size: int, T: int, window: int | None) -> Any:
+    """The pages that T queries of each row can see, and the position where the first begins."""
+    W = table_BW.shape[1]
+    seen = W if window is None else (window + T - 2) // size + 2
+    if window is None or seen >= W:
+        return table_BW, jnp.zeros_like(starts_B)
+    first_B = jnp.clip((starts_B - window) // size, 0, W - seen)
+    places_BW = first_B[:, None] + jnp.arange(seen)[None]
+    return jnp.take_along_axis(table_BW, places_BW, axis=1), first_B * size
+
+
+def xla(
+    q_BTNH: Any, k_PpKH: Any, v_PpKH: Any, table_BW: Any, starts_B: Any, counts_B: Any,
+    *, window: int | None, softcap: float | None, scale: float,
+) -> Any:  # fmt: skip
+    """Pages are gathered in the dtype that they have; scales join scores and probabilities."""
+    (B, T, N, H), size = q_BTNH.shape, jax.tree.leaves(k_PpKH)[0].shape[1]
+    table_BW, begin_B = in_window(table_BW, starts_B, size, T, window)
+    (k_BSKH, k_scale_BSK), (v_BSKH, v_scale_BSK) = (gathered(x, table_BW) for x in (k_PpKH, v_PpKH))
+    S, K = k_BSKH.shape[1:3]
+    wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
+    q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)
+    s_BKGTS = jnp.einsum(
+        "BTKGH,BSKH->BKGTS", q_BTKGH, k_BSKH.astype(q_BTNH.dtype), preferred_element_type=wide
+    )
+    s_BKGTS *= scale if k_scale_BSK is None else by_head(k_scale_BSK) * scale
+    if softcap is not None:
+        s_BKGTS = softcap * jnp.tanh(s_BKGTS / softcap)
+    position_BS = begin_B[:, None] + jnp.arange(S)[None]
+    visible = reference.visible_pages(position_BS, T, starts_B, counts_B, window)
+    s_BKGTS = jnp.where(visible, s_BKGTS, -jnp.inf)
+    peak_BKGT1 = jnp.maximum(s_BKGTS.max(-1, keepdims=True), -1e30)
+    p_BKGTS = jnp.exp(s_BKGTS - peak_BKGT1)
+    total_BKGT1 = p_BKGTS.sum(-1, keepdims=True)
+    p_BKGTS /= jnp.where(total_BKGT1 == 0, 1, total_BKGT1)
+    dtype = q_BTNH.dtype
+    if v_scale_BSK is not None:
+        p_BKGTS *= by_head(v_scale_BSK)
+        # Probabilities times scales are below float16's range.
+        dtype = jnp.dtype(jnp.bfloat16) if dtype == jnp.float16 else dtype
+    out_BTKGH = jnp.einsum(
+        "BKGTS,BSKH->BTKGH", p_BKGTS.astype(dtype), v_BSKH.astype(dtype),
+        preferred_element_type=wide,
+    )  # fmt: skip
+    return out_BTKGH.reshape(B, T, N, -1).astype(q_BTNH.dtype)
+
+
+def by_head(scale_BSK: Any) -> Any:
+    return scale_BSK.transpose(0, 2, 1)[:, :, None, None]
+
+
+BACKENDS = {"xla": xla}

@@ -1,0 +1,88 @@
+"""Tiny models and requests of the engine's tests."""
+
+import functools
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+from tiny import build
+
+from jaxtrain.data.tokenizer.tokenizer import Tokenizer, text_of
+from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingParams
+from jaxtrain.inference.generate import decode_tokens
+
+VOCAB = 61
+LATENT = {"mla": {"kv_rank": 12, "rope_dim": 4}, "qk_norm": False, "value_embeddings": False}
+MODELS = {
+    "nanochat": {},
+    "grouped": {"kv_heads": 2, "attention_softcap": 5.0},
+    "latent": LATENT,
+    "bigrams": {"bigram_rows": 97, "kv_heads": 1},
+    "shared_kv": {"share_kv": "adjacent"},
+    "plain": {
+        "smear": False, "backout": False, "residual_scales": False, "value_embeddings": False,
+        "window_pattern": "L", "depth": 2,
+    },
+}  # fmt: skip
+OPTIONS = EngineOptions(slots=4, page_size=4, chunk=6, prefill_rows=2, context=48)
+GREEDY = SamplingParams(max_tokens=10, temperature=0, ignore_stop=True)
+
+
+def letters():
+    """A tokenizer of VOCAB one-byte tokens."""
+    pieces = tuple(bytes([48 + i]) for i in range(VOCAB))
+    return Tokenizer("bytes", b"", pieces, 0, lambda texts: [], functools.partial(text_of, pieces))
+
+
+@functools.cache
+def model(name):
+    fields = dict(MODELS[name])
+    return build(**fields)
+
+
+def make_engine(name="plain", options=OPTIONS, **kwargs):
+    c, graphdef, _, params = model(name)
+    return Engine(c, graphdef, params, letters(), options=options, **kwargs)
+
+
+def prompts(*lengths, seed=0):
+    random = np.random.default_rng(seed)
+    return [tuple(random.integers(0, VOCAB, n).tolist()) for n in lengths]
+
+
+def run(engine, requests):
+    """Tokens, text and reason of each request, all added at once."""
+    for request in requests:
+        engine.add(request)
+    return finish(engine)
+
+
+def finish(engine):
+    found = {}
+    for _ in range(10_000):
+        if not engine.busy:
+            return found
+        for update in engine.step():
+            tokens, text, _ = found.get(update.id, ((), "", None))
+            found[update.id] = (
+                tokens + update.tokens, text + update.text, update.finish_reason,
+            )  # fmt: skip
+    raise AssertionError("the engine does not end")
+
+
+def tokens_of(engine, texts, sampling=GREEDY):
+    """The new tokens of prompts."""
+    requests = [Request(str(i), text, sampling) for i, text in enumerate(texts)]
+    found = run(engine, requests)
+    return [list(found[str(i)][0]) for i in range(len(texts))]
+
+
+def expected(name, texts, new):
+    """What `generate` continues them with."""
+    _, graphdef, _, params = model(name)
+    width = max(map(len, texts))
+    padded = jnp.asarray(np.stack([np.pad(x, (0, width - len(x))) for x in texts]), jnp.int32)
+    how = jax.random.key(0), jnp.float32(0), jnp.float32(1)
+    lengths = jnp.array([len(x) for x in texts], jnp.int32)
+    out = decode_tokens(graphdef, params, padded, lengths, *how, new=new)
+    return np.asarray(out).tolist()
