@@ -24,6 +24,7 @@ from benchmarks.compress_runs import Texts
 from benchmarks.data import bench_data
 from benchmarks.decode import bench_decode
 from benchmarks.decode_models import COMPUTE, bench_decode_models
+from benchmarks.engine import bench_engine
 from benchmarks.figures import update_figure_pages
 from benchmarks.filters import bench_filters
 from benchmarks.finetune import bench_finetune
@@ -70,6 +71,7 @@ WHAT = {
     "compress": "loss, bytes and decode rate by method: compress RUN, --shape, alone the page",
     "data": "tokenizers, preparing, reading, packing: data data.train.path=... (text, JSONL, ...)",
     "decode": "one query a row against a KV cache: decode [NAME ...]; --config: whole models",
+    "engine": "tokens/s and time to first token of the inference engine: engine --batch 1 32",
     "filters": "what each filter removes of a text, and its speed: filters data.train.path=...",
     "finetune": "LoRA and QLoRA on random weights, beside peft: finetune --config llama_8b",
     "import": "a synthetic Hugging Face checkpoint read: import [NAME], default llama_8b",
@@ -99,6 +101,7 @@ ONLY = {
     "case-study": ("data", "folder", "shrink"),
     "check": ("only",),
     "decode": ("prompts", "batches", "cache_dtypes"),
+    "engine": ("prompts", "batches", "cache_dtypes", "new", "drafts"),
     "compress": (
         "also",
         "shape",
@@ -209,12 +212,18 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--sequences", type=whole(1), help="compress: of the calibration text, default 128"
     )
     parser.add_argument(
-        "--prompts", type=whole(1), nargs="+", help="decode --config: tokens held (2048 16384)"
-    )
-    parser.add_argument("--batches", type=whole(1), nargs="+", help="decode --config: rows (8)")
+        "--prompts", type=whole(1), nargs="+",
+        help="decode --config: tokens held (2048 16384); engine: of a prompt, the first (512)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--batches", "--batch", type=whole(1), nargs="+",
+        help="decode --config: rows (8); engine: requests at once (1 32 256)",
+    )  # fmt: skip
+    parser.add_argument("--new", type=whole(1), help="engine: new tokens of a request (256)")
+    parser.add_argument("--drafts", type=whole(1), help="engine: guessed tokens of a step (none)")
     parser.add_argument(
         "--cache-dtypes", nargs="+", choices=(COMPUTE, *CACHE_DTYPES),
-        help="decode --config: of keys and values (compute int8)",
+        help="decode --config: of keys and values (compute int8); engine (compute)",
     )  # fmt: skip
     parser.add_argument(
         "--recipes", nargs="*", metavar="NAME",
@@ -322,6 +331,12 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     beside = nanochat_step(a.peer, config, a.overrides) if a.peer else []
                     for record in bench_step(config, a.overrides, a.variant, folder):
                         yield record | ({"beside": beside} if beside else {})
+            elif a.what == "engine":
+                lengths = (a.prompts or (512,))[0], a.new or 256, a.cache_dtypes or (COMPUTE,)
+                batches = a.batches or (1, 32, 256)
+                yield from bench_engine(
+                    config, a.overrides, a.variant, batches, *lengths, a.drafts or 0
+                )
             elif a.what in whole:
                 yield from whole[a.what](config, a.overrides, a.variant)
             elif a.techniques:
@@ -349,7 +364,7 @@ def check_options(a: argparse.Namespace) -> None:
         if stray:
             raise UserError(f"{stray} is for bench {what}, not for bench {a.what}")
     stray = option_given(a, *ONLY["decode"])
-    if stray and not a.config:
+    if stray and a.what == "decode" and not a.config:
         raise UserError(f"{stray} is for bench decode with --config, the decode of whole models")
     if a.peer and (a.switches or a.flags):
         raise UserError("--peer is for bench step alone, without --switches or --flags")

@@ -87,6 +87,17 @@ DECODE: Columns = {
     "error": rounded(".1e"),
     "naive_error": rounded(".1e"),
 }
+ENGINE: Columns = {
+    "tokens_per_s": rounded(",.0f"),
+    "decode_tokens_per_s": rounded(",.0f"),
+    "ms": rounded(".3f"),
+    "floor_ms": rounded(".3f"),
+    "of_floor": rounded(".0%"),
+    "compile_s": rounded(".0f"),
+    "alone_ms": rounded(".1f"),
+    "median_ms": rounded(".1f"),
+    "last_ms": rounded(".1f"),
+}
 IMPORT: Columns = {
     "seconds": rounded(".1f"),
     "gbps": rounded(".2f"),
@@ -193,6 +204,11 @@ RACE: Columns = {
     "speedup_seconds": rounded(".2f"),
 }
 TITLES = {
+    "decode_tokens_per_s": "tokens/s, decoding",
+    "of_floor": "of the floor's rate",
+    "alone_ms": "first token alone, ms",
+    "median_ms": "of many, ms",
+    "last_ms": "of the last, ms",
     "lowest": "lowest bits per byte",
     "bpb": "final bits per byte",
     "seconds": "seconds",
@@ -277,6 +293,7 @@ def tabulate(
         "population": POPULATION,
         "techniques": TECHNIQUES,
         "finetune": TECHNIQUES,
+        "engine": ENGINE,
     }
     columns = columns.get(bench, KERNEL)
     return listed(columns, records, peers)

@@ -1,14 +1,226 @@
 """The engine: continuous batching gives each request what it gets alone."""
 
+import jax
+import jax.numpy as jnp
+import numpy as np
 import pytest
-from engine_cases import MODELS, expected, make_engine, prompts, tokens_of
+from engine_cases import (
+    GREEDY,
+    MODELS,
+    OPTIONS,
+    expected,
+    finish,
+    make_engine,
+    model,
+    prompts,
+    run,
+    tokens_of,
+)
+from flax import nnx
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from jaxtrain.inference.engine import Request, SamplingParams, device
+from jaxtrain.settings import UserError
 
 LENGTHS = 3, 17, 9, 1, 20, 8
+WARM = SamplingParams(max_tokens=8, temperature=0.9, ignore_stop=True)
+MIX = (
+    WARM, WARM._replace(seed=7, top_k=5), WARM._replace(top_p=0.7, seed=2**40 + 3),
+    WARM._replace(min_p=0.1, repetition_penalty=1.3), WARM._replace(typical_p=0.6, logprobs=3),
+    WARM._replace(presence_penalty=0.5, frequency_penalty=0.7), GREEDY,
+)  # fmt: skip
 
 
 @pytest.mark.parametrize("name", MODELS)
+@pytest.mark.quick("nanochat", "latent")
 def test_greedy_tokens_are_those_of_generate(name):
     texts = prompts(*LENGTHS)
     engine = make_engine(name)
     assert tokens_of(engine, texts) == expected(name, texts, 10)
     assert engine.stats().pages_used == 0 and engine.stats().running == 0
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("dtype", ["int8", "float8"])
+def test_a_cache_of_8_bits_stays_close(dtype):
+    texts = prompts(*LENGTHS)
+    found = tokens_of(make_engine("grouped", OPTIONS._replace(cache_dtype=dtype)), texts)
+    assert np.mean(np.array(found) == expected("grouped", texts, 10)) > 0.5
+
+
+def requests_of(texts):
+    return [Request(f"r{i}", text, MIX[i % len(MIX)]) for i, text in enumerate(texts)]
+
+
+def test_a_sample_depends_on_its_request_alone():
+    """Not on neighbours, the slot, chunks, the prefix cache, or pages that ran out."""
+    texts = prompts(3, 17, 9, 1, 20, 8, 17)
+    texts[6] = (*texts[1][:12], *texts[6][:5])
+    requests = requests_of(texts)
+    engine = make_engine()
+    alone = {}
+    for request in requests:
+        alone |= run(engine, [request])
+    assert engine.stats().preemptions == 0
+    before = engine.stats().prefix_hits
+    assert run(engine, list(reversed(requests))) == alone  # in a crowd, and from known pages
+    assert engine.stats().prefix_hits > before
+    whole = make_engine(options=OPTIONS._replace(chunk=32, prefix_cache=False))
+    assert run(whole, requests) == alone
+    assert whole.stats().prefix_hits == 0
+    few = make_engine(options=OPTIONS._replace(pages=12))
+    assert run(few, requests) == alone
+    assert few.stats().preemptions > 0
+
+
+def test_requests_join_at_any_step():
+    texts = prompts(*LENGTHS)
+    requests = requests_of(texts)
+    alone, engine, late = run(make_engine(), requests), make_engine(), {}
+    for request in requests:
+        engine.add(request)
+        for update in [*engine.step(), *engine.step()]:
+            late[update.id] = (*late.get(update.id, ()), *update.tokens)
+    rest = finish(engine)
+    assert {i: late.get(i, ()) + rest.get(i, ((),))[0] for i in alone} == {
+        i: tokens for i, (tokens, _, _) in alone.items()
+    }
+
+
+def test_other_parameters_compile_nothing():
+    engine, texts = make_engine(), prompts(*LENGTHS)
+    tokens_of(engine, texts)
+    tokens_of(engine, texts[:1])
+    compiled = []
+    listen = lambda event, seconds, **_: compiled.append(event)
+    jax.monitoring.register_event_duration_secs_listener(listen)
+    try:
+        run(engine, requests_of(texts))
+        run(engine, requests_of(texts[:1]))
+    finally:
+        jax.monitoring.unregister_event_duration_listener(listen)
+    assert [event for event in compiled if "compile" in event] == []
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["nanochat", "plain"])
+def test_guessed_tokens_change_nothing(name):
+    """Of texts that repeat themselves, so that guesses are right and wrong."""
+    texts = [(text * 6)[:20] for text in prompts(4, 3, 5, 6)]
+    sampling = GREEDY._replace(max_tokens=14), WARM._replace(max_tokens=14, temperature=0.3)
+    requests = [Request(f"r{i}", text, sampling[i % 2]) for i, text in enumerate(texts)]
+    requests.append(requests[1]._replace(id="p", sampling=MIX[3]._replace(frequency_penalty=0.3)))
+    engine = make_engine(name, OPTIONS._replace(drafts=3))
+    assert run(engine, requests) == run(make_engine(name), requests)
+    assert engine.stats().accepted_drafts > 0
+
+
+def test_a_text_that_repeats_itself_is_guessed():
+    texts = [[5, 6, 7, 8, 5, 6, 9, 0], [1, 2, 3, 1, 2, 4, 1, 2], [1, 2, 3, 4, 5, 6, 7, 8]]
+    texts_SC = jnp.array(texts)
+    guess_Sk, found_S = device.look_up(texts_SC, jnp.array([6, 8, 8]), 3)
+    assert found_S.tolist() == [3, 3, 0]
+    assert guess_Sk[:2].tolist() == [[7, 8, 5], [4, 1, 2]]
+    assert device.look_up(texts_SC, jnp.array([6, 4, 8]), 3)[1].tolist() == [3, 0, 0]
+
+
+@pytest.mark.slow
+@settings(max_examples=6)
+@given(data=st.data())
+def test_no_page_is_lost(data):
+    engine = make_engine(options=OPTIONS._replace(pages=14))
+    texts, asked, ended = prompts(2, 5, 11, 20, 9, 13, 20), 0, []
+    for _ in range(25):
+        match data.draw(st.sampled_from(["add", "step", "step", "cancel"])):
+            case "add":
+                text = texts[data.draw(st.integers(0, 6))]
+                engine.add(Request(f"r{asked}", text, MIX[data.draw(st.integers(0, 6))]))
+                asked += 1
+            case "step":
+                ended += [u.id for u in engine.step() if u.finish_reason]
+            case "cancel":
+                engine.cancel(f"r{data.draw(st.integers(0, max(asked - 1, 0)))}")
+    while engine.busy:
+        ended += [u.id for u in engine.step() if u.finish_reason]
+    assert sorted(ended) == sorted(f"r{i}" for i in range(asked))
+    stats = engine.stats()
+    assert (stats.running, stats.waiting, stats.pages_used) == (0, 0, 0)
+    assert len(engine.pool.free) + len(engine.pool.unused) == 14 and not engine.pool.uses
+
+
+def test_a_cancelled_request_ends_and_gives_its_pages_back():
+    engine, text = make_engine(), prompts(9)[0]
+    for name in ("a", "b"):
+        engine.add(Request(name, text, WARM))
+    engine.step()
+    engine.cancel("a")
+    engine.cancel("unknown")
+    found = finish(engine)
+    assert found["a"][2] == "cancelled" and found["b"] == run(make_engine(), [
+        Request("b", text, WARM)
+    ])["b"]  # fmt: skip
+    assert engine.stats().pages_used == 0 and engine.step() == []
+
+
+def test_logprobs_are_those_of_the_whole_text():
+    engine, text = make_engine("nanochat"), prompts(9)[0]
+    engine.add(Request("a", text, WARM._replace(logprobs=2)))
+    found = []
+    while engine.busy:
+        found += [one for update in engine.step() for one in update.logprobs]
+    tokens = [*text, *(one.token for one in found)]
+    _, graphdef, _, params = model("nanochat")
+    whole = nnx.merge(graphdef, params)
+    states_1TD = jax.jit(lambda rows: whole(rows).states)(jnp.array([tokens]))
+    log_p_TV = np.asarray(jax.nn.log_softmax(whole.logits(states_1TD[0])))
+    for place, one in enumerate(found, len(text) - 1):
+        assert one.logprob == pytest.approx(float(log_p_TV[place, one.token]), abs=1e-4)
+        best = np.argsort(-log_p_TV[place])[:2]
+        assert [token for token, _ in one.top] == best.tolist()
+        np.testing.assert_allclose([p for _, p in one.top], log_p_TV[place, best], atol=1e-4)
+
+
+def test_stop_tokens_and_strings_end_a_text():
+    text, engine = prompts(9)[0], make_engine()
+    tokens, letters, _ = run(engine, [Request("a", text, GREEDY)])["a"]
+    how = GREEDY._replace(ignore_stop=False)
+    at = next(i for i in range(2, 10) if tokens[i] not in tokens[:i])
+    found = run(engine, [Request("b", text, how._replace(stop_tokens=(tokens[at],)))])["b"]
+    assert found == (tokens[: at + 1], letters[:at], "stop")
+    across = letters[at - 1 : at + 1]
+    found = run(engine, [Request("c", text, how._replace(stop=("~~", across)))])["c"]
+    assert found[1:] == (letters[: letters.index(across)], "stop")
+    assert run(engine, [Request("d", text, how)])["d"] == (tokens, letters, "length")
+
+
+@pytest.mark.parametrize(
+    ("request_", "message"),
+    [
+        (Request("a", ()), "the prompt is empty"),
+        (Request("a", (1,) * 40), "40 tokens of the prompt and max_tokens 256 exceed the context"),
+        (Request("a", (61,), GREEDY), "a token is not one of the vocabulary's 0 .. 60"),
+        (Request("a", (1,), GREEDY._replace(top_p=0.0)), "top_p is 0.0; it must be above 0"),
+        (Request("a", (1,), GREEDY._replace(top_k=0)), "top_k is 0; it must be at least 1"),
+        (Request("a", (1,), GREEDY._replace(temperature=float("nan"))), "temperature is nan"),
+        (Request("a", (1,), GREEDY._replace(logprobs=21)), "logprobs is 21; it must be from 0"),
+        (Request("a", (1,), GREEDY._replace(max_tokens=0)), "max_tokens is 0"),
+        (Request("b", (1,), GREEDY), "there is one of this id already"),
+    ],
+    ids=lambda x: x if isinstance(x, str) else "",
+)
+def test_what_can_never_be_served_is_refused(request_, message):
+    engine = make_engine()
+    engine.add(Request("b", (1,), GREEDY))
+    with pytest.raises(UserError, match=message):
+        engine.add(request_)
+    assert engine.stats().waiting == 1
+
+
+def test_a_full_queue_and_too_few_pages_are_refused():
+    engine = make_engine(options=OPTIONS._replace(max_queue=1, pages=3))
+    with pytest.raises(UserError, match="exceed the 12 tokens that the KV cache holds"):
+        engine.add(Request("a", (1,) * 9, GREEDY))
+    engine.add(Request("a", (1,), GREEDY))
+    with pytest.raises(UserError, match="the queue is full: 1 requests wait"):
+        engine.add(Request("b", (1,), GREEDY))

@@ -1,8 +1,8 @@
 """What an engine keeps on the device, and the two programs that change it.
 
-`prefill` computes a part of some prompts, `decode` the next token of all rows, or with drafts the
-next few. The texts themselves are on the device: a step needs no token of the step before from the
-host, which reads tokens while the next step already runs.
+`prefill_slots` computes a part of some prompts, `decode_slots` the next token of all rows, or with
+drafts the next few. The texts themselves are on the device: a step needs no token of the step
+before from the host, which reads tokens while the next step already runs.
 """
 
 from typing import NamedTuple
@@ -13,10 +13,11 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int, PyTree, UInt32
 
 from jaxtrain.cluster.xla_flags import jit
-from jaxtrain.inference.engine.sampling import Draw, RowSampling, draw
+from jaxtrain.inference.engine.sampling import Draw, RowSampling, sample_rows
 from jaxtrain.model import Paged, PagedCache, Prefill, ResolvedModel, Transformer
 from jaxtrain.model.kv_cache import KeysValues
 from jaxtrain.model.transformer import CACHE_MULTIPLE
+from jaxtrain.parallel import constrain
 from jaxtrain.weights.params import Params
 
 SHORTEST, LONGEST = 2, 3  # tokens of a text's end that are looked for in it
@@ -53,11 +54,23 @@ def page_shapes(
     return jax.tree.map(page, kv)
 
 
-def init_state(page: PyTree, pages: int, slots: int, context: int) -> DeviceState:
+def init_device_state(page: PyTree, pages: int, slots: int, context: int) -> DeviceState:
     """Empty pages and texts."""
-    many = lambda x: jnp.zeros((pages, *x.shape[1:]), x.dtype)
-    texts_SC = jnp.zeros((slots, context), jnp.int32)
-    return DeviceState(jax.tree.map(many, page), texts_SC, jnp.zeros(slots, jnp.int32))
+
+    def empty() -> DeviceState:
+        many = lambda x: jnp.zeros((pages, *x.shape[1:]), x.dtype)
+        texts_SC = jnp.zeros((slots, context), jnp.int32)
+        return pinned(DeviceState(jax.tree.map(many, page), texts_SC, jnp.zeros(slots, jnp.int32)))
+
+    return jax.jit(empty)()
+
+
+def pinned(state: DeviceState) -> DeviceState:
+    """The state in its place: pages split by heads over the mesh's axis `tensor`, texts whole."""
+    heads = lambda x: constrain(x, None, None, "kv_heads", *(None for _ in x.shape[3:]))
+    kv = jax.tree.map(heads, state.kv)
+    whole = constrain(state.texts_SC, None, None), constrain(state.known_S, None)
+    return DeviceState(kv, *whole)
 
 
 @jit("cublas", donate_argnames="state")
@@ -66,11 +79,12 @@ def put_text(
 ) -> DeviceState:
     """The state with a text in a slot."""
     texts_SC = state.texts_SC.at[slot].set(text_C)
-    return state._replace(texts_SC=texts_SC, known_S=state.known_S.at[slot].set(length))
+    known_S = state.known_S.at[slot].set(length)
+    return pinned(DeviceState(state.kv, texts_SC, known_S))
 
 
 @jit("cublas", static_argnames=("graphdef", "chunk"), donate_argnames="state")
-def prefill(
+def prefill_slots(
     graphdef: nnx.GraphDef,
     params: Params,
     state: DeviceState,
@@ -79,7 +93,7 @@ def prefill(
     table_RW: Int[Array, "R W"],
     starts_R: Int[Array, "R"],
     counts_R: Int[Array, "R"],
-    allowed_Rv: UInt32[Array, "R v"],
+    allowed_Sv: UInt32[Array, "S v"],
     *,
     chunk: int,
 ) -> tuple[DeviceState, Sampled]:
@@ -98,8 +112,10 @@ def prefill(
     states_RTD, kv = run_model(model, tokens_RT, cache)
     last_RD = states_RTD[jnp.arange(len(slots_R)), jnp.maximum(counts_R - 1, 0)]
     ends_R = starts_R + counts_R
-    rows = jax.tree.map(lambda x_S: x_S.at[slots_R].get(mode="clip"), sampling)
-    one = draw(model.logits(last_RD), rows, texts_RC, ends_R, allowed_Rv)
+    rows, allowed_Rv = jax.tree.map(
+        lambda x_S: x_S.at[slots_R].get(mode="clip"), (sampling, allowed_Sv)
+    )
+    one = sample_rows(model.logits(last_RD), rows, texts_RC, ends_R, allowed_Rv)
     whole_R = (ends_R == known_R) & (counts_R > 0)
     slot_R = jnp.where(whole_R, slots_R, len(state.known_S))
     texts_SC = state.texts_SC.at[slot_R, ends_R].set(one.token_B, mode="drop")
@@ -109,11 +125,11 @@ def prefill(
         add_T(one.token_B), whole_R.astype(jnp.int32), add_T(one.logprob_B),
         add_T(one.top_Bn), add_T(one.top_logprob_Bn),
     )  # fmt: skip
-    return DeviceState(kv, texts_SC, known_S), sampled
+    return pinned(DeviceState(kv, texts_SC, known_S)), sampled
 
 
 @jit("cublas", static_argnames=("graphdef", "drafts"), donate_argnames="state")
-def decode(
+def decode_slots(
     graphdef: nnx.GraphDef,
     params: Params,
     state: DeviceState,
@@ -143,7 +159,7 @@ def decode(
     states_STD, kv = run_model(model, tokens_ST, cache)
     logits_STV = model.logits(states_STD)
     each = lambda x: jnp.repeat(x, T, axis=0) if T > 1 else x
-    one = draw(
+    one = sample_rows(
         logits_STV.reshape(S * T, -1), jax.tree.map(each, sampling), each(guessed_SC),
         places_ST.reshape(-1), each(allowed_Sv),
     )  # fmt: skip
@@ -155,7 +171,8 @@ def decode(
     new_S = jnp.minimum(counts_S, 1 + accepted_S)
     kept_ST = jnp.where(jnp.arange(T)[None] < new_S[:, None], places_ST, state.texts_SC.shape[1])
     texts_SC = state.texts_SC.at[rows_S1, kept_ST].set(one.token_B, mode="drop")
-    return DeviceState(kv, texts_SC, known_S + new_S), Sampled(one.token_B, new_S, *one[1:])
+    state = pinned(DeviceState(kv, texts_SC, known_S + new_S))
+    return state, Sampled(one.token_B, new_S, *one[1:])
 
 
 def run_model(

@@ -9,12 +9,16 @@ of their arrival. When pages run out, the youngest gives up its own and later co
 again, from which it goes on as if nothing had been.
 """
 
+import contextlib
 from collections import deque
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
+from jax.sharding import Mesh
 from jaxtyping import PyTree
 
 from jaxtrain.data import Tokenizer
@@ -58,22 +62,25 @@ class Engine:
         tokenizer: Tokenizer,
         stops: tuple[int, ...] = (),
         options: EngineOptions = DEFAULT,
+        mesh: Mesh | None = None,
     ):
-        """params: on the device, in the compute dtype. stops: tokens that end every text."""
+        """params: on the device, in the compute dtype. stops: tokens that end every text.
+        mesh: that params lie on, of several devices."""
         self.context = options.context or config.context_length
         if why := device.check_servable(config, self.context):
             raise UserError(f"the engine: this model {why}")
         self.options, self.tokenizer, self.stops = options, tokenizer, stops
-        self.graphdef, self.params = graphdef, params
+        self.graphdef, self.params, self.mesh = graphdef, params, mesh
         page = device.page_shapes(graphdef, params, options.page_size, options.cache_dtype)
         self.width = -(-self.context // options.page_size)  # pages of the longest text
         self.pool = PagePool(options.pages or self.affordable(page))
         places = self.context + options.drafts + 1
-        self.state = device.init_state(page, self.pool.total, options.slots, places)
+        with self.on_mesh():
+            self.state = device.init_device_state(page, self.pool.total, options.slots, places)
         self.table_SW = np.zeros((options.slots, self.width), np.int32)
         self.rows = SlotTable(options.slots)
         words = -(-tokenizer.vocab_size // 32)
-        self.free_Sv = np.full((options.slots, words), 0xFFFFFFFF, np.uint32)
+        self.allowed_Sv = jnp.full((options.slots, words), 0xFFFFFFFF, jnp.uint32)
         self.slots: list[Sequence | None] = [None] * options.slots
         self.waiting: deque[Sequence] = deque()
         self.by_id: dict[str, Sequence] = {}
@@ -85,7 +92,7 @@ class Engine:
     def affordable(self, page: PyTree) -> int:
         """Pages that the device's free memory holds, at most a full context for every slot."""
         wanted = self.options.slots * self.width
-        stats = jax.tree.leaves(self.params)[0].devices().pop().memory_stats()
+        stats = next(iter(jax.tree.leaves(self.params)[0].devices())).memory_stats()
         if not stats:
             return wanted
         size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(page))
@@ -133,13 +140,18 @@ class Engine:
         """Start one step of the device, and read the one before; [] when idle."""
         if self.by_id:
             self.count(steps=1)
-            self.admit()
-            self.prefill()
-            self.decode()
+            with self.on_mesh():
+                self.admit()
+                self.prefill()
+                self.decode()
             while self.pending and self.pending[0].step < self.counts.steps:
                 self.read(self.pending.popleft())
         ready, self.ready = self.ready, []
         return ready
+
+    def on_mesh(self) -> AbstractContextManager[object]:
+        """In which programs are traced and run."""
+        return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
     def count(self, **more: int) -> None:
         """Add to the counts."""
@@ -229,17 +241,18 @@ class Engine:
         todo = [one for one in self.running if not one.decoding][: o.prefill_rows]
         if not todo:
             return
-        R = 1 if len(todo) == 1 else o.prefill_rows
+        R = 1 if len(todo) == 1 else min(o.prefill_rows, o.slots)
         slots_R, starts_R, counts_R = (np.full(R, x, np.int32) for x in (o.slots, 0, 0))
         for i, one in enumerate(todo):
             slots_R[i], starts_R[i] = self.slots.index(one), one.computed
             counts_R[i] = min(one.left, o.chunk)
         W = self.pages_for(int((starts_R + counts_R).max()), 4)
         table_RW = self.table_SW[np.minimum(slots_R, o.slots - 1), :W]
-        arrays = jax.device_put((slots_R, table_RW, starts_R, counts_R, self.free_Sv[:R].copy()))
-        self.state, sampled = device.prefill(
-            self.graphdef, self.params, self.state, self.rows.on_device(), *arrays, chunk=o.chunk
-        )
+        slots, table, starts, counts = jax.device_put((slots_R, table_RW, starts_R, counts_R))
+        self.state, sampled = device.prefill_slots(
+            self.graphdef, self.params, self.state, self.rows.on_device(), slots, table, starts,
+            counts, self.allowed_Sv, chunk=o.chunk,
+        )  # fmt: skip
         rows: list[tuple[int, Sequence]] = []
         for i, one in enumerate(todo):
             one.computed += int(counts_R[i])
@@ -262,10 +275,10 @@ class Engine:
         active_S[[slot for slot, _ in rows]] = True
         most = self.options.drafts + 1
         W = self.pages_for(max(one.length for one in todo) + most - 1, 2)
-        arrays = jax.device_put((active_S, self.table_SW[:, :W].copy(), self.free_Sv.copy()))
-        self.state, sampled = device.decode(
-            self.graphdef, self.params, self.state, self.rows.on_device(), *arrays,
-            drafts=self.options.drafts,
+        active, table = jax.device_put((active_S, self.table_SW[:, :W].copy()))
+        self.state, sampled = device.decode_slots(
+            self.graphdef, self.params, self.state, self.rows.on_device(), active, table,
+            self.allowed_Sv, drafts=self.options.drafts,
         )  # fmt: skip
         for one in todo:
             one.ahead += most
@@ -308,16 +321,18 @@ class Engine:
     def read(self, step: Pending) -> None:
         """The tokens of a step, to whom they belong."""
         tokens_BT, counts_B = np.asarray(step.sampled.tokens_BT), np.asarray(step.sampled.counts_B)
+        new = accepted = 0
         for row, one in step.rows:
             if one.done:
                 continue
             one.ahead -= step.most
             tokens = tokens_BT[row, : counts_B[row]].tolist()
             update = one.read(tokens, read_logprobs(step.sampled, row, tokens, one.request))
-            self.count(new_tokens=len(update.tokens), accepted_drafts=max(0, len(tokens) - 1))
+            new, accepted = new + len(update.tokens), accepted + max(0, len(tokens) - 1)
             self.ready.append(update)
             if update.finish_reason:
                 self.finish(one)
+        self.count(new_tokens=new, accepted_drafts=accepted)
 
 
 def read_logprobs(

@@ -9,7 +9,7 @@ from jaxtrain.inference.engine.sampling import RowSampling
 OFF = 2**31 - 1  # top_k of all tokens
 
 
-def values_of(s: SamplingParams, prompt: int) -> tuple[float | int, ...]:
+def row_values(s: SamplingParams, prompt: int) -> tuple[float | int, ...]:
     """One request's row, in the order of RowSampling."""
     return (
         s.temperature, s.top_k or OFF, s.top_p, s.min_p, s.typical_p, s.repetition_penalty,
@@ -18,7 +18,7 @@ def values_of(s: SamplingParams, prompt: int) -> tuple[float | int, ...]:
     )  # fmt: skip
 
 
-IDLE = values_of(SamplingParams(max_tokens=0, temperature=0), 0)
+IDLE = row_values(SamplingParams(max_tokens=0, temperature=0), 0)
 DTYPES: dict[str, type[np.number]] = dict.fromkeys(RowSampling._fields, np.float32)
 DTYPES |= dict.fromkeys(("top_k_B", "prompt_B", "limit_B", "top_B"), np.int32)
 DTYPES["seed_B"] = np.uint32
@@ -34,7 +34,7 @@ class SlotTable:
 
     def put(self, slot: int, sampling: SamplingParams, prompt: int) -> None:
         """A request with so many tokens of a prompt begins in a slot."""
-        self._write(slot, values_of(sampling, prompt))
+        self._write(slot, row_values(sampling, prompt))
 
     def clear(self, slot: int) -> None:
         """A slot asks for nothing again."""

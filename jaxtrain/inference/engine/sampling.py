@@ -40,7 +40,7 @@ class Draw(NamedTuple):
     top_logprob_Bn: Array
 
 
-def draw(
+def sample_rows(
     logits_BV: Float[Array, "B V"],
     s: RowSampling,
     texts_BC: Int[Array, "B C"],
@@ -57,7 +57,7 @@ def draw(
         punished_B, lambda x: penalized(x, s, texts_BC, lengths_B), lambda x: x, logits_BV
     )
     masked_B = jnp.any(allowed_Bv != jnp.uint32(0xFFFFFFFF), axis=1)
-    logits_BV = when(masked_B, lambda x: masked(x, allowed_Bv), lambda x: x, logits_BV)
+    logits_BV = when(masked_B, lambda x: mask_tokens(x, allowed_Bv), lambda x: x, logits_BV)
     best_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     random = lambda x: jnp.where(s.temperature_B == 0, best_B, sampled(x, s, lengths_B))
     token_B = when(s.temperature_B > 0, random, lambda x: best_B, logits_BV)
@@ -90,7 +90,7 @@ def penalized(
     return logits_BV - column(s.presence_B) * (new_BV > 0)
 
 
-def masked(logits_BV: Array, allowed_Bv: Array) -> Float[Array, "B V"]:
+def mask_tokens(logits_BV: Array, allowed_Bv: Array) -> Float[Array, "B V"]:
     """-inf where a row's bit is 0."""
     token_V = jnp.arange(logits_BV.shape[1])
     word_BV = allowed_Bv[:, token_V // 32]

@@ -52,7 +52,7 @@ def paged_attention(
     )  # fmt: skip
 
 
-def gathered(pages: Any, table_BW: Any) -> tuple[Any, Any]:
+def gather_pages(pages: Any, table_BW: Any) -> tuple[Any, Any]:
     """The rows' keys or values [B, S, K, H] in their order and, of 8 bits, their scales."""
     values, scales = pages if isinstance(pages, Quantized) else (pages, None)
     take = lambda x: x[table_BW].reshape(len(table_BW), -1, *x.shape[2:])
@@ -77,7 +77,9 @@ def xla(
     """Pages are gathered in the dtype that they have; scales join scores and probabilities."""
     (B, T, N, H), size = q_BTNH.shape, jax.tree.leaves(k_PpKH)[0].shape[1]
     table_BW, begin_B = in_window(table_BW, starts_B, size, T, window)
-    (k_BSKH, k_scale_BSK), (v_BSKH, v_scale_BSK) = (gathered(x, table_BW) for x in (k_PpKH, v_PpKH))
+    (k_BSKH, k_scale_BSK), (v_BSKH, v_scale_BSK) = (
+        gather_pages(x, table_BW) for x in (k_PpKH, v_PpKH)
+    )
     S, K = k_BSKH.shape[1:3]
     wide = jnp.promote_types(q_BTNH.dtype, jnp.float32)
     q_BTKGH = q_BTNH.reshape(B, T, K, N // K, H)

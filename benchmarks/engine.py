@@ -1,0 +1,188 @@
+"""The inference engine on random weights and prompts: tokens per second, time to first token."""
+
+import statistics
+import time
+from collections.abc import Iterator, Sequence
+from typing import Any, NamedTuple
+
+import jax
+import numpy as np
+
+from benchmarks.decode_models import COMPUTE, random_weights, weight_bytes
+from benchmarks.kernels import failure
+from benchmarks.record import describe
+from benchmarks.timing import ceilings
+from jaxtrain.cluster.runtime import compute_dtype
+from jaxtrain.config import find_config, load_config
+from jaxtrain.config.resolve import resolve, vocab_size_of
+from jaxtrain.data.tokenizer.tokenizer import Tokenizer, text_of
+from jaxtrain.estimate.workload import SHORT
+from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingParams
+from jaxtrain.inference.engine.device import page_shapes
+from jaxtrain.model import Transformer, split
+from jaxtrain.model.config import ResolvedModel
+from jaxtrain.weights.params import Params
+
+BENCH = "engine"
+CONCURRENT = 32  # requests of the time to first token
+PAGE = 32  # tokens
+REPEATS = 3
+
+
+class Served(NamedTuple):
+    """A configuration with random weights on the device."""
+
+    config: ResolvedModel
+    graphdef: Any
+    params: Params
+    weight_bytes: int  # that a step reads
+    vocab_size: int
+
+    def engine(self, slots: int, cache_dtype: str | None, drafts: int) -> Engine:
+        """With room for a whole context in every slot, as far as the memory goes."""
+        pieces = (b"a",) * self.vocab_size
+        decode = lambda ids: text_of(pieces, ids)
+        tokenizer = Tokenizer("bytes", b"", pieces, 0, lambda texts: [], decode)
+        options = EngineOptions(
+            slots=slots, page_size=PAGE, cache_dtype=cache_dtype, drafts=drafts, prefill_rows=8
+        )
+        return Engine(self.config, self.graphdef, self.params, tokenizer, options=options)
+
+
+def bench_engine(
+    name: str,
+    overrides: Sequence[str],
+    variant: str | None,
+    batches: Sequence[int],
+    prompt: int,
+    new: int,
+    cache_dtypes: Sequence[str],
+    drafts: int,
+) -> Iterator[dict[str, Any]]:
+    """The record of a configuration, with one more row each time.
+
+    Of each batch: tokens/s of all requests from the first prompt to the last token, and of the time
+    in which all of them decode, beside what reading weights and cache once a step would take at the
+    rate of a copy that is measured in this call.
+    """
+    config = load_config(find_config(name), overrides)
+    dtype, vocab_size = compute_dtype(config.train.precision), vocab_size_of(config.data)
+    model = resolve(config, vocab_size).model
+    model = model.model_copy(update={"context_length": max(prompt + new, model.context_length)})
+    graphdef, specs = split(Transformer(model, vocab_size))
+    params = random_weights(specs, dtype)
+    one = Served(model, graphdef, params, weight_bytes(model, specs, params), vocab_size)
+    limits, rows = ceilings(dtype), list[dict[str, Any]]()
+    record = describe(BENCH, name, variant or SHORT[dtype.name], devices=1)
+    record |= {"workload": {"prompt": prompt, "new": new, "page_size": PAGE, "drafts": drafts}}
+    for cache_dtype in cache_dtypes:
+        kept = None if cache_dtype == COMPUTE else cache_dtype
+        label = {"name": "engine", "backend": kept or SHORT[dtype.name]}
+        for batch in batches:
+            shape = {"shape": f"{batch} x ({prompt} + {new})"}
+            try:
+                found = rate(one, batch, kept, prompt, new, drafts, limits.copy_gbps)
+            except jax.errors.JaxRuntimeError as error:  # as of a cache that does not fit
+                found = {"failed": failure(error)}
+            rows.append(label | shape | found)
+            yield record | {"rows": rows, "floor": limits._asdict()}
+        first = first_tokens(one, kept, prompt)
+        rows.append(label | {"name": "first_token", "shape": f"{CONCURRENT} x {prompt}"} | first)
+        yield record | {"rows": rows, "floor": limits._asdict()}
+
+
+def requests_of(one: Served, batch: int, prompt: int, new: int, seed: int) -> list[Request]:
+    """Random prompts, none of which begins as another."""
+    ids = np.random.default_rng(seed).integers(0, one.vocab_size, (batch, prompt)).tolist()
+    how = SamplingParams(max_tokens=new, ignore_stop=True)
+    return [Request(f"{seed}-{i}", tuple(x), how._replace(seed=i)) for i, x in enumerate(ids)]
+
+
+class Timing(NamedTuple):
+    """Seconds of serving some requests: until the first token of each, and at each step."""
+
+    first: dict[str, float]
+    steps: list[tuple[float, int]]  # the time, new tokens so far
+
+    @property
+    def total(self) -> float:
+        return self.steps[-1][0]
+
+    def seconds_per_token(self, batch: int) -> float:
+        """Of the time in which all of the batch decode: for one new token of each."""
+        begin = max(self.first.values())
+        inside = [(at, tokens) for at, tokens in self.steps if at >= begin]
+        (start, before), (end, after) = inside[0], inside[-1]
+        return (end - start) / max(after - before, 1) * batch
+
+
+def serve(engine: Engine, requests: Sequence[Request]) -> Timing:
+    """All requests at once, to their end."""
+    begin, first, steps, tokens = time.perf_counter(), dict[str, float](), [], 0
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        updates = engine.step()
+        now = time.perf_counter() - begin
+        for update in updates:
+            tokens += len(update.tokens)
+            if update.tokens:
+                first.setdefault(update.id, now)
+        if updates:
+            steps.append((now, tokens))
+    return Timing(first, steps)
+
+
+def rate(
+    one: Served,
+    batch: int,
+    cache_dtype: str | None,
+    prompt: int,
+    new: int,
+    drafts: int,
+    copy_gbps: float,
+) -> dict[str, Any]:
+    """A row: tokens/s of a batch of requests, medians, warm."""
+    engine = one.engine(batch, cache_dtype, drafts)
+    timing = lambda seed: serve(engine, requests_of(one, batch, prompt, new, seed))
+    compiling = timing(0).total
+    warm = [timing(1 + i) for i in range(REPEATS)]
+    total = statistics.median(one.total for one in warm)
+    each = statistics.median(one.seconds_per_token(batch) for one in warm)
+    floor_ms = floor_bytes(one, batch, cache_dtype, prompt + new / 2) / copy_gbps / 1e6
+    return {
+        "tokens_per_s": batch * new / total,
+        "ms": 1e3 * each,
+        "decode_tokens_per_s": batch / each,
+        "floor_ms": floor_ms,
+        "of_floor": floor_ms / (1e3 * each),
+        "compile_s": max(compiling - total, 0.0),
+        "preemptions": engine.stats().preemptions,
+    }
+
+
+def floor_bytes(one: Served, batch: int, cache_dtype: str | None, held: float) -> float:
+    """What a step reads once: weights, and of each row the keys and values that a window shows."""
+    layers = page_shapes(one.graphdef, one.params, 1, cache_dtype)
+    specs = [spec for spec in Transformer(one.config, one.vocab_size).plan if not spec.kv_from]
+    seen = [held if spec.window is None else min(held, spec.window + 1) for spec in specs]
+    sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layer)) for layer in layers]
+    return one.weight_bytes + batch * sum(s * n for s, n in zip(sizes, seen, strict=True))
+
+
+def first_tokens(one: Served, cache_dtype: str | None, prompt: int) -> dict[str, Any]:
+    """A row: milliseconds to the first token of a lone request, and of many at once (their median
+    and the last)."""
+    engine, lone, many = one.engine(CONCURRENT, cache_dtype, 0), [], []
+    for i in range(REPEATS + 1):
+        lone += [*serve(engine, requests_of(one, 1, prompt, 8, 2 * i)).first.values()]
+        many.append(
+            [*serve(engine, requests_of(one, CONCURRENT, prompt, 8, 2 * i + 1)).first.values()]
+        )
+    ms = lambda values: 1e3 * statistics.median(values)
+    alone = ms(lone[1:])
+    return {
+        "alone_ms": alone,
+        "median_ms": ms([statistics.median(x) for x in many[1:]]),
+        "last_ms": ms([max(x) for x in many[1:]]),
+    }

@@ -1,0 +1,58 @@
+"""An engine of a run on disk."""
+
+import jax
+import pytest
+from tiny import byte_model, random_run
+
+from jaxtrain.inference.engine import EngineOptions, Request, SamplingParams, load_engine
+from jaxtrain.inference.generate import Sampling, generate
+from jaxtrain.runs.saved import load_saved
+from jaxtrain.settings import UserError
+
+OPTIONS = EngineOptions(slots=2, page_size=8, chunk=16)
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory):
+    fields = byte_model(64, "train.precision=float32", "model.head_dim=8")
+    return random_run(tmp_path_factory.mktemp("run"), fields)
+
+
+def texts_of(engine, prompts):
+    for i, prompt in enumerate(prompts):
+        tokens = (256, *prompt.encode())
+        engine.add(Request(str(i), tokens, SamplingParams(max_tokens=12, temperature=0)))
+    found = ["" for _ in prompts]
+    while engine.busy:
+        for update in engine.step():
+            found[int(update.id)] += update.text
+    return found
+
+
+def in_parts(engine):
+    """Whether two devices hold different heads of each page."""
+    pages = jax.tree.leaves(engine.state.kv)
+    return all(len(x.devices()) == 2 and not x.is_fully_replicated for x in pages)
+
+
+PROMPTS = ["To be, or not", "A", "We few, we happy few, we band of brothers"]
+
+
+def test_its_text_is_that_of_generate(run):
+    saved = load_saved(run)
+    how = Sampling(tokens=12, temperature=0)
+    wanted = generate(saved.graphdef, saved.params, saved.tokenizer, PROMPTS, how)
+    assert texts_of(load_engine(run, None, OPTIONS), PROMPTS) == wanted
+
+
+@pytest.mark.slow
+def test_on_two_devices_it_says_the_same(run):
+    two = load_engine(run, None, OPTIONS._replace(tensor=2))
+    assert in_parts(two)
+    assert texts_of(two, PROMPTS) == texts_of(load_engine(run, None, OPTIONS), PROMPTS)
+    assert in_parts(two)
+
+
+def test_devices_that_do_not_divide_are_refused(run):
+    with pytest.raises(UserError, match="tensor=3 does not divide"):
+        load_engine(run, None, OPTIONS._replace(tensor=3))

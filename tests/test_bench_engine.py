@@ -1,0 +1,37 @@
+"""The engine's bench: tokens/s beside what reading weights and cache takes."""
+
+import importlib
+import json
+
+import pytest
+
+from benchmarks import engine
+
+main = importlib.import_module("benchmarks.__main__").main
+SMALL = [
+    "model.depth=2", "model.width=128", "model.head_dim=64", "data.tokenizer={name: bytes}",
+    "train.batch_size=8", "train.device_batch_size=1",
+]  # fmt: skip
+
+
+def test_rates_and_first_tokens(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(engine, "REPEATS", 1)
+    monkeypatch.setattr(engine, "CONCURRENT", 2)
+    argv = ["engine", "--config", "gpt_d12", *SMALL, "--batch", "1", "3", "--prompts", "40"]
+    assert main([*argv, "--new", "6", "--record", "--out", str(tmp_path)]) == 0
+    result = json.loads((tmp_path / "engine-gpt_d12-fp32-cpu.json").read_text())
+    one, three, first = result["rows"]
+    assert [row["shape"] for row in result["rows"]] == ["1 x (40 + 6)", "3 x (40 + 6)", "2 x 40"]
+    for row in (one, three):
+        assert row["of_floor"] == pytest.approx(row["floor_ms"] / row["ms"])
+        assert 0 < row["tokens_per_s"] and row["preemptions"] == 0
+    # A token has keys and values of 2 layers of 128 channels, 4 bytes each.
+    more = (three["floor_ms"] - one["floor_ms"]) * result["floor"]["copy_gbps"] * 1e6
+    assert more == pytest.approx(2 * 43 * 2 * 2 * 128 * 4)
+    assert 0 < first["alone_ms"] and first["median_ms"] <= first["last_ms"]
+    assert "first_token" in capsys.readouterr().out
+
+
+def test_an_option_of_another_bench_is_refused(capsys):
+    assert main(["step", "--new", "6"]) == 2
+    assert "--new 6 is for bench engine" in capsys.readouterr().err
