@@ -93,7 +93,7 @@ def test_other_parameters_compile_nothing():
     tokens_of(engine, texts)
     tokens_of(engine, texts[:1])
     compiled = []
-    listen = lambda event, seconds, **_: compiled.append(event)
+    listen = lambda event, duration_secs, **_: compiled.append(event)
     jax.monitoring.register_event_duration_secs_listener(listen)
     try:
         run(engine, requests_of(texts))

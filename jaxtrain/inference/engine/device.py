@@ -74,12 +74,15 @@ def pinned(state: DeviceState) -> DeviceState:
 
 
 @jit("cublas", donate_argnames="state")
-def put_text(
-    state: DeviceState, slot: Int[Array, ""], text_C: Int[Array, "C"], length: Int[Array, ""]
+def put_texts(
+    state: DeviceState,
+    slots_N: Int[Array, "N"],
+    texts_NC: Int[Array, "N C"],
+    lengths_N: Int[Array, "N"],
 ) -> DeviceState:
-    """The state with a text in a slot."""
-    texts_SC = state.texts_SC.at[slot].set(text_C)
-    known_S = state.known_S.at[slot].set(length)
+    """The state with texts in some slots; that of a slot that is none is dropped."""
+    texts_SC = state.texts_SC.at[slots_N].set(texts_NC, mode="drop")
+    known_S = state.known_S.at[slots_N].set(lengths_N, mode="drop")
     return pinned(DeviceState(state.kv, texts_SC, known_S))
 
 

@@ -168,19 +168,27 @@ class Engine:
 
     def admit(self) -> None:
         """Give waiting requests slots and pages, in their order, while there are some."""
-        while self.waiting and None in self.slots:
-            if not self.take_pages(self.waiting[0]):
-                return
+        new: list[tuple[int, list[int]]] = []
+        while self.waiting and None in self.slots and self.take_pages(self.waiting[0]):
             sequence, slot = self.waiting.popleft(), self.slots.index(None)
             self.slots[slot], sequence.slot = sequence, slot
             self.rows.put(slot, sequence.request.sampling, len(sequence.request.prompt))
-            text_C = np.zeros(self.state.texts_SC.shape[1], np.int32)
-            text_C[: len(sequence.tokens)] = sequence.tokens
-            self.state = device.put_text(
-                self.state,
-                *jax.device_put((np.int32(slot), text_C, np.int32(len(sequence.tokens)))),
-            )
             self.write_table(sequence)
+            new.append((slot, sequence.tokens))
+        if new:
+            self.put_texts(new)
+
+    def put_texts(self, new: list[tuple[int, list[int]]]) -> None:
+        """Texts to their slots on the device: one of them, or all at once."""
+        S, C = self.state.texts_SC.shape
+        N = 1 if len(new) == 1 else S
+        slots_N, texts_NC, lengths_N = np.full(N, S), np.zeros((N, C)), np.zeros(N)
+        for i, (slot, tokens) in enumerate(new):
+            slots_N[i], lengths_N[i] = slot, len(tokens)
+            texts_NC[i, : len(tokens)] = tokens
+        arrays = (x.astype(np.int32) for x in (slots_N, texts_NC, lengths_N))
+        slots, texts, lengths = jax.device_put(tuple(arrays))
+        self.state = device.put_texts(self.state, slots, texts, lengths)
 
     def take_pages(self, sequence: Sequence) -> bool:
         """Whether a waiting request now has pages for its text, known ones and new ones.

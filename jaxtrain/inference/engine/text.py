@@ -31,6 +31,8 @@ class TextStream:
         return text, False
 
     def _cut(self, new: str) -> tuple[str, bool]:
+        if not self.stops:
+            return new, False
         text = self.held + new
         found = [at for stop in self.stops if (at := text.find(stop)) >= 0]
         if found:

@@ -1,7 +1,8 @@
 """Attention of new tokens against keys and values in pages, one token a row or many.
 
-The pages of a row are gathered to a copy of its keys in their order, without those that its window
-hides, and then two matmuls attend to that copy.
+`xla` gathers the pages of a row to a copy of its keys in their order, without those that its window
+hides, and then two matmuls attend to that copy. `reduce`, for one token a row, multiplies and adds
+without matmuls, so that the gathering can be a part of it.
 """
 
 from typing import Any
@@ -11,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxtrain_kernels.attention import reference
-from jaxtrain_kernels.attention.decode import Quantized
+from jaxtrain_kernels.attention.decode import Quantized, decode_attention
 from jaxtrain_kernels.dispatch import choose_backend
 
 Pages = Float[Array, "P p K H"] | Quantized
@@ -38,12 +39,13 @@ def paged_attention(
     the pages hold elsewhere is masked, but must be finite. window, softcap and scale as in
     `attention`. Queries from counts_B on (padding, an idle row) give 0.
 
-    implementation: `xla` or `reference`; None = `xla`.
+    implementation: `xla`, `reduce` or `reference`; None = `xla`.
     """
     values = k_PpKH.values_BSKH if isinstance(k_PpKH, Quantized) else k_PpKH
     W, H = table_BW.shape[1], q_BTNH.shape[-1]
     signature = f"{q_BTNH.dtype}{list(q_BTNH.shape)} pages={values.dtype}{list(values.shape)} W={W}"
-    names = dict.fromkeys([*BACKENDS, "reference"])
+    names: dict[str, str | None] = dict.fromkeys([*BACKENDS, "reference"])
+    names["reduce"] = None if q_BTNH.shape[1] == 1 else "takes one token a row"
     name = choose_backend("paged_attention", names, implementation, signature)
     backend = reference.paged_attention if name == "reference" else BACKENDS[name]
     return backend(
@@ -108,8 +110,28 @@ def xla(
     return out_BTKGH.reshape(B, T, N, -1).astype(q_BTNH.dtype)
 
 
+def reduce(
+    q_B1NH: Any, k_PpKH: Any, v_PpKH: Any, table_BW: Any, starts_B: Any, counts_B: Any,
+    *, window: int | None, softcap: float | None, scale: float,
+) -> Any:  # fmt: skip
+    """One token a row, as decoding from a cache of rows, which the gathered pages are."""
+    size = jax.tree.leaves(k_PpKH)[0].shape[1]
+    table_BW, begin_B = in_window(table_BW, starts_B, size, 1, window)
+    lengths_B = jnp.where(counts_B > 0, starts_B + 1 - begin_B, 0)
+
+    def rows(pages: Any) -> Any:
+        values, scales = gather_pages(pages, table_BW)
+        return values if scales is None else Quantized(values, scales)
+
+    out_BNH = decode_attention(
+        q_B1NH[:, 0], rows(k_PpKH), rows(v_PpKH), lengths_B, window=window, softcap=softcap,
+        scale=scale, splits=1, implementation="reduce",
+    )  # fmt: skip
+    return out_BNH[:, None]
+
+
 def by_head(scale_BSK: Any) -> Any:
     return scale_BSK.transpose(0, 2, 1)[:, :, None, None]
 
 
-BACKENDS = {"xla": xla}
+BACKENDS = {"xla": xla, "reduce": reduce}

@@ -1,0 +1,75 @@
+"""Sampling with each parameter an array: by what it leaves of a distribution."""
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+
+from jaxtrain.inference.engine.requests import SamplingParams
+from jaxtrain.inference.engine.rows import SlotTable
+from jaxtrain.inference.engine.sampling import sample_rows
+
+P_V = np.array([0.4, 0.3, 0.2, 0.07, 0.03])
+DRAWS = 4000
+
+
+def shares(how, text=(), prompt=0, allowed=0b11111):
+    """How often each token is drawn, of seeds 0, 1, ..., behind a text."""
+    table = SlotTable(DRAWS)
+    sampling = SamplingParams(max_tokens=9)._replace(**{"temperature": 1.0} | how)
+    for row in range(DRAWS):
+        table.put(row, sampling._replace(seed=row), prompt)
+    logits_BV = jnp.tile(jnp.log(jnp.asarray(P_V, jnp.float32)), (DRAWS, 1))
+    texts_BC = jnp.tile(jnp.array([*text, 0], jnp.int32), (DRAWS, 1))
+    lengths_B = jnp.full(DRAWS, len(text), jnp.int32)
+    bits_Bv = jnp.full((DRAWS, 1), 0xFFFFFFE0 | allowed, jnp.uint32)
+    args = logits_BV, table.on_device(), texts_BC, lengths_B, bits_Bv
+    return np.bincount(jax.jit(sample_rows)(*args).token_B, minlength=len(P_V)) / DRAWS
+
+
+def wanted(kept=(0, 1, 2, 3, 4), power=1.0, factor=(1, 1, 1, 1, 1)):
+    p_V = np.zeros(len(P_V))
+    p_V[list(kept)] = (P_V**power * np.array(factor))[list(kept)]
+    return p_V / p_V.sum()
+
+
+@pytest.mark.parametrize(
+    ("how", "p_V"),
+    [
+        ({}, wanted()),
+        ({"temperature": 0.5}, wanted(power=2)),
+        ({"top_k": 2}, wanted((0, 1))),
+        ({"top_p": 0.65}, wanted((0, 1))),
+        ({"top_p": 0.75}, wanted((0, 1, 2))),  # the first that reaches the share is in
+        ({"top_p": 1e-6}, wanted((0,))),
+        ({"top_k": 4, "top_p": 0.75}, wanted((0, 1, 2))),
+        ({"min_p": 0.3}, wanted((0, 1, 2))),
+        ({"min_p": 1.0}, wanted((0,))),
+        ({"typical_p": 0.25}, wanted((1,))),  # entropy 1.35, of which 0.3 is the nearest
+        ({"typical_p": 0.6}, wanted((1, 2, 0))),
+        ({"temperature": 0.0}, wanted((0,))),
+    ],
+    ids=str,
+)
+def test_what_is_kept_is_drawn_by_its_probability(how, p_V):
+    np.testing.assert_allclose(shares(how), p_V, atol=0.03)
+
+
+def test_penalties_count_tokens():
+    """Of the prompt [0, 3] and the new tokens [1, 1, 2]."""
+    told = lambda how: shares(how, (0, 3, 1, 1, 2), prompt=2)
+    f = lambda *logits: np.exp(logits)
+    np.testing.assert_allclose(
+        told({"frequency_penalty": 0.5}), wanted(factor=f(0, -1, -0.5, 0, 0)), atol=0.03
+    )
+    np.testing.assert_allclose(
+        told({"presence_penalty": 0.5}), wanted(factor=f(0, -0.5, -0.5, 0, 0)), atol=0.03
+    )
+    # Log-probabilities are negative: those of all tokens in the text are multiplied.
+    lower = np.where(np.arange(5) < 4, P_V, 1)
+    np.testing.assert_allclose(told({"repetition_penalty": 2.0}), wanted(factor=lower), atol=0.03)
+
+
+def test_tokens_that_are_not_allowed_are_never_drawn():
+    np.testing.assert_allclose(shares({}, allowed=0b01010), wanted((1, 3)), atol=0.03)
+    assert shares({"temperature": 0.0}, allowed=0b01010)[1] == 1
