@@ -15,15 +15,17 @@ DRAWS = 4000
 
 def shares(how, text=(), prompt=0, allowed=0b11111):
     """How often each token is drawn, of seeds 0, 1, ..., behind a text."""
-    table = SlotTable(DRAWS)
+    table = SlotTable(DRAWS, len(P_V))
     sampling = SamplingParams(max_tokens=9)._replace(**{"temperature": 1.0} | how)
     for row in range(DRAWS):
         table.put(row, sampling._replace(seed=row), prompt)
     logits_BV = jnp.tile(jnp.log(jnp.asarray(P_V, jnp.float32)), (DRAWS, 1))
     texts_BC = jnp.tile(jnp.array([*text, 0], jnp.int32), (DRAWS, 1))
     lengths_B = jnp.full(DRAWS, len(text), jnp.int32)
-    bits_Bv = jnp.full((DRAWS, 1), 0xFFFFFFE0 | allowed, jnp.uint32)
-    args = logits_BV, table.on_device(), texts_BC, lengths_B, bits_Bv
+    for row in range(DRAWS):
+        table.allow(row, np.uint32(0xFFFFFFE0 | allowed))
+    rows, bits_Bv = table.on_device()
+    args = logits_BV, rows, texts_BC, lengths_B, bits_Bv
     return np.bincount(jax.jit(sample_rows)(*args).token_B, minlength=len(P_V)) / DRAWS
 
 

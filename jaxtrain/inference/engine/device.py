@@ -91,18 +91,18 @@ def prefill_slots(
     graphdef: nnx.GraphDef,
     params: Params,
     state: DeviceState,
-    sampling: RowSampling,
+    rows: tuple[RowSampling, UInt32[Array, "S v"]],
     slots_R: Int[Array, "R"],
     table_RW: Int[Array, "R W"],
     starts_R: Int[Array, "R"],
     counts_R: Int[Array, "R"],
-    allowed_Sv: UInt32[Array, "S v"],
     *,
     chunk: int,
 ) -> tuple[DeviceState, Sampled]:
     """Compute counts_R tokens of the texts of some slots, from starts_R on, and sample the next.
 
-    It counts, and joins the text, where the whole text is computed. An idle row has the slot
+    rows: the parameters of all slots, and the bits of the tokens that they may have. The new token
+    counts, and joins the text, where the whole text is computed. An idle row has the slot
     number of none, and counts_R 0.
     """
     texts_RC = state.texts_SC.at[slots_R].get(mode="fill", fill_value=0)
@@ -115,10 +115,9 @@ def prefill_slots(
     states_RTD, kv = run_model(model, tokens_RT, cache)
     last_RD = states_RTD[jnp.arange(len(slots_R)), jnp.maximum(counts_R - 1, 0)]
     ends_R = starts_R + counts_R
-    rows, allowed_Rv = jax.tree.map(
-        lambda x_S: x_S.at[slots_R].get(mode="clip"), (sampling, allowed_Sv)
-    )
-    one = sample_rows(model.logits(last_RD), rows, texts_RC, ends_R, allowed_Rv)
+    of_slots = lambda x_S: x_S.at[slots_R].get(mode="clip")
+    sampling, allowed_Rv = jax.tree.map(of_slots, rows)
+    one = sample_rows(model.logits(last_RD), sampling, texts_RC, ends_R, allowed_Rv)
     whole_R = (ends_R == known_R) & (counts_R > 0)
     slot_R = jnp.where(whole_R, slots_R, len(state.known_S))
     texts_SC = state.texts_SC.at[slot_R, ends_R].set(one.token_B, mode="drop")
@@ -136,10 +135,9 @@ def decode_slots(
     graphdef: nnx.GraphDef,
     params: Params,
     state: DeviceState,
-    sampling: RowSampling,
+    rows: tuple[RowSampling, UInt32[Array, "S v"]],
     active_S: Bool[Array, "S"],
     table_SW: Int[Array, "S W"],
-    allowed_Sv: UInt32[Array, "S v"],
     *,
     drafts: int,
 ) -> tuple[DeviceState, Sampled]:
@@ -149,9 +147,10 @@ def decode_slots(
     the text is that without drafts.
     """
     S, T, known_S = len(active_S), drafts + 1, state.known_S
+    sampling, allowed_Sv = rows
     room_S = jnp.where(active_S, jnp.maximum(sampling.limit_B - known_S, 0), 0)
     guess_Sk, found_S = look_up(state.texts_SC, known_S, drafts)
-    counts_S = jnp.minimum(room_S, 1 + found_S)
+    counts_S = jnp.minimum(room_S, 1 + jnp.minimum(found_S, sampling.guesses_B))
     rows_S1, places_ST = jnp.arange(S)[:, None], known_S[:, None] + jnp.arange(T)[None]
     guessed_SC = state.texts_SC.at[rows_S1, places_ST[:, :drafts]].set(guess_Sk, mode="drop")
     take = lambda places: jnp.take_along_axis(guessed_SC, places, axis=1, mode="clip")

@@ -15,7 +15,6 @@ from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import jax
-import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -24,6 +23,7 @@ from jaxtyping import PyTree
 from jaxtrain.data import Tokenizer
 from jaxtrain.inference.engine import device
 from jaxtrain.inference.engine.device import Sampled
+from jaxtrain.inference.engine.grammars import Grammars, allowed_bits
 from jaxtrain.inference.engine.pages import PagePool
 from jaxtrain.inference.engine.requests import (
     DEFAULT,
@@ -78,9 +78,7 @@ class Engine:
         with self.on_mesh():
             self.state = device.init_device_state(page, self.pool.total, options.slots, places)
         self.table_SW = np.zeros((options.slots, self.width), np.int32)
-        self.rows = SlotTable(options.slots)
-        words = -(-tokenizer.vocab_size // 32)
-        self.allowed_Sv = jnp.full((options.slots, words), 0xFFFFFFFF, jnp.uint32)
+        self.rows = SlotTable(options.slots, tokenizer.vocab_size)
         self.slots: list[Sequence | None] = [None] * options.slots
         self.waiting: deque[Sequence] = deque()
         self.by_id: dict[str, Sequence] = {}
@@ -88,6 +86,7 @@ class Engine:
         self.ready: list[Update] = []
         self.counts = EngineStats(0, 0, 0, self.pool.total, 0, 0, 0, 0, 0, 0)
         self.arrivals = 0
+        self.grammars: Grammars | None = None  # made when the first request asks for one
 
     def affordable(self, page: PyTree) -> int:
         """Pages that the device's free memory holds, at most a full context for every slot."""
@@ -116,6 +115,9 @@ class Engine:
             )
         stops = {*self.stops, *request.sampling.stop_tokens}
         sequence = Sequence(request, self.arrivals, self.tokenizer, stops)
+        if (grammar := request.sampling.grammar) is not None:
+            self.grammars = self.grammars or Grammars(self.tokenizer, self.stops)
+            sequence.matcher = self.grammars.matcher(grammar, request.id)
         self.arrivals += 1
         self.by_id[request.id] = sequence
         self.waiting.append(sequence)
@@ -174,9 +176,15 @@ class Engine:
             self.slots[slot], sequence.slot = sequence, slot
             self.rows.put(slot, sequence.request.sampling, len(sequence.request.prompt))
             self.write_table(sequence)
+            self.constrain(sequence)
             new.append((slot, sequence.tokens))
         if new:
             self.put_texts(new)
+
+    def constrain(self, sequence: Sequence) -> None:
+        """Allow the tokens that a running request's grammar lets come next."""
+        if sequence.matcher is not None and sequence.slot is not None:
+            self.rows.allow(sequence.slot, allowed_bits(sequence.matcher))
 
     def put_texts(self, new: list[tuple[int, list[int]]]) -> None:
         """Texts to their slots on the device: one of them, or all at once."""
@@ -259,7 +267,7 @@ class Engine:
         slots, table, starts, counts = jax.device_put((slots_R, table_RW, starts_R, counts_R))
         self.state, sampled = device.prefill_slots(
             self.graphdef, self.params, self.state, self.rows.on_device(), slots, table, starts,
-            counts, self.allowed_Sv, chunk=o.chunk,
+            counts, chunk=o.chunk,
         )  # fmt: skip
         rows: list[tuple[int, Sequence]] = []
         for i, one in enumerate(todo):
@@ -275,7 +283,7 @@ class Engine:
         """The next tokens of all requests whose text is computed."""
         for one in self.running:
             self.make_room(one)
-        todo = [one for one in self.running if one.decoding and one.length < one.limit]
+        todo = [one for one in self.running if one.can_go_on]
         if not todo:
             return
         rows = [(one.slot, one) for one in todo if one.slot is not None]
@@ -286,7 +294,7 @@ class Engine:
         active, table = jax.device_put((active_S, self.table_SW[:, :W].copy()))
         self.state, sampled = device.decode_slots(
             self.graphdef, self.params, self.state, self.rows.on_device(), active, table,
-            self.allowed_Sv, drafts=self.options.drafts,
+            drafts=self.options.drafts,
         )  # fmt: skip
         for one in todo:
             one.ahead += most
@@ -294,7 +302,7 @@ class Engine:
 
     def make_room(self, sequence: Sequence) -> None:
         """Pages for a request's next tokens; when there are none, the youngest gives up its own."""
-        while sequence.decoding and sequence.length < sequence.limit:
+        while sequence.can_go_on:
             tokens = min(sequence.length + self.options.drafts, sequence.limit)
             need = -(-tokens // self.options.page_size) - len(sequence.pages)
             if need <= 0:
@@ -340,6 +348,8 @@ class Engine:
             self.ready.append(update)
             if update.finish_reason:
                 self.finish(one)
+            else:
+                self.constrain(one)
         self.count(new_tokens=new, accepted_drafts=accepted)
 
 

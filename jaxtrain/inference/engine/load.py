@@ -26,7 +26,10 @@ def engine_of(saved: Saved, options: EngineOptions = DEFAULT) -> Engine:
     if options.tensor > 1:
         devices, dims = jax.devices(), {"heads": c.heads}
         check_divides("tensor", options.tensor, dims | {"devices": len(devices)}, "the number of")
-        mesh = make_mesh(MeshConfig(data=1, tensor=options.tensor), devices[: options.tensor])
+        mesh = make_mesh(
+            MeshConfig.model_validate(dict(data=1, tensor=options.tensor)),
+            devices[: options.tensor],
+        )
         with jax.set_mesh(mesh):
             params = jax.jit(in_dtype)(place_params(saved, mesh))
     else:

@@ -1,7 +1,9 @@
 """The sampling parameters of an engine's slots, as the host keeps them."""
 
 import jax
+import jax.numpy as jnp
 import numpy as np
+from jaxtyping import Array
 
 from jaxtrain.inference.engine.requests import SamplingParams
 from jaxtrain.inference.engine.sampling import RowSampling
@@ -15,22 +17,27 @@ def row_values(s: SamplingParams, prompt: int) -> tuple[float | int, ...]:
         s.temperature, s.top_k or OFF, s.top_p, s.min_p, s.typical_p, s.repetition_penalty,
         s.presence_penalty, s.frequency_penalty, s.seed & 0xFFFFFFFF, prompt,
         prompt + s.max_tokens, -1 if s.logprobs is None else s.logprobs,
+        OFF if s.grammar is None else 0,
     )  # fmt: skip
 
 
+# Of all 32 tokens of a word: every one is allowed.
+ALL = 0xFFFFFFFF
 IDLE = row_values(SamplingParams(max_tokens=0, temperature=0), 0)
 DTYPES: dict[str, type[np.number]] = dict.fromkeys(RowSampling._fields, np.float32)
-DTYPES |= dict.fromkeys(("top_k_B", "prompt_B", "limit_B", "top_B"), np.int32)
+DTYPES |= dict.fromkeys(("top_k_B", "prompt_B", "limit_B", "top_B", "guesses_B"), np.int32)
 DTYPES["seed_B"] = np.uint32
 
 
 class SlotTable:
     """Rows that change as requests come and go; copied to the device when they have changed."""
 
-    def __init__(self, slots: int):
+    def __init__(self, slots: int, vocab_size: int):
         columns = zip(IDLE, RowSampling._fields, strict=True)
         self.columns = [np.full(slots, value, DTYPES[name]) for value, name in columns]
         self.there: RowSampling | None = None
+        self.allowed_Sv = np.full((slots, -(-vocab_size // 32)), ALL, np.uint32)
+        self.allowed_there: Array | None = None
 
     def put(self, slot: int, sampling: SamplingParams, prompt: int) -> None:
         """A request with so many tokens of a prompt begins in a slot."""
@@ -39,14 +46,24 @@ class SlotTable:
     def clear(self, slot: int) -> None:
         """A slot asks for nothing again."""
         self._write(slot, IDLE)
+        if (self.allowed_Sv[slot] != ALL).any():
+            self.allow(slot, np.uint32(ALL))
+
+    def allow(self, slot: int, bits_v: np.ndarray | np.uint32) -> None:
+        """The tokens that a slot's text may go on with."""
+        self.allowed_Sv[slot] = bits_v
+        self.allowed_there = None
 
     def _write(self, slot: int, values: tuple[float | int, ...]) -> None:
         for column, value in zip(self.columns, values, strict=True):
             column[slot] = value
         self.there = None
 
-    def on_device(self) -> RowSampling:
+    def on_device(self) -> tuple[RowSampling, Array]:
+        """The rows, and the bits of the tokens that each of them may have."""
+        # Copies: an array on a CPU may be the host's own memory.
         if self.there is None:
-            # Copies: an array on a CPU may be the host's own memory.
             self.there = RowSampling(*jax.device_put([x.copy() for x in self.columns]))
-        return self.there
+        if (allowed := self.allowed_there) is None:
+            self.allowed_there = allowed = jnp.array(self.allowed_Sv)
+        return self.there, allowed

@@ -15,7 +15,8 @@ MOST_TOP = 20  # logprobs beside the sampled one
 
 class RowSampling(NamedTuple):
     """The sampling parameters of rows, arrays [B]; prompt_B: tokens of the prompt; limit_B: tokens
-    of the whole text at most; top_B: logprobs beside the sampled one, -1 without any."""
+    of the whole text at most; top_B: logprobs beside the sampled one, -1 without any; guesses_B:
+    tokens that may be guessed in one step."""
 
     temperature_B: Array
     top_k_B: Array
@@ -29,6 +30,7 @@ class RowSampling(NamedTuple):
     prompt_B: Array
     limit_B: Array
     top_B: Array
+    guesses_B: Array
 
 
 class Draw(NamedTuple):

@@ -3,6 +3,7 @@
 import math
 
 from jaxtrain.data import Tokenizer
+from jaxtrain.inference.engine.grammars import Matcher
 from jaxtrain.inference.engine.pages import Digest, page_digests
 from jaxtrain.inference.engine.requests import Request, TokenLogprob, Update
 from jaxtrain.inference.engine.sampling import MOST_TOP
@@ -29,11 +30,19 @@ class Sequence:
         self.digests: list[Digest] = []
         self.computed = self.ahead = 0
         self.decoding = self.done = False
+        self.matcher: Matcher | None = None  # of the grammar that its text has to match
 
     @property
     def length(self) -> int:
         """Tokens that its text has at most, those of unread steps included."""
         return min(len(self.tokens) + self.ahead, self.limit)
+
+    @property
+    def can_go_on(self) -> bool:
+        """Whether its next token can be sampled now: which ones a grammar allows depends on the one
+        before, which has to be read first."""
+        waits = self.matcher is not None and self.ahead > 0
+        return self.decoding and self.length < self.limit and not waits
 
     @property
     def left(self) -> int:
@@ -50,6 +59,8 @@ class Sequence:
         for token in tokens:
             self.tokens.append(token)
             kept += 1
+            if self.matcher is not None:
+                self.matcher.consume_token(token)
             if token in self.stops:
                 reason = "stop"
                 break
@@ -57,6 +68,9 @@ class Sequence:
             text += new
             if stopped:
                 return self.update(text, kept, tokens, logprobs, "stop")
+            if self.matcher is not None and self.matcher.is_stopped():
+                reason = "stop"
+                break
             if len(self.tokens) >= self.limit:
                 reason = "length"
                 break
