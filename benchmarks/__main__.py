@@ -24,7 +24,7 @@ from benchmarks.compress_runs import Texts
 from benchmarks.data import bench_data
 from benchmarks.decode import bench_decode
 from benchmarks.decode_models import COMPUTE, bench_decode_models
-from benchmarks.engine import bench_engine
+from benchmarks.engine import add_engine, bench_engine, loads_of
 from benchmarks.figures import update_figure_pages
 from benchmarks.filters import bench_filters
 from benchmarks.finetune import bench_finetune
@@ -103,15 +103,7 @@ ONLY = {
     "decode": ("prompts", "batches", "cache_dtypes"),
     "engine": ("prompts", "batches", "cache_dtypes", "new", "drafts"),
     "compress": (
-        "also",
-        "shape",
-        "core",
-        "text",
-        "calibration",
-        "sequences",
-        "recipes",
-        "folder",
-        "workers",
+        "also", "shape", "core", "text", "calibration", "sequences", "recipes", "folder", "workers",
     ),
     "step": ("profile", "switches", "flags", "peer"),
     "ladder": ("scale", "only", "remove", "steps", "workers", "time_only", "tune"),
@@ -120,7 +112,7 @@ ONLY = {
     "population": ("depth", "members", "steps", "note"),
     "race": ("baseline", "differ"),
     "verdicts": ("workers", "time_only", "tune"),
-}
+}  # fmt: skip
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -219,8 +211,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "--batches", "--batch", type=whole(1), nargs="+",
         help="decode --config: rows (8); engine: requests at once (1 32 256)",
     )  # fmt: skip
-    parser.add_argument("--new", type=whole(1), help="engine: new tokens of a request (256)")
-    parser.add_argument("--drafts", type=whole(1), help="engine: guessed tokens of a step (none)")
+    add_engine(parser)
     parser.add_argument(
         "--cache-dtypes", nargs="+", choices=(COMPUTE, *CACHE_DTYPES),
         help="decode --config: of keys and values (compute int8); engine (compute)",
@@ -332,11 +323,7 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                     for record in bench_step(config, a.overrides, a.variant, folder):
                         yield record | ({"beside": beside} if beside else {})
             elif a.what == "engine":
-                lengths = (a.prompts or (512,))[0], a.new or 256, a.cache_dtypes or (COMPUTE,)
-                batches = a.batches or (1, 32, 256)
-                yield from bench_engine(
-                    config, a.overrides, a.variant, batches, *lengths, a.drafts or 0
-                )
+                yield from bench_engine(config, a.overrides, a.variant, loads_of(a))
             elif a.what in whole:
                 yield from whole[a.what](config, a.overrides, a.variant)
             elif a.techniques:

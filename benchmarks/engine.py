@@ -1,5 +1,6 @@
 """The inference engine on random weights and prompts: tokens per second, time to first token."""
 
+import argparse
 import statistics
 import time
 from collections.abc import Iterator, Sequence
@@ -21,6 +22,7 @@ from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingPa
 from jaxtrain.inference.engine.device import page_shapes
 from jaxtrain.model import Transformer, split
 from jaxtrain.model.config import ResolvedModel
+from jaxtrain.settings import whole
 from jaxtrain.weights.params import Params
 
 BENCH = "engine"
@@ -49,15 +51,31 @@ class Served(NamedTuple):
         return Engine(self.config, self.graphdef, self.params, tokenizer, options=options)
 
 
+class Asked(NamedTuple):
+    """What the engine is to serve: requests at once, tokens of a prompt and new ones, dtypes of the
+    cache, guessed tokens of a step."""
+
+    batches: Sequence[int]
+    prompt: int
+    new: int
+    cache_dtypes: Sequence[str]
+    drafts: int
+
+
+def add_engine(parser: argparse.ArgumentParser) -> None:
+    """The options that no other benchmark has."""
+    parser.add_argument("--new", type=whole(1), help="engine: new tokens of a request (256)")
+    parser.add_argument("--drafts", type=whole(1), help="engine: guessed tokens of a step (none)")
+
+
+def loads_of(a: argparse.Namespace) -> Asked:
+    """What a command line asks for."""
+    prompt, dtypes = (a.prompts or (512,))[0], a.cache_dtypes or (COMPUTE,)
+    return Asked(a.batches or (1, 32, 256), prompt, a.new or 256, dtypes, a.drafts or 0)
+
+
 def bench_engine(
-    name: str,
-    overrides: Sequence[str],
-    variant: str | None,
-    batches: Sequence[int],
-    prompt: int,
-    new: int,
-    cache_dtypes: Sequence[str],
-    drafts: int,
+    name: str, overrides: Sequence[str], variant: str | None, asked: Asked
 ) -> Iterator[dict[str, Any]]:
     """The record of a configuration, with one more row each time.
 
@@ -65,6 +83,7 @@ def bench_engine(
     in which all of them decode, beside what reading weights and cache once a step would take at the
     rate of a copy that is measured in this call.
     """
+    batches, prompt, new, cache_dtypes, drafts = asked
     config = load_config(find_config(name), overrides)
     dtype, vocab_size = compute_dtype(config.train.precision), vocab_size_of(config.data)
     model = resolve(config, vocab_size).model

@@ -1,0 +1,251 @@
+"""The columns of each benchmark's table, and how their figures are shown."""
+
+from collections.abc import Callable
+from typing import Any
+
+from jaxtrain.runs.metrics import format_bytes
+
+Columns = dict[str, Callable[[Any], str]]
+
+
+def size(x: Any) -> str:
+    return "-" if x is None else format_bytes(x)
+
+
+def rounded(format: str) -> Callable[[Any], str]:
+    return lambda x: "-" if x is None else f"{x:{format}}"
+
+
+STEP: Columns = {
+    "tokens_per_s": rounded(",.0f"),
+    "ms": rounded(".1f"),
+    "ms_forward_backward": rounded(".1f"),
+    "ms_optimizer": rounded(".1f"),
+    "mfu": rounded(".3f"),
+    "peak_bytes": size,
+    "compile_s": rounded(".0f"),
+}
+MEMORY: Columns = {
+    "arguments_bytes": size,
+    "temp_bytes": size,
+    "total_bytes": size,
+    "device_bytes": size,
+    "compile_s": rounded(".0f"),
+}
+TECHNIQUES: Columns = {
+    "total_bytes": size,
+    "host_bytes": size,
+    "ms": rounded(",.1f"),
+    "tokens_per_s": rounded(",.0f"),
+    "error": rounded(".1e"),
+}
+KERNEL: Columns = {
+    "ms": rounded(".3f"),
+    "floor_ms": rounded(".3f"),
+    "tflops": rounded(".3g"),
+    "error": rounded(".1e"),
+}
+MATMUL: Columns = {
+    "ms": rounded(".3f"),
+    "floor_ms": rounded(".3f"),
+    "tflops": rounded(".3g"),
+    "gbps": rounded(",.0f"),
+    "of_copy": rounded(".0%"),
+    "error": rounded(".1e"),
+}
+ATTENTION: Columns = {
+    "ms": rounded(".3f"),
+    "tflops": rounded(".3g"),
+    "tflops_visited": rounded(".3g"),
+    "error": rounded(".1e"),
+    "naive_error": rounded(".1e"),
+    "exact": lambda x: "-" if x is None else ("yes" if x else "NO"),
+}
+DECODE: Columns = {
+    "ms": rounded(".3f"),
+    "gbps": rounded(",.0f"),
+    "of_copy": rounded(".0%"),
+    "error": rounded(".1e"),
+    "naive_error": rounded(".1e"),
+}
+ENGINE: Columns = {
+    "tokens_per_s": rounded(",.0f"),
+    "decode_tokens_per_s": rounded(",.0f"),
+    "ms": rounded(".3f"),
+    "floor_ms": rounded(".3f"),
+    "of_floor": rounded(".0%"),
+    "compile_s": rounded(".0f"),
+    "alone_ms": rounded(".1f"),
+    "median_ms": rounded(".1f"),
+    "last_ms": rounded(".1f"),
+}
+IMPORT: Columns = {
+    "seconds": rounded(".1f"),
+    "gbps": rounded(".2f"),
+    "checkpoint_bytes": size,
+    "host_bytes": size,
+}
+DATA: Columns = {
+    "seconds": rounded(".1f"),
+    "mb_per_s": rounded(".1f"),
+    "mb_per_cpu_s": rounded(".1f"),
+    "of_raw": rounded(".2f"),
+    "tokens_per_s": rounded(",.0f"),
+    "tokens_per_cpu_s": rounded(",.0f"),
+    "plan_tokens_per_cpu_s": rounded(",.0f"),
+    "crop": rounded(".1%"),
+}
+LOADER: Columns = {
+    "first_mib": rounded(",.1f"),
+    "last_mib": rounded(",.1f"),
+    "growth_mib_per_minute": rounded(".3f"),
+    "tokens_per_s": rounded(",.0f"),
+    "epochs": rounded(",.0f"),
+}
+PACKED: Columns = {
+    "crop": rounded(".2%"),
+    "cuts": rounded(".3f"),
+    "padding": rounded(".2%"),
+    "unused": rounded(".1%"),
+    "plan_tokens_per_cpu_s": rounded(",.0f"),
+}
+FILTERS: Columns = {
+    "documents": rounded(",.0f"),
+    "of_documents": rounded(".2%"),
+    "bytes": size,
+    "of_bytes": rounded(".2%"),
+    "seconds": rounded(".1f"),
+    "mb_per_s": rounded(".1f"),
+    "mb_per_cpu_s": rounded(".1f"),
+}
+COMPRESS: Columns = {
+    "bpb": rounded(".4f"),
+    "core": rounded(".4f"),
+    "disk_bytes": size,
+    "memory_bytes": size,
+    "tokens_per_s_1": rounded(",.0f"),
+    "tokens_per_s_32": rounded(",.0f"),
+}
+RECIPES: Columns = {
+    "steps": rounded("d"),
+    "parameters": rounded(",d"),
+    "bpb": rounded(".4f"),
+    "memory_bytes": size,
+}
+CASE: Columns = {
+    "seconds": rounded(",.1f"),
+    "tokens_per_s": rounded(",.0f"),
+    "loss": rounded(".4f"),
+    "bpb": rounded(".4f"),
+    "core": rounded(".4f"),
+}
+PROJECTION: Columns = {
+    "tokens": rounded(",.0f"),
+    "projected_tokens_per_s": rounded(",.0f"),
+    "efficiency": rounded(".3f"),
+    "efficiency_low": rounded(".3f"),
+    "hours_low": rounded(".2f"),
+    "hours": rounded(".2f"),
+    "hours_high": rounded(".2f"),
+}
+QUICKSTART: Columns = {
+    "seed": rounded("d"),
+    "seconds": rounded(".1f"),
+    "tokens_per_s": rounded(",.0f"),
+    "bpb": rounded(".4f"),
+    "step_bytes": size,
+}
+TASKS: Columns = {
+    "seconds": rounded(".1f"),
+    "examples_per_s": rounded(",.0f"),
+    "speedup": rounded(".1f"),
+}
+OPTIMIZER: Columns = {
+    "ms": rounded(".2f"),
+    "state_bytes": size,
+    "floor_matmul_ms": rounded(".2f"),
+    "floor_bytes_ms": rounded(".2f"),
+}
+POPULATION: Columns = {
+    "tokens_per_s": rounded(",.0f"),
+    "tokens_per_s_alone": rounded(",.0f"),
+    "ratio": rounded(".2f"),
+    "ratio_cpu_seconds": rounded(".2f"),
+    "ratio_compiled_each": rounded(".2f"),
+    "compile_s": rounded(".0f"),
+    "peak_bytes": size,
+    "error": rounded(".1e"),
+}
+RACE: Columns = {
+    "lowest": rounded(".4f"),
+    "bpb": rounded(".4f"),
+    "tokens_per_s": rounded(",.0f"),
+    "seconds": rounded(",.0f"),
+    "speedup_steps": rounded(".2f"),
+    "speedup_seconds": rounded(".2f"),
+}
+TITLES = {
+    "decode_tokens_per_s": "tokens/s, decoding",
+    "of_floor": "of the floor's rate",
+    "alone_ms": "first token alone, ms",
+    "median_ms": "of many, ms",
+    "last_ms": "of the last, ms",
+    "lowest": "lowest bits per byte",
+    "bpb": "final bits per byte",
+    "seconds": "seconds",
+    "speedup_steps": "speed-up, steps",
+    "speedup_seconds": "speed-up, time",
+    "tokens_per_s": "tokens/s",
+    "projected_tokens_per_s": "tokens/s, projected",
+    "efficiency_low": "efficiency, low",
+    "hours_low": "hours, low",
+    "hours_high": "hours, high",
+    "step_bytes": "step memory",
+    "tokens_per_s_1": "tokens/s, batch 1",
+    "tokens_per_s_32": "tokens/s, batch 32",
+    "core": "CORE",
+    "disk_bytes": "on disk",
+    "memory_bytes": "in memory",
+    "tokens_per_s_alone": "tokens/s, one after another",
+    "ratio": "times",
+    "ratio_cpu_seconds": "times in CPU seconds",
+    "ratio_compiled_each": "times with compiling",
+    "examples_per_s": "examples/s",
+    "speedup": "speed-up",
+    "ms": "ms",
+    "floor_ms": "floor ms",
+    "ms_forward_backward": "fwd+bwd ms",
+    "ms_optimizer": "optimizer ms",
+    "mfu": "MFU",
+    "peak_bytes": "peak memory",
+    "compile_s": "compile s",
+    "arguments_bytes": "state and batch",
+    "temp_bytes": "scratch",
+    "total_bytes": "needs",
+    "device_bytes": "device has",
+    "tflops": "TF/s",
+    "tflops_visited": "TF/s visited",
+    "gbps": "GB/s",
+    "of_copy": "of copy rate",
+    "naive_error": "naive error",
+    "exact": "below 2x naive",
+    "documents": "documents lost",
+    "of_documents": "share",
+    "bytes": "text lost",
+    "of_bytes": "share of text",
+    "mb_per_s": "MB/s",
+    "mb_per_cpu_s": "MB/CPU s",
+    "of_raw": "of library",
+    "cuts": "cuts a row",
+    "unused": "never used",
+    "tokens_per_cpu_s": "tokens/CPU s",
+    "plan_tokens_per_cpu_s": "planned tokens/CPU s",
+    "first_mib": "MiB, first minute",
+    "last_mib": "MiB, last minute",
+    "growth_mib_per_minute": "MiB/minute",
+    "state_bytes": "state",
+    "checkpoint_bytes": "checkpoint",
+    "host_bytes": "host memory",
+    "floor_matmul_ms": "matmul floor ms",
+    "floor_bytes_ms": "bytes floor ms",
+}
