@@ -89,9 +89,8 @@ def test_requests_join_at_any_step():
 
 
 def test_other_parameters_compile_nothing():
-    engine, texts = make_engine(), prompts(*LENGTHS)
-    tokens_of(engine, texts)
-    tokens_of(engine, texts[:1])
+    engine, texts = make_engine(options=OPTIONS._replace(slots=3)), prompts(*LENGTHS)
+    engine.warm_up()
     compiled = []
     listen = lambda event, duration_secs, **_: compiled.append(event)
     jax.monitoring.register_event_duration_secs_listener(listen)

@@ -13,7 +13,7 @@ P_V = np.array([0.4, 0.3, 0.2, 0.07, 0.03])
 DRAWS = 4000
 
 
-def shares(how, text=(), prompt=0, allowed=0b11111):
+def shares(how, text=(), prompt=0, allowed=0b11111, plain=False):
     """How often each token is drawn, of seeds 0, 1, ..., behind a text."""
     table = SlotTable(DRAWS, len(P_V))
     sampling = SamplingParams(max_tokens=9)._replace(**{"temperature": 1.0} | how)
@@ -26,7 +26,12 @@ def shares(how, text=(), prompt=0, allowed=0b11111):
         table.allow(row, np.uint32(0xFFFFFFE0 | allowed))
     rows, bits_Bv = table.on_device()
     args = logits_BV, rows, texts_BC, lengths_B, bits_Bv
-    return np.bincount(jax.jit(sample_rows)(*args).token_B, minlength=len(P_V)) / DRAWS
+    return (
+        np.bincount(
+            jax.jit(sample_rows, static_argnums=5)(*args, plain).token_B, minlength=len(P_V)
+        )
+        / DRAWS
+    )
 
 
 def wanted(kept=(0, 1, 2, 3, 4), power=1.0, factor=(1, 1, 1, 1, 1)):
@@ -55,6 +60,11 @@ def wanted(kept=(0, 1, 2, 3, 4), power=1.0, factor=(1, 1, 1, 1, 1)):
 )
 def test_what_is_kept_is_drawn_by_its_probability(how, p_V):
     np.testing.assert_allclose(shares(how), p_V, atol=0.03)
+
+
+@pytest.mark.parametrize("how", [{}, {"temperature": 0.5}, {"min_p": 0.3}, {"temperature": 0.0}])
+def test_the_plain_program_draws_the_same(how):
+    np.testing.assert_array_equal(shares(how, plain=True), shares(how))
 
 
 def test_penalties_count_tokens():

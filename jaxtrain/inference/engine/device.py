@@ -86,7 +86,7 @@ def put_texts(
     return pinned(DeviceState(state.kv, texts_SC, known_S))
 
 
-@jit("cublas", static_argnames=("graphdef", "chunk"), donate_argnames="state")
+@jit("cublas", static_argnames=("graphdef", "chunk", "plain"), donate_argnames="state")
 def prefill_slots(
     graphdef: nnx.GraphDef,
     params: Params,
@@ -98,6 +98,7 @@ def prefill_slots(
     counts_R: Int[Array, "R"],
     *,
     chunk: int,
+    plain: bool,
 ) -> tuple[DeviceState, Sampled]:
     """Compute counts_R tokens of the texts of some slots, from starts_R on, and sample the next.
 
@@ -117,7 +118,7 @@ def prefill_slots(
     ends_R = starts_R + counts_R
     of_slots = lambda x_S: x_S.at[slots_R].get(mode="clip")
     sampling, allowed_Rv = jax.tree.map(of_slots, rows)
-    one = sample_rows(model.logits(last_RD), sampling, texts_RC, ends_R, allowed_Rv)
+    one = sample_rows(model.logits(last_RD), sampling, texts_RC, ends_R, allowed_Rv, plain)
     whole_R = (ends_R == known_R) & (counts_R > 0)
     slot_R = jnp.where(whole_R, slots_R, len(state.known_S))
     texts_SC = state.texts_SC.at[slot_R, ends_R].set(one.token_B, mode="drop")
@@ -130,7 +131,7 @@ def prefill_slots(
     return pinned(DeviceState(kv, texts_SC, known_S)), sampled
 
 
-@jit("cublas", static_argnames=("graphdef", "drafts"), donate_argnames="state")
+@jit("cublas", static_argnames=("graphdef", "drafts", "plain"), donate_argnames="state")
 def decode_slots(
     graphdef: nnx.GraphDef,
     params: Params,
@@ -140,6 +141,7 @@ def decode_slots(
     table_SW: Int[Array, "S W"],
     *,
     drafts: int,
+    plain: bool,
 ) -> tuple[DeviceState, Sampled]:
     """The next token of every active slot; with drafts, up to so many more that were guessed right.
 
@@ -163,7 +165,7 @@ def decode_slots(
     each = lambda x: jnp.repeat(x, T, axis=0) if T > 1 else x
     one = sample_rows(
         logits_STV.reshape(S * T, -1), jax.tree.map(each, sampling), each(guessed_SC),
-        places_ST.reshape(-1), each(allowed_Sv),
+        places_ST.reshape(-1), each(allowed_Sv), plain,
     )  # fmt: skip
     one = Draw(*(x.reshape(S, T, *x.shape[1:]) for x in one))
     right_Sk = (guess_Sk == one.token_B[:, :drafts]) & (

@@ -11,10 +11,12 @@ again, from which it goes on as if nothing had been.
 
 import contextlib
 from collections import deque
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
@@ -39,6 +41,7 @@ from jaxtrain.model import ResolvedModel
 from jaxtrain.settings import UserError
 from jaxtrain.weights.params import Params
 
+COMPILERS = 8  # programs at once
 LEAST_TOKENS = 256  # of a row that a step looks at, shorter ones too
 
 
@@ -267,7 +270,7 @@ class Engine:
         slots, table, starts, counts = jax.device_put((slots_R, table_RW, starts_R, counts_R))
         self.state, sampled = device.prefill_slots(
             self.graphdef, self.params, self.state, self.rows.on_device(), slots, table, starts,
-            counts, chunk=o.chunk,
+            counts, chunk=o.chunk, plain=all(one.plain for one in todo),
         )  # fmt: skip
         rows: list[tuple[int, Sequence]] = []
         for i, one in enumerate(todo):
@@ -294,7 +297,7 @@ class Engine:
         active, table = jax.device_put((active_S, self.table_SW[:, :W].copy()))
         self.state, sampled = device.decode_slots(
             self.graphdef, self.params, self.state, self.rows.on_device(), active, table,
-            drafts=self.options.drafts,
+            drafts=self.options.drafts, plain=all(one.plain for one in todo),
         )  # fmt: skip
         for one in todo:
             one.ahead += most
@@ -331,6 +334,33 @@ class Engine:
             for x in sampled if asked else sampled[:2]:
                 x.copy_to_host_async()
             self.pending.append(Pending(sampled, tuple(rows), most, self.counts.steps))
+
+    def warm_up(self) -> None:
+        """Compile all programs that requests may need, some at a time, before the first one comes.
+
+        Without it a program is compiled when a request is the first to need it.
+        """
+        o, lengths = self.options, range(1, self.context + 1)
+        given = self.graphdef, self.params, self.state, self.rows.on_device()
+        i32 = lambda *shape: jnp.zeros(shape, jnp.int32)
+        lowered: list[jax.stages.Lowered] = []
+        with self.on_mesh():
+            for W in sorted({self.pages_for(n + o.drafts, 2) for n in lengths}):
+                rows = jnp.zeros(o.slots, bool), i32(o.slots, W)
+                for plain in (True, False):
+                    one = device.decode_slots.lower(*given, *rows, drafts=o.drafts, plain=plain)
+                    lowered.append(one)
+            for W in sorted({self.pages_for(n, 4) for n in lengths}):
+                for R in {1, min(o.prefill_rows, o.slots)}:
+                    rows = i32(R), i32(R, W), i32(R), i32(R)
+                    for plain in (True, False):
+                        one = device.prefill_slots.lower(*given, *rows, chunk=o.chunk, plain=plain)
+                        lowered.append(one)
+            for N in {1, o.slots}:
+                texts = i32(N), i32(N, self.state.texts_SC.shape[1]), i32(N)
+                lowered.append(device.put_texts.lower(self.state, *texts))
+        with ThreadPoolExecutor(COMPILERS) as pool:
+            list(pool.map(lambda one: one.compile(), lowered))
 
     # ---- tokens -------------------------------------------------------------------------------
 

@@ -23,7 +23,17 @@ def row_values(s: SamplingParams, prompt: int) -> tuple[float | int, ...]:
 
 # Of all 32 tokens of a word: every one is allowed.
 ALL = 0xFFFFFFFF
+PLAIN = {"max_tokens", "temperature", "min_p", "seed", "stop", "stop_tokens", "ignore_stop"}
 IDLE = row_values(SamplingParams(max_tokens=0, temperature=0), 0)
+
+
+def is_plain(s: SamplingParams) -> bool:
+    """Whether a request's sampling is the plain one: whatever costs more is off."""
+    default = SamplingParams()
+    others = (name for name in s._fields if name not in PLAIN)
+    return all(getattr(s, name) == getattr(default, name) for name in others)
+
+
 DTYPES: dict[str, type[np.number]] = dict.fromkeys(RowSampling._fields, np.float32)
 DTYPES |= dict.fromkeys(("top_k_B", "prompt_B", "limit_B", "top_B", "guesses_B"), np.int32)
 DTYPES["seed_B"] = np.uint32

@@ -1,7 +1,8 @@
 """Sampling of a token a row, every parameter an array: no mix of requests compiles anew.
 
-A row's draw is a function of its seed, the token's position and the row's logits alone. What costs
-a pass over the vocabulary (penalties, sorting) is computed only while a row asks for it.
+A row's draw is a function of its seed, the token's position and the row's logits alone. There are
+two programs: a plain one of what costs little, temperature and min_p, and one of everything, in
+which a branch is taken only while a row asks for it. (On a GPU the host waits for each branch.)
 """
 
 from typing import NamedTuple
@@ -48,11 +49,18 @@ def sample_rows(
     texts_BC: Int[Array, "B C"],
     lengths_B: Int[Array, "B"],
     allowed_Bv: UInt32[Array, "B v"],
+    plain: bool,
 ) -> Draw:
     """The token at position lengths_B of each row. texts_BC: the row's tokens before it.
 
-    allowed_Bv: a bit for each token that the row may have.
+    allowed_Bv: a bit for each token that the row may have. plain: no row asks for more than a
+    temperature and min_p.
     """
+    if plain:
+        noisy_B = with_noise(keep_likely(scaled_logits(logits_BV, s), s), s, lengths_B)
+        best_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
+        token_B = jnp.where(s.temperature_B == 0, best_B, noisy_B)
+        return Draw(token_B, *no_logprobs(*logits_BV.shape))
     raw_BV = logits_BV
     punished_B = (s.repetition_B != 1) | (s.presence_B != 0) | (s.frequency_B != 0)
     logits_BV = when(
@@ -102,12 +110,27 @@ def mask_tokens(logits_BV: Array, allowed_Bv: Array) -> Float[Array, "B V"]:
 
 def sampled(logits_BV: Array, s: RowSampling, positions_B: Array) -> Int[Array, "B"]:
     """A token by the probabilities that a row's filters leave."""
-    scaled_BV = logits_BV / jnp.maximum(s.temperature_B, 1e-6)[:, None]
+    scaled_BV = scaled_logits(logits_BV, s)
     ordered_B = (s.top_k_B < logits_BV.shape[1]) | (s.top_p_B < 1)
     scaled_BV = when(ordered_B, lambda x: keep_best(x, s), lambda x: x, scaled_BV)
-    floor_B1 = scaled_BV.max(-1, keepdims=True) + jnp.log(s.min_p_B)[:, None]
-    scaled_BV = jnp.where(scaled_BV < floor_B1, -jnp.inf, scaled_BV)
+    scaled_BV = keep_likely(scaled_BV, s)
     scaled_BV = when(s.typical_p_B < 1, lambda x: keep_typical(x, s), lambda x: x, scaled_BV)
+    return with_noise(scaled_BV, s, positions_B)
+
+
+def scaled_logits(logits_BV: Array, s: RowSampling) -> Float[Array, "B V"]:
+    """Divided by the temperature; of a greedy row, which does not read them, by a small number."""
+    return logits_BV / jnp.maximum(s.temperature_B, 1e-6)[:, None]
+
+
+def keep_likely(scaled_BV: Array, s: RowSampling) -> Float[Array, "B V"]:
+    """The tokens with min_p of the best one's probability."""
+    floor_B1 = scaled_BV.max(-1, keepdims=True) + jnp.log(s.min_p_B)[:, None]
+    return jnp.where(scaled_BV < floor_B1, -jnp.inf, scaled_BV)
+
+
+def with_noise(scaled_BV: Array, s: RowSampling, positions_B: Array) -> Int[Array, "B"]:
+    """A token by its probability: the best after Gumbel noise of the row's key."""
 
     def noise_V(seed: Array, position: Array) -> Array:
         key = jax.random.fold_in(jax.random.key(seed), position)
@@ -150,7 +173,7 @@ def keep_typical(scaled_BV: Array, s: RowSampling) -> Float[Array, "B V"]:
 
 def logprobs(logits_BV: Array, token_B: Array, top_B: Array) -> tuple[Array, Array, Array]:
     """The sampled token's, and the best tokens with theirs; zeros while no row asks."""
-    B, n = len(logits_BV), min(MOST_TOP, logits_BV.shape[1])
+    n = min(MOST_TOP, logits_BV.shape[1])
 
     def some(logits_BV: Array) -> tuple[Array, Array, Array]:
         log_p_BV = jax.nn.log_softmax(logits_BV, axis=-1)
@@ -158,5 +181,11 @@ def logprobs(logits_BV: Array, token_B: Array, top_B: Array) -> tuple[Array, Arr
         of_token_B1 = jnp.take_along_axis(log_p_BV, token_B[:, None], axis=-1)
         return of_token_B1[:, 0], which_Bn.astype(jnp.int32), best_Bn
 
-    none = (jnp.zeros(B), jnp.zeros((B, n), jnp.int32), jnp.zeros((B, n)))
+    none = no_logprobs(*logits_BV.shape)
     return jax.lax.cond(jnp.any(top_B >= 0), some, lambda _: none, logits_BV)
+
+
+def no_logprobs(B: int, V: int) -> tuple[Array, Array, Array]:
+    """Zeros in the place of logprobs."""
+    n = min(MOST_TOP, V)
+    return jnp.zeros(B), jnp.zeros((B, n), jnp.int32), jnp.zeros((B, n))

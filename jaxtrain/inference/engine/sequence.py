@@ -6,6 +6,7 @@ from jaxtrain.data import Tokenizer
 from jaxtrain.inference.engine.grammars import Matcher
 from jaxtrain.inference.engine.pages import Digest, page_digests
 from jaxtrain.inference.engine.requests import Request, TokenLogprob, Update
+from jaxtrain.inference.engine.rows import is_plain
 from jaxtrain.inference.engine.sampling import MOST_TOP
 from jaxtrain.inference.engine.text import TextStream
 from jaxtrain.settings import UserError
@@ -30,6 +31,7 @@ class Sequence:
         self.digests: list[Digest] = []
         self.computed = self.ahead = 0
         self.decoding = self.done = False
+        self.plain = is_plain(request.sampling)
         self.matcher: Matcher | None = None  # of the grammar that its text has to match
 
     @property
