@@ -1,5 +1,7 @@
 """An engine of a run on disk."""
 
+from pathlib import Path
+
 import jax
 import pytest
 from tiny import byte_model, random_run
@@ -56,3 +58,11 @@ def test_on_two_devices_it_says_the_same(run):
 def test_devices_that_do_not_divide_are_refused(run):
     with pytest.raises(UserError, match="tensor=3 does not divide"):
         load_engine(run, None, OPTIONS._replace(tensor=3))
+
+
+def test_the_page_about_it_is_true(run):
+    page = (Path(__file__).parents[2] / "docs" / "howto" / "engine.md").read_text()
+    code = page.split("```python\n")[1].split("```")[0]
+    shown: dict[str, dict[str, str]] = {}
+    exec(code.replace('"runs/quickstart"', repr(str(run))).replace("40", "8"), shown)
+    assert all(shown["texts"].values())
