@@ -19,6 +19,8 @@ MODELS = {
     "latent": LATENT,
     "bigrams": {"bigram_rows": 97, "kv_heads": 1},
     "shared_kv": {"share_kv": "adjacent"},
+    "experts": {"moe": {"experts": 4, "top_k": 2, "hidden": 16}, "depth": 2},
+    "learned": {"position_embedding": "learned", "context_length": 48, "depth": 2},
     "plain": {
         "smear": False, "backout": False, "residual_scales": False, "value_embeddings": False,
         "window_pattern": "L", "depth": 2,

@@ -1,5 +1,7 @@
 """The engine: continuous batching gives each request what it gets alone."""
 
+import re
+
 import jax
 import jax.numpy as jnp
 import numpy as np
@@ -19,6 +21,7 @@ from engine_cases import (
 from flax import nnx
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from tiny import resolved
 
 from jaxtrain.inference.engine import Request, SamplingParams, device
 from jaxtrain.settings import UserError
@@ -223,3 +226,25 @@ def test_a_full_queue_and_too_few_pages_are_refused():
     engine.add(Request("a", (1,), GREEDY))
     with pytest.raises(UserError, match="the queue is full: 1 requests wait"):
         engine.add(Request("b", (1,), GREEDY))
+
+
+LONG = {
+    "name": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0,
+    "original_context": 32,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("fields", "message"),
+    [
+        ({"causal": False}, "is an encoder"),
+        ({"prompt": 2}, r"has virtual tokens \(model.prompt\)"),
+        ({"prefix": 2}, r"has virtual tokens \(model.prefix\)"),
+        ({"rope_scaling": LONG}, "longrope.* give a context of at most 32"),
+        ({"position_embedding": "learned"}, "learned positions up to 32, fewer than a context"),
+    ],
+    ids=lambda x: next(iter(x)) if isinstance(x, dict) else "",
+)
+def test_a_model_that_pages_cannot_hold_is_refused_by_name(fields, message):
+    assert device.check_servable(resolved(), 48) is None
+    assert re.search(message, device.check_servable(resolved(**fields), 48) or "")

@@ -6,6 +6,7 @@ import jax
 import pytest
 from tiny import byte_model, random_run
 
+from jaxtrain.cli import main as jaxtrain
 from jaxtrain.inference.engine import EngineOptions, Request, SamplingParams, load_engine
 from jaxtrain.inference.generate import Sampling, generate
 from jaxtrain.runs.saved import load_saved
@@ -66,3 +67,15 @@ def test_the_page_about_it_is_true(run):
     shown: dict[str, dict[str, str]] = {}
     exec(code.replace('"runs/quickstart"', repr(str(run))).replace("40", "8"), shown)
     assert all(shown["texts"].values())
+
+
+@pytest.mark.slow
+def test_a_quantized_model_is_served(run, tmp_path):
+    text = tmp_path / "text.txt"
+    text.write_text("We few, we happy few. " * 40)
+    options = ["--method", "int8", "--out", str(tmp_path / "int8"), "--text", str(text)]
+    assert jaxtrain(["quantize", str(run), *options]) == 0
+    saved = load_saved(tmp_path / "int8")
+    how = Sampling(tokens=12, temperature=0)
+    wanted = generate(saved.graphdef, saved.params, saved.tokenizer, PROMPTS, how)
+    assert texts_of(load_engine(tmp_path / "int8", None, OPTIONS), PROMPTS) == wanted
