@@ -23,7 +23,8 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from tiny import resolved
 
-from jaxtrain.inference.engine import Request, SamplingParams, device
+from jaxtrain.inference.engine import Request, SamplingParams, device, drafts
+from jaxtrain.inference.engine.engine import Drafter
 from jaxtrain.settings import UserError
 
 LENGTHS = 3, 17, 9, 1, 20, 8
@@ -118,13 +119,26 @@ def test_guessed_tokens_change_nothing(name):
     assert engine.stats().accepted_drafts > 0
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("guesser", ["plain", "grouped"])
+def test_what_a_small_model_guesses_changes_nothing(guesser):
+    """The model itself is nearly always right, another with random weights nearly never."""
+    c, graphdef, _, params = model(guesser)
+    options = OPTIONS._replace(drafts=3, pages=24)
+    engine = make_engine("plain", options, drafter=Drafter(c, graphdef, params))
+    requests = requests_of(prompts(3, 17, 9, 1, 20, 8, 17))
+    assert run(engine, requests) == run(make_engine("plain"), requests)
+    right = engine.stats().accepted_drafts / engine.stats().new_tokens
+    assert right > 0.5 if guesser == "plain" else right < 0.3
+
+
 def test_a_text_that_repeats_itself_is_guessed():
     texts = [[5, 6, 7, 8, 5, 6, 9, 0], [1, 2, 3, 1, 2, 4, 1, 2], [1, 2, 3, 4, 5, 6, 7, 8]]
     texts_SC = jnp.array(texts)
-    guess_Sk, found_S = device.look_up(texts_SC, jnp.array([6, 8, 8]), 3)
+    guess_Sk, found_S = drafts.look_up(texts_SC, jnp.array([6, 8, 8]), 3)
     assert found_S.tolist() == [3, 3, 0]
     assert guess_Sk[:2].tolist() == [[7, 8, 5], [4, 1, 2]]
-    assert device.look_up(texts_SC, jnp.array([6, 4, 8]), 3)[1].tolist() == [3, 0, 0]
+    assert drafts.look_up(texts_SC, jnp.array([6, 4, 8]), 3)[1].tolist() == [3, 0, 0]
 
 
 @pytest.mark.slow

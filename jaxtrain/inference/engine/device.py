@@ -13,21 +13,25 @@ from flax import nnx
 from jaxtyping import Array, Bool, Int, PyTree, UInt32
 
 from jaxtrain.cluster.xla_flags import jit
+from jaxtrain.inference.engine.drafts import look_up, model_guesses, run_model
 from jaxtrain.inference.engine.sampling import Draw, RowSampling, sample_rows
-from jaxtrain.model import Paged, PagedCache, Prefill, ResolvedModel, Transformer
+from jaxtrain.model import PagedCache, Prefill, ResolvedModel
 from jaxtrain.model.kv_cache import KeysValues
 from jaxtrain.model.transformer import CACHE_MULTIPLE
 from jaxtrain.parallel import constrain
 from jaxtrain.weights.params import Params
 
-SHORTEST, LONGEST = 2, 3  # tokens of a text's end that are looked for in it
-
 
 class DeviceState(NamedTuple):
-    """texts_SC: the tokens of each slot's text; known_S: how many. Of all but the last of them the
-    pages hold keys and values, unless the text is a prompt that is not computed yet."""
+    """What lies on the device.
 
-    kv: tuple[KeysValues, ...]
+    kv: keys and values in pages, of the model and, where there is one, of the small model that
+    guesses; both have a token in the same page and place. texts_SC: the tokens of each slot's text;
+    known_S: how many. Of all but the last of them the pages hold keys and values, unless the text
+    is a prompt that is not computed yet.
+    """
+
+    kv: tuple[tuple[KeysValues, ...], ...]
     texts_SC: Array
     known_S: Array
 
@@ -55,7 +59,7 @@ def page_shapes(
 
 
 def init_device_state(page: PyTree, pages: int, slots: int, context: int) -> DeviceState:
-    """Empty pages and texts."""
+    """Empty pages and texts. page: of each model (`page_shapes`)."""
 
     def empty() -> DeviceState:
         many = lambda x: jnp.zeros((pages, *x.shape[1:]), x.dtype)
@@ -86,10 +90,10 @@ def put_texts(
     return pinned(DeviceState(state.kv, texts_SC, known_S))
 
 
-@jit("cublas", static_argnames=("graphdef", "chunk", "plain"), donate_argnames="state")
+@jit("cublas", static_argnames=("graphdefs", "chunk", "plain"), donate_argnames="state")
 def prefill_slots(
-    graphdef: nnx.GraphDef,
-    params: Params,
+    graphdefs: tuple[nnx.GraphDef, ...],
+    params: tuple[Params, ...],
     state: DeviceState,
     rows: tuple[RowSampling, UInt32[Array, "S v"]],
     slots_R: Int[Array, "R"],
@@ -111,14 +115,16 @@ def prefill_slots(
     places_RT = starts_R[:, None] + jnp.arange(chunk)[None]
     tokens_RT = jnp.take_along_axis(texts_RC, places_RT, axis=1, mode="clip")
     before_R1 = jnp.take_along_axis(texts_RC, starts_R[:, None] - 1, axis=1, mode="clip")
-    model = nnx.merge(graphdef, params)
-    cache = PagedCache(state.kv, table_RW, starts_R, counts_R, before_R1[:, 0])
-    states_RTD, kv = run_model(model, tokens_RT, cache)
+    where = table_RW, starts_R, counts_R, before_R1[:, 0]
+    models = [nnx.merge(*pair) for pair in zip(graphdefs, params)]
+    caches = [PagedCache(kv, *where) for kv in state.kv]
+    ran = [run_model(model, tokens_RT, cache) for model, cache in zip(models, caches)]
+    states_RTD, kv = ran[0][0], tuple(kv for _, kv in ran)
     last_RD = states_RTD[jnp.arange(len(slots_R)), jnp.maximum(counts_R - 1, 0)]
     ends_R = starts_R + counts_R
     of_slots = lambda x_S: x_S.at[slots_R].get(mode="clip")
     sampling, allowed_Rv = jax.tree.map(of_slots, rows)
-    one = sample_rows(model.logits(last_RD), sampling, texts_RC, ends_R, allowed_Rv, plain)
+    one = sample_rows(models[0].logits(last_RD), sampling, texts_RC, ends_R, allowed_Rv, plain)
     whole_R = (ends_R == known_R) & (counts_R > 0)
     slot_R = jnp.where(whole_R, slots_R, len(state.known_S))
     texts_SC = state.texts_SC.at[slot_R, ends_R].set(one.token_B, mode="drop")
@@ -131,10 +137,10 @@ def prefill_slots(
     return pinned(DeviceState(kv, texts_SC, known_S)), sampled
 
 
-@jit("cublas", static_argnames=("graphdef", "drafts", "plain"), donate_argnames="state")
+@jit("cublas", static_argnames=("graphdefs", "drafts", "plain"), donate_argnames="state")
 def decode_slots(
-    graphdef: nnx.GraphDef,
-    params: Params,
+    graphdefs: tuple[nnx.GraphDef, ...],
+    params: tuple[Params, ...],
     state: DeviceState,
     rows: tuple[RowSampling, UInt32[Array, "S v"]],
     active_S: Bool[Array, "S"],
@@ -151,15 +157,21 @@ def decode_slots(
     S, T, known_S = len(active_S), drafts + 1, state.known_S
     sampling, allowed_Sv = rows
     room_S = jnp.where(active_S, jnp.maximum(sampling.limit_B - known_S, 0), 0)
-    guess_Sk, found_S = look_up(state.texts_SC, known_S, drafts)
+    guesses = state.kv[1:]
+    if guesses:
+        text = state.texts_SC, known_S, room_S, table_SW
+        guess_Sk, kv = model_guesses(graphdefs[1], params[1], guesses[0], rows, *text, drafts)
+        found_S, guesses = jnp.full(S, drafts), (kv,)
+    else:
+        guess_Sk, found_S = look_up(state.texts_SC, known_S, drafts)
     counts_S = jnp.minimum(room_S, 1 + jnp.minimum(found_S, sampling.guesses_B))
     rows_S1, places_ST = jnp.arange(S)[:, None], known_S[:, None] + jnp.arange(T)[None]
     guessed_SC = state.texts_SC.at[rows_S1, places_ST[:, :drafts]].set(guess_Sk, mode="drop")
     take = lambda places: jnp.take_along_axis(guessed_SC, places, axis=1, mode="clip")
     starts_S = jnp.maximum(known_S - 1, 0)
     tokens_ST, before_S1 = take(places_ST - 1), take(starts_S[:, None] - 1)
-    model = nnx.merge(graphdef, params)
-    cache = PagedCache(state.kv, table_SW, starts_S, counts_S, before_S1[:, 0])
+    model = nnx.merge(graphdefs[0], params[0])
+    cache = PagedCache(state.kv[0], table_SW, starts_S, counts_S, before_S1[:, 0])
     states_STD, kv = run_model(model, tokens_ST, cache)
     logits_STV = model.logits(states_STD)
     each = lambda x: jnp.repeat(x, T, axis=0) if T > 1 else x
@@ -175,44 +187,8 @@ def decode_slots(
     new_S = jnp.minimum(counts_S, 1 + accepted_S)
     kept_ST = jnp.where(jnp.arange(T)[None] < new_S[:, None], places_ST, state.texts_SC.shape[1])
     texts_SC = state.texts_SC.at[rows_S1, kept_ST].set(one.token_B, mode="drop")
-    state = pinned(DeviceState(kv, texts_SC, known_S + new_S))
+    state = pinned(DeviceState((kv, *guesses), texts_SC, known_S + new_S))
     return state, Sampled(one.token_B, new_S, *one[1:])
-
-
-def run_model(
-    model: Transformer, tokens_BT: Array, cache: PagedCache
-) -> tuple[Array, tuple[KeysValues, ...]]:
-    """States [B, T, D] of new tokens, and the pages with them."""
-    out = model(tokens_BT, mode=Paged(cache))
-    assert isinstance(out.cache, PagedCache)
-    return out.states, out.cache.kv
-
-
-def look_up(
-    texts_SC: Int[Array, "S C"], known_S: Int[Array, "S"], drafts: int
-) -> tuple[Int[Array, "S k"], Int[Array, "S"]]:
-    """What followed the last tokens of each text where they last stood before, and how many tokens
-    that are (0 to drafts): the last three, or else the last two."""
-    S, C = texts_SC.shape
-    if not drafts:
-        return jnp.zeros((S, 0), jnp.int32), jnp.zeros(S, jnp.int32)
-    place_1C = jnp.arange(C)[None]
-    best_S = jnp.full(S, -1, jnp.int32)  # where the tokens begin that followed
-    for size in (SHORTEST, LONGEST):
-        ends = jnp.take_along_axis(
-            texts_SC, known_S[:, None] - size + jnp.arange(size)[None], axis=1, mode="clip"
-        )
-        same_SC = jnp.ones((S, C), bool)
-        for i in range(size):
-            same_SC &= jnp.roll(texts_SC, size - i, axis=1) == ends[:, i, None]
-        # At place j: the `size` tokens before j are the text's last, and j is a known token.
-        same_SC &= (place_1C >= size) & (place_1C < known_S[:, None])
-        last_S = jnp.max(jnp.where(same_SC, place_1C, -1), axis=1)
-        best_S = jnp.where(last_S >= 0, last_S, best_S)
-    places_Sk = best_S[:, None] + jnp.arange(drafts)[None]
-    guess_Sk = jnp.take_along_axis(texts_SC, places_Sk, axis=1, mode="clip")
-    found_S = jnp.where(best_S < 0, 0, jnp.minimum(known_S - best_S, drafts))
-    return guess_Sk, found_S
 
 
 def check_servable(c: ResolvedModel, context: int) -> str | None:

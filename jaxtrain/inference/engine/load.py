@@ -3,14 +3,16 @@
 from pathlib import Path
 
 import jax
+from jax.sharding import Mesh
 
 from jaxtrain.cluster.runtime import compute_dtype
-from jaxtrain.inference.engine.engine import Engine
+from jaxtrain.inference.engine.engine import Drafter, Engine
 from jaxtrain.inference.engine.requests import DEFAULT, EngineOptions
-from jaxtrain.model import cast
+from jaxtrain.model import Params, cast
 from jaxtrain.parallel import MeshConfig, make_mesh
 from jaxtrain.parallel.mesh import check_divides
 from jaxtrain.runs.saved import Saved, load_saved, place_params
+from jaxtrain.settings import UserError
 
 
 def load_engine(run: Path, step: int | None = None, options: EngineOptions = DEFAULT) -> Engine:
@@ -20,19 +22,28 @@ def load_engine(run: Path, step: int | None = None, options: EngineOptions = DEF
 
 def engine_of(saved: Saved, options: EngineOptions = DEFAULT) -> Engine:
     """The engine of a model that was read already, in its compute dtype."""
-    c, mesh = saved.config.model, None
-    dtype = compute_dtype(saved.config.train.precision)
-    in_dtype = lambda params: cast(params, saved.specs, dtype)
+    c, mesh, drafter = saved.config.model, None, None
     if options.tensor > 1:
         devices, dims = jax.devices(), {"heads": c.heads}
         check_divides("tensor", options.tensor, dims | {"devices": len(devices)}, "the number of")
-        mesh = make_mesh(
-            MeshConfig.model_validate(dict(data=1, tensor=options.tensor)),
-            devices[: options.tensor],
-        )
-        with jax.set_mesh(mesh):
-            params = jax.jit(in_dtype)(place_params(saved, mesh))
-    else:
-        params = in_dtype(jax.device_put(saved.params))
-    model = c, saved.graphdef, params, saved.tokenizer, saved.prompting.stops
-    return Engine(*model, options, mesh)
+        sizes = MeshConfig.model_validate({"data": 1, "tensor": options.tensor})
+        mesh = make_mesh(sizes, devices[: options.tensor])
+    if options.draft_run is not None:
+        small = load_saved(options.draft_run)
+        if small.tokenizer.fingerprint != saved.tokenizer.fingerprint:
+            raise UserError(f"draft_run {options.draft_run}: its tokenizer is another one")
+        if not options.drafts:
+            raise UserError("draft_run guesses tokens; say how many a step with drafts, as 4")
+        drafter = Drafter(small.config.model, small.graphdef, params_of(small, mesh))
+    model = c, saved.graphdef, params_of(saved, mesh), saved.tokenizer, saved.prompting.stops
+    return Engine(*model, options, mesh, drafter)
+
+
+def params_of(saved: Saved, mesh: Mesh | None) -> Params:
+    """The parameters in their compute dtype, on the first device or each device its parts."""
+    dtype = compute_dtype(saved.config.train.precision)
+    in_dtype = lambda params: cast(params, saved.specs, dtype)
+    if mesh is None:
+        return in_dtype(jax.device_put(saved.params))
+    with jax.set_mesh(mesh):
+        return jax.jit(in_dtype)(place_params(saved, mesh))

@@ -1,5 +1,6 @@
 """What an engine is asked for, and what it answers."""
 
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 
@@ -96,6 +97,7 @@ class EngineOptions(NamedTuple):
     float8, or None, the compute dtype. max_queue: requests that may wait. prefix_cache: prompts
     share full pages with the same beginning. drafts: tokens that are guessed for each step from
     what followed the last two or three tokens before (prompt lookup, Saxena 2023), 0: none.
+    draft_run: run directory of a small model that guesses them instead, of the same tokenizer.
     tensor: devices that split heads and hidden units.
     """
 
@@ -110,6 +112,7 @@ class EngineOptions(NamedTuple):
     max_queue: int = 1024
     prefix_cache: bool = True
     drafts: int = 0
+    draft_run: Path | None = None
     tensor: int = 1
 
 

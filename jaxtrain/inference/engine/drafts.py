@@ -1,0 +1,88 @@
+"""Guesses of a text's next tokens: what followed its end where that stood before, or what a small
+model says."""
+
+import jax
+import jax.numpy as jnp
+from flax import nnx
+from jaxtyping import Array, Int, UInt32
+
+from jaxtrain.inference.engine.sampling import RowSampling, sample_rows
+from jaxtrain.model import Paged, PagedCache, Transformer
+from jaxtrain.model.kv_cache import KeysValues
+from jaxtrain.weights.params import Params
+
+SHORTEST, LONGEST = 2, 3  # tokens of a text's end that are looked for in it
+
+
+def run_model(
+    model: Transformer, tokens_BT: Array, cache: PagedCache
+) -> tuple[Array, tuple[KeysValues, ...]]:
+    """States [B, T, D] of new tokens, and the pages with them."""
+    out = model(tokens_BT, mode=Paged(cache))
+    assert isinstance(out.cache, PagedCache)
+    return out.states, out.cache.kv
+
+
+def look_up(
+    texts_SC: Int[Array, "S C"], known_S: Int[Array, "S"], drafts: int
+) -> tuple[Int[Array, "S k"], Int[Array, "S"]]:
+    """What followed the last tokens of each text where they last stood before, and how many tokens
+    that are (0 to drafts): the last three, or else the last two."""
+    S, C = texts_SC.shape
+    if not drafts:
+        return jnp.zeros((S, 0), jnp.int32), jnp.zeros(S, jnp.int32)
+    place_1C = jnp.arange(C)[None]
+    best_S = jnp.full(S, -1, jnp.int32)  # where the tokens begin that followed
+    for size in (SHORTEST, LONGEST):
+        ends = jnp.take_along_axis(
+            texts_SC, known_S[:, None] - size + jnp.arange(size)[None], axis=1, mode="clip"
+        )
+        same_SC = jnp.ones((S, C), bool)
+        for i in range(size):
+            same_SC &= jnp.roll(texts_SC, size - i, axis=1) == ends[:, i, None]
+        # At place j: the `size` tokens before j are the text's last, and j is a known token.
+        same_SC &= (place_1C >= size) & (place_1C < known_S[:, None])
+        last_S = jnp.max(jnp.where(same_SC, place_1C, -1), axis=1)
+        best_S = jnp.where(last_S >= 0, last_S, best_S)
+    places_Sk = best_S[:, None] + jnp.arange(drafts)[None]
+    guess_Sk = jnp.take_along_axis(texts_SC, places_Sk, axis=1, mode="clip")
+    found_S = jnp.where(best_S < 0, 0, jnp.minimum(known_S - best_S, drafts))
+    return guess_Sk, found_S
+
+
+def model_guesses(
+    graphdef: nnx.GraphDef,
+    params: Params,
+    kv: tuple[KeysValues, ...],
+    rows: tuple[RowSampling, UInt32[Array, "S v"]],
+    texts_SC: Int[Array, "S C"],
+    known_S: Int[Array, "S"],
+    room_S: Int[Array, "S"],
+    table_SW: Int[Array, "S W"],
+    drafts: int,
+) -> tuple[Int[Array, "S k"], tuple[KeysValues, ...]]:
+    """What a small model (Leviathan et al. 2022, arXiv:2211.17192) says next, and its pages.
+
+    It samples with the keys of the places that it guesses, the noise of the large model's samples:
+    so the two agree more often than two draws would. It reads its last guess as well, for the
+    pages of a text whose guesses all are right. room_S: tokens that may come yet, 0 in idle rows.
+    """
+    model, (sampling, allowed_Sv) = nnx.merge(graphdef, params), rows
+    take = lambda places_S: jnp.take_along_axis(texts_SC, places_S[:, None], 1, mode="clip")[:, 0]
+
+    def one(
+        carry: tuple[tuple[KeysValues, ...], Array, Array], i: Array
+    ) -> tuple[tuple[tuple[KeysValues, ...], Array, Array], Array]:
+        kv, token_S, before_S = carry
+        starts_S = jnp.maximum(known_S - 1 + i, 0)
+        counts_S = (i < room_S).astype(jnp.int32)
+        cache = PagedCache(kv, table_SW, starts_S, counts_S, before_S)
+        states_S1D, kv = run_model(model, token_S[:, None], cache)
+        logits_SV = model.logits(states_S1D[:, 0])
+        places = texts_SC, known_S + i, allowed_Sv
+        guess_S = sample_rows(logits_SV, sampling, *places, plain=True).token_B
+        return (kv, guess_S, token_S), guess_S
+
+    start = kv, take(known_S - 1), take(known_S - 2)
+    (kv, _, _), guess_kS = jax.lax.scan(one, start, jnp.arange(drafts + 1))
+    return guess_kS[:drafts].T, kv
