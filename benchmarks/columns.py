@@ -74,6 +74,7 @@ ENGINE: Columns = {
     "ms": rounded(".3f"),
     "floor_ms": rounded(".3f"),
     "of_floor": rounded(".0%"),
+    "of_copy": rounded(".0%"),
     "compile_s": rounded(".0f"),
     "alone_ms": rounded(".1f"),
     "median_ms": rounded(".1f"),

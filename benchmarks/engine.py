@@ -1,18 +1,23 @@
 """The inference engine on random weights and prompts: tokens per second, time to first token."""
 
 import argparse
+import functools
 import statistics
 import time
 from collections.abc import Iterator, Sequence
 from typing import Any, NamedTuple
 
 import jax
+import jax.numpy as jnp
+import jaxtrain_kernels as kernels
 import numpy as np
+from jaxtrain_kernels.attention.paged import BACKENDS as PAGED
 
+from benchmarks.decode import bandwidth
 from benchmarks.decode_models import COMPUTE, random_weights, weight_bytes
 from benchmarks.kernels import failure
 from benchmarks.record import describe
-from benchmarks.timing import ceilings
+from benchmarks.timing import Ceilings, ceilings, rotating
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.config import find_config, load_config
 from jaxtrain.config.resolve import resolve, vocab_size_of
@@ -22,6 +27,7 @@ from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingPa
 from jaxtrain.inference.engine.device import page_shapes
 from jaxtrain.model import Transformer, split
 from jaxtrain.model.config import ResolvedModel
+from jaxtrain.model.kv_cache import CACHE_DTYPES
 from jaxtrain.settings import whole
 from jaxtrain.weights.params import Params
 
@@ -105,6 +111,7 @@ def bench_engine(
                 found = {"failed": failure(error)}
             rows.append(label | shape | found)
             yield record | {"rows": rows, "floor": limits._asdict()}
+            rows += attention_rows(one, batch, kept, prompt + new // 2, limits)
         first = first_tokens(one, kept, prompt)
         rows.append(label | {"name": "first_token", "shape": f"{CONCURRENT} x {prompt}"} | first)
         yield record | {"rows": rows, "floor": limits._asdict()}
@@ -190,6 +197,36 @@ def floor_bytes(one: Served, batch: int, cache_dtype: str | None, held: float) -
     seen = [held if spec.window is None else min(held, spec.window + 1) for spec in specs]
     sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layer)) for layer in layers]
     return one.weight_bytes + batch * sum(s * n for s, n in zip(sizes, seen, strict=True))
+
+
+def attention_rows(
+    one: Served, batch: int, cache_dtype: str | None, held: int, limits: Ceilings
+) -> Iterator[dict[str, Any]]:
+    """Rows: attention of one token a request over pages that hold so many, by each backend."""
+    c, W = one.config, -(-held // PAGE)
+    layer = page_shapes(one.graphdef, one.params, PAGE, cache_dtype)[0]
+    K, H = jax.tree.leaves(layer)[0].shape[2:]
+    N, dtype = c.heads, jax.tree.leaves(one.params["blocks"])[0].dtype
+
+    def inputs(key: jax.Array) -> tuple[Any, ...]:
+        pages = [
+            jax.random.normal(k, (batch * W, PAGE, K, H), dtype) for k in jax.random.split(key)
+        ]
+        if cache_dtype is not None:
+            store = functools.partial(kernels.quantize, dtype=CACHE_DTYPES[cache_dtype])
+            pages = [jax.jit(store)(x) for x in pages]
+        q_B1NH = jax.random.normal(key, (batch, 1, N, H), dtype)
+        table_BW = jax.random.permutation(key, batch * W).reshape(batch, W)
+        starts_B = jnp.full(batch, held - 1, jnp.int32)
+        return q_B1NH, *pages, table_BW.astype(jnp.int32), starts_B, jnp.ones(batch, jnp.int32)
+
+    sets = rotating(inputs)
+    size = sum(x.nbytes for x in jax.tree.leaves(sets[0]))
+    for backend in PAGED:
+        attend = functools.partial(kernels.paged_attention, implementation=backend)
+        row = {"name": "paged_attention", "shape": f"{batch} x {held}"}
+        kind = f"{backend}, {cache_dtype or SHORT[dtype.name]}"
+        yield row | {"backend": kind} | bandwidth(attend, sets, size, limits.copy_gbps)
 
 
 def first_tokens(one: Served, cache_dtype: str | None, prompt: int) -> dict[str, Any]:

@@ -4,8 +4,9 @@ import importlib
 import json
 
 import pytest
+from jaxtrain_kernels.attention.paged import BACKENDS as PAGED
 
-from benchmarks import engine
+from benchmarks import engine, timing
 
 main = importlib.import_module("benchmarks.__main__").main
 SMALL = [
@@ -16,12 +17,22 @@ SMALL = [
 
 def test_rates_and_first_tokens(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(engine, "REPEATS", 1)
+    monkeypatch.setattr(timing, "WINDOW_SECONDS", 0.001)
     monkeypatch.setattr(engine, "CONCURRENT", 2)
     argv = ["engine", "--config", "gpt_d12", *SMALL, "--batch", "1", "3", "--prompts", "40"]
     assert main([*argv, "--new", "6", "--record", "--out", str(tmp_path)]) == 0
     result = json.loads((tmp_path / "engine-gpt_d12-fp32-cpu.json").read_text())
-    one, three, first = result["rows"]
-    assert [row["shape"] for row in result["rows"]] == ["1 x (40 + 6)", "3 x (40 + 6)", "2 x 40"]
+    attention = [row for row in result["rows"] if row["name"] == "paged_attention"]
+    one, three, first = [row for row in result["rows"] if row not in attention]
+    assert [row["shape"] for row in (one, three, first)] == [
+        "1 x (40 + 6)",
+        "3 x (40 + 6)",
+        "2 x 40",
+    ]
+    assert [(row["shape"], row["backend"]) for row in attention] == [
+        (shape, f"{backend}, fp32") for shape in ("1 x 43", "3 x 43") for backend in PAGED
+    ]
+    assert all(0 < row["of_copy"] for row in attention)
     for row in (one, three):
         assert row["of_floor"] == pytest.approx(row["floor_ms"] / row["ms"])
         assert 0 < row["tokens_per_s"] and row["preemptions"] == 0
