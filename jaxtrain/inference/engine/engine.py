@@ -84,8 +84,8 @@ class Engine:
             if why := device.check_servable(one.config, self.context):
                 raise UserError(f"the engine: {name} {why}")
         self.options, self.tokenizer, self.stops = options, tokenizer, stops
-        self.graphdefs = tuple(one.graphdef for one in both)
-        self.params, self.mesh = tuple(one.params for one in both), mesh
+        self.graphdef, self.params, self.mesh = graphdef, params, mesh
+        self.models = tuple(one.graphdef for one in both), tuple(one.params for one in both)
         shape = options.page_size, options.cache_dtype
         page = tuple(device.page_shapes(one.graphdef, one.params, *shape) for one in both)
         self.width = -(-self.context // options.page_size)  # pages of the longest text
@@ -282,7 +282,7 @@ class Engine:
         table_RW = self.table_SW[np.minimum(slots_R, o.slots - 1), :W]
         slots, table, starts, counts = jax.device_put((slots_R, table_RW, starts_R, counts_R))
         self.state, sampled = device.prefill_slots(
-            self.graphdefs, self.params, self.state, self.rows.on_device(), slots, table, starts,
+            *self.models, self.state, self.rows.on_device(), slots, table, starts,
             counts, chunk=o.chunk, plain=all(one.plain for one in todo),
         )  # fmt: skip
         rows: list[tuple[int, Sequence]] = []
@@ -309,7 +309,7 @@ class Engine:
         W = self.pages_for(max(one.length for one in todo) + most - 1, 2)
         active, table = jax.device_put((active_S, self.table_SW[:, :W].copy()))
         self.state, sampled = device.decode_slots(
-            self.graphdefs, self.params, self.state, self.rows.on_device(), active, table,
+            *self.models, self.state, self.rows.on_device(), active, table,
             drafts=self.options.drafts, plain=all(one.plain for one in todo),
         )  # fmt: skip
         for one in todo:
@@ -354,7 +354,7 @@ class Engine:
         Without it a program is compiled when a request is the first to need it.
         """
         o, lengths = self.options, range(1, self.context + 1)
-        given = self.graphdefs, self.params, self.state, self.rows.on_device()
+        given = *self.models, self.state, self.rows.on_device()
         i32 = lambda *shape: jnp.zeros(shape, jnp.int32)
         lowered: list[jax.stages.Lowered] = []
         with self.on_mesh():
