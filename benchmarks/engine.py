@@ -185,6 +185,7 @@ def rate(
         "decode_tokens_per_s": batch / each,
         "floor_ms": floor_ms,
         "of_floor": floor_ms / (1e3 * each),
+        "weight_bytes": one.weight_bytes,
         "compile_s": compiling,
         "preemptions": engine.stats().preemptions,
     }
