@@ -302,9 +302,9 @@ class Chat:
     start: int  # the token before every text, BOS for most
     end: int  # the token after every answer
 
-    def prompt(self, messages: Sequence[Message]) -> np.ndarray:
+    def prompt(self, messages: Sequence[Message], tools: Tools = None) -> np.ndarray:
         """The tokens up to the answer of the assistant."""
-        (pieces,) = self.reader.encode([self.render(messages, True)])
+        (pieces,) = self.reader.encode([self.render(messages, True, tools)])
         started = pieces.ids[0] == self.start
         return pieces.ids if started else np.concatenate([[self.start], pieces.ids])
 

@@ -1,0 +1,157 @@
+"""The routes, and what stands before all of them: the key, the drain, the counts."""
+
+import hmac
+import time
+import uuid
+from collections.abc import Sequence
+
+from starlette.applications import Starlette
+from starlette.exceptions import HTTPException
+from starlette.requests import Request
+from starlette.responses import JSONResponse, Response
+from starlette.routing import Route
+from starlette.types import ASGIApp, Message, Receive, Scope, Send
+
+from jaxtrain.inference.server.bodies import Body, ChatBody, CompletionBody, EmbeddingBody
+from jaxtrain.inference.server.chat_completions import ChatCompletion
+from jaxtrain.inference.server.completions import Completion
+from jaxtrain.inference.server.embeddings import embeddings
+from jaxtrain.inference.server.engine_thread import EngineFailed
+from jaxtrain.inference.server.errors import ApiError
+from jaxtrain.inference.server.http import (
+    ClientGone,
+    as_api_error,
+    read_body,
+    stream,
+    unless_gone,
+)
+from jaxtrain.inference.server.service import Service
+from jaxtrain.settings import UserError
+
+HEALTH = "/health"  # for those who have no key
+CLIENT_LEFT = 499  # nginx's status for a connection that the client closed
+
+
+def make_app(service: Service, keys: Sequence[str] = ()) -> ASGIApp:
+    """keys: any of them opens the server; without one it is open to all who reach it."""
+
+    async def health(request: Request) -> Response:
+        if service.thread.failure is not None or service.draining:
+            status = "draining" if service.thread.failure is None else "failed"
+            return JSONResponse({"status": status}, 503)
+        return JSONResponse({"status": "ok"})
+
+    async def models(request: Request) -> Response:
+        name = request.path_params.get("name")
+        service.check_model(Body(model=name))
+        model = {"id": service.served.name, "object": "model", "created": service.created}
+        model |= {"owned_by": "jaxtrain", "max_model_len": service.served.context}
+        return JSONResponse(model if name else {"object": "list", "data": [model]})
+
+    async def metrics(request: Request) -> Response:
+        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+
+    async def read[B: Body](request: Request, kind: type[B]) -> B:
+        limits = service.limits
+        body = await read_body(request, kind, limits.body_bytes, limits.timeout)
+        service.check_model(body)
+        return body
+
+    async def answered(request: Request, call: Completion | ChatCompletion) -> Response:
+        if call.body.stream:
+            return await stream(request.receive, call.chunks())
+        return JSONResponse(await unless_gone(request.receive, call.whole()))
+
+    async def complete(request: Request) -> Response:
+        body = await read(request, CompletionBody)
+        return await answered(request, Completion(service, body, f"cmpl-{uuid.uuid4().hex}"))
+
+    async def chat(request: Request) -> Response:
+        body = await read(request, ChatBody)
+        id = f"chatcmpl-{uuid.uuid4().hex}"
+        return await answered(request, ChatCompletion(service, body, id))
+
+    async def embed(request: Request) -> Response:
+        body = await read(request, EmbeddingBody)
+        return JSONResponse(await unless_gone(request.receive, embeddings(service, body)))
+
+    async def failed(request: Request, error: Exception) -> Response:
+        if isinstance(error, ClientGone):
+            return Response(status_code=CLIENT_LEFT)
+        found = as_api_error(error)
+        headers = {"retry-after": "1"} if found.status in (429, 503) else None
+        return JSONResponse(found.body(), found.status, headers)
+
+    async def no_such(request: Request, error: Exception) -> Response:
+        assert isinstance(error, HTTPException)
+        message = f"{request.method} {request.url.path}: {error.detail.lower()}"
+        found = ApiError(error.status_code, message)
+        return JSONResponse(found.body(), found.status, error.headers)
+
+    routes = [
+        Route(HEALTH, health),
+        Route("/metrics", metrics),
+        Route("/v1/models", models),
+        Route("/v1/models/{name:path}", models),
+        Route("/v1/chat/completions", chat, methods=["POST"]),
+        Route("/v1/completions", complete, methods=["POST"]),
+        Route("/v1/embeddings", embed, methods=["POST"]),
+    ]
+    told = (ApiError, UserError, EngineFailed, ClientGone)
+    handlers = {HTTPException: no_such, Exception: failed} | dict.fromkeys(told, failed)
+    app = Starlette(routes=routes, exception_handlers=handlers)
+    return Guard(app, service, keys, {route.path for route in routes})
+
+
+class Guard:
+    """In front of every request: the key, the drain; behind it: the counts.
+
+    With anything else than a request (uvicorn's lifespan) it has nothing to do.
+    """
+
+    def __init__(self, app: ASGIApp, service: Service, keys: Sequence[str], paths: set[str]):
+        self.app, self.service, self.paths = app, service, paths
+        self.keys = [key.encode() for key in keys]
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        if scope["type"] != "http" or scope["path"] == HEALTH:
+            return await self.app(scope, receive, send)
+        begun, status, ended = time.monotonic(), CLIENT_LEFT, False
+
+        async def counted(message: Message) -> None:
+            nonlocal status, ended
+            status = message.get("status", status)
+            ended |= message["type"] == "http.response.body" and not message.get("more_body")
+            await send(message)
+
+        self.service.in_flight += 1
+        try:
+            if error := self.refusal(scope):
+                headers = {"www-authenticate": "Bearer"} if error.status == 401 else {}
+                headers |= {"connection": "close"} if error.status == 503 else {}
+                refused = JSONResponse(error.body(), error.status, headers)
+                await refused(scope, receive, counted)
+            else:
+                await self.app(scope, receive, counted)
+        finally:
+            self.service.in_flight -= 1
+            metrics, path = self.service.metrics, scope["path"]
+            path = path if path in self.paths else "other"
+            metrics.requests.labels(path, status if ended else CLIENT_LEFT).inc()
+            metrics.duration.labels(path).observe(time.monotonic() - begun)
+
+    def refusal(self, scope: Scope) -> ApiError | None:
+        """Why a request is not even read."""
+        if self.service.draining:
+            return ApiError(503, "the server is about to end", code="draining")
+        if self.service.thread.failure is not None:
+            return ApiError(500, "the engine failed, and the server ends")
+        if not self.keys:
+            return None
+        given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")
+        kind, _, key = given.partition(b" ")
+        matches = [hmac.compare_digest(key.strip(), one) for one in self.keys]
+        if kind.lower() == b"bearer" and any(matches):
+            return None
+        message = "a key is needed: Authorization: Bearer KEY"
+        return ApiError(401, message, code="invalid_api_key")

@@ -1,0 +1,59 @@
+"""The command line of `serve`; nothing here imports JAX."""
+
+from pathlib import Path
+
+from jaxtrain.settings import TINY, Parser, real, whole
+
+HOST, PORT = "127.0.0.1", 8000
+
+
+def serve_parser() -> Parser:
+    """Of `jaxtrain serve`."""
+    parser = Parser(
+        "jaxtrain serve",
+        description="Answer HTTP requests with a trained model, by OpenAI's API (extra `serve`). "
+        "SIGTERM and Ctrl-C end it when the answers in flight are complete.",
+    )
+    parser.add_argument("run", type=Path, help="run directory or model folder")
+    parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
+    parser.add_argument("--name", help="the model's name in requests; default that of the run")
+    parser.add_argument("--host", default=HOST, help=f"address to listen at (default {HOST})")
+    parser.add_argument(
+        "--port", type=whole(0, 65535), default=PORT, help=f"(default {PORT}); 0: a free one"
+    )
+    keys = parser.add_mutually_exclusive_group()
+    keys.add_argument(
+        "--api-key-file", type=Path, metavar="FILE", help="a file with a key a line; any is valid"
+    )
+    keys.add_argument(
+        "--api-key-env", metavar="VARIABLE", help="the environment variable that holds the key"
+    )
+    parser.add_argument(
+        "--max-tokens", type=whole(1), metavar="N", help="new tokens of an answer at most; "
+        "default the context",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-concurrency", type=whole(1), default=32, metavar="N",
+        help="answers that are decoded at a time (default 32)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-queue", type=whole(0), default=256, metavar="N",
+        help="answers that may wait for a place; then requests are refused with 429 (default 256)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--max-body", type=real(TINY, "above 0"), default=4.0, metavar="MIB",
+        help="size of a request in MiB (default 4)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--timeout", type=real(TINY, "above 0"), default=600.0, metavar="SECONDS",
+        help="time of a request, its wait included (default 600)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--drain", type=real(0.0, "from 0 on"), default=60.0, metavar="SECONDS",
+        help="time that answers in flight have to end after SIGTERM (default 60)",
+    )  # fmt: skip
+    parser.add_argument(
+        "--pooling", choices=["mean", "last"], default="mean",
+        help="embeddings: the mean of a text's final states, or the last one (default mean)",
+    )  # fmt: skip
+    return parser

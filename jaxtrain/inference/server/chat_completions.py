@@ -1,0 +1,141 @@
+"""/v1/chat/completions: a conversation answered, by the model's chat template."""
+
+import time
+from collections.abc import AsyncGenerator
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.data import Chat
+from jaxtrain.data.chat.chat import check_tool_calls
+from jaxtrain.data.chat.messages import check_characters, message_of
+from jaxtrain.data.records import Conversation, Message
+from jaxtrain.inference.server.bodies import ChatBody
+from jaxtrain.inference.server.completions import Answer
+from jaxtrain.inference.server.errors import refuse
+from jaxtrain.inference.server.http import Json
+from jaxtrain.inference.server.interface import Update
+from jaxtrain.inference.server.logprobs import chat_logprobs
+from jaxtrain.inference.server.service import Service, usage
+from jaxtrain.inference.server.tool_calls import arguments_as_objects, held_back, read_calls
+
+
+class ChatCompletion:
+    """One call: a conversation, and how it is answered."""
+
+    def __init__(self, service: Service, body: ChatBody, id: str):
+        self.service, self.body, self.begun = service, body, time.monotonic()
+        self.head = {"id": id, "created": int(time.time()), "model": service.served.name}
+        if (chat := service.served.chat) is None:
+            refuse(service.served.no_chat, "messages", "no_chat_template")
+        self.tools = service.served.tools if body.tools and body.tool_choice != "none" else None
+        if body.tools and service.served.tools is None:
+            refuse(service.served.no_tools, "tools", "unsupported_parameter")
+        self.prompt = self.prompt_of(chat)
+        asked = body.max_completion_tokens or body.max_tokens
+        room = service.room(self.prompt, asked, service.limits.max_tokens, "messages")
+        ends = dict.fromkeys((chat.end, *service.served.prompting.stops))
+        logprobs = (body.top_logprobs or 0) if body.logprobs else None
+        self.sampling = body.sampling(room, tuple(ends), logprobs, body.grammar())
+
+    def prompt_of(self, chat: Chat) -> np.ndarray:
+        """Token ids. Raises UserError for a conversation that the template does not write."""
+        said = arguments_as_objects(self.body.messages)
+        messages: list[Message] = [
+            message_of(message, f"messages[{i}]") for i, message in enumerate(said)
+        ]
+        tools = self.body.tools if self.tools else None
+        check_characters(Conversation(messages, tools), "messages")
+        check_tool_calls(messages, chat.render)
+        return chat.prompt(messages, tools)
+
+    async def whole(self) -> Json:
+        """The answer in one piece."""
+        answers, made = [Answer() for _ in range(self.body.n)], 0
+        async with self.service.answers([self.prompt], [self.sampling], self.body.n) as updates:
+            async for i, update in updates:
+                self.service.count_first(made, self.begun)
+                made += len(update.tokens)
+                answers[i].add(update)
+        choices = [self.choice(i, answer) for i, answer in enumerate(answers)]
+        counts = usage(len(self.prompt), made)
+        self.service.count_tokens(counts)
+        more = {"object": "chat.completion", "choices": choices, "usage": counts}
+        return self.head | more
+
+    def choice(self, index: int, answer: Answer) -> Json:
+        content, calls = answer.text, []
+        if self.tools:
+            content, calls = read_calls(answer.text, self.tools)
+        message: Json = {"role": "assistant", "content": content, "refusal": None}
+        if calls:
+            message |= {"content": content or None, "tool_calls": calls}
+        finish = "tool_calls" if calls and answer.finish == "stop" else answer.finish
+        logprobs = self.logprobs(answer.logprobs)
+        return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
+
+    def logprobs(self, found: Any) -> Json | None:
+        return chat_logprobs(self.service.served.tokenizer, found) if self.body.logprobs else None
+
+    async def chunks(self) -> AsyncGenerator[Json]:
+        """The answer in pieces; each tool call is one of them."""
+        head = self.head | {"object": "chat.completion.chunk"}
+        head |= {"usage": None} if self.body.include_usage else {}
+        deltas, made = [Deltas(self, i) for i in range(self.body.n)], 0
+        async with self.service.answers([self.prompt], [self.sampling], self.body.n) as updates:
+            async for i, update in updates:
+                self.service.count_first(made, self.begun)
+                made += len(update.tokens)
+                for choice in deltas[i].add(update):
+                    yield head | {"choices": [choice]}
+        counts = usage(len(self.prompt), made)
+        self.service.count_tokens(counts)
+        if self.body.include_usage:
+            yield head | {"choices": [], "usage": counts}
+
+
+class Deltas:
+    """One choice of a stream. With tools, what may be a call is held back until it is whole."""
+
+    def __init__(self, call: ChatCompletion, index: int):
+        self.call, self.index = call, index
+        self.answer, self.said = Answer(), 0
+        self.begun = False
+
+    def add(self, update: Update) -> list[Json]:
+        """The choices of the chunks that an update makes."""
+        self.answer.add(update)
+        out = []
+        if not self.begun:
+            self.begun = True
+            out.append(self.delta({"role": "assistant", "content": ""}, None, None))
+        logprobs = self.call.logprobs(update.logprobs) if update.logprobs else None
+        ended = update.finish_reason is not None
+        if (form := self.call.tools) is None:
+            if update.text or logprobs:
+                out.append(self.delta({"content": update.text}, logprobs, None))
+            return out + ([self.delta({}, None, update.finish_reason)] if ended else [])
+        text, calls = self.answer.text, []
+        ready = held_back(text, form.begin) if form.begin else self.not_json(text)
+        if ended:
+            content, calls = read_calls(text, form)
+            ready = max(self.said, len(content)) if calls else len(text)
+        if ready > self.said or logprobs:
+            out.append(self.delta({"content": text[self.said : ready]}, logprobs, None))
+            self.said = max(ready, self.said)
+        if calls:
+            listed = [{"index": i} | one for i, one in enumerate(calls)]
+            out.append(self.delta({"tool_calls": listed}, None, None))
+        if ended:
+            finish = "tool_calls" if calls and update.finish_reason == "stop" else None
+            out.append(self.delta({}, None, finish or update.finish_reason))
+        return out
+
+    def not_json(self, text: str) -> int:
+        """All of a text that is no JSON from its beginning."""
+        start = text.lstrip()
+        return 0 if not start or start[0] in "{[" else len(text)
+
+    def delta(self, delta: Json, logprobs: Json | None, finish: str | None) -> Json:
+        found = {"index": self.index, "delta": delta, "finish_reason": finish}
+        return found | {"logprobs": logprobs}

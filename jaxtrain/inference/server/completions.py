@@ -1,0 +1,113 @@
+"""/v1/completions: texts or token ids continued."""
+
+import time
+from collections.abc import AsyncGenerator, Sequence
+from functools import partial
+from typing import Any
+
+from jaxtrain.inference.server.bodies import CompletionBody
+from jaxtrain.inference.server.http import Json
+from jaxtrain.inference.server.interface import TokenLogprob, Update
+from jaxtrain.inference.server.logprobs import completion_logprobs
+from jaxtrain.inference.server.service import Service, usage
+from jaxtrain.inference.server.whole_texts import prompt_logprobs
+
+DEFAULT_TOKENS = 16  # OpenAI's default here
+Echo = tuple[str, list[int], Sequence[TokenLogprob | None]]  # a prompt, as a part of its answer
+
+
+class Answer:
+    """One choice while it grows."""
+
+    def __init__(self):
+        self.text, self.finish = "", "length"
+        self.tokens: list[int] = []
+        self.logprobs: list[TokenLogprob] = []
+
+    def add(self, update: Update) -> None:
+        self.text += update.text
+        self.tokens += update.tokens
+        self.logprobs += update.logprobs
+        self.finish = update.finish_reason or self.finish
+
+
+class Completion:
+    """One call: its prompts, and how each is continued."""
+
+    def __init__(self, service: Service, body: CompletionBody, id: str):
+        self.service, self.body, self.begun = service, body, time.monotonic()
+        self.head = {"id": id, "object": "text_completion", "created": int(time.time())}
+        self.head |= {"model": service.served.name}
+        self.prompts = service.prompts_of(body.prompt, "prompt")
+        rooms = [service.room(x, body.max_tokens, DEFAULT_TOKENS, "prompt") for x in self.prompts]
+        ends = service.served.prompting.stops
+        self.sampling = [body.sampling(room, ends, body.logprobs) for room in rooms]
+        self.total = sum(map(len, self.prompts))
+
+    async def echoes(self) -> list[Echo]:
+        """What of each prompt is a part of its answers."""
+        body, service = self.body, self.service
+        if not body.echo:
+            return [("", [], ())] * len(self.prompts)
+        found, top = [], body.logprobs
+        for prompt in self.prompts:
+            scores: tuple[TokenLogprob | None, ...] = ()
+            if top is not None:
+                job = partial(prompt_logprobs, tokens=prompt, top=top)
+                scores = (None, *await service.run(job))
+            found.append((service.served.tokenizer.decode(prompt), prompt.tolist(), scores))
+        return found
+
+    def logprobs(
+        self, tokens: Sequence[int], logprobs: Sequence[TokenLogprob | None], offset: int
+    ) -> Json | None:
+        if self.body.logprobs is None:
+            return None
+        return completion_logprobs(self.service.served.tokenizer, tokens, logprobs, offset)
+
+    def choice(self, index: int, text: str, logprobs: Json | None, finish: str | None) -> Json:
+        return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
+
+    async def whole(self) -> Json:
+        """The answer in one piece."""
+        n, echoes, made = self.body.n, await self.echoes(), 0
+        answers = [Answer() for _ in range(n * len(self.prompts))]
+        if self.body.max_tokens != 0:
+            async with self.service.answers(self.prompts, self.sampling, n) as updates:
+                async for i, update in updates:
+                    self.service.count_first(made, self.begun)
+                    made += len(update.tokens)
+                    answers[i].add(update)
+        choices = []
+        for i, answer in enumerate(answers):
+            text, tokens, scores = echoes[i // n]
+            logprobs = self.logprobs([*tokens, *answer.tokens], [*scores, *answer.logprobs], 0)
+            choices.append(self.choice(i, text + answer.text, logprobs, answer.finish))
+        counts = usage(self.total, made)
+        self.service.count_tokens(counts)
+        return self.head | {"choices": choices, "usage": counts}
+
+    async def chunks(self) -> AsyncGenerator[Json]:
+        """The answer in pieces."""
+        n, echoes, made = self.body.n, await self.echoes(), 0
+        more: dict[str, Any] = {"usage": None} if self.body.include_usage else {}
+        count = n * len(self.prompts)
+        said = [""] * count
+        for i in range(count if self.body.echo or self.body.max_tokens == 0 else 0):
+            said[i], tokens, scores = echoes[i // n]
+            finish = "length" if self.body.max_tokens == 0 else None
+            choice = self.choice(i, said[i], self.logprobs(tokens, scores, 0), finish)
+            yield self.head | {"choices": [choice]} | more
+        if self.body.max_tokens != 0:
+            async with self.service.answers(self.prompts, self.sampling, n) as updates:
+                async for i, update in updates:
+                    self.service.count_first(made, self.begun)
+                    logprobs = self.logprobs(update.tokens, update.logprobs, len(said[i]))
+                    choice = self.choice(i, update.text, logprobs, update.finish_reason)
+                    made += len(update.tokens)
+                    said[i] += update.text
+                    yield self.head | {"choices": [choice]} | more
+        counts = usage(self.total, made)
+        self.service.count_tokens(counts)
+        if self.body.include_usage:
+            yield self.head | {"choices": [], "usage": counts}

@@ -1,0 +1,39 @@
+"""/v1/embeddings: the final states of a text as one vector of length 1."""
+
+import base64
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from jaxtrain.inference.server.bodies import EmbeddingBody
+from jaxtrain.inference.server.errors import refuse
+from jaxtrain.inference.server.service import Service
+from jaxtrain.inference.server.whole_texts import embed
+
+
+async def embeddings(service: Service, body: EmbeddingBody) -> dict[str, Any]:
+    """A vector for each text or list of token ids."""
+    if body.dimensions is not None:
+        refuse("dimensions is not supported: vectors have the model's width", "dimensions")
+    texts = service.prompts_of(body.input, "input")
+    context = service.served.context
+    if (longest := max(map(len, texts))) > context:
+        refuse(f"this model's context is {context} tokens; a text has {longest}", "input",
+               "context_length_exceeded")  # fmt: skip
+    service.check_load(len(texts))
+    data = []
+    for i, text in enumerate(texts):  # one at a time: answers in flight go on between them
+        job = partial(embed, texts=[text], pooling=service.served.pooling)
+        (vector,) = await service.run(job)
+        data.append({"object": "embedding", "index": i, "embedding": encoded(vector, body)})
+    total = sum(map(len, texts))
+    service.count_tokens({"prompt_tokens": total, "completion_tokens": 0})
+    usage = {"prompt_tokens": total, "total_tokens": total}
+    return {"object": "list", "data": data, "model": service.served.name, "usage": usage}
+
+
+def encoded(vector: np.ndarray, body: EmbeddingBody) -> list[float] | str:
+    if body.encoding_format == "base64":
+        return base64.b64encode(vector.astype("<f4").tobytes()).decode()
+    return vector.tolist()

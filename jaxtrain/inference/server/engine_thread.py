@@ -1,0 +1,182 @@
+"""The thread that owns the engine: requests come in from the event loop, updates go back to it."""
+
+import asyncio
+import logging
+import queue
+import threading
+from collections.abc import AsyncIterator, Callable, Sequence
+from concurrent.futures import Future
+from typing import Any
+
+from jaxtrain.inference.server.interface import Engine, EngineStats, Request, Update
+
+log = logging.getLogger(__name__)
+Job = Callable[[Engine], None]
+
+
+class EngineFailed(Exception):
+    """The engine's thread has ended with an error; nothing is answered any more."""
+
+
+class Answers:
+    """The updates of some requests, as they come: (place of the request, update).
+
+    Iterating ends when each request has its finish reason, or raises TimeoutError. `close` cancels
+    those that have none, and must be called in the end.
+    """
+
+    def __init__(self, thread: "EngineThread", requests: Sequence[Request], seconds: float):
+        self.thread, self.deadline = thread, asyncio.get_running_loop().time() + seconds
+        self.place = {request.id: i for i, request in enumerate(requests)}
+        self.open = set(self.place)
+        self.updates: asyncio.Queue[Update | Exception] = asyncio.Queue()
+
+    async def __aiter__(self) -> AsyncIterator[tuple[int, Update]]:
+        while self.open:
+            async with asyncio.timeout_at(self.deadline):
+                found = await self.updates.get()
+            if isinstance(found, Exception):
+                raise found
+            if found.finish_reason is not None:
+                self.open.discard(found.id)
+            yield self.place[found.id], found
+
+    def close(self) -> None:
+        self.thread.forget(self)
+
+
+class EngineThread:
+    """Loads an engine and steps it, all in one thread."""
+
+    def __init__(self, load: Callable[[], Engine]):
+        self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
+        self.stats = EngineStats()
+        self.failure: BaseException | None = None
+        self.on_failure: Callable[[], object] = lambda: None
+        self.answers: dict[str, Answers] = {}  # by request; of the event loop alone
+        self.results: set[Future[Any]] = set()
+        self.loop: asyncio.AbstractEventLoop | None = None
+        self.loaded: Future[Engine] = Future()
+        self.thread = threading.Thread(target=self._main, args=(load,), name="engine", daemon=True)
+
+    # ---- of the event loop ---------------------------------------------------------------------
+
+    def start(self) -> Engine:
+        """The engine, once it is loaded; what loading raises is raised here."""
+        self.thread.start()
+        return self.loaded.result()
+
+    def attach(self, loop: asyncio.AbstractEventLoop, on_failure: Callable[[], object]) -> None:
+        """Where updates are awaited. on_failure: called there, once, if the engine raises."""
+        self.loop, self.on_failure = loop, on_failure
+
+    def stop(self) -> None:
+        """End the thread; what is in flight has no answer."""
+        self.jobs.put(None)
+        self.thread.join()
+
+    def submit(self, requests: Sequence[Request], seconds: float) -> Answers:
+        """Add requests to the engine; what adding them raises comes out of the answers.
+
+        seconds: in which all must be answered.
+        """
+        self._check()
+        answers = Answers(self, requests, seconds)
+        self.answers |= {request.id: answers for request in requests}
+
+        def add(engine: Engine) -> None:
+            try:
+                for request in requests:
+                    engine.add(request)
+            except Exception as error:
+                self._tell(answers.updates.put_nowait, error)
+
+        self.jobs.put(add)
+        return answers
+
+    def forget(self, answers: Answers) -> None:
+        """Cancel what is open of some answers."""
+        for id in answers.place:
+            self.answers.pop(id, None)
+        gone, answers.open = answers.open, set()
+
+        def cancel(engine: Engine) -> None:
+            for id in gone:
+                engine.cancel(id)
+
+        if gone:
+            self.jobs.put(cancel)
+
+    async def run[T](self, function: Callable[[Engine], T]) -> T:
+        """The result of function(engine), called between two steps."""
+        self._check()
+        result: Future[T] = Future()
+        self.results.add(result)
+
+        def call(engine: Engine) -> None:
+            if result.set_running_or_notify_cancel():
+                try:
+                    result.set_result(function(engine))
+                except Exception as error:
+                    result.set_exception(error)
+
+        self.jobs.put(call)
+        try:
+            return await asyncio.wrap_future(result)
+        finally:
+            self.results.discard(result)
+
+    def _check(self) -> None:
+        if self.failure is not None:
+            raise EngineFailed(str(self.failure))
+
+    def _deliver(self, updates: Sequence[Update]) -> None:
+        for update in updates:
+            if answers := self.answers.get(update.id):
+                answers.updates.put_nowait(update)
+                if update.finish_reason is not None:
+                    del self.answers[update.id]
+
+    def _fail(self, failure: BaseException) -> None:
+        self.failure = failure
+        error = EngineFailed(f"{type(failure).__name__}: {failure}")
+        for answers in set(self.answers.values()):
+            answers.updates.put_nowait(error)
+        for result in tuple(self.results):
+            if not result.done():
+                result.set_exception(error)
+        self.on_failure()
+
+    # ---- of the engine's thread ----------------------------------------------------------------
+
+    def _tell(self, function: Callable[..., object], *arguments: object) -> None:
+        assert self.loop is not None
+        self.loop.call_soon_threadsafe(function, *arguments)
+
+    def _main(self, load: Callable[[], Engine]) -> None:
+        try:
+            engine = load()
+        except BaseException as error:
+            self.loaded.set_exception(error)
+            return
+        self.stats = engine.stats()
+        self.loaded.set_result(engine)
+        try:
+            while self._work(engine):
+                pass
+        except BaseException as error:
+            log.exception("the engine failed")
+            self._tell(self._fail, error)
+
+    def _work(self, engine: Engine) -> bool:
+        """Do what waits, then a step; False in the end."""
+        wait = not engine.busy
+        while wait or not self.jobs.empty():
+            if (job := self.jobs.get()) is None:
+                return False
+            job(engine)
+            wait = False
+        if engine.busy and (updates := engine.step()):
+            self._tell(self._deliver, updates)
+        self.stats = engine.stats()
+        return True

@@ -1,0 +1,121 @@
+"""HTTP beside the endpoints: bodies within a size, event streams, clients that leave."""
+
+import asyncio
+import json
+from collections.abc import AsyncGenerator, Coroutine
+from contextlib import aclosing, suppress
+from typing import Any
+
+from pydantic import ValidationError
+from starlette.requests import ClientDisconnect, Request
+from starlette.responses import Response
+from starlette.types import Receive, Scope, Send
+
+from jaxtrain.inference.server.bodies import Body
+from jaxtrain.inference.server.engine_thread import EngineFailed
+from jaxtrain.inference.server.errors import ApiError, invalid_body
+from jaxtrain.settings import UserError
+
+Json = dict[str, Any]
+Chunks = AsyncGenerator[Json]
+
+
+class ClientGone(Exception):
+    """The client has closed the connection: there is nobody to answer."""
+
+
+async def read_body[B: Body](request: Request, kind: type[B], most: int, seconds: float) -> B:
+    """The body of a request. most: bytes; seconds: that it may take to arrive."""
+    if "json" not in request.headers.get("content-type", ""):
+        raise ApiError(415, "the body must be JSON, with the header Content-Type: application/json")
+    data = bytearray()
+    try:
+        async with asyncio.timeout(seconds):
+            async for part in request.stream():
+                data += part
+                if len(data) > most:
+                    raise ApiError(413, f"the body is larger than {most:,} bytes")
+    except TimeoutError:
+        raise ApiError(408, f"the body did not arrive within {seconds:g} seconds") from None
+    except ClientDisconnect:
+        raise ClientGone from None
+    try:
+        return kind.model_validate_json(bytes(data))
+    except ValidationError as error:
+        raise invalid_body(error.errors(include_url=False)[0]) from None
+
+
+async def unless_gone[T](receive: Receive, work: Coroutine[Any, Any, T]) -> T:
+    """The result of `work`, which is cancelled with ClientGone when the client leaves."""
+
+    async def leave() -> None:
+        while (await receive())["type"] != "http.disconnect":
+            pass
+
+    task, gone = asyncio.ensure_future(work), asyncio.ensure_future(leave())
+    try:
+        await asyncio.wait((task, gone), return_when=asyncio.FIRST_COMPLETED)
+        if not task.done():
+            raise ClientGone
+        return task.result()
+    finally:
+        for one in (task, gone):
+            one.cancel()
+        await asyncio.gather(task, gone, return_exceptions=True)
+
+
+def as_api_error(error: Exception) -> ApiError:
+    """What a client is told of an error."""
+    if isinstance(error, ApiError):
+        return error
+    if isinstance(error, UserError):
+        return ApiError(400, str(error))
+    if isinstance(error, EngineFailed):
+        return ApiError(500, "the engine failed, and the server ends")
+    return ApiError(500, "an error of the server; its log has more")
+
+
+class EventStream(Response):
+    """Server-sent events: each chunk as `data: {...}`, in the end `data: [DONE]`.
+
+    An error in the middle is an event too, and the last one.
+    """
+
+    media_type = "text/event-stream"
+
+    def __init__(self, first: Json, rest: Chunks):
+        super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
+        del self.headers["content-length"]
+        self.first, self.rest = first, rest
+
+    async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
+        async def put(data: str, more: bool = True) -> None:
+            body = f"data: {data}\n\n".encode()
+            await send({"type": "http.response.body", "body": body, "more_body": more})
+
+        async def work() -> None:
+            start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
+            await send(start)
+            try:
+                await put(json.dumps(self.first))
+                async with aclosing(self.rest) as rest:
+                    async for chunk in rest:
+                        await put(json.dumps(chunk))
+            except Exception as error:
+                await put(json.dumps(as_api_error(error).body()), more=False)
+                if not isinstance(error, (ApiError, UserError, EngineFailed)):
+                    raise
+            else:
+                await put("[DONE]", more=False)
+
+        with suppress(ClientGone):
+            await unless_gone(receive, work())
+
+
+async def stream(receive: Receive, chunks: Chunks) -> EventStream:
+    """A stream whose first chunk is there: what goes wrong before it has its own status code."""
+
+    async def first() -> Json:
+        return await anext(chunks)
+
+    return EventStream(await unless_gone(receive, first()), chunks)

@@ -1,0 +1,62 @@
+"""A saved model becomes a service."""
+
+import argparse
+from pathlib import Path
+
+import jax
+
+from jaxtrain.cluster.processes import check_alone
+from jaxtrain.cluster.runtime import compute_dtype, start
+from jaxtrain.data import make_chat
+from jaxtrain.inference.server.engine_thread import EngineThread
+from jaxtrain.inference.server.interface import Engine
+from jaxtrain.inference.server.service import Limits, Served, Service
+from jaxtrain.inference.server.tool_calls import read_format
+from jaxtrain.inference.server.whole_texts import Pooling, TextModel
+from jaxtrain.model import cast
+from jaxtrain.model.config import check_decoder
+from jaxtrain.runs.saved import Saved, load_saved, template_for
+from jaxtrain.settings import UserError
+
+
+def served_model(saved: Saved, name: str, pooling: Pooling = "mean") -> Served:
+    """What the endpoints need of a model; a model without a chat template answers no chats."""
+    context = saved.config.model.context_length
+    served = Served(name, saved.tokenizer, saved.prompting, context, pooling=pooling)
+    try:
+        chat = make_chat(*template_for(saved), saved.tokenizer)
+    except UserError as error:
+        return served._replace(no_chat=str(error))
+    try:
+        return served._replace(chat=chat, tools=read_format(chat))
+    except UserError as error:
+        return served._replace(chat=chat, no_tools=str(error))
+
+
+def name_of(run: Path) -> str:
+    """The name of a run, also where its model folder is given."""
+    run = run.resolve()
+    return run.parent.name if run.name == "model" and run.parent.name else run.name
+
+
+def load_service(a: argparse.Namespace) -> Service:
+    """The service of a command line, its engine loaded."""
+    check_alone("jaxtrain serve")
+    start()
+    saved = load_saved(a.run, a.step)
+    check_decoder(saved.config.model)
+    dtype = compute_dtype(saved.config.train.precision)
+    params = cast(jax.device_put(saved.params), saved.specs, dtype)
+    served = served_model(saved, a.name or name_of(a.run), a.pooling)
+    context = served.context
+    limits = Limits(
+        min(a.max_tokens or context, context), a.max_concurrency, a.max_queue,
+        int(a.max_body * 2**20), a.timeout,
+    )  # fmt: skip
+
+    def load() -> Engine:
+        raise UserError("there is no engine yet")
+
+    thread = EngineThread(load)
+    thread.start()
+    return Service(served, TextModel(saved.graphdef, params), thread, limits)

@@ -1,0 +1,167 @@
+"""What is served and within which limits: what every endpoint reads."""
+
+import asyncio
+import time
+import uuid
+from collections.abc import AsyncIterator, Callable, Sequence
+from contextlib import asynccontextmanager
+from typing import NamedTuple
+
+import numpy as np
+
+from jaxtrain.data import Chat, Tokenizer
+from jaxtrain.inference.server.bodies import Body, Prompt
+from jaxtrain.inference.server.engine_thread import Answers, EngineThread
+from jaxtrain.inference.server.errors import ApiError, refuse
+from jaxtrain.inference.server.interface import Request, SamplingParams
+from jaxtrain.inference.server.metrics import Metrics
+from jaxtrain.inference.server.tool_calls import ToolFormat
+from jaxtrain.inference.server.whole_texts import Pooling, TextModel
+from jaxtrain.interop.companions import Prompting
+
+
+class Limits(NamedTuple):
+    """What one client, or all of them, may ask for."""
+
+    max_tokens: int  # new tokens of an answer
+    concurrency: int  # answers at a time
+    queue: int  # answers that wait for their turn
+    body_bytes: int
+    timeout: float  # seconds of a request, its wait included
+
+
+class Served(NamedTuple):
+    """A model with what its texts are made of."""
+
+    name: str
+    tokenizer: Tokenizer
+    prompting: Prompting
+    context: int  # tokens of a prompt and its answer together
+    chat: Chat | None = None
+    no_chat: str = ""  # why there is none
+    tools: ToolFormat | None = None
+    no_tools: str = ""
+    pooling: Pooling = "mean"
+
+
+class Service:
+    """One process's model, engine, limits and counts."""
+
+    def __init__(self, served: Served, texts: TextModel, thread: EngineThread, limits: Limits):
+        self.served, self.texts, self.thread, self.limits = served, texts, thread, limits
+        self.metrics = Metrics(thread)
+        self.created = int(time.time())
+        self.draining = False
+        self.in_flight = 0  # HTTP requests, but those for /health
+
+    # ---- what a request may ask for ----------------------------------------------------------
+
+    def check_model(self, body: Body) -> None:
+        """The only name is that of the served model: a request cannot name a path."""
+        if body.model not in (None, self.served.name):
+            message = f"there is no model {body.model!r} here; there is {self.served.name!r}"
+            raise ApiError(404, message, "model", "model_not_found")
+
+    def prompts_of(self, prompt: Prompt, name: str) -> list[np.ndarray]:
+        """Token ids of each prompt. Text begins with BOS if the model's texts do; ids are as they
+        are."""
+        if isinstance(prompt, str):
+            return [self.encode(prompt)]
+        if not prompt:
+            refuse(f"{name} is an empty list", name, "invalid_value")
+        if isinstance(prompt[0], int):
+            return [self.check_ids(prompt, name)]
+        several = [
+            self.encode(x) if isinstance(x, str) else self.check_ids(x, name) for x in prompt
+        ]
+        return several
+
+    def encode(self, text: str) -> np.ndarray:
+        tokenizer = self.served.tokenizer
+        ids = tokenizer.encode(text).astype(np.int32)
+        if self.served.prompting.bos or not len(ids):
+            ids = np.concatenate([np.array([tokenizer.bos_id], np.int32), ids])
+        return ids
+
+    def check_ids(self, ids: object, name: str) -> np.ndarray:
+        size = self.served.tokenizer.vocab_size
+        found = np.array(ids, np.int64)
+        if not len(found):
+            refuse(f"{name} has a list without tokens", name, "invalid_value")
+        if found.min() < 0 or found.max() >= size:
+            refuse(f"{name} has a token id that is not in 0..{size - 1}", name, "invalid_value")
+        return found.astype(np.int32)
+
+    def room(self, prompt: np.ndarray, asked: int | None, default: int, name: str) -> int:
+        """New tokens that an answer to a prompt may have."""
+        most, context = self.limits.max_tokens, self.served.context
+        if asked is not None and asked > most:
+            refuse(f"max_tokens is {asked}; this server allows {most}", "max_tokens",
+                   "invalid_value")  # fmt: skip
+        left = context - len(prompt)
+        if left < (asked or 0) or (left < 1 and asked is None):
+            wanted = f" and max_tokens of {asked}" if asked else ""
+            refuse(f"this model's context is {context} tokens; a prompt of {len(prompt)}{wanted} "
+                   "is longer", name, "context_length_exceeded")  # fmt: skip
+        return min(default, most, left) if asked is None else asked
+
+    def check_load(self, answers: int) -> None:
+        """Refuse what is more than may be in flight: for ever, or at this moment."""
+        most = self.limits.concurrency + self.limits.queue
+        if answers > most:
+            refuse(f"the request asks for {answers} answers; at most {most} are in flight here")
+        if len(self.thread.answers) + answers > most:
+            raise ApiError(429, f"{most} answers are in flight; try again", code="queue_full")
+
+    # ---- answers -----------------------------------------------------------------------------
+
+    @asynccontextmanager
+    async def answers(
+        self, prompts: Sequence[np.ndarray], sampling: Sequence[SamplingParams], n: int
+    ) -> AsyncIterator[Answers]:
+        """n answers to each prompt, prompt by prompt; whatever ends the block cancels them.
+
+        TimeoutError becomes an ApiError.
+        """
+        self.check_load(len(prompts) * n)
+        requests = [
+            Request(uuid.uuid4().hex, tuple(prompt.tolist()), how._replace(seed=how.seed + i))
+            for prompt, how in zip(prompts, sampling, strict=True)
+            for i in range(n)
+        ]
+        answers = self.thread.submit(requests, self.limits.timeout)
+        try:
+            yield answers
+        except TimeoutError:
+            raise self.too_late() from None
+        finally:
+            answers.close()
+
+    async def run[T](self, function: Callable[[TextModel], T]) -> T:
+        """function(model) on the engine's thread: a forward pass over whole texts."""
+        try:
+            async with asyncio.timeout(self.limits.timeout):
+                return await self.thread.run(lambda engine: function(self.texts))
+        except TimeoutError:
+            raise self.too_late() from None
+
+    def too_late(self) -> ApiError:
+        seconds = self.limits.timeout
+        return ApiError(408, f"no complete answer within {seconds:g} seconds", code="timeout")
+
+    # ---- counts ------------------------------------------------------------------------------
+
+    def count_first(self, made: int, begun: float) -> None:
+        """Note the time to the first token. made: tokens before; begun: as time.monotonic says."""
+        if not made:
+            self.metrics.first_token.observe(time.monotonic() - begun)
+
+    def count_tokens(self, counts: dict[str, int]) -> None:
+        for kind in ("prompt", "completion"):
+            self.metrics.tokens.labels(kind).inc(counts[f"{kind}_tokens"])
+
+
+def usage(prompt: int, completion: int) -> dict[str, int]:
+    """Tokens of a request, as the API has them."""
+    total = {"total_tokens": prompt + completion}
+    return {"prompt_tokens": prompt, "completion_tokens": completion} | total

@@ -1,0 +1,174 @@
+"""Tool calls: how a chat template writes them, and how they are read from an answer.
+
+The form is found by rendering one known call, so that no list of models is needed.
+"""
+
+import json
+import uuid
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+from jaxtrain.data import Chat
+from jaxtrain.settings import UserError
+
+NAME, KEY, VALUE = "probe_function", "probe_key", "probe_value"
+TOOL = {
+    "type": "function",
+    "function": {
+        "name": NAME,
+        "description": "",
+        "parameters": {
+            "type": "object",
+            "properties": {KEY: {"type": "string", "description": ""}},
+            "required": [KEY],
+        },
+    },
+}
+CALL = {
+    "id": "abcdefghi",  # Mistral's templates want nine letters
+    "type": "function",
+    "function": {"name": NAME, "arguments": {KEY: VALUE}},
+}
+ASKED = [{"role": "user", "content": "a"}]
+CALLED = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
+
+
+class ToolFormat(NamedTuple):
+    """A call is `begin`, JSON of a name and its arguments (or a list of such), `end`.
+
+    Both are as an answer's text has them: without special tokens, and maybe empty; then a call is
+    an answer that is JSON as a whole.
+    """
+
+    begin: str
+    end: str
+
+
+def read_format(chat: Chat) -> ToolFormat:
+    """How a template writes calls. Raises UserError for one that has none, or another form."""
+    try:
+        bare, offered = chat.render(ASKED, True), chat.render(ASKED, True, [TOOL])
+        called = chat.render(CALLED, False, [TOOL])
+    except UserError as error:
+        raise UserError(f"this model's chat template has no tools: {error}") from None
+    if bare == offered:
+        raise UserError("this model's chat template has no tools; leave tools out")
+    start = called.rfind(NAME)
+    for i in range(start, -1, -1):
+        if called[i] in "{[" and (found := decode_json(called, i)):
+            value, stop = found
+            if any(name == NAME for name, _ in calls_in(value)):
+                outer = decode_json(called, i - 1) if called[i - 1 : i] == "[" else None
+                first = i - 1 if outer else i
+                before = called[_common(offered, called) : first]
+                return ToolFormat(
+                    _visible(chat, before), _visible(chat, called[outer[1] if outer else stop :])
+                )
+    raise UserError(
+        "this model's chat template writes tool calls in another form than JSON with name and "
+        "arguments, which is the only one that is read here; leave tools out"
+    )
+
+
+def read_calls(text: str, form: ToolFormat) -> tuple[str, list[dict[str, Any]]]:
+    """What an answer says beside its calls, and the calls as the API has them.
+
+    What begins like a call but is none stays text.
+    """
+    if not form.begin:
+        found = decode_json(text.strip(), 0)
+        calls = calls_in(found[0]) if found and found[1] == len(text.strip()) else []
+        return ("", as_api(calls)) if calls else (text, [])
+    before, *parts = text.split(form.begin)
+    calls: list[tuple[str, Any]] = []
+    for part in parts:
+        found = decode_json(part, len(part) - len(part.lstrip()))
+        several = calls_in(found[0]) if found else []
+        if not several:
+            return text, []
+        calls += several
+    return before.strip() if calls else text, as_api(calls)
+
+
+def as_api(calls: Sequence[tuple[str, Any]]) -> list[dict[str, Any]]:
+    return [
+        {
+            "id": f"call_{uuid.uuid4().hex[:24]}",
+            "type": "function",
+            "function": {"name": name, "arguments": json.dumps(given, ensure_ascii=False)},
+        }
+        for name, given in calls
+    ]
+
+
+def calls_in(value: object) -> list[tuple[str, Any]]:
+    """(name, arguments) of a JSON value, of each in a list; [] if it is no call."""
+    if isinstance(value, list):
+        several = [calls_in(one) for one in value]
+        return [one for calls in several for one in calls] if all(several) else []
+    if not isinstance(value, dict):
+        return []
+    value = value.get("function", value)
+    if not isinstance(value, dict):
+        return []
+    name, given = value.get("name"), value.get("arguments", value.get("parameters"))
+    return [(name, given)] if isinstance(name, str) and isinstance(given, dict) else []
+
+
+def decode_json(text: str, start: int) -> tuple[Any, int] | None:
+    """The JSON value that begins at a place, and where it ends; None if there is none."""
+    try:
+        return json.JSONDecoder().raw_decode(text, start)
+    except (ValueError, RecursionError):
+        return None
+
+
+def held_back(text: str, begin: str) -> int:
+    """How much of a text may be said already: all but what may become `begin`."""
+    if begin in text:
+        return text.index(begin)
+    size = next((n for n in range(len(begin) - 1, 0, -1) if text.endswith(begin[:n])), 0)
+    return len(text) - size
+
+
+def arguments_as_objects(messages: Sequence[dict[str, Any]]) -> list[dict[str, Any]]:
+    """Messages whose calls have their arguments as templates want them, not as JSON text.
+
+    Raises UserError for arguments that are no JSON object.
+    """
+
+    def plain(call: object, place: str) -> object:
+        function = call.get("function") if isinstance(call, dict) else None
+        if not isinstance(call, dict) or not isinstance(function, dict):
+            raise UserError(f"{place}: a tool call must have a function with name and arguments")
+        given = function.get("arguments")
+        if isinstance(given, str):
+            found = decode_json(given.strip() or "{}", 0)
+            given = found[0] if found else None
+        if not isinstance(given, dict) or not isinstance(function.get("name"), str):
+            raise UserError(
+                f"{place}: a tool call must have a name, and a JSON object of arguments"
+            )
+        return call | {"function": function | {"arguments": given}}
+
+    out = []
+    for i, message in enumerate(messages):
+        calls = message.get("tool_calls")
+        if calls:
+            if not isinstance(calls, list):
+                raise UserError(f"messages[{i}].tool_calls must be a list")
+            place = f"messages[{i}].tool_calls"
+            message = message | {"tool_calls": [plain(call, place) for call in calls]}
+        out.append(message)
+    return out
+
+
+def _common(a: str, b: str) -> int:
+    """The length of the common prefix."""
+    return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def _visible(chat: Chat, text: str) -> str:
+    """A part of a rendered conversation as an answer's text would have it."""
+    (pieces,) = chat.reader.encode([text])
+    return chat.tokenizer.decode(pieces.ids).strip()
