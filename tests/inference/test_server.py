@@ -167,6 +167,17 @@ def test_embeddings_are_the_pooled_final_states(saved, pooling):
     assert [one.index for one in found.data] == [0, 1] and found.usage.prompt_tokens == 9
 
 
+def test_the_tokenizer_is_told(server):
+    text = "Hi<|bos|>"
+    assert post(server, "/tokenize", {"prompt": text})[1]["tokens"] == [256, *b"Hi", 256]
+    plain = {"prompt": "Hi", "add_special_tokens": False}
+    assert post(server, "/tokenize", plain)[1]["tokens"] == [*b"Hi"]
+    assert post(server, "/detokenize", {"tokens": [256, *b"Hi"]})[1] == {"prompt": "Hi"}
+    with urllib.request.urlopen(f"{server.url}/tokenizer_info") as answer:
+        told = json.loads(answer.read())
+    assert told["eos_token"] == "<|bos|>" and told["chat_template"] == TEMPLATE
+
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 

@@ -26,6 +26,13 @@ from jaxtrain.inference.server.http import (
     unless_gone,
 )
 from jaxtrain.inference.server.service import Service
+from jaxtrain.inference.server.tokenization import (
+    DetokenizeBody,
+    TokenizeBody,
+    detokenize,
+    tokenize,
+    tokenizer_info,
+)
 from jaxtrain.settings import UserError
 
 HEALTH = "/health"  # for those who have no key
@@ -75,6 +82,15 @@ def make_app(service: Service, keys: Sequence[str] = ()) -> ASGIApp:
         body = await read(request, EmbeddingBody)
         return JSONResponse(await unless_gone(request.receive, embeddings(service, body)))
 
+    async def to_tokens(request: Request) -> Response:
+        return JSONResponse(tokenize(service, await read(request, TokenizeBody)))
+
+    async def to_text(request: Request) -> Response:
+        return JSONResponse(detokenize(service, await read(request, DetokenizeBody)))
+
+    async def tokenizer(request: Request) -> Response:
+        return JSONResponse(tokenizer_info(service))
+
     async def failed(request: Request, error: Exception) -> Response:
         if isinstance(error, ClientGone):
             return Response(status_code=CLIENT_LEFT)
@@ -96,6 +112,9 @@ def make_app(service: Service, keys: Sequence[str] = ()) -> ASGIApp:
         Route("/v1/chat/completions", chat, methods=["POST"]),
         Route("/v1/completions", complete, methods=["POST"]),
         Route("/v1/embeddings", embed, methods=["POST"]),
+        Route("/tokenize", to_tokens, methods=["POST"]),
+        Route("/detokenize", to_text, methods=["POST"]),
+        Route("/tokenizer_info", tokenizer),
     ]
     told = (ApiError, UserError, EngineFailed, ClientGone)
     handlers = {HTTPException: no_such, Exception: failed} | dict.fromkeys(told, failed)

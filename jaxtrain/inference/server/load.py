@@ -7,7 +7,7 @@ import jax
 
 from jaxtrain.cluster.processes import check_alone
 from jaxtrain.cluster.runtime import compute_dtype, start
-from jaxtrain.data import make_chat
+from jaxtrain.data import make_chat, make_reader
 from jaxtrain.inference.server.engine_thread import EngineThread
 from jaxtrain.inference.server.interface import Engine
 from jaxtrain.inference.server.service import Limits, Served, Service
@@ -21,12 +21,16 @@ from jaxtrain.settings import UserError
 
 def served_model(saved: Saved, name: str, pooling: Pooling = "mean") -> Served:
     """What the endpoints need of a model; a model without a chat template answers no chats."""
-    context = saved.config.model.context_length
-    served = Served(name, saved.tokenizer, saved.prompting, context, pooling=pooling)
+    context, tokenizer = saved.config.model.context_length, saved.tokenizer
+    reader = make_reader(tokenizer)
+    ends = saved.prompting
+    served = Served(name, tokenizer, ends, context, reader, reader.special, pooling=pooling)
     try:
-        chat = make_chat(*template_for(saved), saved.tokenizer)
+        template, special = template_for(saved)
+        chat = make_chat(template, special, tokenizer)
     except UserError as error:
         return served._replace(no_chat=str(error))
+    served = served._replace(template=template, special=reader.special | special)
     try:
         return served._replace(chat=chat, tools=read_format(chat))
     except UserError as error:

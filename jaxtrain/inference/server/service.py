@@ -10,6 +10,7 @@ from typing import NamedTuple
 import numpy as np
 
 from jaxtrain.data import Chat, Tokenizer
+from jaxtrain.data.chat.chat import Reader
 from jaxtrain.inference.server.bodies import Body, Prompt
 from jaxtrain.inference.server.engine_thread import Answers, EngineThread
 from jaxtrain.inference.server.errors import ApiError, refuse
@@ -37,6 +38,9 @@ class Served(NamedTuple):
     tokenizer: Tokenizer
     prompting: Prompting
     context: int  # tokens of a prompt and its answer together
+    reader: Reader  # of texts in which special tokens are written out
+    special: dict[str, str]  # what a chat template calls bos_token, eos_token, ...
+    template: str | None = None
     chat: Chat | None = None
     no_chat: str = ""  # why there is none
     tools: ToolFormat | None = None

@@ -53,17 +53,11 @@ def read_format(chat: Chat) -> ToolFormat:
         raise UserError(f"this model's chat template has no tools: {error}") from None
     if bare == offered:
         raise UserError("this model's chat template has no tools; leave tools out")
-    start = called.rfind(NAME)
-    for i in range(start, -1, -1):
-        if called[i] in "{[" and (found := decode_json(called, i)):
-            value, stop = found
-            if any(name == NAME for name, _ in calls_in(value)):
-                outer = decode_json(called, i - 1) if called[i - 1 : i] == "[" else None
-                first = i - 1 if outer else i
-                before = called[_common(offered, called) : first]
-                return ToolFormat(
-                    _visible(chat, before), _visible(chat, called[outer[1] if outer else stop :])
-                )
+    begun = _common(offered, called)
+    for i in range(begun, len(called)):
+        found = decode_json(called, i) if called[i] in "{[" else None
+        if found and any(name == NAME for name, _ in calls_in(found[0])):
+            return ToolFormat(_visible(chat, called[begun:i]), _visible(chat, called[found[1] :]))
     raise UserError(
         "this model's chat template writes tool calls in another form than JSON with name and "
         "arguments, which is the only one that is read here; leave tools out"
