@@ -79,6 +79,10 @@ COMMANDS = {
         "", "inference.generate:main", "inference.arguments:chat_parser", "talk in the terminal",
         ("--chat",), joined=True,
     ),
+    "serve": Command(
+        "", "inference.server.serve:main", "inference.server.arguments:serve_parser",
+        "HTTP API", joined=True,
+    ),
     "evaluate": Command(
         "", "evaluation.evaluate:main", "evaluation.arguments:evaluate_parser",
         "validation loss, or CORE and other tasks",

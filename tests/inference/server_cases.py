@@ -9,13 +9,12 @@ import time
 import jax
 import openai
 import uvicorn
-from fake_engine import FakeEngine
 
+from jaxtrain.inference.engine import Engine, EngineOptions
 from jaxtrain.inference.server.app import make_app
 from jaxtrain.inference.server.engine_thread import EngineThread
 from jaxtrain.inference.server.load import served_model
 from jaxtrain.inference.server.service import Limits, Service
-from jaxtrain.inference.server.whole_texts import TextModel
 
 LIMITS = Limits(max_tokens=64, concurrency=4, queue=60, body_bytes=100_000, timeout=60.0)
 
@@ -44,14 +43,25 @@ class Live:
         return client
 
 
-@contextlib.contextmanager
-def live(saved, limits=LIMITS, keys=(), engine=FakeEngine, **changes):
-    """A `Live` server of a saved model."""
+def make_engine(saved, limits=LIMITS, kind=Engine):
+    """An engine of a saved model, in float32."""
+    options = EngineOptions(
+        slots=limits.concurrency,
+        page_size=16,
+        chunk=32,
+        max_queue=limits.concurrency + limits.queue,
+    )
     params = jax.device_put(saved.params)
-    thread = EngineThread(lambda: engine(saved, params, limits.concurrency))
+    stops = saved.prompting.stops
+    return kind(saved.config.model, saved.graphdef, params, saved.tokenizer, stops, options)
+
+
+@contextlib.contextmanager
+def live(saved, limits=LIMITS, keys=(), engine=Engine, **changes):
+    """A `Live` server of a saved model."""
+    thread = EngineThread(lambda: make_engine(saved, limits, engine))
     thread.start()
-    served = served_model(saved, "tiny")._replace(**changes)
-    service = Service(served, TextModel(saved.graphdef, params), thread, limits)
+    service = Service(served_model(saved, "tiny")._replace(**changes), thread, limits)
     one = Live(service, keys)
     one.thread.start()
     while not one.server.started:

@@ -53,6 +53,18 @@ def serve_parser() -> Parser:
         help="time that answers in flight have to end after SIGTERM (default 60)",
     )  # fmt: skip
     parser.add_argument(
+        "--context", type=whole(1), metavar="N",
+        help="tokens of a prompt and its answer together; default the model's context",
+    )  # fmt: skip
+    parser.add_argument(
+        "--cache-dtype", choices=["int8", "float8"], help="of the KV cache; default the compute "
+        "dtype",
+    )  # fmt: skip
+    parser.add_argument(
+        "--drafts", type=whole(0, 16), default=0, metavar="N",
+        help="tokens guessed for each step from the text before (speculative decoding; default 0)",
+    )  # fmt: skip
+    parser.add_argument(
         "--pooling", choices=["mean", "last"], default="mean",
         help="embeddings: the mean of a text's final states, or the last one (default mean)",
     )  # fmt: skip

@@ -6,8 +6,8 @@ from typing import Any, Literal
 
 from pydantic import BaseModel, ConfigDict, Field, model_validator
 
+from jaxtrain.inference.engine import Grammar, SamplingParams
 from jaxtrain.inference.server.errors import refuse
-from jaxtrain.inference.server.interface import Grammar, SamplingParams
 
 MOST_STOPS = 16  # strings that end an answer
 MOST_LOGPROBS = 20  # likeliest tokens that are told of each place

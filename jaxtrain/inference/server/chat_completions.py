@@ -10,11 +10,11 @@ from jaxtrain.data import Chat
 from jaxtrain.data.chat.chat import check_tool_calls
 from jaxtrain.data.chat.messages import check_characters, message_of
 from jaxtrain.data.records import Conversation, Message
+from jaxtrain.inference.engine import Update
 from jaxtrain.inference.server.bodies import ChatBody
 from jaxtrain.inference.server.completions import Answer
 from jaxtrain.inference.server.errors import refuse
 from jaxtrain.inference.server.http import Json
-from jaxtrain.inference.server.interface import Update
 from jaxtrain.inference.server.logprobs import chat_logprobs
 from jaxtrain.inference.server.service import Service, usage
 from jaxtrain.inference.server.tool_calls import arguments_as_objects, held_back, read_calls

@@ -5,9 +5,9 @@ from collections.abc import AsyncGenerator, Sequence
 from functools import partial
 from typing import Any
 
+from jaxtrain.inference.engine import TokenLogprob, Update
 from jaxtrain.inference.server.bodies import CompletionBody
 from jaxtrain.inference.server.http import Json
-from jaxtrain.inference.server.interface import TokenLogprob, Update
 from jaxtrain.inference.server.logprobs import completion_logprobs
 from jaxtrain.inference.server.service import Service, usage
 from jaxtrain.inference.server.whole_texts import prompt_logprobs

@@ -5,11 +5,14 @@ import logging
 import queue
 import threading
 from collections.abc import AsyncIterator, Callable, Sequence
-from concurrent.futures import Future
+from concurrent.futures import Future, InvalidStateError
+from contextlib import suppress
 from typing import Any
 
-from jaxtrain.inference.server.interface import Engine, EngineStats, Request, Update
+from jaxtrain.inference.engine import Engine, EngineStats, Request, Update
+from jaxtrain.settings import UserError
 
+PATIENCE = 30.0  # seconds that a step may take in the end: it may be compiling
 log = logging.getLogger(__name__)
 Job = Callable[[Engine], None]
 
@@ -49,8 +52,9 @@ class EngineThread:
     """Loads an engine and steps it, all in one thread."""
 
     def __init__(self, load: Callable[[], Engine]):
+        """load: makes the engine; called in the thread, as all that is compiled for it is."""
         self.jobs: queue.SimpleQueue[Job | None] = queue.SimpleQueue()
-        self.stats = EngineStats()
+        self.stats = EngineStats(*([0] * len(EngineStats._fields)))
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], object] = lambda: None
         self.answers: dict[str, Answers] = {}  # by request; of the event loop alone
@@ -71,9 +75,9 @@ class EngineThread:
         self.loop, self.on_failure = loop, on_failure
 
     def stop(self) -> None:
-        """End the thread; what is in flight has no answer."""
+        """End the thread after the step in hand; what is in flight has no answer."""
         self.jobs.put(None)
-        self.thread.join()
+        self.thread.join(PATIENCE)
 
     def submit(self, requests: Sequence[Request], seconds: float) -> Answers:
         """Add requests to the engine; what adding them raises comes out of the answers.
@@ -88,8 +92,9 @@ class EngineThread:
             try:
                 for request in requests:
                     engine.add(request)
-            except Exception as error:
-                self._tell(answers.updates.put_nowait, error)
+            except UserError as error:
+                words = str(error).removeprefix(f"request {request.id}: ")
+                self._tell(answers.updates.put_nowait, UserError(words))
 
         self.jobs.put(add)
         return answers
@@ -110,15 +115,18 @@ class EngineThread:
     async def run[T](self, function: Callable[[Engine], T]) -> T:
         """The result of function(engine), called between two steps."""
         self._check()
-        result: Future[T] = Future()
+        result: Future[Any] = Future()
         self.results.add(result)
 
         def call(engine: Engine) -> None:
-            if result.set_running_or_notify_cancel():
-                try:
-                    result.set_result(function(engine))
-                except Exception as error:
-                    result.set_exception(error)
+            if result.done():
+                return
+            try:
+                found, error = function(engine), None
+            except Exception as raised:
+                found, error = None, raised
+            with suppress(InvalidStateError):  # it was interrupted, or nobody waits any more
+                result.set_exception(error) if error else result.set_result(found)
 
         self.jobs.put(call)
         try:
@@ -137,14 +145,17 @@ class EngineThread:
                 if update.finish_reason is not None:
                     del self.answers[update.id]
 
-    def _fail(self, failure: BaseException) -> None:
-        self.failure = failure
-        error = EngineFailed(f"{type(failure).__name__}: {failure}")
+    def interrupt(self, error: Exception) -> None:
+        """End all that is in flight with an error."""
         for answers in set(self.answers.values()):
             answers.updates.put_nowait(error)
         for result in tuple(self.results):
             if not result.done():
                 result.set_exception(error)
+
+    def _fail(self, failure: BaseException) -> None:
+        self.failure = failure
+        self.interrupt(EngineFailed(f"{type(failure).__name__}: {failure}"))
         self.on_failure()
 
     # ---- of the engine's thread ----------------------------------------------------------------

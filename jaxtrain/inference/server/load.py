@@ -8,11 +8,11 @@ import jax
 from jaxtrain.cluster.processes import check_alone
 from jaxtrain.cluster.runtime import compute_dtype, start
 from jaxtrain.data import make_chat, make_reader
+from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingParams
 from jaxtrain.inference.server.engine_thread import EngineThread
-from jaxtrain.inference.server.interface import Engine
 from jaxtrain.inference.server.service import Limits, Served, Service
 from jaxtrain.inference.server.tool_calls import read_format
-from jaxtrain.inference.server.whole_texts import Pooling, TextModel
+from jaxtrain.inference.server.whole_texts import Pooling
 from jaxtrain.model import cast
 from jaxtrain.model.config import check_decoder
 from jaxtrain.runs.saved import Saved, load_saved, template_for
@@ -44,23 +44,39 @@ def name_of(run: Path) -> str:
 
 
 def load_service(a: argparse.Namespace) -> Service:
-    """The service of a command line, its engine loaded."""
+    """The service of a command line, its engine loaded and warm."""
     check_alone("jaxtrain serve")
     start()
     saved = load_saved(a.run, a.step)
     check_decoder(saved.config.model)
-    dtype = compute_dtype(saved.config.train.precision)
-    params = cast(jax.device_put(saved.params), saved.specs, dtype)
     served = served_model(saved, a.name or name_of(a.run), a.pooling)
-    context = served.context
+    context = a.context or served.context
+    served = served._replace(context=context)
     limits = Limits(
         min(a.max_tokens or context, context), a.max_concurrency, a.max_queue,
         int(a.max_body * 2**20), a.timeout,
     )  # fmt: skip
-
-    def load() -> Engine:
-        raise UserError("there is no engine yet")
-
-    thread = EngineThread(load)
+    options = EngineOptions(
+        slots=a.max_concurrency, max_queue=a.max_concurrency + a.max_queue, context=context,
+        cache_dtype=a.cache_dtype, drafts=a.drafts,
+    )  # fmt: skip
+    thread = EngineThread(lambda: warm(engine_of(saved, options)))
     thread.start()
-    return Service(served, TextModel(saved.graphdef, params), thread, limits)
+    return Service(served, thread, limits)
+
+
+def engine_of(saved: Saved, options: EngineOptions) -> Engine:
+    """An engine with the parameters on the device."""
+    dtype = compute_dtype(saved.config.train.precision)
+    params = cast(jax.device_put(saved.params), saved.specs, dtype)
+    stops = saved.prompting.stops
+    return Engine(saved.config.model, saved.graphdef, params, saved.tokenizer, stops, options)
+
+
+def warm(engine: Engine) -> Engine:
+    """Compile what a short answer needs, so that the first client does not wait for it."""
+    sampling = SamplingParams(max_tokens=2, ignore_stop=True)
+    engine.add(Request("warm", (engine.tokenizer.bos_id,), sampling))
+    while engine.busy:
+        engine.step()
+    return engine

@@ -4,7 +4,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from jaxtrain.data import Tokenizer
-from jaxtrain.inference.server.interface import TokenLogprob
+from jaxtrain.inference.engine import TokenLogprob
 
 LEAST = -9999.0  # in the place of -inf, which is no JSON
 

@@ -12,8 +12,15 @@ SECONDS = (0.01, 0.025, 0.05, 0.1, 0.25, 0.5, 1, 2.5, 5, 10, 30, 60, 120, 300)
 GAUGES = {
     "running": "Answers that are decoded at the moment",
     "waiting": "Answers that wait for a place in the batch",
-    "pages_used": "Pages of the KV cache in use",
+    "pages_used": "Pages of the KV cache that answers hold",
     "pages_total": "Pages of the KV cache",
+}
+COUNTS = {
+    "preemptions": "Answers that gave up their pages to older ones, and were computed again",
+    "prefix_hits": "Tokens of prompts that were found in the prefix cache",
+    "prompt_tokens": "Tokens of prompts, found or computed",
+    "new_tokens": "Tokens of answers",
+    "steps": "Steps of the engine",
 }
 
 
@@ -27,9 +34,10 @@ class EngineCollector(Collector):
         stats = self.thread.stats
         for name, words in GAUGES.items():
             yield GaugeMetricFamily(f"jaxtrain_engine_{name}", words, getattr(stats, name))
-        hits = CounterMetricFamily("jaxtrain_engine_prefix_hits", "Prompt pages found in the cache")
-        hits.add_metric([], stats.prefix_hits)
-        yield hits
+        for name, words in COUNTS.items():
+            family = CounterMetricFamily(f"jaxtrain_engine_{name}", words)
+            family.add_metric([], getattr(stats, name))
+            yield family
 
 
 class Metrics:

@@ -10,9 +10,13 @@ import socket
 import sys
 from collections.abc import Iterator
 from pathlib import Path
+from typing import TYPE_CHECKING
 
 from jaxtrain.inference.server.arguments import serve_parser
 from jaxtrain.settings import UserError, command, say_error
+
+if TYPE_CHECKING:
+    from jaxtrain.inference.server.service import Service
 
 PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 POLL = 0.05  # seconds between two looks at what is in flight
@@ -77,11 +81,12 @@ def main(argv: list[str] | None = None) -> int:
         return asyncio.run(listen(service, keys, bound, a.drain))
 
 
-async def listen(service, keys: list[str], bound: socket.socket, drain: float) -> int:
+async def listen(service: "Service", keys: list[str], bound: socket.socket, drain: float) -> int:
     """Answer requests until a signal or the engine's failure; returns the exit code."""
     import uvicorn
 
     from jaxtrain.inference.server.app import make_app
+    from jaxtrain.inference.server.errors import ApiError
 
     class Server(uvicorn.Server):
         """Without uvicorn's own handlers of signals: it would refuse what comes in a drain."""
@@ -117,14 +122,17 @@ async def listen(service, keys: list[str], bound: socket.socket, drain: float) -
     end = loop.time() + drain
     while service.in_flight and loop.time() < end and not server.should_exit:
         await asyncio.sleep(POLL)
+    left = service.in_flight
+    service.thread.interrupt(ApiError(503, "the server ends", code="draining"))
     server.should_exit = True
     await task
-    if service.thread.failure is not None:
-        failure = service.thread.failure
+    if failure := service.thread.failure:
         say_error(f"the engine failed: {type(failure).__name__}: {failure}")
         return 1
     service.thread.stop()
-    return 0
+    if left:
+        say_error(f"{left} requests were cut off; --drain says how long they may take")
+    return 1 if left else 0
 
 
 if __name__ == "__main__":

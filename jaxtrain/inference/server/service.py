@@ -11,10 +11,10 @@ import numpy as np
 
 from jaxtrain.data import Chat, Tokenizer
 from jaxtrain.data.chat.chat import Reader
+from jaxtrain.inference.engine import Request, SamplingParams
 from jaxtrain.inference.server.bodies import Body, Prompt
 from jaxtrain.inference.server.engine_thread import Answers, EngineThread
 from jaxtrain.inference.server.errors import ApiError, refuse
-from jaxtrain.inference.server.interface import Request, SamplingParams
 from jaxtrain.inference.server.metrics import Metrics
 from jaxtrain.inference.server.tool_calls import ToolFormat
 from jaxtrain.inference.server.whole_texts import Pooling, TextModel
@@ -51,8 +51,8 @@ class Served(NamedTuple):
 class Service:
     """One process's model, engine, limits and counts."""
 
-    def __init__(self, served: Served, texts: TextModel, thread: EngineThread, limits: Limits):
-        self.served, self.texts, self.thread, self.limits = served, texts, thread, limits
+    def __init__(self, served: Served, thread: EngineThread, limits: Limits):
+        self.served, self.thread, self.limits = served, thread, limits
         self.metrics = Metrics(thread)
         self.created = int(time.time())
         self.draining = False
@@ -127,6 +127,9 @@ class Service:
 
         TimeoutError becomes an ApiError.
         """
+        if any(how.grammar for how in sampling):
+            refuse("response_format is not supported: this engine has no grammar; ask for the "
+                   "format in the prompt", "response_format", "unsupported_value")  # fmt: skip
         self.check_load(len(prompts) * n)
         requests = [
             Request(uuid.uuid4().hex, tuple(prompt.tolist()), how._replace(seed=how.seed + i))
@@ -145,7 +148,9 @@ class Service:
         """function(model) on the engine's thread: a forward pass over whole texts."""
         try:
             async with asyncio.timeout(self.limits.timeout):
-                return await self.thread.run(lambda engine: function(self.texts))
+                return await self.thread.run(
+                    lambda engine: function(TextModel(engine.graphdef, engine.params))
+                )
         except TimeoutError:
             raise self.too_late() from None
 

@@ -14,7 +14,7 @@ from flax import nnx
 from jaxtyping import Array, Float, Int
 
 from jaxtrain.cluster.xla_flags import jit
-from jaxtrain.inference.server.interface import TokenLogprob
+from jaxtrain.inference.engine import TokenLogprob
 from jaxtrain.weights.params import Params
 
 WIDTH = 32  # texts are padded to a power of two from here on, so that few lengths are compiled
