@@ -47,6 +47,7 @@ from benchmarks.quickstart import bench_quickstart
 from benchmarks.race import SAME, draw, race
 from benchmarks.record import BENCHMARKS, RESULTS, stem, write
 from benchmarks.rows import bench_rows
+from benchmarks.serve_soak import bench_serve_soak
 from benchmarks.soak import bench_loader
 from benchmarks.step import bench_memory, bench_step
 from benchmarks.switches import bench_switches
@@ -90,6 +91,7 @@ WHAT = {
     "projection": "hours to GPT-2's CORE on eight GPUs, computed from records",
     "quickstart": "the quickstart's run on this machine, three seeds",
     "race": "runs compared that differ in their optimizer alone: race RUN [RUN ...]",
+    "serve-soak": "jaxtrain serve under --clients for --minutes: serve-soak [RUN], default random",
     "tasks": "the shapes of CORE: packed rows against one example per forward",
     "verdicts": "what each technique gains: verdicts SCALE [NAME ...] trains, alone makes the page",
     "table": "regenerate the tables in docs/benchmarks/ from benchmarks/results/",
@@ -105,6 +107,7 @@ ONLY = {
     "compress": (
         "also", "shape", "core", "text", "calibration", "sequences", "recipes", "folder", "workers",
     ),
+    "serve-soak": ("clients", "minutes"),
     "step": ("profile", "switches", "flags", "peer"),
     "ladder": ("scale", "only", "remove", "steps", "workers", "time_only", "tune"),
     "loader": ("minutes",),
@@ -159,8 +162,9 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         "the package for --tune",
     )
     parser.add_argument(
-        "--minutes", type=real(TINY, "above 0"), help="loader: how long it reads, default 10"
+        "--minutes", type=real(TINY, "above 0"), help="loader, serve-soak: how long, default 10"
     )
+    parser.add_argument("--clients", type=whole(1), help="serve-soak: at a time, default 200")
     parser.add_argument(
         "--techniques", action="store_true", help="memory: each technique's bytes and rate"
     )
@@ -283,6 +287,8 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
         yield bench_data(a.overrides, a.variant)
     elif a.what == "loader":
         yield bench_loader(a.overrides, a.variant, 10 if a.minutes is None else a.minutes)
+    elif a.what == "serve-soak":
+        yield from bench_serve_soak(a.overrides, a.variant, a.clients or 200, a.minutes or 10)
     elif a.what == "compress":
         if a.recipes is not None:
             yield from bench_recipes(a.recipes, a.folder or Path("runs/recipes"))

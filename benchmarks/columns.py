@@ -103,6 +103,20 @@ LOADER: Columns = {
     "tokens_per_s": rounded(",.0f"),
     "epochs": rounded(",.0f"),
 }
+SERVE_SOAK: Columns = {
+    "answers": rounded(",.0f"),
+    "left": rounded(",.0f"),
+    "garbage": rounded(",.0f"),
+    "lost": rounded(",.0f"),
+    "crossed": rounded(",.0f"),
+    "first_token_p50_ms": rounded(",.0f"),
+    "first_token_p99_ms": rounded(",.0f"),
+    "request_p50_ms": rounded(",.0f"),
+    "request_p99_ms": rounded(",.0f"),
+    "tokens_per_s": rounded(",.0f"),
+    "first_mib": rounded(",.1f"),
+    "last_mib": rounded(",.1f"),
+}
 PACKED: Columns = {
     "crop": rounded(".2%"),
     "cuts": rounded(".3f"),

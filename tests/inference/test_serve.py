@@ -19,7 +19,7 @@ from tiny import byte_model, random_run
 
 from jaxtrain.cli import main
 from jaxtrain.inference.server import serve
-from jaxtrain.inference.server.load import name_of
+from jaxtrain.inference.server.load import served_name
 
 CONTEXT = 4096
 
@@ -67,9 +67,9 @@ def test_keys_are_read_and_never_shown(tmp_path, capsys, monkeypatch):
     line = error_of(capsys, tmp_path, "--api-key-file", file)
     assert "s3" not in line and "printable ASCII" in line
     file.write_text("one\n\ntwo\n")
-    assert serve.read_keys(file, None) == ["one", "two"]
+    assert serve.read_api_keys(file, None) == ["one", "two"]
     monkeypatch.setenv("A_KEY", "three")
-    assert serve.read_keys(None, "A_KEY") == ["three"] and serve.read_keys(None, None) == []
+    assert serve.read_api_keys(None, "A_KEY") == ["three"] and serve.read_api_keys(None, None) == []
     assert (
         error_of(capsys, tmp_path, "--api-key-env", "NO_KEY") == "--api-key-env NO_KEY holds no key"
     )
@@ -95,7 +95,7 @@ def test_nothing_else_imports_the_extra():
 
 
 def test_the_name_is_that_of_the_run(tmp_path):
-    assert name_of(tmp_path / "a") == name_of(tmp_path / "a" / "model") == "a"
+    assert served_name(tmp_path / "a") == served_name(tmp_path / "a" / "model") == "a"
 
 
 # ---- the process ---------------------------------------------------------------------------------
@@ -105,7 +105,18 @@ def test_the_name_is_that_of_the_run(tmp_path):
 def served(run_dir, *words, code=""):
     """(process, URL) of the command. code: Python that the process runs before."""
     start = f"import sys; from jaxtrain.cli import main\n{code}\nsys.exit(main())"
-    command = [sys.executable, "-c", start, "serve", str(run_dir), "--port", "0", *words]
+    command = [
+        sys.executable,
+        "-c",
+        start,
+        "serve",
+        str(run_dir),
+        "--port",
+        "0",
+        "--warm-up",
+        "64",
+        *words,
+    ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
     with subprocess.Popen(command, **pipes) as process:
         try:

@@ -119,10 +119,10 @@ def make_app(service: Service, keys: Sequence[str] = ()) -> ASGIApp:
     told = (ApiError, UserError, EngineFailed, ClientGone)
     handlers = {HTTPException: no_such, Exception: failed} | dict.fromkeys(told, failed)
     app = Starlette(routes=routes, exception_handlers=handlers)
-    return Guard(app, service, keys, {route.path for route in routes})
+    return AccessMiddleware(app, service, keys, {route.path for route in routes})
 
 
-class Guard:
+class AccessMiddleware:
     """In front of every request: the key, the drain; behind it: the counts.
 
     With anything else than a request (uvicorn's lifespan) it has nothing to do.

@@ -26,14 +26,14 @@ async def embeddings(service: Service, body: EmbeddingBody) -> dict[str, Any]:
     for i, text in enumerate(texts):  # one at a time: answers in flight go on between them
         job = partial(embed, texts=[text], pooling=service.served.pooling)
         (vector,) = await service.run(job)
-        data.append({"object": "embedding", "index": i, "embedding": encoded(vector, body)})
+        data.append({"object": "embedding", "index": i, "embedding": encode_vector(vector, body)})
     total = sum(map(len, texts))
     service.count_tokens({"prompt_tokens": total, "completion_tokens": 0})
     usage = {"prompt_tokens": total, "total_tokens": total}
     return {"object": "list", "data": data, "model": service.served.name, "usage": usage}
 
 
-def encoded(vector: np.ndarray, body: EmbeddingBody) -> list[float] | str:
+def encode_vector(vector: np.ndarray, body: EmbeddingBody) -> list[float] | str:
     if body.encoding_format == "base64":
         return base64.b64encode(vector.astype("<f4").tobytes()).decode()
     return vector.tolist()

@@ -21,7 +21,7 @@ class EngineFailed(Exception):
     """The engine's thread has ended with an error; nothing is answered any more."""
 
 
-class Answers:
+class UpdateStream:
     """The updates of some requests, as they come: (place of the request, update).
 
     Iterating ends when each request has its finish reason, or raises TimeoutError. `close` cancels
@@ -57,7 +57,7 @@ class EngineThread:
         self.stats = EngineStats(*([0] * len(EngineStats._fields)))
         self.failure: BaseException | None = None
         self.on_failure: Callable[[], object] = lambda: None
-        self.answers: dict[str, Answers] = {}  # by request; of the event loop alone
+        self.answers: dict[str, UpdateStream] = {}  # by request; of the event loop alone
         self.results: set[Future[Any]] = set()
         self.loop: asyncio.AbstractEventLoop | None = None
         self.loaded: Future[Engine] = Future()
@@ -79,13 +79,13 @@ class EngineThread:
         self.jobs.put(None)
         self.thread.join(PATIENCE)
 
-    def submit(self, requests: Sequence[Request], seconds: float) -> Answers:
+    def submit(self, requests: Sequence[Request], seconds: float) -> UpdateStream:
         """Add requests to the engine; what adding them raises comes out of the answers.
 
         seconds: in which all must be answered.
         """
         self._check()
-        answers = Answers(self, requests, seconds)
+        answers = UpdateStream(self, requests, seconds)
         self.answers |= {request.id: answers for request in requests}
 
         def add(engine: Engine) -> None:
@@ -99,7 +99,7 @@ class EngineThread:
         self.jobs.put(add)
         return answers
 
-    def forget(self, answers: Answers) -> None:
+    def forget(self, answers: UpdateStream) -> None:
         """Cancel what is open of some answers."""
         for id in answers.place:
             self.answers.pop(id, None)

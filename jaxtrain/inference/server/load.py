@@ -18,6 +18,8 @@ from jaxtrain.model.config import check_decoder
 from jaxtrain.runs.saved import Saved, load_saved, template_for
 from jaxtrain.settings import UserError
 
+SHORTEST = 32  # tokens of the first text that programs are compiled for
+
 
 def served_model(saved: Saved, name: str, pooling: Pooling = "mean") -> Served:
     """What the endpoints need of a model; a model without a chat template answers no chats."""
@@ -37,7 +39,7 @@ def served_model(saved: Saved, name: str, pooling: Pooling = "mean") -> Served:
         return served._replace(chat=chat, no_tools=str(error))
 
 
-def name_of(run: Path) -> str:
+def served_name(run: Path) -> str:
     """The name of a run, also where its model folder is given."""
     run = run.resolve()
     return run.parent.name if run.name == "model" and run.parent.name else run.name
@@ -49,7 +51,7 @@ def load_service(a: argparse.Namespace) -> Service:
     start()
     saved = load_saved(a.run, a.step)
     check_decoder(saved.config.model)
-    served = served_model(saved, a.name or name_of(a.run), a.pooling)
+    served = served_model(saved, a.name or served_name(a.run), a.pooling)
     context = a.context or served.context
     served = served._replace(context=context)
     limits = Limits(
@@ -60,7 +62,7 @@ def load_service(a: argparse.Namespace) -> Service:
         slots=a.max_concurrency, max_queue=a.max_concurrency + a.max_queue, context=context,
         cache_dtype=a.cache_dtype, drafts=a.drafts,
     )  # fmt: skip
-    thread = EngineThread(lambda: warm(engine_of(saved, options)))
+    thread = EngineThread(lambda: warm_up(engine_of(saved, options), a.warm_up))
     thread.start()
     return Service(served, thread, limits)
 
@@ -73,10 +75,17 @@ def engine_of(saved: Saved, options: EngineOptions) -> Engine:
     return Engine(saved.config.model, saved.graphdef, params, saved.tokenizer, stops, options)
 
 
-def warm(engine: Engine) -> Engine:
-    """Compile what a short answer needs, so that the first client does not wait for it."""
+def warm_up(engine: Engine, longest: int) -> Engine:
+    """Compile what texts of up to so many tokens need, alone and several at once, so that no
+    client waits for it."""
     sampling = SamplingParams(max_tokens=2, ignore_stop=True)
-    engine.add(Request("warm", (engine.tokenizer.bos_id,), sampling))
-    while engine.busy:
-        engine.step()
+    length, most = SHORTEST, min(longest, engine.context) - sampling.max_tokens
+    while length < most * 2 and most > 0:
+        prompt = (engine.tokenizer.bos_id,) * min(length, most)
+        for count in (1, 2):
+            for i in range(count):
+                engine.add(Request(f"warm-up {i}", prompt, sampling))
+            while engine.busy:
+                engine.step()
+        length *= 2
     return engine

@@ -22,7 +22,7 @@ PACKAGES = ("starlette", "uvicorn", "prometheus_client")
 POLL = 0.05  # seconds between two looks at what is in flight
 
 
-def read_keys(file: Path | None, variable: str | None) -> list[str]:
+def read_api_keys(file: Path | None, variable: str | None) -> list[str]:
     """The keys that open the server. Raises UserError, which never quotes one."""
     if file is not None:
         if not file.is_file():
@@ -60,7 +60,7 @@ def bind(host: str, port: int) -> socket.socket:
     return bound
 
 
-def check_installed() -> None:
+def check_extra() -> None:
     missing = [name for name in PACKAGES if importlib.util.find_spec(name) is None]
     if missing:
         raise UserError(
@@ -72,8 +72,8 @@ def check_installed() -> None:
 @command
 def main(argv: list[str] | None = None) -> int:
     a = serve_parser().parse_args(argv)
-    check_installed()
-    keys = read_keys(a.api_key_file, a.api_key_env)
+    check_extra()
+    keys = read_api_keys(a.api_key_file, a.api_key_env)
     with bind(a.host, a.port) as bound:
         from jaxtrain.inference.server.load import load_service
 
@@ -97,7 +97,7 @@ async def listen(service: "Service", keys: list[str], bound: socket.socket, drai
 
     loop, ending = asyncio.get_running_loop(), asyncio.Event()
     config = uvicorn.Config(
-        make_app(service, keys), log_level="warning", access_log=False, lifespan="off",
+        make_app(service, keys), log_level="error", access_log=False, lifespan="off",
         server_header=False, timeout_graceful_shutdown=1,
     )  # fmt: skip
     server = Server(config)

@@ -13,7 +13,7 @@ from jaxtrain.data import Chat, Tokenizer
 from jaxtrain.data.chat.chat import Reader
 from jaxtrain.inference.engine import Request, SamplingParams
 from jaxtrain.inference.server.bodies import Body, Prompt
-from jaxtrain.inference.server.engine_thread import Answers, EngineThread
+from jaxtrain.inference.server.engine_thread import EngineThread, UpdateStream
 from jaxtrain.inference.server.errors import ApiError, refuse
 from jaxtrain.inference.server.metrics import Metrics
 from jaxtrain.inference.server.tool_calls import ToolFormat
@@ -122,7 +122,7 @@ class Service:
     @asynccontextmanager
     async def answers(
         self, prompts: Sequence[np.ndarray], sampling: Sequence[SamplingParams], n: int
-    ) -> AsyncIterator[Answers]:
+    ) -> AsyncIterator[UpdateStream]:
         """n answers to each prompt, prompt by prompt; whatever ends the block cancels them.
 
         TimeoutError becomes an ApiError.

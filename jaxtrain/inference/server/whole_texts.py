@@ -29,7 +29,7 @@ class TextModel(NamedTuple):
     params: Params
 
 
-def padded(tokens: np.ndarray) -> Int[Array, "1 T"]:
+def pad_to_power(tokens: np.ndarray) -> Int[Array, "1 T"]:
     width = max(WIDTH, 1 << (len(tokens) - 1).bit_length())
     return jnp.asarray(np.pad(tokens.astype(np.int32), (0, width - len(tokens))))[None]
 
@@ -75,7 +75,7 @@ def pool_states(
 
 def prompt_logprobs(model: TextModel, tokens: np.ndarray, top: int) -> tuple[TokenLogprob, ...]:
     """Of each token but the first, which nothing stands before."""
-    found = score_tokens(model.graphdef, model.params, padded(tokens), top=max(top, 1))
+    found = score_tokens(model.graphdef, model.params, pad_to_power(tokens), top=max(top, 1))
     own_T, ids_Tk, best_Tk = (np.asarray(x) for x in found)
     return tuple(
         TokenLogprob(int(token), float(own_T[i]), tuple(zip(ids, best))[:top])
@@ -86,4 +86,4 @@ def prompt_logprobs(model: TextModel, tokens: np.ndarray, top: int) -> tuple[Tok
 def embed(model: TextModel, texts: Sequence[np.ndarray], pooling: Pooling) -> list[np.ndarray]:
     """float32 [D] of each text, of length 1."""
     pool = partial(pool_states, model.graphdef, model.params, pooling=pooling)
-    return [np.asarray(pool(padded(text), jnp.int32(len(text)))) for text in texts]
+    return [np.asarray(pool(pad_to_power(text), jnp.int32(len(text)))) for text in texts]
