@@ -314,7 +314,7 @@ def bench_serve_soak(
             exit_code = process.wait(60)
         finally:
             process.kill()
-            process.wait()
+            process.communicate()
     row = row_of(load.tally, curve, held, seconds)
     row |= {"name": f"{clients} clients", "shape": f"{minutes:g} minutes", "exit_code": exit_code}
     workload = {"clients": clients, "minutes": minutes, "leave": LEAVE, "garbage": GARBAGE}

@@ -28,6 +28,8 @@ PAGES = sorted(path for path in (ROOT / "docs").rglob("*.md") if "_build" not in
 FENCE = re.compile(r"^```(\w+)\n(.*?)^```$", re.DOTALL | re.MULTILINE)
 OTHERS = (
     "pip install",
+    "curl ",  # tests/inference/test_server.py runs these
+    "lm_eval ",
     "sbatch ",
     "kubectl ",
     "HOSTS=",

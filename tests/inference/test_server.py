@@ -1,11 +1,15 @@
 """`jaxtrain serve` over HTTP, asked by the real openai client."""
 
 import json
+import re
+import shlex
 import socket
+import subprocess
 import time
 import urllib.error
 import urllib.request
 from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 
 import jax
 import jax.numpy as jnp
@@ -279,6 +283,44 @@ def test_a_key_is_asked_for(saved):
         for key in ("first", "s3cret"):
             assert [model.id for model in one.client(key).models.list()] == ["tiny"]
         assert urllib.request.urlopen(f"{one.url}/health").status == 200
+
+
+# ---- the manual ----------------------------------------------------------------------------------
+
+
+PAGE = Path(__file__).parents[2] / "docs" / "howto" / "serve.md"
+CURL = re.findall(r"^curl .*$", PAGE.read_text(), re.MULTILINE)
+
+
+@pytest.fixture(scope="module")
+def documented(saved):
+    with live(saved, name="sft_small") as one:
+        yield one
+
+
+@pytest.mark.parametrize("line", CURL)
+def test_the_pages_curl_lines_are_answered(documented, line):
+    words = shlex.split(line.replace("http://127.0.0.1:8000", documented.url))
+    answer = subprocess.run([*words, "--silent", "--fail"], check=True, capture_output=True).stdout
+    if b'"stream": true' in line.encode():
+        assert answer.endswith(b"data: [DONE]\n\n")
+    else:
+        assert json.loads(answer)["object"] in ("chat.completion", "list")
+
+
+def test_the_pages_python_runs(documented, capsys):
+    [code] = re.findall(r"^```python\n(.*?)^```$", PAGE.read_text(), re.DOTALL | re.MULTILINE)
+    names = {}
+    exec(code.replace("http://127.0.0.1:8000", documented.url), names)
+    names["client"].close()
+    assert capsys.readouterr().out
+
+
+def test_the_pages_table_has_all_paths(documented):
+    shown = re.findall(r"^\| (`/.*?) \|", PAGE.read_text(), re.MULTILINE)
+    shown = {path for cell in shown for path in re.findall(r"`(.*?)`", cell)}
+    paths = documented.server.config.app.paths - {"/v1/models/{name:path}"}
+    assert shown == paths
 
 
 # ---- load, and clients that leave ----------------------------------------------------------------

@@ -1,0 +1,64 @@
+"""The soak test of `jaxtrain serve`: a short one, and what it would find."""
+
+import json
+
+import pytest
+
+from benchmarks.__main__ import main
+from benchmarks.serve_soak import Load, Reply, faults_of
+
+FINE = {
+    "answers": 10, "lost": 0, "crossed": 0, "different": 0, "taken_garbage": 0, "held_running": 0,
+    "held_pages_used": 0, "first_mib": 600.0, "last_mib": 640.0, "exit_code": 0,
+}  # fmt: skip
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ({"lost": 2}, "2 lost"),
+        ({"crossed": 1}, "1 crossed"),
+        ({"different": 1}, "1 different"),
+        ({"taken_garbage": 3}, "3 taken_garbage"),
+        ({"held_pages_used": 4}, "held in the end: 4 pages_used"),
+        ({"last_mib": 700.0}, "the memory grew by 100 MiB"),
+        ({"exit_code": 1}, "exit code 1 after SIGTERM"),
+        ({"answers": 0}, "no answer at all"),
+    ],
+)
+def test_a_fault_is_found(changes, words):
+    assert faults_of(FINE, []) == []
+    assert faults_of(FINE | changes, ["an example"]) == [words, "an example"]
+
+
+@pytest.mark.parametrize(
+    ("reply", "kind"),
+    [
+        (Reply(200, "one", 3, 0.1, 0.2), "answers"),
+        (Reply(200, "two", 3, 0.1, 0.2), "crossed"),
+        (Reply(200, "six", 3, 0.1, 0.2), "different"),
+        (Reply(500, "one", 3, 0.1, 0.2), "lost"),
+        (Reply(0, "", 0, 0.1, 0.2), "lost"),
+    ],
+)
+def test_an_answer_is_held_to_the_lone_one(monkeypatch, reply, kind):
+    import asyncio
+
+    async def complete(port, body):
+        return reply
+
+    monkeypatch.setattr("benchmarks.serve_soak.complete", complete)
+    load = Load(1, "a")
+    load.alone = ["one", "two"]
+    asyncio.run(load.check_answer(0, True))
+    assert load.tally.counts[kind] == 1
+
+
+@pytest.mark.slow
+def test_a_short_soak_leaves_nothing_behind(tmp_path, capsys):
+    options = ["--clients", "6", "--minutes", "0.33", "--record", "--out", str(tmp_path)]
+    assert main(["serve-soak", *options]) == 0, capsys.readouterr().err
+    [file] = tmp_path.glob("serve_soak-random-*.json")
+    [row] = json.loads(file.read_text())["rows"]
+    assert row["answers"] > 20 and row["left"] and row["garbage"]
+    assert row["request_p99_ms"] >= row["request_p50_ms"] >= row["first_token_p50_ms"] > 0
