@@ -6,11 +6,11 @@ import socket
 import threading
 import time
 
-import jax
 import openai
 import uvicorn
 
 from jaxtrain.inference.engine import Engine, EngineOptions
+from jaxtrain.inference.engine.load import engine_of
 from jaxtrain.inference.server.app import make_app
 from jaxtrain.inference.server.engine_thread import EngineThread
 from jaxtrain.inference.server.load import served_model
@@ -43,23 +43,21 @@ class Live:
         return client
 
 
-def make_engine(saved, limits=LIMITS, kind=Engine):
-    """An engine of a saved model, in float32."""
+def make_engine(saved, limits=LIMITS, kind=Engine, tensor=1):
+    """An engine of a saved model. kind: Engine, or a class made of it."""
     options = EngineOptions(
-        slots=limits.concurrency,
-        page_size=16,
-        chunk=32,
+        slots=limits.concurrency, page_size=16, chunk=32, tensor=tensor,
         max_queue=limits.concurrency + limits.queue,
-    )
-    params = jax.device_put(saved.params)
-    stops = saved.prompting.stops
-    return kind(saved.config.model, saved.graphdef, params, saved.tokenizer, stops, options)
+    )  # fmt: skip
+    one = engine_of(saved, options)
+    one.__class__ = kind
+    return one
 
 
 @contextlib.contextmanager
-def live(saved, limits=LIMITS, keys=(), engine=Engine, **changes):
-    """A `Live` server of a saved model."""
-    thread = EngineThread(lambda: make_engine(saved, limits, engine))
+def live(saved, limits=LIMITS, keys=(), kind=Engine, tensor=1, **changes):
+    """A `Live` server of a saved model. changes: of what is served."""
+    thread = EngineThread(lambda: make_engine(saved, limits, kind, tensor))
     thread.start()
     service = Service(served_model(saved, "tiny")._replace(**changes), thread, limits)
     one = Live(service, keys)

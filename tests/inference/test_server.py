@@ -171,6 +171,20 @@ def test_embeddings_are_the_pooled_final_states(saved, pooling):
     assert [one.index for one in found.data] == [0, 1] and found.usage.prompt_tokens == 9
 
 
+@pytest.mark.slow
+def test_two_devices_answer_as_one(client, saved):
+    asked = {"model": "tiny", "prompt": "To be", "echo": True, "logprobs": 1, "temperature": 0}
+    with live(saved, tensor=2) as two:
+        other = two.client().completions.create(max_tokens=8, **asked).choices[0]
+        vector = two.client().embeddings.create(model="tiny", input="To be").data[0].embedding
+    found = client.completions.create(max_tokens=8, **asked).choices[0]
+    assert other.text == found.text
+    given = (one.logprobs.token_logprobs[1:] for one in (other, found))
+    np.testing.assert_allclose(*given, rtol=1e-3)
+    lone = client.embeddings.create(model="tiny", input="To be").data[0].embedding
+    np.testing.assert_allclose(vector, lone, rtol=1e-3, atol=1e-5)
+
+
 def test_the_tokenizer_is_told(server):
     text = "Hi<|bos|>"
     assert post(server, "/tokenize", {"prompt": text})[1]["tokens"] == [256, *b"Hi", 256]
@@ -358,7 +372,7 @@ def send_raw(server, body):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_client_that_leaves_frees_its_place(saved, stream):
-    with live(saved, engine=SlowEngine) as one:
+    with live(saved, kind=SlowEngine) as one:
         engine = one.service.thread
         with send_raw(one, LONG | {"stream": stream, "n": 2}) as connection:
             until(lambda: engine.stats.running == 2)
@@ -373,7 +387,7 @@ def test_a_client_that_leaves_frees_its_place(saved, stream):
 
 def test_what_is_more_than_the_queue_is_refused(saved):
     limits = LIMITS._replace(concurrency=1, queue=1)
-    with live(saved, limits, engine=SlowEngine) as one:
+    with live(saved, limits, kind=SlowEngine) as one:
         with send_raw(one, LONG), send_raw(one, LONG):
             until(lambda: one.service.thread.stats.waiting == 1)
             with pytest.raises(openai.RateLimitError):
@@ -383,7 +397,7 @@ def test_what_is_more_than_the_queue_is_refused(saved):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_a_request_has_its_time(saved, stream):
-    with live(saved, LIMITS._replace(timeout=0.3), engine=SlowEngine) as one:
+    with live(saved, LIMITS._replace(timeout=0.3), kind=SlowEngine) as one:
         if stream:
             with pytest.raises(openai.APIError, match="within 0.3 seconds"):
                 list(one.client().completions.create(stream=True, **asked(LONG)))
@@ -413,7 +427,7 @@ class BrokenEngine(Engine):
 
 @pytest.mark.parametrize("stream", [False, True])
 def test_an_engine_that_fails_fails_its_requests(saved, stream):
-    with live(saved, engine=BrokenEngine) as one:
+    with live(saved, kind=BrokenEngine) as one:
         if stream:
             with pytest.raises(openai.APIError, match="the engine failed"):
                 list(one.client().completions.create(stream=True, **asked(LONG)))

@@ -65,6 +65,10 @@ def serve_parser() -> Parser:
         help="tokens guessed for each step from the text before (speculative decoding; default 0)",
     )  # fmt: skip
     parser.add_argument(
+        "--tensor", type=whole(1), default=1, metavar="N", help="devices that split the model "
+        "(default 1)",
+    )  # fmt: skip
+    parser.add_argument(
         "--warm-up", type=whole(0), default=1024, metavar="N",
         help="compile for texts of up to N tokens before listening (default 1024); 0: later",
     )  # fmt: skip

@@ -3,17 +3,15 @@
 import argparse
 from pathlib import Path
 
-import jax
-
 from jaxtrain.cluster.processes import check_alone
-from jaxtrain.cluster.runtime import compute_dtype, start
+from jaxtrain.cluster.runtime import start
 from jaxtrain.data import make_chat, make_reader
 from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingParams
+from jaxtrain.inference.engine.load import engine_of
 from jaxtrain.inference.server.engine_thread import EngineThread
 from jaxtrain.inference.server.service import Limits, Served, Service
 from jaxtrain.inference.server.tool_calls import read_format
 from jaxtrain.inference.server.whole_texts import Pooling
-from jaxtrain.model import cast
 from jaxtrain.model.config import check_decoder
 from jaxtrain.runs.saved import Saved, load_saved, template_for
 from jaxtrain.settings import UserError
@@ -60,19 +58,11 @@ def load_service(a: argparse.Namespace) -> Service:
     )  # fmt: skip
     options = EngineOptions(
         slots=a.max_concurrency, max_queue=a.max_concurrency + a.max_queue, context=context,
-        cache_dtype=a.cache_dtype, drafts=a.drafts,
+        cache_dtype=a.cache_dtype, drafts=a.drafts, tensor=a.tensor,
     )  # fmt: skip
     thread = EngineThread(lambda: warm_up(engine_of(saved, options), a.warm_up))
     thread.start()
     return Service(served, thread, limits)
-
-
-def engine_of(saved: Saved, options: EngineOptions) -> Engine:
-    """An engine with the parameters on the device."""
-    dtype = compute_dtype(saved.config.train.precision)
-    params = cast(jax.device_put(saved.params), saved.specs, dtype)
-    stops = saved.prompting.stops
-    return Engine(saved.config.model, saved.graphdef, params, saved.tokenizer, stops, options)
 
 
 def warm_up(engine: Engine, longest: int) -> Engine:

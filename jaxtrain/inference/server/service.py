@@ -11,7 +11,7 @@ import numpy as np
 
 from jaxtrain.data import Chat, Tokenizer
 from jaxtrain.data.chat.chat import Reader
-from jaxtrain.inference.engine import Request, SamplingParams
+from jaxtrain.inference.engine import Engine, Request, SamplingParams
 from jaxtrain.inference.server.bodies import Body, Prompt
 from jaxtrain.inference.server.engine_thread import EngineThread, UpdateStream
 from jaxtrain.inference.server.errors import ApiError, refuse
@@ -146,11 +146,14 @@ class Service:
 
     async def run[T](self, function: Callable[[TextModel], T]) -> T:
         """function(model) on the engine's thread: a forward pass over whole texts."""
+
+        def on_engine(engine: Engine) -> T:
+            with engine.on_mesh():
+                return function(TextModel(engine.graphdef, engine.params))
+
         try:
             async with asyncio.timeout(self.limits.timeout):
-                return await self.thread.run(
-                    lambda engine: function(TextModel(engine.graphdef, engine.params))
-                )
+                return await self.thread.run(on_engine)
         except TimeoutError:
             raise self.too_late() from None
 
