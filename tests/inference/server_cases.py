@@ -2,20 +2,33 @@
 
 import asyncio
 import contextlib
+import json
 import socket
 import threading
 import time
+import urllib.error
+import urllib.request
 
+import jax
+import numpy as np
 import openai
 import uvicorn
 
 from jaxtrain.inference.engine import Engine, EngineOptions
 from jaxtrain.inference.engine.load import engine_of
+from jaxtrain.inference.generate import Sampling, stream_tokens
 from jaxtrain.inference.server.app import make_app
 from jaxtrain.inference.server.engine_thread import EngineThread
 from jaxtrain.inference.server.load import served_model
 from jaxtrain.inference.server.service import Limits, Service
 
+T = 128
+HI = [{"role": "user", "content": "Hi"}]
+TEMPLATE = (
+    "{{ bos_token }}{% for m in messages %}{{ m['role'][0] + ':' + m['content'] + ';' }}"
+    "{{ eos_token if m['role'] == 'assistant' }}{% endfor %}{{ 'a:' if add_generation_prompt }}"
+)
+COMPLETION, CHAT = "/v1/completions", "/v1/chat/completions"
 LIMITS = Limits(max_tokens=64, concurrency=4, queue=60, body_bytes=100_000, timeout=60.0)
 
 
@@ -80,3 +93,25 @@ def until(condition, seconds=20.0):
     while not condition():
         assert time.monotonic() < end, "it did not come to hold"
         time.sleep(0.01)
+
+
+def alone(saved, prompt, tokens):
+    """The greedy continuation of token ids, decoded by itself."""
+    params = jax.device_put(saved.params)
+    ids = stream_tokens(
+        saved.graphdef, params, np.array(prompt), Sampling(tokens, 0.0), saved.prompting.stops
+    )
+    return saved.tokenizer.decode(list(ids))
+
+
+def post(server, path, body, headers=(), raw=False):
+    """(status, the JSON of the answer) of a POST."""
+    data = body if raw else json.dumps(body).encode()
+    headers = {"Content-Type": "application/json"} | dict(headers)
+    request = urllib.request.Request(server.url + path, data, headers)
+    try:
+        with urllib.request.urlopen(request, timeout=60) as answer:
+            return answer.status, json.loads(answer.read())
+    except urllib.error.HTTPError as error:
+        with error:
+            return error.code, json.loads(error.read())

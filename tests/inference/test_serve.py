@@ -141,7 +141,7 @@ def status_of(url, body):
 
 
 ASKED = {"model": "shakespeare", "prompt": "To be", "temperature": 0}
-LONG = {"max_tokens": 1500, "extra_body": {"ignore_eos": True}}
+LONG = {"max_tokens": 500, "extra_body": {"ignore_eos": True}}
 
 
 @pytest.mark.slow

@@ -1,5 +1,6 @@
 """The routes, and what stands before all of them: the key, the drain, the counts."""
 
+import asyncio
 import hmac
 import time
 import uuid
@@ -40,7 +41,10 @@ CLIENT_LEFT = 499  # nginx's status for a connection that the client closed
 
 
 def make_app(service: Service, keys: Sequence[str] = ()) -> ASGIApp:
-    """keys: any of them opens the server; without one it is open to all who reach it."""
+    """keys: any of them opens the server; without one it is open to all who reach it.
+
+    Texts become tokens in threads, where a long one does not stop the streams of others.
+    """
 
     async def health(request: Request) -> Response:
         if service.thread.failure is not None or service.draining:
@@ -66,27 +70,30 @@ def make_app(service: Service, keys: Sequence[str] = ()) -> ASGIApp:
 
     async def answered(request: Request, call: Completion | ChatCompletion) -> Response:
         if call.body.stream:
-            return await stream(request.receive, call.chunks())
+            return await stream(request.receive, call.chunks(), service.limits.timeout)
         return JSONResponse(await unless_gone(request.receive, call.whole()))
 
     async def complete(request: Request) -> Response:
         body = await read(request, CompletionBody)
-        return await answered(request, Completion(service, body, f"cmpl-{uuid.uuid4().hex}"))
+        id = f"cmpl-{uuid.uuid4().hex}"
+        return await answered(request, await asyncio.to_thread(Completion, service, body, id))
 
     async def chat(request: Request) -> Response:
         body = await read(request, ChatBody)
         id = f"chatcmpl-{uuid.uuid4().hex}"
-        return await answered(request, ChatCompletion(service, body, id))
+        return await answered(request, await asyncio.to_thread(ChatCompletion, service, body, id))
 
     async def embed(request: Request) -> Response:
         body = await read(request, EmbeddingBody)
         return JSONResponse(await unless_gone(request.receive, embeddings(service, body)))
 
     async def to_tokens(request: Request) -> Response:
-        return JSONResponse(tokenize(service, await read(request, TokenizeBody)))
+        body = await read(request, TokenizeBody)
+        return JSONResponse(await asyncio.to_thread(tokenize, service, body))
 
     async def to_text(request: Request) -> Response:
-        return JSONResponse(detokenize(service, await read(request, DetokenizeBody)))
+        body = await read(request, DetokenizeBody)
+        return JSONResponse(await asyncio.to_thread(detokenize, service, body))
 
     async def tokenizer(request: Request) -> Response:
         return JSONResponse(tokenizer_info(service))

@@ -1,5 +1,6 @@
 """/v1/embeddings: the final states of a text as one vector of length 1."""
 
+import asyncio
 import base64
 from functools import partial
 from typing import Any
@@ -16,7 +17,7 @@ async def embeddings(service: Service, body: EmbeddingBody) -> dict[str, Any]:
     """A vector for each text or list of token ids."""
     if body.dimensions is not None:
         refuse("dimensions is not supported: vectors have the model's width", "dimensions")
-    texts = service.prompts_of(body.input, "input")
+    texts = await asyncio.to_thread(service.prompts_of, body.input, "input")
     context = service.served.context
     if (longest := max(map(len, texts))) > context:
         refuse(f"this model's context is {context} tokens; a text has {longest}", "input",

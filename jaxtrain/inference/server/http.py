@@ -78,15 +78,16 @@ def as_api_error(error: Exception) -> ApiError:
 class EventStream(Response):
     """Server-sent events: each chunk as `data: {...}`, in the end `data: [DONE]`.
 
-    An error in the middle is an event too, and the last one.
+    An error in the middle is an event too, and the last one. A client that does not read for so
+    many seconds counts as gone.
     """
 
     media_type = "text/event-stream"
 
-    def __init__(self, first: Json, rest: Chunks):
+    def __init__(self, first: Json, rest: Chunks, seconds: float):
         super().__init__(headers={"cache-control": "no-cache", "x-accel-buffering": "no"})
         del self.headers["content-length"]
-        self.first, self.rest = first, rest
+        self.first, self.rest, self.seconds = first, rest, seconds
 
     async def __call__(self, scope: Scope, receive: Receive, send: Send) -> None:
         async def put(data: str, more: bool = True) -> None:
@@ -108,14 +109,15 @@ class EventStream(Response):
             else:
                 await put("[DONE]", more=False)
 
-        with suppress(ClientGone):
-            await unless_gone(receive, work())
+        with suppress(ClientGone, TimeoutError):
+            async with asyncio.timeout(self.seconds):
+                await unless_gone(receive, work())
 
 
-async def stream(receive: Receive, chunks: Chunks) -> EventStream:
+async def stream(receive: Receive, chunks: Chunks, seconds: float) -> EventStream:
     """A stream whose first chunk is there: what goes wrong before it has its own status code."""
 
     async def first() -> Json:
         return await anext(chunks)
 
-    return EventStream(await unless_gone(receive, first()), chunks)
+    return EventStream(await unless_gone(receive, first()), chunks, seconds)

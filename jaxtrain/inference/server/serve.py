@@ -4,6 +4,7 @@ import asyncio
 import contextlib
 import errno
 import importlib.util
+import ipaddress
 import os
 import signal
 import socket
@@ -78,6 +79,9 @@ def main(argv: list[str] | None = None) -> int:
         from jaxtrain.inference.server.load import load_service
 
         service = load_service(a)
+        if not keys and not ipaddress.ip_address(bound.getsockname()[0]).is_loopback:
+            print(f"note: all who reach {a.host} can use it; --api-key-file asks for a key",
+                  file=sys.stderr)  # fmt: skip
         return asyncio.run(listen(service, keys, bound, a.drain))
 
 

@@ -1,0 +1,116 @@
+"""Many clients, clients that leave, limits, and an engine that fails."""
+
+import json
+import socket
+import time
+import urllib.error
+import urllib.request
+from concurrent.futures import ThreadPoolExecutor
+
+import openai
+import pytest
+from server_cases import COMPLETION, LIMITS, alone, live, post, until
+
+from jaxtrain.inference.engine import Engine
+
+# ---- load, and clients that leave ----------------------------------------------------------------
+
+
+def test_many_clients_get_their_own_answers(server, saved):
+    texts = [f"{i}: the" for i in range(12)]
+    ask = lambda text: server.client().completions.create(
+        model="tiny", prompt=text, max_tokens=12, temperature=0
+    )
+    with ThreadPoolExecutor(12) as pool:
+        found = [one.choices[0].text for one in pool.map(ask, texts)]
+    assert found == [alone(saved, [256, *text.encode()], 12) for text in texts]
+
+
+class SlowEngine(Engine):
+    """Takes its time for each step."""
+
+    def step(self):
+        time.sleep(0.02)
+        return super().step()
+
+
+LONG = {"model": "tiny", "prompt": "a", "max_tokens": 60, "temperature": 0, "ignore_eos": True}
+
+
+def send_raw(server, body):
+    """A connection with a request on it that was not answered yet."""
+    data = json.dumps(body).encode()
+    head = f"POST /v1/completions HTTP/1.1\r\nHost: a\r\nContent-Length: {len(data)}\r\n"
+    connection = socket.create_connection(server.socket.getsockname())
+    connection.sendall(f"{head}Content-Type: application/json\r\n\r\n".encode() + data)
+    return connection
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_client_that_leaves_frees_its_place(saved, stream):
+    with live(saved, kind=SlowEngine) as one:
+        engine = one.service.thread
+        with send_raw(one, LONG | {"stream": stream, "n": 2}) as connection:
+            until(lambda: engine.stats.running == 2)
+            if stream:
+                assert connection.recv(4096).startswith(b"HTTP/1.1 200 OK")
+        until(lambda: not engine.stats.running and not engine.answers)
+        until(lambda: not one.service.in_flight)
+        counted = one.service.metrics.text().decode()
+        assert 'jaxtrain_http_requests_total{path="/v1/completions",status="499"} 1.0' in counted
+        assert post(one, COMPLETION, LONG | {"max_tokens": 2})[0] == 200
+
+
+def test_what_is_more_than_the_queue_is_refused(saved):
+    limits = LIMITS._replace(concurrency=1, queue=1)
+    with live(saved, limits, kind=SlowEngine) as one:
+        with send_raw(one, LONG), send_raw(one, LONG):
+            until(lambda: one.service.thread.stats.waiting == 1)
+            with pytest.raises(openai.RateLimitError):
+                one.client().completions.create(model="tiny", prompt="a")
+        until(lambda: not one.service.in_flight)
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_a_request_has_its_time(saved, stream):
+    with live(saved, LIMITS._replace(timeout=0.3), kind=SlowEngine) as one:
+        if stream:
+            with pytest.raises(openai.APIError, match="within 0.3 seconds"):
+                list(one.client().completions.create(stream=True, **asked(LONG)))
+        else:
+            code, answer = post(one, COMPLETION, LONG)
+            assert code == 408 and answer["error"]["code"] == "timeout"
+        until(lambda: not one.service.thread.stats.running)
+
+
+def asked(body):
+    """A body as arguments of the openai client."""
+    own = {"ignore_eos": body["ignore_eos"]}
+    return {k: v for k, v in body.items() if k not in own} | {"extra_body": own}
+
+
+class BrokenEngine(Engine):
+    """Fails at its fifth step."""
+
+    steps = 0
+
+    def step(self):
+        self.steps += 1
+        if self.steps == 5:
+            raise RuntimeError("the device is gone")
+        return super().step()
+
+
+@pytest.mark.parametrize("stream", [False, True])
+def test_an_engine_that_fails_fails_its_requests(saved, stream):
+    with live(saved, kind=BrokenEngine) as one:
+        if stream:
+            with pytest.raises(openai.APIError, match="the engine failed"):
+                list(one.client().completions.create(stream=True, **asked(LONG)))
+        else:
+            code, answer = post(one, COMPLETION, LONG)
+            assert code == 500 and answer["error"]["type"] == "server_error"
+        assert post(one, COMPLETION, LONG)[0] == 500  # at once
+        with pytest.raises(urllib.error.HTTPError, match="503") as found:
+            urllib.request.urlopen(f"{one.url}/health")
+        found.value.close()
