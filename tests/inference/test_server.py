@@ -52,6 +52,18 @@ def test_a_stream_is_the_whole_answer(client, saved):
     assert chunks[-2].choices[0].finish_reason in ("stop", "length")
 
 
+def test_seeds_and_stops(client, saved):
+    asked = {"model": "tiny", "prompt": "To be", "max_tokens": 12, "temperature": 1.0}
+    texts = [client.completions.create(seed=seed, **asked).choices[0].text for seed in (1, 1, 2)]
+    assert texts[0] == texts[1] != texts[2]
+    several = client.completions.create(seed=1, n=2, **asked).choices
+    assert [one.text for one in several] == [texts[0], texts[2]]
+    whole = alone(saved, [256, *b"To be"], 12)
+    stop = whole[5:7]
+    found = client.completions.create(stop=[stop], **asked | {"temperature": 0}).choices[0]
+    assert found.text == whole[: whole.index(stop)] and found.finish_reason == "stop"
+
+
 def test_chat_and_its_stream(client, saved):
     messages = [{"role": "user", "content": "Hi"}]
     asked = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0}

@@ -162,7 +162,8 @@ class EngineThread:
 
     def _tell(self, function: Callable[..., object], *arguments: object) -> None:
         assert self.loop is not None
-        self.loop.call_soon_threadsafe(function, *arguments)
+        if not self.loop.is_closed():  # in the end nobody waits any more
+            self.loop.call_soon_threadsafe(function, *arguments)
 
     def _main(self, load: Callable[[], Engine]) -> None:
         try:
