@@ -64,6 +64,16 @@ def test_seeds_and_stops(client, saved):
     assert found.text == whole[: whole.index(stop)] and found.finish_reason == "stop"
 
 
+def test_an_answer_has_the_format_that_was_asked_for(client):
+    schema = {"enum": ["yes", "no"]}
+    form = {"type": "json_schema", "json_schema": {"name": "answer", "schema": schema}}
+    asked = {"model": "tiny", "messages": HI, "max_tokens": 40, "temperature": 1.0}
+    for seed in range(3):
+        found = client.chat.completions.create(response_format=form, seed=seed, **asked).choices[0]
+        assert json.loads(found.message.content) in ("yes", "no")
+        assert found.finish_reason == "stop"
+
+
 def test_chat_and_its_stream(client, saved):
     messages = [{"role": "user", "content": "Hi"}]
     asked = {"model": "tiny", "messages": messages, "max_tokens": 8, "temperature": 0}

@@ -69,8 +69,8 @@ def serve_parser() -> Parser:
         "(default 1)",
     )  # fmt: skip
     parser.add_argument(
-        "--warm-up", type=whole(0), default=1024, metavar="N",
-        help="compile for texts of up to N tokens before listening (default 1024); 0: later",
+        "--no-warm-up", action="store_true",
+        help="compile each program when a request first needs it, not before listening",
     )  # fmt: skip
     parser.add_argument(
         "--pooling", choices=["mean", "last"], default="mean",

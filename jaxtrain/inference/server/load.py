@@ -6,7 +6,7 @@ from pathlib import Path
 from jaxtrain.cluster.processes import check_alone
 from jaxtrain.cluster.runtime import start
 from jaxtrain.data import make_chat, make_reader
-from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingParams
+from jaxtrain.inference.engine import Engine, EngineOptions
 from jaxtrain.inference.engine.load import engine_of
 from jaxtrain.inference.server.engine_thread import EngineThread
 from jaxtrain.inference.server.service import Limits, Served, Service
@@ -15,8 +15,6 @@ from jaxtrain.inference.server.whole_texts import Pooling
 from jaxtrain.model.config import check_decoder
 from jaxtrain.runs.saved import Saved, load_saved, template_for
 from jaxtrain.settings import UserError
-
-SHORTEST = 32  # tokens of the first text that programs are compiled for
 
 
 def served_model(saved: Saved, name: str, pooling: Pooling = "mean") -> Served:
@@ -60,22 +58,16 @@ def load_service(a: argparse.Namespace) -> Service:
         slots=a.max_concurrency, max_queue=a.max_concurrency + a.max_queue, context=context,
         cache_dtype=a.cache_dtype, drafts=a.drafts, tensor=a.tensor,
     )  # fmt: skip
-    thread = EngineThread(lambda: warm_up(engine_of(saved, options), a.warm_up))
+    if served.chat:  # its end of an answer ends every text
+        ends = dict.fromkeys((*saved.prompting.stops, served.chat.end))
+        saved = saved._replace(prompting=saved.prompting._replace(stops=tuple(ends)))
+
+    def load() -> Engine:
+        engine = engine_of(saved, options)
+        if not a.no_warm_up:
+            engine.warm_up()
+        return engine
+
+    thread = EngineThread(load)
     thread.start()
     return Service(served, thread, limits)
-
-
-def warm_up(engine: Engine, longest: int) -> Engine:
-    """Compile what texts of up to so many tokens need, alone and several at once, so that no
-    client waits for it."""
-    sampling = SamplingParams(max_tokens=2, ignore_stop=True)
-    length, most = SHORTEST, min(longest, engine.context) - sampling.max_tokens
-    while length < most * 2 and most > 0:
-        prompt = (engine.tokenizer.bos_id,) * min(length, most)
-        for count in (1, 2):
-            for i in range(count):
-                engine.add(Request(f"warm-up {i}", prompt, sampling))
-            while engine.busy:
-                engine.step()
-        length *= 2
-    return engine

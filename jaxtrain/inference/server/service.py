@@ -127,9 +127,6 @@ class Service:
 
         TimeoutError becomes an ApiError.
         """
-        if any(how.grammar for how in sampling):
-            refuse("response_format is not supported: this engine has no grammar; ask for the "
-                   "format in the prompt", "response_format", "unsupported_value")  # fmt: skip
         self.check_load(len(prompts) * n)
         requests = [
             Request(uuid.uuid4().hex, tuple(prompt.tolist()), how._replace(seed=how.seed + i))
