@@ -1,11 +1,22 @@
 """The soak test of `jaxtrain serve`: a short one, and what it would find."""
 
+import asyncio
 import json
 
 import pytest
+from tiny import byte_model, random_run
 
 from benchmarks.__main__ import main
-from benchmarks.serve_soak import Load, Reply, faults_of
+from benchmarks.serve_soak import (
+    LONGEST,
+    PROMPTS,
+    Load,
+    Reply,
+    body_of,
+    faults_of,
+    save_random,
+)
+from jaxtrain.runs.saved import load_saved
 
 FINE = {
     "answers": 10, "lost": 0, "crossed": 0, "different": 0, "taken_garbage": 0, "held_running": 0,
@@ -42,8 +53,6 @@ def test_a_fault_is_found(changes, words):
     ],
 )
 def test_an_answer_is_held_to_the_lone_one(monkeypatch, reply, kind):
-    import asyncio
-
     async def complete(port, body):
         return reply
 
@@ -54,11 +63,18 @@ def test_an_answer_is_held_to_the_lone_one(monkeypatch, reply, kind):
     assert load.tally.counts[kind] == 1
 
 
+def test_without_a_run_a_random_model_is_served(tmp_path):
+    save_random(str(tmp_path))
+    longest = max(len(body_of("a", i, False)["prompt"]) for i in range(PROMPTS)) + LONGEST + 1
+    assert load_saved(tmp_path).config.model.context_length >= longest
+
+
 @pytest.mark.slow
 def test_a_short_soak_leaves_nothing_behind(tmp_path, capsys):
-    options = ["--clients", "6", "--minutes", "0.33", "--record", "--out", str(tmp_path)]
-    assert main(["serve-soak", *options]) == 0, capsys.readouterr().err
-    [file] = tmp_path.glob("serve_soak-random-*.json")
+    run = random_run(tmp_path / "tiny", byte_model(320))
+    options = ["--clients", "6", "--minutes", "0.2", "--record", "--out", str(tmp_path)]
+    assert main(["serve-soak", str(run), *options]) == 0, capsys.readouterr().err
+    [file] = tmp_path.glob("serve_soak-tiny-*.json")
     [row] = json.loads(file.read_text())["rows"]
     assert row["answers"] > 20 and row["left"] and row["garbage"]
     assert row["request_p99_ms"] >= row["request_p50_ms"] >= row["first_token_p50_ms"] > 0

@@ -113,8 +113,7 @@ def served(run_dir, *words, code=""):
         str(run_dir),
         "--port",
         "0",
-        "--warm-up",
-        "64",
+        "--no-warm-up",
         *words,
     ]
     pipes = {"stdout": subprocess.PIPE, "stderr": subprocess.PIPE, "text": True}
