@@ -7,6 +7,8 @@ import openai
 import pytest
 from server_cases import CHAT, COMPLETION, HI, live, post
 
+from jaxtrain.inference.server.bodies import ChatBody, CompletionBody, EmbeddingBody
+
 # ---- what is refused -----------------------------------------------------------------------------
 
 
@@ -95,3 +97,27 @@ def test_a_key_is_asked_for(saved):
         for key in ("first", "s3cret"):
             assert [model.id for model in one.client(key).models.list()] == ["tiny"]
         assert urllib.request.urlopen(f"{one.url}/health").status == 200
+
+
+STRANGE = [
+    None, True, -1, 0, 10**30, 1e300, "", "a", "\0", [], [None], [[]], [[1], "a"], [1, "a"], {},
+    {"a": {"b": [1]}}, {"type": "json_schema", "json_schema": {"schema": {"$ref": "#"}}},
+    [{"role": "user", "content": [{"type": "text", "text": "a"}], "tool_calls": [1]}],
+]  # fmt: skip
+FIELDS = [
+    *((COMPLETION, name) for name in CompletionBody.model_fields),
+    *((CHAT, name) for name in ChatBody.model_fields),
+    *(("/v1/embeddings", name) for name in EmbeddingBody.model_fields),
+]
+
+
+@pytest.mark.parametrize(("path", "field"), FIELDS, ids=lambda x: x.removeprefix("/v1/"))
+@pytest.mark.quick("completions-prompt", "chat/completions-messages", "embeddings-input")
+def test_no_value_of_a_field_is_an_error_of_the_server(server, path, field):
+    plain = {COMPLETION: {"prompt": "a"}, CHAT: {"messages": HI}}.get(path, {"input": "a"})
+    short = {} if path == "/v1/embeddings" else {"max_tokens": 2}
+    for value in STRANGE:
+        if field == "stream" and value is True:
+            continue  # no JSON comes back
+        code, answer = post(server, path, plain | short | {field: value})
+        assert code in (200, 400, 404), (value, answer)

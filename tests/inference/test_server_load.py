@@ -114,3 +114,12 @@ def test_an_engine_that_fails_fails_its_requests(saved, stream):
         with pytest.raises(urllib.error.HTTPError, match="503") as found:
             urllib.request.urlopen(f"{one.url}/health")
         found.value.close()
+
+
+def test_a_crowd_is_refused_unread(saved, monkeypatch):
+    monkeypatch.setattr("jaxtrain.inference.server.service.MOST_REFUSED", -1)
+    limits = LIMITS._replace(concurrency=1, queue=1)
+    with live(saved, limits, kind=SlowEngine) as one, send_raw(one, LONG):
+        until(lambda: one.service.in_flight == 1)
+        code, answer = post(one, COMPLETION, b"this is no JSON", raw=True)
+        assert code == 429 and answer["error"]["code"] == "queue_full"

@@ -172,6 +172,8 @@ class AccessMiddleware:
             return ApiError(503, "the server is about to end", code="draining")
         if self.service.thread.failure is not None:
             return ApiError(500, "the engine failed, and the server ends")
+        if self.service.is_crowded:
+            return ApiError(429, "too many requests at a time; try again", code="queue_full")
         if not self.keys:
             return None
         given = next((v for k, v in scope["headers"] if k == b"authorization"), b"")

@@ -20,6 +20,8 @@ from jaxtrain.inference.server.tool_calls import ToolFormat
 from jaxtrain.inference.server.whole_texts import Pooling, TextModel
 from jaxtrain.interop.companions import Prompting
 
+MOST_REFUSED = 64  # requests at a time that are read in order to be refused
+
 
 class Limits(NamedTuple):
     """What one client, or all of them, may ask for."""
@@ -69,16 +71,17 @@ class Service:
     def prompts_of(self, prompt: Prompt, name: str) -> list[np.ndarray]:
         """Token ids of each prompt. Text begins with BOS if the model's texts do; ids are as they
         are."""
-        if isinstance(prompt, str):
-            return [self.encode(prompt)]
-        if not prompt:
+        several = [prompt] if isinstance(prompt, str) else prompt
+        if not several:
             refuse(f"{name} is an empty list", name, "invalid_value")
-        if isinstance(prompt[0], int):
-            return [self.check_ids(prompt, name)]
-        several = [
-            self.encode(x) if isinstance(x, str) else self.check_ids(x, name) for x in prompt
+        tokens = [one for one in several if isinstance(one, int)]
+        if tokens:
+            return [self.check_ids(tokens, name)]
+        return [
+            self.encode(one) if isinstance(one, str) else self.check_ids(one, name)
+            for one in several
+            if not isinstance(one, int)
         ]
-        return several
 
     def encode(self, text: str) -> np.ndarray:
         tokenizer = self.served.tokenizer
@@ -87,14 +90,13 @@ class Service:
             ids = np.concatenate([np.array([tokenizer.bos_id], np.int32), ids])
         return ids
 
-    def check_ids(self, ids: object, name: str) -> np.ndarray:
+    def check_ids(self, ids: Sequence[int], name: str) -> np.ndarray:
         size = self.served.tokenizer.vocab_size
-        found = np.array(ids, np.int64)
-        if not len(found):
+        if not ids:
             refuse(f"{name} has a list without tokens", name, "invalid_value")
-        if found.min() < 0 or found.max() >= size:
+        if min(ids) < 0 or max(ids) >= size:
             refuse(f"{name} has a token id that is not in 0..{size - 1}", name, "invalid_value")
-        return found.astype(np.int32)
+        return np.array(ids, np.int32)
 
     def room(self, prompt: np.ndarray, asked: int | None, default: int, name: str) -> int:
         """New tokens that an answer to a prompt may have."""
@@ -108,6 +110,12 @@ class Service:
             refuse(f"this model's context is {context} tokens; a prompt of {len(prompt)}{wanted} "
                    "is longer", name, "context_length_exceeded")  # fmt: skip
         return min(default, most, left) if asked is None else asked
+
+    @property
+    def is_crowded(self) -> bool:
+        """Whether there are more requests than can have an answer in flight, and some to refuse:
+        not even their bodies are read."""
+        return self.in_flight > self.limits.concurrency + self.limits.queue + MOST_REFUSED
 
     def check_load(self, answers: int) -> None:
         """Refuse what is more than may be in flight: for ever, or at this moment."""
