@@ -19,8 +19,8 @@ from benchmarks.serve_soak import (
 from jaxtrain.runs.saved import load_saved
 
 FINE = {
-    "answers": 10, "lost": 0, "crossed": 0, "different": 0, "taken_garbage": 0, "held_running": 0,
-    "held_pages_used": 0, "first_mib": 600.0, "last_mib": 640.0, "exit_code": 0,
+    "answers": 10, "lost": 0, "crossed": 0, "different": 0, "ties_allowed": 0, "taken_garbage": 0,
+    "held_running": 0, "held_pages_used": 0, "first_mib": 600.0, "last_mib": 640.0, "exit_code": 0,
 }  # fmt: skip
 
 

@@ -62,8 +62,11 @@ def serve_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--drafts", type=whole(0, 16), default=0, metavar="N",
-        help="tokens guessed for each step from the text before (speculative decoding; default 0)",
+        help="tokens guessed for each step (speculative decoding; default 0), from the text before",
     )  # fmt: skip
+    parser.add_argument(
+        "--draft-run", type=Path, metavar="RUN", help="a small model that guesses them instead"
+    )
     parser.add_argument(
         "--tensor", type=whole(1), default=1, metavar="N", help="devices that split the model "
         "(default 1)",

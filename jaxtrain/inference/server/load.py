@@ -56,7 +56,7 @@ def load_service(a: argparse.Namespace) -> Service:
     )  # fmt: skip
     options = EngineOptions(
         slots=a.max_concurrency, max_queue=a.max_concurrency + a.max_queue, context=context,
-        cache_dtype=a.cache_dtype, drafts=a.drafts, tensor=a.tensor,
+        cache_dtype=a.cache_dtype, drafts=a.drafts, draft_run=a.draft_run, tensor=a.tensor,
     )  # fmt: skip
     if served.chat:  # its end of an answer ends every text
         ends = dict.fromkeys((*saved.prompting.stops, served.chat.end))
