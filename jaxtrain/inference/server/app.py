@@ -40,88 +40,99 @@ HEALTH = "/health"  # for those who have no key
 CLIENT_LEFT = 499  # nginx's status for a connection that the client closed
 
 
-def make_app(service: Service, keys: Sequence[str] = ()) -> ASGIApp:
-    """keys: any of them opens the server; without one it is open to all who reach it.
+class Endpoints:
+    """What is done for each path. Texts become tokens in threads, where a long one does not stop
+    the streams of others."""
 
-    Texts become tokens in threads, where a long one does not stop the streams of others.
-    """
+    def __init__(self, service: Service):
+        self.service = service
 
-    async def health(request: Request) -> Response:
-        if service.thread.failure is not None or service.draining:
-            status = "draining" if service.thread.failure is None else "failed"
+    async def health(self, request: Request) -> Response:
+        if self.service.thread.failure is not None or self.service.draining:
+            status = "draining" if self.service.thread.failure is None else "failed"
             return JSONResponse({"status": status}, 503)
         return JSONResponse({"status": "ok"})
 
-    async def models(request: Request) -> Response:
+    async def models(self, request: Request) -> Response:
         name = request.path_params.get("name")
-        service.check_model(Body(model=name))
-        model = {"id": service.served.name, "object": "model", "created": service.created}
-        model |= {"owned_by": "jaxtrain", "max_model_len": service.served.context}
+        self.service.check_model(Body(model=name))
+        model = {"id": self.service.served.name, "object": "model", "created": self.service.created}
+        model |= {"owned_by": "jaxtrain", "max_model_len": self.service.served.context}
         return JSONResponse(model if name else {"object": "list", "data": [model]})
 
-    async def metrics(request: Request) -> Response:
-        return Response(service.metrics.text(), media_type="text/plain; version=0.0.4")
+    async def metrics(self, request: Request) -> Response:
+        return Response(self.service.metrics.text(), media_type="text/plain; version=0.0.4")
 
-    async def read[B: Body](request: Request, kind: type[B]) -> B:
-        limits = service.limits
+    async def read[B: Body](self, request: Request, kind: type[B]) -> B:
+        limits = self.service.limits
         body = await read_body(request, kind, limits.body_bytes, limits.timeout)
-        service.check_model(body)
+        self.service.check_model(body)
         return body
 
-    async def answered(request: Request, call: Completion | ChatCompletion) -> Response:
+    async def answered(self, request: Request, call: Completion | ChatCompletion) -> Response:
         if call.body.stream:
-            return await stream(request.receive, call.chunks(), service.limits.timeout)
+            return await stream(request.receive, call.chunks(), self.service.limits.timeout)
         return JSONResponse(await unless_gone(request.receive, call.whole()))
 
-    async def complete(request: Request) -> Response:
-        body = await read(request, CompletionBody)
+    async def complete(self, request: Request) -> Response:
+        body = await self.read(request, CompletionBody)
         id = f"cmpl-{uuid.uuid4().hex}"
-        return await answered(request, await asyncio.to_thread(Completion, service, body, id))
+        return await self.answered(
+            request, await asyncio.to_thread(Completion, self.service, body, id)
+        )
 
-    async def chat(request: Request) -> Response:
-        body = await read(request, ChatBody)
+    async def chat(self, request: Request) -> Response:
+        body = await self.read(request, ChatBody)
         id = f"chatcmpl-{uuid.uuid4().hex}"
-        return await answered(request, await asyncio.to_thread(ChatCompletion, service, body, id))
+        return await self.answered(
+            request, await asyncio.to_thread(ChatCompletion, self.service, body, id)
+        )
 
-    async def embed(request: Request) -> Response:
-        body = await read(request, EmbeddingBody)
-        return JSONResponse(await unless_gone(request.receive, embeddings(service, body)))
+    async def embed(self, request: Request) -> Response:
+        body = await self.read(request, EmbeddingBody)
+        return JSONResponse(await unless_gone(request.receive, embeddings(self.service, body)))
 
-    async def to_tokens(request: Request) -> Response:
-        body = await read(request, TokenizeBody)
-        return JSONResponse(await asyncio.to_thread(tokenize, service, body))
+    async def to_tokens(self, request: Request) -> Response:
+        body = await self.read(request, TokenizeBody)
+        return JSONResponse(await asyncio.to_thread(tokenize, self.service, body))
 
-    async def to_text(request: Request) -> Response:
-        body = await read(request, DetokenizeBody)
-        return JSONResponse(await asyncio.to_thread(detokenize, service, body))
+    async def to_text(self, request: Request) -> Response:
+        body = await self.read(request, DetokenizeBody)
+        return JSONResponse(await asyncio.to_thread(detokenize, self.service, body))
 
-    async def tokenizer(request: Request) -> Response:
-        return JSONResponse(tokenizer_info(service))
+    async def tokenizer(self, request: Request) -> Response:
+        return JSONResponse(tokenizer_info(self.service))
 
-    async def failed(request: Request, error: Exception) -> Response:
-        if isinstance(error, ClientGone):
-            return Response(status_code=CLIENT_LEFT)
-        found = as_api_error(error)
-        headers = {"retry-after": "1"} if found.status in (429, 503) else None
-        return JSONResponse(found.body(), found.status, headers)
 
-    async def no_such(request: Request, error: Exception) -> Response:
-        assert isinstance(error, HTTPException)
-        message = f"{request.method} {request.url.path}: {error.detail.lower()}"
-        found = ApiError(error.status_code, message)
-        return JSONResponse(found.body(), found.status, error.headers)
+async def failed(request: Request, error: Exception) -> Response:
+    if isinstance(error, ClientGone):
+        return Response(status_code=CLIENT_LEFT)
+    found = as_api_error(error)
+    headers = {"retry-after": "1"} if found.status in (429, 503) else None
+    return JSONResponse(found.body(), found.status, headers)
 
+
+async def no_such(request: Request, error: Exception) -> Response:
+    assert isinstance(error, HTTPException)
+    message = f"{request.method} {request.url.path}: {error.detail.lower()}"
+    found = ApiError(error.status_code, message)
+    return JSONResponse(found.body(), found.status, error.headers)
+
+
+def make_app(service: Service, keys: Sequence[str] = ()) -> ASGIApp:
+    """keys: any of them opens the server; without one it is open to all who reach it."""
+    of = Endpoints(service)
     routes = [
-        Route(HEALTH, health),
-        Route("/metrics", metrics),
-        Route("/v1/models", models),
-        Route("/v1/models/{name:path}", models),
-        Route("/v1/chat/completions", chat, methods=["POST"]),
-        Route("/v1/completions", complete, methods=["POST"]),
-        Route("/v1/embeddings", embed, methods=["POST"]),
-        Route("/tokenize", to_tokens, methods=["POST"]),
-        Route("/detokenize", to_text, methods=["POST"]),
-        Route("/tokenizer_info", tokenizer),
+        Route(HEALTH, of.health),
+        Route("/metrics", of.metrics),
+        Route("/v1/models", of.models),
+        Route("/v1/models/{name:path}", of.models),
+        Route("/v1/chat/completions", of.chat, methods=["POST"]),
+        Route("/v1/completions", of.complete, methods=["POST"]),
+        Route("/v1/embeddings", of.embed, methods=["POST"]),
+        Route("/tokenize", of.to_tokens, methods=["POST"]),
+        Route("/detokenize", of.to_text, methods=["POST"]),
+        Route("/tokenizer_info", of.tokenizer),
     ]
     told = (ApiError, UserError, EngineFailed, ClientGone)
     handlers = {HTTPException: no_such, Exception: failed} | dict.fromkeys(told, failed)
@@ -155,6 +166,7 @@ class AccessMiddleware:
             if error := self.refusal(scope):
                 headers = {"www-authenticate": "Bearer"} if error.status == 401 else {}
                 headers |= {"connection": "close"} if error.status == 503 else {}
+                headers |= {"retry-after": "1"} if error.status == 429 else {}
                 refused = JSONResponse(error.body(), error.status, headers)
                 await refused(scope, receive, counted)
             else:
