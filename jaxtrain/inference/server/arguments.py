@@ -19,7 +19,10 @@ def serve_parser() -> Parser:
     parser.add_argument("--name", help="the model's name in requests; default that of the run")
     parser.add_argument("--host", default=HOST, help=f"address to listen at (default {HOST})")
     parser.add_argument(
-        "--port", type=whole(0, 65535), default=PORT, help=f"(default {PORT}); 0: a free one"
+        "--port",
+        type=whole(0, 65535),
+        default=PORT,
+        help=f"port to listen at (default {PORT}); 0: a free one",
     )
     keys = parser.add_mutually_exclusive_group()
     keys.add_argument(
@@ -28,6 +31,17 @@ def serve_parser() -> Parser:
     keys.add_argument(
         "--api-key-env", metavar="VARIABLE", help="the environment variable that holds the key"
     )
+    parser.add_argument(
+        "--pooling", choices=["mean", "last"], default="mean",
+        help="embeddings: the mean of a text's final states, or the last one (default mean)",
+    )  # fmt: skip
+    add_limits(parser)
+    add_engine(parser)
+    return parser
+
+
+def add_limits(parser: Parser) -> None:
+    """What clients may ask for."""
     parser.add_argument(
         "--max-tokens", type=whole(1), metavar="N", help="new tokens of an answer at most; "
         "default the context",
@@ -52,6 +66,10 @@ def serve_parser() -> Parser:
         "--drain", type=real(0.0, "from 0 on"), default=60.0, metavar="SECONDS",
         help="time that answers in flight have to end after SIGTERM (default 60)",
     )  # fmt: skip
+
+
+def add_engine(parser: Parser) -> None:
+    """How the engine works."""
     parser.add_argument(
         "--context", type=whole(1), metavar="N",
         help="tokens of a prompt and its answer together; default the model's context",
@@ -75,8 +93,3 @@ def serve_parser() -> Parser:
         "--no-warm-up", action="store_true",
         help="compile each program when a request first needs it, not before listening",
     )  # fmt: skip
-    parser.add_argument(
-        "--pooling", choices=["mean", "last"], default="mean",
-        help="embeddings: the mean of a text's final states, or the last one (default mean)",
-    )  # fmt: skip
-    return parser

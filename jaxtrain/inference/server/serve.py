@@ -78,7 +78,10 @@ def main(argv: list[str] | None = None) -> int:
     with bind(a.host, a.port) as bound:
         from jaxtrain.inference.server.load import load_service
 
-        service = load_service(a)
+        try:
+            service = load_service(a)
+        except KeyboardInterrupt:
+            return 130
         if not keys and not ipaddress.ip_address(bound.getsockname()[0]).is_loopback:
             print(f"note: all who reach {a.host} can use it; --api-key-file asks for a key",
                   file=sys.stderr)  # fmt: skip
