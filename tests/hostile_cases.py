@@ -8,7 +8,7 @@ COMMANDS = {
     "score": "jaxtrain.evaluation.score", "harness": "jaxtrain.evaluation.lm_eval",
     "report": "jaxtrain.runs.report", "launch": "jaxtrain.cluster.launch",
     "data": "jaxtrain.cli", "interop": "jaxtrain.cli", "compare": "jaxtrain.runs.compare",
-    "bench": "benchmarks.__main__",
+    "bench": "benchmarks.__main__", "serve": "jaxtrain.inference.server.serve",
 }  # fmt: skip
 
 
@@ -154,6 +154,20 @@ ARGUMENTS = {
         "run --chat --prompt a": "no chat template", "run extra": "unrecognized",
         "nowhere": "not a run directory", "hf": "not a run directory", f"{'x' * 300}": "name too",
         "run/model/config.yaml": "not a run directory", "run --tokens": "expected one argument",
+    },
+    "serve": {
+        "": "required: run", "run --port -1": WHOLE, "run --port 70000": WHOLE,
+        "run --max-tokens 0": WHOLE, "run --max-concurrency 0": WHOLE, "run --max-queue -1": WHOLE,
+        "run --max-body 0": "above 0", "run --timeout nan": "above 0", "run --drain -1": "from 0",
+        "run --context 0": WHOLE, "run --pooling max": "invalid choice", "run --drafts 17": WHOLE,
+        "run --api-key-file a --api-key-env B": "not allowed with", "run --step -1": WHOLE,
+        "run --api-key-file nowhere": "there is no file", "run --api-key-env NOPE": "holds no key",
+        "nowhere --port 0": "not a run directory", "hf --port 0": "not a run directory",
+        "run --port 0 --step 7": "nothing was saved yet", "run --host no.host.invalid": "--host",
+        "run --port 0 --tensor 3": "does not divide", "run --port 0 --draft-run hf": "not a run",
+        "run --port 0 --draft-run run": "draft_run guesses tokens", "run extra": "unrecognized",
+        "run --api-key \udcff": "no UTF-8", "run --name \udcff": "no UTF-8",
+        "run --tensor 0": WHOLE, "run --cache-dtype int4": "invalid choice",
     },
     "evaluate": {
         "": "required", "run --step -1": WHOLE, "run --tasks core --limit 0": WHOLE,
