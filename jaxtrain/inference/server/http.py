@@ -96,10 +96,10 @@ class EventStream(Response):
 
         async def work() -> None:
             start = {"type": "http.response.start", "status": 200, "headers": self.raw_headers}
-            await send(start)
             try:
-                await put(json.dumps(self.first))
                 async with aclosing(self.rest) as rest:
+                    await send(start)
+                    await put(json.dumps(self.first))
                     async for chunk in rest:
                         await put(json.dumps(chunk))
             except Exception as error:
