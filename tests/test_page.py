@@ -459,7 +459,10 @@ def test_the_command_serves_until_it_is_interrupted(runs):
         assert process.stdout is not None and process.stderr is not None
         url = process.stdout.readline().decode().split()[1]
         assert url.startswith("http://127.0.0.1:")
-        with httpx.stream("GET", f"{url}api/events?run=first") as answer:
-            next(answer.iter_lines())
-            process.send_signal(signal.SIGINT)
-            assert process.wait(60) == 0 and process.stderr.read() == b""
+        try:
+            with httpx.stream("GET", f"{url}api/events?run=first") as answer:
+                next(answer.iter_lines())
+                process.send_signal(signal.SIGINT)
+                assert process.wait(60) == 0 and process.stderr.read() == b""
+        finally:
+            process.kill()

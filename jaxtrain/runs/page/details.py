@@ -63,6 +63,7 @@ def commands_of(folder: RunFolder, name: str, typed: Any) -> list[dict[str, str]
             (f"Chat with step {step}", command_of("chat", run_dir, "--step", step))
             for step in saved[-1:]
         ]
+        found += [("Serve by OpenAI's API", command_of("serve", run_dir))]
         found += [("Evaluate", command_of("evaluate", run_dir))]
     if folder.path(name, "metrics.jsonl").is_file():
         found += [("Write the report", command_of("report", run_dir))]
