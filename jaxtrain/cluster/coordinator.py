@@ -6,7 +6,8 @@ seconds who is live. The loop of the training steps never asks the service (0.25
 
 Keys: `facts/ROUND/PROCESS` and `answer/ROUND` of a comparison, `step/PROCESS` the last step that a
 process has begun, `job/failed` why the job ends, `job/stop` that somebody wishes to stop,
-`job/held/PROCESS` the last step that it has begun, `job/bye/PROCESS` that it is done.
+`job/held/PROCESS` the last step that it has begun, `job/bye/PROCESS` that it is done,
+`job/asked/PROCESS` how often it has asked who is live.
 """
 
 import json
@@ -78,6 +79,7 @@ class Coordinator:
         self.hold = False  # begin no step before `last` is known
         self.last: int | None = None  # where all stop
         self.over = False
+        self.asked = 0  # questions who is live; none begins when all is over
 
     # ---- meeting -----------------------------------------------------------------------------
 
@@ -267,28 +269,40 @@ class Coordinator:
             return
         with self.changed:
             self.over = True
+        self._release_watchers(self.client)
         client, self.client, global_state.client = self.client, None, None
         client.shutdown()
-        self._join_watchers()
         if self.service is not None:
             self.service.write(b"done")  # it goes when the others have disconnected as well
             self.service.close()
 
     def fail(self, message: str, code: int) -> None:
-        """Tell the others why this process ends the job, unless they know."""
+        """Tell the others why this process ends the job, unless they know.
+
+        The caller ends it by `os._exit`, which waits for no thread.
+        """
         with self.changed:
             known, self.over = self.over, True
         if not known:
             self._publish(f"process {self.index} ({self.host}): {message}", code)
-        self._join_watchers()
 
-    def _join_watchers(self) -> None:
+    def _release_watchers(self, client: ServiceClient) -> None:
         """Wait until no thread is inside the client.
 
         A thread that comes back from C++ after Python has ended aborts the process (SIGABRT).
+        `get_live_nodes` comes back when all have asked it equally often, or after the timeout of a
+        heartbeat: who has asked less often than another asks once more.
         """
+        self._set(f"job/asked/{self.index}", str(self.asked))
+        until = time.monotonic() + self.heartbeat_timeout
+        while len(told := client.key_value_dir_get("job/asked/")) < self.count:
+            if time.monotonic() > until:  # one was killed
+                break
+            time.sleep(0.05)
+        if self.asked < max(int(asked) for _, asked in told):
+            client.get_live_nodes(range(self.count))
         for watcher in self.watchers:
-            watcher.join(2 * WAIT)
+            watcher.join(self.heartbeat_timeout + LINGER)
 
     # ---- the threads that watch ----------------------------------------------------------------
 
@@ -309,7 +323,7 @@ class Coordinator:
         """End when a process is lost or all hang; hold when one wishes to stop."""
         everybody = set(range(self.count))
         try:
-            while (client := self.client) is not None and not self.over:
+            while (client := self.client) is not None and self._may_ask():
                 client.key_value_set(f"step/{self.index}", str(self.step), allow_overwrite=True)
                 lost = everybody - client.get_live_nodes(sorted(everybody)).keys()
                 news = dict(client.key_value_dir_get("job/"))
@@ -325,6 +339,12 @@ class Coordinator:
                 self._end(
                     f"JAX's coordination service of {where} is gone: {error}"[:300] + AGAIN, 1
                 )
+
+    def _may_ask(self) -> bool:
+        """Whether the job goes on; if so, one more question counts as asked."""
+        with self.changed:
+            self.asked += not self.over
+            return not self.over
 
     def _lost(self, index: int, client: ServiceClient) -> None:
         step = dict(client.key_value_dir_get("step/")).get(f"step/{index}", "None")

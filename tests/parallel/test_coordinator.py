@@ -15,7 +15,7 @@ import pytest
 from machine import LONG, Clock, free_port
 
 from jaxtrain.cluster import coordinator, meeting
-from jaxtrain.cluster.coordinator import Coordinator
+from jaxtrain.cluster.coordinator import BEAT, Coordinator
 from jaxtrain.cluster.secret import Secret
 from jaxtrain.settings import UserError
 
@@ -64,19 +64,25 @@ def test_they_meet_compare_and_leave():
     assert found == [False] * 4 and ends.empty()
 
 
-def test_who_fails_waits_for_its_threads():
-    """One that came back from the client's C++ after Python's end would abort the process."""
+def test_who_leaves_waits_for_no_question_that_another_never_asks():
+    """A thread that came back from the client's C++ after Python's end would abort the process."""
+    silent = threading.Event()
 
     def work(coordinator):
-        if coordinator.index == 1:
-            return None
-        alive = [thread.is_alive() for thread in coordinator.watchers]
-        coordinator.fail("a bad field", 2)
-        return alive, [thread.is_alive() for thread in coordinator.watchers]
+        if coordinator.index == 1:  # stops asking before the other
+            coordinator.over = True
+            coordinator.watchers[1].join(LONG)
+            coordinator.over = False
+            silent.set()
+        assert silent.wait(LONG)
+        time.sleep(2 * BEAT)  # a thread of process 0 waits inside by now
+        begun = time.monotonic()
+        coordinator.leave()
+        return [thread.is_alive() for thread in coordinator.watchers], time.monotonic() - begun
 
-    (first, _), ends = together(2, work)
-    assert first == ([True, True], [False, False])
-    assert "a bad field" in ends.get(timeout=LONG)[1]
+    found, ends = together(2, work, heartbeat_timeout=LONG)
+    assert ends.empty() and all(alive == [False, False] for alive, _ in found)
+    assert all(taken < LONG / 2 for _, taken in found)
 
 
 def test_a_difference_is_named_everywhere():
