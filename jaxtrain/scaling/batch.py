@@ -61,14 +61,18 @@ def fit_trade_off(batch_tokens: Vector, steps: Vector) -> TradeOff:
         )
     log_b, log_s = np.log(batch_tokens), np.log(steps)
 
-    def residual(p: np.ndarray) -> float:
-        return float(((p[0] + np.logaddexp(0.0, p[1] - log_b) - log_s) ** 2).sum())
+    def squares(p: np.ndarray) -> tuple[float, np.ndarray]:
+        residual = p[0] + np.logaddexp(0.0, p[1] - log_b) - log_s
+        by_critical = residual / (1 + np.exp(log_b - p[1]))
+        return float(residual @ residual), 2 * np.array([residual.sum(), by_critical.sum()])
 
     low, high = log_b.min() - 7.0, log_b.max() + 7.0
     starts = np.linspace(log_b.min() - 1, log_b.max() + 1, 5)
     bounds = [(None, None), (low, high)]
     found = [
-        minimize(residual, np.array([log_s.min() - 0.5, b]), method="L-BFGS-B", bounds=bounds)
+        minimize(
+            squares, np.array([log_s.min() - 0.5, b]), method="L-BFGS-B", jac=True, bounds=bounds
+        )
         for b in starts
     ]
     s, b = min(found, key=lambda one: one.fun).x.tolist()

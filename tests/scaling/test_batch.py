@@ -48,7 +48,7 @@ def test_a_trade_off_is_recovered():
 
 def test_critical_batches_and_their_law_come_from_curves():
     points = [run(batch, noise=0.002) for batch in (2048, 4096, 8192, 16384, 32768)]
-    found = critical_batches(points, 4, Bootstrap(60, 0.9))
+    found = critical_batches(points, 4, Bootstrap(10, 0.9))
     assert len(found) == 4
     for one in found:
         least = 100 * (one.loss - 2) ** -2
