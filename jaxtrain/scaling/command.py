@@ -8,6 +8,7 @@ from typing import Any
 from jaxtrain import data
 from jaxtrain.data.store.progress import show_progress
 from jaxtrain.scaling.arguments import scaling_parser
+from jaxtrain.scaling.fit import Fits
 from jaxtrain.scaling.laws import Bootstrap
 from jaxtrain.scaling.plan import PlannedRun, Planner, check_data, plan_text
 from jaxtrain.scaling.points import Point, has_ended, point_of, with_budgets
@@ -163,7 +164,7 @@ def fit_runs(run_dirs: Sequence[Path], counting: Counting | None, out: Path | No
     return write_all(out or Path("scaling"), tree, points, fits)
 
 
-def write_all(folder: Path, tree: dict[str, Any], points: Sequence[Point], fits: Any) -> int:
+def write_all(folder: Path, tree: dict[str, Any], points: Sequence[Point], fits: Fits) -> int:
     folder.mkdir(parents=True, exist_ok=True)
     write_json(folder / "fit.json", tree)
     page = write_fit_report(folder / "scaling.html", tree, points, fits)

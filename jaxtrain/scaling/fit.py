@@ -2,7 +2,7 @@
 
 import math
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import numpy as np
 
@@ -325,14 +325,25 @@ def best_rates(points: Sequence[Point]) -> list[Point]:
     return list(found.values())
 
 
-def plain(value: Any) -> Any:
+@runtime_checkable
+class Record(Protocol):
+    """A named tuple."""
+
+    def _asdict(self) -> dict[str, Any]: ...
+
+
+def plain(value: Record) -> dict[str, Any]:
     """Named tuples as objects, infinities as null: what JSON holds."""
-    if fields := getattr(value, "_fields", None):
-        return {name: plain(getattr(value, name)) for name in fields}
+    return {name: _plain(one) for name, one in value._asdict().items()}
+
+
+def _plain(value: object) -> object:
+    if isinstance(value, Record):
+        return plain(value)
     if isinstance(value, dict):
-        return {key: plain(one) for key, one in value.items()}
+        return {key: _plain(one) for key, one in value.items()}
     if isinstance(value, (list, tuple)):
-        return [plain(one) for one in value]
+        return [_plain(one) for one in value]
     if isinstance(value, float):
         return float(f"{value:.6g}") if math.isfinite(value) else None
     return value

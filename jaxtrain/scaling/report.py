@@ -9,7 +9,7 @@ from jaxtrain.runs.report import STYLE as CSS
 from jaxtrain.runs.report_charts import html_table
 from jaxtrain.scaling.charts import STYLE, ChartCurve, between, log_chart, short
 from jaxtrain.scaling.fit import Fits, Law, Minima, Parametric, grid_of
-from jaxtrain.scaling.laws import Interval
+from jaxtrain.scaling.laws import Interval, Parabola
 from jaxtrain.scaling.points import Point
 from jaxtrain.storage.disk import write_whole
 
@@ -120,17 +120,25 @@ def held_out_rows(found: Tree | None) -> list[tuple[str, str]]:
 # ---- charts ------------------------------------------------------------------------------------
 
 
+def parabola_curves(
+    label: str, parabola: Parabola, xs: Sequence[float], runs: Sequence[Point], color: int
+) -> list[ChartCurve]:
+    """The runs at xs, and the parabola through them if it has a minimum."""
+    marks = ChartCurve(label, xs, [p.loss for p in runs], "marks", color)
+    if parabola.curvature <= 0:
+        return [marks]
+    line = between(min(xs), max(xs))
+    return [marks, ChartCurve(label, line, [parabola(x) for x in line], "curve", color)]
+
+
 def isoflop_charts(iso: Minima | None, points: Sequence[Point], measure: str) -> list[str]:
     if iso is None:
         return []
     curves: list[ChartCurve] = []
     for color, one in enumerate(iso.minima):
         runs = [p for p in points if p.budget == one.at and "isoflop" in p.kinds]
-        xs, label = [p.parameters for p in runs], f"{one.at:.2e} FLOPs"
-        line = between(min(xs), max(xs))
-        curves.append(ChartCurve(label, xs, [p.loss for p in runs], "marks", color))
-        if one.curve.curvature > 0:
-            curves.append(ChartCurve(label, line, [one.curve(x) for x in line], "curve", color))
+        xs = [p.parameters for p in runs]
+        curves += parabola_curves(f"{one.at:.2e} FLOPs", one.curve, xs, runs, color)
     lowest = [p.loss for p in points if "isoflop" in p.kinds]
     charts = [
         log_chart(f"Validation {measure} of equal FLOPs", curves, "parameters", y_from=lowest)
@@ -190,11 +198,8 @@ def rate_charts(rate: Minima | None, points: Sequence[Point], measure: str) -> l
     curves: list[ChartCurve] = []
     for color, one in enumerate(rate.minima):
         runs = [p for p in points if p.parameters == one.at and "learning_rates" in p.kinds]
-        xs, label = [p.multiplier for p in runs], f"{short(one.at)} parameters"
-        line = between(min(xs), max(xs))
-        curves.append(ChartCurve(label, xs, [p.loss for p in runs], "marks", color))
-        if one.curve.curvature > 0:
-            curves.append(ChartCurve(label, line, [one.curve(x) for x in line], "curve", color))
+        xs = [p.multiplier for p in runs]
+        curves += parabola_curves(f"{short(one.at)} parameters", one.curve, xs, runs, color)
     return [log_chart(f"Validation {measure} by learning rate", curves, "rate multiplier")]
 
 

@@ -4,6 +4,7 @@ from pathlib import Path
 from typing import Annotated, Any, Literal
 
 from pydantic import Field, ValidationError, model_validator
+from pydantic_core import ErrorDetails
 
 from jaxtrain.config import find_config
 from jaxtrain.settings import Settings, UserError
@@ -189,7 +190,7 @@ def load_study(path: Path, overrides: tuple[str, ...] = ()) -> Study:
     return study.model_copy(update={"overrides": (*study.overrides, *overrides)})
 
 
-def study_error(path: Path, error: Any) -> str:
+def study_error(path: Path, error: ErrorDetails) -> str:
     """The line for one validation error."""
     where = ".".join(map(str, error["loc"]))
     if error["type"] == "extra_forbidden":

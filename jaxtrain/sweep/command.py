@@ -6,16 +6,11 @@ import sys
 import time
 from collections.abc import Sequence
 from importlib.util import find_spec
-from typing import Any
-
-from rich.console import Console
-from rich.table import Table
 
 from jaxtrain.settings import UserError, command
 from jaxtrain.sweep.arguments import sweep_parser
 from jaxtrain.sweep.config import SweepConfig
 
-SHOWN = 10  # rows of the table on the screen
 MORE = 3  # exit code of a worker that has run its one trial
 
 
@@ -26,6 +21,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     a = sweep_parser().parse_intermixed_args(words)
     check_installed()
     from jaxtrain.cluster.runtime import start
+    from jaxtrain.sweep.finish import finish_sweep
     from jaxtrain.sweep.folder import open_folder
     from jaxtrain.sweep.load import find_sweep, load_sweep
     from jaxtrain.sweep.work import open_queues, work
@@ -116,74 +112,6 @@ def say_dead(dead: subprocess.Popen) -> None:
             f"sweep    a worker died (exit code {dead.returncode}); its trial is queued again",
             file=sys.stderr, flush=True,
         )  # fmt: skip
-
-
-# ---- the end -----------------------------------------------------------------------------------
-
-
-def finish_sweep(queues: Any) -> None:
-    """Write results.json and report.html, and print the table."""
-    from jaxtrain.storage.disk import write_json
-    from jaxtrain.sweep.report import write_sweep_report
-    from jaxtrain.sweep.results import as_json, results_of
-
-    found = results_of(*queues)
-    c = found.config
-    write_json(c.folder / "results.json", as_json(found))
-    page = write_sweep_report(found)
-    console = Console(soft_wrap=not sys.stdout.isatty())
-    for table in sweep_tables(found):
-        console.print(table, highlight=False)
-    print(f"report   {page}")
-
-
-def sweep_tables(found: Any) -> list[Table]:
-    """The best trials, and those that were run again on fresh seeds, for a console."""
-    from jaxtrain.sweep.results import best_first, labels_of
-
-    c: SweepConfig = found.config
-    best = best_first(c, found.trials)
-    if len(c.objectives) > 1:
-        best = [row for row in best if row.number in found.front]
-    title = "Pareto front" if len(c.objectives) > 1 else "best trials"
-    table = Table(box=None, header_style="bold", title=title, title_justify="left")
-    for head in ("trial", *(goal.metric for goal in c.objectives), *labels_of(c).values()):
-        table.add_column(head, justify="right", overflow="fold")
-    text = lambda x: f"{x:.5g}" if isinstance(x, float) else str(x)
-    for row in best[:SHOWN]:
-        cells = [*row.scores, *(row.values.get(key) for key in c.parameters)]
-        table.add_row(str(row.number), *map(text, cells))
-    tables = [table]
-    if found.transferred is not None:
-        tables.append(transfer_table(found.transferred))
-    if not found.confirmed:
-        return tables
-    again = Table(
-        box=None, header_style="bold", title="fresh seeds (95% intervals)", title_justify="left"
-    )
-    for head in ("trial", "in the sweep", "on fresh seeds", "too good by", "over baseline"):
-        again.add_column(head, justify="right")
-    for one in found.confirmed:
-        name = "baseline" if one.number is None else str(one.number)
-        cells = (one.searched, str(one.fresh), one.optimism, one.over_baseline)
-        again.add_row(name, *("" if x is None else text(x) for x in cells))
-    return [*tables, again]
-
-
-def transfer_table(found: Any) -> Table:
-    """Gains over the baseline at both sizes, for a console."""
-    from jaxtrain.sweep.transfer import title_of
-
-    rank = found.rank_correlation
-    title = "minus the baseline on fresh seeds (95% intervals)"
-    title += "" if rank is None else f"; rank correlation {rank:.2f}"
-    table = Table(box=None, header_style="bold", title=title, title_justify="left")
-    for head in ("", "rank", "at the sweep's size", "at the other size"):
-        table.add_column(head, justify="right" if head else "left", overflow="fold")
-    for row in found.rows:
-        cells = (title_of(row.of, row.only), row.rank, row.own or "", row.other or "")
-        table.add_row(*map(str, cells))
-    return table
 
 
 if __name__ == "__main__":

@@ -50,13 +50,13 @@ class StepMetrics(Protocol):
 
 
 @runtime_checkable
-class StepGuard(Protocol):
+class StepGuard[Metrics](Protocol):
     """What judges steps, as in `Guard`."""
 
     def push(self, step: int, values: dict[str, Any]) -> None: ...
-    def look(self, metrics: Any, wait: bool = False) -> Return | None: ...
+    def look(self, metrics: Metrics, wait: bool = False) -> Return | None: ...
     def go_back(
-        self, to: Return, state: State, metrics: Any, coordinator: Coordinator
+        self, to: Return, state: State, metrics: Metrics, coordinator: Coordinator
     ) -> tuple[State, dict[str, Any]]: ...
 
 
@@ -75,7 +75,7 @@ class Running(NamedTuple):
     run_dir: Path  # for what is said of a batch
     feed: StepFeed
     make_program: Callable[[State, AnyBatch], StepProgram]  # for batches of another shape
-    guard: StepGuard
+    guard: StepGuard[Any]  # of these metrics
     metrics: StepMetrics
     events: Sequence[Event]
     checkpoints: StepCheckpoints
