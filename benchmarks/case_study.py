@@ -56,7 +56,7 @@ STUDIES = {
     )
 }  # fmt: skip
 SMALL = ("train.sequence_length=128", "train.batch_size=4", "train.device_batch_size=4",
-         "train.steps=6", "eval.every=null")  # fmt: skip
+         "train.steps=3", "eval.every=null")  # fmt: skip
 SHRUNK = Study(
     "gpt_d12",
     (*SMALL, "model.depth=2", "model.width=64", "model.head_dim=32", "eval.tokens=1024",

@@ -58,9 +58,19 @@ def pytest_collection_modifyitems(config, items):
             if "gpu" in item.keywords:
                 item.add_marker(pytest.mark.skip(reason="needs an NVIDIA GPU"))
     if not os.environ.get("JAXTRAIN_SLOW"):
-        for item in items:
-            if "slow" in item.keywords and "default_tier" not in item.keywords:
-                item.add_marker(pytest.mark.skip(reason="takes long: JAXTRAIN_SLOW=1"))
+        leave_out_slow(config, items)
+
+
+def leave_out_slow(config, items):
+    """A test that the command line names is skipped, with the reason; the others are not there."""
+    slow = [x for x in items if "slow" in x.keywords and "default_tier" not in x.keywords]
+    if any("::" in argument for argument in config.args):
+        for item in slow:
+            item.add_marker(pytest.mark.skip(reason="takes long: JAXTRAIN_SLOW=1"))
+    elif slow:
+        gone = set(slow)
+        items[:] = [item for item in items if item not in gone]
+        config.hook.pytest_deselected(items=slow)
 
 
 def mark_slow_cases(config, items):

@@ -90,6 +90,7 @@ def test_logits_give_the_loss_of_evaluate(model):
     assert one.shape == (1, 5, model.tokenizer.vocab_size) and one.dtype == jnp.float32
 
 
+@pytest.mark.slow
 def test_generate_takes_one_prompt_or_several(model):
     one = model.generate("ROMEO:", tokens=8, temperature=0)
     assert one == model.generate("ROMEO:", tokens=8, temperature=0, seed=5)

@@ -76,6 +76,7 @@ def test_a_layers_norm_is_of_all_its_parameters():
     np.testing.assert_allclose(layer_squares(grads, specs), expected, rtol=1e-5)
 
 
+@pytest.mark.slow
 def test_norms_are_the_same_on_eight_devices():
     spec, hyperparams = make_spec()
     transform = AutoFreezeNorms(AutoFreeze.model_validate({"every": 1}), 4)
@@ -128,7 +129,7 @@ def test_the_decision_is_in_the_metrics_and_in_the_report(frozen):
 
 
 @pytest.mark.parametrize("after", [-1, 0, 1])
-@pytest.mark.quick("-1")
+@pytest.mark.slow
 def test_a_run_resumes_on_either_side_of_a_freeze(frozen, tmp_path, after):
     last = freezes(frozen)[0][0] + after
     copy = shutil.copytree(frozen, tmp_path / "tiny")

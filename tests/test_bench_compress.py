@@ -51,6 +51,7 @@ def short_measurement(monkeypatch):
     monkeypatch.setattr(compress_runs, "start", lambda quiet: None)
 
 
+@pytest.mark.slow
 def test_steps_are_those_of_generate():
     _, graphdef, _, params = build()
     tokens, lengths = jnp.ones((2, 32), jnp.int32), jnp.full(2, 32, jnp.int32)
@@ -70,7 +71,7 @@ def test_a_rate_is_of_all_rows_and_of_the_steps_between(monkeypatch):
 
 
 @pytest.mark.parametrize("method", [None, *METHODS, PATTERN])
-@pytest.mark.quick("None", "int8")
+@pytest.mark.quick("int8")
 def test_a_row_of_a_saved_model(run, text, method):
     texts = Texts(text, text, 4)
     figures = run_job(Job("x", str(run), method, texts=texts)).figures
@@ -81,7 +82,7 @@ def test_a_row_of_a_saved_model(run, text, method):
 
 
 @pytest.mark.parametrize("method", [None, *(x for x in METHODS if x in STORED)])
-@pytest.mark.quick("int4")
+@pytest.mark.slow
 def test_a_row_of_a_shape(method):
     plain = 4 * 2 * 3 * 64 * 128  # bytes of the feed-forward networks alone
     figures = run_job(Job("x", "tiny", method, shape=True)).figures

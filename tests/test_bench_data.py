@@ -45,6 +45,7 @@ def test_every_stage_from_text_to_batches_is_measured(tmp_path, monkeypatch, cap
     assert list(tmp_path.glob("data-*.json"))
 
 
+@pytest.mark.slow
 def test_each_filter_has_a_row_and_so_have_all_together(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(filters, "ALL", ("exact_duplicates", "gopher_quality", "c4"))
     options = ["data.train.document=paragraph", f"data.cache_dir={tmp_path}"]
@@ -62,6 +63,7 @@ def test_each_filter_has_a_row_and_so_have_all_together(tmp_path, monkeypatch, c
     assert list(tmp_path.glob("filters-text-plays-*.json"))
 
 
+@pytest.mark.slow
 def test_the_memory_of_the_loader_is_sampled_while_it_reads(tmp_path, monkeypatch, capsys):
     monkeypatch.setattr(soak, "EVERY", 0.1)
     monkeypatch.setattr(soak, "ROWS", 4)

@@ -49,6 +49,7 @@ SMALL = [
 ]  # fmt: skip
 
 
+@pytest.mark.slow
 def test_a_whole_model_beside_what_reading_it_takes(tmp_path, monkeypatch, capsys):
     """Of bytes: the weights without embeddings, and keys and values of the tokens that are held."""
     monkeypatch.setattr(decode_models, "REPEATS", 1)

@@ -329,7 +329,7 @@ def test_the_page_is_made_of_the_records(tmp_path):
 
 @pytest.mark.slow
 def test_rungs_are_trained_and_recorded(tmp_path, monkeypatch):
-    """Of one layer, for a few steps: the baseline, one in the middle, and the top."""
+    """Of one layer, for a few steps: the baseline and the top."""
     monkeypatch.chdir(tmp_path)
     monkeypatch.setenv("JAX_NUM_CPU_DEVICES", "1")  # of the processes that train
     quick = LADDERS["quick"]
@@ -344,16 +344,16 @@ def test_rungs_are_trained_and_recorded(tmp_path, monkeypatch):
         "model.width=32", "model.head_dim=16", "data.tokenizer={name: bytes}",
         "train.sequence_length=128", "eval.tokens=512",
     )  # fmt: skip
-    names = LADDERS["quick"].names
-    only = (BASELINE, "muon", names[-1])
-    asked = Asked("quick", overrides, only, 24, workers=2, record=True, out=tmp_path / "out")
+    top = quick.names[-1]
+    only = (BASELINE, top)
+    asked = Asked("quick", overrides, only, 12, workers=2, record=True, out=tmp_path / "out")
     climb(asked)
     records = read_records(tmp_path / "out")
     assert set(records) == {("quick", name) for name in only}
     base = records["quick", BASELINE]
-    assert 0 < base["rows"][0]["fill"] < 1 and records["quick", "muon"]["rows"][0]["fill"] == 1
+    assert 0 < base["rows"][0]["fill"] < 1 and records["quick", top]["rows"][0]["fill"] == 1
     assert all(one["metrics"]["seconds_per_token"] > 0 for one in records.values())
     assert str(tmp_path) not in json.dumps(list(records.values()))
     climb(asked._replace(record=False))  # nothing is left to train
     page = make_page(tmp_path / "ladder.md", tmp_path / "out", tmp_path / "ladder.png").read_text()
-    assert "| [muon](" in page and ("In all" in page or "does not reach" in page)
+    assert f"| [{top}](" in page and ("In all" in page or "does not reach" in page)

@@ -93,7 +93,7 @@ def test_the_whole_study_at_a_tiny_size(tmp_path, monkeypatch):
     assert record["device"] == "cpu" and record["variant"] == "shrunk" and record["answers"]
     rows = {row["name"]: row for row in record["rows"]}
     assert record["metrics"]["seconds"] == pytest.approx(sum(r["seconds"] for r in rows.values()))
-    assert rows["pretrain"]["tokens"] == 6 * 4 * 128 and 0 < rows["pretrain"]["bpb"] < 10
+    assert rows["pretrain"]["tokens"] == 3 * 4 * 128 and 0 < rows["pretrain"]["bpb"] < 10
     assert "accuracy" in rows["dpo"] and rows["quantize"]["after"]["bpb"] > 0
     monkeypatch.setattr(case_study, "run_part", lambda *_: pytest.fail("it runs again"))
     assert main(argv) == 0

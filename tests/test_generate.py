@@ -56,6 +56,7 @@ def test_bytes_of_a_token_in_the_cache():
         assert kv_bytes_per_token(resolved(**fields), VOCAB, jnp.dtype("bfloat16")) == 2 * channels
 
 
+@pytest.mark.slow
 def test_the_bytes_of_the_page_on_sharing():
     page = (Path(__file__).parents[1] / "docs" / "howto" / "sharing.md").read_text()
     table = page.split("## Bytes of the cache")[1].split("|---|---|---|---|")[1]

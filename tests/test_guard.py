@@ -173,6 +173,7 @@ def events_of(run_dir, name):
     return [(r["step"], r[name]) for r in rows_of(run_dir, "event") if name in r]
 
 
+@pytest.mark.slow
 def test_what_is_not_finite_is_never_saved_whatever_is_logged(tmp_path, poison, capfd):
     """The checkpoint of step 4 would be the fourth, and `keep` 2 would take the last good ones."""
     poison.bad = {3: "nan"}

@@ -28,6 +28,7 @@ def test_no_arguments_show_what_to_begin_with(capsys, monkeypatch):
     assert max(map(len, out.splitlines())) <= 100 and len(out.splitlines()) < 35 and not err
 
 
+@pytest.mark.slow
 def test_a_warm_up_longer_than_the_run_is_shortened_and_said(tmp_path, capfd):
     changes = {"train__steps": 2, "optim__schedule__warmup_steps": 40, "sample__prompts": "[]"}
     assert main(run_overrides(tmp_path, **changes)) == 0

@@ -180,6 +180,7 @@ def options(**changes):
     return " ".join(f"{key}={value}" for key, value in fields.items())
 
 
+@pytest.mark.slow
 def test_the_quickstart_runs(tmp_path, monkeypatch, capfd):
     monkeypatch.chdir(tmp_path)
     some = options(data__tokenizer__vocab_size=384, optim__schedule__warmup_steps=0)

@@ -295,6 +295,7 @@ def test_data_that_cannot_be_trained_on(tmp_path, capfd):
     assert "does not divide over 8 devices" in message(train__batch_size=12)
 
 
+@pytest.mark.slow
 def test_a_run_that_saved_nothing_does_not_bind_its_directory(tmp_path, monkeypatch, capfd):
     def push(*_):
         raise UserError("stop here")
@@ -338,6 +339,7 @@ def test_a_step_that_does_not_fit_is_refused_before_it_runs(tmp_path, capfd, mon
     assert needed and "iB" in needed[1] and re.search(ADVICE, message)
 
 
+@pytest.mark.slow
 def test_memory_that_runs_out_later_is_explained(tmp_path, capfd, monkeypatch):
     def push(*_):
         raise jax.errors.JaxRuntimeError("RESOURCE_EXHAUSTED: Out of memory allocating 9 bytes")

@@ -62,7 +62,7 @@ def close_logits(method, found, wanted):
 
 
 @pytest.mark.parametrize("method", METHODS)
-@pytest.mark.quick("int4", "w8a8")
+@pytest.mark.quick("int4")
 def test_a_quantized_folder_is_held_packed_and_computes_as_its_arrays(
     run, text, tmp_path, capsys, method
 ):
@@ -93,6 +93,7 @@ def test_a_quantized_folder_is_held_packed_and_computes_as_its_arrays(
     assert "is there already and not empty" in capsys.readouterr().err
 
 
+@pytest.mark.slow
 def test_gptq_moves_the_hidden_states_less_than_rounding_to_nearest(run):
     """Each layer is solved on what the quantized layers before it give."""
     saved = load_saved(run)
@@ -194,6 +195,7 @@ def test_shapes_and_damage_are_one_line(run, tmp_path):
 
 @pytest.mark.parametrize("precision", ["float32", "bfloat16"])
 @pytest.mark.parametrize("bits", ["int8", "int4"])
+@pytest.mark.quick("int8-float32")
 def test_a_model_trained_with_rounding_is_quantized_to_itself(bits, precision, text, tmp_path):
     """`quantize` takes the group size of training; the exported arrays are the rounded ones."""
     form = {"name": f"fake_{bits}"} | ({"group_size": 8} if bits == "int4" else {})

@@ -122,6 +122,7 @@ def reopened(tmp_path, name, folder):
     return logits_of(graphdef, partition.join(read_adapter(folder, c, start), frozen), prompts())
 
 
+@pytest.mark.slow
 def test_modules_have_ranks_and_alphas_of_their_own(tmp_path):
     """The wide c_attn that we write for GPT-2 comes back; so do a lower rank and another alpha."""
     _, c, _, _, _, trained = opened(tmp_path, "gpt2")
@@ -178,6 +179,7 @@ def part_of_gpt2(tmp_path, dora=False):
     return c, graphdef, frozen, partition, trained
 
 
+@pytest.mark.slow
 def test_a_part_of_a_matrix_is_written_with_zeros_and_comes_back(tmp_path):
     c, graphdef, frozen, partition, trained = part_of_gpt2(tmp_path)
     facts = {"rank": 4, "alpha": 8.0, "rslora": False, "dora": False, "base": "x"}

@@ -211,6 +211,7 @@ def test_scan_remat_and_a_mesh_give_the_same_gradients():
     close(gradients(mesh, scan_layers=True, remat="block"), expected, rtol=1e-3, atol=1e-6)
 
 
+@pytest.mark.slow
 def test_branches_see_the_virtual_tokens():
     """A text in one piece, and its end as a branch of its beginning."""
     _, graphdef, _, params = build(**MODELS["prefix gpt"] | {"smear": False})

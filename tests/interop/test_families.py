@@ -126,6 +126,7 @@ def test_old_names_and_a_picture_model_are_the_same_checkpoint(tmp_path):
         assert other.fields == plain.fields and other.tensors.keys() == plain.tensors.keys()
 
 
+@pytest.mark.slow
 def test_a_mesh_holds_the_same_parameters(tmp_path):
     source = open_checkpoint(write_checkpoint(tmp_path, "llama biases mqa wide heads"))
     _, _, specs = build(source)

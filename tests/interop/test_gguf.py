@@ -115,6 +115,7 @@ def test_a_file_holds_the_tensors_of_the_checkpoint(name, tmp_path):
     assert facts[f"{arch}.block_count"] == c.depth
 
 
+@pytest.mark.slow
 def test_positions_and_windows_are_said(tmp_path):
     told, shortened = {}, {}
     for name in ("llama rope llama3", "qwen3", "gemma3", "mistral window"):
@@ -152,7 +153,7 @@ def test_what_llama_cpp_computes_otherwise_is_refused(name, tmp_path):
 
 
 @pytest.mark.parametrize("outtype", OUTTYPES)
-@pytest.mark.quick("f16", "q8_0", "q4_k")
+@pytest.mark.quick("f16", "q8_0")
 def test_each_type_is_within_its_error(outtype, tmp_path):
     """Rows of 256 and of 320; those of 320 are no whole number of super-blocks."""
     _, _, source = wide(depth=1, hidden=320)
@@ -278,6 +279,7 @@ def test_without_the_library_one_line_says_how_to_get_it(llama, tmp_path, capsys
     assert "needs the package gguf: install jaxtrain[gguf]" in line
 
 
+@pytest.mark.slow
 def test_a_quantized_model_is_refused(llama, tmp_path, capsys):
     ours, out = tmp_path / "int4", tmp_path / "x.gguf"
     assert main(["quantize", str(llama), "--method", "int8", "--out", str(ours),

@@ -58,6 +58,7 @@ def imported(tmp_path_factory):
     return folder / "in", folder / "run"
 
 
+@pytest.mark.slow
 def test_an_imported_run_generates_and_is_evaluated(imported, capsys):
     _, run = imported
     greedy = ["--tokens", "6", "--temperature", "0", "--prompt", "To be"]

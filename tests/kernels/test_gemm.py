@@ -104,6 +104,7 @@ def results(f, operands, dy):
     return y, pullback(dy)
 
 
+@pytest.mark.slow
 def test_bfloat16_gradients_are_hardly_further_off_than_autodiff():
     """From h in bfloat16, made of u in bfloat16, instead of that u."""
     *operands, dy = network(BF16, (64, 32))

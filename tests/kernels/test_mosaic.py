@@ -44,6 +44,7 @@ def test_outputs_lse_and_gradients_lower_for_hopper(ids):
     assert text.count("stablehlo.custom_call @mosaic_gpu") >= 2
 
 
+@pytest.mark.slow
 def test_a_mapped_axis_becomes_rows_of_the_batch():
     """A batch of kernels would share the counter that hands out the tiles."""
     gradient = jax.grad(lambda q: ours(q, q, q).astype(jnp.float32).sum())

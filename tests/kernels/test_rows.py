@@ -253,6 +253,7 @@ def test_a_vocabulary_that_loss_rows_cannot_serve_goes_to_xla(V, dtype, reason):
 ALL = {name: "reference" for name in FusedOps.model_fields if name != "ffn"}  # or relu2: not both
 
 
+@pytest.mark.slow
 def test_the_switches_change_neither_the_loss_nor_its_gradient():
     def run(**changes):
         _, graphdef, _, params = build(depth=2, window_pattern="SL", **changes)

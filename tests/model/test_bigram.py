@@ -2,6 +2,7 @@
 
 import jax.numpy as jnp
 import numpy as np
+import pytest
 from flax import nnx
 from tiny import VOCAB, random_params, resolved, tokens
 
@@ -15,6 +16,7 @@ def states(params, graphdef, rows, *texts):
     return np.asarray(nnx.merge(graphdef, params)(jnp.asarray(rows), *texts).states)
 
 
+@pytest.mark.slow
 def test_the_table_starts_as_no_change():
     plain = split(Transformer(resolved(depth=1), VOCAB))
     graphdef, specs = split(Transformer(resolved(depth=1, bigram_rows=ROWS), VOCAB))

@@ -225,6 +225,7 @@ def test_the_field_is_read(field):
 
 
 @pytest.mark.parametrize("field", DECODERS)
+@pytest.mark.quick("kv_heads")
 def test_no_output_sees_a_later_token(field):
     before, at = tokens(2, LENGTH), 9
     after = before.copy()
@@ -236,6 +237,7 @@ def test_no_output_sees_a_later_token(field):
 
 
 @pytest.mark.parametrize("field", DECODERS)
+@pytest.mark.quick("moe", "prompt")
 def test_decoding_is_the_full_forward(field):
     """Prompts of two lengths, then two tokens one by one."""
     _, m = without_and_with(field)

@@ -49,6 +49,7 @@ def test_frozen_layers_have_no_gradient_and_the_others_have_theirs(more):
         np.testing.assert_allclose(rest, above, rtol=1e-5, atol=1e-6, err_msg=name)
 
 
+@pytest.mark.slow
 def test_a_frozen_layer_costs_no_backward_pass():
     """Products of the compiled gradient: 16 less for each frozen layer, which had 22 or more."""
 
@@ -90,6 +91,7 @@ def test_the_optimizer_moves_the_others_as_before_and_leaves_the_frozen(name):
     assert jax.tree.map(jnp.shape, after) == jax.tree.map(jnp.shape, state)
 
 
+@pytest.mark.slow
 def test_gradients_may_have_fewer_bits_than_parameters():
     """As on a GPU, where a step computes in bfloat16."""
     c, _, specs, params = build(frozen_layers=FROZEN)

@@ -105,7 +105,7 @@ def gradients_of(remat, **changes):
 
 
 @pytest.mark.parametrize("remat", ["actnn8", "actnn4"])
-@pytest.mark.quick("actnn4")
+@pytest.mark.slow
 def test_the_mean_gradient_approaches_the_exact_one(remat):
     """As draws are added; the loss is exact."""
     loss, exact = gradients_of("none")(jax.random.key(0))

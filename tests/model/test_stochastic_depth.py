@@ -93,6 +93,7 @@ def test_a_layer_is_a_branch_of_the_program_forward_and_backward(model):
     assert "stablehlo.case" not in plain.lower(params).as_text()
 
 
+@pytest.mark.slow
 def test_skipped_layers_get_no_gradient(model):
     c, graphdef, params = model
     key = next(k for k in map(jax.random.key, range(40)) if 0 < sum(kept_layers(c, k)) < c.depth)

@@ -80,6 +80,7 @@ def test_order_and_documents_hold_in_training(changes):
     assert moved[:, at + 1 : 20].any()
 
 
+@pytest.mark.slow
 def test_scan_is_unroll_and_a_skipped_token_costs_nothing():
     fields = {"depth": 6, **PLAIN, "token_dropping": 0.5}
     _, graphdef, _, params = build(**fields)

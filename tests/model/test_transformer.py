@@ -124,6 +124,7 @@ def alone_in_row(length):
     return positions, (positions < length).astype(np.int32)
 
 
+@pytest.mark.slow
 def test_without_document_mask_segments_do_nothing():
     _, graphdef, _, params = build()
     row, segments = tokens(1), np.repeat([1, 2], T // 2)[None].astype(np.int32)
@@ -281,6 +282,7 @@ def test_rotation_makes_scores_depend_on_distance_alone():
     assert np.abs(stretched - a).max() > 1e-2
 
 
+@pytest.mark.slow
 def test_every_parameter_takes_part():
     """The tests above could not fail for a parameter that no gradient reaches."""
     _, graphdef, _, params = build(**DEEP)

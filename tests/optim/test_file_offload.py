@@ -179,6 +179,7 @@ def live_bytes():
     return sum(x.nbytes for x in jax.live_arrays())
 
 
+@pytest.mark.slow
 def test_no_array_holds_a_state_between_steps(tmp_path):
     mesh = mesh_of()
     with opened(begun(), mesh, tmp_path / "states") as (spec, loop), jax.set_mesh(mesh):

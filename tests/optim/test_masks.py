@@ -203,6 +203,7 @@ def test_erdos_renyi_leaves_small_matrices_more_and_none_more_than_all():
 # ---- early-bird tickets -------------------------------------------------------------------------
 
 
+@pytest.mark.slow
 def test_an_early_bird_ticket_is_drawn_when_masks_settle_and_stays():
     """Distances by numpy; the path before the ticket is that of the optimizer alone."""
     c = config("adamw", EARLY_BIRD | {"epsilon": 0.08, "patience": 2}, learning_rate=0.1)
@@ -229,6 +230,7 @@ def test_an_early_bird_ticket_is_drawn_when_masks_settle_and_stays():
 
 
 @pytest.mark.parametrize("scope", ["matrix", "global"])
+@pytest.mark.quick("matrix")
 def test_the_winning_ticket_begins_again_from_an_early_step(scope):
     """Half of each matrix goes after step 4; all else is as after step 2, with fresh moments."""
     walked = list(walk(config("adamw", LOTTERY | {"scope": scope}), STEPS))
@@ -277,7 +279,7 @@ EACH = pytest.mark.parametrize("name", METHODS)
 
 
 @EACH
-@pytest.mark.quick("gradual_pruning")
+@pytest.mark.slow
 def test_sharded_equals_one_device_and_resumed_is_uninterrupted(name):
     """Masks lie as their weights under fsdp; a state that was saved goes on bit for bit."""
     c, mesh = config("adamw", METHODS[name]), mesh_of(fsdp=2)

@@ -46,6 +46,7 @@ def assert_near_polar_factor(x, out, low, high, tolerance=1e-4):
 @pytest.mark.parametrize("shape", [(3, 16, 48), (48, 16), (2, 2, 16, 16)], ids=str)
 @pytest.mark.parametrize("name", COEFFICIENTS)
 @pytest.mark.parametrize("gram", [False, True])
+@pytest.mark.quick("False-polar_express-(48, 16)", "True-newton_schulz-(2, 2, 16, 16)")
 def test_orthogonalize_keeps_singular_vectors_and_brings_values_near_one(shape, name, gram):
     x = matrices(*shape)
     out = orthogonalize(normalize(x), COEFFICIENTS[name], gram)
@@ -80,7 +81,7 @@ def gradient_like(rows, columns):
         ((48, 192), True, jnp.float16, 0.03),
     ],
 )
-@pytest.mark.quick("shape0-False-bfloat16-0.2", "shape2-True-float16-0.03")
+@pytest.mark.quick("shape0-False-bfloat16-0.2")
 def test_sixteen_bits_are_near_enough(monkeypatch, shape, gram, dtype, error):
     x, exact = gradient_like(*shape)
     module = sys.modules[orthogonalize.__module__]
@@ -166,6 +167,7 @@ def test_renormalized_updates_have_the_norm_of_an_orthogonal_matrix():
     np.testing.assert_allclose(norms, 0.1 * np.sqrt(3) * np.sqrt(16), rtol=1e-4)
 
 
+@pytest.mark.slow
 def test_normuon_evens_out_the_outputs_and_keeps_the_norm():
     g = matrices(16, 48) * jnp.logspace(0, 2, 48)[None]  # outputs of very different sizes
     p = matrices(16, 48, seed=1)
@@ -194,6 +196,7 @@ def test_momentum_and_decay_over_the_run():
     np.testing.assert_allclose(decay, [0.28, 0.14, 0.0], atol=1e-6)
 
 
+@pytest.mark.slow
 def test_a_zero_matrix_stays_where_it_is():
     zeros, p = jnp.zeros((2, 8, 8)), matrices(2, 8, 8)
     moved, _ = step(zeros, p, equilibrate=True, renormalize=True, normuon=True)

@@ -86,6 +86,7 @@ SPLIT = [spec for name, spec in SPECS.items() if name != "gate"]
 SMALLEST = min(spec.size for spec in SPLIT)
 
 
+@pytest.mark.slow
 def test_the_update_exchanges_parts_and_gathers_nothing_large(task):
     mesh = mesh_of(fsdp=8)
     with jax.set_mesh(mesh):
@@ -99,6 +100,7 @@ def test_the_update_exchanges_parts_and_gathers_nothing_large(task):
     assert {operation for operation, _ in found} == {"all-to-all", "all-gather"}
 
 
+@pytest.mark.slow
 def test_without_it_whole_matrices_are_gathered(task, monkeypatch):
     """What the test above can see."""
     muon = sys.modules["jaxtrain.optim.muon"]

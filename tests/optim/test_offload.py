@@ -116,7 +116,7 @@ SLOW = [
 # Each kind of state: of the parameter's shape, in blocks, beside scalars, by matrix, with norms.
 @pytest.mark.skipif(jax.default_backend() != "cpu", reason="operations on a host's memory by a CPU")
 @pytest.mark.parametrize("name", ["adamw", "muon", *SLOW])
-@pytest.mark.quick("adamw")
+@pytest.mark.slow
 def test_the_update_in_parts_is_the_same_bit_for_bit(name):
     few = {"min_size": 20, "block_size": 4} if name == "adamw8bit" else {}
     with jax.disable_jit():  # no fusion may round differently here than there

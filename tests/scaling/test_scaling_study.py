@@ -9,7 +9,7 @@ from jaxtrain.cli import main
 from jaxtrain.config.resolve import resolve, vocab_size_of
 from jaxtrain.model import Transformer, flops_per_token, split
 from jaxtrain.runs.history import read_rows
-from jaxtrain.scaling import command
+from jaxtrain.scaling import command, laws
 from jaxtrain.scaling.laws import Bootstrap
 from jaxtrain.scaling.plan import Planner, check_data, last_overrides, rate_overrides
 from jaxtrain.scaling.points import has_ended, point_of
@@ -26,7 +26,7 @@ TREE = {
         "train.batch_size=8", "eval.batch_size=64", "data.validation.fraction=0.002",
     ],
     "least_steps": 4,
-    "intervals": {"samples": 20},
+    "intervals": {"samples": 10},
 }  # fmt: skip
 ISO = {"isoflop": {"budgets": [1e8, 2e8], "sizes": SIZES}}
 HELD_OUT = {"held_out": {"size": {"depth": 2, "width": 24}, "flops": 6e8}}
@@ -149,6 +149,14 @@ def test_a_prediction_comes_before_its_run_and_the_run_is_larger(tmp_path):
 # ---- runs --------------------------------------------------------------------------------------
 
 
+@pytest.fixture(scope="module", autouse=True)
+def few_starts():
+    """Of a fit: what is fitted here is not looked at for its quality."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(laws, "STARTS", 2)
+        yield
+
+
 @pytest.fixture(scope="module")
 def study(tmp_path_factory):
     """A finished study with a prediction; the order in which its runs were trained."""
@@ -191,7 +199,8 @@ def test_a_killed_study_goes_on_and_predicts_before_it_trains_the_held_out_run(s
 
 @pytest.mark.slow
 @pytest.mark.default_tier
-def test_the_fits_of_a_study_and_of_its_run_directories_agree(study, tmp_path, capsys):
+def test_the_fits_of_a_study_and_of_its_run_directories_agree(study, tmp_path, capsys, monkeypatch):
+    monkeypatch.setattr(command, "Bootstrap", lambda: Bootstrap(10))
     folder, path, trained = study
     before = (folder / "fit.json").read_text()
     assert main(["scaling", "run", str(path)]) == 0  # nothing is left to train

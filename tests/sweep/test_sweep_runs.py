@@ -58,6 +58,7 @@ def test_a_sweep_prunes_notes_what_diverges_and_runs_the_best_on_fresh_seeds(tmp
     assert sorted(path.stat().st_mtime_ns for path in folder.rglob("metrics.jsonl")) == before
 
 
+@pytest.mark.slow
 def test_a_stopped_run_goes_on_in_its_directory(tmp_path, monkeypatch):
     """A signal in the middle of a trial; the same command resumes its checkpoint."""
     path = write_sweep(tmp_path, trials=1)

@@ -64,15 +64,15 @@ def test_two_workers_of_a_study_never_have_the_same_trial(tmp_path):
 
 def test_a_trial_without_a_sign_of_life_is_queued_again_with_its_values(tmp_path, monkeypatch):
     monkeypatch.setattr(study, "known_gone", lambda holder: None)  # as on another machine
-    _, queues = open_sweep(write_sweep(tmp_path, trials=1, heartbeat=1))
+    _, queues = open_sweep(write_sweep(tmp_path, trials=1, heartbeat=0.5))
     lost = queues.search.claim()
     assert queues.search.claim() is None
-    time.sleep(6)  # the database counts whole seconds
+    time.sleep(4)  # the database counts whole seconds
     again = queues.search.claim()
     assert (again.number, again.params) == (lost.number, lost.params)
     assert again.user_attrs["attempts"] == 2
     with queues.search.heartbeat(again):
-        time.sleep(6)
+        time.sleep(4)
         assert queues.search.claim() is None
     queues.close()
 
