@@ -78,6 +78,7 @@ def test_log_likelihood_is_the_sum_over_logits(model):
     assert found.shape == (3,) and found[0] < found[2] < 0
 
 
+@pytest.mark.slow
 def test_logits_give_the_loss_of_evaluate(model):
     total, weight = 0.0, 0.0
     store = data.prepare(model.config.data).validation

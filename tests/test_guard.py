@@ -82,6 +82,7 @@ def test_a_step_that_is_not_finite_is_found_and_left_out_bit_for_bit(small):
         assert (after.params["embed"] != before.params["embed"]).any()
 
 
+@pytest.mark.slow
 def test_an_update_that_is_not_finite_is_found(small):
     task, hyperparams = small
     wild = jax.tree.map(lambda x: x, hyperparams)

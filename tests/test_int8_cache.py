@@ -14,6 +14,7 @@ from jaxtrain.inference import generate
 from jaxtrain.model import Decode, Prefill
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("name", "dtype", "most"),
     [

@@ -129,6 +129,7 @@ def test_each_phase_trains_its_model(grown):
     assert len(flatten(saved.params)["blocks/attention/q"]) == 3
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("last", "text"), [(2, "train    "), pytest.param(3, "resume   ", marks=pytest.mark.slow)]
 )

@@ -116,6 +116,7 @@ SLOW = ((1, 2, 4), (8, 1, 1), (1, 8, 1))
 MESHES = [(2, 2, 2), *(pytest.param(sizes, marks=pytest.mark.slow) for sizes in SLOW)]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize("sizes", MESHES, ids=str)
 def test_sharded_is_one_device(speedrun, sizes):
     task, hyperparams, (state, metrics) = speedrun
@@ -247,6 +248,7 @@ def test_clip_norm_shrinks_to_the_norm_and_leaves_small_gradients_alone():
     close(loose, free, rtol=1e-5, atol=1e-9)
 
 
+@pytest.mark.slow
 def test_the_same_step_twice_is_the_same_bit_for_bit(speedrun):
     task, hyperparams, (state, metrics) = speedrun
     again, others = run(task, hyperparams)

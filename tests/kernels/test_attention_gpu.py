@@ -160,6 +160,7 @@ def test_deterministic_gradients_are_right_too(shape, backend):
         np.testing.assert_array_equal(x, repeated)
 
 
+@pytest.mark.slow
 @by_name([s for s in ATTENTION_SMALL if s.name == "packed_window_ragged"])
 def test_the_checks_hold_for_xla_anywhere(shape):
     check_errors(shape, "xla", jnp.bfloat16)

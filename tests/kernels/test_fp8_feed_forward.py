@@ -91,7 +91,7 @@ def test_delayed_scaling_takes_the_maxima_given_and_returns_those_seen():
 
 
 @pytest.mark.parametrize("delayed", [False, True])
-@pytest.mark.quick("True")
+@pytest.mark.slow
 def test_mosaics_casts_are_the_references_bit_for_bit(delayed, monkeypatch):
     interpret = functools.partial(functools.partial, interpret=plgpu.InterpretGPUParams())
     casts = interpret(hopper.cast), interpret(hopper.cast_measured)

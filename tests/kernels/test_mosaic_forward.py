@@ -100,6 +100,7 @@ def test_ids_in_runs_out_of_order_equal_reference():
     assert_equals_reference(AttentionShape("", 1, 290, 1, 1, 64), HALVES, ids)
 
 
+@pytest.mark.slow
 def test_growing_maxima_rescale():
     """Later keys' scores are far larger than earlier ones', by more than `lazy` allows for."""
     shape = AttentionShape("", 1, 256, 1, 1, 64, causal=False)

@@ -201,7 +201,7 @@ ROWS = {
 # Of each kind of field one runs always; the rest takes long.
 FAST = (
     "kv_heads", "moe", "position_embedding", "rope_base_short", "short_window", "smear", "prompt",
-    "bigram_rows", "mla", "remat", "init", "context_length", "fp8", "moe.top_k",
+    "bigram_rows", "mla", "init", "fp8",
 )  # fmt: skip
 FIELDS = [pytest.param(n, marks=() if n in FAST else pytest.mark.slow) for n in ROWS]
 DECODERS = [field for field in FIELDS if field.values != ("causal",)]  # an encoder is none

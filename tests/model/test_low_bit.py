@@ -235,7 +235,7 @@ def test_evaluation_is_the_plain_model():
 
 
 @pytest.mark.parametrize("form", TRAINING_FORMS)
-@pytest.mark.quick("nvfp4")
+@pytest.mark.slow
 def test_gradients_are_near(form):
     """Nearer with more bits."""
     exact, (found, grads) = grads_of(), grads_of(weight_form=form)

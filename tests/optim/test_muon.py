@@ -203,6 +203,7 @@ def test_a_zero_matrix_stays_where_it_is():
     np.testing.assert_array_equal(moved, np.zeros(p.shape))
 
 
+@pytest.mark.slow
 def test_soap_muon_orthogonalises_the_momentum_divided_in_the_eigenbasis():
     """The last of some steps, from its state by numpy; the first is plain Muon's."""
     c = MuonConfig.model_validate(OFF | {"soap": {"precondition_frequency": 2}})

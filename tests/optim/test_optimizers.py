@@ -41,7 +41,7 @@ def config(name, **fields):
 
 
 # Whose like remain; all that is left takes half a minute.
-SLOW = set(OPTIMIZERS) - {"adamw", "muon"}
+SLOW = set(OPTIMIZERS) - {"muon"}
 EACH = [pytest.param(n, marks=pytest.mark.slow) if n in SLOW else n for n in OPTIMIZERS]
 
 

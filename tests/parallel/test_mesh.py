@@ -147,6 +147,7 @@ def test_loss_and_gradients_are_those_of_one_device(one_device, axes, zero, copy
 OVER_FSDP = pytest.param({"fsdp": 4}, 1, marks=pytest.mark.slow)
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("axes", "zero"), [({"data": 4}, 3), OVER_FSDP], ids=str)
 def test_accumulated_gradients_meet_once(one_device, axes, zero, monkeypatch):
     """Devices that have all weights exchange no more for two microbatches than for one."""

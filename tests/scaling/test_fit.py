@@ -15,7 +15,7 @@ from jaxtrain.scaling.report import summary_lines, write_fit_report
 from jaxtrain.settings import UserError
 
 LAW = ParametricLaw(1.7, 400.0, 1200.0, 0.34, 0.36)
-BOOTSTRAP = Bootstrap(20, 0.9, 1)
+BOOTSTRAP = Bootstrap(10, 0.9, 1)
 
 
 def grid(noise=2e-3, seed=0):

@@ -200,7 +200,7 @@ def test_a_killed_study_goes_on_and_predicts_before_it_trains_the_held_out_run(s
 @pytest.mark.slow
 @pytest.mark.default_tier
 def test_the_fits_of_a_study_and_of_its_run_directories_agree(study, tmp_path, capsys, monkeypatch):
-    monkeypatch.setattr(command, "Bootstrap", lambda: Bootstrap(10))
+    monkeypatch.setattr(command, "Bootstrap", lambda *given: Bootstrap(*(given or (10,))))
     folder, path, trained = study
     before = (folder / "fit.json").read_text()
     assert main(["scaling", "run", str(path)]) == 0  # nothing is left to train
