@@ -9,8 +9,9 @@ from sweep_cases import TWO, bowl, no_runs, open_sweep, write_sweep
 
 from jaxtrain.settings import UserError
 from jaxtrain.sweep import transfer, work
-from jaxtrain.sweep.command import main, sweep_tables
+from jaxtrain.sweep.command import main
 from jaxtrain.sweep.config import Transfer
+from jaxtrain.sweep.finish import sweep_tables
 from jaxtrain.sweep.load import load_sweep
 from jaxtrain.sweep.report import write_sweep_report
 from jaxtrain.sweep.results import as_json, results_of
