@@ -157,7 +157,7 @@ def test_the_stream_has_all_rows_then_those_that_come(runs):
 
 def test_the_stream_arrives_over_http(runs):
     path = "/api/events?run=first"
-    with served(page_app(runs)) as url, httpx.stream("GET", f"{url}{path}") as answer:
+    with served(page_app(runs)) as url, httpx.stream("GET", f"{url}{path}", timeout=60) as answer:
         assert answer.headers["content-type"].startswith("text/event-stream")
         lines = answer.iter_lines()
         kinds = [next(line for line in lines if line.startswith("event")) for _ in range(3)]
@@ -413,7 +413,7 @@ def test_a_client_that_leaves_ends_the_answer_at_the_server(runs):
 
     app = Starlette(routes=[Route("/v1/chat/completions", endless, methods=["POST"])])
     with served(app) as chat, served(page_app(runs, [endpoint_at(chat)])) as url:
-        with httpx.stream("POST", f"{url}/v1/chat/completions", json={}) as answer:
+        with httpx.stream("POST", f"{url}/v1/chat/completions", json={}, timeout=60) as answer:
             assert next(answer.iter_lines()) == "data: {}" and not left.is_set()
         assert left.wait(20)
 
@@ -460,7 +460,7 @@ def test_the_command_serves_until_it_is_interrupted(runs):
         url = process.stdout.readline().decode().split()[1]
         assert url.startswith("http://127.0.0.1:")
         try:
-            with httpx.stream("GET", f"{url}api/events?run=first") as answer:
+            with httpx.stream("GET", f"{url}api/events?run=first", timeout=60) as answer:
                 next(answer.iter_lines())
                 process.send_signal(signal.SIGINT)
                 assert process.wait(60) == 0 and process.stderr.read() == b""

@@ -23,7 +23,7 @@ from jaxtrain.config.resolve import override
 from jaxtrain.evaluation.arguments import lm_eval_parser
 from jaxtrain.evaluation.log_likelihood import FIELDS
 from jaxtrain.evaluation.model import Model
-from jaxtrain.inference.generate import Sampling, decode_tokens, text_before_stop
+from jaxtrain.inference.generate import Sampling, decode_tokens, tokens_before_stop
 from jaxtrain.runs.saved import Saved, load_saved
 from jaxtrain.settings import UserError, command
 from jaxtrain.storage.disk import write_json
@@ -99,7 +99,7 @@ class HarnessModel(Base):
         until = [until] if isinstance(until, str) else until
         found = []
         for row in np.asarray(out)[: len(texts)].tolist():
-            text = text_before_stop(row, self.saved.tokenizer, stops)
+            text = self.saved.tokenizer.decode(tokens_before_stop(row, stops))
             for stop in filter(None, until):
                 text = text.split(stop)[0]
             found.append(text)

@@ -196,13 +196,16 @@ def generate(
     """
     arrays, static = generation_inputs(tokenizer, prompts, sampling, prompting, chat, system)
     out = gather_to_host(decode_tokens(graphdef, params, *arrays, **static))
-    return [text_before_stop(row.tolist(), tokenizer, static["stop"]) for row in out]
+    new = [tokens_before_stop(row.tolist(), static["stop"]) for row in out]
+    behind = [bool(prompt) and chat is None for prompt in prompts]
+    decode = tokenizer.decode
+    return [tokenizer.decode_behind(x) if b else decode(x) for x, b in zip(new, behind)]
 
 
-def text_before_stop(tokens: list[int], tokenizer: Tokenizer, stops: Sequence[int]) -> str:
-    """The text of new tokens, up to the first that ends it."""
+def tokens_before_stop(tokens: list[int], stops: Sequence[int]) -> list[int]:
+    """New tokens up to the first that ends the text."""
     end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
-    return tokenizer.decode(tokens[:end])
+    return tokens[:end]
 
 
 def sampling_of(c: Resolved) -> Sampling:

@@ -203,6 +203,10 @@ def test_sentencepiece_style_tokenizer_json(tmp_path):
     ids = tokenizer.encode("a b\u00e9")
     assert tokenizer.prefix == b" "
     assert tokenizer.decode(ids) == "a b\u00e9"
+    assert (
+        tokenizer.decode_behind(ids.tolist()) == " a b\u00e9" and tokenizer.decode_behind([]) == ""
+    )
+    assert tokenizer.decode_behind(ids[1:].tolist()).strip() == "b\u00e9"
     assert tokenizer.token_bytes()[ids].sum() == len(" a b\u00e9".encode())
     assert tokenizer.pieces[tokenizer.bos_id] == b"" and tokenizer.bos_id == 1
 

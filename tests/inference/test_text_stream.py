@@ -1,5 +1,7 @@
 """Text of tokens as they come."""
 
+import dataclasses
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -27,6 +29,12 @@ def test_no_half_of_a_character():
     whole = ["a", "", "\u00e9", "", "", "\u4e2d", "", "", "", "\U0001f600", "!", ""]
     assert found == whole
     assert pieces("\u4e2d".encode()[:2])[0] == ["", "", "\ufffd"]
+
+
+def test_a_space_at_the_start_stays_behind_other_text():
+    spaced = dataclasses.replace(BYTES, prefix=b" ")
+    said = lambda behind: [TextStream(spaced, (), behind).add(byte)[0] for byte in b" "]
+    assert said(False) == [""] and said(True) == [" "]
 
 
 @given(st.binary(max_size=30))

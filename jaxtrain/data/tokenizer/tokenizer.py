@@ -152,6 +152,11 @@ class Tokenizer:
         UTF-8, and for what sentencepiece did not know its sign."""
         return self.decode_ids([int(i) for i in ids])
 
+    def decode_behind(self, ids: Sequence[int]) -> str:
+        """The text of `ids` behind other text: a space that `decode` takes from the start stays."""
+        leads = bool(self.prefix) and len(ids) > 0 and self.pieces[ids[0]].startswith(self.prefix)
+        return leads * self.prefix.decode() + self.decode(ids)
+
     def token_bytes(self) -> np.ndarray:
         """int32 [V]: the number of UTF-8 bytes that each token stands for."""
         return np.array([len(piece) for piece in self.pieces], np.int32)

@@ -43,11 +43,16 @@ class SamplingParams(NamedTuple):
 
 
 class Request(NamedTuple):
-    """A prompt of token ids to continue. id: of the caller's choice, unique among those at work."""
+    """A prompt of token ids to continue. id: of the caller's choice, unique among those at work.
+
+    behind: the new text continues the prompt's, as an answer in a chat does not: a space at its
+    start stays, which sentencepiece takes away from the start of a text.
+    """
 
     id: str
     prompt: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
+    behind: bool = False
 
 
 class TokenLogprob(NamedTuple):

@@ -25,7 +25,7 @@ class Sequence:
         self.limit = len(request.prompt) + request.sampling.max_tokens
         self.stops = set() if request.sampling.ignore_stop else stops
         stop_strings = () if request.sampling.ignore_stop else request.sampling.stop
-        self.stream = TextStream(tokenizer, stop_strings)
+        self.stream = TextStream(tokenizer, stop_strings, request.behind)
         self.slot: int | None = None
         self.pages: list[int] = []
         self.digests: list[Digest] = []

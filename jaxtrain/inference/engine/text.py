@@ -7,10 +7,10 @@ from jaxtrain.data import Tokenizer
 
 
 class TextStream:
-    """The new text of one request."""
+    """The new text of one request. behind: as in `Request`."""
 
-    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str]):
-        self.pieces, self.prefix = tokenizer.pieces, tokenizer.prefix
+    def __init__(self, tokenizer: Tokenizer, stops: Sequence[str], behind: bool = False):
+        self.pieces, self.prefix = tokenizer.pieces, b"" if behind else tokenizer.prefix
         self.stops = [stop for stop in stops if stop]
         self.decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
         self.held = ""  # the beginning of a stop string, perhaps

@@ -2,11 +2,13 @@
 
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager
 from functools import partial
 from typing import Any
 
 from jaxtrain.inference.engine import TokenLogprob, Update
 from jaxtrain.inference.server.bodies import CompletionBody
+from jaxtrain.inference.server.engine_thread import UpdateStream
 from jaxtrain.inference.server.http import Json
 from jaxtrain.inference.server.logprobs import completion_logprobs
 from jaxtrain.inference.server.service import Service, usage
@@ -68,12 +70,16 @@ class Completion:
     def choice(self, index: int, text: str, logprobs: Json | None, finish: str | None) -> Json:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
+    def answers(self) -> AbstractAsyncContextManager[UpdateStream]:
+        """The texts behind the prompts."""
+        return self.service.answers(self.prompts, self.sampling, self.body.n, behind=True)
+
     async def whole(self) -> Json:
         """The answer in one piece."""
         n, echoes, made = self.body.n, await self.echoes(), 0
         answers = [Answer() for _ in range(n * len(self.prompts))]
         if self.body.max_tokens != 0:
-            async with self.service.answers(self.prompts, self.sampling, n) as updates:
+            async with self.answers() as updates:
                 async for i, update in updates:
                     self.service.count_first(made, self.begun)
                     made += len(update.tokens)
@@ -99,7 +105,7 @@ class Completion:
             choice = self.choice(i, said[i], self.logprobs(tokens, scores, 0), finish)
             yield self.head | {"choices": [choice]} | more
         if self.body.max_tokens != 0:
-            async with self.service.answers(self.prompts, self.sampling, n) as updates:
+            async with self.answers() as updates:
                 async for i, update in updates:
                     self.service.count_first(made, self.begun)
                     logprobs = self.logprobs(update.tokens, update.logprobs, len(said[i]))

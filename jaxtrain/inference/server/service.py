@@ -129,18 +129,24 @@ class Service:
 
     @asynccontextmanager
     async def answers(
-        self, prompts: Sequence[np.ndarray], sampling: Sequence[SamplingParams], n: int
+        self,
+        prompts: Sequence[np.ndarray],
+        sampling: Sequence[SamplingParams],
+        n: int,
+        behind: bool = False,
     ) -> AsyncIterator[UpdateStream]:
-        """n answers to each prompt, prompt by prompt; whatever ends the block cancels them.
+        """n answers to each prompt, prompt by prompt; whatever ends the block cancels them. behind:
+        as in the engine's `Request`.
 
         TimeoutError becomes an ApiError.
         """
         self.check_load(len(prompts) * n)
         requests = [
-            Request(uuid.uuid4().hex, tuple(prompt.tolist()), how._replace(seed=how.seed + i))
+            Request(uuid.uuid4().hex, tuple(prompt.tolist()), how._replace(seed=how.seed + i),
+                    behind and len(prompt) > 1)  # BOS alone is no text
             for prompt, how in zip(prompts, sampling, strict=True)
             for i in range(n)
-        ]
+        ]  # fmt: skip
         answers = self.thread.submit(requests, self.limits.timeout)
         try:
             yield answers
