@@ -39,6 +39,7 @@ from benchmarks.matmuls import bench_matmuls
 from benchmarks.memory import bench_longest, bench_techniques
 from benchmarks.nanochat import train_nanochat
 from benchmarks.optimizers import bench_optimizers
+from benchmarks.options import check_options
 from benchmarks.packing import bench_packing
 from benchmarks.peers import nanochat_step
 from benchmarks.population import bench_population
@@ -59,10 +60,10 @@ from benchmarks.verdicts import train_verdicts
 from jaxtrain.cluster.runtime import take_memory
 from jaxtrain.config.overrides import check_once
 from jaxtrain.estimate.arguments import add_preflight
-from jaxtrain.estimate.dry_run import option_given, preflight_of
+from jaxtrain.estimate.dry_run import preflight_of
 from jaxtrain.estimate.dry_run_report import report
 from jaxtrain.model.kv_cache import CACHE_DTYPES
-from jaxtrain.settings import TINY, Parser, UserError, command, real, whole
+from jaxtrain.settings import TINY, Parser, command, real, whole
 
 WHAT = {
     "step": "the train step of a configuration, one microbatch a step",
@@ -96,26 +97,6 @@ WHAT = {
     "verdicts": "what each technique gains: verdicts SCALE [NAME ...] trains, alone makes the page",
     "table": "regenerate the tables in docs/benchmarks/ from benchmarks/results/",
 }
-
-# The benchmark that each option is for; --record, --out, --variant and --config are for several.
-ONLY = {
-    "attention": ("tune",),
-    "case-study": ("data", "folder", "shrink"),
-    "check": ("only",),
-    "decode": ("prompts", "batches", "cache_dtypes"),
-    "engine": ("prompts", "batches", "cache_dtypes", "new", "drafts"),
-    "compress": (
-        "also", "shape", "core", "text", "calibration", "sequences", "recipes", "folder", "workers",
-    ),
-    "serve-soak": ("clients", "minutes"),
-    "step": ("profile", "switches", "flags", "peer"),
-    "ladder": ("scale", "only", "remove", "steps", "workers", "time_only", "tune"),
-    "loader": ("minutes",),
-    "memory": ("techniques", "longest", "devices", "device", "memory", "fit"),
-    "population": ("depth", "members", "steps", "note"),
-    "race": ("baseline", "differ"),
-    "verdicts": ("workers", "time_only", "tune"),
-}  # fmt: skip
 
 
 def parse(argv: list[str] | None) -> argparse.Namespace:
@@ -348,22 +329,6 @@ def rungs_asked(a: argparse.Namespace) -> AskedRungs:
     flags = {"tune": a.tune, "remove": a.remove, "time_only": a.time_only, "record": a.record}
     names = tuple(a.only or ()), a.steps, a.workers or 1
     return AskedRungs(a.scale, tuple(a.overrides), *names, **flags, out=a.out)
-
-
-def check_options(a: argparse.Namespace) -> None:
-    """Raises UserError for an option that nothing would read."""
-    for what, options in ONLY.items():
-        stray = option_given(a, *(one for one in options if one not in ONLY.get(a.what, ())))
-        if stray:
-            raise UserError(f"{stray} is for bench {what}, not for bench {a.what}")
-    stray = option_given(a, *ONLY["decode"])
-    if stray and a.what == "decode" and not a.config:
-        raise UserError(f"{stray} is for bench decode with --config, the decode of whole models")
-    if a.peer and (a.switches or a.flags):
-        raise UserError("--peer is for bench step alone, without --switches or --flags")
-    stray = option_given(a, "device", *(() if a.longest else ("memory",)))
-    if stray and a.devices is None and a.fit is None:
-        raise UserError(f"{stray} is for --devices N or --fit N, not for what is here")
 
 
 def dry_run(

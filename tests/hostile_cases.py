@@ -223,7 +223,8 @@ ARGUMENTS = {
         "export run hf": "holds a checkpoint already", "import hf run": "is there already",
     },
     "bench": {
-        "": "required: what", "nope": "invalid choice", "step --minutes 3": "is for bench loader",
+        "": "required: what", "nope": "invalid choice",
+        "step --minutes 3": "is for bench serve-soak, loader",
         "loader --minutes -1": "above 0", "loader --minutes nan": "above 0",
         "race nowhere": "is not a run",
         "memory --devices 0": "0 devices", "memory --devices x": WHOLE, "race run": "is not a run",

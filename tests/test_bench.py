@@ -404,7 +404,7 @@ def test_bad_input_is_one_line(capsys):
     [
         ("step --devices 8", "--devices 8 is for bench memory, not for bench step"),
         ("table --fit 8", "--fit 8 is for bench memory, not for bench table"),
-        ("rows --tune", "--tune is for bench attention, not for bench rows"),
+        ("rows --tune", "--tune is for bench attention, ladder, verdicts, not for bench rows"),
         ("memory --differ train", "--differ is for bench race, not for bench memory"),
         ("memory --device T4", "--device T4 is for --devices N or --fit N, not for what is here"),
         ("memory --memory 9", "--memory is for --devices N or --fit N, not for what is here"),

@@ -1,0 +1,44 @@
+"""Which option is for which benchmark: one that nothing would read is an error."""
+
+import argparse
+import itertools
+
+from jaxtrain.estimate.dry_run import option_given
+from jaxtrain.settings import UserError
+
+# The benchmark that each option is for; --record, --out, --variant and --config are for several.
+ONLY = {
+    "attention": ("tune",),
+    "case-study": ("data", "folder", "shrink"),
+    "check": ("only",),
+    "decode": ("prompts", "batches", "cache_dtypes"),
+    "engine": ("prompts", "batches", "cache_dtypes", "new", "drafts"),
+    "compress": (
+        "also", "shape", "core", "text", "calibration", "sequences", "recipes", "folder", "workers",
+    ),
+    "serve-soak": ("clients", "minutes"),
+    "step": ("profile", "switches", "flags", "peer"),
+    "ladder": ("scale", "only", "remove", "steps", "workers", "time_only", "tune"),
+    "loader": ("minutes",),
+    "memory": ("techniques", "longest", "devices", "device", "memory", "fit"),
+    "population": ("depth", "members", "steps", "note"),
+    "race": ("baseline", "differ"),
+    "verdicts": ("workers", "time_only", "tune"),
+}  # fmt: skip
+
+
+def check_options(a: argparse.Namespace) -> None:
+    """Raises UserError for an option that nothing would read."""
+    for option in dict.fromkeys(itertools.chain.from_iterable(ONLY.values())):
+        stray = option not in ONLY.get(a.what, ()) and option_given(a, option)
+        if stray:
+            users = ", ".join(what for what, options in ONLY.items() if option in options)
+            raise UserError(f"{stray} is for bench {users}, not for bench {a.what}")
+    stray = option_given(a, *ONLY["decode"])
+    if stray and a.what == "decode" and not a.config:
+        raise UserError(f"{stray} is for bench decode with --config, the decode of whole models")
+    if a.peer and (a.switches or a.flags):
+        raise UserError("--peer is for bench step alone, without --switches or --flags")
+    stray = option_given(a, "device", *(() if a.longest else ("memory",)))
+    if stray and a.devices is None and a.fit is None:
+        raise UserError(f"{stray} is for --devices N or --fit N, not for what is here")
