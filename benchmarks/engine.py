@@ -118,7 +118,7 @@ def bench_engine(
 
 
 def requests_of(one: Served, batch: int, prompt: int, new: int, seed: int) -> list[Request]:
-    """Random prompts, none of which begins as another."""
+    """Random prompts without a common beginning."""
     ids = np.random.default_rng(seed).integers(0, one.vocab_size, (batch, prompt)).tolist()
     how = SamplingParams(max_tokens=new, ignore_stop=True)
     return [Request(f"{seed}-{i}", tuple(x), how._replace(seed=i)) for i, x in enumerate(ids)]

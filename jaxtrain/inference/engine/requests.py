@@ -22,7 +22,7 @@ class SamplingParams(NamedTuple):
     (Keskar et al. 2019). presence_penalty and frequency_penalty are subtracted from logits of new
     tokens, once and for each time. stop: strings that end the text, and are not part of it.
     logprobs: None, or how many best tokens to report beside the sampled one. ignore_stop: go on to
-    max_tokens, whatever comes. grammar: what the text has to match.
+    max_tokens at any rate. grammar: the form that the text must have.
     """
 
     max_tokens: int = 256

@@ -40,9 +40,9 @@ class ChatCompletion:
 
     def prompt_of(self, chat: Chat) -> np.ndarray:
         """Token ids. Raises UserError for a conversation that the template does not write."""
-        said = arguments_as_objects(self.body.messages)
+        given = arguments_as_objects(self.body.messages)
         messages: list[Message] = [
-            message_of(message, f"messages[{i}]") for i, message in enumerate(said)
+            message_of(message, f"messages[{i}]") for i, message in enumerate(given)
         ]
         tools = self.body.tools if self.tools else None
         check_characters(Conversation(messages, tools), "messages")
@@ -99,7 +99,7 @@ class Deltas:
 
     def __init__(self, call: ChatCompletion, index: int):
         self.call, self.index = call, index
-        self.answer, self.said = Answer(), 0
+        self.answer, self.sent = Answer(), 0
         self.begun = False
 
     def add(self, update: Update) -> list[Json]:
@@ -119,10 +119,10 @@ class Deltas:
         ready = held_back(text, form.begin) if form.begin else self.not_json(text)
         if ended:
             content, calls = read_calls(text, form)
-            ready = max(self.said, len(content)) if calls else len(text)
-        if ready > self.said or logprobs:
-            out.append(self.delta({"content": text[self.said : ready]}, logprobs, None))
-            self.said = max(ready, self.said)
+            ready = max(self.sent, len(content)) if calls else len(text)
+        if ready > self.sent or logprobs:
+            out.append(self.delta({"content": text[self.sent : ready]}, logprobs, None))
+            self.sent = max(ready, self.sent)
         if calls:
             listed = [{"index": i} | one for i, one in enumerate(calls)]
             out.append(self.delta({"tool_calls": listed}, None, None))

@@ -98,20 +98,20 @@ class Completion:
         n, echoes, made = self.body.n, await self.echoes(), 0
         more: dict[str, Any] = {"usage": None} if self.body.include_usage else {}
         count = n * len(self.prompts)
-        said = [""] * count
+        texts = [""] * count
         for i in range(count if self.body.echo or self.body.max_tokens == 0 else 0):
-            said[i], tokens, scores = echoes[i // n]
+            texts[i], tokens, scores = echoes[i // n]
             finish = "length" if self.body.max_tokens == 0 else None
-            choice = self.choice(i, said[i], self.logprobs(tokens, scores, 0), finish)
+            choice = self.choice(i, texts[i], self.logprobs(tokens, scores, 0), finish)
             yield self.head | {"choices": [choice]} | more
         if self.body.max_tokens != 0:
             async with self.answers() as updates:
                 async for i, update in updates:
                     self.service.count_first(made, self.begun)
-                    logprobs = self.logprobs(update.tokens, update.logprobs, len(said[i]))
+                    logprobs = self.logprobs(update.tokens, update.logprobs, len(texts[i]))
                     choice = self.choice(i, update.text, logprobs, update.finish_reason)
                     made += len(update.tokens)
-                    said[i] += update.text
+                    texts[i] += update.text
                     yield self.head | {"choices": [choice]} | more
         counts = usage(self.total, made)
         self.service.count_tokens(counts)

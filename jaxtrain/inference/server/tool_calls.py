@@ -118,7 +118,7 @@ def decode_json(text: str, start: int) -> tuple[Any, int] | None:
 
 
 def held_back(text: str, begin: str) -> int:
-    """How much of a text may be said already: all but what may become `begin`."""
+    """How much of a text may be sent: all but what may become `begin`."""
     if begin in text:
         return text.index(begin)
     size = next((n for n in range(len(begin) - 1, 0, -1) if text.endswith(begin[:n])), 0)
