@@ -44,6 +44,7 @@ def listening(port: int) -> socket.socket:
     listener.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
     try:
         listener.bind((HOST, port))
+        listener.listen()  # before the address is printed: who comes at once waits
     except OSError as error:
         listener.close()
         raise UserError(f"--port {port}: {error.strerror}; take another, or 0 for any") from None
