@@ -9,7 +9,7 @@ import shutil
 import pytest
 from page_cases import ROW, make_run, served, train_rows, write_rows
 from playwright import sync_api
-from test_page import fake_server
+from test_page_chat import fake_server
 
 from jaxtrain.runs.compare import main as compare_main
 from jaxtrain.runs.page.app import page_app

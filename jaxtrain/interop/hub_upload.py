@@ -2,14 +2,22 @@
 
 import re
 from pathlib import Path
-from typing import Any
+from typing import Protocol, runtime_checkable
 
 from jaxtrain.settings import UserError
 
 NAME = re.compile(r"[\w][\w.-]*/[\w][\w.-]*", re.ASCII)  # OWNER/NAME
 
 
-def open_hub(name: str) -> Any:
+@runtime_checkable
+class HubClient(Protocol):
+    """What is used of `huggingface_hub.HfApi`."""
+
+    def create_repo(self, repo_id: str, *, private: bool, exist_ok: bool) -> object: ...
+    def upload_folder(self, *, repo_id: str, folder_path: Path, commit_message: str) -> object: ...
+
+
+def open_hub(name: str) -> HubClient:
     """The client, of one who may write. UserError for a name that is none, or without a login.
 
     Asked before a checkpoint is written, for that may take long.
@@ -33,7 +41,7 @@ def open_hub(name: str) -> Any:
     return client
 
 
-def upload(client: Any, folder: Path, name: str, public: bool) -> str:
+def upload(client: HubClient, folder: Path, name: str, public: bool) -> str:
     """Upload all files of a folder in one commit; the URL of the repository.
 
     A repository that is not there is made, private unless `public`. UserError where the hub

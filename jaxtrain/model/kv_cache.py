@@ -1,8 +1,8 @@
 """Caches of keys and values: one array of rows (`Cache`), or pages that rows share (`PagedCache`).
 
 A layer sees its own part: `append` writes the keys and values of new tokens, `attend` reads them
-back. Pages are what an inference engine needs: rows of any length, of which none is moved when
-another begins or ends (Kwon et al. 2023, arXiv:2309.06180).
+back. An inference engine keeps them in pages: rows have any length, and no row moves when another
+begins or ends (Kwon et al. 2023, arXiv:2309.06180).
 """
 
 from typing import NamedTuple

@@ -59,8 +59,9 @@ class Decode(NamedTuple):
 
 
 class Paged(NamedTuple):
-    """More tokens of each row, [B, T], of which the first `cache.counts_B` count: a part of a
-    prompt, one more token, or several that were guessed. The states come of all of them."""
+    """More tokens of each row, [B, T]: a part of a prompt, one new token, or several drafts.
+
+    Only the first `cache.counts_B` of a row count; the states have all T."""
 
     cache: PagedCache
 

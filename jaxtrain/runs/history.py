@@ -34,7 +34,7 @@ def read_rows(path: Path) -> list[MetricsRow]:
     return rows
 
 
-def is_row(row: Any) -> bool:
+def is_row(row: object) -> bool:
     """Whether values are what a row has: of training and validation numbers, lists and null."""
     number = lambda x: isinstance(x, (int, float)) and not isinstance(x, bool)
     if not isinstance(row, dict) or not all(number(row.get(key)) for key in ("step", "time")):

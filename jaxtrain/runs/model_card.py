@@ -140,5 +140,5 @@ def indented(text: str) -> str:
     return "\n".join(f"    {line}" for line in visible(text).splitlines())
 
 
-def counted(value: Any) -> str:
+def counted(value: object) -> str:
     return f"{value:,}" if type(value) is int else ""

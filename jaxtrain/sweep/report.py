@@ -249,11 +249,13 @@ def _transferred(found: SweepResults) -> str:
         for one in found.transferred.rows
     ]
     other = escape(" ".join(found.config.transfer.overrides))
-    said = "" if rank is None else f" Spearman's rank correlation of whole trials is {rank:.2f}."
+    correlation = (
+        "" if rank is None else f" Spearman's rank correlation of whole trials is {rank:.2f}."
+    )
     why = (
         f"{escape(metric)} minus that of the configuration without the sweep's values, on fresh "
         f"seeds, at the sweep's size and with <code>{other}</code>. Intervals are 95%, paired by "
-        f"seed.{said}"
+        f"seed.{correlation}"
     )
     head = ("", "rank in the sweep", "at the sweep's size", "at the other size")
     return f"<h2>What carries over to another size</h2><p>{why}</p>{html_table(rows, head)}"

@@ -25,7 +25,7 @@ class Body(BaseModel):
 
     @model_validator(mode="before")
     @classmethod
-    def _without_null(cls, given: Any) -> Any:
+    def _without_null(cls, given: object) -> object:
         if not isinstance(given, dict):
             raise ValueError("the body must be an object, {...}")
         return {name: value for name, value in given.items() if value is not None}

@@ -1,8 +1,7 @@
 """/v1/chat/completions: a conversation answered, by the model's chat template."""
 
 import time
-from collections.abc import AsyncGenerator
-from typing import Any
+from collections.abc import AsyncGenerator, Sequence
 
 import numpy as np
 
@@ -10,7 +9,7 @@ from jaxtrain.data import Chat
 from jaxtrain.data.chat.chat import check_tool_calls
 from jaxtrain.data.chat.messages import check_characters, message_of
 from jaxtrain.data.records import Conversation, Message
-from jaxtrain.inference.engine import Update
+from jaxtrain.inference.engine import TokenLogprob, Update
 from jaxtrain.inference.server.bodies import ChatBody
 from jaxtrain.inference.server.completions import Answer
 from jaxtrain.inference.server.errors import refuse
@@ -74,7 +73,7 @@ class ChatCompletion:
         logprobs = self.logprobs(answer.logprobs)
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
 
-    def logprobs(self, found: Any) -> Json | None:
+    def logprobs(self, found: Sequence[TokenLogprob]) -> Json | None:
         return chat_logprobs(self.service.served.tokenizer, found) if self.body.logprobs else None
 
     async def chunks(self) -> AsyncGenerator[Json]:

@@ -39,14 +39,14 @@ def data_sources(data: dict[str, Any]) -> dict[str, Any]:
     return {name: kept(source) for name, source in found.items()}
 
 
-def is_counted(value: Any) -> bool:
+def is_counted(value: object) -> bool:
     """Whether a value is a whole number, or several by name."""
     if isinstance(value, dict):
         return all(type(one) is int for one in value.values())
     return type(value) is int
 
 
-def commands_of(folder: RunFolder, name: str, typed: Any) -> list[dict[str, str]]:
+def commands_of(folder: RunFolder, name: str, typed: object) -> list[dict[str, str]]:
     """What one can do with a run, as shell commands: {label, command}."""
     run_dir = folder.shown / name
     start = typed_again(typed) or command_of("train", "--config", run_dir / "config.yaml")

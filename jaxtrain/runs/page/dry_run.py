@@ -65,7 +65,7 @@ def last_line(text: str) -> str:
     """What a failed command says: its error line, or else its last."""
     lines = [line.strip() for line in text.splitlines() if line.strip()]
     errors = [line.removeprefix("error: ") for line in lines if line.startswith("error: ")]
-    return (errors or lines or ["the dry run failed and said nothing"])[-1]
+    return (errors or lines or ["the dry run failed without a message"])[-1]
 
 
 def answer_of(record: dict[str, Any]) -> dict[str, Any]:

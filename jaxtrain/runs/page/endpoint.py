@@ -4,7 +4,7 @@ to its own origin alone and sees no key."""
 import http.client
 import os
 from collections.abc import AsyncIterator
-from typing import Any, NamedTuple
+from typing import NamedTuple
 from urllib.parse import SplitResult, urlsplit
 
 from starlette.concurrency import run_in_threadpool
@@ -76,7 +76,9 @@ async def pass_on(endpoint: Endpoint, request: Request) -> Response:
     return StreamingResponse(parts_of(answer, connection), answer.status, media_type=kind)
 
 
-async def parts_of(answer: Any, connection: http.client.HTTPConnection) -> AsyncIterator[bytes]:
+async def parts_of(
+    answer: http.client.HTTPResponse, connection: http.client.HTTPConnection
+) -> AsyncIterator[bytes]:
     """What arrives, as soon as it does; the connection ends with whoever reads."""
     try:
         while part := await run_in_threadpool(answer.read1, 1 << 16):

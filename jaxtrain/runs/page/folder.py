@@ -23,7 +23,7 @@ class Summary(NamedTuple):
 
     name: str  # its path below the folder
     state: str  # running, finished, stopped, interrupted, failed, died, or model (never trained)
-    status: str  # what the run says of its end
+    status: str  # of the last `end` event
     changed: float  # seconds since 1970
     step: float | int | None
     total_steps: int | None

@@ -72,7 +72,7 @@ def rows_kept(rows: Sequence[MetricsRow]) -> list[dict[str, Any]]:
     ]
 
 
-def shortened(value: Any) -> Any:
+def shortened(value: object) -> object:
     """A number with DIGITS digits; one that is not finite is null."""
     if not isinstance(value, float):
         return value

@@ -12,7 +12,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, Float, Int
 
 from jaxtrain_kernels.attention import reference
-from jaxtrain_kernels.attention.decode import Quantized, decode_attention
+from jaxtrain_kernels.attention.decode import Cache, Quantized, decode_attention
 from jaxtrain_kernels.dispatch import choose_backend
 
 Pages = Float[Array, "P p K H"] | Quantized
@@ -54,7 +54,7 @@ def paged_attention(
     )  # fmt: skip
 
 
-def gather_pages(pages: Any, table_BW: Any) -> tuple[Any, Any]:
+def gather_pages(pages: Pages, table_BW: Array) -> tuple[Any, Any]:
     """The rows' keys or values [B, S, K, H] in their order and, of 8 bits, their scales."""
     values, scales = pages if isinstance(pages, Quantized) else (pages, None)
     take = lambda x: x[table_BW].reshape(len(table_BW), -1, *x.shape[2:])
@@ -119,7 +119,7 @@ def reduce(
     table_BW, begin_B = in_window(table_BW, starts_B, size, 1, window)
     lengths_B = jnp.where(counts_B > 0, starts_B + 1 - begin_B, 0)
 
-    def rows(pages: Any) -> Any:
+    def rows(pages: Pages) -> Cache:
         values, scales = gather_pages(pages, table_BW)
         return values if scales is None else Quantized(values, scales)
 
