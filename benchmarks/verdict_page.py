@@ -28,8 +28,9 @@ Each row is one technique, compared with the same model without it (the baseline
 `tokens` is a ratio: the baseline's tokens to the technique's last held-out loss, divided by the
 technique's tokens. At 1.10x the baseline needs 10% more tokens. The baseline's tokens are
 interpolated between runs of several lengths, each with its whole decay; `~` marks extrapolation.
-Each table is of one device, and so is its baseline. Brackets hold the 95% interval over paired
-seeds (Student's t). A ratio from one seed decides nothing within 3%. `seconds` is the time per
+Each table is of one device, which its rows were timed on, and so is its baseline; a record names
+the device of its losses, where that is another. Brackets hold the 95% interval over paired seeds
+(Student's t). A ratio from one seed decides nothing within 3%. `seconds` is the time per
 token divided by the baseline's. Where the baseline's seconds varied within a call, a verdict has to
 hold for the fastest and for the slowest of them. `bits` is the difference in bits per byte at equal
 steps. `memory` is the bytes of a compiled step divided by the baseline's. A technique with another
