@@ -216,7 +216,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shrink", action="store_true", help="case-study: a tiny model, for a CPU")
     parser.add_argument(
         "--only", nargs="+", action="extend", metavar="NAME",
-        help="check: records whose file name has one of these in it; ladder: these rungs",
+        help="check: records whose file name has one of X",
     )  # fmt: skip
     parser.add_argument(
         "--depth", type=whole(1), action="append",
@@ -276,8 +276,11 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
             return
         texts = Texts(a.text, a.calibration, a.sequences or Texts().sequences)
         yield from bench_compress(
-            Asked(a.overrides, a.also or (), a.shape or (), a.core, a.variant, texts, a.workers)
-        )
+            Asked(
+                a.overrides, a.also or (), a.shape or (), a.core, a.variant, texts, a.workers,
+                a.only or (),
+            )
+        )  # fmt: skip
     elif a.what == "packing":
         yield bench_packing(a.overrides, a.variant)
     elif a.what == "filters":

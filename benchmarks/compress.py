@@ -3,6 +3,7 @@
 python -m benchmarks compress RUN [RUN ...] --also qat=runs/x pruned=runs/y --record
 python -m benchmarks compress RUN --text held.txt --calibration other.txt --record
 python -m benchmarks compress --shape llama_8b --workers 2 --record   a row at a time on each GPU
+python -m benchmarks compress RUN --only none int4 float8 --record   these rows
 python -m benchmarks compress --recipes [NAME ...] --record  trains by compress_recipes.yaml
 python -m benchmarks compress                        makes the page from the records
 """
@@ -61,10 +62,24 @@ class Asked(NamedTuple):
     variant: str | None = None
     texts: Texts = Texts()
     gpus: int | None = None  # that rows are measured on, one at a time on each
+    only: Sequence[str] = ()  # rows; default all
 
 
 def jobs_of(folder: str, asked: Asked, shape: bool = False) -> list[Job]:
-    """The rows of one model. UserError for what is no run, no shape, no LABEL=FOLDER."""
+    """The rows of one model that are asked for. UserError for what is no run, no shape, no
+    LABEL=FOLDER, no row."""
+    jobs = all_jobs(folder, asked, shape)
+    labels = [job.label for job in jobs]
+    if unknown := set(asked.only) - set(labels):
+        raise UserError(
+            f"compress: {folder} has no row {'; '.join(sorted(unknown))}. It has: "
+            f"{'; '.join(labels)}"
+        )
+    return [job for job in jobs if not asked.only or job.label in asked.only]
+
+
+def all_jobs(folder: str, asked: Asked, shape: bool) -> list[Job]:
+    """A row for each method, and the models beside it."""
     if shape:
         if folder not in SHAPES:
             raise UserError(f"compress: there is no shape {folder}; there are {', '.join(SHAPES)}")

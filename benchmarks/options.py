@@ -15,6 +15,7 @@ ONLY = {
     "engine": ("prompts", "batches", "cache_dtypes", "new", "drafts"),
     "compress": (
         "also", "shape", "core", "text", "calibration", "sequences", "recipes", "folder", "workers",
+        "only",
     ),
     "serve-soak": ("clients", "minutes"),
     "step": ("profile", "switches", "flags", "peer"),

@@ -96,6 +96,8 @@ def test_each_method_is_a_row_and_each_form_of_a_shape(run):
     assert [job.label for job in jobs] == [PLAIN, *METHODS, PATTERN, "qat"]
     assert [job.method for job in jobs] == [None, *METHODS, PATTERN, None]
     assert {job.core for job in jobs} == {5}
+    some = jobs_of(str(run), Asked([str(run)], [f"qat={run}"], only=["qat", "int4"]))
+    assert [job.label for job in some] == ["int4", "qat"]
     shape = jobs_of("tiny", Asked([]), shape=True)
     assert [job.label for job in shape] == [PLAIN, *(x for x in METHODS if x in STORED)]
 
@@ -170,6 +172,7 @@ def test_the_page_is_made_of_the_records(tmp_path):
         ("--shape tiny --also x=RUN", "--also goes with one RUN"),
         ("RUN --text no.txt", "no.txt is no file"),
         ("no/run", "no/run"),
+        ("RUN --only int5", "has no row int5. It has: none; int8;"),
     ],
 )
 def test_what_is_no_model_or_text_is_named(run, capsys, words, said):
