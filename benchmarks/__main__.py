@@ -216,7 +216,7 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
     parser.add_argument("--shrink", action="store_true", help="case-study: a tiny model, for a CPU")
     parser.add_argument(
         "--only", nargs="+", action="extend", metavar="NAME",
-        help="check: records whose file name has one of X",
+        help="check: records whose file name has one of these; ladder: rungs; compress: rows",
     )  # fmt: skip
     parser.add_argument(
         "--depth", type=whole(1), action="append",
