@@ -1,9 +1,9 @@
 """Weight-only int8 and int4 matmuls (w8a16, w4a16): integer codes with scales.
 
 A decode step spends its time reading the codes. `triton` reads each byte once; it is the default
-for one row, and for 2 to 8 rows of int4, where the mesh has one device. `reduce` serves one row:
-XLA multiplies and sums in one pass, without a dequantized matrix in memory. `dot` is a matmul. XLA
-dequantizes the matrix for it, which the many rows of a prompt pay for.
+for up to 32 rows, where the mesh has one device. `reduce` serves one row: XLA multiplies and sums
+in one pass, without a dequantized matrix in memory. `dot` is a matmul. XLA dequantizes the matrix
+for it, which the many rows of a prompt pay for.
 """
 
 from jaxtyping import Array, Float, Int, Integer
@@ -61,19 +61,15 @@ def _matmul(
     implementation: str | None,
 ) -> Float[Array, "*B N"]:
     """arrays: codes, scales, and offsets if there are any."""
-    x_MK, (codes, scales, *offsets) = x.reshape(-1, x.shape[-1]), arrays
+    x_MK, (codes, scales, *_) = x.reshape(-1, x.shape[-1]), arrays
     device = target()
     reasons = {
         name: module.supports(device, x_MK, codes, scales) for name, module in BACKENDS.items()
     }
-    if offsets:
-        reasons["triton"] = reasons["triton"] or "takes no offsets of groups"
-    if implementation is None:
-        reasons["triton"] = reasons["triton"] or triton.not_the_default(x_MK, codes)
     signature = f"{x_MK.dtype}{list(x_MK.shape)} codes={codes.dtype}{list(codes.shape)}"
     backend = BACKENDS[choose_backend(op, reasons, implementation, signature)]
     if backend is triton:
-        out_MN = getattr(triton, op)(x_MK, codes, scales, layer)
+        out_MN = getattr(triton, op)(x_MK, *arrays, layer=layer)
     else:
         matrix = arrays if layer is None else [array[layer] for array in arrays]
         out_MN = getattr(backend, op)(x_MK, *matrix)

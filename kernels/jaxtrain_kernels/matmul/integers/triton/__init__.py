@@ -1,45 +1,46 @@
-"""Products of 1 to 32 rows with integer codes in Triton, through jax-triton: Ampere and newer.
+"""Products of 1 to 32 rows with integer codes in Pallas for Triton: Ampere and newer.
 
-Each program reads a tile of columns of a part of the inputs (a split) once, and the partial sums
-are added in float32, always in one order. One row is multiplied and added, more rows go through
-tensor cores. The scales multiply sums of a group, so that values are not rounded to x's dtype.
-The kernels are in `kernels.py`, imported by the first call: this module needs no Triton.
+XLA compiles these kernels itself, and CUDA graphs hold them. A few rows are multiplied and added
+(`VECTOR_ROWS`), by programs that read all inputs of a tile of columns, so that one launch is the
+whole product. More rows go through tensor cores; where the columns give too few programs, each
+reads a part of the inputs (a split), and XLA adds the parts in float32, always in one order.
+The kernels are in `kernels.py`, imported by the first call: Pallas takes a while to import.
 
-It is the default where it was measured to be faster than XLA (an H200, shapes of llama_8b): one
-row, and up to 8 rows of int4. XLA's figure at 8 rows is not known: Triton's 8 rows took 14 to 39 us
-where XLA's 32 rows take 30 to 94. More rows, and 2 to 32 of int8, were not measured: a caller may
-ask for them by name.
+Tiles and `VECTOR_ROWS` follow from counts of bytes and instructions; none has been measured yet.
+A copy at 4.2 TB/s takes 32 bytes a nanosecond from each of 132 processors, and waits some 1,000 ns
+for the first: 32 KiB are on their way at once, 8 loads of 16 bytes for each of 256 threads.
 """
 
-import importlib.metadata
 import math
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
 
-from jaxtrain_kernels.dispatch import Target, target
+from jaxtrain_kernels.dispatch import Target
 from jaxtrain_kernels.matmul.integers import dot
 
-INSTALL = "pip install jax-triton==0.3.1 triton==3.6.0"
 MOST_ROWS = 32
-DEFAULT_INT4_ROWS = 8
+VECTOR_ROWS = {"uint8": 2, "int8": 4}  # more go through tensor cores
 PROCESSORS = 132  # of a Hopper
-SMALL_BYTES = 2**24  # of codes
+# Pallas counts in int32 up to 2^32 bytes, which are negative from 2^31 on.
+UNCOUNTED = range(2**31, 2**32 + 1)
 
 
 class Tile(NamedTuple):
-    """A program's step: rows of codes x columns, of `splits` parts of the inputs.
+    """A program's step: rows of codes x columns, of one of `splits` parts of the inputs.
 
-    each: rows of codes that a thread reads one below the other (one row of x alone).
+    each: rows of codes that a thread reads one below the other, `rows` times (vectors alone).
+    dot: by tensor cores.
     """
 
     rows: int
     columns: int
     each: int
     splits: int
-    warps: int = 4
-    stages: int = 1
+    warps: int
+    stages: int
+    dot: bool
 
 
 def supports(target: Target, x_MK, codes, scales) -> str | None:
@@ -58,18 +59,16 @@ def supports(target: Target, x_MK, codes, scales) -> str | None:
         return f"needs bfloat16 or float16, or one row of float32, got {M} of {x_MK.dtype}"
     if codes.shape[-1] % 16:
         return f"needs a multiple of 16 columns, got {codes.shape[-1]}"
+    if codes.ndim > 2 and codes.size in UNCOUNTED:
+        return f"needs a stack below 2^31 bytes of codes or above 2^32, got {codes.size}"
+    if codes.shape[-2] % 16:
+        return f"needs a multiple of 16 rows of codes, got {codes.shape[-2]}"
     if codes.dtype == jnp.uint8:
         group = K // scales.shape[-2]
         if scales.dtype != jnp.bfloat16:
             return f"needs scales in bfloat16, got {scales.dtype}"
-        if M > 1 and group % 32:
+        if M > VECTOR_ROWS["uint8"] and group % 32:
             return f"needs groups of a multiple of 32 inputs for {M} rows, got {group}"
-    try:
-        version = importlib.metadata.version("jax-triton")
-    except importlib.metadata.PackageNotFoundError:
-        return f"needs jax-triton 0.3: {INSTALL}"
-    if not version.startswith("0.3."):
-        return f"needs jax-triton 0.3, this is {version}: {INSTALL}"
     return None
 
 
@@ -79,109 +78,76 @@ def mesh_devices() -> int:
     return math.prod(n for name, n in mesh.shape.items() if name not in mesh.manual_axes)
 
 
-def not_the_default(x_MK, codes) -> str | None:
-    """Why a call that `supports` allows goes to XLA unless it asks for this backend by name."""
-    most = DEFAULT_INT4_ROWS if codes.dtype == jnp.uint8 else 1
-    if len(x_MK) <= most:
-        return None
-    return f"not measured for more than {most} row{'s' * (most > 1)} of {codes.dtype} codes"
+def w8a16_matmul(x_MK, codes_KN, scales_N, layer=None, tile=None, interpret=False):
+    """As the public function. tile: a `Tile`, to measure another than `tile_of`'s."""
+    tile = tile or tile_of(len(x_MK), *codes_KN.shape[-2:], None)
+    return _product(dot.w8a16_matmul, tile, interpret, x_MK, (codes_KN, scales_N), layer)
 
 
-def w8a16_matmul(x_MK, codes_KN, scales_N, layer=None, tile: Tile | None = None):
-    """As the public function."""
-    R, N = codes_KN.shape[-2:]
-    tile = tile or tile_of(len(x_MK), R, N, None)
-    return _product(dot.w8a16_matmul, tile, x_MK, codes_KN, scales_N, layer)
-
-
-def w4a16_matmul(x_MK, codes_HN, scales_GN, layer=None, tile: Tile | None = None):
-    """As the public function."""
+def w4a16_matmul(
+    x_MK, codes_HN, scales_GN, offsets_GN=None, layer=None, tile=None, interpret=False
+):
+    """As the public function. tile: a `Tile`, to measure another than `tile_of`'s."""
     group = x_MK.shape[1] // scales_GN.shape[-2]
-    R, N = codes_HN.shape[-2:]
-    tile = tile or tile_of(len(x_MK), R, N, group)
-    return _product(dot.w4a16_matmul, tile, x_MK, codes_HN, scales_GN, layer)
+    tile = tile or tile_of(len(x_MK), *codes_HN.shape[-2:], group)
+    arrays = (codes_HN, scales_GN) if offsets_GN is None else (codes_HN, scales_GN, offsets_GN)
+    return _product(dot.w4a16_matmul, tile, interpret, x_MK, arrays, layer)
 
 
 def tile_of(M: int, R: int, N: int, group: int | None) -> Tile:
-    """The tile for M rows and codes [R, N]; group: of int4.
-
-    Four programs a processor, each of two steps at least; codes of up to SMALL_BYTES give too few
-    steps of four rows a thread. For every shape that was measured this is within 5% of the best
-    (5 to 32 tiles each: benchmarks/results/matmul-integers-nvidia_h200.json). 9 to 32 rows and
-    several rows of int8 were not measured.
-    """
-    if M == 1:
-        each = 2 if R * N <= SMALL_BYTES else 4
-        tile = Tile(16, 128, each if group is None else math.gcd(each, group // 2), 1)
-    else:
-        tile = Tile(64 if group is None else min(64, group // 2 & -(group // 2)), 64, 1, 1, 4, 4)
-    programs = math.ceil(N / tile.columns)
-    steps = math.ceil(R / (tile.rows * tile.each))
-    return tile._replace(splits=max(1, min(steps // 2, round(4 * PROCESSORS / programs))))
+    """The tile for M rows and codes [R, N]; group: of int4. All divide: no mask is needed."""
+    if M > VECTOR_ROWS["int8" if group is None else "uint8"]:
+        return _dot_tile(R, N, group)
+    columns = 16
+    while columns < 128 and N % (2 * columns) == 0 and N // (2 * columns) >= 0.9 * PROCESSORS:
+        columns *= 2
+    warps = 16 if N // columns < 2 * PROCESSORS else 8
+    rows = min(_power_of_two(R), 32 * warps * 16 // columns)  # 16 bytes a thread
+    in_group = R if group is None else group // 2
+    most = 8 if M == 1 else 4
+    return Tile(rows, columns, min(most, _power_of_two(R // rows), _power_of_two(in_group)),
+                1, warps, 1, False)  # fmt: skip
 
 
-def splits_of(tile: Tile, R: int) -> tuple[int, int]:
-    """Rows of codes in a split, whole steps, and how many splits that makes."""
-    step = tile.rows * tile.each
-    split = math.ceil(R / (step * tile.splits)) * step
-    return split, math.ceil(R / split)
+def _dot_tile(R: int, N: int, group: int | None) -> Tile:
+    columns = min(64, _power_of_two(N))
+    rows = min(64, _power_of_two(R), R if group is None else _power_of_two(group // 2))
+    steps, programs = R // rows, N // columns
+    splits = 1
+    while steps % (2 * splits) == 0 and 2 * splits * programs <= 4 * PROCESSORS:
+        splits *= 2
+    return Tile(rows, columns, 1, splits, 4, 4, True)
 
 
-def _product(formula, tile: Tile, x_MK, codes, scales, layer):
+def _power_of_two(n: int) -> int:
+    """The largest that divides n."""
+    return n & -n
+
+
+def _product(formula, tile: Tile, interpret: bool, x_MK, arrays, layer):
     """formula: the same in XLA, for the gradient. layer: static, or traced as in a scan."""
     static = layer is None or isinstance(layer, int)
 
-    def formula_of_layer(x_MK, codes, scales, *traced):
-        at = traced[0] if traced else layer
-        return formula(x_MK, *((codes, scales) if at is None else (codes[at], scales[at])))
+    def formula_of_layer(x_MK, arrays, *traced):
+        at = traced[0][0] if traced else layer
+        return formula(x_MK, *(arrays if at is None else [array[at] for array in arrays]))
 
     @jax.custom_vjp
-    def product(x_MK, codes, scales, *traced):
-        def call(x_MK, codes, scales, *traced):
-            return _call(tile, x_MK, codes, scales, traced[0] if traced else layer)
+    def product(x_MK, arrays, *traced):
+        def call(x_MK, arrays, *traced):
+            from jaxtrain_kernels.matmul.integers.triton import kernels
 
-        return jax.custom_batching.sequential_vmap(call)(x_MK, codes, scales, *traced)
+            N = arrays[0].shape[-1]
+            codes = arrays[0].reshape(-1, *arrays[0].shape[-2:])
+            others = [array.reshape(len(codes), -1, N) for array in arrays[1:]]
+            scales, offsets = (*others, None)[:2]
+            at = traced[0] if traced else layer or 0
+            return kernels.call(tile, x_MK, codes, scales, offsets, at, interpret)
+
+        return jax.custom_batching.sequential_vmap(call)(x_MK, arrays, *traced)
 
     def backward(inputs, dy_MN):
         return jax.vjp(formula_of_layer, *inputs)[1](dy_MN)
 
     product.defvjp(lambda *inputs: (product(*inputs), inputs), backward)
-    return product(x_MK, codes, scales, *(() if static else (jnp.asarray(layer, jnp.int32),)))
-
-
-def _call(tile: Tile, x_MK, codes, scales, layer):
-    import jax_triton
-
-    from jaxtrain_kernels.matmul.integers.triton import kernels
-
-    (M, K), (R, N), int4 = x_MK.shape, codes.shape[-2:], codes.dtype == jnp.uint8
-    split, splits = splits_of(tile, R)
-    traced = not (layer is None or isinstance(layer, int))
-    dims: dict[str, Any] = {"N": N, "STAGES": tile.stages, "TRACED": traced}
-    dims |= {"H": R, "GROUP": K // scales.shape[-2]} if int4 else {"K": R}
-    if M == 1:
-        dims |= {"TH": tile.rows, "EACH": tile.each, "WORDS": tile.columns // 4}
-    else:
-        dims |= {"M": M, "MP": 16 if M <= 16 else 32, "TN": tile.columns}
-        dims |= {"TH" if int4 else "TK": tile.rows}
-    major, minor = target().compute_capability or (9, 0)
-    (sums,) = jax_triton.triton_call(
-        x_MK,
-        codes,
-        *([scales] if int4 else []),
-        layer if traced else scales,
-        0 if traced or layer is None else -layer,  # not 1, which would be compiled by itself
-        split,
-        kernel=getattr(kernels, f"{'row' if M == 1 else 'rows'}_{'int4' if int4 else 'int8'}"),
-        out_shape=[jax.ShapeDtypeStruct((splits, M, N), jnp.float32)],
-        grid=(math.ceil(N / tile.columns), splits),
-        name=f"matmul_{'w4a16' if int4 else 'w8a16'}",
-        num_warps=tile.warps,
-        compute_capability=10 * major + minor,
-        **dims,
-    )
-    out_MN = sums.sum(0)
-    if not int4:
-        of_layer = scales if layer is None else scales[layer]
-        out_MN *= of_layer.astype(jnp.float32)[None]
-    return out_MN.astype(x_MK.dtype)
+    return product(x_MK, arrays, *(() if static else (jnp.asarray(layer, jnp.int32)[None],)))

@@ -1,246 +1,193 @@
-"""Products of a few rows with integer codes, in Triton: `triton` calls them.
+"""Products of a few rows with integer codes, in Pallas for Triton: `triton` calls them.
 
-A program sums a part of the inputs (a split) for a tile of columns, and stores float32 partial
-sums [splits, rows, N] that the caller adds. Codes are read as 32-bit words of four columns,
-16 bytes a thread.
+`vector_*` multiply and add: each thread reads 16 columns of a row of codes and keeps a sum of its
+own, and the threads' sums are added at the end. `dot_*` go through tensor cores. A program has a
+tile of columns and a part of the inputs (a split).
 
-For one row an integer becomes a float without a conversion instruction: a float32 below 2^-126 has
-no exponent, so that masked bits are code * 2^(their place - 149) as they stand. Inputs are scaled
-by SCALE against that, and sums back by what is left.
+An integer becomes a float32 without a conversion: its bits are the upper ones of the mantissa of
+a number from 1 to 2, so that 1 + code / 2^n is multiplied, and the ones are taken off the sum.
 """
 
-import inspect
+from typing import Any
 
-import triton
-import triton.language as tl
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
 
-SCALE = tl.constexpr(2.0**100)
-BACK = tl.constexpr(2.0**49)  # SCALE * BACK * 2^-149 = 1
+ONE = 0x3F800000  # of float32
+TO_MANTISSA = 15  # a byte's upper bit to the mantissa's
+
+Ref = Any
 
 
-def kernel(function):
-    """`triton.jit` of the function itself, also where an import hook has wrapped it."""
-    return triton.jit(inspect.unwrap(function))
-
-
-@kernel
 def _float32(bits):
-    return bits.to(tl.float32, bitcast=True)
+    return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-@kernel
-def _layer(layer, layer_ptr, TRACED: tl.constexpr):
-    """layer: its index with a minus sign, or 0 where it is in memory."""
-    if TRACED:
-        return tl.load(layer_ptr).to(tl.int64)
-    else:
-        return tl.cast(-layer, tl.int64)
+def _place(tile, rows: int, layer_ref: Ref | None, layer: int):
+    """The layer, the first row of the split, its steps, and the slice of columns."""
+    at = layer if layer_ref is None else layer_ref[0]
+    begin = pl.program_id(1) * rows
+    columns = pl.ds(pl.program_id(0) * tile.columns, tile.columns)
+    return at, begin, rows // (tile.rows * tile.each), columns
 
 
-@kernel
-def row_int4(
-    x_ptr, codes_ptr, scales_ptr, layer_ptr, layer, split, out_ptr,
-    H: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr,
-    TH: tl.constexpr, EACH: tl.constexpr, WORDS: tl.constexpr,
-    TRACED: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One row. codes uint8 [L, H, N]: two inputs a byte; scales bfloat16 [L, 2 H / GROUP, N].
+def _inputs(x_ref, m: int, k):
+    """Inputs k of row m, float32, beside the columns."""
+    return x_ref[m, k].astype(jnp.float32)[:, None]
 
-    TH rows of threads read EACH bytes one below the other, all of one group, and sum them before
-    the scale multiplies. split: rows of codes of a program. Grid (column tiles, splits).
+
+def vector_int4(tile, rows, group, layer, refs, layer_ref, out_ref):
+    """codes uint8 [L, H, N]: two inputs a byte; scales bfloat16, offsets float32 [L, G, N].
+
+    A byte times the even input counts the odd code 16 times, which its own product takes off.
     """
-    at = _layer(layer, layer_ptr, TRACED)
-    codes_ptr = (codes_ptr + at * (H * N)).to(tl.pointer_type(tl.int32), bitcast=True)
-    scales_ptr = (scales_ptr + at * (2 * H // GROUP * N)).to(
-        tl.pointer_type(tl.int64), bitcast=True
-    )
-    W: tl.constexpr = N // 4
-    w = tl.program_id(0) * WORDS + tl.arange(0, WORDS)[None, :]
-    begin = tl.program_id(1) * split
-    rows = tl.arange(0, TH)[:, None] * EACH
-    total0 = tl.zeros([TH, WORDS], tl.float32)
-    total1 = tl.zeros([TH, WORDS], tl.float32)
-    total2 = tl.zeros([TH, WORDS], tl.float32)
-    total3 = tl.zeros([TH, WORDS], tl.float32)
-    for step in tl.range(0, split, TH * EACH, num_stages=STAGES):
-        first = begin + step + rows
-        inside = first + 0 * w < H
-        if W % WORDS != 0:
-            inside = inside & (w < W)
-        sum0 = tl.zeros([TH, WORDS], tl.float32)
-        sum1 = tl.zeros([TH, WORDS], tl.float32)
-        sum2 = tl.zeros([TH, WORDS], tl.float32)
-        sum3 = tl.zeros([TH, WORDS], tl.float32)
-        inputs = tl.zeros([TH, 1], tl.float32)
-        steps = tl.load(scales_ptr + first * 2 // GROUP * W + w, inside, 0)
+    x_ref, codes_ref, scales_ref, *offsets_ref = refs
+    at, begin, steps, columns = _place(tile, rows, layer_ref, layer)
+    M = x_ref.shape[0]
+
+    def step(i, totals):
+        first = begin + i * (tile.rows * tile.each) + jnp.arange(tile.rows) * tile.each
+        g = jax.lax.div(first, jnp.int32(group // 2))
         # All first, so that all are on their way at once.
-        loaded = (tl.load(codes_ptr + first * W + w, inside, 0),)
-        for i in tl.static_range(1, EACH):
-            loaded += (tl.load(codes_ptr + (first + i) * W + w, inside, 0),)
-        for i in tl.static_range(EACH):
-            h, words = first + i, loaded[i]
-            even = tl.load(x_ptr + 2 * h, h < H, 0.0).to(tl.float32)
-            odd = tl.load(x_ptr + 2 * h + 1, h < H, 0.0).to(tl.float32)
-            inputs += even + odd
-            even *= SCALE
-            odd *= SCALE / 16  # its bits are four places further up
-            right = words >> 12
-            sum0 += even * _float32(words & 0x0000000F)
-            sum1 += even * _float32(words & 0x00000F00)
-            sum2 += even * _float32(right & 0x000000F0)
-            sum3 += even * _float32(right & 0x0000F000)
-            sum0 += odd * _float32(words & 0x000000F0)
-            sum1 += odd * _float32(words & 0x0000F000)
-            sum2 += odd * _float32(right & 0x00000F00)
-            sum3 += odd * _float32(right & 0x000F0000)
-        inputs *= 8.0
-        low, high = steps.to(tl.int32), (steps >> 32).to(tl.int32)
-        total0 += (sum0 * BACK - inputs) * _float32(low << 16)
-        total1 += (sum1 * (BACK / 256) - inputs) * _float32(low & -65536)
-        total2 += (sum2 * (BACK / 16) - inputs) * _float32(high << 16)
-        total3 += (sum3 * (BACK / 4096) - inputs) * _float32(high & -65536)
-    _store_row(out_ptr, total0, 0, N, WORDS)
-    _store_row(out_ptr, total1, 1, N, WORDS)
-    _store_row(out_ptr, total2, 2, N, WORDS)
-    _store_row(out_ptr, total3, 3, N, WORDS)
+        loaded = [codes_ref[at, first + j, columns] for j in range(tile.each)]
+        scales = scales_ref[at, g, columns].astype(jnp.float32)
+        offsets = [ref[at, g, columns] for ref in offsets_ref]
+        sums = [jnp.zeros((tile.rows, tile.columns), jnp.float32) for _ in range(M)]
+        evens, odds = ([jnp.zeros((tile.rows, 1), jnp.float32)] * M for _ in range(2))
+        for j, codes in enumerate(loaded):
+            both = (codes.astype(jnp.int32) << TO_MANTISSA) | ONE
+            high = _float32(both & (ONE | 0xF0 << TO_MANTISSA))
+            both = _float32(both)
+            for m in range(M):
+                even = _inputs(x_ref, m, 2 * (first + j))
+                odd = _inputs(x_ref, m, 2 * (first + j) + 1)
+                sums[m] += even * both + (odd / 16 - even) * high
+                evens[m] += even
+                odds[m] += odd
+        results = []
+        for m in range(M):
+            ones = odds[m] * 16 + (evens[m] + odds[m]) * 8
+            total = totals[m] + (sums[m] * 256 - ones) * scales
+            results.append(sum(((evens[m] + odds[m]) * o for o in offsets), total))
+        return tuple(results)
+
+    zeros = tuple(jnp.zeros((tile.rows, tile.columns), jnp.float32) for _ in range(M))
+    for m, total in enumerate(jax.lax.fori_loop(0, steps, step, zeros)):
+        out_ref[m, :] = total.sum(0).astype(out_ref.dtype)
 
 
-@kernel
-def _store_row(out_ptr, total, COLUMN: tl.constexpr, N: tl.constexpr, WORDS: tl.constexpr):
-    n = (tl.program_id(0) * WORDS + tl.arange(0, WORDS)) * 4 + COLUMN
-    tl.store(out_ptr + tl.program_id(1) * N + n, tl.sum(total, 0), n < N)
+def vector_int8(tile, rows, group, layer, refs, layer_ref, out_ref):
+    """codes int8 [L, K, N], scales float32 [L, 1, N]."""
+    x_ref, codes_ref, scales_ref = refs
+    at, begin, steps, columns = _place(tile, rows, layer_ref, layer)
+    M = x_ref.shape[0]
+
+    def step(i, carry):
+        sums, inputs = map(list, carry)
+        first = begin + i * (tile.rows * tile.each) + jnp.arange(tile.rows) * tile.each
+        loaded = [codes_ref[at, first + j, columns] for j in range(tile.each)]
+        for j, codes in enumerate(loaded):
+            values = _float32((codes.astype(jnp.int32) << TO_MANTISSA) + (ONE | 1 << 22))
+            for m in range(M):
+                x = _inputs(x_ref, m, first + j)
+                sums[m] += x * values
+                inputs[m] += x
+        return tuple(sums), tuple(inputs)
+
+    zeros = lambda columns: tuple(jnp.zeros((tile.rows, columns), jnp.float32) for _ in range(M))
+    sums, inputs = jax.lax.fori_loop(0, steps, step, (zeros(tile.columns), zeros(1)))
+    scales = scales_ref[at, 0, columns].astype(jnp.float32)
+    for m in range(M):
+        total = (sums[m] * 256 - inputs[m] * 384).sum(0)
+        out_ref[m, :] = (total * scales).astype(out_ref.dtype)
 
 
-@kernel
-def _words(codes_ptr, k, w, K: tl.constexpr, W: tl.constexpr, WORDS: tl.constexpr):
-    """Words w of rows k, 0 outside."""
-    inside = k + 0 * w < K
-    if W % WORDS != 0:
-        inside = inside & (w < W)
-    return tl.load(codes_ptr + k * W + w, inside, 0)
+def dot_int4(tile, rows, group, layer, refs, layer_ref, out_ref):
+    """As `vector_int4`; a step is of one group. Values are rounded to x's dtype."""
+    x_ref, codes_ref, scales_ref, *offsets_ref = refs
+    at, begin, steps, columns = _place(tile, rows, layer_ref, layer)
+    padded = out_ref.shape[0]
+    m = jnp.minimum(jnp.arange(padded), x_ref.shape[0] - 1)
+
+    def step(i, total):
+        first = begin + i * tile.rows
+        g = jax.lax.div(first, jnp.int32(group // 2))
+        codes = codes_ref[at, pl.ds(first, tile.rows), columns].astype(jnp.int32)
+        x = x_ref[m, pl.ds(2 * first, 2 * tile.rows)].reshape(padded, tile.rows, 2)
+        even, odd = jnp.unstack(x, axis=-1)
+        scales = scales_ref[at, g, columns].astype(jnp.float32)[None]
+        for inputs, bits in ((even, (codes & 15) << 4), (odd, codes & 0xF0)):
+            values = _float32((bits << TO_MANTISSA) | ONE) * (scales * 16) - scales * 24
+            total += jnp.dot(
+                inputs, values.astype(inputs.dtype), preferred_element_type=jnp.float32
+            )
+        for ref in offsets_ref:
+            inputs = (even.astype(jnp.float32) + odd.astype(jnp.float32)).sum(1)
+            total += inputs[:, None] * ref[at, g, columns][None]
+        return total
+
+    zeros = jnp.zeros((padded, tile.columns), jnp.float32)
+    _store(out_ref, jax.lax.fori_loop(0, steps, step, zeros), x_ref.shape[0])
 
 
-@kernel
-def row_int8(
-    x_ptr, codes_ptr, layer_ptr, layer, split, out_ptr,
-    K: tl.constexpr, N: tl.constexpr,
-    TH: tl.constexpr, EACH: tl.constexpr, WORDS: tl.constexpr,
-    TRACED: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """One row. codes int8 [L, K, N]; the scales of columns are the caller's. As `row_int4`."""
-    at = _layer(layer, layer_ptr, TRACED)
-    codes_ptr = (codes_ptr + at * (K * N)).to(tl.pointer_type(tl.int32), bitcast=True)
-    W: tl.constexpr = N // 4
-    w = tl.program_id(0) * WORDS + tl.arange(0, WORDS)[None, :]
-    begin = tl.program_id(1) * split
-    rows = tl.arange(0, TH)[:, None] * EACH
-    sum0 = tl.zeros([TH, WORDS], tl.float32)
-    sum1 = tl.zeros([TH, WORDS], tl.float32)
-    sum2 = tl.zeros([TH, WORDS], tl.float32)
-    sum3 = tl.zeros([TH, WORDS], tl.float32)
-    inputs = tl.zeros([TH, 1], tl.float32)
-    for step in tl.range(0, split, TH * EACH, num_stages=STAGES):
-        first = begin + step + rows
-        loaded = (_words(codes_ptr, first, w, K, W, WORDS),)
-        for i in tl.static_range(1, EACH):
-            loaded += (_words(codes_ptr, first + i, w, K, W, WORDS),)
-        for i in tl.static_range(EACH):
-            k, words = first + i, loaded[i] ^ -2139062144  # each byte + 128
-            x = tl.load(x_ptr + k, k < K, 0.0).to(tl.float32)
-            inputs += x
-            x *= SCALE
-            right = words >> 16
-            sum0 += x * _float32(words & 0x000000FF)
-            sum1 += x * _float32(words & 0x0000FF00)
-            sum2 += x * _float32(right & 0x000000FF)
-            sum3 += x * _float32(right & 0x0000FF00)
-    inputs *= 128.0
-    _store_row(out_ptr, sum0 * BACK - inputs, 0, N, WORDS)
-    _store_row(out_ptr, sum1 * (BACK / 256) - inputs, 1, N, WORDS)
-    _store_row(out_ptr, sum2 * BACK - inputs, 2, N, WORDS)
-    _store_row(out_ptr, sum3 * (BACK / 256) - inputs, 3, N, WORDS)
+def dot_int8(tile, rows, group, layer, refs, layer_ref, out_ref):
+    """As `vector_int8`, by tensor cores."""
+    x_ref, codes_ref, scales_ref = refs
+    at, begin, steps, columns = _place(tile, rows, layer_ref, layer)
+    padded = out_ref.shape[0]
+    m = jnp.minimum(jnp.arange(padded), x_ref.shape[0] - 1)
+
+    def step(i, total):
+        first = begin + i * tile.rows
+        codes = codes_ref[at, pl.ds(first, tile.rows), columns]
+        x = x_ref[m, pl.ds(first, tile.rows)]
+        return total + jnp.dot(x, codes.astype(x.dtype), preferred_element_type=jnp.float32)
+
+    zeros = jnp.zeros((padded, tile.columns), jnp.float32)
+    total = jax.lax.fori_loop(0, steps, step, zeros)
+    scales = scales_ref[at, 0, columns].astype(jnp.float32)
+    _store(out_ref, total * scales[None], x_ref.shape[0])
 
 
-@kernel
-def rows_int4(
-    x_ptr, codes_ptr, scales_ptr, layer_ptr, layer, split, out_ptr,
-    M: tl.constexpr, H: tl.constexpr, N: tl.constexpr, GROUP: tl.constexpr,
-    MP: tl.constexpr, TH: tl.constexpr, TN: tl.constexpr,
-    TRACED: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Up to MP rows of 16 bits by tensor cores; the TH rows of codes of a step are of one group.
-    Else as `row_int4`."""
-    at = _layer(layer, layer_ptr, TRACED)
-    codes_ptr += at * (H * N)
-    scales_ptr += at * (2 * H // GROUP * N)
-    dtype: tl.constexpr = x_ptr.dtype.element_ty
-    x_pairs = x_ptr.to(tl.pointer_type(tl.int32), bitcast=True)
-    m = tl.arange(0, MP)[:, None]
-    n = tl.program_id(0) * TN + tl.arange(0, TN)[None, :]
-    begin = tl.program_id(1) * split
-    total = tl.zeros([MP, TN], tl.float32)
-    for step in tl.range(0, split, TH, num_stages=STAGES):
-        first = begin + step
-        h = first + tl.arange(0, TH)
-        inside = first + 0 * n < H
-        if N % TN != 0:
-            inside = inside & (n < N)
-        codes = tl.load(codes_ptr + h[:, None] * N + n, inside, 0)
-        pairs = tl.load(x_pairs + m * H + h[None, :], (m < M) & (h[None, :] < H), 0)
-        even, odd = _half(pairs, dtype), _half(pairs >> 16, dtype)
-        scales = tl.load(scales_ptr + first * 2 // GROUP * N + n, inside, 0.0)
-        part = tl.dot(even, _code(codes & 15, dtype))
-        part = tl.dot(odd, _code(codes >> 4, dtype), part)
-        inputs = tl.sum(even.to(tl.float32) + odd.to(tl.float32), 1)[:, None]
-        if dtype == tl.bfloat16:
-            inputs *= 128.0 + 8.0
-        else:
-            inputs *= 1024.0 + 8.0
-        total += (part - inputs) * scales.to(tl.float32)
-    _store_rows(out_ptr, total, m, n, M, N)
+def _store(out_ref, total, M: int):
+    inside = (jnp.arange(total.shape[0]) < M)[:, None]
+    plgpu.store(out_ref, total.astype(out_ref.dtype), mask=inside)
 
 
-@kernel
-def _half(pairs, dtype: tl.constexpr):
-    """The lower 16 bits of each word as a float."""
-    return pairs.to(tl.int16).to(dtype, bitcast=True)
+KERNELS = {
+    ("vector", "uint8"): vector_int4,
+    ("vector", "int8"): vector_int8,
+    ("dot", "uint8"): dot_int4,
+    ("dot", "int8"): dot_int8,
+}
 
 
-@kernel
-def _code(codes, dtype: tl.constexpr):
-    """128 + the code in bfloat16, 1024 + the code in float16."""
-    if dtype == tl.bfloat16:
-        return (codes.to(tl.int16) | 0x4300).to(dtype, bitcast=True)
-    else:
-        return (codes.to(tl.int16) | 0x6400).to(dtype, bitcast=True)
+def call(tile, x_MK, codes, scales, offsets, layer, interpret: bool):
+    """The product [M, N]. codes [L, R, N]; layer: int, or int32 [1]."""
+    (M, _), (_, R, N) = x_MK.shape, codes.shape
+    static = isinstance(layer, int)
+    arrays = [x_MK, codes, scales, *([] if offsets is None else [offsets])]
+    group = x_MK.shape[1] // scales.shape[1]
+    body = KERNELS["dot" if tile.dot else "vector", codes.dtype.name]
+    rows = R // tile.splits
 
+    def kernel(*refs):
+        *inputs, out_ref = refs
+        layer_ref = None if static else inputs.pop()
+        body(tile, rows, group, layer if static else 0, inputs, layer_ref, out_ref)
 
-@kernel
-def _store_rows(out_ptr, total, m, n, M: tl.constexpr, N: tl.constexpr):
-    out_ptr += tl.program_id(1) * (M * N)
-    tl.store(out_ptr + m * N + n, total, (m < M) & (n < N))
-
-
-@kernel
-def rows_int8(
-    x_ptr, codes_ptr, layer_ptr, layer, split, out_ptr,
-    M: tl.constexpr, K: tl.constexpr, N: tl.constexpr,
-    MP: tl.constexpr, TK: tl.constexpr, TN: tl.constexpr,
-    TRACED: tl.constexpr, STAGES: tl.constexpr,
-):  # fmt: skip
-    """Up to MP rows by tensor cores; codes and the caller's scales as in `row_int8`."""
-    at = _layer(layer, layer_ptr, TRACED)
-    codes_ptr += at * (K * N)
-    m = tl.arange(0, MP)[:, None]
-    n = tl.program_id(0) * TN + tl.arange(0, TN)[None, :]
-    begin = tl.program_id(1) * split
-    total = tl.zeros([MP, TN], tl.float32)
-    for step in tl.range(0, split, TK, num_stages=STAGES):
-        k = begin + step + tl.arange(0, TK)
-        inside = k[:, None] + 0 * n < K
-        if N % TN != 0:
-            inside = inside & (n < N)
-        codes = tl.load(codes_ptr + k[:, None] * N + n, inside, 0)
-        x = tl.load(x_ptr + m * K + k[None, :], (m < M) & (k[None, :] < K), 0.0)
-        total = tl.dot(x, codes.to(x.dtype), total)
-    _store_rows(out_ptr, total, m, n, M, N)
+    kernel.__name__ = f"matmul_{'w4a16' if codes.dtype == jnp.uint8 else 'w8a16'}"
+    padded = (16 if M <= 16 else 32) if tile.dot else M
+    parts_SMN = pl.pallas_call(
+        kernel,
+        grid=(N // tile.columns, tile.splits),
+        out_specs=pl.BlockSpec((None, padded, tile.columns), lambda n, s: (s, 0, n)),
+        out_shape=jax.ShapeDtypeStruct(
+            (tile.splits, M, N), x_MK.dtype if tile.splits == 1 else jnp.float32
+        ),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=interpret,
+    )(*arrays, *([] if static else [layer]))
+    return parts_SMN[0] if tile.splits == 1 else parts_SMN.sum(0).astype(x_MK.dtype)
