@@ -19,7 +19,7 @@ from jaxtrain.weights.int4 import quantize_int4
 from jaxtrain.weights.quantized import IntegerWeight, quantize_int8
 
 
-def opaque(tile, x_MK, codes, scales, offsets, layer, interpret):
+def opaque(tile, interpret, x_MK, codes, scales, layer_1):
     """In the kernel's place, so that no GPU is needed to see what it is given."""
     out = jax.ShapeDtypeStruct((len(x_MK), codes.shape[-1]), x_MK.dtype)
     return jax.ffi.ffi_call("kernel", out)(x_MK, codes, scales)

@@ -201,11 +201,11 @@ def test_it_lowers_for_cuda_and_slices_no_codes(op, rows):
         return jax.lax.scan(run, jnp.zeros((rows, 48), x.dtype), jnp.arange(3))[0]
 
     of_codes = "x".join(map(str, arrays[1].shape[1:]))
-    for f, calls in ((unrolled, 3), (scanned, 1)):
+    for f in (unrolled, scanned):
         with on_target("cuda", (9, 0)), jax.sharding.use_abstract_mesh(H100):
             traced = jax.jit(f).trace(*arrays)
             text = traced.lower(lowering_platforms=("cuda",)).as_text()
-        assert text.count("@__gpu$xla.gpu.triton(") == calls
+        assert text.count("@__gpu$xla.gpu.triton(") == 1  # one kernel for all layers
         assert f"x{of_codes}x" in text and f"tensor<{of_codes}x" not in text
 
 

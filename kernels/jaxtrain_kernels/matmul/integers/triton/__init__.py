@@ -80,7 +80,8 @@ def mesh_devices() -> int:
 
 def w8a16_matmul(x_MK, codes_KN, scales_N, layer=None, tile=None, interpret=False):
     """As the public function. tile: a `Tile`, to measure another than `tile_of`'s."""
-    tile = tile or tile_of(len(x_MK), *codes_KN.shape[-2:], None)
+    R, N = codes_KN.shape[-2:]
+    tile = tile or tile_of(len(x_MK), R, N, None)
     return _product(dot.w8a16_matmul, tile, interpret, x_MK, (codes_KN, scales_N), layer)
 
 
@@ -89,7 +90,8 @@ def w4a16_matmul(
 ):
     """As the public function. tile: a `Tile`, to measure another than `tile_of`'s."""
     group = x_MK.shape[1] // scales_GN.shape[-2]
-    tile = tile or tile_of(len(x_MK), *codes_HN.shape[-2:], group)
+    R, N = codes_HN.shape[-2:]
+    tile = tile or tile_of(len(x_MK), R, N, group)
     arrays = (codes_HN, scales_GN) if offsets_GN is None else (codes_HN, scales_GN, offsets_GN)
     return _product(dot.w4a16_matmul, tile, interpret, x_MK, arrays, layer)
 
@@ -125,29 +127,29 @@ def _power_of_two(n: int) -> int:
 
 
 def _product(formula, tile: Tile, interpret: bool, x_MK, arrays, layer):
-    """formula: the same in XLA, for the gradient. layer: static, or traced as in a scan."""
-    static = layer is None or isinstance(layer, int)
+    """formula: the same in XLA, for the gradient.
 
-    def formula_of_layer(x_MK, arrays, *traced):
-        at = traced[0][0] if traced else layer
-        return formula(x_MK, *(arrays if at is None else [array[at] for array in arrays]))
+    The layer is read from memory, so that one kernel serves all layers: each would be compiled.
+    """
+
+    def formula_of_layer(x_MK, arrays, *layer_1):
+        matrix = [array[layer_1[0][0]] for array in arrays] if layer_1 else arrays
+        return formula(x_MK, *matrix)
 
     @jax.custom_vjp
-    def product(x_MK, arrays, *traced):
-        def call(x_MK, arrays, *traced):
+    def product(x_MK, arrays, *layer_1):
+        def call(x_MK, arrays, *layer_1):
             from jaxtrain_kernels.matmul.integers.triton import kernels
 
-            N = arrays[0].shape[-1]
             codes = arrays[0].reshape(-1, *arrays[0].shape[-2:])
-            others = [array.reshape(len(codes), -1, N) for array in arrays[1:]]
-            scales, offsets = (*others, None)[:2]
-            at = traced[0] if traced else layer or 0
-            return kernels.call(tile, x_MK, codes, scales, offsets, at, interpret)
+            others = [array.reshape(len(codes), -1, codes.shape[-1]) for array in arrays[1:]]
+            return kernels.call(tile, interpret, x_MK, codes, *others, layer_1=layer_1)
 
-        return jax.custom_batching.sequential_vmap(call)(x_MK, arrays, *traced)
+        return jax.custom_batching.sequential_vmap(call)(x_MK, arrays, *layer_1)
 
     def backward(inputs, dy_MN):
         return jax.vjp(formula_of_layer, *inputs)[1](dy_MN)
 
     product.defvjp(lambda *inputs: (product(*inputs), inputs), backward)
-    return product(x_MK, arrays, *(() if static else (jnp.asarray(layer, jnp.int32)[None],)))
+    layer_1 = () if layer is None else (jnp.asarray(layer, jnp.int32)[None],)
+    return product(x_MK, arrays, *layer_1)

@@ -8,7 +8,7 @@ An integer becomes a float32 without a conversion: its bits are the upper ones o
 a number from 1 to 2, so that 1 + code / 2^n is multiplied, and the ones are taken off the sum.
 """
 
-from typing import Any
+import functools
 
 import jax
 import jax.numpy as jnp
@@ -18,19 +18,16 @@ from jax.experimental.pallas import triton as plgpu
 ONE = 0x3F800000  # of float32
 TO_MANTISSA = 15  # a byte's upper bit to the mantissa's
 
-Ref = Any
-
 
 def _float32(bits):
     return jax.lax.bitcast_convert_type(bits, jnp.float32)
 
 
-def _place(tile, rows: int, layer_ref: Ref | None, layer: int):
-    """The layer, the first row of the split, its steps, and the slice of columns."""
-    at = layer if layer_ref is None else layer_ref[0]
+def _place(tile, rows: int):
+    """The first row of the split, its steps, and the slice of columns."""
     begin = pl.program_id(1) * rows
     columns = pl.ds(pl.program_id(0) * tile.columns, tile.columns)
-    return at, begin, rows // (tile.rows * tile.each), columns
+    return begin, rows // (tile.rows * tile.each), columns
 
 
 def _inputs(x_ref, m: int, k):
@@ -38,22 +35,22 @@ def _inputs(x_ref, m: int, k):
     return x_ref[m, k].astype(jnp.float32)[:, None]
 
 
-def vector_int4(tile, rows, group, layer, refs, layer_ref, out_ref):
+def vector_int4(tile, rows, group, layer, refs, out_ref):
     """codes uint8 [L, H, N]: two inputs a byte; scales bfloat16, offsets float32 [L, G, N].
 
     A byte times the even input counts the odd code 16 times, which its own product takes off.
     """
     x_ref, codes_ref, scales_ref, *offsets_ref = refs
-    at, begin, steps, columns = _place(tile, rows, layer_ref, layer)
+    begin, steps, columns = _place(tile, rows)
     M = x_ref.shape[0]
 
     def step(i, totals):
         first = begin + i * (tile.rows * tile.each) + jnp.arange(tile.rows) * tile.each
         g = jax.lax.div(first, jnp.int32(group // 2))
         # All first, so that all are on their way at once.
-        loaded = [codes_ref[at, first + j, columns] for j in range(tile.each)]
-        scales = scales_ref[at, g, columns].astype(jnp.float32)
-        offsets = [ref[at, g, columns] for ref in offsets_ref]
+        loaded = [codes_ref[layer, first + j, columns] for j in range(tile.each)]
+        scales = scales_ref[layer, g, columns].astype(jnp.float32)
+        offsets = [ref[layer, g, columns] for ref in offsets_ref]
         sums = [jnp.zeros((tile.rows, tile.columns), jnp.float32) for _ in range(M)]
         evens, odds = ([jnp.zeros((tile.rows, 1), jnp.float32)] * M for _ in range(2))
         for j, codes in enumerate(loaded):
@@ -78,16 +75,16 @@ def vector_int4(tile, rows, group, layer, refs, layer_ref, out_ref):
         out_ref[m, :] = total.sum(0).astype(out_ref.dtype)
 
 
-def vector_int8(tile, rows, group, layer, refs, layer_ref, out_ref):
+def vector_int8(tile, rows, group, layer, refs, out_ref):
     """codes int8 [L, K, N], scales float32 [L, 1, N]."""
     x_ref, codes_ref, scales_ref = refs
-    at, begin, steps, columns = _place(tile, rows, layer_ref, layer)
+    begin, steps, columns = _place(tile, rows)
     M = x_ref.shape[0]
 
     def step(i, carry):
         sums, inputs = map(list, carry)
         first = begin + i * (tile.rows * tile.each) + jnp.arange(tile.rows) * tile.each
-        loaded = [codes_ref[at, first + j, columns] for j in range(tile.each)]
+        loaded = [codes_ref[layer, first + j, columns] for j in range(tile.each)]
         for j, codes in enumerate(loaded):
             values = _float32((codes.astype(jnp.int32) << TO_MANTISSA) + (ONE | 1 << 22))
             for m in range(M):
@@ -98,26 +95,26 @@ def vector_int8(tile, rows, group, layer, refs, layer_ref, out_ref):
 
     zeros = lambda columns: tuple(jnp.zeros((tile.rows, columns), jnp.float32) for _ in range(M))
     sums, inputs = jax.lax.fori_loop(0, steps, step, (zeros(tile.columns), zeros(1)))
-    scales = scales_ref[at, 0, columns].astype(jnp.float32)
+    scales = scales_ref[layer, 0, columns].astype(jnp.float32)
     for m in range(M):
         total = (sums[m] * 256 - inputs[m] * 384).sum(0)
         out_ref[m, :] = (total * scales).astype(out_ref.dtype)
 
 
-def dot_int4(tile, rows, group, layer, refs, layer_ref, out_ref):
+def dot_int4(tile, rows, group, layer, refs, out_ref):
     """As `vector_int4`; a step is of one group. Values are rounded to x's dtype."""
     x_ref, codes_ref, scales_ref, *offsets_ref = refs
-    at, begin, steps, columns = _place(tile, rows, layer_ref, layer)
+    begin, steps, columns = _place(tile, rows)
     padded = out_ref.shape[0]
     m = jnp.minimum(jnp.arange(padded), x_ref.shape[0] - 1)
 
     def step(i, total):
         first = begin + i * tile.rows
         g = jax.lax.div(first, jnp.int32(group // 2))
-        codes = codes_ref[at, pl.ds(first, tile.rows), columns].astype(jnp.int32)
+        codes = codes_ref[layer, pl.ds(first, tile.rows), columns].astype(jnp.int32)
         x = x_ref[m, pl.ds(2 * first, 2 * tile.rows)].reshape(padded, tile.rows, 2)
         even, odd = jnp.unstack(x, axis=-1)
-        scales = scales_ref[at, g, columns].astype(jnp.float32)[None]
+        scales = scales_ref[layer, g, columns].astype(jnp.float32)[None]
         for inputs, bits in ((even, (codes & 15) << 4), (odd, codes & 0xF0)):
             values = _float32((bits << TO_MANTISSA) | ONE) * (scales * 16) - scales * 24
             total += jnp.dot(
@@ -125,29 +122,29 @@ def dot_int4(tile, rows, group, layer, refs, layer_ref, out_ref):
             )
         for ref in offsets_ref:
             inputs = (even.astype(jnp.float32) + odd.astype(jnp.float32)).sum(1)
-            total += inputs[:, None] * ref[at, g, columns][None]
+            total += inputs[:, None] * ref[layer, g, columns][None]
         return total
 
     zeros = jnp.zeros((padded, tile.columns), jnp.float32)
     _store(out_ref, jax.lax.fori_loop(0, steps, step, zeros), x_ref.shape[0])
 
 
-def dot_int8(tile, rows, group, layer, refs, layer_ref, out_ref):
+def dot_int8(tile, rows, group, layer, refs, out_ref):
     """As `vector_int8`, by tensor cores."""
     x_ref, codes_ref, scales_ref = refs
-    at, begin, steps, columns = _place(tile, rows, layer_ref, layer)
+    begin, steps, columns = _place(tile, rows)
     padded = out_ref.shape[0]
     m = jnp.minimum(jnp.arange(padded), x_ref.shape[0] - 1)
 
     def step(i, total):
         first = begin + i * tile.rows
-        codes = codes_ref[at, pl.ds(first, tile.rows), columns]
+        codes = codes_ref[layer, pl.ds(first, tile.rows), columns]
         x = x_ref[m, pl.ds(first, tile.rows)]
         return total + jnp.dot(x, codes.astype(x.dtype), preferred_element_type=jnp.float32)
 
     zeros = jnp.zeros((padded, tile.columns), jnp.float32)
     total = jax.lax.fori_loop(0, steps, step, zeros)
-    scales = scales_ref[at, 0, columns].astype(jnp.float32)
+    scales = scales_ref[layer, 0, columns].astype(jnp.float32)
     _store(out_ref, total * scales[None], x_ref.shape[0])
 
 
@@ -164,19 +161,21 @@ KERNELS = {
 }
 
 
-def call(tile, x_MK, codes, scales, offsets, layer, interpret: bool):
-    """The product [M, N]. codes [L, R, N]; layer: int, or int32 [1]."""
-    (M, _), (_, R, N) = x_MK.shape, codes.shape
-    static = isinstance(layer, int)
-    arrays = [x_MK, codes, scales, *([] if offsets is None else [offsets])]
-    group = x_MK.shape[1] // scales.shape[1]
+@functools.partial(jax.jit, static_argnums=(0, 1))
+def call(tile, interpret: bool, x_MK, codes, *others, layer_1=()):
+    """The product [M, N]. codes [L, R, N]; others: scales, and offsets if there are any.
+
+    layer_1: (int32 [1],), or () of the only one. One trace, and one kernel, for all calls of a
+    shape.
+    """
+    (M, K), (_, R, N) = x_MK.shape, codes.shape
+    group = K // others[0].shape[1]
     body = KERNELS["dot" if tile.dot else "vector", codes.dtype.name]
-    rows = R // tile.splits
 
     def kernel(*refs):
         *inputs, out_ref = refs
-        layer_ref = None if static else inputs.pop()
-        body(tile, rows, group, layer if static else 0, inputs, layer_ref, out_ref)
+        layer = inputs.pop()[0] if layer_1 else 0
+        body(tile, R // tile.splits, group, layer, inputs, out_ref)
 
     kernel.__name__ = f"matmul_{'w4a16' if codes.dtype == jnp.uint8 else 'w8a16'}"
     padded = (16 if M <= 16 else 32) if tile.dot else M
@@ -189,5 +188,5 @@ def call(tile, x_MK, codes, scales, offsets, layer, interpret: bool):
         ),
         compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
         interpret=interpret,
-    )(*arrays, *([] if static else [layer]))
+    )(x_MK, codes, *others, *layer_1)
     return parts_SMN[0] if tile.splits == 1 else parts_SMN.sum(0).astype(x_MK.dtype)
