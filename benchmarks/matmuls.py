@@ -1,5 +1,6 @@
 """Matmuls that are more than one call of cuBLAS: float8, ReLU^2 in the epilogue, symmetric ones,
-groups of rows with a matrix each, and a few rows with integer codes (`integers.py`)."""
+groups of rows with a matrix each, a few rows with integer codes (`integers.py`), and many such
+products in a row (`integer_chain.py`)."""
 
 import functools
 from collections.abc import Callable, Iterator, Sequence
@@ -13,7 +14,7 @@ from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.grouped_matmul import BACKENDS as GROUPED_BACKENDS
 from jaxtrain_kernels.matmul import hopper
 
-from benchmarks import integers
+from benchmarks import integer_chain, integers
 from benchmarks.casts import casts
 from benchmarks.kernels import Row, chosen, error_of, growing, measured, sized
 from benchmarks.timing import rotating
@@ -81,12 +82,14 @@ def bench_matmuls(
 
 
 def matmul_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
-    known = [s.name for s in (*DENSE, *GROUPED, *STACKS, *integers.PRODUCTS)]
+    known = [s.name for s in (*DENSE, *GROUPED, *STACKS, *integers.PRODUCTS,
+                               *integer_chain.CHAINS)]  # fmt: skip
     shapes, backends = chosen("matmul", names, known, BACKENDS)
     for part, all_shapes, small in (
         (dense, DENSE, small_dense), (hidden_casts, DENSE, small_dense),
         (grouped, GROUPED, small_grouped), (muon, STACKS, small_stacks),
         (integers.product_rows, integers.PRODUCTS, integers.small_product),
+        (integer_chain.chain_rows, integer_chain.CHAINS, integer_chain.small_chain),
     ):  # fmt: skip
         for shape in map(sized(small), [s for s in all_shapes if s.name in shapes]):
             yield from part(shape, backends, dtype)

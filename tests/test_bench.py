@@ -170,6 +170,20 @@ def test_matmuls_with_integer_codes(tmp_path, monkeypatch):
         assert row["floor_ms"] == pytest.approx(row["ms"] * row["of_copy"])
 
 
+@pytest.mark.slow
+def test_a_chain_of_products_with_integer_codes(tmp_path):
+    record = recorded(tmp_path, "matmul", "chain_m1_gpt_d12", "plain", "dot")
+    rows = {(row["name"], row["backend"]): row for row in record["rows"]}
+    assert list(rows) == [("fp32", "plain"), ("int8", "dot"), ("int4", "dot")]
+    weights = 2 * (2 * 256 * 256 + 2 * 256 * 512)
+    for row in rows.values():
+        assert row["shape"] == "chain_m1_gpt_d12_small" and row["ms"] > 0
+        assert row["floor_ms"] == pytest.approx(row["ms"] * row["of_copy"])
+    read = {form: row["gbps"] * row["ms"] * 1e6 for (form, _), row in rows.items()}
+    assert read["fp32"] == pytest.approx(4 * weights)
+    assert 1 < read["int8"] / weights < 1.1 and 1 < 2 * read["int4"] / weights < 1.1
+
+
 def test_a_bench_that_is_cut_short_has_its_rows(capsys):
     def rows():
         yield {"name": "a", "shape": "s", "backend": "b", "ms": 2.0, "tflops": 3.0}
