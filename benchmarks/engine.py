@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 import jaxtrain_kernels as kernels
 import numpy as np
-from jaxtrain_kernels.attention.paged import BACKENDS as PAGED
+from jaxtrain_kernels.attention import paged
 
 from benchmarks.decode import bandwidth
 from benchmarks.decode_models import COMPUTE, random_weights, weight_bytes
@@ -200,6 +200,12 @@ def floor_bytes(one: Served, batch: int, cache_dtype: str | None, held: float) -
     return one.weight_bytes + batch * sum(s * n for s, n in zip(sizes, seen, strict=True))
 
 
+def serving(q_BTNH: jax.Array, k_PpKH: Any) -> list[str]:
+    """Backends that can attend with these queries to these pages."""
+    reasons = paged.reasons(q_BTNH, k_PpKH)
+    return [name for name in paged.BACKENDS if reasons[name] is None]
+
+
 def attention_rows(
     one: Served, batch: int, cache_dtype: str | None, held: int, limits: Ceilings
 ) -> Iterator[dict[str, Any]]:
@@ -223,7 +229,7 @@ def attention_rows(
 
     sets = rotating(inputs)
     size = sum(x.nbytes for x in jax.tree.leaves(sets[0]))
-    for backend in PAGED:
+    for backend in serving(*sets[0][:2]):
         attend = functools.partial(kernels.paged_attention, implementation=backend)
         row = {"name": "paged_attention", "shape": f"{batch} x {held}"}
         kind = f"{backend}, {cache_dtype or SHORT[dtype.name]}"

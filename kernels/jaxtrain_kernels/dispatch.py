@@ -8,6 +8,7 @@ import contextlib
 import contextvars
 import functools
 import logging
+import math
 from collections.abc import Iterator, Mapping
 from typing import NamedTuple
 
@@ -57,6 +58,12 @@ def target() -> Target:
         return Target("rocm", kind=device.device_kind)
     major, minor = device.compute_capability.split(".")
     return Target("cuda", (int(major), int(minor)), device.device_kind)
+
+
+def mesh_devices() -> int:
+    """Devices of the mesh in force, along the axes that no `jax.shard_map` around has split."""
+    mesh = jax.sharding.get_abstract_mesh()
+    return math.prod(n for name, n in mesh.shape.items() if name not in mesh.manual_axes)
 
 
 def choose_backend(

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple
 import jax
 import jax.numpy as jnp
 
-from jaxtrain_kernels.dispatch import Target, target
+from jaxtrain_kernels.dispatch import Target, mesh_devices, target
 from jaxtrain_kernels.matmul.integers import dot
 
 INSTALL = "pip install jax-triton==0.3.1 triton==3.6.0"
@@ -71,12 +71,6 @@ def supports(target: Target, x_MK, codes, scales) -> str | None:
     if not version.startswith("0.3."):
         return f"needs jax-triton 0.3, this is {version}: {INSTALL}"
     return None
-
-
-def mesh_devices() -> int:
-    """Devices of the mesh in force, along the axes that no `jax.shard_map` around has split."""
-    mesh = jax.sharding.get_abstract_mesh()
-    return math.prod(n for name, n in mesh.shape.items() if name not in mesh.manual_axes)
 
 
 def not_the_default(x_MK, codes) -> str | None:

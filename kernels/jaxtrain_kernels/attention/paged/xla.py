@@ -1,4 +1,4 @@
-"""Attention of new tokens against keys and values in pages, one token a row or many.
+"""Attention over pages in XLA.
 
 `xla` gathers the pages of a row to a copy of its keys in their order, without those that its window
 hides, and then two matmuls attend to that copy. `reduce`, for one token a row, multiplies and adds
@@ -9,49 +9,12 @@ from typing import Any
 
 import jax
 import jax.numpy as jnp
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float
 
 from jaxtrain_kernels.attention import reference
 from jaxtrain_kernels.attention.decode import Cache, Quantized, decode_attention
-from jaxtrain_kernels.dispatch import choose_backend
 
 Pages = Float[Array, "P p K H"] | Quantized
-
-
-def paged_attention(
-    q_BTNH: Float[Array, "B T N H"],
-    k_PpKH: Pages,
-    v_PpKH: Pages,
-    table_BW: Int[Array, "B W"],
-    starts_B: Int[Array, "B"],
-    counts_B: Int[Array, "B"],
-    *,
-    window: int | None = None,
-    softcap: float | None = None,
-    scale: float | None = None,
-    implementation: str | None = None,
-) -> Float[Array, "B T N H"]:
-    """Queries at positions starts_B + t over the keys of each row's pages, up to their own.
-
-    k_PpKH, v_PpKH: P pages of p tokens, in the inputs' dtype or in 8 bits (`quantize`). table_BW:
-    the pages of each row in its order; entries behind its last are any valid number. starts_B,
-    counts_B: tokens before the new ones, and new ones, whose keys are in the pages already. What
-    the pages hold elsewhere is masked, but must be finite. window, softcap and scale as in
-    `attention`. Queries from counts_B on (padding, an idle row) give 0.
-
-    implementation: `xla`, `reduce` or `reference`; None = `xla`.
-    """
-    values = k_PpKH.values_BSKH if isinstance(k_PpKH, Quantized) else k_PpKH
-    W, H = table_BW.shape[1], q_BTNH.shape[-1]
-    signature = f"{q_BTNH.dtype}{list(q_BTNH.shape)} pages={values.dtype}{list(values.shape)} W={W}"
-    names: dict[str, str | None] = dict.fromkeys([*BACKENDS, "reference"])
-    names["reduce"] = None if q_BTNH.shape[1] == 1 else "takes one token a row"
-    name = choose_backend("paged_attention", names, implementation, signature)
-    backend = reference.paged_attention if name == "reference" else BACKENDS[name]
-    return backend(
-        q_BTNH, k_PpKH, v_PpKH, table_BW, starts_B, counts_B, window=window, softcap=softcap,
-        scale=H**-0.5 if scale is None else scale,
-    )  # fmt: skip
 
 
 def gather_pages(pages: Pages, table_BW: Array) -> tuple[Any, Any]:
@@ -132,6 +95,3 @@ def reduce(
 
 def by_head(scale_BSK: Any) -> Any:
     return scale_BSK.transpose(0, 2, 1)[:, :, None, None]
-
-
-BACKENDS = {"xla": xla, "reduce": reduce}

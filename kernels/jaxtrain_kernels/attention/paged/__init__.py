@@ -1,0 +1,62 @@
+"""Attention of new tokens against keys and values in pages, one token a row or many.
+
+`triton` reads the pages where they are, for a few new tokens a row. `xla` and `reduce` gather them
+to a copy first, for any number of tokens and for one.
+"""
+
+from jaxtyping import Array, Float, Int
+
+from jaxtrain_kernels.attention import reference
+from jaxtrain_kernels.attention.decode import Quantized
+from jaxtrain_kernels.attention.paged import triton
+from jaxtrain_kernels.attention.paged.xla import Pages, reduce, xla
+from jaxtrain_kernels.dispatch import choose_backend, target
+
+# Fastest first.
+BACKENDS = {"triton": triton.paged_attention, "xla": xla, "reduce": reduce}
+
+
+def paged_attention(
+    q_BTNH: Float[Array, "B T N H"],
+    k_PpKH: Pages,
+    v_PpKH: Pages,
+    table_BW: Int[Array, "B W"],
+    starts_B: Int[Array, "B"],
+    counts_B: Int[Array, "B"],
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B T N H"]:
+    """Queries at positions starts_B + t over the keys of each row's pages, up to their own.
+
+    k_PpKH, v_PpKH: P pages of p tokens, in the inputs' dtype or in 8 bits (`quantize`). table_BW:
+    the pages of each row in its order; entries behind its last are any valid number. starts_B,
+    counts_B: tokens before the new ones, and new ones, whose keys are in the pages already. What
+    the pages hold elsewhere is masked, but must be finite. window, softcap and scale as in
+    `attention`. Queries from counts_B on (padding, an idle row) give 0.
+
+    implementation: `triton`, `xla`, `reduce` or `reference`; None = `triton` where it can serve,
+    else `xla`.
+    """
+    values = k_PpKH.values_BSKH if isinstance(k_PpKH, Quantized) else k_PpKH
+    W, H = table_BW.shape[1], q_BTNH.shape[-1]
+    signature = f"{q_BTNH.dtype}{list(q_BTNH.shape)} pages={values.dtype}{list(values.shape)} W={W}"
+    name = choose_backend("paged_attention", reasons(q_BTNH, k_PpKH), implementation, signature)
+    backend = reference.paged_attention if name == "reference" else BACKENDS[name]
+    return backend(
+        q_BTNH, k_PpKH, v_PpKH, table_BW, starts_B, counts_B, window=window, softcap=softcap,
+        scale=H**-0.5 if scale is None else scale,
+    )  # fmt: skip
+
+
+def reasons(q_BTNH: Float[Array, "B T N H"], k_PpKH: Pages) -> dict[str, str | None]:
+    """Of each backend, why it cannot serve such queries and pages; None = it can."""
+    values = k_PpKH.values_BSKH if isinstance(k_PpKH, Quantized) else k_PpKH
+    return {
+        "triton": triton.supports(target(), q_BTNH, values),
+        "xla": None,
+        "reduce": None if q_BTNH.shape[1] == 1 else "takes one token a row",
+        "reference": None,
+    }

@@ -1,0 +1,262 @@
+"""Attention over pages without a copy of them, in Triton through Pallas: Ampere and newer.
+
+A program reads its part (a split) of a row's keys and values of one head, each once, where the
+row's table of pages says they are; the queries of all new tokens and of all heads that share the
+keys are the rows of its matmuls. The splits have a softmax each, which a second kernel joins by
+their log-sum-exp (flash-decoding). Programs share what a row holds, not what its table has room
+for: a short row's are short.
+
+XLA compiles what Pallas makes like its own kernels, so that it may be a part of a CUDA graph, which
+kernels of jax-triton may not; launches are most of the time of a small model's decoding. JAX plans
+to remove this backend of Pallas.
+"""
+
+import functools
+import math
+from typing import Any, NamedTuple
+
+import jax
+import jax.numpy as jnp
+from jax.experimental import pallas as pl
+from jax.experimental.pallas import triton as plgpu
+
+from jaxtrain_kernels.attention.decode import FLOOR, Quantized
+from jaxtrain_kernels.dispatch import Target, mesh_devices
+
+MOST_QUERIES = 64  # of a head of keys
+PROCESSORS = 132  # of a Hopper
+LOG2E = math.log2(math.e)
+
+
+class Tile(NamedTuple):
+    """Tokens that a program reads in a step, and programs that share a row's head.
+
+    warps and software pipeline stages are of the program that reads the keys.
+    """
+
+    tokens: int
+    splits: int
+    warps: int = 4
+    stages: int = 4
+
+
+class Plan(NamedTuple):
+    """What is compiled into the kernels of one call. Rows of a matmul: queries, and padding."""
+
+    tile: Tile
+    queries: int  # T * G, query t of head g is row t * G + g
+    rows: int
+    G: int
+    columns: int  # of a head, and padding
+    quantized: bool
+    window: int | None
+    factor: float  # of q k^T to a score in base 2; with a softcap, to the power of its tanh
+    softcap: float | None
+
+
+def supports(target: Target, q_BTNH: Any, values_PpKH: Any) -> str | None:
+    """The reason why a call cannot be served; None = it can. values_PpKH: keys of the pages."""
+    cc = target.compute_capability
+    if target.platform != "cuda":
+        return f"needs an NVIDIA GPU, this is {target.platform}"
+    if cc is None or cc < (8, 0):
+        return f"needs compute capability 8.0 (Ampere), this is {cc}"
+    if (devices := mesh_devices()) > 1:
+        return f"has no partitioning rule, and the mesh has {devices} devices"
+    if q_BTNH.dtype not in (jnp.bfloat16, jnp.float16):
+        return f"needs bfloat16 or float16, got {q_BTNH.dtype}"
+    if values_PpKH.dtype == jnp.float8_e4m3fn and cc < (8, 9):
+        return f"needs compute capability 8.9 (Ada) for float8, this is {cc}"
+    (T, N, H), K = q_BTNH.shape[1:], values_PpKH.shape[2]
+    if T * N // K > MOST_QUERIES:
+        return f"takes at most {MOST_QUERIES} queries of a head of keys, got {T * N // K}"
+    if H > 256:
+        return f"takes heads of at most 256, got {H}"
+    size = values_PpKH.size
+    if values_PpKH.dtype.itemsize == 1 and 2**31 < size <= 2**32:
+        return f"Pallas has no right index of 8 bits for 2^31 to 2^32 of them, got {size}"
+    return None
+
+
+def tile_of(programs: int, tokens: int, bytes_each: int) -> Tile:
+    """programs: rows * heads of keys. tokens: that a row may hold. bytes_each: of one's key.
+
+    A step reads 32 KiB of keys and values, and at least 64 tokens. Two programs a processor fit
+    beside each other: splits make one such wave, of at least two steps each.
+    """
+    step = min(128, max(64, 2 ** round(math.log2(2**14 / bytes_each))))
+    most = max(1, tokens // (2 * step))
+    return Tile(step, min(most, max(1, 2 * PROCESSORS // programs)))
+
+
+def paged_attention(
+    q_BTNH: Any, k_PpKH: Any, v_PpKH: Any, table_BW: Any, starts_B: Any, counts_B: Any,
+    *, window: int | None, softcap: float | None, scale: float, tile: Tile | None = None,
+    interpret: bool = False,
+) -> Any:  # fmt: skip
+    """As the public function. interpret: on a CPU."""
+    (B, T, N, H), values = q_BTNH.shape, jax.tree.leaves(k_PpKH)[0]
+    size, K = values.shape[1:3]
+    queries, G = T * N // K, N // K
+    if tile is None:
+        tokens = table_BW.shape[1] * size
+        if window is not None:
+            tokens = min(tokens, window + T)
+        tile = tile_of(B * K, tokens, H * values.dtype.itemsize)
+    factor = scale * LOG2E if softcap is None else 2 * scale * LOG2E / softcap
+    rows, columns = (max(16, pl.next_power_of_2(x)) for x in (queries, H))
+    quantized = isinstance(k_PpKH, Quantized)
+    plan = Plan(tile, queries, rows, G, columns, quantized, window, factor, softcap)
+    out = jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype)
+    if tile.splits == 1:
+        partial = out
+    else:
+        each = (B, K, tile.splits, queries)
+        partial = [jax.ShapeDtypeStruct(x, jnp.float32) for x in ((*each, H), each)]
+    arrays = [q_BTNH, *jax.tree.leaves((k_PpKH, v_PpKH)), table_BW, starts_B, counts_B]
+    partial = pl.pallas_call(
+        functools.partial(paged_attention_split, plan),
+        out_shape=partial,
+        grid=(K, tile.splits, B),
+        compiler_params=plgpu.CompilerParams(num_warps=tile.warps, num_stages=tile.stages),
+        interpret=interpret,
+        name="paged_attention",
+    )(*arrays)
+    if tile.splits == 1:
+        return partial
+    return pl.pallas_call(
+        functools.partial(paged_attention_join, plan),
+        out_shape=out,
+        grid=(K, queries, B),
+        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        interpret=interpret,
+        name="paged_attention_join",
+    )(*partial)
+
+
+class Row(NamedTuple):
+    """What a program needs of its row, and which query and channel each place of a tile is."""
+
+    b: Any
+    k: Any
+    start: Any
+    count: Any
+    t_R: Any
+    n_R: Any
+    h_C: Any
+
+
+def paged_attention_split(plan: Plan, q_ref: Any, *refs: Any) -> None:
+    """A program: head of keys x split x row."""
+    arrays = 4 if plan.quantized else 2
+    kv_refs, (table_ref, starts_ref, counts_ref, *out_refs) = refs[:arrays], refs[arrays:]
+    k, split, b = (pl.program_id(i) for i in range(3))
+    r_R, h_C = jnp.arange(plan.rows), jnp.arange(plan.columns)
+    t_R, n_R = jax.lax.div(r_R, plan.G), k * plan.G + jax.lax.rem(r_R, plan.G)
+    row = Row(b, k, starts_ref[b], counts_ref[b], t_R, n_R, h_C)
+    H = q_ref.shape[-1]
+    real_RC = (r_R < plan.queries)[:, None] & (h_C < H)[None]
+    q_RC = plgpu.load(q_ref.at[b, t_R[:, None], n_R[:, None], h_C[None]], mask=real_RC, other=0.0)
+    step = functools.partial(_step, plan, row, q_RC, kv_refs, table_ref)
+    size = kv_refs[0].shape[1]
+    first, last = _steps(plan, row, split, table_ref.shape[1] * size)
+    start = (
+        jnp.full([plan.rows], FLOOR, jnp.float32),
+        jnp.zeros([plan.rows], jnp.float32),
+        jnp.zeros([plan.rows, plan.columns], jnp.float32),
+    )
+    peak_R, total_R, sum_RC = jax.lax.fori_loop(first, last, step, start)
+    out_RC = sum_RC / jnp.where(total_R == 0, 1, total_R)[:, None]
+    if plan.tile.splits == 1:
+        (out_ref,) = out_refs
+        place = out_ref.at[b, t_R[:, None], n_R[:, None], h_C[None]]
+        plgpu.store(place, out_RC.astype(out_ref.dtype), mask=real_RC)
+        return
+    out_ref, lse_ref = out_refs
+    plgpu.store(out_ref.at[b, k, split, r_R[:, None], h_C[None]], out_RC, mask=real_RC)
+    lse_R = jnp.where(total_R == 0, FLOOR, peak_R + jnp.log2(total_R))
+    plgpu.store(lse_ref.at[b, k, split, r_R], lse_R, mask=r_R < plan.queries)
+
+
+def _steps(plan: Plan, row: Row, split: Any, capacity: int) -> tuple[Any, Any]:
+    """The first step of the split, and the one behind its last."""
+    size = plan.tile.tokens
+    end = jnp.where(row.count > 0, jnp.minimum(row.start + row.count, capacity), 0)
+    last = jax.lax.div(end + (size - 1), size)
+    first = 0
+    if plan.window is not None:
+        first = jax.lax.div(jnp.maximum(row.start - plan.window, 0), size)
+    each = jax.lax.div(jnp.maximum(last - first, 0) + (plan.tile.splits - 1), plan.tile.splits)
+    first += split * each
+    return first, jnp.minimum(first + each, last)
+
+
+def _step(
+    plan: Plan, row: Row, q_RC: Any, kv_refs: tuple[Any, ...], table_ref: Any, i: Any, carry: Any
+) -> Any:
+    """The keys and values of a step's tokens join the softmax."""
+    k_ref, v_ref = kv_refs[:: 2 if plan.quantized else 1]
+    size, H = k_ref.shape[1], k_ref.shape[-1]
+    s_S = i * plan.tile.tokens + jnp.arange(plan.tile.tokens)
+    inside_S = s_S < row.start + row.count
+    page_S = plgpu.load(table_ref.at[row.b, jax.lax.div(s_S, size)], mask=inside_S, other=0)
+    slot_S = jax.lax.rem(s_S, size)
+    inside_SC = inside_S[:, None] & (row.h_C < H)[None]
+
+    def read(ref: Any) -> Any:
+        place = ref.at[page_S[:, None], slot_S[:, None], row.k, row.h_C[None]]
+        zero = jnp.zeros((), ref.dtype)
+        return plgpu.load(place, mask=inside_SC, other=zero).astype(q_RC.dtype)
+
+    def scales(ref: Any) -> Any:
+        return plgpu.load(ref.at[page_S, slot_S, row.k], mask=inside_S, other=0.0)[None]
+
+    peak_R, total_R, sum_RC = carry
+    s_RS = _dot(q_RC, read(k_ref), 1) * plan.factor
+    if plan.quantized:
+        s_RS *= scales(kv_refs[1])
+    if plan.softcap is not None:
+        tanh_RS = 1 - 2 / (1 + jnp.exp2(s_RS))
+        s_RS = tanh_RS * (plan.softcap * LOG2E)
+    place_R1 = (row.start + row.t_R)[:, None]
+    visible_RS = (s_S[None] <= place_R1) & (row.t_R < row.count)[:, None]
+    if plan.window is not None:
+        visible_RS &= s_S[None] >= place_R1 - plan.window
+    s_RS = jnp.where(visible_RS, s_RS, -jnp.inf)
+    new_peak_R = jnp.maximum(peak_R, s_RS.max(1))
+    p_RS = jnp.exp2(s_RS - new_peak_R[:, None])
+    share_R = jnp.exp2(peak_R - new_peak_R)
+    total_R = total_R * share_R + p_RS.sum(1)
+    v_SC, dtype = read(v_ref), q_RC.dtype
+    if plan.quantized:
+        p_RS *= scales(kv_refs[3])
+        # Probabilities times scales are below float16's range.
+        dtype = jnp.dtype(jnp.bfloat16) if dtype == jnp.float16 else dtype
+    sum_RC = sum_RC * share_R[:, None] + _dot(p_RS.astype(dtype), v_SC.astype(dtype), 0)
+    return new_peak_R, total_R, sum_RC
+
+
+def _dot(x: Any, y: Any, axis: int) -> Any:
+    """Float32; float32 itself without tf32."""
+    precision = jax.lax.Precision.HIGHEST if x.dtype == jnp.float32 else None
+    return jax.lax.dot_general(
+        x, y, (((1,), (axis,)), ((), ())), precision, preferred_element_type=jnp.float32
+    )
+
+
+def paged_attention_join(plan: Plan, parts_ref: Any, lse_ref: Any, out_ref: Any) -> None:
+    """A program: head of keys x query x row."""
+    k, r, b = (pl.program_id(i) for i in range(3))
+    splits, H = plan.tile.splits, out_ref.shape[-1]
+    i_I, h_C = jnp.arange(pl.next_power_of_2(splits)), jnp.arange(plan.columns)
+    real_I = i_I < splits
+    lse_I = plgpu.load(lse_ref.at[b, k, i_I, r], mask=real_I, other=-jnp.inf)
+    share_I = jnp.exp2(lse_I - lse_I.max(0))
+    parts_IC = plgpu.load(
+        parts_ref.at[b, k, i_I[:, None], r, h_C[None]],
+        mask=real_I[:, None] & (h_C < H)[None],
+        other=0.0,
+    )
+    out_C = (parts_IC * share_I[:, None]).sum(0) / share_I.sum(0)
+    place = out_ref.at[b, jax.lax.div(r, plan.G), k * plan.G + jax.lax.rem(r, plan.G), h_C]
+    plgpu.store(place, out_C.astype(out_ref.dtype), mask=h_C < H)
