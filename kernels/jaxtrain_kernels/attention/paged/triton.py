@@ -21,11 +21,23 @@ from jax.experimental import pallas as pl
 from jax.experimental.pallas import triton as plgpu
 
 from jaxtrain_kernels.attention.decode import FLOOR, Quantized
-from jaxtrain_kernels.dispatch import Target, mesh_devices
+from jaxtrain_kernels.attention.triton import chip
+from jaxtrain_kernels.dispatch import Target, mesh_devices, target
 
 MOST_QUERIES = 64  # of a head of keys
 PROCESSORS = 132  # of a Hopper
 LOG2E = math.log2(math.e)
+# Four signed bytes become float16: 128 more behind the 10 bits of 1024, minus 1152.
+FOUR_BYTES = """{
+.reg .b32 bytes, high, more;
+xor.b32 bytes, $2, 0x80808080;
+mov.b32 high, 0x64646464;
+mov.b32 more, 0x64806480;
+prmt.b32 $0, bytes, high, 0x4140;
+prmt.b32 $1, bytes, high, 0x4342;
+sub.f16x2 $0, $0, more;
+sub.f16x2 $1, $1, more;
+}"""
 
 
 class Tile(NamedTuple):
@@ -37,7 +49,7 @@ class Tile(NamedTuple):
     tokens: int
     splits: int
     warps: int = 4
-    stages: int = 4
+    stages: int = 6
 
 
 class Plan(NamedTuple):
@@ -49,16 +61,17 @@ class Plan(NamedTuple):
     G: int
     columns: int  # of a head, and padding
     quantized: bool
+    interpret: bool
     window: int | None
     factor: float  # of q k^T to a score in base 2; with a softcap, to the power of its tanh
     softcap: float | None
 
 
-def supports(target: Target, q_BTNH: Any, values_PpKH: Any) -> str | None:
+def supports(on: Target, q_BTNH: Any, values_PpKH: Any) -> str | None:
     """The reason why a call cannot be served; None = it can. values_PpKH: keys of the pages."""
-    cc = target.compute_capability
-    if target.platform != "cuda":
-        return f"needs an NVIDIA GPU, this is {target.platform}"
+    cc = on.compute_capability
+    if on.platform != "cuda":
+        return f"needs an NVIDIA GPU, this is {on.platform}"
     if cc is None or cc < (8, 0):
         return f"needs compute capability 8.0 (Ampere), this is {cc}"
     if (devices := mesh_devices()) > 1:
@@ -78,15 +91,18 @@ def supports(target: Target, q_BTNH: Any, values_PpKH: Any) -> str | None:
     return None
 
 
-def tile_of(programs: int, tokens: int, bytes_each: int) -> Tile:
+def tile_of(programs: int, tokens: int, bytes_each: int, kind: str) -> Tile:
     """programs: rows * heads of keys. tokens: that a row may hold. bytes_each: of one's key.
 
-    A step reads 32 KiB of keys and values, and at least 64 tokens. Two programs a processor fit
-    beside each other: splits make one such wave, of at least two steps each.
+    A step reads 32 KiB of keys and values, while those of two steps more are on their way. Two
+    programs a processor fit beside each other: splits make one such wave, of at least two steps
+    each. kind: of the chip's shared memory, `chip`. Not yet tuned by measurement.
     """
-    step = min(128, max(64, 2 ** round(math.log2(2**14 / bytes_each))))
+    step = min(128, max(32, 2 ** round(math.log2(2**14 / bytes_each))))
     most = max(1, tokens // (2 * step))
-    return Tile(step, min(most, max(1, 2 * PROCESSORS // programs)))
+    splits = min(most, max(1, 2 * PROCESSORS // programs))
+    # Where a page's number is loaded first, Triton has (stages - 2) / 2 steps on their way.
+    return Tile(step, splits, stages=4 if kind == "small" else 6)
 
 
 def paged_attention(
@@ -102,11 +118,12 @@ def paged_attention(
         tokens = table_BW.shape[1] * size
         if window is not None:
             tokens = min(tokens, window + T)
-        tile = tile_of(B * K, tokens, H * values.dtype.itemsize)
+        kind = chip(target().compute_capability or (9, 0))
+        tile = tile_of(B * K, tokens, H * values.dtype.itemsize, kind)
     factor = scale * LOG2E if softcap is None else 2 * scale * LOG2E / softcap
     rows, columns = (max(16, pl.next_power_of_2(x)) for x in (queries, H))
     quantized = isinstance(k_PpKH, Quantized)
-    plan = Plan(tile, queries, rows, G, columns, quantized, window, factor, softcap)
+    plan = Plan(tile, queries, rows, G, columns, quantized, interpret, window, factor, softcap)
     out = jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype)
     if tile.splits == 1:
         partial = out
@@ -157,7 +174,10 @@ def paged_attention_split(plan: Plan, q_ref: Any, *refs: Any) -> None:
     H = q_ref.shape[-1]
     real_RC = (r_R < plan.queries)[:, None] & (h_C < H)[None]
     q_RC = plgpu.load(q_ref.at[b, t_R[:, None], n_R[:, None], h_C[None]], mask=real_RC, other=0.0)
-    step = functools.partial(_step, plan, row, q_RC, kv_refs, table_ref)
+    factor_R1 = plan.factor
+    if plan.quantized and q_RC.dtype != jnp.float32:
+        q_RC, factor_R1 = _as_float16(plan, q_RC)
+    step = functools.partial(_step, plan, row, q_RC, factor_R1, kv_refs, table_ref)
     size = kv_refs[0].shape[1]
     first, last = _steps(plan, row, split, table_ref.shape[1] * size)
     start = (
@@ -191,8 +211,23 @@ def _steps(plan: Plan, row: Row, split: Any, capacity: int) -> tuple[Any, Any]:
     return first, jnp.minimum(first + each, last)
 
 
+def _as_float16(plan: Plan, q_RC: Any) -> tuple[Any, Any]:
+    """Queries of at most 1, and what makes scores of their products."""
+    wide_RC = q_RC.astype(jnp.float32)
+    largest_R1 = jnp.abs(wide_RC).max(1)[:, None]
+    q_RC = wide_RC / jnp.where(largest_R1 == 0, 1, largest_R1)
+    return q_RC.astype(jnp.float16), plan.factor * largest_R1
+
+
 def _step(
-    plan: Plan, row: Row, q_RC: Any, kv_refs: tuple[Any, ...], table_ref: Any, i: Any, carry: Any
+    plan: Plan,
+    row: Row,
+    q_RC: Any,
+    factor_R1: Any,
+    kv_refs: tuple[Any, ...],
+    table_ref: Any,
+    i: Any,
+    carry: Any,
 ) -> Any:
     """The keys and values of a step's tokens join the softmax."""
     k_ref, v_ref = kv_refs[:: 2 if plan.quantized else 1]
@@ -206,13 +241,16 @@ def _step(
     def read(ref: Any) -> Any:
         place = ref.at[page_S[:, None], slot_S[:, None], row.k, row.h_C[None]]
         zero = jnp.zeros((), ref.dtype)
-        return plgpu.load(place, mask=inside_SC, other=zero).astype(q_RC.dtype)
+        x_SC = plgpu.load(place, mask=inside_SC, other=zero)
+        if x_SC.dtype == jnp.int8 and not plan.interpret:
+            return _bytes_to_float16(x_SC)
+        return x_SC.astype(q_RC.dtype)
 
     def scales(ref: Any) -> Any:
         return plgpu.load(ref.at[page_S, slot_S, row.k], mask=inside_S, other=0.0)[None]
 
     peak_R, total_R, sum_RC = carry
-    s_RS = _dot(q_RC, read(k_ref), 1) * plan.factor
+    s_RS = _dot(q_RC, read(k_ref), 1) * factor_R1
     if plan.quantized:
         s_RS *= scales(kv_refs[1])
     if plan.softcap is not None:
@@ -227,13 +265,34 @@ def _step(
     p_RS = jnp.exp2(s_RS - new_peak_R[:, None])
     share_R = jnp.exp2(peak_R - new_peak_R)
     total_R = total_R * share_R + p_RS.sum(1)
-    v_SC, dtype = read(v_ref), q_RC.dtype
+    v_SC, largest = read(v_ref), 1.0
     if plan.quantized:
-        p_RS *= scales(kv_refs[3])
-        # Probabilities times scales are below float16's range.
-        dtype = jnp.dtype(jnp.bfloat16) if dtype == jnp.float16 else dtype
-    sum_RC = sum_RC * share_R[:, None] + _dot(p_RS.astype(dtype), v_SC.astype(dtype), 0)
+        v_SC = _in_rows(v_SC)
+        scale_1S = scales(kv_refs[3])
+        largest = scale_1S.max()
+        p_RS *= scale_1S / jnp.where(largest == 0, 1, largest)
+    sum_RC = sum_RC * share_R[:, None] + _dot(p_RS.astype(q_RC.dtype), v_SC, 0) * largest
     return new_peak_R, total_R, sum_RC
+
+
+def _in_rows(x_SC: Any) -> Any:
+    """As it is: pairs come apart and together again, which keeps a thread's bytes side by side.
+
+    Without it Triton reads bytes from shared memory one by one, in the order of the matmul's
+    registers, before they become wide.
+    """
+    S, C = x_SC.shape
+    pair = jax.lax.split(x_SC.reshape(S, C // 2, 2), (1, 1), axis=2)
+    return jax.lax.concatenate(pair, 2).reshape(S, C)
+
+
+def _bytes_to_float16(x_SC: Any) -> Any:
+    """1.25 instructions each; a conversion by Triton takes 2.5."""
+    (out_SC,) = plgpu.elementwise_inline_asm(
+        FOUR_BYTES, args=[x_SC], constraints="=r,=r,r", pack=4,
+        result_shape_dtypes=[jax.ShapeDtypeStruct(x_SC.shape, jnp.float16)],
+    )  # fmt: skip
+    return out_SC
 
 
 def _dot(x: Any, y: Any, axis: int) -> Any:
