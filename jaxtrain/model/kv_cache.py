@@ -12,6 +12,8 @@ import jax.numpy as jnp
 import jaxtrain_kernels as kernels
 from jaxtyping import Array, Float, Int
 
+from jaxtrain import parallel
+
 CacheArray = Array | kernels.Quantized
 CACHE_DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
 # Of a layer: k_BTKH and v_BTKH, or k_BSKH and v_BSKH; with `model.mla` one array, of latents.
@@ -87,7 +89,7 @@ class PagesOfLayer(NamedTuple):
     ) -> Float[Array, "B T N H"]:
         """The new tokens attend to the last `window` tokens before each, and to itself."""
         k_PpKH, v_PpKH = kv
-        return kernels.paged_attention(
+        return parallel.paged_attention(
             q_BTNH, k_PpKH, v_PpKH, self.table_BW, self.starts_B, self.counts_B, window=window,
             softcap=softcap, scale=scale,
         )  # fmt: skip

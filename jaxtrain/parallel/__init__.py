@@ -18,6 +18,7 @@ from jaxtrain.parallel.kernels import (
     embedding_lookup,
     feed_forward_relu2,
     linear_cross_entropy,
+    paged_attention,
     shard_map_tokens,
     token_losses,
 )
@@ -36,7 +37,7 @@ __all__ = [
     "BATCH", "MeshConfig", "attention", "bubble_fraction", "check_context_chunks", "check_stages",
     "constrain", "constrain_tree", "distribute_matrices", "embedding_grad", "embedding_lookup",
     "feed_forward_relu2", "linear_cross_entropy", "make_mesh", "moe_dispatch_combine", "num_shards",
-    "pad_chunks", "partition_spec", "pipeline_size", "place_batch", "previous_token",
-    "replicated_axes", "run_pipeline", "shard_map", "shard_map_tokens", "shardings", "split_layers",
-    "token_losses", "zigzag_shard",
+    "pad_chunks", "paged_attention", "partition_spec", "pipeline_size", "place_batch",
+    "previous_token", "replicated_axes", "run_pipeline", "shard_map", "shard_map_tokens",
+    "shardings", "split_layers", "token_losses", "zigzag_shard",
 ]  # fmt: skip

@@ -5,6 +5,7 @@ the batch. So each device runs the kernel on its own rows and heads under `shard
 gradient of a replicated operand is summed by shard_map's own transpose.
 """
 
+import functools
 from collections.abc import Callable, Sequence
 from math import prod
 from typing import Any
@@ -15,6 +16,7 @@ import jaxtrain_kernels as kernels
 import numpy as np
 from jax.sharding import PartitionSpec as P
 from jax.typing import DTypeLike
+from jaxtrain_kernels.attention.paged import Pages
 from jaxtrain_kernels.dispatch import target
 from jaxtrain_kernels.feed_forward import BACKENDS as FEED_FORWARD
 from jaxtyping import Array, Float, Int
@@ -77,6 +79,35 @@ def attention(
     specs = (rows, rows, rows, None if segments_BT is None else P(rows[0], None))
     out = (rows, P(rows[0], rows[2], None)) if return_lse else rows
     return shard_map(local, specs, out)(q_BTNH, k_BSKH, v_BSKH, segments_BT)
+
+
+def paged_attention(
+    q_BTNH: Float[Array, "B T N H"],
+    k_PpKH: Pages,
+    v_PpKH: Pages,
+    table_BW: Int[Array, "B W"],
+    starts_B: Int[Array, "B"],
+    counts_B: Int[Array, "B"],
+    *,
+    window: int | None = None,
+    softcap: float | None = None,
+    scale: float | None = None,
+    implementation: str | None = None,
+) -> Float[Array, "B T N H"]:
+    """Attention over pages, split over heads (see `jaxtrain_kernels.paged_attention`)."""
+    local = functools.partial(
+        kernels.paged_attention, window=window, softcap=softcap, scale=scale,
+        implementation=implementation,
+    )  # fmt: skip
+    arrays = q_BTNH, k_PpKH, v_PpKH, table_BW, starts_B, counts_B
+    mesh, shape = current_mesh(), jax.tree.leaves(k_PpKH)[0].shape
+    if mesh is None:
+        return local(*arrays)
+    heads = partition_spec((None, None, "kv_heads", None), shape, mesh)
+    if heads[2] is None:
+        return local(*arrays)  # XLA may split the heads of the queries
+    pages = jax.tree.map(lambda x: P(*heads[: x.ndim]), k_PpKH)
+    return shard_map(local, (heads, pages, pages, P(), P(), P()), heads)(*arrays)
 
 
 def linear_cross_entropy(

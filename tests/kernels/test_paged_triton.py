@@ -7,11 +7,11 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import AbstractDevice, AbstractMesh
-from jaxtrain_kernels import paged_attention, quantize
+from jaxtrain_kernels import decode_attention, paged_attention, quantize
 from jaxtrain_kernels.attention import reference
 from jaxtrain_kernels.attention.paged import triton
 from jaxtrain_kernels.attention.paged.triton import Tile
-from jaxtrain_kernels.dispatch import on_target
+from jaxtrain_kernels.dispatch import Target, on_target
 
 PAGES, PAGE, W = 60, 4, 12
 # Of rows: ends inside a page, at a page's border, of the whole table, of one token; and idle.
@@ -84,3 +84,70 @@ def test_it_lowers_for_cuda_as_a_kernel_of_xla(pages, T, H, options, kernels):
         )
         text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("custom_call") == text.count("@__gpu$xla.gpu.triton") == kernels
+
+
+def test_splits_beyond_the_steps_of_a_join_are_joined():
+    arrays = inputs(T=3)
+    expected = reference.paged_attention(*arrays, **NO_OPTIONS)
+    np.testing.assert_allclose(interpreted(arrays, Tile(16, 70)), expected, atol=2e-6)
+
+
+def test_what_pages_hold_elsewhere_does_not_matter():
+    q, k, v, table, starts, counts = inputs(T=3)
+    shown = np.zeros((PAGES, PAGE), bool)
+    for row, end in zip(np.asarray(table), np.asarray(starts + counts)):
+        for s in range(end):
+            shown[row[s // PAGE], s % PAGE] = True
+    poison = lambda x: jnp.where(shown[..., None, None], x, 1e30)
+    tile = Tile(16, 2)
+    clean = interpreted((q, k, v, table, starts, counts), tile)
+    np.testing.assert_array_equal(
+        interpreted((q, poison(k), poison(v), table, starts, counts), tile), clean
+    )
+    assert (clean[-1] == 0).all() and (clean[0, 1:] == 0).all()
+
+
+@pytest.mark.parametrize("pages", [None, "int8"])
+def test_a_cache_of_rows_is_one_page_a_row(pages):
+    rng = np.random.default_rng(0)
+    q = jnp.asarray(rng.normal(size=(3, 4, 16)), jnp.float32)
+    k, v = (jnp.asarray(rng.normal(size=(3, 40, 2, 16)), jnp.float32) for _ in range(2))
+    if pages is not None:
+        k, v = quantize(k), quantize(v)
+    lengths, options = jnp.array([40, 0, 7]), NO_OPTIONS | {"window": 20}
+    out = triton.decode_attention(q, k, v, lengths, splits=3, interpret=True, **options)
+    expected = decode_attention(q, k, v, lengths, **options)
+    np.testing.assert_allclose(out, expected, atol=2e-6)
+
+
+def refusal(q_shape=(2, 1, 8, 128), dtype=jnp.bfloat16, pages=jnp.bfloat16, K=2, target=(9, 0)):
+    on = Target("cuda" if target else "cpu", target)
+    values = jax.ShapeDtypeStruct((64, 32, K, q_shape[-1]), pages)
+    return triton.supports(on, jax.ShapeDtypeStruct(q_shape, dtype), values)
+
+
+def test_what_it_cannot_serve():
+    assert refusal() is None
+    assert refusal(target=None) == "needs an NVIDIA GPU, this is cpu"
+    assert "needs compute capability 8.0" in refusal(target=(7, 5))
+    assert "8.9 (Ada) for float8" in refusal(pages=jnp.float8_e4m3fn, target=(8, 0))
+    assert "needs bfloat16 or float16, got float32" in refusal(dtype=jnp.float32)
+    assert "at most 64 queries of a head of keys, got 512" in refusal((2, 128, 8, 128))
+    assert "heads of at most 256, got 512" in refusal((2, 1, 8, 512))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("dtype", ["bfloat16", "float16"])
+@pytest.mark.parametrize("pages", [None, "int8", "float8_e4m3fn"])
+@pytest.mark.parametrize("case", [{"G": 4}, {"G": 1, "H": 64}, {"T": 3, "H": 80}, {"H": 256}])
+@pytest.mark.parametrize("options", [{}, {"window": 9, "softcap": 2.0}], ids=str)
+def test_on_a_gpu_it_equals_the_reference(dtype, pages, case, options):
+    arrays = inputs(**{"H": 128} | case, dtype=dtype, pages=pages)
+    q, *rest = jax.tree.map(lambda x: x.astype("float32") if x.dtype == dtype else x, arrays)
+    expected = reference.paged_attention(q, *rest, **NO_OPTIONS | options)
+    for tile in (None, Tile(32, 1), Tile(32, 2), Tile(64, 3, warps=8, stages=4)):
+        f = functools.partial(triton.paged_attention, tile=tile, **NO_OPTIONS | options)
+        np.testing.assert_allclose(jax.jit(f)(*arrays).astype("float32"), expected, atol=0.02)
+    f = functools.partial(paged_attention, implementation="triton", **NO_OPTIONS | options)
+    chosen = functools.partial(paged_attention, **NO_OPTIONS | options)
+    np.testing.assert_array_equal(jax.jit(chosen)(*arrays), jax.jit(f)(*arrays))

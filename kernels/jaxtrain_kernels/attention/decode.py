@@ -4,7 +4,8 @@ Reading the cache is all the cost, so nothing may copy it, convert it in memory 
 In a cache [B, S, K, H] the heads K are no outer dim, and a matmul per head would begin with a
 transposed copy. `dot` instead multiplies whole positions, K*H numbers, with queries that are zero
 outside their own head: K times the FLOPs of a product that waits for memory anyway. `reduce`
-multiplies and adds without matmuls, K times fewer FLOPs on slower units.
+multiplies and adds without matmuls, K times fewer FLOPs on slower units. `triton` reads each head's
+vectors where they are, in a kernel of its own.
 """
 
 from typing import Any, NamedTuple
@@ -14,7 +15,7 @@ import jax.numpy as jnp
 from jaxtyping import Array, DTypeLike, Float, Int, Shaped
 
 from jaxtrain_kernels.attention import reference
-from jaxtrain_kernels.dispatch import choose_backend
+from jaxtrain_kernels.dispatch import choose_backend, target
 
 # Of a product's output: as many as a GPU has multiprocessors keep it busy.
 TILE_COLUMNS, TILES, SMALLEST_SPLIT = 128, 128, 128
@@ -69,7 +70,8 @@ def decode_attention(
     values = k_BSKH.values_BSKH if isinstance(k_BSKH, Quantized) else k_BSKH
     (B, N, H), (S, K) = q_BNH.shape, values.shape[1:3]
     signature = f"{q_BNH.dtype}{list(q_BNH.shape)} cache={values.dtype}{list(values.shape)}"
-    names = dict.fromkeys([*BACKENDS, "reference"])
+    names = dict.fromkeys([*BACKENDS, "triton", "reference"])
+    names["triton"] = paged_triton().supports(target(), q_BNH[:, None], values)
     name = choose_backend("decode_attention", names, implementation, signature)
     scale = H**-0.5 if scale is None else scale
     if name == "reference":
@@ -77,6 +79,11 @@ def decode_attention(
         return reference.decode_attention(
             q_BNH, k, v, lengths_B, window=window, softcap=softcap, scale=scale
         )
+    if name == "triton":
+        return paged_triton().decode_attention(
+            q_BNH, k_BSKH, v_BSKH, lengths_B, window=window, softcap=softcap, scale=scale,
+            splits=splits,
+        )  # fmt: skip
     P = _default_splits(B, S, K * H) if splits is None else splits
     if S % P:
         raise ValueError(f"splits must divide the cache's length {S}, got {splits}")
@@ -100,6 +107,13 @@ def decode_attention(
     out_BKGH = (sum_BPKGH * share_BPKG[..., None]).sum(1)
     out_BKGH /= jnp.where(total_BKG == 0, 1, total_BKG)[..., None]
     return out_BKGH.reshape(B, N, H).astype(q_BNH.dtype)
+
+
+def paged_triton() -> Any:
+    """The module, which needs this one."""
+    from jaxtrain_kernels.attention.paged import triton
+
+    return triton
 
 
 def _default_splits(B: int, S: int, columns: int) -> int:

@@ -26,6 +26,7 @@ from jaxtrain_kernels.dispatch import Target, mesh_devices, target
 
 MOST_QUERIES = 64  # of a head of keys
 PROCESSORS = 132  # of a Hopper
+JOINED = 64  # splits in a step of joining them
 LOG2E = math.log2(math.e)
 # Four signed bytes become float16: 128 more behind the 10 bits of 1024, minus 1152.
 FOUR_BYTES = """{
@@ -108,9 +109,9 @@ def tile_of(programs: int, tokens: int, bytes_each: int, kind: str) -> Tile:
 def paged_attention(
     q_BTNH: Any, k_PpKH: Any, v_PpKH: Any, table_BW: Any, starts_B: Any, counts_B: Any,
     *, window: int | None, softcap: float | None, scale: float, tile: Tile | None = None,
-    interpret: bool = False,
+    splits: int | None = None, interpret: bool = False,
 ) -> Any:  # fmt: skip
-    """As the public function. interpret: on a CPU."""
+    """As the public function. splits: those of `tile_of`, otherwise. interpret: on a CPU."""
     (B, T, N, H), values = q_BTNH.shape, jax.tree.leaves(k_PpKH)[0]
     size, K = values.shape[1:3]
     queries, G = T * N // K, N // K
@@ -120,6 +121,8 @@ def paged_attention(
             tokens = min(tokens, window + T)
         kind = chip(target().compute_capability or (9, 0))
         tile = tile_of(B * K, tokens, H * values.dtype.itemsize, kind)
+    if splits is not None:
+        tile = tile._replace(splits=splits)
     factor = scale * LOG2E if softcap is None else 2 * scale * LOG2E / softcap
     rows, columns = (max(16, pl.next_power_of_2(x)) for x in (queries, H))
     quantized = isinstance(k_PpKH, Quantized)
@@ -145,10 +148,24 @@ def paged_attention(
         functools.partial(paged_attention_join, plan),
         out_shape=out,
         grid=(K, queries, B),
-        compiler_params=plgpu.CompilerParams(num_warps=4, num_stages=1),
+        compiler_params=plgpu.CompilerParams(num_warps=8, num_stages=1),
         interpret=interpret,
         name="paged_attention_join",
     )(*partial)
+
+
+def decode_attention(
+    q_BNH: Any, k_BSKH: Any, v_BSKH: Any, lengths_B: Any,
+    *, window: int | None, softcap: float | None, scale: float, splits: int | None,
+    interpret: bool = False,
+) -> Any:  # fmt: skip
+    """As the public `decode_attention`: a row of its cache is one page."""
+    table_B1 = jnp.arange(len(q_BNH), dtype=jnp.int32)[:, None]
+    counts_B = jnp.minimum(lengths_B, 1)
+    return paged_attention(
+        q_BNH[:, None], k_BSKH, v_BSKH, table_B1, lengths_B - counts_B, counts_B, window=window,
+        softcap=softcap, scale=scale, splits=splits, interpret=interpret,
+    )[:, 0]  # fmt: skip
 
 
 class Row(NamedTuple):
@@ -307,15 +324,27 @@ def paged_attention_join(plan: Plan, parts_ref: Any, lse_ref: Any, out_ref: Any)
     """A program: head of keys x query x row."""
     k, r, b = (pl.program_id(i) for i in range(3))
     splits, H = plan.tile.splits, out_ref.shape[-1]
-    i_I, h_C = jnp.arange(pl.next_power_of_2(splits)), jnp.arange(plan.columns)
-    real_I = i_I < splits
-    lse_I = plgpu.load(lse_ref.at[b, k, i_I, r], mask=real_I, other=-jnp.inf)
-    share_I = jnp.exp2(lse_I - lse_I.max(0))
-    parts_IC = plgpu.load(
-        parts_ref.at[b, k, i_I[:, None], r, h_C[None]],
-        mask=real_I[:, None] & (h_C < H)[None],
-        other=0.0,
-    )
-    out_C = (parts_IC * share_I[:, None]).sum(0) / share_I.sum(0)
+    every_I, i_I = (jnp.arange(pl.next_power_of_2(n)) for n in (splits, min(splits, JOINED)))
+    h_C = jnp.arange(plan.columns)
+
+    def lse(i_I: Any) -> Any:
+        return plgpu.load(lse_ref.at[b, k, i_I, r], mask=i_I < splits, other=-jnp.inf)
+
+    peak = lse(every_I).max(0)
+
+    def step(i: Any, carry: Any) -> Any:
+        total, sum_C = carry
+        of_I = i * JOINED + i_I
+        share_I = jnp.exp2(lse(of_I) - peak)
+        parts_IC = plgpu.load(
+            parts_ref.at[b, k, of_I[:, None], r, h_C[None]],
+            mask=(of_I < splits)[:, None] & (h_C < H)[None],
+            other=0.0,
+        )
+        return total + share_I.sum(0), sum_C + (parts_IC * share_I[:, None]).sum(0)
+
+    start = jnp.float32(0), jnp.zeros([plan.columns], jnp.float32)
+    total, sum_C = jax.lax.fori_loop(0, -(-splits // JOINED), step, start)
+    out_C = sum_C / total
     place = out_ref.at[b, jax.lax.div(r, plan.G), k * plan.G + jax.lax.rem(r, plan.G), h_C]
     plgpu.store(place, out_C.astype(out_ref.dtype), mask=h_C < H)
