@@ -15,6 +15,7 @@ from benchmarks.timing import ceilings, relative_error, rotating
 from jaxtrain.cluster.runtime import compute_dtype
 from jaxtrain.estimate.workload import SHORT
 
+NAMES = (*BACKENDS, "triton")
 SPLITS = (None, 1, 4, 16)  # None: the default
 
 
@@ -29,16 +30,18 @@ def bench_decode(variant: str | None = None, names: Sequence[str] = ()) -> Itera
 
 def decode_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
     copy_gbps = ceilings(dtype).copy_gbps
-    shapes, wanted = chosen("decode", names, [s.name for s in DECODE_BENCH], BACKENDS)
+    shapes, wanted = chosen("decode", names, [s.name for s in DECODE_BENCH], NAMES)
     for shape in map(sized(small_decode), [s for s in DECODE_BENCH if s.name in shapes]):
         for int8 in (False, True):
             inputs = rotating(lambda key, s=shape, i=int8: decode_inputs(s, dtype, i, key))
             size = sum(x.nbytes for x in jax.tree.leaves(inputs[0]))
-            for backend in [name for name in BACKENDS if name in wanted]:
+            for backend in [name for name in NAMES if name in wanted]:
                 for splits in SPLITS:
                     row = {"name": f"decode_{'int8' if int8 else SHORT[dtype.name]}"}
                     row |= {"shape": shape.name, "backend": label(backend, splits)}
                     row |= bandwidth(decode(backend, splits), inputs, size, copy_gbps)
+                    if row["ms"] is None and "failed" not in row:
+                        continue  # it cannot serve
                     if "failed" not in row:
                         row |= decode_error(shape, backend, splits, dtype, int8)
                     yield row

@@ -4,6 +4,8 @@ from pathlib import Path
 
 import jax
 import pytest
+from jaxtrain_kernels.attention import paged
+from jaxtrain_kernels.attention.paged import triton
 from tiny import byte_model, random_run
 
 from jaxtrain.cli import main as jaxtrain
@@ -46,6 +48,23 @@ def test_its_text_is_that_of_generate(run):
     how = Sampling(tokens=12, temperature=0)
     wanted = generate(saved.graphdef, saved.params, saved.tokenizer, PROMPTS, how)
     assert texts_of(load_engine(run, None, OPTIONS), PROMPTS) == wanted
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("tensor", [1, 2])
+def test_by_the_kernel_over_pages_it_says_the_same(run, monkeypatch, tensor):
+    wanted, calls = texts_of(load_engine(run, None, OPTIONS), PROMPTS), []
+
+    def kernel(q_BTNH, *arrays, **options):
+        calls.append(q_BTNH.shape)
+        return triton.paged_attention(q_BTNH, *arrays, interpret=True, **options)
+
+    monkeypatch.setitem(paged.BACKENDS, "triton", kernel)
+    monkeypatch.setattr(triton, "supports", lambda *_: None)
+    jax.clear_caches()
+    assert texts_of(load_engine(run, None, OPTIONS._replace(tensor=tensor)), PROMPTS) == wanted
+    assert calls
+    jax.clear_caches()
 
 
 @pytest.mark.slow

@@ -114,20 +114,22 @@ def test_a_cache_of_rows_is_one_page_a_row(pages):
     k, v = (jnp.asarray(rng.normal(size=(3, 40, 2, 16)), jnp.float32) for _ in range(2))
     if pages is not None:
         k, v = quantize(k), quantize(v)
-    lengths, options = jnp.array([40, 0, 7]), NO_OPTIONS | {"window": 20}
-    out = triton.decode_attention(q, k, v, lengths, splits=3, interpret=True, **options)
-    expected = decode_attention(q, k, v, lengths, **options)
+    lengths = jnp.array([40, 0, 7])
+    out = triton.decode_attention(
+        q, k, v, lengths, window=20, softcap=None, scale=0.3, splits=3, interpret=True
+    )
+    expected = decode_attention(q, k, v, lengths, window=20, scale=0.3)
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
 def refusal(q_shape=(2, 1, 8, 128), dtype=jnp.bfloat16, pages=jnp.bfloat16, K=2, target=(9, 0)):
     on = Target("cuda" if target else "cpu", target)
     values = jax.ShapeDtypeStruct((64, 32, K, q_shape[-1]), pages)
-    return triton.supports(on, jax.ShapeDtypeStruct(q_shape, dtype), values)
+    return triton.supports(on, jax.ShapeDtypeStruct(q_shape, dtype), values) or "none"
 
 
 def test_what_it_cannot_serve():
-    assert refusal() is None
+    assert refusal() == "none"
     assert refusal(target=None) == "needs an NVIDIA GPU, this is cpu"
     assert "needs compute capability 8.0" in refusal(target=(7, 5))
     assert "8.9 (Ada) for float8" in refusal(pages=jnp.float8_e4m3fn, target=(8, 0))
