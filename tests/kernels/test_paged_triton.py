@@ -10,7 +10,7 @@ from jax.sharding import AbstractDevice, AbstractMesh
 from jaxtrain_kernels import decode_attention, paged_attention, quantize
 from jaxtrain_kernels.attention import reference
 from jaxtrain_kernels.attention.paged import triton
-from jaxtrain_kernels.attention.paged.triton import Tile
+from jaxtrain_kernels.attention.paged.triton import PageTile
 from jaxtrain_kernels.dispatch import Target, on_target
 
 PAGES, PAGE, W = 60, 4, 12
@@ -38,12 +38,12 @@ def interpreted(arrays, tile=None, **options):
 @pytest.mark.parametrize(
     ("case", "tile", "options"),
     [
-        ({"G": 1}, Tile(16, 1), {}),
-        ({"G": 4, "T": 3}, Tile(16, 2), {}),
-        ({"G": 8, "pages": "int8"}, Tile(16, 3), {}),
-        ({"T": 3, "pages": "int8"}, Tile(16, 2), {"window": 5}),
-        ({"T": 3, "pages": "float8_e4m3fn"}, Tile(32, 1), {"softcap": 2.0}),
-        ({"T": 3, "H": 20}, Tile(16, 5), {"window": 0}),
+        ({"G": 1}, PageTile(16, 1), {}),
+        ({"G": 4, "T": 3}, PageTile(16, 2), {}),
+        ({"G": 8, "pages": "int8"}, PageTile(16, 3), {}),
+        ({"T": 3, "pages": "int8"}, PageTile(16, 2), {"window": 5}),
+        ({"T": 3, "pages": "float8_e4m3fn"}, PageTile(32, 1), {"softcap": 2.0}),
+        ({"T": 3, "H": 20}, PageTile(16, 5), {"window": 0}),
         ({"G": 3, "H": 20}, None, {"window": 19, "softcap": 2.0}),
     ],
     ids=str,
@@ -89,7 +89,7 @@ def test_it_lowers_for_cuda_as_a_kernel_of_xla(pages, T, H, options, kernels):
 def test_splits_beyond_the_steps_of_a_join_are_joined():
     arrays = inputs(T=3)
     expected = reference.paged_attention(*arrays, **NO_OPTIONS)
-    np.testing.assert_allclose(interpreted(arrays, Tile(16, 70)), expected, atol=2e-6)
+    np.testing.assert_allclose(interpreted(arrays, PageTile(16, 70)), expected, atol=2e-6)
 
 
 def test_what_pages_hold_elsewhere_does_not_matter():
@@ -99,7 +99,7 @@ def test_what_pages_hold_elsewhere_does_not_matter():
         for s in range(end):
             shown[row[s // PAGE], s % PAGE] = True
     poison = lambda x: jnp.where(shown[..., None, None], x, 1e30)
-    tile = Tile(16, 2)
+    tile = PageTile(16, 2)
     clean = interpreted((q, k, v, table, starts, counts), tile)
     np.testing.assert_array_equal(
         interpreted((q, poison(k), poison(v), table, starts, counts), tile), clean
@@ -147,7 +147,7 @@ def test_on_a_gpu_it_equals_the_reference(dtype, pages, case, options):
     arrays = inputs(**{"H": 128} | case, dtype=dtype, pages=pages)
     q, *rest = jax.tree.map(lambda x: x.astype("float32") if x.dtype == dtype else x, arrays)
     expected = reference.paged_attention(q, *rest, **NO_OPTIONS | options)
-    for tile in (None, Tile(32, 1), Tile(32, 2), Tile(64, 3, warps=8, stages=4)):
+    for tile in (None, PageTile(32, 1), PageTile(32, 2), PageTile(64, 3, warps=8, stages=4)):
         f = functools.partial(triton.paged_attention, tile=tile, **NO_OPTIONS | options)
         np.testing.assert_allclose(jax.jit(f)(*arrays).astype("float32"), expected, atol=0.02)
     f = functools.partial(paged_attention, implementation="triton", **NO_OPTIONS | options)

@@ -41,7 +41,7 @@ sub.f16x2 $1, $1, more;
 }"""
 
 
-class Tile(NamedTuple):
+class PageTile(NamedTuple):
     """Tokens that a program reads in a step, and programs that share a row's head.
 
     warps and software pipeline stages are of the program that reads the keys.
@@ -53,10 +53,10 @@ class Tile(NamedTuple):
     stages: int = 6
 
 
-class Plan(NamedTuple):
+class PagePlan(NamedTuple):
     """What is compiled into the kernels of one call. Rows of a matmul: queries, and padding."""
 
-    tile: Tile
+    tile: PageTile
     queries: int  # T * G, query t of head g is row t * G + g
     rows: int
     G: int
@@ -92,7 +92,7 @@ def supports(on: Target, q_BTNH: Any, values_PpKH: Any) -> str | None:
     return None
 
 
-def tile_of(programs: int, tokens: int, bytes_each: int, kind: str) -> Tile:
+def tile_of(programs: int, tokens: int, bytes_each: int, kind: str) -> PageTile:
     """programs: rows * heads of keys. tokens: that a row may hold. bytes_each: of one's key.
 
     A step reads 32 KiB of keys and values, while those of two steps more are on their way. Two
@@ -103,12 +103,12 @@ def tile_of(programs: int, tokens: int, bytes_each: int, kind: str) -> Tile:
     most = max(1, tokens // (2 * step))
     splits = min(most, max(1, 2 * PROCESSORS // programs))
     # Where a page's number is loaded first, Triton has (stages - 2) / 2 steps on their way.
-    return Tile(step, splits, stages=4 if kind == "small" else 6)
+    return PageTile(step, splits, stages=4 if kind == "small" else 6)
 
 
 def paged_attention(
     q_BTNH: Any, k_PpKH: Any, v_PpKH: Any, table_BW: Any, starts_B: Any, counts_B: Any,
-    *, window: int | None, softcap: float | None, scale: float, tile: Tile | None = None,
+    *, window: int | None, softcap: float | None, scale: float, tile: PageTile | None = None,
     splits: int | None = None, interpret: bool = False,
 ) -> Any:  # fmt: skip
     """As the public function. splits: those of `tile_of`, otherwise. interpret: on a CPU."""
@@ -126,7 +126,7 @@ def paged_attention(
     factor = scale * LOG2E if softcap is None else 2 * scale * LOG2E / softcap
     rows, columns = (max(16, pl.next_power_of_2(x)) for x in (queries, H))
     quantized = isinstance(k_PpKH, Quantized)
-    plan = Plan(tile, queries, rows, G, columns, quantized, interpret, window, factor, softcap)
+    plan = PagePlan(tile, queries, rows, G, columns, quantized, interpret, window, factor, softcap)
     out = jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype)
     if tile.splits == 1:
         partial = out
@@ -168,7 +168,7 @@ def decode_attention(
     )[:, 0]  # fmt: skip
 
 
-class Row(NamedTuple):
+class PageRow(NamedTuple):
     """What a program needs of its row, and which query and channel each place of a tile is."""
 
     b: Any
@@ -180,14 +180,14 @@ class Row(NamedTuple):
     h_C: Any
 
 
-def paged_attention_split(plan: Plan, q_ref: Any, *refs: Any) -> None:
+def paged_attention_split(plan: PagePlan, q_ref: Any, *refs: Any) -> None:
     """A program: head of keys x split x row."""
     arrays = 4 if plan.quantized else 2
     kv_refs, (table_ref, starts_ref, counts_ref, *out_refs) = refs[:arrays], refs[arrays:]
     k, split, b = (pl.program_id(i) for i in range(3))
     r_R, h_C = jnp.arange(plan.rows), jnp.arange(plan.columns)
     t_R, n_R = jax.lax.div(r_R, plan.G), k * plan.G + jax.lax.rem(r_R, plan.G)
-    row = Row(b, k, starts_ref[b], counts_ref[b], t_R, n_R, h_C)
+    row = PageRow(b, k, starts_ref[b], counts_ref[b], t_R, n_R, h_C)
     H = q_ref.shape[-1]
     real_RC = (r_R < plan.queries)[:, None] & (h_C < H)[None]
     q_RC = plgpu.load(q_ref.at[b, t_R[:, None], n_R[:, None], h_C[None]], mask=real_RC, other=0.0)
@@ -215,7 +215,7 @@ def paged_attention_split(plan: Plan, q_ref: Any, *refs: Any) -> None:
     plgpu.store(lse_ref.at[b, k, split, r_R], lse_R, mask=r_R < plan.queries)
 
 
-def _steps(plan: Plan, row: Row, split: Any, capacity: int) -> tuple[Any, Any]:
+def _steps(plan: PagePlan, row: PageRow, split: Any, capacity: int) -> tuple[Any, Any]:
     """The first step of the split, and the one behind its last."""
     size = plan.tile.tokens
     end = jnp.where(row.count > 0, jnp.minimum(row.start + row.count, capacity), 0)
@@ -228,7 +228,7 @@ def _steps(plan: Plan, row: Row, split: Any, capacity: int) -> tuple[Any, Any]:
     return first, jnp.minimum(first + each, last)
 
 
-def _as_float16(plan: Plan, q_RC: Any) -> tuple[Any, Any]:
+def _as_float16(plan: PagePlan, q_RC: Any) -> tuple[Any, Any]:
     """Queries of at most 1, and what makes scores of their products."""
     wide_RC = q_RC.astype(jnp.float32)
     largest_R1 = jnp.abs(wide_RC).max(1)[:, None]
@@ -237,8 +237,8 @@ def _as_float16(plan: Plan, q_RC: Any) -> tuple[Any, Any]:
 
 
 def _step(
-    plan: Plan,
-    row: Row,
+    plan: PagePlan,
+    row: PageRow,
     q_RC: Any,
     factor_R1: Any,
     kv_refs: tuple[Any, ...],
@@ -320,7 +320,7 @@ def _dot(x: Any, y: Any, axis: int) -> Any:
     )
 
 
-def paged_attention_join(plan: Plan, parts_ref: Any, lse_ref: Any, out_ref: Any) -> None:
+def paged_attention_join(plan: PagePlan, parts_ref: Any, lse_ref: Any, out_ref: Any) -> None:
     """A program: head of keys x query x row."""
     k, r, b = (pl.program_id(i) for i in range(3))
     splits, H = plan.tile.splits, out_ref.shape[-1]
