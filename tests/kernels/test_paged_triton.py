@@ -122,6 +122,15 @@ def test_a_cache_of_rows_is_one_page_a_row(pages):
     np.testing.assert_allclose(out, expected, atol=2e-6)
 
 
+def test_programs_fill_a_gpu_and_splits_stop_there():
+    tile = functools.partial(triton.tile_of, results=16 * 128, kind="hopper")
+    rows = lambda B, tokens: tile(8 * B, tokens, 256)
+    assert rows(2, 16384) == PageTile(64, 16) and rows(1, 16384).splits == 33
+    assert rows(256, 640).splits == 1 and rows(1, 64).splits == 1
+    assert tile(16, 16384, 128) == PageTile(128, 16)  # 8 bits
+    assert tile(16, 16384, 256, results=64 * 256) == PageTile(32, 16, warps=8)
+
+
 def refusal(q_shape=(2, 1, 8, 128), dtype=jnp.bfloat16, pages=jnp.bfloat16, K=2, target=(9, 0)):
     on = Target("cuda" if target else "cpu", target)
     values = jax.ShapeDtypeStruct((64, 32, K, q_shape[-1]), pages)

@@ -27,6 +27,7 @@ from jaxtrain_kernels.dispatch import Target, mesh_devices, target
 MOST_QUERIES = 64  # of a head of keys
 PROCESSORS = 132  # of a Hopper
 JOINED = 64  # splits in a step of joining them
+MANY_RESULTS = 2**13
 LOG2E = math.log2(math.e)
 # Four signed bytes become float16: 128 more behind the 10 bits of 1024, minus 1152.
 FOUR_BYTES = """{
@@ -92,18 +93,19 @@ def supports(on: Target, q_BTNH: Any, values_PpKH: Any) -> str | None:
     return None
 
 
-def tile_of(programs: int, tokens: int, bytes_each: int, kind: str) -> PageTile:
+def tile_of(programs: int, tokens: int, bytes_each: int, results: int, kind: str) -> PageTile:
     """programs: rows * heads of keys. tokens: that a row may hold. bytes_each: of one's key.
 
     A step reads 32 KiB of keys and values, while those of two steps more are on their way. Two
     programs a processor fit beside each other: splits make one such wave, of at least two steps
-    each. kind: of the chip's shared memory, `chip`. Not yet tuned by measurement.
+    each. results: of a matmul with values; many need twice the registers. kind: of the chip's
+    shared memory, `chip`. Not yet tuned by measurement.
     """
-    step = min(128, max(32, 2 ** round(math.log2(2**14 / bytes_each))))
-    most = max(1, tokens // (2 * step))
-    splits = min(most, max(1, 2 * PROCESSORS // programs))
+    many = results > MANY_RESULTS
+    step = min(128, max(32, 2 ** round(math.log2(2**14 / bytes_each)))) // (1 + many)
+    splits = min(max(1, tokens // (2 * step)), max(1, 2 * PROCESSORS // programs))
     # Where a page's number is loaded first, Triton has (stages - 2) / 2 steps on their way.
-    return PageTile(step, splits, stages=4 if kind == "small" else 6)
+    return PageTile(step, splits, warps=8 if many else 4, stages=4 if kind == "small" else 6)
 
 
 def paged_attention(
@@ -115,16 +117,16 @@ def paged_attention(
     (B, T, N, H), values = q_BTNH.shape, jax.tree.leaves(k_PpKH)[0]
     size, K = values.shape[1:3]
     queries, G = T * N // K, N // K
+    rows, columns = (max(16, pl.next_power_of_2(x)) for x in (queries, H))
     if tile is None:
         tokens = table_BW.shape[1] * size
         if window is not None:
             tokens = min(tokens, window + T)
         kind = chip(target().compute_capability or (9, 0))
-        tile = tile_of(B * K, tokens, H * values.dtype.itemsize, kind)
+        tile = tile_of(B * K, tokens, H * values.dtype.itemsize, rows * columns, kind)
     if splits is not None:
         tile = tile._replace(splits=splits)
     factor = scale * LOG2E if softcap is None else 2 * scale * LOG2E / softcap
-    rows, columns = (max(16, pl.next_power_of_2(x)) for x in (queries, H))
     quantized = isinstance(k_PpKH, Quantized)
     plan = PagePlan(tile, queries, rows, G, columns, quantized, interpret, window, factor, softcap)
     out = jax.ShapeDtypeStruct(q_BTNH.shape, q_BTNH.dtype)
