@@ -177,6 +177,7 @@ class PageRow(NamedTuple):
     k: Any
     start: Any
     count: Any
+    end: Any  # behind its last key
     t_R: Any
     n_R: Any
     h_C: Any
@@ -189,7 +190,10 @@ def paged_attention_split(plan: PagePlan, q_ref: Any, *refs: Any) -> None:
     k, split, b = (pl.program_id(i) for i in range(3))
     r_R, h_C = jnp.arange(plan.rows), jnp.arange(plan.columns)
     t_R, n_R = jax.lax.div(r_R, plan.G), k * plan.G + jax.lax.rem(r_R, plan.G)
-    row = PageRow(b, k, starts_ref[b], counts_ref[b], t_R, n_R, h_C)
+    start, count = starts_ref[b], counts_ref[b]
+    capacity = table_ref.shape[1] * kv_refs[0].shape[1]
+    end = jnp.where(count > 0, jnp.minimum(start + count, capacity), 0)
+    row = PageRow(b, k, start, count, end, t_R, n_R, h_C)
     H = q_ref.shape[-1]
     real_RC = (r_R < plan.queries)[:, None] & (h_C < H)[None]
     q_RC = plgpu.load(q_ref.at[b, t_R[:, None], n_R[:, None], h_C[None]], mask=real_RC, other=0.0)
@@ -197,14 +201,13 @@ def paged_attention_split(plan: PagePlan, q_ref: Any, *refs: Any) -> None:
     if plan.quantized and q_RC.dtype != jnp.float32:
         q_RC, factor_R1 = _as_float16(plan, q_RC)
     step = functools.partial(_step, plan, row, q_RC, factor_R1, kv_refs, table_ref)
-    size = kv_refs[0].shape[1]
-    first, last = _steps(plan, row, split, table_ref.shape[1] * size)
-    start = (
+    first, last = _steps(plan, row, split)
+    nothing = (
         jnp.full([plan.rows], FLOOR, jnp.float32),
         jnp.zeros([plan.rows], jnp.float32),
         jnp.zeros([plan.rows, plan.columns], jnp.float32),
     )
-    peak_R, total_R, sum_RC = jax.lax.fori_loop(first, last, step, start)
+    peak_R, total_R, sum_RC = jax.lax.fori_loop(first, last, step, nothing)
     out_RC = sum_RC / jnp.where(total_R == 0, 1, total_R)[:, None]
     if plan.tile.splits == 1:
         (out_ref,) = out_refs
@@ -217,11 +220,10 @@ def paged_attention_split(plan: PagePlan, q_ref: Any, *refs: Any) -> None:
     plgpu.store(lse_ref.at[b, k, split, r_R], lse_R, mask=r_R < plan.queries)
 
 
-def _steps(plan: PagePlan, row: PageRow, split: Any, capacity: int) -> tuple[Any, Any]:
+def _steps(plan: PagePlan, row: PageRow, split: Any) -> tuple[Any, Any]:
     """The first step of the split, and the one behind its last."""
     size = plan.tile.tokens
-    end = jnp.where(row.count > 0, jnp.minimum(row.start + row.count, capacity), 0)
-    last = jax.lax.div(end + (size - 1), size)
+    last = jax.lax.div(row.end + (size - 1), size)
     first = 0
     if plan.window is not None:
         first = jax.lax.div(jnp.maximum(row.start - plan.window, 0), size)
@@ -252,7 +254,7 @@ def _step(
     k_ref, v_ref = kv_refs[:: 2 if plan.quantized else 1]
     size, H = k_ref.shape[1], k_ref.shape[-1]
     s_S = i * plan.tile.tokens + jnp.arange(plan.tile.tokens)
-    inside_S = s_S < row.start + row.count
+    inside_S = s_S < row.end
     page_S = plgpu.load(table_ref.at[row.b, jax.lax.div(s_S, size)], mask=inside_S, other=0)
     slot_S = jax.lax.rem(s_S, size)
     inside_SC = inside_S[:, None] & (row.h_C < H)[None]
