@@ -105,6 +105,7 @@ def tile_of(M: int, R: int, N: int, group: int | None) -> Tile:
         columns *= 2
     warps = 16 if N // columns < 2 * PROCESSORS else 8
     rows = min(_power_of_two(R), 32 * warps * 16 // columns)  # 16 bytes a thread
+    warps = max(1, rows * columns // (32 * 16))
     in_group = R if group is None else group // 2
     most = 8 if M == 1 else 4
     return Tile(rows, columns, min(most, _power_of_two(R // rows), _power_of_two(in_group)),
