@@ -5,6 +5,7 @@ XLA compiles these kernels itself, and CUDA graphs hold them. A few rows are mul
 whole product. More rows go through tensor cores; where the columns give too few programs, each
 reads a part of the inputs (a split), and XLA adds the parts in float32, always in one order.
 The kernels are in `kernels.py`, imported by the first call: Pallas takes a while to import.
+JAX 0.11.2 warns that a later version will have no Triton backend of Pallas.
 
 Tiles and `VECTOR_ROWS` follow from counts of bytes and instructions; none has been measured yet.
 A copy at 4.2 TB/s takes 32 bytes a nanosecond from each of 132 processors, and waits some 1,000 ns
