@@ -101,9 +101,9 @@ def tile_of(M: int, R: int, N: int, group: int | None) -> Tile:
     """The tile for M rows and codes [R, N]; group: of int4. All divide: no mask is needed."""
     if M > VECTOR_ROWS["int8" if group is None else "uint8"]:
         return _dot_tile(R, N, group)
-    columns = 16
-    while columns < 128 and N % (2 * columns) == 0 and N // (2 * columns) >= 0.9 * PROCESSORS:
-        columns *= 2
+    columns, enough = 16, 0.9 * PROCESSORS  # 32 columns are a sector of memory
+    while columns < 128 and N % (2 * columns) == 0 and N // (2 * columns) >= enough:
+        columns, enough = 2 * columns, 3 * PROCESSORS
     warps = 16 if N // columns < 2 * PROCESSORS else 8
     rows = min(_power_of_two(R), 32 * warps * 16 // columns)  # 16 bytes a thread
     warps = max(1, rows * columns // (32 * 16))
