@@ -51,7 +51,7 @@ def test_what_it_serves(device, rows, dtype, codes, columns, group, reason):
 @pytest.mark.parametrize("N", [16, 1024, 14336])
 @pytest.mark.parametrize("group", [None, 2, 32, 96, 128, 4096])
 def test_tiles_divide_the_codes_and_lie_in_a_group(M, N, group):
-    R = 4096 if group is None else 96 * group
+    R = 4096 if group is None else 3072 * group
     tile = triton.tile_of(M, R, N, group)
     step = tile.each * (tile.rows if tile.dot else 1)
     assert group is None or group % (2 * step) == 0

@@ -5,6 +5,7 @@ XLA compiles these kernels itself, and CUDA graphs hold them. A few rows are mul
 whole product. More rows go through tensor cores; where the columns give too few programs, each
 reads a part of the inputs (a split), and XLA adds the parts in float32, always in one order.
 The kernels are in `kernels.py`, imported by the first call: Pallas takes a while to import.
+JAX 0.11.2 warns that a later version will have no Triton backend of Pallas.
 
 Tiles and `VECTOR_ROWS` follow from counts of bytes and instructions; none has been measured yet.
 A copy at 4.2 TB/s takes 32 bytes a nanosecond from each of 132 processors, and waits some 1,000 ns
@@ -110,11 +111,12 @@ def tile_of(M: int, R: int, N: int, group: int | None) -> Tile:
     """The tile for M rows and codes [R, N]; group: of int4. All divide: no mask is needed."""
     if M > VECTOR_ROWS["int8" if group is None else "uint8"]:
         return _dot_tile(R, N, group)
-    columns = 16
-    while columns < 128 and N % (2 * columns) == 0 and N // (2 * columns) >= 0.9 * PROCESSORS:
-        columns *= 2
+    columns, enough = 16, 0.9 * PROCESSORS  # 32 columns are a sector of memory
+    while columns < 128 and N % (2 * columns) == 0 and N // (2 * columns) >= enough:
+        columns, enough = 2 * columns, 3 * PROCESSORS
     warps = 16 if N // columns < 2 * PROCESSORS else 8
     rows = min(_power_of_two(R), 32 * warps * 16 // columns)  # 16 bytes a thread
+    warps = max(1, rows * columns // (32 * 16))
     in_group = R if group is None else group // 2
     most = 8 if M == 1 else 4
     return Tile(rows, columns, min(most, _power_of_two(R // rows), _power_of_two(in_group)),

@@ -17,6 +17,7 @@ from jax.experimental.pallas import triton as plgpu
 
 ONE = 0x3F800000  # of float32
 TO_MANTISSA = 15  # a byte's upper bit to the mantissa's
+UNROLLED = 8  # loads of codes: of more ptxas puts the later ones off, to save registers
 
 
 def _float32(bits):
@@ -28,6 +29,15 @@ def _place(tile, rows: int):
     begin = pl.program_id(1) * rows
     columns = pl.ds(pl.program_id(0) * tile.columns, tile.columns)
     return begin, rows // (tile.rows * tile.each), columns
+
+
+def _loop(tile, steps: int, step, carry):
+    """A few steps stand one after another, so that the loads of all are on their way at once."""
+    if steps * tile.each > UNROLLED:
+        return jax.lax.fori_loop(0, steps, step, carry)
+    for i in range(steps):
+        carry = step(i, carry)
+    return carry
 
 
 def _inputs(x_ref, m: int, k):
@@ -60,7 +70,8 @@ def vector_int4(tile, rows, group, layer, refs, out_ref):
             for m in range(M):
                 even = _inputs(x_ref, m, 2 * (first + j))
                 odd = _inputs(x_ref, m, 2 * (first + j) + 1)
-                sums[m] += even * both + (odd / 16 - even) * high
+                sums[m] += even * both
+                sums[m] += (odd / 16 - even) * high
                 evens[m] += even
                 odds[m] += odd
         results = []
@@ -71,7 +82,7 @@ def vector_int4(tile, rows, group, layer, refs, out_ref):
         return tuple(results)
 
     zeros = tuple(jnp.zeros((tile.rows, tile.columns), jnp.float32) for _ in range(M))
-    for m, total in enumerate(jax.lax.fori_loop(0, steps, step, zeros)):
+    for m, total in enumerate(_loop(tile, steps, step, zeros)):
         out_ref[m, :] = total.sum(0).astype(out_ref.dtype)
 
 
@@ -94,7 +105,7 @@ def vector_int8(tile, rows, group, layer, refs, out_ref):
         return tuple(sums), tuple(inputs)
 
     zeros = lambda columns: tuple(jnp.zeros((tile.rows, columns), jnp.float32) for _ in range(M))
-    sums, inputs = jax.lax.fori_loop(0, steps, step, (zeros(tile.columns), zeros(1)))
+    sums, inputs = _loop(tile, steps, step, (zeros(tile.columns), zeros(1)))
     scales = scales_ref[layer, 0, columns].astype(jnp.float32)
     for m in range(M):
         total = (sums[m] * 256 - inputs[m] * 384).sum(0)
