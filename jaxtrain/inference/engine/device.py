@@ -19,6 +19,7 @@ from jaxtrain.model import PagedCache, Prefill, ResolvedModel
 from jaxtrain.model.kv_cache import KeysValues
 from jaxtrain.model.transformer import CACHE_MULTIPLE
 from jaxtrain.parallel import constrain
+from jaxtrain.weights.multi_lora import choose_adapters
 from jaxtrain.weights.params import Params
 
 
@@ -116,14 +117,14 @@ def prefill_slots(
     tokens_RT = jnp.take_along_axis(texts_RC, places_RT, axis=1, mode="clip")
     before_R1 = jnp.take_along_axis(texts_RC, starts_R[:, None] - 1, axis=1, mode="clip")
     where = table_RW, starts_R, counts_R, before_R1[:, 0]
-    models = [nnx.merge(*pair) for pair in zip(graphdefs, params)]
+    sampling, allowed_Rv = jax.tree.map(lambda x_S: x_S.at[slots_R].get(mode="clip"), rows)
+    adapted = choose_adapters(params[0], sampling.adapter_B), *params[1:]
+    models = [nnx.merge(*pair) for pair in zip(graphdefs, adapted)]
     caches = [PagedCache(kv, *where) for kv in state.kv]
     ran = [run_model(model, tokens_RT, cache) for model, cache in zip(models, caches)]
     states_RTD, kv = ran[0][0], tuple(kv for _, kv in ran)
     last_RD = states_RTD[jnp.arange(len(slots_R)), jnp.maximum(counts_R - 1, 0)]
     ends_R = starts_R + counts_R
-    of_slots = lambda x_S: x_S.at[slots_R].get(mode="clip")
-    sampling, allowed_Rv = jax.tree.map(of_slots, rows)
     one = sample_rows(models[0].logits(last_RD), sampling, texts_RC, ends_R, allowed_Rv, plain)
     whole_R = (ends_R == known_R) & (counts_R > 0)
     slot_R = jnp.where(whole_R, slots_R, len(state.known_S))
@@ -170,7 +171,7 @@ def decode_slots(
     take = lambda places: jnp.take_along_axis(guessed_SC, places, axis=1, mode="clip")
     starts_S = jnp.maximum(known_S - 1, 0)
     tokens_ST, before_S1 = take(places_ST - 1), take(starts_S[:, None] - 1)
-    model = nnx.merge(graphdefs[0], params[0])
+    model = nnx.merge(graphdefs[0], choose_adapters(params[0], sampling.adapter_B))
     cache = PagedCache(state.kv[0], table_SW, starts_S, counts_S, before_S1[:, 0])
     states_STD, kv = run_model(model, tokens_ST, cache)
     logits_STV = model.logits(states_STD)

@@ -11,6 +11,7 @@ again, from which it goes on as if nothing had been.
 
 import contextlib
 from collections import deque
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -39,6 +40,7 @@ from jaxtrain.inference.engine.rows import SlotTable
 from jaxtrain.inference.engine.sequence import Sequence, check_request
 from jaxtrain.model import ResolvedModel
 from jaxtrain.settings import UserError
+from jaxtrain.weights.multi_lora import choose_adapters
 from jaxtrain.weights.params import Params
 
 COMPILERS = 8  # programs at once
@@ -75,9 +77,11 @@ class Engine:
         options: EngineOptions = DEFAULT,
         mesh: Mesh | None = None,
         drafter: Drafter | None = None,
+        adapters: Collection[str] = (),
     ):
         """params: on the device, in the compute dtype. stops: tokens that end every text.
-        mesh: that params lie on, of several devices. drafter: what guesses options.drafts."""
+        mesh: that params lie on, of several devices. drafter: what guesses options.drafts.
+        adapters: names of those that params have, in their order (`with_adapters`)."""
         self.context = options.context or config.context_length
         both = [Drafter(config, graphdef, params), *([drafter] if drafter else [])]
         for one, name in zip(both, ("this model", "the model that guesses")):
@@ -85,6 +89,7 @@ class Engine:
                 raise UserError(f"the engine: {name} {why}")
         self.options, self.tokenizer, self.stops = options, tokenizer, stops
         self.graphdef, self.params, self.mesh = graphdef, params, mesh
+        self.adapters = {name: i for i, name in enumerate(adapters, 1)}  # their numbers
         self.models = tuple(one.graphdef for one in both), tuple(one.params for one in both)
         shape = options.page_size, options.cache_dtype
         page = tuple(device.page_shapes(one.graphdef, one.params, *shape) for one in both)
@@ -123,6 +128,11 @@ class Engine:
         """Queue a request. Raises UserError if it can never be served, or the queue is full."""
         room = self.pool.total * self.options.page_size
         check_request(request, self.context, room, self.tokenizer.vocab_size)
+        if request.adapter is not None and request.adapter not in self.adapters:
+            there = ", ".join(self.adapters) or "none"
+            raise UserError(
+                f"request {request.id}: no adapter is called {request.adapter!r}; there are {there}"
+            )
         if request.id in self.by_id:
             raise UserError(f"request {request.id}: there is one of this id already")
         if len(self.waiting) >= self.options.max_queue:
@@ -171,6 +181,13 @@ class Engine:
         """In which programs are traced and run."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
+    def params_for(self, adapter: str | None) -> Params:
+        """The parameters for one row with an adapter, or with none."""
+        if not self.adapters:
+            return self.params
+        number = self.adapters[adapter] if adapter else 0
+        return choose_adapters(self.params, jnp.array([number], jnp.int32))
+
     def count(self, **more: int) -> None:
         """Add to the counts."""
         self.counts = self.counts._replace(
@@ -190,7 +207,9 @@ class Engine:
         while self.waiting and None in self.slots and self.take_pages(self.waiting[0]):
             sequence, slot = self.waiting.popleft(), self.slots.index(None)
             self.slots[slot], sequence.slot = sequence, slot
-            self.rows.put(slot, sequence.request.sampling, len(sequence.request.prompt))
+            asked = sequence.request
+            number = self.adapters[asked.adapter] if asked.adapter else 0
+            self.rows.put(slot, asked.sampling, len(asked.prompt), number)
             self.write_table(sequence)
             self.constrain(sequence)
             new.append((slot, sequence.tokens))

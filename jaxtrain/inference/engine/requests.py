@@ -45,6 +45,7 @@ class SamplingParams(NamedTuple):
 class Request(NamedTuple):
     """A prompt of token ids to continue. id: of the caller's choice, unique among those at work.
 
+    adapter: the name of a LoRA adapter of the engine's; None: the model itself.
     behind: the new text continues the prompt's, as an answer in a chat does not: a space at its
     start stays, which sentencepiece takes away from the start of a text.
     """
@@ -53,6 +54,7 @@ class Request(NamedTuple):
     prompt: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     behind: bool = False
+    adapter: str | None = None
 
 
 class TokenLogprob(NamedTuple):
@@ -103,7 +105,8 @@ class EngineOptions(NamedTuple):
     share full pages with the same beginning. drafts: tokens that are guessed for each step from
     what followed the last two or three tokens before (prompt lookup, Saxena 2023), 0: none.
     draft_run: run directory of a small model that guesses them instead, of the same tokenizer.
-    tensor: devices that split heads and hidden units.
+    tensor: devices that split heads and hidden units. adapters: (name, folder) of LoRA adapters of
+    the model, of which each request may name one; a run with LoRA, or a folder of peft's.
     """
 
     slots: int = 32
@@ -119,6 +122,7 @@ class EngineOptions(NamedTuple):
     drafts: int = 0
     draft_run: Path | None = None
     tensor: int = 1
+    adapters: tuple[tuple[str, Path], ...] = ()
 
 
 DEFAULT = EngineOptions()

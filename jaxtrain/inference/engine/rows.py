@@ -11,20 +11,20 @@ from jaxtrain.inference.engine.sampling import RowSampling
 OFF = 2**31 - 1  # top_k of all tokens
 
 
-def row_values(s: SamplingParams, prompt: int) -> tuple[float | int, ...]:
+def row_values(s: SamplingParams, prompt: int, adapter: int) -> tuple[float | int, ...]:
     """One request's row, in the order of RowSampling."""
     return (
         s.temperature, s.top_k or OFF, s.top_p, s.min_p, s.typical_p, s.repetition_penalty,
         s.presence_penalty, s.frequency_penalty, s.seed & 0xFFFFFFFF, prompt,
         prompt + s.max_tokens, -1 if s.logprobs is None else s.logprobs,
-        OFF if s.grammar is None else 0,
+        OFF if s.grammar is None else 0, adapter,
     )  # fmt: skip
 
 
 # Of all 32 tokens of a word: every one is allowed.
 ALL = 0xFFFFFFFF
 PLAIN = {"max_tokens", "temperature", "min_p", "seed", "stop", "stop_tokens", "ignore_stop"}
-IDLE = row_values(SamplingParams(max_tokens=0, temperature=0), 0)
+IDLE = row_values(SamplingParams(max_tokens=0, temperature=0), 0, 0)
 
 
 def is_plain(s: SamplingParams) -> bool:
@@ -35,7 +35,9 @@ def is_plain(s: SamplingParams) -> bool:
 
 
 DTYPES: dict[str, type[np.number]] = dict.fromkeys(RowSampling._fields, np.float32)
-DTYPES |= dict.fromkeys(("top_k_B", "prompt_B", "limit_B", "top_B", "guesses_B"), np.int32)
+DTYPES |= dict.fromkeys(
+    ("top_k_B", "prompt_B", "limit_B", "top_B", "guesses_B", "adapter_B"), np.int32
+)
 DTYPES["seed_B"] = np.uint32
 
 
@@ -49,9 +51,9 @@ class SlotTable:
         self.allowed_Sv = np.full((slots, -(-vocab_size // 32)), ALL, np.uint32)
         self.allowed_there: Array | None = None
 
-    def put(self, slot: int, sampling: SamplingParams, prompt: int) -> None:
-        """A request with so many tokens of a prompt begins in a slot."""
-        self._write(slot, row_values(sampling, prompt))
+    def put(self, slot: int, sampling: SamplingParams, prompt: int, adapter: int = 0) -> None:
+        """A request with so many tokens of a prompt begins in a slot. adapter: its number."""
+        self._write(slot, row_values(sampling, prompt, adapter))
 
     def clear(self, slot: int) -> None:
         """A slot asks for nothing again."""

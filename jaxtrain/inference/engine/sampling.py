@@ -17,7 +17,7 @@ MOST_TOP = 20  # logprobs beside the sampled one
 class RowSampling(NamedTuple):
     """The sampling parameters of rows, arrays [B]; prompt_B: tokens of the prompt; limit_B: tokens
     of the whole text at most; top_B: logprobs beside the sampled one, -1 without any; guesses_B:
-    tokens that may be guessed in one step."""
+    tokens that may be guessed in one step; adapter_B: the LoRA adapter's number, 0: none."""
 
     temperature_B: Array
     top_k_B: Array
@@ -32,6 +32,7 @@ class RowSampling(NamedTuple):
     limit_B: Array
     top_B: Array
     guesses_B: Array
+    adapter_B: Array
 
 
 class Draw(NamedTuple):

@@ -53,7 +53,7 @@ class Sequence:
 
     def hash_pages(self, size: int, held: int) -> None:
         """digests: of the full pages among the first `held` tokens."""
-        self.digests = page_digests(self.tokens[:held], size)
+        self.digests = page_digests(self.tokens[:held], size, self.request.adapter)
 
     def read(self, tokens: list[int], logprobs: list[TokenLogprob]) -> Update:
         """Take new tokens in, up to one that ends the text."""
