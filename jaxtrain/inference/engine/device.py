@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int, PyTree, UInt32
 from jaxtrain.cluster.xla_flags import jit
 from jaxtrain.inference.engine.drafts import look_up, model_guesses, run_model
 from jaxtrain.inference.engine.sampling import Draw, RowSampling, sample_rows
-from jaxtrain.model import PagedCache, Prefill, ResolvedModel
+from jaxtrain.model import PagedCache, Prefill, ResolvedModel, make_plan
 from jaxtrain.model.kv_cache import KeysValues
 from jaxtrain.model.transformer import CACHE_MULTIPLE
 from jaxtrain.parallel import constrain
@@ -190,6 +190,13 @@ def decode_slots(
     texts_SC = state.texts_SC.at[rows_S1, kept_ST].set(one.token_B, mode="drop")
     state = pinned(DeviceState((kv, *guesses), texts_SC, known_S + new_S))
     return state, Sampled(one.token_B, new_S, *one[1:])
+
+
+def longest_window(c: ResolvedModel) -> int:
+    """How many tokens before each one any layer of a model sees: of full attention, those of the
+    context that it was trained with."""
+    whole = c.context_length + c.virtual - 1
+    return max(spec.window or whole for spec in make_plan(c))
 
 
 def check_servable(c: ResolvedModel, context: int) -> str | None:

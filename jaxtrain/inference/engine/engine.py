@@ -93,6 +93,7 @@ class Engine:
         self.models = tuple(one.graphdef for one in both), tuple(one.params for one in both)
         shape = options.page_size, options.cache_dtype
         page = tuple(device.page_shapes(one.graphdef, one.params, *shape) for one in both)
+        self.window = max(device.longest_window(one.config) for one in both)
         self.width = -(-self.context // options.page_size)  # pages of the longest text
         self.pool = PagePool(options.pages or self.affordable(page))
         places = self.context + options.drafts + 1
@@ -256,7 +257,25 @@ class Engine:
 
     def write_table(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
-        self.table_SW[sequence.slot, : len(sequence.pages)] = sequence.pages
+        end = sequence.dropped + len(sequence.pages)
+        self.table_SW[sequence.slot, sequence.dropped : end] = sequence.pages
+
+    def remember(self, sequence: Sequence) -> None:
+        """Full pages of a running request become known by what they hold."""
+        if self.options.prefix_cache:
+            size = self.options.page_size
+            if sequence.decoding:
+                sequence.hash_pages(size, sequence.held)
+            known = sequence.digests[sequence.dropped : sequence.held // size]
+            self.pool.remember(sequence.pages, known)
+
+    def drop_pages(self, sequence: Sequence) -> None:
+        """Give back the pages that no layer sees any more; full pages stay known."""
+        if count := sequence.unseen(self.window, self.options.page_size):
+            self.remember(sequence)
+            self.pool.give_back(sequence.pages[:count])
+            sequence.pages = sequence.pages[count:]
+            sequence.dropped += count
 
     def leave_slot(self, sequence: Sequence) -> None:
         """Give slot and pages back; full pages stay known."""
@@ -264,13 +283,10 @@ class Engine:
             return
         self.slots[sequence.slot] = None
         self.rows.clear(sequence.slot)
-        if self.options.prefix_cache:
-            held = len(sequence.tokens) - 1 if sequence.decoding else sequence.computed
-            sequence.hash_pages(self.options.page_size, held)
-            self.pool.remember(sequence.pages, sequence.digests)
+        self.remember(sequence)
         self.pool.give_back(sequence.pages)
-        sequence.pages, sequence.slot = [], None
-        sequence.decoding, sequence.computed, sequence.ahead = False, 0, 0
+        sequence.pages, sequence.slot, sequence.decoding = [], None, False
+        sequence.computed = sequence.ahead = sequence.dropped = 0
 
     def finish(self, sequence: Sequence) -> None:
         sequence.done = True
@@ -307,8 +323,8 @@ class Engine:
         rows: list[tuple[int, Sequence]] = []
         for i, one in enumerate(todo):
             one.computed += int(counts_R[i])
-            if o.prefix_cache:
-                self.pool.remember(one.pages, one.digests[: one.computed // o.page_size])
+            self.remember(one)
+            self.drop_pages(one)
             if not one.left:
                 one.decoding, one.ahead = True, 1
                 rows.append((i, one))
@@ -317,6 +333,7 @@ class Engine:
     def decode(self) -> None:
         """The next tokens of all requests whose text is computed."""
         for one in self.running:
+            self.drop_pages(one)
             self.make_room(one)
         todo = [one for one in self.running if one.can_go_on]
         if not todo:
@@ -339,7 +356,8 @@ class Engine:
         """Pages for a request's next tokens; when there are none, the youngest gives up its own."""
         while sequence.can_go_on:
             tokens = min(sequence.length + self.options.drafts, sequence.limit)
-            need = -(-tokens // self.options.page_size) - len(sequence.pages)
+            need = -(-tokens // self.options.page_size)
+            need -= sequence.dropped + len(sequence.pages)
             if need <= 0:
                 return
             if (new := self.pool.take(need)) is not None:

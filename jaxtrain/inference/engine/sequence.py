@@ -16,7 +16,8 @@ class Sequence:
     """A request and its state; slot: where it runs, None while it waits or when it is done.
 
     computed: tokens whose keys and values its pages hold, as far as prompts go. ahead: new tokens
-    at most of steps that were not read yet.
+    at most of steps that were not read yet. pages: those of its text, but for the first `dropped`,
+    which no layer sees any more.
     """
 
     def __init__(self, request: Request, arrival: int, tokenizer: Tokenizer, stops: set[int]):
@@ -29,7 +30,7 @@ class Sequence:
         self.slot: int | None = None
         self.pages: list[int] = []
         self.digests: list[Digest] = []
-        self.computed = self.ahead = 0
+        self.computed = self.ahead = self.dropped = 0
         self.decoding = self.done = False
         self.plain = is_plain(request.sampling)
         self.matcher: Matcher | None = None  # of the grammar that its text has to match
@@ -50,6 +51,15 @@ class Sequence:
     def left(self) -> int:
         """Tokens of its text that are not computed yet, before it decodes."""
         return len(self.tokens) - self.computed
+
+    @property
+    def held(self) -> int:
+        """Tokens from its beginning whose keys and values are computed, as far as is known here."""
+        return len(self.tokens) - 1 if self.decoding else self.computed
+
+    def unseen(self, window: int, size: int) -> int:
+        """How many of its pages are behind the window of each token that is still to come."""
+        return max(0, (self.held - window) // size - self.dropped)
 
     def hash_pages(self, size: int, held: int) -> None:
         """digests: of the full pages among the first `held` tokens."""
