@@ -5,9 +5,10 @@ from typing import Literal, NamedTuple
 
 
 class Grammar(NamedTuple):
-    """What a text has to match: a regular expression, or a JSON schema as JSON."""
+    """What a text has to match: a regular expression, a JSON schema as JSON, or a grammar in
+    llguidance's variant of Lark."""
 
-    kind: Literal["regex", "json_schema"]
+    kind: Literal["regex", "json_schema", "lark"]
     source: str
 
 
@@ -22,7 +23,8 @@ class SamplingParams(NamedTuple):
     (Keskar et al. 2019). presence_penalty and frequency_penalty are subtracted from logits of new
     tokens, once and for each time. stop: strings that end the text, and are not part of it.
     logprobs: None, or how many best tokens to report beside the sampled one. ignore_stop: go on to
-    max_tokens at any rate. grammar: the form that the text must have.
+    max_tokens at any rate. grammar: the form that the text must have. logit_bias: (token, what is
+    added to its logit, from -100 to 100), before all else.
     """
 
     max_tokens: int = 256
@@ -40,6 +42,7 @@ class SamplingParams(NamedTuple):
     logprobs: int | None = None
     ignore_stop: bool = False
     grammar: Grammar | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 class Request(NamedTuple):

@@ -7,7 +7,7 @@ from jaxtrain.inference.engine.grammars import Matcher
 from jaxtrain.inference.engine.pages import Digest, page_digests
 from jaxtrain.inference.engine.requests import Request, TokenLogprob, Update
 from jaxtrain.inference.engine.rows import is_plain
-from jaxtrain.inference.engine.sampling import MOST_TOP
+from jaxtrain.inference.engine.sampling import MOST_BIASED, MOST_TOP
 from jaxtrain.inference.engine.text import TextStream
 from jaxtrain.settings import UserError
 
@@ -127,6 +127,17 @@ def check_request(request: Request, context: int, room: int, vocab_size: int) ->
         )
     if not all(0 <= token < vocab_size for token in (*request.prompt, *s.stop_tokens)):
         raise UserError(f"{where}: a token is not one of the vocabulary's 0 .. {vocab_size - 1}")
+    if len(s.logit_bias) > MOST_BIASED:
+        raise UserError(
+            f"{where}: logit_bias is of {len(s.logit_bias)} tokens; at most {MOST_BIASED}"
+        )
+    for token, bias in s.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise UserError(
+                f"{where}: logit_bias has token {token}; the vocabulary is 0 .. {vocab_size - 1}"
+            )
+        if not -100 <= bias <= 100:
+            raise UserError(f"{where}: logit_bias is {bias}; it must be from -100 to 100")
     ranges = (
         ("temperature", s.temperature, 0.0, math.inf, "from 0 on"),
         ("top_p", s.top_p, 1e-9, 1.0, "above 0 and at most 1"),

@@ -18,7 +18,12 @@ from jaxtrain.inference.server.errors import refuse
 from jaxtrain.inference.server.http import Json
 from jaxtrain.inference.server.logprobs import chat_logprobs
 from jaxtrain.inference.server.service import Service, usage
-from jaxtrain.inference.server.tool_calls import arguments_as_objects, held_back, read_calls
+from jaxtrain.inference.server.tool_calls import (
+    arguments_as_objects,
+    call_grammar,
+    held_back,
+    read_calls,
+)
 
 
 class ChatCompletion:
@@ -38,7 +43,9 @@ class ChatCompletion:
         room = service.room(self.prompt, asked, service.limits.max_tokens, "messages")
         ends = dict.fromkeys((chat.end, *served.prompting.stops))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        self.sampling = body.sampling(room, tuple(ends), logprobs, body.grammar())
+        forced = body.forced_tools
+        grammar = call_grammar(self.tools, forced) if self.tools and forced else body.grammar()
+        self.sampling = body.sampling(room, tuple(ends), logprobs, grammar)
 
     def prompt_of(self, chat: Chat) -> np.ndarray:
         """Token ids. Raises UserError for a conversation that the template does not write."""
