@@ -150,8 +150,26 @@ def test_the_model_of_a_request_is_the_base_or_an_adapter(base, tmp_path):
         with pytest.raises(openai.NotFoundError, match="there is 'tiny', 'pirate'") as found:
             client.completions.create(model="sailor", **ask)
         assert (found.value.code, found.value.param) == ("model_not_found", "model")
-        vectors = [client.embeddings.create(model=n, input="a").data[0].embedding for n in listed]
-        assert not np.allclose(*vectors, atol=1e-2)
+
+
+@pytest.mark.slow
+def test_whole_texts_go_through_the_adapter(base, tmp_path):
+    """Embeddings, and log-probabilities of a prompt, as the merged model has them."""
+    run_dir = lora_run(tmp_path / "tuned", base, rank=2)
+    ask = dict(prompt="To be", max_tokens=0, echo=True, logprobs=0)
+    found = []
+    for saved, adapters, names in (
+        (load_saved(base), (("pirate", run_dir),), ("tiny", "pirate")),
+        (load_saved(run_dir), (), ("tiny",)),
+    ):
+        with live(saved, adapters=adapters) as one:
+            for name in names:
+                vector = one.client().embeddings.create(model=name, input="a").data[0].embedding
+                logprobs = one.client().completions.create(model=name, **ask).choices[0].logprobs
+                found.append([*vector, *logprobs.token_logprobs[1:]])
+    plain, adapted, merged = found
+    np.testing.assert_allclose(adapted, merged, atol=1e-4)
+    assert not np.allclose(adapted, plain, atol=1e-2)
 
 
 @pytest.mark.parametrize(
@@ -202,6 +220,7 @@ def test_what_is_no_adapter_of_the_model_is_refused(base, tmp_path, change, mess
         load_engine(base, None, EngineOptions(adapters=(("a", folder),)))
 
 
+@pytest.mark.slow
 def test_another_base_is_refused(base, tmp_path):
     fields = byte_model(64, "train.precision=float32", "model.head_dim=8", "model.width=48")
     other = random_run(tmp_path / "other", fields)

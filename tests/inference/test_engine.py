@@ -158,7 +158,12 @@ def test_pages_behind_all_windows_are_free_again(drafts):
     # Its pages stay known as long as there are others.
     assert run(engine, [Request("b", text, sampling)])["b"][0] == tokens
     assert engine.stats().prefix_hits == 16
-    # Beside others that run out of pages, which take the free ones, the texts are the same.
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_freed_pages_of_others_change_nothing(drafts):
+    """Beside requests that run out of pages, and take the free ones."""
     few, texts = (
         make_engine("windows", OPTIONS._replace(pages=13, drafts=drafts)),
         prompts(*LENGTHS),

@@ -14,7 +14,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxtrain.cluster.xla_flags import jit
 from jaxtrain.inference.engine.drafts import look_up, model_guesses, run_model
-from jaxtrain.inference.engine.sampling import Draw, Rows, sample_rows
+from jaxtrain.inference.engine.sampling import Draw, SlotRows, sample_rows
 from jaxtrain.model import PagedCache, Prefill, ResolvedModel, make_plan
 from jaxtrain.model.kv_cache import KeysValues
 from jaxtrain.model.transformer import CACHE_MULTIPLE
@@ -96,7 +96,7 @@ def prefill_slots(
     graphdefs: tuple[nnx.GraphDef, ...],
     params: tuple[Params, ...],
     state: DeviceState,
-    rows: Rows,
+    rows: SlotRows,
     slots_R: Int[Array, "R"],
     table_RW: Int[Array, "R W"],
     starts_R: Int[Array, "R"],
@@ -142,7 +142,7 @@ def decode_slots(
     graphdefs: tuple[nnx.GraphDef, ...],
     params: tuple[Params, ...],
     state: DeviceState,
-    rows: Rows,
+    rows: SlotRows,
     active_S: Bool[Array, "S"],
     table_SW: Int[Array, "S W"],
     *,

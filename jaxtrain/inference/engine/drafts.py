@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
-from jaxtrain.inference.engine.sampling import Rows, sample_rows
+from jaxtrain.inference.engine.sampling import SlotRows, sample_rows
 from jaxtrain.model import Paged, PagedCache, Transformer
 from jaxtrain.model.kv_cache import KeysValues
 from jaxtrain.weights.params import Params
@@ -54,7 +54,7 @@ def model_guesses(
     graphdef: nnx.GraphDef,
     params: Params,
     kv: tuple[KeysValues, ...],
-    rows: Rows,
+    rows: SlotRows,
     texts_SC: Int[Array, "S C"],
     known_S: Int[Array, "S"],
     room_S: Int[Array, "S"],

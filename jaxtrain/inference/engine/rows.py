@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxtrain.inference.engine.requests import SamplingParams
-from jaxtrain.inference.engine.sampling import MOST_BIASED, Rows, RowSampling
+from jaxtrain.inference.engine.sampling import MOST_BIASED, RowSampling, SlotRows
 
 OFF = 2**31 - 1  # top_k of all tokens
 
@@ -86,7 +86,7 @@ class SlotTable:
             self.biased_Sn[slot, i], self.bias_Sn[slot, i] = token, bias
         self.bias_there = None
 
-    def on_device(self) -> Rows:
+    def on_device(self) -> SlotRows:
         """What is sampled for all slots."""
         # Copies: an array on a CPU may be the host's own memory.
         if self.there is None:
@@ -95,4 +95,4 @@ class SlotTable:
             self.allowed_there = allowed = jnp.array(self.allowed_Sv)
         if (bias := self.bias_there) is None:
             self.bias_there = bias = jnp.array(self.biased_Sn), jnp.array(self.bias_Sn)
-        return Rows(self.there, allowed, *bias)
+        return SlotRows(self.there, allowed, *bias)

@@ -36,7 +36,7 @@ class RowSampling(NamedTuple):
     adapter_B: Array
 
 
-class Rows(NamedTuple):
+class SlotRows(NamedTuple):
     """What is sampled for rows: their parameters; a bit for each token that a row may have; tokens
     (of padding one beyond the vocabulary), and what is added to their logits."""
 
@@ -57,7 +57,7 @@ class Draw(NamedTuple):
 
 def sample_rows(
     logits_BV: Float[Array, "B V"],
-    rows: Rows,
+    rows: SlotRows,
     texts_BC: Int[Array, "B C"],
     lengths_B: Int[Array, "B"],
     plain: bool,
@@ -74,7 +74,7 @@ def sample_rows(
         return Draw(token_B, *no_logprobs(*logits_BV.shape))
     raw_BV = logits_BV
     biased_B = jnp.any(rows.biased_Bn < logits_BV.shape[1], axis=1)
-    logits_BV = when(biased_B, lambda x: add_bias(x, rows), lambda x: x, logits_BV)
+    logits_BV = when(biased_B, lambda x: add_logit_bias(x, rows), lambda x: x, logits_BV)
     punished_B = (s.repetition_B != 1) | (s.presence_B != 0) | (s.frequency_B != 0)
     logits_BV = when(
         punished_B, lambda x: penalized(x, s, texts_BC, lengths_B), lambda x: x, logits_BV
@@ -92,7 +92,7 @@ def when(rows_B: Bool[Array, "B"], yes, no, x_BV: Array) -> Array:
     return jax.lax.cond(jnp.any(rows_B), yes, no, x_BV)
 
 
-def add_bias(logits_BV: Array, rows: Rows) -> Float[Array, "B V"]:
+def add_logit_bias(logits_BV: Array, rows: SlotRows) -> Float[Array, "B V"]:
     """Logits with the biases of some tokens."""
     rows_B1 = jnp.arange(len(logits_BV))[:, None]
     return logits_BV.at[rows_B1, rows.biased_Bn].add(rows.bias_Bn, mode="drop")

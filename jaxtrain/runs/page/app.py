@@ -30,7 +30,7 @@ from jaxtrain.runs.page.details import details_of, sample_of
 from jaxtrain.runs.page.dry_run import RUN, answer_of, arguments_of, dry_run
 from jaxtrain.runs.page.endpoint import Endpoint, pass_on
 from jaxtrain.runs.page.folder import RunFolder
-from jaxtrain.runs.page.model_server import ModelServer, models_in
+from jaxtrain.runs.page.model_server import ModelServer, servable_models
 from jaxtrain.runs.page.tail import Tail
 from jaxtrain.settings import UserError, parse_json
 
@@ -137,7 +137,7 @@ class Page:
             "folder": str(self.folder.shown),
             "configs": [*shipped_names(), *(RUN + name for name in names if has(name))],
             "endpoints": [one.shown for one in self.endpoints],
-            "models": await run_in_threadpool(models_in, self.folder),
+            "models": await run_in_threadpool(servable_models, self.folder),
         })  # fmt: skip
 
     async def details(self, request: Request) -> Response:

@@ -21,7 +21,7 @@ LIMIT = 600  # seconds that a model may take to load
 DRAIN = 10  # seconds that answers in flight have when another model is wanted
 
 
-class Model(NamedTuple):
+class ServedModel(NamedTuple):
     """A run's model at its end, or at a step."""
 
     run: str
@@ -32,7 +32,7 @@ class Model(NamedTuple):
         return self.run if self.step is None else f"{self.run} at step {self.step}"
 
 
-def models_in(folder: RunFolder) -> list[dict[str, object]]:
+def servable_models(folder: RunFolder) -> list[dict[str, object]]:
     """The runs that have a model, and the steps of their checkpoints."""
     found = []
     for name in folder.names():
@@ -56,7 +56,7 @@ class ModelServer:
     def __init__(self, folder: RunFolder):
         self.folder, self.changing = folder, asyncio.Lock()
         self.process: subprocess.Popen[bytes] | None = None
-        self.model: Model | None = None  # the one that is served, or being loaded
+        self.model: ServedModel | None = None  # the one that is served, or being loaded
         self.endpoint: Endpoint | None = None
 
     async def endpoint_of(self, run: str, step: str) -> Endpoint:
@@ -65,7 +65,7 @@ class ModelServer:
         run_dir = self.folder.path(run)
         if step and not step.isdecimal():
             raise UserError(f"step {step!r} must be a whole number")
-        wanted = Model(run, int(step) if step else None)
+        wanted = ServedModel(run, int(step) if step else None)
         if self.changing.locked() and self.model and self.model != wanted:
             raise UserError(f"busy: {self.model.shown} is being loaded; ask again when it is there")
         async with self.changing:
@@ -77,7 +77,7 @@ class ModelServer:
             self.endpoint = await run_in_threadpool(self.start, run_dir, wanted)
             return self.endpoint
 
-    def start(self, run_dir: Path, model: Model) -> Endpoint:
+    def start(self, run_dir: Path, model: ServedModel) -> Endpoint:
         """The endpoint of a new process. UserError with the line that it ends with."""
         with tempfile.TemporaryFile() as errors:
             # Not asyncio's: uvloop would fork, which libraries with threads do not outlive.
