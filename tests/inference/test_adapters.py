@@ -18,7 +18,11 @@ from jaxtrain.inference.engine import Engine, EngineOptions, Request, load_engin
 from jaxtrain.inference.engine.adapters import read_factors
 from jaxtrain.runs.saved import load_saved, save_adapter, save_model
 from jaxtrain.settings import UserError
+from jaxtrain.weights import WEIGHTS
+from jaxtrain.weights.adapted import merge_weights
+from jaxtrain.weights.contract import is_weight
 from jaxtrain.weights.multi_lora import LoRAFactors, choose_adapters, with_adapters
+from jaxtrain.weights.params import is_block_matrix
 
 RANKS = {"pirate": 2, "poet": 5}
 
@@ -120,6 +124,29 @@ def test_runs_and_folders_of_pefts_are_read(base, tmp_path, fields):
     for name in ("run", "peft"):
         assert run(engine, [Request("r0", text, GREEDY, adapter=name)]) == wanted != plain
     assert run(engine, [Request("r0", text, GREEDY)]) == plain
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("form", ["int8", "nf4"])
+def test_a_quantized_base_is_kept_packed(form):
+    """Rows have the packed product, and their adapters' change of it."""
+    c, graphdef, specs, params = model("plain")
+    packed = lambda spec, x: WEIGHTS[form].encode(x) if is_block_matrix(spec) else x
+    packed = jax.tree.map(packed, specs, jax.device_put(params))
+    trained, _, config = tuned(specs, params, 1, rank=3)
+    both = with_adapters(packed, changes_of([(trained, None, config)], params))
+    plain = jax.tree.map(
+        lambda w: merge_weights(w) if is_weight(w) else w, packed, is_leaf=is_weight
+    )
+    merged = tuned(specs, plain, 1, rank=3)[1]
+    texts, names = prompts(9, 17, 5), ["a", None, "a"]
+    engine = Engine(c, graphdef, both, letters(), options=OPTIONS, adapters=["a"])
+    found = run(engine, asked(texts, names))
+    for request in asked(texts, names):
+        weights = jax.device_put(plain if request.adapter is None else merged)
+        alone = Engine(c, graphdef, weights, letters(), options=OPTIONS)
+        wanted = run(alone, [request._replace(adapter=None)])[request.id]
+        assert found[request.id] == wanted
 
 
 @pytest.mark.slow
