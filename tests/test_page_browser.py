@@ -10,8 +10,10 @@ import pytest
 from page_cases import ROW, make_run, served, train_rows, write_rows
 from playwright import sync_api
 from test_page_chat import fake_server
+from test_page_model_server import stand_in
 
 from jaxtrain.runs.compare import main as compare_main
+from jaxtrain.runs.page import model_server
 from jaxtrain.runs.page.app import page_app
 from jaxtrain.runs.page.endpoint import endpoint_at
 
@@ -252,6 +254,24 @@ def test_a_chat_streams(opened):
         page.get_by_role("button", name="Send").click()
     assert asked.value.post_data_json["prompt"] == "ROMEO:"
     page.locator(".is-assistant", has_text="Hello you").nth(1).wait_for()
+
+
+def test_a_chat_with_a_model_that_the_page_loads(opened, tmp_path, monkeypatch):
+    monkeypatch.setattr(model_server, "serve_command", stand_in)
+    run_dir = make_run(tmp_path, "slow")
+    for step in ("9", "100"):
+        (run_dir / "checkpoints" / step).mkdir(parents=True)
+    with served(page_app(tmp_path)) as url:
+        page = opened("run=slow&tab=chat", url=url)
+        options = page.locator("#model option")
+        options.nth(1).wait_for(state="attached")
+        assert options.all_inner_texts() == ["slow at step 100", "slow at step 9"]
+        page.get_by_label("Message").fill("Hi")
+        page.keyboard.press("Enter")
+        page.get_by_text("Loading the model ...").wait_for()
+        page.get_by_text("Hello from slow").wait_for()
+        assert page.get_by_role("button", name="Send").is_enabled()
+        page.close()
 
 
 def test_what_the_dry_run_refuses_is_one_line(opened, site):

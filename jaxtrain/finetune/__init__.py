@@ -14,10 +14,11 @@ from jaxtrain.finetune.config import (
     PromptLearningConfig,
     ReLoRAConfig,
     adapter_folder,
+    adapter_settings,
     apply_finetune_defaults,
 )
 from jaxtrain.finetune.ia3 import ia3
-from jaxtrain.finetune.lora import apply_lora_plus, lora
+from jaxtrain.finetune.lora import apply_lora_plus, lora, lora_scale
 from jaxtrain.finetune.partition import (
     EXTRAS,
     Partition,
@@ -48,7 +49,7 @@ def make_partition(c: FinetuneConfig, specs: Specs, dtype: jnp.dtype) -> Partiti
 
 __all__ = [
     "ADDED_MODULES", "EXTRAS", "PEFT", "PRETRAINING", "FinetuneConfig", "LoRAConfig", "Partition",
-    "PrefixConfig", "PromptLearningConfig", "ReLoRAConfig", "adapter_folder",
-    "apply_finetune_defaults", "apply_lora_plus", "flatten", "full", "join_full", "make_partition",
-    "merge_adapters", "prefix_keys_values", "trainable_by_matrix", "unflatten",
+    "PrefixConfig", "PromptLearningConfig", "ReLoRAConfig", "adapter_folder", "adapter_settings",
+    "apply_finetune_defaults", "apply_lora_plus", "flatten", "full", "join_full", "lora_scale",
+    "make_partition", "merge_adapters", "prefix_keys_values", "trainable_by_matrix", "unflatten",
 ]  # fmt: skip

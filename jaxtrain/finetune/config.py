@@ -294,13 +294,13 @@ def apply_finetune_defaults(tree: dict[str, Any], talks: bool = False) -> None:
         tree["optim"] = rates | optim
 
 
-def adapter_folder(path: str) -> Path:
-    """The folder of an adapter, a run's too. UserError if there is none."""
+def adapter_folder(path: str, option: str = "finetune.init_adapter") -> Path:
+    """The folder of an adapter, a run's too. UserError, which begins with `option`, for none."""
     folder = Path(path).expanduser()
     for place in (folder, folder / "adapter", folder / "model" / "adapter"):
         if (place / "adapter_config.json").is_file():
             return place
-    raise UserError(f"finetune.init_adapter {path}: there is no adapter_config.json, no adapter")
+    raise UserError(f"{option} {path}: there is no adapter_config.json, no adapter")
 
 
 def adapter_settings(folder: Path, kind: str = "lora") -> dict[str, Any]:

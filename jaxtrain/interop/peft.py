@@ -143,12 +143,15 @@ def apply_rank_pattern(facts: Json, name: str, kind: str, x: np.ndarray) -> np.n
         return next((v for k, v in rules if re.fullmatch(rf"(.*\.)?({k})", module)), default)
 
     most = max(facts["r"], *(facts.get("rank_pattern") or {"": 0}).values())
-    missing = max(most - x.shape[kind == "a"], 0)
+    rank, has = own("rank_pattern", facts["r"]), x.shape[kind == "a"]
+    if has != rank:
+        raise UserError(f"adapter_config.json has rank {rank} for {module}, its tensor has {has}")
+    missing = most - rank
     if kind == "a":
         return np.pad(x, ((0, 0), (0, missing)))
     root = 0.5 if facts.get("use_rslora") else 1.0
     alpha = own("alpha_pattern", facts["lora_alpha"]) / facts["lora_alpha"]
-    factor = alpha * (facts["r"] / own("rank_pattern", facts["r"])) ** root
+    factor = alpha * (facts["r"] / rank) ** root
     return np.pad(x, ((0, missing), (0, 0))) * np.float32(factor)
 
 

@@ -21,6 +21,10 @@ MODELS = {
     "shared_kv": {"share_kv": "adjacent"},
     "experts": {"moe": {"experts": 4, "top_k": 2, "hidden": 16}, "depth": 2},
     "learned": {"position_embedding": "learned", "context_length": 48, "depth": 2},
+    "windows": {
+        "window_pattern": "S", "last_layer_full": False, "depth": 2, "smear": False,
+        "value_embeddings": False,
+    },
     "plain": {
         "smear": False, "backout": False, "residual_scales": False, "value_embeddings": False,
         "window_pattern": "L", "depth": 2,

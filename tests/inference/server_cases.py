@@ -19,7 +19,7 @@ from jaxtrain.inference.engine.load import engine_of
 from jaxtrain.inference.generate import Sampling, stream_tokens
 from jaxtrain.inference.server.app import make_app
 from jaxtrain.inference.server.engine_thread import EngineThread
-from jaxtrain.inference.server.load import served_model
+from jaxtrain.inference.server.load import served_adapter, served_model
 from jaxtrain.inference.server.service import Limits, Service
 
 T = 128
@@ -56,11 +56,11 @@ class Live:
         return client
 
 
-def make_engine(saved, limits=LIMITS, kind=Engine, tensor=1):
+def make_engine(saved, limits=LIMITS, kind=Engine, tensor=1, adapters=()):
     """An engine of a saved model. kind: Engine, or a class made of it."""
     options = EngineOptions(
         slots=limits.concurrency, page_size=16, chunk=32, tensor=tensor,
-        max_queue=limits.concurrency + limits.queue,
+        max_queue=limits.concurrency + limits.queue, adapters=adapters,
     )  # fmt: skip
     one = engine_of(saved, options)
     one.__class__ = kind
@@ -68,11 +68,13 @@ def make_engine(saved, limits=LIMITS, kind=Engine, tensor=1):
 
 
 @contextlib.contextmanager
-def live(saved, limits=LIMITS, keys=(), kind=Engine, tensor=1, **changes):
+def live(saved, limits=LIMITS, keys=(), kind=Engine, tensor=1, adapters=(), **changes):
     """A `Live` server of a saved model. changes: of what is served."""
-    thread = EngineThread(lambda: make_engine(saved, limits, kind, tensor))
+    thread = EngineThread(lambda: make_engine(saved, limits, kind, tensor, adapters))
     thread.start()
-    service = Service(served_model(saved, "tiny")._replace(**changes), thread, limits)
+    served = served_model(saved, "tiny")._replace(**changes)
+    more = [served_adapter(saved, served, *one) for one in adapters]
+    service = Service(served, thread, limits, more)
     one = Live(service, keys)
     one.thread.start()
     while not one.server.started:

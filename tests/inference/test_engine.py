@@ -141,11 +141,52 @@ def test_a_text_that_repeats_itself_is_guessed():
     assert drafts.look_up(texts_SC, jnp.array([6, 4, 8]), 3)[1].tolist() == [3, 0, 0]
 
 
+@pytest.mark.parametrize("drafts", [0, 2])
+@pytest.mark.quick("0")
+def test_pages_behind_all_windows_are_free_again(drafts):
+    """Windows of 5 tokens, so that a text of 45 needs 3 pages of 4 at its end."""
+    (text,), sampling = prompts(17), GREEDY._replace(max_tokens=28)
+    engine = make_engine("windows", OPTIONS._replace(drafts=drafts))
+    engine.add(Request("a", text, sampling))
+    held, tokens = [], ()
+    while engine.busy:
+        tokens += sum((update.tokens for update in engine.step()), ())
+        held.append(engine.stats().pages_used)
+        assert engine.pool.used + len(engine.pool.free) + len(engine.pool.unused) == 48
+    assert list(tokens) == expected("windows", [text], 28)[0]
+    assert held[0] == 5 and max(held[5:-1]) <= 4 and held[-1] == 0
+    # Its pages stay known as long as there are others.
+    assert run(engine, [Request("b", text, sampling)])["b"][0] == tokens
+    assert engine.stats().prefix_hits == 16
+
+
 @pytest.mark.slow
+@pytest.mark.parametrize("drafts", [0, 2])
+def test_freed_pages_of_others_change_nothing(drafts):
+    """Beside requests that run out of pages, and take the free ones."""
+    few, texts = (
+        make_engine("windows", OPTIONS._replace(pages=13, drafts=drafts)),
+        prompts(*LENGTHS),
+    )
+    assert tokens_of(few, texts) == expected("windows", texts, 10)
+
+
+def test_pages_that_a_full_layer_sees_are_held():
+    engine = make_engine("nanochat")
+    engine.add(Request("a", prompts(17)[0], GREEDY))
+    held = []
+    while engine.busy:
+        engine.step()
+        held.append(engine.stats().pages_used)
+    assert held[0] == 5 and max(held) == 7
+
+
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["plain", "windows"])
 @settings(max_examples=6)
 @given(data=st.data())
-def test_no_page_is_lost(data):
-    engine = make_engine(options=OPTIONS._replace(pages=14))
+def test_no_page_is_lost(name, data):
+    engine = make_engine(name, options=OPTIONS._replace(pages=14))
     texts, asked, ended = prompts(2, 5, 11, 20, 9, 13, 20), 0, []
     for _ in range(25):
         match data.draw(st.sampled_from(["add", "step", "step", "cancel"])):

@@ -24,11 +24,10 @@ def shares(how, text=(), prompt=0, allowed=0b11111, plain=False):
     lengths_B = jnp.full(DRAWS, len(text), jnp.int32)
     for row in range(DRAWS):
         table.allow(row, np.uint32(0xFFFFFFE0 | allowed))
-    rows, bits_Bv = table.on_device()
-    args = logits_BV, rows, texts_BC, lengths_B, bits_Bv
+    args = logits_BV, table.on_device(), texts_BC, lengths_B
     return (
         np.bincount(
-            jax.jit(sample_rows, static_argnums=5)(*args, plain).token_B, minlength=len(P_V)
+            jax.jit(sample_rows, static_argnums=4)(*args, plain).token_B, minlength=len(P_V)
         )
         / DRAWS
     )
@@ -80,6 +79,13 @@ def test_penalties_count_tokens():
     # Log-probabilities are negative: those of all tokens in the text are multiplied.
     lower = np.where(np.arange(5) < 4, P_V, 1)
     np.testing.assert_allclose(told({"repetition_penalty": 2.0}), wanted(factor=lower), atol=0.03)
+
+
+def test_biases_are_added_first():
+    factor = (1, np.exp(-1), 1, np.exp(2), 1)
+    biased = {"logit_bias": ((1, -1.0), (3, 2.0))}
+    np.testing.assert_allclose(shares(biased), wanted(factor=factor), atol=0.03)
+    assert shares(biased | {"temperature": 0.0, "repetition_penalty": 9.0}, (0,))[3] == 1
 
 
 def test_tokens_that_are_not_allowed_are_never_drawn():

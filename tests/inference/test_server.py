@@ -232,6 +232,53 @@ def test_tool_calls_are_read_whole_and_from_a_stream(saved):
     assert plain.message.content == SAID and not plain.message.tool_calls
 
 
+def function(name, **properties):
+    schema = {"type": "object", "properties": properties, "required": list(properties)}
+    schema |= {"additionalProperties": False}
+    return {"type": "function", "function": {"name": name, "parameters": schema}}
+
+
+def test_a_call_is_forced(saved):
+    """By a model with random weights, which would say anything else."""
+    chat = make_chat(TOOLS_TEMPLATE, {}, saved.tokenizer)
+    tools = [function("add", a={"enum": [1, 22]}, b={"type": "boolean"}), function("now")]
+    asked = {"model": "tiny", "messages": HI, "tools": tools}
+    named = {"type": "function", "function": {"name": "add"}}
+    with live(saved, chat=chat, tools=read_format(chat)) as one:
+        client = one.client()
+        for choice in ("required", named):
+            found = client.chat.completions.create(tool_choice=choice, **asked).choices[0]
+            (told,) = found.message.tool_calls
+            given = json.loads(told.function.arguments)
+            assert found.finish_reason == "tool_calls" and not found.message.content
+            assert told.function.name in (("add",) if choice == named else ("add", "now"))
+            if told.function.name == "add":
+                assert given["a"] in (1, 22) and isinstance(given["b"], bool)
+        stream = client.chat.completions.create(tool_choice=named, stream=True, **asked)
+        deltas = [chunk.choices[0].delta for chunk in stream]
+        (told,) = [call for delta in deltas for call in delta.tool_calls or []]
+        assert told.function.name == "add"
+        other = {"type": "function", "function": {"name": "other"}}
+        with pytest.raises(openai.BadRequestError, match="a tool that is not in tools"):
+            client.chat.completions.create(tool_choice=other, **asked)
+
+
+def test_biases_of_logits_force_and_forbid_tokens(client, saved):
+    ask = dict(model="tiny", prompt="To be", max_tokens=6, temperature=0)
+    plain = client.completions.create(**ask).choices[0].text
+    assert plain == alone(saved, [256, *b"To be"], 6)
+    forced = client.completions.create(logit_bias={"65": 100}, **ask).choices[0].text
+    assert forced == "A" * 6
+    first = client.completions.create(**ask | {"max_tokens": 1, "logprobs": 1})
+    (top,) = first.choices[0].logprobs.top_logprobs[0]
+    ids = saved.tokenizer.encode(top)
+    banned = client.completions.create(logit_bias={str(i): -100 for i in ids}, **ask)
+    assert banned.choices[0].text[:1] != plain[:1]
+    assert client.completions.create(**ask).choices[0].text == plain
+    with pytest.raises(openai.BadRequestError, match=r"token 257; the vocabulary is 0 \.\. 256"):
+        client.completions.create(logit_bias={"257": 1}, **ask)
+
+
 # ---- the manual ----------------------------------------------------------------------------------
 
 

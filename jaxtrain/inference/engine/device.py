@@ -10,15 +10,16 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Bool, Int, PyTree, UInt32
+from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxtrain.cluster.xla_flags import jit
 from jaxtrain.inference.engine.drafts import look_up, model_guesses, run_model
-from jaxtrain.inference.engine.sampling import Draw, RowSampling, sample_rows
-from jaxtrain.model import PagedCache, Prefill, ResolvedModel
+from jaxtrain.inference.engine.sampling import Draw, SlotRows, sample_rows
+from jaxtrain.model import PagedCache, Prefill, ResolvedModel, make_plan
 from jaxtrain.model.kv_cache import KeysValues
 from jaxtrain.model.transformer import CACHE_MULTIPLE
 from jaxtrain.parallel import constrain
+from jaxtrain.weights.multi_lora import choose_adapters
 from jaxtrain.weights.params import Params
 
 
@@ -95,7 +96,7 @@ def prefill_slots(
     graphdefs: tuple[nnx.GraphDef, ...],
     params: tuple[Params, ...],
     state: DeviceState,
-    rows: tuple[RowSampling, UInt32[Array, "S v"]],
+    rows: SlotRows,
     slots_R: Int[Array, "R"],
     table_RW: Int[Array, "R W"],
     starts_R: Int[Array, "R"],
@@ -106,9 +107,8 @@ def prefill_slots(
 ) -> tuple[DeviceState, Sampled]:
     """Compute counts_R tokens of the texts of some slots, from starts_R on, and sample the next.
 
-    rows: the parameters of all slots, and the bits of the tokens that they may have. The new token
-    counts, and joins the text, where the whole text is computed. An idle row has the slot
-    number of none, and counts_R 0.
+    rows: of all slots. The new token counts, and joins the text, where the whole text is computed.
+    An idle row has the slot number of none, and counts_R 0.
     """
     texts_RC = state.texts_SC.at[slots_R].get(mode="fill", fill_value=0)
     known_R = state.known_S.at[slots_R].get(mode="fill", fill_value=-1)
@@ -116,15 +116,15 @@ def prefill_slots(
     tokens_RT = jnp.take_along_axis(texts_RC, places_RT, axis=1, mode="clip")
     before_R1 = jnp.take_along_axis(texts_RC, starts_R[:, None] - 1, axis=1, mode="clip")
     where = table_RW, starts_R, counts_R, before_R1[:, 0]
-    models = [nnx.merge(*pair) for pair in zip(graphdefs, params)]
+    rows = jax.tree.map(lambda x_S: x_S.at[slots_R].get(mode="clip"), rows)
+    adapted = choose_adapters(params[0], rows.sampling.adapter_B), *params[1:]
+    models = [nnx.merge(*pair) for pair in zip(graphdefs, adapted)]
     caches = [PagedCache(kv, *where) for kv in state.kv]
     ran = [run_model(model, tokens_RT, cache) for model, cache in zip(models, caches)]
     states_RTD, kv = ran[0][0], tuple(kv for _, kv in ran)
     last_RD = states_RTD[jnp.arange(len(slots_R)), jnp.maximum(counts_R - 1, 0)]
     ends_R = starts_R + counts_R
-    of_slots = lambda x_S: x_S.at[slots_R].get(mode="clip")
-    sampling, allowed_Rv = jax.tree.map(of_slots, rows)
-    one = sample_rows(models[0].logits(last_RD), sampling, texts_RC, ends_R, allowed_Rv, plain)
+    one = sample_rows(models[0].logits(last_RD), rows, texts_RC, ends_R, plain)
     whole_R = (ends_R == known_R) & (counts_R > 0)
     slot_R = jnp.where(whole_R, slots_R, len(state.known_S))
     texts_SC = state.texts_SC.at[slot_R, ends_R].set(one.token_B, mode="drop")
@@ -142,7 +142,7 @@ def decode_slots(
     graphdefs: tuple[nnx.GraphDef, ...],
     params: tuple[Params, ...],
     state: DeviceState,
-    rows: tuple[RowSampling, UInt32[Array, "S v"]],
+    rows: SlotRows,
     active_S: Bool[Array, "S"],
     table_SW: Int[Array, "S W"],
     *,
@@ -155,7 +155,7 @@ def decode_slots(
     the text is that without drafts.
     """
     S, T, known_S = len(active_S), drafts + 1, state.known_S
-    sampling, allowed_Sv = rows
+    sampling = rows.sampling
     room_S = jnp.where(active_S, jnp.maximum(sampling.limit_B - known_S, 0), 0)
     guesses = state.kv[1:]
     if guesses:
@@ -170,14 +170,14 @@ def decode_slots(
     take = lambda places: jnp.take_along_axis(guessed_SC, places, axis=1, mode="clip")
     starts_S = jnp.maximum(known_S - 1, 0)
     tokens_ST, before_S1 = take(places_ST - 1), take(starts_S[:, None] - 1)
-    model = nnx.merge(graphdefs[0], params[0])
+    model = nnx.merge(graphdefs[0], choose_adapters(params[0], sampling.adapter_B))
     cache = PagedCache(state.kv[0], table_SW, starts_S, counts_S, before_S1[:, 0])
     states_STD, kv = run_model(model, tokens_ST, cache)
     logits_STV = model.logits(states_STD)
     each = lambda x: jnp.repeat(x, T, axis=0) if T > 1 else x
     one = sample_rows(
-        logits_STV.reshape(S * T, -1), jax.tree.map(each, sampling), each(guessed_SC),
-        places_ST.reshape(-1), each(allowed_Sv), plain,
+        logits_STV.reshape(S * T, -1), jax.tree.map(each, rows), each(guessed_SC),
+        places_ST.reshape(-1), plain,
     )  # fmt: skip
     one = Draw(*(x.reshape(S, T, *x.shape[1:]) for x in one))
     right_Sk = (guess_Sk == one.token_B[:, :drafts]) & (
@@ -189,6 +189,13 @@ def decode_slots(
     texts_SC = state.texts_SC.at[rows_S1, kept_ST].set(one.token_B, mode="drop")
     state = pinned(DeviceState((kv, *guesses), texts_SC, known_S + new_S))
     return state, Sampled(one.token_B, new_S, *one[1:])
+
+
+def longest_window(c: ResolvedModel) -> int:
+    """How many tokens before each one any layer of a model sees: of full attention, those of the
+    context that it was trained with."""
+    whole = c.context_length + c.virtual - 1
+    return max(spec.window or whole for spec in make_plan(c))
 
 
 def check_servable(c: ResolvedModel, context: int) -> str | None:

@@ -4,9 +4,9 @@ model says."""
 import jax
 import jax.numpy as jnp
 from flax import nnx
-from jaxtyping import Array, Int, UInt32
+from jaxtyping import Array, Int
 
-from jaxtrain.inference.engine.sampling import RowSampling, sample_rows
+from jaxtrain.inference.engine.sampling import SlotRows, sample_rows
 from jaxtrain.model import Paged, PagedCache, Transformer
 from jaxtrain.model.kv_cache import KeysValues
 from jaxtrain.weights.params import Params
@@ -54,7 +54,7 @@ def model_guesses(
     graphdef: nnx.GraphDef,
     params: Params,
     kv: tuple[KeysValues, ...],
-    rows: tuple[RowSampling, UInt32[Array, "S v"]],
+    rows: SlotRows,
     texts_SC: Int[Array, "S C"],
     known_S: Int[Array, "S"],
     room_S: Int[Array, "S"],
@@ -67,7 +67,7 @@ def model_guesses(
     so the two agree more often than two draws would. It reads its last guess as well, for the
     pages of a text whose guesses all are right. room_S: tokens that may come yet, 0 in idle rows.
     """
-    model, (sampling, allowed_Sv) = nnx.merge(graphdef, params), rows
+    model = nnx.merge(graphdef, params)
     take = lambda places_S: jnp.take_along_axis(texts_SC, places_S[:, None], 1, mode="clip")[:, 0]
 
     def one(
@@ -79,8 +79,7 @@ def model_guesses(
         cache = PagedCache(kv, table_SW, starts_S, counts_S, before_S)
         states_S1D, kv = run_model(model, token_S[:, None], cache)
         logits_SV = model.logits(states_S1D[:, 0])
-        places = texts_SC, known_S + i, allowed_Sv
-        guess_S = sample_rows(logits_SV, sampling, *places, plain=True).token_B
+        guess_S = sample_rows(logits_SV, rows, texts_SC, known_S + i, plain=True).token_B
         return (kv, guess_S, token_S), guess_S
 
     start = kv, take(known_S - 1), take(known_S - 2)

@@ -11,6 +11,7 @@ again, from which it goes on as if nothing had been.
 
 import contextlib
 from collections import deque
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -39,6 +40,7 @@ from jaxtrain.inference.engine.rows import SlotTable
 from jaxtrain.inference.engine.sequence import Sequence, check_request
 from jaxtrain.model import ResolvedModel
 from jaxtrain.settings import UserError
+from jaxtrain.weights.multi_lora import choose_adapters
 from jaxtrain.weights.params import Params
 
 COMPILERS = 8  # programs at once
@@ -75,9 +77,11 @@ class Engine:
         options: EngineOptions = DEFAULT,
         mesh: Mesh | None = None,
         drafter: Drafter | None = None,
+        adapters: Collection[str] = (),
     ):
         """params: on the device, in the compute dtype. stops: tokens that end every text.
-        mesh: that params lie on, of several devices. drafter: what guesses options.drafts."""
+        mesh: that params lie on, of several devices. drafter: what guesses options.drafts.
+        adapters: names of those that params have, in their order (`with_adapters`)."""
         self.context = options.context or config.context_length
         both = [Drafter(config, graphdef, params), *([drafter] if drafter else [])]
         for one, name in zip(both, ("this model", "the model that guesses")):
@@ -85,9 +89,11 @@ class Engine:
                 raise UserError(f"the engine: {name} {why}")
         self.options, self.tokenizer, self.stops = options, tokenizer, stops
         self.graphdef, self.params, self.mesh = graphdef, params, mesh
+        self.adapters = {name: i for i, name in enumerate(adapters, 1)}  # their numbers
         self.models = tuple(one.graphdef for one in both), tuple(one.params for one in both)
         shape = options.page_size, options.cache_dtype
         page = tuple(device.page_shapes(one.graphdef, one.params, *shape) for one in both)
+        self.window = max(device.longest_window(one.config) for one in both)
         self.width = -(-self.context // options.page_size)  # pages of the longest text
         self.pool = PagePool(options.pages or self.affordable(page))
         places = self.context + options.drafts + 1
@@ -123,6 +129,11 @@ class Engine:
         """Queue a request. Raises UserError if it can never be served, or the queue is full."""
         room = self.pool.total * self.options.page_size
         check_request(request, self.context, room, self.tokenizer.vocab_size)
+        if request.adapter is not None and request.adapter not in self.adapters:
+            there = ", ".join(self.adapters) or "none"
+            raise UserError(
+                f"request {request.id}: no adapter is called {request.adapter!r}; there are {there}"
+            )
         if request.id in self.by_id:
             raise UserError(f"request {request.id}: there is one of this id already")
         if len(self.waiting) >= self.options.max_queue:
@@ -171,6 +182,13 @@ class Engine:
         """In which programs are traced and run."""
         return contextlib.nullcontext() if self.mesh is None else jax.set_mesh(self.mesh)
 
+    def params_for(self, adapter: str | None) -> Params:
+        """The parameters for one row with an adapter, or with none."""
+        if not self.adapters:
+            return self.params
+        number = self.adapters[adapter] if adapter else 0
+        return choose_adapters(self.params, jnp.array([number], jnp.int32))
+
     def count(self, **more: int) -> None:
         """Add to the counts."""
         self.counts = self.counts._replace(
@@ -190,7 +208,9 @@ class Engine:
         while self.waiting and None in self.slots and self.take_pages(self.waiting[0]):
             sequence, slot = self.waiting.popleft(), self.slots.index(None)
             self.slots[slot], sequence.slot = sequence, slot
-            self.rows.put(slot, sequence.request.sampling, len(sequence.request.prompt))
+            asked = sequence.request
+            number = self.adapters[asked.adapter] if asked.adapter else 0
+            self.rows.put(slot, asked.sampling, len(asked.prompt), number)
             self.write_table(sequence)
             self.constrain(sequence)
             new.append((slot, sequence.tokens))
@@ -237,7 +257,25 @@ class Engine:
 
     def write_table(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
-        self.table_SW[sequence.slot, : len(sequence.pages)] = sequence.pages
+        end = sequence.dropped + len(sequence.pages)
+        self.table_SW[sequence.slot, sequence.dropped : end] = sequence.pages
+
+    def remember(self, sequence: Sequence) -> None:
+        """Full pages of a running request become known by what they hold."""
+        if self.options.prefix_cache:
+            size = self.options.page_size
+            if sequence.decoding:
+                sequence.hash_pages(size, sequence.held)
+            known = sequence.digests[sequence.dropped : sequence.held // size]
+            self.pool.remember(sequence.pages, known)
+
+    def drop_pages(self, sequence: Sequence) -> None:
+        """Give back the pages that no layer sees any more; full pages stay known."""
+        if count := sequence.unseen(self.window, self.options.page_size):
+            self.remember(sequence)
+            self.pool.give_back(sequence.pages[:count])
+            sequence.pages = sequence.pages[count:]
+            sequence.dropped += count
 
     def leave_slot(self, sequence: Sequence) -> None:
         """Give slot and pages back; full pages stay known."""
@@ -245,13 +283,10 @@ class Engine:
             return
         self.slots[sequence.slot] = None
         self.rows.clear(sequence.slot)
-        if self.options.prefix_cache:
-            held = len(sequence.tokens) - 1 if sequence.decoding else sequence.computed
-            sequence.hash_pages(self.options.page_size, held)
-            self.pool.remember(sequence.pages, sequence.digests)
+        self.remember(sequence)
         self.pool.give_back(sequence.pages)
-        sequence.pages, sequence.slot = [], None
-        sequence.decoding, sequence.computed, sequence.ahead = False, 0, 0
+        sequence.pages, sequence.slot, sequence.decoding = [], None, False
+        sequence.computed = sequence.ahead = sequence.dropped = 0
 
     def finish(self, sequence: Sequence) -> None:
         sequence.done = True
@@ -288,8 +323,8 @@ class Engine:
         rows: list[tuple[int, Sequence]] = []
         for i, one in enumerate(todo):
             one.computed += int(counts_R[i])
-            if o.prefix_cache:
-                self.pool.remember(one.pages, one.digests[: one.computed // o.page_size])
+            self.remember(one)
+            self.drop_pages(one)
             if not one.left:
                 one.decoding, one.ahead = True, 1
                 rows.append((i, one))
@@ -298,6 +333,7 @@ class Engine:
     def decode(self) -> None:
         """The next tokens of all requests whose text is computed."""
         for one in self.running:
+            self.drop_pages(one)
             self.make_room(one)
         todo = [one for one in self.running if one.can_go_on]
         if not todo:
@@ -320,7 +356,8 @@ class Engine:
         """Pages for a request's next tokens; when there are none, the youngest gives up its own."""
         while sequence.can_go_on:
             tokens = min(sequence.length + self.options.drafts, sequence.limit)
-            need = -(-tokens // self.options.page_size) - len(sequence.pages)
+            need = -(-tokens // self.options.page_size)
+            need -= sequence.dropped + len(sequence.pages)
             if need <= 0:
                 return
             if (new := self.pool.take(need)) is not None:

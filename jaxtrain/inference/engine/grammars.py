@@ -1,4 +1,4 @@
-"""Which tokens may come next in a text that has to match a regular expression or a JSON schema.
+"""Which tokens may come next in a text that has to match an expression, a schema or a grammar.
 
 The parsing is llguidance's (pip install 'jaxtrain[constrained]').
 """
@@ -59,6 +59,7 @@ class Grammars:
         where = f"request {id}: grammar {grammar.kind}"
         make = self.library.LLMatcher
         kinds = {"regex": make.grammar_from_regex, "json_schema": make.grammar_from_json_schema}
+        kinds |= {"lark": make.grammar_from_lark}
         try:
             matcher = make(self.tokenizer, kinds[grammar.kind](grammar.source), log_level=0)
         except ValueError as error:  # no JSON

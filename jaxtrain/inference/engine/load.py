@@ -6,6 +6,7 @@ import jax
 from jax.sharding import Mesh
 
 from jaxtrain.cluster.runtime import compute_dtype
+from jaxtrain.inference.engine.adapters import load_adapters
 from jaxtrain.inference.engine.engine import Drafter, Engine
 from jaxtrain.inference.engine.requests import DEFAULT, EngineOptions
 from jaxtrain.model import Params, cast
@@ -35,8 +36,11 @@ def engine_of(saved: Saved, options: EngineOptions = DEFAULT) -> Engine:
         if not options.drafts:
             raise UserError("draft_run guesses tokens; say how many a step with drafts, as 4")
         drafter = Drafter(small.config.model, small.graphdef, params_of(small, mesh))
-    model = c, saved.graphdef, params_of(saved, mesh), saved.tokenizer, saved.prompting.stops
-    return Engine(*model, options, mesh, drafter)
+    params = params_of(saved, mesh)
+    if options.adapters:
+        params = load_adapters(saved, params, options.adapters, mesh)
+    model = c, saved.graphdef, params, saved.tokenizer, saved.prompting.stops
+    return Engine(*model, options, mesh, drafter, [name for name, _ in options.adapters])
 
 
 def params_of(saved: Saved, mesh: Mesh | None) -> Params:

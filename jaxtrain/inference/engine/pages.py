@@ -14,10 +14,11 @@ import numpy as np
 Digest = bytes
 
 
-def page_digests(tokens: Sequence[int], size: int) -> list[Digest]:
-    """Of each full page of `size` tokens, over it and what is before it."""
+def page_digests(tokens: Sequence[int], size: int, adapter: str | None = None) -> list[Digest]:
+    """Of each full page of `size` tokens, over it and what is before it. adapter: whose keys and
+    values differ from those of the model and of other adapters."""
     array, found = np.asarray(tokens, np.int32), list[Digest]()
-    before = b""
+    before = b"" if adapter is None else hashlib.blake2b(adapter.encode(), digest_size=16).digest()
     for i in range(len(array) // size):
         page = array[i * size : (i + 1) * size].tobytes()
         before = hashlib.blake2b(before + page, digest_size=16).digest()

@@ -5,9 +5,10 @@ from typing import Literal, NamedTuple
 
 
 class Grammar(NamedTuple):
-    """What a text has to match: a regular expression, or a JSON schema as JSON."""
+    """What a text has to match: a regular expression, a JSON schema as JSON, or a grammar in
+    llguidance's variant of Lark."""
 
-    kind: Literal["regex", "json_schema"]
+    kind: Literal["regex", "json_schema", "lark"]
     source: str
 
 
@@ -22,7 +23,8 @@ class SamplingParams(NamedTuple):
     (Keskar et al. 2019). presence_penalty and frequency_penalty are subtracted from logits of new
     tokens, once and for each time. stop: strings that end the text, and are not part of it.
     logprobs: None, or how many best tokens to report beside the sampled one. ignore_stop: go on to
-    max_tokens at any rate. grammar: the form that the text must have.
+    max_tokens at any rate. grammar: the form that the text must have. logit_bias: (token, what is
+    added to its logit, from -100 to 100), before all else.
     """
 
     max_tokens: int = 256
@@ -40,11 +42,13 @@ class SamplingParams(NamedTuple):
     logprobs: int | None = None
     ignore_stop: bool = False
     grammar: Grammar | None = None
+    logit_bias: tuple[tuple[int, float], ...] = ()
 
 
 class Request(NamedTuple):
     """A prompt of token ids to continue. id: of the caller's choice, unique among those at work.
 
+    adapter: the name of a LoRA adapter of the engine's; None: the model itself.
     behind: the new text continues the prompt's, as an answer in a chat does not: a space at its
     start stays, which sentencepiece takes away from the start of a text.
     """
@@ -53,6 +57,7 @@ class Request(NamedTuple):
     prompt: tuple[int, ...]
     sampling: SamplingParams = SamplingParams()
     behind: bool = False
+    adapter: str | None = None
 
 
 class TokenLogprob(NamedTuple):
@@ -103,7 +108,8 @@ class EngineOptions(NamedTuple):
     share full pages with the same beginning. drafts: tokens that are guessed for each step from
     what followed the last two or three tokens before (prompt lookup, Saxena 2023), 0: none.
     draft_run: run directory of a small model that guesses them instead, of the same tokenizer.
-    tensor: devices that split heads and hidden units.
+    tensor: devices that split heads and hidden units. adapters: (name, folder) of LoRA adapters of
+    the model, of which each request may name one; a run with LoRA, or a folder of peft's.
     """
 
     slots: int = 32
@@ -119,6 +125,7 @@ class EngineOptions(NamedTuple):
     drafts: int = 0
     draft_run: Path | None = None
     tensor: int = 1
+    adapters: tuple[tuple[str, Path], ...] = ()
 
 
 DEFAULT = EngineOptions()

@@ -1,30 +1,32 @@
 """The sampling parameters of an engine's slots, as the host keeps them."""
 
+from collections.abc import Sequence
+
 import jax
 import jax.numpy as jnp
 import numpy as np
 from jaxtyping import Array
 
 from jaxtrain.inference.engine.requests import SamplingParams
-from jaxtrain.inference.engine.sampling import RowSampling
+from jaxtrain.inference.engine.sampling import MOST_BIASED, RowSampling, SlotRows
 
 OFF = 2**31 - 1  # top_k of all tokens
 
 
-def row_values(s: SamplingParams, prompt: int) -> tuple[float | int, ...]:
+def row_values(s: SamplingParams, prompt: int, adapter: int) -> tuple[float | int, ...]:
     """One request's row, in the order of RowSampling."""
     return (
         s.temperature, s.top_k or OFF, s.top_p, s.min_p, s.typical_p, s.repetition_penalty,
         s.presence_penalty, s.frequency_penalty, s.seed & 0xFFFFFFFF, prompt,
         prompt + s.max_tokens, -1 if s.logprobs is None else s.logprobs,
-        OFF if s.grammar is None else 0,
+        OFF if s.grammar is None else 0, adapter,
     )  # fmt: skip
 
 
 # Of all 32 tokens of a word: every one is allowed.
 ALL = 0xFFFFFFFF
 PLAIN = {"max_tokens", "temperature", "min_p", "seed", "stop", "stop_tokens", "ignore_stop"}
-IDLE = row_values(SamplingParams(max_tokens=0, temperature=0), 0)
+IDLE = row_values(SamplingParams(max_tokens=0, temperature=0), 0, 0)
 
 
 def is_plain(s: SamplingParams) -> bool:
@@ -35,7 +37,9 @@ def is_plain(s: SamplingParams) -> bool:
 
 
 DTYPES: dict[str, type[np.number]] = dict.fromkeys(RowSampling._fields, np.float32)
-DTYPES |= dict.fromkeys(("top_k_B", "prompt_B", "limit_B", "top_B", "guesses_B"), np.int32)
+DTYPES |= dict.fromkeys(
+    ("top_k_B", "prompt_B", "limit_B", "top_B", "guesses_B", "adapter_B"), np.int32
+)
 DTYPES["seed_B"] = np.uint32
 
 
@@ -48,16 +52,23 @@ class SlotTable:
         self.there: RowSampling | None = None
         self.allowed_Sv = np.full((slots, -(-vocab_size // 32)), ALL, np.uint32)
         self.allowed_there: Array | None = None
+        self.biased_Sn = np.full((slots, MOST_BIASED), OFF, np.int32)
+        self.bias_Sn = np.zeros((slots, MOST_BIASED), np.float32)
+        self.bias_there: tuple[Array, Array] | None = None
 
-    def put(self, slot: int, sampling: SamplingParams, prompt: int) -> None:
-        """A request with so many tokens of a prompt begins in a slot."""
-        self._write(slot, row_values(sampling, prompt))
+    def put(self, slot: int, sampling: SamplingParams, prompt: int, adapter: int = 0) -> None:
+        """A request with so many tokens of a prompt begins in a slot. adapter: its number."""
+        self._write(slot, row_values(sampling, prompt, adapter))
+        if sampling.logit_bias:
+            self._bias(slot, sampling.logit_bias)
 
     def clear(self, slot: int) -> None:
         """A slot asks for nothing again."""
         self._write(slot, IDLE)
         if (self.allowed_Sv[slot] != ALL).any():
             self.allow(slot, np.uint32(ALL))
+        if self.biased_Sn[slot, 0] != OFF:
+            self._bias(slot, ())
 
     def allow(self, slot: int, bits_v: np.ndarray | np.uint32) -> None:
         """The tokens that a slot's text may go on with."""
@@ -69,11 +80,19 @@ class SlotTable:
             column[slot] = value
         self.there = None
 
-    def on_device(self) -> tuple[RowSampling, Array]:
-        """The rows, and the bits of the tokens that each of them may have."""
+    def _bias(self, slot: int, pairs: Sequence[tuple[int, float]]) -> None:
+        self.biased_Sn[slot], self.bias_Sn[slot] = OFF, 0
+        for i, (token, bias) in enumerate(pairs):
+            self.biased_Sn[slot, i], self.bias_Sn[slot, i] = token, bias
+        self.bias_there = None
+
+    def on_device(self) -> SlotRows:
+        """What is sampled for all slots."""
         # Copies: an array on a CPU may be the host's own memory.
         if self.there is None:
             self.there = RowSampling(*jax.device_put([x.copy() for x in self.columns]))
         if (allowed := self.allowed_there) is None:
             self.allowed_there = allowed = jnp.array(self.allowed_Sv)
-        return self.there, allowed
+        if (bias := self.bias_there) is None:
+            self.bias_there = bias = jnp.array(self.biased_Sn), jnp.array(self.bias_Sn)
+        return SlotRows(self.there, allowed, *bias)

@@ -12,12 +12,13 @@ import jax.numpy as jnp
 from jaxtyping import Array, Bool, Float, Int, UInt32
 
 MOST_TOP = 20  # logprobs beside the sampled one
+MOST_BIASED = 300  # tokens of one request with a bias on their logits
 
 
 class RowSampling(NamedTuple):
     """The sampling parameters of rows, arrays [B]; prompt_B: tokens of the prompt; limit_B: tokens
     of the whole text at most; top_B: logprobs beside the sampled one, -1 without any; guesses_B:
-    tokens that may be guessed in one step."""
+    tokens that may be guessed in one step; adapter_B: the LoRA adapter's number, 0: none."""
 
     temperature_B: Array
     top_k_B: Array
@@ -32,6 +33,17 @@ class RowSampling(NamedTuple):
     limit_B: Array
     top_B: Array
     guesses_B: Array
+    adapter_B: Array
+
+
+class SlotRows(NamedTuple):
+    """What is sampled for rows: their parameters; a bit for each token that a row may have; tokens
+    (of padding one beyond the vocabulary), and what is added to their logits."""
+
+    sampling: RowSampling
+    allowed_Bv: UInt32[Array, "B v"]
+    biased_Bn: Int[Array, "B n"]
+    bias_Bn: Float[Array, "B n"]
 
 
 class Draw(NamedTuple):
@@ -45,29 +57,30 @@ class Draw(NamedTuple):
 
 def sample_rows(
     logits_BV: Float[Array, "B V"],
-    s: RowSampling,
+    rows: SlotRows,
     texts_BC: Int[Array, "B C"],
     lengths_B: Int[Array, "B"],
-    allowed_Bv: UInt32[Array, "B v"],
     plain: bool,
 ) -> Draw:
     """The token at position lengths_B of each row. texts_BC: the row's tokens before it.
 
-    allowed_Bv: a bit for each token that the row may have. plain: no row asks for more than a
-    temperature and min_p.
+    plain: no row asks for more than a temperature and min_p.
     """
+    s = rows.sampling
     if plain:
         noisy_B = with_noise(keep_likely(scaled_logits(logits_BV, s), s), s, lengths_B)
         best_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
         token_B = jnp.where(s.temperature_B == 0, best_B, noisy_B)
         return Draw(token_B, *no_logprobs(*logits_BV.shape))
     raw_BV = logits_BV
+    biased_B = jnp.any(rows.biased_Bn < logits_BV.shape[1], axis=1)
+    logits_BV = when(biased_B, lambda x: add_logit_bias(x, rows), lambda x: x, logits_BV)
     punished_B = (s.repetition_B != 1) | (s.presence_B != 0) | (s.frequency_B != 0)
     logits_BV = when(
         punished_B, lambda x: penalized(x, s, texts_BC, lengths_B), lambda x: x, logits_BV
     )
-    masked_B = jnp.any(allowed_Bv != jnp.uint32(0xFFFFFFFF), axis=1)
-    logits_BV = when(masked_B, lambda x: mask_tokens(x, allowed_Bv), lambda x: x, logits_BV)
+    masked_B = jnp.any(rows.allowed_Bv != jnp.uint32(0xFFFFFFFF), axis=1)
+    logits_BV = when(masked_B, lambda x: mask_tokens(x, rows.allowed_Bv), lambda x: x, logits_BV)
     best_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
     random = lambda x: jnp.where(s.temperature_B == 0, best_B, sampled(x, s, lengths_B))
     token_B = when(s.temperature_B > 0, random, lambda x: best_B, logits_BV)
@@ -77,6 +90,12 @@ def sample_rows(
 def when(rows_B: Bool[Array, "B"], yes, no, x_BV: Array) -> Array:
     """yes(x) if a row asks for it, else no(x); neither is computed in vain."""
     return jax.lax.cond(jnp.any(rows_B), yes, no, x_BV)
+
+
+def add_logit_bias(logits_BV: Array, rows: SlotRows) -> Float[Array, "B V"]:
+    """Logits with the biases of some tokens."""
+    rows_B1 = jnp.arange(len(logits_BV))[:, None]
+    return logits_BV.at[rows_B1, rows.biased_Bn].add(rows.bias_Bn, mode="drop")
 
 
 def penalized(

@@ -7,7 +7,7 @@ from jaxtrain.inference.engine.grammars import Matcher
 from jaxtrain.inference.engine.pages import Digest, page_digests
 from jaxtrain.inference.engine.requests import Request, TokenLogprob, Update
 from jaxtrain.inference.engine.rows import is_plain
-from jaxtrain.inference.engine.sampling import MOST_TOP
+from jaxtrain.inference.engine.sampling import MOST_BIASED, MOST_TOP
 from jaxtrain.inference.engine.text import TextStream
 from jaxtrain.settings import UserError
 
@@ -16,7 +16,8 @@ class Sequence:
     """A request and its state; slot: where it runs, None while it waits or when it is done.
 
     computed: tokens whose keys and values its pages hold, as far as prompts go. ahead: new tokens
-    at most of steps that were not read yet.
+    at most of steps that were not read yet. pages: those of its text, but for the first `dropped`,
+    which no layer sees any more.
     """
 
     def __init__(self, request: Request, arrival: int, tokenizer: Tokenizer, stops: set[int]):
@@ -29,7 +30,7 @@ class Sequence:
         self.slot: int | None = None
         self.pages: list[int] = []
         self.digests: list[Digest] = []
-        self.computed = self.ahead = 0
+        self.computed = self.ahead = self.dropped = 0
         self.decoding = self.done = False
         self.plain = is_plain(request.sampling)
         self.matcher: Matcher | None = None  # of the grammar that its text has to match
@@ -51,9 +52,18 @@ class Sequence:
         """Tokens of its text that are not computed yet, before it decodes."""
         return len(self.tokens) - self.computed
 
+    @property
+    def held(self) -> int:
+        """Tokens from its beginning whose keys and values are computed, as far as is known here."""
+        return len(self.tokens) - 1 if self.decoding else self.computed
+
+    def unseen(self, window: int, size: int) -> int:
+        """How many of its pages are behind the window of each token that is still to come."""
+        return max(0, (self.held - window) // size - self.dropped)
+
     def hash_pages(self, size: int, held: int) -> None:
         """digests: of the full pages among the first `held` tokens."""
-        self.digests = page_digests(self.tokens[:held], size)
+        self.digests = page_digests(self.tokens[:held], size, self.request.adapter)
 
     def read(self, tokens: list[int], logprobs: list[TokenLogprob]) -> Update:
         """Take new tokens in, up to one that ends the text."""
@@ -117,6 +127,17 @@ def check_request(request: Request, context: int, room: int, vocab_size: int) ->
         )
     if not all(0 <= token < vocab_size for token in (*request.prompt, *s.stop_tokens)):
         raise UserError(f"{where}: a token is not one of the vocabulary's 0 .. {vocab_size - 1}")
+    if len(s.logit_bias) > MOST_BIASED:
+        raise UserError(
+            f"{where}: logit_bias is of {len(s.logit_bias)} tokens; at most {MOST_BIASED}"
+        )
+    for token, bias in s.logit_bias:
+        if not 0 <= token < vocab_size:
+            raise UserError(
+                f"{where}: logit_bias has token {token}; the vocabulary is 0 .. {vocab_size - 1}"
+            )
+        if not -100 <= bias <= 100:
+            raise UserError(f"{where}: logit_bias is {bias}; it must be from -100 to 100")
     ranges = (
         ("temperature", s.temperature, 0.0, math.inf, "from 0 on"),
         ("top_p", s.top_p, 1e-9, 1.0, "above 0 and at most 1"),

@@ -21,12 +21,13 @@ from jaxtrain.inference.server.engine_thread import EngineFailed
 from jaxtrain.inference.server.errors import ApiError
 from jaxtrain.inference.server.http import (
     ClientGone,
+    Json,
     as_api_error,
     read_body,
     stream,
     unless_gone,
 )
-from jaxtrain.inference.server.service import Service
+from jaxtrain.inference.server.service import Served, Service
 from jaxtrain.inference.server.tokenization import (
     DetokenizeBody,
     TokenizeBody,
@@ -54,11 +55,15 @@ class Endpoints:
         return JSONResponse({"status": "ok"})
 
     async def models(self, request: Request) -> Response:
-        name = request.path_params.get("name")
-        self.service.check_model(Body(model=name))
-        model = {"id": self.service.served.name, "object": "model", "created": self.service.created}
-        model |= {"owned_by": "jaxtrain", "max_model_len": self.service.served.context}
-        return JSONResponse(model if name else {"object": "list", "data": [model]})
+        def shown(one: Served) -> Json:
+            model: Json = {"id": one.name, "object": "model", "created": self.service.created}
+            model |= {"owned_by": "jaxtrain", "max_model_len": one.context}
+            return model | ({"parent": self.service.served.name} if one.adapter else {})
+
+        if name := request.path_params.get("name"):
+            return JSONResponse(shown(self.service.model_of(Body(model=name))))
+        models = [shown(one) for one in self.service.models.values()]
+        return JSONResponse({"object": "list", "data": models})
 
     async def metrics(self, request: Request) -> Response:
         return Response(self.service.metrics.text(), media_type="text/plain; version=0.0.4")
@@ -66,7 +71,7 @@ class Endpoints:
     async def read[B: Body](self, request: Request, kind: type[B]) -> B:
         limits = self.service.limits
         body = await read_body(request, kind, limits.body_bytes, limits.timeout)
-        self.service.check_model(body)
+        self.service.model_of(body)
         return body
 
     async def answered(self, request: Request, call: Completion | ChatCompletion) -> Response:

@@ -1,5 +1,6 @@
 """The command line of `serve`; nothing here imports JAX."""
 
+import argparse
 from pathlib import Path
 
 from jaxtrain.settings import TINY, Parser, real, whole
@@ -24,6 +25,11 @@ def serve_parser() -> Parser:
         default=PORT,
         help=f"port to listen at (default {PORT}); 0: a free one",
     )
+    parser.add_argument(
+        "--adapter", type=named_folder, action="append", default=[], metavar="NAME=FOLDER",
+        help="a LoRA adapter of the model (a run, or a folder of peft's), which requests choose by "
+        "its name; may be given several times",
+    )  # fmt: skip
     keys = parser.add_mutually_exclusive_group()
     keys.add_argument(
         "--api-key-file", type=Path, metavar="FILE", help="a file with a key a line; any is valid"
@@ -38,6 +44,14 @@ def serve_parser() -> Parser:
     add_limits(parser)
     add_engine(parser)
     return parser
+
+
+def named_folder(text: str) -> tuple[str, Path]:
+    """The type of NAME=FOLDER."""
+    name, _, folder = text.partition("=")
+    if not name or not folder:
+        raise argparse.ArgumentTypeError(f"got {text!r}, must be NAME=FOLDER")
+    return name, Path(folder)
 
 
 def add_limits(parser: Parser) -> None:

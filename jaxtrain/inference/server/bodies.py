@@ -1,6 +1,7 @@
 """The bodies of requests, and the sampling that they ask for."""
 
 import json
+import re
 import secrets
 from typing import Any, Literal
 
@@ -61,8 +62,8 @@ class SamplingBody(Body):
 
     @model_validator(mode="after")
     def _consistent(self) -> "SamplingBody":
-        if self.logit_bias:
-            raise ValueError("logit_bias is not supported; leave it out")
+        if not all(re.fullmatch("[0-9]{1,9}", token) for token in self.logit_bias):
+            raise ValueError('logit_bias must be {token id: bias}, as {"50256": -100}')
         if len(self.stops) > MOST_STOPS or not all(self.stops):
             raise ValueError(f"stop must be at most {MOST_STOPS} strings, none of them empty")
         if self.stream_options and not self.stream:
@@ -93,6 +94,7 @@ class SamplingBody(Body):
             seed=secrets.randbelow(SEEDS) if self.seed is None else self.seed % SEEDS,
             stop=self.stops, stop_tokens=(*ends, *self.stop_token_ids), logprobs=logprobs,
             ignore_stop=self.ignore_eos, grammar=grammar,
+            logit_bias=tuple((int(token), bias) for token, bias in self.logit_bias.items()),
         )  # fmt: skip
 
 
@@ -133,9 +135,28 @@ class ChatBody(SamplingBody):
     def _supported(self) -> "ChatBody":
         if self.top_logprobs is not None and not self.logprobs:
             raise ValueError("top_logprobs is for logprobs=true")
-        if self.tool_choice not in ("auto", "none"):
-            raise ValueError("tool_choice must be auto or none: a call cannot be forced here")
+        if self.forced_tools and self.response_format != {"type": "text"}:
+            raise ValueError("a tool_choice that forces a call leaves no room for response_format")
         return self
+
+    @property
+    def forced_tools(self) -> list[dict[str, Any]]:
+        """The tools of which the answer must call one; [] where it need not."""
+        match self.tool_choice:
+            case "auto" | "none":
+                return []
+            case "required":
+                found = self.tools
+            case {"type": "function", "function": {"name": str(name)}}:
+                found = [tool for tool in self.tools if function_name(tool) == name]
+            case _:
+                raise ValueError(
+                    'tool_choice must be auto, none, required or {"type": "function", "function": '
+                    '{"name": ...}}'
+                )
+        if not found:
+            raise ValueError("tool_choice asks for a tool that is not in tools")
+        return found
 
     def grammar(self) -> Grammar | None:
         """What the answer has to match, by `response_format`; None for plain text."""
@@ -152,6 +173,13 @@ class ChatBody(SamplingBody):
             "response_format",
             "invalid_value",
         )
+
+
+def function_name(tool: dict[str, Any]) -> str | None:
+    """The name of a tool; None where it has none."""
+    function = tool.get("function")
+    name = function.get("name") if isinstance(function, dict) else None
+    return name if isinstance(name, str) else None
 
 
 class EmbeddingBody(Body):

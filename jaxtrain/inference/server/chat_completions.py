@@ -2,6 +2,7 @@
 
 import time
 from collections.abc import AsyncGenerator, Sequence
+from contextlib import AbstractAsyncContextManager
 
 import numpy as np
 
@@ -12,11 +13,17 @@ from jaxtrain.data.records import Conversation, Message
 from jaxtrain.inference.engine import TokenLogprob, Update
 from jaxtrain.inference.server.bodies import ChatBody
 from jaxtrain.inference.server.completions import Answer
+from jaxtrain.inference.server.engine_thread import UpdateStream
 from jaxtrain.inference.server.errors import refuse
 from jaxtrain.inference.server.http import Json
 from jaxtrain.inference.server.logprobs import chat_logprobs
 from jaxtrain.inference.server.service import Service, usage
-from jaxtrain.inference.server.tool_calls import arguments_as_objects, held_back, read_calls
+from jaxtrain.inference.server.tool_calls import (
+    arguments_as_objects,
+    call_grammar,
+    held_back,
+    read_calls,
+)
 
 
 class ChatCompletion:
@@ -24,18 +31,21 @@ class ChatCompletion:
 
     def __init__(self, service: Service, body: ChatBody, id: str):
         self.service, self.body, self.begun = service, body, time.monotonic()
-        self.head = {"id": id, "created": int(time.time()), "model": service.served.name}
-        if (chat := service.served.chat) is None:
-            refuse(service.served.no_chat, "messages", "no_chat_template")
-        self.tools = service.served.tools if body.tools and body.tool_choice != "none" else None
-        if body.tools and service.served.tools is None:
-            refuse(service.served.no_tools, "tools", "unsupported_parameter")
+        self.served = served = service.model_of(body)
+        self.head = {"id": id, "created": int(time.time()), "model": served.name}
+        if (chat := served.chat) is None:
+            refuse(served.no_chat, "messages", "no_chat_template")
+        self.tools = served.tools if body.tools and body.tool_choice != "none" else None
+        if body.tools and served.tools is None:
+            refuse(served.no_tools, "tools", "unsupported_parameter")
         self.prompt = self.prompt_of(chat)
         asked = body.max_completion_tokens or body.max_tokens
         room = service.room(self.prompt, asked, service.limits.max_tokens, "messages")
-        ends = dict.fromkeys((chat.end, *service.served.prompting.stops))
+        ends = dict.fromkeys((chat.end, *served.prompting.stops))
         logprobs = (body.top_logprobs or 0) if body.logprobs else None
-        self.sampling = body.sampling(room, tuple(ends), logprobs, body.grammar())
+        forced = body.forced_tools
+        grammar = call_grammar(self.tools, forced) if self.tools and forced else body.grammar()
+        self.sampling = body.sampling(room, tuple(ends), logprobs, grammar)
 
     def prompt_of(self, chat: Chat) -> np.ndarray:
         """Token ids. Raises UserError for a conversation that the template does not write."""
@@ -48,10 +58,15 @@ class ChatCompletion:
         check_tool_calls(messages, chat.render)
         return chat.prompt(messages, tools)
 
+    def answers(self) -> AbstractAsyncContextManager[UpdateStream]:
+        """The texts behind the conversation."""
+        asked = [self.prompt], [self.sampling], self.body.n
+        return self.service.answers(*asked, adapter=self.served.adapter_name)
+
     async def whole(self) -> Json:
         """The answer in one piece."""
         answers, made = [Answer() for _ in range(self.body.n)], 0
-        async with self.service.answers([self.prompt], [self.sampling], self.body.n) as updates:
+        async with self.answers() as updates:
             async for i, update in updates:
                 self.service.count_first(made, self.begun)
                 made += len(update.tokens)
@@ -74,14 +89,14 @@ class ChatCompletion:
         return {"index": index, "message": message, "logprobs": logprobs, "finish_reason": finish}
 
     def logprobs(self, found: Sequence[TokenLogprob]) -> Json | None:
-        return chat_logprobs(self.service.served.tokenizer, found) if self.body.logprobs else None
+        return chat_logprobs(self.served.tokenizer, found) if self.body.logprobs else None
 
     async def chunks(self) -> AsyncGenerator[Json]:
         """The answer in pieces; each tool call is one of them."""
         head = self.head | {"object": "chat.completion.chunk"}
         head |= {"usage": None} if self.body.include_usage else {}
         deltas, made = [Deltas(self, i) for i in range(self.body.n)], 0
-        async with self.service.answers([self.prompt], [self.sampling], self.body.n) as updates:
+        async with self.answers() as updates:
             async for i, update in updates:
                 self.service.count_first(made, self.begun)
                 made += len(update.tokens)

@@ -39,10 +39,11 @@ class Completion:
     def __init__(self, service: Service, body: CompletionBody, id: str):
         self.service, self.body, self.begun = service, body, time.monotonic()
         self.head = {"id": id, "object": "text_completion", "created": int(time.time())}
-        self.head |= {"model": service.served.name}
+        self.served = service.model_of(body)
+        self.head |= {"model": self.served.name}
         self.prompts = service.prompts_of(body.prompt, "prompt")
         rooms = [service.room(x, body.max_tokens, DEFAULT_TOKENS, "prompt") for x in self.prompts]
-        ends = service.served.prompting.stops
+        ends = self.served.prompting.stops
         self.sampling = [body.sampling(room, ends, body.logprobs) for room in rooms]
         self.total = sum(map(len, self.prompts))
 
@@ -56,8 +57,8 @@ class Completion:
             scores: tuple[TokenLogprob | None, ...] = ()
             if top is not None:
                 job = partial(prompt_logprobs, tokens=prompt, top=top)
-                scores = (None, *await service.run(job))
-            found.append((service.served.tokenizer.decode(prompt), prompt.tolist(), scores))
+                scores = (None, *await service.run(job, self.served.adapter_name))
+            found.append((self.served.tokenizer.decode(prompt), prompt.tolist(), scores))
         return found
 
     def logprobs(
@@ -65,14 +66,15 @@ class Completion:
     ) -> Json | None:
         if self.body.logprobs is None:
             return None
-        return completion_logprobs(self.service.served.tokenizer, tokens, logprobs, offset)
+        return completion_logprobs(self.served.tokenizer, tokens, logprobs, offset)
 
     def choice(self, index: int, text: str, logprobs: Json | None, finish: str | None) -> Json:
         return {"index": index, "text": text, "logprobs": logprobs, "finish_reason": finish}
 
     def answers(self) -> AbstractAsyncContextManager[UpdateStream]:
         """The texts behind the prompts."""
-        return self.service.answers(self.prompts, self.sampling, self.body.n, behind=True)
+        asked = self.prompts, self.sampling, self.body.n
+        return self.service.answers(*asked, behind=True, adapter=self.served.adapter_name)
 
     async def whole(self) -> Json:
         """The answer in one piece."""

@@ -17,21 +17,22 @@ async def embeddings(service: Service, body: EmbeddingBody) -> dict[str, Any]:
     """A vector for each text or list of token ids."""
     if body.dimensions is not None:
         refuse("dimensions is not supported: vectors have the model's width", "dimensions")
+    served = service.model_of(body)
     texts = await asyncio.to_thread(service.prompts_of, body.input, "input")
-    context = service.served.context
+    context = served.context
     if (longest := max(map(len, texts))) > context:
         refuse(f"this model's context is {context} tokens; a text has {longest}", "input",
                "context_length_exceeded")  # fmt: skip
     service.check_load(len(texts))
     data = []
     for i, text in enumerate(texts):  # one at a time: answers in flight go on between them
-        job = partial(embed, texts=[text], pooling=service.served.pooling)
-        (vector,) = await service.run(job)
+        job = partial(embed, texts=[text], pooling=served.pooling)
+        (vector,) = await service.run(job, served.adapter_name)
         data.append({"object": "embedding", "index": i, "embedding": encode_vector(vector, body)})
     total = sum(map(len, texts))
     service.count_tokens({"prompt_tokens": total, "completion_tokens": 0})
     usage = {"prompt_tokens": total, "total_tokens": total}
-    return {"object": "list", "data": data, "model": service.served.name, "usage": usage}
+    return {"object": "list", "data": data, "model": served.name, "usage": usage}
 
 
 def encode_vector(vector: np.ndarray, body: EmbeddingBody) -> list[float] | str:

@@ -1,19 +1,22 @@
 """A saved model becomes a service."""
 
 import argparse
+from collections.abc import Sequence
 from pathlib import Path
 
 from jaxtrain.cluster.processes import check_alone
 from jaxtrain.cluster.runtime import start
-from jaxtrain.data import make_chat, make_reader
+from jaxtrain.data import load_tokenizer, make_chat, make_reader
+from jaxtrain.finetune import adapter_folder
 from jaxtrain.inference.engine import Engine, EngineOptions
 from jaxtrain.inference.engine.load import engine_of
 from jaxtrain.inference.server.engine_thread import EngineThread
 from jaxtrain.inference.server.service import Limits, Served, Service
 from jaxtrain.inference.server.tool_calls import read_format
 from jaxtrain.inference.server.whole_texts import Pooling
+from jaxtrain.interop.companions import prompting
 from jaxtrain.model.config import check_decoder
-from jaxtrain.runs.saved import Saved, load_saved, template_for
+from jaxtrain.runs.saved import WEIGHTS, Saved, load_resolved, load_saved, template_for
 from jaxtrain.settings import UserError
 
 
@@ -35,6 +38,30 @@ def served_model(saved: Saved, name: str, pooling: Pooling = "mean") -> Served:
         return served._replace(chat=chat, no_tools=str(error))
 
 
+def served_adapter(saved: Saved, base: Served, name: str, path: Path) -> Served:
+    """An adapter as a model of its own; that of a run with the chat template it was trained on."""
+    folder = adapter_folder(str(path), f"--adapter {name}:").parent
+    if not (folder / WEIGHTS).is_file():  # no run's
+        return base._replace(name=name, adapter=True)
+    config, tokenizer = load_resolved(folder / "config.yaml"), load_tokenizer(folder)
+    if tokenizer.fingerprint != saved.tokenizer.fingerprint:
+        raise UserError(f"--adapter {name}={path}: its tokenizer is another one than the model's")
+    tuned = saved._replace(
+        config=config, tokenizer_dir=folder, prompting=prompting(folder, tokenizer)
+    )
+    served = served_model(tuned, name, base.pooling)
+    return served._replace(context=base.context, adapter=True)
+
+
+def check_names(names: Sequence[str]) -> None:
+    """UserError for two models of one name."""
+    for name in names:
+        if names.count(name) > 1:
+            raise UserError(
+                f"--adapter: {name} is the name of two models; give each a name of its own"
+            )
+
+
 def served_name(run: Path) -> str:
     """The name of a run, also where its model folder is given."""
     run = run.resolve()
@@ -54,13 +81,17 @@ def load_service(a: argparse.Namespace) -> Service:
         min(a.max_tokens or context, context), a.max_concurrency, a.max_queue,
         int(a.max_body * 2**20), a.timeout,
     )  # fmt: skip
+    adapters = [served_adapter(saved, served, *one) for one in a.adapter]
+    check_names([served.name, *(one.name for one in adapters)])
     options = EngineOptions(
         slots=a.max_concurrency, max_queue=a.max_concurrency + a.max_queue, context=context,
         cache_dtype=a.cache_dtype, drafts=a.drafts, draft_run=a.draft_run, tensor=a.tensor,
+        adapters=tuple(a.adapter),
     )  # fmt: skip
-    if served.chat:  # its end of an answer ends every text
-        ends = dict.fromkeys((*saved.prompting.stops, served.chat.end))
-        saved = saved._replace(prompting=saved.prompting._replace(stops=tuple(ends)))
+    # What ends an answer of one of them ends every text.
+    chats = [one.chat.end for one in (served, *adapters) if one.chat]
+    ends = dict.fromkeys((*saved.prompting.stops, *chats))
+    saved = saved._replace(prompting=saved.prompting._replace(stops=tuple(ends)))
 
     def load() -> Engine:
         engine = engine_of(saved, options)
@@ -70,4 +101,4 @@ def load_service(a: argparse.Namespace) -> Service:
 
     thread = EngineThread(load)
     thread.start()
-    return Service(served, thread, limits)
+    return Service(served, thread, limits, adapters)

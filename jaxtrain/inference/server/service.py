@@ -34,7 +34,8 @@ class Limits(NamedTuple):
 
 
 class Served(NamedTuple):
-    """A model with what its texts are made of."""
+    """A model with what its texts are made of. adapter: whether it is a LoRA adapter, of this name,
+    of the engine's model."""
 
     name: str
     tokenizer: Tokenizer
@@ -48,13 +49,22 @@ class Served(NamedTuple):
     tools: ToolFormat | None = None
     no_tools: str = ""
     pooling: Pooling = "mean"
+    adapter: bool = False
+
+    @property
+    def adapter_name(self) -> str | None:
+        """As the engine asks for it."""
+        return self.name if self.adapter else None
 
 
 class Service:
-    """One process's model, engine, limits and counts."""
+    """One process's model and its adapters, engine, limits and counts."""
 
-    def __init__(self, served: Served, thread: EngineThread, limits: Limits):
+    def __init__(
+        self, served: Served, thread: EngineThread, limits: Limits, adapters: Sequence[Served] = ()
+    ):
         self.served, self.thread, self.limits = served, thread, limits
+        self.models = {one.name: one for one in (served, *adapters)}
         self.metrics = Metrics(thread)
         self.created = int(time.time())
         self.draining = False
@@ -62,11 +72,15 @@ class Service:
 
     # ---- what a request may ask for ----------------------------------------------------------
 
-    def check_model(self, body: Body) -> None:
-        """The only name is that of the served model: a request cannot name a path."""
-        if body.model not in (None, self.served.name):
-            message = f"there is no model {body.model!r} here; there is {self.served.name!r}"
+    def model_of(self, body: Body) -> Served:
+        """The served model that a request names, or the base: a request cannot name a path."""
+        if body.model is None:
+            return self.served
+        if (found := self.models.get(body.model)) is None:
+            there = ", ".join(map(repr, self.models))
+            message = f"there is no model {body.model!r} here; there is {there}"
             raise ApiError(404, message, "model", "model_not_found")
+        return found
 
     def prompts_of(self, prompt: Prompt, name: str) -> list[np.ndarray]:
         """Token ids of each prompt. Text begins with BOS if the model's texts do; ids are as they
@@ -134,16 +148,17 @@ class Service:
         sampling: Sequence[SamplingParams],
         n: int,
         behind: bool = False,
+        adapter: str | None = None,
     ) -> AsyncIterator[UpdateStream]:
-        """n answers to each prompt, prompt by prompt; whatever ends the block cancels them. behind:
-        as in the engine's `Request`.
+        """n answers to each prompt, prompt by prompt; whatever ends the block cancels them. behind,
+        adapter: as in the engine's `Request`.
 
         TimeoutError becomes an ApiError.
         """
         self.check_load(len(prompts) * n)
         requests = [
             Request(uuid.uuid4().hex, tuple(prompt.tolist()), how._replace(seed=how.seed + i),
-                    behind and len(prompt) > 1)  # BOS alone is no text
+                    behind and len(prompt) > 1, adapter)  # BOS alone is no text
             for prompt, how in zip(prompts, sampling, strict=True)
             for i in range(n)
         ]  # fmt: skip
@@ -155,12 +170,12 @@ class Service:
         finally:
             answers.close()
 
-    async def run[T](self, function: Callable[[TextModel], T]) -> T:
+    async def run[T](self, function: Callable[[TextModel], T], adapter: str | None) -> T:
         """function(model) on the engine's thread: a forward pass over whole texts."""
 
         def on_engine(engine: Engine) -> T:
             with engine.on_mesh():
-                return function(TextModel(engine.graphdef, engine.params))
+                return function(TextModel(engine.graphdef, engine.params_for(adapter)))
 
         try:
             async with asyncio.timeout(self.limits.timeout):

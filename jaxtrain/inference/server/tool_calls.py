@@ -3,12 +3,15 @@
 The form is found by rendering one known call, so that no list of models is needed.
 """
 
+import itertools
 import json
 import uuid
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 from jaxtrain.data import Chat
+from jaxtrain.inference.engine import Grammar
+from jaxtrain.inference.server.bodies import function_name
 from jaxtrain.settings import UserError
 
 NAME, KEY, VALUE = "probe_function", "probe_key", "probe_value"
@@ -29,6 +32,8 @@ CALL = {
     "type": "function",
     "function": {"name": NAME, "arguments": {KEY: VALUE}},
 }
+# How Jinja's tojson writes JSON: a call that is forced looks like those that a model has read.
+AS_TEMPLATES = {"whitespace_flexible": False, "item_separator": ", ", "key_separator": ": "}
 ASKED = [{"role": "user", "content": "a"}]
 CALLED = [*ASKED, {"role": "assistant", "content": "", "tool_calls": [CALL]}]
 
@@ -37,11 +42,14 @@ class ToolFormat(NamedTuple):
     """A call is `begin`, JSON of a name and its arguments (or a list of such), `end`.
 
     Both are as an answer's text has them: without special tokens, and maybe empty; then a call is
-    an answer that is JSON as a whole.
+    an answer that is JSON as a whole. before, after: all that the template writes of a call of
+    NAME, in front of the arguments and behind them: texts, and ids of special tokens.
     """
 
     begin: str
     end: str
+    before: tuple[str | int, ...] = ()
+    after: tuple[str | int, ...] = ()
 
 
 def read_format(chat: Chat) -> ToolFormat:
@@ -57,10 +65,40 @@ def read_format(chat: Chat) -> ToolFormat:
     for i in range(begun, len(called)):
         found = decode_json(called, i) if called[i] in "{[" else None
         if found and any(name == NAME for name, _ in calls_in(found[0])):
-            return ToolFormat(_visible(chat, called[begun:i]), _visible(chat, called[found[1] :]))
+            ends = _visible(chat, called[begun:i]), _visible(chat, called[found[1] :])
+            return ToolFormat(*ends, *_around_arguments(chat, called, begun, found[1]))
     raise UserError(
         "this model's chat template writes tool calls in another form than JSON with name and "
         "arguments, which is the only one that is read here; leave tools out"
+    )
+
+
+def call_grammar(form: ToolFormat, tools: Sequence[dict[str, Any]]) -> Grammar:
+    """What an answer has to match that is one call of one of some tools, as the template writes it.
+
+    Raises UserError for a tool without a name.
+    """
+    rules = ["start: " + " | ".join(f"call{i}" for i in range(len(tools)))]
+    for i, tool in enumerate(tools):
+        name = function_name(tool)
+        if name is None:
+            raise UserError(f"tools[{i}] has no function with a name, which a call needs")
+        schema = tool["function"].get("parameters") or {}
+        if not isinstance(schema, dict):
+            raise UserError(f"tools[{i}].function.parameters must be a JSON schema")
+        before, after = (_in_lark(part, name) for part in (form.before, form.after))
+        schema = {"type": "object"} | schema | {"x-guidance": AS_TEMPLATES}
+        rules += [f"call{i}: {before} arguments{i} {after}"]
+        rules += [f"arguments{i}: %json {json.dumps(schema)}"]
+    return Grammar("lark", "\n".join(rules) + "\n")
+
+
+def _in_lark(parts: Sequence[str | int], name: str) -> str:
+    """Texts and special tokens of a call of NAME, of another tool in Lark."""
+    own = json.dumps(name)[1:-1]
+    return " ".join(
+        f"<[{part}]>" if isinstance(part, int) else json.dumps(part.replace(NAME, own))
+        for part in parts
     )
 
 
@@ -160,6 +198,33 @@ def arguments_as_objects(messages: Sequence[dict[str, Any]]) -> list[dict[str, A
 def _common(a: str, b: str) -> int:
     """The length of the common prefix."""
     return next((i for i, (x, y) in enumerate(zip(a, b)) if x != y), min(len(a), len(b)))
+
+
+def _around_arguments(
+    chat: Chat, called: str, begun: int, ended: int
+) -> tuple[tuple[str | int, ...], tuple[str | int, ...]]:
+    """`before` and `after` of a ToolFormat. called: a rendered call, whose answer begins at `begun`
+    and whose JSON ends at `ended`."""
+    places = (i for i in range(begun, ended) if called[i] == "{")
+    found = ((i, decode_json(called, i)) for i in places)
+    at, end = next((i, x[1]) for i, x in found if x and x[0] == {KEY: VALUE})
+    after = _pieces(chat, called[end:])
+    # What ends the answer is a special token; the matched text ends before it.
+    close = next((i for i, part in enumerate(after) if part == chat.end), len(after))
+    return _pieces(chat, called[begun:at]), after[:close]
+
+
+def _pieces(chat: Chat, text: str) -> tuple[str | int, ...]:
+    """A part of a rendered conversation as texts and ids of special tokens, which answers do not
+    show."""
+    (read,) = chat.reader.encode([text])
+    out: list[str | int] = []
+    for special, run in itertools.groupby(
+        read.ids.tolist(), lambda i: not chat.tokenizer.pieces[i]
+    ):
+        ids = list(run)
+        out += ids if special else [chat.tokenizer.decode(ids)]
+    return tuple(out)
 
 
 def _visible(chat: Chat, text: str) -> str:

@@ -1,6 +1,7 @@
 """The routes of the page: files of ours, JSON about runs, rows as server-sent events."""
 
 import asyncio
+import contextlib
 import json
 import threading
 import time
@@ -29,6 +30,7 @@ from jaxtrain.runs.page.details import details_of, sample_of
 from jaxtrain.runs.page.dry_run import RUN, answer_of, arguments_of, dry_run
 from jaxtrain.runs.page.endpoint import Endpoint, pass_on
 from jaxtrain.runs.page.folder import RunFolder
+from jaxtrain.runs.page.model_server import ModelServer, servable_models
 from jaxtrain.runs.page.tail import Tail
 from jaxtrain.settings import UserError, parse_json
 
@@ -104,7 +106,7 @@ class Page:
     """The handlers, over one folder of runs."""
 
     def __init__(self, folder: RunFolder, endpoints: Sequence[Endpoint] = ()):
-        self.folder, self.endpoints = folder, endpoints
+        self.folder, self.endpoints, self.server = folder, endpoints, ModelServer(folder)
         self.estimating = asyncio.Lock()  # a dry run fills the cores
         self.listing = threading.Lock()
         self.list: tuple[float, list[dict[str, Any]]] = -FRESH, []
@@ -135,6 +137,7 @@ class Page:
             "folder": str(self.folder.shown),
             "configs": [*shipped_names(), *(RUN + name for name in names if has(name))],
             "endpoints": [one.shown for one in self.endpoints],
+            "models": await run_in_threadpool(servable_models, self.folder),
         })  # fmt: skip
 
     async def details(self, request: Request) -> Response:
@@ -182,12 +185,23 @@ class Page:
             return JSONResponse(answer_of(await dry_run(arguments)))
 
     async def chat(self, request: Request) -> Response:
+        if request.method == "POST":
+            await posted(request)
+            if run := request.query_params.get("run"):
+                step = request.query_params.get("step", "")
+                return await pass_on(await self.server.endpoint_of(run, step), request)
         asked = request.query_params.get("endpoint", "0")
         if not asked.isdecimal() or int(asked) >= len(self.endpoints):
             raise UserError("no such server to chat with: start the page with --endpoint URL")
-        if request.method == "POST":
-            await posted(request)
         return await pass_on(self.endpoints[int(asked)], request)
+
+    @contextlib.asynccontextmanager
+    async def lifespan(self, app: Starlette) -> AsyncIterator[None]:
+        """The page's own server ends with it."""
+        try:
+            yield
+        finally:
+            await run_in_threadpool(self.server.close)
 
     async def events(self, request: Request) -> Response:
         """The rows of the runs that are named, then those that come; and the list of runs."""
@@ -227,7 +241,10 @@ def event(kind: str, value: object) -> str:
 
 
 def page_app(root: Path, endpoints: Sequence[Endpoint] = ()) -> Starlette:
-    """The page over a folder of runs; with endpoints it can chat. UserError for no folder."""
+    """The page over a folder of runs; endpoints: to chat with, beside its models.
+
+    Raises UserError for no folder.
+    """
     page = Page(RunFolder(root), endpoints)
     get = {
         "/": page.index, "/static/{name}": page.static, "/report": page.report,
@@ -240,4 +257,5 @@ def page_app(root: Path, endpoints: Sequence[Endpoint] = ()) -> Starlette:
     routes = [Route(path, answered(handler)) for path, handler in get.items()]
     routes += [Route(path, answered(handler), methods=["POST"]) for path, handler in post.items()]
     hosts = Middleware(TrustedHostMiddleware, allowed_hosts=HOSTS)
-    return Starlette(routes=routes, middleware=[Middleware(SafeHeaders), hosts])
+    middleware = [Middleware(SafeHeaders), hosts]
+    return Starlette(routes=routes, middleware=middleware, lifespan=page.lifespan)

@@ -7,13 +7,14 @@ jaxtrain.Chat = class {
     this.root = root;
     this.messages = [];
     this.endpoints = options.endpoints;
-    if (!this.endpoints.length) {
+    this.models = options.models;
+    if (!this.endpoints.length && !this.models.length) {
       root.append(
         el(
           "p",
           { class: "empty" },
-          "There is no server to chat with. Start one with OpenAI's API, then this page with " +
-            "--endpoint and its URL; the Run view has the command for a chat in the terminal.",
+          "No run of this folder has a model yet, and there is no server to chat with. Start one " +
+            "with OpenAI's API, then this page with --endpoint and its URL.",
         ),
         jaxtrain.copyable("Start the page with a server", [
           "jaxtrain",
@@ -86,8 +87,8 @@ jaxtrain.Chat = class {
     );
   }
 
-  // The models that the servers have, asked each time the panel is opened. A value is the number of
-  // the server, and the model's name.
+  // The models that the servers have, asked each time the panel is opened, and those of the runs. A
+  // value is the number of the server and the model's name, or run@STEP and the run's name.
   async open() {
     if (!this.model) return;
     const kept = this.model.value;
@@ -106,7 +107,15 @@ jaxtrain.Chat = class {
         }
       }),
     );
-    jaxtrain.fill(this.model, found);
+    const own = this.models.flatMap(({ run, whole, steps }) => [
+      ...(whole ? [jaxtrain.el("option", { value: `run@ ${run}` }, `${run} (loaded here)`)] : []),
+      ...steps
+        .toReversed()
+        .map((step) =>
+          jaxtrain.el("option", { value: `run@${step} ${run}` }, `${run} at step ${step}`),
+        ),
+    ]);
+    jaxtrain.fill(this.model, found, own);
     if ([...this.model.options].some((one) => one.value === kept)) this.model.value = kept;
   }
 
@@ -126,7 +135,7 @@ jaxtrain.Chat = class {
         el(
           "b",
           {},
-          { user: "You", assistant: this.model.value.replace(/^\d+ /, ""), error: "Error" }[role],
+          { user: "You", assistant: this.model.value.replace(/^\S+ /, ""), error: "Error" }[role],
         ),
         body,
       ),
@@ -142,13 +151,16 @@ jaxtrain.Chat = class {
     this.text.value = "";
     this.messages.push({ role: "user", content: said });
     this.add("user", said);
-    const body = this.add("assistant", "");
+    const own = this.model.value.startsWith("run@");
+    const busy = own && this.loaded !== this.model.value ? "Loading the model ..." : "";
+    const body = this.add("assistant", busy);
     this.running = new AbortController();
     this.send.disabled = true;
     this.stop.disabled = false;
     let answer = "";
     try {
       for await (const part of this.parts(this.running.signal)) {
+        if (own) this.loaded = this.model.value;
         answer += part;
         body.textContent = answer;
         this.log.scrollTop = this.log.scrollHeight;
@@ -169,17 +181,19 @@ jaxtrain.Chat = class {
 
   // The answer as it comes. A model without a chat template only continues the last text.
   async *parts(signal) {
-    const [, endpoint, model] = this.model.value.match(/^(\d+) (.*)$/s);
+    const [, where, name] = this.model.value.match(/^(\S+) (.*)$/s);
+    const own = where.startsWith("run@");
+    const place = own ? { run: name, step: where.slice(4) } : { endpoint: where };
     const chat = this.mode.value === "chat";
     const asked = chat ? { messages: this.messages } : { prompt: this.messages.at(-1).content };
     const body = JSON.stringify({
-      model,
+      ...(own ? {} : { model: name }),
       ...asked,
       stream: true,
       temperature: +this.temperature.value,
       max_tokens: +this.most.value,
     });
-    const path = jaxtrain.query(chat ? "/v1/chat/completions" : "/v1/completions", { endpoint });
+    const path = jaxtrain.query(chat ? "/v1/chat/completions" : "/v1/completions", place);
     const answer = await fetch(path, {
       method: "POST",
       headers: { "Content-Type": "application/json" },

@@ -17,11 +17,7 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-<<<<<<< HEAD
 from jaxtrain_kernels.dispatch import Target, mesh_devices
-=======
-from jaxtrain_kernels.dispatch import Target, mesh_devices, target
->>>>>>> paged
 from jaxtrain_kernels.matmul.integers import dot
 
 MOST_ROWS = 32
@@ -76,21 +72,8 @@ def supports(target: Target, x_MK, codes, scales) -> str | None:
     return None
 
 
-<<<<<<< HEAD
 def w8a16_matmul(x_MK, codes_KN, scales_N, layer=None, tile=None, interpret=False):
     """As the public function. tile: a `Tile`, to measure another than `tile_of`'s."""
-=======
-def not_the_default(x_MK, codes) -> str | None:
-    """Why a call that `supports` allows goes to XLA unless it asks for this backend by name."""
-    most = DEFAULT_INT4_ROWS if codes.dtype == jnp.uint8 else 1
-    if len(x_MK) <= most:
-        return None
-    return f"not measured for more than {most} row{'s' * (most > 1)} of {codes.dtype} codes"
-
-
-def w8a16_matmul(x_MK, codes_KN, scales_N, layer=None, tile: Tile | None = None):
-    """As the public function."""
->>>>>>> paged
     R, N = codes_KN.shape[-2:]
     tile = tile or tile_of(len(x_MK), R, N, None)
     return _product(dot.w8a16_matmul, tile, interpret, x_MK, (codes_KN, scales_N), layer)

@@ -1,0 +1,110 @@
+"""A model of the folder that the page itself has served: `jaxtrain serve` in a process of its own,
+one at a time, from the first message on."""
+
+import asyncio
+import re
+import subprocess
+import sys
+import tempfile
+import threading
+from pathlib import Path
+from typing import NamedTuple
+
+from starlette.concurrency import run_in_threadpool
+
+from jaxtrain.runs.page.dry_run import last_line
+from jaxtrain.runs.page.endpoint import Endpoint, endpoint_at
+from jaxtrain.runs.page.folder import RunFolder
+from jaxtrain.settings import UserError
+
+LIMIT = 600  # seconds that a model may take to load
+DRAIN = 10  # seconds that answers in flight have when another model is wanted
+
+
+class ServedModel(NamedTuple):
+    """A run's model at its end, or at a step."""
+
+    run: str
+    step: int | None
+
+    @property
+    def shown(self) -> str:
+        return self.run if self.step is None else f"{self.run} at step {self.step}"
+
+
+def servable_models(folder: RunFolder) -> list[dict[str, object]]:
+    """The runs that have a model, and the steps of their checkpoints."""
+    found = []
+    for name in folder.names():
+        steps = [path.name for path in folder.path(name).glob("checkpoints/*")]
+        steps = sorted(int(step) for step in steps if step.isdecimal())
+        whole = folder.path(name, "model", "config.yaml").is_file()
+        found += [{"run": name, "whole": whole, "steps": steps}] if whole or steps else []
+    return found
+
+
+def serve_command(run_dir: Path, step: int | None) -> list[str]:
+    """The command line of the process; it listens on this machine alone."""
+    which = [] if step is None else [f"--step={step}"]
+    limits = ["--port=0", "--no-warm-up", "--max-concurrency=4", f"--drain={DRAIN}"]
+    return [sys.executable, "-m", "jaxtrain.cli", "serve", str(run_dir), *which, *limits]
+
+
+class ModelServer:
+    """Starts a server for the model that is asked for, and ends the one before."""
+
+    def __init__(self, folder: RunFolder):
+        self.folder, self.changing = folder, asyncio.Lock()
+        self.process: subprocess.Popen[bytes] | None = None
+        self.model: ServedModel | None = None  # the one that is served, or being loaded
+        self.endpoint: Endpoint | None = None
+
+    async def endpoint_of(self, run: str, step: str) -> Endpoint:
+        """Where a model is served; loads it first. UserError for one that cannot be, or while
+        another one is being loaded."""
+        run_dir = self.folder.path(run)
+        if step and not step.isdecimal():
+            raise UserError(f"step {step!r} must be a whole number")
+        wanted = ServedModel(run, int(step) if step else None)
+        if self.changing.locked() and self.model and self.model != wanted:
+            raise UserError(f"busy: {self.model.shown} is being loaded; ask again when it is there")
+        async with self.changing:
+            alive = self.process is not None and self.process.poll() is None
+            if alive and self.model == wanted and self.endpoint:
+                return self.endpoint
+            await run_in_threadpool(self.close)
+            self.model = wanted
+            self.endpoint = await run_in_threadpool(self.start, run_dir, wanted)
+            return self.endpoint
+
+    def start(self, run_dir: Path, model: ServedModel) -> Endpoint:
+        """The endpoint of a new process. UserError with the line that it ends with."""
+        with tempfile.TemporaryFile() as errors:
+            # Not asyncio's: uvloop would fork, which libraries with threads do not outlive.
+            self.process = process = subprocess.Popen(
+                serve_command(run_dir, model.step), stdin=subprocess.DEVNULL,
+                stdout=subprocess.PIPE, stderr=errors,
+            )  # fmt: skip
+            assert process.stdout is not None
+            limit = threading.Timer(LIMIT, process.kill)
+            limit.start()
+            line = process.stdout.readline()
+            limit.cancel()
+            if found := re.search(rb" at (http://\S+)/v1$", line.strip()):
+                return endpoint_at(found[1].decode())
+            self.close()
+            errors.seek(0)
+            said = last_line(errors.read().decode(errors="replace"))
+            raise UserError(f"{model.shown} is not served: {said}")
+
+    def close(self) -> None:
+        """End the process; answers in flight have their time."""
+        process, self.process, self.model, self.endpoint = self.process, None, None, None
+        if process is None:
+            return
+        with process:
+            process.terminate()
+            try:
+                process.wait(DRAIN + 5)
+            except subprocess.TimeoutExpired:
+                process.kill()
