@@ -11,6 +11,7 @@ again, from which it goes on as if nothing had been.
 
 import contextlib
 from collections import deque
+from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import AbstractContextManager
 from typing import NamedTuple
@@ -35,14 +36,14 @@ from jaxtrain.inference.engine.requests import (
     TokenLogprob,
     Update,
 )
-from jaxtrain.inference.engine.rows import SlotTable
+from jaxtrain.inference.engine.rows import SlotTable, is_plain
 from jaxtrain.inference.engine.sequence import Sequence, check_request
 from jaxtrain.model import ResolvedModel
+from jaxtrain.model.kv_cache import page_shapes
 from jaxtrain.settings import UserError
 from jaxtrain.weights.params import Params
 
 COMPILERS = 8  # programs at once
-LEAST_TOKENS = 256  # of a row that a step looks at, shorter ones too
 
 
 class Pending(NamedTuple):
@@ -83,17 +84,30 @@ class Engine:
         for one, name in zip(both, ("this model", "the model that guesses")):
             if why := device.check_servable(one.config, self.context):
                 raise UserError(f"the engine: {name} {why}")
+        if config.virtual:
+            size = device.virtual_page_size(config.virtual, options.page_size)
+            options = options._replace(page_size=size)
         self.options, self.tokenizer, self.stops = options, tokenizer, stops
         self.graphdef, self.params, self.mesh = graphdef, params, mesh
-        self.models = tuple(one.graphdef for one in both), tuple(one.params for one in both)
-        shape = options.page_size, options.cache_dtype
-        page = tuple(device.page_shapes(one.graphdef, one.params, *shape) for one in both)
+        fit = lambda one: device.for_context(
+            one.config, one.graphdef, tokenizer.vocab_size, self.context
+        )
+        self.models = tuple(map(fit, both)), tuple(one.params for one in both)
+        page = tuple(
+            page_shapes(
+                one.config, one.params["embed"].dtype, options.page_size, options.cache_dtype
+            )
+            for one in both
+        )
         self.width = -(-self.context // options.page_size)  # pages of the longest text
         self.pool = PagePool(options.pages or self.affordable(page))
-        places = self.context + options.drafts + 1
+        self.virtual = config.virtual // options.page_size  # pages that all rows begin with
+        pages, places = self.pool.total + self.virtual, self.context + options.drafts + 1
         with self.on_mesh():
-            self.state = device.init_device_state(page, self.pool.total, options.slots, places)
-        self.table_SW = np.zeros((options.slots, self.width), np.int32)
+            self.state = device.init_device_state(page, pages, options.slots, places)
+        self.table_SW = np.zeros((options.slots, self.virtual + self.width), np.int32)
+        self.table_SW[:, : self.virtual] = self.pool.total + np.arange(self.virtual)
+        self.fresh = True  # no request has joined yet
         self.rows = SlotTable(options.slots, tokenizer.vocab_size)
         self.slots: list[Sequence | None] = [None] * options.slots
         self.waiting: deque[Sequence] = deque()
@@ -107,6 +121,8 @@ class Engine:
     def affordable(self, page: PyTree) -> int:
         """Pages that the device's free memory holds, at most a full context for every slot."""
         wanted = self.options.slots * self.width
+        if jax.process_count() > 1:  # all have to decide alike
+            return wanted
         stats = next(iter(jax.tree.leaves(self.params)[0].devices())).memory_stats()
         if not stats:
             return wanted
@@ -186,6 +202,12 @@ class Engine:
 
     def admit(self) -> None:
         """Give waiting requests slots and pages, in their order, while there are some."""
+        if self.fresh and self.virtual:
+            graphdef, pages = self.models[0][0], np.arange(self.virtual) + self.pool.total
+            self.state = device.put_virtual_tokens(
+                graphdef, self.params, self.state, jax.device_put(pages.astype(np.int32))
+            )
+        self.fresh = False
         new: list[tuple[int, list[int]]] = []
         while self.waiting and None in self.slots and self.take_pages(self.waiting[0]):
             sequence, slot = self.waiting.popleft(), self.slots.index(None)
@@ -237,7 +259,8 @@ class Engine:
 
     def write_table(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
-        self.table_SW[sequence.slot, : len(sequence.pages)] = sequence.pages
+        begin, end = self.virtual, self.virtual + len(sequence.pages)
+        self.table_SW[sequence.slot, begin:end] = sequence.pages
 
     def leave_slot(self, sequence: Sequence) -> None:
         """Give slot and pages back; full pages stay known."""
@@ -279,7 +302,7 @@ class Engine:
             slots_R[i], starts_R[i] = self.slots.index(one), one.computed
             counts_R[i] = min(one.left, o.chunk)
         W = self.pages_for(int((starts_R + counts_R).max()), 4)
-        table_RW = self.table_SW[np.minimum(slots_R, o.slots - 1), :W]
+        table_RW = self.table_SW[np.minimum(slots_R, o.slots - 1), : self.virtual + W]
         slots, table, starts, counts = jax.device_put((slots_R, table_RW, starts_R, counts_R))
         self.state, sampled = device.prefill_slots(
             *self.models, self.state, self.rows.on_device(), slots, table, starts,
@@ -307,7 +330,7 @@ class Engine:
         active_S[[slot for slot, _ in rows]] = True
         most = self.options.drafts + 1
         W = self.pages_for(max(one.length for one in todo) + most - 1, 2)
-        active, table = jax.device_put((active_S, self.table_SW[:, :W].copy()))
+        active, table = jax.device_put((active_S, self.table_SW[:, : self.virtual + W].copy()))
         self.state, sampled = device.decode_slots(
             *self.models, self.state, self.rows.on_device(), active, table,
             drafts=self.options.drafts, plain=all(one.plain for one in todo),
@@ -335,7 +358,7 @@ class Engine:
     def pages_for(self, tokens: int, factor: int) -> int:
         """Pages of a row that a step looks at. Of few sizes, each `factor` times the one below,
         few programs are compiled."""
-        pages = max(1, LEAST_TOKENS // self.options.page_size)
+        pages = max(1, -(-self.options.least_tokens // self.options.page_size))
         while pages * self.options.page_size < tokens:
             pages *= factor
         return min(pages, self.width)
@@ -348,28 +371,31 @@ class Engine:
                 x.copy_to_host_async()
             self.pending.append(Pending(sampled, tuple(rows), most, self.counts.steps))
 
-    def warm_up(self) -> None:
+    def warm_up(self, asked: Collection[Request] = ()) -> None:
         """Compile all programs that requests may need, some at a time, before the first one comes.
 
-        Without it a program is compiled when a request is the first to need it.
+        Without it a program is compiled when a request is the first to need it. asked: requests
+        that come at once, and no others.
         """
         o, lengths = self.options, range(1, self.context + 1)
-        given = *self.models, self.state, self.rows.on_device()
+        given, V = (*self.models, self.state, self.rows.on_device()), self.virtual
         i32 = lambda *shape: jnp.zeros(shape, jnp.int32)
+        kinds = {is_plain(one.sampling) for one in asked} or {True, False}
+        at_once = {min(len(asked), o.slots) > 1} if asked else {False, True}  # or one alone
         lowered: list[jax.stages.Lowered] = []
         with self.on_mesh():
             for W in sorted({self.pages_for(n + o.drafts, 2) for n in lengths}):
-                rows = jnp.zeros(o.slots, bool), i32(o.slots, W)
-                for plain in (True, False):
+                rows = jnp.zeros(o.slots, bool), i32(o.slots, V + W)
+                for plain in kinds:
                     one = device.decode_slots.lower(*given, *rows, drafts=o.drafts, plain=plain)
                     lowered.append(one)
             for W in sorted({self.pages_for(n, 4) for n in lengths}):
-                for R in {1, min(o.prefill_rows, o.slots)}:
-                    rows = i32(R), i32(R, W), i32(R), i32(R)
-                    for plain in (True, False):
+                for R in {min(o.prefill_rows, o.slots) if many else 1 for many in at_once}:
+                    rows = i32(R), i32(R, V + W), i32(R), i32(R)
+                    for plain in kinds:
                         one = device.prefill_slots.lower(*given, *rows, chunk=o.chunk, plain=plain)
                         lowered.append(one)
-            for N in {1, o.slots}:
+            for N in {o.slots if many else 1 for many in at_once}:
                 texts = i32(N), i32(N, self.state.texts_SC.shape[1]), i32(N)
                 lowered.append(device.put_texts.lower(self.state, *texts))
         with ThreadPoolExecutor(COMPILERS) as pool:

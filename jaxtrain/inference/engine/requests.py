@@ -103,7 +103,8 @@ class EngineOptions(NamedTuple):
     share full pages with the same beginning. drafts: tokens that are guessed for each step from
     what followed the last two or three tokens before (prompt lookup, Saxena 2023), 0: none.
     draft_run: run directory of a small model that guesses them instead, of the same tokenizer.
-    tensor: devices that split heads and hidden units.
+    tensor: devices that split heads and hidden units. least_tokens: of a row that a step looks at,
+    shorter ones too: with as many as `context`, one program is compiled in the place of several.
     """
 
     slots: int = 32
@@ -119,6 +120,7 @@ class EngineOptions(NamedTuple):
     drafts: int = 0
     draft_run: Path | None = None
     tensor: int = 1
+    least_tokens: int = 256
 
 
 DEFAULT = EngineOptions()
