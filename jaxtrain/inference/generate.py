@@ -26,6 +26,7 @@ from jaxtrain.data import Chat, Tokenizer, make_chat
 from jaxtrain.inference.arguments import TOKENS, generate_parser
 from jaxtrain.inference.chat import chat_loop
 from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingParams
+from jaxtrain.inference.engine.device import usable_page_size
 from jaxtrain.inference.engine.load import engine_of, params_of
 from jaxtrain.interop.companions import Prompting
 from jaxtrain.model import ResolvedModel
@@ -137,9 +138,15 @@ def make_requests(
 
 
 def make_engine(
-    model: LanguageModel, requests: Sequence[Request], cache_dtype: str | None = None
+    model: LanguageModel,
+    requests: Sequence[Request],
+    cache_dtype: str | None = None,
+    all_pages: bool = False,
 ) -> Engine:
-    """An engine with room for these requests, and few programs to compile."""
+    """An engine with room for these requests, and few programs to compile.
+
+    all_pages: that all slots may need, however little memory is free: in each process as many.
+    """
     c = model.config
     need = max(len(one.prompt) + one.sampling.max_tokens for one in requests)
     limit, scaling = c.context_length, c.rope_scaling
@@ -153,6 +160,9 @@ def make_engine(
         slots=slots, context=context, chunk=chunk, prefill_rows=min(slots, PREFILL // chunk),
         cache_dtype=cache_dtype, max_queue=len(requests), least_tokens=min(context, ONE_PROGRAM),
     )  # fmt: skip
+    if all_pages:
+        size = usable_page_size(c.virtual, options.page_size)
+        options = options._replace(pages=slots * -(-context // size))
     return Engine(c, model.graphdef, model.params, model.tokenizer, model.stops, options)
 
 
@@ -185,10 +195,14 @@ def generate(
     return complete(engine, requests)
 
 
-def sampling_of(c: Resolved) -> Sampling:
-    """A run's settings of its samples."""
+def sample_engine(
+    model: LanguageModel, c: Resolved, chat: Chat | None
+) -> tuple[Engine, list[Request]]:
+    """What writes a run's samples, and what it is asked for. It has the memory of these alone."""
     s = c.sample
-    return Sampling(s.tokens, s.temperature, s.top_k, s.top_p, c.run.seed, s.kv_cache_dtype)
+    sampling = Sampling(s.tokens, s.temperature, s.top_k, s.top_p, c.run.seed)
+    requests = make_requests(model, s.prompts, sampling, chat)
+    return make_engine(model, requests, s.kv_cache_dtype, all_pages=True), requests
 
 
 def compile_samples(model: LanguageModel, c: Resolved, chat: Chat | None) -> None:
@@ -196,8 +210,8 @@ def compile_samples(model: LanguageModel, c: Resolved, chat: Chat | None) -> Non
 
     Of the parameters, shapes will do.
     """
-    requests = make_requests(model, c.sample.prompts, sampling_of(c), chat)
-    make_engine(model, requests, c.sample.kv_cache_dtype).warm_up(requests)
+    engine, requests = sample_engine(model, c, chat)
+    engine.warm_up(requests)
 
 
 def write_samples(path: Path, model: LanguageModel, c: Resolved, chat: Chat | None) -> None:
@@ -208,7 +222,7 @@ def write_samples(path: Path, model: LanguageModel, c: Resolved, chat: Chat | No
     """
     if not c.sample.prompts:
         return
-    texts = generate(model, c.sample.prompts, sampling_of(c), chat)
+    texts = complete(*sample_engine(model, c, chat))
     if jax.process_index():
         return
     gap = "\n> " if chat else ""

@@ -222,11 +222,11 @@ def for_context(
     return split(Transformer(c.model_copy(update={"rope_scaling": long}), vocab_size))[0]
 
 
-def virtual_page_size(virtual: int, wanted: int) -> int:
-    """Tokens of a page of which some hold just the virtual tokens: as many as wanted, if it can be.
-
-    All rows begin with these pages.
-    """
+def usable_page_size(virtual: int, wanted: int) -> int:
+    """Tokens of a page: as many as wanted, or fewer, if virtual tokens have to fill whole pages,
+    with which all rows begin."""
+    if not virtual:
+        return wanted
     divisors = (n for n in range(1, max(wanted, 1) + 1) if virtual % n == 0)
     best = max(divisors)
     return best if best >= LEAST_PAGE else virtual

@@ -84,9 +84,8 @@ class Engine:
         for one, name in zip(both, ("this model", "the model that guesses")):
             if why := device.check_servable(one.config, self.context):
                 raise UserError(f"the engine: {name} {why}")
-        if config.virtual:
-            size = device.virtual_page_size(config.virtual, options.page_size)
-            options = options._replace(page_size=size)
+        size = device.usable_page_size(config.virtual, options.page_size)
+        options = options._replace(page_size=size)
         self.options, self.tokenizer, self.stops = options, tokenizer, stops
         self.graphdef, self.params, self.mesh = graphdef, params, mesh
         fit = lambda one: device.for_context(
@@ -121,8 +120,6 @@ class Engine:
     def affordable(self, page: PyTree) -> int:
         """Pages that the device's free memory holds, at most a full context for every slot."""
         wanted = self.options.slots * self.width
-        if jax.process_count() > 1:  # all have to decide alike
-            return wanted
         stats = next(iter(jax.tree.leaves(self.params)[0].devices())).memory_stats()
         if not stats:
             return wanted
@@ -379,13 +376,13 @@ class Engine:
         """
         o, lengths = self.options, range(1, self.context + 1)
         given, V = (*self.models, self.state, self.rows.on_device()), self.virtual
-        i32 = lambda *shape: jnp.zeros(shape, jnp.int32)
+        i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
         kinds = {is_plain(one.sampling) for one in asked} or {True, False}
         at_once = {min(len(asked), o.slots) > 1} if asked else {False, True}  # or one alone
         lowered: list[jax.stages.Lowered] = []
         with self.on_mesh():
             for W in sorted({self.pages_for(n + o.drafts, 2) for n in lengths}):
-                rows = jnp.zeros(o.slots, bool), i32(o.slots, V + W)
+                rows = jax.ShapeDtypeStruct((o.slots,), bool), i32(o.slots, V + W)
                 for plain in kinds:
                     one = device.decode_slots.lower(*given, *rows, drafts=o.drafts, plain=plain)
                     lowered.append(one)
