@@ -236,7 +236,8 @@ class Engine:
     def take_pages(self, sequence: Sequence) -> bool:
         """Whether a waiting request now has pages for its text, known ones and new ones.
 
-        Each running request keeps a page to go on with: none is started to be put off at once.
+        Each running request that needs more keeps a page to go on with: none is started to be put
+        off at once.
         """
         size, length = self.options.page_size, len(sequence.tokens)
         known: list[int] = []
@@ -245,8 +246,12 @@ class Engine:
             # The last token is computed in any case: the next one is sampled from its state.
             known = self.pool.find(sequence.digests[: (length - 1) // size])
         need = -(-(length + 1) // size) - len(known)
-        spare = sum(one is not None for one in self.slots)
-        new = self.pool.take(need) if self.pool.available >= need + spare or not spare else None
+        spare = sum(one.limit > len(one.pages) * size for one in self.running)
+        new = (
+            self.pool.take(need)
+            if self.pool.available >= need + spare or not self.running
+            else None
+        )
         if new is None:
             self.pool.give_back(known)
             return False
