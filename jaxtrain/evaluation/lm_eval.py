@@ -20,7 +20,7 @@ from jaxtrain.evaluation.arguments import lm_eval_parser
 from jaxtrain.evaluation.log_likelihood import FIELDS
 from jaxtrain.evaluation.model import Model
 from jaxtrain.inference.engine import Request
-from jaxtrain.inference.generate import Sampling, complete, make_engine
+from jaxtrain.inference.generate import Sampling, make_engine, run_requests
 from jaxtrain.runs.saved import Saved, load_saved
 from jaxtrain.settings import UserError, command
 from jaxtrain.storage.disk import write_json
@@ -62,7 +62,7 @@ class HarnessModel(Base):
         Settings beside `until`: max_gen_toks, and with do_sample temperature, top_p, top_k.
         """
         asked = [self.request(i, *one.args) for i, one in enumerate(requests)]
-        return complete(make_engine(self.model.writer, asked), asked) if asked else []
+        return run_requests(make_engine(self.model.writer, asked), asked) if asked else []
 
     def request(self, i: int, text: str, settings: dict[str, Any]) -> Request:
         """One of them as the engine takes it."""

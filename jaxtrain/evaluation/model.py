@@ -27,9 +27,9 @@ from jaxtrain.inference.generate import (
     LanguageModel,
     Sampling,
     SamplingOptions,
-    complete,
     generate,
     make_engine,
+    run_requests,
 )
 from jaxtrain.interop.companions import FOLDER, prompting
 from jaxtrain.model import Transformer, cast, initialize, split
@@ -171,7 +171,7 @@ class Model:
         params = how.params()._replace(stop_tokens=(self.template.end,))
         request = Request("", tuple(asked.tolist()), params)
         engine = make_engine(self.writer, [request], how.cache_dtype)
-        return complete(engine, [request])[0].strip()
+        return run_requests(engine, [request])[0].strip()
 
     # ---- files ---------------------------------------------------------------------------------
 

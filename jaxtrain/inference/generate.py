@@ -166,7 +166,7 @@ def make_engine(
     return Engine(c, model.graphdef, model.params, model.tokenizer, model.stops, options)
 
 
-def complete(engine: Engine, requests: Sequence[Request]) -> list[str]:
+def run_requests(engine: Engine, requests: Sequence[Request]) -> list[str]:
     """The new texts of requests, in their order."""
     texts: dict[str, str] = dict.fromkeys((one.id for one in requests), "")
     for request in requests:
@@ -192,7 +192,7 @@ def generate(
     requests = make_requests(model, prompts, sampling, chat, system)
     engine = make_engine(model, requests, sampling.cache_dtype)
     engine.warm_up(requests)
-    return complete(engine, requests)
+    return run_requests(engine, requests)
 
 
 def sample_engine(
@@ -222,7 +222,7 @@ def write_samples(path: Path, model: LanguageModel, c: Resolved, chat: Chat | No
     """
     if not c.sample.prompts:
         return
-    texts = complete(*sample_engine(model, c, chat))
+    texts = run_requests(*sample_engine(model, c, chat))
     if jax.process_index():
         return
     gap = "\n> " if chat else ""

@@ -97,7 +97,7 @@ def alone(saved, prompt, tokens):
     """The greedy continuation of token ids, decoded by itself."""
     request = Request("alone", tuple(prompt), SamplingParams(tokens, temperature=0.0))
     engine = generate.make_engine(generate.model_of(saved), [request])
-    return generate.complete(engine, [request])[0]
+    return generate.run_requests(engine, [request])[0]
 
 
 def post(server, path, body, headers=(), raw=False):

@@ -37,8 +37,8 @@ MIX = (
 
 
 @pytest.mark.parametrize("name", MODELS)
-@pytest.mark.quick("nanochat", "latent")
-def test_greedy_tokens_are_those_of_generate(name):
+@pytest.mark.quick("nanochat", "latent", "prompt", "longrope")
+def test_greedy_tokens_are_those_of_the_full_forward_pass(name):
     texts = prompts(*LENGTHS)
     engine = make_engine(name)
     assert tokens_of(engine, texts) == expected(name, texts, 10)

@@ -62,7 +62,7 @@ def test_nothing_is_compiled_when_samples_are_written(prompts):
     with jax.set_mesh(mesh):
         assert len(compiled_by(lambda: engine(ahead).warm_up(requests))) <= 6
         later = engine(one._replace(params=whole))
-        assert compiled_by(lambda: generate.complete(later, requests)) == []
+        assert compiled_by(lambda: generate.run_requests(later, requests)) == []
 
 
 def test_an_engine_of_a_batch_has_the_room_that_it_asks_for(plain):
@@ -77,7 +77,7 @@ def test_learned_positions_end_a_text():
     learned = model(position_embedding="learned")
     requests = generate.make_requests(learned, [""], Sampling(256))
     assert requests[0].sampling.max_tokens == T - 1
-    assert len(generate.complete(generate.make_engine(learned, requests), requests)) == 1
+    assert len(generate.run_requests(generate.make_engine(learned, requests), requests)) == 1
 
 
 @pytest.mark.slow
