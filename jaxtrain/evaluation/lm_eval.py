@@ -68,7 +68,7 @@ class HarnessModel(Base):
         """One of them as the engine takes it."""
         new = min(int(settings.get("max_gen_toks", NEW_TOKENS)), self.scorer.context // 2)
         temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else 0.0
-        top_k, top_p = settings.get("top_k"), settings.get("top_p")
+        top_k, top_p = settings.get("top_k") or None, settings.get("top_p")
         until = settings.get("until") or []
         stop = (until,) if isinstance(until, str) else tuple(until)
         how = Sampling(new, temperature, top_k, top_p, self.config.run.seed).params(i)
