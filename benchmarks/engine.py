@@ -24,10 +24,9 @@ from jaxtrain.config.resolve import resolve, vocab_size_of
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer, text_of
 from jaxtrain.estimate.workload import SHORT
 from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingParams
-from jaxtrain.inference.engine.device import page_shapes
 from jaxtrain.model import Transformer, split
 from jaxtrain.model.config import ResolvedModel
-from jaxtrain.model.kv_cache import CACHE_DTYPES
+from jaxtrain.model.kv_cache import CACHE_DTYPES, page_shapes
 from jaxtrain.settings import whole
 from jaxtrain.weights.params import Params
 
@@ -45,6 +44,11 @@ class Served(NamedTuple):
     params: Params
     weight_bytes: int  # that a step reads
     vocab_size: int
+
+    @property
+    def dtype(self) -> jnp.dtype:
+        """Of the computation."""
+        return self.params["embed"].dtype
 
     def engine(self, slots: int, cache_dtype: str | None, drafts: int) -> Engine:
         """With room for a whole context in every slot, as far as the memory goes."""
@@ -193,7 +197,7 @@ def rate(
 
 def floor_bytes(one: Served, batch: int, cache_dtype: str | None, held: float) -> float:
     """What a step reads once: weights, and of each row the keys and values that a window shows."""
-    layers = page_shapes(one.graphdef, one.params, 1, cache_dtype)
+    layers = page_shapes(one.config, one.dtype, 1, cache_dtype)
     specs = [spec for spec in Transformer(one.config, one.vocab_size).plan if not spec.kv_from]
     seen = [held if spec.window is None else min(held, spec.window + 1) for spec in specs]
     sizes = [sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(layer)) for layer in layers]
@@ -211,9 +215,9 @@ def attention_rows(
 ) -> Iterator[dict[str, Any]]:
     """Rows: attention of one token a request over pages that hold so many, by each backend."""
     c, W = one.config, -(-held // PAGE)
-    layer = page_shapes(one.graphdef, one.params, PAGE, cache_dtype)[0]
+    layer = page_shapes(c, one.dtype, PAGE, cache_dtype)[0]
     K, H = jax.tree.leaves(layer)[0].shape[2:]
-    N, dtype = c.heads, jax.tree.leaves(one.params["blocks"])[0].dtype
+    N, dtype = c.heads, one.dtype
 
     def inputs(key: jax.Array) -> tuple[Any, ...]:
         pages = [

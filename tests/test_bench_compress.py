@@ -20,7 +20,6 @@ from benchmarks.importing import SHAPES
 from jaxtrain.cli import COMMANDS
 from jaxtrain.compress.methods import METHODS
 from jaxtrain.config import find_config, load_config
-from jaxtrain.inference.generate import decode_tokens
 from jaxtrain.model import Prefill
 from jaxtrain.settings import UserError
 from jaxtrain.weights.stored import STORED
@@ -52,14 +51,16 @@ def short_measurement(monkeypatch):
 
 
 @pytest.mark.slow
-def test_steps_are_those_of_generate():
+def test_steps_are_those_of_the_whole_text():
     _, graphdef, _, params = build()
-    tokens, lengths = jnp.ones((2, 32), jnp.int32), jnp.full(2, 32, jnp.int32)
-    how = jax.random.key(0), jnp.float32(0), jnp.float32(1)
-    out = decode_tokens(graphdef, params, tokens, lengths, *how, new=9)
-    _, _, cache = nnx.merge(graphdef, params)(tokens, mode=Prefill(lengths, 128))
-    last = decode_rate.decode_steps(graphdef, params, out[:, 0], cache, jnp.int32(8))
-    np.testing.assert_array_equal(last, out[:, 8])
+    whole, lengths = nnx.merge(graphdef, params), jnp.full(2, 24, jnp.int32)
+    tokens = jnp.pad(jnp.ones((2, 24), jnp.int32), ((0, 0), (0, 9)))
+    best = jax.jit(lambda tokens, at: whole.logits(whole(tokens).states[:, at]).argmax(-1))
+    for at in range(24, 33):
+        tokens = tokens.at[:, at].set(best(tokens, at - 1))
+    _, _, cache = whole(tokens[:, :24], mode=Prefill(lengths, 128))
+    last = decode_rate.decode_steps(graphdef, params, tokens[:, 24], cache, jnp.int32(8))
+    np.testing.assert_array_equal(last, tokens[:, 32])
 
 
 def test_a_rate_is_of_all_rows_and_of_the_steps_between(monkeypatch):

@@ -6,11 +6,13 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from tiny import VOCAB, resolved
+from tiny import resolved
 
 from jaxtrain.config import find_config, load_config
 from jaxtrain.config.resolve import resolve
-from jaxtrain.inference.generate import kv_bytes_per_token, sample_token
+from jaxtrain.inference.engine.rows import DTYPES, row_values
+from jaxtrain.inference.engine.sampling import RowSampling, sample_rows
+from jaxtrain.inference.generate import Sampling, kv_bytes_per_token
 
 P_V = np.array([0.4, 0.3, 0.2, 0.07, 0.03])
 
@@ -18,9 +20,14 @@ P_V = np.array([0.4, 0.3, 0.2, 0.07, 0.03])
 def shares(temperature=1.0, top_p=1.0, top_k=None, draws=4000):
     """How often each token is drawn."""
     logits_BV = jnp.tile(jnp.log(jnp.asarray(P_V, jnp.float32)), (draws, 1))
-    key = jax.random.key(0)
-    tokens_B = sample_token(logits_BV, key, jnp.float32(temperature), jnp.float32(top_p), top_k)
-    return np.bincount(tokens_B, minlength=len(P_V)) / draws
+    how = Sampling(1, temperature, top_k, top_p)
+    rows = zip(*(row_values(how.params(i), 1) for i in range(draws)))
+    names = RowSampling._fields
+    sampling = RowSampling(*(jnp.array(x, DTYPES[name]) for x, name in zip(rows, names)))
+    texts = jnp.zeros((draws, 4), jnp.int32), jnp.ones(draws, jnp.int32)
+    allowed = jnp.full((draws, 1), 0xFFFFFFFF, jnp.uint32)
+    tokens_B = jax.jit(sample_rows, static_argnums=5)(logits_BV, sampling, *texts, allowed, False)
+    return np.bincount(tokens_B.token_B, minlength=len(P_V)) / draws
 
 
 @pytest.mark.parametrize(
@@ -53,7 +60,7 @@ def test_bytes_of_a_token_in_the_cache():
     sizes = [(4 * 2 * 32, {}), (4 * 2 * 8, {"kv_heads": 1})]
     sizes += [(2 * 2 * 32, {"share_kv": "adjacent"}), (4 * 16, latent)]
     for channels, fields in sizes:
-        assert kv_bytes_per_token(resolved(**fields), VOCAB, jnp.dtype("bfloat16")) == 2 * channels
+        assert kv_bytes_per_token(resolved(**fields), jnp.dtype("bfloat16")) == 2 * channels
 
 
 @pytest.mark.slow
@@ -67,5 +74,5 @@ def test_the_bytes_of_the_page_on_sharing():
         overrides = switches.strip("`").split("` `") if "`" in switches else []
         c = resolve(load_config(find_config("gpt_d12"), overrides), 32768)
         for cache_dtype, size in zip((None, "int8"), sizes[:2], strict=True):
-            found = kv_bytes_per_token(c.model, 32768, jnp.dtype("bfloat16"), cache_dtype)
+            found = kv_bytes_per_token(c.model, jnp.dtype("bfloat16"), cache_dtype)
             assert f"{found:,}" == size, (switches, cache_dtype)

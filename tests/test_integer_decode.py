@@ -11,8 +11,8 @@ from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.matmul.integers.triton import kernels
 from tiny import build
 
+from benchmarks.decode_rate import next_token
 from jaxtrain.compress.quantize import quantize_params
-from jaxtrain.inference.generate import next_token
 from jaxtrain.model import Prefill, cast
 from jaxtrain.weights.contract import flatten
 from jaxtrain.weights.int4 import quantize_int4
@@ -31,13 +31,12 @@ def test_a_decode_step_copies_no_codes_of_a_layer(monkeypatch, method):
     c, graphdef, specs, params = build()
     small = cast(quantize_params(params, specs, method), specs, jnp.dtype(jnp.bfloat16))
     stacks = [x for x in flatten(small).values() if isinstance(x, IntegerWeight)]
-    how = jax.random.key(0), jnp.float32(0), jnp.float32(1)
     token_B = jnp.zeros(1, jnp.int32)
     prompt = jnp.zeros((1, 8), jnp.int32), Prefill(jnp.ones(1, jnp.int32), 128, None)
     whole = lambda p: nnx.merge(graphdef, p)(prompt[0], mode=prompt[1]).cache
     cache = jax.eval_shape(whole, small)
     with on_target("cuda", (9, 0)):
-        step = lambda p, cache: next_token(graphdef, p, token_B, cache, *how, top_k=None)
+        step = lambda p, cache: next_token(graphdef, p, token_B, cache)
         text = jax.jit(step).trace(small, cache).lower().as_text()
     assert text.count("@kernel(") == sum(len(x.codes) for x in stacks) > c.depth
     kind = "i8" if method == "int8" else "ui8"

@@ -177,8 +177,9 @@ def test_the_launcher_names_the_process_that_died_first(
 
 @pytest.mark.slow
 def test_stages_of_two_processes_work_on_the_same_rows(tmp_path):
-    """Of one layer and of two, each in a process."""
+    """Of one layer and of two, each in a process. Both write the samples together."""
     changes = {"model__depth": 3, "train__steps": 2, "checkpoint__every": "null"}
+    changes |= {"sample__prompts": "[To be, I, '']", "sample__tokens": 8, "sample__temperature": 0}
     assert main(run_overrides(tmp_path / "one", **changes)) == 0
     stages = {"mesh__data": 1, "mesh__pipeline": 2, "mesh__fsdp": 2, "train__device_batch_size": 2}
     arguments = run_overrides(tmp_path / "two", **changes, **stages)
@@ -186,6 +187,8 @@ def test_stages_of_two_processes_work_on_the_same_rows(tmp_path):
     assert code == 0, out
     one, two = (rows_of(tmp_path / name / "tiny") for name in ("one", "two"))
     assert [r["bpb"] for r in two] == pytest.approx([r["bpb"] for r in one], rel=1e-4)
+    wrote = [tmp_path / name / "tiny" / "samples" / "step_000002.txt" for name in ("one", "two")]
+    assert wrote[0].read_text() == wrote[1].read_text()
 
 
 @pytest.mark.slow

@@ -12,18 +12,15 @@ import sys
 import urllib.error
 import urllib.request
 from collections.abc import Sequence
-from itertools import groupby
 from typing import Any
-
-import jax.numpy as jnp
-import numpy as np
 
 from jaxtrain.cluster.runtime import start
 from jaxtrain.config.resolve import override
 from jaxtrain.evaluation.arguments import lm_eval_parser
 from jaxtrain.evaluation.log_likelihood import FIELDS
 from jaxtrain.evaluation.model import Model
-from jaxtrain.inference.generate import Sampling, decode_tokens, tokens_before_stop
+from jaxtrain.inference.engine import Request
+from jaxtrain.inference.generate import Sampling, make_engine, run_requests
 from jaxtrain.runs.saved import Saved, load_saved
 from jaxtrain.settings import UserError, command
 from jaxtrain.storage.disk import write_json
@@ -64,46 +61,19 @@ class HarnessModel(Base):
 
         Settings beside `until`: max_gen_toks, and with do_sample temperature, top_p, top_k.
         """
-        answers = [""] * len(requests)
-        order = sorted(range(len(requests)), key=lambda i: repr(requests[i].args[1]))
-        for _, same in groupby(order, key=lambda i: repr(requests[i].args[1])):
-            batch = sorted(same, key=lambda i: len(requests[i].args[0]))
-            for begin in range(0, len(batch), self.scorer.shape.rows):
-                some = batch[begin : begin + self.scorer.shape.rows]
-                texts = [requests[i].args[0] for i in some]
-                for i, answer in zip(some, self.generate(texts, requests[some[0]].args[1])):
-                    answers[i] = answer
-        return answers
+        asked = [self.request(i, *one.args) for i, one in enumerate(requests)]
+        return run_requests(make_engine(self.model.writer, asked), asked) if asked else []
 
-    def generate(self, texts: Sequence[str], settings: dict[str, Any]) -> list[str]:
-        """Continuations of texts with the same settings."""
+    def request(self, i: int, text: str, settings: dict[str, Any]) -> Request:
+        """One of them as the engine takes it."""
         new = min(int(settings.get("max_gen_toks", NEW_TOKENS)), self.scorer.context // 2)
-        room, rows = self.scorer.context - new, self.scorer.shape.rows
-        ids = [self.model.encode(text)[-room:] for text in texts]
-        ids += [self.model.encode("")] * (rows - len(ids))  # one program for all batches
-        width = min(room, 1 << (max(map(len, ids)) - 1).bit_length())
-        padded = np.stack([np.pad(x, (0, width - len(x))) for x in ids])
-        lengths = jnp.asarray([len(x) for x in ids], jnp.int32)
         temperature = settings.get("temperature", 1.0) if settings.get("do_sample") else 0.0
-        top_k, top_p, stops = (
-            settings.get("top_k"),
-            settings.get("top_p"),
-            self.saved.prompting.stops,
-        )
-        sampling = Sampling(new, temperature, top_k, top_p, self.config.run.seed)
-        out = decode_tokens(
-            self.saved.graphdef, self.model.compute_params, jnp.asarray(padded), lengths,
-            *sampling.arrays(), new=new, top_k=top_k, stop=stops,
-        )  # fmt: skip
+        top_k, top_p = settings.get("top_k") or None, settings.get("top_p")
         until = settings.get("until") or []
-        until = [until] if isinstance(until, str) else until
-        found = []
-        for row in np.asarray(out)[: len(texts)].tolist():
-            text = self.saved.tokenizer.decode(tokens_before_stop(row, stops))
-            for stop in filter(None, until):
-                text = text.split(stop)[0]
-            found.append(text)
-        return found
+        stop = (until,) if isinstance(until, str) else tuple(until)
+        how = Sampling(new, temperature, top_k, top_p, self.config.run.seed).params(i)
+        ids = self.model.encode(text)[new - self.scorer.context :]
+        return Request(str(i), tuple(ids.tolist()), how._replace(stop=stop))
 
 
 def reachable() -> bool:

@@ -22,7 +22,15 @@ from jaxtrain.config import Config
 from jaxtrain.config.resolve import Resolved, resolve
 from jaxtrain.data import Chat, Scored, make_chat
 from jaxtrain.evaluation.log_likelihood import Scorer, Scores, make_scorer, scores
-from jaxtrain.inference.generate import Sampling, SamplingOptions, generate, stream_tokens
+from jaxtrain.inference.engine import Request
+from jaxtrain.inference.generate import (
+    LanguageModel,
+    Sampling,
+    SamplingOptions,
+    generate,
+    make_engine,
+    run_requests,
+)
 from jaxtrain.interop.companions import FOLDER, prompting
 from jaxtrain.model import Transformer, cast, initialize, split
 from jaxtrain.runs.convert import export_run, import_checkpoint
@@ -59,6 +67,12 @@ class Model:
         """The weights on one device, in the dtype of `train.precision`."""
         dtype = compute_dtype(self.config.train.precision)
         return cast(jax.device_put(self.params), self.saved.specs, dtype)
+
+    @property
+    def writer(self) -> LanguageModel:
+        """What continues texts."""
+        parts = self.config.model, self.saved.graphdef, self.compute_params
+        return LanguageModel(*parts, self.tokenizer, self.saved.prompting)
 
     @cached_property
     def scorer(self) -> Scorer:
@@ -143,10 +157,7 @@ class Model:
         top_p, seed, cache_dtype ("int8", "float8" or None).
         """
         many = [prompts] if isinstance(prompts, str) else list(prompts)
-        found = generate(
-            self.saved.graphdef, self.compute_params, self.tokenizer, many,
-            Sampling(**sampling), prompting=self.saved.prompting,
-        )  # fmt: skip
+        found = generate(self.writer, many, Sampling(**sampling))
         return found[0] if isinstance(prompts, str) else found
 
     def chat(self, messages: Sequence[Message], **sampling: Unpack[SamplingOptions]) -> str:
@@ -156,11 +167,11 @@ class Model:
         template.
         """
         asked = self.template.prompt([dict(message) for message in messages])
-        stop = (self.template.end, *self.saved.prompting.stops)
-        ids = stream_tokens(
-            self.saved.graphdef, self.compute_params, asked, Sampling(**sampling), stop
-        )
-        return self.tokenizer.decode(list(ids)).strip()
+        how = Sampling(**sampling)
+        params = how.params()._replace(stop_tokens=(self.template.end,))
+        request = Request("", tuple(asked.tolist()), params)
+        engine = make_engine(self.writer, [request], how.cache_dtype)
+        return run_requests(engine, [request])[0].strip()
 
     # ---- files ---------------------------------------------------------------------------------
 

@@ -1,16 +1,15 @@
 """A conversation in the terminal: what is typed is answered as the tokens come."""
 
-import codecs
 from collections.abc import Callable, Iterable, Iterator
 from typing import Protocol, runtime_checkable
 
 import numpy as np
 
-from jaxtrain.data import Chat, Tokenizer
+from jaxtrain.data import Chat
 from jaxtrain.settings import visible
 
 HELP = "/reset begins a new conversation, /quit ends"
-Answer = Callable[[np.ndarray], Iterator[int]]  # tokens of a prompt -> tokens of its answer
+Answer = Callable[[np.ndarray], Iterator[str]]  # tokens of a prompt -> pieces of its answer
 
 
 @runtime_checkable
@@ -24,7 +23,6 @@ class TextOut(Protocol):
 
 def chat_loop(
     chat: Chat,
-    tokenizer: Tokenizer,
     answer: Answer,
     *,
     room: int,
@@ -57,7 +55,7 @@ def chat_loop(
             else:
                 if forgotten := len(asked) - len(kept):
                     write_text(out, f"[{forgotten} messages forgotten: they no longer fit]\n")
-                reply = print_stream(answer(prompt), tokenizer, out)
+                reply = print_stream(answer(prompt), out)
                 messages = [*kept, {"role": "assistant", "content": reply}]
         write_text(out, "> ")
 
@@ -74,25 +72,16 @@ def fit_to_context(chat: Chat, messages: list, fixed: int, room: int) -> tuple[n
     return prompt, messages
 
 
-def print_stream(ids: Iterator[int], tokenizer: Tokenizer, out: TextOut) -> str:
-    """Print the text of tokens as they come; a character waits until all its bytes are there."""
-    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
-    text, before = "", tokenizer.prefix
-
-    def put(piece: str) -> None:
-        nonlocal text
-        text += piece
-        write_text(out, visible(piece))
-
+def print_stream(pieces: Iterator[str], out: TextOut) -> str:
+    """Print the pieces of an answer as they come; returns the answer."""
+    text = ""
     try:
-        for i in ids:
-            piece = tokenizer.pieces[i]
-            if before and piece:
-                piece, before = piece.removeprefix(before), b""
-            put(decoder.decode(piece))
+        for piece in pieces:
+            text += piece
+            write_text(out, visible(piece))
     except KeyboardInterrupt:
-        put(" ...")
-    put(decoder.decode(b"", final=True))
+        text += " ..."
+        write_text(out, " ...")
     write_text(out, "\n")
     return text.strip()
 

@@ -1,122 +1,53 @@
-"""Text from a trained model: one prefill, then a decode loop that stays on the device.
+"""Text from a trained model: prompts are requests of an engine of their own size.
 
 jaxtrain generate RUN --prompt "ROMEO:" [--tokens 256] [--temperature 0.8] ...
 jaxtrain generate RUN --chat [--system "Be brief."] [--prompt "Hello!"]
 """
 
 import argparse
+import contextlib
 import itertools
 import logging
+import signal
 import sys
 from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import Any, NamedTuple, TypedDict
+from typing import NamedTuple, TypedDict
 
 import jax
 import jax.numpy as jnp
 import numpy as np
 from flax import nnx
-from jaxtyping import Array, Float, Int
 
 from jaxtrain.cluster.processes import check_alone
-from jaxtrain.cluster.runtime import compute_dtype, start
-from jaxtrain.cluster.xla_flags import jit
+from jaxtrain.cluster.runtime import start
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data import Chat, Tokenizer, make_chat
 from jaxtrain.inference.arguments import TOKENS, generate_parser
 from jaxtrain.inference.chat import chat_loop
+from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingParams
+from jaxtrain.inference.engine.device import usable_page_size
+from jaxtrain.inference.engine.load import engine_of, params_of
 from jaxtrain.interop.companions import Prompting
-from jaxtrain.model import Cache, Decode, Prefill, ResolvedModel, Transformer, cast, split
+from jaxtrain.model import ResolvedModel
 from jaxtrain.model.config import check_decoder, round_up
-from jaxtrain.model.transformer import CACHE_MULTIPLE
-from jaxtrain.parallel.mesh import gather_to_host
+from jaxtrain.model.kv_cache import page_shapes
 from jaxtrain.runs.saved import Saved, load_saved, template_for
 from jaxtrain.settings import UserError, command, visible
 from jaxtrain.storage.disk import write_whole
 from jaxtrain.weights.params import Params
 
-PROMPT_MULTIPLE = 32  # prompts are padded to a multiple, so that few lengths are compiled
+SLOTS = 32  # prompts that are continued at once
+CHUNK = 512  # tokens of a prompt that a step computes, at most
+PREFILL = 4096  # tokens of all prompts that a step computes
+CONTEXT_MULTIPLE = 128  # of an engine's context, so that few are compiled
+ONE_PROGRAM = 2048  # tokens up to which texts of all lengths have one program
 
 
-def sample_token(
-    logits_BV: Float[Array, "B V"],
-    key: Array,
-    temperature: Float[Array, ""],
-    top_p: Float[Array, ""],
-    top_k: int | None,
-) -> Int[Array, "B"]:
-    """Sample a token per row; temperature 0 takes the best one.
-
-    top_p keeps the smallest set of best tokens with that much probability (Holtzman et al. 2020).
-    """
-    if top_k is not None:
-        least_B1 = jax.lax.top_k(logits_BV, min(top_k, logits_BV.shape[1]))[0][:, -1:]
-        logits_BV = jnp.where(logits_BV < least_B1, -jnp.inf, logits_BV)
-    scaled_BV = logits_BV / jnp.maximum(temperature, 1e-6)
-    ordered_BV = jnp.sort(scaled_BV, axis=-1, descending=True)
-    before_BV = jnp.cumsum(jax.nn.softmax(ordered_BV, axis=-1), axis=-1)
-    kept_B1 = jnp.sum(
-        before_BV - jax.nn.softmax(ordered_BV, axis=-1) < top_p, axis=-1, keepdims=True
-    )
-    least_B1 = jnp.take_along_axis(ordered_BV, jnp.maximum(kept_B1 - 1, 0), axis=-1)
-    scaled_BV = jnp.where(scaled_BV < least_B1, -jnp.inf, scaled_BV)
-    sampled_B = jax.random.categorical(key, scaled_BV, axis=-1)
-    return jnp.where(temperature == 0, jnp.argmax(logits_BV, axis=-1), sampled_B)
-
-
-@jit("cublas", static_argnames=("graphdef", "new", "top_k", "stop", "cache_dtype"))
-def decode_tokens(
-    graphdef: nnx.GraphDef,
-    params: Params,
-    tokens_BT: Int[Array, "B T"],
-    lengths_B: Int[Array, "B"],
-    key: Array,
-    temperature: Float[Array, ""],
-    top_p: Float[Array, ""],
-    *,
-    new: int,
-    top_k: int | None = None,
-    stop: tuple[int, ...] = (),
-    cache_dtype: str | None = None,
-) -> Int[Array, "B new"]:
-    """Continue prompts (padded on the right) by up to `new` tokens, or to one in `stop`.
-
-    The first of `stop` fills ended rows.
-    """
-    model = nnx.merge(graphdef, params)
-    B = tokens_BT.shape[0]
-    capacity = round_up(tokens_BT.shape[1] + new, CACHE_MULTIPLE)
-    x_BD, _, cache = model(tokens_BT, mode=Prefill(lengths_B, capacity, cache_dtype))
-    draw = lambda x_BD, i: sample_token(
-        model.logits(x_BD), jax.random.fold_in(key, i), temperature, top_p, top_k
-    )
-    first_B = draw(x_BD, 0)
-    out_Bn = jnp.full((B, new), stop[0] if stop else 0, jnp.int32).at[:, 0].set(first_B)
-    ends = lambda token_B: jnp.isin(token_B, jnp.array(stop, jnp.int32))
-    going = lambda carry: (carry[0] < new) & ~jnp.all(carry[3])
-
-    def one(carry):
-        i, out_Bn, cache, ended_B = carry
-        x_BD, _, cache = model(out_Bn[:, i - 1, None], mode=Decode(cache))
-        token_B = draw(x_BD, i)
-        if stop:
-            token_B = jnp.where(ended_B, stop[0], token_B)
-            ended_B = ended_B | ends(token_B)
-        return i + 1, out_Bn.at[:, i].set(token_B), cache, ended_B
-
-    return jax.lax.while_loop(going, one, (jnp.int32(1), out_Bn, cache, ends(first_B)))[1]
-
-
-def kv_bytes_per_token(
-    c: ResolvedModel, vocab_size: int, dtype: jnp.dtype, cache_dtype: str | None = None
-) -> int:
+def kv_bytes_per_token(c: ResolvedModel, dtype: jnp.dtype, cache_dtype: str | None = None) -> int:
     """Bytes of the KV cache of all layers for one token of a row. dtype: of the computation."""
-    graphdef, specs = split(Transformer(c, vocab_size))
-    params = jax.tree.map(lambda s: jax.ShapeDtypeStruct(s.shape, dtype), specs)
-    mode = Prefill(jnp.ones(1, jnp.int32), CACHE_MULTIPLE, cache_dtype)
-    run = lambda p, rows: nnx.merge(graphdef, p)(rows, mode=mode).cache.kv
-    kv = jax.eval_shape(run, params, jax.ShapeDtypeStruct((1, PROMPT_MULTIPLE), jnp.int32))
-    return sum(x.size // x.shape[1] * x.dtype.itemsize for x in jax.tree.leaves(kv))
+    page = jax.tree.leaves(page_shapes(c, dtype, 1, cache_dtype))
+    return sum(x.size * x.dtype.itemsize for x in page)
 
 
 class Sampling(NamedTuple):
@@ -131,10 +62,12 @@ class Sampling(NamedTuple):
         None  # of the keys and values: int8, float8; None: the parameters' dtype
     )
 
-    def arrays(self) -> tuple[Array, Array, Array]:
-        """key, temperature and top_p, as the compiled functions take them."""
+    def params(self, row: int = 0) -> SamplingParams:
+        """As the engine takes them; each row of a batch has a seed of its own."""
         top_p = 1.0 if self.top_p is None else self.top_p
-        return jax.random.key(self.seed), jnp.float32(self.temperature), jnp.float32(top_p)
+        return SamplingParams(
+            self.tokens, self.temperature, top_p, self.top_k, seed=self.seed + row
+        )
 
 
 class SamplingOptions(TypedDict, total=False):
@@ -148,96 +81,148 @@ class SamplingOptions(TypedDict, total=False):
     cache_dtype: str | None
 
 
-def generation_inputs(
-    tokenizer: Tokenizer,
+class LanguageModel(NamedTuple):
+    """A model that continues texts. params: on the device, in the compute dtype."""
+
+    config: ResolvedModel
+    graphdef: nnx.GraphDef
+    params: Params
+    tokenizer: Tokenizer
+    prompting: Prompting | None = None  # how texts begin and end; default BOS for both
+
+    @property
+    def begins(self) -> bool:
+        """Whether a prompt starts with BOS."""
+        return self.prompting is None or self.prompting.bos
+
+    @property
+    def stops(self) -> tuple[int, ...]:
+        """Tokens that end a text."""
+        return (self.tokenizer.bos_id,) if self.prompting is None else self.prompting.stops
+
+
+def model_of(saved: Saved) -> LanguageModel:
+    """A model that was read from disk."""
+    params = params_of(saved, None)
+    return LanguageModel(
+        saved.config.model, saved.graphdef, params, saved.tokenizer, saved.prompting
+    )
+
+
+def make_requests(
+    model: LanguageModel,
     prompts: Sequence[str],
     sampling: Sampling,
-    prompting: Prompting | None = None,
     chat: Chat | None = None,
     system: str | None = None,
-) -> tuple[tuple[Array, ...], dict[str, Any]]:
-    """Arguments of `decode_tokens` after the model: traced arrays, and static ones by name.
-
-    The arguments are those of `generate`.
-    """
-    begins, stop = prompting or Prompting(True, (tokenizer.bos_id,))
+) -> list[Request]:
+    """Prompts as `generate` takes them. Learned positions end a text at the model's context."""
     first = [{"role": "system", "content": system}] if system else []
+    c, tokenizer = model.config, model.tokenizer
 
-    def encode(prompt: str) -> np.ndarray:
+    def encode(prompt: str) -> list[int]:
         if chat and prompt:
-            return chat.prompt([*first, {"role": "user", "content": prompt}])
-        bos = [tokenizer.bos_id] if begins or not prompt else []
-        return np.concatenate([bos, tokenizer.encode(prompt)])
+            return chat.prompt([*first, {"role": "user", "content": prompt}]).tolist()
+        bos = [tokenizer.bos_id] if model.begins or not prompt else []
+        return [*bos, *tokenizer.encode(prompt).tolist()]
 
-    ids = [encode(prompt).astype(np.int32) for prompt in prompts]
-    stop += (chat.end,) if chat and chat.end not in stop else ()
-    width = round_up(max(map(len, ids)), PROMPT_MULTIPLE)
-    padded = jnp.asarray(np.stack([np.pad(x, (0, width - len(x))) for x in ids]))
-    lengths = jnp.asarray(np.array([len(x) for x in ids], np.int32))
-    static = {"new": sampling.tokens, "top_k": sampling.top_k, "stop": stop}
-    static["cache_dtype"] = sampling.cache_dtype
-    return (padded, lengths, *sampling.arrays()), static
+    stops = (chat.end,) if chat else ()
+    requests = []
+    for i, prompt in enumerate(prompts):
+        ids, how = encode(prompt), sampling.params(i)._replace(stop_tokens=stops)
+        if c.position_embedding == "learned":
+            ids = ids[1 - c.context_length :]
+            how = how._replace(max_tokens=min(how.max_tokens, c.context_length - len(ids)))
+        requests.append(Request(str(i), tuple(ids), how, behind=bool(prompt) and chat is None))
+    return requests
+
+
+def make_engine(
+    model: LanguageModel,
+    requests: Sequence[Request],
+    cache_dtype: str | None = None,
+    all_pages: bool = False,
+) -> Engine:
+    """An engine with room for these requests, and few programs to compile.
+
+    all_pages: that all slots may need, however little memory is free: in each process as many.
+    """
+    c = model.config
+    need = max(len(one.prompt) + one.sampling.max_tokens for one in requests)
+    limit, scaling = c.context_length, c.rope_scaling
+    if scaling and scaling.name == "longrope" and need <= scaling.original_context:
+        limit = min(limit, scaling.original_context)
+    context = max(need, min(round_up(need, CONTEXT_MULTIPLE), limit))
+    longest = max(len(one.prompt) for one in requests)
+    chunk = min(CHUNK, max(32, 1 << (longest - 1).bit_length()))
+    slots = min(len(requests), SLOTS)
+    options = EngineOptions(
+        slots=slots, context=context, chunk=chunk, prefill_rows=min(slots, PREFILL // chunk),
+        cache_dtype=cache_dtype, max_queue=len(requests), least_tokens=min(context, ONE_PROGRAM),
+    )  # fmt: skip
+    if all_pages:
+        size = usable_page_size(c.virtual, options.page_size)
+        options = options._replace(pages=slots * -(-context // size))
+    return Engine(c, model.graphdef, model.params, model.tokenizer, model.stops, options)
+
+
+def run_requests(engine: Engine, requests: Sequence[Request]) -> list[str]:
+    """The new texts of requests, in their order."""
+    texts: dict[str, str] = dict.fromkeys((one.id for one in requests), "")
+    for request in requests:
+        engine.add(request)
+    while engine.busy:
+        for update in engine.step():
+            texts[update.id] += update.text
+    return list(texts.values())
 
 
 def generate(
-    graphdef: nnx.GraphDef,
-    params: Params,
-    tokenizer: Tokenizer,
+    model: LanguageModel,
     prompts: Sequence[str],
     sampling: Sampling,
-    prompting: Prompting | None = None,
     chat: Chat | None = None,
     system: str | None = None,
 ) -> list[str]:
-    """Continuations of a batch of prompts (without the prompts); a document's end stops a row.
+    """Continuations of prompts (without the prompts); a document's end stops a row.
 
-    prompting: how the checkpoint begins and ends texts; default BOS for both. chat: the prompts are
-    user messages, after the message `system`; an empty prompt is continued without a question.
+    chat: the prompts are user messages, after the message `system`; an empty prompt is continued
+    without a question.
     """
-    arrays, static = generation_inputs(tokenizer, prompts, sampling, prompting, chat, system)
-    out = gather_to_host(decode_tokens(graphdef, params, *arrays, **static))
-    new = [tokens_before_stop(row.tolist(), static["stop"]) for row in out]
-    behind = [bool(prompt) and chat is None for prompt in prompts]
-    decode = tokenizer.decode
-    return [tokenizer.decode_behind(x) if b else decode(x) for x, b in zip(new, behind)]
+    requests = make_requests(model, prompts, sampling, chat, system)
+    engine = make_engine(model, requests, sampling.cache_dtype)
+    engine.warm_up(requests)
+    return run_requests(engine, requests)
 
 
-def tokens_before_stop(tokens: list[int], stops: Sequence[int]) -> list[int]:
-    """New tokens up to the first that ends the text."""
-    end = next((i for i, token in enumerate(tokens) if token in stops), len(tokens))
-    return tokens[:end]
-
-
-def sampling_of(c: Resolved) -> Sampling:
-    """A run's settings of its samples."""
+def sample_engine(
+    model: LanguageModel, c: Resolved, chat: Chat | None
+) -> tuple[Engine, list[Request]]:
+    """What writes a run's samples, and what it is asked for. It has the memory of these alone."""
     s = c.sample
-    return Sampling(s.tokens, s.temperature, s.top_k, s.top_p, c.run.seed, s.kv_cache_dtype)
+    sampling = Sampling(s.tokens, s.temperature, s.top_k, s.top_p, c.run.seed)
+    requests = make_requests(model, s.prompts, sampling, chat)
+    return make_engine(model, requests, s.kv_cache_dtype, all_pages=True), requests
 
 
-def compile_samples(
-    graphdef: nnx.GraphDef, params: Params, tokenizer: Tokenizer, c: Resolved, chat: Chat | None
-) -> None:
-    """What `write_samples` will run with the same arguments, so that it need not be waited for."""
-    arrays, static = generation_inputs(tokenizer, c.sample.prompts, sampling_of(c), chat=chat)
-    decode_tokens.lower(graphdef, params, *arrays, **static).compile()
+def compile_samples(model: LanguageModel, c: Resolved, chat: Chat | None) -> None:
+    """What `write_samples` will run with the same arguments, so that it need not be waited for.
+
+    Of the parameters, shapes will do.
+    """
+    engine, requests = sample_engine(model, c, chat)
+    engine.warm_up(requests)
 
 
-def write_samples(
-    path: Path,
-    graphdef: nnx.GraphDef,
-    params: Params,
-    tokenizer: Tokenizer,
-    c: Resolved,
-    chat: Chat | None,
-) -> None:
+def write_samples(path: Path, model: LanguageModel, c: Resolved, chat: Chat | None) -> None:
     """A file of what follows the prompts of `sample`; all processes compute it, the first writes.
 
-    Control characters are symbols there: the run shows the last file on the terminal.
-    params: in the compute dtype. Without prompts there is no file.
+    Control characters are symbols there: the run shows the last file on the terminal. Without
+    prompts there is no file.
     """
     if not c.sample.prompts:
         return
-    texts = generate(graphdef, params, tokenizer, c.sample.prompts, sampling_of(c), chat=chat)
+    texts = run_requests(*sample_engine(model, c, chat))
     if jax.process_index():
         return
     gap = "\n> " if chat else ""
@@ -246,99 +231,50 @@ def write_samples(
     write_whole(path, visible("\n---\n".join(texts)))
 
 
-@jit("cublas", static_argnames=("graphdef", "capacity", "top_k", "cache_dtype"))
-def prefill(
-    graphdef: nnx.GraphDef,
-    params: Params,
-    tokens_BT: Int[Array, "B T"],
-    lengths_B: Int[Array, "B"],
-    key: Array,
-    temperature: Float[Array, ""],
-    top_p: Float[Array, ""],
-    *,
-    capacity: int,
-    top_k: int | None,
-    cache_dtype: str | None,
-) -> tuple[Int[Array, "B"], Cache]:
-    """The first token after prompts that are padded on the right, and the cache."""
-    model = nnx.merge(graphdef, params)
-    x_BD, _, cache = model(tokens_BT, mode=Prefill(lengths_B, capacity, cache_dtype))
-    return sample_token(
-        model.logits(x_BD), jax.random.fold_in(key, 0), temperature, top_p, top_k
-    ), cache
+@contextlib.contextmanager
+def interrupts() -> Iterator[list[int]]:
+    """Collects Ctrl-C, so that it ends nothing in the middle of an engine's step."""
+    seen: list[int] = []
+    before = signal.signal(signal.SIGINT, lambda number, frame: seen.append(number))
+    try:
+        yield seen
+    finally:
+        signal.signal(signal.SIGINT, before)
 
 
-def next_token(
-    graphdef: nnx.GraphDef,
-    params: Params,
-    token_B: Int[Array, "B"],
-    cache: Cache,
-    key: Array,
-    temperature: Float[Array, ""],
-    top_p: Float[Array, ""],
-    *,
-    top_k: int | None,
-) -> tuple[Int[Array, "B"], Cache]:
-    """The token after `token_B`, and the cache one token longer."""
-    model = nnx.merge(graphdef, params)
-    x_BD, _, cache = model(token_B[:, None], mode=Decode(cache))
-    return sample_token(model.logits(x_BD), key, temperature, top_p, top_k), cache
+def stream(engine: Engine, request: Request) -> Iterator[str]:
+    """The new text of a request as it comes. Ctrl-C cancels the request; KeyboardInterrupt then."""
+    with interrupts() as seen:
+        engine.add(request)
+        while engine.busy:
+            if seen:
+                engine.cancel(request.id)
+            for update in engine.step():
+                yield update.text
+    if seen:
+        raise KeyboardInterrupt
 
 
-decode_step = jit("cublas", static_argnames=("graphdef", "top_k"), donate_argnames="cache")(
-    next_token
-)
+def chat_in_terminal(saved: Saved, chat: Chat, a: argparse.Namespace) -> None:
+    """Talk in the terminal, the options from the command line.
 
-
-def stream_tokens(
-    graphdef: nnx.GraphDef,
-    params: Params,
-    prompt: np.ndarray,
-    sampling: Sampling,
-    stop: Sequence[int],
-) -> Iterator[int]:
-    """The tokens after a prompt of token ids, one by one, up to one in `stop`; those of `generate`.
-
-    Widths and capacities are powers of two, so that a conversation compiles few programs.
+    One engine has the whole talk: a turn computes what the pages do not hold of it already.
     """
-    width = max(PROMPT_MULTIPLE, 1 << (len(prompt) - 1).bit_length())
-    capacity = max(CACHE_MULTIPLE, 1 << (width + sampling.tokens - 1).bit_length())
-    padded = np.pad(prompt.astype(np.int32), (0, width - len(prompt)))[None]
-    key, *how = sampling.arrays()
-    token, cache = prefill(
-        graphdef, params, jnp.asarray(padded), jnp.array([len(prompt)], jnp.int32), key, *how,
-        capacity=capacity, top_k=sampling.top_k, cache_dtype=sampling.cache_dtype,
-    )  # fmt: skip
-    for i in range(1, sampling.tokens + 1):
-        found = int(token[0])
-        if found in stop:
-            return
-        yield found
-        if i < sampling.tokens:
-            at = jax.random.fold_in(key, i)
-            token, cache = decode_step(
-                graphdef, params, token, cache, at, *how, top_k=sampling.top_k
-            )
-
-
-def chat_in_terminal(saved: Saved, params: Params, chat: Chat, a: argparse.Namespace) -> None:
-    """Talk in the terminal, the options from the command line."""
     logging.getLogger("jaxtrain_kernels").setLevel(logging.WARNING)  # it would write between turns
-    stop = (chat.end, *saved.prompting.stops)
-    seeds = itertools.count(a.seed)
     context = saved.config.model.context_length
     tokens = a.tokens or min(TOKENS, context // 2)
     room = context - tokens
     if room < 1:
         raise UserError(f"--tokens {tokens} leaves no room in a context of {context}; give fewer")
+    engine = engine_of(saved, EngineOptions(slots=1, cache_dtype=a.cache_dtype))
+    turns = itertools.count()
 
-    def answer(prompt: np.ndarray) -> Iterator[int]:
-        sampling = asked_sampling(a)._replace(tokens=tokens, seed=next(seeds))
-        return stream_tokens(saved.graphdef, params, prompt, sampling, stop)
+    def answer(prompt: np.ndarray) -> Iterator[str]:
+        sampling = asked_sampling(a)._replace(tokens=tokens).params(turn := next(turns))
+        sampling = sampling._replace(stop_tokens=(chat.end,))
+        return stream(engine, Request(str(turn), tuple(prompt.tolist()), sampling))
 
-    chat_loop(
-        chat, saved.tokenizer, answer, room=room, system=a.system, typed=sys.stdin, out=sys.stdout
-    )
+    chat_loop(chat, answer, room=room, system=a.system, typed=sys.stdin, out=sys.stdout)
 
 
 def asked_sampling(a: argparse.Namespace) -> Sampling:
@@ -354,19 +290,14 @@ def main(argv: list[str] | None = None) -> int:
         start()
         saved = load_saved(a.run, a.step)
         check_decoder(saved.config.model)
-        dtype = compute_dtype(saved.config.train.precision)
-        params = cast(jax.device_put(saved.params), saved.specs, dtype)
         if a.system and not a.chat:
             raise UserError("--system belongs to --chat")
         chat = make_chat(*template_for(saved), saved.tokenizer) if a.chat else None
         if chat and not a.prompt:
-            chat_in_terminal(saved, params, chat, a)
+            chat_in_terminal(saved, chat, a)
             return 0
         prompts = a.prompt or [""]
-        texts = generate(
-            saved.graphdef, params, saved.tokenizer, prompts, asked_sampling(a),
-            prompting=saved.prompting, chat=chat, system=a.system,
-        )  # fmt: skip
+        texts = generate(model_of(saved), prompts, asked_sampling(a), chat, a.system)
     except KeyboardInterrupt:  # while nothing is being answered
         print()
         return 130

@@ -10,9 +10,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import jaxtrain_kernels as kernels
-from jaxtyping import Array, Float, Int
+from jaxtyping import Array, Float, Int, PyTree
 
 from jaxtrain import parallel
+from jaxtrain.model.config import ResolvedModel
+from jaxtrain.model.plan import make_plan
 
 CacheArray = Array | kernels.Quantized
 CACHE_DTYPES = {"int8": jnp.int8, "float8": jnp.float8_e4m3fn}
@@ -115,8 +117,9 @@ class Cache(NamedTuple):
 class PagedCache(NamedTuple):
     """Pages of keys and values per layer, and where each row's new tokens go.
 
-    table_BW: the numbers of each row's pages, in its order; behind its last, any. starts_B: tokens
-    of each row that the pages hold already. counts_B: its new tokens, 0 in an idle row. before_B:
+    table_BW: the numbers of each row's pages, in its order; behind its last, any. The first ones
+    hold the model's virtual tokens, if it has some. starts_B: tokens of each row that the pages
+    hold already, virtual ones not counted. counts_B: its new tokens, 0 in an idle row. before_B:
     the token in front of the new ones; any at the start of a text.
     """
 
@@ -129,6 +132,24 @@ class PagedCache(NamedTuple):
     def layer(self, kv: KeysValues) -> PagesOfLayer:
         """What a layer with these keys and values sees."""
         return PagesOfLayer(kv, self.table_BW, self.starts_B, self.counts_B)
+
+
+def page_shapes(
+    c: ResolvedModel, dtype: jnp.dtype, page_size: int, cache_dtype: str | None = None
+) -> PyTree:
+    """Shapes of one page, [1, page_size, K, H], of each layer that has its own keys and values.
+
+    dtype: of the computation. cache_dtype: of CACHE_DTYPES, or None: that of the computation.
+    """
+    layers = sum(not spec.kv_from for spec in make_plan(c))
+    if c.mla is not None:
+        heads, size, arrays = 1, c.mla.kv_rank + c.mla.rope_dim, 1
+    else:
+        heads, size, arrays = c.kv_heads, max(c.qk_dim, c.head_dim), 2
+    one = jax.ShapeDtypeStruct((1, page_size, heads, size), dtype)
+    if cache_dtype is not None:
+        one = jax.eval_shape(lambda x: kernels.quantize(x, CACHE_DTYPES[cache_dtype]), one)
+    return ((one,) * arrays,) * layers
 
 
 def init_kv_cache(x_BTKH: Float[Array, "B T K H"], capacity: int, dtype: str | None) -> CacheArray:

@@ -174,9 +174,10 @@ class Transformer(nnx.Module):
         return Output(states_B1D[:, 0], cache=cache)
 
     def _paged(self, tokens_BT: Array, cache: PagedCache) -> Output:
-        positions_BT = cache.starts_B[:, None] + jnp.arange(tokens_BT.shape[1])[None]
+        behind = cache._replace(starts_B=cache.starts_B + self.config.virtual)
+        positions_BT = behind.starts_B[:, None] + jnp.arange(tokens_BT.shape[1])[None]
         x_BTD, _ = self.embed_tokens(tokens_BT, cache)
-        out = self.all_layers(x_BTD, tokens_BT, positions_BT, cache=cache)
+        out = self.all_layers(x_BTD, tokens_BT, positions_BT, cache=behind)
         states_BTD = self.final_norm(out.x_BTD, out.middle_BTD)
         return Output(states_BTD, cache=cache._replace(kv=tuple(out.kv)))
 

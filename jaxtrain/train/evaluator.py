@@ -7,7 +7,7 @@ from typing import Any
 
 import jax
 
-from jaxtrain.inference.generate import compile_samples, write_samples
+from jaxtrain.inference.generate import LanguageModel, compile_samples, write_samples
 from jaxtrain.model import cast
 from jaxtrain.runs.saved import save_result
 from jaxtrain.train.plan import Plan, TrainingData
@@ -55,14 +55,7 @@ class Evaluator:
             whole = shape_dtype_structs(self._computed(params))
             yield (
                 "samples",
-                functools.partial(
-                    compile_samples,
-                    self.spec.graphdef,
-                    whole,
-                    self.data.tokenizer,
-                    c,
-                    self.data.chat,
-                ),
+                functools.partial(compile_samples, self._model(whole), c, self.data.chat),
             )
 
     def _compiled(self, name: str) -> None:
@@ -93,9 +86,12 @@ class Evaluator:
         path = self.run_dir / "samples" / f"step_{step:06d}.txt"
         self._compiled("samples")
         whole = self._computed(self.params(state))
-        write_samples(
-            path, self.spec.graphdef, whole, self.data.tokenizer, self.plan.config, self.data.chat
-        )
+        write_samples(path, self._model(whole), self.plan.config, self.data.chat)
+
+    def _model(self, whole: Params) -> LanguageModel:
+        """What writes samples."""
+        c = self.plan.config.model
+        return LanguageModel(c, self.spec.graphdef, whole, self.data.tokenizer)
 
     def save_model(self, state: State) -> Params:
         """`model/`, for generate, serve, export and a friend; returns the weights saved."""

@@ -5,11 +5,11 @@ import functools
 import jax
 import jax.numpy as jnp
 import numpy as np
+from flax import nnx
 from tiny import build
 
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer, text_of
 from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingParams
-from jaxtrain.inference.generate import decode_tokens
 
 VOCAB = 61
 LATENT = {"mla": {"kv_rank": 12, "rope_dim": 4}, "qk_norm": False, "value_embeddings": False}
@@ -24,6 +24,15 @@ MODELS = {
     "windows": {
         "window_pattern": "S", "last_layer_full": False, "depth": 2, "smear": False,
         "value_embeddings": False,
+    },
+    "prompt": {"prompt": 4, "depth": 2},
+    "prefix": {"prefix": 6, "kv_heads": 2, "depth": 2},
+    "longrope": {
+        "rope_scaling": {
+            "name": "longrope", "short_factor": [1.0] * 4, "long_factor": [2.0] * 4, "factor": 2.0,
+            "original_context": 2,
+        },
+        "depth": 2,
     },
     "plain": {
         "smear": False, "backout": False, "residual_scales": False, "value_embeddings": False,
@@ -84,11 +93,19 @@ def tokens_of(engine, texts, sampling=GREEDY):
 
 
 def expected(name, texts, new):
-    """What `generate` continues them with."""
+    """What the whole texts' logits continue them with: no cache of any kind."""
     _, graphdef, _, params = model(name)
-    width = max(map(len, texts))
-    padded = jnp.asarray(np.stack([np.pad(x, (0, width - len(x))) for x in texts]), jnp.int32)
-    how = jax.random.key(0), jnp.float32(0), jnp.float32(1)
-    lengths = jnp.array([len(x) for x in texts], jnp.int32)
-    out = decode_tokens(graphdef, params, padded, lengths, *how, new=new)
-    return np.asarray(out).tolist()
+    return greedy(graphdef, params, texts, new)
+
+
+def greedy(graphdef, params, texts, new):
+    """Greedy continuations by the full forward pass, computed again for each token."""
+    lengths = np.array([len(x) for x in texts])
+    tokens = np.zeros((len(texts), max(lengths) + new), np.int32)
+    for row, text in zip(tokens, texts):
+        row[: len(text)] = text
+    whole = nnx.merge(graphdef, params)
+    run = jax.jit(lambda t, at: whole.logits(whole(t).states[jnp.arange(len(at)), at]).argmax(-1))
+    for i in range(new):
+        tokens[np.arange(len(texts)), lengths + i] = run(tokens, lengths + i - 1)
+    return [row[n : n + new].tolist() for row, n in zip(tokens, lengths)]

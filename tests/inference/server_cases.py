@@ -9,14 +9,12 @@ import time
 import urllib.error
 import urllib.request
 
-import jax
-import numpy as np
 import openai
 import uvicorn
 
-from jaxtrain.inference.engine import Engine, EngineOptions
+from jaxtrain.inference import generate
+from jaxtrain.inference.engine import Engine, EngineOptions, Request, SamplingParams
 from jaxtrain.inference.engine.load import engine_of
-from jaxtrain.inference.generate import Sampling, stream_tokens
 from jaxtrain.inference.server.app import make_app
 from jaxtrain.inference.server.engine_thread import EngineThread
 from jaxtrain.inference.server.load import served_adapter, served_model
@@ -99,11 +97,9 @@ def until(condition, seconds=20.0):
 
 def alone(saved, prompt, tokens):
     """The greedy continuation of token ids, decoded by itself."""
-    params = jax.device_put(saved.params)
-    ids = stream_tokens(
-        saved.graphdef, params, np.array(prompt), Sampling(tokens, 0.0), saved.prompting.stops
-    )
-    return saved.tokenizer.decode(list(ids))
+    request = Request("alone", tuple(prompt), SamplingParams(tokens, temperature=0.0))
+    engine = generate.make_engine(generate.model_of(saved), [request])
+    return generate.run_requests(engine, [request])[0]
 
 
 def post(server, path, body, headers=(), raw=False):

@@ -10,7 +10,7 @@ from tiny import byte_model, random_run
 
 from jaxtrain.cli import main as jaxtrain
 from jaxtrain.inference.engine import EngineOptions, Request, SamplingParams, load_engine
-from jaxtrain.inference.generate import Sampling, generate
+from jaxtrain.inference.generate import Sampling, generate, model_of
 from jaxtrain.runs.saved import load_saved
 from jaxtrain.settings import UserError
 
@@ -46,7 +46,7 @@ PROMPTS = ["To be, or not", "A", "We few, we happy few, we band of brothers"]
 def test_its_text_is_that_of_generate(run):
     saved = load_saved(run)
     how = Sampling(tokens=12, temperature=0)
-    wanted = generate(saved.graphdef, saved.params, saved.tokenizer, PROMPTS, how)
+    wanted = generate(model_of(saved), PROMPTS, how)
     assert texts_of(load_engine(run, None, OPTIONS), PROMPTS) == wanted
 
 
@@ -96,5 +96,5 @@ def test_a_quantized_model_is_served(run, tmp_path):
     assert jaxtrain(["quantize", str(run), *options]) == 0
     saved = load_saved(tmp_path / "int8")
     how = Sampling(tokens=12, temperature=0)
-    wanted = generate(saved.graphdef, saved.params, saved.tokenizer, PROMPTS, how)
+    wanted = generate(model_of(saved), PROMPTS, how)
     assert texts_of(load_engine(tmp_path / "int8", None, OPTIONS), PROMPTS) == wanted

@@ -5,6 +5,7 @@ drafts the next few. The texts themselves are on the device: a step needs no tok
 before from the host, which reads tokens while the next step already runs.
 """
 
+import functools
 from typing import NamedTuple
 
 import jax
@@ -15,12 +16,13 @@ from jaxtyping import Array, Bool, Int, PyTree
 from jaxtrain.cluster.xla_flags import jit
 from jaxtrain.inference.engine.drafts import look_up, model_guesses, run_model
 from jaxtrain.inference.engine.sampling import Draw, SlotRows, sample_rows
-from jaxtrain.model import PagedCache, Prefill, ResolvedModel, make_plan
-from jaxtrain.model.kv_cache import KeysValues
-from jaxtrain.model.transformer import CACHE_MULTIPLE
+from jaxtrain.model import PagedCache, ResolvedModel, Transformer, make_plan, split
+from jaxtrain.model.kv_cache import KeysValues, as_stored
 from jaxtrain.parallel import constrain
 from jaxtrain.weights.multi_lora import choose_adapters
 from jaxtrain.weights.params import Params
+
+LEAST_PAGE = 8  # tokens, if a page need not be as small as the virtual tokens are few
 
 
 class DeviceState(NamedTuple):
@@ -47,27 +49,12 @@ class Sampled(NamedTuple):
     top_logprob_BTn: Array
 
 
-def page_shapes(
-    graphdef: nnx.GraphDef, params: Params, page_size: int, cache_dtype: str | None
-) -> PyTree:
-    """Keys and values of one page of all layers: shapes [1, page_size, K, H]."""
-    mode = Prefill(jnp.ones(1, jnp.int32), CACHE_MULTIPLE, cache_dtype)
-    rows = jax.ShapeDtypeStruct((1, CACHE_MULTIPLE), jnp.int32)
-    run = lambda p, rows: nnx.merge(graphdef, p)(rows, mode=mode).cache.kv
-    kv = jax.eval_shape(run, params, rows)
-    page = lambda x: jax.ShapeDtypeStruct((1, page_size, *x.shape[2:]), x.dtype)
-    return jax.tree.map(page, kv)
-
-
+@functools.partial(jax.jit, static_argnames=("page", "pages", "slots", "context"))
 def init_device_state(page: PyTree, pages: int, slots: int, context: int) -> DeviceState:
-    """Empty pages and texts. page: of each model (`page_shapes`)."""
-
-    def empty() -> DeviceState:
-        many = lambda x: jnp.zeros((pages, *x.shape[1:]), x.dtype)
-        texts_SC = jnp.zeros((slots, context), jnp.int32)
-        return pinned(DeviceState(jax.tree.map(many, page), texts_SC, jnp.zeros(slots, jnp.int32)))
-
-    return jax.jit(empty)()
+    """Empty pages and texts. page: of each model, shapes (`model.kv_cache.page_shapes`)."""
+    many = lambda x: jnp.zeros((pages, *x.shape[1:]), x.dtype)
+    texts_SC = jnp.zeros((slots, context), jnp.int32)
+    return pinned(DeviceState(jax.tree.map(many, page), texts_SC, jnp.zeros(slots, jnp.int32)))
 
 
 def pinned(state: DeviceState) -> DeviceState:
@@ -76,6 +63,29 @@ def pinned(state: DeviceState) -> DeviceState:
     kv = jax.tree.map(heads, state.kv)
     whole = constrain(state.texts_SC, None, None), constrain(state.known_S, None)
     return DeviceState(kv, *whole)
+
+
+def replicated(sampled: Sampled) -> Sampled:
+    """Whole on every device, so that every process can read it."""
+    return jax.tree.map(lambda x: constrain(x, *(None for _ in x.shape)), sampled)
+
+
+@jit("cublas", static_argnames="graphdef", donate_argnames="state")
+def put_virtual_tokens(
+    graphdef: nnx.GraphDef, params: Params, state: DeviceState, pages_P: Int[Array, "P"]
+) -> DeviceState:
+    """The state with the keys and values of a model's virtual tokens in some pages, which they
+    fill."""
+    virtual = nnx.merge(graphdef, params).virtual_tokens()
+    assert virtual is not None
+
+    def put(x_PKH: Array, pages_PpKH: Array) -> Array:
+        split = lambda old, x: old.at[pages_P].set(x.reshape(len(pages_P), -1, *x.shape[2:]))
+        return jax.tree.map(split, pages_PpKH, as_stored(x_PKH[None], pages_PpKH))
+
+    layers = zip(*virtual, state.kv[0], strict=True)
+    kv = tuple((put(k, pages[0]), put(v, pages[1])) for k, v, pages in layers)
+    return pinned(state._replace(kv=(kv, *state.kv[1:])))
 
 
 @jit("cublas", donate_argnames="state")
@@ -134,7 +144,7 @@ def prefill_slots(
         add_T(one.token_B), whole_R.astype(jnp.int32), add_T(one.logprob_B),
         add_T(one.top_Bn), add_T(one.top_logprob_Bn),
     )  # fmt: skip
-    return pinned(DeviceState(kv, texts_SC, known_S)), sampled
+    return pinned(DeviceState(kv, texts_SC, known_S)), replicated(sampled)
 
 
 @jit("cublas", static_argnames=("graphdefs", "drafts", "plain"), donate_argnames="state")
@@ -188,7 +198,7 @@ def decode_slots(
     kept_ST = jnp.where(jnp.arange(T)[None] < new_S[:, None], places_ST, state.texts_SC.shape[1])
     texts_SC = state.texts_SC.at[rows_S1, kept_ST].set(one.token_B, mode="drop")
     state = pinned(DeviceState((kv, *guesses), texts_SC, known_S + new_S))
-    return state, Sampled(one.token_B, new_S, *one[1:])
+    return state, replicated(Sampled(one.token_B, new_S, *one[1:]))
 
 
 def longest_window(c: ResolvedModel) -> int:
@@ -202,15 +212,28 @@ def check_servable(c: ResolvedModel, context: int) -> str | None:
     """Why a model cannot be served, in one line, or None."""
     if not c.causal:
         return "is an encoder (model.causal=false), which cannot continue a text"
-    if c.prompt or c.prefix:
-        kind = "prompt" if c.prompt else "prefix"
-        return f"has virtual tokens (model.{kind}), which pages do not hold; `jaxtrain generate`"
-    scaling = c.rope_scaling
-    if scaling and scaling.name == "longrope" and context > scaling.original_context:
-        return (
-            "has model.rope_scaling longrope, whose keys depend on how long a text becomes; give a "
-            f"context of at most {scaling.original_context}"
-        )
     if c.position_embedding == "learned" and context > c.context_length:
         return f"has learned positions up to {c.context_length}, fewer than a context of {context}"
     return None
+
+
+def for_context(
+    c: ResolvedModel, graphdef: nnx.GraphDef, vocab_size: int, context: int
+) -> nnx.GraphDef:
+    """The model as it reads texts of up to `context` tokens: with LongRoPE all with the divisors of
+    long ones where a text may become one, as keys cannot change any more when it does."""
+    scaling = c.rope_scaling
+    if not scaling or scaling.name != "longrope" or context <= scaling.original_context:
+        return graphdef
+    long = scaling.model_copy(update={"short_factor": scaling.long_factor})
+    return split(Transformer(c.model_copy(update={"rope_scaling": long}), vocab_size))[0]
+
+
+def usable_page_size(virtual: int, wanted: int) -> int:
+    """Tokens of a page: as many as wanted, or fewer, if virtual tokens have to fill whole pages,
+    with which all rows begin."""
+    if not virtual:
+        return wanted
+    divisors = (n for n in range(1, max(wanted, 1) + 1) if virtual % n == 0)
+    best = max(divisors)
+    return best if best >= LEAST_PAGE else virtual

@@ -21,30 +21,28 @@ import jax.numpy as jnp
 import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
-from jaxtyping import PyTree
 
 from jaxtrain.data import Tokenizer
 from jaxtrain.inference.engine import device
 from jaxtrain.inference.engine.device import Sampled
 from jaxtrain.inference.engine.grammars import Grammars, allowed_bits
-from jaxtrain.inference.engine.pages import PagePool
+from jaxtrain.inference.engine.pages import PagePool, affordable_pages
 from jaxtrain.inference.engine.requests import (
     DEFAULT,
     EngineOptions,
     EngineStats,
     Request,
-    TokenLogprob,
     Update,
 )
-from jaxtrain.inference.engine.rows import SlotTable
-from jaxtrain.inference.engine.sequence import Sequence, check_request
+from jaxtrain.inference.engine.rows import SlotTable, is_plain
+from jaxtrain.inference.engine.sequence import Sequence, check_request, read_logprobs
 from jaxtrain.model import ResolvedModel
+from jaxtrain.model.kv_cache import page_shapes
 from jaxtrain.settings import UserError
 from jaxtrain.weights.multi_lora import choose_adapters
 from jaxtrain.weights.params import Params
 
 COMPILERS = 8  # programs at once
-LEAST_TOKENS = 256  # of a row that a step looks at, shorter ones too
 
 
 class Pending(NamedTuple):
@@ -87,19 +85,34 @@ class Engine:
         for one, name in zip(both, ("this model", "the model that guesses")):
             if why := device.check_servable(one.config, self.context):
                 raise UserError(f"the engine: {name} {why}")
+        size = device.usable_page_size(config.virtual, options.page_size)
+        options = options._replace(page_size=size)
         self.options, self.tokenizer, self.stops = options, tokenizer, stops
         self.graphdef, self.params, self.mesh = graphdef, params, mesh
         self.adapters = {name: i for i, name in enumerate(adapters, 1)}  # their numbers
-        self.models = tuple(one.graphdef for one in both), tuple(one.params for one in both)
-        shape = options.page_size, options.cache_dtype
-        page = tuple(device.page_shapes(one.graphdef, one.params, *shape) for one in both)
         self.window = max(device.longest_window(one.config) for one in both)
+        fit = lambda one: device.for_context(
+            one.config, one.graphdef, tokenizer.vocab_size, self.context
+        )
+        self.models = tuple(map(fit, both)), tuple(one.params for one in both)
+        page = tuple(
+            page_shapes(
+                one.config, one.params["embed"].dtype, options.page_size, options.cache_dtype
+            )
+            for one in both
+        )
         self.width = -(-self.context // options.page_size)  # pages of the longest text
-        self.pool = PagePool(options.pages or self.affordable(page))
-        places = self.context + options.drafts + 1
+        self.pool = PagePool(
+            options.pages
+            or affordable_pages(page, options.slots * self.width, params, options.memory_share)
+        )
+        self.virtual = config.virtual // options.page_size  # pages that all rows begin with
+        pages, places = self.pool.total + self.virtual, self.context + options.drafts + 1
         with self.on_mesh():
-            self.state = device.init_device_state(page, self.pool.total, options.slots, places)
-        self.table_SW = np.zeros((options.slots, self.width), np.int32)
+            self.state = device.init_device_state(page, pages, options.slots, places)
+        self.table_SW = np.zeros((options.slots, self.virtual + self.width), np.int32)
+        self.table_SW[:, : self.virtual] = self.pool.total + np.arange(self.virtual)
+        self.fresh = True  # no request has joined yet
         self.rows = SlotTable(options.slots, tokenizer.vocab_size)
         self.slots: list[Sequence | None] = [None] * options.slots
         self.waiting: deque[Sequence] = deque()
@@ -109,16 +122,6 @@ class Engine:
         self.counts = EngineStats(0, 0, 0, self.pool.total, 0, 0, 0, 0, 0, 0)
         self.arrivals = 0
         self.grammars: Grammars | None = None  # made when the first request asks for one
-
-    def affordable(self, page: PyTree) -> int:
-        """Pages that the device's free memory holds, at most a full context for every slot."""
-        wanted = self.options.slots * self.width
-        stats = next(iter(jax.tree.leaves(self.params)[0].devices())).memory_stats()
-        if not stats:
-            return wanted
-        size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(page))
-        free = (stats["bytes_limit"] - stats["bytes_in_use"]) * self.options.memory_share
-        return max(1, min(wanted, int(free) // size))
 
     @property
     def busy(self) -> bool:
@@ -204,6 +207,12 @@ class Engine:
 
     def admit(self) -> None:
         """Give waiting requests slots and pages, in their order, while there are some."""
+        if self.fresh and self.virtual:
+            graphdef, pages = self.models[0][0], np.arange(self.virtual) + self.pool.total
+            self.state = device.put_virtual_tokens(
+                graphdef, self.params, self.state, jax.device_put(pages.astype(np.int32))
+            )
+        self.fresh = False
         new: list[tuple[int, list[int]]] = []
         while self.waiting and None in self.slots and self.take_pages(self.waiting[0]):
             sequence, slot = self.waiting.popleft(), self.slots.index(None)
@@ -237,7 +246,8 @@ class Engine:
     def take_pages(self, sequence: Sequence) -> bool:
         """Whether a waiting request now has pages for its text, known ones and new ones.
 
-        Each running request keeps a page to go on with: none is started to be put off at once.
+        Each running request that needs more keeps a page to go on with: none is started to be put
+        off at once.
         """
         size, length = self.options.page_size, len(sequence.tokens)
         known: list[int] = []
@@ -246,8 +256,12 @@ class Engine:
             # The last token is computed in any case: the next one is sampled from its state.
             known = self.pool.find(sequence.digests[: (length - 1) // size])
         need = -(-(length + 1) // size) - len(known)
-        spare = sum(one is not None for one in self.slots)
-        new = self.pool.take(need) if self.pool.available >= need + spare or not spare else None
+        spare = sum(one.limit > len(one.pages) * size for one in self.running)
+        new = (
+            self.pool.take(need)
+            if self.pool.available >= need + spare or not self.running
+            else None
+        )
         if new is None:
             self.pool.give_back(known)
             return False
@@ -257,8 +271,8 @@ class Engine:
 
     def write_table(self, sequence: Sequence) -> None:
         assert sequence.slot is not None
-        end = sequence.dropped + len(sequence.pages)
-        self.table_SW[sequence.slot, sequence.dropped : end] = sequence.pages
+        begin = self.virtual + sequence.dropped
+        self.table_SW[sequence.slot, begin : begin + len(sequence.pages)] = sequence.pages
 
     def remember(self, sequence: Sequence) -> None:
         """Full pages of a running request become known by what they hold."""
@@ -314,7 +328,7 @@ class Engine:
             slots_R[i], starts_R[i] = self.slots.index(one), one.computed
             counts_R[i] = min(one.left, o.chunk)
         W = self.pages_for(int((starts_R + counts_R).max()), 4)
-        table_RW = self.table_SW[np.minimum(slots_R, o.slots - 1), :W]
+        table_RW = self.table_SW[np.minimum(slots_R, o.slots - 1), : self.virtual + W]
         slots, table, starts, counts = jax.device_put((slots_R, table_RW, starts_R, counts_R))
         self.state, sampled = device.prefill_slots(
             *self.models, self.state, self.rows.on_device(), slots, table, starts,
@@ -343,7 +357,7 @@ class Engine:
         active_S[[slot for slot, _ in rows]] = True
         most = self.options.drafts + 1
         W = self.pages_for(max(one.length for one in todo) + most - 1, 2)
-        active, table = jax.device_put((active_S, self.table_SW[:, :W].copy()))
+        active, table = jax.device_put((active_S, self.table_SW[:, : self.virtual + W].copy()))
         self.state, sampled = device.decode_slots(
             *self.models, self.state, self.rows.on_device(), active, table,
             drafts=self.options.drafts, plain=all(one.plain for one in todo),
@@ -372,7 +386,7 @@ class Engine:
     def pages_for(self, tokens: int, factor: int) -> int:
         """Pages of a row that a step looks at. Of few sizes, each `factor` times the one below,
         few programs are compiled."""
-        pages = max(1, LEAST_TOKENS // self.options.page_size)
+        pages = max(1, -(-self.options.least_tokens // self.options.page_size))
         while pages * self.options.page_size < tokens:
             pages *= factor
         return min(pages, self.width)
@@ -385,28 +399,31 @@ class Engine:
                 x.copy_to_host_async()
             self.pending.append(Pending(sampled, tuple(rows), most, self.counts.steps))
 
-    def warm_up(self) -> None:
+    def warm_up(self, asked: Collection[Request] = ()) -> None:
         """Compile all programs that requests may need, some at a time, before the first one comes.
 
-        Without it a program is compiled when a request is the first to need it.
+        Without it a program is compiled when a request is the first to need it. asked: requests
+        that come at once, and no others.
         """
         o, lengths = self.options, range(1, self.context + 1)
-        given = *self.models, self.state, self.rows.on_device()
-        i32 = lambda *shape: jnp.zeros(shape, jnp.int32)
+        given, V = (*self.models, self.state, self.rows.on_device()), self.virtual
+        i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
+        kinds = {is_plain(one.sampling) for one in asked} or {True, False}
+        at_once = {min(len(asked), o.slots) > 1} if asked else {False, True}  # or one alone
         lowered: list[jax.stages.Lowered] = []
         with self.on_mesh():
             for W in sorted({self.pages_for(n + o.drafts, 2) for n in lengths}):
-                rows = jnp.zeros(o.slots, bool), i32(o.slots, W)
-                for plain in (True, False):
+                rows = jax.ShapeDtypeStruct((o.slots,), bool), i32(o.slots, V + W)
+                for plain in kinds:
                     one = device.decode_slots.lower(*given, *rows, drafts=o.drafts, plain=plain)
                     lowered.append(one)
             for W in sorted({self.pages_for(n, 4) for n in lengths}):
-                for R in {1, min(o.prefill_rows, o.slots)}:
-                    rows = i32(R), i32(R, W), i32(R), i32(R)
-                    for plain in (True, False):
+                for R in {min(o.prefill_rows, o.slots) if many else 1 for many in at_once}:
+                    rows = i32(R), i32(R, V + W), i32(R), i32(R)
+                    for plain in kinds:
                         one = device.prefill_slots.lower(*given, *rows, chunk=o.chunk, plain=plain)
                         lowered.append(one)
-            for N in {1, o.slots}:
+            for N in {o.slots if many else 1 for many in at_once}:
                 texts = i32(N), i32(N, self.state.texts_SC.shape[1]), i32(N)
                 lowered.append(device.put_texts.lower(self.state, *texts))
         with ThreadPoolExecutor(COMPILERS) as pool:
@@ -423,7 +440,7 @@ class Engine:
                 continue
             one.ahead -= step.most
             tokens = tokens_BT[row, : counts_B[row]].tolist()
-            update = one.read(tokens, read_logprobs(step.sampled, row, tokens, one.request))
+            update = one.read(tokens, read_logprobs(step.sampled[2:], row, tokens, one.request))
             new, accepted = new + len(update.tokens), accepted + max(0, len(tokens) - 1)
             self.ready.append(update)
             if update.finish_reason:
@@ -431,17 +448,3 @@ class Engine:
             else:
                 self.constrain(one)
         self.count(new_tokens=new, accepted_drafts=accepted)
-
-
-def read_logprobs(
-    sampled: Sampled, row: int, tokens: list[int], request: Request
-) -> list[TokenLogprob]:
-    """Of a row's new tokens, if its request asks for them."""
-    if (most := request.sampling.logprobs) is None:
-        return []
-    of_token_BT, top_BTn, of_top_BTn = (np.asarray(x) for x in sampled[2:])
-    pairs = lambda t: zip(top_BTn[row, t, :most].tolist(), of_top_BTn[row, t, :most].tolist())
-    return [
-        TokenLogprob(token, float(of_token_BT[row, t]), tuple(pairs(t)))
-        for t, token in enumerate(tokens)
-    ]

@@ -9,7 +9,9 @@ import hashlib
 from collections import Counter, OrderedDict
 from collections.abc import Sequence
 
+import jax
 import numpy as np
+from jaxtyping import PyTree
 
 Digest = bytes
 
@@ -24,6 +26,17 @@ def page_digests(tokens: Sequence[int], size: int, adapter: str | None = None) -
         before = hashlib.blake2b(before + page, digest_size=16).digest()
         found.append(before)
     return found
+
+
+def affordable_pages(page: PyTree, wanted: int, params: PyTree, share: float) -> int:
+    """Pages that a share of the device's free memory holds, at most `wanted`. page: the shapes of
+    one; params: arrays of that device."""
+    stats = next(iter(jax.tree.leaves(params)[0].devices())).memory_stats()
+    if not stats:
+        return wanted
+    size = sum(x.size * x.dtype.itemsize for x in jax.tree.leaves(page))
+    free = (stats["bytes_limit"] - stats["bytes_in_use"]) * share
+    return max(1, min(wanted, int(free) // size))
 
 
 class PagePool:

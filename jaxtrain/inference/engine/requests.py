@@ -110,6 +110,8 @@ class EngineOptions(NamedTuple):
     draft_run: run directory of a small model that guesses them instead, of the same tokenizer.
     tensor: devices that split heads and hidden units. adapters: (name, folder) of LoRA adapters of
     the model, of which each request may name one; a run with LoRA, or a folder of peft's.
+    least_tokens: of a row that a step looks at, shorter ones too: with as many as `context`, one
+    program is compiled in the place of several.
     """
 
     slots: int = 32
@@ -126,6 +128,7 @@ class EngineOptions(NamedTuple):
     draft_run: Path | None = None
     tensor: int = 1
     adapters: tuple[tuple[str, Path], ...] = ()
+    least_tokens: int = 256
 
 
 DEFAULT = EngineOptions()

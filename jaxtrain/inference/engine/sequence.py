@@ -2,6 +2,9 @@
 
 import math
 
+import numpy as np
+from jaxtyping import Array
+
 from jaxtrain.data import Tokenizer
 from jaxtrain.inference.engine.grammars import Matcher
 from jaxtrain.inference.engine.pages import Digest, page_digests
@@ -152,3 +155,18 @@ def check_request(request: Request, context: int, room: int, vocab_size: int) ->
     for name, value, least, most, right in ranges:
         if not (least <= value <= most and math.isfinite(value)):
             raise UserError(f"{where}: {name} is {value}; it must be {right}")
+
+
+def read_logprobs(
+    columns: tuple[Array, ...], row: int, tokens: list[int], request: Request
+) -> list[TokenLogprob]:
+    """Of a row's new tokens, if its request asks for them. columns: of a step's rows, logprobs of
+    the tokens, the most likely tokens and theirs (`device.Sampled`)."""
+    if (most := request.sampling.logprobs) is None:
+        return []
+    of_token_BT, top_BTn, of_top_BTn = (np.asarray(x) for x in columns)
+    pairs = lambda t: zip(top_BTn[row, t, :most].tolist(), of_top_BTn[row, t, :most].tolist())
+    return [
+        TokenLogprob(token, float(of_token_BT[row, t]), tuple(pairs(t)))
+        for t, token in enumerate(tokens)
+    ]
