@@ -113,12 +113,13 @@ def make_loss(saved: Saved) -> Callable[..., Array]:
 
     def loss(arrays: Arrays, present_L: Array | np.ndarray, row: DeviceBatch) -> Array:
         def there(name: str, x: Array) -> Array:
-            x = jnp.asarray(x, jnp.float32)  # as embeddings in 16 bits beside float32 matrices
             if name.removeprefix("blocks/") not in OUTPUTS:
                 return x
             return x * present_L.reshape(-1, *(1,) * (x.ndim - 1))
 
-        params = unflatten({name: there(name, x) for name, x in arrays.items()})
+        # Embeddings may be in 16 bits beside float32 matrices.
+        wide = {name: jnp.asarray(x, jnp.float32) for name, x in arrays.items()}
+        params = unflatten({name: there(name, x) for name, x in wide.items()})
         return next_token_loss(saved.graphdef, params, row)
 
     return loss

@@ -8,7 +8,7 @@ import jax
 import numpy as np
 from pydantic import TypeAdapter, ValidationError
 
-from jaxtrain.data import DEFAULT_TEMPLATE, chat_sources
+from jaxtrain.data import DEFAULT_TEMPLATE, Tokenizer, chat_sources, load_tokenizer
 from jaxtrain.data.tokenizer.tokenizer import FILES
 from jaxtrain.interop.companions import (
     FOLDER,
@@ -155,6 +155,7 @@ def same(name: str, has: Any, now: Any, model: ModelConfig) -> bool:
     return has == now or says_nothing.get(name, False)
 
 
+TRAINED = ("sentencepiece", "huggingface", "nanochat")  # tokenizers, without a file
 LENGTH = 2048  # train.sequence_length by default, if the context of the model allows
 
 
@@ -162,6 +163,7 @@ def inherit_config(tree: Json, path: str) -> None:
     """Fill a plain configuration in with those sections; what it says itself wins.
 
     A repository gets the commit that it is at: the run that goes on shall be the one that began.
+    A tokenizer is taken over, too, unless a file is named.
     Sources of conversations take over the chat template and the special tokens. Raises UserError
     for a `model` that is another function than the weights were trained for.
     """
@@ -181,11 +183,25 @@ def inherit_config(tree: Json, path: str) -> None:
     if isinstance(context, int) and context < LENGTH:
         train.setdefault("sequence_length", context)
     data = tree.setdefault("data", {})
-    data.setdefault("tokenizer", sections["data"]["tokenizer"])
+    given = data.get("tokenizer")
+    # One that would be trained on this run's text is never that of the weights.
+    if not isinstance(given, dict) or (given.get("name") in TRAINED and not given.get("path")):
+        data["tokenizer"] = sections["data"]["tokenizer"]
     for source in chat_sources(data):
         template, special = chat_of(path)
         source["template"] = source.get("template") or template
         source["special"] = special | (source.get("special") or {})
+
+
+def check_tokenizer(path: str, tokenizer: Tokenizer) -> None:
+    """Raise UserError if a model of ours was trained with another tokenizer."""
+    folder = model_folder(path)
+    if is_checkpoint(folder) or load_tokenizer(folder).fingerprint == tokenizer.fingerprint:
+        return
+    raise UserError(
+        f"train.init_from {path} was trained with another tokenizer than data.tokenizer: leave "
+        "data.tokenizer out, it is taken over from that model"
+    )
 
 
 def load_init_params(

@@ -15,6 +15,7 @@ from jaxtrain.data import Tokenizer, load_tokenizer, sources_of
 from jaxtrain.finetune import PRETRAINING, LoRAConfig, Partition
 from jaxtrain.interop.load import origin
 from jaxtrain.interop.peft import check_adapter
+from jaxtrain.interop.pretrained import check_tokenizer
 from jaxtrain.runs.checkpoint import saved_steps
 from jaxtrain.runs.environment import environment
 from jaxtrain.runs.job import leaves
@@ -97,6 +98,8 @@ def open_run(
     run_dir = c.run_dir
     if check_run(c) and load_tokenizer(run_dir / "tokenizer").fingerprint != tokenizer.fingerprint:
         raise UserError(f"{run_dir} was trained with another tokenizer; set run.name")
+    if c.train.init_from is not None:
+        check_tokenizer(c.train.init_from, tokenizer)
     # Before process 0 writes what the others have just read.
     coordinator.compare(
         leaves({"the tokenizer": tokenizer.fingerprint, "the data": corpus}),

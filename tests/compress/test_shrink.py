@@ -15,6 +15,7 @@ from jaxtrain.compress.shrink import (
     cut_layers,
     layers_to_keep,
     main,
+    make_loss,
     shrink,
 )
 from jaxtrain.compress.shrink_stream import CHANNELS
@@ -59,6 +60,16 @@ def nats(saved):
     one = jax.tree.map(jnp.asarray, batch(1))
     params = jax.tree.map(jnp.asarray, saved.params)
     return jax.jit(next_token_loss, static_argnums=0)(saved.graphdef, params, one)
+
+
+def test_embeddings_in_16_bits_are_computed_with_in_float32():
+    """As the matrices are: kernels of a GPU take one dtype."""
+    saved = saved_model(depth=2, embedding_dtype="bfloat16")
+    arrays, row = flatten(saved.params), jax.tree.map(jnp.asarray, batch(1))
+    assert arrays["embed"].dtype == jnp.bfloat16
+    jaxpr = jax.make_jaxpr(make_loss(saved))(arrays, jnp.ones(2), row)
+    found = {x.aval.dtype.name for line in jaxpr.eqns for x in line.outvars}
+    assert "float32" in found and "bfloat16" not in found
 
 
 def test_heads_and_channels_that_are_zero_go_and_the_function_stays():

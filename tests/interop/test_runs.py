@@ -205,6 +205,23 @@ def test_experts_keep_their_number_when_the_loss_beside_them_changes(tmp_path):
         load_config(None, [f"train.init_from={run}", "model.moe.top_k=2"])
 
 
+@pytest.mark.parametrize("kind", ["sentencepiece", "huggingface", "nanochat"])
+def test_a_tokenizer_that_would_be_trained_gives_way_to_that_of_the_weights(imported, kind):
+    tokenizer = f"data.tokenizer={{name: {kind}, vocab_size: 300}}"
+    c = load_config(None, [f"train.init_from={imported[1]}", tokenizer])
+    assert c.data.tokenizer.model_dump()["path"].startswith(str(imported[1]))
+
+
+def test_another_tokenizer_than_that_of_the_weights_is_refused(imported, tmp_path, capsys):
+    write_tokenizer(tmp_path, ["<other>"])
+    keep = run_overrides(tmp_path, train__init_from=imported[1])
+    keep = [x for x in keep if not x.startswith(("model.", "data.tokenizer"))]
+    tokenizer = f"data.tokenizer={{name: huggingface, path: {tmp_path / 'tokenizer.json'}}}"
+    assert main([*keep, tokenizer]) == 2
+    assert "was trained with another tokenizer than data.tokenizer" in capsys.readouterr().err
+    assert not (tmp_path / "tiny").exists()
+
+
 def test_our_own_model_says_what_does_not_fit(whole, tmp_path, capsys):
     assert interop(["export", str(whole), str(tmp_path / "no")]) == 2
     message = capsys.readouterr().err
