@@ -143,5 +143,5 @@ def test_bad_arguments_are_one_line():
     q, k, v = arrays()
     with pytest.raises(ValueError, match="splits must divide the cache's length 24, got 5"):
         decode_attention(q, k, v, jnp.asarray(LENGTHS), splits=5)
-    with pytest.raises(ValueError, match="no backend 'fast'; it has dot, reduce"):
+    with pytest.raises(ValueError, match="no backend 'fast'; it has triton, dot, reduce"):
         decode_attention(q, k, v, jnp.asarray(LENGTHS), implementation="fast")

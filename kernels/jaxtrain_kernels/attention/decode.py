@@ -65,12 +65,13 @@ def decode_attention(
 
     splits: parts of S that are worked on side by side, each with a softmax of its own, and joined
     by their log-sum-exp (flash-decoding); divides S. By default as few as keep a GPU busy.
-    implementation: `dot` or `reduce`, see above, or `reference`, without splits; None = `dot`.
+    implementation: `dot` or `reduce`, see above, or `reference`, without splits; None = the first
+    of `triton`, which reads it once, and `dot` that can serve.
     """
     values = k_BSKH.values_BSKH if isinstance(k_BSKH, Quantized) else k_BSKH
     (B, N, H), (S, K) = q_BNH.shape, values.shape[1:3]
     signature = f"{q_BNH.dtype}{list(q_BNH.shape)} cache={values.dtype}{list(values.shape)}"
-    names = dict.fromkeys([*BACKENDS, "triton", "reference"])
+    names: dict[str, str | None] = dict.fromkeys(["triton", *BACKENDS, "reference"])
     names["triton"] = paged_triton().supports(target(), q_BNH[:, None], values)
     name = choose_backend("decode_attention", names, implementation, signature)
     scale = H**-0.5 if scale is None else scale

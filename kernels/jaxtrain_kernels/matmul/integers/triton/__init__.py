@@ -7,7 +7,8 @@ reads a part of the inputs (a split), and XLA adds the parts in float32, always 
 The kernels are in `kernels.py`, imported by the first call: Pallas takes a while to import.
 JAX 0.11.2 warns that a later version will have no Triton backend of Pallas.
 
-Tiles and `VECTOR_ROWS` follow from counts of bytes and instructions; none has been measured yet.
+The tiles of one row and a large matrix were measured on an H100 (`_large_tile`); other tiles and
+`VECTOR_ROWS` follow from counts of bytes and instructions.
 A copy at 4.2 TB/s takes 32 bytes a nanosecond from each of 132 processors, and waits some 1,000 ns
 for the first: 32 KiB are on their way at once, 8 loads of 16 bytes for each of 256 threads.
 """
@@ -23,6 +24,7 @@ from jaxtrain_kernels.matmul.integers import dot
 MOST_ROWS = 32
 VECTOR_ROWS = {"uint8": 2, "int8": 4}  # more go through tensor cores
 PROCESSORS = 132  # of a Hopper
+LARGE_BYTES, WIDE = 2**22, 8192  # of codes, columns: from here on tiles were measured
 # Pallas counts in int32 up to 2^32 bytes, which are negative from 2^31 on.
 UNCOUNTED = range(2**31, 2**32 + 1)
 
@@ -94,6 +96,10 @@ def tile_of(M: int, R: int, N: int, group: int | None) -> Tile:
     """The tile for M rows and codes [R, N]; group: of int4. All divide: no mask is needed."""
     if M > VECTOR_ROWS["int8" if group is None else "uint8"]:
         return _dot_tile(R, N, group)
+    if M == 1 and R * N >= LARGE_BYTES:
+        tile = _large_tile(N, group)
+        if N % tile.columns == 0 and R % (tile.rows * tile.each * tile.splits) == 0:
+            return tile
     columns, enough = 16, 0.9 * PROCESSORS  # 32 columns are a sector of memory
     while columns < 128 and N % (2 * columns) == 0 and N // (2 * columns) >= enough:
         columns, enough = 2 * columns, 3 * PROCESSORS
@@ -104,6 +110,15 @@ def tile_of(M: int, R: int, N: int, group: int | None) -> Tile:
     most = 8 if M == 1 else 4
     return Tile(rows, columns, min(most, _power_of_two(R // rows), _power_of_two(in_group)),
                 1, warps, 1, False)  # fmt: skip
+
+
+def _large_tile(N: int, group: int | None) -> Tile:
+    """Of one row and a large matrix: the fastest of 34 to 148 tiles a shape."""
+    if group is None:
+        return Tile(32, 128, 2, 4, 8, 1, False) if N >= WIDE else Tile(64, 64, 2, 4, 8, 1, False)
+    if N >= WIDE and group % 8 == 0:
+        return Tile(16, 256, 4, 4, 8, 1, False)
+    return Tile(64, 64, 1, 4, 8, 1, False)
 
 
 def _dot_tile(R: int, N: int, group: int | None) -> Tile:
