@@ -11,7 +11,7 @@ from tiny import resolved
 from jaxtrain.config import find_config, load_config
 from jaxtrain.config.resolve import resolve
 from jaxtrain.inference.engine.rows import DTYPES, row_values
-from jaxtrain.inference.engine.sampling import RowSampling, sample_rows
+from jaxtrain.inference.engine.sampling import RowSampling, SlotRows, sample_rows
 from jaxtrain.inference.generate import Sampling, kv_bytes_per_token
 
 P_V = np.array([0.4, 0.3, 0.2, 0.07, 0.03])
@@ -26,7 +26,9 @@ def shares(temperature=1.0, top_p=1.0, top_k=None, draws=4000):
     sampling = RowSampling(*(jnp.array(x, DTYPES[name]) for x, name in zip(rows, names)))
     texts = jnp.zeros((draws, 4), jnp.int32), jnp.ones(draws, jnp.int32)
     allowed = jnp.full((draws, 1), 0xFFFFFFFF, jnp.uint32)
-    tokens_B = jax.jit(sample_rows, static_argnums=5)(logits_BV, sampling, *texts, allowed, False)
+    unbiased = jnp.full((draws, 1), len(P_V)), jnp.zeros((draws, 1))
+    slots = SlotRows(sampling, allowed, *unbiased)
+    tokens_B = jax.jit(sample_rows, static_argnums=4)(logits_BV, slots, *texts, False)
     return np.bincount(tokens_B.token_B, minlength=len(P_V)) / draws
 
 
