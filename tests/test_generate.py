@@ -21,7 +21,7 @@ def shares(temperature=1.0, top_p=1.0, top_k=None, draws=4000):
     """How often each token is drawn."""
     logits_BV = jnp.tile(jnp.log(jnp.asarray(P_V, jnp.float32)), (draws, 1))
     how = Sampling(1, temperature, top_k, top_p)
-    rows = zip(*(row_values(how.params(i), 1) for i in range(draws)))
+    rows = zip(*(row_values(how.params(i), 1, 0) for i in range(draws)))
     names = RowSampling._fields
     sampling = RowSampling(*(jnp.array(x, DTYPES[name]) for x, name in zip(rows, names)))
     texts = jnp.zeros((draws, 4), jnp.int32), jnp.ones(draws, jnp.int32)
