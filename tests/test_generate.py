@@ -11,7 +11,7 @@ from tiny import resolved
 from jaxtrain.config import find_config, load_config
 from jaxtrain.config.resolve import resolve
 from jaxtrain.inference.engine.rows import DTYPES, row_values
-from jaxtrain.inference.engine.sampling import RowSampling, SlotRows, sample_rows
+from jaxtrain.inference.engine.sampling import RowSampling, Sampler, SlotRows, sample_rows
 from jaxtrain.inference.generate import Sampling, kv_bytes_per_token
 
 P_V = np.array([0.4, 0.3, 0.2, 0.07, 0.03])
@@ -28,7 +28,7 @@ def shares(temperature=1.0, top_p=1.0, top_k=None, draws=4000):
     allowed = jnp.full((draws, 1), 0xFFFFFFFF, jnp.uint32)
     unbiased = jnp.full((draws, 1), len(P_V)), jnp.zeros((draws, 1))
     slots = SlotRows(sampling, allowed, *unbiased)
-    tokens_B = jax.jit(sample_rows, static_argnums=4)(logits_BV, slots, *texts, False)
+    tokens_B = jax.jit(sample_rows, static_argnums=4)(logits_BV, slots, *texts, Sampler.ALL)
     return np.bincount(tokens_B.token_B, minlength=len(P_V)) / draws
 
 

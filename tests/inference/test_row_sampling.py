@@ -6,14 +6,14 @@ import numpy as np
 import pytest
 
 from jaxtrain.inference.engine.requests import SamplingParams
-from jaxtrain.inference.engine.rows import SlotTable
-from jaxtrain.inference.engine.sampling import sample_rows
+from jaxtrain.inference.engine.rows import SlotTable, sampler_of
+from jaxtrain.inference.engine.sampling import Sampler, sample_rows
 
 P_V = np.array([0.4, 0.3, 0.2, 0.07, 0.03])
 DRAWS = 4000
 
 
-def shares(how, text=(), prompt=0, allowed=0b11111, plain=False):
+def shares(how, text=(), prompt=0, allowed=0b11111, sampler=Sampler.ALL):
     """How often each token is drawn, of seeds 0, 1, ..., behind a text."""
     table = SlotTable(DRAWS, len(P_V))
     sampling = SamplingParams(max_tokens=9)._replace(**{"temperature": 1.0} | how)
@@ -27,7 +27,7 @@ def shares(how, text=(), prompt=0, allowed=0b11111, plain=False):
     args = logits_BV, table.on_device(), texts_BC, lengths_B
     return (
         np.bincount(
-            jax.jit(sample_rows, static_argnums=4)(*args, plain).token_B, minlength=len(P_V)
+            jax.jit(sample_rows, static_argnums=4)(*args, sampler).token_B, minlength=len(P_V)
         )
         / DRAWS
     )
@@ -61,9 +61,22 @@ def test_what_is_kept_is_drawn_by_its_probability(how, p_V):
     np.testing.assert_allclose(shares(how), p_V, atol=0.03)
 
 
-@pytest.mark.parametrize("how", [{}, {"temperature": 0.5}, {"min_p": 0.3}, {"temperature": 0.0}])
-def test_the_plain_program_draws_the_same(how):
-    np.testing.assert_array_equal(shares(how, plain=True), shares(how))
+@pytest.mark.parametrize(
+    ("how", "least"),
+    [
+        ({}, Sampler.TEMPERATURE),
+        ({"temperature": 0.5}, Sampler.TEMPERATURE),
+        ({"min_p": 0.3}, Sampler.TEMPERATURE),
+        ({"temperature": 0.0}, Sampler.TEMPERATURE),
+        ({"top_k": 2, "min_p": 0.3}, Sampler.BEST),
+        ({"top_p": 0.75}, Sampler.BEST),
+        ({"typical_p": 0.6, "top_k": 3}, Sampler.ALL),
+    ],
+)
+def test_the_least_program_draws_as_those_above_it(how, least):
+    assert sampler_of(SamplingParams(**how)) == least
+    for sampler in [one for one in Sampler if one >= least]:
+        np.testing.assert_array_equal(shares(how, sampler=sampler), shares(how))
 
 
 def test_penalties_count_tokens():

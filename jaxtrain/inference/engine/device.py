@@ -15,7 +15,7 @@ from jaxtyping import Array, Bool, Int, PyTree
 
 from jaxtrain.cluster.xla_flags import jit
 from jaxtrain.inference.engine.drafts import look_up, model_guesses, run_model
-from jaxtrain.inference.engine.sampling import Draw, SlotRows, sample_rows
+from jaxtrain.inference.engine.sampling import Draw, Sampler, SlotRows, sample_rows
 from jaxtrain.model import PagedCache, ResolvedModel, Transformer, make_plan, split
 from jaxtrain.model.kv_cache import KeysValues, as_stored
 from jaxtrain.parallel import constrain
@@ -101,7 +101,7 @@ def put_texts(
     return pinned(DeviceState(state.kv, texts_SC, known_S))
 
 
-@jit("cublas", static_argnames=("graphdefs", "chunk", "plain"), donate_argnames="state")
+@jit("cublas", static_argnames=("graphdefs", "chunk", "sampler"), donate_argnames="state")
 def prefill_slots(
     graphdefs: tuple[nnx.GraphDef, ...],
     params: tuple[Params, ...],
@@ -113,7 +113,7 @@ def prefill_slots(
     counts_R: Int[Array, "R"],
     *,
     chunk: int,
-    plain: bool,
+    sampler: Sampler,
 ) -> tuple[DeviceState, Sampled]:
     """Compute counts_R tokens of the texts of some slots, from starts_R on, and sample the next.
 
@@ -134,7 +134,7 @@ def prefill_slots(
     states_RTD, kv = ran[0][0], tuple(kv for _, kv in ran)
     last_RD = states_RTD[jnp.arange(len(slots_R)), jnp.maximum(counts_R - 1, 0)]
     ends_R = starts_R + counts_R
-    one = sample_rows(models[0].logits(last_RD), rows, texts_RC, ends_R, plain)
+    one = sample_rows(models[0].logits(last_RD), rows, texts_RC, ends_R, sampler)
     whole_R = (ends_R == known_R) & (counts_R > 0)
     slot_R = jnp.where(whole_R, slots_R, len(state.known_S))
     texts_SC = state.texts_SC.at[slot_R, ends_R].set(one.token_B, mode="drop")
@@ -147,7 +147,7 @@ def prefill_slots(
     return pinned(DeviceState(kv, texts_SC, known_S)), replicated(sampled)
 
 
-@jit("cublas", static_argnames=("graphdefs", "drafts", "plain"), donate_argnames="state")
+@jit("cublas", static_argnames=("graphdefs", "drafts", "sampler"), donate_argnames="state")
 def decode_slots(
     graphdefs: tuple[nnx.GraphDef, ...],
     params: tuple[Params, ...],
@@ -157,7 +157,7 @@ def decode_slots(
     table_SW: Int[Array, "S W"],
     *,
     drafts: int,
-    plain: bool,
+    sampler: Sampler,
 ) -> tuple[DeviceState, Sampled]:
     """The next token of every active slot; with drafts, up to so many more that were guessed right.
 
@@ -187,7 +187,7 @@ def decode_slots(
     each = lambda x: jnp.repeat(x, T, axis=0) if T > 1 else x
     one = sample_rows(
         logits_STV.reshape(S * T, -1), jax.tree.map(each, rows), each(guessed_SC),
-        places_ST.reshape(-1), plain,
+        places_ST.reshape(-1), sampler,
     )  # fmt: skip
     one = Draw(*(x.reshape(S, T, *x.shape[1:]) for x in one))
     right_Sk = (guess_Sk == one.token_B[:, :drafts]) & (

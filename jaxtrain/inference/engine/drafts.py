@@ -6,7 +6,7 @@ import jax.numpy as jnp
 from flax import nnx
 from jaxtyping import Array, Int
 
-from jaxtrain.inference.engine.sampling import SlotRows, sample_rows
+from jaxtrain.inference.engine.sampling import Sampler, SlotRows, sample_rows
 from jaxtrain.model import Paged, PagedCache, Transformer
 from jaxtrain.model.kv_cache import KeysValues
 from jaxtrain.weights.params import Params
@@ -79,7 +79,9 @@ def model_guesses(
         cache = PagedCache(kv, table_SW, starts_S, counts_S, before_S)
         states_S1D, kv = run_model(model, token_S[:, None], cache)
         logits_SV = model.logits(states_S1D[:, 0])
-        guess_S = sample_rows(logits_SV, rows, texts_SC, known_S + i, plain=True).token_B
+        guess_S = sample_rows(
+            logits_SV, rows, texts_SC, known_S + i, sampler=Sampler.TEMPERATURE
+        ).token_B
         return (kv, guess_S, token_S), guess_S
 
     start = kv, take(known_S - 1), take(known_S - 2)

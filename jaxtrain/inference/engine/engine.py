@@ -10,6 +10,7 @@ again, from which it goes on as if nothing had been.
 """
 
 import contextlib
+import functools
 from collections import deque
 from collections.abc import Collection
 from concurrent.futures import ThreadPoolExecutor
@@ -34,7 +35,8 @@ from jaxtrain.inference.engine.requests import (
     Request,
     Update,
 )
-from jaxtrain.inference.engine.rows import SlotTable, is_plain
+from jaxtrain.inference.engine.rows import SlotTable, sampler_of
+from jaxtrain.inference.engine.sampling import Sampler
 from jaxtrain.inference.engine.sequence import Sequence, check_request, read_logprobs
 from jaxtrain.model import ResolvedModel
 from jaxtrain.model.kv_cache import page_shapes
@@ -332,7 +334,7 @@ class Engine:
         slots, table, starts, counts = jax.device_put((slots_R, table_RW, starts_R, counts_R))
         self.state, sampled = device.prefill_slots(
             *self.models, self.state, self.rows.on_device(), slots, table, starts,
-            counts, chunk=o.chunk, plain=all(one.plain for one in todo),
+            counts, chunk=o.chunk, sampler=max(one.sampler for one in todo),
         )  # fmt: skip
         rows: list[tuple[int, Sequence]] = []
         for i, one in enumerate(todo):
@@ -360,7 +362,7 @@ class Engine:
         active, table = jax.device_put((active_S, self.table_SW[:, : self.virtual + W].copy()))
         self.state, sampled = device.decode_slots(
             *self.models, self.state, self.rows.on_device(), active, table,
-            drafts=self.options.drafts, plain=all(one.plain for one in todo),
+            drafts=self.options.drafts, sampler=max(one.sampler for one in todo),
         )  # fmt: skip
         for one in todo:
             one.ahead += most
@@ -408,21 +410,21 @@ class Engine:
         o, lengths = self.options, range(1, self.context + 1)
         given, V = (*self.models, self.state, self.rows.on_device()), self.virtual
         i32 = lambda *shape: jax.ShapeDtypeStruct(shape, jnp.int32)
-        kinds = {is_plain(one.sampling) for one in asked} or {True, False}
+        samplers = {sampler_of(one.sampling) for one in asked} or set(Sampler)
         at_once = {min(len(asked), o.slots) > 1} if asked else {False, True}  # or one alone
         lowered: list[jax.stages.Lowered] = []
         with self.on_mesh():
             for W in sorted({self.pages_for(n + o.drafts, 2) for n in lengths}):
                 rows = jax.ShapeDtypeStruct((o.slots,), bool), i32(o.slots, V + W)
-                for plain in kinds:
-                    one = device.decode_slots.lower(*given, *rows, drafts=o.drafts, plain=plain)
-                    lowered.append(one)
+                decode = functools.partial(
+                    device.decode_slots.lower, *given, *rows, drafts=o.drafts
+                )
+                lowered += [decode(sampler=sampler) for sampler in samplers]
             for W in sorted({self.pages_for(n, 4) for n in lengths}):
                 for R in {min(o.prefill_rows, o.slots) if many else 1 for many in at_once}:
                     rows = i32(R), i32(R, V + W), i32(R), i32(R)
-                    for plain in kinds:
-                        one = device.prefill_slots.lower(*given, *rows, chunk=o.chunk, plain=plain)
-                        lowered.append(one)
+                    prefill = functools.partial(device.prefill_slots.lower, *given, *rows)
+                    lowered += [prefill(chunk=o.chunk, sampler=x) for x in samplers]
             for N in {o.slots if many else 1 for many in at_once}:
                 texts = i32(N), i32(N, self.state.texts_SC.shape[1]), i32(N)
                 lowered.append(device.put_texts.lower(self.state, *texts))

@@ -8,7 +8,7 @@ import numpy as np
 from jaxtyping import Array
 
 from jaxtrain.inference.engine.requests import SamplingParams
-from jaxtrain.inference.engine.sampling import MOST_BIASED, RowSampling, SlotRows
+from jaxtrain.inference.engine.sampling import MOST_BIASED, RowSampling, Sampler, SlotRows
 
 OFF = 2**31 - 1  # top_k of all tokens
 
@@ -25,15 +25,17 @@ def row_values(s: SamplingParams, prompt: int, adapter: int) -> tuple[float | in
 
 # Of all 32 tokens of a word: every one is allowed.
 ALL = 0xFFFFFFFF
-PLAIN = {"max_tokens", "temperature", "min_p", "seed", "stop", "stop_tokens", "ignore_stop"}
+# Of SamplingParams: what each program can sample by, or has nothing to do with.
+CHEAP = {"max_tokens", "temperature", "min_p", "seed", "stop", "stop_tokens", "ignore_stop"}
+FIELDS = {Sampler.TEMPERATURE: CHEAP, Sampler.BEST: CHEAP | {"top_k", "top_p"}}
 IDLE = row_values(SamplingParams(max_tokens=0, temperature=0), 0, 0)
 
 
-def is_plain(s: SamplingParams) -> bool:
-    """Whether a request's sampling is the plain one: whatever costs more is off."""
+def sampler_of(s: SamplingParams) -> Sampler:
+    """The least program that a request can be sampled by."""
     default = SamplingParams()
-    others = (name for name in s._fields if name not in PLAIN)
-    return all(getattr(s, name) == getattr(default, name) for name in others)
+    asked = {name for name in s._fields if getattr(s, name) != getattr(default, name)}
+    return next((one for one, fields in FIELDS.items() if asked <= fields), Sampler.ALL)
 
 
 DTYPES: dict[str, type[np.number]] = dict.fromkeys(RowSampling._fields, np.float32)

@@ -1,10 +1,11 @@
 """Sampling of a token a row, every parameter an array: no mix of requests compiles anew.
 
 A row's draw is a function of its seed, the token's position and the row's logits alone. There are
-two programs: a plain one of what costs little, temperature and min_p, and one of everything, in
-which a branch is taken only while a row asks for it. (On a GPU the host waits for each branch.)
+three programs (`Sampler`). In that of everything a branch is taken only while a row asks for it: on
+a GPU the host waits for each.
 """
 
+import enum
 from typing import NamedTuple
 
 import jax
@@ -13,6 +14,14 @@ from jaxtyping import Array, Bool, Float, Int, UInt32
 
 MOST_TOP = 20  # logprobs beside the sampled one
 MOST_BIASED = 300  # tokens of one request with a bias on their logits
+
+
+class Sampler(enum.IntEnum):
+    """What a program can sample by: each has what it names, and what those before it name."""
+
+    TEMPERATURE = 0  # and min_p
+    BEST = 1  # top_k and top_p
+    ALL = 2
 
 
 class RowSampling(NamedTuple):
@@ -60,15 +69,17 @@ def sample_rows(
     rows: SlotRows,
     texts_BC: Int[Array, "B C"],
     lengths_B: Int[Array, "B"],
-    plain: bool,
+    sampler: Sampler,
 ) -> Draw:
     """The token at position lengths_B of each row. texts_BC: the row's tokens before it.
 
-    plain: no row asks for more than a temperature and min_p.
+    sampler: no row asks for more.
     """
     s = rows.sampling
-    if plain:
-        noisy_B = with_noise(keep_likely(scaled_logits(logits_BV, s), s), s, lengths_B)
+    if sampler < Sampler.ALL:
+        scaled_BV = scaled_logits(logits_BV, s)
+        scaled_BV = scaled_BV if sampler < Sampler.BEST else keep_best(scaled_BV, s)
+        noisy_B = with_noise(keep_likely(scaled_BV, s), s, lengths_B)
         best_B = jnp.argmax(logits_BV, axis=-1).astype(jnp.int32)
         token_B = jnp.where(s.temperature_B == 0, best_B, noisy_B)
         return Draw(token_B, *no_logprobs(*logits_BV.shape))

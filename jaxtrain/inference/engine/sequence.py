@@ -9,7 +9,7 @@ from jaxtrain.data import Tokenizer
 from jaxtrain.inference.engine.grammars import Matcher
 from jaxtrain.inference.engine.pages import Digest, page_digests
 from jaxtrain.inference.engine.requests import Request, TokenLogprob, Update
-from jaxtrain.inference.engine.rows import is_plain
+from jaxtrain.inference.engine.rows import sampler_of
 from jaxtrain.inference.engine.sampling import MOST_BIASED, MOST_TOP
 from jaxtrain.inference.engine.text import TextStream
 from jaxtrain.settings import UserError
@@ -35,7 +35,7 @@ class Sequence:
         self.digests: list[Digest] = []
         self.computed = self.ahead = self.dropped = 0
         self.decoding = self.done = False
-        self.plain = is_plain(request.sampling)
+        self.sampler = sampler_of(request.sampling)
         self.matcher: Matcher | None = None  # of the grammar that its text has to match
 
     @property
