@@ -193,9 +193,10 @@ def run_overrides(directory, **changes):
 
 def rows_of(run_dir, kind="train"):
     """The rows without what depends on the clock and the machine."""
-    clock = ("time", "tokens_per_s", "mfu", "memory_bytes", "data_wait", "state_wait_s")
+    clock = {"time", "mfu", "memory_bytes", "data_wait"}
     rows = read_rows(run_dir / "metrics.jsonl")
-    return [{k: v for k, v in r.items() if k not in clock} for r in rows if r["kind"] == kind]
+    keep = lambda name: name not in clock and not name.endswith("_s")
+    return [{k: v for k, v in r.items() if keep(k)} for r in rows if r["kind"] == kind]
 
 
 def weights_of(run_dir):

@@ -17,6 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxtrain.runs.arguments import compare_parser
+from jaxtrain.runs.goodput import goodput
 from jaxtrain.runs.history import MetricsRow, read_rows
 from jaxtrain.runs.job import leaves
 from jaxtrain.settings import UserError, command
@@ -82,6 +83,7 @@ class Compared(NamedTuple):
     device: str
     steps: int
     tokens_per_s: float | None  # median over the rows of the log
+    goodput: float | None  # productive share of the wall-clock; None where it is not logged
     lowest: float  # of the measure
     at_step: float | None  # the measure at the last step that all runs have
     seconds: float | None  # of training to the target
@@ -128,7 +130,8 @@ def compare(runs: Sequence[Run]) -> Comparison:
     compared = [
         Compared(
             name, f"{run.env.get('device_count', 1)} x {run.env.get('device_kind', '?')}",
-            max(row["step"] for row in run.rows), rate_of(run.rows), min(curve.losses),
+            max(row["step"] for row in run.rows), rate_of(run.rows),
+            found.share if (found := goodput(run.rows)) else None, min(curve.losses),
             curve.at(step), needed, seconds[0] / needed if seconds[0] and needed else None,
         )
         for name, run, curve, needed in zip(names, runs, curves, seconds)
@@ -218,8 +221,9 @@ def tables_of(c: Comparison) -> list[Table]:
     """The figures, and the settings that differ, for a console."""
     figures = Table(box=None, header_style="bold", title=c.measure, title_justify="left")
     figures.add_column("run", overflow="fold")
+    logged = any(run.goodput is not None for run in c.runs)
     for head in (
-        "device", "steps", "tokens/s", "lowest", f"at step {c.step:,}",
+        "device", "steps", "tokens/s", *["goodput"] * logged, "lowest", f"at step {c.step:,}",
         f"seconds to {c.target:.4f}", "speed-up",
     ):  # fmt: skip
         figures.add_column(head, justify="right")
@@ -227,8 +231,8 @@ def tables_of(c: Comparison) -> list[Table]:
     for run in c.runs:
         figures.add_row(
             run.name, run.device, f"{run.steps:,}", show(run.tokens_per_s, ",.0f"),
-            f"{run.lowest:.4f}", show(run.at_step, ".4f"), show(run.seconds, ",.1f"),
-            show(run.speedup, ".2f"),
+            *[show(run.goodput, ".1%")] * logged, f"{run.lowest:.4f}", show(run.at_step, ".4f"),
+            show(run.seconds, ",.1f"), show(run.speedup, ".2f"),
         )  # fmt: skip
     settings = Table(box=None, header_style="bold", title="differences", title_justify="left")
     for head in ("setting", *(run.name for run in c.runs)):

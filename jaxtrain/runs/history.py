@@ -2,6 +2,7 @@
 
 import json
 from collections.abc import Sequence
+from contextlib import nullcontext, suppress
 from itertools import pairwise
 from pathlib import Path
 from typing import Any
@@ -64,9 +65,11 @@ def missing_rows(rows: Sequence[MetricsRow], step: int, every: int) -> str | Non
     return None
 
 
-def rewound(path: Path, step: int) -> list[MetricsRow]:
-    """Keep the rows up to `step` (none for 0), and return them."""
-    rows = read_rows(path) if step and path.exists() else []
-    rows = [row for row in rows if row["step"] <= step]
+def rewound(path: Path, step: int) -> tuple[list[MetricsRow], list[MetricsRow]]:
+    """Keep the rows up to `step` (none for 0); returns those kept, and all that there were."""
+    before: list[MetricsRow] = []
+    with suppress(UserError) if step == 0 else nullcontext():  # none of them is needed
+        before = read_rows(path) if path.exists() else []
+    rows = [row for row in before if step and row["step"] <= step]
     write_whole(path, "".join(json.dumps(row) + "\n" for row in rows))
-    return rows
+    return rows, before

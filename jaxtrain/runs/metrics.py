@@ -26,6 +26,7 @@ from tensorboardX import SummaryWriter
 
 from jaxtrain.runs.config import MetricsConfig
 from jaxtrain.runs.environment import memory_bytes, peak_flops
+from jaxtrain.runs.goodput import rollback_fields, start_fields
 from jaxtrain.runs.history import MetricsRow, missing_rows, rewound
 from jaxtrain.settings import UserError
 from jaxtrain.storage.strict_yaml import read_yaml
@@ -46,7 +47,8 @@ class MetricsWriter:
     total_steps, tokens_per_step: of the whole run, over all devices. tokens_of: of the first so
     many steps, where steps differ in size. flops_per_token: of the model, forward and backward,
     for the MFU over `devices` (default: all). parameters: for the report.
-    more: facts of the run, for its first row.
+    more: facts of the run, for its first row. began: `time.perf_counter()` at the session's start;
+    default now.
     """
 
     def __init__(
@@ -64,6 +66,7 @@ class MetricsWriter:
         primary: bool = True,
         console: Console | None = None,
         more: Mapping[str, Any] | None = None,
+        began: float | None = None,
     ):
         devices = jax.devices() if devices is None else devices
         peak = peak_flops(devices[0].device_kind)
@@ -81,16 +84,18 @@ class MetricsWriter:
         # (time, step) at the end of the first step, which compiles.
         self._begin = (0.0, start_step)
         self._timed, self._seconds = 0, 0.0  # steps and seconds since the last row, pauses left out
+        self._pauses: dict[str, float] = {}  # seconds since the last row, as `goodput` has them
         self._values = ["compiling"]  # of the live line, from the last row
         self._file = self._tensorboard = self._wandb = self._live = None
-        self._zero = time.perf_counter()
+        self._zero = self._opened = time.perf_counter()
         if not primary:
             return
         run_dir.mkdir(parents=True, exist_ok=True)
         if config.wandb:
             self._wandb = _start_wandb(run_dir)
         self._run_dir = run_dir
-        self._zero -= self._open(start_step, config.tensorboard)
+        before = self._open(start_step, config.tensorboard)
+        self._zero -= self._kept_time
         self._console = console or Console()
         if self._console.is_terminal:
             self._live = Live(console=self._console, get_renderable=self._live_line, transient=True)
@@ -98,14 +103,17 @@ class MetricsWriter:
         facts: MetricsRow = {"total_steps": total_steps, "tokens_per_step": tokens_per_step}
         facts |= {"flops_per_token": flops_per_token, "parameters": parameters}
         facts["every"] = config.every
+        startup = 0.0 if began is None else self._opened - began
+        facts |= start_fields(before, start_step, startup)
         self._log(self._row(start_step, "event") | {"event": "start"} | facts | {**(more or {})})
         if self._missing:
             self.write(start_step, "event", {"missing": self._missing})
 
-    def _open(self, step: int, tensorboard: bool) -> Number:
-        """Open the files behind the rows up to `step`; the `time` of the last, in seconds."""
+    def _open(self, step: int, tensorboard: bool) -> list[MetricsRow]:
+        """Open the files behind the rows up to `step`; returns all rows that there were."""
         path = self._run_dir / "metrics.jsonl"
-        rows = rewound(path, step)
+        rows, before = rewound(path, step)
+        self._kept_time: Number = rows[-1]["time"] if rows else 0.0
         self._missing = missing_rows(rows, step, self._every)
         self._file = path.open("a", encoding="utf-8")
         if tensorboard:
@@ -114,18 +122,29 @@ class MetricsWriter:
                 purge_step=step + 1 if step else 0,
                 filename_suffix=f".{step}",
             )
-        return rows[-1]["time"] if rows else 0.0
+        return before
 
-    def rewind(self, step: int) -> None:
-        """The run has gone back to `step`: forget the rows of later steps, as a resume does."""
+    def rewind(self, step: int) -> MetricsRow:
+        """The run has gone back to `step`: forget the rows of later steps, as a resume does.
+
+        Returns what the row of the rollback says of them.
+        """
+        newest = max([self._step, *(taken for taken, _ in self._pending)])
         self._pending.clear()
-        self._sums, self._count, self._timed, self._seconds = {}, 0, 0, 0.0
+        self._clear()
         self._step, self._stamp, self._begin = step, None, (0.0, step)
-        if self._file:
-            self._file.close()
-            if self._tensorboard:
-                self._tensorboard.close()
-            self._open(step, self._tensorboard is not None)
+        if not self._file:
+            return {}
+        self._opened = time.perf_counter()
+        self._file.close()
+        if self._tensorboard:
+            self._tensorboard.close()
+        before = self._open(step, self._tensorboard is not None)
+        return rollback_fields(before, step, newest, self._opened - self._zero)
+
+    def _clear(self) -> None:
+        self._sums, self._count, self._timed, self._seconds = {}, 0, 0, 0.0
+        self._pauses = {}
 
     def __enter__(self) -> "MetricsWriter":
         return self
@@ -168,12 +187,17 @@ class MetricsWriter:
         return rows
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
-        """Leave what runs inside (validation, sampling, checkpoints) out of tokens/s and MFU."""
+    def pause(self, kind: str = "events_s") -> Iterator[None]:
+        """Leave what runs inside (validation, sampling, checkpoints) out of tokens/s and MFU.
+
+        kind: the field of a row, one of `goodput.PAUSES`, that its seconds are added to.
+        """
         self.flush()
         yield
-        if self._stamp is not None:
-            self._stamp = time.perf_counter()
+        if self._stamp is not None:  # else it is part of the start
+            now = time.perf_counter()
+            self._pauses[kind] = self._pauses.get(kind, 0.0) + now - self._stamp
+            self._stamp = now
 
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> MetricsRow:
         """Write and print one row of kind `validation`, `sample` or `event` now.
@@ -192,7 +216,8 @@ class MetricsWriter:
         """Wait for the steps in flight, record `status` as the run's end and close all files."""
         try:
             self.flush()
-            self._log(self._row(self._step, "event") | {"event": "end", "status": status})
+            end = self._row(self._step, "event") | {"event": "end", "status": status}
+            self._log(end | self._spent(self._sums.get("wait_s")))
         finally:
             if self._live:
                 self._live.stop()
@@ -213,6 +238,7 @@ class MetricsWriter:
         now = time.perf_counter()
         if self._stamp is None:
             self._begin = (now, step)
+            self._pauses["start_s"] = now - self._opened
         else:
             self._timed += 1
             self._seconds += now - self._stamp
@@ -231,21 +257,30 @@ class MetricsWriter:
         for name, total in self._sums.items():
             row[name] = total if name.startswith(STATES) else total / self._count
         row["tokens"] = int(row.get("tokens", self._tokens_of(step)))
-        waited = row.pop("wait_s", None)
+        row.pop("wait_s", None)
+        row |= self._spent(self._sums.get("wait_s"))
         if self._timed:
-            if waited is not None:
-                row["data_wait"] = min(waited * self._timed / self._seconds, 1.0)
             timed = self._tokens_of(step) - self._tokens_of(step - self._timed)
             row["tokens_per_s"] = timed / self._seconds
             if self._peak_tokens_per_s:
                 row["mfu"] = row["tokens_per_s"] / self._peak_tokens_per_s
         row["memory_bytes"] = memory_bytes()
-        self._sums, self._count, self._timed, self._seconds = {}, 0, 0, 0.0
+        self._clear()
         self._log(row)
         if self._file:
             self._values = _format_values(row)
             self._print(row, self._eta())
         return row
+
+    def _spent(self, waited: float | None) -> MetricsRow:
+        """Where the seconds since the last row went. waited: for batches, in all steps."""
+        found: MetricsRow = {name: round(seconds, 6) for name, seconds in self._pauses.items()}
+        if self._timed:
+            found["steps_s"] = round(self._seconds, 6)
+            if waited is not None:
+                share = waited / self._count * self._timed / self._seconds
+                found["data_wait"] = min(share, 1.0)
+        return found
 
     def _eta(self) -> Number | None:
         """Seconds to the end at the pace so far, pauses and all; None before the second step."""

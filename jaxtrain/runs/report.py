@@ -9,10 +9,16 @@ from statistics import median
 from typing import NamedTuple
 
 from jaxtrain.runs.arguments import report_parser
+from jaxtrain.runs.goodput import goodput
 from jaxtrain.runs.history import MetricsRow, read_rows
 from jaxtrain.runs.metrics import Number, format_bytes, format_duration
 from jaxtrain.runs.report_charts import Series, bars, format_count, html_table, line_chart
-from jaxtrain.runs.report_data import data_section, events_section, tasks_section
+from jaxtrain.runs.report_data import (
+    data_section,
+    events_section,
+    goodput_section,
+    tasks_section,
+)
 from jaxtrain.settings import UserError, command, read_object, visible
 from jaxtrain.storage.disk import write_whole
 
@@ -69,6 +75,7 @@ def write_report(run_dir: Path) -> Path:
         _header(name, rows),
         _part("env.json", lambda: _tiles(rows, env)),
         _part("metrics.jsonl", lambda: _charts(rows)),
+        _part("metrics.jsonl", lambda: goodput_section(rows)),
         _part("metrics.jsonl", lambda: events_section(rows)),
         _part("data.json", lambda: data_section(run_dir, rows)),
         _part("tasks.json", lambda: tasks_section(run_dir)),
@@ -128,6 +135,8 @@ def _tiles(rows: Sequence[MetricsRow], env: MetricsRow) -> str:
         tiles.append(("steps", f"{train[-1]['step']:,}", note))
         if "tokens" in train[-1]:
             tiles.append(("tokens", format_count(train[-1]["tokens"]), ""))
+    if found := goodput(rows):
+        tiles.append(("goodput", f"{found.share:.1%}", "of the wall-clock"))
     if rows:
         resumes = len(starts) - 1
         note = f"resumed {resumes} time{'s' * (resumes > 1)}" if resumes > 0 else ""

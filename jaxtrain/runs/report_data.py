@@ -9,7 +9,9 @@ from statistics import median
 from typing import Any
 
 from jaxtrain.data import counts_phrase
+from jaxtrain.runs.goodput import goodput
 from jaxtrain.runs.history import MetricsRow
+from jaxtrain.runs.metrics import format_duration
 from jaxtrain.runs.report_charts import bars, html_table
 
 MAX_EVENTS = 100
@@ -103,6 +105,28 @@ def _lengths(name: str, counts: dict[str, int]) -> str:
     ends = [int(end) for end in counts if there and there[0] <= int(end) <= there[-1]]
     shown = {f"{end:,}": counts[str(end)] for end in ends}
     return bars(f"{name}: documents by length, tokens up to", shown)
+
+
+def goodput_section(rows: Sequence[MetricsRow]) -> str:
+    """Where the wall-clock of all sessions went; nothing for a run that has not logged it."""
+    found = goodput(rows)
+    if found is None:
+        return ""
+    lines = [
+        (name, format_duration(seconds), f"{seconds / found.seconds:.1%}")
+        for name, seconds in found.parts.items()
+        if seconds
+    ]
+    again = f" {found.lost_steps:,} steps were lost and computed again."
+    idle = (
+        f" Between them it was idle for {format_duration(found.idle)}, which is not in the share."
+    )
+    text = (
+        f"{found.share:.1%} of {format_duration(found.seconds)} went into training steps whose "
+        f"result was kept, in {found.sessions} session{'s' * (found.sessions > 1)}."
+        f"{again if found.lost_steps else ''}{idle if found.idle else ''}"
+    )
+    return f"<h2>Goodput</h2><p>{text}</p>{html_table(lines, ('what', 'time', 'share'))}"
 
 
 def events_section(rows: Sequence[MetricsRow]) -> str:

@@ -53,6 +53,7 @@ class Event:
     """every: steps between two; None: only at the end. Never at the last step, which has an end."""
 
     must_be_sound = False  # the steps before it are looked at first
+    pauses = "events_s"  # what its time counts as, one of `runs.goodput.PAUSES`
 
     def __init__(self, every: int | None):
         self.every = every
@@ -76,6 +77,7 @@ class Checkpoint(Event):
     """Saves the state."""
 
     must_be_sound = True
+    pauses = "checkpoint_s"
 
     def __init__(self, c: CheckpointConfig, save: Callable[[int, State], None]):
         super().__init__(c.every)
@@ -91,6 +93,8 @@ class Checkpoint(Event):
 
 class Validation(Event):
     """Figures of the held-out split: of `eval.tokens`, and at the end of all its tokens."""
+
+    pauses = "validation_s"
 
     def __init__(self, c: Resolved, evaluator: ModelEvaluator, metrics: RowWriter):
         super().__init__(c.eval.every)
@@ -122,6 +126,8 @@ class SavedModel(Event):
 
 class Samples(Event):
     """Texts that the model writes."""
+
+    pauses = "samples_s"
 
     def __init__(self, every: int | None, evaluator: ModelEvaluator):
         super().__init__(every)

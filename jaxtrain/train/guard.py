@@ -230,8 +230,8 @@ class Guard:
         jax.tree.map(lambda x: x.delete(), state)
         state, position = restored(self.checkpoints, to.step, like, lambda line: None, self.growth)
         self._take_up(position)
-        metrics.rewind(to.step)
-        metrics.write(to.step + 1, "event", {"rollback": to.why})
+        lost = metrics.rewind(to.step)
+        metrics.write(to.step + 1, "event", {"rollback": to.why} | lost)
         return self.with_window(state), position
 
 

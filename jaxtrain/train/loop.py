@@ -78,6 +78,7 @@ def train(
         data = prepare_data(config, plans[-1], log)
         for plan, before in phases_left(plans, config.run_dir):
             result = train_phase(plan, before, data, events)
+            log.began = time.perf_counter()
             if result.stopped:
                 break
         if coordinator.index == 0:

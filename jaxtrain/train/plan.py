@@ -1,6 +1,7 @@
 """What a run is, before any data is read: all that can be wrong with it is found here."""
 
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Iterator
 from itertools import pairwise
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -47,6 +48,7 @@ class RunLog:
 
     def __init__(self, coordinator: Coordinator, quiet: bool = False):
         self.console = Console(quiet=quiet or coordinator.index > 0)
+        self.began = time.perf_counter()  # of the run's session, or of its phase
 
     def __call__(self, line: str | None) -> None:
         if line:
@@ -67,7 +69,7 @@ class Plan(NamedTuple):
     dtype: jnp.dtype  # of the compute
     resumed: bool
     coordinator: Coordinator
-    log: Callable[[str | None], None]
+    log: RunLog
 
     def cut(self, decision: Decision) -> tuple["Plan", "Plan"]:
         """The plan until an event's decision, and that of what is left of the phase."""
@@ -120,7 +122,7 @@ def plan_phase(
     vocab_size: int,
     resumed: bool,
     coordinator: Coordinator,
-    log: Callable[[str | None], None],
+    log: RunLog,
 ) -> Plan:
     """The plan of one phase. UserError if its model cannot be tuned as configured."""
     c, t = phase.config, phase.config.train
@@ -202,5 +204,5 @@ def open_metrics(
         tokens_of=step_sizes(c, t.batch_size).tokens,
         primary=plan.coordinator.index == 0, console=console,
         more=facts | {"trained": trainable_by_matrix(partition)},
-        flops_per_token=flops,
+        flops_per_token=flops, began=plan.log.began,
     )  # fmt: skip

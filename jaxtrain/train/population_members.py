@@ -289,12 +289,12 @@ class PopulationMetrics:
             self.log(f"step {step:>5}/{self.total}  {len(found)} members  {span}{more}")
 
     @contextmanager
-    def pause(self) -> Iterator[None]:
+    def pause(self, kind: str = "events_s") -> Iterator[None]:
         self.flush()
         with ExitStack() as stack:
             for m in self.members:
                 if m.metrics is not None:
-                    stack.enter_context(m.metrics.pause())
+                    stack.enter_context(m.metrics.pause(kind))
             yield
 
 

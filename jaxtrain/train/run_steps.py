@@ -46,7 +46,7 @@ class StepMetrics(Protocol):
 
     def push(self, step: int, values: Mapping[str, Any]) -> object: ...
     def write(self, step: int, kind: str, values: Mapping[str, Any]) -> object: ...
-    def pause(self) -> AbstractContextManager[None]: ...
+    def pause(self, kind: str = ...) -> AbstractContextManager[None]: ...
 
 
 @runtime_checkable
@@ -95,7 +95,7 @@ def run_steps(
         batch, step = feed.take(), step + 1
         check_labels(batch.weights_BT, step, parts.run_dir)
         if not program.fits(batch):  # the next phase
-            with metrics.pause():
+            with metrics.pause("start_s"):
                 program = parts.make_program(state, batch)
             metrics.write(step - 1, "event", program.facts)
         state, values = program(state, batch)
@@ -112,12 +112,12 @@ def run_steps(
             step = back.step
             continue
         for event in due:
-            with metrics.pause():
+            with metrics.pause(event.pauses):
                 event.run(step, state)
     if back := guard.look(metrics, wait=True):  # by the run that goes on
         step = back.step
     for event in events:
-        with metrics.pause():
+        with metrics.pause(event.pauses):
             event.at_end(step, state, finished=step == parts.total, sound=not back)
     stopped = step < end.step or (step < parts.total and parts.stop.after(step))
     return state, step, stopped
