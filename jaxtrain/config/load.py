@@ -7,6 +7,7 @@ import copy
 import difflib
 import functools
 import json
+import re
 from collections.abc import Mapping, Sequence
 from itertools import chain, islice
 from pathlib import Path
@@ -28,6 +29,7 @@ from jaxtrain.storage.disk import write_whole
 from jaxtrain.storage.strict_yaml import END, read_yaml, shown
 
 Problem = Mapping[str, Any]  # one of `ValidationError.errors()`
+SECRETS = re.compile(r"(://)[^/\s'\"]*(?=@)|(://[^\s'\"?]*\?)[^\s'\"]*")  # of a URL
 
 
 HERE = Path(__file__).parents[1]
@@ -185,13 +187,19 @@ def explain_value(error: Problem, where: str) -> str:
         return f"{where}.name: got {shown(error['ctx']['tag'])}, allowed are {allowed}"
     if error["type"] in ("model_type", "model_attributes_type"):
         return (
-            f"{where}: got {shown(given)}, but it is a section: set its fields, {where}.KEY=value"
+            f"{where}: got {without_secrets(given)}, but it is a section: set its fields, "
+            f"{where}.KEY=value"
         )
     if error["type"] == "tuple_type":
         return f"{where}: got {shown(given)}, but it is a list: {where}='[..., ...]'"
     message = error["msg"].removeprefix("Value error, ")
-    got = "" if isinstance(given, (dict, BaseModel)) else f"got {shown(given)}: "
+    got = "" if isinstance(given, (dict, BaseModel)) else f"got {without_secrets(given)}: "
     return f"{where}: {got}{message[0].lower() + message[1:]}"
+
+
+def without_secrets(value: object) -> str:
+    """A value as a line shows it, without the user, the password and the query of a URL in it."""
+    return SECRETS.sub(lambda found: (found[1] or found[2]) + "...", shown(value))
 
 
 def located(error: Problem) -> Problem:

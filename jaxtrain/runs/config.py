@@ -1,6 +1,7 @@
 """Where a run lives, and what it keeps and reports."""
 
 from pathlib import PurePath
+from urllib.parse import urlsplit
 
 from pydantic import Field, field_validator
 
@@ -27,6 +28,35 @@ class RunConfig(Settings):
         return name
 
 
+class MirrorConfig(Settings):
+    """A second place for checkpoints."""
+
+    url: str = Field(
+        min_length=1,
+        description="folder for copies, which are in url/run.name: s3://, gs:// or another URL "
+        "of fsspec, or a path; credentials come from the environment",
+    )
+    every: int = Field(
+        1,
+        ge=1,
+        description="least steps from one copy to the next; 1: each checkpoint is copied. The "
+        "last one always is",
+    )
+
+    @field_validator("url")
+    @classmethod
+    def _has_no_secret(cls, url: str) -> str:
+        parts = urlsplit(url) if "://" in url else None
+        if parts and (parts.password is not None or parts.query):
+            raise ValueError(
+                "it must not hold a password or a query; the store's own environment variables "
+                "or files hold credentials"
+            )
+        if url.startswith(("http://", "https://")) or "::" in url:
+            raise ValueError("nothing can be written there; take s3://, gs:// or a path")
+        return url
+
+
 class CheckpointConfig(Settings):
     """When the state is saved, and what is kept."""
 
@@ -36,6 +66,11 @@ class CheckpointConfig(Settings):
     keep: int = Field(2, ge=1, description="newest checkpoints that are kept")
     keep_every: int | None = Field(
         None, ge=1, description="checkpoints at multiples of this many steps are kept forever"
+    )
+    mirror: MirrorConfig | None = Field(
+        None,
+        description="a second place for checkpoints, which are copied there in the background; a "
+        "start with none of its own takes the newest from there; null: none",
     )
     final: bool = Field(
         True,

@@ -42,7 +42,7 @@ from jaxtrain.train.restore import (
     non_param_state,
     saved_part,
 )
-from jaxtrain.train.run_directory import check_writable, final_message, open_run
+from jaxtrain.train.run_directory import check_writable, final_message, mirrored, open_run
 from jaxtrain.train.run_steps import Running, run_steps
 from jaxtrain.train.step import State, state_shardings
 from jaxtrain.train.stop_signal import StopSignal
@@ -76,11 +76,12 @@ def train(
         log = RunLog(coordinator)
         plans = make_plans(config, coordinator, log)
         data = prepare_data(config, plans[-1], log)
-        for plan, before in phases_left(plans, config.run_dir):
-            result = train_phase(plan, before, data, events)
-            log.began = time.perf_counter()
-            if result.stopped:
-                break
+        with mirrored(plans[0].run, coordinator, log):
+            for plan, before in phases_left(plans, config.run_dir):
+                result = train_phase(plan, before, data, events)
+                log.began = time.perf_counter()
+                if result.stopped:
+                    break
         if coordinator.index == 0:
             page = write_report(result.directory)
             log(final_message(plan.run, result.step, page, data.chat is not None))

@@ -39,7 +39,12 @@ from jaxtrain.runs.checkpoint import decisions, saved_steps
 from jaxtrain.runs.metrics import MetricsWriter
 from jaxtrain.train.frozen_layers import freeze_layers
 from jaxtrain.train.growth import ADAPTERS, check_optimizer_grows
-from jaxtrain.train.run_directory import check_run, check_text, check_tuned
+from jaxtrain.train.run_directory import (
+    check_run,
+    check_text,
+    check_tuned,
+    take_from_mirror,
+)
 from jaxtrain.weights.params import Specs
 
 
@@ -97,6 +102,7 @@ def make_plans(config: Config, coordinator: Coordinator, log: RunLog) -> list[Pl
     vocab_size = vocab_size_of(config.data)
     c = resolve(config, vocab_size)
     check_text(config)
+    take_from_mirror(c, coordinator, log)
     resumed = check_run(c)
     data.check_lengths(c.data.stages, c.train.sequence_length)
     if c.model.fp8:
