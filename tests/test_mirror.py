@@ -327,7 +327,7 @@ def test_a_killed_run_goes_on_bit_for_bit_from_the_mirror_alone(tmp_path, capsys
     capsys.readouterr()
     assert main(run_overrides(tmp_path / "two", **fields, train__batch_size=16)) == 2
     said = capsys.readouterr().err
-    assert "another configuration: train.batch_size: 8 -> 16" in said and said.count("\n") == 1
+    assert "a run tiny of another configuration: " in said and said.count("\n") == 1
     assert not (run_dir / "checkpoints").exists() and not (run_dir / "config.yaml").exists()
     assert main(arguments) == 0
     assert "checkpoint 3 is taken from there" in capsys.readouterr().out.replace("\n", " ")
