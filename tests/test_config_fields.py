@@ -115,13 +115,11 @@ def test_every_field_is_read(sources):
 
 
 def test_a_field_that_nobody_reads_is_found(sources):
-    def without(file, text, instead):
-        path = ROOT / "jaxtrain" / file
-        assert text in sources[path]
-        return sources | {path: sources[path].replace(text, instead)}
+    def without(text, *files):
+        paths = [ROOT / "jaxtrain" / file for file in files]
+        assert all(text in sources[path] for path in paths)
+        return sources | {path: sources[path].replace(text, "None") for path in paths}
 
-    assert dead_fields(Config, without("inference/generate.py", "s.top_p", "None")) == [
-        "sample.top_p"
-    ]
-    dead = dead_fields(Config, without("runs/checkpoint.py", "config.keep_every", "None"))
+    assert dead_fields(Config, without("s.top_p", "inference/generate.py")) == ["sample.top_p"]
+    dead = dead_fields(Config, without("config.keep_every", "runs/checkpoint.py", "runs/mirror.py"))
     assert dead == ["checkpoint.keep_every"]

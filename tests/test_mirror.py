@@ -11,6 +11,7 @@ import fsspec
 import pytest
 from tiny import assert_same_run, run_overrides, steps_of
 
+from jaxtrain.config import load_config
 from jaxtrain.main import main
 from jaxtrain.runs import mirror
 from jaxtrain.runs.config import CheckpointConfig
@@ -228,7 +229,9 @@ def test_a_store_that_is_down_at_a_start_is_an_error(tmp_path, url, faults):
         taken(tmp_path / "two", config(url))
 
 
-@pytest.mark.parametrize("damage", ["truncated", "flipped", "missing", "commit", "outside"])
+@pytest.mark.parametrize(
+    "damage", ["truncated", "config", "flipped", "missing", "commit", "outside"]
+)
 def test_a_damaged_copy_is_said_and_the_one_before_is_taken(tmp_path, url, damage):
     c, memory = config(url), fsspec.filesystem("memory")
     one = Mirror(tmp_path / "one", c, "a", print)
@@ -236,6 +239,8 @@ def test_a_damaged_copy_is_said_and_the_one_before_is_taken(tmp_path, url, damag
         save(tmp_path / "one", step)
         one.look()
     victim = f"{one.store.root}/2/checkpoint/rest/d/0"
+    if damage == "config":
+        victim = f"{one.store.root}/2/run/config.yaml"
     data = memory.cat_file(victim)
     if damage == "missing":
         memory.rm_file(victim)
@@ -247,7 +252,8 @@ def test_a_damaged_copy_is_said_and_the_one_before_is_taken(tmp_path, url, damag
     else:
         memory.pipe_file(victim, data[:-1] if damage == "truncated" else data[:-1] + b"?")
     said = []
-    assert taken(tmp_path / "two", c, said) == 1
+    check = lambda file: load_config(file)  # fails for what is cut
+    assert taken(tmp_path / "two", c, said, check) == 1
     assert len(said) == 2 and "checkpoint 2 is not taken from there" in said[0]
     assert steps_of(tmp_path / "two") == [1]
 
@@ -287,6 +293,35 @@ def test_a_newer_local_checkpoint_wins_and_an_older_does_not(tmp_path, url):
     save(tmp_path / "older", 4)
     assert taken(tmp_path / "newer", c) == 6 and steps_of(tmp_path / "newer") == [6]
     assert taken(tmp_path / "older", c) == 5 and steps_of(tmp_path / "older") == [4, 5]
+
+
+@pytest.mark.parametrize("local", [None, 4, 6])
+def test_the_place_of_another_run_is_left_to_it(tmp_path, url, local):
+    save(tmp_path / "one", 5)
+    Mirror(tmp_path / "one", config(url), "a", print).look()
+    if local:
+        save(tmp_path / "two", local)
+    before = tree(tmp_path / "two")
+
+    def check(file):
+        assert file.read_text() == "run: {name: a}\n"
+        raise UserError("another")
+
+    with pytest.raises(UserError, match="another"):
+        taken(tmp_path / "two", config(url), check=check)
+    assert tree(tmp_path / "two") == before
+
+
+def test_folders_of_others_are_not_cleaned_up(tmp_path, url):
+    memory = fsspec.filesystem("memory")
+    one = Mirror(tmp_path, config(url, keep=1), "a", print)
+    memory.pipe_file(f"{one.store.root}/100/params/x", b"theirs")
+    memory.pipe_file(f"{one.store.root}/3/checkpoint/params/x", b"ours, not whole")
+    for step in (1, 2):
+        save(tmp_path, step)
+        one.look()
+    assert one.store.steps() == [2] and not memory.exists(f"{one.store.root}/3")
+    assert memory.cat_file(f"{one.store.root}/100/params/x") == b"theirs"
 
 
 @pytest.mark.parametrize(

@@ -12,6 +12,7 @@ import shutil
 import threading
 import time
 from collections.abc import Callable, Mapping
+from contextlib import suppress
 from pathlib import Path, PurePosixPath
 from types import TracebackType
 from typing import Any
@@ -64,10 +65,11 @@ class Store:
         text = json.dumps({"step": step, "files": entries}, indent=1)
         self._tried(lambda: self.filesystem.pipe_file(self._commit(step), text.encode()))
 
-    def read(self, step: int, folder: Path) -> None:
-        """Copy the files into an empty folder. Damaged if one is not as it was written."""
-        for name, wanted in self.commit(step).items():
-            path = PurePosixPath(name)
+    def read(self, step: int, folder: Path, only: str | None = None) -> None:
+        """Copy the files, or one, into a folder. Damaged if one is not as it was written."""
+        commit = self.commit(step)
+        for name in commit if only is None else [only]:
+            path, shown = PurePosixPath(name), f"{self.url}/{step}/{name}"
             if path.is_absolute() or ".." in path.parts:
                 raise Damaged(f"{self.url}/{step}.json names {name}")
             (folder / path).parent.mkdir(parents=True, exist_ok=True)
@@ -75,9 +77,9 @@ class Store:
             try:
                 self._tried(lambda r=remote, p=local: self.filesystem.get_file(r, p))
             except FileNotFoundError as error:
-                raise Damaged(f"{self.url}/{step}/{name} is missing") from error
-            if sums.entry(folder / path) != wanted:
-                raise Damaged(f"{self.url}/{step}/{name} is not as it was written (CRC-32)")
+                raise Damaged(f"{shown} is missing") from error
+            if sums.entry(folder / path) != commit.get(name):
+                raise Damaged(f"{shown} is not as it was written (CRC-32)")
 
     def remove(self, step: int) -> None:
         self._remove_commit(step)
@@ -86,13 +88,17 @@ class Store:
             self._tried(lambda: self.filesystem.rm(folder, recursive=True))
 
     def clean(self, keep: int, keep_every: int | None) -> None:
-        """Remove what is not kept, and what no commit made whole."""
+        """Remove what is not kept, and what no commit made whole; no folder of anybody else."""
         whole = self.steps()
         forever = [step for step in whole if keep_every and step % keep_every == 0]
         kept = {*whole[-keep:], *forever}
-        there = {int(name) for name in self._names() if name.isdigit()} | set(whole)
-        for step in sorted(there - kept):
+        begun = [int(name) for name in self._names() if name.isdigit() and int(name) not in whole]
+        for step in [*(step for step in whole if step not in kept), *filter(self._is_ours, begun)]:
             self.remove(step)
+
+    def _is_ours(self, step: int) -> bool:
+        folders = (f"{self.root}/{step}/{name}" for name in ("checkpoint", "run"))
+        return any(self._tried(lambda f=folder: self.filesystem.exists(f)) for folder in folders)
 
     def _commit(self, step: int) -> str:
         return f"{self.root}/{step}.json"
@@ -151,10 +157,12 @@ class Mirror:
     tried again with the next checkpoint.
     """
 
-    def __init__(self, run_dir: Path, c: CheckpointConfig, name: str, say: Callable[[str], None]):
-        assert c.mirror is not None
-        self.run_dir, self.config, self.every, self.say = run_dir, c, c.mirror.every, say
-        self.store = Store(c.mirror.url, name)
+    def __init__(
+        self, run_dir: Path, config: CheckpointConfig, name: str, say: Callable[[str], None]
+    ):
+        assert config.mirror is not None
+        self.run_dir, self.every, self.say = run_dir, config.mirror.every, say
+        self.store, self.keep = Store(config.mirror.url, name), (config.keep, config.keep_every)
         self.copied: dict[int, int | None] | None = None  # step -> stamp of the local checkpoint
         self.failed: int | None = None  # step that was given up
         self.closing = threading.Event()
@@ -183,7 +191,7 @@ class Mirror:
         newest = max(local)
         try:
             if self.copied is None:
-                self.store.clean(self.config.keep, self.config.keep_every)
+                self.store.clean(*self.keep)
                 self.copied = {step: local.get(step) for step in self.store.steps()}
             for step in taken_back(self.copied, local):
                 self.store.remove(step)
@@ -193,7 +201,7 @@ class Mirror:
                 return
             self._copy(newest)
             self.copied[newest] = local[newest]
-            self.store.clean(self.config.keep, self.config.keep_every)
+            self.store.clean(*self.keep)
             self.failed = None
         except Exception as error:
             if stamps(self.run_dir).get(newest) != local[newest]:
@@ -208,14 +216,16 @@ class Mirror:
         """Links keep the files while they are copied, whatever the run removes meanwhile."""
         stage = self.run_dir / STAGE
         shutil.rmtree(stage, ignore_errors=True)
-        for name, path in sources(self.run_dir, step).items():
-            (stage / name).parent.mkdir(parents=True, exist_ok=True)
-            os.link(path, stage / name)
-        rows = [row for row in read_rows(self.run_dir / "metrics.jsonl") if row["step"] <= step]
-        lines = "".join(json.dumps(row) + "\n" for row in rows)
-        (stage / "run" / "metrics.jsonl").write_text(lines)
-        self.store.write(step, sums.files_below(stage))
-        shutil.rmtree(stage)
+        try:
+            for name, path in sources(self.run_dir, step).items():
+                (stage / name).parent.mkdir(parents=True, exist_ok=True)
+                os.link(path, stage / name)
+            rows = [row for row in read_rows(self.run_dir / "metrics.jsonl") if row["step"] <= step]
+            lines = "".join(json.dumps(row) + "\n" for row in rows)
+            (stage / "run" / "metrics.jsonl").write_text(lines)
+            self.store.write(step, sums.files_below(stage))
+        finally:
+            shutil.rmtree(stage, ignore_errors=True)
 
 
 def sources(run_dir: Path, step: int) -> dict[str, Path]:
@@ -257,15 +267,21 @@ def take_newest(
 ) -> None:
     """Take the newest whole copy that is newer than every local checkpoint, if there is one.
 
-    check: raises UserError for the config.yaml of another run. A damaged copy is said and passed
-    over. UserError where the copies cannot be read.
+    check: raises UserError for the config.yaml of another run, whichever is newer. A damaged copy
+    is said and passed over. UserError where the copies cannot be read.
     """
     assert c.mirror is not None
     stage = run_dir / STAGE
     shutil.rmtree(stage, ignore_errors=True)
     store = Store(c.mirror.url, name)
     try:
-        newer = [s for s in store.steps() if s > max(saved_steps(run_dir), default=-1)]
+        steps = store.steps()
+        with suppress(Damaged):  # said below
+            for step in steps[-1:]:  # whoever wrote last owns the place
+                store.read(step, stage, only="run/config.yaml")
+                check(stage / "run" / "config.yaml")
+        shutil.rmtree(stage, ignore_errors=True)
+        newer = [s for s in steps if s > max(saved_steps(run_dir), default=-1)]
         for step in reversed(newer):
             try:
                 store.read(step, stage)
