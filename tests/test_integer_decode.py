@@ -7,6 +7,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from flax import nnx
+from jax.sharding import AbstractDevice, AbstractMesh
 from jaxtrain_kernels.dispatch import on_target
 from jaxtrain_kernels.matmul.integers.triton import kernels
 from tiny import build
@@ -17,6 +18,13 @@ from jaxtrain.model import Prefill, cast
 from jaxtrain.weights.contract import flatten
 from jaxtrain.weights.int4 import quantize_int4
 from jaxtrain.weights.quantized import IntegerWeight, quantize_int8
+
+# Pallas, which attends to the cache, asks for the device when it lowers.
+H100 = AbstractMesh(
+    (),
+    (),
+    abstract_device=AbstractDevice(device_kind="NVIDIA H100", num_cores=None, platform="gpu"),
+)
 
 
 def opaque(tile, interpret, x_MK, codes, scales, layer_1):
@@ -37,7 +45,9 @@ def test_a_decode_step_copies_no_codes_of_a_layer(monkeypatch, method):
     cache = jax.eval_shape(whole, small)
     with on_target("cuda", (9, 0)):
         step = lambda p, cache: next_token(graphdef, p, token_B, cache)
-        text = jax.jit(step).trace(small, cache).lower().as_text()
+        with jax.sharding.use_abstract_mesh(H100):
+            traced = jax.jit(step).trace(small, cache)
+            text = traced.lower(lowering_platforms=("cuda",)).as_text()
     assert text.count("@kernel(") == sum(len(x.codes) for x in stacks) > c.depth
     kind = "i8" if method == "int8" else "ui8"
     for x in stacks:

@@ -196,6 +196,10 @@ class ScriptedEngine(Engine):
 
     said = 0
 
+    def add(self, request):
+        endless = request.sampling._replace(ignore_stop=True)  # what SAID needs many steps for
+        super().add(request._replace(sampling=endless))
+
     def step(self):
         out = []
         for update in super().step():
