@@ -79,7 +79,7 @@ def jobs_of(folder: str, asked: Asked, shape: bool = False) -> list[Job]:
 
 
 def all_jobs(folder: str, asked: Asked, shape: bool) -> list[Job]:
-    """A row for each method, and the models beside it."""
+    """One row for each method, then one for each model of `--also`."""
     if shape:
         if folder not in SHAPES:
             raise UserError(f"compress: there is no shape {folder}; there are {', '.join(SHAPES)}")

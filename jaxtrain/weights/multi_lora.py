@@ -84,7 +84,7 @@ def stack_adapters(w: Array | Weight, adapters: Sequence[LoRAFactors | None]) ->
 def choose_adapters(params: Params, adapter_B: Int[Array, "B"]) -> Params:
     """The parameters for a batch whose rows have these adapters."""
 
-    def choose(w: Any) -> Any:
+    def choose(w: object) -> object:
         if not isinstance(w, MultiLoRAWeight):
             return w
         each = jnp.broadcast_to(adapter_B, (*w.a.shape[:-3], len(adapter_B)))

@@ -92,8 +92,10 @@ def read_factors(saved: Saved, params: Params, name: str, path: Path) -> dict[st
 
 
 def check_base(saved: Saved, folder: Path) -> None:
-    """UserError if the run that an adapter lies in was tuned from another model: its merged model
-    has the embedding of its base. Of a folder of peft's that cannot be said."""
+    """UserError if the run of an adapter was tuned from another model.
+
+    The embedding of its merged model shows that. A folder from peft has none and is not checked.
+    """
     if not (folder / WEIGHTS).is_file():
         return
     theirs, ours = read_header(folder / WEIGHTS), np.asarray(saved.params["embed"])

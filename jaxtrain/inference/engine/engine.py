@@ -97,12 +97,8 @@ class Engine:
             one.config, one.graphdef, tokenizer.vocab_size, self.context
         )
         self.models = tuple(map(fit, both)), tuple(one.params for one in both)
-        page = tuple(
-            page_shapes(
-                one.config, one.params["embed"].dtype, options.page_size, options.cache_dtype
-            )
-            for one in both
-        )
+        shape = options.page_size, options.cache_dtype
+        page = tuple(page_shapes(x.config, x.params["embed"].dtype, *shape) for x in both)
         self.width = -(-self.context // options.page_size)  # pages of the longest text
         self.pool = PagePool(
             options.pages

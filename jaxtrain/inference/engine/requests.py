@@ -108,8 +108,8 @@ class EngineOptions(NamedTuple):
     share full pages with the same beginning. drafts: tokens that are guessed for each step from
     what followed the last two or three tokens before (prompt lookup, Saxena 2023), 0: none.
     draft_run: run directory of a small model that guesses them instead, of the same tokenizer.
-    tensor: devices that split heads and hidden units. adapters: (name, folder) of LoRA adapters of
-    the model, of which each request may name one; a run with LoRA, or a folder of peft's.
+    tensor: devices that split heads and hidden units. adapters: (name, folder) of each LoRA
+    adapter that a request may name. A folder is a run with LoRA or an adapter from peft.
     least_tokens: of a row that a step looks at, shorter ones too: with as many as `context`, one
     program is compiled in the place of several.
     """

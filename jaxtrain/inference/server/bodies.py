@@ -141,7 +141,7 @@ class ChatBody(SamplingBody):
 
     @property
     def forced_tools(self) -> list[dict[str, Any]]:
-        """The tools of which the answer must call one; [] where it need not."""
+        """The tools that `tool_choice` forces: the answer calls one of them. []: none is forced."""
         match self.tool_choice:
             case "auto" | "none":
                 return []

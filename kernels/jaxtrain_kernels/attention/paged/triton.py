@@ -24,6 +24,7 @@ from jaxtrain_kernels.attention.decode import FLOOR, Quantized
 from jaxtrain_kernels.attention.triton import chip
 from jaxtrain_kernels.dispatch import Target, mesh_devices, target
 
+Ref = Any  # a kernel's reference to memory, for which Pallas has no public type
 MOST_QUERIES = 64  # of a head of keys
 PROCESSORS = 132  # of a Hopper
 JOINED = 64  # splits in a step of joining them
@@ -176,17 +177,17 @@ def decode_attention(
 class PageRow(NamedTuple):
     """What a program needs of its row, and which query and channel each place of a tile is."""
 
-    b: Any
-    k: Any
-    start: Any
-    count: Any
-    end: Any  # behind its last key
-    t_R: Any
-    n_R: Any
-    h_C: Any
+    b: jax.Array
+    k: jax.Array
+    start: jax.Array
+    count: jax.Array
+    end: jax.Array  # behind its last key
+    t_R: jax.Array
+    n_R: jax.Array
+    h_C: jax.Array
 
 
-def paged_attention_split(plan: PagePlan, q_ref: Any, *refs: Any) -> None:
+def paged_attention_split(plan: PagePlan, q_ref: Ref, *refs: Ref) -> None:
     """A program: head of keys x split x row."""
     arrays = 4 if plan.quantized else 2
     kv_refs, (table_ref, starts_ref, counts_ref, *out_refs) = refs[:arrays], refs[arrays:]
@@ -248,8 +249,8 @@ def _step(
     row: PageRow,
     q_RC: jax.Array,
     factor_R1: jax.Array | float,
-    kv_refs: tuple[Any, ...],
-    table_ref: Any,
+    kv_refs: tuple[Ref, ...],
+    table_ref: Ref,
     i: jax.Array | int,
     carry: tuple[jax.Array, jax.Array, jax.Array],
 ) -> tuple[jax.Array, jax.Array, jax.Array]:
@@ -262,7 +263,7 @@ def _step(
     slot_S = jax.lax.rem(s_S, size)
     inside_SC = inside_S[:, None] & (row.h_C < H)[None]
 
-    def read(ref: Any) -> Any:
+    def read(ref: Ref) -> jax.Array:
         place = ref.at[page_S[:, None], slot_S[:, None], row.k, row.h_C[None]]
         zero = jnp.zeros((), ref.dtype)
         x_SC = plgpu.load(place, mask=inside_SC, other=zero)
@@ -270,7 +271,7 @@ def _step(
             return _bytes_to_float16(x_SC)
         return x_SC.astype(q_RC.dtype)
 
-    def scales(ref: Any) -> Any:
+    def scales(ref: Ref) -> jax.Array:
         return plgpu.load(ref.at[page_S, slot_S, row.k], mask=inside_S, other=0.0)[None]
 
     peak_R, total_R, sum_RC = carry
@@ -327,7 +328,7 @@ def _dot(x: jax.Array, y: jax.Array, axis: int) -> jax.Array:
     )
 
 
-def paged_attention_join(plan: PagePlan, parts_ref: Any, lse_ref: Any, out_ref: Any) -> None:
+def paged_attention_join(plan: PagePlan, parts_ref: Ref, lse_ref: Ref, out_ref: Ref) -> None:
     """A program: head of keys x query x row."""
     k, r, b = (pl.program_id(i) for i in range(3))
     splits, H = plan.tile.splits, out_ref.shape[-1]
@@ -339,7 +340,7 @@ def paged_attention_join(plan: PagePlan, parts_ref: Any, lse_ref: Any, out_ref: 
 
     peak = lse(every_I).max(0)
 
-    def step(i: Any, carry: Any) -> Any:
+    def step(i: jax.Array | int, carry: tuple[jax.Array, jax.Array]) -> tuple[jax.Array, jax.Array]:
         total, sum_C = carry
         of_I = i * JOINED + i_I
         share_I = jnp.exp2(lse(of_I) - peak)
