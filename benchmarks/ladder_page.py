@@ -78,7 +78,7 @@ def paired_interval(base: Record, top: Record) -> tuple[float, float] | None:
 
     Seed by seed, each has the baseline's loss of that seed as its target; a shortest run that is
     below it already counts as it is. Round by round: from the least ratio of the seconds of a token
-    to the largest.
+    to the largest; where one end has more rounds, of the medians as well.
     """
     ratios = []
     for row in base["rows"]:
@@ -90,6 +90,7 @@ def paired_interval(base: Record, top: Record) -> tuple[float, float] | None:
     interval = interval_of(ratios)
     pairs = zip(base["metrics"]["rounds"], top["metrics"]["rounds"])
     rates = [one / other for one, other in pairs]
+    rates.append(base["metrics"]["seconds_per_token"] / top["metrics"]["seconds_per_token"])
     return interval and (interval[0] * min(rates), interval[1] * max(rates))
 
 
@@ -170,7 +171,7 @@ claim to prove or refute is at least {claim:g} times fewer seconds in all.
 - `memory` is what a compiled step needs. `bytes` is the baseline's memory over the rung's. From the
   rung `batch ramp` on it is that of the first steps, which have fewer rows than the others: the
   rung below it says what a whole step needs.
-- Both ends have the same budget for tuning: four values of AdamW's rate at the bottom, four of
+- Both ends have the same budget for tuning: as many values of AdamW's rate at the bottom as of
   Muon's at the top, each on two seeds. The rungs between have the rate of their end. No rung
   between is tuned by itself, and a factor depends on the order of the rungs.
 - The ends have three seeds, the rungs between have one. A factor of one seed within 3% decides
