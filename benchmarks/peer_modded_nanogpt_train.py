@@ -43,7 +43,7 @@ def load_recipe(folder):
     device = {"device_id": torch.device("cuda", 0)} if CUDA else {}
     backend = "nccl" if CUDA else "gloo"
     dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1, **device)
-    sys.path.append(str(folder))
+    sys.path.insert(0, str(folder))
     return importlib.import_module("modded_nanogpt")
 
 
