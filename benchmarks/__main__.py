@@ -21,6 +21,7 @@ from benchmarks.compress import Asked, bench_compress
 from benchmarks.compress import make_page as make_compression_page
 from benchmarks.compress_recipes import bench_recipes
 from benchmarks.compress_runs import Texts
+from benchmarks.curves import draw_curves
 from benchmarks.data import bench_data
 from benchmarks.decode import bench_decode
 from benchmarks.decode_models import COMPUTE, bench_decode_models
@@ -37,6 +38,7 @@ from benchmarks.ladder import climb
 from benchmarks.ladder_page import make_page as make_ladder_page
 from benchmarks.matmuls import bench_matmuls
 from benchmarks.memory import bench_longest, bench_techniques
+from benchmarks.modded_nanogpt import train_modded_nanogpt
 from benchmarks.nanochat import train_nanochat
 from benchmarks.optimizers import bench_optimizers
 from benchmarks.options import check_options
@@ -85,6 +87,8 @@ WHAT = {
     "rows": "the passes over activations over the benchmark shapes: rows [NAME ...]",
     "huggingface": "its Trainer and GPT-2 on our rows: huggingface run.name=... key.path=...",
     "nanochat": "a checkout of it trained on our rows: nanochat CHECKOUT run.name=... key.path=...",
+    "modded-nanogpt": "its recipe on our rows: modded-nanogpt CHECKOUT run.name=... key.path=...",
+    "curves": "one picture of seconds and memory to a loss: curves RECORD [RECORD ...]",
     "packing": "what packing crops, pads, never uses, beside nanochat's: packing [data.train...]",
     "population": "N small models at once beside one after another: population --members 1 4 16",
     "memory": "what a step needs: here, or on --devices N virtual ones; --techniques, --longest",
@@ -231,7 +235,10 @@ def parse(argv: list[str] | None) -> argparse.Namespace:
         help="population: of a run that the compile time is a part of; ladder: of the baseline",
     )
     parser.add_argument("--note", help="population: a note on the machine, kept in the record")
-    parser.add_argument("--baseline", help="race: name of the run to beat; default the best AdamW")
+    parser.add_argument(
+        "--baseline",
+        help="race: name of the run to beat, default the best AdamW; curves: default the records'",
+    )
     parser.add_argument(
         "--differ", action="append", default=[], choices=SAME,
         help="race: the runs may differ in this section too, as kernels do in model",
@@ -353,6 +360,15 @@ def memory_of(a: argparse.Namespace) -> Callable[..., dict[str, Any]]:
     return bench_memory
 
 
+def train_beside(a: argparse.Namespace, config: str) -> Path:
+    """Train a peer on the rows of a configuration; returns the run directory."""
+    if a.what == "huggingface":
+        return train_huggingface(config, a.overrides)
+    checkout, *overrides = a.overrides or [""]
+    train = train_nanochat if a.what == "nanochat" else train_modded_nanogpt
+    return train(Path(checkout), config, overrides)
+
+
 def command_line(argv: list[str] | None) -> str:
     """The command of a measurement, as a record keeps it: without folders that it writes."""
     words = list(sys.argv[1:] if argv is None else argv)
@@ -369,14 +385,14 @@ def main(argv: list[str] | None = None) -> int:
     check_options(arguments)
     check_once([one for one in arguments.overrides if "=" in one])
     console = screen()
-    if arguments.what == "nanochat":
-        checkout, *overrides = arguments.overrides or [""]
+    if arguments.what in ("nanochat", "modded-nanogpt", "huggingface"):
         for config in arguments.config or ["gpt_d12"]:
-            console.print(train_nanochat(Path(checkout), config, overrides), "is ready for `race`")
+            console.print(train_beside(arguments, config), "is ready for `race`")
         return 0
-    if arguments.what == "huggingface":
-        for config in arguments.config or ["gpt_d12"]:
-            console.print(train_huggingface(config, arguments.overrides), "is ready for `race`")
+    if arguments.what == "curves":
+        folder = arguments.out or BENCHMARKS
+        path = draw_curves(arguments.overrides, arguments.baseline, folder)
+        console.print(path.name, "is drawn")
         return 0
     if arguments.what == "verdicts":
         if arguments.overrides:

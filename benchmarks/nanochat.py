@@ -2,7 +2,7 @@
 
     python -m benchmarks nanochat CHECKOUT --config gpt_d12 run.name=nanochat data.train.path=...
     jaxtrain train --config gpt_d12 run.name=ours data.train.path=...
-    python -m benchmarks race runs/ours runs/nanochat --differ env
+    python -m benchmarks race runs/ours runs/nanochat --baseline nanochat
 
 Our loader writes the rows of every step and of the validation, our model the initial weights of
 `run.seed`. A separate process trains the checkout on them (`peer_nanochat_train.py`). Rates, decay

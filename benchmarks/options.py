@@ -11,6 +11,7 @@ ONLY = {
     "attention": ("tune",),
     "case-study": ("data", "folder", "shrink"),
     "check": ("only",),
+    "curves": ("baseline",),
     "decode": ("prompts", "batches", "cache_dtypes"),
     "engine": ("prompts", "batches", "cache_dtypes", "new", "drafts"),
     "compress": (

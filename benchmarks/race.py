@@ -127,6 +127,7 @@ def entry(run: Run) -> dict[str, Any]:
     ends = [row["status"] for row in run.rows if row.get("event") == "end"]
     finished = bool(curve) and curve[-1][0] == run.config["train"]["steps"]
     loss = checks[-1].get("loss")
+    peak = peak_bytes(run)
     return {
         "label": run.name,
         "arm": run.name.rpartition("_")[0] or run.name,
@@ -140,11 +141,21 @@ def entry(run: Run) -> dict[str, Any]:
         "bpb": curve[-1][3] if finished else None,
         "lowest": min(bpb for *_, bpb in curve) if finished else None,
         "loss": round(loss, 6) if finished and loss is not None else None,
+        **({"peak_bytes": peak} if peak else {}),
+        **({"peer": run.env["peer"]["name"]} if "peer" in run.env else {}),
         # Of replicas (train.local_sgd), a step and a device; and of plain data parallelism.
         **({"sent_bytes": sent[-1], "sent_bytes_plain": plain[-1]} if sent else {}),
         "curve": curve,
         "train": losses[::-1][::thin][::-1],
     }
+
+
+def peak_bytes(run: Run) -> int | None:
+    """Of the fullest GPU: what a peer says of itself, or our own rows. None on a CPU."""
+    if "peer" in run.env:
+        return run.env["peer"].get("peak_bytes")
+    rows = [row["memory_bytes"] for row in run.rows if "memory_bytes" in row]
+    return max(rows) if rows and not run.env["backend"].startswith("cpu") else None
 
 
 # ---- comparing -------------------------------------------------------------------------------
