@@ -21,7 +21,7 @@ from jaxtrain.interop.pretrained import check_tokenizer
 from jaxtrain.runs.checkpoint import saved_steps
 from jaxtrain.runs.environment import environment
 from jaxtrain.runs.job import leaves
-from jaxtrain.runs.mirror import Mirror, take_newest
+from jaxtrain.runs.mirror import Mirror, Store, take_newest
 from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import write_json
 from jaxtrain.storage.strict_yaml import read_saved
@@ -61,34 +61,41 @@ def check_run(c: Resolved) -> bool:
     return True
 
 
+def store_of(c: Resolved) -> Store | None:
+    """Where the copies of a run's checkpoints are, if there are any."""
+    mirror = c.checkpoint.mirror
+    return Store(f"{mirror.url.rstrip('/')}/{c.run.name}") if mirror else None
+
+
 def take_from_mirror(c: Resolved, coordinator: Coordinator, log: Callable[[str], None]) -> None:
     """Before a start: the newest checkpoint of `checkpoint.mirror`, if it is newer than ours."""
-    mirror = c.checkpoint.mirror
-    if mirror is None:
+    store = store_of(c)
+    if store is None:
         return
 
     def check(file: Path) -> None:
         if changed := differences(read_saved(file), c.model_dump(mode="json")):
             more = f"; and {len(changed) - 6} more" if len(changed) > 6 else ""
             raise UserError(
-                f"checkpoint.mirror.url: {mirror.url} has a run {c.run.name} of "
-                f"another configuration: {'; '.join(changed[:6])}{more}. Set run.name to start "
+                f"{store.url} has a run {c.run.name} of another configuration: "
+                f"{'; '.join(changed[:6])}{more}. Set run.name to start "
                 "another run, or undo the change to resume that one"
             )
 
     check_run(c)  # the one that is here
     if coordinator.index == 0:
-        take_newest(c.run_dir, c.checkpoint, c.run.name, check, log)
+        take_newest(c.run_dir, store, check, log)
     coordinator.compare({}, "")  # the others look at the run directory afterwards
 
 
 @contextmanager
 def mirrored(c: Resolved, coordinator: Coordinator, log: Callable[[str], None]) -> Iterator[None]:
     """While it is open, process 0 copies checkpoints to `checkpoint.mirror`."""
-    if c.checkpoint.mirror is None or coordinator.index:
+    store = store_of(c)
+    if store is None or coordinator.index:
         yield
         return
-    with Mirror(c.run_dir, c.checkpoint, c.run.name, log):
+    with Mirror(c.run_dir, c.checkpoint, store, log):
         yield
 
 
