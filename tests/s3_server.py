@@ -19,6 +19,7 @@ ENVIRONMENT = {
 SLOW_DOWN, EXPIRED, INTERNAL = (503, "SlowDown"), (400, "ExpiredToken"), (500, "InternalError")
 DENIED = (403, "AccessDenied")
 CUT, SHORT, LOST = "cut", "short", "lost"  # half a body; and a length that hides it; no answer
+OVERWRITE = "overwrite"  # as a server that knows no conditional put
 
 
 class Request(NamedTuple):
@@ -28,7 +29,7 @@ class Request(NamedTuple):
 
 
 class S3:
-    """Where it is. fault(request): None, (status, code), CUT, SHORT or LOST."""
+    """Where it is. fault(request): None, (status, code), CUT, SHORT, LOST or OVERWRITE."""
 
     def __init__(self):
         with warnings.catch_warnings():
@@ -78,8 +79,11 @@ class Proxy(BaseHTTPRequestHandler):
             text = f"<Error><Code>{fault[1]}</Code><Message>{fault[1]} was said</Message></Error>"
             content = b"" if self.command == "HEAD" else text.encode()
             return self.answer(fault[0], {"Content-Type": "application/xml"}, content)
+        headers = dict(self.headers)
+        if fault == OVERWRITE:
+            headers.pop("If-None-Match", None)
         upstream = http.client.HTTPConnection(*self.s3.moto.get_host_and_port())
-        upstream.request(self.command, self.path, body, dict(self.headers))
+        upstream.request(self.command, self.path, body, headers)
         found = upstream.getresponse()
         content, headers = found.read(), dict(found.getheaders())
         upstream.close()

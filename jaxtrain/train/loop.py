@@ -17,6 +17,7 @@ from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.config import Config
 from jaxtrain.runs.checkpoint import Checkpointer, no_room
 from jaxtrain.runs.lock import held
+from jaxtrain.runs.remote_lock import held_remotely
 from jaxtrain.runs.report import write_report
 from jaxtrain.storage.disk import full_disk_explained, write_json
 from jaxtrain.train.evaluator import Evaluator
@@ -42,7 +43,13 @@ from jaxtrain.train.restore import (
     non_param_state,
     saved_part,
 )
-from jaxtrain.train.run_directory import check_writable, final_message, mirrored, open_run
+from jaxtrain.train.run_directory import (
+    check_writable,
+    final_message,
+    mirrored,
+    open_run,
+    store_of,
+)
 from jaxtrain.train.run_steps import Running, run_steps
 from jaxtrain.train.step import State, state_shardings
 from jaxtrain.train.stop_signal import StopSignal
@@ -71,9 +78,12 @@ def train(
     """
     coordinator = coordinator or Coordinator()
     check_writable(config.run_dir)
-    lock = held(config.run_dir, coordinator, max(100.0, config.processes.heartbeat_timeout))
-    with full_disk_explained(functools.partial(no_room, config.run_dir)), lock:
-        log = RunLog(coordinator)
+    log, patience = RunLog(coordinator), max(100.0, config.processes.heartbeat_timeout)
+    with (
+        full_disk_explained(functools.partial(no_room, config.run_dir)),
+        held(config.run_dir, coordinator, patience),
+        held_remotely(store_of(config), coordinator, patience, log),
+    ):
         plans = make_plans(config, coordinator, log)
         data = prepare_data(config, plans[-1], log)
         with mirrored(plans[0].run, coordinator, log):

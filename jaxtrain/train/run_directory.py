@@ -61,7 +61,7 @@ def check_run(c: Resolved) -> bool:
     return True
 
 
-def store_of(c: Resolved) -> Store | None:
+def store_of(c: Config | Resolved) -> Store | None:
     """Where the copies of a run's checkpoints are, if there are any."""
     mirror = c.checkpoint.mirror
     return Store(f"{mirror.url.rstrip('/')}/{c.run.name}") if mirror else None
