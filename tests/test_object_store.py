@@ -13,9 +13,8 @@ import psutil
 import pytest
 from s3_server import CUT, EXPIRED, INTERNAL, LOST, SECRET, SHORT, SLOW_DOWN
 from test_mirror import config, mirror_of, save, taken, tree
-from tiny import WHOLE, assert_same_run, rows_of, run_overrides
+from tiny import WHOLE, rows_of, run_overrides
 
-from jaxtrain.main import main
 from jaxtrain.runs import mirror
 from jaxtrain.runs.mirror import Store
 from jaxtrain.settings import UserError
@@ -119,19 +118,6 @@ def killed_at(s3, part, *command):
 
 def holds_no_secret(folder):
     return not any(SECRET.encode() in p.read_bytes() for p in folder.rglob("*") if p.is_file())
-
-
-@pytest.mark.slow
-def test_a_run_killed_in_an_upload_goes_on_bit_for_bit_from_s3_alone(tmp_path, s3, whole, capsys):
-    fields = WHOLE | {"checkpoint__mirror__url": s3.bucket()}
-    one, two = (run_overrides(tmp_path / name, **fields) for name in ("one", "two"))
-    killed_at(s3, "/tiny/6/", "jaxtrain.main", *one)
-    shutil.rmtree(tmp_path / "one")
-    assert main(two) == 0
-    assert "checkpoint 3 is taken from there" in capsys.readouterr().out.replace("\n", " ")
-    assert_same_run(tmp_path / "two" / "tiny", whole)
-    assert Store(f"{fields['checkpoint__mirror__url']}/tiny").steps() == [3, 6]
-    assert holds_no_secret(tmp_path)
 
 
 @pytest.mark.slow

@@ -92,8 +92,8 @@ def train(
                 log.began = time.perf_counter()
                 if result.stopped:
                     break
-        if coordinator.index == 0:
-            page = write_report(result.directory)
+            page = write_report(result.directory) if coordinator.index == 0 else None
+        if page:
             log(final_message(plan.run, result.step, page, data.chat is not None))
     return result
 
