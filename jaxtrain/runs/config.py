@@ -1,11 +1,51 @@
 """Where a run lives, and what it keeps and reports."""
 
 from pathlib import Path, PurePath
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from jaxtrain.settings import Settings
 from jaxtrain.storage.location import RUNS, cached, fault_of, is_url
+
+
+class Notice(Settings):
+    """How a spot machine learns that it is taken back."""
+
+    every: float = Field(5.0, gt=0, description="seconds between two questions")
+
+
+class AwsNotice(Notice):
+    """EC2's instance metadata service, version 2."""
+
+    name: Literal["aws"] = "aws"
+    endpoint: str = Field("http://169.254.169.254", description="URL of the service")
+
+
+class GcpNotice(Notice):
+    """Compute Engine's metadata server."""
+
+    name: Literal["gcp"] = "gcp"
+    endpoint: str = Field("http://metadata.google.internal", description="URL of the service")
+
+
+class AzureNotice(Notice):
+    """Azure's Scheduled Events."""
+
+    name: Literal["azure"] = "azure"
+    endpoint: str = Field("http://169.254.169.254", description="URL of the service")
+
+
+class FileNotice(Notice):
+    """A file that a script of the scheduler makes."""
+
+    name: Literal["file"] = "file"
+    path: str = Field(min_length=1, description="the notice is there when this file is")
+
+
+PreemptionConfig = Annotated[
+    AwsNotice | GcpNotice | AzureNotice | FileNotice, Field(discriminator="name")
+]
 
 
 class RunConfig(Settings):
@@ -18,6 +58,11 @@ class RunConfig(Settings):
         "A run at a URL works in a local folder below $JAXTRAIN_CACHE/runs",
     )
     seed: int = Field(42, ge=0, description="of the initial values and the samples")
+    preemption: PreemptionConfig | None = Field(
+        None,
+        description="where a spot machine asks whether it is taken back; the run then saves and "
+        "stops as after SIGTERM; null: nowhere",
+    )
 
     @field_validator("name")
     @classmethod

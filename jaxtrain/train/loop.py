@@ -34,6 +34,7 @@ from jaxtrain.train.plan import (
     phases_left,
     prepare_data,
 )
+from jaxtrain.train.preemption import watched_for_preemption
 from jaxtrain.train.program import Program, out_of_memory_explained
 from jaxtrain.train.recipes import make_recipe
 from jaxtrain.train.restore import (
@@ -153,6 +154,7 @@ def train_phase(
         with (
             contextlib.closing(feed),
             StopSignal(coordinator) as stop,
+            watched_for_preemption(c.run.preemption, stop.ask),
             out_of_memory_explained(c, program.compiled),
             open_metrics(plan, run_dir, start, spec.facts | facts) as metrics,
         ):
