@@ -57,17 +57,17 @@ def url():
 @pytest.fixture
 def faults(monkeypatch):
     """Set `before` of the file system of each store that is opened from now on."""
-    opened = objects.filesystem_of
+    opened = objects.open_filesystem
 
     def inject(before):
         def faulty(url):
             filesystem, path = opened(url)
             return Faulty(filesystem, before), path
 
-        monkeypatch.setattr(objects, "filesystem_of", faulty)
+        monkeypatch.setattr(objects, "open_filesystem", faulty)
 
     yield inject
-    monkeypatch.setattr(objects, "filesystem_of", opened)
+    monkeypatch.setattr(objects, "open_filesystem", opened)
 
 
 def config(url, every=1, keep=2, keep_every=None):

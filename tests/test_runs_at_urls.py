@@ -18,7 +18,7 @@ from jaxtrain.runs.config import RunConfig
 from jaxtrain.runs.publish import Publisher, take_samples
 from jaxtrain.settings import UserError
 from jaxtrain.storage import fetch, objects
-from jaxtrain.storage.fetch import complete, local_copy, send_results, sent_there
+from jaxtrain.storage.fetch import fetch_model, local_copy, send_results, sent_there
 from jaxtrain.storage.location import local
 from jaxtrain.storage.objects import RemoteFolder
 
@@ -57,7 +57,7 @@ def test_a_run_is_published_and_read_back_by_checksum(tmp_path, s3):
     copy = local_copy(url)
     assert copy.name == "a" and not (copy / "model").exists()
     assert (copy / "metrics.jsonl").read_text() == (run / "metrics.jsonl").read_text()
-    complete(copy)
+    fetch_model(copy)
     assert (copy / "model" / "model.safetensors").read_bytes() == b"weights" * 1000
     puts = lambda: [r.key for r in s3.requests if r.method == "PUT"]
     assert puts()[-1].endswith("/files.json")
@@ -75,7 +75,7 @@ def test_a_run_is_published_and_read_back_by_checksum(tmp_path, s3):
     assert [key.rpartition("/")[2] for key in sorted(puts())] == [
         "files.json", "metrics.jsonl", "model.safetensors"
     ]  # fmt: skip
-    complete(local_copy(url))
+    fetch_model(local_copy(url))
     assert (copy / "model" / "model.safetensors").read_bytes() == b"others" * 1000
     assert (copy / "metrics.jsonl").read_text().endswith('"time": 1.0}\n')
     assert not (copy / "samples" / "step_000002.txt").exists()
@@ -95,9 +95,9 @@ def test_a_reader_never_sees_half_of_a_run(tmp_path, s3):
     one.look()  # the new weights are there, and nothing says so
     s3.reset()
     with pytest.raises(UserError, match=r"model.safetensors is not as it was written"):
-        complete(local_copy(url))
+        fetch_model(local_copy(url))
     one.look()
-    complete(local_copy(url))
+    fetch_model(local_copy(url))
 
 
 def test_an_end_that_does_not_arrive_is_an_error_that_names_the_local_run(tmp_path, s3):
@@ -117,7 +117,7 @@ def test_what_is_cut_on_the_way_is_not_used(tmp_path, s3):
     s3.fault = lambda r: SHORT if r.method == "GET" and "safetensors" in r.key else None
     copy = local_copy(url)
     with pytest.raises(UserError, match="cannot be read"):
-        complete(copy)
+        fetch_model(copy)
     assert not list(copy.rglob("*.safetensors"))
 
 
@@ -132,7 +132,7 @@ def test_a_full_disk_is_one_line_and_leaves_what_was_there(tmp_path, s3, monkeyp
 
     monkeypatch.setattr(RemoteFolder, "fetch", full)
     with pytest.raises(UserError, match="No space left on device; name another disk with JAXTR"):
-        complete(copy)
+        fetch_model(copy)
     assert tree(copy) == before
 
 
@@ -237,7 +237,7 @@ def test_a_run_at_a_url_from_its_start_to_an_export(tmp_path, s3, whole, capsys)
     shutil.rmtree(tmp_path / "cache")
     run = f"{url}/runs/tiny"
     copy = local_copy(run)
-    complete(copy)
+    fetch_model(copy)
     assert_same_run(copy, whole)
     assert sorted(p.name for p in (copy / "samples").iterdir()) == sorted(
         p.name for p in (whole / "samples").iterdir()

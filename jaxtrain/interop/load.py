@@ -25,7 +25,7 @@ from jaxtrain.interop.layouts import LAYOUTS
 from jaxtrain.interop.tensors import DTYPES, Stored, read, read_headers
 from jaxtrain.model import Params, ParamSpec, path_name
 from jaxtrain.settings import UserError, read_object
-from jaxtrain.storage.fetch import complete
+from jaxtrain.storage.fetch import fetch_model
 from jaxtrain.storage.location import is_url, local
 from jaxtrain.weights.contract import flatten
 from jaxtrain.weights.params import Specs
@@ -74,7 +74,7 @@ def hub_of(path: str) -> tuple[str, str | None] | None:
 def folder_at(url: str) -> Path:
     """The local copy of a model at a URL, as it is when the process first asks."""
     folder = local(url)
-    complete(folder)
+    fetch_model(folder)
     return folder
 
 

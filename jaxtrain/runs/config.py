@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from jaxtrain.settings import Settings
-from jaxtrain.storage.location import RUNS, cached, fault_of, is_url
+from jaxtrain.storage.location import RUNS, cached, is_url, location_fault
 
 
 class Notice(Settings):
@@ -79,7 +79,7 @@ class RunConfig(Settings):
     @field_validator("directory")
     @classmethod
     def _can_be_written(cls, directory: str) -> str:
-        if why := fault_of(directory):
+        if why := location_fault(directory):
             raise ValueError(why)
         return directory
 
@@ -116,7 +116,7 @@ class MirrorConfig(Settings):
     @field_validator("url")
     @classmethod
     def _can_be_written(cls, url: str | None) -> str | None:
-        if url and (why := fault_of(url)):
+        if url and (why := location_fault(url)):
             raise ValueError(why)
         return url
 

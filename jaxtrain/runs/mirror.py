@@ -36,7 +36,7 @@ class Store:
 
     def steps(self) -> list[int]:
         """Of all whole copies, the newest last."""
-        return whole_steps(self.folder.names())
+        return committed_steps(self.folder.names())
 
     def commit(self, step: int) -> dict[str, sums.Entry]:
         """The checksums of a copy's files."""
@@ -74,7 +74,7 @@ class Store:
     def clean(self, keep: int, keep_every: int | None) -> None:
         """Remove what is not kept, and what no commit made whole; no folder of anybody else."""
         names = self.folder.names()
-        whole = whole_steps(names)
+        whole = committed_steps(names)
         forever = [step for step in whole if keep_every and step % keep_every == 0]
         kept = {*whole[-keep:], *forever}
         begun = [int(name) for name in names if name.isdigit() and int(name) not in whole]
@@ -85,7 +85,7 @@ class Store:
         return any(self.folder.exists(f"{step}/{name}") for name in ("checkpoint", "run"))
 
 
-def whole_steps(names: list[str]) -> list[int]:
+def committed_steps(names: list[str]) -> list[int]:
     return sorted(int(name[:-5]) for name in names if name[:-5].isdigit() and name[-5:] == ".json")
 
 

@@ -91,7 +91,7 @@ class RemoteLock:
                 text = self.folder.read(f"lock.{newest}")
             except FileNotFoundError:  # the list was old
                 continue
-            holder, released = read(text)
+            holder, released = read_lock(text)
             gone = known_gone(holder) if holder else None
             patience = (holder or self.me).timeout
             known = newest in seen
@@ -123,7 +123,7 @@ class RemoteLock:
                     self.beats += 1
                     self.folder.write(f"lock.{self.number}", self._text(self.beats))
                     continue
-                who = read(self.folder.read(f"lock.{numbers[-1]}"))[0]
+                who = read_lock(self.folder.read(f"lock.{numbers[-1]}"))[0]
             except Exception:
                 continue  # the store is away; it may come back
             by = f"process {who.pid} on {who.host}" if who else "another process"
@@ -141,7 +141,7 @@ def locks(folder: RemoteFolder) -> list[int]:
     return sorted(int(name) for name in names if name.isdigit())
 
 
-def read(text: bytes) -> tuple[Holder | None, bool]:
+def read_lock(text: bytes) -> tuple[Holder | None, bool]:
     """The holder, None for a file that is damaged; and whether it has let go."""
     try:
         said = json.loads(text)

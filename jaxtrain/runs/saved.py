@@ -29,7 +29,7 @@ from jaxtrain.runs.checkpoint import Checkpointer, decisions, saved_steps
 from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.runs.publish import take_checkpoint
 from jaxtrain.settings import UserError
-from jaxtrain.storage.fetch import complete
+from jaxtrain.storage.fetch import fetch_model
 from jaxtrain.storage.strict_yaml import read_saved
 from jaxtrain.weights import encode_matrices
 from jaxtrain.weights.contract import flatten, is_weight
@@ -178,7 +178,7 @@ def place_params(saved: Saved, mesh: Mesh) -> Params:
 
 def folder_of(path: Path) -> Path:
     """Where the configuration of a model is: `model/`, of a run that has ended."""
-    complete(path)
+    fetch_model(path)
     folder = path / "model" if (path / "model" / "config.yaml").is_file() else path
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{path} is not a run directory or a model folder: it has no config.yaml")

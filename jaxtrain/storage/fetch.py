@@ -30,7 +30,7 @@ WAIT = 1.0  # seconds, for a run that writes just now
 
 
 def local_copy(url: str) -> Path:
-    """The local copy of a folder at a URL, without the model of a run: `complete` takes it."""
+    """The local copy of a folder at a URL, without the model of a run: `fetch_model` takes it."""
     check_location("the URL", url)
     url = url.rstrip("/")
     folder = cached(COPIES, url) / url.rpartition("/")[2]
@@ -47,7 +47,7 @@ def local_copy(url: str) -> Path:
     return folder
 
 
-def complete(folder: Path) -> None:
+def fetch_model(folder: Path) -> None:
     """Of a local copy, the model too, once in a process; nothing for any other folder."""
     if folder not in COMPLETE and (folder / SOURCE).is_file():
         update(folder, lambda name: True)
@@ -175,7 +175,7 @@ def sent_there(url: str) -> Iterator[Path]:
         raise UserError(f"{url} is there already; name another place")
     with tempfile.TemporaryDirectory(prefix="jaxtrain-") as scratch:
         yield Path(scratch) / name
-        send(remote, sums.files_below(Path(scratch)))
+        send_files(remote, sums.files_below(Path(scratch)))
 
 
 def send_results(folder: Path, *paths: Path) -> None:
@@ -183,10 +183,10 @@ def send_results(folder: Path, *paths: Path) -> None:
     remote = source_of(folder)
     inside = [path for path in paths if path.is_file() and path.parent == folder]
     if remote is not None and inside:
-        send(remote, {path.name: path for path in inside})
+        send_files(remote, {path.name: path for path in inside})
 
 
-def send(remote: RemoteFolder, files: dict[str, Path]) -> None:
+def send_files(remote: RemoteFolder, files: dict[str, Path]) -> None:
     """Copy files; those last that make a reader take the folder for whole."""
     last = {name: path for name, path in files.items() if path.name in LAST}
     try:

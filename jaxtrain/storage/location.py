@@ -17,7 +17,7 @@ def is_url(location: str) -> bool:
     return "://" in location and not location.startswith(("file://", "local://"))
 
 
-def fault_of(location: str) -> str | None:
+def location_fault(location: str) -> str | None:
     """Why nothing can be written at a location; None for a path and a plain URL."""
     if not is_url(location):
         return None
@@ -34,7 +34,7 @@ def fault_of(location: str) -> str | None:
 
 def check_location(what: str, location: str) -> None:
     """UserError for a URL that cannot be written or that holds a secret, without the secret."""
-    if why := fault_of(location):
+    if why := location_fault(location):
         scheme, _, rest = location.partition("://")
         shown = f"{scheme}://...@{rest.rpartition('@')[2].partition('?')[0]}"
         raise UserError(f"{what}: got '{shown}': {why}")
@@ -56,7 +56,7 @@ def local(location: str) -> Path:
 
 
 @contextmanager
-def written(location: str) -> Iterator[Path]:
+def output_at(location: str) -> Iterator[Path]:
     """A path to write to. At a URL, a temporary one that is copied there in the end."""
     if not is_url(location):
         yield Path(location.removeprefix("file://"))

@@ -39,7 +39,7 @@ def is_local(url: str) -> bool:
     return url.startswith(("file://", "local://")) or "://" not in url
 
 
-def filesystem_of(url: str) -> tuple[Any, str]:
+def open_filesystem(url: str) -> tuple[Any, str]:
     """fsspec's file system that a URL belongs to, and its path there."""
     try:
         if CHAIN.search(url):
@@ -85,7 +85,7 @@ class RemoteFolder:
 
     def __init__(self, url: str):
         self.url = url.rstrip("/")
-        self.filesystem, root = filesystem_of(self.url)
+        self.filesystem, root = open_filesystem(self.url)
         self.root, self.local = root.rstrip("/"), is_local(url)
 
     def names(self) -> list[str]:

@@ -26,7 +26,7 @@ TIMEOUT = 2.0  # seconds, of one request: the server is on the machine itself
 OPENER = urllib.request.build_opener(urllib.request.ProxyHandler({}))
 
 
-def ask(url: str, headers: dict[str, str], method: str = "GET") -> str:
+def ask_metadata(url: str, headers: dict[str, str], method: str = "GET") -> str:
     request = urllib.request.Request(url, headers=headers, method=method)
     with OPENER.open(request, timeout=TIMEOUT) as response:
         return response.read().decode()
@@ -36,9 +36,11 @@ def aws(c: AwsNotice) -> str | None:
     """Of the EC2 instance metadata service, version 2."""
     root = f"{c.endpoint}/latest"
     life = {"X-aws-ec2-metadata-token-ttl-seconds": "60"}
-    token = ask(f"{root}/api/token", life, "PUT")
+    token = ask_metadata(f"{root}/api/token", life, "PUT")
     try:
-        found = ask(f"{root}/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token})
+        found = ask_metadata(
+            f"{root}/meta-data/spot/instance-action", {"X-aws-ec2-metadata-token": token}
+        )
     except urllib.error.HTTPError as error:
         error.close()
         if error.code == 404:
@@ -51,17 +53,21 @@ def aws(c: AwsNotice) -> str | None:
 def gcp(c: GcpNotice) -> str | None:
     """Of the metadata server of Compute Engine."""
     url = f"{c.endpoint}/computeMetadata/v1/instance/preempted"
-    return "preempted" if ask(url, {"Metadata-Flavor": "Google"}).strip() == "TRUE" else None
+    return (
+        "preempted" if ask_metadata(url, {"Metadata-Flavor": "Google"}).strip() == "TRUE" else None
+    )
 
 
 def azure(c: AzureNotice) -> str | None:
     """Of Scheduled Events, those about this virtual machine."""
     root, headers = f"{c.endpoint}/metadata", {"Metadata": "true"}
-    events = json.loads(ask(f"{root}/scheduledevents?api-version=2020-07-01", headers))["Events"]
+    events = json.loads(ask_metadata(f"{root}/scheduledevents?api-version=2020-07-01", headers))[
+        "Events"
+    ]
     events = [event for event in events if event["EventType"] in ("Preempt", "Terminate")]
     if not events:
         return None
-    name = ask(f"{root}/instance/compute/name?api-version=2021-02-01&format=text", headers)
+    name = ask_metadata(f"{root}/instance/compute/name?api-version=2021-02-01&format=text", headers)
     ours = [event for event in events if name.strip() in event["Resources"]]
     return f"{ours[0]['EventType']} not before {ours[0]['NotBefore'] or 'now'}" if ours else None
 

@@ -32,7 +32,7 @@ def filesystem_of(url: str) -> tuple[Any, str]:
     """The file system that a URL belongs to, and its path there."""
     if url.startswith(("http://", "https://")):
         return HttpFileSystem(), url
-    return objects.filesystem_of(url)
+    return objects.open_filesystem(url)
 
 
 def revision_of(url: str) -> tuple[str, str] | None:
