@@ -7,7 +7,6 @@ import argparse
 import functools
 import json
 import sys
-from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from jaxtrain.cluster.arguments import add_place
@@ -144,7 +143,7 @@ def train_as_job(a: argparse.Namespace, config: "Config", overrides: list[str]) 
 
     place = find_place(a.coordinator, a.processes, a.process)
     start(quiet=place is not None and place.index > 0)
-    same, folder = facts(config) if place else {}, Path(config.run.directory)
+    same, folder = facts(config) if place else {}, config.run.folder
     with joined(place, config.processes, same, folder) as coordinator:
         if config.train.fit:
             config = fitted(a.config, overrides, config, coordinator)

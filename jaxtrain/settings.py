@@ -233,7 +233,8 @@ def command(main: Callable[..., int]) -> Callable[..., int]:
 
 
 def say_error(line: str) -> None:
-    """Print it as one line, whatever names and values it quotes."""
+    """Print it as one line, whatever names and values it quotes; without the password of a URL."""
+    line = re.sub(r"://[^\s/@'\"]*:[^\s/@'\"]*@", "://...@", line)
     if len(line) > MOST_SHOWN:
         line = f"{line[: MOST_SHOWN // 2]} ... {line[-MOST_SHOWN // 2 :]}"
     line = re.sub(r"[\x00-\x1f\x7f-\x9f\u2028\u2029]", lambda found: repr(found[0])[1:-1], line)

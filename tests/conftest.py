@@ -112,3 +112,23 @@ def whole(tmp_path_factory):
 def copy(whole, tmp_path):
     """A copy of that run, to be damaged."""
     return Path(shutil.copytree(whole, tmp_path / "tiny"))
+
+
+@pytest.fixture(scope="session")
+def s3_server():
+    import s3_server  # moto takes a second to import
+
+    before = dict(os.environ)
+    server = s3_server.start()
+    yield server
+    server.stop()
+    os.environ.clear()
+    os.environ.update(before)
+
+
+@pytest.fixture
+def s3(s3_server):
+    """A server of S3 whose faults are the test's own."""
+    s3_server.reset()
+    yield s3_server
+    s3_server.reset()

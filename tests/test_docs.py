@@ -19,6 +19,7 @@ from jaxtrain.config.fields import tag_of, variants_of
 from jaxtrain.model.sections import Remat
 from jaxtrain.parallel.mesh import AXES
 from jaxtrain.settings import Parser, UserError
+from jaxtrain.storage import fetch
 from jaxtrain.sweep.config import SweepConfig
 from jaxtrain.sweep.load import find_sweep, load_sweep
 from jaxtrain.train.growth import GROWTHS
@@ -70,6 +71,7 @@ def parse(monkeypatch):
 
         return parse_and_stop
 
+    monkeypatch.setattr(fetch, "local_copy", Path)  # of a URL
     for name in ("parse_args", "parse_intermixed_args"):
         monkeypatch.setattr(Parser, name, instead(getattr(argparse.ArgumentParser, name)))
 

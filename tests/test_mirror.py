@@ -18,6 +18,7 @@ from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.runs.history import read_rows
 from jaxtrain.runs.mirror import Mirror, Store, stamps, take_newest
 from jaxtrain.settings import UserError
+from jaxtrain.storage import objects
 
 
 class Killed(BaseException):
@@ -44,7 +45,7 @@ class Faulty:
 
 @pytest.fixture(autouse=True)
 def quick(monkeypatch):
-    monkeypatch.setattr(mirror, "FIRST_WAIT", 0.0)
+    monkeypatch.setattr(objects, "FIRST_WAIT", 0.0)
     monkeypatch.setattr(mirror, "POLL", 0.01)
 
 
@@ -56,22 +57,30 @@ def url():
 @pytest.fixture
 def faults(monkeypatch):
     """Set `before` of the file system of each store that is opened from now on."""
-    opened = mirror.filesystem_of
+    opened = objects.open_filesystem
 
     def inject(before):
         def faulty(url):
             filesystem, path = opened(url)
             return Faulty(filesystem, before), path
 
-        monkeypatch.setattr(mirror, "filesystem_of", faulty)
+        monkeypatch.setattr(objects, "open_filesystem", faulty)
 
     yield inject
-    monkeypatch.setattr(mirror, "filesystem_of", opened)
+    monkeypatch.setattr(objects, "open_filesystem", opened)
 
 
 def config(url, every=1, keep=2, keep_every=None):
     fields = {"keep": keep, "keep_every": keep_every, "mirror": {"url": str(url), "every": every}}
     return CheckpointConfig.model_validate(fields)
+
+
+def store_at(url):
+    return Store(f"{url}/a")
+
+
+def mirror_of(run_dir, c, say):
+    return Mirror(run_dir, c, store_at(c.mirror.url), say)
 
 
 def save(run_dir, step, content=""):
@@ -94,7 +103,7 @@ def remove(run_dir, step):
 def taken(run_dir, c, said=None, check=lambda file: None):
     """The newest local step after a start."""
     run_dir.mkdir(parents=True, exist_ok=True)
-    take_newest(run_dir, c, "a", check, [].append if said is None else said.append)
+    take_newest(run_dir, store_at(c.mirror.url), check, [].append if said is None else said.append)
     assert not (run_dir / mirror.STAGE).exists()
     return max(stamps(run_dir), default=None)
 
@@ -111,7 +120,7 @@ def tree(folder):
 def test_a_copy_is_all_that_a_new_machine_needs(tmp_path, url, where):
     c = config(url if where == "memory" else tmp_path / "far" / "away")
     save(tmp_path / "one", 7)
-    Mirror(tmp_path / "one", c, "a", print).look()
+    mirror_of(tmp_path / "one", c, print).look()
     assert taken(tmp_path / "two", c) == 7
     assert tree(tmp_path / "one") == tree(tmp_path / "two")
     rows = read_rows(tmp_path / "two" / "metrics.jsonl")
@@ -121,7 +130,7 @@ def test_a_copy_is_all_that_a_new_machine_needs(tmp_path, url, where):
 
 def test_copies_are_so_many_steps_apart_and_kept_by_the_same_rule(tmp_path, url):
     c = config(url, every=2, keep=2, keep_every=4)
-    one = Mirror(tmp_path, c, "a", print)
+    one = mirror_of(tmp_path, c, print)
     seen = []
     for step in range(1, 10):
         save(tmp_path, step)
@@ -135,7 +144,7 @@ def test_copies_are_so_many_steps_apart_and_kept_by_the_same_rule(tmp_path, url)
         save(tmp_path, step)
         one.look()
     assert one.store.steps() == [12, 14, 16]  # 12 forever
-    files = fsspec.filesystem("memory").find(one.store.root)
+    files = fsspec.filesystem("memory").find(one.store.folder.root)
     assert {path.split("/")[-1] for path in files if path.count("/") == 3} == {
         "12.json", "14.json", "16.json"
     }  # fmt: skip
@@ -143,7 +152,7 @@ def test_copies_are_so_many_steps_apart_and_kept_by_the_same_rule(tmp_path, url)
 
 
 def test_a_thread_copies_while_the_run_goes_on_and_ends_with_the_newest(tmp_path, url):
-    with Mirror(tmp_path, config(url, every=100), "a", print) as one:
+    with mirror_of(tmp_path, config(url, every=100), print) as one:
         for step in (1, 2, 3):
             save(tmp_path, step)
     assert one.store.steps()[-1] == 3 and taken(tmp_path / "two", config(url)) == 3
@@ -152,7 +161,7 @@ def test_a_thread_copies_while_the_run_goes_on_and_ends_with_the_newest(tmp_path
 def test_an_upload_that_is_killed_anywhere_leaves_the_copy_before(tmp_path, url, faults):
     c = config(url, keep=1)
     save(tmp_path / "one", 1)
-    Mirror(tmp_path / "one", c, "a", print).look()
+    mirror_of(tmp_path / "one", c, print).look()
     save(tmp_path / "one", 2)
     for point in range(100):
         calls = []
@@ -164,7 +173,7 @@ def test_an_upload_that_is_killed_anywhere_leaves_the_copy_before(tmp_path, url,
 
         faults(before)
         try:
-            Mirror(tmp_path / "one", c, "a", print).look()
+            mirror_of(tmp_path / "one", c, print).look()
         except Killed:
             written = any(method == "pipe_file" for method, _ in calls[:-1])
             faults(lambda method, path: None)
@@ -175,8 +184,8 @@ def test_an_upload_that_is_killed_anywhere_leaves_the_copy_before(tmp_path, url,
         else:
             break
     assert point > 8
-    assert Store(url, "a").steps() == [2]
-    left = fsspec.filesystem("memory").find(Store(url, "a").root)
+    assert store_at(url).steps() == [2]
+    left = fsspec.filesystem("memory").find(store_at(url).folder.root)
     assert all("/2/" in path or path.endswith("/2.json") for path in left)
 
 
@@ -184,14 +193,14 @@ def test_errors_of_a_server_are_tried_again(tmp_path, url, faults):
     failures = []
 
     def before(method, path):
-        if failures.count((method, path)) < mirror.TRIES - 1:
+        if failures.count((method, path)) < objects.TRIES - 1:
             failures.append((method, path))
             raise OSError("503 Slow Down")
 
     faults(before)
     said = []
     save(tmp_path / "one", 1)
-    Mirror(tmp_path / "one", config(url), "a", said.append).look()
+    mirror_of(tmp_path / "one", config(url), said.append).look()
     assert said == [] and len(failures) > 20
     failures.clear()
     assert taken(tmp_path / "two", config(url)) == 1
@@ -207,7 +216,7 @@ def test_a_copy_that_fails_is_one_line_and_the_next_is_tried(tmp_path, url, faul
 
     faults(before)
     save(tmp_path, 1)
-    one = Mirror(tmp_path, config(url), "a", said.append)
+    one = mirror_of(tmp_path, config(url), said.append)
     one.look()
     one.look()  # of the same checkpoint nothing more is said
     save(tmp_path, 2)
@@ -234,21 +243,21 @@ def test_a_store_that_is_down_at_a_start_is_an_error(tmp_path, url, faults):
 )
 def test_a_damaged_copy_is_said_and_the_one_before_is_taken(tmp_path, url, damage):
     c, memory = config(url), fsspec.filesystem("memory")
-    one = Mirror(tmp_path / "one", c, "a", print)
+    one = mirror_of(tmp_path / "one", c, print)
     for step in (1, 2):
         save(tmp_path / "one", step)
         one.look()
-    victim = f"{one.store.root}/2/checkpoint/rest/d/0"
+    victim = f"{one.store.folder.root}/2/checkpoint/rest/d/0"
     if damage == "config":
-        victim = f"{one.store.root}/2/run/config.yaml"
+        victim = f"{one.store.folder.root}/2/run/config.yaml"
     data = memory.cat_file(victim)
     if damage == "missing":
         memory.rm_file(victim)
     elif damage == "commit":
-        memory.pipe_file(f"{one.store.root}/2.json", b'{"files": {"run')
+        memory.pipe_file(f"{one.store.folder.root}/2.json", b'{"files": {"run')
     elif damage == "outside":
         text = json.dumps({"files": {"../../x": {"bytes": 1, "crc32": "0"}}})
-        memory.pipe_file(f"{one.store.root}/2.json", text.encode())
+        memory.pipe_file(f"{one.store.folder.root}/2.json", text.encode())
     else:
         memory.pipe_file(victim, data[:-1] if damage == "truncated" else data[:-1] + b"?")
     said = []
@@ -263,13 +272,13 @@ def test_an_upload_that_arrives_short_is_not_committed(tmp_path, url, monkeypatc
     short = lambda path, to, **_: memory.pipe_file(to, b"short")
     monkeypatch.setattr(memory, "put_file", short)
     save(tmp_path, 1)
-    one = Mirror(tmp_path, config(url), "a", said.append)
+    one = mirror_of(tmp_path, config(url), said.append)
     one.look()
     assert one.store.steps() == [] and "5 of " in said[0] and len(said) == 1
 
 
 def test_what_a_run_has_gone_back_from_is_removed_and_copied_anew(tmp_path, url):
-    one = Mirror(tmp_path / "one", config(url, keep=3), "a", print)
+    one = mirror_of(tmp_path / "one", config(url, keep=3), print)
     for step in (2, 4):
         save(tmp_path / "one", step)
         one.look()
@@ -288,7 +297,7 @@ def test_what_a_run_has_gone_back_from_is_removed_and_copied_anew(tmp_path, url)
 def test_a_newer_local_checkpoint_wins_and_an_older_does_not(tmp_path, url):
     c = config(url)
     save(tmp_path / "one", 5)
-    Mirror(tmp_path / "one", c, "a", print).look()
+    mirror_of(tmp_path / "one", c, print).look()
     save(tmp_path / "newer", 6)
     save(tmp_path / "older", 4)
     assert taken(tmp_path / "newer", c) == 6 and steps_of(tmp_path / "newer") == [6]
@@ -298,7 +307,7 @@ def test_a_newer_local_checkpoint_wins_and_an_older_does_not(tmp_path, url):
 @pytest.mark.parametrize("local", [None, 4, 6])
 def test_the_place_of_another_run_is_left_to_it(tmp_path, url, local):
     save(tmp_path / "one", 5)
-    Mirror(tmp_path / "one", config(url), "a", print).look()
+    mirror_of(tmp_path / "one", config(url), print).look()
     if local:
         save(tmp_path / "two", local)
     before = tree(tmp_path / "two")
@@ -314,14 +323,14 @@ def test_the_place_of_another_run_is_left_to_it(tmp_path, url, local):
 
 def test_folders_of_others_are_not_cleaned_up(tmp_path, url):
     memory = fsspec.filesystem("memory")
-    one = Mirror(tmp_path, config(url, keep=1), "a", print)
-    memory.pipe_file(f"{one.store.root}/100/params/x", b"theirs")
-    memory.pipe_file(f"{one.store.root}/3/checkpoint/params/x", b"ours, not whole")
+    one = mirror_of(tmp_path, config(url, keep=1), print)
+    memory.pipe_file(f"{one.store.folder.root}/100/params/x", b"theirs")
+    memory.pipe_file(f"{one.store.folder.root}/3/checkpoint/params/x", b"ours, not whole")
     for step in (1, 2):
         save(tmp_path, step)
         one.look()
-    assert one.store.steps() == [2] and not memory.exists(f"{one.store.root}/3")
-    assert memory.cat_file(f"{one.store.root}/100/params/x") == b"theirs"
+    assert one.store.steps() == [2] and not memory.exists(f"{one.store.folder.root}/3")
+    assert memory.cat_file(f"{one.store.folder.root}/100/params/x") == b"theirs"
 
 
 @pytest.mark.parametrize(
@@ -367,7 +376,7 @@ def test_a_killed_run_goes_on_bit_for_bit_from_the_mirror_alone(tmp_path, capsys
     assert main(arguments) == 0
     assert "checkpoint 3 is taken from there" in capsys.readouterr().out.replace("\n", " ")
     assert_same_run(run_dir, tmp_path / "whole" / "tiny")
-    assert Store(str(far.parent), "tiny").steps() == [3, 6]
+    assert Store(str(far)).steps() == [3, 6]
     assert read_rows(run_dir / "metrics.jsonl")[0]["event"] == "start"
     shutil.rmtree(run_dir)
     assert main(arguments) == 0  # of a run that has ended

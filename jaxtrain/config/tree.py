@@ -46,7 +46,7 @@ class Sections(Settings):
 
     @property
     def run_dir(self) -> Path:
-        return Path(self.run.directory) / self.run.name
+        return self.run.folder / self.run.name
 
 
 class Config(Sections):

@@ -2,7 +2,6 @@
 
 import json
 from math import prod
-from pathlib import Path
 from typing import NamedTuple
 
 import jax.numpy as jnp
@@ -17,6 +16,7 @@ from jaxtrain.objectives.selective import SelectiveConfig
 from jaxtrain.parallel import partition_spec
 from jaxtrain.parallel.mesh import num_batch_shards
 from jaxtrain.runs.saved import QUANTIZED, WEIGHTS, folder_of, load_resolved
+from jaxtrain.storage.location import local
 from jaxtrain.weights.contract import flatten
 
 
@@ -53,7 +53,7 @@ def saved_size(run: str, mesh: Mesh, dtype: jnp.dtype, vocab_size: int) -> Froze
 
     Each device has all of a quantized matrix. UserError for a folder without a model.
     """
-    folder = folder_of(Path(run))
+    folder = folder_of(local(run))
     model = load_resolved(folder / "config.yaml").model
     file = folder / WEIGHTS  # a run that has not ended has checkpoints, which are not quantized
     stored = read_header(file) if file.is_file() else {}

@@ -5,6 +5,7 @@ from pathlib import Path
 
 from jaxtrain.cluster.arguments import add_place
 from jaxtrain.settings import SEEDS, Parser, whole
+from jaxtrain.storage.location import local
 
 SCORES = {
     "perplexity": "e to the mean negative log-likelihood of a token",
@@ -100,5 +101,5 @@ def lm_eval_parser() -> Parser:
 
 def add_model(parser: Parser) -> None:
     """RUN and --step: which model."""
-    parser.add_argument("run", type=Path, help="run directory or model folder")
+    parser.add_argument("run", type=local, help="run directory or model folder, also at a URL")
     parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")

@@ -38,6 +38,7 @@ from jaxtrain.runs.job import facts
 from jaxtrain.runs.report import write_report
 from jaxtrain.runs.saved import Saved, folder_of, load_resolved, load_saved, place_params
 from jaxtrain.settings import UserError, command
+from jaxtrain.storage.fetch import send_results
 from jaxtrain.weights.params import Params, Specs
 
 # Batches in the devices' queue. Hundreds of programs that exchange with other processes wait for
@@ -203,7 +204,8 @@ def answer_tasks(saved: Saved, config: Resolved, arguments: argparse.Namespace) 
     if jax.process_index() > 0:
         return
     if (arguments.run / "metrics.jsonl").is_file():
-        write_report(arguments.run)
+        send_results(arguments.run, write_report(arguments.run))
+    send_results(arguments.run, out)
     Console(width=120).print(task_table(result), f"\n{out}", highlight=False)
 
 

@@ -24,6 +24,7 @@ from jaxtrain.inference.generate import Sampling, make_engine, run_requests
 from jaxtrain.runs.saved import Saved, load_saved
 from jaxtrain.settings import UserError, command
 from jaxtrain.storage.disk import write_json
+from jaxtrain.storage.fetch import send_results
 
 INSTALLED = importlib.util.find_spec("lm_eval") is not None
 Base: Any = importlib.import_module("lm_eval.api.model").LM if INSTALLED else object
@@ -116,5 +117,7 @@ def main(argv: list[str] | None = None) -> int:
         first = (str(error).strip().splitlines() or [type(error).__name__])[0]
         raise UserError(f"--tasks {a.tasks}: the harness has no such data: {first}{why}") from error
     print(importlib.import_module("lm_eval.utils").make_table(found))
-    write_json(a.out or a.run / "harness.json", found["results"])
+    out = a.out or a.run / "harness.json"
+    write_json(out, found["results"])
+    send_results(a.run, out)
     return 0

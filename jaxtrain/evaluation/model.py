@@ -36,6 +36,7 @@ from jaxtrain.model import Transformer, cast, initialize, split
 from jaxtrain.runs.convert import export_run, import_checkpoint
 from jaxtrain.runs.saved import Saved, load_saved, save_model, template_for
 from jaxtrain.settings import UserError
+from jaxtrain.storage.location import is_url, local
 from jaxtrain.weights.params import Params
 
 Message = Mapping[str, str]  # {"role": "user", "content": "..."}
@@ -211,12 +212,12 @@ def load(source: str | Path, step: int | None = None) -> Model:
 
     step: that checkpoint of a run in the place of the end. Raises UserError for anything else.
     """
-    path = Path(source).expanduser()
+    path = local(str(source)).expanduser()
     if path.is_dir() and not (path / "config.json").is_file():
         return Model(load_saved(path, step))
     scratch = tempfile.mkdtemp(prefix="jaxtrain-")
     run = Path(scratch) / "imported"
-    import_checkpoint(str(source), run)
+    import_checkpoint(str(path if is_url(str(source)) else source), run)
     model = Model(load_saved(run))
     weakref.finalize(model, shutil.rmtree, scratch, ignore_errors=True)  # its tokenizer is there
     return model
@@ -229,6 +230,6 @@ def build(config: Config) -> Model:
     c = resolve(config, tokenizer.vocab_size)
     graphdef, specs = split(Transformer(c.model, tokenizer.vocab_size))
     params = initialize(specs, c.run.seed)
-    nowhere = Path(c.run.directory) / c.run.name / "model"
+    nowhere = c.run.folder / c.run.name / "model"
     ends = prompting(nowhere, tokenizer)
     return Model(Saved(c, graphdef, specs, params, tokenizer, nowhere, ends))

@@ -1,8 +1,7 @@
 """The command lines of `generate` and `chat`; nothing here imports JAX."""
 
-from pathlib import Path
-
 from jaxtrain.settings import SEEDS, TINY, Parser, real, whole
+from jaxtrain.storage.location import local
 
 TOKENS = 256  # new tokens by default
 
@@ -10,7 +9,7 @@ TOKENS = 256  # new tokens by default
 def generate_parser(program: str = "jaxtrain generate") -> Parser:
     """Of `jaxtrain generate`: a prompt is continued, or answered."""
     parser = Parser(program, description="Text from a trained model.")
-    parser.add_argument("run", type=Path, help="run directory or model folder")
+    parser.add_argument("run", type=local, help="run directory or model folder, also at a URL")
     parser.add_argument("--prompt", action="append", help="text to continue; may be given often")
     parser.add_argument(
         "--chat", action="store_true", help="talk in the terminal; with --prompt: answer that"

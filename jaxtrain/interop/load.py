@@ -25,6 +25,8 @@ from jaxtrain.interop.layouts import LAYOUTS
 from jaxtrain.interop.tensors import DTYPES, Stored, read, read_headers
 from jaxtrain.model import Params, ParamSpec, path_name
 from jaxtrain.settings import UserError, read_object
+from jaxtrain.storage.fetch import fetch_model
+from jaxtrain.storage.location import is_url, local
 from jaxtrain.weights.contract import flatten
 from jaxtrain.weights.params import Specs
 
@@ -68,8 +70,18 @@ def hub_of(path: str) -> tuple[str, str | None] | None:
     return found and (found[1], found[2])
 
 
+@functools.cache
+def folder_at(url: str) -> Path:
+    """The local copy of a model at a URL, as it is when the process first asks."""
+    folder = local(url)
+    fetch_model(folder)
+    return folder
+
+
 def find_folder(path_or_repo: str) -> Path:
-    """A folder on disk, or the local copy of a repository of huggingface.co."""
+    """A folder on disk, or the local copy of one at a URL or of a repository of huggingface.co."""
+    if is_url(path_or_repo):
+        return folder_at(path_or_repo)
     repository = hub_of(path_or_repo)
     if repository is None:
         folder = Path(path_or_repo).expanduser()

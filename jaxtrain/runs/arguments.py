@@ -4,6 +4,7 @@ from pathlib import Path
 
 from jaxtrain.interop.families import FAMILIES
 from jaxtrain.settings import TINY, Parser, real, whole
+from jaxtrain.storage.location import local
 
 DTYPES = ("bfloat16", "float16", "float32", "float64")  # as in `interop.tensors`; a test checks
 OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_k")  # as in `interop.gguf_file`; a test checks
@@ -12,7 +13,7 @@ OUTTYPES = ("f32", "f16", "bf16", "q8_0", "q4_k")  # as in `interop.gguf_file`; 
 def report_parser() -> Parser:
     """Of `jaxtrain report`: one HTML page about a run."""
     parser = Parser("jaxtrain report", description="One HTML page about a run, RUN/report.html.")
-    parser.add_argument("run", type=Path, help="a run directory, such as runs/NAME")
+    parser.add_argument("run", type=local, help="a run directory, such as runs/NAME, also at a URL")
     return parser
 
 
@@ -23,7 +24,9 @@ def compare_parser() -> Parser:
         description="Compare runs: loss at equal steps, tokens per second, seconds to equal loss, "
         "and the settings that differ. The first run is the baseline.",
     )
-    parser.add_argument("runs", type=Path, nargs="+", metavar="RUN", help="run directories")
+    parser.add_argument(
+        "runs", type=local, nargs="+", metavar="RUN", help="run directories, also at URLs"
+    )
     parser.add_argument("--plot", type=Path, metavar="FILE.png", help="their curves as a picture")
     parser.add_argument(
         "--html", type=Path, metavar="FILE.html", help="the same as one page, with all curves"
@@ -97,8 +100,8 @@ def export_parser() -> Parser:
     parser = Parser(
         "jaxtrain export", description="A run becomes a Hugging Face checkpoint or a GGUF file."
     )
-    parser.add_argument("run", type=Path, help="run directory or model folder")
-    parser.add_argument("out", type=Path, help="folder to write, or the .gguf file")
+    parser.add_argument("run", type=local, help="run directory or model folder, also at a URL")
+    parser.add_argument("out", help="folder to write, or the .gguf file; also at a URL")
     parser.add_argument(
         "--format", choices=("huggingface", "gguf"), default="huggingface",
         help="a checkpoint of Hugging Face, or one file for llama.cpp (default huggingface)",

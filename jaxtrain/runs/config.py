@@ -1,19 +1,68 @@
 """Where a run lives, and what it keeps and reports."""
 
-from pathlib import PurePath
-from urllib.parse import urlsplit
+from pathlib import Path, PurePath
+from typing import Annotated, Literal
 
 from pydantic import Field, field_validator
 
 from jaxtrain.settings import Settings
+from jaxtrain.storage.location import RUNS, cached, is_url, location_fault
+
+
+class Notice(Settings):
+    """How a spot machine learns that it is taken back."""
+
+    every: float = Field(5.0, gt=0, description="seconds between two questions")
+
+
+class AwsNotice(Notice):
+    """EC2's instance metadata service, version 2."""
+
+    name: Literal["aws"] = "aws"
+    endpoint: str = Field("http://169.254.169.254", description="URL of the service")
+
+
+class GcpNotice(Notice):
+    """Compute Engine's metadata server."""
+
+    name: Literal["gcp"] = "gcp"
+    endpoint: str = Field("http://metadata.google.internal", description="URL of the service")
+
+
+class AzureNotice(Notice):
+    """Azure's Scheduled Events."""
+
+    name: Literal["azure"] = "azure"
+    endpoint: str = Field("http://169.254.169.254", description="URL of the service")
+
+
+class FileNotice(Notice):
+    """A file that a script of the scheduler makes."""
+
+    name: Literal["file"] = "file"
+    path: str = Field(min_length=1, description="the notice is there when this file is")
+
+
+PreemptionConfig = Annotated[
+    AwsNotice | GcpNotice | AzureNotice | FileNotice, Field(discriminator="name")
+]
 
 
 class RunConfig(Settings):
     """Where the run lives."""
 
     name: str = Field("run", min_length=1, description="folder of this run inside `directory`")
-    directory: str = Field("runs", description="folder that holds the runs")
+    directory: str = Field(
+        "runs",
+        description="folder that holds the runs: a path, or s3://, gs:// or another URL of fsspec. "
+        "A run at a URL works in a local folder below $JAXTRAIN_CACHE/runs",
+    )
     seed: int = Field(42, ge=0, description="of the initial values and the samples")
+    preemption: PreemptionConfig | None = Field(
+        None,
+        description="where a spot machine asks whether it is taken back; the run then saves and "
+        "stops as after SIGTERM; null: nowhere",
+    )
 
     @field_validator("name")
     @classmethod
@@ -27,14 +76,35 @@ class RunConfig(Settings):
             raise ValueError("a folder's name has at most 255 bytes")
         return name
 
+    @field_validator("directory")
+    @classmethod
+    def _can_be_written(cls, directory: str) -> str:
+        if why := location_fault(directory):
+            raise ValueError(why)
+        return directory
+
+    @property
+    def folder(self) -> Path:
+        """The local folder that holds the runs."""
+        if is_url(self.directory):
+            return cached(RUNS, self.directory)
+        return Path(self.directory)
+
+    @property
+    def url(self) -> str | None:
+        """Of this run, where its directory is at a URL."""
+        return f"{self.directory.rstrip('/')}/{self.name}" if is_url(self.directory) else None
+
 
 class MirrorConfig(Settings):
     """A second place for checkpoints."""
 
-    url: str = Field(
+    url: str | None = Field(
+        None,
         min_length=1,
         description="folder for copies, which are in url/run.name: s3://, gs:// or another URL "
-        "of fsspec, or a path; credentials come from the environment",
+        "of fsspec, or a path; credentials come from the environment. null: where run.directory "
+        "is a URL, there",
     )
     every: int = Field(
         1,
@@ -45,15 +115,9 @@ class MirrorConfig(Settings):
 
     @field_validator("url")
     @classmethod
-    def _has_no_secret(cls, url: str) -> str:
-        parts = urlsplit(url) if "://" in url else None
-        if parts and (parts.password is not None or parts.query):
-            raise ValueError(
-                "it must not hold a password or a query; the store's own environment variables "
-                "or files hold credentials"
-            )
-        if url.startswith(("http://", "https://")) or "::" in url:
-            raise ValueError("nothing can be written there; take s3://, gs:// or a path")
+    def _can_be_written(cls, url: str | None) -> str | None:
+        if url and (why := location_fault(url)):
+            raise ValueError(why)
         return url
 
 

@@ -36,6 +36,7 @@ from jaxtrain.runs.export_model import prepare_export, token_ids
 from jaxtrain.runs.model_card import write_card
 from jaxtrain.runs.saved import folder_of, load_resolved
 from jaxtrain.settings import UserError, command
+from jaxtrain.storage.location import output_at
 
 
 def import_checkpoint(path_or_repo: str, run_dir: Path) -> Resolved:
@@ -139,15 +140,18 @@ def export_main(argv: list[str] | None = None) -> int:
     if a.format == "gguf":
         if a.dtype or a.shard_bytes:
             raise UserError("--dtype and --shard-bytes are of checkpoints; GGUF has --outtype")
-        print(export_summary(a.out, export_gguf(a.run, a.out, a.outtype or "f16", a.family)))
+        with output_at(a.out) as out:
+            text = export_summary(out, export_gguf(a.run, out, a.outtype or "f16", a.family))
+        print(text.replace(str(out), a.out))
         return 0
     if a.outtype:
         raise UserError("--outtype is of --format gguf; checkpoints have --dtype")
     hub = open_hub(a.push_to_hub) if a.push_to_hub else None
-    name = export_run(a.run, a.out, a.family, a.dtype, a.shard_bytes or SHARD_BYTES)
-    print(f"exported {a.out} as {name}", flush=True)
-    if hub is not None:
-        base = base_model_metadata(a.run, load_resolved(folder_of(a.run) / "config.yaml"))
-        write_card(a.run, a.out, a.push_to_hub, a.license, base)
-        print(f"uploaded {upload(hub, a.out, a.push_to_hub, a.public)}")
+    with output_at(a.out) as out:
+        name = export_run(a.run, out, a.family, a.dtype, a.shard_bytes or SHARD_BYTES)
+        if hub is not None:
+            base = base_model_metadata(a.run, load_resolved(folder_of(a.run) / "config.yaml"))
+            write_card(a.run, out, a.push_to_hub, a.license, base)
+            print(f"uploaded {upload(hub, out, a.push_to_hub, a.public)}", flush=True)
+    print(f"exported {a.out} as {name}")
     return 0

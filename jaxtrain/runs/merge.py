@@ -16,6 +16,7 @@ import numpy as np
 from jaxtrain.runs.arguments import merge_parser
 from jaxtrain.runs.saved import Saved, is_quantized, load_saved, save_model
 from jaxtrain.settings import UserError, command
+from jaxtrain.storage.location import local
 from jaxtrain.weights.params import Params
 
 Merge = Callable[[Sequence[np.ndarray]], np.ndarray]  # arrays of one parameter, float64
@@ -125,4 +126,4 @@ def main(argv: list[str] | None = None) -> int:
 def split_step(text: str) -> tuple[Path, int | None]:
     """RUN or RUN@STEP: the run's end, or its checkpoint of that step."""
     path, mark, step = text.rpartition("@")
-    return (Path(path), int(step)) if mark and step.isdigit() else (Path(text), None)
+    return (local(path), int(step)) if mark and step.isdigit() else (local(text), None)

@@ -7,144 +7,86 @@ is written last and removed first: a copy without it is not there.
 
 import json
 import os
-import random
 import shutil
 import threading
-import time
 from collections.abc import Callable, Mapping
 from contextlib import suppress
-from pathlib import Path, PurePosixPath
+from pathlib import Path
 from types import TracebackType
-from typing import Any
 
-from jaxtrain.data.files.remote import FINAL, filesystem_of, is_local
 from jaxtrain.runs.checkpoint import saved_steps
 from jaxtrain.runs.config import CheckpointConfig
 from jaxtrain.runs.history import read_rows
 from jaxtrain.settings import UserError
 from jaxtrain.storage import checksums as sums
+from jaxtrain.storage.objects import Damaged, RemoteFolder, reason_of
 
 # Beside a checkpoint and metrics.jsonl, what a resume needs of a run directory.
 COMPANIONS = ("config.yaml", "env.json", "data.json", "reference.npz", "tokenizer")
-TRIES = 6
-FIRST_WAIT = 0.5  # seconds; doubled for every further try
 POLL = 1.0  # seconds between two looks at the run directory
 STAGE = ".mirror"  # in the run directory: what goes out, what comes in
 
 
-class Damaged(Exception):
-    """A copy that is not as it was written."""
-
-
 class Store:
-    """The copies of one run below a URL. An error that may pass is tried again, ever later."""
+    """The copies of one run's checkpoints in a folder at a URL."""
 
-    def __init__(self, url: str, name: str):
-        self.url = f"{url.rstrip('/')}/{name}"
-        self.filesystem, root = filesystem_of(self.url)
-        self.root = root.rstrip("/")
+    def __init__(self, url: str):
+        self.folder = RemoteFolder(url)
+        self.url = self.folder.url
 
     def steps(self) -> list[int]:
         """Of all whole copies, the newest last."""
-        return sorted(int(name[:-5]) for name in self._names() if name[:-5].isdigit())
+        return committed_steps(self.folder.names())
 
     def commit(self, step: int) -> dict[str, sums.Entry]:
         """The checksums of a copy's files."""
         try:
-            found = json.loads(self._tried(lambda: self.filesystem.cat_file(self._commit(step))))
+            found = json.loads(self.folder.read(f"{step}.json"))
             return {str(name): sums.Entry(**entry) for name, entry in found["files"].items()}
         except (ValueError, LookupError, TypeError, AttributeError) as error:
             raise Damaged(f"{self.url}/{step}.json is damaged") from error
 
     def write(self, step: int, files: Mapping[str, Path]) -> None:
         """Copy files, then what makes the copy whole."""
-        self._remove_commit(step)
+        self.folder.remove(f"{step}.json")
         entries = {name: sums.entry(path) for name, path in files.items()}
-        for name, path in files.items():
-            self._tried(lambda p=path, n=name: self._put(p, f"{self.root}/{step}/{n}"))
+        self.folder.put({f"{step}/{name}": path for name, path in files.items()})
         text = json.dumps({"step": step, "files": entries}, indent=1)
-        self._tried(lambda: self.filesystem.pipe_file(self._commit(step), text.encode()))
+        self.folder.write(f"{step}.json", text.encode())
 
-    def read(self, step: int, folder: Path, only: str | None = None) -> None:
-        """Copy the files, or one, into a folder. Damaged if one is not as it was written."""
-        commit = self.commit(step)
-        for name in commit if only is None else [only]:
-            path, shown = PurePosixPath(name), f"{self.url}/{step}/{name}"
-            if path.is_absolute() or ".." in path.parts:
-                raise Damaged(f"{self.url}/{step}.json names {name}")
-            (folder / path).parent.mkdir(parents=True, exist_ok=True)
-            remote, local = f"{self.root}/{step}/{name}", str(folder / path)
-            try:
-                self._tried(lambda r=remote, p=local: self.filesystem.get_file(r, p))
-            except FileNotFoundError as error:
-                raise Damaged(f"{shown} is missing") from error
-            if sums.entry(folder / path) != commit.get(name):
-                raise Damaged(f"{shown} is not as it was written (CRC-32)")
+    def read(self, step: int, folder: Path, only: str = "") -> None:
+        """Copy the files whose names begin with `only` into a folder.
+
+        Damaged if one is not as it was written.
+        """
+        found = {name: entry for name, entry in self.commit(step).items() if name.startswith(only)}
+        if not found:
+            raise Damaged(f"{self.url}/{step}.json does not name {only or 'any file'}")
+        self.folder.get({f"{step}/{name}": entry for name, entry in found.items()}, folder)
+        for path in (folder / str(step)).iterdir():
+            path.replace(folder / path.name)
+        (folder / str(step)).rmdir()
 
     def remove(self, step: int) -> None:
-        self._remove_commit(step)
-        folder = f"{self.root}/{step}"
-        if self._tried(lambda: self.filesystem.exists(folder)):
-            self._tried(lambda: self.filesystem.rm(folder, recursive=True))
+        self.folder.remove(f"{step}.json")
+        self.folder.remove(str(step))
 
     def clean(self, keep: int, keep_every: int | None) -> None:
         """Remove what is not kept, and what no commit made whole; no folder of anybody else."""
-        whole = self.steps()
+        names = self.folder.names()
+        whole = committed_steps(names)
         forever = [step for step in whole if keep_every and step % keep_every == 0]
         kept = {*whole[-keep:], *forever}
-        begun = [int(name) for name in self._names() if name.isdigit() and int(name) not in whole]
+        begun = [int(name) for name in names if name.isdigit() and int(name) not in whole]
         for step in [*(step for step in whole if step not in kept), *filter(self._is_ours, begun)]:
             self.remove(step)
 
     def _is_ours(self, step: int) -> bool:
-        folders = (f"{self.root}/{step}/{name}" for name in ("checkpoint", "run"))
-        return any(self._tried(lambda f=folder: self.filesystem.exists(f)) for folder in folders)
-
-    def _commit(self, step: int) -> str:
-        return f"{self.root}/{step}.json"
-
-    def _remove_commit(self, step: int) -> None:
-        if self._tried(lambda: self.filesystem.exists(self._commit(step))):
-            self._tried(lambda: self.filesystem.rm_file(self._commit(step)))
-
-    def _names(self) -> list[str]:
-        """Of what is directly below the root."""
-
-        def ask() -> list[str]:
-            self.filesystem.invalidate_cache()
-            return self.filesystem.ls(self.root, detail=False)
-
-        try:
-            return [path.rstrip("/").rpartition("/")[2] for path in self._tried(ask)]
-        except FileNotFoundError:
-            return []
-
-    def _put(self, path: Path, to: str) -> None:
-        if is_local(self.url):  # object stores have no folders to make
-            Path(to).parent.mkdir(parents=True, exist_ok=True)
-        self.filesystem.put_file(str(path), to)
-        self.filesystem.invalidate_cache()
-        size, wanted = self.filesystem.info(to)["size"], path.stat().st_size
-        if size != wanted:
-            raise OSError(f"{size:,} of {wanted:,} bytes have arrived")
-
-    def _tried(self, action: Callable[[], Any]) -> Any:
-        for attempt in range(TRIES):
-            try:
-                return action()
-            except (FileNotFoundError, PermissionError, *FINAL):
-                raise
-            except Exception:
-                if attempt + 1 == TRIES:
-                    raise
-                time.sleep(FIRST_WAIT * 2**attempt * random.uniform(0.75, 1.25))
-        raise AssertionError("unreachable")
+        return any(self.folder.exists(f"{step}/{name}") for name in ("checkpoint", "run"))
 
 
-def reason_of(error: Exception) -> str:
-    """One short line."""
-    said = str(error).strip().splitlines()
-    return f"{type(error).__name__}: {said[0][:200]}" if said else type(error).__name__
+def committed_steps(names: list[str]) -> list[int]:
+    return sorted(int(name[:-5]) for name in names if name[:-5].isdigit() and name[-5:] == ".json")
 
 
 # ---- out -----------------------------------------------------------------------------------------
@@ -158,11 +100,11 @@ class Mirror:
     """
 
     def __init__(
-        self, run_dir: Path, config: CheckpointConfig, name: str, say: Callable[[str], None]
+        self, run_dir: Path, config: CheckpointConfig, store: Store, say: Callable[[str], None]
     ):
-        assert config.mirror is not None
-        self.run_dir, self.every, self.say = run_dir, config.mirror.every, say
-        self.store, self.keep = Store(config.mirror.url, name), (config.keep, config.keep_every)
+        self.run_dir, self.store, self.say = run_dir, store, say
+        self.every = config.mirror.every if config.mirror else 1
+        self.keep = config.keep, config.keep_every
         self.copied: dict[int, int | None] | None = None  # step -> stamp of the local checkpoint
         self.failed: int | None = None  # step that was given up
         self.closing = threading.Event()
@@ -259,21 +201,15 @@ def taken_back(copied: Mapping[int, int | None], local: Mapping[int, int]) -> li
 
 
 def take_newest(
-    run_dir: Path,
-    c: CheckpointConfig,
-    name: str,
-    check: Callable[[Path], None],
-    say: Callable[[str], None],
+    run_dir: Path, store: Store, check: Callable[[Path], None], say: Callable[[str], None]
 ) -> None:
     """Take the newest whole copy that is newer than every local checkpoint, if there is one.
 
     check: raises UserError for the config.yaml of another run, whichever is newer. A damaged copy
     is said and passed over. UserError where the copies cannot be read.
     """
-    assert c.mirror is not None
     stage = run_dir / STAGE
     shutil.rmtree(stage, ignore_errors=True)
-    store = Store(c.mirror.url, name)
     try:
         steps = store.steps()
         with suppress(Damaged):  # said below
@@ -297,8 +233,8 @@ def take_newest(
         raise
     except Exception as error:
         raise UserError(
-            f"checkpoint.mirror.url: {store.url} cannot be read ({reason_of(error)}); "
-            "checkpoint.mirror=null starts without it"
+            f"{store.url} cannot be read ({reason_of(error)}); checkpoint.mirror=null starts "
+            "without it"
         ) from error
     finally:
         shutil.rmtree(stage, ignore_errors=True)

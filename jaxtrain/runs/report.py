@@ -21,6 +21,7 @@ from jaxtrain.runs.report_data import (
 )
 from jaxtrain.settings import UserError, command, read_object, visible
 from jaxtrain.storage.disk import write_whole
+from jaxtrain.storage.fetch import send_results
 
 MAX_SAMPLES, MAX_SAMPLE_CHARS = 40, 6000
 STYLE = Path(__file__).with_name("report.css")
@@ -241,5 +242,8 @@ def _environment(values: MetricsRow) -> str:
 @command
 def main(argv: Sequence[str] | None = None) -> int:
     """The command line: prints the report's path; 2 and one line on stderr for a UserError."""
-    print(write_report(report_parser().parse_args(argv).run))
+    run = report_parser().parse_args(argv).run
+    page = write_report(run)
+    send_results(run, page)
+    print(page)
     return 0

@@ -27,7 +27,9 @@ from jaxtrain.parallel import partition_spec
 from jaxtrain.parallel.mesh import gather_to_host, shard_from_host
 from jaxtrain.runs.checkpoint import Checkpointer, decisions, saved_steps
 from jaxtrain.runs.config import CheckpointConfig
+from jaxtrain.runs.publish import take_checkpoint
 from jaxtrain.settings import UserError
+from jaxtrain.storage.fetch import fetch_model
 from jaxtrain.storage.strict_yaml import read_saved
 from jaxtrain.weights import encode_matrices
 from jaxtrain.weights.contract import flatten, is_weight
@@ -121,6 +123,7 @@ def load_saved(path: Path, step: int | None = None) -> Saved:
     tokenizer = load_tokenizer(tokenizer_dir)
     finished = step is None and (folder / WEIGHTS).is_file()
     if not finished:
+        take_checkpoint(path, step)
         run = path / "config.yaml"  # `model/` has the last phase's
         config = load_resolved(run) if run.is_file() else config
         at = max(saved_steps(path), default=0) if step is None else step
@@ -175,6 +178,7 @@ def place_params(saved: Saved, mesh: Mesh) -> Params:
 
 def folder_of(path: Path) -> Path:
     """Where the configuration of a model is: `model/`, of a run that has ended."""
+    fetch_model(path)
     folder = path / "model" if (path / "model" / "config.yaml").is_file() else path
     if not (folder / "config.yaml").is_file():
         raise UserError(f"{path} is not a run directory or a model folder: it has no config.yaml")

@@ -142,9 +142,9 @@ class TrainFields[Size: int | None, Ratio: float | None](Settings):
     )
     init_from: str | None = Field(
         None,
-        description="run, model folder or Hugging Face checkpoint (a folder, OWNER/NAME or "
-        "OWNER/NAME@REVISION; the commit is kept in the run's configuration) to start from; "
-        "its model and tokenizer are the default",
+        description="run, model folder or Hugging Face checkpoint (a folder, an s3://, gs:// or "
+        "other URL of one, OWNER/NAME or OWNER/NAME@REVISION; the commit is kept in the run's "
+        "configuration) to start from; its model and tokenizer are the default",
     )
     precision: Literal["auto", "bfloat16", "float16", "float32"] = Field(
         "auto", description="of the compute: bfloat16 or float16 as the GPU can, float32 on a CPU"

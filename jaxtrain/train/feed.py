@@ -44,8 +44,8 @@ class Feed:
             or data.make_augment(c.data.augment, tokenizer, c.data.seed),
         )  # fmt: skip
         self._guard = guard
-        self.position: Position = position or {}
         self._loader = self._open(state=position)
+        self.position: Position = position or self._loader.get_state()  # a stop before step 1
         self._next: tuple[data.Batch | data.PairBatch, Position] | None = None
         for name, count in self._loader.conversations.items():
             plan.log(f"data     {name}: {data.counts_phrase(count)}")

@@ -17,6 +17,7 @@ from jaxtrain.cluster.coordinator import Coordinator
 from jaxtrain.config import Config
 from jaxtrain.runs.checkpoint import Checkpointer, no_room
 from jaxtrain.runs.lock import held
+from jaxtrain.runs.remote_lock import held_remotely
 from jaxtrain.runs.report import write_report
 from jaxtrain.storage.disk import full_disk_explained, write_json
 from jaxtrain.train.evaluator import Evaluator
@@ -33,6 +34,7 @@ from jaxtrain.train.plan import (
     phases_left,
     prepare_data,
 )
+from jaxtrain.train.preemption import watched_for_preemption
 from jaxtrain.train.program import Program, out_of_memory_explained
 from jaxtrain.train.recipes import make_recipe
 from jaxtrain.train.restore import (
@@ -42,7 +44,13 @@ from jaxtrain.train.restore import (
     non_param_state,
     saved_part,
 )
-from jaxtrain.train.run_directory import check_writable, final_message, mirrored, open_run
+from jaxtrain.train.run_directory import (
+    check_writable,
+    final_message,
+    mirrored,
+    open_run,
+    store_of,
+)
 from jaxtrain.train.run_steps import Running, run_steps
 from jaxtrain.train.step import State, state_shardings
 from jaxtrain.train.stop_signal import StopSignal
@@ -71,9 +79,12 @@ def train(
     """
     coordinator = coordinator or Coordinator()
     check_writable(config.run_dir)
-    lock = held(config.run_dir, coordinator, max(100.0, config.processes.heartbeat_timeout))
-    with full_disk_explained(functools.partial(no_room, config.run_dir)), lock:
-        log = RunLog(coordinator)
+    log, patience = RunLog(coordinator), max(100.0, config.processes.heartbeat_timeout)
+    with (
+        full_disk_explained(functools.partial(no_room, config.run_dir)),
+        held(config.run_dir, coordinator, patience),
+        held_remotely(store_of(config), coordinator, patience, log),
+    ):
         plans = make_plans(config, coordinator, log)
         data = prepare_data(config, plans[-1], log)
         with mirrored(plans[0].run, coordinator, log):
@@ -82,8 +93,8 @@ def train(
                 log.began = time.perf_counter()
                 if result.stopped:
                     break
-        if coordinator.index == 0:
-            page = write_report(result.directory)
+            page = write_report(result.directory) if coordinator.index == 0 else None
+        if page:
             log(final_message(plan.run, result.step, page, data.chat is not None))
     return result
 
@@ -143,6 +154,7 @@ def train_phase(
         with (
             contextlib.closing(feed),
             StopSignal(coordinator) as stop,
+            watched_for_preemption(c.run.preemption, stop.ask),
             out_of_memory_explained(c, program.compiled),
             open_metrics(plan, run_dir, start, spec.facts | facts) as metrics,
         ):

@@ -39,6 +39,7 @@ from jaxtrain.train.population_members import (
     member_of,
     stack_states,
 )
+from jaxtrain.train.preemption import watched_for_preemption
 from jaxtrain.train.program import out_of_memory_explained
 from jaxtrain.train.recipes import make_recipe
 from jaxtrain.train.restore import non_param_state, restored, saved_part, shapes_of
@@ -132,6 +133,7 @@ def train_members(plans: Sequence[Plan], data: TrainingData) -> list[TrainResult
         with (
             contextlib.closing(feed),
             StopSignal(coordinator) as stop,
+            watched_for_preemption(c.run.preemption, stop.ask),
             out_of_memory_explained(c, program.compiled),
             PopulationMetrics(members, start, spec.facts | facts) as metrics,
         ):

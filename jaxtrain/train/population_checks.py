@@ -61,8 +61,10 @@ def check_configs(configs: Sequence[Config], coordinator: Coordinator) -> None:
         raise UserError("a population needs at least one configuration")
     if coordinator.count > 1 or jax.process_count() > 1:
         raise UserError("a population trains in one process; start one process")
-    if any(c.checkpoint.mirror for c in configs):
-        raise UserError("checkpoint.mirror: a population cannot have it. Train the runs alone")
+    for c in configs:
+        if c.checkpoint.mirror or c.run.url:
+            name = "checkpoint.mirror" if c.checkpoint.mirror else "run.directory at a URL"
+            raise UserError(f"{name}: a population cannot have it. Train the runs alone")
     folders = [c.run_dir.resolve() for c in configs]
     for number, folder in enumerate(folders):
         if folder in folders[:number]:

@@ -6,7 +6,6 @@ teacher's last hidden states and head (`distill`).
 """
 
 from collections.abc import Callable
-from pathlib import Path
 from typing import Any
 
 import jax
@@ -24,6 +23,7 @@ from jaxtrain.objectives.distill import TaughtBatch, Teacher
 from jaxtrain.parallel import constrain
 from jaxtrain.runs.saved import Saved, load_saved, place_params
 from jaxtrain.settings import UserError
+from jaxtrain.storage.location import local
 from jaxtrain.weights.params import Params
 
 
@@ -47,7 +47,7 @@ def load_frozen(
 
     Raises UserError for a model of another tokenizer, or one that is not causal.
     """
-    saved = load_saved(Path(run))
+    saved = load_saved(local(run))
     check_decoder(saved.config.model)
     if saved.tokenizer.fingerprint != tokenizer.fingerprint:
         raise UserError(

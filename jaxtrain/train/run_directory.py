@@ -3,7 +3,7 @@
 import os
 import tempfile
 from collections.abc import Callable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from pathlib import Path
 
 import jax
@@ -21,7 +21,8 @@ from jaxtrain.interop.pretrained import check_tokenizer
 from jaxtrain.runs.checkpoint import saved_steps
 from jaxtrain.runs.environment import environment
 from jaxtrain.runs.job import leaves
-from jaxtrain.runs.mirror import Mirror, take_newest
+from jaxtrain.runs.mirror import Mirror, Store, take_newest
+from jaxtrain.runs.publish import CHECKPOINTS, Publisher, take_samples
 from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import write_json
 from jaxtrain.storage.strict_yaml import read_saved
@@ -31,7 +32,7 @@ MUTABLE_ON_RESUME = (
     "run.", "mesh.", "processes.", "eval.", "sample.", "checkpoint.", "metrics.", "data.cache_dir",
     "data.prefetch", "data.workers", "data.prepare_workers", "data.skip_damaged",
     "train.device_batch_size", "train.fit", "train.compiler_options", "train.on_nonfinite",
-    "train.max_consecutive_skips", "train.loss_spike", "model.attention=",
+    "data.tokenizer.path=", "train.max_consecutive_skips", "train.loss_spike", "model.attention=",
     "model.scan_layers", "model.remat", "model.moe.remat", "optim.offload",
 )  # fmt: skip
 
@@ -61,35 +62,64 @@ def check_run(c: Resolved) -> bool:
     return True
 
 
+def store_of(c: Config | Resolved) -> Store | None:
+    """Where the copies of a run's checkpoints are, if there are any."""
+    mirror, place = c.checkpoint.mirror, c.run.url
+    if mirror and mirror.url and place:
+        raise UserError(
+            f"checkpoint.mirror.url: leave it out, run.directory={c.run.directory} holds the "
+            "checkpoints already"
+        )
+    if mirror and not mirror.url and not place:
+        raise UserError(
+            "checkpoint.mirror.url: name a URL or a path; it may be null only where run.directory "
+            "is a URL"
+        )
+    if place:
+        return Store(f"{place}/{CHECKPOINTS}")
+    return Store(f"{mirror.url.rstrip('/')}/{c.run.name}") if mirror and mirror.url else None
+
+
 def take_from_mirror(c: Resolved, coordinator: Coordinator, log: Callable[[str], None]) -> None:
-    """Before a start: the newest checkpoint of `checkpoint.mirror`, if it is newer than ours."""
-    mirror = c.checkpoint.mirror
-    if mirror is None:
+    """Before a start: the newest checkpoint of the copies, if it is newer than ours."""
+    store = store_of(c)
+    if store is None:
         return
 
     def check(file: Path) -> None:
         if changed := differences(read_saved(file), c.model_dump(mode="json")):
             more = f"; and {len(changed) - 6} more" if len(changed) > 6 else ""
             raise UserError(
-                f"checkpoint.mirror.url: {mirror.url} has a run {c.run.name} of "
-                f"another configuration: {'; '.join(changed[:6])}{more}. Set run.name to start "
+                f"{store.url} has a run {c.run.name} of another configuration: "
+                f"{'; '.join(changed[:6])}{more}. Set run.name to start "
                 "another run, or undo the change to resume that one"
             )
 
     check_run(c)  # the one that is here
     if coordinator.index == 0:
-        take_newest(c.run_dir, c.checkpoint, c.run.name, check, log)
+        take_newest(c.run_dir, store, check, log)
+        if c.run.url:
+            take_samples(c.run_dir, c.run.url)
     coordinator.compare({}, "")  # the others look at the run directory afterwards
 
 
 @contextmanager
 def mirrored(c: Resolved, coordinator: Coordinator, log: Callable[[str], None]) -> Iterator[None]:
-    """While it is open, process 0 copies checkpoints to `checkpoint.mirror`."""
-    if c.checkpoint.mirror is None or coordinator.index:
+    """While it is open, process 0 copies checkpoints to `checkpoint.mirror`, or the whole run to
+    where `run.directory` is a URL. UserError if the end of that run is not there in the end."""
+    store = store_of(c)
+    if store is None or coordinator.index:
         yield
         return
-    with Mirror(c.run_dir, c.checkpoint, c.run.name, log):
-        yield
+    url = c.run.url
+    with Publisher(c.run_dir, url, log) if url else nullcontext():
+        with Mirror(c.run_dir, c.checkpoint, store, log) as mirror:
+            yield
+        if url and mirror.failed is not None:
+            raise UserError(
+                f"{store.url} has not got checkpoint {mirror.failed}; it is in {c.run_dir}, and "
+                "the same command copies it"
+            )
 
 
 def check_text(c: Config) -> None:
@@ -175,8 +205,8 @@ def final_message(c: Resolved, step: int, page: Path, talks: bool) -> str:
         return f"stopped  at step {step} of {c.train.steps}, saved; go on with:{again}"
     path = c.run_dir / "samples" / f"step_{step:06d}.txt"
     sample = path.read_text() + "\n" if path.is_file() else ""
-    how = ["--chat"] if talks else []
+    how, where = ["--chat"] if talks else [], c.run.url or c.run_dir
     return (
-        f"{sample}report   {page}\nmodel    {c.run_dir / 'model'}\n"
-        f"more     {command_of('generate', c.run_dir, *how)}"
+        f"{sample}report   {where}/{page.name}\nmodel    {where}/model\n"
+        f"more     {command_of('generate', where, *how)}"
     )

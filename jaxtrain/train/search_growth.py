@@ -95,7 +95,7 @@ def main(argv: list[str] | None = None) -> int:
     c = resolve(config, vocab_size)
     check(c, a.depths, a.shares)
     flops = flops_of_depths(c, vocab_size, a.depths)
-    folder = Path(c.run.directory) / f"{c.run.name}-growth"
+    folder = c.run.folder / f"{c.run.name}-growth"
     folder.mkdir(parents=True, exist_ok=True)
     found = known(folder / "results.json")
     tried = list(candidates(a.depths, a.shares, a.grow))

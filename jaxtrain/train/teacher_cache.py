@@ -34,6 +34,7 @@ from jaxtrain.parallel import MeshConfig, make_mesh
 from jaxtrain.runs.saved import WEIGHTS, folder_of
 from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import write_json, write_whole
+from jaxtrain.storage.location import local
 from jaxtrain.train.reference_model import load_frozen
 from jaxtrain.weights.params import Params
 
@@ -43,7 +44,7 @@ FACTS = "cache.json"  # written last: a folder without it is not whole
 def teacher_hash(run: str) -> str:
     """SHA-256 of what describes the weights: the header, with a checksum of each tensor, and the
     configuration. UserError for a run without its final model."""
-    folder = folder_of(Path(run))
+    folder = folder_of(local(run))
     if not (folder / WEIGHTS).is_file():
         raise UserError(f"objective.teacher {run} has no {WEIGHTS}: a cache is of a finished model")
     with (folder / WEIGHTS).open("rb") as file:

@@ -6,7 +6,6 @@ is read by the standard library: one request streams a whole file, and no furthe
 
 import io
 import random
-import re
 import sys
 import time
 import urllib.error
@@ -15,41 +14,25 @@ from collections.abc import Callable
 from http.client import HTTPResponse
 from typing import Any
 
-import fsspec
 from fsspec.spec import AbstractFileSystem
 
 from jaxtrain.data.files.local import File, local_path
 from jaxtrain.settings import UserError
+from jaxtrain.storage import objects
+from jaxtrain.storage.objects import FINAL, is_local
 
 TRIES = 8
 FIRST_WAIT = 0.5  # seconds; doubled for every further try, so that all last a minute
 TIMEOUT = 60.0  # seconds in which a server must say something
 AHEAD = 1 << 23  # bytes that fsspec asks an object store for at a time
-# Another try would not help; all else is taken for a failure that passes.
-FINAL = (NotADirectoryError, IsADirectoryError, ImportError, TypeError, AttributeError)
-FINAL += (NotImplementedError, UserError)
 HTTP = ("http", "https")
-CHAIN = re.compile(r"::(/|[^:/]+://)")  # of file systems, as zip://*.jsonl::s3://bucket/a.zip
-PACKAGES = {"s3": "s3fs", "s3a": "s3fs", "gs": "gcsfs", "gcs": "gcsfs", "hf": "huggingface_hub"}
-PACKAGES |= {"az": "adlfs", "abfs": "adlfs", "ssh": "paramiko", "sftp": "paramiko"}
 
 
 def filesystem_of(url: str) -> tuple[Any, str]:
     """The file system that a URL belongs to, and its path there."""
     if url.startswith(("http://", "https://")):
         return HttpFileSystem(), url
-    try:
-        if CHAIN.search(url):
-            return fsspec.url_to_fs(url)
-        # fsspec takes any :: for a chain, and no name has a NUL.
-        filesystem, path = fsspec.url_to_fs(url.replace("::", "\0"))
-        return filesystem, path.replace("\0", "::")
-    except ImportError as error:
-        package = PACKAGES.get(url.split("://")[0])
-        hint = f"{package} is not installed: pip install {package}" if package else str(error)
-        raise UserError(f"cannot open {url}: {hint}") from error
-    except ValueError as error:
-        raise UserError(f"cannot open {url}: {error}") from error
+    return objects.open_filesystem(url)
 
 
 def revision_of(url: str) -> tuple[str, str] | None:
@@ -75,10 +58,6 @@ def revision_of(url: str) -> tuple[str, str] | None:
     import huggingface_hub
 
     return retried(url, ask)
-
-
-def is_local(url: str) -> bool:
-    return url.startswith(("file://", "local://")) or "://" not in url
 
 
 def retried[T](url: str, action: Callable[[], T], what: str = "failed") -> T:

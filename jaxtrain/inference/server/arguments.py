@@ -4,6 +4,7 @@ import argparse
 from pathlib import Path
 
 from jaxtrain.settings import TINY, Parser, real, whole
+from jaxtrain.storage.location import local
 
 HOST, PORT = "127.0.0.1", 8000
 
@@ -15,7 +16,7 @@ def serve_parser() -> Parser:
         description="Answer HTTP requests with a trained model, by OpenAI's API (extra `serve`). "
         "SIGTERM and Ctrl-C end it when the answers in flight are complete.",
     )
-    parser.add_argument("run", type=Path, help="run directory or model folder")
+    parser.add_argument("run", type=local, help="run directory or model folder, also at a URL")
     parser.add_argument("--step", type=whole(0), help="a checkpoint instead of the final model")
     parser.add_argument("--name", help="the model's name in requests; default that of the run")
     parser.add_argument("--host", default=HOST, help=f"address to listen at (default {HOST})")
@@ -97,7 +98,7 @@ def add_engine(parser: Parser) -> None:
         help="tokens guessed for each step (speculative decoding; default 0), from the text before",
     )  # fmt: skip
     parser.add_argument(
-        "--draft-run", type=Path, metavar="RUN", help="a small model that guesses them instead"
+        "--draft-run", type=local, metavar="RUN", help="a small model that guesses them instead"
     )
     parser.add_argument(
         "--tensor", type=whole(1), default=1, metavar="N", help="devices that split the model "

@@ -1,0 +1,67 @@
+"""Where something is: a path, or a URL of an object store. What is at a URL is worked on in a
+local folder below $JAXTRAIN_CACHE; only names are made here, and nothing is opened."""
+
+import hashlib
+import os
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from urllib.parse import urlsplit
+
+from jaxtrain.settings import UserError
+
+COPIES, RUNS = "copies", "runs"  # folders of the cache: of what is read, and of what trains
+
+
+def is_url(location: str) -> bool:
+    return "://" in location and not location.startswith(("file://", "local://"))
+
+
+def location_fault(location: str) -> str | None:
+    """Why nothing can be written at a location; None for a path and a plain URL."""
+    if not is_url(location):
+        return None
+    parts = urlsplit(location)
+    if parts.password is not None or parts.query:
+        return (
+            "it must not hold a password or a query; the store's own environment variables or "
+            "files hold credentials"
+        )
+    if parts.scheme in ("http", "https") or "::" in location:
+        return "there are no folders; take s3://, gs:// or another object store, or a path"
+    return None
+
+
+def check_location(what: str, location: str) -> None:
+    """UserError for a URL that cannot be written or that holds a secret, without the secret."""
+    if why := location_fault(location):
+        scheme, _, rest = location.partition("://")
+        shown = f"{scheme}://...@{rest.rpartition('@')[2].partition('?')[0]}"
+        raise UserError(f"{what}: got '{shown}': {why}")
+
+
+def cached(kind: str, url: str) -> Path:
+    """The local folder for a URL."""
+    cache = Path(os.environ.get("JAXTRAIN_CACHE", "~/.cache/jaxtrain")).expanduser()
+    return cache / kind / hashlib.sha256(url.rstrip("/").encode()).hexdigest()[:16]
+
+
+def local(location: str) -> Path:
+    """The type of an argument that is read: a path, or the local copy of what is at a URL."""
+    if not is_url(location):
+        return Path(location.removeprefix("file://"))
+    from jaxtrain.storage.fetch import local_copy
+
+    return local_copy(location)
+
+
+@contextmanager
+def output_at(location: str) -> Iterator[Path]:
+    """A path to write to. At a URL, a temporary one that is copied there in the end."""
+    if not is_url(location):
+        yield Path(location.removeprefix("file://"))
+        return
+    from jaxtrain.storage.fetch import sent_there
+
+    with sent_there(location) as path:
+        yield path
