@@ -32,7 +32,7 @@ from jaxtrain.data.files.sources import (
 )
 from jaxtrain.data.filters.filtered import filter_sources
 from jaxtrain.data.filters.scored import DocumentGroup, document_groups, frames
-from jaxtrain.data.pool import Map, cores, process_pool
+from jaxtrain.data.pool import Map, block_pool
 from jaxtrain.data.store.cache import cache_directory
 from jaxtrain.data.store.progress import Progress, show_progress
 from jaxtrain.evaluation.arguments import ENDING, SCORES, score_parser
@@ -84,7 +84,7 @@ def score(
     folder.mkdir(parents=True, exist_ok=True)
     files = find_files(source)
     small = sum(file.size or 0 for file in files) < ALONE
-    with process_pool(1 if small else config.data.prepare_workers or cores()) as mapped:
+    with block_pool(config.data.prepare_workers, small) as mapped:
         measure_all(saved, config, source, files, folder, states, mapped, progress)
         columns = columns_of(folder, names, clusters)
         write_scored(source, files, folder, columns, mapped, progress)

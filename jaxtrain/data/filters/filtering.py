@@ -24,7 +24,7 @@ from jaxtrain.data.files.reading import START, Position, TextBlock, blocks
 from jaxtrain.data.files.sources import Source, content_hash, find_files, source_path
 from jaxtrain.data.filters import FILTERS
 from jaxtrain.data.filters.work import FilterJob, Found, Sample, apply_filters, lowest, write_kept
-from jaxtrain.data.pool import Map, cores, process_pool
+from jaxtrain.data.pool import Map, block_pool
 from jaxtrain.data.store.encode import batch_blocks
 from jaxtrain.data.store.progress import Progress, estimate_bytes, named_progress
 from jaxtrain.data.store.store import sync
@@ -115,7 +115,7 @@ def _filter(
     small = sum(file.size or 0 for some in files.values() for file in some) < ALONE
     found: dict[str, list[Found]] = {}
     reports: dict[str, dict[str, Any]] = {}
-    with process_pool(1 if small else processes or cores()) as mapped:
+    with block_pool(processes, small) as mapped:
         for name, job in jobs.items():
             (partly / name).mkdir(parents=True, exist_ok=True)
             found[name] = _first_reading(job, files[name], partly / name, mapped, told[name])

@@ -1,0 +1,77 @@
+"""What runs in the processes of a Ray cluster: tasks of a command that is somewhere else.
+
+Ray would unpickle a task's arguments before anything of this is called; they come as bytes, so that
+a process can say first whether it has what the command has.
+"""
+
+import functools
+import hashlib
+import pickle
+import socket
+import sys
+import traceback
+import types
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.settings import UserError
+
+ROOT = Path(__file__).parents[1]
+# Other versions may give other bytes.
+PACKAGES = ("numpy", "tokenizers", "sentencepiece", "zstandard", "pyarrow", "jinja2", "jax")
+
+
+@functools.cache
+def code_and_packages() -> dict[str, str]:
+    """The code and the packages of this process, which a command and its nodes must share."""
+    total = hashlib.sha256()
+    for path in sorted(ROOT.rglob("*.py")):
+        total.update(str(path.relative_to(ROOT)).encode() + path.read_bytes())
+    return {"jaxtrain": total.hexdigest()[:16]} | {
+        name: installed_version(name) for name in PACKAGES
+    }
+
+
+def installed_version(package: str) -> str:
+    try:
+        return version(package)
+    except PackageNotFoundError:
+        return "none"
+
+
+def run_task(caller: dict[str, str], function: bytes, thing: bytes) -> bytes:
+    """A pickled function applied to a pickled thing: pickled (result, error)."""
+    leave_out_jax()
+    return run_and_pack(caller, lambda: pickle.loads(function)(pickle.loads(thing)))
+
+
+def run_and_pack(caller: dict[str, str], compute: Any) -> bytes:
+    """What it computes, or its error, as the command will raise it."""
+    try:
+        check_code(caller)
+        reply = compute(), None
+    except UserError as error:
+        reply = None, error
+    except Exception:
+        reply = None, RuntimeError(traceback.format_exc())
+    return pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
+
+
+def check_code(caller: dict[str, str]) -> None:
+    """Raises UserError where this process has other code than the command."""
+    mine = code_and_packages()
+    for name, theirs in caller.items():
+        if mine[name] != theirs:
+            raise UserError(
+                f"--ray: node {socket.gethostname()} has {name} {mine[name]}, this command "
+                f"{theirs}; install the same on all nodes"
+            )
+
+
+def leave_out_jax() -> None:
+    """The package's __init__ imports grain, which imports jax: 4 s and 300 MB a process."""
+    if "jaxtrain.data" not in sys.modules:
+        package = types.ModuleType("jaxtrain.data")
+        package.__path__ = [str(ROOT / "data")]
+        sys.modules["jaxtrain.data"] = package
