@@ -104,13 +104,18 @@ def ray_cluster(address: str | None) -> Iterator[RayCluster | None]:
         ray.shutdown()
 
 
-def task_result(result: Any) -> Any:
-    """The value of a task. UserError if its nodes were lost too often, or by the function."""
+def task_result(result: Any, passed_on: type[Exception] | tuple[type[Exception], ...] = ()) -> Any:
+    """The value of a task. UserError if its nodes were lost too often, or by the function.
+
+    passed_on: errors of Ray that the caller handles.
+    """
     import ray
     from ray.exceptions import RayError, RayTaskError
 
     try:
         value, error = pickle.loads(ray.get(result))
+    except passed_on:
+        raise
     except RayTaskError as failed:  # before the function was called
         raise UserError(f"--ray: a node cannot do the work: {ray_reason(failed)}") from failed
     except RayError as lost:

@@ -46,6 +46,22 @@ def run_task(caller: dict[str, str], function: bytes, thing: bytes) -> bytes:
     return run_and_pack(caller, lambda: pickle.loads(function)(pickle.loads(thing)))
 
 
+class ModelWorker:
+    """A process of a node that loads a model once, and then answers by it."""
+
+    def __init__(self, make: bytes):
+        self.make, self.function = make, None
+
+    def call(self, caller: dict[str, str], thing: bytes) -> bytes:
+        """Pickled (result, error) of the function that `make` returns."""
+        return run_and_pack(caller, lambda: self.loaded()(pickle.loads(thing)))
+
+    def loaded(self) -> Any:
+        if self.function is None:
+            self.function = pickle.loads(self.make)()
+        return self.function
+
+
 def run_and_pack(caller: dict[str, str], compute: Any) -> bytes:
     """What it computes, or its error, as the command will raise it."""
     try:

@@ -1,0 +1,112 @@
+"""Host work on a Ray cluster: the bytes of one host, whatever the nodes, and after losses."""
+
+import os
+import signal
+
+import pytest
+from ray_cases import FILTERS, Cluster, config, drive, files_of, small_blocks, write_corpus, yaml_of
+from tiny import byte_model, random_run
+
+from jaxtrain.cluster import ray_cluster as on_ray
+from jaxtrain.data import prepare
+from jaxtrain.data.filters.filtered import filter_into
+from jaxtrain.evaluation import score
+from jaxtrain.evaluation.remote import RemoteModel
+from jaxtrain.runs.saved import load_saved
+from jaxtrain.settings import UserError
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def cluster():
+    made = Cluster()
+    yield made
+    made.process.communicate(timeout=60)
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_corpus(tmp_path)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    small_blocks(monkeypatch)
+
+
+def test_a_store_has_the_same_bytes_after_a_node_was_killed(tmp_path, cluster, corpus, small):
+    killed = []
+
+    def progress(stage, done, total):
+        if stage == "tokens" and done > total / 3 and not killed:
+            killed.append(cluster.ask("kill"))
+
+    prepare(config(tmp_path / "host", corpus, FILTERS))
+    with on_ray.ray_cluster(cluster.address):
+        prepare(config(tmp_path / "nodes", corpus, FILTERS), progress=progress)
+    assert killed == [3] and cluster.ask("add") == 4
+    here, there = files_of(tmp_path / "host"), files_of(tmp_path / "nodes")
+    assert here == there and sum(name.endswith("record") for name in here) > 3
+
+
+def test_the_same_command_goes_on_after_its_process_was_killed(tmp_path, cluster, corpus, small):
+    """Once while it filters, once while it tokenizes."""
+    prepare(config(tmp_path / "host", corpus, FILTERS))
+    words = ["prepare", "--config", yaml_of(tmp_path, corpus), "--ray", cluster.address]
+    for dies in ("_save", "_commit"):
+        assert drive(dies, *words).returncode == -signal.SIGKILL
+    assert [*(tmp_path / "cache").rglob("done.json")]
+    said = drive("", *words)
+    assert said.returncode == 0, said.stderr
+    assert files_of(tmp_path / "cache") == files_of(tmp_path / "host")
+
+
+def test_what_a_task_raises_is_one_line_and_a_process_that_dies_too(cluster, monkeypatch):
+    monkeypatch.setattr(on_ray, "RETRIES", 0)
+    with on_ray.ray_cluster(cluster.address) as nodes:
+        assert list(nodes.map(abs, range(-20, 0))) == [*range(20, 0, -1)]
+        with pytest.raises(RuntimeError, match="bad operand type"):
+            list(nodes.map(abs, ["x"]))
+        with pytest.raises(UserError, match="a part of the work was lost 1 times"):
+            list(nodes.map(os._exit, [3]))
+
+
+def test_filter_on_a_cluster_of_this_host(tmp_path, corpus, small):
+    filter_into(config(tmp_path / "cache", corpus, FILTERS), tmp_path / "host", lambda *_: None)
+    words = ["filter", yaml_of(tmp_path, corpus), "--out", tmp_path / "nodes", "--ray", "local"]
+    said = drive("", *words)
+    assert said.returncode == 0, said.stderr
+    assert files_of(tmp_path / "host") == files_of(tmp_path / "nodes")
+
+
+# ---- models ------------------------------------------------------------------------------------
+
+T = 48  # the context, in bytes
+
+
+@pytest.fixture
+def run(tmp_path, corpus):
+    """A run directory with a random model of bytes, whose validation text is the corpus."""
+    fields = byte_model(T, "data.train.name=jsonl", f"data.train.path={corpus}",
+        "data.validation.name=documents", "data.validation.fraction=0.3",
+        f"data.cache_dir={tmp_path}/cache")  # fmt: skip
+    return random_run(tmp_path / "run", fields)
+
+
+def test_scores_are_the_same_after_a_node_was_killed(tmp_path, cluster, run, small, monkeypatch):
+    monkeypatch.setattr(score, "JOB_BATCHES", 2)
+    killed = []
+
+    def progress(stage, done, total):
+        if stage == "score" and done > total / 3 and not killed:
+            killed.append(cluster.ask("kill"))
+
+    saved = load_saved(run)
+    names, remote = ["perplexity", "el2n"], RemoteModel(run, None, (), ())
+    score.score(saved, saved.config, names, tmp_path / "host.jsonl.zst")
+    with on_ray.ray_cluster(cluster.address):
+        out = tmp_path / "nodes.jsonl.zst"
+        score.score(saved, saved.config, names, out, progress=progress, remote=remote)
+    assert killed == [3] and cluster.ask("add") == 4
+    assert (tmp_path / "host.jsonl.zst").read_bytes() == out.read_bytes()
