@@ -28,7 +28,9 @@ cluster.wait_for_nodes()
 print("address", cluster.address, flush=True)
 for line in sys.stdin:
     if line == "kill\\n":
-        cluster.remove_node(nodes.pop(0), allow_graceful=False)
+        lost = min(nodes, key=lambda node: node.node_id)
+        nodes.remove(lost)
+        cluster.remove_node(lost, allow_graceful=False)
     else:
         nodes.append(cluster.add_node(num_cpus=1))
     print(len(nodes), flush=True)
@@ -49,7 +51,7 @@ class Cluster:
         self.address = next(line.split()[1] for line in said if line.startswith("address"))
 
     def ask(self, what):
-        """Kill the first node, or add one; how many there are."""
+        """Kill the node whose id is lowest, or add one; how many there are."""
         self.process.stdin.write(f"{what}\n")
         self.process.stdin.flush()
         return int(self.process.stdout.readline())

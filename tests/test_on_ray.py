@@ -2,11 +2,16 @@
 
 import os
 import signal
+import subprocess
+import sys
+import time
 
+import numpy as np
 import pytest
 from ray_cases import FILTERS, Cluster, config, drive, files_of, small_blocks, write_corpus, yaml_of
-from tiny import byte_model, random_run
+from tiny import byte_model, random_run, rows_of, run_overrides
 
+from jaxtrain.cli import main
 from jaxtrain.cluster import ray_cluster as on_ray
 from jaxtrain.data import prepare
 from jaxtrain.data.filters.filtered import filter_into
@@ -110,3 +115,28 @@ def test_scores_are_the_same_after_a_node_was_killed(tmp_path, cluster, run, sma
         score.score(saved, saved.config, names, out, progress=progress, remote=remote)
     assert killed == [3] and cluster.ask("add") == 4
     assert (tmp_path / "host.jsonl.zst").read_bytes() == out.read_bytes()
+
+
+# ---- training ----------------------------------------------------------------------------------
+
+
+def test_a_job_goes_on_with_the_same_batches_on_the_nodes_that_are_left(tmp_path, cluster):
+    """Of four nodes two train; one of those is killed, and another takes its place."""
+    fields = {"train__steps": 20, "train__batch_size": 16, "checkpoint__every": 5}
+    fields["processes__heartbeat_timeout"] = 3
+    assert main(["train", *run_overrides(tmp_path / "host", **fields)]) == 0
+    line = [sys.executable, "-m", "jaxtrain.cli", "launch", "--ray", cluster.address]
+    line += ["--nodes", "1:2", "--gpus", "0", "--", *run_overrides(tmp_path / "nodes", **fields)]
+    with (tmp_path / "said").open("w") as said:
+        job = subprocess.Popen(line, stderr=said, stdout=said)
+    saved = tmp_path / "nodes" / "tiny" / "checkpoints"
+    while job.poll() is None and not any(saved.glob("*5")):
+        time.sleep(0.2)
+    cluster.ask("kill")
+    assert job.wait(200) == 0, (tmp_path / "said").read_text()
+    cluster.ask("add")
+    text = (tmp_path / "said").read_text()
+    assert "2 processes, on 2 of 4 nodes" in text and "of 2 nodes 1 lost; the job goes on" in text
+    losses = [[row["loss"] for row in rows_of(path / "tiny")]
+              for path in (tmp_path / "host", tmp_path / "nodes")]  # fmt: skip
+    assert len(losses[0]) == 20 and np.allclose(*losses, rtol=1e-4)

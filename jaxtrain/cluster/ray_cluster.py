@@ -28,11 +28,12 @@ RETRIES = 5  # of a task whose node or process was lost
 PROBE = 30.0  # seconds in which a cluster says that it is one
 HOST_PORT = re.compile(r"(?:[\w.-]+|\[[0-9a-fA-F:]+\]):\d{1,5}")
 # Of this process, before Ray is imported. Ray would repeat a `uv run` on the nodes, with a copy of
-# the working directory, and send statistics of its use.
+# the working directory, send statistics of its use, and leave out lines that several nodes print.
 SETTINGS = {
     "RAY_ENABLE_UV_RUN_RUNTIME_ENV": "0",
     "RAY_USAGE_STATS_ENABLED": "0",
     "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "RAY_DEDUP_LOGS": "0",
 }
 # Of the processes on the nodes. Tasks of data do not share processes with what loads a model.
 DATA_PROCESS = {"env_vars": {"TOKENIZERS_PARALLELISM": "false"}}
@@ -83,17 +84,18 @@ def current_cluster() -> RayCluster | None:
 
 
 @contextmanager
-def ray_cluster(address: str | None) -> Iterator[RayCluster | None]:
+def ray_cluster(address: str | None, show: bool = False) -> Iterator[RayCluster | None]:
     """Host work inside runs on this cluster; on this host if None.
 
     address: HOST:PORT, auto (the cluster that this host is a node of), or local (a cluster of this
-    host alone, which ends with it). UserError for one that cannot be reached.
+    host alone, which ends with it). show: what processes of the nodes print. UserError for one that
+    cannot be reached.
     """
     if address is None:
         yield None
         return
     check_address(address)
-    connect_to_ray(address)
+    connect_to_ray(address, show)
     import ray
 
     mark = CURRENT.set(RayCluster(address))
@@ -146,7 +148,7 @@ def check_address(address: str) -> None:
         )
 
 
-def connect_to_ray(address: str) -> None:
+def connect_to_ray(address: str, show: bool) -> None:
     """Raises UserError if no cluster answers."""
     for name, value in SETTINGS.items():
         os.environ.setdefault(name, value)
@@ -159,7 +161,7 @@ def connect_to_ray(address: str) -> None:
     if address == LOCAL:
         options = {"num_cpus": len(os.sched_getaffinity(0)), "include_dashboard": False}
     try:
-        ray.init(address, log_to_driver=False, logging_level=logging.ERROR, **options)
+        ray.init(address, log_to_driver=show, logging_level=logging.ERROR, **options)
     except (ConnectionError, RuntimeError, ValueError, OSError, RayError) as error:
         raise UserError(f"--ray {address}: {ray_reason(error)}") from error
 

@@ -8,6 +8,7 @@ import functools
 import hashlib
 import pickle
 import socket
+import subprocess
 import sys
 import traceback
 import types
@@ -60,6 +61,46 @@ class ModelWorker:
         if self.function is None:
             self.function = pickle.loads(self.make)()
         return self.function
+
+
+# Ends with the process that started it: a job must not outlive its node's part of the cluster.
+JOB = """
+import ctypes, runpy, signal, sys
+ctypes.CDLL(None).prctl(1, signal.SIGKILL)
+runpy.run_module(sys.argv.pop(1), run_name="__main__", alter_sys=True)
+"""
+
+
+class JobProcess:
+    """One process of a job, on its node."""
+
+    def __init__(self):
+        self.process: subprocess.Popen | None = None
+
+    def address(self, caller: dict[str, str]) -> bytes:
+        """Where a coordinator may listen on this node; packed."""
+        from ray.util import get_node_ip_address
+
+        def free() -> str:
+            with socket.create_server(("", 0)) as server:
+                return f"{get_node_ip_address()}:{server.getsockname()[1]}"
+
+        return run_and_pack(caller, free)
+
+    def run(self, caller: dict[str, str], module: str, arguments: list[str]) -> bytes:
+        """The exit code of `python -m module arguments`; packed."""
+
+        def wait() -> int:
+            line = [sys.executable, "-u", "-c", JOB, module, *arguments]
+            self.process = subprocess.Popen(line)
+            return self.process.wait()
+
+        return run_and_pack(caller, wait)
+
+    def signal(self, number: int) -> None:
+        """To the process, if it runs."""
+        if self.process is not None:
+            self.process.send_signal(number)
 
 
 def run_and_pack(caller: dict[str, str], compute: Any) -> bytes:
