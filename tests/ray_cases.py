@@ -122,7 +122,7 @@ sys.exit(main(sys.argv[2:]))
 """
 
 
-def drive(dies, *words):
+def drive(cwd, dies, *words):
     """The command in a process of its own, which dies at the third note of a kind, or at none."""
     line = [sys.executable, "-c", DRIVER, dies, *map(str, words)]
-    return subprocess.run(line, capture_output=True, text=True, timeout=300)
+    return subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=cwd)

@@ -13,6 +13,7 @@ from tiny import byte_model, random_run, rows_of, run_overrides
 
 from jaxtrain.cli import main
 from jaxtrain.cluster import ray_cluster as on_ray
+from jaxtrain.cluster.ray_process import RemoteProcess
 from jaxtrain.data import prepare
 from jaxtrain.data.filters.filtered import filter_into
 from jaxtrain.evaluation import score
@@ -58,11 +59,12 @@ def test_a_store_has_the_same_bytes_after_a_node_was_killed(tmp_path, cluster, c
 def test_the_same_command_goes_on_after_its_process_was_killed(tmp_path, cluster, corpus, small):
     """Once while it filters, once while it tokenizes."""
     prepare(config(tmp_path / "host", corpus, FILTERS))
-    words = ["prepare", "--config", yaml_of(tmp_path, corpus), "--ray", cluster.address]
+    words = ["prepare", "--config", yaml_of(tmp_path, corpus), "data.cache_dir=cache"]
+    words += ["--ray", cluster.address]
     for dies in ("_save", "_commit"):
-        assert drive(dies, *words).returncode == -signal.SIGKILL
+        assert drive(tmp_path, dies, *words).returncode == -signal.SIGKILL
     assert [*(tmp_path / "cache").rglob("done.json")]
-    said = drive("", *words)
+    said = drive(tmp_path, "", *words)
     assert said.returncode == 0, said.stderr
     assert files_of(tmp_path / "cache") == files_of(tmp_path / "host")
 
@@ -80,7 +82,7 @@ def test_what_a_task_raises_is_one_line_and_a_process_that_dies_too(cluster, mon
 def test_filter_on_a_cluster_of_this_host(tmp_path, corpus, small):
     filter_into(config(tmp_path / "cache", corpus, FILTERS), tmp_path / "host", lambda *_: None)
     words = ["filter", yaml_of(tmp_path, corpus), "--out", tmp_path / "nodes", "--ray", "local"]
-    said = drive("", *words)
+    said = drive(tmp_path, "", *words)
     assert said.returncode == 0, said.stderr
     assert files_of(tmp_path / "host") == files_of(tmp_path / "nodes")
 
@@ -115,6 +117,22 @@ def test_scores_are_the_same_after_a_node_was_killed(tmp_path, cluster, run, sma
         score.score(saved, saved.config, names, out, progress=progress, remote=remote)
     assert killed == [3] and cluster.ask("add") == 4
     assert (tmp_path / "host.jsonl.zst").read_bytes() == out.read_bytes()
+
+
+def test_a_process_on_a_node_ends_with_it(cluster, monkeypatch):
+    with on_ray.ray_cluster(cluster.address):
+        wrong, server = (RemoteProcess("timeit", ["1 +"]), RemoteProcess("http.server", ["0"]))
+        assert wrong.wait() == 1 and server.poll() is None
+        others = [RemoteProcess("http.server", ["0"]) for _ in range(3)]
+        cluster.ask("kill")
+        gone = []
+        while not gone:
+            gone = [one for one in (server, *others) if one.poll(0.1) is not None]
+        assert [one.returncode for one in gone] == [-signal.SIGKILL]
+        left = [one for one in (server, *others) if one not in gone]
+        left[0].send_signal(signal.SIGTERM)
+        assert left[0].wait() == -signal.SIGTERM
+    cluster.ask("add")
 
 
 # ---- training ----------------------------------------------------------------------------------

@@ -58,7 +58,7 @@ class RayCluster(NamedTuple):
             num_cpus=1, max_retries=RETRIES, scheduling_strategy="SPREAD", runtime_env=DATA_PROCESS
         )(ray_worker.run_task)
         packed = ray.put(pickle.dumps(function, pickle.HIGHEST_PROTOCOL))
-        caller, waiting = ray_worker.code_and_packages(), deque()
+        caller, waiting = ray_worker.this_caller(), deque()
         for thing in things:
             call = pickle.dumps(thing, pickle.HIGHEST_PROTOCOL)
             waiting.append(run.remote(caller, packed, call))

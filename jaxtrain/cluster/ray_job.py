@@ -58,7 +58,7 @@ class Job:
         options = {"num_cpus": 0, "num_gpus": gpus, "max_concurrency": 2}
         places = [NodeAffinitySchedulingStrategy(node, soft=False) for node in nodes]
         self.hosts = [cls.options(scheduling_strategy=at, **options).remote() for at in places]
-        caller = ray_worker.code_and_packages()
+        caller = ray_worker.this_caller()
         coordinator = task_result(self.hosts[0].address.remote(caller))
         place = ["--coordinator", coordinator, "--processes", str(len(nodes)), "--process"]
         self.running = [

@@ -43,7 +43,7 @@ class NodeModels:
         import ray
 
         self.packed = ray.put(pickle.dumps(make, pickle.HIGHEST_PROTOCOL))
-        self.caller = ray_worker.code_and_packages()
+        self.caller = ray_worker.this_caller()
         self.processes: dict[str, NodeProcess] = {}  # by node
 
     def map(self, things: Iterable[Any]) -> Iterator[Any]:

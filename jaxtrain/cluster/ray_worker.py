@@ -6,6 +6,7 @@ a process can say first whether it has what the command has.
 
 import functools
 import hashlib
+import os
 import pickle
 import socket
 import subprocess
@@ -14,13 +15,24 @@ import traceback
 import types
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 from jaxtrain.settings import UserError
 
 ROOT = Path(__file__).parents[1]
 # Other versions may give other bytes.
 PACKAGES = ("numpy", "tokenizers", "sentencepiece", "zstandard", "pyarrow", "jinja2", "jax")
+
+
+class Caller(NamedTuple):
+    """The command that asks."""
+
+    folder: str  # that it runs in
+    code: dict[str, str]
+
+
+def this_caller() -> Caller:
+    return Caller(os.getcwd(), code_and_packages())
 
 
 @functools.cache
@@ -41,7 +53,7 @@ def installed_version(package: str) -> str:
         return "none"
 
 
-def run_task(caller: dict[str, str], function: bytes, thing: bytes) -> bytes:
+def run_task(caller: Caller, function: bytes, thing: bytes) -> bytes:
     """A pickled function applied to a pickled thing: pickled (result, error)."""
     leave_out_jax()
     return run_and_pack(caller, lambda: pickle.loads(function)(pickle.loads(thing)))
@@ -53,7 +65,7 @@ class ModelWorker:
     def __init__(self, make: bytes):
         self.make, self.function = make, None
 
-    def call(self, caller: dict[str, str], thing: bytes) -> bytes:
+    def call(self, caller: Caller, thing: bytes) -> bytes:
         """Pickled (result, error) of the function that `make` returns."""
         return run_and_pack(caller, lambda: self.loaded()(pickle.loads(thing)))
 
@@ -77,7 +89,7 @@ class JobProcess:
     def __init__(self):
         self.process: subprocess.Popen | None = None
 
-    def address(self, caller: dict[str, str]) -> bytes:
+    def address(self, caller: Caller) -> bytes:
         """Where a coordinator may listen on this node; packed."""
         from ray.util import get_node_ip_address
 
@@ -87,7 +99,7 @@ class JobProcess:
 
         return run_and_pack(caller, free)
 
-    def run(self, caller: dict[str, str], module: str, arguments: list[str]) -> bytes:
+    def run(self, caller: Caller, module: str, arguments: list[str]) -> bytes:
         """The exit code of `python -m module arguments`; packed."""
 
         def wait() -> int:
@@ -103,10 +115,12 @@ class JobProcess:
             self.process.send_signal(number)
 
 
-def run_and_pack(caller: dict[str, str], compute: Any) -> bytes:
+def run_and_pack(caller: Caller, compute: Any) -> bytes:
     """What it computes, or its error, as the command will raise it."""
     try:
         check_code(caller)
+        if os.path.isdir(caller.folder):  # relative paths are those of the command
+            os.chdir(caller.folder)
         reply = compute(), None
     except UserError as error:
         reply = None, error
@@ -115,10 +129,10 @@ def run_and_pack(caller: dict[str, str], compute: Any) -> bytes:
     return pickle.dumps(reply, pickle.HIGHEST_PROTOCOL)
 
 
-def check_code(caller: dict[str, str]) -> None:
+def check_code(caller: Caller) -> None:
     """Raises UserError where this process has other code than the command."""
     mine = code_and_packages()
-    for name, theirs in caller.items():
+    for name, theirs in caller.code.items():
         if mine[name] != theirs:
             raise UserError(
                 f"--ray: node {socket.gethostname()} has {name} {mine[name]}, this command "

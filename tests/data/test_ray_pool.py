@@ -77,7 +77,8 @@ def test_an_address_that_is_none_is_one_line(tmp_path, corpus, capsys):
 
 
 def test_a_node_with_other_code_is_named():
-    other = ray_worker.code_and_packages() | {"numpy": "1.0"}
+    mine = ray_worker.this_caller()
+    other = mine._replace(code=mine.code | {"numpy": "1.0"})
     value, error = pickle.loads(ray_worker.run_and_pack(other, lambda: 1))
     assert value is None and re.fullmatch(
         r"--ray: node \S+ has numpy \S+, this command 1.0; install the same on all nodes",
