@@ -50,7 +50,8 @@ def test_a_store_has_the_same_bytes_after_a_node_was_killed(tmp_path, cluster, c
 
     prepare(config(tmp_path / "host", corpus, FILTERS))
     with on_ray.ray_cluster(cluster.address):
-        prepare(config(tmp_path / "nodes", corpus, FILTERS), progress=progress)
+        c = config(tmp_path / "nodes", corpus, FILTERS)
+        prepare(c.model_copy(update={"dedup_memory": 1e-4}), progress=progress)  # six partitions
     assert killed == [3] and cluster.ask("add") == 4
     here, there = files_of(tmp_path / "host"), files_of(tmp_path / "nodes")
     assert here == there and sum(name.endswith("record") for name in here) > 3

@@ -63,16 +63,16 @@ class RayCluster(NamedTuple):
             call = pickle.dumps(thing, pickle.HIGHEST_PROTOCOL)
             waiting.append(run.remote(caller, packed, call))
             # Nodes come and go while it runs.
-            if len(waiting) >= (limit or (1 + AHEAD) * self.cores()):
+            if len(waiting) >= self.tasks(limit):
                 yield task_result(waiting.popleft())
         while waiting:
             yield task_result(waiting.popleft())
 
-    def cores(self) -> int:
-        """Cores of all nodes."""
+    def tasks(self, limit: int | None) -> int:
+        """How many are in work or wait: some for each core of all nodes."""
         import ray
 
-        return max(1, int(ray.cluster_resources().get("CPU", 1)))
+        return limit or (1 + AHEAD) * max(1, int(ray.cluster_resources().get("CPU", 1)))
 
 
 CURRENT: ContextVar[RayCluster | None] = ContextVar("ray_cluster", default=None)

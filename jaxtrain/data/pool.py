@@ -52,6 +52,12 @@ def block_pool(workers: int | None, small: bool = False) -> Iterator[Map]:
         yield mapped
 
 
+def tasks_at_once(workers: int | None) -> int:
+    """How many tasks a `block_pool` holds."""
+    cluster = current_cluster()
+    return (1 + AHEAD) * (workers or cores()) if cluster is None else cluster.tasks(workers)
+
+
 @contextmanager
 def process_pool(count: int) -> Iterator[Map]:
     """A `map` over `count` processes, or in this one if `count` is 1; it takes things as it goes.
