@@ -309,45 +309,6 @@ def test_the_jobset(path):
     assert job["parallelism"] == count and job["completionMode"] == "Indexed"
 
 
-RAY = """
-import subprocess, sys
-class Handle:
-    def __init__(self, thing): self.thing = thing
-    def __getattr__(self, name): return Method(getattr(self.thing, name))
-class Method:
-    def __init__(self, f): self.remote = f
-class Options:
-    def __init__(self, cls): self.cls = cls
-    def options(self, *, num_gpus, scheduling_strategy): return self
-    def remote(self): return Handle(self.cls())
-remote, init, get = Options, lambda: None, lambda x: x
-subprocess.call = lambda command: print(command[2:]) or len(command) % 2
-"""
-
-
-def test_ray(tmp_path):
-    """With a Ray that runs everything here."""
-    for name, text in {
-        "__init__": RAY,
-        "util/__init__": "get_node_ip_address = lambda: '10.0.0.1'",
-        "util/placement_group": "placement_group = lambda bundles, strategy: (bundles, strategy)",
-        "util/scheduling_strategies": "PlacementGroupSchedulingStrategy = dict",
-    }.items():
-        file = tmp_path / "ray" / f"{name}.py"
-        file.parent.mkdir(parents=True, exist_ok=True)
-        file.write_text(text)
-    command = [sys.executable, "launch/on_ray.py", "--processes", "2", "--", "--config", "gpt_d12"]
-    variables = os.environ | {"PYTHONPATH": str(tmp_path)}
-    said = subprocess.run(command, cwd=ROOT, env=variables, capture_output=True, text=True)
-    assert said.returncode == 0, said
-    lines = [json.loads(line.replace("'", '"')) for line in said.stdout.splitlines()]
-    for i, line in enumerate(lines):
-        assert line[:4] == ["-m", "jaxtrain.main", "--config", "gpt_d12"]
-        assert re.fullmatch(r"10\.0\.0\.1:\d+", line[5])
-        assert line[6:] == ["--processes", "2", "--process", str(i)]
-    assert len(lines) == 2
-
-
 # ---- jaxtrain launch ---------------------------------------------------------------
 
 

@@ -5,6 +5,13 @@ import argparse
 from jaxtrain.settings import whole
 
 
+def add_ray(parser: argparse.ArgumentParser) -> None:
+    """The cluster that `ray_cluster` connects to."""
+    parser.add_argument(
+        "--ray", metavar="ADDRESS|local", help="a Ray cluster that does the work: HOST:PORT or auto"
+    )
+
+
 def add_place(parser: argparse.ArgumentParser) -> None:
     """The arguments that `find_place` takes from the command line."""
     parser.add_argument("--coordinator", metavar="HOST:PORT", help="where process 0 is, of several")

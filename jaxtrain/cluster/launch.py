@@ -1,7 +1,8 @@
-"""Several processes on this host, as one job: what SLURM, Kubernetes or Ray do on many.
+"""Several processes as one job: on this host, or on the nodes of a Ray cluster.
 
 jaxtrain launch --processes 2 [--devices-per-process 4] -- --config gpt_d12 key=value ...
 jaxtrain launch --processes 2 --command evaluate -- runs/NAME --tasks core
+jaxtrain launch --ray head:6379 --nodes 2:8 --gpus 8 -- --config gpt_d12 key=value ...
 
 Everything after `--` goes to `jaxtrain train`, or to what --command names. Lines are
 shown with the process they are of; signals are passed on; when a process dies, all end, with its
@@ -19,6 +20,7 @@ import time
 from collections.abc import Mapping
 from typing import IO
 
+from jaxtrain.cluster.ray_job import Bounds, read_bounds, run_job
 from jaxtrain.cluster.started_by import TYPED, command_line
 from jaxtrain.settings import Parser, UserError, command, whole
 
@@ -34,10 +36,10 @@ def launch_parser() -> Parser:
     """Of `jaxtrain launch`, up to the `--`."""
     parser = Parser(
         "jaxtrain launch",
-        usage="%(prog)s --processes N [--devices-per-process K] [--command evaluate] -- ARGUMENTS",
+        usage="%(prog)s (--processes N | --ray ADDRESS --nodes N) [OPTIONS] -- ARGUMENTS",
         description=(__doc__ or "").split("\n")[0],
     )
-    parser.add_argument("--processes", type=whole(1, 4096), required=True, help="how many")
+    parser.add_argument("--processes", type=whole(1, 4096), help="how many, on this host")
     parser.add_argument(
         "--devices-per-process",
         type=whole(1, 4096),
@@ -49,6 +51,11 @@ def launch_parser() -> Parser:
     parser.add_argument(
         "--port", type=whole(1, 65535), help="of the coordinator; default a free one"
     )
+    parser.add_argument("--ray", metavar="ADDRESS|local", help="a Ray cluster: HOST:PORT or auto")
+    parser.add_argument(
+        "--nodes", metavar="N|LEAST:MOST", help="of the cluster, a process on each; elastic"
+    )
+    parser.add_argument("--gpus", type=whole(0, 4096), default=8, help="of each node (8)")
     return parser
 
 
@@ -58,6 +65,13 @@ def main(argv: list[str] | None = None) -> int:
     arguments = sys.argv[1:] if argv is None else argv
     cut = arguments.index("--") if "--" in arguments else len(arguments)
     asked = launch_parser().parse_args(arguments[:cut])
+    if asked.ray:
+        if asked.processes or asked.devices_per_process or asked.port or not asked.nodes:
+            raise UserError("--ray takes --nodes and --gpus; the others are of this host alone")
+        bounds = Bounds(*read_bounds(asked.nodes), asked.gpus)
+        return run_job(asked.ray, bounds, COMMANDS[asked.command], arguments[cut + 1 :])
+    if not asked.processes:
+        raise UserError("--processes is required; or --ray and --nodes; see --help")
     outer = os.environ | {TYPED: command_line("launch")}
     environments = [
         process_environment(i, asked.processes, asked.devices_per_process, outer)

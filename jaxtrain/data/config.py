@@ -104,6 +104,11 @@ class DataConfig(Settings):
     prepare_workers: int | None = Field(
         default=None, gt=0, description="Processes that tokenize; by default one a core"
     )
+    dedup_memory: float = Field(
+        default=4.0,
+        gt=0,
+        description="GiB for the partitions in which filters look for duplicates, in work at once",
+    )
     skip_damaged: bool = Field(
         default=False,
         description="Leave out the documents of damaged shards instead of stopping; reads all of "

@@ -1,8 +1,8 @@
-"""A function applied to many things by processes of this machine, with the results in order.
+"""A function applied to many things by other processes, with the results in order.
 
-The processes are started afresh, not forked, and import neither the caller's main module nor jax:
-it is safe after jax has started its threads, in a notebook, and in a script without a main guard.
-They end by themselves when their parent does.
+The processes of this host are started afresh, not forked, and import neither the caller's main
+module nor jax: it is safe after jax has started its threads, in a notebook, and in a script without
+a main guard. They end by themselves when their parent does.
 """
 
 import os
@@ -16,18 +16,15 @@ from collections import deque
 from collections.abc import Callable, Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from contextlib import contextmanager
-from pathlib import Path
 from typing import Any
 
+from jaxtrain.cluster.ray_cluster import current_cluster
 from jaxtrain.settings import UserError
 
 AHEAD = 2  # tasks that wait for each process
-# The package's __init__ imports grain, which imports jax: 4 s and 300 MB a process.
 START = """
-import sys, types
-package = types.ModuleType("jaxtrain.data")
-package.__path__ = [{folder!r}]
-sys.modules["jaxtrain.data"] = package
+from jaxtrain.cluster.ray_worker import leave_out_jax
+leave_out_jax()
 from jaxtrain.data.pool import serve
 serve()
 """
@@ -37,6 +34,28 @@ Map = Callable[[Callable[[Any], Any], Iterable[Any]], Iterator[Any]]
 def cores() -> int:
     """The cores that this process may use."""
     return len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+
+
+@contextmanager
+def block_pool(workers: int | None, small: bool = False) -> Iterator[Map]:
+    """A `map` over blocks of text: on the Ray cluster that the command asked for, else over
+    processes of this host, of which there is only this one if the text is `small`.
+
+    workers: tasks at once; default one a core, and on a cluster some that wait as well. The results
+    come in order, so that they are the same wherever they are computed.
+    """
+    cluster = current_cluster()
+    if cluster is not None:
+        yield lambda function, things: cluster.map(function, things, workers)
+        return
+    with process_pool(1 if small else workers or cores()) as mapped:
+        yield mapped
+
+
+def tasks_at_once(workers: int | None) -> int:
+    """How many tasks a `block_pool` holds."""
+    cluster = current_cluster()
+    return (1 + AHEAD) * (workers or cores()) if cluster is None else cluster.tasks(workers)
 
 
 @contextmanager
@@ -78,11 +97,10 @@ def process_pool(count: int) -> Iterator[Map]:
 
 
 def _start() -> subprocess.Popen:
-    code = START.format(folder=str(Path(__file__).parent))
     path = os.pathsep.join(path or os.getcwd() for path in sys.path)
     settings = {"PYTHONPATH": path, "TOKENIZERS_PARALLELISM": "false"}
     return subprocess.Popen(
-        [sys.executable, "-c", code],
+        [sys.executable, "-c", START],
         stdin=subprocess.PIPE,
         stdout=subprocess.PIPE,
         env=os.environ | settings,

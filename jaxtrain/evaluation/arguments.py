@@ -3,7 +3,7 @@
 import argparse
 from pathlib import Path
 
-from jaxtrain.cluster.arguments import add_place
+from jaxtrain.cluster.arguments import add_place, add_ray
 from jaxtrain.settings import SEEDS, Parser, whole
 from jaxtrain.storage.location import local
 
@@ -40,6 +40,7 @@ def evaluate_parser() -> Parser:
     parser.add_argument("--out", type=Path, help="results; RUN/tasks[_step_N].json, or needle...")
     parser.add_argument("overrides", nargs="*", help="data.validation.name=documents ...")
     add_place(parser)
+    add_ray(parser)
     return parser
 
 
@@ -56,6 +57,7 @@ def score_parser() -> Parser:
     parser.add_argument("--out", type=Path, required=True, help=f"file to write, NAME{ENDING}")
     parser.add_argument("--clusters", type=whole(1), default=100, help="prototypes (100)")
     parser.add_argument("overrides", nargs="*", help="data.train.path=corpus.jsonl ...")
+    add_ray(parser)
     return parser
 
 

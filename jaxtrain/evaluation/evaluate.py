@@ -10,15 +10,21 @@ import math
 import sys
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator
+from functools import partial
+from itertools import chain, count, islice, takewhile
+from typing import SupportsFloat
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 from flax import nnx
 from jax.sharding import Mesh
 from rich.console import Console
 
 from jaxtrain import data
 from jaxtrain.cluster.processes import find_place, joined
+from jaxtrain.cluster.ray_cluster import ray_cluster
+from jaxtrain.cluster.ray_models import NodeModels
 from jaxtrain.cluster.runtime import compute_dtype, start
 from jaxtrain.config.resolve import Resolved, override
 from jaxtrain.data.batches.augment import Augment
@@ -26,6 +32,7 @@ from jaxtrain.data.evaluation.tasks import Rules
 from jaxtrain.evaluation.arguments import evaluate_parser
 from jaxtrain.evaluation.log_likelihood import FIELDS
 from jaxtrain.evaluation.needle import answer_needles
+from jaxtrain.evaluation.remote import RemoteModel
 from jaxtrain.evaluation.tasks import run_tasks, task_table
 from jaxtrain.finetune import join_full
 from jaxtrain.model import cast
@@ -44,6 +51,7 @@ from jaxtrain.weights.params import Params, Specs
 # Batches in the devices' queue. Hundreds of programs that exchange with other processes wait for
 # one another for ever on CPUs: each holds a thread until its partner's has one.
 AHEAD = 4
+BLOCK = 16  # batches whose sums are added apart, so that nodes can share a split
 ASKED = ("step", "tasks", "needle", "limit", "all_shots", "crop")  # arguments that processes share
 # Fields of a saved model's configuration that validation reads, and a command line may change.
 VALIDATED = (
@@ -120,8 +128,8 @@ def validation_sums(
     return sums
 
 
-def figures_of(sums: objectives.EvaluationSums) -> dict[str, float]:
-    """Loss, perplexity and bits per byte from the sums of a split."""
+def figures_of(sums: Iterable[SupportsFloat]) -> dict[str, float]:
+    """Loss, perplexity and bits per byte from the `EvaluationSums` of a split."""
     loss, weight, nats, text_bytes = (float(x) for x in sums)
     if not weight:
         raise UserError("validation: no token has a label")
@@ -152,14 +160,66 @@ def held_out_batches(
     )
 
 
-def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
-    """Validate a saved model on the validation split of `config.data`."""
+class BlockSums:
+    """The sums of the batches of a split, BLOCK at a time; blocks are mostly asked for in order."""
+
+    def __init__(
+        self,
+        batches: Callable[[], Iterator[data.Batch]],
+        add: Callable[[Iterable[data.Batch]], objectives.EvaluationSums],
+    ):
+        self.batches, self.add = batches, add
+        self.rest, self.next = batches(), 0
+
+    def __call__(self, number: int) -> list[float] | None:
+        """Of a block, by its number; None behind the last one."""
+        if number < self.next:
+            self.rest, self.next = self.batches(), 0
+        skipped = islice(self.rest, (number - self.next) * BLOCK)
+        deque(skipped, maxlen=0)
+        self.next = number + 1
+        first = next(self.rest, None)
+        if first is None:
+            return None
+        sums = self.add(chain([first], islice(self.rest, BLOCK - 1)))
+        return [float(x) for x in sums]
+
+
+def evaluate(saved: Saved, config: Resolved, remote: RemoteModel | None = None) -> dict[str, float]:
+    """Validate a saved model on the validation split of `config.data`.
+
+    remote: the same model for the nodes of a Ray cluster, which share the blocks of batches. Their
+    sums are added in order, so that the figures are those of one host.
+    """
+    check_text_loss(saved, config)
+    if remote is None:
+        blocks = map(make_block_sums(saved, config), count())
+    else:
+        prepare_validation(saved, config)
+        blocks = NodeModels(partial(load_block_sums, remote)).map(count())
+    total = np.zeros(len(objectives.EvaluationSums._fields))
+    for sums in takewhile(lambda one: one is not None, blocks):
+        total += sums
+    return figures_of(total)
+
+
+def load_block_sums(remote: RemoteModel) -> BlockSums:
+    """On a node."""
+    return make_block_sums(*remote.load())
+
+
+def check_text_loss(saved: Saved, config: Resolved) -> None:
+    """Raises UserError for a model and data that have no loss of text."""
     if saved.config.objective.name in PREFERENCES and config.data == saved.config.data:
         raise UserError(
             f"{saved.config.run.name} was trained on preferences, which have no loss of text; its "
             "metrics.jsonl has their held-out figures. --tasks asks it tasks; name a text by "
             "data.train... overrides"
         )
+
+
+def prepare_validation(saved: Saved, config: Resolved) -> data.TokenStore:
+    """The validation split of `config.data`. Raises UserError if the model cannot read it."""
     prepared = data.prepare(data_for(saved, config))
     for line in data.damaged_shards(prepared):
         print(line, file=sys.stderr)
@@ -167,7 +227,12 @@ def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
         raise UserError("data.tokenizer makes another tokenizer than the model was trained with")
     if prepared.validation is None:
         raise UserError("data.validation is none: name a split or a source to evaluate on")
-    mesh = make_mesh(config.mesh)
+    return prepared.validation
+
+
+def make_block_sums(saved: Saved, config: Resolved) -> BlockSums:
+    """A model on its devices that validates blocks of batches."""
+    store, mesh = prepare_validation(saved, config), make_mesh(config.mesh)
     with jax.set_mesh(mesh):
         scorer = make_validation_step(
             saved.graphdef,
@@ -177,9 +242,13 @@ def evaluate(saved: Saved, config: Resolved) -> dict[str, float]:
         )
         trained = saved.config.model_copy(update={"eval": config.eval})
         change = make_row_change(trained.objective, saved.tokenizer, trained.data.seed)
-        batches = held_out_batches(prepared.validation, trained, mesh, change)
         params = place_params(saved, mesh)
-        return validation_metrics(scorer, params, batches, mesh)
+
+    def add(batches: Iterable[data.Batch]) -> objectives.EvaluationSums:
+        with jax.set_mesh(mesh):
+            return validation_sums(scorer, params, batches, mesh, None, objectives.zero_sums())
+
+    return BlockSums(lambda: held_out_batches(store, trained, mesh, change), add)
 
 
 def data_for(saved: Saved, config: Resolved) -> data.DataConfig:
@@ -192,7 +261,9 @@ def data_for(saved: Saved, config: Resolved) -> data.DataConfig:
     return config.data.model_copy(update={"tokenizer": tokenizer})
 
 
-def answer_tasks(saved: Saved, config: Resolved, arguments: argparse.Namespace) -> None:
+def answer_tasks(
+    saved: Saved, config: Resolved, arguments: argparse.Namespace, remote: RemoteModel | None
+) -> None:
     """What --tasks asks for: a table on the screen, figures in --out."""
     check_decoder(saved.config.model)
     names = [name.strip() for name in arguments.tasks.split(",") if name.strip()]
@@ -200,7 +271,7 @@ def answer_tasks(saved: Saved, config: Resolved, arguments: argparse.Namespace) 
     out = arguments.out or arguments.run / name
     bundle = data.open_bundle(arguments.bundle, names)
     rules = Rules(arguments.limit, arguments.all_shots, arguments.crop)
-    result = run_tasks(saved, config, bundle, names, out, rules)
+    result = run_tasks(saved, config, bundle, names, out, rules, remote)
     if jax.process_index() > 0:
         return
     if (arguments.run / "metrics.jsonl").is_file():
@@ -219,15 +290,22 @@ def main(argv: list[str] | None = None) -> int:
     start(quiet=place is not None and place.index > 0)
     asked = {f"--{name}": str(getattr(a, name)) for name in ASKED}
     same = facts(config) | asked if place else {}
-    with joined(place, config.processes, same, a.run) as coordinator:
+    if a.ray and (place or a.needle):
+        raise UserError(
+            "--ray spreads tasks or validation over nodes: leave out --needle, --coordinator, "
+            "--processes and --process"
+        )
+    with ray_cluster(a.ray) as cluster, joined(place, config.processes, same, a.run) as coordinator:
         saved = load_saved(a.run, a.step)
+        model = RemoteModel(a.run.absolute(), a.step, tuple(a.overrides), fields)
+        remote = model if cluster else None
         if a.tasks:
-            answer_tasks(saved, config, a)
+            answer_tasks(saved, config, a, remote)
             return 0
         if a.needle:
             answer_needles(saved, config, a)
             return 0
-        figures = evaluate(saved, config)
+        figures = evaluate(saved, config, remote)
         if coordinator.index == 0:
             for name, value in figures.items():
                 print(f"{name:12s} {value:.4f}")

@@ -9,8 +9,10 @@ import os
 import shutil
 import sys
 import time
-from collections.abc import Iterable, Iterator, Sequence
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -19,6 +21,8 @@ from rich.console import Console
 from rich.table import Table
 
 from jaxtrain import data
+from jaxtrain.cluster.ray_cluster import ray_cluster
+from jaxtrain.cluster.ray_models import NodeModels
 from jaxtrain.cluster.runtime import start
 from jaxtrain.config.resolve import Resolved, override
 from jaxtrain.data.files.local import File
@@ -32,13 +36,14 @@ from jaxtrain.data.files.sources import (
 )
 from jaxtrain.data.filters.filtered import filter_sources
 from jaxtrain.data.filters.scored import DocumentGroup, document_groups, frames
-from jaxtrain.data.pool import Map, cores, process_pool
+from jaxtrain.data.pool import Map, block_pool
 from jaxtrain.data.store.cache import cache_directory
 from jaxtrain.data.store.progress import Progress, show_progress
 from jaxtrain.evaluation.arguments import ENDING, SCORES, score_parser
 from jaxtrain.evaluation.document_scores import MEASURES, Measured, make_measurer
 from jaxtrain.evaluation.log_likelihood import FIELDS
 from jaxtrain.evaluation.prototypes import distances, find_prototypes
+from jaxtrain.evaluation.remote import RemoteModel
 from jaxtrain.evaluation.tasks import identity
 from jaxtrain.runs.saved import Saved, load_saved
 from jaxtrain.settings import UserError, command
@@ -65,8 +70,11 @@ def score(
     out: Path,
     clusters: int = 100,
     progress: Progress = lambda *_: None,
+    remote: RemoteModel | None = None,
 ) -> dict[str, Any]:
     """Write the text of `config.data.train`, each document with its scores, as JSONL to `out`.
+
+    remote: the same model for the nodes of a Ray cluster, if those do the work.
 
     What has been measured is kept in a folder beside it until all is written. Returns the summary,
     which stays beside `out`. Raises UserError for a source that cannot be scored, and if `out`
@@ -84,8 +92,9 @@ def score(
     folder.mkdir(parents=True, exist_ok=True)
     files = find_files(source)
     small = sum(file.size or 0 for file in files) < ALONE
-    with process_pool(1 if small else config.data.prepare_workers or cores()) as mapped:
-        measure_all(saved, config, source, files, folder, states, mapped, progress)
+    with block_pool(config.data.prepare_workers, small) as mapped:
+        how = measure_on_nodes(remote, states) if remote else measure_here(saved, config, states)
+        measure_all(how, saved, source, files, folder, mapped, progress)
         columns = columns_of(folder, names, clusters)
         write_scored(source, files, folder, columns, mapped, progress)
     result = {"key": key, "documents": len(columns[names[0]]), "scores": quantiles_of(columns)}
@@ -126,13 +135,37 @@ class MeasuredPart(NamedTuple):
     measured: Measured  # of all their documents
 
 
+class Measuring(NamedTuple):
+    """A model, or one on each of several nodes."""
+
+    tokens: int  # of a batch
+    each: Callable[[Iterable[list[np.ndarray]]], Iterator[Measured]]  # in order, of documents
+
+
+def measure_here(saved: Saved, config: Resolved, states: bool) -> Measuring:
+    measurer = make_measurer(saved, config, states)
+    return Measuring(measurer.tokens, partial(map, measurer.measure))
+
+
+def measure_on_nodes(remote: RemoteModel, states: bool) -> Measuring:
+    models = NodeModels(partial(load_measure, remote, states))
+    return Measuring(next(models.map([None])), models.map)
+
+
+def load_measure(
+    remote: RemoteModel, states: bool
+) -> Callable[[list[np.ndarray] | None], Measured | int]:
+    """On a node: documents -> what is measured; None -> the tokens of a batch."""
+    measurer = make_measurer(*remote.load(), states)
+    return lambda some: measurer.tokens if some is None else measurer.measure(some)
+
+
 def measure_all(
+    how: Measuring,
     saved: Saved,
-    config: Resolved,
     source: Source,
     files: list[File],
     folder: Path,
-    states: bool,
     mapped: Map,
     progress: Progress,
 ) -> None:
@@ -140,13 +173,19 @@ def measure_all(
     known = [(part.size, part.after) for part in map(load_part, part_files(folder))]
     size, after = sum(size for size, _ in known), known[-1][1] if known else START
     stored = sum(file.size or 0 for file in files)
-    measurer = make_measurer(saved, config, states)
     read = document_groups(source, files, saved.tokenizer, saved.tokenizer_dir, after, mapped)
     found: list[MeasuredPart] = []
     begun, number = time.monotonic(), len(known)
+    given: deque[list[DocumentGroup]] = deque()
+
+    def jobs() -> Iterator[list[np.ndarray]]:
+        for job in group_by_tokens(read, JOB_BATCHES * how.tokens):
+            given.append(job)
+            yield [tokens for group in job for tokens in group.documents]
+
     try:
-        for job in group_by_tokens(read, JOB_BATCHES * measurer.tokens):
-            measured = measurer.measure([tokens for group in job for tokens in group.documents])
+        for measured in how.each(jobs()):
+            job = given.popleft()
             counts, after = np.array([len(group.documents) for group in job]), job[-1].after
             found.append(MeasuredPart(counts, sum(group.size for group in job), after, measured))
             size += found[-1].size
@@ -321,10 +360,15 @@ def main(argv: list[str] | None = None) -> int:
         start()
         names = [name.strip() for name in arguments.score.split(",") if name.strip()]
         saved = load_saved(arguments.run, arguments.step)
-        config = override(saved.config, arguments.overrides, (*FIELDS[:-1], *TEXT))
+        fields = (*FIELDS[:-1], *TEXT)
+        config = override(saved.config, arguments.overrides, fields)
+        model = RemoteModel(
+            arguments.run.absolute(), arguments.step, tuple(arguments.overrides), fields
+        )
         console = Console(width=120)
-        with show_progress(console) as progress:
-            result = score(saved, config, names, arguments.out, arguments.clusters, progress)
+        with ray_cluster(arguments.ray) as cluster, show_progress(console) as progress:
+            rest = arguments.out, arguments.clusters, progress, model if cluster else None
+            result = score(saved, config, names, *rest)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on after what it saved", file=sys.stderr)
         return 130

@@ -9,8 +9,9 @@ import json
 import math
 import time
 import zlib
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import suppress
+from functools import partial
 from pathlib import Path
 from typing import Any
 
@@ -21,9 +22,11 @@ from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, T
 from rich.table import Table
 
 from jaxtrain import data
+from jaxtrain.cluster.ray_models import NodeModels
 from jaxtrain.config.resolve import Resolved
 from jaxtrain.data.evaluation.tasks import NANOCHAT, Bundle, Loaded, Rules
 from jaxtrain.evaluation.log_likelihood import Scorer, Scores, make_scorer, scores
+from jaxtrain.evaluation.remote import RemoteModel
 from jaxtrain.runs.saved import Saved
 from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import write_json
@@ -39,11 +42,13 @@ def run_tasks(
     names: Sequence[str],
     out: Path,
     rules: Rules = NANOCHAT,
+    remote: RemoteModel | None = None,
 ) -> Result:
     """Answer tasks and write what `out` then holds, after each of them; returns it.
 
     What `out` already has of this model and these questions is kept. `core` is in it if all tasks
     of CORE are, by the same rules. Raises UserError for a model that gives no numbers.
+    remote: the same model for the nodes of a Ray cluster, each of which answers whole tasks.
     """
     if config.model.position_embedding == "learned":  # there are none beyond the context
         rules = rules._replace(crop=True)
@@ -56,9 +61,13 @@ def run_tasks(
         loaded = bundle.load(task, folder, rules)
         if result["tasks"].get(task.label, {}).get("questions") != loaded.fingerprint:
             waiting.append(loaded)
-    scorer = make_scorer(saved, config, few) if waiting else None
     with progress_bar() as bar:
-        for loaded, entry in answer_all(scorer, saved.tokenizer, waiting, bar) if scorer else ():
+        if remote is not None:
+            answers = zip(waiting, NodeModels(partial(load_answer, remote, few)).map(waiting))
+        else:
+            scorer = make_scorer(saved, config, few) if waiting else None
+            answers = answer_all(scorer, saved.tokenizer, waiting, bar) if scorer else ()
+        for loaded, entry in answers:
             result["tasks"][loaded.task.label] = entry
             save(out, result)
             text = f"{loaded.task.label:34s} {entry['accuracy']:.4f}  {entry['seconds']:.1f} s"
@@ -69,6 +78,14 @@ def run_tasks(
     save(out, result)
     chosen = {task.label: result["tasks"][task.label] for task, _ in found}
     return result | {"tasks": chosen}
+
+
+def load_answer(remote: RemoteModel, few: int | None) -> Callable[[Loaded], Result]:
+    """On a node: a task -> its figures. few: as in `make_scorer`."""
+    saved, config = remote.load()
+    scorer = make_scorer(saved, config, few)
+    quiet = Progress(disable=True)
+    return lambda loaded: next(answer_all(scorer, saved.tokenizer, [loaded], quiet))[1]
 
 
 def same_rules(entries: Sequence[Result]) -> bool:

@@ -2,7 +2,8 @@
 
 import argparse
 
-from jaxtrain.settings import Parser
+from jaxtrain.cluster.arguments import add_ray
+from jaxtrain.settings import Parser, whole
 
 
 def sweep_parser() -> Parser:
@@ -23,6 +24,10 @@ def sweep_parser() -> Parser:
     )  # fmt: skip
     parser.add_argument(
         "--report", action="store_true", help="write report.html of what is there, and stop"
+    )
+    add_ray(parser)
+    parser.add_argument(
+        "--gpus", type=whole(0, 4096), help="--ray: of each worker (1 if the cluster has any)"
     )
     parser.add_argument("--worker", action="store_true", help=argparse.SUPPRESS)  # of `workers`
     return parser

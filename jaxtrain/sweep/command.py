@@ -4,13 +4,17 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from importlib.util import find_spec
 
+from jaxtrain.cluster.ray_cluster import ray_cluster
+from jaxtrain.cluster.ray_process import RemoteProcess, gpus_of_cluster
 from jaxtrain.settings import UserError, command
 from jaxtrain.sweep.arguments import sweep_parser
 from jaxtrain.sweep.config import SweepConfig
 
+WORKER = "jaxtrain.sweep.command"  # the module that a worker runs
+Worker = subprocess.Popen | RemoteProcess
 MORE = 3  # exit code of a worker that has run its one trial
 
 
@@ -35,8 +39,13 @@ def main(argv: Sequence[str] | None = None) -> int:
             start()
             return MORE if work(c, queues, once=c.isolated) else 0
         code = 0
-        if not a.report and (c.workers > 1 or c.isolated):
-            code = supervise(c, words)
+        if not a.report and a.ray:
+            with ray_cluster(a.ray, show=True):
+                gpus = min(1, gpus_of_cluster()) if a.gpus is None else a.gpus
+                code = supervise(c, lambda: RemoteProcess(WORKER, [*words, "--worker"], gpus))
+        elif not a.report and (c.workers > 1 or c.isolated):
+            line = [sys.executable, "-m", WORKER, *words, "--worker"]
+            code = supervise(c, lambda: subprocess.Popen(line))
         elif not a.report:
             start()
             work(c, queues)
@@ -72,13 +81,11 @@ def check_sampler(c: SweepConfig) -> None:
 # ---- several processes -------------------------------------------------------------------------
 
 
-def supervise(c: SweepConfig, words: Sequence[str]) -> int:
-    """Keep so many workers alive until no trial is left; the exit code.
+def supervise(c: SweepConfig, begin: Callable[[], Worker]) -> int:
+    """Keep so many workers alive until no trial is left; the exit code. begin: starts one.
 
     The trial of a worker that died is queued again, and another worker takes its place.
     """
-    line = [sys.executable, "-m", "jaxtrain.sweep.command", *words, "--worker"]
-    begin = lambda: subprocess.Popen(line)
     ours = [begin() for _ in range(c.workers)]
     before = signal.signal(signal.SIGTERM, lambda *_: [one.terminate() for one in ours])
     code = 0
@@ -94,7 +101,10 @@ def supervise(c: SweepConfig, words: Sequence[str]) -> int:
                 elif one.returncode != 0 and not code:
                     say_dead(one)
                     ours.append(begin())
-    except KeyboardInterrupt:  # the terminal has sent it to the workers as well
+    except KeyboardInterrupt:
+        for one in ours:
+            if isinstance(one, RemoteProcess):  # to others, the terminal has sent it as well
+                one.send_signal(signal.SIGINT)
         for one in ours:
             one.wait()
         raise
@@ -105,7 +115,7 @@ def supervise(c: SweepConfig, words: Sequence[str]) -> int:
     return code
 
 
-def say_dead(dead: subprocess.Popen) -> None:
+def say_dead(dead: Worker) -> None:
     """Of a worker that has gone without a word: another one sees that, and takes its trial."""
     if dead.returncode != MORE:
         print(

@@ -2,6 +2,7 @@
 
 from pathlib import Path
 
+from jaxtrain.cluster.arguments import add_ray
 from jaxtrain.settings import Parser, whole
 
 
@@ -13,6 +14,7 @@ def prepare_parser() -> Parser:
     )
     parser.add_argument("--config", help="a YAML file, or the bare name of a shipped config")
     add_overrides(parser)
+    add_ray(parser)
     return parser
 
 
@@ -43,6 +45,7 @@ def filter_parser() -> Parser:
     parser.add_argument(
         "--samples", type=whole(0), default=1, help="removed documents shown of each reason (1)"
     )
+    add_ray(parser)
     return parser
 
 

@@ -4,6 +4,7 @@ import sys
 
 from rich.console import Console
 
+from jaxtrain.cluster.ray_cluster import ray_cluster
 from jaxtrain.config import find_config, load_config
 from jaxtrain.config.overrides import check_once
 from jaxtrain.data.filters.filtered import filter_into, report_lines
@@ -18,7 +19,7 @@ def main(argv: list[str] | None = None) -> int:
     a = filter_parser().parse_intermixed_args(argv)
     check_once(a.overrides)
     config = load_config(find_config(a.config), a.overrides)
-    with show_progress(Console()) as progress:
+    with ray_cluster(a.ray), show_progress(Console()) as progress:
         reports = filter_into(config.data, a.out, progress)
     for name, report in reports.items():
         print("\n".join(report_lines(name, report, a.samples)))

@@ -9,6 +9,7 @@ import time
 from rich.console import Console
 
 from jaxtrain import data
+from jaxtrain.cluster.ray_cluster import ray_cluster
 from jaxtrain.config import find_config, load_config
 from jaxtrain.config.overrides import check_once
 from jaxtrain.data.store.progress import show_progress
@@ -28,7 +29,7 @@ def main(argv: list[str] | None = None) -> int:
         check_text(whole)
         config = whole.data
         console, begin = Console(), time.monotonic()
-        with show_progress(console) as progress:
+        with ray_cluster(arguments.ray), show_progress(console) as progress:
             prepared = data.prepare(config, progress=progress)
     except KeyboardInterrupt:
         print("interrupted; the same command goes on after the last whole shard", file=sys.stderr)

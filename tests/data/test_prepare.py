@@ -52,7 +52,7 @@ def test_what_is_cached_is_not_done_again(tmp_path, monkeypatch):
     with monkeypatch.context() as patch:
         module = sys.modules["jaxtrain.data.store.prepare"]
         patch.setattr(module, "build_tokenizer", None)
-        patch.setattr(module, "process_pool", None)
+        patch.setattr(module, "block_pool", None)
         moved = path.rename(tmp_path / "b.txt")
         options["train"] = {"name": "text", "path": str(moved)}
         again = prepare(config(tmp_path, seed=5, **options), progress=note)

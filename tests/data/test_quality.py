@@ -3,7 +3,9 @@
 import json
 import random
 import re
+import tempfile
 import unicodedata
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -14,7 +16,14 @@ from pydantic import TypeAdapter
 from jaxtrain.data.filters import FILTERS, Filter
 from jaxtrain.data.filters.arrays import TextArrays, group_equal, ngrams, seen_before
 from jaxtrain.data.filters.batch import TextBatch, changed, compatible
-from jaxtrain.data.filters.duplicates import clusters
+from jaxtrain.data.filters.duplicates import equal_pairs, join_clusters
+from jaxtrain.data.filters.marks import (
+    BYTES,
+    MOST_PARTS,
+    MarkFiles,
+    count_parts,
+    mark_columns,
+)
 from jaxtrain.settings import UserError
 
 VOCABULARY = (
@@ -40,6 +49,19 @@ def config_of(name, **options):
     return TypeAdapter(Filter).validate_python({"name": name, **options})
 
 
+def decided(kind, config, features, parts=1):
+    """The verdicts of a filter that compares documents; their marks are in two files."""
+    sources = np.zeros(len(features), int)
+    with tempfile.TemporaryDirectory() as folder:
+        files = [Path(folder) / "0.npz", Path(folder) / "1.npz"]
+        for path, some in zip(files, np.split(features, [len(features) // 3])):
+            np.savez(path, **mark_columns({2: some}))
+        marks = MarkFiles(files, 2, np.ones(len(features), bool), parts, Path(folder))
+        found = kind.decide(config, marks, sources, map)
+        assert sorted(Path(folder).iterdir()) == files
+    return found
+
+
 def reasons(name, texts, records=None, **options):
     """Why a filter removes each text, None where it stays."""
     config, kind = config_of(name, **options), FILTERS[name]
@@ -47,7 +69,7 @@ def reasons(name, texts, records=None, **options):
     if kind.apply is not None:
         found = kind.apply(config, batch).reasons
     else:
-        found = kind.decide(config, kind.features(config, batch), np.zeros(len(batch.texts), int))
+        found = decided(kind, config, kind.features(config, batch))
     return [kind.reasons[number - 1] if number else None for number in found.tolist()]
 
 
@@ -283,7 +305,33 @@ def test_the_chance_to_find_a_pair_is_that_of_the_formula():
 
 def test_clusters_reach_through_others():
     keys = np.array([[1, 9], [2, 8], [3, 9], [2, 7], [5, 7], [0, 0], [0, 0]], np.uint64)
-    assert clusters(keys).tolist() == [0, 1, 0, 1, 1, 5, 6]
+    first = np.arange(7)
+    for column in keys.T:
+        there = np.flatnonzero(column)
+        pairs = np.stack([column[there], there.astype(np.uint64)], axis=1)
+        join_clusters(first, equal_pairs(pairs))
+    assert first.tolist() == [0, 1, 0, 1, 1, 5, 6]
+
+
+@pytest.mark.parametrize("name", ["near_duplicates", "exact_duplicates"])
+def test_partitions_change_no_verdict(name):
+    """Whatever memory they are bounded to."""
+    draw = np.random.default_rng(0)
+    keys = draw.integers(0, 2**64, (400, 6), np.uint64)
+    keys[draw.random(keys.shape) < 0.1] = 0
+    copies = draw.integers(0, 400, 300), draw.integers(0, 400, 300), draw.integers(0, 6, 300)
+    keys[copies[0], copies[2]] = keys[copies[1], copies[2]]
+    keys = keys if name == "near_duplicates" else keys[:, 0]
+    found = [decided(FILTERS[name], config_of(name), keys, parts) for parts in (1, 2, 7, 100)]
+    assert 0 < found[0].sum() < 400 and all((one == found[0]).all() for one in found)
+
+
+def test_memory_decides_the_number_of_partitions():
+    assert count_parts(1000, 6, 4.0) == 1
+    documents, tasks = 10**8, 30
+    parts = count_parts(documents, tasks, 4.0)
+    assert documents / parts * tasks * BYTES <= 4 * 2**30 < documents / (parts - 1) * tasks * BYTES
+    assert count_parts(10**12, tasks, 4.0) == MOST_PARTS
 
 
 # ---- scores and evaluation sets ----------------------------------------------------------------

@@ -15,6 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from jaxtrain.data.filters.arrays import TextArrays
+from jaxtrain.data.filters.marks import MarkFiles
+from jaxtrain.data.pool import Map
 
 LAST = 0x30000  # no character above this has another NFKC form
 # Word joiners and invisible characters: a text looks the same without them.
@@ -81,8 +83,8 @@ class FilterFunctions(NamedTuple):
     reasons: tuple[str, ...]
     apply: Callable[[Any, TextBatch], FilterVerdict] | None = None
     features: Callable[[Any, TextBatch], np.ndarray] | None = None
-    # (config, features, sources) -> uint8 [documents], as `reasons`
-    decide: Callable[[Any, np.ndarray, np.ndarray], np.ndarray] | None = None
+    # (config, features, sources, map over processes) -> uint8 [documents], as `reasons`
+    decide: Callable[[Any, MarkFiles, np.ndarray, Map], np.ndarray] | None = None
     edits: bool = False  # whether `apply` may change a text
     prepare: Callable[[Any, Path], Any] | None = None  # runs once; may write files into the folder
     input_hash: Callable[[Any], str] | None = None  # of the files that the filter reads

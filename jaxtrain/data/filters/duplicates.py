@@ -8,6 +8,8 @@ from pydantic import Field
 
 from jaxtrain.data.filters.arrays import Spans, mixed, ngrams
 from jaxtrain.data.filters.batch import FilterFunctions, TextBatch
+from jaxtrain.data.filters.marks import MarkFiles
+from jaxtrain.data.pool import Map
 from jaxtrain.settings import Settings
 
 
@@ -77,36 +79,40 @@ def _shingles(words: Spans, n: int) -> tuple[np.ndarray, np.ndarray]:
 
 
 def mark_duplicates(
-    config: ExactDuplicates | NearDuplicates, marks: np.ndarray, sources_D: np.ndarray
+    config: ExactDuplicates | NearDuplicates, marks: MarkFiles, sources_D: np.ndarray, mapped: Map
 ) -> np.ndarray:
-    """uint8 [documents]: 1 + the source of the first document that each is like; 0 for the first.
+    """uint8 [documents]: 1 + the source of the first document that each is like; 0 for that one."""
+    first = np.arange(len(sources_D))
+    columns = range(marks.columns())
+    partitions = (part for column in columns for part in marks.partitions(column))
+    for pairs in mapped(equal_pairs, partitions):
+        join_clusters(first, pairs)
+    alone = first == np.arange(len(first))
+    return np.where(alone, 0, sources_D[first] + 1).astype(np.uint8)
 
-    marks: of either filter, [documents] or [documents, bands].
+
+def equal_pairs(partition: np.ndarray) -> np.ndarray:
+    """int64 [2, pairs]: documents with equal values, each and the next one.
+
+    partition: [documents, 2], the value and the document.
     """
-    first = clusters(marks.reshape(len(marks), -1))
-    return np.where(first == np.arange(len(marks)), 0, sources_D[first] + 1).astype(np.uint8)
+    order = np.argsort(partition[:, 0], kind="stable")
+    keys, documents = partition[order].T
+    same = keys[1:] == keys[:-1]
+    return np.stack([documents[:-1][same], documents[1:][same]]).astype(np.int64)
 
 
-def clusters(keys_DB: np.ndarray) -> np.ndarray:
-    """int64 [documents]: the first document of the cluster that each is in.
-
-    Documents with an equal key in a column are in one cluster; the key 0 is that of none.
-    """
-    pairs = [np.empty((2, 0), np.int64)]
-    for keys in keys_DB.T:
-        order = np.argsort(keys, kind="stable")
-        ordered = keys[order]
-        same = (ordered[1:] == ordered[:-1]) & (ordered[1:] != 0)
-        pairs.append(np.stack([order[:-1][same], order[1:][same]]))
-    a, b = np.unique(np.concatenate(pairs, axis=1), axis=1)
-    root = np.arange(len(keys_DB))
+def join_clusters(first_D: np.ndarray, pairs: np.ndarray) -> None:
+    """Joins the clusters of documents that are pairs, in place. first_D: the first document of the
+    cluster that each is in."""
+    a, b = pairs
     while True:
-        low, high = np.minimum(root[a], root[b]), np.maximum(root[a], root[b])
+        low, high = np.minimum(first_D[a], first_D[b]), np.maximum(first_D[a], first_D[b])
         if (low == high).all():
-            return root
-        np.minimum.at(root, high, low)
-        while (root[root] != root).any():
-            root = root[root]
+            return
+        np.minimum.at(first_D, high, low)
+        while (first_D[first_D] != first_D).any():
+            first_D[:] = first_D[first_D]
 
 
 def _permutations(count: int) -> tuple[np.ndarray, np.ndarray]:

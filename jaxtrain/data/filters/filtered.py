@@ -75,7 +75,12 @@ def _left(
     folder, lock = _place(config, key, told, out)
     with lock:
         reports[name] = filter_source(
-            source, folder, key=key, processes=config.prepare_workers, progress=told
+            source,
+            folder,
+            key=key,
+            processes=config.prepare_workers,
+            memory=config.dedup_memory,
+            progress=told,
         )
     return _written(folder, source)
 
@@ -99,7 +104,13 @@ def _left_across(
     folder, lock = _place(config, key, progress, out)
     with lock:
         found = filter_across(
-            texts, filters, folder, key=key, processes=config.prepare_workers, progress=progress
+            texts,
+            filters,
+            folder,
+            key=key,
+            processes=config.prepare_workers,
+            memory=config.dedup_memory,
+            progress=progress,
         )
     for name, report in found.items():
         before = reports.get(name, report | {"filters": []})

@@ -15,7 +15,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from functools import partial
 from itertools import islice
 from pathlib import Path
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -23,8 +23,9 @@ from jaxtrain.data.files.local import File
 from jaxtrain.data.files.reading import START, Position, TextBlock, blocks
 from jaxtrain.data.files.sources import Source, content_hash, find_files, source_path
 from jaxtrain.data.filters import FILTERS
+from jaxtrain.data.filters.marks import MarkFiles, count_parts, mark_columns
 from jaxtrain.data.filters.work import FilterJob, Found, Sample, apply_filters, lowest, write_kept
-from jaxtrain.data.pool import Map, cores, process_pool
+from jaxtrain.data.pool import Map, block_pool, tasks_at_once
 from jaxtrain.data.store.encode import batch_blocks
 from jaxtrain.data.store.progress import Progress, estimate_bytes, named_progress
 from jaxtrain.data.store.store import sync
@@ -35,6 +36,7 @@ COMMIT_SECONDS = 10  # the batch in hand and those behind it add less than 5 to 
 SHARD = 1 << 28  # compressed bytes of a file
 ALONE = 1 << 22  # stored bytes; less is filtered before other processes would have started
 FORMAT = 3
+MEMORY = 4.0  # GiB, of `data.dedup_memory`
 ReasonsOf = Callable[[str], Sequence[str]]  # the name of a filter -> its reasons, from 1
 
 
@@ -44,13 +46,14 @@ def filter_source(
     *,
     key: str,
     processes: int | None = None,
+    memory: float = MEMORY,
     progress: Progress = lambda *_: None,
 ) -> dict[str, Any]:
     """Writes what the filters of a source leave of it, and returns the report, which lies beside.
 
     `directory` appears when all is done; until then the work is in a folder of its own, and goes on
-    there after an interruption. key: of the text and the filters. Raises UserError if nothing is
-    left, and if the directory holds something else.
+    there after an interruption. key: of the text and the filters. memory: `data.dedup_memory`.
+    Raises UserError if nothing is left, and if the directory holds something else.
     """
     if directory.exists():
         return read_report(directory, key)
@@ -66,7 +69,7 @@ def filter_source(
         return f"the filters of {source_path(source)} leave no document; {most}"
 
     jobs = {"": FilterJob(source, tuple(filters))}
-    report = _filter(jobs, partly, processes, progress, nothing_left)[""]
+    report = _filter(jobs, partly, (processes, memory), progress, nothing_left)[""]
     return _publish(partly, directory, {"key": key, **report})
 
 
@@ -77,6 +80,7 @@ def filter_across(
     *,
     key: str,
     processes: int | None = None,
+    memory: float = MEMORY,
     progress: Progress = lambda *_: None,
 ) -> dict[str, dict[str, Any]]:
     """Removes duplicates across sources; writes what stays of each into `directory`/NAME.
@@ -97,29 +101,37 @@ def filter_across(
 
     jobs = {name: FilterJob(source, tuple(filters)) for name, source in sources.items()}
     reasons = tuple(f"in {name}" for name in sources)
-    reports = _filter(jobs, partly, processes, progress, nothing_left, lambda _: reasons)
+    reports = _filter(jobs, partly, (processes, memory), progress, nothing_left, lambda _: reasons)
     return _publish(partly, directory, {"key": key, "sources": reports})["sources"]
 
 
 def _filter(
     jobs: Mapping[str, FilterJob],
     partly: Path,
-    processes: int | None,
+    limits: tuple[int | None, float],
     progress: Progress,
     nothing_left: Callable[[str, dict[str, Any]], str],
     reasons_of: ReasonsOf = lambda name: FILTERS[name].reasons,
 ) -> dict[str, dict[str, Any]]:
-    """Filters sources of the same filters together, each into a folder of its name; the reports."""
+    """Filters sources of the same filters together, each into a folder of its name; the reports.
+
+    limits: processes, and GiB to compare documents in.
+    """
+    processes, memory = limits
     files = {name: find_files(job.source) for name, job in jobs.items()}
     told = {name: named_progress(name, progress) for name in jobs}
     small = sum(file.size or 0 for some in files.values() for file in some) < ALONE
     found: dict[str, list[Found]] = {}
     reports: dict[str, dict[str, Any]] = {}
-    with process_pool(1 if small else processes or cores()) as mapped:
+    with block_pool(processes, small) as mapped:
         for name, job in jobs.items():
             (partly / name).mkdir(parents=True, exist_ok=True)
             found[name] = _first_reading(job, files[name], partly / name, mapped, told[name])
-        _decide(next(iter(jobs.values())).filters, found)
+        noted = [path for name in jobs for path in verdict_files(partly / name)]
+        total = sum(len(one.removed_D) for groups in found.values() for one in groups)
+        parts = count_parts(total, 1 if small else tasks_at_once(processes), memory)
+        comparison = MarkComparison(noted, parts, partly, mapped)
+        _decide(next(iter(jobs.values())).filters, found, comparison)
         for name, groups in found.items():
             if all(one.removed_D.all() for one in groups):
                 shutil.rmtree(partly)
@@ -187,7 +199,7 @@ def _first_reading(
     job: FilterJob, files: list[File], folder: Path, mapped: Map, progress: Progress
 ) -> list[Found]:
     """The verdicts on each group of blocks; those that `folder` has are not computed again."""
-    found = [one for path in sorted(folder.glob("found-*.npz")) for one in _load(path)]
+    found = [one for path in verdict_files(folder) for one in _load(path)]
     after, total = (found[-1].after if found else START), sum(file.size or 0 for file in files)
     size = sum(one.size for one in found)
     saved, committed = len(found), time.monotonic()
@@ -196,67 +208,87 @@ def _first_reading(
         size += one.size
         progress("filter", size, estimate_bytes(size, one.after.stored, total))
         if time.monotonic() - committed >= COMMIT_SECONDS:
-            _save(folder / f"found-{saved:08d}.npz", found[saved:])
-            saved, committed = len(found), time.monotonic()
+            saved, committed = _save(folder, found, saved), time.monotonic()
     if found[saved:]:
-        _save(folder / f"found-{saved:08d}.npz", found[saved:])
+        _save(folder, found, saved)
     if not size:
         shutil.rmtree(folder)
         raise UserError(f"{source_path(job.source)} holds no text")
     return found
 
 
-def _decide(filters: Sequence[Any], found: dict[str, list[Found]]) -> None:
+class MarkComparison(NamedTuple):
+    """Where and how documents are compared."""
+
+    files: Sequence[Path]  # with the marks
+    parts: int  # partitions
+    scratch: Path
+    mapped: Map
+
+
+def _decide(
+    filters: Sequence[Any], found: dict[str, list[Found]], comparison: MarkComparison
+) -> None:
     """Runs the filters that compare documents, each on the documents that reach it."""
     groups = [one for some in found.values() for one in some]
     sizes = [len(one.removed_D) for one in groups]
     number_of = [number for number, some in enumerate(found.values()) for _ in some]
-    sources_D = np.repeat(number_of, sizes)
+    sources_D = np.repeat(np.array(number_of, np.uint16), sizes)
     removed = np.concatenate([one.removed_D for one in groups])
     reasons = np.concatenate([one.reasons_D for one in groups])
     for number, filter in enumerate(filters):
         decide = FILTERS[filter.name].decide
         if decide is None:
             continue
-        here = np.flatnonzero((removed == 0) | (removed > number + 1))
-        marks = np.concatenate([one.marks[number] for one in groups])[here]
-        of = decide(filter, marks, sources_D[here])
-        removed[here[of > 0]], reasons[here[of > 0]] = number + 1, of[of > 0]
+        here_D = (removed == 0) | (removed > number + 1)
+        files, parts, scratch, mapped = comparison
+        marks = MarkFiles(files, number, here_D, parts, scratch)
+        of = decide(filter, marks, sources_D[here_D], mapped)
+        here = np.flatnonzero(here_D)[of > 0]
+        removed[here], reasons[here] = number + 1, of[of > 0]
     ends = np.cumsum(sizes)[:-1]
     parts = zip(groups, np.split(removed, ends), np.split(reasons, ends))
     for some in found.values():
         some[:] = [
-            one._replace(removed_D=removed_D, reasons_D=reasons_D, marks={})
+            one._replace(removed_D=removed_D, reasons_D=reasons_D)
             for one, removed_D, reasons_D in islice(parts, len(some))
         ]
 
 
-def _save(path: Path, found: Sequence[Found]) -> None:
-    """The groups as one file of arrays, which appears when it is complete."""
+def verdict_files(folder: Path) -> list[Path]:
+    """The files of the first reading, in the order of the text."""
+    return sorted(folder.glob("verdicts-*.npz"))
+
+
+def _save(folder: Path, groups: list[Found], saved: int) -> int:
+    """The groups from `saved` on as one file of arrays, which appears when it is complete; how many
+    are saved then. Their marks leave the memory."""
+    path, found = folder / f"verdicts-{saved:08d}.npz", groups[saved:]
     arrays = {
         "counts": np.array([len(one.removed_D) for one in found]),
         "after": np.array([one.after for one in found]),
     }
     for name in ("removed_D", "reasons_D", "sizes_DF"):
         arrays[name] = np.concatenate([getattr(one, name) for one in found])
-    for number in found[0].marks:
-        arrays[f"marks{number}"] = np.concatenate([one.marks[number] for one in found])
+    numbers = found[0].marks
+    marks = {number: np.concatenate([one.marks[number] for one in found]) for number in numbers}
+    arrays |= mark_columns(marks)
     with path.with_suffix(".tmp").open("wb") as file:
         np.savez(file, allow_pickle=False, **arrays)
         os.fsync(file.fileno())
     path.with_suffix(".tmp").rename(path)
+    groups[saved:] = [one._replace(marks={}) for one in found]
+    return len(groups)
 
 
 def _load(path: Path) -> Iterator[Found]:
     with np.load(path) as arrays:
         ends = np.cumsum(arrays["counts"])[:-1]
         parts = {name: np.split(arrays[name], ends) for name in arrays if name[-2:] in ("_D", "DF")}
-        marks = {int(n[5:]): np.split(arrays[n], ends) for n in arrays if n.startswith("marks")}
         for place, after in enumerate(arrays["after"].tolist()):
             one = {name: part[place] for name, part in parts.items()}
             size = int(one["sizes_DF"][:, 0].sum())
-            some = {number: part[place] for number, part in marks.items()}
-            yield Found(**one, marks=some, size=size, after=Position(*after))
+            yield Found(**one, marks={}, size=size, after=Position(*after))
 
 
 # ---- the second reading ------------------------------------------------------------------------

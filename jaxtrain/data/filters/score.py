@@ -6,6 +6,8 @@ import numpy as np
 from pydantic import Field, model_validator
 
 from jaxtrain.data.filters.batch import FilterFunctions, TextBatch
+from jaxtrain.data.filters.marks import MarkFiles
+from jaxtrain.data.pool import Map
 from jaxtrain.settings import Settings, UserError
 
 
@@ -41,8 +43,11 @@ def document_scores(config: ScoreFilter, batch: TextBatch) -> np.ndarray:
     return np.array([np.nan if value is None else value for value in values], np.float64)
 
 
-def filter_by_rank(config: ScoreFilter, scores_D: np.ndarray, _: np.ndarray) -> np.ndarray:
+def filter_by_rank(
+    config: ScoreFilter, marks: MarkFiles, _sources_D: np.ndarray, _mapped: Map
+) -> np.ndarray:
     """Bounds first, then the share of what is left; of equal scores the earlier documents stay."""
+    scores_D = marks.column()
     if len(scores_D) and np.isnan(scores_D).all():
         raise UserError(f"data.train.filters: no document has a field '{config.field}'")
     reasons = np.where(np.isnan(scores_D), 1, 0).astype(np.uint8)

@@ -32,7 +32,7 @@ from jaxtrain.data.files.sources import (
     source_path,
 )
 from jaxtrain.data.filters.filtered import Reports, filter_sources
-from jaxtrain.data.pool import Map, cores, process_pool
+from jaxtrain.data.pool import Map, block_pool
 from jaxtrain.data.preference.preferences import RecordKind, same_kind
 from jaxtrain.data.store import store as stores
 from jaxtrain.data.store.cache import cache_directory, locked
@@ -163,7 +163,7 @@ def _fill(config: DataConfig, directory: Path, progress: Progress) -> None:
     """Makes what `directory` lacks."""
     texts = split_texts(config)
     small = sum(text.stored for text in texts) < ALONE
-    with process_pool(1 if small else config.prepare_workers or cores()) as mapped:
+    with block_pool(config.prepare_workers, small) as mapped:
         if not (directory / "tokenizer").is_dir():
             sample: Iterable[str] = []
             if config.tokenizer.name != "bytes" and config.tokenizer.path is None:
@@ -404,7 +404,7 @@ def _train_tokenizer(config: DataConfig, progress: Progress) -> Path:
     directory = cache / hashlib.sha256(text.encode()).hexdigest()[:24]
     with locked(directory, progress):
         if not (directory / "tokenizer").is_dir():
-            with process_pool(config.prepare_workers or cores()) as mapped:
+            with block_pool(config.prepare_workers) as mapped:
                 texts = chain.from_iterable(
                     tokenizer_texts(_alone(config, source), mapped, progress, len(sources))
                     for source in sources

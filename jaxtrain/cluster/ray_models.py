@@ -1,0 +1,106 @@
+"""Models on the nodes of a Ray cluster: one process a node, each has loaded the model once.
+
+A node that is lost gives its work to the others; a node that joins gets a process, too.
+"""
+
+import pickle
+import time
+from collections import deque
+from collections.abc import Callable, Iterable, Iterator
+from dataclasses import dataclass
+from typing import Any
+
+from jaxtrain.cluster import ray_worker
+from jaxtrain.cluster.ray_cluster import PROBE, RETRIES, task_result
+from jaxtrain.settings import UserError
+
+AHEAD = 2  # calls that a process has: one that it answers, one that waits
+
+
+@dataclass
+class NodeProcess:
+    """The process of one node."""
+
+    node: str
+    actor: Any
+    calls: int = 0  # without an answer
+
+
+@dataclass
+class NodeCall:
+    """A thing that a process was given."""
+
+    thing: bytes
+    process: NodeProcess
+    reply: Any
+    lost: int = 0  # processes that were lost with it
+
+
+class NodeModels:
+    """The processes; `make`, which is pickled, loads a model and returns the function of it."""
+
+    def __init__(self, make: Callable[[], Callable[[Any], Any]]):
+        import ray
+
+        self.packed = ray.put(pickle.dumps(make, pickle.HIGHEST_PROTOCOL))
+        self.caller = ray_worker.this_caller()
+        self.processes: dict[str, NodeProcess] = {}  # by node
+
+    def map(self, things: Iterable[Any]) -> Iterator[Any]:
+        """The function's results in order; things are taken as it goes. UserError if a thing loses
+        RETRIES processes, and for one that the function raises."""
+        waiting: deque[NodeCall] = deque()
+        for thing in things:
+            waiting.append(self.give(pickle.dumps(thing, pickle.HIGHEST_PROTOCOL)))
+            if len(waiting) >= AHEAD * len(self.processes):
+                yield self.answer_of(waiting.popleft())
+        while waiting:
+            yield self.answer_of(waiting.popleft())
+
+    def give(self, thing: bytes, lost: int = 0) -> NodeCall:
+        """A thing to the process that has the least to do."""
+        self.join()
+        process = min(self.processes.values(), key=lambda one: one.calls)
+        process.calls += 1
+        return NodeCall(thing, process, process.actor.call.remote(self.caller, thing), lost)
+
+    def answer_of(self, call: NodeCall) -> Any:
+        """Waits for it; other processes answer what a lost one had."""
+        from ray.exceptions import RayActorError
+
+        while True:
+            call.process.calls -= 1
+            try:
+                return task_result(call.reply, passed_on=RayActorError)
+            except RayActorError as lost:
+                if call.lost == RETRIES:
+                    raise UserError(
+                        f"--ray: {call.lost + 1} processes died on one part of the work; if memory "
+                        "ran out, lower eval.batch_size. What is done is kept"
+                    ) from lost
+                if self.processes.get(call.process.node) is call.process:
+                    del self.processes[call.process.node]
+            call = self.give(call.thing, call.lost + 1)
+
+    def join(self) -> None:
+        """A process on each node that has none: with all its GPUs, if any node has some."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        begin = time.monotonic()
+        while True:
+            alive = {node["NodeID"]: node["Resources"] for node in ray.nodes() if node["Alive"]}
+            kind = "GPU" if any(has.get("GPU") for has in alive.values()) else "CPU"
+            for gone in self.processes.keys() - alive.keys():
+                del self.processes[gone]
+            for node, has in alive.items():
+                if has.get(kind) and node not in self.processes:
+                    place = NodeAffinitySchedulingStrategy(node, soft=False)
+                    cls = ray.remote(num_cpus=0, num_gpus=has.get("GPU", 0))(ray_worker.ModelWorker)
+                    actor = cls.options(scheduling_strategy=place).remote(self.packed)
+                    self.processes[node] = NodeProcess(node, actor)
+            if self.processes:
+                return
+            if time.monotonic() - begin > PROBE:
+                raise UserError("--ray: no node is left; the same command goes on from its files")
+            time.sleep(0.5)

@@ -1,0 +1,57 @@
+"""A command on some node of a Ray cluster, with what is used of a `subprocess.Popen`."""
+
+import signal
+from collections.abc import Sequence
+from typing import Any
+
+from jaxtrain.cluster import ray_worker
+from jaxtrain.cluster.ray_cluster import task_result
+
+
+class RemoteProcess:
+    """`python -m module arguments` on whatever node is free, with so many GPUs.
+
+    It ends when its node is lost, with -SIGKILL.
+    """
+
+    def __init__(self, module: str, arguments: Sequence[str], gpus: int = 0):
+        import ray
+
+        cls: Any = ray.remote(ray_worker.JobProcess)
+        options = {"num_cpus": 0 if gpus else 1, "num_gpus": gpus, "max_concurrency": 2}
+        self.actor = cls.options(scheduling_strategy="SPREAD", **options).remote()
+        self.reply = self.actor.run.remote(ray_worker.this_caller(), module, list(arguments))
+        self.returncode: int | None = None
+
+    def poll(self, timeout: float | None = 0) -> int | None:
+        """The exit code, or None while it runs. UserError if the node cannot run it."""
+        import ray
+        from ray.exceptions import RayActorError
+
+        if self.returncode is None and ray.wait([self.reply], timeout=timeout)[0]:
+            try:
+                self.returncode = task_result(self.reply, passed_on=RayActorError)
+            except RayActorError:
+                self.returncode = -signal.SIGKILL
+        return self.returncode
+
+    def wait(self) -> int | None:
+        return self.poll(timeout=None)
+
+    def send_signal(self, number: int) -> None:
+        self.actor.signal.remote(number)
+
+    def terminate(self) -> None:
+        self.send_signal(signal.SIGTERM)
+
+    def kill(self) -> None:
+        import ray
+
+        ray.kill(self.actor)
+
+
+def gpus_of_cluster() -> int:
+    """Of all nodes of the cluster that this process is connected to."""
+    import ray
+
+    return int(ray.cluster_resources().get("GPU", 0))

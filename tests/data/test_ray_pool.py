@@ -1,0 +1,95 @@
+"""`--ray` without a cluster: what is asked of Ray, and what is said where there is none."""
+
+import pickle
+import re
+import socket
+import sys
+import time
+from types import SimpleNamespace
+
+import pytest
+from ray_cases import files_of, small_blocks, write_corpus, yaml_of
+
+from jaxtrain.cli import main
+from jaxtrain.cluster import ray_cluster as on_ray
+from jaxtrain.cluster import ray_worker
+from jaxtrain.settings import UserError
+
+
+@pytest.fixture
+def corpus(tmp_path):
+    return write_corpus(tmp_path)
+
+
+@pytest.fixture
+def small(monkeypatch):
+    small_blocks(monkeypatch)
+
+
+def ray_of_this_process():
+    """Ray's functions that the project calls; a task runs when its result is asked for."""
+    tasks = []
+
+    def remote(**options):
+        assert options["max_retries"] > 0 and options["num_cpus"] == 1
+        return lambda f: SimpleNamespace(remote=lambda *given: tasks.append(f) or (f, given))
+
+    def get(result):
+        function, given = result
+        return function(*given)
+
+    return tasks, SimpleNamespace(
+        remote=remote, get=get, put=lambda x: x, init=lambda *_, **__: None,
+        shutdown=lambda: None, cluster_resources=lambda: {"CPU": 2.0},
+    )  # fmt: skip
+
+
+def test_a_command_gives_its_blocks_to_the_cluster(tmp_path, corpus, small, monkeypatch):
+    """With a Ray that runs everything here."""
+    yaml, files = yaml_of(tmp_path, corpus), {}
+    errors = SimpleNamespace(RayError=ZeroDivisionError, RayTaskError=ZeroDivisionError)
+    for name, words in {"host": [], "nodes": ["--ray", "local"]}.items():
+        tasks, stand_in = ray_of_this_process()
+        monkeypatch.setitem(sys.modules, "ray", stand_in)
+        monkeypatch.setitem(sys.modules, "ray.exceptions", errors)
+        monkeypatch.setattr(on_ray, "find_spec", lambda name: errors)
+        assert main(["filter", str(yaml), "--out", str(tmp_path / name), *words]) == 0
+        files[name] = files_of(tmp_path / name)
+        assert (len(tasks) > 20) == (name == "nodes")
+    assert files["host"] == files["nodes"]
+
+
+def test_an_address_that_is_none_is_one_line(tmp_path, corpus, capsys):
+    begin = time.monotonic()
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        closed = server.getsockname()[1]
+    for address, line in {
+        f"127.0.0.1:{closed}": f"--ray 127.0.0.1:{closed} cannot be reached (Connection refused)",
+        "ray://me:secret@head:10001": "--ray: expected HOST:PORT of the head node, auto or local",
+        "me:secret@head:6379": "--ray: expected HOST:PORT of the head node, auto or local",
+    }.items():
+        words = ["filter", "quickstart", "--out", str(tmp_path / "out"), "--ray", address]
+        assert main(words) == 2
+        said = capsys.readouterr().err
+        assert said.startswith(f"error: {line}") and said.count("\n") == 1
+        assert "secret" not in said and not (tmp_path / "out").exists()
+    assert time.monotonic() - begin < 20
+
+
+def test_a_node_with_other_code_is_named():
+    mine = ray_worker.this_caller()
+    other = mine._replace(code=mine.code | {"numpy": "1.0"})
+    value, error = pickle.loads(ray_worker.run_and_pack(other, lambda: 1))
+    assert value is None and re.fullmatch(
+        r"--ray: node \S+ has numpy \S+, this command 1.0; install the same on all nodes",
+        str(error),
+    )
+
+
+def test_without_the_package_the_extra_is_named(monkeypatch):
+    monkeypatch.setattr(on_ray, "find_spec", lambda name: None)
+    with (
+        pytest.raises(UserError, match=r"pip install 'jaxtrain\[ray\]'"),
+        on_ray.ray_cluster("auto"),
+    ):
+        pass

@@ -1,0 +1,128 @@
+"""A local Ray cluster of four nodes, a text for it, and commands that die on the way."""
+
+import json
+import os
+import random
+import subprocess
+import sys
+from pathlib import Path
+
+from jaxtrain.cluster import ray_cluster as on_ray
+from jaxtrain.data import DataConfig
+
+WORDS = (
+    "river mountain letter market doctor winter animal paper silver the and to that with of "
+    "village teacher harbor candle bridge history window stone forest morning travel"
+)
+FILTERS = [{"name": "gopher_quality"}, {"name": "near_duplicates"}, {"name": "exact_duplicates"}]
+
+
+CLUSTER = """
+import sys
+from ray.cluster_utils import Cluster
+cluster = Cluster(initialize_head=True, head_node_args={"num_cpus": 0, "_system_config": {
+    "health_check_initial_delay_ms": 1000, "health_check_period_ms": 1000,
+    "health_check_failure_threshold": 3}})
+nodes = [cluster.add_node(num_cpus=1, wait=False) for _ in range(4)]
+cluster.wait_for_nodes()
+print("address", cluster.address, flush=True)
+for line in sys.stdin:
+    if line == "kill\\n":
+        lost = min(nodes, key=lambda node: node.node_id)
+        nodes.remove(lost)
+        cluster.remove_node(lost, allow_graceful=False)
+    else:
+        nodes.append(cluster.add_node(num_cpus=1))
+    print(len(nodes), flush=True)
+cluster.shutdown()
+"""
+
+
+class Cluster:
+    """A head without cores and four nodes with one, in a process of its own: here runs jax, and
+    Ray forks."""
+
+    def __init__(self):
+        line = [sys.executable, "-c", CLUSTER]
+        env = os.environ | on_ray.SETTINGS
+        pipes = {"stdin": subprocess.PIPE, "stdout": subprocess.PIPE, "stderr": subprocess.DEVNULL}
+        self.process = subprocess.Popen(line, text=True, env=env, **pipes)
+        said = iter(self.process.stdout.readline, "")
+        self.address = next(line.split()[1] for line in said if line.startswith("address"))
+
+    def ask(self, what):
+        """Kill the node whose id is lowest, or add one; how many there are."""
+        self.process.stdin.write(f"{what}\n")
+        self.process.stdin.flush()
+        return int(self.process.stdout.readline())
+
+
+def write_corpus(tmp_path):
+    """Documents of 20 to 160 words, some twice."""
+    draw = random.Random(1)
+    text = lambda: " ".join(draw.choices(WORDS.split(), k=draw.randrange(20, 160)))
+    texts = [text() for _ in range(500)]
+    rows = [{"text": text, "id": i} for i, text in enumerate(texts + texts[5:300:7])]
+    path = tmp_path / "text.jsonl"
+    path.write_text("".join(json.dumps(row) + "\n" for row in rows))
+    return path
+
+
+def small_blocks(monkeypatch):
+    """Many blocks of little text, and everything that is done is written down."""
+    monkeypatch.setattr("jaxtrain.data.files.reading.BLOCK", 3000)
+    monkeypatch.setattr("jaxtrain.data.store.encode.BATCH", 3000)
+    monkeypatch.setattr("jaxtrain.data.store.store.SHARD_TOKENS", 50_000)
+
+
+def config(folder, corpus, filters=()):
+    return DataConfig(
+        train={"name": "jsonl", "path": str(corpus), "filters": filters},
+        validation={"name": "documents", "fraction": 0.1},
+        tokenizer={"name": "huggingface", "vocab_size": 300},
+        cache_dir=str(folder),
+    )
+
+
+def files_of(folder):
+    return {
+        str(path.relative_to(folder)): path.read_bytes()
+        for path in Path(folder).rglob("*")
+        if path.is_file() and path.name != "lock"
+    }
+
+
+def yaml_of(folder, corpus):
+    """A file with `config`, whose cache is beside it."""
+    c = config(folder / "cache", corpus, FILTERS)
+    (folder / "c.yaml").write_text(json.dumps({"data": c.model_dump(mode="json")}))
+    return folder / "c.yaml"
+
+
+DRIVER = """
+import os, sys
+from jaxtrain.data.files import reading
+from jaxtrain.data.filters import filtering
+from jaxtrain.data.store import encode, prepare, store
+reading.BLOCK = encode.BATCH = 3000
+store.SHARD_TOKENS, filtering.COMMIT_SECONDS = 50_000, 0
+saved = []
+def counted(write):
+    def counting(*args):
+        write(*args)
+        saved.append(args)
+        if len(saved) == 3:
+            os.kill(os.getpid(), 9)
+    return counting
+if sys.argv[1] in ("_save", "_commit"):
+    module = filtering if sys.argv[1] == "_save" else prepare
+    setattr(module, sys.argv[1], counted(getattr(module, sys.argv[1])))
+from jaxtrain.cli import main
+sys.exit(main(sys.argv[2:]))
+"""
+
+
+def drive(cwd, dies, *words):
+    """The command in a process of its own, which dies at the third note of a kind, or at none."""
+    line = [sys.executable, "-c", DRIVER, dies, *map(str, words)]
+    return subprocess.run(line, capture_output=True, text=True, timeout=300, cwd=cwd)
