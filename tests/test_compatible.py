@@ -24,8 +24,9 @@ TINY = [
     "train.steps=2", "optim.schedule.warmup_steps=0",
 ]  # fmt: skip
 CELLS = [(name, axis) for name in rows() for axis in AXES]
-SUPPORTED = [one for one in CELLS if not cell(*one)]
-REFUSED = [one for one in CELLS if cell(*one)]
+FOUND = {one: bool(cell(*one)) for one in CELLS}
+SUPPORTED = [one for one, refused in FOUND.items() if not refused]
+REFUSED = [one for one, refused in FOUND.items() if refused]
 REPRESENTATIVES = [("lora", "fsdp")]
 
 
@@ -35,9 +36,9 @@ def devices_of(overrides):
     return jax.devices()[: prod(size for size in mesh.values() if size != "auto")]
 
 
-def tried(feature, axis, compiles=True):
+def tried(feature, *axes, compiles=True):
     """Lower the step of a tiny model, or compile it; what resolving refuses is an error."""
-    overrides = [*TINY, *overrides_of(feature, axis)]
+    overrides = [*TINY, *overrides_of(feature, *axes)]
     devices = devices_of(overrides)
     if "CPU" not in FEATURES[feature].devices or feature in PREFERENCES:
         # Not on this machine; and tests/finetune/test_preference.py has the batches of preferences.
@@ -53,14 +54,27 @@ def test_what_the_table_supports_compiles(feature, axis):
     tried(feature, axis)
 
 
-CELLS = [one for one in SUPPORTED if one not in REPRESENTATIVES]
+# The supported cells of a row are built together, three axes to a mesh of up to eight devices.
+TOGETHER = ("data", "fsdp", "tensor"), ("context", "pipeline", "expert")
+MESHES = [
+    (name, *axes)
+    for name in rows()
+    for group in TOGETHER
+    if (axes := [axis for axis in group if (name, axis) in SUPPORTED])
+]
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize(("feature", "axis"), CELLS)
-def test_every_supported_cell_is_built(feature, axis):
-    """All are lowered; one in fifteen is compiled as well, which takes three times as long."""
-    tried(feature, axis, compiles=CELLS.index((feature, axis)) % 15 == 0)
+@pytest.mark.parametrize("mesh", MESHES, ids="-".join)
+def test_every_supported_cell_is_built(mesh):
+    """All are lowered; one in eight is compiled as well, which takes three times as long."""
+    tried(*mesh, compiles=MESHES.index(mesh) % 8 == 0)
+
+
+def test_the_meshes_hold_every_supported_cell():
+    assert {(name, axis) for name, *axes in MESHES for axis in axes} == set(SUPPORTED)
+    sizes = load_config(None, overrides_of("lora", "data", "fsdp", "tensor")).mesh
+    assert (sizes.data, sizes.fsdp, sizes.tensor) == (2, 2, 2)
 
 
 @pytest.mark.parametrize(("feature", "axis"), REFUSED)

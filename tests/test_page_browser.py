@@ -297,6 +297,7 @@ def test_a_comparison_in_one_file_works_without_a_server(opened, site, tmp_path,
     assert page.get_by_role("cell", name="1 x </script><!--<b>").is_visible()
 
 
+@pytest.mark.slow
 def test_a_long_run_is_drawn_at_once(opened, site):
     folder, _ = site
     run = make_run(folder, "long", steps=10)

@@ -16,8 +16,9 @@ PAGE = """\
 # Support matrix
 
 Each row is a feature, each column a mesh axis with more than one device. "yes": the configuration
-is accepted, and where the feature runs on a CPU, the tests lower one step of a small model on that
-mesh, and compile it for one cell in five (for preferences: on `mesh.fsdp` and `mesh.context`).
+is accepted, and where the feature runs on a CPU, the tests lower one step of a small model on a
+mesh of that axis and the row's others, three at a time, and compile one step in eight (for
+preferences: on `mesh.fsdp` and `mesh.context`).
 "no": the configuration is refused before any data is prepared, with the fix that the second table
 gives. `mesh.expert` needs `model.moe`.
 
@@ -37,12 +38,15 @@ All axes can be combined, where the model's sizes divide, except: stages of unli
 """
 
 
-def overrides_of(feature: str, axis: str) -> list[str]:
-    """The command line of one cell: a feature on two devices along an axis.
+def overrides_of(feature: str, *axes: str) -> list[str]:
+    """The command line of one cell: a feature on two devices along an axis, or along each of some.
 
     The feature's own values win: low-communication training keeps its replicas along `data`.
     """
-    return split_example(FEATURES[axis].example) + split_example(FEATURES[feature].example)
+    examples = [one for axis in axes for one in split_example(FEATURES[axis].example)]
+    # Of the other axes each takes that of data away.
+    mesh = [one for one in examples if "data" not in axes or one != "mesh.data=1"]
+    return mesh + split_example(FEATURES[feature].example)
 
 
 def split_example(example: str) -> list[str]:

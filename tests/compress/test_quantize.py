@@ -112,8 +112,11 @@ def test_gptq_moves_the_hidden_states_less_than_rounding_to_nearest(run):
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("method", METHODS)
-@pytest.mark.parametrize("fields", [EXPERTS, LATENT], ids=["experts", "latent"])
+@pytest.mark.parametrize(
+    ("fields", "method"),
+    [*((EXPERTS, method) for method in METHODS), (LATENT, "int4"), (LATENT, "gptq")],
+    ids=[*(f"experts-{method}" for method in METHODS), "latent-int4", "latent-gptq"],
+)
 def test_experts_and_latent_attention_are_quantized_as_well(method, fields):
     graphdef, specs = split(Transformer(resolved(**fields), 61))
     params = random_params(specs)

@@ -60,8 +60,14 @@ def on_one_device(model):
     return -np.take_along_axis(found[:, :-1], labels, axis=-1).sum((1, 2))
 
 
-@pytest.mark.parametrize("axes", [TENSOR, FSDP], ids=["tensor", "fsdp"])
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize(
+    ("method", "axes"),
+    [
+        *(pytest.param(method, TENSOR, id=f"{method}-tensor") for method in METHODS),
+        # Each way of storing once more: groups, columns, blocks, activations as well.
+        *(pytest.param(m, FSDP, id=f"{m}-fsdp") for m in ("int4", "int8", "nf4", "w8a8")),
+    ],
+)
 @pytest.mark.quick("int4-tensor")
 def test_a_quantized_model_has_the_figures_of_one_device(saved, method, axes):
     plain, text = saved

@@ -58,7 +58,7 @@ def requests_of(texts):
 
 
 def test_a_sample_depends_on_its_request_alone():
-    """Not on neighbours, the slot, chunks, the prefix cache, or pages that ran out."""
+    """Not on neighbours, the slot, the prefix cache, or pages that ran out."""
     texts = prompts(3, 17, 9, 1, 20, 8, 17)
     texts[6] = (*texts[1][:12], *texts[6][:5])
     requests = requests_of(texts)
@@ -70,12 +70,17 @@ def test_a_sample_depends_on_its_request_alone():
     before = engine.stats().prefix_hits
     assert run(engine, list(reversed(requests))) == alone  # in a crowd, and from known pages
     assert engine.stats().prefix_hits > before
-    whole = make_engine(options=OPTIONS._replace(chunk=32, prefix_cache=False))
-    assert run(whole, requests) == alone
-    assert whole.stats().prefix_hits == 0
     few = make_engine(options=OPTIONS._replace(pages=12))
     assert run(few, requests) == alone
     assert few.stats().preemptions > 0
+
+
+@pytest.mark.slow
+def test_a_sample_does_not_depend_on_chunks_or_the_prefix_cache():
+    requests = requests_of(prompts(*LENGTHS))
+    whole = make_engine(options=OPTIONS._replace(chunk=32, prefix_cache=False))
+    assert run(whole, requests) == run(make_engine(), requests)
+    assert whole.stats().prefix_hits == 0
 
 
 def test_requests_join_at_any_step():
@@ -92,6 +97,7 @@ def test_requests_join_at_any_step():
     }
 
 
+@pytest.mark.slow
 def test_other_parameters_compile_nothing():
     engine, texts = make_engine(options=OPTIONS._replace(slots=3)), prompts(*LENGTHS)
     engine.warm_up()

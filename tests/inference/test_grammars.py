@@ -40,20 +40,26 @@ def answers(engine, *asked):
     return [found[f"{i}"] for i in range(len(asked))]
 
 
+FREE = (None, {"max_tokens": 20, "ignore_stop": True})
+ASKED = [(DATE, {}), FREE, (OBJECT, {"temperature": 0.0}), (OBJECT, {"temperature": 2.0})]
+
+
 def test_the_text_matches_beside_others(saved):
-    """Greedy and sampled, with guesses as well, beside a request that may say anything."""
-    free = (None, {"max_tokens": 20, "ignore_stop": True})
-    asked = [(DATE, {}), free, (OBJECT, {"temperature": 0.0}), (OBJECT, {"temperature": 2.0})]
+    """Greedy and sampled, beside a request that may say anything."""
     engine = load_engine(saved, None, OPTIONS)
-    found = answers(engine, *asked)
+    found = answers(engine, *ASKED)
     assert re.fullmatch(DATE.source, found[0][1]) and found[0][2] == "stop"
     for _, text, reason in found[2:]:
         if reason == "stop":
             told = json.loads(text)
             assert set(told) == {"name", "ok"} and len(told["name"]) <= 3
-    assert found[1] == answers(load_engine(saved, None, OPTIONS), (None, {}), free)[1]
+    assert found[1] == answers(engine, (None, {}), FREE)[1]
+
+
+@pytest.mark.slow
+def test_the_text_with_guesses_is_that_without(saved):
     guessing = load_engine(saved, None, OPTIONS._replace(drafts=3))
-    assert answers(guessing, *asked) == found
+    assert answers(guessing, *ASKED) == answers(load_engine(saved, None, OPTIONS), *ASKED)
 
 
 @pytest.mark.slow

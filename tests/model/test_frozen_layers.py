@@ -106,11 +106,15 @@ def test_gradients_may_have_fewer_bits_than_parameters():
 
 
 @pytest.mark.slow
-@pytest.mark.parametrize("more", [{}, {"mesh__fsdp": 2, "mesh__data": 4}], ids=["data", "fsdp"])
-def test_layers_freeze_phase_by_phase_and_a_run_resumes_inside(tmp_path, more):
+@pytest.mark.parametrize(
+    ("more", "ends"),
+    [({}, (1, 2, 3)), ({"mesh__fsdp": 2, "mesh__data": 4}, (2,))],
+    ids=["data", "fsdp"],
+)
+def test_layers_freeze_phase_by_phase_and_a_run_resumes_inside(tmp_path, more, ends):
     whole = run_overrides(tmp_path / "whole", **PHASES, **more)
     assert main(whole) == 0
-    for last in (1, 2, 3):
+    for last in ends:
         copy = shutil.copytree(tmp_path / "whole" / "tiny", tmp_path / str(last) / "tiny")
         for step in range(last + 1, 5):
             shutil.rmtree(copy / "checkpoints" / str(step))

@@ -194,8 +194,10 @@ def test_float8_reaches_the_large_matrices():
 # ---- fake quantization and low-bit training ------------------------------------------------------
 
 
-@pytest.mark.parametrize("scan", [False, pytest.param(True, marks=pytest.mark.slow)])
-@pytest.mark.parametrize("form", LAYER_FORMS)
+@pytest.mark.parametrize(
+    ("form", "scan"),
+    [*((form, False) for form in LAYER_FORMS), ("fake_int4", True), ("mxfp4", True)],
+)
 @pytest.mark.quick("fake_int8-False")
 def test_a_form_of_the_layer_is_that_of_every_matrix(form, scan):
     """The model with the switch is the model of the encoded matrices, and no other parameter."""

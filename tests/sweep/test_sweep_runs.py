@@ -98,7 +98,7 @@ def test_a_killed_worker_loses_nothing(tmp_path):
         with errors.open("a") as file:
             return subprocess.Popen(line, stdout=subprocess.DEVNULL, stderr=file)
 
-    path = write_sweep(tmp_path, trials=4, parameters=LR)
+    path = write_sweep(tmp_path, trials=3, parameters=LR)
     assert begin("whole").wait(600) == 0
     folder = tmp_path / "runs" / "killed"
     first = begin("killed")  # one process: killed, and then joined by others
