@@ -46,8 +46,9 @@ AHEAD = 4
 ASKED = ("step", "tasks", "needle", "limit", "all_shots", "crop")  # arguments that processes share
 # Fields of a saved model's configuration that validation reads, and a command line may change.
 VALIDATED = (
-    "data.train", "data.validation", "data.tokenizer", "data.cache_dir", "data.prepare_workers",
-    "data.skip_damaged", "eval.batch_size", "mesh", "train.precision", "processes",
+    "data.train", "data.validation", "data.tokenizer", "data.cache_dir", "data.local_cache",
+    "data.prepare_workers", "data.skip_damaged", "eval.batch_size", "mesh",
+    "train.precision", "processes",
 )  # fmt: skip
 
 
