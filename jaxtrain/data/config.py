@@ -12,6 +12,7 @@ from jaxtrain.data.batches.mixture import (
     sources_of,
     weights_of,
 )
+from jaxtrain.data.batches.order import GlobalShuffle, ShuffleConfig
 from jaxtrain.data.batches.packing import ConcatConfig, PackingConfig
 from jaxtrain.data.batches.ramps import BatchRamp, LengthRamp
 from jaxtrain.data.files.objects import check_url
@@ -101,6 +102,9 @@ class DataConfig(Settings):
     )
     packing: PackingConfig = Field(
         default=ConcatConfig(), description="How documents fill the rows of a batch"
+    )
+    shuffle: ShuffleConfig = Field(
+        default=GlobalShuffle(), description="How far apart documents may come from that are mixed"
     )
     augment: AugmentConfig = Field(
         default=NoAugment(), description="How rows are changed at random while they are read"

@@ -2,6 +2,7 @@
 
 import re
 import threading
+import time
 from pathlib import Path
 from typing import ClassVar
 
@@ -11,6 +12,7 @@ import pytest
 from fsspec.implementations.memory import MemoryFileSystem
 
 from jaxtrain.data import DataConfig, prepare, stores_of, train_batches, validation_batches
+from jaxtrain.data.batches import concat, read_ahead
 from jaxtrain.data.files import remote
 from jaxtrain.data.store import blocks, remote_store
 from jaxtrain.data.store import prepare as module
@@ -59,7 +61,8 @@ def store(monkeypatch):
         getattr(FaultyStore, name).clear()
     monkeypatch.setattr(FaultyStore, "most_writes", 10**9)
     monkeypatch.setattr(remote, "FIRST_WAIT", 0.001)
-    monkeypatch.setattr(blocks, "BLOCK_TOKENS", 1 << 13)
+    for one in (blocks, concat, read_ahead):
+        monkeypatch.setattr(one, "BLOCK_TOKENS", 1 << 13)
     return FaultyStore
 
 
@@ -82,8 +85,11 @@ def batches_of(c: DataConfig, count: int = 30):
     with train_batches(prepared.train, config=c, **SIZES) as loader:
         found = [np.stack(next(loader)[:3]) for _ in range(count)]
         state = loader.get_state()
-    held = [np.stack(batch[:3]) for batch in validation_batches(prepared.validation, **SIZES)]
-    return np.stack(found), np.stack(held), state
+    held = []
+    if prepared.validation is not None:
+        batches = validation_batches(prepared.validation, **SIZES)
+        held = [np.stack(batch[:3]) for batch in batches]
+    return np.stack(found), np.array(held), state
 
 
 @pytest.mark.parametrize("packing", ["concat", "best_fit", "padded"])
@@ -202,6 +208,49 @@ def test_secrets_and_places_that_cannot_be_written_are_refused(tmp_path, text):
         config(tmp_path, text, skip_damaged=True)
 
 
+@pytest.mark.parametrize("packing", ["concat", "best_fit"])
+def test_blocks_are_fetched_once_an_epoch_and_before_they_are_needed(
+    store, text, tmp_path, monkeypatch, packing
+):
+    monkeypatch.setattr(read_ahead, "SLOTS", 2)
+    monkeypatch.setattr(read_ahead, "POLL", 0.001)
+    options = {"packing": {"name": packing}, "shuffle": {"name": "blocks", "window": 2}}
+    options |= {"validation": {"name": "none"}, "prefetch": 1}
+    here = batches_of(config(tmp_path / "here", text, url=None, **options), 300)
+    c = config(tmp_path / "there", text, **options)
+    prepared = prepare(c)
+    source = prepared.train.records.source
+    held = prepared.train.tokens * prepared.train.dtype.itemsize
+    cache = {"path": str(tmp_path / "there"), "max_bytes": held * 2 // 3}
+    monkeypatch.setattr(source.cache, "max_bytes", held * 2 // 3)
+    assert len(source) > 8
+    c = config(tmp_path / "there", text, **options | {"local_cache": cache})
+    with train_batches(prepared.train, config=c, **SIZES) as loader:
+        found = []
+        for _ in range(300):
+            found.append(np.stack(next(loader)[:3]))
+            time.sleep(0.002)  # the training step
+            if loader.statistics()["data_epochs"] < 0.8:
+                early = source.fetched, source.waits
+    np.testing.assert_array_equal(here[0][: len(found)], found)
+    assert early[0] <= len(source) + 4
+    assert early[1] <= 6  # at the start
+    assert sum(size for _, size, _ in source.cache.held()) <= held * 2 // 3
+
+
+def test_a_cache_without_room_for_what_is_mixed_is_refused(store, text, tmp_path):
+    cache = {"local_cache": {"path": str(tmp_path), "max_bytes": 1000}}
+    c = config(tmp_path, text, **cache)
+    train = prepare(c).train
+    with pytest.raises(
+        UserError, match=r"max_bytes=1,000 is too little: .*data.shuffle.name=blocks"
+    ):
+        train_batches(train, config=c, **SIZES)
+    c = config(tmp_path, text, shuffle={"name": "blocks"}, **cache)
+    with pytest.raises(UserError, match=r"too little: two windows of data.shuffle.window=256"):
+        train_batches(train, config=c, **SIZES)
+
+
 def block(number: int) -> bytes:
     return bytes([number]) * 1000
 
@@ -224,7 +273,7 @@ def test_the_cache_is_bounded_and_what_was_used_longest_ago_goes_first(tmp_path)
         assert read(other, number)
         cache.touch("s/0")
         assert sum(size for _, size, _ in cache.held()) <= 10_000
-    assert cache.has("s/0") and cache.has("s/29") and not cache.has("s/5")
+    assert cache.touch("s/0") and cache.touch("s/29") and not cache.touch("s/5")
 
 
 def test_processes_of_a_host_fetch_a_block_once(tmp_path):

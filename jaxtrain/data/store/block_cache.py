@@ -39,9 +39,6 @@ class BlockCache:
         self._said = False
         self._guard = threading.Lock()
 
-    def has(self, name: str) -> bool:
-        return (self.folder / name).is_file()
-
     def read(
         self, name: str, size: int, crc32: str, fetch: Callable[[], bytes]
     ) -> tuple[np.ndarray, bool]:
@@ -65,10 +62,12 @@ class BlockCache:
         found = self._mapped(name, size, crc32)
         return (np.frombuffer(data, np.uint8), False) if found is None else (found, True)
 
-    def touch(self, name: str) -> None:
-        """Notes that a block is in use."""
+    def touch(self, name: str) -> bool:
+        """Notes that a block is in use; False if it is not there."""
         with suppress(OSError):
             os.utime(self.folder / name)
+            return True
+        return False
 
     def held(self) -> list[tuple[float, int, Path]]:
         """(last use, bytes, path) of every block."""

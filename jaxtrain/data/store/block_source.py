@@ -63,6 +63,10 @@ class BlockSource:
     def __len__(self) -> int:
         return len(self.blocks.tokens) - 1
 
+    def is_here(self, number: int) -> bool:
+        """Whether this host has a block, which then counts as used."""
+        return self.cache.touch(self._file(number))
+
     def prefetch(self, number: int) -> Future[OpenBlock] | None:
         """Begins to fetch a block; None if it is here."""
         with self._guard:

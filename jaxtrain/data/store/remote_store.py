@@ -11,7 +11,7 @@ import hashlib
 import io
 import json
 import os
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from functools import partial
 from pathlib import Path
@@ -129,13 +129,16 @@ class RemoteRecords(Records):
         blocks = self.source.read(sorted({*numbers}))
         return [blocks[number].record(record) for number, record in zip(numbers, records)]
 
-    def prefetch(self, first: int, last: int) -> list[Future[OpenBlock]]:
-        """Begins to fetch the blocks of records first..last that are not here."""
+    def prefetch(self, first: int, last: int) -> Iterator[Future[OpenBlock]]:
+        """Begins to fetch the blocks of records first..last that are not here, one by one."""
         edges = self.source.blocks.records
         low = int(np.searchsorted(edges, first, side="right")) - 1
         high = int(np.searchsorted(edges, last, side="left"))
-        found = [self.source.prefetch(number) for number in range(low, high)]
-        return [future for future in found if future is not None]
+        for number in range(low, high):
+            if self.source.is_here(number):
+                continue
+            if (future := self.source.prefetch(number)) is not None:
+                yield future
 
 
 def _read_manifest(place: Objects) -> dict[str, Any]:
