@@ -42,11 +42,13 @@ from benchmarks.optimizers import bench_optimizers
 from benchmarks.options import check_options
 from benchmarks.packing import bench_packing
 from benchmarks.peers import nanochat_step
+from benchmarks.plans import bench_plans
 from benchmarks.population import bench_population
 from benchmarks.projection import project
 from benchmarks.quickstart import bench_quickstart
 from benchmarks.race import SAME, draw, race
 from benchmarks.record import BENCHMARKS, RESULTS, stem, write
+from benchmarks.remote_loader import bench_remote_loader
 from benchmarks.rows import bench_rows
 from benchmarks.serve_soak import bench_serve_soak
 from benchmarks.soak import bench_loader
@@ -82,10 +84,12 @@ WHAT = {
     "loader": "the loader's memory over --minutes of reading: loader data.train.path=...",
     "loss": "linear + cross-entropy backends over the benchmark shapes: loss [NAME ...]",
     "matmul": "float8, ReLU^2, symmetric and integer matmuls over the shapes: matmul [NAME ...]",
+    "remote-loader": "batches of a store on the disk, and at a URL that is 20 ms away",
     "rows": "the passes over activations over the benchmark shapes: rows [NAME ...]",
     "huggingface": "its Trainer and GPT-2 on our rows: huggingface run.name=... key.path=...",
     "nanochat": "a checkout of it trained on our rows: nanochat CHECKOUT run.name=... key.path=...",
     "packing": "what packing crops, pads, never uses, beside nanochat's: packing [data.train...]",
+    "plans": "memory and seconds to the first batch of a plan of 10^8 documents: plans [1e8]",
     "population": "N small models at once beside one after another: population --members 1 4 16",
     "memory": "what a step needs: here, or on --devices N virtual ones; --techniques, --longest",
     "optim": "an update of every optimizer on a configuration's parameters: optim [NAME ...]",
@@ -281,6 +285,10 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 a.only or (),
             )
         )  # fmt: skip
+    elif a.what == "plans":
+        yield bench_plans(a.overrides, a.variant)
+    elif a.what == "remote-loader":
+        yield bench_remote_loader(a.variant)
     elif a.what == "packing":
         yield bench_packing(a.overrides, a.variant)
     elif a.what == "filters":

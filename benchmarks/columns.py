@@ -103,6 +103,21 @@ LOADER: Columns = {
     "tokens_per_s": rounded(",.0f"),
     "epochs": rounded(",.0f"),
 }
+REMOTE_LOADER: Columns = {
+    "tokens_per_s": rounded(",.0f"),
+    "tokens_per_cpu_s": rounded(",.0f"),
+    "first_batch_s": rounded(".2f"),
+    "fetched_blocks": rounded(",.0f"),
+    "waited_blocks": rounded(",.0f"),
+    "waited_blocks_s": rounded(".2f"),
+}
+PLANS: Columns = {
+    "first_batch_cpu_s": rounded(".2f"),
+    "resume_cpu_s": rounded(".2f"),
+    "held_bytes_per_document": rounded(".2f"),
+    "peak_bytes_per_document": rounded(".2f"),
+    "plan_tokens_per_cpu_s": rounded(",.0f"),
+}
 SERVE_SOAK: Columns = {
     "answers": rounded(",.0f"),
     "left": rounded(",.0f"),
@@ -200,6 +215,14 @@ RACE: Columns = {
     "speedup_seconds": rounded(".2f"),
 }
 TITLES = {
+    "first_batch_s": "first batch, s",
+    "first_batch_cpu_s": "first batch, CPU s",
+    "resume_cpu_s": "from the middle, CPU s",
+    "held_bytes_per_document": "bytes held a document",
+    "peak_bytes_per_document": "most bytes a document",
+    "fetched_blocks": "blocks fetched",
+    "waited_blocks": "blocks waited for",
+    "waited_blocks_s": "s of that",
     "decode_tokens_per_s": "tokens/s, decoding",
     "of_floor": "of the floor's rate",
     "alone_ms": "first token alone, ms",

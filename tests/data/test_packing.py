@@ -3,6 +3,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxtrain.data.batches.concat import TokenStream
 from jaxtrain.data.batches.one_document import OneDocumentConfig, make_one_document
 from jaxtrain.data.batches.order import shuffled_index
 from jaxtrain.data.batches.packing import (
@@ -19,7 +20,6 @@ from jaxtrain.data.batches.planning import (
     Concat,
     Fragment,
     Piece,
-    TokenStream,
 )
 from jaxtrain.settings import UserError
 

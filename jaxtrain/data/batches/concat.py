@@ -13,30 +13,37 @@ from jaxtrain.data.batches.order import (
     random_bits,
 )
 from jaxtrain.data.batches.pieces import Ahead, Counts, Piece, PlannedRow, blocks_ahead
+from jaxtrain.data.batches.prefix_sums import PrefixSums
 from jaxtrain.data.store.blocks import BLOCK_TOKENS
 from jaxtrain.data.store.store import TokenStore
+
+
+def with_bos(lengths: np.ndarray) -> np.ndarray:
+    """int64: tokens of documents of these lengths, each after its BOS."""
+    return lengths.astype(np.int64) + 1
 
 
 class TokenStream:
     """All documents in stored order, each after its BOS, as one circular sequence of tokens."""
 
     def __init__(self, store: TokenStore):
-        self.ends = np.cumsum(store.lengths.astype(np.int64) + 1)
-        self.size = int(self.ends[-1])
+        self.lengths = store.lengths
+        self.tokens = PrefixSums(store.lengths, with_bos)
+        self.size = self.tokens.total
 
     def window(self, start: int, count: int) -> PlannedRow:
         """The pieces of tokens start..start+count, going on at the beginning after the end."""
         start %= self.size
-        document = int(np.searchsorted(self.ends, start, side="right"))
+        (document,), (begin,) = (x.tolist() for x in self.tokens.find(np.array([start])))
         pieces = []
         while count:
-            begin = int(self.ends[document - 1]) if document else 0
-            stop = min(start + count, int(self.ends[document]))
+            end = begin + 1 + int(self.lengths[document])
+            stop = min(start + count, end)
             first = start - begin  # 0 is the BOS
             pieces.append(Piece(document, first == 0, max(first - 1, 0), stop - begin - 1))
             count -= stop - start
-            document = (document + 1) % len(self.ends)
-            start = stop if document else 0
+            document = (document + 1) % len(self.lengths)
+            start = begin = end if document else 0
         return pieces
 
 
@@ -115,7 +122,7 @@ class Concat:
         epoch, first, count = self._epoch(self.drawn)
         order, place = self._order(count), min(self.drawn - first, count - 1)
         if not isinstance(order, BlockOrder):
-            return Ahead((0, 0), [(0, len(self.stream.ends))])
+            return Ahead((0, 0), [(0, len(self.stream.lengths))])
         slot = order.slot(max(place, 0), *self.key, epoch)
         found = []
         for of_epoch, block in blocks_ahead(order, slot, slots, epoch, self.key):
@@ -128,12 +135,11 @@ class Concat:
     def _documents(self, start: int, count: int) -> list[tuple[int, int]]:
         """The documents of so many tokens of the circle."""
         start %= self.stream.size
-        ends = self.stream.ends
-        low, high = np.searchsorted(ends, [start, start + count - 1], side="right").tolist()
-        if high < len(ends):
+        last = (start + count - 1) % self.stream.size
+        low, high = self.stream.tokens.find(np.array([start, last]))[0].tolist()
+        if start <= last:
             return [(low, high + 1)]
-        rest = int(np.searchsorted(ends, (start + count - 1) % self.stream.size, side="right"))
-        return [(low, len(ends)), (0, rest + 1)]
+        return [(low, len(self.stream.lengths)), (0, high + 1)]
 
     def _window(self, start: int, count: int) -> PlannedRow:
         """The pieces of places start..start+count of the tapes."""

@@ -25,6 +25,7 @@ from jaxtrain.data.batches.order import (
     random_bits,
 )
 from jaxtrain.data.batches.pieces import Ahead, Counts, Piece, PlannedRow, blocks_ahead
+from jaxtrain.data.batches.prefix_sums import PrefixSums
 from jaxtrain.data.store.blocks import first_documents
 from jaxtrain.data.store.store import TokenStore
 from jaxtrain.settings import UserError
@@ -89,13 +90,11 @@ class BestFit:
     ):
         self.lengths, self.length, self.key = store.lengths, length, key
         self.fill, self.split, self.carry = fill, split, carry
-        parts = -(-self.lengths.astype(np.int64) // length) if split else np.ones_like(self.lengths)
-        parts = np.maximum(parts, 1)
-        self.ends = np.cumsum(parts, dtype=np.int64)  # parts up to each document
+        self.parts = PrefixSums(self.lengths, self._parts_of)
         self.weights, self.weighed = store.weights, np.empty(0)
-        if self.weights is not None:
-            self.weighed = np.cumsum(self.weights * parts)  # what they weigh together
-        self.count = int(self.ends[-1])  # parts of an epoch
+        if self.weights is not None:  # what they weigh together
+            self.weighed = np.cumsum(self.weights * self._parts_of(self.lengths))
+        self.count = self.parts.total  # of an epoch
         self.groups = np.array([0, len(self.lengths)])  # first documents of what is read together
         if shuffle.name == "blocks":
             self.groups = first_documents(self.lengths)
@@ -252,9 +251,8 @@ class BestFit:
         parts = self.order.take(first, last, *self.key, epoch)
         if self.weights is not None:
             parts = self._weighted(parts, self.weights, epoch)
-        documents = np.searchsorted(self.ends, parts, side="right")
+        documents, firsts = self.parts.find(parts)
         lengths = self.lengths[documents].astype(np.int64)
-        firsts = np.where(documents > 0, self.ends[documents - 1], 0)
         starts = (parts - firsts) * self.length
         stops = np.minimum(lengths, starts + self.length)
         lost = np.zeros_like(stops) if self.split else lengths - stops
@@ -263,9 +261,8 @@ class BestFit:
 
     def _edges(self) -> np.ndarray:
         """int64: the first part of each group, and how many there are."""
-        edges = np.concatenate([[0], self.ends])[self.groups]
         if self.weights is None:
-            return edges
+            return self.parts.before(self.groups)
         places = np.concatenate([[0], self.weighed])[self.groups] / self.weighed[-1]
         return np.rint(places * self.count).astype(np.int64)
 
@@ -287,10 +284,16 @@ class BestFit:
         each epoch, a golden section on, so that the roundings of many epochs even out.
         """
         places, documents = self._places(numbers, epoch)
-        firsts = np.where(documents > 0, self.ends[documents - 1], 0)
+        firsts = self.parts.before(documents)
         within = places - np.where(documents > 0, self.weighed[documents - 1], 0.0)
         index = (within / weights[documents]).astype(np.int64)
-        return firsts + np.clip(index, 0, self.ends[documents] - firsts - 1)
+        return firsts + np.clip(index, 0, self._parts_of(self.lengths[documents]) - 1)
+
+    def _parts_of(self, lengths: np.ndarray) -> np.ndarray:
+        """int64: how many parts documents of these lengths are."""
+        if not self.split:
+            return np.ones(lengths.shape, np.int64)
+        return np.maximum(-(-lengths.astype(np.int64) // self.length), 1)
 
     def _places(self, numbers: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Where draws of an epoch stand along the weights, and whose documents' they are."""

@@ -1,6 +1,7 @@
 """The blocks of one store at a URL, from the local cache or by a range of an object."""
 
 import threading
+import time
 from collections import OrderedDict
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -55,6 +56,7 @@ class BlockSource:
         self.first_record, self.sums, self.cache = first_record, sums, cache
         self.blocks = blocks_of(lengths, first_record)
         self.waits = self.fetched = 0  # blocks that a reader waited for; that came from far away
+        self.wait_s = 0.0  # of readers, for blocks
         self._open: OrderedDict[int, OpenBlock] = OrderedDict()
         self._coming: dict[int, Future[OpenBlock]] = {}
         self._guard = threading.Lock()
@@ -92,7 +94,9 @@ class BlockSource:
             else:  # it came between these two looks
                 found[number] = self._load(number)
         self.waits += sum(not future.done() for future in coming.values())
+        begin = time.perf_counter()
         found |= {number: future.result() for number, future in coming.items()}
+        self.wait_s += time.perf_counter() - begin
         for number, block in found.items():
             block.reads += 1
             if block.filed and block.reads % TOUCH == 0:

@@ -10,7 +10,7 @@ import numpy as np
 
 RECORD_TOKENS = 8192  # of a longer document, the tokens of each record but the last
 BLOCK_TOKENS = 1 << 20  # a multiple of RECORD_TOKENS
-AT_ONCE = 1 << 22  # documents that are looked at together
+AT_ONCE = 1 << 20  # documents that are looked at together
 
 
 class Blocks(NamedTuple):
@@ -18,6 +18,25 @@ class Blocks(NamedTuple):
 
     records: np.ndarray  # int64 [blocks + 1]
     tokens: np.ndarray  # int64 [blocks + 1]
+
+
+def records_of(lengths: np.ndarray) -> np.ndarray:
+    """How many records documents of these lengths take."""
+    return -(-lengths.astype(np.int64) // RECORD_TOKENS)
+
+
+def first_records(lengths: np.ndarray) -> np.ndarray:
+    """uint32, or int64 if they are too many, [documents + 1]: the first record of each document,
+    and how many there are."""
+    parts = [slice(start, start + AT_ONCE) for start in range(0, len(lengths), AT_ONCE)]
+    total = sum(int(records_of(lengths[part]).sum()) for part in parts)
+    found = np.zeros(len(lengths) + 1, np.uint32 if total < 1 << 32 else np.int64)
+    before = 0
+    for part in parts:
+        ends = np.cumsum(records_of(lengths[part])) + before
+        found[part.start + 1 : part.start + 1 + len(ends)] = ends
+        before = int(ends[-1])
+    return found
 
 
 def first_documents(lengths: np.ndarray) -> np.ndarray:
@@ -56,11 +75,13 @@ def record_offsets(
     lengths: np.ndarray, first_record: np.ndarray, first: int, last: int
 ) -> np.ndarray:
     """int64 [last - first + 1]: where records first..last begin, in tokens from that of `first`."""
-    low = int(np.searchsorted(first_record, first, side="right")) - 1
-    high = int(np.searchsorted(first_record, last, side="left"))
+    of = first_record.dtype.type  # of another type all of it would be converted
+    low = int(np.searchsorted(first_record, of(first), side="right")) - 1
+    high = int(np.searchsorted(first_record, of(last), side="left"))
     held = np.full(last - first, RECORD_TOKENS, np.int64)
-    ends = first_record[low + 1 : high + 1]  # of the documents: their last record may be short
-    some = (ends > first_record[low:high]) & (ends <= last)
+    edges = first_record[low : high + 1].astype(np.int64)
+    ends = edges[1:]  # of the documents: their last record may be short
+    some = (ends > edges[:-1]) & (ends <= last)
     short = (lengths[low:high][some].astype(np.int64) - 1) % RECORD_TOKENS + 1
     held[ends[some] - 1 - first] = short
     return np.concatenate([[0], np.cumsum(held)])

@@ -28,9 +28,9 @@ from jaxtrain.data.store.block_source import (
     OpenBlock,
     object_name,
 )
-from jaxtrain.data.store.blocks import blocks_of
+from jaxtrain.data.store.blocks import blocks_of, first_records
 from jaxtrain.data.store.progress import Progress
-from jaxtrain.data.store.store import COLUMNS, Records, TokenStore, manifest_sum, records_of
+from jaxtrain.data.store.store import COLUMNS, Records, TokenStore, manifest_sum
 from jaxtrain.settings import UserError
 
 FORMAT = 1
@@ -92,7 +92,7 @@ def open_remote(
         for column, entry in manifest["files"].items()
     }
     lengths = columns["lengths"]
-    first_record = np.concatenate([[0], np.cumsum(records_of(lengths))])
+    first_record = first_records(lengths)
     sums = manifest["blocks"]
     dtype = np.dtype(manifest["dtype"])
     cache = BlockCache(folder / "blocks", max_bytes)

@@ -25,7 +25,7 @@ import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from jaxtrain.data.store.blocks import RECORD_TOKENS
+from jaxtrain.data.store.blocks import RECORD_TOKENS, first_records, records_of
 from jaxtrain.data.store.encode import Encoded, token_type
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer
 from jaxtrain.settings import UserError, read_object
@@ -182,10 +182,13 @@ def open_store(
             f"every shard of {directory} is damaged, no document would be left; {_again(directory)}"
         )
     left = [name for name in shards if name not in damaged]
-    lengths = np.load(directory / "lengths.npy")
+    # The processes of a host share the pages of the file.
+    lengths = np.load(directory / "lengths.npy", mmap_mode=None if damaged else "r")
     ends = np.cumsum([entry["documents"] for entry in shards.values()])
 
     def left_of(numbers: np.ndarray) -> np.ndarray:
+        if not damaged:
+            return numbers
         parts = dict(zip(shards, np.split(numbers, ends[:-1])))
         return np.concatenate([parts[name] for name in left])
 
@@ -194,7 +197,7 @@ def open_store(
         left_of(np.load(directory / name)) if name in manifest["files"] else None
         for name in ("weights.npy", "labels.npy")
     )
-    first_record = np.concatenate([[0], np.cumsum(records_of(lengths))])
+    first_record = first_records(lengths)
     return TokenStore(
         directory=directory,
         lengths=lengths,
@@ -431,11 +434,6 @@ def sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
-
-
-def records_of(lengths: np.ndarray) -> np.ndarray:
-    """How many records documents of these lengths take."""
-    return -(-lengths.astype(np.int64) // RECORD_TOKENS)
 
 
 def _sha256(path: Path) -> str:
