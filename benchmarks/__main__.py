@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from benchmarks.at_scale import bench_at_scale
 from benchmarks.attention import bench_attention
 from benchmarks.case_study import bench_case_study
 from benchmarks.check import check_records
@@ -51,6 +52,7 @@ from benchmarks.record import BENCHMARKS, RESULTS, stem, write
 from benchmarks.remote_loader import bench_remote_loader
 from benchmarks.rows import bench_rows
 from benchmarks.serve_soak import bench_serve_soak
+from benchmarks.simulate import bench_simulate
 from benchmarks.soak import bench_loader
 from benchmarks.step import bench_memory, bench_step
 from benchmarks.switches import bench_switches
@@ -71,6 +73,7 @@ WHAT = {
     "step": "the train step of a configuration, one microbatch a step",
     "case-study": "from raw text to chat, seconds of each part: case-study h200 --data FOLDER",
     "check": "the records of a CPU measured again, and the figures that moved: check [--only NAME]",
+    "at-scale": "1T and 10T tokens on 1,024 GPUs, computed from records and public prices",
     "attention": "attention backends and peers over the benchmark shapes: attention [NAME ...]",
     "compress": "loss, bytes and decode rate by method: compress RUN, --shape, alone the page",
     "data": "tokenizers, preparing, reading, packing: data data.train.path=... (text, JSONL, ...)",
@@ -96,6 +99,7 @@ WHAT = {
     "projection": "hours to GPT-2's CORE on eight GPUs, computed from records",
     "quickstart": "the quickstart's run on this machine, three seeds",
     "race": "runs compared that differ in their optimizer alone: race RUN [RUN ...]",
+    "simulate": "1,024 processes that meet, checksums of 10^5 files: simulate [64 1024]",
     "serve-soak": "jaxtrain serve under --clients for --minutes: serve-soak [RUN], default random",
     "tasks": "the shapes of CORE: packed rows against one example per forward",
     "verdicts": "what each technique gains: verdicts SCALE [NAME ...] trains, alone makes the page",
@@ -285,6 +289,10 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 a.only or (),
             )
         )  # fmt: skip
+    elif a.what == "at-scale":
+        yield from bench_at_scale()
+    elif a.what == "simulate":
+        yield bench_simulate(a.overrides, a.variant)
     elif a.what == "plans":
         yield bench_plans(a.overrides, a.variant)
     elif a.what == "remote-loader":
