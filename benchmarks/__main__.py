@@ -14,6 +14,7 @@ from typing import Any
 
 import jax
 
+from benchmarks.at_scale import bench_at_scale
 from benchmarks.attention import bench_attention
 from benchmarks.case_study import bench_case_study
 from benchmarks.check import check_records
@@ -44,13 +45,16 @@ from benchmarks.optimizers import bench_optimizers
 from benchmarks.options import check_options
 from benchmarks.packing import bench_packing
 from benchmarks.peers import nanochat_step
+from benchmarks.plans import bench_plans
 from benchmarks.population import bench_population
 from benchmarks.projection import project
 from benchmarks.quickstart import bench_quickstart
 from benchmarks.race import SAME, draw, race
 from benchmarks.record import BENCHMARKS, RESULTS, stem, write
+from benchmarks.remote_loader import bench_remote_loader
 from benchmarks.rows import bench_rows
 from benchmarks.serve_soak import bench_serve_soak
+from benchmarks.simulate import bench_simulate
 from benchmarks.soak import bench_loader
 from benchmarks.step import bench_memory, bench_step
 from benchmarks.switches import bench_switches
@@ -71,6 +75,7 @@ WHAT = {
     "step": "the train step of a configuration, one microbatch a step",
     "case-study": "from raw text to chat, seconds of each part: case-study h200 --data FOLDER",
     "check": "the records of a CPU measured again, and the figures that moved: check [--only NAME]",
+    "at-scale": "1T and 10T tokens on 1,024 GPUs, computed from records and public prices",
     "attention": "attention backends and peers over the benchmark shapes: attention [NAME ...]",
     "compress": "loss, bytes and decode rate by method: compress RUN, --shape, alone the page",
     "data": "tokenizers, preparing, reading, packing: data data.train.path=... (text, JSONL, ...)",
@@ -84,18 +89,21 @@ WHAT = {
     "loader": "the loader's memory over --minutes of reading: loader data.train.path=...",
     "loss": "linear + cross-entropy backends over the benchmark shapes: loss [NAME ...]",
     "matmul": "float8, ReLU^2, symmetric and integer matmuls over the shapes: matmul [NAME ...]",
+    "remote-loader": "batches of a store on the disk, and at a URL that is 20 ms away",
     "rows": "the passes over activations over the benchmark shapes: rows [NAME ...]",
     "huggingface": "its Trainer and GPT-2 on our rows: huggingface run.name=... key.path=...",
     "nanochat": "a checkout of it trained on our rows: nanochat CHECKOUT run.name=... key.path=...",
     "modded-nanogpt": "its recipe on our rows: modded-nanogpt CHECKOUT run.name=... key.path=...",
     "curves": "one picture of seconds and memory to a loss: curves RECORD [RECORD ...]",
     "packing": "what packing crops, pads, never uses, beside nanochat's: packing [data.train...]",
+    "plans": "memory and seconds to the first batch of a plan of 10^8 documents: plans [1e8]",
     "population": "N small models at once beside one after another: population --members 1 4 16",
     "memory": "what a step needs: here, or on --devices N virtual ones; --techniques, --longest",
     "optim": "an update of every optimizer on a configuration's parameters: optim [NAME ...]",
     "projection": "hours to GPT-2's CORE on eight GPUs, computed from records",
     "quickstart": "the quickstart's run on this machine, three seeds",
     "race": "runs compared that differ in their optimizer alone: race RUN [RUN ...]",
+    "simulate": "1,024 processes that meet, checksums of 10^5 files: simulate [64 1024]",
     "serve-soak": "jaxtrain serve under --clients for --minutes: serve-soak [RUN], default random",
     "tasks": "the shapes of CORE: packed rows against one example per forward",
     "verdicts": "what each technique gains: verdicts SCALE [NAME ...] trains, alone makes the page",
@@ -288,6 +296,14 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
                 a.only or (),
             )
         )  # fmt: skip
+    elif a.what == "at-scale":
+        yield from bench_at_scale()
+    elif a.what == "simulate":
+        yield bench_simulate(a.overrides, a.variant)
+    elif a.what == "plans":
+        yield bench_plans(a.overrides, a.variant)
+    elif a.what == "remote-loader":
+        yield bench_remote_loader(a.variant)
     elif a.what == "packing":
         yield bench_packing(a.overrides, a.variant)
     elif a.what == "filters":

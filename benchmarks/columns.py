@@ -103,6 +103,39 @@ LOADER: Columns = {
     "tokens_per_s": rounded(",.0f"),
     "epochs": rounded(",.0f"),
 }
+REMOTE_LOADER: Columns = {
+    "tokens_per_s": rounded(",.0f"),
+    "tokens_per_cpu_s": rounded(",.0f"),
+    "first_batch_s": rounded(".2f"),
+    "fetched_blocks": rounded(",.0f"),
+    "waited_blocks": rounded(",.0f"),
+    "waited_blocks_s": rounded(".2f"),
+}
+AT_SCALE: Columns = {
+    "hours": rounded(",.1f"),
+    "dollars": rounded(",.0f"),
+    "terabytes": rounded(",.2f"),
+    "core_hours": rounded(",.0f"),
+    "cores": rounded(".3f"),
+    "share": rounded(".3f"),
+    "checkpoint_s": rounded(".2f"),
+}
+SIMULATE: Columns = {
+    "meet_s": rounded(".2f"),
+    "compare_s": rounded(".2f"),
+    "stop_s": rounded(".2f"),
+    "beat_cpu_s_per_s": rounded(".3f"),
+    "write_s": rounded(".2f"),
+    "check_s": rounded(".2f"),
+    "list_bytes": rounded(",.0f"),
+}
+PLANS: Columns = {
+    "first_batch_cpu_s": rounded(".2f"),
+    "resume_cpu_s": rounded(".2f"),
+    "held_bytes_per_document": rounded(".2f"),
+    "peak_bytes_per_document": rounded(".2f"),
+    "plan_tokens_per_cpu_s": rounded(",.0f"),
+}
 SERVE_SOAK: Columns = {
     "answers": rounded(",.0f"),
     "left": rounded(",.0f"),
@@ -200,6 +233,25 @@ RACE: Columns = {
     "speedup_seconds": rounded(".2f"),
 }
 TITLES = {
+    "terabytes": "TB moved",
+    "core_hours": "core hours",
+    "share": "of a host's 1.25 GB/s",
+    "checkpoint_s": "s a checkpoint",
+    "meet_s": "meeting, s",
+    "compare_s": "comparing, s",
+    "stop_s": "agreeing on a last step, s",
+    "beat_cpu_s_per_s": "CPU s/s of beats, all",
+    "write_s": "list written, s",
+    "check_s": "read and checked, s",
+    "list_bytes": "bytes of the list",
+    "first_batch_s": "first batch, s",
+    "first_batch_cpu_s": "first batch, CPU s",
+    "resume_cpu_s": "from the middle, CPU s",
+    "held_bytes_per_document": "bytes held a document",
+    "peak_bytes_per_document": "most bytes a document",
+    "fetched_blocks": "blocks fetched",
+    "waited_blocks": "blocks waited for",
+    "waited_blocks_s": "s of that",
     "decode_tokens_per_s": "tokens/s, decoding",
     "of_floor": "of the floor's rate",
     "alone_ms": "first token alone, ms",

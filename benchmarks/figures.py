@@ -44,7 +44,11 @@ NO_FIGURES = re.compile(
 MARKER = re.compile(r"<!-- figures: (.*?) -->", re.DOTALL)
 JSON_NAME = re.compile(r"[\w{},./*-]+\.json\b")
 KINDS = ("command", "no record", "not measured")
-COMPUTED = ("preflight", "projection")  # benches whose figures are computed, not measured
+COMPUTED = (
+    "preflight",
+    "projection",
+    "at_scale",
+)  # benches whose figures are computed, not measured
 # Families of devices that are not in the dry run's table.
 OTHERS = ("TPU v4", "TPU v5e", "TPU v5p", "TPU v6e", "AMD MI300X")
 

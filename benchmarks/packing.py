@@ -165,19 +165,19 @@ class NoRecords(Records):
         self.paths, self.counts = [], []
 
 
-def lengths_only(lengths: np.ndarray) -> TokenStore:
+def lengths_only(lengths: np.ndarray, first_record: np.ndarray | None = None) -> TokenStore:
     """A store that can be planned, not read."""
-    total = int(lengths.sum())
+    total = int(lengths.sum(dtype=np.int64))
     return TokenStore(
         directory=None,
-        lengths=lengths.astype(np.uint32),
+        lengths=lengths.astype(np.uint32, copy=False),
         tokens=total,
         bytes=total,
         bos_id=0,
         vocab_size=1,
         tokenizer="",
         fingerprint="",
-        first_record=np.zeros(len(lengths) + 1, np.int64),
+        first_record=np.zeros(0, np.int64) if first_record is None else first_record,
         records=NoRecords(),
         dtype=np.dtype("<u4"),
     )

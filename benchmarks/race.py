@@ -25,7 +25,8 @@ from jaxtrain.runs.metrics import Number
 from jaxtrain.settings import UserError
 
 SAME = ("model", "data", "train", "mesh", "eval")  # sections that runs of a race share
-FREE = ("data.cache_dir", "data.prefetch", "data.prepare_workers", "data.skip_damaged")
+FREE = ("data.cache_dir", "data.local_cache", "data.prefetch", "data.prepare_workers")
+FREE += ("data.skip_damaged",)
 RATES = ("learning_rate", "lr", "weight_decay")  # a setting that ends so is always of interest
 MAX_POINTS = 200  # of a training curve
 EARLY = 0.15  # share of the tokens that may fall out of the figure

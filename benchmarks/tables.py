@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.table import Table
 
 from benchmarks.columns import (
+    AT_SCALE,
     ATTENTION,
     CASE,
     COMPRESS,
@@ -23,12 +24,15 @@ from benchmarks.columns import (
     MEMORY,
     OPTIMIZER,
     PACKED,
+    PLANS,
     POPULATION,
     PROJECTION,
     QUICKSTART,
     RACE,
     RECIPES,
+    REMOTE_LOADER,
     SERVE_SOAK,
+    SIMULATE,
     STEP,
     TASKS,
     TECHNIQUES,
@@ -42,6 +46,7 @@ DOCS = BENCHMARKS.parent / "docs"
 LISTS = ("figures.md", "not-measured.md")  # which `benchmarks.figures` makes
 HOWTO = [DOCS / "howto" / name for name in ("many-models.md", "sharing.md")]
 PAGES = [
+    DOCS / "explanation" / "at-scale.md",
     *(path for path in sorted((DOCS / "benchmarks").glob("*.md")) if path.name not in LISTS),
     *HOWTO,
     DOCS / "tutorials" / "case-studies.md",
@@ -72,7 +77,11 @@ def tabulate(
         "packing": PACKED,
         "serve_soak": SERVE_SOAK,
         "filters": FILTERS,
+        "at_scale": AT_SCALE,
+        "plans": PLANS,
         "population": POPULATION,
+        "remote_loader": REMOTE_LOADER,
+        "simulate": SIMULATE,
         "techniques": TECHNIQUES,
         "finetune": TECHNIQUES,
         "engine": ENGINE,

@@ -28,13 +28,8 @@ from jaxtrain.data.evaluation.prompts import Scored, questions
 from jaxtrain.data.evaluation.tasks import open_bundle
 from jaxtrain.data.files.reading import read_documents
 from jaxtrain.data.preference.pairs import PairBatch, References, iterate_pairs
-from jaxtrain.data.store.prepare import (
-    Prepared,
-    damaged_shards,
-    describe_stores,
-    prepare,
-    revisions,
-)
+from jaxtrain.data.store.facts import describe_stores
+from jaxtrain.data.store.prepare import Prepared, damaged_shards, prepare, revisions
 from jaxtrain.data.store.store import TokenStore, open_store
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer, load_tokenizer
 

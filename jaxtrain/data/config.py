@@ -2,7 +2,7 @@
 
 from typing import Annotated, Literal
 
-from pydantic import Field, model_validator
+from pydantic import Field, field_validator, model_validator
 
 from jaxtrain.data.batches.augment import AugmentConfig, NoAugment
 from jaxtrain.data.batches.mixture import (
@@ -12,8 +12,10 @@ from jaxtrain.data.batches.mixture import (
     sources_of,
     weights_of,
 )
+from jaxtrain.data.batches.order import GlobalShuffle, ShuffleConfig
 from jaxtrain.data.batches.packing import ConcatConfig, PackingConfig
 from jaxtrain.data.batches.ramps import BatchRamp, LengthRamp
+from jaxtrain.data.files.objects import check_url
 from jaxtrain.data.files.sources import ChatTemplateSource, Source, TextSource
 from jaxtrain.data.tokenizer.tokenizer import SentencePieceConfig, TokenizerConfig
 from jaxtrain.settings import Settings
@@ -56,6 +58,22 @@ Validation = Annotated[
 ]
 
 
+class LocalCacheConfig(Settings):
+    """What a host keeps of prepared data at a URL; all its processes share it."""
+
+    path: str | None = Field(
+        default=None,
+        description="Folder on a fast disk of the host; by default $JAXTRAIN_CACHE or "
+        "~/.cache/jaxtrain",
+    )
+    max_bytes: int = Field(
+        default=100_000_000_000,
+        gt=0,
+        description="Bytes of tokens that are kept there; those that were used longest ago go "
+        "first",
+    )
+
+
 TrainSource = Annotated[Source | MixtureSource, Field(discriminator="name")]
 
 
@@ -85,12 +103,20 @@ class DataConfig(Settings):
     packing: PackingConfig = Field(
         default=ConcatConfig(), description="How documents fill the rows of a batch"
     )
+    shuffle: ShuffleConfig = Field(
+        default=GlobalShuffle(), description="How far apart documents may come from that are mixed"
+    )
     augment: AugmentConfig = Field(
         default=NoAugment(), description="How rows are changed at random while they are read"
     )
     seed: int = Field(default=0, ge=0, description="Decides the order of the training data")
     cache_dir: str | None = Field(
-        default=None, description="Prepared data; by default $JAXTRAIN_CACHE or ~/.cache/jaxtrain"
+        default=None,
+        description="Prepared data: a folder, or s3://, gs:// or another URL of fsspec, which is "
+        "read through local_cache; by default $JAXTRAIN_CACHE or ~/.cache/jaxtrain",
+    )
+    local_cache: LocalCacheConfig = Field(
+        default=LocalCacheConfig(), description="Where a host keeps blocks of a cache_dir at a URL"
     )
     prefetch: int = Field(
         default=4, gt=0, description="Batches that are read ahead of the training step"
@@ -114,6 +140,11 @@ class DataConfig(Settings):
         description="Leave out the documents of damaged shards instead of stopping; reads all of "
         "the prepared data once at the start",
     )
+
+    @field_validator("cache_dir")
+    @classmethod
+    def _can_be_written(cls, cache_dir: str | None) -> str | None:
+        return check_url(cache_dir) if cache_dir and "://" in cache_dir else cache_dir
 
     @model_validator(mode="after")
     def _stages_and_sources_agree(self) -> "DataConfig":
@@ -144,5 +175,10 @@ class DataConfig(Settings):
             raise ValueError(
                 "data.train.filters leave documents, not a file with an end: set "
                 "data.validation.name=documents"
+            )
+        if self.skip_damaged and "://" in (self.cache_dir or ""):
+            raise ValueError(
+                "skip_damaged leaves out shards of a folder: delete a damaged store at a URL to "
+                "have it prepared again"
             )
         return self

@@ -55,8 +55,9 @@ BLOCK = 16  # batches whose sums are added apart, so that nodes can share a spli
 ASKED = ("step", "tasks", "needle", "limit", "all_shots", "crop")  # arguments that processes share
 # Fields of a saved model's configuration that validation reads, and a command line may change.
 VALIDATED = (
-    "data.train", "data.validation", "data.tokenizer", "data.cache_dir", "data.prepare_workers",
-    "data.skip_damaged", "eval.batch_size", "mesh", "train.precision", "processes",
+    "data.train", "data.validation", "data.tokenizer", "data.cache_dir", "data.local_cache",
+    "data.prepare_workers", "data.skip_damaged", "eval.batch_size", "mesh",
+    "train.precision", "processes",
 )  # fmt: skip
 
 

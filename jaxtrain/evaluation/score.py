@@ -57,6 +57,7 @@ TEXT = (
     "data.train",
     "data.validation",
     "data.cache_dir",
+    "data.local_cache",
     "data.prepare_workers",
 )  # fields that may be changed
 SAMPLE = 1 << 17  # documents that prototypes are found from

@@ -46,8 +46,8 @@ from jaxtrain.storage.disk import write_json, write_whole
 
 # Fields of the run's configuration that a command line may change.
 FIELDS = (
-    "data.train", "data.validation", "data.cache_dir", "data.prepare_workers",
-    "data.skip_damaged", "mesh", "train.precision",
+    "data.train", "data.validation", "data.cache_dir", "data.local_cache",
+    "data.prepare_workers", "data.skip_damaged", "mesh", "train.precision",
 )  # fmt: skip
 
 Evaluate = Callable[[RopeCandidate], float]

@@ -3,7 +3,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from jaxtrain.data.batches.concat import TokenStream
 from jaxtrain.data.batches.one_document import OneDocumentConfig, make_one_document
+from jaxtrain.data.batches.order import shuffled_index
 from jaxtrain.data.batches.packing import (
     PACKINGS,
     BestFitConfig,
@@ -18,8 +20,6 @@ from jaxtrain.data.batches.planning import (
     Concat,
     Fragment,
     Piece,
-    TokenStream,
-    shuffled_index,
 )
 from jaxtrain.settings import UserError
 
@@ -259,7 +259,7 @@ def test_one_document_rows_are_in_random_order(store_of):
 
 
 def test_a_corpus_larger_than_the_list_is_covered_once_too(store_of, monkeypatch):
-    monkeypatch.setattr("jaxtrain.data.batches.planning.LISTED", 10)
+    monkeypatch.setattr("jaxtrain.data.batches.order.LISTED", 10)
     plan = BestFit(store_of([3] * 50), 5, 15, 0, fill=False, split=False, max_epochs=1.0)
     documents = [p.document for unit in iter(plan.unit, None) for row in unit for p in row]
     assert sorted(documents) == list(range(50)) != documents

@@ -35,7 +35,7 @@ def jsonl(folder, weights, name="w"):
 @pytest.mark.parametrize("listed", [1 << 16, 4])
 def test_an_epoch_has_each_part_its_share_of_times(store_of, monkeypatch, listed):
     """Also of documents that are split into parts, and whichever way the order is made."""
-    monkeypatch.setattr("jaxtrain.data.batches.planning.LISTED", listed)
+    monkeypatch.setattr("jaxtrain.data.batches.order.LISTED", listed)
     lengths = [3, 9, 25, 4, 7, 12, 10]
     store = dataclasses.replace(store_of(lengths), weights=np.array(WEIGHTS))
     plan = BestFit(store, 1, 10, 5, fill=False, split=True)

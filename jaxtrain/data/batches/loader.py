@@ -11,6 +11,7 @@ from typing import Any
 import grain
 
 from jaxtrain.data.batches.augment import Augment
+from jaxtrain.data.batches.concat import TokenStream
 from jaxtrain.data.batches.mixture import (
     BatchPlan,
     PlannedBatch,
@@ -20,7 +21,8 @@ from jaxtrain.data.batches.mixture import (
     weights_of,
 )
 from jaxtrain.data.batches.packing import PACKINGS, Batch, assemble, whole_rows
-from jaxtrain.data.batches.planning import Planner, TokenStream
+from jaxtrain.data.batches.planning import Planner
+from jaxtrain.data.batches.read_ahead import ReadAhead, check_local_cache
 from jaxtrain.data.chat.conversations import dropped_shares, fit_stores
 from jaxtrain.data.config import DataConfig
 from jaxtrain.data.preference.pairs import PairBatch, References, texts_of_pairs, with_pair_labels
@@ -49,9 +51,11 @@ class Loader(Iterator[Batch | PairBatch]):
         identity: dict[str, Any],
         readers: ThreadPoolExecutor | None,
         conversations: dict[str, dict[str, int]],
+        ahead: ReadAhead,
     ):
         self._batches: grain.DatasetIterator | None = batches
         self._plan, self._identity, self._readers = plan, identity, readers
+        self._ahead = ahead
         self._position = batches.get_state()
         self._before = self._position  # that of the last batch
         self.wait_s = 0.0  # that the last batch was waited for
@@ -109,6 +113,7 @@ class Loader(Iterator[Batch | PairBatch]):
     def close(self) -> None:
         """Stops reading ahead; the state stays readable."""
         if self._batches is not None:
+            self._ahead.close()
             self._batches.close()
             self._batches = None
         if self._readers is not None:
@@ -140,6 +145,7 @@ def train_batches(
     UserError if a corpus is smaller than one row, if the rows cannot be dealt evenly, or if `state`
     belongs to another stream.
     """
+    check_local_cache(config, stores_of(train))
     stores, counted = fit_stores(stores_of(train), config, sequence_length)
     plan = make_batch_plan(stores, config, batch_size, sequence_length)
     for span in plan.spans:
@@ -177,7 +183,8 @@ def train_batches(
     if state is not None:
         _check_state(state, identity, stores)
         batches.set_state(state["position"])
-    return Loader(batches, plan, identity, readers, counted)
+    ahead = ReadAhead(stores, plan.planners)
+    return Loader(batches, plan, identity, readers, counted, ahead)
 
 
 def stream_identity(
@@ -186,7 +193,9 @@ def stream_identity(
     """What the batches of every step follow from, as small JSON."""
     identity = {
         "packing": config.packing.model_dump(),
-        "order": ORDER,
+        "order": ORDER
+        if config.shuffle.name == "global"
+        else {"blocks": config.shuffle.window, "order": ORDER},
         "seed": config.seed,
         "batch_size": batch_size,
         "sequence_length": sequence_length,
@@ -223,7 +232,8 @@ def make_batch_plan(
             key += (zlib.crc32(name.encode()),)
             limit = config.train.sources[name].max_epochs
         make = PACKINGS[config.packing.name]
-        planners[name] = make(store, config.packing, sequence_length, *key, max_epochs=limit)
+        options: dict[str, Any] = {"max_epochs": limit, "shuffle": config.shuffle}
+        planners[name] = make(store, config.packing, sequence_length, *key, **options)
     stages = spans(config.stages, weights_of(config.train), sequence_length, batch_size)
     return BatchPlan(planners, stages)
 

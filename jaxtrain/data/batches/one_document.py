@@ -5,10 +5,11 @@ weight 0, which takes as much time as text does: packing was made to avoid it. I
 baseline that packings are measured against.
 """
 
-from typing import Literal, override
+from typing import Any, Literal, override
 
 from pydantic import Field
 
+from jaxtrain.data.batches.order import GLOBAL, ShuffleConfig
 from jaxtrain.data.batches.planning import BestFit, check_documents_fit
 from jaxtrain.data.store.store import TokenStore
 from jaxtrain.settings import Settings
@@ -41,9 +42,12 @@ def make_one_document(
     length: int,
     *key: int,
     max_epochs: float | None = None,
+    shuffle: ShuffleConfig = GLOBAL,
 ) -> OneDocument:
     """The planner. Its buffer is one document: rows have the order of the documents."""
     split = config.long_documents == "split"
     if not split:
         check_documents_fit(store, "one_document, long_documents crop,", length)
-    return OneDocument(store, 1, length, *key, fill=False, split=split, max_epochs=max_epochs)
+    options: dict[str, Any] = {"fill": False, "split": split}
+    options |= {"max_epochs": max_epochs, "shuffle": shuffle}
+    return OneDocument(store, 1, length, *key, **options)

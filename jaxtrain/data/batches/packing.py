@@ -3,13 +3,14 @@
 from collections import deque
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from itertools import chain
-from typing import Annotated, Literal, NamedTuple
+from typing import Annotated, Any, Literal, NamedTuple
 
 import numpy as np
 from pydantic import Field
 
 from jaxtrain.data.batches import augment
 from jaxtrain.data.batches.one_document import OneDocumentConfig, make_one_document
+from jaxtrain.data.batches.order import GLOBAL, ShuffleConfig
 from jaxtrain.data.batches.planning import (
     BestFit,
     Concat,
@@ -72,9 +73,14 @@ class Batch(NamedTuple):
 
 
 def make_concat(
-    store: TokenStore, config: ConcatConfig, length: int, *key: int, max_epochs: float | None = None
+    store: TokenStore,
+    config: ConcatConfig,
+    length: int,
+    *key: int,
+    max_epochs: float | None = None,
+    shuffle: ShuffleConfig = GLOBAL,
 ) -> Concat:
-    return Concat(store, length, *key, max_epochs=max_epochs)
+    return Concat(store, length, *key, max_epochs=max_epochs, shuffle=shuffle)
 
 
 def make_best_fit(
@@ -83,23 +89,31 @@ def make_best_fit(
     length: int,
     *key: int,
     max_epochs: float | None = None,
+    shuffle: ShuffleConfig = GLOBAL,
 ) -> BestFit:
     split = config.long_documents == "split"
     if not split:
         check_documents_fit(store, "best_fit, long_documents crop,", length)
-    options = {"fill": True, "split": split, "carry": config.carry_tails}
-    return BestFit(store, config.buffer, length, *key, **options, max_epochs=max_epochs)
+    options: dict[str, Any] = {"fill": True, "split": split, "carry": config.carry_tails}
+    options |= {"max_epochs": max_epochs, "shuffle": shuffle}
+    return BestFit(store, config.buffer, length, *key, **options)
 
 
 def make_padded(
-    store: TokenStore, config: PaddedConfig, length: int, *key: int, max_epochs: float | None = None
+    store: TokenStore,
+    config: PaddedConfig,
+    length: int,
+    *key: int,
+    max_epochs: float | None = None,
+    shuffle: ShuffleConfig = GLOBAL,
 ) -> BestFit:
     check_documents_fit(store, "padded", length)
-    options = {"fill": False, "split": False}
-    return BestFit(store, config.buffer, length, *key, **options, max_epochs=max_epochs)
+    options: dict[str, Any] = {"fill": False, "split": False}
+    options |= {"max_epochs": max_epochs, "shuffle": shuffle}
+    return BestFit(store, config.buffer, length, *key, **options)
 
 
-# One row a packing: (store, its config, T, *seeds, max_epochs=) -> what plans the rows.
+# One row a packing: (store, its config, T, *seeds, max_epochs=, shuffle=) -> what plans the rows.
 PACKINGS: dict[str, Callable[..., Planner]] = {
     "concat": make_concat,
     "best_fit": make_best_fit,

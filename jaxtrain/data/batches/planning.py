@@ -11,30 +11,29 @@ every document has been used as often as any other, or once less, whenever a row
 
 from collections import OrderedDict, deque
 from collections.abc import Iterable
-from functools import lru_cache
 from itertools import chain
 from typing import Any, NamedTuple
 
 import numpy as np
-from grain.experimental import index_shuffle
 
+from jaxtrain.data.batches.concat import Concat
+from jaxtrain.data.batches.order import (
+    GLOBAL,
+    BlockOrder,
+    ShuffleConfig,
+    make_order,
+    random_bits,
+)
+from jaxtrain.data.batches.pieces import Ahead, Counts, Piece, PlannedRow, blocks_ahead
+from jaxtrain.data.batches.prefix_sums import PrefixSums
+from jaxtrain.data.store.blocks import first_documents
 from jaxtrain.data.store.store import TokenStore
 from jaxtrain.settings import UserError
 
-LISTED = 1 << 16  # below, a list is faster than grain's cipher, which slows down as 1 / count
 DRAWN_AT_ONCE = 1024  # parts whose place in the corpus is looked up together
 REFILL = 7 / 8  # one by one costs time, and as new documents come alone they fit less often
 MOST_CUT = 0.75  # of all tokens; more means that the documents do not suit the packing
 GOLDEN = (5**0.5 - 1) / 2  # steps of it around a circle are spread evenly, however many there are
-
-
-class Piece(NamedTuple):
-    """Tokens start..stop of a document, after BOS if `bos`."""
-
-    document: int
-    bos: bool
-    start: int
-    stop: int
 
 
 class Fragment(NamedTuple):
@@ -44,40 +43,6 @@ class Fragment(NamedTuple):
     start: int
     stop: int
     lost: int
-
-
-PlannedRow = list[Piece]
-
-
-class Counts(NamedTuple):
-    """Counts of packing: tokens used, dropped and padded, documents cropped and left out."""
-
-    used: int = 0  # tokens in rows, each BOS among them
-    dropped: int = 0  # tokens in no row
-    padding: int = 0  # places of rows without a token
-    cropped: int = 0  # documents, or parts of them, that lost their end
-    left_out: int = 0  # documents without a token in any row
-
-    def __sub__(self, other: "Counts") -> "Counts":
-        return Counts(*(a - b for a, b in zip(self, other)))
-
-
-@lru_cache(maxsize=64)
-def random_bits(*key: int) -> int:
-    """32 random bits that are a function of `key`."""
-    return int(np.random.SeedSequence(key).generate_state(1)[0])
-
-
-def shuffled_index(index: int, count: int, *key: int) -> int:
-    """Element `index` of a permutation of range(count) that is a function of `key`."""
-    if count <= LISTED:
-        return int(_permutation(count, *key)[index])
-    return index_shuffle(index, count - 1, random_bits(*key), 4)
-
-
-@lru_cache(maxsize=16)
-def _permutation(count: int, *key: int) -> np.ndarray:
-    return np.argsort(np.random.SeedSequence(key).generate_state(count, np.uint64))
 
 
 def check_documents_fit(store: TokenStore, packing: str, length: int) -> None:
@@ -93,97 +58,6 @@ def check_documents_fit(store: TokenStore, packing: str, length: int) -> None:
             f"data.packing {packing} would drop {cut:.0%} of the tokens, because the documents are "
             f"longer than sequence_length {length}; use concat, or cut the text into paragraphs"
         )
-
-
-class TokenStream:
-    """All documents in stored order, each after its BOS, as one circular sequence of tokens."""
-
-    def __init__(self, store: TokenStore):
-        self.ends = np.cumsum(store.lengths.astype(np.int64) + 1)
-        self.size = int(self.ends[-1])
-
-    def window(self, start: int, count: int) -> PlannedRow:
-        """The pieces of tokens start..start+count, going on at the beginning after the end."""
-        start %= self.size
-        document = int(np.searchsorted(self.ends, start, side="right"))
-        pieces = []
-        while count:
-            begin = int(self.ends[document - 1]) if document else 0
-            stop = min(start + count, int(self.ends[document]))
-            first = start - begin  # 0 is the BOS
-            pieces.append(Piece(document, first == 0, max(first - 1, 0), stop - begin - 1))
-            count -= stop - start
-            document = (document + 1) % len(self.ends)
-            start = stop if document else 0
-        return pieces
-
-
-class Concat:
-    """Unit u, for any u: a window of the stream, in an order of its own in every epoch.
-
-    An epoch is a tape: a BOS, then the whole circle from an offset drawn for the epoch, so that
-    documents are cut at other places each time. The tapes of all epochs, end to end, are cut into
-    windows of T tokens, which overlap by the one token that is only a target. The windows inside an
-    epoch are shuffled; the one across its end stays between it and the next.
-    """
-
-    def __init__(self, store: TokenStore, length: int, *key: int, max_epochs: float | None = None):
-        self.stream, self.length, self.key, self.drawn = TokenStream(store), length, key, 0
-        self.tape = self.stream.size + 1
-        self.allowed = None if max_epochs is None else int(max_epochs * self.tape)
-
-    def unit(self, cut: int = 1) -> list[PlannedRow] | None:
-        """`cut` rows of T/cut + 1 tokens; None when the last epoch is over."""
-        if self._over():
-            return None
-        start, part = self._start(self.drawn), self.length // cut
-        self.drawn += 1
-        return [self._window(start + i * part, part + 1) for i in range(cut)]
-
-    def get_state(self) -> dict[str, Any]:
-        used = self.drawn * self.length
-        left = self.allowed - used if self.allowed is not None and self._over() else 0
-        ends = used // self.tape * self.tape, max(used // self.tape - 1, 0) * self.tape
-        counts = {"counts": Counts(used, left), "began": Counts(ends[0]), "before": Counts(ends[1])}
-        state = {"drawn": self.drawn, "whole": used // self.tape}
-        return state | {name: [*count] for name, count in counts.items()}
-
-    def set_state(self, state: dict[str, Any]) -> None:
-        self.drawn = state["drawn"]
-
-    def epochs(self, state: dict[str, Any]) -> float:
-        """Passes over the corpus up to a state."""
-        return state["drawn"] * self.length / self.tape
-
-    def _over(self) -> bool:
-        return self.allowed is not None and (self.drawn + 1) * self.length > self.allowed
-
-    def _start(self, unit: int) -> int:
-        """Where on the tapes the window stands that is unit number `unit`."""
-        epoch = unit * self.length // self.tape
-        first = -(-epoch * self.tape // self.length)  # window inside the epoch
-        count = (epoch + 1) * self.tape // self.length - first
-        if unit < first + count:
-            unit = first + shuffled_index(unit - first, count, *self.key, epoch)
-        return unit * self.length
-
-    def _window(self, start: int, count: int) -> PlannedRow:
-        """The pieces of places start..start+count of the tapes."""
-        row: PlannedRow = []
-        while count:
-            epoch, at = divmod(start, self.tape)
-            taken = min(count, self.tape - at)
-            start, count = start + taken, count - taken
-            offset = self.stream.size * random_bits(*self.key, epoch, 1) >> 32
-            if at:
-                row += self.stream.window(offset + at - 1, taken)
-                continue
-            first, *rest = self.stream.window(offset, max(taken - 1, 1))
-            if taken == 1 or first.bos:
-                row.append(Piece(first.document, True, first.start, first.start))
-            if taken > 1:
-                row += [first._replace(bos=True), *rest]
-        return row
 
 
 class BestFit:
@@ -212,16 +86,19 @@ class BestFit:
         split: bool,
         carry: bool = False,
         max_epochs: float | None = None,
+        shuffle: ShuffleConfig = GLOBAL,
     ):
         self.lengths, self.length, self.key = store.lengths, length, key
         self.fill, self.split, self.carry = fill, split, carry
-        parts = -(-self.lengths.astype(np.int64) // length) if split else np.ones_like(self.lengths)
-        parts = np.maximum(parts, 1)
-        self.ends = np.cumsum(parts, dtype=np.int64)  # parts up to each document
+        self.parts = PrefixSums(self.lengths, self._parts_of)
         self.weights, self.weighed = store.weights, np.empty(0)
-        if self.weights is not None:
-            self.weighed = np.cumsum(self.weights * parts)  # what they weigh together
-        self.count = int(self.ends[-1])  # parts of an epoch
+        if self.weights is not None:  # what they weigh together
+            self.weighed = np.cumsum(self.weights * self._parts_of(self.lengths))
+        self.count = self.parts.total  # of an epoch
+        self.groups = np.array([0, len(self.lengths)])  # first documents of what is read together
+        if shuffle.name == "blocks":
+            self.groups = first_documents(self.lengths)
+        self.order = make_order(shuffle, self._edges())
         self.limit = None if max_epochs is None else int(max_epochs * self.count)
         self.buffer_size = min(buffer, self.count)
         self.low = self.buffer_size * REFILL  # of so few documents the buffer is filled up again
@@ -371,22 +248,33 @@ class BestFit:
         last = min(first + DRAWN_AT_ONCE, self.count)
         if self.limit is not None:
             last = min(last, first + self.limit - self.drawn)
-        key = (*self.key, epoch)
-        if self.count <= LISTED:
-            parts = _permutation(self.count, *key)[first:last]
-        else:
-            shuffled = [shuffled_index(i, self.count, *key) for i in range(first, last)]
-            parts = np.array(shuffled, np.int64)
+        parts = self.order.take(first, last, *self.key, epoch)
         if self.weights is not None:
             parts = self._weighted(parts, self.weights, epoch)
-        documents = np.searchsorted(self.ends, parts, side="right")
+        documents, firsts = self.parts.find(parts)
         lengths = self.lengths[documents].astype(np.int64)
-        firsts = np.where(documents > 0, self.ends[documents - 1], 0)
         starts = (parts - firsts) * self.length
         stops = np.minimum(lengths, starts + self.length)
         lost = np.zeros_like(stops) if self.split else lengths - stops
         columns = (column.tolist() for column in (documents, starts, stops, lost))
         self._next.extend(map(Fragment, *columns))
+
+    def _edges(self) -> np.ndarray:
+        """int64: the first part of each group, and how many there are."""
+        if self.weights is None:
+            return self.parts.before(self.groups)
+        places = np.concatenate([[0], self.weighed])[self.groups] / self.weighed[-1]
+        return np.rint(places * self.count).astype(np.int64)
+
+    def ahead(self, slots: int) -> Ahead:
+        """What is read next: now, and when so many more slots of the order have begun."""
+        if not isinstance(self.order, BlockOrder):
+            return Ahead((0, 0), [(0, len(self.lengths))])
+        epoch, place = divmod(self.drawn, self.count)
+        slot = self.order.slot(place, *self.key, epoch)
+        blocks = blocks_ahead(self.order, slot, slots, epoch, self.key)
+        groups = self.groups.tolist()
+        return Ahead((epoch, slot), [(groups[b], groups[b + 1]) for _, b in blocks])
 
     def _weighted(self, numbers: np.ndarray, weights: np.ndarray, epoch: int) -> np.ndarray:
         """The parts that stand at places as far from each other along the weights.
@@ -396,10 +284,16 @@ class BestFit:
         each epoch, a golden section on, so that the roundings of many epochs even out.
         """
         places, documents = self._places(numbers, epoch)
-        firsts = np.where(documents > 0, self.ends[documents - 1], 0)
+        firsts = self.parts.before(documents)
         within = places - np.where(documents > 0, self.weighed[documents - 1], 0.0)
         index = (within / weights[documents]).astype(np.int64)
-        return firsts + np.clip(index, 0, self.ends[documents] - firsts - 1)
+        return firsts + np.clip(index, 0, self._parts_of(self.lengths[documents]) - 1)
+
+    def _parts_of(self, lengths: np.ndarray) -> np.ndarray:
+        """int64: how many parts documents of these lengths are."""
+        if not self.split:
+            return np.ones(lengths.shape, np.int64)
+        return np.maximum(-(-lengths.astype(np.int64) // self.length), 1)
 
     def _places(self, numbers: np.ndarray, epoch: int) -> tuple[np.ndarray, np.ndarray]:
         """Where draws of an epoch stand along the weights, and whose documents' they are."""

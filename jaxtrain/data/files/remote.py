@@ -12,7 +12,7 @@ import urllib.error
 import urllib.request
 from collections.abc import Callable
 from http.client import HTTPResponse
-from typing import Any
+from typing import Any, Literal
 
 from fsspec.spec import AbstractFileSystem
 
@@ -60,11 +60,16 @@ def revision_of(url: str) -> tuple[str, str] | None:
     return retried(url, ask)
 
 
-def retried[T](url: str, action: Callable[[], T], what: str = "failed") -> T:
+def retried[T](
+    url: str,
+    action: Callable[[], T],
+    what: str = "failed",
+    access: Literal["read", "write"] = "read",
+) -> T:
     """The value of `action`, which is tried again, ever later, after an error that may pass.
 
     Each wait is a line on stderr; `what` says in it what has happened to the file. Raises UserError
-    for a file that is not there or may not be read, and after the last try.
+    for a file that is not there or that `access` is refused to, and after the last try.
     """
     for attempt in range(TRIES):
         try:
@@ -72,14 +77,15 @@ def retried[T](url: str, action: Callable[[], T], what: str = "failed") -> T:
         except FileNotFoundError as error:
             raise UserError(f"there is no file or folder {url}") from error
         except PermissionError as error:
-            raise UserError(f"{url} may not be read, check the credentials: {error}") from error
+            refused = "may not be read" if access == "read" else "may not be written"
+            raise UserError(f"{url} {refused}, check the credentials: {error}") from error
         except FINAL:
             raise
         except Exception as error:
             reason = f"{type(error).__name__}: {error}".splitlines()[0]
             if attempt + 1 == TRIES:
                 raise UserError(
-                    f"cannot read {url}: {TRIES} tries failed, last {reason}"
+                    f"cannot {access} {url}: {TRIES} tries failed, last {reason}"
                 ) from error
             wait = FIRST_WAIT * 2**attempt * random.uniform(0.75, 1.25)
             again = f"attempt {attempt + 2} of {TRIES} in {wait:.1f} s"

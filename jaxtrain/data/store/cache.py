@@ -11,10 +11,17 @@ from jaxtrain.data.store.progress import Progress
 from jaxtrain.settings import UserError
 
 
+def cache_url(config: DataConfig) -> str | None:
+    """Where prepared data is kept, if that is no folder."""
+    url = config.cache_dir or ""
+    return f"{url.rstrip('/')}/data" if "://" in url else None
+
+
 def cache_directory(config: DataConfig) -> Path:
-    """Where prepared data is kept."""
+    """Where prepared data is kept; of data at a URL, where it is made and its blocks are kept."""
     default = os.environ.get("JAXTRAIN_CACHE", "~/.cache/jaxtrain")
-    return Path(config.cache_dir or default).expanduser() / "data"
+    folder = config.cache_dir if cache_url(config) is None else config.local_cache.path
+    return Path(folder or default).expanduser() / "data"
 
 
 @contextmanager
@@ -26,7 +33,7 @@ def locked(directory: Path, progress: Progress = lambda *_: None) -> Iterator[No
     except OSError as error:
         raise UserError(
             f"data.cache_dir: {directory.parent} cannot be written ({error.strerror}); name a "
-            "folder that can"
+            "folder that can (of data at a URL data.local_cache.path)"
         ) from error
     with lock as file:
         try:

@@ -21,8 +21,8 @@ import numpy as np
 
 from jaxtrain.data.batches.loader import stores_of
 from jaxtrain.data.batches.mixture import sources_of
-from jaxtrain.data.chat.template import read_template
 from jaxtrain.data.config import DataConfig, NoValidation
+from jaxtrain.data.files.objects import Objects
 from jaxtrain.data.files.reading import START, Position
 from jaxtrain.data.files.sources import (
     ChatTemplateSource,
@@ -35,7 +35,7 @@ from jaxtrain.data.filters.filtered import Reports, filter_sources
 from jaxtrain.data.pool import Map, block_pool
 from jaxtrain.data.preference.preferences import RecordKind, same_kind
 from jaxtrain.data.store import store as stores
-from jaxtrain.data.store.cache import cache_directory, locked
+from jaxtrain.data.store.cache import cache_directory, cache_url, locked
 from jaxtrain.data.store.encode import (
     DROP_REASONS,
     EncodeJob,
@@ -44,21 +44,27 @@ from jaxtrain.data.store.encode import (
     encode_blocks,
     token_type,
 )
+from jaxtrain.data.store.keys import entry_key, request_key
 from jaxtrain.data.store.progress import Progress, estimate_bytes, named_progress
+from jaxtrain.data.store.published import (
+    fetch_tokenizer,
+    is_published,
+    open_published,
+    publish_entry,
+    read_note,
+    write_note,
+)
 from jaxtrain.data.store.splits import SplitText, held_out_limit, split_texts, tokenizer_texts
-from jaxtrain.data.store.store import Records, TokenStore, Writer, open_store, publish, sync
+from jaxtrain.data.store.store import TokenStore, Writer, join_records, open_store, publish, sync
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer, build_tokenizer, load_tokenizer
 from jaxtrain.settings import UserError
 from jaxtrain.storage.disk import full_disk_explained
 
 ALONE = 1 << 24  # stored bytes; less text is tokenized before other processes would have started
 COMMIT_SECONDS = 10  # the batch in hand and those behind it add less than 5 to what a kill loses
-RULES = 2  # goes up when conversations are read in another way: stores of before are not theirs
-IDS = 2  # goes up when sentencepiece models read text in another way
 NOUNS = {"chat": "conversations", "preference": "preferences"}  # of other sources: documents
 FRACTIONS = (0.01, 0.02, 0.05, 0.1, 0.2, 0.5)  # to hold out; HELD_OUT documents, if there are
 HELD_OUT = 5
-HISTOGRAM = [2**power for power in range(1, 21)]  # upper ends, in tokens
 
 
 @dataclass(frozen=True)
@@ -94,7 +100,37 @@ def prepare(config: DataConfig, *, progress: Progress = lambda *_: None) -> Prep
         "prepared so far is kept, and the same command goes on"
     )
     with full_disk_explained(explain):
-        return _prepare(config, progress)
+        return _prepare(config, progress) if cache_url(config) is None else _at(config, progress)
+
+
+def _at(config: DataConfig, progress: Progress) -> Prepared:
+    """`prepare` for a cache at a URL, whose note of a request spares filtering and tokenizing."""
+    place = Objects(cache_url(config) or "")
+    request = request_key(config, cache_directory(config))
+    note = read_note(place, request)
+    if note is None:
+        prepared = _prepare(config, progress)
+        train = stores_of(prepared.train)
+        write_note(place, request, train, prepared.validation, prepared.filters)
+        return prepared
+    entries = {name: store.partition("/")[0] for name, store in note["train"].items()}
+    first = next(iter(entries.values()))
+    directory = cache_directory(config) / first
+    fetch_tokenizer(place.below(first), directory / "tokenizer")
+    tokenizer = cached_tokenizer(directory)
+
+    def opened(name: str) -> TokenStore:
+        return open_published(place.below(name), config, tokenizer.fingerprint)
+
+    train = {name: opened(store) for name, store in note["train"].items()}
+    held = [opened(store) for store in note["validation"]]
+    return Prepared(
+        train if config.train.name == "mixture" else train["train"],
+        join_stores(held) if held else None,
+        tokenizer,
+        directory,
+        note["filters"],
+    )
 
 
 def _prepare(config: DataConfig, progress: Progress) -> Prepared:
@@ -132,21 +168,42 @@ def prepare_source(config: DataConfig, *, progress: Progress = lambda *_: None) 
     processes of a machine share the work; an interrupted preparation goes on where it was.
     """
     cache = cache_directory(config)
-    directory = cache / _key(config, cache)
+    directory = cache / entry_key(config, cache)
     splits = ["train"] if config.validation.name == "none" else ["train", "validation"]
-    if not all((directory / name).is_dir() for name in ("tokenizer", *splits)):
-        with locked(directory, progress):
-            _fill(config, directory, progress)
-    tokenizer = cached_tokenizer(directory)
-    found = [
-        open_store(
-            directory / split, tokenizer=tokenizer.fingerprint, skip_damaged=config.skip_damaged
-        )
-        for split in splits
-    ]
+    url = cache_url(config)
+    if url is None:
+        if not all((directory / name).is_dir() for name in ("tokenizer", *splits)):
+            with locked(directory, progress):
+                _fill(config, directory, progress)
+        tokenizer = cached_tokenizer(directory)
+        options: dict[str, Any] = {"tokenizer": tokenizer.fingerprint}
+        options["skip_damaged"] = config.skip_damaged
+        found = [open_store(directory / split, **options) for split in splits]
+    else:
+        place = Objects(f"{url}/{directory.name}")
+        if not is_published(place):
+            with locked(directory, progress):
+                if not is_published(place):  # another process may have done it meanwhile
+                    _publish(config, directory, splits, place, progress)
+        fetch_tokenizer(place, directory / "tokenizer")
+        tokenizer = cached_tokenizer(directory)
+        found = [open_published(place.below(s), config, tokenizer.fingerprint) for s in splits]
     _check_vocabulary(config, found[0])
     _check_weights(config, found[0])
     return Prepared(found[0], found[1] if len(found) == 2 else None, tokenizer, directory)
+
+
+def _publish(
+    config: DataConfig, directory: Path, splits: Sequence[str], place: Objects, progress: Progress
+) -> None:
+    """Prepares an entry on this machine and moves its stores to a URL; the tokenizer stays."""
+    _fill(config, directory, progress)
+    made = {split: open_store(directory / split) for split in splits}
+    _check_vocabulary(config, made["train"])
+    _check_weights(config, made["train"])
+    publish_entry(place, directory / "tokenizer", made, progress)
+    for split in splits:
+        shutil.rmtree(directory / split)
 
 
 def cached_tokenizer(directory: Path) -> Tokenizer:
@@ -289,32 +346,6 @@ def _check_weights(config: DataConfig, train: TokenStore) -> None:
         )
 
 
-def _key(config: DataConfig, cache: Path) -> str:
-    """A hash of all that decides the stores: contents, how they are read, split and tokenized."""
-    settings = config.model_dump(include={"train", "validation", "tokenizer"})
-    settings["format"] = stores.FORMAT
-    if config.tokenizer.name == "sentencepiece":
-        settings["ids"] = IDS
-    assert config.train.name != "mixture", "`prepare` takes a mixture apart"
-    settings["train"] |= _contents(config.train, cache)
-    if config.validation.name == "source":
-        settings["validation"]["source"] |= _contents(config.validation.source, cache)
-    if settings["tokenizer"].get("path"):
-        settings["tokenizer"] = build_tokenizer(config.tokenizer, ()).fingerprint
-    return hashlib.sha256(json.dumps(settings, sort_keys=True).encode()).hexdigest()[:24]
-
-
-def _contents(source: Source, cache: Path) -> dict[str, Any]:
-    """The fields of a source with the hashes of the files that they name."""
-    fields: dict[str, Any] = {"path": content_hash(source, cache)}
-    if isinstance(
-        source, ChatTemplateSource
-    ):  # the length of a row is not known when a store is written
-        fields |= {"template": read_template(source.template), "rules": RULES}
-        fields |= {"too_long": None, "refused": None}
-    return fields
-
-
 def _save_tokenizer(tokenizer: Tokenizer, directory: Path) -> None:
     unnamed = directory / "tokenizer.partial"
     shutil.rmtree(unnamed, ignore_errors=True)
@@ -345,29 +376,8 @@ def join_stores(stores: Sequence[TokenStore]) -> TokenStore:
         weights=None,
         labels=None,
         skipped={path: count for store in stores for path, count in store.skipped.items()},
-        records=Records(
-            [path for store in stores for path in store.records.paths],
-            [count for store in stores for count in store.records.counts],
-        ),
+        records=join_records([store.records for store in stores]),
     )
-
-
-def describe_stores(
-    stores: dict[str, TokenStore], filters: Reports | None = None
-) -> dict[str, dict]:
-    """Facts of each source for the report: documents, tokens, bytes, a histogram of lengths by
-    powers of two, the documents left out with each damaged shard, and what filters removed."""
-    return {
-        name: {
-            "documents": store.documents,
-            "tokens": store.tokens,
-            "bytes": store.bytes,
-            "lengths": _histogram(store.lengths),
-            "skipped": {Path(path).name: count for path, count in store.skipped.items()},
-            "filters": (filters or {}).get(name),
-        }
-        for name, store in stores.items()
-    }
 
 
 def damaged_shards(prepared: Prepared) -> list[str]:
@@ -375,12 +385,6 @@ def damaged_shards(prepared: Prepared) -> list[str]:
     splits = [*stores_of(prepared.train).values(), prepared.validation]
     lost = (item for store in splits if store is not None for item in store.skipped.items())
     return [f"{path} is damaged: its {count:,} documents are left out" for path, count in lost]
-
-
-def _histogram(lengths: np.ndarray) -> dict[str, int]:
-    places = np.minimum(np.searchsorted(HISTOGRAM, lengths), len(HISTOGRAM) - 1)
-    counts = np.bincount(places, minlength=len(HISTOGRAM)).tolist()
-    return {str(end): count for end, count in zip(HISTOGRAM, counts)}
 
 
 def _alone(config: DataConfig, source: Source) -> DataConfig:

@@ -25,12 +25,12 @@ import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 from array_record.python.array_record_module import ArrayRecordWriter
 
+from jaxtrain.data.store.blocks import RECORD_TOKENS, first_records, records_of
 from jaxtrain.data.store.encode import Encoded, token_type
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer
 from jaxtrain.settings import UserError, read_object
 
 FORMAT = 3
-RECORD_TOKENS = 8192
 SHARD_TOKENS = 1 << 27
 # Columns of the documents, and their types; not every store has the last two.
 COLUMNS = {
@@ -106,6 +106,8 @@ class TokenStore:
 class Records:
     """The records of all shards under one numbering."""
 
+    urls: Sequence[str] = ()  # of the stores far away that they are in
+
     def __init__(self, paths: list[Path], counts: list[int]):
         self.paths, self.counts = paths, counts
         self._source = ArrayRecordDataSource([str(path) for path in paths])
@@ -124,6 +126,34 @@ class Records:
             path = self.paths[np.searchsorted(np.cumsum(self.counts), record, side="right")]
             reason = str(error).splitlines()[0][:120]
             raise UserError(f"{path} is damaged; {_remedy(path.parent)} ({reason})") from error
+
+
+class JoinedRecords(Records):
+    """The records of several stores, one after the other."""
+
+    def __init__(self, parts: Sequence[Records]):
+        self.parts = parts
+        self.counts = [sum(part.counts) for part in parts]
+        self.paths = [path for part in parts for path in part.paths]
+        self.urls = [url for part in parts for url in part.urls]
+
+    def read(self, records: Sequence[int]) -> Sequence[bytes]:
+        ends = np.cumsum(self.counts)
+        which = np.searchsorted(ends, records, side="right")
+        found: dict[int, bytes] = {}
+        for number in np.unique(which).tolist():
+            mine = np.asarray(records)[which == number].tolist()
+            begin = int(ends[number]) - self.counts[number]
+            found |= zip(mine, self.parts[number].read([record - begin for record in mine]))
+        return [found[record] for record in records]
+
+
+def join_records(parts: Sequence[Records]) -> Records:
+    """The records of several stores under one numbering."""
+    if any(part.urls for part in parts):
+        return JoinedRecords(parts)
+    paths = [path for part in parts for path in part.paths]
+    return Records(paths, [count for part in parts for count in part.counts])
 
 
 def open_store(
@@ -152,10 +182,13 @@ def open_store(
             f"every shard of {directory} is damaged, no document would be left; {_again(directory)}"
         )
     left = [name for name in shards if name not in damaged]
-    lengths = np.load(directory / "lengths.npy")
+    # The processes of a host share the pages of the file.
+    lengths = np.load(directory / "lengths.npy", mmap_mode=None if damaged else "r")
     ends = np.cumsum([entry["documents"] for entry in shards.values()])
 
     def left_of(numbers: np.ndarray) -> np.ndarray:
+        if not damaged:
+            return numbers
         parts = dict(zip(shards, np.split(numbers, ends[:-1])))
         return np.concatenate([parts[name] for name in left])
 
@@ -164,7 +197,7 @@ def open_store(
         left_of(np.load(directory / name)) if name in manifest["files"] else None
         for name in ("weights.npy", "labels.npy")
     )
-    first_record = np.concatenate([[0], np.cumsum(_records_of(lengths))])
+    first_record = first_records(lengths)
     return TokenStore(
         directory=directory,
         lengths=lengths,
@@ -283,7 +316,7 @@ class Writer:
             np.savez(path.with_suffix(".npz"), allow_pickle=False, **columns)
             entry = describe_file(path) | {
                 "documents": len(lengths),
-                "records": int(_records_of(lengths).sum()),
+                "records": int(records_of(lengths).sum()),
                 "text_bytes": int(sizes.sum()),
             }
             path.with_suffix(".json").write_text(json.dumps(entry))
@@ -401,10 +434,6 @@ def sync(path: Path) -> None:
     handle = os.open(path, os.O_RDONLY)
     os.fsync(handle)
     os.close(handle)
-
-
-def _records_of(lengths: np.ndarray) -> np.ndarray:
-    return -(-lengths.astype(np.int64) // RECORD_TOKENS)
 
 
 def _sha256(path: Path) -> str:

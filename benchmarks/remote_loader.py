@@ -1,0 +1,127 @@
+"""Batches from a token store on the disk and at a URL whose every request takes 20 ms.
+
+The far store is a folder behind a file system of fsspec that sleeps before it reads, so that what
+is measured is ours: blocks, cache, reading ahead, and no server that shares the cores.
+"""
+
+import os
+import tempfile
+import time
+from pathlib import Path
+from typing import Any
+
+import fsspec
+from fsspec.implementations.local import LocalFileSystem
+
+from benchmarks.loader import ROWS, SEQUENCE, random_store
+from benchmarks.record import describe
+from jaxtrain.data import DataConfig, TokenStore, train_batches
+from jaxtrain.data.files.objects import Objects
+from jaxtrain.data.pool import cores
+from jaxtrain.data.store.remote_store import RemoteRecords, open_remote, publish_store
+
+LATENCY = 0.02  # seconds before the first byte of an answer
+DOCUMENTS = 200_000
+WINDOW = 16  # blocks that are mixed
+SHARE = 0.5  # of the store that the small cache holds
+EPOCH = 0.9  # of an epoch that is read
+PACE = 5e6  # tokens a second that a step asks for, at most
+BATCH = ROWS * SEQUENCE
+
+
+class LatencyFileSystem(LocalFileSystem):
+    """Files of this machine, LATENCY away."""
+
+    protocol = "latency"
+
+    @classmethod
+    def _strip_protocol(cls, path: Any) -> str:
+        return super()._strip_protocol(str(path).removeprefix("latency://"))
+
+    def cat_file(self, path: str, start: Any = None, end: Any = None, **_: Any) -> bytes:
+        time.sleep(LATENCY)
+        with open(self._strip_protocol(path), "rb") as file:
+            file.seek(start or 0)
+            return file.read(-1 if end is None else end - (start or 0))
+
+
+def bench_remote_loader(variant: str | None = None, documents: int = DOCUMENTS) -> dict[str, Any]:
+    """A row for each place, order and cache: as fast as it goes, and at PACE tokens a second."""
+    fsspec.register_implementation("latency", LatencyFileSystem, clobber=True)
+    with tempfile.TemporaryDirectory() as folder:
+        root = Path(folder)
+        store = random_store(root / "local", documents)
+        LatencyFileSystem(auto_mkdir=True)
+        place = Objects(f"latency://{root}/bucket/train")
+        place.filesystem.auto_mkdir = True
+        publish_store(store, place, lambda *_: None)
+        held = store.tokens * store.dtype.itemsize
+        rows = [measure("disk, global", store, {"name": "global"})]
+        blocks = {"name": "blocks", "window": WINDOW}
+        rows.append(measure("disk, blocks", store, blocks))
+        for order, shuffle, most in (
+            ("blocks, half the store in the cache", blocks, int(held * SHARE)),
+            ("blocks", blocks, 2 * held),
+            ("global", {"name": "global"}, 2 * held),
+        ):
+            cache = root / f"cache {order}"
+            for state in ("cold", "warm"):
+                far = open_remote(place, cache, most)
+                rows.append(measure(f"URL, {order}, {state}", far, shuffle, most))
+        far = open_remote(place, root / "paced", int(held * SHARE))
+        name = "URL, blocks, half the store in the cache, cold, at 5M tokens/s"
+        rows.append(measure(name, far, blocks, int(held * SHARE), pace=PACE))
+    workload = {"cores": cores(), "load": os.getloadavg()[0], "latency_ms": LATENCY * 1000}
+    workload |= {"store_tokens": store.tokens, "batch_size": ROWS, "sequence_length": SEQUENCE}
+    record = describe("remote_loader", "random", variant or "", workload=workload)
+    return record | {"rows": rows}
+
+
+def measure(
+    name: str,
+    store: TokenStore,
+    shuffle: dict[str, Any],
+    max_bytes: int | None = None,
+    *,
+    pace: float | None = None,
+) -> dict[str, Any]:
+    """Tokens a second over most of an epoch, by the clock and by processor time; how long the first
+    batch took, how many blocks were not there when they were read, and the seconds of that."""
+    fields: dict[str, Any] = {"packing": {"name": "best_fit"}, "shuffle": shuffle}
+    if max_bytes is not None:
+        fields["local_cache"] = {"max_bytes": max_bytes}
+    config = DataConfig.model_validate(fields)
+    steps = int(store.tokens * EPOCH / BATCH)
+    begin = time.perf_counter()
+    with train_batches(store, config=config, batch_size=ROWS, sequence_length=SEQUENCE) as batches:
+        next(batches)
+        first = time.perf_counter() - begin
+        before = waits_of(store)
+        clock, processor, waited = time.perf_counter(), time.process_time(), 0.0
+        for step in range(steps):
+            next(batches)
+            waited += batches.wait_s
+            if pace is not None:
+                due = clock + (step + 1) * BATCH / pace
+                time.sleep(max(0.0, due - time.perf_counter()))
+        seconds, processor = time.perf_counter() - clock, time.process_time() - processor
+    blocks, block_s, fetched = (b - a for a, b in zip(before, waits_of(store)))
+    return {
+        "name": name,
+        "shape": f"T={SEQUENCE}, {ROWS} rows, {steps} steps",
+        "tokens_per_s": steps * BATCH / seconds,
+        "tokens_per_cpu_s": steps * BATCH / processor,
+        "first_batch_s": first,
+        "wait_s": waited,
+        "waited_blocks": blocks,
+        "waited_blocks_s": block_s,
+        "fetched_blocks": fetched,
+    }
+
+
+def waits_of(store: TokenStore) -> tuple[int, float, int]:
+    """Blocks that readers waited for, the seconds, and the blocks that were fetched."""
+    if not isinstance(store.records, RemoteRecords):
+        return 0, 0.0, 0
+    source = store.records.source
+    return source.waits, source.wait_s, source.fetched

@@ -1,0 +1,99 @@
+"""Blocks of stores at a URL, fetched before the batches need them.
+
+Which documents come next is known: the order is a function of the key and the place. A thread asks
+the planners for the documents of the slots that come, and has their blocks fetched, a few at a
+time, so that what a batch waits for never stands in a long queue.
+"""
+
+import threading
+from collections import deque
+from collections.abc import Iterator, Mapping
+from concurrent.futures import Future, wait
+from contextlib import suppress
+from typing import Any
+
+from jaxtrain.data.batches.planning import Planner
+from jaxtrain.data.config import DataConfig
+from jaxtrain.data.store.blocks import BLOCK_TOKENS
+from jaxtrain.data.store.remote_store import RemoteRecords
+from jaxtrain.data.store.store import TokenStore
+from jaxtrain.settings import UserError
+
+SLOTS = 32  # of the order that are fetched ahead: seconds at 5M tokens a second
+AT_ONCE = 12  # blocks on their way; the others of FETCHERS are for what is waited for
+POLL = 0.02  # seconds between two looks at where the planners are
+
+
+class ReadAhead:
+    """Keeps the blocks that come next on this host until it is closed."""
+
+    def __init__(self, stores: Mapping[str, TokenStore], planners: Mapping[str, Planner]):
+        self.far = [
+            (store, store.records, planners[name])
+            for name, store in stores.items()
+            if isinstance(store.records, RemoteRecords) and store.pairs is None
+        ]
+        self._closing = threading.Event()
+        self._thread = threading.Thread(target=self._run, name="read ahead", daemon=True)
+        if self.far:
+            self._thread.start()
+
+    def close(self) -> None:
+        self._closing.set()
+        if self.far:
+            self._thread.join()
+
+    def _run(self) -> None:
+        places: dict[int, Any] = {}
+        while not self._closing.wait(POLL):
+            for number, (store, records, planner) in enumerate(self.far):
+                ahead = planner.ahead(SLOTS)
+                if places.get(number) != ahead.place:
+                    places[number] = ahead.place
+                    # A block that cannot be had is the fault of the batch that needs it.
+                    with suppress(UserError):
+                        self._fetch(store, records, ahead.documents)
+
+    def _fetch(
+        self, store: TokenStore, records: RemoteRecords, documents: list[tuple[int, int]]
+    ) -> None:
+        coming: deque[Future[Any]] = deque()
+        for future in _prefetched(store, records, documents):
+            coming.append(future)
+            while len(coming) >= AT_ONCE:
+                wait([coming[0]])
+                coming.popleft()
+            if self._closing.is_set():
+                return
+
+
+def _prefetched(
+    store: TokenStore, records: RemoteRecords, documents: list[tuple[int, int]]
+) -> Iterator[Future[Any]]:
+    for first, last in documents:
+        begin, end = int(store.first_record[first]), int(store.first_record[last])
+        if begin < end:
+            yield from records.prefetch(begin, end)
+
+
+def check_local_cache(config: DataConfig, stores: Mapping[str, TokenStore]) -> None:
+    """UserError for a local cache in which the blocks that are mixed have no room."""
+    far = [store for store in stores.values() if isinstance(store.records, RemoteRecords)]
+    held = sum(store.tokens * store.dtype.itemsize for store in far)
+    needed = held
+    if config.shuffle.name == "blocks":
+        blocks = 2 * config.shuffle.window + SLOTS
+        needed = min(held, sum(blocks * BLOCK_TOKENS * store.dtype.itemsize for store in far))
+    if needed <= config.local_cache.max_bytes:
+        return
+    what = (
+        f"two windows of data.shuffle.window={config.shuffle.window} blocks take"
+        if config.shuffle.name == "blocks"
+        else "with data.shuffle.name=global a batch needs documents from anywhere in"
+    )
+    smaller = "a smaller window" if config.shuffle.name == "blocks" else "data.shuffle.name=blocks"
+    raise UserError(
+        f"data.local_cache.max_bytes={config.local_cache.max_bytes:,} is too little: {what} "
+        f"{needed:,} bytes, which would be fetched again and again; take {smaller}, or "
+        f"max_bytes={needed}"
+    )

@@ -1,0 +1,91 @@
+"""Entries of the cache of prepared data at a URL: a tokenizer and the stores of its splits.
+
+URL/data/KEY is an entry, and its `entry.json`, which is written last, makes it whole. The
+note URL/data/REQUEST.json says which entries a configuration has, so that another host asks for no
+text that was filtered or tokenized before.
+"""
+
+import json
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from jaxtrain.data.config import DataConfig
+from jaxtrain.data.files.objects import Objects
+from jaxtrain.data.store.cache import cache_directory
+from jaxtrain.data.store.progress import Progress
+from jaxtrain.data.store.remote_store import open_remote, publish_store
+from jaxtrain.data.store.store import TokenStore
+from jaxtrain.settings import UserError
+from jaxtrain.storage.disk import write_whole
+
+WHOLE = "entry.json"
+
+
+def is_published(place: Objects) -> bool:
+    """Whether an entry is whole."""
+    return place.size(WHOLE) is not None
+
+
+def publish_entry(
+    place: Objects, tokenizer: Path, splits: Mapping[str, TokenStore], progress: Progress
+) -> None:
+    """Copies a tokenizer and stores of this machine below a URL."""
+    files = {path.name: path.read_bytes() for path in sorted(tokenizer.iterdir())}
+    for name, data in files.items():
+        place.write(f"tokenizer/{name}", data)
+    for split, store in splits.items():
+        publish_store(store, place.below(split), progress)
+    note = {"tokenizer": list(files), "splits": list(splits)}
+    place.write(WHOLE, json.dumps(note).encode())
+
+
+def fetch_tokenizer(place: Objects, directory: Path) -> None:
+    """Copies the tokenizer of an entry to this machine, if it is not there."""
+    if directory.is_dir():
+        return
+    for name in json.loads(_there(place, WHOLE))["tokenizer"]:
+        data = _there(place, f"tokenizer/{name}")
+        unnamed = directory.with_name(f"{directory.name}.partial")
+        unnamed.mkdir(parents=True, exist_ok=True)
+        write_whole(unnamed / name, data)
+    unnamed.rename(directory)
+
+
+def open_published(place: Objects, config: DataConfig, tokenizer: str) -> TokenStore:
+    """A store of an entry, read through the local cache of a configuration."""
+    folder = cache_directory(config).parent
+    return open_remote(place, folder, config.local_cache.max_bytes, tokenizer)
+
+
+def read_note(place: Objects, request: str) -> dict[str, Any] | None:
+    """What `write_note` wrote for a request; None if there is nothing."""
+    text = place.read(f"{request}.json")
+    return None if text is None else json.loads(text)
+
+
+def write_note(
+    place: Objects,
+    request: str,
+    train: Mapping[str, TokenStore],
+    validation: TokenStore | None,
+    filters: Mapping[str, Any],
+) -> None:
+    """Notes the stores of a request, and what its filters removed."""
+    stores = {name: _names(place, store)[0] for name, store in train.items()}
+    held = [] if validation is None else _names(place, validation)
+    note = {"train": stores, "validation": held, "filters": filters}
+    place.write(f"{request}.json", json.dumps(note).encode())
+
+
+def _names(place: Objects, store: TokenStore) -> Sequence[str]:
+    return [url.removeprefix(f"{place.url}/") for url in store.records.urls]
+
+
+def _there(place: Objects, name: str) -> bytes:
+    data = place.read(name)
+    if data is None:
+        raise UserError(
+            f"{place.url}/{name} is missing; delete {place.url} to have it prepared again"
+        )
+    return data
