@@ -1,4 +1,7 @@
-"""Test set-up: eight virtual CPU devices, a compilation cache, jaxtyping annotations checked."""
+"""Test set-up: eight virtual CPU devices, a compilation cache, jaxtyping annotations checked.
+
+The slow tier does not check annotations, for a fifth of its time; JAXTRAIN_TYPES=1 does there, too.
+"""
 
 import gc
 import os
@@ -19,7 +22,8 @@ if os.environ.pop("PYTHONDONTWRITEBYTECODE", None):
 # once, and a process without the hook would fail on it.
 sys.dont_write_bytecode = True
 # Before the first import of the packages under test: their annotations are checked at every call.
-install_import_hook(["jaxtrain", "jaxtrain_kernels"], "beartype.beartype")
+if os.environ.get("JAXTRAIN_TYPES") or not os.environ.get("JAXTRAIN_SLOW"):
+    install_import_hook(["jaxtrain", "jaxtrain_kernels"], "beartype.beartype")
 
 SETTINGS = {
     "jax_compilation_cache_dir": str(Path(__file__).parents[1] / ".cache" / "jax-tests"),

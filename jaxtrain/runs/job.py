@@ -18,7 +18,8 @@ def facts(config: Sections) -> dict[str, Any]:
     files = [path for root in roots for path in sorted(root.rglob("*.py"))]
     code = hashlib.sha256(b"".join(p.read_bytes() for p in files))
     tree = config.model_dump(mode="json")
-    tree["data"].pop("cache_dir")  # may be a disk of the host
+    for name in ("cache_dir", "local_cache"):  # may be a disk of the host
+        tree["data"].pop(name)
     return {
         "the commit": str(commit()),
         "source code of digest": code.hexdigest()[:12],
