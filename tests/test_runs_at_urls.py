@@ -258,3 +258,9 @@ def test_a_run_at_a_url_from_its_start_to_an_export(tmp_path, s3, whole, capsys)
     assert main(run_overrides(tmp_path / "local", **started)) == 0
     assert json.loads((tmp_path / "local" / "next" / "env.json").read_text())
     assert s3.environment["AWS_SECRET_ACCESS_KEY"] not in capsys.readouterr().out
+
+
+@pytest.mark.parametrize("scheme", ["file://", "local://"])
+def test_a_url_of_this_machines_own_files_is_a_path(tmp_path, scheme):
+    config = load_config(None, [f"run.directory={scheme}{tmp_path}", "run.name=a"])
+    assert config.run.folder == tmp_path and config.run.url is None

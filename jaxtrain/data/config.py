@@ -15,10 +15,10 @@ from jaxtrain.data.batches.mixture import (
 from jaxtrain.data.batches.order import GlobalShuffle, ShuffleConfig
 from jaxtrain.data.batches.packing import ConcatConfig, PackingConfig
 from jaxtrain.data.batches.ramps import BatchRamp, LengthRamp
-from jaxtrain.data.files.objects import check_url
 from jaxtrain.data.files.sources import ChatTemplateSource, Source, TextSource
 from jaxtrain.data.tokenizer.tokenizer import SentencePieceConfig, TokenizerConfig
 from jaxtrain.settings import Settings
+from jaxtrain.storage.location import location_fault
 
 
 class TailValidation(Settings):
@@ -144,7 +144,9 @@ class DataConfig(Settings):
     @field_validator("cache_dir")
     @classmethod
     def _can_be_written(cls, cache_dir: str | None) -> str | None:
-        return check_url(cache_dir) if cache_dir and "://" in cache_dir else cache_dir
+        if why := location_fault(cache_dir or ""):
+            raise ValueError(why)
+        return cache_dir
 
     @model_validator(mode="after")
     def _stages_and_sources_agree(self) -> "DataConfig":

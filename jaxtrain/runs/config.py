@@ -6,7 +6,7 @@ from typing import Annotated, Literal
 from pydantic import Field, field_validator
 
 from jaxtrain.settings import Settings
-from jaxtrain.storage.location import RUNS, cached, is_url, location_fault
+from jaxtrain.storage.location import RUNS, cached, is_url, location_fault, path_of
 
 
 class Notice(Settings):
@@ -81,7 +81,7 @@ class RunConfig(Settings):
     def _can_be_written(cls, directory: str) -> str:
         if why := location_fault(directory):
             raise ValueError(why)
-        return directory
+        return path_of(directory)
 
     @property
     def folder(self) -> Path:

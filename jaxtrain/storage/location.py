@@ -11,10 +11,18 @@ from urllib.parse import urlsplit
 from jaxtrain.settings import UserError
 
 COPIES, RUNS = "copies", "runs"  # folders of the cache: of what is read, and of what trains
+LOCAL = ("file://", "local://")
 
 
 def is_url(location: str) -> bool:
-    return "://" in location and not location.startswith(("file://", "local://"))
+    return "://" in location and not location.startswith(LOCAL)
+
+
+def path_of(location: str) -> str:
+    """A path, also of a URL of this machine's own files."""
+    for scheme in LOCAL:
+        location = location.removeprefix(scheme)
+    return location
 
 
 def location_fault(location: str) -> str | None:
@@ -49,7 +57,7 @@ def cached(kind: str, url: str) -> Path:
 def local(location: str) -> Path:
     """The type of an argument that is read: a path, or the local copy of what is at a URL."""
     if not is_url(location):
-        return Path(location.removeprefix("file://"))
+        return Path(path_of(location))
     from jaxtrain.storage.fetch import local_copy
 
     return local_copy(location)
@@ -59,7 +67,7 @@ def local(location: str) -> Path:
 def output_at(location: str) -> Iterator[Path]:
     """A path to write to. At a URL, a temporary one that is copied there in the end."""
     if not is_url(location):
-        yield Path(location.removeprefix("file://"))
+        yield Path(path_of(location))
         return
     from jaxtrain.storage.fetch import sent_there
 

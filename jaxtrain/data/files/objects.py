@@ -3,22 +3,8 @@
 from collections.abc import Callable
 from pathlib import Path
 from typing import Literal
-from urllib.parse import urlsplit
 
 from jaxtrain.data.files.remote import filesystem_of, is_local, retried
-
-
-def check_url(url: str) -> str:
-    """A URL that can be written to and holds no secret; ValueError, of one line, for others."""
-    parts = urlsplit(url)
-    if parts.password is not None or parts.query:
-        raise ValueError(
-            "it must not hold a password or a query; the store's own environment variables or "
-            "files hold credentials"
-        )
-    if url.startswith(("http://", "https://")) or "::" in url:
-        raise ValueError("nothing can be written there; take s3://, gs:// or a path")
-    return url
 
 
 class Objects:
