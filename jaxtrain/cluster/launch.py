@@ -118,21 +118,22 @@ def free_port() -> int:
 
 def run_processes(commands: list[list[str]], environments: list[dict[str, str]]) -> int:
     """Start the commands and wait for all; the exit code of the first that failed, else 0."""
-    jobs = [
-        # Sessions of their own: Ctrl-C in a terminal would reach them twice otherwise.
-        subprocess.Popen(
-            line, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
-            start_new_session=True,
-        )
-        for line, variables in zip(commands, environments)
-    ]  # fmt: skip
-    outputs = [job.stdout for job in jobs if job.stdout]
-    readers = [threading.Thread(target=show, args=item) for item in enumerate(outputs)]
+    jobs: list[subprocess.Popen[bytes]] = []
+    readers: list[threading.Thread] = []
+    # Before the first process, which may ask for the end at once.
     pass_on = lambda number, _: [job.send_signal(number) for job in jobs if job.poll() is None]
     before = {n: signal.signal(n, pass_on) for n in (signal.SIGTERM, signal.SIGINT)}
     try:
-        for reader in readers:
-            reader.start()
+        for index, (line, variables) in enumerate(zip(commands, environments)):
+            # Sessions of their own: Ctrl-C in a terminal would reach them twice otherwise.
+            job = subprocess.Popen(
+                line, env=variables, stdout=subprocess.PIPE, stderr=subprocess.STDOUT,
+                start_new_session=True,
+            )  # fmt: skip
+            jobs.append(job)
+            if job.stdout:
+                readers.append(threading.Thread(target=show, args=(index, job.stdout)))
+                readers[-1].start()
         return wait(jobs)
     finally:
         for job in jobs:

@@ -18,7 +18,7 @@ from jaxtrain.data.store.blocks import BLOCK_TOKENS
 from jaxtrain.data.store.store import TokenStore
 
 
-def with_bos(lengths: np.ndarray) -> np.ndarray:
+def lengths_with_bos(lengths: np.ndarray) -> np.ndarray:
     """int64: tokens of documents of these lengths, each after its BOS."""
     return lengths.astype(np.int64) + 1
 
@@ -28,7 +28,7 @@ class TokenStream:
 
     def __init__(self, store: TokenStore):
         self.lengths = store.lengths
-        self.tokens = PrefixSums(store.lengths, with_bos)
+        self.tokens = PrefixSums(store.lengths, lengths_with_bos)
         self.size = self.tokens.total
 
     def window(self, start: int, count: int) -> PlannedRow:

@@ -80,7 +80,7 @@ class GlobalOrder:
         return np.array(shuffled, np.int64)
 
 
-class Layout(NamedTuple):
+class SlotOrder(NamedTuple):
     """How the blocks of an epoch lie in its slots."""
 
     ranked: np.ndarray  # int64 [blocks]: the blocks in the order in which they are needed
@@ -95,7 +95,7 @@ class BlockOrder:
     def __init__(self, edges: np.ndarray, window: int):
         self.edges, self.blocks = edges, len(edges) - 1
         self.window = min(window, self.blocks)
-        self._layouts: OrderedDict[tuple[int, ...], Layout] = OrderedDict()
+        self._layouts: OrderedDict[tuple[int, ...], SlotOrder] = OrderedDict()
         self._slots: OrderedDict[tuple[int, ...], np.ndarray] = OrderedDict()
         self._shuffled: OrderedDict[tuple[int, ...], np.ndarray] = OrderedDict()
 
@@ -121,7 +121,7 @@ class BlockOrder:
         ranked = self._layout(*key).ranked
         return [int(ranked[(slot - i) % self.blocks]) for i in reversed(range(self.window))]
 
-    def _layout(self, *key: int) -> Layout:
+    def _layout(self, *key: int) -> SlotOrder:
         if key not in self._layouts:
             ranked, n, window = permutation(self.blocks, *key, BLOCKS), self.blocks, self.window
             each, more = divmod(np.diff(self.edges)[ranked], window)
@@ -134,7 +134,7 @@ class BlockOrder:
             extra = np.cumsum(extra)
             extra[: window + 1] += extra[n:]
             sizes = sums[window:] - sums[:-window] + extra[:n]
-            _keep(self._layouts, key, Layout(ranked, np.cumsum(sizes)), 2)
+            _keep(self._layouts, key, SlotOrder(ranked, np.cumsum(sizes)), 2)
         return self._layouts[key]
 
     def _slot(self, slot: int, *key: int) -> np.ndarray:

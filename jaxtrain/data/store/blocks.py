@@ -20,7 +20,7 @@ class Blocks(NamedTuple):
     tokens: np.ndarray  # int64 [blocks + 1]
 
 
-def records_of(lengths: np.ndarray) -> np.ndarray:
+def record_counts(lengths: np.ndarray) -> np.ndarray:
     """How many records documents of these lengths take."""
     return -(-lengths.astype(np.int64) // RECORD_TOKENS)
 
@@ -29,11 +29,11 @@ def first_records(lengths: np.ndarray) -> np.ndarray:
     """uint32, or int64 if they are too many, [documents + 1]: the first record of each document,
     and how many there are."""
     parts = [slice(start, start + AT_ONCE) for start in range(0, len(lengths), AT_ONCE)]
-    total = sum(int(records_of(lengths[part]).sum()) for part in parts)
+    total = sum(int(record_counts(lengths[part]).sum()) for part in parts)
     found = np.zeros(len(lengths) + 1, np.uint32 if total < 1 << 32 else np.int64)
     before = 0
     for part in parts:
-        ends = np.cumsum(records_of(lengths[part])) + before
+        ends = np.cumsum(record_counts(lengths[part])) + before
         found[part.start + 1 : part.start + 1 + len(ends)] = ends
         before = int(ends[-1])
     return found

@@ -25,7 +25,7 @@ import numpy as np
 from array_record.python.array_record_data_source import ArrayRecordDataSource
 from array_record.python.array_record_module import ArrayRecordWriter
 
-from jaxtrain.data.store.blocks import RECORD_TOKENS, first_records, records_of
+from jaxtrain.data.store.blocks import RECORD_TOKENS, first_records, record_counts
 from jaxtrain.data.store.encode import Encoded, token_type
 from jaxtrain.data.tokenizer.tokenizer import Tokenizer
 from jaxtrain.settings import UserError, read_object
@@ -316,7 +316,7 @@ class Writer:
             np.savez(path.with_suffix(".npz"), allow_pickle=False, **columns)
             entry = describe_file(path) | {
                 "documents": len(lengths),
-                "records": int(records_of(lengths).sum()),
+                "records": int(record_counts(lengths).sum()),
                 "text_bytes": int(sizes.sum()),
             }
             path.with_suffix(".json").write_text(json.dumps(entry))
