@@ -195,8 +195,8 @@ ARGUMENTS = {
     },
     "report": {"": "required", "nowhere": "is not a run", "run": "no metrics", "--x": "required"},
     "launch": {
-        "": "required: --processes", "--processes 0 --": WHOLE, "--processes -1 --": WHOLE,
-        "--processes x --": WHOLE, "--processes 99999999 --": WHOLE, "--nope": "required",
+        "": "--processes is required", "--processes 0 --": WHOLE, "--processes -1 --": WHOLE,
+        "--processes x --": WHOLE, "--processes 99999999 --": WHOLE, "--nope": "unrecognized",
         "--processes 1 --port 70000 --": WHOLE, "--processes 1 --command nope --": "invalid choice",
         "--processes 1 --devices-per-process 0 --": WHOLE, "--processes 1 x": "unrecognized",
     },

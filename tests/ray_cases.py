@@ -109,10 +109,11 @@ store.SHARD_TOKENS, filtering.COMMIT_SECONDS = 50_000, 0
 saved = []
 def counted(write):
     def counting(*args):
-        write(*args)
+        result = write(*args)
         saved.append(args)
         if len(saved) == 3:
             os.kill(os.getpid(), 9)
+        return result
     return counting
 if sys.argv[1] in ("_save", "_commit"):
     module = filtering if sys.argv[1] == "_save" else prepare
