@@ -246,7 +246,7 @@ def test_a_call_is_forced(saved):
     """By a model with random weights, which would say anything else."""
     chat = make_chat(TOOLS_TEMPLATE, {}, saved.tokenizer)
     tools = [function("add", a={"enum": [1, 22]}, b={"type": "boolean"}), function("now")]
-    asked = {"model": "tiny", "messages": HI, "tools": tools}
+    asked = {"model": "tiny", "messages": HI, "tools": tools, "seed": 3}
     named = {"type": "function", "function": {"name": "add"}}
     with live(saved, chat=chat, tools=read_format(chat)) as one:
         client = one.client()
