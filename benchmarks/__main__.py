@@ -103,7 +103,7 @@ WHAT = {
     "projection": "hours to GPT-2's CORE on eight GPUs, computed from records",
     "quickstart": "the quickstart's run on this machine, three seeds",
     "race": "runs compared that differ in their optimizer alone: race RUN [RUN ...]",
-    "simulate": "1,024 processes that meet, checksums of 10^5 files: simulate [64 1024]",
+    "simulate": "rendezvous of many processes, checksums of 10^5 files: simulate [64 1024]",
     "serve-soak": "jaxtrain serve under --clients for --minutes: serve-soak [RUN], default random",
     "tasks": "the shapes of CORE: packed rows against one example per forward",
     "verdicts": "what each technique gains: verdicts SCALE [NAME ...] trains, alone makes the page",
@@ -290,18 +290,14 @@ def measure(a: argparse.Namespace) -> Iterator[dict[str, Any]]:
             yield from bench_recipes(a.recipes, a.folder or Path("runs/recipes"))
             return
         texts = Texts(a.text, a.calibration, a.sequences or Texts().sequences)
-        yield from bench_compress(
-            Asked(
-                a.overrides, a.also or (), a.shape or (), a.core, a.variant, texts, a.workers,
-                a.only or (),
-            )
-        )  # fmt: skip
+        asked = Asked(a.overrides, a.also or (), a.shape or (), a.core, a.variant, texts, a.workers,
+                      a.only or ())  # fmt: skip
+        yield from bench_compress(asked)
     elif a.what == "at-scale":
         yield from bench_at_scale()
-    elif a.what == "simulate":
-        yield bench_simulate(a.overrides, a.variant)
-    elif a.what == "plans":
-        yield bench_plans(a.overrides, a.variant)
+    elif a.what in ("plans", "simulate"):
+        bench = bench_plans if a.what == "plans" else bench_simulate
+        yield bench(a.overrides, a.variant)
     elif a.what == "remote-loader":
         yield bench_remote_loader(a.variant)
     elif a.what == "packing":

@@ -152,7 +152,7 @@ def entry(run: Run) -> dict[str, Any]:
 
 
 def peak_bytes(run: Run) -> int | None:
-    """Of the fullest GPU: what a peer says of itself, or our own rows. None on a CPU."""
+    """Peak bytes of the GPU that used most, from the peer's facts or our metrics; None on a CPU."""
     if "peer" in run.env:
         return run.env["peer"].get("peak_bytes")
     rows = [row["memory_bytes"] for row in run.rows if "memory_bytes" in row]

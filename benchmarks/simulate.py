@@ -1,5 +1,7 @@
-"""Host work of a large job, simulated on this machine: 1,024 processes that meet, compare and beat;
-the list of checksums of a checkpoint of 10^5 files.
+"""Host work of a large job, simulated on this machine.
+
+One part is the rendezvous, comparison and heartbeats of many processes. The other is the checksum
+list of a checkpoint of 10^5 files.
 
     python -m benchmarks simulate 64 1024
 
@@ -28,7 +30,7 @@ from jaxtrain.storage import checksums
 
 PROCESSES = 1024
 FILES = 100_000  # of a checkpoint
-FILE_BYTES = 64  # what is measured is the list, not the bytes
+FILE_BYTES = 64  # small: only the checksum list is measured
 TIMEOUT = 480.0  # seconds of a meeting
 HEARTBEAT = 120.0  # seconds; the threads of one machine are slower than processes of many
 BEATING = 10.0  # seconds in which the processor time of the beats is taken
@@ -56,8 +58,8 @@ def in_process(count: int) -> dict[str, Any]:
 
 
 def coordinate(count: int) -> list[float]:
-    """Seconds to meet, to compare, and until all know the last step after one wishes to stop;
-    processor seconds of a second of beats, and of all."""
+    """Seconds to meet, to compare, and to agree on the last step after a request to stop; then
+    processor seconds for each second of heartbeats, and in all."""
     with socket.create_server(("localhost", 0)) as server:
         address = f"localhost:{server.getsockname()[1]}"
     secret = Secret(Path("nowhere"), "", {VARIABLE: "of this simulation"})
