@@ -9,6 +9,7 @@ import jaxtrain_kernels as kernels
 from jaxtrain_kernels import cross_entropy
 from jaxtrain_kernels.shapes import LOSS_BENCH, LossShape
 
+from benchmarks.power import Meter
 from benchmarks.record import describe
 from benchmarks.timing import ceilings, kernel_ms, relative_error, rotating
 from jaxtrain.cluster.runtime import compute_dtype
@@ -69,7 +70,7 @@ def finished(bench: str, dtype: jnp.dtype, variant: str | None, rows: list[Row])
 
 def report(row: Row) -> None:
     """One line at once, as a bench of kernels takes minutes."""
-    rates = (("ms", "ms"), ("tflops", "TF/s"), ("gbps", "GB/s"))
+    rates = (("ms", "ms"), ("tflops", "TF/s"), ("gbps", "GB/s"), ("watts", "W"), ("sm_mhz", "MHz"))
     figures = [f"{row[key]:.4g} {unit}" for key, unit in rates if row.get(key)]
     wrong = [] if row.get("exact", True) else [f"WRONG: error {row['error']}"]
     found = row.get("failed") or ", ".join([*figures, *wrong])
@@ -96,17 +97,18 @@ def failure(error: Exception) -> str:
 def measured(
     fn: Kernel, inputs: Sequence[tuple[Any, ...]], flops: float, **options: Any
 ) -> dict[str, Any] | None:
-    """ms and TF/s; None where the backend cannot serve. options: `kernel_ms`'s.
+    """ms, TF/s, watts and clock; None where the backend cannot serve. options: `kernel_ms`'s.
 
     Any other failure stands in the row: that of one backend must not lose the others.
     """
+    meter = Meter()
     try:
-        ms = kernel_ms(fn, inputs, **options)
+        ms = kernel_ms(fn, inputs, meter=meter, **options)
     except NotImplementedError:
         return None
     except Exception as error:
         return {"ms": None, "tflops": None, "failed": failure(error)}
-    return {"ms": ms, "tflops": flops / ms / 1e9}
+    return {"ms": ms, "tflops": flops / ms / 1e9} | meter.figures()
 
 
 def error_of(
