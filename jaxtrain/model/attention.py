@@ -17,7 +17,7 @@ from jaxtrain.model.layers import Rotary, add_bias, declare_bias, lookup, rms_no
 from jaxtrain.model.plan import LayerSpec
 from jaxtrain.model.sections import FusedOps
 from jaxtrain.parallel import constrain
-from jaxtrain.weights.contract import dense, dequantize
+from jaxtrain.weights.contract import dense, dequantize, is_weight
 from jaxtrain.weights.params import declare
 
 GATE_CHANNELS = 12
@@ -162,7 +162,7 @@ class Attention(KeyValueProjection):
         value_BTC: Float[Array, "B T C"] | None,
         cache: LayerCache | None,
         source: KeyValueProjection | KeysValues | None = None,
-    ) -> tuple[Float[Array, "B T D"], KeysValues]:
+    ) -> tuple[Float[Array, "B T D"], KeysValues | None]:
         """Returns the output and the keys and values: of these tokens, or the updated cache.
 
         source: with `model.share_kv`, the projection to keys and values, or another layer's k_BTKH
@@ -170,6 +170,11 @@ class Attention(KeyValueProjection):
         """
         c = self.config
         B, T, _ = x_BTD.shape
+        y_BTD = None
+        if inputs.fused.qkv and inputs.attend is attend_rows and cache is None and source is None:
+            y_BTD = self.in_one_array(x_BTD, spec, inputs, value_BTC)
+        if y_BTD is not None:
+            return y_BTD, None
         q_BTNH = add_bias(dense(x_BTD, self.q), self.q_bias).reshape(B, T, c.heads, c.qk_dim)
         rope = inputs.short_rope if spec.short_rope else inputs.rope
         wide = max(c.qk_dim, c.head_dim)  # kernels take heads of one size
@@ -204,6 +209,32 @@ class Attention(KeyValueProjection):
             y_BTNH = cache.attend(q_BTNH, kv, window, c.attention_softcap, scale)
         y_BTNH = y_BTNH[..., : c.head_dim] if wide > c.head_dim else y_BTNH
         return add_bias(dense(y_BTNH.reshape(B, T, -1), self.out), self.out_bias), kv
+
+    def in_one_array(
+        self,
+        x_BTD: Float[Array, "B T D"],
+        spec: LayerSpec,
+        inputs: LayerInputs,
+        value_BTC: Float[Array, "B T C"] | None,
+    ) -> Float[Array, "B T D"] | None:
+        """The output, where q, k and v are projected by one matmul; None where a matrix is no array
+        (float8, LoRA): each of those has a product of its own.
+        """
+        c, (B, T, _) = self.config, x_BTD.shape
+        matrices = [matrix.get_value() for matrix in (self.q, self.k, self.v)]
+        rope = inputs.short_rope if spec.short_rope else inputs.rope
+        if any(map(is_weight, matrices)) or rope is None:
+            return None
+        qkv_BTCH = (x_BTD @ jnp.concatenate(matrices, axis=1)).reshape(B, T, -1, c.head_dim)
+        value_BTKH = None if value_BTC is None else value_BTC.reshape(B, T, c.kv_heads, -1)
+        scale = c.attention_scale or c.qk_scale**2 / math.sqrt(c.qk_dim)
+        cos_BTH, sin_BTH = (jax.lax.squeeze(x, [2]) for x in rope)
+        y_BTNH = parallel.rope_attention(
+            qkv_BTCH, cos_BTH, sin_BTH, value_BTKH, inputs.segments_BT, heads=c.heads,
+            eps=c.norm_eps, scale=scale, causal=c.causal, window=spec.window,
+            softcap=c.attention_softcap, implementation=inputs.fused.qkv,
+        )  # fmt: skip
+        return add_bias(dense(y_BTNH.reshape(B, T, -1), self.out), self.out_bias)
 
     def norm_and_rope(
         self, x_BTNH: Float[Array, "B T N H"], rope: Rotary | None, gain: nnx.Param | None

@@ -21,6 +21,11 @@ class FusedOps(Settings):
 
     norm: str | None = Field(None, description="residual additions with the RMS norm after them")
     rope: str | None = Field(None, description="rotation and norm of queries and keys")
+    qkv: str | None = Field(
+        None,
+        description="queries, keys and values in one array, with one matmul each way, turned in "
+        "place before attention; in the place of rope and model.attention; default off",
+    )
     relu2: str | None = Field(None, description="the squared ReLU by itself; default: as ffn says")
     ffn: str | None = Field(
         None, description="the squared ReLU in the matmul before it; with model.fp8, in the casts"

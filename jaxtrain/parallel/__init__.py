@@ -19,6 +19,7 @@ from jaxtrain.parallel.kernels import (
     feed_forward_relu2,
     linear_cross_entropy,
     paged_attention,
+    rope_attention,
     shard_map_tokens,
     token_losses,
 )
@@ -38,6 +39,6 @@ __all__ = [
     "constrain", "constrain_tree", "distribute_matrices", "embedding_grad", "embedding_lookup",
     "feed_forward_relu2", "linear_cross_entropy", "make_mesh", "moe_dispatch_combine", "num_shards",
     "pad_chunks", "paged_attention", "partition_spec", "pipeline_size", "place_batch",
-    "previous_token", "replicated_axes", "run_pipeline", "shard_map", "shard_map_tokens",
-    "shardings", "split_layers", "token_losses", "zigzag_shard",
+    "previous_token", "replicated_axes", "rope_attention", "run_pipeline", "shard_map",
+    "shard_map_tokens", "shardings", "split_layers", "token_losses", "zigzag_shard",
 ]  # fmt: skip
