@@ -64,6 +64,11 @@ def attend_rows(
     return parallel.attention(q_BTNH, k_BTKH, v_BTKH, **more)
 
 
+def takes_whole_rows(attend: Attend) -> bool:
+    """Whether that is `attend_rows` of texts that no axis of the mesh splits."""
+    return getattr(attend, "func", attend) is attend_rows and parallel.context_size() == 1
+
+
 class LayerInputs(NamedTuple):
     """What every layer reads besides the residual stream."""
 
@@ -171,7 +176,7 @@ class Attention(KeyValueProjection):
         c = self.config
         B, T, _ = x_BTD.shape
         y_BTD = None
-        if inputs.fused.qkv and inputs.attend is attend_rows and cache is None and source is None:
+        if inputs.fused.qkv and takes_whole_rows(inputs.attend) and cache is None and not source:
             y_BTD = self.in_one_array(x_BTD, spec, inputs, value_BTC)
         if y_BTD is not None:
             return y_BTD, None
