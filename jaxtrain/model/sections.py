@@ -30,7 +30,10 @@ class FusedOps(Settings):
     ffn: str | None = Field(
         None, description="the squared ReLU in the matmul before it; with model.fp8, in the casts"
     )
-    loss: str | None = Field(None, description="the head with the loss")
+    loss: str | None = Field(
+        None,
+        description="the head with the loss; also fp8_logits, whose logits' matmul is in float8",
+    )
 
     @model_validator(mode="before")
     @classmethod
@@ -39,12 +42,21 @@ class FusedOps(Settings):
             dict.fromkeys(("norm", "rope", "ffn", "loss"), given) if type(given) is str else given
         )
 
-    @field_validator("*")
+    @field_validator("norm", "rope", "qkv", "relu2", "ffn")
     @classmethod
     def _known(cls, name: str | None) -> str | None:
-        if name not in (None, *rows.BACKENDS):
-            raise ValueError(f"there is no backend {name}; there are {', '.join(rows.BACKENDS)}")
-        return name
+        return known_backend(name, tuple(rows.BACKENDS))
+
+    @field_validator("loss")
+    @classmethod
+    def _known_loss(cls, name: str | None) -> str | None:
+        return known_backend(name, (*rows.BACKENDS, "fp8_logits"))
+
+
+def known_backend(name: str | None, known: tuple[str, ...]) -> str | None:
+    if name not in (None, *known):
+        raise ValueError(f"there is no backend {name}; there are {', '.join(known)}")
+    return name
 
 
 class Experts(Settings):
