@@ -5,7 +5,6 @@ from typing import Any, NamedTuple, Protocol, runtime_checkable
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 from flax import nnx
 from jaxtyping import Array, Float, Int
 
@@ -18,7 +17,7 @@ from jaxtrain.model.layers import Rotary, add_bias, declare_bias, lookup, rms_no
 from jaxtrain.model.plan import LayerSpec
 from jaxtrain.model.sections import FusedOps
 from jaxtrain.parallel import constrain
-from jaxtrain.weights.contract import dense, dequantize, is_weight
+from jaxtrain.weights.contract import dense, dequantize, matmul_joined
 from jaxtrain.weights.params import declare
 
 GATE_CHANNELS = 12
@@ -68,34 +67,6 @@ def attend_rows(
 def takes_whole_rows(attend: Attend) -> bool:
     """Whether that is `attend_rows` of texts that no axis of the mesh splits."""
     return getattr(attend, "func", attend) is attend_rows and parallel.context_size() == 1
-
-
-@jax.custom_vjp
-def matmul_joined(
-    x_BTD: Float[Array, "B T D"], *matrices: Float[Array, "D _"]
-) -> Float[Array, "B T C"]:
-    """x times the matrices side by side.
-
-    The matrices' gradient is computed together with x's: XLA would put it off to the end of the
-    backward pass, and keep its large operands until then.
-    """
-    return x_BTD @ jnp.concatenate(matrices, axis=1)
-
-
-def _joined_forward(x_BTD: Array, *matrices: Array) -> tuple[Array, tuple[Array, ...]]:
-    return matmul_joined(x_BTD, *matrices), (x_BTD, *matrices)
-
-
-def _joined_backward(saved: tuple[Array, ...], dy_BTC: Array) -> tuple[Array, ...]:
-    x_BTD, *matrices = saved
-    dw_DC = jnp.einsum("BTD,BTC->DC", x_BTD, dy_BTC)
-    dx_BTD = dy_BTC @ jnp.concatenate(matrices, axis=1).T
-    dx_BTD, dw_DC = jax.lax.optimization_barrier((dx_BTD, dw_DC))
-    ends = np.cumsum([matrix.shape[1] for matrix in matrices])[:-1]
-    return dx_BTD, *jnp.split(dw_DC, ends, axis=1)
-
-
-matmul_joined.defvjp(_joined_forward, _joined_backward)
 
 
 class LayerInputs(NamedTuple):
@@ -251,15 +222,15 @@ class Attention(KeyValueProjection):
         inputs: LayerInputs,
         value_BTC: Float[Array, "B T C"] | None,
     ) -> Float[Array, "B T D"] | None:
-        """The output, where q, k and v are projected by one matmul; None where a matrix is no array
-        (float8, LoRA): each of those has a product of its own.
+        """The output, where q, k and v are projected by one matmul; None where their forms have a
+        product of their own (LoRA).
         """
         c, (B, T, _) = self.config, x_BTD.shape
-        matrices = [matrix.get_value() for matrix in (self.q, self.k, self.v)]
         rope = inputs.short_rope if spec.short_rope else inputs.rope
-        if any(map(is_weight, matrices)) or rope is None:
+        y_BTC = matmul_joined(x_BTD, *(matrix.get_value() for matrix in (self.q, self.k, self.v)))
+        if y_BTC is None or rope is None:
             return None
-        qkv_BTCH = matmul_joined(x_BTD, *matrices).reshape(B, T, -1, c.head_dim)
+        qkv_BTCH = y_BTC.reshape(B, T, -1, c.head_dim)
         value_BTKH = None if value_BTC is None else value_BTC.reshape(B, T, c.kv_heads, -1)
         scale = c.attention_scale or c.qk_scale**2 / math.sqrt(c.qk_dim)
         cos_BTH, sin_BTH = (jax.lax.squeeze(x, [2]) for x in rope)
