@@ -223,6 +223,20 @@ def test_float8_logits_are_those_of_rounded_operands_and_gradients_go_straight_t
         np.testing.assert_allclose(a, b, rtol=2e-4, atol=2e-4)
 
 
+@pytest.mark.gpu
+def test_on_a_gpu_float8_logits_are_near_those_in_sixteen_bits():
+    shape = LossShape("", 8192, 768, 32768, softcap=15.0)
+    x, w, labels, weights = inputs(shape, jnp.bfloat16)
+    arrays = x, (w.astype(np.float32) / 28).astype(jnp.bfloat16), labels, weights
+    ours, plain = (
+        loss_and_gradients(shape, *arrays, implementation=name) for name in ("fp8_logits", "mosaic")
+    )
+    np.testing.assert_allclose(ours[0], plain[0], rtol=1e-3)
+    for a, b in zip(ours[1:], plain[1:]):
+        a, b = (np.asarray(x, np.float32) for x in (a, b))
+        assert np.linalg.norm(a - b) < 0.1 * np.linalg.norm(b)
+
+
 def test_float8_logits_lower_for_hopper_with_one_product_in_float8():
     spec = lambda *s, dtype=jnp.bfloat16: jax.ShapeDtypeStruct(s, dtype)
     arrays = spec(64, 64), spec(64, 8192), spec(64, dtype=jnp.int32), spec(64, dtype=jnp.float32)

@@ -91,6 +91,21 @@ def test_packed_documents_equal_the_reference():
         assert np.abs(x - y).max() < 0.012 * np.abs(y).max() + 0.005
 
 
+@pytest.mark.gpu
+@pytest.mark.parametrize("H", [64, 128])
+@pytest.mark.parametrize(("value", "window"), [(False, None), (True, 256)])
+def test_mosaic_equals_the_reference_on_a_gpu(H, value, window):
+    given = arrays(2, 1024, 6, 3, H, value, BF16)
+    wide = jax.tree.map(lambda x: x.astype(jnp.float32), given)
+    call = Call(window=window, scale=1.2 / H**0.5)
+    with jax.default_matmul_precision("highest"):
+        expected = jax.tree.leaves(results(reference, wide, 6, call))
+    ours, naive = (jax.tree.leaves(results(m, given, 6, call)) for m in (hopper, reference))
+    off = lambda x, y: np.linalg.norm(x - y) / np.linalg.norm(y)
+    for x, near, y in zip(ours, naive, expected, strict=True):
+        assert off(x, y) < 2 * off(near, y) + 1e-4
+
+
 @pytest.mark.parametrize("value", [False, True])
 def test_lowers_for_hopper_in_place(value):
     spec = lambda *shape, dtype=BF16: jax.ShapeDtypeStruct(shape, dtype)
