@@ -13,6 +13,7 @@ from benchmarks.power import Meter
 from benchmarks.record import describe
 from benchmarks.timing import ceilings, kernel_ms, relative_error, rotating
 from jaxtrain.cluster.runtime import compute_dtype
+from jaxtrain.cluster.xla_flags import known_options
 from jaxtrain.estimate.workload import SHORT
 from jaxtrain.settings import UserError
 
@@ -35,10 +36,13 @@ def loss_rows(names: Sequence[str], dtype: Any) -> Iterator[Row]:
         inputs = rotating(lambda key, s=shape: loss_inputs(s, dtype, key))
         flops = 6.0 * shape.N * shape.D * shape.V
         for backend in [name for name in cross_entropy.BACKENDS if name in backends]:
-            figures = measured(loss_with_gradients(shape, backend), inputs, flops)
+            # As a step in float8 is compiled (jaxtrain/train/program.py).
+            options = known_options(("cublas",)) if backend.startswith("fp8") else {}
+            fn = loss_with_gradients(shape, backend)
+            figures = measured(fn, inputs, flops, compiler_options=options)
             if figures is not None:
                 row = {"name": "linear_cross_entropy", "shape": shape.name, "backend": backend}
-                yield row | figures | {"error": loss_error(shape, backend, dtype)}
+                yield row | figures | {"error": loss_error(shape, backend, dtype, options)}
 
 
 def sized(small: Callable[[Any], Any]) -> Callable[[Any], Any]:
@@ -158,9 +162,11 @@ def small_loss(s: LossShape) -> LossShape:
     return s._replace(name=f"{s.name}_small", N=256, D=64, V=512, valid_vocab=s.valid_vocab and 500)
 
 
-def loss_error(shape: LossShape, backend: str, dtype: Any) -> float | None:
+def loss_error(
+    shape: LossShape, backend: str, dtype: Any, compiler_options: dict[str, Any] | None = None
+) -> float | None:
     """Of the gradients, against the float32 specification."""
     s = small_loss(shape)
     gradients = lambda name: lambda *inputs: loss_with_gradients(s, name)(*inputs)[1]
     inputs = loss_inputs(s, dtype, jax.random.key(1))
-    return error_of(gradients(backend), gradients("reference"), inputs)
+    return error_of(gradients(backend), gradients("reference"), inputs, compiler_options)
